@@ -1,0 +1,58 @@
+// Starting other programs by exec (never a bare fork: a process that has run
+// OpenMP may not fork and go on), and telling signals apart.
+#pragma once
+
+#include <sys/types.h>
+
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace hasten {
+
+struct SpawnOptions {
+  /// Added to, or replacing, this process's environment.
+  std::vector<std::pair<std::string, std::string>> environment{};
+  /// Descriptors the child keeps under the same number; all others are
+  /// close-on-exec. 0, 1 and 2 are always kept.
+  std::vector<int> keep_fds{};
+  /// Descriptors put in place of the child's 0, 1, 2; -1 keeps the parent's.
+  int stdin_fd = -1;
+  int stdout_fd = -1;
+  int stderr_fd = -1;
+  /// Child becomes leader of a process group of its own.
+  bool new_process_group = true;
+  /// Kernel kills the child (SIGKILL) when the thread that spawned it dies.
+  bool die_with_parent = true;
+};
+
+/// Starts argv[0] (searched in PATH when it has no slash). Returns its pid.
+/// Throws Error when it cannot be started; the child never runs our code after
+/// a failed exec.
+pid_t spawn_process(
+    const std::vector<std::string>& argv, const SpawnOptions& options = {});
+
+/// How a child ended, from waitpid's status.
+struct ProcessEnd {
+  /// Exit code, or 128 + signal.
+  int code = 0;
+  /// 0 when it exited by itself.
+  int signal = 0;
+};
+ProcessEnd process_end(int wait_status);
+
+/// "exited with code 3", "was killed by signal 9 (Killed)".
+std::string describe(const ProcessEnd& end);
+
+/// Binds 127.0.0.1:0 and listens. Returns {descriptor (close-on-exec), port}.
+std::pair<int, int> listen_on_loopback();
+
+/// Installs handlers for SIGINT and SIGTERM that only remember the signal;
+/// a second one of the same kind ends the process at once with 128 + signal.
+void install_interrupt_handlers();
+/// The remembered signal, 0 if none. Async-signal-safe to set, cheap to poll.
+int interrupt_signal();
+/// Throws Interrupted if a signal is remembered.
+void throw_if_interrupted();
+
+} // namespace hasten

@@ -1,0 +1,48 @@
+// A progress bar on stderr that degrades to plain lines where stderr is no
+// terminal (one line about every tenth of the way, none more often than each
+// 5 s). Rank 0 only: other ranks make one with `enabled = false`.
+// Threading: one thread.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <string>
+
+namespace hasten {
+
+class ProgressBar {
+ public:
+  /// `total` units of work, ≥ 1; `label` stands before the bar.
+  ProgressBar(std::string label, int64_t total, bool enabled);
+  /// Ends the line if it was drawn; never throws.
+  ~ProgressBar();
+  ProgressBar(const ProgressBar&) = delete;
+  ProgressBar& operator=(const ProgressBar&) = delete;
+
+  /// Work done so far (absolute) and a short text shown after the bar.
+  /// Redraws at most 10 times a second.
+  void update(int64_t done, const std::string& note = {});
+  /// Removes the bar from the terminal, so that a line can be printed; the next
+  /// update draws it again. Log lines call this through the sink by themselves.
+  void clear();
+  void finish();
+
+ private:
+  std::string label_;
+  int64_t total_;
+  bool enabled_;
+  bool terminal_ = false;
+  bool drawn_ = false;
+  int64_t last_tenth_ = 0;
+  std::chrono::steady_clock::time_point start_;
+  std::chrono::steady_clock::time_point last_draw_{};
+};
+
+/// "1:02:03" or "02:03" from seconds; "--:--" where it is not finite.
+std::string format_duration(double seconds);
+/// "33,530".
+std::string format_count(int64_t value);
+/// "1.3 GB" (powers of 1024, as the kernel counts).
+std::string format_bytes(int64_t bytes);
+
+} // namespace hasten

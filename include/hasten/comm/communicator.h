@@ -1,0 +1,133 @@
+// The one way ranks talk: a process group over c10d with named operations,
+// timeouts and errors that say which rank and which operation.
+// Threading: one thread per communicator issues operations; waiting on a handle
+// may happen elsewhere. Lifetime: close() before static destructors run; no
+// destructor communicates. After any failure a group is dead: each later call
+// throws the first error again.
+// "Collective" = every rank of the group calls it, in the same order.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <nlohmann/json_fwd.hpp>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "hasten/base/world.h"
+
+namespace hasten {
+
+enum class ReduceOp { sum, mean, max };
+
+struct CommunicatorOptions {
+  /// Longest a rank waits for peers that are alive but late. Milliseconds.
+  std::chrono::milliseconds timeout{600'000};
+  /// Longest until a dead rank is named, whatever the timeout. Milliseconds.
+  std::chrono::milliseconds liveness{5'000};
+  /// Name of the group, in messages and in the store's keys; the same on all
+  /// ranks, and unique among the groups of a world.
+  std::string name = "world";
+  /// Network address Gloo listens on; empty: loopback when every rank is on
+  /// this host, else the interface that reaches the master.
+  std::string interface_address{};
+};
+
+/// A collective under way. Copyable; waiting twice is allowed.
+class CommHandle {
+ public:
+  CommHandle() = default;
+  /// Blocks until the operation has ended; its tensors hold the result then.
+  /// Throws CommunicationError naming operation and rank.
+  void wait();
+  /// True where wait() would not block. Never throws.
+  bool done() const;
+  explicit operator bool() const { return state_ != nullptr; }
+
+  struct State;
+  explicit CommHandle(std::shared_ptr<State> state) : state_(std::move(state)) {}
+
+ private:
+  std::shared_ptr<State> state_;
+};
+
+class Communicator {
+ public:
+  /// Meets the peers of `world`: store, Gloo group, liveness, and a handshake
+  /// that verifies world size, hasten and torch version and device kind.
+  /// Collective, blocks up to options.timeout. A world of one opens no socket.
+  static std::shared_ptr<Communicator> create(
+      const World& world, const CommunicatorOptions& options = {});
+
+  virtual ~Communicator() = default;
+  Communicator(const Communicator&) = delete;
+  Communicator& operator=(const Communicator&) = delete;
+
+  virtual int rank() const = 0;
+  virtual int world_size() const = 0;
+  virtual const CommunicatorOptions& options() const = 0;
+  bool is_main() const { return rank() == 0; }
+
+  /// Reduces `tensor` in place. fp16 and bf16 are accumulated in fp32 when
+  /// `op` is sum or mean; integers refuse mean. Contiguous. `name` is what an
+  /// error calls it: "ddp bucket 3".
+  virtual CommHandle all_reduce_async(
+      at::Tensor tensor, ReduceOp op, std::string_view name) = 0;
+  void all_reduce(at::Tensor tensor, ReduceOp op, std::string_view name) {
+    all_reduce_async(std::move(tensor), op, name).wait();
+  }
+
+  /// Copies rank `source`'s `tensor` into every rank's, in place.
+  virtual CommHandle broadcast_async(
+      at::Tensor tensor, int source, std::string_view name) = 0;
+  void broadcast(at::Tensor tensor, int source, std::string_view name) {
+    broadcast_async(std::move(tensor), source, name).wait();
+  }
+
+  /// `output` is [world_size, …input's shape], contiguous; row r is rank r's
+  /// input. Shapes and dtypes are equal on all ranks.
+  virtual CommHandle all_gather_async(
+      at::Tensor output, at::Tensor input, std::string_view name) = 0;
+
+  /// Tensors of one dtype and trailing shape, dim 0 may differ by rank (0
+  /// included): concatenated over ranks in rank order, on every rank.
+  /// Blocking; shapes are agreed first and a mismatch is an error on all.
+  virtual at::Tensor all_gather_rows(
+      const at::Tensor& rows, std::string_view name) = 0;
+
+  /// Small values from every rank, on every rank, in rank order. For shapes,
+  /// counts and messages, not for data. Blocking, through the store.
+  virtual std::vector<nlohmann::json> gather_json(
+      const nlohmann::json& value, std::string_view name) = 0;
+
+  /// Rank 0's value on every rank. Blocking, through the store.
+  virtual nlohmann::json broadcast_json(
+      const nlohmann::json& value, std::string_view name) = 0;
+
+  /// Blocks until every rank has entered.
+  virtual void barrier(std::string_view name) = 0;
+
+  /// Tells the peers that this rank fails and why ("rank r failed: reason"),
+  /// through the store, without waiting, and marks the group dead. Every peer
+  /// that waits or calls afterwards throws CommunicationError with that text.
+  /// Never throws. For exceptions on their way out.
+  virtual void abandon(std::string_view reason) noexcept = 0;
+
+  /// Leaves: rank 0 last, so that no peer loses its store. Blocks until every
+  /// rank left or the liveness limit passed. After a failure it closes at once.
+  /// Calling it twice does nothing.
+  virtual void close() noexcept = 0;
+
+  /// A further group of the same ranks, with its own name, timeout and order
+  /// of operations. Collective.
+  virtual std::shared_ptr<Communicator> duplicate(
+      const CommunicatorOptions& options) = 0;
+
+ protected:
+  Communicator() = default;
+};
+
+} // namespace hasten

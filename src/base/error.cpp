@@ -1,0 +1,87 @@
+#include "hasten/base/error.h"
+
+#include <algorithm>
+#include <atomic>
+#include <vector>
+
+namespace hasten {
+
+namespace detail {
+
+std::atomic<int> error_rank{0};
+std::atomic<int> error_world_size{1};
+
+std::string error_text(
+    std::string_view where,
+    std::string_view what,
+    std::string_view expected,
+    std::string_view fix) {
+  std::string text;
+  if (const int world_size = error_world_size; world_size > 1) {
+    text += "rank " + std::to_string(error_rank) + "/" +
+        std::to_string(world_size) + " ";
+  }
+  text.append("[").append(where).append("] ").append(what);
+  if (text.back() != '.') {
+    text += '.';
+  }
+  if (!expected.empty()) {
+    text.append(" Expected ").append(expected).append(".");
+  }
+  if (!fix.empty()) {
+    text.append(" Fix: ").append(fix).append(".");
+  }
+  return text;
+}
+
+size_t edit_distance(std::string_view a, std::string_view b) {
+  std::vector<size_t> row(b.size() + 1);
+  for (size_t j = 0; j <= b.size(); ++j) {
+    row[j] = j;
+  }
+  for (size_t i = 1; i <= a.size(); ++i) {
+    size_t diagonal = row[0];
+    row[0] = i;
+    for (size_t j = 1; j <= b.size(); ++j) {
+      const size_t above = row[j];
+      row[j] = std::min(
+          {above + 1, row[j - 1] + 1, diagonal + (a[i - 1] != b[j - 1])});
+      diagonal = above;
+    }
+  }
+  return row[b.size()];
+}
+
+} // namespace detail
+
+Error::Error(
+    std::string_view where,
+    std::string_view what,
+    std::string_view expected,
+    std::string_view fix)
+    : std::runtime_error(detail::error_text(where, what, expected, fix)) {}
+
+Interrupted::Interrupted(int signal)
+    : Error("base::interrupt", "stopped by signal " + std::to_string(signal)),
+      signal_(signal) {}
+
+void set_error_rank(int rank, int world_size) {
+  detail::error_rank = rank;
+  detail::error_world_size = world_size;
+}
+
+std::string nearest_name(
+    std::string_view word, const std::string* first, const std::string* last) {
+  std::string best;
+  size_t best_distance = std::max<size_t>(1, word.size() / 3) + 1;
+  for (; first != last; ++first) {
+    const size_t distance = detail::edit_distance(word, *first);
+    if (distance < best_distance) {
+      best_distance = distance;
+      best = *first;
+    }
+  }
+  return best;
+}
+
+} // namespace hasten
