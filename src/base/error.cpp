@@ -73,7 +73,8 @@ void set_error_rank(int rank, int world_size) {
 std::string nearest_name(
     std::string_view word, const std::string* first, const std::string* last) {
   std::string best;
-  size_t best_distance = std::max<size_t>(1, word.size() / 3) + 1;
+  size_t best_distance =
+      (word.size() < 4 ? 1 : std::max<size_t>(2, word.size() / 3)) + 1;
   for (; first != last; ++first) {
     const size_t distance = detail::edit_distance(word, *first);
     if (distance < best_distance) {

@@ -56,8 +56,8 @@ class Interrupted : public Error {
 /// Makes later messages start with "rank r/w ". Nothing for world_size 1.
 void set_error_rank(int rank, int world_size);
 
-/// The candidate closest to `word`, empty where none is near (edit distance
-/// above a third of the length). For "Fix: did you mean …".
+/// The candidate closest to `word`; empty where the edit distance is above 2
+/// (1 for words shorter than 4) and above a third of the length.
 std::string nearest_name(
     std::string_view word, const std::string* first, const std::string* last);
 
