@@ -1,0 +1,101 @@
+// Streaming reader of delimited text: CSV as in RFC 4180, and TSV.
+//
+// Records end with LF, CRLF or CR; a byte-order mark is skipped; empty lines are
+// skipped. A field that starts with a quote ends at the next quote that is not
+// doubled and may hold delimiters and line breaks; a quote anywhere else in a
+// field is an ordinary character. In tab-separated files, which are mostly
+// written without quoting, a leading quote counts only if it closes on the same
+// line just before a tab or the line's end; otherwise it is text.
+// Every record must have as many fields as the first one.
+//
+// Threading: one reader per thread. The file must not shrink while it is read:
+// a regular file is memory-mapped, anything else (a pipe) is read at once.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace hasten {
+
+struct CsvOptions {
+  /// '\0' takes it from the file's name: tab for .tsv and .tab, else comma.
+  char delimiter = '\0';
+  /// The first record names the columns. Without a header the columns are
+  /// named by their number: "0", "1", ….
+  bool has_header = true;
+};
+
+class CsvReader {
+ public:
+  /// Opens the file and reads the header.
+  /// Throws InputError: the file is missing, a folder, empty or UTF-16, or the
+  ///   header is wrong (a column's name twice); the delimiter is a quote or a
+  ///   line break.
+  explicit CsvReader(std::filesystem::path path, CsvOptions options = {});
+  ~CsvReader();
+  CsvReader(CsvReader&&) noexcept;
+  CsvReader& operator=(CsvReader&&) noexcept;
+
+  /// Names of the columns, in order. [column]
+  const std::vector<std::string>& columns() const { return columns_; }
+
+  /// Number of the column of that name. Where there is none, throws InputError
+  /// that lists the columns, each with its value in the first record, and the
+  /// nearest name. `flag` is what the user said it with, for the message.
+  size_t column(std::string_view name, std::string_view flag = "column") const;
+
+  /// Moves to the next record; false at the end of the file.
+  /// Throws InputError naming path:line and the column (in characters) for
+  ///   ragged records, an unterminated quote, text after a closing quote,
+  ///   invalid UTF-8 and NUL bytes.
+  bool next();
+
+  /// Fields of the current record, unquoted. [column] Views are valid until
+  /// the next call of next().
+  const std::vector<std::string_view>& fields() const { return fields_; }
+
+  /// Physical line at which the current record starts, counted from 1.
+  int64_t line() const { return line_; }
+  /// "path:line" of the current record.
+  std::string position() const;
+
+  char delimiter() const { return delimiter_; }
+  const std::filesystem::path& path() const { return path_; }
+
+ private:
+  class Bytes;
+  bool read_record();
+  void read_quoted(size_t& at);
+  bool closes_on_its_line(size_t at) const;
+  bool at_field_end(size_t at) const;
+  void check_text(size_t begin, size_t end) const;
+  void check_width() const;
+  [[noreturn]] void fail(
+      size_t at,
+      std::string_view what,
+      std::string_view expected,
+      std::string_view fix) const;
+
+  std::filesystem::path path_;
+  char delimiter_ = ',';
+  std::unique_ptr<Bytes> bytes_;
+  std::string_view text_{}; // the whole file
+  size_t next_ = 0; // where the next record starts, in bytes
+  int64_t next_line_ = 1;
+  size_t start_ = 0; // where the current record starts, in bytes
+  int64_t line_ = 0;
+  std::vector<std::string> columns_{};
+  std::vector<std::string_view> fields_{};
+  std::vector<std::string> unescaped_{}; // fields that held doubled quotes
+  size_t unescaped_used_ = 0;
+  bool pending_ = false; // the first record of a file without header was read
+};
+
+/// The field as it stands in a CSV file: quoted where it must be.
+std::string csv_field(std::string_view value, char delimiter = ',');
+
+} // namespace hasten

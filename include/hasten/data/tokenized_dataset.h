@@ -1,0 +1,81 @@
+// Tokenised texts in memory as a Dataset, padded batch by batch.
+// Threading: const functions may be called from several threads.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "hasten/data/dataset.h"
+#include "hasten/data/tokenizer.h"
+
+namespace hasten {
+
+struct TokenizedTexts {
+  std::vector<std::vector<int64_t>> ids{}; // [row][token]
+  int64_t truncated = 0; // rows that max_length cut
+  int64_t tokens = 0; // of all rows together
+};
+
+/// Encodes all texts, in order. max_length: tokens with [CLS] and [SEP]; 0 is no
+/// limit. threads ≥ 1 share the rows; the result does not depend on them.
+/// Throws what WordPieceTokenizer::encode throws, naming the row.
+TokenizedTexts tokenize_texts(
+    const WordPieceTokenizer& tokenizer,
+    const std::vector<std::string>& texts,
+    int64_t max_length,
+    int threads = 1);
+
+struct PaddingOptions {
+  /// Fills rows up to the longest of the batch.
+  int64_t pad_id = 0;
+  /// Rounds the batch's length up to a multiple of this; 1 does not.
+  int64_t pad_to_multiple_of = 1;
+  /// Pads every batch to this length instead; 0: the longest row's.
+  int64_t pad_to_length = 0;
+};
+
+/// Batches hold
+///   input_ids       [B, T] int64
+///   attention_mask  [B, T] int64, 1 on tokens and 0 on padding
+///   labels          [B] int64, where there are labels
+/// A batch of no rows has shapes [0, 1] and [0].
+/// Memory: 4 bytes a token.
+class TokenizedDataset : public Dataset {
+ public:
+  /// `labels` has one number a row, or is empty.
+  /// Throws InputError: sizes differ, an id outside int32, a row without ids, a
+  ///   row longer than pad_to_length.
+  TokenizedDataset(
+      const std::vector<std::vector<int64_t>>& ids,
+      std::vector<int64_t> labels,
+      PaddingOptions padding = {});
+
+  int64_t size() const override;
+  /// Tokens of the row.
+  int64_t length(int64_t index) const override;
+  Batch collate(const std::vector<int64_t>& indices) const override;
+
+  bool has_labels() const { return !labels_.empty(); }
+  int64_t label(int64_t index) const;
+  /// Tokens of all rows, without padding.
+  int64_t tokens() const { return offsets_.back(); }
+
+ private:
+  std::vector<int32_t> ids_{}; // rows one after the other
+  std::vector<int64_t> offsets_{0}; // [row]; one more than rows
+  std::vector<int64_t> labels_{}; // [row], or empty
+  PaddingOptions padding_;
+};
+
+/// Tokens of a batch (ones of attention_mask) and places of its input_ids:
+/// real and padded tokens for rates; waste = 1 - real / padded.
+struct TokenCount {
+  int64_t real = 0;
+  int64_t padded = 0;
+};
+/// Zeros for a batch without input_ids; without attention_mask every place is
+/// a token. Reads the mask on the host: call it before the batch moves.
+TokenCount count_tokens(const Batch& batch);
+
+} // namespace hasten

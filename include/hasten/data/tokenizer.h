@@ -1,0 +1,121 @@
+// BERT's WordPiece tokenizer, cased and uncased, with the ids that Hugging Face's
+// BertTokenizerFast gives.
+//
+// Order of work: special tokens are cut out of the raw text; the rest is cleaned
+// (control characters out, white space to spaces), CJK ideographs are set apart,
+// accents are stripped (NFD without nonspacing marks), letters are lower-cased one
+// by one; words are split at white space and at every punctuation character; each
+// word is the longest piece of the vocabulary, then the longest "##" piece, and so
+// on; a word with a part that no piece fits, or longer than 100 characters, is
+// [UNK]. Character classes are those of utf8proc.
+//
+// Threading: const functions may be called from several threads.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace hasten {
+
+/// Field names are those of tokenizer_config.json.
+struct WordPieceOptions {
+  bool do_lower_case = true;
+  /// Not set: as do_lower_case.
+  std::optional<bool> strip_accents{};
+  bool tokenize_chinese_chars = true;
+  /// Longest sequence the model takes, special tokens counted; 0: not known.
+  int64_t model_max_length = 0;
+  std::string unk_token = "[UNK]";
+  std::string sep_token = "[SEP]";
+  std::string pad_token = "[PAD]";
+  std::string cls_token = "[CLS]";
+  std::string mask_token = "[MASK]";
+};
+
+/// A further token that is cut out of the raw text before anything else.
+struct AddedToken {
+  std::string content{};
+  int64_t id = 0;
+  bool special = true;
+};
+
+/// One text as ids.
+struct Encoding {
+  std::vector<int64_t> ids{}; // [CLS] pieces [SEP]
+  bool truncated = false; // whether max_length cut pieces off
+};
+
+class WordPieceTokenizer {
+ public:
+  /// `vocab`: pieces by id; of two equal ones the later counts.
+  /// Throws InputError: a special token (but mask_token) that the vocabulary
+  ///   lacks.
+  WordPieceTokenizer(
+      std::vector<std::string> vocab,
+      WordPieceOptions options,
+      std::vector<AddedToken> added_tokens = {});
+
+  /// From a Hugging Face folder: vocab.txt, or else the WordPiece model of
+  /// tokenizer.json; options from tokenizer_config.json, else from the
+  /// normalizer of tokenizer.json, else the defaults.
+  /// Throws InputError: no vocabulary, one of another kind, without its special
+  ///   tokens, or JSON that cannot be read; each names the file.
+  static WordPieceTokenizer load(const std::filesystem::path& folder);
+
+  /// Writes vocab.txt, tokenizer_config.json and tokenizer.json, from which
+  /// load() and transformers' AutoTokenizer give the same ids.
+  /// Throws Error naming the path (a full disk).
+  void save(const std::filesystem::path& folder) const;
+
+  /// [CLS], the text's pieces, [SEP]: at most max_length ids, both special
+  /// tokens counted; 0 is no limit. About 20 MB of text a second on one core.
+  /// Throws InputError: invalid UTF-8 (names the byte), max_length of 1.
+  Encoding encode(std::string_view text, int64_t max_length = 0) const;
+
+  /// The pieces as text, without special tokens around them.
+  std::vector<std::string> tokenize(std::string_view text) const;
+
+  int64_t vocab_size() const;
+  /// Piece of an id in 0 … vocab_size() - 1.
+  const std::string& token(int64_t id) const;
+  /// Id of a piece; -1 where the vocabulary lacks it.
+  int64_t id(std::string_view token) const;
+  int64_t unk_id() const;
+  int64_t cls_id() const;
+  int64_t sep_id() const;
+  int64_t pad_id() const;
+  const WordPieceOptions& options() const;
+
+ private:
+  struct Impl;
+  std::shared_ptr<const Impl> impl_; // immutable, so copies share it
+};
+
+struct WordPieceVocabOptions {
+  /// Pieces at most, the five special tokens counted. Fewer where the texts do
+  /// not hold as many pairs that occur `min_frequency` times.
+  int64_t vocab_size = 30522;
+  /// A pair of pieces that occurs less often is not joined.
+  int64_t min_frequency = 2;
+  /// Characters kept, the most frequent ones; words with others become [UNK].
+  int64_t limit_alphabet = 1000;
+};
+
+/// Learns a vocabulary: [PAD] [UNK] [CLS] [SEP] [MASK], the characters (at the
+/// start of a word, and with "##" inside one), then pieces joined pair by pair,
+/// the most frequent pair first, as Hugging Face's WordPieceTrainer does.
+/// Deterministic: equal texts in any order give equal vocabularies.
+/// Cost: one pass over the texts, then about a second for 100,000 distinct words.
+/// Throws InputError: no text, vocab_size too small for the characters, invalid
+///   UTF-8.
+std::vector<std::string> build_wordpiece_vocab(
+    const std::vector<std::string>& texts,
+    const WordPieceOptions& options,
+    const WordPieceVocabOptions& vocab_options = {});
+
+} // namespace hasten
