@@ -1,0 +1,139 @@
+// What a training run may be told. Names and defaults are those of Hugging
+// Face's TrainingArguments, except:
+//
+//   field                    here                      there
+//   eval_strategy            epoch                     no
+//   save_strategy            epoch                     steps
+//   eval_steps               500                       logging_steps (500)
+//   logging_steps            0.01, a share of all      500
+//                            updates; the last window
+//                            is always logged
+//   save_total_limit         2                         keeps all
+//   train_sampling_strategy  group_by_length           random
+//   max_length               128, at most the model's  not an argument
+//
+// Plain data without LibTorch, so that the `hasten` program can bind flags to
+// it. Threading: none needed.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <nlohmann/json_fwd.hpp>
+#include <optional>
+#include <string>
+
+namespace hasten {
+
+/// When something recurring happens. An update is one optimizer step.
+enum class IntervalStrategy { no, steps, epoch };
+/// How the learning rate goes on after the warm-up; see optim/schedule.h.
+enum class SchedulerType { linear, constant, constant_with_warmup };
+/// In which order training sees its rows; see data/loader.h.
+enum class SamplingStrategy { random, sequential, group_by_length };
+
+/// The spellings users write, for flags and JSON.
+const std::map<std::string, IntervalStrategy>& interval_strategies();
+const std::map<std::string, SchedulerType>& scheduler_types();
+const std::map<std::string, SamplingStrategy>& sampling_strategies();
+
+struct TrainingArguments {
+  // Where.
+
+  /// Folder of the final model, checkpoint-N folders and records. Required for
+  /// Trainer::train() to write anything; empty writes nothing (and then
+  /// save_strategy must be no).
+  std::string output_dir{};
+  /// Lets train() start in a folder that holds another run: that run's
+  /// checkpoint-N folders and records are removed first.
+  bool overwrite_output_dir = false;
+
+  // How long.
+
+  /// Passes over the training data, > 0; may be fractional.
+  double num_train_epochs = 3.0;
+  /// Updates altogether; above 0 it overrides num_train_epochs.
+  int64_t max_steps = -1;
+
+  // How much at once.
+
+  /// Rows of one micro-batch on one rank, >= 1.
+  int64_t per_device_train_batch_size = 8;
+  /// Rows of one evaluation batch on one rank, >= 1.
+  int64_t per_device_eval_batch_size = 8;
+  /// Micro-batches an update adds up, >= 1. An epoch's last window may be
+  /// shorter and is weighted by what it really holds.
+  int64_t gradient_accumulation_steps = 1;
+
+  // Optimizer (AdamW, with decay on all but biases and norms) and schedule.
+
+  /// Peak learning rate, >= 0.
+  double learning_rate = 5e-5;
+  /// Decoupled weight decay, >= 0; see optim/param_groups.h for its share.
+  double weight_decay = 0.0;
+  double adam_beta1 = 0.9;
+  double adam_beta2 = 0.999;
+  double adam_epsilon = 1e-8;
+  /// Longest L2 norm the gradient of an update may have, over all parameters;
+  /// 0 does not clip.
+  double max_grad_norm = 1.0;
+  SchedulerType lr_scheduler_type = SchedulerType::linear;
+  /// Updates over which the learning rate rises from 0; below 1: their share of
+  /// all updates, rounded up.
+  double warmup_steps = 0.0;
+  /// The older spelling of a share, [0, 1]; read where warmup_steps is 0.
+  double warmup_ratio = 0.0;
+
+  // When to report, evaluate and save; N counts updates.
+
+  /// Updates between two training records; below 1: a share of all updates (at
+  /// least one update). > 0. Cost: one small all-reduce a record.
+  double logging_steps = 0.01;
+  /// steps: every eval_steps; epoch: at each epoch's end. Ignored without
+  /// evaluation data.
+  IntervalStrategy eval_strategy = IntervalStrategy::epoch;
+  /// Updates, or below 1 a share of all; > 0.
+  double eval_steps = 500;
+  /// Writes output_dir/checkpoint-N. Cost: the model's bytes on disk each.
+  IntervalStrategy save_strategy = IntervalStrategy::epoch;
+  double save_steps = 500;
+  /// checkpoint-N folders kept; the oldest go first, the best never. 0 keeps
+  /// all. With 1, the best and the newest are both kept until the end.
+  int64_t save_total_limit = 2;
+  /// After the last update go back to the weights of the best evaluation.
+  /// Needs equal strategies, and save_steps a multiple of eval_steps.
+  bool load_best_model_at_end = false;
+  /// Name in the evaluation record, with or without "eval_".
+  std::string metric_for_best_model = "loss";
+  /// Unset: true unless the metric's name ends in "loss".
+  std::optional<bool> greater_is_better{};
+
+  // Randomness and data.
+
+  /// Dropout; model initialisation where the program builds the model.
+  uint64_t seed = 42;
+  /// Order of the rows; unset: seed.
+  std::optional<uint64_t> data_seed{};
+  SamplingStrategy train_sampling_strategy = SamplingStrategy::group_by_length;
+  /// Leaves out an epoch's last, smaller batch.
+  bool dataloader_drop_last = false;
+  /// Tokens a row is cut to by whoever tokenises, >= 1; the model's own limit
+  /// applies where it is smaller.
+  int64_t max_length = 128;
+
+  /// Throws InputError "[trainer::training_arguments] field=value …" for the
+  /// first field out of range or in contradiction to another.
+  void validate() const;
+  /// data_seed, or seed.
+  uint64_t order_seed() const { return data_seed.value_or(seed); }
+  /// "eval_loss", "eval_f1", …: metric_for_best_model with its prefix.
+  std::string best_metric_name() const;
+  bool best_is_greater() const;
+};
+
+/// Every field under its own name; enumerations by their spelling.
+void to_json(nlohmann::json& json, const TrainingArguments& arguments);
+/// Fields that are absent keep what `arguments` has. Throws InputError for a
+/// name it does not know (the nearest is offered) or a value of another type.
+void from_json(const nlohmann::json& json, TrainingArguments& arguments);
+
+} // namespace hasten

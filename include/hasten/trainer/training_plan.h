@@ -1,0 +1,34 @@
+// From arguments and the number of batches to counts of updates: what a run
+// will do, before it does it. Without LibTorch.
+#pragma once
+
+#include <cstdint>
+
+#include "hasten/trainer/training_arguments.h"
+
+namespace hasten {
+
+/// One update is one optimizer step; epochs are counted from 0.
+struct TrainingPlan {
+  /// Updates of one pass over the data, >= 1.
+  int64_t updates_per_epoch = 1;
+  /// Updates of the run.
+  int64_t max_steps = 1;
+  /// Passes begun, the last one perhaps not ended.
+  int64_t epochs = 1;
+  /// Updates with a rising learning rate.
+  int64_t warmup_steps = 0;
+  /// Updates between two training records, evaluations, saves; >= 1.
+  int64_t logging_steps = 1;
+  int64_t eval_steps = 1;
+  int64_t save_steps = 1;
+};
+
+/// `batches_per_epoch`: micro-batches of one rank (DataLoader::size()), >= 1.
+/// updates_per_epoch = ceil(batches / accumulation), max_steps =
+/// ceil(num_train_epochs * updates_per_epoch) unless given; shares are rounded
+/// up. Throws InputError where the batches are fewer than 1.
+TrainingPlan make_training_plan(
+    const TrainingArguments& arguments, int64_t batches_per_epoch);
+
+} // namespace hasten

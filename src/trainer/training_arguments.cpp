@@ -1,0 +1,337 @@
+#include "hasten/trainer/training_arguments.h"
+
+#include <algorithm>
+#include <cmath>
+#include <nlohmann/json.hpp>
+#include <vector>
+
+#include "hasten/base/error.h"
+
+namespace hasten {
+
+const std::map<std::string, IntervalStrategy>& interval_strategies() {
+  static const std::map<std::string, IntervalStrategy> names = {
+      {"no", IntervalStrategy::no},
+      {"steps", IntervalStrategy::steps},
+      {"epoch", IntervalStrategy::epoch}};
+  return names;
+}
+
+const std::map<std::string, SchedulerType>& scheduler_types() {
+  static const std::map<std::string, SchedulerType> names = {
+      {"linear", SchedulerType::linear},
+      {"constant", SchedulerType::constant},
+      {"constant_with_warmup", SchedulerType::constant_with_warmup}};
+  return names;
+}
+
+const std::map<std::string, SamplingStrategy>& sampling_strategies() {
+  static const std::map<std::string, SamplingStrategy> names = {
+      {"random", SamplingStrategy::random},
+      {"sequential", SamplingStrategy::sequential},
+      {"group_by_length", SamplingStrategy::group_by_length}};
+  return names;
+}
+
+namespace detail {
+
+constexpr const char* kArgumentsPlace = "trainer::training_arguments";
+
+/// Calls visit("name", field) for each field: the one list of them.
+template <typename Arguments, typename Visit>
+void visit_arguments(Arguments& a, Visit&& visit) {
+  visit("output_dir", a.output_dir);
+  visit("overwrite_output_dir", a.overwrite_output_dir);
+  visit("num_train_epochs", a.num_train_epochs);
+  visit("max_steps", a.max_steps);
+  visit("per_device_train_batch_size", a.per_device_train_batch_size);
+  visit("per_device_eval_batch_size", a.per_device_eval_batch_size);
+  visit("gradient_accumulation_steps", a.gradient_accumulation_steps);
+  visit("learning_rate", a.learning_rate);
+  visit("weight_decay", a.weight_decay);
+  visit("adam_beta1", a.adam_beta1);
+  visit("adam_beta2", a.adam_beta2);
+  visit("adam_epsilon", a.adam_epsilon);
+  visit("max_grad_norm", a.max_grad_norm);
+  visit("lr_scheduler_type", a.lr_scheduler_type);
+  visit("warmup_steps", a.warmup_steps);
+  visit("warmup_ratio", a.warmup_ratio);
+  visit("logging_steps", a.logging_steps);
+  visit("eval_strategy", a.eval_strategy);
+  visit("eval_steps", a.eval_steps);
+  visit("save_strategy", a.save_strategy);
+  visit("save_steps", a.save_steps);
+  visit("save_total_limit", a.save_total_limit);
+  visit("load_best_model_at_end", a.load_best_model_at_end);
+  visit("metric_for_best_model", a.metric_for_best_model);
+  visit("greater_is_better", a.greater_is_better);
+  visit("seed", a.seed);
+  visit("data_seed", a.data_seed);
+  visit("train_sampling_strategy", a.train_sampling_strategy);
+  visit("dataloader_drop_last", a.dataloader_drop_last);
+  visit("max_length", a.max_length);
+}
+
+const std::map<std::string, IntervalStrategy>& spellings(IntervalStrategy) {
+  return interval_strategies();
+}
+const std::map<std::string, SchedulerType>& spellings(SchedulerType) {
+  return scheduler_types();
+}
+const std::map<std::string, SamplingStrategy>& spellings(SamplingStrategy) {
+  return sampling_strategies();
+}
+
+template <typename T>
+nlohmann::json argument_json(const T& value) {
+  if constexpr (std::is_enum_v<T>) {
+    for (const auto& [name, candidate] : spellings(value)) {
+      if (candidate == value) {
+        return name;
+      }
+    }
+    return nullptr;
+  } else {
+    return value;
+  }
+}
+template <typename T>
+nlohmann::json argument_json(const std::optional<T>& value) {
+  return value ? nlohmann::json(*value) : nlohmann::json(nullptr);
+}
+
+[[noreturn]] void refuse_value(
+    const char* name, const nlohmann::json& value, const std::string& expected) {
+  throw InputError(
+      kArgumentsPlace, std::string(name) + "=" + value.dump(), expected);
+}
+
+void read_argument(const char* name, const nlohmann::json& json, bool& field) {
+  if (!json.is_boolean()) {
+    refuse_value(name, json, "true or false");
+  }
+  field = json.get<bool>();
+}
+void read_argument(
+    const char* name, const nlohmann::json& json, std::string& field) {
+  if (!json.is_string()) {
+    refuse_value(name, json, "a string");
+  }
+  field = json.get<std::string>();
+}
+void read_argument(const char* name, const nlohmann::json& json, double& field) {
+  if (!json.is_number()) {
+    refuse_value(name, json, "a number");
+  }
+  field = json.get<double>();
+}
+void read_argument(
+    const char* name, const nlohmann::json& json, int64_t& field) {
+  if (!json.is_number_integer()) {
+    refuse_value(name, json, "a whole number");
+  }
+  field = json.get<int64_t>();
+}
+void read_argument(
+    const char* name, const nlohmann::json& json, uint64_t& field) {
+  if (!json.is_number_unsigned()) {
+    refuse_value(name, json, "a whole number, 0 or more");
+  }
+  field = json.get<uint64_t>();
+}
+template <typename T>
+void read_argument(
+    const char* name, const nlohmann::json& json, std::optional<T>& field) {
+  if (json.is_null()) {
+    field.reset();
+    return;
+  }
+  T value{};
+  read_argument(name, json, value);
+  field = value;
+}
+template <typename T>
+requires std::is_enum_v<T>
+void read_argument(const char* name, const nlohmann::json& json, T& field) {
+  std::string known;
+  for (const auto& [spelling, value] : spellings(field)) {
+    if (json.is_string() && json.get<std::string>() == spelling) {
+      field = value;
+      return;
+    }
+    known += (known.empty() ? "one of " : ", ") + spelling;
+  }
+  refuse_value(name, json, known);
+}
+
+/// Throws unless `good`: "field=value. Expected expected."
+template <typename T>
+void require_argument(
+    bool good, const char* name, const T& value, const char* expected) {
+  if (!good) {
+    throw InputError(
+        kArgumentsPlace,
+        std::string(name) + "=" + argument_json(value).dump(),
+        expected);
+  }
+}
+
+/// Updates, or a share of all of them.
+void require_interval(const char* name, double value) {
+  require_argument(
+      value > 0 && std::isfinite(value) &&
+          (value < 1 || value == std::floor(value)),
+      name,
+      value,
+      "a whole number of updates, or a share of all updates above 0 and below "
+      "1");
+}
+
+void validate_best_model(const TrainingArguments& a) {
+  const auto contradiction = [](const std::string& what, const char* fix) {
+    throw InputError(
+        kArgumentsPlace, "load_best_model_at_end=true " + what, {}, fix);
+  };
+  if (a.eval_strategy == IntervalStrategy::no) {
+    contradiction(
+        "without evaluation: eval_strategy=no",
+        "set eval_strategy to epoch or steps");
+  }
+  if (a.eval_strategy != a.save_strategy) {
+    contradiction(
+        "needs a save for each evaluation: eval_strategy=" +
+            argument_json(a.eval_strategy).get<std::string>() +
+            ", save_strategy=" +
+            argument_json(a.save_strategy).get<std::string>(),
+        "make the two strategies equal");
+  }
+  if (a.eval_strategy != IntervalStrategy::steps) {
+    return;
+  }
+  const double ratio = a.save_steps / a.eval_steps;
+  const bool mixed = (a.save_steps < 1) != (a.eval_steps < 1);
+  if (mixed || ratio < 1 || std::abs(ratio - std::round(ratio)) > 1e-9) {
+    contradiction(
+        "needs save_steps to be a multiple of eval_steps: save_steps=" +
+            argument_json(a.save_steps).dump() +
+            ", eval_steps=" + argument_json(a.eval_steps).dump(),
+        "make save_steps a multiple of eval_steps");
+  }
+}
+
+} // namespace detail
+
+void TrainingArguments::validate() const {
+  using detail::require_argument;
+  const auto at_least = [](const char* name, int64_t value, int64_t least) {
+    const std::string expected = std::to_string(least) + " or more";
+    require_argument(value >= least, name, value, expected.c_str());
+  };
+  const auto not_negative = [](const char* name, double value) {
+    require_argument(
+        value >= 0 && std::isfinite(value), name, value, "0 or more");
+  };
+  require_argument(
+      max_steps > 0 || (num_train_epochs > 0 && std::isfinite(num_train_epochs)),
+      "num_train_epochs",
+      num_train_epochs,
+      "a number above 0");
+  require_argument(
+      max_steps > 0 || max_steps == -1,
+      "max_steps",
+      max_steps,
+      "1 or more, or -1 to count epochs");
+  at_least("per_device_train_batch_size", per_device_train_batch_size, 1);
+  at_least("per_device_eval_batch_size", per_device_eval_batch_size, 1);
+  at_least("gradient_accumulation_steps", gradient_accumulation_steps, 1);
+  at_least("max_length", max_length, 1);
+  at_least("save_total_limit", save_total_limit, 0);
+  not_negative("learning_rate", learning_rate);
+  not_negative("weight_decay", weight_decay);
+  not_negative("adam_epsilon", adam_epsilon);
+  not_negative("max_grad_norm", max_grad_norm);
+  const auto beta = [](const char* name, double value) {
+    require_argument(
+        value >= 0 && value < 1, name, value, "0 or more, below 1");
+  };
+  beta("adam_beta1", adam_beta1);
+  beta("adam_beta2", adam_beta2);
+  not_negative("warmup_steps", warmup_steps);
+  require_argument(
+      warmup_steps < 1 || warmup_steps == std::floor(warmup_steps),
+      "warmup_steps",
+      warmup_steps,
+      "a whole number of updates, or a share below 1");
+  require_argument(
+      warmup_ratio >= 0 && warmup_ratio <= 1,
+      "warmup_ratio",
+      warmup_ratio,
+      "a share of all updates, 0 to 1");
+  detail::require_interval("logging_steps", logging_steps);
+  detail::require_interval("eval_steps", eval_steps);
+  detail::require_interval("save_steps", save_steps);
+  require_argument(
+      !output_dir.empty() || save_strategy == IntervalStrategy::no,
+      "output_dir",
+      output_dir,
+      "a folder, or save_strategy=no");
+  require_argument(
+      !metric_for_best_model.empty(),
+      "metric_for_best_model",
+      metric_for_best_model,
+      "the name of a value in the evaluation record");
+  if (load_best_model_at_end) {
+    detail::validate_best_model(*this);
+  }
+}
+
+std::string TrainingArguments::best_metric_name() const {
+  return metric_for_best_model.rfind("eval_", 0) == 0
+      ? metric_for_best_model
+      : "eval_" + metric_for_best_model;
+}
+
+bool TrainingArguments::best_is_greater() const {
+  const std::string& name = metric_for_best_model;
+  const bool is_loss =
+      name.size() >= 4 && name.compare(name.size() - 4, 4, "loss") == 0;
+  return greater_is_better.value_or(!is_loss);
+}
+
+void to_json(nlohmann::json& json, const TrainingArguments& arguments) {
+  json = nlohmann::json::object();
+  detail::visit_arguments(arguments, [&](const char* name, const auto& field) {
+    json[name] = detail::argument_json(field);
+  });
+}
+
+void from_json(const nlohmann::json& json, TrainingArguments& arguments) {
+  if (!json.is_object()) {
+    throw InputError(
+        detail::kArgumentsPlace,
+        std::string("the arguments are a JSON ") + json.type_name(),
+        "an object of names and values");
+  }
+  std::vector<std::string> names;
+  TrainingArguments read = arguments;
+  detail::visit_arguments(read, [&](const char* name, auto& field) {
+    names.emplace_back(name);
+    if (const auto entry = json.find(name); entry != json.end()) {
+      detail::read_argument(name, *entry, field);
+    }
+  });
+  for (const auto& [name, value] : json.items()) {
+    if (std::find(names.begin(), names.end(), name) == names.end()) {
+      const std::string near = nearest_name(
+          name, names.data(), names.data() + names.size());
+      throw InputError(
+          detail::kArgumentsPlace,
+          "unknown name: " + name + "=" + value.dump(),
+          {},
+          near.empty() ? "leave it out" : "write " + near);
+    }
+  }
+  arguments = read;
+}
+
+} // namespace hasten

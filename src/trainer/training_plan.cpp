@@ -1,0 +1,61 @@
+#include "hasten/trainer/training_plan.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "hasten/base/error.h"
+
+namespace hasten {
+
+namespace detail {
+
+/// A count of updates, or below 1 a share of `total`.
+int64_t updates_of(double count_or_share, int64_t total) {
+  const double updates = count_or_share < 1.0
+      ? std::ceil(count_or_share * static_cast<double>(total))
+      : count_or_share;
+  return static_cast<int64_t>(updates);
+}
+
+} // namespace detail
+
+TrainingPlan make_training_plan(
+    const TrainingArguments& arguments, int64_t batches_per_epoch) {
+  if (batches_per_epoch < 1) {
+    throw InputError(
+        "trainer::plan",
+        "the training data gives no batch: batches=" +
+            std::to_string(batches_per_epoch),
+        "at least one batch a rank",
+        "use more rows, a smaller per_device_train_batch_size, fewer "
+        "processes, or dataloader_drop_last=false");
+  }
+  TrainingPlan plan;
+  const int64_t window = arguments.gradient_accumulation_steps;
+  plan.updates_per_epoch = (batches_per_epoch + window - 1) / window;
+  if (arguments.max_steps > 0) {
+    plan.max_steps = arguments.max_steps;
+  } else {
+    plan.max_steps = static_cast<int64_t>(std::ceil(
+        arguments.num_train_epochs *
+        static_cast<double>(plan.updates_per_epoch)));
+  }
+  plan.max_steps = std::max<int64_t>(1, plan.max_steps);
+  plan.epochs = (plan.max_steps + plan.updates_per_epoch - 1) /
+      plan.updates_per_epoch;
+  const double warmup = arguments.warmup_steps > 0 ? arguments.warmup_steps
+                                                   : arguments.warmup_ratio;
+  // A ratio of exactly 1 is a share, a count of 1 is not.
+  plan.warmup_steps = arguments.warmup_steps <= 0 && warmup == 1.0
+      ? plan.max_steps
+      : detail::updates_of(warmup, plan.max_steps);
+  const auto interval = [&](double steps) {
+    return std::max<int64_t>(1, detail::updates_of(steps, plan.max_steps));
+  };
+  plan.logging_steps = interval(arguments.logging_steps);
+  plan.eval_steps = interval(arguments.eval_steps);
+  plan.save_steps = interval(arguments.save_steps);
+  return plan;
+}
+
+} // namespace hasten
