@@ -1,0 +1,187 @@
+#include "hasten/core/block_call.h"
+
+#include <torch/nn/module.h>
+
+#include <algorithm>
+#include <mutex>
+#include <shared_mutex>
+#include <unordered_map>
+
+#include "hasten/base/error.h"
+
+namespace hasten {
+
+namespace detail {
+
+std::atomic<int64_t> attached_blocks{0};
+
+struct BlockEntry {
+  std::weak_ptr<torch::nn::Module> block;
+  std::vector<BlockLink> links; // outermost first
+};
+
+// Note [Block registry]
+// The key is the address, but the truth is the weak pointer beside it: an entry
+// whose block died is as good as absent, and is swept at the next attachment.
+// Leaked on purpose: attachments may be dropped during static destruction.
+struct BlockRegistry {
+  std::shared_mutex mutex;
+  std::unordered_map<const torch::nn::Module*, BlockEntry> entries;
+  uint64_t last_id = 0;
+};
+
+BlockRegistry& block_registry() {
+  static auto* registry = new BlockRegistry;
+  return *registry;
+}
+
+// Moves entries of dead blocks into `dead`, whose destructor runs outside the
+// lock: an interceptor's destructor may come back here. The lock is held.
+void sweep_block_registry(
+    BlockRegistry& registry, std::vector<BlockEntry>& dead) {
+  for (auto it = registry.entries.begin(); it != registry.entries.end();) {
+    if (it->second.block.expired()) {
+      attached_blocks -= static_cast<int64_t>(it->second.links.size());
+      dead.push_back(std::move(it->second));
+      it = registry.entries.erase(it);
+    } else {
+      ++it;
+    }
+  }
+}
+
+std::shared_ptr<const BlockChain> find_block_chain(
+    const torch::nn::Module* block) {
+  BlockRegistry& registry = block_registry();
+  std::shared_lock lock(registry.mutex);
+  const auto it = registry.entries.find(block);
+  if (it == registry.entries.end()) {
+    return nullptr;
+  }
+  auto alive = it->second.block.lock();
+  if (!alive) {
+    return nullptr;
+  }
+  return std::make_shared<const BlockChain>(
+      BlockChain{std::move(alive), it->second.links});
+}
+
+Forward block_chain_forward(
+    std::shared_ptr<const BlockChain> chain, size_t link, Forward last) {
+  if (link == chain->links.size()) {
+    return last;
+  }
+  Forward next = block_chain_forward(chain, link + 1, std::move(last));
+  return [chain = std::move(chain), link, next = std::move(next)](
+             std::vector<at::Tensor> inputs) {
+    const BlockLink& here = chain->links[link];
+    return here.interceptor->intercept(
+        BlockCall{chain->block, here.stage}, std::move(inputs), next);
+  };
+}
+
+std::vector<at::Tensor> run_block_chain(
+    std::shared_ptr<const BlockChain> chain,
+    std::vector<at::Tensor> inputs,
+    Forward block_forward) {
+  return block_chain_forward(std::move(chain), 0, std::move(block_forward))(
+      std::move(inputs));
+}
+
+void throw_tensor_count(
+    const BlockChain& chain,
+    std::string_view what,
+    size_t got,
+    size_t expected) {
+  throw InputError(
+      "core::call_block",
+      "an interceptor of block " + chain.block->name() + " passed on " +
+          std::string(what) + "=" + std::to_string(got) + " tensors",
+      std::to_string(expected) + ", as many as the call has",
+      "return one tensor for each, and call forward at least once where the "
+      "result is not plain tensors");
+}
+
+} // namespace detail
+
+BlockAttachment attach_block(
+    const std::shared_ptr<torch::nn::Module>& block,
+    BlockStage stage,
+    std::shared_ptr<BlockInterceptor> interceptor) {
+  if (!block || !interceptor) {
+    throw InputError(
+        "core::attach_block",
+        block ? "interceptor=null" : "block=null",
+        "a live block and an interceptor");
+  }
+  detail::BlockRegistry& registry = detail::block_registry();
+  std::vector<detail::BlockEntry> dead;
+  std::unique_lock lock(registry.mutex);
+  detail::sweep_block_registry(registry, dead);
+  auto& entry = registry.entries[block.get()];
+  entry.block = block;
+  const auto place = std::find_if(
+      entry.links.begin(), entry.links.end(), [stage](const auto& link) {
+        return link.stage >= stage;
+      });
+  if (place != entry.links.end() && place->stage == stage) {
+    throw InputError(
+        "core::attach_block",
+        "block " + block->name() + " has an interceptor for " +
+            (stage == BlockStage::shard ? "sharding" : "checkpointing") +
+            " already",
+        "one of a kind",
+        "detach the first one");
+  }
+  BlockAttachment attachment;
+  attachment.block_ = block.get();
+  attachment.id_ = ++registry.last_id;
+  entry.links.insert(
+      place, detail::BlockLink{stage, std::move(interceptor), attachment.id_});
+  ++detail::attached_blocks;
+  return attachment;
+}
+
+BlockAttachment::BlockAttachment(BlockAttachment&& other) noexcept
+    : block_(std::exchange(other.block_, nullptr)), id_(other.id_) {}
+
+BlockAttachment& BlockAttachment::operator=(BlockAttachment&& other) noexcept {
+  if (this != &other) {
+    detach();
+    block_ = std::exchange(other.block_, nullptr);
+    id_ = other.id_;
+  }
+  return *this;
+}
+
+BlockAttachment::~BlockAttachment() { detach(); }
+
+void BlockAttachment::detach() noexcept {
+  const auto* block = std::exchange(block_, nullptr);
+  if (block == nullptr) {
+    return;
+  }
+  detail::BlockLink dropped; // destroyed after the lock is gone
+  detail::BlockRegistry& registry = detail::block_registry();
+  std::unique_lock lock(registry.mutex);
+  const auto it = registry.entries.find(block);
+  if (it == registry.entries.end()) {
+    return; // swept: the block died
+  }
+  auto& links = it->second.links;
+  const auto link = std::find_if(
+      links.begin(), links.end(), [&](const detail::BlockLink& candidate) {
+        return candidate.id == id_; // another block may live here by now
+      });
+  if (link == links.end()) {
+    return;
+  }
+  dropped = std::move(*link);
+  links.erase(link);
+  --detail::attached_blocks;
+  if (links.empty()) {
+    registry.entries.erase(it);
+  }
+}
+
+} // namespace hasten
