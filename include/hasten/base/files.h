@@ -12,8 +12,10 @@ namespace hasten {
 std::string read_file(const std::filesystem::path& path);
 
 /// Replaces `path` by `bytes`: temporary file beside it, fsync, rename, fsync of
-/// the folder. A crash leaves the old or the new file, never a mixture.
-/// Throws Error naming path and reason (a full disk); the old file stays.
+/// the folder. A crash leaves the old or the new file, never a mixture. The old
+/// file's permissions stay; of a symbolic link the file it leads to is replaced.
+/// Throws Error naming path and reason (a full disk), InputError where the path
+/// does not exist or may not be written; the old file stays.
 void write_file_atomically(
     const std::filesystem::path& path, std::string_view bytes);
 

@@ -4,7 +4,6 @@
 #pragma once
 
 #include <functional>
-#include <sstream>
 #include <string_view>
 
 namespace hasten {
@@ -13,8 +12,10 @@ enum class LogLevel { debug = 0, info = 1, warning = 2, error = 3, off = 4 };
 
 using LogSink = std::function<void(LogLevel, std::string_view line)>;
 
-/// Replaces the sink; the default writes one line to stderr, with "[rank r] "
-/// before it on replicas. An empty function restores the default.
+/// Replaces the sink. The default writes one line to stderr: "[rank r/w] " on
+/// replicas, then "warning: " or "error: ", then the text; a progress bar on the
+/// terminal is removed before it. An empty function restores the default. The
+/// sink may be called from several threads at once.
 void set_log_sink(LogSink sink);
 
 /// Least level that reaches the sink on rank 0 and on all other ranks.

@@ -20,15 +20,19 @@ struct SpawnOptions {
   int stdin_fd = -1;
   int stdout_fd = -1;
   int stderr_fd = -1;
-  /// Child becomes leader of a process group of its own.
+  /// Child becomes leader of a process group of its own. Then a Ctrl-C of the
+  /// terminal reaches it only through us.
   bool new_process_group = true;
   /// Kernel kills the child (SIGKILL) when the thread that spawned it dies.
   bool die_with_parent = true;
 };
 
-/// Starts argv[0] (searched in PATH when it has no slash). Returns its pid.
-/// Throws Error when it cannot be started; the child never runs our code after
-/// a failed exec.
+/// Starts argv[0] (searched in PATH when it has no slash). Returns its pid; the
+/// caller waits for it. The child starts with no signal blocked and with default
+/// actions, except for signals that are ignored here. Between vfork and exec it
+/// makes system calls only.
+/// Throws Error when it cannot be started, InputError where argv[0] is no
+/// program; no child is left then.
 pid_t spawn_process(
     const std::vector<std::string>& argv, const SpawnOptions& options = {});
 
@@ -47,10 +51,11 @@ std::string describe(const ProcessEnd& end);
 /// Binds 127.0.0.1:0 and listens. Returns {descriptor (close-on-exec), port}.
 std::pair<int, int> listen_on_loopback();
 
-/// Installs handlers for SIGINT and SIGTERM that only remember the signal;
-/// a second one of the same kind ends the process at once with 128 + signal.
+/// Installs handlers for SIGINT and SIGTERM, also where they were ignored, that
+/// only remember the signal; a second one of the same kind ends the process at
+/// once with exit code 128 + signal. Interrupted system calls are restarted.
 void install_interrupt_handlers();
-/// The remembered signal, 0 if none. Async-signal-safe to set, cheap to poll.
+/// The remembered signal (the latest), 0 if none. Cheap to poll.
 int interrupt_signal();
 /// Throws Interrupted if a signal is remembered.
 void throw_if_interrupted();

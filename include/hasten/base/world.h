@@ -2,7 +2,7 @@
 // or, where none is set, alone.
 #pragma once
 
-#include <cstdint>
+#include <filesystem>
 #include <string>
 
 namespace hasten {
@@ -34,17 +34,31 @@ struct World {
 };
 
 /// Reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
-/// MASTER_PORT (torchrun's contract). None set: a world of one. LOCAL_RANK and
-/// LOCAL_WORLD_SIZE default to 0 and 1 (Kubeflow) only if WORLD_SIZE's other
-/// partners are all there.
+/// MASTER_PORT (torchrun's contract); an empty variable counts as not set. None
+/// set: a world of one. Any set: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT
+/// must be. LOCAL_RANK and LOCAL_WORLD_SIZE come together or default to 0 and 1
+/// (Kubeflow).
+/// HASTEN_LISTEN_FD is used where it is a socket that listens on MASTER_PORT, and
+/// made close-on-exec; otherwise (a wrapper program closed it) it is passed over.
 /// Local. Throws InputError that names every variable missing or contradictory.
 World world_from_environment();
 
-/// Cores this process may use: affinity mask and cgroup quota, ≥ 1.
+/// Cores this process may use: the affinity mask, or less where a cgroup (v1 or
+/// v2, this one or any above it) has a quota; its fraction of a core is dropped,
+/// because a thread more than the quota is throttled. ≥ 1.
 int allowed_cores();
 
 /// Threads one of `local_world_size` ranks should use: OMP_NUM_THREADS if it
-/// is set (must be ≥ 1), else allowed_cores() / local_world_size, ≥ 1.
+/// is set (its first number, ≥ 1, else InputError), else
+/// allowed_cores() / local_world_size, ≥ 1.
 int threads_per_rank(int local_world_size);
+
+namespace detail {
+
+/// The least cgroup quota in cores, infinity where there is none. Reads
+/// proc/self/cgroup, proc/self/mountinfo and the mounts they name below `root`.
+double cgroup_cores(const std::filesystem::path& root);
+
+} // namespace detail
 
 } // namespace hasten

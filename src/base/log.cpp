@@ -1,0 +1,121 @@
+#include "hasten/base/log.h"
+
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "terminal.h"
+
+namespace hasten {
+
+namespace detail {
+
+bool terminal_bar_drawn = false;
+
+std::mutex& terminal_mutex() {
+  // Never destroyed: static destructors of others may still log.
+  static auto* mutex = new std::mutex;
+  return *mutex;
+}
+
+void write_stderr(std::string_view bytes) noexcept {
+  while (!bytes.empty()) {
+    const ssize_t written = ::write(STDERR_FILENO, bytes.data(), bytes.size());
+    if (written < 0) {
+      if (errno == EINTR) {
+        continue;
+      }
+      return;
+    }
+    bytes.remove_prefix(static_cast<size_t>(written));
+  }
+}
+
+// Atomics, not the mutex: log_enabled() stands in front of costly messages.
+std::atomic<LogLevel> log_main_level{LogLevel::info};
+std::atomic<LogLevel> log_replica_level{LogLevel::warning};
+std::atomic<int> log_rank{0};
+std::atomic<int> log_world_size{1};
+
+struct LogSinkHolder {
+  std::mutex mutex;
+  std::shared_ptr<const LogSink> sink; // null: the default
+};
+
+LogSinkHolder& log_sink_holder() {
+  static auto* holder = new LogSinkHolder;
+  return *holder;
+}
+
+void write_log_line(LogLevel level, std::string_view line) {
+  std::string text;
+  if (const int rank = log_rank; rank != 0) {
+    text += "[rank " + std::to_string(rank) + "/" +
+        std::to_string(log_world_size) + "] ";
+  }
+  if (level == LogLevel::warning) {
+    text += "warning: ";
+  } else if (level == LogLevel::error) {
+    text += "error: ";
+  }
+  text.append(line).push_back('\n');
+  const std::lock_guard lock(terminal_mutex());
+  if (terminal_bar_drawn) {
+    text.insert(0, kEraseLine);
+    terminal_bar_drawn = false;
+  }
+  write_stderr(text);
+}
+
+} // namespace detail
+
+void set_log_sink(LogSink sink) {
+  std::shared_ptr<const LogSink> next;
+  if (sink) {
+    next = std::make_shared<const LogSink>(std::move(sink));
+  }
+  auto& holder = detail::log_sink_holder();
+  const std::lock_guard lock(holder.mutex);
+  holder.sink = std::move(next);
+}
+
+void set_log_levels(LogLevel main, LogLevel replica) {
+  detail::log_main_level = main;
+  detail::log_replica_level = replica;
+}
+
+void set_log_rank(int rank, int world_size) {
+  detail::log_rank = rank;
+  detail::log_world_size = world_size;
+}
+
+bool log_enabled(LogLevel level) {
+  const LogLevel least = detail::log_rank == 0
+      ? detail::log_main_level.load()
+      : detail::log_replica_level.load();
+  return level != LogLevel::off && level >= least;
+}
+
+void log(LogLevel level, std::string_view line) {
+  if (!log_enabled(level)) {
+    return;
+  }
+  std::shared_ptr<const LogSink> sink;
+  {
+    auto& holder = detail::log_sink_holder();
+    const std::lock_guard lock(holder.mutex);
+    sink = holder.sink;
+  }
+  // Called without the lock, so a sink may itself replace the sink.
+  if (sink) {
+    (*sink)(level, line);
+  } else {
+    detail::write_log_line(level, line);
+  }
+}
+
+} // namespace hasten

@@ -1,0 +1,304 @@
+#include "hasten/base/process.h"
+
+#include <arpa/inet.h>
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <csignal>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <string_view>
+#include <system_error>
+
+#include "hasten/base/error.h"
+
+extern char** environ;
+
+namespace hasten {
+
+namespace detail {
+
+// Everything the child needs, made before vfork: between vfork and exec it
+// shares this process's memory and may only make system calls.
+struct ChildPlan {
+  const char* path = nullptr;
+  char* const* argv = nullptr;
+  char* const* environment = nullptr;
+  const SpawnOptions* options = nullptr;
+  pid_t parent = 0;
+  long open_files = 0; // upper bound of descriptors, for old kernels
+  volatile int error = 0; // errno of what failed in the child
+};
+
+/// Marks every descriptor from 3 up close-on-exec.
+void close_others_on_exec(long open_files) {
+#ifdef SYS_close_range
+  constexpr unsigned kCloseRangeCloexec = 4;
+  if (::syscall(SYS_close_range, 3u, ~0u, kCloseRangeCloexec) == 0) {
+    return;
+  }
+#endif
+  for (int fd = 3; fd < open_files; ++fd) { // kernels before 5.11
+    ::fcntl(fd, F_SETFD, FD_CLOEXEC);
+  }
+}
+
+/// Puts the asked descriptors in place of 0, 1, 2; false with errno set.
+bool place_standard_descriptors(const SpawnOptions& options) {
+  const int wanted[] = {
+      options.stdin_fd, options.stdout_fd, options.stderr_fd};
+  // A source below 3 could be overwritten before it is used: lift it first.
+  int sources[3];
+  for (int i = 0; i < 3; ++i) {
+    sources[i] = wanted[i];
+    if (wanted[i] >= 0 && wanted[i] < 3) {
+      sources[i] = ::fcntl(wanted[i], F_DUPFD_CLOEXEC, 3);
+      if (sources[i] < 0) {
+        return false;
+      }
+    }
+  }
+  for (int i = 0; i < 3; ++i) {
+    if (sources[i] >= 0 && ::dup2(sources[i], i) < 0) {
+      return false;
+    }
+  }
+  return true;
+}
+
+/// Handlers of this process mean nothing in the child; what is ignored stays
+/// ignored (nohup). No signal is blocked.
+void reset_child_signals() {
+  for (int signal = 1; signal < NSIG; ++signal) {
+    struct sigaction action {};
+    if (::sigaction(signal, nullptr, &action) == 0 &&
+        action.sa_handler != SIG_DFL && action.sa_handler != SIG_IGN) {
+      struct sigaction standard {};
+      standard.sa_handler = SIG_DFL;
+      ::sigaction(signal, &standard, nullptr);
+    }
+  }
+  sigset_t none;
+  sigemptyset(&none);
+  ::sigprocmask(SIG_SETMASK, &none, nullptr);
+}
+
+[[noreturn]] void run_child(ChildPlan& plan) {
+  const SpawnOptions& options = *plan.options;
+  if (options.die_with_parent) {
+    ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+    // The parent may have died before the line above took effect.
+    if (::getppid() != plan.parent) {
+      ::_exit(127);
+    }
+  }
+  bool good = !options.new_process_group || ::setpgid(0, 0) == 0;
+  good = good && place_standard_descriptors(options);
+  if (good) {
+    close_others_on_exec(plan.open_files);
+    for (const int fd : options.keep_fds) {
+      good = good && (fd < 3 || ::fcntl(fd, F_SETFD, 0) == 0);
+    }
+  }
+  if (good) {
+    reset_child_signals();
+    ::execve(plan.path, plan.argv, plan.environment);
+  }
+  plan.error = errno;
+  ::_exit(127);
+}
+
+// A function of its own: nothing that lives across vfork is in registers.
+__attribute__((noinline)) pid_t vfork_and_run(ChildPlan& plan) {
+  const pid_t pid = ::vfork();
+  if (pid == 0) {
+    run_child(plan);
+  }
+  if (pid < 0) {
+    plan.error = errno;
+  }
+  return pid;
+}
+
+/// argv[0] where it has a slash, else the first executable of that name in PATH.
+std::string find_program(const std::string& name) {
+  if (name.find('/') != std::string::npos) {
+    return name;
+  }
+  const char* variable = std::getenv("PATH");
+  std::string_view path = variable ? variable : "/usr/local/bin:/usr/bin:/bin";
+  while (true) {
+    const size_t end = std::min(path.find(':'), path.size());
+    std::string candidate(end == 0 ? "." : path.substr(0, end));
+    candidate += "/" + name;
+    std::error_code ignored;
+    if (::access(candidate.c_str(), X_OK) == 0 &&
+        !std::filesystem::is_directory(candidate, ignored)) {
+      return candidate;
+    }
+    if (end == path.size()) {
+      return {};
+    }
+    path.remove_prefix(end + 1);
+  }
+}
+
+/// This process's environment with `changes` on top.
+std::vector<std::string> merged_environment(
+    const std::vector<std::pair<std::string, std::string>>& changes) {
+  std::vector<std::string> merged;
+  for (char** entry = environ; entry && *entry; ++entry) {
+    const std::string_view text = *entry;
+    const std::string_view name = text.substr(0, text.find('='));
+    const bool changed = std::any_of(
+        changes.begin(), changes.end(), [&](const auto& change) {
+          return change.first == name;
+        });
+    if (!changed) {
+      merged.emplace_back(text);
+    }
+  }
+  for (const auto& [name, value] : changes) {
+    merged.push_back(name + "=" + value);
+  }
+  return merged;
+}
+
+std::vector<char*> pointers_to(const std::vector<std::string>& strings) {
+  std::vector<char*> pointers;
+  for (const std::string& string : strings) {
+    pointers.push_back(const_cast<char*>(string.c_str()));
+  }
+  pointers.push_back(nullptr);
+  return pointers;
+}
+
+// The latest of SIGINT and SIGTERM, 0 if none. Lock-free: written in a handler.
+volatile std::sig_atomic_t remembered_signal = 0;
+
+extern "C" void hasten_remember_signal(int signal) {
+  if (remembered_signal == signal) {
+    ::_exit(128 + signal);
+  }
+  remembered_signal = signal;
+}
+
+} // namespace detail
+
+pid_t spawn_process(
+    const std::vector<std::string>& argv, const SpawnOptions& options) {
+  constexpr const char* kWhere = "base::spawn_process";
+  if (argv.empty() || argv[0].empty()) {
+    throw InputError(kWhere, "no program to start", "argv[0]");
+  }
+  const std::string path = detail::find_program(argv[0]);
+  if (path.empty()) {
+    throw InputError(
+        kWhere,
+        "program=" + argv[0] + " is in no folder of PATH",
+        "an executable",
+        "give its path");
+  }
+  const auto arguments = detail::pointers_to(argv);
+  const auto environment = detail::merged_environment(options.environment);
+  const auto variables = detail::pointers_to(environment);
+  detail::ChildPlan plan;
+  plan.path = path.c_str();
+  plan.argv = arguments.data();
+  plan.environment = variables.data();
+  plan.options = &options;
+  plan.parent = ::getpid();
+  plan.open_files = std::min(::sysconf(_SC_OPEN_MAX), 65536L);
+
+  // No handler of ours may run in the child while it shares our memory.
+  sigset_t all;
+  sigset_t before;
+  sigfillset(&all);
+  ::pthread_sigmask(SIG_SETMASK, &all, &before);
+  const pid_t pid = detail::vfork_and_run(plan);
+  ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+
+  if (const int error = plan.error) {
+    if (pid > 0) {
+      while (::waitpid(pid, nullptr, 0) < 0 && errno == EINTR) {
+      }
+    }
+    const std::string what =
+        "program=" + path + ": " + std::generic_category().message(error);
+    if (error == ENOENT || error == EACCES || error == ENOEXEC ||
+        error == ENOTDIR) {
+      throw InputError(kWhere, what, "an executable");
+    }
+    throw Error(kWhere, what);
+  }
+  return pid;
+}
+
+ProcessEnd process_end(int wait_status) {
+  if (WIFSIGNALED(wait_status)) {
+    const int signal = WTERMSIG(wait_status);
+    return {.code = 128 + signal, .signal = signal};
+  }
+  return {.code = WEXITSTATUS(wait_status), .signal = 0};
+}
+
+std::string describe(const ProcessEnd& end) {
+  if (end.signal == 0) {
+    return "exited with code " + std::to_string(end.code);
+  }
+  const char* text = ::sigdescr_np(end.signal);
+  return "was killed by signal " + std::to_string(end.signal) + " (" +
+      (text ? text : "unknown") + ")";
+}
+
+std::pair<int, int> listen_on_loopback() {
+  const int fd = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t size = sizeof address;
+  auto* generic = reinterpret_cast<sockaddr*>(&address);
+  if (fd < 0 || ::bind(fd, generic, size) != 0 ||
+      ::listen(fd, SOMAXCONN) != 0 ||
+      ::getsockname(fd, generic, &size) != 0) {
+    const int error = errno;
+    if (fd >= 0) {
+      ::close(fd);
+    }
+    throw Error(
+        "base::listen_on_loopback",
+        "127.0.0.1: " + std::generic_category().message(error));
+  }
+  return {fd, ntohs(address.sin_port)};
+}
+
+void install_interrupt_handlers() {
+  struct sigaction action {};
+  action.sa_handler = detail::hasten_remember_signal;
+  // Restart: libraries below us do not all expect EINTR.
+  action.sa_flags = SA_RESTART;
+  sigemptyset(&action.sa_mask);
+  for (const int signal : {SIGINT, SIGTERM}) {
+    ::sigaction(signal, &action, nullptr);
+  }
+}
+
+int interrupt_signal() {
+  return detail::remembered_signal;
+}
+
+void throw_if_interrupted() {
+  if (const int signal = interrupt_signal()) {
+    throw Interrupted(signal);
+  }
+}
+
+} // namespace hasten

@@ -1,0 +1,174 @@
+#include "hasten/base/progress_bar.h"
+
+#include <sys/ioctl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <iterator>
+#include <limits>
+#include <utility>
+
+#include "terminal.h"
+
+namespace hasten {
+
+namespace detail {
+
+constexpr auto kBarRedraw = std::chrono::milliseconds(100);
+constexpr auto kBarPlainLine = std::chrono::seconds(5);
+
+int terminal_columns() {
+  winsize size{};
+  const bool good =
+      ::ioctl(STDERR_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 0;
+  return good ? size.ws_col : 80;
+}
+
+} // namespace detail
+
+ProgressBar::ProgressBar(std::string label, int64_t total, bool enabled)
+    : label_(std::move(label)),
+      total_(std::max<int64_t>(total, 1)),
+      enabled_(enabled),
+      terminal_(enabled && ::isatty(STDERR_FILENO) == 1),
+      start_(std::chrono::steady_clock::now()),
+      // A bar shows at once, a plain line after the first five seconds.
+      last_draw_(terminal_ ? start_ - detail::kBarRedraw : start_) {}
+
+ProgressBar::~ProgressBar() {
+  try {
+    if (enabled_ && terminal_) {
+      const std::lock_guard lock(detail::terminal_mutex());
+      if (std::exchange(detail::terminal_bar_drawn, false)) {
+        detail::write_stderr("\n");
+      }
+    }
+  } catch (...) { // a mutex that cannot be locked: leave the line as it is
+  }
+}
+
+void ProgressBar::update(int64_t done, const std::string& note) {
+  if (!enabled_) {
+    return;
+  }
+  done_ = std::clamp<int64_t>(done, 0, total_);
+  note_ = note;
+  const auto now = std::chrono::steady_clock::now();
+  const bool due = terminal_
+      ? now - last_draw_ >= detail::kBarRedraw
+      : now - last_draw_ >= detail::kBarPlainLine &&
+          (done_ - printed_done_) * 10 >= total_;
+  if (due) {
+    draw(now);
+  }
+}
+
+void ProgressBar::clear() {
+  const std::lock_guard lock(detail::terminal_mutex());
+  if (enabled_ && std::exchange(detail::terminal_bar_drawn, false)) {
+    detail::write_stderr(detail::kEraseLine);
+  }
+}
+
+void ProgressBar::finish() {
+  if (!enabled_) {
+    return;
+  }
+  draw(std::chrono::steady_clock::now());
+  if (terminal_) {
+    const std::lock_guard lock(detail::terminal_mutex());
+    detail::terminal_bar_drawn = false;
+    detail::write_stderr("\n");
+  }
+  enabled_ = false;
+}
+
+// "train  45% [=========>          ] 450/1,000 00:12<00:15 loss 0.41"
+std::string ProgressBar::text(
+    std::chrono::steady_clock::time_point now, int width) const {
+  const double elapsed = std::chrono::duration<double>(now - start_).count();
+  const double left = done_ > 0
+      ? elapsed * static_cast<double>(total_ - done_) /
+          static_cast<double>(done_)
+      : std::numeric_limits<double>::infinity();
+  const double share = static_cast<double>(done_) / static_cast<double>(total_);
+  char percent[8];
+  std::snprintf(percent, sizeof percent, "%3d%%", static_cast<int>(share * 100));
+  std::string head = label_ + " " + percent + " ";
+  std::string tail = format_count(done_) + "/" + format_count(total_) + " " +
+      format_duration(elapsed) + "<" + format_duration(left);
+  if (!note_.empty()) {
+    tail += " " + note_;
+  }
+  // One column stays free: a terminal wraps when the last one is written.
+  const int room = width - 4 - static_cast<int>(head.size() + tail.size());
+  if (room >= 5) {
+    const int cells = std::min(room, 40);
+    const int full = static_cast<int>(share * cells);
+    head += "[" + std::string(static_cast<size_t>(full), '=') +
+        std::string(static_cast<size_t>(cells - full), ' ') + "] ";
+  }
+  std::string line = head + tail;
+  if (width > 0 && line.size() > static_cast<size_t>(width - 1)) {
+    line.resize(static_cast<size_t>(width - 1));
+  }
+  return line;
+}
+
+void ProgressBar::draw(std::chrono::steady_clock::time_point now) {
+  last_draw_ = now;
+  printed_done_ = done_;
+  const std::lock_guard lock(detail::terminal_mutex());
+  if (terminal_) {
+    detail::write_stderr(
+        std::string(detail::kEraseLine) + text(now, detail::terminal_columns()));
+    detail::terminal_bar_drawn = true;
+  } else {
+    detail::write_stderr(text(now, 0) + "\n");
+  }
+}
+
+std::string format_duration(double seconds) {
+  if (!std::isfinite(seconds) || seconds < 0 || seconds > 1e12) {
+    return "--:--";
+  }
+  const auto whole = static_cast<long long>(std::llround(seconds));
+  char text[40];
+  if (whole >= 3600) {
+    std::snprintf(
+        text, sizeof text, "%lld:%02d:%02d", whole / 3600,
+        static_cast<int>(whole / 60 % 60), static_cast<int>(whole % 60));
+  } else {
+    std::snprintf(
+        text, sizeof text, "%02d:%02d", static_cast<int>(whole / 60),
+        static_cast<int>(whole % 60));
+  }
+  return text;
+}
+
+std::string format_count(int64_t value) {
+  std::string text = std::to_string(value);
+  const size_t first = value < 0 ? 1 : 0;
+  for (size_t end = text.size(); end > first + 3; end -= 3) {
+    text.insert(end - 3, ",");
+  }
+  return text;
+}
+
+std::string format_bytes(int64_t bytes) {
+  static constexpr const char* kUnits[] = {"B", "kB", "MB", "GB", "TB", "PB"};
+  double value = static_cast<double>(bytes);
+  size_t unit = 0;
+  while (std::abs(value) >= 1024 && unit + 1 < std::size(kUnits)) {
+    value /= 1024;
+    ++unit;
+  }
+  char text[40];
+  const int digits = unit == 0 || std::abs(value) >= 100 ? 0 : 1;
+  std::snprintf(text, sizeof text, "%.*f %s", digits, value, kUnits[unit]);
+  return text;
+}
+
+} // namespace hasten

@@ -1,0 +1,70 @@
+// Puts a file or a terminal in place of stderr for the length of a scope.
+#pragma once
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+
+#include "support/temporary_folder.h"
+
+namespace hasten::testing_support {
+
+/// What is written to descriptor 2, by anybody in this process.
+class CapturedStderr {
+ public:
+  /// A pseudo terminal makes isatty(2) true; its output has "\r\n" line ends.
+  explicit CapturedStderr(bool terminal = false) : saved_(::dup(2)) {
+    int target = -1;
+    if (terminal) {
+      reader_ = ::posix_openpt(O_RDWR | O_NOCTTY | O_NONBLOCK | O_CLOEXEC);
+      if (reader_ < 0 || ::grantpt(reader_) != 0 || ::unlockpt(reader_) != 0) {
+        throw std::runtime_error("no pseudo terminal");
+      }
+      target = ::open(::ptsname(reader_), O_RDWR | O_NOCTTY | O_CLOEXEC);
+    } else {
+      reader_ = ::open((folder_ / "stderr").c_str(), O_RDWR | O_CREAT, 0600);
+      target = ::dup(reader_);
+    }
+    if (saved_ < 0 || target < 0 || ::dup2(target, 2) < 0) {
+      throw std::runtime_error("stderr cannot be replaced");
+    }
+    ::close(target);
+    is_terminal_ = terminal;
+  }
+  ~CapturedStderr() {
+    ::dup2(saved_, 2);
+    ::close(saved_);
+    ::close(reader_);
+  }
+  CapturedStderr(const CapturedStderr&) = delete;
+  CapturedStderr& operator=(const CapturedStderr&) = delete;
+
+  /// All that was written since the last call.
+  std::string take() {
+    if (!is_terminal_) {
+      ::lseek(reader_, read_so_far_, SEEK_SET);
+    }
+    std::string text;
+    char block[4096];
+    for (ssize_t got; (got = ::read(reader_, block, sizeof block)) > 0;) {
+      text.append(block, static_cast<size_t>(got));
+    }
+    read_so_far_ += static_cast<off_t>(text.size());
+    if (!is_terminal_) { // both descriptors share one position
+      ::lseek(reader_, 0, SEEK_END);
+    }
+    return text;
+  }
+
+ private:
+  TemporaryFolder folder_;
+  int saved_;
+  int reader_ = -1;
+  bool is_terminal_ = false;
+  off_t read_so_far_ = 0;
+};
+
+} // namespace hasten::testing_support

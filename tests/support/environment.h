@@ -1,0 +1,45 @@
+// Sets environment variables for the length of a scope.
+#pragma once
+
+#include <cstdlib>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace hasten::testing_support {
+
+class ScopedEnvironment {
+ public:
+  /// Values by name; nothing unsets the variable.
+  explicit ScopedEnvironment(
+      std::vector<std::pair<std::string, std::optional<std::string>>> values) {
+    for (const auto& [name, value] : values) {
+      const char* old = std::getenv(name.c_str());
+      old_.emplace_back(
+          name, old ? std::optional<std::string>(old) : std::nullopt);
+      put(name, value);
+    }
+  }
+  ~ScopedEnvironment() {
+    for (auto entry = old_.rbegin(); entry != old_.rend(); ++entry) {
+      put(entry->first, entry->second);
+    }
+  }
+  ScopedEnvironment(const ScopedEnvironment&) = delete;
+  ScopedEnvironment& operator=(const ScopedEnvironment&) = delete;
+
+ private:
+  static void put(
+      const std::string& name, const std::optional<std::string>& value) {
+    if (value) {
+      ::setenv(name.c_str(), value->c_str(), 1);
+    } else {
+      ::unsetenv(name.c_str());
+    }
+  }
+
+  std::vector<std::pair<std::string, std::optional<std::string>>> old_;
+};
+
+} // namespace hasten::testing_support
