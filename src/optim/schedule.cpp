@@ -1,0 +1,96 @@
+#include "hasten/optim/schedule.h"
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <utility>
+
+#include "hasten/base/error.h"
+
+namespace hasten {
+
+namespace detail {
+
+double warmup_multiplier(int64_t completed, int64_t warmup) {
+  return static_cast<double>(completed) /
+      static_cast<double>(std::max<int64_t>(1, warmup));
+}
+
+} // namespace detail
+
+Schedule linear_schedule(int64_t warmup_steps, int64_t total_steps) {
+  return [warmup_steps, total_steps](int64_t completed) {
+    if (completed < warmup_steps) {
+      return detail::warmup_multiplier(completed, warmup_steps);
+    }
+    return std::max(
+        0.0,
+        static_cast<double>(total_steps - completed) /
+            static_cast<double>(
+                std::max<int64_t>(1, total_steps - warmup_steps)));
+  };
+}
+
+Schedule constant_schedule() {
+  return [](int64_t) { return 1.0; };
+}
+
+Schedule constant_schedule_with_warmup(int64_t warmup_steps) {
+  return [warmup_steps](int64_t completed) {
+    return completed < warmup_steps
+        ? detail::warmup_multiplier(completed, warmup_steps)
+        : 1.0;
+  };
+}
+
+LrScheduler::LrScheduler(torch::optim::Optimizer& optimizer, Schedule schedule)
+    : optimizer_(optimizer), schedule_(std::move(schedule)) {
+  for (const auto& group : optimizer_.param_groups()) {
+    base_lrs_.push_back(group.options().get_lr());
+  }
+  apply();
+}
+
+void LrScheduler::step() {
+  ++completed_updates_;
+  apply();
+}
+
+void LrScheduler::apply() {
+  const double multiplier = schedule_(completed_updates_);
+  last_lr_.clear();
+  for (size_t i = 0; i < base_lrs_.size(); ++i) {
+    last_lr_.push_back(base_lrs_[i] * multiplier);
+    optimizer_.param_groups()[i].options().set_lr(last_lr_[i]);
+  }
+}
+
+void LrScheduler::save_state(NamedTensors&, nlohmann::json& values) const {
+  values["completed_updates"] = completed_updates_;
+  values["base_lrs"] = base_lrs_;
+}
+
+void LrScheduler::load_state(
+    const NamedTensors&, const nlohmann::json& values) {
+  for (const char* name : {"completed_updates", "base_lrs"}) {
+    if (!values.contains(name)) {
+      throw InputError(
+          "optim::LrScheduler",
+          std::string("the state lacks ") + name,
+          "a state that save_state() wrote");
+    }
+  }
+  auto base_lrs = values.at("base_lrs").get<std::vector<double>>();
+  if (base_lrs.size() != base_lrs_.size()) {
+    throw InputError(
+        "optim::LrScheduler",
+        "the state has base_lrs of " + std::to_string(base_lrs.size()) +
+            " parameter groups, the optimizer has groups=" +
+            std::to_string(base_lrs_.size()),
+        "the same groups");
+  }
+  completed_updates_ = values.at("completed_updates").get<int64_t>();
+  base_lrs_ = std::move(base_lrs);
+  apply();
+}
+
+} // namespace hasten
