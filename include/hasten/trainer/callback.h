@@ -1,0 +1,106 @@
+// What a run tells whoever watches it: console output, a progress bar, a
+// tracker. The library itself prints nothing.
+// Threading: called on the thread that trains. Every callback is called on
+// every rank, in the same order and with the same values (sums, means and
+// maxima over ranks): print where Accelerator::is_main_process(). A callback
+// must not communicate; what it throws ends the run on all ranks.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <map>
+#include <nlohmann/json_fwd.hpp>
+#include <string>
+
+#include "hasten/trainer/training_plan.h"
+
+namespace hasten {
+
+/// What a run is about to do: the start banner's lines.
+struct RunDescription {
+  int64_t train_rows = 0;
+  /// 0 without evaluation data.
+  int64_t eval_rows = 0;
+  int world_size = 1;
+  /// Threads of this rank's tensor operations.
+  int threads = 1;
+  /// Rows of one micro-batch on one rank; micro-batches of one update; rows of
+  /// one update over all ranks.
+  int64_t batch_per_rank = 0;
+  int64_t gradient_accumulation_steps = 1;
+  int64_t total_batch = 0;
+  TrainingPlan plan{};
+  /// Numbers in all parameters, tied ones once; in those that are trained; in
+  /// those that weight decay applies to.
+  int64_t parameters = 0;
+  int64_t trainable_parameters = 0;
+  int64_t decayed_parameters = 0;
+  std::string device{};
+  /// Empty where nothing is written.
+  std::filesystem::path output_dir{};
+  std::filesystem::path metrics_file{};
+};
+
+/// Where a run stands, after each update. Local counts, no communication.
+struct StepProgress {
+  int64_t global_step = 0;
+  int64_t max_steps = 0;
+  /// Epochs done, as a fraction: 1.5 is half-way through the second.
+  double epoch = 0;
+  /// Estimate from the time taken so far, evaluations and saves included.
+  double seconds_left = 0;
+};
+
+/// An epoch that has ended (evaluation and saving included), or the begun one
+/// at which the run ended.
+struct EpochReport {
+  /// Counted from 1, of `epochs`.
+  int64_t epoch = 0;
+  int64_t epochs = 0;
+  int64_t global_step = 0;
+  /// Per sample (per unit of the loss's weight), over this epoch's updates.
+  double training_loss = 0;
+  /// This epoch's last evaluation: eval_loss, eval_accuracy, eval_f1, …, by
+  /// name; empty where there was none.
+  std::map<std::string, double> evaluation{};
+  /// Rows trained on, over all ranks, and their rate. Seconds of training only.
+  int64_t samples = 0;
+  double train_seconds = 0;
+  double samples_per_second = 0;
+  /// Tokens a second over all ranks, without and with padding; 0 for batches
+  /// without attention_mask.
+  double tokens_per_second = 0;
+  double padded_tokens_per_second = 0;
+  /// Share of computed tokens that were padding, 0 to 1.
+  double padding_waste = 0;
+  /// Largest of any rank since the run began: bytes in CPU tensors (0 without
+  /// install_memory_meter()) and resident bytes (VmHWM) of the process.
+  int64_t peak_tensor_bytes = 0;
+  int64_t peak_resident_bytes = 0;
+  /// Estimate for the rest of the run.
+  double seconds_left = 0;
+};
+
+class TrainerCallback {
+ public:
+  virtual ~TrainerCallback() = default;
+  virtual void on_train_begin(const RunDescription&) {}
+  virtual void on_step_end(const StepProgress&) {}
+  /// A training record: loss, grad_norm, learning_rate, epoch, step.
+  virtual void on_log(const nlohmann::json&) {}
+  /// Batches of the evaluation under way: done of total, on this rank. The one
+  /// call whose values may differ between ranks.
+  virtual void on_prediction_step(int64_t done, int64_t total) {
+    (void)done;
+    (void)total;
+  }
+  /// An evaluation record: eval_loss, …, eval_runtime, epoch, step.
+  virtual void on_evaluate(const nlohmann::json&) {}
+  /// A checkpoint-N folder that is complete.
+  virtual void on_save(const std::filesystem::path&) {}
+  virtual void on_epoch_end(const EpochReport&) {}
+  /// The final record: train_runtime, train_loss, ….
+  virtual void on_train_end(const nlohmann::json&) {}
+};
+
+} // namespace hasten

@@ -1,0 +1,50 @@
+// The folder of a run: whether it is free, and its checkpoint-N folders.
+// Without LibTorch. Threading: none needed. Local: rank 0 calls these.
+//
+//   output_dir/
+//     metrics.jsonl          one JSON object a line, written through at once
+//     checkpoint-N/          model, trainer_state.json, hasten_state.json after
+//                            update N; complete or absent
+//     …                      the final model's files, trainer_state.json,
+//                            training_args.json and hasten_state.json
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <optional>
+#include <vector>
+
+#include "hasten/trainer/training_arguments.h"
+
+namespace hasten {
+
+/// The first thing in `folder` that shows another run or a model: a
+/// checkpoint-N folder, a record, weights. Empty where there is none; a folder
+/// that does not exist is free, and so is one with other files in it.
+std::filesystem::path trace_of_a_run(const std::filesystem::path& folder);
+
+/// Throws InputError unless output_dir is empty text, free, or
+/// overwrite_output_dir is set; also where it is a file. Writes nothing.
+void require_free_output_dir(const TrainingArguments& arguments);
+
+/// Makes the folder and removes another run's checkpoint-N folders and records.
+/// Throws Error naming the path and the reason.
+void clear_output_dir(const std::filesystem::path& folder);
+
+/// checkpoint-N folders by N, ascending.
+struct CheckpointFolder {
+  int64_t global_step = 0;
+  std::filesystem::path path{};
+};
+std::vector<CheckpointFolder> checkpoint_folders(
+    const std::filesystem::path& folder);
+
+/// Removes the oldest until `limit` are left; 0 keeps all. The newest and
+/// `best_step`'s are never removed, so that with a limit of 1 two may stay.
+/// Returns what was removed.
+std::vector<std::filesystem::path> rotate_checkpoints(
+    const std::filesystem::path& folder,
+    int64_t limit,
+    std::optional<int64_t> best_step);
+
+} // namespace hasten
