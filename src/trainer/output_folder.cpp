@@ -1,0 +1,153 @@
+#include "hasten/trainer/output_folder.h"
+
+#include <algorithm>
+#include <charconv>
+#include <string>
+#include <string_view>
+#include <system_error>
+
+#include "hasten/base/error.h"
+
+namespace hasten {
+
+namespace detail {
+
+namespace fs = std::filesystem;
+
+constexpr std::string_view kCheckpointPrefix = "checkpoint-";
+/// Records of a run: removed by clear_output_dir.
+constexpr const char* kRunRecords[] = {
+    "metrics.jsonl", "trainer_state.json", "hasten_state.json"};
+/// Also shows a model that training would write over.
+constexpr const char* kModelTraces[] = {
+    "model.safetensors", "training_args.json"};
+
+/// N of "checkpoint-N", nothing for other names.
+std::optional<int64_t> checkpoint_number(const std::string& name) {
+  if (name.rfind(kCheckpointPrefix, 0) != 0) {
+    return std::nullopt;
+  }
+  const char* first = name.data() + kCheckpointPrefix.size();
+  const char* last = name.data() + name.size();
+  int64_t number = 0;
+  const auto result = std::from_chars(first, last, number);
+  if (result.ec != std::errc() || result.ptr != last || number < 0) {
+    return std::nullopt;
+  }
+  return number;
+}
+
+[[noreturn]] void fail_on_folder(
+    const char* what, const fs::path& path, const std::error_code& error) {
+  throw Error(
+      "trainer::output_folder",
+      std::string(what) + ": path=" + path.string() + " (" + error.message() +
+          ")");
+}
+
+void remove_tree(const fs::path& path) {
+  std::error_code error;
+  fs::remove_all(path, error);
+  if (error) {
+    fail_on_folder("cannot remove", path, error);
+  }
+}
+
+} // namespace detail
+
+std::vector<CheckpointFolder> checkpoint_folders(
+    const std::filesystem::path& folder) {
+  std::vector<CheckpointFolder> found;
+  std::error_code error;
+  for (const auto& entry :
+       std::filesystem::directory_iterator(folder, error)) {
+    const auto number =
+        detail::checkpoint_number(entry.path().filename().string());
+    if (number && entry.is_directory(error)) {
+      found.push_back({*number, entry.path()});
+    }
+  }
+  std::sort(found.begin(), found.end(), [](const auto& a, const auto& b) {
+    return a.global_step < b.global_step;
+  });
+  return found;
+}
+
+std::filesystem::path trace_of_a_run(const std::filesystem::path& folder) {
+  const auto checkpoints = checkpoint_folders(folder);
+  if (!checkpoints.empty()) {
+    return checkpoints.front().path;
+  }
+  std::error_code error;
+  const auto first_of = [&](const auto& names) -> std::filesystem::path {
+    for (const char* name : names) {
+      if (std::filesystem::exists(folder / name, error)) {
+        return folder / name;
+      }
+    }
+    return {};
+  };
+  const auto record = first_of(detail::kRunRecords);
+  return record.empty() ? first_of(detail::kModelTraces) : record;
+}
+
+void require_free_output_dir(const TrainingArguments& arguments) {
+  const std::filesystem::path folder = arguments.output_dir;
+  if (folder.empty()) {
+    return;
+  }
+  std::error_code error;
+  if (std::filesystem::exists(folder, error) &&
+      !std::filesystem::is_directory(folder, error)) {
+    throw InputError(
+        "trainer::output_folder",
+        "output_dir=" + folder.string() + " is a file",
+        "a folder, or a path where one can be made");
+  }
+  const auto trace = trace_of_a_run(folder);
+  if (!trace.empty() && !arguments.overwrite_output_dir) {
+    throw InputError(
+        "trainer::output_folder",
+        "output_dir=" + folder.string() + " holds another run (" +
+            trace.filename().string() + ")",
+        "a new or empty folder",
+        "choose another folder, or set overwrite_output_dir "
+        "(--overwrite-output-dir) to replace that run");
+  }
+}
+
+void clear_output_dir(const std::filesystem::path& folder) {
+  std::error_code error;
+  std::filesystem::create_directories(folder, error);
+  if (error) {
+    detail::fail_on_folder("cannot make the output folder", folder, error);
+  }
+  for (const CheckpointFolder& checkpoint : checkpoint_folders(folder)) {
+    detail::remove_tree(checkpoint.path);
+  }
+  for (const char* name : detail::kRunRecords) {
+    detail::remove_tree(folder / name);
+  }
+}
+
+std::vector<std::filesystem::path> rotate_checkpoints(
+    const std::filesystem::path& folder,
+    int64_t limit,
+    std::optional<int64_t> best_step) {
+  std::vector<std::filesystem::path> removed;
+  if (limit <= 0) {
+    return removed;
+  }
+  const auto checkpoints = checkpoint_folders(folder);
+  auto surplus = static_cast<int64_t>(checkpoints.size()) - limit;
+  for (size_t i = 0; i + 1 < checkpoints.size() && surplus > 0; ++i) {
+    if (checkpoints[i].global_step != best_step) {
+      detail::remove_tree(checkpoints[i].path);
+      removed.push_back(checkpoints[i].path);
+      --surplus;
+    }
+  }
+  return removed;
+}
+
+} // namespace hasten

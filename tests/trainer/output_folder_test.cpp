@@ -1,0 +1,143 @@
+#include "hasten/trainer/output_folder.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <filesystem>
+#include <string>
+
+#include "hasten/base/error.h"
+#include "hasten/base/files.h"
+#include "hasten/trainer/trainer_state.h"
+
+namespace hasten {
+
+namespace detail {
+
+/// A folder that goes when the test ends.
+class ScratchFolder {
+ public:
+  ScratchFolder() {
+    std::string name =
+        (std::filesystem::temp_directory_path() / "hasten_out_XXXXXX").string();
+    path_ = mkdtemp(name.data());
+  }
+  ~ScratchFolder() {
+    std::error_code error;
+    std::filesystem::remove_all(path_, error);
+  }
+  const std::filesystem::path& path() const { return path_; }
+
+ private:
+  std::filesystem::path path_;
+};
+
+void make_checkpoints(
+    const std::filesystem::path& folder, std::initializer_list<int> steps) {
+  for (const int step : steps) {
+    const auto path = folder / ("checkpoint-" + std::to_string(step));
+    std::filesystem::create_directories(path);
+    write_file_atomically(path / "model.safetensors", "x");
+  }
+}
+
+std::vector<int64_t> checkpoint_steps(const std::filesystem::path& folder) {
+  std::vector<int64_t> steps;
+  for (const auto& checkpoint : checkpoint_folders(folder)) {
+    steps.push_back(checkpoint.global_step);
+  }
+  return steps;
+}
+
+} // namespace detail
+
+TEST(OutputFolder, IsRefusedWhereItHoldsAnotherRunAndNothingIsTouched) {
+  const detail::ScratchFolder scratch;
+  TrainingArguments arguments;
+  arguments.output_dir = (scratch.path() / "new").string();
+  EXPECT_NO_THROW(require_free_output_dir(arguments));
+  EXPECT_FALSE(std::filesystem::exists(arguments.output_dir));
+
+  clear_output_dir(arguments.output_dir);
+  write_file_atomically(scratch.path() / "new" / "notes.txt", "mine");
+  EXPECT_NO_THROW(require_free_output_dir(arguments));
+  detail::make_checkpoints(arguments.output_dir, {5});
+  try {
+    require_free_output_dir(arguments);
+    FAIL() << "not refused";
+  } catch (const InputError& error) {
+    const std::string text = error.what();
+    EXPECT_NE(text.find("holds another run (checkpoint-5)"), text.npos) << text;
+    EXPECT_NE(text.find("--overwrite-output-dir"), text.npos) << text;
+  }
+  EXPECT_EQ(detail::checkpoint_steps(arguments.output_dir).size(), 1u);
+
+  arguments.overwrite_output_dir = true;
+  EXPECT_NO_THROW(require_free_output_dir(arguments));
+  clear_output_dir(arguments.output_dir);
+  EXPECT_TRUE(trace_of_a_run(arguments.output_dir).empty());
+  EXPECT_TRUE(
+      std::filesystem::exists(scratch.path() / "new" / "notes.txt"));
+
+  arguments.output_dir = (scratch.path() / "new" / "notes.txt").string();
+  EXPECT_THROW(require_free_output_dir(arguments), InputError);
+}
+
+TEST(OutputFolder, RotationGoesByNumberAndKeepsTheBestAndTheNewest) {
+  const detail::ScratchFolder scratch;
+  // 9 sorts before 10 and 100 by number only; checkpoint-x is none of ours.
+  detail::make_checkpoints(scratch.path(), {100, 9, 10, 11});
+  std::filesystem::create_directories(scratch.path() / "checkpoint-x");
+  EXPECT_EQ(rotate_checkpoints(scratch.path(), 0, {}).size(), 0u);
+  rotate_checkpoints(scratch.path(), 2, 9);
+  EXPECT_EQ(
+      detail::checkpoint_steps(scratch.path()),
+      (std::vector<int64_t>{9, 100}));
+  rotate_checkpoints(scratch.path(), 1, 9);
+  EXPECT_EQ(
+      detail::checkpoint_steps(scratch.path()),
+      (std::vector<int64_t>{9, 100}));
+  rotate_checkpoints(scratch.path(), 1, {});
+  EXPECT_EQ(
+      detail::checkpoint_steps(scratch.path()), (std::vector<int64_t>{100}));
+  EXPECT_TRUE(std::filesystem::exists(scratch.path() / "checkpoint-x"));
+}
+
+TEST(TrainerState, FileHasHuggingFacesKeysAndNoNumberThatJsonLacks) {
+  TrainerState state;
+  state.global_step = 7;
+  state.epoch = 0.5;
+  state.best_metric = 0.25;
+  state.best_global_step = 5;
+  state.best_model_checkpoint = "out/checkpoint-5";
+  state.log_history.push_back(
+      {{"loss", std::nan("")}, {"step", 7}, {"epoch", 0.5}});
+  const std::string text = trainer_state_json(state);
+  EXPECT_EQ(text.back(), '\n');
+  const nlohmann::json json = nlohmann::json::parse(text);
+  // The fields of transformers.TrainerState.
+  const std::vector<std::string> expected = {
+      "best_global_step", "best_metric", "best_model_checkpoint", "epoch",
+      "eval_steps", "global_step", "is_hyper_param_search",
+      "is_local_process_zero", "is_world_process_zero", "log_history",
+      "logging_steps", "max_steps", "num_input_tokens_seen",
+      "num_train_epochs", "save_steps", "stateful_callbacks", "total_flos",
+      "train_batch_size", "trial_name", "trial_params"};
+  std::vector<std::string> names;
+  for (const auto& [name, value] : json.items()) {
+    names.push_back(name);
+  }
+  EXPECT_EQ(names, expected);
+  EXPECT_TRUE(json.at("log_history").at(0).at("loss").is_null());
+
+  const detail::ScratchFolder scratch;
+  write_file_atomically(scratch.path() / "trainer_state.json", text);
+  const TrainerState again =
+      read_trainer_state(scratch.path() / "trainer_state.json");
+  EXPECT_EQ(trainer_state_json(again), text);
+  write_file_atomically(scratch.path() / "trainer_state.json", "{\"a\": 1");
+  EXPECT_THROW(
+      read_trainer_state(scratch.path() / "trainer_state.json"), InputError);
+}
+
+} // namespace hasten
