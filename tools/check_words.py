@@ -1,0 +1,39 @@
+#!/usr/bin/env python3
+"""The tree speaks of itself alone: no path of one machine, no tracker number, no
+promise for later, no typographic quotes in code."""
+
+import re
+
+import tree
+
+# Split so that this file does not contain what it looks for.
+RULES = (
+    (re.compile(r"(?<![\w.$}])/" + r"(work|root|home|Users)/"), "a path of one machine"),
+    (re.compile(r"\.\./" + r"shared\b"), "a path outside the tree"),
+    (re.compile(r"\b[Ii]ssue" + r" ?#?\d+\b"), "a tracker's number"),
+    (re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X)\b"), "a promise for later"),
+    (re.compile("[\u2018\u2019\u201c\u201d]"), "a typographic quote"),
+)
+TEXT = (".h", ".cpp", ".py", ".sh", ".md", ".txt", ".cmake", ".json", ".in", "")
+SKIP = ("tests/golden/", "tests/data/", "LICENSE")
+
+
+def check(root):
+    problems = []
+    for path in tree.files(root, suffixes=TEXT):
+        name = str(path)
+        if name.startswith(SKIP):
+            continue
+        try:
+            text = (root / path).read_text()
+        except UnicodeDecodeError:
+            continue
+        for number, line in enumerate(text.splitlines(), 1):
+            for pattern, what in RULES:
+                if pattern.search(line):
+                    problems.append(tree.Problem(name, number, f"{what}: {line.strip()[:80]}"))
+    return problems
+
+
+if __name__ == "__main__":
+    tree.main(check)
