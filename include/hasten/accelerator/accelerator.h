@@ -1,0 +1,402 @@
+// One object that makes an ordinary training loop run on one process or many,
+// with gradient accumulation that is exact:
+//
+//   hasten::Accelerator accelerator({.gradient_accumulation_steps = 2});
+//   auto [model, optimizer, loader, scheduler] =
+//       accelerator.prepare(classifier, adamw, batches, linear);
+//   for (const auto& batch : loader) {
+//     auto window = accelerator.accumulate(model);
+//     accelerator.backward(mean_loss(model->forward(batch.x), batch.y));
+//     accelerator.clip_grad_norm_(model, 1.0);
+//     optimizer.step();        // these three do nothing until the window is
+//     scheduler.step();        // complete
+//     optimizer.zero_grad();
+//   }
+//   accelerator.finish();
+//
+// A window is gradient_accumulation_steps batches on each rank, fewer at the end
+// of the data. When its last backward returns, every p.grad() is the mean gradient
+// of all the window's rows on all ranks, whatever the split into batches and ranks.
+// "Collective" = every rank calls it, in the same order. State is per object: two
+// accelerators in one process do not disturb each other.
+// Threading: one thread. Lifetime: destroy it before static destructors run; the
+// destructor never communicates.
+// Design: docs/design/gradient_window.md
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <chrono>
+#include <concepts>
+#include <cstdint>
+#include <iosfwd>
+#include <iterator>
+#include <memory>
+#include <optional>
+#include <string_view>
+#include <tuple>
+#include <type_traits>
+#include <vector>
+
+#include "hasten/accelerator/prepared.h"
+#include "hasten/base/world.h"
+#include "hasten/comm/communicator.h"
+
+namespace torch::nn {
+class Module;
+}
+namespace torch::optim {
+class Optimizer;
+}
+
+namespace hasten {
+
+struct AcceleratorOptions {
+  /// Batches of one rank that make one optimizer step, ≥ 1.
+  int64_t gradient_accumulation_steps = 1;
+  /// Seeds torch's generators: at construction equally on all ranks (initial
+  /// weights), in the first prepare() of a model differently (dropout). Empty
+  /// leaves the generators alone.
+  std::optional<uint64_t> seed = 42;
+  /// Stay on the CPU even where there is a GPU for this local rank.
+  bool cpu = false;
+  /// Gradients are reduced in pieces of about this size while backward runs.
+  /// MiB, > 0. Larger: fewer collectives, less overlap.
+  double bucket_cap_mb = 25;
+  /// Copy rank 0's floating-point buffers (running statistics) to all ranks
+  /// after each window's reduction. Costs nothing for models without any.
+  bool broadcast_buffers = true;
+  /// Longest wait for a rank that is alive but late. Milliseconds.
+  std::chrono::milliseconds timeout{600'000};
+};
+
+struct BackwardOptions {
+  /// Keep the graph for another backward through it. Costs its memory.
+  bool retain_graph = false;
+  /// False where a further backward of the same batch follows: the reduction
+  /// waits for that one. Saves a second reduction.
+  bool last = true;
+};
+
+/// What the ranks agreed on about a window that is complete.
+struct WindowReport {
+  /// 1 for the first complete window of these models, and so on; 0: none yet.
+  uint64_t number = 0;
+  /// Sum of weights and of rows over ranks and batches. Rows are 0 where the
+  /// batch type does not tell.
+  double weight = 0;
+  int64_t rows = 0;
+  /// Sum of losses over the weight: the joined batch's mean loss.
+  double loss = 0;
+  /// Losses that were not finite, over all ranks.
+  int64_t non_finite = 0;
+  /// Ranks that had run out of batches and joined with weight 0.
+  int joined = 0;
+};
+
+/// One batch inside a window; what Accelerator::accumulate returns. Destroyed by
+/// an exception it tells the peers that this rank fails; otherwise it never
+/// communicates.
+class [[nodiscard]] AccumulateGuard {
+ public:
+  explicit AccumulateGuard(std::shared_ptr<detail::AcceleratorCore> core);
+  AccumulateGuard(const AccumulateGuard&) = delete;
+  AccumulateGuard& operator=(const AccumulateGuard&) = delete;
+  ~AccumulateGuard();
+
+ private:
+  std::shared_ptr<detail::AcceleratorCore> core_;
+  int exceptions_at_entry_ = 0;
+};
+
+namespace detail {
+
+// Doors into the core for the templates below.
+void core_prepare_model(
+    AcceleratorCore& core, std::shared_ptr<torch::nn::Module> model);
+std::shared_ptr<OptimizerState> core_prepare_optimizer(
+    AcceleratorCore& core,
+    const std::shared_ptr<torch::optim::Optimizer>& optimizer);
+std::shared_ptr<SchedulerState> core_prepare_scheduler(
+    AcceleratorCore& core,
+    std::function<void()> step,
+    std::vector<std::shared_ptr<OptimizerState>> optimizers);
+// Ties the loaders of one prepare() call to its models.
+void core_tie_loaders(
+    AcceleratorCore& core,
+    const std::vector<std::shared_ptr<LoaderState>>& loaders,
+    const std::vector<torch::nn::Module*>& models,
+    bool with_optimizer);
+// `loader` null: the one tied to the models.
+void core_open(
+    AcceleratorCore& core,
+    LoaderState* loader,
+    std::optional<double> weight,
+    const std::vector<torch::nn::Module*>& models);
+
+// What an object given to prepare() is.
+template <typename T>
+struct Borrowed { // an lvalue: borrowed; the caller keeps it alive
+  using Object = std::remove_reference_t<T>;
+  static std::shared_ptr<Object> share(Object& object) {
+    return std::shared_ptr<Object>(std::shared_ptr<void>(), &object);
+  }
+};
+template <typename O>
+struct Borrowed<std::shared_ptr<O>> { // kept
+  using Object = O;
+  static std::shared_ptr<O> share(std::shared_ptr<O> object) { return object; }
+};
+template <typename T>
+using Lent = Borrowed<std::conditional_t<
+    std::is_lvalue_reference_v<T>,
+    std::conditional_t<
+        requires(std::decay_t<T> t) {
+          { std::shared_ptr{t} } -> std::same_as<std::decay_t<T>>;
+        },
+        std::decay_t<T>,
+        T>,
+    std::decay_t<T>>>;
+
+template <typename T>
+concept ModelHolder =
+    requires(const std::decay_t<T>& holder) {
+      { holder.ptr() } -> std::convertible_to<std::shared_ptr<torch::nn::Module>>;
+    } || std::convertible_to<std::decay_t<T>, std::shared_ptr<torch::nn::Module>>;
+template <typename T>
+concept OptimizerLike =
+    std::derived_from<typename Lent<T>::Object, torch::optim::Optimizer>;
+template <typename T>
+concept LoaderLike = requires(typename Lent<T>::Object& range) {
+  std::begin(range) != std::end(range);
+};
+template <typename T>
+concept SchedulerLike =
+    !OptimizerLike<T> && requires(typename Lent<T>::Object& s) { s.step(); };
+// Lvalues and shared_ptrs are lent; models are shared by their holder.
+template <typename T>
+concept Preparable = ModelHolder<T> ||
+    ((std::is_lvalue_reference_v<T> ||
+      requires(std::decay_t<T> t) {
+        { std::shared_ptr{t} } -> std::same_as<std::decay_t<T>>;
+      }) &&
+     (OptimizerLike<T> || LoaderLike<T> || SchedulerLike<T>));
+
+template <ModelHolder Holder>
+std::shared_ptr<torch::nn::Module> module_of(const Holder& holder) {
+  if constexpr (requires { holder.ptr(); }) {
+    return holder.ptr();
+  } else {
+    return holder;
+  }
+}
+
+} // namespace detail
+
+class Accelerator {
+ public:
+  /// Reads the world from the environment (hasten/base/world.h), meets the peers,
+  /// sets this rank's threads, seeds, and makes errors and log lines name the
+  /// rank. Collective, blocks up to options.timeout.
+  /// Throws InputError for contradictory variables or options < 1.
+  explicit Accelerator(AcceleratorOptions options = {});
+  /// The same on a group that exists already and stays the caller's to close.
+  Accelerator(
+      AcceleratorOptions options, std::shared_ptr<Communicator> communicator);
+  Accelerator(Accelerator&&) noexcept = default;
+  Accelerator& operator=(Accelerator&&) = delete;
+  ~Accelerator();
+
+  /// Prepares any of: models (a ModuleHolder or shared_ptr; returned as it is),
+  /// optimizers, ranges of batches and schedulers (anything with step()), in any
+  /// order and number; returns the handles in that order, as a tuple, or the one
+  /// handle for one object. All but models are borrowed: lvalues that outlive the
+  /// handles, or shared_ptrs. Idempotent for a model.
+  /// A model is moved to the device, compared with rank 0's, given rank 0's
+  /// parameters and buffers, and its gradients become views of flat buffers
+  /// (memory: one gradient copy). An optimizer is never replaced.
+  /// Collective. Throws InputError naming the first parameter whose name, shape
+  /// or dtype differs from rank 0's, on every rank; or an optimizer's parameter
+  /// that no prepared model has.
+  template <detail::Preparable... Objects>
+  auto prepare(Objects&&... objects);
+
+  /// Opens the next batch of a window over these models; decides whether its
+  /// backward completes the window: it is the gradient_accumulation_steps-th, or
+  /// the loader's last. Loader: the one prepared together with the models, else
+  /// the only training loader. Local. A batch whose guard closes without a
+  /// backward does not count.
+  /// Throws InputError if a window is open, a model is not prepared, or a
+  /// parameter was unfrozen since; if which loader is not clear.
+  template <detail::ModelHolder... Models>
+  AccumulateGuard accumulate(const Models&... models) {
+    return open(nullptr, std::nullopt, models...);
+  }
+  template <typename Range, detail::ModelHolder... Models>
+  AccumulateGuard accumulate(
+      const PreparedLoader<Range>& loader, const Models&... models) {
+    return open(loader.shared_->state.get(), std::nullopt, models...);
+  }
+  /// For batch types whose rows are not known: `weight` ≥ 0 is what the mean
+  /// loss was divided by.
+  template <typename Range, detail::ModelHolder... Models>
+  AccumulateGuard accumulate(
+      const PreparedLoader<Range>& loader,
+      double weight,
+      const Models&... models) {
+    return open(loader.shared_->state.get(), weight, models...);
+  }
+
+  /// Backward of a loss that is the mean over the batch's rows (or over the
+  /// weight given to accumulate). Scalar. Inside a window only.
+  /// In a window's last batch: collective; blocks until every gradient is
+  /// reduced, and p.grad() is final. A second such call is reduced alone and
+  /// added. Else local. Autograd's errors pass through.
+  void backward(const at::Tensor& mean_loss, BackwardOptions options = {});
+  /// Backward of a loss that is a sum over `weight` ≥ 0 terms (tokens). The
+  /// weight belongs to the batch: a second backward in it must say the same.
+  void backward(
+      const at::Tensor& loss_sum, double weight, BackwardOptions options = {});
+
+  /// Scales the gradients down so that their global norm is at most max_norm, as
+  /// torch.nn.utils.clip_grad_norm_ does. Returns the norm before; 0, and does
+  /// nothing, while the window is incomplete. `norm_type` > 0, infinity allowed.
+  /// Local: gradients are equal on every rank. Tied parameters count once.
+  template <detail::ModelHolder Model>
+  double clip_grad_norm_(
+      const Model& model, double max_norm, double norm_type = 2.0) {
+    return clip_model(*detail::module_of(model), max_norm, norm_type);
+  }
+  /// The same over any of the prepared models' parameters.
+  double clip_grad_norm_(
+      const std::vector<at::Tensor>& parameters,
+      double max_norm,
+      double norm_type = 2.0);
+
+  /// True in a batch that completes its window.
+  bool sync_gradients() const;
+  /// About the last complete window.
+  const WindowReport& last_window() const;
+
+  /// Every rank's rows, joined in rank order, on every rank. Dim 0 may differ by
+  /// rank, 0 included; a 0-d tensor is one row. With a prepared evaluation loader
+  /// every row of the data occurs exactly once. Collective, blocking.
+  at::Tensor gather_for_metrics(const at::Tensor& rows);
+  /// The same where every rank has equally many rows. Cheaper by one agreement.
+  at::Tensor gather(const at::Tensor& tensor);
+  /// A reduced copy. Collective, blocking.
+  at::Tensor reduce(const at::Tensor& tensor, ReduceOp op = ReduceOp::sum);
+
+  at::Device device() const;
+  int process_index() const;
+  int local_process_index() const;
+  int num_processes() const;
+  bool is_main_process() const { return process_index() == 0; }
+  bool is_local_main_process() const { return local_process_index() == 0; }
+  /// Blocks until every rank is here. Collective.
+  void wait_for_everyone();
+  /// A line on stdout (or `out`), from the main process only. Local.
+  void print(std::string_view line) const;
+  void print(std::ostream& out, std::string_view line) const;
+  const std::shared_ptr<Communicator>& communicator() const;
+  const AcceleratorOptions& options() const;
+
+  /// Ends the run in order: joins windows that peers still have open after this
+  /// rank left its loop by `break`, then closes the group if this accelerator
+  /// made it. Collective. Later collective calls throw. A second call does
+  /// nothing.
+  void finish();
+
+ private:
+  template <typename... Models>
+  AccumulateGuard open(
+      detail::LoaderState* loader,
+      std::optional<double> weight,
+      const Models&... models) {
+    static_assert(sizeof...(Models) > 0, "accumulate needs a model");
+    detail::core_open(
+        *core_, loader, weight, {detail::module_of(models).get()...});
+    return AccumulateGuard(core_);
+  }
+  double clip_model(
+      torch::nn::Module& model, double max_norm, double norm_type);
+
+  std::shared_ptr<detail::AcceleratorCore> core_;
+};
+
+namespace detail {
+
+// One prepare() call. Models first, then optimizers, then the rest, whatever the
+// order of the arguments.
+template <typename Object, typename Call>
+auto prepare_object(
+    const std::shared_ptr<AcceleratorCore>& core, Object&& object, Call& call) {
+  using T = Object&&;
+  if constexpr (ModelHolder<T>) {
+    return std::decay_t<Object>(object);
+  } else {
+    auto shared = Lent<Object>::share(std::forward<Object>(object));
+    using Held = typename Lent<Object>::Object;
+    if constexpr (OptimizerLike<Object>) {
+      return PreparedOptimizer<Held>(
+          core, shared, call.optimizers.at(call.next_optimizer++));
+    } else if constexpr (LoaderLike<Object>) {
+      auto state = call.loaders.at(call.next_loader++);
+      return PreparedLoader<Held>(core, std::move(shared), std::move(state));
+    } else {
+      auto state = core_prepare_scheduler(
+          *core, [shared] { shared->step(); }, call.optimizers);
+      return PreparedScheduler<Held>(core, shared, std::move(state));
+    }
+  }
+}
+
+struct PrepareCall {
+  std::vector<torch::nn::Module*> models{};
+  std::vector<std::shared_ptr<OptimizerState>> optimizers{};
+  std::vector<std::shared_ptr<LoaderState>> loaders{};
+  size_t next_optimizer = 0;
+  size_t next_loader = 0;
+};
+
+} // namespace detail
+
+template <detail::Preparable... Objects>
+auto Accelerator::prepare(Objects&&... objects) {
+  static_assert(sizeof...(Objects) > 0, "prepare needs an object");
+  detail::PrepareCall call;
+  const auto model_pass = [&](auto& object) {
+    if constexpr (detail::ModelHolder<decltype(object)>) {
+      auto model = detail::module_of(object);
+      detail::core_prepare_model(*core_, model);
+      call.models.push_back(model.get());
+    }
+  };
+  (model_pass(objects), ...);
+  const auto other_pass = [&]<typename Object>(Object& object) {
+    using T = Object&;
+    if constexpr (detail::ModelHolder<T>) {
+      return;
+    } else if constexpr (detail::OptimizerLike<T>) {
+      call.optimizers.push_back(detail::core_prepare_optimizer(
+          *core_, detail::Lent<T>::share(object)));
+    } else if constexpr (detail::LoaderLike<T>) {
+      call.loaders.push_back(std::make_shared<detail::LoaderState>());
+    }
+  };
+  (other_pass(objects), ...);
+  detail::core_tie_loaders(
+      *core_, call.loaders, call.models, !call.optimizers.empty());
+  // Braces: handles are made in the order of the arguments.
+  std::tuple<decltype(detail::prepare_object(
+      core_, std::forward<Objects>(objects), call))...>
+      handles{detail::prepare_object(
+          core_, std::forward<Objects>(objects), call)...};
+  if constexpr (sizeof...(Objects) == 1) {
+    return std::get<0>(std::move(handles));
+  } else {
+    return handles;
+  }
+}
+
+} // namespace hasten
