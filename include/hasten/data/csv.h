@@ -32,9 +32,8 @@ struct CsvOptions {
 class CsvReader {
  public:
   /// Opens the file and reads the header.
-  /// Throws InputError: the file is missing, a folder, empty or UTF-16, or the
-  ///   header is wrong (a column's name twice); the delimiter is a quote or a
-  ///   line break.
+  /// Throws InputError: the file is missing, a folder, empty or UTF-16; the
+  ///   delimiter is a quote or a line break.
   explicit CsvReader(std::filesystem::path path, CsvOptions options = {});
   ~CsvReader();
   CsvReader(CsvReader&&) noexcept;
@@ -43,9 +42,10 @@ class CsvReader {
   /// Names of the columns, in order. [column]
   const std::vector<std::string>& columns() const { return columns_; }
 
-  /// Number of the column of that name. Where there is none, throws InputError
-  /// that lists the columns, each with its value in the first record, and the
-  /// nearest name. `flag` is what the user said it with, for the message.
+  /// Number of the column of that name. Throws InputError where two columns have
+  /// it, and where none has: that one lists the columns, each with its value in
+  /// the next record, and the nearest name. `flag` is what the user said it
+  /// with, for the message.
   size_t column(std::string_view name, std::string_view flag = "column") const;
 
   /// Moves to the next record; false at the end of the file.
@@ -68,6 +68,7 @@ class CsvReader {
 
  private:
   class Bytes;
+  CsvReader(const CsvReader&) = default; // to look ahead
   bool read_record();
   void read_quoted(size_t& at);
   bool closes_on_its_line(size_t at) const;
@@ -82,7 +83,7 @@ class CsvReader {
 
   std::filesystem::path path_;
   char delimiter_ = ',';
-  std::unique_ptr<Bytes> bytes_;
+  std::shared_ptr<const Bytes> bytes_;
   std::string_view text_{}; // the whole file
   size_t next_ = 0; // where the next record starts, in bytes
   int64_t next_line_ = 1;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <iterator>
 #include <memory>
 #include <vector>
 
@@ -17,7 +18,8 @@ struct LoaderOptions {
   bool shuffle = true;
   /// Batches of rows of similar length (less padding): the shuffled order is
   /// cut into large groups, sorted by length inside each, and the batches are
-  /// shuffled again. Costs one length() call a row.
+  /// shuffled again. Without shuffle all rows are sorted, the longest first;
+  /// Batch::indices says which row is which. Costs one length() call a row.
   bool group_by_length = true;
   /// Leaves out the last, smaller batch of an epoch.
   bool drop_last = false;
@@ -25,10 +27,20 @@ struct LoaderOptions {
   uint64_t seed = 42;
 };
 
-/// Batches of row numbers for one epoch: [batch][row]. Every row occurs exactly
-/// once over all ranks (unless drop_last). All ranks get the same number of
-/// batches; where rows do not divide evenly a rank's last batch is smaller, or
-/// empty. A global batch is cut over ranks by interleaving lengths.
+/// Batches of row numbers for one epoch: [batch][row].
+///
+/// A pure function of its arguments. With G = batch_size · world_size, batch i of
+/// all ranks together is one global batch of G rows that depends on G but not on
+/// world_size. Every row occurs exactly once over all ranks; drop_last leaves out
+/// size % G rows, drawn anew each epoch under shuffle. All ranks get the same
+/// number of batches; a last one of fewer than G rows is dealt out evenly, so a
+/// rank's share may be empty.
+///
+/// With group_by_length the longest row is in the first batch, so that what
+/// does not fit in memory fails at once, and a global batch is dealt out in
+/// order of length, to and fro, so that ranks have similar work.
+/// Local. Cost: n log n, about 0.1 s for a million rows.
+/// Throws InputError: batch_size < 1, or rank outside the world.
 std::vector<std::vector<int64_t>> rank_batches(
     const Dataset& dataset,
     const LoaderOptions& options,
@@ -37,8 +49,12 @@ std::vector<std::vector<int64_t>> rank_batches(
     int world_size);
 
 /// A range of batches: `for (const Batch& batch : loader)` is one epoch.
+/// The rows a rank's turn brings may be none (see rank_batches): such a batch is
+/// handed out too, so that all ranks take the same number of turns.
+/// Threading: one thread. Memory: one batch and the epoch's row numbers.
 class DataLoader {
  public:
+  /// Throws InputError: no dataset, or batch_size < 1.
   DataLoader(std::shared_ptr<const Dataset> dataset, LoaderOptions options);
 
   /// Epoch whose order the next begin() uses; begin() does not advance it.

@@ -91,9 +91,10 @@ struct TextClassificationOptions {
 };
 
 struct LabelledTexts {
+  std::filesystem::path path{};
   std::vector<std::string> texts{}; // [row]
   std::vector<int64_t> labels{}; // [row]
-  std::vector<std::string> positions{}; // "path:line" [row]
+  std::vector<int64_t> lines{}; // where the row starts in the file [row]
   int64_t size() const { return static_cast<int64_t>(texts.size()); }
 };
 
@@ -124,11 +125,11 @@ struct TextClassificationData {
 
 /// Reads, names labels, splits, and keeps texts that training has out of
 /// evaluation (compared byte for byte).
-/// Each side of a split gets at least one row; each label with two rows or more
-/// is on both sides (before duplicates are kept out).
-/// Throws InputError: as read_text_table and label_numbers; eval_split outside
-///   [0, 1); eval_file together with eval_split; too few rows to split; no row
-///   left to evaluate.
+/// In a split each label with two rows or more is on both sides, before
+/// duplicates are kept out.
+/// Throws InputError: as read_text_table and label_numbers; no label column;
+///   eval_split outside [0, 1); eval_file together with eval_split; no row left
+///   to evaluate.
 TextClassificationData load_text_classification(
     const TextClassificationOptions& options);
 

@@ -7,7 +7,8 @@
 // by one; words are split at white space and at every punctuation character; each
 // word is the longest piece of the vocabulary, then the longest "##" piece, and so
 // on; a word with a part that no piece fits, or longer than 100 characters, is
-// [UNK]. Character classes are those of utf8proc.
+// [UNK]. Character classes are those of utf8proc; where Hugging Face's tables are
+// older, ids can differ for characters that Unicode took in after 2015.
 //
 // Threading: const functions may be called from several threads.
 #pragma once
@@ -80,8 +81,13 @@ class WordPieceTokenizer {
   /// The pieces as text, without special tokens around them.
   std::vector<std::string> tokenize(std::string_view text) const;
 
+  /// Pieces of the vocabulary; added tokens beyond it are not counted.
   int64_t vocab_size() const;
-  /// Piece of an id in 0 … vocab_size() - 1.
+  /// Pieces by id.
+  const std::vector<std::string>& vocab() const;
+  /// Special and other added tokens, the longest first.
+  const std::vector<AddedToken>& added_tokens() const;
+  /// Piece or added token of an id. Throws InputError for another number.
   const std::string& token(int64_t id) const;
   /// Id of a piece; -1 where the vocabulary lacks it.
   int64_t id(std::string_view token) const;

@@ -1,0 +1,42 @@
+// BERT's cleaning and splitting of text into words, which its tokenizer and the
+// learning of a vocabulary share.
+// Threading: pure functions.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace hasten::detail {
+
+struct BertWordOptions {
+  bool lower_case = true;
+  bool strip_accents = true;
+  bool tokenize_chinese_chars = true;
+};
+
+/// A word: bytes [begin, end) of BertWords::text.
+struct BertWord {
+  size_t begin = 0;
+  size_t end = 0;
+  int64_t characters = 0;
+};
+
+/// Working memory and result; reuse it to save allocations.
+struct BertWords {
+  std::string text{}; // the words one after the other, UTF-8
+  std::vector<BertWord> words{};
+  std::vector<int32_t> run{}; // cleaned code points not yet normalised
+
+  std::string_view operator[](size_t i) const {
+    return std::string_view(text).substr(
+        words[i].begin, words[i].end - words[i].begin);
+  }
+};
+
+/// Replaces the content of `words` by the words of `text`, valid UTF-8.
+void split_bert_words(
+    std::string_view text, const BertWordOptions& options, BertWords& words);
+
+} // namespace hasten::detail

@@ -1,0 +1,206 @@
+#include "hasten/data/tokenized_dataset.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/sum.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <exception>
+#include <limits>
+#include <thread>
+#include <utility>
+
+#include "hasten/base/error.h"
+
+namespace hasten {
+
+namespace detail {
+
+constexpr const char* kTokenizedDataset = "data::TokenizedDataset";
+
+// Encodes rows [begin, end) into `out`.
+void tokenize_rows(
+    const WordPieceTokenizer& tokenizer,
+    const std::vector<std::string>& texts,
+    int64_t max_length,
+    size_t begin,
+    size_t end,
+    std::vector<Encoding>& out) {
+  for (size_t row = begin; row < end; ++row) {
+    try {
+      out[row] = tokenizer.encode(texts[row], max_length);
+    } catch (const InputError& error) {
+      throw InputError(
+          "data::tokenize_texts",
+          "row=" + std::to_string(row) + ": " + error.what());
+    }
+  }
+}
+
+std::vector<Encoding> tokenize_parallel(
+    const WordPieceTokenizer& tokenizer,
+    const std::vector<std::string>& texts,
+    int64_t max_length,
+    size_t parts) {
+  std::vector<Encoding> encodings(texts.size());
+  std::vector<std::exception_ptr> errors(parts); // [part]
+  const auto run_part = [&](size_t part) {
+    try {
+      tokenize_rows(
+          tokenizer,
+          texts,
+          max_length,
+          texts.size() * part / parts,
+          texts.size() * (part + 1) / parts,
+          encodings);
+    } catch (...) {
+      errors[part] = std::current_exception();
+    }
+  };
+  std::vector<std::jthread> threads;
+  for (size_t part = 1; part < parts; ++part) {
+    threads.emplace_back(run_part, part);
+  }
+  run_part(0);
+  threads.clear(); // joins
+  for (const auto& error : errors) {
+    if (error) {
+      std::rethrow_exception(error); // of the earliest row
+    }
+  }
+  return encodings;
+}
+
+} // namespace detail
+
+TokenizedTexts tokenize_texts(
+    const WordPieceTokenizer& tokenizer,
+    const std::vector<std::string>& texts,
+    int64_t max_length,
+    int threads) {
+  if (threads < 1) {
+    throw InputError(
+        "data::tokenize_texts",
+        "threads=" + std::to_string(threads),
+        "at least 1");
+  }
+  const size_t parts = std::clamp<size_t>(
+      texts.size() / 16, 1, static_cast<size_t>(threads));
+  auto encodings =
+      detail::tokenize_parallel(tokenizer, texts, max_length, parts);
+  TokenizedTexts result;
+  result.ids.reserve(texts.size());
+  for (auto& encoding : encodings) {
+    result.truncated += encoding.truncated;
+    result.tokens += static_cast<int64_t>(encoding.ids.size());
+    result.ids.push_back(std::move(encoding.ids));
+  }
+  return result;
+}
+
+TokenizedDataset::TokenizedDataset(
+    const std::vector<std::vector<int64_t>>& ids,
+    std::vector<int64_t> labels,
+    PaddingOptions padding)
+    : labels_(std::move(labels)), padding_(padding) {
+  if (!labels_.empty() && labels_.size() != ids.size()) {
+    throw InputError(
+        detail::kTokenizedDataset,
+        "rows=" + std::to_string(ids.size()) +
+            ", labels=" + std::to_string(labels_.size()),
+        "one label a row, or none");
+  }
+  if (padding_.pad_to_multiple_of < 1 || padding_.pad_to_length < 0) {
+    throw InputError(
+        detail::kTokenizedDataset,
+        "pad_to_multiple_of=" + std::to_string(padding_.pad_to_multiple_of) +
+            ", pad_to_length=" + std::to_string(padding_.pad_to_length),
+        "at least 1, and at least 0");
+  }
+  offsets_.reserve(ids.size() + 1);
+  for (size_t row = 0; row < ids.size(); ++row) {
+    const auto tokens = static_cast<int64_t>(ids[row].size());
+    if (tokens == 0 ||
+        (padding_.pad_to_length > 0 && tokens > padding_.pad_to_length)) {
+      throw InputError(
+          detail::kTokenizedDataset,
+          "row=" + std::to_string(row) + " has tokens=" +
+              std::to_string(tokens),
+          padding_.pad_to_length > 0
+              ? "1 to pad_to_length=" + std::to_string(padding_.pad_to_length)
+              : "at least 1");
+    }
+    for (const int64_t id : ids[row]) {
+      if (id < 0 || id > std::numeric_limits<int32_t>::max()) {
+        throw InputError(
+            detail::kTokenizedDataset,
+            "row=" + std::to_string(row) + " has id=" + std::to_string(id),
+            "a number of a piece, at least 0");
+      }
+      ids_.push_back(static_cast<int32_t>(id));
+    }
+    offsets_.push_back(static_cast<int64_t>(ids_.size()));
+  }
+}
+
+int64_t TokenizedDataset::size() const {
+  return static_cast<int64_t>(offsets_.size()) - 1;
+}
+
+int64_t TokenizedDataset::length(int64_t index) const {
+  return offsets_.at(index + 1) - offsets_.at(index);
+}
+
+int64_t TokenizedDataset::label(int64_t index) const {
+  return labels_.at(index);
+}
+
+Batch TokenizedDataset::collate(const std::vector<int64_t>& indices) const {
+  const auto rows = static_cast<int64_t>(indices.size());
+  int64_t longest = 1;
+  for (const int64_t row : indices) {
+    longest = std::max(longest, length(row));
+  }
+  const int64_t multiple = padding_.pad_to_multiple_of;
+  longest = (longest + multiple - 1) / multiple * multiple;
+  if (padding_.pad_to_length > 0) {
+    longest = padding_.pad_to_length;
+  }
+  const auto input_ids = at::full({rows, longest}, padding_.pad_id, at::kLong);
+  const auto mask = at::zeros({rows, longest}, at::kLong);
+  auto* id_out = input_ids.mutable_data_ptr<int64_t>();
+  auto* mask_out = mask.mutable_data_ptr<int64_t>();
+  for (int64_t i = 0; i < rows; ++i) {
+    const int64_t begin = offsets_[indices[i]];
+    const int64_t tokens = length(indices[i]);
+    std::copy_n(ids_.begin() + begin, tokens, id_out + i * longest);
+    std::fill_n(mask_out + i * longest, tokens, 1);
+  }
+  Batch batch{
+      .tensors = {{"input_ids", input_ids}, {"attention_mask", mask}},
+      .indices = indices};
+  if (has_labels()) {
+    const auto labels = at::empty({rows}, at::kLong);
+    auto* label_out = labels.mutable_data_ptr<int64_t>();
+    for (int64_t i = 0; i < rows; ++i) {
+      label_out[i] = labels_[indices[i]];
+    }
+    batch.tensors.emplace("labels", labels);
+  }
+  return batch;
+}
+
+TokenCount count_tokens(const Batch& batch) {
+  if (!batch.has("input_ids")) {
+    return {};
+  }
+  const int64_t padded = batch["input_ids"].numel();
+  return {
+      .real = batch.has("attention_mask")
+          ? batch["attention_mask"].sum().item<int64_t>()
+          : padded,
+      .padded = padded};
+}
+
+} // namespace hasten
