@@ -17,7 +17,8 @@ struct MemoryStats {
 
 /// Puts a counting allocator in place of torch's CPU allocator, for the rest of
 /// the process (tensors carry their own deleter, so those made before stay
-/// right). A second call does nothing. Costs a 64-byte header a tensor.
+/// right). A second call does nothing. Costs a 64-byte header a storage and two
+/// atomic additions. Call it at start, before other threads allocate.
 void install_memory_meter();
 MemoryStats memory_stats();
 void reset_peak_memory();

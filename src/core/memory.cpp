@@ -1,0 +1,107 @@
+#include "hasten/core/memory.h"
+
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/impl/alloc_cpu.h>
+
+#include <atomic>
+#include <cstddef>
+#include <fstream>
+#include <mutex>
+#include <string>
+
+namespace hasten {
+
+namespace detail {
+
+struct MemoryCounters {
+  std::atomic<int64_t> live{0};
+  std::atomic<int64_t> peak{0};
+  std::atomic<int64_t> allocations{0};
+};
+
+MemoryCounters& memory_counters() {
+  static MemoryCounters counters;
+  return counters;
+}
+
+// Keeps torch's alignment: c10 hands out 64-byte aligned memory.
+constexpr size_t kMemoryHeader = 64;
+
+void free_counted(void* data) {
+  if (data == nullptr) {
+    return;
+  }
+  c10::profiledCPUMemoryReporter().Delete(data);
+  char* const block = static_cast<char*>(data) - kMemoryHeader;
+  memory_counters().live -= *reinterpret_cast<int64_t*>(block);
+  c10::free_cpu(block);
+}
+
+class CountingAllocator final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(size_t bytes) override {
+    const c10::Device cpu(c10::DeviceType::CPU);
+    if (bytes == 0) {
+      return {nullptr, nullptr, &free_counted, cpu};
+    }
+    char* const block =
+        static_cast<char*>(c10::alloc_cpu(bytes + kMemoryHeader));
+    *reinterpret_cast<int64_t*>(block) = static_cast<int64_t>(bytes);
+    MemoryCounters& counters = memory_counters();
+    const int64_t live = counters.live += static_cast<int64_t>(bytes);
+    int64_t peak = counters.peak;
+    while (live > peak && !counters.peak.compare_exchange_weak(peak, live)) {
+    }
+    ++counters.allocations;
+    char* const data = block + kMemoryHeader;
+    c10::profiledCPUMemoryReporter().New(data, bytes);
+    return {data, data, &free_counted, cpu};
+  }
+
+  c10::DeleterFnPtr raw_deleter() const override { return &free_counted; }
+
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    default_copy_data(to, from, bytes);
+  }
+};
+
+/// A line "VmHWM:   1234 kB" of /proc/self/status, in bytes; 0 where it is not.
+int64_t process_status_bytes(const std::string& key) {
+  std::ifstream status("/proc/self/status");
+  for (std::string line; std::getline(status, line);) {
+    if (line.compare(0, key.size(), key) == 0) {
+      return std::stoll(line.substr(key.size())) * 1024;
+    }
+  }
+  return 0;
+}
+
+} // namespace detail
+
+void install_memory_meter() {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    // Never freed: tensors may outlive static destructors.
+    c10::SetCPUAllocator(new detail::CountingAllocator, 255);
+  });
+}
+
+MemoryStats memory_stats() {
+  const detail::MemoryCounters& counters = detail::memory_counters();
+  return {counters.live, counters.peak, counters.allocations};
+}
+
+void reset_peak_memory() {
+  detail::MemoryCounters& counters = detail::memory_counters();
+  counters.peak = counters.live.load();
+}
+
+int64_t peak_resident_bytes() {
+  return detail::process_status_bytes("VmHWM:");
+}
+
+int64_t resident_bytes() {
+  return detail::process_status_bytes("VmRSS:");
+}
+
+} // namespace hasten

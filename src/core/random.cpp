@@ -1,0 +1,63 @@
+#include "hasten/core/random.h"
+
+#include <ATen/Context.h>
+#include <xxhash.h>
+
+#include <string>
+
+namespace hasten {
+
+namespace detail {
+
+void append_little_endian(std::string& bytes, uint64_t value) {
+  for (int i = 0; i < 8; ++i) {
+    bytes += static_cast<char>(value >> (8 * i) & 0xff);
+  }
+}
+
+} // namespace detail
+
+uint64_t stream_seed(
+    std::string_view name, uint64_t seed, uint64_t a, uint64_t b) {
+  std::string bytes(name);
+  bytes += '\0'; // so that no name is another's prefix
+  detail::append_little_endian(bytes, seed);
+  detail::append_little_endian(bytes, a);
+  detail::append_little_endian(bytes, b);
+  return XXH64(bytes.data(), bytes.size(), 0);
+}
+
+void set_seed(uint64_t seed) {
+  at::manual_seed(stream_seed("init", seed));
+}
+
+void seed_dropout(uint64_t seed, int data_rank) {
+  at::manual_seed(
+      stream_seed("dropout", seed, static_cast<uint64_t>(data_rank)));
+}
+
+OrderRng::OrderRng(uint64_t seed, uint64_t epoch)
+    : state_(stream_seed("order", seed, epoch)) {}
+
+uint64_t OrderRng::next() {
+  // SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number
+  // generators, 2014).
+  state_ += 0x9e3779b97f4a7c15ULL;
+  uint64_t z = state_;
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ULL;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111ebULL;
+  return z ^ (z >> 31);
+}
+
+uint64_t OrderRng::below(uint64_t bound) {
+  // The 2^64 mod bound smallest values are drawn again: what is left divides
+  // evenly. At most one draw in two is lost, for small bounds none.
+  const uint64_t reject = (0 - bound) % bound;
+  uint64_t value = next();
+  while (value < reject) {
+    value = next();
+  }
+  return value % bound;
+}
+
+} // namespace hasten

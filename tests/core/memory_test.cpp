@@ -1,0 +1,128 @@
+#include "hasten/core/memory.h"
+
+#include <ATen/native/Resize.h>
+#include <c10/core/CPUAllocator.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <atomic>
+#include <thread>
+#include <vector>
+
+namespace hasten {
+
+class MemoryMeter : public testing::Test {
+ protected:
+  MemoryMeter() {
+    install_memory_meter();
+    reset_peak_memory();
+    before_ = memory_stats();
+  }
+  int64_t live() const { return memory_stats().live_bytes - before_.live_bytes; }
+  int64_t peak() const { return memory_stats().peak_bytes - before_.live_bytes; }
+
+  MemoryStats before_;
+};
+
+TEST_F(MemoryMeter, CountsLiveAndPeakBytesExactly) {
+  torch::Tensor a = torch::empty({1000}, torch::kFloat);
+  EXPECT_EQ(live(), 4000);
+  {
+    const torch::Tensor b = torch::empty({3, 5}, torch::kDouble);
+    EXPECT_EQ(live(), 4120);
+  }
+  EXPECT_EQ(live(), 4000);
+  EXPECT_EQ(peak(), 4120);
+  EXPECT_EQ(memory_stats().allocations - before_.allocations, 2);
+  a.reset();
+  EXPECT_EQ(live(), 0);
+  reset_peak_memory();
+  EXPECT_EQ(peak(), 0);
+}
+
+TEST_F(MemoryMeter, MemoryOfTheAllocatorBeforeIsFreedByItAndNotCounted) {
+  {
+    const c10::DataPtr old = c10::GetDefaultCPUAllocator()->allocate(4096);
+    EXPECT_EQ(live(), 0);
+  }
+  EXPECT_EQ(live(), 0);
+}
+
+TEST_F(MemoryMeter, MemoryIsAlignedAndUsable) {
+  for (const int64_t bytes : {1, 63, 64, 65, 4097, 1 << 20}) {
+    const torch::Tensor t = torch::full({bytes}, 7, torch::kByte);
+    EXPECT_EQ(reinterpret_cast<uintptr_t>(t.data_ptr()) % 64, 0U);
+    EXPECT_EQ(t.sum().item<int64_t>(), 7 * bytes);
+  }
+}
+
+TEST_F(MemoryMeter, EmptyTensorsCostNothing) {
+  const torch::Tensor t = torch::empty({0});
+  EXPECT_EQ(live(), 0);
+  EXPECT_EQ(memory_stats().allocations, before_.allocations);
+}
+
+TEST_F(MemoryMeter, FollowsStorageResizes) {
+  torch::Tensor t = torch::arange(8, torch::kFloat);
+  auto* storage = t.storage().unsafeGetStorageImpl();
+  at::native::resize_bytes_cpu(storage, 0);
+  EXPECT_EQ(live(), 0);
+  at::native::resize_bytes_cpu(storage, 32);
+  EXPECT_EQ(live(), 32);
+  t.resize_({16});
+  t.fill_(1);
+  EXPECT_EQ(live(), 64);
+  EXPECT_EQ(t.sum().item<float>(), 16);
+}
+
+TEST_F(MemoryMeter, CountsEveryThreadAndTheirSimultaneousPeak) {
+  constexpr int kThreads = 4;
+  std::atomic<int> holding{0};
+  std::vector<std::thread> threads;
+  for (int i = 0; i < kThreads; ++i) {
+    threads.emplace_back([&] {
+      for (int j = 0; j < 200; ++j) {
+        torch::empty({100}, torch::kByte);
+      }
+      const torch::Tensor held = torch::empty({1000}, torch::kByte);
+      ++holding;
+      while (holding < kThreads) {
+        std::this_thread::yield();
+      }
+    });
+  }
+  for (std::thread& thread : threads) {
+    thread.join();
+  }
+  EXPECT_EQ(live(), 0);
+  EXPECT_EQ(peak(), kThreads * 1000);
+  EXPECT_EQ(
+      memory_stats().allocations - before_.allocations, kThreads * 201);
+}
+
+TEST_F(MemoryMeter, FreesOnAnotherThreadAreCounted) {
+  torch::Tensor t = torch::empty({512}, torch::kByte);
+  std::thread([moved = std::move(t)]() mutable { moved.reset(); }).join();
+  EXPECT_EQ(live(), 0);
+}
+
+TEST_F(MemoryMeter, CountsWhatBackwardAllocates) {
+  const torch::Tensor x =
+      torch::ones({1000}, torch::requires_grad().dtype(torch::kFloat));
+  x.mul(2).sum().backward();
+  EXPECT_EQ(live(), 8000); // x and its gradient
+  EXPECT_GE(peak(), 8000);
+}
+
+TEST(ResidentMemory, FollowsWhatTheProcessTouches) {
+  const int64_t before = resident_bytes();
+  EXPECT_GT(before, 10 << 20);
+  constexpr int64_t kBytes = 64 << 20;
+  {
+    const torch::Tensor touched = torch::ones({kBytes}, torch::kByte);
+    EXPECT_GE(resident_bytes() - before, kBytes * 9 / 10);
+  }
+  EXPECT_GE(peak_resident_bytes(), before + kBytes * 9 / 10);
+}
+
+} // namespace hasten
