@@ -1,0 +1,27 @@
+// What can be refused before LibTorch is mapped: files and folders that are not
+// there, an output folder that holds another run, a world inside a world.
+// `hasten` calls these for a quick answer; `hasten-worker` calls them again,
+// because under torchrun it may be started by itself.
+// Local; read-only. Threading: free functions.
+#pragma once
+
+#include <string>
+
+#include "hasten/base/world.h"
+#include "hasten/cli/commands.h"
+
+namespace hasten {
+
+/// Throws InputError that names flag and path: a file that is missing, empty,
+/// a folder or unreadable; a model that is neither a folder with config.json
+/// nor a shape; an output folder that holds another run (unless
+/// overwrite_output_dir) or cannot be written.
+void check_train_inputs(const TrainCommand& command);
+void check_predict_inputs(const PredictCommand& command);
+void check_eval_inputs(const EvalCommand& command);
+
+/// Throws InputError naming --nproc and WORLD_SIZE where processes are asked for
+/// inside a world of several. `command` is "train" or "launch".
+void check_nproc(const std::string& command, int nproc, const World& world);
+
+} // namespace hasten

@@ -1,0 +1,121 @@
+// What the user asked for on the command line, and how it is read. Both programs
+// use it: `hasten`, which answers or checks and hands over, and `hasten-worker`,
+// which does the work. Flags are declared once, in src/cli/command_line.cpp.
+//
+// Without LibTorch. Threading: none needed.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "hasten/trainer/training_arguments.h"
+
+namespace hasten {
+
+/// How the columns of a CSV or TSV file are read.
+struct TableFlags {
+  std::string text_column = "text";
+  std::string label_column = "label";
+  /// '\0': tab for .tsv and .tab, else comma.
+  char delimiter = '\0';
+  bool no_header = false;
+  /// "column=value", all must hold.
+  std::vector<std::string> filters{};
+};
+
+/// hasten train: fine-tunes a text classifier.
+struct TrainCommand {
+  /// A Hugging Face folder, or the name of a shape (model_shapes()).
+  std::string model{};
+  /// Folder whose vocabulary a shape takes; empty: learned from the texts.
+  std::string tokenizer{};
+  /// Pieces a learned vocabulary has at most.
+  int64_t vocab_size = 30522;
+  /// A learned vocabulary keeps upper case and accents.
+  bool cased = false;
+
+  std::string train_file{};
+  std::string eval_file{};
+  /// Share of train_file's rows, [0, 1); 0 evaluates on nothing.
+  double eval_split = 0.0;
+  TableFlags table{};
+  /// Rows at most; 0 takes all.
+  int64_t max_train_rows = 0;
+  int64_t max_eval_rows = 0;
+
+  /// Processes on this machine, >= 1.
+  int nproc = 1;
+  /// True where --nproc was written.
+  bool nproc_given = false;
+
+  TrainingArguments arguments{};
+};
+
+/// hasten predict: labels for texts.
+struct PredictCommand {
+  std::string model{};
+  /// As given; a single "-" reads lines from stdin.
+  std::vector<std::string> texts{};
+  std::string file{};
+  TableFlags table{};
+  int64_t max_rows = 0;
+  /// .csv or .jsonl; empty prints to stdout.
+  std::string output{};
+  bool json = false;
+  bool with_logits = false;
+  int64_t batch_size = 32;
+  /// Tokens a text is cut to; 0: as in training, or the model's limit.
+  int64_t max_length = 0;
+};
+
+/// hasten eval: loss, accuracy and F1 on a labelled file.
+struct EvalCommand {
+  std::string model{};
+  std::string file{};
+  TableFlags table{};
+  int64_t max_rows = 0;
+  bool json = false;
+  int64_t batch_size = 32;
+  int64_t max_length = 0;
+};
+
+/// hasten launch: a program as N processes of one world.
+struct LaunchCommand {
+  int nproc = 1;
+  /// Program and its arguments. Not empty.
+  std::vector<std::string> program{};
+};
+
+/// hasten env: versions, cores, threads and back ends.
+struct EnvCommand {
+  bool json = false;
+};
+
+/// A text that answers at once: help or version. Goes to stdout; exit code 0.
+struct Answer {
+  std::string text{};
+};
+
+using Command = std::variant<
+    Answer,
+    TrainCommand,
+    PredictCommand,
+    EvalCommand,
+    LaunchCommand,
+    EnvCommand>;
+
+/// Reads the arguments after the program's name. Flags may be spelled with "_"
+/// for "-", as Hugging Face's scripts do. Checks each value by itself and
+/// TrainingArguments::validate(); touches no file.
+/// Throws InputError "[cli::<command>] --flag=value …": an unknown command or
+///   flag (the nearest name is offered), a value of another type or out of
+///   range, a required flag that is missing, a flag given twice.
+Command parse_command_line(const std::vector<std::string>& arguments);
+
+/// Names --model takes for random weights: bert-tiny, bert-mini, …
+const std::vector<std::string>& model_shapes();
+bool is_model_shape(const std::string& model);
+
+} // namespace hasten

@@ -1,0 +1,192 @@
+#include "hasten/cli/checks.h"
+
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+#include <system_error>
+
+#include "hasten/base/error.h"
+
+namespace hasten {
+
+namespace detail {
+
+namespace files = std::filesystem;
+
+void check_readable_file(
+    const std::string& where, const std::string& flag, const files::path& path) {
+  const auto refuse = [&](const std::string& reason) {
+    throw InputError(
+        where,
+        flag + "=" + path.string() + " " + reason,
+        "a .csv or .tsv file with rows in it");
+  };
+  std::error_code error;
+  const files::file_status status = files::status(path, error);
+  if (!files::exists(status)) {
+    refuse("does not exist");
+  }
+  if (files::is_directory(status)) {
+    refuse("is a folder");
+  }
+  if (::access(path.c_str(), R_OK) != 0) {
+    refuse(std::string("cannot be read: ") + std::strerror(errno));
+  }
+  if (files::is_regular_file(status) && files::file_size(path, error) == 0) {
+    refuse("is empty");
+  }
+}
+
+void check_model_folder(
+    const std::string& where,
+    const std::string& flag,
+    const std::string& model,
+    const std::string& expected) {
+  std::error_code error;
+  if (files::is_regular_file(files::path(model) / "config.json", error)) {
+    return;
+  }
+  const bool folder = files::is_directory(model, error);
+  const auto& shapes = model_shapes();
+  const std::string near = folder
+      ? std::string()
+      : nearest_name(model, shapes.data(), shapes.data() + shapes.size());
+  throw InputError(
+      where,
+      flag + "=" + model +
+          (folder ? " is a folder without config.json"
+                  : files::exists(model, error) ? " is no folder"
+                                                : " does not exist"),
+      expected,
+      near.empty() || where != "cli::train" ? "" : "write " + near);
+}
+
+/// The first trace of a run that `folder` holds; empty where there is none.
+std::string trace_of_run(const files::path& folder) {
+  std::error_code error;
+  for (const char* name :
+       {"trainer_state.json",
+        "training_args.json",
+        "metrics.jsonl",
+        "model.safetensors",
+        "config.json"}) {
+    if (files::exists(folder / name, error)) {
+      return name;
+    }
+  }
+  for (files::directory_iterator entry(folder, error), end;
+       !error && entry != end;
+       entry.increment(error)) {
+    const std::string name = entry->path().filename().string();
+    if (name.rfind("checkpoint-", 0) == 0) {
+      return name;
+    }
+  }
+  return {};
+}
+
+void check_output_dir(const TrainCommand& command) {
+  constexpr const char* kWhere = "cli::train";
+  const files::path folder = command.arguments.output_dir;
+  const std::string said = "--output-dir=" + folder.string();
+  std::error_code error;
+  if (files::exists(folder, error)) {
+    if (!files::is_directory(folder, error)) {
+      throw InputError(kWhere, said + " is a file", "a folder, or a new name");
+    }
+    if (files::equivalent(folder, command.model, error)) {
+      throw InputError(
+          kWhere,
+          said + " is the folder --model is read from",
+          "another folder, so that a run that fails leaves the model alone");
+    }
+    const std::string trace = trace_of_run(folder);
+    if (!trace.empty() && !command.arguments.overwrite_output_dir) {
+      throw InputError(
+          kWhere,
+          said + " holds another run: " + trace,
+          "an empty or new folder",
+          "choose another one, or add --overwrite-output-dir");
+    }
+  }
+  // The nearest folder that exists must let us write.
+  files::path existing = files::absolute(folder, error);
+  while (!existing.empty() && !files::exists(existing, error) &&
+         existing != existing.parent_path()) {
+    existing = existing.parent_path();
+  }
+  if (!files::is_directory(existing, error)) {
+    throw InputError(
+        kWhere, said + " lies below a file: " + existing.string(), "a folder");
+  }
+  if (::access(existing.c_str(), W_OK | X_OK) != 0) {
+    throw InputError(
+        kWhere,
+        said + " cannot be written: " + existing.string() + ": " +
+            std::strerror(errno),
+        "a folder you may write to");
+  }
+}
+
+} // namespace detail
+
+void check_train_inputs(const TrainCommand& command) {
+  constexpr const char* kWhere = "cli::train";
+  if (!is_model_shape(command.model)) {
+    std::string shapes;
+    for (const std::string& shape : model_shapes()) {
+      shapes += (shapes.empty() ? "" : ", ") + shape;
+    }
+    detail::check_model_folder(
+        kWhere,
+        "--model",
+        command.model,
+        "a Hugging Face folder with config.json, or one of " + shapes);
+  }
+  if (!command.tokenizer.empty()) {
+    std::error_code error;
+    if (!std::filesystem::is_directory(command.tokenizer, error)) {
+      throw InputError(
+          kWhere,
+          "--tokenizer=" + command.tokenizer + " is no folder",
+          "a folder with vocab.txt or tokenizer.json");
+    }
+  }
+  detail::check_readable_file(kWhere, "--train-file", command.train_file);
+  if (!command.eval_file.empty()) {
+    detail::check_readable_file(kWhere, "--eval-file", command.eval_file);
+  }
+  detail::check_output_dir(command);
+}
+
+void check_predict_inputs(const PredictCommand& command) {
+  constexpr const char* kWhere = "cli::predict";
+  detail::check_model_folder(
+      kWhere, "--model", command.model, "a Hugging Face folder with config.json");
+  if (!command.file.empty()) {
+    detail::check_readable_file(kWhere, "--file", command.file);
+  }
+}
+
+void check_eval_inputs(const EvalCommand& command) {
+  constexpr const char* kWhere = "cli::eval";
+  detail::check_model_folder(
+      kWhere, "--model", command.model, "a Hugging Face folder with config.json");
+  detail::check_readable_file(kWhere, "--file", command.file);
+}
+
+void check_nproc(const std::string& command, int nproc, const World& world) {
+  if (world.world_size > 1) {
+    throw InputError(
+        "cli::" + command,
+        "--nproc=" + std::to_string(nproc) +
+            " inside a world of several: WORLD_SIZE=" +
+            std::to_string(world.world_size),
+        "one launcher",
+        "leave --nproc out, or start without the other launcher");
+  }
+}
+
+} // namespace hasten

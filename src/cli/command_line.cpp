@@ -1,0 +1,282 @@
+#include <algorithm>
+
+#include "flags.h"
+#include "hasten/cli/commands.h"
+
+namespace hasten {
+
+namespace detail {
+
+constexpr const char* kProgramHelp =
+    "hasten " HASTEN_VERSION
+    ": train LibTorch models over several processes\n"
+    "\n"
+    "Usage: hasten COMMAND [flags]\n"
+    "\n"
+    "Commands:\n"
+    "  train    fine-tune a text classifier of the BERT family on a CSV or TSV "
+    "file\n"
+    "  predict  label texts with a trained model\n"
+    "  eval     loss, accuracy and F1 of a model on a labelled file\n"
+    "  launch   run a program as N processes of one world\n"
+    "  env      versions, cores, threads and back ends of this machine\n"
+    "\n"
+    "Flags:\n"
+    "  -h --help     this text; hasten COMMAND --help has a command's flags\n"
+    "  --version     the version\n"
+    "\n"
+    "Results go to stdout, progress and messages to stderr.\n"
+    "Exit codes: 0 ok, 1 failed, 2 bad input, 128+n ended by signal n (130: "
+    "Ctrl-C)\n";
+
+const std::vector<std::string>& command_names() {
+  static const std::vector<std::string> names{
+      "train", "predict", "eval", "launch", "env"};
+  return names;
+}
+
+void declare_predict(FlagTable& flags, PredictCommand& command) {
+  flags.group("Model and texts");
+  flags.value(
+      "--model", command.model, "FOLDER", "what hasten train left, or another "
+      "classifier in the Hugging Face layout");
+  flags.required();
+  flags.value("--file", command.file, "FILE", "texts of a .csv or .tsv file");
+  declare_table(flags, command.table, false);
+  flags.value(
+      "--max-rows", command.max_rows, "ROWS", "first rows of the file; 0 takes "
+      "all");
+  flags.group("Output");
+  flags.value(
+      "--output", command.output, "FILE", "write .csv or .jsonl instead of "
+      "printing");
+  flags.flag("--json", command.json, "print one JSON object a line");
+  flags.flag(
+      "--with-logits",
+      command.with_logits,
+      "add logits and input_ids to JSON");
+  flags.group("Batches");
+  flags.value("--batch-size", command.batch_size, "ROWS", "rows at once");
+  flags.value(
+      "--max-length",
+      command.max_length,
+      "TOKENS",
+      "longer texts are cut; 0: as in training, or what the model takes");
+}
+
+Command parse_predict(
+    std::vector<std::string> arguments, const std::vector<std::string>& rest) {
+  PredictCommand command;
+  FlagTable flags(
+      {.name = "predict",
+       .summary = "label texts with a trained model",
+       .usage = "--model FOLDER [TEXT... | --file FILE | -] [flags]",
+       .examples =
+           {"hasten predict --model out \"what a film\" \"two hours wasted\"",
+            "hasten predict --model out --file new.csv --output preds.csv"},
+       .notes =
+           "Prints a label and probabilities for each text, in the order of "
+           "the input; - reads one text a line from stdin."});
+  declare_predict(flags, command);
+  bool asked_help = false;
+  command.texts = flags.parse(std::move(arguments), false, asked_help);
+  if (asked_help) {
+    return Answer{flags.help()};
+  }
+  command.texts.insert(command.texts.end(), rest.begin(), rest.end());
+  require_at_least(flags, "--batch-size", command.batch_size, 1);
+  require_at_least(flags, "--max-rows", command.max_rows, 0);
+  require_at_least(flags, "--max-length", command.max_length, 0);
+  if (command.texts.empty() == command.file.empty()) {
+    throw InputError(
+        flags.where(),
+        command.file.empty()
+            ? "no text and no --file"
+            : "--file=" + command.file + " together with a text",
+        "texts, or --file FILE, or - for stdin");
+  }
+  const std::string& output = command.output;
+  const auto ends_with = [&](const std::string& end) {
+    return output.size() > end.size() &&
+        output.compare(output.size() - end.size(), end.size(), end) == 0;
+  };
+  require_flag(
+      flags,
+      output.empty() || ends_with(".csv") || ends_with(".jsonl"),
+      "--output=" + output,
+      "a file name that ends in .csv or .jsonl");
+  require_flag(
+      flags,
+      !command.with_logits || (output.empty() ? command.json
+                                              : ends_with(".jsonl")),
+      "--with-logits without JSON",
+      "--json, or --output with a name that ends in .jsonl");
+  return command;
+}
+
+Command parse_eval(std::vector<std::string> arguments) {
+  EvalCommand command;
+  FlagTable flags(
+      {.name = "eval",
+       .summary = "loss, accuracy and F1 of a model on a labelled file",
+       .usage = "--model FOLDER --file FILE [flags]",
+       .examples = {"hasten eval --model out --file test.csv --json"},
+       .notes = {}});
+  flags.group("Model and data");
+  flags.value(
+      "--model", command.model, "FOLDER", "what hasten train left, or another "
+      "classifier in the Hugging Face layout");
+  flags.required();
+  flags.value("--file", command.file, "FILE", "labelled rows, .csv or .tsv");
+  flags.required();
+  declare_table(flags, command.table, true);
+  flags.value(
+      "--max-rows", command.max_rows, "ROWS", "first rows of the file; 0 takes "
+      "all");
+  flags.group("Output");
+  flags.flag("--json", command.json, "print one JSON object");
+  flags.group("Batches");
+  flags.value("--batch-size", command.batch_size, "ROWS", "rows at once");
+  flags.value(
+      "--max-length",
+      command.max_length,
+      "TOKENS",
+      "longer texts are cut; 0: as in training, or what the model takes");
+  bool asked_help = false;
+  const auto words = flags.parse(std::move(arguments), false, asked_help);
+  if (asked_help) {
+    return Answer{flags.help()};
+  }
+  refuse_words(flags, "eval", words);
+  require_at_least(flags, "--batch-size", command.batch_size, 1);
+  require_at_least(flags, "--max-rows", command.max_rows, 0);
+  require_at_least(flags, "--max-length", command.max_length, 0);
+  return command;
+}
+
+Command parse_launch(
+    std::vector<std::string> arguments, const std::vector<std::string>& rest) {
+  LaunchCommand command;
+  FlagTable flags(
+      {.name = "launch",
+       .summary = "run a program as N processes of one world",
+       .usage = "--nproc N PROGRAM [ARGUMENT...]",
+       .examples = {"hasten launch --nproc 2 ./my_training --epochs 3"},
+       .notes =
+           "Each process finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, "
+           "MASTER_ADDR and MASTER_PORT in its environment, as under torchrun, "
+           "and OMP_NUM_THREADS, its share of the allowed cores, unless that "
+           "is set. When one fails all are ended, and the first that failed "
+           "is named."});
+  flags.group("Processes");
+  flags.value("--nproc", command.nproc, "N", "processes on this machine");
+  flags.required();
+  bool asked_help = false;
+  command.program = flags.parse(std::move(arguments), true, asked_help);
+  if (asked_help) {
+    return Answer{flags.help()};
+  }
+  command.program.insert(command.program.end(), rest.begin(), rest.end());
+  require_at_least(flags, "--nproc", command.nproc, 1);
+  require_flag(
+      flags,
+      !command.program.empty(),
+      "no program",
+      "hasten launch --nproc N PROGRAM [ARGUMENT...]");
+  return command;
+}
+
+Command parse_env(std::vector<std::string> arguments) {
+  EnvCommand command;
+  FlagTable flags(
+      {.name = "env",
+       .summary = "versions, cores, threads and back ends of this machine",
+       .usage = "[--json]",
+       .examples = {"hasten env --json"},
+       .notes = {}});
+  flags.group("Output");
+  flags.flag("--json", command.json, "print one JSON object");
+  bool asked_help = false;
+  const auto words = flags.parse(std::move(arguments), false, asked_help);
+  if (asked_help) {
+    return Answer{flags.help()};
+  }
+  refuse_words(flags, "env", words);
+  return command;
+}
+
+/// "--learning_rate=1e-4" as "--learning-rate=1e-4".
+std::string with_dashes(std::string argument) {
+  if (argument.rfind("--", 0) == 0) {
+    const size_t end = std::min(argument.find('='), argument.size());
+    std::replace(argument.begin(), argument.begin() + end, '_', '-');
+  }
+  return argument;
+}
+
+} // namespace detail
+
+const std::vector<std::string>& model_shapes() {
+  static const std::vector<std::string> shapes{
+      "bert-tiny", "bert-mini", "bert-small", "bert-base"};
+  return shapes;
+}
+
+bool is_model_shape(const std::string& model) {
+  const auto& shapes = model_shapes();
+  return std::find(shapes.begin(), shapes.end(), model) != shapes.end();
+}
+
+Command parse_command_line(const std::vector<std::string>& arguments) {
+  if (arguments.empty() || arguments[0] == "--help" || arguments[0] == "-h") {
+    return Answer{detail::kProgramHelp};
+  }
+  const std::string& name = arguments[0];
+  if (name == "--version") {
+    return Answer{"hasten " HASTEN_VERSION "\n"};
+  }
+  // What follows "--" is never a flag of ours.
+  const auto mark = std::find(arguments.begin() + 1, arguments.end(), "--");
+  std::vector<std::string> flags(arguments.begin() + 1, mark);
+  std::vector<std::string> rest;
+  if (mark != arguments.end()) {
+    rest.assign(mark + 1, arguments.end());
+  }
+  if (name == "launch") {
+    // A "--" among the program's own arguments is the program's.
+    const bool program_before = std::any_of(
+        flags.begin(), flags.end(), [&](const std::string& flag) {
+          const auto at = &flag - flags.data();
+          return flag[0] != '-' && (at == 0 || flags[at - 1] != "--nproc");
+        });
+    if (program_before) {
+      rest.insert(rest.begin(), mark, mark == arguments.end() ? mark : mark + 1);
+    }
+    return detail::parse_launch(std::move(flags), rest);
+  }
+  std::transform(
+      flags.begin(), flags.end(), flags.begin(), detail::with_dashes);
+  if (name == "predict") {
+    return detail::parse_predict(std::move(flags), rest);
+  }
+  flags.insert(flags.end(), rest.begin(), rest.end()); // refused by each
+  if (name == "train") {
+    return detail::parse_train(std::move(flags));
+  }
+  if (name == "eval") {
+    return detail::parse_eval(std::move(flags));
+  }
+  if (name == "env") {
+    return detail::parse_env(std::move(flags));
+  }
+  const auto& names = detail::command_names();
+  const std::string near =
+      nearest_name(name, names.data(), names.data() + names.size());
+  throw InputError(
+      "cli::hasten",
+      "unknown command: " + name,
+      "train, predict, eval, launch or env",
+      near.empty() ? "see hasten --help" : "write hasten " + near);
+}
+
+} // namespace hasten

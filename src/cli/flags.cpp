@@ -1,0 +1,410 @@
+#include "flags.h"
+
+#include <algorithm>
+#include <array>
+#include <charconv>
+#include <sstream>
+
+namespace hasten::detail {
+
+constexpr size_t kHelpWidth = 80;
+constexpr size_t kHelpColumn = 30;
+
+template <typename T>
+bool read_number_flag(const std::string& text, T& value) {
+  T read{};
+  const char* end = text.data() + text.size();
+  const auto result = std::from_chars(text.data(), end, read);
+  if (result.ec != std::errc() || result.ptr != end) {
+    return false;
+  }
+  value = read;
+  return true;
+}
+
+template <typename T>
+bool read_spelling_flag(
+    const std::string& text, const std::map<std::string, T>& known, T& value) {
+  const auto found = known.find(text);
+  if (found == known.end()) {
+    return false;
+  }
+  value = found->second;
+  return true;
+}
+
+template <typename T>
+std::string spelling_text(const std::map<std::string, T>& known, T value) {
+  for (const auto& [name, candidate] : known) {
+    if (candidate == value) {
+      return name;
+    }
+  }
+  return {};
+}
+
+template <typename T>
+std::string spelling_expectation(const std::map<std::string, T>& known) {
+  std::string all = "one of ";
+  for (const auto& [name, value] : known) {
+    all += (all.back() == ' ' ? "" : ", ") + name;
+  }
+  return all;
+}
+
+bool read_flag(const std::string& text, std::string& value) {
+  value = text;
+  return true;
+}
+bool read_flag(const std::string& text, bool& value) {
+  if (text != "true" && text != "false") {
+    return false;
+  }
+  value = text == "true";
+  return true;
+}
+bool read_flag(const std::string& text, int& value) {
+  return read_number_flag(text, value);
+}
+bool read_flag(const std::string& text, int64_t& value) {
+  return read_number_flag(text, value);
+}
+bool read_flag(const std::string& text, uint64_t& value) {
+  return read_number_flag(text, value);
+}
+bool read_flag(const std::string& text, double& value) {
+  return read_number_flag(text, value);
+}
+bool read_flag(const std::string& text, char& value) {
+  if (text == "tab" || text == "\\t") {
+    value = '\t';
+    return true;
+  }
+  if (text.size() != 1) {
+    return false;
+  }
+  value = text[0];
+  return true;
+}
+bool read_flag(const std::string& text, IntervalStrategy& value) {
+  return read_spelling_flag(text, interval_strategies(), value);
+}
+bool read_flag(const std::string& text, SchedulerType& value) {
+  return read_spelling_flag(text, scheduler_types(), value);
+}
+bool read_flag(const std::string& text, SamplingStrategy& value) {
+  return read_spelling_flag(text, sampling_strategies(), value);
+}
+
+std::string flag_text(const std::string& value) {
+  return value;
+}
+std::string flag_text(bool value) {
+  return value ? "true" : "false";
+}
+std::string flag_text(int value) {
+  return std::to_string(value);
+}
+std::string flag_text(int64_t value) {
+  return std::to_string(value);
+}
+std::string flag_text(uint64_t value) {
+  return std::to_string(value);
+}
+std::string flag_text(double value) {
+  std::array<char, 32> text{};
+  const auto result =
+      std::to_chars(text.data(), text.data() + text.size(), value);
+  return std::string(text.data(), result.ptr);
+}
+std::string flag_text(char value) {
+  return value == '\0' ? std::string() : std::string(1, value);
+}
+std::string flag_text(IntervalStrategy value) {
+  return spelling_text(interval_strategies(), value);
+}
+std::string flag_text(SchedulerType value) {
+  return spelling_text(scheduler_types(), value);
+}
+std::string flag_text(SamplingStrategy value) {
+  return spelling_text(sampling_strategies(), value);
+}
+
+std::string flag_expectation(IntervalStrategy) {
+  return spelling_expectation(interval_strategies());
+}
+std::string flag_expectation(SchedulerType) {
+  return spelling_expectation(scheduler_types());
+}
+std::string flag_expectation(SamplingStrategy) {
+  return spelling_expectation(sampling_strategies());
+}
+
+std::string wrap_text(const std::string& text, size_t indent, size_t width) {
+  std::istringstream words(text);
+  std::string lines;
+  std::string line;
+  std::string word;
+  const auto end_line = [&] {
+    lines += std::string(indent, ' ') + line + "\n";
+    line.clear();
+  };
+  while (words >> word) {
+    if (!line.empty() && indent + line.size() + 1 + word.size() > width) {
+      end_line();
+    }
+    line += (line.empty() ? "" : " ") + word;
+  }
+  if (!line.empty()) {
+    end_line();
+  }
+  return lines;
+}
+
+FlagTable::FlagTable(CommandText text)
+    : text_(std::move(text)), app_("", "hasten " + text_.name) {
+  app_.set_help_flag("-h,--help");
+  app_.get_help_ptr()->group("");
+  app_.allow_extras();
+  names_.push_back("--help");
+}
+
+void FlagTable::note_names(const std::string& names) {
+  for (size_t at = 0; at < names.size();) {
+    const size_t comma = std::min(names.find(',', at), names.size());
+    names_.push_back(names.substr(at, comma - at));
+    at = comma + 1;
+  }
+}
+
+CLI::Option* FlagTable::declare(
+    const std::string& names,
+    const std::string& unit,
+    const std::string& help,
+    std::function<void(const std::string&)> read) {
+  note_names(names);
+  last_ = app_.add_option(
+      names,
+      [read = std::move(read)](const CLI::results_t& results) {
+        for (const std::string& text : results) {
+          read(text);
+        }
+        return true;
+      },
+      help);
+  last_->type_name(unit)->type_size(1)->expected(1)->group(group_);
+  return last_;
+}
+
+void FlagTable::values(
+    const std::string& names,
+    std::vector<std::string>& field,
+    const std::string& unit,
+    const std::string& help) {
+  declare(names, unit, help, [&field](const std::string& text) {
+    field.push_back(text);
+  })->take_all()->allow_extra_args(false);
+}
+
+void FlagTable::flag(
+    const std::string& names, bool& field, const std::string& help) {
+  note_names(names);
+  last_ = app_.add_flag(names, field, help)->group(group_);
+}
+
+void FlagTable::required() {
+  required_.push_back(last_);
+}
+
+bool FlagTable::given(const std::string& name) const {
+  return app_.count(name) > 0;
+}
+
+void FlagTable::refuse_unknown(const std::string& argument) const {
+  const std::string name = argument.substr(0, argument.find('='));
+  const std::string near =
+      nearest_name(name, names_.data(), names_.data() + names_.size());
+  throw InputError(
+      where(),
+      "unknown flag: " + name,
+      {},
+      near.empty() ? "see hasten " + text_.name + " --help"
+                   : "write " + near);
+}
+
+std::vector<std::string> FlagTable::parse(
+    std::vector<std::string> arguments, bool stop_at_word, bool& asked_help) {
+  if (stop_at_word) {
+    app_.prefix_command();
+  }
+  std::reverse(arguments.begin(), arguments.end()); // as CLI11 wants them
+  asked_help = false;
+  try {
+    app_.parse(std::move(arguments));
+  } catch (const CLI::CallForHelp&) {
+    asked_help = true;
+    return {};
+  } catch (const CLI::ArgumentMismatch& error) {
+    for (const CLI::Option* option : app_.get_options()) {
+      const std::string name = option->get_name();
+      if (std::string(error.what()).rfind(name + ":", 0) == 0) {
+        throw InputError(
+            where(),
+            option->count() > 1 ? name + " is given " +
+                    std::to_string(option->count()) + " times"
+                                : name + " has no value",
+            name + " " + option->get_type_name());
+      }
+    }
+    throw InputError(where(), error.what());
+  } catch (const CLI::ParseError& error) {
+    throw InputError(where(), error.what());
+  }
+  std::vector<std::string> words = app_.remaining();
+  const size_t checked = stop_at_word ? std::min<size_t>(1, words.size())
+                                      : words.size();
+  for (size_t i = 0; i < checked; ++i) {
+    if (words[i].size() > 1 && words[i][0] == '-') {
+      refuse_unknown(words[i]);
+    }
+  }
+  for (const CLI::Option* option : required_) {
+    if (option->count() == 0) {
+      const std::string name = option->get_name();
+      throw InputError(
+          where(),
+          name + " is missing",
+          name + " " + option->get_type_name(),
+          "see hasten " + text_.name + " --help");
+    }
+  }
+  return words;
+}
+
+std::string FlagTable::help() const {
+  std::string text = "hasten " + text_.name + ": " + text_.summary + "\n\n" +
+      "Usage: hasten " + text_.name + " " + text_.usage + "\n";
+  if (!text_.notes.empty()) {
+    text += "\n" + wrap_text(text_.notes, 0, kHelpWidth);
+  }
+  std::string group;
+  for (const CLI::Option* option : app_.get_options()) {
+    if (option->get_group().empty()) {
+      continue;
+    }
+    if (option->get_group() != group) {
+      group = option->get_group();
+      text += "\n" + group + ":\n";
+    }
+    std::string left = "  " + option->get_name(false, true);
+    std::replace(left.begin(), left.end(), ',', ' ');
+    if (!option->get_type_name().empty()) {
+      left += " " + option->get_type_name();
+    }
+    std::string right = option->get_description();
+    if (std::find(required_.begin(), required_.end(), option) !=
+        required_.end()) {
+      right += " (required)";
+    } else if (!option->get_default_str().empty()) {
+      right += " [" + option->get_default_str() + "]";
+    }
+    std::string body = wrap_text(right, kHelpColumn, kHelpWidth);
+    if (left.size() + 2 > kHelpColumn) {
+      text += left + "\n" + body;
+    } else {
+      text += left + body.substr(left.size());
+    }
+  }
+  text += text_.examples.size() == 1 ? "\nExample:\n" : "\nExamples:\n";
+  for (const std::string& example : text_.examples) {
+    text += "  " + example + "\n";
+  }
+  return text +
+      "\nExit codes: 0 ok, 1 failed, 2 bad input, 128+n ended by signal n "
+      "(130: Ctrl-C)\n";
+}
+
+std::string FlagTable::with_flag_names(std::string message) const {
+  const auto is_word = [](char c) {
+    return std::isalnum(static_cast<unsigned char>(c)) || c == '_';
+  };
+  for (const std::string& name : names_) {
+    std::string field = name.substr(2);
+    std::replace(field.begin(), field.end(), '-', '_');
+    if (field.find('_') == std::string::npos) {
+      continue; // an ordinary word of the sentence
+    }
+    for (size_t at = message.find(field); at != std::string::npos;
+         at = message.find(field, at + name.size())) {
+      const size_t end = at + field.size();
+      if ((at > 0 && is_word(message[at - 1])) ||
+          (end < message.size() && is_word(message[end]))) {
+        continue;
+      }
+      message.replace(at, field.size(), name);
+    }
+  }
+  return message;
+}
+
+void require_flag(
+    const FlagTable& flags,
+    bool good,
+    const std::string& flag_and_value,
+    const std::string& expected) {
+  if (!good) {
+    throw InputError(flags.where(), flag_and_value, expected);
+  }
+}
+
+/// `value` >= `least`, or an error that names the flag.
+void require_at_least(
+    const FlagTable& flags,
+    const std::string& flag,
+    int64_t value,
+    int64_t least) {
+  require_flag(
+      flags,
+      value >= least,
+      flag + "=" + std::to_string(value),
+      std::to_string(least) + " or more");
+}
+
+void refuse_words(
+    const FlagTable& flags,
+    const std::string& command,
+    const std::vector<std::string>& words) {
+  if (!words.empty()) {
+    throw InputError(
+        flags.where(),
+        "not a flag: \"" + words.front() + "\"",
+        {},
+        "see hasten " + command + " --help");
+  }
+}
+
+void declare_table(FlagTable& flags, TableFlags& table, bool labels) {
+  flags.value(
+      "--text-column", table.text_column, "NAME", "column with the text");
+  if (labels) {
+    flags.value(
+        "--label-column", table.label_column, "NAME", "column with the label");
+  }
+  flags.value(
+      "--delimiter",
+      table.delimiter,
+      "CHAR",
+      "between fields; a character or tab (default: tab for .tsv and .tab, "
+      "else comma)");
+  flags.flag(
+      "--no-header",
+      table.no_header,
+      "the first record is data; columns are named 0, 1, ...");
+  flags.values(
+      "--filter",
+      table.filters,
+      "COLUMN=VALUE",
+      "only rows whose column holds the value; several must all hold");
+}
+
+} // namespace hasten::detail

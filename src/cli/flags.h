@@ -1,0 +1,193 @@
+// One command's flags over CLI11: typed values with our own messages, and help
+// that shows group, default and unit. Private to src/cli.
+#pragma once
+
+#include <CLI/App.hpp>
+#include <CLI/Config.hpp>
+#include <CLI/Formatter.hpp>
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include "hasten/base/error.h"
+#include "hasten/cli/commands.h"
+#include "hasten/trainer/training_arguments.h"
+
+namespace hasten::detail {
+
+/// Reads `text` into `value`; false, and `value` unchanged, where it is no T.
+bool read_flag(const std::string& text, std::string& value);
+bool read_flag(const std::string& text, bool& value);
+bool read_flag(const std::string& text, int& value);
+bool read_flag(const std::string& text, int64_t& value);
+bool read_flag(const std::string& text, uint64_t& value);
+bool read_flag(const std::string& text, double& value);
+/// A delimiter: one character, "tab" or "\t".
+bool read_flag(const std::string& text, char& value);
+bool read_flag(const std::string& text, IntervalStrategy& value);
+bool read_flag(const std::string& text, SchedulerType& value);
+bool read_flag(const std::string& text, SamplingStrategy& value);
+template <typename T>
+bool read_flag(const std::string& text, std::optional<T>& value) {
+  T read{};
+  if (!read_flag(text, read)) {
+    return false;
+  }
+  value = read;
+  return true;
+}
+
+/// The value as help shows it; empty shows no default.
+std::string flag_text(const std::string& value);
+std::string flag_text(bool value);
+std::string flag_text(int value);
+std::string flag_text(int64_t value);
+std::string flag_text(uint64_t value);
+std::string flag_text(double value);
+std::string flag_text(char value);
+std::string flag_text(IntervalStrategy value);
+std::string flag_text(SchedulerType value);
+std::string flag_text(SamplingStrategy value);
+template <typename T>
+std::string flag_text(const std::optional<T>& value) {
+  return value ? flag_text(*value) : std::string();
+}
+
+/// "Expected …" for a value that is no T.
+template <typename T>
+std::string flag_expectation(const T& value) {
+  if constexpr (std::is_same_v<T, bool>) {
+    return "true or false";
+  } else if constexpr (std::is_same_v<T, double>) {
+    return "a number";
+  } else if constexpr (std::is_same_v<T, uint64_t>) {
+    return "a whole number, 0 or more";
+  } else if constexpr (std::is_integral_v<T> && !std::is_same_v<T, char>) {
+    return "a whole number";
+  } else if constexpr (std::is_same_v<T, char>) {
+    return "one character, or tab";
+  } else {
+    (void)value;
+    return "a value";
+  }
+}
+std::string flag_expectation(IntervalStrategy value);
+std::string flag_expectation(SchedulerType value);
+std::string flag_expectation(SamplingStrategy value);
+template <typename T>
+std::string flag_expectation(const std::optional<T>&) {
+  return flag_expectation(T{});
+}
+
+struct CommandText {
+  std::string name{};
+  /// One line, without a final stop.
+  std::string summary{};
+  /// After "hasten <name> ".
+  std::string usage{};
+  /// Whole command lines.
+  std::vector<std::string> examples{};
+  /// Printed above the flags; may be empty.
+  std::string notes{};
+};
+
+class FlagTable {
+ public:
+  explicit FlagTable(CommandText text);
+
+  /// Title of the flags declared from here on.
+  void group(const std::string& title) { group_ = title; }
+
+  /// A flag with a value. `names`: "--a,--b"; the first is the one messages
+  /// use. `unit` stands for the value in help: "N", "FILE".
+  template <typename T>
+  void value(
+      const std::string& names,
+      T& field,
+      const std::string& unit,
+      const std::string& help) {
+    const std::string first = names.substr(0, names.find(','));
+    auto* option = declare(
+        names, unit, help, [this, first, &field](const std::string& text) {
+          if (!read_flag(text, field)) {
+            throw InputError(
+                where(), first + "=" + text, flag_expectation(field));
+          }
+        });
+    option->default_str(flag_text(field));
+  }
+  /// A flag that may be given several times.
+  void values(
+      const std::string& names,
+      std::vector<std::string>& field,
+      const std::string& unit,
+      const std::string& help);
+  /// A flag without a value.
+  void flag(const std::string& names, bool& field, const std::string& help);
+  /// The flag declared last must be given.
+  void required();
+
+  /// "cli::<command>".
+  std::string where() const { return "cli::" + text_.name; }
+  /// True where the flag was given.
+  bool given(const std::string& name) const;
+
+  /// Reads the arguments. Returns those that are no flags of this command, in
+  /// order; with `stop_at_word` everything from the first of them on. True in
+  /// `asked_help` where --help was among them.
+  std::vector<std::string> parse(
+      std::vector<std::string> arguments, bool stop_at_word, bool& asked_help);
+
+  std::string help() const;
+  /// `message` with the names of fields (learning_rate) as flags
+  /// (--learning-rate).
+  std::string with_flag_names(std::string message) const;
+
+ private:
+  CLI::Option* declare(
+      const std::string& names,
+      const std::string& unit,
+      const std::string& help,
+      std::function<void(const std::string&)> read);
+  void note_names(const std::string& names);
+  void refuse_unknown(const std::string& argument) const;
+
+  CommandText text_;
+  CLI::App app_;
+  std::string group_ = "Flags";
+  CLI::Option* last_ = nullptr;
+  std::vector<std::string> names_{}; // with "--", aliases too
+  std::vector<CLI::Option*> required_{};
+};
+
+/// Throws InputError "[cli::<command>] --flag=value. Expected …" unless `good`.
+void require_flag(
+    const FlagTable& flags,
+    bool good,
+    const std::string& flag_and_value,
+    const std::string& expected);
+/// `value` >= `least`, or an error that names the flag.
+void require_at_least(
+    const FlagTable& flags,
+    const std::string& flag,
+    int64_t value,
+    int64_t least);
+/// For a command that takes flags only.
+void refuse_words(
+    const FlagTable& flags,
+    const std::string& command,
+    const std::vector<std::string>& words);
+
+/// Flags of a CSV or TSV file, for the commands that read one.
+void declare_table(FlagTable& flags, TableFlags& table, bool labels);
+/// `arguments` without the program's and the command's name.
+Command parse_train(std::vector<std::string> arguments);
+
+/// `text` as lines of at most `width` characters, each after `indent` spaces.
+std::string wrap_text(const std::string& text, size_t indent, size_t width);
+
+} // namespace hasten::detail

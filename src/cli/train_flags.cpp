@@ -1,0 +1,276 @@
+#include "flags.h"
+
+namespace hasten::detail {
+
+void declare_train_data(FlagTable& flags, TrainCommand& command) {
+  flags.group("Model");
+  flags.value(
+      "--model",
+      command.model,
+      "FOLDER|SHAPE",
+      "Hugging Face folder (config.json, model.safetensors, vocab.txt), or a "
+      "shape with random weights: bert-tiny, bert-mini, bert-small, bert-base");
+  flags.required();
+  flags.value(
+      "--tokenizer",
+      command.tokenizer,
+      "FOLDER",
+      "vocabulary for a shape (default: learned from the training texts)");
+  flags.value(
+      "--vocab-size",
+      command.vocab_size,
+      "PIECES",
+      "most pieces of a learned vocabulary");
+  flags.flag(
+      "--cased",
+      command.cased,
+      "a learned vocabulary keeps upper case and accents");
+
+  flags.group("Data");
+  flags.value(
+      "--train-file",
+      command.train_file,
+      "FILE",
+      "rows to learn from, .csv or .tsv");
+  flags.required();
+  declare_table(flags, command.table, true);
+  flags.value(
+      "--eval-file", command.eval_file, "FILE", "rows to evaluate on");
+  flags.value(
+      "--eval-split",
+      command.eval_split,
+      "SHARE",
+      "share of the training rows to evaluate on instead, 0 to 1, drawn per "
+      "label");
+  flags.value(
+      "--max-train-rows",
+      command.max_train_rows,
+      "ROWS",
+      "first rows that pass the filters; 0 takes all");
+  flags.value(
+      "--max-eval-rows",
+      command.max_eval_rows,
+      "ROWS",
+      "first rows of --eval-file; 0 takes all");
+  flags.value(
+      "--max-length",
+      command.arguments.max_length,
+      "TOKENS",
+      "longer texts are cut; at most what the model takes");
+}
+
+void declare_run(FlagTable& flags, TrainCommand& command) {
+  TrainingArguments& arguments = command.arguments;
+  flags.group("Processes and output");
+  flags.value(
+      "--nproc", command.nproc, "N", "processes on this machine");
+  flags.value(
+      "--output-dir",
+      arguments.output_dir,
+      "FOLDER",
+      "receives the model, checkpoint-N folders, metrics.jsonl and records");
+  flags.required();
+  flags.flag(
+      "--overwrite-output-dir",
+      arguments.overwrite_output_dir,
+      "remove another run's files from the output folder first");
+
+  flags.group("Length and batches");
+  flags.value(
+      "--num-train-epochs,--epochs",
+      arguments.num_train_epochs,
+      "EPOCHS",
+      "passes over the data; may be fractional");
+  flags.value(
+      "--max-steps",
+      arguments.max_steps,
+      "UPDATES",
+      "optimizer steps; above 0 it overrides the epochs");
+  flags.value(
+      "--per-device-train-batch-size,--batch-size",
+      arguments.per_device_train_batch_size,
+      "ROWS",
+      "rows of a micro-batch on one process");
+  flags.value(
+      "--per-device-eval-batch-size",
+      arguments.per_device_eval_batch_size,
+      "ROWS",
+      "rows of an evaluation batch on one process");
+  flags.value(
+      "--gradient-accumulation-steps",
+      arguments.gradient_accumulation_steps,
+      "N",
+      "micro-batches an update adds up");
+  flags.value(
+      "--train-sampling-strategy",
+      arguments.train_sampling_strategy,
+      "ORDER",
+      "random, sequential or group_by_length (rows of similar length together: "
+      "less padding)");
+  flags.flag(
+      "--dataloader-drop-last",
+      arguments.dataloader_drop_last,
+      "leave out an epoch's last, smaller batch");
+}
+
+void declare_optimizer(FlagTable& flags, TrainingArguments& arguments) {
+  flags.group("Optimizer (AdamW) and schedule");
+  flags.value(
+      "--learning-rate,--lr",
+      arguments.learning_rate,
+      "RATE",
+      "peak learning rate");
+  flags.value(
+      "--weight-decay",
+      arguments.weight_decay,
+      "RATE",
+      "decoupled decay of all but biases and norms");
+  flags.value(
+      "--adam-beta1", arguments.adam_beta1, "B", "decay of the mean");
+  flags.value(
+      "--adam-beta2", arguments.adam_beta2, "B", "decay of the mean square");
+  flags.value(
+      "--adam-epsilon", arguments.adam_epsilon, "E", "added to the root");
+  flags.value(
+      "--max-grad-norm",
+      arguments.max_grad_norm,
+      "NORM",
+      "longest gradient; 0 does not clip");
+  flags.value(
+      "--lr-scheduler-type",
+      arguments.lr_scheduler_type,
+      "NAME",
+      "linear, constant or constant_with_warmup");
+  flags.value(
+      "--warmup-steps",
+      arguments.warmup_steps,
+      "UPDATES",
+      "updates with a rising rate; below 1: a share of all");
+  flags.value(
+      "--warmup-ratio",
+      arguments.warmup_ratio,
+      "SHARE",
+      "the older spelling of a share");
+  flags.group("Randomness");
+  flags.value(
+      "--seed", arguments.seed, "N", "new weights, dropout, split and order");
+  flags.value(
+      "--data-seed",
+      arguments.data_seed,
+      "N",
+      "order of the rows (default: --seed)");
+}
+
+void declare_reports(FlagTable& flags, TrainingArguments& arguments) {
+  flags.group("Reports, evaluation and saves");
+  flags.value(
+      "--logging-steps",
+      arguments.logging_steps,
+      "UPDATES",
+      "updates between two records; below 1: a share of all");
+  flags.value(
+      "--eval-strategy", arguments.eval_strategy, "WHEN", "no, steps or epoch");
+  flags.value(
+      "--eval-steps",
+      arguments.eval_steps,
+      "UPDATES",
+      "updates between evaluations for steps; below 1: a share of all");
+  flags.value(
+      "--save-strategy",
+      arguments.save_strategy,
+      "WHEN",
+      "checkpoint-N folders: no, steps or epoch");
+  flags.value(
+      "--save-steps",
+      arguments.save_steps,
+      "UPDATES",
+      "updates between saves for steps; below 1: a share of all");
+  flags.value(
+      "--save-total-limit",
+      arguments.save_total_limit,
+      "N",
+      "checkpoint-N folders kept, the best always; 0 keeps all");
+  flags.flag(
+      "--load-best-model-at-end",
+      arguments.load_best_model_at_end,
+      "the final model is the best evaluation's");
+  flags.value(
+      "--metric-for-best-model",
+      arguments.metric_for_best_model,
+      "NAME",
+      "loss, accuracy or f1");
+  flags.value(
+      "--greater-is-better",
+      arguments.greater_is_better,
+      "true|false",
+      "(default: true unless the metric is a loss)");
+}
+
+/// TrainingArguments' own checks, in the words of the command line.
+void validate_arguments(
+    const FlagTable& flags, const TrainingArguments& arguments) {
+  try {
+    arguments.validate();
+  } catch (const InputError& error) {
+    const std::string text = error.what();
+    const size_t end = text.find("] ");
+    throw InputError(
+        flags.where(),
+        flags.with_flag_names(
+            end == std::string::npos ? text : text.substr(end + 2)));
+  }
+}
+
+Command parse_train(std::vector<std::string> arguments) {
+  TrainCommand command;
+  FlagTable flags(
+      {.name = "train",
+       .summary = "fine-tune a text classifier of the BERT family",
+       .usage = "--model MODEL --train-file FILE --output-dir FOLDER [flags]",
+       .examples =
+           {"hasten train --model bert-mini --train-file reviews.csv \\\n"
+            "    --eval-split 0.1 --nproc 2 --output-dir out"},
+       .notes =
+           "Leaves a model folder in the Hugging Face layout that hasten "
+           "predict, hasten eval and Python's transformers read."});
+  declare_train_data(flags, command);
+  declare_run(flags, command);
+  declare_optimizer(flags, command.arguments);
+  declare_reports(flags, command.arguments);
+  bool asked_help = false;
+  const auto words = flags.parse(std::move(arguments), false, asked_help);
+  if (asked_help) {
+    return Answer{flags.help()};
+  }
+  refuse_words(flags, "train", words);
+  command.nproc_given = flags.given("--nproc");
+  require_at_least(flags, "--nproc", command.nproc, 1);
+  require_at_least(flags, "--max-train-rows", command.max_train_rows, 0);
+  require_at_least(flags, "--max-eval-rows", command.max_eval_rows, 0);
+  require_at_least(flags, "--vocab-size", command.vocab_size, 6);
+  require_flag(
+      flags,
+      command.eval_split >= 0 && command.eval_split < 1,
+      "--eval-split=" + flag_text(command.eval_split),
+      "a share, 0 or more and below 1");
+  if (!command.eval_file.empty() && command.eval_split > 0) {
+    throw InputError(
+        flags.where(),
+        "--eval-file=" + command.eval_file +
+            " and --eval-split=" + flag_text(command.eval_split) +
+            " exclude each other",
+        {},
+        "leave one of them out");
+  }
+  if (!command.tokenizer.empty() && !is_model_shape(command.model)) {
+    throw InputError(
+        flags.where(),
+        "--tokenizer=" + command.tokenizer + " with --model=" + command.model,
+        "--tokenizer only beside a shape: a folder brings its own",
+        "leave --tokenizer out");
+  }
+  validate_arguments(flags, command.arguments);
+  return command;
+}
+
+} // namespace hasten::detail

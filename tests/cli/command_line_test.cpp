@@ -1,0 +1,232 @@
+#include <gtest/gtest.h>
+
+#include <nlohmann/json.hpp>
+#include <sstream>
+
+#include "hasten/base/error.h"
+#include "hasten/base/world.h"
+#include "hasten/cli/checks.h"
+#include "hasten/cli/commands.h"
+
+namespace hasten {
+
+namespace detail {
+
+std::vector<std::string> words_of(const std::string& line) {
+  std::istringstream stream(line);
+  std::vector<std::string> words;
+  std::string word;
+  while (stream >> word) {
+    words.push_back(word);
+  }
+  return words;
+}
+
+template <typename T>
+T parsed(const std::string& line) {
+  return std::get<T>(parse_command_line(words_of(line)));
+}
+
+std::string parse_error(const std::string& line) {
+  try {
+    parse_command_line(words_of(line));
+  } catch (const InputError& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+const std::string kTrain =
+    "train --model bert-tiny --train-file t.csv --output-dir out ";
+
+} // namespace detail
+
+TEST(CommandLine, TrainTakesEveryTrainingArgumentAsAFlag) {
+  // The names of TrainingArguments' fields are the list; a field without a
+  // flag fails here.
+  const nlohmann::json fields = TrainingArguments{};
+  const std::string help = detail::parsed<Answer>("train --help").text;
+  for (const auto& [name, value] : fields.items()) {
+    std::string flag = "--" + name;
+    std::replace(flag.begin(), flag.end(), '_', '-');
+    EXPECT_NE(help.find("  " + flag), std::string::npos) << flag;
+  }
+}
+
+TEST(CommandLine, TrainFlagsReachTheirFields) {
+  const auto command = detail::parsed<TrainCommand>(
+      "train --model m --train-file t.tsv --output-dir o --text-column=c "
+      "--label-column l --delimiter tab --no-header --filter a=b --filter c=[d] "
+      "--eval-split 0.25 --nproc 3 --epochs 1.5 --max-steps -1 --lr 1e-4 "
+      "--batch-size 16 --eval-strategy steps --save-strategy no "
+      "--train_sampling_strategy random --data-seed 7 --greater-is-better true "
+      "--overwrite_output_dir --max-train-rows 10");
+  EXPECT_EQ(command.model, "m");
+  EXPECT_EQ(command.train_file, "t.tsv");
+  EXPECT_EQ(command.table.text_column, "c");
+  EXPECT_EQ(command.table.label_column, "l");
+  EXPECT_EQ(command.table.delimiter, '\t');
+  EXPECT_TRUE(command.table.no_header);
+  EXPECT_EQ(
+      command.table.filters, (std::vector<std::string>{"a=b", "c=[d]"}));
+  EXPECT_EQ(command.eval_split, 0.25);
+  EXPECT_EQ(command.nproc, 3);
+  EXPECT_TRUE(command.nproc_given);
+  EXPECT_EQ(command.max_train_rows, 10);
+  const TrainingArguments& arguments = command.arguments;
+  EXPECT_EQ(arguments.output_dir, "o");
+  EXPECT_TRUE(arguments.overwrite_output_dir);
+  EXPECT_EQ(arguments.num_train_epochs, 1.5);
+  EXPECT_EQ(arguments.max_steps, -1);
+  EXPECT_EQ(arguments.learning_rate, 1e-4);
+  EXPECT_EQ(arguments.per_device_train_batch_size, 16);
+  EXPECT_EQ(arguments.eval_strategy, IntervalStrategy::steps);
+  EXPECT_EQ(arguments.save_strategy, IntervalStrategy::no);
+  EXPECT_EQ(arguments.train_sampling_strategy, SamplingStrategy::random);
+  EXPECT_EQ(arguments.data_seed, 7u);
+  EXPECT_EQ(arguments.greater_is_better, true);
+  EXPECT_FALSE(detail::parsed<TrainCommand>(detail::kTrain).nproc_given);
+}
+
+TEST(CommandLine, FlagsLeftOutKeepTrainingArgumentsDefaults) {
+  TrainingArguments expected;
+  expected.output_dir = "out";
+  EXPECT_EQ(
+      nlohmann::json(detail::parsed<TrainCommand>(detail::kTrain).arguments),
+      nlohmann::json(expected));
+}
+
+TEST(CommandLine, EachMistakeNamesItsFlagAndWhatWasExpected) {
+  const std::string& train = detail::kTrain;
+  const std::pair<std::string, std::string> cases[] = {
+      {"trian",
+       "[cli::hasten] unknown command: trian. Expected train, predict, eval, "
+       "launch or env. Fix: write hasten train."},
+      {train + "--learning-rte 1e-4",
+       "[cli::train] unknown flag: --learning-rte. "
+       "Fix: write --learning-rate."},
+      {train + "--zzzzzzzz=1",
+       "[cli::train] unknown flag: --zzzzzzzz. "
+       "Fix: see hasten train --help."},
+      {train + "stray",
+       "[cli::train] not a flag: \"stray\". Fix: see hasten train --help."},
+      {train + "--seed 1 --seed 2", "[cli::train] --seed is given 2 times."},
+      {train + "--seed", "[cli::train] --seed has no value. Expected --seed N."},
+      {train + "--learning-rate fast",
+       "[cli::train] --learning-rate=fast. Expected a number."},
+      {train + "--learning-rate -1",
+       "[cli::train] --learning-rate=-1.0. Expected 0 or more."},
+      {train + "--batch-size 0",
+       "[cli::train] --per-device-train-batch-size=0. Expected 1 or more."},
+      {train + "--gradient-accumulation-steps 0",
+       "[cli::train] --gradient-accumulation-steps=0. Expected 1 or more."},
+      {train + "--batch-size 1.5",
+       "[cli::train] --per-device-train-batch-size=1.5. "
+       "Expected a whole number."},
+      {train + "--eval-strategy never",
+       "[cli::train] --eval-strategy=never. Expected one of epoch, no, steps."},
+      {train + "--load-best-model-at-end --eval-strategy no",
+       "[cli::train] --load-best-model-at-end=true without evaluation: "
+       "--eval-strategy=no."},
+      {train + "--nproc 0", "[cli::train] --nproc=0. Expected 1 or more."},
+      {train + "--eval-split 1", "[cli::train] --eval-split=1. Expected a share"},
+      {train + "--eval-split 0.1 --eval-file e.csv",
+       "[cli::train] --eval-file=e.csv and --eval-split=0.1 exclude each "
+       "other."},
+      {train + "--delimiter ab",
+       "[cli::train] --delimiter=ab. Expected one character, or tab."},
+      {"train --model bert-tiny --output-dir out",
+       "[cli::train] --train-file is missing. Expected --train-file FILE."},
+      {"train --train-fil t.csv",
+       "[cli::train] unknown flag: --train-fil. Fix: write --train-file."},
+      {"train --model m --tokenizer t --train-file t.csv --output-dir o",
+       "[cli::train] --tokenizer=t with --model=m."},
+      {"predict --model m", "[cli::predict] no text and no --file."},
+      {"predict --model m --file f t",
+       "[cli::predict] --file=f together with a text."},
+      {"predict --model m t --output o.txt",
+       "[cli::predict] --output=o.txt. Expected a file name that ends in .csv "
+       "or .jsonl."},
+      {"predict --model m t --with-logits",
+       "[cli::predict] --with-logits without JSON."},
+      {"predict --model m -x", "[cli::predict] unknown flag: -x."},
+      {"eval --model m", "[cli::eval] --file is missing."},
+      {"launch --nproc 2", "[cli::launch] no program."},
+      {"launch program", "[cli::launch] --nproc is missing."},
+      {"launch --nprocs 2 program",
+       "[cli::launch] unknown flag: --nprocs. Fix: write --nproc."},
+      {"env --jsn", "[cli::env] unknown flag: --jsn. Fix: write --json."},
+  };
+  for (const auto& [line, message] : cases) {
+    const std::string error = detail::parse_error(line);
+    EXPECT_EQ(error.substr(0, message.size()), message) << line << "\n" << error;
+  }
+}
+
+TEST(CommandLine, PredictTextsKeepTheirOrderAndMayLookLikeFlags) {
+  const auto command = std::get<PredictCommand>(parse_command_line(
+      {"predict", "[a,b]", "--model", "m", "second text", "--", "--json", "-"}));
+  EXPECT_EQ(
+      command.texts,
+      (std::vector<std::string>{"[a,b]", "second text", "--json", "-"}));
+  EXPECT_FALSE(command.json);
+  EXPECT_EQ(
+      detail::parsed<PredictCommand>("predict --model m -").texts,
+      std::vector<std::string>{"-"});
+}
+
+TEST(CommandLine, LaunchLeavesTheProgramsOwnArgumentsAlone) {
+  const auto program = [](const std::string& line) {
+    return detail::parsed<LaunchCommand>("launch " + line).program;
+  };
+  using Words = std::vector<std::string>;
+  EXPECT_EQ(
+      program("--nproc 2 ./p --nproc 5 --some_flag -h -- x"),
+      (Words{"./p", "--nproc", "5", "--some_flag", "-h", "--", "x"}));
+  EXPECT_EQ(program("--nproc=2 -- ./p -- x"), (Words{"./p", "--", "x"}));
+  EXPECT_EQ(
+      detail::parsed<LaunchCommand>("launch --nproc 4 ./p --nproc 5").nproc, 4);
+}
+
+TEST(CommandLine, HelpGroupsFlagsWithDefaultUnitAndExample) {
+  for (const char* name : {"train", "predict", "eval", "launch", "env"}) {
+    const std::string help =
+        detail::parsed<Answer>(std::string(name) + " --help").text;
+    EXPECT_NE(help.find(std::string("Usage: hasten ") + name), std::string::npos);
+    EXPECT_NE(help.find("\nExample"), std::string::npos);
+    EXPECT_NE(help.find("Exit codes: 0 ok, 1 failed, 2 bad input"), std::string::npos);
+    std::istringstream lines(help);
+    for (std::string line; std::getline(lines, line);) {
+      EXPECT_LE(line.size(), 80u) << line;
+    }
+  }
+  const std::string train = detail::parsed<Answer>("train --help").text;
+  EXPECT_NE(train.find("\nOptimizer (AdamW) and schedule:\n"), std::string::npos);
+  EXPECT_NE(
+      train.find("  --learning-rate --lr RATE   peak learning rate [5e-05]\n"),
+      std::string::npos)
+      << train;
+  EXPECT_NE(train.find("(required)"), std::string::npos);
+  EXPECT_EQ(
+      detail::parsed<Answer>("--version").text, "hasten " HASTEN_VERSION "\n");
+  EXPECT_EQ(
+      detail::parsed<Answer>("").text, detail::parsed<Answer>("--help").text);
+}
+
+TEST(Checks, NprocInsideAWorldNamesBoth) {
+  World world;
+  EXPECT_NO_THROW(check_nproc("train", 2, world));
+  world.world_size = 4;
+  try {
+    check_nproc("train", 2, world);
+    FAIL();
+  } catch (const InputError& error) {
+    EXPECT_NE(
+        std::string(error.what())
+            .find("--nproc=2 inside a world of several: WORLD_SIZE=4"),
+        std::string::npos)
+        << error.what();
+  }
+}
+
+} // namespace hasten
