@@ -1,0 +1,314 @@
+// The parent's half: starts the ranks, follows their reports, judges.
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include <set>
+
+#include "support/rank_process.h"
+#include "support/world_run.h"
+
+namespace hasten::testing_support {
+
+// How long the other ranks may go on after one has failed, and how long a
+// watchdog may be late before the parent acts in its place. Seconds.
+static constexpr double kGraceSeconds = 3;
+
+/// One case as the ranks report it.
+struct CaseState {
+  std::set<int> started{};
+  std::set<int> ended{};
+  std::map<std::string, std::set<int>> problems{}; // message to ranks
+  std::string skip_reason{};
+  bool skipped = false;
+  bool outside = false; // no case: before the first or after the last
+  double start = 0; // machine_seconds() of the first rank's
+};
+
+/// One life of the world: from its start to its end or its first failed case.
+class WorldLife {
+ public:
+  WorldLife(int world_size, const std::vector<std::string>& argv)
+      : current_(static_cast<size_t>(world_size)),
+        plans_(static_cast<size_t>(world_size), -1),
+        done_(static_cast<size_t>(world_size), -1),
+        ranks_(start_ranks(world_size, argv, {})) {}
+
+  void run() {
+    double last_progress = machine_seconds();
+    while (!all_ended(ranks_)) {
+      wait_for_reports(ranks_, 100);
+      for (int rank = 0; rank < size(); ++rank) {
+        RankProcess& process = ranks_[static_cast<size_t>(rank)];
+        if (process.ended) {
+          continue;
+        }
+        for (const auto& report : read_reports(process)) {
+          last_progress = machine_seconds();
+          handle(rank, report);
+        }
+        if (process.ended) {
+          judge_end(rank);
+        }
+      }
+      // A rank's own watchdog is quicker, unless the rank is frozen.
+      if (machine_seconds() > last_progress + case_seconds() + kGraceSeconds) {
+        stop_all("did not end in time, and its watchdog is silent");
+      } else if (failing_ && machine_seconds() > failed_at_ + kGraceSeconds) {
+        stop_all("was ended by the harness after another rank had failed");
+      }
+    }
+    check_counts();
+  }
+
+  bool failing() const { return failing_; }
+  /// Failed before the first case, after the last, or without knowing where.
+  bool hopeless() const { return hopeless_; }
+  int planned() const { return plans_[0]; }
+  const std::vector<std::string>& order() const { return order_; }
+  const CaseState& state(const std::string& name) const {
+    return cases_.at(name);
+  }
+  bool finished(const std::string& name) const {
+    const CaseState& state = cases_.at(name);
+    return !state.problems.empty() ||
+        state.ended.size() == ranks_.size();
+  }
+  int size() const { return static_cast<int>(ranks_.size()); }
+
+ private:
+  void handle(int rank, const nlohmann::json& report) {
+    const auto index = static_cast<size_t>(rank);
+    const std::string event = report.at("event");
+    if (event == "plan") {
+      plans_[index] = report.at("cases");
+    } else if (event == "start") {
+      current_[index] = report.at("case");
+      CaseState& state = cases_[current_[index]];
+      if (state.started.empty()) {
+        order_.push_back(current_[index]);
+        state.start = machine_seconds();
+        std::printf("[ RUN      ] %s\n", current_[index].c_str());
+        std::fflush(stdout);
+      }
+      state.started.insert(rank);
+    } else if (event == "failure") {
+      const std::string at = report.value("at", "");
+      problem(
+          rank, (at.empty() ? "" : at + " ") + std::string(report["message"]));
+    } else if (event == "skip") {
+      cases_[current_[index]].skipped = true;
+      cases_[current_[index]].skip_reason = report.at("reason");
+    } else if (event == "end") {
+      end_case(rank);
+    } else if (event == "done") {
+      done_[index] = report.at("cases");
+      current_[index].clear();
+    }
+  }
+
+  void end_case(int rank) {
+    const std::string& name = current_[static_cast<size_t>(rank)];
+    CaseState& state = cases_[name];
+    state.ended.insert(rank);
+    if (state.ended.size() == ranks_.size() && state.problems.empty()) {
+      std::printf(
+          "[%s] %s (%.0f ms)\n",
+          state.skipped ? "  SKIPPED " : "       OK ",
+          name.c_str(),
+          (machine_seconds() - state.start) * 1000);
+      std::fflush(stdout);
+    }
+  }
+
+  void problem(int rank, const std::string& message) {
+    std::string name = current_[static_cast<size_t>(rank)];
+    if (name.empty()) {
+      hopeless_ = true;
+      const bool after = done_[static_cast<size_t>(rank)] >= 0;
+      name = after ? "after the last case" : "before the first case";
+      if (cases_[name].started.empty()) {
+        order_.push_back(name);
+        cases_[name].started.insert(rank);
+        cases_[name].outside = true;
+      }
+    }
+    cases_[name].problems[message].insert(rank);
+    if (!failing_) {
+      failing_ = true;
+      failed_at_ = machine_seconds();
+    }
+  }
+
+  void judge_end(int rank) {
+    const auto index = static_cast<size_t>(rank);
+    const ProcessEnd& end = ranks_[index].end;
+    const bool told = end.code == kWatchdogExit || end.code == kFailedCaseExit;
+    if (done_[index] >= 0 ? end.code != 0 : !told) {
+      problem(rank, describe(end));
+    }
+  }
+
+  void stop_all(const char* why) {
+    for (int rank = 0; rank < size(); ++rank) {
+      RankProcess& process = ranks_[static_cast<size_t>(rank)];
+      if (!process.ended) {
+        problem(rank, is_stopped(process) ? "was stopped by a signal" : why);
+        kill_rank(process);
+      }
+    }
+  }
+
+  void check_counts() {
+    for (int rank = 0; rank < size() && !failing_; ++rank) {
+      const auto index = static_cast<size_t>(rank);
+      if (plans_[index] != plans_[0] || done_[index] != plans_[index]) {
+        problem(
+            rank,
+            "ran " + std::to_string(done_[index]) + " of " +
+                std::to_string(plans_[index]) + " cases, rank 0 has " +
+                std::to_string(plans_[0]));
+      }
+    }
+    // An unequal plan makes ranks fail in other ways first; say why.
+    for (int rank = 1; rank < size(); ++rank) {
+      const int plan = plans_[static_cast<size_t>(rank)];
+      if (plan >= 0 && plans_[0] >= 0 && plan != plans_[0]) {
+        current_[static_cast<size_t>(rank)].clear();
+        problem(
+            rank,
+            "has " + std::to_string(plan) + " cases, rank 0 has " +
+                std::to_string(plans_[0]));
+      }
+    }
+  }
+
+  std::vector<std::string> current_; // case by rank
+  std::vector<int> plans_; // cases to run by rank, -1: not told
+  std::vector<int> done_; // cases run by rank, -1: not done
+  std::vector<RankProcess> ranks_;
+  std::map<std::string, CaseState> cases_;
+  std::vector<std::string> order_; // cases as they were started
+  bool failing_ = false;
+  bool hopeless_ = false;
+  double failed_at_ = 0;
+};
+
+/// "[rank 0,2/4] Ddp.X: message".
+static void print_problems(
+    const std::string& name, const CaseState& state, int world_size) {
+  for (const auto& [message, ranks] : state.problems) {
+    std::string who;
+    for (const int rank : ranks) {
+      who += (who.empty() ? "" : ",") + std::to_string(rank);
+    }
+    std::printf(
+        "[rank %s/%d] %s: %s\n",
+        who.c_str(),
+        world_size,
+        name.c_str(),
+        message.c_str());
+  }
+  std::printf("[  FAILED  ] %s\n", name.c_str());
+}
+
+/// `filter` without the cases that have run already.
+static std::string filter_without(
+    std::string filter, const std::vector<std::string>& finished) {
+  bool negative = filter.find('-') != std::string::npos;
+  for (const std::string& name : finished) {
+    filter += (negative ? ":" : "-") + name;
+    negative = true;
+  }
+  return filter;
+}
+
+/// What all lives of the world came to.
+struct WorldTotals {
+  std::vector<std::string> finished{};
+  std::vector<std::string> failed{};
+  std::vector<std::string> skipped{}; // with reasons
+  int planned = -1;
+  bool hopeless = false;
+
+  void add(const WorldLife& life) {
+    planned = planned < 0 ? life.planned() : planned;
+    hopeless = life.hopeless();
+    for (const std::string& name : life.order()) {
+      if (!life.finished(name)) {
+        continue; // innocent, and run again
+      }
+      const CaseState& state = life.state(name);
+      if (!state.outside) {
+        finished.push_back(name);
+      }
+      if (!state.problems.empty()) {
+        failed.push_back(name);
+        print_problems(name, state, life.size());
+      } else if (state.skipped) {
+        skipped.push_back(name + ": " + state.skip_reason);
+      }
+    }
+  }
+};
+
+static int print_totals(const WorldTotals& totals, int world_size) {
+  for (const std::string& line : totals.skipped) {
+    std::printf("[  SKIPPED ] %s\n", line.c_str());
+  }
+  for (const std::string& name : totals.failed) {
+    std::printf("[  FAILED  ] %s\n", name.c_str());
+  }
+  const auto ran = static_cast<int>(totals.finished.size());
+  const bool complete = ran == totals.planned;
+  if (!complete) {
+    std::printf(
+        "[  FAILED  ] %d of %d planned cases were run\n", ran, totals.planned);
+  }
+  std::printf(
+      "[==========] %d cases ran on %d ranks: %d passed, %d failed, "
+      "%d skipped.\n",
+      ran,
+      world_size,
+      std::max(0, ran - static_cast<int>(
+                            totals.failed.size() + totals.skipped.size())),
+      static_cast<int>(totals.failed.size()),
+      static_cast<int>(totals.skipped.size()));
+  return totals.failed.empty() && complete ? 0 : 1;
+}
+
+int run_as_parent(int world_size, const std::vector<std::string>& argv) {
+  std::vector<std::string> rank_argv = {"/proc/self/exe"};
+  std::string filter = "*";
+  if (const char* variable = std::getenv("GTEST_FILTER")) {
+    filter = variable;
+  }
+  for (size_t i = 1; i < argv.size(); ++i) {
+    constexpr std::string_view kFilter = "--gtest_filter=";
+    if (argv[i].starts_with(kFilter)) {
+      filter = argv[i].substr(kFilter.size());
+    } else if (argv[i].starts_with("--gtest_")) {
+      rank_argv.push_back(argv[i]);
+    }
+  }
+  rank_argv.emplace_back();
+  WorldTotals totals;
+  while (true) {
+    rank_argv.back() =
+        "--gtest_filter=" + filter_without(filter, totals.finished);
+    WorldLife life(world_size, rank_argv);
+    life.run();
+    const size_t before = totals.finished.size();
+    totals.add(life);
+    const bool stuck = totals.finished.size() == before;
+    const bool complete =
+        static_cast<int>(totals.finished.size()) >= totals.planned;
+    if (!life.failing() || life.hopeless() || stuck || complete) {
+      break;
+    }
+    std::printf("[ RESTART  ] %d ranks\n", world_size);
+  }
+  return print_totals(totals, world_size);
+}
+
+} // namespace hasten::testing_support
