@@ -1,4 +1,5 @@
 // The rank's half: cases in step with the other ranks, reports, the watchdog.
+#include <cxxabi.h>
 #include <execinfo.h>
 #include <gtest/gtest.h>
 #include <pthread.h>
@@ -12,6 +13,7 @@
 #include <csignal>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <thread>
 
 #include "hasten/base/error.h"
@@ -31,6 +33,33 @@ static std::atomic<int> main_frame_count{-1};
 static void take_main_frames(int) {
   main_frame_count = ::backtrace(main_frames, 64);
 }
+
+/// A line for each frame of the main thread, down to what gtest called.
+static std::string main_backtrace() {
+  std::string text;
+  const int count = main_frame_count;
+  char** symbols =
+      count > 0 ? ::backtrace_symbols(main_frames, count) : nullptr;
+  for (int i = 2; symbols != nullptr && i < count; ++i) { // 0, 1: the signal's
+    const std::string symbol = symbols[i]; // "file(mangled+0x1) [0x2]"
+    const size_t begin = symbol.find('(') + 1;
+    const std::string mangled =
+        symbol.substr(begin, symbol.find_first_of("+)", begin) - begin);
+    const std::unique_ptr<char, void (*)(void*)> name(
+        abi::__cxa_demangle(mangled.c_str(), nullptr, nullptr, nullptr),
+        std::free);
+    const std::string frame = name ? name.get() : symbol;
+    if (frame.find("testing::internal::") != std::string::npos ||
+        frame.find("testing::TestInfo::Run") != std::string::npos) {
+      break;
+    }
+    text += "\n    " + frame;
+  }
+  return text;
+}
+
+static constexpr const char* kWaitingPhase =
+    "waiting for the other ranks at its end";
 
 /// Ends the process when a case does not end in time. Own thread.
 class Watchdog {
@@ -60,17 +89,14 @@ class Watchdog {
   }
 
   [[noreturn]] void bark() {
-    ::pthread_kill(main_, SIGUSR2);
-    for (int i = 0; i < 50 && main_frame_count < 0; ++i) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(10));
-    }
-    std::string message = "did not end in time, ";
-    message += phase_.load();
-    const int count = main_frame_count;
-    char** names = count > 0 ? ::backtrace_symbols(main_frames, count) : nullptr;
-    for (int i = 1; names != nullptr && i < count; ++i) {
-      message += "\n    ";
-      message += names[i];
+    const std::string phase = phase_.load();
+    std::string message = "did not end in time, " + phase;
+    if (phase != kWaitingPhase) {
+      ::pthread_kill(main_, SIGUSR2);
+      for (int i = 0; i < 50 && main_frame_count < 0; ++i) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(10));
+      }
+      message += main_backtrace();
     }
     reports_.send({{"event", "failure"}, {"message", message}});
     ::_exit(kWatchdogExit);
@@ -129,7 +155,7 @@ class Rank {
 
   /// Tells the others how it went here and learns how it went there.
   void end_case(bool failed) {
-    watchdog_.set_phase("waiting for the other ranks at its end");
+    watchdog_.set_phase(kWaitingPhase);
     const char* result = failed ? "fail" : skipped_ ? "skip" : "pass";
     const std::string mine = case_name_ + " " + result;
     std::string others;

@@ -87,7 +87,7 @@ TEST(Spawn, ExceptionsArriveWithTypeAndText) {
 
 TEST(Spawn, RankThatNeverEndsIsKilledAtTheDeadline) {
   const auto ranks = spawn(
-      2, "SpawnSelfNeverEnds", {}, {.deadline = std::chrono::seconds(1)});
+      2, "SpawnSelfNeverEnds", {}, {.deadline = std::chrono::seconds(3)});
   EXPECT_FALSE(ranks[0].timed_out);
   EXPECT_TRUE(ranks[1].timed_out);
   EXPECT_EQ(ranks[1].end.signal, SIGKILL);
