@@ -1,0 +1,293 @@
+#include "hasten/io/commit.h"
+
+#include <fcntl.h>
+#include <stdio.h>
+#include <xxhash.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <fstream>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <system_error>
+#include <vector>
+
+#include "file_writer.h"
+#include "hasten/base/error.h"
+#include "hasten/base/files.h"
+
+namespace hasten {
+
+namespace detail {
+
+constexpr const char* kCommitWhere = "io::FolderCommit";
+constexpr const char* kManifestWhere = "io::verify_manifest";
+
+ManifestEntry describe_file(const std::filesystem::path& path) {
+  const std::unique_ptr<XXH3_state_t, decltype(&XXH3_freeState)> state(
+      XXH3_createState(), &XXH3_freeState);
+  XXH3_64bits_reset(state.get());
+  ManifestEntry entry;
+  std::ifstream file(path, std::ios::binary);
+  std::vector<char> block(1 << 20);
+  while (file) {
+    file.read(block.data(), static_cast<std::streamsize>(block.size()));
+    const auto got = static_cast<size_t>(file.gcount());
+    XXH3_64bits_update(state.get(), block.data(), got);
+    entry.size += got;
+  }
+  if (!file.eof()) {
+    throw InputError(kManifestWhere, path.string() + ": cannot be read");
+  }
+  char text[17];
+  std::snprintf(
+      text,
+      sizeof text,
+      "%016llx",
+      static_cast<unsigned long long>(XXH3_64bits_digest(state.get())));
+  entry.xxh3 = text;
+  return entry;
+}
+
+// Relative paths of all regular files below `folder`, sorted.
+std::vector<std::string> files_below(const std::filesystem::path& folder) {
+  std::vector<std::string> names;
+  for (const auto& entry : std::filesystem::recursive_directory_iterator(folder)) {
+    if (entry.is_regular_file()) {
+      names.push_back(entry.path().lexically_relative(folder).string());
+    }
+  }
+  std::sort(names.begin(), names.end());
+  return names;
+}
+
+std::string manifest_text(const std::map<std::string, ManifestEntry>& files) {
+  nlohmann::json json = {{"format", 1}, {"files", nlohmann::json::object()}};
+  for (const auto& [name, entry] : files) {
+    json["files"][name] = {{"size", entry.size}, {"xxh3", entry.xxh3}};
+  }
+  return json.dump(2) + "\n";
+}
+
+void rename_or_throw(const std::filesystem::path& from, const std::filesystem::path& to) {
+  if (::rename(from.c_str(), to.c_str()) != 0) {
+    throw_io_error(kCommitWhere, to, errno);
+  }
+}
+
+// Puts `folder` where `target` is and removes the old one.
+void exchange_folders(const std::filesystem::path& folder, const std::filesystem::path& target) {
+  if (::renameat2(
+          AT_FDCWD,
+          folder.c_str(),
+          AT_FDCWD,
+          target.c_str(),
+          RENAME_EXCHANGE) == 0) {
+    return; // `folder` is the old one now, and its owner removes it
+  }
+  if (errno != EINVAL && errno != ENOSYS) {
+    throw_io_error(kCommitWhere, target, errno);
+  }
+  std::filesystem::path aside = target;
+  aside += ".old-" + unique_suffix();
+  rename_or_throw(target, aside);
+  if (::rename(folder.c_str(), target.c_str()) != 0) {
+    const int error = errno;
+    ::rename(aside.c_str(), target.c_str());
+    throw_io_error(kCommitWhere, target, error);
+  }
+  ::rename(aside.c_str(), folder.c_str());
+}
+
+std::filesystem::path without_final_slash(const std::filesystem::path& path) {
+  const std::filesystem::path normal = path.lexically_normal();
+  return normal.has_filename() ? normal : normal.parent_path();
+}
+
+std::filesystem::path parent_of(const std::filesystem::path& path) {
+  const std::filesystem::path parent = path.parent_path();
+  return parent.empty() ? std::filesystem::path(".") : parent;
+}
+
+} // namespace detail
+
+FolderCommit::FolderCommit(std::filesystem::path target, CommitMode mode)
+    : target_(detail::without_final_slash(target)), mode_(mode) {
+  std::error_code error;
+  // Of a symbolic link the folder it leads to is the target.
+  if (std::filesystem::is_symlink(target_, error)) {
+    target_ = std::filesystem::weakly_canonical(target_, error);
+  }
+  const auto status = std::filesystem::status(target_, error);
+  if (std::filesystem::exists(status) && !std::filesystem::is_directory(status)) {
+    detail::throw_io_error(detail::kCommitWhere, target_, ENOTDIR);
+  }
+  if (mode_ == CommitMode::create && std::filesystem::exists(status) &&
+      !std::filesystem::is_empty(target_, error)) {
+    throw InputError(
+        detail::kCommitWhere,
+        target_.string() + ": the folder exists and holds files",
+        "a folder that is new or empty",
+        "name another folder, or ask for it to be overwritten");
+  }
+  std::filesystem::create_directories(detail::parent_of(target_), error);
+  if (!error) {
+    folder_ = target_;
+    folder_ += ".tmp-" + detail::unique_suffix();
+    // Left by a process that had this pid and crashed.
+    std::filesystem::remove_all(folder_, error);
+    std::filesystem::create_directory(folder_, error);
+  }
+  if (error) {
+    detail::throw_io_error(detail::kCommitWhere, target_, error.value());
+  }
+}
+
+FolderCommit::~FolderCommit() {
+  std::error_code ignored;
+  // After a `replace` this is the old folder; after `merge` it is empty.
+  if (!committed_ || mode_ != CommitMode::create) {
+    std::filesystem::remove_all(folder_, ignored);
+  }
+}
+
+void FolderCommit::write(const std::string& name, std::string_view bytes) {
+  const std::filesystem::path path = folder_ / name;
+  std::error_code error;
+  std::filesystem::create_directories(path.parent_path(), error);
+  if (error) {
+    detail::throw_io_error(detail::kCommitWhere, path, error.value());
+  }
+  detail::FileWriter file(path);
+  file.write(bytes);
+  file.finish();
+}
+
+void FolderCommit::commit() {
+  if (committed_) {
+    throw Error(
+        detail::kCommitWhere, target_.string() + ": committed already");
+  }
+  std::map<std::string, ManifestEntry> files;
+  try {
+    for (const auto& name : detail::files_below(folder_)) {
+      sync_path(folder_ / name);
+      if (name != kManifestFile) {
+        files.emplace(name, detail::describe_file(folder_ / name));
+      }
+    }
+    std::error_code ignored;
+    if (mode_ == CommitMode::merge &&
+        std::filesystem::exists(target_ / kManifestFile, ignored)) {
+      for (auto& [name, entry] : read_manifest(target_)) {
+        files.emplace(name, std::move(entry)); // keeps what is new
+      }
+    }
+    write(kManifestFile, detail::manifest_text(files));
+    for (const auto& entry : std::filesystem::recursive_directory_iterator(folder_)) {
+      if (entry.is_directory()) {
+        sync_path(entry.path());
+      }
+    }
+    sync_path(folder_);
+  } catch (const std::filesystem::filesystem_error& error) {
+    detail::throw_io_error(
+        detail::kCommitWhere, target_, error.code().value());
+  }
+  if (mode_ == CommitMode::merge) {
+    commit_files();
+  } else {
+    commit_folder();
+  }
+  committed_ = true;
+  sync_path(detail::parent_of(target_));
+}
+
+void FolderCommit::commit_folder() {
+  std::error_code ignored;
+  if (mode_ == CommitMode::replace && std::filesystem::exists(target_, ignored)) {
+    detail::exchange_folders(folder_, target_);
+  } else {
+    // rename() replaces an empty folder and refuses a filled one.
+    detail::rename_or_throw(folder_, target_);
+  }
+}
+
+void FolderCommit::commit_files() {
+  const auto names = detail::files_below(folder_);
+  std::error_code error;
+  std::filesystem::create_directories(target_, error);
+  if (error) {
+    detail::throw_io_error(detail::kCommitWhere, target_, error.value());
+  }
+  // From here to the last rename the folder has no manifest: it is between two.
+  std::filesystem::remove(target_ / kManifestFile, error);
+  for (const auto& name : names) {
+    if (name != kManifestFile) {
+      std::filesystem::create_directories((target_ / name).parent_path(), error);
+      detail::rename_or_throw(folder_ / name, target_ / name);
+      sync_path((target_ / name).parent_path());
+    }
+  }
+  detail::rename_or_throw(folder_ / kManifestFile, target_ / kManifestFile);
+  sync_path(target_);
+}
+
+std::map<std::string, ManifestEntry> read_manifest(const std::filesystem::path& folder) {
+  const std::filesystem::path path = folder / kManifestFile;
+  std::error_code ignored;
+  if (!std::filesystem::exists(path, ignored)) {
+    throw InputError(
+        detail::kManifestWhere,
+        path.string() + ": the file is missing",
+        "the manifest of a folder that was saved completely",
+        "use an earlier save");
+  }
+  std::map<std::string, ManifestEntry> files;
+  try {
+    const auto json = nlohmann::json::parse(read_file(path));
+    if (json.at("format") != 1) {
+      throw InputError(
+          detail::kManifestWhere,
+          path.string() + ": format=" + json.at("format").dump(),
+          "1",
+          "read it with the version that wrote it");
+    }
+    for (const auto& [name, entry] : json.at("files").items()) {
+      files[name] = {
+          entry.at("size").get<uint64_t>(),
+          entry.at("xxh3").get<std::string>()};
+    }
+  } catch (const nlohmann::json::exception& error) {
+    throw InputError(
+        detail::kManifestWhere, path.string() + ": " + error.what());
+  }
+  return files;
+}
+
+void verify_manifest(const std::filesystem::path& folder) {
+  for (const auto& [name, entry] : read_manifest(folder)) {
+    const std::filesystem::path path = folder / name;
+    std::error_code error;
+    const auto size = std::filesystem::file_size(path, error);
+    if (error) {
+      throw InputError(
+          detail::kManifestWhere, path.string() + ": " + error.message());
+    }
+    if (size != entry.size) {
+      throw InputError(
+          detail::kManifestWhere,
+          path.string() + ": size=" + std::to_string(size),
+          std::to_string(entry.size) + " bytes, as saved");
+    }
+    if (const auto found = detail::describe_file(path);
+        found.xxh3 != entry.xxh3) {
+      throw InputError(
+          detail::kManifestWhere,
+          path.string() + ": xxh3=" + found.xxh3,
+          entry.xxh3 + ", as saved");
+    }
+  }
+}
+
+} // namespace hasten

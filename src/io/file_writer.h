@@ -1,0 +1,35 @@
+// A file that is written in pieces and takes its place in one step.
+#pragma once
+
+#include <filesystem>
+#include <string_view>
+
+namespace hasten::detail {
+
+/// Writes to "<path>.tmp-…"; finish() syncs and renames it to `path`. Without
+/// finish() nothing is left. Every function throws Error naming path and reason.
+class FileWriter {
+ public:
+  explicit FileWriter(std::filesystem::path path);
+  ~FileWriter();
+  FileWriter(const FileWriter&) = delete;
+  FileWriter& operator=(const FileWriter&) = delete;
+
+  void write(std::string_view bytes);
+  void finish();
+
+ private:
+  std::filesystem::path path_;
+  std::filesystem::path temporary_;
+  int fd_ = -1;
+};
+
+/// Throws for a failed system call: "path: No space left on device".
+/// InputError where a path does not exist or may not be touched, Error otherwise.
+[[noreturn]] void throw_io_error(
+    const char* where, const std::filesystem::path& path, int error);
+
+/// "12345-0": unlike any other this process or a living one on this host uses.
+std::string unique_suffix();
+
+} // namespace hasten::detail

@@ -1,0 +1,369 @@
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <set>
+
+#include "file_writer.h"
+#include "hasten/base/error.h"
+#include "hasten/io/safetensors.h"
+#include "safetensors_dtypes.h"
+
+namespace hasten {
+
+namespace detail {
+
+constexpr const char* kReaderWhere = "io::SafetensorsReader";
+constexpr uint64_t kMaxHeaderBytes = 100'000'000; // as the reference
+constexpr const char* kReaderFix =
+    "fetch or write the file again; it is damaged or no safetensors file";
+
+[[noreturn]] void throw_bad_file(
+    const std::filesystem::path& path,
+    const std::string& what,
+    const std::string& expected = {}) {
+  throw InputError(
+      kReaderWhere, path.string() + ": " + what, expected, kReaderFix);
+}
+
+// JSON with duplicate keys and deep nesting refused: both parse, silently, to
+// something the file does not mean.
+nlohmann::json parse_strict_header(
+    const std::filesystem::path& path, std::string_view text) {
+  std::vector<std::set<std::string>> keys; // [depth]
+  const auto watch = [&](int depth,
+                         nlohmann::json::parse_event_t event,
+                         nlohmann::json& value) {
+    using Event = nlohmann::json::parse_event_t;
+    if (depth > 3) {
+      throw_bad_file(path, "the header is nested deeper than any of its kind");
+    }
+    if (event == Event::object_start) {
+      keys.emplace_back();
+    } else if (event == Event::object_end) {
+      keys.pop_back();
+    } else if (event == Event::key) {
+      const auto& key = value.get_ref<const std::string&>();
+      if (!keys.back().insert(key).second) {
+        throw_bad_file(path, "\"" + key + "\" occurs twice in the header");
+      }
+    }
+    return true;
+  };
+  try {
+    return nlohmann::json::parse(text, watch);
+  } catch (const nlohmann::json::exception& error) {
+    throw_bad_file(
+        path, std::string("the header is no JSON: ") + error.what());
+  }
+}
+
+std::optional<std::vector<uint64_t>> unsigned_numbers(
+    const nlohmann::json& value) {
+  if (!value.is_array()) {
+    return std::nullopt;
+  }
+  std::vector<uint64_t> numbers;
+  for (const auto& number : value) {
+    if (!number.is_number_unsigned()) {
+      return std::nullopt;
+    }
+    numbers.push_back(number.get<uint64_t>());
+  }
+  return numbers;
+}
+
+// Bytes of shape and dtype; nothing where the product leaves 63 bits.
+std::optional<uint64_t> extent_bytes(
+    const std::vector<uint64_t>& shape, uint64_t item_bytes) {
+  constexpr uint64_t kLimit = uint64_t{1} << 62;
+  uint64_t bytes = item_bytes;
+  bool empty = false;
+  for (const uint64_t size : shape) {
+    if (size == 0) {
+      empty = true;
+    } else if (size > kLimit / bytes) {
+      return std::nullopt;
+    } else {
+      bytes *= size;
+    }
+  }
+  return empty ? 0 : bytes;
+}
+
+std::string shape_text(const std::vector<int64_t>& shape) {
+  std::string text = "[";
+  for (size_t i = 0; i < shape.size(); ++i) {
+    text += (i ? ", " : "") + std::to_string(shape[i]);
+  }
+  return text + "]";
+}
+
+SafetensorsEntry parse_entry(
+    const std::filesystem::path& path,
+    const std::string& name,
+    const nlohmann::json& value,
+    uint64_t data_bytes) {
+  const std::string subject = "tensor \"" + name + "\"";
+  if (!value.is_object() || value.size() != 3 || !value.contains("dtype") ||
+      !value["dtype"].is_string() || !value.contains("shape") ||
+      !value.contains("data_offsets")) {
+    throw_bad_file(
+        path,
+        subject + " is described by " + value.dump().substr(0, 200),
+        "{\"dtype\", \"shape\", \"data_offsets\"}");
+  }
+  const auto& dtype = value["dtype"].get_ref<const std::string&>();
+  const auto known = std::find_if(
+      kSafetensorsDtypes.begin(),
+      kSafetensorsDtypes.end(),
+      [&](const SafetensorsDtype& candidate) {
+        return candidate.name == dtype;
+      });
+  if (known == kSafetensorsDtypes.end()) {
+    throw InputError(
+        kReaderWhere,
+        path.string() + ": " + subject + " has an unknown dtype=" + dtype,
+        "BOOL, U8 … F32, F64, I64, U64",
+        "convert the file to one of these");
+  }
+  const auto shape = unsigned_numbers(value["shape"]);
+  const auto offsets = unsigned_numbers(value["data_offsets"]);
+  if (!shape || shape->size() > 64) {
+    throw_bad_file(
+        path,
+        subject + " has shape=" + value["shape"].dump().substr(0, 200),
+        "an array of whole numbers from 0");
+  }
+  if (!offsets || offsets->size() != 2 || (*offsets)[0] > (*offsets)[1]) {
+    throw_bad_file(
+        path,
+        subject + " has data_offsets=" +
+            value["data_offsets"].dump().substr(0, 200),
+        "[begin, end] with begin <= end");
+  }
+  SafetensorsEntry entry;
+  entry.dtype = known->dtype;
+  entry.begin = (*offsets)[0];
+  entry.end = (*offsets)[1];
+  if (entry.end > data_bytes) {
+    throw_bad_file(
+        path,
+        subject + " ends at byte " + std::to_string(entry.end) +
+            " of a data section of " + std::to_string(data_bytes) + " bytes",
+        "data within the file (is it truncated?)");
+  }
+  const auto bytes = extent_bytes(*shape, c10::elementSize(entry.dtype));
+  if (!bytes || *bytes != entry.end - entry.begin) {
+    throw_bad_file(
+        path,
+        subject + " takes " + std::to_string(entry.end - entry.begin) +
+            " bytes, its shape " + value["shape"].dump() + " of " + dtype +
+            " needs " + (bytes ? std::to_string(*bytes) : "too many"));
+  }
+  for (const uint64_t size : *shape) {
+    // Beside an empty dimension the others are not bounded by the file.
+    if (size > uint64_t{1} << 62) {
+      throw_bad_file(path, subject + " has shape=" + value["shape"].dump());
+    }
+    entry.shape.push_back(static_cast<int64_t>(size));
+  }
+  return entry;
+}
+
+} // namespace detail
+
+// A private mapping: pages that are written are copied, the file never changes.
+struct SafetensorsReader::Mapping {
+  Mapping(const std::filesystem::path& path) {
+    const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+    if (fd < 0) {
+      throw_missing(path, errno);
+    }
+    struct stat status {};
+    if (::fstat(fd, &status) != 0 || S_ISDIR(status.st_mode)) {
+      const int error = S_ISDIR(status.st_mode) ? EISDIR : errno;
+      ::close(fd);
+      throw_missing(path, error);
+    }
+    bytes = static_cast<uint64_t>(status.st_size);
+    if (bytes > 0) {
+      base = static_cast<char*>(::mmap(
+          nullptr,
+          bytes,
+          PROT_READ | PROT_WRITE,
+          MAP_PRIVATE | MAP_NORESERVE,
+          fd,
+          0));
+    }
+    const int error = errno;
+    ::close(fd);
+    if (base == MAP_FAILED) {
+      base = nullptr;
+      throw_missing(path, error);
+    }
+  }
+  ~Mapping() {
+    if (base != nullptr) {
+      ::munmap(base, bytes);
+    }
+  }
+  Mapping(const Mapping&) = delete;
+  Mapping& operator=(const Mapping&) = delete;
+
+  [[noreturn]] static void throw_missing(
+      const std::filesystem::path& path, int error) {
+    detail::throw_io_error(detail::kReaderWhere, path, error);
+  }
+
+  char* base = nullptr;
+  uint64_t bytes = 0;
+};
+
+SafetensorsReader::SafetensorsReader(const std::filesystem::path& path)
+    : path_(path), mapping_(std::make_shared<Mapping>(path)) {
+  const uint64_t file_bytes = mapping_->bytes;
+  if (file_bytes < 8) {
+    detail::throw_bad_file(
+        path_,
+        "the file has " + std::to_string(file_bytes) + " bytes",
+        "at least the 8 bytes of the header's length");
+  }
+  uint64_t header_bytes = 0;
+  for (int i = 7; i >= 0; --i) {
+    header_bytes = (header_bytes << 8) |
+        static_cast<unsigned char>(mapping_->base[i]);
+  }
+  if (header_bytes > detail::kMaxHeaderBytes ||
+      header_bytes > file_bytes - 8) {
+    detail::throw_bad_file(
+        path_,
+        "header length=" + std::to_string(header_bytes) + " in a file of " +
+            std::to_string(file_bytes) + " bytes",
+        "at most " +
+            std::to_string(
+                std::min(detail::kMaxHeaderBytes, file_bytes - 8)));
+  }
+  const std::string_view header(mapping_->base + 8, header_bytes);
+  if (header.empty() || header.front() != '{') {
+    detail::throw_bad_file(path_, "the header does not start with \"{\"");
+  }
+  data_start_ = 8 + header_bytes;
+  parse_header(header, file_bytes - data_start_);
+}
+
+void SafetensorsReader::parse_header(
+    std::string_view header, uint64_t data_bytes) {
+  const nlohmann::json json = detail::parse_strict_header(path_, header);
+  for (const auto& [name, value] : json.items()) {
+    if (name != "__metadata__") {
+      entries_.emplace(
+          name, detail::parse_entry(path_, name, value, data_bytes));
+      names_.push_back(name);
+      continue;
+    }
+    if (!value.is_object()) {
+      detail::throw_bad_file(path_, "__metadata__ is no object");
+    }
+    for (const auto& [key, text] : value.items()) {
+      if (!text.is_string()) {
+        detail::throw_bad_file(
+            path_, "__metadata__ \"" + key + "\" is no string");
+      }
+      metadata_.emplace(key, text.get<std::string>());
+    }
+  }
+  std::sort(
+      names_.begin(), names_.end(), [&](const auto& a, const auto& b) {
+        const auto& x = entries_.at(a);
+        const auto& y = entries_.at(b);
+        return std::tie(x.begin, x.end, a) < std::tie(y.begin, y.end, b);
+      });
+  uint64_t at = 0;
+  for (const auto& name : names_) {
+    const auto& entry = entries_.at(name);
+    if (entry.begin != at) {
+      detail::throw_bad_file(
+          path_,
+          "tensor \"" + name + "\" starts at byte " +
+              std::to_string(entry.begin) + " of the data",
+          std::to_string(at) + ", where the one before it ends");
+    }
+    at = entry.end;
+  }
+  if (at != data_bytes) {
+    detail::throw_bad_file(
+        path_,
+        "the tensors take " + std::to_string(at) + " bytes of a data section " +
+            "of " + std::to_string(data_bytes));
+  }
+}
+
+const std::string* SafetensorsReader::find(std::string_view name) const {
+  const auto stored = entries_.find(std::string(name));
+  if (stored != entries_.end()) {
+    return &stored->first;
+  }
+  const auto tied = metadata_.find(std::string(name));
+  if (tied == metadata_.end()) {
+    return nullptr;
+  }
+  const auto kept = entries_.find(tied->second);
+  return kept == entries_.end() ? nullptr : &kept->first;
+}
+
+bool SafetensorsReader::contains(std::string_view name) const {
+  return find(name) != nullptr;
+}
+
+const SafetensorsEntry& SafetensorsReader::entry(std::string_view name) const {
+  const std::string* stored = find(name);
+  if (stored == nullptr) {
+    const std::string nearest =
+        nearest_name(name, names_.data(), names_.data() + names_.size());
+    throw InputError(
+        detail::kReaderWhere,
+        path_.string() + ": no tensor \"" + std::string(name) + "\"",
+        nearest.empty() ? std::string{} : "\"" + nearest + "\" perhaps");
+  }
+  return entries_.at(*stored);
+}
+
+at::Tensor SafetensorsReader::tensor(std::string_view name) const {
+  const SafetensorsEntry& found = entry(name);
+  const auto options = at::TensorOptions().dtype(found.dtype);
+  if (found.begin == found.end) {
+    return at::empty(found.shape, options);
+  }
+  char* data = mapping_->base + data_start_ + found.begin;
+  if (reinterpret_cast<uintptr_t>(data) % c10::elementSize(found.dtype) != 0) {
+    at::Tensor copy = at::empty(found.shape, options);
+    std::copy_n(
+        data, found.end - found.begin, static_cast<char*>(copy.data_ptr()));
+    return copy;
+  }
+  return at::from_blob(
+      data, found.shape, [keep = mapping_](void*) {}, options);
+}
+
+NamedTensors SafetensorsReader::read_all() const {
+  NamedTensors tensors;
+  for (const auto& name : names_) {
+    tensors.emplace(name, tensor(name).clone());
+  }
+  for (const auto& [name, kept] : metadata_) {
+    if (!entries_.contains(name) && entries_.contains(kept)) {
+      tensors.emplace(name, tensors.at(kept));
+    }
+  }
+  return tensors;
+}
+
+} // namespace hasten
