@@ -52,7 +52,8 @@ ManifestEntry describe_file(const std::filesystem::path& path) {
 // Relative paths of all regular files below `folder`, sorted.
 std::vector<std::string> files_below(const std::filesystem::path& folder) {
   std::vector<std::string> names;
-  for (const auto& entry : std::filesystem::recursive_directory_iterator(folder)) {
+  for (const auto& entry :
+       std::filesystem::recursive_directory_iterator(folder)) {
     if (entry.is_regular_file()) {
       names.push_back(entry.path().lexically_relative(folder).string());
     }
@@ -69,14 +70,16 @@ std::string manifest_text(const std::map<std::string, ManifestEntry>& files) {
   return json.dump(2) + "\n";
 }
 
-void rename_or_throw(const std::filesystem::path& from, const std::filesystem::path& to) {
+void rename_or_throw(
+    const std::filesystem::path& from, const std::filesystem::path& to) {
   if (::rename(from.c_str(), to.c_str()) != 0) {
     throw_io_error(kCommitWhere, to, errno);
   }
 }
 
 // Puts `folder` where `target` is and removes the old one.
-void exchange_folders(const std::filesystem::path& folder, const std::filesystem::path& target) {
+void exchange_folders(
+    const std::filesystem::path& folder, const std::filesystem::path& target) {
   if (::renameat2(
           AT_FDCWD,
           folder.c_str(),
@@ -119,7 +122,8 @@ FolderCommit::FolderCommit(std::filesystem::path target, CommitMode mode)
     target_ = std::filesystem::weakly_canonical(target_, error);
   }
   const auto status = std::filesystem::status(target_, error);
-  if (std::filesystem::exists(status) && !std::filesystem::is_directory(status)) {
+  if (std::filesystem::exists(status) &&
+      !std::filesystem::is_directory(status)) {
     detail::throw_io_error(detail::kCommitWhere, target_, ENOTDIR);
   }
   if (mode_ == CommitMode::create && std::filesystem::exists(status) &&
@@ -165,8 +169,7 @@ void FolderCommit::write(const std::string& name, std::string_view bytes) {
 
 void FolderCommit::commit() {
   if (committed_) {
-    throw Error(
-        detail::kCommitWhere, target_.string() + ": committed already");
+    throw Error(detail::kCommitWhere, target_.string() + ": committed already");
   }
   std::map<std::string, ManifestEntry> files;
   try {
@@ -184,15 +187,15 @@ void FolderCommit::commit() {
       }
     }
     write(kManifestFile, detail::manifest_text(files));
-    for (const auto& entry : std::filesystem::recursive_directory_iterator(folder_)) {
+    for (const auto& entry :
+         std::filesystem::recursive_directory_iterator(folder_)) {
       if (entry.is_directory()) {
         sync_path(entry.path());
       }
     }
     sync_path(folder_);
   } catch (const std::filesystem::filesystem_error& error) {
-    detail::throw_io_error(
-        detail::kCommitWhere, target_, error.code().value());
+    detail::throw_io_error(detail::kCommitWhere, target_, error.code().value());
   }
   if (mode_ == CommitMode::merge) {
     commit_files();
@@ -205,7 +208,8 @@ void FolderCommit::commit() {
 
 void FolderCommit::commit_folder() {
   std::error_code ignored;
-  if (mode_ == CommitMode::replace && std::filesystem::exists(target_, ignored)) {
+  if (mode_ == CommitMode::replace &&
+      std::filesystem::exists(target_, ignored)) {
     detail::exchange_folders(folder_, target_);
   } else {
     // rename() replaces an empty folder and refuses a filled one.
@@ -224,7 +228,8 @@ void FolderCommit::commit_files() {
   std::filesystem::remove(target_ / kManifestFile, error);
   for (const auto& name : names) {
     if (name != kManifestFile) {
-      std::filesystem::create_directories((target_ / name).parent_path(), error);
+      std::filesystem::create_directories(
+          (target_ / name).parent_path(), error);
       detail::rename_or_throw(folder_ / name, target_ / name);
       sync_path((target_ / name).parent_path());
     }
@@ -233,7 +238,8 @@ void FolderCommit::commit_files() {
   sync_path(target_);
 }
 
-std::map<std::string, ManifestEntry> read_manifest(const std::filesystem::path& folder) {
+std::map<std::string, ManifestEntry> read_manifest(
+    const std::filesystem::path& folder) {
   const std::filesystem::path path = folder / kManifestFile;
   std::error_code ignored;
   if (!std::filesystem::exists(path, ignored)) {

@@ -41,14 +41,14 @@ void throw_io_error(
 std::string unique_suffix() {
   static std::atomic<unsigned> counter{0};
   return std::to_string(::getpid()) + "-" +
-      std::to_string(counter.fetch_add(1));
+         std::to_string(counter.fetch_add(1));
 }
 
 FileWriter::FileWriter(std::filesystem::path path)
     : path_(std::move(path)), temporary_(path_) {
   temporary_ += ".tmp-" + unique_suffix();
-  fd_ = ::open(
-      temporary_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+  fd_ =
+      ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
   if (fd_ < 0) {
     throw_io_error(kFileWriterWhere, path_, errno);
   }

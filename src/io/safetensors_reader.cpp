@@ -60,8 +60,7 @@ nlohmann::json parse_strict_header(
   try {
     return nlohmann::json::parse(text, watch);
   } catch (const nlohmann::json::exception& error) {
-    throw_bad_file(
-        path, std::string("the header is no JSON: ") + error.what());
+    throw_bad_file(path, std::string("the header is no JSON: ") + error.what());
   }
 }
 
@@ -145,8 +144,8 @@ SafetensorsEntry parse_entry(
   if (!offsets || offsets->size() != 2 || (*offsets)[0] > (*offsets)[1]) {
     throw_bad_file(
         path,
-        subject + " has data_offsets=" +
-            value["data_offsets"].dump().substr(0, 200),
+        subject +
+            " has data_offsets=" + value["data_offsets"].dump().substr(0, 200),
         "[begin, end] with begin <= end");
   }
   SafetensorsEntry entry;
@@ -238,18 +237,16 @@ SafetensorsReader::SafetensorsReader(const std::filesystem::path& path)
   }
   uint64_t header_bytes = 0;
   for (int i = 7; i >= 0; --i) {
-    header_bytes = (header_bytes << 8) |
-        static_cast<unsigned char>(mapping_->base[i]);
+    header_bytes =
+        (header_bytes << 8) | static_cast<unsigned char>(mapping_->base[i]);
   }
-  if (header_bytes > detail::kMaxHeaderBytes ||
-      header_bytes > file_bytes - 8) {
+  if (header_bytes > detail::kMaxHeaderBytes || header_bytes > file_bytes - 8) {
     detail::throw_bad_file(
         path_,
         "header length=" + std::to_string(header_bytes) + " in a file of " +
             std::to_string(file_bytes) + " bytes",
         "at most " +
-            std::to_string(
-                std::min(detail::kMaxHeaderBytes, file_bytes - 8)));
+            std::to_string(std::min(detail::kMaxHeaderBytes, file_bytes - 8)));
   }
   const std::string_view header(mapping_->base + 8, header_bytes);
   if (header.empty() || header.front() != '{') {
@@ -280,12 +277,11 @@ void SafetensorsReader::parse_header(
       metadata_.emplace(key, text.get<std::string>());
     }
   }
-  std::sort(
-      names_.begin(), names_.end(), [&](const auto& a, const auto& b) {
-        const auto& x = entries_.at(a);
-        const auto& y = entries_.at(b);
-        return std::tie(x.begin, x.end, a) < std::tie(y.begin, y.end, b);
-      });
+  std::sort(names_.begin(), names_.end(), [&](const auto& a, const auto& b) {
+    const auto& x = entries_.at(a);
+    const auto& y = entries_.at(b);
+    return std::tie(x.begin, x.end, a) < std::tie(y.begin, y.end, b);
+  });
   uint64_t at = 0;
   for (const auto& name : names_) {
     const auto& entry = entries_.at(name);
@@ -349,8 +345,7 @@ at::Tensor SafetensorsReader::tensor(std::string_view name) const {
         data, found.end - found.begin, static_cast<char*>(copy.data_ptr()));
     return copy;
   }
-  return at::from_blob(
-      data, found.shape, [keep = mapping_](void*) {}, options);
+  return at::from_blob(data, found.shape, [keep = mapping_](void*) {}, options);
 }
 
 NamedTensors SafetensorsReader::read_all() const {

@@ -21,11 +21,12 @@ struct TensorToWrite {
 
 bool same_memory(const at::Tensor& a, const at::Tensor& b) {
   return a.is_alias_of(b) && a.data_ptr() == b.data_ptr() &&
-      a.scalar_type() == b.scalar_type() && a.sizes() == b.sizes() &&
-      a.strides() == b.strides();
+         a.scalar_type() == b.scalar_type() && a.sizes() == b.sizes() &&
+         a.strides() == b.strides();
 }
 
-TensorToWrite checked_tensor(const std::string& name, const at::Tensor& tensor) {
+TensorToWrite checked_tensor(
+    const std::string& name, const at::Tensor& tensor) {
   const std::string subject = "tensor \"" + name + "\"";
   if (name == "__metadata__") {
     throw InputError(kWriterWhere, subject + " has a reserved name");
@@ -56,8 +57,8 @@ std::vector<TensorToWrite> tensors_to_write(
     TensorToWrite item = checked_tensor(name, tensor);
     if (tensor.numel() > 0) {
       auto& same_start = by_address[tensor.data_ptr()];
-      const auto tied = std::find_if(
-          same_start.begin(), same_start.end(), [&](size_t i) {
+      const auto tied =
+          std::find_if(same_start.begin(), same_start.end(), [&](size_t i) {
             return same_memory(result[i].tensor, item.tensor);
           });
       if (tied != same_start.end()) {
@@ -115,8 +116,8 @@ std::string header_text(
 std::string_view safetensors_dtype_name(at::ScalarType dtype) {
   const size_t rank = detail::safetensors_dtype_rank(dtype);
   return rank < detail::kSafetensorsDtypes.size()
-      ? detail::kSafetensorsDtypes[rank].name
-      : std::string_view{};
+             ? detail::kSafetensorsDtypes[rank].name
+             : std::string_view{};
 }
 
 void write_safetensors(
@@ -136,7 +137,7 @@ void write_safetensors(
   file.write(header);
   for (const auto& item : items) {
     if (item.tensor.numel() > 0) {
-      const at::Tensor data = 
+      const at::Tensor data =
           item.tensor.resolve_conj().resolve_neg().cpu().contiguous();
       file.write({static_cast<const char*>(data.data_ptr()), data.nbytes()});
     }

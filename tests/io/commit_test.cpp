@@ -71,8 +71,7 @@ TEST(FolderCommit, NothingIsThereBeforeCommitAndAllAfter) {
   commit.commit();
   EXPECT_EQ(
       entries_of(target),
-      (std::set<std::string>{
-          "config.json", "sub", "by_hand", kManifestFile}));
+      (std::set<std::string>{"config.json", "sub", "by_hand", kManifestFile}));
   EXPECT_EQ(entries_of(folder / "deep"), (std::set<std::string>{"model"}));
   const auto manifest = read_manifest(target);
   EXPECT_EQ(manifest.size(), 3u);
@@ -94,8 +93,7 @@ TEST(FolderCommit, WithoutCommitTheTemporaryFolderGoes) {
 TEST(FolderCommit, CreateRefusesAFilledFolderAndTakesAnEmptyOne) {
   const TemporaryFolder folder;
   put(folder / "model" / "mine", "precious");
-  const auto message =
-      error_of([&] { FolderCommit commit(folder / "model"); });
+  const auto message = error_of([&] { FolderCommit commit(folder / "model"); });
   EXPECT_NE(message.find((folder / "model").string()), std::string::npos);
   EXPECT_EQ(read_file(folder / "model" / "mine"), "precious");
   EXPECT_EQ(entries_of(folder.path()).size(), 1u);
@@ -174,8 +172,7 @@ TEST(FolderCommit, FullDiskIsNamedAndTheTargetIsUntouched) {
       commit.write("config.json", "new");
       const FullDisk full;
       message = error_of([&] {
-        write_safetensors(
-            commit.folder() / "model.safetensors", {{"w", big}});
+        write_safetensors(commit.folder() / "model.safetensors", {{"w", big}});
         commit.commit();
       });
     }

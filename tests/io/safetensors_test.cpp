@@ -133,8 +133,7 @@ TEST(Safetensors, BadlyAlignedDataIsRead) {
   const TemporaryFolder folder;
   std::string bytes = safetensors_bytes(header, 13);
   const float values[2] = {1.5f, -2.0f};
-  bytes.replace(
-      bytes.size() - 8, 8, reinterpret_cast<const char*>(values), 8);
+  bytes.replace(bytes.size() - 8, 8, reinterpret_cast<const char*>(values), 8);
   write_file_atomically(folder / "a", bytes);
   EXPECT_TRUE(torch::equal(
       SafetensorsReader(folder / "a").tensor("f"),
@@ -173,8 +172,7 @@ TEST(Safetensors, LyingFilesAreNamedWithTheTensor) {
        "\"w\" has shape=[-2]"},
       {one(R"({"dtype":"F32","shape":[2],"data_offsets":[8,0]})", 8),
        "\"w\" has data_offsets=[8,0]"},
-      {one(
-           R"({"dtype":"F32","shape":[4294967296,4294967296,4],)"
+      {one(R"({"dtype":"F32","shape":[4294967296,4294967296,4],)"
            R"("data_offsets":[0,8]})",
            8),
        "needs too many"},
@@ -187,8 +185,8 @@ TEST(Safetensors, LyingFilesAreNamedWithTheTensor) {
        "\"w\" occurs twice"},
       {open_error(safetensors_bytes("{\"__metadata__\":{\"a\":1}}", 0)),
        "__metadata__ \"a\""},
-      {open_error(safetensors_bytes(
-           "{\"a\":" + std::string(100'000, '[') + "}", 0)),
+      {open_error(
+           safetensors_bytes("{\"a\":" + std::string(100'000, '[') + "}", 0)),
        "nested"},
   };
   for (const auto& [message, part] : cases) {
@@ -202,7 +200,7 @@ TEST(Safetensors, MutatedFilesAreRefusedOrReadWithinTheirBounds) {
   write_safetensors(folder / "good", golden_tensors());
   const std::string good = read_file(folder / "good");
   const size_t header_bytes = static_cast<unsigned char>(good[0]) +
-      256u * static_cast<unsigned char>(good[1]);
+                              256u * static_cast<unsigned char>(good[1]);
   std::mt19937 random(7);
   const auto below = [&](size_t bound) { return random() % bound; };
   int refused = 0;
