@@ -15,8 +15,7 @@ namespace detail {
 // Rows of one sorting group: large enough that batches cut from it are nearly of
 // one length, small enough that an epoch of a few batches is still shuffled.
 int64_t length_group_rows(int64_t rows, int64_t global_batch) {
-  const int64_t batches =
-      std::clamp<int64_t>(rows / (4 * global_batch), 1, 50);
+  const int64_t batches = std::clamp<int64_t>(rows / (4 * global_batch), 1, 50);
   return batches * global_batch;
 }
 
@@ -38,7 +37,7 @@ struct EpochOrder {
                rows.begin(),
                rows.begin() + count,
                [&](int64_t a, int64_t b) { return lengths[a] < lengths[b]; }) -
-        rows.begin();
+           rows.begin();
   }
 
   // Puts batches of similar length together and shuffles those but the first.
@@ -82,7 +81,8 @@ EpochOrder epoch_order(
     const Dataset& dataset,
     const LoaderOptions& options,
     uint64_t epoch,
-    int64_t global_batch) {
+    int64_t global_batch,
+    int64_t group_batch) {
   EpochOrder order;
   order.rows.resize(dataset.size());
   std::iota(order.rows.begin(), order.rows.end(), 0);
@@ -99,7 +99,7 @@ EpochOrder epoch_order(
       order.lengths[row] = dataset.length(row);
     }
     if (options.shuffle) {
-      order.group(global_batch, rng);
+      order.group(group_batch, rng);
     } else {
       order.sort_longest_first(0, static_cast<int64_t>(order.rows.size()));
     }
@@ -142,8 +142,12 @@ std::vector<std::vector<int64_t>> rank_batches(
     int world_size) {
   detail::check_loader(options, rank, world_size);
   const int64_t global_batch = options.batch_size * world_size;
-  const auto order =
-      detail::epoch_order(dataset, options, epoch, global_batch);
+  const auto order = detail::epoch_order(
+      dataset,
+      options,
+      epoch,
+      global_batch,
+      std::max(options.group_batch, global_batch));
   const auto total = static_cast<int64_t>(order.rows.size());
   std::vector<std::vector<int64_t>> batches;
   batches.reserve((total + global_batch - 1) / global_batch);
@@ -170,9 +174,7 @@ DataLoader::DataLoader(
   }
 }
 
-void DataLoader::set_epoch(uint64_t epoch) {
-  epoch_ = epoch;
-}
+void DataLoader::set_epoch(uint64_t epoch) { epoch_ = epoch; }
 
 void DataLoader::shard(int rank, int world_size) {
   detail::check_loader(options_, rank, world_size);
@@ -189,9 +191,8 @@ int64_t DataLoader::size() const {
 
 DataLoader::iterator DataLoader::begin() const {
   iterator first;
-  first.batches_ =
-      std::make_shared<const std::vector<std::vector<int64_t>>>(
-          rank_batches(*dataset_, options_, epoch_, rank_, world_size_));
+  first.batches_ = std::make_shared<const std::vector<std::vector<int64_t>>>(
+      rank_batches(*dataset_, options_, epoch_, rank_, world_size_));
   if (!first.batches_->empty()) {
     first.loader_ = this;
     first.position_ = 0;

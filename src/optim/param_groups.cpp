@@ -64,9 +64,8 @@ void split_by_decay(
     }
   }
   for (const auto& child : module.named_children()) {
-    const bool is_layer_norm =
-        dynamic_cast<const torch::nn::LayerNormImpl*>(child.value().get()) !=
-        nullptr;
+    const bool is_layer_norm = dynamic_cast<const torch::nn::LayerNormImpl*>(
+                                   child.value().get()) != nullptr;
     split_by_decay(
         *child.value(),
         prefix + child.key() + ".",

@@ -12,7 +12,7 @@ namespace detail {
 
 double warmup_multiplier(int64_t completed, int64_t warmup) {
   return static_cast<double>(completed) /
-      static_cast<double>(std::max<int64_t>(1, warmup));
+         static_cast<double>(std::max<int64_t>(1, warmup));
 }
 
 } // namespace detail
@@ -37,8 +37,8 @@ Schedule constant_schedule() {
 Schedule constant_schedule_with_warmup(int64_t warmup_steps) {
   return [warmup_steps](int64_t completed) {
     return completed < warmup_steps
-        ? detail::warmup_multiplier(completed, warmup_steps)
-        : 1.0;
+               ? detail::warmup_multiplier(completed, warmup_steps)
+               : 1.0;
   };
 }
 

@@ -59,8 +59,7 @@ std::vector<CheckpointFolder> checkpoint_folders(
     const std::filesystem::path& folder) {
   std::vector<CheckpointFolder> found;
   std::error_code error;
-  for (const auto& entry :
-       std::filesystem::directory_iterator(folder, error)) {
+  for (const auto& entry : std::filesystem::directory_iterator(folder, error)) {
     const auto number =
         detail::checkpoint_number(entry.path().filename().string());
     if (number && entry.is_directory(error)) {

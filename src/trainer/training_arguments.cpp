@@ -101,7 +101,9 @@ nlohmann::json argument_json(const std::optional<T>& value) {
 }
 
 [[noreturn]] void refuse_value(
-    const char* name, const nlohmann::json& value, const std::string& expected) {
+    const char* name,
+    const nlohmann::json& value,
+    const std::string& expected) {
   throw InputError(
       kArgumentsPlace, std::string(name) + "=" + value.dump(), expected);
 }
@@ -119,7 +121,8 @@ void read_argument(
   }
   field = json.get<std::string>();
 }
-void read_argument(const char* name, const nlohmann::json& json, double& field) {
+void read_argument(
+    const char* name, const nlohmann::json& json, double& field) {
   if (!json.is_number()) {
     refuse_value(name, json, "a number");
   }
@@ -151,7 +154,7 @@ void read_argument(
   field = value;
 }
 template <typename T>
-requires std::is_enum_v<T>
+  requires std::is_enum_v<T>
 void read_argument(const char* name, const nlohmann::json& json, T& field) {
   std::string known;
   for (const auto& [spelling, value] : spellings(field)) {
@@ -232,7 +235,8 @@ void TrainingArguments::validate() const {
         value >= 0 && std::isfinite(value), name, value, "0 or more");
   };
   require_argument(
-      max_steps > 0 || (num_train_epochs > 0 && std::isfinite(num_train_epochs)),
+      max_steps > 0 ||
+          (num_train_epochs > 0 && std::isfinite(num_train_epochs)),
       "num_train_epochs",
       num_train_epochs,
       "a number above 0");
@@ -287,8 +291,8 @@ void TrainingArguments::validate() const {
 
 std::string TrainingArguments::best_metric_name() const {
   return metric_for_best_model.rfind("eval_", 0) == 0
-      ? metric_for_best_model
-      : "eval_" + metric_for_best_model;
+             ? metric_for_best_model
+             : "eval_" + metric_for_best_model;
 }
 
 bool TrainingArguments::best_is_greater() const {
@@ -322,8 +326,8 @@ void from_json(const nlohmann::json& json, TrainingArguments& arguments) {
   });
   for (const auto& [name, value] : json.items()) {
     if (std::find(names.begin(), names.end(), name) == names.end()) {
-      const std::string near = nearest_name(
-          name, names.data(), names.data() + names.size());
+      const std::string near =
+          nearest_name(name, names.data(), names.data() + names.size());
       throw InputError(
           detail::kArgumentsPlace,
           "unknown name: " + name + "=" + value.dump(),

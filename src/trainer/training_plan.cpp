@@ -11,9 +11,10 @@ namespace detail {
 
 /// A count of updates, or below 1 a share of `total`.
 int64_t updates_of(double count_or_share, int64_t total) {
-  const double updates = count_or_share < 1.0
-      ? std::ceil(count_or_share * static_cast<double>(total))
-      : count_or_share;
+  const double updates =
+      count_or_share < 1.0
+          ? std::ceil(count_or_share * static_cast<double>(total))
+          : count_or_share;
   return static_cast<int64_t>(updates);
 }
 
@@ -41,14 +42,14 @@ TrainingPlan make_training_plan(
         static_cast<double>(plan.updates_per_epoch)));
   }
   plan.max_steps = std::max<int64_t>(1, plan.max_steps);
-  plan.epochs = (plan.max_steps + plan.updates_per_epoch - 1) /
-      plan.updates_per_epoch;
+  plan.epochs =
+      (plan.max_steps + plan.updates_per_epoch - 1) / plan.updates_per_epoch;
   const double warmup = arguments.warmup_steps > 0 ? arguments.warmup_steps
                                                    : arguments.warmup_ratio;
   // A ratio of exactly 1 is a share, a count of 1 is not.
   plan.warmup_steps = arguments.warmup_steps <= 0 && warmup == 1.0
-      ? plan.max_steps
-      : detail::updates_of(warmup, plan.max_steps);
+                          ? plan.max_steps
+                          : detail::updates_of(warmup, plan.max_steps);
   const auto interval = [&](double steps) {
     return std::max<int64_t>(1, detail::updates_of(steps, plan.max_steps));
   };

@@ -20,11 +20,10 @@ std::vector<at::Tensor> optim_parameters(at::ScalarType dtype) {
     parameters.push_back(
         torch::randn(shape, at::TensorOptions(dtype)).requires_grad_());
   }
-  parameters.back() =
-      parameters.back()
-          .detach()
-          .contiguous(at::MemoryFormat::ChannelsLast)
-          .requires_grad_();
+  parameters.back() = parameters.back()
+                          .detach()
+                          .contiguous(at::MemoryFormat::ChannelsLast)
+                          .requires_grad_();
   return parameters;
 }
 
@@ -51,9 +50,10 @@ std::vector<torch::optim::OptimizerParamGroup> optim_groups(
 void set_gradients(std::vector<at::Tensor>& parameters, int step) {
   for (size_t i = 0; i < parameters.size(); ++i) {
     torch::manual_seed(100 * step + static_cast<int>(i));
-    parameters[i].mutable_grad() = i == 1 && step % 3 == 0
-        ? at::Tensor()
-        : torch::randn(parameters[i].sizes(), parameters[i].dtype());
+    parameters[i].mutable_grad() =
+        i == 1 && step % 3 == 0
+            ? at::Tensor()
+            : torch::randn(parameters[i].sizes(), parameters[i].dtype());
   }
 }
 

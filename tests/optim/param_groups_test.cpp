@@ -28,9 +28,9 @@ std::shared_ptr<torch::nn::Module> golden_tree() {
     for (size_t i = 0; i + 1 < elements.size(); ++i) {
       auto child = parent->named_children().find(elements[i]);
       parent = child != nullptr
-          ? *child
-          : parent->register_module(
-                elements[i], std::make_shared<EmptyModule>());
+                   ? *child
+                   : parent->register_module(
+                         elements[i], std::make_shared<EmptyModule>());
     }
     if (parent->named_children().contains(elements.back())) {
       continue;

@@ -9,28 +9,11 @@
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
 #include "hasten/trainer/trainer_state.h"
+#include "support/temporary_folder.h"
 
 namespace hasten {
 
 namespace detail {
-
-/// A folder that goes when the test ends.
-class ScratchFolder {
- public:
-  ScratchFolder() {
-    std::string name =
-        (std::filesystem::temp_directory_path() / "hasten_out_XXXXXX").string();
-    path_ = mkdtemp(name.data());
-  }
-  ~ScratchFolder() {
-    std::error_code error;
-    std::filesystem::remove_all(path_, error);
-  }
-  const std::filesystem::path& path() const { return path_; }
-
- private:
-  std::filesystem::path path_;
-};
 
 void make_checkpoints(
     const std::filesystem::path& folder, std::initializer_list<int> steps) {
@@ -52,7 +35,7 @@ std::vector<int64_t> checkpoint_steps(const std::filesystem::path& folder) {
 } // namespace detail
 
 TEST(OutputFolder, IsRefusedWhereItHoldsAnotherRunAndNothingIsTouched) {
-  const detail::ScratchFolder scratch;
+  const testing_support::TemporaryFolder scratch;
   TrainingArguments arguments;
   arguments.output_dir = (scratch.path() / "new").string();
   EXPECT_NO_THROW(require_free_output_dir(arguments));
@@ -76,27 +59,24 @@ TEST(OutputFolder, IsRefusedWhereItHoldsAnotherRunAndNothingIsTouched) {
   EXPECT_NO_THROW(require_free_output_dir(arguments));
   clear_output_dir(arguments.output_dir);
   EXPECT_TRUE(trace_of_a_run(arguments.output_dir).empty());
-  EXPECT_TRUE(
-      std::filesystem::exists(scratch.path() / "new" / "notes.txt"));
+  EXPECT_TRUE(std::filesystem::exists(scratch.path() / "new" / "notes.txt"));
 
   arguments.output_dir = (scratch.path() / "new" / "notes.txt").string();
   EXPECT_THROW(require_free_output_dir(arguments), InputError);
 }
 
 TEST(OutputFolder, RotationGoesByNumberAndKeepsTheBestAndTheNewest) {
-  const detail::ScratchFolder scratch;
+  const testing_support::TemporaryFolder scratch;
   // 9 sorts before 10 and 100 by number only; checkpoint-x is none of ours.
   detail::make_checkpoints(scratch.path(), {100, 9, 10, 11});
   std::filesystem::create_directories(scratch.path() / "checkpoint-x");
   EXPECT_EQ(rotate_checkpoints(scratch.path(), 0, {}).size(), 0u);
   rotate_checkpoints(scratch.path(), 2, 9);
   EXPECT_EQ(
-      detail::checkpoint_steps(scratch.path()),
-      (std::vector<int64_t>{9, 100}));
+      detail::checkpoint_steps(scratch.path()), (std::vector<int64_t>{9, 100}));
   rotate_checkpoints(scratch.path(), 1, 9);
   EXPECT_EQ(
-      detail::checkpoint_steps(scratch.path()),
-      (std::vector<int64_t>{9, 100}));
+      detail::checkpoint_steps(scratch.path()), (std::vector<int64_t>{9, 100}));
   rotate_checkpoints(scratch.path(), 1, {});
   EXPECT_EQ(
       detail::checkpoint_steps(scratch.path()), (std::vector<int64_t>{100}));
@@ -117,12 +97,26 @@ TEST(TrainerState, FileHasHuggingFacesKeysAndNoNumberThatJsonLacks) {
   const nlohmann::json json = nlohmann::json::parse(text);
   // The fields of transformers.TrainerState.
   const std::vector<std::string> expected = {
-      "best_global_step", "best_metric", "best_model_checkpoint", "epoch",
-      "eval_steps", "global_step", "is_hyper_param_search",
-      "is_local_process_zero", "is_world_process_zero", "log_history",
-      "logging_steps", "max_steps", "num_input_tokens_seen",
-      "num_train_epochs", "save_steps", "stateful_callbacks", "total_flos",
-      "train_batch_size", "trial_name", "trial_params"};
+      "best_global_step",
+      "best_metric",
+      "best_model_checkpoint",
+      "epoch",
+      "eval_steps",
+      "global_step",
+      "is_hyper_param_search",
+      "is_local_process_zero",
+      "is_world_process_zero",
+      "log_history",
+      "logging_steps",
+      "max_steps",
+      "num_input_tokens_seen",
+      "num_train_epochs",
+      "save_steps",
+      "stateful_callbacks",
+      "total_flos",
+      "train_batch_size",
+      "trial_name",
+      "trial_params"};
   std::vector<std::string> names;
   for (const auto& [name, value] : json.items()) {
     names.push_back(name);
@@ -130,7 +124,7 @@ TEST(TrainerState, FileHasHuggingFacesKeysAndNoNumberThatJsonLacks) {
   EXPECT_EQ(names, expected);
   EXPECT_TRUE(json.at("log_history").at(0).at("loss").is_null());
 
-  const detail::ScratchFolder scratch;
+  const testing_support::TemporaryFolder scratch;
   write_file_atomically(scratch.path() / "trainer_state.json", text);
   const TrainerState again =
       read_trainer_state(scratch.path() / "trainer_state.json");

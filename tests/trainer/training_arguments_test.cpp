@@ -73,8 +73,8 @@ TEST(TrainingArguments, BestModelNeedsASaveForEachEvaluation) {
   EXPECT_EQ(detail::validation_error(arguments), "no error");
   arguments.save_strategy = IntervalStrategy::steps;
   EXPECT_NE(
-      detail::validation_error(arguments)
-          .find("eval_strategy=epoch, save_strategy=steps"),
+      detail::validation_error(arguments).find(
+          "eval_strategy=epoch, save_strategy=steps"),
       std::string::npos);
   arguments.eval_strategy = IntervalStrategy::steps;
   arguments.eval_steps = 0.1;

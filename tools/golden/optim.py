@@ -1,6 +1,7 @@
 """Prints tests/optim/optim_golden.h: schedules and decay groups of transformers.
 
 Run: python tools/golden/optim.py > tests/optim/optim_golden.h
+     tools/format.sh tests/optim/optim_golden.h
 """
 
 import torch

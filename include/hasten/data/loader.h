@@ -21,6 +21,10 @@ struct LoaderOptions {
   /// shuffled again. Without shuffle all rows are sorted, the longest first;
   /// Batch::indices says which row is which. Costs one length() call a row.
   bool group_by_length = true;
+  /// Rows that stay together when grouping: those of one optimizer step over all
+  /// ranks, a multiple of batch_size times ranks, so that a step holds the same
+  /// rows however they are cut. 0: batch_size times ranks.
+  int64_t group_batch = 0;
   /// Leaves out the last, smaller batch of an epoch.
   bool drop_last = false;
   /// Seed of the order stream.

@@ -41,8 +41,7 @@ class LrScheduler final : public Stateful {
   torch::optim::Optimizer& optimizer() const { return optimizer_; }
 
   /// values: completed_updates, base_lrs. No tensors.
-  void save_state(
-      NamedTensors& tensors, nlohmann::json& values) const override;
+  void save_state(NamedTensors& tensors, nlohmann::json& values) const override;
   /// Sets the optimizer's learning rates as well.
   void load_state(
       const NamedTensors& tensors, const nlohmann::json& values) override;
