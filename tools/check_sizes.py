@@ -10,9 +10,12 @@ import re
 import tree
 
 FUNCTION_LIMIT = 80
-# A definition's last line as clang-format leaves it; control flow is excluded.
-OPENING = re.compile(r"^(?P<indent> *)(?P<head>.*\)(?:[\w\s&:<>*,()-]*)?) \{$")
-CONTROL = re.compile(r"^\s*(\} )?(if|for|while|switch|else|catch|do|try|return)\b")
+# What may stand between a function's parameter list and its body.
+HEAD = re.compile(r"\)\s*(const|noexcept(\(.*\))?|override|final|mutable|&&?|->[^;{}]*|\s)*(:[^;{}]*)?$")
+CONTROL = re.compile(r"(^|\belse\s+)(if|for|while|switch|catch)\b[^;]*$")
+NOISE = re.compile(
+    r'//[^\n]*|/\*.*?\*/|R"(\w*)\(.*?\)\1"|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])+\'', re.S
+)
 
 
 def limit_of(path):
@@ -34,24 +37,33 @@ def limit_of(path):
     return None
 
 
-def long_functions(lines):
-    """(first line, length) of bodies that are too long; nested ones count once."""
-    found = []
-    number = 0
-    while number < len(lines):
-        match = OPENING.match(lines[number])
-        if match and not CONTROL.match(lines[number]):
-            closing = match["indent"] + "}"
-            end = number + 1
-            while end < len(lines) and not (
-                lines[end] == closing or lines[end].startswith((closing + ";", closing + ")", closing + " "))
-            ):
-                end += 1
-            length = end - number - 1
-            if length > FUNCTION_LIMIT:
-                found.append((number + 1, length))
-                number = end
-        number += 1
+def bare(text):
+    """The text with comments and literals blanked, its lines kept."""
+    # A digit separator (1'000) is no character literal.
+    text = re.sub(r"(?<=\d)'(?=\d)", "_", text)
+    return NOISE.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), text)
+
+
+def long_functions(text):
+    """[(first line, lines)] of bodies that are too long, outermost functions only."""
+    found, stack, head_start, line = [], [], 0, 1
+    text = bare(text)
+    for position, character in enumerate(text):
+        if character == "\n":
+            line += 1
+        elif character == "{":
+            head = " ".join(text[head_start:position].split())
+            inside = any(is_function for is_function, _ in stack)
+            is_function = not inside and HEAD.search(head) and not CONTROL.search(head)
+            stack.append((bool(is_function), line))
+            head_start = position + 1
+        elif character == "}" and stack:
+            is_function, first = stack.pop()
+            if is_function and line - first - 1 > FUNCTION_LIMIT:
+                found.append((first, line - first - 1))
+            head_start = position + 1
+        elif character == ";":
+            head_start = position + 1
     return found
 
 
@@ -65,7 +77,7 @@ def check(root):
         if len(lines) > limit:
             problems.append(tree.Problem(str(path), len(lines), f"{len(lines)} lines, the limit is {limit}"))
         if path.suffix in tree.SOURCES:
-            for line, length in long_functions(lines):
+            for line, length in long_functions((root / path).read_text()):
                 problems.append(
                     tree.Problem(
                         str(path), line, f"a function body of {length} lines, the limit is {FUNCTION_LIMIT}"

@@ -1,0 +1,165 @@
+#!/usr/bin/env python3
+"""Breaks each rule on purpose in a small tree and sees its check fail.
+
+A check that has gone quiet looks like a clean tree; these cases tell them apart.
+"""
+
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import unittest
+
+TOOLS = pathlib.Path(__file__).resolve().parent
+
+GOOD = {
+    "docs/architecture.md": "| layer | folders |\n|---|---|\n| 0 | `base` |\n| 1 | `core`, `launch` |\n| 2 | `comm` |\n",
+    "include/hasten/base/a.h": "#pragma once\n#include <string>\ninline std::string a() { return {}; }\n",
+    "include/hasten/comm/b.h": '#pragma once\n#include "hasten/base/a.h"\n#include <ATen/core/Tensor.h>\ninline at::Tensor b() { a(); return {}; }\n',
+    "src/comm/b.cpp": '#include "hasten/comm/b.h"\n',
+    "tests/comm/CMakeLists.txt": "hasten_tests(unit b_test.cpp)\n",
+    "tests/comm/b_test.cpp": "TEST(B, Holds) {\n  if (none()) {\n    GTEST_SKIP() << \"why\";\n  }\n}\n",
+    "examples/loop.cpp": "int main() {\n  // [loop]\n  run();\n  // [/loop]\n}\n",
+    "README.md": "<!-- examples/loop.cpp: loop -->\n```cpp\nrun();\n```\n[page](docs/architecture.md)\n",
+}
+# Stands for LibTorch: what check_headers looks at is names.
+TORCH = {
+    "include/ATen/core/Tensor.h": "#pragma once\nnamespace at { struct Tensor {}; }\n",
+    "include/torch/torch.h": "#pragma once\n",
+    "include/torch/csrc/api/include/torch/nn.h": "#pragma once\n",
+    "include/torch/csrc/api/include/torch/all.h": "#pragma once\n#include <torch/nn.h>\n",
+    "include/gloo/context.h": "#pragma once\n",
+}
+
+
+def write(folder, contents):
+    for name, text in contents.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+class ChecksTest(unittest.TestCase):
+    def setUp(self):
+        self.folder = tempfile.TemporaryDirectory(prefix="hasten-checks-")
+        self.addCleanup(self.folder.cleanup)
+        self.root = pathlib.Path(self.folder.name, "tree")
+        self.torch = pathlib.Path(self.folder.name, "torch")
+        write(self.root, GOOD)
+        write(self.torch, TORCH)
+
+    def run_check(self, name, *arguments):
+        environment = dict(
+            os.environ,
+            HASTEN_CACHE=str(pathlib.Path(self.folder.name, "cache")),
+            HASTEN_TORCH=str(self.torch),
+        )
+        command = [sys.executable, TOOLS / f"check_{name}.py", "--root", self.root, *arguments]
+        result = subprocess.run(command, capture_output=True, text=True, env=environment)
+        self.assertEqual(result.stderr, "")
+        return result.returncode, result.stdout
+
+    def assert_good(self, name):
+        self.assertEqual(self.run_check(name), (0, ""))
+
+    def assert_bad(self, name, changes, *words):
+        self.assert_good(name)
+        write(self.root, changes)
+        code, output = self.run_check(name)
+        self.assertEqual(code, 1, output)
+        for word in words:
+            self.assertIn(word, output)
+
+    def test_layers_points_up(self):
+        self.assert_bad("layers", {"src/base/a.cpp": '#include "hasten/comm/b.h"\n'}, "src/base/a.cpp:1", "layer 2")
+
+    def test_layers_sibling(self):
+        self.assert_bad("layers", {"src/launch/l.cpp": '\n#include "hasten/core/c.h"\n'}, "src/launch/l.cpp:2")
+
+    def test_layers_unknown_folder(self):
+        self.assert_bad("layers", {"src/utils/u.cpp": "\n"}, "utils")
+
+    def test_layers_libtorch_in_base(self):
+        self.assert_bad("layers", {"src/base/a.cpp": "#include <c10/util/Half.h>\n"}, "LibTorch")
+
+    def test_sizes_header(self):
+        self.assert_bad("sizes", {"include/hasten/base/a.h": "\n" * 401}, "the limit is 400")
+
+    def test_sizes_readme(self):
+        self.assert_bad("sizes", {"README.md": "x\n" * 151}, "the limit is 150")
+
+    def test_sizes_function(self):
+        body = 'void f(\n    int a) const {\n  g("}");  // }\n' + "  if (a) {\n  }\n" * 40 + "}\n"
+        self.assert_bad("sizes", {"src/comm/f.cpp": body}, "src/comm/f.cpp:2", "81 lines")
+
+    def test_tests_unregistered(self):
+        self.assert_bad("tests", {"tests/comm/c_test.cpp": "\n"}, "c_test.cpp")
+
+    def test_tests_registered_in_a_comment(self):
+        self.assert_bad("tests", {"tests/comm/CMakeLists.txt": "# b_test.cpp\n"}, "b_test.cpp")
+
+    def test_tests_absent(self):
+        self.assert_bad("tests", {"tests/comm/CMakeLists.txt": "hasten_tests(unit b_test.cpp c_test.cpp)\n"}, "not there")
+
+    def test_tests_disabled(self):
+        self.assert_bad("tests", {"tests/comm/b_test.cpp": "TEST(B, DISABLED_Holds) {}\n"}, "switched off")
+
+    def test_tests_silent_skip(self):
+        self.assert_bad("tests", {"tests/comm/b_test.cpp": "GTEST_SKIP();\n"}, "reason")
+
+    def test_words_path(self):
+        self.assert_bad("words", {"src/comm/b.cpp": "// see /" + "work/x\n"}, "path of one machine")
+
+    def test_words_promise(self):
+        self.assert_bad("words", {"src/comm/b.cpp": "// TO" + "DO later\n"}, "promise")
+
+    def test_words_tracker(self):
+        self.assert_bad("words", {"README.md": "as issue" + " 12 says\n"}, "tracker")
+
+    def test_snippets_stale(self):
+        self.assert_bad("snippets", {"examples/loop.cpp": "// [loop]\nwalk();\n// [/loop]\n"}, "differs")
+        self.run_check("snippets", "--fix")
+        self.assert_good("snippets")
+        self.assertIn("walk();", (self.root / "README.md").read_text())
+
+    def test_snippets_unmarked(self):
+        self.assert_bad("snippets", {"README.md": "text\n\n```cpp\nrun();\n```\n"}, "names no compiled file")
+
+    def test_snippets_dead_link(self):
+        self.assert_bad("snippets", {"README.md": "[page](docs/none.md)\n"}, "docs/none.md")
+
+    def test_headers_missing_include(self):
+        self.assert_bad("headers", {"include/hasten/base/c.h": "#pragma once\nstd::string c();\n"}, "c.h:1", "std")
+
+    def test_headers_missing_include_beside_the_same_heavy_one(self):
+        text = "#pragma once\n#include <ATen/core/Tensor.h>\nstd::string c(at::Tensor);\n"
+        self.assert_bad("headers", {"include/hasten/comm/c.h": text, "include/hasten/comm/d.h": text}, "c.h:1", "d.h:1")
+
+    def test_headers_no_pragma_once(self):
+        self.assert_bad("headers", {"include/hasten/base/c.h": "struct C {};\n"}, "c.h:1", "redefinition")
+
+    def test_headers_heavy(self):
+        for heavy in ("torch/torch.h", "torch/all.h", "gloo/context.h"):
+            with self.subTest(heavy):
+                self.assert_bad(
+                    "headers", {"include/hasten/comm/c.h": f"#pragma once\n#include <{heavy}>\n"}, "brings in"
+                )
+                (self.root / "include/hasten/comm/c.h").unlink()
+
+    def test_headers_heavy_through_a_shared_one(self):
+        text = "#pragma once\n#include <torch/all.h>\n"
+        self.assert_bad("headers", {"include/hasten/comm/c.h": text, "include/hasten/comm/d.h": text}, "c.h", "d.h")
+
+    def test_headers_parallel_for(self):
+        self.assert_bad(
+            "headers", {"include/hasten/comm/c.h": "#pragma once\n#define C at::parallel_for\n"}, "parallel_for"
+        )
+
+    def test_headers_remembers_good_ones_only(self):
+        self.assert_bad("headers", {"include/hasten/base/a.h": "std::string a();\n"}, "a.h", "b.h")
+        self.assertEqual(self.run_check("headers")[0], 1)
+
+
+if __name__ == "__main__":
+    unittest.main()
