@@ -1,0 +1,33 @@
+# hasten::hasten, the one target others link, and the rules of `cmake --install`.
+get_property(_parts GLOBAL PROPERTY HASTEN_PARTS)
+add_library(hasten_all INTERFACE)
+add_library(hasten::hasten ALIAS hasten_all)
+set_target_properties(hasten_all PROPERTIES EXPORT_NAME hasten)
+target_link_libraries(hasten_all INTERFACE ${_parts})
+
+if(HASTEN_INSTALL)
+  include(CMakePackageConfigHelpers)
+  set(_folder "${CMAKE_INSTALL_LIBDIR}/cmake/hasten")
+  get_filename_component(HASTEN_BUILT_WITH "${LibTorch_LIB_DIR}" DIRECTORY)
+  configure_package_config_file(
+    "${CMAKE_CURRENT_LIST_DIR}/hastenConfig.cmake.in"
+    "${CMAKE_CURRENT_BINARY_DIR}/hastenConfig.cmake"
+    INSTALL_DESTINATION "${_folder}")
+  write_basic_package_version_file(
+    "${CMAKE_CURRENT_BINARY_DIR}/hastenConfigVersion.cmake"
+    COMPATIBILITY SameMinorVersion)
+  install(FILES
+    "${CMAKE_CURRENT_BINARY_DIR}/hastenConfig.cmake"
+    "${CMAKE_CURRENT_BINARY_DIR}/hastenConfigVersion.cmake"
+    "${CMAKE_CURRENT_LIST_DIR}/FindLibTorch.cmake"
+    DESTINATION "${_folder}")
+  install(TARGETS hasten_all EXPORT hastenTargets)
+  install(EXPORT hastenTargets NAMESPACE hasten:: DESTINATION "${_folder}")
+  install(DIRECTORY "${PROJECT_SOURCE_DIR}/include/hasten"
+    DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}")
+  foreach(_program hasten hasten-worker)
+    if(TARGET ${_program})
+      install(TARGETS ${_program})
+    endif()
+  endforeach()
+endif()

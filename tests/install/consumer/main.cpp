@@ -1,0 +1,17 @@
+// Uses a part with LibTorch and one without, as a stranger's program would.
+#include <ATen/ATen.h>
+#include <hasten/base/error.h>
+#include <hasten/optim/schedule.h>
+
+#include <iostream>
+
+int main() {
+  const auto schedule = hasten::linear_schedule(10, 110);
+  const at::Tensor halfway = at::ones({2, 2}) * schedule(60);
+  try {
+    throw hasten::InputError("consumer::main", "size=0", "1 or more");
+  } catch (const hasten::Error& error) {
+    std::cout << error.what() << '\n';
+  }
+  std::cout << "sum " << halfway.sum().item<double>() << '\n';
+}
