@@ -12,8 +12,6 @@
 
 namespace hasten {
 
-class FolderCommit;
-
 struct LoadBertOptions {
   /// Names of the labels the caller needs, [label id]. Nothing keeps the
   /// folder's. Another number of labels than the folder's classifier has, or
@@ -54,10 +52,11 @@ LoadedBert load_bert_classifier(
 /// Throws InputError as load_bert_classifier.
 BertConfig read_bert_config(const std::filesystem::path& folder);
 
-/// Writes config.json and model.safetensors into a folder in the making; the
-/// caller adds other files and commits. Local: one rank calls it.
-/// Throws Error naming path and reason.
+/// Writes config.json and model.safetensors into an existing folder; for a whole
+/// model at once make it FolderCommit::folder(), add the other files and commit.
+/// Local: one rank calls it. Throws Error naming path and reason.
 void save_bert_classifier(
-    FolderCommit& folder, BertForSequenceClassificationImpl& model);
+    const std::filesystem::path& folder,
+    BertForSequenceClassificationImpl& model);
 
 } // namespace hasten
