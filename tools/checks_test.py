@@ -160,6 +160,39 @@ class ChecksTest(unittest.TestCase):
         self.assert_bad("headers", {"include/hasten/base/a.h": "std::string a();\n"}, "a.h", "b.h")
         self.assertEqual(self.run_check("headers")[0], 1)
 
+    def run_report(self, *tests):
+        """tests: (name, label, status, output)."""
+        entries = "".join(
+            f'<testcase name="{name}" status="{status}"><properties><property '
+            f'name="cmake_labels" value="{label}"/></properties>'
+            f"<system-out>{output}</system-out></testcase>"
+            for name, label, status, output in tests
+        )
+        path = pathlib.Path(self.folder.name, "ctest.xml")
+        path.write_text(f"<testsuite>{entries}</testsuite>")
+        result = subprocess.run([sys.executable, TOOLS / "test_report.py", path], capture_output=True, text=True)
+        return result.returncode, result.stdout
+
+    def test_report_counts_and_names_skips(self):
+        unit = "a_test.cpp:3: Skipped\nno disk\n[  SKIPPED ] A.B (0 ms)\n[==========] 5 tests from 2 test suites ran. (1 ms total)\n[  SKIPPED ] A.B\n"
+        world = "[  SKIPPED ] C.D (1 ms)\n[  SKIPPED ] C.D: one rank\n[==========] 3 cases ran on 2 ranks: 2 passed, 0 failed, 1 skipped.\n"
+        code, output = self.run_report(("unit", "unit", "run", unit), ("world2", "dist;world2", "run", world))
+        self.assertEqual(code, 0, output)
+        for line in ("unit: 4 cases", "dist: 2 cases", "skipped: unit A.B: no disk", "skipped: world2 C.D: one rank"):
+            self.assertIn(line + "\n", output)
+
+    def test_report_label_that_ran_nothing(self):
+        none = "[==========] 0 tests from 0 test suites ran. (0 ms total)\n"
+        for test in (("unit", "unit", "run", none), ("demo", "demo", "notrun", "no reason\n")):
+            with self.subTest(test):
+                code, output = self.run_report(("plain", "plain", "run", ""), test)
+                self.assertEqual(code, 1)
+                self.assertIn(f"the label {test[1]} ran no case", output)
+        offline = ("demo", "demo", "notrun", "error: pip could not fetch x==1. Is the network out?\n")
+        code, output = self.run_report(("plain", "plain", "run", ""), offline)
+        self.assertEqual(code, 0)
+        self.assertIn("skipped: demo: error: pip could not fetch x==1", output)
+
 
 if __name__ == "__main__":
     unittest.main()

