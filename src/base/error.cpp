@@ -19,7 +19,7 @@ std::string error_text(
   std::string text;
   if (const int world_size = error_world_size; world_size > 1) {
     text += "rank " + std::to_string(error_rank) + "/" +
-        std::to_string(world_size) + " ";
+            std::to_string(world_size) + " ";
   }
   text.append("[").append(where).append("] ").append(what);
   if (text.back() != '.') {

@@ -40,7 +40,10 @@ std::string path_problem(const std::filesystem::path& path, int error) {
     case EFBIG:
     case ENOSPC:
       throw Error(
-          where, path_problem(path, error), {}, "free space or write elsewhere");
+          where,
+          path_problem(path, error),
+          {},
+          "free space or write elsewhere");
     default:
       throw Error(where, path_problem(path, error));
   }
@@ -99,8 +102,8 @@ int write_and_rename(
     const std::filesystem::path& temporary,
     const std::filesystem::path& target,
     std::string_view bytes) {
-  FileDescriptor file(::open(
-      temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666));
+  FileDescriptor file(
+      ::open(temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666));
   if (file.get() < 0) {
     return errno;
   }
@@ -162,7 +165,7 @@ void write_file_atomically(
   const std::filesystem::path target = detail::link_target(path);
   std::filesystem::path temporary = target;
   temporary += ".tmp-" + std::to_string(::getpid()) + "-" +
-      std::to_string(counter.fetch_add(1));
+               std::to_string(counter.fetch_add(1));
   if (const int error = detail::write_and_rename(temporary, target, bytes)) {
     ::unlink(temporary.c_str());
     detail::throw_file_error(kWhere, path, error);

@@ -53,8 +53,7 @@ void close_others_on_exec(long open_files) {
 
 /// Puts the asked descriptors in place of 0, 1, 2; false with errno set.
 bool place_standard_descriptors(const SpawnOptions& options) {
-  const int wanted[] = {
-      options.stdin_fd, options.stdout_fd, options.stderr_fd};
+  const int wanted[] = {options.stdin_fd, options.stdout_fd, options.stderr_fd};
   // A source below 3 could be overwritten before it is used: lift it first.
   int sources[3];
   for (int i = 0; i < 3; ++i) {
@@ -151,23 +150,27 @@ std::string find_program(const std::string& name) {
   }
 }
 
-/// This process's environment with `changes` on top.
+/// This process's environment with `changes` on top, the last of a name counting.
 std::vector<std::string> merged_environment(
     const std::vector<std::pair<std::string, std::string>>& changes) {
+  const auto changed = [&](std::string_view name, size_t from) {
+    return std::any_of(
+        changes.begin() + static_cast<ptrdiff_t>(from),
+        changes.end(),
+        [&](const auto& change) { return change.first == name; });
+  };
   std::vector<std::string> merged;
   for (char** entry = environ; entry && *entry; ++entry) {
     const std::string_view text = *entry;
-    const std::string_view name = text.substr(0, text.find('='));
-    const bool changed = std::any_of(
-        changes.begin(), changes.end(), [&](const auto& change) {
-          return change.first == name;
-        });
-    if (!changed) {
+    if (!changed(text.substr(0, text.find('=')), 0)) {
       merged.emplace_back(text);
     }
   }
-  for (const auto& [name, value] : changes) {
-    merged.push_back(name + "=" + value);
+  for (size_t i = 0; i < changes.size(); ++i) {
+    const auto& [name, value] = changes[i];
+    if (!changed(name, i + 1)) {
+      merged.push_back(name + "=" + value);
+    }
   }
   return merged;
 }
@@ -256,7 +259,7 @@ std::string describe(const ProcessEnd& end) {
   }
   const char* text = ::sigdescr_np(end.signal);
   return "was killed by signal " + std::to_string(end.signal) + " (" +
-      (text ? text : "unknown") + ")";
+         (text ? text : "unknown") + ")";
 }
 
 std::pair<int, int> listen_on_loopback() {
@@ -267,8 +270,7 @@ std::pair<int, int> listen_on_loopback() {
   socklen_t size = sizeof address;
   auto* generic = reinterpret_cast<sockaddr*>(&address);
   if (fd < 0 || ::bind(fd, generic, size) != 0 ||
-      ::listen(fd, SOMAXCONN) != 0 ||
-      ::getsockname(fd, generic, &size) != 0) {
+      ::listen(fd, SOMAXCONN) != 0 || ::getsockname(fd, generic, &size) != 0) {
     const int error = errno;
     if (fd >= 0) {
       ::close(fd);
@@ -291,9 +293,7 @@ void install_interrupt_handlers() {
   }
 }
 
-int interrupt_signal() {
-  return detail::remembered_signal;
-}
+int interrupt_signal() { return detail::remembered_signal; }
 
 void throw_if_interrupted() {
   if (const int signal = interrupt_signal()) {

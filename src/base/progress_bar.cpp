@@ -56,10 +56,9 @@ void ProgressBar::update(int64_t done, const std::string& note) {
   done_ = std::clamp<int64_t>(done, 0, total_);
   note_ = note;
   const auto now = std::chrono::steady_clock::now();
-  const bool due = terminal_
-      ? now - last_draw_ >= detail::kBarRedraw
-      : now - last_draw_ >= detail::kBarPlainLine &&
-          (done_ - printed_done_) * 10 >= total_;
+  const bool due = terminal_ ? now - last_draw_ >= detail::kBarRedraw
+                             : now - last_draw_ >= detail::kBarPlainLine &&
+                                   (done_ - printed_done_) * 10 >= total_;
   if (due) {
     draw(now);
   }
@@ -90,15 +89,16 @@ std::string ProgressBar::text(
     std::chrono::steady_clock::time_point now, int width) const {
   const double elapsed = std::chrono::duration<double>(now - start_).count();
   const double left = done_ > 0
-      ? elapsed * static_cast<double>(total_ - done_) /
-          static_cast<double>(done_)
-      : std::numeric_limits<double>::infinity();
+                          ? elapsed * static_cast<double>(total_ - done_) /
+                                static_cast<double>(done_)
+                          : std::numeric_limits<double>::infinity();
   const double share = static_cast<double>(done_) / static_cast<double>(total_);
   char percent[8];
-  std::snprintf(percent, sizeof percent, "%3d%%", static_cast<int>(share * 100));
+  std::snprintf(
+      percent, sizeof percent, "%3d%%", static_cast<int>(share * 100));
   std::string head = label_ + " " + percent + " ";
   std::string tail = format_count(done_) + "/" + format_count(total_) + " " +
-      format_duration(elapsed) + "<" + format_duration(left);
+                     format_duration(elapsed) + "<" + format_duration(left);
   if (!note_.empty()) {
     tail += " " + note_;
   }
@@ -108,7 +108,7 @@ std::string ProgressBar::text(
     const int cells = std::min(room, 40);
     const int full = static_cast<int>(share * cells);
     head += "[" + std::string(static_cast<size_t>(full), '=') +
-        std::string(static_cast<size_t>(cells - full), ' ') + "] ";
+            std::string(static_cast<size_t>(cells - full), ' ') + "] ";
   }
   std::string line = head + tail;
   if (width > 0 && line.size() > static_cast<size_t>(width - 1)) {
@@ -123,7 +123,8 @@ void ProgressBar::draw(std::chrono::steady_clock::time_point now) {
   const std::lock_guard lock(detail::terminal_mutex());
   if (terminal_) {
     detail::write_stderr(
-        std::string(detail::kEraseLine) + text(now, detail::terminal_columns()));
+        std::string(detail::kEraseLine) +
+        text(now, detail::terminal_columns()));
     detail::terminal_bar_drawn = true;
   } else {
     detail::write_stderr(text(now, 0) + "\n");
@@ -138,11 +139,18 @@ std::string format_duration(double seconds) {
   char text[40];
   if (whole >= 3600) {
     std::snprintf(
-        text, sizeof text, "%lld:%02d:%02d", whole / 3600,
-        static_cast<int>(whole / 60 % 60), static_cast<int>(whole % 60));
+        text,
+        sizeof text,
+        "%lld:%02d:%02d",
+        whole / 3600,
+        static_cast<int>(whole / 60 % 60),
+        static_cast<int>(whole % 60));
   } else {
     std::snprintf(
-        text, sizeof text, "%02d:%02d", static_cast<int>(whole / 60),
+        text,
+        sizeof text,
+        "%02d:%02d",
+        static_cast<int>(whole / 60),
         static_cast<int>(whole % 60));
   }
   return text;

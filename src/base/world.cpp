@@ -70,7 +70,8 @@ class WorldReader {
     const auto value = whole_number(*text);
     if (!value || *value < least || *value > most) {
       std::string range = std::to_string(least) + "..";
-      range += most == std::numeric_limits<int>::max() ? "" : std::to_string(most);
+      range +=
+          most == std::numeric_limits<int>::max() ? "" : std::to_string(most);
       problem(std::string(name) + "=" + *text + " is not in " + range);
       return otherwise;
     }
@@ -116,7 +117,7 @@ bool listens_on(int fd, int port) {
     return ntohs(reinterpret_cast<sockaddr_in&>(address).sin_port) == port;
   }
   return address.ss_family == AF_INET6 &&
-      ntohs(reinterpret_cast<sockaddr_in6&>(address).sin6_port) == port;
+         ntohs(reinterpret_cast<sockaddr_in6&>(address).sin6_port) == port;
 }
 
 /// The handed-down descriptor, or -1.
@@ -139,7 +140,8 @@ World world_from_environment() {
   if (!reader.any_set()) {
     return world;
   }
-  for (const char* name : {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}) {
+  for (const char* name :
+       {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}) {
     reader.require(name);
   }
   const bool has_local_rank =
@@ -153,14 +155,14 @@ World world_from_environment() {
   world.local_rank = reader.number("LOCAL_RANK", 0, kMost, 0);
   world.local_world_size = reader.number("LOCAL_WORLD_SIZE", 1, kMost, 1);
   world.master_port = reader.number("MASTER_PORT", 1, 65535, 1);
-  const auto below = [&](const char* name, int value, const char* limit_name,
-                            int limit) {
-    if (value >= limit) {
-      reader.problem(
-          std::string(name) + "=" + std::to_string(value) + " with " +
-          limit_name + "=" + std::to_string(limit));
-    }
-  };
+  const auto below =
+      [&](const char* name, int value, const char* limit_name, int limit) {
+        if (value >= limit) {
+          reader.problem(
+              std::string(name) + "=" + std::to_string(value) + " with " +
+              limit_name + "=" + std::to_string(limit));
+        }
+      };
   below("RANK", world.rank, "WORLD_SIZE", world.world_size);
   if (has_local_rank) {
     below(
@@ -178,8 +180,7 @@ World world_from_environment() {
   world.master_addr = *detail::environment_value("MASTER_ADDR");
   world.agent_store =
       detail::environment_value("TORCHELASTIC_USE_AGENT_STORE") == "True";
-  world.listen_fd =
-      detail::usable_listen_fd(world.rank, world.master_port);
+  world.listen_fd = detail::usable_listen_fd(world.rank, world.master_port);
   world.source = "torchrun";
   return world;
 }

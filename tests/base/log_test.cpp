@@ -44,7 +44,8 @@ TEST_F(LogTest, SinkReceivesLinesUntilItIsTakenBack) {
   CapturedStderr captured;
   std::vector<std::string> lines;
   set_log_sink([&](LogLevel level, std::string_view line) {
-    lines.push_back(std::to_string(static_cast<int>(level)) + std::string(line));
+    lines.push_back(
+        std::to_string(static_cast<int>(level)) + std::string(line));
   });
   log_error("x");
   log(LogLevel::debug, "y");

@@ -24,7 +24,8 @@ static ProcessEnd wait_for_child(pid_t pid) {
 }
 
 // What `sh -c script` writes to stdout.
-static std::string shell_output(const std::string& script, SpawnOptions options = {}) {
+static std::string shell_output(
+    const std::string& script, SpawnOptions options = {}) {
   int ends[2];
   EXPECT_EQ(::pipe2(ends, O_CLOEXEC), 0);
   options.stdout_fd = ends[1];
@@ -53,7 +54,10 @@ TEST(Process, ChildGetsArgumentsEnvironmentAndItsOwnGroup) {
   const testing_support::ScopedEnvironment environment(
       {{"HASTEN_TEST_A", "old"}, {"HASTEN_TEST_B", "kept"}});
   SpawnOptions options;
-  options.environment = {{"HASTEN_TEST_A", "n e w"}, {"HASTEN_TEST_C", "1"}};
+  options.environment = {
+      {"HASTEN_TEST_A", "first"},
+      {"HASTEN_TEST_A", "n e w"},
+      {"HASTEN_TEST_C", "1"}};
   EXPECT_EQ(
       shell_output(
           "echo \"$HASTEN_TEST_A,$HASTEN_TEST_B,$HASTEN_TEST_C\"", options),

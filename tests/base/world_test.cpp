@@ -15,12 +15,11 @@
 
 namespace hasten {
 
-using WorldVariables =
-    std::vector<std::pair<std::string, std::optional<std::string>>>;
+using testing_support::EnvironmentValues;
 
 // Exactly these variables of the contract are set; all others are not.
-static WorldVariables world_variables(const WorldVariables& set) {
-  WorldVariables all = {
+static EnvironmentValues world_variables(const EnvironmentValues& set) {
+  EnvironmentValues all = {
       {"RANK", {}},
       {"WORLD_SIZE", {}},
       {"LOCAL_RANK", {}},
@@ -34,7 +33,7 @@ static WorldVariables world_variables(const WorldVariables& set) {
   return all;
 }
 
-static std::string world_error(const WorldVariables& set) {
+static std::string world_error(const EnvironmentValues& set) {
   const testing_support::ScopedEnvironment environment(world_variables(set));
   try {
     world_from_environment();
@@ -55,14 +54,14 @@ TEST(World, WithoutVariablesThisProcessIsAlone) {
 }
 
 TEST(World, TorchrunsVariablesAreRead) {
-  const testing_support::ScopedEnvironment environment(
-      world_variables({{"RANK", "5"},
-            {"WORLD_SIZE", "8"},
-            {"LOCAL_RANK", "1"},
-            {"LOCAL_WORLD_SIZE", "4"},
-            {"MASTER_ADDR", "node0"},
-            {"MASTER_PORT", "29500"},
-            {"TORCHELASTIC_USE_AGENT_STORE", "True"}}));
+  const testing_support::ScopedEnvironment environment(world_variables(
+      {{"RANK", "5"},
+       {"WORLD_SIZE", "8"},
+       {"LOCAL_RANK", "1"},
+       {"LOCAL_WORLD_SIZE", "4"},
+       {"MASTER_ADDR", "node0"},
+       {"MASTER_PORT", "29500"},
+       {"TORCHELASTIC_USE_AGENT_STORE", "True"}}));
   const World world = world_from_environment();
   EXPECT_EQ(world.rank, 5);
   EXPECT_EQ(world.world_size, 8);
@@ -75,11 +74,11 @@ TEST(World, TorchrunsVariablesAreRead) {
 }
 
 TEST(World, LocalVariablesDefaultWhenBothAreAbsent) {
-  const testing_support::ScopedEnvironment environment(
-      world_variables({{"RANK", "1"},
-            {"WORLD_SIZE", "2"},
-            {"MASTER_ADDR", "node0"},
-            {"MASTER_PORT", "29500"}}));
+  const testing_support::ScopedEnvironment environment(world_variables(
+      {{"RANK", "1"},
+       {"WORLD_SIZE", "2"},
+       {"MASTER_ADDR", "node0"},
+       {"MASTER_PORT", "29500"}}));
   const World world = world_from_environment();
   EXPECT_EQ(world.local_rank, 0);
   EXPECT_EQ(world.local_world_size, 1);
@@ -127,14 +126,15 @@ TEST(World, ValuesThatAreNoNumbersAreNamed) {
 
 TEST(World, HandedDownDescriptorIsUsedOnlyByRankZeroAndOnlyIfItListens) {
   const auto [fd, port] = listen_on_loopback();
-  WorldVariables variables = {
+  EnvironmentValues variables = {
       {"RANK", "0"},
       {"WORLD_SIZE", "2"},
       {"MASTER_ADDR", "127.0.0.1"},
       {"MASTER_PORT", std::to_string(port)},
       {"HASTEN_LISTEN_FD", std::to_string(fd)}};
   const auto listen_fd = [&] {
-    const testing_support::ScopedEnvironment environment(world_variables(variables));
+    const testing_support::ScopedEnvironment environment(
+        world_variables(variables));
     return world_from_environment().listen_fd;
   };
   EXPECT_EQ(listen_fd(), fd);
@@ -155,18 +155,21 @@ TEST(Cores, AllowedCoresFollowTheAffinityMask) {
     CPU_SET(::sched_getcpu(), &one);
     ASSERT_EQ(::sched_setaffinity(0, sizeof one, &one), 0);
     EXPECT_EQ(allowed_cores(), 1);
-  }).join();
+  })
+      .join();
   EXPECT_GE(allowed_cores(), 1);
 }
 
-static void put_cores_file(const std::filesystem::path& path, const std::string& text) {
+static void put_cores_file(
+    const std::filesystem::path& path, const std::string& text) {
   std::filesystem::create_directories(path.parent_path());
   std::ofstream(path) << text;
 }
 
 TEST(Cores, LeastQuotaOfTheV2AncestorsCounts) {
   const testing_support::TemporaryFolder root;
-  put_cores_file(root / "proc/self/mountinfo",
+  put_cores_file(
+      root / "proc/self/mountinfo",
       "30 25 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw\n");
   put_cores_file(root / "proc/self/cgroup", "0::/jobs/run1\n");
   EXPECT_TRUE(std::isinf(detail::cgroup_cores(root.path())));
@@ -179,13 +182,17 @@ TEST(Cores, LeastQuotaOfTheV2AncestorsCounts) {
 
 TEST(Cores, QuotaOfV1IsReadAtTheMountWhenTheHostsPathIsNotVisible) {
   const testing_support::TemporaryFolder root;
-  put_cores_file(root / "proc/self/mountinfo",
+  put_cores_file(
+      root / "proc/self/mountinfo",
       "30 25 0:26 /docker/x /sys/fs/cgroup/cpu,cpuacct ro - cgroup cgroup "
       "rw,cpu,cpuacct\n"
       "31 25 0:27 / /sys/fs/cgroup/cpuset ro - cgroup cgroup rw,cpuset\n");
-  put_cores_file(root / "proc/self/cgroup", "4:cpu,cpuacct:/docker/x\n3:cpuset:/\n");
-  put_cores_file(root / "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us", "250000\n");
-  put_cores_file(root / "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us", "100000\n");
+  put_cores_file(
+      root / "proc/self/cgroup", "4:cpu,cpuacct:/docker/x\n3:cpuset:/\n");
+  put_cores_file(
+      root / "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us", "250000\n");
+  put_cores_file(
+      root / "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us", "100000\n");
   EXPECT_DOUBLE_EQ(detail::cgroup_cores(root.path()), 2.5);
   put_cores_file(root / "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us", "-1\n");
   EXPECT_TRUE(std::isinf(detail::cgroup_cores(root.path())));
@@ -201,7 +208,7 @@ TEST(Cores, ThreadsPerRankDividesUnlessTheUserDecided) {
       world_variables({{"OMP_NUM_THREADS", "7,2"}}));
   EXPECT_EQ(threads_per_rank(4), 7);
   const testing_support::ScopedEnvironment bad(
-      WorldVariables{{"OMP_NUM_THREADS", "many"}});
+      EnvironmentValues{{"OMP_NUM_THREADS", "many"}});
   EXPECT_THROW(threads_per_rank(4), InputError);
 }
 

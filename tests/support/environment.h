@@ -9,11 +9,13 @@
 
 namespace hasten::testing_support {
 
+/// Values by name; nothing unsets the variable.
+using EnvironmentValues =
+    std::vector<std::pair<std::string, std::optional<std::string>>>;
+
 class ScopedEnvironment {
  public:
-  /// Values by name; nothing unsets the variable.
-  explicit ScopedEnvironment(
-      std::vector<std::pair<std::string, std::optional<std::string>>> values) {
+  explicit ScopedEnvironment(const EnvironmentValues& values) {
     for (const auto& [name, value] : values) {
       const char* old = std::getenv(name.c_str());
       old_.emplace_back(
@@ -39,7 +41,7 @@ class ScopedEnvironment {
     }
   }
 
-  std::vector<std::pair<std::string, std::optional<std::string>>> old_;
+  EnvironmentValues old_;
 };
 
 } // namespace hasten::testing_support

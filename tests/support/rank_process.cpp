@@ -97,12 +97,12 @@ std::vector<nlohmann::json> read_reports(RankProcess& rank) {
   return reports;
 }
 
-void wait_for_reports(
-    const std::vector<RankProcess>& ranks, int milliseconds) {
+void wait_for_reports(const std::vector<RankProcess>& ranks, int milliseconds) {
   std::vector<pollfd> waiting;
   for (const RankProcess& rank : ranks) {
     if (rank.reports_fd >= 0) {
-      waiting.push_back({.fd = rank.reports_fd, .events = POLLIN, .revents = 0});
+      waiting.push_back(
+          {.fd = rank.reports_fd, .events = POLLIN, .revents = 0});
     }
   }
   ::poll(waiting.data(), waiting.size(), milliseconds);
@@ -155,9 +155,7 @@ void ReportWriter::send(const nlohmann::json& report) {
   }
 }
 
-bool is_rank_process() {
-  return std::getenv(kReportVariable) != nullptr;
-}
+bool is_rank_process() { return std::getenv(kReportVariable) != nullptr; }
 
 double machine_seconds() {
   return std::chrono::duration<double>(

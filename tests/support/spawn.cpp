@@ -47,7 +47,7 @@ class SpawnedRank : public FaultRank {
 
   bool is_faulty() const override {
     return fault_.at("rank") == world_.rank &&
-        fault_.at("kind") != FaultKind::none;
+           fault_.at("kind") != FaultKind::none;
   }
 
   void fault_here() override {
@@ -136,9 +136,7 @@ class SpawnedWorld {
   SpawnedWorld(
       int world_size, const std::string& function, const EnvironmentList& extra)
       : ranks_(start_ranks(
-            world_size,
-            {"/proc/self/exe"},
-            environment(function, extra))),
+            world_size, {"/proc/self/exe"}, environment(function, extra))),
         reports_(ranks_.size()),
         ends_(ranks_.size(), -1) {}
 
@@ -201,8 +199,7 @@ class SpawnedWorld {
     } else if (event == "end") {
       ends_[rank] = report.at("at");
     } else if (event == "value") {
-      reports_[rank].values[std::string(report.at("key"))] =
-          report.at("value");
+      reports_[rank].values[std::string(report.at("key"))] = report.at("value");
     } else if (event == "error") {
       reports_[rank].error = report.at("what");
       reports_[rank].error_type = report.at("type");

@@ -90,12 +90,12 @@ bool register_rank_function(const char* name, RankFunction function);
 int run_rank_function();
 
 /// Defines a function that spawn() can run, with a parameter `rank`.
-#define HASTEN_RANK_FUNCTION(name)                                           \
-  static void rank_function_##name(::hasten::testing_support::FaultRank&);   \
-  [[maybe_unused]] static const bool rank_function_registered_##name =       \
-      ::hasten::testing_support::register_rank_function(                     \
-          #name, &rank_function_##name);                                     \
-  static void rank_function_##name(                                          \
+#define HASTEN_RANK_FUNCTION(name)                                         \
+  static void rank_function_##name(::hasten::testing_support::FaultRank&); \
+  [[maybe_unused]] static const bool rank_function_registered_##name =     \
+      ::hasten::testing_support::register_rank_function(                   \
+          #name, &rank_function_##name);                                   \
+  static void rank_function_##name(                                        \
       [[maybe_unused]] ::hasten::testing_support::FaultRank& rank)
 
 } // namespace hasten::testing_support

@@ -12,9 +12,7 @@ namespace hasten::testing_support {
 
 // How long the other ranks may go on after one has failed, and how long a
 // watchdog may be late before the parent acts in its place. Seconds.
-static double grace_seconds() {
-  return std::min(3.0, case_seconds() / 2);
-}
+static double grace_seconds() { return std::min(3.0, case_seconds() / 2); }
 
 /// One case as the ranks report it.
 struct CaseState {
@@ -54,7 +52,8 @@ class WorldLife {
         }
       }
       // A rank's own watchdog is quicker, unless the rank is frozen.
-      if (machine_seconds() > last_progress + case_seconds() + grace_seconds()) {
+      if (machine_seconds() >
+          last_progress + case_seconds() + grace_seconds()) {
         stop_all("did not end in time, and its watchdog is silent");
       } else if (failing_ && machine_seconds() > failed_at_ + grace_seconds()) {
         stop_all("was ended by the harness after another rank had failed");
@@ -73,8 +72,7 @@ class WorldLife {
   }
   bool finished(const std::string& name) const {
     const CaseState& state = cases_.at(name);
-    return !state.problems.empty() ||
-        state.ended.size() == ranks_.size();
+    return !state.problems.empty() || state.ended.size() == ranks_.size();
   }
   int size() const { return static_cast<int>(ranks_.size()); }
 
@@ -277,8 +275,9 @@ static int print_totals(const WorldTotals& totals, int world_size) {
       "%d skipped.\n",
       ran,
       world_size,
-      std::max(0, ran - static_cast<int>(
-                            totals.failed.size() + totals.skipped.size())),
+      std::max(
+          0,
+          ran - static_cast<int>(totals.failed.size() + totals.skipped.size())),
       static_cast<int>(totals.failed.size()),
       static_cast<int>(totals.skipped.size()));
   return totals.failed.empty() && complete ? 0 : 1;

@@ -3,10 +3,10 @@
 #include <execinfo.h>
 #include <gtest/gtest.h>
 #include <pthread.h>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <torch/torch.h>
 #include <unistd.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <atomic>
 #include <chrono>
@@ -209,7 +209,7 @@ class Rank {
 
   World fresh_world() {
     const std::string key = "fresh/" + std::to_string(case_index_) + "/" +
-        std::to_string(fresh_worlds_++);
+                            std::to_string(fresh_worlds_++);
     if (world_.is_main()) {
       const auto [fd, port] = listen_on_loopback();
       ::setenv("HASTEN_LISTEN_FD", std::to_string(fd).c_str(), 1);
@@ -310,21 +310,13 @@ int run_as_rank() {
   return code;
 }
 
-const World& test_world() {
-  return this_rank->world();
-}
+const World& test_world() { return this_rank->world(); }
 
-World fresh_world() {
-  return this_rank->fresh_world();
-}
+World fresh_world() { return this_rank->fresh_world(); }
 
-c10::intrusive_ptr<c10d::Store> test_store() {
-  return this_rank->case_store();
-}
+c10::intrusive_ptr<c10d::Store> test_store() { return this_rank->case_store(); }
 
-std::string case_name() {
-  return this_rank->case_name();
-}
+std::string case_name() { return this_rank->case_name(); }
 
 void at_case_end(std::function<void()> function) {
   this_rank->at_end(std::move(function));

@@ -15,16 +15,12 @@ namespace hasten {
 
 using testing_support::test_world;
 
-static bool on_rank_one() {
-  return test_world().rank == 1;
-}
+static bool on_rank_one() { return test_world().rank == 1; }
 
 // A collective that does nothing: each rank keeps what it had.
 static void no_op_all_reduce(torch::Tensor&) {}
 
-TEST(Planted, Passes) {
-  EXPECT_TRUE(testing_support::test_store() != nullptr);
-}
+TEST(Planted, Passes) { EXPECT_TRUE(testing_support::test_store() != nullptr); }
 
 TEST(Planted, NoOpCollective) {
   auto tensor = torch::full({2}, test_world().rank + 1.0);
@@ -33,13 +29,9 @@ TEST(Planted, NoOpCollective) {
   EXPECT_TRUE(torch::equal(tensor, torch::full({2}, n * (n + 1) / 2.0)));
 }
 
-TEST(Planted, PassesAfterAFailure) {
-  EXPECT_GE(test_world().world_size, 2);
-}
+TEST(Planted, PassesAfterAFailure) { EXPECT_GE(test_world().world_size, 2); }
 
-TEST(Planted, FailsAlone) {
-  EXPECT_FALSE(on_rank_one()) << "only here";
-}
+TEST(Planted, FailsAlone) { EXPECT_FALSE(on_rank_one()) << "only here"; }
 
 TEST(Planted, FailsWhileTheOtherWaits) {
   if (on_rank_one()) {
@@ -92,13 +84,9 @@ TEST(Planted, FailsAtItsEnd) {
   });
 }
 
-TEST(Planted, SkipsEverywhere) {
-  GTEST_SKIP() << "needs more than there is";
-}
+TEST(Planted, SkipsEverywhere) { GTEST_SKIP() << "needs more than there is"; }
 
-TEST(Planted, PassesAtLast) {
-  EXPECT_GE(test_world().world_size, 2);
-}
+TEST(Planted, PassesAtLast) { EXPECT_GE(test_world().world_size, 2); }
 
 class RegisteredLate : public testing::Test {
   void TestBody() override {}

@@ -49,8 +49,8 @@ TEST(Spawn, RanksReturnTheirValues) {
 }
 
 TEST(Spawn, KilledRankEndsBySignalAndOthersGoOn) {
-  const auto ranks = spawn(
-      2, "SpawnSelfSaysItsRank", {.kind = FaultKind::kill, .rank = 1});
+  const auto ranks =
+      spawn(2, "SpawnSelfSaysItsRank", {.kind = FaultKind::kill, .rank = 1});
   EXPECT_EQ(ranks[0].end.code, 0);
   EXPECT_EQ(ranks[1].end.signal, SIGKILL);
   EXPECT_FALSE(ranks[1].timed_out);
@@ -75,8 +75,8 @@ TEST(Spawn, LateRankIsLateByTheDelay) {
 }
 
 TEST(Spawn, ExceptionsArriveWithTypeAndText) {
-  const auto planted = spawn(
-      2, "SpawnSelfSaysItsRank", {.kind = FaultKind::fail, .rank = 1});
+  const auto planted =
+      spawn(2, "SpawnSelfSaysItsRank", {.kind = FaultKind::fail, .rank = 1});
   EXPECT_EQ(planted[0].error, "");
   EXPECT_EQ(planted[1].error, "planted failure");
   EXPECT_EQ(planted[1].end.code, 1);
@@ -86,8 +86,8 @@ TEST(Spawn, ExceptionsArriveWithTypeAndText) {
 }
 
 TEST(Spawn, RankThatNeverEndsIsKilledAtTheDeadline) {
-  const auto ranks = spawn(
-      2, "SpawnSelfNeverEnds", {}, {.deadline = std::chrono::seconds(3)});
+  const auto ranks =
+      spawn(2, "SpawnSelfNeverEnds", {}, {.deadline = std::chrono::seconds(3)});
   EXPECT_FALSE(ranks[0].timed_out);
   EXPECT_TRUE(ranks[1].timed_out);
   EXPECT_EQ(ranks[1].end.signal, SIGKILL);

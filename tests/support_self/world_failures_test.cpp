@@ -97,8 +97,8 @@ TEST(WorldFailures, EveryPlantedFailureFailsItsCaseAndNoOther) {
 }
 
 TEST(WorldFailures, HungAndStoppedRanksFailAtTheCasesLimit) {
-  const auto output = run_planted(
-      "Planted.Hangs:Planted.IsStopped:Planted.PassesAtLast");
+  const auto output =
+      run_planted("Planted.Hangs:Planted.IsStopped:Planted.PassesAtLast");
   EXPECT_EQ(output.code, 1);
   expect_lines(
       output,
@@ -112,13 +112,13 @@ TEST(WorldFailures, HungAndStoppedRanksFailAtTheCasesLimit) {
 
 TEST(WorldFailures, RankWithAnotherNumberOfCasesIsAFailure) {
   for (const char* rank : {"0", "1"}) {
-    const auto output =
-        run_planted("Planted.Passes:Planted.OnlyHere",
-                    {{"HASTEN_PLANT_EXTRA_CASE", rank}});
+    const auto output = run_planted(
+        "Planted.Passes:Planted.OnlyHere", {{"HASTEN_PLANT_EXTRA_CASE", rank}});
     EXPECT_EQ(output.code, 1);
     expect_lines(
-        output, {*rank == '0' ? "has 1 cases, rank 0 has 2"
-                              : "has 2 cases, rank 0 has 1"});
+        output,
+        {*rank == '0' ? "has 1 cases, rank 0 has 2"
+                      : "has 2 cases, rank 0 has 1"});
   }
 }
 

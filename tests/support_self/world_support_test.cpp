@@ -46,7 +46,8 @@ TEST(WorldSupport, TorchStartsDifferentlyOnEachRankAndAlikeInEachCase) {
 
 TEST(WorldSupport, StoreOfACaseStartsEmpty) {
   EXPECT_FALSE(testing_support::test_store()->check({"rank0"}));
-  EXPECT_EQ(testing_support::case_name(), "WorldSupport.StoreOfACaseStartsEmpty");
+  EXPECT_EQ(
+      testing_support::case_name(), "WorldSupport.StoreOfACaseStartsEmpty");
 }
 
 TEST(WorldSupport, FreshWorldsShareAPortThatListensOnRankZeroAlone) {

@@ -11,7 +11,8 @@
 namespace hasten {
 
 struct SpawnOptions {
-  /// Added to, or replacing, this process's environment.
+  /// Added to, or replacing, this process's environment; the last of a name
+  /// counts.
   std::vector<std::pair<std::string, std::string>> environment{};
   /// Descriptors the child keeps under the same number; all others are
   /// close-on-exec. 0, 1 and 2 are always kept.

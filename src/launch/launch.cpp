@@ -1,0 +1,170 @@
+#include "hasten/launch/launch.h"
+
+#include <algorithm>
+#include <csignal>
+#include <cstring>
+
+#include "hasten/base/error.h"
+#include "hasten/base/log.h"
+#include "hasten/base/world.h"
+#include "rank_group.h"
+
+namespace hasten {
+
+namespace detail {
+
+using LaunchClock = std::chrono::steady_clock;
+constexpr LaunchClock::time_point kLaunchNever = LaunchClock::time_point::max();
+// What is left after SIGKILL is given up after this.
+constexpr auto kLaunchKillWait = std::chrono::seconds(5);
+constexpr auto kLaunchSecondSignal = std::chrono::seconds(1);
+
+void check_launch_options(const LaunchOptions& options) {
+  constexpr const char* kWhere = "launch::launch";
+  if (options.nproc < 1) {
+    throw InputError(
+        kWhere, "nproc=" + std::to_string(options.nproc), "1 or more");
+  }
+  if (options.argv.empty()) {
+    throw InputError(kWhere, "no program to start", "a program after nproc");
+  }
+  const World outer = world_from_environment();
+  if (outer.world_size > 1) {
+    throw InputError(
+        kWhere,
+        "nproc=" + std::to_string(options.nproc) +
+            " inside a world of WORLD_SIZE=" +
+            std::to_string(outer.world_size) +
+            " (RANK=" + std::to_string(outer.rank) + ")",
+        "one launcher",
+        "leave nproc out, or unset WORLD_SIZE and its companions");
+  }
+}
+
+/// Decides when the ranks are told to end and when they are made to.
+class LaunchJudge {
+ public:
+  LaunchJudge(const LaunchOptions& options, RankGroup& group)
+      : options_(options), group_(group) {}
+
+  LaunchResult run() {
+    while (!group_.all_ended() && !given_up_) {
+      for (const RankEvent& event : group_.wait(time_left())) {
+        if (event.rank >= 0) {
+          on_end(event.rank);
+        } else {
+          on_signal(event.signal);
+        }
+      }
+      act_on_deadlines();
+    }
+    return result();
+  }
+
+ private:
+  std::chrono::milliseconds time_left() const {
+    const auto next = std::min(terminate_at_, kill_at_);
+    if (next == kLaunchNever) {
+      return std::chrono::hours(1);
+    }
+    return std::chrono::ceil<std::chrono::milliseconds>(
+        next - LaunchClock::now());
+  }
+
+  void on_end(int rank) {
+    const ProcessEnd& end = group_.end(rank);
+    if (end.code == 0 || first_failed_ >= 0 || signal_ != 0) {
+      return;
+    }
+    first_failed_ = rank;
+    if (!group_.all_ended()) {
+      log_info(
+          "rank " + std::to_string(rank) + " " + describe(end) +
+          "; the other ranks are stopped");
+      terminate_at_ = LaunchClock::now() + options_.settle;
+    }
+  }
+
+  void on_signal(int signal) {
+    group_.send(signal);
+    group_.send(SIGCONT); // a stopped rank takes signals only when it goes on
+    const auto now = LaunchClock::now();
+    if (signal_ == 0 && first_failed_ < 0) {
+      signal_ = signal;
+      kill_at_ = now + options_.interrupt_grace;
+    } else {
+      // The second one, or while a failure is being wound up: the user has
+      // waited long enough.
+      kill_at_ = std::min(kill_at_, now + kLaunchSecondSignal);
+    }
+  }
+
+  void act_on_deadlines() {
+    const auto now = LaunchClock::now();
+    if (now >= terminate_at_) {
+      terminate_at_ = kLaunchNever;
+      kill_at_ = std::min(kill_at_, now + options_.grace);
+      group_.send(SIGTERM);
+      group_.send(SIGCONT);
+    }
+    if (now >= kill_at_) {
+      name_the_living(killed_ ? " cannot be killed" : " is killed");
+      group_.send(SIGKILL);
+      given_up_ = killed_;
+      killed_ = true;
+      kill_at_ = now + kLaunchKillWait;
+    }
+  }
+
+  void name_the_living(const char* what) const {
+    for (int rank = 0; rank < group_.size(); ++rank) {
+      if (!group_.ended(rank)) {
+        log_warning("rank " + std::to_string(rank) + " did not end and" + what);
+      }
+    }
+  }
+
+  LaunchResult result() const {
+    LaunchResult result;
+    for (int rank = 0; rank < group_.size(); ++rank) {
+      result.ends.push_back(
+          group_.ended(rank) ? group_.end(rank)
+                             : ProcessEnd{128 + SIGKILL, SIGKILL});
+    }
+    result.first_failed_rank = first_failed_;
+    if (first_failed_ >= 0) {
+      const ProcessEnd& end = group_.end(first_failed_);
+      result.exit_code = end.code;
+      result.reason =
+          "rank " + std::to_string(first_failed_) + " " + describe(end);
+      if (group_.size() > 1) {
+        result.reason += " first";
+      }
+    } else if (signal_ != 0) {
+      const char* name = ::sigdescr_np(signal_);
+      result.exit_code = 128 + signal_;
+      result.reason = "stopped by signal " + std::to_string(signal_) + " (" +
+                      (name ? name : "unknown") + ")";
+    }
+    return result;
+  }
+
+  const LaunchOptions& options_;
+  RankGroup& group_;
+  int first_failed_ = -1;
+  int signal_ = 0; // the first one that was forwarded
+  bool killed_ = false;
+  bool given_up_ = false;
+  LaunchClock::time_point terminate_at_ = kLaunchNever;
+  LaunchClock::time_point kill_at_ = kLaunchNever;
+};
+
+} // namespace detail
+
+LaunchResult launch(const LaunchOptions& options) {
+  detail::check_launch_options(options);
+  detail::RankGroup group(options);
+  return detail::LaunchJudge(options, group).run();
+}
+
+} // namespace hasten

@@ -1,0 +1,223 @@
+#include "rank_group.h"
+
+#include <fcntl.h>
+#include <sys/epoll.h>
+#include <sys/signalfd.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <csignal>
+#include <system_error>
+
+#include "hasten/base/error.h"
+#include "hasten/base/world.h"
+
+namespace hasten {
+
+namespace detail {
+
+constexpr unsigned long kLaunchSignalTag = ~0UL;
+// How often ranks without a pidfd are asked, milliseconds.
+constexpr int kLaunchPollMs = 10;
+
+[[noreturn]] void throw_launch_error(const char* what) {
+  throw Error(
+      "launch::launch",
+      std::string(what) + ": " + std::generic_category().message(errno));
+}
+
+sigset_t launch_signals() {
+  sigset_t set;
+  sigemptyset(&set);
+  sigaddset(&set, SIGINT);
+  sigaddset(&set, SIGTERM);
+  struct sigaction hangup {};
+  ::sigaction(SIGHUP, nullptr, &hangup);
+  if (hangup.sa_handler != SIG_IGN) { // else nohup: outlive the terminal
+    sigaddset(&set, SIGHUP);
+  }
+  return set;
+}
+
+/// The variables of one rank, in torchrun's words.
+std::vector<std::pair<std::string, std::string>> rank_environment(
+    const LaunchOptions& options, int rank, int port, int listen_fd) {
+  const std::string r = std::to_string(rank);
+  const std::string n = std::to_string(options.nproc);
+  std::vector<std::pair<std::string, std::string>> environment = {
+      {"RANK", r},
+      {"WORLD_SIZE", n},
+      {"LOCAL_RANK", r},
+      {"LOCAL_WORLD_SIZE", n},
+      {"GROUP_RANK", "0"},
+      {"GROUP_WORLD_SIZE", "1"},
+      {"ROLE_RANK", r},
+      {"ROLE_WORLD_SIZE", n},
+      {"MASTER_ADDR", "127.0.0.1"},
+      {"MASTER_PORT", std::to_string(port)},
+      // Of an outer world of one these would be lies; empty is not set.
+      {"TORCHELASTIC_USE_AGENT_STORE", ""},
+      {"HASTEN_LISTEN_FD", rank == 0 ? std::to_string(listen_fd) : ""},
+      {"OMP_NUM_THREADS", std::to_string(threads_per_rank(options.nproc))}};
+  environment.insert(
+      environment.end(),
+      options.environment.begin(),
+      options.environment.end());
+  return environment;
+}
+
+RankGroup::RankGroup(const LaunchOptions& options) {
+  const sigset_t signals = launch_signals();
+  ::pthread_sigmask(SIG_BLOCK, &signals, &old_mask_);
+  // Where it is ignored the kernel forgets how children ended.
+  struct sigaction standard {};
+  standard.sa_handler = SIG_DFL;
+  ::sigaction(SIGCHLD, &standard, &old_child_action_);
+  try {
+    epoll_fd_ = ::epoll_create1(EPOLL_CLOEXEC);
+    signal_fd_ = ::signalfd(-1, &signals, SFD_CLOEXEC | SFD_NONBLOCK);
+    if (epoll_fd_ < 0 || signal_fd_ < 0) {
+      throw_launch_error("no descriptor to wait on");
+    }
+    watch(signal_fd_, kLaunchSignalTag);
+    start(options);
+  } catch (...) {
+    close_all();
+    throw;
+  }
+}
+
+RankGroup::~RankGroup() { close_all(); }
+
+void RankGroup::close_all() noexcept {
+  send(SIGKILL);
+  for (Member& member : ranks_) {
+    // A process that no signal ends (a dead disk) is not waited for.
+    for (int i = 0; !reap(member) && i < 500; ++i) {
+      ::usleep(10'000);
+    }
+    if (member.pid_fd >= 0) {
+      ::close(member.pid_fd);
+    }
+  }
+  ::close(signal_fd_);
+  ::close(epoll_fd_);
+  ::sigaction(SIGCHLD, &old_child_action_, nullptr);
+  ::pthread_sigmask(SIG_SETMASK, &old_mask_, nullptr);
+}
+
+void RankGroup::start(const LaunchOptions& options) {
+  const auto [listen_fd, port] = listen_on_loopback();
+  const int nothing = ::open("/dev/null", O_RDONLY | O_CLOEXEC);
+  // In a process group of its own a rank that reads the terminal is stopped.
+  const bool has_input = ::isatty(STDIN_FILENO) == 0;
+  try {
+    for (int rank = 0; rank < options.nproc; ++rank) {
+      SpawnOptions spawn;
+      spawn.environment = rank_environment(options, rank, port, listen_fd);
+      spawn.stdin_fd = rank == 0 && has_input ? -1 : nothing;
+      if (rank == 0) {
+        spawn.keep_fds = {listen_fd};
+      }
+      Member member;
+      member.pid = spawn_process(options.argv, spawn);
+      ranks_.push_back(member);
+      ++living_;
+      // Tells of a rank's end in the order in which ranks end, which waitpid
+      // does not. Old kernels and some containers have no pidfd.
+      ranks_.back().pid_fd =
+          static_cast<int>(::syscall(SYS_pidfd_open, member.pid, 0));
+      if (ranks_.back().pid_fd >= 0) {
+        ::fcntl(ranks_.back().pid_fd, F_SETFD, FD_CLOEXEC);
+        watch(ranks_.back().pid_fd, static_cast<unsigned long>(rank));
+      }
+    }
+  } catch (...) {
+    ::close(listen_fd);
+    ::close(nothing);
+    throw;
+  }
+  // Rank 0 holds the only copy now: it ends listening when it closes it.
+  ::close(listen_fd);
+  ::close(nothing);
+}
+
+void RankGroup::watch(int fd, unsigned long tag) {
+  epoll_event event{};
+  event.events = EPOLLIN;
+  event.data.u64 = tag;
+  if (::epoll_ctl(epoll_fd_, EPOLL_CTL_ADD, fd, &event) != 0) {
+    throw_launch_error("a descriptor cannot be waited for");
+  }
+}
+
+bool RankGroup::reap(Member& member) {
+  if (member.ended) {
+    return true;
+  }
+  // Left unreaped for a moment, so that its number stays its own group's.
+  siginfo_t info{};
+  const auto id = static_cast<id_t>(member.pid);
+  if (::waitid(P_PID, id, &info, WEXITED | WNOHANG | WNOWAIT) != 0 ||
+      info.si_pid == 0) {
+    return false;
+  }
+  ::kill(-member.pid, SIGKILL);
+  int status = 0;
+  while (::waitpid(member.pid, &status, 0) < 0 && errno == EINTR) {
+  }
+  member.end = process_end(status);
+  member.ended = true;
+  --living_;
+  if (member.pid_fd >= 0) {
+    ::close(member.pid_fd); // leaves the epoll set
+    member.pid_fd = -1;
+  }
+  return true;
+}
+
+std::vector<RankEvent> RankGroup::wait(std::chrono::milliseconds timeout) {
+  const bool must_ask =
+      std::any_of(ranks_.begin(), ranks_.end(), [](const Member& member) {
+        return !member.ended && member.pid_fd < 0;
+      });
+  int milliseconds =
+      static_cast<int>(std::clamp<long long>(timeout.count(), 0, 3'600'000));
+  milliseconds =
+      must_ask ? std::min(milliseconds, kLaunchPollMs) : milliseconds;
+  epoll_event ready[16];
+  const int count = ::epoll_wait(epoll_fd_, ready, 16, milliseconds);
+  std::vector<RankEvent> events;
+  for (int i = 0; i < count; ++i) { // in the order in which they became ready
+    if (ready[i].data.u64 == kLaunchSignalTag) {
+      signalfd_siginfo info{};
+      while (::read(signal_fd_, &info, sizeof info) == sizeof info) {
+        events.push_back({.signal = static_cast<int>(info.ssi_signo)});
+      }
+    } else if (reap(ranks_[ready[i].data.u64])) {
+      events.push_back({.rank = static_cast<int>(ready[i].data.u64)});
+    }
+  }
+  for (int rank = 0; must_ask && rank < size(); ++rank) {
+    Member& member = ranks_[static_cast<size_t>(rank)];
+    if (!member.ended && member.pid_fd < 0 && reap(member)) {
+      events.push_back({.rank = rank});
+    }
+  }
+  return events;
+}
+
+void RankGroup::send(int signal) {
+  for (const Member& member : ranks_) {
+    if (!member.ended) {
+      ::kill(-member.pid, signal);
+    }
+  }
+}
+
+} // namespace detail
+
+} // namespace hasten

@@ -1,0 +1,62 @@
+// The processes of a launch: started together, watched, ended. Internal to launch.
+#pragma once
+
+#include <sys/types.h>
+
+#include <chrono>
+#include <csignal>
+#include <vector>
+
+#include "hasten/launch/launch.h"
+
+namespace hasten::detail {
+
+/// What the group saw: a rank that ended, or a signal this process got.
+struct RankEvent {
+  int rank = -1; // -1: a signal
+  int signal = 0;
+};
+
+/// Starts all ranks in its constructor, kills what is left in its destructor.
+/// While it lives, the signals to forward are blocked in this thread.
+class RankGroup {
+ public:
+  explicit RankGroup(const LaunchOptions& options);
+  ~RankGroup();
+  RankGroup(const RankGroup&) = delete;
+  RankGroup& operator=(const RankGroup&) = delete;
+
+  /// What happened, in the order in which it did; empty after `timeout`.
+  std::vector<RankEvent> wait(std::chrono::milliseconds timeout);
+  /// Sends a signal to the process group of every rank that has not ended.
+  void send(int signal);
+  bool all_ended() const { return living_ == 0; }
+  bool ended(int rank) const { return ranks_[static_cast<size_t>(rank)].ended; }
+  const ProcessEnd& end(int rank) const {
+    return ranks_[static_cast<size_t>(rank)].end;
+  }
+  int size() const { return static_cast<int>(ranks_.size()); }
+
+ private:
+  struct Member {
+    pid_t pid = -1;
+    int pid_fd = -1; // -1: the kernel has none, ask with waitpid
+    bool ended = false;
+    ProcessEnd end{};
+  };
+
+  void start(const LaunchOptions& options);
+  void watch(int fd, unsigned long tag);
+  /// Takes the end of a rank, if it has ended; kills what it left behind.
+  bool reap(Member& member);
+  void close_all() noexcept;
+
+  std::vector<Member> ranks_;
+  int living_ = 0;
+  int epoll_fd_ = -1;
+  int signal_fd_ = -1;
+  sigset_t old_mask_{};
+  struct sigaction old_child_action_ {};
+};
+
+} // namespace hasten::detail

@@ -1,0 +1,140 @@
+// The launcher as a process that is signalled, stopped and killed.
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <csignal>
+
+#include "hasten/base/files.h"
+#include "hasten/launch/launch.h"
+#include "support/temporary_folder.h"
+
+namespace hasten {
+
+using testing_support::TemporaryFolder;
+
+// A launcher in a child of its own. The script says that it is ready with
+// `touch $DIR/ready$RANK`; the constructor waits for ranks 0 and 1.
+class LauncherProcess {
+ public:
+  explicit LauncherProcess(
+      const std::string& script, void (*prepare)() = nullptr, int nproc = 2) {
+    pid_ = ::fork();
+    if (pid_ == 0) {
+      ::dup2(::open("/dev/null", O_WRONLY | O_CLOEXEC), STDERR_FILENO);
+      if (prepare != nullptr) {
+        prepare();
+      }
+      LaunchOptions options;
+      options.nproc = nproc;
+      options.argv = {"sh", "-c", script};
+      options.environment = {{"DIR", folder_.path().string()}};
+      options.interrupt_grace = std::chrono::seconds(20);
+      ::_exit(launch(options).exit_code);
+    }
+    for (const char* file : {"ready0", "ready1"}) {
+      for (int i = 0; i < 1000 && !exists(file); ++i) {
+        ::usleep(10'000);
+      }
+      EXPECT_TRUE(exists(file));
+    }
+  }
+  LauncherProcess(const LauncherProcess&) = delete;
+  LauncherProcess& operator=(const LauncherProcess&) = delete;
+
+  bool exists(const char* file) const {
+    return std::filesystem::exists(folder_ / file);
+  }
+  std::string read(const char* file) const { return read_file(folder_ / file); }
+  void send(int signal) const { ::kill(pid_, signal); }
+  ProcessEnd wait() const {
+    int status = 0;
+    EXPECT_EQ(::waitpid(pid_, &status, 0), pid_);
+    return process_end(status);
+  }
+
+ private:
+  TemporaryFolder folder_;
+  pid_t pid_ = -1;
+};
+
+static std::string trap_script(const char* signal) {
+  return std::string("trap 'touch $DIR/got$RANK; exit 0' ") + signal +
+         "; touch $DIR/ready$RANK; while :; do sleep 0.02; done";
+}
+
+TEST(LaunchSignals, OneSignalReachesEveryRankAndDecidesTheExitCode) {
+  const std::pair<int, const char*> signals[] = {
+      {SIGINT, "INT"}, {SIGTERM, "TERM"}, {SIGHUP, "HUP"}};
+  for (const auto& [signal, name] : signals) {
+    const LauncherProcess launcher(
+        trap_script(name), [] { std::signal(SIGHUP, SIG_DFL); });
+    launcher.send(signal);
+    EXPECT_EQ(launcher.wait().code, 128 + signal);
+    EXPECT_TRUE(launcher.exists("got0"));
+    EXPECT_TRUE(launcher.exists("got1"));
+  }
+}
+
+TEST(LaunchSignals, HangupsThatAreIgnoredStayIgnored) {
+  const LauncherProcess launcher(
+      "touch $DIR/ready$RANK; sleep 0.5; touch $DIR/end$RANK",
+      [] { std::signal(SIGHUP, SIG_IGN); });
+  launcher.send(SIGHUP);
+  EXPECT_EQ(launcher.wait().code, 0);
+  EXPECT_TRUE(launcher.exists("end0"));
+}
+
+TEST(LaunchSignals, SecondSignalEndsRanksThatDoNotListen) {
+  const auto start = std::chrono::steady_clock::now();
+  const LauncherProcess launcher(
+      "trap '' INT; touch $DIR/ready$RANK; while :; do sleep 0.05; done");
+  launcher.send(SIGINT);
+  ::usleep(200'000);
+  launcher.send(SIGINT);
+  EXPECT_EQ(launcher.wait().code, 128 + SIGINT);
+  // Without the second signal it takes the grace of 20 s.
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(15));
+}
+
+TEST(LaunchSignals, FirstFailureIsFoundAlsoWhenTheLauncherLooksLate) {
+  const long pid_fd = ::syscall(SYS_pidfd_open, ::getpid(), 0);
+  if (pid_fd < 0) {
+    GTEST_SKIP() << "this kernel or container has no pidfd_open";
+  }
+  ::close(static_cast<int>(pid_fd));
+  // Rank 2 fails, then rank 0, while the launcher is stopped; rank 1 lets it on.
+  const LauncherProcess launcher(
+      "touch $DIR/ready$RANK; "
+      "stopped() { grep -q stopped /proc/$PPID/status; }; "
+      "case $RANK in "
+      "2) kill -STOP $PPID; while ! stopped; do sleep 0.01; done; exit 12;; "
+      "0) while ! stopped; do sleep 0.01; done; sleep 0.3; exit 10;; "
+      "1) while ! stopped; do sleep 0.01; done; sleep 0.8; kill -CONT $PPID;; "
+      "esac",
+      nullptr,
+      3);
+  EXPECT_EQ(launcher.wait().code, 12);
+}
+
+TEST(LaunchSignals, RanksDieWithAKilledLauncher) {
+  // The orphans come to us, so that their end can be waited for.
+  ASSERT_EQ(::prctl(PR_SET_CHILD_SUBREAPER, 1), 0);
+  const LauncherProcess launcher(
+      "echo $$ > $DIR/pid$RANK; touch $DIR/ready$RANK; exec sleep 300");
+  launcher.send(SIGKILL);
+  EXPECT_EQ(launcher.wait().signal, SIGKILL);
+  for (const char* file : {"pid0", "pid1"}) {
+    const pid_t pid = std::stoi(launcher.read(file));
+    int status = 0;
+    EXPECT_EQ(::waitpid(pid, &status, 0), pid);
+    EXPECT_EQ(process_end(status).signal, SIGKILL);
+  }
+  ::prctl(PR_SET_CHILD_SUBREAPER, 0);
+}
+
+} // namespace hasten

@@ -1,0 +1,250 @@
+#include "hasten/launch/launch.h"
+
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <csignal>
+#include <sstream>
+
+#include "hasten/base/error.h"
+#include "hasten/base/files.h"
+#include "hasten/base/world.h"
+#include "support/captured_stderr.h"
+#include "support/environment.h"
+#include "support/temporary_folder.h"
+
+namespace hasten {
+
+using testing_support::CapturedStderr;
+using testing_support::EnvironmentValues;
+using testing_support::ScopedEnvironment;
+using testing_support::TemporaryFolder;
+
+// Every rank runs `script`, with the folder's path in $DIR.
+static LaunchOptions shell_ranks(
+    int nproc, const TemporaryFolder& folder, const std::string& script) {
+  LaunchOptions options;
+  options.nproc = nproc;
+  options.argv = {"sh", "-c", script};
+  options.environment = {{"DIR", folder.path().string()}};
+  options.settle = std::chrono::milliseconds(500);
+  options.grace = std::chrono::milliseconds(500);
+  return options;
+}
+
+// Launches and keeps what is logged out of the test's output.
+static LaunchResult quiet_launch(const LaunchOptions& options) {
+  const CapturedStderr captured;
+  return launch(options);
+}
+
+static double seconds_since(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start)
+      .count();
+}
+
+TEST(Launch, RanksGetTorchrunsVariables) {
+  const ScopedEnvironment environment(
+      EnvironmentValues{{"OMP_NUM_THREADS", std::nullopt}});
+  const TemporaryFolder folder;
+  const auto result = launch(shell_ranks(
+      3,
+      folder,
+      "echo $RANK $WORLD_SIZE $LOCAL_RANK $LOCAL_WORLD_SIZE $GROUP_RANK "
+      "$GROUP_WORLD_SIZE $MASTER_ADDR $OMP_NUM_THREADS > $DIR/$RANK"));
+  EXPECT_EQ(result.exit_code, 0);
+  EXPECT_EQ(result.reason, "");
+  EXPECT_EQ(result.ends.size(), 3u);
+  for (const char* rank : {"0", "1", "2"}) {
+    EXPECT_EQ(
+        read_file(folder / rank),
+        std::string(rank) + " 3 " + rank + " 3 0 1 127.0.0.1 " +
+            std::to_string(threads_per_rank(3)) + "\n");
+  }
+}
+
+TEST(Launch, ThreadsTheUserAskedForStay) {
+  const ScopedEnvironment environment(
+      EnvironmentValues{{"OMP_NUM_THREADS", "5"}});
+  const TemporaryFolder folder;
+  launch(shell_ranks(1, folder, "echo $OMP_NUM_THREADS > $DIR/threads"));
+  EXPECT_EQ(read_file(folder / "threads"), "5\n");
+}
+
+TEST(Launch, RendezvousListensOnLoopbackInRankZeroAlone) {
+  const TemporaryFolder folder;
+  // A listening socket's line in /proc/net/tcp: address:port in hex, state 0A,
+  // and the socket's number, which /proc/self/fd has too.
+  const auto result = launch(shell_ranks(
+      2,
+      folder,
+      "echo \"$HASTEN_LISTEN_FD\" > $DIR/fd$RANK; "
+      "if [ $RANK = 0 ]; then "
+      "  link=$(readlink /proc/$$/fd/$HASTEN_LISTEN_FD); "
+      "  inode=${link#socket:[}; inode=${inode%]}; "
+      "  awk -v i=$inode '$10 == i {print $2, $4}' /proc/net/tcp > $DIR/tcp; "
+      "  printf '0100007F:%04X 0A\\n' $MASTER_PORT > $DIR/expected; fi"));
+  EXPECT_EQ(result.exit_code, 0);
+  EXPECT_NE(read_file(folder / "fd0"), "\n");
+  EXPECT_EQ(read_file(folder / "fd1"), "\n");
+  EXPECT_EQ(read_file(folder / "tcp"), read_file(folder / "expected"));
+}
+
+TEST(Launch, FirstFailingRankIsNamedAndTheOthersEnd) {
+  const TemporaryFolder folder;
+  const auto start = std::chrono::steady_clock::now();
+  const auto result = quiet_launch(shell_ranks(
+      3, folder, "if [ $RANK = 1 ]; then exit 3; fi; exec sleep 60"));
+  EXPECT_EQ(result.exit_code, 3);
+  EXPECT_EQ(result.first_failed_rank, 1);
+  EXPECT_EQ(result.reason, "rank 1 exited with code 3 first");
+  EXPECT_EQ(result.ends[0].signal, SIGTERM);
+  EXPECT_EQ(result.ends[2].signal, SIGTERM);
+  EXPECT_LT(seconds_since(start), 20);
+}
+
+TEST(Launch, PeersOfAFailedRankHaveTimeToSayWhatTheySaw) {
+  const TemporaryFolder folder;
+  const auto result = quiet_launch(shell_ranks(
+      2,
+      folder,
+      "if [ $RANK = 1 ]; then exit 3; fi; "
+      "sleep 0.2; echo seen > $DIR/peer; exit 1"));
+  EXPECT_EQ(result.exit_code, 3);
+  EXPECT_EQ(result.ends[0].code, 1);
+  EXPECT_EQ(read_file(folder / "peer"), "seen\n");
+}
+
+TEST(Launch, KilledRankGives128PlusTheSignal) {
+  const TemporaryFolder folder;
+  const auto result = quiet_launch(
+      shell_ranks(2, folder, "[ $RANK = 0 ] && kill -9 $$; exec sleep 60"));
+  EXPECT_EQ(result.exit_code, 137);
+  EXPECT_EQ(result.reason, "rank 0 was killed by signal 9 (Killed) first");
+}
+
+TEST(Launch, StoppedRankEndsWhenAnotherFails) {
+  const TemporaryFolder folder;
+  const auto start = std::chrono::steady_clock::now();
+  const auto result = quiet_launch(shell_ranks(
+      2,
+      folder,
+      "if [ $RANK = 0 ]; then echo $$ > $DIR/pid; kill -STOP $$; fi; "
+      "while ! grep -q stopped /proc/$(cat $DIR/pid)/status; do sleep 0.01; "
+      "done 2> $DIR/errors; exit 4"));
+  EXPECT_EQ(result.exit_code, 4);
+  EXPECT_EQ(result.first_failed_rank, 1);
+  EXPECT_EQ(result.ends[0].signal, SIGTERM);
+  EXPECT_LT(seconds_since(start), 20);
+}
+
+TEST(Launch, RankThatIgnoresSigtermIsKilledAfterTheGracePeriod) {
+  const TemporaryFolder folder;
+  const auto result = quiet_launch(shell_ranks(
+      2,
+      folder,
+      "trap '' TERM; if [ $RANK = 1 ]; then exit 5; fi; "
+      "while :; do sleep 0.1; done"));
+  EXPECT_EQ(result.exit_code, 5);
+  EXPECT_EQ(result.ends[0].signal, SIGKILL);
+}
+
+TEST(Launch, RankThatEndsWellDoesNotEndTheOthers) {
+  const TemporaryFolder folder;
+  const auto result = launch(
+      shell_ranks(2, folder, "[ $RANK = 0 ] && exit 0; sleep 0.3; exit 0"));
+  EXPECT_EQ(result.exit_code, 0);
+}
+
+TEST(Launch, NothingOfARanksGroupOutlivesIt) {
+  const TemporaryFolder folder;
+  launch(shell_ranks(1, folder, "sleep 300 & echo $! > $DIR/pid; exit 0"));
+  const std::string pid = read_file(folder / "pid");
+  const std::string stat = "/proc/" + pid.substr(0, pid.find('\n')) + "/stat";
+  // Gone, or a zombie until whoever inherits it looks.
+  std::string text;
+  for (int i = 0; i < 200; ++i) {
+    try {
+      text = read_file(stat);
+    } catch (const InputError&) {
+      return;
+    }
+    if (text.find(") Z ") != std::string::npos) {
+      return;
+    }
+    ::usleep(10'000);
+  }
+  FAIL() << text;
+}
+
+TEST(Launch, LinesOfRanksAreNotTorn) {
+  const TemporaryFolder folder;
+  const std::string line(300, 'x');
+  LaunchOptions options = shell_ranks(
+      3,
+      folder,
+      "i=0; while [ $i -lt 100 ]; do echo " + line + "; i=$((i+1)); done");
+  const int saved = ::dup(1);
+  const int file = ::open((folder / "out").c_str(), O_CREAT | O_WRONLY, 0600);
+  ::dup2(file, 1);
+  const auto result = launch(options);
+  ::dup2(saved, 1);
+  ::close(saved);
+  ::close(file);
+  EXPECT_EQ(result.exit_code, 0);
+  std::istringstream lines(read_file(folder / "out"));
+  int count = 0;
+  for (std::string text; std::getline(lines, text); ++count) {
+    EXPECT_EQ(text, line);
+  }
+  EXPECT_EQ(count, 300);
+}
+
+TEST(Launch, InputGoesToRankZeroAlone) {
+  const TemporaryFolder folder;
+  int ends[2];
+  ASSERT_EQ(::pipe2(ends, O_CLOEXEC), 0);
+  ASSERT_EQ(::write(ends[1], "hello\n", 6), 6);
+  ::close(ends[1]);
+  const int saved = ::dup(0);
+  ::dup2(ends[0], 0);
+  ::close(ends[0]);
+  launch(shell_ranks(2, folder, "cat > $DIR/in$RANK"));
+  ::dup2(saved, 0);
+  ::close(saved);
+  EXPECT_EQ(read_file(folder / "in0"), "hello\n");
+  EXPECT_EQ(read_file(folder / "in1"), "");
+}
+
+TEST(Launch, InsideALargerWorldItNamesBoth) {
+  const ScopedEnvironment environment(
+      {{"RANK", "1"},
+       {"WORLD_SIZE", "4"},
+       {"MASTER_ADDR", "127.0.0.1"},
+       {"MASTER_PORT", "29500"}});
+  LaunchOptions options;
+  options.nproc = 2;
+  options.argv = {"true"};
+  try {
+    launch(options);
+    FAIL();
+  } catch (const InputError& error) {
+    const std::string text = error.what();
+    EXPECT_NE(text.find("nproc=2"), std::string::npos) << text;
+    EXPECT_NE(text.find("WORLD_SIZE=4"), std::string::npos) << text;
+  }
+}
+
+TEST(Launch, WhatCannotBeStartedIsAnInputError) {
+  LaunchOptions options;
+  EXPECT_THROW(launch(options), InputError);
+  options.argv = {"hasten-no-such-program"};
+  EXPECT_THROW(launch(options), InputError);
+  options.argv = {"true"};
+  options.nproc = 0;
+  EXPECT_THROW(launch(options), InputError);
+}
+
+} // namespace hasten
