@@ -8,6 +8,7 @@
 #include <system_error>
 
 #include "hasten/base/error.h"
+#include "hasten/trainer/output_folder.h"
 
 namespace hasten {
 
@@ -63,30 +64,6 @@ void check_model_folder(
       near.empty() || where != "cli::train" ? "" : "write " + near);
 }
 
-/// The first trace of a run that `folder` holds; empty where there is none.
-std::string trace_of_run(const files::path& folder) {
-  std::error_code error;
-  for (const char* name :
-       {"trainer_state.json",
-        "training_args.json",
-        "metrics.jsonl",
-        "model.safetensors",
-        "config.json"}) {
-    if (files::exists(folder / name, error)) {
-      return name;
-    }
-  }
-  for (files::directory_iterator entry(folder, error), end;
-       !error && entry != end;
-       entry.increment(error)) {
-    const std::string name = entry->path().filename().string();
-    if (name.rfind("checkpoint-", 0) == 0) {
-      return name;
-    }
-  }
-  return {};
-}
-
 void check_output_dir(const TrainCommand& command) {
   constexpr const char* kWhere = "cli::train";
   const files::path folder = command.arguments.output_dir;
@@ -96,17 +73,18 @@ void check_output_dir(const TrainCommand& command) {
     if (!files::is_directory(folder, error)) {
       throw InputError(kWhere, said + " is a file", "a folder, or a new name");
     }
-    if (files::equivalent(folder, command.model, error)) {
+    if (!is_model_shape(command.model) &&
+        files::equivalent(folder, command.model, error)) {
       throw InputError(
           kWhere,
           said + " is the folder --model is read from",
           "another folder, so that a run that fails leaves the model alone");
     }
-    const std::string trace = trace_of_run(folder);
+    const files::path trace = trace_of_a_run(folder);
     if (!trace.empty() && !command.arguments.overwrite_output_dir) {
       throw InputError(
           kWhere,
-          said + " holds another run: " + trace,
+          said + " holds another run: " + trace.filename().string(),
           "an empty or new folder",
           "choose another one, or add --overwrite-output-dir");
     }

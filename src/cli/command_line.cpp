@@ -26,7 +26,7 @@ constexpr const char* kProgramHelp =
     "  --version     the version\n"
     "\n"
     "Results go to stdout, progress and messages to stderr.\n"
-    "Exit codes: 0 ok, 1 failed, 2 bad input, 128+n ended by signal n (130: "
+    "Exit codes: 0 ok, 1 training failed, 2 bad input, 128+n signal n (130: "
     "Ctrl-C)\n";
 
 const std::vector<std::string>& command_names() {

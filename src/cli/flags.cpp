@@ -296,8 +296,10 @@ std::string FlagTable::help() const {
       group = option->get_group();
       text += "\n" + group + ":\n";
     }
-    std::string left = "  " + option->get_name(false, true);
-    std::replace(left.begin(), left.end(), ',', ' ');
+    std::string left = "  ";
+    for (const char c : option->get_name(false, true)) {
+      left += c == ',' ? std::string(", ") : std::string(1, c);
+    }
     if (!option->get_type_name().empty()) {
       left += " " + option->get_type_name();
     }
@@ -320,7 +322,7 @@ std::string FlagTable::help() const {
     text += "  " + example + "\n";
   }
   return text +
-      "\nExit codes: 0 ok, 1 failed, 2 bad input, 128+n ended by signal n "
+      "\nExit codes: 0 ok, 1 training failed, 2 bad input, 128+n signal n "
       "(130: Ctrl-C)\n";
 }
 

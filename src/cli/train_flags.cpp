@@ -270,6 +270,13 @@ Command parse_train(std::vector<std::string> arguments) {
         "leave --tokenizer out");
   }
   validate_arguments(flags, command.arguments);
+  if (command.arguments.load_best_model_at_end && command.eval_file.empty() &&
+      command.eval_split == 0) {
+    throw InputError(
+        flags.where(),
+        "--load-best-model-at-end without rows to evaluate on",
+        "--eval-file FILE or --eval-split SHARE");
+  }
   return command;
 }
 

@@ -194,7 +194,7 @@ TEST(CommandLine, HelpGroupsFlagsWithDefaultUnitAndExample) {
         detail::parsed<Answer>(std::string(name) + " --help").text;
     EXPECT_NE(help.find(std::string("Usage: hasten ") + name), std::string::npos);
     EXPECT_NE(help.find("\nExample"), std::string::npos);
-    EXPECT_NE(help.find("Exit codes: 0 ok, 1 failed, 2 bad input"), std::string::npos);
+    EXPECT_NE(help.find("Exit codes: 0 ok, 1 training failed, 2 bad input"), std::string::npos);
     std::istringstream lines(help);
     for (std::string line; std::getline(lines, line);) {
       EXPECT_LE(line.size(), 80u) << line;
@@ -203,7 +203,7 @@ TEST(CommandLine, HelpGroupsFlagsWithDefaultUnitAndExample) {
   const std::string train = detail::parsed<Answer>("train --help").text;
   EXPECT_NE(train.find("\nOptimizer (AdamW) and schedule:\n"), std::string::npos);
   EXPECT_NE(
-      train.find("  --learning-rate --lr RATE   peak learning rate [5e-05]\n"),
+      train.find("  --learning-rate, --lr RATE  peak learning rate [5e-05]\n"),
       std::string::npos)
       << train;
   EXPECT_NE(train.find("(required)"), std::string::npos);

@@ -1,0 +1,161 @@
+#include "classifier.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/cross_entropy_loss.h>
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <system_error>
+
+#include "hasten/base/error.h"
+#include "hasten/base/files.h"
+#include "hasten/base/progress_bar.h"
+#include "hasten/base/world.h"
+
+namespace hasten::detail {
+
+/// max_length of the run that made the folder; 0 where it does not say.
+int64_t trained_length(const std::filesystem::path& folder) {
+  const auto file = folder / "training_args.json";
+  std::error_code error;
+  if (!std::filesystem::exists(file, error)) {
+    return 0;
+  }
+  const auto json = nlohmann::json::parse(read_file(file), nullptr, false);
+  if (!json.is_object()) {
+    throw InputError(
+        "cli::model", file.string() + " is no JSON object", "a training_args.json "
+        "as hasten train writes it");
+  }
+  const auto entry = json.find("max_length");
+  return entry != json.end() && entry->is_number_integer()
+      ? entry->get<int64_t>()
+      : 0;
+}
+
+int64_t allowed_length(
+    int64_t asked,
+    const BertConfig& config,
+    const WordPieceTokenizer& tokenizer) {
+  int64_t length = config.max_position_embeddings;
+  if (const int64_t most = tokenizer.options().model_max_length; most > 0) {
+    length = std::min(length, most);
+  }
+  return asked > 0 ? std::min(asked, length) : length;
+}
+
+void check_vocabulary(
+    const std::string& folder,
+    const BertConfig& config,
+    const WordPieceTokenizer& tokenizer) {
+  if (tokenizer.vocab_size() > config.vocab_size) {
+    throw InputError(
+        "cli::model",
+        folder + ": the vocabulary has " +
+            std::to_string(tokenizer.vocab_size()) +
+            " pieces, config.json says vocab_size=" +
+            std::to_string(config.vocab_size),
+        "a vocabulary no larger than the model's",
+        "take vocab.txt and config.json from the same model");
+  }
+}
+
+TextClassifier load_text_classifier(
+    const std::string& folder, int64_t max_length) {
+  WordPieceTokenizer tokenizer = WordPieceTokenizer::load(folder);
+  LoadedBert bert = load_bert_classifier(folder);
+  check_vocabulary(folder, bert.config, tokenizer);
+  if (bert.fresh_classifier) {
+    throw InputError(
+        "cli::model",
+        folder + " has no trained classifier",
+        "a model that was fine-tuned for classification",
+        "fine-tune it first: hasten train --model " + folder);
+  }
+  bert.model->eval();
+  const int64_t asked = max_length > 0 ? max_length : trained_length(folder);
+  const int64_t length = allowed_length(asked, bert.config, tokenizer);
+  return {std::move(bert), std::move(tokenizer), length};
+}
+
+LossFunction classification_loss(BertForSequenceClassification model) {
+  return [model = std::move(model)](const Batch& batch) mutable {
+    LossOutput result;
+    result.outputs =
+        model->forward(batch["input_ids"], batch["attention_mask"]);
+    if (batch.has("labels")) {
+      result.loss_sum = at::cross_entropy_loss(
+          result.outputs, batch["labels"], {}, at::Reduction::Sum);
+      result.weight = static_cast<double>(batch.rows());
+    }
+    return result;
+  };
+}
+
+ModelFiles classifier_files(
+    BertForSequenceClassification model, WordPieceTokenizer tokenizer) {
+  ModelFiles files;
+  files.save = [model, tokenizer](const std::filesystem::path& folder) mutable {
+    save_bert_classifier(folder, *model);
+    tokenizer.save(folder);
+  };
+  files.load = [model](const std::filesystem::path& folder) mutable {
+    const LoadedBert saved = load_bert_classifier(folder.string());
+    const at::NoGradGuard no_grad;
+    const auto source = saved.model->named_parameters();
+    for (auto& parameter : model->named_parameters()) {
+      parameter.value().copy_(source[parameter.key()]);
+    }
+  };
+  return files;
+}
+
+std::shared_ptr<const TokenizedDataset> make_dataset(
+    const TokenizedTexts& texts,
+    std::vector<int64_t> labels,
+    const WordPieceTokenizer& tokenizer) {
+  return std::make_shared<const TokenizedDataset>(
+      texts.ids,
+      std::move(labels),
+      PaddingOptions{.pad_id = tokenizer.pad_id()});
+}
+
+int tokenizer_threads() {
+  return threads_per_rank(world_from_environment().local_world_size);
+}
+
+TextTableOptions table_options(const TableFlags& flags) {
+  TextTableOptions options;
+  options.text_column = flags.text_column;
+  options.label_column = flags.label_column;
+  options.delimiter = flags.delimiter;
+  options.has_header = !flags.no_header;
+  options.filters = flags.filters;
+  return options;
+}
+
+std::string truncation_line(
+    const TokenizedTexts& texts, size_t rows, int64_t max_length) {
+  if (texts.truncated == 0) {
+    return {};
+  }
+  return format_count(texts.truncated) + " of " +
+      format_count(static_cast<int64_t>(rows)) + " texts cut to " +
+      std::to_string(max_length) + " tokens";
+}
+
+std::unique_ptr<Trainer> make_evaluator(
+    const TextClassifier& classifier, int64_t batch_size) {
+  TrainingArguments arguments;
+  arguments.save_strategy = IntervalStrategy::no;
+  arguments.per_device_eval_batch_size = batch_size;
+  return std::make_unique<Trainer>(
+      classifier.bert.model.ptr(),
+      classification_loss(classifier.bert.model),
+      arguments,
+      nullptr,
+      nullptr,
+      classification_metrics(classifier.bert.config.num_labels()));
+}
+
+} // namespace hasten::detail

@@ -1,0 +1,182 @@
+#include "console.h"
+
+#include <cmath>
+#include <cstdio>
+#include <iostream>
+#include <nlohmann/json.hpp>
+
+#include "hasten/base/log.h"
+
+namespace hasten::detail {
+
+struct EpochColumn {
+  const char* title;
+  int width;
+};
+constexpr EpochColumn kEpochColumns[] = {
+    {"epoch", 7},
+    {"train loss", 10},
+    {"eval loss", 9},
+    {"accuracy", 8},
+    {"macro-F1", 8},
+    {"samples/s", 9},
+    {"tokens/s", 10},
+    {"peak memory", 11},
+    {"time left", 9},
+};
+
+std::string epoch_row(const std::vector<std::string>& cells) {
+  std::string line;
+  size_t column = 0;
+  for (const EpochColumn& format : kEpochColumns) {
+    char cell[32];
+    std::snprintf(
+        cell, sizeof cell, "%*s", format.width, cells[column].c_str());
+    line += (column++ == 0 ? "" : "  ") + std::string(cell);
+  }
+  return line;
+}
+
+std::string fixed_text(double value, int digits) {
+  if (!std::isfinite(value)) {
+    return "-";
+  }
+  char text[32];
+  std::snprintf(text, sizeof text, "%.*f", digits, value);
+  return text;
+}
+
+std::string epoch_header() {
+  std::vector<std::string> titles;
+  for (const EpochColumn& column : kEpochColumns) {
+    titles.emplace_back(column.title);
+  }
+  return epoch_row(titles);
+}
+
+std::string epoch_line(const EpochReport& epoch) {
+  const auto metric = [&](const char* name) {
+    const auto found = epoch.evaluation.find(name);
+    return found == epoch.evaluation.end() ? std::string("-")
+                                           : fixed_text(found->second, 4);
+  };
+  return epoch_row(
+      {std::to_string(epoch.epoch) + "/" + std::to_string(epoch.epochs),
+       fixed_text(epoch.training_loss, 4),
+       metric("eval_loss"),
+       metric("eval_accuracy"),
+       metric("eval_f1"),
+       fixed_text(epoch.samples_per_second, 1),
+       format_count(std::llround(epoch.tokens_per_second)),
+       format_bytes(epoch.peak_resident_bytes),
+       format_duration(epoch.seconds_left)});
+}
+
+BannerLines run_lines(const RunDescription& run) {
+  const TrainingPlan& plan = run.plan;
+  const auto number = [](int64_t value) { return format_count(value); };
+  std::string parameters = number(run.parameters);
+  parameters += run.trainable_parameters == run.parameters
+      ? ", all trained"
+      : ", " + number(run.trainable_parameters) + " trained";
+  std::string updates = number(plan.max_steps) + " (" +
+      number(plan.epochs) + " epochs of " + number(plan.updates_per_epoch) +
+      ")";
+  if (plan.warmup_steps > 0) {
+    updates += ", the first " + number(plan.warmup_steps) + " warm up";
+  }
+  BannerLines lines{
+      {"parameters", parameters},
+      {"ranks",
+       std::to_string(run.world_size) + " x " + std::to_string(run.threads) +
+           (run.threads == 1 ? " thread, " : " threads, ") + run.device},
+      {"batch",
+       number(run.batch_per_rank) + " rows a rank x " +
+           std::to_string(run.world_size) + " ranks x " +
+           number(run.gradient_accumulation_steps) + " accumulation = " +
+           number(run.total_batch) + " rows an update"},
+      {"updates", updates},
+  };
+  if (!run.output_dir.empty()) {
+    lines.emplace_back("model", run.output_dir.string());
+    lines.emplace_back("metrics", run.metrics_file.string());
+  }
+  return lines;
+}
+
+void PredictionProgress::on_prediction_step(int64_t done, int64_t total) {
+  if (!bar_) {
+    bar_.emplace(label_, total, true);
+  }
+  bar_->update(done);
+  if (done >= total) {
+    bar_->clear();
+    bar_.reset();
+  }
+}
+
+TrainConsole::TrainConsole(std::string title, BannerLines facts)
+    : title_(std::move(title)), facts_(std::move(facts)) {}
+
+void TrainConsole::on_train_begin(const RunDescription& run) {
+  BannerLines lines = facts_;
+  for (auto& line : run_lines(run)) {
+    lines.push_back(std::move(line));
+  }
+  log_info(title_);
+  std::string before;
+  for (const auto& [name, text] : lines) {
+    char label[24];
+    // Lines of one kind carry their name once.
+    std::snprintf(
+        label, sizeof label, "  %-11s ", name == before ? "" : name.c_str());
+    log_info(label + text);
+    before = name;
+  }
+  bar_.emplace("train", run.plan.max_steps, true);
+}
+
+void TrainConsole::on_step_end(const StepProgress& progress) {
+  if (bar_) {
+    bar_->update(
+        progress.global_step,
+        "epoch " + fixed_text(progress.epoch, 2) + loss_);
+  }
+}
+
+void TrainConsole::on_log(const nlohmann::json& record) {
+  if (const auto loss = record.find("loss");
+      loss != record.end() && loss->is_number()) {
+    loss_ = " loss " + fixed_text(loss->get<double>(), 4);
+  }
+}
+
+void TrainConsole::on_prediction_step(int64_t done, int64_t total) {
+  evaluation_.on_prediction_step(done, total);
+}
+
+void TrainConsole::on_epoch_end(const EpochReport& epoch) {
+  if (bar_) {
+    bar_->clear();
+  }
+  if (!header_printed_) {
+    std::cout << epoch_header() << "\n";
+    header_printed_ = true;
+  }
+  std::cout << epoch_line(epoch) << std::endl;
+}
+
+void TrainConsole::on_train_end(const nlohmann::json& record) {
+  if (bar_) {
+    bar_->clear();
+    bar_.reset();
+  }
+  const double seconds = record.value("train_runtime", 0.0);
+  log_info(
+      "Trained in " + format_duration(seconds) + ": " +
+      fixed_text(record.value("train_samples_per_second", 0.0), 1) +
+      " samples/s over the whole run, evaluation and saving included, "
+      "training loss " + fixed_text(record.value("train_loss", NAN), 4));
+}
+
+} // namespace hasten::detail

@@ -1,0 +1,155 @@
+#include <ATen/Context.h>
+#include <ATen/Parallel.h>
+#include <ATen/Version.h>
+#include <torch/version.h>
+
+#include <cstdlib>
+#include <fstream>
+#include <iostream>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <sstream>
+#include <thread>
+
+#include "hasten/base/progress_bar.h"
+#include "hasten/base/world.h"
+#include "hasten/cli/exit_code.h"
+#include "hasten/cli/run.h"
+
+namespace hasten {
+
+namespace detail {
+
+/// "key: value" of a file in /proc; empty where it is not there.
+std::string proc_value(const char* path, const std::string& key) {
+  std::ifstream file(path);
+  for (std::string line; std::getline(file, line);) {
+    if (line.rfind(key, 0) == 0) {
+      const size_t at = line.find_first_not_of(" \t", line.find(':') + 1);
+      return at == std::string::npos ? std::string() : line.substr(at);
+    }
+  }
+  return {};
+}
+
+/// Bytes of a "12345 kB" line of /proc/meminfo.
+int64_t memory_bytes(const std::string& key) {
+  return std::atoll(proc_value("/proc/meminfo", key).c_str()) * 1024;
+}
+
+/// What decides the speed of LibTorch's kernels, of what the CPU says it has.
+std::vector<std::string> cpu_features() {
+  const std::set<std::string> wanted{
+      "avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16",
+      "amx_int8", "asimd", "bf16", "sve"};
+  std::string flags = proc_value("/proc/cpuinfo", "flags");
+  if (flags.empty()) {
+    flags = proc_value("/proc/cpuinfo", "Features"); // Arm
+  }
+  std::istringstream words(flags);
+  std::vector<std::string> found;
+  for (std::string word; words >> word;) {
+    if (wanted.count(word) > 0) {
+      found.push_back(word);
+    }
+  }
+  return found;
+}
+
+nlohmann::ordered_json environment_json() {
+  nlohmann::ordered_json json;
+  json["hasten"] = HASTEN_VERSION;
+  json["torch"] = TORCH_VERSION;
+  json["compiler"] = "g++ " __VERSION__;
+  json["cpu"] = proc_value("/proc/cpuinfo", "model name");
+  json["cpu_capability"] = at::get_cpu_capability();
+  json["cpu_features"] = cpu_features();
+  json["cores"] = std::thread::hardware_concurrency();
+  json["allowed_cores"] = allowed_cores();
+  for (const int ranks : {1, 2, 4}) {
+    json["threads_per_rank"][std::to_string(ranks)] = threads_per_rank(ranks);
+  }
+  const char* threads = std::getenv("OMP_NUM_THREADS");
+  json["OMP_NUM_THREADS"] =
+      threads == nullptr ? nlohmann::ordered_json() : threads;
+  json["memory_bytes"] = memory_bytes("MemTotal");
+  json["memory_available_bytes"] = memory_bytes("MemAvailable");
+  json["openmp"] = at::hasOpenMP();
+  json["mkl"] = at::hasMKL();
+  json["onednn"] = at::hasMKLDNN();
+  json["cuda_devices"] =
+      at::hasCUDA() ? static_cast<int>(at::getNumGPUs()) : 0;
+  json["collectives"] = std::vector<std::string>{"gloo"};
+  const World world = world_from_environment();
+  json["world"] = {
+      {"source", world.source},
+      {"rank", world.rank},
+      {"world_size", world.world_size}};
+  return json;
+}
+
+std::string environment_text(const nlohmann::ordered_json& json) {
+  std::ostringstream text;
+  const auto line = [&](const std::string& name, const std::string& value) {
+    text << name << std::string(name.size() < 18 ? 18 - name.size() : 1, ' ')
+         << value << "\n";
+  };
+  const auto yes = [&](const char* key) {
+    return json.at(key).get<bool>() ? "yes" : "no";
+  };
+  line("hasten", json.at("hasten").get<std::string>());
+  line("LibTorch", json.at("torch").get<std::string>());
+  line("compiler", json.at("compiler").get<std::string>());
+  line("CPU", json.at("cpu").get<std::string>());
+  std::string features = json.at("cpu_capability").get<std::string>() + ";";
+  for (const auto& feature : json.at("cpu_features")) {
+    features += " " + feature.get<std::string>();
+  }
+  line("CPU features", features);
+  line(
+      "cores",
+      std::to_string(json.at("allowed_cores").get<int>()) + " allowed of " +
+          std::to_string(json.at("cores").get<int>()));
+  std::string threads;
+  for (const auto& [ranks, count] : json.at("threads_per_rank").items()) {
+    threads += (threads.empty() ? "" : ", ") +
+        std::to_string(count.get<int>()) + " with " + ranks +
+        (ranks == "1" ? " rank" : " ranks");
+  }
+  line("threads per rank", threads);
+  line(
+      "OMP_NUM_THREADS",
+      json.at("OMP_NUM_THREADS").is_null()
+          ? "not set"
+          : json.at("OMP_NUM_THREADS").get<std::string>());
+  line(
+      "memory",
+      format_bytes(json.at("memory_available_bytes").get<int64_t>()) +
+          " available of " +
+          format_bytes(json.at("memory_bytes").get<int64_t>()));
+  line(
+      "kernels",
+      std::string("OpenMP ") + yes("openmp") + ", MKL " + yes("mkl") +
+          ", oneDNN " + yes("onednn"));
+  line("CUDA devices", std::to_string(json.at("cuda_devices").get<int>()));
+  line("collectives", json.at("collectives").at(0).get<std::string>());
+  const auto& world = json.at("world");
+  line(
+      "world",
+      "rank " + std::to_string(world.at("rank").get<int>()) + " of " +
+          std::to_string(world.at("world_size").get<int>()) + " (" +
+          world.at("source").get<std::string>() + ")");
+  return text.str();
+}
+
+} // namespace detail
+
+int run_env(const EnvCommand& command) {
+  const auto json = detail::environment_json();
+  std::cout << (command.json ? json.dump() + "\n"
+                             : detail::environment_text(json))
+            << std::flush;
+  return kExitOk;
+}
+
+} // namespace hasten

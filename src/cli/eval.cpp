@@ -1,0 +1,74 @@
+#include <cmath>
+#include <cstdio>
+#include <iostream>
+#include <nlohmann/json.hpp>
+
+#include "classifier.h"
+#include "console.h"
+#include "hasten/base/error.h"
+#include "hasten/base/log.h"
+#include "hasten/base/progress_bar.h"
+#include "hasten/cli/checks.h"
+#include "hasten/cli/exit_code.h"
+#include "hasten/cli/run.h"
+
+namespace hasten {
+
+int run_eval(const EvalCommand& command) {
+  check_eval_inputs(command);
+  const detail::TextClassifier classifier =
+      detail::load_text_classifier(command.model, command.max_length);
+  TextTableOptions options = detail::table_options(command.table);
+  options.max_rows = command.max_rows;
+  const TextTable table = read_text_table(command.file, options);
+  auto labels = label_numbers(table, classifier.labels(), "the model");
+  const TokenizedTexts tokens = tokenize_texts(
+      classifier.tokenizer,
+      table.texts,
+      classifier.max_length,
+      detail::tokenizer_threads());
+  const std::string cut = detail::truncation_line(
+      tokens, table.texts.size(), classifier.max_length);
+  if (!cut.empty()) {
+    log_warning(cut);
+  }
+  if (const int64_t skipped = table.empty_text + table.empty_label; skipped > 0) {
+    log_warning(
+        format_count(skipped) + " rows skipped for an empty text or label");
+  }
+  const auto trainer = detail::make_evaluator(classifier, command.batch_size);
+  trainer->add_callback(
+      std::make_shared<detail::PredictionProgress>("evaluate"));
+  const auto dataset =
+      detail::make_dataset(tokens, std::move(labels), classifier.tokenizer);
+  const nlohmann::json metrics = trainer->evaluate(*dataset);
+
+  nlohmann::ordered_json result;
+  result["rows"] = table.size();
+  for (const auto& [name, value] : metrics.items()) {
+    if (name.rfind("eval_", 0) == 0) {
+      result[name] = value;
+    }
+  }
+  if (command.json) {
+    std::cout << result.dump() << std::endl;
+    return kExitOk;
+  }
+  for (const auto& [name, value] : result.items()) {
+    char line[96];
+    if (value.is_number_integer()) {
+      std::snprintf(
+          line, sizeof line, "%-24s %s\n", name.c_str(),
+          format_count(value.get<int64_t>()).c_str());
+    } else {
+      std::snprintf(
+          line, sizeof line, "%-24s %.6g\n", name.c_str(),
+          value.is_number() ? value.get<double>() : NAN);
+    }
+    std::cout << line;
+  }
+  std::cout.flush();
+  return kExitOk;
+}
+
+} // namespace hasten

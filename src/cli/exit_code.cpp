@@ -1,0 +1,49 @@
+#include "hasten/cli/exit_code.h"
+
+#include <csignal>
+#include <cstring>
+#include <string>
+
+#include "hasten/base/error.h"
+#include "hasten/base/log.h"
+#include "hasten/base/process.h"
+
+namespace hasten {
+
+namespace detail {
+
+int end_by_signal(int signal, int world_size) {
+  if (world_size == 1) {
+    log_info(
+        std::string("Stopped by ") +
+        (signal == SIGINT ? "Ctrl-C" : strsignal(signal)) +
+        ". What was saved before is complete.");
+  }
+  return 128 + signal;
+}
+
+} // namespace detail
+
+int exit_code_of(int rank, int world_size, const std::function<int()>& body) {
+  try {
+    return body();
+  } catch (const SilentExit& exit) {
+    return exit.code();
+  } catch (const Interrupted& interrupted) {
+    return detail::end_by_signal(interrupted.signal(), world_size);
+  } catch (const std::exception& error) {
+    // A peer that was stopped first looks like a failed peer.
+    if (const int signal = interrupt_signal(); signal != 0) {
+      return detail::end_by_signal(signal, world_size);
+    }
+    const bool alike = dynamic_cast<const TrainingError*>(&error) != nullptr ||
+        dynamic_cast<const CommunicationError*>(&error) != nullptr;
+    if (rank == 0 || !alike) {
+      log_error(error.what());
+    }
+    return dynamic_cast<const InputError*>(&error) != nullptr ? kExitBadInput
+                                                               : kExitFailed;
+  }
+}
+
+} // namespace hasten

@@ -1,0 +1,132 @@
+// hasten: answers help at once, checks what can be checked without LibTorch, and
+// hands over to hasten-worker, directly or as the ranks of a world.
+#include <unistd.h>
+
+#include <cerrno>
+#include <csignal>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <iostream>
+#include <system_error>
+
+#include "hasten/base/error.h"
+#include "hasten/base/log.h"
+#include "hasten/base/world.h"
+#include "hasten/cli/checks.h"
+#include "hasten/cli/commands.h"
+#include "hasten/cli/exit_code.h"
+#include "hasten/launch/launch.h"
+
+namespace hasten::detail {
+
+/// hasten-worker beside this program.
+std::string worker_program() {
+  std::error_code error;
+  const auto self = std::filesystem::read_symlink("/proc/self/exe", error);
+  const auto worker = self.parent_path() / "hasten-worker";
+  if (error || ::access(worker.c_str(), X_OK) != 0) {
+    throw Error(
+        "cli::hasten",
+        "hasten-worker is not beside this program: " + worker.string(),
+        "both programs in one folder",
+        "build or install hasten-worker too");
+  }
+  return worker.string();
+}
+
+/// Becomes hasten-worker; signals then reach it directly.
+[[noreturn]] void become_worker(const std::vector<std::string>& arguments) {
+  const std::string worker = worker_program();
+  std::vector<char*> argv{const_cast<char*>(worker.c_str())};
+  for (const std::string& argument : arguments) {
+    argv.push_back(const_cast<char*>(argument.c_str()));
+  }
+  argv.push_back(nullptr);
+  ::execv(worker.c_str(), argv.data());
+  throw Error(
+      "cli::hasten",
+      "cannot start " + worker + ": " + std::strerror(errno));
+}
+
+/// Says once why the ranks did not end well, unless a rank has said it already.
+int report(const LaunchResult& result, bool ranks_say_bad_input) {
+  if (result.exit_code == kExitOk) {
+    return kExitOk;
+  }
+  if (result.exit_code == 128 + SIGINT && result.first_failed_rank < 0) {
+    log_info("Stopped by Ctrl-C; all ranks have ended.");
+  } else if (!(ranks_say_bad_input && result.exit_code == kExitBadInput)) {
+    log_error(result.reason);
+  }
+  return result.exit_code;
+}
+
+class Hasten {
+ public:
+  /// `arguments` as they were given: the worker reads them again.
+  explicit Hasten(const std::vector<std::string>& arguments)
+      : arguments_(arguments) {}
+
+  int operator()(const Answer& answer) {
+    std::cout << answer.text << std::flush;
+    return kExitOk;
+  }
+  int operator()(const TrainCommand& command) {
+    const World world = world_from_environment();
+    if (command.nproc_given) {
+      check_nproc("train", command.nproc, world);
+    }
+    if (world.world_size > 1) {
+      become_worker(arguments_); // another launcher's rank; they check together
+    }
+    check_train_inputs(command);
+    if (command.nproc == 1) {
+      become_worker(arguments_);
+    }
+    LaunchOptions options;
+    options.nproc = command.nproc;
+    options.argv = arguments_;
+    options.argv.insert(options.argv.begin(), worker_program());
+    return report(launch(options), true);
+  }
+  int operator()(const PredictCommand& command) {
+    check_predict_inputs(command);
+    become_worker(arguments_);
+  }
+  int operator()(const EvalCommand& command) {
+    check_eval_inputs(command);
+    become_worker(arguments_);
+  }
+  int operator()(const EnvCommand&) { become_worker(arguments_); }
+  int operator()(const LaunchCommand& command) {
+    check_nproc("launch", command.nproc, world_from_environment());
+    LaunchOptions options;
+    options.nproc = command.nproc;
+    options.argv = command.program;
+    return report(launch(options), false);
+  }
+
+ private:
+  const std::vector<std::string>& arguments_;
+};
+
+} // namespace hasten::detail
+
+int main(int argc, char** argv) {
+  const std::vector<std::string> arguments(argv + 1, argv + argc);
+  return hasten::exit_code_of(0, 1, [&] {
+    try {
+      return std::visit(
+          hasten::detail::Hasten(arguments),
+          hasten::parse_command_line(arguments));
+    } catch (const hasten::InputError&) {
+      // Ranks of another launcher are all told the same: one a host says it.
+      const char* local_rank = std::getenv("LOCAL_RANK");
+      if (local_rank != nullptr && std::string(local_rank) != "0") {
+        throw hasten::SilentExit(hasten::kExitBadInput);
+      }
+      throw;
+    }
+  });
+}

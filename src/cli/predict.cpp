@@ -1,0 +1,235 @@
+#include <ATen/ops/softmax.h>
+
+#include <cmath>
+#include <cstdio>
+#include <iostream>
+#include <nlohmann/json.hpp>
+#include <numeric>
+#include <sstream>
+
+#include "classifier.h"
+#include "console.h"
+#include "hasten/base/error.h"
+#include "hasten/base/files.h"
+#include "hasten/base/log.h"
+#include "hasten/base/progress_bar.h"
+#include "hasten/cli/checks.h"
+#include "hasten/cli/exit_code.h"
+#include "hasten/cli/run.h"
+#include "hasten/data/csv.h"
+
+namespace hasten {
+
+namespace detail {
+
+/// All rows' answers, in the order of the input.
+struct Predictions {
+  const std::vector<std::string>& texts; // [row]
+  const std::vector<std::vector<int64_t>>& ids; // [row][token]
+  const std::vector<std::string>& labels; // [label]
+  at::Tensor logits; // [row, label] float
+  at::Tensor probabilities; // [row, label] float
+  at::Tensor best; // [row] int64
+
+  int64_t size() const { return static_cast<int64_t>(texts.size()); }
+  const std::string& label(int64_t row) const {
+    return labels[static_cast<size_t>(best.const_data_ptr<int64_t>()[row])];
+  }
+  float probability(int64_t row, int64_t label) const {
+    return probabilities.const_data_ptr<float>()
+        [row * probabilities.size(1) + label];
+  }
+};
+
+std::vector<std::string> read_lines(std::istream& stream) {
+  std::vector<std::string> lines;
+  for (std::string line; std::getline(stream, line);) {
+    if (!line.empty() && line.back() == '\r') {
+      line.pop_back();
+    }
+    lines.push_back(std::move(line));
+  }
+  return lines;
+}
+
+std::vector<std::string> prediction_texts(const PredictCommand& command) {
+  if (!command.file.empty()) {
+    TextTableOptions options = table_options(command.table);
+    options.label_column.clear();
+    options.max_rows = command.max_rows;
+    options.keep_empty_text = true;
+    return read_text_table(command.file, options).texts;
+  }
+  if (command.texts.size() == 1 && command.texts[0] == "-") {
+    std::vector<std::string> lines = read_lines(std::cin);
+    if (lines.empty()) {
+      throw InputError("cli::predict", "stdin is empty", "one text a line");
+    }
+    return lines;
+  }
+  return command.texts;
+}
+
+/// Shortest decimal that reads back as the same float.
+std::string number_text(float value) {
+  std::ostringstream text;
+  text.precision(6);
+  text << value;
+  return text.str();
+}
+
+std::string predictions_jsonl(const Predictions& all, bool with_logits) {
+  std::string text;
+  const int64_t labels = all.logits.size(1);
+  for (int64_t row = 0; row < all.size(); ++row) {
+    nlohmann::ordered_json json;
+    json["text"] = all.texts[static_cast<size_t>(row)];
+    json["label"] = all.label(row);
+    auto& probabilities = json["probabilities"];
+    for (int64_t label = 0; label < labels; ++label) {
+      // Six digits: a float's further ones say nothing.
+      probabilities[all.labels[static_cast<size_t>(label)]] =
+          std::round(1e6 * all.probability(row, label)) / 1e6;
+    }
+    if (with_logits) {
+      const float* logits = all.logits.const_data_ptr<float>() + row * labels;
+      json["logits"] = std::vector<float>(logits, logits + labels);
+      json["input_ids"] = all.ids[static_cast<size_t>(row)];
+    }
+    text += json.dump() + "\n";
+  }
+  return text;
+}
+
+std::string predictions_csv(const Predictions& all) {
+  std::string text = "text,label";
+  for (const std::string& label : all.labels) {
+    text += "," + csv_field("probability_" + label);
+  }
+  text += "\n";
+  for (int64_t row = 0; row < all.size(); ++row) {
+    text += csv_field(all.texts[static_cast<size_t>(row)]) + "," +
+        csv_field(all.label(row));
+    for (int64_t label = 0; label < all.logits.size(1); ++label) {
+      text += "," + number_text(all.probability(row, label));
+    }
+    text += "\n";
+  }
+  return text;
+}
+
+/// The text on one line, at most `width` bytes of it.
+std::string one_line(const std::string& text, size_t width) {
+  std::string line;
+  for (const char c : text) {
+    line += c == '\n' || c == '\r' || c == '\t' ? ' ' : c;
+  }
+  if (line.size() > width) {
+    size_t end = width - 3;
+    while (end > 0 && (static_cast<unsigned char>(line[end]) & 0xC0) == 0x80) {
+      --end; // not in the middle of a UTF-8 sequence
+    }
+    line = line.substr(0, end) + "...";
+  }
+  return line;
+}
+
+/// label, its probability, the other labels', text; columns aligned.
+std::string predictions_table(const Predictions& all) {
+  constexpr int64_t kMostColumns = 6; // labels with a column of their own
+  constexpr size_t kTextWidth = 72;
+  const int64_t labels = all.logits.size(1);
+  const auto pad = [](std::string text, size_t width, bool left) {
+    const std::string gap(width > text.size() ? width - text.size() : 0, ' ');
+    return left ? text + gap : gap + text;
+  };
+  size_t label_width = 5;
+  for (const std::string& label : all.labels) {
+    label_width = std::max(label_width, label.size());
+  }
+  std::string text = pad("label", label_width, true);
+  const bool all_columns = labels <= kMostColumns;
+  if (all_columns) {
+    for (const std::string& label : all.labels) {
+      text += "  " + pad(label, 6, false);
+    }
+  } else {
+    text += "  probability";
+  }
+  text += "  text\n";
+  for (int64_t row = 0; row < all.size(); ++row) {
+    text += pad(all.label(row), label_width, true);
+    const auto add = [&](int64_t label, size_t width) {
+      char number[16];
+      std::snprintf(number, sizeof number, "%.4f", all.probability(row, label));
+      text += "  " + pad(number, width, false);
+    };
+    if (all_columns) {
+      for (int64_t label = 0; label < labels; ++label) {
+        add(label,
+            std::max<size_t>(6, all.labels[static_cast<size_t>(label)].size()));
+      }
+    } else {
+      add(all.best.const_data_ptr<int64_t>()[row], 11);
+    }
+    text += "  " + one_line(all.texts[static_cast<size_t>(row)], kTextWidth) +
+        "\n";
+  }
+  return text;
+}
+
+void write_predictions(
+    const PredictCommand& command, const Predictions& predictions) {
+  const std::string& output = command.output;
+  if (output.empty()) {
+    std::cout << (command.json
+                      ? predictions_jsonl(predictions, command.with_logits)
+                      : predictions_table(predictions));
+    std::cout.flush();
+    if (!std::cout) {
+      throw Error("cli::predict", "cannot write to stdout");
+    }
+    return;
+  }
+  const bool csv = output.compare(output.size() - 4, 4, ".csv") == 0;
+  write_file_atomically(
+      output,
+      csv ? predictions_csv(predictions)
+          : predictions_jsonl(predictions, command.with_logits));
+  log_info(format_count(predictions.size()) + " rows in " + output);
+}
+
+} // namespace detail
+
+int run_predict(const PredictCommand& command) {
+  check_predict_inputs(command);
+  const detail::TextClassifier classifier =
+      detail::load_text_classifier(command.model, command.max_length);
+  const auto texts = detail::prediction_texts(command);
+  const TokenizedTexts tokens = tokenize_texts(
+      classifier.tokenizer,
+      texts,
+      classifier.max_length,
+      detail::tokenizer_threads());
+  const std::string cut =
+      detail::truncation_line(tokens, texts.size(), classifier.max_length);
+  if (!cut.empty()) {
+    log_warning(cut);
+  }
+  const auto trainer = detail::make_evaluator(classifier, command.batch_size);
+  if (!command.output.empty() || !command.file.empty()) {
+    trainer->add_callback(
+        std::make_shared<detail::PredictionProgress>("predict"));
+  }
+  const auto dataset = detail::make_dataset(tokens, {}, classifier.tokenizer);
+  at::Tensor logits =
+      trainer->predict(*dataset).outputs.to(at::kFloat).contiguous();
+  at::Tensor probabilities = at::softmax(logits, 1).contiguous();
+  at::Tensor best = logits.argmax(1).contiguous();
+  detail::write_predictions(
+      command,
+      {texts, tokens.ids, classifier.labels(), logits, probabilities, best});
+  return kExitOk;
+}
+
+} // namespace hasten

@@ -1,0 +1,234 @@
+#include <nlohmann/json.hpp>
+#include <optional>
+
+#include "agreement.h"
+#include "classifier.h"
+#include "console.h"
+#include "hasten/accelerator/accelerator.h"
+#include "hasten/base/error.h"
+#include "hasten/base/files.h"
+#include "hasten/base/log.h"
+#include "hasten/base/process.h"
+#include "hasten/cli/checks.h"
+#include "hasten/cli/exit_code.h"
+#include "hasten/cli/run.h"
+#include "hasten/core/memory.h"
+
+namespace hasten {
+
+namespace detail {
+
+/// Everything read, checked and tokenised; equal on all ranks.
+struct TrainInputs {
+  TextClassificationData data{};
+  std::optional<WordPieceTokenizer> tokenizer{};
+  /// Where the vocabulary is from, for the banner.
+  std::string vocabulary{};
+  TokenizedTexts train{};
+  TokenizedTexts eval{};
+  int64_t max_length = 0;
+  LoadedBert bert{};
+};
+
+/// Label names of a folder that is a classifier and has one for each label of
+/// the training file; otherwise none: the data's own names are taken.
+std::vector<std::string> label_names_of_model(
+    const TrainCommand& command, const TextTableOptions& table) {
+  if (is_model_shape(command.model)) {
+    return {};
+  }
+  const auto file = std::filesystem::path(command.model) / "config.json";
+  const BertConfig config = read_bert_config(command.model);
+  // The configuration names two labels even for a bare encoder; whether there
+  // is a classifier is said by its architecture.
+  const auto json = nlohmann::json::parse(read_file(file));
+  bool classifier = false;
+  for (const auto& name :
+       json.value("architectures", nlohmann::json::array())) {
+    classifier |= name == "BertForSequenceClassification";
+  }
+  if (!classifier) {
+    return {};
+  }
+  TextTableOptions options = table;
+  options.max_rows = command.max_train_rows;
+  TextTable labels = read_text_table(command.train_file, options);
+  try {
+    label_numbers(labels, config.id2label, "the model");
+  } catch (const InputError&) {
+    return {}; // a new classifier; the loader's report says so
+  }
+  return config.id2label;
+}
+
+TextClassificationData read_train_data(const TrainCommand& command) {
+  TextClassificationOptions options;
+  options.train_file = command.train_file;
+  options.eval_file = command.eval_file;
+  options.eval_split = command.eval_split;
+  options.seed = command.arguments.seed;
+  options.table = table_options(command.table);
+  options.max_train_rows = command.max_train_rows;
+  options.max_eval_rows = command.max_eval_rows;
+  options.label_names = label_names_of_model(command, options.table);
+  TextClassificationData data = load_text_classification(options);
+  if (data.label_names.size() == 1) {
+    // One number out means regression to every reader of config.json.
+    data.label_names.push_back(
+        data.label_names[0] == "other" ? "other_2" : "other");
+  }
+  return data;
+}
+
+void read_tokenizer(const TrainCommand& command, TrainInputs& inputs) {
+  if (!is_model_shape(command.model)) {
+    inputs.tokenizer = WordPieceTokenizer::load(command.model);
+    return;
+  }
+  if (!command.tokenizer.empty()) {
+    inputs.tokenizer = WordPieceTokenizer::load(command.tokenizer);
+    inputs.vocabulary = "from " + command.tokenizer;
+    return;
+  }
+  WordPieceOptions options;
+  options.do_lower_case = !command.cased;
+  options.model_max_length = BertConfig{}.max_position_embeddings;
+  inputs.tokenizer.emplace(
+      build_wordpiece_vocab(
+          inputs.data.train.texts,
+          options,
+          {.vocab_size = command.vocab_size}),
+      options);
+  inputs.vocabulary = "learned from the training texts";
+}
+
+/// Local; touches nothing. Throws InputError for anything wrong with the input.
+TrainInputs read_train_inputs(const TrainCommand& command, int world_size) {
+  check_train_inputs(command);
+  TrainInputs inputs;
+  inputs.data = read_train_data(command);
+  const int64_t rows = inputs.data.train.size();
+  if (rows < world_size) {
+    throw InputError(
+        "cli::train",
+        "more processes than rows: processes=" + std::to_string(world_size) +
+            ", training rows=" + std::to_string(rows),
+        "at least one row a process",
+        "lower --nproc");
+  }
+  read_tokenizer(command, inputs);
+  const WordPieceTokenizer& tokenizer = *inputs.tokenizer;
+  LoadBertOptions options;
+  options.id2label = inputs.data.label_names;
+  options.vocab_size = tokenizer.vocab_size();
+  options.pad_token_id = tokenizer.pad_id();
+  inputs.bert = load_bert_classifier(command.model, options);
+  check_vocabulary(command.model, inputs.bert.config, tokenizer);
+  inputs.max_length = allowed_length(
+      command.arguments.max_length, inputs.bert.config, tokenizer);
+  const int threads = tokenizer_threads();
+  inputs.train = tokenize_texts(
+      tokenizer, inputs.data.train.texts, inputs.max_length, threads);
+  inputs.eval = tokenize_texts(
+      tokenizer, inputs.data.eval.texts, inputs.max_length, threads);
+  return inputs;
+}
+
+BannerLines banner_facts(const TrainCommand& command, const TrainInputs& in) {
+  BannerLines lines;
+  for (const std::string& line : in.data.report.lines(in.data.label_names)) {
+    lines.emplace_back("data", line);
+  }
+  const int64_t rows = in.data.train.size() + in.data.eval.size();
+  const int64_t tokens = in.train.tokens + in.eval.tokens;
+  const int64_t cut = in.train.truncated + in.eval.truncated;
+  lines.emplace_back(
+      "texts",
+      std::to_string(tokens / std::max<int64_t>(1, rows)) +
+          " tokens on average, " + format_count(cut) + " cut to " +
+          std::to_string(in.max_length));
+  if (!in.vocabulary.empty()) {
+    lines.emplace_back(
+        "vocabulary",
+        format_count(in.tokenizer->vocab_size()) + " pieces, " +
+            in.vocabulary);
+  }
+  const BertConfig& config = in.bert.config;
+  lines.emplace_back(
+      "start",
+      command.model + ": " + std::to_string(config.num_hidden_layers) +
+          " layers, " + std::to_string(config.hidden_size) + " wide" +
+          (is_model_shape(command.model) ? ", random weights" : ""));
+  for (const std::string& line : in.bert.report) {
+    lines.emplace_back("start", line);
+  }
+  return lines;
+}
+
+void train_classifier(
+    const TrainCommand& command,
+    TrainInputs& inputs,
+    const std::shared_ptr<Accelerator>& accelerator) {
+  TrainingArguments arguments = command.arguments;
+  arguments.max_length = inputs.max_length; // what predict and eval cut to
+  const WordPieceTokenizer& tokenizer = *inputs.tokenizer;
+  BertForSequenceClassification model = inputs.bert.model;
+  auto train =
+      make_dataset(inputs.train, inputs.data.train.labels, tokenizer);
+  std::shared_ptr<const TokenizedDataset> eval;
+  if (inputs.data.eval.size() > 0) {
+    eval = make_dataset(inputs.eval, inputs.data.eval.labels, tokenizer);
+  }
+  Trainer trainer(
+      model.ptr(),
+      classification_loss(model),
+      arguments,
+      train,
+      eval,
+      classification_metrics(inputs.bert.config.num_labels()),
+      accelerator);
+  trainer.set_model_files(classifier_files(model, tokenizer));
+  if (accelerator->is_main_process()) {
+    for (const std::string& warning : inputs.data.report.warnings) {
+      log_warning(warning);
+    }
+    trainer.add_callback(std::make_shared<TrainConsole>(
+        "hasten " HASTEN_VERSION ": " + command.model + " learns " +
+            command.train_file,
+        banner_facts(command, inputs)));
+  }
+  trainer.train();
+}
+
+} // namespace detail
+
+int run_train(const TrainCommand& command) {
+  install_interrupt_handlers();
+  install_memory_meter();
+  const auto accelerator = std::make_shared<Accelerator>(AcceleratorOptions{
+      .gradient_accumulation_steps =
+          command.arguments.gradient_accumulation_steps,
+      .seed = command.arguments.seed});
+  Communicator& communicator = *accelerator->communicator();
+  detail::TrainInputs inputs;
+  detail::agree_on(communicator, "cli: read the input", [&] {
+    inputs =
+        detail::read_train_inputs(command, accelerator->num_processes());
+  });
+  try {
+    detail::train_classifier(command, inputs, accelerator);
+  } catch (const std::exception& error) {
+    communicator.abandon(error.what());
+    throw;
+  }
+  if (accelerator->is_main_process()) {
+    log_info(
+        "Model in " + command.arguments.output_dir +
+        ". Try: hasten predict --model " + command.arguments.output_dir +
+        " \"some text\"");
+  }
+  accelerator->finish();
+  return kExitOk;
+}
+
+} // namespace hasten

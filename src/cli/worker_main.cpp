@@ -1,0 +1,41 @@
+// hasten-worker: one rank of a command that needs LibTorch. Started by `hasten`
+// with the arguments that `hasten` was given; not meant to be typed.
+#include "hasten/base/log.h"
+#include "hasten/base/world.h"
+#include "hasten/cli/commands.h"
+#include "hasten/cli/exit_code.h"
+#include "hasten/cli/run.h"
+
+namespace hasten::detail {
+
+struct RunCommand {
+  int operator()(const TrainCommand& command) { return run_train(command); }
+  int operator()(const PredictCommand& command) { return run_predict(command); }
+  int operator()(const EvalCommand& command) { return run_eval(command); }
+  int operator()(const EnvCommand& command) { return run_env(command); }
+  template <typename T>
+  int operator()(const T&) {
+    log_error("hasten-worker takes train, predict, eval or env; see hasten "
+              "--help");
+    return kExitBadInput;
+  }
+};
+
+} // namespace hasten::detail
+
+int main(int argc, char** argv) {
+  const std::vector<std::string> arguments(argv + 1, argv + argc);
+  hasten::World world;
+  const int code = hasten::exit_code_of(0, 1, [&] {
+    world = hasten::world_from_environment();
+    return hasten::kExitOk;
+  });
+  if (code != hasten::kExitOk) {
+    return code;
+  }
+  hasten::set_log_rank(world.rank, world.world_size);
+  return hasten::exit_code_of(world.rank, world.world_size, [&] {
+    return std::visit(
+        hasten::detail::RunCommand{}, hasten::parse_command_line(arguments));
+  });
+}

@@ -1,0 +1,136 @@
+// The built programs, started as a user starts them: what they answer without
+// LibTorch, and how they refuse bad input.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+
+#include "cli/small_reviews.h"
+
+namespace hasten {
+
+using testing_support::ProgramRun;
+using testing_support::run_program;
+using testing_support::small_reviews;
+using testing_support::TemporaryFolder;
+using testing_support::train_arguments;
+
+TEST(Programs, HastenDoesNotMapLibTorch) {
+  // Reads the loader's own list of what it would map.
+  const ProgramRun run = run_program(
+      {"hasten", "--version"}, {.environment = {{"LD_TRACE_LOADED_OBJECTS", "1"}}});
+  EXPECT_NE(run.out.find("libc.so"), std::string::npos) << run.out;
+  EXPECT_EQ(run.out.find("torch"), std::string::npos) << run.out;
+  EXPECT_EQ(run.out.find("c10"), std::string::npos) << run.out;
+}
+
+TEST(Programs, HelpAnswersOnStdoutWithCodeZeroWithin50Milliseconds) {
+  using Arguments = std::vector<std::string>;
+  for (const Arguments& arguments :
+       {Arguments{"hasten"},
+        {"hasten", "--help"},
+        {"hasten", "--version"},
+        {"hasten", "train", "--help"},
+        {"hasten", "launch", "--help"}}) {
+    double best = 1;
+    for (int attempt = 0; attempt < 5; ++attempt) { // others use the machine
+      const ProgramRun run = run_program(arguments);
+      EXPECT_EQ(run.code, 0);
+      EXPECT_FALSE(run.out.empty());
+      EXPECT_EQ(run.error, "");
+      best = std::min(best, run.seconds);
+    }
+    EXPECT_LT(best, 0.05);
+  }
+}
+
+TEST(Programs, MistakesOnTheCommandLineEndWithCode2AndOneLine) {
+  const ProgramRun unknown = run_program({"hasten", "trian"});
+  EXPECT_EQ(unknown.code, 2);
+  EXPECT_EQ(unknown.out, "");
+  EXPECT_EQ(
+      unknown.error,
+      "error: [cli::hasten] unknown command: trian. Expected train, predict, "
+      "eval, launch or env. Fix: write hasten train.\n");
+  EXPECT_EQ(run_program({"hasten", "env", "--jsn"}).code, 2);
+}
+
+TEST(Programs, InputThatNeedsNoTorchIsRefusedBeforeAnythingIsWritten) {
+  const TemporaryFolder folder;
+  write_file_atomically(folder / "train.csv", small_reviews(4));
+  write_file_atomically(folder / "empty.csv", "");
+  std::filesystem::create_directories(folder / "old/checkpoint-7");
+  std::filesystem::create_directories(folder / "weights");
+  struct Case {
+    std::vector<std::string> arguments;
+    std::string message;
+  };
+  const std::string train = folder / "train.csv";
+  const auto with = [&](const std::string& file, const std::string& model) {
+    return std::vector<std::string>{
+        "hasten", "train", "--train-file", file, "--model", model,
+        "--output-dir", folder / "out"};
+  };
+  const Case cases[] = {
+      {with(folder / "none.csv", "bert-tiny"), "none.csv does not exist"},
+      {with(folder / "empty.csv", "bert-tiny"), "empty.csv is empty"},
+      {with(folder.path(), "bert-tiny"), " is a folder"},
+      {with(train, "bert-tyni"), "Fix: write bert-tiny"},
+      {with(train, folder / "weights"), "is a folder without config.json"},
+      {train_arguments(folder.path(), {"--eval-file", folder / "none.tsv"}),
+       "--eval-file=" + (folder / "none.tsv").string() + " does not exist"},
+      {{"hasten", "train", "--train-file", train, "--model", "bert-tiny",
+        "--output-dir", folder / "old"},
+       "old holds another run: checkpoint-7"},
+      {{"hasten", "train", "--train-file", train, "--model", "bert-tiny",
+        "--output-dir", train + "/out"},
+       "lies below a file"},
+      {{"hasten", "predict", "--model", folder / "out", "a text"},
+       "out does not exist"},
+      {{"hasten", "eval", "--model", folder / "weights", "--file", train},
+       "is a folder without config.json"},
+  };
+  for (const Case& bad : cases) {
+    const ProgramRun run = run_program(bad.arguments);
+    EXPECT_EQ(run.code, 2) << run.error;
+    EXPECT_TRUE(run.said(bad.message)) << bad.message << "\n" << run.error;
+    EXPECT_EQ(run.out, "");
+    EXPECT_EQ(std::count(run.error.begin(), run.error.end(), '\n'), 1);
+  }
+  EXPECT_FALSE(std::filesystem::exists(folder / "out"));
+}
+
+TEST(Programs, NprocInsideAWorldNamesBothOnce) {
+  const TemporaryFolder folder;
+  write_file_atomically(folder / "train.csv", small_reviews(4));
+  for (const auto& [local_rank, lines] : {std::pair("0", 1), {"1", 0}}) {
+    const ProgramRun run = run_program(
+        train_arguments(folder.path(), {"--nproc", "2"}),
+        {.environment = {
+             {"RANK", local_rank},
+             {"WORLD_SIZE", "2"},
+             {"LOCAL_RANK", local_rank},
+             {"LOCAL_WORLD_SIZE", "2"},
+             {"MASTER_ADDR", "127.0.0.1"},
+             {"MASTER_PORT", "1"}}});
+    EXPECT_EQ(run.code, 2);
+    EXPECT_EQ(run.said("--nproc=2 inside a world of several: WORLD_SIZE=2"),
+              lines == 1);
+    EXPECT_EQ(std::count(run.error.begin(), run.error.end(), '\n'), lines);
+  }
+}
+
+TEST(Programs, LaunchGivesEachRankItsPlaceAndTheFirstFailuresCode) {
+  const ProgramRun good = run_program(
+      {"hasten", "launch", "--nproc", "2", "/bin/sh", "-c",
+       "printf '%s\\n' \"$RANK/$WORLD_SIZE\""});
+  EXPECT_EQ(good.code, 0) << good.error;
+  EXPECT_NE(good.out.find("0/2\n"), std::string::npos) << good.out;
+  EXPECT_NE(good.out.find("1/2\n"), std::string::npos) << good.out;
+  const ProgramRun failed = run_program(
+      {"hasten", "launch", "--nproc", "2", "/bin/sh", "-c",
+       "[ $RANK = 0 ] && exec sleep 1; exit 7"});
+  EXPECT_EQ(failed.code, 7);
+  EXPECT_TRUE(failed.said("rank 1 exited with code 7 first")) << failed.error;
+}
+
+} // namespace hasten
