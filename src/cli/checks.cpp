@@ -8,6 +8,7 @@
 #include <system_error>
 
 #include "hasten/base/error.h"
+#include "hasten/base/progress_bar.h"
 #include "hasten/trainer/output_folder.h"
 
 namespace hasten {
@@ -64,6 +65,17 @@ void check_model_folder(
       near.empty() || where != "cli::train" ? "" : "write " + near);
 }
 
+/// `folder` or the first folder above it that exists: what must let us write.
+files::path nearest_existing(const files::path& folder) {
+  std::error_code error;
+  files::path existing = files::absolute(folder, error);
+  while (!existing.empty() && !files::exists(existing, error) &&
+         existing != existing.parent_path()) {
+    existing = existing.parent_path();
+  }
+  return existing;
+}
+
 void check_output_dir(const TrainCommand& command) {
   constexpr const char* kWhere = "cli::train";
   const files::path folder = command.arguments.output_dir;
@@ -89,12 +101,7 @@ void check_output_dir(const TrainCommand& command) {
           "choose another one, or add --overwrite-output-dir");
     }
   }
-  // The nearest folder that exists must let us write.
-  files::path existing = files::absolute(folder, error);
-  while (!existing.empty() && !files::exists(existing, error) &&
-         existing != existing.parent_path()) {
-    existing = existing.parent_path();
-  }
+  const files::path existing = nearest_existing(folder);
   if (!files::is_directory(existing, error)) {
     throw InputError(
         kWhere, said + " lies below a file: " + existing.string(), "a folder");
@@ -164,6 +171,34 @@ void check_nproc(const std::string& command, int nproc, const World& world) {
             std::to_string(world.world_size),
         "one launcher",
         "leave --nproc out, or start without the other launcher");
+  }
+}
+
+void check_free_space(const std::filesystem::path& folder, int64_t bytes) {
+  std::error_code error;
+  const auto existing = detail::nearest_existing(folder);
+  const auto space = std::filesystem::space(existing, error);
+  if (error) {
+    return; // a file system that does not say; writing will
+  }
+  uintmax_t free = space.available;
+  for (std::filesystem::recursive_directory_iterator entry(folder, error), end;
+       !error && entry != end;
+       entry.increment(error)) {
+    std::error_code ignored;
+    if (entry->is_regular_file(ignored)) {
+      free += entry->file_size(ignored);
+    }
+  }
+  if (free < static_cast<uintmax_t>(bytes)) {
+    throw InputError(
+        "cli::train",
+        "--output-dir=" + folder.string() + " needs " + format_bytes(bytes) +
+            ", its disk has " + format_bytes(static_cast<int64_t>(free)) +
+            " free",
+        {},
+        "make room, choose another folder, or keep fewer saves "
+        "(--save-total-limit, --save-strategy no)");
   }
 }
 

@@ -1,8 +1,10 @@
 #include "hasten/cli/exit_code.h"
 
+#include <cerrno>
 #include <csignal>
 #include <cstring>
 #include <string>
+#include <string_view>
 
 #include "hasten/base/error.h"
 #include "hasten/base/log.h"
@@ -20,6 +22,17 @@ int end_by_signal(int signal, int world_size) {
         ". What was saved before is complete.");
   }
   return 128 + signal;
+}
+
+/// A disk that is full is the user's to fix, whoever noticed it.
+bool is_full_disk(const std::exception& error) {
+  const std::string_view text = error.what();
+  for (const int number : {ENOSPC, EDQUOT, EFBIG}) {
+    if (text.find(std::strerror(number)) != std::string_view::npos) {
+      return true;
+    }
+  }
+  return false;
 }
 
 } // namespace detail
@@ -41,8 +54,9 @@ int exit_code_of(int rank, int world_size, const std::function<int()>& body) {
     if (rank == 0 || !alike) {
       log_error(error.what());
     }
-    return dynamic_cast<const InputError*>(&error) != nullptr ? kExitBadInput
-                                                               : kExitFailed;
+    const bool bad_input = dynamic_cast<const InputError*>(&error) != nullptr ||
+        detail::is_full_disk(error);
+    return bad_input ? kExitBadInput : kExitFailed;
   }
 }
 

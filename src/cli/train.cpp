@@ -1,3 +1,5 @@
+#include <algorithm>
+#include <cmath>
 #include <nlohmann/json.hpp>
 #include <optional>
 
@@ -102,6 +104,27 @@ void read_tokenizer(const TrainCommand& command, TrainInputs& inputs) {
   inputs.vocabulary = "learned from the training texts";
 }
 
+/// Bytes of all model files that are on disk at once, one in the making.
+int64_t bytes_on_disk(
+    const TrainingArguments& arguments, const torch::nn::Module& model) {
+  int64_t bytes = 0;
+  for (const auto& parameter : model.parameters()) {
+    bytes += static_cast<int64_t>(parameter.nbytes());
+  }
+  int64_t saves = 0;
+  if (arguments.save_strategy == IntervalStrategy::epoch) {
+    saves = arguments.max_steps > 0
+        ? 1
+        : static_cast<int64_t>(std::ceil(arguments.num_train_epochs));
+  } else if (arguments.save_strategy == IntervalStrategy::steps) {
+    saves = std::max<int64_t>(1, arguments.save_total_limit);
+  }
+  if (arguments.save_total_limit > 0) {
+    saves = std::min(saves, arguments.save_total_limit);
+  }
+  return bytes * (saves + 1);
+}
+
 /// Local; touches nothing. Throws InputError for anything wrong with the input.
 TrainInputs read_train_inputs(const TrainCommand& command, int world_size) {
   check_train_inputs(command);
@@ -126,6 +149,9 @@ TrainInputs read_train_inputs(const TrainCommand& command, int world_size) {
   check_vocabulary(command.model, inputs.bert.config, tokenizer);
   inputs.max_length = allowed_length(
       command.arguments.max_length, inputs.bert.config, tokenizer);
+  check_free_space(
+      command.arguments.output_dir,
+      bytes_on_disk(command.arguments, *inputs.bert.model));
   const int threads = tokenizer_threads();
   inputs.train = tokenize_texts(
       tokenizer, inputs.data.train.texts, inputs.max_length, threads);

@@ -178,7 +178,7 @@ TEST(BadInput, AFileThatCannotBeWrittenWholeLeavesNoModel) {
       "hasten";
   command.insert(command.end(), train.begin(), train.end());
   const ProgramRun run = run_program(command);
-  EXPECT_EQ(run.code, 1) << run.error;
+  EXPECT_EQ(run.code, 2) << run.error;
   EXPECT_TRUE(run.said("model.safetensors")) << run.error;
   EXPECT_EQ(detail::count_of(run.error, "error:"), 1) << run.error;
   EXPECT_FALSE(std::filesystem::exists(folder / "out/model.safetensors"));

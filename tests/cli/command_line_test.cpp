@@ -213,6 +213,19 @@ TEST(CommandLine, HelpGroupsFlagsWithDefaultUnitAndExample) {
       detail::parsed<Answer>("").text, detail::parsed<Answer>("--help").text);
 }
 
+TEST(Checks, ADiskWithTooLittleRoomIsNamedWithWhatIsFree) {
+  EXPECT_NO_THROW(check_free_space("not/there/yet", 1));
+  try {
+    check_free_space("not/there/yet", int64_t{1} << 62);
+    FAIL();
+  } catch (const InputError& error) {
+    EXPECT_NE(
+        std::string(error.what()).find("--output-dir=not/there/yet needs "),
+        std::string::npos)
+        << error.what();
+  }
+}
+
 TEST(Checks, NprocInsideAWorldNamesBoth) {
   World world;
   EXPECT_NO_THROW(check_nproc("train", 2, world));

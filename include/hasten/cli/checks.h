@@ -5,6 +5,8 @@
 // Local; read-only. Threading: free functions.
 #pragma once
 
+#include <cstdint>
+#include <filesystem>
 #include <string>
 
 #include "hasten/base/world.h"
@@ -23,5 +25,9 @@ void check_eval_inputs(const EvalCommand& command);
 /// Throws InputError naming --nproc and WORLD_SIZE where processes are asked for
 /// inside a world of several. `command` is "train" or "launch".
 void check_nproc(const std::string& command, int nproc, const World& world);
+
+/// Throws InputError where the disk that holds (or will hold) `folder` has fewer
+/// than `bytes` free; what the folder holds already counts as free.
+void check_free_space(const std::filesystem::path& folder, int64_t bytes);
 
 } // namespace hasten

@@ -27,7 +27,7 @@ class SilentExit : public std::exception {
 };
 
 /// Runs `body` and returns its exit code. An exception becomes an error line and
-/// kExitBadInput (InputError), 128 + n (Interrupted, or any other once signal n
+/// kExitBadInput (InputError, a full disk), 128 + n (Interrupted, or any other once signal n
 /// was remembered: then without a line where the world has several ranks, since
 /// the launcher says it), or kExitFailed. What all ranks throw alike
 /// (TrainingError, CommunicationError) is said by rank 0 alone.
