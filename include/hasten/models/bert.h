@@ -132,8 +132,10 @@ class BertForSequenceClassificationImpl : public torch::nn::Module {
   /// Fresh weights from torch's default generator: normal(0, initializer_range)
   /// for matrices and embeddings, 0 for biases and the padding row, 1 and 0 for
   /// LayerNorm. hasten::set_seed makes them equal on all ranks.
+  /// initialize = false leaves the weights undetermined, for who loads them all.
   /// Throws InputError as BertConfig::validate.
-  explicit BertForSequenceClassificationImpl(BertConfig config);
+  explicit BertForSequenceClassificationImpl(
+      BertConfig config, bool initialize = true);
   /// `input_ids` [B, T] int64 below vocab_size; `attention_mask` [B, T] int64 or
   /// bool, 1 for tokens and 0 for padding, undefined for all ones;
   /// `token_type_ids` [B, T] int64, undefined for all zeros.

@@ -14,9 +14,8 @@ namespace hasten {
 
 struct LoadBertOptions {
   /// Names of the labels the caller needs, [label id]. Nothing keeps the
-  /// folder's. Another number of labels than the folder's classifier has, or
-  /// other names, gives a fresh classifier; equal names in another order are the
-  /// caller's affair: pass the folder's.
+  /// folder's. The folder's names in another order permute its classifier; other
+  /// names give a fresh one.
   std::optional<std::vector<std::string>> id2label{};
   /// For a shape name: rows of the word embeddings. 0 takes bert-base's 30522.
   int64_t vocab_size = 0;

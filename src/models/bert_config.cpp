@@ -1,0 +1,285 @@
+#include <algorithm>
+#include <array>
+#include <nlohmann/json.hpp>
+
+#include "hasten/base/error.h"
+#include "hasten/models/bert.h"
+
+namespace hasten {
+
+namespace detail {
+
+constexpr const char* kConfigWhere = "models::BertConfig";
+
+struct BertShape {
+  std::string_view name;
+  int64_t layers;
+  int64_t hidden;
+};
+constexpr std::array<BertShape, 4> kBertShapes = {{
+    {"bert-tiny", 2, 128},
+    {"bert-mini", 4, 256},
+    {"bert-small", 4, 512},
+    {"bert-base", 12, 768},
+}};
+
+[[noreturn]] void throw_bad_config(
+    std::string_view source,
+    const std::string& what,
+    const std::string& expected) {
+  throw InputError(kConfigWhere, std::string(source) + ": " + what, expected);
+}
+
+// Takes `key` out of `json` into `value`; null counts as absent.
+template <typename T>
+void take_key(
+    nlohmann::json& json,
+    std::string_view source,
+    const char* key,
+    T& value,
+    const char* expected) {
+  const auto found = json.find(key);
+  if (found == json.end()) {
+    return;
+  }
+  if (!found->is_null()) {
+    const bool fits = std::is_same_v<T, std::string> ? found->is_string()
+                      : std::is_same_v<T, int64_t> ? found->is_number_integer()
+                                                   : found->is_number();
+    if (!fits) {
+      throw_bad_config(
+          source, std::string(key) + "=" + found->dump(), expected);
+    }
+    value = found->template get<T>();
+  }
+  json.erase(found);
+}
+
+// {"0": "negative", "1": "positive"} -> names by id.
+std::vector<std::string> take_labels(
+    nlohmann::json& json, std::string_view source) {
+  int64_t count = 2;
+  take_key(json, source, "num_labels", count, "a whole number");
+  if (count < 1 || count > 1'000'000) {
+    throw_bad_config(
+        source, "num_labels=" + std::to_string(count), "1 to 1000000");
+  }
+  const nlohmann::json map = json.value("id2label", nlohmann::json());
+  json.erase("id2label");
+  json.erase("label2id");
+  std::vector<std::string> names;
+  if (map.is_null()) {
+    for (int64_t i = 0; i < count; ++i) {
+      names.push_back("LABEL_" + std::to_string(i));
+    }
+    return names;
+  }
+  for (size_t i = 0; map.is_object() && i < map.size(); ++i) {
+    const auto found = map.find(std::to_string(i));
+    if (found == map.end() || !found->is_string()) {
+      break;
+    }
+    names.push_back(found->get<std::string>());
+  }
+  if (!map.is_object() || map.empty() || names.size() != map.size()) {
+    throw_bad_config(
+        source,
+        "id2label=" + map.dump().substr(0, 200),
+        "{\"0\": \"name\", \"1\": \"name\", …} without gaps");
+  }
+  return names;
+}
+
+// What would silently give other numbers than the file's author had.
+void refuse_other_architectures(
+    const nlohmann::json& json, std::string_view source) {
+  const auto type = json.find("model_type");
+  if (type == json.end() || *type != "bert") {
+    throw_bad_config(
+        source,
+        type == json.end() ? "no model_type" : "model_type=" + type->dump(),
+        "one that hasten has: \"bert\"");
+  }
+  const auto position = json.find("position_embedding_type");
+  if (position != json.end() && !position->is_null() &&
+      *position != "absolute") {
+    throw_bad_config(
+        source, "position_embedding_type=" + position->dump(), "\"absolute\"");
+  }
+  for (const char* key : {"is_decoder", "add_cross_attention"}) {
+    if (json.contains(key) && json[key] == true) {
+      throw_bad_config(source, std::string(key) + "=true", "an encoder, false");
+    }
+  }
+}
+
+} // namespace detail
+
+BertConfig BertConfig::from_json(
+    const nlohmann::json& json, std::string_view source) {
+  if (!json.is_object()) {
+    detail::throw_bad_config(source, "no JSON object", "a configuration");
+  }
+  detail::refuse_other_architectures(json, source);
+  nlohmann::json rest = json;
+  BertConfig config;
+  const auto take = [&](const char* key, auto& value, const char* expected) {
+    detail::take_key(rest, source, key, value, expected);
+  };
+  constexpr const char* kWhole = "a whole number";
+  constexpr const char* kNumber = "a number";
+  constexpr const char* kText = "a string";
+  take("vocab_size", config.vocab_size, kWhole);
+  take("hidden_size", config.hidden_size, kWhole);
+  take("num_hidden_layers", config.num_hidden_layers, kWhole);
+  take("num_attention_heads", config.num_attention_heads, kWhole);
+  take("intermediate_size", config.intermediate_size, kWhole);
+  take("max_position_embeddings", config.max_position_embeddings, kWhole);
+  take("type_vocab_size", config.type_vocab_size, kWhole);
+  take("pad_token_id", config.pad_token_id, kWhole);
+  take("hidden_act", config.hidden_act, kText);
+  take("hidden_dropout_prob", config.hidden_dropout_prob, kNumber);
+  take(
+      "attention_probs_dropout_prob",
+      config.attention_probs_dropout_prob,
+      kNumber);
+  double classifier_dropout = -1;
+  take("classifier_dropout", classifier_dropout, kNumber);
+  if (classifier_dropout >= 0) {
+    config.classifier_dropout = classifier_dropout;
+  }
+  take("initializer_range", config.initializer_range, kNumber);
+  take("layer_norm_eps", config.layer_norm_eps, kNumber);
+  take("problem_type", config.problem_type, kText);
+  take("torch_dtype", config.dtype, kText);
+  take("dtype", config.dtype, kText);
+  config.id2label = detail::take_labels(rest, source);
+  rest.erase("architectures");
+  rest.erase("model_type");
+  config.other_keys = rest.dump();
+  config.validate(source);
+  return config;
+}
+
+BertConfig BertConfig::from_shape(std::string_view shape, int64_t vocab_size) {
+  std::string names;
+  for (const auto& known : detail::kBertShapes) {
+    if (known.name == shape) {
+      BertConfig config;
+      config.vocab_size = vocab_size;
+      config.num_hidden_layers = known.layers;
+      config.hidden_size = known.hidden;
+      config.num_attention_heads = known.hidden / 64;
+      config.intermediate_size = known.hidden * 4;
+      config.validate(shape);
+      return config;
+    }
+    names += (names.empty() ? "" : ", ") + std::string(known.name);
+  }
+  throw InputError(
+      detail::kConfigWhere,
+      "unknown shape=" + std::string(shape),
+      "one of " + names + ", or a model folder");
+}
+
+bool BertConfig::is_shape(std::string_view name) {
+  return std::any_of(
+      detail::kBertShapes.begin(),
+      detail::kBertShapes.end(),
+      [&](const auto& shape) { return shape.name == name; });
+}
+
+nlohmann::json BertConfig::to_json() const {
+  nlohmann::json json = nlohmann::json::parse(other_keys);
+  nlohmann::json ids = nlohmann::json::object();
+  nlohmann::json names = nlohmann::json::object();
+  for (size_t i = 0; i < id2label.size(); ++i) {
+    ids[std::to_string(i)] = id2label[i];
+    names[id2label[i]] = i;
+  }
+  json.update({
+      {"architectures", {"BertForSequenceClassification"}},
+      {"model_type", "bert"},
+      {"vocab_size", vocab_size},
+      {"hidden_size", hidden_size},
+      {"num_hidden_layers", num_hidden_layers},
+      {"num_attention_heads", num_attention_heads},
+      {"intermediate_size", intermediate_size},
+      {"max_position_embeddings", max_position_embeddings},
+      {"type_vocab_size", type_vocab_size},
+      {"pad_token_id", pad_token_id},
+      {"hidden_act", hidden_act},
+      {"hidden_dropout_prob", hidden_dropout_prob},
+      {"attention_probs_dropout_prob", attention_probs_dropout_prob},
+      {"initializer_range", initializer_range},
+      {"layer_norm_eps", layer_norm_eps},
+      {"id2label", ids},
+      {"label2id", names},
+      {"dtype", dtype},
+  });
+  json["classifier_dropout"] = classifier_dropout
+                                   ? nlohmann::json(*classifier_dropout)
+                                   : nlohmann::json();
+  if (!problem_type.empty()) {
+    json["problem_type"] = problem_type;
+  }
+  return json;
+}
+
+void BertConfig::validate(std::string_view source) const {
+  const auto at_least = [&](const char* key, int64_t value, int64_t least) {
+    // The limit keeps products of two sizes far from overflow.
+    if (value < least || value > 100'000'000) {
+      detail::throw_bad_config(
+          source,
+          key + ("=" + std::to_string(value)),
+          std::to_string(least) + " to 100000000");
+    }
+  };
+  at_least("vocab_size", vocab_size, 1);
+  at_least("hidden_size", hidden_size, 1);
+  at_least("num_hidden_layers", num_hidden_layers, 1);
+  at_least("num_attention_heads", num_attention_heads, 1);
+  at_least("intermediate_size", intermediate_size, 1);
+  at_least("max_position_embeddings", max_position_embeddings, 1);
+  at_least("type_vocab_size", type_vocab_size, 1);
+  at_least("number of labels", num_labels(), 1);
+  if (hidden_size % num_attention_heads != 0) {
+    detail::throw_bad_config(
+        source,
+        "hidden_size=" + std::to_string(hidden_size) +
+            ", num_attention_heads=" + std::to_string(num_attention_heads),
+        "a width that the number of heads divides");
+  }
+  if (pad_token_id < 0 || pad_token_id >= vocab_size) {
+    detail::throw_bad_config(
+        source,
+        "pad_token_id=" + std::to_string(pad_token_id),
+        "an id below vocab_size=" + std::to_string(vocab_size));
+  }
+  if (hidden_act != "gelu" && hidden_act != "gelu_new" &&
+      hidden_act != "relu") {
+    detail::throw_bad_config(
+        source,
+        "hidden_act=\"" + hidden_act + "\"",
+        "\"gelu\", \"gelu_new\" or \"relu\"");
+  }
+  const auto probability = [&](const char* key, double value) {
+    if (!(value >= 0 && value < 1)) {
+      detail::throw_bad_config(
+          source, key + ("=" + std::to_string(value)), "from 0 to below 1");
+    }
+  };
+  probability("hidden_dropout_prob", hidden_dropout_prob);
+  probability("attention_probs_dropout_prob", attention_probs_dropout_prob);
+  probability("classifier_dropout", classifier_dropout.value_or(0));
+  if (!(initializer_range >= 0 && layer_norm_eps > 0)) {
+    detail::throw_bad_config(
+        source,
+        "initializer_range=" + std::to_string(initializer_range) +
+            ", layer_norm_eps=" + std::to_string(layer_norm_eps),
+        "positive numbers");
+  }
+}
+
+} // namespace hasten

@@ -1,0 +1,363 @@
+#include "hasten/models/bert_pretrained.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <set>
+
+#include "hasten/base/error.h"
+#include "hasten/base/files.h"
+#include "hasten/io/commit.h"
+#include "hasten/io/safetensors.h"
+
+namespace hasten {
+
+namespace detail {
+
+constexpr const char* kLoadWhere = "models::load_bert_classifier";
+
+nlohmann::json parse_model_json(const std::filesystem::path& path) {
+  try {
+    return nlohmann::json::parse(read_file(path));
+  } catch (const nlohmann::json::exception& error) {
+    throw InputError(kLoadWhere, path.string() + ": " + error.what(), "JSON");
+  }
+}
+
+// The files of a folder's weights, opened.
+std::vector<SafetensorsReader> open_weights(
+    const std::filesystem::path& folder) {
+  std::error_code ignored;
+  std::vector<SafetensorsReader> readers;
+  const auto single = folder / "model.safetensors";
+  const auto index = folder / "model.safetensors.index.json";
+  if (std::filesystem::exists(single, ignored)) {
+    readers.emplace_back(single);
+  } else if (std::filesystem::exists(index, ignored)) {
+    const nlohmann::json json = parse_model_json(index);
+    std::set<std::string> files;
+    const auto map = json.find("weight_map");
+    if (map == json.end() || !map->is_object()) {
+      throw InputError(kLoadWhere, index.string() + ": no \"weight_map\"");
+    }
+    for (const auto& [name, file] : map->items()) {
+      if (!file.is_string() ||
+          file.get<std::string>().find('/') != std::string::npos) {
+        throw InputError(
+            kLoadWhere,
+            index.string() + ": \"" + name + "\" is in " + file.dump(),
+            "the name of a file in the same folder");
+      }
+      files.insert(file.get<std::string>());
+    }
+    for (const auto& file : files) {
+      readers.emplace_back(folder / file);
+    }
+  } else {
+    const bool pickle =
+        std::filesystem::exists(folder / "pytorch_model.bin", ignored) ||
+        std::filesystem::exists(
+            folder / "pytorch_model.bin.index.json", ignored);
+    throw InputError(
+        kLoadWhere,
+        single.string() + ": the file is missing" +
+            (pickle ? ", only pytorch_model.bin (a pickle) is there" : ""),
+        "weights as safetensors",
+        pickle ? "convert them once in Python: AutoModel"
+                 ".from_pretrained(folder).save_pretrained(folder)"
+               : "name a folder that save_pretrained or hasten wrote");
+  }
+  return readers;
+}
+
+bool has_prefix(const std::string& name, std::string_view prefix) {
+  return name.compare(0, prefix.size(), prefix) == 0;
+}
+
+void replace_suffix(
+    std::string& name, std::string_view suffix, std::string_view by) {
+  if (name.size() >= suffix.size() &&
+      name.compare(name.size() - suffix.size(), suffix.size(), suffix) == 0) {
+    name.replace(name.size() - suffix.size(), suffix.size(), by);
+  }
+}
+
+// Today's name of a tensor: legacy LayerNorm names, the missing base prefix.
+std::string current_name(std::string name) {
+  replace_suffix(name, "LayerNorm.gamma", "LayerNorm.weight");
+  replace_suffix(name, "LayerNorm.beta", "LayerNorm.bias");
+  for (const char* part : {"embeddings.", "encoder.", "pooler."}) {
+    if (has_prefix(name, part)) {
+      return "bert." + name;
+    }
+  }
+  return name;
+}
+
+struct FoundTensor {
+  const SafetensorsReader* reader = nullptr;
+  std::string name{}; // in the file
+};
+
+struct FoundWeights {
+  std::map<std::string, FoundTensor> tensors{}; // by current name
+  std::vector<std::string> left_out{}; // heads of other tasks
+};
+
+FoundWeights find_weights(const std::vector<SafetensorsReader>& readers) {
+  FoundWeights found;
+  for (const auto& reader : readers) {
+    for (const auto& name : reader.names()) {
+      const std::string current = current_name(name);
+      if (current == "bert.embeddings.position_ids" ||
+          current == "bert.embeddings.token_type_ids") {
+        continue; // buffers of old files, not parameters
+      }
+      if (!has_prefix(current, "bert.") &&
+          !has_prefix(current, "classifier.")) {
+        found.left_out.push_back(name);
+      } else if (!found.tensors.emplace(current, FoundTensor{&reader, name})
+                      .second) {
+        throw InputError(
+            kLoadWhere,
+            reader.path().string() + ": \"" + current +
+                "\" is there twice, under old and new names or in two files");
+      }
+    }
+  }
+  return found;
+}
+
+std::string listed(const std::vector<std::string>& items) {
+  std::string text;
+  for (const auto& item : items) {
+    text += (text.empty() ? "" : ", ") + item;
+  }
+  return text;
+}
+
+std::string shape_of(at::IntArrayRef sizes) {
+  std::string text;
+  for (const int64_t size : sizes) {
+    text += (text.empty() ? "" : ", ") + std::to_string(size);
+  }
+  return "[" + text + "]";
+}
+
+// Compares names and shapes; throws with all that is wrong at once.
+// `optional`: prefixes that may be missing, as a whole.
+void check_weights(
+    const std::filesystem::path& folder,
+    const BertForSequenceClassificationImpl& model,
+    const std::map<std::string, FoundTensor>& found,
+    const std::vector<std::string>& optional) {
+  std::vector<std::string> missing, unexpected, wrong;
+  const auto parameters = model.named_parameters();
+  for (const auto& parameter : parameters) {
+    const std::string& name = parameter.key();
+    const bool may_lack =
+        std::any_of(optional.begin(), optional.end(), [&](const auto& prefix) {
+          return has_prefix(name, prefix);
+        });
+    const auto match = found.find(name);
+    if (match == found.end()) {
+      if (!may_lack) {
+        missing.push_back(name);
+      }
+      continue;
+    }
+    const auto& entry = match->second.reader->entry(match->second.name);
+    if (at::IntArrayRef(entry.shape) != parameter.value().sizes() ||
+        !at::isFloatingType(entry.dtype)) {
+      wrong.push_back(
+          name + " " + std::string(safetensors_dtype_name(entry.dtype)) +
+          shape_of(entry.shape) + " instead of " +
+          shape_of(parameter.value().sizes()));
+    }
+  }
+  for (const auto& [name, tensor] : found) {
+    if (!parameters.contains(name)) {
+      unexpected.push_back(name);
+    }
+  }
+  std::string what;
+  for (const auto& [kind, names] :
+       {std::pair("missing", &missing),
+        std::pair("unexpected", &unexpected),
+        std::pair("wrongly shaped", &wrong)}) {
+    if (!names->empty()) {
+      what += (what.empty() ? "" : "; ") + std::string(kind) + ": " +
+              listed(*names);
+    }
+  }
+  if (!what.empty()) {
+    throw InputError(
+        kLoadWhere,
+        folder.string() + ": the weights do not fit config.json: " + what,
+        "the tensors of a BERT of that configuration");
+  }
+}
+
+bool has_weights_of(
+    const std::map<std::string, FoundTensor>& found,
+    const std::string& prefix) {
+  const auto first = found.lower_bound(prefix);
+  return first != found.end() && has_prefix(first->first, prefix);
+}
+
+// Row i of the result is the row of the folder's label `wanted[i]`; nothing
+// where the names differ.
+std::optional<std::vector<int64_t>> label_order(
+    const std::vector<std::string>& wanted,
+    const std::vector<std::string>& folder) {
+  std::vector<int64_t> order;
+  for (const auto& name : wanted) {
+    const auto at = std::find(folder.begin(), folder.end(), name);
+    if (at == folder.end()) {
+      return std::nullopt;
+    }
+    order.push_back(at - folder.begin());
+  }
+  const std::set<int64_t> distinct(order.begin(), order.end());
+  if (distinct.size() != folder.size() || order.size() != folder.size()) {
+    return std::nullopt;
+  }
+  return order;
+}
+
+// The model of a folder in the making: what is decided before weights are read.
+struct BertFolder {
+  std::filesystem::path path{};
+  BertConfig config{};
+  std::vector<SafetensorsReader> readers{};
+  FoundWeights found{};
+  std::optional<std::vector<int64_t>> rows{}; // of the classifier, in order
+};
+
+void decide_classifier(
+    BertFolder& folder, const LoadBertOptions& options, LoadedBert& loaded) {
+  const auto names_there = folder.config.id2label;
+  const auto& wanted = options.id2label ? *options.id2label : names_there;
+  folder.rows = label_order(wanted, names_there);
+  folder.config.id2label = wanted;
+  std::string reason;
+  if (!has_weights_of(folder.found.tensors, "classifier.")) {
+    reason = "the folder has none";
+  } else if (!folder.rows) {
+    reason = "the folder's is for the labels " + listed(names_there);
+    folder.found.tensors.erase("classifier.weight");
+    folder.found.tensors.erase("classifier.bias");
+  }
+  if (!reason.empty()) {
+    loaded.fresh_classifier = true;
+    loaded.report.push_back(
+        "the classifier is new, with random weights: " + reason);
+  }
+  if (!has_weights_of(folder.found.tensors, "bert.pooler.")) {
+    loaded.fresh_pooler = true;
+    loaded.report.push_back(
+        "the pooler is new, with random weights: the folder has none");
+  }
+  if (!folder.found.left_out.empty()) {
+    loaded.report.push_back(
+        "left out, of other tasks: " + listed(folder.found.left_out));
+  }
+}
+
+void copy_weights(
+    const BertFolder& folder, BertForSequenceClassificationImpl& model) {
+  const at::NoGradGuard no_grad;
+  for (auto& parameter : model.named_parameters()) {
+    const auto match = folder.found.tensors.find(parameter.key());
+    if (match == folder.found.tensors.end()) {
+      continue;
+    }
+    at::Tensor weights = match->second.reader->tensor(match->second.name);
+    if (folder.rows && has_prefix(parameter.key(), "classifier.")) {
+      weights = weights.index_select(0, at::tensor(*folder.rows, at::kLong));
+    }
+    parameter.value().copy_(weights); // converts other floating types
+  }
+}
+
+LoadedBert bert_from_shape(
+    const std::string& shape, const LoadBertOptions& options) {
+  LoadedBert loaded;
+  loaded.config = options.vocab_size > 0
+                      ? BertConfig::from_shape(shape, options.vocab_size)
+                      : BertConfig::from_shape(shape);
+  loaded.config.pad_token_id = options.pad_token_id;
+  if (options.id2label) {
+    loaded.config.id2label = *options.id2label;
+  }
+  loaded.model = BertForSequenceClassification(loaded.config);
+  loaded.fresh_classifier = loaded.fresh_pooler = true;
+  loaded.report.push_back("all weights are random: " + shape + " is a shape");
+  return loaded;
+}
+
+} // namespace detail
+
+BertConfig read_bert_config(const std::filesystem::path& folder) {
+  std::error_code ignored;
+  const auto path = folder / "config.json";
+  if (!std::filesystem::is_directory(folder, ignored) ||
+      !std::filesystem::exists(path, ignored)) {
+    throw InputError(
+        detail::kLoadWhere,
+        path.string() + ": the file is missing",
+        "a Hugging Face model folder, or one of the shapes bert-tiny, "
+        "bert-mini, bert-small, bert-base");
+  }
+  return BertConfig::from_json(detail::parse_model_json(path), path.string());
+}
+
+LoadedBert load_bert_classifier(
+    const std::string& model, const LoadBertOptions& options) {
+  std::error_code ignored;
+  if (BertConfig::is_shape(model) && !std::filesystem::exists(model, ignored)) {
+    return detail::bert_from_shape(model, options);
+  }
+  LoadedBert loaded;
+  detail::BertFolder folder;
+  folder.path = model;
+  folder.config = read_bert_config(folder.path);
+  folder.readers = detail::open_weights(folder.path);
+  folder.found = detail::find_weights(folder.readers);
+  detail::decide_classifier(folder, options, loaded);
+  folder.config.dtype = "float32";
+  loaded.config = folder.config;
+  loaded.model = BertForSequenceClassification(
+      std::make_shared<BertForSequenceClassificationImpl>(
+          folder.config, /*initialize=*/false));
+  std::vector<std::string> optional;
+  if (loaded.fresh_classifier) {
+    optional.push_back("classifier.");
+  }
+  if (loaded.fresh_pooler) {
+    optional.push_back("bert.pooler.");
+  }
+  detail::check_weights(
+      folder.path, *loaded.model, folder.found.tensors, optional);
+  if (loaded.fresh_pooler) {
+    loaded.model->reset_pooler();
+  }
+  if (loaded.fresh_classifier) {
+    loaded.model->reset_classifier();
+  }
+  detail::copy_weights(folder, *loaded.model);
+  return loaded;
+}
+
+void save_bert_classifier(
+    FolderCommit& folder, BertForSequenceClassificationImpl& model) {
+  NamedTensors weights;
+  for (const auto& parameter : model.named_parameters()) {
+    weights[parameter.key()] = parameter.value().detach();
+  }
+  folder.write("config.json", model.config().to_json().dump(2) + "\n");
+  write_safetensors(folder.folder() / "model.safetensors", weights);
+}
+
+} // namespace hasten

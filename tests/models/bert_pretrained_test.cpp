@@ -1,0 +1,241 @@
+#include "hasten/models/bert_pretrained.h"
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <fstream>
+#include <nlohmann/json.hpp>
+
+#include "golden_folder.h"
+#include "hasten/base/error.h"
+#include "hasten/base/files.h"
+#include "hasten/core/random.h"
+#include "hasten/io/commit.h"
+#include "hasten/io/safetensors.h"
+#include "support/temporary_folder.h"
+
+namespace hasten {
+
+using testing_support::kBertGoldenFolder;
+using testing_support::TemporaryFolder;
+
+static NamedTensors golden_weights() {
+  return SafetensorsReader(
+             std::string(kBertGoldenFolder) + "/model.safetensors")
+      .read_all();
+}
+
+// A folder with the golden configuration and `weights`.
+class BertFolderOnDisk {
+ public:
+  explicit BertFolderOnDisk(const NamedTensors& weights) {
+    std::filesystem::copy(
+        std::string(kBertGoldenFolder) + "/config.json",
+        folder_ / "config.json");
+    write_safetensors(folder_ / "model.safetensors", weights);
+  }
+  std::filesystem::path operator/(const std::string& name) const {
+    return folder_ / name;
+  }
+  LoadedBert load(const LoadBertOptions& options = {}) const {
+    return load_bert_classifier(folder_.path().string(), options);
+  }
+  std::string error() const {
+    try {
+      load();
+    } catch (const InputError& error) {
+      return error.what();
+    }
+    return {};
+  }
+
+ private:
+  TemporaryFolder folder_;
+};
+
+static void expect_contains(const std::string& text, const std::string& part) {
+  EXPECT_NE(text.find(part), std::string::npos) << part << " in: " << text;
+}
+
+static void expect_equal_weights(
+    BertForSequenceClassification model,
+    const NamedTensors& weights,
+    bool classifier = true) {
+  for (const auto& parameter : model->named_parameters()) {
+    if (classifier || parameter.key().find("classifier") == std::string::npos) {
+      EXPECT_TRUE(torch::equal(parameter.value(), weights.at(parameter.key())))
+          << parameter.key();
+    }
+  }
+}
+
+TEST(BertPretrained, SavedFolderIsTheLoadedOneByteForByte) {
+  const TemporaryFolder folder;
+  auto loaded = load_bert_classifier(kBertGoldenFolder);
+  EXPECT_TRUE(loaded.report.empty());
+  EXPECT_FALSE(loaded.fresh_classifier);
+  EXPECT_TRUE(loaded.model->is_training());
+  FolderCommit commit(folder / "model");
+  save_bert_classifier(commit, *loaded.model);
+  commit.commit();
+  verify_manifest(folder / "model");
+  const std::string golden = kBertGoldenFolder;
+  EXPECT_EQ(
+      read_file(folder / "model" / "model.safetensors"),
+      read_file(golden + "/model.safetensors"));
+  auto ours =
+      nlohmann::json::parse(read_file(folder / "model" / "config.json"));
+  const auto theirs = nlohmann::json::parse(read_file(golden + "/config.json"));
+  EXPECT_EQ(ours, theirs);
+}
+
+TEST(BertPretrained, BareEncoderWithLegacyNamesGetsAFreshClassifier) {
+  NamedTensors weights;
+  for (auto [name, tensor] : golden_weights()) {
+    if (name.rfind("bert.", 0) == 0) {
+      name = name.substr(5);
+      const auto at = name.find("LayerNorm.");
+      if (at != std::string::npos) {
+        name = name.substr(0, at + 10) +
+               (name.substr(at + 10) == "weight" ? "gamma" : "beta");
+      }
+      weights[name] = tensor;
+    }
+  }
+  weights["embeddings.position_ids"] = torch::arange(40);
+  weights["cls.predictions.bias"] = torch::zeros({101});
+  const BertFolderOnDisk folder(weights);
+  const auto loaded = folder.load({.id2label = {{"a", "b", "c", "d"}}});
+  expect_equal_weights(loaded.model, golden_weights(), false);
+  EXPECT_TRUE(loaded.fresh_classifier);
+  EXPECT_FALSE(loaded.fresh_pooler);
+  EXPECT_EQ(loaded.model->classifier->weight.size(0), 4);
+  EXPECT_NEAR(loaded.model->classifier->weight.std().item<double>(), 0.3, 0.1);
+  ASSERT_EQ(loaded.report.size(), 2u);
+  expect_contains(loaded.report[0], "the classifier is new");
+  expect_contains(loaded.report[1], "cls.predictions.bias");
+}
+
+TEST(BertPretrained, EncoderWithoutPoolerGetsOne) {
+  auto weights = golden_weights();
+  weights.erase("bert.pooler.dense.weight");
+  weights.erase("bert.pooler.dense.bias");
+  const auto loaded = BertFolderOnDisk(weights).load();
+  EXPECT_TRUE(loaded.fresh_pooler);
+  EXPECT_FALSE(loaded.fresh_classifier);
+  expect_contains(loaded.report.at(0), "the pooler is new");
+}
+
+TEST(BertPretrained, OtherLabelsGetAFreshClassifierAndReorderedOnesTheirRows) {
+  const BertFolderOnDisk folder(golden_weights());
+  set_seed(1);
+  const auto a = folder.load({.id2label = {{"no", "yes"}}});
+  set_seed(1);
+  const auto b = folder.load({.id2label = {{"no", "yes"}}});
+  EXPECT_TRUE(a.fresh_classifier);
+  expect_contains(a.report.at(0), "bad, fair, good");
+  EXPECT_EQ(a.config.id2label.size(), 2u);
+  EXPECT_TRUE(
+      torch::equal(a.model->classifier->weight, b.model->classifier->weight));
+
+  const auto turned = folder.load({.id2label = {{"good", "bad", "fair"}}});
+  EXPECT_FALSE(turned.fresh_classifier);
+  const auto weight = golden_weights().at("classifier.weight");
+  EXPECT_TRUE(torch::equal(turned.model->classifier->weight[0], weight[2]));
+  EXPECT_TRUE(torch::equal(turned.model->classifier->weight[1], weight[0]));
+  EXPECT_EQ(turned.model->config().id2label[0], "good");
+}
+
+TEST(BertPretrained, EveryMissingUnexpectedAndWronglyShapedTensorIsNamed) {
+  auto weights = golden_weights();
+  const std::string layer = "bert.encoder.layer.1.";
+  weights.erase(layer + "output.dense.bias");
+  weights.erase("bert.pooler.dense.bias");
+  weights["bert.encoder.layer.3.output.dense.bias"] = torch::zeros({32});
+  weights[layer + "intermediate.dense.weight"] = torch::zeros({32, 64});
+  weights[layer + "intermediate.dense.bias"] = torch::zeros({64}, torch::kInt);
+  const auto message = BertFolderOnDisk(weights).error();
+  expect_contains(
+      message,
+      "missing: " + layer + "output.dense.bias, bert.pooler.dense.bias");
+  expect_contains(
+      message, "unexpected: bert.encoder.layer.3.output.dense.bias");
+  expect_contains(
+      message,
+      layer + "intermediate.dense.weight F32[32, 64] instead of [64, 32]");
+  expect_contains(message, layer + "intermediate.dense.bias I32[64]");
+
+  weights = golden_weights();
+  weights["embeddings.LayerNorm.gamma"] = torch::ones({32});
+  expect_contains(BertFolderOnDisk(weights).error(), "is there twice");
+}
+
+TEST(BertPretrained, HalfWeightsBecomeFloat) {
+  auto weights = golden_weights();
+  for (auto& [name, tensor] : weights) {
+    tensor = tensor.to(torch::kBFloat16);
+  }
+  const auto loaded = BertFolderOnDisk(weights).load();
+  for (const auto& parameter : loaded.model->named_parameters()) {
+    EXPECT_EQ(parameter.value().scalar_type(), torch::kFloat);
+    EXPECT_TRUE(torch::equal(
+        parameter.value(), weights.at(parameter.key()).to(torch::kFloat)));
+  }
+  EXPECT_EQ(loaded.config.dtype, "float32");
+}
+
+TEST(BertPretrained, ShardedFilesAreJoined) {
+  const BertFolderOnDisk folder(golden_weights());
+  std::filesystem::remove(folder / "model.safetensors");
+  NamedTensors parts[2];
+  nlohmann::json map;
+  for (const auto& [name, tensor] : golden_weights()) {
+    const int part = static_cast<int>(map.size() % 2);
+    parts[part][name] = tensor;
+    map[name] = "part" + std::to_string(part) + ".safetensors";
+  }
+  for (int part = 0; part < 2; ++part) {
+    write_safetensors(
+        folder / ("part" + std::to_string(part) + ".safetensors"), parts[part]);
+  }
+  const auto index = folder / "model.safetensors.index.json";
+  std::ofstream(index) << nlohmann::json({{"weight_map", map}});
+  expect_equal_weights(folder.load().model, golden_weights());
+
+  map["x"] = "../elsewhere.safetensors";
+  std::ofstream(index) << nlohmann::json({{"weight_map", map}});
+  expect_contains(folder.error(), "../elsewhere");
+  std::filesystem::remove(folder / "part1.safetensors");
+  map.erase("x");
+  std::ofstream(index) << nlohmann::json({{"weight_map", map}});
+  expect_contains(folder.error(), "part1.safetensors: No such file");
+}
+
+TEST(BertPretrained, FoldersThatAreNoModelSayWhatToDo) {
+  const BertFolderOnDisk folder(golden_weights());
+  std::filesystem::resize_file(folder / "model.safetensors", 90'000);
+  expect_contains(folder.error(), "truncated");
+  std::filesystem::remove(folder / "model.safetensors");
+  expect_contains(folder.error(), "model.safetensors: the file is missing");
+  std::ofstream(folder / "pytorch_model.bin") << "pickle";
+  expect_contains(folder.error(), "convert them once");
+  std::ofstream(folder / "config.json") << R"({"model_type": "gpt2"})";
+  expect_contains(folder.error(), "config.json: model_type=\"gpt2\"");
+  std::ofstream(folder / "config.json") << "{";
+  expect_contains(folder.error(), "config.json");
+  std::filesystem::remove(folder / "config.json");
+  expect_contains(folder.error(), "bert-tiny");
+  EXPECT_THROW(load_bert_classifier("/nowhere/at/all"), InputError);
+}
+
+TEST(BertPretrained, ShapesGiveRandomModelsOfTheCallersVocabulary) {
+  set_seed(3);
+  const auto loaded = load_bert_classifier(
+      "bert-tiny", {.id2label = {{"x", "y", "z"}}, .vocab_size = 77});
+  EXPECT_EQ(loaded.model->bert->word_embeddings->weight.size(0), 77);
+  EXPECT_EQ(loaded.model->classifier->weight.size(0), 3);
+  EXPECT_TRUE(loaded.fresh_classifier);
+  expect_contains(loaded.report.at(0), "random");
+}
+
+} // namespace hasten
