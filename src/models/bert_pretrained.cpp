@@ -8,7 +8,6 @@
 
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
-#include "hasten/io/commit.h"
 #include "hasten/io/safetensors.h"
 
 namespace hasten {
@@ -351,13 +350,15 @@ LoadedBert load_bert_classifier(
 }
 
 void save_bert_classifier(
-    FolderCommit& folder, BertForSequenceClassificationImpl& model) {
+    const std::filesystem::path& folder,
+    BertForSequenceClassificationImpl& model) {
   NamedTensors weights;
   for (const auto& parameter : model.named_parameters()) {
     weights[parameter.key()] = parameter.value().detach();
   }
-  folder.write("config.json", model.config().to_json().dump(2) + "\n");
-  write_safetensors(folder.folder() / "model.safetensors", weights);
+  write_file_atomically(
+      folder / "config.json", model.config().to_json().dump(2) + "\n");
+  write_safetensors(folder / "model.safetensors", weights);
 }
 
 } // namespace hasten

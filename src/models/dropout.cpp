@@ -115,12 +115,13 @@ class DropoutAdd : public torch::autograd::Function<DropoutAdd> {
   static at::Tensor forward(
       torch::autograd::AutogradContext* context,
       const at::Tensor& x,
-      const at::Tensor& residual,
+      const std::optional<at::Tensor>& residual,
       double p) {
     const uint64_t seed = draw_dropout_seed();
     context->saved_data["seed"] = static_cast<int64_t>(seed);
     context->saved_data["p"] = p;
-    return dropout_tensor(x, residual, seed, p);
+    context->saved_data["adds"] = residual.has_value();
+    return dropout_tensor(x, residual.value_or(at::Tensor()), seed, p);
   }
 
   static torch::autograd::variable_list backward(
@@ -131,7 +132,7 @@ class DropoutAdd : public torch::autograd::Function<DropoutAdd> {
     const double p = context->saved_data["p"].toDouble();
     return {
         dropout_tensor(gradients[0], {}, seed, p),
-        context->needs_input_grad(1) ? gradients[0] : at::Tensor(),
+        context->saved_data["adds"].toBool() ? gradients[0] : at::Tensor(),
         at::Tensor()};
   }
 };
@@ -147,7 +148,10 @@ at::Tensor dropout_add(
     const at::Tensor dropped = at::dropout(x, p, true);
     return residual.defined() ? at::add(residual, dropped) : dropped;
   }
-  return DropoutAdd::apply(x, residual, p);
+  return DropoutAdd::apply(
+      x,
+      residual.defined() ? std::optional<at::Tensor>(residual) : std::nullopt,
+      p);
 }
 
 } // namespace hasten::detail

@@ -76,7 +76,7 @@ TEST(BertPretrained, SavedFolderIsTheLoadedOneByteForByte) {
   EXPECT_FALSE(loaded.fresh_classifier);
   EXPECT_TRUE(loaded.model->is_training());
   FolderCommit commit(folder / "model");
-  save_bert_classifier(commit, *loaded.model);
+  save_bert_classifier(commit.folder(), *loaded.model);
   commit.commit();
   verify_manifest(folder / "model");
   const std::string golden = kBertGoldenFolder;
@@ -91,7 +91,8 @@ TEST(BertPretrained, SavedFolderIsTheLoadedOneByteForByte) {
 
 TEST(BertPretrained, BareEncoderWithLegacyNamesGetsAFreshClassifier) {
   NamedTensors weights;
-  for (auto [name, tensor] : golden_weights()) {
+  for (const auto& [full_name, tensor] : golden_weights()) {
+    std::string name = full_name;
     if (name.rfind("bert.", 0) == 0) {
       name = name.substr(5);
       const auto at = name.find("LayerNorm.");
