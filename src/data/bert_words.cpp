@@ -12,12 +12,11 @@ constexpr std::array<BertChar, 128> bert_ascii_table() {
   std::array<BertChar, 128> table{};
   for (int c = 0; c < 128; ++c) {
     const bool alphanumeric = (c >= '0' && c <= '9') ||
-        (c >= 'A' && c <= 'Z') || (c >= 'a' && c <= 'z');
-    table[c] = c == ' ' || c == '\t' || c == '\n' || c == '\r'
-        ? BertChar::space
-        : c < 32 || c == 127 ? BertChar::removed
-        : alphanumeric       ? BertChar::letter
-                             : BertChar::punctuation;
+                              (c >= 'A' && c <= 'Z') || (c >= 'a' && c <= 'z');
+    table[c] = c == ' ' || c == '\t' || c == '\n' || c == '\r' ? BertChar::space
+               : c < 32 || c == 127 ? BertChar::removed
+               : alphanumeric       ? BertChar::letter
+                                    : BertChar::punctuation;
   }
   return table;
 }
@@ -27,13 +26,13 @@ constexpr auto kBertAscii = bert_ascii_table();
 // The ranges of BERT, among them its 2B920 where Unicode has 2B820.
 bool is_bert_cjk(int32_t code) {
   return (code >= 0x4E00 && code <= 0x9FFF) ||
-      (code >= 0x3400 && code <= 0x4DBF) ||
-      (code >= 0x20000 && code <= 0x2A6DF) ||
-      (code >= 0x2A700 && code <= 0x2B73F) ||
-      (code >= 0x2B740 && code <= 0x2B81F) ||
-      (code >= 0x2B920 && code <= 0x2CEAF) ||
-      (code >= 0xF900 && code <= 0xFAFF) ||
-      (code >= 0x2F800 && code <= 0x2FA1F);
+         (code >= 0x3400 && code <= 0x4DBF) ||
+         (code >= 0x20000 && code <= 0x2A6DF) ||
+         (code >= 0x2A700 && code <= 0x2B73F) ||
+         (code >= 0x2B740 && code <= 0x2B81F) ||
+         (code >= 0x2B920 && code <= 0x2CEAF) ||
+         (code >= 0xF900 && code <= 0xFAFF) ||
+         (code >= 0x2F800 && code <= 0x2FA1F);
 }
 
 // Class of a code point. Separators are BERT's white space. Unassigned code points
@@ -107,8 +106,8 @@ class BertWordSplitter {
     switch (kind) {
       case BertChar::letter:
         out_.text += options_.lower_case && c >= 'A' && c <= 'Z'
-            ? static_cast<char>(c + ('a' - 'A'))
-            : c;
+                         ? static_cast<char>(c + ('a' - 'A'))
+                         : c;
         ++characters_;
         break;
       case BertChar::punctuation:

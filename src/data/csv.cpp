@@ -96,8 +96,8 @@ class CsvReader::Bytes {
 
   std::string_view view() const {
     return mapped_ != nullptr
-        ? std::string_view(static_cast<const char*>(mapped_), size_)
-        : std::string_view(read_);
+               ? std::string_view(static_cast<const char*>(mapped_), size_)
+               : std::string_view(read_);
   }
 
  private:
@@ -190,8 +190,8 @@ size_t CsvReader::column(std::string_view name, std::string_view flag) const {
   for (size_t i = 0; i < columns_.size(); ++i) {
     list += (i == 0 ? "" : ", ") + columns_[i] + " (\"" + samples[i] + "\")";
   }
-  const std::string near = nearest_name(
-      name, columns_.data(), columns_.data() + columns_.size());
+  const std::string near =
+      nearest_name(name, columns_.data(), columns_.data() + columns_.size());
   throw InputError(
       detail::kCsvReader,
       asked + " is not a column of " + path_.string(),
@@ -214,7 +214,7 @@ bool CsvReader::next() {
 // Where a field may end: the delimiter, a line break, or the end of the file.
 bool CsvReader::at_field_end(size_t at) const {
   return at == text_.size() || text_[at] == delimiter_ || text_[at] == '\n' ||
-      text_[at] == '\r';
+         text_[at] == '\r';
 }
 
 // Whether the quote at `at` opens a field that closes before the line ends: only
@@ -281,7 +281,7 @@ bool CsvReader::read_record() {
   while (next_ < text_.size() &&
          (text_[next_] == '\n' || text_[next_] == '\r')) {
     const bool crlf = text_[next_] == '\r' && next_ + 1 < text_.size() &&
-        text_[next_ + 1] == '\n';
+                      text_[next_ + 1] == '\n';
     next_ += crlf ? 2 : 1;
     ++next_line_;
   }
@@ -362,10 +362,10 @@ void CsvReader::check_width() const {
   }
   throw InputError(
       detail::kCsvReader,
-      position() + ": the record has fields=" +
-          std::to_string(fields_.size()) + ", starting with \"" +
-          detail::csv_sample(fields_[0]) + "\"",
-      std::to_string(columns_.size()) + " fields, as in the file's first record",
+      position() + ": the record has fields=" + std::to_string(fields_.size()) +
+          ", starting with \"" + detail::csv_sample(fields_[0]) + "\"",
+      std::to_string(columns_.size()) +
+          " fields, as in the file's first record",
       fix);
 }
 
@@ -393,24 +393,20 @@ void CsvReader::fail(
   const size_t column =
       utf8_length(text_.substr(line_begin, at - line_begin)) + 1;
   std::string where = path_.string() + ":" + std::to_string(line) + ":" +
-      std::to_string(column);
+                      std::to_string(column);
   if (line != line_) {
     where += " (record from line " + std::to_string(line_) + ")";
   }
   throw InputError(
-      detail::kCsvReader,
-      where + ": " + std::string(what),
-      expected,
-      fix);
+      detail::kCsvReader, where + ": " + std::string(what), expected, fix);
 }
 
 std::string csv_field(std::string_view value, char delimiter) {
   const char special[] = {'"', '\n', '\r', delimiter};
-  const bool blank_end = !value.empty() &&
-      (value.front() == ' ' || value.back() == ' ');
-  if (!blank_end &&
-      value.find_first_of(std::string_view(special, 4)) ==
-          std::string_view::npos) {
+  const bool blank_end =
+      !value.empty() && (value.front() == ' ' || value.back() == ' ');
+  if (!blank_end && value.find_first_of(std::string_view(special, 4)) ==
+                        std::string_view::npos) {
     return std::string(value);
   }
   std::string field = "\"";

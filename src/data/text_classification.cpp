@@ -24,8 +24,7 @@ std::vector<int64_t> stratified_counts(
     const std::vector<int64_t>& label_rows, double share) {
   const int64_t rows =
       std::accumulate(label_rows.begin(), label_rows.end(), int64_t{0});
-  const auto wanted =
-      std::llround(share * static_cast<double>(rows));
+  const auto wanted = std::llround(share * static_cast<double>(rows));
   std::vector<int64_t> counts(label_rows.size());
   std::vector<std::pair<double, size_t>> remainders;
   for (size_t label = 0; label < label_rows.size(); ++label) {
@@ -34,15 +33,13 @@ std::vector<int64_t> stratified_counts(
         static_cast<int64_t>(exact),
         label_rows[label] >= 2 ? 1 : 0,
         std::max<int64_t>(label_rows[label] - 1, 0));
-    remainders.emplace_back(
-        static_cast<double>(counts[label]) - exact, label);
+    remainders.emplace_back(static_cast<double>(counts[label]) - exact, label);
   }
   std::sort(remainders.begin(), remainders.end()); // most underserved first
   int64_t missing =
       wanted - std::accumulate(counts.begin(), counts.end(), int64_t{0});
   for (const auto& [remainder, label] : remainders) {
-    if (missing > 0 && remainder < 0 &&
-        counts[label] + 1 < label_rows[label]) {
+    if (missing > 0 && remainder < 0 && counts[label] + 1 < label_rows[label]) {
       ++counts[label];
       --missing;
     }
@@ -76,7 +73,8 @@ std::vector<char> draw_eval_split(
   return for_eval;
 }
 
-void add_labelled_row(LabelledTexts& side, TextTable& table, int64_t row, int64_t label) {
+void add_labelled_row(
+    LabelledTexts& side, TextTable& table, int64_t row, int64_t label) {
   side.texts.push_back(std::move(table.texts[row]));
   side.labels.push_back(label);
   side.lines.push_back(table.lines[row]);
@@ -106,7 +104,8 @@ void split_text_rows(
   }
   train_texts.clear(); // its views do not survive the moves below
   for (int64_t row = 0; row < table.size(); ++row) {
-    add_labelled_row(for_eval[row] ? data.eval : data.train, table, row, labels[row]);
+    add_labelled_row(
+        for_eval[row] ? data.eval : data.train, table, row, labels[row]);
   }
 }
 
@@ -147,16 +146,15 @@ std::vector<int64_t> counts_by_label(
 std::vector<std::string> label_warnings(const TextClassificationData& data) {
   const auto& counts = data.report.train_counts;
   std::vector<std::string> warnings;
-  const auto classes =
-      std::count_if(counts.begin(), counts.end(), [](int64_t count) {
-        return count > 0;
-      });
+  const auto classes = std::count_if(
+      counts.begin(), counts.end(), [](int64_t count) { return count > 0; });
   if (classes == 1) {
     const size_t only = static_cast<size_t>(
         std::max_element(counts.begin(), counts.end()) - counts.begin());
     warnings.push_back(
         "the training data has one class only, label=" +
-        data.label_names[only] + ": the model cannot learn to tell labels apart");
+        data.label_names[only] +
+        ": the model cannot learn to tell labels apart");
   }
   return warnings;
 }
@@ -199,12 +197,11 @@ std::string label_share_line(
         share,
         sizeof(share),
         " (%.1f %%)",
-        rows == 0
-            ? 0.0
-            : 100.0 * static_cast<double>(counts[i]) /
-                static_cast<double>(rows));
+        rows == 0 ? 0.0
+                  : 100.0 * static_cast<double>(counts[i]) /
+                        static_cast<double>(rows));
     line += (i == 0 ? ": " : ", ") + label_names[i] + " " +
-        std::to_string(counts[i]) + share;
+            std::to_string(counts[i]) + share;
   }
   if (counts.size() > kShown) {
     line += ", and " + std::to_string(counts.size() - kShown) + " more labels";
@@ -222,7 +219,8 @@ std::vector<std::string> TextClassificationReport::lines(
         return count > 0;
       })) {
     text.push_back(
-        "evaluation data: " + detail::label_share_line(eval_counts, label_names));
+        "evaluation data: " +
+        detail::label_share_line(eval_counts, label_names));
   }
   std::string left_out;
   const auto say = [&](int64_t count, const char* what) {
@@ -236,8 +234,8 @@ std::vector<std::string> TextClassificationReport::lines(
   say(duplicates, " kept out of evaluation (same text in training)");
   if (!left_out.empty()) {
     text.push_back(
-        "of " + std::to_string(rows_read) + " rows read, left out: " +
-        left_out);
+        "of " + std::to_string(rows_read) +
+        " rows read, left out: " + left_out);
   }
   return text;
 }
@@ -249,9 +247,8 @@ TextClassificationData load_text_classification(
   table_options.max_rows = options.max_train_rows;
   auto table = read_text_table(options.train_file, table_options);
   TextClassificationData data;
-  data.label_names = options.label_names.empty()
-      ? distinct_labels(table.labels)
-      : options.label_names;
+  data.label_names = options.label_names.empty() ? distinct_labels(table.labels)
+                                                 : options.label_names;
   const auto labels = label_numbers(table, data.label_names, "the model");
   data.report.rows_read = table.rows_read;
   data.report.filtered_out = table.filtered_out;

@@ -71,7 +71,8 @@ int64_t placeholder_number(
   return number;
 }
 
-std::string joined_labels(const std::vector<std::string>& names, size_t limit = 20) {
+std::string joined_labels(
+    const std::vector<std::string>& names, size_t limit = 20) {
   std::string text;
   for (size_t i = 0; i < std::min(names.size(), limit); ++i) {
     text += (i == 0 ? "" : ", ") + names[i];
@@ -91,8 +92,7 @@ std::string TextTable::position(int64_t row) const {
 TextTable read_text_table(
     const std::filesystem::path& path, const TextTableOptions& options) {
   CsvReader reader(
-      path,
-      {.delimiter = options.delimiter, .has_header = options.has_header});
+      path, {.delimiter = options.delimiter, .has_header = options.has_header});
   const size_t text_column = reader.column(options.text_column, "text_column");
   const bool labelled = !options.label_column.empty();
   const size_t label_column =
@@ -163,8 +163,8 @@ std::vector<int64_t> label_numbers(
     const auto& label = table.labels[row];
     const auto number = numbers.find(label);
     const int64_t value = number != numbers.end()
-        ? number->second
-        : detail::placeholder_number(label, names);
+                              ? number->second
+                              : detail::placeholder_number(label, names);
     found.push_back(value);
     if (value < 0) {
       unknown.push_back(label);
@@ -174,9 +174,9 @@ std::vector<int64_t> label_numbers(
   if (first_unknown >= 0) {
     throw InputError(
         "data::label_numbers",
-        table.position(first_unknown) + ": label=" +
-            table.labels[first_unknown] + " is unknown to " + owner +
-            " (unknown altogether: " +
+        table.position(first_unknown) +
+            ": label=" + table.labels[first_unknown] + " is unknown to " +
+            owner + " (unknown altogether: " +
             detail::joined_labels(distinct_labels(unknown)) + ")",
         "one of: " + detail::joined_labels(names),
         "leave such rows out with a filter, or train with them");

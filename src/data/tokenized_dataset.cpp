@@ -85,8 +85,8 @@ TokenizedTexts tokenize_texts(
         "threads=" + std::to_string(threads),
         "at least 1");
   }
-  const size_t parts = std::clamp<size_t>(
-      texts.size() / 16, 1, static_cast<size_t>(threads));
+  const size_t parts =
+      std::clamp<size_t>(texts.size() / 16, 1, static_cast<size_t>(threads));
   auto encodings =
       detail::tokenize_parallel(tokenizer, texts, max_length, parts);
   TokenizedTexts result;
@@ -125,8 +125,8 @@ TokenizedDataset::TokenizedDataset(
         (padding_.pad_to_length > 0 && tokens > padding_.pad_to_length)) {
       throw InputError(
           detail::kTokenizedDataset,
-          "row=" + std::to_string(row) + " has tokens=" +
-              std::to_string(tokens),
+          "row=" + std::to_string(row) +
+              " has tokens=" + std::to_string(tokens),
           padding_.pad_to_length > 0
               ? "1 to pad_to_length=" + std::to_string(padding_.pad_to_length)
               : "at least 1");
@@ -198,8 +198,8 @@ TokenCount count_tokens(const Batch& batch) {
   const int64_t padded = batch["input_ids"].numel();
   return {
       .real = batch.has("attention_mask")
-          ? batch["attention_mask"].sum().item<int64_t>()
-          : padded,
+                  ? batch["attention_mask"].sum().item<int64_t>()
+                  : padded,
       .padded = padded};
 }
 

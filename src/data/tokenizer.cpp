@@ -96,7 +96,8 @@ class PieceTrie {
 
   std::vector<uint64_t> keys_{}; // [slot]
   std::vector<int32_t> nodes_{}; // [slot]
-  std::vector<int32_t> piece_{}; // [node] id of the piece that ends there, or -1
+  std::vector<int32_t>
+      piece_{}; // [node] id of the piece that ends there, or -1
   int shift_ = 64;
 };
 
@@ -151,13 +152,16 @@ struct WordPieceTokenizer::Impl {
     std::stable_sort(
         added.begin(), added.end(), [](const auto& a, const auto& b) {
           return a.content.size() > b.content.size() ||
-              (a.content.size() == b.content.size() && a.content < b.content);
+                 (a.content.size() == b.content.size() &&
+                  a.content < b.content);
         });
     added.erase(
         std::unique(
             added.begin(),
             added.end(),
-            [](const auto& a, const auto& b) { return a.content == b.content; }),
+            [](const auto& a, const auto& b) {
+              return a.content == b.content;
+            }),
         added.end());
     for (const auto& token : added) {
       ids[token.content] = token.id;
@@ -202,8 +206,8 @@ struct WordPieceTokenizer::Impl {
     for (size_t at = 0; at < text.size();) {
       const AddedToken* token =
           starts_added[static_cast<unsigned char>(text[at])]
-          ? added_at(text, at)
-          : nullptr;
+              ? added_at(text, at)
+              : nullptr;
       if (token == nullptr) {
         ++at;
         continue;
@@ -282,9 +286,8 @@ Encoding WordPieceTokenizer::encode(
   }
   impl_->check_utf8(text);
   // [CLS] is in the list already: more than limit ids are too many.
-  const size_t limit = max_length == 0
-      ? ~size_t{0} - 1
-      : static_cast<size_t>(max_length) - 1;
+  const size_t limit =
+      max_length == 0 ? ~size_t{0} - 1 : static_cast<size_t>(max_length) - 1;
   detail::BertWords scratch;
   Encoding encoding{.ids = {impl_->cls}};
   impl_->append_text(text, limit, scratch, encoding.ids);
@@ -339,18 +342,10 @@ const std::vector<std::string>& WordPieceTokenizer::vocab() const {
 const std::vector<AddedToken>& WordPieceTokenizer::added_tokens() const {
   return impl_->added;
 }
-int64_t WordPieceTokenizer::unk_id() const {
-  return impl_->unk;
-}
-int64_t WordPieceTokenizer::cls_id() const {
-  return impl_->cls;
-}
-int64_t WordPieceTokenizer::sep_id() const {
-  return impl_->sep;
-}
-int64_t WordPieceTokenizer::pad_id() const {
-  return impl_->pad;
-}
+int64_t WordPieceTokenizer::unk_id() const { return impl_->unk; }
+int64_t WordPieceTokenizer::cls_id() const { return impl_->cls; }
+int64_t WordPieceTokenizer::sep_id() const { return impl_->sep; }
+int64_t WordPieceTokenizer::pad_id() const { return impl_->pad; }
 const WordPieceOptions& WordPieceTokenizer::options() const {
   return impl_->options;
 }

@@ -18,9 +18,7 @@ bool eight_ascii_bytes(const char* bytes) {
   return (word & kHighBits) == 0;
 }
 
-bool is_ascii_blank(char c) {
-  return c == ' ' || (c >= '\t' && c <= '\r');
-}
+bool is_ascii_blank(char c) { return c == ' ' || (c >= '\t' && c <= '\r'); }
 
 } // namespace detail
 

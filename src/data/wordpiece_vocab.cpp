@@ -42,9 +42,9 @@ WordCounts count_bert_words(
         bad != std::string::npos) {
       throw InputError(
           kBuildVocab,
-          "text=" + std::to_string(row) + " has invalid UTF-8: " +
-              byte_name(texts[row][bad]) + " at position " +
-              std::to_string(bad),
+          "text=" + std::to_string(row) +
+              " has invalid UTF-8: " + byte_name(texts[row][bad]) +
+              " at position " + std::to_string(bad),
           "UTF-8");
     }
     split_bert_words(texts[row], words, split);
@@ -142,8 +142,7 @@ class PairJoiner {
     int64_t count = 0;
     Pair pair = 0;
     bool operator<(const Candidate& other) const {
-      return count < other.count ||
-          (count == other.count && pair > other.pair);
+      return count < other.count || (count == other.count && pair > other.pair);
     }
   };
   struct Word {

@@ -12,8 +12,7 @@ namespace hasten {
 
 namespace detail {
 
-constexpr const char* kClassificationMetrics =
-    "metrics::ClassificationMetrics";
+constexpr const char* kClassificationMetrics = "metrics::ClassificationMetrics";
 constexpr int64_t kIgnoredLabel = -100; // as in cross_entropy
 
 std::string sizes_text(const at::Tensor& tensor) {
@@ -41,13 +40,13 @@ ClassificationMetrics::ClassificationMetrics(int64_t num_labels)
 
 void ClassificationMetrics::update(
     const at::Tensor& logits, const at::Tensor& labels) {
-  if (logits.dim() != 2 || logits.size(1) != num_labels_ ||
-      labels.dim() != 1 || labels.size(0) != logits.size(0) ||
+  if (logits.dim() != 2 || logits.size(1) != num_labels_ || labels.dim() != 1 ||
+      labels.size(0) != logits.size(0) ||
       !at::isIntegralType(labels.scalar_type(), /*includeBool=*/false)) {
     throw InputError(
         detail::kClassificationMetrics,
-        "logits=" + detail::sizes_text(logits) + ", labels=" +
-            detail::sizes_text(labels) + " " +
+        "logits=" + detail::sizes_text(logits) +
+            ", labels=" + detail::sizes_text(labels) + " " +
             c10::toString(labels.scalar_type()),
         "logits [B, " + std::to_string(num_labels_) +
             "] and labels [B] of an integer type");
@@ -75,13 +74,10 @@ void ClassificationMetrics::update(
                     .view({num_labels_, num_labels_});
 }
 
-void ClassificationMetrics::reset() {
-  confusion_.zero_();
-}
+void ClassificationMetrics::reset() { confusion_.zero_(); }
 
 void ClassificationMetrics::set_state(const at::Tensor& state) {
-  if (state.sizes() != confusion_.sizes() ||
-      state.scalar_type() != at::kLong) {
+  if (state.sizes() != confusion_.sizes() || state.scalar_type() != at::kLong) {
     throw InputError(
         detail::kClassificationMetrics,
         "state=" + detail::sizes_text(state) + " " +
@@ -131,8 +127,7 @@ std::map<std::string, double> ClassificationMetrics::compute() const {
     right += static_cast<double>(confusion_[label][label].item<int64_t>());
   }
   return {
-      {"accuracy",
-       detail::ratio_or_zero(right, static_cast<double>(rows()))},
+      {"accuracy", detail::ratio_or_zero(right, static_cast<double>(rows()))},
       {"f1", detail::ratio_or_zero(f1, static_cast<double>(occurring))}};
 }
 

@@ -43,9 +43,8 @@ struct CsvCase {
     } catch (const InputError& error) {
       const std::string text = error.what();
       const size_t at = text.find(path.string());
-      return at == std::string::npos
-          ? "no path in: " + text
-          : text.substr(at + path.string().size());
+      return at == std::string::npos ? "no path in: " + text
+                                     : text.substr(at + path.string().size());
     }
   }
 };
@@ -157,7 +156,13 @@ TEST(Csv, UnusableFilesAreNamed) {
   contains(CsvCase("").error(), " is empty");
   contains(CsvCase("\n\r\n").error(), " is empty");
   contains(CsvCase("\xEF\xBB\xBF").error(), " is empty");
-  contains(CsvCase(std::string("\xFF\xFE" "a\0", 4)).error(), "UTF-16");
+  contains(
+      CsvCase(std::string(
+                  "\xFF\xFE"
+                  "a\0",
+                  4))
+          .error(),
+      "UTF-16");
   CsvCase missing("x");
   missing.path = missing.folder / "missing.csv";
   contains(missing.error(), "No such file");
@@ -215,8 +220,9 @@ TEST(Csv, WrittenFieldsAreReadBack) {
 TEST(Csv, ReadsFiftyMegabytesASecond) {
   std::string bytes = "text,label\n";
   while (bytes.size() < 8'000'000) {
-    bytes += "\"a review, not a long one, with a \"\"quote\"\" and an \xC3\xA9\","
-             "pos\nan unquoted field of some words without any comma,neg\n";
+    bytes +=
+        "\"a review, not a long one, with a \"\"quote\"\" and an \xC3\xA9\","
+        "pos\nan unquoted field of some words without any comma,neg\n";
   }
   const CsvCase file(bytes);
   double best = 1e9;
@@ -230,8 +236,7 @@ TEST(Csv, ReadsFiftyMegabytesASecond) {
     EXPECT_GT(records, 1000);
     best = std::min(
         best,
-        std::chrono::duration<double>(
-            std::chrono::steady_clock::now() - start)
+        std::chrono::duration<double>(std::chrono::steady_clock::now() - start)
             .count());
   }
   const double megabytes = static_cast<double>(bytes.size()) / 1e6;

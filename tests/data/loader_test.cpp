@@ -15,9 +15,7 @@ namespace hasten {
 // Rows of given lengths; a batch holds the row numbers as "row" [B].
 struct LengthsDataset : Dataset {
   std::vector<int64_t> lengths{};
-  int64_t size() const override {
-    return static_cast<int64_t>(lengths.size());
-  }
+  int64_t size() const override { return static_cast<int64_t>(lengths.size()); }
   int64_t length(int64_t index) const override { return lengths[index]; }
   Batch collate(const std::vector<int64_t>& indices) const override {
     return {
@@ -33,7 +31,7 @@ LengthsDataset lognormal_lengths(int64_t rows) {
   const auto uniform = [&] { return (rng.below(1 << 30) + 1) / 1073741825.0; };
   for (int64_t i = 0; i < rows; ++i) {
     const double normal = std::sqrt(-2 * std::log(uniform())) *
-        std::cos(2 * std::numbers::pi * uniform());
+                          std::cos(2 * std::numbers::pi * uniform());
     dataset.lengths.push_back(std::clamp<int64_t>(
         std::llround(std::exp(std::log(60.0) + 0.7 * normal)), 3, 256));
   }
@@ -121,8 +119,7 @@ TEST(DataLoader, GlobalBatchesDoNotDependOnTheWorld) {
         for (const auto& batches : ranks) {
           joined.insert(batches[i].begin(), batches[i].end());
         }
-        EXPECT_EQ(
-            joined, std::multiset<int64_t>(one[i].begin(), one[i].end()));
+        EXPECT_EQ(joined, std::multiset<int64_t>(one[i].begin(), one[i].end()));
       }
     }
   }
@@ -151,8 +148,7 @@ TEST(DataLoader, TheLongestRowIsInTheFirstBatch) {
   for (int epoch = 0; epoch < 20; ++epoch) {
     auto dataset = lognormal_lengths(101);
     dataset.lengths[epoch] = 1000;
-    const auto ranks =
-        batches_of_ranks(dataset, {.batch_size = 5}, epoch, 2);
+    const auto ranks = batches_of_ranks(dataset, {.batch_size = 5}, epoch, 2);
     EXPECT_EQ(
         std::max(
             longest_of(dataset, ranks[0][0]), longest_of(dataset, ranks[1][0])),
@@ -165,8 +161,8 @@ TEST(DataLoader, BatchesOfOneEpochAreNotSortedByLength) {
   const auto batches = rank_batches(dataset, {.batch_size = 10}, 0, 0, 1);
   int64_t longer = 0;
   for (size_t i = 2; i < batches.size(); ++i) {
-    longer += longest_of(dataset, batches[i]) >
-        longest_of(dataset, batches[i - 1]);
+    longer +=
+        longest_of(dataset, batches[i]) > longest_of(dataset, batches[i - 1]);
   }
   EXPECT_GT(longer, 60);
   EXPECT_LT(longer, 140);

@@ -16,7 +16,8 @@ using Names = std::vector<std::string>;
 
 struct TextFiles {
   testing_support::TemporaryFolder folder{};
-  std::filesystem::path write(const std::string& name, const std::string& text) {
+  std::filesystem::path write(
+      const std::string& name, const std::string& text) {
     std::ofstream(folder / name) << text;
     return folder / name;
   }
@@ -43,8 +44,8 @@ std::string rows_of_labels(const std::vector<int>& counts) {
   int row = 0;
   for (size_t label = 0; label < counts.size(); ++label) {
     for (int i = 0; i < counts[label]; ++i) {
-      text += "review " + std::to_string(row++) + ",c" +
-          std::to_string(label) + "\n";
+      text += "review " + std::to_string(row++) + ",c" + std::to_string(label) +
+              "\n";
     }
   }
   return text;
@@ -98,7 +99,8 @@ TEST(TextTable, WhatCannotBeReadIsNamed) {
   expect_parts(
       error({.text_column = "review"}),
       {"text_column=review", "text (\"a\"), label (\"pos\")"});
-  expect_parts(error({.filters = {"source"}}), {"filter=source", "column=value"});
+  expect_parts(
+      error({.filters = {"source"}}), {"filter=source", "column=value"});
   expect_parts(error({.filters = {"sauce=x"}}), {"filter column=sauce"});
   expect_parts(
       error({.filters = {"source=x"}}),
@@ -119,7 +121,8 @@ TEST(Labels, PlaceholderNamesOfAModelTakeNumbers) {
 
 TEST(TextClassification, NamesOfTheModelWinAndForeignLabelsAreListed) {
   TextFiles files;
-  const auto path = files.write("r.csv", "text,label\na,neg\nb,pos\nc,meh\nd,odd\n");
+  const auto path =
+      files.write("r.csv", "text,label\na,neg\nb,pos\nc,meh\nd,odd\n");
   TextClassificationOptions options{
       .train_file = path, .label_names = {"pos", "odd", "neg", "meh"}};
   EXPECT_EQ(
@@ -168,8 +171,8 @@ TEST(TextClassification, EverySideHasRowsOfEveryLabelForAnyShare) {
   TextFiles files;
   const auto path = files.write("r.csv", rows_of_labels({30, 2, 2}));
   for (const double share : {0.001, 0.5, 0.999}) {
-    const auto data = load_text_classification(
-        {.train_file = path, .eval_split = share});
+    const auto data =
+        load_text_classification({.train_file = path, .eval_split = share});
     for (int label = 0; label < 3; ++label) {
       EXPECT_GE(data.report.train_counts[label], 1);
       EXPECT_GE(data.report.eval_counts[label], 1);
@@ -182,7 +185,7 @@ TEST(TextClassification, TextsOfTrainingAreKeptOutOfEvaluation) {
   std::string text = "text,label\n";
   for (int row = 0; row < 200; ++row) {
     text += "review " + std::to_string(row % 120) + "," +
-        std::to_string(row % 2) + "\n";
+            std::to_string(row % 2) + "\n";
   }
   const auto path = files.write("r.csv", text);
   const auto split =
@@ -192,7 +195,8 @@ TEST(TextClassification, TextsOfTrainingAreKeptOutOfEvaluation) {
   EXPECT_EQ(split.train.size() + split.eval.size(), 200);
   for (const auto& seen : split.eval.texts) {
     EXPECT_EQ(
-        std::count(split.train.texts.begin(), split.train.texts.end(), seen), 0);
+        std::count(split.train.texts.begin(), split.train.texts.end(), seen),
+        0);
   }
   const auto eval = files.write("e.csv", "text,label\nreview 7,1\nnew,0\n");
   const auto two =

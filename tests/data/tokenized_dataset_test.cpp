@@ -13,13 +13,13 @@ at::Tensor longs(const std::vector<int64_t>& values, at::IntArrayRef shape) {
   return at::tensor(at::IntArrayRef(values), at::kLong).view(shape);
 }
 
-const std::vector<std::vector<int64_t>> kRows{{2, 7, 3}, {2, 3}, {2, 7, 8, 9, 3}};
+const std::vector<std::vector<int64_t>> kRows{
+    {2, 7, 3}, {2, 3}, {2, 7, 8, 9, 3}};
 
 TEST(TokenizedDataset, PadsToTheLongestRowOfTheBatch) {
   const TokenizedDataset dataset(kRows, {1, 0, 1}, {.pad_id = 6});
   const auto batch = dataset.collate({1, 0});
-  EXPECT_TRUE(
-      at::equal(batch["input_ids"], longs({2, 3, 6, 2, 7, 3}, {2, 3})));
+  EXPECT_TRUE(at::equal(batch["input_ids"], longs({2, 3, 6, 2, 7, 3}, {2, 3})));
   EXPECT_TRUE(
       at::equal(batch["attention_mask"], longs({1, 1, 0, 1, 1, 1}, {2, 3})));
   EXPECT_TRUE(at::equal(batch["labels"], longs({0, 1}, {2})));
@@ -51,7 +51,8 @@ TEST(TokenizedDataset, ABatchOfNoRowsHasShapes) {
 }
 
 TEST(TokenizedDataset, LoaderGroupsItsRowsByTokens) {
-  auto dataset = std::make_shared<TokenizedDataset>(kRows, std::vector<int64_t>{});
+  auto dataset =
+      std::make_shared<TokenizedDataset>(kRows, std::vector<int64_t>{});
   const DataLoader loader(dataset, {.batch_size = 1, .shuffle = false});
   std::vector<int64_t> order;
   for (const Batch& batch : loader) {

@@ -16,8 +16,20 @@ using testing_support::TemporaryFolder;
 using Pieces = std::vector<std::string>;
 
 const Pieces kSmallVocab{
-    "[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "un", "##aff",
-    "##able", "the", "caf\xC3\xA9", "cafe", "Good", "good", "!"};
+    "[PAD]",
+    "[UNK]",
+    "[CLS]",
+    "[SEP]",
+    "[MASK]",
+    "un",
+    "##aff",
+    "##able",
+    "the",
+    "caf\xC3\xA9",
+    "cafe",
+    "Good",
+    "good",
+    "!"};
 
 void write_text(const std::filesystem::path& path, const std::string& text) {
   std::ofstream(path, std::ios::binary) << text;
@@ -48,9 +60,7 @@ TEST(Tokenizer, TakesTheLongestPieceAndUnkForAWordThatDoesNotFit) {
   EXPECT_EQ(
       tokenizer.tokenize("Unaffable unaffx THE! Caf\xC3\xA9"),
       (Pieces{"un", "##aff", "##able", "[UNK]", "the", "!", "cafe"}));
-  EXPECT_EQ(
-      tokenizer.encode("the").ids,
-      (std::vector<int64_t>{2, 8, 3}));
+  EXPECT_EQ(tokenizer.encode("the").ids, (std::vector<int64_t>{2, 8, 3}));
 }
 
 TEST(Tokenizer, OfEqualPiecesTheLaterCounts) {
@@ -192,7 +202,8 @@ TEST(WordPieceVocab, RareCharactersAndTooSmallSizesAreHandled) {
   const auto vocab =
       build_wordpiece_vocab(texts, {}, {.vocab_size = 40, .limit_alphabet = 2});
   EXPECT_EQ(std::count(vocab.begin(), vocab.end(), "\xE4\xB8\xAD"), 0);
-  EXPECT_THROW(build_wordpiece_vocab(texts, {}, {.vocab_size = 10}), InputError);
+  EXPECT_THROW(
+      build_wordpiece_vocab(texts, {}, {.vocab_size = 10}), InputError);
   EXPECT_THROW(build_wordpiece_vocab({" "}, {}), InputError);
   EXPECT_THROW(build_wordpiece_vocab({"\xFF"}, {}), InputError);
 }
@@ -209,8 +220,7 @@ TEST(Tokenizer, EncodesSeveralMegabytesASecond) {
     EXPECT_GT(tokenizer.encode(text).ids.size(), 100'000u);
     best = std::min(
         best,
-        std::chrono::duration<double>(
-            std::chrono::steady_clock::now() - start)
+        std::chrono::duration<double>(std::chrono::steady_clock::now() - start)
             .count());
   }
   const double rate = static_cast<double>(text.size()) / 1e6 / best;

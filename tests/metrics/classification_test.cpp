@@ -9,8 +9,7 @@ namespace hasten {
 
 // Logits whose largest entry is at the given label. [row]
 at::Tensor logits_for(const std::vector<int64_t>& predicted, int64_t labels) {
-  auto logits =
-      torch::zeros({static_cast<int64_t>(predicted.size()), labels});
+  auto logits = torch::zeros({static_cast<int64_t>(predicted.size()), labels});
   for (size_t row = 0; row < predicted.size(); ++row) {
     logits[static_cast<int64_t>(row)][predicted[row]] = 1.5;
   }

@@ -58,7 +58,8 @@ TextTable read_text_table(
 
 /// Distinct labels, sorted as numbers where all are integers, else by bytes:
 /// the index of a name is its label number.
-std::vector<std::string> distinct_labels(const std::vector<std::string>& labels);
+std::vector<std::string> distinct_labels(
+    const std::vector<std::string>& labels);
 
 /// Numbers of the table's labels. Where the names are the placeholders
 /// "LABEL_0", "LABEL_1", … of a model without names, a label "1" is number 1.

@@ -74,7 +74,7 @@ class WordPieceTokenizer {
   void save(const std::filesystem::path& folder) const;
 
   /// [CLS], the text's pieces, [SEP]: at most max_length ids, both special
-  /// tokens counted; 0 is no limit. About 20 MB of text a second on one core.
+  /// tokens counted; 0 is no limit. About 15 MB of text a second on one core.
   /// Throws InputError: invalid UTF-8 (names the byte), max_length of 1.
   Encoding encode(std::string_view text, int64_t max_length = 0) const;
 
