@@ -37,19 +37,13 @@ std::optional<int64_t> checkpoint_number(const std::string& name) {
   return number;
 }
 
-[[noreturn]] void fail_on_folder(
-    const char* what, const fs::path& path, const std::error_code& error) {
-  throw Error(
-      "trainer::output_folder",
-      std::string(what) + ": path=" + path.string() + " (" + error.message() +
-          ")");
-}
-
 void remove_tree(const fs::path& path) {
   std::error_code error;
   fs::remove_all(path, error);
   if (error) {
-    fail_on_folder("cannot remove", path, error);
+    throw Error(
+        "trainer::output_folder",
+        "cannot remove path=" + path.string() + " (" + error.message() + ")");
   }
 }
 
@@ -119,7 +113,11 @@ void clear_output_dir(const std::filesystem::path& folder) {
   std::error_code error;
   std::filesystem::create_directories(folder, error);
   if (error) {
-    detail::fail_on_folder("cannot make the output folder", folder, error);
+    throw InputError(
+        "trainer::output_folder",
+        "cannot make output_dir=" + folder.string() + " (" + error.message() +
+            ")",
+        "a path where this user may make a folder");
   }
   for (const CheckpointFolder& checkpoint : checkpoint_folders(folder)) {
     detail::remove_tree(checkpoint.path);

@@ -28,7 +28,8 @@ std::filesystem::path trace_of_a_run(const std::filesystem::path& folder);
 void require_free_output_dir(const TrainingArguments& arguments);
 
 /// Makes the folder and removes another run's checkpoint-N folders and records.
-/// Throws Error naming the path and the reason.
+/// Throws InputError where the folder cannot be made, Error where something in it
+/// cannot be removed, naming the path and the reason.
 void clear_output_dir(const std::filesystem::path& folder);
 
 /// checkpoint-N folders by N, ascending.

@@ -1,0 +1,250 @@
+#include <ATen/ATen.h>
+#include <torch/nn/module.h>
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "hasten/base/error.h"
+#include "hasten/base/process.h"
+#include "hasten/data/loader.h"
+#include "hasten/metrics/classification.h"
+#include "training_run.h"
+
+namespace hasten {
+
+namespace detail {
+
+/// Evaluation mode while it lives, then the mode there was.
+class EvaluationMode {
+ public:
+  explicit EvaluationMode(torch::nn::Module& model)
+      : model_(model), was_training_(model.is_training()) {
+    model_.eval();
+  }
+  ~EvaluationMode() { model_.train(was_training_); }
+  EvaluationMode(const EvaluationMode&) = delete;
+  EvaluationMode& operator=(const EvaluationMode&) = delete;
+
+ private:
+  torch::nn::Module& model_;
+  bool was_training_;
+};
+
+/// This rank's outputs with the numbers of their rows.
+struct RankOutputs {
+  std::vector<at::Tensor> rows{};
+  std::vector<int64_t> indices{};
+};
+
+/// All ranks' outputs in the order of the dataset, on the CPU. Collective.
+at::Tensor outputs_in_order(
+    TrainerParts& parts, RankOutputs mine, int64_t dataset_rows) {
+  Communicator& communicator = parts.communicator();
+  // A rank without rows does not know what a row looks like.
+  nlohmann::json form;
+  if (!mine.rows.empty()) {
+    const at::Tensor& first = mine.rows.front();
+    form = {
+        {"dtype", static_cast<int>(first.scalar_type())},
+        {"sizes", first.sizes().slice(1).vec()}};
+  }
+  const auto forms = communicator.gather_json(form, "form of the outputs");
+  const auto known = std::find_if(
+      forms.begin(), forms.end(), [](const auto& f) { return !f.is_null(); });
+  auto sizes = known->at("sizes").get<std::vector<int64_t>>();
+  sizes.insert(sizes.begin(), 0);
+  const at::Tensor none = at::empty(
+      sizes,
+      at::TensorOptions(parts.accelerator->device())
+          .dtype(static_cast<at::ScalarType>(known->at("dtype").get<int>())));
+  const at::Tensor rows = mine.rows.empty() ? none : at::cat(mine.rows);
+  const at::Tensor indices =
+      at::tensor(mine.indices, at::kLong).to(parts.accelerator->device());
+  const at::Tensor all_rows =
+      communicator.all_gather_rows(rows.contiguous(), "outputs").cpu();
+  const at::Tensor all_indices =
+      communicator.all_gather_rows(indices, "rows of the outputs").cpu();
+  sizes[0] = dataset_rows;
+  return at::empty(sizes, all_rows.options())
+      .index_copy_(0, all_indices, all_rows);
+}
+
+double rounded(double value, double unit) {
+  return std::round(value / unit) * unit;
+}
+
+/// One rank's share: loss and weight on the device, metrics, outputs.
+struct EvaluationPass {
+  at::Tensor loss_sum{}; // 0-d fp64
+  double weight = 0;
+  int64_t rows = 0;
+  int64_t steps = 0; // batches of a rank
+};
+
+EvaluationPass evaluate_share(
+    TrainerParts& parts,
+    const Dataset& dataset,
+    EvaluationMetrics* metrics,
+    RankOutputs* outputs) {
+  const Accelerator& accelerator = *parts.accelerator;
+  LoaderOptions options;
+  options.batch_size = parts.arguments.per_device_eval_batch_size;
+  options.shuffle = false;
+  options.group_by_length = true; // longest first: least padding
+  DataLoader loader(
+      std::shared_ptr<const Dataset>(std::shared_ptr<void>(), &dataset),
+      options);
+  loader.shard(accelerator.process_index(), accelerator.num_processes());
+  EvaluationPass pass;
+  pass.steps = loader.size();
+  pass.loss_sum =
+      at::zeros({}, at::TensorOptions(accelerator.device()).dtype(at::kDouble));
+  int64_t done = 0;
+  for (const Batch& host_batch : loader) {
+    throw_if_interrupted();
+    if (host_batch.rows() > 0) {
+      const Batch batch = host_batch.to(accelerator.device());
+      const LossOutput output = parts.loss_function(batch);
+      if (output.loss_sum.defined()) {
+        pass.loss_sum.add_(output.loss_sum);
+        pass.weight += output.weight;
+      }
+      if (metrics != nullptr) {
+        metrics->update(output.outputs, batch);
+      }
+      if (outputs != nullptr) {
+        outputs->rows.push_back(output.outputs);
+        outputs->indices.insert(
+            outputs->indices.end(), batch.indices.begin(), batch.indices.end());
+      }
+      pass.rows += batch.rows();
+    }
+    ++done;
+    parts.notify(
+        [&](TrainerCallback& c) { c.on_prediction_step(done, pass.steps); });
+  }
+  return pass;
+}
+
+nlohmann::json evaluate_dataset(
+    TrainerParts& parts,
+    const Dataset& dataset,
+    const std::string& prefix,
+    at::Tensor* outputs) {
+  if (dataset.size() < 1) {
+    throw InputError("trainer::evaluate", "rows=0", "at least one row");
+  }
+  const Stopwatch time;
+  const at::NoGradGuard no_grad;
+  const EvaluationMode evaluation_mode(*parts.model);
+  const auto metrics =
+      parts.compute_metrics ? parts.compute_metrics() : nullptr;
+  RankOutputs mine;
+  const EvaluationPass pass = evaluate_share(
+      parts, dataset, metrics.get(), outputs != nullptr ? &mine : nullptr);
+
+  Accelerator& accelerator = *parts.accelerator;
+  at::Tensor sums = at::stack(
+      {pass.loss_sum,
+       at::scalar_tensor(pass.weight, pass.loss_sum.options()),
+       at::scalar_tensor(
+           static_cast<double>(pass.rows), pass.loss_sum.options())});
+  sums = accelerator.reduce(sums).cpu();
+  if (metrics) {
+    if (const at::Tensor state = metrics->state(); state.defined()) {
+      metrics->set_state(
+          accelerator.reduce(state.to(accelerator.device())).cpu());
+    }
+  }
+  if (outputs != nullptr) {
+    *outputs = outputs_in_order(parts, std::move(mine), dataset.size());
+  }
+  const double weight = sums[1].item<double>();
+  const auto rows = static_cast<int64_t>(sums[2].item<double>());
+  const double seconds =
+      accelerator
+          .reduce(
+              at::scalar_tensor(time.seconds(), pass.loss_sum.options()),
+              ReduceOp::max)
+          .item<double>();
+  nlohmann::json record;
+  if (weight > 0) {
+    record[prefix + "_loss"] = sums[0].item<double>() / weight;
+  }
+  if (metrics) {
+    for (const auto& [name, value] : metrics->compute()) {
+      record[prefix + "_" + name] = value;
+    }
+  }
+  record[prefix + "_runtime"] = rounded(seconds, 1e-4);
+  record[prefix + "_samples_per_second"] =
+      rounded(static_cast<double>(rows) / seconds, 1e-3);
+  record[prefix + "_steps_per_second"] =
+      rounded(static_cast<double>(pass.steps) / seconds, 1e-3);
+  return record;
+}
+
+void broadcast_model(TrainerParts& parts) {
+  const at::NoGradGuard no_grad;
+  Communicator& communicator = parts.communicator();
+  std::vector<std::pair<at::Tensor, at::Tensor>> copies; // target, received
+  std::vector<CommHandle> handles;
+  const auto send = [&](const at::Tensor& tensor, const std::string& name) {
+    at::Tensor flat = tensor.detach().contiguous();
+    if (!flat.is_same(tensor) && flat.data_ptr() != tensor.data_ptr()) {
+      copies.emplace_back(tensor, flat);
+    }
+    handles.push_back(communicator.broadcast_async(flat, 0, "model: " + name));
+  };
+  for (const auto& entry : parts.model->named_parameters()) {
+    send(entry.value(), entry.key());
+  }
+  for (const auto& entry : parts.model->named_buffers()) {
+    send(entry.value(), entry.key());
+  }
+  for (CommHandle& handle : handles) {
+    handle.wait();
+  }
+  for (auto& [target, received] : copies) {
+    target.copy_(received);
+  }
+}
+
+class ClassificationEvaluation final : public EvaluationMetrics {
+ public:
+  ClassificationEvaluation(int64_t num_labels, std::string labels_name)
+      : metrics_(num_labels), labels_name_(std::move(labels_name)) {}
+
+  void update(const at::Tensor& outputs, const Batch& batch) override {
+    if (batch.has(labels_name_)) {
+      metrics_.update(outputs, batch[labels_name_]);
+    }
+  }
+  at::Tensor state() const override { return metrics_.state(); }
+  void set_state(const at::Tensor& state) override {
+    metrics_.set_state(state);
+  }
+  std::map<std::string, double> compute() const override {
+    return metrics_.rows() > 0 ? metrics_.compute()
+                               : std::map<std::string, double>{};
+  }
+
+ private:
+  ClassificationMetrics metrics_;
+  std::string labels_name_;
+};
+
+} // namespace detail
+
+ComputeMetrics classification_metrics(
+    int64_t num_labels, std::string labels_name) {
+  return [num_labels, labels_name = std::move(labels_name)] {
+    return std::make_unique<detail::ClassificationEvaluation>(
+        num_labels, labels_name);
+  };
+}
+
+} // namespace hasten

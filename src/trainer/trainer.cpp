@@ -1,0 +1,225 @@
+#include "hasten/trainer/trainer.h"
+
+#include <ATen/ATen.h>
+
+#include <string>
+#include <utility>
+
+#include "hasten/base/error.h"
+#include "hasten/core/stateful.h"
+#include "hasten/io/safetensors.h"
+#include "hasten/trainer/output_folder.h"
+#include "training_run.h"
+
+namespace hasten {
+
+namespace detail {
+
+constexpr const char* kWeightsFile = "model.safetensors";
+
+NamedTensors named_state(const torch::nn::Module& model) {
+  NamedTensors tensors;
+  for (const auto& entry : model.named_parameters()) {
+    tensors.emplace(entry.key(), entry.value().detach());
+  }
+  for (const auto& entry : model.named_buffers()) {
+    tensors.emplace(entry.key(), entry.value());
+  }
+  return tensors;
+}
+
+void load_weights(
+    torch::nn::Module& model, const std::filesystem::path& folder) {
+  const SafetensorsReader reader(folder / kWeightsFile);
+  NamedTensors targets = named_state(model);
+  for (const auto& [name, target] : targets) { // all is checked, then copied
+    const SafetensorsEntry& entry = reader.entry(name);
+    if (target.sizes() != at::IntArrayRef(entry.shape)) {
+      throw InputError(
+          "trainer::load_model",
+          "tensor " + name + " in " + (folder / kWeightsFile).string() +
+              " has shape=" + c10::str(at::IntArrayRef(entry.shape)),
+          "the model's " + c10::str(target.sizes()));
+    }
+  }
+  const at::NoGradGuard no_grad;
+  for (auto& [name, target] : targets) {
+    target.copy_(reader.tensor(name));
+  }
+}
+
+/// Nothing is touched where all is there already.
+void move_model(torch::nn::Module& model, const at::Device& device) {
+  for (const auto& [name, tensor] : named_state(model)) {
+    if (tensor.device() != device) {
+      model.to(device);
+      return;
+    }
+  }
+}
+
+/// Rank 0 looks, all ranks throw.
+void agree_on_output_dir(TrainerParts& parts) {
+  std::string refusal;
+  std::exception_ptr error;
+  if (parts.is_main()) {
+    try {
+      require_free_output_dir(parts.arguments);
+    } catch (const InputError& e) {
+      refusal = e.what();
+      error = std::current_exception();
+    }
+  }
+  refusal = parts.communicator()
+                .broadcast_json(refusal, "output folder")
+                .get<std::string>();
+  if (error) {
+    std::rethrow_exception(error);
+  }
+  if (!refusal.empty()) {
+    throw InputError("trainer::train", "refused by rank 0: " + refusal);
+  }
+}
+
+void require_parts(const TrainerParts& parts) {
+  parts.arguments.validate();
+  if (!parts.model || !parts.loss_function) {
+    throw InputError(
+        "trainer::Trainer",
+        std::string(parts.model ? "loss_function" : "model") + "=null",
+        "a model and a function that runs it");
+  }
+  if (parts.arguments.load_best_model_at_end && !parts.eval) {
+    throw InputError(
+        "trainer::Trainer",
+        "load_best_model_at_end=true without evaluation data",
+        {},
+        "give evaluation data, or unset load_best_model_at_end");
+  }
+}
+
+} // namespace detail
+
+ModelFiles default_model_files(std::shared_ptr<torch::nn::Module> model) {
+  ModelFiles files;
+  files.save = [model](const std::filesystem::path& folder) {
+    write_safetensors(
+        folder / detail::kWeightsFile, detail::named_state(*model));
+  };
+  files.load = [model](const std::filesystem::path& folder) {
+    detail::load_weights(*model, folder);
+  };
+  return files;
+}
+
+struct Trainer::Impl {
+  detail::TrainerParts parts{};
+  std::unique_ptr<detail::TrainingRun> run{}; // kept: the accelerator borrows
+};
+
+Trainer::Trainer(
+    std::shared_ptr<torch::nn::Module> model,
+    LossFunction loss_function,
+    TrainingArguments arguments,
+    std::shared_ptr<const Dataset> train,
+    std::shared_ptr<const Dataset> eval,
+    ComputeMetrics compute_metrics,
+    std::shared_ptr<Accelerator> accelerator)
+    : impl_(std::make_unique<Impl>()) {
+  detail::TrainerParts& parts = impl_->parts;
+  parts.model = std::move(model);
+  parts.loss_function = std::move(loss_function);
+  parts.arguments = std::move(arguments);
+  parts.train = std::move(train);
+  parts.eval = std::move(eval);
+  parts.compute_metrics = std::move(compute_metrics);
+  detail::require_parts(parts);
+  const int64_t window = parts.arguments.gradient_accumulation_steps;
+  if (!accelerator) {
+    AcceleratorOptions options;
+    options.gradient_accumulation_steps = window;
+    options.seed = parts.arguments.seed;
+    accelerator = std::make_shared<Accelerator>(options);
+  }
+  if (accelerator->options().gradient_accumulation_steps != window) {
+    throw InputError(
+        "trainer::Trainer",
+        "gradient_accumulation_steps=" + std::to_string(window) +
+            " in the arguments and " +
+            std::to_string(accelerator->options().gradient_accumulation_steps) +
+            " in the accelerator",
+        "the same number in both");
+  }
+  parts.accelerator = std::move(accelerator);
+  parts.files = default_model_files(parts.model);
+  detail::move_model(*parts.model, parts.accelerator->device());
+}
+
+Trainer::~Trainer() = default;
+
+void Trainer::set_model_files(ModelFiles files) {
+  impl_->parts.files = std::move(files);
+}
+
+void Trainer::add_callback(std::shared_ptr<TrainerCallback> callback) {
+  impl_->parts.callbacks.push_back(std::move(callback));
+}
+
+TrainOutput Trainer::train() {
+  detail::TrainerParts& parts = impl_->parts;
+  if (impl_->run) {
+    throw InputError(
+        "trainer::train",
+        "train() was called before",
+        "one run a Trainer",
+        "make a new Trainer around the same model");
+  }
+  if (!parts.train) {
+    throw InputError("trainer::train", "train=null", "training data");
+  }
+  const int world_size = parts.accelerator->num_processes();
+  if (parts.train->size() < world_size) {
+    throw InputError(
+        "trainer::train",
+        "rows=" + std::to_string(parts.train->size()) +
+            " of training data for processes=" + std::to_string(world_size),
+        "at least one row a process",
+        "use fewer processes or more rows");
+  }
+  DataLoader counted(
+      parts.train, detail::train_loader_options(parts.arguments, world_size));
+  counted.shard(parts.accelerator->process_index(), world_size);
+  const TrainingPlan plan = make_training_plan(parts.arguments, counted.size());
+  detail::agree_on_output_dir(parts);
+  impl_->run = std::make_unique<detail::TrainingRun>(parts, plan);
+  return impl_->run->run();
+}
+
+nlohmann::json Trainer::evaluate(
+    const Dataset& dataset, const std::string& prefix) {
+  return detail::evaluate_dataset(impl_->parts, dataset, prefix);
+}
+
+nlohmann::json Trainer::evaluate() {
+  if (!impl_->parts.eval) {
+    throw InputError("trainer::evaluate", "eval=null", "evaluation data");
+  }
+  return evaluate(*impl_->parts.eval);
+}
+
+PredictionOutput Trainer::predict(const Dataset& dataset) {
+  PredictionOutput result;
+  result.metrics =
+      detail::evaluate_dataset(impl_->parts, dataset, "test", &result.outputs);
+  return result;
+}
+
+const TrainingArguments& Trainer::arguments() const {
+  return impl_->parts.arguments;
+}
+
+const TrainerState& Trainer::state() const { return impl_->parts.state; }
+
+Accelerator& Trainer::accelerator() { return *impl_->parts.accelerator; }
+
+} // namespace hasten

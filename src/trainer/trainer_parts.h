@@ -1,0 +1,45 @@
+// What a Trainer holds between calls, shared by training and evaluation.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "hasten/accelerator/accelerator.h"
+#include "hasten/trainer/trainer.h"
+
+namespace hasten::detail {
+
+struct TrainerParts {
+  std::shared_ptr<torch::nn::Module> model{};
+  LossFunction loss_function{};
+  TrainingArguments arguments{};
+  std::shared_ptr<const Dataset> train{}; // null: evaluation only
+  std::shared_ptr<const Dataset> eval{}; // null: no evaluation in training
+  ComputeMetrics compute_metrics{};
+  std::shared_ptr<Accelerator> accelerator{};
+  ModelFiles files{};
+  std::vector<std::shared_ptr<TrainerCallback>> callbacks{};
+  TrainerState state{};
+
+  template <typename Call>
+  void notify(Call&& call) {
+    for (const auto& callback : callbacks) {
+      call(*callback);
+    }
+  }
+  Communicator& communicator() { return *accelerator->communicator(); }
+  bool is_main() const { return accelerator->is_main_process(); }
+};
+
+/// Loss, metrics and times of every row once; the rows' outputs too where
+/// `outputs` is given. Collective. Leaves the model in the mode it was in.
+nlohmann::json evaluate_dataset(
+    TrainerParts& parts,
+    const Dataset& dataset,
+    const std::string& prefix,
+    at::Tensor* outputs = nullptr);
+
+/// Puts rank 0's parameters and buffers into every rank's. Collective.
+void broadcast_model(TrainerParts& parts);
+
+} // namespace hasten::detail

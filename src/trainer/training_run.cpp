@@ -1,0 +1,319 @@
+#include "training_run.h"
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <unordered_set>
+#include <utility>
+
+#include "hasten/base/error.h"
+#include "hasten/base/process.h"
+#include "hasten/core/memory.h"
+#include "hasten/optim/param_groups.h"
+#include "hasten/trainer/output_folder.h"
+
+namespace hasten::detail {
+
+Schedule schedule_of(const TrainingArguments& a, const TrainingPlan& plan) {
+  switch (a.lr_scheduler_type) {
+    case SchedulerType::constant:
+      return constant_schedule();
+    case SchedulerType::constant_with_warmup:
+      return constant_schedule_with_warmup(plan.warmup_steps);
+    case SchedulerType::linear:
+      break;
+  }
+  return linear_schedule(plan.warmup_steps, plan.max_steps);
+}
+
+std::shared_ptr<AdamW> adamw_of(
+    const std::vector<torch::optim::OptimizerParamGroup>& groups,
+    const TrainingArguments& a) {
+  return std::make_shared<AdamW>(
+      groups,
+      torch::optim::AdamWOptions(a.learning_rate)
+          .betas({a.adam_beta1, a.adam_beta2})
+          .eps(a.adam_epsilon)
+          .weight_decay(a.weight_decay));
+}
+
+LoaderOptions train_loader_options(const TrainingArguments& a, int world_size) {
+  LoaderOptions options;
+  options.batch_size = a.per_device_train_batch_size;
+  options.shuffle = a.train_sampling_strategy != SamplingStrategy::sequential;
+  options.group_by_length =
+      a.train_sampling_strategy == SamplingStrategy::group_by_length;
+  options.group_batch = a.per_device_train_batch_size *
+                        a.gradient_accumulation_steps * world_size;
+  options.drop_last = a.dataloader_drop_last;
+  options.seed = a.order_seed();
+  return options;
+}
+
+int64_t numbers_in(const std::vector<at::Tensor>& tensors) {
+  std::unordered_set<const void*> seen;
+  int64_t numbers = 0;
+  for (const at::Tensor& tensor : tensors) {
+    if (seen.insert(tensor.unsafeGetTensorImpl()).second) {
+      numbers += tensor.numel();
+    }
+  }
+  return numbers;
+}
+
+TrainingRun::TrainingRun(TrainerParts& parts, const TrainingPlan& plan)
+    : parts_(parts),
+      state_(parts.state),
+      plan_(plan),
+      output_dir_(parts.arguments.output_dir),
+      groups_(decay_groups(*parts.model, parts.arguments.weight_decay)),
+      adamw_(adamw_of(groups_, parts.arguments)),
+      lr_scheduler_(std::make_shared<LrScheduler>(
+          *adamw_, schedule_of(parts.arguments, plan))),
+      data_loader_(std::make_shared<DataLoader>(
+          parts.train,
+          train_loader_options(
+              parts.arguments, parts.accelerator->num_processes()))) {}
+
+TrainOutput TrainingRun::run() {
+  try {
+    begin();
+    for (int64_t epoch = 0; !last_update(); ++epoch) {
+      run_epoch(epoch);
+    }
+    return finish();
+  } catch (const std::exception& error) {
+    parts_.communicator().abandon(error.what());
+    // A peer that saw the signal first looks like a failed peer here.
+    if (dynamic_cast<const CommunicationError*>(&error) != nullptr) {
+      throw_if_interrupted();
+    }
+    throw;
+  }
+}
+
+void TrainingRun::begin() {
+  Accelerator& accelerator = *parts_.accelerator;
+  parts_.model->train();
+  auto handles =
+      accelerator.prepare(parts_.model, adamw_, data_loader_, lr_scheduler_);
+  optimizer_.emplace(std::get<1>(std::move(handles)));
+  loader_.emplace(std::get<2>(std::move(handles)));
+  scheduler_.emplace(std::get<3>(std::move(handles)));
+  window_loss_ =
+      at::zeros({}, at::TensorOptions(accelerator.device()).dtype(at::kDouble));
+  next_learning_rate_ = lr_scheduler_->get_last_lr().at(0);
+
+  state_ = TrainerState{};
+  state_.max_steps = plan_.max_steps;
+  state_.num_train_epochs = plan_.epochs;
+  state_.logging_steps = plan_.logging_steps;
+  state_.eval_steps = plan_.eval_steps;
+  state_.save_steps = plan_.save_steps;
+  state_.train_batch_size = parts_.arguments.per_device_train_batch_size;
+  if (parts_.is_main() && !output_dir_.empty()) {
+    clear_output_dir(output_dir_);
+    metrics_file_.open(output_dir_ / "metrics.jsonl", std::ios::trunc);
+    if (!metrics_file_) {
+      throw InputError(
+          "trainer::train",
+          "cannot write path=" + (output_dir_ / "metrics.jsonl").string(),
+          "a folder this user may write to");
+    }
+  }
+  reset_peak_memory();
+  run_time_.restart();
+  const RunDescription description = describe();
+  parts_.notify([&](TrainerCallback& c) { c.on_train_begin(description); });
+}
+
+RunDescription TrainingRun::describe() const {
+  const TrainingArguments& a = parts_.arguments;
+  RunDescription d;
+  d.train_rows = parts_.train->size();
+  d.eval_rows = parts_.eval ? parts_.eval->size() : 0;
+  d.world_size = parts_.accelerator->num_processes();
+  d.threads = at::get_num_threads();
+  d.batch_per_rank = a.per_device_train_batch_size;
+  d.gradient_accumulation_steps = a.gradient_accumulation_steps;
+  d.total_batch =
+      d.batch_per_rank * d.gradient_accumulation_steps * d.world_size;
+  d.plan = plan_;
+  d.parameters = numbers_in(parts_.model->parameters());
+  d.decayed_parameters = numbers_in(groups_[0].params());
+  d.trainable_parameters =
+      d.decayed_parameters + numbers_in(groups_[1].params());
+  d.device = parts_.accelerator->device().str();
+  d.output_dir = output_dir_;
+  if (!output_dir_.empty()) {
+    d.metrics_file = output_dir_ / "metrics.jsonl";
+  }
+  return d;
+}
+
+void TrainingRun::run_epoch(int64_t epoch) {
+  const int64_t epochs_last_step = (epoch + 1) * plan_.updates_per_epoch;
+  loader_->set_epoch(static_cast<uint64_t>(epoch));
+  for (const Batch& batch : *loader_) {
+    // Without a graph nobody reads the host: lengths are known to the dataset.
+    if (batch.has("attention_mask")) {
+      uncollected_.padded += batch["attention_mask"].numel();
+      for (const int64_t row : batch.indices) {
+        uncollected_.real += parts_.train->length(row);
+      }
+    }
+    if (!train_step(batch)) {
+      continue;
+    }
+    count_update();
+    if (state_.global_step == epochs_last_step) {
+      // What is due waits for the loader's end, which is collective: a rank
+      // without a row in the last window takes part in it only there.
+      continue;
+    }
+    if (last_update()) {
+      break; // in mid-epoch, where every rank has rows
+    }
+    after_update(false);
+  }
+  if (parts_.accelerator->last_window().number > windows_counted_) {
+    grad_norm_ = std::numeric_limits<double>::quiet_NaN();
+    count_update();
+  }
+  after_update(true);
+  end_epoch(epoch);
+}
+
+void TrainingRun::count_update() {
+  const WindowReport& window = parts_.accelerator->last_window();
+  windows_counted_ = window.number;
+  learning_rate_ =
+      std::exchange(next_learning_rate_, lr_scheduler_->get_last_lr().at(0));
+  since_record_.add(window);
+  of_epoch_.add(window);
+  of_run_.add(window);
+  samples_ += window.rows;
+  ++state_.global_step;
+  state_.epoch = static_cast<double>(state_.global_step) /
+                 static_cast<double>(plan_.updates_per_epoch);
+  const StepProgress progress{
+      state_.global_step, plan_.max_steps, state_.epoch, seconds_left()};
+  parts_.notify([&](TrainerCallback& c) { c.on_step_end(progress); });
+}
+
+void TrainingRun::after_update(bool epoch_ended) {
+  const TrainingArguments& a = parts_.arguments;
+  const auto due = [&](IntervalStrategy strategy, int64_t steps) {
+    switch (strategy) {
+      case IntervalStrategy::no:
+        return false;
+      case IntervalStrategy::epoch:
+        return epoch_ended;
+      case IntervalStrategy::steps:
+        break;
+    }
+    return state_.global_step % steps == 0 || last_update();
+  };
+  if (due(IntervalStrategy::steps, plan_.logging_steps)) {
+    log_training();
+  }
+  const Stopwatch aside;
+  const bool save = due(a.save_strategy, plan_.save_steps);
+  if (parts_.eval && due(a.eval_strategy, plan_.eval_steps)) {
+    evaluate_and_log();
+    consider_best(state_.log_history.back(), save);
+  }
+  if (save) {
+    save_checkpoint();
+  }
+  seconds_aside_ += aside.seconds();
+}
+
+double TrainingRun::seconds_trained() const {
+  return run_time_.seconds() - seconds_aside_;
+}
+
+double TrainingRun::seconds_left() const {
+  const auto done = static_cast<double>(state_.global_step);
+  return run_time_.seconds() / done *
+         (static_cast<double>(plan_.max_steps) - done);
+}
+
+void TrainingRun::end_epoch(int64_t epoch) {
+  collect_tokens();
+  at::Tensor peaks = at::tensor(
+      {static_cast<double>(memory_stats().peak_bytes),
+       static_cast<double>(peak_resident_bytes())},
+      at::kDouble);
+  peaks = parts_.accelerator->reduce(
+      peaks.to(parts_.accelerator->device()), ReduceOp::max);
+  peaks = peaks.cpu();
+
+  EpochReport report;
+  report.epoch = epoch + 1;
+  report.epochs = plan_.epochs;
+  report.global_step = state_.global_step;
+  report.training_loss = of_epoch_.mean();
+  report.evaluation = std::exchange(epoch_evaluation_, {});
+  report.samples = samples_ - std::exchange(samples_before_epoch_, samples_);
+  const double trained = seconds_trained();
+  report.train_seconds =
+      trained - std::exchange(seconds_trained_before_epoch_, trained);
+  const Tokens before = std::exchange(tokens_before_epoch_, tokens_);
+  const auto real = static_cast<double>(tokens_.real - before.real);
+  const auto padded = static_cast<double>(tokens_.padded - before.padded);
+  const double seconds = std::max(report.train_seconds, 1e-9);
+  report.samples_per_second = static_cast<double>(report.samples) / seconds;
+  report.tokens_per_second = real / seconds;
+  report.padded_tokens_per_second = padded / seconds;
+  report.padding_waste = padded > 0 ? 1.0 - real / padded : 0.0;
+  report.peak_tensor_bytes = static_cast<int64_t>(peaks[0].item<double>());
+  report.peak_resident_bytes = static_cast<int64_t>(peaks[1].item<double>());
+  report.seconds_left = seconds_left();
+  of_epoch_ = {};
+
+  nlohmann::json record = {
+      {"epoch", report.epoch},
+      {"step", report.global_step},
+      {"training_loss", report.training_loss},
+      {"samples", report.samples},
+      {"train_seconds", report.train_seconds},
+      {"samples_per_second", report.samples_per_second},
+      {"tokens_per_second", report.tokens_per_second},
+      {"padded_tokens_per_second", report.padded_tokens_per_second},
+      {"padding_waste", report.padding_waste},
+      {"peak_tensor_bytes", report.peak_tensor_bytes},
+      {"peak_resident_bytes", report.peak_resident_bytes},
+      {"seconds_left", report.seconds_left}};
+  record.update(nlohmann::json(report.evaluation));
+  append_record("epoch", record);
+  parts_.notify([&](TrainerCallback& c) { c.on_epoch_end(report); });
+}
+
+TrainOutput TrainingRun::finish() {
+  const double seconds = run_time_.seconds();
+  const TrainingArguments& a = parts_.arguments;
+  nlohmann::json record = {
+      {"train_runtime", seconds},
+      {"train_samples_per_second", static_cast<double>(samples_) / seconds},
+      {"train_steps_per_second",
+       static_cast<double>(state_.global_step) / seconds},
+      {"train_loss", of_run_.mean()},
+      {"epoch", state_.epoch},
+      {"step", state_.global_step}};
+  if (a.load_best_model_at_end) {
+    load_best();
+  }
+  state_.log_history.push_back(record);
+  append_record("end", record);
+  if (!output_dir_.empty()) {
+    save_final();
+  }
+  parts_.notify([&](TrainerCallback& c) { c.on_train_end(record); });
+  return {state_.global_step, of_run_.mean(), std::move(record)};
+}
+
+} // namespace hasten::detail

@@ -1,0 +1,128 @@
+// One call of Trainer::train(): everything that lives for a run.
+#pragma once
+
+#include <chrono>
+#include <fstream>
+#include <map>
+#include <string>
+
+#include "hasten/data/loader.h"
+#include "hasten/optim/adamw.h"
+#include "hasten/optim/schedule.h"
+#include "trainer_parts.h"
+
+namespace hasten::detail {
+
+/// Seconds since it was made or restarted.
+class Stopwatch {
+ public:
+  double seconds() const {
+    return std::chrono::duration<double>(Clock::now() - start_).count();
+  }
+  void restart() { start_ = Clock::now(); }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  Clock::time_point start_ = Clock::now();
+};
+
+/// Loss over some updates, of all ranks: the windows' reports added up.
+struct LossTotal {
+  double loss_sum = 0;
+  double weight = 0;
+  void add(const WindowReport& window) {
+    loss_sum += window.loss * window.weight;
+    weight += window.weight;
+  }
+  double mean() const { return loss_sum / weight; } // NaN over nothing
+};
+
+/// Equal updates for equal arguments.per_device_train_batch_size *
+/// gradient_accumulation_steps * world_size.
+LoaderOptions train_loader_options(
+    const TrainingArguments& arguments, int world_size);
+
+class TrainingRun {
+ public:
+  TrainingRun(TrainerParts& parts, const TrainingPlan& plan);
+  /// Collective. Ends the run on all ranks when it throws.
+  TrainOutput run();
+
+ private:
+  // train_step.cpp
+  /// One micro-batch; true where it completed an update.
+  bool train_step(const Batch& batch);
+  /// On every rank, where some rank's loss was not finite: names them.
+  [[noreturn]] void stop_at_loss(const WindowReport& window);
+  [[noreturn]] void stop_at_gradient() const;
+
+  // training_run.cpp
+  void begin();
+  void run_epoch(int64_t epoch);
+  void count_update();
+  /// Training record, evaluation and save, as they are due.
+  void after_update(bool epoch_ended);
+  void end_epoch(int64_t epoch);
+  TrainOutput finish();
+  RunDescription describe() const;
+  double seconds_left() const;
+  double seconds_trained() const;
+
+  // training_records.cpp
+  void log_training();
+  void evaluate_and_log();
+  void consider_best(const nlohmann::json& record, bool will_be_saved);
+  void append_record(const char* type, const nlohmann::json& record);
+  /// Adds tokens over ranks. Collective.
+  void collect_tokens();
+  void save_checkpoint();
+  void load_best();
+  void save_final();
+  std::string hasten_state_json() const;
+  std::string training_args_json() const;
+
+  bool last_update() const { return state_.global_step >= plan_.max_steps; }
+
+  TrainerParts& parts_;
+  TrainerState& state_;
+  const TrainingPlan plan_;
+  const std::filesystem::path output_dir_;
+
+  // Borrowed by the handles below, so they come first.
+  std::vector<torch::optim::OptimizerParamGroup> groups_;
+  std::shared_ptr<AdamW> adamw_;
+  std::shared_ptr<LrScheduler> lr_scheduler_;
+  std::shared_ptr<DataLoader> data_loader_;
+  std::optional<PreparedOptimizer<AdamW>> optimizer_{};
+  std::optional<PreparedLoader<DataLoader>> loader_{};
+  std::optional<PreparedScheduler<LrScheduler>> scheduler_{};
+
+  // The update under way, or the one just done.
+  at::Tensor window_loss_{}; // this rank's, on the device; read only on failure
+  uint64_t windows_counted_ = 0;
+  double grad_norm_ = 0; // before clipping; NaN where this rank only joined
+  double learning_rate_ = 0; // of the update
+  double next_learning_rate_ = 0;
+
+  LossTotal since_record_{};
+  LossTotal of_epoch_{};
+  LossTotal of_run_{};
+  int64_t samples_ = 0; // of the run, over all ranks
+  int64_t samples_before_epoch_ = 0;
+  struct Tokens {
+    int64_t real = 0;
+    int64_t padded = 0;
+  };
+  Tokens uncollected_{}; // this rank's since the last collection
+  Tokens tokens_{}; // of the run, over all ranks
+  Tokens tokens_before_epoch_{};
+  std::map<std::string, double> epoch_evaluation_{};
+
+  Stopwatch run_time_{};
+  double seconds_aside_ = 0; // in evaluations and saves
+  double seconds_trained_before_epoch_ = 0;
+  int64_t last_saved_step_ = -1;
+  std::ofstream metrics_file_{}; // rank 0's
+};
+
+} // namespace hasten::detail

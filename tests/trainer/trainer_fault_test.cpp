@@ -1,0 +1,74 @@
+// Runs that are stopped from outside.
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <csignal>
+
+#include "hasten/accelerator/accelerator.h"
+#include "hasten/base/process.h"
+#include "hasten/trainer/trainer.h"
+#include "support/spawn.h"
+#include "trainer/toy_text.h"
+
+namespace hasten {
+
+namespace detail {
+
+/// Trains without end; the ranks in `signalled` get a SIGINT in their third
+/// micro-batch.
+void train_until_interrupted(
+    testing_support::FaultRank& rank, const std::vector<int>& signalled) {
+  install_interrupt_handlers();
+  auto model = std::make_shared<toy::Classifier>();
+  const auto loss = toy::loss_function(model);
+  TrainingArguments arguments = toy::arguments();
+  arguments.max_steps = 1'000'000;
+  int calls = 0;
+  Trainer trainer(
+      model,
+      [&](const Batch& batch) {
+        const int me = rank.world().rank;
+        if (++calls == 3 && std::find(signalled.begin(), signalled.end(), me) !=
+                                signalled.end()) {
+          rank.fault_here(); // the clock of seconds_after_fault starts
+          std::raise(SIGINT);
+        }
+        return loss(batch);
+      },
+      arguments,
+      std::make_shared<toy::Texts>(64));
+  trainer.train();
+}
+
+} // namespace detail
+
+HASTEN_RANK_FUNCTION(TrainerInterruptedOnAllRanks) {
+  detail::train_until_interrupted(rank, {0, 1});
+}
+
+HASTEN_RANK_FUNCTION(TrainerInterruptedOnRankOne) {
+  detail::train_until_interrupted(rank, {1});
+}
+
+TEST(TrainerFault, CtrlCStopsEveryRankWithItsSignal) {
+  const auto ranks =
+      testing_support::spawn(2, "TrainerInterruptedOnAllRanks", {});
+  for (const auto& rank : ranks) {
+    EXPECT_FALSE(rank.timed_out);
+    EXPECT_NE(rank.error_type.find("Interrupted"), std::string::npos)
+        << rank.error_type << ": " << rank.error;
+  }
+}
+
+TEST(TrainerFault, SignalThatReachesOneRankEndsTheOthersWithItsReason) {
+  const auto ranks =
+      testing_support::spawn(2, "TrainerInterruptedOnRankOne", {});
+  EXPECT_NE(ranks[1].error_type.find("Interrupted"), std::string::npos)
+      << ranks[1].error;
+  EXPECT_FALSE(ranks[0].timed_out);
+  EXPECT_NE(ranks[0].error.find("stopped by signal 2"), std::string::npos)
+      << ranks[0].error;
+}
+
+} // namespace hasten
