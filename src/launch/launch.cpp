@@ -85,7 +85,18 @@ class LaunchJudge {
     }
   }
 
+  /// Ctrl-Z: the ranks are in groups of their own, the terminal stops only us.
+  void pause() {
+    group_.send(SIGSTOP);
+    ::raise(SIGSTOP);
+    group_.send(SIGCONT); // somebody has let us go on
+  }
+
   void on_signal(int signal) {
+    if (signal == SIGTSTP) {
+      pause();
+      return;
+    }
     group_.send(signal);
     group_.send(SIGCONT); // a stopped rank takes signals only when it goes on
     const auto now = LaunchClock::now();

@@ -34,10 +34,12 @@ sigset_t launch_signals() {
   sigemptyset(&set);
   sigaddset(&set, SIGINT);
   sigaddset(&set, SIGTERM);
-  struct sigaction hangup {};
-  ::sigaction(SIGHUP, nullptr, &hangup);
-  if (hangup.sa_handler != SIG_IGN) { // else nohup: outlive the terminal
-    sigaddset(&set, SIGHUP);
+  for (const int signal : {SIGHUP, SIGTSTP}) {
+    struct sigaction action {};
+    ::sigaction(signal, nullptr, &action);
+    if (action.sa_handler != SIG_IGN) { // else nohup: outlive the terminal
+      sigaddset(&set, signal);
+    }
   }
   return set;
 }

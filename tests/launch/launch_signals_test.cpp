@@ -51,6 +51,14 @@ class LauncherProcess {
   }
   std::string read(const char* file) const { return read_file(folder_ / file); }
   void send(int signal) const { ::kill(pid_, signal); }
+  void touch(const char* file) const {
+    write_file_atomically(folder_ / file, "");
+  }
+  void wait_until_stopped() const {
+    int status = 0;
+    EXPECT_EQ(::waitpid(pid_, &status, WUNTRACED), pid_);
+    EXPECT_TRUE(WIFSTOPPED(status));
+  }
   ProcessEnd wait() const {
     int status = 0;
     EXPECT_EQ(::waitpid(pid_, &status, 0), pid_);
@@ -101,6 +109,28 @@ TEST(LaunchSignals, SecondSignalEndsRanksThatDoNotListen) {
   EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(15));
 }
 
+TEST(LaunchSignals, PausedLauncherPausesItsRanksUntilItGoesOn) {
+  const LauncherProcess launcher(
+      "echo $$ > $DIR/pid$RANK; touch $DIR/ready$RANK; "
+      "while [ ! -e $DIR/go ]; do :; done; exit 0",
+      [] { std::signal(SIGTSTP, SIG_DFL); });
+  launcher.send(SIGTSTP);
+  launcher.wait_until_stopped();
+  for (const char* file : {"pid0", "pid1"}) {
+    const std::string rank = std::to_string(std::stoi(launcher.read(file)));
+    bool stopped = false;
+    for (int i = 0; i < 200 && !stopped; ++i) {
+      stopped = read_file("/proc/" + rank + "/stat").find(") T ") !=
+                std::string::npos;
+      ::usleep(10'000);
+    }
+    EXPECT_TRUE(stopped) << file;
+  }
+  launcher.touch("go");
+  launcher.send(SIGCONT);
+  EXPECT_EQ(launcher.wait().code, 0);
+}
+
 TEST(LaunchSignals, FirstFailureIsFoundAlsoWhenTheLauncherLooksLate) {
   const long pid_fd = ::syscall(SYS_pidfd_open, ::getpid(), 0);
   if (pid_fd < 0) {
@@ -108,11 +138,13 @@ TEST(LaunchSignals, FirstFailureIsFoundAlsoWhenTheLauncherLooksLate) {
   }
   ::close(static_cast<int>(pid_fd));
   // Rank 2 fails, then rank 0, while the launcher is stopped; rank 1 lets it on.
+  // Half a second before: the launcher watches all three by then.
   const LauncherProcess launcher(
       "touch $DIR/ready$RANK; "
       "stopped() { grep -q stopped /proc/$PPID/status; }; "
       "case $RANK in "
-      "2) kill -STOP $PPID; while ! stopped; do sleep 0.01; done; exit 12;; "
+      "2) sleep 0.5; kill -STOP $PPID; while ! stopped; do sleep 0.01; done; "
+      "exit 12;; "
       "0) while ! stopped; do sleep 0.01; done; sleep 0.3; exit 10;; "
       "1) while ! stopped; do sleep 0.01; done; sleep 0.8; kill -CONT $PPID;; "
       "esac",

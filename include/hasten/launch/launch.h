@@ -53,7 +53,8 @@ struct LaunchResult {
 /// descriptor handed to rank 0 (HASTEN_LISTEN_FD), so no port can be taken
 /// meanwhile. Each rank leads a process group of its own, which is killed when
 /// the rank ends; ranks die with this process whatever kills it.
-/// SIGINT and SIGTERM are forwarded, SIGHUP too unless it is ignored (nohup).
+/// SIGINT and SIGTERM are forwarded, SIGHUP too unless it is ignored (nohup);
+/// SIGTSTP (Ctrl-Z) stops the ranks and the launcher until it is continued.
 /// Blocks until every rank has ended.
 /// Throws InputError for nproc < 1, an empty argv, a program that cannot be
 /// started, and inside a world larger than one; no rank is left then.
