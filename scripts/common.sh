@@ -52,7 +52,7 @@ with_cache_lock() {
 pip_fetch() {
   local folder=$1 requirement=$2
   shift 2
-  python3 -m pip download --quiet --disable-pip-version-check --no-cache-dir \
+  python3 -m pip download -qq --disable-pip-version-check --no-cache-dir \
     --no-deps --only-binary=:all: --dest "$folder" "$@" "$requirement" ||
     die "pip could not fetch $requirement. Is the network or the package index out of reach?"
 }

@@ -24,7 +24,7 @@ missing_packages() {
   command -v pkg-config >/dev/null || echo pkg-config
   command -v flock >/dev/null || echo util-linux
   local cmake_version
-  cmake_version=$(cmake --version 2>/dev/null | awk 'NR == 1 { print $3 }')
+  cmake_version=$({ cmake --version 2>/dev/null || true; } | awk 'NR == 1 { print $3 }')
   if [[ $(printf '%s\n' 3.25 "${cmake_version:-0}" | sort -V | head -n1) != 3.25 ]]; then
     echo cmake
   fi
@@ -59,7 +59,8 @@ install_packages() {
   say "installing with ${as_root[*]:+sudo }apt-get: ${packages[*]}"
   "${as_root[@]}" apt-get update -qq >&2
   "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive \
-    apt-get install -y -qq --no-install-recommends "${packages[@]}" >&2
+    apt-get install -y -qq -o Dpkg::Use-Pty=0 --no-install-recommends \
+    "${packages[@]}" >/dev/null
 }
 
 check_compiler() {
@@ -134,9 +135,12 @@ fetch_clang_format() {
   rm -rf "$work"
 }
 
-mapfile -t packages < <(missing_packages)
-if ((${#packages[@]})); then
+packages=$(missing_packages)
+if [[ -n $packages ]]; then
+  mapfile -t packages <<<"$packages"
   install_packages "${packages[@]}"
+  packages=$(missing_packages)
+  [[ -z $packages ]] || die "still missing after the installation:" $packages
 fi
 check_compiler
 if [[ -n ${HASTEN_TORCH:-} ]]; then

@@ -15,7 +15,8 @@ RULES = (
     (re.compile("[\u2018\u2019\u201c\u201d]"), "a typographic quote"),
 )
 TEXT = (".h", ".cpp", ".py", ".sh", ".md", ".txt", ".cmake", ".json", ".in", "")
-SKIP = ("tests/golden/", "tests/data/", "LICENSE")
+# Texts to tokenize are of any script and quote.
+SKIP = ("tools/golden/", "tests/data/", "LICENSE")
 
 
 def check(root):
