@@ -65,8 +65,7 @@ int run(const std::string& path) {
     loader.set_epoch(epoch);
     for (const Batch& batch : loader) {
       auto window = accelerator.accumulate(model);
-      auto logits =
-          model->forward(batch["input_ids"], batch["attention_mask"]);
+      auto logits = model->forward(batch["input_ids"], batch["attention_mask"]);
       auto loss = torch::nn::functional::cross_entropy(logits, batch["labels"]);
       accelerator.backward(loss); // the joined batch's gradient, on every rank
       accelerator.clip_grad_norm_(model, 1.0);
