@@ -146,6 +146,7 @@ CsvReader::CsvReader(std::filesystem::path path, CsvOptions options)
   if (text_.substr(0, 3) == "\xEF\xBB\xBF") {
     next_ = 3;
   }
+  cr_ends_lines_ = text_.find('\n') == std::string_view::npos;
   if (!read_record()) {
     detail::fail_csv_file(path_, "is empty", "records of text");
   }
@@ -211,10 +212,41 @@ bool CsvReader::next() {
   return true;
 }
 
+// Length of the line break at `at`, 0 where there is none. A lone CR is text in a
+// file whose lines end with LF: some writers leave it unquoted.
+size_t CsvReader::line_break(size_t at) const {
+  if (at >= text_.size()) {
+    return 0;
+  }
+  if (text_[at] == '\n') {
+    return 1;
+  }
+  if (text_[at] != '\r') {
+    return 0;
+  }
+  if (at + 1 < text_.size() && text_[at + 1] == '\n') {
+    return 2;
+  }
+  return cr_ends_lines_ || at + 1 == text_.size() ? 1 : 0;
+}
+
+// Line breaks in [begin, end); `last` becomes the place behind the last one.
+int64_t CsvReader::count_lines(size_t begin, size_t end, size_t& last) const {
+  int64_t lines = 0;
+  for (size_t i = begin; i < end;) {
+    const size_t bytes = line_break(i);
+    if (bytes > 0) {
+      ++lines;
+      last = i + bytes;
+    }
+    i += std::max<size_t>(bytes, 1);
+  }
+  return lines;
+}
+
 // Where a field may end: the delimiter, a line break, or the end of the file.
 bool CsvReader::at_field_end(size_t at) const {
-  return at == text_.size() || text_[at] == delimiter_ || text_[at] == '\n' ||
-         text_[at] == '\r';
+  return at == text_.size() || text_[at] == delimiter_ || line_break(at) > 0;
 }
 
 // Whether the quote at `at` opens a field that closes before the line ends: only
@@ -278,11 +310,8 @@ void CsvReader::read_quoted(size_t& at) {
 }
 
 bool CsvReader::read_record() {
-  while (next_ < text_.size() &&
-         (text_[next_] == '\n' || text_[next_] == '\r')) {
-    const bool crlf = text_[next_] == '\r' && next_ + 1 < text_.size() &&
-                      text_[next_ + 1] == '\n';
-    next_ += crlf ? 2 : 1;
+  while (const size_t bytes = line_break(next_)) {
+    next_ += bytes;
     ++next_line_;
   }
   if (next_ == text_.size()) {
@@ -318,14 +347,10 @@ bool CsvReader::read_record() {
     fields_[unescaped_fields[i]] = unescaped_[i];
   }
   check_text(start_, at);
-  for (size_t i = start_; i < at; ++i) {
-    const bool crlf = text_[i] == '\r' && text_[i + 1] == '\n';
-    next_line_ += text_[i] == '\n' || (text_[i] == '\r' && !crlf);
-  }
-  if (at < text_.size()) {
-    const bool crlf =
-        text_[at] == '\r' && at + 1 < text_.size() && text_[at + 1] == '\n';
-    at += crlf ? 2 : 1;
+  size_t behind = 0;
+  next_line_ += count_lines(start_, at, behind);
+  if (const size_t bytes = line_break(at)) {
+    at += bytes;
     ++next_line_;
   }
   next_ = at;
@@ -380,16 +405,8 @@ void CsvReader::fail(
     std::string_view what,
     std::string_view expected,
     std::string_view fix) const {
-  int64_t line = line_;
   size_t line_begin = start_;
-  for (size_t i = start_; i < at; ++i) {
-    const bool crlf =
-        text_[i] == '\r' && i + 1 < text_.size() && text_[i + 1] == '\n';
-    if (text_[i] == '\n' || (text_[i] == '\r' && !crlf)) {
-      ++line;
-      line_begin = i + 1;
-    }
-  }
+  const int64_t line = line_ + count_lines(start_, at, line_begin);
   const size_t column =
       utf8_length(text_.substr(line_begin, at - line_begin)) + 1;
   std::string where = path_.string() + ":" + std::to_string(line) + ":" +

@@ -80,6 +80,12 @@ TEST(Csv, LineEndsAndByteOrderMarkDoNotChangeTheRecords) {
   EXPECT_EQ(CsvCase("\n\na,b\n\n1,2\r\n\r\n,4\n\n").records(), expected);
 }
 
+TEST(Csv, ALoneCarriageReturnIsTextWhereLinesEndWithLineFeeds) {
+  const std::vector<Record> expected{{"a", "b"}, {"1\r1", "2"}, {"\r3", "4"}};
+  EXPECT_EQ(CsvCase("a,b\n1\r1,2\n\"\r3\",4\n").records(), expected);
+  EXPECT_EQ(CsvCase("a,b\r\n1\r1,2\r\n\r3,4\r\n").records(), expected);
+}
+
 TEST(Csv, DelimiterFollowsTheNameOrTheOption) {
   const std::vector<Record> expected{{"a", "b"}, {"1,5", "2"}};
   EXPECT_EQ(CsvCase("a\tb\n1,5\t2\n", "x.tsv").records(), expected);

@@ -1,7 +1,7 @@
 // Streaming reader of delimited text: CSV as in RFC 4180, and TSV.
 //
-// Records end with LF, CRLF or CR; a byte-order mark is skipped; empty lines are
-// skipped. A field that starts with a quote ends at the next quote that is not
+// Records end with LF or CRLF, or with CR in a file without any LF; a byte-order
+// mark and empty lines are skipped. A field that starts with a quote ends at the next quote that is not
 // doubled and may hold delimiters and line breaks; a quote anywhere else in a
 // field is an ordinary character. In tab-separated files, which are mostly
 // written without quoting, a leading quote counts only if it closes on the same
@@ -72,6 +72,8 @@ class CsvReader {
   bool read_record();
   void read_quoted(size_t& at);
   bool closes_on_its_line(size_t at) const;
+  size_t line_break(size_t at) const;
+  int64_t count_lines(size_t begin, size_t end, size_t& last) const;
   bool at_field_end(size_t at) const;
   void check_text(size_t begin, size_t end) const;
   void check_width() const;
@@ -83,6 +85,7 @@ class CsvReader {
 
   std::filesystem::path path_;
   char delimiter_ = ',';
+  bool cr_ends_lines_ = false;
   std::shared_ptr<const Bytes> bytes_;
   std::string_view text_{}; // the whole file
   size_t next_ = 0; // where the next record starts, in bytes
