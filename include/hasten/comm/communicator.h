@@ -2,8 +2,11 @@
 // timeouts and errors that say which rank and which operation.
 // Threading: one thread per communicator issues operations; waiting on a handle
 // may happen elsewhere. Lifetime: close() before static destructors run; no
-// destructor communicates. After any failure a group is dead: each later call
-// throws the first error again.
+// destructor communicates. After any failure every group of the world is dead:
+// each later call throws the first error again. While a call waits, SIGINT and
+// SIGTERM end it with Interrupted (see base/process.h), within 0.1 s.
+// What a timeout names: each rank's last entered operation travels with its
+// sign of life, four times a second, so a frozen rank is known by it too.
 // "Collective" = every rank of the group calls it, in the same order.
 #pragma once
 
@@ -78,16 +81,21 @@ class Communicator {
   virtual const CommunicatorOptions& options() const = 0;
   bool is_main() const { return rank() == 0; }
 
-  /// Reduces `tensor` in place. fp16 and bf16 are accumulated in fp32 when
-  /// `op` is sum or mean; integers refuse mean. Contiguous. `name` is what an
-  /// error calls it: "ddp bucket 3".
+  /// Reduces `tensor` in place; it holds the result once wait() has returned.
+  /// Contiguous, any shape, on the CPU; float, double, half, bfloat16, and for
+  /// sum and max int64, int32, int8, uint8. Every rank gets the same bits.
+  /// sum adds in an order that depends on the world size. mean is that sum
+  /// divided once by the world size. half and bfloat16 are summed and divided
+  /// in an fp32 copy (memory: 2 x the tensor while under way) and rounded once.
+  /// `name` is what an error calls it: "ddp bucket 3". Shapes must be equal on
+  /// all ranks (see check_shapes).
   virtual CommHandle all_reduce_async(
       at::Tensor tensor, ReduceOp op, std::string_view name) = 0;
   void all_reduce(at::Tensor tensor, ReduceOp op, std::string_view name) {
     all_reduce_async(std::move(tensor), op, name).wait();
   }
 
-  /// Copies rank `source`'s `tensor` into every rank's, in place.
+  /// Copies rank `source`'s `tensor` into every rank's, in place. Any dtype.
   virtual CommHandle broadcast_async(
       at::Tensor tensor, int source, std::string_view name) = 0;
   void broadcast(at::Tensor tensor, int source, std::string_view name) {
@@ -102,6 +110,7 @@ class Communicator {
   /// Tensors of one dtype and trailing shape, dim 0 may differ by rank (0
   /// included): concatenated over ranks in rank order, on every rank.
   /// Blocking; shapes are agreed first and a mismatch is an error on all.
+  /// Memory: world_size times the longest rank's rows, twice.
   virtual at::Tensor all_gather_rows(
       const at::Tensor& rows, std::string_view name) = 0;
 
@@ -118,14 +127,21 @@ class Communicator {
   virtual void barrier(std::string_view name) = 0;
 
   /// Tells the peers that this rank fails and why ("rank r failed: reason"),
-  /// through the store, without waiting, and marks the group dead. Every peer
-  /// that waits or calls afterwards throws CommunicationError with that text.
+  /// through the store, and marks every group of the world dead. A peer that
+  /// waits or calls later throws CommunicationError with that text within a
+  /// quarter of a second. Blocks half a second at most; rank 0, whose store
+  /// goes with it, until its peers have read it, a second more at most.
   /// Never throws. For exceptions on their way out.
   virtual void abandon(std::string_view reason) noexcept = 0;
 
-  /// Leaves: rank 0 last, so that no peer loses its store. Blocks until every
-  /// rank left or the liveness limit passed. After a failure it closes at once.
-  /// Calling it twice does nothing.
+  /// Lets go of the group once its operations under way have ended. The last
+  /// group of a world leaves it: ranks meet first, so that no peer loses data
+  /// or its store. Rank 0 blocks until every living rank has come, up to the
+  /// timeout; others up to the liveness limit. After a failure or Ctrl-C it
+  /// closes at once (rank 0: within a second). Calling it twice does nothing.
+  /// A destructor without close() communicates nothing: peers that still wait
+  /// learn of this rank by its end. Groups left open are let go before static
+  /// destructors run.
   virtual void close() noexcept = 0;
 
   /// A further group of the same ranks, with its own name, timeout and order

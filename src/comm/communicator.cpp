@@ -1,0 +1,115 @@
+#include "hasten/comm/communicator.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <mutex>
+#include <nlohmann/json.hpp>
+
+#include "gloo_group.h"
+#include "hasten/base/error.h"
+#include "hasten/base/log.h"
+
+namespace hasten {
+
+namespace detail {
+
+struct GroupRegistry {
+  std::mutex mutex;
+  std::vector<std::weak_ptr<GlooGroup>> groups;
+};
+
+GroupRegistry& group_registry() {
+  // Never destroyed: groups may be let go by static destructors.
+  static GroupRegistry* const registry = new GroupRegistry;
+  return *registry;
+}
+
+/// Runs before the destructors of what existed at the first create(), which
+/// libtorch's statics do.
+void release_groups_at_exit() {
+  std::vector<std::weak_ptr<GlooGroup>> groups;
+  {
+    GroupRegistry& registry = group_registry();
+    const std::lock_guard<std::mutex> lock(registry.mutex);
+    groups.swap(registry.groups);
+  }
+  for (auto group = groups.rbegin(); group != groups.rend(); ++group) {
+    if (const auto alive = group->lock()) {
+      alive->release();
+    }
+  }
+}
+
+void register_group(const std::shared_ptr<GlooGroup>& group) {
+  static const int installed = std::atexit(release_groups_at_exit);
+  (void)installed;
+  GroupRegistry& registry = group_registry();
+  const std::lock_guard<std::mutex> lock(registry.mutex);
+  std::erase_if(registry.groups, [](const std::weak_ptr<GlooGroup>& known) {
+    return known.expired();
+  });
+  registry.groups.push_back(group);
+}
+
+void check_world(const World& world, const CommunicatorOptions& options) {
+  if (world.world_size < 1 || world.rank < 0 ||
+      world.rank >= world.world_size) {
+    throw InputError(
+        "comm::create",
+        "rank=" + std::to_string(world.rank) +
+            ", world_size=" + std::to_string(world.world_size),
+        "0 <= rank < world_size");
+  }
+  if (options.timeout.count() <= 0 || options.liveness.count() <= 0) {
+    throw InputError(
+        "comm::create",
+        "timeout=" + std::to_string(options.timeout.count()) +
+            " ms, liveness=" + std::to_string(options.liveness.count()) + " ms",
+        "both above 0");
+  }
+  if (world.world_size > 1 &&
+      (world.master_port < 1 || world.master_port > 65535)) {
+    throw InputError(
+        "comm::create",
+        "master_port=" + std::to_string(world.master_port),
+        "1 to 65535",
+        "set MASTER_PORT, or start with hasten launch");
+  }
+}
+
+} // namespace detail
+
+void CommHandle::wait() {
+  if (state_) {
+    state_->wait();
+  }
+}
+
+bool CommHandle::done() const {
+  return !state_ || state_->done();
+}
+
+std::shared_ptr<Communicator> Communicator::create(
+    const World& world, const CommunicatorOptions& options) {
+  detail::check_world(world, options);
+  if (world.world_size == 1) {
+    return detail::make_local_group(options);
+  }
+  set_error_rank(world.rank, world.world_size);
+  set_log_rank(world.rank, world.world_size);
+  auto group = std::make_shared<detail::GlooGroup>(
+      detail::WorldLink::join(world, options), options);
+  detail::register_group(group);
+  return group;
+}
+
+std::shared_ptr<Communicator> detail::GlooGroup::duplicate(
+    const CommunicatorOptions& options) {
+  core_->check(
+      "duplicate \"" + options.name + "\"");
+  auto group = std::make_shared<GlooGroup>(core_->link, options);
+  register_group(group);
+  return group;
+}
+
+} // namespace hasten

@@ -1,0 +1,445 @@
+#include "gloo_group.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <thread>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <utility>
+
+#include "hasten/base/error.h"
+#include "hasten/base/process.h"
+#include "tensor_checks.h"
+
+namespace hasten::detail {
+
+using std::chrono::milliseconds;
+
+/// A Gloo operation under way. Completion comes from the future's callback, in
+/// Gloo's thread: c10d's own timed wait throws at the end of each slice.
+struct GlooOperation final : CommHandle::State {
+  std::shared_ptr<GroupCore> core;
+  std::string operation;
+  uint64_t sequence = 0;
+  CommClock::time_point submitted = CommClock::now();
+
+  mutable std::mutex mutex;
+  std::condition_variable changed;
+  bool completed = false;
+  std::exception_ptr error;
+  std::function<void()> finish; // empty once it has run
+
+  void complete(std::exception_ptr failure) {
+    {
+      const std::lock_guard<std::mutex> lock(mutex);
+      completed = true;
+      error = std::move(failure);
+      changed.notify_all();
+    }
+    const std::lock_guard<std::mutex> lock(core->mutex);
+    core->last_completion = CommClock::now();
+    if (--core->in_flight == 0) {
+      core->idle.notify_all();
+    }
+  }
+
+  bool done() const noexcept override {
+    const std::lock_guard<std::mutex> lock(mutex);
+    return completed || core->link->liveness().failed();
+  }
+
+  void wait() override {
+    std::unique_lock<std::mutex> lock(mutex);
+    while (!changed.wait_for(lock, milliseconds(50), [&] { return completed; })) {
+      lock.unlock();
+      core->poll(operation);
+      if (overdue()) {
+        core->diagnose(operation, sequence, "", true);
+      }
+      lock.lock();
+    }
+    if (error) {
+      const std::exception_ptr failure = error;
+      lock.unlock();
+      raise_from(failure);
+    }
+    if (finish) {
+      finish();
+      finish = nullptr;
+    }
+  }
+
+ private:
+  /// Gloo keeps the timeout itself; this is for the case that it does not.
+  bool overdue() const {
+    const std::lock_guard<std::mutex> lock(core->mutex);
+    const auto since = std::max(submitted, core->last_completion);
+    return CommClock::now() - since >
+        core->options.timeout + milliseconds(2000);
+  }
+
+  [[noreturn]] void raise_from(const std::exception_ptr& failure) {
+    std::string text;
+    try {
+      std::rethrow_exception(failure);
+    } catch (const std::exception& caught) {
+      text = caught.what();
+    } catch (...) {
+      text = "unknown error";
+    }
+    core->diagnose(
+        operation,
+        sequence,
+        text,
+        text.find("Timed out") != std::string::npos);
+  }
+};
+
+GroupCore::GroupCore(
+    std::shared_ptr<WorldLink> world_link, const CommunicatorOptions& group)
+    : link(std::move(world_link)),
+      options(group),
+      rank(link->world().rank),
+      world_size(link->world().world_size),
+      progress(link->liveness().add_group(group.name)) {}
+
+uint64_t GroupCore::enter(const std::string& operation) {
+  check(operation);
+  const std::lock_guard<std::mutex> lock(progress->mutex);
+  progress->operation = operation;
+  return ++progress->sequence;
+}
+
+void GroupCore::check(const std::string& operation) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (!error && closed) {
+      throw CommunicationError(
+          "comm::" + operation.substr(0, operation.find(' ')),
+          operation + ": the group is closed: name=" + options.name);
+    }
+    if (!error && !link->liveness().failed()) {
+      return;
+    }
+  }
+  raise(operation);
+}
+
+void GroupCore::poll(const std::string& operation) {
+  throw_if_interrupted();
+  link->liveness().poll_store();
+  if (link->liveness().failed()) {
+    raise(operation);
+  }
+}
+
+void GroupCore::raise(const std::string& operation) {
+  FailureCause first;
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (!error) {
+      error = link->liveness().cause();
+      if (!error->operation.empty() && error->operation != operation) {
+        error->text = "rank " + std::to_string(error->found_by) +
+            " gave up on " + error->operation + ": " + error->text;
+      }
+      error->operation = operation;
+    }
+    first = *error;
+  }
+  throw CommunicationError(
+      "comm::" + first.operation.substr(0, first.operation.find(' ')),
+      first.operation + ": " + first.text,
+      {},
+      first.fix);
+}
+
+void GroupCore::fail(
+    const std::string& operation, std::string text, std::string fix) {
+  link->liveness().fail(
+      {rank, operation, std::move(text), std::move(fix)}, milliseconds(500));
+  raise(operation);
+}
+
+void GroupCore::diagnose(
+    const std::string& operation,
+    uint64_t sequence,
+    const std::string& text,
+    bool timed_out) {
+  Liveness& liveness = link->liveness();
+  const CommClock::time_point until = CommClock::now() + options.liveness;
+  // The rank that broke the connection need not be the one to blame: it may
+  // itself have lost a third one, or have given up, and says so soon.
+  while (!timed_out && !liveness.failed() && CommClock::now() < until) {
+    {
+      const std::lock_guard<std::mutex> lock(mutex);
+      if (closed) {
+        break;
+      }
+    }
+    throw_if_interrupted();
+    liveness.look(milliseconds(200));
+    const std::vector<int> left = liveness.left_ranks();
+    if (!liveness.failed() && !left.empty()) {
+      fail(
+          operation,
+          "rank " + std::to_string(left[0]) + " has left the world",
+          "let every rank do the same operations before close()");
+    }
+    std::this_thread::sleep_for(milliseconds(10));
+  }
+  if (timed_out && !liveness.failed()) {
+    liveness.look(milliseconds(1000));
+    char limit[32];
+    std::snprintf(
+        limit, sizeof limit, "%.1f s", double(options.timeout.count()) / 1000);
+    fail(
+        operation,
+        std::string("timed out after ") + limit + ": " +
+            liveness.describe_missing(options.name, sequence, operation),
+        "see what that rank is doing, or raise the timeout");
+  }
+  check(operation); // throws for a failed world and for a closed group
+  fail(
+      operation,
+      "the connection to a peer broke (" + text.substr(0, text.find('\n')) +
+          ")",
+      "");
+}
+
+GlooGroup::GlooGroup(
+    std::shared_ptr<WorldLink> link, CommunicatorOptions options) {
+  const char* check = std::getenv("HASTEN_COMM_CHECK");
+  if (check != nullptr && std::string_view(check) != "" &&
+      std::string_view(check) != "0") {
+    options.check_shapes = true;
+  }
+  link->add_group(options.name);
+  core_ = std::make_shared<GroupCore>(std::move(link), options);
+  try {
+    connect();
+  } catch (...) {
+    leave(false);
+    throw;
+  }
+}
+
+GlooGroup::~GlooGroup() {
+  release();
+}
+
+void GlooGroup::connect() {
+  const std::string operation = operation_label("create", core_->options.name);
+  const uint64_t sequence = core_->enter(operation);
+  const auto gloo_options =
+      c10d::ProcessGroupGloo::Options::create(core_->options.timeout);
+  gloo_options->devices.push_back(
+      core_->link->device(core_->options.interface_address));
+  std::future<Gloo> future = core_->link->store().post<Gloo>(
+      [gloo_options,
+       rank = rank(),
+       size = world_size(),
+       prefix = "group/" + core_->options.name](
+          c10d::Store& store, const std::atomic<bool>&) {
+        return c10::make_intrusive<c10d::ProcessGroupGloo>(
+            c10::make_intrusive<c10d::PrefixStore>(
+                prefix, StorePtr::reclaim_copy(&store)),
+            rank,
+            size,
+            gloo_options);
+      });
+  const bool connected = await_future(
+      future,
+      CommClock::now() + core_->options.timeout,
+      [&] { core_->poll(operation); });
+  if (!connected) {
+    core_->diagnose(operation, sequence, "", true);
+  }
+  try {
+    gloo_ = future.get();
+  } catch (const std::exception& error) {
+    core_->diagnose(operation, sequence, error.what(), false);
+  }
+}
+
+CommHandle GlooGroup::submit(
+    std::string operation,
+    uint64_t sequence,
+    const Start& start,
+    std::function<void()> finish) {
+  Gloo gloo;
+  {
+    const std::lock_guard<std::mutex> lock(gloo_mutex_);
+    gloo = gloo_;
+  }
+  auto state = std::make_shared<GlooOperation>();
+  state->core = core_;
+  state->operation = std::move(operation);
+  state->sequence = sequence;
+  state->finish = std::move(finish);
+  {
+    const std::lock_guard<std::mutex> lock(core_->mutex);
+    ++core_->in_flight;
+  }
+  try {
+    start(*gloo)->getFuture()->addCallback([state](c10::ivalue::Future& f) {
+      state->complete(f.hasError() ? f.exception_ptr() : nullptr);
+    });
+  } catch (...) {
+    state->complete(std::current_exception());
+  }
+  return CommHandle(std::move(state));
+}
+
+CommHandle GlooGroup::all_reduce_async(
+    at::Tensor tensor, ReduceOp op, std::string_view name) {
+  check_reducible(tensor, op);
+  std::string operation = operation_label("all_reduce", name);
+  const uint64_t sequence = core_->enter(operation);
+  check_equal(
+      operation,
+      sequence,
+      std::string(reduce_op_name(op)) + " of " + tensor_text(tensor));
+  const at::Tensor target = tensor.detach();
+  const bool widen = op != ReduceOp::max && target.element_size() == 2;
+  std::vector<at::Tensor> buffer{widen ? target.to(at::kFloat) : target};
+  const double divisor = op == ReduceOp::mean ? world_size() : 1;
+  return submit(
+      std::move(operation),
+      sequence,
+      [&](c10d::ProcessGroupGloo& gloo) {
+        c10d::AllreduceOptions options;
+        options.reduceOp =
+            op == ReduceOp::max ? c10d::ReduceOp::MAX : c10d::ReduceOp::SUM;
+        return gloo.allreduce(buffer, options);
+      },
+      [target, buffer, widen, divisor] {
+        at::Tensor reduced = buffer[0];
+        if (divisor != 1) {
+          reduced.div_(divisor);
+        }
+        if (widen) {
+          at::Tensor(target).copy_(reduced);
+        }
+      });
+}
+
+CommHandle GlooGroup::broadcast_async(
+    at::Tensor tensor, int source, std::string_view name) {
+  check_tensor("broadcast", tensor);
+  check_source(source, world_size());
+  std::string operation = operation_label("broadcast", name);
+  const uint64_t sequence = core_->enter(operation);
+  check_equal(
+      operation,
+      sequence,
+      tensor_text(tensor) + " from rank " + std::to_string(source));
+  std::vector<at::Tensor> bytes{bytes_of(tensor)};
+  return submit(
+      std::move(operation),
+      sequence,
+      [&](c10d::ProcessGroupGloo& gloo) {
+        c10d::BroadcastOptions options;
+        options.rootRank = source;
+        return gloo.broadcast(bytes, options);
+      },
+      nullptr);
+}
+
+CommHandle GlooGroup::all_gather_async(
+    at::Tensor output, at::Tensor input, std::string_view name) {
+  check_gathered(output, input, world_size());
+  std::string operation = operation_label("all_gather", name);
+  const uint64_t sequence = core_->enter(operation);
+  check_equal(operation, sequence, tensor_text(input));
+  at::Tensor to = bytes_of(output);
+  at::Tensor from = bytes_of(input);
+  return submit(
+      std::move(operation),
+      sequence,
+      [&](c10d::ProcessGroupGloo& gloo) {
+        return gloo._allgather_base(to, from, {});
+      },
+      nullptr);
+}
+
+void GlooGroup::barrier(std::string_view name) {
+  std::string operation = operation_label("barrier", name);
+  const uint64_t sequence = core_->enter(operation);
+  check_equal(operation, sequence, "");
+  std::vector<at::Tensor> token{at::ones({1}, at::kInt)};
+  submit(
+      std::move(operation),
+      sequence,
+      [&](c10d::ProcessGroupGloo& gloo) { return gloo.allreduce(token, {}); },
+      nullptr)
+      .wait();
+}
+
+void GlooGroup::abandon(std::string_view reason) noexcept {
+  try {
+    Liveness& liveness = core_->link->liveness();
+    const bool first = !liveness.failed();
+    liveness.fail(
+        {rank(),
+         "",
+         "rank " + std::to_string(rank()) + " failed: " + std::string(reason),
+         "see what that rank said"},
+        milliseconds(500));
+    // The store goes with rank 0: the others must have read it.
+    const CommClock::time_point until = CommClock::now() + milliseconds(1000);
+    while (first && serves_store(core_->link->world()) &&
+           !liveness.everybody_knows() && CommClock::now() < until) {
+      liveness.look(milliseconds(100));
+      std::this_thread::sleep_for(milliseconds(10));
+    }
+  } catch (...) { // out of memory, at the end of the run
+  }
+}
+
+bool GlooGroup::wait_idle(CommClock::time_point until) {
+  std::unique_lock<std::mutex> lock(core_->mutex);
+  while (core_->in_flight > 0 && CommClock::now() < until &&
+         !core_->link->liveness().failed() && interrupt_signal() == 0) {
+    core_->idle.wait_for(lock, milliseconds(50));
+  }
+  return core_->in_flight == 0;
+}
+
+void GlooGroup::close() noexcept {
+  {
+    const std::lock_guard<std::mutex> lock(core_->mutex);
+    if (std::exchange(core_->closed, true)) {
+      return;
+    }
+  }
+  leave(
+      !core_->link->liveness().failed() &&
+      wait_idle(CommClock::now() + core_->options.liveness));
+}
+
+void GlooGroup::leave(bool orderly) noexcept {
+  try {
+    Gloo gloo;
+    {
+      const std::lock_guard<std::mutex> lock(gloo_mutex_);
+      gloo = std::move(gloo_);
+    }
+    core_->link->remove_group(std::move(gloo), orderly);
+  } catch (...) { // out of memory or threads: the process is about to end
+  }
+}
+
+void GlooGroup::release() noexcept {
+  {
+    const std::lock_guard<std::mutex> lock(core_->mutex);
+    if (std::exchange(core_->closed, true)) {
+      return;
+    }
+  }
+  leave(false);
+}
+
+} // namespace hasten::detail

@@ -1,0 +1,149 @@
+// A group over c10d's Gloo back end. GroupCore is what outlives the
+// communicator while handles are under way.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+#include <vector>
+
+#include "hasten/comm/communicator.h"
+#include "world_link.h"
+
+namespace hasten {
+
+struct CommHandle::State {
+  virtual ~State() = default;
+  virtual void wait() = 0;
+  virtual bool done() const noexcept = 0;
+};
+
+namespace detail {
+
+struct GroupCore {
+  GroupCore(
+      std::shared_ptr<WorldLink> world_link, const CommunicatorOptions& group);
+
+  // Set at construction.
+  const std::shared_ptr<WorldLink> link;
+  const CommunicatorOptions options;
+  const int rank;
+  const int world_size;
+  const std::shared_ptr<GroupProgress> progress;
+
+  // Under mutex.
+  std::mutex mutex;
+  std::condition_variable idle; // in_flight became 0
+  int in_flight = 0;
+  CommClock::time_point last_completion = CommClock::now();
+  bool closed = false;
+  /// The first error, without its "[part::function]".
+  std::optional<FailureCause> error;
+
+  /// Throws where the group is closed or dead, else enters the next operation
+  /// and returns its number.
+  uint64_t enter(const std::string& operation);
+  void check(const std::string& operation);
+  /// For waiting loops, about 20 times a second: throws once a peer is known
+  /// to be dead or the user wants to stop.
+  void poll(const std::string& operation);
+  /// Throws the first error of the group; where there is none, makes it from
+  /// the world's cause.
+  [[noreturn]] void raise(const std::string& operation);
+  /// Reports `text` to the world as the failure, then raises it.
+  [[noreturn]] void fail(
+      const std::string& operation, std::string text, std::string fix);
+  /// An operation broke with `text`: finds out who is to blame and raises.
+  [[noreturn]] void diagnose(
+      const std::string& operation,
+      uint64_t sequence,
+      const std::string& text,
+      bool timed_out);
+};
+
+class GlooGroup final : public Communicator {
+ public:
+  /// Collective.
+  GlooGroup(std::shared_ptr<WorldLink> link, CommunicatorOptions options);
+  /// Lets go without a word to the peers.
+  ~GlooGroup() override;
+
+  int rank() const override { return core_->rank; }
+  int world_size() const override { return core_->world_size; }
+  const CommunicatorOptions& options() const override {
+    return core_->options;
+  }
+  CommHandle all_reduce_async(
+      at::Tensor tensor, ReduceOp op, std::string_view name) override;
+  CommHandle broadcast_async(
+      at::Tensor tensor, int source, std::string_view name) override;
+  CommHandle all_gather_async(
+      at::Tensor output, at::Tensor input, std::string_view name) override;
+  at::Tensor all_gather_rows(
+      const at::Tensor& rows, std::string_view name) override;
+  std::vector<nlohmann::json> gather_json(
+      const nlohmann::json& value, std::string_view name) override;
+  nlohmann::json broadcast_json(
+      const nlohmann::json& value, std::string_view name) override;
+  void barrier(std::string_view name) override;
+  void abandon(std::string_view reason) noexcept override;
+  void close() noexcept override;
+  std::shared_ptr<Communicator> duplicate(
+      const CommunicatorOptions& options) override;
+
+  /// Lets go of everything without communicating; bounded. For the end of the
+  /// process.
+  void release() noexcept;
+
+ private:
+  using Gloo = c10::intrusive_ptr<c10d::ProcessGroupGloo>;
+  using Start =
+      std::function<c10::intrusive_ptr<c10d::Work>(c10d::ProcessGroupGloo&)>;
+
+  void connect();
+  /// Starts an operation entered as `sequence`; `finish` runs once, in the
+  /// first wait that sees it through.
+  CommHandle submit(
+      std::string operation,
+      uint64_t sequence,
+      const Start& start,
+      std::function<void()> finish);
+  /// Every rank's value, [rank]. `kind` keeps apart exchanges of one sequence.
+  std::vector<nlohmann::json> exchange(
+      const std::string& operation,
+      uint64_t sequence,
+      const char* kind,
+      const nlohmann::json& value);
+  /// With options.check_shapes: throws on all ranks where a rank's tensor or
+  /// operation is another.
+  void check_equal(
+      const std::string& operation,
+      uint64_t sequence,
+      const std::string& fingerprint);
+  /// Fails unless all ranks' texts are equal.
+  void require_equal(
+      const std::string& operation, const std::vector<std::string>& texts);
+  bool wait_idle(CommClock::time_point until);
+  void leave(bool orderly) noexcept;
+
+  std::shared_ptr<GroupCore> core_;
+  std::mutex gloo_mutex_;
+  Gloo gloo_; // null once closed
+};
+
+/// Makes the world's first group, or the group of a world of one.
+std::shared_ptr<Communicator> make_local_group(
+    const CommunicatorOptions& options);
+
+/// Every Gloo group is known here until it is closed, so that none outlives
+/// main: what is left is released before static destructors run.
+void register_group(const std::shared_ptr<GlooGroup>& group);
+
+} // namespace detail
+
+} // namespace hasten

@@ -1,0 +1,137 @@
+#include "handshake.h"
+
+#include <fcntl.h>
+#include <torch/version.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <fstream>
+#include <sstream>
+#include <utility>
+
+namespace hasten::detail {
+
+std::string link_target(const char* path) {
+  std::array<char, 128> target{};
+  const ssize_t size = readlink(path, target.data(), target.size());
+  return size > 0 ? std::string(target.data(), static_cast<size_t>(size)) : "";
+}
+
+struct ProcessStat {
+  char state = '\0'; // '\0': no such process
+  uint64_t start_time = 0;
+};
+
+ProcessStat process_stat(int pid) {
+  // Not a stream: one throws where the process ends between open and read.
+  std::array<char, 1024> buffer{};
+  const std::string path = "/proc/" + std::to_string(pid) + "/stat";
+  const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  const ssize_t size =
+      fd < 0 ? 0 : read(fd, buffer.data(), buffer.size());
+  if (fd >= 0) {
+    close(fd);
+  }
+  const std::string text(
+      buffer.data(), static_cast<size_t>(std::max<ssize_t>(size, 0)));
+  // "pid (name) state …": the name may hold anything, so the last ')' counts.
+  const size_t name_end = text.rfind(')');
+  ProcessStat stat;
+  if (name_end == std::string::npos) {
+    return stat;
+  }
+  std::istringstream fields(text.substr(name_end + 1));
+  fields >> stat.state;
+  std::string skipped; // fields 4 … 21
+  for (int i = 4; i < 22; ++i) {
+    fields >> skipped;
+  }
+  fields >> stat.start_time;
+  return stat;
+}
+
+ProcessState process_state(int pid, uint64_t start_time) {
+  const ProcessStat stat = process_stat(pid);
+  if (stat.state == '\0' || stat.state == 'Z' || stat.state == 'X' ||
+      stat.start_time != start_time) {
+    return ProcessState::ended;
+  }
+  return stat.state == 'T' || stat.state == 't' ? ProcessState::stopped
+                                                : ProcessState::running;
+}
+
+Hello own_hello(const World& world, const std::string& device_kind) {
+  std::ifstream boot_file("/proc/sys/kernel/random/boot_id");
+  std::string boot;
+  boot_file >> boot;
+  Hello hello;
+  hello.rank = world.rank;
+  hello.world_size = world.world_size;
+  hello.hasten_version = HASTEN_VERSION;
+  hello.torch_version = TORCH_VERSION;
+  hello.device_kind = device_kind;
+  hello.process_host = boot + " " + link_target("/proc/self/ns/pid");
+  hello.network_host = boot + " " + link_target("/proc/self/ns/net");
+  hello.pid = getpid();
+  hello.start_time = process_stat(getpid()).start_time;
+  return hello;
+}
+
+nlohmann::json to_json(const Hello& hello) {
+  return {
+      {"rank", hello.rank},
+      {"world_size", hello.world_size},
+      {"hasten", hello.hasten_version},
+      {"torch", hello.torch_version},
+      {"device", hello.device_kind},
+      {"process_host", hello.process_host},
+      {"network_host", hello.network_host},
+      {"pid", hello.pid},
+      {"start_time", hello.start_time}};
+}
+
+Hello hello_from_json(const nlohmann::json& value) {
+  Hello hello;
+  hello.rank = value.at("rank");
+  hello.world_size = value.at("world_size");
+  hello.hasten_version = value.at("hasten");
+  hello.torch_version = value.at("torch");
+  hello.device_kind = value.at("device");
+  hello.process_host = value.at("process_host");
+  hello.network_host = value.at("network_host");
+  hello.pid = value.at("pid");
+  hello.start_time = value.at("start_time");
+  return hello;
+}
+
+std::string first_difference(const std::vector<std::optional<Hello>>& hellos) {
+  if (!hellos[0]) {
+    return "";
+  }
+  const auto fields = [](const Hello& hello) {
+    return std::array<std::pair<const char*, std::string>, 4>{{
+        {"world size", std::to_string(hello.world_size)},
+        {"hasten version", hello.hasten_version},
+        {"torch version", hello.torch_version},
+        {"device kind", hello.device_kind},
+    }};
+  };
+  for (const std::optional<Hello>& hello : hellos) {
+    if (!hello) {
+      continue;
+    }
+    const auto own = fields(*hello);
+    const auto expected = fields(*hellos[0]);
+    for (size_t i = 0; i < own.size(); ++i) {
+      if (own[i].second != expected[i].second) {
+        return std::string(own[i].first) + ": rank " +
+            std::to_string(hello->rank) + " has " + own[i].second +
+            ", rank 0 has " + expected[i].second;
+      }
+    }
+  }
+  return "";
+}
+
+} // namespace hasten::detail

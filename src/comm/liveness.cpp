@@ -1,0 +1,480 @@
+#include "liveness.h"
+
+#include <signal.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <thread>
+#include <utility>
+
+namespace hasten::detail {
+
+using std::chrono::milliseconds;
+
+std::string seconds_text(CommClock::duration duration) {
+  char text[32];
+  std::snprintf(
+      text, sizeof text, "%.1f s", std::chrono::duration<double>(duration).count());
+  return text;
+}
+
+std::string json_text(const nlohmann::json& value) {
+  return value.dump(
+      -1, ' ', false, nlohmann::json::error_handler_t::replace);
+}
+
+struct Liveness::Shared {
+  // Set at construction.
+  LivenessConfig config;
+  int rank = 0;
+  milliseconds interval{250};
+  std::vector<bool> watched; // [rank] /proc tells whether it lives
+  std::vector<std::string> keys; // every rank's beat, then the failure
+
+  // Used by the thread alone.
+  StorePtr store;
+  CommClock::time_point last_exchange = CommClock::now();
+
+  // Under mutex, except the atomic.
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::vector<Peer> peers; // [rank]
+  std::vector<std::shared_ptr<GroupProgress>> groups;
+  std::atomic<bool> failed{false};
+  FailureCause cause;
+  std::optional<FailureCause> report; // still to be posted
+  uint64_t looks_wanted = 0;
+  uint64_t looks_done = 0;
+  uint64_t beats = 0;
+  bool in_exchange = false;
+  bool departing = false;
+  bool leaving = false;
+  bool ended = false;
+  std::atomic<bool> stopping{false};
+  uint64_t polled_beat = 0;
+  CommClock::time_point last_poll = CommClock::now();
+  CommClock::duration silent_for{};
+
+  void start();
+  void loop();
+  std::string beat_text();
+  void exchange(const std::string& beat);
+  void merge(const std::vector<std::vector<uint8_t>>& values);
+  void adopt(FailureCause new_cause);
+  void store_lost();
+  bool process_ended(int peer) const {
+    return watched[static_cast<size_t>(peer)] &&
+        process_state(pid(peer), config.peers[static_cast<size_t>(peer)].start_time) ==
+        ProcessState::ended;
+  }
+  int pid(int peer) const {
+    return config.peers[static_cast<size_t>(peer)].pid;
+  }
+  FailureCause death(int peer) const {
+    return {
+        rank,
+        "",
+        "rank " + std::to_string(peer) + " died (process " +
+            std::to_string(pid(peer)) + " ended)",
+        "see what that rank said last, and start again from the last saved "
+        "state"};
+  }
+};
+
+std::string Liveness::beat_key(int rank) {
+  return "beat/" + std::to_string(rank);
+}
+
+Liveness::Liveness(LivenessConfig config)
+    : shared_(std::make_shared<Shared>()) {
+  Shared& s = *shared_;
+  s.config = std::move(config);
+  s.rank = s.config.world.rank;
+  // Four looks a second, fewer in large worlds to spare the store.
+  s.interval = std::max(
+      std::clamp(s.config.liveness / 20, milliseconds(50), milliseconds(1000)),
+      milliseconds(5) * s.config.world.world_size);
+  const Hello& own = s.config.peers[static_cast<size_t>(s.rank)];
+  for (const Hello& peer : s.config.peers) {
+    // What /proc hides from this user is watched by its beats.
+    const bool visible =
+        process_state(peer.pid, peer.start_time) != ProcessState::ended ||
+        (kill(peer.pid, 0) != 0 && errno == ESRCH);
+    s.watched.push_back(
+        peer.rank != s.rank && peer.process_host == own.process_host &&
+        own.start_time != 0 && visible);
+    s.keys.push_back(beat_key(peer.rank));
+    s.peers.push_back({kFirstBeat, CommClock::now(), false, false, false});
+  }
+  s.keys.push_back(kFailureKey);
+  std::thread([shared = shared_] { run(shared); }).detach();
+}
+
+Liveness::~Liveness() {
+  stop(milliseconds(0));
+}
+
+void Liveness::run(const std::shared_ptr<Shared>& shared) {
+  shared->start();
+  if (shared->store) {
+    shared->loop();
+  }
+  shared->store.reset();
+  const std::lock_guard<std::mutex> lock(shared->mutex);
+  shared->ended = true;
+  shared->changed.notify_all();
+}
+
+void Liveness::Shared::start() {
+  try {
+    store = open_store(
+        config.world,
+        false,
+        config.generation,
+        CommClock::now() + config.liveness,
+        stopping);
+  } catch (const std::exception&) {
+    store_lost();
+  }
+}
+
+void Liveness::Shared::loop() {
+  std::unique_lock<std::mutex> lock(mutex);
+  const auto wanted = [this] {
+    return stopping || leaving || report || looks_wanted > looks_done;
+  };
+  while (true) {
+    const uint64_t look = looks_wanted;
+    const bool last = leaving;
+    // A rank that has heard of the failure says so and leaves the store alone,
+    // which may vanish now; its server waits for that.
+    const bool told = failed && !report;
+    const std::string beat = beat_text();
+    in_exchange = true;
+    lock.unlock();
+    exchange(beat);
+    lock.lock();
+    in_exchange = false;
+    looks_done = look;
+    changed.notify_all();
+    if (stopping || last || !store ||
+        (told && !serves_store(config.world))) {
+      return;
+    }
+    if (!(failed && !told)) {
+      changed.wait_for(lock, interval, wanted);
+    }
+    if (stopping) {
+      return;
+    }
+  }
+}
+
+/// State, count, then {"group": [sequence, operation]}. Under the mutex.
+std::string Liveness::Shared::beat_text() {
+  nlohmann::json operations = nlohmann::json::object();
+  for (const std::shared_ptr<GroupProgress>& group : groups) {
+    const std::lock_guard<std::mutex> lock(group->mutex);
+    operations[group->group] = {group->sequence, group->operation};
+  }
+  const char* state = leaving ? "l " : failed ? "s " : "a ";
+  return state + std::to_string(++beats) + " " + json_text(operations);
+}
+
+void Liveness::Shared::exchange(const std::string& beat) {
+  const bool others_serve = !serves_store(config.world);
+  if (others_serve && !config.world.agent_store && process_ended(0)) {
+    store_lost(); // c10d would print a stack for each try
+    return;
+  }
+  std::vector<int> ended_now;
+  for (int peer = 0; peer < config.world.world_size; ++peer) {
+    if (process_ended(peer)) {
+      ended_now.push_back(peer);
+    }
+  }
+  std::optional<FailureCause> post;
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    post = std::exchange(report, std::nullopt);
+  }
+  try {
+    const QuietStore quiet;
+    c10d::Store& s = *store;
+    s.set(beat_key(rank), beat);
+    if (post) {
+      s.compareSet(
+          kFailureKey,
+          std::string(kNoFailure),
+          json_text(
+              {{"by", post->found_by},
+               {"operation", post->operation},
+               {"text", post->text},
+               {"fix", post->fix}}));
+    }
+    merge(s.multiGet(keys));
+  } catch (const std::exception&) {
+    store_lost();
+    return;
+  }
+  const std::lock_guard<std::mutex> lock(mutex);
+  for (const int peer : ended_now) {
+    peers[static_cast<size_t>(peer)].ended = true;
+    if (!peers[static_cast<size_t>(peer)].left && !departing && !failed) {
+      report = death(peer);
+      adopt(*report);
+    }
+  }
+}
+
+void Liveness::Shared::merge(const std::vector<std::vector<uint8_t>>& values) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  const CommClock::time_point now = CommClock::now();
+  // After a pause of this very process nobody's silence means anything.
+  const bool slept = now - last_exchange > 2 * interval + milliseconds(500);
+  last_exchange = now;
+  for (size_t i = 0; i < peers.size(); ++i) {
+    Peer& peer = peers[i];
+    std::string beat(values[i].begin(), values[i].end());
+    if (beat != peer.beat || slept) {
+      peer.changed = now;
+    }
+    peer.beat = std::move(beat);
+    peer.left = peer.beat[0] == 'l';
+    peer.knows_failure = peer.beat[0] == 's';
+  }
+  const std::string failure(values.back().begin(), values.back().end());
+  if (failure != kNoFailure) {
+    const nlohmann::json record = nlohmann::json::parse(failure);
+    adopt(
+        {record.at("by"),
+         record.at("operation"),
+         record.at("text"),
+         record.at("fix")});
+  }
+  for (size_t i = 0; i < peers.size() && !failed && !departing; ++i) {
+    const CommClock::duration silent = now - peers[i].changed;
+    if (!watched[i] && static_cast<int>(i) != rank && !peers[i].left &&
+        silent > config.liveness * 4 / 5) {
+      report = FailureCause{
+          rank,
+          "",
+          "rank " + std::to_string(i) +
+              " died or cannot be reached: no sign of life for " +
+              seconds_text(silent),
+          "see that rank's host, and start again from the last saved state"};
+      adopt(*report);
+    }
+  }
+}
+
+/// Under the mutex.
+void Liveness::Shared::adopt(FailureCause new_cause) {
+  if (!failed) {
+    cause = std::move(new_cause);
+    failed = true;
+    config.on_failure();
+    changed.notify_all();
+  }
+}
+
+void Liveness::Shared::store_lost() {
+  const World& world = config.world;
+  const bool rank_serves = !world.agent_store && rank != 0;
+  bool rank_ended = false;
+  // The socket closes a moment before the process is seen to end.
+  for (int i = 0; rank_serves && watched[0] && !rank_ended && i < 30; ++i) {
+    rank_ended = process_ended(0);
+    if (!rank_ended) {
+      std::this_thread::sleep_for(milliseconds(10));
+    }
+  }
+  const std::lock_guard<std::mutex> lock(mutex);
+  store.reset();
+  if (departing || leaving || stopping) {
+    return;
+  }
+  const std::string address =
+      world.master_addr + ":" + std::to_string(world.master_port);
+  if (rank_ended) {
+    adopt(death(0));
+  } else if (rank_serves) {
+    adopt(
+        {rank,
+         "",
+         "rank 0 died or left: its store at " + address + " is gone",
+         "see what rank 0 said last"});
+  } else {
+    adopt(
+        {rank,
+         "",
+         "the launcher's store at " + address + " is gone",
+         "see what the launcher said last"});
+  }
+}
+
+std::shared_ptr<GroupProgress> Liveness::add_group(const std::string& name) {
+  auto progress = std::make_shared<GroupProgress>();
+  progress->group = name;
+  const std::lock_guard<std::mutex> lock(shared_->mutex);
+  shared_->groups.push_back(progress);
+  return progress;
+}
+
+bool Liveness::failed() const {
+  return shared_->failed;
+}
+
+FailureCause Liveness::cause() const {
+  const std::lock_guard<std::mutex> lock(shared_->mutex);
+  return shared_->cause;
+}
+
+void Liveness::fail(FailureCause cause, milliseconds limit) {
+  Shared& s = *shared_;
+  std::unique_lock<std::mutex> lock(s.mutex);
+  if (s.failed) {
+    return;
+  }
+  s.report = cause;
+  s.changed.notify_all();
+  s.changed.wait_for(lock, limit, [&] { return s.failed || s.ended; });
+  s.adopt(std::move(cause));
+}
+
+void Liveness::poll_store() {
+  Shared& s = *shared_;
+  if (s.rank == 0 || s.watched[0]) {
+    return;
+  }
+  const std::lock_guard<std::mutex> lock(s.mutex);
+  const CommClock::time_point now = CommClock::now();
+  if (!s.in_exchange || s.polled_beat != s.beats) {
+    s.silent_for = {};
+    s.polled_beat = s.beats;
+  } else {
+    s.silent_for +=
+        std::min<CommClock::duration>(now - s.last_poll, milliseconds(100));
+  }
+  s.last_poll = now;
+  if (s.silent_for > s.config.liveness) {
+    s.adopt(
+        {s.rank,
+         "",
+         "rank 0 died or cannot be reached: its store has not answered for " +
+             seconds_text(s.silent_for),
+         "see rank 0's host"});
+  }
+}
+
+bool Liveness::look(milliseconds limit) {
+  Shared& s = *shared_;
+  std::unique_lock<std::mutex> lock(s.mutex);
+  // The look in progress may have read before the call.
+  const uint64_t look = ++s.looks_wanted;
+  s.changed.notify_all();
+  s.changed.wait_for(
+      lock, limit, [&] { return s.looks_done >= look || s.ended; });
+  return s.looks_done >= look;
+}
+
+std::string Liveness::describe_missing(
+    const std::string& group,
+    uint64_t sequence,
+    const std::string& operation) const {
+  Shared& s = *shared_;
+  const std::lock_guard<std::mutex> lock(s.mutex);
+  const CommClock::time_point now = CommClock::now();
+  std::string text;
+  for (size_t i = 0; i < s.peers.size(); ++i) {
+    if (static_cast<int>(i) == s.rank) {
+      continue;
+    }
+    const Peer& peer = s.peers[i];
+    const nlohmann::json groups = nlohmann::json::parse(
+        peer.beat.substr(peer.beat.find(' ', 2) + 1), nullptr, false);
+    std::string about;
+    uint64_t entered = 0;
+    std::string last;
+    if (groups.is_object() && groups.contains(group)) {
+      entered = groups[group][0];
+      last = groups[group][1];
+    }
+    if (peer.left) {
+      about = " has left the world";
+    } else if (entered < sequence) {
+      about = " has not entered it";
+      about += last.empty() ? "" : " (its last is " + last + ")";
+    } else if (entered == sequence && last != operation) {
+      about = " is in " + last + " instead";
+    }
+    if (s.watched[i] &&
+        process_state(s.pid(static_cast<int>(i)), s.config.peers[i].start_time) ==
+            ProcessState::stopped) {
+      about += about.empty() ? "" : " and";
+      about += " is stopped (process " +
+          std::to_string(s.pid(static_cast<int>(i))) + ")";
+    } else if (now - peer.changed > std::max(milliseconds(1000), 4 * s.interval)) {
+      about += about.empty() ? "" : " and";
+      about += " has shown no sign of life for " +
+          seconds_text(now - peer.changed);
+    }
+    if (!about.empty()) {
+      text += text.empty() ? "rank " : "; rank ";
+      text += std::to_string(i) + about;
+    }
+  }
+  return text.empty() ? "every rank has entered it" : text;
+}
+
+std::vector<int> Liveness::left_ranks() const {
+  const std::lock_guard<std::mutex> lock(shared_->mutex);
+  std::vector<int> ranks;
+  for (size_t i = 0; i < shared_->peers.size(); ++i) {
+    if (shared_->peers[i].left && static_cast<int>(i) != shared_->rank) {
+      ranks.push_back(static_cast<int>(i));
+    }
+  }
+  return ranks;
+}
+
+bool Liveness::everybody_knows() const {
+  const std::lock_guard<std::mutex> lock(shared_->mutex);
+  for (size_t i = 0; i < shared_->peers.size(); ++i) {
+    const Peer& peer = shared_->peers[i];
+    if (static_cast<int>(i) != shared_->rank && !peer.left &&
+        !peer.knows_failure && !peer.ended) {
+      return false;
+    }
+  }
+  return true;
+}
+
+void Liveness::expect_departures() {
+  const std::lock_guard<std::mutex> lock(shared_->mutex);
+  shared_->departing = true;
+}
+
+void Liveness::leave(milliseconds limit) {
+  Shared& s = *shared_;
+  {
+    std::unique_lock<std::mutex> lock(s.mutex);
+    s.leaving = true;
+    s.changed.notify_all();
+    s.changed.wait_for(lock, limit, [&] { return s.ended; });
+  }
+  stop(milliseconds(0));
+}
+
+void Liveness::stop(milliseconds limit) {
+  Shared& s = *shared_;
+  std::unique_lock<std::mutex> lock(s.mutex);
+  s.stopping = true;
+  s.changed.notify_all();
+  s.changed.wait_for(lock, limit, [&] { return s.ended; });
+}
+
+} // namespace hasten::detail

@@ -1,0 +1,121 @@
+// The group of a world of one: no socket, no thread, the same checks.
+#include <ATen/ATen.h>
+
+#include <mutex>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <set>
+#include <utility>
+
+#include "gloo_group.h"
+#include "hasten/base/error.h"
+#include "tensor_checks.h"
+
+namespace hasten::detail {
+
+struct LocalOperation final : CommHandle::State {
+  void wait() override {}
+  bool done() const noexcept override { return true; }
+};
+
+class LocalGroup final : public Communicator {
+ public:
+  LocalGroup(
+      CommunicatorOptions options, std::shared_ptr<std::set<std::string>> names)
+      : options_(std::move(options)),
+        names_(std::move(names)),
+        done_(std::make_shared<LocalOperation>()) {
+    if (!names_->insert(options_.name).second) {
+      throw InputError(
+          "comm::create",
+          "a group of this world has this name already: name=" + options_.name,
+          "a name of its own for every group");
+    }
+  }
+
+  int rank() const override { return 0; }
+  int world_size() const override { return 1; }
+  const CommunicatorOptions& options() const override { return options_; }
+
+  CommHandle all_reduce_async(
+      at::Tensor tensor, ReduceOp op, std::string_view name) override {
+    check_reducible(tensor, op);
+    check("all_reduce", name);
+    return CommHandle(done_);
+  }
+  CommHandle broadcast_async(
+      at::Tensor tensor, int source, std::string_view name) override {
+    check_tensor("broadcast", tensor);
+    check_source(source, 1);
+    check("broadcast", name);
+    return CommHandle(done_);
+  }
+  CommHandle all_gather_async(
+      at::Tensor output, at::Tensor input, std::string_view name) override {
+    check_gathered(output, input, 1);
+    check("all_gather", name);
+    output.detach()[0].copy_(input.detach());
+    return CommHandle(done_);
+  }
+  at::Tensor all_gather_rows(
+      const at::Tensor& rows, std::string_view name) override {
+    check_rows(rows);
+    check("all_gather_rows", name);
+    return rows.detach().clone();
+  }
+  std::vector<nlohmann::json> gather_json(
+      const nlohmann::json& value, std::string_view name) override {
+    check("gather_json", name);
+    return std::vector<nlohmann::json>(1, value);
+  }
+  nlohmann::json broadcast_json(
+      const nlohmann::json& value, std::string_view name) override {
+    check("broadcast_json", name);
+    return value;
+  }
+  void barrier(std::string_view name) override { check("barrier", name); }
+
+  void abandon(std::string_view reason) noexcept override {
+    if (error_.empty()) {
+      try {
+        error_ = "rank 0 failed: " + std::string(reason);
+      } catch (...) { // out of memory, at the end of the run
+      }
+    }
+  }
+  void close() noexcept override { closed_ = true; }
+
+  std::shared_ptr<Communicator> duplicate(
+      const CommunicatorOptions& options) override {
+    check("duplicate", options.name);
+    return std::make_shared<LocalGroup>(options, names_);
+  }
+
+ private:
+  void check(std::string_view operation, std::string_view name) {
+    if (!error_.empty() || closed_) {
+      const std::string label = operation_label(operation, name) + ": ";
+      if (error_.empty()) {
+        throw CommunicationError(
+            "comm::" + std::string(operation),
+            label + "the group is closed: name=" + options_.name);
+      }
+      throw CommunicationError(
+          "comm::" + std::string(operation), label + error_);
+    }
+  }
+
+  const CommunicatorOptions options_;
+  const std::shared_ptr<std::set<std::string>> names_;
+  const std::shared_ptr<LocalOperation> done_;
+  std::string error_;
+  bool closed_ = false;
+};
+
+std::shared_ptr<Communicator> make_local_group(
+    const CommunicatorOptions& options) {
+  return std::make_shared<LocalGroup>(
+      options, std::make_shared<std::set<std::string>>());
+}
+
+} // namespace hasten::detail

@@ -1,0 +1,131 @@
+// The key-value store the ranks meet in, behind a thread of its own: a store
+// call can block for good when the process that serves it is frozen, so no
+// thread that must answer ever makes one itself.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <future>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <type_traits>
+#include <utility>
+
+#include "hasten/base/world.h"
+
+namespace hasten::detail {
+
+using CommClock = std::chrono::steady_clock;
+using StorePtr = c10::intrusive_ptr<c10d::Store>;
+
+/// True where all ranks are certainly on this host.
+bool world_on_one_host(const World& world);
+
+/// True where this process serves the store.
+bool serves_store(const World& world);
+
+/// The store of `world`: rank 0 serves it if `serve` (on world.listen_fd, which
+/// it takes over, else on master_port), all others connect as soon as somebody
+/// listens. `generation` counts the worlds this process has joined: a
+/// launcher's store keeps the keys of earlier ones.
+/// Blocks until then, until `deadline` or until `cancelled`.
+/// Throws InputError where the port cannot be bound, CommunicationError where
+/// nobody listens.
+StorePtr open_store(
+    const World& world,
+    bool serve,
+    int generation,
+    CommClock::time_point deadline,
+    const std::atomic<bool>& cancelled);
+
+/// While one lives, c10d does not print a stack for a connection that breaks:
+/// it breaks for every peer when a run ends early, and is reported by an
+/// exception. Does nothing where TORCH_CPP_LOG_LEVEL is set. Costs other
+/// threads the warnings of torch that fall into the call.
+class QuietStore {
+ public:
+  QuietStore();
+  ~QuietStore();
+  QuietStore(const QuietStore&) = delete;
+  QuietStore& operator=(const QuietStore&) = delete;
+};
+
+/// Runs functions on a store, one after the other, in one thread. The thread
+/// is never joined: stop() waits for it a bounded time, and one that is stuck
+/// in a call keeps what it needs alive by itself.
+class StoreThread {
+ public:
+  using Open = std::function<StorePtr(const std::atomic<bool>& cancelled)>;
+
+  /// The thread starts with `open`; where that throws each call throws it too.
+  explicit StoreThread(Open open);
+  ~StoreThread();
+  StoreThread(const StoreThread&) = delete;
+  StoreThread& operator=(const StoreThread&) = delete;
+
+  /// Queues `f(store, cancelled)`. `f` owns what it touches: the caller may be
+  /// gone before it ends. It returns soon after `cancelled` becomes true.
+  template <typename T>
+  std::future<T> post(
+      std::function<T(c10d::Store&, const std::atomic<bool>&)> f) {
+    auto promise = std::make_shared<std::promise<T>>();
+    std::future<T> future = promise->get_future();
+    Shared* shared = shared_.get();
+    enqueue([shared, promise, f = std::move(f)] {
+      try {
+        const QuietStore quiet;
+        if (shared->open_error) {
+          std::rethrow_exception(shared->open_error);
+        }
+        if constexpr (std::is_void_v<T>) {
+          f(*shared->store, shared->cancelled);
+          promise->set_value();
+        } else {
+          promise->set_value(f(*shared->store, shared->cancelled));
+        }
+      } catch (...) {
+        promise->set_exception(std::current_exception());
+      }
+    });
+    return future;
+  }
+
+  /// Lets the call in progress, and every later one, end early.
+  void cancel();
+  /// Cancels, lets go of the store and waits at most `limit` for that.
+  void stop(std::chrono::milliseconds limit);
+
+ private:
+  struct Shared {
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::deque<std::function<void()>> queue;
+    std::atomic<bool> cancelled{false};
+    bool stopping = false;
+    bool ended = false;
+    StorePtr store;                // used by the thread alone
+    std::exception_ptr open_error; // used by the thread alone
+  };
+  void enqueue(std::function<void()> task);
+  static void run(const std::shared_ptr<Shared>& shared, const Open& open);
+
+  std::shared_ptr<Shared> shared_;
+};
+
+/// Sleeps between two looks at the store: short at first, up to 5 ms.
+class StorePause {
+ public:
+  void operator()();
+
+ private:
+  std::chrono::microseconds next_{50};
+};
+
+} // namespace hasten::detail

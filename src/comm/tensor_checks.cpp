@@ -1,0 +1,115 @@
+#include "tensor_checks.h"
+
+#include <ATen/ATen.h>
+
+#include <sstream>
+#include <vector>
+
+#include "hasten/base/error.h"
+
+namespace hasten::detail {
+
+std::string_view reduce_op_name(ReduceOp op) {
+  return op == ReduceOp::sum ? "sum" : op == ReduceOp::mean ? "mean" : "max";
+}
+
+std::string operation_label(std::string_view operation, std::string_view name) {
+  std::string label(operation);
+  label.append(" \"").append(name).append("\"");
+  return label;
+}
+
+std::string tensor_text(const at::Tensor& tensor) {
+  std::ostringstream text;
+  text << tensor.scalar_type() << ' ' << tensor.sizes();
+  return text.str();
+}
+
+std::string rows_text(const at::Tensor& tensor) {
+  std::ostringstream text;
+  text << tensor.scalar_type() << ' ' << tensor.sizes().slice(1);
+  return text.str();
+}
+
+void check_rows(const at::Tensor& rows) {
+  check_tensor("all_gather_rows", rows);
+  if (rows.dim() == 0) {
+    throw InputError(
+        "comm::all_gather_rows",
+        "the tensor has no dimension",
+        "rows along dimension 0",
+        "call .unsqueeze(0)");
+  }
+}
+
+void check_tensor(std::string_view operation, const at::Tensor& tensor) {
+  const std::string where = "comm::" + std::string(operation);
+  if (!tensor.defined()) {
+    throw InputError(where, "the tensor is undefined", "a tensor with data");
+  }
+  if (tensor.layout() != at::kStrided || !tensor.device().is_cpu()) {
+    throw InputError(
+        where,
+        "device=" + tensor.device().str() +
+            (tensor.layout() == at::kStrided ? "" : ", not dense"),
+        "a dense tensor on the CPU, where this group communicates",
+        "copy it with .to(\"cpu\")");
+  }
+  if (!tensor.is_contiguous()) {
+    std::ostringstream text;
+    text << "the tensor is not contiguous: sizes=" << tensor.sizes()
+         << ", strides=" << tensor.strides();
+    throw InputError(where, text.str(), "contiguous data", "call .contiguous()");
+  }
+}
+
+void check_reducible(const at::Tensor& tensor, ReduceOp op) {
+  check_tensor("all_reduce", tensor);
+  const at::ScalarType type = tensor.scalar_type();
+  const bool floating = type == at::kFloat || type == at::kDouble ||
+      type == at::kHalf || type == at::kBFloat16;
+  const bool integer = type == at::kLong || type == at::kInt ||
+      type == at::kChar || type == at::kByte;
+  if (!floating && !(integer && op != ReduceOp::mean)) {
+    throw InputError(
+        "comm::all_reduce",
+        "cannot take the " + std::string(reduce_op_name(op)) + " of dtype=" +
+            c10::toString(type),
+        "float, double, half or bfloat16; for sum and max also int64, int32, "
+        "int8 or uint8",
+        "convert the tensor first");
+  }
+}
+
+void check_gathered(
+    const at::Tensor& output, const at::Tensor& input, int world_size) {
+  check_tensor("all_gather", input);
+  check_tensor("all_gather", output);
+  std::vector<int64_t> sizes = input.sizes().vec();
+  sizes.insert(sizes.begin(), world_size);
+  if (output.sizes() != at::IntArrayRef(sizes) ||
+      output.scalar_type() != input.scalar_type()) {
+    std::ostringstream expected;
+    expected << input.scalar_type() << ' ' << at::IntArrayRef(sizes);
+    throw InputError(
+        "comm::all_gather",
+        "output is " + tensor_text(output) + " for an input " +
+            tensor_text(input),
+        expected.str());
+  }
+}
+
+void check_source(int source, int world_size) {
+  if (source < 0 || source >= world_size) {
+    throw InputError(
+        "comm::broadcast",
+        "no such rank: source=" + std::to_string(source),
+        "0 to " + std::to_string(world_size - 1));
+  }
+}
+
+at::Tensor bytes_of(const at::Tensor& tensor) {
+  return tensor.detach().view({-1}).view(at::kByte);
+}
+
+} // namespace hasten::detail

@@ -1,0 +1,38 @@
+// What a tensor must be to take part in a collective.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <string>
+#include <string_view>
+
+#include "hasten/comm/communicator.h"
+
+namespace hasten::detail {
+
+std::string_view reduce_op_name(ReduceOp op);
+
+/// The operation as messages call it: all_reduce "ddp bucket 3".
+std::string operation_label(std::string_view operation, std::string_view name);
+
+/// "Float [3, 4]".
+std::string tensor_text(const at::Tensor& tensor);
+/// The same without dim 0.
+std::string rows_text(const at::Tensor& tensor);
+
+/// Throws InputError unless the tensor is defined, dense, contiguous and on the
+/// CPU.
+void check_tensor(std::string_view operation, const at::Tensor& tensor);
+/// The same, and a dtype that `op` can reduce.
+void check_reducible(const at::Tensor& tensor, ReduceOp op);
+/// The tensor is the result or the source of an all-gather of `input`.
+void check_gathered(
+    const at::Tensor& output, const at::Tensor& input, int world_size);
+/// all_gather_rows' own: at least one dimension.
+void check_rows(const at::Tensor& rows);
+void check_source(int source, int world_size);
+
+/// The bytes of a contiguous tensor, without a copy: Gloo moves any dtype so.
+at::Tensor bytes_of(const at::Tensor& tensor);
+
+} // namespace hasten::detail

@@ -1,0 +1,347 @@
+#include "world_link.h"
+
+#include <arpa/inet.h>
+#include <ifaddrs.h>
+#include <net/if.h>
+#include <netinet/in.h>
+
+#include <algorithm>
+#include <atomic>
+#include <nlohmann/json.hpp>
+#include <thread>
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+#include <utility>
+
+#include "hasten/base/error.h"
+#include "hasten/base/log.h"
+#include "hasten/base/process.h"
+
+namespace hasten::detail {
+
+using std::chrono::milliseconds;
+
+/// What a handshake has seen; outlives it, for the error at its timeout.
+struct HandshakeProgress {
+  std::mutex mutex;
+  std::vector<std::optional<Hello>> hellos; // [rank]
+};
+
+int next_world_generation() {
+  static std::atomic<int> count{0};
+  return count++;
+}
+
+/// Runs in the store's thread. Returns all hellos; throws InputError at the
+/// first difference.
+std::vector<Hello> exchange_hellos(
+    c10d::Store& store,
+    const std::atomic<bool>& cancelled,
+    const Hello& own,
+    bool serves,
+    HandshakeProgress& progress) {
+  const auto hello_key = [](size_t rank) {
+    return "hello/" + std::to_string(rank);
+  };
+  if (store.add("taken/" + std::to_string(own.rank), 1) > 1) {
+    throw InputError(
+        "comm::create",
+        "two processes have RANK=" + std::to_string(own.rank),
+        "each rank once",
+        "give every process its own RANK, or start with hasten launch");
+  }
+  if (own.rank == 0) {
+    store.set(Liveness::kFailureKey, std::string(Liveness::kNoFailure));
+  }
+  store.set(Liveness::beat_key(own.rank), std::string(Liveness::kFirstBeat));
+  store.set(hello_key(static_cast<size_t>(own.rank)), to_json(own).dump());
+  StorePause pause;
+  while (!cancelled) {
+    size_t arrived = 0;
+    for (size_t i = 0; i < progress.hellos.size(); ++i) {
+      if (!progress.hellos[i] && store.check({hello_key(i)})) {
+        const Hello hello = hello_from_json(
+            nlohmann::json::parse(store.get_to_str(hello_key(i))));
+        const std::lock_guard<std::mutex> lock(progress.mutex);
+        progress.hellos[i] = hello;
+      }
+      arrived += progress.hellos[i].has_value();
+    }
+    const std::string difference = first_difference(progress.hellos);
+    if (!difference.empty() || arrived == progress.hellos.size()) {
+      const int64_t greeted = store.add("greeted", 1);
+      // The store must last until all have seen the difference.
+      for (int i = 0; !difference.empty() && serves && i < 200 && !cancelled &&
+           greeted < static_cast<int64_t>(arrived) &&
+           store.add("greeted", 0) < static_cast<int64_t>(arrived);
+           ++i) {
+        std::this_thread::sleep_for(milliseconds(10));
+      }
+      if (!difference.empty()) {
+        throw InputError(
+            "comm::create",
+            difference,
+            "the same on all ranks",
+            "start every rank from one build with one command line");
+      }
+      break;
+    }
+    pause();
+  }
+  std::vector<Hello> hellos;
+  for (const std::optional<Hello>& hello : progress.hellos) {
+    hellos.push_back(hello.value_or(Hello{}));
+  }
+  return hellos;
+}
+
+WorldLink::WorldLink(const World& world, const CommunicatorOptions& options)
+    : world_(world),
+      timeout_(options.timeout),
+      liveness_limit_(options.liveness),
+      deadline_(CommClock::now() + options.timeout),
+      generation_(next_world_generation()) {
+  store_ = std::make_shared<StoreThread>(
+      [world, generation = generation_, deadline = deadline_](
+          const std::atomic<bool>& cancelled) {
+        return open_store(
+            world, serves_store(world), generation, deadline, cancelled);
+      });
+}
+
+WorldLink::~WorldLink() = default;
+
+std::shared_ptr<WorldLink> WorldLink::join(
+    const World& world, const CommunicatorOptions& options) {
+  auto link = std::make_shared<WorldLink>(world, options);
+  link->shake_hands(options);
+  link->liveness_ = std::make_unique<Liveness>(LivenessConfig{
+      world,
+      link->generation_,
+      link->hellos_,
+      options.liveness,
+      [store = std::weak_ptr<StoreThread>(link->store_)] {
+        if (const auto alive = store.lock()) {
+          alive->cancel();
+        }
+      }});
+  return link;
+}
+
+void WorldLink::shake_hands(const CommunicatorOptions& options) {
+  auto progress = std::make_shared<HandshakeProgress>();
+  progress->hellos.resize(static_cast<size_t>(world_.world_size));
+  const Hello own = own_hello(world_, options.device_kind);
+  std::future<std::vector<Hello>> future =
+      store_->post<std::vector<Hello>>(
+          [own, progress, serves = serves_store(world_)](
+              c10d::Store& store, const std::atomic<bool>& cancelled) {
+            return exchange_hellos(store, cancelled, own, serves, *progress);
+          });
+  // A second more, so that the store's own error, if any, comes first.
+  const bool met = await_future(
+      future, deadline_ + milliseconds(1000), [this] {
+        if (interrupt_signal() != 0) {
+          store_->cancel();
+          throw_if_interrupted();
+        }
+      });
+  try {
+    if (met) {
+      hellos_ = future.get();
+      return;
+    }
+  } catch (const Error&) {
+    throw;
+  } catch (const std::exception&) { // rank 0 gave up and its store is gone
+  }
+  store_->cancel();
+  std::string absent;
+  {
+    const std::lock_guard<std::mutex> lock(progress->mutex);
+    for (size_t i = 0; i < progress->hellos.size(); ++i) {
+      if (!progress->hellos[i]) {
+        absent += (absent.empty() ? "" : ", ") + std::to_string(i);
+      }
+    }
+  }
+  throw CommunicationError(
+      "comm::create",
+      "not all of " + std::to_string(world_.world_size) +
+          " ranks have arrived within " +
+          std::to_string(options.timeout.count()) + " ms: missing " + absent,
+      "every rank to start within the timeout",
+      "see what the missing ranks said");
+}
+
+/// An address of this host that others can reach: the one on the way to
+/// `peer`, else the first that is not loopback.
+std::string reachable_address(const std::string& peer) {
+  in_addr target{};
+  std::string fallback;
+  ifaddrs* interfaces = nullptr;
+  if (getifaddrs(&interfaces) != 0) {
+    return peer;
+  }
+  const bool numeric = inet_pton(AF_INET, peer.c_str(), &target) == 1;
+  std::string found;
+  for (const ifaddrs* i = interfaces; i != nullptr; i = i->ifa_next) {
+    if (i->ifa_addr == nullptr || i->ifa_addr->sa_family != AF_INET ||
+        (i->ifa_flags & IFF_LOOPBACK) != 0 || (i->ifa_flags & IFF_UP) == 0) {
+      continue;
+    }
+    const auto address = reinterpret_cast<sockaddr_in*>(i->ifa_addr)->sin_addr;
+    const auto mask = i->ifa_netmask == nullptr
+        ? 0xffffffffU
+        : reinterpret_cast<sockaddr_in*>(i->ifa_netmask)->sin_addr.s_addr;
+    char text[INET_ADDRSTRLEN] = "";
+    inet_ntop(AF_INET, &address, text, sizeof text);
+    if (fallback.empty()) {
+      fallback = text;
+    }
+    if (numeric && found.empty() &&
+        (address.s_addr & mask) == (target.s_addr & mask)) {
+      found = text;
+    }
+  }
+  freeifaddrs(interfaces);
+  return !found.empty() ? found : !fallback.empty() ? fallback : peer;
+}
+
+std::shared_ptr<gloo::transport::Device> WorldLink::device(
+    const std::string& address) {
+  std::string host = address;
+  if (host.empty()) {
+    const bool one_host = std::all_of(
+        hellos_.begin(), hellos_.end(), [this](const Hello& hello) {
+          return hello.network_host == hellos_[0].network_host;
+        });
+    host = one_host ? "127.0.0.1" : reachable_address(world_.master_addr);
+  }
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!device_ || device_address_ != host) {
+    device_ = c10d::ProcessGroupGloo::createDeviceForHostname(host);
+    device_address_ = host;
+  }
+  return device_;
+}
+
+void WorldLink::add_group(const std::string& name) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!names_.insert(name).second) {
+    throw InputError(
+        "comm::create",
+        "a group of this world has this name already: name=" + name,
+        "a name of its own for every group");
+  }
+  ++open_groups_;
+}
+
+void WorldLink::remove_group(
+    c10::intrusive_ptr<c10d::Backend> connections, bool orderly) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (connections) {
+      closed_groups_.push_back(std::move(connections));
+    }
+    if (--open_groups_ > 0) {
+      return;
+    }
+    device_.reset();
+  }
+  if (orderly && !liveness_->failed() && meet()) {
+    disconnect(milliseconds(2000));
+    part();
+    return;
+  }
+  disconnect(milliseconds(300));
+  if (orderly && interrupt_signal() != 0) {
+    liveness_->fail(
+        {world_.rank,
+         "",
+         "rank " + std::to_string(world_.rank) + " was stopped by signal " +
+             std::to_string(interrupt_signal()),
+         ""},
+        milliseconds(300));
+  }
+  if (serves_store(world_) && liveness_->failed()) {
+    const CommClock::time_point until = CommClock::now() + milliseconds(1000);
+    while (!liveness_->everybody_knows() && CommClock::now() < until) {
+      liveness_->look(milliseconds(100));
+      std::this_thread::sleep_for(milliseconds(10));
+    }
+  }
+  liveness_->stop(milliseconds(300));
+  store_->stop(milliseconds(300));
+}
+
+/// Data that peers have not read yet would be lost with the connections, and
+/// with rank 0 the store.
+bool WorldLink::meet() {
+  std::vector<std::string> keys;
+  for (int i = 0; i < world_.world_size; ++i) {
+    keys.push_back("close/" + std::to_string(i));
+  }
+  auto enough = std::make_shared<std::atomic<bool>>(false);
+  std::future<void> future = store_->post<void>(
+      [keys, enough, own = keys[static_cast<size_t>(world_.rank)]](
+          c10d::Store& store, const std::atomic<bool>& cancelled) {
+        store.set(own, std::string("1"));
+        StorePause pause;
+        while (!cancelled && !*enough && !store.check(keys)) {
+          pause();
+        }
+      });
+  const milliseconds limit = world_.rank == 0 ? timeout_ : liveness_limit_;
+  struct CannotMeet {};
+  try {
+    await_future(future, CommClock::now() + limit, [this] {
+      liveness_->poll_store();
+      if (liveness_->failed() || interrupt_signal() != 0) {
+        throw CannotMeet{};
+      }
+    });
+  } catch (const CannotMeet&) {
+    store_->cancel();
+    return false;
+  }
+  *enough = true; // the late will not be waited for
+  return true;
+}
+
+void WorldLink::disconnect(milliseconds limit) {
+  std::vector<c10::intrusive_ptr<c10d::Backend>> groups;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    groups.swap(closed_groups_);
+  }
+  // A Gloo group's destructor waits for the operations under way, which may be
+  // stuck until their timeout: that must not hold up this thread.
+  auto destroyed = std::make_shared<std::promise<void>>();
+  std::future<void> future = destroyed->get_future();
+  std::thread([destroyed, groups = std::move(groups)]() mutable {
+    groups.clear();
+    destroyed->set_value();
+  }).detach();
+  future.wait_for(limit);
+}
+
+/// All ranks have agreed to part.
+void WorldLink::part() {
+  liveness_->expect_departures();
+  liveness_->leave(milliseconds(1000));
+  std::future<void> gone = store_->post<void>(
+      [others = world_.world_size - 1, last = world_.rank == 0](
+          c10d::Store& store, const std::atomic<bool>& cancelled) {
+        if (!last) {
+          store.add("gone", 1);
+        }
+        StorePause pause;
+        while (last && !cancelled && store.add("gone", 0) < others) {
+          pause();
+        }
+      });
+  gone.wait_for(milliseconds(2000));
+  store_->stop(milliseconds(1000));
+}
+
+} // namespace hasten::detail

@@ -1,0 +1,269 @@
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <chrono>
+#include <csignal>
+#include <nlohmann/json.hpp>
+#include <thread>
+
+#include "hasten/base/error.h"
+#include "hasten/base/process.h"
+#include "hasten/comm/communicator.h"
+#include "support/spawn.h"
+
+namespace hasten {
+
+using std::chrono::milliseconds;
+using testing_support::Fault;
+using testing_support::FaultKind;
+using testing_support::FaultRank;
+using testing_support::RankReport;
+using testing_support::spawn;
+
+static std::shared_ptr<Communicator> comm_of(
+    const FaultRank& rank, milliseconds timeout) {
+  CommunicatorOptions options;
+  options.timeout = timeout;
+  auto comm = Communicator::create(rank.world(), options);
+  comm->barrier("meet");
+  return comm;
+}
+
+static void sum_once(Communicator& comm) {
+  torch::Tensor tensor = torch::ones({10'000});
+  comm.all_reduce(tensor, ReduceOp::sum, "bucket 3");
+  EXPECT_EQ(tensor[0].item<int>(), comm.world_size());
+}
+
+HASTEN_RANK_FUNCTION(CommReduces) {
+  const auto comm = comm_of(rank, milliseconds(60'000));
+  rank.fault_here();
+  sum_once(*comm);
+  comm->close();
+}
+
+HASTEN_RANK_FUNCTION(CommReducesWithinThreeSeconds) {
+  const auto comm = comm_of(rank, milliseconds(3'000));
+  rank.fault_here();
+  sum_once(*comm);
+  comm->close();
+}
+
+HASTEN_RANK_FUNCTION(CommGathersJson) {
+  const auto comm = comm_of(rank, milliseconds(60'000));
+  rank.fault_here();
+  comm->gather_json(1, "shapes");
+  comm->close();
+}
+
+HASTEN_RANK_FUNCTION(CommNoticesAtTheNextCall) {
+  const auto comm = comm_of(rank, milliseconds(60'000));
+  rank.fault_here();
+  std::this_thread::sleep_for(milliseconds(1'000));
+  sum_once(*comm);
+}
+
+HASTEN_RANK_FUNCTION(CommCreatesTwoGroups) {
+  const auto comm = comm_of(rank, milliseconds(60'000));
+  rank.fault_here();
+  comm->duplicate({.name = "second"})->barrier("meet");
+}
+
+/// `text` occurs in the error of every rank but `faulty`, each of which ended
+/// by itself within `limit` seconds of the fault.
+static void expect_named(
+    const std::vector<RankReport>& ranks,
+    size_t faulty,
+    const std::string& text,
+    double limit) {
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    if (i == faulty) {
+      continue;
+    }
+    EXPECT_FALSE(ranks[i].timed_out) << "rank " << i;
+    EXPECT_EQ(ranks[i].end.signal, 0) << "rank " << i;
+    EXPECT_EQ(ranks[i].error_type, "hasten::CommunicationError");
+    EXPECT_NE(ranks[i].error.find(text), std::string::npos)
+        << "rank " << i << ": " << ranks[i].error;
+    EXPECT_LT(ranks[i].seconds_after_fault, limit);
+  }
+}
+
+TEST(CommFault, KilledRankIsNamedWithinFiveSecondsWhateverTheTimeout) {
+  expect_named(
+      spawn(3, "CommReduces", {.kind = FaultKind::kill, .rank = 1}),
+      1,
+      "all_reduce \"bucket 3\": rank 1 died",
+      5);
+}
+
+TEST(CommFault, KilledRankZeroIsNamedThoughTheStoreGoesWithIt) {
+  expect_named(
+      spawn(3, "CommReduces", {.kind = FaultKind::kill, .rank = 0}),
+      0,
+      "all_reduce \"bucket 3\": rank 0 died",
+      5);
+}
+
+TEST(CommFault, KilledRankIsNamedByThoseWhoWaitForSmallValues) {
+  expect_named(
+      spawn(3, "CommGathersJson", {.kind = FaultKind::kill, .rank = 2}),
+      2,
+      "gather_json \"shapes\": rank 2 died",
+      5);
+}
+
+TEST(CommFault, KilledRankIsNamedByThoseWhoMakeAGroup) {
+  expect_named(
+      spawn(2, "CommCreatesTwoGroups", {.kind = FaultKind::kill, .rank = 1}),
+      1,
+      "create \"second\": rank 1 died",
+      5);
+}
+
+TEST(CommFault, KilledRankIsNamedAtTheNextCallOfThoseThatCompute) {
+  expect_named(
+      spawn(2, "CommNoticesAtTheNextCall", {.kind = FaultKind::kill, .rank = 1}),
+      1,
+      "all_reduce \"bucket 3\": rank 1 died",
+      5);
+}
+
+static void expect_frozen_rank_is_named(int frozen) {
+  const auto ranks = spawn(
+      3,
+      "CommReducesWithinThreeSeconds",
+      {.kind = FaultKind::freeze, .rank = frozen});
+  expect_named(
+      ranks,
+      static_cast<size_t>(frozen),
+      "all_reduce \"bucket 3\": timed out after 3.0 s: rank " +
+          std::to_string(frozen) + " has not entered it",
+      6);
+  for (const RankReport& report : ranks) {
+    if (!report.error.empty()) {
+      EXPECT_GE(report.seconds_after_fault, 2.9);
+      EXPECT_NE(report.error.find("is stopped"), std::string::npos)
+          << report.error;
+    }
+  }
+}
+
+TEST(CommFault, FrozenRankIsNamedAtTheTimeout) {
+  expect_frozen_rank_is_named(1);
+}
+
+TEST(CommFault, FrozenRankZeroIsNamedThoughItsStoreDoesNotAnswer) {
+  expect_frozen_rank_is_named(0);
+}
+
+TEST(CommFault, LateRankIsWaitedFor) {
+  const auto ranks = spawn(
+      2,
+      "CommReducesWithinThreeSeconds",
+      {.kind = FaultKind::late, .rank = 1, .delay = milliseconds(1'500)});
+  for (const RankReport& report : ranks) {
+    EXPECT_EQ(report.error, "");
+    EXPECT_EQ(report.end.code, 0);
+  }
+}
+
+HASTEN_RANK_FUNCTION(CommAbandonsWhatFails) {
+  const auto comm = comm_of(rank, milliseconds(60'000));
+  try {
+    rank.fault_here();
+    sum_once(*comm);
+  } catch (const std::exception& error) {
+    comm->abandon(error.what());
+    throw;
+  }
+}
+
+TEST(CommFault, AFailingRanksReasonReachesItsPeers) {
+  for (int faulty = 0; faulty < 2; ++faulty) {
+    expect_named(
+        spawn(
+            2,
+            "CommAbandonsWhatFails",
+            {.kind = FaultKind::fail, .rank = faulty}),
+        static_cast<size_t>(faulty),
+        "all_reduce \"bucket 3\": rank " + std::to_string(faulty) +
+            " failed: planted failure",
+        3);
+  }
+}
+
+HASTEN_RANK_FUNCTION(CommThrowsWithAHandleInFlight) {
+  const auto comm = comm_of(rank, milliseconds(60'000));
+  torch::Tensor tensor = torch::ones({1'000'000});
+  if (rank.is_faulty()) {
+    CommHandle handle =
+        comm->all_reduce_async(tensor, ReduceOp::sum, "bucket 3");
+    rank.fault_here();
+  }
+  // The others never enter it: the faulty rank's operation stays open.
+  comm->gather_json(1, "elsewhere");
+}
+
+TEST(CommFault, AnExceptionWithAHandleInFlightEndsTheRankAtOnce) {
+  const auto ranks = spawn(
+      2,
+      "CommThrowsWithAHandleInFlight",
+      {.kind = FaultKind::fail, .rank = 1});
+  EXPECT_EQ(ranks[1].error, "planted failure");
+  EXPECT_FALSE(ranks[1].timed_out);
+  EXPECT_EQ(ranks[1].end.signal, 0);
+  expect_named(ranks, 1, "rank 1 died", 5);
+}
+
+HASTEN_RANK_FUNCTION(CommEntersDifferentOperations) {
+  const auto comm = comm_of(rank, milliseconds(2'000));
+  if (rank.world().rank == 0) {
+    sum_once(*comm);
+  } else {
+    comm->gather_json(1, "shapes");
+  }
+}
+
+TEST(CommFault, DifferentOperationsAreNamedAtTheTimeout) {
+  const auto ranks = spawn(2, "CommEntersDifferentOperations");
+  for (const RankReport& report : ranks) {
+    const bool says_either =
+        report.error.find("rank 1 is in gather_json \"shapes\" instead") !=
+            std::string::npos ||
+        report.error.find("rank 0 is in all_reduce \"bucket 3\" instead") !=
+            std::string::npos;
+    EXPECT_TRUE(says_either) << report.error;
+  }
+}
+
+HASTEN_RANK_FUNCTION(CommIsInterrupted) {
+  install_interrupt_handlers();
+  const auto comm = comm_of(rank, milliseconds(60'000));
+  if (rank.world().rank != 0) {
+    std::this_thread::sleep_for(milliseconds(1'000));
+    return;
+  }
+  std::thread([] {
+    std::this_thread::sleep_for(milliseconds(200));
+    std::raise(SIGINT);
+  }).detach();
+  const auto start = std::chrono::steady_clock::now();
+  try {
+    sum_once(*comm);
+  } catch (const Interrupted& interrupted) {
+    const auto waited = std::chrono::steady_clock::now() - start;
+    rank.report("signal", interrupted.signal());
+    rank.report("quick", waited < milliseconds(500));
+  }
+  comm->close();
+}
+
+TEST(CommFault, AnInterruptEndsAWait) {
+  const auto ranks = spawn(2, "CommIsInterrupted");
+  EXPECT_EQ(ranks[0].values.value("signal", 0), SIGINT);
+  EXPECT_EQ(ranks[0].values.value("quick", false), true);
+  EXPECT_EQ(ranks[0].end.code, 0);
+}
+
+} // namespace hasten

@@ -1,0 +1,175 @@
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <chrono>
+#include <nlohmann/json.hpp>
+#include <thread>
+
+#include "hasten/base/error.h"
+#include "hasten/comm/communicator.h"
+#include "support/spawn.h"
+
+namespace hasten {
+
+using std::chrono::milliseconds;
+using testing_support::FaultKind;
+using testing_support::RankReport;
+using testing_support::spawn;
+
+HASTEN_RANK_FUNCTION(CommOfMixedDevices) {
+  CommunicatorOptions options;
+  options.device_kind = rank.world().rank == 1 ? "cuda" : "cpu";
+  Communicator::create(rank.world(), options);
+}
+
+TEST(CommStart, RanksOfAnotherDeviceKindAreNamedOnAllRanks) {
+  for (const RankReport& report : spawn(3, "CommOfMixedDevices")) {
+    EXPECT_EQ(report.error_type, "hasten::InputError");
+    EXPECT_NE(
+        report.error.find("device kind: rank 1 has cuda, rank 0 has cpu"),
+        std::string::npos)
+        << report.error;
+  }
+}
+
+HASTEN_RANK_FUNCTION(CommOfMixedWorldSizes) {
+  World world = rank.world();
+  world.world_size += world.rank;
+  world.local_world_size = world.world_size;
+  CommunicatorOptions options;
+  options.timeout = milliseconds(10'000);
+  Communicator::create(world, options);
+}
+
+TEST(CommStart, AnotherWorldSizeIsNamedAtOnce) {
+  for (const RankReport& report : spawn(2, "CommOfMixedWorldSizes")) {
+    EXPECT_NE(
+        report.error.find("world size: rank 1 has 3, rank 0 has 2"),
+        std::string::npos)
+        << report.error;
+  }
+}
+
+HASTEN_RANK_FUNCTION(CommWithoutOneRank) {
+  CommunicatorOptions options;
+  options.timeout = milliseconds(1'000);
+  if (rank.world().rank != 1) {
+    Communicator::create(rank.world(), options);
+  }
+}
+
+TEST(CommStart, RanksThatDoNotArriveAreNamedAtTheTimeout) {
+  const auto ranks = spawn(3, "CommWithoutOneRank");
+  for (const size_t rank : {0, 2}) {
+    EXPECT_NE(
+        ranks[rank].error.find("within 1000 ms: missing 1"), std::string::npos)
+        << ranks[rank].error;
+  }
+}
+
+HASTEN_RANK_FUNCTION(CommRankZeroComesLate) {
+  rank.fault_here();
+  const auto comm = Communicator::create(rank.world(), {});
+  comm->barrier("meet");
+  comm->close();
+}
+
+TEST(CommStart, RankZeroMayStartLast) {
+  for (const RankReport& report :
+       spawn(
+           2,
+           "CommRankZeroComesLate",
+           {.kind = FaultKind::late, .rank = 0, .delay = milliseconds(800)})) {
+    EXPECT_EQ(report.error, "");
+  }
+}
+
+HASTEN_RANK_FUNCTION(CommBothAreRankOne) {
+  World world = rank.world();
+  CommunicatorOptions options;
+  options.timeout = milliseconds(1'500);
+  world.rank = world.rank == 2 ? 1 : world.rank;
+  if (rank.world().rank == 2) {
+    std::this_thread::sleep_for(milliseconds(500));
+  }
+  Communicator::create(world, options);
+}
+
+TEST(CommStart, TwoProcessesWithOneRankAreAnError) {
+  const auto ranks = spawn(3, "CommBothAreRankOne");
+  EXPECT_NE(
+      ranks[2].error.find("two processes have RANK=1"), std::string::npos)
+      << ranks[2].error;
+}
+
+static void meet(const std::shared_ptr<Communicator>& comm) {
+  torch::Tensor tensor = torch::ones({3});
+  comm->all_reduce(tensor, ReduceOp::sum, "sum");
+  EXPECT_EQ(tensor[0].item<int>(), comm->world_size());
+}
+
+HASTEN_RANK_FUNCTION(CommClosesInAnyOrder) {
+  const auto comm = Communicator::create(rank.world(), {});
+  const auto other = comm->duplicate({.name = "other"});
+  meet(comm);
+  meet(other);
+  rank.fault_here();
+  // Rank 1 in the order of making, all others the other way round.
+  (rank.world().rank == 1 ? comm : other)->close();
+  (rank.world().rank == 1 ? other : comm)->close();
+}
+
+TEST(CommEnd, GroupsCloseInAnyOrderAndRankZeroWaitsForTheLate) {
+  for (const int late : {0, 2}) {
+    const auto ranks = spawn(
+        3,
+        "CommClosesInAnyOrder",
+        {.kind = FaultKind::late, .rank = late, .delay = milliseconds(700)});
+    for (const RankReport& report : ranks) {
+      EXPECT_EQ(report.error, "");
+      EXPECT_EQ(report.end.code, 0);
+      EXPECT_FALSE(report.timed_out);
+    }
+  }
+}
+
+HASTEN_RANK_FUNCTION(CommLeavesAGroupBehind) {
+  // Held by a static, which is destroyed after main.
+  static std::shared_ptr<Communicator> kept;
+  kept = Communicator::create(rank.world(), {});
+  meet(kept);
+}
+
+TEST(CommEnd, AGroupThatIsLeftOpenDoesNotHoldUpOrCrashTheExit) {
+  const auto start = std::chrono::steady_clock::now();
+  for (const RankReport& report : spawn(2, "CommLeavesAGroupBehind")) {
+    EXPECT_EQ(report.end.code, 0);
+    EXPECT_EQ(report.end.signal, 0);
+    EXPECT_FALSE(report.timed_out);
+  }
+  EXPECT_LT(
+      std::chrono::steady_clock::now() - start, std::chrono::seconds(10));
+}
+
+HASTEN_RANK_FUNCTION(CommLeavesEarly) {
+  CommunicatorOptions options;
+  options.liveness = milliseconds(1'000);
+  const auto comm = Communicator::create(rank.world(), options);
+  meet(comm);
+  if (rank.world().rank == 1) {
+    comm->close();
+    std::this_thread::sleep_for(milliseconds(1'500));
+    return;
+  }
+  meet(comm);
+}
+
+TEST(CommEnd, ARankThatLeftIsNamedByThoseThatStillCommunicate) {
+  const auto ranks = spawn(2, "CommLeavesEarly");
+  EXPECT_NE(
+      ranks[0].error.find("all_reduce \"sum\": rank 1 has left the world"),
+      std::string::npos)
+      << ranks[0].error;
+}
+
+} // namespace hasten

@@ -1,0 +1,138 @@
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <chrono>
+#include <cmath>
+#include <nlohmann/json.hpp>
+#include <thread>
+
+#include "hasten/base/error.h"
+#include "hasten/comm/communicator.h"
+#include "support/communicator.h"
+
+namespace hasten {
+
+using testing_support::fresh_communicator;
+
+TEST(Broadcast, EveryRankGetsTheSourcesValuesInEveryDtype) {
+  const auto comm = fresh_communicator();
+  for (const auto type :
+       {torch::kFloat,
+        torch::kBFloat16,
+        torch::kBool,
+        torch::kShort,
+        torch::kLong,
+        torch::kComplexFloat}) {
+    for (int source = 0; source < comm->world_size(); ++source) {
+      torch::Tensor tensor =
+          torch::tensor({comm->rank() % 2, comm->rank(), 7}).to(type);
+      comm->broadcast(tensor, source, "values");
+      EXPECT_TRUE(torch::equal(
+          tensor, torch::tensor({source % 2, source, 7}).to(type)));
+    }
+  }
+  torch::Tensor tensor = torch::ones({2});
+  EXPECT_THROW(comm->broadcast(tensor, comm->world_size(), "x"), InputError);
+  EXPECT_THROW(comm->broadcast(tensor.expand({2, 2}), 0, "x"), InputError);
+}
+
+TEST(AllGather, RowsComeInRankOrder) {
+  const auto comm = fresh_communicator();
+  for (const auto type : {torch::kFloat, torch::kBool, torch::kLong}) {
+    const torch::Tensor mine =
+        torch::tensor({{comm->rank(), 1}, {0, comm->rank() + 1}}).to(type);
+    torch::Tensor all = torch::zeros({comm->world_size(), 2, 2}, type);
+    comm->all_gather_async(all, mine, "rows").wait();
+    for (int rank = 0; rank < comm->world_size(); ++rank) {
+      EXPECT_TRUE(torch::equal(
+          all[rank], torch::tensor({{rank, 1}, {0, rank + 1}}).to(type)));
+    }
+  }
+}
+
+TEST(AllGather, OutputsOfAnotherShapeOrDtypeAreRefused) {
+  const auto comm = fresh_communicator();
+  const torch::Tensor mine = torch::ones({2});
+  const auto gather = [&](torch::Tensor output) {
+    comm->all_gather_async(std::move(output), mine, "x").wait();
+  };
+  EXPECT_THROW(gather(torch::ones({comm->world_size() * 2})), InputError);
+  EXPECT_THROW(
+      gather(torch::ones({comm->world_size(), 2}, torch::kDouble)), InputError);
+}
+
+TEST(AllGatherRows, RanksMayHaveDifferentNumbersOfRowsAndNone) {
+  const auto comm = fresh_communicator();
+  for (const int extra : {0, 1}) { // rank 0 without rows, and with one
+    const torch::Tensor mine = torch::full(
+        {comm->rank() + extra, 2, 3}, comm->rank(), torch::kLong);
+    const torch::Tensor all = comm->all_gather_rows(mine, "ragged");
+    std::vector<torch::Tensor> parts;
+    for (int rank = 0; rank < comm->world_size(); ++rank) {
+      parts.push_back(torch::full({rank + extra, 2, 3}, rank, torch::kLong));
+    }
+    EXPECT_TRUE(torch::equal(all, torch::cat(parts)));
+  }
+  const torch::Tensor mine = torch::full({4}, comm->rank(), torch::kHalf);
+  const torch::Tensor all = comm->all_gather_rows(mine, "equal");
+  EXPECT_EQ(all.numel(), 4 * comm->world_size());
+  EXPECT_EQ(all[-1].item<int>(), comm->world_size() - 1);
+  EXPECT_THROW(comm->all_gather_rows(torch::tensor(1), "scalar"), InputError);
+}
+
+TEST(AllGatherRows, AnotherRowShapeOnOneRankIsAnErrorOnAll) {
+  const auto comm = fresh_communicator();
+  if (comm->world_size() == 1) {
+    return;
+  }
+  try {
+    comm->all_gather_rows(
+        torch::ones({2, comm->rank() == 1 ? 4 : 3}), "logits");
+    ADD_FAILURE() << "no error";
+  } catch (const CommunicationError& error) {
+    const std::string text = error.what();
+    EXPECT_NE(
+        text.find("all_gather_rows \"logits\": rank 1 has rows of Float [4], "
+                  "rank 0 has rows of Float [3]"),
+        std::string::npos)
+        << text;
+  }
+}
+
+TEST(GatherJson, ValuesOfAllRanksArriveInOrderAndUnchanged) {
+  const auto comm = fresh_communicator();
+  for (int i = 0; i < 30; ++i) {
+    const auto all = comm->gather_json(
+        {{"rank", comm->rank()}, {"i", i}, {"loss", std::nan("")}}, "values");
+    ASSERT_EQ(all.size(), static_cast<size_t>(comm->world_size()));
+    for (int rank = 0; rank < comm->world_size(); ++rank) {
+      const nlohmann::json& value = all[static_cast<size_t>(rank)];
+      EXPECT_EQ(value.at("rank"), rank);
+      EXPECT_EQ(value.at("i"), i);
+      EXPECT_TRUE(std::isnan(value.at("loss").get<double>()));
+    }
+  }
+}
+
+TEST(BroadcastJson, EveryRankGetsRankZerosValue) {
+  const auto comm = fresh_communicator();
+  EXPECT_EQ(
+      comm->broadcast_json({"of", comm->rank()}, "value"),
+      (nlohmann::json{"of", 0}));
+}
+
+TEST(Barrier, NobodyLeavesBeforeTheLastHasEntered) {
+  const auto comm = fresh_communicator();
+  comm->barrier("start");
+  const bool last = comm->rank() == comm->world_size() - 1;
+  const auto start = std::chrono::steady_clock::now();
+  if (last) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(300));
+  }
+  comm->barrier("late");
+  EXPECT_GE(
+      std::chrono::steady_clock::now() - start, std::chrono::milliseconds(250))
+      << (comm->world_size() == 1);
+}
+
+} // namespace hasten

@@ -1,0 +1,158 @@
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <functional>
+#include <nlohmann/json.hpp>
+#include <string>
+
+#include "hasten/base/error.h"
+#include "hasten/comm/communicator.h"
+#include "support/communicator.h"
+#include "support/world.h"
+
+namespace hasten {
+
+using testing_support::fresh_communicator;
+
+static std::string message_of(const std::function<void()>& function) {
+  try {
+    function();
+  } catch (const CommunicationError& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+static void expect_part(const std::string& text, const std::string& part) {
+  EXPECT_NE(text.find(part), std::string::npos) << text;
+}
+
+TEST(Group, DuplicatesHaveAnOrderOfOperationsOfTheirOwn) {
+  const auto comm = fresh_communicator();
+  const auto other = comm->duplicate({.name = "other"});
+  torch::Tensor a = torch::ones({5});
+  torch::Tensor b = torch::ones({70'000}) * 2;
+  // Even ranks begin with one group, odd ones with the other.
+  CommHandle first, second;
+  if (comm->rank() % 2 == 0) {
+    first = comm->all_reduce_async(a, ReduceOp::sum, "a");
+    second = other->all_reduce_async(b, ReduceOp::sum, "b");
+  } else {
+    second = other->all_reduce_async(b, ReduceOp::sum, "b");
+    first = comm->all_reduce_async(a, ReduceOp::sum, "a");
+  }
+  first.wait();
+  second.wait();
+  EXPECT_EQ(a[0].item<int>(), comm->world_size());
+  EXPECT_EQ(b[0].item<int>(), 2 * comm->world_size());
+  EXPECT_THROW(comm->duplicate({.name = "other"}), InputError);
+  other->close();
+  comm->barrier("the first goes on");
+}
+
+TEST(Group, ClosedGroupsRefuseOperationsAndCloseAgain) {
+  const auto comm = fresh_communicator();
+  torch::Tensor tensor = torch::ones({3});
+  comm->all_reduce(tensor, ReduceOp::sum, "before");
+  comm->close();
+  comm->close();
+  expect_part(
+      message_of([&] { comm->barrier("after"); }),
+      "barrier \"after\": the group is closed");
+}
+
+TEST(Group, CloseWaitsForOperationsUnderWay) {
+  const auto comm = fresh_communicator();
+  torch::Tensor tensor = torch::full({2'000'000}, comm->rank() + 1.0);
+  CommHandle handle = comm->all_reduce_async(tensor, ReduceOp::sum, "large");
+  comm->close();
+  handle.wait();
+  EXPECT_EQ(
+      tensor[-1].item<int>(),
+      comm->world_size() * (comm->world_size() + 1) / 2);
+}
+
+TEST(Group, WorldsFollowOneAnotherInOneProcess) {
+  for (int i = 0; i < 3; ++i) {
+    const auto comm = Communicator::create(
+        testing_support::fresh_world(), {.name = "again"});
+    torch::Tensor tensor = torch::ones({3});
+    comm->all_reduce(tensor, ReduceOp::sum, "sum");
+    EXPECT_EQ(tensor[0].item<int>(), comm->world_size());
+    comm->close();
+  }
+}
+
+TEST(Group, DestructionWithoutCloseIsSilentAndQuick) {
+  const auto start = std::chrono::steady_clock::now();
+  {
+    auto comm = Communicator::create(testing_support::fresh_world(), {});
+    comm->barrier("meet");
+  }
+  EXPECT_LT(
+      std::chrono::steady_clock::now() - start, std::chrono::seconds(5));
+}
+
+TEST(Group, AbandonedGroupsThrowTheReasonOnEveryRankForEver) {
+  const auto comm = fresh_communicator();
+  comm->barrier("meet");
+  const int culprit = comm->world_size() - 1;
+  if (comm->rank() == culprit) {
+    comm->abandon("the loss is not a number");
+  }
+  const std::string reason = "rank " + std::to_string(culprit) +
+      " failed: the loss is not a number";
+  torch::Tensor tensor = torch::ones({3});
+  const std::string first = message_of([&] {
+    while (true) {
+      comm->all_reduce(tensor, ReduceOp::sum, "step");
+    }
+  });
+  expect_part(first, "all_reduce \"step\": " + reason);
+  expect_part(message_of([&] { comm->barrier("later"); }), reason);
+  expect_part(message_of([&] { comm->gather_json(1, "later"); }), reason);
+}
+
+// Without the check Gloo would end the process.
+TEST(GroupCheck, ATensorOfAnotherShapeIsAnErrorThatNamesBothRanks) {
+  CommunicatorOptions options;
+  options.check_shapes = true;
+  options.timeout = std::chrono::seconds(20);
+  const auto comm = fresh_communicator(options);
+  torch::Tensor right = torch::ones({3});
+  comm->all_reduce(right, ReduceOp::sum, "right");
+  EXPECT_EQ(right[0].item<int>(), comm->world_size());
+  if (comm->world_size() == 1) {
+    return;
+  }
+  torch::Tensor wrong = torch::ones({comm->rank() == 1 ? 4 : 3});
+  const std::string first = message_of(
+      [&] { comm->all_reduce(wrong, ReduceOp::sum, "wrong"); });
+  expect_part(
+      first,
+      "all_reduce \"wrong\": rank 1 has sum of Float [4], rank 0 has sum of "
+      "Float [3]");
+  EXPECT_EQ(message_of([&] { comm->barrier("later"); }), first);
+}
+
+TEST(GroupCheck, AnotherOperationIsAnErrorThatNamesBothRanks) {
+  CommunicatorOptions options;
+  options.check_shapes = true;
+  options.timeout = std::chrono::seconds(20);
+  const auto comm = fresh_communicator(options);
+  if (comm->world_size() == 1) {
+    return;
+  }
+  torch::Tensor tensor = torch::ones({3});
+  expect_part(
+      message_of([&] {
+        if (comm->rank() == 1) {
+          comm->broadcast(tensor, 0, "x");
+        } else {
+          comm->all_reduce(tensor, ReduceOp::sum, "x");
+        }
+      }),
+      "rank 1 has broadcast \"x\", rank 0 has all_reduce \"x\"");
+}
+
+} // namespace hasten

@@ -1,0 +1,69 @@
+#include "../../src/comm/handshake.h"
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include "hasten/base/process.h"
+#include "hasten/comm/communicator.h"
+
+namespace hasten::detail {
+
+static std::vector<std::optional<Hello>> three_equal_hellos() {
+  std::vector<std::optional<Hello>> hellos;
+  for (int rank = 0; rank < 3; ++rank) {
+    World world;
+    world.rank = rank;
+    world.world_size = 3;
+    hellos.push_back(own_hello(world, "cpu"));
+  }
+  return hellos;
+}
+
+TEST(Handshake, RanksOfOneKindAgree) {
+  EXPECT_EQ(first_difference(three_equal_hellos()), "");
+}
+
+TEST(Handshake, EachDifferenceIsNamedWithBothRanksAndValues) {
+  auto hellos = three_equal_hellos();
+  hellos[2]->torch_version = "2.11.0";
+  EXPECT_EQ(
+      first_difference(hellos),
+      "torch version: rank 2 has 2.11.0, rank 0 has " +
+          hellos[0]->torch_version);
+  hellos = three_equal_hellos();
+  hellos[1]->hasten_version = "9.9";
+  EXPECT_EQ(
+      first_difference(hellos),
+      "hasten version: rank 1 has 9.9, rank 0 has " +
+          hellos[0]->hasten_version);
+  hellos = three_equal_hellos();
+  hellos[1]->world_size = 4;
+  hellos[2].reset(); // has not arrived
+  EXPECT_EQ(first_difference(hellos), "world size: rank 1 has 4, rank 0 has 3");
+  hellos = three_equal_hellos();
+  hellos[1]->device_kind = "cuda";
+  EXPECT_EQ(
+      first_difference(hellos), "device kind: rank 1 has cuda, rank 0 has cpu");
+  hellos[0].reset(); // nothing to compare with yet
+  EXPECT_EQ(first_difference(hellos), "");
+}
+
+TEST(Handshake, HellosSurviveTheWire) {
+  const Hello hello = *three_equal_hellos()[1];
+  const Hello copy = hello_from_json(to_json(hello));
+  EXPECT_EQ(to_json(copy), to_json(hello));
+  EXPECT_EQ(copy.pid, getpid());
+  EXPECT_GT(copy.start_time, 0u);
+  EXPECT_FALSE(copy.process_host.empty());
+}
+
+TEST(ProcessState, TellsRunningStoppedAndEndedProcessesApart) {
+  const Hello own = *three_equal_hellos()[0];
+  EXPECT_EQ(
+      process_state(own.pid, own.start_time), ProcessState::running);
+  // Another start time is another process that got the same number.
+  EXPECT_EQ(
+      process_state(own.pid, own.start_time + 1), ProcessState::ended);
+}
+
+} // namespace hasten::detail
