@@ -79,8 +79,8 @@ BannerLines run_lines(const RunDescription& run) {
   parameters += run.trainable_parameters == run.parameters
       ? ", all trained"
       : ", " + number(run.trainable_parameters) + " trained";
-  std::string updates = number(plan.max_steps) + " (" +
-      number(plan.epochs) + " epochs of " + number(plan.updates_per_epoch) +
+  std::string updates = number(plan.max_steps) + " (" + number(plan.epochs) +
+      (plan.epochs == 1 ? " epoch of " : " epochs of ") + number(plan.updates_per_epoch) +
       ")";
   if (plan.warmup_steps > 0) {
     updates += ", the first " + number(plan.warmup_steps) + " warm up";
@@ -92,14 +92,15 @@ BannerLines run_lines(const RunDescription& run) {
            (run.threads == 1 ? " thread, " : " threads, ") + run.device},
       {"batch",
        number(run.batch_per_rank) + " rows a rank x " +
-           std::to_string(run.world_size) + " ranks x " +
+           std::to_string(run.world_size) +
+           (run.world_size == 1 ? " rank x " : " ranks x ") +
            number(run.gradient_accumulation_steps) + " accumulation = " +
            number(run.total_batch) + " rows an update"},
       {"updates", updates},
   };
   if (!run.output_dir.empty()) {
-    lines.emplace_back("model", run.output_dir.string());
-    lines.emplace_back("metrics", run.metrics_file.string());
+    lines.emplace_back("output", run.output_dir.string());
+    lines.emplace_back("output", run.metrics_file.string());
   }
   return lines;
 }

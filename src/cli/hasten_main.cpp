@@ -88,7 +88,11 @@ class Hasten {
     options.nproc = command.nproc;
     options.argv = arguments_;
     options.argv.insert(options.argv.begin(), worker_program());
-    return report(launch(options), true);
+    // The ranks tell what happened; only how it ended is told here.
+    set_log_levels(LogLevel::warning, LogLevel::warning);
+    const LaunchResult result = launch(options);
+    set_log_levels(LogLevel::info, LogLevel::warning);
+    return report(result, true);
   }
   int operator()(const PredictCommand& command) {
     check_predict_inputs(command);

@@ -181,12 +181,11 @@ BannerLines banner_facts(const TrainCommand& command, const TrainInputs& in) {
   }
   const BertConfig& config = in.bert.config;
   lines.emplace_back(
-      "start",
+      "model",
       command.model + ": " + std::to_string(config.num_hidden_layers) +
-          " layers, " + std::to_string(config.hidden_size) + " wide" +
-          (is_model_shape(command.model) ? ", random weights" : ""));
+          " layers, " + std::to_string(config.hidden_size) + " wide");
   for (const std::string& line : in.bert.report) {
-    lines.emplace_back("start", line);
+    lines.emplace_back("model", line);
   }
   return lines;
 }

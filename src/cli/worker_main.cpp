@@ -1,5 +1,8 @@
 // hasten-worker: one rank of a command that needs LibTorch. Started by `hasten`
 // with the arguments that `hasten` was given; not meant to be typed.
+#include <c10/util/Exception.h>
+
+#include "hasten/base/error.h"
 #include "hasten/base/log.h"
 #include "hasten/base/world.h"
 #include "hasten/cli/commands.h"
@@ -35,7 +38,12 @@ int main(int argc, char** argv) {
   }
   hasten::set_log_rank(world.rank, world.world_size);
   return hasten::exit_code_of(world.rank, world.world_size, [&] {
-    return std::visit(
-        hasten::detail::RunCommand{}, hasten::parse_command_line(arguments));
+    try {
+      return std::visit(
+          hasten::detail::RunCommand{}, hasten::parse_command_line(arguments));
+    } catch (const c10::Error& error) {
+      // LibTorch's message carries a stack trace; the user gets the message.
+      throw hasten::Error("cli::worker", error.what_without_backtrace());
+    }
   });
 }
