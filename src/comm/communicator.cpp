@@ -85,9 +85,7 @@ void CommHandle::wait() {
   }
 }
 
-bool CommHandle::done() const {
-  return !state_ || state_->done();
-}
+bool CommHandle::done() const { return !state_ || state_->done(); }
 
 std::shared_ptr<Communicator> Communicator::create(
     const World& world, const CommunicatorOptions& options) {
@@ -105,8 +103,7 @@ std::shared_ptr<Communicator> Communicator::create(
 
 std::shared_ptr<Communicator> detail::GlooGroup::duplicate(
     const CommunicatorOptions& options) {
-  core_->check(
-      "duplicate \"" + options.name + "\"");
+  core_->check("duplicate \"" + options.name + "\"");
   auto group = std::make_shared<GlooGroup>(core_->link, options);
   register_group(group);
   return group;

@@ -52,7 +52,8 @@ struct GlooOperation final : CommHandle::State {
 
   void wait() override {
     std::unique_lock<std::mutex> lock(mutex);
-    while (!changed.wait_for(lock, milliseconds(50), [&] { return completed; })) {
+    while (
+        !changed.wait_for(lock, milliseconds(50), [&] { return completed; })) {
       lock.unlock();
       core->poll(operation);
       if (overdue()) {
@@ -77,7 +78,7 @@ struct GlooOperation final : CommHandle::State {
     const std::lock_guard<std::mutex> lock(core->mutex);
     const auto since = std::max(submitted, core->last_completion);
     return CommClock::now() - since >
-        core->options.timeout + milliseconds(2000);
+           core->options.timeout + milliseconds(2000);
   }
 
   [[noreturn]] void raise_from(const std::exception_ptr& failure) {
@@ -90,10 +91,7 @@ struct GlooOperation final : CommHandle::State {
       text = "unknown error";
     }
     core->diagnose(
-        operation,
-        sequence,
-        text,
-        text.find("Timed out") != std::string::npos);
+        operation, sequence, text, text.find("Timed out") != std::string::npos);
   }
 };
 
@@ -143,7 +141,7 @@ void GroupCore::raise(const std::string& operation) {
       error = link->liveness().cause();
       if (!error->operation.empty() && error->operation != operation) {
         error->text = "rank " + std::to_string(error->found_by) +
-            " gave up on " + error->operation + ": " + error->text;
+                      " gave up on " + error->operation + ": " + error->text;
       }
       error->operation = operation;
     }
@@ -226,9 +224,7 @@ GlooGroup::GlooGroup(
   }
 }
 
-GlooGroup::~GlooGroup() {
-  release();
-}
+GlooGroup::~GlooGroup() { release(); }
 
 void GlooGroup::connect() {
   const std::string operation = operation_label("create", core_->options.name);
@@ -250,10 +246,10 @@ void GlooGroup::connect() {
             size,
             gloo_options);
       });
-  const bool connected = await_future(
-      future,
-      CommClock::now() + core_->options.timeout,
-      [&] { core_->poll(operation); });
+  const bool connected =
+      await_future(future, CommClock::now() + core_->options.timeout, [&] {
+        core_->poll(operation);
+      });
   if (!connected) {
     core_->diagnose(operation, sequence, "", true);
   }

@@ -75,9 +75,7 @@ class GlooGroup final : public Communicator {
 
   int rank() const override { return core_->rank; }
   int world_size() const override { return core_->world_size; }
-  const CommunicatorOptions& options() const override {
-    return core_->options;
-  }
+  const CommunicatorOptions& options() const override { return core_->options; }
   CommHandle all_reduce_async(
       at::Tensor tensor, ReduceOp op, std::string_view name) override;
   CommHandle broadcast_async(

@@ -54,7 +54,7 @@ std::vector<nlohmann::json> GlooGroup::exchange(
   std::future<std::vector<StoreBytes>> future =
       core_->link->store().post<std::vector<StoreBytes>>(
           [prefix = std::string(kind) + "/" + core_->options.name + "/" +
-               std::to_string(sequence),
+                    std::to_string(sequence),
            rank = rank(),
            size = world_size(),
            bytes = nlohmann::json::to_cbor({operation, value})](
@@ -63,10 +63,10 @@ std::vector<nlohmann::json> GlooGroup::exchange(
           });
   bool arrived = false;
   try {
-    arrived = await_future(
-        future,
-        CommClock::now() + core_->options.timeout,
-        [&] { core_->poll(operation); });
+    arrived =
+        await_future(future, CommClock::now() + core_->options.timeout, [&] {
+          core_->poll(operation);
+        });
   } catch (...) { // a failure or Ctrl-C: nobody will read the value
     core_->link->store().cancel();
     throw;
@@ -94,8 +94,8 @@ std::vector<nlohmann::json> GlooGroup::exchange(
 
 void GlooGroup::require_equal(
     const std::string& operation, const std::vector<std::string>& texts) {
-  const auto other = std::find_if(
-      texts.begin(), texts.end(), [&](const std::string& text) {
+  const auto other =
+      std::find_if(texts.begin(), texts.end(), [&](const std::string& text) {
         return text != texts[0];
       });
   if (other != texts.end()) {
@@ -169,8 +169,7 @@ at::Tensor GlooGroup::all_gather_rows(
   all_gather_async(gathered, padded, name).wait();
   std::vector<at::Tensor> parts;
   for (int i = 0; i < world_size(); ++i) {
-    parts.push_back(
-        gathered[i].narrow(0, 0, counts[static_cast<size_t>(i)]));
+    parts.push_back(gathered[i].narrow(0, 0, counts[static_cast<size_t>(i)]));
   }
   return at::cat(parts);
 }

@@ -1,4 +1,4 @@
-#include "handshake.h"
+#include "hasten/comm/handshake.h"
 
 #include <fcntl.h>
 #include <torch/version.h>
@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <array>
 #include <fstream>
+#include <nlohmann/json.hpp>
 #include <sstream>
 #include <utility>
 
@@ -28,8 +29,7 @@ ProcessStat process_stat(int pid) {
   std::array<char, 1024> buffer{};
   const std::string path = "/proc/" + std::to_string(pid) + "/stat";
   const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  const ssize_t size =
-      fd < 0 ? 0 : read(fd, buffer.data(), buffer.size());
+  const ssize_t size = fd < 0 ? 0 : read(fd, buffer.data(), buffer.size());
   if (fd >= 0) {
     close(fd);
   }
@@ -126,8 +126,8 @@ std::string first_difference(const std::vector<std::optional<Hello>>& hellos) {
     for (size_t i = 0; i < own.size(); ++i) {
       if (own[i].second != expected[i].second) {
         return std::string(own[i].first) + ": rank " +
-            std::to_string(hello->rank) + " has " + own[i].second +
-            ", rank 0 has " + expected[i].second;
+               std::to_string(hello->rank) + " has " + own[i].second +
+               ", rank 0 has " + expected[i].second;
       }
     }
   }

@@ -17,13 +17,15 @@ using std::chrono::milliseconds;
 std::string seconds_text(CommClock::duration duration) {
   char text[32];
   std::snprintf(
-      text, sizeof text, "%.1f s", std::chrono::duration<double>(duration).count());
+      text,
+      sizeof text,
+      "%.1f s",
+      std::chrono::duration<double>(duration).count());
   return text;
 }
 
 std::string json_text(const nlohmann::json& value) {
-  return value.dump(
-      -1, ' ', false, nlohmann::json::error_handler_t::replace);
+  return value.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
 }
 
 struct Liveness::Shared {
@@ -67,8 +69,9 @@ struct Liveness::Shared {
   void store_lost();
   bool process_ended(int peer) const {
     return watched[static_cast<size_t>(peer)] &&
-        process_state(pid(peer), config.peers[static_cast<size_t>(peer)].start_time) ==
-        ProcessState::ended;
+           process_state(
+               pid(peer), config.peers[static_cast<size_t>(peer)].start_time) ==
+               ProcessState::ended;
   }
   int pid(int peer) const {
     return config.peers[static_cast<size_t>(peer)].pid;
@@ -113,9 +116,7 @@ Liveness::Liveness(LivenessConfig config)
   std::thread([shared = shared_] { run(shared); }).detach();
 }
 
-Liveness::~Liveness() {
-  stop(milliseconds(0));
-}
+Liveness::~Liveness() { stop(milliseconds(0)); }
 
 void Liveness::run(const std::shared_ptr<Shared>& shared) {
   shared->start();
@@ -160,8 +161,7 @@ void Liveness::Shared::loop() {
     in_exchange = false;
     looks_done = look;
     changed.notify_all();
-    if (stopping || last || !store ||
-        (told && !serves_store(config.world))) {
+    if (stopping || last || !store || (told && !serves_store(config.world))) {
       return;
     }
     if (!(failed && !told)) {
@@ -324,9 +324,7 @@ std::shared_ptr<GroupProgress> Liveness::add_group(const std::string& name) {
   return progress;
 }
 
-bool Liveness::failed() const {
-  return shared_->failed;
-}
+bool Liveness::failed() const { return shared_->failed; }
 
 FailureCause Liveness::cause() const {
   const std::lock_guard<std::mutex> lock(shared_->mutex);
@@ -412,15 +410,17 @@ std::string Liveness::describe_missing(
       about = " is in " + last + " instead";
     }
     if (s.watched[i] &&
-        process_state(s.pid(static_cast<int>(i)), s.config.peers[i].start_time) ==
+        process_state(
+            s.pid(static_cast<int>(i)), s.config.peers[i].start_time) ==
             ProcessState::stopped) {
       about += about.empty() ? "" : " and";
       about += " is stopped (process " +
-          std::to_string(s.pid(static_cast<int>(i))) + ")";
-    } else if (now - peer.changed > std::max(milliseconds(1000), 4 * s.interval)) {
+               std::to_string(s.pid(static_cast<int>(i))) + ")";
+    } else if (
+        now - peer.changed > std::max(milliseconds(1000), 4 * s.interval)) {
       about += about.empty() ? "" : " and";
-      about += " has shown no sign of life for " +
-          seconds_text(now - peer.changed);
+      about +=
+          " has shown no sign of life for " + seconds_text(now - peer.changed);
     }
     if (!about.empty()) {
       text += text.empty() ? "rank " : "; rank ";

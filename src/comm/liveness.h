@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "handshake.h"
+#include "hasten/comm/handshake.h"
 #include "store.h"
 
 namespace hasten::detail {

@@ -53,12 +53,11 @@ std::string store_address(const World& world) {
 
 bool is_loopback(const std::string& host, int port) {
   const StoreAddressList addresses(host, port);
-  return addresses.first != nullptr &&
-      addresses.first->ai_family == AF_INET &&
-      ntohl(reinterpret_cast<sockaddr_in*>(addresses.first->ai_addr)
-                ->sin_addr.s_addr) >>
-              24 ==
-          127;
+  return addresses.first != nullptr && addresses.first->ai_family == AF_INET &&
+         ntohl(reinterpret_cast<sockaddr_in*>(addresses.first->ai_addr)
+                   ->sin_addr.s_addr) >>
+                 24 ==
+             127;
 }
 
 /// One attempt of at most a second. TCPStore's own first attempt would, while
@@ -66,8 +65,8 @@ bool is_loopback(const std::string& host, int port) {
 bool somebody_listens(const std::string& host, int port) {
   const StoreAddressList addresses(host, port);
   for (const addrinfo* a = addresses.first; a != nullptr; a = a->ai_next) {
-    const int fd = socket(
-        a->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    const int fd =
+        socket(a->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
     if (fd < 0) {
       continue;
     }
@@ -77,8 +76,8 @@ bool somebody_listens(const std::string& host, int port) {
       int error = 1;
       socklen_t size = sizeof error;
       connected = poll(&wait, 1, 1000) == 1 &&
-          getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size) == 0 &&
-          error == 0;
+                  getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size) == 0 &&
+                  error == 0;
     }
     ::close(fd);
     if (connected) {
@@ -218,12 +217,9 @@ StoreThread::StoreThread(Open open) : shared_(std::make_shared<Shared>()) {
   }).detach();
 }
 
-StoreThread::~StoreThread() {
-  stop(std::chrono::milliseconds(0));
-}
+StoreThread::~StoreThread() { stop(std::chrono::milliseconds(0)); }
 
-void StoreThread::run(
-    const std::shared_ptr<Shared>& shared, const Open& open) {
+void StoreThread::run(const std::shared_ptr<Shared>& shared, const Open& open) {
   try {
     shared->store = open(shared->cancelled);
   } catch (...) {
@@ -260,9 +256,7 @@ void StoreThread::enqueue(std::function<void()> task) {
   }
 }
 
-void StoreThread::cancel() {
-  shared_->cancelled = true;
-}
+void StoreThread::cancel() { shared_->cancelled = true; }
 
 void StoreThread::stop(std::chrono::milliseconds limit) {
   cancel();

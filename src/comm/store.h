@@ -110,7 +110,7 @@ class StoreThread {
     std::atomic<bool> cancelled{false};
     bool stopping = false;
     bool ended = false;
-    StorePtr store;                // used by the thread alone
+    StorePtr store; // used by the thread alone
     std::exception_ptr open_error; // used by the thread alone
   };
   void enqueue(std::function<void()> task);

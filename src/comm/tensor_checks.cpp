@@ -59,7 +59,8 @@ void check_tensor(std::string_view operation, const at::Tensor& tensor) {
     std::ostringstream text;
     text << "the tensor is not contiguous: sizes=" << tensor.sizes()
          << ", strides=" << tensor.strides();
-    throw InputError(where, text.str(), "contiguous data", "call .contiguous()");
+    throw InputError(
+        where, text.str(), "contiguous data", "call .contiguous()");
   }
 }
 
@@ -67,14 +68,14 @@ void check_reducible(const at::Tensor& tensor, ReduceOp op) {
   check_tensor("all_reduce", tensor);
   const at::ScalarType type = tensor.scalar_type();
   const bool floating = type == at::kFloat || type == at::kDouble ||
-      type == at::kHalf || type == at::kBFloat16;
+                        type == at::kHalf || type == at::kBFloat16;
   const bool integer = type == at::kLong || type == at::kInt ||
-      type == at::kChar || type == at::kByte;
+                       type == at::kChar || type == at::kByte;
   if (!floating && !(integer && op != ReduceOp::mean)) {
     throw InputError(
         "comm::all_reduce",
-        "cannot take the " + std::string(reduce_op_name(op)) + " of dtype=" +
-            c10::toString(type),
+        "cannot take the " + std::string(reduce_op_name(op)) +
+            " of dtype=" + c10::toString(type),
         "float, double, half or bfloat16; for sum and max also int64, int32, "
         "int8 or uint8",
         "convert the tensor first");

@@ -71,8 +71,8 @@ std::vector<Hello> exchange_hellos(
       const int64_t greeted = store.add("greeted", 1);
       // The store must last until all have seen the difference.
       for (int i = 0; !difference.empty() && serves && i < 200 && !cancelled &&
-           greeted < static_cast<int64_t>(arrived) &&
-           store.add("greeted", 0) < static_cast<int64_t>(arrived);
+                      greeted < static_cast<int64_t>(arrived) &&
+                      store.add("greeted", 0) < static_cast<int64_t>(arrived);
            ++i) {
         std::this_thread::sleep_for(milliseconds(10));
       }
@@ -131,20 +131,18 @@ void WorldLink::shake_hands(const CommunicatorOptions& options) {
   auto progress = std::make_shared<HandshakeProgress>();
   progress->hellos.resize(static_cast<size_t>(world_.world_size));
   const Hello own = own_hello(world_, options.device_kind);
-  std::future<std::vector<Hello>> future =
-      store_->post<std::vector<Hello>>(
-          [own, progress, serves = serves_store(world_)](
-              c10d::Store& store, const std::atomic<bool>& cancelled) {
-            return exchange_hellos(store, cancelled, own, serves, *progress);
-          });
-  // A second more, so that the store's own error, if any, comes first.
-  const bool met = await_future(
-      future, deadline_ + milliseconds(1000), [this] {
-        if (interrupt_signal() != 0) {
-          store_->cancel();
-          throw_if_interrupted();
-        }
+  std::future<std::vector<Hello>> future = store_->post<std::vector<Hello>>(
+      [own, progress, serves = serves_store(world_)](
+          c10d::Store& store, const std::atomic<bool>& cancelled) {
+        return exchange_hellos(store, cancelled, own, serves, *progress);
       });
+  // A second more, so that the store's own error, if any, comes first.
+  const bool met = await_future(future, deadline_ + milliseconds(1000), [this] {
+    if (interrupt_signal() != 0) {
+      store_->cancel();
+      throw_if_interrupted();
+    }
+  });
   try {
     if (met) {
       hellos_ = future.get();
@@ -190,9 +188,10 @@ std::string reachable_address(const std::string& peer) {
       continue;
     }
     const auto address = reinterpret_cast<sockaddr_in*>(i->ifa_addr)->sin_addr;
-    const auto mask = i->ifa_netmask == nullptr
-        ? 0xffffffffU
-        : reinterpret_cast<sockaddr_in*>(i->ifa_netmask)->sin_addr.s_addr;
+    const auto mask =
+        i->ifa_netmask == nullptr
+            ? 0xffffffffU
+            : reinterpret_cast<sockaddr_in*>(i->ifa_netmask)->sin_addr.s_addr;
     char text[INET_ADDRSTRLEN] = "";
     inet_ntop(AF_INET, &address, text, sizeof text);
     if (fallback.empty()) {
@@ -211,8 +210,8 @@ std::shared_ptr<gloo::transport::Device> WorldLink::device(
     const std::string& address) {
   std::string host = address;
   if (host.empty()) {
-    const bool one_host = std::all_of(
-        hellos_.begin(), hellos_.end(), [this](const Hello& hello) {
+    const bool one_host =
+        std::all_of(hellos_.begin(), hellos_.end(), [this](const Hello& hello) {
           return hello.network_host == hellos_[0].network_host;
         });
     host = one_host ? "127.0.0.1" : reachable_address(world_.master_addr);

@@ -96,12 +96,8 @@ void reset_peak_memory() {
   counters.peak = counters.live.load();
 }
 
-int64_t peak_resident_bytes() {
-  return detail::process_status_bytes("VmHWM:");
-}
+int64_t peak_resident_bytes() { return detail::process_status_bytes("VmHWM:"); }
 
-int64_t resident_bytes() {
-  return detail::process_status_bytes("VmRSS:");
-}
+int64_t resident_bytes() { return detail::process_status_bytes("VmRSS:"); }
 
 } // namespace hasten

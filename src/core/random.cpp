@@ -27,9 +27,7 @@ uint64_t stream_seed(
   return XXH64(bytes.data(), bytes.size(), 0);
 }
 
-void set_seed(uint64_t seed) {
-  at::manual_seed(stream_seed("init", seed));
-}
+void set_seed(uint64_t seed) { at::manual_seed(stream_seed("init", seed)); }
 
 void seed_dropout(uint64_t seed, int data_rank) {
   at::manual_seed(

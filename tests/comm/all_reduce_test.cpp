@@ -69,8 +69,7 @@ TEST(AllReduce, SixteenBitSumsAreRoundedOnceAtTheEnd) {
       torch::full({3}, comm->rank() == 0 ? 256 : 1, torch::kBFloat16);
   comm->all_reduce(tensor, ReduceOp::sum, "bf16");
   EXPECT_TRUE(torch::equal(
-      tensor,
-      torch::full({3}, 255 + comm->world_size()).to(torch::kBFloat16)));
+      tensor, torch::full({3}, 255 + comm->world_size()).to(torch::kBFloat16)));
   // The largest half is 65504: the sum overflows it, the mean does not.
   torch::Tensor large = torch::full({3}, 60000, torch::kHalf);
   comm->all_reduce(large, ReduceOp::mean, "fp16");
@@ -81,8 +80,7 @@ TEST(AllReduce, RanksHoldTheSameBitsAfterwards) {
   const auto comm = fresh_communicator();
   torch::Tensor tensor = torch::randn({100'003});
   comm->all_reduce(tensor, ReduceOp::sum, "noise");
-  torch::Tensor all =
-      torch::empty({comm->world_size(), tensor.numel()});
+  torch::Tensor all = torch::empty({comm->world_size(), tensor.numel()});
   comm->all_gather_async(all, tensor, "compare").wait();
   for (int i = 0; i < comm->world_size(); ++i) {
     EXPECT_TRUE(torch::equal(all[i], tensor));
@@ -97,8 +95,8 @@ TEST(AllReduce, ScalarsEmptyTensorsAndParametersWork) {
   torch::Tensor empty = torch::empty({0, 3});
   comm->all_reduce(empty, ReduceOp::mean, "empty");
   EXPECT_EQ(empty.numel(), 0);
-  torch::Tensor parameter =
-      torch::full({4}, comm->rank(), torch::requires_grad().dtype(torch::kHalf));
+  torch::Tensor parameter = torch::full(
+      {4}, comm->rank(), torch::requires_grad().dtype(torch::kHalf));
   comm->all_reduce(parameter, ReduceOp::max, "parameter");
   EXPECT_EQ(parameter.sum().item<double>(), 4 * (comm->world_size() - 1));
   EXPECT_TRUE(parameter.is_leaf());
@@ -121,10 +119,14 @@ TEST(AllReduce, WrongTensorsAreRefusedBeforeAnythingIsSent) {
     comm->all_reduce(std::move(tensor), op, "wrong");
   };
   EXPECT_THROW(reduce(torch::ones({3, 4}).t(), ReduceOp::sum), InputError);
-  EXPECT_THROW(reduce(torch::ones({4}).slice(0, 0, 4, 2), ReduceOp::sum), InputError);
-  EXPECT_THROW(reduce(torch::ones({3}, torch::kLong), ReduceOp::mean), InputError);
-  EXPECT_THROW(reduce(torch::ones({3}, torch::kBool), ReduceOp::sum), InputError);
-  EXPECT_THROW(reduce(torch::ones({3}, torch::kShort), ReduceOp::max), InputError);
+  EXPECT_THROW(
+      reduce(torch::ones({4}).slice(0, 0, 4, 2), ReduceOp::sum), InputError);
+  EXPECT_THROW(
+      reduce(torch::ones({3}, torch::kLong), ReduceOp::mean), InputError);
+  EXPECT_THROW(
+      reduce(torch::ones({3}, torch::kBool), ReduceOp::sum), InputError);
+  EXPECT_THROW(
+      reduce(torch::ones({3}, torch::kShort), ReduceOp::max), InputError);
   EXPECT_THROW(reduce(torch::Tensor(), ReduceOp::sum), InputError);
   try {
     reduce(torch::ones({3, 4}).t(), ReduceOp::sum);
@@ -153,7 +155,8 @@ TEST(AllReduce, HandlesMayBeWaitedForInAnyOrderTwiceAndElsewhere) {
     handle.wait(); // divides once
     EXPECT_TRUE(handle.done());
     const double mean = i + (comm->world_size() - 1) / 2.0;
-    EXPECT_FLOAT_EQ(tensors[static_cast<size_t>(i)][0].item<float>(), float(mean));
+    EXPECT_FLOAT_EQ(
+        tensors[static_cast<size_t>(i)][0].item<float>(), float(mean));
   }
 }
 
@@ -166,8 +169,8 @@ TEST(AllReduce, HandlesWithoutAnOperationAreDone) {
 
 TEST(AllReduce, DoneTurnsTrueByItself) {
   const auto comm = fresh_communicator();
-  CommHandle handle = comm->all_reduce_async(
-      torch::ones({10}), ReduceOp::sum, "polled");
+  CommHandle handle =
+      comm->all_reduce_async(torch::ones({10}), ReduceOp::sum, "polled");
   for (int i = 0; i < 2000 && !handle.done(); ++i) {
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
   }

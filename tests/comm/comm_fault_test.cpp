@@ -123,7 +123,8 @@ TEST(CommFault, KilledRankIsNamedByThoseWhoMakeAGroup) {
 
 TEST(CommFault, KilledRankIsNamedAtTheNextCallOfThoseThatCompute) {
   expect_named(
-      spawn(2, "CommNoticesAtTheNextCall", {.kind = FaultKind::kill, .rank = 1}),
+      spawn(
+          2, "CommNoticesAtTheNextCall", {.kind = FaultKind::kill, .rank = 1}),
       1,
       "all_reduce \"bucket 3\": rank 1 died",
       5);
@@ -207,9 +208,7 @@ HASTEN_RANK_FUNCTION(CommThrowsWithAHandleInFlight) {
 
 TEST(CommFault, AnExceptionWithAHandleInFlightEndsTheRankAtOnce) {
   const auto ranks = spawn(
-      2,
-      "CommThrowsWithAHandleInFlight",
-      {.kind = FaultKind::fail, .rank = 1});
+      2, "CommThrowsWithAHandleInFlight", {.kind = FaultKind::fail, .rank = 1});
   EXPECT_EQ(ranks[1].error, "planted failure");
   EXPECT_FALSE(ranks[1].timed_out);
   EXPECT_EQ(ranks[1].end.signal, 0);

@@ -75,8 +75,7 @@ HASTEN_RANK_FUNCTION(CommRankZeroComesLate) {
 }
 
 TEST(CommStart, RankZeroMayStartLast) {
-  for (const RankReport& report :
-       spawn(
+  for (const RankReport& report : spawn(
            2,
            "CommRankZeroComesLate",
            {.kind = FaultKind::late, .rank = 0, .delay = milliseconds(800)})) {
@@ -97,8 +96,7 @@ HASTEN_RANK_FUNCTION(CommBothAreRankOne) {
 
 TEST(CommStart, TwoProcessesWithOneRankAreAnError) {
   const auto ranks = spawn(3, "CommBothAreRankOne");
-  EXPECT_NE(
-      ranks[2].error.find("two processes have RANK=1"), std::string::npos)
+  EXPECT_NE(ranks[2].error.find("two processes have RANK=1"), std::string::npos)
       << ranks[2].error;
 }
 
@@ -147,8 +145,7 @@ TEST(CommEnd, AGroupThatIsLeftOpenDoesNotHoldUpOrCrashTheExit) {
     EXPECT_EQ(report.end.signal, 0);
     EXPECT_FALSE(report.timed_out);
   }
-  EXPECT_LT(
-      std::chrono::steady_clock::now() - start, std::chrono::seconds(10));
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(10));
 }
 
 HASTEN_RANK_FUNCTION(CommLeavesEarly) {

@@ -64,8 +64,8 @@ TEST(AllGather, OutputsOfAnotherShapeOrDtypeAreRefused) {
 TEST(AllGatherRows, RanksMayHaveDifferentNumbersOfRowsAndNone) {
   const auto comm = fresh_communicator();
   for (const int extra : {0, 1}) { // rank 0 without rows, and with one
-    const torch::Tensor mine = torch::full(
-        {comm->rank() + extra, 2, 3}, comm->rank(), torch::kLong);
+    const torch::Tensor mine =
+        torch::full({comm->rank() + extra, 2, 3}, comm->rank(), torch::kLong);
     const torch::Tensor all = comm->all_gather_rows(mine, "ragged");
     std::vector<torch::Tensor> parts;
     for (int rank = 0; rank < comm->world_size(); ++rank) {

@@ -74,8 +74,8 @@ TEST(Group, CloseWaitsForOperationsUnderWay) {
 
 TEST(Group, WorldsFollowOneAnotherInOneProcess) {
   for (int i = 0; i < 3; ++i) {
-    const auto comm = Communicator::create(
-        testing_support::fresh_world(), {.name = "again"});
+    const auto comm =
+        Communicator::create(testing_support::fresh_world(), {.name = "again"});
     torch::Tensor tensor = torch::ones({3});
     comm->all_reduce(tensor, ReduceOp::sum, "sum");
     EXPECT_EQ(tensor[0].item<int>(), comm->world_size());
@@ -89,8 +89,7 @@ TEST(Group, DestructionWithoutCloseIsSilentAndQuick) {
     auto comm = Communicator::create(testing_support::fresh_world(), {});
     comm->barrier("meet");
   }
-  EXPECT_LT(
-      std::chrono::steady_clock::now() - start, std::chrono::seconds(5));
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(5));
 }
 
 TEST(Group, AbandonedGroupsThrowTheReasonOnEveryRankForEver) {
@@ -100,8 +99,8 @@ TEST(Group, AbandonedGroupsThrowTheReasonOnEveryRankForEver) {
   if (comm->rank() == culprit) {
     comm->abandon("the loss is not a number");
   }
-  const std::string reason = "rank " + std::to_string(culprit) +
-      " failed: the loss is not a number";
+  const std::string reason =
+      "rank " + std::to_string(culprit) + " failed: the loss is not a number";
   torch::Tensor tensor = torch::ones({3});
   const std::string first = message_of([&] {
     while (true) {
@@ -126,8 +125,8 @@ TEST(GroupCheck, ATensorOfAnotherShapeIsAnErrorThatNamesBothRanks) {
     return;
   }
   torch::Tensor wrong = torch::ones({comm->rank() == 1 ? 4 : 3});
-  const std::string first = message_of(
-      [&] { comm->all_reduce(wrong, ReduceOp::sum, "wrong"); });
+  const std::string first =
+      message_of([&] { comm->all_reduce(wrong, ReduceOp::sum, "wrong"); });
   expect_part(
       first,
       "all_reduce \"wrong\": rank 1 has sum of Float [4], rank 0 has sum of "

@@ -1,7 +1,9 @@
-#include "../../src/comm/handshake.h"
+#include "hasten/comm/handshake.h"
 
 #include <gtest/gtest.h>
 #include <unistd.h>
+
+#include <nlohmann/json.hpp>
 
 #include "hasten/base/process.h"
 #include "hasten/comm/communicator.h"
@@ -59,11 +61,9 @@ TEST(Handshake, HellosSurviveTheWire) {
 
 TEST(ProcessState, TellsRunningStoppedAndEndedProcessesApart) {
   const Hello own = *three_equal_hellos()[0];
-  EXPECT_EQ(
-      process_state(own.pid, own.start_time), ProcessState::running);
+  EXPECT_EQ(process_state(own.pid, own.start_time), ProcessState::running);
   // Another start time is another process that got the same number.
-  EXPECT_EQ(
-      process_state(own.pid, own.start_time + 1), ProcessState::ended);
+  EXPECT_EQ(process_state(own.pid, own.start_time + 1), ProcessState::ended);
 }
 
 } // namespace hasten::detail

@@ -18,8 +18,12 @@ class MemoryMeter : public testing::Test {
     reset_peak_memory();
     before_ = memory_stats();
   }
-  int64_t live() const { return memory_stats().live_bytes - before_.live_bytes; }
-  int64_t peak() const { return memory_stats().peak_bytes - before_.live_bytes; }
+  int64_t live() const {
+    return memory_stats().live_bytes - before_.live_bytes;
+  }
+  int64_t peak() const {
+    return memory_stats().peak_bytes - before_.live_bytes;
+  }
 
   MemoryStats before_;
 };
@@ -96,8 +100,7 @@ TEST_F(MemoryMeter, CountsEveryThreadAndTheirSimultaneousPeak) {
   }
   EXPECT_EQ(live(), 0);
   EXPECT_EQ(peak(), kThreads * 1000);
-  EXPECT_EQ(
-      memory_stats().allocations - before_.allocations, kThreads * 201);
+  EXPECT_EQ(memory_stats().allocations - before_.allocations, kThreads * 201);
 }
 
 TEST_F(MemoryMeter, FreesOnAnotherThreadAreCounted) {

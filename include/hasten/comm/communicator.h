@@ -58,7 +58,8 @@ class CommHandle {
   explicit operator bool() const { return state_ != nullptr; }
 
   struct State;
-  explicit CommHandle(std::shared_ptr<State> state) : state_(std::move(state)) {}
+  explicit CommHandle(std::shared_ptr<State> state)
+      : state_(std::move(state)) {}
 
  private:
   std::shared_ptr<State> state_;

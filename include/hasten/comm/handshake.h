@@ -1,7 +1,9 @@
-// What ranks tell each other when they meet, and the rules it must obey.
+// What ranks tell each other when they meet, and the rules it must obey. For
+// Communicator::create; nothing here communicates. Threading: free functions.
 #pragma once
 
-#include <nlohmann/json.hpp>
+#include <cstdint>
+#include <nlohmann/json_fwd.hpp>
 #include <optional>
 #include <string>
 #include <vector>
