@@ -72,8 +72,9 @@ at::Tensor outputs_in_order(
       .index_copy_(0, all_indices, all_rows);
 }
 
-double rounded(double value, double unit) {
-  return std::round(value / unit) * unit;
+double rounded(double value, int digits) {
+  const double scale = std::pow(10.0, digits);
+  return std::round(value * scale) / scale;
 }
 
 /// One rank's share: loss and weight on the device, metrics, outputs.
@@ -179,11 +180,11 @@ nlohmann::json evaluate_dataset(
       record[prefix + "_" + name] = value;
     }
   }
-  record[prefix + "_runtime"] = rounded(seconds, 1e-4);
+  record[prefix + "_runtime"] = rounded(seconds, 4);
   record[prefix + "_samples_per_second"] =
-      rounded(static_cast<double>(rows) / seconds, 1e-3);
+      rounded(static_cast<double>(rows) / seconds, 3);
   record[prefix + "_steps_per_second"] =
-      rounded(static_cast<double>(pass.steps) / seconds, 1e-3);
+      rounded(static_cast<double>(pass.steps) / seconds, 3);
   return record;
 }
 

@@ -147,4 +147,19 @@ std::vector<std::filesystem::path> rotate_checkpoints(
   return removed;
 }
 
+void keep_only_checkpoint(const std::filesystem::path& folder, int64_t step) {
+  const auto checkpoints = checkpoint_folders(folder);
+  const auto is_kept = [&](const CheckpointFolder& checkpoint) {
+    return checkpoint.global_step == step;
+  };
+  if (std::none_of(checkpoints.begin(), checkpoints.end(), is_kept)) {
+    return;
+  }
+  for (const CheckpointFolder& checkpoint : checkpoints) {
+    if (!is_kept(checkpoint)) {
+      detail::remove_tree(checkpoint.path);
+    }
+  }
+}
+
 } // namespace hasten

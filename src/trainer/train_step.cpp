@@ -23,6 +23,18 @@
 
 namespace hasten::detail {
 
+void require_loss(const LossOutput& loss) {
+  if (!loss.loss_sum.defined() || !loss.loss_sum.requires_grad()) {
+    throw InputError(
+        "trainer::train",
+        loss.loss_sum.defined() ? "loss_sum has no graph: requires_grad=false"
+                                : "loss_sum=undefined",
+        "the sum of the loss over the batch, computed from parameters that "
+        "are trained",
+        "give labels to the training data, and leave some parameters unfrozen");
+  }
+}
+
 bool TrainingRun::train_step(const Batch& batch) {
   // A remembered Ctrl-C stops this rank here and, by the failure it posts, the
   // others in their next collective.
@@ -31,6 +43,7 @@ bool TrainingRun::train_step(const Batch& batch) {
   auto window = accelerator.accumulate(*loader_, parts_.model);
   try {
     const LossOutput loss = parts_.loss_function(batch);
+    require_loss(loss);
     window_loss_.add_(loss.loss_sum.detach());
     accelerator.backward(loss.loss_sum, loss.weight);
     if (!accelerator.sync_gradients()) {

@@ -148,14 +148,18 @@ void TrainingRun::save_checkpoint() {
 }
 
 void TrainingRun::load_best() {
-  if (state_.best_model_checkpoint.empty() ||
-      state_.best_global_step == state_.global_step) {
-    return; // the model as it is
+  if (state_.best_model_checkpoint.empty()) {
+    return; // no evaluation gave a number: the model as it is
   }
-  if (parts_.is_main()) {
-    parts_.files.load(state_.best_model_checkpoint);
+  if (state_.best_global_step != state_.global_step) {
+    if (parts_.is_main()) {
+      parts_.files.load(state_.best_model_checkpoint);
+    }
+    broadcast_model(parts_);
   }
-  broadcast_model(parts_);
+  if (parts_.is_main() && parts_.arguments.save_total_limit == 1) {
+    keep_only_checkpoint(output_dir_, *state_.best_global_step);
+  }
 }
 
 void TrainingRun::save_final() {

@@ -37,6 +37,9 @@ struct LossTotal {
   double mean() const { return loss_sum / weight; } // NaN over nothing
 };
 
+/// Throws InputError unless it can be trained on.
+void require_loss(const LossOutput& loss);
+
 /// Equal updates for equal arguments.per_device_train_batch_size *
 /// gradient_accumulation_steps * world_size.
 LoaderOptions train_loader_options(

@@ -42,13 +42,16 @@ class Texts : public Dataset {
     at::Tensor ids = at::zeros({rows, longest}, at::kLong);
     at::Tensor mask = at::zeros({rows, longest}, at::kLong);
     at::Tensor labels = at::zeros({rows}, at::kLong);
+    auto id_at = ids.accessor<int64_t, 2>();
+    auto mask_at = mask.accessor<int64_t, 2>();
+    auto label_at = labels.accessor<int64_t, 1>();
     for (int64_t r = 0; r < rows; ++r) {
       const auto& row = ids_[indices[r]];
       for (size_t t = 0; t < row.size(); ++t) {
-        ids[r][static_cast<int64_t>(t)] = row[t];
-        mask[r][static_cast<int64_t>(t)] = 1;
+        id_at[r][static_cast<int64_t>(t)] = row[t];
+        mask_at[r][static_cast<int64_t>(t)] = 1;
       }
-      labels[r] = row.front() % kLabels;
+      label_at[r] = row.front() % kLabels;
     }
     return {
         {{"input_ids", ids}, {"attention_mask", mask}, {"labels", labels}},

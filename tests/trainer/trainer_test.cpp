@@ -32,12 +32,14 @@ class Points : public Dataset {
   Batch collate(const std::vector<int64_t>& indices) const override {
     at::Tensor x = at::empty({static_cast<int64_t>(indices.size()), 2});
     at::Tensor y = at::empty({static_cast<int64_t>(indices.size()), 1});
+    auto x_at = x.accessor<float, 2>();
+    auto y_at = y.accessor<float, 2>();
     for (size_t r = 0; r < indices.size(); ++r) {
-      const double angle = 0.3 * static_cast<double>(indices[r]);
+      const float angle = 0.3F * static_cast<float>(indices[r]);
       const auto row = static_cast<int64_t>(r);
-      x[row][0] = std::cos(angle);
-      x[row][1] = std::sin(angle);
-      y[row][0] = std::cos(angle) > 0 ? 1.0 : 0.0;
+      x_at[row][0] = std::cos(angle);
+      x_at[row][1] = std::sin(angle);
+      y_at[row][0] = std::cos(angle) > 0 ? 1.0F : 0.0F;
     }
     return {{{"x", x}, {"y", y}}, indices};
   }

@@ -48,4 +48,7 @@ std::vector<std::filesystem::path> rotate_checkpoints(
     int64_t limit,
     std::optional<int64_t> best_step);
 
+/// Removes all checkpoint-N folders but `step`'s, if that one is there.
+void keep_only_checkpoint(const std::filesystem::path& folder, int64_t step);
+
 } // namespace hasten

@@ -48,7 +48,8 @@ using LossFunction = std::function<LossOutput(const Batch&)>;
 struct ModelFiles {
   /// Writes the model into an existing, empty folder. Rank 0 calls it.
   std::function<void(const std::filesystem::path&)> save{};
-  /// Reads it from there into the same module. Every rank calls it.
+  /// Reads it from there into the same module. Rank 0 calls it; the others get
+  /// its parameters and buffers.
   std::function<void(const std::filesystem::path&)> load{};
 };
 
@@ -78,6 +79,7 @@ class Trainer {
   /// `loss_function` holds the model by itself. Without `train` only evaluate()
   /// and predict() work. `accelerator` is made from the environment if absent;
   /// a given one must have arguments.gradient_accumulation_steps.
+  /// accelerator().finish() at the end of the program closes its group.
   /// Collective where it makes the accelerator. Throws InputError: arguments
   /// out of range, load_best_model_at_end without evaluation data.
   Trainer(
