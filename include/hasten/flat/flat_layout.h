@@ -1,0 +1,64 @@
+// Where each parameter's gradient lies in a few flat buffers, one per dtype and
+// device. Fixed when it is made; equal on all ranks that build the same model.
+// Threading: immutable after construction.
+// Design: docs/design/gradient_window.md
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+namespace hasten {
+
+struct FlatSlot {
+  /// First name under which the parameter is registered.
+  std::string name{};
+  at::Tensor parameter{};
+  /// Index into groups().
+  int64_t group = 0;
+  /// First element in the group's buffer, a multiple of 64 bytes.
+  int64_t offset = 0;
+  /// Elements, without the padding behind them.
+  int64_t numel = 0;
+};
+
+/// Parameters of one dtype on one device share a buffer.
+struct FlatGroup {
+  at::ScalarType dtype = at::kFloat;
+  at::Device device = at::kCPU;
+  /// Elements of the buffer, padding included.
+  int64_t numel = 0;
+  /// Its slots: [first_slot, last_slot).
+  int64_t first_slot = 0;
+  int64_t last_slot = 0;
+};
+
+class FlatLayout {
+ public:
+  using NamedParameters = std::vector<std::pair<std::string, at::Tensor>>;
+
+  FlatLayout() = default;
+  /// From parameters in the order of registration: slots are laid out in reverse
+  /// order, which is about the order in which backward completes gradients. A
+  /// tensor listed twice (tied) is one slot; one that requires no grad (frozen)
+  /// is left out.
+  explicit FlatLayout(const NamedParameters& parameters);
+
+  /// By group, then by offset. [slot]
+  const std::vector<FlatSlot>& slots() const { return slots_; }
+  /// In order of first appearance. [group]
+  const std::vector<FlatGroup>& groups() const { return groups_; }
+  /// Slot of a parameter, by identity; -1 if it has none.
+  int64_t find(const at::Tensor& parameter) const;
+
+ private:
+  std::vector<FlatSlot> slots_{};
+  std::vector<FlatGroup> groups_{};
+  std::unordered_map<const void*, int64_t> index_{}; // TensorImpl -> slot
+};
+
+} // namespace hasten

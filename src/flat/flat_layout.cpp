@@ -1,0 +1,71 @@
+#include "hasten/flat/flat_layout.h"
+
+#include <algorithm>
+#include <unordered_set>
+
+namespace hasten {
+
+namespace detail {
+
+constexpr int64_t kFlatAlignment =
+    64; // bytes: a cache line, an AVX-512 register
+
+int64_t flat_padded(int64_t numel, at::ScalarType dtype) {
+  const auto unit =
+      kFlatAlignment / static_cast<int64_t>(c10::elementSize(dtype));
+  return (numel + unit - 1) / unit * unit;
+}
+
+} // namespace detail
+
+FlatLayout::FlatLayout(const NamedParameters& parameters) {
+  // A tied parameter lies where it is registered first: its gradient is complete
+  // when backward reaches its first use, which is about then.
+  std::unordered_set<const void*> seen;
+  NamedParameters unique;
+  for (const auto& entry : parameters) {
+    if (entry.second.defined() && entry.second.requires_grad() &&
+        seen.insert(entry.second.unsafeGetTensorImpl()).second) {
+      unique.push_back(entry);
+    }
+  }
+  std::reverse(unique.begin(), unique.end());
+
+  for (const auto& [name, parameter] : unique) {
+    const auto same = [&parameter = parameter](const FlatGroup& group) {
+      return group.dtype == parameter.scalar_type() &&
+             group.device == parameter.device();
+    };
+    auto group = std::find_if(groups_.begin(), groups_.end(), same);
+    if (group == groups_.end()) {
+      groups_.push_back({parameter.scalar_type(), parameter.device(), 0, 0, 0});
+      group = groups_.end() - 1;
+    }
+    slots_.push_back(
+        {name,
+         parameter,
+         group - groups_.begin(),
+         group->numel,
+         parameter.numel()});
+    group->numel += detail::flat_padded(parameter.numel(), group->dtype);
+  }
+  std::stable_sort(
+      slots_.begin(), slots_.end(), [](const FlatSlot& a, const FlatSlot& b) {
+        return a.group < b.group;
+      });
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    FlatGroup& group = groups_[static_cast<size_t>(slots_[i].group)];
+    if (group.last_slot == 0) {
+      group.first_slot = static_cast<int64_t>(i);
+    }
+    group.last_slot = static_cast<int64_t>(i) + 1;
+    index_[slots_[i].parameter.unsafeGetTensorImpl()] = static_cast<int64_t>(i);
+  }
+}
+
+int64_t FlatLayout::find(const at::Tensor& parameter) const {
+  const auto it = index_.find(parameter.unsafeGetTensorImpl());
+  return it == index_.end() ? -1 : it->second;
+}
+
+} // namespace hasten

@@ -1,0 +1,189 @@
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <string>
+#include <vector>
+
+#include "hasten/base/error.h"
+#include "hasten/flat/flat_gradients.h"
+#include "hasten/flat/flat_layout.h"
+#include "hasten/flat/grad_hooks.h"
+
+namespace hasten::flat_test {
+
+using at::Tensor;
+
+Tensor parameter(at::IntArrayRef sizes, at::ScalarType dtype = at::kFloat) {
+  return torch::randn(sizes, torch::dtype(dtype)).set_requires_grad(true);
+}
+
+TEST(GradHooks, SeveralShareTorchsOneSlot) {
+  Tensor p = parameter({3});
+  std::string order;
+  GradHook a = add_grad_hook(p, [&](const Tensor&) { order += 'a'; });
+  {
+    GradHook b = add_grad_hook(p, [&](const Tensor& t) {
+      order += 'b';
+      EXPECT_TRUE(t.is_same(p));
+      EXPECT_EQ(t.grad()[0].item<float>(), 4) << "final: both uses are in it";
+    });
+    (p * 3 + p).sum().backward();
+  }
+  (p * 2).sum().backward();
+  torch::autograd::grad({(p * 2).sum()}, {p});
+  EXPECT_EQ(order, "aba");
+  EXPECT_THROW(add_grad_hook(p * 2, [](const Tensor&) {}), InputError);
+}
+
+struct Foreign : torch::autograd::PostAccumulateGradHook {
+  explicit Foreign(std::string* out) : out(out) {}
+  void operator()(const Tensor&) override { *out += 'f'; }
+  std::string* out;
+};
+
+TEST(GradHooks, KeepForeignHooksAndTakeTheSlotBack) {
+  Tensor p = parameter({3});
+  std::string order;
+  const auto set_foreign = [&] {
+    torch::autograd::impl::set_post_acc_grad_hooks(
+        p, std::make_unique<Foreign>(&order));
+  };
+  set_foreign();
+  GradHook a = add_grad_hook(p, [&](const Tensor&) { order += 'a'; });
+  p.sum().backward();
+  EXPECT_EQ(order, "fa");
+  set_foreign(); // pushes ours out
+  GradHook b = add_grad_hook(p, [&](const Tensor&) { order += 'b'; });
+  order.clear();
+  p.sum().backward();
+  EXPECT_EQ(order, "fb");
+  for (int i = 0; i < 3; ++i) { // repeated: no hook runs twice
+    a.ensure_installed();
+    b.ensure_installed();
+  }
+  order.clear();
+  p.sum().backward();
+  EXPECT_EQ(order, "fba");
+}
+
+TEST(FlatLayout, ReversesAlignsAndLeavesOutTiedAndFrozen) {
+  Tensor a = parameter({3, 5}), b = parameter({7}, at::kDouble),
+         c = parameter({}), frozen = parameter({4});
+  frozen.set_requires_grad(false);
+  const FlatLayout layout(
+      {{"a", a}, {"b", b}, {"frozen", frozen}, {"again", a}, {"c", c}});
+  ASSERT_EQ(layout.slots().size(), 3u);
+  ASSERT_EQ(layout.groups().size(), 2u);
+  EXPECT_EQ(layout.slots()[0].name, "c");
+  EXPECT_EQ(layout.slots()[1].name, "a");
+  EXPECT_EQ(layout.slots()[2].name, "b");
+  EXPECT_EQ(layout.slots()[1].offset, 16) << "64 bytes";
+  EXPECT_EQ(layout.groups()[0].numel, 32);
+  EXPECT_EQ(layout.groups()[1].dtype, at::kDouble);
+  EXPECT_EQ(layout.groups()[1].numel, 8);
+  EXPECT_EQ(layout.groups()[1].first_slot, 2);
+  EXPECT_EQ(layout.find(a), 1);
+  EXPECT_EQ(layout.find(frozen), -1);
+}
+
+struct Pair {
+  Pair()
+      : a(parameter({3, 5})),
+        b(parameter({7})),
+        flat(FlatLayout({{"a", a}, {"b", b}})) {}
+  void backward() {
+    flat.mark_written();
+    (a.sum() * 2 + b.sum() * 3).backward();
+  }
+  Tensor a, b;
+  FlatGradients flat;
+};
+
+TEST(FlatGradients, AutogradAccumulatesInPlace) {
+  Pair pair;
+  pair.backward();
+  pair.backward();
+  EXPECT_TRUE(pair.flat.installed(0) && pair.flat.installed(1));
+  EXPECT_TRUE(
+      torch::equal(pair.flat.buffer(0).narrow(0, 0, 7), torch::full({7}, 6.0)));
+  EXPECT_TRUE(torch::equal(
+      pair.flat.buffer(0).narrow(0, 16, 15), torch::full({15}, 4.0)));
+  EXPECT_EQ(pair.flat.buffer(0).sum().item<float>(), 6 * 7 + 4 * 15);
+}
+
+TEST(FlatGradients, AnyZeroGradIsLegal) {
+  Pair pair;
+  torch::optim::SGD sgd({pair.a, pair.b}, 0.1);
+  const auto expect = [&](double a, double b) {
+    pair.flat.install();
+    EXPECT_TRUE(pair.flat.installed(0) && pair.flat.installed(1));
+    EXPECT_EQ(pair.a.grad()[0][0].item<double>(), a);
+    EXPECT_EQ(pair.b.grad()[0].item<double>(), b);
+  };
+  pair.backward();
+  EXPECT_FALSE(pair.flat.cleared());
+  sgd.zero_grad();
+  EXPECT_TRUE(pair.flat.cleared());
+  expect(0, 0);
+  pair.backward();
+  sgd.zero_grad(false);
+  EXPECT_TRUE(pair.flat.cleared());
+  expect(0, 0);
+  pair.backward();
+  pair.a.mutable_grad().reset(); // one alone
+  EXPECT_FALSE(pair.flat.cleared());
+  expect(0, 3);
+  pair.b.mutable_grad() = torch::ones({7}); // another tensor: its values count
+  expect(0, 1);
+  EXPECT_FALSE(pair.flat.known_zero());
+  EXPECT_FALSE(pair.flat.all_zero());
+  // Other data under our own handle: the cached view is made anew.
+  pair.a.grad().set_data(torch::full({3, 5}, 5.0));
+  expect(5, 1);
+  // create_graph puts a new tensor in the view's place.
+  (pair.a * pair.a).sum().backward({}, true, true);
+  pair.a.mutable_grad() = pair.a.grad().detach();
+  expect(5 + 2 * pair.a[0][0].item<double>(), 1);
+  pair.flat.buffer(0).fill_(NAN);
+  EXPECT_FALSE(pair.flat.all_zero());
+}
+
+TEST(FlatGradients, SparseAndChannelsLastGradientsStayInTheBuffer) {
+  torch::nn::Embedding table(torch::nn::EmbeddingOptions(10, 4).sparse(true));
+  torch::nn::Conv2d conv(torch::nn::Conv2dOptions(3, 8, 3));
+  conv->weight.set_data(
+      conv->weight.contiguous(at::MemoryFormat::ChannelsLast));
+  FlatGradients flat(FlatLayout(
+      {{"table", table->weight}, {"conv", conv->weight}, {"b", conv->bias}}));
+  EXPECT_EQ(conv->weight.grad().strides(), conv->weight.strides());
+  flat.mark_written();
+  const auto image = torch::randn({2, 3, 8, 8});
+  (table->forward(torch::tensor({1, 2, 2})).sum() + conv->forward(image).sum())
+      .backward();
+  for (int64_t slot = 0; slot < 3; ++slot) {
+    EXPECT_TRUE(flat.installed(slot)) << slot;
+  }
+  EXPECT_EQ(table->weight.grad()[2][0].item<float>(), 2);
+  torch::nn::Conv2d plain(torch::nn::Conv2dOptions(3, 8, 3));
+  plain->forward(image).sum().backward();
+  EXPECT_TRUE(
+      torch::allclose(conv->weight.grad(), plain->weight.grad(), 1e-5, 1e-5));
+}
+
+TEST(FlatGradients, TheAllocatorOwnsTheMemory) {
+  Tensor a = parameter({3, 5});
+  Tensor memory;
+  FlatGradients flat(
+      FlatLayout({{"a", a}}),
+      [&](int64_t numel, const at::TensorOptions& options) {
+        return memory = torch::zeros({numel}, options);
+      });
+  flat.mark_written();
+  a.sum().backward();
+  EXPECT_EQ(memory.sum().item<float>(), 15);
+}
+
+} // namespace hasten::flat_test
