@@ -1,0 +1,53 @@
+// What ranks tell each other about a window before any gradient is reduced: one
+// small vector, summed asynchronously while backward runs.
+// Threading: one thread. Lifetime: shares the communicator.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+
+#include "hasten/comm/communicator.h"
+
+namespace hasten {
+
+/// A rank's own figures going in, the sum over ranks coming out.
+struct WindowTotals {
+  /// Sum of the batches' weights, and of their rows.
+  double weight = 0;
+  double rows = 0;
+  /// Sum of losses, and how many were not finite.
+  double loss = 0;
+  double non_finite = 0;
+  /// Ranks without batches left: 1 for such a rank.
+  int finished = 0;
+  /// A further reduction of a window that was reduced once already.
+  bool extra = false;
+  /// Bit i: model i takes part. Agreed on by the ranks that have batches.
+  uint64_t models = 0;
+  /// Number of the window among those of its models.
+  uint64_t number = 0;
+};
+
+class WindowControl {
+ public:
+  WindowControl(std::shared_ptr<Communicator> communicator, at::Device device);
+
+  /// Begins the sum. `loss_stats` [2] fp64 on the device holds loss and
+  /// non_finite, so that nothing waits for the device here. A finished rank
+  /// passes an undefined one; its other figures are 0. Collective.
+  void start(const WindowTotals& mine, const at::Tensor& loss_stats);
+  /// Waits. Collective.
+  /// Throws CommunicationError where ranks with batches are not in the same
+  /// window of the same models.
+  WindowTotals wait();
+
+ private:
+  std::shared_ptr<Communicator> communicator_;
+  at::Device device_;
+  at::Tensor values_{};
+  CommHandle handle_{};
+};
+
+} // namespace hasten

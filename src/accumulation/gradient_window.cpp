@@ -1,0 +1,333 @@
+#include "hasten/accumulation/gradient_window.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cmath>
+#include <nlohmann/json.hpp>
+#include <sstream>
+
+#include "hasten/base/error.h"
+
+namespace hasten {
+
+namespace detail {
+
+double nearest_power_of_two(double value) {
+  return std::exp2(std::round(std::log2(value)));
+}
+
+void check_window_loss(const at::Tensor& loss) {
+  if (!loss.defined() || loss.numel() != 1 || !loss.requires_grad()) {
+    std::ostringstream what;
+    what << "loss ";
+    if (!loss.defined()) {
+      what << "is undefined";
+    } else {
+      what << "has shape " << loss.sizes()
+           << (loss.requires_grad() ? "" : " and requires no grad");
+    }
+    throw InputError(
+        "accumulation::backward",
+        what.str(),
+        "one number that depends on a trainable parameter");
+  }
+}
+
+} // namespace detail
+
+GradientWindow::GradientWindow(
+    std::shared_ptr<Communicator> communicator,
+    std::vector<std::shared_ptr<Ddp>> models,
+    uint64_t models_mask,
+    int64_t steps,
+    at::Device device,
+    std::shared_ptr<WindowExchange> exchange)
+    : communicator_(std::move(communicator)),
+      models_(std::move(models)),
+      models_mask_(models_mask),
+      steps_(steps),
+      exchange_(std::move(exchange)),
+      control_(communicator_, device),
+      device_(device),
+      next_scale_(detail::nearest_power_of_two(
+          static_cast<double>(steps * communicator_->world_size()))) {}
+
+void GradientWindow::begin_window() {
+  for (auto& model : models_) {
+    model->begin();
+  }
+  begun_ = true;
+  complete_ = false;
+  batches_ = 0;
+  scale_ = 0;
+  weight_ = 0;
+  rows_ = 0;
+  loss_stats_ = at::zeros({2}, at::TensorOptions(at::kDouble).device(device_));
+}
+
+void GradientWindow::open(
+    bool data_ends, std::optional<double> weight, std::optional<int64_t> rows) {
+  if (open_) {
+    throw InputError(
+        "accumulation::accumulate",
+        "a batch of these models is open already",
+        "one guard at a time",
+        "pass all models of a batch to one accumulate()");
+  }
+  if (begun_ && !complete_ && last_ && had_backward_) {
+    throw InputError(
+        "accumulation::accumulate",
+        "the last batch of the window before ended with "
+        "backward({.last = false})",
+        "its last backward to reduce the gradients",
+        "leave .last out in the last backward of a batch");
+  }
+  if (!begun_ || complete_) {
+    begin_window();
+  }
+  open_ = true;
+  last_ = data_ends || batches_ + 1 >= steps_;
+  had_backward_ = false;
+  known_weight_ = weight;
+  used_weight_.reset();
+  failure_.clear();
+  known_rows_ = rows.value_or(0);
+}
+
+void GradientWindow::close() noexcept {
+  open_ = false;
+  if (!failure_.empty()) {
+    begun_ = false;
+    complete_ = false;
+    failure_.clear();
+  } else if (had_backward_) {
+    ++batches_;
+  }
+}
+
+// The weight belongs to the batch: counted at its first backward.
+double GradientWindow::batch_weight(std::optional<double> sum_weight) {
+  const std::optional<double> weight = sum_weight     ? sum_weight
+                                       : used_weight_ ? used_weight_
+                                                      : known_weight_;
+  if (!weight) {
+    throw InputError(
+        "accumulation::backward",
+        "the batch's type does not tell its rows, so a mean loss has no weight",
+        "accumulate(loader, weight, model), or a type with rows(batch)",
+        "pass the weight, or call backward(loss_sum, weight)");
+  }
+  if (!std::isfinite(*weight) || *weight < 0 ||
+      (used_weight_ && *used_weight_ != *weight)) {
+    throw InputError(
+        "accumulation::backward",
+        "weight=" + std::to_string(*weight),
+        used_weight_
+            ? "the batch's weight, which an earlier backward gave as " +
+                  std::to_string(*used_weight_)
+            : "a finite number, 0 or above");
+  }
+  if (!used_weight_) {
+    used_weight_ = weight;
+    weight_ += *weight;
+    rows_ += static_cast<double>(known_rows_);
+  }
+  return *weight;
+}
+
+// Note [Scale]
+// Every loss enters as loss_sum / n0, and the sum over ranks is multiplied by
+// n0 / W once, when W, the window's weight, is known. n0 is a power of two near W
+// and equal on all ranks, so that sums stay near the gradient's size (16-bit wires
+// neither overflow nor lose small terms) and dividing by it is exact. A rank alone
+// whose window is one batch knows W beforehand: n0 = W, and nothing is multiplied.
+void GradientWindow::backward(
+    const at::Tensor& loss,
+    std::optional<double> sum_weight,
+    const BackwardOptions& options) {
+  if (!open_ || !failure_.empty()) {
+    throw InputError(
+        "accumulation::backward",
+        open_ ? "an earlier backward of this batch threw: " + failure_
+              : "no window is open",
+        open_ ? "a new window" : "auto window = accelerator.accumulate(model)");
+  }
+  detail::check_window_loss(loss);
+  const double weight = batch_weight(sum_weight);
+  const bool alone = communicator_->world_size() == 1;
+  if (scale_ == 0) {
+    scale_ = alone && last_ && weight > 0 ? weight : next_scale_;
+  }
+  const double times = sum_weight ? 1.0 : weight; // turns the loss into a sum
+  const bool reduce = last_ && options.last;
+  try {
+    if (times != 0) {
+      at::NoGradGuard no_grad;
+      const at::Tensor value = loss.detach().reshape({1}).to(at::kDouble);
+      loss_stats_.add_(at::cat({value * times,
+                                value.isfinite().logical_not().to(at::kDouble)})
+                           .to(device_));
+    }
+    if (reduce && !alone) {
+      start_control();
+    }
+    for (auto& model : models_) {
+      model->start_backward(reduce);
+    }
+    // A mean over no rows is NaN and says nothing.
+    if (times != 0) {
+      loss.backward(at::full_like(loss, times / scale_), options.retain_graph);
+    }
+    for (auto& model : models_) {
+      model->finish_backward();
+    }
+    had_backward_ = true;
+    if (reduce) {
+      complete();
+    }
+  } catch (const std::exception& error) {
+    fail(error.what());
+    throw;
+  } catch (...) {
+    fail("an exception that is not a std::exception");
+    throw;
+  }
+}
+
+// A backward that threw leaves gradients half made: the window starts afresh.
+void GradientWindow::fail(const char* what) {
+  failure_ = what;
+  complete_ = false;
+  for (auto& model : models_) {
+    model->cancel();
+  }
+}
+
+void GradientWindow::start_control() {
+  WindowTotals mine;
+  mine.extra = complete_;
+  mine.weight = complete_ ? 0 : weight_;
+  mine.rows = complete_ ? 0 : rows_;
+  mine.models = models_mask_;
+  mine.number = report_.number + (complete_ ? 0 : 1);
+  control_.start(mine, loss_stats_);
+}
+
+void GradientWindow::complete() {
+  WindowTotals totals;
+  if (communicator_->world_size() > 1) {
+    totals = control_.wait();
+    for (auto& model : models_) {
+      model->wait();
+    }
+    if (totals.finished > 0 && !totals.extra) {
+      nlohmann::json record = exchange_->record();
+      record["kept"] =
+          std::any_of(models_.begin(), models_.end(), [](const auto& model) {
+            return model->carried();
+          });
+      exchange_records(record);
+    }
+  } else {
+    const at::Tensor stats = loss_stats_.cpu();
+    totals.weight = complete_ ? 0 : weight_;
+    totals.rows = complete_ ? 0 : rows_;
+    totals.loss = stats.const_data_ptr<double>()[0];
+    totals.non_finite = stats.const_data_ptr<double>()[1];
+    totals.extra = complete_;
+  }
+  settle(totals);
+}
+
+void GradientWindow::settle(const WindowTotals& totals) {
+  if (totals.extra) {
+    report_.loss += report_.weight > 0 ? totals.loss / report_.weight : 0;
+    report_.non_finite += std::llround(totals.non_finite);
+  } else {
+    // A window without any weight has no mean; its sum is left as it is.
+    factor_ = totals.weight > 0 ? scale_ / totals.weight : 1.0;
+    if (totals.weight > 0) {
+      next_scale_ = detail::nearest_power_of_two(totals.weight);
+    }
+    report_.number += 1;
+    report_.weight = totals.weight;
+    report_.rows = std::llround(totals.rows);
+    report_.loss = totals.weight > 0 ? totals.loss / totals.weight : 0;
+    report_.non_finite = std::llround(totals.non_finite);
+    report_.joined = totals.finished;
+  }
+  if (loss_stats_.defined()) {
+    loss_stats_.zero_(); // a further backward tells what it adds
+  }
+  for (auto& model : models_) {
+    model->finish(factor_);
+  }
+  complete_ = true;
+}
+
+// Note [Joining]
+// A rank that ran out of batches keeps every collective company with zeros, so
+// that the others can go on. What they do with a window's gradients happens in
+// user code it does not run: they tell it, one window later (or when all have
+// finished), when their code has run, and it does the same with that window's
+// gradients, which are set aside while the next window is being reduced. The
+// telling costs a round through the store, in windows that are joined only.
+void GradientWindow::join(const WindowTotals& totals) {
+  const bool replay = exchange_->pending && !totals.extra;
+  if (!totals.extra) {
+    for (auto& model : models_) {
+      model->begin(replay);
+    }
+    scale_ = next_scale_;
+  }
+  for (auto& model : models_) {
+    model->start_backward(true);
+    model->finish_backward();
+  }
+  for (auto& model : models_) {
+    model->wait();
+  }
+  if (!totals.extra) {
+    const nlohmann::json record = exchange_records(nullptr);
+    if (replay) {
+      for (auto& model : models_) {
+        model->swap_aside();
+      }
+      exchange_->replay(record);
+      for (auto& model : models_) {
+        model->swap_aside();
+        if (!record.at("kept").get<bool>()) {
+          model->drop_aside();
+        }
+      }
+    }
+    exchange_->pending = true;
+  }
+  settle(totals);
+  begun_ = true;
+  last_ = had_backward_ = false;
+}
+
+nlohmann::json GradientWindow::exchange_records(const nlohmann::json& mine) {
+  for (auto& record : communicator_->gather_json(mine, "window record")) {
+    if (!record.is_null()) {
+      return record;
+    }
+  }
+  return nullptr;
+}
+
+int64_t GradientWindow::drop() {
+  if (!begun_ || complete_) {
+    return 0;
+  }
+  for (auto& model : models_) {
+    model->cancel();
+  }
+  begun_ = false;
+  last_ = had_backward_ = false;
+  return std::exchange(batches_, 0);
+}
+
+} // namespace hasten
