@@ -84,8 +84,8 @@ std::vector<at::Tensor> run_block_chain(
     std::shared_ptr<const BlockChain> chain,
     std::vector<at::Tensor> inputs,
     Forward block_forward) {
-  return block_chain_forward(std::move(chain), 0, std::move(block_forward))(
-      std::move(inputs));
+  return block_chain_forward(
+      std::move(chain), 0, std::move(block_forward))(std::move(inputs));
 }
 
 void throw_tensor_count(

@@ -171,9 +171,8 @@ TEST(BlockCall, AnExceptionPassesThroughBothInterceptors) {
     } count{unwound};
     return forward(inputs);
   });
-  auto thrower = make([&](auto&, auto, Forward) -> std::vector<Tensor> {
-    throw EarlyStop{};
-  });
+  auto thrower = make(
+      [&](auto&, auto, Forward) -> std::vector<Tensor> { throw EarlyStop{}; });
   auto outer = attach_block(block.ptr(), BlockStage::shard, pass);
   {
     auto inner = attach_block(block.ptr(), BlockStage::checkpoint, thrower);
@@ -192,9 +191,8 @@ TEST(BlockCall, ADeadBlockLeavesNothingToTheNextAtItsAddress) {
     return std::shared_ptr<ScaleImpl>(
         new (place) ScaleImpl(factor), [](ScaleImpl* p) { p->~ScaleImpl(); });
   };
-  auto hundred = make([](auto&, auto, Forward forward) {
-    return forward({scalar(100)});
-  });
+  auto hundred =
+      make([](auto&, auto, Forward forward) { return forward({scalar(100)}); });
   auto block = build(2);
   auto hold = attach_block(block, BlockStage::shard, hundred);
   EXPECT_EQ(value(call_block(block, scalar(1))), 200);
@@ -272,9 +270,8 @@ TEST(BlockCall, AttachesWhileOtherThreadsCall) {
       }
     });
   }
-  auto hundred = make([](auto&, auto, Forward forward) {
-    return forward({scalar(100)});
-  });
+  auto hundred =
+      make([](auto&, auto, Forward forward) { return forward({scalar(100)}); });
   while (calls < 500) {
     auto hold = attach_block(block.ptr(), BlockStage::shard, hundred);
     Scale dead(1.0);

@@ -27,27 +27,19 @@
 #include <ATen/core/Tensor.h>
 
 #include <chrono>
-#include <concepts>
 #include <cstdint>
 #include <iosfwd>
-#include <iterator>
 #include <memory>
 #include <optional>
 #include <string_view>
 #include <tuple>
-#include <type_traits>
 #include <vector>
 
+#include "hasten/accelerator/prepare.h"
 #include "hasten/accelerator/prepared.h"
+#include "hasten/accumulation/gradient_window.h"
 #include "hasten/base/world.h"
 #include "hasten/comm/communicator.h"
-
-namespace torch::nn {
-class Module;
-}
-namespace torch::optim {
-class Optimizer;
-}
 
 namespace hasten {
 
@@ -70,30 +62,6 @@ struct AcceleratorOptions {
   std::chrono::milliseconds timeout{600'000};
 };
 
-struct BackwardOptions {
-  /// Keep the graph for another backward through it. Costs its memory.
-  bool retain_graph = false;
-  /// False where a further backward of the same batch follows: the reduction
-  /// waits for that one. Saves a second reduction.
-  bool last = true;
-};
-
-/// What the ranks agreed on about a window that is complete.
-struct WindowReport {
-  /// 1 for the first complete window of these models, and so on; 0: none yet.
-  uint64_t number = 0;
-  /// Sum of weights and of rows over ranks and batches. Rows are 0 where the
-  /// batch type does not tell.
-  double weight = 0;
-  int64_t rows = 0;
-  /// Sum of losses over the weight: the joined batch's mean loss.
-  double loss = 0;
-  /// Losses that were not finite, over all ranks.
-  int64_t non_finite = 0;
-  /// Ranks that had run out of batches and joined with weight 0.
-  int joined = 0;
-};
-
 /// One batch inside a window; what Accelerator::accumulate returns. Destroyed by
 /// an exception it tells the peers that this rank fails; otherwise it never
 /// communicates.
@@ -108,90 +76,6 @@ class [[nodiscard]] AccumulateGuard {
   std::shared_ptr<detail::AcceleratorCore> core_;
   int exceptions_at_entry_ = 0;
 };
-
-namespace detail {
-
-// Doors into the core for the templates below.
-void core_prepare_model(
-    AcceleratorCore& core, std::shared_ptr<torch::nn::Module> model);
-std::shared_ptr<OptimizerState> core_prepare_optimizer(
-    AcceleratorCore& core,
-    const std::shared_ptr<torch::optim::Optimizer>& optimizer);
-std::shared_ptr<SchedulerState> core_prepare_scheduler(
-    AcceleratorCore& core,
-    std::function<void()> step,
-    std::vector<std::shared_ptr<OptimizerState>> optimizers);
-// Ties the loaders of one prepare() call to its models.
-void core_tie_loaders(
-    AcceleratorCore& core,
-    const std::vector<std::shared_ptr<LoaderState>>& loaders,
-    const std::vector<torch::nn::Module*>& models,
-    bool with_optimizer);
-// `loader` null: the one tied to the models.
-void core_open(
-    AcceleratorCore& core,
-    LoaderState* loader,
-    std::optional<double> weight,
-    const std::vector<torch::nn::Module*>& models);
-
-// What an object given to prepare() is.
-template <typename T>
-struct Borrowed { // an lvalue: borrowed; the caller keeps it alive
-  using Object = std::remove_reference_t<T>;
-  static std::shared_ptr<Object> share(Object& object) {
-    return std::shared_ptr<Object>(std::shared_ptr<void>(), &object);
-  }
-};
-template <typename O>
-struct Borrowed<std::shared_ptr<O>> { // kept
-  using Object = O;
-  static std::shared_ptr<O> share(std::shared_ptr<O> object) { return object; }
-};
-template <typename T>
-using Lent = Borrowed<std::conditional_t<
-    std::is_lvalue_reference_v<T>,
-    std::conditional_t<
-        requires(std::decay_t<T> t) {
-          { std::shared_ptr{t} } -> std::same_as<std::decay_t<T>>;
-        },
-        std::decay_t<T>,
-        T>,
-    std::decay_t<T>>>;
-
-template <typename T>
-concept ModelHolder =
-    requires(const std::decay_t<T>& holder) {
-      { holder.ptr() } -> std::convertible_to<std::shared_ptr<torch::nn::Module>>;
-    } || std::convertible_to<std::decay_t<T>, std::shared_ptr<torch::nn::Module>>;
-template <typename T>
-concept OptimizerLike =
-    std::derived_from<typename Lent<T>::Object, torch::optim::Optimizer>;
-template <typename T>
-concept LoaderLike = requires(typename Lent<T>::Object& range) {
-  std::begin(range) != std::end(range);
-};
-template <typename T>
-concept SchedulerLike =
-    !OptimizerLike<T> && requires(typename Lent<T>::Object& s) { s.step(); };
-// Lvalues and shared_ptrs are lent; models are shared by their holder.
-template <typename T>
-concept Preparable = ModelHolder<T> ||
-    ((std::is_lvalue_reference_v<T> ||
-      requires(std::decay_t<T> t) {
-        { std::shared_ptr{t} } -> std::same_as<std::decay_t<T>>;
-      }) &&
-     (OptimizerLike<T> || LoaderLike<T> || SchedulerLike<T>));
-
-template <ModelHolder Holder>
-std::shared_ptr<torch::nn::Module> module_of(const Holder& holder) {
-  if constexpr (requires { holder.ptr(); }) {
-    return holder.ptr();
-  } else {
-    return holder;
-  }
-}
-
-} // namespace detail
 
 class Accelerator {
  public:
@@ -235,7 +119,7 @@ class Accelerator {
   template <typename Range, detail::ModelHolder... Models>
   AccumulateGuard accumulate(
       const PreparedLoader<Range>& loader, const Models&... models) {
-    return open(loader.shared_->state.get(), std::nullopt, models...);
+    return open(loader.shared_->state, std::nullopt, models...);
   }
   /// For batch types whose rows are not known: `weight` ≥ 0 is what the mean
   /// loss was divided by.
@@ -244,7 +128,7 @@ class Accelerator {
       const PreparedLoader<Range>& loader,
       double weight,
       const Models&... models) {
-    return open(loader.shared_->state.get(), weight, models...);
+    return open(loader.shared_->state, weight, models...);
   }
 
   /// Backward of a loss that is the mean over the batch's rows (or over the
@@ -310,12 +194,15 @@ class Accelerator {
  private:
   template <typename... Models>
   AccumulateGuard open(
-      detail::LoaderState* loader,
+      std::shared_ptr<detail::LoaderState> loader,
       std::optional<double> weight,
       const Models&... models) {
     static_assert(sizeof...(Models) > 0, "accumulate needs a model");
     detail::core_open(
-        *core_, loader, weight, {detail::module_of(models).get()...});
+        *core_,
+        std::move(loader),
+        weight,
+        {detail::module_of(models).get()...});
     return AccumulateGuard(core_);
   }
   double clip_model(
@@ -323,43 +210,6 @@ class Accelerator {
 
   std::shared_ptr<detail::AcceleratorCore> core_;
 };
-
-namespace detail {
-
-// One prepare() call. Models first, then optimizers, then the rest, whatever the
-// order of the arguments.
-template <typename Object, typename Call>
-auto prepare_object(
-    const std::shared_ptr<AcceleratorCore>& core, Object&& object, Call& call) {
-  using T = Object&&;
-  if constexpr (ModelHolder<T>) {
-    return std::decay_t<Object>(object);
-  } else {
-    auto shared = Lent<Object>::share(std::forward<Object>(object));
-    using Held = typename Lent<Object>::Object;
-    if constexpr (OptimizerLike<Object>) {
-      return PreparedOptimizer<Held>(
-          core, shared, call.optimizers.at(call.next_optimizer++));
-    } else if constexpr (LoaderLike<Object>) {
-      auto state = call.loaders.at(call.next_loader++);
-      return PreparedLoader<Held>(core, std::move(shared), std::move(state));
-    } else {
-      auto state = core_prepare_scheduler(
-          *core, [shared] { shared->step(); }, call.optimizers);
-      return PreparedScheduler<Held>(core, shared, std::move(state));
-    }
-  }
-}
-
-struct PrepareCall {
-  std::vector<torch::nn::Module*> models{};
-  std::vector<std::shared_ptr<OptimizerState>> optimizers{};
-  std::vector<std::shared_ptr<LoaderState>> loaders{};
-  size_t next_optimizer = 0;
-  size_t next_loader = 0;
-};
-
-} // namespace detail
 
 template <detail::Preparable... Objects>
 auto Accelerator::prepare(Objects&&... objects) {

@@ -24,7 +24,10 @@ namespace hasten::detail {
 // Calls `visit` on every tensor found in `batch`, in order.
 template <typename Batch, typename Visit>
 void visit_batch(Batch& batch, Visit& visit) {
-  if constexpr (requires { batch.data; batch.target; }) {
+  if constexpr (requires {
+                  batch.data;
+                  batch.target;
+                }) {
     visit(batch.data); // torch::data::Example
     visit(batch.target);
   } else {
@@ -48,7 +51,9 @@ struct TensorChanger : TensorVisitor<TensorChanger<Change>> {
 // Rows of a batch; nothing where the type does not tell.
 template <typename Value>
 std::optional<int64_t> batch_rows(const Value& batch) {
-  if constexpr (requires { { rows(batch) } -> std::convertible_to<int64_t>; }) {
+  if constexpr (requires {
+                  { rows(batch) } -> std::convertible_to<int64_t>;
+                }) {
     return static_cast<int64_t>(rows(batch));
   } else {
     std::optional<int64_t> found;

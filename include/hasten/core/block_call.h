@@ -110,7 +110,10 @@ std::vector<at::Tensor> run_block_chain(
     std::vector<at::Tensor> inputs,
     Forward block_forward);
 [[noreturn]] void throw_tensor_count(
-    const BlockChain& chain, std::string_view what, size_t got, size_t expected);
+    const BlockChain& chain,
+    std::string_view what,
+    size_t got,
+    size_t expected);
 
 // Walks every tensor inside a value; TensorTaker moves them out, TensorPutter in.
 // Members of other kinds are left alone.
@@ -191,7 +194,9 @@ inline constexpr bool kBorrows<std::basic_string_view<T>> = true;
 // An argument as the caller wrote it: lvalues stay lvalues, rvalues rvalues.
 template <typename A>
 using Passed = std::conditional_t<
-    std::is_array_v<std::remove_reference_t<A>>, std::decay_t<A>&, A&&>;
+    std::is_array_v<std::remove_reference_t<A>>,
+    std::decay_t<A>&,
+    A&&>;
 
 template <typename Result, typename Block, typename... Args>
 Result call_intercepted(
@@ -276,8 +281,8 @@ auto& block_of(Block& block) {
 template <typename Block, typename... Args>
 auto call_block(Block&& holder, Args&&... args) {
   auto& block = detail::block_of(holder);
-  using Result = std::decay_t<decltype(block.forward(
-      std::forward<Args>(args)...))>;
+  using Result =
+      std::decay_t<decltype(block.forward(std::forward<Args>(args)...))>;
   static_assert(!std::is_void_v<Result>, "a block returns tensors");
   if (detail::attached_blocks.load(std::memory_order_relaxed) == 0) {
     return Result(block.forward(std::forward<Args>(args)...));

@@ -1,0 +1,139 @@
+// How Accelerator::prepare tells models, optimizers, loaders and schedulers apart
+// and makes their handles. Nothing here is called by users.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <concepts>
+#include <functional>
+#include <iterator>
+#include <memory>
+#include <optional>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "hasten/accelerator/prepared.h"
+
+namespace torch::nn {
+class Module;
+}
+namespace torch::optim {
+class Optimizer;
+}
+
+namespace hasten {
+
+namespace detail {
+
+// Doors into the core for the templates below.
+void core_prepare_model(
+    AcceleratorCore& core, std::shared_ptr<torch::nn::Module> model);
+std::shared_ptr<OptimizerState> core_prepare_optimizer(
+    AcceleratorCore& core,
+    const std::shared_ptr<torch::optim::Optimizer>& optimizer);
+std::shared_ptr<SchedulerState> core_prepare_scheduler(
+    AcceleratorCore& core,
+    std::function<void()> step,
+    std::vector<std::shared_ptr<OptimizerState>> optimizers);
+// Ties the loaders of one prepare() call to its models.
+void core_tie_loaders(
+    AcceleratorCore& core,
+    const std::vector<std::shared_ptr<LoaderState>>& loaders,
+    const std::vector<torch::nn::Module*>& models,
+    bool with_optimizer);
+// `loader` null: the one tied to the models.
+void core_open(
+    AcceleratorCore& core,
+    std::shared_ptr<LoaderState> loader,
+    std::optional<double> weight,
+    const std::vector<torch::nn::Module*>& models);
+
+// What an object given to prepare() is.
+template <typename T>
+struct Borrowed { // an lvalue: borrowed; the caller keeps it alive
+  using Object = std::remove_reference_t<T>;
+  static std::shared_ptr<Object> share(Object& object) {
+    return std::shared_ptr<Object>(std::shared_ptr<void>(), &object);
+  }
+};
+template <typename O>
+struct Borrowed<std::shared_ptr<O>> { // kept
+  using Object = O;
+  static std::shared_ptr<O> share(std::shared_ptr<O> object) { return object; }
+};
+template <typename T>
+using Lent = Borrowed<std::conditional_t<
+    std::is_lvalue_reference_v<T>,
+    std::conditional_t<requires(std::decay_t<T> t) {
+      { std::shared_ptr{t} } -> std::same_as<std::decay_t<T>>;
+    }, std::decay_t<T>, T>,
+    std::decay_t<T>>>;
+
+template <typename T>
+concept ModelHolder = requires(const std::decay_t<T>& holder) {
+  { holder.ptr() } -> std::convertible_to<std::shared_ptr<torch::nn::Module>>;
+} || std::convertible_to<std::decay_t<T>, std::shared_ptr<torch::nn::Module>>;
+template <typename T>
+concept OptimizerLike =
+    std::derived_from<typename Lent<T>::Object, torch::optim::Optimizer>;
+template <typename T>
+concept LoaderLike = requires(typename Lent<T>::Object& range) {
+  std::begin(range) != std::end(range);
+};
+template <typename T>
+concept SchedulerLike =
+    !OptimizerLike<T> && requires(typename Lent<T>::Object& s) { s.step(); };
+// Lvalues and shared_ptrs are lent; models are shared by their holder.
+template <typename T>
+concept Preparable =
+    ModelHolder<T> ||
+    ((std::is_lvalue_reference_v<T> || requires(std::decay_t<T> t) {
+       { std::shared_ptr{t} } -> std::same_as<std::decay_t<T>>;
+     }) && (OptimizerLike<T> || LoaderLike<T> || SchedulerLike<T>));
+
+template <ModelHolder Holder>
+std::shared_ptr<torch::nn::Module> module_of(const Holder& holder) {
+  if constexpr (requires { holder.ptr(); }) {
+    return holder.ptr();
+  } else {
+    return holder;
+  }
+}
+
+// One prepare() call. Models first, then optimizers, then the rest, whatever the
+// order of the arguments.
+template <typename Object, typename Call>
+auto prepare_object(
+    const std::shared_ptr<AcceleratorCore>& core, Object&& object, Call& call) {
+  using T = Object&&;
+  if constexpr (ModelHolder<T>) {
+    return std::decay_t<Object>(object);
+  } else {
+    auto shared = Lent<Object>::share(std::forward<Object>(object));
+    using Held = typename Lent<Object>::Object;
+    if constexpr (OptimizerLike<Object>) {
+      return PreparedOptimizer<Held>(
+          core, shared, call.optimizers.at(call.next_optimizer++));
+    } else if constexpr (LoaderLike<Object>) {
+      auto state = call.loaders.at(call.next_loader++);
+      return PreparedLoader<Held>(core, std::move(shared), std::move(state));
+    } else {
+      auto state = core_prepare_scheduler(
+          *core, [shared] { shared->step(); }, call.optimizers);
+      return PreparedScheduler<Held>(core, shared, std::move(state));
+    }
+  }
+}
+
+struct PrepareCall {
+  std::vector<torch::nn::Module*> models{};
+  std::vector<std::shared_ptr<OptimizerState>> optimizers{};
+  std::vector<std::shared_ptr<LoaderState>> loaders{};
+  size_t next_optimizer = 0;
+  size_t next_loader = 0;
+};
+
+} // namespace detail
+
+} // namespace hasten

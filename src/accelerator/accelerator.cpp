@@ -1,0 +1,233 @@
+#include "hasten/accelerator/accelerator.h"
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+
+#include <exception>
+#include <iostream>
+
+#include "accelerator_core.h"
+#include "hasten/base/error.h"
+#include "hasten/base/log.h"
+
+namespace hasten {
+
+namespace detail {
+
+const AcceleratorOptions& checked_options(const AcceleratorOptions& options) {
+  const auto refuse = [](const std::string& what, const char* expected) {
+    throw InputError("accelerator::Accelerator", what, expected);
+  };
+  if (options.gradient_accumulation_steps < 1) {
+    refuse(
+        "gradient_accumulation_steps=" +
+            std::to_string(options.gradient_accumulation_steps),
+        "1 or more");
+  }
+  if (!(options.bucket_cap_mb > 0)) {
+    refuse("bucket_cap_mb=" + std::to_string(options.bucket_cap_mb), "above 0");
+  }
+  if (options.timeout.count() <= 0) {
+    refuse("timeout=" + std::to_string(options.timeout.count()), "above 0");
+  }
+  return options;
+}
+
+std::shared_ptr<AcceleratorCore> make_accelerator_core(
+    const AcceleratorOptions& options,
+    std::shared_ptr<Communicator> communicator) {
+  World world = world_from_environment();
+  if (communicator) {
+    world.rank = communicator->rank();
+    world.world_size = communicator->world_size();
+  }
+  set_error_rank(world.rank, world.world_size);
+  set_log_rank(world.rank, world.world_size);
+  at::set_num_threads(threads_per_rank(world.local_world_size));
+  const bool owns = !communicator;
+  if (owns) {
+    CommunicatorOptions comm;
+    comm.timeout = options.timeout;
+    comm.device_kind =
+        accelerator_device(options, world.local_rank).is_cpu() ? "cpu" : "cuda";
+    communicator = Communicator::create(world, comm);
+  }
+  return std::make_shared<AcceleratorCore>(
+      options, world, std::move(communicator), owns);
+}
+
+// The doors of prepare.h and prepared.h.
+
+bool core_optimizer_step(AcceleratorCore& core, OptimizerState& optimizer) {
+  return core.optimizer_step(optimizer);
+}
+void core_zero_grad(AcceleratorCore& core, OptimizerState& optimizer) {
+  core.zero_grad(optimizer);
+}
+bool core_scheduler_step(AcceleratorCore& core, SchedulerState& scheduler) {
+  return core.scheduler_step(scheduler);
+}
+void core_begin_range(AcceleratorCore& core, LoaderState& loader) {
+  core.begin_range(loader);
+}
+void core_end_range(AcceleratorCore& core, LoaderState& loader) {
+  core.end_range(loader);
+}
+at::Device core_device(const AcceleratorCore& core) { return core.device; }
+int core_rank(const AcceleratorCore& core) { return core.world.rank; }
+int core_world_size(const AcceleratorCore& core) {
+  return core.world.world_size;
+}
+void throw_no_empty_batch() {
+  throw InputError(
+      "accelerator::PreparedLoader",
+      "the batches do not divide evenly over ranks, and no tensor is found in "
+      "their type to make one without rows from",
+      "a batch type with tensors, or with flatten(visit, batch)");
+}
+void core_prepare_model(
+    AcceleratorCore& core, std::shared_ptr<torch::nn::Module> model) {
+  core.prepare_model(std::move(model));
+}
+std::shared_ptr<OptimizerState> core_prepare_optimizer(
+    AcceleratorCore& core,
+    const std::shared_ptr<torch::optim::Optimizer>& optimizer) {
+  return core.prepare_optimizer(optimizer);
+}
+std::shared_ptr<SchedulerState> core_prepare_scheduler(
+    AcceleratorCore& core,
+    std::function<void()> step,
+    std::vector<std::shared_ptr<OptimizerState>> optimizers) {
+  return core.prepare_scheduler(std::move(step), std::move(optimizers));
+}
+void core_tie_loaders(
+    AcceleratorCore& core,
+    const std::vector<std::shared_ptr<LoaderState>>& loaders,
+    const std::vector<torch::nn::Module*>& models,
+    bool with_optimizer) {
+  core.tie_loaders(loaders, models, with_optimizer);
+}
+void core_open(
+    AcceleratorCore& core,
+    std::shared_ptr<LoaderState> loader,
+    std::optional<double> weight,
+    const std::vector<torch::nn::Module*>& models) {
+  core.open(std::move(loader), weight, models);
+}
+
+} // namespace detail
+
+AccumulateGuard::AccumulateGuard(std::shared_ptr<detail::AcceleratorCore> core)
+    : core_(std::move(core)),
+      exceptions_at_entry_(std::uncaught_exceptions()) {}
+
+AccumulateGuard::~AccumulateGuard() {
+  core_->close(std::uncaught_exceptions() > exceptions_at_entry_);
+}
+
+Accelerator::Accelerator(AcceleratorOptions options)
+    : core_(detail::make_accelerator_core(
+          detail::checked_options(options), nullptr)) {}
+
+Accelerator::Accelerator(
+    AcceleratorOptions options, std::shared_ptr<Communicator> communicator)
+    : core_(detail::make_accelerator_core(
+          detail::checked_options(options), std::move(communicator))) {}
+
+Accelerator::~Accelerator() {
+  if (core_ && core_->owns_communicator && core_->world.world_size > 1 &&
+      !core_->finished && std::uncaught_exceptions() == 0) {
+    log_warning(
+        "[accelerator::Accelerator] destroyed without finish(): peers that "
+        "still communicate with this rank will fail");
+  }
+}
+
+void Accelerator::backward(
+    const at::Tensor& mean_loss, BackwardOptions options) {
+  core_->backward(mean_loss, std::nullopt, options);
+}
+
+void Accelerator::backward(
+    const at::Tensor& loss_sum, double weight, BackwardOptions options) {
+  core_->backward(loss_sum, weight, options);
+}
+
+double Accelerator::clip_model(
+    torch::nn::Module& model, double max_norm, double norm_type) {
+  detail::SlotList list;
+  list.model = core_->model_index(&model, "accelerator::clip_grad_norm_");
+  list.all = true;
+  return core_->clip({list}, max_norm, norm_type);
+}
+
+double Accelerator::clip_grad_norm_(
+    const std::vector<at::Tensor>& parameters,
+    double max_norm,
+    double norm_type) {
+  return core_->clip(core_->slots_of(parameters), max_norm, norm_type);
+}
+
+bool Accelerator::sync_gradients() const {
+  return core_->window != nullptr && core_->window->is_last();
+}
+
+const WindowReport& Accelerator::last_window() const { return core_->report; }
+
+at::Tensor Accelerator::gather_for_metrics(const at::Tensor& rows) {
+  at::Tensor own = rows.detach();
+  own = own.dim() == 0 ? own.reshape({1}) : own.contiguous();
+  return num_processes() == 1
+             ? own
+             : communicator()->all_gather_rows(own, "gather_for_metrics");
+}
+
+at::Tensor Accelerator::gather(const at::Tensor& tensor) {
+  at::Tensor own = tensor.detach();
+  own = own.dim() == 0 ? own.reshape({1}) : own.contiguous();
+  if (num_processes() == 1) {
+    return own;
+  }
+  auto sizes = own.sizes().vec();
+  sizes.insert(sizes.begin(), num_processes());
+  at::Tensor all = at::empty(sizes, own.options());
+  communicator()->all_gather_async(all, own, "gather").wait();
+  return all.flatten(0, 1);
+}
+
+at::Tensor Accelerator::reduce(const at::Tensor& tensor, ReduceOp op) {
+  at::Tensor result = tensor.detach().clone(at::MemoryFormat::Contiguous);
+  if (num_processes() > 1) {
+    communicator()->all_reduce(result, op, "reduce");
+  }
+  return result;
+}
+
+at::Device Accelerator::device() const { return core_->device; }
+int Accelerator::process_index() const { return core_->world.rank; }
+int Accelerator::local_process_index() const { return core_->world.local_rank; }
+int Accelerator::num_processes() const { return core_->world.world_size; }
+
+void Accelerator::wait_for_everyone() {
+  communicator()->barrier("wait_for_everyone");
+}
+
+void Accelerator::print(std::string_view line) const { print(std::cout, line); }
+
+void Accelerator::print(std::ostream& out, std::string_view line) const {
+  if (is_main_process()) {
+    out << line << std::endl; // flushed: ranks' output is often piped
+  }
+}
+
+const std::shared_ptr<Communicator>& Accelerator::communicator() const {
+  return core_->communicator;
+}
+
+const AcceleratorOptions& Accelerator::options() const {
+  return core_->options;
+}
+
+void Accelerator::finish() { core_->finish(); }
+
+} // namespace hasten

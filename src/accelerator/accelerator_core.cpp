@@ -1,0 +1,288 @@
+#include "accelerator_core.h"
+
+#include <ATen/ATen.h>
+#include <torch/cuda.h>
+#include <torch/nn/module.h>
+
+#include <algorithm>
+
+#include "hasten/base/error.h"
+#include "hasten/base/log.h"
+#include "hasten/core/random.h"
+
+namespace hasten::detail {
+
+at::Device accelerator_device(const AcceleratorOptions& options, int rank) {
+  if (options.cpu || !torch::cuda::is_available()) {
+    return at::kCPU;
+  }
+  const auto count = static_cast<int>(torch::cuda::device_count());
+  return {at::kCUDA, static_cast<c10::DeviceIndex>(rank % count)};
+}
+
+AcceleratorCore::AcceleratorCore(
+    AcceleratorOptions o, World w, std::shared_ptr<Communicator> c, bool owns)
+    : options(o),
+      world(std::move(w)),
+      communicator(std::move(c)),
+      owns_communicator(owns),
+      device(accelerator_device(o, world.local_rank)),
+      exchange_(std::make_shared<WindowExchange>()),
+      control_(communicator, device) {
+  exchange_->record = [this] { return record(); };
+  exchange_->replay = [this](const nlohmann::json& value) { replay(value); };
+  if (options.seed) {
+    set_seed(*options.seed);
+  }
+}
+
+size_t AcceleratorCore::model_index(
+    const torch::nn::Module* module, const char* where) const {
+  const auto it = model_index_.find(module);
+  if (it == model_index_.end()) {
+    throw InputError(
+        where,
+        "a model that was not prepared",
+        "a model given to prepare()",
+        "call accelerator.prepare(model, …) first");
+  }
+  return it->second;
+}
+
+void AcceleratorCore::prepare_model(std::shared_ptr<torch::nn::Module> module) {
+  if (!module) {
+    throw InputError("accelerator::prepare", "model=null", "a model");
+  }
+  if (model_index_.count(module.get()) > 0) {
+    return;
+  }
+  if (models_.size() >= 32) {
+    throw InputError(
+        "accelerator::prepare", "a 33rd model", "at most 32 an accelerator");
+  }
+  for (const auto& item : module->named_parameters()) {
+    const auto owner =
+        parameter_owner_.find(item.value().unsafeGetTensorImpl());
+    if (owner != parameter_owner_.end()) {
+      throw InputError(
+          "accelerator::prepare",
+          "parameter \"" + item.key() + "\" is also \"" + owner->second.second +
+              "\" of a model prepared before",
+          "models that share no parameters",
+          "prepare one module that holds both");
+    }
+  }
+  if (options.seed && !seeded_) {
+    seed_dropout(*options.seed, world.rank);
+    seeded_ = true;
+  }
+  const auto elsewhere = [this](const auto& item) {
+    return item.value().device() != device;
+  };
+  const auto parameters = module->named_parameters();
+  const auto buffers = module->named_buffers();
+  if (std::any_of(parameters.begin(), parameters.end(), elsewhere) ||
+      std::any_of(buffers.begin(), buffers.end(), elsewhere)) {
+    module->to(device); // same tensors, new storage: flatten only after it
+  }
+  DdpOptions ddp;
+  ddp.bucket_cap_mb = options.bucket_cap_mb;
+  ddp.first_bucket_mb = std::min(ddp.first_bucket_mb, options.bucket_cap_mb);
+  ddp.broadcast_buffers = options.broadcast_buffers;
+  ModelState state;
+  state.ddp = std::make_shared<Ddp>(communicator, module, ddp);
+  for (const auto& [name, parameter] : state.ddp->parameters()) {
+    parameter_owner_[parameter.unsafeGetTensorImpl()] = {models_.size(), name};
+  }
+  model_index_[module.get()] = models_.size();
+  models_.push_back(std::move(state));
+}
+
+std::vector<SlotList> AcceleratorCore::slots_of(
+    const std::vector<at::Tensor>& parameters) {
+  std::map<size_t, SlotList> lists;
+  size_t position = 0;
+  for (const at::Tensor& parameter : parameters) {
+    const auto owner = parameter_owner_.find(parameter.unsafeGetTensorImpl());
+    if (owner == parameter_owner_.end()) {
+      std::ostringstream what;
+      what << "parameter " << position << " " << parameter.sizes()
+           << " belongs to no prepared model";
+      throw InputError(
+          "accelerator::prepare",
+          what.str(),
+          "parameters of models that are prepared in the same call or before",
+          "prepare the model too, and build the optimizer from its parameters");
+    }
+    const size_t model = owner->second.first;
+    SlotList& list = lists.try_emplace(model, SlotList{model}).first->second;
+    const auto slot = models_[model].ddp->gradients().layout().find(parameter);
+    if (slot >= 0 && std::find(list.slots.begin(), list.slots.end(), slot) ==
+                         list.slots.end()) {
+      list.slots.push_back(slot); // once, also where it is tied; none if frozen
+    }
+    ++position;
+  }
+  std::vector<SlotList> result;
+  for (auto& [model, list] : lists) {
+    list.all = list.slots.size() ==
+               models_[model].ddp->gradients().layout().slots().size();
+    result.push_back(std::move(list));
+  }
+  return result;
+}
+
+void AcceleratorCore::tie_loaders(
+    const std::vector<std::shared_ptr<LoaderState>>& loaders,
+    const std::vector<torch::nn::Module*>& models,
+    bool with_optimizer) {
+  if (loaders.empty() || !with_optimizer) {
+    return;
+  }
+  loaders.front()->training = true;
+  training_.push_back(loaders.front());
+  for (const auto* module : models) {
+    models_[model_index(module, "accelerator::prepare")].loader =
+        loaders.front();
+  }
+}
+
+std::shared_ptr<LoaderState> AcceleratorCore::training_loader(
+    const std::vector<size_t>& models) const {
+  for (const size_t model : models) {
+    if (models_[model].loader) {
+      return models_[model].loader;
+    }
+  }
+  if (training_.size() > 1) {
+    throw InputError(
+        "accelerator::accumulate",
+        std::to_string(training_.size()) +
+            " training loaders are prepared, none of them with this model",
+        "to be told which",
+        "call accumulate(loader, model)");
+  }
+  return training_.empty() ? nullptr : training_.front();
+}
+
+GradientWindow& AcceleratorCore::window_of(uint64_t mask) {
+  const auto it = windows_.find(mask);
+  if (it != windows_.end()) {
+    return it->second;
+  }
+  std::vector<std::shared_ptr<Ddp>> models;
+  for (size_t i = 0; i < models_.size(); ++i) {
+    if ((mask >> i & 1) != 0) {
+      models.push_back(models_[i].ddp);
+    }
+  }
+  return windows_
+      .try_emplace(
+          mask,
+          communicator,
+          std::move(models),
+          mask,
+          options.gradient_accumulation_steps,
+          device,
+          exchange_)
+      .first->second;
+}
+
+void AcceleratorCore::open(
+    std::shared_ptr<LoaderState> loader,
+    std::optional<double> weight,
+    const std::vector<torch::nn::Module*>& modules) {
+  const char* where = "accelerator::accumulate";
+  if (window != nullptr) {
+    throw InputError(
+        where,
+        "a batch is open already",
+        "one guard at a time",
+        "pass all models of a batch to one accumulate()");
+  }
+  std::vector<size_t> models;
+  uint64_t mask = 0;
+  for (const auto* module : modules) {
+    models.push_back(model_index(module, where));
+    mask |= uint64_t{1} << models.back();
+  }
+  if (loader == nullptr) {
+    loader = training_loader(models);
+  } else if (!loader->training) {
+    loader->training = loader->open = true;
+    training_.push_back(loader);
+  }
+  GradientWindow& next = window_of(mask);
+  for (const size_t model : models) {
+    if (in_window(models_[model]) && models_[model].window != &next) {
+      throw InputError(
+          where,
+          "a model is in the middle of a window with other models",
+          "the same models until the window is complete");
+    }
+  }
+  std::optional<int64_t> rows;
+  if (loader != nullptr) {
+    rows = loader->rows;
+    if (!weight && rows) {
+      weight = static_cast<double>(*rows);
+    }
+  }
+  next.open(loader != nullptr && loader->last, weight, rows);
+  for (const size_t model : models) {
+    models_[model].window = &next;
+    models_[model].completed = 0;
+  }
+  window = &next;
+}
+
+void AcceleratorCore::close(bool unwinding) noexcept {
+  if (window == nullptr) {
+    return;
+  }
+  const bool broken = !window->failure().empty();
+  if ((unwinding || broken) && communicator->world_size() > 1) {
+    communicator->abandon(
+        broken ? window->failure()
+               : "an exception left the window of accumulate()");
+  }
+  window->close();
+  if (broken) {
+    for (ModelState& model : models_) {
+      if (model.window == window) {
+        model.window = nullptr;
+      }
+    }
+  }
+  window = nullptr;
+}
+
+void AcceleratorCore::backward(
+    const at::Tensor& loss,
+    std::optional<double> sum_weight,
+    const BackwardOptions& backward_options) {
+  if (window == nullptr) {
+    throw InputError(
+        "accelerator::backward",
+        "no window is open",
+        "auto window = accelerator.accumulate(model) before it, in the loop");
+  }
+  const bool was_complete = window->is_complete();
+  window->backward(loss, sum_weight, backward_options);
+  if (!window->is_complete()) {
+    return;
+  }
+  report = window->report();
+  if (!was_complete) {
+    ++serial_;
+    actions_ = nlohmann::json::array();
+    joined_in_range_ = joined_in_range_ || report.joined > 0;
+    for (ModelState& model : models_) {
+      if (model.window == window) {
+        model.completed = serial_;
+      }
+    }
+  }
+}
+
+} // namespace hasten::detail

@@ -1,0 +1,127 @@
+// The state behind an Accelerator and its handles.
+#pragma once
+
+#include <nlohmann/json.hpp>
+
+#include <map>
+#include <memory>
+#include <unordered_map>
+#include <vector>
+
+#include "hasten/accelerator/accelerator.h"
+#include "hasten/accumulation/gradient_window.h"
+#include "hasten/base/world.h"
+
+namespace hasten::detail {
+
+// Slots of one model; `all`: the whole of it.
+struct SlotList {
+  size_t model = 0;
+  bool all = false;
+  std::vector<int64_t> slots{};
+};
+
+// Global norm of gradients: order `norm_type` over all their elements, summed in
+// fp64 over pieces.
+double gradient_norm(
+    const std::vector<at::Tensor>& gradients, double norm_type);
+
+// Moves the moments of torch's optimizers, and of those derived from them.
+void move_optimizer_state(
+    torch::optim::Optimizer& optimizer, const at::Device& device);
+
+// Where this rank computes: its own GPU, or the CPU.
+at::Device accelerator_device(
+    const AcceleratorOptions& options, int local_rank);
+
+class AcceleratorCore {
+ public:
+  AcceleratorCore(
+      AcceleratorOptions options,
+      World world,
+      std::shared_ptr<Communicator> communicator,
+      bool owns_communicator);
+
+  void prepare_model(std::shared_ptr<torch::nn::Module> module);
+  std::shared_ptr<OptimizerState> prepare_optimizer(
+      const std::shared_ptr<torch::optim::Optimizer>& optimizer);
+  std::shared_ptr<SchedulerState> prepare_scheduler(
+      std::function<void()> step,
+      std::vector<std::shared_ptr<OptimizerState>> optimizers);
+  void tie_loaders(
+      const std::vector<std::shared_ptr<LoaderState>>& loaders,
+      const std::vector<torch::nn::Module*>& models,
+      bool with_optimizer);
+
+  void open(
+      std::shared_ptr<LoaderState> loader,
+      std::optional<double> weight,
+      const std::vector<torch::nn::Module*>& modules);
+  void close(bool unwinding) noexcept;
+  void backward(
+      const at::Tensor& loss,
+      std::optional<double> sum_weight,
+      const BackwardOptions& options);
+
+  bool optimizer_step(OptimizerState& optimizer);
+  void zero_grad(OptimizerState& optimizer);
+  bool scheduler_step(SchedulerState& scheduler);
+  double clip(const std::vector<SlotList>& lists, double max_norm, double p);
+  std::vector<SlotList> slots_of(const std::vector<at::Tensor>& parameters);
+  size_t model_index(const torch::nn::Module* module, const char* where) const;
+
+  void begin_range(LoaderState& loader);
+  void end_range(LoaderState& loader);
+  void finish();
+
+  // Set at construction.
+  const AcceleratorOptions options;
+  const World world;
+  const std::shared_ptr<Communicator> communicator;
+  const bool owns_communicator;
+  const at::Device device;
+
+  GradientWindow* window = nullptr; // the open batch's
+  WindowReport report{};
+  bool finished = false;
+
+ private:
+  struct ModelState {
+    std::shared_ptr<Ddp> ddp;
+    std::shared_ptr<LoaderState> loader;
+    GradientWindow* window = nullptr; // the last one it took part in
+    uint64_t completed = 0; // serial of its last complete window; 0: none yet
+  };
+
+  bool in_window(const ModelState& model) const {
+    return model.window != nullptr && model.completed == 0;
+  }
+  uint64_t completed_window(const std::vector<SlotList>& lists) const;
+  GradientWindow& window_of(uint64_t mask);
+  std::shared_ptr<LoaderState> training_loader(
+      const std::vector<size_t>& models) const;
+  double clip_now(
+      const std::vector<SlotList>& lists, double max_norm, double p);
+  void drop_unfinished();
+  void join_ranges();
+  nlohmann::json record();
+  void replay(const nlohmann::json& record);
+
+  bool seeded_ = false;
+  std::vector<ModelState> models_;
+  std::unordered_map<const torch::nn::Module*, size_t> model_index_;
+  std::unordered_map<const void*, std::pair<size_t, std::string>>
+      parameter_owner_; // TensorImpl -> model, name
+  std::vector<std::shared_ptr<OptimizerState>> optimizers_;
+  std::vector<std::vector<SlotList>> optimizer_slots_; // [optimizer]
+  std::vector<std::shared_ptr<SchedulerState>> schedulers_;
+  std::vector<std::shared_ptr<LoaderState>> training_;
+  std::map<uint64_t, GradientWindow> windows_; // by mask of models
+  std::shared_ptr<WindowExchange> exchange_;
+  WindowControl control_;
+  uint64_t serial_ = 0; // complete windows
+  bool joined_in_range_ = false; // since the last end every rank agreed on
+  nlohmann::json actions_ = nlohmann::json::array(); // since the last window
+};
+
+} // namespace hasten::detail

@@ -1,0 +1,301 @@
+// What happens to gradients when a window is complete, here and, for ranks that
+// ran out of batches, by record and replay (Note [Joining]).
+#include <ATen/ATen.h>
+#include <torch/nn/module.h>
+#include <torch/optim.h>
+
+#include <cmath>
+#include <cstdlib>
+#include <limits>
+#include <sstream>
+
+#include "accelerator_core.h"
+#include "hasten/base/error.h"
+#include "hasten/base/log.h"
+
+namespace hasten::detail {
+
+double gradient_norm(
+    const std::vector<at::Tensor>& gradients, double norm_type) {
+  // fp32 squares summed over millions of elements lose digits: sums over rows of
+  // this many elements, then fp64.
+  constexpr int64_t kRow = 1 << 14;
+  std::vector<at::Tensor> parts;
+  for (const at::Tensor& gradient : gradients) {
+    const at::Tensor flat = gradient.reshape({-1});
+    const int64_t rows = flat.numel() / kRow;
+    if (rows > 0) {
+      parts.push_back(at::linalg_vector_norm(
+          flat.narrow(0, 0, rows * kRow).view({rows, kRow}), norm_type, {1}));
+    }
+    if (flat.numel() > rows * kRow) {
+      parts.push_back(at::linalg_vector_norm(
+          flat.narrow(0, rows * kRow, flat.numel() - rows * kRow),
+          norm_type,
+          {0},
+          /*keepdim=*/true));
+    }
+  }
+  for (at::Tensor& part : parts) {
+    part = part.to(at::kDouble).to(parts.front().device());
+  }
+  if (parts.empty()) {
+    return 0;
+  }
+  return at::linalg_vector_norm(at::cat(parts), norm_type).item<double>();
+}
+
+// JSON has no infinity, and a clip must be repeated to the last bit.
+std::string exact_double(double value) {
+  char text[40];
+  std::snprintf(text, sizeof text, "%a", value);
+  return text;
+}
+
+uint64_t AcceleratorCore::completed_window(
+    const std::vector<SlotList>& lists) const {
+  uint64_t last = 0;
+  for (const SlotList& list : lists) {
+    if (in_window(models_[list.model])) {
+      return 0;
+    }
+    last = std::max(last, models_[list.model].completed);
+  }
+  return last;
+}
+
+bool AcceleratorCore::optimizer_step(OptimizerState& optimizer) {
+  const auto index = static_cast<size_t>(optimizer.index);
+  const uint64_t complete = completed_window(optimizer_slots_[index]);
+  if (complete == 0 || optimizer.stepped == complete) {
+    return false;
+  }
+  optimizer.step();
+  optimizer.stepped = complete;
+  actions_.push_back({{"step", optimizer.index}});
+  return true;
+}
+
+bool AcceleratorCore::scheduler_step(SchedulerState& scheduler) {
+  const auto& watched =
+      scheduler.optimizers.empty() ? optimizers_ : scheduler.optimizers;
+  uint64_t stepped = 0;
+  for (const auto& optimizer : watched) {
+    const auto index = static_cast<size_t>(optimizer->index);
+    if (completed_window(optimizer_slots_[index]) == optimizer->stepped) {
+      stepped = std::max(stepped, optimizer->stepped);
+    }
+  }
+  if (stepped == 0 || stepped == scheduler.stepped) {
+    return false;
+  }
+  scheduler.step();
+  scheduler.stepped = stepped;
+  actions_.push_back({{"tick", scheduler.index}});
+  return true;
+}
+
+void AcceleratorCore::zero_grad(OptimizerState& optimizer) {
+  const auto& lists = optimizer_slots_[static_cast<size_t>(optimizer.index)];
+  for (const SlotList& list : lists) {
+    if (in_window(models_[list.model])) {
+      return;
+    }
+  }
+  at::NoGradGuard no_grad;
+  for (const SlotList& list : lists) {
+    FlatGradients& gradients = models_[list.model].ddp->gradients();
+    if (list.all) {
+      gradients.install();
+      gradients.zero_();
+      continue;
+    }
+    for (const int64_t slot : list.slots) {
+      gradients.install_slot(slot);
+      at::Tensor(gradients.view(slot)).zero_();
+    }
+  }
+}
+
+double AcceleratorCore::clip(
+    const std::vector<SlotList>& lists, double max_norm, double p) {
+  if (!(max_norm > 0) || !(p > 0)) {
+    throw InputError(
+        "accelerator::clip_grad_norm_",
+        "max_norm=" + std::to_string(max_norm) +
+            ", norm_type=" + std::to_string(p),
+        "both above 0");
+  }
+  if (completed_window(lists) == 0) {
+    return 0;
+  }
+  const double norm = clip_now(lists, max_norm, p);
+  auto models = nlohmann::json::array();
+  for (const SlotList& list : lists) {
+    models.push_back({list.model, list.all, list.slots});
+  }
+  actions_.push_back(
+      {{"clip", std::move(models)},
+       {"max_norm", exact_double(max_norm)},
+       {"norm_type", exact_double(p)}});
+  return norm;
+}
+
+double AcceleratorCore::clip_now(
+    const std::vector<SlotList>& lists, double max_norm, double p) {
+  at::NoGradGuard no_grad;
+  std::vector<at::Tensor> gradients;
+  for (const SlotList& list : lists) {
+    const FlatGradients& flat = models_[list.model].ddp->gradients();
+    if (list.all) {
+      for (size_t g = 0; g < flat.layout().groups().size(); ++g) {
+        gradients.push_back(flat.buffer(static_cast<int64_t>(g)));
+      }
+    } else {
+      for (const int64_t slot : list.slots) {
+        gradients.push_back(flat.view(slot));
+      }
+    }
+  }
+  const double norm = gradient_norm(gradients, p);
+  const double factor = max_norm / (norm + 1e-6); // as torch.nn.utils does
+  if (!(factor >= 1)) {
+    for (at::Tensor& gradient : gradients) {
+      gradient.mul_(factor);
+    }
+  }
+  return norm;
+}
+
+nlohmann::json AcceleratorCore::record() {
+  auto cleared = nlohmann::json::array();
+  for (size_t i = 0; i < models_.size(); ++i) {
+    if (models_[i].ddp->gradients().cleared()) {
+      cleared.push_back(i);
+    }
+  }
+  return {{"actions", actions_}, {"cleared", std::move(cleared)}};
+}
+
+void AcceleratorCore::replay(const nlohmann::json& record) {
+  for (const auto& action : record.at("actions")) {
+    if (action.contains("step")) {
+      optimizers_.at(action["step"].get<size_t>())->step();
+    } else if (action.contains("tick")) {
+      schedulers_.at(action["tick"].get<size_t>())->step();
+    } else {
+      std::vector<SlotList> lists;
+      for (const auto& list : action.at("clip")) {
+        lists.push_back(
+            {list[0].get<size_t>(),
+             list[1].get<bool>(),
+             list[2].get<std::vector<int64_t>>()});
+      }
+      clip_now(
+          lists,
+          std::strtod(action["max_norm"].get<std::string>().c_str(), nullptr),
+          std::strtod(action["norm_type"].get<std::string>().c_str(), nullptr));
+    }
+  }
+  for (const auto& model : record.at("cleared")) {
+    FlatGradients& gradients = models_.at(model.get<size_t>()).ddp->gradients();
+    gradients.install();
+    gradients.zero_();
+  }
+}
+
+void AcceleratorCore::begin_range(LoaderState& loader) {
+  if (!loader.training) {
+    return;
+  }
+  if (loader.open) {
+    join_ranges(); // left by break
+  }
+  loader.open = true;
+}
+
+void AcceleratorCore::end_range(LoaderState& loader) {
+  if (loader.open) {
+    join_ranges();
+    loader.open = false;
+  }
+}
+
+void AcceleratorCore::drop_unfinished() {
+  for (auto& [mask, unfinished] : windows_) {
+    if (const int64_t batches = unfinished.drop(); batches > 0) {
+      log_warning(
+          "the epoch was left in the middle of a window: the gradients of " +
+          std::to_string(batches) + " batches are dropped");
+    }
+    for (ModelState& model : models_) {
+      if (model.window == &unfinished && !unfinished.is_complete()) {
+        model.window = nullptr;
+      }
+    }
+  }
+}
+
+// Says "finished" until every rank does, taking part in what the others still do.
+void AcceleratorCore::join_ranges() {
+  drop_unfinished();
+  if (communicator->world_size() == 1) {
+    return;
+  }
+  WindowTotals mine;
+  mine.finished = 1;
+  for (;;) {
+    control_.start(mine, at::Tensor());
+    const WindowTotals totals = control_.wait();
+    if (totals.finished == communicator->world_size()) {
+      break;
+    }
+    joined_in_range_ = true;
+    GradientWindow& theirs = window_of(totals.models);
+    theirs.join(totals);
+    report = theirs.report();
+    for (size_t i = 0; i < models_.size(); ++i) {
+      if ((totals.models >> i & 1) != 0) {
+        models_[i].window = &theirs;
+        models_[i].completed = 0;
+      }
+    }
+  }
+  if (!std::exchange(joined_in_range_, false)) {
+    return;
+  }
+  // The last window's record: nobody's next window will bring it.
+  const bool pending = std::exchange(exchange_->pending, false);
+  for (const auto& theirs : communicator->gather_json(
+           pending ? nlohmann::json() : record(), "window record")) {
+    if (pending && !theirs.is_null()) {
+      replay(theirs);
+      break;
+    }
+  }
+  if (pending) {
+    actions_ = nlohmann::json::array();
+    for (ModelState& model : models_) {
+      model.window = nullptr; // stepped by replay: nothing is left to step for
+      model.completed = 0;
+    }
+  }
+}
+
+void AcceleratorCore::finish() {
+  if (std::exchange(finished, true)) {
+    return;
+  }
+  bool open = false;
+  for (const auto& loader : training_) {
+    open = std::exchange(loader->open, false) || open;
+  }
+  if (open) {
+    join_ranges();
+  }
+  if (owns_communicator) {
+    communicator->close();
+  }
+}
+
+} // namespace hasten::detail

@@ -1,0 +1,79 @@
+// Optimizers and schedulers of Accelerator::prepare.
+#include <ATen/ATen.h>
+#include <torch/optim.h>
+
+#include "accelerator_core.h"
+#include "hasten/base/error.h"
+
+namespace hasten::detail {
+
+// State objects hold their tensors under accessors of their own.
+void move_optimizer_state(
+    torch::optim::Optimizer& optimizer, const at::Device& device) {
+  const auto move = [&device](at::Tensor& tensor) {
+    if (tensor.defined()) {
+      tensor = tensor.to(device);
+    }
+  };
+  for (auto& [key, value] : optimizer.state()) {
+    if (auto* adamw =
+            dynamic_cast<torch::optim::AdamWParamState*>(value.get())) {
+      move(adamw->exp_avg());
+      move(adamw->exp_avg_sq());
+      move(adamw->max_exp_avg_sq());
+    } else if (
+        auto* adam = dynamic_cast<torch::optim::AdamParamState*>(value.get())) {
+      move(adam->exp_avg());
+      move(adam->exp_avg_sq());
+      move(adam->max_exp_avg_sq());
+    } else if (
+        auto* sgd = dynamic_cast<torch::optim::SGDParamState*>(value.get())) {
+      move(sgd->momentum_buffer());
+    } else if (
+        auto* rms =
+            dynamic_cast<torch::optim::RMSpropParamState*>(value.get())) {
+      move(rms->square_avg());
+      move(rms->momentum_buffer());
+      move(rms->grad_avg());
+    } else if (
+        auto* adagrad =
+            dynamic_cast<torch::optim::AdagradParamState*>(value.get())) {
+      move(adagrad->sum());
+    } else if (!device.is_cpu()) {
+      throw InputError(
+          "accelerator::prepare",
+          "an optimizer of unknown type has state on another device",
+          "torch's Adam, AdamW, SGD, RMSprop, Adagrad or one derived from them",
+          "prepare it before its first step");
+    }
+  }
+}
+
+std::shared_ptr<OptimizerState> AcceleratorCore::prepare_optimizer(
+    const std::shared_ptr<torch::optim::Optimizer>& optimizer) {
+  auto state = std::make_shared<OptimizerState>();
+  for (const auto& group : optimizer->param_groups()) {
+    const auto& parameters = group.params();
+    state->parameters.insert(
+        state->parameters.end(), parameters.begin(), parameters.end());
+  }
+  optimizer_slots_.push_back(slots_of(state->parameters));
+  move_optimizer_state(*optimizer, device);
+  state->step = [optimizer] { optimizer->step(); };
+  state->index = static_cast<int64_t>(optimizers_.size());
+  optimizers_.push_back(state);
+  return state;
+}
+
+std::shared_ptr<SchedulerState> AcceleratorCore::prepare_scheduler(
+    std::function<void()> step,
+    std::vector<std::shared_ptr<OptimizerState>> optimizers) {
+  auto state = std::make_shared<SchedulerState>();
+  state->step = std::move(step);
+  state->optimizers = std::move(optimizers);
+  state->index = static_cast<int64_t>(schedulers_.size());
+  schedulers_.push_back(state);
+  return state;
+}
+
+} // namespace hasten::detail
