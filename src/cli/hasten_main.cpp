@@ -49,14 +49,17 @@ std::string worker_program() {
       "cannot start " + worker + ": " + std::strerror(errno));
 }
 
-/// Says once why the ranks did not end well, unless a rank has said it already.
-int report(const LaunchResult& result, bool ranks_say_bad_input) {
+/// Says once why the ranks did not end well. Ranks of our own (`ours`) say it
+/// themselves unless a signal ended them.
+int report(const LaunchResult& result, bool ours) {
   if (result.exit_code == kExitOk) {
     return kExitOk;
   }
   if (result.exit_code == 128 + SIGINT && result.first_failed_rank < 0) {
     log_info("Stopped by Ctrl-C; all ranks have ended.");
-  } else if (!(ranks_say_bad_input && result.exit_code == kExitBadInput)) {
+  } else if (
+      !ours || (result.exit_code != kExitFailed &&
+                result.exit_code != kExitBadInput)) {
     log_error(result.reason);
   }
   return result.exit_code;

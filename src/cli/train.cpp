@@ -2,6 +2,7 @@
 #include <cmath>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <string_view>
 
 #include "agreement.h"
 #include "classifier.h"
@@ -243,7 +244,8 @@ int run_train(const TrainCommand& command) {
   try {
     detail::train_classifier(command, inputs, accelerator);
   } catch (const std::exception& error) {
-    communicator.abandon(error.what());
+    const std::string_view what = error.what();
+    communicator.abandon(what.substr(0, what.find('\n'))); // no stack trace
     throw;
   }
   if (accelerator->is_main_process()) {

@@ -59,7 +59,7 @@ TEST(BadInput, TablesAreRefusedWithFileLineAndColumn) {
       {"text,label\ngood,pos\n\"never closed,neg\n", {"train.csv:3"}},
       {"text,label\ngood,pos\nb\xff" "d,neg\n", {"train.csv:3", "UTF-8"}},
       {"review,label\ngood,pos\n",
-       {"--text-column", "text", "review"}},
+       {"text_column=text", "review (\"good\")", "label (\"pos\")"}},
       {"text,label\n", {"train.csv"}},
   };
   const TemporaryFolder folder;
@@ -136,7 +136,9 @@ TEST(BadInput, ModelFoldersAreRefusedWithFileOrTensor) {
          std::string vocab = read_file(model / "vocab.txt");
          vocab.replace(vocab.find("[UNK]"), 5, "[OOV]");
          write_file_atomically(model / "vocab.txt", vocab);
+         // Both would bring the token by themselves.
          paths::remove(model / "tokenizer.json");
+         paths::remove(model / "tokenizer_config.json");
        },
        {"[UNK]"}},
   };

@@ -2,6 +2,7 @@
 // train leaves for all tests of this file.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <csignal>
 #include <fstream>
 #include <nlohmann/json.hpp>
@@ -119,11 +120,16 @@ TEST_F(TrainedPrograms, TheTableOfEpochsIsOnStdoutAndTheBannerOnStderr) {
   }
 }
 
-TEST_F(TrainedPrograms, MetricsFileHoldsEveryRecordAsJson) {
+TEST_F(TrainedPrograms, MetricsFileHoldsEveryRecordAndEveryEpoch) {
   const auto state =
       nlohmann::json::parse(read_file(model() / "trainer_state.json"));
   const auto lines = detail::json_lines(read_file(model() / "metrics.jsonl"));
-  EXPECT_EQ(lines.size(), state.at("log_history").size());
+  const auto epochs =
+      std::count_if(lines.begin(), lines.end(), [](const auto& line) {
+        return line.at("type") == "epoch";
+      });
+  EXPECT_EQ(epochs, 2);
+  EXPECT_EQ(lines.size() - 2, state.at("log_history").size());
 }
 
 TEST_F(TrainedPrograms, EvalEqualsTheLastEvaluationOfTheRun) {
