@@ -18,7 +18,9 @@ namespace detail {
 namespace files = std::filesystem;
 
 void check_readable_file(
-    const std::string& where, const std::string& flag, const files::path& path) {
+    const std::string& where,
+    const std::string& flag,
+    const files::path& path) {
   const auto refuse = [&](const std::string& reason) {
     throw InputError(
         where,
@@ -52,15 +54,16 @@ void check_model_folder(
   }
   const bool folder = files::is_directory(model, error);
   const auto& shapes = model_shapes();
-  const std::string near = folder
-      ? std::string()
-      : nearest_name(model, shapes.data(), shapes.data() + shapes.size());
+  const std::string near =
+      folder
+          ? std::string()
+          : nearest_name(model, shapes.data(), shapes.data() + shapes.size());
   throw InputError(
       where,
       flag + "=" + model +
-          (folder ? " is a folder without config.json"
-                  : files::exists(model, error) ? " is no folder"
-                                                : " does not exist"),
+          (folder                        ? " is a folder without config.json"
+           : files::exists(model, error) ? " is no folder"
+                                         : " does not exist"),
       expected,
       near.empty() || where != "cli::train" ? "" : "write " + near);
 }
@@ -149,7 +152,10 @@ void check_train_inputs(const TrainCommand& command) {
 void check_predict_inputs(const PredictCommand& command) {
   constexpr const char* kWhere = "cli::predict";
   detail::check_model_folder(
-      kWhere, "--model", command.model, "a Hugging Face folder with config.json");
+      kWhere,
+      "--model",
+      command.model,
+      "a Hugging Face folder with config.json");
   if (!command.file.empty()) {
     detail::check_readable_file(kWhere, "--file", command.file);
   }
@@ -158,7 +164,10 @@ void check_predict_inputs(const PredictCommand& command) {
 void check_eval_inputs(const EvalCommand& command) {
   constexpr const char* kWhere = "cli::eval";
   detail::check_model_folder(
-      kWhere, "--model", command.model, "a Hugging Face folder with config.json");
+      kWhere,
+      "--model",
+      command.model,
+      "a Hugging Face folder with config.json");
   detail::check_readable_file(kWhere, "--file", command.file);
 }
 

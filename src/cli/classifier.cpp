@@ -24,13 +24,15 @@ int64_t trained_length(const std::filesystem::path& folder) {
   const auto json = nlohmann::json::parse(read_file(file), nullptr, false);
   if (!json.is_object()) {
     throw InputError(
-        "cli::model", file.string() + " is no JSON object", "a training_args.json "
+        "cli::model",
+        file.string() + " is no JSON object",
+        "a training_args.json "
         "as hasten train writes it");
   }
   const auto entry = json.find("max_length");
   return entry != json.end() && entry->is_number_integer()
-      ? entry->get<int64_t>()
-      : 0;
+             ? entry->get<int64_t>()
+             : 0;
 }
 
 int64_t allowed_length(
@@ -140,8 +142,8 @@ std::string truncation_line(
     return {};
   }
   return format_count(texts.truncated) + " of " +
-      format_count(static_cast<int64_t>(rows)) + " texts cut to " +
-      std::to_string(max_length) + " tokens";
+         format_count(static_cast<int64_t>(rows)) + " texts cut to " +
+         std::to_string(max_length) + " tokens";
 }
 
 std::unique_ptr<Trainer> make_evaluator(

@@ -35,7 +35,9 @@ TextClassifier load_text_classifier(
 
 /// min(`asked`, the model's positions, the tokenizer's model_max_length).
 int64_t allowed_length(
-    int64_t asked, const BertConfig& config, const WordPieceTokenizer& tokenizer);
+    int64_t asked,
+    const BertConfig& config,
+    const WordPieceTokenizer& tokenizer);
 
 /// Throws InputError where the tokenizer has ids the model has no row for.
 void check_vocabulary(

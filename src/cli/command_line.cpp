@@ -38,23 +38,30 @@ const std::vector<std::string>& command_names() {
 void declare_predict(FlagTable& flags, PredictCommand& command) {
   flags.group("Model and texts");
   flags.value(
-      "--model", command.model, "FOLDER", "what hasten train left, or another "
+      "--model",
+      command.model,
+      "FOLDER",
+      "what hasten train left, or another "
       "classifier in the Hugging Face layout");
   flags.required();
   flags.value("--file", command.file, "FILE", "texts of a .csv or .tsv file");
   declare_table(flags, command.table, false);
   flags.value(
-      "--max-rows", command.max_rows, "ROWS", "first rows of the file; 0 takes "
+      "--max-rows",
+      command.max_rows,
+      "ROWS",
+      "first rows of the file; 0 takes "
       "all");
   flags.group("Output");
   flags.value(
-      "--output", command.output, "FILE", "write .csv or .jsonl instead of "
+      "--output",
+      command.output,
+      "FILE",
+      "write .csv or .jsonl instead of "
       "printing");
   flags.flag("--json", command.json, "print one JSON object a line");
   flags.flag(
-      "--with-logits",
-      command.with_logits,
-      "add logits and input_ids to JSON");
+      "--with-logits", command.with_logits, "add logits and input_ids to JSON");
   flags.group("Batches");
   flags.value("--batch-size", command.batch_size, "ROWS", "rows at once");
   flags.value(
@@ -98,7 +105,7 @@ Command parse_predict(
   const std::string& output = command.output;
   const auto ends_with = [&](const std::string& end) {
     return output.size() > end.size() &&
-        output.compare(output.size() - end.size(), end.size(), end) == 0;
+           output.compare(output.size() - end.size(), end.size(), end) == 0;
   };
   require_flag(
       flags,
@@ -107,8 +114,8 @@ Command parse_predict(
       "a file name that ends in .csv or .jsonl");
   require_flag(
       flags,
-      !command.with_logits || (output.empty() ? command.json
-                                              : ends_with(".jsonl")),
+      !command.with_logits ||
+          (output.empty() ? command.json : ends_with(".jsonl")),
       "--with-logits without JSON",
       "--json, or --output with a name that ends in .jsonl");
   return command;
@@ -124,14 +131,20 @@ Command parse_eval(std::vector<std::string> arguments) {
        .notes = {}});
   flags.group("Model and data");
   flags.value(
-      "--model", command.model, "FOLDER", "what hasten train left, or another "
+      "--model",
+      command.model,
+      "FOLDER",
+      "what hasten train left, or another "
       "classifier in the Hugging Face layout");
   flags.required();
   flags.value("--file", command.file, "FILE", "labelled rows, .csv or .tsv");
   flags.required();
   declare_table(flags, command.table, true);
   flags.value(
-      "--max-rows", command.max_rows, "ROWS", "first rows of the file; 0 takes "
+      "--max-rows",
+      command.max_rows,
+      "ROWS",
+      "first rows of the file; 0 takes "
       "all");
   flags.group("Output");
   flags.flag("--json", command.json, "print one JSON object");
@@ -244,13 +257,14 @@ Command parse_command_line(const std::vector<std::string>& arguments) {
   }
   if (name == "launch") {
     // A "--" among the program's own arguments is the program's.
-    const bool program_before = std::any_of(
-        flags.begin(), flags.end(), [&](const std::string& flag) {
+    const bool program_before =
+        std::any_of(flags.begin(), flags.end(), [&](const std::string& flag) {
           const auto at = &flag - flags.data();
           return flag[0] != '-' && (at == 0 || flags[at - 1] != "--nproc");
         });
     if (program_before) {
-      rest.insert(rest.begin(), mark, mark == arguments.end() ? mark : mark + 1);
+      rest.insert(
+          rest.begin(), mark, mark == arguments.end() ? mark : mark + 1);
     }
     return detail::parse_launch(std::move(flags), rest);
   }

@@ -77,11 +77,11 @@ BannerLines run_lines(const RunDescription& run) {
   const auto number = [](int64_t value) { return format_count(value); };
   std::string parameters = number(run.parameters);
   parameters += run.trainable_parameters == run.parameters
-      ? ", all trained"
-      : ", " + number(run.trainable_parameters) + " trained";
+                    ? ", all trained"
+                    : ", " + number(run.trainable_parameters) + " trained";
   std::string updates = number(plan.max_steps) + " (" + number(plan.epochs) +
-      (plan.epochs == 1 ? " epoch of " : " epochs of ") + number(plan.updates_per_epoch) +
-      ")";
+                        (plan.epochs == 1 ? " epoch of " : " epochs of ") +
+                        number(plan.updates_per_epoch) + ")";
   if (plan.warmup_steps > 0) {
     updates += ", the first " + number(plan.warmup_steps) + " warm up";
   }
@@ -94,8 +94,8 @@ BannerLines run_lines(const RunDescription& run) {
        number(run.batch_per_rank) + " rows a rank x " +
            std::to_string(run.world_size) +
            (run.world_size == 1 ? " rank x " : " ranks x ") +
-           number(run.gradient_accumulation_steps) + " accumulation = " +
-           number(run.total_batch) + " rows an update"},
+           number(run.gradient_accumulation_steps) +
+           " accumulation = " + number(run.total_batch) + " rows an update"},
       {"updates", updates},
   };
   if (!run.output_dir.empty()) {
@@ -140,8 +140,7 @@ void TrainConsole::on_train_begin(const RunDescription& run) {
 void TrainConsole::on_step_end(const StepProgress& progress) {
   if (bar_) {
     bar_->update(
-        progress.global_step,
-        "epoch " + fixed_text(progress.epoch, 2) + loss_);
+        progress.global_step, "epoch " + fixed_text(progress.epoch, 2) + loss_);
   }
 }
 
@@ -177,7 +176,8 @@ void TrainConsole::on_train_end(const nlohmann::json& record) {
       "Trained in " + format_duration(seconds) + ": " +
       fixed_text(record.value("train_samples_per_second", 0.0), 1) +
       " samples/s over the whole run, evaluation and saving included, "
-      "training loss " + fixed_text(record.value("train_loss", NAN), 4));
+      "training loss " +
+      fixed_text(record.value("train_loss", NAN), 4));
 }
 
 } // namespace hasten::detail

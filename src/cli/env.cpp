@@ -40,8 +40,16 @@ int64_t memory_bytes(const std::string& key) {
 /// What decides the speed of LibTorch's kernels, of what the CPU says it has.
 std::vector<std::string> cpu_features() {
   const std::set<std::string> wanted{
-      "avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16",
-      "amx_int8", "asimd", "bf16", "sve"};
+      "avx2",
+      "fma",
+      "avx512f",
+      "avx512_vnni",
+      "avx512_bf16",
+      "amx_bf16",
+      "amx_int8",
+      "asimd",
+      "bf16",
+      "sve"};
   std::string flags = proc_value("/proc/cpuinfo", "flags");
   if (flags.empty()) {
     flags = proc_value("/proc/cpuinfo", "Features"); // Arm
@@ -77,8 +85,7 @@ nlohmann::ordered_json environment_json() {
   json["openmp"] = at::hasOpenMP();
   json["mkl"] = at::hasMKL();
   json["onednn"] = at::hasMKLDNN();
-  json["cuda_devices"] =
-      at::hasCUDA() ? static_cast<int>(at::getNumGPUs()) : 0;
+  json["cuda_devices"] = at::hasCUDA() ? static_cast<int>(at::getNumGPUs()) : 0;
   json["collectives"] = std::vector<std::string>{"gloo"};
   const World world = world_from_environment();
   json["world"] = {
@@ -113,8 +120,8 @@ std::string environment_text(const nlohmann::ordered_json& json) {
   std::string threads;
   for (const auto& [ranks, count] : json.at("threads_per_rank").items()) {
     threads += (threads.empty() ? "" : ", ") +
-        std::to_string(count.get<int>()) + " with " + ranks +
-        (ranks == "1" ? " rank" : " ranks");
+               std::to_string(count.get<int>()) + " with " + ranks +
+               (ranks == "1" ? " rank" : " ranks");
   }
   line("threads per rank", threads);
   line(

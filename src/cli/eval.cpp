@@ -32,7 +32,8 @@ int run_eval(const EvalCommand& command) {
   if (!cut.empty()) {
     log_warning(cut);
   }
-  if (const int64_t skipped = table.empty_text + table.empty_label; skipped > 0) {
+  if (const int64_t skipped = table.empty_text + table.empty_label;
+      skipped > 0) {
     log_warning(
         format_count(skipped) + " rows skipped for an empty text or label");
   }
@@ -58,11 +59,17 @@ int run_eval(const EvalCommand& command) {
     char line[96];
     if (value.is_number_integer()) {
       std::snprintf(
-          line, sizeof line, "%-24s %s\n", name.c_str(),
+          line,
+          sizeof line,
+          "%-24s %s\n",
+          name.c_str(),
           format_count(value.get<int64_t>()).c_str());
     } else {
       std::snprintf(
-          line, sizeof line, "%-24s %.6g\n", name.c_str(),
+          line,
+          sizeof line,
+          "%-24s %.6g\n",
+          name.c_str(),
           value.is_number() ? value.get<double>() : NAN);
     }
     std::cout << line;

@@ -49,13 +49,14 @@ int exit_code_of(int rank, int world_size, const std::function<int()>& body) {
     if (const int signal = interrupt_signal(); signal != 0) {
       return detail::end_by_signal(signal, world_size);
     }
-    const bool alike = dynamic_cast<const TrainingError*>(&error) != nullptr ||
+    const bool alike =
+        dynamic_cast<const TrainingError*>(&error) != nullptr ||
         dynamic_cast<const CommunicationError*>(&error) != nullptr;
     if (rank == 0 || !alike) {
       log_error(error.what());
     }
     const bool bad_input = dynamic_cast<const InputError*>(&error) != nullptr ||
-        detail::is_full_disk(error);
+                           detail::is_full_disk(error);
     return bad_input ? kExitBadInput : kExitFailed;
   }
 }

@@ -96,21 +96,11 @@ bool read_flag(const std::string& text, SamplingStrategy& value) {
   return read_spelling_flag(text, sampling_strategies(), value);
 }
 
-std::string flag_text(const std::string& value) {
-  return value;
-}
-std::string flag_text(bool value) {
-  return value ? "true" : "false";
-}
-std::string flag_text(int value) {
-  return std::to_string(value);
-}
-std::string flag_text(int64_t value) {
-  return std::to_string(value);
-}
-std::string flag_text(uint64_t value) {
-  return std::to_string(value);
-}
+std::string flag_text(const std::string& value) { return value; }
+std::string flag_text(bool value) { return value ? "true" : "false"; }
+std::string flag_text(int value) { return std::to_string(value); }
+std::string flag_text(int64_t value) { return std::to_string(value); }
+std::string flag_text(uint64_t value) { return std::to_string(value); }
 std::string flag_text(double value) {
   std::array<char, 32> text{};
   const auto result =
@@ -201,9 +191,13 @@ void FlagTable::values(
     std::vector<std::string>& field,
     const std::string& unit,
     const std::string& help) {
-  declare(names, unit, help, [&field](const std::string& text) {
-    field.push_back(text);
-  })->take_all()->allow_extra_args(false);
+  declare(
+      names,
+      unit,
+      help,
+      [&field](const std::string& text) { field.push_back(text); })
+      ->take_all()
+      ->allow_extra_args(false);
 }
 
 void FlagTable::flag(
@@ -212,9 +206,7 @@ void FlagTable::flag(
   last_ = app_.add_flag(names, field, help)->group(group_);
 }
 
-void FlagTable::required() {
-  required_.push_back(last_);
-}
+void FlagTable::required() { required_.push_back(last_); }
 
 bool FlagTable::given(const std::string& name) const {
   return app_.count(name) > 0;
@@ -228,8 +220,7 @@ void FlagTable::refuse_unknown(const std::string& argument) const {
       where(),
       "unknown flag: " + name,
       {},
-      near.empty() ? "see hasten " + text_.name + " --help"
-                   : "write " + near);
+      near.empty() ? "see hasten " + text_.name + " --help" : "write " + near);
 }
 
 std::vector<std::string> FlagTable::parse(
@@ -251,7 +242,7 @@ std::vector<std::string> FlagTable::parse(
         throw InputError(
             where(),
             option->count() > 1 ? name + " is given " +
-                    std::to_string(option->count()) + " times"
+                                      std::to_string(option->count()) + " times"
                                 : name + " has no value",
             name + " " + option->get_type_name());
       }
@@ -261,8 +252,8 @@ std::vector<std::string> FlagTable::parse(
     throw InputError(where(), error.what());
   }
   std::vector<std::string> words = app_.remaining();
-  const size_t checked = stop_at_word ? std::min<size_t>(1, words.size())
-                                      : words.size();
+  const size_t checked =
+      stop_at_word ? std::min<size_t>(1, words.size()) : words.size();
   for (size_t i = 0; i < checked; ++i) {
     if (words[i].size() > 1 && words[i][0] == '-') {
       refuse_unknown(words[i]);
@@ -283,7 +274,7 @@ std::vector<std::string> FlagTable::parse(
 
 std::string FlagTable::help() const {
   std::string text = "hasten " + text_.name + ": " + text_.summary + "\n\n" +
-      "Usage: hasten " + text_.name + " " + text_.usage + "\n";
+                     "Usage: hasten " + text_.name + " " + text_.usage + "\n";
   if (!text_.notes.empty()) {
     text += "\n" + wrap_text(text_.notes, 0, kHelpWidth);
   }
@@ -322,8 +313,8 @@ std::string FlagTable::help() const {
     text += "  " + example + "\n";
   }
   return text +
-      "\nExit codes: 0 ok, 1 training failed, 2 bad input, 128+n signal n "
-      "(130: Ctrl-C)\n";
+         "\nExit codes: 0 ok, 1 training failed, 2 bad input, 128+n signal n "
+         "(130: Ctrl-C)\n";
 }
 
 std::string FlagTable::with_flag_names(std::string message) const {

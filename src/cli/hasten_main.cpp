@@ -45,8 +45,7 @@ std::string worker_program() {
   argv.push_back(nullptr);
   ::execv(worker.c_str(), argv.data());
   throw Error(
-      "cli::hasten",
-      "cannot start " + worker + ": " + std::strerror(errno));
+      "cli::hasten", "cannot start " + worker + ": " + std::strerror(errno));
 }
 
 /// Says once why the ranks did not end well. Ranks of our own (`ours`) say it
@@ -58,8 +57,8 @@ int report(const LaunchResult& result, bool ours) {
   if (result.exit_code == 128 + SIGINT && result.first_failed_rank < 0) {
     log_info("Stopped by Ctrl-C; all ranks have ended.");
   } else if (
-      !ours || (result.exit_code != kExitFailed &&
-                result.exit_code != kExitBadInput)) {
+      !ours ||
+      (result.exit_code != kExitFailed && result.exit_code != kExitBadInput)) {
     log_error(result.reason);
   }
   return result.exit_code;

@@ -36,8 +36,8 @@ struct Predictions {
     return labels[static_cast<size_t>(best.const_data_ptr<int64_t>()[row])];
   }
   float probability(int64_t row, int64_t label) const {
-    return probabilities.const_data_ptr<float>()
-        [row * probabilities.size(1) + label];
+    return probabilities
+        .const_data_ptr<float>()[row * probabilities.size(1) + label];
   }
 };
 
@@ -109,7 +109,7 @@ std::string predictions_csv(const Predictions& all) {
   text += "\n";
   for (int64_t row = 0; row < all.size(); ++row) {
     text += csv_field(all.texts[static_cast<size_t>(row)]) + "," +
-        csv_field(all.label(row));
+            csv_field(all.label(row));
     for (int64_t label = 0; label < all.logits.size(1); ++label) {
       text += "," + number_text(all.probability(row, label));
     }
@@ -172,8 +172,8 @@ std::string predictions_table(const Predictions& all) {
     } else {
       add(all.best.const_data_ptr<int64_t>()[row], 11);
     }
-    text += "  " + one_line(all.texts[static_cast<size_t>(row)], kTextWidth) +
-        "\n";
+    text +=
+        "  " + one_line(all.texts[static_cast<size_t>(row)], kTextWidth) + "\n";
   }
   return text;
 }
@@ -182,9 +182,9 @@ void write_predictions(
     const PredictCommand& command, const Predictions& predictions) {
   const std::string& output = command.output;
   if (output.empty()) {
-    std::cout << (command.json
-                      ? predictions_jsonl(predictions, command.with_logits)
-                      : predictions_table(predictions));
+    std::cout
+        << (command.json ? predictions_jsonl(predictions, command.with_logits)
+                         : predictions_table(predictions));
     std::cout.flush();
     if (!std::cout) {
       throw Error("cli::predict", "cannot write to stdout");

@@ -98,9 +98,7 @@ void read_tokenizer(const TrainCommand& command, TrainInputs& inputs) {
   options.model_max_length = BertConfig{}.max_position_embeddings;
   inputs.tokenizer.emplace(
       build_wordpiece_vocab(
-          inputs.data.train.texts,
-          options,
-          {.vocab_size = command.vocab_size}),
+          inputs.data.train.texts, options, {.vocab_size = command.vocab_size}),
       options);
   inputs.vocabulary = "learned from the training texts";
 }
@@ -115,8 +113,8 @@ int64_t bytes_on_disk(
   int64_t saves = 0;
   if (arguments.save_strategy == IntervalStrategy::epoch) {
     saves = arguments.max_steps > 0
-        ? 1
-        : static_cast<int64_t>(std::ceil(arguments.num_train_epochs));
+                ? 1
+                : static_cast<int64_t>(std::ceil(arguments.num_train_epochs));
   } else if (arguments.save_strategy == IntervalStrategy::steps) {
     saves = std::max<int64_t>(1, arguments.save_total_limit);
   }
@@ -177,8 +175,7 @@ BannerLines banner_facts(const TrainCommand& command, const TrainInputs& in) {
   if (!in.vocabulary.empty()) {
     lines.emplace_back(
         "vocabulary",
-        format_count(in.tokenizer->vocab_size()) + " pieces, " +
-            in.vocabulary);
+        format_count(in.tokenizer->vocab_size()) + " pieces, " + in.vocabulary);
   }
   const BertConfig& config = in.bert.config;
   lines.emplace_back(
@@ -199,8 +196,7 @@ void train_classifier(
   arguments.max_length = inputs.max_length; // what predict and eval cut to
   const WordPieceTokenizer& tokenizer = *inputs.tokenizer;
   BertForSequenceClassification model = inputs.bert.model;
-  auto train =
-      make_dataset(inputs.train, inputs.data.train.labels, tokenizer);
+  auto train = make_dataset(inputs.train, inputs.data.train.labels, tokenizer);
   std::shared_ptr<const TokenizedDataset> eval;
   if (inputs.data.eval.size() > 0) {
     eval = make_dataset(inputs.eval, inputs.data.eval.labels, tokenizer);
@@ -238,8 +234,7 @@ int run_train(const TrainCommand& command) {
   Communicator& communicator = *accelerator->communicator();
   detail::TrainInputs inputs;
   detail::agree_on(communicator, "cli: read the input", [&] {
-    inputs =
-        detail::read_train_inputs(command, accelerator->num_processes());
+    inputs = detail::read_train_inputs(command, accelerator->num_processes());
   });
   try {
     detail::train_classifier(command, inputs, accelerator);

@@ -34,8 +34,7 @@ void declare_train_data(FlagTable& flags, TrainCommand& command) {
       "rows to learn from, .csv or .tsv");
   flags.required();
   declare_table(flags, command.table, true);
-  flags.value(
-      "--eval-file", command.eval_file, "FILE", "rows to evaluate on");
+  flags.value("--eval-file", command.eval_file, "FILE", "rows to evaluate on");
   flags.value(
       "--eval-split",
       command.eval_split,
@@ -62,8 +61,7 @@ void declare_train_data(FlagTable& flags, TrainCommand& command) {
 void declare_run(FlagTable& flags, TrainCommand& command) {
   TrainingArguments& arguments = command.arguments;
   flags.group("Processes and output");
-  flags.value(
-      "--nproc", command.nproc, "N", "processes on this machine");
+  flags.value("--nproc", command.nproc, "N", "processes on this machine");
   flags.value(
       "--output-dir",
       arguments.output_dir,
@@ -125,8 +123,7 @@ void declare_optimizer(FlagTable& flags, TrainingArguments& arguments) {
       arguments.weight_decay,
       "RATE",
       "decoupled decay of all but biases and norms");
-  flags.value(
-      "--adam-beta1", arguments.adam_beta1, "B", "decay of the mean");
+  flags.value("--adam-beta1", arguments.adam_beta1, "B", "decay of the mean");
   flags.value(
       "--adam-beta2", arguments.adam_beta2, "B", "decay of the mean square");
   flags.value(
@@ -230,9 +227,8 @@ Command parse_train(std::vector<std::string> arguments) {
        .examples =
            {"hasten train --model bert-mini --train-file reviews.csv \\\n"
             "    --eval-split 0.1 --nproc 2 --output-dir out"},
-       .notes =
-           "Leaves a model folder in the Hugging Face layout that hasten "
-           "predict, hasten eval and Python's transformers read."});
+       .notes = "Leaves a model folder in the Hugging Face layout that hasten "
+                "predict, hasten eval and Python's transformers read."});
   declare_train_data(flags, command);
   declare_run(flags, command);
   declare_optimizer(flags, command.arguments);
@@ -256,9 +252,8 @@ Command parse_train(std::vector<std::string> arguments) {
   if (!command.eval_file.empty() && command.eval_split > 0) {
     throw InputError(
         flags.where(),
-        "--eval-file=" + command.eval_file +
-            " and --eval-split=" + flag_text(command.eval_split) +
-            " exclude each other",
+        "--eval-file=" + command.eval_file + " and --eval-split=" +
+            flag_text(command.eval_split) + " exclude each other",
         {},
         "leave one of them out");
   }

@@ -18,8 +18,9 @@ struct RunCommand {
   int operator()(const EnvCommand& command) { return run_env(command); }
   template <typename T>
   int operator()(const T&) {
-    log_error("hasten-worker takes train, predict, eval or env; see hasten "
-              "--help");
+    log_error(
+        "hasten-worker takes train, predict, eval or env; see hasten "
+        "--help");
     return kExitBadInput;
   }
 };

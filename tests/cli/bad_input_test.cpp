@@ -43,7 +43,8 @@ void expect_refused(
   EXPECT_EQ(run.out, "");
   EXPECT_FALSE(std::filesystem::exists(folder / "out")) << messages[0];
   for (const auto& entry : std::filesystem::directory_iterator(folder.path())) {
-    EXPECT_EQ(entry.path().filename().string().find("out.tmp"), std::string::npos);
+    EXPECT_EQ(
+        entry.path().filename().string().find("out.tmp"), std::string::npos);
   }
 }
 
@@ -57,7 +58,9 @@ TEST(BadInput, TablesAreRefusedWithFileLineAndColumn) {
   const Case cases[] = {
       {"text,label\ngood,pos\nbad,neg,more\n", {"train.csv:3"}},
       {"text,label\ngood,pos\n\"never closed,neg\n", {"train.csv:3"}},
-      {"text,label\ngood,pos\nb\xff" "d,neg\n", {"train.csv:3", "UTF-8"}},
+      {"text,label\ngood,pos\nb\xff"
+       "d,neg\n",
+       {"train.csv:3", "UTF-8"}},
       {"review,label\ngood,pos\n",
        {"text_column=text", "review (\"good\")", "label (\"pos\")"}},
       {"text,label\n", {"train.csv"}},
@@ -176,8 +179,8 @@ TEST(BadInput, AFileThatCannotBeWrittenWholeLeavesNoModel) {
   std::vector<std::string> command{
       "/bin/sh", "-c", "trap '' XFSZ; ulimit -f 64; exec \"$@\"", "sh"};
   auto train = train_arguments(folder.path(), {"--max-steps", "1"});
-  train[0] = std::filesystem::read_symlink("/proc/self/exe").parent_path() /
-      "hasten";
+  train[0] =
+      std::filesystem::read_symlink("/proc/self/exe").parent_path() / "hasten";
   command.insert(command.end(), train.begin(), train.end());
   const ProgramRun run = run_program(command);
   EXPECT_EQ(run.code, 2) << run.error;

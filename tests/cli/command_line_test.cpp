@@ -56,7 +56,8 @@ TEST(CommandLine, TrainTakesEveryTrainingArgumentAsAFlag) {
 TEST(CommandLine, TrainFlagsReachTheirFields) {
   const auto command = detail::parsed<TrainCommand>(
       "train --model m --train-file t.tsv --output-dir o --text-column=c "
-      "--label-column l --delimiter tab --no-header --filter a=b --filter c=[d] "
+      "--label-column l --delimiter tab --no-header --filter a=b --filter "
+      "c=[d] "
       "--eval-split 0.25 --nproc 3 --epochs 1.5 --max-steps -1 --lr 1e-4 "
       "--batch-size 16 --eval-strategy steps --save-strategy no "
       "--train_sampling_strategy random --data-seed 7 --greater-is-better true "
@@ -67,8 +68,7 @@ TEST(CommandLine, TrainFlagsReachTheirFields) {
   EXPECT_EQ(command.table.label_column, "l");
   EXPECT_EQ(command.table.delimiter, '\t');
   EXPECT_TRUE(command.table.no_header);
-  EXPECT_EQ(
-      command.table.filters, (std::vector<std::string>{"a=b", "c=[d]"}));
+  EXPECT_EQ(command.table.filters, (std::vector<std::string>{"a=b", "c=[d]"}));
   EXPECT_EQ(command.eval_split, 0.25);
   EXPECT_EQ(command.nproc, 3);
   EXPECT_TRUE(command.nproc_given);
@@ -111,7 +111,8 @@ TEST(CommandLine, EachMistakeNamesItsFlagAndWhatWasExpected) {
       {train + "stray",
        "[cli::train] not a flag: \"stray\". Fix: see hasten train --help."},
       {train + "--seed 1 --seed 2", "[cli::train] --seed is given 2 times."},
-      {train + "--seed", "[cli::train] --seed has no value. Expected --seed N."},
+      {train + "--seed",
+       "[cli::train] --seed has no value. Expected --seed N."},
       {train + "--learning-rate fast",
        "[cli::train] --learning-rate=fast. Expected a number."},
       {train + "--learning-rate -1",
@@ -129,7 +130,8 @@ TEST(CommandLine, EachMistakeNamesItsFlagAndWhatWasExpected) {
        "[cli::train] --load-best-model-at-end=true without evaluation: "
        "--eval-strategy=no."},
       {train + "--nproc 0", "[cli::train] --nproc=0. Expected 1 or more."},
-      {train + "--eval-split 1", "[cli::train] --eval-split=1. Expected a share"},
+      {train + "--eval-split 1",
+       "[cli::train] --eval-split=1. Expected a share"},
       {train + "--eval-split 0.1 --eval-file e.csv",
        "[cli::train] --eval-file=e.csv and --eval-split=0.1 exclude each "
        "other."},
@@ -159,13 +161,21 @@ TEST(CommandLine, EachMistakeNamesItsFlagAndWhatWasExpected) {
   };
   for (const auto& [line, message] : cases) {
     const std::string error = detail::parse_error(line);
-    EXPECT_EQ(error.substr(0, message.size()), message) << line << "\n" << error;
+    EXPECT_EQ(error.substr(0, message.size()), message) << line << "\n"
+                                                        << error;
   }
 }
 
 TEST(CommandLine, PredictTextsKeepTheirOrderAndMayLookLikeFlags) {
   const auto command = std::get<PredictCommand>(parse_command_line(
-      {"predict", "[a,b]", "--model", "m", "second text", "--", "--json", "-"}));
+      {"predict",
+       "[a,b]",
+       "--model",
+       "m",
+       "second text",
+       "--",
+       "--json",
+       "-"}));
   EXPECT_EQ(
       command.texts,
       (std::vector<std::string>{"[a,b]", "second text", "--json", "-"}));
@@ -192,16 +202,20 @@ TEST(CommandLine, HelpGroupsFlagsWithDefaultUnitAndExample) {
   for (const char* name : {"train", "predict", "eval", "launch", "env"}) {
     const std::string help =
         detail::parsed<Answer>(std::string(name) + " --help").text;
-    EXPECT_NE(help.find(std::string("Usage: hasten ") + name), std::string::npos);
+    EXPECT_NE(
+        help.find(std::string("Usage: hasten ") + name), std::string::npos);
     EXPECT_NE(help.find("\nExample"), std::string::npos);
-    EXPECT_NE(help.find("Exit codes: 0 ok, 1 training failed, 2 bad input"), std::string::npos);
+    EXPECT_NE(
+        help.find("Exit codes: 0 ok, 1 training failed, 2 bad input"),
+        std::string::npos);
     std::istringstream lines(help);
     for (std::string line; std::getline(lines, line);) {
       EXPECT_LE(line.size(), 80u) << line;
     }
   }
   const std::string train = detail::parsed<Answer>("train --help").text;
-  EXPECT_NE(train.find("\nOptimizer (AdamW) and schedule:\n"), std::string::npos);
+  EXPECT_NE(
+      train.find("\nOptimizer (AdamW) and schedule:\n"), std::string::npos);
   EXPECT_NE(
       train.find("  --learning-rate, --lr RATE  peak learning rate [5e-05]\n"),
       std::string::npos)

@@ -17,7 +17,8 @@ using testing_support::train_arguments;
 TEST(Programs, HastenDoesNotMapLibTorch) {
   // Reads the loader's own list of what it would map.
   const ProgramRun run = run_program(
-      {"hasten", "--version"}, {.environment = {{"LD_TRACE_LOADED_OBJECTS", "1"}}});
+      {"hasten", "--version"},
+      {.environment = {{"LD_TRACE_LOADED_OBJECTS", "1"}}});
   EXPECT_NE(run.out.find("libc.so"), std::string::npos) << run.out;
   EXPECT_EQ(run.out.find("torch"), std::string::npos) << run.out;
   EXPECT_EQ(run.out.find("c10"), std::string::npos) << run.out;
@@ -67,8 +68,14 @@ TEST(Programs, InputThatNeedsNoTorchIsRefusedBeforeAnythingIsWritten) {
   const std::string train = folder / "train.csv";
   const auto with = [&](const std::string& file, const std::string& model) {
     return std::vector<std::string>{
-        "hasten", "train", "--train-file", file, "--model", model,
-        "--output-dir", folder / "out"};
+        "hasten",
+        "train",
+        "--train-file",
+        file,
+        "--model",
+        model,
+        "--output-dir",
+        folder / "out"};
   };
   const Case cases[] = {
       {with(folder / "none.csv", "bert-tiny"), "none.csv does not exist"},
@@ -78,11 +85,23 @@ TEST(Programs, InputThatNeedsNoTorchIsRefusedBeforeAnythingIsWritten) {
       {with(train, folder / "weights"), "is a folder without config.json"},
       {train_arguments(folder.path(), {"--eval-file", folder / "none.tsv"}),
        "--eval-file=" + (folder / "none.tsv").string() + " does not exist"},
-      {{"hasten", "train", "--train-file", train, "--model", "bert-tiny",
-        "--output-dir", folder / "old"},
+      {{"hasten",
+        "train",
+        "--train-file",
+        train,
+        "--model",
+        "bert-tiny",
+        "--output-dir",
+        folder / "old"},
        "old holds another run: checkpoint-7"},
-      {{"hasten", "train", "--train-file", train, "--model", "bert-tiny",
-        "--output-dir", train + "/out"},
+      {{"hasten",
+        "train",
+        "--train-file",
+        train,
+        "--model",
+        "bert-tiny",
+        "--output-dir",
+        train + "/out"},
        "lies below a file"},
       {{"hasten", "predict", "--model", folder / "out", "a text"},
        "out does not exist"},
@@ -113,21 +132,32 @@ TEST(Programs, NprocInsideAWorldNamesBothOnce) {
              {"MASTER_ADDR", "127.0.0.1"},
              {"MASTER_PORT", "1"}}});
     EXPECT_EQ(run.code, 2);
-    EXPECT_EQ(run.said("--nproc=2 inside a world of several: WORLD_SIZE=2"),
-              lines == 1);
+    EXPECT_EQ(
+        run.said("--nproc=2 inside a world of several: WORLD_SIZE=2"),
+        lines == 1);
     EXPECT_EQ(std::count(run.error.begin(), run.error.end(), '\n'), lines);
   }
 }
 
 TEST(Programs, LaunchGivesEachRankItsPlaceAndTheFirstFailuresCode) {
   const ProgramRun good = run_program(
-      {"hasten", "launch", "--nproc", "2", "/bin/sh", "-c",
+      {"hasten",
+       "launch",
+       "--nproc",
+       "2",
+       "/bin/sh",
+       "-c",
        "printf '%s\\n' \"$RANK/$WORLD_SIZE\""});
   EXPECT_EQ(good.code, 0) << good.error;
   EXPECT_NE(good.out.find("0/2\n"), std::string::npos) << good.out;
   EXPECT_NE(good.out.find("1/2\n"), std::string::npos) << good.out;
   const ProgramRun failed = run_program(
-      {"hasten", "launch", "--nproc", "2", "/bin/sh", "-c",
+      {"hasten",
+       "launch",
+       "--nproc",
+       "2",
+       "/bin/sh",
+       "-c",
        "[ $RANK = 0 ] && exec sleep 1; exit 7"});
   EXPECT_EQ(failed.code, 7);
   EXPECT_TRUE(failed.said("rank 1 exited with code 7 first")) << failed.error;

@@ -44,7 +44,8 @@ struct ProgramOptions {
 inline ProgramRun run_program(
     std::vector<std::string> argv, const ProgramOptions& options = {}) {
   const TemporaryFolder folder;
-  const auto bin = std::filesystem::read_symlink("/proc/self/exe").parent_path();
+  const auto bin =
+      std::filesystem::read_symlink("/proc/self/exe").parent_path();
   if (argv.at(0).find('/') == std::string::npos) {
     argv[0] = (bin / argv[0]).string();
   }
@@ -75,9 +76,9 @@ inline ProgramRun run_program(
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
   }
-  run.seconds = std::chrono::duration<double>(
-                    std::chrono::steady_clock::now() - start)
-                    .count();
+  run.seconds =
+      std::chrono::duration<double>(std::chrono::steady_clock::now() - start)
+          .count();
   run.code = process_end(status).code;
   run.out = read_file(folder / "out");
   run.error = read_file(folder / "error");

@@ -14,7 +14,7 @@ inline std::string small_reviews(int rows, int first = 0) {
   std::string text = "text,label\n";
   for (int row = first; row < first + rows; ++row) {
     text += "film number " + std::to_string(row) +
-        (row % 2 == 0 ? " was good fun,pos\n" : " was bad work,neg\n");
+            (row % 2 == 0 ? " was good fun,pos\n" : " was bad work,neg\n");
   }
   return text;
 }
@@ -25,8 +25,14 @@ inline std::vector<std::string> train_arguments(
     const std::vector<std::string>& more = {},
     const std::string& model = "bert-tiny") {
   std::vector<std::string> arguments{
-      "hasten", "train", "--model", model, "--train-file",
-      folder / "train.csv", "--output-dir", folder / "out"};
+      "hasten",
+      "train",
+      "--model",
+      model,
+      "--train-file",
+      folder / "train.csv",
+      "--output-dir",
+      folder / "out"};
   arguments.insert(arguments.end(), more.begin(), more.end());
   return arguments;
 }

@@ -39,7 +39,8 @@ std::vector<pid_t> processes_of(const paths::path& folder) {
     const pid_t pid = std::atoi(entry.path().filename().c_str());
     std::ifstream file(entry.path() / "cmdline", std::ios::binary);
     const std::string line(
-        (std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+        (std::istreambuf_iterator<char>(file)),
+        std::istreambuf_iterator<char>());
     if (pid > 0 && line.find(folder.string()) != std::string::npos) {
       found.push_back(pid);
     }
@@ -67,16 +68,22 @@ class TrainedPrograms : public testing::Test {
     write_file_atomically(*folder_ / "eval.csv", small_reviews(15, 100));
     run_ = new ProgramRun(run_program(train_arguments(
         folder_->path(),
-        {"--eval-file", *folder_ / "eval.csv", "--nproc", "2", "--epochs", "2",
-         "--batch-size", "4", "--lr", "2e-3"})));
+        {"--eval-file",
+         *folder_ / "eval.csv",
+         "--nproc",
+         "2",
+         "--epochs",
+         "2",
+         "--batch-size",
+         "4",
+         "--lr",
+         "2e-3"})));
   }
   static void TearDownTestSuite() {
     delete run_;
     delete folder_;
   }
-  void SetUp() override {
-    ASSERT_EQ(run_->code, 0) << run_->error;
-  }
+  void SetUp() override { ASSERT_EQ(run_->code, 0) << run_->error; }
   static detail::paths::path model() { return *folder_ / "out"; }
 
   static TemporaryFolder* folder_;
@@ -87,15 +94,19 @@ ProgramRun* TrainedPrograms::run_ = nullptr;
 
 TEST_F(TrainedPrograms, TwoProcessesLeaveAWholeModelFolder) {
   for (const char* name :
-       {"config.json", "model.safetensors", "vocab.txt",
-        "tokenizer_config.json", "tokenizer.json", "training_args.json",
-        "trainer_state.json", "metrics.jsonl"}) {
+       {"config.json",
+        "model.safetensors",
+        "vocab.txt",
+        "tokenizer_config.json",
+        "tokenizer.json",
+        "training_args.json",
+        "trainer_state.json",
+        "metrics.jsonl"}) {
     EXPECT_TRUE(detail::paths::exists(model() / name)) << name;
   }
   const auto config = nlohmann::json::parse(read_file(model() / "config.json"));
   EXPECT_EQ(
-      config.at("id2label"),
-      nlohmann::json({{"0", "neg"}, {"1", "pos"}}));
+      config.at("id2label"), nlohmann::json({{"0", "neg"}, {"1", "pos"}}));
 }
 
 TEST_F(TrainedPrograms, TheTableOfEpochsIsOnStdoutAndTheBannerOnStderr) {
@@ -113,9 +124,12 @@ TEST_F(TrainedPrograms, TheTableOfEpochsIsOnStdoutAndTheBannerOnStderr) {
   }
   EXPECT_FALSE(std::getline(lines, line)) << line;
   for (const char* said :
-       {"40 rows", "15 rows", "2 x 1 thread, cpu",
+       {"40 rows",
+        "15 rows",
+        "2 x 1 thread, cpu",
         "4 rows a rank x 2 ranks x 1 accumulation = 8 rows an update",
-        "10 (2 epochs of 5)", "metrics.jsonl"}) {
+        "10 (2 epochs of 5)",
+        "metrics.jsonl"}) {
     EXPECT_TRUE(run_->said(said)) << said << "\n" << run_->error;
   }
 }
@@ -134,8 +148,15 @@ TEST_F(TrainedPrograms, MetricsFileHoldsEveryRecordAndEveryEpoch) {
 
 TEST_F(TrainedPrograms, EvalEqualsTheLastEvaluationOfTheRun) {
   const ProgramRun run = run_program(
-      {"hasten", "eval", "--model", model(), "--file", *folder_ / "eval.csv",
-       "--batch-size", "3", "--json"});
+      {"hasten",
+       "eval",
+       "--model",
+       model(),
+       "--file",
+       *folder_ / "eval.csv",
+       "--batch-size",
+       "3",
+       "--json"});
   ASSERT_EQ(run.code, 0) << run.error;
   const auto result = nlohmann::json::parse(run.out);
   const auto state =
@@ -168,9 +189,19 @@ TEST_F(TrainedPrograms, PredictKeepsRowsInOrderAndEachIsThatTextsOwnAnswer) {
   }
   write_file_atomically(work / "new.csv", csv);
   const ProgramRun run = run_program(
-      {"hasten", "predict", "--model", model(), "--file", work / "new.csv",
-       "--text-column", "review", "--output", work / "preds.jsonl",
-       "--with-logits", "--batch-size", "2"});
+      {"hasten",
+       "predict",
+       "--model",
+       model(),
+       "--file",
+       work / "new.csv",
+       "--text-column",
+       "review",
+       "--output",
+       work / "preds.jsonl",
+       "--with-logits",
+       "--batch-size",
+       "2"});
   ASSERT_EQ(run.code, 0) << run.error;
   EXPECT_EQ(run.out, "");
   const auto rows = detail::json_lines(read_file(work / "preds.jsonl"));
@@ -179,7 +210,12 @@ TEST_F(TrainedPrograms, PredictKeepsRowsInOrderAndEachIsThatTextsOwnAnswer) {
   for (const size_t row : {0, 1, 4}) {
     EXPECT_EQ(rows[row].at("text"), texts[row]);
     const ProgramRun alone = run_program(
-        {"hasten", "predict", "--model", model(), texts[row], "--json",
+        {"hasten",
+         "predict",
+         "--model",
+         model(),
+         texts[row],
+         "--json",
          "--with-logits"});
     const auto answer = nlohmann::json::parse(alone.out);
     EXPECT_EQ(answer.at("label"), rows[row].at("label"));
@@ -197,7 +233,12 @@ TEST_F(TrainedPrograms, PredictKeepsRowsInOrderAndEachIsThatTextsOwnAnswer) {
 TEST_F(TrainedPrograms, PredictReadsStdinAndWritesCsv) {
   const TemporaryFolder work;
   const ProgramRun run = run_program(
-      {"hasten", "predict", "--model", model(), "-", "--output",
+      {"hasten",
+       "predict",
+       "--model",
+       model(),
+       "-",
+       "--output",
        work / "p.csv"},
       {.input = "film number 2 was good fun\r\nwas \"bad\", work\n"});
   ASSERT_EQ(run.code, 0) << run.error;
@@ -211,7 +252,8 @@ TEST_F(TrainedPrograms, PredictReadsStdinAndWritesCsv) {
   EXPECT_EQ(line.rfind("\"was \"\"bad\"\", work\",", 0), 0u) << line;
   const ProgramRun table = run_program(
       {"hasten", "predict", "--model", model(), "film number 2 was good fun"});
-  EXPECT_EQ(table.out.rfind("label     neg     pos  text\n", 0), 0u) << table.out;
+  EXPECT_EQ(table.out.rfind("label     neg     pos  text\n", 0), 0u)
+      << table.out;
   EXPECT_EQ(std::count(table.out.begin(), table.out.end(), '\n'), 2);
 }
 
@@ -254,7 +296,11 @@ TEST(StoppedPrograms, CtrlCStopsAllRanksWithCode130AndNoOrphans) {
     const ProgramRun run = run_program(
         train_arguments(
             folder.path(),
-            {"--nproc", nproc, "--max-steps", "1000000", "--save-strategy",
+            {"--nproc",
+             nproc,
+             "--max-steps",
+             "1000000",
+             "--save-strategy",
              "no"}),
         {.watch = [&](pid_t pid, const std::string& said) {
           if (!sent && said.find("metrics.jsonl") != std::string::npos) {
@@ -292,9 +338,8 @@ TEST(StoppedPrograms, AKilledRankIsNamedAndTheOthersEnd) {
             const std::string environment(
                 (std::istreambuf_iterator<char>(file)),
                 std::istreambuf_iterator<char>());
-            if (rank != pid &&
-                environment.find(std::string("\0RANK=1", 7)) !=
-                    std::string::npos) {
+            if (rank != pid && environment.find(std::string("\0RANK=1", 7)) !=
+                                   std::string::npos) {
               ::kill(rank, SIGKILL);
               killed = true;
             }
