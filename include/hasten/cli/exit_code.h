@@ -27,10 +27,12 @@ class SilentExit : public std::exception {
 };
 
 /// Runs `body` and returns its exit code. An exception becomes an error line and
-/// kExitBadInput (InputError, a full disk), 128 + n (Interrupted, or any other once signal n
-/// was remembered: then without a line where the world has several ranks, since
-/// the launcher says it), or kExitFailed. What all ranks throw alike
-/// (TrainingError, CommunicationError) is said by rank 0 alone.
+///   kExitBadInput  InputError, or a full disk
+///   128 + n        Interrupted, or any other once signal n was remembered; with
+///                  several ranks without a line, since the launcher says it
+///   kExitFailed    anything else
+/// What all ranks throw alike (TrainingError, CommunicationError) is said by
+/// rank 0 alone.
 int exit_code_of(int rank, int world_size, const std::function<int()>& body);
 
 } // namespace hasten
