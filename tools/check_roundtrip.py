@@ -48,8 +48,9 @@ def predict(program, model, texts):
             [program, "predict", "--model", str(model), "--file", str(source),
              "--text-column", "text", "--output", str(output), "--with-logits"],
             check=True)
-        lines = output.read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
+        # Not splitlines(): it also splits at U+0085 and U+2028, which texts hold.
+        lines = output.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines if line]
 
 
 def compare(model_folder, texts, predictions):
