@@ -8,6 +8,7 @@
 #include "gloo_group.h"
 #include "hasten/base/error.h"
 #include "hasten/base/log.h"
+#include "tensor_checks.h"
 
 namespace hasten {
 
@@ -103,7 +104,7 @@ std::shared_ptr<Communicator> Communicator::create(
 
 std::shared_ptr<Communicator> detail::GlooGroup::duplicate(
     const CommunicatorOptions& options) {
-  core_->check("duplicate \"" + options.name + "\"");
+  core_->check(operation_label("create", options.name));
   auto group = std::make_shared<GlooGroup>(core_->link, options);
   register_group(group);
   return group;

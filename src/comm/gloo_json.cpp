@@ -81,6 +81,9 @@ std::vector<nlohmann::json> GlooGroup::exchange(
   } catch (const std::exception& error) {
     core_->diagnose(operation, sequence, error.what(), false);
   }
+  if (all.empty()) { // cancelled: the world failed while this call waited
+    core_->diagnose(operation, sequence, "cancelled", false);
+  }
   std::vector<nlohmann::json> values;
   std::vector<std::string> operations;
   for (const StoreBytes& bytes : all) {

@@ -68,12 +68,13 @@ std::vector<Hello> exchange_hellos(
     }
     const std::string difference = first_difference(progress.hellos);
     if (!difference.empty() || arrived == progress.hellos.size()) {
-      const int64_t greeted = store.add("greeted", 1);
-      // The store must last until all have seen the difference.
-      for (int i = 0; !difference.empty() && serves && i < 200 && !cancelled &&
-                      greeted < static_cast<int64_t>(arrived) &&
-                      store.add("greeted", 0) < static_cast<int64_t>(arrived);
-           ++i) {
+      store.add("greeted", 1);
+      // The store must last until all have seen the difference, those that
+      // start a little later too.
+      const CommClock::time_point until = CommClock::now() + milliseconds(5000);
+      while (!difference.empty() && serves && !cancelled &&
+             CommClock::now() < until &&
+             store.add("greeted", 0) < own.world_size) {
         std::this_thread::sleep_for(milliseconds(10));
       }
       if (!difference.empty()) {
@@ -304,7 +305,7 @@ bool WorldLink::meet() {
     return false;
   }
   *enough = true; // the late will not be waited for
-  return true;
+  return !liveness_->failed(); // which cancels the call
 }
 
 void WorldLink::disconnect(milliseconds limit) {
