@@ -44,8 +44,8 @@ run() {
 
 run "$programs/hasten" train --model "$model_folder" \
   --train-file "$work/train.csv" --text-column text --label-column label \
-  --eval-split 0.1 --num-train-epochs "$epochs" --learning-rate 1e-4 \
-  --per-device-train-batch-size 8 --nproc 2 \
+  --eval-split 0.1 --num-train-epochs "$epochs" --learning-rate 1e-4 --warmup-ratio 0.1 \
+  --load-best-model-at-end --per-device-train-batch-size 8 --nproc 2 \
   --output-dir "$work/out" --overwrite-output-dir
 run "$programs/hasten" eval --model "$work/out" --file "$work/test.csv" \
   --text-column text --label-column label --json >"$work/eval.json"
