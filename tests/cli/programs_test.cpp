@@ -163,4 +163,19 @@ TEST(Programs, LaunchGivesEachRankItsPlaceAndTheFirstFailuresCode) {
   EXPECT_TRUE(failed.said("rank 1 exited with code 7 first")) << failed.error;
 }
 
+TEST(Programs, WaitingThreadsSleepUnlessTheUserSaysOtherwise) {
+  const std::vector<std::string> show = {
+      "hasten",
+      "launch",
+      "--nproc",
+      "1",
+      "/bin/sh",
+      "-c",
+      "echo $OMP_WAIT_POLICY"};
+  EXPECT_EQ(run_program(show).out, "passive\n");
+  EXPECT_EQ(
+      run_program(show, {.environment = {{"OMP_WAIT_POLICY", "active"}}}).out,
+      "active\n");
+}
+
 } // namespace hasten
