@@ -120,8 +120,8 @@ TEST(FlatGradients, AnyZeroGradIsLegal) {
   const auto expect = [&](double a, double b) {
     pair.flat.install();
     EXPECT_TRUE(pair.flat.installed(0) && pair.flat.installed(1));
-    EXPECT_EQ(pair.a.grad()[0][0].item<double>(), a);
-    EXPECT_EQ(pair.b.grad()[0].item<double>(), b);
+    EXPECT_FLOAT_EQ(pair.a.grad()[0][0].item<float>(), static_cast<float>(a));
+    EXPECT_FLOAT_EQ(pair.b.grad()[0].item<float>(), static_cast<float>(b));
   };
   pair.backward();
   EXPECT_FALSE(pair.flat.cleared());
