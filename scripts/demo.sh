@@ -10,11 +10,11 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 source "$root/scripts/packages.sh"
 
-train_rows=3300 test_rows=1000 epochs=2
+train_rows=3400 test_rows=1000 epochs=2
 quick='' programs=''
 while (($#)); do
   case $1 in
-    --quick) quick=1 train_rows=96 test_rows=32 epochs=1 ;;
+    --quick) quick=1 train_rows=120 test_rows=32 epochs=1 ;;
     --programs) programs=${2:?--programs needs a folder} && shift ;;
     -h | --help) sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit ;;
     *) die "unknown argument $1; see --help" ;;
@@ -44,8 +44,7 @@ run() {
 
 run "$programs/hasten" train --model "$model_folder" \
   --train-file "$work/train.csv" --text-column text --label-column label \
-  --eval-split 0.1 --num-train-epochs "$epochs" --learning-rate 1e-4 --warmup-ratio 0.1 \
-  --load-best-model-at-end --per-device-train-batch-size 8 --nproc 2 \
+  --eval-split 0.06 --num-train-epochs "$epochs" --warmup-ratio 0.1 --nproc 2 \
   --output-dir "$work/out" --overwrite-output-dir
 run "$programs/hasten" eval --model "$work/out" --file "$work/test.csv" \
   --text-column text --label-column label --json >"$work/eval.json"
