@@ -198,7 +198,7 @@ class TrainerReviews(Bench):
         Case("defaults", "s/1000 samples", 0.14),
         Case("defaults_peak_resident", "bytes a rank", 0.6, 0),
     ]
-    batch = 16
+    batch = 32
 
     def seconds(self):
         record = next(record for record in reversed(self.records()) if "train_runtime" in record)

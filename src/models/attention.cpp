@@ -16,16 +16,16 @@ at::Tensor self_attention(
     int64_t heads,
     double dropout) {
   const int64_t rows = q.size(0);
-  const int64_t tokens = q.size(1);
+  const int64_t queries = q.size(1);
   const int64_t width = q.size(2) / heads;
   const auto by_head = [&](const at::Tensor& x) { // [B, heads, T, width]
-    return x.view({rows, tokens, heads, width}).transpose(1, 2);
+    return x.view({rows, x.size(1), heads, width}).transpose(1, 2);
   };
   at::Tensor context;
   if (dropout <= 0) {
     std::optional<at::Tensor> bias;
     if (mask.defined()) {
-      bias = mask.expand({rows, heads, tokens, tokens});
+      bias = mask.expand({rows, heads, queries, k.size(1)});
     }
     context = at::scaled_dot_product_attention(
         by_head(q), by_head(k), by_head(v), bias);
@@ -39,7 +39,7 @@ at::Tensor self_attention(
     context = at::matmul(
         dropout_add(at::softmax(scores, -1), {}, dropout), by_head(v));
   }
-  return context.transpose(1, 2).reshape({rows, tokens, heads * width});
+  return context.transpose(1, 2).reshape({rows, queries, heads * width});
 }
 
 } // namespace hasten::detail

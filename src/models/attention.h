@@ -8,7 +8,8 @@
 namespace hasten::detail {
 
 /// softmax(q k^T / sqrt(H / heads) + mask), dropout p, times v, for each head.
-/// q, k, v [B, T, H]; mask undefined or [B, 1, 1, T] additive. Returns [B, T, H].
+/// q [B, Q, H]; k, v [B, T, H]; mask undefined or [B, 1, 1, T] additive.
+/// Returns [B, Q, H].
 at::Tensor self_attention(
     const at::Tensor& q,
     const at::Tensor& k,

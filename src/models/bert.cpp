@@ -94,9 +94,11 @@ BertLayerImpl::BertLayerImpl(const BertConfig& config)
 }
 
 at::Tensor BertLayerImpl::attend(
-    const at::Tensor& hidden, const at::Tensor& mask) {
+    const at::Tensor& asking,
+    const at::Tensor& hidden,
+    const at::Tensor& mask) {
   return detail::self_attention(
-      query->forward(hidden),
+      query->forward(asking),
       key->forward(hidden),
       value->forward(hidden),
       mask,
@@ -104,10 +106,14 @@ at::Tensor BertLayerImpl::attend(
       is_training() ? attention_dropout_ : 0.0);
 }
 
-at::Tensor BertLayerImpl::forward(at::Tensor hidden, at::Tensor mask) {
+at::Tensor BertLayerImpl::forward(
+    at::Tensor hidden, at::Tensor mask, bool first_token_only) {
   const double p = is_training() ? hidden_dropout_ : 0.0;
-  at::Tensor context = attention_output->forward(attend(hidden, mask));
-  hidden = attention_norm->forward(detail::dropout_add(context, hidden, p));
+  const at::Tensor asking =
+      first_token_only ? hidden.narrow(1, 0, 1).contiguous() : hidden;
+  const at::Tensor context =
+      attention_output->forward(attend(asking, hidden, mask));
+  hidden = attention_norm->forward(detail::dropout_add(context, asking, p));
   at::Tensor wide = intermediate->forward(hidden);
   if (activation_ == "relu") {
     wide = at::relu(wide);
@@ -170,7 +176,8 @@ at::Tensor BertModelImpl::embed(
 at::Tensor BertModelImpl::forward(
     at::Tensor input_ids,
     at::Tensor attention_mask,
-    at::Tensor token_type_ids) {
+    at::Tensor token_type_ids,
+    bool first_token_only) {
   at::Tensor hidden = embed(input_ids, token_type_ids);
   at::Tensor mask;
   if (attention_mask.defined()) {
@@ -186,8 +193,9 @@ at::Tensor BertModelImpl::forward(
       mask = mask.view({padding.size(0), 1, 1, padding.size(1)});
     }
   }
-  for (auto& layer : layers) {
-    hidden = call_block(layer, hidden, mask);
+  for (size_t i = 0; i < layers.size(); ++i) {
+    const bool last = i + 1 == layers.size();
+    hidden = call_block(layers[i], hidden, mask, first_token_only && last);
   }
   return hidden;
 }
@@ -214,10 +222,13 @@ at::Tensor BertForSequenceClassificationImpl::forward(
     at::Tensor input_ids,
     at::Tensor attention_mask,
     at::Tensor token_type_ids) {
+  // The classifier reads the first token alone, so the last block makes no other:
+  // a sixth to a quarter of the work of shallow models, and the same logits.
   const at::Tensor hidden = bert->forward(
       std::move(input_ids),
       std::move(attention_mask),
-      std::move(token_type_ids));
+      std::move(token_type_ids),
+      true);
   const double p =
       is_training()
           ? config_.classifier_dropout.value_or(config_.hidden_dropout_prob)

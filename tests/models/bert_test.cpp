@@ -120,12 +120,13 @@ TEST(Bert, PaddingFurtherChangesNoLogit) {
     EXPECT_LE(
         max_difference(logits, model->forward(pad(ids, 7), pad(mask, 0))),
         1e-6);
-    // A row alone, without mask, equals the row among others.
+    // A row alone, without mask, equals the row among others; its last block is
+    // a product with one vector, which sums in another order.
     EXPECT_LE(
         max_difference(
             logits.slice(0, 1, 2),
             model->forward(ids.slice(0, 1, 2).slice(1, 0, 3))),
-        1e-6);
+        2e-6);
   }
 }
 

@@ -78,8 +78,10 @@ class BertLayerImpl : public torch::nn::Module {
   explicit BertLayerImpl(const BertConfig& config);
   /// `hidden` [B, T, H]; `mask` undefined where no token is padding, else
   /// [B, 1, 1, T] of hidden's dtype, 0 to attend and the lowest finite value not
-  /// to. Returns [B, T, H].
-  at::Tensor forward(at::Tensor hidden, at::Tensor mask);
+  /// to. Returns [B, T, H], or with first_token_only [B, 1, H], which saves the
+  /// other tokens' queries and feed-forward (5/6 of a block's products).
+  at::Tensor forward(
+      at::Tensor hidden, at::Tensor mask, bool first_token_only = false);
 
   // Names in the state dict: attention.self.query, …
   torch::nn::Linear query{nullptr}, key{nullptr}, value{nullptr};
@@ -90,7 +92,11 @@ class BertLayerImpl : public torch::nn::Module {
   torch::nn::LayerNorm output_norm{nullptr}; // output.LayerNorm
 
  private:
-  at::Tensor attend(const at::Tensor& hidden, const at::Tensor& mask);
+  // `asking` [B, Q, H] are the tokens whose context is wanted.
+  at::Tensor attend(
+      const at::Tensor& asking,
+      const at::Tensor& hidden,
+      const at::Tensor& mask);
 
   int64_t heads_;
   double hidden_dropout_;
@@ -103,12 +109,14 @@ TORCH_MODULE(BertLayer);
 class BertModelImpl : public torch::nn::Module {
  public:
   explicit BertModelImpl(const BertConfig& config);
-  /// Hidden states of the last block [B, T, H]. Arguments as in
+  /// Hidden states of the last block: [B, T, H], or [B, 1, H] of the first token
+  /// alone, which is what pool() reads. Other arguments as in
   /// BertForSequenceClassificationImpl::forward.
   at::Tensor forward(
       at::Tensor input_ids,
       at::Tensor attention_mask = {},
-      at::Tensor token_type_ids = {});
+      at::Tensor token_type_ids = {},
+      bool first_token_only = false);
   /// tanh(dense(hidden[:, 0])): [B, T, H] -> [B, H].
   at::Tensor pool(const at::Tensor& hidden);
 
