@@ -15,6 +15,7 @@
 #include "hasten/base/world.h"
 #include "hasten/cli/exit_code.h"
 #include "hasten/cli/run.h"
+#include "hasten/core/linear.h"
 
 namespace hasten {
 
@@ -85,6 +86,9 @@ nlohmann::ordered_json environment_json() {
   json["openmp"] = at::hasOpenMP();
   json["mkl"] = at::hasMKL();
   json["onednn"] = at::hasMKLDNN();
+  json["float_products"] = linear_uses_onednn() ? "oneDNN"
+                           : at::hasMKL()       ? "MKL"
+                                                : "torch's own";
   json["cuda_devices"] = at::hasCUDA() ? static_cast<int>(at::getNumGPUs()) : 0;
   json["collectives"] = std::vector<std::string>{"gloo"};
   const World world = world_from_environment();
@@ -137,7 +141,8 @@ std::string environment_text(const nlohmann::ordered_json& json) {
   line(
       "kernels",
       std::string("OpenMP ") + yes("openmp") + ", MKL " + yes("mkl") +
-          ", oneDNN " + yes("onednn"));
+          ", oneDNN " + yes("onednn") + "; float products by " +
+          json.at("float_products").get<std::string>());
   line("CUDA devices", std::to_string(json.at("cuda_devices").get<int>()));
   line("collectives", json.at("collectives").at(0).get<std::string>());
   const auto& world = json.at("world");

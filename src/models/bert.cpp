@@ -10,6 +10,7 @@
 #include "dropout.h"
 #include "hasten/base/error.h"
 #include "hasten/core/block_call.h"
+#include "hasten/core/linear.h"
 
 namespace hasten {
 
@@ -42,6 +43,10 @@ void draw_bert_linear(torch::nn::LinearImpl& linear, double range) {
   const at::NoGradGuard no_grad;
   linear.weight.normal_(0, range);
   linear.bias.zero_();
+}
+
+at::Tensor bert_linear(const torch::nn::Linear& layer, const at::Tensor& x) {
+  return fast_linear(x, layer->weight, layer->bias);
 }
 
 void draw_bert_weights(torch::nn::Module& module, double range) {
@@ -98,9 +103,9 @@ at::Tensor BertLayerImpl::attend(
     const at::Tensor& hidden,
     const at::Tensor& mask) {
   return detail::self_attention(
-      query->forward(asking),
-      key->forward(hidden),
-      value->forward(hidden),
+      detail::bert_linear(query, asking),
+      detail::bert_linear(key, hidden),
+      detail::bert_linear(value, hidden),
       mask,
       heads_,
       is_training() ? attention_dropout_ : 0.0);
@@ -112,16 +117,16 @@ at::Tensor BertLayerImpl::forward(
   const at::Tensor asking =
       first_token_only ? hidden.narrow(1, 0, 1).contiguous() : hidden;
   const at::Tensor context =
-      attention_output->forward(attend(asking, hidden, mask));
+      detail::bert_linear(attention_output, attend(asking, hidden, mask));
   hidden = attention_norm->forward(detail::dropout_add(context, asking, p));
-  at::Tensor wide = intermediate->forward(hidden);
+  at::Tensor wide = detail::bert_linear(intermediate, hidden);
   if (activation_ == "relu") {
     wide = at::relu(wide);
   } else {
     wide = at::gelu(wide, activation_ == "gelu" ? "none" : "tanh");
   }
   return output_norm->forward(
-      detail::dropout_add(output->forward(wide), hidden, p));
+      detail::dropout_add(detail::bert_linear(output, wide), hidden, p));
 }
 
 BertModelImpl::BertModelImpl(const BertConfig& config)
@@ -201,7 +206,7 @@ at::Tensor BertModelImpl::forward(
 }
 
 at::Tensor BertModelImpl::pool(const at::Tensor& hidden) {
-  return at::tanh(pooler->forward(hidden.select(1, 0)));
+  return at::tanh(detail::bert_linear(pooler, hidden.select(1, 0)));
 }
 
 BertForSequenceClassificationImpl::BertForSequenceClassificationImpl(

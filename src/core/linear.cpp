@@ -1,0 +1,189 @@
+#include "hasten/core/linear.h"
+
+#include <ATen/Context.h>
+#include <ATen/Parallel.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/sum.h>
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <optional>
+
+// oneDNN's product, which torch calls itself for 16-bit tensors:
+// out = beta out + alpha a b, of any strides. Its header is not among LibTorch's;
+// a LibTorch without it leaves the name null.
+namespace at::native {
+__attribute__((weak)) void mkldnn_matmul(
+    const Tensor& a,
+    const Tensor& b,
+    const Tensor& out,
+    float beta,
+    float alpha);
+} // namespace at::native
+
+namespace hasten {
+
+namespace detail {
+
+// oneDNN compiles a kernel of half a megabyte for every shape it meets, and rows
+// times tokens are another number in every batch. So rows are taken in pieces of
+// these sizes and powers of two between, and few kernels serve all batches.
+constexpr int64_t kFewestRows = 32;
+constexpr int64_t kMostRows = 512; // for each thread
+
+// Narrower than this and its call costs more than it saves.
+constexpr int64_t kFewestColumns = 16;
+
+static bool find_onednn() {
+#if defined(__x86_64__) && defined(__GNUC__)
+  return at::hasMKLDNN() && at::hasMKL() &&
+         at::native::mkldnn_matmul != nullptr &&
+         __builtin_cpu_supports("avx512f") && !__builtin_cpu_is("intel");
+#else
+  return false;
+#endif
+}
+
+/// The largest piece of at most `rows` rows, where rows >= kFewestRows.
+static int64_t next_piece(int64_t rows) {
+  const int64_t most = kMostRows * at::get_num_threads();
+  int64_t piece = kFewestRows;
+  while (piece * 2 <= rows && piece < most) {
+    piece *= 2;
+  }
+  return piece;
+}
+
+/// a b (+ bias) for a [rows, k] and b [k, n] of any strides; rows >= kFewestRows.
+/// A piece shorter than the fewest reaches back over rows already made, which get
+/// the same values again.
+static at::Tensor onednn_product(
+    const at::Tensor& a,
+    const at::Tensor& b,
+    const std::optional<at::Tensor>& bias) {
+  const at::AutoDispatchBelowADInplaceOrView below;
+  const int64_t rows = a.size(0);
+  at::Tensor out = at::empty({rows, b.size(1)}, a.options());
+  for (int64_t done = 0; done < rows;) {
+    const int64_t piece = next_piece(std::max(rows - done, kFewestRows));
+    done = std::min(done, rows - piece);
+    const at::Tensor part = out.narrow(0, done, piece);
+    if (bias) {
+      part.copy_(bias->expand_as(part));
+    }
+    at::native::mkldnn_matmul(
+        a.narrow(0, done, piece), b, part, bias ? 1.0f : 0.0f, 1.0f);
+    done += piece;
+  }
+  return out;
+}
+
+/// a^T b, summed over the rows of a [rows, m] and b [rows, n]; the last rows are
+/// filled up with zeros.
+static at::Tensor onednn_sum_over_rows(
+    const at::Tensor& a, const at::Tensor& b) {
+  const at::AutoDispatchBelowADInplaceOrView below;
+  const int64_t rows = a.size(0);
+  at::Tensor out = at::empty({a.size(1), b.size(1)}, a.options());
+  const auto add = [&](const at::Tensor& x, const at::Tensor& y, bool first) {
+    at::native::mkldnn_matmul(x.t(), y, out, first ? 0.0f : 1.0f, 1.0f);
+  };
+  int64_t done = 0;
+  while (rows - done >= kFewestRows) {
+    const int64_t piece = next_piece(rows - done);
+    add(a.narrow(0, done, piece), b.narrow(0, done, piece), done == 0);
+    done += piece;
+  }
+  if (const int64_t left = rows - done; left > 0) {
+    const auto filled = [&](const at::Tensor& x) {
+      at::Tensor copy = at::zeros({kFewestRows, x.size(1)}, x.options());
+      copy.narrow(0, 0, left).copy_(x.narrow(0, done, left));
+      return copy;
+    };
+    add(filled(a), filled(b), done == 0);
+  }
+  return out;
+}
+
+class OneDnnLinear : public torch::autograd::Function<OneDnnLinear> {
+ public:
+  static at::Tensor forward(
+      torch::autograd::AutogradContext* context,
+      const at::Tensor& x, // [rows, in]
+      const at::Tensor& weight,
+      const std::optional<at::Tensor>& bias) {
+    context->save_for_backward({x, weight});
+    context->saved_data["bias"] = bias.has_value();
+    return onednn_product(x, weight.t(), bias);
+  }
+
+  static torch::autograd::variable_list backward(
+      torch::autograd::AutogradContext* context,
+      torch::autograd::variable_list gradients) {
+    const at::Tensor gradient = gradients[0].contiguous();
+    const auto saved = context->get_saved_variables();
+    const at::Tensor& x = saved[0];
+    const at::Tensor& weight = saved[1];
+    // A gradient of the gradient needs operators that can be differentiated.
+    const bool again = at::GradMode::is_enabled();
+    at::Tensor x_gradient;
+    at::Tensor weight_gradient;
+    at::Tensor bias_gradient;
+    if (context->needs_input_grad(0)) {
+      x_gradient = again ? at::mm(gradient, weight)
+                         : onednn_product(gradient, weight, std::nullopt);
+    }
+    if (context->needs_input_grad(1)) {
+      weight_gradient =
+          again ? at::mm(gradient.t(), x) : onednn_sum_over_rows(gradient, x);
+    }
+    if (context->saved_data["bias"].toBool() && context->needs_input_grad(2)) {
+      bias_gradient = at::sum(gradient, {0});
+    }
+    return {x_gradient, weight_gradient, bias_gradient};
+  }
+};
+
+static bool plain_float(const at::Tensor& tensor) {
+  return tensor.is_cpu() && tensor.scalar_type() == at::kFloat &&
+         tensor.layout() == at::kStrided;
+}
+
+static bool gains_by_onednn(
+    const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
+  return linear_uses_onednn() && at::globalContext().userEnabledMkldnn() &&
+         plain_float(x) && plain_float(weight) && weight.dim() == 2 &&
+         (!bias.defined() || (plain_float(bias) && bias.dim() == 1 &&
+                              bias.size(0) == weight.size(0))) &&
+         x.dim() >= 2 && x.size(-1) == weight.size(1) &&
+         weight.size(0) >= kFewestColumns && weight.size(1) >= kFewestColumns &&
+         x.numel() >= kFewestRows * weight.size(1) &&
+         !at::autocast::is_autocast_enabled(at::kCPU);
+}
+
+} // namespace detail
+
+at::Tensor fast_linear(
+    const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
+  const std::optional<at::Tensor> maybe_bias =
+      bias.defined() ? std::optional<at::Tensor>(bias) : std::nullopt;
+  if (!detail::gains_by_onednn(x, weight, bias)) {
+    return at::linear(x, weight, maybe_bias);
+  }
+  const at::Tensor product = detail::OneDnnLinear::apply(
+      x.reshape({-1, x.size(-1)}), weight, maybe_bias);
+  std::vector<int64_t> shape = x.sizes().vec();
+  shape.back() = weight.size(0);
+  return product.view(shape);
+}
+
+bool linear_uses_onednn() {
+  static const bool uses = detail::find_onednn();
+  return uses;
+}
+
+} // namespace hasten

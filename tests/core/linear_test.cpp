@@ -1,0 +1,126 @@
+#include "hasten/core/linear.h"
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+namespace hasten {
+
+static double relative_difference(const at::Tensor& a, const at::Tensor& b) {
+  const double size = at::linalg_vector_norm(b).item<double>();
+  const double distance =
+      at::linalg_vector_norm(a.to(at::kDouble) - b).item<double>();
+  return size > 0 ? distance / size : distance;
+}
+
+// torch's, in fp64: output and the gradients of its squares' sum.
+struct LinearReference {
+  at::Tensor output, x, weight, bias;
+
+  LinearReference(
+      const at::Tensor& x32,
+      const at::Tensor& weight32,
+      const at::Tensor& bias32)
+      : x(x32.detach().to(at::kDouble).requires_grad_()),
+        weight(weight32.detach().to(at::kDouble).requires_grad_()),
+        bias(bias32.detach().to(at::kDouble).requires_grad_()) {
+    output = torch::nn::functional::linear(x, weight, bias);
+    output.pow(2).sum().backward();
+  }
+};
+
+struct LinearCase {
+  std::vector<int64_t> rows;
+  int64_t in, out;
+};
+
+class LinearShapes : public testing::TestWithParam<LinearCase> {};
+
+TEST_P(LinearShapes, OutputAndGradientsEqualTorchsInDouble) {
+  torch::manual_seed(1);
+  std::vector<int64_t> shape = GetParam().rows;
+  shape.push_back(GetParam().in);
+  auto x = torch::randn(shape).requires_grad_();
+  auto weight = torch::randn({GetParam().out, GetParam().in}).requires_grad_();
+  auto bias = torch::randn({GetParam().out}).requires_grad_();
+  const LinearReference reference(x, weight, bias);
+
+  const at::Tensor output = fast_linear(x, weight, bias);
+  output.pow(2).sum().backward();
+
+  EXPECT_EQ(output.sizes(), reference.output.sizes());
+  EXPECT_LT(relative_difference(output, reference.output), 2e-6);
+  EXPECT_LT(relative_difference(x.grad(), reference.x.grad()), 2e-6);
+  EXPECT_LT(relative_difference(weight.grad(), reference.weight.grad()), 2e-6);
+  EXPECT_LT(relative_difference(bias.grad(), reference.bias.grad()), 2e-6);
+  const at::NoGradGuard no_grad;
+  EXPECT_TRUE(fast_linear(x, weight, bias).equal(output));
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    All,
+    LinearShapes,
+    testing::Values(
+        LinearCase{{3}, 5, 7},
+        LinearCase{{64}, 32, 48},
+        LinearCase{{1, 1}, 64, 64},
+        LinearCase{{4, 33}, 64, 96},
+        LinearCase{{1000}, 64, 96},
+        LinearCase{{1151}, 32, 64},
+        LinearCase{{31}, 64, 96},
+        LinearCase{{2, 3, 17}, 128, 32},
+        LinearCase{{0}, 32, 32},
+        LinearCase{{20}, 32, 2}));
+
+TEST(Linear, TakesStridedInputAndNoBias) {
+  torch::manual_seed(2);
+  const auto x = torch::randn({64, 40}).t(); // [40, 64]
+  const auto weight = torch::randn({64, 32}).t(); // [32, 64]
+  const auto expected = x.to(at::kDouble).matmul(weight.to(at::kDouble).t());
+  EXPECT_LT(relative_difference(fast_linear(x, weight), expected), 2e-6);
+}
+
+TEST(Linear, LeavesOutGradientsNobodyAsksFor) {
+  const auto x = torch::randn({32, 32});
+  const auto weight = torch::randn({32, 32});
+  auto bias = torch::zeros({32}).requires_grad_();
+  fast_linear(x, weight, bias).sum().backward();
+  EXPECT_TRUE(bias.grad().equal(torch::full({32}, 32.0f)));
+  EXPECT_FALSE(weight.grad().defined());
+}
+
+TEST(Linear, CanBeDifferentiatedTwice) {
+  torch::manual_seed(3);
+  auto x = torch::randn({32, 32}).requires_grad_();
+  auto weight = torch::randn({32, 32}).requires_grad_();
+  const auto norm_of_gradient = [&](const at::Tensor& output) {
+    const auto gradient =
+        torch::autograd::grad({output.pow(2).sum()}, {x}, {}, true, true)[0];
+    return torch::autograd::grad({gradient.pow(2).sum()}, {weight})[0];
+  };
+  const auto expected =
+      norm_of_gradient(torch::nn::functional::linear(x, weight));
+  EXPECT_LT(
+      relative_difference(
+          norm_of_gradient(fast_linear(x, weight)), expected.to(at::kDouble)),
+      1e-5);
+}
+
+TEST(Linear, AWeightChangedBeforeBackwardIsAnError) {
+  auto x = torch::randn({32, 32}).requires_grad_();
+  auto weight = torch::randn({32, 32}).requires_grad_();
+  const auto output = fast_linear(x, weight);
+  {
+    const torch::NoGradGuard no_grad;
+    weight.add_(1);
+  }
+  EXPECT_THROW(output.sum().backward(), c10::Error);
+}
+
+TEST(Linear, OtherDtypesAreTorchsOwn) {
+  const auto x = torch::randn({32, 32}, at::kDouble);
+  const auto weight = torch::randn({32, 32}, at::kDouble);
+  EXPECT_TRUE(
+      fast_linear(x, weight).equal(torch::nn::functional::linear(x, weight)));
+}
+
+} // namespace hasten
