@@ -36,8 +36,7 @@ struct Liveness::Shared {
   std::vector<bool> watched; // [rank] /proc tells whether it lives
   std::vector<std::string> keys; // every rank's beat, then the failure
 
-  // Used by the thread alone.
-  StorePtr store;
+  // Used by the thread alone. The connection to the store is in the config.
   CommClock::time_point last_exchange = CommClock::now();
 
   // Under mutex, except the atomic.
@@ -60,13 +59,13 @@ struct Liveness::Shared {
   CommClock::time_point last_poll = CommClock::now();
   CommClock::duration silent_for{};
 
-  void start();
   void loop();
   std::string beat_text();
   void exchange(const std::string& beat);
   void merge(const std::vector<std::vector<uint8_t>>& values);
   void adopt(FailureCause new_cause);
-  void store_lost();
+  void store_lost(const std::string& why);
+  StorePtr& store() { return config.store; }
   bool process_ended(int peer) const {
     return watched[static_cast<size_t>(peer)] &&
            process_state(
@@ -75,6 +74,19 @@ struct Liveness::Shared {
   }
   int pid(int peer) const {
     return config.peers[static_cast<size_t>(peer)].pid;
+  }
+  /// What cannot be read as one is the cause word by word.
+  FailureCause read_cause(const std::string& text) const {
+    try {
+      const nlohmann::json record = nlohmann::json::parse(text);
+      return {
+          record.at("by"),
+          record.at("operation"),
+          record.at("text"),
+          record.at("fix")};
+    } catch (const nlohmann::json::exception&) {
+      return {rank, "", "a rank failed and wrote: " + text, ""};
+    }
   }
   FailureCause death(int peer) const {
     return {
@@ -113,33 +125,24 @@ Liveness::Liveness(LivenessConfig config)
     s.peers.push_back({kFirstBeat, CommClock::now(), false, false, false});
   }
   s.keys.push_back(kFailureKey);
+  // A store on this host that does not answer is frozen, not gone, and there
+  // is the operations' timeout for that. An end of its process breaks the
+  // connection.
+  const bool local_store =
+      !s.config.world.agent_store && (s.rank == 0 || s.watched[0]);
+  s.store()->setTimeout(
+      local_store ? std::chrono::hours(24) : s.config.liveness);
   std::thread([shared = shared_] { run(shared); }).detach();
 }
 
 Liveness::~Liveness() { stop(milliseconds(0)); }
 
 void Liveness::run(const std::shared_ptr<Shared>& shared) {
-  shared->start();
-  if (shared->store) {
-    shared->loop();
-  }
-  shared->store.reset();
+  shared->loop();
+  shared->store().reset();
   const std::lock_guard<std::mutex> lock(shared->mutex);
   shared->ended = true;
   shared->changed.notify_all();
-}
-
-void Liveness::Shared::start() {
-  try {
-    store = open_store(
-        config.world,
-        false,
-        config.generation,
-        CommClock::now() + config.liveness,
-        stopping);
-  } catch (const std::exception&) {
-    store_lost();
-  }
 }
 
 void Liveness::Shared::loop() {
@@ -161,7 +164,7 @@ void Liveness::Shared::loop() {
     in_exchange = false;
     looks_done = look;
     changed.notify_all();
-    if (stopping || last || !store || (told && !serves_store(config.world))) {
+    if (stopping || last || !store() || (told && !serves_store(config.world))) {
       return;
     }
     if (!(failed && !told)) {
@@ -187,7 +190,7 @@ std::string Liveness::Shared::beat_text() {
 void Liveness::Shared::exchange(const std::string& beat) {
   const bool others_serve = !serves_store(config.world);
   if (others_serve && !config.world.agent_store && process_ended(0)) {
-    store_lost(); // c10d would print a stack for each try
+    store_lost(""); // c10d would print a stack for each try
     return;
   }
   std::vector<int> ended_now;
@@ -201,9 +204,10 @@ void Liveness::Shared::exchange(const std::string& beat) {
     const std::lock_guard<std::mutex> lock(mutex);
     post = std::exchange(report, std::nullopt);
   }
+  std::vector<std::vector<uint8_t>> values;
   try {
     const QuietStore quiet;
-    c10d::Store& s = *store;
+    c10d::Store& s = *store();
     s.set(beat_key(rank), beat);
     if (post) {
       s.compareSet(
@@ -215,11 +219,12 @@ void Liveness::Shared::exchange(const std::string& beat) {
                {"text", post->text},
                {"fix", post->fix}}));
     }
-    merge(s.multiGet(keys));
-  } catch (const std::exception&) {
-    store_lost();
+    values = s.multiGet(keys);
+  } catch (const std::exception& error) {
+    store_lost(error.what());
     return;
   }
+  merge(values);
   const std::lock_guard<std::mutex> lock(mutex);
   for (const int peer : ended_now) {
     peers[static_cast<size_t>(peer)].ended = true;
@@ -248,12 +253,7 @@ void Liveness::Shared::merge(const std::vector<std::vector<uint8_t>>& values) {
   }
   const std::string failure(values.back().begin(), values.back().end());
   if (failure != kNoFailure) {
-    const nlohmann::json record = nlohmann::json::parse(failure);
-    adopt(
-        {record.at("by"),
-         record.at("operation"),
-         record.at("text"),
-         record.at("fix")});
+    adopt(read_cause(failure));
   }
   for (size_t i = 0; i < peers.size() && !failed && !departing; ++i) {
     const CommClock::duration silent = now - peers[i].changed;
@@ -281,7 +281,8 @@ void Liveness::Shared::adopt(FailureCause new_cause) {
   }
 }
 
-void Liveness::Shared::store_lost() {
+/// `why`: what the call to the store threw.
+void Liveness::Shared::store_lost(const std::string& why) {
   const World& world = config.world;
   const bool rank_serves = !world.agent_store && rank != 0;
   bool rank_ended = false;
@@ -293,25 +294,29 @@ void Liveness::Shared::store_lost() {
     }
   }
   const std::lock_guard<std::mutex> lock(mutex);
-  store.reset();
+  store().reset();
   if (departing || leaving || stopping) {
     return;
   }
-  const std::string address =
-      world.master_addr + ":" + std::to_string(world.master_port);
+  const std::string what =
+      "store at " + world.master_addr + ":" +
+      std::to_string(world.master_port) + " is gone" +
+      (why.empty() ? "" : " (" + why.substr(0, why.find('\n')) + ")");
   if (rank_ended) {
     adopt(death(0));
   } else if (rank_serves) {
     adopt(
         {rank,
          "",
-         "rank 0 died or left: its store at " + address + " is gone",
+         "rank 0 died or left: its " + what,
          "see what rank 0 said last"});
+  } else if (!world.agent_store) {
+    adopt({rank, "", "this process's own " + what, ""});
   } else {
     adopt(
         {rank,
          "",
-         "the launcher's store at " + address + " is gone",
+         "the launcher's " + what,
          "see what the launcher said last"});
   }
 }

@@ -41,10 +41,11 @@ struct GroupProgress {
 };
 
 struct LivenessConfig {
-  World world;
-  int generation = 0;
+  World world{};
+  /// The watch's own connection, which nobody else uses.
+  StorePtr store{};
   /// [rank]
-  std::vector<Hello> peers;
+  std::vector<Hello> peers{};
   std::chrono::milliseconds liveness{5000};
   /// Called once, in any thread, when the world has failed.
   std::function<void()> on_failure{};

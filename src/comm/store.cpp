@@ -6,6 +6,7 @@
 #include <netdb.h>
 #include <netinet/in.h>
 #include <poll.h>
+#include <resolv.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -13,6 +14,7 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+#include <optional>
 #include <thread>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
@@ -60,9 +62,24 @@ bool is_loopback(const std::string& host, int port) {
              127;
 }
 
-/// One attempt of at most a second. TCPStore's own first attempt would, while
+/// As digits.
+std::string address_text(const addrinfo& address) {
+  char text[NI_MAXHOST] = "";
+  getnameinfo(
+      address.ai_addr,
+      address.ai_addrlen,
+      text,
+      sizeof text,
+      nullptr,
+      0,
+      NI_NUMERICHOST);
+  return text;
+}
+
+/// The address of `host` where somebody listens, as digits; empty: nobody. One
+/// attempt of at most a second each. TCPStore's own first attempt would, while
 /// nobody listens, print a stack and sleep a second.
-bool somebody_listens(const std::string& host, int port) {
+std::string listening_address(const std::string& host, int port) {
   const StoreAddressList addresses(host, port);
   for (const addrinfo* a = addresses.first; a != nullptr; a = a->ai_next) {
     const int fd =
@@ -81,10 +98,40 @@ bool somebody_listens(const std::string& host, int port) {
     }
     ::close(fd);
     if (connected) {
-      return true;
+      return address_text(*a);
     }
   }
-  return false;
+  return {};
+}
+
+/// The only address of `host` as digits; `host` where it has several, or none.
+std::string only_address(const std::string& host, int port) {
+  const StoreAddressList addresses(host, port);
+  return addresses.first != nullptr && addresses.first->ai_next == nullptr
+             ? address_text(*addresses.first)
+             : host;
+}
+
+bool is_address(const std::string& host) {
+  unsigned char bytes[sizeof(in6_addr)];
+  const std::string digits = host.substr(0, host.find('%'));
+  return inet_pton(AF_INET, host.c_str(), bytes) == 1 ||
+         inet_pton(AF_INET6, digits.c_str(), bytes) == 1;
+}
+
+NoNameServers::NoNameServers() {
+#ifdef __GLIBC__
+  if ((_res.options & RES_INIT) == 0) {
+    res_init();
+  }
+  count_ = std::exchange(_res.nscount, 0);
+#endif
+}
+
+NoNameServers::~NoNameServers() {
+#ifdef __GLIBC__
+  _res.nscount = count_;
+#endif
 }
 
 /// A store of one host is not to be reached from others, but TCPStore by
@@ -159,7 +206,7 @@ StorePtr open_store(
     int generation,
     CommClock::time_point deadline,
     const std::atomic<bool>& cancelled) {
-  const std::string host = store_host(world);
+  std::string host = store_host(world);
   c10d::TCPStoreOptions options;
   options.port = static_cast<uint16_t>(world.master_port);
   options.isServer = serve;
@@ -175,8 +222,10 @@ StorePtr open_store(
     } else if (is_loopback(host, world.master_port)) {
       options.masterListenFd = listen_on_loopback_port(world.master_port);
     }
+    host = only_address(host, world.master_port);
   } else {
-    while (!somebody_listens(host, world.master_port)) {
+    std::string address;
+    while ((address = listening_address(host, world.master_port)).empty()) {
       if (cancelled || CommClock::now() > deadline) {
         throw CommunicationError(
             "comm::create",
@@ -186,9 +235,15 @@ StorePtr open_store(
       }
       std::this_thread::sleep_for(std::chrono::milliseconds(20));
     }
+    host = address;
   }
   StorePtr store;
   try {
+    const QuietStore quiet; // it warns of addresses without a name
+    std::optional<NoNameServers> no_names;
+    if (is_address(host)) {
+      no_names.emplace();
+    }
     store = c10::make_intrusive<c10d::TCPStore>(host, options);
   } catch (const std::exception& error) {
     const std::string text = error.what();

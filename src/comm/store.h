@@ -35,7 +35,8 @@ bool serves_store(const World& world);
 /// it takes over, else on master_port), all others connect as soon as somebody
 /// listens. `generation` counts the worlds this process has joined: a
 /// launcher's store keeps the keys of earlier ones.
-/// Blocks until then, until `deadline` or until `cancelled`.
+/// Blocks until then, until `deadline` or until `cancelled`. The store's own
+/// timeout is the time until `deadline`, at least a second.
 /// Throws InputError where the port cannot be bound, CommunicationError where
 /// nobody listens.
 StorePtr open_store(
@@ -55,6 +56,20 @@ class QuietStore {
   ~QuietStore();
   QuietStore(const QuietStore&) = delete;
   QuietStore& operator=(const QuietStore&) = delete;
+};
+
+/// While one lives, this thread looks names up in /etc/hosts alone. c10d asks
+/// for the name of every address it connects to, for its messages; name
+/// servers that do not answer would hold up each connection for 5 s or more.
+class NoNameServers {
+ public:
+  NoNameServers();
+  ~NoNameServers();
+  NoNameServers(const NoNameServers&) = delete;
+  NoNameServers& operator=(const NoNameServers&) = delete;
+
+ private:
+  int count_ = 0;
 };
 
 /// Runs functions on a store, one after the other, in one thread. The thread

@@ -100,12 +100,18 @@ WorldLink::WorldLink(const World& world, const CommunicatorOptions& options)
       timeout_(options.timeout),
       liveness_limit_(options.liveness),
       deadline_(CommClock::now() + options.timeout),
-      generation_(next_world_generation()) {
+      watch_store_(std::make_shared<StorePtr>()) {
   store_ = std::make_shared<StoreThread>(
-      [world, generation = generation_, deadline = deadline_](
-          const std::atomic<bool>& cancelled) {
-        return open_store(
+      [world,
+       generation = next_world_generation(),
+       deadline = deadline_,
+       watch = watch_store_](const std::atomic<bool>& cancelled) {
+        StorePtr store = open_store(
             world, serves_store(world), generation, deadline, cancelled);
+        // Before this rank says hello: where connecting is slow the start is,
+        // and nobody takes a late connection for a store that is gone.
+        *watch = open_store(world, false, generation, deadline, cancelled);
+        return store;
       });
 }
 
@@ -117,7 +123,7 @@ std::shared_ptr<WorldLink> WorldLink::join(
   link->shake_hands(options);
   link->liveness_ = std::make_unique<Liveness>(LivenessConfig{
       world,
-      link->generation_,
+      std::move(*link->watch_store_),
       link->hellos_,
       options.liveness,
       [store = std::weak_ptr<StoreThread>(link->store_)] {

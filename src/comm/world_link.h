@@ -73,8 +73,9 @@ class WorldLink {
   const std::chrono::milliseconds timeout_;
   const std::chrono::milliseconds liveness_limit_;
   const CommClock::time_point deadline_; // for joining
-  const int generation_;
   std::vector<Hello> hellos_; // [rank]
+  /// The watch's connection, from the store's thread. Read after the handshake.
+  const std::shared_ptr<StorePtr> watch_store_;
   std::shared_ptr<StoreThread> store_;
   std::unique_ptr<Liveness> liveness_;
   std::mutex mutex_; // of what follows

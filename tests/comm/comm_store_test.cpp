@@ -1,0 +1,137 @@
+// What the connections to the store may do to a world. c10d looks up the name of
+// each address it connects to; here those look-ups can be slow, as they are where
+// name servers do not answer.
+#include <dlfcn.h>
+#include <gtest/gtest.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <resolv.h>
+#include <torch/torch.h>
+
+#include <atomic>
+#include <chrono>
+#include <thread>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include "hasten/base/error.h"
+#include "hasten/comm/communicator.h"
+#include "support/spawn.h"
+
+namespace hasten {
+
+using std::chrono::milliseconds;
+using testing_support::FaultKind;
+using testing_support::FaultRank;
+using testing_support::RankReport;
+using testing_support::spawn;
+
+// Of this process: look-ups of the names of connections to `watched_port`.
+static std::atomic<int> watched_port{0};
+static std::atomic<int> lookups{0};
+static std::atomic<int> lookups_at_name_servers{0};
+static std::atomic<int> first_slow_lookup{1'000'000}; // from 0
+
+static int port_of(const sockaddr* address) {
+  const auto* inet = reinterpret_cast<const sockaddr_in*>(address);
+  const auto* inet6 = reinterpret_cast<const sockaddr_in6*>(address);
+  return ntohs(
+      address->sa_family == AF_INET6 ? inet6->sin6_port : inet->sin_port);
+}
+
+/// Stands in for libc's in the whole test program.
+extern "C" int getnameinfo(
+    const sockaddr* address,
+    socklen_t size,
+    char* host,
+    socklen_t host_size,
+    char* service,
+    socklen_t service_size,
+    int flags) {
+  if (watched_port != 0 && (flags & NI_NUMERICHOST) == 0 &&
+      port_of(address) == watched_port) {
+    const bool fresh = (_res.options & RES_INIT) == 0; // all servers allowed
+    lookups_at_name_servers += fresh || _res.nscount > 0;
+    if (lookups++ >= first_slow_lookup) {
+      std::this_thread::sleep_for(milliseconds(1'300));
+    }
+    flags |= NI_NUMERICHOST; // answered: after an error c10d asks no more
+  }
+  static const auto libc = reinterpret_cast<decltype(&getnameinfo)>(
+      ::dlsym(RTLD_NEXT, "getnameinfo"));
+  return libc(address, size, host, host_size, service, service_size, flags);
+}
+
+static std::shared_ptr<Communicator> watched_comm(const FaultRank& rank) {
+  watched_port = rank.world().master_port;
+  CommunicatorOptions options;
+  options.timeout = milliseconds(20'000);
+  options.liveness = milliseconds(1'000);
+  auto comm = Communicator::create(rank.world(), options);
+  comm->barrier("meet");
+  return comm;
+}
+
+HASTEN_RANK_FUNCTION(CommConnectsTheWatchSlowly) {
+  if (rank.world().rank == 1) {
+    first_slow_lookup = 1; // after the store's own
+  }
+  const auto comm = watched_comm(rank);
+  rank.report("lookups", lookups.load());
+  try {
+    rank.fault_here();
+    comm->barrier("work");
+  } catch (const std::exception& error) {
+    comm->abandon(error.what());
+    throw;
+  }
+}
+
+TEST(CommStore, SlowConnectionDelaysTheStartAndIsNotTakenForALostStore) {
+  const auto ranks = spawn(
+      2, "CommConnectsTheWatchSlowly", {.kind = FaultKind::fail, .rank = 0});
+  EXPECT_NE(
+      ranks[1].error.find("barrier \"work\": rank 0 failed: planted failure"),
+      std::string::npos)
+      << ranks[1].error;
+  EXPECT_EQ(ranks[1].values.value("lookups", 0), 2);
+}
+
+HASTEN_RANK_FUNCTION(CommConnects) {
+  watched_comm(rank)->close();
+  rank.report("lookups", lookups.load());
+  rank.report("at_name_servers", lookups_at_name_servers.load());
+}
+
+TEST(CommStore, ConnectingAsksNoNameServer) {
+  for (const RankReport& report : spawn(2, "CommConnects")) {
+    EXPECT_EQ(report.error, "");
+    EXPECT_EQ(report.values.value("lookups", 0), 2); // this test sees them
+    EXPECT_EQ(report.values.value("at_name_servers", -1), 0);
+  }
+}
+
+HASTEN_RANK_FUNCTION(CommReadsAStrangeFailure) {
+  const auto comm = watched_comm(rank);
+  if (rank.world().rank == 0) {
+    c10d::TCPStoreOptions options;
+    options.port = static_cast<uint16_t>(rank.world().master_port);
+    const std::string record = "{\"text\": 7";
+    c10d::TCPStore("127.0.0.1", options)
+        .set("failure", {record.begin(), record.end()});
+  }
+  comm->gather_json(rank.world().rank, "first");
+  std::this_thread::sleep_for(milliseconds(500));
+  comm->barrier("work");
+}
+
+TEST(CommStore, FailureThatCannotBeReadIsToldAsItIs) {
+  for (const RankReport& report : spawn(2, "CommReadsAStrangeFailure")) {
+    EXPECT_EQ(report.error_type, "hasten::CommunicationError");
+    EXPECT_NE(
+        report.error.find("a rank failed and wrote: {\"text\": 7"),
+        std::string::npos)
+        << report.error;
+  }
+}
+
+} // namespace hasten
