@@ -4,7 +4,6 @@
 #include <ATen/Parallel.h>
 
 #include <exception>
-#include <iostream>
 
 #include "accelerator_core.h"
 #include "hasten/base/error.h"
@@ -48,6 +47,7 @@ std::shared_ptr<AcceleratorCore> make_accelerator_core(
   if (owns) {
     CommunicatorOptions comm;
     comm.timeout = options.timeout;
+    comm.check_shapes = options.debug;
     comm.device_kind =
         accelerator_device(options, world.local_rank).is_cpu() ? "cpu" : "cuda";
     communicator = Communicator::create(world, comm);
@@ -72,6 +72,10 @@ void core_begin_range(AcceleratorCore& core, LoaderState& loader) {
 }
 void core_end_range(AcceleratorCore& core, LoaderState& loader) {
   core.end_range(loader);
+}
+void core_enter_loop(
+    AcceleratorCore& core, const std::shared_ptr<LoaderState>& loader) {
+  core.enter_loop(loader);
 }
 at::Device core_device(const AcceleratorCore& core) { return core.device; }
 int core_rank(const AcceleratorCore& core) { return core.world.rank; }
@@ -126,12 +130,12 @@ AccumulateGuard::~AccumulateGuard() {
 }
 
 Accelerator::Accelerator(AcceleratorOptions options)
-    : core_(detail::make_accelerator_core(
+    : Collect(detail::make_accelerator_core(
           detail::checked_options(options), nullptr)) {}
 
 Accelerator::Accelerator(
     AcceleratorOptions options, std::shared_ptr<Communicator> communicator)
-    : core_(detail::make_accelerator_core(
+    : Collect(detail::make_accelerator_core(
           detail::checked_options(options), std::move(communicator))) {}
 
 Accelerator::~Accelerator() {
@@ -173,56 +177,6 @@ bool Accelerator::sync_gradients() const {
 }
 
 const WindowReport& Accelerator::last_window() const { return core_->report; }
-
-at::Tensor Accelerator::gather_for_metrics(const at::Tensor& rows) {
-  at::Tensor own = rows.detach();
-  own = own.dim() == 0 ? own.reshape({1}) : own.contiguous();
-  return num_processes() == 1
-             ? own
-             : communicator()->all_gather_rows(own, "gather_for_metrics");
-}
-
-at::Tensor Accelerator::gather(const at::Tensor& tensor) {
-  at::Tensor own = tensor.detach();
-  own = own.dim() == 0 ? own.reshape({1}) : own.contiguous();
-  if (num_processes() == 1) {
-    return own;
-  }
-  auto sizes = own.sizes().vec();
-  sizes.insert(sizes.begin(), num_processes());
-  at::Tensor all = at::empty(sizes, own.options());
-  communicator()->all_gather_async(all, own, "gather").wait();
-  return all.flatten(0, 1);
-}
-
-at::Tensor Accelerator::reduce(const at::Tensor& tensor, ReduceOp op) {
-  at::Tensor result = tensor.detach().clone(at::MemoryFormat::Contiguous);
-  if (num_processes() > 1) {
-    communicator()->all_reduce(result, op, "reduce");
-  }
-  return result;
-}
-
-at::Device Accelerator::device() const { return core_->device; }
-int Accelerator::process_index() const { return core_->world.rank; }
-int Accelerator::local_process_index() const { return core_->world.local_rank; }
-int Accelerator::num_processes() const { return core_->world.world_size; }
-
-void Accelerator::wait_for_everyone() {
-  communicator()->barrier("wait_for_everyone");
-}
-
-void Accelerator::print(std::string_view line) const { print(std::cout, line); }
-
-void Accelerator::print(std::ostream& out, std::string_view line) const {
-  if (is_main_process()) {
-    out << line << std::endl; // flushed: ranks' output is often piped
-  }
-}
-
-const std::shared_ptr<Communicator>& Accelerator::communicator() const {
-  return core_->communicator;
-}
 
 const AcceleratorOptions& Accelerator::options() const {
   return core_->options;

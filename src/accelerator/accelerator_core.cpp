@@ -36,6 +36,18 @@ AcceleratorCore::AcceleratorCore(
   }
 }
 
+void AcceleratorCore::enter_loop(const std::shared_ptr<LoaderState>& loader) {
+  std::erase(loops_, loader);
+  loops_.push_back(loader);
+}
+
+const LoaderState* AcceleratorCore::active_loader() {
+  std::erase_if(
+      loops_, [](const auto& loader) { return loader->loop.expired(); });
+  return loops_.empty() || !loops_.back()->handed_out ? nullptr
+                                                      : loops_.back().get();
+}
+
 size_t AcceleratorCore::model_index(
     const torch::nn::Module* module, const char* where) const {
   const auto it = model_index_.find(module);

@@ -73,6 +73,9 @@ class AcceleratorCore {
   void begin_range(LoaderState& loader);
   void end_range(LoaderState& loader);
   void finish();
+  void enter_loop(const std::shared_ptr<LoaderState>& loader);
+  // The loader of the innermost loop that goes on; null outside of loops.
+  const LoaderState* active_loader();
 
   // Set at construction.
   const AcceleratorOptions options;
@@ -116,6 +119,7 @@ class AcceleratorCore {
   std::vector<std::vector<SlotList>> optimizer_slots_; // [optimizer]
   std::vector<std::shared_ptr<SchedulerState>> schedulers_;
   std::vector<std::shared_ptr<LoaderState>> training_;
+  std::vector<std::shared_ptr<LoaderState>> loops_; // innermost last
   std::map<uint64_t, GradientWindow> windows_; // by mask of models
   std::shared_ptr<WindowExchange> exchange_;
   WindowControl control_;

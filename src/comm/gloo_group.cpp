@@ -299,7 +299,8 @@ CommHandle GlooGroup::all_reduce_async(
       sequence,
       std::string(reduce_op_name(op)) + " of " + tensor_text(tensor));
   const at::Tensor target = tensor.detach();
-  const bool widen = op != ReduceOp::max && target.element_size() == 2;
+  const bool sums = op == ReduceOp::sum || op == ReduceOp::mean;
+  const bool widen = sums && target.element_size() == 2;
   std::vector<at::Tensor> buffer{widen ? target.to(at::kFloat) : target};
   const double divisor = op == ReduceOp::mean ? world_size() : 1;
   return submit(
@@ -307,8 +308,9 @@ CommHandle GlooGroup::all_reduce_async(
       sequence,
       [&](c10d::ProcessGroupGloo& gloo) {
         c10d::AllreduceOptions options;
-        options.reduceOp =
-            op == ReduceOp::max ? c10d::ReduceOp::MAX : c10d::ReduceOp::SUM;
+        options.reduceOp = op == ReduceOp::max   ? c10d::ReduceOp::MAX
+                           : op == ReduceOp::min ? c10d::ReduceOp::MIN
+                                                 : c10d::ReduceOp::SUM;
         return gloo.allreduce(buffer, options);
       },
       [target, buffer, widen, divisor] {

@@ -10,7 +10,10 @@
 namespace hasten::detail {
 
 std::string_view reduce_op_name(ReduceOp op) {
-  return op == ReduceOp::sum ? "sum" : op == ReduceOp::mean ? "mean" : "max";
+  return op == ReduceOp::sum    ? "sum"
+         : op == ReduceOp::mean ? "mean"
+         : op == ReduceOp::max  ? "max"
+                                : "min";
 }
 
 std::string operation_label(std::string_view operation, std::string_view name) {
@@ -76,7 +79,8 @@ void check_reducible(const at::Tensor& tensor, ReduceOp op) {
         "comm::all_reduce",
         "cannot take the " + std::string(reduce_op_name(op)) +
             " of dtype=" + c10::toString(type),
-        "float, double, half or bfloat16; for sum and max also int64, int32, "
+        "float, double, half or bfloat16; for sum, max and min also int64, "
+        "int32, "
         "int8 or uint8",
         "convert the tensor first");
   }

@@ -39,7 +39,7 @@ TEST(AllReduce, SumAddsTheTensorsOfAllRanks) {
   }
 }
 
-TEST(AllReduce, MaxTakesTheLargestOfAllRanks) {
+TEST(AllReduce, MaxAndMinTakeTheExtremesOfAllRanks) {
   const auto comm = fresh_communicator();
   for (const auto type :
        {torch::kFloat, torch::kHalf, torch::kBFloat16, torch::kLong}) {
@@ -47,6 +47,9 @@ TEST(AllReduce, MaxTakesTheLargestOfAllRanks) {
     comm->all_reduce(tensor, ReduceOp::max, "max");
     EXPECT_TRUE(
         torch::equal(tensor, ramp_of_rank(comm->world_size() - 1, type)));
+    tensor = ramp_of_rank(comm->rank() + 1, type);
+    comm->all_reduce(tensor, ReduceOp::min, "min");
+    EXPECT_TRUE(torch::equal(tensor, ramp_of_rank(1, type)));
   }
 }
 

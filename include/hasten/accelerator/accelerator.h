@@ -28,13 +28,12 @@
 
 #include <chrono>
 #include <cstdint>
-#include <iosfwd>
 #include <memory>
 #include <optional>
-#include <string_view>
 #include <tuple>
 #include <vector>
 
+#include "hasten/accelerator/collect.h"
 #include "hasten/accelerator/prepare.h"
 #include "hasten/accelerator/prepared.h"
 #include "hasten/accumulation/gradient_window.h"
@@ -58,6 +57,10 @@ struct AcceleratorOptions {
   /// Copy rank 0's floating-point buffers (running statistics) to all ranks
   /// after each window's reduction. Costs nothing for models without any.
   bool broadcast_buffers = true;
+  /// Compares over the ranks what every collective is about to do, so that ranks
+  /// that differ get an error that names them instead of hanging. Costs about
+  /// 0.5 ms a collective.
+  bool debug = false;
   /// Longest wait for a rank that is alive but late. Milliseconds.
   std::chrono::milliseconds timeout{600'000};
 };
@@ -77,7 +80,8 @@ class [[nodiscard]] AccumulateGuard {
   int exceptions_at_entry_ = 0;
 };
 
-class Accelerator {
+/// Gathering, reducing, who runs what: hasten/accelerator/collect.h.
+class Accelerator : public Collect {
  public:
   /// Reads the world from the environment (hasten/base/world.h), meets the peers,
   /// sets this rank's threads, seeds, and makes errors and log lines name the
@@ -162,27 +166,6 @@ class Accelerator {
   /// About the last complete window.
   const WindowReport& last_window() const;
 
-  /// Every rank's rows, joined in rank order, on every rank. Dim 0 may differ by
-  /// rank, 0 included; a 0-d tensor is one row. With a prepared evaluation loader
-  /// every row of the data occurs exactly once. Collective, blocking.
-  at::Tensor gather_for_metrics(const at::Tensor& rows);
-  /// The same where every rank has equally many rows. Cheaper by one agreement.
-  at::Tensor gather(const at::Tensor& tensor);
-  /// A reduced copy. Collective, blocking.
-  at::Tensor reduce(const at::Tensor& tensor, ReduceOp op = ReduceOp::sum);
-
-  at::Device device() const;
-  int process_index() const;
-  int local_process_index() const;
-  int num_processes() const;
-  bool is_main_process() const { return process_index() == 0; }
-  bool is_local_main_process() const { return local_process_index() == 0; }
-  /// Blocks until every rank is here. Collective.
-  void wait_for_everyone();
-  /// A line on stdout (or `out`), from the main process only. Local.
-  void print(std::string_view line) const;
-  void print(std::ostream& out, std::string_view line) const;
-  const std::shared_ptr<Communicator>& communicator() const;
   const AcceleratorOptions& options() const;
 
   /// Ends the run in order: joins windows that peers still have open after this
@@ -207,8 +190,6 @@ class Accelerator {
   }
   double clip_model(
       torch::nn::Module& model, double max_norm, double norm_type);
-
-  std::shared_ptr<detail::AcceleratorCore> core_;
 };
 
 template <detail::Preparable... Objects>

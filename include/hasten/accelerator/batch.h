@@ -1,35 +1,123 @@
 // What a prepared loader must know about batches: how many rows they hold, how to
-// bring them to a device, and what the same batch without rows looks like.
-// Understood as they are: hasten::Batch, Tensor, vector, pair or tuple of Tensors,
-// torch::data::Example, and structs with `flatten` (hasten/core/block_call.h),
-// whose first tensor's dim 0 is the row. Another type joins by free functions in
-// its own namespace:
+// bring them to a device, how to cut and join them. Understood as they are:
+//   * hasten::Batch, map<string, Tensor>, Tensor, pair, tuple, vector of Tensors,
+//     torch::data::Example, structs whose members are all Tensors (up to 8), and
+//     structs with `flatten` (hasten/core/block_call.h). Dim 0 of the first tensor
+//     that has one is the row; 0-d tensors belong to all rows.
+//   * vector of any of these, as torch::data's loaders without Stack give: each
+//     element is one row.
+// Another type joins by free functions in its own namespace:
 //   int64_t rows(const MyBatch& batch);
 //   MyBatch to_device(MyBatch batch, const at::Device& device);
-// All local.
+// Cutting, joining and sending (split_batches, even_batches, dispatch_batches) need
+// the tensors; members that are no tensors are then those of the batch cut from,
+// or, on ranks a batch is sent to, default values. All local.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <map>
 #include <optional>
+#include <string>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "hasten/core/block_call.h"
 #include "hasten/data/dataset.h"
 
 namespace hasten::detail {
 
-// Calls `visit` on every tensor found in `batch`, in order.
-template <typename Batch, typename Visit>
-void visit_batch(Batch& batch, Visit& visit) {
-  if constexpr (requires {
-                  batch.data;
-                  batch.target;
-                }) {
+// Stands for a Tensor, and nothing else, in an initialiser; never evaluated.
+struct OnlyTensor {
+  operator at::Tensor() const; // NOLINT: implicit is what it is for
+};
+template <typename T, size_t... I>
+constexpr bool initialised_by_tensors(std::index_sequence<I...>) {
+  return requires { T{(static_cast<void>(I), OnlyTensor())...}; };
+}
+// Members of a struct that holds Tensors alone; 0 for all other types.
+template <typename T, size_t N = 8>
+constexpr size_t tensor_members() {
+  if constexpr (!std::is_aggregate_v<T> || std::is_array_v<T> || N == 0) {
+    return 0;
+  } else if constexpr (
+      sizeof(T) == N * sizeof(at::Tensor) &&
+      initialised_by_tensors<T>(std::make_index_sequence<N>())) {
+    return N;
+  } else {
+    return tensor_members<T, N - 1>();
+  }
+}
+
+template <typename T, typename Visit>
+void visit_members(T& value, Visit& visit) {
+  constexpr size_t n = tensor_members<T>();
+  const auto all = [&visit](auto&... member) { (visit(member), ...); };
+  if constexpr (n == 1) {
+    auto& [a] = value;
+    all(a);
+  } else if constexpr (n == 2) {
+    auto& [a, b] = value;
+    all(a, b);
+  } else if constexpr (n == 3) {
+    auto& [a, b, c] = value;
+    all(a, b, c);
+  } else if constexpr (n == 4) {
+    auto& [a, b, c, d] = value;
+    all(a, b, c, d);
+  } else if constexpr (n == 5) {
+    auto& [a, b, c, d, e] = value;
+    all(a, b, c, d, e);
+  } else if constexpr (n == 6) {
+    auto& [a, b, c, d, e, f] = value;
+    all(a, b, c, d, e, f);
+  } else if constexpr (n == 7) {
+    auto& [a, b, c, d, e, f, g] = value;
+    all(a, b, c, d, e, f, g);
+  } else {
+    auto& [a, b, c, d, e, f, g, h] = value;
+    all(a, b, c, d, e, f, g, h);
+  }
+}
+
+template <typename T>
+inline constexpr bool kIsVector = false;
+template <typename E>
+inline constexpr bool kIsVector<std::vector<E>> = true;
+// A batch whose elements are its rows.
+template <typename T>
+inline constexpr bool kListsRows = false;
+template <typename E>
+inline constexpr bool kListsRows<std::vector<E>> =
+    !std::is_same_v<E, at::Tensor> && !std::is_arithmetic_v<E>;
+
+// Calls `visit`, a TensorVisitor, on every tensor found in `batch`, in order.
+template <typename Value, typename Visit>
+void visit_batch(Value& batch, Visit& visit) {
+  if constexpr (std::is_same_v<Value, Batch>) {
+    visit_batch(batch.tensors, visit);
+  } else if constexpr (std::is_same_v<
+                           Value,
+                           std::map<std::string, at::Tensor>>) {
+    for (auto& entry : batch) {
+      visit(entry.second);
+    }
+  } else if constexpr (requires { flatten(visit, batch); }) {
+    visit(batch);
+  } else if constexpr (requires {
+                         batch.data;
+                         batch.target;
+                       }) {
     visit(batch.data); // torch::data::Example
     visit(batch.target);
+  } else if constexpr (kListsRows<Value>) {
+    for (auto& row : batch) {
+      visit_batch(row, visit);
+    }
+  } else if constexpr (tensor_members<Value>() > 0) {
+    visit_members(batch, visit);
   } else {
     visit(batch);
   }
@@ -48,6 +136,15 @@ struct TensorChanger : TensorVisitor<TensorChanger<Change>> {
   }
 };
 
+// Replaces every tensor in `value`. Returns how many there were.
+template <typename Value, typename Change>
+int64_t change_tensors(Value& value, Change change) {
+  TensorChanger<Change> changer(std::move(change));
+  visit_batch(value, changer);
+  return changer.seen;
+}
+[[noreturn]] void throw_no_tensor_inside();
+
 // Rows of a batch; nothing where the type does not tell.
 template <typename Value>
 std::optional<int64_t> batch_rows(const Value& batch) {
@@ -55,51 +152,124 @@ std::optional<int64_t> batch_rows(const Value& batch) {
                   { rows(batch) } -> std::convertible_to<int64_t>;
                 }) {
     return static_cast<int64_t>(rows(batch));
+  } else if constexpr (kListsRows<Value>) {
+    return static_cast<int64_t>(batch.size());
   } else {
     std::optional<int64_t> found;
-    TensorChanger look([&found](const at::Tensor& tensor) {
+    Value copy = batch;
+    change_tensors(copy, [&found](const at::Tensor& tensor) {
       if (!found && tensor.dim() > 0) {
         found = tensor.size(0);
       }
       return tensor;
     });
-    Value copy = batch;
-    visit_batch(copy, look);
     return found;
   }
 }
 
+// `pin`: tensors of the CPU go by pinned memory and without waiting.
+at::Tensor tensor_to_device(
+    const at::Tensor& tensor, const at::Device& device, bool pin);
+
 template <typename Value>
-Value batch_to_device(Value batch, const at::Device& device) {
+Value batch_to_device(Value batch, const at::Device& device, bool pin = false) {
   if constexpr (requires { to_device(std::move(batch), device); }) {
     return to_device(std::move(batch), device);
-  } else if constexpr (requires {
-                         { batch.to(device) } -> std::same_as<Value>;
-                       }) {
-    return batch.to(device);
   } else {
-    TensorChanger move(
-        [&device](const at::Tensor& tensor) { return tensor.to(device); });
-    visit_batch(batch, move);
+    change_tensors(batch, [&device, pin](const at::Tensor& tensor) {
+      return tensor_to_device(tensor, device, pin);
+    });
     return batch;
   }
+}
+
+// The tensors of a batch, for what is the same for all types.
+struct PackedBatch {
+  std::vector<at::Tensor> tensors{}; // undefined where the batch's are
+  std::vector<std::string> names{}; // of the tensors, where the type names them
+  std::vector<int64_t> indices{}; // of a hasten::Batch
+  int64_t rows = 0;
+  bool lists_rows = false; // each row has tensors of its own, in turn
+};
+
+// Rows begin … begin + count - 1, as views. Throws InputError where a tensor's dim
+// 0 is not the rows.
+PackedBatch packed_rows(const PackedBatch& batch, int64_t begin, int64_t count);
+// The rows of all, one behind the other, in new memory. Throws InputError where
+// shapes do not fit together.
+PackedBatch packed_concat(const std::vector<PackedBatch>& batches);
+
+template <typename Value>
+PackedBatch pack_batch(Value batch) {
+  PackedBatch packed;
+  packed.rows = batch_rows(batch).value_or(0);
+  packed.lists_rows = kListsRows<Value>;
+  TensorTaker take;
+  visit_batch(batch, take);
+  packed.tensors = std::move(take.tensors);
+  const auto keep_names = [&packed](const auto& tensors) {
+    for (const auto& entry : tensors) {
+      packed.names.push_back(entry.first);
+    }
+  };
+  if constexpr (std::is_same_v<Value, Batch>) {
+    packed.indices = batch.indices;
+    keep_names(batch.tensors);
+  } else if constexpr (std::is_same_v<
+                           Value,
+                           std::map<std::string, at::Tensor>>) {
+    keep_names(batch);
+  }
+  return packed;
+}
+
+// The batch again; what is no tensor is taken from `like`.
+template <typename Value>
+Value unpack_batch(PackedBatch packed, Value like) {
+  if constexpr (std::is_same_v<Value, Batch>) {
+    like.tensors.clear();
+    for (size_t i = 0; i < packed.names.size(); ++i) {
+      like.tensors[packed.names[i]] = packed.tensors[i];
+    }
+    like.indices = std::move(packed.indices);
+  } else if constexpr (std::is_same_v<
+                           Value,
+                           std::map<std::string, at::Tensor>>) {
+    like.clear();
+    for (size_t i = 0; i < packed.names.size(); ++i) {
+      like[packed.names[i]] = packed.tensors[i];
+    }
+  } else {
+    if constexpr (kListsRows<Value>) {
+      if (like.empty() || packed.rows <= static_cast<int64_t>(like.size())) {
+        like.resize(static_cast<size_t>(packed.rows));
+      } else { // more rows than there were: others like the first
+        like.resize(static_cast<size_t>(packed.rows), like.front());
+      }
+    } else if constexpr (kIsVector<Value>) {
+      like.resize(packed.tensors.size());
+    }
+    TensorPutter put(std::move(packed.tensors));
+    visit_batch(like, put);
+  }
+  return like;
 }
 
 // The same kind of batch with no rows; nothing where no tensor is found in it.
 template <typename Value>
 std::optional<Value> batch_without_rows(Value batch) {
-  TensorChanger cut([](const at::Tensor& tensor) {
-    return tensor.dim() > 0 ? tensor.narrow(0, 0, 0) : tensor;
-  });
-  if constexpr (std::is_same_v<Value, Batch>) {
-    for (auto& entry : batch.tensors) {
-      cut(entry.second);
-    }
-    batch.indices.clear();
+  if constexpr (kListsRows<Value>) {
+    batch.clear();
+    return batch;
   } else {
-    visit_batch(batch, cut);
+    if constexpr (std::is_same_v<Value, Batch>) {
+      batch.indices.clear();
+    }
+    const int64_t seen = change_tensors(batch, [](const at::Tensor& tensor) {
+      return tensor.dim() > 0 ? tensor.narrow(0, 0, 0) : tensor;
+    });
+    return seen > 0 ? std::optional<Value>(std::move(batch)) : std::nullopt;
   }
-  return cut.seen > 0 ? std::optional<Value>(std::move(batch)) : std::nullopt;
 }
 
 } // namespace hasten::detail

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "hasten/accelerator/prepared.h"
+#include "hasten/accelerator/prepared_loader.h"
 
 namespace torch::nn {
 class Module;

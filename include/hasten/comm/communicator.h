@@ -24,7 +24,7 @@
 
 namespace hasten {
 
-enum class ReduceOp { sum, mean, max };
+enum class ReduceOp { sum, mean, max, min };
 
 struct CommunicatorOptions {
   /// Longest a rank waits for peers that are alive but late. Milliseconds.
@@ -84,7 +84,7 @@ class Communicator {
 
   /// Reduces `tensor` in place; it holds the result once wait() has returned.
   /// Contiguous, any shape, on the CPU; float, double, half, bfloat16, and for
-  /// sum and max int64, int32, int8, uint8. Every rank gets the same bits.
+  /// sum, max and min int64, int32, int8, uint8. Every rank gets the same bits.
   /// sum adds in an order that depends on the world size. mean is that sum
   /// divided once by the world size. half and bfloat16 are summed and divided
   /// in an fp32 copy (memory: 2 x the tensor while under way) and rounded once.

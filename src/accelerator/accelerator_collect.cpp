@@ -1,0 +1,347 @@
+// Collect: what ranks exchange beside gradients, and who runs what.
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <exception>
+#include <iostream>
+#include <nlohmann/json.hpp>
+#include <sstream>
+
+#include "accelerator_core.h"
+#include "hasten/accelerator/collect.h"
+#include "hasten/base/error.h"
+
+namespace hasten {
+
+namespace detail {
+
+void throw_no_tensor_inside() {
+  throw InputError(
+      "accelerator::Collect",
+      "no tensor is found in the value",
+      "a Tensor, or a pair, tuple, vector, map or struct of them",
+      "give the struct a flatten(visit, value)");
+}
+
+at::Tensor rows_on_cpu(const at::Tensor& tensor) {
+  const at::Tensor own = tensor.detach().cpu();
+  return own.dim() == 0 ? own.reshape({1}) : own.contiguous();
+}
+
+std::string form_of(const at::Tensor& tensor) {
+  std::ostringstream text;
+  text << tensor.scalar_type() << ' ' << tensor.sizes();
+  return text.str();
+}
+
+// Throws InputError on every rank unless all texts are equal. Collective.
+void require_same(
+    Communicator& communicator, const char* where, const std::string& text) {
+  const auto all = communicator.gather_json(text, where);
+  const auto other = std::find_if(
+      all.begin(), all.end(), [&](const auto& t) { return t != all[0]; });
+  if (other != all.end()) {
+    throw InputError(
+        std::string("accelerator::") + where,
+        "rank " + std::to_string(other - all.begin()) + " has " +
+            other->get<std::string>() + ", rank 0 has " +
+            all[0].get<std::string>(),
+        "the same on all ranks",
+        "see pad_across_processes and gather_for_metrics for shapes that "
+        "differ");
+  }
+}
+
+bool is_half(const at::Tensor& tensor) {
+  return tensor.is_floating_point() && tensor.element_size() == 2;
+}
+
+} // namespace detail
+
+Collect::Collect(std::shared_ptr<detail::AcceleratorCore> core)
+    : core_(std::move(core)) {}
+
+at::Device Collect::device() const { return core_->device; }
+int Collect::process_index() const { return core_->world.rank; }
+int Collect::local_process_index() const { return core_->world.local_rank; }
+int Collect::num_processes() const { return core_->world.world_size; }
+
+const std::shared_ptr<Communicator>& Collect::communicator() const {
+  return core_->communicator;
+}
+
+at::Tensor Collect::gather(const at::Tensor& tensor) {
+  const at::Tensor own = detail::rows_on_cpu(tensor);
+  if (num_processes() == 1) {
+    return own.to(tensor.device());
+  }
+  if (core_->options.debug) {
+    detail::require_same(*communicator(), "gather", detail::form_of(own));
+  }
+  auto sizes = own.sizes().vec();
+  sizes.insert(sizes.begin(), num_processes());
+  const at::Tensor all = at::empty(sizes, own.options());
+  communicator()->all_gather_async(all, own, "gather").wait();
+  return all.flatten(0, 1).to(tensor.device());
+}
+
+at::Tensor Collect::gather_for_metrics(const at::Tensor& rows) {
+  at::Tensor own = detail::rows_on_cpu(rows);
+  const detail::LoaderState* loader = core_->active_loader();
+  if (loader != nullptr && loader->even && loader->last) {
+    const int64_t batch = loader->rows.value_or(-1);
+    nlohmann::json wrong;
+    if (own.size(0) != batch) {
+      wrong = std::to_string(own.size(0)) + " rows for a batch of " +
+              std::to_string(batch);
+    }
+    const auto all = communicator()->gather_json(wrong, "gather_for_metrics");
+    for (size_t rank = 0; rank < all.size(); ++rank) {
+      if (!all[rank].is_null()) {
+        throw InputError(
+            "accelerator::gather_for_metrics",
+            "rank " + std::to_string(rank) + " has " +
+                all[rank].get<std::string>() + ", some of them repeated",
+            "a row for each of the batch's",
+            "use gather() for what is not one per row, or even_batches=false");
+      }
+    }
+    own = own.narrow(0, 0, batch - loader->repeated);
+  }
+  if (num_processes() > 1) {
+    own = communicator()->all_gather_rows(own, "gather_for_metrics");
+  }
+  return own.to(rows.device());
+}
+
+at::Tensor Collect::reduce(
+    const at::Tensor& tensor, ReduceOp op, double scale) {
+  at::Tensor result = tensor.detach().cpu().clone(at::MemoryFormat::Contiguous);
+  const bool widen = scale != 1 && detail::is_half(result);
+  if (widen) {
+    result = result.to(at::kFloat); // rounded once, after scaling
+  }
+  if (num_processes() > 1) {
+    if (core_->options.debug) {
+      detail::require_same(*communicator(), "reduce", detail::form_of(result));
+    }
+    communicator()->all_reduce(result, op, "reduce");
+  }
+  if (scale != 1) {
+    result = result * scale;
+  }
+  return result.to(
+      tensor.device(), widen ? tensor.scalar_type() : result.scalar_type());
+}
+
+void Collect::reduce_metric(Metric& metric) {
+  if (num_processes() == 1) {
+    return;
+  }
+  const at::Tensor state = metric.state().contiguous();
+  if (core_->options.debug) {
+    detail::require_same(
+        *communicator(), "reduce(metric)", detail::form_of(state));
+  }
+  if (metric.state_is_sum()) {
+    communicator()->all_reduce(state, ReduceOp::sum, "reduce(metric)");
+    metric.set_state(state);
+    return;
+  }
+  auto sizes = state.sizes().vec();
+  sizes.insert(sizes.begin(), num_processes());
+  const at::Tensor all = at::empty(sizes, state.options());
+  communicator()->all_gather_async(all, state, "reduce(metric)").wait();
+  metric.set_state(all[0]);
+  for (int rank = 1; rank < num_processes(); ++rank) {
+    metric.merge_state(all[rank]);
+  }
+}
+
+at::Tensor Collect::broadcast(at::Tensor tensor, int from) {
+  if (num_processes() == 1 && from == 0) {
+    return tensor;
+  }
+  const at::Tensor target = tensor.detach();
+  const at::Tensor sent = target.cpu().contiguous();
+  if (core_->options.debug) {
+    detail::require_same(
+        *communicator(),
+        "broadcast",
+        detail::form_of(sent) + " from rank " + std::to_string(from));
+  }
+  communicator()->broadcast(sent, from, "broadcast");
+  if (!sent.is_same(target) && sent.data_ptr() != target.data_ptr()) {
+    target.copy_(sent);
+  }
+  return tensor;
+}
+
+at::Tensor Collect::pad_across_processes(
+    const at::Tensor& tensor, int64_t dim, double pad_index, bool pad_first) {
+  const char* where = "pad_across_processes";
+  const auto all = communicator()->gather_json(tensor.sizes().vec(), where);
+  const auto other = std::find_if(all.begin(), all.end(), [&](const auto& s) {
+    return s.size() != all[0].size();
+  });
+  if (other != all.end()) {
+    throw InputError(
+        std::string("accelerator::") + where,
+        "rank " + std::to_string(other - all.begin()) + " has sizes " +
+            other->dump() + ", rank 0 has " + all[0].dump(),
+        "tensors of as many dims on all ranks");
+  }
+  const int64_t at_dim = dim < 0 ? dim + tensor.dim() : dim;
+  if (at_dim < 0 || at_dim >= tensor.dim()) {
+    return tensor.detach();
+  }
+  int64_t largest = 0;
+  for (const auto& sizes : all) {
+    largest =
+        std::max(largest, sizes[static_cast<size_t>(at_dim)].get<int64_t>());
+  }
+  const int64_t own = tensor.size(at_dim);
+  auto sizes = tensor.sizes().vec();
+  sizes[static_cast<size_t>(at_dim)] = largest;
+  at::Tensor padded = at::full(sizes, pad_index, tensor.options());
+  padded.narrow(at_dim, pad_first ? largest - own : 0, own)
+      .copy_(tensor.detach());
+  return padded;
+}
+
+nlohmann::json Collect::broadcast_object(
+    const nlohmann::json& value, int from) {
+  std::vector<uint8_t> bytes;
+  if (process_index() == from) {
+    bytes = nlohmann::json::to_cbor(value); // text has no NaN
+  }
+  const at::Tensor size =
+      at::tensor({static_cast<int64_t>(bytes.size())}, at::kLong);
+  communicator()->broadcast(size, from, "broadcast_object");
+  bytes.resize(static_cast<size_t>(size.item<int64_t>()));
+  communicator()->broadcast(
+      at::from_blob(
+          bytes.data(), {static_cast<int64_t>(bytes.size())}, at::kByte),
+      from,
+      "broadcast_object");
+  return nlohmann::json::from_cbor(bytes);
+}
+
+std::vector<nlohmann::json> Collect::gather_object(
+    const nlohmann::json& value) {
+  std::vector<uint8_t> bytes = nlohmann::json::to_cbor(value);
+  const auto length = static_cast<int64_t>(bytes.size());
+  const at::Tensor lengths = gather(at::tensor({length}, at::kLong));
+  const at::Tensor own = at::from_blob(bytes.data(), {length}, at::kByte);
+  const at::Tensor all = num_processes() == 1 ? own
+                                              : communicator()->all_gather_rows(
+                                                    own, "gather_object");
+  std::vector<nlohmann::json> values;
+  const auto* next = all.const_data_ptr<uint8_t>();
+  for (int rank = 0; rank < num_processes(); ++rank) {
+    const auto* end = next + lengths[rank].item<int64_t>();
+    values.push_back(nlohmann::json::from_cbor(next, end));
+    next = end;
+  }
+  return values;
+}
+
+std::pair<int64_t, int64_t> Collect::split_between_processes(
+    int64_t count) const {
+  const int64_t each = count / num_processes();
+  const int64_t more = count % num_processes();
+  const int64_t rank = process_index();
+  const int64_t begin = rank * each + std::min(rank, more);
+  return {begin, begin + each + (rank < more ? 1 : 0)};
+}
+
+at::Tensor Collect::split_between_processes(
+    const at::Tensor& rows, bool apply_padding) const {
+  if (rows.dim() == 0) {
+    throw InputError(
+        "accelerator::split_between_processes",
+        "the tensor has no dimension",
+        "rows along dim 0");
+  }
+  const auto [begin, end] = split_between_processes(rows.size(0));
+  at::Tensor part = rows.narrow(0, begin, end - begin);
+  const int64_t missing =
+      (rows.size(0) + num_processes() - 1) / num_processes() - part.size(0);
+  if (apply_padding && missing > 0) {
+    const int64_t last = part.size(0) > 0 ? end - 1 : rows.size(0) - 1;
+    auto sizes = rows.sizes().vec();
+    sizes[0] = missing;
+    part = at::cat({part, rows.narrow(0, last, 1).expand(sizes)});
+  }
+  return part;
+}
+
+void Collect::take_turns(
+    bool first, const char* name, const std::function<void()>& body) {
+  for (const bool turn : {true, false}) {
+    std::exception_ptr own;
+    nlohmann::json failure;
+    if (first == turn) {
+      try {
+        body();
+      } catch (const std::exception& error) {
+        own = std::current_exception();
+        failure = {
+            {"what", error.what()},
+            {"input", dynamic_cast<const InputError*>(&error) != nullptr}};
+      } catch (...) {
+        own = std::current_exception();
+        failure = {{"what", "an unknown exception"}, {"input", false}};
+      }
+    }
+    std::vector<nlohmann::json> all;
+    try {
+      all = communicator()->gather_json(failure, name);
+    } catch (...) { // the group is dead: the own reason tells more
+      if (own) {
+        std::rethrow_exception(own);
+      }
+      throw;
+    }
+    if (own) {
+      std::rethrow_exception(own);
+    }
+    for (size_t rank = 0; rank < all.size(); ++rank) {
+      if (all[rank].is_null()) {
+        continue;
+      }
+      const std::string where = std::string("accelerator::") + name;
+      const std::string what = "rank " + std::to_string(rank) + " failed: " +
+                               all[rank]["what"].get<std::string>();
+      if (all[rank]["input"].get<bool>()) {
+        throw InputError(where, what);
+      }
+      throw Error(where, what);
+    }
+  }
+}
+
+void Collect::set_trigger() { triggered_ = true; }
+
+bool Collect::check_trigger() {
+  const at::Tensor flag = at::tensor({triggered_ ? 1 : 0}, at::kInt);
+  triggered_ = false;
+  if (num_processes() > 1) {
+    communicator()->all_reduce(flag, ReduceOp::max, "check_trigger");
+  }
+  return flag.item<int32_t>() != 0;
+}
+
+void Collect::wait_for_everyone() {
+  communicator()->barrier("wait_for_everyone");
+}
+
+void Collect::print(std::string_view line) const { print(std::cout, line); }
+
+void Collect::print(std::ostream& out, std::string_view line) const {
+  if (is_main_process()) {
+    out << line << std::endl; // flushed: ranks' output is often piped
+  }
+}
+
+} // namespace hasten

@@ -1,0 +1,121 @@
+#include "hasten/accelerator/batch.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <sstream>
+
+#include "hasten/base/error.h"
+
+namespace hasten::detail {
+
+at::Tensor tensor_to_device(
+    const at::Tensor& tensor, const at::Device& device, bool pin) {
+  if (pin && device.is_cuda() && tensor.device().is_cpu()) {
+    // The caching allocator keeps pinned memory until its copy is through.
+    return tensor.pin_memory().to(device, /*non_blocking=*/true);
+  }
+  return tensor.to(device);
+}
+
+[[noreturn]] void throw_not_rows(
+    const PackedBatch& batch, size_t index, const std::string& expected) {
+  std::ostringstream what;
+  what << "tensor " << index;
+  if (index < batch.names.size()) {
+    what << " \"" << batch.names[index] << "\"";
+  }
+  what << " has sizes " << batch.tensors[index].sizes() << " in a batch of "
+       << batch.rows << " rows";
+  throw InputError(
+      "accelerator::PreparedLoader",
+      what.str(),
+      expected,
+      "make batches of one form, or leave split_batches, even_batches and "
+      "dispatch_batches off");
+}
+
+size_t tensors_of_a_row(const PackedBatch& batch) {
+  return batch.rows > 0 ? batch.tensors.size() / static_cast<size_t>(batch.rows)
+                        : 0;
+}
+
+PackedBatch packed_rows(
+    const PackedBatch& batch, int64_t begin, int64_t count) {
+  PackedBatch part;
+  part.lists_rows = batch.lists_rows;
+  part.rows = count;
+  part.names = batch.names;
+  if (!batch.indices.empty()) {
+    part.indices.assign(
+        batch.indices.begin() + begin, batch.indices.begin() + begin + count);
+  }
+  if (batch.lists_rows) {
+    const auto each = static_cast<int64_t>(tensors_of_a_row(batch));
+    part.tensors.assign(
+        batch.tensors.begin() + begin * each,
+        batch.tensors.begin() + (begin + count) * each);
+    return part;
+  }
+  for (size_t i = 0; i < batch.tensors.size(); ++i) {
+    const at::Tensor& tensor = batch.tensors[i];
+    if (!tensor.defined() || tensor.dim() == 0) {
+      part.tensors.push_back(tensor);
+      continue;
+    }
+    if (tensor.size(0) != batch.rows) {
+      throw_not_rows(batch, i, "rows along dim 0 of every tensor");
+    }
+    part.tensors.push_back(tensor.narrow(0, begin, count));
+  }
+  return part;
+}
+
+PackedBatch packed_concat(const std::vector<PackedBatch>& batches) {
+  PackedBatch joined = batches.front();
+  for (size_t b = 1; b < batches.size(); ++b) {
+    joined.rows += batches[b].rows;
+    joined.indices.insert(
+        joined.indices.end(),
+        batches[b].indices.begin(),
+        batches[b].indices.end());
+    if (joined.lists_rows) {
+      joined.tensors.insert(
+          joined.tensors.end(),
+          batches[b].tensors.begin(),
+          batches[b].tensors.end());
+    } else if (
+        batches[b].names != joined.names ||
+        batches[b].tensors.size() != joined.tensors.size()) {
+      throw InputError(
+          "accelerator::PreparedLoader",
+          "batches hold other tensors than the first one",
+          "batches of one form");
+    }
+  }
+  for (size_t i = 0; !joined.lists_rows && i < joined.tensors.size(); ++i) {
+    const at::Tensor& first = batches.front().tensors[i];
+    if (!first.defined() || first.dim() == 0) {
+      continue;
+    }
+    std::vector<at::Tensor> parts;
+    for (const PackedBatch& batch : batches) {
+      const at::Tensor& tensor = batch.tensors[i];
+      if (!tensor.defined() || tensor.dim() != first.dim() ||
+          tensor.sizes().slice(1) != first.sizes().slice(1)) {
+        std::ostringstream expected;
+        expected << "sizes [rows" << (first.dim() > 1 ? ", " : "");
+        for (int64_t d = 1; d < first.dim(); ++d) {
+          expected << first.size(d) << (d + 1 < first.dim() ? ", " : "");
+        }
+        expected << "], as in the batch it is joined with";
+        throw_not_rows(batch, i, expected.str());
+      }
+      parts.push_back(tensor);
+    }
+    joined.tensors[i] = at::cat(parts);
+  }
+  return joined;
+}
+
+} // namespace hasten::detail
