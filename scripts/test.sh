@@ -31,10 +31,7 @@ check_sources() {
 
 run_ctest() {
   # World sizes above the cores are the rule here: two at a time, whatever nproc says.
-  # A binary that fails is run again, up to twice, and every run is shown: at world 4 the
-  # cause of a failed peer can arrive after the loss of its connection.
   ctest --test-dir "$tree" -j2 --output-on-failure --no-tests=error \
-    --repeat until-pass:3 \
     --test-output-size-passed 4194304 --output-junit "$report" "$@" 2>&1 |
     tee "$tree/ctest.log"
 }
