@@ -22,9 +22,7 @@ std::string path_problem(const std::filesystem::path& path, int error) {
   return path.string() + ": " + std::generic_category().message(error);
 }
 
-/// A path that does not exist or may not be touched is the user's; a full or
-/// failing disk is not.
-[[noreturn]] void throw_file_error(
+void throw_file_error(
     const char* where, const std::filesystem::path& path, int error) {
   switch (error) {
     case EACCES:

@@ -123,15 +123,12 @@ void check_output_dir(const TrainCommand& command) {
 void check_train_inputs(const TrainCommand& command) {
   constexpr const char* kWhere = "cli::train";
   if (!is_model_shape(command.model)) {
-    std::string shapes;
-    for (const std::string& shape : model_shapes()) {
-      shapes += (shapes.empty() ? "" : ", ") + shape;
-    }
     detail::check_model_folder(
         kWhere,
         "--model",
         command.model,
-        "a Hugging Face folder with config.json, or one of " + shapes);
+        "a Hugging Face folder with config.json, or one of " +
+            model_shapes_text());
   }
   if (!command.tokenizer.empty()) {
     std::error_code error;

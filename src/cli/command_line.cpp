@@ -35,23 +35,52 @@ const std::vector<std::string>& command_names() {
   return names;
 }
 
-void declare_predict(FlagTable& flags, PredictCommand& command) {
-  flags.group("Model and texts");
+// What predict and eval have in common. C: the command.
+
+template <typename C>
+void declare_model(FlagTable& flags, C& command) {
   flags.value(
       "--model",
       command.model,
       "FOLDER",
-      "what hasten train left, or another "
-      "classifier in the Hugging Face layout");
+      "what hasten train left, or another classifier in the Hugging Face "
+      "layout");
   flags.required();
-  flags.value("--file", command.file, "FILE", "texts of a .csv or .tsv file");
-  declare_table(flags, command.table, false);
+}
+
+template <typename C>
+void declare_max_rows(FlagTable& flags, C& command) {
   flags.value(
       "--max-rows",
       command.max_rows,
       "ROWS",
-      "first rows of the file; 0 takes "
-      "all");
+      "first rows of the file; 0 takes all");
+}
+
+template <typename C>
+void declare_batches(FlagTable& flags, C& command) {
+  flags.group("Batches");
+  flags.value("--batch-size", command.batch_size, "ROWS", "rows at once");
+  flags.value(
+      "--max-length",
+      command.max_length,
+      "TOKENS",
+      "longer texts are cut; 0: as in training, or what the model takes");
+}
+
+template <typename C>
+void check_model_run(const FlagTable& flags, const C& command) {
+  require_at_least(flags, "--batch-size", command.batch_size, 1);
+  require_at_least(flags, "--max-rows", command.max_rows, 0);
+  require_at_least(flags, "--max-length", command.max_length, 0);
+}
+
+void declare_predict(FlagTable& flags, PredictCommand& command) {
+  flags.group("Model and texts");
+  declare_model(flags, command);
+  flags.value("--file", command.file, "FILE", "texts of a .csv or .tsv file");
+  declare_table(flags, command.table, false);
+  declare_max_rows(flags, command);
   flags.group("Output");
   flags.value(
       "--output",
@@ -62,13 +91,7 @@ void declare_predict(FlagTable& flags, PredictCommand& command) {
   flags.flag("--json", command.json, "print one JSON object a line");
   flags.flag(
       "--with-logits", command.with_logits, "add logits and input_ids to JSON");
-  flags.group("Batches");
-  flags.value("--batch-size", command.batch_size, "ROWS", "rows at once");
-  flags.value(
-      "--max-length",
-      command.max_length,
-      "TOKENS",
-      "longer texts are cut; 0: as in training, or what the model takes");
+  declare_batches(flags, command);
 }
 
 Command parse_predict(
@@ -85,15 +108,13 @@ Command parse_predict(
            "Prints a label and probabilities for each text, in the order of "
            "the input; - reads one text a line from stdin."});
   declare_predict(flags, command);
-  bool asked_help = false;
-  command.texts = flags.parse(std::move(arguments), false, asked_help);
-  if (asked_help) {
+  auto words = flags.parse_words(std::move(arguments), false);
+  if (!words) {
     return Answer{flags.help()};
   }
+  command.texts = std::move(*words);
   command.texts.insert(command.texts.end(), rest.begin(), rest.end());
-  require_at_least(flags, "--batch-size", command.batch_size, 1);
-  require_at_least(flags, "--max-rows", command.max_rows, 0);
-  require_at_least(flags, "--max-length", command.max_length, 0);
+  check_model_run(flags, command);
   if (command.texts.empty() == command.file.empty()) {
     throw InputError(
         flags.where(),
@@ -130,40 +151,18 @@ Command parse_eval(std::vector<std::string> arguments) {
        .examples = {"hasten eval --model out --file test.csv --json"},
        .notes = {}});
   flags.group("Model and data");
-  flags.value(
-      "--model",
-      command.model,
-      "FOLDER",
-      "what hasten train left, or another "
-      "classifier in the Hugging Face layout");
-  flags.required();
+  declare_model(flags, command);
   flags.value("--file", command.file, "FILE", "labelled rows, .csv or .tsv");
   flags.required();
   declare_table(flags, command.table, true);
-  flags.value(
-      "--max-rows",
-      command.max_rows,
-      "ROWS",
-      "first rows of the file; 0 takes "
-      "all");
+  declare_max_rows(flags, command);
   flags.group("Output");
   flags.flag("--json", command.json, "print one JSON object");
-  flags.group("Batches");
-  flags.value("--batch-size", command.batch_size, "ROWS", "rows at once");
-  flags.value(
-      "--max-length",
-      command.max_length,
-      "TOKENS",
-      "longer texts are cut; 0: as in training, or what the model takes");
-  bool asked_help = false;
-  const auto words = flags.parse(std::move(arguments), false, asked_help);
-  if (asked_help) {
+  declare_batches(flags, command);
+  if (!flags.parse(std::move(arguments))) {
     return Answer{flags.help()};
   }
-  refuse_words(flags, "eval", words);
-  require_at_least(flags, "--batch-size", command.batch_size, 1);
-  require_at_least(flags, "--max-rows", command.max_rows, 0);
-  require_at_least(flags, "--max-length", command.max_length, 0);
+  check_model_run(flags, command);
   return command;
 }
 
@@ -184,11 +183,11 @@ Command parse_launch(
   flags.group("Processes");
   flags.value("--nproc", command.nproc, "N", "processes on this machine");
   flags.required();
-  bool asked_help = false;
-  command.program = flags.parse(std::move(arguments), true, asked_help);
-  if (asked_help) {
+  auto words = flags.parse_words(std::move(arguments), true);
+  if (!words) {
     return Answer{flags.help()};
   }
+  command.program = std::move(*words);
   command.program.insert(command.program.end(), rest.begin(), rest.end());
   require_at_least(flags, "--nproc", command.nproc, 1);
   require_flag(
@@ -209,12 +208,9 @@ Command parse_env(std::vector<std::string> arguments) {
        .notes = {}});
   flags.group("Output");
   flags.flag("--json", command.json, "print one JSON object");
-  bool asked_help = false;
-  const auto words = flags.parse(std::move(arguments), false, asked_help);
-  if (asked_help) {
+  if (!flags.parse(std::move(arguments))) {
     return Answer{flags.help()};
   }
-  refuse_words(flags, "env", words);
   return command;
 }
 
@@ -233,6 +229,14 @@ const std::vector<std::string>& model_shapes() {
   static const std::vector<std::string> shapes{
       "bert-tiny", "bert-mini", "bert-small", "bert-base"};
   return shapes;
+}
+
+std::string model_shapes_text() {
+  std::string text;
+  for (const std::string& shape : model_shapes()) {
+    text += (text.empty() ? "" : ", ") + shape;
+  }
+  return text;
 }
 
 bool is_model_shape(const std::string& model) {

@@ -223,18 +223,28 @@ void FlagTable::refuse_unknown(const std::string& argument) const {
       near.empty() ? "see hasten " + text_.name + " --help" : "write " + near);
 }
 
-std::vector<std::string> FlagTable::parse(
-    std::vector<std::string> arguments, bool stop_at_word, bool& asked_help) {
+bool FlagTable::parse(std::vector<std::string> arguments) {
+  const auto words = parse_words(std::move(arguments), false);
+  if (words && !words->empty()) {
+    throw InputError(
+        where(),
+        "not a flag: \"" + words->front() + "\"",
+        {},
+        "see hasten " + text_.name + " --help");
+  }
+  return words.has_value();
+}
+
+std::optional<std::vector<std::string>> FlagTable::parse_words(
+    std::vector<std::string> arguments, bool stop_at_word) {
   if (stop_at_word) {
     app_.prefix_command();
   }
   std::reverse(arguments.begin(), arguments.end()); // as CLI11 wants them
-  asked_help = false;
   try {
     app_.parse(std::move(arguments));
   } catch (const CLI::CallForHelp&) {
-    asked_help = true;
-    return {};
+    return std::nullopt;
   } catch (const CLI::ArgumentMismatch& error) {
     for (const CLI::Option* option : app_.get_options()) {
       const std::string name = option->get_name();
@@ -361,19 +371,6 @@ void require_at_least(
       value >= least,
       flag + "=" + std::to_string(value),
       std::to_string(least) + " or more");
-}
-
-void refuse_words(
-    const FlagTable& flags,
-    const std::string& command,
-    const std::vector<std::string>& words) {
-  if (!words.empty()) {
-    throw InputError(
-        flags.where(),
-        "not a flag: \"" + words.front() + "\"",
-        {},
-        "see hasten " + command + " --help");
-  }
 }
 
 void declare_table(FlagTable& flags, TableFlags& table, bool labels) {

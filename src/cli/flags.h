@@ -136,11 +136,13 @@ class FlagTable {
   /// True where the flag was given.
   bool given(const std::string& name) const;
 
-  /// Reads the arguments. Returns those that are no flags of this command, in
-  /// order; with `stop_at_word` everything from the first of them on. True in
-  /// `asked_help` where --help was among them.
-  std::vector<std::string> parse(
-      std::vector<std::string> arguments, bool stop_at_word, bool& asked_help);
+  /// Reads the arguments of a command that takes flags only. False where --help
+  /// was among them.
+  bool parse(std::vector<std::string> arguments);
+  /// Returns the arguments that are no flags, in order; with `stop_at_word`
+  /// everything from the first of them on. Nothing where --help was among them.
+  std::optional<std::vector<std::string>> parse_words(
+      std::vector<std::string> arguments, bool stop_at_word);
 
   std::string help() const;
   /// `message` with the names of fields (learning_rate) as flags
@@ -176,11 +178,6 @@ void require_at_least(
     const std::string& flag,
     int64_t value,
     int64_t least);
-/// For a command that takes flags only.
-void refuse_words(
-    const FlagTable& flags,
-    const std::string& command,
-    const std::vector<std::string>& words);
 
 /// Flags of a CSV or TSV file, for the commands that read one.
 void declare_table(FlagTable& flags, TableFlags& table, bool labels);

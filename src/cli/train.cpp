@@ -33,35 +33,20 @@ struct TrainInputs {
   LoadedBert bert{};
 };
 
-/// Label names of a folder that is a classifier and has one for each label of
-/// the training file; otherwise none: the data's own names are taken.
-std::vector<std::string> label_names_of_model(
-    const TrainCommand& command, const TextTableOptions& table) {
-  if (is_model_shape(command.model)) {
+/// Label names of a folder that is a classifier; none otherwise.
+std::vector<std::string> label_names_of_model(const std::string& model) {
+  if (is_model_shape(model)) {
     return {};
   }
-  const auto file = std::filesystem::path(command.model) / "config.json";
-  const BertConfig config = read_bert_config(command.model);
   // The configuration names two labels even for a bare encoder; whether there
   // is a classifier is said by its architecture.
-  const auto json = nlohmann::json::parse(read_file(file));
-  bool classifier = false;
-  for (const auto& name :
-       json.value("architectures", nlohmann::json::array())) {
-    classifier |= name == "BertForSequenceClassification";
-  }
-  if (!classifier) {
-    return {};
-  }
-  TextTableOptions options = table;
-  options.max_rows = command.max_train_rows;
-  TextTable labels = read_text_table(command.train_file, options);
-  try {
-    label_numbers(labels, config.id2label, "the model");
-  } catch (const InputError&) {
-    return {}; // a new classifier; the loader's report says so
-  }
-  return config.id2label;
+  BertConfig config = read_bert_config(model);
+  const auto& classes = config.architectures;
+  return std::find(
+             classes.begin(), classes.end(), "BertForSequenceClassification") ==
+                 classes.end()
+             ? std::vector<std::string>()
+             : std::move(config.id2label);
 }
 
 TextClassificationData read_train_data(const TrainCommand& command) {
@@ -73,7 +58,9 @@ TextClassificationData read_train_data(const TrainCommand& command) {
   options.table = table_options(command.table);
   options.max_train_rows = command.max_train_rows;
   options.max_eval_rows = command.max_eval_rows;
-  options.label_names = label_names_of_model(command, options.table);
+  options.label_names = label_names_of_model(command.model);
+  // By a new classifier; the loader's report says so.
+  options.replace_label_names = true;
   TextClassificationData data = load_text_classification(options);
   if (data.label_names.size() == 1) {
     // One number out means regression to every reader of config.json.

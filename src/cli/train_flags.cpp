@@ -9,7 +9,8 @@ void declare_train_data(FlagTable& flags, TrainCommand& command) {
       command.model,
       "FOLDER|SHAPE",
       "Hugging Face folder (config.json, model.safetensors, vocab.txt), or a "
-      "shape with random weights: bert-tiny, bert-mini, bert-small, bert-base");
+      "shape with random weights: " +
+          model_shapes_text());
   flags.required();
   flags.value(
       "--tokenizer",
@@ -233,12 +234,9 @@ Command parse_train(std::vector<std::string> arguments) {
   declare_run(flags, command);
   declare_optimizer(flags, command.arguments);
   declare_reports(flags, command.arguments);
-  bool asked_help = false;
-  const auto words = flags.parse(std::move(arguments), false, asked_help);
-  if (asked_help) {
+  if (!flags.parse(std::move(arguments))) {
     return Answer{flags.help()};
   }
-  refuse_words(flags, "train", words);
   command.nproc_given = flags.given("--nproc");
   require_at_least(flags, "--nproc", command.nproc, 1);
   require_at_least(flags, "--max-train-rows", command.max_train_rows, 0);

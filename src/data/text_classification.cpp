@@ -117,7 +117,8 @@ void add_eval_file(
   const auto labels = label_numbers(
       table,
       data.label_names,
-      options.label_names.empty() ? "the training data" : "the model");
+      data.label_names == options.label_names ? "the model"
+                                              : "the training data");
   const std::unordered_set<std::string_view> train_texts(
       data.train.texts.begin(), data.train.texts.end());
   for (int64_t row = 0; row < table.size(); ++row) {
@@ -247,8 +248,12 @@ TextClassificationData load_text_classification(
   table_options.max_rows = options.max_train_rows;
   auto table = read_text_table(options.train_file, table_options);
   TextClassificationData data;
-  data.label_names = options.label_names.empty() ? distinct_labels(table.labels)
-                                                 : options.label_names;
+  data.label_names = options.label_names;
+  if (data.label_names.empty() ||
+      (options.replace_label_names &&
+       !knows_labels(data.label_names, table.labels))) {
+    data.label_names = distinct_labels(table.labels);
+  }
   const auto labels = label_numbers(table, data.label_names, "the model");
   data.report.rows_read = table.rows_read;
   data.report.filtered_out = table.filtered_out;

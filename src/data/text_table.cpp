@@ -147,6 +147,17 @@ std::vector<std::string> distinct_labels(
   return names;
 }
 
+bool knows_labels(
+    const std::vector<std::string>& names,
+    const std::vector<std::string>& labels) {
+  const auto distinct = distinct_labels(labels);
+  return std::all_of(
+      distinct.begin(), distinct.end(), [&](const std::string& label) {
+        return std::find(names.begin(), names.end(), label) != names.end() ||
+               detail::placeholder_number(label, names) >= 0;
+      });
+}
+
 std::vector<int64_t> label_numbers(
     const TextTable& table,
     const std::vector<std::string>& names,

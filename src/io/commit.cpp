@@ -73,7 +73,7 @@ std::string manifest_text(const std::map<std::string, ManifestEntry>& files) {
 void rename_or_throw(
     const std::filesystem::path& from, const std::filesystem::path& to) {
   if (::rename(from.c_str(), to.c_str()) != 0) {
-    throw_io_error(kCommitWhere, to, errno);
+    throw_file_error(kCommitWhere, to, errno);
   }
 }
 
@@ -89,7 +89,7 @@ void exchange_folders(
     return; // `folder` is the old one now, and its owner removes it
   }
   if (errno != EINVAL && errno != ENOSYS) {
-    throw_io_error(kCommitWhere, target, errno);
+    throw_file_error(kCommitWhere, target, errno);
   }
   std::filesystem::path aside = target;
   aside += ".old-" + unique_suffix();
@@ -97,7 +97,7 @@ void exchange_folders(
   if (::rename(folder.c_str(), target.c_str()) != 0) {
     const int error = errno;
     ::rename(aside.c_str(), target.c_str());
-    throw_io_error(kCommitWhere, target, error);
+    throw_file_error(kCommitWhere, target, error);
   }
   ::rename(aside.c_str(), folder.c_str());
 }
@@ -124,7 +124,7 @@ FolderCommit::FolderCommit(std::filesystem::path target, CommitMode mode)
   const auto status = std::filesystem::status(target_, error);
   if (std::filesystem::exists(status) &&
       !std::filesystem::is_directory(status)) {
-    detail::throw_io_error(detail::kCommitWhere, target_, ENOTDIR);
+    detail::throw_file_error(detail::kCommitWhere, target_, ENOTDIR);
   }
   if (mode_ == CommitMode::create && std::filesystem::exists(status) &&
       !std::filesystem::is_empty(target_, error)) {
@@ -143,7 +143,7 @@ FolderCommit::FolderCommit(std::filesystem::path target, CommitMode mode)
     std::filesystem::create_directory(folder_, error);
   }
   if (error) {
-    detail::throw_io_error(detail::kCommitWhere, target_, error.value());
+    detail::throw_file_error(detail::kCommitWhere, target_, error.value());
   }
 }
 
@@ -160,7 +160,7 @@ void FolderCommit::write(const std::string& name, std::string_view bytes) {
   std::error_code error;
   std::filesystem::create_directories(path.parent_path(), error);
   if (error) {
-    detail::throw_io_error(detail::kCommitWhere, path, error.value());
+    detail::throw_file_error(detail::kCommitWhere, path, error.value());
   }
   detail::FileWriter file(path);
   file.write(bytes);
@@ -195,7 +195,8 @@ void FolderCommit::commit() {
     }
     sync_path(folder_);
   } catch (const std::filesystem::filesystem_error& error) {
-    detail::throw_io_error(detail::kCommitWhere, target_, error.code().value());
+    detail::throw_file_error(
+        detail::kCommitWhere, target_, error.code().value());
   }
   if (mode_ == CommitMode::merge) {
     commit_files();
@@ -222,7 +223,7 @@ void FolderCommit::commit_files() {
   std::error_code error;
   std::filesystem::create_directories(target_, error);
   if (error) {
-    detail::throw_io_error(detail::kCommitWhere, target_, error.value());
+    detail::throw_file_error(detail::kCommitWhere, target_, error.value());
   }
   // From here to the last rename the folder has no manifest: it is between two.
   std::filesystem::remove(target_ / kManifestFile, error);

@@ -6,37 +6,12 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
-#include <system_error>
 
-#include "hasten/base/error.h"
 #include "hasten/base/files.h"
 
 namespace hasten::detail {
 
 constexpr const char* kFileWriterWhere = "io::write_file";
-
-void throw_io_error(
-    const char* where, const std::filesystem::path& path, int error) {
-  const std::string what =
-      path.string() + ": " + std::generic_category().message(error);
-  switch (error) {
-    case EACCES:
-    case EISDIR:
-    case ELOOP:
-    case ENAMETOOLONG:
-    case ENOENT:
-    case ENOTDIR:
-    case EPERM:
-    case EROFS:
-      throw InputError(where, what);
-    case EDQUOT:
-    case EFBIG:
-    case ENOSPC:
-      throw Error(where, what, {}, "free space or write elsewhere");
-    default:
-      throw Error(where, what);
-  }
-}
 
 std::string unique_suffix() {
   static std::atomic<unsigned> counter{0};
@@ -50,7 +25,7 @@ FileWriter::FileWriter(std::filesystem::path path)
   fd_ =
       ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
   if (fd_ < 0) {
-    throw_io_error(kFileWriterWhere, path_, errno);
+    throw_file_error(kFileWriterWhere, path_, errno);
   }
 }
 
@@ -70,7 +45,7 @@ void FileWriter::write(std::string_view bytes) {
       if (errno == EINTR) {
         continue;
       }
-      throw_io_error(kFileWriterWhere, path_, errno);
+      throw_file_error(kFileWriterWhere, path_, errno);
     }
     bytes.remove_prefix(static_cast<size_t>(written));
   }
@@ -78,7 +53,7 @@ void FileWriter::write(std::string_view bytes) {
 
 void FileWriter::finish() {
   if (::fsync(fd_) != 0 && errno != EINVAL) {
-    throw_io_error(kFileWriterWhere, path_, errno);
+    throw_file_error(kFileWriterWhere, path_, errno);
   }
   const int fd = fd_;
   fd_ = -1;
@@ -89,7 +64,7 @@ void FileWriter::finish() {
   }
   if (error != 0) {
     ::unlink(temporary_.c_str());
-    throw_io_error(kFileWriterWhere, path_, error);
+    throw_file_error(kFileWriterWhere, path_, error);
   }
   const auto folder = path_.parent_path();
   sync_path(folder.empty() ? std::filesystem::path(".") : folder);

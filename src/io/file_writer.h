@@ -24,11 +24,6 @@ class FileWriter {
   int fd_ = -1;
 };
 
-/// Throws for a failed system call: "path: No space left on device".
-/// InputError where a path does not exist or may not be touched, Error otherwise.
-[[noreturn]] void throw_io_error(
-    const char* where, const std::filesystem::path& path, int error);
-
 /// "12345-0": unlike any other this process or a living one on this host uses.
 std::string unique_suffix();
 

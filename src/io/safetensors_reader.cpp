@@ -11,8 +11,8 @@
 #include <optional>
 #include <set>
 
-#include "file_writer.h"
 #include "hasten/base/error.h"
+#include "hasten/base/files.h"
 #include "hasten/io/safetensors.h"
 #include "safetensors_dtypes.h"
 
@@ -219,7 +219,7 @@ struct SafetensorsReader::Mapping {
 
   [[noreturn]] static void throw_missing(
       const std::filesystem::path& path, int error) {
-    detail::throw_io_error(detail::kReaderWhere, path, error);
+    detail::throw_file_error(detail::kReaderWhere, path, error);
   }
 
   char* base = nullptr;

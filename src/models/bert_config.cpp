@@ -154,7 +154,13 @@ BertConfig BertConfig::from_json(
   take("torch_dtype", config.dtype, kText);
   take("dtype", config.dtype, kText);
   config.id2label = detail::take_labels(rest, source);
-  rest.erase("architectures");
+  const auto classes = rest.find("architectures");
+  if (classes != rest.end()) {
+    for (const auto& name : *classes) {
+      config.architectures.push_back(name.is_string() ? std::string(name) : "");
+    }
+    rest.erase(classes);
+  }
   rest.erase("model_type");
   config.other_keys = rest.dump();
   config.validate(source);
@@ -162,7 +168,6 @@ BertConfig BertConfig::from_json(
 }
 
 BertConfig BertConfig::from_shape(std::string_view shape, int64_t vocab_size) {
-  std::string names;
   for (const auto& known : detail::kBertShapes) {
     if (known.name == shape) {
       BertConfig config;
@@ -174,12 +179,19 @@ BertConfig BertConfig::from_shape(std::string_view shape, int64_t vocab_size) {
       config.validate(shape);
       return config;
     }
-    names += (names.empty() ? "" : ", ") + std::string(known.name);
   }
   throw InputError(
       detail::kConfigWhere,
       "unknown shape=" + std::string(shape),
-      "one of " + names + ", or a model folder");
+      "one of " + shapes_text() + ", or a model folder");
+}
+
+std::string BertConfig::shapes_text() {
+  std::string text;
+  for (const auto& shape : detail::kBertShapes) {
+    text += (text.empty() ? "" : ", ") + std::string(shape.name);
+  }
+  return text;
 }
 
 bool BertConfig::is_shape(std::string_view name) {

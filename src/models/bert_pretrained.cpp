@@ -306,8 +306,8 @@ BertConfig read_bert_config(const std::filesystem::path& folder) {
     throw InputError(
         detail::kLoadWhere,
         path.string() + ": the file is missing",
-        "a Hugging Face model folder, or one of the shapes bert-tiny, "
-        "bert-mini, bert-small, bert-base");
+        "a Hugging Face model folder, or one of the shapes " +
+            BertConfig::shapes_text());
   }
   return BertConfig::from_json(detail::parse_model_json(path), path.string());
 }

@@ -136,6 +136,24 @@ TEST(TextClassification, NamesOfTheModelWinAndForeignLabelsAreListed) {
        "one of: pos, neg"});
 }
 
+TEST(TextClassification, NamesOfTheModelGiveWayToTheDatasWhereThatIsAskedFor) {
+  TextFiles files;
+  const auto path = files.write("r.csv", "text,label\na,neg\nb,pos\nc,neg\n");
+  TextClassificationOptions options{
+      .train_file = path,
+      .label_names = {"pos", "odd", "neg"},
+      .replace_label_names = true};
+  EXPECT_EQ(load_text_classification(options).label_names, options.label_names);
+  options.label_names = {"pos", "odd"};
+  const auto data = load_text_classification(options);
+  EXPECT_EQ(data.label_names, (Names{"neg", "pos"}));
+  EXPECT_EQ(data.train.labels, (std::vector<int64_t>{0, 1, 0}));
+  options.eval_file = files.write("e.csv", "text,label\nd,odd\n");
+  expect_parts(
+      input_error([&] { load_text_classification(options); }),
+      {"label=odd is unknown to the training data"});
+}
+
 TEST(TextClassification, AnEvaluationLabelThatTrainingLacksIsNamedWithItsLine) {
   TextFiles files;
   const auto train = files.write("t.csv", "text,label\na,0\nb,1\n");

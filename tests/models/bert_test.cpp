@@ -245,6 +245,9 @@ TEST(BertConfig, UnknownKeysComeBackAndKnownOnesAreWritten) {
   EXPECT_EQ(config.id2label, (std::vector<std::string>{"bad", "fair", "good"}));
   EXPECT_EQ(config.problem_type, "single_label_classification");
   EXPECT_FALSE(config.classifier_dropout);
+  EXPECT_EQ(
+      config.architectures,
+      std::vector<std::string>{"BertForSequenceClassification"});
   config.id2label = {"no", "yes"};
   const auto json = config.to_json();
   EXPECT_EQ(json["a_key_of_somebody_else"], nlohmann::json({{"kept", {1, 2}}}));

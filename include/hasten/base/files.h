@@ -25,4 +25,14 @@ void sync_path(const std::filesystem::path& path);
 /// xxh3 64-bit hash as 16 hex digits.
 std::string hash_hex(std::string_view bytes);
 
+namespace detail {
+
+/// Throws for a system call that failed with errno `error`: "path: No space left
+/// on device". A path that does not exist or may not be touched is the user's
+/// fault, an InputError; a full or failing disk is not, an Error.
+[[noreturn]] void throw_file_error(
+    const char* where, const std::filesystem::path& path, int error);
+
+} // namespace detail
+
 } // namespace hasten

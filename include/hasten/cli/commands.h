@@ -114,8 +114,11 @@ using Command = std::variant<
 ///   range, a required flag that is missing, a flag given twice.
 Command parse_command_line(const std::vector<std::string>& arguments);
 
-/// Names --model takes for random weights: bert-tiny, bert-mini, …
+/// Names --model takes for random weights: those of BertConfig::from_shape,
+/// which this layer does not see.
 const std::vector<std::string>& model_shapes();
+/// "bert-tiny, bert-mini, …".
+std::string model_shapes_text();
 bool is_model_shape(const std::string& model);
 
 } // namespace hasten

@@ -71,6 +71,11 @@ std::vector<int64_t> label_numbers(
     const std::vector<std::string>& names,
     const std::string& owner);
 
+/// Whether label_numbers() finds all of `labels` among `names`.
+bool knows_labels(
+    const std::vector<std::string>& names,
+    const std::vector<std::string>& labels);
+
 struct TextClassificationOptions {
   std::filesystem::path train_file{};
   /// Rows for evaluation. Empty: part of train_file, by eval_split.
@@ -89,6 +94,9 @@ struct TextClassificationOptions {
   /// Names the model already has, by number; empty makes them from the
   /// training data.
   std::vector<std::string> label_names{};
+  /// Of label_names: makes others from the training data where that has a label
+  /// they lack, which else is an error.
+  bool replace_label_names = false;
 };
 
 struct LabelledTexts {

@@ -45,6 +45,9 @@ struct BertConfig {
   std::vector<std::string> id2label = {"LABEL_0", "LABEL_1"};
   /// "single_label_classification", …; empty where the file says nothing.
   std::string problem_type{};
+  /// Class names in the file: what its weights are of. to_json() says
+  /// "BertForSequenceClassification" whatever is here.
+  std::vector<std::string> architectures{};
   /// Of the weights in files: "float32", "bfloat16", "float16".
   std::string dtype = "float32";
   /// All other keys of the file as a JSON object's text; written back unchanged.
@@ -64,6 +67,8 @@ struct BertConfig {
       std::string_view shape, int64_t vocab_size = 30522);
   /// Whether `name` is one of those.
   static bool is_shape(std::string_view name);
+  /// All of them: "bert-tiny, bert-mini, …".
+  static std::string shapes_text();
   /// What transformers reads: with architectures, model_type, id2label and
   /// label2id, and other_keys.
   nlohmann::json to_json() const;
