@@ -148,6 +148,7 @@ void AcceleratorCore::tie_loaders(
     const std::vector<std::shared_ptr<LoaderState>>& loaders,
     const std::vector<torch::nn::Module*>& models,
     bool with_optimizer) {
+  loaders_.insert(loaders_.end(), loaders.begin(), loaders.end());
   if (loaders.empty() || !with_optimizer) {
     return;
   }

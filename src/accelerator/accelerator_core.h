@@ -8,11 +8,25 @@
 #include <unordered_map>
 #include <vector>
 
+#include "accelerator_state.h"
 #include "hasten/accelerator/accelerator.h"
 #include "hasten/accumulation/gradient_window.h"
 #include "hasten/base/world.h"
+#include "hasten/optim/optimizer_state.h"
+
+namespace hasten {
+class FolderCommit;
+}
 
 namespace hasten::detail {
+
+struct StateLoad;
+
+struct RegisteredObject {
+  std::string name{};
+  std::shared_ptr<Stateful> object{};
+  StateScope scope = StateScope::shared;
+};
 
 // Slots of one model; `all`: the whole of it.
 struct SlotList {
@@ -70,6 +84,14 @@ class AcceleratorCore {
   std::vector<SlotList> slots_of(const std::vector<at::Tensor>& parameters);
   size_t model_index(const torch::nn::Module* module, const char* where) const;
 
+  // accelerator_state.cpp, load_state.cpp
+  void save_state(
+      const std::filesystem::path& folder, const SaveStateOptions& request);
+  LoadedState load_state(
+      const std::filesystem::path& folder, const LoadStateOptions& request);
+  void register_object(
+      std::string name, std::shared_ptr<Stateful> object, StateScope scope);
+
   void begin_range(LoaderState& loader);
   void end_range(LoaderState& loader);
   void finish();
@@ -105,6 +127,23 @@ class AcceleratorCore {
       const std::vector<size_t>& models) const;
   double clip_now(
       const std::vector<SlotList>& lists, double max_norm, double p);
+  void exchange_last_record();
+  ParameterNames parameter_names() const;
+  StateParts collect_state() const;
+  void collect_learners(StateParts& parts) const;
+  void collect_windows(StateParts& parts) const;
+  void write_models(
+      const std::filesystem::path& folder, NamedTensors& shared) const;
+  void write_shared(
+      FolderCommit& commit, StateParts& parts, const SaveStateOptions& options);
+  void write_state(
+      const std::filesystem::path* folder, const SaveStateOptions* request);
+  void save_with_peers();
+  void plan_windows(StateLoad& load);
+  void plan_learners(StateLoad& load);
+  void plan_loaders(StateLoad& load);
+  void plan_objects(StateLoad& load);
+  void plan_random(StateLoad& load);
   void drop_unfinished();
   void join_ranges();
   nlohmann::json record();
@@ -118,7 +157,9 @@ class AcceleratorCore {
   std::vector<std::shared_ptr<OptimizerState>> optimizers_;
   std::vector<std::vector<SlotList>> optimizer_slots_; // [optimizer]
   std::vector<std::shared_ptr<SchedulerState>> schedulers_;
+  std::vector<std::shared_ptr<LoaderState>> loaders_; // all, as prepared
   std::vector<std::shared_ptr<LoaderState>> training_;
+  std::vector<RegisteredObject> objects_;
   std::vector<std::shared_ptr<LoaderState>> loops_; // innermost last
   std::map<uint64_t, GradientWindow> windows_; // by mask of models
   std::shared_ptr<WindowExchange> exchange_;

@@ -250,6 +250,10 @@ void AcceleratorCore::join_ranges() {
     if (totals.finished == communicator->world_size()) {
       break;
     }
+    if (totals.models == 0) { // no window: they save a state
+      save_with_peers();
+      continue;
+    }
     joined_in_range_ = true;
     GradientWindow& theirs = window_of(totals.models);
     theirs.join(totals);
@@ -261,10 +265,13 @@ void AcceleratorCore::join_ranges() {
       }
     }
   }
-  if (!std::exchange(joined_in_range_, false)) {
-    return;
+  if (std::exchange(joined_in_range_, false)) {
+    exchange_last_record();
   }
-  // The last window's record: nobody's next window will bring it.
+}
+
+// The last window's record, where nobody's next window brings it in time.
+void AcceleratorCore::exchange_last_record() {
   const bool pending = std::exchange(exchange_->pending, false);
   for (const auto& theirs : communicator->gather_json(
            pending ? nlohmann::json() : record(), "window record")) {

@@ -60,6 +60,7 @@ std::shared_ptr<OptimizerState> AcceleratorCore::prepare_optimizer(
   optimizer_slots_.push_back(slots_of(state->parameters));
   move_optimizer_state(*optimizer, device);
   state->step = [optimizer] { optimizer->step(); };
+  state->optimizer = optimizer;
   state->index = static_cast<int64_t>(optimizers_.size());
   optimizers_.push_back(state);
   return state;

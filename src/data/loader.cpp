@@ -1,6 +1,7 @@
 #include "hasten/data/loader.h"
 
 #include <algorithm>
+#include <nlohmann/json.hpp>
 #include <numeric>
 #include <string>
 #include <utility>
@@ -81,8 +82,7 @@ EpochOrder epoch_order(
     const Dataset& dataset,
     const LoaderOptions& options,
     uint64_t epoch,
-    int64_t global_batch,
-    int64_t group_batch) {
+    int64_t global_batch) {
   EpochOrder order;
   order.rows.resize(dataset.size());
   std::iota(order.rows.begin(), order.rows.end(), 0);
@@ -91,7 +91,9 @@ EpochOrder epoch_order(
     rng.shuffle(order.rows.data(), order.rows.size());
   }
   if (options.drop_last) {
-    order.rows.resize(order.rows.size() / global_batch * global_batch);
+    const int64_t drop =
+        options.drop_batch > 0 ? options.drop_batch : global_batch;
+    order.rows.resize(dataset.size() / drop * drop);
   }
   if (options.group_by_length && !order.rows.empty()) {
     order.lengths.resize(dataset.size());
@@ -99,7 +101,8 @@ EpochOrder epoch_order(
       order.lengths[row] = dataset.length(row);
     }
     if (options.shuffle) {
-      order.group(group_batch, rng);
+      order.group(
+          options.group_batch > 0 ? options.group_batch : global_batch, rng);
     } else {
       order.sort_longest_first(0, static_cast<int64_t>(order.rows.size()));
     }
@@ -139,19 +142,15 @@ std::vector<std::vector<int64_t>> rank_batches(
     const LoaderOptions& options,
     uint64_t epoch,
     int rank,
-    int world_size) {
+    int world_size,
+    int64_t first_row) {
   detail::check_loader(options, rank, world_size);
   const int64_t global_batch = options.batch_size * world_size;
-  const auto order = detail::epoch_order(
-      dataset,
-      options,
-      epoch,
-      global_batch,
-      std::max(options.group_batch, global_batch));
+  const auto order = detail::epoch_order(dataset, options, epoch, global_batch);
   const auto total = static_cast<int64_t>(order.rows.size());
   std::vector<std::vector<int64_t>> batches;
   batches.reserve((total + global_batch - 1) / global_batch);
-  for (int64_t begin = 0; begin < total; begin += global_batch) {
+  for (int64_t begin = first_row; begin < total; begin += global_batch) {
     const int64_t count = std::min(global_batch, total - begin);
     auto& batch = batches.emplace_back();
     batch.reserve(options.batch_size);
@@ -174,7 +173,31 @@ DataLoader::DataLoader(
   }
 }
 
-void DataLoader::set_epoch(uint64_t epoch) { epoch_ = epoch; }
+void DataLoader::set_epoch(uint64_t epoch) {
+  if (epoch != epoch_) {
+    epoch_ = epoch;
+    *start_ = *cursor_ = 0;
+  }
+}
+
+void DataLoader::set_cursor(int64_t rows) {
+  if (rows < 0 || rows > epoch_rows()) {
+    throw InputError(
+        "data::DataLoader",
+        "cursor=" + std::to_string(rows),
+        "0 to " + std::to_string(epoch_rows()) + ", the rows of an epoch");
+  }
+  *start_ = *cursor_ = rows;
+}
+
+int64_t DataLoader::epoch_rows() const {
+  if (!options_.drop_last) {
+    return dataset_->size();
+  }
+  const int64_t drop =
+      options_.drop_batch > 0 ? options_.drop_batch : global_batch();
+  return dataset_->size() / drop * drop;
+}
 
 void DataLoader::shard(int rank, int world_size) {
   detail::check_loader(options_, rank, world_size);
@@ -183,16 +206,16 @@ void DataLoader::shard(int rank, int world_size) {
 }
 
 int64_t DataLoader::size() const {
-  const int64_t global_batch = options_.batch_size * world_size_;
-  const int64_t full = dataset_->size() / global_batch;
-  const bool rest = dataset_->size() % global_batch != 0;
-  return full + (rest && !options_.drop_last ? 1 : 0);
+  return (epoch_rows() + global_batch() - 1) / global_batch();
 }
 
 DataLoader::iterator DataLoader::begin() const {
   iterator first;
-  first.batches_ = std::make_shared<const std::vector<std::vector<int64_t>>>(
-      rank_batches(*dataset_, options_, epoch_, rank_, world_size_));
+  first.first_row_ = std::exchange(*start_, 0);
+  *cursor_ = first.first_row_;
+  first.batches_ =
+      std::make_shared<const std::vector<std::vector<int64_t>>>(rank_batches(
+          *dataset_, options_, epoch_, rank_, world_size_, first.first_row_));
   if (!first.batches_->empty()) {
     first.loader_ = this;
     first.position_ = 0;
@@ -211,8 +234,73 @@ DataLoader::iterator& DataLoader::iterator::operator++() {
   return *this;
 }
 
+int64_t DataLoader::iterator::cursor() const {
+  return std::min(
+      first_row_ + (position_ + 1) * loader_->global_batch(),
+      loader_->epoch_rows());
+}
+
 void DataLoader::iterator::load() {
   batch_ = loader_->dataset_->collate((*batches_)[position_]);
+  *loader_->cursor_ = cursor();
+}
+
+void DataLoader::save_state(NamedTensors&, nlohmann::json& values) const {
+  const auto or_global = [this](int64_t rows) {
+    return rows > 0 ? rows : global_batch();
+  };
+  values["epoch"] = epoch_;
+  values["cursor"] = *cursor_;
+  values["rows"] = dataset_->size();
+  values["seed"] = options_.seed;
+  values["shuffle"] = options_.shuffle;
+  values["group_by_length"] = options_.group_by_length;
+  values["drop_last"] = options_.drop_last;
+  values["order_batch"] = or_global(options_.group_batch);
+  values["drop_batch"] = or_global(options_.drop_batch);
+}
+
+void DataLoader::load_state(const NamedTensors&, const nlohmann::json& values) {
+  constexpr const char* kWhere = "data::DataLoader";
+  nlohmann::json mine;
+  NamedTensors none;
+  save_state(none, mine);
+  for (const auto& [name, value] : mine.items()) {
+    const auto saved = values.find(name);
+    if (saved == values.end() ||
+        saved->type_name() != std::string(value.type_name())) {
+      throw InputError(
+          kWhere,
+          "the state lacks " + name + ", or it is no " + value.type_name(),
+          "a state that save_state() wrote");
+    }
+  }
+  const auto cursor = values.at("cursor").get<int64_t>();
+  LoaderOptions options = options_;
+  options.group_batch = values.at("order_batch").get<int64_t>();
+  options.drop_batch = values.at("drop_batch").get<int64_t>();
+  if (options.group_batch < 1 || options.drop_batch < 1 || cursor < 0 ||
+      cursor > values.at("rows").get<int64_t>()) {
+    throw InputError(
+        kWhere,
+        "the state's numbers contradict each other: " + values.dump(),
+        "a state that save_state() wrote");
+  }
+  for (const char* name :
+       {"rows", "seed", "shuffle", "group_by_length", "drop_last"}) {
+    if (cursor > 0 && values.at(name) != mine.at(name)) {
+      throw InputError(
+          kWhere,
+          std::string("the state is in the middle of an epoch with ") + name +
+              "=" + values.at(name).dump() + ", here it is " +
+              mine.at(name).dump(),
+          "the same rows in the same order, so that each is seen once",
+          "give the loader what it had, or resume from the end of an epoch");
+    }
+  }
+  options_ = options;
+  epoch_ = values.at("epoch").get<uint64_t>();
+  *start_ = *cursor_ = cursor;
 }
 
 } // namespace hasten

@@ -28,17 +28,21 @@
 
 #include <chrono>
 #include <cstdint>
+#include <filesystem>
 #include <memory>
 #include <optional>
+#include <string>
 #include <tuple>
 #include <vector>
 
 #include "hasten/accelerator/collect.h"
 #include "hasten/accelerator/prepare.h"
 #include "hasten/accelerator/prepared.h"
+#include "hasten/accelerator/state.h"
 #include "hasten/accumulation/gradient_window.h"
 #include "hasten/base/world.h"
 #include "hasten/comm/communicator.h"
+#include "hasten/core/stateful.h"
 
 namespace hasten {
 
@@ -167,6 +171,41 @@ class Accelerator : public Collect {
   const WindowReport& last_window() const;
 
   const AcceleratorOptions& options() const;
+
+  /// Saves the whole training state into `folder`, which appears by one rename:
+  /// prepared models, optimizers, schedulers and positions of loaders, windows
+  /// (also one that is not complete), torch's generators of every rank, registered
+  /// objects. Between batches, or at the end of the loop's body. A loop left by
+  /// `break` counts as still in its epoch. Files and sizes:
+  /// hasten/accelerator/state.h. Collective, blocking; ranks that ran out of
+  /// batches take part from the loader's end.
+  /// Throws InputError, on every rank: a batch without its backward, an optimizer
+  /// or scheduler whose state is not known (derive it from Stateful), a folder
+  /// that holds something else; Error where a rank cannot write. The folder is
+  /// then as it was.
+  void save_state(
+      const std::filesystem::path& folder,
+      const SaveStateOptions& options = {});
+  /// Restores it, into objects that were prepared and registered in the same
+  /// order as then. Call it outside loops over prepared loaders; the next one
+  /// goes on where the saved one was: PreparedLoader::epoch() is its epoch.
+  /// Collective, blocking. Memory: that of the optimizers' state.
+  /// Throws InputError naming file and reason, on every rank, before anything was
+  /// changed: incomplete, damaged, another model, other objects.
+  LoadedState load_state(
+      const std::filesystem::path& folder,
+      const LoadStateOptions& options = {});
+  /// Makes an object of the user's part of the state, under a name of its own.
+  /// Every rank registers the same names. A reference is borrowed: it outlives
+  /// the accelerator's last save or load. Throws InputError for a name taken.
+  void register_for_checkpointing(
+      std::string name,
+      std::shared_ptr<Stateful> object,
+      StateScope scope = StateScope::shared);
+  void register_for_checkpointing(
+      std::string name,
+      Stateful& object,
+      StateScope scope = StateScope::shared);
 
   /// Ends the run in order: joins windows that peers still have open after this
   /// rank left its loop by `break`, then closes the group if this accelerator

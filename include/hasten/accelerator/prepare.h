@@ -20,8 +20,9 @@ namespace torch::nn {
 class Module;
 }
 namespace torch::optim {
+class LRScheduler;
 class Optimizer;
-}
+} // namespace torch::optim
 
 namespace hasten {
 
@@ -37,6 +38,9 @@ std::shared_ptr<SchedulerState> core_prepare_scheduler(
     AcceleratorCore& core,
     std::function<void()> step,
     std::vector<std::shared_ptr<OptimizerState>> optimizers);
+// The number of steps of one of torch's schedulers.
+std::shared_ptr<Stateful> torch_scheduler_state(
+    std::shared_ptr<torch::optim::LRScheduler> scheduler);
 // Ties the loaders of one prepare() call to its models.
 void core_tie_loaders(
     AcceleratorCore& core,
@@ -122,6 +126,11 @@ auto prepare_object(
     } else {
       auto state = core_prepare_scheduler(
           *core, [shared] { shared->step(); }, call.optimizers);
+      if constexpr (std::derived_from<Held, Stateful>) {
+        state->stateful = shared;
+      } else if constexpr (std::derived_from<Held, torch::optim::LRScheduler>) {
+        state->stateful = torch_scheduler_state(shared);
+      }
       return PreparedScheduler<Held>(core, shared, std::move(state));
     }
   }

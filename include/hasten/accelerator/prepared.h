@@ -13,6 +13,12 @@
 #include <utility>
 #include <vector>
 
+#include "hasten/core/stateful.h"
+
+namespace torch::optim {
+class Optimizer;
+}
+
 namespace hasten {
 
 namespace detail {
@@ -23,11 +29,13 @@ class AcceleratorCore;
 struct OptimizerState {
   std::vector<at::Tensor> parameters{};
   std::function<void()> step{};
+  std::shared_ptr<torch::optim::Optimizer> optimizer{};
   int64_t index = 0; // in order of preparation, the same on every rank
   uint64_t stepped = 0; // number of the last window it stepped for
 };
 struct SchedulerState {
   std::function<void()> step{};
+  std::shared_ptr<Stateful> stateful{}; // null: its state is not known
   std::vector<std::shared_ptr<OptimizerState>> optimizers{};
   int64_t index = 0;
   uint64_t stepped = 0;

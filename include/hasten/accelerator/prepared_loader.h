@@ -4,13 +4,16 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <concepts>
 #include <cstdint>
 #include <iterator>
 #include <memory>
+#include <nlohmann/json_fwd.hpp>
 #include <optional>
 #include <utility>
 
 #include "hasten/accelerator/batch.h"
+#include "hasten/core/stateful.h"
 
 namespace hasten {
 
@@ -28,7 +31,35 @@ struct LoaderState {
   int64_t repeated = 0; // such rows, at the end of the batch handed out
   bool handed_out = false; // a batch, whose loop goes on
   std::weak_ptr<void> loop{}; // what the loop's iterators hold
+  std::weak_ptr<Stateful> position{}; // expired: its handles are gone
 };
+
+// Where a pass over a loader stands. What `cursor` counts: rows or batches over
+// all ranks, or this rank's batches.
+struct LoaderPosition {
+  const char* unit = "rows";
+  bool active = false; // between begin() and the end every rank agreed on
+  uint64_t epoch = 0; // of the next begin()
+  int64_t start = 0; // what the next begin() leaves out
+  int64_t cursor = 0; // handed out in this pass
+  int64_t read = 0; // `cursor` of what is read ahead
+  at::Tensor
+      random{}; // torch's generator at begin(): ranges that shuffle by it
+  at::Tensor start_random{}; // for the next begin()
+};
+void save_position(
+    const LoaderPosition& position,
+    const Stateful* range,
+    NamedTensors& tensors,
+    nlohmann::json& values);
+void load_position(
+    LoaderPosition& position,
+    Stateful* range,
+    const NamedTensors& tensors,
+    const nlohmann::json& values);
+// Torch's default generator of the CPU.
+at::Tensor random_state();
+void set_random_state(const at::Tensor& state);
 
 // Non-template doors into the core, so that this header needs none of it.
 void core_begin_range(AcceleratorCore& core, LoaderState& loader);
@@ -70,6 +101,7 @@ class PreparedLoader {
           detail::core_rank(*shared_->core),
           detail::core_world_size(*shared_->core));
     }
+    shared_->state->position = shared_;
   }
 
   class iterator {
@@ -109,8 +141,17 @@ class PreparedLoader {
   }
   iterator end() { return {}; }
 
-  /// Epoch of the next begin().
-  void set_epoch(uint64_t epoch) { shared_->epoch = epoch; }
+  /// Epoch of the next begin(). Another one than it was to be forgets where a
+  /// loaded state stood.
+  void set_epoch(uint64_t epoch) {
+    if (shared_->position.epoch != epoch) {
+      shared_->position.epoch = epoch;
+      shared_->position.start = 0;
+      shared_->position.start_random = at::Tensor();
+    }
+  }
+  /// Of the next begin(): after load_state() the one that was under way.
+  uint64_t epoch() const { return shared_->position.epoch; }
   /// Batches of this rank in one epoch, where the range deals itself; batches
   /// without rows included.
   int64_t size() const
@@ -129,8 +170,14 @@ class PreparedLoader {
   friend class Accelerator;
   static constexpr bool kShards =
       requires(Range& range, int n) { range.shard(n, n); };
+  static constexpr bool kHasEpochs =
+      requires(Range& range, uint64_t n) { range.set_epoch(n); };
+  static constexpr bool kSeeks = requires(Range& range, int64_t n) {
+    range.set_cursor(n);
+    std::begin(range).cursor();
+  };
 
-  struct Shared {
+  struct Shared final : Stateful {
     using First = decltype(std::begin(std::declval<Range&>()));
     using Last = decltype(std::end(std::declval<Range&>()));
 
@@ -138,27 +185,59 @@ class PreparedLoader {
         std::shared_ptr<detail::AcceleratorCore> c,
         std::shared_ptr<Range> r,
         std::shared_ptr<detail::LoaderState> s)
-        : core(std::move(c)), range(std::move(r)), state(std::move(s)) {}
+        : core(std::move(c)), range(std::move(r)), state(std::move(s)) {
+      position.unit = kSeeks ? "rows" : kShards ? "rank batches" : "batches";
+    }
 
     void begin() {
       drop();
       detail::core_begin_range(*core, *state);
-      if constexpr (requires { range->set_epoch(epoch); }) {
-        range->set_epoch(epoch);
+      if constexpr (kHasEpochs) {
+        range->set_epoch(position.epoch);
       }
-      ++epoch;
+      ++position.epoch;
       detail::core_enter_loop(*core, state);
-      first.emplace(std::begin(*range));
-      last.emplace(std::end(*range));
+      position.active = true;
+      position.read = position.start;
+      if constexpr (kSeeks) {
+        range->set_cursor(position.start);
+        first.emplace(std::begin(*range));
+        last.emplace(std::end(*range));
+      } else {
+        seek();
+      }
+      position.start = 0;
       next = fetch();
       advance();
     }
 
+    // A range that cannot seek is read up to there.
+    void seek() {
+      const at::Tensor then =
+          std::exchange(position.start_random, at::Tensor());
+      at::Tensor now;
+      if (then.defined()) { // the order of the pass that was under way
+        now = detail::random_state();
+        detail::set_random_state(then);
+      }
+      position.random = detail::random_state();
+      first.emplace(std::begin(*range));
+      last.emplace(std::end(*range));
+      position.read = 0;
+      while (position.read < position.start && read()) {
+      }
+      if (now.defined()) {
+        detail::set_random_state(now);
+      }
+    }
+
     void advance() {
       current = std::exchange(next, std::nullopt);
+      position.cursor = position.read;
       if (!current) {
         drop();
         detail::core_end_range(*core, *state);
+        position.active = false;
         return;
       }
       next = fetch();
@@ -196,6 +275,11 @@ class PreparedLoader {
         return std::nullopt;
       }
       std::optional<value_type> batch(**first);
+      if constexpr (kSeeks) {
+        position.read = first->cursor();
+      } else {
+        ++position.read;
+      }
       ++*first;
       return batch;
     }
@@ -221,10 +305,29 @@ class PreparedLoader {
       return mine;
     }
 
+    void save_state(
+        NamedTensors& tensors, nlohmann::json& values) const override {
+      detail::save_position(position, stateful_range(), tensors, values);
+    }
+    // Collective by contract, so nobody waits for this rank at a pass's end.
+    void load_state(
+        const NamedTensors& tensors, const nlohmann::json& values) override {
+      detail::load_position(position, stateful_range(), tensors, values);
+      drop(); // ends a loop that is under way
+      state->open = false;
+    }
+    Stateful* stateful_range() const {
+      if constexpr (std::derived_from<Range, Stateful>) {
+        return range.get();
+      } else {
+        return nullptr;
+      }
+    }
+
     std::shared_ptr<detail::AcceleratorCore> core;
     std::shared_ptr<Range> range;
     std::shared_ptr<detail::LoaderState> state;
-    uint64_t epoch = 0;
+    detail::LoaderPosition position{};
     std::optional<First> first;
     std::optional<Last> last;
     std::optional<value_type> current, next;

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "hasten/accumulation/window_control.h"
+#include "hasten/core/stateful.h"
 #include "hasten/parallel/ddp.h"
 
 namespace hasten {
@@ -57,7 +58,7 @@ struct WindowExchange {
   bool pending = false;
 };
 
-class GradientWindow {
+class GradientWindow : public Stateful {
  public:
   /// `models_mask`: bit i for model i of the accelerator, below 32.
   /// `steps` ≥ 1 batches of a rank make one window.
@@ -93,6 +94,15 @@ class GradientWindow {
   void join(const WindowTotals& totals);
   /// Forgets a window that has batches but is not complete. Returns their number.
   int64_t drop();
+
+  /// This rank's part of a state: batches, weight and loss of the window under
+  /// way, its scale, the last report. Gradients are the models'. A batch that is
+  /// open counts as closed; after its backward only. Local.
+  /// Throws InputError between open() and the batch's last backward.
+  void save_state(NamedTensors& tensors, nlohmann::json& values) const override;
+  /// Throws InputError where another number of steps makes a window.
+  void load_state(
+      const NamedTensors& tensors, const nlohmann::json& values) override;
 
   bool is_open() const { return open_; }
   /// The open batch completes its window.

@@ -5,8 +5,10 @@
 #include <cstdint>
 #include <iterator>
 #include <memory>
+#include <nlohmann/json_fwd.hpp>
 #include <vector>
 
+#include "hasten/core/stateful.h"
 #include "hasten/data/dataset.h"
 
 namespace hasten {
@@ -27,6 +29,9 @@ struct LoaderOptions {
   int64_t group_batch = 0;
   /// Leaves out the last, smaller batch of an epoch.
   bool drop_last = false;
+  /// With drop_last: rows of a batch that is not smaller. 0: batch_size times
+  /// ranks. A resumed run at another world size takes the first start's.
+  int64_t drop_batch = 0;
   /// Seed of the order stream.
   uint64_t seed = 42;
 };
@@ -43,6 +48,8 @@ struct LoaderOptions {
 /// With group_by_length the longest row is in the first batch, so that what
 /// does not fit in memory fails at once, and a global batch is dealt out in
 /// order of length, to and fro, so that ranks have similar work.
+/// `first_row` leaves out that many rows from the front of the epoch's order:
+/// global batches are cut from what remains.
 /// Local. Cost: n log n, about 0.1 s for a million rows.
 /// Throws InputError: batch_size < 1, or rank outside the world.
 std::vector<std::vector<int64_t>> rank_batches(
@@ -50,26 +57,47 @@ std::vector<std::vector<int64_t>> rank_batches(
     const LoaderOptions& options,
     uint64_t epoch,
     int rank,
-    int world_size);
+    int world_size,
+    int64_t first_row = 0);
 
 /// A range of batches: `for (const Batch& batch : loader)` is one epoch.
 /// The rows a rank's turn brings may be none (see rank_batches): such a batch is
 /// handed out too, so that all ranks take the same number of turns.
 /// Threading: one thread. Memory: one batch and the epoch's row numbers.
-class DataLoader {
+/// Its state is (seed, epoch, cursor) and what else the order depends on, the same
+/// on every rank and for every world size.
+class DataLoader : public Stateful {
  public:
   /// Throws InputError: no dataset, or batch_size < 1.
   DataLoader(std::shared_ptr<const Dataset> dataset, LoaderOptions options);
 
   /// Epoch whose order the next begin() uses; begin() does not advance it.
+  /// Another epoch than before forgets the cursor.
   void set_epoch(uint64_t epoch);
   uint64_t epoch() const { return epoch_; }
+  /// Rows of the epoch, over all ranks, that the next begin() leaves out, once.
+  /// O(1): no batch is made. Between 0 and the epoch's rows, else InputError.
+  void set_cursor(int64_t rows);
+  /// Rows of the epoch, over all ranks, up to the end of the batch that the
+  /// newest iterator stands on; what set_cursor said until there is one.
+  int64_t cursor() const { return *cursor_; }
+  /// Rows of one epoch over all ranks: without those that drop_last leaves out.
+  int64_t epoch_rows() const;
   /// Deals rows over ranks; Accelerator::prepare calls it.
   void shard(int rank, int world_size);
   /// Batches of this rank in one epoch.
   int64_t size() const;
   const Dataset& dataset() const { return *dataset_; }
   const LoaderOptions& options() const { return options_; }
+
+  /// values: epoch, cursor, rows, seed, shuffle, group_by_length, order_batch,
+  /// drop_batch. No tensors.
+  void save_state(NamedTensors& tensors, nlohmann::json& values) const override;
+  /// The next begin() goes on behind the cursor. Takes over order_batch and
+  /// drop_batch. Throws InputError where the state is in mid-epoch and another
+  /// data set, seed or order is here, naming what differs.
+  void load_state(
+      const NamedTensors& tensors, const nlohmann::json& values) override;
 
   class iterator {
    public:
@@ -80,6 +108,8 @@ class DataLoader {
     const Batch& operator*() const { return batch_; }
     const Batch* operator->() const { return &batch_; }
     iterator& operator++();
+    /// Rows of the epoch, over all ranks, up to the end of this batch.
+    int64_t cursor() const;
     bool operator==(const iterator& other) const {
       return position_ == other.position_;
     }
@@ -90,6 +120,7 @@ class DataLoader {
     const DataLoader* loader_ = nullptr;
     std::shared_ptr<const std::vector<std::vector<int64_t>>> batches_{};
     int64_t position_ = -1; // -1 is the end
+    int64_t first_row_ = 0; // of the epoch's order
     Batch batch_{};
   };
   iterator begin() const;
@@ -98,7 +129,12 @@ class DataLoader {
  private:
   std::shared_ptr<const Dataset> dataset_;
   LoaderOptions options_;
+  int64_t global_batch() const { return options_.batch_size * world_size_; }
+
   uint64_t epoch_ = 0;
+  // Shared with the iterators, which move it; begin() consumes `start_`.
+  std::shared_ptr<int64_t> cursor_ = std::make_shared<int64_t>(0);
+  std::shared_ptr<int64_t> start_ = std::make_shared<int64_t>(0);
   int rank_ = 0;
   int world_size_ = 1;
 };

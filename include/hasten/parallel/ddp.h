@@ -25,6 +25,7 @@
 #include <vector>
 
 #include "hasten/comm/communicator.h"
+#include "hasten/core/stateful.h"
 #include "hasten/flat/flat_gradients.h"
 #include "hasten/flat/grad_hooks.h"
 
@@ -44,7 +45,7 @@ struct DdpOptions {
   bool broadcast_buffers = true;
 };
 
-class Ddp {
+class Ddp : public Stateful {
  public:
   /// Verifies that every rank has the same parameters and buffers (names, shapes,
   /// dtypes, what is frozen), copies rank 0's values to all, and lays out the
@@ -89,6 +90,14 @@ class Ddp {
   /// was set aside is dropped. Reductions under way are abandoned, so that the
   /// group is unusable if there were any. Local.
   void cancel() noexcept;
+
+  /// This rank's part of a state, between backwards: "grad.<name>" of every
+  /// gradient that is defined and not known to be zero, "aside.<name>" of what
+  /// was set aside, and where the sum stands. Local.
+  void save_state(NamedTensors& tensors, nlohmann::json& values) const override;
+  /// Throws InputError naming the tensor that is not this model's.
+  void load_state(
+      const NamedTensors& tensors, const nlohmann::json& values) override;
 
   FlatGradients& gradients() { return gradients_; }
   const FlatGradients& gradients() const { return gradients_; }

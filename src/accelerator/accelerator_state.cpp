@@ -1,0 +1,458 @@
+// Accelerator::save_state. Order of things: every rank says whether it can; one
+// makes the folder; all write their part; the one commits it by a rename.
+#include "accelerator_state.h"
+
+#include <ATen/ATen.h>
+#include <torch/nn/module.h>
+
+#include <cmath>
+
+#include "accelerator_core.h"
+#include "hasten/base/error.h"
+#include "hasten/io/commit.h"
+#include "hasten/io/safetensors.h"
+#include "hasten/optim/optimizer_state.h"
+
+namespace hasten {
+
+namespace detail {
+
+constexpr const char* kSaveWhere = "accelerator::save_state";
+
+std::string model_file_name(size_t model) {
+  return model == 0 ? "model.safetensors"
+                    : "model_" + std::to_string(model) + ".safetensors";
+}
+
+std::string rank_file_name(int rank) {
+  return "state_rank_" + std::to_string(rank) + ".safetensors";
+}
+
+NamedTensors named_model_tensors(const torch::nn::Module& module) {
+  NamedTensors tensors;
+  for (const auto& item : module.named_parameters()) {
+    tensors.emplace(item.key(), item.value().detach());
+  }
+  for (const auto& item : module.named_buffers()) {
+    if (item.value().defined()) {
+      tensors.emplace(item.key(), item.value().detach());
+    }
+  }
+  return tensors;
+}
+
+NamedTensors tensors_below(
+    const NamedTensors& tensors, const std::string& prefix) {
+  NamedTensors below;
+  for (auto it = tensors.lower_bound(prefix);
+       it != tensors.end() && it->first.starts_with(prefix);
+       ++it) {
+    below.emplace(it->first.substr(prefix.size()), it->second);
+  }
+  return below;
+}
+
+void put_below(
+    NamedTensors& tensors,
+    const std::string& prefix,
+    const NamedTensors& more) {
+  for (const auto& [name, tensor] : more) {
+    tensors.emplace(prefix + name, tensor);
+  }
+}
+
+std::vector<nlohmann::json> on_every_rank(
+    Communicator& communicator,
+    const char* stage,
+    const std::function<nlohmann::json()>& work) {
+  std::exception_ptr failure;
+  nlohmann::json mine = nlohmann::json::object();
+  try {
+    mine["value"] = work();
+  } catch (const CommunicationError&) {
+    throw; // there is nobody to tell
+  } catch (const std::exception& error) {
+    failure = std::current_exception();
+    mine = {
+        {"error", error.what()},
+        {"input", dynamic_cast<const InputError*>(&error) != nullptr}};
+  }
+  if (communicator.world_size() == 1) {
+    if (failure) {
+      std::rethrow_exception(failure);
+    }
+    return {mine["value"]};
+  }
+  auto all = communicator.gather_json(mine, stage);
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    if (!all[rank].contains("error")) {
+      continue;
+    }
+    if (static_cast<int>(rank) == communicator.rank()) {
+      std::rethrow_exception(failure);
+    }
+    if (failure) {
+      continue; // the first rank's error is repeated by those without one
+    }
+    const std::string what = "rank " + std::to_string(rank) + " failed: " +
+                             all[rank].at("error").get<std::string>();
+    if (all[rank].at("input").get<bool>()) {
+      throw InputError(stage, what);
+    }
+    throw Error(stage, what);
+  }
+  for (auto& answer : all) {
+    answer = std::move(answer["value"]);
+  }
+  return all;
+}
+
+// JSON writes null for NaN and infinity: a state that lost them is not exact.
+void require_finite_values(
+    const nlohmann::json& values, const std::string& whose) {
+  if (values.is_number_float() && !std::isfinite(values.get<double>())) {
+    throw InputError(
+        kSaveWhere,
+        "the JSON values of " + whose + " hold a number that is not finite",
+        "finite numbers",
+        "keep it in a tensor");
+  }
+  if (values.is_structured()) {
+    for (const auto& value : values) {
+      require_finite_values(value, whose);
+    }
+  }
+}
+
+nlohmann::json save_stateful(
+    const Stateful& object,
+    const std::string& name,
+    NamedTensors& tensors,
+    const std::string& prefix) {
+  NamedTensors own;
+  nlohmann::json values = nlohmann::json::object();
+  object.save_state(own, values);
+  require_finite_values(values, name);
+  put_below(tensors, prefix, own);
+  return values;
+}
+
+ParameterNames AcceleratorCore::parameter_names() const {
+  ParameterNames names;
+  for (const auto& [parameter, owner] : parameter_owner_) {
+    names[parameter] =
+        "model." + std::to_string(owner.first) + "." + owner.second;
+  }
+  return names;
+}
+
+void AcceleratorCore::collect_learners(StateParts& parts) const {
+  const ParameterNames names = parameter_names();
+  auto& values = parts.shared_values;
+  values["optimizers"] = nlohmann::json::array();
+  for (size_t i = 0; i < optimizers_.size(); ++i) {
+    const std::string prefix = "optimizer." + std::to_string(i) + ".";
+    const auto& optimizer = *optimizers_[i]->optimizer;
+    nlohmann::json saved = {{"stepped", optimizers_[i]->stepped}};
+    if (const auto* own = dynamic_cast<const Stateful*>(&optimizer)) {
+      saved["values"] = save_stateful(*own, prefix, parts.shared, prefix);
+    } else {
+      NamedTensors moments;
+      save_optimizer_state(optimizer, names, moments, saved["values"]);
+      put_below(parts.shared, prefix, moments);
+    }
+    values["optimizers"].push_back(std::move(saved));
+  }
+  values["schedulers"] = nlohmann::json::array();
+  for (size_t i = 0; i < schedulers_.size(); ++i) {
+    const std::string prefix = "scheduler." + std::to_string(i) + ".";
+    if (!schedulers_[i]->stateful) {
+      throw InputError(
+          kSaveWhere,
+          "scheduler " + std::to_string(i) +
+              " is of a type whose state is not known",
+          "LrScheduler, one of torch's LRSchedulers, or a hasten::Stateful",
+          "derive it from hasten::Stateful");
+    }
+    values["schedulers"].push_back(
+        {{"stepped", schedulers_[i]->stepped},
+         {"values",
+          save_stateful(
+              *schedulers_[i]->stateful, prefix, parts.shared, prefix)}});
+  }
+}
+
+void AcceleratorCore::collect_windows(StateParts& parts) const {
+  auto& own = parts.own_values;
+  own["windows"] = nlohmann::json::object();
+  for (const auto& [mask, saved] : windows_) {
+    const std::string name = std::to_string(mask);
+    own["windows"][name] =
+        save_stateful(saved, "the window", parts.own, "window." + name + ".");
+  }
+  auto& shared = parts.shared_values;
+  shared["open_window"] = false;
+  shared["models"] = nlohmann::json::array();
+  for (const ModelState& model : models_) {
+    nlohmann::json names = nlohmann::json::array();
+    for (const auto& [name, tensor] :
+         named_model_tensors(*model.ddp->module())) {
+      names.push_back(name);
+    }
+    uint64_t mask = 0;
+    for (const auto& [other, candidate] : windows_) {
+      if (&candidate == model.window) {
+        mask = other;
+      }
+    }
+    if (in_window(model)) {
+      shared["open_window"] = true;
+    }
+    shared["models"].push_back(
+        {{"tensors", std::move(names)},
+         {"window", mask},
+         {"completed", model.completed}});
+  }
+  // The gradients of a window that is complete are the same on every rank.
+  const bool per_rank = shared.at("open_window").get<bool>();
+  auto& gradients = per_rank ? own["gradients"] : shared["gradients"];
+  gradients = nlohmann::json::array();
+  for (size_t i = 0; i < models_.size(); ++i) {
+    const std::string prefix = "gradients." + std::to_string(i) + ".";
+    gradients.push_back(save_stateful(
+        *models_[i].ddp, prefix, per_rank ? parts.own : parts.shared, prefix));
+  }
+}
+
+StateParts AcceleratorCore::collect_state() const {
+  StateParts parts;
+  collect_windows(parts);
+  collect_learners(parts);
+  auto& own = parts.own_values;
+  auto& shared = parts.shared_values;
+  shared["format"] = 1;
+  shared["hasten_version"] = HASTEN_VERSION;
+  shared["world_size"] = world.world_size;
+  shared["windows_completed"] = serial_;
+  shared["seed"] = options.seed ? nlohmann::json(*options.seed) : nullptr;
+  own["loaders"] = nlohmann::json::array();
+  for (size_t i = 0; i < loaders_.size(); ++i) {
+    const std::string prefix = "loader." + std::to_string(i) + ".";
+    const auto position = loaders_[i]->position.lock();
+    own["loaders"].push_back(
+        position == nullptr
+            ? nlohmann::json() // nobody can iterate it any more
+            : nlohmann::json{
+                  {"training", loaders_[i]->training},
+                  {"position",
+                   save_stateful(*position, prefix, parts.own, prefix)}});
+  }
+  shared["objects"] = nlohmann::json::object();
+  own["objects"] = nlohmann::json::object();
+  for (const RegisteredObject& object : objects_) {
+    const bool per_rank = object.scope == StateScope::per_rank;
+    const std::string prefix = "object." + object.name + ".";
+    nlohmann::json values = save_stateful(
+        *object.object,
+        "\"" + object.name + "\"",
+        per_rank ? parts.own : parts.shared,
+        prefix);
+    shared["objects"][object.name] = {
+        {"scope", per_rank ? "per_rank" : "shared"}};
+    (per_rank ? own["objects"][object.name]
+              : shared["objects"][object.name]["values"]) = std::move(values);
+  }
+  parts.own["random.cpu"] = random_state();
+  if (device.is_cuda()) {
+    at::Generator generator = at::globalContext().defaultGenerator(device);
+    const std::lock_guard<std::mutex> lock(generator.mutex());
+    parts.own["random.cuda"] = generator.get_state();
+  }
+  return parts;
+}
+
+// Model files. What the user's own file holds already is not written again; what
+// it lacks goes with the rest of the state.
+void AcceleratorCore::write_models(
+    const std::filesystem::path& folder, NamedTensors& shared) const {
+  for (size_t i = 0; i < models_.size(); ++i) {
+    const auto path = folder / model_file_name(i);
+    const NamedTensors tensors = named_model_tensors(*models_[i].ddp->module());
+    if (!std::filesystem::exists(path)) {
+      write_safetensors(path, tensors);
+      continue;
+    }
+    const SafetensorsReader written(path);
+    for (const auto& [name, tensor] : tensors) {
+      if (written.contains(name)) {
+        const at::Tensor there = written.tensor(name);
+        if (there.scalar_type() == tensor.scalar_type() &&
+            there.sizes() == tensor.sizes() && at::equal(there, tensor.cpu())) {
+          continue;
+        }
+      }
+      shared.emplace("model." + std::to_string(i) + "." + name, tensor);
+    }
+  }
+}
+
+std::unique_ptr<FolderCommit> begin_state_folder(
+    const std::filesystem::path& folder, const SaveStateOptions& options) {
+  std::error_code error;
+  const auto status = std::filesystem::status(folder, error);
+  if (std::filesystem::is_directory(status) && !options.replace_any &&
+      !std::filesystem::is_empty(folder, error) &&
+      !std::filesystem::exists(folder / kStateFile, error)) {
+    throw InputError(
+        kSaveWhere,
+        folder.string() + " holds something else than a state: it has no " +
+            kStateFile,
+        "a new or empty folder, or one that holds a state",
+        "name another folder");
+  }
+  return std::make_unique<FolderCommit>(folder, CommitMode::replace);
+}
+
+void AcceleratorCore::write_shared(
+    FolderCommit& commit, StateParts& parts, const SaveStateOptions& options) {
+  if (options.also_write) {
+    options.also_write(commit.folder());
+  }
+  write_models(commit.folder(), parts.shared);
+  write_safetensors(commit.folder() / kStateTensorsFile, parts.shared);
+  commit.write(kStateFile, parts.shared_values.dump(2) + "\n");
+}
+
+// Collective. `request` is null on ranks that only take part.
+void AcceleratorCore::write_state(
+    const std::filesystem::path* folder, const SaveStateOptions* request) {
+  StateParts parts;
+  const auto answers = on_every_rank(*communicator, kSaveWhere, [&] {
+    parts = collect_state();
+    return nlohmann::json{
+        {"folder",
+         folder != nullptr ? nlohmann::json(folder->string()) : nullptr},
+        {"open_window", parts.shared_values.at("open_window")}};
+  });
+  int leader = -1;
+  nlohmann::json asked;
+  for (size_t rank = 0; rank < answers.size(); ++rank) {
+    const auto& theirs = answers[rank].at("folder");
+    if (!theirs.is_null() && leader < 0) {
+      leader = static_cast<int>(rank);
+      asked = theirs;
+    }
+    if (answers[rank].at("open_window") != answers[0].at("open_window") ||
+        (!theirs.is_null() && theirs != asked)) {
+      throw InputError(
+          kSaveWhere,
+          "rank " + std::to_string(rank) +
+              " saves another folder, or stands elsewhere in its window, than "
+              "the ranks before it",
+          "the same call at the same place of the loop on every rank");
+    }
+  }
+  const bool leads = leader == world.rank;
+  std::unique_ptr<FolderCommit> commit;
+  const auto folders = on_every_rank(*communicator, kSaveWhere, [&] {
+    if (!leads) {
+      return nlohmann::json();
+    }
+    commit = begin_state_folder(*folder, *request);
+    return nlohmann::json(commit->folder().string());
+  });
+  on_every_rank(*communicator, kSaveWhere, [&] {
+    const std::filesystem::path place =
+        folders[static_cast<size_t>(leader)].get<std::string>();
+    write_safetensors(
+        place / rank_file_name(world.rank),
+        parts.own,
+        {{"format", "pt"}, {"values", parts.own_values.dump()}});
+    if (leads) {
+      write_shared(*commit, parts, *request);
+    }
+    return nlohmann::json();
+  });
+  on_every_rank(*communicator, kSaveWhere, [&] {
+    if (leads) {
+      commit->commit();
+    }
+    return nlohmann::json();
+  });
+}
+
+// Note [Saving while peers have run out]
+// A rank whose batches have ended waits in its loader's end for what the others
+// still do. A control vector without models tells it that a state is to be saved.
+// It is behind by the last window's step, so the record that would have come with
+// the next window comes now; then it takes part.
+void AcceleratorCore::save_state(
+    const std::filesystem::path& folder, const SaveStateOptions& request) {
+  bool in_pass = false;
+  for (const auto& loader : training_) {
+    in_pass = in_pass || loader->open;
+  }
+  if (in_pass && communicator->world_size() > 1) {
+    control_.start({}, at::Tensor());
+    if (control_.wait().finished > 0) {
+      exchange_last_record();
+    }
+  }
+  write_state(&folder, &request);
+}
+
+void AcceleratorCore::save_with_peers() {
+  exchange_last_record();
+  try {
+    write_state(nullptr, nullptr);
+  } catch (const CommunicationError&) {
+    throw;
+  } catch (const Error&) {
+    // Those who asked for the state have the error, and decide.
+  }
+}
+
+void AcceleratorCore::register_object(
+    std::string name, std::shared_ptr<Stateful> object, StateScope scope) {
+  constexpr const char* kWhere = "accelerator::register_for_checkpointing";
+  if (name.empty() || !object) {
+    throw InputError(
+        kWhere,
+        "name=\"" + name + "\"" + (object ? "" : ", object=null"),
+        "a name and an object");
+  }
+  for (const RegisteredObject& other : objects_) {
+    if (other.name == name) {
+      throw InputError(
+          kWhere, "name=\"" + name + "\" is taken", "a name of its own");
+    }
+  }
+  objects_.push_back({std::move(name), std::move(object), scope});
+}
+
+} // namespace detail
+
+void Accelerator::save_state(
+    const std::filesystem::path& folder, const SaveStateOptions& options) {
+  core_->save_state(folder, options);
+}
+
+LoadedState Accelerator::load_state(
+    const std::filesystem::path& folder, const LoadStateOptions& options) {
+  return core_->load_state(folder, options);
+}
+
+void Accelerator::register_for_checkpointing(
+    std::string name, std::shared_ptr<Stateful> object, StateScope scope) {
+  core_->register_object(std::move(name), std::move(object), scope);
+}
+
+void Accelerator::register_for_checkpointing(
+    std::string name, Stateful& object, StateScope scope) {
+  core_->register_object(
+      std::move(name),
+      std::shared_ptr<Stateful>(std::shared_ptr<void>(), &object),
+      scope);
+}
+
+} // namespace hasten

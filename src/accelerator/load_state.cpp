@@ -1,0 +1,505 @@
+// Accelerator::load_state. Everything is read and compared first; then objects
+// that may refuse load, with their old state at hand; what remains cannot fail.
+#include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
+#include <torch/nn/module.h>
+#include <torch/optim/optimizer.h>
+
+#include <algorithm>
+#include <set>
+
+#include "accelerator_core.h"
+#include "accelerator_state.h"
+#include "hasten/base/error.h"
+#include "hasten/base/files.h"
+#include "hasten/core/random.h"
+#include "hasten/io/commit.h"
+#include "hasten/io/safetensors.h"
+#include "hasten/optim/optimizer_state.h"
+
+namespace hasten::detail {
+
+constexpr const char* kLoadWhere = "accelerator::load_state";
+
+[[noreturn]] void refuse_state(
+    const std::filesystem::path& file,
+    const std::string& what,
+    const std::string& expected = {},
+    const std::string& fix = {}) {
+  throw InputError(kLoadWhere, file.string() + ": " + what, expected, fix);
+}
+
+// An object that decides by itself whether it takes a state.
+struct StatefulLoad {
+  std::filesystem::path file{};
+  Stateful* object = nullptr;
+  NamedTensors tensors{};
+  nlohmann::json values{};
+  // As it was, to go back to.
+  NamedTensors old_tensors{};
+  nlohmann::json old_values = nlohmann::json::object();
+};
+
+struct StateLoad {
+  std::filesystem::path folder{};
+  nlohmann::json shared{};
+  nlohmann::json own{};
+  NamedTensors shared_tensors{};
+  NamedTensors own_tensors{};
+  bool same_world = true;
+  std::filesystem::path rank_file{};
+  std::vector<StatefulLoad> objects{};
+  std::vector<std::function<void()>> apply{}; // these do not throw
+
+  std::filesystem::path state_file() const { return folder / kStateFile; }
+  void add(
+      const std::filesystem::path& file,
+      Stateful* object,
+      NamedTensors tensors,
+      const nlohmann::json& values) {
+    objects.push_back({file, object, std::move(tensors), values});
+  }
+};
+
+// Those of the files that are not read whole are mapped: no copy.
+NamedTensors map_tensors(const SafetensorsReader& reader) {
+  NamedTensors tensors;
+  for (const std::string& name : reader.names()) {
+    tensors.emplace(name, reader.tensor(name));
+  }
+  for (const auto& [name, stored] : reader.metadata()) {
+    if (reader.contains(name) && tensors.count(stored) > 0) {
+      tensors.emplace(name, tensors.at(stored)); // tied
+    }
+  }
+  return tensors;
+}
+
+void read_state_files(StateLoad& load, int rank, int world_size, bool verify) {
+  std::error_code error;
+  if (!std::filesystem::is_directory(load.folder, error)) {
+    throw InputError(
+        kLoadWhere, load.folder.string() + " is no folder", "a saved state");
+  }
+  if (verify && rank == 0) {
+    verify_manifest(load.folder);
+  } else {
+    read_manifest(load.folder);
+  }
+  if (!std::filesystem::exists(load.state_file(), error)) {
+    refuse_state(
+        load.state_file(),
+        "the file is missing: the folder holds a model without its training "
+        "state",
+        "a folder that save_state() wrote");
+  }
+  load.shared = nlohmann::json::parse(read_file(load.state_file()));
+  if (load.shared.at("format") != 1) {
+    refuse_state(
+        load.state_file(),
+        "format=" + load.shared.at("format").dump(),
+        "1",
+        "read it with the version that wrote it");
+  }
+  load.same_world = load.shared.at("world_size") == world_size;
+  load.shared_tensors =
+      map_tensors(SafetensorsReader(load.folder / kStateTensorsFile));
+  load.rank_file = load.folder / rank_file_name(load.same_world ? rank : 0);
+  const SafetensorsReader reader(load.rank_file);
+  load.own_tensors = map_tensors(reader);
+  const auto values = reader.metadata().find("values");
+  if (values == reader.metadata().end()) {
+    refuse_state(load.rank_file, "it lacks its values", "a file of a state");
+  }
+  load.own = nlohmann::json::parse(values->second);
+}
+
+// What another number of ranks has no meaning for.
+void check_other_world(const StateLoad& load, int world_size) {
+  if (load.same_world) {
+    return;
+  }
+  const std::string then = load.shared.at("world_size").dump();
+  const std::string fix = "resume with " + then + " processes";
+  if (load.shared.at("open_window").get<bool>()) {
+    refuse_state(
+        load.state_file(),
+        "it was saved in the middle of an accumulation window by " + then +
+            " processes, here there are " + std::to_string(world_size),
+        "the same number of processes: partial gradients belong to ranks",
+        fix + ", or save where sync_gradients() is true");
+  }
+  for (const auto& [name, object] : load.shared.at("objects").items()) {
+    if (object.at("scope") == "per_rank") {
+      refuse_state(
+          load.state_file(),
+          "\"" + name + "\" has a state per rank, of " + then +
+              " processes, here there are " + std::to_string(world_size),
+          "the same number of processes",
+          fix);
+    }
+  }
+  for (const auto& loader : load.own.at("loaders")) {
+    if (!loader.is_null() && loader.at("position").at("cursor") != 0 &&
+        loader.at("position").at("unit") == "rank batches") {
+      refuse_state(
+          load.rank_file,
+          "the position of a range that deals itself is known for " + then +
+              " processes only, here there are " + std::to_string(world_size),
+          "the same number of processes, or a range with set_cursor()",
+          fix);
+    }
+  }
+}
+
+void check_count(
+    const StateLoad& load, const char* what, size_t saved, size_t mine) {
+  if (saved != mine) {
+    refuse_state(
+        load.state_file(),
+        std::string(what) + "=" + std::to_string(saved),
+        "the " + std::to_string(mine) + " that are prepared here");
+  }
+}
+
+void plan_model(StateLoad& load, size_t index, const torch::nn::Module& model) {
+  const auto file = load.folder / model_file_name(index);
+  const SafetensorsReader reader(file);
+  const auto listed = load.shared.at("models")
+                          .at(index)
+                          .at("tensors")
+                          .get<std::set<std::string>>();
+  NamedTensors targets = named_model_tensors(model);
+  for (const std::string& name : listed) {
+    if (targets.count(name) == 0) {
+      refuse_state(
+          file,
+          "tensor \"" + name + "\" is of another model",
+          "the tensors of the prepared model, which has none of that name");
+    }
+  }
+  auto copies =
+      std::make_shared<std::vector<std::pair<at::Tensor, at::Tensor>>>();
+  for (const auto& [name, target] : targets) {
+    const auto apart =
+        load.shared_tensors.find("model." + std::to_string(index) + "." + name);
+    const bool is_apart = apart != load.shared_tensors.end();
+    if (!is_apart && !reader.contains(name)) {
+      refuse_state(
+          file,
+          "the model's tensor \"" + name + "\" is missing",
+          "a state of the prepared model");
+    }
+    const at::Tensor saved = is_apart ? apart->second : reader.tensor(name);
+    if (saved.sizes() != target.sizes() ||
+        saved.scalar_type() != target.scalar_type()) {
+      refuse_state(
+          is_apart ? load.folder / kStateTensorsFile : file,
+          "tensor \"" + name + "\" has shape " + c10::str(saved.sizes()) + " " +
+              c10::toString(saved.scalar_type()),
+          "the model's " + c10::str(target.sizes()) + " " +
+              c10::toString(target.scalar_type()));
+    }
+    copies->emplace_back(target, saved);
+  }
+  load.apply.push_back([copies] {
+    const at::NoGradGuard no_grad;
+    for (auto& [target, saved] : *copies) {
+      target.copy_(saved);
+    }
+  });
+}
+
+void AcceleratorCore::plan_learners(StateLoad& load) {
+  const ParameterNames names = parameter_names();
+  const auto& optimizers = load.shared.at("optimizers");
+  const auto& schedulers = load.shared.at("schedulers");
+  check_count(load, "optimizers", optimizers.size(), optimizers_.size());
+  check_count(load, "schedulers", schedulers.size(), schedulers_.size());
+  const auto tensors_file = load.folder / kStateTensorsFile;
+  for (size_t i = 0; i < optimizers_.size(); ++i) {
+    torch::optim::Optimizer& optimizer = *optimizers_[i]->optimizer;
+    const auto& values = optimizers[i].at("values");
+    NamedTensors tensors = tensors_below(
+        load.shared_tensors, "optimizer." + std::to_string(i) + ".");
+    if (auto* own = dynamic_cast<Stateful*>(&optimizer)) {
+      load.add(tensors_file, own, std::move(tensors), values);
+    } else {
+      try {
+        load.apply.push_back(
+            prepare_optimizer_load(optimizer, names, tensors, values));
+      } catch (const InputError& error) {
+        refuse_state(
+            tensors_file,
+            "optimizer " + std::to_string(i) + ": " + error.what());
+      }
+    }
+    const auto stepped = optimizers[i].at("stepped").get<uint64_t>();
+    load.apply.push_back(
+        [state = optimizers_[i], stepped] { state->stepped = stepped; });
+  }
+  for (size_t i = 0; i < schedulers_.size(); ++i) {
+    if (!schedulers_[i]->stateful) {
+      refuse_state(
+          load.state_file(),
+          "scheduler " + std::to_string(i) +
+              " here is of a type whose state is not known",
+          "LrScheduler, one of torch's LRSchedulers, or a hasten::Stateful");
+    }
+    load.add(
+        load.state_file(),
+        schedulers_[i]->stateful.get(),
+        tensors_below(
+            load.shared_tensors, "scheduler." + std::to_string(i) + "."),
+        schedulers[i].at("values"));
+    const auto stepped = schedulers[i].at("stepped").get<uint64_t>();
+    load.apply.push_back(
+        [state = schedulers_[i], stepped] { state->stepped = stepped; });
+  }
+}
+
+void AcceleratorCore::plan_windows(StateLoad& load) {
+  const auto& models = load.shared.at("models");
+  check_count(load, "models", models.size(), models_.size());
+  for (size_t i = 0; i < models_.size(); ++i) {
+    plan_model(load, i, *models_[i].ddp->module());
+  }
+  for (const auto& [name, values] : load.own.at("windows").items()) {
+    const uint64_t mask = std::stoull(name);
+    if (mask == 0 || mask >> models_.size() != 0) {
+      refuse_state(load.rank_file, "window of models=" + name);
+    }
+    load.add(
+        load.rank_file,
+        &window_of(mask),
+        tensors_below(load.own_tensors, "window." + name + "."),
+        values);
+  }
+  for (auto& [mask, window] : windows_) {
+    if (!load.own.at("windows").contains(std::to_string(mask))) {
+      // As it is before its first batch.
+      GradientWindow fresh(
+          communicator,
+          window.models(),
+          mask,
+          options.gradient_accumulation_steps,
+          device,
+          exchange_);
+      NamedTensors tensors;
+      nlohmann::json values;
+      fresh.save_state(tensors, values);
+      load.add(load.rank_file, &window, std::move(tensors), values);
+    }
+  }
+  const bool per_rank = load.shared.at("open_window").get<bool>();
+  const auto& gradients = (per_rank ? load.own : load.shared).at("gradients");
+  for (size_t i = 0; i < models_.size(); ++i) {
+    load.add(
+        per_rank ? load.rank_file : load.folder / kStateTensorsFile,
+        models_[i].ddp.get(),
+        tensors_below(
+            per_rank ? load.own_tensors : load.shared_tensors,
+            "gradients." + std::to_string(i) + "."),
+        gradients.at(i));
+  }
+  const auto serial = load.shared.at("windows_completed").get<uint64_t>();
+  std::vector<std::pair<uint64_t, uint64_t>> standing; // window, completed
+  for (const auto& model : models) {
+    standing.emplace_back(
+        model.at("window").get<uint64_t>(),
+        model.at("completed").get<uint64_t>());
+  }
+  load.apply.push_back([this, standing, serial] {
+    serial_ = serial;
+    report = {};
+    for (size_t i = 0; i < models_.size(); ++i) {
+      const auto found = windows_.find(standing[i].first);
+      models_[i].window = found == windows_.end() ? nullptr : &found->second;
+      models_[i].completed = standing[i].second;
+      if (found != windows_.end() &&
+          (serial == standing[i].second || models_.size() == 1)) {
+        report = found->second.report();
+      }
+    }
+    joined_in_range_ = false;
+    exchange_->pending = false;
+    actions_ = nlohmann::json::array();
+    seeded_ = true;
+  });
+}
+
+void AcceleratorCore::plan_loaders(StateLoad& load) {
+  const auto& loaders = load.own.at("loaders");
+  check_count(load, "loaders", loaders.size(), loaders_.size());
+  for (size_t i = 0; i < loaders_.size(); ++i) {
+    const auto position = loaders_[i]->position.lock();
+    if (position == nullptr || loaders[i].is_null()) {
+      continue;
+    }
+    NamedTensors tensors =
+        tensors_below(load.own_tensors, "loader." + std::to_string(i) + ".");
+    load.add(
+        load.rank_file,
+        position.get(),
+        std::move(tensors),
+        loaders[i].at("position"));
+    if (loaders[i].at("training").get<bool>() && !loaders_[i]->training) {
+      load.apply.push_back([this, loader = loaders_[i]] {
+        loader->training = true;
+        training_.push_back(loader);
+      });
+    }
+  }
+}
+
+void AcceleratorCore::plan_objects(StateLoad& load) {
+  const auto& saved = load.shared.at("objects");
+  for (const auto& [name, object] : saved.items()) {
+    if (std::none_of(objects_.begin(), objects_.end(), [&](const auto& mine) {
+          return mine.name == name;
+        })) {
+      refuse_state(
+          load.state_file(),
+          "it has the state of \"" + name + "\", which is not registered here",
+          "the same objects",
+          "register_for_checkpointing(\"" + name + "\", object)");
+    }
+  }
+  for (const RegisteredObject& mine : objects_) {
+    const auto found = saved.find(mine.name);
+    const bool per_rank = mine.scope == StateScope::per_rank;
+    if (found == saved.end() ||
+        (found->at("scope") == "per_rank") != per_rank) {
+      refuse_state(
+          load.state_file(),
+          "it lacks the state of \"" + mine.name + "\", " +
+              (per_rank ? "per rank" : "shared by all ranks"),
+          "the same objects");
+    }
+    load.add(
+        per_rank ? load.rank_file : load.state_file(),
+        mine.object.get(),
+        tensors_below(
+            per_rank ? load.own_tensors : load.shared_tensors,
+            "object." + mine.name + "."),
+        per_rank ? load.own.at("objects").at(mine.name) : found->at("values"));
+  }
+}
+
+void AcceleratorCore::plan_random(StateLoad& load) {
+  if (!load.same_world) {
+    const nlohmann::json& seed = load.shared.at("seed");
+    const uint64_t fresh = stream_seed(
+        "dropout at another world size",
+        seed.is_null() ? 0 : seed.get<uint64_t>(),
+        static_cast<uint64_t>(world.rank),
+        load.shared.at("windows_completed").get<uint64_t>());
+    load.apply.push_back([fresh] { at::manual_seed(fresh); });
+    return;
+  }
+  const auto find = [&load](const char* name) {
+    const auto found = load.own_tensors.find(name);
+    if (found == load.own_tensors.end()) {
+      refuse_state(load.rank_file, std::string(name) + " is missing");
+    }
+    return found->second.clone();
+  };
+  const at::Tensor cpu = find("random.cpu");
+  try {
+    at::make_generator<at::CPUGeneratorImpl>().set_state(cpu);
+  } catch (const c10::Error& error) {
+    refuse_state(
+        load.rank_file,
+        std::string("random.cpu: ") + error.what_without_backtrace());
+  }
+  load.apply.push_back([cpu] { set_random_state(cpu); });
+  if (device.is_cuda()) {
+    const at::Tensor cuda = find("random.cuda");
+    load.apply.push_back([cuda, where = device] {
+      at::Generator generator = at::globalContext().defaultGenerator(where);
+      const std::lock_guard<std::mutex> lock(generator.mutex());
+      generator.set_state(cuda);
+    });
+  }
+}
+
+void load_objects(StateLoad& load) {
+  for (StatefulLoad& object : load.objects) {
+    object.object->save_state(object.old_tensors, object.old_values);
+    for (auto& [name, tensor] : object.old_tensors) {
+      tensor = tensor.clone();
+    }
+  }
+  size_t done = 0;
+  try {
+    for (; done < load.objects.size(); ++done) {
+      StatefulLoad& object = load.objects[done];
+      try {
+        object.object->load_state(object.tensors, object.values);
+      } catch (const nlohmann::json::exception& error) {
+        refuse_state(object.file, error.what());
+      } catch (const InputError& error) {
+        refuse_state(object.file, error.what());
+      }
+    }
+  } catch (...) {
+    while (done-- > 0) {
+      const StatefulLoad& object = load.objects[done];
+      object.object->load_state(object.old_tensors, object.old_values);
+    }
+    throw;
+  }
+}
+
+void undo_objects(StateLoad& load) {
+  for (auto object = load.objects.rbegin(); object != load.objects.rend();
+       ++object) {
+    object->object->load_state(object->old_tensors, object->old_values);
+  }
+}
+
+LoadedState AcceleratorCore::load_state(
+    const std::filesystem::path& folder, const LoadStateOptions& request) {
+  StateLoad load;
+  load.folder = folder;
+  on_every_rank(*communicator, kLoadWhere, [&] {
+    if (window != nullptr) {
+      throw InputError(
+          kLoadWhere, "a batch is open", "a call outside accumulate()");
+    }
+    try {
+      read_state_files(
+          load, world.rank, world.world_size, request.verify_checksums);
+      check_other_world(load, world.world_size);
+      plan_windows(load);
+      plan_learners(load);
+      plan_loaders(load);
+      plan_objects(load);
+      plan_random(load);
+    } catch (const nlohmann::json::exception& error) {
+      refuse_state(load.state_file(), error.what(), "a file of a state");
+    }
+    return nlohmann::json();
+  });
+  bool loaded = false;
+  try {
+    on_every_rank(*communicator, kLoadWhere, [&] {
+      load_objects(load);
+      loaded = true;
+      return nlohmann::json();
+    });
+  } catch (...) {
+    if (loaded) { // here, but not on another rank
+      undo_objects(load);
+    }
+    throw;
+  }
+  for (const auto& apply : load.apply) {
+    apply();
+  }
+  return {
+      load.shared.at("world_size").get<int>(),
+      load.shared.at("windows_completed").get<uint64_t>()};
+}
+
+} // namespace hasten::detail

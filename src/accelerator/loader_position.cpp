@@ -1,0 +1,105 @@
+// Where a prepared loader stands, and the states of others' types.
+#include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
+#include <torch/optim/schedulers/lr_scheduler.h>
+
+#include <mutex>
+#include <nlohmann/json.hpp>
+
+#include "hasten/accelerator/prepare.h"
+#include "hasten/base/error.h"
+
+namespace hasten::detail {
+
+at::Tensor random_state() {
+  at::Generator generator = at::detail::getDefaultCPUGenerator();
+  const std::lock_guard<std::mutex> lock(generator.mutex());
+  return generator.get_state();
+}
+
+void set_random_state(const at::Tensor& state) {
+  at::Generator generator = at::detail::getDefaultCPUGenerator();
+  const std::lock_guard<std::mutex> lock(generator.mutex());
+  generator.set_state(state);
+}
+
+void save_position(
+    const LoaderPosition& position,
+    const Stateful* range,
+    NamedTensors& tensors,
+    nlohmann::json& values) {
+  const uint64_t epoch = position.active ? position.epoch - 1 : position.epoch;
+  const int64_t cursor = position.active ? position.cursor : position.start;
+  values["unit"] = position.unit;
+  values["epoch"] = epoch;
+  values["cursor"] = cursor;
+  const at::Tensor& random =
+      position.active ? position.random : position.start_random;
+  if (random.defined() && cursor > 0) {
+    tensors["random"] = random;
+  }
+  if (range != nullptr) {
+    NamedTensors none;
+    nlohmann::json inner;
+    range->save_state(none, inner);
+    inner["epoch"] = epoch; // without what is read ahead
+    inner["cursor"] = cursor;
+    values["range"] = std::move(inner);
+  }
+}
+
+void load_position(
+    LoaderPosition& position,
+    Stateful* range,
+    const NamedTensors& tensors,
+    const nlohmann::json& values) {
+  const auto unit = values.at("unit").get<std::string>();
+  const auto cursor = values.at("cursor").get<int64_t>();
+  if (unit != position.unit && cursor > 0) {
+    throw InputError(
+        "accelerator::load_state",
+        "the position in the data counts " + unit,
+        std::string("a loader of the same kind, whose position counts ") +
+            position.unit);
+  }
+  if (range != nullptr && values.contains("range")) {
+    range->load_state({}, values.at("range")); // throws before anything changed
+  }
+  const auto random = tensors.find("random");
+  position.active = false;
+  position.epoch = values.at("epoch").get<uint64_t>();
+  position.start = cursor;
+  position.cursor = position.read = 0;
+  position.start_random =
+      random == tensors.end() ? at::Tensor() : random->second.clone();
+}
+
+// Torch keeps the count to itself and its derived classes.
+class TorchSchedulerState final : public Stateful {
+ public:
+  explicit TorchSchedulerState(
+      std::shared_ptr<torch::optim::LRScheduler> scheduler)
+      : scheduler_(std::move(scheduler)) {}
+
+  void save_state(NamedTensors&, nlohmann::json& values) const override {
+    values["step_count"] = Door::count(*scheduler_);
+  }
+  void load_state(const NamedTensors&, const nlohmann::json& values) override {
+    Door::count(*scheduler_) = values.at("step_count").get<unsigned>();
+  }
+
+ private:
+  struct Door : torch::optim::LRScheduler {
+    static unsigned& count(torch::optim::LRScheduler& scheduler) {
+      return scheduler.*(&Door::step_count_);
+    }
+  };
+  std::shared_ptr<torch::optim::LRScheduler> scheduler_;
+};
+
+std::shared_ptr<Stateful> torch_scheduler_state(
+    std::shared_ptr<torch::optim::LRScheduler> scheduler) {
+  return std::make_shared<TorchSchedulerState>(std::move(scheduler));
+}
+
+} // namespace hasten::detail

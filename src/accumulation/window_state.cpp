@@ -1,0 +1,101 @@
+// What a state holds of a window: exact, so that the next batch goes on as if
+// nothing had been.
+#include <ATen/ATen.h>
+
+#include <cmath>
+#include <nlohmann/json.hpp>
+
+#include "hasten/accumulation/gradient_window.h"
+#include "hasten/base/error.h"
+
+namespace hasten {
+
+void GradientWindow::save_state(
+    NamedTensors& tensors, nlohmann::json& values) const {
+  if ((open_ && !had_backward_) ||
+      (begun_ && !complete_ && last_ && had_backward_) || !failure_.empty()) {
+    throw InputError(
+        "accumulation::GradientWindow",
+        !failure_.empty()
+            ? "the state of a batch whose backward threw: " + failure_
+            : "the state between accumulate() and the last "
+              "backward() of its batch",
+        "a state between batches, or after the backward",
+        "save at the end of the loop's body");
+  }
+  values["steps"] = steps_;
+  values["begun"] = begun_;
+  values["complete"] = complete_;
+  values["batches"] = batches_ + (open_ ? 1 : 0);
+  values["number"] = report_.number;
+  values["rows"] = report_.rows;
+  values["non_finite"] = report_.non_finite;
+  values["joined"] = report_.joined;
+  // JSON has neither NaN nor infinity, which a loss may be.
+  tensors["numbers"] = at::tensor(
+      {scale_,
+       next_scale_,
+       factor_,
+       weight_,
+       rows_,
+       report_.weight,
+       report_.loss},
+      at::kDouble);
+  if (loss_stats_.defined()) {
+    tensors["loss_stats"] = loss_stats_;
+  }
+}
+
+void GradientWindow::load_state(
+    const NamedTensors& tensors, const nlohmann::json& values) {
+  const auto refuse = [](const std::string& what, const std::string& expected) {
+    throw InputError("accumulation::GradientWindow", what, expected);
+  };
+  const auto numbers = tensors.find("numbers");
+  const auto stats = tensors.find("loss_stats");
+  const bool begun = values.at("begun").get<bool>();
+  const bool complete = values.at("complete").get<bool>();
+  const auto steps = values.at("steps").get<int64_t>();
+  const auto batches = values.at("batches").get<int64_t>();
+  if (begun && !complete && steps != steps_) {
+    refuse(
+        "the state is in the middle of a window of "
+        "gradient_accumulation_steps=" +
+            std::to_string(steps) + " batches",
+        "the same number, here it is " + std::to_string(steps_));
+  }
+  const auto is_doubles = [](const at::Tensor& tensor, int64_t count) {
+    return tensor.scalar_type() == at::kDouble && tensor.numel() == count;
+  };
+  if (numbers == tensors.end() || !is_doubles(numbers->second, 7) ||
+      (stats != tensors.end() && !is_doubles(stats->second, 2)) ||
+      (begun && stats == tensors.end())) {
+    refuse("the state lacks the window's numbers", "what save_state() wrote");
+  }
+  WindowReport report;
+  values.at("number").get_to(report.number);
+  values.at("rows").get_to(report.rows);
+  values.at("non_finite").get_to(report.non_finite);
+  values.at("joined").get_to(report.joined);
+
+  const at::Tensor host = numbers->second.cpu().contiguous();
+  const double* number = host.const_data_ptr<double>();
+  scale_ = number[0];
+  next_scale_ = number[1];
+  factor_ = number[2];
+  weight_ = number[3];
+  rows_ = number[4];
+  report.weight = number[5];
+  report.loss = number[6];
+  report_ = report;
+  loss_stats_ =
+      stats == tensors.end() ? at::Tensor() : stats->second.to(device_).clone();
+  begun_ = begun;
+  complete_ = complete;
+  batches_ = batches;
+  open_ = last_ = had_backward_ = false;
+  used_weight_.reset();
+  failure_.clear();
+}
+
+} // namespace hasten

@@ -1,0 +1,289 @@
+#include "hasten/optim/optimizer_state.h"
+
+#include <ATen/ATen.h>
+#include <torch/optim.h>
+
+#include <algorithm>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <utility>
+#include <vector>
+
+#include "hasten/base/error.h"
+
+namespace hasten {
+
+namespace detail {
+
+constexpr const char* kOptimizerStateWhere = "optim::optimizer_state";
+
+// The tensors of a parameter's state, by name. [moment]
+template <typename State, typename Visit>
+void visit_moments(State& state, const Visit& visit) {
+  if constexpr (requires { state.exp_avg(); }) {
+    visit("exp_avg", state.exp_avg());
+    visit("exp_avg_sq", state.exp_avg_sq());
+    visit("max_exp_avg_sq", state.max_exp_avg_sq());
+  }
+  if constexpr (requires { state.square_avg(); }) {
+    visit("square_avg", state.square_avg());
+    visit("grad_avg", state.grad_avg());
+  }
+  if constexpr (requires { state.momentum_buffer(); }) {
+    visit("momentum_buffer", state.momentum_buffer());
+  }
+  if constexpr (requires { state.sum(); }) {
+    visit("sum", state.sum());
+  }
+}
+
+// A group's options, by name.
+template <typename Options, typename Visit>
+void visit_group_options(Options& options, const Visit& visit) {
+  visit("lr", options.lr());
+  visit("weight_decay", options.weight_decay());
+  if constexpr (requires { options.eps(); }) {
+    visit("eps", options.eps());
+  }
+  if constexpr (requires { options.betas(); }) {
+    visit("beta1", std::get<0>(options.betas()));
+    visit("beta2", std::get<1>(options.betas()));
+    visit("amsgrad", options.amsgrad());
+  }
+  if constexpr (requires { options.momentum(); }) {
+    visit("momentum", options.momentum());
+  }
+  if constexpr (requires { options.nesterov(); }) {
+    visit("dampening", options.dampening());
+    visit("nesterov", options.nesterov());
+  }
+  if constexpr (requires { options.centered(); }) {
+    visit("alpha", options.alpha());
+    visit("centered", options.centered());
+  }
+  if constexpr (requires { options.lr_decay(); }) {
+    visit("lr_decay", options.lr_decay());
+  }
+}
+
+template <typename StateType, typename OptionsType>
+struct OptimizerKind {
+  using State = StateType;
+  using Options = OptionsType;
+  const char* name;
+};
+
+// Calls use(kind) with the kind the optimizer is of.
+template <typename Use>
+auto with_optimizer_kind(
+    const torch::optim::Optimizer& optimizer, const Use& use) {
+  using namespace torch::optim;
+  if (dynamic_cast<const AdamW*>(&optimizer) != nullptr) {
+    return use(OptimizerKind<AdamWParamState, AdamWOptions>{"AdamW"});
+  }
+  if (dynamic_cast<const Adam*>(&optimizer) != nullptr) {
+    return use(OptimizerKind<AdamParamState, AdamOptions>{"Adam"});
+  }
+  if (dynamic_cast<const SGD*>(&optimizer) != nullptr) {
+    return use(OptimizerKind<SGDParamState, SGDOptions>{"SGD"});
+  }
+  if (dynamic_cast<const RMSprop*>(&optimizer) != nullptr) {
+    return use(OptimizerKind<RMSpropParamState, RMSpropOptions>{"RMSprop"});
+  }
+  if (dynamic_cast<const Adagrad*>(&optimizer) != nullptr) {
+    return use(OptimizerKind<AdagradParamState, AdagradOptions>{"Adagrad"});
+  }
+  throw InputError(
+      kOptimizerStateWhere,
+      "an optimizer of unknown type: what its state is made of is not known",
+      "torch's Adam, AdamW, SGD, RMSprop, Adagrad or one derived from them",
+      "derive it from hasten::Stateful as well");
+}
+
+const std::string& parameter_name(
+    const ParameterNames& names, const at::Tensor& parameter) {
+  return names.at(parameter.unsafeGetTensorImpl());
+}
+
+[[noreturn]] void refuse_optimizer_state(
+    const std::string& what, const std::string& expected) {
+  throw InputError(kOptimizerStateWhere, what, expected);
+}
+
+// What one parameter's state becomes.
+struct LoadedMoments {
+  void* key = nullptr;
+  std::unique_ptr<torch::optim::OptimizerParamState> state{};
+};
+
+template <typename State>
+std::unique_ptr<State> read_moments(
+    const at::Tensor& parameter,
+    const std::string& name,
+    const NamedTensors& tensors,
+    const nlohmann::json& steps) {
+  auto state = std::make_unique<State>();
+  bool any = false;
+  visit_moments(*state, [&](const char* moment, at::Tensor& target) {
+    const auto found = tensors.find(std::string(moment) + "." + name);
+    if (found == tensors.end()) {
+      return;
+    }
+    const at::Tensor& saved = found->second;
+    if (saved.sizes() != parameter.sizes() ||
+        saved.scalar_type() != parameter.scalar_type()) {
+      refuse_optimizer_state(
+          found->first + " has shape " + c10::str(saved.sizes()) + " " +
+              c10::toString(saved.scalar_type()),
+          "the parameter's " + c10::str(parameter.sizes()) + " " +
+              c10::toString(parameter.scalar_type()));
+    }
+    target = at::empty_like(parameter).detach().copy_(saved);
+    any = true;
+  });
+  if constexpr (requires { state->step(); }) {
+    if (const auto step = steps.find(name); step != steps.end()) {
+      state->step(step->template get<int64_t>());
+      any = true;
+    }
+  }
+  return any ? std::move(state) : nullptr;
+}
+
+std::vector<std::string> group_names(
+    const torch::optim::OptimizerParamGroup& group,
+    const ParameterNames& names) {
+  std::vector<std::string> list;
+  for (const at::Tensor& parameter : group.params()) {
+    list.push_back(parameter_name(names, parameter));
+  }
+  std::sort(list.begin(), list.end());
+  list.erase(std::unique(list.begin(), list.end()), list.end());
+  return list;
+}
+
+void check_groups(
+    const torch::optim::Optimizer& optimizer,
+    const ParameterNames& names,
+    const char* kind,
+    const nlohmann::json& values) {
+  if (values.at("kind") != kind) {
+    refuse_optimizer_state(
+        "the state is of optimizer=" + values.at("kind").dump(),
+        std::string("this optimizer's kind, ") + kind);
+  }
+  const auto& groups = optimizer.param_groups();
+  if (values.at("groups").size() != groups.size()) {
+    refuse_optimizer_state(
+        "the state has groups=" + std::to_string(values.at("groups").size()),
+        "the optimizer's " + std::to_string(groups.size()));
+  }
+  for (size_t i = 0; i < groups.size(); ++i) {
+    const auto saved = values.at("groups")
+                           .at(i)
+                           .at("parameters")
+                           .get<std::vector<std::string>>();
+    const auto mine = group_names(groups[i], names);
+    const auto [a, b] =
+        std::mismatch(saved.begin(), saved.end(), mine.begin(), mine.end());
+    if (a != saved.end() || b != mine.end()) {
+      refuse_optimizer_state(
+          "parameter group " + std::to_string(i) + " of the state has " +
+              (a == saved.end() ? "no " + *b : *a),
+          a == saved.end()  ? "the optimizer's parameters"
+          : b == mine.end() ? "no more parameters there"
+                            : *b + " there");
+    }
+  }
+}
+
+} // namespace detail
+
+void save_optimizer_state(
+    const torch::optim::Optimizer& optimizer,
+    const ParameterNames& names,
+    NamedTensors& tensors,
+    nlohmann::json& values) {
+  detail::with_optimizer_kind(optimizer, [&]<typename Kind>(Kind kind) {
+    values["kind"] = kind.name;
+    values["steps"] = nlohmann::json::object();
+    values["groups"] = nlohmann::json::array();
+    for (const auto& group : optimizer.param_groups()) {
+      nlohmann::json saved = {
+          {"parameters", detail::group_names(group, names)}};
+      // options() of a const group lacks the typed accessors' const versions.
+      const auto& options =
+          static_cast<const typename Kind::Options&>(group.options());
+      detail::visit_group_options(
+          options,
+          [&](const char* name, const auto& value) { saved[name] = value; });
+      values["groups"].push_back(std::move(saved));
+      for (const at::Tensor& parameter : group.params()) {
+        const auto entry =
+            optimizer.state().find(parameter.unsafeGetTensorImpl());
+        if (entry == optimizer.state().end() || !entry->second) {
+          continue;
+        }
+        const std::string& name = detail::parameter_name(names, parameter);
+        const auto& state =
+            static_cast<const typename Kind::State&>(*entry->second);
+        detail::visit_moments(
+            state, [&](const char* moment, const at::Tensor& tensor) {
+              if (tensor.defined()) {
+                tensors[std::string(moment) + "." + name] = tensor;
+              }
+            });
+        if constexpr (requires { state.step(); }) {
+          values["steps"][name] = state.step();
+        }
+      }
+    }
+  });
+}
+
+std::function<void()> prepare_optimizer_load(
+    torch::optim::Optimizer& optimizer,
+    const ParameterNames& names,
+    const NamedTensors& tensors,
+    const nlohmann::json& values) {
+  using Loaded = std::vector<detail::LoadedMoments>;
+  auto loaded = std::make_shared<Loaded>();
+  std::vector<std::unique_ptr<torch::optim::OptimizerOptions>> options;
+  detail::with_optimizer_kind(optimizer, [&]<typename Kind>(Kind kind) {
+    detail::check_groups(optimizer, names, kind.name, values);
+    const at::NoGradGuard no_grad;
+    for (size_t i = 0; i < optimizer.param_groups().size(); ++i) {
+      const auto& group = optimizer.param_groups()[i];
+      const nlohmann::json& saved = values.at("groups").at(i);
+      auto target = std::make_unique<typename Kind::Options>(
+          static_cast<const typename Kind::Options&>(group.options()));
+      detail::visit_group_options(*target, [&](const char* name, auto& value) {
+        saved.at(name).get_to(value);
+      });
+      options.push_back(std::move(target));
+      for (const at::Tensor& parameter : group.params()) {
+        auto state = detail::read_moments<typename Kind::State>(
+            parameter,
+            detail::parameter_name(names, parameter),
+            tensors,
+            values.at("steps"));
+        loaded->push_back({parameter.unsafeGetTensorImpl(), std::move(state)});
+      }
+    }
+  });
+  auto shared_options = std::make_shared<decltype(options)>(std::move(options));
+  return [&optimizer, loaded, shared_options] {
+    for (size_t i = 0; i < shared_options->size(); ++i) {
+      optimizer.param_groups()[i].set_options(std::move((*shared_options)[i]));
+    }
+    for (detail::LoadedMoments& moments : *loaded) {
+      if (moments.state) {
+        optimizer.state()[moments.key] = std::move(moments.state);
+      } else {
+        optimizer.state().erase(moments.key);
+      }
+    }
+  };
+}
+
+} // namespace hasten
