@@ -47,7 +47,7 @@ std::shared_ptr<AcceleratorCore> make_accelerator_core(
   if (owns) {
     CommunicatorOptions comm;
     comm.timeout = options.timeout;
-    comm.check_shapes = options.debug;
+    comm.check_shapes = debugs(options);
     comm.device_kind =
         accelerator_device(options, world.local_rank).is_cpu() ? "cpu" : "cuda";
     communicator = Communicator::create(world, comm);
@@ -58,7 +58,8 @@ std::shared_ptr<AcceleratorCore> make_accelerator_core(
 
 // The doors of prepare.h and prepared.h.
 
-bool core_optimizer_step(AcceleratorCore& core, OptimizerState& optimizer) {
+StepResult core_optimizer_step(
+    AcceleratorCore& core, OptimizerState& optimizer) {
   return core.optimizer_step(optimizer);
 }
 void core_zero_grad(AcceleratorCore& core, OptimizerState& optimizer) {
@@ -129,6 +130,14 @@ AccumulateGuard::~AccumulateGuard() {
   core_->close(std::uncaught_exceptions() > exceptions_at_entry_);
 }
 
+SyncGuard::SyncGuard(
+    std::shared_ptr<detail::AcceleratorCore> core,
+    const std::vector<torch::nn::Module*>& models,
+    bool sync)
+    : core_(std::move(core)), id_(core_->push_sync(models, sync)) {}
+
+SyncGuard::~SyncGuard() { core_->pop_sync(id_); }
+
 Accelerator::Accelerator(AcceleratorOptions options)
     : Collect(detail::make_accelerator_core(
           detail::checked_options(options), nullptr)) {}
@@ -172,9 +181,7 @@ double Accelerator::clip_grad_norm_(
   return core_->clip(core_->slots_of(parameters), max_norm, norm_type);
 }
 
-bool Accelerator::sync_gradients() const {
-  return core_->window != nullptr && core_->window->is_last();
-}
+bool Accelerator::sync_gradients() const { return core_->sync_gradients(); }
 
 const WindowReport& Accelerator::last_window() const { return core_->report; }
 

@@ -5,12 +5,18 @@
 #include <torch/nn/module.h>
 
 #include <algorithm>
+#include <cstdlib>
 
 #include "hasten/base/error.h"
 #include "hasten/base/log.h"
 #include "hasten/core/random.h"
 
 namespace hasten::detail {
+
+bool debugs(const AcceleratorOptions& options) {
+  const char* text = std::getenv("HASTEN_DEBUG");
+  return options.debug || (text != nullptr && std::string_view(text) == "1");
+}
 
 at::Device accelerator_device(const AcceleratorOptions& options, int rank) {
   if (options.cpu || !torch::cuda::is_available()) {
@@ -24,13 +30,17 @@ AcceleratorCore::AcceleratorCore(
     AcceleratorOptions o, World w, std::shared_ptr<Communicator> c, bool owns)
     : options(o),
       world(std::move(w)),
-      communicator(std::move(c)),
+      order_check(debugs(o) ? std::make_shared<OrderCheck>(c) : nullptr),
+      communicator(order_check ? order_check : std::move(c)),
       owns_communicator(owns),
       device(accelerator_device(o, world.local_rank)),
       exchange_(std::make_shared<WindowExchange>()),
       control_(communicator, device) {
   exchange_->record = [this] { return record(); };
   exchange_->replay = [this](const nlohmann::json& value) { replay(value); };
+  if (order_check) {
+    exchange_->check = [this] { compare_ranks(); };
+  }
   if (options.seed) {
     set_seed(*options.seed);
   }
@@ -148,7 +158,10 @@ void AcceleratorCore::tie_loaders(
     const std::vector<std::shared_ptr<LoaderState>>& loaders,
     const std::vector<torch::nn::Module*>& models,
     bool with_optimizer) {
-  loaders_.insert(loaders_.end(), loaders.begin(), loaders.end());
+  for (const auto& loader : loaders) {
+    loaders_.push_back(loader);
+    loader->index = loaders_.size();
+  }
   if (loaders.empty() || !with_optimizer) {
     return;
   }
@@ -195,7 +208,7 @@ GradientWindow& AcceleratorCore::window_of(uint64_t mask) {
           communicator,
           std::move(models),
           mask,
-          options.gradient_accumulation_steps,
+          window_options(),
           device,
           exchange_)
       .first->second;
@@ -226,26 +239,24 @@ void AcceleratorCore::open(
     training_.push_back(loader);
   }
   GradientWindow& next = window_of(mask);
-  for (const size_t model : models) {
-    if (in_window(models_[model]) && models_[model].window != &next) {
-      throw InputError(
-          where,
-          "a model is in the middle of a window with other models",
-          "the same models until the window is complete");
-    }
-  }
-  std::optional<int64_t> rows;
+  refuse_other_windows(models, next, where);
+  WindowBatch batch{.weight = weight};
   if (loader != nullptr) {
-    rows = loader->rows;
-    if (!weight && rows) {
-      weight = static_cast<double>(*rows);
+    batch.data_ends = loader->last;
+    batch.rows = loader->rows;
+    if (!weight && batch.rows) {
+      batch.weight = static_cast<double>(*batch.rows);
     }
   }
-  next.open(loader != nullptr && loader->last, weight, rows);
+  begin_models(mask);
+  next.open(batch);
+  accumulates_ = true;
   for (const size_t model : models) {
     models_[model].window = &next;
     models_[model].completed = 0;
+    models_[model].outside = false;
   }
+  add_feeder(mask, loader.get());
   window = &next;
 }
 
@@ -259,6 +270,9 @@ void AcceleratorCore::close(bool unwinding) noexcept {
         broken ? window->failure()
                : "an exception left the window of accumulate()");
   }
+  closed_without_backward_ =
+      window->had_backward() || unwinding ? 0 : window->models_mask();
+  last_batch_completed_ = window->is_complete();
   window->close();
   if (broken) {
     for (ModelState& model : models_) {
@@ -275,25 +289,32 @@ void AcceleratorCore::backward(
     std::optional<double> sum_weight,
     const BackwardOptions& backward_options) {
   if (window == nullptr) {
-    throw InputError(
-        "accelerator::backward",
-        "no window is open",
-        "auto window = accelerator.accumulate(model) before it, in the loop");
+    backward_outside(loss, sum_weight, backward_options);
+    return;
   }
+  BackwardOptions inside = backward_options;
+  inside.last = inside.last && reduces(window->models_mask());
   const bool was_complete = window->is_complete();
-  window->backward(loss, sum_weight, backward_options);
+  window->backward(loss, sum_weight, inside);
   if (!window->is_complete()) {
     return;
   }
   report = window->report();
   if (!was_complete) {
-    ++serial_;
-    actions_ = nlohmann::json::array();
-    joined_in_range_ = joined_in_range_ || report.joined > 0;
-    for (ModelState& model : models_) {
-      if (model.window == window) {
-        model.completed = serial_;
-      }
+    completed(*window, false);
+  }
+}
+
+void AcceleratorCore::completed(GradientWindow& done, bool outside) {
+  ++serial_;
+  actions_ = nlohmann::json::array();
+  joined_in_range_ = joined_in_range_ || report.joined > 0;
+  fed_by_.erase(done.models_mask());
+  for (ModelState& model : models_) {
+    if (model.window == &done) {
+      model.completed = serial_;
+      model.outside = outside;
+      model.non_finite = model.non_finite || report.non_finite > 0;
     }
   }
 }

@@ -13,6 +13,7 @@
 #include "hasten/accumulation/gradient_window.h"
 #include "hasten/base/world.h"
 #include "hasten/optim/optimizer_state.h"
+#include "order_check.h"
 
 namespace hasten {
 class FolderCommit;
@@ -43,6 +44,9 @@ double gradient_norm(
 // Moves the moments of torch's optimizers, and of those derived from them.
 void move_optimizer_state(
     torch::optim::Optimizer& optimizer, const at::Device& device);
+
+// AcceleratorOptions::debug or HASTEN_DEBUG=1.
+bool debugs(const AcceleratorOptions& options);
 
 // Where this rank computes: its own GPU, or the CPU.
 at::Device accelerator_device(
@@ -76,8 +80,11 @@ class AcceleratorCore {
       const at::Tensor& loss,
       std::optional<double> sum_weight,
       const BackwardOptions& options);
+  uint64_t push_sync(const std::vector<torch::nn::Module*>& models, bool sync);
+  void pop_sync(uint64_t id) noexcept;
+  bool sync_gradients() const;
 
-  bool optimizer_step(OptimizerState& optimizer);
+  StepResult optimizer_step(OptimizerState& optimizer);
   void zero_grad(OptimizerState& optimizer);
   bool scheduler_step(SchedulerState& scheduler);
   double clip(const std::vector<SlotList>& lists, double max_norm, double p);
@@ -102,6 +109,7 @@ class AcceleratorCore {
   // Set at construction.
   const AcceleratorOptions options;
   const World world;
+  const std::shared_ptr<OrderCheck> order_check; // debug only, else null
   const std::shared_ptr<Communicator> communicator;
   const bool owns_communicator;
   const at::Device device;
@@ -116,13 +124,50 @@ class AcceleratorCore {
     std::shared_ptr<LoaderState> loader;
     GradientWindow* window = nullptr; // the last one it took part in
     uint64_t completed = 0; // serial of its last complete window; 0: none yet
+    bool outside = false; // that one was made outside accumulate()
+    bool non_finite = false; // the gradients hold something of that kind
+    uint64_t opened = 0; // batches, for looking at its parameters now and then
   };
+  struct SyncScope {
+    uint64_t id = 0;
+    uint64_t models = 0; // mask
+    bool sync = false;
+  };
+  // What a handle does with the gradients of its parameters.
+  enum class Acts { in_window, once, always };
 
   bool in_window(const ModelState& model) const {
     return model.window != nullptr && model.completed == 0;
   }
+  void backward_outside(
+      const at::Tensor& loss,
+      std::optional<double> sum_weight,
+      const BackwardOptions& options);
+  // A window is complete now.
+  void completed(GradientWindow& done, bool outside);
+  // Before a window's backward may begin.
+  void begin_models(uint64_t mask);
+  void refuse_other_windows(
+      const std::vector<size_t>& models,
+      const GradientWindow& next,
+      const char* where) const;
+  void add_feeder(uint64_t mask, const LoaderState* loader);
+  uint64_t models_of_loss(const at::Tensor& loss) const;
+  bool reduces(uint64_t mask) const;
+  const LoaderState* current_loader(uint64_t mask) const;
+  void check_parameters(const ModelState& model) const;
+  Acts acts(const std::vector<SlotList>& lists) const;
+  void refuse_local_gradients(
+      const std::vector<SlotList>& lists, const char* where) const;
+  void note_step(const OptimizerState& optimizer);
+  void compare_ranks();
+  void update_slots(OptimizerState& optimizer);
   uint64_t completed_window(const std::vector<SlotList>& lists) const;
+  WindowOptions window_options() const {
+    return {options.gradient_accumulation_steps, options.loss_weighting};
+  }
   GradientWindow& window_of(uint64_t mask);
+  std::vector<size_t> models_in(uint64_t mask) const;
   std::shared_ptr<LoaderState> training_loader(
       const std::vector<size_t>& models) const;
   double clip_now(
@@ -144,8 +189,10 @@ class AcceleratorCore {
   void plan_loaders(StateLoad& load);
   void plan_objects(StateLoad& load);
   void plan_random(StateLoad& load);
-  void drop_unfinished();
-  void join_ranges();
+  // `loader` null: of all loaders.
+  void drop_unfinished(const LoaderState* loader);
+  void join_ranges(const LoaderState* loader);
+  void check_steps();
   nlohmann::json record();
   void replay(const nlohmann::json& record);
 
@@ -162,9 +209,17 @@ class AcceleratorCore {
   std::vector<RegisteredObject> objects_;
   std::vector<std::shared_ptr<LoaderState>> loops_; // innermost last
   std::map<uint64_t, GradientWindow> windows_; // by mask of models
+  // Loaders whose batches are in a window. Pointers are compared, no more.
+  std::map<uint64_t, std::vector<const LoaderState*>> fed_by_; // by mask
+  std::vector<SyncScope> sync_scopes_; // innermost last
+  uint64_t next_scope_ = 0;
+  bool last_batch_completed_ = true;
+  bool accumulates_ = false; // accumulate() was called
+  uint64_t closed_without_backward_ = 0; // mask: the last guard was
   std::shared_ptr<WindowExchange> exchange_;
   WindowControl control_;
   uint64_t serial_ = 0; // complete windows
+  bool warned_of_steps_ = false;
   bool joined_in_range_ = false; // since the last end every rank agreed on
   nlohmann::json actions_ = nlohmann::json::array(); // since the last window
 };

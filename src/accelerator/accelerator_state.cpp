@@ -211,8 +211,12 @@ void AcceleratorCore::collect_windows(StateParts& parts) const {
     shared["models"].push_back(
         {{"tensors", std::move(names)},
          {"window", mask},
-         {"completed", model.completed}});
+         {"completed", model.completed},
+         {"outside", model.outside},
+         {"non_finite", model.non_finite}});
   }
+  shared["step_history"] = exchange_->history;
+  shared["accumulates"] = accumulates_;
   // The gradients of a window that is complete are the same on every rank.
   const bool per_rank = shared.at("open_window").get<bool>();
   auto& gradients = per_rank ? own["gradients"] : shared["gradients"];

@@ -64,29 +64,78 @@ uint64_t AcceleratorCore::completed_window(
   return last;
 }
 
-bool AcceleratorCore::optimizer_step(OptimizerState& optimizer) {
-  const auto index = static_cast<size_t>(optimizer.index);
-  const uint64_t complete = completed_window(optimizer_slots_[index]);
-  if (complete == 0 || optimizer.stepped == complete) {
-    return false;
+// Inside accumulate(): once for each complete window. Outside: always.
+AcceleratorCore::Acts AcceleratorCore::acts(
+    const std::vector<SlotList>& lists) const {
+  bool outside = !accumulates_;
+  for (const SlotList& list : lists) {
+    const ModelState& model = models_[list.model];
+    if (in_window(model) && !model.outside) {
+      return Acts::in_window;
+    }
+    outside = outside || model.outside;
+  }
+  return outside                        ? Acts::always
+         : completed_window(lists) == 0 ? Acts::in_window
+                                        : Acts::once;
+}
+
+// Parameters that were added to the optimizer since.
+void AcceleratorCore::update_slots(OptimizerState& optimizer) {
+  if (optimizer.parameter_count() == optimizer.known_count) {
+    return;
+  }
+  optimizer_slots_[static_cast<size_t>(optimizer.index)] =
+      slots_of(optimizer.parameters());
+  optimizer.known_count = optimizer.parameter_count();
+}
+
+void AcceleratorCore::note_step(const OptimizerState& optimizer) {
+  exchange_->history = exchange_->history * 0x9e3779b97f4a7c15ull +
+                       static_cast<uint64_t>(optimizer.index) + 1;
+}
+
+StepResult AcceleratorCore::optimizer_step(OptimizerState& optimizer) {
+  update_slots(optimizer);
+  const auto& lists = optimizer_slots_[static_cast<size_t>(optimizer.index)];
+  const Acts act = acts(lists);
+  const uint64_t complete = completed_window(lists);
+  if (act == Acts::in_window ||
+      (act == Acts::once && optimizer.stepped == complete)) {
+    return StepResult::inside_window;
+  }
+  refuse_local_gradients(lists, "accelerator::step");
+  const auto non_finite = [this](const SlotList& list) {
+    return models_[list.model].non_finite;
+  };
+  optimizer.skipped = options.skip_non_finite_steps &&
+                      std::any_of(lists.begin(), lists.end(), non_finite);
+  if (optimizer.skipped) {
+    return StepResult::skipped;
   }
   optimizer.step();
   optimizer.stepped = complete;
+  note_step(optimizer);
   actions_.push_back({{"step", optimizer.index}});
-  return true;
+  return StepResult::stepped;
 }
 
 bool AcceleratorCore::scheduler_step(SchedulerState& scheduler) {
   const auto& watched =
       scheduler.optimizers.empty() ? optimizers_ : scheduler.optimizers;
   uint64_t stepped = 0;
+  bool always = watched.empty();
   for (const auto& optimizer : watched) {
-    const auto index = static_cast<size_t>(optimizer->index);
-    if (completed_window(optimizer_slots_[index]) == optimizer->stepped) {
+    const auto& lists = optimizer_slots_[static_cast<size_t>(optimizer->index)];
+    if (optimizer->skipped) {
+      return false;
+    }
+    always = always || acts(lists) == Acts::always;
+    if (completed_window(lists) == optimizer->stepped) {
       stepped = std::max(stepped, optimizer->stepped);
     }
   }
-  if (stepped == 0 || stepped == scheduler.stepped) {
+  if (!always && (stepped == 0 || stepped == scheduler.stepped)) {
     return false;
   }
   scheduler.step();
@@ -96,16 +145,23 @@ bool AcceleratorCore::scheduler_step(SchedulerState& scheduler) {
 }
 
 void AcceleratorCore::zero_grad(OptimizerState& optimizer) {
+  update_slots(optimizer);
   const auto& lists = optimizer_slots_[static_cast<size_t>(optimizer.index)];
   for (const SlotList& list : lists) {
-    if (in_window(models_[list.model])) {
+    const ModelState& model = models_[list.model];
+    if (in_window(model)) {
+      if (model.window->waiting() > 0) {
+        refuse_local_gradients(lists, "accelerator::zero_grad");
+      }
       return;
     }
   }
   at::NoGradGuard no_grad;
   for (const SlotList& list : lists) {
-    FlatGradients& gradients = models_[list.model].ddp->gradients();
+    ModelState& model = models_[list.model];
+    FlatGradients& gradients = model.ddp->gradients();
     if (list.all) {
+      model.non_finite = false;
       gradients.install();
       gradients.zero_();
       continue;
@@ -126,10 +182,15 @@ double AcceleratorCore::clip(
             ", norm_type=" + std::to_string(p),
         "both above 0");
   }
-  if (completed_window(lists) == 0) {
+  if (acts(lists) == Acts::in_window) {
     return 0;
   }
+  refuse_local_gradients(lists, "accelerator::clip_grad_norm_");
   const double norm = clip_now(lists, max_norm, p);
+  for (const SlotList& list : lists) {
+    ModelState& model = models_[list.model];
+    model.non_finite = model.non_finite || !std::isfinite(norm);
+  }
   auto models = nlohmann::json::array();
   for (const SlotList& list : lists) {
     models.push_back({list.model, list.all, list.slots});
@@ -146,13 +207,24 @@ double AcceleratorCore::clip_now(
   at::NoGradGuard no_grad;
   std::vector<at::Tensor> gradients;
   for (const SlotList& list : lists) {
-    const FlatGradients& flat = models_[list.model].ddp->gradients();
-    if (list.all) {
+    FlatGradients& flat = models_[list.model].ddp->gradients();
+    const auto count = static_cast<int64_t>(flat.layout().slots().size());
+    bool in_place = true;
+    for (int64_t slot = 0; slot < count; ++slot) {
+      in_place = in_place && flat.installed(slot);
+    }
+    if (list.all && in_place) {
       for (size_t g = 0; g < flat.layout().groups().size(); ++g) {
         gradients.push_back(flat.buffer(static_cast<int64_t>(g)));
       }
-    } else {
-      for (const int64_t slot : list.slots) {
+      continue;
+    }
+    for (int64_t i = 0; i < (list.all ? count : std::ssize(list.slots)); ++i) {
+      const int64_t slot = list.all ? i : list.slots[static_cast<size_t>(i)];
+      const auto& parameter =
+          flat.layout().slots()[static_cast<size_t>(slot)].parameter;
+      if (parameter.grad().defined()) { // where it is not, nothing is stepped
+        flat.install_slot(slot); // the user may have set another tensor
         gradients.push_back(flat.view(slot));
       }
     }
@@ -174,13 +246,18 @@ nlohmann::json AcceleratorCore::record() {
       cleared.push_back(i);
     }
   }
-  return {{"actions", actions_}, {"cleared", std::move(cleared)}};
+  return {
+      {"actions", actions_},
+      {"cleared", std::move(cleared)},
+      {"history", exchange_->history}};
 }
 
 void AcceleratorCore::replay(const nlohmann::json& record) {
   for (const auto& action : record.at("actions")) {
     if (action.contains("step")) {
-      optimizers_.at(action["step"].get<size_t>())->step();
+      OptimizerState& optimizer = *optimizers_.at(action["step"].get<size_t>());
+      optimizer.step();
+      note_step(optimizer);
     } else if (action.contains("tick")) {
       schedulers_.at(action["tick"].get<size_t>())->step();
     } else {
@@ -202,6 +279,15 @@ void AcceleratorCore::replay(const nlohmann::json& record) {
     gradients.install();
     gradients.zero_();
   }
+  if (record.at("history").get<uint64_t>() != exchange_->history) {
+    throw CommunicationError(
+        "accelerator::PreparedLoader",
+        "this rank, which ran out of batches first, has not done the same "
+        "optimizer steps as the others",
+        "the same steps on every rank",
+        "do not decide to step by a count of this rank's own batches: use "
+        "accumulate(), or (i + 1) % k == 0 || i + 1 == loader.size()");
+  }
 }
 
 void AcceleratorCore::begin_range(LoaderState& loader) {
@@ -209,25 +295,34 @@ void AcceleratorCore::begin_range(LoaderState& loader) {
     return;
   }
   if (loader.open) {
-    join_ranges(); // left by break
+    join_ranges(&loader); // left by break
+  }
+  for (const ModelState& model : models_) {
+    check_parameters(model);
   }
   loader.open = true;
 }
 
 void AcceleratorCore::end_range(LoaderState& loader) {
   if (loader.open) {
-    join_ranges();
+    join_ranges(&loader);
     loader.open = false;
   }
 }
 
-void AcceleratorCore::drop_unfinished() {
+void AcceleratorCore::drop_unfinished(const LoaderState* loader) {
   for (auto& [mask, unfinished] : windows_) {
+    const auto& feeders = fed_by_[mask];
+    if (loader != nullptr &&
+        std::find(feeders.begin(), feeders.end(), loader) == feeders.end()) {
+      continue; // another loader's window goes on
+    }
     if (const int64_t batches = unfinished.drop(); batches > 0) {
       log_warning(
           "the epoch was left in the middle of a window: the gradients of " +
           std::to_string(batches) + " batches are dropped");
     }
+    fed_by_.erase(mask);
     for (ModelState& model : models_) {
       if (model.window == &unfinished && !unfinished.is_complete()) {
         model.window = nullptr;
@@ -236,15 +331,28 @@ void AcceleratorCore::drop_unfinished() {
   }
 }
 
+// What ranks that finish must agree on, below 2^16: which loader ended, and the
+// optimizer steps so far. 0, which agrees with all: the end of the run.
+uint64_t end_of_data(const LoaderState* loader, uint64_t history) {
+  if (loader == nullptr) {
+    return 0;
+  }
+  const uint64_t mixed =
+      (history * 0x9e3779b97f4a7c15ull + loader->index) * 0x9e3779b97f4a7c15ull;
+  return (mixed >> 49) + 1;
+}
+
 // Says "finished" until every rank does, taking part in what the others still do.
-void AcceleratorCore::join_ranges() {
-  drop_unfinished();
+void AcceleratorCore::join_ranges(const LoaderState* loader) {
+  drop_unfinished(loader);
   if (communicator->world_size() == 1) {
     return;
   }
   WindowTotals mine;
   mine.finished = 1;
   for (;;) {
+    // Ranks that joined a window have its steps still to do.
+    mine.data = end_of_data(loader, joined_in_range_ ? 0 : exchange_->history);
     control_.start(mine, at::Tensor());
     const WindowTotals totals = control_.wait();
     if (totals.finished == communicator->world_size()) {
@@ -262,7 +370,11 @@ void AcceleratorCore::join_ranges() {
       if ((totals.models >> i & 1) != 0) {
         models_[i].window = &theirs;
         models_[i].completed = 0;
+        models_[i].outside = false;
       }
+    }
+    if (totals.outside) {
+      completed(theirs, true);
     }
   }
   if (std::exchange(joined_in_range_, false)) {
@@ -283,10 +395,25 @@ void AcceleratorCore::exchange_last_record() {
   if (pending) {
     actions_ = nlohmann::json::array();
     for (ModelState& model : models_) {
-      model.window = nullptr; // stepped by replay: nothing is left to step for
-      model.completed = 0;
+      if (!model.outside) { // stepped by replay: nothing is left to step for
+        model.window = nullptr;
+        model.completed = 0;
+      }
     }
   }
+}
+
+// A last step outside the loops is compared by nobody else.
+void AcceleratorCore::check_steps() {
+  if (communicator->world_size() == 1) {
+    return;
+  }
+  LoaderState end_of_run;
+  WindowTotals mine;
+  mine.finished = 1;
+  mine.data = end_of_data(&end_of_run, exchange_->history);
+  control_.start(mine, at::Tensor());
+  control_.wait();
 }
 
 void AcceleratorCore::finish() {
@@ -298,8 +425,9 @@ void AcceleratorCore::finish() {
     open = std::exchange(loader->open, false) || open;
   }
   if (open) {
-    join_ranges();
+    join_ranges(nullptr);
   }
+  check_steps();
   if (owns_communicator) {
     communicator->close();
   }

@@ -282,7 +282,7 @@ void AcceleratorCore::plan_windows(StateLoad& load) {
           communicator,
           window.models(),
           mask,
-          options.gradient_accumulation_steps,
+          window_options(),
           device,
           exchange_);
       NamedTensors tensors;
@@ -303,21 +303,36 @@ void AcceleratorCore::plan_windows(StateLoad& load) {
         gradients.at(i));
   }
   const auto serial = load.shared.at("windows_completed").get<uint64_t>();
-  std::vector<std::pair<uint64_t, uint64_t>> standing; // window, completed
+  struct Standing {
+    uint64_t window, completed;
+    bool outside, non_finite;
+  };
+  std::vector<Standing> standing;
   for (const auto& model : models) {
-    standing.emplace_back(
-        model.at("window").get<uint64_t>(),
-        model.at("completed").get<uint64_t>());
+    standing.push_back(
+        {model.at("window").get<uint64_t>(),
+         model.at("completed").get<uint64_t>(),
+         model.at("outside").get<bool>(),
+         model.at("non_finite").get<bool>()});
   }
-  load.apply.push_back([this, standing, serial] {
+  const auto history = load.shared.at("step_history").get<uint64_t>();
+  const bool accumulates = load.shared.at("accumulates").get<bool>();
+  load.apply.push_back([this, standing, serial, history, accumulates, per_rank] {
     serial_ = serial;
+    exchange_->history = history;
+    accumulates_ = accumulates;
+    last_batch_completed_ = !per_rank;
+    closed_without_backward_ = 0;
+    fed_by_.clear();
     report = {};
     for (size_t i = 0; i < models_.size(); ++i) {
-      const auto found = windows_.find(standing[i].first);
+      const auto found = windows_.find(standing[i].window);
       models_[i].window = found == windows_.end() ? nullptr : &found->second;
-      models_[i].completed = standing[i].second;
+      models_[i].completed = standing[i].completed;
+      models_[i].outside = standing[i].outside;
+      models_[i].non_finite = standing[i].non_finite;
       if (found != windows_.end() &&
-          (serial == standing[i].second || models_.size() == 1)) {
+          (serial == standing[i].completed || models_.size() == 1)) {
         report = found->second.report();
       }
     }

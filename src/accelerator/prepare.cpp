@@ -52,12 +52,23 @@ void move_optimizer_state(
 std::shared_ptr<OptimizerState> AcceleratorCore::prepare_optimizer(
     const std::shared_ptr<torch::optim::Optimizer>& optimizer) {
   auto state = std::make_shared<OptimizerState>();
-  for (const auto& group : optimizer->param_groups()) {
-    const auto& parameters = group.params();
-    state->parameters.insert(
-        state->parameters.end(), parameters.begin(), parameters.end());
-  }
-  optimizer_slots_.push_back(slots_of(state->parameters));
+  state->parameters = [optimizer] {
+    std::vector<at::Tensor> parameters;
+    for (const auto& group : optimizer->param_groups()) {
+      parameters.insert(
+          parameters.end(), group.params().begin(), group.params().end());
+    }
+    return parameters;
+  };
+  state->parameter_count = [optimizer] {
+    size_t count = 0;
+    for (const auto& group : optimizer->param_groups()) {
+      count += group.params().size();
+    }
+    return count;
+  };
+  state->known_count = state->parameter_count();
+  optimizer_slots_.push_back(slots_of(state->parameters()));
   move_optimizer_state(*optimizer, device);
   state->step = [optimizer] { optimizer->step(); };
   state->optimizer = optimizer;
@@ -71,6 +82,13 @@ std::shared_ptr<SchedulerState> AcceleratorCore::prepare_scheduler(
     std::vector<std::shared_ptr<OptimizerState>> optimizers) {
   auto state = std::make_shared<SchedulerState>();
   state->step = std::move(step);
+  if (options.scheduler_ticks == SchedulerTicks::per_process) {
+    state->step = [step = state->step, ticks = world.world_size] {
+      for (int i = 0; i < ticks; ++i) {
+        step();
+      }
+    };
+  }
   state->optimizers = std::move(optimizers);
   state->index = static_cast<int64_t>(schedulers_.size());
   schedulers_.push_back(state);

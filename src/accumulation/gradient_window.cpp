@@ -34,31 +34,51 @@ void check_window_loss(const at::Tensor& loss) {
   }
 }
 
+// Buckets of all models together must start in one order on every rank, also on
+// those that join without a graph: the largest model's overlap with backward,
+// the others' follow (Ddp::start_backward's `hold`).
+std::vector<std::shared_ptr<Ddp>> in_reduction_order(
+    std::vector<std::shared_ptr<Ddp>> models) {
+  const auto bytes = [](const std::shared_ptr<Ddp>& model) {
+    int64_t sum = 0;
+    for (const FlatGroup& group : model->gradients().layout().groups()) {
+      sum += group.numel * static_cast<int64_t>(c10::elementSize(group.dtype));
+    }
+    return sum;
+  };
+  std::stable_sort(
+      models.begin(), models.end(), [&bytes](const auto& a, const auto& b) {
+        return bytes(a) > bytes(b);
+      });
+  return models;
+}
+
 } // namespace detail
 
 GradientWindow::GradientWindow(
     std::shared_ptr<Communicator> communicator,
     std::vector<std::shared_ptr<Ddp>> models,
     uint64_t models_mask,
-    int64_t steps,
+    WindowOptions options,
     at::Device device,
     std::shared_ptr<WindowExchange> exchange)
     : communicator_(std::move(communicator)),
-      models_(std::move(models)),
+      models_(detail::in_reduction_order(std::move(models))),
       models_mask_(models_mask),
-      steps_(steps),
+      options_(options),
       exchange_(std::move(exchange)),
       control_(communicator_, device),
       device_(device),
       next_scale_(detail::nearest_power_of_two(
-          static_cast<double>(steps * communicator_->world_size()))) {}
+          static_cast<double>(options.steps * communicator_->world_size()))) {}
 
-void GradientWindow::begin_window() {
+void GradientWindow::begin_window(bool in_place) {
   for (auto& model : models_) {
-    model->begin();
+    model->begin(false, in_place);
   }
   begun_ = true;
   complete_ = false;
+  outside_ = false;
   batches_ = 0;
   scale_ = 0;
   weight_ = 0;
@@ -66,33 +86,41 @@ void GradientWindow::begin_window() {
   loss_stats_ = at::zeros({2}, at::TensorOptions(at::kDouble).device(device_));
 }
 
-void GradientWindow::open(
-    bool data_ends, std::optional<double> weight, std::optional<int64_t> rows) {
+void GradientWindow::open(const WindowBatch& batch) {
+  const char* where = "accumulation::accumulate";
   if (open_) {
     throw InputError(
-        "accumulation::accumulate",
+        where,
         "a batch of these models is open already",
         "one guard at a time",
         "pass all models of a batch to one accumulate()");
   }
+  if (waiting() > 0) {
+    throw InputError(
+        where,
+        std::to_string(waiting()) +
+            " backward calls outside accumulate() wait under no_sync() to be "
+            "reduced",
+        "a backward outside no_sync() that reduces them, before a window",
+        "use accumulate() alone: it reduces in a window's last batch");
+  }
   if (begun_ && !complete_ && last_ && had_backward_) {
     throw InputError(
-        "accumulation::accumulate",
+        where,
         "the last batch of the window before ended with "
-        "backward({.last = false})",
+        "backward({.last = false}) or under no_sync()",
         "its last backward to reduce the gradients",
-        "leave .last out in the last backward of a batch");
+        "leave .last out, and no_sync(), in the last backward of a batch");
   }
   if (!begun_ || complete_) {
-    begin_window();
+    begin_window(false);
   }
   open_ = true;
-  last_ = data_ends || batches_ + 1 >= steps_;
+  last_ = batch.data_ends || batches_ + 1 >= options_.steps;
   had_backward_ = false;
-  known_weight_ = weight;
+  batch_ = batch;
   used_weight_.reset();
   failure_.clear();
-  known_rows_ = rows.value_or(0);
 }
 
 void GradientWindow::close() noexcept {
@@ -110,7 +138,7 @@ void GradientWindow::close() noexcept {
 double GradientWindow::batch_weight(std::optional<double> sum_weight) {
   const std::optional<double> weight = sum_weight     ? sum_weight
                                        : used_weight_ ? used_weight_
-                                                      : known_weight_;
+                                                      : batch_.weight;
   if (!weight) {
     throw InputError(
         "accumulation::backward",
@@ -131,7 +159,7 @@ double GradientWindow::batch_weight(std::optional<double> sum_weight) {
   if (!used_weight_) {
     used_weight_ = weight;
     weight_ += *weight;
-    rows_ += static_cast<double>(known_rows_);
+    rows_ += static_cast<double>(batch_.rows.value_or(0));
   }
   return *weight;
 }
@@ -142,6 +170,9 @@ double GradientWindow::batch_weight(std::optional<double> sum_weight) {
 // and equal on all ranks, so that sums stay near the gradient's size (16-bit wires
 // neither overflow nor lose small terms) and dividing by it is exact. A rank alone
 // whose window is one batch knows W beforehand: n0 = W, and nothing is multiplied.
+// Why the multiplication is not left to the optimizer's kernel: gradients would
+// not be final when backward returns, which clipping, logging and torch's own
+// optimizers rely on, for one pass over memory out of the dozen of a step.
 void GradientWindow::backward(
     const at::Tensor& loss,
     std::optional<double> sum_weight,
@@ -155,12 +186,87 @@ void GradientWindow::backward(
   }
   detail::check_window_loss(loss);
   const double weight = batch_weight(sum_weight);
-  const bool alone = communicator_->world_size() == 1;
   if (scale_ == 0) {
-    scale_ = alone && last_ && weight > 0 ? weight : next_scale_;
+    scale_ = alone() && last_ && weight > 0 ? weight : next_scale_;
   }
   const double times = sum_weight ? 1.0 : weight; // turns the loss into a sum
-  const bool reduce = last_ && options.last;
+  const double batches =
+      static_cast<double>(options_.steps * communicator_->world_size());
+  const double seed = !equal_batches() ? times / scale_
+                      : weight > 0     ? times / weight / batches
+                                       : 0;
+  run_backward(loss, times, seed, last_ && options.last, options.retain_graph);
+}
+
+void GradientWindow::begin_outside(
+    std::optional<double> sum_weight, const WindowBatch& batch, bool reduce) {
+  const bool sums = sum_weight.has_value();
+  // A rank alone adds mean losses as they are.
+  begin_window(alone() && (!sums || reduce || equal_batches()));
+  outside_ = true;
+  outside_sums_ = sums;
+  if (!sums) {
+    weight_ = reduce && !equal_batches() ? batch.weight.value_or(1) : 1;
+  }
+  const double known = reduce ? sum_weight.value_or(weight_) : weight_;
+  scale_ = alone() && known > 0 ? known : next_scale_;
+}
+
+void GradientWindow::backward_outside(
+    const at::Tensor& loss,
+    std::optional<double> sum_weight,
+    const WindowBatch& batch,
+    bool reduce,
+    bool retain_graph) {
+  const char* where = "accumulation::backward";
+  detail::check_window_loss(loss);
+  if (sum_weight && !(std::isfinite(*sum_weight) && *sum_weight >= 0)) {
+    throw InputError(
+        where,
+        "weight=" + std::to_string(*sum_weight),
+        "a finite number, 0 or above");
+  }
+  if (begun_ && !complete_ && !outside_) {
+    throw InputError(
+        where,
+        "no batch is open, and a window of these models has " +
+            std::to_string(batches_) + " of " + std::to_string(options_.steps) +
+            " batches",
+        "accumulate() around every batch until the window is complete",
+        "auto window = accelerator.accumulate(model) before the forward");
+  }
+  if (waiting() > 0 && outside_sums_ != sum_weight.has_value()) {
+    throw InputError(
+        where,
+        std::string("a ") + (sum_weight ? "sum" : "mean") + " after " +
+            std::to_string(waiting()) + (sum_weight ? " mean" : " sum") +
+            " losses that wait under no_sync() to be reduced",
+        "means or sums, not both, until they are reduced",
+        "call backward(loss, weight) for all of them, or use accumulate()");
+  }
+  failure_.clear();
+  if (waiting() == 0) {
+    begin_outside(sum_weight, batch, reduce);
+  }
+  weight_ += sum_weight.value_or(0);
+  rows_ += static_cast<double>(batch.rows.value_or(0));
+  last_ = reduce;
+  const double times = sum_weight ? 1.0 : weight_;
+  const double count = sum_weight.value_or(weight_); // what times · loss is over
+  const double seed =
+      !equal_batches() ? times / scale_
+      : count > 0      ? times / count / communicator_->world_size()
+                       : 0;
+  run_backward(loss, times, seed, reduce, retain_graph);
+  ++batches_;
+}
+
+void GradientWindow::run_backward(
+    const at::Tensor& loss,
+    double times,
+    double seed,
+    bool reduce,
+    bool retain_graph) {
   try {
     if (times != 0) {
       at::NoGradGuard no_grad;
@@ -169,15 +275,15 @@ void GradientWindow::backward(
                                 value.isfinite().logical_not().to(at::kDouble)})
                            .to(device_));
     }
-    if (reduce && !alone) {
+    if (reduce && !alone()) {
       start_control();
     }
     for (auto& model : models_) {
-      model->start_backward(reduce);
+      model->start_backward(reduce, /*hold=*/model != models_.front());
     }
     // A mean over no rows is NaN and says nothing.
     if (times != 0) {
-      loss.backward(at::full_like(loss, times / scale_), options.retain_graph);
+      loss.backward(at::full_like(loss, seed), retain_graph);
     }
     for (auto& model : models_) {
       model->finish_backward();
@@ -199,6 +305,7 @@ void GradientWindow::backward(
 void GradientWindow::fail(const char* what) {
   failure_ = what;
   complete_ = false;
+  begun_ = open_;
   for (auto& model : models_) {
     model->cancel();
   }
@@ -211,12 +318,14 @@ void GradientWindow::start_control() {
   mine.rows = complete_ ? 0 : rows_;
   mine.models = models_mask_;
   mine.number = report_.number + (complete_ ? 0 : 1);
+  mine.outside = outside_;
+  mine.history = exchange_->history;
   control_.start(mine, loss_stats_);
 }
 
 void GradientWindow::complete() {
   WindowTotals totals;
-  if (communicator_->world_size() > 1) {
+  if (!alone()) {
     totals = control_.wait();
     for (auto& model : models_) {
       model->wait();
@@ -238,6 +347,9 @@ void GradientWindow::complete() {
     totals.extra = complete_;
   }
   settle(totals);
+  if (exchange_->check && !alone()) {
+    exchange_->check();
+  }
 }
 
 void GradientWindow::settle(const WindowTotals& totals) {
@@ -246,7 +358,8 @@ void GradientWindow::settle(const WindowTotals& totals) {
     report_.non_finite += std::llround(totals.non_finite);
   } else {
     // A window without any weight has no mean; its sum is left as it is.
-    factor_ = totals.weight > 0 ? scale_ / totals.weight : 1.0;
+    factor_ = totals.weight > 0 && !equal_batches() ? scale_ / totals.weight
+                                                    : 1.0;
     if (totals.weight > 0) {
       next_scale_ = detail::nearest_power_of_two(totals.weight);
     }
@@ -275,6 +388,15 @@ void GradientWindow::settle(const WindowTotals& totals) {
 // telling costs a round through the store, in windows that are joined only.
 void GradientWindow::join(const WindowTotals& totals) {
   const bool replay = exchange_->pending && !totals.extra;
+  if (begun_ && !complete_) {
+    throw InputError(
+        "accumulation::join",
+        "the data of this rank has ended in the middle of a window of models "
+        "that other ranks still train: batches=" +
+            std::to_string(batches_),
+        "the window to end with the data",
+        "call accumulate() with the loader whose batch it is");
+  }
   if (!totals.extra) {
     for (auto& model : models_) {
       model->begin(replay);
@@ -307,6 +429,9 @@ void GradientWindow::join(const WindowTotals& totals) {
   settle(totals);
   begun_ = true;
   last_ = had_backward_ = false;
+  if (exchange_->check) {
+    exchange_->check();
+  }
 }
 
 nlohmann::json GradientWindow::exchange_records(const nlohmann::json& mine) {

@@ -20,19 +20,32 @@ enum WindowField {
   kWindowNonFinite, // beside the loss: both come from the device
   kWindowFinished,
   kWindowExtra,
+  kWindowOutside,
   kWindowModels,
-  kWindowPrint, // fingerprint of number, models and extra, < 2^16
+  kWindowPrint, // fingerprint of what must be equal, < 2^16
   kWindowPrintSquared,
+  kWindowDataKnown, // finished ranks whose data is not 0
+  kWindowData,
+  kWindowDataSquared,
   kWindowFields
 };
 
 // Multiplicative hashing (Knuth, TAOCP 6.4); small enough that squares of it sum
 // exactly in fp64 over a million ranks.
 double window_fingerprint(const WindowTotals& window) {
-  uint64_t value = window.number * 2 + (window.extra ? 1 : 0);
-  value = (value * 0x9e3779b97f4a7c15ull) ^ window.models;
+  uint64_t value = window.number * 4 + (window.extra ? 1 : 0) +
+                   (window.outside ? 2 : 0);
+  for (const uint64_t next : {window.models, window.history}) {
+    value = (value * 0x9e3779b97f4a7c15ull) ^ next;
+  }
   value *= 0x9e3779b97f4a7c15ull;
   return static_cast<double>(value >> 48);
+}
+
+// Equality of `count` ranks: the one case in which the sum's square is as large
+// as `count` times the sum of squares (Cauchy, Schwarz).
+bool equal_on_ranks(double count, double sum, double sum_of_squares) {
+  return sum * sum == count * sum_of_squares;
 }
 
 } // namespace detail
@@ -51,9 +64,15 @@ void WindowControl::start(
   if (mine.finished == 0) {
     const double print = window_fingerprint(mine);
     host[kWindowExtra] = mine.extra ? 1 : 0;
+    host[kWindowOutside] = mine.outside ? 1 : 0;
     host[kWindowModels] = static_cast<double>(mine.models);
     host[kWindowPrint] = print;
     host[kWindowPrintSquared] = print * print;
+  } else {
+    const auto data = static_cast<double>(mine.data);
+    host[kWindowDataKnown] = mine.data != 0 ? 1 : 0;
+    host[kWindowData] = data;
+    host[kWindowDataSquared] = data * data;
   }
   values_ = at::tensor(at::ArrayRef<double>(host), at::kDouble).to(device_);
   if (loss_stats.defined()) {
@@ -77,19 +96,32 @@ WindowTotals WindowControl::wait() {
   totals.finished = static_cast<int>(std::lround(sum[kWindowFinished]));
   const double active = communicator_->world_size() - totals.finished;
   if (active == 0) {
+    if (!equal_on_ranks(
+            sum[kWindowDataKnown],
+            sum[kWindowData],
+            sum[kWindowDataSquared])) {
+      throw CommunicationError(
+          "accelerator::PreparedLoader",
+          "ranks are at the ends of different loaders, or have done different "
+          "optimizer steps by now",
+          "loops over prepared loaders that end in one order, and the same "
+          "steps, on every rank",
+          "do not step by a count of a rank's own batches; give loaders that "
+          "are used inside each other equally many batches on every rank");
+    }
     return totals;
   }
   totals.extra = sum[kWindowExtra] > 0;
+  totals.outside = sum[kWindowOutside] > 0;
   totals.models = static_cast<uint64_t>(sum[kWindowModels] / active);
-  // Equality of all: the one case in which the sum's square is as large as
-  // `active` times the sum of squares (Cauchy, Schwarz).
-  const double print = sum[kWindowPrint];
-  if (print * print != active * sum[kWindowPrintSquared]) {
+  if (!equal_on_ranks(active, sum[kWindowPrint], sum[kWindowPrintSquared])) {
     throw CommunicationError(
         "accumulation::GradientWindow",
-        "ranks are in different windows or use different models in one",
-        "the same order of accumulate(), backward() and models on every rank",
-        "look for a branch in the loop that depends on the rank");
+        "ranks are in different windows, use different models in one, or "
+        "stepped different optimizers before it",
+        "the same order of accumulate(), backward() and step() on every rank",
+        "look for a branch in the loop that depends on the rank or on how many "
+        "batches it has; accumulate() makes such decisions for all ranks alike");
   }
   return totals;
 }

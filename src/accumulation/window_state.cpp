@@ -13,7 +13,8 @@ namespace hasten {
 void GradientWindow::save_state(
     NamedTensors& tensors, nlohmann::json& values) const {
   if ((open_ && !had_backward_) ||
-      (begun_ && !complete_ && last_ && had_backward_) || !failure_.empty()) {
+      (begun_ && !complete_ && !outside_ && last_ && had_backward_) ||
+      !failure_.empty()) {
     throw InputError(
         "accumulation::GradientWindow",
         !failure_.empty()
@@ -23,7 +24,9 @@ void GradientWindow::save_state(
         "a state between batches, or after the backward",
         "save at the end of the loop's body");
   }
-  values["steps"] = steps_;
+  values["steps"] = options_.steps;
+  values["outside"] = outside_;
+  values["outside_sums"] = outside_sums_;
   values["begun"] = begun_;
   values["complete"] = complete_;
   values["batches"] = batches_ + (open_ ? 1 : 0);
@@ -55,14 +58,15 @@ void GradientWindow::load_state(
   const auto stats = tensors.find("loss_stats");
   const bool begun = values.at("begun").get<bool>();
   const bool complete = values.at("complete").get<bool>();
+  const bool outside = values.at("outside").get<bool>();
   const auto steps = values.at("steps").get<int64_t>();
   const auto batches = values.at("batches").get<int64_t>();
-  if (begun && !complete && steps != steps_) {
+  if (begun && !complete && steps != options_.steps && !outside) {
     refuse(
         "the state is in the middle of a window of "
         "gradient_accumulation_steps=" +
             std::to_string(steps) + " batches",
-        "the same number, here it is " + std::to_string(steps_));
+        "the same number, here it is " + std::to_string(options_.steps));
   }
   const auto is_doubles = [](const at::Tensor& tensor, int64_t count) {
     return tensor.scalar_type() == at::kDouble && tensor.numel() == count;
@@ -92,6 +96,8 @@ void GradientWindow::load_state(
       stats == tensors.end() ? at::Tensor() : stats->second.to(device_).clone();
   begun_ = begun;
   complete_ = complete;
+  outside_ = outside;
+  outside_sums_ = values.at("outside_sums").get<bool>();
   batches_ = batches;
   open_ = last_ = had_backward_ = false;
   used_weight_.reset();

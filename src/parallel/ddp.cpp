@@ -94,7 +94,7 @@ std::vector<int64_t> Ddp::bucket_sizes() const {
   return sizes;
 }
 
-void Ddp::begin(bool keep) {
+void Ddp::begin(bool keep, bool in_place) {
   for (const auto& [name, parameter] : parameters_) {
     if (parameter.requires_grad() && gradients_.layout().find(parameter) < 0) {
       throw InputError(
@@ -110,7 +110,8 @@ void Ddp::begin(bool keep) {
   gradients_.install();
   final_ = false;
   aside_.clear();
-  carried_ = keep || !gradients_.all_zero();
+  carried_ = keep || (!in_place && !gradients_.all_zero());
+  foreign_ = foreign_ && !gradients_.all_zero();
   if (carried_) {
     set_aside();
   }
@@ -132,7 +133,7 @@ void Ddp::set_aside() {
   gradients_.zero_();
 }
 
-void Ddp::start_backward(bool reduce) {
+void Ddp::start_backward(bool reduce, bool hold) {
   if (final_) {
     set_aside();
     final_ = false;
@@ -143,6 +144,7 @@ void Ddp::start_backward(bool reduce) {
   in_backward_ = true;
   // A rank alone has its sum already: nothing to wait for, nothing to copy.
   reducing_ = reduce && communicator_->world_size() > 1;
+  hold_ = hold;
   next_bucket_ = 0;
   overlapped_ = 0;
   handles_.clear();
@@ -155,7 +157,9 @@ void Ddp::gradient_ready(int64_t slot) {
   std::lock_guard lock(mutex_);
   if (!in_backward_) {
     if (!begun_) {
-      return; // a backward of the user's own, outside any window
+      foreign_ = true; // the user's own; harmless unless it is stepped with
+      gradients_.mark_written();
+      return;
     }
     throw InputError(
         "parallel::Ddp",
@@ -170,7 +174,7 @@ void Ddp::gradient_ready(int64_t slot) {
   gradients_.install_slot(slot);
   Bucket& bucket =
       buckets_[static_cast<size_t>(bucket_of_[static_cast<size_t>(slot)])];
-  if (--bucket.pending == 0) {
+  if (--bucket.pending == 0 && !hold_) {
     launch_ready_buckets(false);
   }
 }
@@ -234,6 +238,11 @@ void Ddp::finish(double factor) {
       handle.wait();
     }
   }
+}
+
+bool Ddp::has_foreign_gradients() {
+  foreign_ = foreign_ && !gradients_.cleared();
+  return foreign_;
 }
 
 void Ddp::swap_aside() {

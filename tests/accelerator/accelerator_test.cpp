@@ -149,8 +149,6 @@ TEST(Accelerator, HandlesDoNothingInsideAWindow) {
   Decay decay(sgd);
   auto [model, optimizer, loader, scheduler] =
       accelerator.prepare(net, sgd, batches, decay);
-  EXPECT_FALSE(optimizer.step()) << "before any window";
-  EXPECT_FALSE(scheduler.step());
   auto it = loader.begin();
   {
     auto window = accelerator.accumulate(model);
@@ -178,8 +176,7 @@ TEST(Accelerator, HandlesDoNothingInsideAWindow) {
     optimizer.zero_grad();
     EXPECT_EQ(net->first->weight.grad().abs().sum().item<double>(), 0);
   }
-  EXPECT_FALSE(accelerator.sync_gradients());
-  EXPECT_THROW(accelerator.backward(mean_loss(model, *it)), InputError);
+  EXPECT_TRUE(accelerator.sync_gradients()) << "the last window is complete";
 }
 
 // A GAN's shape: two models and optimizers trained in turn in one loop, and a

@@ -29,7 +29,7 @@ struct Rig {
             net.ptr(),
             DdpOptions{.bucket_cap_mb = 2e-4, .first_bucket_mb = 1e-4})),
         exchange(std::make_shared<WindowExchange>()),
-        window(communicator, {ddp}, 1, 2, at::kCPU, exchange) {
+        window(communicator, {ddp}, 1, {.steps = 2}, at::kCPU, exchange) {
     exchange->record = [] { return nlohmann::json::object(); };
     exchange->replay = [](const nlohmann::json&) {};
   }
@@ -38,7 +38,10 @@ struct Rig {
     return loss_mean(net->forward(batch.x), batch.y);
   }
   void open(const Rows& batch, bool data_ends = false) {
-    window.open(data_ends, static_cast<double>(batch.count()), batch.count());
+    window.open(
+        {.data_ends = data_ends,
+         .weight = static_cast<double>(batch.count()),
+         .rows = batch.count()});
   }
   // One batch of this rank, mean loss.
   void micro(int64_t number, int64_t index, bool data_ends = false) {
@@ -248,7 +251,7 @@ TEST(GradientWindow, ASumOverTokensWeighsByTheTokens) {
   Rig rig;
   for (int64_t m = 0; m < 2; ++m) {
     const Rows batch = make_rows(0, rig.rank, m);
-    rig.window.open(false, std::nullopt, std::nullopt);
+    rig.window.open({});
     const Tensor loss = loss_sum(rig.net->forward(batch.x), batch.y);
     EXPECT_THROW(rig.window.backward(loss, std::nullopt, {}), InputError);
     rig.window.backward(loss, static_cast<double>(batch.count()), {});

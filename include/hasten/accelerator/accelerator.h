@@ -14,6 +14,12 @@
 //   }
 //   accelerator.finish();
 //
+// Or without accumulate(), as with torch's DDP: every backward synchronises, adds
+// to the gradients that are there, and is scaled by nobody but the caller:
+//
+//     accelerator.backward(loss / k);
+//     if (++i % k == 0) { optimizer.step(); optimizer.zero_grad(); }
+//
 // A window is gradient_accumulation_steps batches on each rank, fewer at the end
 // of the data. When its last backward returns, every p.grad() is the mean gradient
 // of all the window's rows on all ranks, whatever the split into batches and ranks.
@@ -46,9 +52,24 @@
 
 namespace hasten {
 
+/// How far a PreparedScheduler goes for one optimizer step.
+enum class SchedulerTicks {
+  /// One tick.
+  per_optimizer_step,
+  /// One tick for every rank, as Accelerate does: for schedules that were sized
+  /// by the batches of one process.
+  per_process,
+};
+
 struct AcceleratorOptions {
-  /// Batches of one rank that make one optimizer step, ≥ 1.
+  /// Batches of one rank inside accumulate() that make one optimizer step, ≥ 1.
   int64_t gradient_accumulation_steps = 1;
+  /// How batches of different sizes are weighed against each other.
+  LossWeighting loss_weighting = LossWeighting::joined_batch;
+  SchedulerTicks scheduler_ticks = SchedulerTicks::per_optimizer_step;
+  /// An optimizer does not step, on any rank, with gradients of a loss that was
+  /// not finite on one, or whose clipped norm was not. Costs nothing.
+  bool skip_non_finite_steps = false;
   /// Seeds torch's generators: at construction equally on all ranks (initial
   /// weights), in the first prepare() of a model differently (dropout). Empty
   /// leaves the generators alone.
@@ -61,12 +82,14 @@ struct AcceleratorOptions {
   /// Copy rank 0's floating-point buffers (running statistics) to all ranks
   /// after each window's reduction. Costs nothing for models without any.
   bool broadcast_buffers = true;
-  /// Compares over the ranks what every collective is about to do, so that ranks
-  /// that differ get an error that names them instead of hanging. Costs about
-  /// 0.5 ms a collective.
-  bool debug = false;
   /// Longest wait for a rank that is alive but late. Milliseconds.
   std::chrono::milliseconds timeout{600'000};
+  /// Finds ranks that drift apart: whenever a window is complete, the ranks
+  /// compare which collectives they called since and what their parameters are,
+  /// and each collective's shape before it runs. An error names the first that
+  /// differs. Costs a pass over the parameters and some milliseconds a window.
+  /// HASTEN_DEBUG=1 in the environment turns it on too.
+  bool debug = false;
 };
 
 /// One batch inside a window; what Accelerator::accumulate returns. Destroyed by
@@ -82,6 +105,23 @@ class [[nodiscard]] AccumulateGuard {
  private:
   std::shared_ptr<detail::AcceleratorCore> core_;
   int exceptions_at_entry_ = 0;
+};
+
+/// Whether backward reduces, while it lives; what no_sync and trigger_sync return.
+/// Nests: the innermost of a model decides. Never communicates.
+class [[nodiscard]] SyncGuard {
+ public:
+  SyncGuard(
+      std::shared_ptr<detail::AcceleratorCore> core,
+      const std::vector<torch::nn::Module*>& models,
+      bool sync);
+  SyncGuard(const SyncGuard&) = delete;
+  SyncGuard& operator=(const SyncGuard&) = delete;
+  ~SyncGuard();
+
+ private:
+  std::shared_ptr<detail::AcceleratorCore> core_;
+  uint64_t id_ = 0;
 };
 
 /// Gathering, reducing, who runs what: hasten/accelerator/collect.h.
@@ -119,7 +159,7 @@ class Accelerator : public Collect {
   /// the only training loader. Local. A batch whose guard closes without a
   /// backward does not count.
   /// Throws InputError if a window is open, a model is not prepared, or a
-  /// parameter was unfrozen since; if which loader is not clear.
+  /// parameter was unfrozen or replaced since; if which loader is not clear.
   template <detail::ModelHolder... Models>
   AccumulateGuard accumulate(const Models&... models) {
     return open(nullptr, std::nullopt, models...);
@@ -139,16 +179,45 @@ class Accelerator : public Collect {
     return open(loader.shared_->state, weight, models...);
   }
 
-  /// Backward of a loss that is the mean over the batch's rows (or over the
-  /// weight given to accumulate). Scalar. Inside a window only.
-  /// In a window's last batch: collective; blocks until every gradient is
-  /// reduced, and p.grad() is final. A second such call is reduced alone and
-  /// added. Else local. Autograd's errors pass through.
+  /// Backward of a scalar loss that is the mean over the batch's rows (or over the
+  /// weight given to accumulate).
+  ///
+  /// Inside accumulate(): in a window's last batch collective; blocks until every
+  /// gradient is reduced, and p.grad() is final. A second such call is reduced
+  /// alone and added. Else local.
+  ///
+  /// Outside: adds, to the gradients that are there, the gradient of the mean over
+  /// the rows of all ranks, for every prepared model that the loss depends on.
+  /// Collective, blocking. Rows are those of the batch that the models' loader
+  /// handed out last; unknown: ranks count equally, as in torch's DDP, which is
+  /// the same where batches are equal. One process: what loss.backward() does, to
+  /// the bit. By hand costs a reduction and a copy of the gradients a batch more
+  /// than accumulate(), and weighs batches of a step equally, whatever they hold.
+  ///
+  /// Autograd's errors pass through; gradients are zero after one.
   void backward(const at::Tensor& mean_loss, BackwardOptions options = {});
-  /// Backward of a loss that is a sum over `weight` ≥ 0 terms (tokens). The
-  /// weight belongs to the batch: a second backward in it must say the same.
+  /// Backward of a loss that is a sum over `weight` ≥ 0 terms (tokens). Inside
+  /// accumulate() the weight belongs to the batch: a second backward in it must
+  /// say the same. Outside, the sum of all ranks is divided by their weights'.
   void backward(
       const at::Tensor& loss_sum, double weight, BackwardOptions options = {});
+
+  /// While the guard lives, backward of losses that depend on these models (none
+  /// given: all) is local; the next one outside it reduces what has gathered:
+  ///   * inside accumulate() a batch may so have several backwards; windows keep
+  ///     their lengths and weights
+  ///   * outside, mean losses are added up, ranks counting equally, and sums give
+  ///     the total over the total weight. No optimizer may step in between.
+  template <detail::ModelHolder... Models>
+  SyncGuard no_sync(const Models&... models) {
+    return SyncGuard(core_, {detail::module_of(models).get()...}, false);
+  }
+  /// Inside no_sync(): backward reduces again, while the guard lives. The forward
+  /// may have run before: only backward decides.
+  template <detail::ModelHolder... Models>
+  SyncGuard trigger_sync(const Models&... models) {
+    return SyncGuard(core_, {detail::module_of(models).get()...}, true);
+  }
 
   /// Scales the gradients down so that their global norm is at most max_norm, as
   /// torch.nn.utils.clip_grad_norm_ does. Returns the norm before; 0, and does
@@ -165,7 +234,9 @@ class Accelerator : public Collect {
       double max_norm,
       double norm_type = 2.0);
 
-  /// True in a batch that completes its window.
+  /// True where optimizers step after this batch's backward: in a batch that
+  /// completes its window, and behind it until the next; outside accumulate()
+  /// always but under no_sync().
   bool sync_gradients() const;
   /// About the last complete window.
   const WindowReport& last_window() const;

@@ -21,17 +21,40 @@ class Optimizer;
 
 namespace hasten {
 
+/// What PreparedOptimizer::step() did. Converts to "it stepped".
+class StepResult {
+ public:
+  enum Kind {
+    stepped,
+    /// The window is not complete, or it has stepped for it.
+    inside_window,
+    /// Not to be done: a number of the window is not finite (see
+    /// AcceleratorOptions::skip_non_finite_steps). The schedule stays.
+    skipped,
+  };
+  StepResult(Kind kind) : kind_(kind) {}
+  operator bool() const { return kind_ == stepped; }
+  bool was_skipped() const { return kind_ == skipped; }
+  Kind kind() const { return kind_; }
+
+ private:
+  Kind kind_;
+};
+
 namespace detail {
 
 class AcceleratorCore;
 
 // What the core knows of a prepared optimizer or scheduler.
 struct OptimizerState {
-  std::vector<at::Tensor> parameters{};
+  std::function<std::vector<at::Tensor>()> parameters{}; // of all groups, now
+  std::function<size_t()> parameter_count{}; // of all groups, now
+  size_t known_count = 0;
   std::function<void()> step{};
   std::shared_ptr<torch::optim::Optimizer> optimizer{};
   int64_t index = 0; // in order of preparation, the same on every rank
   uint64_t stepped = 0; // number of the last window it stepped for
+  bool skipped = false; // its last step() was, because of a non-finite number
 };
 struct SchedulerState {
   std::function<void()> step{};
@@ -42,13 +65,15 @@ struct SchedulerState {
 };
 
 // Non-template doors into the core, so that this header needs none of it.
-bool core_optimizer_step(AcceleratorCore& core, OptimizerState& optimizer);
+StepResult core_optimizer_step(
+    AcceleratorCore& core, OptimizerState& optimizer);
 void core_zero_grad(AcceleratorCore& core, OptimizerState& optimizer);
 bool core_scheduler_step(AcceleratorCore& core, SchedulerState& scheduler);
 
 } // namespace detail
 
-/// An optimizer inside windows. `->` reaches the optimizer itself.
+/// An optimizer inside windows. `->` reaches the optimizer itself. Where backward
+/// was called outside accumulate(), step() and zero_grad() always act.
 template <typename Optimizer>
 class PreparedOptimizer {
  public:
@@ -61,9 +86,11 @@ class PreparedOptimizer {
         state_(std::move(state)) {}
 
   /// Steps if the window of its parameters is complete and it has not stepped
-  /// for it; else does nothing. Returns whether it stepped. Local: gradients
-  /// are equal on every rank by then.
-  bool step() { return detail::core_optimizer_step(*core_, *state_); }
+  /// for it; else does nothing. Local: gradients are equal on every rank by then.
+  /// Throws InputError for what would make ranks differ: gradients that wait
+  /// under no_sync(), or come from a backward other than the accelerator's; and
+  /// for parameters added since that no prepared model has.
+  StepResult step() { return detail::core_optimizer_step(*core_, *state_); }
   /// Zeroes the gradients if the window is complete, else does nothing. They
   /// stay defined: views of the flat buffers. Local.
   void zero_grad() { detail::core_zero_grad(*core_, *state_); }
@@ -78,7 +105,10 @@ class PreparedOptimizer {
 };
 
 /// A learning-rate scheduler that ticks once for every window its optimizers
-/// (those of its prepare() call; all, if it had none) have stepped for.
+/// (those of its prepare() call; all, if it had none) have stepped for: its unit
+/// is the optimizer step, whatever the number of ranks (see
+/// AcceleratorOptions::scheduler_ticks). Where backward was called outside
+/// accumulate() it always ticks, except after a step that was skipped.
 template <typename Scheduler>
 class PreparedScheduler {
  public:

@@ -30,6 +30,7 @@ struct LoaderState {
   bool even = false; // fills the last round up with rows of the first
   int64_t repeated = 0; // such rows, at the end of the batch handed out
   bool handed_out = false; // a batch, whose loop goes on
+  uint64_t index = 0; // in order of preparation, the same on every rank
   std::weak_ptr<void> loop{}; // what the loop's iterators hold
   std::weak_ptr<Stateful> position{}; // expired: its handles are gone
 };

@@ -22,6 +22,17 @@
 
 namespace hasten {
 
+/// How losses are weighed against each other.
+enum class LossWeighting {
+  /// By their weights: the gradient is that of the joined batch, whatever the
+  /// split into batches and ranks.
+  joined_batch,
+  /// Each batch counts gradient_accumulation_steps⁻¹ · world_size⁻¹, whatever it
+  /// holds, as in Accelerate: short last windows step by a part, rows of small
+  /// batches count more. For comparing with runs of that kind.
+  mean_of_means,
+};
+
 struct BackwardOptions {
   /// Keep the graph for another backward through it. Costs its memory.
   bool retain_graph = false;
@@ -46,6 +57,22 @@ struct WindowReport {
   int joined = 0;
 };
 
+struct WindowOptions {
+  /// Batches of a rank that make one window, ≥ 1.
+  int64_t steps = 1;
+  LossWeighting weighting = LossWeighting::joined_batch;
+};
+
+/// What is known of a batch before its loss.
+struct WindowBatch {
+  /// The rank has no batch after it.
+  bool data_ends = false;
+  /// What its mean loss was divided by.
+  std::optional<double> weight{};
+  /// For the report.
+  std::optional<int64_t> rows{};
+};
+
 /// How ranks that ran out of batches learn what the others do with a window's
 /// gradients (clip, step, tick), to do the same.
 struct WindowExchange {
@@ -54,30 +81,31 @@ struct WindowExchange {
   std::function<nlohmann::json()> record{};
   /// On the others: do it, with that window's gradients in place.
   std::function<void(const nlohmann::json&)> replay{};
+  /// On all, when a window's reduction is over and what they do is equal again:
+  /// a check that communicates. Empty: none.
+  std::function<void()> check{};
   /// A joined window's record has not been replayed yet.
   bool pending = false;
+  /// Stands for the optimizer steps done so far and their order: ranks must agree
+  /// when a window is complete.
+  uint64_t history = 0;
 };
 
 class GradientWindow : public Stateful {
  public:
   /// `models_mask`: bit i for model i of the accelerator, below 32.
-  /// `steps` ≥ 1 batches of a rank make one window.
   GradientWindow(
       std::shared_ptr<Communicator> communicator,
       std::vector<std::shared_ptr<Ddp>> models,
       uint64_t models_mask,
-      int64_t steps,
+      WindowOptions options,
       at::Device device,
       std::shared_ptr<WindowExchange> exchange);
 
-  /// Opens the next batch. `data_ends`: the rank has no batch after it. `weight`
-  /// of the batch's mean loss, if known; `rows` for the report. Local.
-  /// Throws InputError if a batch is open, or the last window was left with
-  /// backward({.last = false}).
-  void open(
-      bool data_ends,
-      std::optional<double> weight,
-      std::optional<int64_t> rows);
+  /// Opens the next batch. Local.
+  /// Throws InputError if a batch is open, the last window was left without the
+  /// backward that reduces, or batches of backward_outside() are not reduced.
+  void open(const WindowBatch& batch);
   /// Closes the batch; counts it if it had a backward. After a backward that
   /// threw the window starts afresh. Never communicates.
   void close() noexcept;
@@ -88,6 +116,22 @@ class GradientWindow : public Stateful {
       const at::Tensor& loss,
       std::optional<double> sum_weight,
       const BackwardOptions& options);
+
+  /// Backward without a batch being open: a window of its own, whose gradient is
+  /// added to what is there. With `reduce` false it waits for the next that
+  /// reduces, and both are one window:
+  ///   * one mean loss: the mean over all ranks' rows (`batch.weight`; unknown: 1)
+  ///   * several mean losses: their sum, each rank's counting equally, since what
+  ///     the others' batches hold is not known yet
+  ///   * sums: the total over the total weight.
+  /// Collective and blocking where it reduces, else local.
+  /// Throws InputError in the middle of a window, or for a sum after means.
+  void backward_outside(
+      const at::Tensor& loss,
+      std::optional<double> sum_weight,
+      const WindowBatch& batch,
+      bool reduce,
+      bool retain_graph);
 
   /// Takes part with weight 0 in the window the other ranks announced by
   /// `totals`. Collective.
@@ -105,29 +149,49 @@ class GradientWindow : public Stateful {
       const NamedTensors& tensors, const nlohmann::json& values) override;
 
   bool is_open() const { return open_; }
+  /// The open batch had a backward.
+  bool had_backward() const { return had_backward_; }
   /// The open batch completes its window.
   bool is_last() const { return last_; }
   /// Every gradient is final. Until the next open().
   bool is_complete() const { return complete_; }
+  /// Batches of backward_outside() wait for one that reduces. Their number.
+  int64_t waiting() const { return begun_ && outside_ && !complete_ ? batches_ : 0; }
   /// What the backward that broke the open window threw; empty: none did.
   const std::string& failure() const { return failure_; }
   const WindowReport& report() const { return report_; }
   const std::vector<std::shared_ptr<Ddp>>& models() const { return models_; }
+  /// Bit i: model i of the accelerator.
+  uint64_t models_mask() const { return models_mask_; }
 
  private:
-  void begin_window();
+  void begin_window(bool in_place);
+  void begin_outside(
+      std::optional<double> sum_weight, const WindowBatch& batch, bool reduce);
   double batch_weight(std::optional<double> sum_weight);
+  // `times` turns the loss into a sum; its seed is times / scale_ unless each
+  // batch counts the same.
+  void run_backward(
+      const at::Tensor& loss,
+      double times,
+      double seed,
+      bool reduce,
+      bool retain_graph);
   void start_control();
   void complete();
   void settle(const WindowTotals& totals);
   void fail(const char* what);
   nlohmann::json exchange_records(const nlohmann::json& mine);
+  bool alone() const { return communicator_->world_size() == 1; }
+  bool equal_batches() const {
+    return options_.weighting == LossWeighting::mean_of_means;
+  }
 
   // Set at construction.
   std::shared_ptr<Communicator> communicator_;
-  std::vector<std::shared_ptr<Ddp>> models_;
+  std::vector<std::shared_ptr<Ddp>> models_; // in the order of reduction
   uint64_t models_mask_;
-  int64_t steps_;
+  WindowOptions options_;
   std::shared_ptr<WindowExchange> exchange_;
   WindowControl control_;
   at::Device device_;
@@ -135,6 +199,8 @@ class GradientWindow : public Stateful {
   // The window.
   bool begun_ = false;
   bool complete_ = false;
+  bool outside_ = false; // made of backward_outside()
+  bool outside_sums_ = false; // of sums, not means
   int64_t batches_ = 0; // with a backward, so far
   double scale_ = 0; // n0; 0 until the window's first backward
   double next_scale_; // n0 of the next window
@@ -147,8 +213,7 @@ class GradientWindow : public Stateful {
   bool open_ = false;
   bool last_ = false;
   bool had_backward_ = false;
-  int64_t known_rows_ = 0;
-  std::optional<double> known_weight_{};
+  WindowBatch batch_{};
   std::optional<double> used_weight_{};
   std::string failure_{};
 

@@ -22,12 +22,19 @@ struct WindowTotals {
   double non_finite = 0;
   /// Ranks without batches left: 1 for such a rank.
   int finished = 0;
+  /// What finished ranks must agree on: which data ended, and after what. Below
+  /// 2^16; 0 agrees with all.
+  uint64_t data = 0;
   /// A further reduction of a window that was reduced once already.
   bool extra = false;
   /// Bit i: model i takes part. Agreed on by the ranks that have batches.
   uint64_t models = 0;
   /// Number of the window among those of its models.
   uint64_t number = 0;
+  /// It was not opened, but is one of GradientWindow::backward_outside.
+  bool outside = false;
+  /// WindowExchange::history. Agreed on by the ranks that have batches.
+  uint64_t history = 0;
 };
 
 class WindowControl {
@@ -40,7 +47,7 @@ class WindowControl {
   void start(const WindowTotals& mine, const at::Tensor& loss_stats);
   /// Waits. Collective.
   /// Throws CommunicationError where ranks with batches are not in the same
-  /// window of the same models.
+  /// window of the same models, or all are finished, but with different data.
   WindowTotals wait();
 
  private:

@@ -60,18 +60,21 @@ class Ddp : public Stateful {
 
   /// Start of a sum: puts views back. Gradients found non-zero there (nobody
   /// zeroed them) are set aside and added back by finish(), as torch would
-  /// accumulate on top of them; with `keep`, zero ones too. Until finish() a
-  /// backward without start_backward throws: its loss would not be weighted.
-  /// Local.
+  /// accumulate on top of them; with `keep`, zero ones too. With `in_place` they
+  /// stay where they are and the sum is added to them: for a sum that nothing is
+  /// reduced into and whose factor is 1. Until finish() a backward without
+  /// start_backward throws: its loss would not be weighted. Local.
   /// Throws InputError for a parameter that was unfrozen after construction.
-  void begin(bool keep = false);
+  void begin(bool keep = false, bool in_place = false);
   /// True where begin() set gradients aside.
   bool carried() const { return carried_; }
 
   /// Before a backward. With `reduce`, buckets are reduced while it runs; if a
   /// sum is final already, this backward's goes to zeroed buffers, alone, and
-  /// finish() adds the two. Local.
-  void start_backward(bool reduce);
+  /// finish() adds the two. With `hold` no bucket starts before
+  /// finish_backward(): for all but one of several models in one backward, whose
+  /// buckets would otherwise start in an order that depends on the graph. Local.
+  void start_backward(bool reduce, bool hold = false);
   /// After a reducing backward: starts what is left, parameters that took no part
   /// included. Collective, does not block. A rank without data calls it right
   /// after start_backward(true).
@@ -90,6 +93,11 @@ class Ddp : public Stateful {
   /// was set aside is dropped. Reductions under way are abandoned, so that the
   /// group is unusable if there were any. Local.
   void cancel() noexcept;
+
+  /// True where a backward outside begin() … finish() left gradients that are
+  /// this rank's alone and that nobody has zeroed since. Looks only if there was
+  /// such a backward.
+  bool has_foreign_gradients();
 
   /// This rank's part of a state, between backwards: "grad.<name>" of every
   /// gradient that is defined and not known to be zero, "aside.<name>" of what
@@ -143,6 +151,8 @@ class Ddp : public Stateful {
   std::mutex mutex_;
   bool in_backward_ = false;
   bool reducing_ = false;
+  bool hold_ = false;
+  bool foreign_ = false;
   std::vector<Bucket> buckets_;
   size_t next_bucket_ = 0;
   int64_t overlapped_ = 0;
