@@ -192,6 +192,7 @@ class AcceleratorCore {
   // `loader` null: of all loaders.
   void drop_unfinished(const LoaderState* loader);
   void join_ranges(const LoaderState* loader);
+  void take_part(const LoaderState* loader);
   void check_steps();
   nlohmann::json record();
   void replay(const nlohmann::json& record);

@@ -348,6 +348,15 @@ void AcceleratorCore::join_ranges(const LoaderState* loader) {
   if (communicator->world_size() == 1) {
     return;
   }
+  try {
+    take_part(loader);
+  } catch (const std::exception& error) {
+    communicator->abandon(error.what()); // peers may wait for this rank
+    throw;
+  }
+}
+
+void AcceleratorCore::take_part(const LoaderState* loader) {
   WindowTotals mine;
   mine.finished = 1;
   for (;;) {

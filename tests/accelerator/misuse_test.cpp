@@ -1,0 +1,248 @@
+// What makes ranks hang or drift apart in silence is an error that names it, on one
+// process too. Worlds 1 to 4.
+#include "accelerator/plain_steps.h"
+#include "support/environment.h"
+
+namespace hasten::accelerator_test {
+
+struct Ready {
+  explicit Ready(Accelerator& accelerator)
+      : net(net_of_rank(accelerator)), sgd(net->parameters(), 0.1) {}
+  Net net;
+  torch::optim::SGD sgd;
+};
+
+TEST(Misuse, AReplacedParameterIsNamed) {
+  auto accelerator = accelerator_of();
+  auto batches = even_batches(2 * accelerator.num_processes());
+  Ready r(accelerator);
+  auto [model, optimizer, loader] = accelerator.prepare(r.net, r.sgd, batches);
+  r.net->second->bias = r.net->second->register_parameter(
+      "bias2", torch::zeros({3}, torch::kDouble));
+  expect_says(
+      message_of([&] { auto window = accelerator.accumulate(model); }),
+      "\"second.bias2\" is another tensor than when the model was prepared");
+  expect_says(message_of([&] { loader.begin(); }), "second.bias2");
+}
+
+TEST(Misuse, ABackwardOfTorchsIsRefusedAtTheStep) {
+  auto accelerator = accelerator_of();
+  Ready r(accelerator);
+  auto [model, optimizer] = accelerator.prepare(r.net, r.sgd);
+  const Pair batch = make_batches(2)[1];
+  mean_loss(model, batch).backward();
+  expect_says(
+      message_of([&] { optimizer.step(); }), "come from a backward that was not");
+  expect_says(
+      message_of([&] { accelerator.clip_grad_norm_(model, 1.0); }),
+      "name every model");
+  accelerator.backward(mean_loss(model, batch)); // on top of it
+  EXPECT_THROW(optimizer.step(), InputError);
+  optimizer.zero_grad();
+  EXPECT_TRUE(optimizer.step());
+  mean_loss(model, batch).backward();
+  r.sgd.zero_grad(); // by torch
+  accelerator.backward(mean_loss(model, batch));
+  EXPECT_TRUE(optimizer.step());
+}
+
+TEST(Misuse, ParametersAddedToAnOptimizerMustBePrepared) {
+  auto accelerator = accelerator_of();
+  Ready r(accelerator);
+  auto [model, optimizer] = accelerator.prepare(r.net, r.sgd);
+  const Tensor stray = torch::zeros({4}, torch::requires_grad());
+  r.sgd.add_param_group(torch::optim::OptimizerParamGroup({stray}));
+  expect_says(
+      message_of([&] { optimizer.step(); }),
+      "parameter 4 [4] belongs to no prepared model");
+}
+
+TEST(Misuse, AStepWithGradientsThatAreNotReduced) {
+  auto accelerator = accelerator_of();
+  Ready r(accelerator);
+  auto [model, optimizer] = accelerator.prepare(r.net, r.sgd);
+  const Pair batch = make_batches(2)[1];
+  {
+    auto quiet = accelerator.no_sync(model);
+    accelerator.backward(mean_loss(model, batch));
+    expect_says(
+        message_of([&] { optimizer.step(); }),
+        "1 backward calls under no_sync() are not reduced yet");
+  }
+  EXPECT_THROW(optimizer.step(), InputError);
+  EXPECT_THROW(optimizer.zero_grad(), InputError);
+  expect_says(
+      message_of([&] { auto window = accelerator.accumulate(model); }),
+      "wait under no_sync() to be reduced");
+  accelerator.backward(mean_loss(model, batch));
+  EXPECT_TRUE(optimizer.step());
+}
+
+TEST(Misuse, AGuardThatDoesNotLiveUntilBackward) {
+  auto accelerator = accelerator_of({.gradient_accumulation_steps = 2});
+  auto batches = even_batches(2 * accelerator.num_processes());
+  Ready r(accelerator);
+  auto [model, optimizer, loader] = accelerator.prepare(r.net, r.sgd, batches);
+  auto it = loader.begin();
+  { auto gone = accelerator.accumulate(model); }
+  expect_says(
+      message_of([&] { accelerator.backward(mean_loss(model, *it)); }),
+      "was closed before its backward");
+  {
+    auto window = accelerator.accumulate(model);
+    accelerator.backward(mean_loss(model, *it));
+  }
+  expect_says( // a batch of the window without accumulate()
+      message_of([&] { accelerator.backward(mean_loss(model, *it)); }),
+      "has 1 of 2 batches");
+}
+
+// A count of a rank's own batches differs where data is uneven.
+TEST(Misuse, StepsThatDependOnARanksOwnBatches) {
+  auto accelerator = accelerator_of();
+  const int world = accelerator.num_processes();
+  if (world == 1) {
+    return; // nobody to differ from
+  }
+  auto batches = even_batches(4 * world - 1); // the last rank has 3
+  Ready r(accelerator);
+  auto [model, optimizer, loader] = accelerator.prepare(r.net, r.sgd, batches);
+  const int64_t mine = accelerator.process_index() + 1 == world ? 3 : 4;
+  const auto run = [&] {
+    int64_t i = 0;
+    for (const auto& batch : loader) {
+      accelerator.backward(mean_loss(model, batch));
+      if (++i % 2 == 0 || i == mine) {
+        optimizer.step();
+        optimizer.zero_grad();
+      }
+    }
+    accelerator.finish();
+  };
+  const std::string text = message_of<CommunicationError>(run);
+  EXPECT_TRUE(
+      text.find("stepped different optimizers") != std::string::npos ||
+      text.find("same optimizer steps") != std::string::npos ||
+      text.find("different optimizer steps") != std::string::npos)
+      << text;
+}
+
+TEST(Misuse, AStepOfOneRankAloneIsFoundAtTheEnd) {
+  auto accelerator = accelerator_of();
+  if (accelerator.num_processes() == 1) {
+    return;
+  }
+  Ready r(accelerator);
+  auto [model, optimizer] = accelerator.prepare(r.net, r.sgd);
+  accelerator.backward(mean_loss(model, make_batches(2)[1]));
+  if (accelerator.is_main_process()) {
+    optimizer.step();
+  }
+  expect_says(
+      message_of<CommunicationError>([&] { accelerator.finish(); }),
+      "different optimizer steps");
+}
+
+TEST(Debug, NamesTheFirstCollectiveThatDiffers) {
+  auto accelerator = accelerator_of({.debug = true});
+  auto batches = even_batches(4 * accelerator.num_processes());
+  Ready r(accelerator);
+  auto [model, optimizer, loader] = accelerator.prepare(r.net, r.sgd, batches);
+  // Two sums of one number, in another order on rank 0: nothing else would notice.
+  const auto loop = [&] {
+    int turn = 0;
+    for (const auto& batch : loader) {
+      auto window = accelerator.accumulate(model);
+      const bool swapped = ++turn == 3 && accelerator.is_main_process();
+      Tensor loss = torch::ones({1}), correct = torch::ones({1});
+      for (const bool first : {true, false}) {
+        const bool of_loss = first != swapped;
+        accelerator.communicator()->all_reduce(
+            of_loss ? loss : correct, ReduceOp::sum, of_loss ? "loss" : "correct");
+      }
+      accelerator.backward(mean_loss(model, batch));
+      optimizer.step();
+      optimizer.zero_grad();
+    }
+    EXPECT_EQ(accelerator.num_processes(), 1);
+  };
+  if (accelerator.num_processes() == 1) {
+    loop();
+    return;
+  }
+  const std::string text = message_of<CommunicationError>(loop);
+  expect_says(text, "rank 1's collective ");
+  expect_says(text, "was all_reduce \"loss\" of Float [1], rank 0's all_reduce ");
+}
+
+TEST(Debug, NamesTheFirstParameterThatDiffers) {
+  const testing_support::ScopedEnvironment on({{"HASTEN_DEBUG", "1"}});
+  auto accelerator = accelerator_of();
+  auto batches = even_batches(4 * accelerator.num_processes());
+  Ready r(accelerator);
+  auto [model, optimizer, loader] = accelerator.prepare(r.net, r.sgd, batches);
+  const auto loop = [&] {
+    int turn = 0;
+    for (const auto& batch : loader) {
+      auto window = accelerator.accumulate(model);
+      accelerator.backward(mean_loss(model, batch));
+      if (++turn == 2 && !accelerator.is_main_process()) {
+        r.net->second->bias.mutable_grad() =
+            torch::ones({3}, torch::kDouble); // by hand, on some ranks
+      }
+      optimizer.step();
+      optimizer.zero_grad();
+    }
+  };
+  if (accelerator.num_processes() == 1) {
+    loop();
+    return;
+  }
+  expect_says(
+      message_of<CommunicationError>(loop),
+      "rank 1's parameter \"second.bias\" of model 0 differs from rank 0's");
+}
+
+// create_graph belongs into autograd::grad; its gradient penalty is weighed too.
+TEST(Misuse, AGradientPenaltyIsInTheJoinedGradient) {
+  auto accelerator = accelerator_of({.gradient_accumulation_steps = 2});
+  const int world = accelerator.num_processes();
+  auto batches = make_batches(2 * world);
+  Ready r(accelerator);
+  auto [model, optimizer, loader] = accelerator.prepare(r.net, r.sgd, batches);
+  const auto penalised = [](Net& net, const Pair& batch) {
+    const Tensor x = batch.first.clone().requires_grad_();
+    const Tensor out = net->forward(x).sum();
+    const Tensor slope = torch::autograd::grad({out}, {x}, {}, true, true)[0];
+    return mean_loss(net, batch) + slope.square().sum(1).mean();
+  };
+  for (const auto& batch : loader) {
+    auto window = accelerator.accumulate(model);
+    accelerator.backward(penalised(model, batch));
+  }
+  expect_gradients(*r.net, plain_gradients([&](Net& plain) {
+    return penalised(plain, joined(batches));
+  }));
+}
+
+// A gradient set by the user after the window is what is clipped and stepped with.
+TEST(Misuse, AGradientSetByHandIsClippedAndStepped) {
+  auto accelerator = accelerator_of();
+  Ready r(accelerator);
+  auto [model, optimizer] = accelerator.prepare(r.net, r.sgd);
+  accelerator.backward(mean_loss(model, make_batches(2)[1]));
+  for (Tensor& p : r.net->parameters()) {
+    p.mutable_grad() = torch::zeros_like(p);
+  }
+  Tensor& bias = r.net->second->bias;
+  bias.mutable_grad() = torch::full({3}, 2.0, torch::kDouble);
+  r.net->first->bias.mutable_grad().reset(); // left alone
+  const Tensor before = bias.detach().clone();
+  EXPECT_NEAR(accelerator.clip_grad_norm_(model, 1.0), std::sqrt(12.0), 1e-12);
+  EXPECT_FALSE(r.net->first->bias.grad().defined());
+  optimizer.step();
+  const double change = 0.1 / std::sqrt(3.0);
+  EXPECT_LE((before - bias - change).abs().max().item<double>(), 1e-6);
+}
+
+} // namespace hasten::accelerator_test
