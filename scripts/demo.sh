@@ -10,7 +10,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 source "$root/scripts/packages.sh"
 
-train_rows=3400 test_rows=1000 epochs=2
+train_rows=3400 test_rows=1000 epochs=3
 quick='' programs=''
 while (($#)); do
   case $1 in
