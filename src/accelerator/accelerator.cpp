@@ -90,6 +90,26 @@ void throw_no_empty_batch() {
       "their type to make one without rows from",
       "a batch type with tensors, or with flatten(visit, batch)");
 }
+void throw_cannot_deal(const char* option) {
+  throw InputError(
+      "accelerator::PreparedLoader",
+      std::string(option) + " for a range that deals itself",
+      "set_even_batches and set_split_batches beside its shard()",
+      "let the range do it, or set dispatch_batches");
+}
+void check_configuration(const DataLoaderConfiguration& config, int64_t skip) {
+  if (config.prefetch < 0 || skip < 0) {
+    throw InputError(
+        "accelerator::PreparedLoader",
+        config.prefetch < 0 ? "prefetch=" + std::to_string(config.prefetch)
+                            : "batches to skip=" + std::to_string(skip),
+        "0 or more");
+  }
+}
+const DataLoaderConfiguration& core_loader_configuration(
+    const AcceleratorCore& core) {
+  return core.options.dataloader_config;
+}
 void core_prepare_model(
     AcceleratorCore& core, std::shared_ptr<torch::nn::Module> model) {
   core.prepare_model(std::move(model));

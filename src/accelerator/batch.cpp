@@ -10,12 +10,15 @@
 namespace hasten::detail {
 
 at::Tensor tensor_to_device(
-    const at::Tensor& tensor, const at::Device& device, bool pin) {
-  if (pin && device.is_cuda() && tensor.device().is_cpu()) {
-    // The caching allocator keeps pinned memory until its copy is through.
-    return tensor.pin_memory().to(device, /*non_blocking=*/true);
-  }
-  return tensor.to(device);
+    const at::Tensor& tensor, const at::Device& device) {
+  // The caching allocator keeps pinned memory until its copy is through.
+  const bool waits_not =
+      device.is_cuda() && tensor.device().is_cpu() && tensor.is_pinned();
+  return tensor.to(device, tensor.scalar_type(), waits_not);
+}
+
+at::Tensor pinned(const at::Tensor& tensor) {
+  return tensor.device().is_cpu() ? tensor.pin_memory() : tensor;
 }
 
 [[noreturn]] void throw_not_rows(
@@ -116,6 +119,46 @@ PackedBatch packed_concat(const std::vector<PackedBatch>& batches) {
     joined.tensors[i] = at::cat(parts);
   }
   return joined;
+}
+
+PackedBatch packed_filled(
+    PackedBatch batch, const std::vector<PackedBatch>& first, int64_t rows) {
+  const int64_t missing = rows - batch.rows;
+  if (missing <= 0) {
+    return batch;
+  }
+  std::vector<PackedBatch> parts{std::move(batch)};
+  for (int64_t filled = 0; filled < missing;) {
+    const int64_t before = filled;
+    for (const PackedBatch& source : first) {
+      const int64_t count = std::min(source.rows, missing - filled);
+      if (count > 0) {
+        parts.push_back(packed_rows(source, 0, count));
+        filled += count;
+      }
+    }
+    if (filled == before) {
+      break; // the first round has no rows at all
+    }
+  }
+  return packed_concat(parts);
+}
+
+int64_t even_rows(
+    const std::vector<PackedBatch>& first, bool split, int64_t world_size) {
+  const int64_t rows = first.front().rows;
+  if (!split) {
+    return rows * world_size;
+  }
+  if (rows % world_size != 0) {
+    throw InputError(
+        "accelerator::PreparedLoader",
+        "batches of " + std::to_string(rows) + " rows on " +
+            std::to_string(world_size) + " ranks",
+        "with split_batches and even_batches: a multiple of the ranks",
+        "change the batch size, or leave even_batches off");
+  }
+  return rows;
 }
 
 } // namespace hasten::detail

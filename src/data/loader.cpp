@@ -118,6 +118,10 @@ int rank_of_place(int64_t i, int world_size, bool sorted) {
   return backwards ? world_size - 1 - turn : turn;
 }
 
+int64_t global_batch_rows(const LoaderOptions& options, int world_size) {
+  return options.batch_size * (options.split_batches ? 1 : world_size);
+}
+
 void check_loader(
     const LoaderOptions& options, int rank = 0, int world_size = 1) {
   if (options.batch_size < 1) {
@@ -133,6 +137,15 @@ void check_loader(
             ", world_size=" + std::to_string(world_size),
         "0 <= rank < world_size");
   }
+  if (options.even_batches && options.split_batches &&
+      options.batch_size % world_size != 0) {
+    throw InputError(
+        "data::DataLoader",
+        "batch_size=" + std::to_string(options.batch_size) + " on " +
+            std::to_string(world_size) + " ranks",
+        "with split_batches and even_batches: a multiple of the ranks",
+        "change batch_size, or leave even_batches off");
+  }
 }
 
 } // namespace detail
@@ -145,19 +158,21 @@ std::vector<std::vector<int64_t>> rank_batches(
     int world_size,
     int64_t first_row) {
   detail::check_loader(options, rank, world_size);
-  const int64_t global_batch = options.batch_size * world_size;
+  const int64_t global_batch = detail::global_batch_rows(options, world_size);
   const auto order = detail::epoch_order(dataset, options, epoch, global_batch);
   const auto total = static_cast<int64_t>(order.rows.size());
   std::vector<std::vector<int64_t>> batches;
   batches.reserve((total + global_batch - 1) / global_batch);
   for (int64_t begin = first_row; begin < total; begin += global_batch) {
-    const int64_t count = std::min(global_batch, total - begin);
+    const bool fill = options.even_batches && world_size > 1;
+    const int64_t count =
+        fill ? global_batch : std::min(global_batch, total - begin);
     auto& batch = batches.emplace_back();
     batch.reserve(options.batch_size);
     for (int64_t i = 0; i < count; ++i) {
       if (detail::rank_of_place(i, world_size, options.group_by_length) ==
           rank) {
-        batch.push_back(order.rows[begin + i]);
+        batch.push_back(order.rows[(begin + i) % total]);
       }
     }
   }
@@ -199,6 +214,23 @@ int64_t DataLoader::epoch_rows() const {
   return dataset_->size() / drop * drop;
 }
 
+void DataLoader::skip_first_batches(int64_t batches) {
+  if (batches < 0) {
+    throw InputError(
+        "data::DataLoader",
+        "batches to skip=" + std::to_string(batches),
+        "0 or more");
+  }
+  const int64_t left = epoch_rows() - *start_;
+  set_cursor(
+      batches > left / global_batch() ? epoch_rows()
+                                      : *start_ + batches * global_batch());
+}
+
+int64_t DataLoader::global_batch() const {
+  return detail::global_batch_rows(options_, world_size_);
+}
+
 void DataLoader::shard(int rank, int world_size) {
   detail::check_loader(options_, rank, world_size);
   rank_ = rank;
@@ -238,6 +270,24 @@ int64_t DataLoader::iterator::cursor() const {
   return std::min(
       first_row_ + (position_ + 1) * loader_->global_batch(),
       loader_->epoch_rows());
+}
+
+int64_t DataLoader::iterator::repeated_rows() const {
+  const LoaderOptions& options = loader_->options_;
+  const int64_t last_rows =
+      loader_->epoch_rows() - first_row_ - position_ * loader_->global_batch();
+  if (!options.even_batches || loader_->world_size_ == 1) {
+    return 0;
+  }
+  auto repeated = static_cast<int64_t>((*batches_)[position_].size());
+  for (int64_t i = 0; i < std::min(last_rows, loader_->global_batch()); ++i) {
+    repeated -=
+        detail::rank_of_place(
+            i, loader_->world_size_, options.group_by_length) == loader_->rank_
+            ? 1
+            : 0;
+  }
+  return repeated;
 }
 
 void DataLoader::iterator::load() {

@@ -4,25 +4,34 @@
 #include <ATen/ops/bincount.h>
 #include <ATen/ops/zeros.h>
 
-#include <sstream>
+#include <cmath>
 
 #include "hasten/base/error.h"
+#include "metric_checks.h"
 
 namespace hasten {
 
 namespace detail {
 
 constexpr const char* kClassificationMetrics = "metrics::ClassificationMetrics";
-constexpr int64_t kIgnoredLabel = -100; // as in cross_entropy
-
-std::string sizes_text(const at::Tensor& tensor) {
-  std::ostringstream text;
-  text << tensor.sizes();
-  return text.str();
-}
 
 double ratio_or_zero(double part, double whole) {
   return whole == 0 ? 0 : part / whole;
+}
+
+// Throws InputError unless every value is in 0 … count - 1.
+void check_labels(const at::Tensor& values, int64_t count, const char* what) {
+  if (values.numel() == 0) {
+    return;
+  }
+  const int64_t least = values.min().item<int64_t>();
+  const int64_t most = values.max().item<int64_t>();
+  if (least < 0 || most >= count) {
+    throw InputError(
+        kClassificationMetrics,
+        std::string(what) + "=" + std::to_string(least < 0 ? least : most),
+        "0 to " + std::to_string(count - 1) + ", or -100 to skip a row");
+  }
 }
 
 } // namespace detail
@@ -35,64 +44,64 @@ ClassificationMetrics::ClassificationMetrics(int64_t num_labels)
         "num_labels=" + std::to_string(num_labels),
         "at least 2");
   }
-  confusion_ = at::zeros({num_labels, num_labels}, at::kLong);
+  confusion_.tensor = at::zeros({num_labels, num_labels}, at::kLong);
 }
 
 void ClassificationMetrics::update(
-    const at::Tensor& logits, const at::Tensor& labels) {
-  if (logits.dim() != 2 || logits.size(1) != num_labels_ || labels.dim() != 1 ||
-      labels.size(0) != logits.size(0) ||
+    const at::Tensor& predictions, const at::Tensor& labels) {
+  const bool chosen =
+      predictions.dim() == 1 &&
+      at::isIntegralType(predictions.scalar_type(), /*includeBool=*/false);
+  const bool logits = predictions.dim() == 2 &&
+                      predictions.size(1) == num_labels_ &&
+                      predictions.is_floating_point();
+  if (!(chosen || logits) || labels.dim() != 1 ||
+      labels.size(0) != predictions.size(0) ||
       !at::isIntegralType(labels.scalar_type(), /*includeBool=*/false)) {
     throw InputError(
         detail::kClassificationMetrics,
-        "logits=" + detail::sizes_text(logits) +
-            ", labels=" + detail::sizes_text(labels) + " " +
-            c10::toString(labels.scalar_type()),
+        "predictions=" + detail::form_text(predictions) +
+            ", labels=" + detail::form_text(labels),
         "logits [B, " + std::to_string(num_labels_) +
-            "] and labels [B] of an integer type");
+            "] or predicted labels [B], and labels [B] of an integer type");
   }
-  if (logits.size(0) == 0) {
+  if (labels.size(0) == 0) {
     return;
   }
   const auto truth = labels.detach().to(at::kCPU, at::kLong);
-  const auto predicted = logits.detach().argmax(1).to(at::kCPU);
+  const auto predicted =
+      (logits ? predictions.detach().argmax(1) : predictions.detach())
+          .to(at::kCPU, at::kLong);
   const auto kept = truth.ne(detail::kIgnoredLabel);
   const auto rows = truth.masked_select(kept);
-  if (rows.numel() == 0) {
-    return;
-  }
-  const int64_t least = rows.min().item<int64_t>();
-  const int64_t most = rows.max().item<int64_t>();
-  if (least < 0 || most >= num_labels_) {
-    throw InputError(
-        detail::kClassificationMetrics,
-        "label=" + std::to_string(least < 0 ? least : most),
-        "0 to " + std::to_string(num_labels_ - 1) + ", or -100 to skip a row");
-  }
-  const auto cells = rows * num_labels_ + predicted.masked_select(kept);
-  confusion_ += at::bincount(cells, {}, num_labels_ * num_labels_)
-                    .view({num_labels_, num_labels_});
+  const auto columns = predicted.masked_select(kept);
+  detail::check_labels(rows, num_labels_, "label");
+  detail::check_labels(columns, num_labels_, "predicted label");
+  confusion_.tensor +=
+      at::bincount(rows * num_labels_ + columns, {}, num_labels_ * num_labels_)
+          .view({num_labels_, num_labels_});
 }
 
-void ClassificationMetrics::reset() { confusion_.zero_(); }
+void ClassificationMetrics::reset() { confusion_.tensor.zero_(); }
 
 void ClassificationMetrics::set_state(const at::Tensor& state) {
-  if (state.sizes() != confusion_.sizes() || state.scalar_type() != at::kLong) {
-    throw InputError(
-        detail::kClassificationMetrics,
-        "state=" + detail::sizes_text(state) + " " +
-            c10::toString(state.scalar_type()),
-        detail::sizes_text(confusion_) + " Long");
-  }
-  confusion_.copy_(state);
+  detail::check_metric_state(
+      detail::kClassificationMetrics, state, confusion_.tensor);
+  confusion_.tensor.copy_(state);
+}
+
+void ClassificationMetrics::merge_state(const at::Tensor& other) {
+  detail::check_metric_state(
+      detail::kClassificationMetrics, other, confusion_.tensor);
+  confusion_.tensor += other;
 }
 
 int64_t ClassificationMetrics::rows() const {
-  return confusion_.sum().item<int64_t>();
+  return confusion_.tensor.sum().item<int64_t>();
 }
 
 std::vector<ClassScores> ClassificationMetrics::per_class() const {
-  const auto cells = confusion_.accessor<int64_t, 2>();
+  const auto cells = confusion_.tensor.accessor<int64_t, 2>();
   std::vector<ClassScores> scores(num_labels_);
   for (int64_t label = 0; label < num_labels_; ++label) {
     int64_t truth = 0;
@@ -114,21 +123,59 @@ std::vector<ClassScores> ClassificationMetrics::per_class() const {
 }
 
 std::map<std::string, double> ClassificationMetrics::compute() const {
-  const auto scores = per_class();
-  const auto predicted = confusion_.sum(0);
-  double f1 = 0;
-  double right = 0;
-  int64_t occurring = 0;
-  for (int64_t label = 0; label < num_labels_; ++label) {
-    if (scores[label].support > 0 || predicted[label].item<int64_t>() > 0) {
-      f1 += scores[label].f1;
-      ++occurring;
-    }
-    right += static_cast<double>(confusion_[label][label].item<int64_t>());
+  return {{"accuracy", accuracy()}, {"f1", f1()}};
+}
+
+double ClassificationMetrics::accuracy() const {
+  return detail::ratio_or_zero(
+      static_cast<double>(confusion_.tensor.trace().item<int64_t>()),
+      static_cast<double>(rows()));
+}
+
+double ClassificationMetrics::average_of(
+    double ClassScores::*score, Average average) const {
+  if (average == Average::micro) {
+    return accuracy(); // one label a row: every error is missed and wrong once
   }
-  return {
-      {"accuracy", detail::ratio_or_zero(right, static_cast<double>(rows()))},
-      {"f1", detail::ratio_or_zero(f1, static_cast<double>(occurring))}};
+  const auto scores = per_class();
+  const auto predicted = confusion_.tensor.sum(0);
+  double sum = 0;
+  double weights = 0;
+  for (int64_t label = 0; label < num_labels_; ++label) {
+    const auto support = static_cast<double>(scores[label].support);
+    const bool occurs = support > 0 || predicted[label].item<int64_t>() > 0;
+    const double weight =
+        average == Average::weighted ? support : (occurs ? 1 : 0);
+    sum += weight * (scores[label].*score);
+    weights += weight;
+  }
+  return detail::ratio_or_zero(sum, weights);
+}
+
+double ClassificationMetrics::precision(Average average) const {
+  return average_of(&ClassScores::precision, average);
+}
+
+double ClassificationMetrics::recall(Average average) const {
+  return average_of(&ClassScores::recall, average);
+}
+
+double ClassificationMetrics::f1(Average average) const {
+  return average_of(&ClassScores::f1, average);
+}
+
+double ClassificationMetrics::matthews_corrcoef() const {
+  const auto matrix = confusion_.tensor.to(at::kDouble);
+  const auto truth = matrix.sum(1);
+  const auto predicted = matrix.sum(0);
+  const double n = matrix.sum().item<double>();
+  const double covariance =
+      matrix.trace().item<double>() * n - truth.dot(predicted).item<double>();
+  const double of_truth = n * n - truth.dot(truth).item<double>();
+  const double of_predicted = n * n - predicted.dot(predicted).item<double>();
+  return of_truth == 0 || of_predicted == 0
+             ? 0
+             : covariance / (std::sqrt(of_truth) * std::sqrt(of_predicted));
 }
 
 } // namespace hasten

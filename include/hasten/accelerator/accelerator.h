@@ -82,6 +82,8 @@ struct AcceleratorOptions {
   /// Copy rank 0's floating-point buffers (running statistics) to all ranks
   /// after each window's reduction. Costs nothing for models without any.
   bool broadcast_buffers = true;
+  /// How loaders are shared out over ranks (hasten/accelerator/prepared_loader.h).
+  DataLoaderConfiguration dataloader_config{};
   /// Longest wait for a rank that is alive but late. Milliseconds.
   std::chrono::milliseconds timeout{600'000};
   /// Finds ranks that drift apart: whenever a window is complete, the ranks
@@ -152,6 +154,29 @@ class Accelerator : public Collect {
   /// that no prepared model has.
   template <detail::Preparable... Objects>
   auto prepare(Objects&&... objects);
+
+  /// Prepares a range of batches with a configuration of its own. It becomes a
+  /// training loader by accumulate(loader, model).
+  template <detail::LoaderLike Range>
+    requires detail::Preparable<Range>
+  auto prepare_data_loader(
+      Range&& range, const DataLoaderConfiguration& configuration) {
+    auto state = std::make_shared<detail::LoaderState>();
+    state->config = configuration;
+    using Held = typename detail::Lent<Range>::Object;
+    return PreparedLoader<Held>(
+        core_,
+        detail::Lent<Range>::share(std::forward<Range>(range)),
+        std::move(state));
+  }
+  /// `for (auto& batch : accelerator.skip_first_batches(loader, n))`: the loader
+  /// itself, whose next loop leaves out this rank's first n batches.
+  template <typename Range>
+  PreparedLoader<Range>& skip_first_batches(
+      PreparedLoader<Range>& loader, int64_t batches) {
+    loader.skip_first_batches(batches);
+    return loader;
+  }
 
   /// Opens the next batch of a window over these models; decides whether its
   /// backward completes the window: it is the gradient_accumulation_steps-th, or
@@ -323,6 +348,7 @@ auto Accelerator::prepare(Objects&&... objects) {
           *core_, detail::Lent<T>::share(object)));
     } else if constexpr (detail::LoaderLike<T>) {
       call.loaders.push_back(std::make_shared<detail::LoaderState>());
+      call.loaders.back()->config = detail::core_loader_configuration(*core_);
     }
   };
   (other_pass(objects), ...);

@@ -167,17 +167,18 @@ std::optional<int64_t> batch_rows(const Value& batch) {
   }
 }
 
-// `pin`: tensors of the CPU go by pinned memory and without waiting.
-at::Tensor tensor_to_device(
-    const at::Tensor& tensor, const at::Device& device, bool pin);
+// Does not wait for the copy where the tensor lies in pinned memory.
+at::Tensor tensor_to_device(const at::Tensor& tensor, const at::Device& device);
+// A copy in pinned memory, from which a GPU reads without the CPU.
+at::Tensor pinned(const at::Tensor& tensor);
 
 template <typename Value>
-Value batch_to_device(Value batch, const at::Device& device, bool pin = false) {
+Value batch_to_device(Value batch, const at::Device& device) {
   if constexpr (requires { to_device(std::move(batch), device); }) {
     return to_device(std::move(batch), device);
   } else {
-    change_tensors(batch, [&device, pin](const at::Tensor& tensor) {
-      return tensor_to_device(tensor, device, pin);
+    change_tensors(batch, [&device](const at::Tensor& tensor) {
+      return tensor_to_device(tensor, device);
     });
     return batch;
   }
@@ -198,6 +199,13 @@ PackedBatch packed_rows(const PackedBatch& batch, int64_t begin, int64_t count);
 // The rows of all, one behind the other, in new memory. Throws InputError where
 // shapes do not fit together.
 PackedBatch packed_concat(const std::vector<PackedBatch>& batches);
+// `batch` with rows of `first` behind it, again and again, until it has `rows`.
+PackedBatch packed_filled(
+    PackedBatch batch, const std::vector<PackedBatch>& first, int64_t rows);
+// Rows of a full round over all ranks, by the first one. Throws InputError where
+// they do not divide evenly.
+int64_t even_rows(
+    const std::vector<PackedBatch>& first, bool split, int64_t world_size);
 
 template <typename Value>
 PackedBatch pack_batch(Value batch) {

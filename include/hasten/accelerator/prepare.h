@@ -47,6 +47,8 @@ void core_tie_loaders(
     const std::vector<std::shared_ptr<LoaderState>>& loaders,
     const std::vector<torch::nn::Module*>& models,
     bool with_optimizer);
+const DataLoaderConfiguration& core_loader_configuration(
+    const AcceleratorCore& core);
 // `loader` null: the one tied to the models.
 void core_open(
     AcceleratorCore& core,

@@ -13,9 +13,34 @@
 #include <utility>
 
 #include "hasten/accelerator/batch.h"
+#include "hasten/accelerator/loader_pass.h"
 #include "hasten/core/stateful.h"
 
 namespace hasten {
+
+/// How prepared loaders share batches out over ranks; Accelerate's words.
+struct DataLoaderConfiguration {
+  /// False: a loader's batch is one rank's; ranks × batches make a step. True: it
+  /// is cut into equal parts, so that a step holds the same rows on any number of
+  /// ranks. Where rows do not divide, the first ranks have one more.
+  bool split_batches = false;
+  /// Rank 0 alone reads, and sends every rank its batches: for streams that only
+  /// one process can read. The other ranks give a range of the same type, which is
+  /// not touched. Costs world_size times the bandwidth, and one batch a rank is
+  /// read ahead on rank 0. Leave the loop on all ranks in the same turn.
+  bool dispatch_batches = false;
+  /// The tail of the data is filled up with rows from its beginning, so that every
+  /// rank gets equally many batches of equal size. gather_for_metrics leaves the
+  /// repeated rows out again; training counts them twice. False: every row once,
+  /// and ranks with smaller batches, or without rows, at the end. Ranges that do
+  /// not deal themselves keep one batch for each rank in memory.
+  bool even_batches = false;
+  /// Copies to a GPU go from pinned memory without waiting. No effect on the CPU.
+  bool non_blocking = false;
+  /// Batches read ahead in a background thread (hasten/data/prefetch.h), beside
+  /// the one that is always read ahead. 0: none, no thread.
+  int64_t prefetch = 0;
+};
 
 namespace detail {
 
@@ -23,6 +48,7 @@ class AcceleratorCore;
 
 // What the core knows of a prepared loader.
 struct LoaderState {
+  DataLoaderConfiguration config{};
   bool training = false; // windows are opened on its batches
   bool open = false; // between begin() and the end every rank agreed on
   bool last = false; // the batch handed out is this rank's last
@@ -72,13 +98,17 @@ at::Device core_device(const AcceleratorCore& core);
 int core_rank(const AcceleratorCore& core);
 int core_world_size(const AcceleratorCore& core);
 [[noreturn]] void throw_no_empty_batch();
+[[noreturn]] void throw_cannot_deal(const char* option);
+void check_configuration(const DataLoaderConfiguration& config, int64_t skip);
 
 } // namespace detail
 
 /// This rank's share of a range of batches, on the accelerator's device.
 ///   * A range with shard(rank, world_size), such as DataLoader, deals itself.
-///   * Any other is dealt round-robin: every rank iterates all of it, in the same
-///     order, and keeps batches rank, rank + world_size, …
+///   * Any other, torch::data's loaders or a range of structs, is dealt
+///     round-robin: every rank iterates all of it, in the same order, and keeps
+///     batches rank, rank + world_size, …
+///   * With dispatch_batches rank 0 deals for all.
 /// One batch is read ahead, so that the last is known when it is handed out.
 /// A training loader (the first of a prepare() call that has an optimizer, or any
 /// given to accumulate) leaves out batches without rows; reaching its end is
@@ -97,11 +127,6 @@ class PreparedLoader {
       std::shared_ptr<detail::LoaderState> state)
       : shared_(std::make_shared<Shared>(
             std::move(core), std::move(range), std::move(state))) {
-    if constexpr (kShards) {
-      shared_->range->shard(
-          detail::core_rank(*shared_->core),
-          detail::core_world_size(*shared_->core));
-    }
     shared_->state->position = shared_;
   }
 
@@ -142,6 +167,14 @@ class PreparedLoader {
   }
   iterator end() { return {}; }
 
+  /// The next begin() leaves out this rank's first `batches` ≥ 0, once. O(1) for
+  /// ranges with skip_first_batches(n), such as DataLoader: nothing is read;
+  /// others are read up to there. Throws InputError below 0.
+  void skip_first_batches(int64_t batches) {
+    detail::check_configuration(shared_->state->config, batches);
+    shared_->skip = batches;
+  }
+
   /// Epoch of the next begin(). Another one than it was to be forgets where a
   /// loaded state stood.
   void set_epoch(uint64_t epoch) {
@@ -175,19 +208,60 @@ class PreparedLoader {
       requires(Range& range, uint64_t n) { range.set_epoch(n); };
   static constexpr bool kSeeks = requires(Range& range, int64_t n) {
     range.set_cursor(n);
+    range.skip_first_batches(n);
     std::begin(range).cursor();
   };
+  using Item = detail::LoaderItem<value_type>;
 
   struct Shared final : Stateful {
-    using First = decltype(std::begin(std::declval<Range&>()));
-    using Last = decltype(std::end(std::declval<Range&>()));
-
     Shared(
         std::shared_ptr<detail::AcceleratorCore> c,
         std::shared_ptr<Range> r,
         std::shared_ptr<detail::LoaderState> s)
         : core(std::move(c)), range(std::move(r)), state(std::move(s)) {
+      detail::check_configuration(state->config, 0);
       position.unit = kSeeks ? "rows" : kShards ? "rank batches" : "batches";
+      options.deal.rank = detail::core_rank(*core);
+      options.deal.world_size = detail::core_world_size(*core);
+      options.dispatch =
+          state->config.dispatch_batches && options.deal.world_size > 1;
+      options.pin =
+          state->config.non_blocking && detail::core_device(*core).is_cuda();
+      options.prefetch = state->config.prefetch;
+      if constexpr (kShards) {
+        shard();
+      }
+      state->even = state->even || state->config.even_batches;
+      options.deal.split = options.deal.split || state->config.split_batches;
+      if (options.deal.world_size == 1) {
+        state->even = options.deal.split = false;
+      } else if (options.dispatch || !kShards) {
+        options.deal.even = state->even;
+        options.deal.all_ranks = options.dispatch;
+        return;
+      }
+      options.deal = {}; // it deals itself
+    }
+
+    // Tells a range that deals itself how to.
+    void shard() {
+      auto& config = state->config;
+      if constexpr (requires { range->set_even_batches(true); }) {
+        range->set_even_batches(config.even_batches || range->even_batches());
+        range->set_split_batches(
+            config.split_batches || range->split_batches());
+        state->even = range->even_batches();
+        options.deal.split = range->split_batches();
+      } else if (
+          !options.dispatch && (config.even_batches || config.split_batches)) {
+        detail::throw_cannot_deal(
+            config.even_batches ? "even_batches" : "split_batches");
+      }
+      if (options.dispatch) {
+        range->shard(0, 1); // rank 0 deals for it
+      } else {
+        range->shard(options.deal.rank, options.deal.world_size);
+      }
     }
 
     void begin() {
@@ -199,21 +273,26 @@ class PreparedLoader {
       ++position.epoch;
       detail::core_enter_loop(*core, state);
       position.active = true;
-      position.read = position.start;
-      if constexpr (kSeeks) {
-        range->set_cursor(position.start);
-        first.emplace(std::begin(*range));
-        last.emplace(std::end(*range));
-      } else {
-        seek();
-      }
+      start_pass();
       position.start = 0;
       next = fetch();
       advance();
     }
 
-    // A range that cannot seek is read up to there.
-    void seek() {
+    // Behind what a loaded state had done and what is to be skipped.
+    void start_pass() {
+      const int64_t batches =
+          std::exchange(skip, 0) *
+          (options.deal.split ? 1 : options.deal.world_size);
+      if constexpr (kSeeks) {
+        if (!options.dispatch || options.deal.rank == 0) {
+          range->set_cursor(position.start);
+          range->skip_first_batches(batches);
+        }
+        position.read = position.start;
+        pass.emplace(*range, core, options);
+        return;
+      }
       const at::Tensor then =
           std::exchange(position.start_random, at::Tensor());
       at::Tensor now;
@@ -222,25 +301,24 @@ class PreparedLoader {
         detail::set_random_state(then);
       }
       position.random = detail::random_state();
-      first.emplace(std::begin(*range));
-      last.emplace(std::end(*range));
-      position.read = 0;
-      while (position.read < position.start && read()) {
-      }
+      position.read = options.skip = position.start + batches;
+      pass.emplace(*range, core, options);
       if (now.defined()) {
         detail::set_random_state(now);
       }
     }
 
     void advance() {
-      current = std::exchange(next, std::nullopt);
+      current.reset();
       position.cursor = position.read;
-      if (!current) {
+      if (!next) {
         drop();
         detail::core_end_range(*core, *state);
         position.active = false;
         return;
       }
+      state->repeated = next->repeated;
+      current = std::move(next->batch);
       next = fetch();
       state->last = !next.has_value();
       state->rows = detail::batch_rows(*current);
@@ -250,8 +328,7 @@ class PreparedLoader {
     void drop() {
       current.reset();
       next.reset();
-      first.reset();
-      last.reset();
+      pass.reset();
       state->last = false;
       state->rows.reset();
       state->repeated = 0;
@@ -259,51 +336,24 @@ class PreparedLoader {
     }
 
     // This rank's next batch, on the device.
-    std::optional<value_type> fetch() {
-      std::optional<value_type> batch;
-      do {
-        batch = kShards ? read() : deal();
-      } while (batch && state->training && detail::batch_rows(*batch) == 0);
-      if (batch) {
-        return detail::batch_to_device(
-            std::move(*batch), detail::core_device(*core));
-      }
-      return batch;
-    }
-
-    std::optional<value_type> read() {
-      if (!(*first != *last)) {
-        return std::nullopt;
-      }
-      std::optional<value_type> batch(**first);
-      if constexpr (kSeeks) {
-        position.read = first->cursor();
-      } else {
-        ++position.read;
-      }
-      ++*first;
-      return batch;
-    }
-
-    // One round of the deal: a batch for every rank, while there are any.
-    std::optional<value_type> deal() {
-      const int rank = detail::core_rank(*core);
-      std::optional<value_type> mine, other;
-      for (int r = 0; r < detail::core_world_size(*core); ++r) {
-        auto batch = read();
-        if (!batch) {
-          break;
+    std::optional<Item> fetch() {
+      for (;;) {
+        std::optional<Item> item = pass->next();
+        if (!item) {
+          return std::nullopt;
         }
-        (r == rank ? mine : other) = std::move(batch);
+        position.read = item->position;
+        if (state->training && item->optional &&
+            (!item->batch || detail::batch_rows(*item->batch) == 0)) {
+          continue;
+        }
+        if (!item->batch) {
+          detail::throw_no_empty_batch();
+        }
+        item->batch = detail::batch_to_device(
+            std::move(*item->batch), detail::core_device(*core));
+        return item;
       }
-      if (mine || !other || state->training) {
-        return mine;
-      }
-      mine = detail::batch_without_rows(std::move(*other));
-      if (!mine) {
-        detail::throw_no_empty_batch();
-      }
-      return mine;
     }
 
     void save_state(
@@ -328,10 +378,12 @@ class PreparedLoader {
     std::shared_ptr<detail::AcceleratorCore> core;
     std::shared_ptr<Range> range;
     std::shared_ptr<detail::LoaderState> state;
+    detail::PassOptions options{};
     detail::LoaderPosition position{};
-    std::optional<First> first;
-    std::optional<Last> last;
-    std::optional<value_type> current, next;
+    int64_t skip = 0; // batches of this rank
+    std::optional<value_type> current{};
+    std::optional<Item> next{};
+    std::optional<detail::LoaderPass<Range>> pass{};
   };
 
   std::shared_ptr<Shared> shared_;

@@ -14,8 +14,15 @@
 namespace hasten {
 
 struct LoaderOptions {
-  /// Rows of one batch on one rank, ≥ 1.
+  /// Rows of one batch on one rank, ≥ 1; with split_batches, on all together.
   int64_t batch_size = 8;
+  /// A batch is cut over the ranks, so that it holds the same rows on any number
+  /// of them.
+  bool split_batches = false;
+  /// On more than one rank: a last, smaller batch is filled up with the epoch's
+  /// first rows, so that all batches of all ranks are equally large. With
+  /// split_batches batch_size must then be a multiple of the ranks.
+  bool even_batches = false;
   /// New order each epoch; false keeps the dataset's order.
   bool shuffle = true;
   /// Batches of rows of similar length (less padding): the shuffled order is
@@ -44,6 +51,10 @@ struct LoaderOptions {
 /// size % G rows, drawn anew each epoch under shuffle. All ranks get the same
 /// number of batches; a last one of fewer than G rows is dealt out evenly, so a
 /// rank's share may be empty.
+///
+/// With split_batches G = batch_size. With even_batches the first rows of the
+/// epoch follow behind the last ones until G rows are full; those are then the
+/// last ones of each rank's batch.
 ///
 /// With group_by_length the longest row is in the first batch, so that what
 /// does not fit in memory fails at once, and a global batch is dealt out in
@@ -83,6 +94,13 @@ class DataLoader : public Stateful {
   int64_t cursor() const { return *cursor_; }
   /// Rows of one epoch over all ranks: without those that drop_last leaves out.
   int64_t epoch_rows() const;
+  /// The next begin() leaves out this rank's next `batches` ≥ 0, once. O(1).
+  void skip_first_batches(int64_t batches);
+  /// LoaderOptions of these names, which Accelerator::prepare sets.
+  bool even_batches() const { return options_.even_batches; }
+  bool split_batches() const { return options_.split_batches; }
+  void set_even_batches(bool even) { options_.even_batches = even; }
+  void set_split_batches(bool split) { options_.split_batches = split; }
   /// Deals rows over ranks; Accelerator::prepare calls it.
   void shard(int rank, int world_size);
   /// Batches of this rank in one epoch.
@@ -110,6 +128,8 @@ class DataLoader : public Stateful {
     iterator& operator++();
     /// Rows of the epoch, over all ranks, up to the end of this batch.
     int64_t cursor() const;
+    /// Rows at the end of this batch that even_batches repeats.
+    int64_t repeated_rows() const;
     bool operator==(const iterator& other) const {
       return position_ == other.position_;
     }
@@ -129,7 +149,7 @@ class DataLoader : public Stateful {
  private:
   std::shared_ptr<const Dataset> dataset_;
   LoaderOptions options_;
-  int64_t global_batch() const { return options_.batch_size * world_size_; }
+  int64_t global_batch() const;
 
   uint64_t epoch_ = 0;
   // Shared with the iterators, which move it; begin() consumes `start_`.

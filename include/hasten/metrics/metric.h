@@ -10,13 +10,40 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <utility>
+
 namespace hasten {
+
+namespace detail {
+
+/// A tensor that is a value: copying it copies its data.
+struct OwnTensor {
+  at::Tensor tensor{};
+  OwnTensor() = default;
+  explicit OwnTensor(at::Tensor t) : tensor(std::move(t)) {}
+  OwnTensor(const OwnTensor& other)
+      : tensor(other.tensor.defined() ? other.tensor.clone() : at::Tensor()) {}
+  OwnTensor& operator=(const OwnTensor& other) {
+    tensor = OwnTensor(other).tensor;
+    return *this;
+  }
+  OwnTensor(OwnTensor&&) noexcept = default;
+  OwnTensor& operator=(OwnTensor&&) noexcept = default;
+  ~OwnTensor() = default;
+};
+
+/// Throws InputError unless `state` has the sizes and dtype of `own`.
+void check_metric_state(
+    const char* where, const at::Tensor& state, const at::Tensor& own);
+
+} // namespace detail
 
 class Metric {
  public:
   virtual ~Metric() = default;
   /// Everything counted so far: one tensor on the CPU whose shape and dtype
-  /// (int64 or double) depend on the metric's options alone. A copy.
+  /// (int64 or double) depend on the metric's options alone. It may share memory
+  /// with the metric.
   virtual at::Tensor state() const = 0;
   /// Takes a copy of a state. Throws InputError for another shape or dtype.
   virtual void set_state(const at::Tensor& state) = 0;

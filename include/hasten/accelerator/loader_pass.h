@@ -1,0 +1,348 @@
+// One pass over a range of batches on one rank: reading, dealing out over ranks,
+// reading ahead, sending from rank 0. Nothing here is called by users; what it does
+// is said at DataLoaderConfiguration (hasten/accelerator/prepared_loader.h).
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+#include <concepts>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <iterator>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "hasten/accelerator/batch.h"
+#include "hasten/data/prefetch.h"
+
+namespace hasten::detail {
+
+class AcceleratorCore;
+
+template <typename Range>
+using RangeValue = std::decay_t<decltype(*std::begin(std::declval<Range&>()))>;
+
+// A batch on its way to a rank.
+template <typename Value>
+struct LoaderItem {
+  // Nothing: the round has none for this rank, and none without rows can be made.
+  std::optional<Value> batch{};
+  int64_t repeated = 0; // rows at its end that are in the epoch before
+  int64_t position = 0; // of the range, behind all batches of the round
+  bool optional = true; // a training loop may leave it out if it has no rows
+};
+
+// Reads on when it is asked to, never before.
+template <typename Range>
+class RangeReader {
+ public:
+  using Item = LoaderItem<RangeValue<Range>>;
+  explicit RangeReader(Range& range)
+      : first_(std::begin(range)), last_(std::end(range)) {}
+
+  std::optional<Item> read() {
+    if (started_ && !ended_) {
+      ++first_;
+    }
+    started_ = true;
+    ended_ = ended_ || !(first_ != last_);
+    if (ended_) {
+      return std::nullopt;
+    }
+    Item item;
+    item.batch.emplace(*first_);
+    if constexpr (requires { first_.repeated_rows(); }) {
+      item.repeated = first_.repeated_rows();
+    }
+    if constexpr (requires { first_.cursor(); }) {
+      item.position = first_.cursor();
+    } else {
+      item.position = ++reads_;
+    }
+    return item;
+  }
+
+ private:
+  decltype(std::begin(std::declval<Range&>())) first_;
+  decltype(std::end(std::declval<Range&>())) last_;
+  int64_t reads_ = 0;
+  bool started_ = false;
+  bool ended_ = false;
+};
+
+struct DealOptions {
+  int rank = 0;
+  int world_size = 1;
+  bool split = false;
+  bool even = false;
+  bool all_ranks = false; // make the others' parts too, and know the last round
+};
+
+// Rounds of batches, one for each rank, from batches as they come.
+template <typename Value>
+class BatchDealer {
+ public:
+  using Item = LoaderItem<Value>;
+  struct Round {
+    std::vector<Item> parts{}; // this rank's alone, or [rank] with all_ranks
+    bool last = false; // known with all_ranks and with even alone
+  };
+
+  BatchDealer(
+      std::function<std::optional<Item>()> read, const DealOptions& options)
+      : read_(std::move(read)), options_(options) {}
+
+  static PackedBatch packed(const Value& batch) {
+    PackedBatch packed = pack_batch(batch);
+    if (packed.tensors.empty() && !(packed.lists_rows && packed.rows == 0)) {
+      throw_no_tensor_inside();
+    }
+    return packed;
+  }
+
+  std::optional<Round> next() {
+    std::vector<Item> taken = take_round();
+    if (taken.empty()) {
+      return std::nullopt;
+    }
+    Round round;
+    if (options_.all_ranks || options_.even) {
+      ahead_ = read_();
+      round.last = !ahead_;
+    }
+    if (options_.split || (options_.even && round.last)) {
+      cut(taken, round);
+      return round;
+    }
+    const int64_t position = taken.back().position;
+    for (int rank = 0; rank < options_.world_size; ++rank) {
+      if (!options_.all_ranks && rank != options_.rank) {
+        continue;
+      }
+      const auto at = static_cast<size_t>(rank);
+      Item part;
+      if (at < taken.size()) {
+        part = std::move(taken[at]);
+      } else {
+        part.batch = form_;
+      }
+      part.position = position;
+      round.parts.push_back(std::move(part));
+    }
+    return round;
+  }
+
+ private:
+  std::vector<Item> take_round() {
+    std::vector<Item> taken;
+    const int wanted = options_.split ? 1 : options_.world_size;
+    const bool keep_all = options_.all_ranks || options_.even || options_.split;
+    while (static_cast<int>(taken.size()) < wanted) {
+      auto item = ahead_ ? std::exchange(ahead_, std::nullopt) : read_();
+      if (!item) {
+        break;
+      }
+      if (!form_ && options_.world_size > 1) {
+        form_ = batch_without_rows(*item->batch);
+      }
+      if (!keep_all && static_cast<int>(taken.size()) != options_.rank) {
+        item->batch.reset(); // another rank's
+      }
+      taken.push_back(std::move(*item));
+    }
+    if (options_.even && first_.empty() && !taken.empty()) {
+      for (const Item& item : taken) {
+        first_.push_back(packed(*item.batch));
+      }
+    }
+    return taken;
+  }
+
+  // Cuts what was taken into blocks, one for each rank; filled up if the tail is
+  // to be even.
+  void cut(const std::vector<Item>& taken, Round& round) {
+    std::vector<PackedBatch> batches;
+    for (const Item& item : taken) {
+      batches.push_back(packed(*item.batch));
+    }
+    PackedBatch joined =
+        batches.size() == 1 ? batches.front() : packed_concat(batches);
+    const int64_t real = joined.rows;
+    const int64_t world = options_.world_size;
+    if (options_.even) {
+      const int64_t full = even_rows(first_, options_.split, world);
+      if (round.last) {
+        joined = packed_filled(std::move(joined), first_, full);
+      }
+    }
+    for (int64_t rank = 0; rank < world; ++rank) {
+      if (!options_.all_ranks && rank != options_.rank) {
+        continue;
+      }
+      const int64_t each = joined.rows / world, more = joined.rows % world;
+      const int64_t begin = rank * each + std::min(rank, more);
+      const int64_t count = each + (rank < more ? 1 : 0);
+      Item part;
+      part.batch = unpack_batch(
+          packed_rows(joined, begin, count), Value(*taken.front().batch));
+      part.repeated = count - std::clamp<int64_t>(real - begin, 0, count);
+      part.position = taken.back().position;
+      round.parts.push_back(std::move(part));
+    }
+  }
+
+  std::function<std::optional<Item>()> read_;
+  DealOptions options_;
+  std::optional<Item> ahead_{};
+  std::optional<Value> form_{}; // a batch without rows
+  std::vector<PackedBatch> first_{}; // the first round, where tails are filled
+};
+
+// What rank 0 sends of one round.
+struct DispatchedRound {
+  std::vector<PackedBatch> parts{}; // [rank]; none: the end
+  std::vector<int64_t> repeated{}; // [rank]
+  int64_t position = 0;
+  bool last = false;
+  std::string error{}; // what reading threw; empty: nothing
+  bool is_input_error = false;
+};
+// Gives every rank its part: `round` is rank 0's, null on the others. Returns the
+// round with this rank's part alone (none on rank 0). Collective. Throws what rank
+// 0 could not read, on the others.
+DispatchedRound core_dispatch(AcceleratorCore& core, DispatchedRound* round);
+[[noreturn]] void throw_not_sendable();
+void describe_failure(DispatchedRound& round, const std::exception_ptr& error);
+
+struct PassOptions {
+  DealOptions deal{};
+  bool dispatch = false;
+  bool pin = false;
+  int64_t prefetch = 0;
+  int64_t skip = 0; // batches of the range to read and leave out first
+};
+
+template <typename Range>
+class LoaderPass {
+ public:
+  using Value = RangeValue<Range>;
+  using Item = LoaderItem<Value>;
+  using Round = typename BatchDealer<Value>::Round;
+
+  LoaderPass(
+      Range& range,
+      std::shared_ptr<AcceleratorCore> core,
+      const PassOptions& options)
+      : core_(std::move(core)),
+        options_(options),
+        dealer_([this] { return reader_->read(); }, options.deal) {
+    if (options.dispatch && options.deal.rank != 0) {
+      return; // the range is not touched
+    }
+    reader_.emplace(range);
+    for (int64_t i = 0; i < options.skip && reader_->read(); ++i) {
+    }
+  }
+  LoaderPass(const LoaderPass&) = delete;
+  LoaderPass& operator=(const LoaderPass&) = delete;
+
+  // This rank's next batch, on the host. Collective where rank 0 dispatches.
+  std::optional<Item> next() {
+    if (options_.dispatch) {
+      return dispatched();
+    }
+    std::optional<Round> round = read();
+    return round ? std::optional<Item>(std::move(round->parts.front()))
+                 : std::nullopt;
+  }
+
+ private:
+  std::optional<Round> read() {
+    if (options_.prefetch > 0 && !ahead_) {
+      ahead_.emplace([this] { return make(); }, options_.prefetch);
+    }
+    return ahead_ ? ahead_->next() : make();
+  }
+
+  std::optional<Round> make() {
+    std::optional<Round> round = dealer_.next();
+    if (round && options_.pin) {
+      for (Item& part : round->parts) {
+        if (part.batch) {
+          change_tensors(*part.batch, pinned);
+        }
+      }
+    }
+    return round;
+  }
+
+  std::optional<Item> dispatched() {
+    if (std::exchange(ended_, true)) {
+      return std::nullopt;
+    }
+    std::optional<Item> mine;
+    DispatchedRound sent;
+    if (options_.deal.rank == 0) {
+      std::exception_ptr error;
+      try {
+        mine = pack_round(sent);
+      } catch (...) {
+        error = std::current_exception();
+        describe_failure(sent, error);
+      }
+      core_dispatch(*core_, &sent);
+      if (error) {
+        std::rethrow_exception(error);
+      }
+    } else {
+      sent = core_dispatch(*core_, nullptr);
+      if (!sent.parts.empty()) {
+        mine.emplace();
+        if constexpr (std::default_initializable<Value>) {
+          mine->batch = unpack_batch(std::move(sent.parts.front()), Value());
+        }
+        mine->repeated = sent.repeated.front();
+        mine->position = sent.position;
+      }
+    }
+    ended_ = sent.last;
+    if (mine) {
+      mine->optional = sent.last; // else all ranks go on together
+    }
+    return mine;
+  }
+
+  std::optional<Item> pack_round(DispatchedRound& sent) {
+    if constexpr (!std::default_initializable<Value>) {
+      throw_not_sendable();
+    }
+    std::optional<Round> round = read();
+    sent.last = !round || round->last;
+    if (!round) {
+      return std::nullopt;
+    }
+    for (const Item& part : round->parts) {
+      if (!part.batch) {
+        throw_no_tensor_inside();
+      }
+      sent.parts.push_back(BatchDealer<Value>::packed(*part.batch));
+      sent.repeated.push_back(part.repeated);
+    }
+    sent.position = round->parts.front().position;
+    return std::move(round->parts.front());
+  }
+
+  std::shared_ptr<AcceleratorCore> core_;
+  PassOptions options_;
+  std::optional<RangeReader<Range>> reader_{};
+  BatchDealer<Value> dealer_;
+  bool ended_ = false; // nothing more is sent
+  std::optional<Prefetcher<Round>> ahead_{}; // last: its thread uses the others
+};
+
+} // namespace hasten::detail

@@ -1,0 +1,46 @@
+// exp of the mean negative log likelihood of tokens, over any number of batches
+// and ranks: a mean over all tokens, never a mean of batches' means.
+// Threading: one instance per thread. Nothing here communicates
+// (hasten/metrics/metric.h).
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+
+#include "hasten/metrics/metric.h"
+
+namespace hasten {
+
+class Perplexity : public Metric {
+ public:
+  /// Tokens with label `ignore_index` are not counted.
+  explicit Perplexity(int64_t ignore_index = -100);
+
+  /// Counts the tokens of a batch.
+  /// Shape: logits [..., vocabulary] (not probabilities), labels [...] int64, as
+  ///   they are: shift them before for a causal model. Memory: the logits in fp32,
+  ///   once. Local.
+  /// Throws InputError: other shapes, a label outside the vocabulary.
+  void update(const at::Tensor& logits, const at::Tensor& labels);
+  /// Counts a loss that is there already: the sum of the negative log likelihoods
+  /// of `tokens` ≥ 0 tokens.
+  void update(double loss_sum, double tokens);
+
+  /// NaN where no token was counted; infinity where one had probability 0.
+  double compute() const;
+  double tokens() const { return tokens_; }
+
+  /// double [2]: sum of losses, tokens.
+  at::Tensor state() const override;
+  void set_state(const at::Tensor& state) override;
+  void merge_state(const at::Tensor& other) override;
+  void reset() override;
+
+ private:
+  int64_t ignore_index_;
+  double loss_sum_ = 0;
+  double tokens_ = 0;
+};
+
+} // namespace hasten

@@ -1,0 +1,169 @@
+// Batches that rank 0 reads and all ranks get.
+#include <ATen/ATen.h>
+
+#include <cstring>
+#include <nlohmann/json.hpp>
+
+#include "accelerator_core.h"
+#include "hasten/accelerator/loader_pass.h"
+#include "hasten/base/error.h"
+
+namespace hasten::detail {
+
+constexpr const char* kDispatch = "batches of rank 0";
+constexpr int64_t kTensorAlignment = 64; // any dtype may start there
+
+void throw_not_sendable() {
+  throw InputError(
+      "accelerator::PreparedLoader",
+      "dispatch_batches, and the type of the batches has no default "
+      "constructor",
+      "a type that other ranks can make one of",
+      "leave dispatch_batches off, or use a struct of Tensors");
+}
+
+void describe_failure(DispatchedRound& round, const std::exception_ptr& error) {
+  round = {};
+  round.last = true;
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::exception& known) {
+    round.error = known.what();
+    round.is_input_error = dynamic_cast<const InputError*>(&known) != nullptr;
+  } catch (...) {
+    round.error = "an unknown exception";
+  }
+}
+
+int64_t aligned_bytes(int64_t bytes) {
+  return (bytes + kTensorAlignment - 1) / kTensorAlignment * kTensorAlignment;
+}
+
+// One buffer: the header, aligned, then the tensors at the offsets it says.
+at::Tensor encode_round(const DispatchedRound& round, int64_t& header_bytes) {
+  nlohmann::json header = {
+      {"last", round.last},
+      {"position", round.position},
+      {"error", round.error},
+      {"input", round.is_input_error}};
+  header["parts"] = nlohmann::json::array();
+  std::vector<at::Tensor> data;
+  int64_t offset = 0;
+  for (size_t rank = 0; rank < round.parts.size(); ++rank) {
+    const PackedBatch& part = round.parts[rank];
+    auto tensors = nlohmann::json::array();
+    for (const at::Tensor& tensor : part.tensors) {
+      if (rank == 0 || !tensor.defined()) {
+        tensors.push_back(nullptr); // rank 0 has its own
+        continue;
+      }
+      data.push_back(tensor.detach().cpu().contiguous());
+      tensors.push_back(
+          {static_cast<int>(tensor.scalar_type()),
+           tensor.sizes().vec(),
+           offset});
+      offset += aligned_bytes(static_cast<int64_t>(tensor.nbytes()));
+    }
+    header["parts"].push_back(
+        {{"tensors", std::move(tensors)},
+         {"names", part.names},
+         {"indices", part.indices},
+         {"rows", part.rows},
+         {"lists", part.lists_rows},
+         {"repeated", round.repeated[rank]}});
+  }
+  const std::vector<uint8_t> text = nlohmann::json::to_cbor(header);
+  header_bytes = static_cast<int64_t>(text.size());
+  const int64_t start = aligned_bytes(header_bytes);
+  at::Tensor buffer = at::empty({start + offset}, at::kByte);
+  auto* to = buffer.mutable_data_ptr<uint8_t>();
+  std::memcpy(to, text.data(), text.size());
+  to += start;
+  for (const at::Tensor& tensor : data) {
+    if (tensor.nbytes() > 0) {
+      std::memcpy(to, tensor.const_data_ptr(), tensor.nbytes());
+    }
+    to += aligned_bytes(static_cast<int64_t>(tensor.nbytes()));
+  }
+  return buffer;
+}
+
+DispatchedRound decode_round(
+    const at::Tensor& buffer, int64_t header_bytes, size_t rank) {
+  const auto* text = buffer.const_data_ptr<uint8_t>();
+  const auto header = nlohmann::json::from_cbor(text, text + header_bytes);
+  DispatchedRound round;
+  round.last = header["last"].get<bool>();
+  round.position = header["position"].get<int64_t>();
+  round.error = header["error"].get<std::string>();
+  round.is_input_error = header["input"].get<bool>();
+  if (header["parts"].empty()) {
+    return round;
+  }
+  const auto& part = header["parts"].at(rank);
+  PackedBatch batch;
+  batch.names = part["names"].get<std::vector<std::string>>();
+  batch.indices = part["indices"].get<std::vector<int64_t>>();
+  batch.rows = part["rows"].get<int64_t>();
+  batch.lists_rows = part["lists"].get<bool>();
+  for (const auto& form : part["tensors"]) {
+    if (form.is_null()) {
+      batch.tensors.emplace_back();
+      continue;
+    }
+    at::Tensor tensor = at::empty(
+        form[1].get<std::vector<int64_t>>(),
+        static_cast<at::ScalarType>(form[0].get<int>()));
+    if (tensor.nbytes() > 0) { // a copy: the buffer holds all ranks' rows
+      std::memcpy(
+          tensor.mutable_data_ptr(),
+          text + aligned_bytes(header_bytes) + form[2].get<int64_t>(),
+          tensor.nbytes());
+    }
+    batch.tensors.push_back(std::move(tensor));
+  }
+  round.parts.push_back(std::move(batch));
+  round.repeated.push_back(part["repeated"].get<int64_t>());
+  return round;
+}
+
+DispatchedRound core_dispatch(AcceleratorCore& core, DispatchedRound* round) {
+  int64_t header_bytes = 0;
+  at::Tensor buffer;
+  std::exception_ptr error;
+  if (round != nullptr) {
+    try {
+      buffer = encode_round(*round, header_bytes);
+    } catch (...) { // the others wait for something
+      error = std::current_exception();
+      describe_failure(*round, error);
+      buffer = encode_round(*round, header_bytes);
+    }
+  }
+  const at::Tensor sizes = at::tensor(
+      {header_bytes, buffer.defined() ? buffer.numel() : 0}, at::kLong);
+  core.communicator->broadcast(sizes, 0, kDispatch);
+  header_bytes = sizes[0].item<int64_t>();
+  if (round == nullptr) {
+    buffer = at::empty({sizes[1].item<int64_t>()}, at::kByte);
+  }
+  core.communicator->broadcast(buffer, 0, kDispatch);
+  if (error) {
+    std::rethrow_exception(error);
+  }
+  if (round != nullptr) {
+    return {};
+  }
+  DispatchedRound received =
+      decode_round(buffer, header_bytes, static_cast<size_t>(core.world.rank));
+  if (!received.error.empty()) {
+    const std::string what = "rank 0 could not read on: " + received.error;
+    if (received.is_input_error) {
+      throw InputError("accelerator::PreparedLoader", what);
+    }
+    throw Error("accelerator::PreparedLoader", what);
+  }
+  return received;
+}
+
+} // namespace hasten::detail

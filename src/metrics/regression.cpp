@@ -1,0 +1,190 @@
+#include "hasten/metrics/regression.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "metric_checks.h"
+
+namespace hasten {
+
+namespace detail {
+
+constexpr double kNoValue = std::numeric_limits<double>::quiet_NaN();
+
+// Two passes, from the first number: one that is repeated deviates by exactly 0.
+Moments moments_of(const at::Tensor& x, const at::Tensor& y) {
+  Moments moments;
+  moments.count = static_cast<double>(x.numel());
+  if (x.numel() == 0) {
+    return moments;
+  }
+  const at::Tensor first_x = x[0];
+  const at::Tensor first_y = y[0];
+  const at::Tensor mean_x = first_x + (x - first_x).mean();
+  const at::Tensor mean_y = first_y + (y - first_y).mean();
+  const at::Tensor dx = x - mean_x;
+  const at::Tensor dy = y - mean_y;
+  moments.mean_x = mean_x.item<double>();
+  moments.mean_y = mean_y.item<double>();
+  moments.xx = dx.square().sum().item<double>();
+  moments.yy = dy.square().sum().item<double>();
+  moments.xy = (dx * dy).sum().item<double>();
+  return moments;
+}
+
+void Moments::merge(const Moments& other) {
+  if (other.count == 0) {
+    return;
+  }
+  if (count == 0) {
+    *this = other;
+    return;
+  }
+  const double total = count + other.count;
+  const double share = other.count / total;
+  const double dx = other.mean_x - mean_x;
+  const double dy = other.mean_y - mean_y;
+  xx += other.xx + dx * dx * count * share;
+  yy += other.yy + dy * dy * count * share;
+  xy += other.xy + dx * dy * count * share;
+  mean_x += dx * share;
+  mean_y += dy * share;
+  count = total;
+}
+
+at::Tensor MeanError::state() const {
+  return at::tensor({sum_, count_}, at::kDouble);
+}
+
+void MeanError::set_state(const at::Tensor& state) {
+  check_metric_state("metrics::MeanError", state, this->state());
+  sum_ = state[0].item<double>();
+  count_ = state[1].item<double>();
+}
+
+void MeanError::merge_state(const at::Tensor& other) {
+  check_metric_state("metrics::MeanError", other, state());
+  sum_ += other[0].item<double>();
+  count_ += other[1].item<double>();
+}
+
+void MeanError::reset() { sum_ = count_ = 0; }
+
+} // namespace detail
+
+void MeanSquaredError::update(
+    const at::Tensor& predictions, const at::Tensor& targets) {
+  const auto batch = detail::regression_batch(
+      "metrics::MeanSquaredError", predictions, targets, false);
+  sum_ += (batch.predictions - batch.targets).square().sum().item<double>();
+  count_ += static_cast<double>(batch.targets.numel());
+}
+
+double MeanSquaredError::compute() const {
+  const double mean = sum_ / count_;
+  return squared_ ? mean : std::sqrt(mean);
+}
+
+void MeanAbsoluteError::update(
+    const at::Tensor& predictions, const at::Tensor& targets) {
+  const auto batch = detail::regression_batch(
+      "metrics::MeanAbsoluteError", predictions, targets, false);
+  sum_ += (batch.predictions - batch.targets).abs().sum().item<double>();
+  count_ += static_cast<double>(batch.targets.numel());
+}
+
+double MeanAbsoluteError::compute() const { return sum_ / count_; }
+
+void R2Score::update(const at::Tensor& predictions, const at::Tensor& targets) {
+  const auto batch =
+      detail::regression_batch("metrics::R2Score", predictions, targets, true);
+  targets_.merge(detail::moments_of(batch.targets, batch.targets));
+  squared_errors_ +=
+      (batch.predictions - batch.targets).square().sum().item<double>();
+}
+
+double R2Score::compute() const {
+  if (targets_.count < 2) {
+    return detail::kNoValue;
+  }
+  if (targets_.xx == 0 && !std::isnan(squared_errors_)) {
+    return squared_errors_ == 0 ? 1 : 0;
+  }
+  return 1 - squared_errors_ / targets_.xx;
+}
+
+at::Tensor R2Score::state() const {
+  return at::tensor(
+      {targets_.count, targets_.mean_x, targets_.xx, squared_errors_},
+      at::kDouble);
+}
+
+void R2Score::set_state(const at::Tensor& state) {
+  detail::check_metric_state("metrics::R2Score", state, this->state());
+  reset();
+  merge_state(state);
+}
+
+void R2Score::merge_state(const at::Tensor& other) {
+  detail::check_metric_state("metrics::R2Score", other, state());
+  detail::Moments moments;
+  moments.count = other[0].item<double>();
+  moments.mean_x = other[1].item<double>();
+  moments.xx = other[2].item<double>();
+  targets_.merge(moments);
+  squared_errors_ += other[3].item<double>();
+}
+
+void R2Score::reset() { *this = R2Score(); }
+
+void PearsonCorrCoef::update(
+    const at::Tensor& predictions, const at::Tensor& targets) {
+  const auto batch = detail::regression_batch(
+      "metrics::PearsonCorrCoef", predictions, targets, true);
+  moments_.merge(detail::moments_of(batch.predictions, batch.targets));
+}
+
+double PearsonCorrCoef::compute() const {
+  if (moments_.count < 2 || moments_.xx == 0 || moments_.yy == 0) {
+    return detail::kNoValue;
+  }
+  const double r =
+      moments_.xy / (std::sqrt(moments_.xx) * std::sqrt(moments_.yy));
+  return std::clamp(r, -1.0, 1.0);
+}
+
+at::Tensor PearsonCorrCoef::state() const {
+  return at::tensor(
+      {moments_.count,
+       moments_.mean_x,
+       moments_.mean_y,
+       moments_.xx,
+       moments_.yy,
+       moments_.xy},
+      at::kDouble);
+}
+
+void PearsonCorrCoef::set_state(const at::Tensor& state) {
+  detail::check_metric_state("metrics::PearsonCorrCoef", state, this->state());
+  reset();
+  merge_state(state);
+}
+
+void PearsonCorrCoef::merge_state(const at::Tensor& other) {
+  detail::check_metric_state("metrics::PearsonCorrCoef", other, state());
+  const auto values = other.accessor<double, 1>();
+  moments_.merge(
+      {.count = values[0],
+       .mean_x = values[1],
+       .mean_y = values[2],
+       .xx = values[3],
+       .yy = values[4],
+       .xy = values[5]});
+}
+
+void PearsonCorrCoef::reset() { moments_ = {}; }
+
+} // namespace hasten

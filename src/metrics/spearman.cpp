@@ -1,0 +1,190 @@
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <tuple>
+
+#include "hasten/base/error.h"
+#include "hasten/core/random.h"
+#include "hasten/metrics/regression.h"
+#include "metric_checks.h"
+
+namespace hasten {
+
+namespace detail {
+
+constexpr const char* kSpearman = "metrics::SpearmanCorrCoef";
+
+// Rank of each value among all, each counted `counts` times; equal ones share the
+// mean of their ranks. From 1.
+std::vector<double> mean_ranks(
+    const std::vector<double>& values, const std::vector<double>& counts) {
+  std::vector<size_t> order(values.size());
+  std::iota(order.begin(), order.end(), size_t{0});
+  std::sort(order.begin(), order.end(), [&](size_t a, size_t b) {
+    return values[a] < values[b];
+  });
+  std::vector<double> ranks(values.size());
+  double before = 0;
+  for (size_t begin = 0; begin < order.size();) {
+    size_t end = begin;
+    double count = 0;
+    for (; end < order.size() && values[order[end]] == values[order[begin]];
+         ++end) {
+      count += counts[order[end]];
+    }
+    for (size_t i = begin; i < end; ++i) {
+      ranks[order[i]] = before + (count + 1) / 2;
+    }
+    before += count;
+    begin = end;
+  }
+  return ranks;
+}
+
+} // namespace detail
+
+SpearmanCorrCoef::SpearmanCorrCoef(int64_t capacity) : capacity_(capacity) {
+  if (capacity < 2) {
+    throw InputError(
+        detail::kSpearman,
+        "capacity=" + std::to_string(capacity),
+        "at least 2");
+  }
+}
+
+void SpearmanCorrCoef::update(
+    const at::Tensor& predictions, const at::Tensor& targets) {
+  const auto batch =
+      detail::regression_batch(detail::kSpearman, predictions, targets, true);
+  const auto x = batch.predictions.contiguous();
+  const auto y = batch.targets.contiguous();
+  const auto* px = x.const_data_ptr<double>();
+  const auto* py = y.const_data_ptr<double>();
+  for (int64_t i = 0; i < x.numel(); ++i) {
+    rows_ += 1;
+    if (std::isnan(px[i]) || std::isnan(py[i])) {
+      nan_rows_ += 1;
+    } else {
+      add(px[i], py[i], 1);
+    }
+  }
+}
+
+void SpearmanCorrCoef::add(double x, double y, double count) {
+  x += 0.0; // -0 and 0 are one value
+  y += 0.0;
+  const uint64_t hash = stream_seed(
+      "spearman", 0, std::bit_cast<uint64_t>(x), std::bit_cast<uint64_t>(y));
+  if (full_ && hash > kept_.back().hash) {
+    return;
+  }
+  pending_.push_back({hash, x, y, count});
+  if (static_cast<int64_t>(pending_.size()) >=
+      std::max<int64_t>(capacity_, 1024)) {
+    compact();
+  }
+}
+
+// A pair left out here can not come back: the largest hash kept only falls.
+void SpearmanCorrCoef::compact() const {
+  if (pending_.empty()) {
+    return;
+  }
+  kept_.insert(kept_.end(), pending_.begin(), pending_.end());
+  pending_.clear();
+  const auto key = [](const Pair& pair) {
+    return std::tie(pair.hash, pair.x, pair.y);
+  };
+  std::sort(kept_.begin(), kept_.end(), [&](const Pair& a, const Pair& b) {
+    return key(a) < key(b);
+  });
+  size_t used = 0;
+  for (size_t i = 1; i < kept_.size(); ++i) {
+    if (key(kept_[i]) == key(kept_[used])) {
+      kept_[used].count += kept_[i].count;
+    } else {
+      kept_[++used] = kept_[i];
+    }
+  }
+  kept_.resize(std::min(used + 1, static_cast<size_t>(capacity_)));
+  full_ = static_cast<int64_t>(kept_.size()) == capacity_;
+}
+
+bool SpearmanCorrCoef::is_exact() const {
+  compact();
+  double counted = nan_rows_;
+  for (const Pair& pair : kept_) {
+    counted += pair.count;
+  }
+  return counted == rows_;
+}
+
+double SpearmanCorrCoef::compute() const {
+  compact();
+  std::vector<double> x, y, counts;
+  for (const Pair& pair : kept_) {
+    x.push_back(pair.x);
+    y.push_back(pair.y);
+    counts.push_back(pair.count);
+  }
+  const double rows = std::accumulate(counts.begin(), counts.end(), 0.0);
+  if (rows < 2 || nan_rows_ > 0) {
+    return std::numeric_limits<double>::quiet_NaN();
+  }
+  const auto rank_x = detail::mean_ranks(x, counts);
+  const auto rank_y = detail::mean_ranks(y, counts);
+  const double mean = (rows + 1) / 2;
+  double xx = 0, yy = 0, xy = 0;
+  for (size_t i = 0; i < counts.size(); ++i) {
+    const double dx = rank_x[i] - mean;
+    const double dy = rank_y[i] - mean;
+    xx += counts[i] * dx * dx;
+    yy += counts[i] * dy * dy;
+    xy += counts[i] * dx * dy;
+  }
+  if (xx == 0 || yy == 0) {
+    return std::numeric_limits<double>::quiet_NaN();
+  }
+  return std::clamp(xy / (std::sqrt(xx) * std::sqrt(yy)), -1.0, 1.0);
+}
+
+at::Tensor SpearmanCorrCoef::state() const {
+  compact();
+  const at::Tensor state = at::zeros({capacity_ + 1, 3}, at::kDouble);
+  auto values = state.accessor<double, 2>();
+  values[0][0] = rows_;
+  values[0][1] = nan_rows_;
+  for (size_t i = 0; i < kept_.size(); ++i) {
+    const auto row = static_cast<int64_t>(i) + 1;
+    values[row][0] = kept_[i].x;
+    values[row][1] = kept_[i].y;
+    values[row][2] = kept_[i].count;
+  }
+  return state;
+}
+
+void SpearmanCorrCoef::set_state(const at::Tensor& state) {
+  SpearmanCorrCoef fresh(capacity_);
+  fresh.merge_state(state);
+  *this = std::move(fresh);
+}
+
+void SpearmanCorrCoef::merge_state(const at::Tensor& other) {
+  detail::check_metric_state(
+      detail::kSpearman, other, at::empty({capacity_ + 1, 3}, at::kDouble));
+  const auto values = other.accessor<double, 2>();
+  for (int64_t i = 1; i <= capacity_ && values[i][2] > 0; ++i) {
+    add(values[i][0], values[i][1], values[i][2]);
+  }
+  compact();
+  rows_ += values[0][0];
+  nan_rows_ += values[0][1];
+}
+
+void SpearmanCorrCoef::reset() { *this = SpearmanCorrCoef(capacity_); }
+
+} // namespace hasten
