@@ -75,7 +75,7 @@ at::Tensor Collect::gather(const at::Tensor& tensor) {
   if (num_processes() == 1) {
     return own.to(tensor.device());
   }
-  if (core_->options.debug) {
+  if (core_->order_check != nullptr) {
     detail::require_same(*communicator(), "gather", detail::form_of(own));
   }
   auto sizes = own.sizes().vec();
@@ -122,7 +122,7 @@ at::Tensor Collect::reduce(
     result = result.to(at::kFloat); // rounded once, after scaling
   }
   if (num_processes() > 1) {
-    if (core_->options.debug) {
+    if (core_->order_check != nullptr) {
       detail::require_same(*communicator(), "reduce", detail::form_of(result));
     }
     communicator()->all_reduce(result, op, "reduce");
@@ -139,7 +139,7 @@ void Collect::reduce_metric(Metric& metric) {
     return;
   }
   const at::Tensor state = metric.state().contiguous();
-  if (core_->options.debug) {
+  if (core_->order_check != nullptr) {
     detail::require_same(
         *communicator(), "reduce(metric)", detail::form_of(state));
   }
@@ -164,7 +164,7 @@ at::Tensor Collect::broadcast(at::Tensor tensor, int from) {
   }
   const at::Tensor target = tensor.detach();
   const at::Tensor sent = target.cpu().contiguous();
-  if (core_->options.debug) {
+  if (core_->order_check != nullptr) {
     detail::require_same(
         *communicator(),
         "broadcast",

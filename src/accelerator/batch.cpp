@@ -145,10 +145,16 @@ PackedBatch packed_filled(
 }
 
 int64_t even_rows(
-    const std::vector<PackedBatch>& first, bool split, int64_t world_size) {
+    const std::vector<PackedBatch>& first,
+    bool split,
+    int64_t world_size,
+    bool only) {
   const int64_t rows = first.front().rows;
   if (!split) {
     return rows * world_size;
+  }
+  if (only) {
+    return (rows + world_size - 1) / world_size * world_size;
   }
   if (rows % world_size != 0) {
     throw InputError(

@@ -181,7 +181,10 @@ std::vector<std::vector<int64_t>> rank_batches(
 
 DataLoader::DataLoader(
     std::shared_ptr<const Dataset> dataset, LoaderOptions options)
-    : dataset_(std::move(dataset)), options_(options) {
+    : dataset_(std::move(dataset)),
+      options_(options),
+      given_even_(options.even_batches),
+      given_split_(options.split_batches) {
   detail::check_loader(options_);
   if (dataset_ == nullptr) {
     throw InputError("data::DataLoader", "dataset=null", "a data set");

@@ -21,12 +21,14 @@ Moments moments_of(const at::Tensor& x, const at::Tensor& y) {
   if (x.numel() == 0) {
     return moments;
   }
-  const at::Tensor first_x = x[0];
-  const at::Tensor first_y = y[0];
-  const at::Tensor mean_x = first_x + (x - first_x).mean();
-  const at::Tensor mean_y = first_y + (y - first_y).mean();
-  const at::Tensor dx = x - mean_x;
-  const at::Tensor dy = y - mean_y;
+  moments.first_x = x[0].item<double>();
+  moments.first_y = y[0].item<double>();
+  const at::Tensor from_x = x - moments.first_x;
+  const at::Tensor from_y = y - moments.first_y;
+  const at::Tensor mean_x = from_x.mean();
+  const at::Tensor mean_y = from_y.mean();
+  const at::Tensor dx = from_x - mean_x;
+  const at::Tensor dy = from_y - mean_y;
   moments.mean_x = mean_x.item<double>();
   moments.mean_y = mean_y.item<double>();
   moments.xx = dx.square().sum().item<double>();
@@ -45,8 +47,8 @@ void Moments::merge(const Moments& other) {
   }
   const double total = count + other.count;
   const double share = other.count / total;
-  const double dx = other.mean_x - mean_x;
-  const double dy = other.mean_y - mean_y;
+  const double dx = (other.first_x - first_x) + (other.mean_x - mean_x);
+  const double dy = (other.first_y - first_y) + (other.mean_y - mean_y);
   xx += other.xx + dx * dx * count * share;
   yy += other.yy + dy * dy * count * share;
   xy += other.xy + dx * dy * count * share;
@@ -118,7 +120,11 @@ double R2Score::compute() const {
 
 at::Tensor R2Score::state() const {
   return at::tensor(
-      {targets_.count, targets_.mean_x, targets_.xx, squared_errors_},
+      {targets_.count,
+       targets_.first_x,
+       targets_.mean_x,
+       targets_.xx,
+       squared_errors_},
       at::kDouble);
 }
 
@@ -131,11 +137,13 @@ void R2Score::set_state(const at::Tensor& state) {
 void R2Score::merge_state(const at::Tensor& other) {
   detail::check_metric_state("metrics::R2Score", other, state());
   detail::Moments moments;
-  moments.count = other[0].item<double>();
-  moments.mean_x = other[1].item<double>();
-  moments.xx = other[2].item<double>();
+  const auto values = other.accessor<double, 1>();
+  moments.count = values[0];
+  moments.first_x = values[1];
+  moments.mean_x = values[2];
+  moments.xx = values[3];
   targets_.merge(moments);
-  squared_errors_ += other[3].item<double>();
+  squared_errors_ += values[4];
 }
 
 void R2Score::reset() { *this = R2Score(); }
@@ -159,6 +167,8 @@ double PearsonCorrCoef::compute() const {
 at::Tensor PearsonCorrCoef::state() const {
   return at::tensor(
       {moments_.count,
+       moments_.first_x,
+       moments_.first_y,
        moments_.mean_x,
        moments_.mean_y,
        moments_.xx,
@@ -178,11 +188,13 @@ void PearsonCorrCoef::merge_state(const at::Tensor& other) {
   const auto values = other.accessor<double, 1>();
   moments_.merge(
       {.count = values[0],
-       .mean_x = values[1],
-       .mean_y = values[2],
-       .xx = values[3],
-       .yy = values[4],
-       .xy = values[5]});
+       .first_x = values[1],
+       .first_y = values[2],
+       .mean_x = values[3],
+       .mean_y = values[4],
+       .xx = values[5],
+       .yy = values[6],
+       .xy = values[7]});
 }
 
 void PearsonCorrCoef::reset() { moments_ = {}; }

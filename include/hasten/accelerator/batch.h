@@ -202,10 +202,14 @@ PackedBatch packed_concat(const std::vector<PackedBatch>& batches);
 // `batch` with rows of `first` behind it, again and again, until it has `rows`.
 PackedBatch packed_filled(
     PackedBatch batch, const std::vector<PackedBatch>& first, int64_t rows);
-// Rows of a full round over all ranks, by the first one. Throws InputError where
-// they do not divide evenly.
+// Rows of a full round over all ranks, by the first one; `only`: it is the last
+// one too, and so perhaps not full. Throws InputError where a full one does not
+// divide evenly.
 int64_t even_rows(
-    const std::vector<PackedBatch>& first, bool split, int64_t world_size);
+    const std::vector<PackedBatch>& first,
+    bool split,
+    int64_t world_size,
+    bool only);
 
 template <typename Value>
 PackedBatch pack_batch(Value batch) {

@@ -110,12 +110,13 @@ class BatchDealer {
     if (taken.empty()) {
       return std::nullopt;
     }
+    ++rounds_;
     Round round;
     if (options_.all_ranks || options_.even) {
       ahead_ = read_();
       round.last = !ahead_;
     }
-    if (options_.split || (options_.even && round.last)) {
+    if (options_.split || (round.last && is_short(taken))) {
       cut(taken, round);
       return round;
     }
@@ -163,6 +164,19 @@ class BatchDealer {
     return taken;
   }
 
+  // The round does not give every rank as much as the first one did.
+  bool is_short(const std::vector<Item>& taken) const {
+    if (!options_.even) {
+      return false;
+    }
+    int64_t rows = 0;
+    for (const Item& item : taken) {
+      rows += batch_rows(*item.batch).value_or(0);
+    }
+    return static_cast<int>(taken.size()) < options_.world_size ||
+           rows < even_rows(first_, false, options_.world_size, false);
+  }
+
   // Cuts what was taken into blocks, one for each rank; filled up if the tail is
   // to be even.
   void cut(const std::vector<Item>& taken, Round& round) {
@@ -175,7 +189,8 @@ class BatchDealer {
     const int64_t real = joined.rows;
     const int64_t world = options_.world_size;
     if (options_.even) {
-      const int64_t full = even_rows(first_, options_.split, world);
+      const int64_t full =
+          even_rows(first_, options_.split, world, round.last && rounds_ == 1);
       if (round.last) {
         joined = packed_filled(std::move(joined), first_, full);
       }
@@ -200,6 +215,7 @@ class BatchDealer {
   DealOptions options_;
   std::optional<Item> ahead_{};
   std::optional<Value> form_{}; // a batch without rows
+  int64_t rounds_ = 0;
   std::vector<PackedBatch> first_{}; // the first round, where tails are filled
 };
 

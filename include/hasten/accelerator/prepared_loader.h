@@ -247,9 +247,8 @@ class PreparedLoader {
     void shard() {
       auto& config = state->config;
       if constexpr (requires { range->set_even_batches(true); }) {
-        range->set_even_batches(config.even_batches || range->even_batches());
-        range->set_split_batches(
-            config.split_batches || range->split_batches());
+        range->set_even_batches(config.even_batches);
+        range->set_split_batches(config.split_batches);
         state->even = range->even_batches();
         options.deal.split = range->split_batches();
       } else if (

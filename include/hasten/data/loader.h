@@ -96,11 +96,16 @@ class DataLoader : public Stateful {
   int64_t epoch_rows() const;
   /// The next begin() leaves out this rank's next `batches` ≥ 0, once. O(1).
   void skip_first_batches(int64_t batches);
-  /// LoaderOptions of these names, which Accelerator::prepare sets.
+  /// LoaderOptions of these names. Accelerator::prepare turns on what its own
+  /// configuration asks for beside those given here.
   bool even_batches() const { return options_.even_batches; }
   bool split_batches() const { return options_.split_batches; }
-  void set_even_batches(bool even) { options_.even_batches = even; }
-  void set_split_batches(bool split) { options_.split_batches = split; }
+  void set_even_batches(bool even) {
+    options_.even_batches = even || given_even_;
+  }
+  void set_split_batches(bool split) {
+    options_.split_batches = split || given_split_;
+  }
   /// Deals rows over ranks; Accelerator::prepare calls it.
   void shard(int rank, int world_size);
   /// Batches of this rank in one epoch.
@@ -149,6 +154,8 @@ class DataLoader : public Stateful {
  private:
   std::shared_ptr<const Dataset> dataset_;
   LoaderOptions options_;
+  bool given_even_ = false; // at construction
+  bool given_split_ = false;
   int64_t global_batch() const;
 
   uint64_t epoch_ = 0;

@@ -32,9 +32,12 @@ class MeanError : public Metric {
 
 /// Moments of numbers, and of pairs of them, without cancellation: means and
 /// sums of products of deviations, merged as Chan, Golub and LeVeque (1979) do.
+/// Means are kept as their distance from the first number: beside a large mean
+/// their own rounding would show.
 struct Moments {
   double count = 0;
-  double mean_x = 0, mean_y = 0;
+  double first_x = 0, first_y = 0;
+  double mean_x = 0, mean_y = 0; // from the first
   double xx = 0, yy = 0, xy = 0;
   void merge(const Moments& other);
 };
@@ -71,7 +74,8 @@ class R2Score : public Metric {
   void update(const at::Tensor& predictions, const at::Tensor& targets);
   double compute() const;
 
-  /// double [4]: rows, mean and squared deviations of the targets, squared errors.
+  /// double [5]: rows; the targets' first, mean from it and squared deviations;
+  /// squared errors.
   at::Tensor state() const override;
   void set_state(const at::Tensor& state) override;
   void merge_state(const at::Tensor& other) override;
@@ -91,7 +95,8 @@ class PearsonCorrCoef : public Metric {
   void update(const at::Tensor& predictions, const at::Tensor& targets);
   double compute() const;
 
-  /// double [6]: rows, two means, three sums of products of deviations.
+  /// double [8]: rows, two first values, two means from them, three sums of
+  /// products of deviations.
   at::Tensor state() const override;
   void set_state(const at::Tensor& state) override;
   void merge_state(const at::Tensor& other) override;
