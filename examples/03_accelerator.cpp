@@ -1,98 +1,84 @@
-// A loop of one's own that runs on any number of processes, with gradients that
-// are those of the joined batch whatever the split:
+// The loop of 01 on any number of processes. When backward() returns, every
+// gradient is that of the batches of all processes joined; what follows it, torch's
+// clipping and optimizer, need not know.
 //
 //   03_accelerator examples/reviews.csv
 //   hasten launch --nproc 2 03_accelerator examples/reviews.csv
 //
-// Both print the same losses up to rounding: 2 processes × 8 rows × 2 batches a
-// step here, 1 × 16 × 2 there, and no dropout.
-#include <torch/nn/functional/loss.h>
+// Both print the same numbers up to rounding.
+#include <torch/torch.h>
 
-#include <iostream>
-#include <string>
+#include <tuple>
 
-#include "hasten/accelerator/accelerator.h"
-#include "hasten/base/error.h"
-#include "hasten/data/loader.h"
-#include "hasten/data/text_classification.h"
-#include "hasten/data/tokenized_dataset.h"
-#include "hasten/models/bert.h"
-#include "hasten/optim/adamw.h"
+#include "hasten/accelerator/accelerator.h" // 03
 #include "hasten/optim/schedule.h"
+#include "reviews.h"
 
-namespace hasten_example {
+namespace examples {
 
-using hasten::Batch;
+constexpr int64_t kEpochs = 6;
+constexpr int64_t kBatch = 16; // rows of a batch, over all processes
 
-// The rows of a file as batches of 16 over all processes, and the vocabulary.
-struct Reviews {
-  std::shared_ptr<hasten::TokenizedDataset> rows{};
-  int64_t vocab_size = 0;
-};
-
-Reviews read_reviews(const std::string& path) {
-  const auto data =
-      hasten::load_text_classification({.train_file = path, .table = {}});
-  hasten::WordPieceTokenizer tokenizer(
-      hasten::build_wordpiece_vocab(data.train.texts, {}), {});
-  const auto texts =
-      hasten::tokenize_texts(tokenizer, data.train.texts, /*max_length=*/32);
-  return {
-      std::make_shared<hasten::TokenizedDataset>(texts.ids, data.train.labels),
-      tokenizer.vocab_size()};
+double accuracy(auto& accelerator, auto& model, auto& loader) { // 03
+  torch::NoGradGuard no_grad;
+  model->eval();
+  int64_t right = 0, seen = 0;
+  for (const hasten::Batch& batch : loader) {
+    auto logits = model->forward(batch["input_ids"], batch["attention_mask"]);
+    torch::Tensor hits = logits.argmax(1) == batch["labels"];
+    hits = accelerator.gather_for_metrics(hits); // 03: each row once
+    right += hits.sum().item<int64_t>();
+    seen += hits.size(0);
+  }
+  return static_cast<double>(right) / static_cast<double>(seen);
 }
 
-int run(const std::string& path) {
-  constexpr int64_t kEpochs = 6;
-  hasten::Accelerator accelerator({.gradient_accumulation_steps = 2});
-  const Reviews reviews = read_reviews(path);
+void train(const std::string& csv, const std::string& save_to) {
+  hasten::Accelerator accelerator; // 03
+  const Reviews reviews = read_reviews(csv);
+  const int64_t rows = reviews.train->size();
+  const int64_t updates = (rows + kBatch - 1) / kBatch; // of an epoch
 
-  auto config = hasten::BertConfig::from_shape("bert-tiny", reviews.vocab_size);
-  config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0;
-  hasten::BertForSequenceClassification classifier(config);
-  hasten::AdamW adamw(
-      classifier->parameters(), torch::optim::AdamWOptions(1e-3));
-  const int64_t batch_size = 16 / accelerator.num_processes();
-  hasten::DataLoader batches(reviews.rows, {.batch_size = batch_size});
+  torch::manual_seed(42);
+  ReviewClassifier classifier(reviews.vocab_size, reviews.num_labels);
+  torch::optim::AdamW adamw(
+      classifier->parameters(),
+      torch::optim::AdamWOptions(1e-2).weight_decay(0));
+  const int64_t share = kBatch / accelerator.num_processes(); // 03
+  hasten::DataLoader batches(
+      reviews.train, {.batch_size = share, .group_by_length = false}); // 03
+  hasten::DataLoader held_out(reviews.eval, {.shuffle = false});
   hasten::LrScheduler linear(
-      adamw,
-      hasten::linear_schedule(4, kEpochs * (reviews.rows->size() + 31) / 32));
+      adamw, hasten::linear_schedule(0, kEpochs * updates));
 
   // [loop]
-  auto [model, optimizer, loader, scheduler] =
-      accelerator.prepare(classifier, adamw, batches, linear);
+  auto [model, optimizer, loader, scheduler, eval_loader] =
+      accelerator.prepare(classifier, adamw, batches, linear, held_out); // 03
   for (int64_t epoch = 0; epoch < kEpochs; ++epoch) {
+    model->train();
     loader.set_epoch(epoch);
-    for (const Batch& batch : loader) {
-      auto window = accelerator.accumulate(model);
+    double loss_sum = 0;
+    for (const hasten::Batch& batch : loader) {
       auto logits = model->forward(batch["input_ids"], batch["attention_mask"]);
       auto loss = torch::nn::functional::cross_entropy(logits, batch["labels"]);
-      accelerator.backward(loss); // the joined batch's gradient, on every rank
-      accelerator.clip_grad_norm_(model, 1.0);
-      optimizer.step(); // does nothing until the window is complete
+      loss_sum += loss.item<double>() * batch.rows();
+      accelerator.backward(loss); // 03: the joined batch's gradient
+      torch::nn::utils::clip_grad_norm_(model->parameters(), 1.0);
+      optimizer.step();
       scheduler.step();
       optimizer.zero_grad();
     }
-    accelerator.print(
-        "epoch " + std::to_string(epoch + 1) + " loss " +
-        std::to_string(accelerator.last_window().loss));
+    loss_sum = accelerator.reduce(torch::tensor(loss_sum)).item<double>(); // 03
+    const double right = accuracy(accelerator, model, eval_loader); // 03
+    accelerator.print(epoch_line(epoch + 1, loss_sum / rows, right)); // 03
   }
-  accelerator.finish();
+  save(model, accelerator.is_main_process() ? save_to : ""); // 03
+  accelerator.finish(); // 03
   // [/loop]
-  return 0;
 }
 
-} // namespace hasten_example
+} // namespace examples
 
 int main(int argc, char** argv) {
-  if (argc != 2) {
-    std::cerr << "usage: 03_accelerator reviews.csv\n";
-    return 2;
-  }
-  try {
-    return hasten_example::run(argv[1]);
-  } catch (const hasten::Error& error) {
-    std::cerr << "error: " << error.what() << '\n';
-    return 1;
-  }
+  return examples::run_example(argc, argv, examples::train);
 }

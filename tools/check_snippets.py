@@ -3,7 +3,7 @@
 
 A block stands under `<!-- examples/03_accelerator.cpp: loop -->` and must equal the
 lines between `// [loop]` and `// [/loop]` of that file, without their common
-indentation. `--fix` writes them. Relative links must lead to files that exist.
+indentation and without the marks of pieces inside it. `--fix` writes them. Relative links must lead to files that exist.
 """
 
 import re
@@ -11,6 +11,7 @@ import textwrap
 
 import tree
 
+PIECE = re.compile(r"^\s*// \[/?[\w-]+\]$")
 MARK = re.compile(r"^<!-- ([\w./-]+): ([\w-]+) -->$")
 LINK = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)(#[^)]*)?\)")
 
@@ -23,7 +24,7 @@ def piece(root, file, name):
     marks = [i for i, line in enumerate(lines) if line.strip() in (f"// [{name}]", f"// [/{name}]")]
     if len(marks) != 2:
         return None, f"{file} has no piece [{name}] … [/{name}]"
-    body = "\n".join(lines[marks[0] + 1 : marks[1]])
+    body = "\n".join(line for line in lines[marks[0] + 1 : marks[1]] if not PIECE.match(line))
     return textwrap.dedent(body).strip("\n").splitlines(), None
 
 

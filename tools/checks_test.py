@@ -123,6 +123,11 @@ class ChecksTest(unittest.TestCase):
         self.assert_good("snippets")
         self.assertIn("walk();", (self.root / "README.md").read_text())
 
+    def test_snippets_piece_in_a_piece(self):
+        write(self.root, {"examples/loop.cpp": "// [loop]\nrun();\n// [inner]\nwalk();\n// [/inner]\n// [/loop]\n"})
+        write(self.root, {"README.md": "<!-- examples/loop.cpp: loop -->\n```cpp\nrun();\nwalk();\n```\n"})
+        self.assert_good("snippets")
+
     def test_snippets_unmarked(self):
         self.assert_bad("snippets", {"README.md": "text\n\n```cpp\nrun();\n```\n"}, "names no compiled file")
 

@@ -27,4 +27,10 @@ run("configure with add_subdirectory" ${CMAKE_COMMAND} ${common}
   -S "${SOURCE}/tests/install/consumer" -B "${WORK}/subfolder"
   "-DHASTEN_SOURCE=${SOURCE}")
 run("build of one part" ${CMAKE_COMMAND} --build "${WORK}/subfolder" --target hasten_base -j 2)
+
+# The project of the adopted program, as somebody finds it in our sources.
+run("configure examples/adopt" ${CMAKE_COMMAND} ${common}
+  -S "${SOURCE}/examples/adopt" -B "${WORK}/adopt")
+run("compile the adopted program" ${CMAKE_COMMAND} --build "${WORK}/adopt" -j 2
+  --target CMakeFiles/discs_adopted.dir/discs_adopted.cpp.o hasten_base)
 file(REMOVE_RECURSE "${WORK}")

@@ -1,0 +1,194 @@
+// What the accelerator costs where it has nothing to do: one process, one batch a
+// step. Its loop beside LibTorch's own, step by step in turns, one thread.
+//   accelerator_overhead [--steps N] [--smoke]
+// Prints one JSON line per case: {"case", "steps", "ours", "plain"}, the median
+// seconds of a step: batch from the loader, forward, backward, AdamW, zero_grad.
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+
+#include "hasten/accelerator/accelerator.h"
+#include "hasten/core/random.h"
+#include "hasten/models/bert.h"
+#include "hasten/optim/adamw.h"
+
+namespace hasten {
+
+// Five layers: ten parameters, and a step that is nothing but overhead.
+struct TenParametersImpl : torch::nn::Module {
+  TenParametersImpl() {
+    for (int i = 0; i < 5; ++i) {
+      layers->push_back(torch::nn::Linear(4, 4));
+    }
+    register_module("layers", layers);
+  }
+  torch::nn::Sequential layers;
+};
+TORCH_MODULE(TenParameters);
+
+// The same batch again and again: an epoch of 512.
+struct Repeated {
+  std::vector<Batch> batches;
+  auto begin() const { return batches.begin(); }
+  auto end() const { return batches.end(); }
+};
+
+Repeated repeat(Batch batch, int64_t rows) {
+  for (int64_t row = 0; row < rows; ++row) {
+    batch.indices.push_back(row);
+  }
+  return {std::vector<Batch>(512, batch)};
+}
+
+// Turns through a range for ever: `step` is called with one batch of it.
+template <typename Range>
+class Turns {
+ public:
+  explicit Turns(Range& range)
+      : range_(range), at_(range.begin()), end_(range.end()) {}
+  template <typename Step>
+  double next(const Step& step) {
+    const auto start = std::chrono::steady_clock::now();
+    if (!(at_ != end_)) {
+      at_ = range_.begin();
+    }
+    step(*at_);
+    ++at_;
+    const std::chrono::duration<double> time =
+        std::chrono::steady_clock::now() - start;
+    return time.count();
+  }
+
+ private:
+  Range& range_;
+  decltype(std::declval<Range&>().begin()) at_;
+  decltype(std::declval<Range&>().end()) end_;
+};
+
+double median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return values[values.size() / 2];
+}
+
+template <typename Model>
+using LossOf = std::function<at::Tensor(Model&, const Batch&)>;
+
+// `make` gives the same model each time.
+template <typename Model>
+void compare(
+    const char* name,
+    int steps,
+    const std::function<Model()>& make,
+    const LossOf<Model>& loss_of,
+    Repeated data) {
+  const auto options = torch::optim::AdamWOptions(1e-4);
+  Model plain = make();
+  AdamW plain_optimizer(plain->parameters(), options);
+  Model ours = make();
+  AdamW adamw(ours->parameters(), options);
+  Accelerator accelerator({.seed = {}, .cpu = true});
+  at::set_num_threads(1);
+  auto [model, optimizer, loader] = accelerator.prepare(ours, adamw, data);
+
+  Turns plain_turns(data);
+  Turns our_turns(loader);
+  std::vector<double> plain_seconds, our_seconds;
+  const auto plain_step = [&] {
+    return plain_turns.next([&](const Batch& batch) {
+      loss_of(plain, batch).backward();
+      plain_optimizer.step();
+      plain_optimizer.zero_grad();
+    });
+  };
+  const auto our_step = [&, &model = model, &optimizer = optimizer] {
+    return our_turns.next([&](const Batch& batch) {
+      auto window = accelerator.accumulate(model);
+      accelerator.backward(loss_of(model, batch));
+      optimizer.step();
+      optimizer.zero_grad();
+    });
+  };
+  for (int step = -steps / 10 - 1; step < steps; ++step) {
+    // Who goes first changes: the first finds other things in the caches.
+    double first, second;
+    if (step % 2 == 0) {
+      first = plain_step();
+      second = our_step();
+    } else {
+      second = our_step();
+      first = plain_step();
+    }
+    if (step >= 0) {
+      plain_seconds.push_back(first);
+      our_seconds.push_back(second);
+    }
+  }
+  std::printf(
+      "{\"case\": \"%s\", \"steps\": %d, \"ours\": %.9f, \"plain\": %.9f}\n",
+      name,
+      steps,
+      median(our_seconds),
+      median(plain_seconds));
+  std::fflush(stdout);
+  accelerator.finish();
+}
+
+void compare_bert_mini(int steps) {
+  constexpr int64_t kRows = 8, kTokens = 32;
+  Batch batch;
+  batch.tensors["input_ids"] = torch::randint(1, 30'000, {kRows, kTokens});
+  batch.tensors["labels"] = torch::randint(0, 2, {kRows});
+  compare<BertForSequenceClassification>(
+      "bert_mini",
+      steps,
+      [] {
+        set_seed(1);
+        return BertForSequenceClassification(
+            BertConfig::from_shape("bert-mini"));
+      },
+      [](BertForSequenceClassification& model, const Batch& b) {
+        return torch::nn::functional::cross_entropy(
+            model->forward(b["input_ids"], at::Tensor()), b["labels"]);
+      },
+      repeat(batch, kRows));
+}
+
+void compare_ten_parameters(int steps) {
+  Batch batch;
+  batch.tensors["x"] = torch::randn({8, 4});
+  compare<TenParameters>(
+      "ten_parameters",
+      steps,
+      [] {
+        set_seed(1);
+        return TenParameters();
+      },
+      [](TenParameters& model, const Batch& b) {
+        return model->layers->forward(b["x"]).square().mean();
+      },
+      repeat(batch, 8));
+}
+
+} // namespace hasten
+
+int main(int argc, char** argv) {
+  int steps = 100;
+  for (int i = 1; i < argc; ++i) {
+    if (std::strcmp(argv[i], "--smoke") == 0) {
+      steps = 3;
+    } else if (std::strcmp(argv[i], "--steps") == 0 && i + 1 < argc) {
+      steps = std::max(1, std::atoi(argv[++i]));
+    } else {
+      std::fprintf(
+          stderr, "usage: accelerator_overhead [--steps N] [--smoke]\n");
+      return 2;
+    }
+  }
+  hasten::compare_bert_mini(steps);
+  hasten::compare_ten_parameters(100 * steps);
+}

@@ -1,0 +1,106 @@
+// What the examples share and no step of the ladder changes: the reviews of a CSV
+// file as rows of token ids, a small classifier of them, saving, and main().
+#pragma once
+
+#include <torch/torch.h>
+
+#include <cstdio>
+#include <memory>
+#include <string>
+
+#include "hasten/base/error.h"
+#include "hasten/data/loader.h"
+#include "hasten/data/text_classification.h"
+#include "hasten/data/tokenized_dataset.h"
+#include "hasten/io/safetensors.h"
+
+namespace examples {
+
+struct Reviews {
+  std::shared_ptr<hasten::TokenizedDataset> train{}; // four rows of five
+  std::shared_ptr<hasten::TokenizedDataset> eval{}; // the others
+  int64_t vocab_size = 0;
+  int64_t num_labels = 0;
+};
+
+// A CSV with columns text and label. The vocabulary is learnt from the texts.
+inline Reviews read_reviews(const std::string& path) {
+  const auto data = hasten::load_text_classification(
+      {.train_file = path, .eval_split = 0.2, .table = {}});
+  const hasten::WordPieceTokenizer tokenizer(
+      hasten::build_wordpiece_vocab(data.train.texts, {}), {});
+  const auto dataset = [&](const hasten::LabelledTexts& rows) {
+    return std::make_shared<hasten::TokenizedDataset>(
+        hasten::tokenize_texts(tokenizer, rows.texts, /*max_length=*/128).ids,
+        rows.labels);
+  };
+  return {
+      dataset(data.train),
+      dataset(data.eval),
+      tokenizer.vocab_size(),
+      static_cast<int64_t>(data.label_names.size())};
+}
+
+// The mean of the tokens' embeddings, one hidden layer, a number for each label.
+struct ReviewClassifierImpl : torch::nn::Module {
+  ReviewClassifierImpl(int64_t vocab_size, int64_t num_labels)
+      : embedding(
+            register_module("embedding", torch::nn::Embedding(vocab_size, 32))),
+        hidden(register_module("hidden", torch::nn::Linear(32, 32))),
+        output(register_module("output", torch::nn::Linear(32, num_labels))) {}
+
+  // ids, mask: [B, T]. Returns logits, [B, num_labels].
+  torch::Tensor forward(const torch::Tensor& ids, const torch::Tensor& mask) {
+    const auto weight = mask.unsqueeze(2).to(torch::kFloat);
+    const auto mean = (embedding(ids) * weight).sum(1) / weight.sum(1);
+    return output(torch::relu(hidden(mean)));
+  }
+
+  torch::nn::Embedding embedding;
+  torch::nn::Linear hidden, output;
+};
+TORCH_MODULE(ReviewClassifier);
+
+// Nothing where `path` is empty.
+inline void save(const ReviewClassifier& model, const std::string& path) {
+  if (!path.empty()) {
+    hasten::NamedTensors tensors;
+    for (const auto& parameter : model->named_parameters()) {
+      tensors[parameter.key()] = parameter.value().detach();
+    }
+    hasten::write_safetensors(path, tensors);
+  }
+}
+
+inline std::string epoch_line(int64_t epoch, double loss, double accuracy) {
+  char line[80];
+  std::snprintf(
+      line,
+      sizeof line,
+      "epoch %ld  loss %.4f  accuracy %.4f",
+      static_cast<long>(epoch),
+      loss,
+      accuracy);
+  return line;
+}
+
+// NAME reviews.csv [model.safetensors]
+inline int run_example(
+    int argc,
+    char** argv,
+    void (*train)(const std::string& csv, const std::string& save_to)) {
+  if (argc != 2 && argc != 3) {
+    std::fprintf(
+        stderr, "usage: %s reviews.csv [model.safetensors]\n", argv[0]);
+    return 2;
+  }
+  try {
+    train(argv[1], argc == 3 ? argv[2] : "");
+    return 0;
+  } catch (const hasten::Error& error) {
+    std::fprintf(stderr, "error: %s\n", error.what());
+    return 1;
+  }
+}
+
+} // namespace examples
