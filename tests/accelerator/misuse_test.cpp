@@ -176,7 +176,8 @@ TEST(Debug, NamesTheFirstCollectiveThatDiffers) {
 }
 
 TEST(Debug, NamesTheFirstParameterThatDiffers) {
-  const testing_support::ScopedEnvironment on({{"HASTEN_DEBUG", "1"}});
+  const testing_support::ScopedEnvironment on(
+      testing_support::EnvironmentValues{{"HASTEN_DEBUG", "1"}});
   auto accelerator = accelerator_of();
   auto batches = even_batches(4 * accelerator.num_processes());
   Ready r(accelerator);

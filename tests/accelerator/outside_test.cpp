@@ -223,8 +223,8 @@ TEST(NoSync, TheNextBackwardReducesWhatHasGathered) {
     // Both forwards inside no_sync; backward alone decides.
     const Tensor loss = mean_loss(net, own(2));
     auto sync = accelerator.trigger_sync(net);
-    EXPECT_TRUE(accelerator.sync_gradients());
     accelerator.backward(loss);
+    EXPECT_TRUE(accelerator.sync_gradients());
   }
   expect_gradients(*net, sum_of_rounds(3));
   EXPECT_EQ(accelerator.last_window().number, 2u);

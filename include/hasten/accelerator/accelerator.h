@@ -261,7 +261,7 @@ class Accelerator : public Collect {
 
   /// True where optimizers step after this batch's backward: in a batch that
   /// completes its window, and behind it until the next; outside accumulate()
-  /// always but under no_sync().
+  /// behind every backward but those under no_sync().
   bool sync_gradients() const;
   /// About the last complete window.
   const WindowReport& last_window() const;
