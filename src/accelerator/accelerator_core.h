@@ -184,6 +184,7 @@ class AcceleratorCore {
   void write_state(
       const std::filesystem::path* folder, const SaveStateOptions* request);
   void save_with_peers();
+  void plan_models(StateLoad& load);
   void plan_windows(StateLoad& load);
   void plan_learners(StateLoad& load);
   void plan_loaders(StateLoad& load);

@@ -425,8 +425,13 @@ void AcceleratorCore::register_object(
         "name=\"" + name + "\"" + (object ? "" : ", object=null"),
         "a name and an object");
   }
-  for (const RegisteredObject& other : objects_) {
+  for (RegisteredObject& other : objects_) {
     if (other.name == name) {
+      // Its owner is gone, or gives it again.
+      if (other.object.use_count() == 1 || other.object == object) {
+        other = {std::move(name), std::move(object), scope};
+        return;
+      }
       throw InputError(
           kWhere, "name=\"" + name + "\" is taken", "a name of its own");
     }

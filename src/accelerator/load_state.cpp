@@ -258,12 +258,8 @@ void AcceleratorCore::plan_learners(StateLoad& load) {
   }
 }
 
+// Windows, and gradients that somebody still adds to.
 void AcceleratorCore::plan_windows(StateLoad& load) {
-  const auto& models = load.shared.at("models");
-  check_count(load, "models", models.size(), models_.size());
-  for (size_t i = 0; i < models_.size(); ++i) {
-    plan_model(load, i, *models_[i].ddp->module());
-  }
   for (const auto& [name, values] : load.own.at("windows").items()) {
     const uint64_t mask = std::stoull(name);
     if (mask == 0 || mask >> models_.size() != 0) {
@@ -302,6 +298,16 @@ void AcceleratorCore::plan_windows(StateLoad& load) {
             "gradients." + std::to_string(i) + "."),
         gradients.at(i));
   }
+}
+
+void AcceleratorCore::plan_models(StateLoad& load) {
+  const auto& models = load.shared.at("models");
+  check_count(load, "models", models.size(), models_.size());
+  for (size_t i = 0; i < models_.size(); ++i) {
+    plan_model(load, i, *models_[i].ddp->module());
+  }
+  plan_windows(load);
+  const bool per_rank = load.shared.at("open_window").get<bool>();
   const auto serial = load.shared.at("windows_completed").get<uint64_t>();
   struct Standing {
     uint64_t window, completed;
@@ -317,30 +323,32 @@ void AcceleratorCore::plan_windows(StateLoad& load) {
   }
   const auto history = load.shared.at("step_history").get<uint64_t>();
   const bool accumulates = load.shared.at("accumulates").get<bool>();
-  load.apply.push_back([this, standing, serial, history, accumulates, per_rank] {
-    serial_ = serial;
-    exchange_->history = history;
-    accumulates_ = accumulates;
-    last_batch_completed_ = !per_rank;
-    closed_without_backward_ = 0;
-    fed_by_.clear();
-    report = {};
-    for (size_t i = 0; i < models_.size(); ++i) {
-      const auto found = windows_.find(standing[i].window);
-      models_[i].window = found == windows_.end() ? nullptr : &found->second;
-      models_[i].completed = standing[i].completed;
-      models_[i].outside = standing[i].outside;
-      models_[i].non_finite = standing[i].non_finite;
-      if (found != windows_.end() &&
-          (serial == standing[i].completed || models_.size() == 1)) {
-        report = found->second.report();
-      }
-    }
-    joined_in_range_ = false;
-    exchange_->pending = false;
-    actions_ = nlohmann::json::array();
-    seeded_ = true;
-  });
+  load.apply.push_back(
+      [this, standing, serial, history, accumulates, per_rank] {
+        serial_ = serial;
+        exchange_->history = history;
+        accumulates_ = accumulates;
+        last_batch_completed_ = !per_rank;
+        closed_without_backward_ = 0;
+        fed_by_.clear();
+        report = {};
+        for (size_t i = 0; i < models_.size(); ++i) {
+          const auto found = windows_.find(standing[i].window);
+          models_[i].window =
+              found == windows_.end() ? nullptr : &found->second;
+          models_[i].completed = standing[i].completed;
+          models_[i].outside = standing[i].outside;
+          models_[i].non_finite = standing[i].non_finite;
+          if (found != windows_.end() &&
+              (serial == standing[i].completed || models_.size() == 1)) {
+            report = found->second.report();
+          }
+        }
+        joined_in_range_ = false;
+        exchange_->pending = false;
+        actions_ = nlohmann::json::array();
+        seeded_ = true;
+      });
 }
 
 void AcceleratorCore::plan_loaders(StateLoad& load) {
@@ -486,7 +494,7 @@ LoadedState AcceleratorCore::load_state(
       read_state_files(
           load, world.rank, world.world_size, request.verify_checksums);
       check_other_world(load, world.world_size);
-      plan_windows(load);
+      plan_models(load);
       plan_learners(load);
       plan_loaders(load);
       plan_objects(load);

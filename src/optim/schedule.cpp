@@ -55,6 +55,17 @@ void LrScheduler::step() {
   apply();
 }
 
+void LrScheduler::set_base_lrs(std::vector<double> base_lrs) {
+  if (base_lrs.size() != base_lrs_.size()) {
+    throw InputError(
+        "optim::LrScheduler",
+        "base_lrs of " + std::to_string(base_lrs.size()) + " parameter groups",
+        "the optimizer's " + std::to_string(base_lrs_.size()));
+  }
+  base_lrs_ = std::move(base_lrs);
+  apply();
+}
+
 void LrScheduler::apply() {
   const double multiplier = schedule_(completed_updates_);
   last_lr_.clear();

@@ -125,6 +125,23 @@ void clear_output_dir(const std::filesystem::path& folder) {
   for (const char* name : detail::kRunRecords) {
     detail::remove_tree(folder / name);
   }
+  remove_unfinished_saves(folder);
+}
+
+void remove_unfinished_saves(const std::filesystem::path& folder) {
+  std::vector<std::filesystem::path> found;
+  std::error_code error;
+  for (const auto& entry : std::filesystem::directory_iterator(folder, error)) {
+    const std::string name = entry.path().filename().string();
+    const size_t mark = name.find(".tmp-");
+    if (mark != std::string::npos &&
+        detail::checkpoint_number(name.substr(0, mark))) {
+      found.push_back(entry.path());
+    }
+  }
+  for (const auto& path : found) {
+    detail::remove_tree(path);
+  }
 }
 
 std::vector<std::filesystem::path> rotate_checkpoints(

@@ -6,9 +6,9 @@
 #include <utility>
 
 #include "hasten/base/error.h"
+#include "hasten/base/files.h"
 #include "hasten/core/stateful.h"
 #include "hasten/io/safetensors.h"
-#include "hasten/trainer/output_folder.h"
 #include "training_run.h"
 
 namespace hasten {
@@ -58,27 +58,27 @@ void move_model(torch::nn::Module& model, const at::Device& device) {
   }
 }
 
-/// Rank 0 looks, all ranks throw.
-void agree_on_output_dir(TrainerParts& parts) {
-  std::string refusal;
-  std::exception_ptr error;
-  if (parts.is_main()) {
-    try {
-      require_free_output_dir(parts.arguments);
-    } catch (const InputError& e) {
-      refusal = e.what();
-      error = std::current_exception();
-    }
+/// Another file with as many rows has other lengths, or says so by its facts.
+std::string data_checksum(const Dataset& dataset) {
+  std::string bytes;
+  for (int64_t row = 0; row < dataset.size(); ++row) {
+    bytes += std::to_string(dataset.length(row)) + ",";
   }
-  refusal = parts.communicator()
-                .broadcast_json(refusal, "output folder")
-                .get<std::string>();
-  if (error) {
-    std::rethrow_exception(error);
+  return hash_hex(bytes);
+}
+
+/// The last of the finished run's records.
+TrainOutput output_of_finished_run(TrainerParts& parts) {
+  TrainOutput output;
+  output.already_finished = true;
+  parts.state = read_trainer_state(
+      std::filesystem::path(parts.arguments.output_dir) / "trainer_state.json");
+  output.global_step = parts.state.global_step;
+  if (!parts.state.log_history.empty()) {
+    output.metrics = parts.state.log_history.back();
+    output.training_loss = output.metrics.value("train_loss", 0.0);
   }
-  if (!refusal.empty()) {
-    throw InputError("trainer::train", "refused by rank 0: " + refusal);
-  }
+  return output;
 }
 
 void require_parts(const TrainerParts& parts) {
@@ -161,8 +161,24 @@ void Trainer::set_model_files(ModelFiles files) {
   impl_->parts.files = std::move(files);
 }
 
-void Trainer::add_callback(std::shared_ptr<TrainerCallback> callback) {
+void Trainer::add_callback(
+    std::shared_ptr<TrainerCallback> callback, std::string state_name) {
+  if (!state_name.empty()) {
+    auto stateful = std::dynamic_pointer_cast<Stateful>(callback);
+    if (!stateful) {
+      throw InputError(
+          "trainer::add_callback",
+          "state_name=" + state_name + " of a callback that has no state",
+          "a callback that is a hasten::Stateful too");
+    }
+    impl_->parts.stateful_callbacks[state_name] = std::move(stateful);
+  }
   impl_->parts.callbacks.push_back(std::move(callback));
+}
+
+void Trainer::set_run_facts(nlohmann::json listed, nlohmann::json altering) {
+  impl_->parts.listed_facts = std::move(listed);
+  impl_->parts.altering_facts = std::move(altering);
 }
 
 TrainOutput Trainer::train() {
@@ -186,12 +202,25 @@ TrainOutput Trainer::train() {
         "at least one row a process",
         "use fewer processes or more rows");
   }
+  if (!parts.altering_facts.contains("train_data")) {
+    parts.altering_facts["train_data"] = detail::data_checksum(*parts.train);
+  }
+  detail::RunStart start = detail::decide_start(parts);
+  if (start.finished) {
+    return detail::output_of_finished_run(parts);
+  }
   DataLoader counted(
-      parts.train, detail::train_loader_options(parts.arguments, world_size));
+      parts.train,
+      detail::train_loader_options(
+          parts.arguments, world_size, start.drop_batch));
   counted.shard(parts.accelerator->process_index(), world_size);
-  const TrainingPlan plan = make_training_plan(parts.arguments, counted.size());
-  detail::agree_on_output_dir(parts);
-  impl_->run = std::make_unique<detail::TrainingRun>(parts, plan);
+  TrainingPlan plan = make_training_plan(parts.arguments, counted.size());
+  plan = make_training_plan(
+      parts.arguments,
+      counted.size(),
+      detail::step_shift_of(start, plan, parts, counted.epoch_rows()));
+  impl_->run =
+      std::make_unique<detail::TrainingRun>(parts, plan, std::move(start));
   return impl_->run->run();
 }
 

@@ -1,7 +1,10 @@
 // What a Trainer holds between calls, shared by training and evaluation.
 #pragma once
 
+#include <map>
 #include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
 #include <vector>
 
 #include "hasten/accelerator/accelerator.h"
@@ -19,6 +22,9 @@ struct TrainerParts {
   std::shared_ptr<Accelerator> accelerator{};
   ModelFiles files{};
   std::vector<std::shared_ptr<TrainerCallback>> callbacks{};
+  std::map<std::string, std::shared_ptr<Stateful>> stateful_callbacks{};
+  nlohmann::json listed_facts = nlohmann::json::object();
+  nlohmann::json altering_facts = nlohmann::json::object();
   TrainerState state{};
 
   template <typename Call>

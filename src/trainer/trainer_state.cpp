@@ -57,36 +57,39 @@ std::string trainer_state_json(const TrainerState& state) {
   return finite_json(json).dump(2) + "\n";
 }
 
+TrainerState trainer_state_from(const nlohmann::json& json) {
+  TrainerState state;
+  const auto number = [&](const char* name, auto& field) {
+    if (const auto entry = json.find(name);
+        entry != json.end() && !entry->is_null()) {
+      entry->get_to(field);
+    }
+  };
+  json.at("global_step").get_to(state.global_step);
+  json.at("log_history").get_to(state.log_history);
+  number("epoch", state.epoch);
+  number("max_steps", state.max_steps);
+  number("num_train_epochs", state.num_train_epochs);
+  number("logging_steps", state.logging_steps);
+  number("eval_steps", state.eval_steps);
+  number("save_steps", state.save_steps);
+  number("train_batch_size", state.train_batch_size);
+  number("num_input_tokens_seen", state.num_input_tokens_seen);
+  number("best_model_checkpoint", state.best_model_checkpoint);
+  if (const auto best = json.find("best_metric");
+      best != json.end() && best->is_number()) {
+    state.best_metric = best->get<double>();
+  }
+  if (const auto best = json.find("best_global_step");
+      best != json.end() && best->is_number()) {
+    state.best_global_step = best->get<int64_t>();
+  }
+  return state;
+}
+
 TrainerState read_trainer_state(const std::filesystem::path& file) {
   try {
-    const nlohmann::json json = nlohmann::json::parse(read_file(file));
-    TrainerState state;
-    const auto number = [&](const char* name, auto& field) {
-      if (const auto entry = json.find(name);
-          entry != json.end() && !entry->is_null()) {
-        entry->get_to(field);
-      }
-    };
-    json.at("global_step").get_to(state.global_step);
-    json.at("log_history").get_to(state.log_history);
-    number("epoch", state.epoch);
-    number("max_steps", state.max_steps);
-    number("num_train_epochs", state.num_train_epochs);
-    number("logging_steps", state.logging_steps);
-    number("eval_steps", state.eval_steps);
-    number("save_steps", state.save_steps);
-    number("train_batch_size", state.train_batch_size);
-    number("num_input_tokens_seen", state.num_input_tokens_seen);
-    number("best_model_checkpoint", state.best_model_checkpoint);
-    if (const auto best = json.find("best_metric");
-        best != json.end() && best->is_number()) {
-      state.best_metric = best->get<double>();
-    }
-    if (const auto best = json.find("best_global_step");
-        best != json.end() && best->is_number()) {
-      state.best_global_step = best->get<int64_t>();
-    }
-    return state;
+    return trainer_state_from(nlohmann::json::parse(read_file(file)));
   } catch (const nlohmann::json::exception& error) {
     throw InputError(
         "trainer::read_trainer_state",

@@ -42,6 +42,8 @@ template <typename Arguments, typename Visit>
 void visit_arguments(Arguments& a, Visit&& visit) {
   visit("output_dir", a.output_dir);
   visit("overwrite_output_dir", a.overwrite_output_dir);
+  visit("resume_from_checkpoint", a.resume_from_checkpoint);
+  visit("allow_changed_arguments", a.allow_changed_arguments);
   visit("num_train_epochs", a.num_train_epochs);
   visit("max_steps", a.max_steps);
   visit("per_device_train_batch_size", a.per_device_train_batch_size);
@@ -279,6 +281,17 @@ void TrainingArguments::validate() const {
       "output_dir",
       output_dir,
       "a folder, or save_strategy=no");
+  require_argument(
+      resume_from_checkpoint.empty() || !overwrite_output_dir,
+      "resume_from_checkpoint",
+      resume_from_checkpoint,
+      "overwrite_output_dir=false: one goes on with the run in the folder, the "
+      "other removes it");
+  require_argument(
+      resume_from_checkpoint.empty() || !output_dir.empty(),
+      "resume_from_checkpoint",
+      resume_from_checkpoint,
+      "an output_dir");
   require_argument(
       !metric_for_best_model.empty(),
       "metric_for_best_model",

@@ -21,7 +21,9 @@ int64_t updates_of(double count_or_share, int64_t total) {
 } // namespace detail
 
 TrainingPlan make_training_plan(
-    const TrainingArguments& arguments, int64_t batches_per_epoch) {
+    const TrainingArguments& arguments,
+    int64_t batches_per_epoch,
+    int64_t step_shift) {
   if (batches_per_epoch < 1) {
     throw InputError(
         "trainer::plan",
@@ -32,18 +34,20 @@ TrainingPlan make_training_plan(
         "processes, or dataloader_drop_last=false");
   }
   TrainingPlan plan;
+  plan.step_shift = step_shift;
   const int64_t window = arguments.gradient_accumulation_steps;
   plan.updates_per_epoch = (batches_per_epoch + window - 1) / window;
   if (arguments.max_steps > 0) {
     plan.max_steps = arguments.max_steps;
   } else {
     plan.max_steps = static_cast<int64_t>(std::ceil(
-        arguments.num_train_epochs *
-        static_cast<double>(plan.updates_per_epoch)));
+                         arguments.num_train_epochs *
+                         static_cast<double>(plan.updates_per_epoch))) -
+                     step_shift;
   }
   plan.max_steps = std::max<int64_t>(1, plan.max_steps);
-  plan.epochs =
-      (plan.max_steps + plan.updates_per_epoch - 1) / plan.updates_per_epoch;
+  plan.epochs = (plan.max_steps + step_shift + plan.updates_per_epoch - 1) /
+                plan.updates_per_epoch;
   const double warmup = arguments.warmup_steps > 0 ? arguments.warmup_steps
                                                    : arguments.warmup_ratio;
   // A ratio of exactly 1 is a share, a count of 1 is not.

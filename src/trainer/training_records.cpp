@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "hasten/base/error.h"
-#include "hasten/io/commit.h"
 #include "hasten/trainer/output_folder.h"
 #include "training_run.h"
 
@@ -100,53 +99,6 @@ void TrainingRun::collect_tokens() {
   state_.num_input_tokens_seen = tokens_.padded;
 }
 
-std::string TrainingRun::hasten_state_json() const {
-  const nlohmann::json json = {
-      {"format", 1},
-      {"hasten_version", HASTEN_VERSION},
-      {"world_size", parts_.accelerator->num_processes()},
-      {"gradient_accumulation_steps",
-       parts_.arguments.gradient_accumulation_steps},
-      {"updates_per_epoch", plan_.updates_per_epoch},
-      {"train_rows", parts_.train->size()},
-      {"samples_seen", samples_},
-      {"tokens_seen", tokens_.real},
-      {"padded_tokens_seen", tokens_.padded},
-      {"train_loss", of_run_.mean()}};
-  return finite_json(json).dump(2) + "\n";
-}
-
-std::string TrainingRun::training_args_json() const {
-  return nlohmann::json(parts_.arguments).dump(2) + "\n";
-}
-
-void TrainingRun::save_checkpoint() {
-  if (last_saved_step_ == state_.global_step) {
-    return;
-  }
-  last_saved_step_ = state_.global_step;
-  collect_tokens();
-  const auto folder =
-      output_dir_ / ("checkpoint-" + std::to_string(state_.global_step));
-  if (state_.best_global_step == state_.global_step) {
-    state_.best_model_checkpoint = folder.string();
-  }
-  if (parts_.is_main()) {
-    FolderCommit commit(folder, CommitMode::replace);
-    parts_.files.save(commit.folder());
-    commit.write("trainer_state.json", trainer_state_json(state_));
-    commit.write("hasten_state.json", hasten_state_json());
-    commit.write("training_args.json", training_args_json());
-    commit.commit();
-    rotate_checkpoints(
-        output_dir_,
-        parts_.arguments.save_total_limit,
-        state_.best_global_step);
-  }
-  parts_.accelerator->wait_for_everyone(); // complete for all, or an error
-  parts_.notify([&](TrainerCallback& c) { c.on_save(folder); });
-}
-
 void TrainingRun::load_best() {
   if (state_.best_model_checkpoint.empty()) {
     return; // no evaluation gave a number: the model as it is
@@ -160,19 +112,6 @@ void TrainingRun::load_best() {
   if (parts_.is_main() && parts_.arguments.save_total_limit == 1) {
     keep_only_checkpoint(output_dir_, *state_.best_global_step);
   }
-}
-
-void TrainingRun::save_final() {
-  collect_tokens();
-  if (parts_.is_main()) {
-    FolderCommit commit(output_dir_, CommitMode::merge);
-    parts_.files.save(commit.folder());
-    commit.write("trainer_state.json", trainer_state_json(state_));
-    commit.write("hasten_state.json", hasten_state_json());
-    commit.write("training_args.json", training_args_json());
-    commit.commit();
-  }
-  parts_.accelerator->wait_for_everyone();
 }
 
 } // namespace hasten::detail

@@ -40,7 +40,8 @@ std::shared_ptr<AdamW> adamw_of(
           .weight_decay(a.weight_decay));
 }
 
-LoaderOptions train_loader_options(const TrainingArguments& a, int world_size) {
+LoaderOptions train_loader_options(
+    const TrainingArguments& a, int world_size, int64_t drop_batch) {
   LoaderOptions options;
   options.batch_size = a.per_device_train_batch_size;
   options.shuffle = a.train_sampling_strategy != SamplingStrategy::sequential;
@@ -49,6 +50,7 @@ LoaderOptions train_loader_options(const TrainingArguments& a, int world_size) {
   options.group_batch = a.per_device_train_batch_size *
                         a.gradient_accumulation_steps * world_size;
   options.drop_last = a.dataloader_drop_last;
+  options.drop_batch = drop_batch;
   options.seed = a.order_seed();
   return options;
 }
@@ -64,10 +66,13 @@ int64_t numbers_in(const std::vector<at::Tensor>& tensors) {
   return numbers;
 }
 
-TrainingRun::TrainingRun(TrainerParts& parts, const TrainingPlan& plan)
+TrainingRun::TrainingRun(
+    TrainerParts& parts, const TrainingPlan& plan, RunStart start)
     : parts_(parts),
       state_(parts.state),
       plan_(plan),
+      start_(std::move(start)),
+      run_state_(std::make_shared<RunState>(this)),
       output_dir_(parts.arguments.output_dir),
       groups_(decay_groups(*parts.model, parts.arguments.weight_decay)),
       adamw_(adamw_of(groups_, parts.arguments)),
@@ -76,13 +81,20 @@ TrainingRun::TrainingRun(TrainerParts& parts, const TrainingPlan& plan)
       data_loader_(std::make_shared<DataLoader>(
           parts.train,
           train_loader_options(
-              parts.arguments, parts.accelerator->num_processes()))) {}
+              parts.arguments,
+              parts.accelerator->num_processes(),
+              start_.drop_batch))) {}
 
 TrainOutput TrainingRun::run() {
   try {
     begin();
-    for (int64_t epoch = 0; !last_update(); ++epoch) {
-      run_epoch(epoch);
+    if (epoch_ended_ &&
+        (last_update() || state_.global_step == epochs_last_step(epoch_))) {
+      end_epoch(); // the state was saved before the report
+      ++epoch_;
+    }
+    for (; !last_update(); ++epoch_) {
+      run_epoch();
     }
     return finish();
   } catch (const std::exception& error) {
@@ -105,9 +117,15 @@ void TrainingRun::begin() {
   scheduler_.emplace(std::get<3>(std::move(handles)));
   window_loss_ =
       at::zeros({}, at::TensorOptions(accelerator.device()).dtype(at::kDouble));
-  next_learning_rate_ = lr_scheduler_->get_last_lr().at(0);
-
   state_ = TrainerState{};
+  if (!output_dir_.empty()) {
+    register_states();
+  }
+  run_time_.restart();
+  if (!start_.folder.empty()) {
+    load_checkpoint();
+  }
+  next_learning_rate_ = lr_scheduler_->get_last_lr().at(0);
   state_.max_steps = plan_.max_steps;
   state_.num_train_epochs = plan_.epochs;
   state_.logging_steps = plan_.logging_steps;
@@ -115,17 +133,9 @@ void TrainingRun::begin() {
   state_.save_steps = plan_.save_steps;
   state_.train_batch_size = parts_.arguments.per_device_train_batch_size;
   if (parts_.is_main() && !output_dir_.empty()) {
-    clear_output_dir(output_dir_);
-    metrics_file_.open(output_dir_ / "metrics.jsonl", std::ios::trunc);
-    if (!metrics_file_) {
-      throw InputError(
-          "trainer::train",
-          "cannot write path=" + (output_dir_ / "metrics.jsonl").string(),
-          "a folder this user may write to");
-    }
+    open_output_dir();
   }
   reset_peak_memory();
-  run_time_.restart();
   const RunDescription description = describe();
   parts_.notify([&](TrainerCallback& c) { c.on_train_begin(description); });
 }
@@ -151,12 +161,13 @@ RunDescription TrainingRun::describe() const {
   if (!output_dir_.empty()) {
     d.metrics_file = output_dir_ / "metrics.jsonl";
   }
+  d.resumed_step = start_.folder.empty() ? 0 : state_.global_step;
+  d.notes = start_.notes;
   return d;
 }
 
-void TrainingRun::run_epoch(int64_t epoch) {
-  const int64_t epochs_last_step = (epoch + 1) * plan_.updates_per_epoch;
-  loader_->set_epoch(static_cast<uint64_t>(epoch));
+void TrainingRun::run_epoch() {
+  loader_->set_epoch(static_cast<uint64_t>(epoch_));
   for (const Batch& batch : *loader_) {
     // Without a graph nobody reads the host: lengths are known to the dataset.
     if (batch.has("attention_mask")) {
@@ -169,7 +180,7 @@ void TrainingRun::run_epoch(int64_t epoch) {
       continue;
     }
     count_update();
-    if (state_.global_step == epochs_last_step) {
+    if (state_.global_step == epochs_last_step(epoch_)) {
       // What is due waits for the loader's end, which is collective: a rank
       // without a row in the last window takes part in it only there.
       continue;
@@ -184,7 +195,7 @@ void TrainingRun::run_epoch(int64_t epoch) {
     count_update();
   }
   after_update(true);
-  end_epoch(epoch);
+  end_epoch();
 }
 
 void TrainingRun::count_update() {
@@ -197,7 +208,7 @@ void TrainingRun::count_update() {
   of_run_.add(window);
   samples_ += window.rows;
   ++state_.global_step;
-  state_.epoch = static_cast<double>(state_.global_step) /
+  state_.epoch = static_cast<double>(state_.global_step + plan_.step_shift) /
                  static_cast<double>(plan_.updates_per_epoch);
   const StepProgress progress{
       state_.global_step, plan_.max_steps, state_.epoch, seconds_left()};
@@ -205,6 +216,7 @@ void TrainingRun::count_update() {
 }
 
 void TrainingRun::after_update(bool epoch_ended) {
+  epoch_ended_ = epoch_ended;
   const TrainingArguments& a = parts_.arguments;
   const auto due = [&](IntervalStrategy strategy, int64_t steps) {
     switch (strategy) {
@@ -233,16 +245,16 @@ void TrainingRun::after_update(bool epoch_ended) {
 }
 
 double TrainingRun::seconds_trained() const {
-  return run_time_.seconds() - seconds_aside_;
+  return run_seconds() - seconds_aside_;
 }
 
 double TrainingRun::seconds_left() const {
   const auto done = static_cast<double>(state_.global_step);
-  return run_time_.seconds() / done *
-         (static_cast<double>(plan_.max_steps) - done);
+  return run_seconds() / done * (static_cast<double>(plan_.max_steps) - done);
 }
 
-void TrainingRun::end_epoch(int64_t epoch) {
+void TrainingRun::end_epoch() {
+  epoch_ended_ = false;
   collect_tokens();
   at::Tensor peaks = at::tensor(
       {static_cast<double>(memory_stats().peak_bytes),
@@ -253,7 +265,7 @@ void TrainingRun::end_epoch(int64_t epoch) {
   peaks = peaks.cpu();
 
   EpochReport report;
-  report.epoch = epoch + 1;
+  report.epoch = epoch_ + 1;
   report.epochs = plan_.epochs;
   report.global_step = state_.global_step;
   report.training_loss = of_epoch_.mean();
@@ -294,7 +306,7 @@ void TrainingRun::end_epoch(int64_t epoch) {
 }
 
 TrainOutput TrainingRun::finish() {
-  const double seconds = run_time_.seconds();
+  const double seconds = run_seconds();
   const TrainingArguments& a = parts_.arguments;
   nlohmann::json record = {
       {"train_runtime", seconds},

@@ -9,6 +9,7 @@
 #include "hasten/data/loader.h"
 #include "hasten/optim/adamw.h"
 #include "hasten/optim/schedule.h"
+#include "run_start.h"
 #include "trainer_parts.h"
 
 namespace hasten::detail {
@@ -43,11 +44,32 @@ void require_loss(const LossOutput& loss);
 /// Equal updates for equal arguments.per_device_train_batch_size *
 /// gradient_accumulation_steps * world_size.
 LoaderOptions train_loader_options(
-    const TrainingArguments& arguments, int world_size);
+    const TrainingArguments& arguments, int world_size, int64_t drop_batch = 0);
+
+class TrainingRun;
+
+/// What the accelerator keeps of a run: empty once the run is gone.
+class RunState final : public Stateful {
+ public:
+  explicit RunState(TrainingRun* run) : run_(run) {}
+  void detach() { run_ = nullptr; }
+  void save_state(NamedTensors& tensors, nlohmann::json& values) const override;
+  void load_state(
+      const NamedTensors& tensors, const nlohmann::json& values) override;
+
+ private:
+  TrainingRun* run_;
+};
 
 class TrainingRun {
  public:
-  TrainingRun(TrainerParts& parts, const TrainingPlan& plan);
+  TrainingRun(TrainerParts& parts, const TrainingPlan& plan, RunStart start);
+  ~TrainingRun() { run_state_->detach(); }
+  TrainingRun(const TrainingRun&) = delete;
+  TrainingRun& operator=(const TrainingRun&) = delete;
+  /// Counts, sums and records so far, and back.
+  nlohmann::json progress() const;
+  void restore(const nlohmann::json& values);
   /// Collective. Ends the run on all ranks when it throws.
   TrainOutput run();
 
@@ -61,15 +83,22 @@ class TrainingRun {
 
   // training_run.cpp
   void begin();
-  void run_epoch(int64_t epoch);
+  void run_epoch();
   void count_update();
   /// Training record, evaluation and save, as they are due.
   void after_update(bool epoch_ended);
-  void end_epoch(int64_t epoch);
+  void end_epoch();
   TrainOutput finish();
   RunDescription describe() const;
   double seconds_left() const;
   double seconds_trained() const;
+  /// Those of the run's earlier parts included.
+  double run_seconds() const {
+    return run_seconds_before_ + run_time_.seconds();
+  }
+  int64_t epochs_last_step(int64_t epoch) const {
+    return (epoch + 1) * plan_.updates_per_epoch - plan_.step_shift;
+  }
 
   // training_records.cpp
   void log_training();
@@ -78,17 +107,25 @@ class TrainingRun {
   void append_record(const char* type, const nlohmann::json& record);
   /// Adds tokens over ranks. Collective.
   void collect_tokens();
-  void save_checkpoint();
   void load_best();
+
+  // run_state.cpp
+  void register_states();
+  void load_checkpoint();
+  void open_output_dir();
+  nlohmann::json run_json(bool finished) const;
+  void write_model_folder(
+      const std::filesystem::path& folder, bool finished) const;
+  void save_checkpoint();
   void save_final();
-  std::string hasten_state_json() const;
-  std::string training_args_json() const;
 
   bool last_update() const { return state_.global_step >= plan_.max_steps; }
 
   TrainerParts& parts_;
   TrainerState& state_;
   const TrainingPlan plan_;
+  const RunStart start_;
+  const std::shared_ptr<RunState> run_state_;
   const std::filesystem::path output_dir_;
 
   // Borrowed by the handles below, so they come first.
@@ -99,6 +136,9 @@ class TrainingRun {
   std::optional<PreparedOptimizer<AdamW>> optimizer_{};
   std::optional<PreparedLoader<DataLoader>> loader_{};
   std::optional<PreparedScheduler<LrScheduler>> scheduler_{};
+
+  int64_t epoch_ = 0; // under way, from 0
+  bool epoch_ended_ = false; // but not reported yet
 
   // The update under way, or the one just done.
   at::Tensor window_loss_{}; // this rank's, on the device; read only on failure
@@ -122,6 +162,7 @@ class TrainingRun {
   std::map<std::string, double> epoch_evaluation_{};
 
   Stopwatch run_time_{};
+  double run_seconds_before_ = 0;
   double seconds_aside_ = 0; // in evaluations and saves
   double seconds_trained_before_epoch_ = 0;
   int64_t last_saved_step_ = -1;

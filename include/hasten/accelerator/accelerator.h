@@ -293,7 +293,8 @@ class Accelerator : public Collect {
       const LoadStateOptions& options = {});
   /// Makes an object of the user's part of the state, under a name of its own.
   /// Every rank registers the same names. A reference is borrowed: it outlives
-  /// the accelerator's last save or load. Throws InputError for a name taken.
+  /// the accelerator's last save or load. Throws InputError for a name taken, unless
+  /// by a shared object that nobody else holds any more.
   void register_for_checkpointing(
       std::string name,
       std::shared_ptr<Stateful> object,

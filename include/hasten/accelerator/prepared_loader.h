@@ -186,6 +186,9 @@ class PreparedLoader {
   }
   /// Of the next begin(): after load_state() the one that was under way.
   uint64_t epoch() const { return shared_->position.epoch; }
+  /// How much of the pass was handed out: rows over all ranks where the range has
+  /// set_cursor(n), such as DataLoader; else batches.
+  int64_t cursor() const { return shared_->position.cursor; }
   /// Batches of this rank in one epoch, where the range deals itself; batches
   /// without rows included.
   int64_t size() const
@@ -367,7 +370,7 @@ class PreparedLoader {
       state->open = false;
     }
     Stateful* stateful_range() const {
-      if constexpr (std::derived_from<Range, Stateful>) {
+      if constexpr (kSeeks && std::derived_from<Range, Stateful>) {
         return range.get();
       } else {
         return nullptr;

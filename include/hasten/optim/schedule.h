@@ -38,6 +38,9 @@ class LrScheduler final : public Stateful {
   /// The learning rate the next update uses. [group]
   const std::vector<double>& get_last_lr() const { return last_lr_; }
   int64_t completed_updates() const { return completed_updates_; }
+  /// Peak of each group. Setting them sets the present learning rates.
+  const std::vector<double>& base_lrs() const { return base_lrs_; }
+  void set_base_lrs(std::vector<double> base_lrs);
   torch::optim::Optimizer& optimizer() const { return optimizer_; }
 
   /// values: completed_updates, base_lrs. No tensors.

@@ -11,6 +11,7 @@
 #include <map>
 #include <nlohmann/json_fwd.hpp>
 #include <string>
+#include <vector>
 
 #include "hasten/trainer/training_plan.h"
 
@@ -39,6 +40,11 @@ struct RunDescription {
   /// Empty where nothing is written.
   std::filesystem::path output_dir{};
   std::filesystem::path metrics_file{};
+  /// Updates done before, by the run this one goes on with.
+  int64_t resumed_step = 0;
+  /// What there is to say about how it began: what it resumes from, what was
+  /// passed over and why, arguments that have changed.
+  std::vector<std::string> notes{};
 };
 
 /// Where a run stands, after each update. Local counts, no communication.
@@ -81,6 +87,7 @@ struct EpochReport {
   double seconds_left = 0;
 };
 
+/// One that is a Stateful too and was added under a name is part of checkpoints.
 class TrainerCallback {
  public:
   virtual ~TrainerCallback() = default;

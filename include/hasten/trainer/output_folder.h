@@ -3,8 +3,10 @@
 //
 //   output_dir/
 //     metrics.jsonl          one JSON object a line, written through at once
-//     checkpoint-N/          model, trainer_state.json, hasten_state.json after
-//                            update N; complete or absent
+//     checkpoint-N/          the training state after update N; complete or absent.
+//                            Also a model folder: model, trainer_state.json,
+//                            training_args.json, hasten_state.json beside the
+//                            files of hasten/accelerator/state.h
 //     …                      the final model's files, trainer_state.json,
 //                            training_args.json and hasten_state.json
 #pragma once
@@ -39,6 +41,10 @@ struct CheckpointFolder {
 };
 std::vector<CheckpointFolder> checkpoint_folders(
     const std::filesystem::path& folder);
+
+/// Removes what writers that were killed left of a checkpoint in the making
+/// ("checkpoint-N.tmp-…").
+void remove_unfinished_saves(const std::filesystem::path& folder);
 
 /// Removes the oldest until `limit` are left; 0 keeps all. The newest and
 /// `best_step`'s are never removed, so that with a limit of 1 two may stay.

@@ -64,6 +64,8 @@ struct TrainOutput {
   /// The final record: train_runtime (s), train_samples_per_second,
   /// train_steps_per_second, train_loss, epoch.
   nlohmann::json metrics{};
+  /// output_dir held the finished run already: nothing was done.
+  bool already_finished = false;
 };
 
 struct PredictionOutput {
@@ -96,14 +98,25 @@ class Trainer {
 
   /// Before train().
   void set_model_files(ModelFiles files);
-  void add_callback(std::shared_ptr<TrainerCallback> callback);
+  /// With a `state_name`, the same on every rank, the callback is a Stateful and
+  /// its state is part of checkpoints. Throws InputError where it is none.
+  void add_callback(
+      std::shared_ptr<TrainerCallback> callback, std::string state_name = {});
+  /// What the run depends on beside the arguments, as JSON objects of name and
+  /// value: where one differs when the run is resumed it is listed (`listed`), or
+  /// refused as a changed argument is (`altering`; "train_data", a checksum of
+  /// rows and lengths, is in there unless given). Before train().
+  void set_run_facts(nlohmann::json listed, nlohmann::json altering);
 
-  /// The whole run. Leaves the final model (the best one with
+  /// The whole run, or the rest of it: with resume_from_checkpoint it goes on as
+  /// if it had not been interrupted, bit for bit at the same world size, and on
+  /// any other sees each row of the epoch once. Leaves the final model (the best one with
   /// load_best_model_at_end) in output_dir and in the module.
   /// At the last update there is always a training record, and an evaluation
   /// and a save unless their strategy is no.
   /// Throws InputError before anything is written (output_dir holds another
-  /// run, more processes than rows), TrainingError for a loss or gradient that
+  /// run, more processes than rows, a damaged checkpoint, changed arguments),
+  /// TrainingError for a loss or gradient that
   /// is not finite, naming update and rank, before the parameters change;
   /// Interrupted when a signal was remembered (base/process.h).
   TrainOutput train();

@@ -42,6 +42,9 @@ std::string trainer_state_json(const TrainerState& state);
 /// Throws InputError naming the file and what is wrong with it.
 TrainerState read_trainer_state(const std::filesystem::path& file);
 
+/// The same from JSON. Throws nlohmann::json::exception.
+TrainerState trainer_state_from(const nlohmann::json& json);
+
 /// A copy without NaN and infinities: null in their place.
 nlohmann::json finite_json(nlohmann::json value);
 

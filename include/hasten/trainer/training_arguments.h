@@ -47,6 +47,13 @@ struct TrainingArguments {
   /// checkpoint-N folders and records are removed first.
   bool overwrite_output_dir = false;
 
+  /// Where to go on from: empty starts afresh; auto, latest or a checkpoint-N
+  /// folder: hasten/trainer/resume.h. Excludes overwrite_output_dir.
+  std::string resume_from_checkpoint{};
+  /// Goes on although arguments that alter the trajectory are not those the run
+  /// was begun with.
+  bool allow_changed_arguments = false;
+
   // How long.
 
   /// Passes over the training data, > 0; may be fractional.
@@ -93,7 +100,8 @@ struct TrainingArguments {
   IntervalStrategy eval_strategy = IntervalStrategy::epoch;
   /// Updates, or below 1 a share of all; > 0.
   double eval_steps = 500;
-  /// Writes output_dir/checkpoint-N. Cost: the model's bytes on disk each.
+  /// Writes output_dir/checkpoint-N, from which a run can go on. Cost: three times
+  /// the model's bytes on disk each (weights, two moments).
   IntervalStrategy save_strategy = IntervalStrategy::epoch;
   double save_steps = 500;
   /// checkpoint-N folders kept; the oldest go first, the best never. 0 keeps

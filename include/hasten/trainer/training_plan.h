@@ -22,6 +22,9 @@ struct TrainingPlan {
   int64_t logging_steps = 1;
   int64_t eval_steps = 1;
   int64_t save_steps = 1;
+  /// global_step + step_shift = updates as if all of them had had this plan's
+  /// batch. Not 0 only after a run went on with another total batch.
+  int64_t step_shift = 0;
 };
 
 /// `batches_per_epoch`: micro-batches of one rank (DataLoader::size()), >= 1.
@@ -29,6 +32,8 @@ struct TrainingPlan {
 /// ceil(num_train_epochs * updates_per_epoch) unless given; shares are rounded
 /// up. Throws InputError where the batches are fewer than 1.
 TrainingPlan make_training_plan(
-    const TrainingArguments& arguments, int64_t batches_per_epoch);
+    const TrainingArguments& arguments,
+    int64_t batches_per_epoch,
+    int64_t step_shift = 0);
 
 } // namespace hasten

@@ -1,0 +1,308 @@
+#include "hasten/trainer/resume.h"
+
+#include <algorithm>
+#include <sstream>
+#include <system_error>
+
+#include "hasten/base/error.h"
+#include "hasten/base/files.h"
+#include "hasten/io/commit.h"
+#include "hasten/trainer/output_folder.h"
+
+namespace hasten {
+
+namespace detail {
+
+constexpr const char* kResumeWhere = "trainer::resume";
+constexpr const char* kRunFile = "hasten_state.json";
+constexpr const char* kTrainingStateFile = "state.json";
+
+void check_file_sizes(const std::filesystem::path& folder) {
+  for (const auto& [name, entry] : read_manifest(folder)) {
+    std::error_code error;
+    const auto size = std::filesystem::file_size(folder / name, error);
+    if (error || size != entry.size) {
+      throw InputError(
+          kResumeWhere,
+          (folder / name).string() + ": " +
+              (error ? error.message() : "size=" + std::to_string(size)),
+          std::to_string(entry.size) + " bytes, as saved");
+    }
+  }
+}
+
+/// Empty where a run can go on from the folder.
+std::string why_not_resumable(
+    const std::filesystem::path& folder, bool verify_checksums) {
+  try {
+    verify_checksums ? verify_manifest(folder) : check_file_sizes(folder);
+    std::error_code error;
+    if (!std::filesystem::exists(folder / kTrainingStateFile, error)) {
+      return "it holds a model without its training state (" +
+             std::string(kTrainingStateFile) + " is missing)";
+    }
+    read_saved_run(folder);
+  } catch (const InputError& error) {
+    return error.what();
+  }
+  return {};
+}
+
+bool is_finished_run(const std::filesystem::path& output_dir) {
+  std::error_code error;
+  if (!std::filesystem::exists(output_dir / kRunFile, error)) {
+    return false;
+  }
+  try {
+    check_file_sizes(output_dir);
+    return read_saved_run(output_dir).run.value("finished", false);
+  } catch (const InputError&) {
+    return false;
+  }
+}
+
+std::string joined_lines(const std::vector<std::string>& lines) {
+  std::string text;
+  for (const std::string& line : lines) {
+    text += (text.empty() ? "" : "; ") + line;
+  }
+  return text;
+}
+
+} // namespace detail
+
+ResumePoint find_resume_point(
+    const TrainingArguments& arguments, bool verify_checksums) {
+  const std::string& asked = arguments.resume_from_checkpoint;
+  const std::filesystem::path output_dir = arguments.output_dir;
+  const std::string said = "resume_from_checkpoint=" + asked;
+  ResumePoint point;
+  if (asked.empty()) {
+    return point;
+  }
+  if (asked != "auto" && asked != "latest") {
+    const std::string reason =
+        detail::why_not_resumable(asked, verify_checksums);
+    if (!reason.empty()) {
+      throw InputError(
+          detail::kResumeWhere,
+          said + " cannot be resumed from: " + reason,
+          "a complete checkpoint-N folder, auto or latest");
+    }
+    point.folder = asked;
+    return point;
+  }
+  point.finished = detail::is_finished_run(output_dir);
+  auto checkpoints = checkpoint_folders(output_dir);
+  std::reverse(checkpoints.begin(), checkpoints.end());
+  for (const CheckpointFolder& checkpoint : checkpoints) {
+    const std::string reason =
+        detail::why_not_resumable(checkpoint.path, verify_checksums);
+    if (reason.empty()) {
+      point.folder = checkpoint.path;
+      break;
+    }
+    point.skipped.push_back(
+        checkpoint.path.filename().string() + ": " + reason);
+  }
+  if (point.finished || !point.folder.empty()) {
+    return point;
+  }
+  if (!point.skipped.empty()) {
+    throw InputError(
+        detail::kResumeWhere,
+        said + ": no checkpoint in " + output_dir.string() +
+            " can be resumed from: " + detail::joined_lines(point.skipped),
+        "a complete checkpoint-N",
+        "look at them; to begin again use another output_dir, or "
+        "overwrite_output_dir without resume_from_checkpoint");
+  }
+  if (asked == "latest") {
+    throw InputError(
+        detail::kResumeWhere,
+        said + ": there is no checkpoint-N in " + output_dir.string(),
+        "a run that was saved there",
+        "use auto, which starts afresh where there is none");
+  }
+  const auto trace = trace_of_a_run(output_dir);
+  std::error_code error;
+  if (!trace.empty() &&
+      !std::filesystem::exists(output_dir / "metrics.jsonl", error) &&
+      !std::filesystem::exists(output_dir / detail::kRunFile, error)) {
+    throw InputError(
+        detail::kResumeWhere,
+        said + ": " + output_dir.string() + " holds a model (" +
+            trace.filename().string() + ") but no run",
+        "a new folder, or that of a run",
+        "choose another output_dir");
+  }
+  return point;
+}
+
+SavedRun read_saved_run(const std::filesystem::path& folder) {
+  const auto read = [&](const char* name) {
+    const auto path = folder / name;
+    try {
+      nlohmann::json json = nlohmann::json::parse(read_file(path));
+      if (json.is_object()) {
+        return json;
+      }
+    } catch (const nlohmann::json::exception& error) {
+      throw InputError(
+          detail::kResumeWhere, path.string() + ": " + error.what());
+    }
+    throw InputError(detail::kResumeWhere, path.string() + ": no JSON object");
+  };
+  SavedRun saved{read("training_args.json"), read(detail::kRunFile)};
+  for (const char* name :
+       {"global_step",
+        "epoch_index",
+        "epoch_rows_seen",
+        "at_epoch_end",
+        "drop_batch",
+        "total_batch",
+        "world_size",
+        "facts"}) {
+    if (!saved.run.contains(name)) {
+      throw InputError(
+          detail::kResumeWhere,
+          (folder / detail::kRunFile).string() + ": it lacks " + name,
+          "what a run of this version writes");
+    }
+  }
+  return saved;
+}
+
+std::vector<ArgumentChange> changed_arguments(
+    const SavedRun& saved, const TrainingArguments& now, int64_t total_batch) {
+  // What may differ without another course of the parameters, or another choice
+  // of the best model.
+  static const std::vector<std::string> harmless = {
+      "per_device_train_batch_size", // total_batch counts
+      "gradient_accumulation_steps",
+      "per_device_eval_batch_size",
+      "logging_steps",
+      "eval_strategy",
+      "eval_steps",
+      "save_strategy",
+      "save_steps",
+      "save_total_limit",
+      "load_best_model_at_end"};
+  static const std::vector<std::string> left_out = {
+      "output_dir",
+      "overwrite_output_dir",
+      "resume_from_checkpoint",
+      "allow_changed_arguments"};
+  const auto among = [](const std::vector<std::string>& names,
+                        const std::string& name) {
+    return std::find(names.begin(), names.end(), name) != names.end();
+  };
+  std::vector<ArgumentChange> changes;
+  const auto compare = [&](const std::string& name,
+                           const nlohmann::json& before,
+                           const nlohmann::json& value,
+                           bool alters) {
+    if (before != value) {
+      changes.push_back({name, before.dump(), value.dump(), alters});
+    }
+  };
+  const nlohmann::json json_now = now;
+  for (const auto& [name, value] : json_now.items()) {
+    const auto before = saved.arguments.find(name);
+    if (before != saved.arguments.end() && !among(left_out, name)) {
+      compare(name, *before, value, !among(harmless, name));
+    }
+  }
+  compare("total_batch", saved.run.at("total_batch"), total_batch, true);
+  return changes;
+}
+
+std::string describe_changes(
+    const std::vector<ArgumentChange>& changes, bool only_altering) {
+  std::string text;
+  for (const ArgumentChange& change : changes) {
+    if (change.alters_trajectory || !only_altering) {
+      text += (text.empty() ? "" : ", ") + change.name + ": " + change.before +
+              " -> " + change.now;
+    }
+  }
+  return text;
+}
+
+void require_same_trajectory(
+    const std::filesystem::path& folder,
+    const std::vector<ArgumentChange>& changes,
+    bool allowed) {
+  const std::string text = describe_changes(changes, true);
+  if (!text.empty() && !allowed) {
+    throw InputError(
+        detail::kResumeWhere,
+        "the run in " + folder.string() +
+            " was begun with other arguments: " + text,
+        "those it was begun with",
+        "give them again, or set allow_changed_arguments "
+        "(--allow-changed-arguments) to go on with the new ones");
+  }
+}
+
+namespace detail {
+
+/// Records of updates up to `global_step`, whose epoch is not reported yet.
+std::string records_until(const std::string& text, int64_t global_step) {
+  std::istringstream lines(text);
+  std::string kept;
+  for (std::string line; std::getline(lines, line);) {
+    const auto json = nlohmann::json::parse(line, nullptr, false);
+    if (!json.is_object()) {
+      continue; // torn by a kill
+    }
+    const auto step = json.find("step");
+    const std::string type = json.value("type", "");
+    const bool reported_again = type == "epoch" || type == "end";
+    if (step != json.end() && step->is_number_integer() &&
+        step->get<int64_t>() - (reported_again ? 0 : 1) < global_step) {
+      kept += line + "\n";
+    }
+  }
+  return kept;
+}
+
+void set_aside(const std::filesystem::path& folder) {
+  std::error_code error;
+  for (int i = 1; i < 10000; ++i) {
+    std::filesystem::path target = folder;
+    target += ".set-aside" + (i == 1 ? std::string() : "-" + std::to_string(i));
+    if (!std::filesystem::exists(target, error)) {
+      std::filesystem::rename(folder, target, error);
+      break;
+    }
+  }
+  if (error) {
+    throw Error(
+        kResumeWhere,
+        "cannot rename path=" + folder.string() + " (" + error.message() + ")");
+  }
+}
+
+} // namespace detail
+
+void prepare_resumed_dir(
+    const std::filesystem::path& output_dir, int64_t global_step) {
+  for (const CheckpointFolder& checkpoint : checkpoint_folders(output_dir)) {
+    if (checkpoint.global_step > global_step) {
+      detail::set_aside(checkpoint.path);
+    }
+  }
+  remove_unfinished_saves(output_dir);
+  std::error_code error;
+  for (const char* name : {"trainer_state.json", detail::kRunFile}) {
+    std::filesystem::remove(output_dir / name, error);
+  }
+  const auto metrics = output_dir / "metrics.jsonl";
+  if (std::filesystem::exists(metrics, error)) {
+    write_file_atomically(
+        metrics, detail::records_until(read_file(metrics), global_step));
+  }
+}
+
+} // namespace hasten

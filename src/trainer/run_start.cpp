@@ -1,0 +1,165 @@
+#include "run_start.h"
+
+#include <system_error>
+#include <utility>
+
+#include "hasten/base/error.h"
+#include "hasten/base/files.h"
+#include "hasten/trainer/output_folder.h"
+#include "hasten/trainer/resume.h"
+
+namespace hasten::detail {
+
+int64_t total_batch(const TrainerParts& parts) {
+  return parts.arguments.per_device_train_batch_size *
+         parts.arguments.gradient_accumulation_steps *
+         parts.accelerator->num_processes();
+}
+
+/// Facts are compared like arguments.
+std::vector<ArgumentChange> changes_since(
+    const SavedRun& saved, const TrainerParts& parts) {
+  auto changes = changed_arguments(saved, parts.arguments, total_batch(parts));
+  for (const auto& [facts, alters] :
+       {std::pair(&parts.listed_facts, false),
+        std::pair(&parts.altering_facts, true)}) {
+    const auto before = saved.run.at("facts").value(
+        alters ? "altering" : "listed", nlohmann::json::object());
+    for (const auto& [name, value] : facts->items()) {
+      if (const auto found = before.find(name);
+          found != before.end() && *found != value) {
+        changes.push_back({name, found->dump(), value.dump(), alters});
+      }
+    }
+  }
+  return changes;
+}
+
+/// Rank 0's.
+RunStart look_for_start(const TrainerParts& parts) {
+  const TrainingArguments& a = parts.arguments;
+  RunStart start;
+  if (a.resume_from_checkpoint.empty()) {
+    require_free_output_dir(a);
+    return start;
+  }
+  const ResumePoint point = find_resume_point(a, /*verify_checksums=*/true);
+  if (point.finished) {
+    const SavedRun saved = read_saved_run(a.output_dir);
+    const auto changes = changes_since(saved, parts);
+    require_same_trajectory(a.output_dir, changes, a.allow_changed_arguments);
+    if (describe_changes(changes, true).empty()) {
+      start.finished = true;
+      start.run = saved.run;
+      return start;
+    }
+    if (point.folder.empty()) {
+      throw InputError(
+          "trainer::resume",
+          "the run in " + a.output_dir +
+              " is finished and left no checkpoint to go on from",
+          "a checkpoint-N, which save_strategy writes",
+          "choose another output_dir");
+    }
+  }
+  for (const std::string& skipped : point.skipped) {
+    start.notes.push_back("passed over " + skipped);
+  }
+  if (point.folder.empty()) {
+    start.notes.push_back(
+        "no checkpoint in " + a.output_dir + ": the run starts afresh");
+    return start;
+  }
+  std::error_code error;
+  const auto above = std::filesystem::absolute(point.folder).parent_path();
+  start.own_folder = std::filesystem::equivalent(above, a.output_dir, error);
+  if (!start.own_folder) {
+    require_free_output_dir(a);
+  }
+  const SavedRun saved = read_saved_run(point.folder);
+  const auto changes = changes_since(saved, parts);
+  require_same_trajectory(point.folder, changes, a.allow_changed_arguments);
+  start.folder = point.folder;
+  start.run = saved.run;
+  if (a.dataloader_drop_last) {
+    start.drop_batch = saved.run.at("drop_batch").get<int64_t>();
+  }
+  start.notes.push_back(
+      "goes on from " + point.folder.string() + ", behind update " +
+      saved.run.at("global_step").dump());
+  if (const std::string text = describe_changes(changes, false);
+      !text.empty()) {
+    start.notes.push_back("changed since: " + text);
+  }
+  const auto then = saved.run.at("world_size").get<int>();
+  if (then != parts.accelerator->num_processes()) {
+    start.notes.push_back(
+        "saved by " + std::to_string(then) +
+        (then == 1 ? " process" : " processes") +
+        ": the same rows follow, dropout draws other numbers");
+  }
+  return start;
+}
+
+RunStart decide_start(TrainerParts& parts) {
+  RunStart start;
+  std::exception_ptr error;
+  nlohmann::json told;
+  if (parts.is_main()) {
+    try {
+      start = look_for_start(parts);
+      told = {
+          {"folder", start.folder.string()},
+          {"own_folder", start.own_folder},
+          {"finished", start.finished},
+          {"run", start.run},
+          {"notes", start.notes},
+          {"drop_batch", start.drop_batch}};
+    } catch (const std::exception& e) { // nobody may be left waiting
+      error = std::current_exception();
+      told = {{"refusal", e.what()}};
+    }
+  }
+  told = parts.communicator().broadcast_json(told, "how the run begins");
+  if (error) {
+    std::rethrow_exception(error);
+  }
+  if (told.contains("refusal")) {
+    throw InputError(
+        "trainer::train",
+        "refused by rank 0: " + told.at("refusal").get<std::string>());
+  }
+  start.folder = told.at("folder").get<std::string>();
+  told.at("own_folder").get_to(start.own_folder);
+  told.at("finished").get_to(start.finished);
+  start.run = told.at("run");
+  told.at("notes").get_to(start.notes);
+  told.at("drop_batch").get_to(start.drop_batch);
+  return start;
+}
+
+int64_t step_shift_of(
+    const RunStart& start,
+    const TrainingPlan& plan,
+    const TrainerParts& parts,
+    int64_t epoch_rows) {
+  if (start.folder.empty()) {
+    return 0;
+  }
+  const auto ceil_of = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+  const auto epoch = start.run.at("epoch_index").get<int64_t>();
+  const auto step = start.run.at("global_step").get<int64_t>();
+  int64_t left = 0; // updates of the epoch under way
+  if (!start.run.at("at_epoch_end").get<bool>()) {
+    const int64_t rows =
+        epoch_rows - start.run.at("epoch_rows_seen").get<int64_t>();
+    const int64_t batches = ceil_of(
+        rows,
+        parts.arguments.per_device_train_batch_size *
+            parts.accelerator->num_processes());
+    left = ceil_of(batches, parts.arguments.gradient_accumulation_steps);
+  }
+  return (epoch + 1) * plan.updates_per_epoch - step - left;
+}
+
+} // namespace hasten::detail

@@ -1,0 +1,44 @@
+// How a run begins: afresh, or behind a checkpoint.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "trainer_parts.h"
+
+namespace hasten::detail {
+
+/// The same on every rank.
+struct RunStart {
+  /// Empty: afresh.
+  std::filesystem::path folder{};
+  /// `folder` is output_dir's own: records there go on.
+  bool own_folder = false;
+  /// Nothing is left to do.
+  bool finished = false;
+  /// The checkpoint's hasten_state.json.
+  nlohmann::json run{};
+  std::vector<std::string> notes{};
+  /// LoaderOptions::drop_batch; 0 unless the checkpoint says it.
+  int64_t drop_batch = 0;
+};
+
+/// Rows of one update over all ranks.
+int64_t total_batch(const TrainerParts& parts);
+
+/// Rank 0 looks and refuses; all ranks get the answer or an InputError.
+/// Collective.
+RunStart decide_start(TrainerParts& parts);
+
+/// TrainingPlan::step_shift of a run that goes on from `start` with updates of
+/// this size.
+int64_t step_shift_of(
+    const RunStart& start,
+    const TrainingPlan& plan,
+    const TrainerParts& parts,
+    int64_t epoch_rows);
+
+} // namespace hasten::detail
