@@ -64,8 +64,7 @@ uint64_t AcceleratorCore::push_sync(
     const std::vector<torch::nn::Module*>& modules, bool sync) {
   SyncScope scope{++next_scope_, modules.empty() ? ~uint64_t{0} : 0, sync};
   for (const auto* module : modules) {
-    scope.models |= uint64_t{1}
-                    << model_index(module, "accelerator::no_sync");
+    scope.models |= uint64_t{1} << model_index(module, "accelerator::no_sync");
   }
   sync_scopes_.push_back(scope);
   return scope.id;
@@ -182,7 +181,8 @@ void AcceleratorCore::backward_outside(
     throw InputError(
         where,
         "no model is prepared",
-        "auto [model, optimizer, …] = accelerator.prepare(model, optimizer, …)");
+        "auto [model, optimizer, …] = accelerator.prepare(model, optimizer, "
+        "…)");
   }
   const uint64_t mask = models_of_loss(loss);
   if ((closed_without_backward_ & mask) != 0) {

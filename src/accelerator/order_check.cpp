@@ -78,7 +78,8 @@ void OrderCheck::compare(const nlohmann::json& more) {
       return rank.at(key) != ranks.front().at(key);
     });
   };
-  const auto fail = [&ranks](auto at, const std::string& what, const char* fix) {
+  const auto fail = [&ranks](
+                        auto at, const std::string& what, const char* fix) {
     throw CommunicationError(
         "accelerator::debug",
         "rank " + std::to_string(at - ranks.begin()) + what,

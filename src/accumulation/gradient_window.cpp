@@ -252,11 +252,11 @@ void GradientWindow::backward_outside(
   rows_ += static_cast<double>(batch.rows.value_or(0));
   last_ = reduce;
   const double times = sum_weight ? 1.0 : weight_;
-  const double count = sum_weight.value_or(weight_); // what times · loss is over
-  const double seed =
-      !equal_batches() ? times / scale_
-      : count > 0      ? times / count / communicator_->world_size()
-                       : 0;
+  const double count =
+      sum_weight.value_or(weight_); // what times · loss is over
+  const double seed = !equal_batches() ? times / scale_
+                      : count > 0 ? times / count / communicator_->world_size()
+                                  : 0;
   run_backward(loss, times, seed, reduce, retain_graph);
   ++batches_;
 }
@@ -358,8 +358,8 @@ void GradientWindow::settle(const WindowTotals& totals) {
     report_.non_finite += std::llround(totals.non_finite);
   } else {
     // A window without any weight has no mean; its sum is left as it is.
-    factor_ = totals.weight > 0 && !equal_batches() ? scale_ / totals.weight
-                                                    : 1.0;
+    factor_ =
+        totals.weight > 0 && !equal_batches() ? scale_ / totals.weight : 1.0;
     if (totals.weight > 0) {
       next_scale_ = detail::nearest_power_of_two(totals.weight);
     }

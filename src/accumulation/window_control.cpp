@@ -33,8 +33,8 @@ enum WindowField {
 // Multiplicative hashing (Knuth, TAOCP 6.4); small enough that squares of it sum
 // exactly in fp64 over a million ranks.
 double window_fingerprint(const WindowTotals& window) {
-  uint64_t value = window.number * 4 + (window.extra ? 1 : 0) +
-                   (window.outside ? 2 : 0);
+  uint64_t value =
+      window.number * 4 + (window.extra ? 1 : 0) + (window.outside ? 2 : 0);
   for (const uint64_t next : {window.models, window.history}) {
     value = (value * 0x9e3779b97f4a7c15ull) ^ next;
   }
@@ -97,9 +97,7 @@ WindowTotals WindowControl::wait() {
   const double active = communicator_->world_size() - totals.finished;
   if (active == 0) {
     if (!equal_on_ranks(
-            sum[kWindowDataKnown],
-            sum[kWindowData],
-            sum[kWindowDataSquared])) {
+            sum[kWindowDataKnown], sum[kWindowData], sum[kWindowDataSquared])) {
       throw CommunicationError(
           "accelerator::PreparedLoader",
           "ranks are at the ends of different loaders, or have done different "
@@ -121,7 +119,8 @@ WindowTotals WindowControl::wait() {
         "stepped different optimizers before it",
         "the same order of accumulate(), backward() and step() on every rank",
         "look for a branch in the loop that depends on the rank or on how many "
-        "batches it has; accumulate() makes such decisions for all ranks alike");
+        "batches it has; accumulate() makes such decisions for all ranks "
+        "alike");
   }
   return totals;
 }

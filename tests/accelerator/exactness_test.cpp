@@ -34,9 +34,10 @@ constexpr int64_t kBatch = 2; // rows of a full batch on a rank
 // whose batches differ by rank; with an empty rank the last one has none in it.
 int64_t row_count(Rows rows, int64_t k, int64_t world) {
   const int64_t full = kBatch * world * k;
-  return rows == Rows::even     ? 2 * full
-         : rows == Rows::ragged ? full + kBatch * world + (world == 1 ? 1 : world + 1)
-                                : full + std::max<int64_t>(1, world - 1);
+  return rows == Rows::even ? 2 * full
+         : rows == Rows::ragged
+             ? full + kBatch * world + (world == 1 ? 1 : world + 1)
+             : full + std::max<int64_t>(1, world - 1);
 }
 
 struct Bert {
@@ -50,7 +51,8 @@ struct Bert {
       const Tensor ids =
           torch::randint(5, 60, {length}, generator, torch::kLong);
       texts.emplace_back(
-          ids.const_data_ptr<int64_t>(), ids.const_data_ptr<int64_t>() + length);
+          ids.const_data_ptr<int64_t>(),
+          ids.const_data_ptr<int64_t>() + length);
       labels.push_back(row % 3);
     }
     dataset = std::make_shared<TokenizedDataset>(texts, labels);
@@ -69,7 +71,8 @@ struct Bert {
     return torch::nn::functional::cross_entropy(
         model->forward(batch["input_ids"], batch["attention_mask"]),
         batch["labels"],
-        torch::nn::functional::CrossEntropyFuncOptions().reduction(torch::kNone));
+        torch::nn::functional::CrossEntropyFuncOptions().reduction(
+            torch::kNone));
   }
   Tensor tokens(const Batch& batch) const {
     return batch["attention_mask"].sum(1).to(torch::kDouble);
@@ -130,7 +133,8 @@ struct Conv {
   Tensor losses(Model& model, const Batch& batch) const {
     return (model->forward(batch["x"]) - batch["y"]).square();
   }
-  Tensor tokens(const Batch& batch) const { // any weight will do: pixels above 0
+  Tensor tokens(
+      const Batch& batch) const { // any weight will do: pixels above 0
     return 1 + (batch["x"] > 0).flatten(1).sum(1).to(torch::kDouble);
   }
   std::shared_ptr<Dataset> dataset{};
@@ -152,7 +156,8 @@ Tensor flat_gradient(const torch::nn::Module& module) {
   std::vector<Tensor> parts;
   for (const Tensor& p : module.parameters()) {
     parts.push_back(
-        p.grad().defined() ? p.grad().flatten() : torch::zeros_like(p).flatten());
+        p.grad().defined() ? p.grad().flatten()
+                           : torch::zeros_like(p).flatten());
   }
   return torch::cat(parts).clone();
 }
@@ -165,10 +170,9 @@ struct Outcome {
 
 template <typename Case>
 Outcome with_accelerator(const Case& data, int64_t k, bool by_tokens) {
-  auto accelerator = accelerator_test::accelerator_of(
-      {.gradient_accumulation_steps = k});
-  auto net = Case::make(
-      static_cast<uint64_t>(accelerator.process_index()) + 1);
+  auto accelerator =
+      accelerator_test::accelerator_of({.gradient_accumulation_steps = k});
+  auto net = Case::make(static_cast<uint64_t>(accelerator.process_index()) + 1);
   DataLoader batches(
       data.dataset, {.batch_size = kBatch, .group_by_length = true});
   torch::optim::SGD sgd(
@@ -284,10 +288,10 @@ void check_table() {
         EXPECT_LE(gradient, 1e-12);
         EXPECT_LE(parameters, 1e-10);
         table << k << "  " << std::left << std::setw(14) << text_of(rows)
-              << "  " << std::setw(6) << (by_tokens ? "tokens" : "mean")
-              << "  " << std::setw(5) << ours.windows.size() << "  "
-              << std::scientific << std::setprecision(1) << gradient << "   "
-              << parameters << '\n';
+              << "  " << std::setw(6) << (by_tokens ? "tokens" : "mean") << "  "
+              << std::setw(5) << ours.windows.size() << "  " << std::scientific
+              << std::setprecision(1) << gradient << "   " << parameters
+              << '\n';
       }
     }
   }

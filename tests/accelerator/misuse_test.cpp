@@ -32,7 +32,8 @@ TEST(Misuse, ABackwardOfTorchsIsRefusedAtTheStep) {
   const Pair batch = make_batches(2)[1];
   mean_loss(model, batch).backward();
   expect_says(
-      message_of([&] { optimizer.step(); }), "come from a backward that was not");
+      message_of([&] { optimizer.step(); }),
+      "come from a backward that was not");
   expect_says(
       message_of([&] { accelerator.clip_grad_norm_(model, 1.0); }),
       "name every model");
@@ -158,7 +159,9 @@ TEST(Debug, NamesTheFirstCollectiveThatDiffers) {
       for (const bool first : {true, false}) {
         const bool of_loss = first != swapped;
         accelerator.communicator()->all_reduce(
-            of_loss ? loss : correct, ReduceOp::sum, of_loss ? "loss" : "correct");
+            of_loss ? loss : correct,
+            ReduceOp::sum,
+            of_loss ? "loss" : "correct");
       }
       accelerator.backward(mean_loss(model, batch));
       optimizer.step();
@@ -172,7 +175,8 @@ TEST(Debug, NamesTheFirstCollectiveThatDiffers) {
   }
   const std::string text = message_of<CommunicationError>(loop);
   expect_says(text, "rank 1's collective ");
-  expect_says(text, "was all_reduce \"loss\" of Float [1], rank 0's all_reduce ");
+  expect_says(
+      text, "was all_reduce \"loss\" of Float [1], rank 0's all_reduce ");
 }
 
 TEST(Debug, NamesTheFirstParameterThatDiffers) {

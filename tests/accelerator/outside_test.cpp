@@ -96,7 +96,8 @@ TEST(Outside, OneProcessIsBitwiseTorch) {
   auto accelerator = accelerator_of();
   auto batches = make_batches(6);
   Net net = net_of_seed(1), plain = net_of_seed(1);
-  torch::optim::SGD sgd(net->parameters(), 0.3), other(plain->parameters(), 0.3);
+  torch::optim::SGD sgd(net->parameters(), 0.3),
+      other(plain->parameters(), 0.3);
   auto [model, optimizer, loader] = accelerator.prepare(net, sgd, batches);
   int64_t i = 0;
   for (const auto& batch : loader) {
@@ -176,9 +177,10 @@ TEST(Outside, OnlyModelsThatTheLossDependsOnTakePart) {
   b->to(torch::kDouble);
   accelerator.prepare(a, b);
   const auto mine = static_cast<size_t>(accelerator.process_index());
-  const auto chain = [](Net& first, torch::nn::Linear& second, const Pair& batch) {
-    return second->forward(first->forward(batch.first)).square().mean();
-  };
+  const auto chain =
+      [](Net& first, torch::nn::Linear& second, const Pair& batch) {
+        return second->forward(first->forward(batch.first)).square().mean();
+      };
   accelerator.backward(mean_loss(a, batches[mine]));
   EXPECT_EQ(b->weight.grad().abs().sum().item<double>(), 0);
   accelerator.backward(chain(a, b, batches[mine]));

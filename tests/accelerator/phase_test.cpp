@@ -44,7 +44,8 @@ TEST(Phase, BreakAndNestedEvaluationDoNotShiftIt) {
       int64_t rows = 0; // in mid-window too, and left by break itself
       for (const auto& other : evaluation) {
         torch::NoGradGuard no_grad;
-        rows += accelerator.gather_for_metrics(model->forward(other.first)).size(0);
+        rows +=
+            accelerator.gather_for_metrics(model->forward(other.first)).size(0);
         if (epoch == 2 && rows > 2) {
           break;
         }
@@ -70,7 +71,8 @@ TEST(Phase, ASecondLoadersEndLeavesTheFirstsWindowOpen) {
   auto few = even_batches(4 * world, 2);
   Net a = net_of_rank(accelerator), b = net_of_rank(accelerator);
   torch::optim::SGD sgd_a(a->parameters(), 0.3), sgd_b(b->parameters(), 0.1);
-  auto [model_a, optimizer_a, loader_a] = accelerator.prepare(a, sgd_a, batches);
+  auto [model_a, optimizer_a, loader_a] =
+      accelerator.prepare(a, sgd_a, batches);
   auto [model_b, optimizer_b, loader_b] = accelerator.prepare(b, sgd_b, few);
   std::vector<std::vector<Pair>> steps_b;
   int turn = 0;
@@ -98,7 +100,8 @@ TEST(Phase, ASecondLoadersEndLeavesTheFirstsWindowOpen) {
   }
   accelerator.finish();
   EXPECT_LE(
-      largest_difference(*a, *plain_steps(steps_of(batches, world, 3, 0, 2), 0.3)),
+      largest_difference(
+          *a, *plain_steps(steps_of(batches, world, 3, 0, 2), 0.3)),
       1e-10);
   EXPECT_LE(largest_difference(*b, *plain_steps(steps_b, 0.1)), 1e-10);
 }
@@ -210,12 +213,15 @@ TEST(Weights, AShortLastWindowOfUnevenTokensIsTheJoinedBatch) {
   Net net = net_of_rank(accelerator);
   torch::optim::SGD sgd(net->parameters(), 0.3);
   auto [model, optimizer, loader] = accelerator.prepare(net, sgd, batches);
-  const auto tokens = [](const Tensor& y) { return (y * 5 + 1).to(torch::kDouble); };
+  const auto tokens = [](const Tensor& y) {
+    return (y * 5 + 1).to(torch::kDouble);
+  };
   const auto token_loss = [&](Net& m, const Pair& batch) {
     const Tensor each = torch::nn::functional::cross_entropy(
         m->forward(batch.first),
         batch.second,
-        torch::nn::functional::CrossEntropyFuncOptions().reduction(torch::kNone));
+        torch::nn::functional::CrossEntropyFuncOptions().reduction(
+            torch::kNone));
     return (each * tokens(batch.second)).sum();
   };
   for (const auto& batch : loader) {

@@ -91,7 +91,9 @@ inline void expect_gradients(
 
 // One SGD step for each list of batches, with their joined mean gradient.
 inline Net plain_steps(
-    const std::vector<std::vector<Pair>>& steps, double rate, uint64_t seed = 1) {
+    const std::vector<std::vector<Pair>>& steps,
+    double rate,
+    uint64_t seed = 1) {
   Net net = net_of_seed(seed);
   torch::optim::SGD sgd(net->parameters(), rate);
   for (const auto& step : steps) {

@@ -156,7 +156,9 @@ class GradientWindow : public Stateful {
   /// Every gradient is final. Until the next open().
   bool is_complete() const { return complete_; }
   /// Batches of backward_outside() wait for one that reduces. Their number.
-  int64_t waiting() const { return begun_ && outside_ && !complete_ ? batches_ : 0; }
+  int64_t waiting() const {
+    return begun_ && outside_ && !complete_ ? batches_ : 0;
+  }
   /// What the backward that broke the open window threw; empty: none did.
   const std::string& failure() const { return failure_; }
   const WindowReport& report() const { return report_; }
