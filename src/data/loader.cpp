@@ -303,7 +303,7 @@ void DataLoader::save_state(NamedTensors&, nlohmann::json& values) const {
     return rows > 0 ? rows : global_batch();
   };
   values["epoch"] = epoch_;
-  values["cursor"] = *cursor_;
+  values["cursor"] = cursor_->load();
   values["rows"] = dataset_->size();
   values["seed"] = options_.seed;
   values["shuffle"] = options_.shuffle;

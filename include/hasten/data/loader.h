@@ -2,6 +2,7 @@
 // the same on all ranks, dealt out over them.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <iterator>
 #include <memory>
@@ -159,8 +160,10 @@ class DataLoader : public Stateful {
   int64_t global_batch() const;
 
   uint64_t epoch_ = 0;
-  // Shared with the iterators, which move it; begin() consumes `start_`.
-  std::shared_ptr<int64_t> cursor_ = std::make_shared<int64_t>(0);
+  // Shared with the iterators, which move it, also from a prefetching thread;
+  // begin() consumes `start_`.
+  std::shared_ptr<std::atomic<int64_t>> cursor_ =
+      std::make_shared<std::atomic<int64_t>>(0);
   std::shared_ptr<int64_t> start_ = std::make_shared<int64_t>(0);
   int rank_ = 0;
   int world_size_ = 1;
