@@ -2,14 +2,17 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
+#include <nlohmann/json.hpp>
 #include <system_error>
 
 #include "hasten/base/error.h"
 #include "hasten/base/progress_bar.h"
 #include "hasten/trainer/output_folder.h"
+#include "hasten/trainer/resume.h"
 
 namespace hasten {
 
@@ -96,14 +99,17 @@ void check_output_dir(const TrainCommand& command) {
           "another folder, so that a run that fails leaves the model alone");
     }
     const files::path trace = trace_of_a_run(folder);
-    if (!trace.empty() && !command.arguments.overwrite_output_dir) {
+    if (!trace.empty() && !command.arguments.overwrite_output_dir &&
+        command.arguments.resume_from_checkpoint.empty()) {
       throw InputError(
           kWhere,
           said + " holds another run: " + trace.filename().string(),
           "an empty or new folder",
-          "choose another one, or add --overwrite-output-dir");
+          "choose another one, go on with that run "
+          "(--resume-from-checkpoint auto), or add --overwrite-output-dir");
     }
   }
+  find_resume_point(command.arguments, /*verify_checksums=*/false);
   const files::path existing = nearest_existing(folder);
   if (!files::is_directory(existing, error)) {
     throw InputError(
@@ -144,6 +150,52 @@ void check_train_inputs(const TrainCommand& command) {
     detail::check_readable_file(kWhere, "--eval-file", command.eval_file);
   }
   detail::check_output_dir(command);
+}
+
+nlohmann::json described_inputs(const TrainCommand& command) {
+  return {
+      {"model", command.model},
+      {"tokenizer", command.tokenizer},
+      {"vocab_size", command.vocab_size},
+      {"cased", command.cased},
+      {"train_file", command.train_file},
+      {"eval_file", command.eval_file},
+      {"eval_split", command.eval_split},
+      {"text_column", command.table.text_column},
+      {"label_column", command.table.label_column},
+      {"filters", command.table.filters},
+      {"max_train_rows", command.max_train_rows},
+      {"max_eval_rows", command.max_eval_rows}};
+}
+
+bool is_finished_already(const TrainCommand& command, int world_size) {
+  TrainingArguments now = command.arguments;
+  if (now.resume_from_checkpoint != "auto" &&
+      now.resume_from_checkpoint != "latest") {
+    return false;
+  }
+  if (!find_resume_point(now, /*verify_checksums=*/false).finished) {
+    return false;
+  }
+  const SavedRun saved = read_saved_run(now.output_dir);
+  // The run wrote what the model allowed of it.
+  if (const auto length = saved.arguments.find("max_length");
+      length != saved.arguments.end() && length->is_number_integer()) {
+    now.max_length = std::min(now.max_length, length->get<int64_t>());
+  }
+  const auto changes = changed_arguments(
+      saved,
+      now,
+      now.per_device_train_batch_size * now.gradient_accumulation_steps *
+          world_size);
+  return describe_changes(changes, true).empty() &&
+         saved.run.at("facts").value("listed", nlohmann::json()) ==
+             described_inputs(command);
+}
+
+std::string finished_line(const TrainCommand& command) {
+  return "The run in " + command.arguments.output_dir +
+         " is finished: there is nothing to do.";
 }
 
 void check_predict_inputs(const PredictCommand& command) {

@@ -120,7 +120,11 @@ TrainConsole::TrainConsole(std::string title, BannerLines facts)
     : title_(std::move(title)), facts_(std::move(facts)) {}
 
 void TrainConsole::on_train_begin(const RunDescription& run) {
-  BannerLines lines = facts_;
+  BannerLines lines;
+  for (const std::string& note : run.notes) {
+    lines.emplace_back("resume", note);
+  }
+  lines.insert(lines.end(), facts_.begin(), facts_.end());
   for (auto& line : run_lines(run)) {
     lines.push_back(std::move(line));
   }

@@ -83,6 +83,10 @@ class Hasten {
       become_worker(arguments_); // another launcher's rank; they check together
     }
     check_train_inputs(command);
+    if (is_finished_already(command, command.nproc)) {
+      log_info(finished_line(command));
+      return kExitOk;
+    }
     if (command.nproc == 1) {
       become_worker(arguments_);
     }

@@ -90,7 +90,25 @@ void read_tokenizer(const TrainCommand& command, TrainInputs& inputs) {
   inputs.vocabulary = "learned from the training texts";
 }
 
-/// Bytes of all model files that are on disk at once, one in the making.
+/// Of texts as the model sees them, their labels and what these are called.
+std::string train_data_checksum(const TrainInputs& inputs) {
+  std::string rows;
+  for (const auto& ids : inputs.train.ids) {
+    rows += hash_hex(
+        {reinterpret_cast<const char*>(ids.data()),
+         ids.size() * sizeof(ids[0])});
+  }
+  for (const int64_t label : inputs.data.train.labels) {
+    rows += "," + std::to_string(label);
+  }
+  for (const std::string& name : inputs.data.label_names) {
+    rows += "\n" + name;
+  }
+  return hash_hex(rows);
+}
+
+/// Bytes of all that is on disk at once: checkpoints hold two moments beside the
+/// weights, and one is in the making.
 int64_t bytes_on_disk(
     const TrainingArguments& arguments, const torch::nn::Module& model) {
   int64_t bytes = 0;
@@ -108,7 +126,7 @@ int64_t bytes_on_disk(
   if (arguments.save_total_limit > 0) {
     saves = std::min(saves, arguments.save_total_limit);
   }
-  return bytes * (saves + 1);
+  return bytes * (saves > 0 ? 1 + 3 * (saves + 1) : 2);
 }
 
 /// Local; touches nothing. Throws InputError for anything wrong with the input.
@@ -175,7 +193,8 @@ BannerLines banner_facts(const TrainCommand& command, const TrainInputs& in) {
   return lines;
 }
 
-void train_classifier(
+/// False where the run was finished before.
+bool train_classifier(
     const TrainCommand& command,
     TrainInputs& inputs,
     const std::shared_ptr<Accelerator>& accelerator) {
@@ -197,6 +216,8 @@ void train_classifier(
       classification_metrics(inputs.bert.config.num_labels()),
       accelerator);
   trainer.set_model_files(classifier_files(model, tokenizer));
+  trainer.set_run_facts(
+      described_inputs(command), {{"train_data", train_data_checksum(inputs)}});
   if (accelerator->is_main_process()) {
     for (const std::string& warning : inputs.data.report.warnings) {
       log_warning(warning);
@@ -206,7 +227,7 @@ void train_classifier(
             command.train_file,
         banner_facts(command, inputs)));
   }
-  trainer.train();
+  return !trainer.train().already_finished;
 }
 
 } // namespace detail
@@ -223,8 +244,9 @@ int run_train(const TrainCommand& command) {
   detail::agree_on(communicator, "cli: read the input", [&] {
     inputs = detail::read_train_inputs(command, accelerator->num_processes());
   });
+  bool trained = false;
   try {
-    detail::train_classifier(command, inputs, accelerator);
+    trained = detail::train_classifier(command, inputs, accelerator);
   } catch (const std::exception& error) {
     const std::string_view what = error.what();
     communicator.abandon(what.substr(0, what.find('\n'))); // no stack trace
@@ -232,9 +254,9 @@ int run_train(const TrainCommand& command) {
   }
   if (accelerator->is_main_process()) {
     log_info(
-        "Model in " + command.arguments.output_dir +
-        ". Try: hasten predict --model " + command.arguments.output_dir +
-        " \"some text\"");
+        (trained ? std::string() : finished_line(command) + " ") + "Model in " +
+        command.arguments.output_dir + ". Try: hasten predict --model " +
+        command.arguments.output_dir + " \"some text\"");
   }
   accelerator->finish();
   return kExitOk;

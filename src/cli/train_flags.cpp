@@ -73,6 +73,17 @@ void declare_run(FlagTable& flags, TrainCommand& command) {
       "--overwrite-output-dir",
       arguments.overwrite_output_dir,
       "remove another run's files from the output folder first");
+  flags.value(
+      "--resume-from-checkpoint",
+      arguments.resume_from_checkpoint,
+      "WHERE",
+      "auto: go on with the run in the output folder, or begin it where there "
+      "is "
+      "none; latest: go on, or fail; or a checkpoint-N folder");
+  flags.flag(
+      "--allow-changed-arguments",
+      arguments.allow_changed_arguments,
+      "go on although arguments that alter the run have changed");
 
   flags.group("Length and batches");
   flags.value(

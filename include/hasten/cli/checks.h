@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <nlohmann/json_fwd.hpp>
 #include <string>
 
 #include "hasten/base/world.h"
@@ -17,10 +18,21 @@ namespace hasten {
 /// Throws InputError that names flag and path: a file that is missing, empty,
 /// a folder or unreadable; a model that is neither a folder with config.json
 /// nor a shape; an output folder that holds another run (unless
-/// overwrite_output_dir) or cannot be written.
+/// overwrite_output_dir, or resume_from_checkpoint finds its checkpoint there) or
+/// cannot be written.
 void check_train_inputs(const TrainCommand& command);
 void check_predict_inputs(const PredictCommand& command);
 void check_eval_inputs(const EvalCommand& command);
+
+/// Flags that say what is learned from what, for the record of a run. An object.
+nlohmann::json described_inputs(const TrainCommand& command);
+
+/// True where auto or latest find that the run in the output folder came to its
+/// end with these flags on `world_size` ranks, so that no rank need be started.
+/// False where that takes a closer look.
+bool is_finished_already(const TrainCommand& command, int world_size);
+/// What there is to say then.
+std::string finished_line(const TrainCommand& command);
 
 /// Throws InputError naming --nproc and WORLD_SIZE where processes are asked for
 /// inside a world of several. `command` is "train" or "launch".
