@@ -101,6 +101,7 @@ struct WholeRun {
       int64_t rows = train_rows()) {
     AcceleratorOptions options;
     options.gradient_accumulation_steps = arguments.gradient_accumulation_steps;
+    on_main_rank = communicator->is_main();
     trainer = std::make_unique<Trainer>(
         model,
         dropped_loss(model, dropout, &seen),
@@ -113,14 +114,19 @@ struct WholeRun {
     output = trainer->train();
   }
 
-  /// Records without what depends on the clock.
+  bool on_main_rank = false;
+
+  /// Records without what depends on the clock. A state holds rank 0's; others do
+  /// not know the norm of a window that they joined without a batch.
   nlohmann::json history() const {
     nlohmann::json records = nlohmann::json::array();
     for (nlohmann::json record : trainer->state().log_history) {
       std::erase_if(
-          record.get_ref<nlohmann::json::object_t&>(), [](const auto& entry) {
+          record.get_ref<nlohmann::json::object_t&>(),
+          [this](const auto& entry) {
             return entry.first.ends_with("_runtime") ||
-                   entry.first.ends_with("_per_second");
+                   entry.first.ends_with("_per_second") ||
+                   (!on_main_rank && entry.first == "grad_norm");
           });
       records.push_back(finite_json(std::move(record)));
     }
