@@ -273,7 +273,60 @@ class AcceleratorOverhead(Bench):
         yield "ten_parameters_extra", 1e6 * (ten["ours"] - ten["plain"]), None
 
 
-BENCHMARKS = {bench.name: bench for bench in (Startup, TrainerReviews, TrainerAccuracy, AcceleratorOverhead)}
+class DdpStep(Bench):
+    """Forward, backward and reduction on two ranks of one thread, beside torch's own DDP."""
+
+    # "…_over_alone": what a step takes longer than the same one in one process. Memory is
+    # ours alone: what a rank of two holds more than one process, in gradient copies.
+
+    name = "ddp_step"
+    rounds = 5
+    peer_name = "PyTorch DDP"
+    cases = [
+        Case("bert_mini", "s/step", 1.0, 5),
+        Case("bert_mini_over_alone", "s/step", float("inf"), 5),
+        Case("bert_mini_extra_memory", "gradient copies", float("inf"), 4, limit=0.05),
+        Case("small_tensors", "s/step", 1.0, 5),
+        Case("small_tensors_over_alone", "s/step", float("inf"), 5),
+        Case("small_tensors_extra_memory", "gradient copies", float("inf"), 4, limit=0.05),
+    ]
+
+    def __init__(self, options):
+        self.options = options
+
+    def ours_once(self, case, steps, ranks):
+        command = [self.options.programs / "ddp_step", case, "--steps", str(steps)]
+        if ranks > 1:
+            command = [self.options.programs / "hasten", "launch", "--nproc", str(ranks), *command]
+        return json.loads(wait_all([(list(map(str, command)), environment())]).output.splitlines()[-1])
+
+    def peer_once(self, case, steps, ranks):
+        command = [self.options.peer_python, ROOT / "benchmarks/peers/ddp_step.py", case, "--steps", str(steps)]
+        port, commands = str(free_port()), []
+        for rank in range(ranks):
+            variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+            variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            variables = {k: str(v) for k, v in variables.items()} if ranks > 1 else None
+            commands.append((list(map(str, command)), environment(variables)))
+        return json.loads(wait_all(commands).output.splitlines()[-1])
+
+    def round(self):
+        for case, steps in (("bert-mini", 40), ("small-tensors", 100)):
+            row = case.replace("-", "_")
+            steps = 2 if self.options.smoke else steps
+            ours, alone = self.ours_once(case, steps, RANKS), self.ours_once(case, steps, 1)
+            yield row, ours["seconds"], None
+            yield f"{row}_over_alone", ours["seconds"] - alone["seconds"], None
+            yield f"{row}_extra_memory", (ours["peak_bytes"] - alone["peak_bytes"]) / alone["gradient_bytes"], None
+            if not self.options.smoke:
+                peer, alone = self.peer_once(case, steps, RANKS), self.peer_once(case, steps, 1)
+                yield row, None, peer["seconds"]
+                yield f"{row}_over_alone", None, peer["seconds"] - alone["seconds"]
+
+
+BENCHMARKS = {
+    bench.name: bench for bench in (Startup, TrainerReviews, TrainerAccuracy, AcceleratorOverhead, DdpStep)
+}
 
 
 def commit():

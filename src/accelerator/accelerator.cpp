@@ -201,6 +201,15 @@ double Accelerator::clip_grad_norm_(
   return core_->clip(core_->slots_of(parameters), max_norm, norm_type);
 }
 
+void Accelerator::register_hook(
+    torch::nn::Module& model, std::shared_ptr<CommHook> hook) {
+  core_->register_comm_hook(&model, std::move(hook));
+}
+
+void Accelerator::join_uneven_inputs() { core_->join_ranges(nullptr); }
+
+void Accelerator::sync_buffers() { core_->sync_buffers(); }
+
 bool Accelerator::sync_gradients() const { return core_->sync_gradients(); }
 
 const WindowReport& Accelerator::last_window() const { return core_->report; }

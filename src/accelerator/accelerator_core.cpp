@@ -110,7 +110,9 @@ void AcceleratorCore::prepare_model(std::shared_ptr<torch::nn::Module> module) {
   DdpOptions ddp;
   ddp.bucket_cap_mb = options.bucket_cap_mb;
   ddp.first_bucket_mb = std::min(ddp.first_bucket_mb, options.bucket_cap_mb);
-  ddp.broadcast_buffers = options.broadcast_buffers;
+  ddp.find_unused_parameters = options.find_unused_parameters;
+  ddp.static_graph = options.static_graph;
+  ddp.buffers = options.buffers;
   ModelState state;
   state.ddp = std::make_shared<Ddp>(communicator, module, ddp);
   for (const auto& [name, parameter] : state.ddp->parameters()) {
@@ -118,6 +120,18 @@ void AcceleratorCore::prepare_model(std::shared_ptr<torch::nn::Module> module) {
   }
   model_index_[module.get()] = models_.size();
   models_.push_back(std::move(state));
+}
+
+void AcceleratorCore::register_comm_hook(
+    const torch::nn::Module* module, std::shared_ptr<CommHook> hook) {
+  models_[model_index(module, "accelerator::register_comm_hook")]
+      .ddp->register_comm_hook(std::move(hook));
+}
+
+void AcceleratorCore::sync_buffers() {
+  for (ModelState& model : models_) {
+    model.ddp->sync_buffers();
+  }
 }
 
 std::vector<SlotList> AcceleratorCore::slots_of(

@@ -85,6 +85,12 @@ class AcceleratorCore {
   bool sync_gradients() const;
 
   StepResult optimizer_step(OptimizerState& optimizer);
+  void register_comm_hook(
+      const torch::nn::Module* module, std::shared_ptr<CommHook> hook);
+  void sync_buffers();
+  // `loader` null: of all loaders.
+  void join_ranges(const LoaderState* loader);
+
   void zero_grad(OptimizerState& optimizer);
   bool scheduler_step(SchedulerState& scheduler);
   double clip(const std::vector<SlotList>& lists, double max_norm, double p);
@@ -190,9 +196,7 @@ class AcceleratorCore {
   void plan_loaders(StateLoad& load);
   void plan_objects(StateLoad& load);
   void plan_random(StateLoad& load);
-  // `loader` null: of all loaders.
   void drop_unfinished(const LoaderState* loader);
-  void join_ranges(const LoaderState* loader);
   void take_part(const LoaderState* loader);
   void check_steps();
   nlohmann::json record();

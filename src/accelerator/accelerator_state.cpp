@@ -5,6 +5,7 @@
 #include <ATen/ATen.h>
 #include <torch/nn/module.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include "accelerator_core.h"
@@ -218,7 +219,13 @@ void AcceleratorCore::collect_windows(StateParts& parts) const {
   shared["step_history"] = exchange_->history;
   shared["accumulates"] = accumulates_;
   // The gradients of a window that is complete are the same on every rank.
-  const bool per_rank = shared.at("open_window").get<bool>();
+  // A communication hook's errors are each rank's own.
+  shared["comm_hooks"] = std::any_of(
+      models_.begin(), models_.end(), [](const ModelState& model) {
+        return model.ddp->comm_hook() != nullptr;
+      });
+  const bool per_rank = shared.at("open_window").get<bool>() ||
+                        shared.at("comm_hooks").get<bool>();
   auto& gradients = per_rank ? own["gradients"] : shared["gradients"];
   gradients = nlohmann::json::array();
   for (size_t i = 0; i < models_.size(); ++i) {

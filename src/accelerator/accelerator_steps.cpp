@@ -4,6 +4,7 @@
 #include <torch/nn/module.h>
 #include <torch/optim.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <limits>
@@ -159,16 +160,15 @@ void AcceleratorCore::zero_grad(OptimizerState& optimizer) {
   at::NoGradGuard no_grad;
   for (const SlotList& list : lists) {
     ModelState& model = models_[list.model];
-    FlatGradients& gradients = model.ddp->gradients();
+    const FlatGradients& gradients = model.ddp->gradients();
     if (list.all) {
       model.non_finite = false;
-      gradients.install();
-      gradients.zero_();
-      continue;
     }
     for (const int64_t slot : list.slots) {
-      gradients.install_slot(slot);
-      at::Tensor(gradients.view(slot)).zero_();
+      gradients.layout()
+          .slots()[static_cast<size_t>(slot)]
+          .parameter.mutable_grad()
+          .reset();
     }
   }
 }
@@ -276,8 +276,7 @@ void AcceleratorCore::replay(const nlohmann::json& record) {
   }
   for (const auto& model : record.at("cleared")) {
     FlatGradients& gradients = models_.at(model.get<size_t>()).ddp->gradients();
-    gradients.install();
-    gradients.zero_();
+    gradients.reset();
   }
   if (record.at("history").get<uint64_t>() != exchange_->history) {
     throw CommunicationError(

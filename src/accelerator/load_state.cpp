@@ -129,6 +129,14 @@ void check_other_world(const StateLoad& load, int world_size) {
         "the same number of processes: partial gradients belong to ranks",
         fix + ", or save where sync_gradients() is true");
   }
+  if (load.shared.at("comm_hooks").get<bool>()) {
+    refuse_state(
+        load.state_file(),
+        "it was saved with a communication hook by " + then +
+            " processes, here there are " + std::to_string(world_size),
+        "the same number of processes: a hook's state belongs to ranks",
+        fix);
+  }
   for (const auto& [name, object] : load.shared.at("objects").items()) {
     if (object.at("scope") == "per_rank") {
       refuse_state(
@@ -287,7 +295,8 @@ void AcceleratorCore::plan_windows(StateLoad& load) {
       load.add(load.rank_file, &window, std::move(tensors), values);
     }
   }
-  const bool per_rank = load.shared.at("open_window").get<bool>();
+  const bool per_rank = load.shared.at("open_window").get<bool>() ||
+                        load.shared.at("comm_hooks").get<bool>();
   const auto& gradients = (per_rank ? load.own : load.shared).at("gradients");
   for (size_t i = 0; i < models_.size(); ++i) {
     load.add(

@@ -42,6 +42,12 @@ CommHandle OrderCheck::all_gather_async(
   return inner_->all_gather_async(std::move(output), std::move(input), name);
 }
 
+CommHandle OrderCheck::all_to_all_async(
+    at::Tensor output, at::Tensor input, std::string_view name) {
+  note("all_to_all", name, input);
+  return inner_->all_to_all_async(std::move(output), std::move(input), name);
+}
+
 at::Tensor OrderCheck::all_gather_rows(
     const at::Tensor& rows, std::string_view name) {
   note("all_gather_rows", name); // dim 0 may differ

@@ -33,6 +33,8 @@ class OrderCheck final : public Communicator {
       at::Tensor tensor, int source, std::string_view name) override;
   CommHandle all_gather_async(
       at::Tensor output, at::Tensor input, std::string_view name) override;
+  CommHandle all_to_all_async(
+      at::Tensor output, at::Tensor input, std::string_view name) override;
   at::Tensor all_gather_rows(
       const at::Tensor& rows, std::string_view name) override;
   std::vector<nlohmann::json> gather_json(

@@ -279,7 +279,11 @@ void GradientWindow::run_backward(
       start_control();
     }
     for (auto& model : models_) {
-      model->start_backward(reduce, /*hold=*/model != models_.front());
+      model->start_backward(
+          reduce,
+          {.loss = times != 0 ? loss : at::Tensor(),
+           .hold = model != models_.front(),
+           .factor = [this] { return factor_of(control_.wait()); }});
     }
     // A mean over no rows is NaN and says nothing.
     if (times != 0) {
@@ -323,8 +327,20 @@ void GradientWindow::start_control() {
   control_.start(mine, loss_stats_);
 }
 
+// What the reduced sum is multiplied by. A window without any weight has no mean;
+// its sum is left as it is.
+double GradientWindow::factor_of(const WindowTotals& totals) const {
+  if (totals.extra) {
+    return factor_;
+  }
+  return totals.weight > 0 && !equal_batches() ? scale_ / totals.weight : 1.0;
+}
+
 void GradientWindow::complete() {
   WindowTotals totals;
+  if (!complete_) {
+    ranks_ = {};
+  }
   if (!alone()) {
     totals = control_.wait();
     for (auto& model : models_) {
@@ -357,9 +373,7 @@ void GradientWindow::settle(const WindowTotals& totals) {
     report_.loss += report_.weight > 0 ? totals.loss / report_.weight : 0;
     report_.non_finite += std::llround(totals.non_finite);
   } else {
-    // A window without any weight has no mean; its sum is left as it is.
-    factor_ =
-        totals.weight > 0 && !equal_batches() ? scale_ / totals.weight : 1.0;
+    factor_ = factor_of(totals);
     if (totals.weight > 0) {
       next_scale_ = detail::nearest_power_of_two(totals.weight);
     }
@@ -373,8 +387,11 @@ void GradientWindow::settle(const WindowTotals& totals) {
   if (loss_stats_.defined()) {
     loss_stats_.zero_(); // a further backward tells what it adds
   }
+  report_.communication_seconds = report_.exposed_seconds = 0;
   for (auto& model : models_) {
-    model->finish(factor_);
+    model->finish(factor_, ranks_);
+    report_.communication_seconds += model->reduction().communication_seconds;
+    report_.exposed_seconds += model->reduction().exposed_seconds;
   }
   complete_ = true;
 }
@@ -403,8 +420,10 @@ void GradientWindow::join(const WindowTotals& totals) {
     }
     scale_ = next_scale_;
   }
+  const double factor = factor_of(totals);
   for (auto& model : models_) {
-    model->start_backward(true);
+    model->start_backward(
+        true, {.joined = true, .factor = [factor] { return factor; }});
     model->finish_backward();
   }
   for (auto& model : models_) {
@@ -434,13 +453,21 @@ void GradientWindow::join(const WindowTotals& totals) {
   }
 }
 
+// Also learns which ranks had batches: those that record.
 nlohmann::json GradientWindow::exchange_records(const nlohmann::json& mine) {
-  for (auto& record : communicator_->gather_json(mine, "window record")) {
-    if (!record.is_null()) {
-      return record;
+  const auto records = communicator_->gather_json(mine, "window record");
+  nlohmann::json found = nullptr;
+  ranks_ = {.first = 0, .count = 0, .here = !mine.is_null()};
+  for (size_t rank = 0; rank < records.size(); ++rank) {
+    if (!records[rank].is_null()) {
+      if (found.is_null()) {
+        found = records[rank];
+        ranks_.first = static_cast<int>(rank);
+      }
+      ++ranks_.count;
     }
   }
-  return nullptr;
+  return found;
 }
 
 int64_t GradientWindow::drop() {

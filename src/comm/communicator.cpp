@@ -86,6 +86,10 @@ void CommHandle::wait() {
   }
 }
 
+std::chrono::steady_clock::time_point CommHandle::ended() const {
+  return state_ ? state_->ended() : std::chrono::steady_clock::time_point{};
+}
+
 bool CommHandle::done() const { return !state_ || state_->done(); }
 
 std::shared_ptr<Communicator> Communicator::create(

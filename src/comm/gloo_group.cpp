@@ -28,6 +28,7 @@ struct GlooOperation final : CommHandle::State {
   mutable std::mutex mutex;
   std::condition_variable changed;
   bool completed = false;
+  CommClock::time_point completed_at{};
   std::exception_ptr error;
   std::function<void()> finish; // empty once it has run
 
@@ -35,6 +36,7 @@ struct GlooOperation final : CommHandle::State {
     {
       const std::lock_guard<std::mutex> lock(mutex);
       completed = true;
+      completed_at = CommClock::now();
       error = std::move(failure);
       changed.notify_all();
     }
@@ -48,6 +50,11 @@ struct GlooOperation final : CommHandle::State {
   bool done() const noexcept override {
     const std::lock_guard<std::mutex> lock(mutex);
     return completed || core->link->liveness().failed();
+  }
+
+  CommClock::time_point ended() const noexcept override {
+    const std::lock_guard<std::mutex> lock(mutex);
+    return completed_at;
   }
 
   void wait() override {
@@ -359,6 +366,24 @@ CommHandle GlooGroup::all_gather_async(
       sequence,
       [&](c10d::ProcessGroupGloo& gloo) {
         return gloo._allgather_base(to, from, {});
+      },
+      nullptr);
+}
+
+CommHandle GlooGroup::all_to_all_async(
+    at::Tensor output, at::Tensor input, std::string_view name) {
+  check_exchanged(output, input, world_size());
+  std::string operation = operation_label("all_to_all", name);
+  const uint64_t sequence = core_->enter(operation);
+  check_equal(operation, sequence, tensor_text(input));
+  at::Tensor to = bytes_of(output);
+  at::Tensor from = bytes_of(input);
+  return submit(
+      std::move(operation),
+      sequence,
+      [&](c10d::ProcessGroupGloo& gloo) {
+        std::vector<int64_t> even;
+        return gloo.alltoall_base(to, from, even, even, {});
       },
       nullptr);
 }

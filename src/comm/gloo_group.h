@@ -21,6 +21,7 @@ struct CommHandle::State {
   virtual ~State() = default;
   virtual void wait() = 0;
   virtual bool done() const noexcept = 0;
+  virtual std::chrono::steady_clock::time_point ended() const noexcept = 0;
 };
 
 namespace detail {
@@ -81,6 +82,8 @@ class GlooGroup final : public Communicator {
   CommHandle broadcast_async(
       at::Tensor tensor, int source, std::string_view name) override;
   CommHandle all_gather_async(
+      at::Tensor output, at::Tensor input, std::string_view name) override;
+  CommHandle all_to_all_async(
       at::Tensor output, at::Tensor input, std::string_view name) override;
   at::Tensor all_gather_rows(
       const at::Tensor& rows, std::string_view name) override;

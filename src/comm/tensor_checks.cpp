@@ -104,6 +104,22 @@ void check_gathered(
   }
 }
 
+void check_exchanged(
+    const at::Tensor& output, const at::Tensor& input, int world_size) {
+  check_tensor("all_to_all", input);
+  check_tensor("all_to_all", output);
+  if (input.dim() == 0 || input.size(0) != world_size ||
+      output.sizes() != input.sizes() ||
+      output.scalar_type() != input.scalar_type()) {
+    throw InputError(
+        "comm::all_to_all",
+        "output is " + tensor_text(output) + " for an input " +
+            tensor_text(input),
+        "two tensors of one shape and dtype with a row for each of " +
+            std::to_string(world_size) + " ranks");
+  }
+}
+
 void check_source(int source, int world_size) {
   if (source < 0 || source >= world_size) {
     throw InputError(

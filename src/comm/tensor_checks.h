@@ -30,6 +30,8 @@ void check_gathered(
     const at::Tensor& output, const at::Tensor& input, int world_size);
 /// all_gather_rows' own: at least one dimension.
 void check_rows(const at::Tensor& rows);
+void check_exchanged(
+    const at::Tensor& output, const at::Tensor& input, int world_size);
 void check_source(int source, int world_size);
 
 /// The bytes of a contiguous tensor, without a copy: Gloo moves any dtype so.

@@ -2,10 +2,31 @@
 
 #include <ATen/ATen.h>
 
+#include <cstring>
 #include <limits>
+#include <sstream>
 #include <utility>
 
+#include "hasten/base/error.h"
+
 namespace hasten {
+
+namespace detail {
+
+// Small gradients, of which there are thousands, without the dispatcher.
+bool flat_copy_bytes(const at::Tensor& to, const at::Tensor& from) {
+  constexpr size_t kSmall = 1 << 14; // bytes; above it copy_ costs no more
+  if (from.nbytes() > kSmall || !from.device().is_cpu() || from.is_sparse() ||
+      from.scalar_type() != to.scalar_type() || from.is_conj() ||
+      from.is_neg() || !from.is_contiguous() || !to.is_contiguous() ||
+      !to.device().is_cpu()) {
+    return false;
+  }
+  std::memcpy(to.mutable_data_ptr(), from.const_data_ptr(), from.nbytes());
+  return true;
+}
+
+} // namespace detail
 
 FlatGradients::FlatGradients(FlatLayout layout, FlatAllocator allocator)
     : layout_(std::move(layout)) {
@@ -24,7 +45,12 @@ FlatGradients::FlatGradients(FlatLayout layout, FlatAllocator allocator)
     views_.push_back(make_view(slot));
     addresses_.push_back(views_.back().const_data_ptr());
   }
-  install();
+  note_zero();
+  for (int64_t slot = 0; slot < count; ++slot) {
+    if (layout_.slots()[static_cast<size_t>(slot)].parameter.grad().defined()) {
+      install_slot(slot);
+    }
+  }
 }
 
 at::Tensor FlatGradients::make_view(int64_t slot) const {
@@ -46,9 +72,10 @@ bool FlatGradients::installed(int64_t slot) const {
   const at::Tensor& grad = layout_.slots()[i].parameter.grad();
   return grad.defined() && !grad.is_sparse() &&
          grad.const_data_ptr() == addresses_[i] &&
-         grad.scalar_type() == views_[i].scalar_type() &&
-         grad.sizes() == views_[i].sizes() &&
-         grad.strides() == views_[i].strides();
+         (grad.is_same(views_[i]) ||
+          (grad.scalar_type() == views_[i].scalar_type() &&
+           grad.strides() == views_[i].strides())) &&
+         grad.sizes() == views_[i].sizes();
 }
 
 void FlatGradients::install_slot(int64_t slot) {
@@ -62,9 +89,19 @@ void FlatGradients::install_slot(int64_t slot) {
   }
   at::Tensor& grad = layout_.slots()[i].parameter.mutable_grad();
   if (grad.defined()) {
-    views_[i].copy_(grad.is_sparse() ? grad.to_dense() : grad);
+    if (grad.sizes() != views_[i].sizes()) {
+      std::ostringstream what;
+      what << "the gradient of parameter \"" << layout_.slots()[i].name
+           << "\" has shape " << grad.sizes();
+      std::ostringstream expected;
+      expected << "its parameter's shape, " << views_[i].sizes();
+      throw InputError("flat::FlatGradients", what.str(), expected.str());
+    }
     known_zero_ = false;
-  } else if (!known_zero_) {
+    if (!detail::flat_copy_bytes(views_[i], grad)) {
+      views_[i].copy_(grad.is_sparse() ? grad.to_dense() : grad);
+    }
+  } else if (!known_zero()) {
     views_[i].zero_();
   }
   grad = views_[i];
@@ -76,11 +113,82 @@ void FlatGradients::install() {
   for (const FlatSlot& slot : slots) {
     any_defined = any_defined || slot.parameter.grad().defined();
   }
-  if (!any_defined && !known_zero_) {
+  if (!any_defined && !known_zero()) {
     zero_(); // one pass a buffer instead of one a parameter
   }
   for (size_t i = 0; i < slots.size(); ++i) {
     install_slot(static_cast<int64_t>(i));
+  }
+}
+
+void FlatGradients::attach() {
+  for (size_t i = 0; i < views_.size(); ++i) {
+    if (views_[i].const_data_ptr() != addresses_[i]) {
+      views_[i] = make_view(static_cast<int64_t>(i));
+    }
+    layout_.slots()[i].parameter.mutable_grad() = views_[i];
+  }
+}
+
+void FlatGradients::reset() {
+  for (const FlatSlot& slot : layout_.slots()) {
+    slot.parameter.mutable_grad().reset();
+  }
+}
+
+bool FlatGradients::release() {
+  const bool zero = known_zero();
+  for (size_t i = 0; i < views_.size(); ++i) {
+    if (layout_.slots()[i].parameter.grad().defined() &&
+        !(zero && installed(static_cast<int64_t>(i)))) {
+      return false;
+    }
+  }
+  reset();
+  return true;
+}
+
+void FlatGradients::reorder(std::vector<int64_t> order) {
+  at::NoGradGuard no_grad;
+  bool zero = known_zero();
+  bool any_in_place = false;
+  for (size_t i = 0; !zero && i < views_.size(); ++i) {
+    any_in_place = any_in_place || installed(static_cast<int64_t>(i));
+  }
+  if (!zero && !any_in_place) {
+    zero_(); // nothing lies there that counts
+    zero = true;
+  }
+  std::vector<at::Tensor> old; // [slot]
+  std::vector<char> in_place;
+  for (const at::Tensor& buffer : buffers_) {
+    old.push_back(zero ? at::Tensor() : buffer.clone());
+  }
+  std::vector<at::Tensor> values;
+  for (size_t i = 0; i < views_.size(); ++i) {
+    const FlatSlot& slot = layout_.slots()[i];
+    in_place.push_back(installed(static_cast<int64_t>(i)));
+    values.push_back(
+        zero ? at::Tensor()
+             : old[static_cast<size_t>(slot.group)].narrow(
+                   0, slot.offset, slot.numel));
+  }
+  layout_.reorder(std::move(order));
+  if (!zero) {
+    zero_(); // the padding lies elsewhere too
+  }
+  for (size_t i = 0; i < views_.size(); ++i) {
+    const FlatSlot& slot = layout_.slots()[i];
+    if (!zero) {
+      buffers_[static_cast<size_t>(slot.group)]
+          .narrow(0, slot.offset, slot.numel)
+          .copy_(values[i]);
+    }
+    views_[i] = make_view(static_cast<int64_t>(i));
+    addresses_[i] = views_[i].const_data_ptr();
+    if (in_place[i]) {
+      slot.parameter.mutable_grad() = views_[i];
+    }
   }
 }
 
@@ -89,11 +197,28 @@ void FlatGradients::zero_() {
   for (at::Tensor& buffer : buffers_) {
     buffer.zero_();
   }
+  note_zero();
+}
+
+void FlatGradients::note_zero() {
   known_zero_ = true;
+  zero_versions_.clear();
+  for (const at::Tensor& buffer : buffers_) {
+    zero_versions_.push_back(buffer._version());
+  }
+}
+
+bool FlatGradients::known_zero() const {
+  for (size_t g = 0; known_zero_ && g < buffers_.size(); ++g) {
+    if (buffers_[g]._version() != zero_versions_[g]) {
+      return false;
+    }
+  }
+  return known_zero_;
 }
 
 bool FlatGradients::all_zero() {
-  if (known_zero_) {
+  if (known_zero()) {
     return true;
   }
   for (const at::Tensor& buffer : buffers_) {
@@ -104,18 +229,29 @@ bool FlatGradients::all_zero() {
       return false;
     }
   }
-  known_zero_ = true;
+  note_zero();
   return true;
 }
 
 bool FlatGradients::cleared() {
-  bool undefined = true;
-  bool in_place = true;
+  bool undefined = false;
   for (size_t i = 0; i < views_.size(); ++i) {
-    undefined = undefined && !layout_.slots()[i].parameter.grad().defined();
-    in_place = in_place && installed(static_cast<int64_t>(i));
+    if (!layout_.slots()[i].parameter.grad().defined()) {
+      undefined = true;
+    } else if (!installed(static_cast<int64_t>(i))) {
+      return false;
+    }
   }
-  return undefined || (in_place && all_zero());
+  if (!undefined) {
+    return all_zero();
+  }
+  for (size_t i = 0; i < views_.size(); ++i) {
+    const at::Tensor& grad = layout_.slots()[i].parameter.grad();
+    if (grad.defined() && grad.count_nonzero().item<int64_t>() != 0) {
+      return false;
+    }
+  }
+  return true;
 }
 
 } // namespace hasten

@@ -1,7 +1,10 @@
 #include "hasten/flat/flat_layout.h"
 
 #include <algorithm>
+#include <numeric>
 #include <unordered_set>
+
+#include "hasten/base/error.h"
 
 namespace hasten {
 
@@ -49,10 +52,21 @@ FlatLayout::FlatLayout(const NamedParameters& parameters) {
          parameter.numel()});
     group->numel += detail::flat_padded(parameter.numel(), group->dtype);
   }
+  // Slots come by group, the order keeps the sequence over all of them.
+  std::vector<int64_t> by_group(slots_.size());
+  std::iota(by_group.begin(), by_group.end(), 0);
   std::stable_sort(
-      slots_.begin(), slots_.end(), [](const FlatSlot& a, const FlatSlot& b) {
-        return a.group < b.group;
+      by_group.begin(), by_group.end(), [this](int64_t a, int64_t b) {
+        return slots_[static_cast<size_t>(a)].group <
+               slots_[static_cast<size_t>(b)].group;
       });
+  std::vector<FlatSlot> sorted;
+  order_.resize(slots_.size());
+  for (size_t i = 0; i < by_group.size(); ++i) {
+    sorted.push_back(std::move(slots_[static_cast<size_t>(by_group[i])]));
+    order_[static_cast<size_t>(by_group[i])] = static_cast<int64_t>(i);
+  }
+  slots_ = std::move(sorted);
   for (size_t i = 0; i < slots_.size(); ++i) {
     FlatGroup& group = groups_[static_cast<size_t>(slots_[i].group)];
     if (group.last_slot == 0) {
@@ -61,6 +75,29 @@ FlatLayout::FlatLayout(const NamedParameters& parameters) {
     group.last_slot = static_cast<int64_t>(i) + 1;
     index_[slots_[i].parameter.unsafeGetTensorImpl()] = static_cast<int64_t>(i);
   }
+}
+
+void FlatLayout::reorder(std::vector<int64_t> order) {
+  std::vector<int64_t> sorted = order;
+  std::sort(sorted.begin(), sorted.end());
+  bool permutation = sorted.size() == slots_.size();
+  for (size_t i = 0; permutation && i < sorted.size(); ++i) {
+    permutation = sorted[i] == static_cast<int64_t>(i);
+  }
+  if (!permutation) {
+    throw InputError(
+        "flat::FlatLayout",
+        "an order of " + std::to_string(order.size()) + " slots",
+        "each of the " + std::to_string(slots_.size()) + " slots once");
+  }
+  std::vector<int64_t> end(groups_.size(), 0);
+  for (const int64_t index : order) {
+    FlatSlot& slot = slots_[static_cast<size_t>(index)];
+    const auto group = static_cast<size_t>(slot.group);
+    slot.offset = end[group];
+    end[group] += detail::flat_padded(slot.numel, groups_[group].dtype);
+  }
+  order_ = std::move(order);
 }
 
 int64_t FlatLayout::find(const at::Tensor& parameter) const {

@@ -4,6 +4,9 @@
 #include <torch/nn/module.h>
 
 #include <algorithm>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <sstream>
 #include <unordered_set>
 
 #include "hasten/base/error.h"
@@ -45,6 +48,9 @@ Ddp::Ddp(
         "both above 0");
   }
   make_buckets();
+  for (const auto& entry : module_buffers_) {
+    buffer_versions_.push_back(entry.second._version());
+  }
   const auto& slots = gradients_.layout().slots();
   for (size_t slot = 0; slot < slots.size(); ++slot) {
     hooks_.push_back(
@@ -54,35 +60,51 @@ Ddp::Ddp(
   }
 }
 
+// Parameters share a bucket with those before them in the order, one open bucket
+// a group; buckets stand in the order in which their last gradient comes.
 void Ddp::make_buckets() {
+  struct Open {
+    std::vector<int64_t> slots{};
+    int64_t begin = 0; // element in the group's buffer
+    int64_t end = 0;
+  };
   const FlatLayout& layout = gradients_.layout();
-  bucket_of_.resize(layout.slots().size());
-  double cap_mb = options_.first_bucket_mb;
-  for (size_t g = 0; g < layout.groups().size(); ++g) {
-    const FlatGroup& group = layout.groups()[g];
-    const auto bytes = static_cast<double>(c10::elementSize(group.dtype));
-    int64_t first = group.first_slot;
-    int64_t begin = 0;
-    for (int64_t slot = first; slot < group.last_slot; ++slot) {
-      const bool last = slot + 1 == group.last_slot;
-      const int64_t end =
-          last ? group.numel
-               : layout.slots()[static_cast<size_t>(slot) + 1].offset;
+  std::vector<Open> open(layout.groups().size());
+  buckets_.clear();
+  bucket_of_.assign(layout.slots().size(), 0);
+  const auto close = [&](size_t g) {
+    for (const int64_t slot : open[g].slots) {
       bucket_of_[static_cast<size_t>(slot)] =
           static_cast<int64_t>(buckets_.size());
-      const double mb = static_cast<double>(end - begin) * bytes / (1 << 20);
-      if (last || mb >= cap_mb) {
-        buckets_.push_back(
-            {gradients_.buffer(static_cast<int64_t>(g))
-                 .narrow(0, begin, end - begin),
-             first,
-             slot + 1,
-             0});
-        first = slot + 1;
-        begin = end;
-        cap_mb = options_.bucket_cap_mb;
-      }
     }
+    buckets_.push_back(
+        {gradients_.buffer(static_cast<int64_t>(g))
+             .narrow(0, open[g].begin, open[g].end - open[g].begin),
+         std::move(open[g].slots),
+         0});
+    open[g] = {{}, open[g].end, open[g].end};
+  };
+  std::vector<size_t> last_come; // groups, by their last slot
+  for (const int64_t index : layout.order()) {
+    const FlatSlot& slot = layout.slots()[static_cast<size_t>(index)];
+    const auto g = static_cast<size_t>(slot.group);
+    const auto bytes =
+        static_cast<double>(c10::elementSize(layout.groups()[g].dtype));
+    open[g].slots.push_back(index);
+    open[g].end += detail::flat_padded(slot.numel, layout.groups()[g].dtype);
+    const double mb =
+        static_cast<double>(open[g].end - open[g].begin) * bytes / (1 << 20);
+    last_come.erase(
+        std::remove(last_come.begin(), last_come.end(), g), last_come.end());
+    if (mb >= (buckets_.empty() ? options_.first_bucket_mb
+                                : options_.bucket_cap_mb)) {
+      close(g);
+    } else {
+      last_come.push_back(g);
+    }
+  }
+  for (const size_t g : last_come) {
+    close(g);
   }
 }
 
@@ -94,27 +116,119 @@ std::vector<int64_t> Ddp::bucket_sizes() const {
   return sizes;
 }
 
-void Ddp::begin(bool keep, bool in_place) {
+void Ddp::check_parameters() const {
   for (const auto& [name, parameter] : parameters_) {
-    if (parameter.requires_grad() && gradients_.layout().find(parameter) < 0) {
+    const int64_t slot = gradients_.layout().find(parameter);
+    if (slot < 0) {
+      if (parameter.requires_grad()) {
+        throw InputError(
+            "parallel::Ddp",
+            "parameter \"" + name + "\" was unfrozen after it was prepared",
+            "the trainable parameters of that time",
+            "call requires_grad_(true) before prepare()");
+      }
+      continue;
+    }
+    const at::Tensor& view = gradients_.view(slot);
+    if (parameter.sizes() != view.sizes() ||
+        parameter.scalar_type() != view.scalar_type() ||
+        parameter.device() != view.device()) {
+      std::ostringstream what;
+      what << "parameter \"" << name << "\" is " << parameter.sizes() << " "
+           << parameter.scalar_type() << " on " << parameter.device()
+           << " now, and was " << view.sizes() << " " << view.scalar_type()
+           << " on " << view.device() << " when it was prepared";
       throw InputError(
           "parallel::Ddp",
-          "parameter \"" + name + "\" was unfrozen after it was prepared",
-          "the trainable parameters of that time",
-          "call requires_grad_(true) before prepare()");
+          what.str(),
+          "the same shape, dtype and device",
+          "convert or move the model before prepare()");
     }
   }
+}
+
+// A parameter of the module that was put there after it was prepared.
+std::string Ddp::replaced_parameter() const {
+  std::unordered_set<const void*> known;
+  for (const auto& entry : parameters_) {
+    known.insert(entry.second.unsafeGetTensorImpl());
+  }
+  for (const auto& item : module_->named_parameters()) {
+    if (item.value().defined() &&
+        known.count(item.value().unsafeGetTensorImpl()) == 0) {
+      return item.key();
+    }
+  }
+  return {};
+}
+
+void Ddp::register_comm_hook(std::shared_ptr<CommHook> hook) {
+  if (begun_) {
+    throw InputError(
+        "parallel::register_comm_hook",
+        "a window is open",
+        "to be called between windows");
+  }
+  const std::string mine = hook ? hook->description() : "none";
+  const auto all = communicator_->gather_json(mine, "communication hook");
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    if (all[rank] != all[0]) {
+      throw InputError(
+          "parallel::register_comm_hook",
+          "rank " + std::to_string(rank) + " has " +
+              all[rank].get<std::string>() + ", rank 0 has " +
+              all[0].get<std::string>(),
+          "the same hook with the same settings on every rank");
+    }
+  }
+  hook_ = std::move(hook);
+}
+
+// Note [Bucket order]
+// Buckets follow the order in which rank 0's gradients were complete in the first
+// reduced backward; all ranks got it with that reduction and use it from their
+// next sum on, so that none is ahead. Gradients that rank 0 did not have come
+// last. Only offsets change: slots keep their numbers.
+void Ddp::use_learned_order() {
+  if (learned_.empty() || learned_in_use_) {
+    return;
+  }
+  gradients_.reorder(learned_);
+  make_buckets();
+  learned_in_use_ = true;
+}
+
+void Ddp::begin(bool keep, bool in_place) {
+  check_parameters();
   for (GradHook& hook : hooks_) {
     hook.ensure_installed();
   }
-  gradients_.install();
-  final_ = false;
+  use_learned_order();
+  const size_t count = hooks_.size();
+  final_ = further_ = aside_in_place_ = false;
   aside_.clear();
-  carried_ = keep || (!in_place && !gradients_.all_zero());
-  foreign_ = foreign_ && !gradients_.all_zero();
-  if (carried_) {
-    set_aside();
+  used_.assign(count, 0);
+  defined_.assign(count, 0);
+  carried_ = false;
+  if (!keep && gradients_.release()) {
+    foreign_ = false;
+  } else {
+    for (size_t slot = 0; slot < count; ++slot) {
+      defined_[slot] =
+          gradients_.layout().slots()[slot].parameter.grad().defined();
+    }
+    gradients_.install();
+    const bool zero = gradients_.all_zero();
+    foreign_ = foreign_ && !zero;
+    carried_ = keep || (!in_place && !zero);
+    if (carried_) {
+      set_aside();
+    }
+    if (!in_place) {
+      gradients_.reset();
+    }
   }
+  aside_defined_ = defined_;
   begun_ = true;
 }
 
@@ -122,97 +236,22 @@ void Ddp::begin(bool keep, bool in_place) {
 // Two things must not be summed over ranks or scaled with this window's weight:
 // gradients that nobody zeroed before the window, and a sum that is final when
 // another backward of its window comes. Both wait in a copy while the buffers,
-// zeroed, take the new sum, and are added to it at the end. The views stay where
-// they are.
+// which count as zero, take the new sum, and are added to it at the end.
 void Ddp::set_aside() {
   at::NoGradGuard no_grad;
   aside_.clear();
   for (size_t g = 0; g < gradients_.layout().groups().size(); ++g) {
     aside_.push_back(gradients_.buffer(static_cast<int64_t>(g)).clone());
   }
-  gradients_.zero_();
 }
 
-void Ddp::start_backward(bool reduce, bool hold) {
-  if (final_) {
-    set_aside();
-    final_ = false;
-  }
-  gradients_.install();
-  gradients_.mark_written();
-  std::lock_guard lock(mutex_);
-  in_backward_ = true;
-  // A rank alone has its sum already: nothing to wait for, nothing to copy.
-  reducing_ = reduce && communicator_->world_size() > 1;
-  hold_ = hold;
-  next_bucket_ = 0;
-  overlapped_ = 0;
-  handles_.clear();
-  for (Bucket& bucket : buckets_) {
-    bucket.pending = bucket.last_slot - bucket.first_slot;
-  }
-}
-
-void Ddp::gradient_ready(int64_t slot) {
-  std::lock_guard lock(mutex_);
-  if (!in_backward_) {
-    if (!begun_) {
-      foreign_ = true; // the user's own; harmless unless it is stepped with
-      gradients_.mark_written();
-      return;
-    }
-    throw InputError(
-        "parallel::Ddp",
-        "loss.backward() inside a window reached parameter \"" +
-            gradients_.layout().slots()[static_cast<size_t>(slot)].name + "\"",
-        "accelerator.backward(loss), which weighs the loss",
-        "use that, or torch::autograd::grad for a gradient of your own");
-  }
-  if (!reducing_) {
-    return;
-  }
-  gradients_.install_slot(slot);
-  Bucket& bucket =
-      buckets_[static_cast<size_t>(bucket_of_[static_cast<size_t>(slot)])];
-  if (--bucket.pending == 0 && !hold_) {
-    launch_ready_buckets(false);
-  }
-}
-
-// In layout order only, so that every rank's group sees one sequence. The mutex
-// is held.
-void Ddp::launch_ready_buckets(bool all) {
-  while (next_bucket_ < buckets_.size() &&
-         (all || buckets_[next_bucket_].pending == 0)) {
-    handles_.push_back(communicator_->all_reduce_async(
-        buckets_[next_bucket_].range,
-        ReduceOp::sum,
-        "gradient bucket " + std::to_string(next_bucket_)));
-    ++next_bucket_;
-    overlapped_ += !all;
-  }
-}
-
-void Ddp::finish_backward() {
-  std::lock_guard lock(mutex_);
-  in_backward_ = false;
-  gradients_.install(); // copies in what was replaced meanwhile
-  if (reducing_) {
-    launch_ready_buckets(true);
-  }
-}
-
-void Ddp::wait() {
-  for (CommHandle& handle : handles_) {
-    handle.wait();
-  }
-  handles_.clear();
-  reducing_ = false;
-}
-
-void Ddp::finish(double factor) {
+void Ddp::finish(double factor, const DdpRanks& ranks) {
   wait();
   at::NoGradGuard no_grad;
+  if (prescale_) {
+    factor = 1;
+    prescale_.reset();
+  }
   for (size_t g = 0; g < gradients_.layout().groups().size(); ++g) {
     at::Tensor buffer = gradients_.buffer(static_cast<int64_t>(g));
     if (factor != 1.0) {
@@ -224,19 +263,69 @@ void Ddp::finish(double factor) {
   }
   aside_.clear();
   gradients_.mark_written();
+  for (size_t slot = 0; slot < used_.size(); ++slot) {
+    if (!used_[slot] && !defined_[slot]) { // as if there had been no backward
+      gradients_.layout().slots()[slot].parameter.mutable_grad().reset();
+    }
+  }
   final_ = true;
   begun_ = false;
-  if (options_.broadcast_buffers && communicator_->world_size() > 1) {
-    std::vector<CommHandle> handles;
-    for (auto& [name, buffer] : module_buffers_) {
-      if (buffer.is_floating_point()) {
-        handles.push_back(
-            communicator_->broadcast_async(buffer, 0, "buffer " + name));
+  if (buffers_may_differ()) {
+    sync_buffers(ranks);
+  }
+}
+
+// Torch's batch norm writes running statistics unseen; integers nobody does.
+bool Ddp::buffers_may_differ() const {
+  return buffers_changed_ ||
+         std::any_of(
+             module_buffers_.begin(),
+             module_buffers_.end(),
+             [](const auto& entry) {
+               return entry.second.is_floating_point() ||
+                      entry.second.is_complex();
+             });
+}
+
+void Ddp::sync_buffers(const DdpRanks& ranks) {
+  if (communicator_->world_size() == 1 || module_buffers_.empty() ||
+      options_.buffers == BufferPolicy::leave) {
+    return;
+  }
+  at::NoGradGuard no_grad;
+  std::map<at::ScalarType, std::vector<at::Tensor>> by_dtype;
+  for (const auto& entry : module_buffers_) {
+    by_dtype[entry.second.scalar_type()].push_back(entry.second);
+  }
+  for (const auto& [dtype, buffers] : by_dtype) {
+    std::vector<at::Tensor> pieces;
+    for (const at::Tensor& buffer : buffers) {
+      pieces.push_back(buffer.detach().reshape({-1}));
+    }
+    at::Tensor flat = at::cat(pieces);
+    const bool average = options_.buffers == BufferPolicy::average &&
+                         at::isFloatingType(dtype);
+    if (average) {
+      if (!ranks.here) {
+        flat.zero_();
+      }
+      communicator_->all_reduce(flat, ReduceOp::sum, "buffers");
+      flat.div_(ranks.count > 0 ? ranks.count : communicator_->world_size());
+    } else {
+      communicator_->broadcast(flat, ranks.first, "buffers");
+    }
+    if (average || communicator_->rank() != ranks.first) {
+      int64_t offset = 0;
+      for (at::Tensor buffer : buffers) {
+        const int64_t numel = buffer.numel();
+        buffer.detach().copy_(
+            flat.narrow(0, offset, numel).view(buffer.sizes()));
+        offset += numel;
       }
     }
-    for (CommHandle& handle : handles) {
-      handle.wait();
-    }
+  }
+  for (size_t i = 0; i < module_buffers_.size(); ++i) {
+    buffer_versions_[i] = module_buffers_[i].second._version();
   }
 }
 
@@ -253,6 +342,13 @@ void Ddp::swap_aside() {
     buffer.copy_(aside_[g]);
     aside_[g].copy_(kept);
   }
+  aside_in_place_ = !aside_in_place_;
+  gradients_.attach();
+  for (size_t slot = 0; aside_in_place_ && slot < used_.size(); ++slot) {
+    if (!aside_defined_[slot]) {
+      gradients_.layout().slots()[slot].parameter.mutable_grad().reset();
+    }
+  }
 }
 
 void Ddp::drop_aside() { aside_.clear(); }
@@ -261,11 +357,15 @@ void Ddp::cancel() noexcept {
   std::lock_guard lock(mutex_);
   in_backward_ = false;
   reducing_ = false;
-  handles_.clear();
+  operations_.clear();
+  agreement_ = order_ = at::Tensor();
+  backward_ = {};
+  prescale_.reset();
+  violation_.clear();
   aside_.clear();
   final_ = false;
   begun_ = false;
-  gradients_.zero_();
+  gradients_.reset();
 }
 
 } // namespace hasten

@@ -1,6 +1,8 @@
 // What a state holds of a Ddp: gradients that somebody still adds to.
 #include <ATen/ATen.h>
 
+#include <algorithm>
+#include <map>
 #include <nlohmann/json.hpp>
 
 #include "hasten/base/error.h"
@@ -17,34 +19,11 @@ at::Tensor slot_of_buffer(
   return part.as_strided(view.sizes(), view.strides(), part.storage_offset());
 }
 
-} // namespace detail
-
-void Ddp::save_state(NamedTensors& tensors, nlohmann::json& values) const {
-  values["begun"] = begun_;
-  values["final"] = final_;
-  values["carried"] = carried_;
-  values["aside"] = !aside_.empty();
-  const auto& slots = gradients_.layout().slots();
-  for (size_t i = 0; i < slots.size(); ++i) {
-    const auto index = static_cast<int64_t>(i);
-    const at::Tensor& gradient = slots[i].parameter.grad();
-    if (gradient.defined() &&
-        !(gradients_.known_zero() && gradients_.installed(index))) {
-      tensors["grad." + slots[i].name] =
-          gradient.is_sparse() ? gradient.to_dense() : gradient.detach();
-    }
-    if (!aside_.empty()) {
-      tensors["aside." + slots[i].name] = detail::slot_of_buffer(
-          aside_[static_cast<size_t>(slots[i].group)],
-          slots[i],
-          gradients_.view(index));
-    }
-  }
-}
-
-void Ddp::load_state(
-    const NamedTensors& tensors, const nlohmann::json& values) {
-  const auto& slots = gradients_.layout().slots();
+// Throws unless every gradient in a state is one of the layout's; `others`: how
+// many further tensors it has.
+void check_saved_gradients(
+    const NamedTensors& tensors, const FlatLayout& layout, size_t others) {
+  const auto& slots = layout.slots();
   size_t known = 0;
   for (const FlatSlot& slot : slots) {
     for (const char* kind : {"grad.", "aside."}) {
@@ -62,18 +41,139 @@ void Ddp::load_state(
       }
     }
   }
-  if (known != tensors.size()) {
+  if (known + others != tensors.size()) {
     throw InputError(
         "parallel::Ddp",
         "the state has gradients of parameters that are not trained here",
         "the same trainable parameters");
   }
+}
+
+} // namespace detail
+
+void Ddp::save_state(NamedTensors& tensors, nlohmann::json& values) const {
+  values["begun"] = begun_;
+  values["final"] = final_;
+  values["carried"] = carried_;
+  values["aside"] = !aside_.empty();
+  const auto& slots = gradients_.layout().slots();
+  const auto names = [&slots](const std::vector<char>& marks) {
+    auto list = nlohmann::json::array();
+    for (size_t slot = 0; slot < marks.size(); ++slot) {
+      if (marks[slot]) {
+        list.push_back(slots[slot].name);
+      }
+    }
+    return list;
+  };
+  values["used"] = names(used_);
+  values["defined"] = names(defined_);
+  values["aside_defined"] = names(aside_defined_);
+  values["order_in_use"] = learned_in_use_;
+  values["bucket_order"] = nlohmann::json::array();
+  for (const int64_t slot : learned_) {
+    values["bucket_order"].push_back(slots[static_cast<size_t>(slot)].name);
+  }
+  values["comm_hook"] = hook_ ? hook_->description() : "none";
+  if (hook_) {
+    NamedTensors of_hook;
+    values["comm_hook_state"] = nlohmann::json::object();
+    hook_->save_state(of_hook, values["comm_hook_state"]);
+    for (const auto& [name, tensor] : of_hook) {
+      tensors["comm_hook." + name] = tensor;
+    }
+  }
+  for (size_t i = 0; i < slots.size(); ++i) {
+    const auto index = static_cast<int64_t>(i);
+    const at::Tensor& gradient = slots[i].parameter.grad();
+    if (gradient.defined() &&
+        !(gradients_.known_zero() && gradients_.installed(index))) {
+      tensors["grad." + slots[i].name] =
+          gradient.is_sparse() ? gradient.to_dense() : gradient.detach();
+    }
+    if (!aside_.empty()) {
+      tensors["aside." + slots[i].name] = detail::slot_of_buffer(
+          aside_[static_cast<size_t>(slots[i].group)],
+          slots[i],
+          gradients_.view(index));
+    }
+  }
+}
+
+// Empty where none was learned.
+std::vector<int64_t> Ddp::saved_order(const nlohmann::json& names) const {
+  std::map<std::string, int64_t> by_name;
+  const auto& slots = gradients_.layout().slots();
+  for (size_t slot = 0; slot < slots.size(); ++slot) {
+    by_name[slots[slot].name] = static_cast<int64_t>(slot);
+  }
+  std::vector<int64_t> order;
+  for (const auto& name : names) {
+    const auto it = by_name.find(name.get<std::string>());
+    if (it == by_name.end()) {
+      throw InputError(
+          "parallel::Ddp",
+          "the state has a parameter \"" + name.get<std::string>() + "\"",
+          "the trainable parameters of this model");
+    }
+    order.push_back(it->second);
+    by_name.erase(it);
+  }
+  if (!order.empty() && !by_name.empty()) {
+    throw InputError(
+        "parallel::Ddp",
+        "the state has no parameter \"" + by_name.begin()->first + "\"",
+        "every trainable parameter of this model");
+  }
+  return order;
+}
+
+void Ddp::load_state(
+    const NamedTensors& tensors, const nlohmann::json& values) {
+  const std::string prefix = "comm_hook.";
+  NamedTensors of_hook;
+  for (const auto& [name, tensor] : tensors) {
+    if (name.rfind(prefix, 0) == 0) {
+      of_hook[name.substr(prefix.size())] = tensor;
+    }
+  }
+  const std::string hook = hook_ ? hook_->description() : "none";
+  if (values.at("comm_hook") != hook) {
+    throw InputError(
+        "parallel::Ddp",
+        "the state was saved with the communication hook " +
+            values.at("comm_hook").get<std::string>() + ", there is " + hook,
+        "the same hook, registered before loading");
+  }
+  std::vector<int64_t> order = saved_order(values.at("bucket_order"));
+  detail::check_saved_gradients(
+      tensors, gradients_.layout(), of_hook.size());
+  const auto& slots = gradients_.layout().slots();
   const bool begun = values.at("begun").get<bool>();
   const bool final = values.at("final").get<bool>();
   const bool carried = values.at("carried").get<bool>();
   const bool aside = values.at("aside").get<bool>();
 
+  const auto marks = [&slots](const nlohmann::json& names) {
+    std::vector<char> marked(slots.size(), 0);
+    for (size_t slot = 0; slot < slots.size(); ++slot) {
+      marked[slot] = std::find(names.begin(), names.end(), slots[slot].name) !=
+                     names.end();
+    }
+    return marked;
+  };
+  if (hook_) {
+    hook_->load_state(of_hook, values.at("comm_hook_state"));
+  }
   cancel();
+  learned_ = std::move(order);
+  learned_in_use_ = false;
+  if (values.at("order_in_use").get<bool>()) {
+    use_learned_order();
+  }
+  used_ = marks(values.at("used"));
+  defined_ = marks(values.at("defined"));
+  aside_defined_ = marks(values.at("aside_defined"));
   const at::NoGradGuard no_grad;
   if (aside) {
     for (size_t g = 0; g < gradients_.layout().groups().size(); ++g) {
@@ -82,15 +182,11 @@ void Ddp::load_state(
     }
   }
   for (size_t i = 0; i < slots.size(); ++i) {
-    slots[i].parameter.mutable_grad() = at::Tensor();
-  }
-  gradients_.install();
-  for (size_t i = 0; i < slots.size(); ++i) {
     const auto index = static_cast<int64_t>(i);
     if (const auto saved = tensors.find("grad." + slots[i].name);
         saved != tensors.end()) {
+      gradients_.install_slot(index);
       at::Tensor(gradients_.view(index)).copy_(saved->second);
-      gradients_.mark_written();
     }
     if (const auto saved = tensors.find("aside." + slots[i].name);
         aside && saved != tensors.end()) {

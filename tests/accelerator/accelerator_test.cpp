@@ -174,7 +174,7 @@ TEST(Accelerator, HandlesDoNothingInsideAWindow) {
     EXPECT_TRUE(optimizer.step());
     EXPECT_TRUE(scheduler.step());
     optimizer.zero_grad();
-    EXPECT_EQ(net->first->weight.grad().abs().sum().item<double>(), 0);
+    EXPECT_FALSE(net->first->weight.grad().defined());
   }
   EXPECT_TRUE(accelerator.sync_gradients()) << "the last window is complete";
 }

@@ -86,7 +86,7 @@ TEST(Outside, AddsTheMeanOverAllRanksRowsToWhatIsThere) {
   }
   EXPECT_EQ(turn, 3);
   optimizer.zero_grad();
-  EXPECT_EQ(net->first->weight.grad().abs().sum().item<double>(), 0);
+  EXPECT_FALSE(net->first->weight.grad().defined()) << "as torch's does";
 }
 
 TEST(Outside, OneProcessIsBitwiseTorch) {
@@ -182,7 +182,7 @@ TEST(Outside, OnlyModelsThatTheLossDependsOnTakePart) {
         return second->forward(first->forward(batch.first)).square().mean();
       };
   accelerator.backward(mean_loss(a, batches[mine]));
-  EXPECT_EQ(b->weight.grad().abs().sum().item<double>(), 0);
+  EXPECT_FALSE(b->weight.grad().defined());
   accelerator.backward(chain(a, b, batches[mine]));
   const auto round = joined(round_of(batches, world, 0));
   torch::manual_seed(7);

@@ -93,7 +93,9 @@ struct Pair {
   Pair()
       : a(parameter({3, 5})),
         b(parameter({7})),
-        flat(FlatLayout({{"a", a}, {"b", b}})) {}
+        flat(FlatLayout({{"a", a}, {"b", b}})) {
+    flat.install();
+  }
   void backward() {
     flat.mark_written();
     (a.sum() * 2 + b.sum() * 3).backward();
@@ -158,6 +160,7 @@ TEST(FlatGradients, SparseAndChannelsLastGradientsStayInTheBuffer) {
       conv->weight.contiguous(at::MemoryFormat::ChannelsLast));
   FlatGradients flat(FlatLayout(
       {{"table", table->weight}, {"conv", conv->weight}, {"b", conv->bias}}));
+  flat.install();
   EXPECT_EQ(conv->weight.grad().strides(), conv->weight.strides());
   flat.mark_written();
   const auto image = torch::randn({2, 3, 8, 8});
@@ -173,6 +176,51 @@ TEST(FlatGradients, SparseAndChannelsLastGradientsStayInTheBuffer) {
       torch::allclose(conv->weight.grad(), plain->weight.grad(), 1e-5, 1e-5));
 }
 
+TEST(FlatGradients, HandedOverGradientsAreCopiedInOnce) {
+  Pair pair;
+  EXPECT_TRUE(pair.flat.release()) << "known to be zero";
+  EXPECT_FALSE(pair.a.grad().defined());
+  EXPECT_FALSE(pair.b.grad().defined());
+  for (const int64_t slot : {0, 1}) { // stale: an undefined gradient is zero
+    Tensor(pair.flat.view(slot)).fill_(7);
+  }
+  (pair.a.sum() * 2).backward();
+  pair.flat.install_slot(pair.flat.layout().find(pair.a));
+  EXPECT_TRUE(torch::equal(pair.a.grad(), torch::full({3, 5}, 2.0)));
+  EXPECT_FALSE(pair.flat.release()) << "it holds a gradient";
+  pair.flat.install();
+  EXPECT_EQ(pair.b.grad().abs().sum().item<float>(), 0);
+  pair.a.grad().zero_(); // by the user: nobody knows without a look
+  EXPECT_FALSE(pair.flat.release());
+  EXPECT_TRUE(pair.flat.cleared());
+  EXPECT_TRUE(pair.flat.release());
+  pair.a.mutable_grad() = torch::ones({5, 3});
+  EXPECT_THROW(pair.flat.install(), InputError);
+}
+
+TEST(FlatGradients, ReorderMovesWhatLiesThere) {
+  Tensor a = parameter({3, 5}), b = parameter({7}), c = parameter({2});
+  FlatGradients flat(FlatLayout({{"a", a}, {"b", b}, {"c", c}}));
+  flat.install();
+  (a.sum() * 2 + b.sum() * 3).backward();
+  c.mutable_grad().reset();
+  const int64_t at_a = flat.layout().find(a), at_b = flat.layout().find(b),
+                at_c = flat.layout().find(c);
+  flat.reorder({at_b, at_c, at_a});
+  EXPECT_EQ(flat.layout().slots()[static_cast<size_t>(at_b)].offset, 0);
+  EXPECT_EQ(flat.layout().slots()[static_cast<size_t>(at_a)].offset, 32);
+  EXPECT_TRUE(flat.installed(at_a) && flat.installed(at_b));
+  EXPECT_FALSE(c.grad().defined());
+  EXPECT_TRUE(torch::equal(
+      flat.buffer(0).narrow(0, 0, 7), torch::full({7}, 3.0)));
+  EXPECT_TRUE(torch::equal(a.grad(), torch::full({3, 5}, 2.0)));
+  flat.install();
+  EXPECT_EQ(flat.buffer(0).sum().item<float>(), 7 * 3 + 15 * 2)
+      << "padding and c are zero";
+  EXPECT_THROW(flat.reorder({0, 1, 1}), InputError);
+  EXPECT_THROW(flat.reorder({0, 1}), InputError);
+}
+
 TEST(FlatGradients, TheAllocatorOwnsTheMemory) {
   Tensor a = parameter({3, 5});
   Tensor memory;
@@ -181,8 +229,9 @@ TEST(FlatGradients, TheAllocatorOwnsTheMemory) {
       [&](int64_t numel, const at::TensorOptions& options) {
         return memory = torch::zeros({numel}, options);
       });
-  flat.mark_written();
+  flat.install();
   a.sum().backward();
+  EXPECT_FALSE(flat.known_zero()) << "torch's writes are noticed";
   EXPECT_EQ(memory.sum().item<float>(), 15);
 }
 

@@ -3,13 +3,13 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include "support/communicator.h"
-#include "support/world.h"
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <numeric>
+
+#include "parallel/ddp_rig.h"
 
 namespace hasten::ddp_test {
-
-using at::Tensor;
-using testing_support::fresh_communicator;
 
 torch::nn::Sequential deep_net(uint64_t seed) {
   torch::manual_seed(seed);
@@ -26,11 +26,6 @@ torch::nn::Sequential deep_net(uint64_t seed) {
 constexpr DdpOptions kSmallBuckets{
     .bucket_cap_mb = 8.0 / 1024, .first_bucket_mb = 4.0 / 1024};
 
-Tensor rows_of(int rank) {
-  auto generator = torch::make_generator<at::CPUGeneratorImpl>(50 + rank);
-  return torch::randn({rank + 1, 32}, generator, torch::kDouble);
-}
-
 TEST(Ddp, NRanksEqualOneRankOnTheJoinedBatch) {
   auto communicator = fresh_communicator();
   const int world = communicator->world_size();
@@ -38,51 +33,55 @@ TEST(Ddp, NRanksEqualOneRankOnTheJoinedBatch) {
   auto net = deep_net(static_cast<uint64_t>(rank) + 1);
   Ddp ddp(communicator, net.ptr(), kSmallBuckets);
   ASSERT_GE(ddp.bucket_sizes().size(), 6u);
-  ddp.begin();
-  for (const bool last : {false, true}) { // the same rows twice
-    const Tensor loss = net->forward(rows_of(rank)).square().sum();
-    ddp.start_backward(last);
-    loss.backward();
-    ddp.finish_backward();
-  }
-  if (world > 1) {
-    EXPECT_GE(ddp.overlapped_buckets(), 5) << "reduced while backward runs";
-  }
-  ddp.finish(0.5);
-
   auto plain = deep_net(1);
-  std::vector<Tensor> rows;
-  for (int r = 0; r < world; ++r) {
-    rows.push_back(rows_of(r));
-  }
-  plain->forward(torch::cat(rows)).square().sum().backward();
-  for (const auto& item : plain->named_parameters()) {
-    const Tensor mine = net->named_parameters()[item.key()].grad();
-    EXPECT_LE((mine - item.value().grad()).abs().max().item<double>(), 1e-12)
-        << item.key();
+  const auto wanted = plain_gradient(*plain, world, [&](int r) {
+    return plain->forward(rows_of(r, 32)).square().sum();
+  });
+  for (int turn = 0; turn < 3; ++turn) { // the learned order from the second on
+    net->zero_grad();
+    ddp.begin();
+    for (const bool last : {false, true}) { // the same rows twice
+      const Tensor loss = net->forward(rows_of(rank, 32)).square().sum();
+      ddp.start_backward(last);
+      loss.backward();
+      ddp.finish_backward();
+    }
+    ddp.finish(0.5);
+    expect_equal_gradients(*net, wanted);
+    for (int64_t slot = 0; slot < 12; ++slot) {
+      EXPECT_TRUE(ddp.gradients().installed(slot)) << "a view of the buffer";
+    }
+    if (world > 1) {
+      EXPECT_GE(ddp.overlapped_buckets(), 5) << "reduced while backward runs";
+      EXPECT_EQ(ddp.order_is_learned(), true);
+    }
   }
 }
 
-TEST(Ddp, ReducesInLayoutOrderWhatEachRankUses) {
+TEST(Ddp, ReducesInOneOrderWhatEachRankUses) {
   auto communicator = fresh_communicator();
   const int rank = communicator->rank();
   auto net = deep_net(1);
-  Ddp ddp(communicator, net.ptr(), kSmallBuckets);
-  ddp.begin();
+  DdpOptions options = kSmallBuckets;
+  options.find_unused_parameters = true;
+  Ddp ddp(communicator, net.ptr(), options);
   // Each rank uses other layers, in another order: nobody may wait for ever.
-  Tensor x = rows_of(0);
-  for (int i = 0; i < 3; ++i) {
-    const int layer = 2 * ((rank + 2 * i) % 6);
-    x = net[static_cast<size_t>(layer)]->as<torch::nn::Linear>()->forward(x);
+  const auto loss = [&](int r) {
+    Tensor x = rows_of(r, 32);
+    for (int i = 0; i < 3; ++i) {
+      const int layer = 2 * ((r + 2 * i) % 6);
+      x = net[static_cast<size_t>(layer)]->as<torch::nn::Linear>()->forward(x);
+    }
+    return x.sum();
+  };
+  for (int turn = 0; turn < 2; ++turn) {
+    net->zero_grad();
+    reduce_once(ddp, rank, loss);
+    Tensor own = ddp.gradients().buffer(0).clone().reshape({1, -1});
+    const Tensor all = communicator->all_gather_rows(own, "check");
+    EXPECT_EQ((all - own).abs().max().item<double>(), 0);
+    EXPECT_GT(own.abs().max().item<double>(), 0);
   }
-  ddp.start_backward(true);
-  x.sum().backward();
-  ddp.finish_backward();
-  ddp.finish(1.0);
-  Tensor own = ddp.gradients().buffer(0).clone().reshape({1, -1});
-  const Tensor all = communicator->all_gather_rows(own, "check");
-  EXPECT_EQ((all - own).abs().max().item<double>(), 0);
-  EXPECT_GT(own.abs().max().item<double>(), 0);
 }
 
 TEST(Ddp, FirstBucketIsSmallAndAllCoverTheBuffers) {
@@ -96,11 +95,88 @@ TEST(Ddp, FirstBucketIsSmallAndAllCoverTheBuffers) {
   EXPECT_EQ(sizes.front(), 32 + 1024)
       << "the last layer's bias, then its weight";
   EXPECT_EQ(sizes[1], 2 * (32 + 1024));
-  int64_t sum = 0;
-  for (const int64_t size : sizes) {
-    sum += size;
+  EXPECT_EQ(
+      std::accumulate(sizes.begin(), sizes.end(), int64_t{0}),
+      ddp.gradients().buffer(0).numel());
+}
+
+// Registered in the order of use, backward comes the other way round; here it is
+// registered backwards, so that the layout's first guess is all wrong.
+TEST(Ddp, LearnsTheBucketOrderFromRankZerosFirstBackward) {
+  auto communicator = fresh_communicator();
+  const int world = communicator->world_size();
+  const int rank = communicator->rank();
+  Parts net(static_cast<uint64_t>(rank) + 1);
+  Ddp ddp(communicator, net.ptr(), kTinyBuckets);
+  const std::vector<int64_t> before = ddp.gradients().layout().order();
+  // Ranks use the parts in different orders: rank 0's counts.
+  const auto use = [](int r) {
+    return r == 0 ? std::vector<int>{2, 0, 1} : std::vector<int>{1, 0, 2};
+  };
+  Parts plain(1);
+  const auto wanted = plain_gradient(*plain, world, [&](int r) {
+    return plain->loss(rows_of(r, 6), use(r));
+  });
+  for (int turn = 0; turn < 3; ++turn) {
+    reduce_once(
+        ddp, rank, [&](int r) { return net->loss(rows_of(r, 6), use(r)); });
+    expect_equal_gradients(*net, wanted);
+    net->zero_grad();
   }
-  EXPECT_EQ(sum, ddp.gradients().buffer(0).numel());
+  const auto& layout = ddp.gradients().layout();
+  if (world == 1) {
+    EXPECT_EQ(layout.order(), before) << "nothing to reduce, nothing to learn";
+    return;
+  }
+  std::vector<std::string> names;
+  for (const int64_t slot : layout.order()) {
+    names.push_back(layout.slots()[static_cast<size_t>(slot)].name);
+  }
+  for (size_t i = 0; i < 6; ++i) {
+    const std::vector<std::string> parts{"part1", "part0", "part2"};
+    EXPECT_EQ(names[i].substr(0, 5), parts[i / 2]) << i;
+  }
+  EXPECT_EQ(
+      layout.slots()[static_cast<size_t>(layout.order()[1])].offset % 8, 0);
+
+  // Another process that loads the order starts with it.
+  NamedTensors tensors;
+  nlohmann::json values;
+  ddp.save_state(tensors, values);
+  Parts again(1);
+  Ddp resumed(communicator, again.ptr(), kTinyBuckets);
+  resumed.load_state(tensors, values);
+  reduce_once(resumed, rank, [&](int r) {
+    return again->loss(rows_of(r, 6), use(r));
+  });
+  EXPECT_EQ(resumed.gradients().layout().order(), layout.order());
+  expect_equal_gradients(*again, wanted);
+  values["bucket_order"][0] = "part9.weight";
+  EXPECT_NE(
+      what_of([&] { resumed.load_state(tensors, values); })
+          .find("part9.weight"),
+      std::string::npos);
+}
+
+TEST(Ddp, ReportsHowMuchCommunicationWasExposed) {
+  auto communicator = fresh_communicator();
+  Parts net(1);
+  Ddp ddp(communicator, net.ptr(), kTinyBuckets);
+  reduce_once(ddp, communicator->rank(), [&](int r) {
+    return net->loss(rows_of(r, 6), {0, 1, 2});
+  });
+  const ReductionReport& report = ddp.reduction();
+  if (communicator->world_size() == 1) {
+    EXPECT_EQ(report.buckets, 0);
+    EXPECT_EQ(report.communication_seconds, 0);
+    return;
+  }
+  EXPECT_EQ(report.buckets, 6);
+  EXPECT_EQ(report.overlapped, 6) << "the last, too, starts in a hook";
+  EXPECT_EQ(report.bytes, 3 * (40 + 8) * 8);
+  EXPECT_GT(report.communication_seconds, 0);
+  EXPECT_GT(report.exposed_seconds, 0);
+  EXPECT_LT(report.exposed_seconds, 20);
 }
 
 } // namespace hasten::ddp_test

@@ -79,9 +79,14 @@ struct AcceleratorOptions {
   /// Gradients are reduced in pieces of about this size while backward runs.
   /// MiB, > 0. Larger: fewer collectives, less overlap.
   double bucket_cap_mb = 25;
-  /// Copy rank 0's floating-point buffers (running statistics) to all ranks
-  /// after each window's reduction. Costs nothing for models without any.
-  bool broadcast_buffers = true;
+  /// Allows windows that do not depend on every trainable parameter; off, one
+  /// is an error that names it, where there are several ranks. See DdpOptions.
+  bool find_unused_parameters = false;
+  /// Promises that every window uses the same parameters. See DdpOptions.
+  bool static_graph = false;
+  /// What makes buffers (running statistics) equal on all ranks after each
+  /// window. Costs nothing for models without any.
+  BufferPolicy buffers = BufferPolicy::broadcast;
   /// How loaders are shared out over ranks (hasten/accelerator/prepared_loader.h).
   DataLoaderConfiguration dataloader_config{};
   /// Longest wait for a rank that is alive but late. Milliseconds.
@@ -259,6 +264,25 @@ class Accelerator : public Collect {
       double max_norm,
       double norm_type = 2.0);
 
+  /// Sums the model's gradients by this hook from the next window on (see
+  /// hasten/parallel/comm_hook.h); null: plainly again. One hook a model.
+  /// Collective. Throws InputError, on every rank, where ranks differ.
+  template <detail::ModelHolder Model>
+  void register_comm_hook(const Model& model, std::shared_ptr<CommHook> hook) {
+    register_hook(*detail::module_of(model), std::move(hook));
+  }
+  /// Makes the prepared models' buffers equal on all ranks by the policy, now.
+  /// After a complete window they are; in the middle of one an evaluation or a
+  /// save needs it. Collective, blocking.
+  void sync_buffers();
+
+  /// For a loop over data of one's own: this rank has no batch left. Takes part
+  /// with weight 0 in the windows that others complete, and does what they do
+  /// with them, until every rank has called it. Prepared loaders do it by
+  /// themselves. A window left in the middle is dropped with a warning.
+  /// Collective, blocking.
+  void join_uneven_inputs();
+
   /// True where optimizers step after this batch's backward: in a batch that
   /// completes its window, and behind it until the next; outside accumulate()
   /// behind every backward but those under no_sync().
@@ -326,6 +350,8 @@ class Accelerator : public Collect {
   }
   double clip_model(
       torch::nn::Module& model, double max_norm, double norm_type);
+  void register_hook(
+      torch::nn::Module& model, std::shared_ptr<CommHook> hook);
 };
 
 template <detail::Preparable... Objects>

@@ -91,8 +91,8 @@ class PreparedOptimizer {
   /// under no_sync(), or come from a backward other than the accelerator's; and
   /// for parameters added since that no prepared model has.
   StepResult step() { return detail::core_optimizer_step(*core_, *state_); }
-  /// Zeroes the gradients if the window is complete, else does nothing. They
-  /// stay defined: views of the flat buffers. Local.
+  /// Makes the gradients undefined, as torch's zero_grad() does, if the window is
+  /// complete, else does nothing. Local.
   void zero_grad() { detail::core_zero_grad(*core_, *state_); }
 
   Optimizer* operator->() const { return optimizer_.get(); }

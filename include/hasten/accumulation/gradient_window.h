@@ -55,6 +55,11 @@ struct WindowReport {
   int64_t non_finite = 0;
   /// Ranks that had run out of batches and joined with weight 0.
   int joined = 0;
+  /// Of the window's last reduction, all models together: time in which
+  /// gradients travelled, and the part of it that this rank waited for after
+  /// backward. Seconds; 0 for a rank alone.
+  double communication_seconds = 0;
+  double exposed_seconds = 0;
 };
 
 struct WindowOptions {
@@ -180,6 +185,7 @@ class GradientWindow : public Stateful {
       bool reduce,
       bool retain_graph);
   void start_control();
+  double factor_of(const WindowTotals& totals) const;
   void complete();
   void settle(const WindowTotals& totals);
   void fail(const char* what);
@@ -207,6 +213,7 @@ class GradientWindow : public Stateful {
   double scale_ = 0; // n0; 0 until the window's first backward
   double next_scale_; // n0 of the next window
   double factor_ = 1; // n0 / W
+  DdpRanks ranks_{}; // that had batches
   double weight_ = 0; // of this rank so far
   double rows_ = 0;
   at::Tensor loss_stats_{}; // [2] fp64: sum of losses, number not finite

@@ -55,6 +55,9 @@ class CommHandle {
   void wait();
   /// True where wait() would not block. Never throws.
   bool done() const;
+  /// When the operation's data was there, whoever waited for it; the epoch
+  /// while it is under way. Never throws.
+  std::chrono::steady_clock::time_point ended() const;
   explicit operator bool() const { return state_ != nullptr; }
 
   struct State;
@@ -106,6 +109,11 @@ class Communicator {
   /// `output` is [world_size, …input's shape], contiguous; row r is rank r's
   /// input. Shapes and dtypes are equal on all ranks.
   virtual CommHandle all_gather_async(
+      at::Tensor output, at::Tensor input, std::string_view name) = 0;
+
+  /// Row r of `input` goes to rank r; row r of `output` comes from rank r. Both
+  /// [world_size, …] and contiguous, of one shape and dtype on all ranks.
+  virtual CommHandle all_to_all_async(
       at::Tensor output, at::Tensor input, std::string_view name) = 0;
 
   /// Tensors of one dtype and trailing shape, dim 0 may differ by rank (0

@@ -1,9 +1,10 @@
 // The gradients of a layout's parameters as views of flat buffers: autograd
 // accumulates in place, and whoever reduces, clips or steps works on few large
 // tensors. Memory: one copy of the gradients, allocated once.
-// Any zero_grad, by the optimizer, the module or by hand, is legal: install()
+// Any zero_grad, by the optimizer, the module or by hand, is legal: an undefined
+// grad() counts as zero whatever lies in its place in the buffer, and install()
 // puts the views back.
-// Threading: one thread.
+// Threading: one thread; install_slot() of different slots on several.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -22,8 +23,8 @@ using FlatAllocator =
 
 class FlatGradients {
  public:
-  /// `allocator`: who owns the memory, at::zeros by default. Installs the views;
-  /// gradients that exist already are copied in.
+  /// `allocator`: who owns the memory, at::zeros by default. Gradients that exist
+  /// already are copied in; the others stay undefined until install().
   explicit FlatGradients(FlatLayout layout, FlatAllocator allocator = {});
 
   const FlatLayout& layout() const { return layout_; }
@@ -38,14 +39,30 @@ class FlatGradients {
   void install();
   /// True where grad() of this slot is its view's memory.
   bool installed(int64_t slot) const;
-  /// Copies a gradient that lies elsewhere into its view and installs that.
+  /// The same for one. Throws InputError naming the parameter where the gradient
+  /// has another shape.
   void install_slot(int64_t slot);
+  /// Makes every grad() its view, whatever lies there.
+  void attach();
+
+  /// Makes every grad() undefined, without a look at the buffers: the next
+  /// backward hands over tensors of its own, which install_slot() copies in. One
+  /// pass instead of one that zeroes and one that adds.
+  void reset();
+  /// reset(), where it loses nothing: every grad() is undefined, or in place and
+  /// known to be zero. Else does nothing and returns false. No pass.
+  bool release();
+
+  /// Gives the slots other places in the buffers and moves what lies there.
+  /// Memory: a temporary copy of the buffers, unless they are known to be zero.
+  void reorder(std::vector<int64_t> order);
 
   /// Zeroes all buffers.
   void zero_();
   /// False once the buffers may hold something: tells a pass over them from none.
-  bool known_zero() const { return known_zero_; }
-  /// To be said by whoever lets autograd or a collective write into the buffers.
+  /// What torch's operations write, it notices.
+  bool known_zero() const;
+  /// To be said by whoever writes into the buffers by other means (a collective).
   void mark_written() { known_zero_ = false; }
   /// Looks: one pass over the buffers unless they are known to be zero.
   bool all_zero();
@@ -54,12 +71,16 @@ class FlatGradients {
 
  private:
   at::Tensor make_view(int64_t slot) const;
+  void note_zero();
 
   FlatLayout layout_;
   std::vector<at::Tensor> buffers_{}; // [group]
   std::vector<at::Tensor> views_{}; // [slot]
   std::vector<const void*> addresses_{}; // [slot] where each view begins
+  // Views share their buffer's version counter, so one comparison a buffer finds
+  // every write by torch.
   bool known_zero_ = true;
+  std::vector<uint32_t> zero_versions_{}; // [group] when it was zero
 };
 
 } // namespace hasten

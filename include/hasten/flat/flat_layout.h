@@ -1,6 +1,7 @@
 // Where each parameter's gradient lies in a few flat buffers, one per dtype and
-// device. Fixed when it is made; equal on all ranks that build the same model.
-// Threading: immutable after construction.
+// device. Equal on all ranks that build the same model. A slot keeps its index;
+// where it lies changes when somebody reorders the layout, which is done once.
+// Threading: one thread.
 // Design: docs/design/gradient_window.md
 #pragma once
 
@@ -37,6 +38,11 @@ struct FlatGroup {
   int64_t last_slot = 0;
 };
 
+namespace detail {
+/// Elements that a slot of `numel` takes, up to the next 64 bytes.
+int64_t flat_padded(int64_t numel, at::ScalarType dtype);
+} // namespace detail
+
 class FlatLayout {
  public:
   using NamedParameters = std::vector<std::pair<std::string, at::Tensor>>;
@@ -48,8 +54,14 @@ class FlatLayout {
   /// is left out.
   explicit FlatLayout(const NamedParameters& parameters);
 
-  /// By group, then by offset. [slot]
+  /// By group. [slot]
   const std::vector<FlatSlot>& slots() const { return slots_; }
+  /// Slots as they lie in the buffers, those of all groups in one sequence.
+  /// [position]
+  const std::vector<int64_t>& order() const { return order_; }
+  /// Gives every slot a new offset, by this order. Groups stay as large as they
+  /// are. Throws InputError where it is no permutation of the slots.
+  void reorder(std::vector<int64_t> order);
   /// In order of first appearance. [group]
   const std::vector<FlatGroup>& groups() const { return groups_; }
   /// Slot of a parameter, by identity; -1 if it has none.
@@ -58,6 +70,7 @@ class FlatLayout {
  private:
   std::vector<FlatSlot> slots_{};
   std::vector<FlatGroup> groups_{};
+  std::vector<int64_t> order_{};
   std::unordered_map<const void*, int64_t> index_{}; // TensorImpl -> slot
 };
 

@@ -1,0 +1,154 @@
+// Forward, backward and the reduction of gradients, nothing else: one thread a
+// rank, no optimizer, no data. Started by `hasten launch`, or alone as one process.
+// Peer: peers/ddp_step.py.
+//   ddp_step bert-mini|small-tensors [--steps N]
+// Rank 0 prints one JSON line: median seconds of a step, most bytes of tensors
+// alive on any rank while stepping, bytes of the gradients, seconds of
+// communication and the exposed part of it in the last step.
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "hasten/accelerator/accelerator.h"
+#include "hasten/core/memory.h"
+#include "hasten/models/bert.h"
+
+namespace hasten {
+
+// 2000 parameters of 64 elements: all overhead, no arithmetic.
+struct SmallTensorsImpl : torch::nn::Module {
+  SmallTensorsImpl() {
+    for (int i = 0; i < 2000; ++i) {
+      parts.push_back(
+          register_parameter("part" + std::to_string(i), torch::randn({64})));
+    }
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    at::Tensor y = x;
+    for (const at::Tensor& part : parts) {
+      y = torch::addcmul(y, x, part);
+    }
+    return y;
+  }
+  std::vector<at::Tensor> parts{};
+};
+TORCH_MODULE(SmallTensors);
+
+struct Measured {
+  double seconds = 0;
+  int64_t peak_bytes = 0;
+  int64_t gradient_bytes = 0;
+  WindowReport window{};
+};
+
+// `loss`: a sum over `weight` rows.
+template <typename Model>
+Measured measure_steps(
+    Model model,
+    int steps,
+    double weight,
+    const std::function<at::Tensor()>& loss) {
+  Accelerator accelerator({.cpu = true});
+  accelerator.prepare(model);
+  constexpr int kWarmUp = 5;
+  std::vector<double> seconds;
+  for (int step = -kWarmUp; step < steps; ++step) {
+    if (step == 0) {
+      accelerator.wait_for_everyone();
+      reset_peak_memory();
+    }
+    const auto start = std::chrono::steady_clock::now();
+    {
+      auto window = accelerator.accumulate(model);
+      accelerator.backward(loss(), weight);
+    }
+    model->zero_grad();
+    const std::chrono::duration<double> time =
+        std::chrono::steady_clock::now() - start;
+    if (step >= 0) {
+      seconds.push_back(time.count());
+    }
+  }
+  Measured result;
+  std::sort(seconds.begin(), seconds.end());
+  result.seconds = seconds[seconds.size() / 2];
+  result.peak_bytes =
+      accelerator
+          .reduce(torch::tensor({memory_stats().peak_bytes}), ReduceOp::max)
+          .item<int64_t>();
+  for (const at::Tensor& parameter : model->parameters()) {
+    result.gradient_bytes += static_cast<int64_t>(parameter.nbytes());
+  }
+  result.window = accelerator.last_window();
+  if (accelerator.is_main_process()) {
+    std::printf(
+        "{\"seconds\": %.6f, \"peak_bytes\": %lld, \"gradient_bytes\": %lld, "
+        "\"communication_seconds\": %.6f, \"exposed_seconds\": %.6f}\n",
+        result.seconds,
+        static_cast<long long>(result.peak_bytes),
+        static_cast<long long>(result.gradient_bytes),
+        result.window.communication_seconds,
+        result.window.exposed_seconds);
+  }
+  accelerator.finish();
+  return result;
+}
+
+static void run_bert_mini(int steps) {
+  constexpr int64_t kRows = 8, kTokens = 64;
+  torch::manual_seed(1);
+  BertForSequenceClassification model(BertConfig::from_shape("bert-mini"));
+  model->train();
+  const auto ids = torch::randint(1, 30'000, {kRows, kTokens});
+  const auto mask = torch::ones({kRows, kTokens}, torch::kLong);
+  const auto labels = torch::randint(0, 2, {kRows});
+  measure_steps(model, steps, kRows, [&] {
+    return torch::nn::functional::cross_entropy(
+        model->forward(ids, mask),
+        labels,
+        torch::nn::functional::CrossEntropyFuncOptions().reduction(
+            torch::kSum));
+  });
+}
+
+static void run_small_tensors(int steps) {
+  torch::manual_seed(1);
+  SmallTensors model;
+  const auto x = torch::randn({64});
+  measure_steps(model, steps, 1, [&] { return model->forward(x).sum(); });
+}
+
+} // namespace hasten
+
+int main(int argc, char** argv) {
+  int steps = 60;
+  std::string name;
+  for (int i = 1; i < argc; ++i) {
+    if (std::strcmp(argv[i], "--steps") == 0 && i + 1 < argc) {
+      steps = std::max(1, std::atoi(argv[++i]));
+    } else {
+      name = argv[i];
+    }
+  }
+  if (name != "bert-mini" && name != "small-tensors") {
+    std::fprintf(
+        stderr, "usage: ddp_step bert-mini|small-tensors [--steps N]\n");
+    return 2;
+  }
+  hasten::install_memory_meter();
+  at::set_num_threads(1);
+  try {
+    name == "bert-mini" ? hasten::run_bert_mini(steps)
+                        : hasten::run_small_tensors(steps);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "error: %s\n", error.what());
+    return 1;
+  }
+}

@@ -1,0 +1,451 @@
+// What happens while a backward runs, and what ranks agree on after it.
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <unordered_set>
+
+#include "hasten/base/error.h"
+#include "hasten/parallel/ddp.h"
+
+namespace hasten {
+
+namespace detail {
+
+// Slots whose parameters the loss depends on.
+std::vector<char> reachable_slots(
+    const at::Tensor& loss, const FlatLayout& layout) {
+  std::vector<char> reachable(layout.slots().size(), 0);
+  std::vector<torch::autograd::Node*> open;
+  std::unordered_set<const torch::autograd::Node*> seen;
+  if (loss.grad_fn()) {
+    open.push_back(loss.grad_fn().get());
+    seen.insert(open.back());
+  }
+  while (!open.empty()) {
+    torch::autograd::Node* const node = open.back();
+    open.pop_back();
+    if (auto* leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(node)) {
+      const int64_t slot = layout.find(leaf->variable);
+      if (slot >= 0) {
+        reachable[static_cast<size_t>(slot)] = 1;
+      }
+    }
+    for (const auto& edge : node->next_edges()) {
+      if (edge.function && seen.insert(edge.function.get()).second) {
+        open.push_back(edge.function.get());
+      }
+    }
+  }
+  return reachable;
+}
+
+// Rows of the agreement.
+enum AgreementRow { kUsed, kMissing, kFrozen, kDefined, kAgreementRows };
+
+std::string quoted_names(
+    const std::vector<std::string>& names, size_t most = 8) {
+  std::string text;
+  for (size_t i = 0; i < std::min(names.size(), most); ++i) {
+    text += (i > 0 ? ", \"" : "\"") + names[i] + "\"";
+  }
+  return names.size() > most
+             ? text + " and " + std::to_string(names.size() - most) + " more"
+             : text;
+}
+
+} // namespace detail
+
+// Gradients that this backward is expected to make. [slot]
+std::vector<char> Ddp::awaited(const DdpBackward& backward) const {
+  const auto& slots = gradients_.layout().slots();
+  std::vector<char> waits(slots.size(), 1);
+  if (!static_ready_.empty()) {
+    waits = static_ready_;
+  } else if (options_.find_unused_parameters && backward.loss.defined()) {
+    waits = detail::reachable_slots(backward.loss, gradients_.layout());
+  }
+  for (size_t slot = 0; slot < slots.size(); ++slot) {
+    waits[slot] = waits[slot] && slots[slot].parameter.requires_grad();
+  }
+  return waits;
+}
+
+void Ddp::start_backward(bool reduce, DdpBackward backward) {
+  if (final_) {
+    set_aside();
+    gradients_.reset();
+    final_ = false;
+    further_ = true;
+  }
+  gradients_.mark_written();
+  std::lock_guard lock(mutex_);
+  in_backward_ = true;
+  reduce_ = reduce;
+  // A rank alone has its sum already: nothing to wait for, nothing to copy.
+  reducing_ = reduce && communicator_->world_size() > 1;
+  if (!reducing_) {
+    return;
+  }
+  next_bucket_ = 0;
+  report_ = {};
+  operations_.clear();
+  violation_.clear();
+  prescale_.reset();
+  waits_ = awaited(backward);
+  backward.loss.reset(); // no graph is kept alive here
+  backward_ = std::move(backward);
+  ready_.assign(waits_.size(), 0);
+  if (learned_.empty()) {
+    ready_order_.clear();
+  }
+  for (Bucket& bucket : buckets_) {
+    bucket.pending = 0;
+    for (const int64_t slot : bucket.slots) {
+      const bool waits = waits_[static_cast<size_t>(slot)];
+      bucket.pending += waits;
+      if (!waits) {
+        gradients_.install_slot(slot); // zero, unless an earlier batch used it
+      }
+    }
+  }
+  if (!backward_.joined && !backward_.hold) {
+    launch_ready_buckets(false);
+  }
+}
+
+void Ddp::gradient_ready(int64_t slot) {
+  const auto i = static_cast<size_t>(slot);
+  const FlatSlot& entry = gradients_.layout().slots()[i];
+  std::lock_guard lock(mutex_);
+  if (!in_backward_) {
+    if (!begun_) {
+      foreign_ = true; // the user's own; harmless unless it is stepped with
+      gradients_.mark_written();
+      return;
+    }
+    throw InputError(
+        "parallel::Ddp",
+        "loss.backward() inside a window reached parameter \"" + entry.name +
+            "\"",
+        "accelerator.backward(loss), which weighs the loss",
+        "use that, or torch::autograd::grad for a gradient of your own");
+  }
+  if (entry.parameter.grad().requires_grad()) {
+    throw InputError(
+        "parallel::Ddp",
+        "the gradient of parameter \"" + entry.name +
+            "\" was made with create_graph",
+        "a gradient that needs no graph: it is summed in a buffer",
+        "take it by torch::autograd::grad(…, create_graph) and add what is "
+        "made of it to the loss");
+  }
+  const bool late =
+      reducing_ && static_cast<size_t>(bucket_of_[i]) < next_bucket_;
+  if (late) {
+    throw InputError(
+        "parallel::Ddp",
+        "parameter \"" + entry.name +
+            "\" got a gradient after its bucket was on its way",
+        options_.static_graph
+            ? "the parameters that the first backward used (static_graph)"
+            : "one gradient a parameter and backward, and no parameter used in "
+              "a part of the graph that is built during backward",
+        options_.static_graph ? "leave static_graph off" : "");
+  }
+  gradients_.install_slot(slot);
+  used_[i] = 1;
+  if (!reducing_ || ready_[i]) {
+    return;
+  }
+  ready_[i] = 1;
+  if (learned_.empty()) {
+    ready_order_.push_back(slot);
+  }
+  if (waits_[i] &&
+      --buckets_[static_cast<size_t>(bucket_of_[i])].pending == 0 &&
+      !backward_.hold) {
+    launch_ready_buckets(false);
+  }
+}
+
+void Ddp::launch(size_t index) {
+  Bucket& bucket = buckets_[index];
+  Operation operation;
+  if (hook_) {
+    at::NoGradGuard no_grad;
+    if (backward_.factor && !prescale_) {
+      prescale_ = backward_.factor();
+    }
+    if (prescale_.value_or(1) != 1) {
+      bucket.range.mul_(*prescale_);
+    }
+    GradientBucket gradients;
+    gradients.index = static_cast<int64_t>(index);
+    gradients.last = index + 1 == buckets_.size();
+    gradients.buffer = bucket.range;
+    for (const int64_t slot : bucket.slots) {
+      gradients.gradients.push_back(
+          {gradients_.layout().slots()[static_cast<size_t>(slot)].name,
+           gradients_.view(slot)});
+    }
+    operation.started = Clock::now();
+    operation.step = hook_->reduce(*communicator_, gradients);
+  } else {
+    operation.started = Clock::now();
+    operation.handle = communicator_->all_reduce_async(
+        bucket.range,
+        ReduceOp::sum,
+        "gradient bucket " + std::to_string(index));
+  }
+  report_.buckets += 1;
+  report_.bytes += static_cast<int64_t>(bucket.range.nbytes());
+  operations_.push_back(std::move(operation));
+}
+
+// In the buckets' order only, so that every rank's group sees one sequence. The
+// mutex is held.
+void Ddp::launch_ready_buckets(bool all) {
+  while (next_bucket_ < buckets_.size() &&
+         (all || buckets_[next_bucket_].pending == 0)) {
+    launch(next_bucket_);
+    ++next_bucket_;
+    report_.overlapped += !all;
+  }
+}
+
+void Ddp::finish_backward() {
+  std::lock_guard lock(mutex_);
+  in_backward_ = false;
+  gradients_.install(); // zeros where nothing came
+  if (reducing_) {
+    launch_ready_buckets(true);
+    check_static_graph();
+    start_agreement();
+  } else if (reduce_ && std::find(used_.begin(), used_.end(), 0) != used_.end()) {
+    const std::string replaced = replaced_parameter();
+    if (!replaced.empty()) {
+      throw InputError(
+          "parallel::Ddp",
+          "parameter \"" + replaced +
+              "\" is another tensor than when the model was prepared",
+          "the parameters of that time",
+          "copy values in with copy_(), or prepare the model afterwards");
+    }
+  }
+}
+
+void Ddp::check_static_graph() {
+  const bool any = std::find(ready_.begin(), ready_.end(), 1) != ready_.end();
+  if (!options_.static_graph || further_ || !any) {
+    return;
+  }
+  if (static_ready_.empty()) {
+    static_ready_ = ready_;
+    return;
+  }
+  for (size_t slot = 0; slot < ready_.size(); ++slot) {
+    if (ready_[slot] != static_ready_[slot]) {
+      violation_ = "parameter \"" + gradients_.layout().slots()[slot].name +
+                   (ready_[slot] ? "\" has a gradient, and had none"
+                                 : "\" has no gradient, and had one") +
+                   " in the first backward";
+      return;
+    }
+  }
+}
+
+// Note [Agreement]
+// After the buckets ranks tell each other, by one small sum of bytes, per slot:
+// who used the parameter in this window, who misses its gradient, for whom it is
+// frozen, where grad() was defined before. What comes of it is equal on all ranks
+// without a word more: an error, or which gradients are undefined at the end. One
+// more byte says whether any module's buffer was written. A static graph needs it
+// once. Rank 0's order of gradients travels along until it is known.
+void Ddp::start_agreement() {
+  using namespace detail;
+  const auto& slots = gradients_.layout().slots();
+  const auto count = static_cast<int64_t>(slots.size());
+  const auto send = [&](CommHandle handle) {
+    Operation operation;
+    operation.handle = std::move(handle);
+    operation.started = Clock::now();
+    operations_.push_back(std::move(operation));
+  };
+  if (static_used_.empty() || !options_.static_graph) {
+    agreement_ = at::zeros({kAgreementRows * count + 1}, at::kByte);
+    auto* rows = agreement_.mutable_data_ptr<uint8_t>();
+    // A rank whose batch had no rows made no gradient at all: it misses none.
+    const bool strict = !options_.find_unused_parameters &&
+                        !options_.static_graph && !further_ &&
+                        std::find(used_.begin(), used_.end(), 1) != used_.end();
+    missing_.clear();
+    for (int64_t i = 0; i < count && !backward_.joined; ++i) {
+      const auto slot = static_cast<size_t>(i);
+      const bool trainable = slots[slot].parameter.requires_grad();
+      rows[kUsed * count + i] = static_cast<uint8_t>(used_[slot]);
+      rows[kMissing * count + i] = strict && trainable && !used_[slot];
+      if (rows[kMissing * count + i] != 0) {
+        missing_.push_back(slots[slot].name);
+      }
+      rows[kFrozen * count + i] = !trainable;
+      rows[kDefined * count + i] = static_cast<uint8_t>(defined_[slot]);
+    }
+    for (size_t i = 0; i < module_buffers_.size(); ++i) {
+      rows[kAgreementRows * count] |=
+          module_buffers_[i].second._version() != buffer_versions_[i];
+    }
+    send(communicator_->all_reduce_async(
+        agreement_, ReduceOp::max, "parameters in use"));
+  }
+  if (learned_.empty()) {
+    order_ = at::zeros({count + 1}, at::kInt);
+    if (communicator_->rank() == 0) {
+      auto* values = order_.mutable_data_ptr<int32_t>();
+      values[0] = static_cast<int32_t>(ready_order_.size());
+      std::copy(ready_order_.begin(), ready_order_.end(), values + 1);
+    }
+    send(communicator_->broadcast_async(order_, 0, "bucket order"));
+  }
+}
+
+void Ddp::wait() {
+  if (operations_.empty()) {
+    return;
+  }
+  const auto from = Clock::now();
+  finish_hooks();
+  for (Operation& operation : operations_) {
+    if (operation.handle) {
+      operation.handle.wait();
+      operation.ended = operation.handle.ended();
+    }
+  }
+  report_operations(from);
+  operations_.clear();
+  gradients_.mark_written();
+  reducing_ = false;
+  settle_agreement();
+}
+
+// In rounds, so that the second messages of several buckets are under way
+// together.
+void Ddp::finish_hooks() {
+  at::NoGradGuard no_grad;
+  for (bool more = true; more;) {
+    more = false;
+    for (Operation& operation : operations_) {
+      if (operation.step && !operation.step()) {
+        operation.step = nullptr;
+        operation.ended = Clock::now();
+      }
+      more = more || operation.step;
+    }
+  }
+}
+
+void Ddp::report_operations(Clock::time_point waited_from) {
+  using Seconds = std::chrono::duration<double>;
+  report_.exposed_seconds = Seconds(Clock::now() - waited_from).count();
+  Clock::time_point until{};
+  double busy = 0;
+  for (const Operation& operation : operations_) { // they started in this order
+    const auto started = std::max(operation.started, until);
+    if (operation.ended > started) {
+      busy += Seconds(operation.ended - started).count();
+      until = operation.ended;
+    }
+  }
+  report_.communication_seconds = busy;
+}
+
+void Ddp::settle_agreement() {
+  using namespace detail;
+  const auto& slots = gradients_.layout().slots();
+  const auto count = static_cast<int64_t>(slots.size());
+  if (order_.defined()) {
+    const auto* values = order_.const_data_ptr<int32_t>();
+    if (values[0] > 0) {
+      learned_.assign(values + 1, values + 1 + values[0]);
+      const std::unordered_set<int64_t> seen(learned_.begin(), learned_.end());
+      for (const int64_t slot : gradients_.layout().order()) {
+        if (seen.count(slot) == 0) {
+          learned_.push_back(slot);
+        }
+      }
+    }
+    order_ = at::Tensor();
+  }
+  if (!violation_.empty()) {
+    throw InputError(
+        "parallel::Ddp",
+        std::exchange(violation_, {}),
+        "the same parameters in every backward (static_graph)",
+        "leave static_graph off");
+  }
+  if (!agreement_.defined()) {
+    used_ = static_used_;
+    return;
+  }
+  const at::Tensor agreed = std::exchange(agreement_, at::Tensor());
+  const auto* rows = agreed.const_data_ptr<uint8_t>();
+  bool missing = false;
+  for (int64_t i = 0; i < count; ++i) {
+    const auto slot = static_cast<size_t>(i);
+    used_[slot] = static_cast<char>(rows[kUsed * count + i]);
+    defined_[slot] = static_cast<char>(rows[kDefined * count + i]);
+    missing = missing || rows[kMissing * count + i] != 0;
+    if (rows[kFrozen * count + i] != 0 &&
+        (used_[slot] || rows[kMissing * count + i] != 0)) {
+      throw InputError(
+          "parallel::Ddp",
+          "parameter \"" + slots[slot].name +
+              "\" is frozen on some ranks and trainable on others",
+          "the same on every rank",
+          "set requires_grad alike everywhere");
+    }
+  }
+  if (missing) {
+    throw_unused();
+  }
+  buffers_changed_ = rows[kAgreementRows * count] != 0;
+  if (options_.static_graph) {
+    static_used_ = used_;
+  }
+}
+
+void Ddp::throw_unused() {
+  nlohmann::json mine = nlohmann::json::object();
+  if (!missing_.empty()) {
+    mine["unused"] = detail::quoted_names(missing_);
+    mine["replaced"] = replaced_parameter();
+  }
+  const auto all = communicator_->gather_json(mine, "unused parameters");
+  std::string what;
+  bool replaced = false;
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    if (all[rank].contains("unused")) {
+      what += (what.empty() ? "" : "; ") + ("rank " + std::to_string(rank)) +
+              ": no gradient came for parameter " +
+              all[rank]["unused"].get<std::string>();
+      const auto other = all[rank]["replaced"].get<std::string>();
+      if (!other.empty()) {
+        what += ", and parameter \"" + other +
+                "\" is another tensor than when the model was prepared";
+        replaced = true;
+      }
+    }
+  }
+  throw InputError(
+      "parallel::Ddp",
+      what,
+      "every window's losses to depend on every trainable parameter, on every "
+      "rank",
+      replaced ? "copy values in with copy_(), or prepare the model afterwards"
+               : "set find_unused_parameters, or freeze them before prepare() "
+                 "(requires_grad_(false)); where further losses of the batch "
+                 "follow, pass {.last = false} before the last");
+}
+
+} // namespace hasten

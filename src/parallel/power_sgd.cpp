@@ -1,0 +1,320 @@
+#include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
+
+#include <algorithm>
+#include <limits>
+#include <nlohmann/json.hpp>
+#include <sstream>
+
+#include "hasten/base/error.h"
+#include "hasten/core/random.h"
+#include "hasten/parallel/comm_hook.h"
+
+namespace hasten {
+
+namespace detail {
+
+CommHook::Step plain_reduce(
+    Communicator& communicator, const GradientBucket& bucket);
+bool has_16_bits(const at::Tensor& buffer);
+
+// Orthonormal columns that span the same space; any where it has fewer
+// dimensions. Equal bits in, equal bits out: every rank does it for itself.
+void orthonormalize_(at::Tensor matrix) {
+  matrix.copy_(std::get<0>(at::linalg_qr(matrix, "reduced")));
+}
+
+} // namespace detail
+
+// One gradient as a matrix, with the factors' places in the messages.
+struct PowerSgdHook::Matrix {
+  std::string name{};
+  at::Tensor gradient{}; // the bucket's, any shape
+  at::Tensor m{}; // [rows, columns]: the gradient plus the error kept
+  at::Tensor p{}; // [rows, rank]
+  at::Tensor q{}; // [columns, rank]
+};
+
+struct PowerSgdHook::Pending {
+  std::string name{};
+  std::vector<Matrix> matrices{};
+  std::vector<at::Tensor> others{}; // gradients sent as they are
+  at::Tensor plain{}, first{}, second{}; // messages: others, all P, all Q
+  CommHandle plain_sum{}, factor_sum{};
+};
+
+PowerSgdHook::PowerSgdHook(PowerSgdOptions options) : options_(options) {
+  const auto refuse = [](const std::string& what, const char* expected) {
+    throw InputError("parallel::PowerSgdHook", what, expected);
+  };
+  if (options_.matrix_approximation_rank < 1) {
+    refuse(
+        "matrix_approximation_rank=" +
+            std::to_string(options_.matrix_approximation_rank),
+        "1 or more");
+  }
+  if (!(options_.min_compression_rate > 0)) {
+    refuse(
+        "min_compression_rate=" + std::to_string(options_.min_compression_rate),
+        "above 0");
+  }
+  const bool remembers = options_.use_error_feedback || options_.warm_start;
+  if (options_.start_powerSGD_iter < (remembers ? 2 : 0)) {
+    refuse(
+        "start_powerSGD_iter=" + std::to_string(options_.start_powerSGD_iter),
+        "2 or more with error feedback or warm start, else 0 or more");
+  }
+}
+
+std::string PowerSgdHook::description() const {
+  std::ostringstream text;
+  text << "powerSGD, rank " << options_.matrix_approximation_rank << ", start "
+       << options_.start_powerSGD_iter << ", rate "
+       << options_.min_compression_rate
+       << (options_.use_error_feedback ? ", error feedback" : "")
+       << (options_.warm_start ? ", warm start" : "") << ", seed "
+       << options_.random_seed;
+  return text.str();
+}
+
+double PowerSgdHook::compression_rate() const {
+  return sent_ == 0 ? 1
+                    : static_cast<double>(numbers_) / static_cast<double>(sent_);
+}
+
+bool PowerSgdHook::compresses(const at::Tensor& gradient) const {
+  if (gradient.dim() < 2 || gradient.numel() == 0) {
+    return false;
+  }
+  const int64_t rows = gradient.size(0);
+  const int64_t columns = gradient.numel() / rows;
+  return static_cast<double>(
+             (rows + columns) * options_.matrix_approximation_rank) *
+             options_.min_compression_rate <
+         static_cast<double>(gradient.numel());
+}
+
+CommHook::Step PowerSgdHook::reduce(
+    Communicator& communicator, const GradientBucket& bucket) {
+  const bool plain = iteration_ < options_.start_powerSGD_iter ||
+                     detail::has_16_bits(bucket.buffer);
+  Step step;
+  if (plain) {
+    numbers_ += bucket.buffer.numel();
+    sent_ += bucket.buffer.numel();
+    step = detail::plain_reduce(communicator, bucket);
+  } else {
+    auto pending = std::make_shared<Pending>();
+    pending->name = "gradient bucket " + std::to_string(bucket.index);
+    for (const BucketGradient& entry : bucket.gradients) {
+      numbers_ += entry.gradient.numel();
+      if (compresses(entry.gradient)) {
+        pending->matrices.push_back(make_matrix(entry));
+      } else {
+        pending->others.push_back(entry.gradient);
+      }
+    }
+    start(communicator, *pending);
+    bool second = false;
+    step = [this, &communicator, pending, second]() mutable {
+      if (!second) {
+        second = true;
+        if (send_second_factor(communicator, *pending)) {
+          return true;
+        }
+      }
+      finish(*pending);
+      return false;
+    };
+  }
+  iteration_ += bucket.last;
+  return step;
+}
+
+PowerSgdHook::Matrix PowerSgdHook::make_matrix(const BucketGradient& entry) {
+  Matrix matrix;
+  matrix.name = entry.name;
+  matrix.gradient = entry.gradient;
+  matrix.m = entry.gradient.reshape({entry.gradient.size(0), -1});
+  const auto check = [&](const at::Tensor& kept, at::IntArrayRef sizes) {
+    if (kept.sizes() != sizes) {
+      std::ostringstream what, expected;
+      what << "the state kept for parameter \"" << entry.name << "\" is "
+           << kept.sizes();
+      expected << sizes;
+      throw InputError(
+          "parallel::PowerSgdHook",
+          what.str(),
+          expected.str(),
+          "use one hook a model, and its own state");
+    }
+  };
+  if (options_.use_error_feedback) {
+    const auto error = errors_.find(entry.name);
+    if (error != errors_.end()) {
+      check(error->second, matrix.m.sizes());
+      matrix.m.add_(error->second);
+    }
+  }
+  const int64_t columns = matrix.m.size(1);
+  const int64_t rank = std::min(
+      {options_.matrix_approximation_rank, matrix.m.size(0), columns});
+  const auto kept = factors_.find(entry.name);
+  if (options_.warm_start && kept != factors_.end()) {
+    check(kept->second, {columns, rank});
+    matrix.q = kept->second;
+  } else {
+    const uint64_t seed = stream_seed(
+        "powerSGD " + entry.name,
+        options_.random_seed,
+        static_cast<uint64_t>(iteration_));
+    matrix.q = at::randn(
+        {columns, rank},
+        at::make_generator<at::CPUGeneratorImpl>(seed),
+        matrix.m.options());
+  }
+  detail::orthonormalize_(matrix.q);
+  return matrix;
+}
+
+// Sends what is not compressed, and P = M Q of all matrices in one message.
+void PowerSgdHook::start(Communicator& communicator, Pending& pending) {
+  if (!pending.others.empty()) {
+    std::vector<at::Tensor> pieces;
+    for (const at::Tensor& gradient : pending.others) {
+      pieces.push_back(gradient.reshape({-1}));
+    }
+    pending.plain = at::cat(pieces);
+    sent_ += pending.plain.numel();
+    pending.plain_sum = communicator.all_reduce_async(
+        pending.plain, ReduceOp::sum, pending.name);
+  }
+  if (pending.matrices.empty()) {
+    return;
+  }
+  int64_t first = 0, second = 0;
+  for (const Matrix& matrix : pending.matrices) {
+    first += matrix.m.size(0) * matrix.q.size(1);
+    second += matrix.q.numel();
+  }
+  const auto options = pending.matrices[0].m.options();
+  pending.first = at::empty({first}, options);
+  pending.second = at::empty({second}, options);
+  sent_ += first + second;
+  int64_t offset = 0;
+  for (Matrix& matrix : pending.matrices) {
+    const int64_t rows = matrix.m.size(0), rank = matrix.q.size(1);
+    matrix.p =
+        pending.first.narrow(0, offset, rows * rank).view({rows, rank});
+    at::mm_out(matrix.p, matrix.m, matrix.q);
+    offset += rows * rank;
+  }
+  pending.factor_sum = communicator.all_reduce_async(
+      pending.first, ReduceOp::sum, pending.name + ", P");
+}
+
+// False where there is nothing to send. The sum of P is equal on all ranks, to
+// the bit, and so is what is decided from it.
+bool PowerSgdHook::send_second_factor(
+    Communicator& communicator, Pending& pending) {
+  if (pending.matrices.empty()) {
+    return false;
+  }
+  pending.factor_sum.wait();
+  if (!pending.first.isfinite().all().item<bool>()) {
+    // Nothing of it may stay in factors or errors; whoever steps must see it.
+    for (Matrix& matrix : pending.matrices) {
+      matrix.gradient.fill_(std::numeric_limits<double>::quiet_NaN());
+    }
+    pending.matrices.clear();
+    return false;
+  }
+  int64_t offset = 0;
+  for (Matrix& matrix : pending.matrices) {
+    detail::orthonormalize_(matrix.p);
+    const int64_t columns = matrix.q.size(0), rank = matrix.q.size(1);
+    matrix.q =
+        pending.second.narrow(0, offset, columns * rank).view({columns, rank});
+    at::mm_out(matrix.q, matrix.m.t(), matrix.p);
+    offset += columns * rank;
+    if (options_.use_error_feedback) {
+      // With this rank's own Q: over the ranks the errors add up to what the
+      // summed product leaves out.
+      at::Tensor& error = errors_[matrix.name];
+      if (!error.defined()) {
+        error = at::empty_like(matrix.m, at::MemoryFormat::Contiguous);
+      }
+      at::addmm_out(error, matrix.m, matrix.p, matrix.q.t(), 1, -1);
+    }
+  }
+  pending.factor_sum = communicator.all_reduce_async(
+      pending.second, ReduceOp::sum, pending.name + ", Q");
+  return true;
+}
+
+void PowerSgdHook::finish(Pending& pending) {
+  if (pending.plain.defined()) {
+    pending.plain_sum.wait();
+    int64_t offset = 0;
+    for (at::Tensor& gradient : pending.others) {
+      gradient.copy_(pending.plain.narrow(0, offset, gradient.numel())
+                         .view(gradient.sizes()));
+      offset += gradient.numel();
+    }
+  }
+  if (pending.matrices.empty()) {
+    return;
+  }
+  pending.factor_sum.wait();
+  for (Matrix& matrix : pending.matrices) {
+    matrix.gradient.copy_(
+        at::mm(matrix.p, matrix.q.t()).view(matrix.gradient.sizes()));
+    if (options_.warm_start) {
+      factors_[matrix.name] = matrix.q.clone();
+    }
+  }
+}
+
+void PowerSgdHook::save_state(
+    NamedTensors& tensors, nlohmann::json& values) const {
+  values["iteration"] = iteration_;
+  values["numbers"] = numbers_;
+  values["sent"] = sent_;
+  for (const auto& [name, factor] : factors_) {
+    tensors["factor." + name] = factor;
+  }
+  for (const auto& [name, error] : errors_) {
+    tensors["error." + name] = error;
+  }
+}
+
+void PowerSgdHook::load_state(
+    const NamedTensors& tensors, const nlohmann::json& values) {
+  const auto number = [&](const char* key) {
+    if (!values.is_object() || !values.contains(key) ||
+        !values[key].is_number_integer()) {
+      throw InputError(
+          "parallel::PowerSgdHook",
+          std::string("the state has no number \"") + key + "\"",
+          "the state of such a hook");
+    }
+    return values[key].get<int64_t>();
+  };
+  const int64_t iteration = number("iteration");
+  const int64_t numbers = number("numbers"), sent = number("sent");
+  std::unordered_map<std::string, at::Tensor> factors, errors;
+  for (const auto& [name, tensor] : tensors) {
+    if (name.rfind("factor.", 0) == 0) {
+      factors[name.substr(7)] = tensor.clone();
+    } else if (name.rfind("error.", 0) == 0) {
+      errors[name.substr(6)] = tensor.clone();
+    }
+  }
+  iteration_ = iteration;
+  numbers_ = numbers;
+  sent_ = sent;
+  factors_ = std::move(factors);
+  errors_ = std::move(errors);
+}
+
+} // namespace hasten

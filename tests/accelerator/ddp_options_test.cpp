@@ -1,0 +1,104 @@
+// What Ddp can do, through the Accelerator: uneven inputs without a loader,
+// unused parameters, communication hooks, the report.
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include "accelerator/accelerator_rig.h"
+#include "hasten/accelerator/accelerator.h"
+#include "hasten/base/error.h"
+#include "support/communicator.h"
+
+namespace hasten::accelerator_test {
+
+using testing_support::fresh_communicator;
+
+const auto kMomentum = torch::optim::SGDOptions(0.2).momentum(0.9);
+
+// Batch `turn` of rank r; it has r + 1 of them.
+Pair batch_of(int rank, int turn) {
+  auto generator =
+      torch::make_generator<at::CPUGeneratorImpl>(300 + 10 * rank + turn);
+  return {
+      torch::randn({1 + (rank + turn) % 3, 5}, generator, torch::kDouble),
+      torch::randint(0, 3, {1 + (rank + turn) % 3}, generator, torch::kLong)};
+}
+
+Net joined_reference(int world) {
+  Net net = net_of_seed(1);
+  torch::optim::SGD optimizer(net->parameters(), kMomentum);
+  for (int turn = 0; turn < world; ++turn) {
+    std::vector<Tensor> x, y;
+    for (int rank = turn; rank < world; ++rank) {
+      x.push_back(batch_of(rank, turn).first);
+      y.push_back(batch_of(rank, turn).second);
+    }
+    optimizer.zero_grad();
+    mean_loss(net, {torch::cat(x), torch::cat(y)}).backward();
+    optimizer.step();
+  }
+  return net;
+}
+
+void expect_uneven_is_joined(std::shared_ptr<CommHook> hook, double tolerance) {
+  auto communicator = fresh_communicator();
+  const int rank = communicator->rank();
+  Net net = net_of_seed(static_cast<uint64_t>(rank) + 1);
+  Accelerator accelerator({.bucket_cap_mb = 2e-4}, communicator);
+  torch::optim::SGD sgd(net->parameters(), kMomentum);
+  auto [model, optimizer] = accelerator.prepare(net, sgd);
+  accelerator.register_comm_hook(model, std::move(hook));
+  for (int turn = 0; turn <= rank; ++turn) {
+    auto window = accelerator.accumulate(model);
+    const Pair batch = batch_of(rank, turn);
+    const auto rows = static_cast<double>(batch.first.size(0));
+    accelerator.backward(mean_loss(model, batch) * rows, rows);
+    optimizer.step();
+    optimizer.zero_grad();
+  }
+  accelerator.join_uneven_inputs();
+  EXPECT_LE(
+      largest_difference(
+          *net, *joined_reference(communicator->world_size())),
+      tolerance);
+  if (communicator->world_size() > 1) {
+    EXPECT_GT(accelerator.last_window().communication_seconds, 0);
+  }
+  accelerator.finish();
+}
+
+TEST(AcceleratorDdp, UnevenInputsOfOnesOwnLoopAreTheJoinedBatch) {
+  expect_uneven_is_joined(nullptr, 1e-12);
+}
+
+// The hook sums fp64 gradients as 16-bit numbers; through momentum and five
+// steps of 0.2 that stays within a few of their roundings.
+TEST(AcceleratorDdp, ACommunicationHookServesUnevenInputsToo) {
+  expect_uneven_is_joined(std::make_shared<Fp16CompressHook>(), 5e-3);
+}
+
+TEST(AcceleratorDdp, UnusedParametersAreNamedUnlessAllowed) {
+  for (const bool allowed : {true, false}) {
+    auto communicator = fresh_communicator();
+    Net net = net_of_seed(1);
+    Accelerator accelerator(
+        {.find_unused_parameters = allowed}, communicator);
+    auto model = accelerator.prepare(net);
+    std::string what;
+    try {
+      auto window = accelerator.accumulate(model);
+      const Tensor x = batch_of(0, 0).first;
+      accelerator.backward(net->first->forward(x).square().sum(), 1.0);
+    } catch (const InputError& error) {
+      what = error.what();
+    }
+    if (allowed || communicator->world_size() == 1) {
+      EXPECT_EQ(what, "");
+      EXPECT_FALSE(net->second->weight.grad().defined());
+    } else {
+      EXPECT_NE(what.find("\"second.bias\", \"second.weight\""), std::string::npos)
+          << what;
+    }
+  }
+}
+
+} // namespace hasten::accelerator_test

@@ -1,0 +1,120 @@
+// What becomes of a module's buffers at the end of a sum.
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include "parallel/ddp_rig.h"
+
+namespace hasten::ddp_test {
+
+struct CountedImpl : torch::nn::Module {
+  CountedImpl() {
+    weight = register_parameter("weight", torch::ones({3}, torch::kDouble));
+    statistics = register_buffer("statistics", torch::zeros({2, 3}));
+    half = register_buffer("half", torch::zeros({2}, torch::kBFloat16));
+    counter = register_buffer("counter", torch::zeros({}, torch::kLong));
+  }
+  // A forward of rank r: its buffers hold r + 1 things of its own.
+  Tensor loss(int r) {
+    torch::NoGradGuard no_grad;
+    statistics.fill_(r + 1);
+    half.fill_(r + 1);
+    counter.fill_(10 * (r + 1));
+    torch::AutoGradMode grad(true);
+    return weight.sum();
+  }
+  Tensor weight, statistics, half, counter;
+};
+TORCH_MODULE(Counted);
+
+struct BufferRig {
+  explicit BufferRig(BufferPolicy policy)
+      : communicator(fresh_communicator()),
+        world(communicator->world_size()),
+        rank(communicator->rank()),
+        ddp(communicator, net.ptr(), {.buffers = policy}) {}
+  void step(const DdpRanks& ranks = {}) {
+    ddp.begin();
+    const Tensor loss = net->loss(rank);
+    ddp.start_backward(true, {.joined = !ranks.here});
+    if (ranks.here) {
+      loss.backward();
+    }
+    ddp.finish_backward();
+    ddp.finish(1, ranks);
+  }
+  void expect(double statistics, int64_t counter) {
+    EXPECT_TRUE(torch::equal(
+        net->statistics, torch::full({2, 3}, statistics, torch::kFloat)))
+        << net->statistics;
+    EXPECT_TRUE(torch::equal(
+        net->half, torch::full({2}, statistics, torch::kBFloat16)))
+        << net->half;
+    EXPECT_EQ(net->counter.item<int64_t>(), counter);
+  }
+  std::shared_ptr<Communicator> communicator;
+  int world, rank;
+  Counted net{};
+  Ddp ddp;
+};
+
+TEST(DdpBuffers, AreRankZerosAfterEverySum) {
+  BufferRig rig(BufferPolicy::broadcast);
+  rig.step();
+  rig.expect(1, 10);
+  rig.net->loss(rig.rank);
+  rig.ddp.sync_buffers(); // in the middle of a window
+  rig.expect(1, 10);
+}
+
+// Rank 0 ran out of batches: what it has is stale.
+TEST(DdpBuffers, AreThoseOfTheFirstRankWithABatch) {
+  BufferRig rig(BufferPolicy::broadcast);
+  if (rig.world > 1) {
+    rig.step(
+        {.first = 1, .count = rig.world - 1, .here = rig.rank > 0});
+    rig.expect(2, 20);
+  }
+}
+
+TEST(DdpBuffers, AverageLeavesIntegersAlone) {
+  BufferRig rig(BufferPolicy::average);
+  rig.step();
+  rig.expect((rig.world + 1) / 2.0, 10);
+  if (rig.world > 1) { // ranks 1, 2, ...: their mean
+    rig.step(
+        {.first = 1, .count = rig.world - 1, .here = rig.rank > 0});
+    rig.expect((rig.world + 2) / 2.0, 20);
+  }
+}
+
+TEST(DdpBuffers, LeaveLeavesThem) {
+  BufferRig rig(BufferPolicy::leave);
+  rig.step();
+  rig.expect(rig.rank + 1, 10 * (rig.rank + 1));
+}
+
+// Integers that nobody writes are not sent; once written they are.
+TEST(DdpBuffers, IntegersAloneAreSentOnceTheyChange) {
+  struct Positions : torch::nn::Module {
+    Positions() {
+      weight = register_parameter("weight", torch::ones({3}));
+      positions = register_buffer("positions", torch::arange(4));
+    }
+    Tensor weight, positions;
+  };
+  auto communicator = fresh_communicator();
+  auto net = std::make_shared<Positions>();
+  Ddp ddp(communicator, net);
+  for (int turn = 0; turn < 3; ++turn) {
+    if (turn == 1 && communicator->rank() == communicator->world_size() - 1) {
+      net->positions.fill_(7);
+    }
+    reduce_once(ddp, communicator->rank(), [&](int) {
+      return net->weight.sum();
+    });
+    const int64_t last = communicator->world_size() == 1 && turn > 0 ? 7 : 3;
+    EXPECT_EQ(net->positions[3].item<int64_t>(), last) << turn;
+  }
+}
+
+} // namespace hasten::ddp_test
