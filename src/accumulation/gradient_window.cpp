@@ -333,7 +333,6 @@ double GradientWindow::factor_of(const WindowTotals& totals) const {
   if (totals.extra) {
     return factor_;
   }
-  // A window without any weight has no mean; its sum is left as it is.
   return totals.weight > 0 && !equal_batches() ? scale_ / totals.weight : 1.0;
 }
 
