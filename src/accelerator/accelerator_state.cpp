@@ -220,8 +220,8 @@ void AcceleratorCore::collect_windows(StateParts& parts) const {
   shared["accumulates"] = accumulates_;
   // The gradients of a window that is complete are the same on every rank.
   // A communication hook's errors are each rank's own.
-  shared["comm_hooks"] = std::any_of(
-      models_.begin(), models_.end(), [](const ModelState& model) {
+  shared["comm_hooks"] =
+      std::any_of(models_.begin(), models_.end(), [](const ModelState& model) {
         return model.ddp->comm_hook() != nullptr;
       });
   const bool per_rank = shared.at("open_window").get<bool>() ||

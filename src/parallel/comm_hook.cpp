@@ -20,7 +20,9 @@ CommHook::Step plain_reduce(
   };
 }
 
-bool has_16_bits(const at::Tensor& buffer) { return buffer.element_size() == 2; }
+bool has_16_bits(const at::Tensor& buffer) {
+  return buffer.element_size() == 2;
+}
 
 // Note [Wire type]
 // An all-reduce of 16-bit data adds in 16 bits on its way. Here each rank gets

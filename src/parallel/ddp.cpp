@@ -277,14 +277,13 @@ void Ddp::finish(double factor, const DdpRanks& ranks) {
 
 // Torch's batch norm writes running statistics unseen; integers nobody does.
 bool Ddp::buffers_may_differ() const {
-  return buffers_changed_ ||
-         std::any_of(
-             module_buffers_.begin(),
-             module_buffers_.end(),
-             [](const auto& entry) {
-               return entry.second.is_floating_point() ||
-                      entry.second.is_complex();
-             });
+  return buffers_changed_ || std::any_of(
+                                 module_buffers_.begin(),
+                                 module_buffers_.end(),
+                                 [](const auto& entry) {
+                                   return entry.second.is_floating_point() ||
+                                          entry.second.is_complex();
+                                 });
 }
 
 void Ddp::sync_buffers(const DdpRanks& ranks) {
@@ -303,8 +302,8 @@ void Ddp::sync_buffers(const DdpRanks& ranks) {
       pieces.push_back(buffer.detach().reshape({-1}));
     }
     at::Tensor flat = at::cat(pieces);
-    const bool average = options_.buffers == BufferPolicy::average &&
-                         at::isFloatingType(dtype);
+    const bool average =
+        options_.buffers == BufferPolicy::average && at::isFloatingType(dtype);
     if (average) {
       if (!ranks.here) {
         flat.zero_();

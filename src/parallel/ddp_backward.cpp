@@ -223,7 +223,8 @@ void Ddp::finish_backward() {
     launch_ready_buckets(true);
     check_static_graph();
     start_agreement();
-  } else if (reduce_ && std::find(used_.begin(), used_.end(), 0) != used_.end()) {
+  } else if (
+      reduce_ && std::find(used_.begin(), used_.end(), 0) != used_.end()) {
     const std::string replaced = replaced_parameter();
     if (!replaced.empty()) {
       throw InputError(

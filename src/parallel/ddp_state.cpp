@@ -146,8 +146,7 @@ void Ddp::load_state(
         "the same hook, registered before loading");
   }
   std::vector<int64_t> order = saved_order(values.at("bucket_order"));
-  detail::check_saved_gradients(
-      tensors, gradients_.layout(), of_hook.size());
+  detail::check_saved_gradients(tensors, gradients_.layout(), of_hook.size());
   const auto& slots = gradients_.layout().slots();
   const bool begun = values.at("begun").get<bool>();
   const bool final = values.at("final").get<bool>();

@@ -78,8 +78,9 @@ std::string PowerSgdHook::description() const {
 }
 
 double PowerSgdHook::compression_rate() const {
-  return sent_ == 0 ? 1
-                    : static_cast<double>(numbers_) / static_cast<double>(sent_);
+  return sent_ == 0
+             ? 1
+             : static_cast<double>(numbers_) / static_cast<double>(sent_);
 }
 
 bool PowerSgdHook::compresses(const at::Tensor& gradient) const {
@@ -157,8 +158,8 @@ PowerSgdHook::Matrix PowerSgdHook::make_matrix(const BucketGradient& entry) {
     }
   }
   const int64_t columns = matrix.m.size(1);
-  const int64_t rank = std::min(
-      {options_.matrix_approximation_rank, matrix.m.size(0), columns});
+  const int64_t rank =
+      std::min({options_.matrix_approximation_rank, matrix.m.size(0), columns});
   const auto kept = factors_.find(entry.name);
   if (options_.warm_start && kept != factors_.end()) {
     check(kept->second, {columns, rank});
@@ -204,8 +205,7 @@ void PowerSgdHook::start(Communicator& communicator, Pending& pending) {
   int64_t offset = 0;
   for (Matrix& matrix : pending.matrices) {
     const int64_t rows = matrix.m.size(0), rank = matrix.q.size(1);
-    matrix.p =
-        pending.first.narrow(0, offset, rows * rank).view({rows, rank});
+    matrix.p = pending.first.narrow(0, offset, rows * rank).view({rows, rank});
     at::mm_out(matrix.p, matrix.m, matrix.q);
     offset += rows * rank;
   }

@@ -57,8 +57,7 @@ void expect_uneven_is_joined(std::shared_ptr<CommHook> hook, double tolerance) {
   }
   accelerator.join_uneven_inputs();
   EXPECT_LE(
-      largest_difference(
-          *net, *joined_reference(communicator->world_size())),
+      largest_difference(*net, *joined_reference(communicator->world_size())),
       tolerance);
   if (communicator->world_size() > 1) {
     EXPECT_GT(accelerator.last_window().communication_seconds, 0);
@@ -80,8 +79,7 @@ TEST(AcceleratorDdp, UnusedParametersAreNamedUnlessAllowed) {
   for (const bool allowed : {true, false}) {
     auto communicator = fresh_communicator();
     Net net = net_of_seed(1);
-    Accelerator accelerator(
-        {.find_unused_parameters = allowed}, communicator);
+    Accelerator accelerator({.find_unused_parameters = allowed}, communicator);
     auto model = accelerator.prepare(net);
     std::string what;
     try {
@@ -95,7 +93,8 @@ TEST(AcceleratorDdp, UnusedParametersAreNamedUnlessAllowed) {
       EXPECT_EQ(what, "");
       EXPECT_FALSE(net->second->weight.grad().defined());
     } else {
-      EXPECT_NE(what.find("\"second.bias\", \"second.weight\""), std::string::npos)
+      EXPECT_NE(
+          what.find("\"second.bias\", \"second.weight\""), std::string::npos)
           << what;
     }
   }

@@ -211,8 +211,8 @@ TEST(FlatGradients, ReorderMovesWhatLiesThere) {
   EXPECT_EQ(flat.layout().slots()[static_cast<size_t>(at_a)].offset, 32);
   EXPECT_TRUE(flat.installed(at_a) && flat.installed(at_b));
   EXPECT_FALSE(c.grad().defined());
-  EXPECT_TRUE(torch::equal(
-      flat.buffer(0).narrow(0, 0, 7), torch::full({7}, 3.0)));
+  EXPECT_TRUE(
+      torch::equal(flat.buffer(0).narrow(0, 0, 7), torch::full({7}, 3.0)));
   EXPECT_TRUE(torch::equal(a.grad(), torch::full({3, 5}, 2.0)));
   flat.install();
   EXPECT_EQ(flat.buffer(0).sum().item<float>(), 7 * 3 + 15 * 2)

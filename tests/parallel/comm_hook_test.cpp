@@ -91,12 +91,12 @@ void expect_wire(at::ScalarType wire) {
       }
       return sum.to(wire).to(torch::kFloat);
     };
-    EXPECT_TRUE(torch::equal(
-        rig.net->matrix.grad(),
-        rounded([&](int r) { return matrix_of(r, turn); })));
-    EXPECT_TRUE(torch::equal(
-        rig.net->vector.grad(),
-        rounded([&](int r) { return vector_of(r, turn); })));
+    EXPECT_TRUE(torch::equal(rig.net->matrix.grad(), rounded([&](int r) {
+                               return matrix_of(r, turn);
+                             })));
+    EXPECT_TRUE(torch::equal(rig.net->vector.grad(), rounded([&](int r) {
+                               return vector_of(r, turn);
+                             })));
   }
 }
 
@@ -120,8 +120,7 @@ TEST(CommHook, RanksMustRegisterTheSame) {
 }
 
 TEST(PowerSgd, RefusesOptionsOutOfRange) {
-  EXPECT_THROW(
-      PowerSgdHook({.matrix_approximation_rank = 0}), InputError);
+  EXPECT_THROW(PowerSgdHook({.matrix_approximation_rank = 0}), InputError);
   EXPECT_THROW(PowerSgdHook({.start_powerSGD_iter = 1}), InputError);
   EXPECT_THROW(PowerSgdHook({.min_compression_rate = 0}), InputError);
   EXPECT_NO_THROW(PowerSgdHook(
@@ -154,9 +153,9 @@ TEST(PowerSgd, IsThePowerIterationWithErrorFeedback) {
         0.5 * rig.sum([&](int r) { return matrix_of(r, turn); });
     const Tensor mine = rig.net->matrix.grad().to(torch::kDouble);
     EXPECT_LE(
-        largest(
-            rig.net->vector.grad() -
-            0.5 * rig.sum([&](int r) { return vector_of(r, turn); })),
+        largest(rig.net->vector.grad() - 0.5 * rig.sum([&](int r) {
+          return vector_of(r, turn);
+        })),
         1e-5)
         << "a vector is never compressed";
     if (turn < 2) { // warm-up
@@ -170,8 +169,7 @@ TEST(PowerSgd, IsThePowerIterationWithErrorFeedback) {
     } else {
       const Tensor q = std::get<0>(torch::linalg_qr(factor));
       const Tensor p = std::get<0>(torch::linalg_qr(torch::mm(wanted, q)));
-      EXPECT_LE(
-          largest(mine - torch::mm(p, torch::mm(p.t(), wanted))), 2e-5)
+      EXPECT_LE(largest(mine - torch::mm(p, torch::mm(p.t(), wanted))), 2e-5)
           << turn;
     }
     error = wanted - mine;
@@ -216,14 +214,13 @@ TEST(PowerSgd, GoesOnFromItsSavedStateBitForBit) {
 }
 
 TEST(PowerSgd, AnInfiniteGradientIsSeenAndForgotten) {
-  HookRig rig(std::make_shared<PowerSgdHook>(PowerSgdOptions{
-      .start_powerSGD_iter = 2, .min_compression_rate = 1}));
+  HookRig rig(std::make_shared<PowerSgdHook>(
+      PowerSgdOptions{.start_powerSGD_iter = 2, .min_compression_rate = 1}));
   for (int turn = 0; turn < 5; ++turn) {
     const double factor =
         turn == 3 ? std::numeric_limits<double>::infinity() : 1;
     rig.reduce(turn, factor);
-    EXPECT_EQ(
-        rig.net->matrix.grad().isfinite().all().item<bool>(), turn != 3);
+    EXPECT_EQ(rig.net->matrix.grad().isfinite().all().item<bool>(), turn != 3);
   }
 }
 

@@ -46,8 +46,8 @@ struct BufferRig {
     EXPECT_TRUE(torch::equal(
         net->statistics, torch::full({2, 3}, statistics, torch::kFloat)))
         << net->statistics;
-    EXPECT_TRUE(torch::equal(
-        net->half, torch::full({2}, statistics, torch::kBFloat16)))
+    EXPECT_TRUE(
+        torch::equal(net->half, torch::full({2}, statistics, torch::kBFloat16)))
         << net->half;
     EXPECT_EQ(net->counter.item<int64_t>(), counter);
   }
@@ -70,8 +70,7 @@ TEST(DdpBuffers, AreRankZerosAfterEverySum) {
 TEST(DdpBuffers, AreThoseOfTheFirstRankWithABatch) {
   BufferRig rig(BufferPolicy::broadcast);
   if (rig.world > 1) {
-    rig.step(
-        {.first = 1, .count = rig.world - 1, .here = rig.rank > 0});
+    rig.step({.first = 1, .count = rig.world - 1, .here = rig.rank > 0});
     rig.expect(2, 20);
   }
 }
@@ -81,8 +80,7 @@ TEST(DdpBuffers, AverageLeavesIntegersAlone) {
   rig.step();
   rig.expect((rig.world + 1) / 2.0, 10);
   if (rig.world > 1) { // ranks 1, 2, ...: their mean
-    rig.step(
-        {.first = 1, .count = rig.world - 1, .here = rig.rank > 0});
+    rig.step({.first = 1, .count = rig.world - 1, .here = rig.rank > 0});
     rig.expect((rig.world + 2) / 2.0, 20);
   }
 }
@@ -109,9 +107,8 @@ TEST(DdpBuffers, IntegersAloneAreSentOnceTheyChange) {
     if (turn == 1 && communicator->rank() == communicator->world_size() - 1) {
       net->positions.fill_(7);
     }
-    reduce_once(ddp, communicator->rank(), [&](int) {
-      return net->weight.sum();
-    });
+    reduce_once(
+        ddp, communicator->rank(), [&](int) { return net->weight.sum(); });
     const int64_t last = communicator->world_size() == 1 && turn > 0 ? 7 : 3;
     EXPECT_EQ(net->positions[3].item<int64_t>(), last) << turn;
   }

@@ -241,12 +241,10 @@ TEST(DdpParameters, MixedTiedTwiceUsedAndSparseOnesAreTheJoinedBatch) {
   for (int turn = 0; turn < 3; ++turn) {
     net->zero_grad();
     plain->zero_grad();
-    reduce_once(
-        ddp, communicator->rank(), [&](int r) { return net->loss(r); });
+    reduce_once(ddp, communicator->rank(), [&](int r) { return net->loss(r); });
     expect_equal_gradients(
         *net,
-        plain_gradient(
-            *plain, world, [&](int r) { return plain->loss(r); }),
+        plain_gradient(*plain, world, [&](int r) { return plain->loss(r); }),
         2e-5); // the fp32 layer's rounding; the fp64 ones are far below
     EXPECT_FALSE(net->table->weight.grad().is_sparse());
   }

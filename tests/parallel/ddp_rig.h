@@ -90,8 +90,8 @@ struct PartsImpl : torch::nn::Module {
   explicit PartsImpl(uint64_t seed) {
     torch::manual_seed(seed);
     for (int i = 0; i < 3; ++i) {
-      parts.push_back(register_module(
-          "part" + std::to_string(i), torch::nn::Linear(6, 6)));
+      parts.push_back(
+          register_module("part" + std::to_string(i), torch::nn::Linear(6, 6)));
     }
     to(torch::kDouble);
   }

@@ -114,9 +114,8 @@ TEST(Ddp, LearnsTheBucketOrderFromRankZerosFirstBackward) {
     return r == 0 ? std::vector<int>{2, 0, 1} : std::vector<int>{1, 0, 2};
   };
   Parts plain(1);
-  const auto wanted = plain_gradient(*plain, world, [&](int r) {
-    return plain->loss(rows_of(r, 6), use(r));
-  });
+  const auto wanted = plain_gradient(
+      *plain, world, [&](int r) { return plain->loss(rows_of(r, 6), use(r)); });
   for (int turn = 0; turn < 3; ++turn) {
     reduce_once(
         ddp, rank, [&](int r) { return net->loss(rows_of(r, 6), use(r)); });
@@ -146,15 +145,15 @@ TEST(Ddp, LearnsTheBucketOrderFromRankZerosFirstBackward) {
   Parts again(1);
   Ddp resumed(communicator, again.ptr(), kTinyBuckets);
   resumed.load_state(tensors, values);
-  reduce_once(resumed, rank, [&](int r) {
-    return again->loss(rows_of(r, 6), use(r));
-  });
+  reduce_once(
+      resumed, rank, [&](int r) { return again->loss(rows_of(r, 6), use(r)); });
   EXPECT_EQ(resumed.gradients().layout().order(), layout.order());
   expect_equal_gradients(*again, wanted);
   values["bucket_order"][0] = "part9.weight";
   EXPECT_NE(
-      what_of([&] { resumed.load_state(tensors, values); })
-          .find("part9.weight"),
+      what_of([&] {
+        resumed.load_state(tensors, values);
+      }).find("part9.weight"),
       std::string::npos);
 }
 

@@ -350,8 +350,7 @@ class Accelerator : public Collect {
   }
   double clip_model(
       torch::nn::Module& model, double max_norm, double norm_type);
-  void register_hook(
-      torch::nn::Module& model, std::shared_ptr<CommHook> hook);
+  void register_hook(torch::nn::Module& model, std::shared_ptr<CommHook> hook);
 };
 
 template <detail::Preparable... Objects>

@@ -127,8 +127,7 @@ class PowerSgdHook : public CommHook {
   double compression_rate() const;
 
   /// Iteration, factors and this rank's error.
-  void save_state(
-      NamedTensors& tensors, nlohmann::json& values) const override;
+  void save_state(NamedTensors& tensors, nlohmann::json& values) const override;
   void load_state(
       const NamedTensors& tensors, const nlohmann::json& values) override;
 
