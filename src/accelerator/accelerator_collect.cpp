@@ -52,6 +52,29 @@ void require_same(
   }
 }
 
+// In debug mode: throws unless the ranks' tensors have one form, and what is said
+// `behind` it is the same. Collective then.
+void check_form_in_debug(
+    const AcceleratorCore& core,
+    const char* where,
+    const at::Tensor& tensor,
+    const std::string& behind = {}) {
+  if (core.order_check != nullptr) {
+    require_same(*core.communicator, where, form_of(tensor) + behind);
+  }
+}
+
+// Every rank's contiguous tensor of one shape: [rank, ...]. Collective.
+at::Tensor stack_ranks(
+    const AcceleratorCore& core, const at::Tensor& own, const char* where) {
+  check_form_in_debug(core, where, own);
+  auto sizes = own.sizes().vec();
+  sizes.insert(sizes.begin(), core.world.world_size);
+  at::Tensor all = at::empty(sizes, own.options());
+  core.communicator->all_gather_async(all, own, where).wait();
+  return all;
+}
+
 bool is_half(const at::Tensor& tensor) {
   return tensor.is_floating_point() && tensor.element_size() == 2;
 }
@@ -75,14 +98,9 @@ at::Tensor Collect::gather(const at::Tensor& tensor) {
   if (num_processes() == 1) {
     return own.to(tensor.device());
   }
-  if (core_->order_check != nullptr) {
-    detail::require_same(*communicator(), "gather", detail::form_of(own));
-  }
-  auto sizes = own.sizes().vec();
-  sizes.insert(sizes.begin(), num_processes());
-  const at::Tensor all = at::empty(sizes, own.options());
-  communicator()->all_gather_async(all, own, "gather").wait();
-  return all.flatten(0, 1).to(tensor.device());
+  return detail::stack_ranks(*core_, own, "gather")
+      .flatten(0, 1)
+      .to(tensor.device());
 }
 
 at::Tensor Collect::gather_for_metrics(const at::Tensor& rows) {
@@ -122,9 +140,7 @@ at::Tensor Collect::reduce(
     result = result.to(at::kFloat); // rounded once, after scaling
   }
   if (num_processes() > 1) {
-    if (core_->order_check != nullptr) {
-      detail::require_same(*communicator(), "reduce", detail::form_of(result));
-    }
+    detail::check_form_in_debug(*core_, "reduce", result);
     communicator()->all_reduce(result, op, "reduce");
   }
   if (scale != 1) {
@@ -138,20 +154,15 @@ void Collect::reduce_metric(Metric& metric) {
   if (num_processes() == 1) {
     return;
   }
+  const char* where = "reduce(metric)";
   const at::Tensor state = metric.state().contiguous();
-  if (core_->order_check != nullptr) {
-    detail::require_same(
-        *communicator(), "reduce(metric)", detail::form_of(state));
-  }
   if (metric.state_is_sum()) {
-    communicator()->all_reduce(state, ReduceOp::sum, "reduce(metric)");
+    detail::check_form_in_debug(*core_, where, state);
+    communicator()->all_reduce(state, ReduceOp::sum, where);
     metric.set_state(state);
     return;
   }
-  auto sizes = state.sizes().vec();
-  sizes.insert(sizes.begin(), num_processes());
-  const at::Tensor all = at::empty(sizes, state.options());
-  communicator()->all_gather_async(all, state, "reduce(metric)").wait();
+  const at::Tensor all = detail::stack_ranks(*core_, state, where);
   metric.set_state(all[0]);
   for (int rank = 1; rank < num_processes(); ++rank) {
     metric.merge_state(all[rank]);
@@ -164,12 +175,8 @@ at::Tensor Collect::broadcast(at::Tensor tensor, int from) {
   }
   const at::Tensor target = tensor.detach();
   const at::Tensor sent = target.cpu().contiguous();
-  if (core_->order_check != nullptr) {
-    detail::require_same(
-        *communicator(),
-        "broadcast",
-        detail::form_of(sent) + " from rank " + std::to_string(from));
-  }
+  detail::check_form_in_debug(
+      *core_, "broadcast", sent, " from rank " + std::to_string(from));
   communicator()->broadcast(sent, from, "broadcast");
   if (!sent.is_same(target) && sent.data_ptr() != target.data_ptr()) {
     target.copy_(sent);

@@ -159,6 +159,7 @@ class AcceleratorCore {
       const char* where) const;
   void add_feeder(uint64_t mask, const LoaderState* loader);
   uint64_t models_of_loss(const at::Tensor& loss) const;
+  uint64_t quiet_models() const;
   bool reduces(uint64_t mask) const;
   const LoaderState* current_loader(uint64_t mask) const;
   void check_parameters(const ModelState& model) const;

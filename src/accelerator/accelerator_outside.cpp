@@ -75,12 +75,17 @@ void AcceleratorCore::pop_sync(uint64_t id) noexcept {
       sync_scopes_, [id](const SyncScope& scope) { return scope.id == id; });
 }
 
-bool AcceleratorCore::reduces(uint64_t mask) const {
+// Bit i: model i is under no_sync(). The innermost scope of a model decides.
+uint64_t AcceleratorCore::quiet_models() const {
   uint64_t quiet = 0;
   for (const SyncScope& scope : sync_scopes_) {
     quiet = scope.sync ? quiet & ~scope.models : quiet | scope.models;
   }
-  quiet &= mask;
+  return quiet;
+}
+
+bool AcceleratorCore::reduces(uint64_t mask) const {
+  const uint64_t quiet = quiet_models() & mask;
   if (quiet != 0 && quiet != mask) {
     throw InputError(
         "accelerator::backward",
@@ -92,10 +97,7 @@ bool AcceleratorCore::reduces(uint64_t mask) const {
 }
 
 bool AcceleratorCore::sync_gradients() const {
-  uint64_t quiet = 0;
-  for (const SyncScope& scope : sync_scopes_) {
-    quiet = scope.sync ? quiet & ~scope.models : quiet | scope.models;
-  }
+  const uint64_t quiet = quiet_models();
   if (window != nullptr) {
     return window->is_last() && (quiet & window->models_mask()) == 0;
   }
