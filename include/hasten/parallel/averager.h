@@ -1,0 +1,125 @@
+// Averages a list of tensors over the ranks of a communicator, now and then: the
+// engine of Local SGD. It knows neither models nor optimizers, and a rank's tensors
+// may be shards as well as whole parameters.
+//
+//   hasten::Averager averager(communicator, parameters);
+//   averager.average();         // each tensor is the mean over ranks now
+//   averager.average(samples);  // weighted by each rank's samples
+//
+// A round is a transaction: a snapshot is reduced, the ranks vote that all of them
+// have the sum, then each commits it. Where a peer dies, every other rank throws
+// and is left with the parameters it had before the round, or with the mean: with
+// one or the other in all tensors, never with a mixture.
+//
+// Sums are made in fp32 (fp64 for fp64 tensors), whatever the tensors' dtype and
+// whatever is on the wire, and are the same to the last bit on every rank.
+// Tensors stay where they are: storages, views and optimizers remain valid.
+// Threading: one thread. "Collective" = every rank, in the same order. The
+// destructor never communicates.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "hasten/comm/communicator.h"
+#include "hasten/core/stateful.h"
+#include "hasten/flat/flat_gradients.h"
+#include "hasten/parallel/outer_step.h"
+
+namespace hasten {
+
+struct AveragerOptions {
+  /// Reduces a copy, votes, and commits in one pass. Memory: one fp32 copy of the
+  /// tensors, allocated once. False: large tensors are reduced where they lie,
+  /// which saves copy and pass; a peer that dies in a round leaves half-made sums
+  /// behind, and the spread is not measured.
+  bool transactional = true;
+  /// Tensors are sent in slices of about this size, so that copies and sums of
+  /// one overlap with the sending of others. MiB, > 0.
+  double slice_mb = 4;
+  /// Measures how far the ranks are apart (AverageReport::spread). Costs one more
+  /// number on the wire; the differences are taken in the pass that commits.
+  bool measure_spread = true;
+  /// Null: the mean as it is.
+  std::shared_ptr<OuterStep> outer{};
+  /// Who owns the buffers' memory; at::zeros by default.
+  FlatAllocator allocator{};
+};
+
+/// About a round.
+struct AverageReport {
+  /// Counted from 1; 0: none yet.
+  int64_t round = 0;
+  /// Sum of the ranks' weights.
+  double weight = 0;
+  /// Root of the ranks' mean |x_k - mean|^2, over all tensors: how far they were
+  /// apart. NaN where it is not measured.
+  double spread = 0;
+  /// Norm of the mean of all tensors, for comparing with. NaN as above.
+  double norm = 0;
+  /// Sent by this rank, by the algorithm's count: 2 (n - 1) / n of the data for
+  /// an all-reduce over n ranks.
+  int64_t bytes = 0;
+  /// From the snapshot to the commit, both included. Seconds.
+  double seconds = 0;
+  /// Of these, the copies: snapshot and commit. Seconds.
+  double copy_seconds = 0;
+};
+
+class Averager : public Stateful {
+ public:
+  using NamedTensorList = std::vector<std::pair<std::string, at::Tensor>>;
+
+  /// The list is fixed from here on; a tensor listed twice (tied) is averaged
+  /// once. Floating-point tensors that are dense in memory, on any device.
+  /// Ranks compare names, shapes, dtypes and strides. Collective, blocking.
+  /// Throws InputError, on every rank, naming the first tensor that differs; and
+  /// for options out of range.
+  Averager(
+      std::shared_ptr<Communicator> communicator,
+      const NamedTensorList& tensors,
+      AveragerOptions options = {});
+  ~Averager() override;
+  Averager(const Averager&) = delete;
+  Averager& operator=(const Averager&) = delete;
+
+  /// One round: x <- sum_k w_k x_k / sum_k w_k over ranks k (then the outer step,
+  /// if there is one). `weight` ≥ 0 of this rank; a rank with 0 takes part and
+  /// gets the mean of the others. Where all are 0, all count equally.
+  /// Collective, blocking.
+  /// Throws CommunicationError where a peer fails: tensors are then as before, and
+  /// the group is dead. InputError, on this rank, for a weight below 0 or not
+  /// finite and for a tensor whose shape or dtype was changed.
+  const AverageReport& average(
+      double weight = 1, double learning_rate = 0);
+
+  /// About the last round. May wait for the number that tells the spread, which
+  /// is on its way.
+  const AverageReport& report();
+
+  /// Elements and bytes of the tensors, tied ones once.
+  int64_t numel() const;
+  int64_t nbytes() const;
+  /// Elements of each slice, for tests: they add up to numel() and the padding.
+  std::vector<int64_t> slice_sizes() const;
+  /// The anchor becomes what the tensors hold now: after other means have changed
+  /// them on all ranks alike. Does nothing without an outer step. Local.
+  void reset_anchor();
+
+  /// Rounds, anchor and the outer step's state. Local.
+  void save_state(NamedTensors& tensors, nlohmann::json& values) const override;
+  void load_state(
+      const NamedTensors& tensors, const nlohmann::json& values) override;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+} // namespace hasten
