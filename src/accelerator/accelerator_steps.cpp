@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <limits>
+#include <map>
 #include <sstream>
 
 #include "accelerator_core.h"
@@ -21,8 +22,21 @@ double gradient_norm(
   // fp32 squares summed over millions of elements lose digits: sums over rows of
   // this many elements, then fp64.
   constexpr int64_t kRow = 1 << 14;
-  std::vector<at::Tensor> parts;
+  std::vector<at::Tensor> parts, long_ones;
+  std::map<std::pair<at::ScalarType, std::string>, std::vector<at::Tensor>>
+      short_ones; // by dtype and device: thousands become one
   for (const at::Tensor& gradient : gradients) {
+    if (gradient.numel() < kRow) {
+      short_ones[{gradient.scalar_type(), gradient.device().str()}].push_back(
+          gradient.reshape({-1}));
+    } else {
+      long_ones.push_back(gradient);
+    }
+  }
+  for (const auto& entry : short_ones) {
+    long_ones.push_back(at::cat(entry.second));
+  }
+  for (const at::Tensor& gradient : long_ones) {
     const at::Tensor flat = gradient.reshape({-1});
     const int64_t rows = flat.numel() / kRow;
     if (rows > 0) {
@@ -38,12 +52,13 @@ double gradient_norm(
     }
   }
   for (at::Tensor& part : parts) {
-    part = part.to(at::kDouble).to(parts.front().device());
+    part = part.to(parts.front().device());
   }
   if (parts.empty()) {
     return 0;
   }
-  return at::linalg_vector_norm(at::cat(parts), norm_type).item<double>();
+  return at::linalg_vector_norm(at::cat(parts).to(at::kDouble), norm_type)
+      .item<double>();
 }
 
 // JSON has no infinity, and a clip must be repeated to the last bit.
@@ -209,9 +224,11 @@ double AcceleratorCore::clip_now(
   for (const SlotList& list : lists) {
     FlatGradients& flat = models_[list.model].ddp->gradients();
     const auto count = static_cast<int64_t>(flat.layout().slots().size());
-    bool in_place = true;
-    for (int64_t slot = 0; slot < count; ++slot) {
-      in_place = in_place && flat.installed(slot);
+    // Where they lie must not change the rounding: a rank alone, whose gradients
+    // lie in the buffers only after a state was loaded, never takes these.
+    bool in_place = communicator->world_size() > 1;
+    for (int64_t slot = 0; in_place && slot < count; ++slot) {
+      in_place = flat.installed(slot);
     }
     if (list.all && in_place) {
       for (size_t g = 0; g < flat.layout().groups().size(); ++g) {
@@ -223,10 +240,15 @@ double AcceleratorCore::clip_now(
       const int64_t slot = list.all ? i : list.slots[static_cast<size_t>(i)];
       const auto& parameter =
           flat.layout().slots()[static_cast<size_t>(slot)].parameter;
-      if (parameter.grad().defined()) { // where it is not, nothing is stepped
-        flat.install_slot(slot); // the user may have set another tensor
-        gradients.push_back(flat.view(slot));
+      if (!parameter.grad().defined()) {
+        continue; // it is not stepped
       }
+      // It may be the user's own tensor.
+      if (parameter.grad().is_sparse() ||
+          parameter.grad().sizes() != parameter.sizes()) {
+        flat.install_slot(slot);
+      }
+      gradients.push_back(parameter.grad());
     }
   }
   const double norm = gradient_norm(gradients, p);

@@ -29,28 +29,40 @@ bool flat_copy_bytes(const at::Tensor& to, const at::Tensor& from) {
 } // namespace detail
 
 FlatGradients::FlatGradients(FlatLayout layout, FlatAllocator allocator)
-    : layout_(std::move(layout)) {
-  if (!allocator) {
-    allocator = [](int64_t numel, const at::TensorOptions& options) {
+    : layout_(std::move(layout)), allocator_(std::move(allocator)) {
+  if (!allocator_) {
+    allocator_ = [](int64_t numel, const at::TensorOptions& options) {
       return at::zeros({numel}, options);
     };
   }
+}
+
+void FlatGradients::allocate() const {
+  if (!allocator_) {
+    return;
+  }
   at::NoGradGuard no_grad;
   for (const FlatGroup& group : layout_.groups()) {
-    buffers_.push_back(allocator(
+    buffers_.push_back(allocator_(
         group.numel, at::TensorOptions(group.dtype).device(group.device)));
+    zero_versions_.push_back(buffers_.back()._version());
   }
-  const auto count = static_cast<int64_t>(layout_.slots().size());
-  for (int64_t slot = 0; slot < count; ++slot) {
-    views_.push_back(make_view(slot));
+  for (size_t slot = 0; slot < layout_.slots().size(); ++slot) {
+    views_.push_back(make_view(static_cast<int64_t>(slot)));
     addresses_.push_back(views_.back().const_data_ptr());
   }
-  note_zero();
-  for (int64_t slot = 0; slot < count; ++slot) {
-    if (layout_.slots()[static_cast<size_t>(slot)].parameter.grad().defined()) {
-      install_slot(slot);
-    }
-  }
+  known_zero_ = true;
+  allocator_ = nullptr;
+}
+
+const at::Tensor& FlatGradients::buffer(int64_t group) const {
+  allocate();
+  return buffers_.at(static_cast<size_t>(group));
+}
+
+const at::Tensor& FlatGradients::view(int64_t slot) const {
+  allocate();
+  return views_.at(static_cast<size_t>(slot));
 }
 
 at::Tensor FlatGradients::make_view(int64_t slot) const {
@@ -70,7 +82,7 @@ at::Tensor FlatGradients::make_view(int64_t slot) const {
 bool FlatGradients::installed(int64_t slot) const {
   const auto i = static_cast<size_t>(slot);
   const at::Tensor& grad = layout_.slots()[i].parameter.grad();
-  return grad.defined() && !grad.is_sparse() &&
+  return !addresses_.empty() && grad.defined() && !grad.is_sparse() &&
          grad.const_data_ptr() == addresses_[i] &&
          (grad.is_same(views_[i]) ||
           (grad.scalar_type() == views_[i].scalar_type() &&
@@ -82,6 +94,7 @@ void FlatGradients::install_slot(int64_t slot) {
   if (installed(slot)) {
     return;
   }
+  allocate();
   const auto i = static_cast<size_t>(slot);
   at::NoGradGuard no_grad;
   if (views_[i].const_data_ptr() != addresses_[i]) {
@@ -122,6 +135,7 @@ void FlatGradients::install() {
 }
 
 void FlatGradients::attach() {
+  allocate();
   for (size_t i = 0; i < views_.size(); ++i) {
     if (views_[i].const_data_ptr() != addresses_[i]) {
       views_[i] = make_view(static_cast<int64_t>(i));
@@ -138,7 +152,7 @@ void FlatGradients::reset() {
 
 bool FlatGradients::release() {
   const bool zero = known_zero();
-  for (size_t i = 0; i < views_.size(); ++i) {
+  for (size_t i = 0; i < layout_.slots().size(); ++i) {
     if (layout_.slots()[i].parameter.grad().defined() &&
         !(zero && installed(static_cast<int64_t>(i)))) {
       return false;
@@ -149,6 +163,10 @@ bool FlatGradients::release() {
 }
 
 void FlatGradients::reorder(std::vector<int64_t> order) {
+  if (allocator_) { // nothing lies anywhere
+    layout_.reorder(std::move(order));
+    return;
+  }
   at::NoGradGuard no_grad;
   bool zero = known_zero();
   bool any_in_place = false;
@@ -234,20 +252,18 @@ bool FlatGradients::all_zero() {
 }
 
 bool FlatGradients::cleared() {
-  bool undefined = false;
-  for (size_t i = 0; i < views_.size(); ++i) {
-    if (!layout_.slots()[i].parameter.grad().defined()) {
-      undefined = true;
-    } else if (!installed(static_cast<int64_t>(i))) {
-      return false;
-    }
+  bool all_in_place = true;
+  for (size_t i = 0; i < layout_.slots().size(); ++i) {
+    all_in_place = all_in_place && installed(static_cast<int64_t>(i));
   }
-  if (!undefined) {
+  if (all_in_place) {
     return all_zero();
   }
-  for (size_t i = 0; i < views_.size(); ++i) {
-    const at::Tensor& grad = layout_.slots()[i].parameter.grad();
-    if (grad.defined() && grad.count_nonzero().item<int64_t>() != 0) {
+  for (const FlatSlot& slot : layout_.slots()) {
+    const at::Tensor& grad = slot.parameter.grad();
+    if (grad.defined() && (grad.is_sparse() ? grad._values() : grad)
+                                  .count_nonzero()
+                                  .item<int64_t>() != 0) {
       return false;
     }
   }

@@ -47,6 +47,7 @@ FlatLayout::FlatLayout(const NamedParameters& parameters) {
     slots_.push_back(
         {name,
          parameter,
+         parameter.sizes().vec(),
          group - groups_.begin(),
          group->numel,
          parameter.numel()});

@@ -35,6 +35,7 @@ Ddp::Ddp(
     std::shared_ptr<torch::nn::Module> module,
     DdpOptions options)
     : communicator_(std::move(communicator)),
+      alone_(communicator_->world_size() == 1),
       module_(std::move(module)),
       options_(options),
       parameters_(detail::unique_tensors(module_->named_parameters())),
@@ -77,9 +78,12 @@ void Ddp::make_buckets() {
       bucket_of_[static_cast<size_t>(slot)] =
           static_cast<int64_t>(buckets_.size());
     }
+    const int64_t numel = open[g].end - open[g].begin;
     buckets_.push_back(
-        {gradients_.buffer(static_cast<int64_t>(g))
-             .narrow(0, open[g].begin, open[g].end - open[g].begin),
+        {numel,
+         alone_ ? at::Tensor()
+                : gradients_.buffer(static_cast<int64_t>(g))
+                      .narrow(0, open[g].begin, numel),
          std::move(open[g].slots),
          0});
     open[g] = {{}, open[g].end, open[g].end};
@@ -111,7 +115,7 @@ void Ddp::make_buckets() {
 std::vector<int64_t> Ddp::bucket_sizes() const {
   std::vector<int64_t> sizes;
   for (const Bucket& bucket : buckets_) {
-    sizes.push_back(bucket.range.numel());
+    sizes.push_back(bucket.numel);
   }
   return sizes;
 }
@@ -129,15 +133,18 @@ void Ddp::check_parameters() const {
       }
       continue;
     }
-    const at::Tensor& view = gradients_.view(slot);
-    if (parameter.sizes() != view.sizes() ||
-        parameter.scalar_type() != view.scalar_type() ||
-        parameter.device() != view.device()) {
+    const FlatSlot& was =
+        gradients_.layout().slots()[static_cast<size_t>(slot)];
+    const FlatGroup& group =
+        gradients_.layout().groups()[static_cast<size_t>(was.group)];
+    if (parameter.sizes() != was.sizes ||
+        parameter.scalar_type() != group.dtype ||
+        parameter.device() != group.device) {
       std::ostringstream what;
       what << "parameter \"" << name << "\" is " << parameter.sizes() << " "
            << parameter.scalar_type() << " on " << parameter.device()
-           << " now, and was " << view.sizes() << " " << view.scalar_type()
-           << " on " << view.device() << " when it was prepared";
+           << " now, and was " << at::IntArrayRef(was.sizes) << " "
+           << group.dtype << " on " << group.device << " when it was prepared";
       throw InputError(
           "parallel::Ddp",
           what.str(),
@@ -212,6 +219,8 @@ void Ddp::begin(bool keep, bool in_place) {
   carried_ = false;
   if (!keep && gradients_.release()) {
     foreign_ = false;
+  } else if (alone_ && !keep && (in_place || gradients_.cleared())) {
+    begin_alone(in_place);
   } else {
     for (size_t slot = 0; slot < count; ++slot) {
       defined_[slot] =
@@ -232,6 +241,18 @@ void Ddp::begin(bool keep, bool in_place) {
   begun_ = true;
 }
 
+// Note [A rank alone]
+// Without peers nothing is sent, so gradients stay where autograd puts them, as in
+// a plain loop: no copy into the buffers and no memory for them. finish()
+// multiplies them there. Only what must be set aside goes through the buffers.
+void Ddp::begin_alone(bool in_place) {
+  for (size_t slot = 0; slot < defined_.size(); ++slot) {
+    defined_[slot] =
+        gradients_.layout().slots()[slot].parameter.grad().defined();
+  }
+  foreign_ = foreign_ && in_place && !gradients_.cleared();
+}
+
 // Note [Set aside]
 // Two things must not be summed over ranks or scaled with this window's weight:
 // gradients that nobody zeroed before the window, and a sum that is final when
@@ -239,6 +260,7 @@ void Ddp::begin(bool keep, bool in_place) {
 // which count as zero, take the new sum, and are added to it at the end.
 void Ddp::set_aside() {
   at::NoGradGuard no_grad;
+  gradients_.install();
   aside_.clear();
   for (size_t g = 0; g < gradients_.layout().groups().size(); ++g) {
     aside_.push_back(gradients_.buffer(static_cast<int64_t>(g)).clone());
@@ -252,6 +274,11 @@ void Ddp::finish(double factor, const DdpRanks& ranks) {
     factor = 1;
     prescale_.reset();
   }
+  if (alone_ && aside_.empty()) {
+    finish_alone(factor);
+    return;
+  }
+  gradients_.install();
   for (size_t g = 0; g < gradients_.layout().groups().size(); ++g) {
     at::Tensor buffer = gradients_.buffer(static_cast<int64_t>(g));
     if (factor != 1.0) {
@@ -273,6 +300,20 @@ void Ddp::finish(double factor, const DdpRanks& ranks) {
   if (buffers_may_differ()) {
     sync_buffers(ranks);
   }
+}
+
+void Ddp::finish_alone(double factor) {
+  std::vector<at::Tensor> gradients;
+  for (const FlatSlot& slot : gradients_.layout().slots()) {
+    if (factor != 1.0 && slot.parameter.grad().defined()) {
+      gradients.push_back(slot.parameter.grad());
+    }
+  }
+  if (!gradients.empty()) {
+    at::_foreach_mul_(gradients, factor);
+  }
+  final_ = true;
+  begun_ = false;
 }
 
 // Torch's batch norm writes running statistics unseen; integers nobody does.

@@ -79,12 +79,13 @@ void Ddp::start_backward(bool reduce, DdpBackward backward) {
     final_ = false;
     further_ = true;
   }
-  gradients_.mark_written();
+  if (!alone_) {
+    gradients_.mark_written();
+  }
   std::lock_guard lock(mutex_);
   in_backward_ = true;
   reduce_ = reduce;
-  // A rank alone has its sum already: nothing to wait for, nothing to copy.
-  reducing_ = reduce && communicator_->world_size() > 1;
+  reducing_ = reduce && !alone_;
   if (!reducing_) {
     return;
   }
@@ -154,7 +155,9 @@ void Ddp::gradient_ready(int64_t slot) {
               "a part of the graph that is built during backward",
         options_.static_graph ? "leave static_graph off" : "");
   }
-  gradients_.install_slot(slot);
+  if (!alone_ || entry.parameter.grad().is_sparse()) {
+    gradients_.install_slot(slot);
+  }
   used_[i] = 1;
   if (!reducing_ || ready_[i]) {
     return;
@@ -218,7 +221,9 @@ void Ddp::launch_ready_buckets(bool all) {
 void Ddp::finish_backward() {
   std::lock_guard lock(mutex_);
   in_backward_ = false;
-  gradients_.install(); // zeros where nothing came
+  if (!alone_) {
+    gradients_.install(); // zeros where nothing came
+  }
   if (reducing_) {
     launch_ready_buckets(true);
     check_static_graph();

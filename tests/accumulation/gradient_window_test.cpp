@@ -80,10 +80,11 @@ struct Rig {
       }
       const int64_t slot = flat.layout().find(p);
       ASSERT_GE(slot, 0) << item.key();
-      ASSERT_TRUE(flat.installed(slot)) << item.key();
-      EXPECT_TRUE(p.grad().storage().is_alias_of(flat.buffer(0).storage()));
-      EXPECT_EQ(
-          reinterpret_cast<uintptr_t>(p.grad().const_data_ptr()) % 64, 0u);
+      if (world > 1) { // a rank alone leaves them where autograd puts them
+        ASSERT_TRUE(flat.installed(slot)) << item.key();
+        EXPECT_EQ(
+            reinterpret_cast<uintptr_t>(p.grad().const_data_ptr()) % 64, 0u);
+      }
       EXPECT_LE((p.grad() - mean * times).abs().max().item<double>(), 1e-12)
           << item.key();
     }
@@ -106,7 +107,10 @@ TEST(GradientWindow, IsTheJoinedBatchWhoeverZeroesTheGradients) {
       [&] { sgd.zero_grad(false); },
       [&] { rig.net->zero_grad(); },
       [&] { rig.net->zero_grad(false); },
-      [&] { rig.ddp->gradients().zero_(); },
+      [&] {
+        rig.ddp->gradients().install();
+        rig.ddp->gradients().zero_();
+      },
       [&] {
         rig.net->first->weight.mutable_grad().reset(), sgd.zero_grad(false);
       },
@@ -171,7 +175,7 @@ TEST(GradientWindow, AddsUpTwoBackwardsOfABatch) {
       rows += static_cast<double>(batch.count());
     }
     EXPECT_EQ(rig.window.report().weight, rows);
-    rig.ddp->gradients().zero_();
+    rig.net->zero_grad(false);
     rig.micro(1, 0);
     rig.micro(1, 1);
     rig.expect(joined_gradient(rig.joined(1)));
@@ -197,7 +201,7 @@ TEST(GradientWindow, StartsAfreshAfterAThrowInBackward) {
   Rig rig;
   rig.micro(0, 0);
   rig.micro(0, 1);
-  rig.ddp->gradients().zero_();
+  rig.net->zero_grad(false);
   const Rows batch = make_rows(1, rig.rank, 0);
   rig.open(batch);
   const Tensor hidden = torch::tanh(rig.net->first->forward(batch.x));
@@ -217,7 +221,7 @@ TEST(GradientWindow, WeighsAShortWindowByWhatItHolds) {
   Rig rig;
   rig.micro(0, 0, true); // one batch of two, then the data ends
   rig.expect(joined_gradient(rig.joined(0, 1)));
-  rig.ddp->gradients().zero_();
+  rig.net->zero_grad(false);
   // Short on rank 0 alone: the others have two batches.
   std::vector<Rows> rows;
   for (int r = 0; r < rig.world; ++r) {

@@ -1,6 +1,7 @@
 // The gradients of a layout's parameters as views of flat buffers: autograd
 // accumulates in place, and whoever reduces, clips or steps works on few large
-// tensors. Memory: one copy of the gradients, allocated once.
+// tensors. Memory: one copy of the gradients, allocated once, when it is first
+// needed: whoever neither installs nor looks at a buffer pays nothing.
 // Any zero_grad, by the optimizer, the module or by hand, is legal: an undefined
 // grad() counts as zero whatever lies in its place in the buffer, and install()
 // puts the views back.
@@ -24,14 +25,14 @@ using FlatAllocator =
 class FlatGradients {
  public:
   /// `allocator`: who owns the memory, at::zeros by default. Gradients that exist
-  /// already are copied in; the others stay undefined until install().
+  /// already stay where they are until install().
   explicit FlatGradients(FlatLayout layout, FlatAllocator allocator = {});
 
   const FlatLayout& layout() const { return layout_; }
   /// The group's whole buffer; the padding in it is zero. [group]
-  const at::Tensor& buffer(int64_t group) const { return buffers_.at(group); }
+  const at::Tensor& buffer(int64_t group) const;
   /// The gradient of a slot, in its parameter's shape, in the buffer. [slot]
-  const at::Tensor& view(int64_t slot) const { return views_.at(slot); }
+  const at::Tensor& view(int64_t slot) const;
 
   /// Makes every parameter's grad() its view again. Where it is undefined the
   /// view is zeroed first; where it is another tensor that one is copied in.
@@ -66,21 +67,25 @@ class FlatGradients {
   void mark_written() { known_zero_ = false; }
   /// Looks: one pass over the buffers unless they are known to be zero.
   bool all_zero();
-  /// True where every grad() is undefined or zero: somebody called zero_grad.
+  /// True where every grad(), wherever it lies, is undefined or zero: somebody
+  /// called zero_grad. One pass at most, to the first that is not.
   bool cleared();
 
  private:
+  void allocate() const; // once
   at::Tensor make_view(int64_t slot) const;
   void note_zero();
 
   FlatLayout layout_;
-  std::vector<at::Tensor> buffers_{}; // [group]
-  std::vector<at::Tensor> views_{}; // [slot]
-  std::vector<const void*> addresses_{}; // [slot] where each view begins
+  mutable FlatAllocator allocator_; // until it has been called
+  mutable std::vector<at::Tensor> buffers_{}; // [group]
+  mutable std::vector<at::Tensor> views_{}; // [slot]
+  mutable std::vector<const void*>
+      addresses_{}; // [slot] where each view begins
   // Views share their buffer's version counter, so one comparison a buffer finds
   // every write by torch.
-  bool known_zero_ = true;
-  std::vector<uint32_t> zero_versions_{}; // [group] when it was zero
+  mutable bool known_zero_ = true;
+  mutable std::vector<uint32_t> zero_versions_{}; // [group] when it was zero
 };
 
 } // namespace hasten

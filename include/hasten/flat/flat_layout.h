@@ -19,6 +19,8 @@ struct FlatSlot {
   /// First name under which the parameter is registered.
   std::string name{};
   at::Tensor parameter{};
+  /// The parameter's when the layout was made.
+  std::vector<int64_t> sizes{};
   /// Index into groups().
   int64_t group = 0;
   /// First element in the group's buffer, a multiple of 64 bytes.

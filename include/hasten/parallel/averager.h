@@ -96,8 +96,7 @@ class Averager : public Stateful {
   /// Throws CommunicationError where a peer fails: tensors are then as before, and
   /// the group is dead. InputError, on this rank, for a weight below 0 or not
   /// finite and for a tensor whose shape or dtype was changed.
-  const AverageReport& average(
-      double weight = 1, double learning_rate = 0);
+  const AverageReport& average(double weight = 1, double learning_rate = 0);
 
   /// About the last round. May wait for the number that tells the spread, which
   /// is on its way.

@@ -120,7 +120,8 @@ class Ddp : public Stateful {
   /// Verifies that every rank has the same parameters and buffers (names, shapes,
   /// dtypes, what is frozen), copies rank 0's values to all, and lays out the
   /// gradients. The module is on its device already. Collective, blocking.
-  /// Memory: one copy of the gradients.
+  /// Memory: one copy of the gradients; on a rank alone, whose gradients stay
+  /// where autograd puts them, only once something must be set aside.
   /// Throws InputError, on every rank, naming the first that differs.
   Ddp(std::shared_ptr<Communicator> communicator,
       std::shared_ptr<torch::nn::Module> module,
@@ -157,7 +158,8 @@ class Ddp : public Stateful {
   void finish_backward();
   /// Waits for the reduction, multiplies the sum by `factor`, adds what was set
   /// aside, evens out buffers. Then every grad() is final: a view of the flat
-  /// buffers, or, where no rank used the parameter, what it was. Collective.
+  /// buffers (on a rank alone: autograd's tensor), or, where no rank used the
+  /// parameter, what it was. Collective.
   void finish(double factor, const DdpRanks& ranks = {});
   /// Waits for the reduction and no more. Collective.
   /// Throws InputError on every rank for unused parameters (see DdpOptions), or
@@ -208,7 +210,8 @@ class Ddp : public Stateful {
  private:
   using Clock = std::chrono::steady_clock;
   struct Bucket {
-    at::Tensor range{}; // part of a group's buffer
+    int64_t numel = 0; // elements, padding included
+    at::Tensor range{}; // part of a group's buffer; undefined on a rank alone
     std::vector<int64_t> slots{};
     int64_t pending = 0; // gradients still to come in this backward
   };
@@ -224,6 +227,8 @@ class Ddp : public Stateful {
   void make_buckets();
   void check_parameters() const;
   std::string replaced_parameter() const;
+  void begin_alone(bool in_place);
+  void finish_alone(double factor);
   void set_aside();
   void use_learned_order();
   bool buffers_may_differ() const;
@@ -243,6 +248,7 @@ class Ddp : public Stateful {
 
   // Set at construction.
   std::shared_ptr<Communicator> communicator_;
+  bool alone_ = false; // Note [A rank alone]
   std::shared_ptr<torch::nn::Module> module_;
   DdpOptions options_;
   FlatLayout::NamedParameters parameters_;
