@@ -167,6 +167,12 @@ class AcceleratorCore {
   void refuse_local_gradients(
       const std::vector<SlotList>& lists, const char* where) const;
   void note_step(const OptimizerState& optimizer);
+  void step_scaled(
+      OptimizerState& optimizer, const std::vector<SlotList>& lists);
+  // What all gradients of whole models are still to be multiplied by; applies it
+  // where that is not one number, or a list is part of a model.
+  double common_factor(const std::vector<SlotList>& lists);
+  void decide_who_scales();
   void compare_ranks();
   void update_slots(OptimizerState& optimizer);
   uint64_t completed_window(const std::vector<SlotList>& lists) const;

@@ -14,6 +14,7 @@
 #include "accelerator_core.h"
 #include "hasten/base/error.h"
 #include "hasten/base/log.h"
+#include "hasten/optim/fused_optimizer.h"
 
 namespace hasten::detail {
 
@@ -104,6 +105,7 @@ void AcceleratorCore::update_slots(OptimizerState& optimizer) {
   optimizer_slots_[static_cast<size_t>(optimizer.index)] =
       slots_of(optimizer.parameters());
   optimizer.known_count = optimizer.parameter_count();
+  decide_who_scales();
 }
 
 void AcceleratorCore::note_step(const OptimizerState& optimizer) {
@@ -129,11 +131,42 @@ StepResult AcceleratorCore::optimizer_step(OptimizerState& optimizer) {
   if (optimizer.skipped) {
     return StepResult::skipped;
   }
-  optimizer.step();
+  step_scaled(optimizer, lists);
   optimizer.stepped = complete;
   note_step(optimizer);
   actions_.push_back({{"step", optimizer.index}});
   return StepResult::stepped;
+}
+
+double AcceleratorCore::common_factor(const std::vector<SlotList>& lists) {
+  const double factor =
+      lists.empty() ? 1 : models_[lists[0].model].ddp->pending_factor();
+  const bool common =
+      std::all_of(lists.begin(), lists.end(), [&](const SlotList& list) {
+        return list.all && models_[list.model].ddp->pending_factor() == factor;
+      });
+  for (size_t i = 0; !common && i < lists.size(); ++i) {
+    models_[lists[i].model].ddp->apply_pending_factor();
+  }
+  return common ? factor : 1;
+}
+
+void AcceleratorCore::step_scaled(
+    OptimizerState& optimizer, const std::vector<SlotList>& lists) {
+  const double factor = common_factor(lists);
+  for (const SlotList& list : lists) {
+    Ddp& ddp = *models_[list.model].ddp;
+    if (optimizer.fused != nullptr) {
+      ddp.set_pending_factor(1);
+    } else { // prepared after the window
+      ddp.apply_pending_factor();
+    }
+  }
+  if (factor == 1 || optimizer.fused == nullptr) {
+    optimizer.step();
+  } else {
+    optimizer.fused->step_scaled(factor);
+  }
 }
 
 bool AcceleratorCore::scheduler_step(SchedulerState& scheduler) {
@@ -220,6 +253,7 @@ double AcceleratorCore::clip(
 double AcceleratorCore::clip_now(
     const std::vector<SlotList>& lists, double max_norm, double p) {
   at::NoGradGuard no_grad;
+  const double pending = common_factor(lists);
   std::vector<at::Tensor> gradients;
   for (const SlotList& list : lists) {
     FlatGradients& flat = models_[list.model].ddp->gradients();
@@ -251,9 +285,13 @@ double AcceleratorCore::clip_now(
       gradients.push_back(parameter.grad());
     }
   }
-  const double norm = gradient_norm(gradients, p);
+  const double norm = gradient_norm(gradients, p) * pending;
   const double factor = max_norm / (norm + 1e-6); // as torch.nn.utils does
-  if (!(factor >= 1)) {
+  if (!(factor >= 1) && pending != 1) {
+    for (const SlotList& list : lists) {
+      models_[list.model].ddp->set_pending_factor(pending * factor);
+    }
+  } else if (!(factor >= 1)) {
     for (at::Tensor& gradient : gradients) {
       gradient.mul_(factor);
     }

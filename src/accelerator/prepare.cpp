@@ -2,8 +2,11 @@
 #include <ATen/ATen.h>
 #include <torch/optim.h>
 
+#include <algorithm>
+
 #include "accelerator_core.h"
 #include "hasten/base/error.h"
+#include "hasten/optim/fused_optimizer.h"
 
 namespace hasten::detail {
 
@@ -72,9 +75,23 @@ std::shared_ptr<OptimizerState> AcceleratorCore::prepare_optimizer(
   move_optimizer_state(*optimizer, device);
   state->step = [optimizer] { optimizer->step(); };
   state->optimizer = optimizer;
+  state->fused = dynamic_cast<FusedOptimizer*>(optimizer.get());
   state->index = static_cast<int64_t>(optimizers_.size());
   optimizers_.push_back(state);
+  decide_who_scales();
   return state;
+}
+
+void AcceleratorCore::decide_who_scales() {
+  exchange_->steps_scale = options.scale_in_step && !optimizers_.empty();
+  for (const auto& optimizer : optimizers_) {
+    const auto& lists = optimizer_slots_[static_cast<size_t>(optimizer->index)];
+    exchange_->steps_scale =
+        exchange_->steps_scale && optimizer->fused != nullptr &&
+        std::all_of(lists.begin(), lists.end(), [](const SlotList& list) {
+          return list.all;
+        });
+  }
 }
 
 std::shared_ptr<SchedulerState> AcceleratorCore::prepare_scheduler(

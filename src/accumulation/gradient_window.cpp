@@ -170,9 +170,10 @@ double GradientWindow::batch_weight(std::optional<double> sum_weight) {
 // and equal on all ranks, so that sums stay near the gradient's size (16-bit wires
 // neither overflow nor lose small terms) and dividing by it is exact. A rank alone
 // whose window is one batch knows W beforehand: n0 = W, and nothing is multiplied.
-// Why the multiplication is not left to the optimizer's kernel: gradients would
-// not be final when backward returns, which clipping, logging and torch's own
-// optimizers rely on, for one pass over memory out of the dozen of a step.
+// The multiplication is left to the optimizer's kernel (WindowExchange::steps_scale)
+// only where the user asked for it: gradients are not final then when backward
+// returns, which torch's clip and optimizers and a user's logging rely on, for one
+// pass over memory out of the dozen of a step.
 void GradientWindow::backward(
     const at::Tensor& loss,
     std::optional<double> sum_weight,
@@ -389,7 +390,12 @@ void GradientWindow::settle(const WindowTotals& totals) {
   }
   report_.communication_seconds = report_.exposed_seconds = 0;
   for (auto& model : models_) {
-    model->finish(factor_, ranks_);
+    // Where ranks have joined, they repeat the others' steps with the gradients
+    // as they are.
+    model->finish(
+        factor_,
+        ranks_,
+        exchange_->steps_scale && !totals.extra && totals.finished == 0);
     report_.communication_seconds += model->reduction().communication_seconds;
     report_.exposed_seconds += model->reduction().exposed_seconds;
   }

@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <memory>
+#include <optional>
 #include <tuple>
 #include <unordered_set>
 #include <utility>
@@ -130,6 +131,13 @@ at::Tensor AdamW::step(LossClosure closure) {
     at::AutoGradMode grad_mode(true);
     loss = closure();
   }
+  update(1);
+  return loss;
+}
+
+void AdamW::step_scaled(double factor) { update(factor); }
+
+void AdamW::update(double factor) {
   at::NoGradGuard no_grad;
   drop_repeated_parameters();
   std::vector<detail::FusedAdamWList> lists;
@@ -165,6 +173,14 @@ at::Tensor AdamW::step(LossClosure closure) {
               {},
               static_cast<double>(list.step),
               at::TensorOptions(list.device).dtype(at::kFloat)));
+      // The kernel divides by a number of 32 bits.
+      std::optional<at::Tensor> divisor;
+      if (factor != 1 && list.dtype == at::kDouble) {
+        at::_foreach_mul_(list.gradients, factor);
+      } else if (factor != 1) {
+        divisor = at::full(
+            {}, 1 / factor, at::TensorOptions(list.device).dtype(at::kFloat));
+      }
       at::_fused_adamw_(
           list.parameters,
           list.gradients,
@@ -178,14 +194,14 @@ at::Tensor AdamW::step(LossClosure closure) {
           options.weight_decay(),
           options.eps(),
           options.amsgrad(),
-          /*maximize=*/false);
+          /*maximize=*/false,
+          divisor);
       // The fused kernel leaves version counters alone (LibTorch 2.13).
       for (const at::Tensor& parameter : list.parameters) {
         torch::autograd::impl::bump_version(parameter);
       }
     }
   }
-  return loss;
 }
 
 } // namespace hasten

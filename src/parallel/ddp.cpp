@@ -206,6 +206,7 @@ void Ddp::use_learned_order() {
 }
 
 void Ddp::begin(bool keep, bool in_place) {
+  apply_pending_factor();
   check_parameters();
   for (GradHook& hook : hooks_) {
     hook.ensure_installed();
@@ -267,29 +268,27 @@ void Ddp::set_aside() {
   }
 }
 
-void Ddp::finish(double factor, const DdpRanks& ranks) {
+void Ddp::finish(double factor, const DdpRanks& ranks, bool defer) {
   wait();
   at::NoGradGuard no_grad;
   if (prescale_) {
     factor = 1;
     prescale_.reset();
   }
-  if (alone_ && aside_.empty()) {
-    finish_alone(factor);
-    return;
+  pending_factor_ = factor;
+  if (!aside_.empty()) {
+    gradients_.install();
   }
-  gradients_.install();
-  for (size_t g = 0; g < gradients_.layout().groups().size(); ++g) {
-    at::Tensor buffer = gradients_.buffer(static_cast<int64_t>(g));
-    if (factor != 1.0) {
-      buffer.mul_(factor);
-    }
-    if (!aside_.empty()) {
-      buffer.add_(aside_[g]);
-    }
+  if (!defer || !aside_.empty()) {
+    apply_pending_factor();
+  }
+  for (size_t g = 0; g < aside_.size(); ++g) {
+    at::Tensor(gradients_.buffer(static_cast<int64_t>(g))).add_(aside_[g]);
   }
   aside_.clear();
-  gradients_.mark_written();
+  if (!alone_) {
+    gradients_.mark_written();
+  }
   for (size_t slot = 0; slot < used_.size(); ++slot) {
     if (!used_[slot] && !defined_[slot]) { // as if there had been no backward
       gradients_.layout().slots()[slot].parameter.mutable_grad().reset();
@@ -302,18 +301,31 @@ void Ddp::finish(double factor, const DdpRanks& ranks) {
   }
 }
 
-void Ddp::finish_alone(double factor) {
+void Ddp::apply_pending_factor() {
+  const double factor = std::exchange(pending_factor_, 1);
+  if (factor == 1) {
+    return;
+  }
+  at::NoGradGuard no_grad;
   std::vector<at::Tensor> gradients;
-  for (const FlatSlot& slot : gradients_.layout().slots()) {
-    if (factor != 1.0 && slot.parameter.grad().defined()) {
-      gradients.push_back(slot.parameter.grad());
+  bool in_place = true;
+  for (size_t slot = 0; slot < hooks_.size(); ++slot) {
+    const at::Tensor& gradient =
+        gradients_.layout().slots()[slot].parameter.grad();
+    in_place = in_place && gradients_.installed(static_cast<int64_t>(slot));
+    if (gradient.defined()) {
+      gradients.push_back(gradient);
+    }
+  }
+  if (in_place) { // few large tensors instead of many
+    gradients.clear();
+    for (size_t g = 0; g < gradients_.layout().groups().size(); ++g) {
+      gradients.push_back(gradients_.buffer(static_cast<int64_t>(g)));
     }
   }
   if (!gradients.empty()) {
     at::_foreach_mul_(gradients, factor);
   }
-  final_ = true;
-  begun_ = false;
 }
 
 // Torch's batch norm writes running statistics unseen; integers nobody does.
@@ -404,6 +416,7 @@ void Ddp::cancel() noexcept {
   violation_.clear();
   aside_.clear();
   final_ = false;
+  pending_factor_ = 1;
   begun_ = false;
   gradients_.reset();
 }

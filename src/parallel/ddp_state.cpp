@@ -55,6 +55,7 @@ void Ddp::save_state(NamedTensors& tensors, nlohmann::json& values) const {
   values["begun"] = begun_;
   values["final"] = final_;
   values["carried"] = carried_;
+  values["pending_factor"] = pending_factor_;
   values["aside"] = !aside_.empty();
   const auto& slots = gradients_.layout().slots();
   const auto names = [&slots](const std::vector<char>& marks) {
@@ -199,6 +200,7 @@ void Ddp::load_state(
   begun_ = begun;
   final_ = final;
   carried_ = carried;
+  pending_factor_ = values.at("pending_factor").get<double>();
 }
 
 } // namespace hasten

@@ -67,6 +67,11 @@ struct AcceleratorOptions {
   /// How batches of different sizes are weighed against each other.
   LossWeighting loss_weighting = LossWeighting::joined_batch;
   SchedulerTicks scheduler_ticks = SchedulerTicks::per_optimizer_step;
+  /// Leaves the multiplication of a window's gradients, and clip_grad_norm_'s, to
+  /// the optimizer's kernel: one pass over them less each. p.grad() is final only
+  /// after PreparedOptimizer::step() then; do not use torch's clip. Has an effect
+  /// where every prepared optimizer is a FusedOptimizer over whole models.
+  bool scale_in_step = false;
   /// An optimizer does not step, on any rank, with gradients of a loss that was
   /// not finite on one, or whose clipped norm was not. Costs nothing.
   bool skip_non_finite_steps = false;

@@ -21,6 +21,8 @@ class Optimizer;
 
 namespace hasten {
 
+class FusedOptimizer;
+
 /// What PreparedOptimizer::step() did. Converts to "it stepped".
 class StepResult {
  public:
@@ -52,6 +54,7 @@ struct OptimizerState {
   size_t known_count = 0;
   std::function<void()> step{};
   std::shared_ptr<torch::optim::Optimizer> optimizer{};
+  FusedOptimizer* fused = nullptr; // the same, if it is one
   int64_t index = 0; // in order of preparation, the same on every rank
   uint64_t stepped = 0; // number of the last window it stepped for
   bool skipped = false; // its last step() was, because of a non-finite number

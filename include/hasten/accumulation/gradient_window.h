@@ -94,6 +94,8 @@ struct WindowExchange {
   /// Stands for the optimizer steps done so far and their order: ranks must agree
   /// when a window is complete.
   uint64_t history = 0;
+  /// Whoever steps multiplies the gradients: finish() may leave it to them.
+  bool steps_scale = false;
 };
 
 class GradientWindow : public Stateful {

@@ -8,6 +8,8 @@
 
 #include <vector>
 
+#include "hasten/optim/fused_optimizer.h"
+
 namespace hasten {
 
 /// AdamW (Loshchilov and Hutter, arXiv 1711.05101) as PyTorch defines it. Equal
@@ -25,7 +27,7 @@ namespace hasten {
 /// `defaults`; give both the same value.
 /// Memory: two tensors like each parameter (three with amsgrad), made at the
 /// first step() in which it has a gradient.
-class AdamW : public torch::optim::AdamW {
+class AdamW : public torch::optim::AdamW, public FusedOptimizer {
  public:
   explicit AdamW(
       const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
@@ -39,10 +41,12 @@ class AdamW : public torch::optim::AdamW {
   /// Gradients have their parameter's dtype. Throws InputError for a sparse
   /// one and for parameters whose memory has holes.
   at::Tensor step(LossClosure closure = nullptr) override;
+  void step_scaled(double factor) override;
 
  private:
   /// Drops repeated parameters from the groups that were added since.
   void drop_repeated_parameters();
+  void update(double factor);
 
   size_t known_parameters_ = 0; // over all groups, after dropping
 };

@@ -160,7 +160,16 @@ class Ddp : public Stateful {
   /// aside, evens out buffers. Then every grad() is final: a view of the flat
   /// buffers (on a rank alone: autograd's tensor), or, where no rank used the
   /// parameter, what it was. Collective.
-  void finish(double factor, const DdpRanks& ranks = {});
+  /// With `defer` it may leave the multiplication to whoever reads the gradients
+  /// next: see pending_factor().
+  void finish(double factor, const DdpRanks& ranks = {}, bool defer = false);
+  /// What every gradient is still to be multiplied by; 1: nothing. A new sum, a
+  /// further backward and apply_pending_factor() do it.
+  double pending_factor() const { return pending_factor_; }
+  /// Said by whoever multiplied, or who multiplies by something more later.
+  void set_pending_factor(double factor) { pending_factor_ = factor; }
+  /// Multiplies. One pass over the gradients, none where it is 1. Local.
+  void apply_pending_factor();
   /// Waits for the reduction and no more. Collective.
   /// Throws InputError on every rank for unused parameters (see DdpOptions), or
   /// where ranks froze different ones.
@@ -228,7 +237,6 @@ class Ddp : public Stateful {
   void check_parameters() const;
   std::string replaced_parameter() const;
   void begin_alone(bool in_place);
-  void finish_alone(double factor);
   void set_aside();
   void use_learned_order();
   bool buffers_may_differ() const;
@@ -271,6 +279,7 @@ class Ddp : public Stateful {
   bool begun_ = false;
   bool carried_ = false;
   bool final_ = false;
+  double pending_factor_ = 1;
   std::vector<at::Tensor> aside_; // [group]; empty: nothing set aside
   std::vector<char> aside_defined_; // grad() was, where it was set aside
   bool aside_in_place_ = false; // between two swaps
