@@ -261,6 +261,7 @@ void AcceleratorCore::open(
     if (!weight && batch.rows) {
       batch.weight = static_cast<double>(*batch.rows);
     }
+    batch.stand_in = loader->stand_in;
   }
   begin_models(mask);
   next.open(batch);

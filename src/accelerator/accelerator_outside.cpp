@@ -218,6 +218,7 @@ void AcceleratorCore::backward_outside(
   if (loader != nullptr && loader->rows) {
     batch.rows = loader->rows;
     batch.weight = static_cast<double>(*loader->rows);
+    batch.stand_in = loader->stand_in;
   }
   begin_models(mask);
   try {

@@ -273,11 +273,15 @@ StateParts AcceleratorCore::collect_state() const {
     (per_rank ? own["objects"][object.name]
               : shared["objects"][object.name]["values"]) = std::move(values);
   }
-  parts.own["random.cpu"] = random_state();
+  std::vector<at::Tensor> random = random_states(device);
+  for (const auto& loader : loaders_) {
+    if (!loader->random.empty() && !loader->loop.expired()) {
+      random = loader->random; // what a stand-in draws is taken back
+    }
+  }
+  parts.own["random.cpu"] = random[0];
   if (device.is_cuda()) {
-    at::Generator generator = at::globalContext().defaultGenerator(device);
-    const std::lock_guard<std::mutex> lock(generator.mutex());
-    parts.own["random.cuda"] = generator.get_state();
+    parts.own["random.cuda"] = random[1];
   }
   return parts;
 }

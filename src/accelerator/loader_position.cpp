@@ -23,6 +23,26 @@ void set_random_state(const at::Tensor& state) {
   generator.set_state(state);
 }
 
+std::vector<at::Tensor> random_states(const at::Device& device) {
+  std::vector<at::Tensor> states{random_state()};
+  if (!device.is_cpu()) {
+    at::Generator generator = at::globalContext().defaultGenerator(device);
+    const std::lock_guard<std::mutex> lock(generator.mutex());
+    states.push_back(generator.get_state());
+  }
+  return states;
+}
+
+void set_random_states(
+    const at::Device& device, const std::vector<at::Tensor>& states) {
+  set_random_state(states.at(0));
+  if (!device.is_cpu()) {
+    at::Generator generator = at::globalContext().defaultGenerator(device);
+    const std::lock_guard<std::mutex> lock(generator.mutex());
+    generator.set_state(states.at(1));
+  }
+}
+
 void save_position(
     const LoaderPosition& position,
     const Stateful* range,

@@ -83,7 +83,7 @@ void GradientWindow::begin_window(bool in_place) {
   scale_ = 0;
   weight_ = 0;
   rows_ = 0;
-  loss_stats_ = at::zeros({2}, at::TensorOptions(at::kDouble).device(device_));
+  forget_losses();
 }
 
 void GradientWindow::open(const WindowBatch& batch) {
@@ -186,11 +186,12 @@ void GradientWindow::backward(
         open_ ? "a new window" : "auto window = accelerator.accumulate(model)");
   }
   detail::check_window_loss(loss);
-  const double weight = batch_weight(sum_weight);
+  const double weight = batch_.stand_in ? 0 : batch_weight(sum_weight);
   if (scale_ == 0) {
     scale_ = alone() && last_ && weight > 0 ? weight : next_scale_;
   }
-  const double times = sum_weight ? 1.0 : weight; // turns the loss into a sum
+  // Turns the loss into a sum.
+  const double times = sum_weight && !batch_.stand_in ? 1.0 : weight;
   const double batches =
       static_cast<double>(options_.steps * communicator_->world_size());
   const double seed = !equal_batches() ? times / scale_
@@ -207,7 +208,9 @@ void GradientWindow::begin_outside(
   outside_ = true;
   outside_sums_ = sums;
   if (!sums) {
-    weight_ = reduce && !equal_batches() ? batch.weight.value_or(1) : 1;
+    weight_ = batch.stand_in               ? 0
+              : reduce && !equal_batches() ? batch.weight.value_or(1)
+                                           : 1;
   }
   const double known = reduce ? sum_weight.value_or(weight_) : weight_;
   scale_ = alone() && known > 0 ? known : next_scale_;
@@ -249,10 +252,15 @@ void GradientWindow::backward_outside(
   if (waiting() == 0) {
     begin_outside(sum_weight, batch, reduce);
   }
-  weight_ += sum_weight.value_or(0);
+  if (!batch.stand_in) {
+    weight_ += sum_weight.value_or(0);
+    if (!sum_weight && batches_ > 0) {
+      weight_ = 1; // stand-ins alone came before
+    }
+  }
   rows_ += static_cast<double>(batch.rows.value_or(0));
   last_ = reduce;
-  const double times = sum_weight ? 1.0 : weight_;
+  const double times = batch.stand_in ? 0 : sum_weight ? 1.0 : weight_;
   const double count =
       sum_weight.value_or(weight_); // what times · loss is over
   const double seed = !equal_batches() ? times / scale_
@@ -270,11 +278,7 @@ void GradientWindow::run_backward(
     bool retain_graph) {
   try {
     if (times != 0) {
-      at::NoGradGuard no_grad;
-      const at::Tensor value = loss.detach().reshape({1}).to(at::kDouble);
-      loss_stats_.add_(at::cat({value * times,
-                                value.isfinite().logical_not().to(at::kDouble)})
-                           .to(device_));
+      note_loss(loss, times);
     }
     if (reduce && !alone()) {
       start_control();
@@ -306,6 +310,34 @@ void GradientWindow::run_backward(
   }
 }
 
+void GradientWindow::forget_losses() {
+  host_losses_ = host_non_finite_ = 0;
+  if (!device_.is_cpu()) {
+    loss_stats_ =
+        at::zeros({2}, at::TensorOptions(at::kDouble).device(device_));
+  }
+}
+
+// Numbers of the CPU are read at once: a dozen small tensor operations would cost
+// a small model's step more than all the rest. Those of a GPU are not waited for.
+void GradientWindow::note_loss(const at::Tensor& loss, double times) {
+  at::NoGradGuard no_grad;
+  if (device_.is_cpu() && loss.is_cpu()) {
+    const double value = loss.item<double>();
+    host_losses_ += value * times;
+    host_non_finite_ += std::isfinite(value) ? 0 : 1;
+    return;
+  }
+  if (!loss_stats_.defined()) {
+    loss_stats_ =
+        at::zeros({2}, at::TensorOptions(at::kDouble).device(device_));
+  }
+  const at::Tensor value = loss.detach().reshape({1}).to(at::kDouble);
+  loss_stats_.add_(
+      at::cat({value * times, value.isfinite().logical_not().to(at::kDouble)})
+          .to(device_));
+}
+
 // A backward that threw leaves gradients half made: the window starts afresh.
 void GradientWindow::fail(const char* what) {
   failure_ = what;
@@ -319,6 +351,8 @@ void GradientWindow::fail(const char* what) {
 void GradientWindow::start_control() {
   WindowTotals mine;
   mine.extra = complete_;
+  mine.loss = host_losses_;
+  mine.non_finite = host_non_finite_;
   mine.weight = complete_ ? 0 : weight_;
   mine.rows = complete_ ? 0 : rows_;
   mine.models = models_mask_;
@@ -356,11 +390,15 @@ void GradientWindow::complete() {
       exchange_records(record);
     }
   } else {
-    const at::Tensor stats = loss_stats_.cpu();
+    totals.loss = host_losses_;
+    totals.non_finite = host_non_finite_;
+    if (loss_stats_.defined()) {
+      const at::Tensor stats = loss_stats_.cpu();
+      totals.loss += stats.const_data_ptr<double>()[0];
+      totals.non_finite += stats.const_data_ptr<double>()[1];
+    }
     totals.weight = complete_ ? 0 : weight_;
     totals.rows = complete_ ? 0 : rows_;
-    totals.loss = stats.const_data_ptr<double>()[0];
-    totals.non_finite = stats.const_data_ptr<double>()[1];
     totals.extra = complete_;
   }
   settle(totals);
@@ -385,9 +423,7 @@ void GradientWindow::settle(const WindowTotals& totals) {
     report_.non_finite = std::llround(totals.non_finite);
     report_.joined = totals.finished;
   }
-  if (loss_stats_.defined()) {
-    loss_stats_.zero_(); // a further backward tells what it adds
-  }
+  forget_losses(); // a further backward tells what it adds
   report_.communication_seconds = report_.exposed_seconds = 0;
   for (auto& model : models_) {
     // Where ranks have joined, they repeat the others' steps with the gradients

@@ -60,6 +60,8 @@ void WindowControl::start(
   std::array<double, kWindowFields> host{};
   host[kWindowWeight] = mine.weight;
   host[kWindowRows] = mine.rows;
+  host[kWindowLoss] = mine.loss;
+  host[kWindowNonFinite] = mine.non_finite;
   host[kWindowFinished] = mine.finished;
   if (mine.finished == 0) {
     const double print = window_fingerprint(mine);
@@ -77,7 +79,7 @@ void WindowControl::start(
   values_ = at::tensor(at::ArrayRef<double>(host), at::kDouble).to(device_);
   if (loss_stats.defined()) {
     at::NoGradGuard no_grad;
-    values_.narrow(0, kWindowLoss, 2).copy_(loss_stats);
+    values_.narrow(0, kWindowLoss, 2).add_(loss_stats);
   }
   handle_ =
       communicator_->all_reduce_async(values_, ReduceOp::sum, "window control");

@@ -44,9 +44,11 @@ void GradientWindow::save_state(
        report_.weight,
        report_.loss},
       at::kDouble);
+  at::Tensor stats = at::tensor({host_losses_, host_non_finite_}, at::kDouble);
   if (loss_stats_.defined()) {
-    tensors["loss_stats"] = loss_stats_;
+    stats += loss_stats_.cpu();
   }
+  tensors["loss_stats"] = stats;
 }
 
 void GradientWindow::load_state(
@@ -92,8 +94,12 @@ void GradientWindow::load_state(
   report.weight = number[5];
   report.loss = number[6];
   report_ = report;
-  loss_stats_ =
-      stats == tensors.end() ? at::Tensor() : stats->second.to(device_).clone();
+  forget_losses();
+  if (stats != tensors.end()) {
+    const at::Tensor sums = stats->second.cpu().contiguous();
+    host_losses_ = sums.const_data_ptr<double>()[0];
+    host_non_finite_ = sums.const_data_ptr<double>()[1];
+  }
   begun_ = begun;
   complete_ = complete;
   outside_ = outside;

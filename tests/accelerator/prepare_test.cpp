@@ -206,8 +206,8 @@ TEST(Prepare, ADataLoaderDealsItselfAndEveryEpochHasItsOrder) {
   for (int epoch = 0; epoch < 2; ++epoch) {
     orders.emplace_back();
     double weight = 0;
-    for (const Batch& batch : loader) {
-      EXPECT_GT(batch.rows(), 0);
+    for (const Batch& batch : loader) { // without rows: a stand-in
+      EXPECT_GT(batch["x"].size(0), 0);
       auto window = accelerator.accumulate(model);
       accelerator.backward(mean_loss(model, {batch["x"], batch["y"]}));
       optimizer.step();

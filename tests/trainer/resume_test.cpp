@@ -114,19 +114,15 @@ struct WholeRun {
     output = trainer->train();
   }
 
-  bool on_main_rank = false;
-
-  /// Records without what depends on the clock. A state holds rank 0's; others do
-  /// not know the norm of a window that they joined without a batch.
+  /// Records without what depends on the clock.
   nlohmann::json history() const {
     nlohmann::json records = nlohmann::json::array();
     for (nlohmann::json record : trainer->state().log_history) {
       std::erase_if(
           record.get_ref<nlohmann::json::object_t&>(),
-          [this](const auto& entry) {
+          [](const auto& entry) {
             return entry.first.ends_with("_runtime") ||
-                   entry.first.ends_with("_per_second") ||
-                   (!on_main_rank && entry.first == "grad_norm");
+                   entry.first.ends_with("_per_second");
           });
       records.push_back(finite_json(std::move(record)));
     }

@@ -1,6 +1,6 @@
 // One pass over a range of batches on one rank: reading, dealing out over ranks,
 // reading ahead, sending from rank 0. Nothing here is called by users; what it does
-// is said at DataLoaderConfiguration (hasten/accelerator/prepared_loader.h).
+// is said at DataLoaderConfiguration (hasten/accelerator/loader_state.h).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -35,6 +35,7 @@ struct LoaderItem {
   int64_t repeated = 0; // rows at its end that are in the epoch before
   int64_t position = 0; // of the range, behind all batches of the round
   bool optional = true; // a training loop may leave it out if it has no rows
+  bool stand_in = false; // a batch of before, where this rank has no row
 };
 
 // Reads on when it is asked to, never before.
@@ -241,6 +242,7 @@ struct PassOptions {
   bool pin = false;
   int64_t prefetch = 0;
   int64_t skip = 0; // batches of the range to read and leave out first
+  int64_t own = 0; // the first of the range that is this rank's, if not split
 };
 
 template <typename Range>
@@ -261,9 +263,18 @@ class LoaderPass {
       return; // the range is not touched
     }
     reader_.emplace(range);
-    for (int64_t i = 0; i < options.skip && reader_->read(); ++i) {
+    for (int64_t i = 0; i < options.skip; ++i) {
+      auto item = reader_->read();
+      if (!item) {
+        break;
+      }
+      if (i == options.own && !options.deal.split && !options.dispatch) {
+        left_out_ = std::move(item->batch);
+      }
     }
   }
+  // This rank's first batch, where it was left out.
+  const std::optional<Value>& left_out() const { return left_out_; }
   LoaderPass(const LoaderPass&) = delete;
   LoaderPass& operator=(const LoaderPass&) = delete;
 
@@ -357,6 +368,7 @@ class LoaderPass {
   PassOptions options_;
   std::optional<RangeReader<Range>> reader_{};
   BatchDealer<Value> dealer_;
+  std::optional<Value> left_out_{};
   bool ended_ = false; // nothing more is sent
   std::optional<Prefetcher<Round>> ahead_{}; // last: its thread uses the others
 };

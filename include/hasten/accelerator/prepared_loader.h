@@ -14,94 +14,10 @@
 
 #include "hasten/accelerator/batch.h"
 #include "hasten/accelerator/loader_pass.h"
+#include "hasten/accelerator/loader_state.h"
 #include "hasten/core/stateful.h"
 
 namespace hasten {
-
-/// How prepared loaders share batches out over ranks; Accelerate's words.
-struct DataLoaderConfiguration {
-  /// False: a loader's batch is one rank's; ranks × batches make a step. True: it
-  /// is cut into equal parts, so that a step holds the same rows on any number of
-  /// ranks. Where rows do not divide, the first ranks have one more.
-  bool split_batches = false;
-  /// Rank 0 alone reads, and sends every rank its batches: for streams that only
-  /// one process can read. The other ranks give a range of the same type, which is
-  /// not touched. Costs world_size times the bandwidth, and one batch a rank is
-  /// read ahead on rank 0. Leave the loop on all ranks in the same turn.
-  bool dispatch_batches = false;
-  /// The tail of the data is filled up with rows from its beginning, so that every
-  /// rank gets equally many batches of equal size. gather_for_metrics leaves the
-  /// repeated rows out again; training counts them twice. False: every row once,
-  /// and ranks with smaller batches, or without rows, at the end. Ranges that do
-  /// not deal themselves keep one batch for each rank in memory.
-  bool even_batches = false;
-  /// Copies to a GPU go from pinned memory without waiting. No effect on the CPU.
-  bool non_blocking = false;
-  /// Batches read ahead in a background thread (hasten/data/prefetch.h), beside
-  /// the one that is always read ahead. 0: none, no thread.
-  int64_t prefetch = 0;
-};
-
-namespace detail {
-
-class AcceleratorCore;
-
-// What the core knows of a prepared loader.
-struct LoaderState {
-  DataLoaderConfiguration config{};
-  bool training = false; // windows are opened on its batches
-  bool open = false; // between begin() and the end every rank agreed on
-  bool last = false; // the batch handed out is this rank's last
-  std::optional<int64_t> rows{}; // of the batch handed out
-  bool even = false; // fills the last round up with rows of the first
-  int64_t repeated = 0; // such rows, at the end of the batch handed out
-  bool handed_out = false; // a batch, whose loop goes on
-  uint64_t index = 0; // in order of preparation, the same on every rank
-  std::weak_ptr<void> loop{}; // what the loop's iterators hold
-  std::weak_ptr<Stateful> position{}; // expired: its handles are gone
-};
-
-// Where a pass over a loader stands. What `cursor` counts: rows or batches over
-// all ranks, or this rank's batches.
-struct LoaderPosition {
-  const char* unit = "rows";
-  bool active = false; // between begin() and the end every rank agreed on
-  uint64_t epoch = 0; // of the next begin()
-  int64_t start = 0; // what the next begin() leaves out
-  int64_t cursor = 0; // handed out in this pass
-  int64_t read = 0; // `cursor` of what is read ahead
-  at::Tensor
-      random{}; // torch's generator at begin(): ranges that shuffle by it
-  at::Tensor start_random{}; // for the next begin()
-};
-void save_position(
-    const LoaderPosition& position,
-    const Stateful* range,
-    NamedTensors& tensors,
-    nlohmann::json& values);
-void load_position(
-    LoaderPosition& position,
-    Stateful* range,
-    const NamedTensors& tensors,
-    const nlohmann::json& values);
-// Torch's default generator of the CPU.
-at::Tensor random_state();
-void set_random_state(const at::Tensor& state);
-
-// Non-template doors into the core, so that this header needs none of it.
-void core_begin_range(AcceleratorCore& core, LoaderState& loader);
-void core_end_range(AcceleratorCore& core, LoaderState& loader);
-// Until its loop ends, `loader` is the innermost.
-void core_enter_loop(
-    AcceleratorCore& core, const std::shared_ptr<LoaderState>& loader);
-at::Device core_device(const AcceleratorCore& core);
-int core_rank(const AcceleratorCore& core);
-int core_world_size(const AcceleratorCore& core);
-[[noreturn]] void throw_no_empty_batch();
-[[noreturn]] void throw_cannot_deal(const char* option);
-void check_configuration(const DataLoaderConfiguration& config, int64_t skip);
-
-} // namespace detail
 
 /// This rank's share of a range of batches, on the accelerator's device.
 ///   * A range with shard(rank, world_size), such as DataLoader, deals itself.
@@ -111,8 +27,14 @@ void check_configuration(const DataLoaderConfiguration& config, int64_t skip);
 ///   * With dispatch_batches rank 0 deals for all.
 /// One batch is read ahead, so that the last is known when it is handed out.
 /// A training loader (the first of a prepare() call that has an optimizer, or any
-/// given to accumulate) leaves out batches without rows; reaching its end is
-/// collective: ranks that run out first join the others' windows with weight 0.
+/// given to accumulate) hands out equally many batches on every rank, so that the
+/// loop's body, clipping and counters of one's own among it, runs equally often: a
+/// rank that has no row left gets one of its batches again, as a stand-in that
+/// counts nowhere: not in gradients, reports and gather_for_metrics (a
+/// hasten::Batch then has tensors, but no rows()); torch's generators are put back
+/// behind it. Memory: that one batch; behind a loaded position DataLoader reads one
+/// more for it. A rank that never had a row hands out nothing and joins the others'
+/// windows. Reaching the end is collective.
 /// Any other loader hands out equally many batches on every rank, some without
 /// rows, so that gather_for_metrics in the loop's body meets on every rank.
 template <typename Range>
@@ -231,6 +153,7 @@ class PreparedLoader {
       options.pin =
           state->config.non_blocking && detail::core_device(*core).is_cuda();
       options.prefetch = state->config.prefetch;
+      options.own = kShards ? 0 : options.deal.rank;
       if constexpr (kShards) {
         shard();
       }
@@ -267,6 +190,7 @@ class PreparedLoader {
     }
 
     void begin() {
+      state->random.clear(); // left by break: they went on since
       drop();
       detail::core_begin_range(*core, *state);
       if constexpr (kHasEpochs) {
@@ -287,6 +211,7 @@ class PreparedLoader {
           std::exchange(skip, 0) *
           (options.deal.split ? 1 : options.deal.world_size);
       if constexpr (kSeeks) {
+        find_stand_in(position.start + batches);
         if (!options.dispatch || options.deal.rank == 0) {
           range->set_cursor(position.start);
           range->skip_first_batches(batches);
@@ -305,12 +230,40 @@ class PreparedLoader {
       position.random = detail::random_state();
       position.read = options.skip = position.start + batches;
       pass.emplace(*range, core, options);
+      if (!before && pass->left_out()) {
+        keep(*pass->left_out());
+      }
       if (now.defined()) {
         detail::set_random_state(now);
       }
     }
 
+    // A pass that begins late may have no row for this rank.
+    void find_stand_in(int64_t left_out) {
+      if (std::exchange(began, true) || left_out == 0 || !state->training ||
+          detail::core_world_size(*core) == 1) {
+        return;
+      }
+      if (!options.dispatch || options.deal.rank == 0) {
+        range->set_cursor(0);
+      }
+      detail::PassOptions first = options;
+      first.prefetch = 0;
+      const auto item = detail::LoaderPass<Range>(*range, core, first).next();
+      if (item && item->batch && detail::batch_rows(*item->batch) != 0) {
+        keep(*item->batch);
+      }
+    }
+    void keep(const value_type& batch) {
+      before = detail::batch_to_device(
+          value_type(batch), detail::core_device(*core));
+    }
+
     void advance() {
+      if (!state->random.empty()) {
+        detail::set_random_states(
+            detail::core_device(*core), std::exchange(state->random, {}));
+      }
       current.reset();
       position.cursor = position.read;
       if (!next) {
@@ -320,10 +273,16 @@ class PreparedLoader {
         return;
       }
       state->repeated = next->repeated;
+      state->stand_in = next->stand_in;
       current = std::move(next->batch);
       next = fetch();
       state->last = !next.has_value();
       state->rows = detail::batch_rows(*current);
+      if (state->stand_in) {
+        state->repeated = state->rows.value_or(0);
+        state->rows = 0;
+        state->random = detail::random_states(detail::core_device(*core));
+      }
       state->handed_out = true;
     }
 
@@ -334,6 +293,7 @@ class PreparedLoader {
       state->last = false;
       state->rows.reset();
       state->repeated = 0;
+      state->stand_in = false;
       state->handed_out = false;
     }
 
@@ -345,15 +305,28 @@ class PreparedLoader {
           return std::nullopt;
         }
         position.read = item->position;
-        if (state->training && item->optional &&
+        if (state->training &&
             (!item->batch || detail::batch_rows(*item->batch) == 0)) {
-          continue;
+          if (before) {
+            item->batch = before;
+            item->stand_in = true;
+            if constexpr (std::is_same_v<value_type, Batch>) {
+              item->batch->indices.clear();
+            }
+            return item;
+          }
+          if (item->optional) {
+            continue;
+          }
         }
         if (!item->batch) {
           detail::throw_no_empty_batch();
         }
         item->batch = detail::batch_to_device(
             std::move(*item->batch), detail::core_device(*core));
+        if (detail::core_world_size(*core) > 1) {
+          before = item->batch;
+        }
         return item;
       }
     }
@@ -366,6 +339,7 @@ class PreparedLoader {
     void load_state(
         const NamedTensors& tensors, const nlohmann::json& values) override {
       detail::load_position(position, stateful_range(), tensors, values);
+      state->random.clear(); // the generators are loaded too
       drop(); // ends a loop that is under way
       state->open = false;
     }
@@ -384,6 +358,8 @@ class PreparedLoader {
     detail::LoaderPosition position{};
     int64_t skip = 0; // batches of this rank
     std::optional<value_type> current{};
+    std::optional<value_type> before{}; // a batch that had rows
+    bool began = false; // a pass, on all ranks
     std::optional<Item> next{};
     std::optional<detail::LoaderPass<Range>> pass{};
   };

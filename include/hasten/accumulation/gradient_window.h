@@ -76,6 +76,9 @@ struct WindowBatch {
   std::optional<double> weight{};
   /// For the report.
   std::optional<int64_t> rows{};
+  /// It is there for the loop to run as on other ranks: its losses weigh nothing,
+  /// whatever they say, and no backward runs.
+  bool stand_in = false;
 };
 
 /// How ranks that ran out of batches learn what the others do with a window's
@@ -186,6 +189,8 @@ class GradientWindow : public Stateful {
       double seed,
       bool reduce,
       bool retain_graph);
+  void note_loss(const at::Tensor& loss, double times);
+  void forget_losses();
   void start_control();
   double factor_of(const WindowTotals& totals) const;
   void complete();
@@ -218,7 +223,9 @@ class GradientWindow : public Stateful {
   DdpRanks ranks_{}; // that had batches
   double weight_ = 0; // of this rank so far
   double rows_ = 0;
-  at::Tensor loss_stats_{}; // [2] fp64: sum of losses, number not finite
+  double host_losses_ = 0; // sum of losses on the CPU
+  double host_non_finite_ = 0; // their number
+  at::Tensor loss_stats_{}; // [2] fp64, the same of a GPU's; undefined: none
 
   // The batch.
   bool open_ = false;

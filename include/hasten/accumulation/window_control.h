@@ -41,9 +41,9 @@ class WindowControl {
  public:
   WindowControl(std::shared_ptr<Communicator> communicator, at::Device device);
 
-  /// Begins the sum. `loss_stats` [2] fp64 on the device holds loss and
-  /// non_finite, so that nothing waits for the device here. A finished rank
-  /// passes an undefined one; its other figures are 0. Collective.
+  /// Begins the sum. `loss_stats` [2] fp64 on the device, or undefined, is added
+  /// to `mine`'s loss and non_finite, so that nothing waits for the device here.
+  /// A finished rank's other figures are 0. Collective.
   void start(const WindowTotals& mine, const at::Tensor& loss_stats);
   /// Waits. Collective.
   /// Throws CommunicationError where ranks with batches are not in the same

@@ -1,0 +1,263 @@
+// Ranks whose rows have run out get a batch again, with weight 0: what the loop's
+// body does by itself happens equally often on every rank. Worlds 1 to 4, fp64.
+#include "accelerator/plain_steps.h"
+#include "accelerator/state_rig.h"
+
+namespace hasten::accelerator_test {
+
+enum class StandInLoss { mean, sum, window };
+
+// torch's own clipping and optimizer, and a counter: nobody repeats them for a rank
+// that is not there.
+template <typename Backward>
+void train_with_own_code(
+    Net& net,
+    torch::optim::SGD& sgd,
+    int64_t& turns,
+    const Backward& backward) {
+  net->zero_grad();
+  backward();
+  torch::nn::utils::clip_grad_norm_(net->parameters(), 0.2);
+  if (++turns % 2 == 0) {
+    sgd.step();
+  }
+}
+
+TEST(StandIns, TheLoopsBodyRunsEquallyOftenOnEveryRankWhateverItDoes) {
+  for (const auto kind :
+       {StandInLoss::mean, StandInLoss::sum, StandInLoss::window}) {
+    SCOPED_TRACE(static_cast<int>(kind));
+    auto accelerator = accelerator_of();
+    const int world = accelerator.num_processes();
+    auto batches =
+        make_batches(2 * world + 1); // the last turn is rank 0's alone
+    int64_t rows = 0;
+    for (const Pair& batch : batches) {
+      rows += batch.second.numel();
+    }
+    const auto options = torch::optim::SGDOptions(0.3).momentum(0.9);
+
+    Net net = net_of_rank(accelerator);
+    torch::optim::SGD sgd(net->parameters(), options);
+    auto [model, optimizer, loader] = accelerator.prepare(net, sgd, batches);
+    int64_t turns = 0;
+    for (int epoch = 0; epoch < 2; ++epoch) {
+      int64_t gathered = 0;
+      for (const auto& batch : loader) {
+        train_with_own_code(net, sgd, turns, [&, &model = model] {
+          const auto count = static_cast<double>(batch.second.numel());
+          const Tensor loss = mean_loss(model, batch);
+          if (kind == StandInLoss::mean) {
+            accelerator.backward(loss);
+          } else if (kind == StandInLoss::sum) {
+            accelerator.backward(loss * count, count);
+          } else {
+            auto window = accelerator.accumulate(model);
+            accelerator.backward(loss * count, count);
+          }
+        });
+        gathered += accelerator.gather_for_metrics(batch.second).size(0);
+      }
+      EXPECT_EQ(gathered, rows);
+    }
+    EXPECT_EQ(turns, 6);
+    accelerator.finish();
+
+    Net plain = net_of_seed(1);
+    torch::optim::SGD plain_sgd(plain->parameters(), options);
+    int64_t plain_turns = 0;
+    for (int epoch = 0; epoch < 2; ++epoch) {
+      for (int64_t turn = 0; turn < 3; ++turn) {
+        std::vector<Tensor> x, y;
+        for (const Pair& batch : joined_window(batches, world, 1, turn)) {
+          x.push_back(batch.first);
+          y.push_back(batch.second);
+        }
+        train_with_own_code(plain, plain_sgd, plain_turns, [&] {
+          mean_loss(plain, {torch::cat(x), torch::cat(y)}).backward();
+        });
+      }
+    }
+    EXPECT_LE(largest_difference(*net, *plain), 1e-12);
+  }
+}
+
+TEST(StandIns, LeaveTorchsGeneratorAsItWas) {
+  auto accelerator = accelerator_of();
+  const int world = accelerator.num_processes();
+  auto batches = make_batches(2 * world + 1);
+  Net net = net_of_rank(accelerator);
+  torch::optim::SGD sgd(net->parameters(), 0.1);
+  auto [model, optimizer, loader] = accelerator.prepare(net, sgd, batches);
+  torch::manual_seed(5);
+  int64_t turns = 0;
+  for (const auto& batch : loader) {
+    auto window = accelerator.accumulate(model);
+    accelerator.backward(mean_loss(model, batch));
+    torch::rand({100}); // dropout, say
+    ++turns;
+  }
+  EXPECT_EQ(turns, 3);
+  const Tensor next = torch::rand({3});
+  torch::manual_seed(5);
+  torch::rand({accelerator.is_main_process() ? 300 : 200});
+  EXPECT_TRUE(torch::equal(next, torch::rand({3})));
+  accelerator.finish();
+}
+
+// Nothing was handed out yet, neither here nor by a range that seeks.
+TEST(StandIns, BehindASkippedBeginningToo) {
+  auto accelerator = accelerator_of();
+  const int world = accelerator.num_processes();
+  auto batches = make_batches(2 * world + 1);
+  DataLoader rows(
+      std::make_shared<state_test::RowsOfLengths>(2 * (2 * world + 1)),
+      {.batch_size = 2, .shuffle = true, .group_by_length = false});
+  Net net = net_of_rank(accelerator);
+  torch::optim::SGD sgd(net->parameters(), 0.1);
+  auto [model, optimizer, pairs] = accelerator.prepare(net, sgd, batches);
+  auto [same, same_optimizer, sought] = accelerator.prepare(net, sgd, rows);
+  const auto turns = [&](auto& loader, const auto& has_rows) {
+    int64_t count = 0;
+    for (const auto& batch : accelerator.skip_first_batches(loader, 2)) {
+      EXPECT_TRUE(has_rows(batch));
+      auto window = accelerator.accumulate(loader, net);
+      accelerator.backward(
+          net->forward(torch::ones({1, 5}, torch::kDouble)).sum());
+      EXPECT_GT(accelerator.last_window().weight, 0);
+      ++count;
+    }
+    return count;
+  };
+  const auto in_pair = [](const Pair& batch) { return batch.first.size(0) > 0; };
+  const auto in_batch = [](const Batch& batch) {
+    return batch.tensors.begin()->second.size(0) > 0;
+  };
+  EXPECT_EQ(turns(pairs, in_pair), 1);
+  EXPECT_EQ(turns(sought, in_batch), 1);
+  accelerator.finish();
+}
+
+// check_trigger is collective, and here it decides on all ranks.
+TEST(StandIns, ATriggerOfTheLastTurnStopsEveryRank) {
+  auto accelerator = accelerator_of();
+  const int world = accelerator.num_processes();
+  auto batches = make_batches(2 * world + 1);
+  Net net = net_of_rank(accelerator);
+  torch::optim::SGD sgd(net->parameters(), 0.1);
+  auto [model, optimizer, loader] = accelerator.prepare(net, sgd, batches);
+  int64_t turns = 0;
+  bool stop = false;
+  for (int epoch = 0; epoch < 3 && !stop; ++epoch) {
+    for (const auto& batch : loader) {
+      auto window = accelerator.accumulate(model);
+      accelerator.backward(mean_loss(model, batch));
+      optimizer.step();
+      if (++turns == 6 && accelerator.process_index() == world - 1) {
+        accelerator.set_trigger(); // in a stand-in, where there are several
+      }
+      stop = stop || accelerator.check_trigger();
+    }
+  }
+  EXPECT_EQ(turns, 6);
+  EXPECT_TRUE(stop);
+  accelerator.finish();
+}
+
+// The last of a window's backwards reduces, on ranks whose batch is a stand-in too.
+TEST(StandIns, TriggerSyncInTheLastTurnReducesOnEveryRank) {
+  auto accelerator = accelerator_of({.gradient_accumulation_steps = 2});
+  const int world = accelerator.num_processes();
+  auto batches = make_batches(2 * world + 1);
+  Net net = net_of_rank(accelerator);
+  torch::optim::SGD sgd(net->parameters(), 0.0);
+  auto [model, optimizer, loader] = accelerator.prepare(net, sgd, batches);
+  const auto both = [](Net& of, const Pair& batch) {
+    return std::pair{
+        mean_loss(of, batch), of->forward(batch.first).square().mean()};
+  };
+  uint64_t windows = 0;
+  for (const auto& batch : loader) {
+    auto window = accelerator.accumulate(model);
+    auto quiet = accelerator.no_sync(model);
+    const auto [first, second] = both(model, batch);
+    accelerator.backward(first);
+    EXPECT_FALSE(accelerator.sync_gradients());
+    auto sync = accelerator.trigger_sync(model);
+    accelerator.backward(second);
+    if (optimizer.step()) {
+      ++windows;
+      const auto wanted = plain_gradients([&](Net& plain) {
+        const auto [a, b] = both(
+            plain,
+            joined(joined_window(
+                batches, world, 2, static_cast<int64_t>(windows) - 1)));
+        return a + b;
+      });
+      expect_gradients(*net, wanted);
+      optimizer.zero_grad();
+    }
+  }
+  EXPECT_EQ(windows, 2u);
+  accelerator.finish();
+}
+
+// Two optimizers on one model; the second's gradients are left to gather. In the
+// last turn rank 0 alone has a batch: the others join, or have stand-ins.
+void expect_halves_are_plain(bool stand_ins) {
+  auto accelerator = accelerator_of();
+  const int world = accelerator.num_processes();
+  auto batches = make_batches(2 * world + 1);
+  Net net = net_of_rank(accelerator);
+  const auto momentum = torch::optim::SGDOptions(0.1).momentum(0.9);
+  torch::optim::SGD sgd_a(net->first->parameters(), momentum);
+  torch::optim::SGD sgd_b(net->second->parameters(), momentum);
+  auto [model, a, b, loader] = accelerator.prepare(net, sgd_a, sgd_b, batches);
+  const auto turn = [&](Net& of, const Pair& batch) {
+    auto window = accelerator.accumulate(of);
+    const auto rows = static_cast<double>(batch.second.numel());
+    accelerator.backward(mean_loss(of, batch) * rows, rows);
+    a.step();
+    b.step();
+    a.zero_grad();
+  };
+  for (int epoch = 0; epoch < 2; ++epoch) {
+    if (stand_ins) {
+      for (const auto& batch : loader) {
+        turn(model, batch);
+      }
+      continue;
+    }
+    for (int64_t t = 0; t < 3; ++t) {
+      const auto mine =
+          static_cast<size_t>(t * world + accelerator.process_index());
+      if (mine < batches.size()) {
+        turn(model, batches[mine]);
+      }
+    }
+    accelerator.join_uneven_inputs();
+  }
+  Net plain = net_of_seed(1);
+  torch::optim::SGD plain_a(plain->first->parameters(), momentum);
+  torch::optim::SGD plain_b(plain->second->parameters(), momentum);
+  for (int epoch = 0; epoch < 2; ++epoch) {
+    for (int64_t t = 0; t < 3; ++t) {
+      mean_loss(plain, joined(round_of(batches, world, t))).backward();
+      plain_a.step();
+      plain_b.step();
+      plain_a.zero_grad();
+    }
+  }
+  EXPECT_LE(largest_difference(*net, *plain), 1e-12);
+  accelerator.finish();
+}
+
+TEST(StandIns, TwoOptimizersOfOneModelOneZeroedAreThoseOfOneProcess) {
+  expect_halves_are_plain(true);
+}
+
+TEST(Joining, TwoOptimizersOfOneModelOneZeroedAreThoseOfOneProcess) {
+  expect_halves_are_plain(false);
+}
+
+} // namespace hasten::accelerator_test
