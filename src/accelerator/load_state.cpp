@@ -447,9 +447,8 @@ void AcceleratorCore::plan_random(StateLoad& load) {
   load.apply.push_back([cpu] { set_random_state(cpu); });
   if (device.is_cuda()) {
     const at::Tensor cuda = find("random.cuda");
-    load.apply.push_back([cpu, cuda, where = device] {
-      set_random_states(where, {cpu, cuda});
-    });
+    load.apply.push_back(
+        [cpu, cuda, where = device] { set_random_states(where, {cpu, cuda}); });
   }
 }
 

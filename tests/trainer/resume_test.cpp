@@ -101,7 +101,6 @@ struct WholeRun {
       int64_t rows = train_rows()) {
     AcceleratorOptions options;
     options.gradient_accumulation_steps = arguments.gradient_accumulation_steps;
-    on_main_rank = communicator->is_main();
     trainer = std::make_unique<Trainer>(
         model,
         dropped_loss(model, dropout, &seen),
@@ -119,8 +118,7 @@ struct WholeRun {
     nlohmann::json records = nlohmann::json::array();
     for (nlohmann::json record : trainer->state().log_history) {
       std::erase_if(
-          record.get_ref<nlohmann::json::object_t&>(),
-          [](const auto& entry) {
+          record.get_ref<nlohmann::json::object_t&>(), [](const auto& entry) {
             return entry.first.ends_with("_runtime") ||
                    entry.first.ends_with("_per_second");
           });
