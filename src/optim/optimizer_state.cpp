@@ -230,7 +230,10 @@ void save_optimizer_state(
         detail::visit_moments(
             state, [&](const char* moment, const at::Tensor& tensor) {
               if (tensor.defined()) {
-                tensors[std::string(moment) + "." + name] = tensor;
+                std::string key = moment; // += : + trips g++ 12's bounds check
+                key += '.';
+                key += name;
+                tensors[key] = tensor;
               }
             });
         if constexpr (requires { state.step(); }) {

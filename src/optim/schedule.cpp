@@ -8,40 +8,6 @@
 
 namespace hasten {
 
-namespace detail {
-
-double warmup_multiplier(int64_t completed, int64_t warmup) {
-  return static_cast<double>(completed) /
-         static_cast<double>(std::max<int64_t>(1, warmup));
-}
-
-} // namespace detail
-
-Schedule linear_schedule(int64_t warmup_steps, int64_t total_steps) {
-  return [warmup_steps, total_steps](int64_t completed) {
-    if (completed < warmup_steps) {
-      return detail::warmup_multiplier(completed, warmup_steps);
-    }
-    return std::max(
-        0.0,
-        static_cast<double>(total_steps - completed) /
-            static_cast<double>(
-                std::max<int64_t>(1, total_steps - warmup_steps)));
-  };
-}
-
-Schedule constant_schedule() {
-  return [](int64_t) { return 1.0; };
-}
-
-Schedule constant_schedule_with_warmup(int64_t warmup_steps) {
-  return [warmup_steps](int64_t completed) {
-    return completed < warmup_steps
-               ? detail::warmup_multiplier(completed, warmup_steps)
-               : 1.0;
-  };
-}
-
 LrScheduler::LrScheduler(torch::optim::Optimizer& optimizer, Schedule schedule)
     : optimizer_(optimizer), schedule_(std::move(schedule)) {
   for (const auto& group : optimizer_.param_groups()) {

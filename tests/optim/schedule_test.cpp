@@ -3,10 +3,15 @@
 #include <gtest/gtest.h>
 #include <torch/optim/sgd.h>
 
+#include <cmath>
+#include <functional>
+#include <map>
+#include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
 
 #include "hasten/base/error.h"
+#include "hasten/optim/plateau.h"
 #include "optim/optim_golden.h"
 
 namespace hasten {
@@ -14,22 +19,61 @@ namespace hasten {
 namespace detail {
 
 Schedule golden_schedule(const golden::ScheduleCase& c) {
-  const std::string name = c.name;
-  if (name == "linear") {
-    return linear_schedule(c.warmup, c.total);
-  }
-  return name == "constant" ? constant_schedule()
-                            : constant_schedule_with_warmup(c.warmup);
+  const auto stable = [&c](PhaseShape up, PhaseShape down, double least) {
+    return warmup_stable_decay_schedule(
+        {.warmup_steps = c.warmup,
+         .stable_steps = c.total - c.warmup - 4,
+         .decay_steps = 4,
+         .warmup_type = up,
+         .decay_type = down,
+         .min_lr_ratio = least});
+  };
+  using enum PhaseShape;
+  const int64_t w = c.warmup, n = c.total;
+  const std::map<std::string, std::function<Schedule()>> makers = {
+      {"linear", [=] { return linear_schedule(w, n); }},
+      {"constant", [] { return constant_schedule(); }},
+      {"constant_with_warmup",
+       [=] { return constant_schedule_with_warmup(w); }},
+      {"cosine", [=] { return cosine_schedule(w, n); }},
+      {"cosine, 1.25 cycles", [=] { return cosine_schedule(w, n, 1.25); }},
+      {"restarts", [=] { return cosine_with_restarts_schedule(w, n); }},
+      {"restarts, 3 cycles",
+       [=] { return cosine_with_restarts_schedule(w, n, 3); }},
+      {"least 0.1", [=] { return cosine_with_min_lr_schedule(w, n, 0.1); }},
+      {"polynomial", [=] { return polynomial_schedule(w, n, 1e-7 / 2e-3); }},
+      {"polynomial, power 2, to 0.05",
+       [=] { return polynomial_schedule(w, n, 0.05, 2); }},
+      {"inverse root", [=] { return inverse_sqrt_schedule(w); }},
+      {"inverse root, scale 50", [=] { return inverse_sqrt_schedule(w, 50); }},
+      {"stable", [=] { return stable(linear, cosine, 0); }},
+      {"stable, cosine up, linear down, to 0.1",
+       [=] { return stable(cosine, linear, 0.1); }},
+      {"stable, root, to 0.1",
+       [=] { return stable(one_minus_sqrt, one_minus_sqrt, 0.1); }},
+      {"one cycle", [=] { return one_cycle_schedule({.total_steps = n}); }},
+      {"one cycle, straight",
+       [=] {
+         return one_cycle_schedule(
+             {.total_steps = n, .pct_start = 0.4, .cosine = false});
+       }},
+      {"one cycle, three phases",
+       [=] {
+         return one_cycle_schedule(
+             {.total_steps = n, .div_factor = 10, .three_phase = true});
+       }},
+  };
+  return makers.at(c.name)();
 }
 
 } // namespace detail
 
-TEST(LrScheduler, LearningRatesEqualHuggingFacesAtEveryUpdate) {
+TEST(LrScheduler, LearningRatesEqualTransformersAtEveryUpdate) {
   for (const golden::ScheduleCase& c : golden::kSchedules) {
     torch::optim::SGD optimizer({torch::zeros({1})}, 2e-3);
     LrScheduler scheduler(optimizer, detail::golden_schedule(c));
     for (size_t k = 0; k < c.learning_rates.size(); ++k) {
-      EXPECT_NEAR(scheduler.get_last_lr()[0], c.learning_rates[k], 1e-18)
+      EXPECT_NEAR(scheduler.get_last_lr()[0], c.learning_rates[k], 1e-15)
           << c.name << " " << c.warmup << "/" << c.total << " at " << k;
       EXPECT_EQ(
           optimizer.param_groups()[0].options().get_lr(),
@@ -37,6 +81,79 @@ TEST(LrScheduler, LearningRatesEqualHuggingFacesAtEveryUpdate) {
       scheduler.step();
     }
   }
+}
+
+// One group of rate 2e-3.
+struct PlateauRig {
+  explicit PlateauRig(ReduceLrOnPlateauOptions options)
+      : scheduler(optimizer, options) {}
+  double rate() const { return optimizer.param_groups()[0].options().get_lr(); }
+  torch::optim::SGD optimizer{{torch::zeros({1})}, 2e-3};
+  ReduceLrOnPlateau scheduler;
+};
+
+TEST(ReduceLrOnPlateau, RatesEqualTorchsAlsoAfterAResume) {
+  const std::vector<ReduceLrOnPlateauOptions> cases = {
+      {.factor = 0.5, .patience = 1},
+      {.factor = 0.1, .patience = 0, .cooldown = 2, .min_lr = 1e-4},
+      {.greater_is_better = true,
+       .patience = 2,
+       .threshold = 0.05,
+       .relative = false}};
+  ASSERT_EQ(cases.size(), golden::kPlateauRates.size());
+  for (size_t c = 0; c < cases.size(); ++c) {
+    auto rig = std::make_unique<PlateauRig>(cases[c]);
+    for (size_t i = 0; i < golden::kPlateauMetrics.size(); ++i) {
+      const double before = rig->rate();
+      const bool reduced = rig->scheduler.step(golden::kPlateauMetrics[i]);
+      EXPECT_NEAR(rig->rate(), golden::kPlateauRates[c][i], 1e-18)
+          << c << " at " << i;
+      EXPECT_EQ(reduced, rig->rate() < before);
+      NamedTensors tensors;
+      nlohmann::json values;
+      rig->scheduler.save_state(tensors, values);
+      auto next = std::make_unique<PlateauRig>(cases[c]);
+      next->scheduler.load_state(tensors, nlohmann::json::parse(values.dump()));
+      rig = std::move(next);
+    }
+  }
+}
+
+TEST(ReduceLrOnPlateau, NotANumberIsNoImprovement) {
+  PlateauRig rig({.patience = 0});
+  EXPECT_TRUE(rig.scheduler.step(std::nan("")));
+  EXPECT_FALSE(rig.scheduler.step(1));
+  EXPECT_EQ(rig.scheduler.best(), 1);
+  EXPECT_THROW(PlateauRig({.factor = 1}), InputError);
+}
+
+TEST(Schedules, NumbersOutOfRangeAreNamed) {
+  const auto says = [](const auto& make) -> std::string {
+    try {
+      make();
+    } catch (const InputError& error) {
+      return error.what();
+    }
+    return "nothing";
+  };
+  const auto expect = [&says](const auto& make, const std::string& part) {
+    const std::string text = says(make);
+    EXPECT_NE(text.find(part), text.npos) << text;
+  };
+  expect([] { linear_schedule(6, 5); }, "warmup_steps=6");
+  expect([] { cosine_schedule(-1, 5); }, "warmup_steps=-1");
+  expect([] { cosine_schedule(1, 5, NAN); }, "num_cycles=nan");
+  expect([] { cosine_with_min_lr_schedule(1, 5, 1.5); }, "min_lr_rate=1.5");
+  expect([] { cosine_with_restarts_schedule(1, 5, 0); }, "num_cycles=0");
+  expect([] { polynomial_schedule(5, 5, 0.1); }, "warmup_steps=5");
+  expect([] { polynomial_schedule(1, 5, 1); }, "end_rate=1");
+  expect([] { polynomial_schedule(1, 5, 0, 0); }, "power=0");
+  expect([] { inverse_sqrt_schedule(1, -2); }, "timescale=-2");
+  expect([] { warmup_stable_decay_schedule({.decay_steps = -1}); }, "_steps=");
+  expect([] { one_cycle_schedule({.total_steps = 1}); }, "total_steps=1");
+  expect(
+      [] { one_cycle_schedule({.total_steps = 9, .pct_start = 1}); },
+      "pct_start=1");
 }
 
 TEST(LrScheduler, EachGroupKeepsItsOwnPeakAndStateGoesOnWhereItWas) {
