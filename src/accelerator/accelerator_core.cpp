@@ -128,11 +128,47 @@ void AcceleratorCore::register_comm_hook(
       .ddp->register_comm_hook(std::move(hook));
 }
 
-void AcceleratorCore::sync_buffers() {
-  for (ModelState& model : models_) {
-    model.ddp->sync_buffers();
+// Note [Buffers]
+// A collective of its own, before a forward. Ranks that ran out of batches wait
+// for a control vector, so one announces it; it also finds ranks that are
+// elsewhere, before they would wait for each other.
+void AcceleratorCore::even_out_buffers(uint64_t models) {
+  uint64_t mask = 0;
+  for (const size_t i : models_in(models)) {
+    if (models_[i].ddp->evens_out_buffers()) {
+      mask |= uint64_t{1} << i;
+    }
+  }
+  if (mask == 0) {
+    return;
+  }
+  WindowTotals mine;
+  mine.buffers = true;
+  mine.models = mask;
+  mine.history = exchange_->history;
+  control_.start(mine, at::Tensor());
+  sync_announced(mask, control_.wait().finished > 0, true);
+}
+
+// What ranks that ran out hold is stale.
+void AcceleratorCore::sync_announced(uint64_t models, bool joined, bool here) {
+  DdpRanks ranks;
+  if (joined) {
+    ranks = {.first = -1, .count = 0, .here = here};
+    const auto all = communicator->gather_json(here, "ranks with batches");
+    for (size_t rank = 0; rank < all.size(); ++rank) {
+      if (all[rank].get<bool>()) {
+        ranks.first = ranks.count == 0 ? static_cast<int>(rank) : ranks.first;
+        ++ranks.count;
+      }
+    }
+  }
+  for (const size_t i : models_in(models)) {
+    models_[i].ddp->sync_buffers(ranks);
   }
 }
+
+void AcceleratorCore::sync_buffers() { even_out_buffers(~uint64_t{0}); }
 
 std::vector<SlotList> AcceleratorCore::slots_of(
     const std::vector<at::Tensor>& parameters) {
@@ -264,6 +300,9 @@ void AcceleratorCore::open(
     batch.stand_in = loader->stand_in;
   }
   begin_models(mask);
+  if (next.opens()) {
+    even_out_buffers(mask);
+  }
   next.open(batch);
   accumulates_ = true;
   for (const size_t model : models) {

@@ -88,6 +88,8 @@ class AcceleratorCore {
   void register_comm_hook(
       const torch::nn::Module* module, std::shared_ptr<CommHook> hook);
   void sync_buffers();
+  // Of those of these models that have some to even out.
+  void even_out_buffers(uint64_t models);
   // `loader` null: of all loaders.
   void join_ranges(const LoaderState* loader);
 
@@ -106,6 +108,7 @@ class AcceleratorCore {
       std::string name, std::shared_ptr<Stateful> object, StateScope scope);
 
   void begin_range(LoaderState& loader);
+  void begin_evaluation();
   void end_range(LoaderState& loader);
   void finish();
   void enter_loop(const std::shared_ptr<LoaderState>& loader);
@@ -186,6 +189,8 @@ class AcceleratorCore {
   double clip_now(
       const std::vector<SlotList>& lists, double max_norm, double p);
   void exchange_last_record();
+  nlohmann::json undefined_gradients() const;
+  void drop_gradients(const nlohmann::json& models);
   ParameterNames parameter_names() const;
   StateParts collect_state() const;
   void collect_learners(StateParts& parts) const;
@@ -205,6 +210,7 @@ class AcceleratorCore {
   void plan_random(StateLoad& load);
   void drop_unfinished(const LoaderState* loader);
   void take_part(const LoaderState* loader);
+  void sync_announced(uint64_t models, bool joined, bool here);
   void check_steps();
   nlohmann::json record();
   void replay(const nlohmann::json& record);

@@ -407,17 +407,21 @@ void AcceleratorCore::save_state(
   for (const auto& loader : training_) {
     in_pass = in_pass || loader->open;
   }
+  bool joined = false;
   if (in_pass && communicator->world_size() > 1) {
     control_.start({}, at::Tensor());
-    if (control_.wait().finished > 0) {
+    joined = control_.wait().finished > 0;
+    if (joined) {
       exchange_last_record();
     }
   }
+  sync_announced(~uint64_t{0}, joined, true);
   write_state(&folder, &request);
 }
 
 void AcceleratorCore::save_with_peers() {
   exchange_last_record();
+  sync_announced(~uint64_t{0}, true, false);
   try {
     write_state(nullptr, nullptr);
   } catch (const CommunicationError&) {

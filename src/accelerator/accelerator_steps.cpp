@@ -351,6 +351,7 @@ void AcceleratorCore::replay(const nlohmann::json& record) {
 
 void AcceleratorCore::begin_range(LoaderState& loader) {
   if (!loader.training) {
+    begin_evaluation();
     return;
   }
   if (loader.open) {
@@ -360,6 +361,23 @@ void AcceleratorCore::begin_range(LoaderState& loader) {
     check_parameters(model);
   }
   loader.open = true;
+}
+
+// Between windows buffers are equal. Inside one, in a training loop's body, every
+// rank is at the same place; elsewhere ranks may not be.
+void AcceleratorCore::begin_evaluation() {
+  const LoaderState* around = active_loader();
+  if (around == nullptr || !around->training) {
+    return;
+  }
+  uint64_t middle = 0;
+  for (size_t i = 0; i < models_.size(); ++i) {
+    const GradientWindow* of_model = models_[i].window;
+    if (in_window(models_[i]) && !of_model->opens()) {
+      middle |= uint64_t{1} << i;
+    }
+  }
+  even_out_buffers(middle);
 }
 
 void AcceleratorCore::end_range(LoaderState& loader) {
@@ -426,6 +444,10 @@ void AcceleratorCore::take_part(const LoaderState* loader) {
     if (totals.finished == communicator->world_size()) {
       break;
     }
+    if (totals.buffers) {
+      sync_announced(totals.models, true, false);
+      continue;
+    }
     if (totals.models == 0) { // no window: they save a state
       save_with_peers();
       continue;
@@ -450,13 +472,43 @@ void AcceleratorCore::take_part(const LoaderState* loader) {
   }
 }
 
+// Slots by model that somebody zeroed since the last window, and not others.
+nlohmann::json AcceleratorCore::undefined_gradients() const {
+  auto models = nlohmann::json::array();
+  for (const ModelState& model : models_) {
+    auto undefined = nlohmann::json::array();
+    const auto& slots = model.ddp->gradients().layout().slots();
+    for (size_t slot = 0; slot < slots.size(); ++slot) {
+      if (!slots[slot].parameter.grad().defined()) {
+        undefined.push_back(slot);
+      }
+    }
+    models.push_back(std::move(undefined));
+  }
+  return models;
+}
+
+void AcceleratorCore::drop_gradients(const nlohmann::json& models) {
+  for (size_t i = 0; i < models_.size(); ++i) {
+    const auto& slots = models_[i].ddp->gradients().layout().slots();
+    for (const auto& slot : models.at(i)) {
+      slots.at(slot.get<size_t>()).parameter.mutable_grad().reset();
+    }
+  }
+}
+
 // The last window's record, where nobody's next window brings it in time.
 void AcceleratorCore::exchange_last_record() {
   const bool pending = std::exchange(exchange_->pending, false);
-  for (const auto& theirs : communicator->gather_json(
-           pending ? nlohmann::json() : record(), "window record")) {
+  nlohmann::json mine;
+  if (!pending) {
+    mine = record();
+    mine["undefined"] = undefined_gradients();
+  }
+  for (const auto& theirs : communicator->gather_json(mine, "window record")) {
     if (pending && !theirs.is_null()) {
       replay(theirs);
+      drop_gradients(theirs.at("undefined"));
       break;
     }
   }

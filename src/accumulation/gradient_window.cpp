@@ -80,6 +80,7 @@ void GradientWindow::begin_window(bool in_place) {
   complete_ = false;
   outside_ = false;
   batches_ = 0;
+  idle_ = true;
   scale_ = 0;
   weight_ = 0;
   rows_ = 0;
@@ -197,6 +198,7 @@ void GradientWindow::backward(
   const double seed = !equal_batches() ? times / scale_
                       : weight > 0     ? times / weight / batches
                                        : 0;
+  idle_ = idle_ && batch_.stand_in;
   run_backward(loss, times, seed, last_ && options.last, options.retain_graph);
 }
 
@@ -260,6 +262,7 @@ void GradientWindow::backward_outside(
   }
   rows_ += static_cast<double>(batch.rows.value_or(0));
   last_ = reduce;
+  idle_ = idle_ && batch.stand_in;
   const double times = batch.stand_in ? 0 : sum_weight ? 1.0 : weight_;
   const double count =
       sum_weight.value_or(weight_); // what times · loss is over
@@ -355,6 +358,7 @@ void GradientWindow::start_control() {
   mine.non_finite = host_non_finite_;
   mine.weight = complete_ ? 0 : weight_;
   mine.rows = complete_ ? 0 : rows_;
+  mine.idle = !complete_ && idle_ ? 1 : 0;
   mine.models = models_mask_;
   mine.number = report_.number + (complete_ ? 0 : 1);
   mine.outside = outside_;
@@ -381,14 +385,7 @@ void GradientWindow::complete() {
     for (auto& model : models_) {
       model->wait();
     }
-    if (totals.finished > 0 && !totals.extra) {
-      nlohmann::json record = exchange_->record();
-      record["kept"] =
-          std::any_of(models_.begin(), models_.end(), [](const auto& model) {
-            return model->carried();
-          });
-      exchange_records(record);
-    }
+    note_ranks(totals);
   } else {
     totals.loss = host_losses_;
     totals.non_finite = host_non_finite_;
@@ -405,6 +402,28 @@ void GradientWindow::complete() {
   if (exchange_->check && !alone()) {
     exchange_->check();
   }
+}
+
+// Ranks that joined learn what is done with windows; whose buffers are taken may
+// depend on who had a row.
+void GradientWindow::note_ranks(const WindowTotals& totals) {
+  const bool uneven =
+      totals.idle > 0 &&
+      std::any_of(models_.begin(), models_.end(), [](const auto& model) {
+        return model->evens_out_buffers();
+      });
+  if (totals.extra || (totals.finished == 0 && !uneven)) {
+    return;
+  }
+  nlohmann::json record;
+  if (!idle_) {
+    record = exchange_->record();
+    auto& kept = record["kept"];
+    for (const auto& model : models_) {
+      kept.push_back(model->kept_slots());
+    }
+  }
+  exchange_records(record);
 }
 
 void GradientWindow::settle(const WindowTotals& totals) {
@@ -478,11 +497,10 @@ void GradientWindow::join(const WindowTotals& totals) {
         model->swap_aside();
       }
       exchange_->replay(record);
-      for (auto& model : models_) {
-        model->swap_aside();
-        if (!record.at("kept").get<bool>()) {
-          model->drop_aside();
-        }
+      for (size_t i = 0; i < models_.size(); ++i) {
+        models_[i]->swap_aside();
+        models_[i]->keep_aside(
+            record.at("kept").at(i).get<std::vector<int64_t>>());
       }
     }
     exchange_->pending = true;

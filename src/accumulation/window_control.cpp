@@ -19,8 +19,10 @@ enum WindowField {
   kWindowLoss,
   kWindowNonFinite, // beside the loss: both come from the device
   kWindowFinished,
+  kWindowIdle,
   kWindowExtra,
   kWindowOutside,
+  kWindowBuffers,
   kWindowModels,
   kWindowPrint, // fingerprint of what must be equal, < 2^16
   kWindowPrintSquared,
@@ -33,8 +35,8 @@ enum WindowField {
 // Multiplicative hashing (Knuth, TAOCP 6.4); small enough that squares of it sum
 // exactly in fp64 over a million ranks.
 double window_fingerprint(const WindowTotals& window) {
-  uint64_t value =
-      window.number * 4 + (window.extra ? 1 : 0) + (window.outside ? 2 : 0);
+  uint64_t value = window.number * 8 + (window.extra ? 1 : 0) +
+                   (window.outside ? 2 : 0) + (window.buffers ? 4 : 0);
   for (const uint64_t next : {window.models, window.history}) {
     value = (value * 0x9e3779b97f4a7c15ull) ^ next;
   }
@@ -65,6 +67,8 @@ void WindowControl::start(
   host[kWindowFinished] = mine.finished;
   if (mine.finished == 0) {
     const double print = window_fingerprint(mine);
+    host[kWindowIdle] = mine.idle;
+    host[kWindowBuffers] = mine.buffers ? 1 : 0;
     host[kWindowExtra] = mine.extra ? 1 : 0;
     host[kWindowOutside] = mine.outside ? 1 : 0;
     host[kWindowModels] = static_cast<double>(mine.models);
@@ -111,6 +115,8 @@ WindowTotals WindowControl::wait() {
     }
     return totals;
   }
+  totals.idle = static_cast<int>(std::lround(sum[kWindowIdle]));
+  totals.buffers = sum[kWindowBuffers] > 0;
   totals.extra = sum[kWindowExtra] > 0;
   totals.outside = sum[kWindowOutside] > 0;
   totals.models = static_cast<uint64_t>(sum[kWindowModels] / active);
@@ -119,7 +125,8 @@ WindowTotals WindowControl::wait() {
         "accumulation::GradientWindow",
         "ranks are in different windows, use different models in one, or "
         "stepped different optimizers before it",
-        "the same order of accumulate(), backward() and step() on every rank",
+        "the same order of accumulate(), backward() and step() on every rank, "
+        "and of evaluations inside windows",
         "look for a branch in the loop that depends on the rank or on how many "
         "batches it has; accumulate() makes such decisions for all ranks "
         "alike");

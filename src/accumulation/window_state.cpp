@@ -29,6 +29,7 @@ void GradientWindow::save_state(
   values["outside_sums"] = outside_sums_;
   values["begun"] = begun_;
   values["complete"] = complete_;
+  values["idle"] = idle_;
   values["batches"] = batches_ + (open_ ? 1 : 0);
   values["number"] = report_.number;
   values["rows"] = report_.rows;
@@ -105,6 +106,7 @@ void GradientWindow::load_state(
   outside_ = outside;
   outside_sums_ = values.at("outside_sums").get<bool>();
   batches_ = batches;
+  idle_ = values.value("idle", false);
   open_ = last_ = had_backward_ = false;
   used_weight_.reset();
   failure_.clear();

@@ -328,15 +328,20 @@ void Ddp::apply_pending_factor() {
   }
 }
 
-// Torch's batch norm writes running statistics unseen; integers nobody does.
 bool Ddp::buffers_may_differ() const {
-  return buffers_changed_ || std::any_of(
-                                 module_buffers_.begin(),
-                                 module_buffers_.end(),
-                                 [](const auto& entry) {
-                                   return entry.second.is_floating_point() ||
-                                          entry.second.is_complex();
-                                 });
+  return buffers_changed_ || evens_out_buffers();
+}
+
+// Torch's batch norm writes running statistics unseen; integers nobody does.
+bool Ddp::evens_out_buffers() const {
+  return !alone_ && options_.buffers != BufferPolicy::leave &&
+         std::any_of(
+             module_buffers_.begin(),
+             module_buffers_.end(),
+             [](const auto& entry) {
+               return entry.second.is_floating_point() ||
+                      entry.second.is_complex();
+             });
 }
 
 void Ddp::sync_buffers(const DdpRanks& ranks) {
@@ -403,7 +408,39 @@ void Ddp::swap_aside() {
   }
 }
 
-void Ddp::drop_aside() { aside_.clear(); }
+std::vector<int64_t> Ddp::kept_slots() const {
+  std::vector<int64_t> kept;
+  const auto& slots = gradients_.layout().slots();
+  for (size_t i = 0; !aside_.empty() && i < slots.size(); ++i) {
+    if (aside_[static_cast<size_t>(slots[i].group)]
+            .narrow(0, slots[i].offset, slots[i].parameter.numel())
+            .any()
+            .item<bool>()) {
+      kept.push_back(static_cast<int64_t>(i));
+    }
+  }
+  return kept;
+}
+
+void Ddp::keep_aside(const std::vector<int64_t>& slots) {
+  if (slots.empty()) {
+    aside_.clear();
+    return;
+  }
+  const std::vector<at::Tensor> all = std::exchange(aside_, {});
+  for (const at::Tensor& group : all) {
+    aside_.push_back(at::zeros_like(group));
+  }
+  for (const int64_t slot : slots) {
+    const FlatSlot& entry =
+        gradients_.layout().slots()[static_cast<size_t>(slot)];
+    const auto g = static_cast<size_t>(entry.group);
+    const int64_t numel = entry.parameter.numel();
+    aside_[g]
+        .narrow(0, entry.offset, numel)
+        .copy_(all[g].narrow(0, entry.offset, numel));
+  }
+}
 
 void Ddp::cancel() noexcept {
   std::lock_guard lock(mutex_);

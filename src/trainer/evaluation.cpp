@@ -143,6 +143,7 @@ nlohmann::json evaluate_dataset(
   const EvaluationMode evaluation_mode(*parts.model);
   const auto metrics =
       parts.compute_metrics ? parts.compute_metrics() : nullptr;
+  parts.accelerator->sync_buffers();
   RankOutputs mine;
   const EvaluationPass pass = evaluate_share(
       parts, dataset, metrics.get(), outputs != nullptr ? &mine : nullptr);

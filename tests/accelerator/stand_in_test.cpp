@@ -258,4 +258,8 @@ TEST(StandIns, TwoOptimizersOfOneModelOneZeroedAreThoseOfOneProcess) {
   expect_halves_are_plain(true);
 }
 
+TEST(Joining, TwoOptimizersOfOneModelOneZeroedAreThoseOfOneProcess) {
+  expect_halves_are_plain(false);
+}
+
 } // namespace hasten::accelerator_test

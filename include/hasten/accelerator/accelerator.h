@@ -89,8 +89,9 @@ struct AcceleratorOptions {
   bool find_unused_parameters = false;
   /// Promises that every window uses the same parameters. See DdpOptions.
   bool static_graph = false;
-  /// What makes buffers (running statistics) equal on all ranks after each
-  /// window. Costs nothing for models without any.
+  /// What makes buffers (running statistics) equal on all ranks: when a window opens
+  /// and is complete, in save_state(), and for evaluation inside a window. Costs it
+  /// two messages a dtype and one more, for models with floating-point ones.
   BufferPolicy buffers = BufferPolicy::broadcast;
   /// How loaders are shared out over ranks (hasten/accelerator/prepared_loader.h).
   DataLoaderConfiguration dataloader_config{};
@@ -191,8 +192,8 @@ class Accelerator : public Collect {
   /// Opens the next batch of a window over these models; decides whether its
   /// backward completes the window: it is the gradient_accumulation_steps-th, or
   /// the loader's last. Loader: the one prepared together with the models, else
-  /// the only training loader. Local. A batch whose guard closes without a
-  /// backward does not count.
+  /// the only training loader. A batch whose guard closes without a
+  /// backward does not count. Collective where it makes buffers equal.
   /// Throws InputError if a window is open, a model is not prepared, or a
   /// parameter was unfrozen or replaced since; if which loader is not clear.
   template <detail::ModelHolder... Models>
@@ -276,9 +277,8 @@ class Accelerator : public Collect {
   void register_comm_hook(const Model& model, std::shared_ptr<CommHook> hook) {
     register_hook(*detail::module_of(model), std::move(hook));
   }
-  /// Makes the prepared models' buffers equal on all ranks by the policy, now.
-  /// After a complete window they are; in the middle of one an evaluation or a
-  /// save needs it. Collective, blocking.
+  /// Makes buffers of models with floating-point ones equal on all ranks, now: for
+  /// evaluation in a window on data of one's own. Collective, blocking.
   void sync_buffers();
 
   /// For a loop over data of one's own: this rank has no batch left. Takes part

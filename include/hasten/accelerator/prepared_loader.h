@@ -36,7 +36,9 @@ namespace hasten {
 /// more for it. A rank that never had a row hands out nothing and joins the others'
 /// windows. Reaching the end is collective.
 /// Any other loader hands out equally many batches on every rank, some without
-/// rows, so that gather_for_metrics in the loop's body meets on every rank.
+/// rows, so that gather_for_metrics in the loop's body meets on every rank. Begun
+/// inside a training loop and a window, it makes the models' buffers equal: there
+/// begin() is collective (a rank that does not come gives an error on all).
 template <typename Range>
 class PreparedLoader {
  public:
@@ -78,7 +80,8 @@ class PreparedLoader {
 
   /// Starts an epoch. A range with set_epoch(n) gets 0, 1, 2, … from call to
   /// call, or from what set_epoch last said. Collective where the last pass over
-  /// a training loader was left by `break`, else local.
+  /// a training loader was left by `break`, and for evaluation inside a window of
+  /// models with buffers; else local.
   iterator begin() {
     shared_->begin();
     iterator it;

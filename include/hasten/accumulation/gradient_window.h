@@ -85,7 +85,8 @@ struct WindowBatch {
 /// gradients (clip, step, tick), to do the same.
 struct WindowExchange {
   /// On ranks with batches: what was done since the last complete window. An
-  /// object; "kept" is added to it: gradients were left for the next to add to.
+  /// object; "kept" is added to it: slots by model whose gradients were left for
+  /// the next to add to.
   std::function<nlohmann::json()> record{};
   /// On the others: do it, with that window's gradients in place.
   std::function<void(const nlohmann::json&)> replay{};
@@ -163,6 +164,8 @@ class GradientWindow : public Stateful {
   bool had_backward() const { return had_backward_; }
   /// The open batch completes its window.
   bool is_last() const { return last_; }
+  /// The next open() begins a window.
+  bool opens() const { return !begun_ || complete_; }
   /// Every gradient is final. Until the next open().
   bool is_complete() const { return complete_; }
   /// Batches of backward_outside() wait for one that reduces. Their number.
@@ -197,6 +200,7 @@ class GradientWindow : public Stateful {
   void settle(const WindowTotals& totals);
   void fail(const char* what);
   nlohmann::json exchange_records(const nlohmann::json& mine);
+  void note_ranks(const WindowTotals& totals);
   bool alone() const { return communicator_->world_size() == 1; }
   bool equal_batches() const {
     return options_.weighting == LossWeighting::mean_of_means;
@@ -217,6 +221,7 @@ class GradientWindow : public Stateful {
   bool outside_ = false; // made of backward_outside()
   bool outside_sums_ = false; // of sums, not means
   int64_t batches_ = 0; // with a backward, so far
+  bool idle_ = true; // all of them are stand-ins
   double scale_ = 0; // n0; 0 until the window's first backward
   double next_scale_; // n0 of the next window
   double factor_ = 1; // n0 / W

@@ -25,8 +25,12 @@ struct WindowTotals {
   /// What finished ranks must agree on: which data ended, and after what. Below
   /// 2^16; 0 agrees with all.
   uint64_t data = 0;
+  /// Ranks whose batches of the window are all stand-ins: 1 for such a rank.
+  int idle = 0;
   /// A further reduction of a window that was reduced once already.
   bool extra = false;
+  /// No window: the buffers of `models` are evened out.
+  bool buffers = false;
   /// Bit i: model i takes part. Agreed on by the ranks that have batches.
   uint64_t models = 0;
   /// Number of the window among those of its models.

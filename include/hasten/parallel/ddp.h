@@ -45,8 +45,9 @@ class Module;
 namespace hasten {
 
 /// What happens to buffers (running statistics) at the end of a sum, so that
-/// ranks are equal when the next one opens, in evaluation and when they save.
-/// Statistics of a batch stay those of the rank's own rows in any case.
+/// ranks are equal in evaluation and when they save; and whenever sync_buffers()
+/// is called, which the Accelerator does as a window opens. Statistics of a batch
+/// stay those of the rank's own rows in any case.
 enum class BufferPolicy {
   /// Every rank takes those of the first rank that had a batch.
   broadcast,
@@ -144,8 +145,6 @@ class Ddp : public Stateful {
   /// Throws InputError for a parameter that was unfrozen, moved, reshaped or
   /// converted after construction.
   void begin(bool keep = false, bool in_place = false);
-  /// True where begin() set gradients aside.
-  bool carried() const { return carried_; }
 
   /// Before a backward. With `reduce`, buckets are reduced while it runs; if a
   /// sum is final already, this backward's goes to zeroed buffers, alone, and
@@ -176,8 +175,10 @@ class Ddp : public Stateful {
   void wait();
   /// Exchanges what was set aside and what the buffers hold. Local.
   void swap_aside();
-  /// Drops what was set aside.
-  void drop_aside();
+  /// Slots for which something but zeros was set aside. Looks at all of it.
+  std::vector<int64_t> kept_slots() const;
+  /// Drops what was set aside for others than these.
+  void keep_aside(const std::vector<int64_t>& slots);
 
   /// Gives up after a backward that threw: gradients become undefined, what was
   /// set aside is dropped. Reductions under way are abandoned, so that the
@@ -202,6 +203,9 @@ class Ddp : public Stateful {
   /// Evens out the module's buffers by the policy, now: for an evaluation or a
   /// save in the middle of a sum. One message per dtype. Collective, blocking.
   void sync_buffers(const DdpRanks& ranks = {});
+  /// There are peers, a policy that makes buffers equal, and some that torch
+  /// writes in a forward: floating-point ones. Local, equal on all ranks.
+  bool evens_out_buffers() const;
 
   FlatGradients& gradients() { return gradients_; }
   const FlatGradients& gradients() const { return gradients_; }
