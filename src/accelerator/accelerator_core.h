@@ -48,6 +48,9 @@ void move_optimizer_state(
 // AcceleratorOptions::debug or HASTEN_DEBUG=1.
 bool debugs(const AcceleratorOptions& options);
 
+// Sum of the values' bit patterns, which no rounding hides.
+int64_t bit_sum(const at::Tensor& tensor);
+
 // Where this rank computes: its own GPU, or the CPU.
 at::Device accelerator_device(
     const AcceleratorOptions& options, int local_rank);
@@ -189,6 +192,7 @@ class AcceleratorCore {
   double clip_now(
       const std::vector<SlotList>& lists, double max_norm, double p);
   void exchange_last_record();
+  void compare_models();
   nlohmann::json undefined_gradients() const;
   void drop_gradients(const nlohmann::json& models);
   ParameterNames parameter_names() const;

@@ -127,7 +127,6 @@ void OrderCheck::compare(const nlohmann::json& more) {
   }
 }
 
-// Sum of the values' bit patterns, which no rounding hides.
 int64_t bit_sum(const at::Tensor& tensor) {
   const at::Tensor flat = tensor.detach().contiguous().reshape({-1});
   const auto bits = flat.element_size() % 4 == 0   ? at::kInt
