@@ -75,6 +75,18 @@ at::Tensor stack_ranks(
   return all;
 }
 
+at::Tensor broadcast_bytes(
+    Communicator& communicator, at::Tensor bytes, int from, const char* name) {
+  const bool mine = communicator.rank() == from;
+  const at::Tensor size = at::tensor({mine ? bytes.numel() : 0}, at::kLong);
+  communicator.broadcast(size, from, name);
+  if (!mine) {
+    bytes = at::empty({size.item<int64_t>()}, at::kByte);
+  }
+  communicator.broadcast(bytes, from, name);
+  return bytes;
+}
+
 bool is_half(const at::Tensor& tensor) {
   return tensor.is_floating_point() && tensor.element_size() == 2;
 }
@@ -152,7 +164,7 @@ at::Tensor Collect::reduce(
       tensor.device(), widen ? tensor.scalar_type() : result.scalar_type());
 }
 
-void Collect::reduce_metric(Metric& metric) {
+void Collect::reduce_(Metric& metric) {
   if (num_processes() == 1) {
     return;
   }
@@ -220,20 +232,17 @@ at::Tensor Collect::pad_across_processes(
 
 nlohmann::json Collect::broadcast_object(
     const nlohmann::json& value, int from) {
-  std::vector<uint8_t> bytes;
+  std::vector<uint8_t> own;
   if (process_index() == from) {
-    bytes = nlohmann::json::to_cbor(value); // text has no NaN
+    own = nlohmann::json::to_cbor(value); // text has no NaN
   }
-  const at::Tensor size =
-      at::tensor({static_cast<int64_t>(bytes.size())}, at::kLong);
-  communicator()->broadcast(size, from, "broadcast_object");
-  bytes.resize(static_cast<size_t>(size.item<int64_t>()));
-  communicator()->broadcast(
-      at::from_blob(
-          bytes.data(), {static_cast<int64_t>(bytes.size())}, at::kByte),
+  const at::Tensor bytes = detail::broadcast_bytes(
+      *communicator(),
+      at::from_blob(own.data(), {static_cast<int64_t>(own.size())}, at::kByte),
       from,
       "broadcast_object");
-  return nlohmann::json::from_cbor(bytes);
+  const auto* first = bytes.const_data_ptr<uint8_t>();
+  return nlohmann::json::from_cbor(first, first + bytes.numel());
 }
 
 std::vector<nlohmann::json> Collect::gather_object(
@@ -323,7 +332,7 @@ void Collect::take_turns(
       const std::string what = "rank " + std::to_string(rank) + " failed: " +
                                all[rank]["what"].get<std::string>();
       if (all[rank]["input"].get<bool>()) {
-        throw InputError(where, what);
+        throw PeerInputError(where, what);
       }
       throw Error(where, what);
     }

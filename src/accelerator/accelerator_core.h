@@ -45,6 +45,11 @@ double gradient_norm(
 void move_optimizer_state(
     torch::optim::Optimizer& optimizer, const at::Device& device);
 
+// Rank `from`'s bytes (1-d, uint8) on every rank, however many they are; what the
+// others give is not looked at. Collective: a size, then the bytes.
+at::Tensor broadcast_bytes(
+    Communicator& communicator, at::Tensor bytes, int from, const char* name);
+
 // AcceleratorOptions::debug or HASTEN_DEBUG=1.
 bool debugs(const AcceleratorOptions& options);
 

@@ -98,7 +98,7 @@ std::vector<nlohmann::json> on_every_rank(
     const std::string what = "rank " + std::to_string(rank) + " failed: " +
                              all[rank].at("error").get<std::string>();
     if (all[rank].at("input").get<bool>()) {
-      throw InputError(stage, what);
+      throw PeerInputError(stage, what);
     }
     throw Error(stage, what);
   }

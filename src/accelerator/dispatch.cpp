@@ -12,6 +12,7 @@ namespace hasten::detail {
 
 constexpr const char* kDispatch = "batches of rank 0";
 constexpr int64_t kTensorAlignment = 64; // any dtype may start there
+constexpr int64_t kHeaderStart = sizeof(int64_t);
 
 void throw_not_sendable() {
   throw InputError(
@@ -39,8 +40,9 @@ int64_t aligned_bytes(int64_t bytes) {
   return (bytes + kTensorAlignment - 1) / kTensorAlignment * kTensorAlignment;
 }
 
-// One buffer: the header, aligned, then the tensors at the offsets it says.
-at::Tensor encode_round(const DispatchedRound& round, int64_t& header_bytes) {
+// One buffer: how long the header is (int64), the header, aligned, then the
+// tensors at the offsets it says.
+at::Tensor encode_round(const DispatchedRound& round) {
   nlohmann::json header = {
       {"last", round.last},
       {"position", round.position},
@@ -73,11 +75,12 @@ at::Tensor encode_round(const DispatchedRound& round, int64_t& header_bytes) {
          {"repeated", round.repeated[rank]}});
   }
   const std::vector<uint8_t> text = nlohmann::json::to_cbor(header);
-  header_bytes = static_cast<int64_t>(text.size());
-  const int64_t start = aligned_bytes(header_bytes);
+  const auto header_bytes = static_cast<int64_t>(text.size());
+  const int64_t start = aligned_bytes(kHeaderStart + header_bytes);
   at::Tensor buffer = at::empty({start + offset}, at::kByte);
   auto* to = buffer.mutable_data_ptr<uint8_t>();
-  std::memcpy(to, text.data(), text.size());
+  std::memcpy(to, &header_bytes, sizeof header_bytes);
+  std::memcpy(to + kHeaderStart, text.data(), text.size());
   to += start;
   for (const at::Tensor& tensor : data) {
     if (tensor.nbytes() > 0) {
@@ -88,9 +91,12 @@ at::Tensor encode_round(const DispatchedRound& round, int64_t& header_bytes) {
   return buffer;
 }
 
-DispatchedRound decode_round(
-    const at::Tensor& buffer, int64_t header_bytes, size_t rank) {
-  const auto* text = buffer.const_data_ptr<uint8_t>();
+DispatchedRound decode_round(const at::Tensor& buffer, size_t rank) {
+  const auto* bytes = buffer.const_data_ptr<uint8_t>();
+  int64_t header_bytes = 0;
+  std::memcpy(&header_bytes, bytes, sizeof header_bytes);
+  const auto* text = bytes + kHeaderStart;
+  const auto* data = bytes + aligned_bytes(kHeaderStart + header_bytes);
   const auto header = nlohmann::json::from_cbor(text, text + header_bytes);
   DispatchedRound round;
   round.last = header["last"].get<bool>();
@@ -117,7 +123,7 @@ DispatchedRound decode_round(
     if (tensor.nbytes() > 0) { // a copy: the buffer holds all ranks' rows
       std::memcpy(
           tensor.mutable_data_ptr(),
-          text + aligned_bytes(header_bytes) + form[2].get<int64_t>(),
+          data + form[2].get<int64_t>(),
           tensor.nbytes());
     }
     batch.tensors.push_back(std::move(tensor));
@@ -128,26 +134,18 @@ DispatchedRound decode_round(
 }
 
 DispatchedRound core_dispatch(AcceleratorCore& core, DispatchedRound* round) {
-  int64_t header_bytes = 0;
   at::Tensor buffer;
   std::exception_ptr error;
   if (round != nullptr) {
     try {
-      buffer = encode_round(*round, header_bytes);
+      buffer = encode_round(*round);
     } catch (...) { // the others wait for something
       error = std::current_exception();
       describe_failure(*round, error);
-      buffer = encode_round(*round, header_bytes);
+      buffer = encode_round(*round);
     }
   }
-  const at::Tensor sizes = at::tensor(
-      {header_bytes, buffer.defined() ? buffer.numel() : 0}, at::kLong);
-  core.communicator->broadcast(sizes, 0, kDispatch);
-  header_bytes = sizes[0].item<int64_t>();
-  if (round == nullptr) {
-    buffer = at::empty({sizes[1].item<int64_t>()}, at::kByte);
-  }
-  core.communicator->broadcast(buffer, 0, kDispatch);
+  buffer = broadcast_bytes(*core.communicator, std::move(buffer), 0, kDispatch);
   if (error) {
     std::rethrow_exception(error);
   }
@@ -155,11 +153,11 @@ DispatchedRound core_dispatch(AcceleratorCore& core, DispatchedRound* round) {
     return {};
   }
   DispatchedRound received =
-      decode_round(buffer, header_bytes, static_cast<size_t>(core.world.rank));
+      decode_round(buffer, static_cast<size_t>(core.world.rank));
   if (!received.error.empty()) {
     const std::string what = "rank 0 could not read on: " + received.error;
     if (received.is_input_error) {
-      throw InputError("accelerator::PreparedLoader", what);
+      throw PeerInputError("accelerator::PreparedLoader", what);
     }
     throw Error("accelerator::PreparedLoader", what);
   }

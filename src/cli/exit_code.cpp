@@ -52,7 +52,8 @@ int exit_code_of(int rank, int world_size, const std::function<int()>& body) {
     const bool alike =
         dynamic_cast<const TrainingError*>(&error) != nullptr ||
         dynamic_cast<const CommunicationError*>(&error) != nullptr;
-    if (rank == 0 || !alike) {
+    const bool said = dynamic_cast<const PeerInputError*>(&error) != nullptr;
+    if (!said && (rank == 0 || !alike)) {
       log_error(error.what());
     }
     const bool bad_input = dynamic_cast<const InputError*>(&error) != nullptr ||

@@ -216,9 +216,10 @@ bool train_classifier(
       classification_metrics(inputs.bert.config.num_labels()),
       accelerator);
   trainer.set_model_files(classifier_files(model, tokenizer));
-  trainer.set_run_facts(
-      described_inputs(command), {{"train_data", train_data_checksum(inputs)}});
   if (accelerator->is_main_process()) {
+    trainer.set_run_facts(
+        described_inputs(command),
+        {{"train_data", train_data_checksum(inputs)}});
     for (const std::string& warning : inputs.data.report.warnings) {
       log_warning(warning);
     }

@@ -353,10 +353,12 @@ CommHandle GlooGroup::broadcast_async(
       nullptr);
 }
 
-CommHandle GlooGroup::all_gather_async(
-    at::Tensor output, at::Tensor input, std::string_view name) {
-  check_gathered(output, input, world_size());
-  std::string operation = operation_label("all_gather", name);
+CommHandle GlooGroup::exchange_rows(
+    std::string operation,
+    const at::Tensor& output,
+    const at::Tensor& input,
+    c10::intrusive_ptr<c10d::Work> (*start)(
+        c10d::ProcessGroupGloo&, at::Tensor& to, at::Tensor& from)) {
   const uint64_t sequence = core_->enter(operation);
   check_equal(operation, sequence, tensor_text(input));
   at::Tensor to = bytes_of(output);
@@ -364,28 +366,33 @@ CommHandle GlooGroup::all_gather_async(
   return submit(
       std::move(operation),
       sequence,
-      [&](c10d::ProcessGroupGloo& gloo) {
-        return gloo._allgather_base(to, from, {});
-      },
+      [&](c10d::ProcessGroupGloo& gloo) { return start(gloo, to, from); },
       nullptr);
+}
+
+CommHandle GlooGroup::all_gather_async(
+    at::Tensor output, at::Tensor input, std::string_view name) {
+  check_gathered(output, input, world_size());
+  return exchange_rows(
+      operation_label("all_gather", name),
+      output,
+      input,
+      [](c10d::ProcessGroupGloo& gloo, at::Tensor& to, at::Tensor& from) {
+        return gloo._allgather_base(to, from, {});
+      });
 }
 
 CommHandle GlooGroup::all_to_all_async(
     at::Tensor output, at::Tensor input, std::string_view name) {
   check_exchanged(output, input, world_size());
-  std::string operation = operation_label("all_to_all", name);
-  const uint64_t sequence = core_->enter(operation);
-  check_equal(operation, sequence, tensor_text(input));
-  at::Tensor to = bytes_of(output);
-  at::Tensor from = bytes_of(input);
-  return submit(
-      std::move(operation),
-      sequence,
-      [&](c10d::ProcessGroupGloo& gloo) {
+  return exchange_rows(
+      operation_label("all_to_all", name),
+      output,
+      input,
+      [](c10d::ProcessGroupGloo& gloo, at::Tensor& to, at::Tensor& from) {
         std::vector<int64_t> even;
         return gloo.alltoall_base(to, from, even, even, {});
-      },
-      nullptr);
+      });
 }
 
 void GlooGroup::barrier(std::string_view name) {

@@ -114,6 +114,13 @@ class GlooGroup final : public Communicator {
       uint64_t sequence,
       const Start& start,
       std::function<void()> finish);
+  /// all_gather and all_to_all, which differ in Gloo's call.
+  CommHandle exchange_rows(
+      std::string operation,
+      const at::Tensor& output,
+      const at::Tensor& input,
+      c10::intrusive_ptr<c10d::Work> (*start)(
+          c10d::ProcessGroupGloo&, at::Tensor& to, at::Tensor& from));
   /// Every rank's value, [rank]. `kind` keeps apart exchanges of one sequence.
   std::vector<nlohmann::json> exchange(
       const std::string& operation,

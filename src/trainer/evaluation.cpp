@@ -156,9 +156,8 @@ nlohmann::json evaluate_dataset(
            static_cast<double>(pass.rows), pass.loss_sum.options())});
   sums = accelerator.reduce(sums).cpu();
   if (metrics) {
-    if (const at::Tensor state = metrics->state(); state.defined()) {
-      metrics->set_state(
-          accelerator.reduce(state.to(accelerator.device())).cpu());
+    for (Metric* metric : metrics->metrics()) {
+      accelerator.reduce_(*metric);
     }
   }
   if (outputs != nullptr) {
@@ -225,10 +224,7 @@ class ClassificationEvaluation final : public EvaluationMetrics {
       metrics_.update(outputs, batch[labels_name_]);
     }
   }
-  at::Tensor state() const override { return metrics_.state(); }
-  void set_state(const at::Tensor& state) override {
-    metrics_.set_state(state);
-  }
+  std::vector<Metric*> metrics() override { return {&metrics_}; }
   std::map<std::string, double> compute() const override {
     return metrics_.rows() > 0 ? metrics_.compute()
                                : std::map<std::string, double>{};

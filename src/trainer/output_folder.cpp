@@ -17,7 +17,7 @@ namespace fs = std::filesystem;
 constexpr std::string_view kCheckpointPrefix = "checkpoint-";
 /// Records of a run: removed by clear_output_dir.
 constexpr const char* kRunRecords[] = {
-    "metrics.jsonl", "trainer_state.json", "hasten_state.json"};
+    "metrics.jsonl", "trainer_state.json", kRunFile};
 /// Also shows a model that training would write over.
 constexpr const char* kModelTraces[] = {
     "model.safetensors", "training_args.json"};

@@ -4,6 +4,7 @@
 #include <sstream>
 #include <system_error>
 
+#include "hasten/accelerator/state.h"
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
 #include "hasten/io/commit.h"
@@ -14,8 +15,6 @@ namespace hasten {
 namespace detail {
 
 constexpr const char* kResumeWhere = "trainer::resume";
-constexpr const char* kRunFile = "hasten_state.json";
-constexpr const char* kTrainingStateFile = "state.json";
 
 void check_file_sizes(const std::filesystem::path& folder) {
   for (const auto& [name, entry] : read_manifest(folder)) {
@@ -37,9 +36,9 @@ std::string why_not_resumable(
   try {
     verify_checksums ? verify_manifest(folder) : check_file_sizes(folder);
     std::error_code error;
-    if (!std::filesystem::exists(folder / kTrainingStateFile, error)) {
+    if (!std::filesystem::exists(folder / kStateFile, error)) {
       return "it holds a model without its training state (" +
-             std::string(kTrainingStateFile) + " is missing)";
+             std::string(kStateFile) + " is missing)";
     }
     read_saved_run(folder);
   } catch (const InputError& error) {
@@ -128,7 +127,7 @@ ResumePoint find_resume_point(
   std::error_code error;
   if (!trace.empty() &&
       !std::filesystem::exists(output_dir / "metrics.jsonl", error) &&
-      !std::filesystem::exists(output_dir / detail::kRunFile, error)) {
+      !std::filesystem::exists(output_dir / kRunFile, error)) {
     throw InputError(
         detail::kResumeWhere,
         said + ": " + output_dir.string() + " holds a model (" +
@@ -153,7 +152,7 @@ SavedRun read_saved_run(const std::filesystem::path& folder) {
     }
     throw InputError(detail::kResumeWhere, path.string() + ": no JSON object");
   };
-  SavedRun saved{read("training_args.json"), read(detail::kRunFile)};
+  SavedRun saved{read("training_args.json"), read(kRunFile)};
   for (const char* name :
        {"global_step",
         "epoch_index",
@@ -166,7 +165,7 @@ SavedRun read_saved_run(const std::filesystem::path& folder) {
     if (!saved.run.contains(name)) {
       throw InputError(
           detail::kResumeWhere,
-          (folder / detail::kRunFile).string() + ": it lacks " + name,
+          (folder / kRunFile).string() + ": it lacks " + name,
           "what a run of this version writes");
     }
   }
@@ -295,7 +294,7 @@ void prepare_resumed_dir(
   }
   remove_unfinished_saves(output_dir);
   std::error_code error;
-  for (const char* name : {"trainer_state.json", detail::kRunFile}) {
+  for (const char* name : {"trainer_state.json", kRunFile}) {
     std::filesystem::remove(output_dir / name, error);
   }
   const auto metrics = output_dir / "metrics.jsonl";

@@ -35,6 +35,15 @@ std::vector<ArgumentChange> changes_since(
   return changes;
 }
 
+/// Another file with as many rows has other lengths, or says so by its facts.
+std::string data_checksum(const Dataset& dataset) {
+  std::string bytes;
+  for (int64_t row = 0; row < dataset.size(); ++row) {
+    bytes += std::to_string(dataset.length(row)) + ",";
+  }
+  return hash_hex(bytes);
+}
+
 /// Rank 0's.
 RunStart look_for_start(const TrainerParts& parts) {
   const TrainingArguments& a = parts.arguments;
@@ -107,6 +116,9 @@ RunStart decide_start(TrainerParts& parts) {
   nlohmann::json told;
   if (parts.is_main()) {
     try {
+      if (!parts.altering_facts.contains("train_data")) {
+        parts.altering_facts["train_data"] = data_checksum(*parts.train);
+      }
       start = look_for_start(parts);
       told = {
           {"folder", start.folder.string()},
@@ -125,7 +137,7 @@ RunStart decide_start(TrainerParts& parts) {
     std::rethrow_exception(error);
   }
   if (told.contains("refusal")) {
-    throw InputError(
+    throw PeerInputError(
         "trainer::train",
         "refused by rank 0: " + told.at("refusal").get<std::string>());
   }

@@ -206,8 +206,7 @@ void TrainingRun::write_model_folder(
   write_file_atomically(
       folder / "trainer_state.json", trainer_state_json(state_));
   write_file_atomically(
-      folder / "hasten_state.json",
-      finite_json(run_json(finished)).dump(2) + "\n");
+      folder / kRunFile, finite_json(run_json(finished)).dump(2) + "\n");
   write_file_atomically(
       folder / "training_args.json",
       nlohmann::json(parts_.arguments).dump(2) + "\n");

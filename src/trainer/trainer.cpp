@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "hasten/base/error.h"
-#include "hasten/base/files.h"
 #include "hasten/core/stateful.h"
 #include "hasten/io/safetensors.h"
 #include "training_run.h"
@@ -56,15 +55,6 @@ void move_model(torch::nn::Module& model, const at::Device& device) {
       return;
     }
   }
-}
-
-/// Another file with as many rows has other lengths, or says so by its facts.
-std::string data_checksum(const Dataset& dataset) {
-  std::string bytes;
-  for (int64_t row = 0; row < dataset.size(); ++row) {
-    bytes += std::to_string(dataset.length(row)) + ",";
-  }
-  return hash_hex(bytes);
 }
 
 /// The last of the finished run's records.
@@ -201,9 +191,6 @@ TrainOutput Trainer::train() {
             " of training data for processes=" + std::to_string(world_size),
         "at least one row a process",
         "use fewer processes or more rows");
-  }
-  if (!parts.altering_facts.contains("train_data")) {
-    parts.altering_facts["train_data"] = detail::data_checksum(*parts.train);
   }
   detail::RunStart start = detail::decide_start(parts);
   if (start.finished) {

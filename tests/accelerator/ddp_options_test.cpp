@@ -100,4 +100,40 @@ TEST(AcceleratorDdp, UnusedParametersAreNamedUnlessAllowed) {
   }
 }
 
+// The last rank leaves a layer out, which others did not in their first backward.
+// A static graph exchanges nothing more, so it alone can know; its reason reaches
+// the others at their next collective, and nobody hangs.
+TEST(AcceleratorDdp, AStaticGraphThatChangesOnOneRankIsNamedOnAll) {
+  auto communicator = fresh_communicator();
+  const int rank = communicator->rank();
+  const int last = communicator->world_size() - 1;
+  Net net = net_of_seed(1);
+  Accelerator accelerator({.static_graph = true}, communicator);
+  auto model = accelerator.prepare(net);
+  std::string what;
+  int done = 0;
+  try {
+    for (int turn = 0; turn < 6; ++turn) {
+      auto window = accelerator.accumulate(model);
+      const Tensor x = batch_of(rank, turn).first;
+      const bool odd = rank == last && turn == 3;
+      accelerator.backward(
+          (odd ? net->first->forward(x) : net->forward(x)).square().mean());
+      net->zero_grad();
+      ++done;
+    }
+  } catch (const Error& error) {
+    what = error.what();
+  }
+  if (last == 0) {
+    EXPECT_EQ(what, "") << "nothing is reduced";
+    return;
+  }
+  EXPECT_NE(what.find("\" has no gradient, and had one"), std::string::npos)
+      << what;
+  EXPECT_NE(what.find("static_graph"), std::string::npos) << what;
+  EXPECT_LE(done, rank == last ? 3 : 5);
+  EXPECT_GE(done, 3);
+}
+
 } // namespace hasten::accelerator_test

@@ -1,7 +1,8 @@
 // The table: {accumulation 1, 3, 4} x {even, ragged, one rank without rows} x
 // {mean, token-weighted} on this world, for a BERT (dropout 0, grouped by length)
-// and a convnet with BatchNorm in evaluation mode: the training run through the
-// public API against a plain torch loop over the joined rows. fp64: first gradient
+// and the convnet of examples/adopt/ (BatchNorm in evaluation mode, since statistics
+// of a batch depend on who is in it): the training run through the public API
+// against the plain loop of plain_loop.h over the joined rows. fp64: first gradient
 // within 1e-12 of its norm, parameters after all steps within 1e-10.
 // Each world prints its columns; HASTEN_EXACTNESS_TABLE=FILE appends them there.
 #include <cmath>
@@ -11,15 +12,14 @@
 #include <iostream>
 #include <sstream>
 
+#include "accelerator/plain_loop.h"
 #include "accelerator/plain_steps.h"
+#include "adopt/disc_nets.h"
 #include "hasten/data/loader.h"
 #include "hasten/data/tokenized_dataset.h"
 #include "hasten/models/bert.h"
 
 namespace hasten::exactness_test {
-
-using at::Tensor;
-using Windows = std::vector<std::vector<int64_t>>; // [step][row of the data]
 
 enum class Rows { even, ragged, empty_rank };
 const char* text_of(Rows rows) {
@@ -67,15 +67,38 @@ struct Bert {
     model->to(torch::kDouble);
     return model;
   }
-  Tensor losses(Model& model, const Batch& batch) const { // [B]
+  static Tensor losses(
+      Model& model,
+      const Tensor& ids,
+      const Tensor& mask,
+      const Tensor& labels) { // [B]
     return torch::nn::functional::cross_entropy(
-        model->forward(batch["input_ids"], batch["attention_mask"]),
-        batch["labels"],
+        model->forward(ids, mask),
+        labels,
         torch::nn::functional::CrossEntropyFuncOptions().reduction(
             torch::kNone));
   }
-  Tensor tokens(const Batch& batch) const {
+  static Tensor losses(Model& model, const Batch& batch) {
+    return losses(
+        model, batch["input_ids"], batch["attention_mask"], batch["labels"]);
+  }
+  static Tensor tokens(const Batch& batch) {
     return batch["attention_mask"].sum(1).to(torch::kDouble);
+  }
+  // Losses and tokens of the rows, padded by hand to the longest of all.
+  std::pair<Tensor, Tensor> terms(
+      Model& model, const std::vector<int64_t>& rows) const {
+    const auto count = static_cast<int64_t>(rows.size());
+    const Tensor ids = torch::zeros({count, 12}, torch::kLong);
+    const Tensor of_rows = torch::zeros({count}, torch::kLong);
+    for (int64_t i = 0; i < count; ++i) {
+      const auto row = static_cast<size_t>(rows[static_cast<size_t>(i)]);
+      const auto length = static_cast<int64_t>(texts[row].size());
+      ids[i].narrow(0, 0, length).copy_(torch::tensor(texts[row]));
+      of_rows[i] = labels[row];
+    }
+    const Tensor mask = (ids > 0).to(torch::kLong);
+    return {losses(model, ids, mask, of_rows), mask.sum(1).to(torch::kDouble)};
   }
 
   std::vector<std::vector<int64_t>> texts{};
@@ -83,32 +106,13 @@ struct Bert {
   std::shared_ptr<Dataset> dataset{};
 };
 
-struct ConvNetImpl : torch::nn::Module {
-  ConvNetImpl() {
-    conv = register_module("conv", torch::nn::Conv2d(1, 4, 3));
-    norm = register_module("norm", torch::nn::BatchNorm2d(4));
-    out = register_module("out", torch::nn::Linear(64, 1));
-    torch::nn::init::normal_(norm->weight, 1.0, 0.2);
-    norm->running_mean.uniform_(-0.5, 0.5);
-    norm->running_var.uniform_(0.5, 2.0);
-    to(torch::kDouble);
-    eval(); // statistics of a batch depend on who is in it
-  }
-  Tensor forward(const Tensor& x) {
-    return out->forward(torch::relu(norm->forward(conv->forward(x))).flatten(1))
-        .squeeze(1);
-  }
-  torch::nn::Conv2d conv{nullptr};
-  torch::nn::BatchNorm2d norm{nullptr};
-  torch::nn::Linear out{nullptr};
-};
-TORCH_MODULE(ConvNet);
-
 struct Images : Dataset {
   explicit Images(int64_t rows) {
     auto generator = torch::make_generator<at::CPUGeneratorImpl>(12);
-    x = torch::randn({rows, 1, 6, 6}, generator, torch::kDouble);
-    y = x.flatten(1).sum(1).sin();
+    x = torch::randn({rows, 1, kSide, kSide}, generator, torch::kDouble);
+    y = torch::stack(
+            {x.mean({1, 2, 3}), x.std({1, 2, 3}), x.amax({1, 2, 3})}, 1)
+            .sin();
   }
   int64_t size() const override { return y.size(0); }
   Batch collate(const std::vector<int64_t>& indices) const override {
@@ -119,28 +123,48 @@ struct Images : Dataset {
     batch.tensors["y"] = y.index_select(0, rows);
     return batch;
   }
-  Tensor x, y;
+  Tensor x, y; // [rows, 1, kSide, kSide], [rows, kTargets]
 };
 
 struct Conv {
-  static constexpr const char* kName = "convnet";
-  using Model = ConvNet;
-  explicit Conv(int64_t rows) : dataset(std::make_shared<Images>(rows)) {}
+  static constexpr const char* kName = "convnet of examples/adopt";
+  using Model = DiscNet;
+  explicit Conv(int64_t rows)
+      : images(std::make_shared<Images>(rows)), dataset(images) {}
   static Model make(uint64_t seed) {
     torch::manual_seed(seed);
-    return Model();
+    Model model;
+    for (const auto& block : {model->block1, model->block2, model->block3}) {
+      torch::nn::init::normal_(block->norm->weight, 1.0, 0.2);
+      block->norm->running_mean.uniform_(-0.2, 0.2);
+      block->norm->running_var.uniform_(0.5, 2.0);
+    }
+    model->to(torch::kDouble);
+    model->eval();
+    return model;
   }
-  Tensor losses(Model& model, const Batch& batch) const {
-    return (model->forward(batch["x"]) - batch["y"]).square();
+  static Tensor losses(Model& model, const Tensor& x, const Tensor& y) {
+    return (model->forward(x) - y).square().mean(1);
   }
-  Tensor tokens(
-      const Batch& batch) const { // any weight will do: pixels above 0
-    return 1 + (batch["x"] > 0).flatten(1).sum(1).to(torch::kDouble);
+  static Tensor losses(Model& model, const Batch& batch) {
+    return losses(model, batch["x"], batch["y"]);
   }
+  // Any weight will do: pixels above 0.
+  static Tensor bright(const Tensor& x) {
+    return 1 + (x > 0).flatten(1).sum(1).to(torch::kDouble);
+  }
+  static Tensor tokens(const Batch& batch) { return bright(batch["x"]); }
+  std::pair<Tensor, Tensor> terms(
+      Model& model, const std::vector<int64_t>& rows) const {
+    const Tensor index = torch::tensor(rows, torch::kLong);
+    const Tensor x = images->x.index_select(0, index);
+    return {losses(model, x, images->y.index_select(0, index)), bright(x)};
+  }
+  std::shared_ptr<Images> images{};
   std::shared_ptr<Dataset> dataset{};
 };
 
-// The joined batch's mean loss.
+// The mean loss of a batch and its rows, or the weighted sum and its weight.
 template <typename Case, typename Model>
 std::pair<Tensor, double> loss_of(
     const Case& data, Model& model, const Batch& batch, bool by_tokens) {
@@ -152,20 +176,8 @@ std::pair<Tensor, double> loss_of(
   return {(losses * tokens).sum(), tokens.sum().template item<double>()};
 }
 
-Tensor flat_gradient(const torch::nn::Module& module) {
-  std::vector<Tensor> parts;
-  for (const Tensor& p : module.parameters()) {
-    parts.push_back(
-        p.grad().defined() ? p.grad().flatten()
-                           : torch::zeros_like(p).flatten());
-  }
-  return torch::cat(parts).clone();
-}
-
-struct Outcome {
-  Tensor first_gradient{};
-  std::vector<Tensor> parameters{};
-  Windows windows{}; // of this rank
+struct Outcome : Trained {
+  Windows windows{}; // of all ranks
 };
 
 template <typename Case>
@@ -220,25 +232,14 @@ Outcome with_accelerator(const Case& data, int64_t k, bool by_tokens) {
 }
 
 template <typename Case>
-Outcome with_torch(const Case& data, const Windows& windows, bool by_tokens) {
-  auto net = Case::make(1);
-  torch::optim::SGD sgd(
-      net->parameters(), torch::optim::SGDOptions(0.05).momentum(0.9));
-  Outcome outcome;
-  for (const auto& rows : windows) {
-    sgd.zero_grad();
-    const Batch batch = data.dataset->collate(rows);
-    const auto [loss, weight] = loss_of(data, net, batch, by_tokens);
-    (by_tokens ? loss / weight : loss).backward();
-    if (!outcome.first_gradient.defined()) {
-      outcome.first_gradient = flat_gradient(*net);
-    }
-    sgd.step();
-  }
-  for (const Tensor& p : net->parameters()) {
-    outcome.parameters.push_back(p.detach());
-  }
-  return outcome;
+Trained with_torch(const Case& data, const Windows& windows, bool by_tokens) {
+  return train_plainly(
+      Case::make(1),
+      windows,
+      [&](typename Case::Model& net, const std::vector<int64_t>& rows) {
+        auto [losses, tokens] = data.terms(net, rows);
+        return std::pair(losses, by_tokens ? tokens : torch::ones_like(losses));
+      });
 }
 
 void publish(const std::string& table) {
@@ -264,7 +265,7 @@ void check_table() {
             testing::Message() << "accumulation " << k << ", " << text_of(rows)
                                << (by_tokens ? ", tokens" : ", mean"));
         const Outcome ours = with_accelerator(data, k, by_tokens);
-        const Outcome plain = with_torch(data, ours.windows, by_tokens);
+        const Trained plain = with_torch(data, ours.windows, by_tokens);
         size_t seen = 0;
         for (const auto& window : ours.windows) {
           seen += window.size();

@@ -148,6 +148,9 @@ struct Session {
   Handles& prepared() {
     if (!handles) {
       handles.emplace(accelerator.prepare(net, adamw, loader, schedule));
+      if (hook) {
+        accelerator.register_comm_hook(std::get<0>(*handles), hook);
+      }
     }
     return *handles;
   }
@@ -179,6 +182,7 @@ struct Session {
   LrScheduler schedule;
   DataLoader loader;
   Notes notes{};
+  std::shared_ptr<CommHook> hook{}; // registered once all is prepared
   std::optional<Handles> handles{};
   int64_t first_turn = 0;
   std::vector<int64_t> rows{}; // this rank's, in order

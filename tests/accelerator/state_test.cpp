@@ -60,6 +60,56 @@ TEST(AcceleratorState, RunResumedAnywhereEqualsTheUninterruptedOneBitForBit) {
   }
 }
 
+std::shared_ptr<CommHook> power_sgd() {
+  return std::make_shared<PowerSgdHook>(
+      PowerSgdOptions{.start_powerSGD_iter = 2, .min_compression_rate = 1});
+}
+
+// What PowerSGD left out is each rank's own, also where no window is open and
+// gradients are zero.
+TEST(AcceleratorState, ARunUnderPowerSgdGoesOnWithEveryRanksError) {
+  const auto communicator = testing_support::fresh_communicator();
+  const int world = communicator->world_size();
+  const auto folder = common_folder();
+  Session saving(communicator, 2, 49);
+  saving.hook = power_sgd();
+  const std::vector<Place> places{{1, 0}, {1, 1}, {1, -1}}; // {1, 0}: open
+  saving.train([&](Place here) {
+    for (const Place place : places) {
+      if (place.epoch == here.epoch && place.turn == here.turn) {
+        saving.accelerator.save_state(folder / place_name(place));
+      }
+    }
+  });
+  const auto expected = saving.everything();
+  for (const Place place : places) {
+    SCOPED_TRACE(place_name(place));
+    if (world > 1) {
+      std::vector<at::Tensor> errors;
+      for (int rank = 0; rank < world; ++rank) {
+        const SafetensorsReader file(
+            folder / place_name(place) /
+            ("state_rank_" + std::to_string(rank) + ".safetensors"));
+        errors.push_back(
+            file.tensor("gradients.0.comm_hook.error.first.weight").clone());
+        EXPECT_GT(errors.back().abs().sum().item<double>(), 0);
+      }
+      EXPECT_FALSE(torch::equal(errors.front(), errors.back()));
+    }
+    Session resumed(communicator, 2, 49, /*weights=*/99);
+    resumed.hook = power_sgd();
+    resumed.prepared();
+    resumed.accelerator.load_state(folder / place_name(place));
+    resumed.train();
+    expect_equal_bits(resumed.everything(), expected);
+  }
+  Session without(communicator, 2, 49);
+  without.prepared();
+  const auto text = input_error(
+      [&] { without.accelerator.load_state(folder / place_name(places[0])); });
+  EXPECT_NE(text.find("powerSGD"), text.npos) << text;
+}
+
 /// Rows seen by all ranks of `communicator`, sorted.
 std::vector<int64_t> rows_of_all(
     Communicator& communicator, const std::vector<int64_t>& mine) {

@@ -61,6 +61,15 @@ void wait_for_the_end_of_all(const files::path& folder) {
   ADD_FAILURE() << "ranks outlive their launcher";
 }
 
+int times_said(const ProgramRun& run, const std::string& text) {
+  int times = 0;
+  for (size_t at = run.error.find(text); at != std::string::npos;
+       at = run.error.find(text, at + text.size())) {
+    ++times;
+  }
+  return times;
+}
+
 TEST(ResumedPrograms, KilledRunStartedAgainLeavesTheModelOfAnUninterruptedOne) {
   const TemporaryFolder whole, killed;
   for (const auto* folder : {&whole, &killed}) {
@@ -100,8 +109,15 @@ TEST(ResumedPrograms, KilledRunStartedAgainLeavesTheModelOfAnUninterruptedOne) {
   const ProgramRun changed =
       run_program(requeued_command(killed.path(), {"--weight-decay", "0.1"}));
   EXPECT_EQ(changed.code, 2);
-  EXPECT_TRUE(changed.said("weight_decay: 0.0 -> 0.1")) << changed.error;
+  EXPECT_EQ(times_said(changed, "weight_decay: 0.0 -> 0.1"), 1)
+      << changed.error;
   EXPECT_TRUE(changed.said("--allow-changed-arguments")) << changed.error;
+
+  // What only the ranks find is said once as well.
+  write_file_atomically(killed / "train.csv", small_reviews(49));
+  const ProgramRun other = run_program(requeued_command(killed.path()));
+  EXPECT_EQ(other.code, 2);
+  EXPECT_EQ(times_said(other, "train_data: "), 1) << other.error;
 
   // A checkpoint is a model folder, too.
   const ProgramRun predicted = run_program(

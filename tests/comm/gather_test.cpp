@@ -61,6 +61,61 @@ TEST(AllGather, OutputsOfAnotherShapeOrDtypeAreRefused) {
       gather(torch::ones({comm->world_size(), 2}, torch::kDouble)), InputError);
 }
 
+// Row t of rank f's input: {f, t}.
+TEST(AllToAll, EachRankGetsItsRowOfEveryRanks) {
+  const auto comm = fresh_communicator();
+  const int world = comm->world_size();
+  for (const auto type :
+       {torch::kFloat, torch::kBFloat16, torch::kBool, torch::kLong}) {
+    torch::Tensor mine = torch::empty({world, 2}, torch::kLong);
+    torch::Tensor wanted = torch::empty({world, 2}, torch::kLong);
+    for (int other = 0; other < world; ++other) {
+      mine[other] = torch::tensor({comm->rank(), other});
+      wanted[other] = torch::tensor({other, comm->rank()});
+    }
+    mine = mine.to(type);
+    const torch::Tensor before = mine.clone();
+    torch::Tensor got = torch::zeros({world, 2}, type);
+    CommHandle handle = comm->all_to_all_async(got, mine, "rows");
+    handle.wait();
+    EXPECT_TRUE(torch::equal(got, wanted.to(type))) << got;
+    EXPECT_TRUE(torch::equal(mine, before));
+    EXPECT_TRUE(handle.done());
+  }
+  // Several under way at once, rows of nothing among them.
+  std::vector<torch::Tensor> results;
+  std::vector<CommHandle> handles;
+  for (const int64_t width : {0, 1, 3000}) {
+    results.push_back(torch::zeros({world, width}));
+    handles.push_back(comm->all_to_all_async(
+        results.back(),
+        torch::full({world, width}, static_cast<float>(comm->rank())),
+        "many"));
+  }
+  for (CommHandle& handle : handles) {
+    handle.wait();
+  }
+  for (const torch::Tensor& result : results) {
+    EXPECT_TRUE(torch::equal(
+        result,
+        torch::arange(world).to(torch::kFloat).unsqueeze(1).expand_as(result)));
+  }
+}
+
+TEST(AllToAll, TensorsWithoutARowForEachRankAreRefused) {
+  const auto comm = fresh_communicator();
+  const int world = comm->world_size();
+  const auto exchange = [&](torch::Tensor output, torch::Tensor input) {
+    comm->all_to_all_async(std::move(output), std::move(input), "x").wait();
+  };
+  const auto rows = [](int64_t count) { return torch::ones({count, 2}); };
+  EXPECT_THROW(exchange(rows(world + 1), rows(world + 1)), InputError);
+  EXPECT_THROW(exchange(rows(world), rows(world).to(torch::kLong)), InputError);
+  EXPECT_THROW(exchange(rows(world), torch::ones({world, 3})), InputError);
+  EXPECT_THROW(exchange(torch::ones({}), torch::ones({})), InputError);
+  EXPECT_THROW(exchange(rows(world), torch::ones({2, world}).t()), InputError);
+}
+
 TEST(AllGatherRows, RanksMayHaveDifferentNumbersOfRowsAndNone) {
   const auto comm = fresh_communicator();
   for (const int extra : {0, 1}) { // rank 0 without rows, and with one

@@ -90,18 +90,18 @@ std::filesystem::path shared_folder() {
   return store->get_to_str("folder");
 }
 
-/// Counts rows, and gives the next of a list of scores as "score".
-class ScriptedMetrics : public EvaluationMetrics {
+/// Rows and the sum of their numbers.
+class CountedRows : public Metric {
  public:
-  explicit ScriptedMetrics(double score) : score_(score) {}
-  void update(const at::Tensor& outputs, const Batch& batch) override {
+  void add(const Batch& batch) {
     rows_ += batch.rows();
     for (const int64_t row : batch.indices) {
       row_numbers_ += row;
     }
-    EXPECT_EQ(outputs.size(0), batch.rows());
-    EXPECT_FALSE(outputs.requires_grad());
   }
+  int64_t rows() const { return rows_; }
+  int64_t row_numbers() const { return row_numbers_; }
+
   at::Tensor state() const override {
     return at::tensor({rows_, row_numbers_}, at::kLong);
   }
@@ -109,17 +109,36 @@ class ScriptedMetrics : public EvaluationMetrics {
     rows_ = state[0].item<int64_t>();
     row_numbers_ = state[1].item<int64_t>();
   }
+  void merge_state(const at::Tensor& other) override {
+    set_state(state() + other);
+  }
+  void reset() override { rows_ = row_numbers_ = 0; }
+
+ private:
+  int64_t rows_ = 0;
+  int64_t row_numbers_ = 0;
+};
+
+/// Counts rows, and gives a score as "score".
+class ScriptedMetrics : public EvaluationMetrics {
+ public:
+  explicit ScriptedMetrics(double score) : score_(score) {}
+  void update(const at::Tensor& outputs, const Batch& batch) override {
+    counted_.add(batch);
+    EXPECT_EQ(outputs.size(0), batch.rows());
+    EXPECT_FALSE(outputs.requires_grad());
+  }
+  std::vector<Metric*> metrics() override { return {&counted_}; }
   std::map<std::string, double> compute() const override {
     return {
-        {"rows", static_cast<double>(rows_)},
-        {"row_numbers", static_cast<double>(row_numbers_)},
+        {"rows", static_cast<double>(counted_.rows())},
+        {"row_numbers", static_cast<double>(counted_.row_numbers())},
         {"score", score_}};
   }
 
  private:
   double score_;
-  int64_t rows_ = 0;
-  int64_t row_numbers_ = 0;
+  CountedRows counted_{};
 };
 
 } // namespace detail

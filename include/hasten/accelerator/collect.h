@@ -100,9 +100,12 @@ class Collect {
   template <std::derived_from<Metric> M>
   M reduce(const M& metric) {
     M joined = metric;
-    reduce_metric(joined);
+    reduce_(joined);
     return joined;
   }
+  /// The same in place, for a metric that is not asked to go on: counted further
+  /// and reduced again, every rank would bring all rows. Collective.
+  void reduce_(Metric& metric);
 
   /// Overwrites the tensor with rank `from`'s, in place, and returns it. One
   /// shape and dtype on all ranks; any dtype. Collective.
@@ -253,7 +256,6 @@ class Collect {
   }
   void take_turns(
       bool first, const char* name, const std::function<void()>& body);
-  void reduce_metric(Metric& metric);
 
   bool triggered_ = false;
 };

@@ -29,6 +29,13 @@ class InputError : public Error {
   using Error::Error;
 };
 
+/// The InputError of another rank, which that rank throws as it is: only one of
+/// them needs to be shown to the user.
+class PeerInputError : public InputError {
+ public:
+  using InputError::InputError;
+};
+
 /// A peer died, is late, or does something else than this rank. The group it
 /// happened in is dead: every later call on it throws too.
 class CommunicationError : public Error {

@@ -1,5 +1,9 @@
 // What an evaluation computes beside the loss, batch by batch and over ranks,
-// in constant memory.
+// in constant memory: any metrics of hasten/metrics/.
+//
+//   hasten::named_metrics(
+//       "targets", std::pair("r2", R2Score()), std::pair("mse", MeanSquaredError()))
+//
 // Threading: one instance per thread.
 #pragma once
 
@@ -10,8 +14,12 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
 
 #include "hasten/data/dataset.h"
+#include "hasten/metrics/metric.h"
 
 namespace hasten {
 
@@ -20,12 +28,9 @@ class EvaluationMetrics {
   virtual ~EvaluationMetrics() = default;
   /// Counts a batch: `outputs` is what the loss function returned. Local.
   virtual void update(const at::Tensor& outputs, const Batch& batch) = 0;
-  /// Everything counted so far as one tensor, of equal shape on all ranks,
-  /// such that the sum over ranks is the state of all rows. Undefined for
-  /// metrics that need none.
-  virtual at::Tensor state() const = 0;
-  /// Takes the sum over ranks.
-  virtual void set_state(const at::Tensor& state) = 0;
+  /// What it counts in, the same list on all ranks: before compute() each gets
+  /// what all ranks have seen (Accelerator::reduce). They stay its own.
+  virtual std::vector<Metric*> metrics() = 0;
   /// Values by name, without the "eval_" prefix: {"accuracy", 0.9}.
   virtual std::map<std::string, double> compute() const = 0;
 };
@@ -37,5 +42,65 @@ using ComputeMetrics = std::function<std::unique_ptr<EvaluationMetrics>()>;
 /// `labels_name` [B]. Batches without that tensor are not counted.
 ComputeMetrics classification_metrics(
     int64_t num_labels, std::string labels_name = "labels");
+
+namespace detail {
+
+template <typename... M>
+class NamedMetrics final : public EvaluationMetrics {
+ public:
+  NamedMetrics(
+      std::string labels_name,
+      std::vector<std::string> names,
+      std::tuple<M...> metrics)
+      : labels_name_(std::move(labels_name)),
+        names_(std::move(names)),
+        metrics_(std::move(metrics)) {}
+
+  void update(const at::Tensor& outputs, const Batch& batch) override {
+    if (batch.has(labels_name_)) {
+      const at::Tensor& labels = batch[labels_name_];
+      std::apply(
+          [&](M&... metric) { (metric.update(outputs, labels), ...); },
+          metrics_);
+    }
+  }
+  std::vector<Metric*> metrics() override {
+    return std::apply(
+        [](M&... metric) { return std::vector<Metric*>{&metric...}; },
+        metrics_);
+  }
+  std::map<std::string, double> compute() const override {
+    std::map<std::string, double> values;
+    auto name = names_.begin();
+    std::apply(
+        [&](const M&... metric) {
+          ((values[*name++] = metric.compute()), ...);
+        },
+        metrics_);
+    return values;
+  }
+
+ private:
+  std::string labels_name_;
+  std::vector<std::string> names_; // [metric]
+  std::tuple<M...> metrics_;
+};
+
+} // namespace detail
+
+/// Any metrics with update(outputs, labels) and one number as their value, by
+/// name; each evaluation starts with copies of those given. They see the loss
+/// function's outputs and the batch's `labels_name`; batches without that tensor
+/// are not counted.
+template <typename... M>
+ComputeMetrics named_metrics(
+    std::string labels_name, std::pair<const char*, M>... metrics) {
+  return [labels_name = std::move(labels_name),
+          names = std::vector<std::string>{metrics.first...},
+          fresh = std::tuple<M...>(std::move(metrics.second)...)] {
+    return std::make_unique<detail::NamedMetrics<M...>>(
+        labels_name, names, fresh);
+  };
+}
 
 } // namespace hasten

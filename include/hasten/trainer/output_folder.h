@@ -20,6 +20,9 @@
 
 namespace hasten {
 
+/// What a run says of itself, in its checkpoints and its finished folder.
+inline constexpr const char* kRunFile = "hasten_state.json";
+
 /// The first thing in `folder` that shows another run or a model: a
 /// checkpoint-N folder, a record, weights. Empty where there is none; a folder
 /// that does not exist is free, and so is one with other files in it.

@@ -105,7 +105,8 @@ class Trainer {
   /// What the run depends on beside the arguments, as JSON objects of name and
   /// value: where one differs when the run is resumed it is listed (`listed`), or
   /// refused as a changed argument is (`altering`; "train_data", a checksum of
-  /// rows and lengths, is in there unless given). Before train().
+  /// rows and lengths, is in there unless given). Those of rank 0 count, the others
+  /// may be empty. Before train().
   void set_run_facts(nlohmann::json listed, nlohmann::json altering);
 
   /// The whole run, or the rest of it: with resume_from_checkpoint it goes on as

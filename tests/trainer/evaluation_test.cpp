@@ -1,0 +1,129 @@
+// What an evaluation says on any number of ranks.
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <cmath>
+#include <numeric>
+
+#include "hasten/accelerator/accelerator.h"
+#include "hasten/metrics/regression.h"
+#include "hasten/models/bert.h"
+#include "hasten/trainer/trainer.h"
+#include "support/communicator.h"
+#include "support/world.h"
+#include "trainer/toy_text.h"
+
+namespace hasten::evaluation_test {
+
+std::shared_ptr<Accelerator> accelerator_of(int64_t window) {
+  AcceleratorOptions options;
+  options.gradient_accumulation_steps = window;
+  return std::make_shared<Accelerator>(
+      options, testing_support::fresh_communicator());
+}
+
+// Logits near 0: a sum that is not divided, or divided once too little, shows at
+// once in the first record and in the evaluation.
+TEST(TrainerEvaluation, TwoClassesStartAtTheLogarithmOfTwoOnAnySplit) {
+  BertConfig config = BertConfig::from_shape("bert-tiny", toy::kWords);
+  config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0;
+  config.max_position_embeddings = 16;
+  config.id2label = {"no", "yes"};
+  const int world_size = testing_support::test_world().world_size;
+  const auto texts = std::make_shared<toy::Texts>(24);
+  for (const int64_t window : {1, 3}) {
+    SCOPED_TRACE("accumulation " + std::to_string(window));
+    torch::manual_seed(5);
+    BertForSequenceClassification bert(config);
+    TrainingArguments arguments = toy::arguments();
+    arguments.per_device_train_batch_size = 2;
+    arguments.gradient_accumulation_steps = window;
+    arguments.max_steps = 1;
+    const auto loss_of = [bert](const Batch& rows) mutable {
+      const at::Tensor logits =
+          bert->forward(rows["input_ids"], rows["attention_mask"]);
+      const at::Tensor loss = torch::nn::functional::cross_entropy(
+          logits,
+          rows["labels"] % 2,
+          torch::nn::functional::CrossEntropyFuncOptions().reduction(
+              torch::kSum));
+      return LossOutput{loss, static_cast<double>(rows.rows()), logits};
+    };
+    Trainer trainer(
+        bert.ptr(),
+        loss_of,
+        arguments,
+        texts,
+        texts,
+        ComputeMetrics{},
+        accelerator_of(window));
+    EXPECT_NEAR(
+        trainer.evaluate().at("eval_loss").get<double>(), std::log(2.0), 0.02);
+    std::vector<int64_t> first(static_cast<size_t>(2 * window * world_size));
+    std::iota(first.begin(), first.end(), 0);
+    const double plain = [&] {
+      const at::NoGradGuard no_grad;
+      return LossFunction(loss_of)(texts->collate(first))
+                 .loss_sum.item<double>() /
+             static_cast<double>(first.size());
+    }();
+    trainer.train();
+    const auto losses = toy::history(trainer, "loss");
+    ASSERT_EQ(losses.size(), 1u);
+    EXPECT_NEAR(losses[0], plain, 1e-6);
+    EXPECT_NEAR(losses[0], std::log(2.0), 0.02);
+  }
+}
+
+// Metrics that are added up over ranks and such that are merged; two evaluations in
+// a row start from nothing each.
+TEST(TrainerEvaluation, AnyMetricOfAnEvaluationIsThatOfAllRows) {
+  const toy::Texts texts(29);
+  auto model = std::make_shared<toy::Classifier>();
+  const auto score = [model](const Batch& batch) { // [B]
+    return model->forward(batch["input_ids"], batch["attention_mask"])
+        .select(1, 0);
+  };
+  TrainingArguments arguments = toy::arguments();
+  arguments.per_device_eval_batch_size = 3;
+  Trainer trainer(
+      model,
+      [&](const Batch& batch) {
+        const at::Tensor error = score(batch) - batch["labels"];
+        return LossOutput{
+            error.square().sum(),
+            static_cast<double>(batch.rows()),
+            score(batch)};
+      },
+      arguments,
+      nullptr,
+      nullptr,
+      named_metrics(
+          "labels",
+          std::pair("mse", MeanSquaredError()),
+          std::pair("r2", R2Score()),
+          std::pair("pearson", PearsonCorrCoef()),
+          std::pair("spearman", SpearmanCorrCoef(64))),
+      accelerator_of(1));
+  std::vector<int64_t> all(29);
+  std::iota(all.begin(), all.end(), 0);
+  const Batch joined = texts.collate(all);
+  const at::NoGradGuard no_grad;
+  model->eval();
+  const auto value_of = [&](auto metric) {
+    metric.update(score(joined), joined["labels"]);
+    return metric.compute();
+  };
+  for (int time = 0; time < 2; ++time) {
+    const auto record = trainer.evaluate(texts);
+    const double mse = record.at("eval_mse");
+    EXPECT_NEAR(mse, value_of(MeanSquaredError()), 1e-12);
+    EXPECT_NEAR(mse, record.at("eval_loss").get<double>(), 1e-12);
+    EXPECT_NEAR(record.at("eval_r2"), value_of(R2Score()), 1e-12);
+    EXPECT_NEAR(record.at("eval_pearson"), value_of(PearsonCorrCoef()), 1e-12);
+    EXPECT_NEAR(
+        record.at("eval_spearman"), value_of(SpearmanCorrCoef(64)), 1e-12);
+  }
+}
+
+} // namespace hasten::evaluation_test
