@@ -1,4 +1,5 @@
 // The rank's half: cases in step with the other ranks, reports, the watchdog.
+#include <c10/util/Logging.h>
 #include <cxxabi.h>
 #include <execinfo.h>
 #include <gtest/gtest.h>
@@ -126,11 +127,13 @@ class Rank {
     if (options.isServer) {
       options.masterListenFd = std::atoi(std::getenv("HASTEN_TEST_STORE_FD"));
     }
-    // c10d asks for the name of each address it connects to; no name server is
-    // to be waited for.
+    // c10d asks for the name of each address it connects to and warns where there
+    // is none; no name server is to be waited for.
     res_init();
     const int name_servers = std::exchange(_res.nscount, 0);
+    const int level = std::exchange(FLAGS_caffe2_log_level, c10::GLOG_ERROR);
     store_ = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
+    FLAGS_caffe2_log_level = level;
     _res.nscount = name_servers;
   }
 
