@@ -203,6 +203,24 @@ TEST(AcceleratorState, OpenWindowAtAnotherWorldSizeIsRefusedByName) {
   everyone->barrier("looked");
 }
 
+TEST(AcceleratorState, AnOpenWindowGoesOnToRefuseABackwardThatIsNotWeighed) {
+  const auto communicator = testing_support::fresh_communicator();
+  const auto folder = common_folder();
+  Session first(communicator, 3, 50);
+  first.train([&](Place place) {
+    if (place.epoch == 0 && place.turn == 1) {
+      first.accelerator.save_state(folder / "open");
+    }
+  });
+  Session then(communicator, 3, 50, 99);
+  then.prepared();
+  then.accelerator.load_state(folder / "open");
+  const auto text = input_error(
+      [&] { then.net->forward(torch::ones({1, 5})).sum().backward(); });
+  EXPECT_NE(text.find("inside a window reached parameter \"second."), text.npos)
+      << text;
+}
+
 TEST(AcceleratorState, DamagedStateIsRefusedByFileAndNothingChanges) {
   const auto communicator = testing_support::fresh_communicator();
   const auto folder = common_folder();

@@ -36,11 +36,11 @@ struct TwoImpl : torch::nn::Module {
 TORCH_MODULE(Two);
 
 struct HookRig {
-  explicit HookRig(std::shared_ptr<CommHook> hook)
+  explicit HookRig(std::shared_ptr<CommHook> hook, DdpOptions options = {})
       : communicator(fresh_communicator()),
         world(communicator->world_size()),
         rank(communicator->rank()),
-        ddp(communicator, net.ptr()) {
+        ddp(communicator, net.ptr(), options) {
     ddp.register_comm_hook(std::move(hook));
   }
   void reduce(int turn, double factor = 1) {
@@ -178,6 +178,24 @@ TEST(PowerSgd, IsThePowerIterationWithErrorFeedback) {
   }
   EXPECT_GT(hook->compression_rate(), 1.2);
   EXPECT_EQ(hook->iteration(), 6);
+}
+
+// The vector and the matrix in a bucket each: warm-up ends between two sums, not
+// within one.
+TEST(PowerSgd, CountsSumsWhateverTheBuckets) {
+  auto hook = std::make_shared<PowerSgdHook>(
+      PowerSgdOptions{.start_powerSGD_iter = 3, .min_compression_rate = 1});
+  HookRig rig(hook, kTinyBuckets);
+  EXPECT_EQ(rig.ddp.bucket_sizes().size(), 2u);
+  for (int turn = 0; turn < 4; ++turn) {
+    rig.reduce(turn);
+    if (rig.world == 1) {
+      continue;
+    }
+    EXPECT_EQ(hook->iteration(), turn + 1);
+    const Tensor plain = rig.sum([&](int r) { return matrix_of(r, turn); });
+    EXPECT_EQ(largest(rig.net->matrix.grad() - plain) < 1e-5, turn < 3) << turn;
+  }
 }
 
 TEST(PowerSgd, GoesOnFromItsSavedStateBitForBit) {
