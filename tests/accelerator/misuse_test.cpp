@@ -144,6 +144,25 @@ TEST(Misuse, AStepOfOneRankAloneIsFoundAtTheEnd) {
       "different optimizer steps");
 }
 
+TEST(Misuse, AStepOfOneRankAloneIsFoundInTheNextWindow) {
+  auto accelerator = accelerator_of();
+  if (accelerator.num_processes() == 1) {
+    return;
+  }
+  Ready r(accelerator);
+  auto [model, optimizer] = accelerator.prepare(r.net, r.sgd);
+  const Pair batch = make_batches(2)[1];
+  accelerator.backward(mean_loss(model, batch));
+  if (accelerator.is_main_process()) {
+    optimizer.step();
+  }
+  optimizer.zero_grad();
+  expect_says(
+      message_of<CommunicationError>(
+          [&] { accelerator.backward(mean_loss(model, batch)); }),
+      "stepped different optimizers before it");
+}
+
 TEST(Debug, NamesTheFirstCollectiveThatDiffers) {
   auto accelerator = accelerator_of({.debug = true});
   auto batches = even_batches(4 * accelerator.num_processes());

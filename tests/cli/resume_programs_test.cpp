@@ -113,7 +113,9 @@ TEST(ResumedPrograms, KilledRunStartedAgainLeavesTheModelOfAnUninterruptedOne) {
       << changed.error;
   EXPECT_TRUE(changed.said("--allow-changed-arguments")) << changed.error;
 
-  // What only the ranks find is said once as well.
+  // What only the ranks find is said once as well: the run is not finished, and
+  // goes on from its last checkpoint with other rows.
+  files::remove(killed / "out/hasten_state.json");
   write_file_atomically(killed / "train.csv", small_reviews(49));
   const ProgramRun other = run_program(requeued_command(killed.path()));
   EXPECT_EQ(other.code, 2);
