@@ -147,6 +147,8 @@ TEST(Ddp, LearnsTheBucketOrderFromRankZerosFirstBackward) {
   Parts again(1);
   Ddp resumed(communicator, again.ptr(), kTinyBuckets);
   resumed.load_state(tensors, values);
+  EXPECT_EQ(resumed.gradients().layout().order(), layout.order())
+      << "at once: a window under way is laid out in it";
   reduce_once(
       resumed, rank, [&](int r) { return again->loss(rows_of(r, 6), use(r)); });
   EXPECT_EQ(resumed.gradients().layout().order(), layout.order());
