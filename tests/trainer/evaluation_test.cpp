@@ -39,6 +39,7 @@ TEST(TrainerEvaluation, TwoClassesStartAtTheLogarithmOfTwoOnAnySplit) {
     arguments.per_device_train_batch_size = 2;
     arguments.gradient_accumulation_steps = window;
     arguments.max_steps = 1;
+    arguments.warmup_steps = 0;
     const auto loss_of = [bert](const Batch& rows) mutable {
       const at::Tensor logits =
           bert->forward(rows["input_ids"], rows["attention_mask"]);
