@@ -362,6 +362,7 @@ TEST(TrainerWorld, FolderOfAnotherRunIsRefusedOnEveryRank) {
     arguments.output_dir = folder.string();
     arguments.overwrite_output_dir = overwrite;
     arguments.max_steps = 1;
+    arguments.warmup_steps = 0;
     Trainer trainer(
         model,
         toy::loss_function(model),
