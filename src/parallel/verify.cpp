@@ -8,6 +8,7 @@
 
 #include "hasten/base/error.h"
 #include "hasten/parallel/ddp.h"
+#include "verify.h"
 
 namespace hasten {
 
@@ -57,26 +58,42 @@ std::string first_difference(
   return {};
 }
 
+void require_equal_lists(
+    Communicator& communicator,
+    const nlohmann::json& mine,
+    const char* where,
+    const std::string& subject,
+    const char* expected,
+    const char* fix) {
+  const auto main =
+      communicator.broadcast_json(mine, subject + " of rank 0");
+  const auto differences = communicator.gather_json(
+      first_difference(mine, main), subject + " differences");
+  for (size_t rank = 0; rank < differences.size(); ++rank) {
+    if (!differences[rank].get<std::string>().empty()) {
+      throw InputError(
+          where,
+          "rank " + std::to_string(rank) + "'s " + subject + " " +
+              differences[rank].get<std::string>(),
+          expected,
+          fix);
+    }
+  }
+}
+
 } // namespace detail
 
 void Ddp::verify_and_broadcast() {
   if (communicator_->world_size() == 1) {
     return;
   }
-  const auto mine = detail::describe_tensors(parameters_, module_buffers_);
-  const auto main = communicator_->broadcast_json(mine, "model of rank 0");
-  const auto differences = communicator_->gather_json(
-      detail::first_difference(mine, main), "model differences");
-  for (size_t rank = 0; rank < differences.size(); ++rank) {
-    if (!differences[rank].get<std::string>().empty()) {
-      throw InputError(
-          "parallel::Ddp",
-          "rank " + std::to_string(rank) + "'s model " +
-              differences[rank].get<std::string>(),
-          "the same model on every rank",
-          "build it from the same options everywhere");
-    }
-  }
+  detail::require_equal_lists(
+      *communicator_,
+      detail::describe_tensors(parameters_, module_buffers_),
+      "parallel::Ddp",
+      "model",
+      "the same model on every rank",
+      "build it from the same options everywhere");
   at::NoGradGuard no_grad;
   std::vector<CommHandle> handles;
   std::vector<std::pair<at::Tensor, at::Tensor>> copies; // target, contiguous

@@ -30,6 +30,7 @@
 #include "hasten/comm/communicator.h"
 #include "hasten/core/stateful.h"
 #include "hasten/flat/flat_gradients.h"
+#include "hasten/parallel/comm_hook.h"
 #include "hasten/parallel/outer_step.h"
 
 namespace hasten {
@@ -46,8 +47,16 @@ struct AveragerOptions {
   /// Measures how far the ranks are apart (AverageReport::spread). Costs one more
   /// number on the wire; the differences are taken in the pass that commits.
   bool measure_spread = true;
-  /// Null: the mean as it is.
+  /// Null: the mean as it is. Memory: the anchor, one copy.
   std::shared_ptr<OuterStep> outer{};
+  /// What travels instead of the fp32 numbers: 16 or 8 bits, or low rank
+  /// (hasten/parallel/comm_hook.h). It is given the changes since the last round,
+  /// not the values. Memory: the anchor, one copy. Null: a plain all-reduce.
+  std::shared_ptr<CommHook> comm_hook{};
+  /// Cuts the list into this many parts of about equal size that may be averaged
+  /// one at a time (start's `fragment`), so that less travels at once. ≥ 1, at
+  /// most the number of tensors counts.
+  int64_t fragments = 1;
   /// Who owns the buffers' memory; at::zeros by default.
   FlatAllocator allocator{};
 };
@@ -66,7 +75,8 @@ struct AverageReport {
   /// Sent by this rank, by the algorithm's count: 2 (n - 1) / n of the data for
   /// an all-reduce over n ranks.
   int64_t bytes = 0;
-  /// From the snapshot to the commit, both included. Seconds.
+  /// That this rank spent in the round: all of it, or, where the sending ran
+  /// beside the training (start, finish), the parts before and after. Seconds.
   double seconds = 0;
   /// Of these, the copies: snapshot and commit. Seconds.
   double copy_seconds = 0;
@@ -91,12 +101,26 @@ class Averager : public Stateful {
 
   /// One round: x <- sum_k w_k x_k / sum_k w_k over ranks k (then the outer step,
   /// if there is one). `weight` ≥ 0 of this rank; a rank with 0 takes part and
-  /// gets the mean of the others. Where all are 0, all count equally.
+  /// gets the mean of the others. Where all are 0 nothing changes.
   /// Collective, blocking.
   /// Throws CommunicationError where a peer fails: tensors are then as before, and
   /// the group is dead. InputError, on this rank, for a weight below 0 or not
   /// finite and for a tensor whose shape or dtype was changed.
-  const AverageReport& average(double weight = 1, double learning_rate = 0);
+  const AverageReport& average(
+      double weight = 1, double learning_rate = 0, int64_t fragment = kAll);
+  static constexpr int64_t kAll = -1;
+
+  /// The same in two parts, between which this rank may go on: start() takes the
+  /// snapshot s and sends, finish() waits, votes and corrects: x <- x + (mean - s),
+  /// so that what was done in between is kept. Memory: one more copy.
+  /// Collective; start() does not wait for peers. Throws as average() does.
+  void start(
+      double weight = 1, double learning_rate = 0, int64_t fragment = kAll);
+  const AverageReport& finish();
+  /// Between start() and finish().
+  bool started() const;
+  /// finish() would not wait, but for the vote. Never throws; ranks may differ.
+  bool ready() const;
 
   /// About the last round. May wait for the number that tells the spread, which
   /// is on its way.
@@ -105,13 +129,23 @@ class Averager : public Stateful {
   /// Elements and bytes of the tensors, tied ones once.
   int64_t numel() const;
   int64_t nbytes() const;
-  /// Elements of each slice, for tests: they add up to numel() and the padding.
-  std::vector<int64_t> slice_sizes() const;
-  /// The anchor becomes what the tensors hold now: after other means have changed
-  /// them on all ranks alike. Does nothing without an outer step. Local.
+  int64_t fragments() const;
+  /// A part of a tensor that is sent with others.
+  struct Piece {
+    int64_t tensor = 0; // index into the list without repetitions
+    int64_t begin = 0; // element, in the order of memory
+    int64_t count = 0;
+    int64_t fragment = 0;
+  };
+  /// What is sent together, in order. Every element is in one piece.
+  std::vector<std::vector<Piece>> slices() const;
+  /// The anchor becomes what the tensors hold now: after they have been changed
+  /// on all ranks alike. Does nothing without an anchor. Local.
   void reset_anchor();
 
-  /// Rounds, anchor and the outer step's state. Local.
+  /// Rounds, anchor, snapshot of a round that is under way, the outer step's and
+  /// the hook's state: this rank's. Between start() and finish() what was sent is
+  /// sent again after loading. Local.
   void save_state(NamedTensors& tensors, nlohmann::json& values) const override;
   void load_state(
       const NamedTensors& tensors, const nlohmann::json& values) override;

@@ -1,0 +1,343 @@
+// What an Averager is made of: the list, its layout in flat buffers, slices.
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cmath>
+#include <sstream>
+#include <unordered_set>
+
+#include "averager_impl.h"
+#include "hasten/base/error.h"
+#include "verify.h"
+
+namespace hasten {
+
+namespace detail {
+
+constexpr const char* kAveragerWhere = "parallel::Averager";
+// Smaller tensors are gathered in the buffer even where others are reduced in
+// place: a message of its own costs about as much as copying this many bytes.
+constexpr int64_t kDirectBytes = 1 << 18;
+
+void check_averager_options(const AveragerOptions& options) {
+  const auto refuse = [](const std::string& what, const char* expected) {
+    throw InputError(kAveragerWhere, what, expected);
+  };
+  if (!(options.slice_mb > 0) || options.slice_mb > 4096) {
+    refuse("slice_mb=" + std::to_string(options.slice_mb), "above 0, to 4096");
+  }
+  if (options.fragments < 1) {
+    refuse("fragments=" + std::to_string(options.fragments), "1 or more");
+  }
+  if (!options.transactional &&
+      (options.outer || options.comm_hook || options.fragments > 1)) {
+    refuse(
+        "transactional=false with an outer step, a hook or fragments",
+        "one of them: these need the buffers that transactions have");
+  }
+}
+
+void check_averaged_tensor(const std::string& name, const at::Tensor& tensor) {
+  const bool dense = tensor.defined() && !tensor.is_sparse() &&
+                     tensor.is_non_overlapping_and_dense();
+  if (dense && tensor.is_floating_point()) {
+    return;
+  }
+  std::ostringstream what;
+  what << "tensor \"" << name << "\" ";
+  if (!tensor.defined()) {
+    what << "is undefined";
+  } else {
+    what << "is " << tensor.sizes() << " " << tensor.scalar_type()
+         << (dense ? "" : ", with gaps or overlaps in memory");
+  }
+  throw InputError(
+      kAveragerWhere, what.str(), "floating-point tensors, dense in memory");
+}
+
+} // namespace detail
+
+Averager::Impl::Impl(
+    std::shared_ptr<Communicator> group,
+    const NamedTensorList& tensors,
+    AveragerOptions settings)
+    : communicator(std::move(group)), options(std::move(settings)) {
+  detail::check_averager_options(options);
+  add_entries(tensors);
+  lay_out();
+  cut_slices();
+  compare_ranks();
+}
+
+void Averager::Impl::add_entries(const NamedTensorList& tensors) {
+  std::unordered_set<const void*> seen;
+  for (const auto& [name, tensor] : tensors) {
+    detail::check_averaged_tensor(name, tensor);
+    if (tensor.numel() == 0 ||
+        !seen.insert(tensor.unsafeGetTensorImpl()).second) {
+      continue;
+    }
+    Entry entry;
+    entry.name = name;
+    entry.tensor = tensor.detach();
+    entry.dtype = tensor.scalar_type();
+    entry.numel = tensor.numel();
+    entry.sizes = tensor.sizes().vec();
+    entry.strides = tensor.strides().vec();
+    if (!tensor.is_cpu()) {
+      entry.staging = at::empty_like(
+          entry.tensor, entry.tensor.options().device(at::kCPU));
+    }
+    entry.direct = !options.transactional && tensor.is_cpu() &&
+                   (entry.dtype == at::kFloat || entry.dtype == at::kDouble) &&
+                   static_cast<int64_t>(tensor.nbytes()) >=
+                       detail::kDirectBytes;
+    entries.push_back(std::move(entry));
+  }
+}
+
+void Averager::Impl::lay_out() {
+  int64_t total = 0;
+  for (const Entry& entry : entries) {
+    total += entry.numel;
+  }
+  fragment_count =
+      std::max<int64_t>(1, std::min(options.fragments, std::ssize(entries)));
+  int64_t before = 0;
+  int64_t last = -1;
+  for (Entry& entry : entries) {
+    // Where the tensor's middle falls, and never a fragment without tensors in
+    // between.
+    const int64_t wanted =
+        (before + entry.numel / 2) * fragment_count / std::max<int64_t>(1, total);
+    entry.fragment = std::min({wanted, last + 1, fragment_count - 1});
+    last = entry.fragment;
+    before += entry.numel;
+    const at::ScalarType dtype =
+        entry.dtype == at::kDouble ? at::kDouble : at::kFloat;
+    auto group = std::find_if(groups.begin(), groups.end(), [&](const Group& g) {
+      return g.dtype == dtype;
+    });
+    if (group == groups.end()) {
+      groups.push_back({dtype});
+      group = groups.end() - 1;
+    }
+    entry.group = static_cast<size_t>(group - groups.begin());
+    if (!entry.direct) {
+      entry.offset = group->numel;
+      group->numel += entry.numel;
+    }
+  }
+  fragment_count = last + 1 > 0 ? last + 1 : 1;
+  for (Group& group : groups) {
+    const auto tensor_options = at::TensorOptions().dtype(group.dtype);
+    group.buffer = options.allocator
+                       ? options.allocator(group.numel, tensor_options)
+                       : at::zeros({group.numel}, tensor_options);
+  }
+}
+
+// Note [Slices]
+// A slice is a run of one group's buffer, of pieces of tensors that follow each
+// other; a tensor larger than a slice is in several. Hooks see whole tensors.
+// Every element is in one slice (a property that is tested), fragments begin with
+// slices of their own, and ranks have the same slices in the same order.
+void Averager::Impl::cut_slices() {
+  for (int64_t fragment = 0; fragment < fragment_count; ++fragment) {
+    for (size_t g = 0; g < groups.size(); ++g) {
+      const auto limit = std::max<int64_t>(
+          1,
+          static_cast<int64_t>(
+              options.slice_mb * (1 << 20) /
+              static_cast<double>(c10::elementSize(groups[g].dtype))));
+      Slice open;
+      const auto close = [&] {
+        if (open.count > 0) {
+          all_slices.push_back(std::move(open));
+        }
+        open = {};
+      };
+      for (size_t i = 0; i < entries.size(); ++i) {
+        const Entry& entry = entries[i];
+        if (entry.group != g || entry.fragment != fragment) {
+          continue;
+        }
+        for (int64_t begin = 0; begin < entry.numel;) {
+          if (entry.direct) {
+            const int64_t count = std::min(limit, entry.numel - begin);
+            const Piece piece{static_cast<int64_t>(i), begin, count, fragment};
+            all_slices.push_back({g, fragment, begin, count, true, {piece}});
+            begin += count;
+            continue;
+          }
+          const int64_t room =
+              options.comm_hook ? entry.numel : limit - open.count;
+          const int64_t count = std::min(room, entry.numel - begin);
+          if (open.count == 0) {
+            open.group = g;
+            open.fragment = fragment;
+            open.begin = entry.offset + begin;
+          }
+          open.pieces.push_back(
+              {static_cast<int64_t>(i), begin, count, fragment});
+          open.count += count;
+          begin += count;
+          if (open.count >= limit) {
+            close();
+          }
+        }
+      }
+      close();
+    }
+  }
+}
+
+void Averager::Impl::compare_ranks() {
+  if (communicator->world_size() == 1) {
+    return;
+  }
+  auto mine = nlohmann::json::array();
+  for (const Entry& entry : entries) {
+    std::ostringstream strides;
+    strides << entry.tensor.strides();
+    mine.push_back(
+        {"tensor \"" + entry.name + "\"",
+         detail::describe_tensor(entry.tensor, false) + " with strides " +
+             strides.str()});
+  }
+  std::ostringstream how;
+  how << "slices of " << options.slice_mb << " MiB, " << fragment_count
+      << " fragments" << (options.transactional ? "" : ", not transactional")
+      << (options.measure_spread ? "" : ", without spread")
+      << (options.outer ? ", " + options.outer->description() : "")
+      << (options.comm_hook ? ", " + options.comm_hook->description() : "");
+  mine.push_back({"the settings", how.str()});
+  detail::require_equal_lists(
+      *communicator,
+      mine,
+      detail::kAveragerWhere,
+      "list",
+      "the same tensors and settings on every rank",
+      "build models and options from the same values everywhere");
+}
+
+char* Averager::Impl::data_of(const Entry& entry) const {
+  const at::Tensor& where =
+      entry.staging.defined() ? entry.staging : entry.tensor;
+  return static_cast<char*>(where.data_ptr());
+}
+
+char* Averager::Impl::address(const at::Tensor& buffer, int64_t element) const {
+  return static_cast<char*>(buffer.data_ptr()) + element * buffer.element_size();
+}
+
+void Averager::Impl::check_tensors() const {
+  for (const Entry& entry : entries) {
+    if (entry.tensor.sizes() != at::IntArrayRef(entry.sizes) ||
+        entry.tensor.strides() != at::IntArrayRef(entry.strides) ||
+        entry.tensor.scalar_type() != entry.dtype) {
+      std::ostringstream what;
+      what << "tensor \"" << entry.name << "\" is " << entry.tensor.sizes()
+           << " " << entry.tensor.scalar_type() << " now, and was "
+           << at::IntArrayRef(entry.sizes) << " " << entry.dtype;
+      throw InputError(
+          detail::kAveragerWhere, what.str(), "the tensors of its beginning");
+    }
+  }
+}
+
+Averager::Averager(
+    std::shared_ptr<Communicator> communicator,
+    const NamedTensorList& tensors,
+    AveragerOptions options)
+    : impl_(std::make_unique<Impl>(
+          std::move(communicator), tensors, std::move(options))) {
+  reset_anchor();
+}
+
+Averager::~Averager() = default;
+
+const AverageReport& Averager::average(
+    double weight, double learning_rate, int64_t fragment) {
+  impl_->begin(weight, learning_rate, fragment, false);
+  impl_->complete();
+  return impl_->report;
+}
+
+void Averager::start(double weight, double learning_rate, int64_t fragment) {
+  impl_->begin(weight, learning_rate, fragment, true);
+}
+
+const AverageReport& Averager::finish() {
+  if (!impl_->round.open) {
+    throw InputError(
+        "parallel::Averager", "finish() without start()", "start() before it");
+  }
+  impl_->complete();
+  return impl_->report;
+}
+
+bool Averager::started() const { return impl_->round.open; }
+
+bool Averager::ready() const {
+  const auto& operations = impl_->round.operations;
+  return std::all_of(
+      operations.begin(), operations.end(), [](const auto& operation) {
+        return !operation.step && operation.handle.done();
+      });
+}
+
+const AverageReport& Averager::report() {
+  impl_->settle_spread();
+  return impl_->report;
+}
+
+int64_t Averager::numel() const {
+  int64_t sum = 0;
+  for (const auto& entry : impl_->entries) {
+    sum += entry.numel;
+  }
+  return sum;
+}
+
+int64_t Averager::nbytes() const {
+  int64_t sum = 0;
+  for (const auto& entry : impl_->entries) {
+    sum += static_cast<int64_t>(entry.tensor.nbytes());
+  }
+  return sum;
+}
+
+int64_t Averager::fragments() const { return impl_->fragment_count; }
+
+std::vector<std::vector<Averager::Piece>> Averager::slices() const {
+  std::vector<std::vector<Piece>> all;
+  for (const auto& slice : impl_->all_slices) {
+    all.push_back(slice.pieces);
+  }
+  return all;
+}
+
+void Averager::reset_anchor() {
+  if (!impl_->has_anchor()) {
+    return;
+  }
+  at::NoGradGuard no_grad;
+  impl_->stage_in();
+  for (auto& group : impl_->groups) {
+    if (!group.anchor.defined()) {
+      group.anchor = at::empty_like(group.buffer);
+    }
+  }
+  for (const auto& slice : impl_->all_slices) {
+    const auto& anchor = impl_->groups[slice.group].anchor;
+    impl_->for_pieces(
+        slice,
+        [&](const auto& entry, char* data, int64_t offset, int64_t count) {
+          detail::load_elements(
+              data, entry.dtype, impl_->address(anchor, offset), count, 1);
+        });
+  }
+}
+
+} // namespace hasten

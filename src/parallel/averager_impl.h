@@ -1,0 +1,128 @@
+// The state of an Averager.
+#pragma once
+
+#include <nlohmann/json.hpp>
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "averager_kernels.h"
+#include "hasten/parallel/averager.h"
+
+namespace hasten {
+
+struct Averager::Impl {
+  using Clock = std::chrono::steady_clock;
+  using PassSums = detail::PassSums;
+
+  struct Entry {
+    std::string name{};
+    at::Tensor tensor{};
+    at::Tensor staging{}; // on the CPU, for tensors that are not
+    at::ScalarType dtype = at::kFloat;
+    int64_t numel = 0;
+    size_t group = 0;
+    int64_t offset = 0; // in the group's buffer
+    int64_t fragment = 0;
+    std::vector<int64_t> sizes{};
+    std::vector<int64_t> strides{};
+    bool direct = false; // reduced where it lies
+  };
+  // Entries whose buffers are of one dtype.
+  struct Group {
+    at::ScalarType dtype = at::kFloat;
+    int64_t numel = 0; // in buffers: without what is reduced in place
+    at::Tensor buffer{};
+    at::Tensor snapshot{}; // of start()
+    at::Tensor anchor{};
+  };
+  struct Slice {
+    size_t group = 0;
+    int64_t fragment = 0;
+    int64_t begin = 0; // in the group's buffer; of direct ones in the tensor
+    int64_t count = 0;
+    bool direct = false;
+    std::vector<Piece> pieces{};
+  };
+  struct Operation {
+    size_t slice = 0;
+    at::Tensor range{};
+    CommHandle handle{};
+    CommHook::Step step{}; // a hook's; empty: done
+  };
+  // A round between its two parts.
+  struct Round {
+    bool open = false;
+    bool corrects = false; // x += mean - snapshot
+    int64_t fragment = kAll;
+    double weight = 1;
+    double total = -1; // of weights, once it is known
+    double learning_rate = 0;
+    double seconds = 0;
+    double copy_seconds = 0;
+    std::vector<Operation> operations{};
+  };
+
+  Impl(
+      std::shared_ptr<Communicator> group,
+      const NamedTensorList& tensors,
+      AveragerOptions settings);
+
+  void add_entries(const NamedTensorList& tensors);
+  void lay_out();
+  void cut_slices();
+  void compare_ranks();
+  bool has_anchor() const { return options.outer || options.comm_hook; }
+  bool takes_part(const Slice& slice) const {
+    return round.fragment == kAll || slice.fragment == round.fragment;
+  }
+  void check_tensors() const;
+  void stage_in();
+  void stage_out();
+  char* data_of(const Entry& entry) const;
+  char* address(const at::Tensor& buffer, int64_t element) const;
+  // Calls with entry data, buffer offset and count of every piece of the slice.
+  template <typename Function>
+  void for_pieces(const Slice& slice, const Function& function) const {
+    int64_t offset = slice.begin;
+    for (const Piece& piece : slice.pieces) {
+      const Entry& entry = entries[static_cast<size_t>(piece.tensor)];
+      const auto size = static_cast<int64_t>(c10::elementSize(entry.dtype));
+      function(
+          entry, data_of(entry) + piece.begin * size, offset, piece.count);
+      offset += piece.count;
+    }
+  }
+
+  void begin(double weight, double learning_rate, int64_t fragment, bool later);
+  void load(const Slice& slice);
+  void launch(size_t index);
+  void complete();
+  void await_data();
+  void vote();
+  void commit();
+  void commit_direct();
+  void step_outer();
+  void send_spread(const PassSums& sums);
+  void settle_spread();
+  int64_t bytes_of_round() const;
+
+  std::shared_ptr<Communicator> communicator;
+  AveragerOptions options;
+  std::vector<Entry> entries{};
+  std::vector<Group> groups{};
+  std::vector<Slice> all_slices{};
+  int64_t fragment_count = 1;
+
+  Round round{};
+  int64_t rounds = 0;
+  AverageReport report{};
+  at::Tensor spread{}; // [2] fp64
+  CommHandle spread_handle{};
+  at::Tensor ballot{};
+};
+
+} // namespace hasten

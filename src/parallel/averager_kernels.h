@@ -1,0 +1,53 @@
+// The passes over memory of an Averager: into its buffers and back.
+#pragma once
+
+#include <c10/core/ScalarType.h>
+
+#include <cstdint>
+
+namespace hasten::detail {
+
+// Sums over a pass, in fp64.
+struct PassSums {
+  double difference = 0; // of (x - mean)^2
+  double norm = 0; // of mean^2
+};
+
+// buffer = source * scale. `dtype` is the source's; the buffer is fp64 for fp64,
+// else fp32. On the CPU.
+void load_elements(
+    const void* source,
+    c10::ScalarType dtype,
+    void* buffer,
+    int64_t count,
+    double scale);
+
+// mean = sum / divisor, in the buffer; nothing is written to the tensor.
+void divide_elements(
+    void* buffer, c10::ScalarType dtype, int64_t count, double divisor);
+
+// target = sum / divisor.
+PassSums store_elements(
+    void* target,
+    c10::ScalarType dtype,
+    const void* buffer,
+    int64_t count,
+    double divisor,
+    bool measure);
+
+// Sums alone.
+PassSums measure_elements(
+    const void* target,
+    c10::ScalarType dtype,
+    const void* mean,
+    int64_t count);
+
+// target += mean - snapshot.
+void correct_elements(
+    void* target,
+    c10::ScalarType dtype,
+    const void* mean,
+    const void* snapshot,
+    int64_t count);
+
+} // namespace hasten::detail

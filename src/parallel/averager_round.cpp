@@ -1,0 +1,416 @@
+// A round: snapshot, reduce, vote, commit.
+#include <ATen/ATen.h>
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "averager_impl.h"
+#include "hasten/base/error.h"
+
+namespace hasten {
+
+namespace detail {
+
+double seconds_since(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration<double>(
+             std::chrono::steady_clock::now() - start)
+      .count();
+}
+
+} // namespace detail
+
+void Averager::Impl::stage_in() {
+  for (Entry& entry : entries) {
+    if (entry.staging.defined()) {
+      entry.staging.copy_(entry.tensor);
+    }
+  }
+}
+
+void Averager::Impl::stage_out() {
+  for (Entry& entry : entries) {
+    if (round.fragment != kAll && entry.fragment != round.fragment) {
+      continue;
+    }
+    if (entry.staging.defined()) {
+      entry.tensor.copy_(entry.staging);
+    } else {
+      entry.tensor.unsafeGetTensorImpl()->bump_version(); // written by address
+    }
+  }
+}
+
+void Averager::Impl::begin(
+    double weight, double learning_rate, int64_t fragment, bool later) {
+  constexpr const char* where = "parallel::Averager";
+  if (round.open) {
+    throw InputError(where, "a round is under way", "finish() before the next");
+  }
+  if (!std::isfinite(weight) || weight < 0) {
+    throw InputError(
+        where,
+        "weight=" + std::to_string(weight),
+        "a finite number, 0 or above");
+  }
+  if (fragment != kAll && (fragment < 0 || fragment >= fragment_count)) {
+    throw InputError(
+        where,
+        "fragment=" + std::to_string(fragment),
+        "below " + std::to_string(fragment_count));
+  }
+  if (later && !options.transactional) {
+    throw InputError(
+        where, "start() with transactional=false", "transactional=true");
+  }
+  check_tensors();
+  settle_spread();
+  at::NoGradGuard no_grad;
+  const auto start = Clock::now();
+  round = {};
+  round.open = true;
+  round.corrects = later;
+  round.fragment = fragment;
+  round.learning_rate = learning_rate;
+  stage_in();
+  const bool alone = communicator->world_size() == 1;
+  round.weight = alone ? 1 : weight;
+  round.total = alone ? 1 : -1;
+  if (!options.transactional && !alone) {
+    const at::Tensor total = at::full({1}, weight, at::kDouble);
+    communicator->all_reduce(total, ReduceOp::sum, "weights of an average");
+    round.total = total.item<double>();
+  }
+  const bool nothing = round.total == 0 || (alone && !has_anchor());
+  for (size_t i = 0; i < all_slices.size() && !nothing; ++i) {
+    if (takes_part(all_slices[i])) {
+      load(all_slices[i]);
+      launch(i);
+    }
+  }
+  round.seconds += detail::seconds_since(start);
+}
+
+// Note [Snapshot]
+// The buffer gets weight * x. With an anchor a it gets weight * (x - a) where a
+// hook compresses, since small numbers lose less than large ones.
+void Averager::Impl::load(const Slice& slice) {
+  const auto start = Clock::now();
+  Group& group = groups[slice.group];
+  if (round.corrects && !group.snapshot.defined()) {
+    group.snapshot = at::empty_like(group.buffer);
+  }
+  for_pieces(
+      slice,
+      [&](const Entry& entry, char* data, int64_t offset, int64_t count) {
+        if (slice.direct) {
+          if (round.weight != 1) {
+            detail::load_elements(data, entry.dtype, data, count, round.weight);
+          }
+          return;
+        }
+        const bool plain = !round.corrects && !options.comm_hook;
+        char* buffer = address(group.buffer, offset);
+        detail::load_elements(
+            data, entry.dtype, buffer, count, plain ? round.weight : 1);
+        if (round.corrects) {
+          std::memcpy(
+              address(group.snapshot, offset),
+              buffer,
+              static_cast<size_t>(count * group.buffer.element_size()));
+        }
+      });
+  if (!slice.direct && (round.corrects || options.comm_hook)) {
+    at::Tensor range = group.buffer.narrow(0, slice.begin, slice.count);
+    if (options.comm_hook) {
+      range.sub_(group.anchor.narrow(0, slice.begin, slice.count));
+    }
+    if (round.weight != 1) {
+      range.mul_(round.weight);
+    }
+  }
+  round.copy_seconds += detail::seconds_since(start);
+}
+
+void Averager::Impl::launch(size_t index) {
+  if (communicator->world_size() == 1) {
+    return;
+  }
+  const Slice& slice = all_slices[index];
+  Operation operation;
+  operation.slice = index;
+  operation.range =
+      slice.direct
+          ? entries[static_cast<size_t>(slice.pieces[0].tensor)]
+                .tensor.as_strided(
+                    {slice.count},
+                    {1},
+                    entries[static_cast<size_t>(slice.pieces[0].tensor)]
+                            .tensor.storage_offset() +
+                        slice.begin)
+          : groups[slice.group].buffer.narrow(0, slice.begin, slice.count);
+  if (options.comm_hook) {
+    GradientBucket bucket;
+    bucket.index = static_cast<int64_t>(index);
+    bucket.last = index + 1 == all_slices.size();
+    bucket.buffer = operation.range;
+    int64_t offset = 0;
+    for (const Piece& piece : slice.pieces) {
+      const Entry& entry = entries[static_cast<size_t>(piece.tensor)];
+      bucket.gradients.push_back(
+          {entry.name,
+           operation.range.narrow(0, offset, piece.count).view(entry.sizes)});
+      offset += piece.count;
+    }
+    operation.step = options.comm_hook->reduce(*communicator, bucket);
+  } else {
+    operation.handle = communicator->all_reduce_async(
+        operation.range,
+        ReduceOp::sum,
+        "average slice " + std::to_string(index));
+  }
+  round.operations.push_back(std::move(operation));
+}
+
+void Averager::Impl::await_data() {
+  for (bool more = true; more;) { // hooks: in rounds over the slices
+    more = false;
+    for (Operation& operation : round.operations) {
+      if (operation.step && !operation.step()) {
+        operation.step = nullptr;
+      }
+      more = more || operation.step;
+    }
+  }
+  for (Operation& operation : round.operations) {
+    operation.handle.wait();
+  }
+}
+
+// Note [Vote]
+// A rank that comes here has the whole sum. Nobody commits before all have it:
+// the ballot is a sum over all ranks, which ends nowhere until every rank has
+// given its own. A peer that dies before leaves every rank at its own values; one
+// that dies while the ballot is on its way leaves each rank at its own or at the
+// mean, in all tensors. It also brings the sum of weights, and tells ranks apart
+// that are not in the same round.
+void Averager::Impl::vote() {
+  if (communicator->world_size() == 1) {
+    return;
+  }
+  const auto number = static_cast<double>(rounds * 64 + round.fragment + 2);
+  ballot = at::tensor({round.weight, number, number * number}, at::kDouble);
+  communicator->all_reduce(ballot, ReduceOp::sum, "vote on an average");
+  const double* sums = ballot.const_data_ptr<double>();
+  if (sums[1] * sums[1] != communicator->world_size() * sums[2]) {
+    throw CommunicationError(
+        "parallel::Averager",
+        "ranks are in different rounds: this one in round " +
+            std::to_string(rounds + 1),
+        "the same rounds on every rank",
+        "look for a branch around average() that depends on the rank");
+  }
+  round.total = sums[0];
+}
+
+void Averager::Impl::complete() {
+  at::NoGradGuard no_grad;
+  const auto start = Clock::now();
+  if (options.transactional) {
+    await_data();
+    vote();
+    commit();
+  } else {
+    commit_direct();
+  }
+  round.seconds += detail::seconds_since(start);
+  report.bytes = bytes_of_round();
+  report.seconds = round.seconds;
+  report.copy_seconds = round.copy_seconds;
+  report.round = ++rounds;
+  round.open = false;
+  round.operations.clear();
+}
+
+void Averager::Impl::commit() {
+  const double total = report.weight = round.total;
+  const bool anchored = has_anchor();
+  if (total == 0 || (communicator->world_size() == 1 && !anchored)) {
+    send_spread({}); // nobody has anything to say
+    return;
+  }
+  const auto start = Clock::now();
+  if (anchored) {
+    step_outer();
+  }
+  detail::PassSums sums;
+  const bool measure = options.measure_spread && !anchored && !round.corrects;
+  for (const Slice& slice : all_slices) {
+    if (!takes_part(slice)) {
+      continue;
+    }
+    Group& group = groups[slice.group];
+    for_pieces(
+        slice,
+        [&](const Entry& entry, char* data, int64_t offset, int64_t count) {
+          char* mean = address(anchored ? group.anchor : group.buffer, offset);
+          if (round.corrects) {
+            if (!anchored) {
+              detail::divide_elements(mean, group.dtype, count, total);
+            }
+            if (options.measure_spread && !anchored) {
+              const auto part = detail::measure_elements(
+                  address(group.snapshot, offset), group.dtype, mean, count);
+              sums.difference += part.difference;
+              sums.norm += part.norm;
+            }
+            detail::correct_elements(
+                data, entry.dtype, mean, address(group.snapshot, offset), count);
+            return;
+          }
+          const auto part = detail::store_elements(
+              data, entry.dtype, mean, count, anchored ? 1 : total, measure);
+          sums.difference += part.difference;
+          sums.norm += part.norm;
+        });
+  }
+  stage_out();
+  round.copy_seconds += detail::seconds_since(start);
+  if (!anchored) {
+    send_spread(sums);
+  }
+}
+
+// The mean becomes the anchor, through the outer step; so do the changes that a
+// hook has summed. The spread is that of what the ranks had before it.
+void Averager::Impl::step_outer() {
+  detail::PassSums sums;
+  for (size_t g = 0; g < groups.size(); ++g) {
+    Group& group = groups[g];
+    int64_t begin = -1;
+    int64_t end = 0;
+    for (const Slice& slice : all_slices) {
+      if (slice.group != g || !takes_part(slice)) {
+        continue;
+      }
+      begin = begin < 0 ? slice.begin : begin;
+      end = slice.begin + slice.count;
+      at::Tensor mean = group.buffer.narrow(0, slice.begin, slice.count);
+      mean.div_(round.total);
+      if (options.comm_hook) {
+        mean.add_(group.anchor.narrow(0, slice.begin, slice.count));
+      }
+      for_pieces(
+          slice,
+          [&](const Entry& entry, char* data, int64_t offset, int64_t count) {
+            if (!options.measure_spread) {
+              return;
+            }
+            const auto part = detail::measure_elements(
+                round.corrects ? address(group.snapshot, offset) : data,
+                round.corrects ? group.dtype : entry.dtype,
+                address(group.buffer, offset),
+                count);
+            sums.difference += part.difference;
+            sums.norm += part.norm;
+          });
+    }
+    if (begin < 0) {
+      continue;
+    }
+    at::Tensor anchor = group.anchor.narrow(0, begin, end - begin);
+    const at::Tensor mean = group.buffer.narrow(0, begin, end - begin);
+    if (!options.outer) {
+      anchor.copy_(mean);
+      continue;
+    }
+    // One piece a fragment and group, whatever part of them a round takes.
+    for (int64_t f = 0; f < fragment_count; ++f) {
+      int64_t from = -1;
+      int64_t to = 0;
+      for (const Slice& slice : all_slices) {
+        if (slice.group == g && slice.fragment == f && takes_part(slice)) {
+          from = from < 0 ? slice.begin : from;
+          to = slice.begin + slice.count;
+        }
+      }
+      if (from >= 0) {
+        options.outer->step(
+            f * static_cast<int64_t>(groups.size()) + static_cast<int64_t>(g),
+            group.anchor.narrow(0, from, to - from),
+            group.buffer.narrow(0, from, to - from),
+            round.learning_rate);
+      }
+    }
+  }
+  send_spread(sums);
+}
+
+// In place: slices become final as they arrive. A peer that dies leaves sums.
+void Averager::Impl::commit_direct() {
+  report.weight = round.total;
+  report.spread = report.norm = std::numeric_limits<double>::quiet_NaN();
+  for (Operation& operation : round.operations) {
+    operation.handle.wait();
+    const auto start = Clock::now();
+    const Slice& slice = all_slices[operation.slice];
+    for_pieces(
+        slice,
+        [&](const Entry& entry, char* data, int64_t offset, int64_t count) {
+          if (slice.direct) {
+            detail::divide_elements(data, entry.dtype, count, round.total);
+          } else {
+            detail::store_elements(
+                data,
+                entry.dtype,
+                address(groups[slice.group].buffer, offset),
+                count,
+                round.total,
+                false);
+          }
+        });
+    round.copy_seconds += detail::seconds_since(start);
+  }
+  stage_out();
+}
+
+// Nobody waits for this number: it is read when somebody asks for the report.
+void Averager::Impl::send_spread(const detail::PassSums& sums) {
+  if (!options.measure_spread) {
+    report.spread = report.norm = std::numeric_limits<double>::quiet_NaN();
+    return;
+  }
+  report.norm = std::sqrt(sums.norm);
+  report.spread = 0;
+  spread = at::full({1}, sums.difference, at::kDouble);
+  if (communicator->world_size() > 1) {
+    spread_handle = communicator->all_reduce_async(
+        spread, ReduceOp::sum, "spread of an average");
+  }
+}
+
+void Averager::Impl::settle_spread() {
+  if (!spread.defined()) {
+    return;
+  }
+  spread_handle.wait();
+  report.spread =
+      std::sqrt(spread.item<double>() / communicator->world_size());
+  spread = at::Tensor();
+  spread_handle = {};
+}
+
+int64_t Averager::Impl::bytes_of_round() const {
+  const double n = communicator->world_size();
+  double bytes = 0;
+  for (const Slice& slice : all_slices) {
+    if (takes_part(slice)) {
+      bytes += static_cast<double>(
+          slice.count *
+          static_cast<int64_t>(c10::elementSize(groups[slice.group].dtype)));
+    }
+  }
+  return static_cast<int64_t>(2 * (n - 1) / n * bytes);
+}
+
+} // namespace hasten

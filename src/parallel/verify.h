@@ -1,0 +1,27 @@
+// Comparing lists of tensors over ranks before anything is sent.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <nlohmann/json_fwd.hpp>
+#include <string>
+
+#include "hasten/comm/communicator.h"
+
+namespace hasten::detail {
+
+// Shape and dtype; of a parameter, whether it is frozen.
+std::string describe_tensor(const at::Tensor& tensor, bool parameter);
+
+// `mine` is an array of [name, description]; the same on all ranks, or every rank
+// throws an InputError of `where` that names the first entry that differs from
+// rank 0's: "rank 1's model has …" for subject "model". Collective, blocking.
+void require_equal_lists(
+    Communicator& communicator,
+    const nlohmann::json& mine,
+    const char* where,
+    const std::string& subject,
+    const char* expected,
+    const char* fix);
+
+} // namespace hasten::detail
