@@ -241,21 +241,23 @@ std::shared_ptr<LoaderState> AcceleratorCore::training_loader(
   return training_.empty() ? nullptr : training_.front();
 }
 
-GradientWindow& AcceleratorCore::window_of(uint64_t mask) {
-  const auto it = windows_.find(mask);
+GradientWindow& AcceleratorCore::window_at(uint64_t key) {
+  const auto it = windows_.find(key);
   if (it != windows_.end()) {
     return it->second;
   }
+  uint64_t mask = 0;
   std::vector<std::shared_ptr<Ddp>> models;
   for (size_t i = 0; i < models_.size(); ++i) {
-    if ((mask >> i & 1) != 0) {
+    if ((key >> i & 1) != 0) {
+      mask |= uint64_t{1} << i;
       models.push_back(models_[i].ddp);
     }
   }
   return windows_
       .try_emplace(
-          mask,
-          communicator,
+          key,
+          window_communicator(key),
           std::move(models),
           mask,
           window_options(),
@@ -288,6 +290,7 @@ void AcceleratorCore::open(
     loader->training = loader->open = true;
     training_.push_back(loader);
   }
+  refuse_mixed(mask, where);
   GradientWindow& next = window_of(mask);
   refuse_other_windows(models, next, where);
   WindowBatch batch{.weight = weight};
@@ -363,7 +366,7 @@ void AcceleratorCore::completed(GradientWindow& done, bool outside) {
   ++serial_;
   actions_ = nlohmann::json::array();
   joined_in_range_ = joined_in_range_ || report.joined > 0;
-  fed_by_.erase(done.models_mask());
+  fed_by_.erase(window_key(done.models_mask()));
   for (ModelState& model : models_) {
     if (model.window == &done) {
       model.completed = serial_;

@@ -23,6 +23,22 @@ namespace hasten::detail {
 
 struct StateLoad;
 
+// What the core knows of a LocalSgd scope.
+class LocalScope : public Stateful {
+ public:
+  // The model whose windows reduce nothing.
+  virtual size_t model() const = 0;
+  // This rank has run out of batches, the others make a round of this kind, not
+  // 0. Collective.
+  virtual void join_round(int64_t kind) = 0;
+  // Attempted optimizer steps, and when what happened last; ranks set them to the
+  // largest when all have run out.
+  virtual std::vector<int64_t> clocks() const = 0;
+  virtual void set_clocks(const int64_t* clocks) = 0;
+  // A state was loaded: the last window has been counted.
+  virtual void loaded() = 0;
+};
+
 struct RegisteredObject {
   std::string name{};
   std::shared_ptr<Stateful> object{};
@@ -115,6 +131,24 @@ class AcceleratorCore {
   void register_object(
       std::string name, std::shared_ptr<Stateful> object, StateScope scope);
 
+  // accelerator_local.cpp: the scope of LocalSgd.
+  // Throws InputError where there is a scope, or the model's window is open.
+  void open_local(LocalScope& scope);
+  void close_local() noexcept;
+  bool between_windows(size_t model) const;
+  // Between windows: whether the scope's model reduces nothing.
+  void set_local(bool local);
+  // Stands for the model's last window for which an optimizer's step was
+  // attempted; 0: none yet.
+  uint64_t attempted(size_t model) const { return models_[model].attempted; }
+  // Optimizers that have parameters of the model.
+  std::vector<std::shared_ptr<OptimizerState>> optimizers_of(
+      size_t model) const;
+  Ddp& ddp(size_t model) { return *models_[model].ddp; }
+  // Tells ranks that have run out of batches that a round comes. Collective.
+  void announce_round(uint64_t number, int64_t kind);
+  ParameterNames parameter_names() const;
+
   void begin_range(LoaderState& loader);
   void begin_evaluation();
   void end_range(LoaderState& loader);
@@ -141,6 +175,8 @@ class AcceleratorCore {
     std::shared_ptr<LoaderState> loader;
     GradientWindow* window = nullptr; // the last one it took part in
     uint64_t completed = 0; // serial of its last complete window; 0: none yet
+    uint64_t attempted = 0; // serial of the last one stepped for, or skipped
+    bool local = false; // its windows reduce nothing
     bool outside = false; // that one was made outside accumulate()
     bool non_finite = false; // the gradients hold something of that kind
     uint64_t opened = 0; // batches, for looking at its parameters now and then
@@ -190,7 +226,11 @@ class AcceleratorCore {
   WindowOptions window_options() const {
     return {options.gradient_accumulation_steps, options.loss_weighting};
   }
-  GradientWindow& window_of(uint64_t mask);
+  GradientWindow& window_of(uint64_t mask) {
+    return window_at(window_key(mask));
+  }
+  GradientWindow& window_at(uint64_t key);
+  std::shared_ptr<Communicator> window_communicator(uint64_t key);
   std::vector<size_t> models_in(uint64_t mask) const;
   std::shared_ptr<LoaderState> training_loader(
       const std::vector<size_t>& models) const;
@@ -200,7 +240,12 @@ class AcceleratorCore {
   void compare_models();
   nlohmann::json undefined_gradients() const;
   void drop_gradients(const nlohmann::json& models);
-  ParameterNames parameter_names() const;
+  uint64_t window_key(uint64_t mask) const;
+  void refuse_mixed(uint64_t mask, const char* where) const;
+  void align_clocks();
+  void collect_local(StateParts& parts) const;
+  void plan_scope(StateLoad& load);
+  void plan_local(StateLoad& load);
   StateParts collect_state() const;
   void collect_learners(StateParts& parts) const;
   void collect_windows(StateParts& parts) const;
@@ -236,15 +281,18 @@ class AcceleratorCore {
   std::vector<std::shared_ptr<LoaderState>> training_;
   std::vector<RegisteredObject> objects_;
   std::vector<std::shared_ptr<LoaderState>> loops_; // innermost last
-  std::map<uint64_t, GradientWindow> windows_; // by mask of models
+  std::map<uint64_t, GradientWindow> windows_; // by window_key()
   // Loaders whose batches are in a window. Pointers are compared, no more.
-  std::map<uint64_t, std::vector<const LoaderState*>> fed_by_; // by mask
+  std::map<uint64_t, std::vector<const LoaderState*>>
+      fed_by_; // by window_key()
   std::vector<SyncScope> sync_scopes_; // innermost last
   uint64_t next_scope_ = 0;
   bool last_batch_completed_ = true;
   bool accumulates_ = false; // accumulate() was called
   uint64_t closed_without_backward_ = 0; // mask: the last guard was
   std::shared_ptr<WindowExchange> exchange_;
+  std::shared_ptr<Communicator> alone_; // a world of one, for local windows
+  LocalScope* local_scope_ = nullptr;
   WindowControl control_;
   uint64_t serial_ = 0; // complete windows
   bool warned_of_steps_ = false;

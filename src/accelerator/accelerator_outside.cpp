@@ -168,7 +168,7 @@ void AcceleratorCore::refuse_other_windows(
 }
 
 void AcceleratorCore::add_feeder(uint64_t mask, const LoaderState* loader) {
-  auto& feeders = fed_by_[mask];
+  auto& feeders = fed_by_[window_key(mask)];
   if (std::find(feeders.begin(), feeders.end(), loader) == feeders.end()) {
     feeders.push_back(loader);
   }
@@ -211,6 +211,7 @@ void AcceleratorCore::backward_outside(
   }
   const std::vector<size_t> models = models_in(mask);
   const bool reduce = reduces(mask);
+  refuse_mixed(mask, where);
   GradientWindow& own = window_of(mask);
   refuse_other_windows(models, own, where);
   const LoaderState* loader = current_loader(mask);

@@ -225,7 +225,8 @@ void AcceleratorCore::collect_windows(StateParts& parts) const {
         return model.ddp->comm_hook() != nullptr;
       });
   const bool per_rank = shared.at("open_window").get<bool>() ||
-                        shared.at("comm_hooks").get<bool>();
+                        shared.at("comm_hooks").get<bool>() ||
+                        shared.at("local").get<bool>();
   auto& gradients = per_rank ? own["gradients"] : shared["gradients"];
   gradients = nlohmann::json::array();
   for (size_t i = 0; i < models_.size(); ++i) {
@@ -237,6 +238,7 @@ void AcceleratorCore::collect_windows(StateParts& parts) const {
 
 StateParts AcceleratorCore::collect_state() const {
   StateParts parts;
+  collect_local(parts);
   collect_windows(parts);
   collect_learners(parts);
   auto& own = parts.own_values;

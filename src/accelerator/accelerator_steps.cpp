@@ -123,6 +123,12 @@ StepResult AcceleratorCore::optimizer_step(OptimizerState& optimizer) {
     return StepResult::inside_window;
   }
   refuse_local_gradients(lists, "accelerator::step");
+  bool local = false;
+  for (const SlotList& list : lists) {
+    ModelState& model = models_[list.model];
+    model.attempted = model.completed;
+    local = local || model.local;
+  }
   const auto non_finite = [this](const SlotList& list) {
     return models_[list.model].non_finite;
   };
@@ -133,8 +139,10 @@ StepResult AcceleratorCore::optimizer_step(OptimizerState& optimizer) {
   }
   step_scaled(optimizer, lists);
   optimizer.stepped = complete;
-  note_step(optimizer);
-  actions_.push_back({{"step", optimizer.index}});
+  if (!local) { // ranks need not have equally many
+    note_step(optimizer);
+    actions_.push_back({{"step", optimizer.index}});
+  }
   return StepResult::stepped;
 }
 
@@ -189,6 +197,7 @@ bool AcceleratorCore::scheduler_step(SchedulerState& scheduler) {
   }
   scheduler.step();
   scheduler.stepped = stepped;
+  ++scheduler.ticks;
   actions_.push_back({{"tick", scheduler.index}});
   return true;
 }
@@ -319,7 +328,9 @@ void AcceleratorCore::replay(const nlohmann::json& record) {
       optimizer.step();
       note_step(optimizer);
     } else if (action.contains("tick")) {
-      schedulers_.at(action["tick"].get<size_t>())->step();
+      SchedulerState& scheduler = *schedulers_.at(action["tick"].get<size_t>());
+      scheduler.step();
+      ++scheduler.ticks;
     } else {
       std::vector<SlotList> lists;
       for (const auto& list : action.at("clip")) {
@@ -452,6 +463,11 @@ void AcceleratorCore::take_part(const LoaderState* loader) {
       save_with_peers();
       continue;
     }
+    if (totals.round != 0) {
+      exchange_last_record();
+      local_scope_->join_round(totals.round);
+      continue;
+    }
     joined_in_range_ = true;
     GradientWindow& theirs = window_of(totals.models);
     theirs.join(totals);
@@ -470,6 +486,9 @@ void AcceleratorCore::take_part(const LoaderState* loader) {
   if (std::exchange(joined_in_range_, false)) {
     exchange_last_record();
     compare_models();
+  }
+  if (local_scope_ != nullptr) {
+    align_clocks();
   }
 }
 

@@ -16,50 +16,19 @@
 #include "hasten/io/commit.h"
 #include "hasten/io/safetensors.h"
 #include "hasten/optim/optimizer_state.h"
+#include "state_load.h"
 
 namespace hasten::detail {
 
 constexpr const char* kLoadWhere = "accelerator::load_state";
 
-[[noreturn]] void refuse_state(
+void refuse_state(
     const std::filesystem::path& file,
     const std::string& what,
-    const std::string& expected = {},
-    const std::string& fix = {}) {
+    const std::string& expected,
+    const std::string& fix) {
   throw InputError(kLoadWhere, file.string() + ": " + what, expected, fix);
 }
-
-// An object that decides by itself whether it takes a state.
-struct StatefulLoad {
-  std::filesystem::path file{};
-  Stateful* object = nullptr;
-  NamedTensors tensors{};
-  nlohmann::json values{};
-  // As it was, to go back to.
-  NamedTensors old_tensors{};
-  nlohmann::json old_values = nlohmann::json::object();
-};
-
-struct StateLoad {
-  std::filesystem::path folder{};
-  nlohmann::json shared{};
-  nlohmann::json own{};
-  NamedTensors shared_tensors{};
-  NamedTensors own_tensors{};
-  bool same_world = true;
-  std::filesystem::path rank_file{};
-  std::vector<StatefulLoad> objects{};
-  std::vector<std::function<void()>> apply{}; // these do not throw
-
-  std::filesystem::path state_file() const { return folder / kStateFile; }
-  void add(
-      const std::filesystem::path& file,
-      Stateful* object,
-      NamedTensors tensors,
-      const nlohmann::json& values) {
-    objects.push_back({file, object, std::move(tensors), values});
-  }
-};
 
 // Those of the files that are not read whole are mapped: no copy.
 NamedTensors map_tensors(const SafetensorsReader& reader) {
@@ -136,6 +105,14 @@ void check_other_world(const StateLoad& load, int world_size) {
             " processes, here there are " + std::to_string(world_size),
         "the same number of processes: a hook's state belongs to ranks",
         fix);
+  }
+  if (load.shared.value("local", false)) {
+    refuse_state(
+        load.state_file(),
+        "it was saved inside a LocalSgd scope by " + then +
+            " processes, here there are " + std::to_string(world_size),
+        "the same number of processes: each has parameters of its own",
+        fix + ", or save after finish()");
   }
   for (const auto& [name, object] : load.shared.at("objects").items()) {
     if (object.at("scope") == "per_rank") {
@@ -269,23 +246,24 @@ void AcceleratorCore::plan_learners(StateLoad& load) {
 // Windows, and gradients that somebody still adds to.
 void AcceleratorCore::plan_windows(StateLoad& load) {
   for (const auto& [name, values] : load.own.at("windows").items()) {
-    const uint64_t mask = std::stoull(name);
+    const uint64_t key = std::stoull(name);
+    const uint64_t mask = key & ~(uint64_t{1} << 63);
     if (mask == 0 || mask >> models_.size() != 0) {
       refuse_state(load.rank_file, "window of models=" + name);
     }
     load.add(
         load.rank_file,
-        &window_of(mask),
+        &window_at(key),
         tensors_below(load.own_tensors, "window." + name + "."),
         values);
   }
-  for (auto& [mask, window] : windows_) {
-    if (!load.own.at("windows").contains(std::to_string(mask))) {
+  for (auto& [key, window] : windows_) {
+    if (!load.own.at("windows").contains(std::to_string(key))) {
       // As it is before its first batch.
       GradientWindow fresh(
-          communicator,
+          window_communicator(key),
           window.models(),
-          mask,
+          window.models_mask(),
           window_options(),
           device,
           exchange_);
@@ -296,7 +274,8 @@ void AcceleratorCore::plan_windows(StateLoad& load) {
     }
   }
   const bool per_rank = load.shared.at("open_window").get<bool>() ||
-                        load.shared.at("comm_hooks").get<bool>();
+                        load.shared.at("comm_hooks").get<bool>() ||
+                        load.shared.value("local", false);
   const auto& gradients = (per_rank ? load.own : load.shared).at("gradients");
   for (size_t i = 0; i < models_.size(); ++i) {
     load.add(
@@ -500,11 +479,13 @@ LoadedState AcceleratorCore::load_state(
       read_state_files(
           load, world.rank, world.world_size, request.verify_checksums);
       check_other_world(load, world.world_size);
+      plan_scope(load);
       plan_models(load);
       plan_learners(load);
       plan_loaders(load);
       plan_objects(load);
       plan_random(load);
+      plan_local(load);
     } catch (const nlohmann::json::exception& error) {
       refuse_state(load.state_file(), error.what(), "a file of a state");
     }

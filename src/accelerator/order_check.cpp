@@ -42,6 +42,12 @@ CommHandle OrderCheck::all_gather_async(
   return inner_->all_gather_async(std::move(output), std::move(input), name);
 }
 
+CommHandle OrderCheck::gather_async(
+    at::Tensor output, at::Tensor input, int root, std::string_view name) {
+  note("gather", name, input);
+  return inner_->gather_async(std::move(output), std::move(input), root, name);
+}
+
 CommHandle OrderCheck::all_to_all_async(
     at::Tensor output, at::Tensor input, std::string_view name) {
   note("all_to_all", name, input);

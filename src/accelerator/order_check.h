@@ -33,6 +33,11 @@ class OrderCheck final : public Communicator {
       at::Tensor tensor, int source, std::string_view name) override;
   CommHandle all_gather_async(
       at::Tensor output, at::Tensor input, std::string_view name) override;
+  CommHandle gather_async(
+      at::Tensor output,
+      at::Tensor input,
+      int root,
+      std::string_view name) override;
   CommHandle all_to_all_async(
       at::Tensor output, at::Tensor input, std::string_view name) override;
   at::Tensor all_gather_rows(
@@ -49,6 +54,11 @@ class OrderCheck final : public Communicator {
   std::shared_ptr<Communicator> duplicate(
       const CommunicatorOptions& options) override {
     return inner_->duplicate(options); // an order of its own
+  }
+  std::shared_ptr<Communicator> new_group(
+      const std::vector<int>& ranks,
+      const CommunicatorOptions& options) override {
+    return inner_->new_group(ranks, options);
   }
 
  private:

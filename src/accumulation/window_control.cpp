@@ -23,6 +23,7 @@ enum WindowField {
   kWindowExtra,
   kWindowOutside,
   kWindowBuffers,
+  kWindowRound,
   kWindowModels,
   kWindowPrint, // fingerprint of what must be equal, < 2^16
   kWindowPrintSquared,
@@ -37,7 +38,8 @@ enum WindowField {
 double window_fingerprint(const WindowTotals& window) {
   uint64_t value = window.number * 8 + (window.extra ? 1 : 0) +
                    (window.outside ? 2 : 0) + (window.buffers ? 4 : 0);
-  for (const uint64_t next : {window.models, window.history}) {
+  for (const uint64_t next :
+       {window.models, window.history, static_cast<uint64_t>(window.round)}) {
     value = (value * 0x9e3779b97f4a7c15ull) ^ next;
   }
   value *= 0x9e3779b97f4a7c15ull;
@@ -71,6 +73,7 @@ void WindowControl::start(
     host[kWindowBuffers] = mine.buffers ? 1 : 0;
     host[kWindowExtra] = mine.extra ? 1 : 0;
     host[kWindowOutside] = mine.outside ? 1 : 0;
+    host[kWindowRound] = static_cast<double>(mine.round);
     host[kWindowModels] = static_cast<double>(mine.models);
     host[kWindowPrint] = print;
     host[kWindowPrintSquared] = print * print;
@@ -120,6 +123,7 @@ WindowTotals WindowControl::wait() {
   totals.extra = sum[kWindowExtra] > 0;
   totals.outside = sum[kWindowOutside] > 0;
   totals.models = static_cast<uint64_t>(sum[kWindowModels] / active);
+  totals.round = static_cast<int64_t>(sum[kWindowRound] / active);
   if (!equal_on_ranks(active, sum[kWindowPrint], sum[kWindowPrintSquared])) {
     throw CommunicationError(
         "accumulation::GradientWindow",

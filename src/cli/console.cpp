@@ -98,6 +98,12 @@ BannerLines run_lines(const RunDescription& run) {
            " accumulation = " + number(run.total_batch) + " rows an update"},
       {"updates", updates},
   };
+  if (run.local_sgd_steps > 0) {
+    lines.emplace_back(
+        "local sgd",
+        "weights are averaged every " + number(run.local_sgd_steps) +
+            " updates of a rank's own");
+  }
   if (!run.output_dir.empty()) {
     lines.emplace_back("output", run.output_dir.string());
     lines.emplace_back("output", run.metrics_file.string());

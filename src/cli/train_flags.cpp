@@ -112,6 +112,12 @@ void declare_run(FlagTable& flags, TrainCommand& command) {
       "N",
       "micro-batches an update adds up");
   flags.value(
+      "--local-sgd-steps",
+      arguments.local_sgd_steps,
+      "UPDATES",
+      "processes train by themselves and average their weights after this many "
+      "updates; 0: gradients are averaged in each update");
+  flags.value(
       "--train-sampling-strategy",
       arguments.train_sampling_strategy,
       "ORDER",

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <numeric>
 #include <thread>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <utility>
@@ -102,13 +103,39 @@ struct GlooOperation final : CommHandle::State {
   }
 };
 
+/// Groups of different ranks may have one name.
+std::string group_key(
+    const std::string& name, const std::vector<int>& members, int world_size) {
+  std::string key = name;
+  if (std::ssize(members) < world_size) {
+    for (const int member : members) {
+      key += (key == name ? " of " : ",") + std::to_string(member);
+    }
+  }
+  return key;
+}
+
+std::vector<int> members_or_all(std::vector<int> members, int world_size) {
+  if (members.empty()) {
+    members.resize(static_cast<size_t>(world_size));
+    std::iota(members.begin(), members.end(), 0);
+  }
+  return members;
+}
+
 GroupCore::GroupCore(
-    std::shared_ptr<WorldLink> world_link, const CommunicatorOptions& group)
+    std::shared_ptr<WorldLink> world_link,
+    const CommunicatorOptions& group,
+    std::vector<int> of)
     : link(std::move(world_link)),
       options(group),
-      rank(link->world().rank),
-      world_size(link->world().world_size),
-      progress(link->liveness().add_group(group.name)) {}
+      members(members_or_all(std::move(of), link->world().world_size)),
+      key(group_key(group.name, members, link->world().world_size)),
+      rank(static_cast<int>(
+          std::find(members.begin(), members.end(), link->world().rank) -
+          members.begin())),
+      world_size(static_cast<int>(members.size())),
+      progress(link->liveness().add_group(key)) {}
 
 uint64_t GroupCore::enter(const std::string& operation) {
   check(operation);
@@ -164,7 +191,8 @@ void GroupCore::raise(const std::string& operation) {
 void GroupCore::fail(
     const std::string& operation, std::string text, std::string fix) {
   link->liveness().fail(
-      {rank, operation, std::move(text), std::move(fix)}, milliseconds(500));
+      {link->world().rank, operation, std::move(text), std::move(fix)},
+      milliseconds(500));
   raise(operation);
 }
 
@@ -203,7 +231,7 @@ void GroupCore::diagnose(
     fail(
         operation,
         std::string("timed out after ") + limit + ": " +
-            liveness.describe_missing(options.name, sequence, operation),
+            liveness.describe_missing(key, members, sequence, operation),
         "see what that rank is doing, or raise the timeout");
   }
   check(operation); // throws for a failed world and for a closed group
@@ -215,14 +243,18 @@ void GroupCore::diagnose(
 }
 
 GlooGroup::GlooGroup(
-    std::shared_ptr<WorldLink> link, CommunicatorOptions options) {
+    std::shared_ptr<WorldLink> link,
+    CommunicatorOptions options,
+    std::vector<int> members) {
   const char* check = std::getenv("HASTEN_COMM_CHECK");
   if (check != nullptr && std::string_view(check) != "" &&
       std::string_view(check) != "0") {
     options.check_shapes = true;
   }
-  link->add_group(options.name);
-  core_ = std::make_shared<GroupCore>(std::move(link), options);
+  members = members_or_all(std::move(members), link->world().world_size);
+  link->add_group(group_key(options.name, members, link->world().world_size));
+  core_ =
+      std::make_shared<GroupCore>(std::move(link), options, std::move(members));
   try {
     connect();
   } catch (...) {
@@ -244,7 +276,7 @@ void GlooGroup::connect() {
       [gloo_options,
        rank = rank(),
        size = world_size(),
-       prefix = "group/" + core_->options.name](
+       prefix = "group/" + core_->key](
           c10d::Store& store, const std::atomic<bool>&) {
         return c10::make_intrusive<c10d::ProcessGroupGloo>(
             c10::make_intrusive<c10d::PrefixStore>(
@@ -382,6 +414,40 @@ CommHandle GlooGroup::all_gather_async(
       });
 }
 
+CommHandle GlooGroup::gather_async(
+    at::Tensor output, at::Tensor input, int root, std::string_view name) {
+  check_source(root, world_size());
+  if (rank() == root) {
+    check_gathered(output, input, world_size());
+  } else {
+    check_tensor("gather", input);
+  }
+  std::string operation = operation_label("gather", name);
+  const uint64_t sequence = core_->enter(operation);
+  check_equal(
+      operation,
+      sequence,
+      tensor_text(input) + " to rank " + std::to_string(root));
+  std::vector<at::Tensor> from{bytes_of(input)};
+  std::vector<std::vector<at::Tensor>> to;
+  if (rank() == root) {
+    to.emplace_back();
+    for (int64_t i = 0; i < world_size(); ++i) {
+      to[0].push_back(bytes_of(output[i]));
+    }
+  }
+  return submit(
+      std::move(operation),
+      sequence,
+      [&](c10d::ProcessGroupGloo& gloo) {
+        c10d::GatherOptions options;
+        options.rootRank = root;
+        return gloo.gather(to, from, options);
+      },
+      // Gloo fills one flat buffer and copies it out when its work ends.
+      nullptr);
+}
+
 CommHandle GlooGroup::all_to_all_async(
     at::Tensor output, at::Tensor input, std::string_view name) {
   check_exchanged(output, input, world_size());
@@ -411,11 +477,13 @@ void GlooGroup::barrier(std::string_view name) {
 void GlooGroup::abandon(std::string_view reason) noexcept {
   try {
     Liveness& liveness = core_->link->liveness();
+    const int world_rank = core_->link->world().rank;
     const bool first = !liveness.failed();
     liveness.fail(
-        {rank(),
+        {world_rank,
          "",
-         "rank " + std::to_string(rank()) + " failed: " + std::string(reason),
+         "rank " + std::to_string(world_rank) +
+             " failed: " + std::string(reason),
          "see what that rank said"},
         milliseconds(500));
     // The store goes with rank 0: the others must have read it.

@@ -27,12 +27,17 @@ struct CommHandle::State {
 namespace detail {
 
 struct GroupCore {
+  /// `members`: ranks of the world.
   GroupCore(
-      std::shared_ptr<WorldLink> world_link, const CommunicatorOptions& group);
+      std::shared_ptr<WorldLink> world_link,
+      const CommunicatorOptions& group,
+      std::vector<int> members);
 
   // Set at construction.
   const std::shared_ptr<WorldLink> link;
   const CommunicatorOptions options;
+  const std::vector<int> members; // [rank] their ranks in the world
+  const std::string key; // the group's name in the store and in beats
   const int rank;
   const int world_size;
   const std::shared_ptr<GroupProgress> progress;
@@ -69,8 +74,11 @@ struct GroupCore {
 
 class GlooGroup final : public Communicator {
  public:
-  /// Collective.
-  GlooGroup(std::shared_ptr<WorldLink> link, CommunicatorOptions options);
+  /// Collective. Empty `members`: all ranks of the world.
+  GlooGroup(
+      std::shared_ptr<WorldLink> link,
+      CommunicatorOptions options,
+      std::vector<int> members = {});
   /// Lets go without a word to the peers.
   ~GlooGroup() override;
 
@@ -83,6 +91,11 @@ class GlooGroup final : public Communicator {
       at::Tensor tensor, int source, std::string_view name) override;
   CommHandle all_gather_async(
       at::Tensor output, at::Tensor input, std::string_view name) override;
+  CommHandle gather_async(
+      at::Tensor output,
+      at::Tensor input,
+      int root,
+      std::string_view name) override;
   CommHandle all_to_all_async(
       at::Tensor output, at::Tensor input, std::string_view name) override;
   at::Tensor all_gather_rows(
@@ -95,6 +108,9 @@ class GlooGroup final : public Communicator {
   void abandon(std::string_view reason) noexcept override;
   void close() noexcept override;
   std::shared_ptr<Communicator> duplicate(
+      const CommunicatorOptions& options) override;
+  std::shared_ptr<Communicator> new_group(
+      const std::vector<int>& ranks,
       const CommunicatorOptions& options) override;
 
   /// Lets go of everything without communicating; bounded. For the end of the

@@ -53,7 +53,7 @@ std::vector<nlohmann::json> GlooGroup::exchange(
   // CBOR, since JSON text has no NaN and no infinity.
   std::future<std::vector<StoreBytes>> future =
       core_->link->store().post<std::vector<StoreBytes>>(
-          [prefix = std::string(kind) + "/" + core_->options.name + "/" +
+          [prefix = std::string(kind) + "/" + core_->key + "/" +
                     std::to_string(sequence),
            rank = rank(),
            size = world_size(),
@@ -104,8 +104,11 @@ void GlooGroup::require_equal(
   if (other != texts.end()) {
     core_->fail(
         operation,
-        "rank " + std::to_string(other - texts.begin()) + " has " + *other +
-            ", rank 0 has " + texts[0],
+        "rank " +
+            std::to_string(
+                core_->members[static_cast<size_t>(other - texts.begin())]) +
+            " has " + *other + ", rank " + std::to_string(core_->members[0]) +
+            " has " + texts[0],
         "let all ranks do the same operations on tensors of one shape and "
         "dtype, in one order");
   }

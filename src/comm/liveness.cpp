@@ -386,14 +386,16 @@ bool Liveness::look(milliseconds limit) {
 
 std::string Liveness::describe_missing(
     const std::string& group,
+    const std::vector<int>& members,
     uint64_t sequence,
     const std::string& operation) const {
   Shared& s = *shared_;
   const std::lock_guard<std::mutex> lock(s.mutex);
   const CommClock::time_point now = CommClock::now();
   std::string text;
-  for (size_t i = 0; i < s.peers.size(); ++i) {
-    if (static_cast<int>(i) == s.rank) {
+  for (const int member : members) {
+    const auto i = static_cast<size_t>(member);
+    if (member == s.rank) {
       continue;
     }
     const Peer& peer = s.peers[i];

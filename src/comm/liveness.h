@@ -85,9 +85,11 @@ class Liveness {
   /// call has ended, at most `limit`; true where it has.
   bool look(std::chrono::milliseconds limit);
   /// Why `operation`, the group's `sequence`-th, is not through: who has not
-  /// entered it, is stopped or silent. As known by the last look.
+  /// entered it, is stopped or silent, of the group's members. As known by the
+  /// last look.
   std::string describe_missing(
       const std::string& group,
+      const std::vector<int>& members,
       uint64_t sequence,
       const std::string& operation) const;
   /// Ranks that have left the world by close().

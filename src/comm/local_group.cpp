@@ -62,6 +62,17 @@ class LocalGroup final : public Communicator {
     output.detach()[0].copy_(input.detach());
     return CommHandle(done_);
   }
+  CommHandle gather_async(
+      at::Tensor output,
+      at::Tensor input,
+      int root,
+      std::string_view name) override {
+    check_source(root, 1);
+    check_gathered(output, input, 1);
+    check("gather", name);
+    output.detach()[0].copy_(input.detach());
+    return CommHandle(done_);
+  }
   CommHandle all_to_all_async(
       at::Tensor output, at::Tensor input, std::string_view name) override {
     check_exchanged(output, input, 1);
@@ -101,6 +112,12 @@ class LocalGroup final : public Communicator {
       const CommunicatorOptions& options) override {
     check("duplicate", options.name);
     return std::make_shared<LocalGroup>(options, names_);
+  }
+  std::shared_ptr<Communicator> new_group(
+      const std::vector<int>& ranks,
+      const CommunicatorOptions& options) override {
+    check_members(ranks, 0, 1);
+    return duplicate(options);
   }
 
  private:

@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
+
 #include <sstream>
 #include <vector>
 
@@ -118,6 +120,26 @@ void check_exchanged(
         "two tensors of one shape and dtype with a row for each of " +
             std::to_string(world_size) + " ranks");
   }
+}
+
+void check_members(const std::vector<int>& ranks, int rank, int world_size) {
+  bool good = std::find(ranks.begin(), ranks.end(), rank) != ranks.end() &&
+              ranks.front() >= 0 && ranks.back() < world_size;
+  for (size_t i = 1; i < ranks.size(); ++i) {
+    good = good && ranks[i - 1] < ranks[i];
+  }
+  if (good) {
+    return;
+  }
+  std::string list;
+  for (const int member : ranks) {
+    list += (list.empty() ? "" : ", ") + std::to_string(member);
+  }
+  throw InputError(
+      "comm::new_group",
+      "ranks=" + list,
+      "ascending ranks from 0 to " + std::to_string(world_size - 1) +
+          ", this rank " + std::to_string(rank) + " among them");
 }
 
 void check_source(int source, int world_size) {

@@ -5,6 +5,7 @@
 
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "hasten/comm/communicator.h"
 
@@ -33,6 +34,8 @@ void check_rows(const at::Tensor& rows);
 void check_exchanged(
     const at::Tensor& output, const at::Tensor& input, int world_size);
 void check_source(int source, int world_size);
+/// Ascending ranks of a group, `rank` among them.
+void check_members(const std::vector<int>& ranks, int rank, int world_size);
 
 /// The bytes of a contiguous tensor, without a copy: Gloo moves any dtype so.
 at::Tensor bytes_of(const at::Tensor& tensor);

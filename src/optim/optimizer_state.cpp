@@ -77,21 +77,32 @@ struct OptimizerKind {
 template <typename Use>
 auto with_optimizer_kind(
     const torch::optim::Optimizer& optimizer, const Use& use) {
-  using namespace torch::optim;
-  if (dynamic_cast<const AdamW*>(&optimizer) != nullptr) {
-    return use(OptimizerKind<AdamWParamState, AdamWOptions>{"AdamW"});
+  // In full: hasten has an AdamW too.
+  namespace torch_optim = torch::optim;
+  if (dynamic_cast<const torch_optim::AdamW*>(&optimizer) != nullptr) {
+    return use(
+        OptimizerKind<torch_optim::AdamWParamState, torch_optim::AdamWOptions>{
+            "AdamW"});
   }
-  if (dynamic_cast<const Adam*>(&optimizer) != nullptr) {
-    return use(OptimizerKind<AdamParamState, AdamOptions>{"Adam"});
+  if (dynamic_cast<const torch_optim::Adam*>(&optimizer) != nullptr) {
+    return use(
+        OptimizerKind<torch_optim::AdamParamState, torch_optim::AdamOptions>{
+            "Adam"});
   }
-  if (dynamic_cast<const SGD*>(&optimizer) != nullptr) {
-    return use(OptimizerKind<SGDParamState, SGDOptions>{"SGD"});
+  if (dynamic_cast<const torch_optim::SGD*>(&optimizer) != nullptr) {
+    return use(
+        OptimizerKind<torch_optim::SGDParamState, torch_optim::SGDOptions>{
+            "SGD"});
   }
-  if (dynamic_cast<const RMSprop*>(&optimizer) != nullptr) {
-    return use(OptimizerKind<RMSpropParamState, RMSpropOptions>{"RMSprop"});
+  if (dynamic_cast<const torch_optim::RMSprop*>(&optimizer) != nullptr) {
+    return use(OptimizerKind<
+               torch_optim::RMSpropParamState,
+               torch_optim::RMSpropOptions>{"RMSprop"});
   }
-  if (dynamic_cast<const Adagrad*>(&optimizer) != nullptr) {
-    return use(OptimizerKind<AdagradParamState, AdagradOptions>{"Adagrad"});
+  if (dynamic_cast<const torch_optim::Adagrad*>(&optimizer) != nullptr) {
+    return use(OptimizerKind<
+               torch_optim::AdagradParamState,
+               torch_optim::AdagradOptions>{"Adagrad"});
   }
   throw InputError(
       kOptimizerStateWhere,

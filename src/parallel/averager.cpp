@@ -29,10 +29,16 @@ void check_averager_options(const AveragerOptions& options) {
   if (options.fragments < 1) {
     refuse("fragments=" + std::to_string(options.fragments), "1 or more");
   }
-  if (!options.transactional &&
-      (options.outer || options.comm_hook || options.fragments > 1)) {
+  if (options.sync == SyncStrategy::driver && options.comm_hook) {
     refuse(
-        "transactional=false with an outer step, a hook or fragments",
+        "sync=driver with a hook",
+        "one of them: hooks reduce over all ranks alike");
+  }
+  if (!options.transactional &&
+      (options.outer || options.comm_hook || options.fragments > 1 ||
+       options.sync == SyncStrategy::driver)) {
+    refuse(
+        "transactional=false with an outer step, a hook, fragments or a driver",
         "one of them: these need the buffers that transactions have");
   }
 }
@@ -79,19 +85,19 @@ void Averager::Impl::add_entries(const NamedTensorList& tensors) {
     }
     Entry entry;
     entry.name = name;
-    entry.tensor = tensor.detach();
+    entry.tensor = tensor; // itself: another may get its storage
     entry.dtype = tensor.scalar_type();
     entry.numel = tensor.numel();
     entry.sizes = tensor.sizes().vec();
     entry.strides = tensor.strides().vec();
     if (!tensor.is_cpu()) {
-      entry.staging = at::empty_like(
-          entry.tensor, entry.tensor.options().device(at::kCPU));
+      entry.staging =
+          at::empty_like(tensor, tensor.options().device(at::kCPU)).detach();
     }
-    entry.direct = !options.transactional && tensor.is_cpu() &&
-                   (entry.dtype == at::kFloat || entry.dtype == at::kDouble) &&
-                   static_cast<int64_t>(tensor.nbytes()) >=
-                       detail::kDirectBytes;
+    entry.direct =
+        !options.transactional && tensor.is_cpu() &&
+        (entry.dtype == at::kFloat || entry.dtype == at::kDouble) &&
+        static_cast<int64_t>(tensor.nbytes()) >= detail::kDirectBytes;
     entries.push_back(std::move(entry));
   }
 }
@@ -108,16 +114,17 @@ void Averager::Impl::lay_out() {
   for (Entry& entry : entries) {
     // Where the tensor's middle falls, and never a fragment without tensors in
     // between.
-    const int64_t wanted =
-        (before + entry.numel / 2) * fragment_count / std::max<int64_t>(1, total);
+    const int64_t wanted = (before + entry.numel / 2) * fragment_count /
+                           std::max<int64_t>(1, total);
     entry.fragment = std::min({wanted, last + 1, fragment_count - 1});
     last = entry.fragment;
     before += entry.numel;
     const at::ScalarType dtype =
         entry.dtype == at::kDouble ? at::kDouble : at::kFloat;
-    auto group = std::find_if(groups.begin(), groups.end(), [&](const Group& g) {
-      return g.dtype == dtype;
-    });
+    auto group =
+        std::find_if(groups.begin(), groups.end(), [&](const Group& g) {
+          return g.dtype == dtype;
+        });
     if (group == groups.end()) {
       groups.push_back({dtype});
       group = groups.end() - 1;
@@ -208,6 +215,7 @@ void Averager::Impl::compare_ranks() {
   std::ostringstream how;
   how << "slices of " << options.slice_mb << " MiB, " << fragment_count
       << " fragments" << (options.transactional ? "" : ", not transactional")
+      << (drives() ? ", by a driver" : "")
       << (options.measure_spread ? "" : ", without spread")
       << (options.outer ? ", " + options.outer->description() : "")
       << (options.comm_hook ? ", " + options.comm_hook->description() : "");
@@ -228,7 +236,8 @@ char* Averager::Impl::data_of(const Entry& entry) const {
 }
 
 char* Averager::Impl::address(const at::Tensor& buffer, int64_t element) const {
-  return static_cast<char*>(buffer.data_ptr()) + element * buffer.element_size();
+  return static_cast<char*>(buffer.data_ptr()) +
+         element * buffer.element_size();
 }
 
 void Averager::Impl::check_tensors() const {

@@ -50,6 +50,7 @@ struct Averager::Impl {
   struct Operation {
     size_t slice = 0;
     at::Tensor range{};
+    at::Tensor gathered{}; // [rank, …] on the driver
     CommHandle handle{};
     CommHook::Step step{}; // a hook's; empty: done
   };
@@ -76,6 +77,7 @@ struct Averager::Impl {
   void cut_slices();
   void compare_ranks();
   bool has_anchor() const { return options.outer || options.comm_hook; }
+  bool drives() const { return options.sync == SyncStrategy::driver; }
   bool takes_part(const Slice& slice) const {
     return round.fragment == kAll || slice.fragment == round.fragment;
   }
@@ -91,8 +93,7 @@ struct Averager::Impl {
     for (const Piece& piece : slice.pieces) {
       const Entry& entry = entries[static_cast<size_t>(piece.tensor)];
       const auto size = static_cast<int64_t>(c10::elementSize(entry.dtype));
-      function(
-          entry, data_of(entry) + piece.begin * size, offset, piece.count);
+      function(entry, data_of(entry) + piece.begin * size, offset, piece.count);
       offset += piece.count;
     }
   }
@@ -106,6 +107,8 @@ struct Averager::Impl {
   void commit();
   void commit_direct();
   void step_outer();
+  void outer_pieces(size_t group);
+  void drive();
   void send_spread(const PassSums& sums);
   void settle_spread();
   int64_t bytes_of_round() const;

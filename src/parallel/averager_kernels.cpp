@@ -47,8 +47,7 @@ auto with_pass_type(c10::ScalarType dtype, const Function& function) {
 }
 
 template <typename T>
-using PassBuffer =
-    std::conditional_t<std::is_same_v<T, double>, double, float>;
+using PassBuffer = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
 bool is_power_of_two(double value) {
   int exponent = 0;
@@ -69,7 +68,9 @@ void load_elements(
     by_pass_blocks(count, [=](int64_t, int64_t begin, int64_t end) {
       if (std::is_same_v<T, B> && scale == 1) {
         std::memcpy(
-            to + begin, from + begin, static_cast<size_t>(end - begin) * sizeof(B));
+            to + begin,
+            from + begin,
+            static_cast<size_t>(end - begin) * sizeof(B));
         return;
       }
 #pragma omp simd

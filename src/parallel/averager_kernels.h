@@ -37,10 +37,7 @@ PassSums store_elements(
 
 // Sums alone.
 PassSums measure_elements(
-    const void* target,
-    c10::ScalarType dtype,
-    const void* mean,
-    int64_t count);
+    const void* target, c10::ScalarType dtype, const void* mean, int64_t count);
 
 // target += mean - snapshot.
 void correct_elements(

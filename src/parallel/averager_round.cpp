@@ -13,8 +13,7 @@ namespace hasten {
 namespace detail {
 
 double seconds_since(std::chrono::steady_clock::time_point start) {
-  return std::chrono::duration<double>(
-             std::chrono::steady_clock::now() - start)
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start)
       .count();
 }
 
@@ -163,6 +162,16 @@ void Averager::Impl::launch(size_t index) {
       offset += piece.count;
     }
     operation.step = options.comm_hook->reduce(*communicator, bucket);
+  } else if (drives()) {
+    if (communicator->rank() == 0) {
+      operation.gathered = at::empty(
+          {communicator->world_size(), slice.count}, operation.range.options());
+    }
+    operation.handle = communicator->gather_async(
+        operation.gathered,
+        operation.range,
+        0,
+        "average slice " + std::to_string(index));
   } else {
     operation.handle = communicator->all_reduce_async(
         operation.range,
@@ -184,7 +193,52 @@ void Averager::Impl::await_data() {
   }
   for (Operation& operation : round.operations) {
     operation.handle.wait();
+    if (operation.gathered.defined()) { // in rank order
+      operation.range.copy_(operation.gathered[0]);
+      for (int64_t rank = 1; rank < operation.gathered.size(0); ++rank) {
+        operation.range.add_(operation.gathered[rank]);
+      }
+      operation.gathered = at::Tensor();
+    }
   }
+}
+
+// Note [Driver]
+// Rank 0 has the sum, and by the vote the sum of weights: it makes the update and
+// sends the parameters to all. A second vote, so that all have them.
+void Averager::Impl::drive() {
+  const double total = round.total;
+  if (communicator->rank() == 0) {
+    for (const Operation& operation : round.operations) {
+      at::Tensor(operation.range).div_(total);
+    }
+    for (size_t g = 0; options.outer && g < groups.size(); ++g) {
+      outer_pieces(g);
+    }
+  }
+  std::vector<CommHandle> handles;
+  for (const Operation& operation : round.operations) {
+    const Slice& slice = all_slices[operation.slice];
+    at::Tensor range = operation.range;
+    if (options.outer && communicator->rank() == 0) {
+      range.copy_(
+          groups[slice.group].anchor.narrow(0, slice.begin, slice.count));
+    }
+    handles.push_back(
+        communicator->broadcast_async(range, 0, "parameters of the driver"));
+  }
+  for (CommHandle& handle : handles) {
+    handle.wait();
+  }
+  if (options.outer && communicator->rank() != 0) {
+    for (const Operation& operation : round.operations) {
+      const Slice& slice = all_slices[operation.slice];
+      groups[slice.group]
+          .anchor.narrow(0, slice.begin, slice.count)
+          .copy_(operation.range);
+    }
+  }
+  vote();
 }
 
 // Note [Vote]
@@ -219,6 +273,9 @@ void Averager::Impl::complete() {
   if (options.transactional) {
     await_data();
     vote();
+    if (drives() && communicator->world_size() > 1 && round.total > 0) {
+      drive();
+    }
     commit();
   } else {
     commit_direct();
@@ -233,8 +290,11 @@ void Averager::Impl::complete() {
 }
 
 void Averager::Impl::commit() {
-  const double total = report.weight = round.total;
-  const bool anchored = has_anchor();
+  report.weight = round.total;
+  const bool driven = drives() && communicator->world_size() > 1;
+  const bool anchored = has_anchor() && !driven;
+  // A driver's numbers are the mean already.
+  const double total = driven && round.total > 0 ? 1 : round.total;
   if (total == 0 || (communicator->world_size() == 1 && !anchored)) {
     send_spread({}); // nobody has anything to say
     return;
@@ -244,7 +304,8 @@ void Averager::Impl::commit() {
     step_outer();
   }
   detail::PassSums sums;
-  const bool measure = options.measure_spread && !anchored && !round.corrects;
+  const bool measurable = options.measure_spread && !(driven && options.outer);
+  const bool measure = measurable && !anchored && !round.corrects;
   for (const Slice& slice : all_slices) {
     if (!takes_part(slice)) {
       continue;
@@ -258,14 +319,18 @@ void Averager::Impl::commit() {
             if (!anchored) {
               detail::divide_elements(mean, group.dtype, count, total);
             }
-            if (options.measure_spread && !anchored) {
+            if (measurable && !anchored) {
               const auto part = detail::measure_elements(
                   address(group.snapshot, offset), group.dtype, mean, count);
               sums.difference += part.difference;
               sums.norm += part.norm;
             }
             detail::correct_elements(
-                data, entry.dtype, mean, address(group.snapshot, offset), count);
+                data,
+                entry.dtype,
+                mean,
+                address(group.snapshot, offset),
+                count);
             return;
           }
           const auto part = detail::store_elements(
@@ -318,32 +383,35 @@ void Averager::Impl::step_outer() {
     if (begin < 0) {
       continue;
     }
-    at::Tensor anchor = group.anchor.narrow(0, begin, end - begin);
-    const at::Tensor mean = group.buffer.narrow(0, begin, end - begin);
-    if (!options.outer) {
-      anchor.copy_(mean);
-      continue;
-    }
-    // One piece a fragment and group, whatever part of them a round takes.
-    for (int64_t f = 0; f < fragment_count; ++f) {
-      int64_t from = -1;
-      int64_t to = 0;
-      for (const Slice& slice : all_slices) {
-        if (slice.group == g && slice.fragment == f && takes_part(slice)) {
-          from = from < 0 ? slice.begin : from;
-          to = slice.begin + slice.count;
-        }
-      }
-      if (from >= 0) {
-        options.outer->step(
-            f * static_cast<int64_t>(groups.size()) + static_cast<int64_t>(g),
-            group.anchor.narrow(0, from, to - from),
-            group.buffer.narrow(0, from, to - from),
-            round.learning_rate);
-      }
+    if (options.outer) {
+      outer_pieces(g);
+    } else {
+      group.anchor.narrow(0, begin, end - begin)
+          .copy_(group.buffer.narrow(0, begin, end - begin));
     }
   }
   send_spread(sums);
+}
+
+// One piece a fragment and group, whatever part of them a round takes.
+void Averager::Impl::outer_pieces(size_t g) {
+  for (int64_t f = 0; f < fragment_count; ++f) {
+    int64_t from = -1;
+    int64_t to = 0;
+    for (const Slice& slice : all_slices) {
+      if (slice.group == g && slice.fragment == f && takes_part(slice)) {
+        from = from < 0 ? slice.begin : from;
+        to = slice.begin + slice.count;
+      }
+    }
+    if (from >= 0) {
+      options.outer->step(
+          f * static_cast<int64_t>(groups.size()) + static_cast<int64_t>(g),
+          groups[g].anchor.narrow(0, from, to - from),
+          groups[g].buffer.narrow(0, from, to - from),
+          round.learning_rate);
+    }
+  }
 }
 
 // In place: slices become final as they arrive. A peer that dies leaves sums.
@@ -394,8 +462,7 @@ void Averager::Impl::settle_spread() {
     return;
   }
   spread_handle.wait();
-  report.spread =
-      std::sqrt(spread.item<double>() / communicator->world_size());
+  report.spread = std::sqrt(spread.item<double>() / communicator->world_size());
   spread = at::Tensor();
   spread_handle = {};
 }
@@ -405,10 +472,19 @@ int64_t Averager::Impl::bytes_of_round() const {
   double bytes = 0;
   for (const Slice& slice : all_slices) {
     if (takes_part(slice)) {
-      bytes += static_cast<double>(
-          slice.count *
-          static_cast<int64_t>(c10::elementSize(groups[slice.group].dtype)));
+      bytes +=
+          (static_cast<double>(slice.count) *
+           (options.comm_hook && groups[slice.group].dtype == at::kFloat
+                ? options.comm_hook->bytes_per_number()
+                : static_cast<double>(
+                      c10::elementSize(groups[slice.group].dtype))));
     }
+  }
+  if (drives()) { // rank 0 sends to all, the others to rank 0
+    return static_cast<int64_t>(
+        n == 1                      ? 0
+        : communicator->rank() == 0 ? (n - 1) * bytes
+                                    : bytes);
   }
   return static_cast<int64_t>(2 * (n - 1) / n * bytes);
 }

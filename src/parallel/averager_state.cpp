@@ -40,7 +40,7 @@ void Averager::save_state(NamedTensors& tensors, nlohmann::json& values) const {
     if (group.anchor.defined()) {
       tensors.emplace("anchor." + number, group.anchor);
     }
-    if (round.open) {
+    if (round.open && group.snapshot.defined()) { // not of a rank alone
       tensors.emplace("sum." + number, group.buffer);
       tensors.emplace("snapshot." + number, group.snapshot);
     }
@@ -66,6 +66,7 @@ void Averager::load_state(
     const NamedTensors& tensors, const nlohmann::json& values) {
   constexpr const char* where = "parallel::Averager";
   const bool open = values.at("open").get<bool>();
+  const bool sent = open && tensors.count("snapshot.0") > 0;
   const auto find = [&](const std::string& name, size_t g) {
     const auto found = tensors.find(name + "." + std::to_string(g));
     const int64_t numel = impl_->groups[g].numel;
@@ -96,7 +97,7 @@ void Averager::load_state(
     if (impl_->has_anchor()) {
       find("anchor", g);
     }
-    if (open) {
+    if (sent) {
       find("sum", g);
       find("snapshot", g);
     }
@@ -115,7 +116,7 @@ void Averager::load_state(
     if (impl_->has_anchor()) {
       group.anchor.copy_(find("anchor", g));
     }
-    if (open) {
+    if (sent) {
       group.buffer.copy_(find("sum", g));
       group.snapshot = find("snapshot", g).clone();
     }

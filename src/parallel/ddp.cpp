@@ -254,6 +254,14 @@ void Ddp::begin_alone(bool in_place) {
   foreign_ = foreign_ && in_place && !gradients_.cleared();
 }
 
+void Ddp::set_local(bool local) {
+  if (begun_) {
+    throw InputError(
+        "parallel::Ddp", "a window is open", "to be called between windows");
+  }
+  alone_ = local || communicator_->world_size() == 1;
+}
+
 // Note [Set aside]
 // Two things must not be summed over ranks or scaled with this window's weight:
 // gradients that nobody zeroed before the window, and a sum that is final when
@@ -345,7 +353,7 @@ bool Ddp::evens_out_buffers() const {
 }
 
 void Ddp::sync_buffers(const DdpRanks& ranks) {
-  if (communicator_->world_size() == 1 || module_buffers_.empty() ||
+  if (alone_ || module_buffers_.empty() ||
       options_.buffers == BufferPolicy::leave) {
     return;
   }

@@ -22,9 +22,7 @@ void check_outer_option(
   }
 }
 
-std::string outer_number(double value) {
-  return nlohmann::json(value).dump();
-}
+std::string outer_number(double value) { return nlohmann::json(value).dump(); }
 
 void save_pieces(
     const std::map<int64_t, at::Tensor>& pieces, NamedTensors& tensors) {

@@ -65,8 +65,7 @@ void require_equal_lists(
     const std::string& subject,
     const char* expected,
     const char* fix) {
-  const auto main =
-      communicator.broadcast_json(mine, subject + " of rank 0");
+  const auto main = communicator.broadcast_json(mine, subject + " of rank 0");
   const auto differences = communicator.gather_json(
       first_difference(mine, main), subject + " differences");
   for (size_t rank = 0; rank < differences.size(); ++rank) {

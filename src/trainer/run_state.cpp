@@ -134,6 +134,9 @@ void TrainingRun::load_checkpoint() {
         .weight_decay(options[i].weight_decay());
   }
   lr_scheduler_->set_base_lrs(peaks);
+  if (is_local()) { // ranks need not have had equally many
+    windows_counted_ = parts_.accelerator->last_window().number;
+  }
   if (state_.best_global_step) { // the folder may have been moved
     const auto best = output_dir_ / ("checkpoint-" +
                                      std::to_string(*state_.best_global_step));

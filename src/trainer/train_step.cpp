@@ -7,6 +7,9 @@
 //   g  <- g * min(1, max_grad_norm / (|g| + 1e-6)),
 //   p  <- AdamW(p, g, lr(k)),      k = updates done before this one.
 //
+// With local_sgd_steps = H sums are over this rank's micro-batches alone, and after
+// every H updates p becomes the ranks' mean.
+//
 // The accelerator's window does the sums and the reduction while backward runs;
 // micro-batches before the last add to g and communicate nothing.
 
@@ -65,6 +68,9 @@ bool TrainingRun::train_step(const Batch& batch) {
     optimizer_->step();
     scheduler_->step();
     optimizer_->zero_grad();
+    if (local_sgd_) {
+      local_sgd_->step();
+    }
     window_loss_.zero_();
     return true;
   } catch (const std::exception& error) {
@@ -81,9 +87,9 @@ void TrainingRun::stop_at_loss(const WindowReport& window) {
     who += (who.empty() ? "rank " : ", rank ") + std::to_string(rank) +
            " (loss=" + loss + ")";
   };
-  if (window.joined > 0) {
-    // Ranks without a row in this window wait in it and cannot answer; they
-    // learn from the failure that the others post.
+  if (window.joined > 0 || is_local()) {
+    // Ranks without a row in this window wait in it and cannot answer, those of
+    // Local SGD are elsewhere; they learn from the failure that is posted.
     if (!std::isfinite(mine)) {
       blame(parts_.accelerator->process_index(), std::to_string(mine));
     }
@@ -122,7 +128,8 @@ void TrainingRun::stop_at_gradient() const {
       "the gradient is not finite in update " +
           std::to_string(state_.global_step + 1) + " of " +
           std::to_string(plan_.max_steps) +
-          ": grad_norm=" + std::to_string(grad_norm_) + " on every rank",
+          ": grad_norm=" + std::to_string(grad_norm_) +
+          (is_local() ? " on this rank" : " on every rank"),
       "a finite gradient of a finite loss",
       "lower learning_rate, or look for operations whose derivative overflows");
 }

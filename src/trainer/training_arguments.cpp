@@ -49,6 +49,7 @@ void visit_arguments(Arguments& a, Visit&& visit) {
   visit("per_device_train_batch_size", a.per_device_train_batch_size);
   visit("per_device_eval_batch_size", a.per_device_eval_batch_size);
   visit("gradient_accumulation_steps", a.gradient_accumulation_steps);
+  visit("local_sgd_steps", a.local_sgd_steps);
   visit("learning_rate", a.learning_rate);
   visit("weight_decay", a.weight_decay);
   visit("adam_beta1", a.adam_beta1);
@@ -250,6 +251,7 @@ void TrainingArguments::validate() const {
   at_least("per_device_train_batch_size", per_device_train_batch_size, 1);
   at_least("per_device_eval_batch_size", per_device_eval_batch_size, 1);
   at_least("gradient_accumulation_steps", gradient_accumulation_steps, 1);
+  at_least("local_sgd_steps", local_sgd_steps, 0);
   at_least("max_length", max_length, 1);
   at_least("save_total_limit", save_total_limit, 0);
   not_negative("learning_rate", learning_rate);

@@ -10,14 +10,58 @@
 
 namespace hasten::detail {
 
+void TrainingRun::collect_losses() {
+  if (!is_local()) {
+    return;
+  }
+  const LocalSgdReport rounds = local_sgd_->report();
+  const bool has_norm = std::isfinite(grad_norm_);
+  at::Tensor sums = at::tensor(
+      {uncollected_losses_.loss_sum,
+       uncollected_losses_.weight,
+       static_cast<double>(uncollected_rows_),
+       has_norm ? grad_norm_ : 0.0,
+       has_norm ? 1.0 : 0.0,
+       rounds.seconds,
+       rounds.communication_share},
+      at::kDouble);
+  sums =
+      parts_.accelerator->reduce(sums.to(parts_.accelerator->device())).cpu();
+  const double* sum = sums.const_data_ptr<double>();
+  for (LossTotal* total : {&since_record_, &of_epoch_, &of_run_}) {
+    total->loss_sum += sum[0];
+    total->weight += sum[1];
+  }
+  samples_ += static_cast<int64_t>(sum[2]);
+  mean_grad_norm_ = sum[3] / sum[4];
+  const int ranks = parts_.accelerator->num_processes();
+  round_seconds_ = sum[5] / ranks;
+  communication_share_ = sum[6] / ranks;
+  uncollected_losses_ = {};
+  uncollected_rows_ = 0;
+}
+
+void TrainingRun::describe_rounds(nlohmann::json& record) {
+  const LocalSgdReport rounds = local_sgd_->report();
+  record["local_sgd_rounds"] = rounds.rounds;
+  record["local_sgd_spread"] = rounds.last.spread;
+  record["local_sgd_bytes"] = rounds.bytes;
+  record["local_sgd_seconds"] = round_seconds_;
+  record["local_sgd_share"] = communication_share_;
+}
+
 void TrainingRun::log_training() {
+  collect_losses();
   nlohmann::json record = {
       {"loss", since_record_.mean()},
       {"learning_rate", learning_rate_},
       {"epoch", state_.epoch},
       {"step", state_.global_step}};
   if (parts_.arguments.max_grad_norm > 0) {
-    record["grad_norm"] = grad_norm_;
+    record["grad_norm"] = is_local() ? mean_grad_norm_ : grad_norm_;
+  }
+  if (is_local()) {
+    describe_rounds(record);
   }
   since_record_ = {};
   state_.log_history.push_back(record);

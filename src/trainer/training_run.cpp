@@ -99,6 +99,9 @@ TrainOutput TrainingRun::run() {
     return finish();
   } catch (const std::exception& error) {
     parts_.communicator().abandon(error.what());
+    if (local_sgd_) {
+      local_sgd_->abandon();
+    }
     // A peer that saw the signal first looks like a failed peer here.
     if (dynamic_cast<const CommunicationError*>(&error) != nullptr) {
       throw_if_interrupted();
@@ -120,6 +123,12 @@ void TrainingRun::begin() {
   state_ = TrainerState{};
   if (!output_dir_.empty()) {
     register_states();
+  }
+  if (parts_.arguments.local_sgd_steps > 0) {
+    local_sgd_.emplace(
+        accelerator,
+        parts_.model,
+        LocalSgdOptions{.steps = parts_.arguments.local_sgd_steps});
   }
   run_time_.restart();
   if (!start_.folder.empty()) {
@@ -151,6 +160,7 @@ RunDescription TrainingRun::describe() const {
   d.gradient_accumulation_steps = a.gradient_accumulation_steps;
   d.total_batch =
       d.batch_per_rank * d.gradient_accumulation_steps * d.world_size;
+  d.local_sgd_steps = is_local() ? a.local_sgd_steps : 0;
   d.plan = plan_;
   d.parameters = numbers_in(parts_.model->parameters());
   d.decayed_parameters = numbers_in(groups_[0].params());
@@ -190,7 +200,8 @@ void TrainingRun::run_epoch() {
     }
     after_update(false);
   }
-  if (parts_.accelerator->last_window().number > windows_counted_) {
+  if (parts_.accelerator->last_window().number > windows_counted_ ||
+      (is_local() && local_sgd_->steps() > state_.global_step)) {
     grad_norm_ = std::numeric_limits<double>::quiet_NaN();
     count_update();
   }
@@ -200,13 +211,19 @@ void TrainingRun::run_epoch() {
 
 void TrainingRun::count_update() {
   const WindowReport& window = parts_.accelerator->last_window();
-  windows_counted_ = window.number;
+  const bool has_rows =
+      std::exchange(windows_counted_, window.number) < window.number;
   learning_rate_ =
       std::exchange(next_learning_rate_, lr_scheduler_->get_last_lr().at(0));
-  since_record_.add(window);
-  of_epoch_.add(window);
-  of_run_.add(window);
-  samples_ += window.rows;
+  if (!is_local()) {
+    since_record_.add(window);
+    of_epoch_.add(window);
+    of_run_.add(window);
+    samples_ += window.rows;
+  } else if (has_rows) {
+    uncollected_losses_.add(window);
+    uncollected_rows_ += window.rows;
+  }
   ++state_.global_step;
   state_.epoch = static_cast<double>(state_.global_step + plan_.step_shift) /
                  static_cast<double>(plan_.updates_per_epoch);
@@ -234,7 +251,12 @@ void TrainingRun::after_update(bool epoch_ended) {
   }
   const Stopwatch aside;
   const bool save = due(a.save_strategy, plan_.save_steps);
-  if (parts_.eval && due(a.eval_strategy, plan_.eval_steps)) {
+  const bool evaluate = parts_.eval && due(a.eval_strategy, plan_.eval_steps);
+  if (local_sgd_ && (save || evaluate)) {
+    local_sgd_->synchronize(); // one model is evaluated and saved
+    collect_losses();
+  }
+  if (evaluate) {
     evaluate_and_log();
     consider_best(state_.log_history.back(), save);
   }
@@ -256,6 +278,7 @@ double TrainingRun::seconds_left() const {
 void TrainingRun::end_epoch() {
   epoch_ended_ = false;
   collect_tokens();
+  collect_losses();
   at::Tensor peaks = at::tensor(
       {static_cast<double>(memory_stats().peak_bytes),
        static_cast<double>(peak_resident_bytes())},
@@ -306,6 +329,10 @@ void TrainingRun::end_epoch() {
 }
 
 TrainOutput TrainingRun::finish() {
+  if (local_sgd_) {
+    collect_losses();
+    local_sgd_->finish();
+  }
   const double seconds = run_seconds();
   const TrainingArguments& a = parts_.arguments;
   nlohmann::json record = {

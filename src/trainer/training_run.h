@@ -6,6 +6,7 @@
 #include <map>
 #include <string>
 
+#include "hasten/accelerator/local_sgd.h"
 #include "hasten/data/loader.h"
 #include "hasten/optim/adamw.h"
 #include "hasten/optim/schedule.h"
@@ -107,6 +108,10 @@ class TrainingRun {
   void append_record(const char* type, const nlohmann::json& record);
   /// Adds tokens over ranks. Collective.
   void collect_tokens();
+  /// With Local SGD: adds losses and rows over ranks. Collective.
+  void collect_losses();
+  /// Local SGD's rounds, for a training record.
+  void describe_rounds(nlohmann::json& record);
   void load_best();
 
   // run_state.cpp
@@ -119,6 +124,7 @@ class TrainingRun {
   void save_checkpoint();
   void save_final();
 
+  bool is_local() const { return local_sgd_ && local_sgd_->active(); }
   bool last_update() const { return state_.global_step >= plan_.max_steps; }
 
   TrainerParts& parts_;
@@ -136,6 +142,7 @@ class TrainingRun {
   std::optional<PreparedOptimizer<AdamW>> optimizer_{};
   std::optional<PreparedLoader<DataLoader>> loader_{};
   std::optional<PreparedScheduler<LrScheduler>> scheduler_{};
+  std::optional<LocalSgd> local_sgd_{}; // empty, or not active: plain training
 
   int64_t epoch_ = 0; // under way, from 0
   bool epoch_ended_ = false; // but not reported yet
@@ -144,6 +151,11 @@ class TrainingRun {
   at::Tensor window_loss_{}; // this rank's, on the device; read only on failure
   uint64_t windows_counted_ = 0;
   double grad_norm_ = 0; // before clipping; NaN where this rank only joined
+  LossTotal uncollected_losses_{}; // Local SGD: this rank's alone
+  int64_t uncollected_rows_ = 0;
+  double mean_grad_norm_ = 0; // Local SGD: over the ranks
+  double round_seconds_ = 0; // the same
+  double communication_share_ = 0; // the same
   double learning_rate_ = 0; // of the update
   double next_learning_rate_ = 0;
 

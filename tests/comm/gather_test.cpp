@@ -36,6 +36,23 @@ TEST(Broadcast, EveryRankGetsTheSourcesValuesInEveryDtype) {
   EXPECT_THROW(comm->broadcast(tensor.expand({2, 2}), 0, "x"), InputError);
 }
 
+TEST(Gather, OneRankGetsEveryRanksTensor) {
+  const auto comm = fresh_communicator();
+  const int world = comm->world_size();
+  for (int root = 0; root < world; ++root) {
+    const torch::Tensor mine = torch::full({3, 2}, 10 + comm->rank());
+    torch::Tensor all;
+    if (comm->rank() == root) {
+      all = torch::zeros({world, 3, 2}, mine.options());
+    }
+    comm->gather_async(all, mine, root, "to one").wait();
+    for (int rank = 0; comm->rank() == root && rank < world; ++rank) {
+      EXPECT_EQ(all[rank].min().item<int>(), 10 + rank);
+      EXPECT_EQ(all[rank].max().item<int>(), 10 + rank);
+    }
+  }
+}
+
 TEST(AllGather, RowsComeInRankOrder) {
   const auto comm = fresh_communicator();
   for (const auto type : {torch::kFloat, torch::kBool, torch::kLong}) {

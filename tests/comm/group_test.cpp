@@ -50,6 +50,33 @@ TEST(Group, DuplicatesHaveAnOrderOfOperationsOfTheirOwn) {
   comm->barrier("the first goes on");
 }
 
+// Even and odd ranks, each a group of its own under one name.
+TEST(Group, PartsOfAWorldTalkAmongThemselves) {
+  const auto comm = fresh_communicator();
+  const int world = comm->world_size();
+  std::vector<int> mine;
+  for (int rank = comm->rank() % 2; rank < world; rank += 2) {
+    mine.push_back(rank);
+  }
+  const auto part = comm->new_group(mine, {.name = "part"});
+  EXPECT_EQ(part->world_size(), std::ssize(mine));
+  EXPECT_EQ(mine[static_cast<size_t>(part->rank())], comm->rank());
+  torch::Tensor tensor = torch::full({70'000}, comm->rank());
+  part->all_reduce(tensor, ReduceOp::sum, "among themselves");
+  int sum = 0;
+  for (const int rank : mine) {
+    sum += rank;
+  }
+  EXPECT_EQ(tensor[69'999].item<int>(), sum);
+  const auto everyone = part->gather_json(comm->rank(), "ranks");
+  EXPECT_EQ(everyone, std::vector<nlohmann::json>(mine.begin(), mine.end()));
+  comm->barrier("the world goes on");
+  EXPECT_THROW(comm->new_group({comm->rank() + 1}, {.name = "x"}), InputError);
+  EXPECT_THROW(
+      comm->new_group({comm->rank(), comm->rank()}, {.name = "x"}), InputError);
+  part->close();
+}
+
 TEST(Group, ClosedGroupsRefuseOperationsAndCloseAgain) {
   const auto comm = fresh_communicator();
   torch::Tensor tensor = torch::ones({3});

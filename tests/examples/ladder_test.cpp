@@ -20,7 +20,7 @@ std::string without_comment(const std::string& line) {
 // "// [trainer]".
 std::vector<std::string> unmarked_lines(
     const std::string& name, const std::vector<std::string>& before) {
-  static const std::regex mark("// 0[2-5]\\b"), comment("\\s*//.*");
+  static const std::regex mark("// 0[2-7]\\b"), comment("\\s*//.*");
   static const std::regex piece("\\s*// \\[(/?)(\\w+)\\]");
   std::multiset<std::string> known;
   for (const auto& other : before) {
@@ -60,7 +60,9 @@ TEST(Ladder, EveryLineAStepBringsIsMarked) {
       {"04_accumulate", {"03_accelerator.cpp"}},
       {"04b_accumulate_by_hand",
        {"02_accumulation_by_hand.cpp", "03_accelerator.cpp"}},
-      {"05_trainer", {"04_accumulate.cpp"}}};
+      {"05_trainer", {"04_accumulate.cpp"}},
+      {"06_local_sgd", {"03_accelerator.cpp"}},
+      {"07_local_sgd_accumulate", {"04_accumulate.cpp"}}};
   for (const auto& [name, before] : steps) {
     EXPECT_EQ(unmarked_lines(name + ".cpp", before), std::vector<std::string>())
         << name;
@@ -159,6 +161,30 @@ TEST(Ladder, EveryWayOfAccumulatingGivesTheSameParameters) {
             << name << " on " << nproc << " processes, " << rows << " rows";
       }
     }
+  }
+}
+
+// One process has nobody to average with; two go ways of their own in between,
+// learn as well and end with one model.
+TEST(Ladder, LocalSgdIsPlainTrainingAloneAndLearnsOnTwoProcesses) {
+  for (const auto& [name, reference] : std::map<std::string, std::string>{
+           {"06_local_sgd", "01_plain_loop"},
+           {"07_local_sgd_accumulate", "02_accumulation_by_hand"}}) {
+    const LadderRun plain = run_step(reference, kLonelyRows);
+    EXPECT_LE(
+        distance(plain.parameters, run_step(name, kLonelyRows).parameters),
+        kSame)
+        << name;
+    const LadderRun two = run_step(name, kLonelyRows, 2);
+    ASSERT_EQ(two.lines.size(), 6) << name;
+    const double apart = distance(plain.parameters, two.parameters);
+    EXPECT_GT(apart, 1e-3) << name << ": gradients were averaged";
+    EXPECT_LT(apart, 0.5) << name;
+    EXPECT_LT(
+        number_after(two.lines[5], "loss"),
+        0.9 * number_after(two.lines[0], "loss"))
+        << name;
+    EXPECT_GT(number_after(two.lines[5], "accuracy"), 0.7) << name;
   }
 }
 

@@ -44,6 +44,8 @@ concept Nested = !std::is_convertible_v<const Value&, at::Tensor> &&
 } // namespace detail
 
 class Collect {
+  friend class LocalSgd;
+
  public:
   // Who this process is. Local.
   at::Device device() const;

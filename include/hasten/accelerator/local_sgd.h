@@ -30,19 +30,56 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <string>
 
 #include "hasten/accelerator/accelerator.h"
 #include "hasten/parallel/averager.h"
 
 namespace hasten {
 
+/// What becomes of the optimizers' moments.
+enum class MomentPolicy {
+  /// Each rank keeps its own, until finish() averages them.
+  keep,
+  /// Averaged in every round of all parameters. Costs their bytes: with Adam three
+  /// times as much travels. Memory: a copy of them.
+  average,
+};
+
 struct LocalSgdOptions {
   /// H: attempted optimizer steps between two averages, ≥ 1.
   int64_t steps = 8;
   /// False: the scope does nothing, and training is what it is without it.
   bool enabled = true;
-  /// How rounds are made; see AveragerOptions.
+  /// A changing H: the steps of the round that begins after `step` attempted
+  /// steps; a function of `step` alone, the same on every rank. Empty: `steps`.
+  std::function<int64_t(int64_t step)> schedule{};
+  /// Post-local SGD: gradients are averaged, as in plain training, in this many
+  /// steps of the scope; then Local SGD begins. ≥ 0. Source: Lin, Stich, Patel,
+  /// Jaggi, "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020.
+  int64_t post_local_start = 0;
+  /// Hierarchical: the ranks of a group average among themselves every so many
+  /// steps, plainly, all ranks every `steps`, a multiple of it. 0: all at once.
+  /// Memory: one more copy.
+  int64_t inner_steps = 0;
+  /// Which group this rank is in: those that give the same name. Empty: its host's.
+  std::string group{};
+  /// Delayed averaging: a snapshot is sent, and the ranks' mean less the snapshot
+  /// is added this many steps later, so that training goes on beside the sending.
+  /// From 0 to steps / average.fragments. Memory: one more copy.
+  int64_t delay = 0;
+  /// Tries delayed averaging in the first rounds, and makes averages at once where
+  /// that is as quick. False: delays them in any case.
+  bool delay_only_if_it_pays = true;
+  /// Ranks count by the weight of the windows they have trained on since the last
+  /// average (rows, or what was given to accumulate and backward), not equally.
+  bool weigh_by_samples = false;
+  MomentPolicy moments = MomentPolicy::keep;
+  /// How rounds are made: outer step, numbers on the wire, fragments (streaming:
+  /// each has a turn of its own within the H steps, so that less travels at once);
+  /// see AveragerOptions.
   AveragerOptions average{};
 };
 
@@ -51,6 +88,8 @@ struct LocalSgdReport {
   /// Attempted optimizer steps, and averages, so far.
   int64_t steps = 0;
   int64_t rounds = 0;
+  /// Averages within the group. Not in what follows.
+  int64_t inner_rounds = 0;
   /// The last round.
   AverageReport last{};
   /// Over all rounds: bytes sent by this rank, seconds in rounds, and the share
@@ -67,7 +106,7 @@ class LocalSgd {
   /// running statistics are averaged too (a batch norm's variance as that of the
   /// joined rows), integers taken from rank 0. Collective, blocking. Memory: one
   /// fp32 copy of the parameters.
-  /// Throws InputError: steps < 1, a model that is not prepared or whose window is
+  /// Throws InputError: options out of range, a model that is not prepared or whose window is
   /// open, no prepared optimizer has its parameters, a scope is open already,
   /// ranks that open different scopes (on every rank).
   template <detail::ModelHolder Model>
@@ -103,8 +142,14 @@ class LocalSgd {
   /// call does nothing.
   void finish();
 
-  /// False: enabled=false, or a world of one.
+  /// Closes the scope without an average and without a word, after an error that
+  /// the peers have been told of. Local.
+  void abandon() noexcept;
+
+  /// False: enabled=false, a world of one, or finished.
   bool active() const;
+  /// Attempted optimizer steps so far; at the data's end the same on all ranks.
+  int64_t steps() const;
   LocalSgdReport report() const;
 
  private:

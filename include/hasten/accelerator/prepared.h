@@ -65,6 +65,7 @@ struct SchedulerState {
   std::vector<std::shared_ptr<OptimizerState>> optimizers{};
   int64_t index = 0;
   uint64_t stepped = 0;
+  int64_t ticks = 0;
 };
 
 // Non-template doors into the core, so that this header needs none of it.

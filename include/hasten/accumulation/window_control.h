@@ -35,6 +35,8 @@ struct WindowTotals {
   uint64_t models = 0;
   /// Number of the window among those of its models.
   uint64_t number = 0;
+  /// Not 0: no window, but a round of Local SGD over these models, of this kind.
+  int64_t round = 0;
   /// It was not opened, but is one of GradientWindow::backward_outside.
   bool outside = false;
   /// WindowExchange::history. Agreed on by the ranks that have batches.

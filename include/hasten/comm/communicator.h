@@ -111,6 +111,11 @@ class Communicator {
   virtual CommHandle all_gather_async(
       at::Tensor output, at::Tensor input, std::string_view name) = 0;
 
+  /// The same on rank `root` alone; elsewhere `output` is not looked at, and may
+  /// be undefined.
+  virtual CommHandle gather_async(
+      at::Tensor output, at::Tensor input, int root, std::string_view name) = 0;
+
   /// Row r of `input` goes to rank r; row r of `output` comes from rank r. Both
   /// [world_size, …] and contiguous, of one shape and dtype on all ranks.
   virtual CommHandle all_to_all_async(
@@ -157,6 +162,14 @@ class Communicator {
   /// of operations. Collective.
   virtual std::shared_ptr<Communicator> duplicate(
       const CommunicatorOptions& options) = 0;
+
+  /// A group of some ranks of this one, ascending, this one among them: rank i of
+  /// it is ranks[i] here. Errors name ranks of the world. Groups of other ranks
+  /// may have the same name. Collective over `ranks`: those of the list call it,
+  /// with the same list. Throws InputError for a list that is not ascending, out
+  /// of range or without this rank.
+  virtual std::shared_ptr<Communicator> new_group(
+      const std::vector<int>& ranks, const CommunicatorOptions& options) = 0;
 
  protected:
   Communicator() = default;

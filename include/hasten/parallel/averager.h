@@ -35,6 +35,18 @@
 
 namespace hasten {
 
+/// Who adds up.
+enum class SyncStrategy {
+  /// All ranks alike: each sums a part. 2 (n - 1) / n of the data is sent by each.
+  all_reduce,
+  /// The picture people learn first: rank 0 collects what all ranks have, makes
+  /// the update and sends the parameters back. It sends and receives n - 1 times
+  /// the data while the others wait, so a round takes about n / 2 times as long;
+  /// memory on rank 0: n copies of a slice under way. The outer step is rank 0's
+  /// alone.
+  driver,
+};
+
 struct AveragerOptions {
   /// Reduces a copy, votes, and commits in one pass. Memory: one fp32 copy of the
   /// tensors, allocated once. False: large tensors are reduced where they lie,
@@ -53,6 +65,7 @@ struct AveragerOptions {
   /// (hasten/parallel/comm_hook.h). It is given the changes since the last round,
   /// not the values. Memory: the anchor, one copy. Null: a plain all-reduce.
   std::shared_ptr<CommHook> comm_hook{};
+  SyncStrategy sync = SyncStrategy::all_reduce;
   /// Cuts the list into this many parts of about equal size that may be averaged
   /// one at a time (start's `fragment`), so that less travels at once. ≥ 1, at
   /// most the number of tensors counts.

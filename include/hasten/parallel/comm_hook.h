@@ -59,6 +59,9 @@ class CommHook : public Stateful {
   /// Name and settings; must be the same on all ranks.
   virtual std::string description() const = 0;
 
+  /// Sent for each number of an fp32 bucket, where the plain all-reduce has 4.
+  virtual double bytes_per_number() const { return 4; }
+
   /// State of a rank: it differs between ranks and is saved by each.
   void save_state(NamedTensors&, nlohmann::json&) const override {}
   void load_state(const NamedTensors&, const nlohmann::json&) override {}
@@ -76,6 +79,7 @@ class Fp16CompressHook : public CommHook {
   Step reduce(
       Communicator& communicator, const GradientBucket& bucket) override;
   std::string description() const override { return "fp16_compress"; }
+  double bytes_per_number() const override { return 2; }
 };
 
 /// The same with bfloat16: fp32's range, 2^-8 relative error.
@@ -84,6 +88,32 @@ class Bf16CompressHook : public CommHook {
   Step reduce(
       Communicator& communicator, const GradientBucket& bucket) override;
   std::string description() const override { return "bf16_compress"; }
+  double bytes_per_number() const override { return 2; }
+};
+
+/// Eight bits of fp32 numbers, with one scale for each 256 of them: a quarter of
+/// the bytes. Sums are fp32; error of a number: 2^-8 of the largest in its block,
+/// for each rank's share and for the sum. With error feedback what was lost is
+/// added to the next reduction. Other dtypes go the plain way. Memory: error
+/// feedback keeps a copy of the buckets, and 1/world of one.
+class Int8CompressHook : public CommHook {
+ public:
+  explicit Int8CompressHook(bool error_feedback = true)
+      : error_feedback_(error_feedback) {}
+  Step reduce(
+      Communicator& communicator, const GradientBucket& bucket) override;
+  std::string description() const override {
+    return error_feedback_ ? "int8_compress" : "int8_compress without feedback";
+  }
+  double bytes_per_number() const override { return 1 + 4.0 / 256; }
+  /// This rank's errors.
+  void save_state(NamedTensors& tensors, nlohmann::json& values) const override;
+  void load_state(
+      const NamedTensors& tensors, const nlohmann::json& values) override;
+
+ private:
+  bool error_feedback_;
+  std::unordered_map<std::string, at::Tensor> errors_{}; // by name
 };
 
 struct PowerSgdOptions {
@@ -125,6 +155,7 @@ class PowerSgdHook : public CommHook {
   /// Numbers of the gradients over numbers sent, since construction; 1 while
   /// nothing is compressed.
   double compression_rate() const;
+  double bytes_per_number() const override { return 4 / compression_rate(); }
 
   /// Iteration, factors and this rank's error.
   void save_state(NamedTensors& tensors, nlohmann::json& values) const override;

@@ -207,6 +207,10 @@ class Ddp : public Stateful {
   /// writes in a forward: floating-point ones. Local, equal on all ranks.
   bool evens_out_buffers() const;
 
+  /// While true, sums stay this rank's own and buffers are left alone, as if
+  /// there were no peers. Between sums. Local.
+  void set_local(bool local);
+
   FlatGradients& gradients() { return gradients_; }
   const FlatGradients& gradients() const { return gradients_; }
   const std::shared_ptr<torch::nn::Module>& module() const { return module_; }

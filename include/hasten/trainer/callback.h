@@ -30,6 +30,8 @@ struct RunDescription {
   int64_t batch_per_rank = 0;
   int64_t gradient_accumulation_steps = 1;
   int64_t total_batch = 0;
+  /// Updates between two averages of Local SGD; 0 where it is not used.
+  int64_t local_sgd_steps = 0;
   TrainingPlan plan{};
   /// Numbers in all parameters, tied ones once; in those that are trained; in
   /// those that weight decay applies to.

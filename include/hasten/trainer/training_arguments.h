@@ -11,6 +11,7 @@
 //   save_total_limit         2                         keeps all
 //   train_sampling_strategy  group_by_length           random
 //   max_length               128, at most the model's  not an argument
+//   local_sgd_steps          0, off                    not an argument
 //
 // Plain data without LibTorch, so that the `hasten` program can bind flags to
 // it. Threading: none needed.
@@ -70,6 +71,12 @@ struct TrainingArguments {
   /// Micro-batches an update adds up, >= 1. An epoch's last window may be
   /// shorter and is weighted by what it really holds.
   int64_t gradient_accumulation_steps = 1;
+
+  /// Above 0: Local SGD. Each process updates its own weights, which are averaged
+  /// after this many updates, and before every evaluation and save; gradients do
+  /// not travel (hasten/accelerator/local_sgd.h). No effect on one process.
+  /// Memory: one more copy of the weights.
+  int64_t local_sgd_steps = 0;
 
   // Optimizer (AdamW, with decay on all but biases and norms) and schedule.
 

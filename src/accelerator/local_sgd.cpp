@@ -1,0 +1,298 @@
+// A scope from its beginning to its end, and its state.
+#include "hasten/accelerator/local_sgd.h"
+
+#include <ATen/ATen.h>
+#include <torch/nn/module.h>
+#include <torch/optim/optimizer.h>
+
+#include <unistd.h>
+
+#include <atomic>
+#include <cstring>
+#include <sstream>
+
+#include "hasten/base/error.h"
+#include "hasten/base/log.h"
+#include "local_sgd_scope.h"
+
+namespace hasten {
+
+LocalSgd::Impl::Impl(
+    std::shared_ptr<detail::AcceleratorCore> accelerator,
+    torch::nn::Module& module,
+    LocalSgdOptions settings)
+    : core(std::move(accelerator)),
+      options(std::move(settings)),
+      schedule(options),
+      trial(options.delay > 0, options.delay_only_if_it_pays) {
+  check_options();
+  index = core->model_index(&module, detail::kLocalSgdWhere);
+  compare_ranks();
+  if (options.enabled && core->world.world_size > 1) {
+    open(module);
+  }
+}
+
+void LocalSgd::Impl::check_options() const {
+  const auto refuse = [](const char* name, int64_t value, std::string what) {
+    throw InputError(
+        detail::kLocalSgdWhere,
+        std::string(name) + "=" + std::to_string(value),
+        std::move(what));
+  };
+  const int64_t fragments = options.average.fragments;
+  if (options.steps < 1) {
+    refuse(
+        "steps",
+        options.steps,
+        "1 or more optimizer steps between two averages");
+  }
+  if (options.post_local_start < 0) {
+    refuse("post_local_start", options.post_local_start, "0 or more");
+  }
+  if (fragments > 1 && (fragments > options.steps || options.schedule)) {
+    refuse(
+        "fragments",
+        fragments,
+        "at most steps=" + std::to_string(options.steps) +
+            ", and no schedule: each fragment has a step of its own");
+  }
+  if (options.delay < 0 || (!options.schedule && fragments > 0 &&
+                            options.delay > options.steps / fragments)) {
+    refuse(
+        "delay",
+        options.delay,
+        "from 0 to steps / fragments=" +
+            std::to_string(options.steps / std::max<int64_t>(1, fragments)));
+  }
+  if (options.inner_steps < 0 ||
+      (options.inner_steps > 0 &&
+       (options.schedule || options.steps % options.inner_steps != 0))) {
+    refuse(
+        "inner_steps",
+        options.inner_steps,
+        "0, or a divisor of steps=" + std::to_string(options.steps) +
+            " without a schedule");
+  }
+  if (options.delay > 0 && !options.average.transactional) {
+    refuse("delay", options.delay, "0 with transactional=false");
+  }
+}
+
+void LocalSgd::Impl::compare_ranks() {
+  const nlohmann::json mine = {
+      {"steps", options.steps},
+      {"enabled", options.enabled},
+      {"model", index},
+      {"post_local_start", options.post_local_start},
+      {"delay", options.delay},
+      {"inner_steps", options.inner_steps},
+      {"delay_only_if_it_pays", options.delay_only_if_it_pays},
+      {"moments", static_cast<int>(options.moments)}};
+  const auto all = core->communicator->gather_json(mine, "LocalSgd scope");
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    if (all[rank] != all[0]) {
+      throw InputError(
+          detail::kLocalSgdWhere,
+          "rank " + std::to_string(rank) + " opens a scope with " +
+              all[rank].dump() + ", rank 0 with " + all[0].dump(),
+          "the same scope on every rank");
+    }
+  }
+}
+
+void LocalSgd::Impl::open(torch::nn::Module& module) {
+  optimizers = core->optimizers_of(index);
+  if (optimizers.empty()) {
+    throw InputError(
+        detail::kLocalSgdWhere,
+        "no prepared optimizer has parameters of the model",
+        "the optimizer whose steps are counted",
+        "give model and optimizer to accelerator.prepare() before the scope");
+  }
+  core->open_local(*this);
+  try {
+    Averager::NamedTensorList trainable;
+    for (const auto& [name, parameter] : core->ddp(index).parameters()) {
+      if (parameter.requires_grad()) {
+        trainable.emplace_back(name, parameter);
+      }
+    }
+    averager = std::make_unique<Averager>(
+        core->communicator, trainable, options.average);
+    if (options.inner_steps > 0) {
+      open_group(trainable);
+    }
+    buffers =
+        std::make_unique<detail::AveragedBuffers>(core->communicator, module);
+    moments = std::make_unique<detail::AveragedMoments>(
+        core->communicator, optimizers, core->parameter_names());
+    own_weight.assign(static_cast<size_t>(averager->fragments()), 0);
+    if (options.post_local_start == 0) {
+      begin_local();
+    }
+  } catch (...) {
+    core->close_local();
+    throw;
+  }
+  counted = core->attempted(index);
+  opened = Clock::now();
+  active = true;
+}
+
+// Every rank learns everybody's name, and meets those with its own.
+void LocalSgd::Impl::open_group(const Averager::NamedTensorList& tensors) {
+  static std::atomic<int> opened_groups{0};
+  std::string name = options.group;
+  if (name.empty()) {
+    name.resize(256);
+    ::gethostname(name.data(), name.size() - 1);
+    name.resize(std::strlen(name.c_str()));
+  }
+  const auto names = core->communicator->gather_json(name, "groups of ranks");
+  std::vector<int> members;
+  for (size_t rank = 0; rank < names.size(); ++rank) {
+    if (names[rank] == name) {
+      members.push_back(static_cast<int>(rank));
+    }
+  }
+  const std::string label =
+      "local sgd group " + std::to_string(opened_groups++);
+  if (members.size() > 1) {
+    CommunicatorOptions like = core->communicator->options();
+    like.name = label;
+    group = core->communicator->new_group(members, like);
+    group_averager = std::make_unique<Averager>(
+        group,
+        tensors,
+        AveragerOptions{
+            .transactional = options.average.transactional,
+            .slice_mb = options.average.slice_mb,
+            .measure_spread = false});
+  }
+}
+
+double LocalSgd::Impl::learning_rate() const {
+  const auto& groups = optimizers.front()->optimizer->param_groups();
+  return groups.empty() ? 0 : groups.front().options().get_lr();
+}
+
+void LocalSgd::Impl::log_summary() const {
+  std::ostringstream line;
+  line.precision(3);
+  line << "local sgd: " << steps << " steps, " << report.rounds << " averages, "
+       << static_cast<double>(report.bytes) / 1e6 << " MB sent by each rank, "
+       << report.seconds << " s in them ("
+       << 100 * report.seconds /
+              std::chrono::duration<double>(Clock::now() - opened).count()
+       << " % of the time), last spread " << report.last.spread;
+  log_info(line.str());
+}
+
+void LocalSgd::Impl::loaded() { counted = core->attempted(index); }
+
+void LocalSgd::Impl::save_state(
+    NamedTensors& tensors, nlohmann::json& values) const {
+  values = {
+      {"steps", steps},
+      {"averaged_at", averaged_at},
+      {"finish_at", finish_at},
+      {"own_weight", own_weight},
+      {"group_weight", group_weight},
+      {"inner_rounds", report.inner_rounds},
+      {"rounds", report.rounds},
+      {"learning_rate", round_learning_rate},
+      {"trial", {trial.round(), trial.delays()}},
+      {"average", nlohmann::json::object()}};
+  NamedTensors own;
+  averager->save_state(own, values["average"]);
+  detail::put_below(tensors, "average.", own);
+}
+
+void LocalSgd::Impl::load_state(
+    const NamedTensors& tensors, const nlohmann::json& values) {
+  const auto number = [&](const char* name) {
+    return values.at(name).get<int64_t>();
+  };
+  const int64_t loaded_steps = number("steps");
+  const int64_t loaded_at = number("averaged_at");
+  const int64_t loaded_finish = number("finish_at");
+  const int64_t loaded_rounds = number("rounds");
+  const auto weights = values.at("own_weight").get<std::vector<double>>();
+  const auto rate = values.at("learning_rate").get<double>();
+  const auto in_group = values.at("group_weight").get<double>();
+  const int64_t inner_rounds = number("inner_rounds");
+  const auto trial_round = values.at("trial").at(0).get<int64_t>();
+  const auto trial_delays = values.at("trial").at(1).get<bool>();
+  if (weights.size() != own_weight.size()) {
+    throw InputError(
+        detail::kLocalSgdWhere,
+        "the state has fragments=" + std::to_string(weights.size()),
+        std::to_string(own_weight.size()) + ", as here");
+  }
+  averager->load_state(
+      detail::tensors_below(tensors, "average."), values.at("average"));
+  if (local != (loaded_steps >= options.post_local_start)) {
+    local = !local;
+    core->set_local(local);
+  }
+  steps = loaded_steps;
+  averaged_at = loaded_at;
+  finish_at = loaded_finish;
+  own_weight = weights;
+  group_weight = in_group;
+  report.inner_rounds = inner_rounds;
+  report.rounds = loaded_rounds;
+  round_learning_rate = rate;
+  trial.restore(trial_round, trial_delays);
+  unread = false;
+}
+
+LocalSgd::LocalSgd(
+    Accelerator& accelerator, torch::nn::Module& model, LocalSgdOptions options)
+    : impl_(std::make_unique<Impl>(
+          accelerator.core_, model, std::move(options))) {}
+
+void LocalSgd::abandon() noexcept {
+  if (active()) {
+    impl_->finished = true;
+    impl_->core->close_local();
+  }
+}
+
+LocalSgd::~LocalSgd() {
+  Impl& impl = *impl_;
+  if (!active()) {
+    return;
+  }
+  if (std::uncaught_exceptions() > impl.exceptions_at_entry) {
+    impl.core->communicator->abandon("an exception left the scope of LocalSgd");
+  } else {
+    log_error(
+        "[accelerator::LocalSgd] destroyed without finish(): every rank keeps "
+        "parameters of its own");
+  }
+  impl.core->close_local();
+}
+
+bool LocalSgd::step() { return impl_->step(); }
+
+void LocalSgd::synchronize() { impl_->synchronize(); }
+
+void LocalSgd::finish() { impl_->finish(); }
+
+bool LocalSgd::active() const { return impl_->active && !impl_->finished; }
+
+int64_t LocalSgd::steps() const { return impl_->steps; }
+
+LocalSgdReport LocalSgd::report() const {
+  impl_->report_round();
+  LocalSgdReport report = impl_->report;
+  report.steps = impl_->steps;
+  const double seconds =
+      std::chrono::duration<double>(Impl::Clock::now() - impl_->opened).count();
+  report.communication_share = seconds > 0 ? report.seconds / seconds : 0;
+  return report;
+}
+
+} // namespace hasten

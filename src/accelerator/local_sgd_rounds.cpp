@@ -1,0 +1,341 @@
+// When a scope averages, and how.
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cmath>
+#include <sstream>
+
+#include "hasten/base/error.h"
+#include "hasten/base/log.h"
+#include "local_sgd_scope.h"
+
+namespace hasten {
+
+namespace detail {
+
+bool SpreadWatch::grows(const AverageReport& report, double learning_rate) {
+  const double unit = report.norm * (learning_rate > 0 ? learning_rate : 1);
+  if (!(report.spread > 0) || !(unit > 0)) {
+    return false;
+  }
+  last_.push_back(report.spread / unit);
+  if (last_.size() > kRounds) {
+    last_.pop_front();
+  }
+  bool growing = last_.size() == kRounds && !said_;
+  for (size_t i = 1; i < last_.size(); ++i) {
+    growing = growing && last_[i] > last_[i - 1];
+  }
+  growing = growing && last_.back() > 2 * last_.front();
+  said_ = said_ || growing;
+  return growing;
+}
+
+int64_t RoundSchedule::period(int64_t step) const {
+  if (!options_.schedule) {
+    return options_.steps;
+  }
+  const int64_t h = options_.schedule(step);
+  if (h < 1) {
+    throw InputError(
+        kLocalSgdWhere,
+        "schedule(" + std::to_string(step) + ")=" + std::to_string(h),
+        "1 or more optimizer steps between two averages");
+  }
+  return h;
+}
+
+int64_t RoundSchedule::due(int64_t step, int64_t fragments) {
+  const int64_t start = options_.post_local_start;
+  if (step <= start) {
+    return kNothing;
+  }
+  if (fragments > 1) {
+    const int64_t h = options_.steps;
+    for (int64_t f = 0; f < fragments; ++f) {
+      if ((step - start) % h == ((f + 1) * h / fragments) % h) {
+        return f;
+      }
+    }
+    return kNothing;
+  }
+  if (begin_ < 0 || step <= begin_) {
+    begin_ = start;
+    end_ = start + period(start);
+  }
+  while (end_ < step) {
+    begin_ = end_;
+    end_ += period(begin_);
+  }
+  return end_ == step ? Averager::kAll : kNothing;
+}
+
+bool DelayTrial::next_is_delayed(Communicator& communicator) {
+  const int64_t round = round_++;
+  if (!delays_ || !tries_) {
+    return delays_;
+  }
+  const auto now = Clock::now();
+  const double seconds = std::chrono::duration<double>(now - begun_).count();
+  begun_ = now;
+  if (round == kMeasuredWaiting + 1) {
+    waiting_ = seconds;
+  } else if (round == kMeasuredDelayed + 1) {
+    delayed_ = seconds;
+    const at::Tensor both = at::tensor({waiting_, delayed_}, at::kDouble);
+    communicator.all_reduce(both, ReduceOp::max, "whether a delay pays");
+    const double* slowest = both.const_data_ptr<double>();
+    delays_ = slowest[1] < 0.99 * slowest[0];
+    tries_ = false;
+    std::ostringstream line;
+    line.precision(3);
+    line << "local sgd: a round takes " << slowest[0]
+         << " s with averages at once and " << slowest[1]
+         << " s with delayed ones: they are "
+         << (delays_ ? "delayed" : "made at once, a delay does not pay here");
+    log_info(line.str());
+    return delays_;
+  }
+  return round > kMeasuredWaiting;
+}
+
+void DelayTrial::restore(int64_t round, bool delays) {
+  round_ = round;
+  delays_ = delays;
+  tries_ = tries_ && delays && round <= kMeasuredDelayed;
+}
+
+} // namespace detail
+
+// Kind and fragment in one number, 1 and above.
+int64_t round_code(int64_t part, int64_t fragment) {
+  return 1 + part + 4 * (fragment + 1);
+}
+
+bool LocalSgd::Impl::step() {
+  if (!active || finished || !count_step()) {
+    return false;
+  }
+  if (!local) {
+    if (steps >= options.post_local_start) {
+      announce(Part::whole, Averager::kAll);
+      begin_local();
+    }
+    return false;
+  }
+  const int64_t fragment = schedule.due(steps, averager->fragments());
+  const bool due = fragment != detail::RoundSchedule::kNothing;
+  bool averaged = false;
+  if (averager->started() && (due || steps >= finish_at)) {
+    announce(Part::finish, Averager::kAll);
+    run(Part::finish, Averager::kAll);
+    averaged = true;
+  }
+  if (!due) { // the largest level that is due comes alone
+    if (options.inner_steps > 0 &&
+        (steps - options.post_local_start) % options.inner_steps == 0) {
+      announce(Part::inner, Averager::kAll);
+      run(Part::inner, Averager::kAll);
+    }
+    return averaged;
+  }
+  const Part part = options.delay > 0 ? Part::start : Part::whole;
+  announce(part, fragment);
+  run(part, fragment);
+  return averaged || !averager->started();
+}
+
+// False inside a window: nothing was attempted.
+bool LocalSgd::Impl::count_step() {
+  if (core->optimizers_of(index) != optimizers) {
+    throw InputError(
+        detail::kLocalSgdWhere,
+        "an optimizer of the model was prepared inside the scope",
+        "the optimizers of its beginning",
+        "call finish() before, and open a new scope after prepare()");
+  }
+  const uint64_t attempted = core->attempted(index);
+  if (attempted == counted) {
+    return false;
+  }
+  counted = attempted;
+  ++steps;
+  const double weight = options.weigh_by_samples ? core->report.weight : 1;
+  for (double& sum : own_weight) {
+    sum += weight;
+  }
+  group_weight += weight;
+  return true;
+}
+
+// Gradients have been averaged so far: all ranks are equal, those that ran out of
+// batches too once they have done the last window's step.
+void LocalSgd::Impl::begin_local() {
+  core->set_local(true);
+  local = true;
+  averaged_at = steps;
+  std::fill(own_weight.begin(), own_weight.end(), 0);
+  group_weight = 0;
+  averager->reset_anchor();
+  round_learning_rate = learning_rate();
+}
+
+void LocalSgd::Impl::announce(Part part, int64_t fragment) {
+  core->announce_round(
+      static_cast<uint64_t>(report.rounds) + 1,
+      round_code(static_cast<int64_t>(part), fragment));
+}
+
+void LocalSgd::Impl::join_round(int64_t code) {
+  if (!local) {
+    begin_local();
+    return;
+  }
+  run(static_cast<Part>((code - 1) % 4), (code - 1) / 4 - 1);
+}
+
+void LocalSgd::Impl::run(Part part, int64_t fragment) {
+  report_round(); // the one before: its spread has come by now
+  const auto start = Clock::now();
+  if (part == Part::finish) {
+    end_round();
+  } else if (part == Part::inner) {
+    average_group();
+  } else {
+    const bool delayed =
+        part == Part::start && trial.next_is_delayed(*core->communicator);
+    begin_round(fragment, delayed);
+  }
+  report.seconds += std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+// One vote for each rank that has made a step since the last average, or its
+// samples.
+double LocalSgd::Impl::take_weight(int64_t fragment) {
+  double weight = 0;
+  for (size_t f = 0; f < own_weight.size(); ++f) {
+    if (fragment == Averager::kAll || fragment == static_cast<int64_t>(f)) {
+      weight = std::max(weight, std::exchange(own_weight[f], 0));
+    }
+  }
+  return options.weigh_by_samples ? weight : (weight > 0 ? 1 : 0);
+}
+
+// Note [A round of a scope]
+// Statistics are fetched first and put in place last, so that a round that fails
+// leaves parameters and statistics as they were. They go with the last fragment.
+void LocalSgd::Impl::begin_round(int64_t fragment, bool delayed) {
+  const double weight = take_weight(fragment);
+  const bool last =
+      fragment == Averager::kAll || fragment + 1 == averager->fragments();
+  if (last && !buffers->empty()) {
+    buffers->reduce(weight);
+  }
+  if (last && options.moments == MomentPolicy::average) {
+    moments->average(weight);
+  }
+  if (delayed) {
+    averager->start(weight, round_learning_rate, fragment);
+    finish_at = steps + options.delay;
+  } else {
+    averager->average(weight, round_learning_rate, fragment);
+  }
+  if (last) {
+    buffers->apply();
+    last_learning_rate = std::exchange(round_learning_rate, learning_rate());
+  }
+  if (fragment == Averager::kAll) {
+    averaged_at = steps;
+    group_weight = 0;
+  }
+  if (!delayed) {
+    report.rounds += 1;
+    unread = true;
+  }
+}
+
+void LocalSgd::Impl::average_group() {
+  const double weight = std::exchange(group_weight, 0);
+  if (group_averager) {
+    group_averager->average(
+        options.weigh_by_samples ? weight : (weight > 0 ? 1 : 0));
+  }
+  report.inner_rounds += 1;
+}
+
+void LocalSgd::Impl::end_round() {
+  averager->finish();
+  report.rounds += 1;
+  unread = true;
+}
+
+void LocalSgd::Impl::synchronize() {
+  if (!active || finished || !local) {
+    return;
+  }
+  if (!core->between_windows(index)) {
+    throw InputError(
+        detail::kLocalSgdWhere,
+        "synchronize() in the middle of a window",
+        "a call between optimizer steps",
+        "call it where accelerator.sync_gradients() is true");
+  }
+  bool differ = steps != averaged_at;
+  if (averager->started()) {
+    announce(Part::finish, Averager::kAll);
+    run(Part::finish, Averager::kAll);
+    differ = true; // what was done beside it is each rank's own
+    for (double& weight : own_weight) {
+      weight = std::max(weight, 1.0);
+    }
+  }
+  if (differ) {
+    announce(Part::whole, Averager::kAll);
+    run(Part::whole, Averager::kAll);
+  }
+}
+
+void LocalSgd::Impl::report_round() {
+  if (!std::exchange(unread, false)) {
+    return;
+  }
+  report.last = averager->report();
+  report.bytes += report.last.bytes;
+  if (log_enabled(LogLevel::debug)) {
+    std::ostringstream line;
+    line << "local sgd: average " << report.rounds << " at step " << steps
+         << ": spread " << report.last.spread << ", " << report.last.bytes
+         << " bytes, " << report.last.seconds << " s";
+    log(LogLevel::debug, line.str());
+  }
+  if (watch.grows(report.last, last_learning_rate) && core->world.rank == 0) {
+    std::ostringstream line;
+    line << "local sgd: the ranks drift apart: the spread of their parameters "
+            "has grown in each of the last averages, to "
+         << report.last.spread << " (norm of the mean: " << report.last.norm
+         << "). Average more often (steps=" << options.steps
+         << " now) or lower the learning rate";
+    log_warning(line.str());
+  }
+}
+
+void LocalSgd::Impl::finish() {
+  if (finished || !active) {
+    return;
+  }
+  synchronize();
+  if (local) {
+    moments->average(1);
+  }
+  finished = true;
+  report_round();
+  core->close_local();
+  if (group) {
+    group->close();
+  }
+  if (core->world.rank == 0 && report.rounds > 0) {
+    log_summary();
+  }
+}
+
+} // namespace hasten

@@ -1,0 +1,156 @@
+// The state behind a LocalSgd.
+#pragma once
+
+#include <chrono>
+#include <deque>
+#include <exception>
+#include <memory>
+#include <vector>
+
+#include "accelerator_core.h"
+#include "hasten/accelerator/local_sgd.h"
+#include "local_sgd_buffers.h"
+#include "local_sgd_moments.h"
+
+namespace hasten {
+
+namespace detail {
+
+inline constexpr const char* kLocalSgdWhere = "accelerator::LocalSgd";
+
+// Tells when the ranks drift apart: the spread, in units of what a step changes
+// (learning rate times the parameters' norm), grows from round to round.
+class SpreadWatch {
+ public:
+  // True once: the last rounds each grew, to more than twice the first of them.
+  bool grows(const AverageReport& report, double learning_rate);
+
+ private:
+  static constexpr size_t kRounds = 5;
+  std::deque<double> last_{};
+  bool said_ = false;
+};
+
+// Note [When rounds come]
+// A pure function of the attempted steps, so that ranks that were away for a while
+// agree with the others as soon as their counts do: every H steps, counted from
+// where the scope becomes local; with P fragments each has its own turn, the last
+// one where all would have.
+class RoundSchedule {
+ public:
+  explicit RoundSchedule(const LocalSgdOptions& options) : options_(options) {}
+  // H of the round that begins after `step`. Throws InputError below 1.
+  int64_t period(int64_t step) const;
+  // What is due after `step`: Averager::kAll, a fragment, or kNothing.
+  int64_t due(int64_t step, int64_t fragments);
+  static constexpr int64_t kNothing = -2;
+
+ private:
+  const LocalSgdOptions& options_;
+  int64_t begin_ = -1; // of the round that was looked at last
+  int64_t end_ = -1;
+};
+
+// Whether sending beside the training is quicker than waiting for it, by trying
+// both: a round of each to warm up, one to measure.
+class DelayTrial {
+ public:
+  using Clock = std::chrono::steady_clock;
+  DelayTrial(bool delays, bool tries) : delays_(delays), tries_(tries) {}
+  // At the beginning of every round, in all its forms. True: send and go on.
+  // Collective in the round that decides.
+  bool next_is_delayed(Communicator& communicator);
+  int64_t round() const { return round_; }
+  bool delays() const { return delays_; }
+  void restore(int64_t round, bool delays);
+
+ private:
+  static constexpr int64_t kMeasuredWaiting = 1;
+  static constexpr int64_t kMeasuredDelayed = 3;
+  bool delays_;
+  bool tries_;
+  int64_t round_ = 0;
+  Clock::time_point begun_{};
+  double waiting_ = 0; // seconds of a round's steps and its own
+  double delayed_ = 0;
+};
+
+} // namespace detail
+
+struct LocalSgd::Impl final : detail::LocalScope {
+  using Clock = std::chrono::steady_clock;
+
+  Impl(
+      std::shared_ptr<detail::AcceleratorCore> accelerator,
+      torch::nn::Module& module,
+      LocalSgdOptions settings);
+
+  // local_sgd.cpp
+  size_t model() const override { return index; }
+  std::vector<int64_t> clocks() const override {
+    return {steps, averaged_at, finish_at};
+  }
+  void set_clocks(const int64_t* clocks) override {
+    steps = clocks[0];
+    averaged_at = clocks[1];
+    finish_at = clocks[2];
+  }
+  void loaded() override;
+  void save_state(NamedTensors& tensors, nlohmann::json& values) const override;
+  void load_state(
+      const NamedTensors& tensors, const nlohmann::json& values) override;
+  void check_options() const;
+  void compare_ranks();
+  void open(torch::nn::Module& module);
+  void log_summary() const;
+  double learning_rate() const;
+
+  // local_sgd_rounds.cpp
+  // What ranks tell those without batches about a round.
+  enum class Part { whole, start, finish, inner };
+  void join_round(int64_t code) override;
+  bool step();
+  bool count_step();
+  void begin_local();
+  void synchronize();
+  void finish();
+  void announce(Part part, int64_t fragment);
+  void run(Part part, int64_t fragment);
+  void begin_round(int64_t fragment, bool delayed);
+  void end_round();
+  void average_group();
+  void open_group(const Averager::NamedTensorList& tensors);
+  double take_weight(int64_t fragment);
+  void report_round();
+
+  std::shared_ptr<detail::AcceleratorCore> core;
+  LocalSgdOptions options;
+  detail::RoundSchedule schedule;
+  detail::DelayTrial trial;
+  size_t index = 0;
+  bool active = false;
+  bool local = false; // windows reduce nothing
+  bool finished = false;
+  const int exceptions_at_entry = std::uncaught_exceptions();
+  std::vector<std::shared_ptr<detail::OptimizerState>> optimizers{};
+  std::unique_ptr<Averager> averager{};
+  std::shared_ptr<Communicator> group{}; // hierarchical: this rank's
+  std::unique_ptr<Averager> group_averager{};
+  double group_weight = 0; // of this rank since its group's average
+  std::unique_ptr<detail::AveragedBuffers> buffers{};
+  std::unique_ptr<detail::AveragedMoments> moments{};
+  detail::SpreadWatch watch{};
+  bool unread = false; // the last round's spread
+
+  int64_t steps = 0; // the clock
+  int64_t averaged_at = 0; // its value when all was averaged last
+  int64_t finish_at = 0; // of a round that was started
+  std::vector<double> own_weight{}; // of this rank since then. [fragment]
+  uint64_t counted = 0; // the last window that was
+  double round_learning_rate = 0; // at the round's beginning
+  double last_learning_rate = 0; // of the round before
+  LocalSgdReport report{};
+  Clock::time_point opened = Clock::now();
+};
+
+} // namespace hasten

@@ -1,0 +1,53 @@
+// A saved state on its way back.
+#pragma once
+
+#include <filesystem>
+#include <functional>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "hasten/accelerator/state.h"
+#include "hasten/core/stateful.h"
+
+namespace hasten::detail {
+
+[[noreturn]] void refuse_state(
+    const std::filesystem::path& file,
+    const std::string& what,
+    const std::string& expected = {},
+    const std::string& fix = {});
+
+// An object that decides by itself whether it takes a state.
+struct StatefulLoad {
+  std::filesystem::path file{};
+  Stateful* object = nullptr;
+  NamedTensors tensors{};
+  nlohmann::json values{};
+  // As it was, to go back to.
+  NamedTensors old_tensors{};
+  nlohmann::json old_values = nlohmann::json::object();
+};
+
+struct StateLoad {
+  std::filesystem::path folder{};
+  nlohmann::json shared{};
+  nlohmann::json own{};
+  NamedTensors shared_tensors{};
+  NamedTensors own_tensors{};
+  bool same_world = true;
+  std::filesystem::path rank_file{};
+  std::vector<StatefulLoad> objects{};
+  std::vector<std::function<void()>> apply{}; // these do not throw
+
+  std::filesystem::path state_file() const { return folder / kStateFile; }
+  void add(
+      const std::filesystem::path& file,
+      Stateful* object,
+      NamedTensors tensors,
+      const nlohmann::json& values) {
+    objects.push_back({file, object, std::move(tensors), values});
+  }
+};
+
+} // namespace hasten::detail

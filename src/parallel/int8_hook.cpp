@@ -1,0 +1,160 @@
+// Eight bits on the wire.
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "hasten/base/error.h"
+#include "hasten/parallel/comm_hook.h"
+
+namespace hasten {
+
+namespace detail {
+
+// Numbers that share a scale. A part of a bucket is a sequence of blocks, each a
+// float, the scale, and this many bytes.
+constexpr int64_t kInt8Block = 256;
+constexpr int64_t kInt8BlockBytes = kInt8Block + 4;
+
+// `values` [blocks * kInt8Block] become `bytes`; what was lost is left in them.
+void quantize_blocks(float* values, int8_t* bytes, int64_t blocks) {
+  for (int64_t b = 0; b < blocks; ++b) {
+    float* v = values + b * kInt8Block;
+    int8_t* out = bytes + b * kInt8BlockBytes;
+    float largest = 0;
+    for (int64_t i = 0; i < kInt8Block; ++i) {
+      largest = std::max(largest, std::abs(v[i]));
+    }
+    // Not a number, or infinite: the block is, everywhere, and forgotten here.
+    const bool good = std::isfinite(largest);
+    bool any = good;
+    for (int64_t i = 0; i < kInt8Block && good; ++i) {
+      any = any && !std::isnan(v[i]);
+    }
+    const float scale = any ? largest / 127 : std::nanf("");
+    std::memcpy(out, &scale, 4);
+    for (int64_t i = 0; i < kInt8Block; ++i) {
+      const float q = any && scale > 0 ? std::nearbyint(v[i] / scale) : 0;
+      out[4 + i] = static_cast<int8_t>(q);
+      v[i] = any ? v[i] - q * scale : 0;
+    }
+  }
+}
+
+// values += (or =) what `bytes` say.
+void dequantize_blocks(
+    const int8_t* bytes, float* values, int64_t blocks, bool add) {
+  for (int64_t b = 0; b < blocks; ++b) {
+    const int8_t* in = bytes + b * kInt8BlockBytes;
+    float* v = values + b * kInt8Block;
+    float scale = 0;
+    std::memcpy(&scale, in, 4);
+    for (int64_t i = 0; i < kInt8Block; ++i) {
+      const float number = scale * static_cast<float>(in[4 + i]);
+      // A scale that is not a number stands for a block that is not.
+      v[i] = (add ? v[i] : 0.0f) + (scale == scale ? number : scale);
+    }
+  }
+}
+
+} // namespace detail
+
+// Note [Eight bits]
+// As 16 bits do it: each rank gets its part of every rank's bucket, adds these in
+// fp32 and sends the sum to all, rounded once more. What either rounding loses
+// stays where it was made and is added to the next bucket of that name, so that
+// over rounds nothing is lost (error feedback).
+CommHook::Step Int8CompressHook::reduce(
+    Communicator& communicator, const GradientBucket& bucket) {
+  if (bucket.buffer.scalar_type() != at::kFloat) {
+    CommHandle handle = communicator.all_reduce_async(
+        bucket.buffer,
+        ReduceOp::sum,
+        "gradient bucket " + std::to_string(bucket.index));
+    return [handle]() mutable {
+      handle.wait();
+      return false;
+    };
+  }
+  const int64_t world = communicator.world_size();
+  const int64_t count = bucket.buffer.numel();
+  const int64_t share = (count + world - 1) / world;
+  const int64_t blocks = (share + detail::kInt8Block - 1) / detail::kInt8Block;
+  const int64_t part = blocks * detail::kInt8Block;
+  const std::string key =
+      bucket.gradients.empty() ? "" : bucket.gradients.front().name;
+  const auto floats = at::TensorOptions().dtype(at::kFloat);
+  at::Tensor& lost = errors_[key];
+  at::Tensor& lost_of_sum = errors_[key + ".sum"];
+  if (!lost.defined() || lost.numel() != world * part || !error_feedback_) {
+    lost = at::zeros({world * part}, floats);
+    lost_of_sum = at::zeros({part}, floats);
+  }
+  lost.narrow(0, 0, count).add_(bucket.buffer);
+  const at::Tensor all = at::empty(
+      {world, blocks * detail::kInt8BlockBytes},
+      at::TensorOptions().dtype(at::kChar));
+  detail::quantize_blocks(
+      lost.mutable_data_ptr<float>(),
+      all.mutable_data_ptr<int8_t>(),
+      world * blocks);
+  const at::Tensor parts = at::empty_like(all);
+  const std::string name = "gradient bucket " + std::to_string(bucket.index);
+  CommHandle handle = communicator.all_to_all_async(parts, all, name);
+  bool summed = false;
+  return [=,
+          &communicator,
+          buffer = bucket.buffer,
+          error = lost_of_sum]() mutable {
+    handle.wait();
+    if (!summed) {
+      for (int64_t rank = 0; rank < world; ++rank) {
+        detail::dequantize_blocks(
+            parts[rank].const_data_ptr<int8_t>(),
+            error.mutable_data_ptr<float>(),
+            blocks,
+            true);
+      }
+      at::Tensor mine = parts[0];
+      detail::quantize_blocks(
+          error.mutable_data_ptr<float>(),
+          mine.mutable_data_ptr<int8_t>(),
+          blocks);
+      handle = communicator.all_gather_async(all, mine, name);
+      summed = true;
+      return true;
+    }
+    const at::Tensor values = at::empty({world * part}, floats);
+    detail::dequantize_blocks(
+        all.const_data_ptr<int8_t>(),
+        values.mutable_data_ptr<float>(),
+        world * blocks,
+        false);
+    buffer.copy_(values.narrow(0, 0, count));
+    return false;
+  };
+}
+
+void Int8CompressHook::save_state(
+    NamedTensors& tensors, nlohmann::json&) const {
+  for (const auto& [name, error] : errors_) {
+    tensors.emplace("error." + name, error);
+  }
+}
+
+void Int8CompressHook::load_state(
+    const NamedTensors& tensors, const nlohmann::json&) {
+  errors_.clear();
+  for (const auto& [name, error] : tensors) {
+    if (!name.starts_with("error.") || error.scalar_type() != at::kFloat) {
+      throw InputError(
+          "parallel::Int8CompressHook",
+          "tensor \"" + name + "\" in the state",
+          "the state of this hook");
+    }
+    errors_[name.substr(6)] = error.clone();
+  }
+}
+
+} // namespace hasten

@@ -1,0 +1,60 @@
+// Ranks that fail or die inside a scope of LocalSgd.
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include "hasten/accelerator/local_sgd.h"
+#include "hasten/base/error.h"
+#include "support/spawn.h"
+
+namespace hasten {
+
+using testing_support::FaultKind;
+using testing_support::FaultRank;
+using testing_support::spawn;
+
+// The fault comes in the third step; rounds are after the second, fourth, ….
+HASTEN_RANK_FUNCTION(TrainsByLocalSgd) {
+  AcceleratorOptions options;
+  options.timeout = std::chrono::seconds(20);
+  Accelerator accelerator(
+      options,
+      Communicator::create(rank.world(), {.timeout = options.timeout}));
+  torch::nn::Linear net(3, 1);
+  torch::optim::SGD inner(net->parameters(), 0.1);
+  auto [model, optimizer] = accelerator.prepare(net, inner);
+  LocalSgd local_sgd(accelerator, model, {.steps = 2});
+  for (int step = 0; step < 8; ++step) {
+    if (step == 2) {
+      rank.fault_here();
+    }
+    accelerator.backward(model->forward(torch::ones({2, 3})).mean());
+    optimizer.step();
+    optimizer.zero_grad();
+    local_sgd.step();
+  }
+  local_sgd.finish();
+  accelerator.communicator()->close();
+}
+
+static void expect_error_naming(FaultKind kind, const std::string& text) {
+  const auto ranks = spawn(3, "TrainsByLocalSgd", {.kind = kind, .rank = 1});
+  for (const size_t survivor : {size_t{0}, size_t{2}}) {
+    EXPECT_FALSE(ranks[survivor].timed_out);
+    EXPECT_EQ(ranks[survivor].error_type, "hasten::CommunicationError");
+    EXPECT_NE(ranks[survivor].error.find(text), std::string::npos)
+        << ranks[survivor].error;
+    EXPECT_LT(ranks[survivor].seconds_after_fault, 5);
+  }
+}
+
+TEST(LocalSgdFault, AnExceptionInsideEndsThePeersWithAnErrorThatNamesTheRank) {
+  expect_error_naming(
+      FaultKind::fail,
+      "rank 1 failed: an exception left the scope of LocalSgd");
+}
+
+TEST(LocalSgdFault, AKilledRankIsNamed) {
+  expect_error_naming(FaultKind::kill, "rank 1 died");
+}
+
+} // namespace hasten
