@@ -492,32 +492,6 @@ void AcceleratorCore::take_part(const LoaderState* loader) {
   }
 }
 
-// Ranks that joined did what the handles told them. What a loop did beside those
-// they cannot know: better said than trained on with models that differ.
-void AcceleratorCore::compare_models() {
-  auto sums = nlohmann::json::array();
-  for (const ModelState& model : models_) {
-    int64_t sum = 0;
-    for (const auto& entry : model.ddp->parameters()) {
-      sum = sum * 31 + bit_sum(entry.second);
-    }
-    sums.push_back(sum);
-  }
-  const auto ranks = communicator->gather_json(sums, "models after joining");
-  for (size_t rank = 0; rank < ranks.size(); ++rank) {
-    if (ranks[rank] != ranks[0]) {
-      throw CommunicationError(
-          "accelerator::PreparedLoader",
-          "the parameters of rank " + std::to_string(rank) +
-              " are not those of rank 0, after windows in which a rank had no "
-              "batch",
-          "steps that every rank does",
-          "step by prepared optimizers and clip by clip_grad_norm_, or give "
-          "every rank at least one batch");
-    }
-  }
-}
-
 // Slots by model that somebody zeroed since the last window, and not others.
 nlohmann::json AcceleratorCore::undefined_gradients() const {
   auto models = nlohmann::json::array();
