@@ -141,6 +141,11 @@ class AcceleratorCore {
   // Stands for the model's last window for which an optimizer's step was
   // attempted; 0: none yet.
   uint64_t attempted(size_t model) const { return models_[model].attempted; }
+  // Of the model's last window; 0 where it had no row of this rank.
+  double window_weight(size_t model) const {
+    const GradientWindow* last = models_[model].window;
+    return last == nullptr ? 0 : last->report().weight;
+  }
   // Optimizers that have parameters of the model.
   std::vector<std::shared_ptr<OptimizerState>> optimizers_of(
       size_t model) const;

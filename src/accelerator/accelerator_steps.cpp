@@ -124,10 +124,12 @@ StepResult AcceleratorCore::optimizer_step(OptimizerState& optimizer) {
   }
   refuse_local_gradients(lists, "accelerator::step");
   bool local = false;
+  bool nothing = false; // a rank of its own, whose window had no rows
   for (const SlotList& list : lists) {
     ModelState& model = models_[list.model];
     model.attempted = model.completed;
     local = local || model.local;
+    nothing = nothing || (model.local && window_weight(list.model) == 0);
   }
   const auto non_finite = [this](const SlotList& list) {
     return models_[list.model].non_finite;
@@ -137,8 +139,11 @@ StepResult AcceleratorCore::optimizer_step(OptimizerState& optimizer) {
   if (optimizer.skipped) {
     return StepResult::skipped;
   }
+  optimizer.stepped = complete; // the schedule keeps pace
+  if (nothing) {
+    return StepResult::skipped;
+  }
   step_scaled(optimizer, lists);
-  optimizer.stepped = complete;
   if (!local) { // ranks need not have equally many
     note_step(optimizer);
     actions_.push_back({{"step", optimizer.index}});

@@ -160,7 +160,9 @@ bool LocalSgd::Impl::count_step() {
   }
   counted = attempted;
   ++steps;
-  const double weight = options.weigh_by_samples ? core->report.weight : 1;
+  // A window of stand-ins, on a rank that has run out, counts as a step alone.
+  const double samples = core->window_weight(index);
+  const double weight = options.weigh_by_samples ? samples : samples > 0;
   for (double& sum : own_weight) {
     sum += weight;
   }

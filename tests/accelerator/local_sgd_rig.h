@@ -171,6 +171,11 @@ Replicas<Optimizer> simulate_local_sgd(
       }
     }
   }
+  if (correct_at >= clock) { // under way: corrected, then averaged
+    for (const auto& replica : all) {
+      replica->weight = std::max(replica->weight, 1.0);
+    }
+  }
   average_replicas(all, how.by_rows);
   return all;
 }
