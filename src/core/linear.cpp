@@ -10,6 +10,7 @@
 #include <ATen/ops/sum.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
 
 #include <optional>
 
@@ -109,6 +110,22 @@ static at::Tensor onednn_sum_over_rows(
   return out;
 }
 
+// The product as an operator, so that whoever watches operators (to keep what is
+// expensive, to count) sees it.
+static at::Tensor linear_operator(
+    const at::Tensor& a,
+    const at::Tensor& b,
+    const std::optional<at::Tensor>& bias) {
+  static const auto handle = c10::Dispatcher::singleton()
+                                 .findSchemaOrThrow("hasten::linear", "")
+                                 .typed<at::Tensor(
+                                     const at::Tensor&,
+                                     const at::Tensor&,
+                                     const std::optional<at::Tensor>&)>();
+  const at::AutoDispatchBelowADInplaceOrView below;
+  return handle.call(a, b, bias);
+}
+
 class OneDnnLinear : public torch::autograd::Function<OneDnnLinear> {
  public:
   static at::Tensor forward(
@@ -118,7 +135,7 @@ class OneDnnLinear : public torch::autograd::Function<OneDnnLinear> {
       const std::optional<at::Tensor>& bias) {
     context->save_for_backward({x, weight});
     context->saved_data["bias"] = bias.has_value();
-    return onednn_product(x, weight.t(), bias);
+    return linear_operator(x, weight.t(), bias);
   }
 
   static torch::autograd::variable_list backward(
@@ -187,3 +204,10 @@ bool linear_uses_onednn() {
 }
 
 } // namespace hasten
+
+// a [rows, k] times b [k, n], plus bias.
+TORCH_LIBRARY(hasten, library) {
+  library.def("linear(Tensor a, Tensor b, Tensor? bias) -> Tensor");
+  library.impl(
+      "linear", c10::DispatchKey::CPU, &hasten::detail::onednn_product);
+}

@@ -1,0 +1,121 @@
+#include "reentrant.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/ones.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/engine.h>
+
+#include <mutex>
+
+#include "hasten/base/log.h"
+#include "op_replay.h"
+#include "region_state.h"
+
+namespace hasten::detail {
+
+// What its backward needs beside the saved tensors.
+struct ReentrantCall : torch::CustomClassHolder {
+  RegionForward forward{};
+  std::optional<RandomState> random{};
+  std::optional<AutocastState> autocast{};
+  std::vector<bool> derived{}; // inputs that want a gradient
+};
+
+class ReentrantRegion : public torch::autograd::Function<ReentrantRegion> {
+ public:
+  using Context = torch::autograd::AutogradContext;
+  using Tensors = torch::autograd::variable_list;
+
+  // `anchor` wants a gradient, so that there is a node even where no input does.
+  static Tensors forward(
+      Context* context,
+      const at::Tensor& anchor,
+      at::TensorList inputs,
+      const c10::intrusive_ptr<ReentrantCall>& call) {
+    static_cast<void>(anchor);
+    context->save_for_backward(inputs.vec());
+    context->saved_data["call"] =
+        c10::IValue::make_capsule(call); // owned as long as the node
+    return call->forward(inputs.vec());
+  }
+
+  static Tensors backward(Context* context, Tensors gradients) {
+    if (!torch::autograd::Engine::get_default_engine().is_checkpoint_valid()) {
+      throw CheckpointError(
+          "activation_checkpoint::reentrant",
+          "autograd::grad or backward with inputs= through a region",
+          "a whole backward: another autograd engine is installed in this "
+          "process, which leaves no other way",
+          "call backward() without inputs");
+    }
+    auto call = c10::static_intrusive_pointer_cast<ReentrantCall>(
+        context->saved_data["call"].toCapsule());
+    const Tensors saved = context->get_saved_variables();
+    Tensors inputs;
+    for (size_t i = 0; i < saved.size(); ++i) {
+      at::Tensor input = saved[i];
+      if (input.defined()) {
+        input = input.detach();
+        input.set_requires_grad(call->derived[i]);
+      }
+      inputs.push_back(std::move(input));
+    }
+    Tensors outputs = again(*call, inputs);
+    Tensors roots;
+    Tensors seeds;
+    for (size_t i = 0; i < outputs.size(); ++i) {
+      if (outputs[i].defined() && outputs[i].requires_grad() &&
+          gradients[i].defined()) {
+        roots.push_back(outputs[i]);
+        seeds.push_back(gradients[i]);
+      }
+    }
+    torch::autograd::backward(roots, seeds);
+    Tensors result{at::Tensor()}; // the anchor's
+    for (const at::Tensor& input : inputs) {
+      result.push_back(input.defined() ? input.grad() : at::Tensor());
+    }
+    result.emplace_back(); // the call's
+    return result;
+  }
+
+ private:
+  static Tensors again(const ReentrantCall& call, const Tensors& inputs) {
+    const StateScope<RandomState> random(call.random);
+    const StateScope<AutocastState> autocast(call.autocast);
+    const RecomputeFlag flag;
+    OpReplayer writes(nullptr, false);
+    const OpScope ops(&writes);
+    const at::AutoGradMode grad_mode(true);
+    return call.forward(inputs);
+  }
+};
+
+std::vector<at::Tensor> run_reentrant(
+    RegionForward forward,
+    std::vector<at::Tensor> inputs,
+    const ActivationCheckpointOptions& options) {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    log_warning(
+        "activation_checkpoint: another autograd engine (a Python "
+        "interpreter's) is installed in this process, so regions are "
+        "reentrant: no autograd::grad and no gradients of gradients through "
+        "them, and no early stop");
+  });
+  auto call = c10::make_intrusive<ReentrantCall>();
+  if (options.preserve_rng_state) {
+    call->random = RandomState::now(inputs);
+  }
+  call->autocast = AutocastState::now(inputs);
+  for (const at::Tensor& input : inputs) {
+    call->derived.push_back(input.defined() && input.requires_grad());
+  }
+  call->forward = std::move(forward);
+  at::Tensor anchor = at::ones({});
+  anchor.set_requires_grad(true);
+  return ReentrantRegion::apply(anchor, at::TensorList(inputs), call);
+}
+
+} // namespace hasten::detail

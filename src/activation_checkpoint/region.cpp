@@ -1,0 +1,405 @@
+#include "region.h"
+
+#include <ATen/SequenceNumber.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+#include <cstring>
+#include <sstream>
+#include <unordered_set>
+
+namespace hasten::detail {
+
+// Ends a recomputation. Not a std::exception, so that code which catches those lets
+// it through.
+struct StopRecompute {};
+
+SavedShape SavedShape::of(const at::Tensor& tensor) {
+  return {at::DimVector(tensor.sizes()), tensor.scalar_type(), tensor.device()};
+}
+
+std::string SavedShape::text() const {
+  std::ostringstream text;
+  text << at::IntArrayRef(sizes) << " " << dtype << " " << device;
+  return text.str();
+}
+
+// The bits of four of a tensor's elements: a step moves them all.
+static uint64_t sample_of(const at::Tensor& tensor) {
+  if (!tensor.is_cpu() || tensor.layout() != at::kStrided ||
+      tensor.numel() == 0 || !tensor.is_contiguous()) {
+    return 0;
+  }
+  const auto* data = static_cast<const char*>(tensor.const_data_ptr());
+  const size_t size = tensor.element_size();
+  const auto last = static_cast<size_t>(tensor.numel() - 1);
+  uint64_t sample = 0;
+  for (const size_t element : {size_t{0}, last / 3, last - last / 3, last}) {
+    uint64_t bits = 0;
+    std::memcpy(&bits, data + element * size, std::min(size, sizeof(bits)));
+    sample = sample * 0x9E3779B97F4A7C15ull + bits;
+  }
+  return sample;
+}
+
+static Unchanged unchanged_now(const at::Tensor& tensor, bool parameter) {
+  const c10::VariableVersion& counter =
+      tensor.unsafeGetTensorImpl()->version_counter();
+  return {
+      parameter ? tensor : at::Tensor(),
+      counter,
+      counter.current_version(),
+      parameter ? sample_of(tensor) : 0};
+}
+
+bool Unchanged::holds() const {
+  return counter.current_version() == version &&
+         (!tensor.defined() || sample_of(tensor) == sample);
+}
+
+// The hooks of a tensor that is saved in a region's forward: nothing is kept.
+class ForwardHook final : public torch::autograd::SavedVariableHooks {
+ public:
+  explicit ForwardHook(std::shared_ptr<Region> region)
+      : region_(std::move(region)) {}
+  ~ForwardHook() override {
+    if (packed_) {
+      region_->drop_saved(index_);
+    }
+  }
+  void call_pack_hook(const at::Tensor& tensor) override {
+    index_ = region_->add_saved(tensor);
+    packed_ = true;
+  }
+  at::Tensor call_unpack_hook() override { return region_->unpack(index_); }
+
+ private:
+  std::shared_ptr<Region> region_;
+  size_t index_ = 0;
+  bool packed_ = false;
+};
+
+// Those of a tensor that is saved in a recomputation. It goes to the region, and
+// stays here for code that derives inside the region.
+class RecomputeHook final : public torch::autograd::SavedVariableHooks {
+ public:
+  RecomputeHook(Region& region, Region::Recomputed& pass)
+      : region_(region), pass_(pass) {}
+  void call_pack_hook(const at::Tensor& tensor) override {
+    kept_ = tensor.tensor_data();
+    region_.resave(pass_, kept_);
+  }
+  at::Tensor call_unpack_hook() override { return kept_; }
+
+ private:
+  // Used while packing alone, which the recomputation outlives.
+  Region& region_;
+  Region::Recomputed& pass_;
+  at::Tensor kept_{};
+};
+
+struct RecomputeFactory final : SavedHookFactory {
+  RecomputeFactory(Region& region_in, Region::Recomputed& pass_in)
+      : region(region_in), pass(pass_in) {}
+  std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks() override {
+    return std::make_unique<RecomputeHook>(region, pass);
+  }
+  Region& region;
+  Region::Recomputed& pass;
+};
+
+Region::Region(ActivationCheckpointOptions options)
+    : options_(std::move(options)) {
+  // A region inside a region goes on with what run_once() kept for the outer one.
+  once_ = once_place();
+  if (!once_.store) {
+    once_ = {std::make_shared<OnceStore>(), 0, false};
+  }
+  if (options_.policy || options_.debug) {
+    ops_ = std::make_shared<OpStore>();
+  }
+}
+
+void Region::save_inputs(const std::vector<at::Tensor>& inputs) {
+  for (const at::Tensor& input : inputs) {
+    inputs_.emplace_back(input, /*is_output=*/false);
+    if (input.defined() && !input.is_inference()) {
+      input_versions_.push_back(unchanged_now(input, false));
+    } else {
+      input_versions_.emplace_back();
+    }
+  }
+}
+
+void Region::save_state(const std::vector<at::Tensor>& inputs) {
+  if (options_.preserve_rng_state) {
+    random_ = RandomState::now(inputs);
+  }
+  autocast_ = AutocastState::now(inputs);
+}
+
+std::unique_ptr<torch::autograd::SavedVariableHooks> Region::make_hooks() {
+  return std::make_unique<ForwardHook>(shared_from_this());
+}
+
+// Puts a thread's place in run_once()'s store, and back.
+struct OnceScope {
+  explicit OnceScope(OncePlace place)
+      : before(std::exchange(once_place(), std::move(place))) {}
+  ~OnceScope() { once_place() = std::move(before); }
+  OncePlace before;
+};
+
+std::vector<at::Tensor> Region::run_forward(
+    const RegionForward& part, std::vector<at::Tensor> inputs) {
+  std::optional<OnceScope> once;
+  if (!once_place().store) {
+    once.emplace(OncePlace{once_.store, once_.store->values.size(), false});
+  }
+  std::optional<OpRecorder> recorder;
+  std::optional<OpScope> ops;
+  if (ops_) {
+    recorder.emplace(options_.policy, ops_, options_.debug);
+    ops.emplace(&*recorder);
+  }
+  const HookScope hooks(this);
+  return part(std::move(inputs));
+}
+
+// Parameters are the leaves that the region's nodes lead to: nodes made before it
+// have smaller numbers. Numbers count by thread, and this one made them all.
+static void add_parameters(
+    const std::vector<at::Tensor>& outputs,
+    uint64_t first_node,
+    std::vector<Unchanged>& parameters) {
+  std::vector<torch::autograd::Node*> open;
+  std::unordered_set<torch::autograd::Node*> seen;
+  const auto visit = [&](torch::autograd::Node* node) {
+    if (node != nullptr && node->sequence_nr() >= first_node &&
+        seen.insert(node).second) {
+      open.push_back(node);
+    }
+  };
+  for (const at::Tensor& output : outputs) {
+    if (output.defined() && output.requires_grad()) {
+      visit(output.grad_fn().get());
+    }
+  }
+  while (!open.empty()) {
+    torch::autograd::Node* node = open.back();
+    open.pop_back();
+    if (auto* leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(node)) {
+      parameters.push_back(unchanged_now(leaf->variable, true));
+      continue;
+    }
+    for (const auto& edge : node->next_edges()) {
+      visit(edge.function.get());
+    }
+  }
+}
+
+void Region::finish_forward(
+    const std::vector<at::Tensor>& outputs, uint64_t first_node) {
+  complete_ = true;
+  for (size_t i = 0; i < input_versions_.size(); ++i) {
+    if (input_versions_[i].counter.enabled() && !input_versions_[i].holds()) {
+      throw InputError(
+          "activation_checkpoint",
+          label() + " changes its input " + std::to_string(i) + " in place",
+          "inputs as they were: the recomputation begins with them",
+          "clone the input in the region, or use the operator that is not in "
+          "place");
+    }
+  }
+  if (!saved_.empty()) {
+    add_parameters(outputs, first_node, parameters_);
+  }
+}
+
+size_t Region::add_saved(const at::Tensor& tensor) {
+  saved_.emplace_back(
+      options_.determinism_check == DeterminismCheck::none
+          ? SavedShape{}
+          : SavedShape::of(tensor));
+  return saved_.size() - 1;
+}
+
+std::string Region::label() const {
+  return options_.name.empty() ? "the region" : "region " + options_.name;
+}
+
+void Region::fail(const std::string& what, const std::string& fix) const {
+  throw CheckpointError(
+      "activation_checkpoint::recompute",
+      what + " in " + label(),
+      "a recomputation that saves what forward saved",
+      fix);
+}
+
+void Region::require_unchanged() const {
+  for (size_t i = 0; i < input_versions_.size(); ++i) {
+    const Unchanged& input = input_versions_[i];
+    if (input.counter.enabled() && !input.holds()) {
+      throw CheckpointError(
+          "activation_checkpoint::recompute",
+          "input " + std::to_string(i) + " of " + label() +
+              " was changed in place after forward: version=" +
+              std::to_string(input.counter.current_version()) + ", was " +
+              std::to_string(input.version),
+          "inputs as they were",
+          "clone it before changing it");
+    }
+  }
+  for (const Unchanged& parameter : parameters_) {
+    if (!parameter.holds()) {
+      throw CheckpointError(
+          "activation_checkpoint::recompute",
+          "a parameter of shape " + SavedShape::of(parameter.tensor).text() +
+              " of " + label() + " was changed between forward and backward",
+          "parameters as they were: the recomputation would be another "
+          "function's",
+          "call backward before the optimizer steps");
+    }
+  }
+}
+
+// Called with mutex_ held, by the thread that recomputes.
+void Region::resave(Recomputed& pass, const at::Tensor& tensor) {
+  const size_t index = pass.count++;
+  if (index >= saved_.size()) {
+    if (complete_ && !options_.early_stop) {
+      fail(
+          "more tensors are saved than the " + std::to_string(saved_.size()) +
+              " of forward",
+          "let nothing but the region's inputs decide what it computes");
+    }
+    return; // code that derives inside the region saves as it goes
+  }
+  Saved& saved = saved_[index];
+  if (options_.determinism_check == DeterminismCheck::metadata) {
+    const SavedShape shape = SavedShape::of(tensor);
+    if (!(shape == saved.shape)) {
+      fail(
+          "saved tensor " + std::to_string(index) + " of " +
+              std::to_string(saved_.size()) + " is " + shape.text() +
+              ", in forward it was " + saved.shape.text(),
+          "let nothing but the region's inputs decide shapes; keep such a "
+          "decision with hasten::run_once()");
+    }
+  }
+  if (saved.alive) {
+    pass.tensors[index] = tensor;
+    ++pass.left;
+  }
+  if (options_.early_stop && pass.count == saved_.size()) {
+    throw StopRecompute{};
+  }
+}
+
+void Region::run_again(Recomputed& pass, bool keeps_graph) {
+  std::vector<at::Tensor> inputs;
+  for (const torch::autograd::SavedVariable& input : inputs_) {
+    inputs.push_back(input.unpack());
+  }
+  const StateScope<RandomState> random(random_);
+  const StateScope<AutocastState> autocast(autocast_);
+  const bool casts = autocast_ && autocast_->enabled();
+  struct FreshCasts { // a cast weight from elsewhere belongs to another graph
+    explicit FreshCasts(bool on) : on_(on) { clear(); }
+    ~FreshCasts() { clear(); }
+    void clear() const {
+      if (on_) {
+        at::autocast::clear_cache();
+      }
+    }
+    bool on_;
+  } const casts_scope(casts);
+  const RecomputeFlag flag;
+  const OnceScope once(OncePlace{once_.store, once_.next, true});
+  OpReplayer replayer(ops_, keeps_graph);
+  const OpScope ops(&replayer);
+  const at::AutoGradMode grad_mode(true);
+  RecomputeFactory factory(*this, pass);
+  const HookScope hooks(&factory);
+  try {
+    forward_(std::move(inputs));
+    count_recompute(false);
+  } catch (const StopRecompute&) {
+    count_recompute(true);
+  } catch (const CheckpointError& error) {
+    if (const std::string difference = replayer.difference();
+        !difference.empty()) {
+      fail(difference, error.what());
+    }
+    throw;
+  }
+  if (pass.count < saved_.size()) {
+    const std::string difference = replayer.difference();
+    fail(
+        std::to_string(pass.count) + " tensors are saved, in forward " +
+            std::to_string(saved_.size()) +
+            (difference.empty() ? "" : "; " + difference),
+        "let nothing but the region's inputs decide what it computes");
+  }
+}
+
+void Region::recompute(Recomputed& pass, bool keeps_graph) {
+  require_unchanged();
+  pass.tensors.assign(saved_.size(), at::Tensor());
+  pass.count = 0;
+  pass.left = 0;
+  run_again(pass, keeps_graph);
+}
+
+at::Tensor Region::unpack(size_t index) {
+  // One backward call is one pass; outside of any, each unpacking is its own.
+  const std::shared_ptr<SharedRegions>& shared = shared_regions();
+  const int task = torch::autograd::get_current_graph_task_id();
+  const int64_t backward = shared ? shared->id : task;
+  const bool keeps_graph = shared || task == -1 ||
+                           torch::autograd::get_current_graph_task_keep_graph();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  auto it = passes_.find(backward);
+  if (it == passes_.end() || index >= it->second.tensors.size() ||
+      !it->second.tensors[index].defined()) {
+    // The first unpacking of this backward, or a second one of the same tensor.
+    const bool first = it == passes_.end();
+    it = passes_.try_emplace(backward).first;
+    try {
+      recompute(it->second, keeps_graph);
+    } catch (...) {
+      passes_.erase(it);
+      throw;
+    }
+    if (shared) {
+      const std::lock_guard<std::mutex> list(shared->mutex);
+      shared->regions.push_back(weak_from_this());
+    } else if (task != -1 && first) {
+      // What this backward does not need goes with its end.
+      torch::autograd::Engine::get_default_engine().queue_callback(
+          [region = weak_from_this(), backward] {
+            if (const auto alive = region.lock()) {
+              alive->forget(backward);
+            }
+          });
+    }
+  }
+  Recomputed& pass = it->second;
+  at::Tensor tensor = std::move(pass.tensors[index]);
+  pass.tensors[index] = at::Tensor();
+  if (--pass.left == 0 || (task == -1 && !shared)) {
+    passes_.erase(it);
+  }
+  return tensor;
+}
+
+void Region::forget(int64_t backward) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  passes_.erase(backward);
+}
+
+} // namespace hasten::detail

@@ -1,0 +1,112 @@
+#include "region_state.h"
+
+#include <ATen/Context.h>
+#include <ATen/autocast_mode.h>
+
+#include <algorithm>
+#include <mutex>
+
+namespace hasten::detail {
+
+CpuRandomState CpuRandomState::now() {
+  at::Generator generator = at::detail::getDefaultCPUGenerator();
+  const std::lock_guard<std::mutex> lock(generator.mutex());
+  auto* cpu = at::check_generator<at::CPUGeneratorImpl>(generator);
+  CpuRandomState state;
+  state.engine_ = cpu->engine();
+  state.next_float_ = cpu->next_float_normal_sample();
+  state.next_double_ = cpu->next_double_normal_sample();
+  return state;
+}
+
+void CpuRandomState::restore() const {
+  at::Generator generator = at::detail::getDefaultCPUGenerator();
+  const std::lock_guard<std::mutex> lock(generator.mutex());
+  auto* cpu = at::check_generator<at::CPUGeneratorImpl>(generator);
+  cpu->set_engine(engine_);
+  cpu->set_next_float_normal_sample(next_float_);
+  cpu->set_next_double_normal_sample(next_double_);
+}
+
+static at::Tensor device_random_state(const at::Device& device) {
+  at::Generator generator = at::globalContext().defaultGenerator(device);
+  const std::lock_guard<std::mutex> lock(generator.mutex());
+  return generator.get_state();
+}
+
+RandomState RandomState::now(const std::vector<at::Tensor>& tensors) {
+  RandomState state;
+  state.cpu_ = CpuRandomState::now();
+  for (const at::Tensor& tensor : tensors) {
+    if (!tensor.defined() || tensor.is_cpu() || tensor.is_meta()) {
+      continue;
+    }
+    const at::Device device = tensor.device();
+    const bool known = std::any_of(
+        state.devices_.begin(), state.devices_.end(), [&](const auto& entry) {
+          return entry.first == device;
+        });
+    if (!known) {
+      state.devices_.emplace_back(device, device_random_state(device));
+    }
+  }
+  return state;
+}
+
+RandomState RandomState::again() const {
+  RandomState state;
+  state.cpu_ = CpuRandomState::now();
+  for (const auto& [device, unused] : devices_) {
+    state.devices_.emplace_back(device, device_random_state(device));
+  }
+  return state;
+}
+
+void RandomState::restore() const {
+  cpu_.restore();
+  for (const auto& [device, value] : devices_) {
+    at::Generator generator = at::globalContext().defaultGenerator(device);
+    const std::lock_guard<std::mutex> lock(generator.mutex());
+    generator.set_state(value);
+  }
+}
+
+AutocastState AutocastState::now(const std::vector<at::Tensor>& tensors) {
+  AutocastState state;
+  state.devices_[state.count_++].type = at::DeviceType::CPU;
+  for (const at::Tensor& tensor : tensors) {
+    if (tensor.defined() && !tensor.is_cpu() && !tensor.is_meta()) {
+      state.devices_[state.count_++].type = tensor.device().type();
+      break;
+    }
+  }
+  return state.again();
+}
+
+AutocastState AutocastState::again() const {
+  AutocastState state = *this;
+  for (int i = 0; i < count_; ++i) {
+    OnDevice& on = state.devices_[i];
+    on.enabled = at::autocast::is_autocast_enabled(on.type);
+    on.dtype = at::autocast::get_autocast_dtype(on.type);
+  }
+  state.cache_ = at::autocast::is_autocast_cache_enabled();
+  return state;
+}
+
+void AutocastState::restore() const {
+  for (int i = 0; i < count_; ++i) {
+    const OnDevice& on = devices_[i];
+    at::autocast::set_autocast_enabled(on.type, on.enabled);
+    at::autocast::set_autocast_dtype(on.type, on.dtype);
+  }
+  at::autocast::set_autocast_cache_enabled(cache_);
+}
+
+bool AutocastState::enabled() const {
+  return std::any_of(devices_, devices_ + count_, [](const OnDevice& on) {
+    return on.enabled;
+  });
+}
+
+} // namespace hasten::detail

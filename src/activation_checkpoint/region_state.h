@@ -1,0 +1,84 @@
+// What a region's forward depends on beside its inputs, to be had again in its
+// recomputation: random generators and autocast.
+#pragma once
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <utility>
+#include <vector>
+
+namespace hasten::detail {
+
+/// State of torch's default CPU generator, copied without a tensor.
+class CpuRandomState {
+ public:
+  static CpuRandomState now();
+  CpuRandomState again() const { return now(); }
+  void restore() const;
+
+ private:
+  at::mt19937 engine_{};
+  std::optional<float> next_float_{};
+  std::optional<double> next_double_{};
+};
+
+/// That, and the states of the default generators of the tensors' devices.
+class RandomState {
+ public:
+  static RandomState now(const std::vector<at::Tensor>& tensors);
+  /// The state of the same generators now.
+  RandomState again() const;
+  void restore() const;
+
+ private:
+  CpuRandomState cpu_{};
+  std::vector<std::pair<at::Device, at::Tensor>> devices_{};
+};
+
+/// Autocast settings of this thread, for the CPU and the tensors' devices.
+class AutocastState {
+ public:
+  static AutocastState now(const std::vector<at::Tensor>& tensors);
+  AutocastState again() const;
+  void restore() const;
+  /// Whether it is on for any of the devices.
+  bool enabled() const;
+
+ private:
+  struct OnDevice {
+    at::DeviceType type = at::DeviceType::CPU;
+    bool enabled = false;
+    at::ScalarType dtype = at::kFloat;
+  };
+  // CPU first; a region with one more device type than this is not known.
+  OnDevice devices_[2]{};
+  int count_ = 0;
+  bool cache_ = true;
+};
+
+/// Sets a state while it lives and puts back what was there. `State` empty: does
+/// nothing.
+template <typename State>
+class StateScope {
+ public:
+  explicit StateScope(const std::optional<State>& state) {
+    if (state) {
+      before_ = state->again();
+      state->restore();
+    }
+  }
+  StateScope(const StateScope&) = delete;
+  StateScope& operator=(const StateScope&) = delete;
+  ~StateScope() {
+    if (before_) {
+      before_->restore();
+    }
+  }
+
+ private:
+  std::optional<State> before_{};
+};
+
+} // namespace hasten::detail

@@ -1,0 +1,275 @@
+// Keeping what is expensive: which operators run again, and that values are right.
+#include <torch/library.h>
+
+#include "activation_checkpoint/region_rig.h"
+#include "hasten/activation_checkpoint/op_policy.h"
+#include "hasten/core/linear.h"
+
+namespace hasten::checkpoint_test {
+
+using namespace testing_support;
+
+// Live bytes that a region's forward leaves, its loss aside.
+static int64_t bytes_after_forward(
+    const std::function<Tensor(const Tensor&)>& fn,
+    const Tensor& x,
+    std::shared_ptr<const OpPolicy> policy,
+    Tensor* output) {
+  *output = Tensor();
+  const LiveBytes bytes;
+  *output =
+      activation_checkpoint(fn, x, Options{.policy = std::move(policy)}).sum();
+  return bytes.extra() - 4; // the sum
+}
+
+TEST(OpPolicy, KeepsTheProductAndRecomputesTheRest) {
+  const Tensor x = torch::randn({32, 16}).requires_grad_();
+  const Tensor w = torch::randn({16, 32}).requires_grad_();
+  const auto fn = [&](const Tensor& in) { return in.cos().mm(w).sin(); };
+  const auto run = [&](std::shared_ptr<const OpPolicy> policy) {
+    return derive({x, w}, [&] {
+      return activation_checkpoint(fn, x, Options{.policy = policy}).sum();
+    });
+  };
+  const Derived plain = derive({x, w}, [&] { return fn(x).sum(); });
+  expect_same_bits(plain, run(nullptr));
+  expect_same_bits(plain, run(OpPolicy::keep_expensive()));
+  Tensor y;
+  // The region's output of 32 * 32 floats stays in every case; the kept product
+  // is as large.
+  const int64_t none = bytes_after_forward(fn, x, nullptr, &y);
+  EXPECT_EQ(
+      bytes_after_forward(fn, x, OpPolicy::keep_expensive(), &y) - none,
+      32 * 32 * 4);
+  EXPECT_EQ(
+      bytes_after_forward(
+          fn, x, OpPolicy::keep({"aten::cos", "aten::mm"}), &y) -
+          none,
+      32 * 32 * 4 + 32 * 16 * 4);
+  int asked = 0;
+  const auto decide = [&](const OpCall& call) {
+    ++asked;
+    return call.name == "aten::mm" && call.index == 0 &&
+           call.bytes == 32 * 32 * 4;
+  };
+  bytes_after_forward(fn, x, OpPolicy::keep_if(decide), &y);
+  const int in_forward = asked;
+  y.backward();
+  EXPECT_EQ(asked, in_forward) << "asked in forward only";
+}
+
+// linear() of 3-d inputs is mm and an addition in place to its result.
+TEST(OpPolicy, AProductThatABiasIsAddedToIsNotAddedTwice) {
+  torch::manual_seed(2);
+  torch::nn::Linear a(8, 16), b(16, 8);
+  const Tensor x = torch::randn({2, 3, 8}).requires_grad_();
+  const auto fn = [&](const Tensor& in) { return b(at::gelu(a(in))).exp(); };
+  std::vector<Tensor> leaves = a->parameters();
+  for (const Tensor& parameter : b->parameters()) {
+    leaves.push_back(parameter);
+  }
+  leaves.push_back(x);
+  const Derived plain = derive(leaves, [&] { return fn(x).sum(); });
+  for (const bool retain : {false, true}) {
+    expect_same_bits(
+        plain, derive(leaves, [&] {
+          const Tensor y = activation_checkpoint(
+              fn, x, Options{.policy = OpPolicy::keep_expensive()});
+          if (retain) {
+            torch::autograd::grad({y.sum()}, {x}, {}, true);
+          }
+          return y.sum();
+        }));
+  }
+  // That it is kept: without, it would cost nothing.
+  Tensor y;
+  EXPECT_EQ(
+      bytes_after_forward(fn, x, OpPolicy::keep_expensive(), &y) -
+          bytes_after_forward(fn, x, nullptr, &y),
+      6 * (16 + 8) * 4);
+}
+
+TEST(OpPolicy, AKeptValueChangedLaterIsRecomputed) {
+  const Tensor x = torch::randn({4, 4}).requires_grad_();
+  const auto fn = [](const Tensor& in) {
+    Tensor product = in.mm(in);
+    const Tensor read = product + 1; // reads it before it is changed
+    product.mul_(2);
+    Tensor part = in.mm(in);
+    part.select(0, 0).mul_(3); // only a part
+    return read * product.cos() + part.exp();
+  };
+  expect_same_bits(
+      derive({x}, [&] { return fn(x).sum(); }), derive({x}, [&] {
+        return activation_checkpoint(
+                   fn, x, Options{.policy = OpPolicy::keep_expensive()})
+            .sum();
+      }));
+  // After the region nobody could know: an error.
+  auto [y, sine] = activation_checkpoint(
+      [](const Tensor& in) {
+        const Tensor product = in.exp().mm(in);
+        return std::make_pair(product, product.sin());
+      },
+      x,
+      Options{.policy = OpPolicy::keep_expensive()});
+  y.mul_(2);
+  expect_says(
+      error_of([&, loss = sine.sum()] { loss.backward(); }),
+      {"aten::mm", "changed in place after its region"});
+}
+
+TEST(OpPolicy, FastLinearIsAnExpensiveOperator) {
+  if (!linear_uses_onednn()) {
+    GTEST_SKIP() << "this CPU's products are torch's own";
+  }
+  const Tensor x = torch::randn({64, 32}).requires_grad_();
+  const Tensor w = torch::randn({48, 32}).requires_grad_();
+  const auto fn = [&](const Tensor& in) { return fast_linear(in, w).relu(); };
+  Tensor y;
+  EXPECT_EQ(
+      bytes_after_forward(fn, x, OpPolicy::keep_expensive(), &y) -
+          bytes_after_forward(fn, x, nullptr, &y),
+      64 * 48 * 4);
+  expect_same_bits(
+      derive({x, w}, [&] { return fn(x).sum(); }), derive({x, w}, [&] {
+        return activation_checkpoint(
+                   fn, x, Options{.policy = OpPolicy::keep_expensive()})
+            .sum();
+      }));
+}
+
+TEST(OpPolicy, AnOperatorThatDrawsMayBeKept) {
+  const Tensor x = torch::randn({64}).requires_grad_();
+  const auto fn = [](const Tensor& in) {
+    return (in.exp() * at::bernoulli(torch::full({64}, 0.5))).sin() *
+           at::rand({64});
+  };
+  expect_same_bits(
+      derive({x}, [&] { return fn(x).sum(); }), derive({x}, [&] {
+        return activation_checkpoint(
+                   fn,
+                   x,
+                   Options{.policy = OpPolicy::keep({"aten::bernoulli"})})
+            .sum();
+      }));
+}
+
+TEST(OpPolicy, ManyResultsAndNestedRegionsInEveryCombination) {
+  auto blocks = make_mlps(2);
+  const Tensor x = torch::randn({4, 8}).requires_grad_();
+  auto leaves = parameters_of(blocks);
+  leaves.push_back(x);
+  const auto child = [&](const Tensor& in) {
+    const auto [values, indices] = at::topk(blocks[0]->forward(in), 8);
+    const auto normed = at::native_layer_norm(values, {8}, {}, {}, 1e-5);
+    return std::get<0>(normed).exp() * indices;
+  };
+  const auto everything = OpPolicy::keep_if([](const OpCall&) { return true; });
+  const std::vector<std::shared_ptr<const OpPolicy>> policies{
+      nullptr, OpPolicy::keep_expensive(), everything};
+  const Derived plain = derive(
+      leaves, [&] { return blocks[1]->forward(child(x)).square().sum(); });
+  for (const auto& outer : policies) {
+    for (const auto& inner : policies) {
+      expect_same_bits(
+          plain, derive(leaves, [&] {
+            return activation_checkpoint(
+                       [&](const Tensor& in) {
+                         return blocks[1]->forward(activation_checkpoint(
+                             child, in, Options{.policy = inner}));
+                       },
+                       x,
+                       Options{.policy = outer})
+                .square()
+                .sum();
+          }));
+    }
+  }
+}
+
+TEST(OpPolicy, AnOperatorThatForwardDidNotCallIsNamed) {
+  const Tensor x = torch::randn({4, 4}).requires_grad_();
+  int calls = 0;
+  const auto fn = [&](const Tensor& in) {
+    const Tensor y = calls++ == 0 ? in.exp() : in.exp().tan();
+    return y.mm(in).sin();
+  };
+  const Tensor y = activation_checkpoint(
+      fn, x, Options{.policy = OpPolicy::keep_expensive()});
+  expect_says(error_of([&] { y.sum().backward(); }), {"aten::tan", "0 times"});
+  expect_says(
+      error_of([] { OpPolicy::keep({"mm"}); }), {"operator=mm", "aten::mm"});
+}
+
+static int reductions = 0;
+static Tensor fake_reduction(const Tensor& x) {
+  ++reductions;
+  return x * 2;
+}
+static void fake_reduction_in_place(const Tensor&) {}
+TORCH_LIBRARY_FRAGMENT(_c10d_functional, library) {
+  library.def("hasten_test_reduce(Tensor x) -> Tensor");
+  library.impl("hasten_test_reduce", c10::DispatchKey::CPU, &fake_reduction);
+  library.def("hasten_test_reduce_(Tensor(a!) x) -> ()");
+  library.impl(
+      "hasten_test_reduce_", c10::DispatchKey::CPU, &fake_reduction_in_place);
+}
+static Tensor call_reduction(const Tensor& x) {
+  static const auto handle =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("_c10d_functional::hasten_test_reduce", "")
+          .typed<Tensor(const Tensor&)>();
+  return handle.call(x.detach());
+}
+
+TEST(OpPolicy, ACollectiveIsNeverRunAgain) {
+  const Tensor x = torch::randn({4}).requires_grad_();
+  const auto fn = [](const Tensor& in) {
+    return in.exp().sin() * call_reduction(in);
+  };
+  const Derived plain = derive({x}, [&] { return fn(x).sum(); });
+  reductions = 0;
+  expect_same_bits(plain, derive({x}, [&] {
+                     return activation_checkpoint(
+                                fn, x, Options{.policy = OpPolicy::keep({})})
+                         .sum();
+                   }));
+  EXPECT_EQ(reductions, 1);
+}
+
+TEST(OpPolicy, ByCostKeepsTheMostTimeForEachByte) {
+  const std::vector<OpCost> costs{
+      {"aten::mm", 0, 100, 1.0},
+      {"aten::exp", 0, 100, 0.1},
+      {"aten::mm", 1, 1000, 5.0},
+      {"aten::sum", 0, 4, 0.01},
+      {"aten::view", 0, 0, 1.0}};
+  const auto policy = OpPolicy::keep_by_cost(costs, 210);
+  EXPECT_TRUE(policy->keeps({"aten::mm", 0, 0}));
+  EXPECT_FALSE(policy->keeps({"aten::mm", 1, 0})) << "does not fit";
+  EXPECT_TRUE(policy->keeps({"aten::sum", 0, 0}));
+  EXPECT_TRUE(policy->keeps({"aten::exp", 0, 0}));
+  EXPECT_FALSE(policy->keeps({"aten::view", 0, 0}));
+  // Measured: what a forward really calls, and random state stays.
+  auto blocks = make_mlps(1, 64);
+  const Tensor x = torch::randn({256, 64});
+  const auto before = at::detail::getDefaultCPUGenerator().get_state();
+  const auto measured = measure_ops([&] { blocks[0]->forward(x); });
+  EXPECT_TRUE(
+      torch::equal(before, at::detail::getDefaultCPUGenerator().get_state()));
+  double products = 0;
+  double all = 0;
+  int64_t bytes = 0;
+  for (const OpCost& cost : measured) {
+    all += cost.seconds;
+    if (cost.name == "aten::addmm") {
+      products += cost.seconds;
+      bytes += cost.bytes;
+    }
+  }
+  EXPECT_EQ(bytes, 256 * (128 + 64) * 4);
+  EXPECT_GT(products, 0.05 * all);
+}
+
+} // namespace hasten::checkpoint_test

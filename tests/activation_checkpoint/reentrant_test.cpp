@@ -1,0 +1,76 @@
+// Where another autograd engine is installed, as a Python interpreter's would be.
+#include <torch/csrc/autograd/engine.h>
+
+#include "activation_checkpoint/region_rig.h"
+#include "hasten/base/log.h"
+
+namespace hasten::checkpoint_test {
+
+using namespace testing_support;
+using torch::autograd::Engine;
+
+class OtherEngine final : public Engine {};
+static Engine& other_engine() {
+  static auto* engine = new OtherEngine;
+  return *engine;
+}
+
+// In force while it lives; the engine that was there comes back.
+class OtherEngineInstalled {
+ public:
+  OtherEngineInstalled() {
+    // Makes sure that ours was first, as in a process that loads Python later.
+    const Tensor x = torch::ones({1}).requires_grad_();
+    activation_checkpoint([](const Tensor& in) { return in.exp(); }, x);
+    before_ = &Engine::get_default_engine();
+    torch::autograd::set_default_engine_stub(&other_engine);
+  }
+  ~OtherEngineInstalled() {
+    static Engine* back = before_;
+    torch::autograd::set_default_engine_stub(
+        +[]() -> Engine& { return *back; });
+  }
+
+ private:
+  Engine* before_;
+};
+
+TEST(ReentrantCheckpoint, ServesWhereTheEngineIsAnothersAndSaysSoOnce) {
+  auto blocks = make_mlps(3);
+  const Tensor x = torch::randn({4, 8});
+  const auto leaves = parameters_of(blocks);
+  const auto run = [&](bool regions) {
+    return derive(leaves, [&] {
+      Tensor y = x; // wants no gradient
+      for (Mlp& block : blocks) {
+        const auto fn = [&](const Tensor& in) { return block->forward(in); };
+        y = regions ? activation_checkpoint(fn, y) : fn(y);
+      }
+      return y.square().sum();
+    });
+  };
+  const Derived plain = run(false);
+  std::vector<std::string> lines;
+  set_log_sink(
+      [&](LogLevel, std::string_view line) { lines.emplace_back(line); });
+  {
+    const OtherEngineInstalled other;
+    expect_same_bits(plain, run(true));
+    expect_same_bits(plain, run(true));
+    const Tensor leaf = torch::randn({3}).requires_grad_();
+    const Tensor y =
+        activation_checkpoint([](const Tensor& in) { return in.exp(); }, leaf);
+    expect_says(
+        error_of([&] { torch::autograd::grad({y.sum()}, {leaf}); }),
+        {"autograd::grad", "another autograd engine"});
+  }
+  set_log_sink({});
+  ASSERT_EQ(lines.size(), 1);
+  expect_says(lines[0], {"another autograd engine", "reentrant"});
+  // Back with ours: the other kind again.
+  const Recomputes counted;
+  expect_same_bits(plain, run(true));
+  EXPECT_EQ(counted.count(), 3);
+}
+
+} // namespace hasten::checkpoint_test

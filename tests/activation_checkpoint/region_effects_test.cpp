@@ -1,0 +1,152 @@
+// What forward does beside its result happens once: statistics, counters,
+// collectives; autocast is as it was.
+#include <ATen/autocast_mode.h>
+
+#include "activation_checkpoint/region_rig.h"
+
+namespace hasten::checkpoint_test {
+
+using namespace testing_support;
+
+TEST(RegionEffects, BatchNormCountsABatchOnce) {
+  torch::manual_seed(1);
+  torch::nn::Sequential net(
+      torch::nn::Conv2d(torch::nn::Conv2dOptions(2, 3, 3)),
+      torch::nn::BatchNorm2d(3),
+      torch::nn::ReLU(),
+      torch::nn::Conv2d(torch::nn::Conv2dOptions(3, 2, 3)),
+      torch::nn::InstanceNorm2d(
+          torch::nn::InstanceNorm2dOptions(2).track_running_stats(true)));
+  auto other =
+      std::dynamic_pointer_cast<torch::nn::SequentialImpl>(net->clone());
+  const Tensor x = torch::randn({4, 2, 8, 8});
+  for (int batch = 0; batch < 2; ++batch) {
+    net->forward(x + batch).square().sum().backward();
+    activation_checkpoint(
+        [&](const Tensor& in) { return other->forward(in); }, x + batch)
+        .square()
+        .sum()
+        .backward();
+  }
+  const auto expected = net->named_buffers();
+  ASSERT_EQ(expected.size(), 6);
+  for (const auto& buffer : other->named_buffers()) {
+    EXPECT_TRUE(torch::equal(buffer.value(), expected[buffer.key()]))
+        << buffer.key();
+  }
+  EXPECT_EQ(expected["1.num_batches_tracked"].item<int64_t>(), 2);
+  const auto gradients = other->parameters();
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    EXPECT_TRUE(torch::equal(gradients[i].grad(), net->parameters()[i].grad()));
+  }
+}
+
+TEST(RegionEffects, TensorsFromOutsideAreWrittenOnce) {
+  const Tensor x = torch::randn({4}).requires_grad_();
+  Tensor counter = torch::zeros({1});
+  Tensor last = torch::zeros({2, 4});
+  std::vector<Tensor> list{torch::zeros({2}), torch::zeros({2})};
+  const auto version = [&] { return counter._version(); };
+  Tensor y = activation_checkpoint(
+      [&](const Tensor& in) {
+        const at::Tensor inner = in.detach().clone();
+        inner.add_(1); // made here: recomputed
+        {
+          const at::NoGradGuard no_grad;
+          counter.add_(1);
+          last.select(0, 1).copy_(in.detach());
+          at::_foreach_add_(list, 1.0);
+          at::add_out(last, last, torch::ones({4}));
+        }
+        return (in * inner).sin() * counter.detach().clone();
+      },
+      x);
+  const auto after_forward = version();
+  const Tensor kept = last.clone();
+  y.sum().backward();
+  EXPECT_EQ(counter.item<float>(), 1);
+  EXPECT_EQ(version(), after_forward);
+  EXPECT_TRUE(torch::equal(last, kept));
+  EXPECT_EQ(list[1].sum().item<float>(), 2);
+  const Tensor v = x.detach();
+  EXPECT_TRUE(torch::allclose(x.grad(), (v * (v + 1)).cos() * (v + 1)));
+}
+
+TEST(RegionEffects, RunOnceRunsOnceAlsoInNestedRegions) {
+  const Tensor x = torch::randn({4}).requires_grad_();
+  int calls = 0;
+  const auto inner = [&](const Tensor& in) {
+    const Tensor scale = run_once([&] {
+      EXPECT_FALSE(in_recompute());
+      return torch::full({1}, static_cast<double>(++calls));
+    });
+    return in.sin() * scale;
+  };
+  const auto outer = [&](const Tensor& in) {
+    Tensor y = in;
+    for (int i = 0; i < 3; ++i) {
+      y = activation_checkpoint(inner, y);
+    }
+    return y * run_once([&] { return torch::full({1}, double(++calls)); });
+  };
+  const Tensor y = activation_checkpoint(outer, x);
+  EXPECT_EQ(calls, 4);
+  const Tensor region = torch::autograd::grad({y.sum()}, {x}, {}, true)[0];
+  EXPECT_TRUE(torch::equal(region, torch::autograd::grad({y.sum()}, {x})[0]));
+  EXPECT_EQ(calls, 4);
+  calls = 0;
+  const Tensor z = x.sin().mul(1).sin().mul(2).sin().mul(3) * 4;
+  EXPECT_TRUE(
+      torch::allclose(region, torch::autograd::grad({z.sum()}, {x})[0]));
+}
+
+// bf16 on the CPU, as amp's scope sets it.
+struct Autocast {
+  Autocast() {
+    at::autocast::set_autocast_enabled(at::kCPU, true);
+    at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
+    at::autocast::increment_nesting();
+  }
+  ~Autocast() {
+    if (at::autocast::decrement_nesting() == 0) {
+      at::autocast::clear_cache();
+    }
+    at::autocast::set_autocast_enabled(at::kCPU, false);
+  }
+};
+
+TEST(RegionEffects, AutocastIsThatOfForward) {
+  auto blocks = make_mlps(1);
+  const Tensor x = torch::randn({4, 8});
+  const auto leaves = parameters_of(blocks);
+  // The weights are used three times, so their casts are cached: by a region, by
+  // another, and by a plain call before.
+  const auto run = [&](bool regions) {
+    return derive(leaves, [&] {
+      Tensor y = x;
+      {
+        const Autocast autocast;
+        for (int i = 0; i < 3; ++i) {
+          const auto fn = [&](const Tensor& in) {
+            const Tensor out = blocks[0]->forward(in);
+            EXPECT_EQ(
+                blocks[0]->up(in).scalar_type(),
+                at::kBFloat16); // in recomputation too
+            return out.tanh();
+          };
+          y = regions && i > 0 ? activation_checkpoint(fn, y) : fn(y);
+        }
+      }
+      const Tensor loss = y.to(at::kFloat).sum();
+      EXPECT_FALSE(at::autocast::is_autocast_enabled(at::kCPU));
+      return loss;
+    });
+  };
+  const Derived plain = run(false);
+  expect_same_bits(plain, run(true));
+  const LiveBytes bytes;
+  run(true);
+  EXPECT_EQ(bytes.extra(), 0) << "no cast of the recomputation stays";
+}
+
+} // namespace hasten::checkpoint_test

@@ -1,0 +1,176 @@
+// What a region refuses, and that nothing is left behind by it.
+#include <ATen/autocast_mode.h>
+
+#include "activation_checkpoint/region_rig.h"
+#include "hasten/base/error.h"
+
+namespace hasten::checkpoint_test {
+
+using namespace testing_support;
+
+TEST(ActivationCheckpointErrors, ARegionWithoutATensorIsNamed) {
+  const Tensor x = torch::randn({2}).requires_grad_();
+  const std::string text = error_of([&] {
+    activation_checkpoint(
+        [](const Tensor& in) { return in.size(0); },
+        x,
+        Options{.name = "head"});
+  });
+  expect_says(text, {"[activation_checkpoint]", "head", "no tensor", "Fix:"});
+}
+
+TEST(ActivationCheckpointErrors, AnInputChangedInPlaceIsNamed) {
+  const Tensor x = torch::randn({2}).requires_grad_();
+  const Tensor other = torch::randn({2});
+  EXPECT_THROW(
+      activation_checkpoint(
+          [](const Tensor& a, Tensor b) { return b.mul_(2) * a; }, x, other),
+      InputError);
+  expect_says(
+      error_of([&] {
+        activation_checkpoint(
+            [](const Tensor& a, Tensor b) { return b.mul_(2) * a; }, x, other);
+      }),
+      {"input 1", "in place", "clone"});
+  // On a copy it works, though it is the region's first operator.
+  const auto fn = [](const Tensor& in) { return in.clone().mul_(2).sin(); };
+  expect_same_bits(derive({x}, [&] { return fn(x).sum(); }), derive({x}, [&] {
+                     return activation_checkpoint(fn, x).sum();
+                   }));
+  // After forward.
+  Tensor y = x * 1;
+  const Tensor z =
+      activation_checkpoint([](const Tensor& in) { return in.sin(); }, y);
+  const at::NoGradGuard no_grad;
+  y.add_(1);
+  const at::AutoGradMode grad(true);
+  expect_says(
+      error_of([&] { z.sum().backward(); }),
+      {"input 0", "changed in place after forward", "version=1, was 0"});
+}
+
+TEST(ActivationCheckpointErrors, AnOptimizerStepBeforeTheRecomputationIsNamed) {
+  torch::nn::Linear layer(3, 4);
+  torch::optim::SGD sgd(layer->parameters(), 0.1);
+  const Tensor x = torch::randn({2, 3});
+  const Tensor loss = activation_checkpoint(
+                          [&](const Tensor& in) { return layer(in).tanh(); },
+                          x,
+                          Options{.name = "encoder.1"})
+                          .sum();
+  // Only the bias: no operator saves it, so nothing else would notice.
+  layer->bias.mutable_grad() = torch::ones_like(layer->bias);
+  sgd.step();
+  expect_says(
+      error_of([&] { loss.backward(); }),
+      {"parameter of shape [4]", "encoder.1", "optimizer"});
+}
+
+TEST(ActivationCheckpointErrors, TheFirstTensorThatDiffersIsNamed) {
+  torch::nn::Linear layer(4, 4);
+  const Tensor x = torch::randn({2, 4});
+  int calls = 0;
+  const auto shape = [&](const Tensor& in) {
+    return layer(calls++ == 0 ? in : at::cat({in, in})).relu().sum();
+  };
+  Tensor loss = activation_checkpoint(shape, x);
+  expect_says(
+      error_of([&] { loss.backward(); }),
+      {"saved tensor 0 of", "[4, 4] Float cpu", "[2, 4] Float cpu"});
+  calls = 0;
+  const auto dtype = [&](const Tensor& in) {
+    const Tensor y = layer(in).exp();
+    return (calls++ == 0 ? y : y.to(torch::kDouble)).sin().sum();
+  };
+  loss = activation_checkpoint(dtype, x);
+  expect_says(error_of([&] { loss.backward(); }), {"Double", "Float"});
+  // Not compared: an operator of backward notices.
+  calls = 0;
+  loss = activation_checkpoint(
+      shape, x, Options{.determinism_check = DeterminismCheck::none});
+  expect_says(error_of([&] { loss.backward(); }), {"must match the size"});
+}
+
+TEST(ActivationCheckpointErrors, AnotherNumberOfTensorsIsNamed) {
+  const Tensor x = torch::randn({2, 4}).requires_grad_();
+  int calls = 0;
+  const auto fewer = [&](const Tensor& in) {
+    const Tensor y = in.exp();
+    return (calls++ == 0 ? y.sin().cos() : y).sum();
+  };
+  Tensor loss = activation_checkpoint(fewer, x);
+  expect_says(error_of([&] { loss.backward(); }), {"are saved, in forward"});
+  calls = 0;
+  const auto more = [&](const Tensor& in) {
+    const Tensor y = in.exp();
+    return (calls++ == 0 ? y : y.sin().cos()).sum();
+  };
+  loss = activation_checkpoint(more, x, Options{.early_stop = false});
+  expect_says(error_of([&] { loss.backward(); }), {"more tensors"});
+  calls = 0;
+  loss = activation_checkpoint(more, x); // what is needed is all there
+  EXPECT_NO_THROW(loss.backward());
+}
+
+TEST(ActivationCheckpointErrors, DebugNamesTheOperatorThatDiffers) {
+  const Tensor x = torch::randn({2, 4}).requires_grad_();
+  int calls = 0;
+  const auto fn = [&](const Tensor& in) {
+    const Tensor y = in.exp();
+    return (calls++ == 0 ? y.sin().cos() : y.relu()).sum();
+  };
+  const Tensor loss = activation_checkpoint(fn, x, Options{.debug = true});
+  expect_says(
+      error_of([&] { loss.backward(); }),
+      {"operator 1 is aten::relu, in forward it was aten::sin"});
+}
+
+// A region that throws when it is told to.
+struct Thrower {
+  int* calls;
+  int when;
+  Tensor operator()(const Tensor& in) const {
+    const Tensor y = at::dropout(in.exp().sin(), 0.5, true);
+    if (++*calls == when) {
+      throw std::runtime_error("planned");
+    }
+    return y.cos();
+  }
+};
+
+TEST(ActivationCheckpointErrors, ExceptionsLeaveNothingBehind) {
+  const Tensor x = torch::randn({1000}).requires_grad_();
+  x.mutable_grad() = torch::zeros_like(x);
+  int calls = 0;
+  const LiveBytes bytes;
+  EXPECT_EQ(
+      error_of([&] { activation_checkpoint(Thrower{&calls, 1}, x); }),
+      "planned");
+  EXPECT_EQ(bytes.extra(), 0);
+  // After it, tensors are saved as usual: nothing is recomputed.
+  Recomputes counted;
+  x.exp().sum().backward();
+  EXPECT_EQ(counted.count(), 0);
+  // In the recomputation: backward throws, the random stream and autocast are as
+  // they were, and the retained graph works afterwards.
+  calls = 0;
+  torch::manual_seed(3);
+  Tensor y = activation_checkpoint(Thrower{&calls, 2}, x).sum();
+  const auto before = at::detail::getDefaultCPUGenerator().get_state();
+  EXPECT_EQ(error_of([&] { y.backward({}, true); }), "planned");
+  EXPECT_TRUE(
+      torch::equal(before, at::detail::getDefaultCPUGenerator().get_state()));
+  EXPECT_FALSE(in_recompute());
+  EXPECT_FALSE(at::autocast::is_autocast_enabled(at::kCPU));
+  const auto generator_bytes = static_cast<int64_t>(before.nbytes());
+  EXPECT_EQ(bytes.extra(), 4 + generator_bytes);
+  x.mutable_grad().zero_();
+  EXPECT_NO_THROW(y.backward());
+  torch::manual_seed(3);
+  const Tensor mask = at::dropout(torch::ones({1000}), 0.5, true);
+  const Tensor inner = x.detach().exp();
+  EXPECT_TRUE(torch::allclose(
+      x.grad(), -(inner.sin() * mask).sin() * mask * inner.cos() * inner));
+}
+
+} // namespace hasten::checkpoint_test
