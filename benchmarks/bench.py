@@ -324,8 +324,84 @@ class DdpStep(Bench):
                 yield f"{row}_over_alone", None, peer["seconds"] - alone["seconds"]
 
 
+class CheckpointOverhead(Bench):
+    """Regions beside torch.utils.checkpoint: what one costs, and a model's step and peak."""
+
+    name = "checkpoint_overhead"
+    rounds = 3
+    peer_name = "torch.utils.checkpoint"
+    cases = [
+        Case("region_overhead", "us/region", 1.0, 2, limit=15),
+        Case("region", "us/region", 1.0, 2),
+        # With the engine installed and no region active, beside before it was.
+        Case("no_region", "us/op", 1.02, 4),
+        Case("bert_mini_none", "s/step", float("inf"), 4),
+        Case("bert_mini_full", "s/step", 1.0, 4),
+        Case("bert_mini_ops", "s/step", 1.0, 4),
+        Case("bert_mini_none_peak", "bytes", float("inf"), 0),
+        Case("bert_mini_full_peak", "bytes", 1.0, 0),
+        Case("bert_mini_ops_peak", "bytes", 1.0, 0),
+    ]
+
+    def __init__(self, options):
+        self.options = options
+
+    def values(self, command):
+        command = [*command] + ["--smoke"] * self.options.smoke
+        output = wait_all([(list(map(str, command)), environment())]).output
+        return {line["case"]: line["value"] for line in map(json.loads, output.splitlines())}
+
+    def round(self):
+        ours = self.values([self.options.programs / "checkpoint_overhead"])
+        yield "no_region", ours.pop("no_region_after"), ours.pop("no_region_before")
+        for case, value in ours.items():
+            yield case, value, None
+        if not self.options.smoke:
+            peer = self.values([self.options.peer_python, ROOT / "benchmarks/peers/checkpoint_overhead.py"])
+            for case, value in peer.items():
+                yield case, None, value
+
+
+class ActivationPlan(Bench):
+    """Plans under a budget beside simple rules: all of it ours, the rule is the other side."""
+
+    name = "activation_plan"
+    rounds = 1
+    peer_name = "the rule in the case's name"
+    cases = [
+        *(
+            Case(f"{chain}_{row}", unit, most, digits)
+            for chain, at_sqrt in (("unequal_24", 0.90), ("bert", 1.02))
+            for row, unit, most, digits in (
+                ("peak_at_20", "bytes", 1.0, 0),
+                ("peak_at_30", "bytes", 1.0, 0),
+                ("peak_at_50", "bytes", 1.0, 0),
+                ("time_at_sqrt_peak", "s/step", at_sqrt, 4),
+                ("time_at_each_peak", "s/step", 1.0, 4),
+                ("time_with_ops_at_50", "s/step", 0.97, 4),
+                ("time_of_small_peak", "s/step", 1.08, 4),
+                ("small_peak", "bytes", 0.5 if chain == "bert" else float("inf"), 0),
+                ("time_at_50", "s/step", float("inf"), 4),
+            )
+        ),
+    ]
+
+    def __init__(self, options):
+        self.options = options
+
+    def round(self):
+        command = [self.options.programs / "activation_plan"] + ["--smoke"] * self.options.smoke
+        output = wait_all([(list(map(str, command)), environment())]).output
+        for line in map(json.loads, output.splitlines()):
+            # A budget below the least: the least, which is above it.
+            yield line["case"].removesuffix("_least"), line["ours"], line["other"]
+
+
 BENCHMARKS = {
-    bench.name: bench for bench in (Startup, TrainerReviews, TrainerAccuracy, AcceleratorOverhead, DdpStep)
+    bench.name: bench
+    for bench in (
+        Startup, TrainerReviews, TrainerAccuracy, AcceleratorOverhead, DdpStep, CheckpointOverhead, ActivationPlan,
+    )
 }
 
 

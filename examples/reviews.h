@@ -9,6 +9,7 @@
 #include <string>
 
 #include "hasten/base/error.h"
+#include "hasten/core/block_call.h"
 #include "hasten/data/loader.h"
 #include "hasten/data/text_classification.h"
 #include "hasten/data/tokenized_dataset.h"
@@ -53,7 +54,7 @@ struct ReviewClassifierImpl : torch::nn::Module {
   torch::Tensor forward(const torch::Tensor& ids, const torch::Tensor& mask) {
     const auto weight = mask.unsqueeze(2).to(torch::kFloat);
     const auto mean = (embedding(ids) * weight).sum(1) / weight.sum(1);
-    return output(torch::relu(hidden(mean)));
+    return output(torch::relu(hasten::call_block(hidden, mean)));
   }
 
   torch::nn::Embedding embedding;

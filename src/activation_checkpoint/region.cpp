@@ -112,10 +112,13 @@ struct RecomputeFactory final : SavedHookFactory {
   Region::Recomputed& pass;
 };
 
-Region::Region(ActivationCheckpointOptions options)
+Region::Region(ActivationCheckpointOptions options, const Region* parent)
     : options_(std::move(options)) {
   // A region inside a region goes on with what run_once() kept for the outer one.
   once_ = once_place();
+  if (!once_.store && parent != nullptr) {
+    once_ = {parent->once_.store, parent->once_.store->values.size(), false};
+  }
   if (!once_.store) {
     once_ = {std::make_shared<OnceStore>(), 0, false};
   }

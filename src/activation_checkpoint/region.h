@@ -60,7 +60,10 @@ struct Unchanged {
 class Region final : public SavedHookFactory,
                      public std::enable_shared_from_this<Region> {
  public:
-  explicit Region(ActivationCheckpointOptions options);
+  /// `parent`: the region around it, where that one's forward is not what is
+  /// running (regions over several calls).
+  explicit Region(
+      ActivationCheckpointOptions options, const Region* parent = nullptr);
 
   const ActivationCheckpointOptions& options() const { return options_; }
 

@@ -28,6 +28,14 @@ void CpuRandomState::restore() const {
   cpu->set_next_double_normal_sample(next_double_);
 }
 
+bool CpuRandomState::same_as(const CpuRandomState& other) const {
+  const auto mine = engine_.data();
+  const auto others = other.engine_.data();
+  return mine.left_ == others.left_ && mine.next_ == others.next_ &&
+         mine.state_ == others.state_ && next_float_ == other.next_float_ &&
+         next_double_ == other.next_double_;
+}
+
 static at::Tensor device_random_state(const at::Device& device) {
   at::Generator generator = at::globalContext().defaultGenerator(device);
   const std::lock_guard<std::mutex> lock(generator.mutex());

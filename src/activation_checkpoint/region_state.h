@@ -16,6 +16,8 @@ class CpuRandomState {
  public:
   static CpuRandomState now();
   CpuRandomState again() const { return now(); }
+  /// Whether both give the same numbers.
+  bool same_as(const CpuRandomState& other) const;
   void restore() const;
 
  private:

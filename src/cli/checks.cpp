@@ -220,6 +220,17 @@ void check_eval_inputs(const EvalCommand& command) {
   detail::check_readable_file(kWhere, "--file", command.file);
 }
 
+void check_plan_inputs(const PlanCommand& command) {
+  if (!is_model_shape(command.model)) {
+    detail::check_model_folder(
+        "cli::plan",
+        "--model",
+        command.model,
+        "a Hugging Face folder with config.json, or one of " +
+            model_shapes_text());
+  }
+}
+
 void check_nproc(const std::string& command, int nproc, const World& world) {
   if (world.world_size > 1) {
     throw InputError(

@@ -18,6 +18,7 @@ constexpr const char* kProgramHelp =
     "file\n"
     "  predict  label texts with a trained model\n"
     "  eval     loss, accuracy and F1 of a model on a labelled file\n"
+    "  plan     what to recompute in backward under a budget of memory\n"
     "  launch   run a program as N processes of one world\n"
     "  env      versions, cores, threads and back ends of this machine\n"
     "\n"
@@ -31,7 +32,7 @@ constexpr const char* kProgramHelp =
 
 const std::vector<std::string>& command_names() {
   static const std::vector<std::string> names{
-      "train", "predict", "eval", "launch", "env"};
+      "train", "predict", "eval", "plan", "launch", "env"};
   return names;
 }
 
@@ -198,6 +199,70 @@ Command parse_launch(
   return command;
 }
 
+/// "8x128".
+bool read_batch(const std::string& text, PlanCommand& command) {
+  const size_t cross = text.find('x');
+  return cross != std::string::npos &&
+         read_flag(text.substr(0, cross), command.rows) &&
+         read_flag(text.substr(cross + 1), command.tokens) &&
+         command.rows > 0 && command.tokens > 0;
+}
+
+Command parse_plan(std::vector<std::string> arguments) {
+  PlanCommand command;
+  std::string batch;
+  std::string budget;
+  FlagTable flags(
+      {.name = "plan",
+       .summary = "what to recompute in backward under a budget of memory",
+       .usage = "--model MODEL --batch ROWSxTOKENS [flags]",
+       .examples = {"hasten plan --model bert-base --batch 8x128 --budget 50%"},
+       .notes =
+           "Measures the model's blocks, and prints the quickest plans "
+           "from the least memory to keeping everything. hasten train "
+           "--gradient-checkpointing budget:50% does the same by itself."});
+  flags.group("Model and batch");
+  flags.value(
+      "--model",
+      command.model,
+      "FOLDER|SHAPE",
+      "Hugging Face folder, or a shape: " + model_shapes_text());
+  flags.required();
+  flags.value(
+      "--batch", batch, "ROWSxTOKENS", "one batch of one process, 8x128");
+  flags.required();
+  flags.value(
+      "--budget",
+      budget,
+      "BYTES|SHARE",
+      "for activations: 2GB, or 50% of what keeping everything takes");
+  flags.group("Output");
+  flags.value("--json", command.json, "FILE", "receives the plan");
+  flags.value(
+      "--svg", command.svg, "FILE", "receives a picture of peak against time");
+  if (!flags.parse(std::move(arguments))) {
+    return Answer{flags.help()};
+  }
+  require_flag(
+      flags,
+      read_batch(batch, command),
+      "--batch=" + batch,
+      "rows and tokens, both above 0: 8x128");
+  if (!budget.empty()) {
+    require_flag(
+        flags,
+        read_flag("budget:" + budget, command.budget),
+        "--budget=" + budget,
+        "bytes above 0 (2GB) or a share up to 100%");
+  }
+  require_flag(
+      flags,
+      command.json.empty() || !budget.empty(),
+      "--json=" + command.json + " without a budget",
+      "--budget BYTES|SHARE");
+  return command;
+}
+
 Command parse_env(std::vector<std::string> arguments) {
   EnvCommand command;
   FlagTable flags(
@@ -283,6 +348,9 @@ Command parse_command_line(const std::vector<std::string>& arguments) {
   }
   if (name == "eval") {
     return detail::parse_eval(std::move(flags));
+  }
+  if (name == "plan") {
+    return detail::parse_plan(std::move(flags));
   }
   if (name == "env") {
     return detail::parse_env(std::move(flags));

@@ -75,6 +75,14 @@ bool read_flag(const std::string& text, uint64_t& value) {
 bool read_flag(const std::string& text, double& value) {
   return read_number_flag(text, value);
 }
+bool read_flag(const std::string& text, GradientCheckpointing& value) {
+  try {
+    value = text;
+    return true;
+  } catch (const InputError&) {
+    return false;
+  }
+}
 bool read_flag(const std::string& text, char& value) {
   if (text == "tab" || text == "\\t") {
     value = '\t';
@@ -107,6 +115,9 @@ std::string flag_text(double value) {
       std::to_chars(text.data(), text.data() + text.size(), value);
   return std::string(text.data(), result.ptr);
 }
+std::string flag_text(const GradientCheckpointing& value) {
+  return value.text();
+}
 std::string flag_text(char value) {
   return value == '\0' ? std::string() : std::string(1, value);
 }
@@ -120,6 +131,10 @@ std::string flag_text(SamplingStrategy value) {
   return spelling_text(sampling_strategies(), value);
 }
 
+std::string flag_expectation(const GradientCheckpointing&) {
+  return "none, full, every:K with K >= 1, ops, or budget:B with B bytes (2GB) "
+         "or a share (50%)";
+}
 std::string flag_expectation(IntervalStrategy) {
   return spelling_expectation(interval_strategies());
 }

@@ -31,6 +31,7 @@ bool read_flag(const std::string& text, char& value);
 bool read_flag(const std::string& text, IntervalStrategy& value);
 bool read_flag(const std::string& text, SchedulerType& value);
 bool read_flag(const std::string& text, SamplingStrategy& value);
+bool read_flag(const std::string& text, GradientCheckpointing& value);
 template <typename T>
 bool read_flag(const std::string& text, std::optional<T>& value) {
   T read{};
@@ -52,6 +53,7 @@ std::string flag_text(char value);
 std::string flag_text(IntervalStrategy value);
 std::string flag_text(SchedulerType value);
 std::string flag_text(SamplingStrategy value);
+std::string flag_text(const GradientCheckpointing& value);
 template <typename T>
 std::string flag_text(const std::optional<T>& value) {
   return value ? flag_text(*value) : std::string();
@@ -78,6 +80,7 @@ std::string flag_expectation(const T& value) {
 std::string flag_expectation(IntervalStrategy value);
 std::string flag_expectation(SchedulerType value);
 std::string flag_expectation(SamplingStrategy value);
+std::string flag_expectation(const GradientCheckpointing& value);
 template <typename T>
 std::string flag_expectation(const std::optional<T>&) {
   return flag_expectation(T{});

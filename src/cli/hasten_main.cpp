@@ -108,6 +108,10 @@ class Hasten {
     check_eval_inputs(command);
     become_worker(arguments_);
   }
+  int operator()(const PlanCommand& command) {
+    check_plan_inputs(command);
+    become_worker(arguments_);
+  }
   int operator()(const EnvCommand&) { become_worker(arguments_); }
   int operator()(const LaunchCommand& command) {
     check_nproc("launch", command.nproc, world_from_environment());

@@ -118,6 +118,12 @@ void declare_run(FlagTable& flags, TrainCommand& command) {
       "processes train by themselves and average their weights after this many "
       "updates; 0: gradients are averaged in each update");
   flags.value(
+      "--gradient-checkpointing,--activation-checkpointing",
+      arguments.gradient_checkpointing,
+      "HOW",
+      "less memory for more time: none, full (also without a value), every:K "
+      "blocks, ops, budget:BYTES or budget:50%");
+  flags.value(
       "--train-sampling-strategy",
       arguments.train_sampling_strategy,
       "ORDER",
@@ -236,7 +242,21 @@ void validate_arguments(
   }
 }
 
+/// A bare --gradient-checkpointing is one with the value full.
+void complete_checkpointing(std::vector<std::string>& arguments) {
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (arguments[i] != "--gradient-checkpointing" &&
+        arguments[i] != "--activation-checkpointing") {
+      continue;
+    }
+    if (i + 1 == arguments.size() || arguments[i + 1].rfind("--", 0) == 0) {
+      arguments[i] += "=full";
+    }
+  }
+}
+
 Command parse_train(std::vector<std::string> arguments) {
+  complete_checkpointing(arguments);
   TrainCommand command;
   FlagTable flags(
       {.name = "train",

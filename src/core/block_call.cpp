@@ -88,6 +88,23 @@ std::vector<at::Tensor> run_block_chain(
       std::move(chain), 0, std::move(block_forward))(std::move(inputs));
 }
 
+RecomputeNotice::RecomputeNotice(const torch::nn::Module* block)
+    : chain_(find_block_chain(block)) {
+  for (; chain_ && told_ < chain_->links.size() &&
+         chain_->links[told_].stage < BlockStage::checkpoint;
+       ++told_) {
+    const BlockLink& link = chain_->links[told_];
+    link.interceptor->before_recompute(BlockCall{chain_->block, link.stage});
+  }
+}
+
+RecomputeNotice::~RecomputeNotice() {
+  while (told_ > 0) {
+    const BlockLink& link = chain_->links[--told_];
+    link.interceptor->after_recompute(BlockCall{chain_->block, link.stage});
+  }
+}
+
 void throw_tensor_count(
     const BlockChain& chain,
     std::string_view what,

@@ -179,6 +179,7 @@ std::vector<ArgumentChange> changed_arguments(
   static const std::vector<std::string> harmless = {
       "per_device_train_batch_size", // total_batch counts
       "gradient_accumulation_steps",
+      "gradient_checkpointing",
       "per_device_eval_batch_size",
       "logging_steps",
       "eval_strategy",

@@ -45,6 +45,10 @@ nlohmann::json evaluate_dataset(
     const std::string& prefix,
     at::Tensor* outputs = nullptr);
 
+/// What arguments.gradient_checkpointing says, unless the model has a choice of its
+/// own. Before prepare(); a budget runs the model on the longest rows. Local.
+void enable_checkpointing(TrainerParts& parts);
+
 /// Puts rank 0's parameters and buffers into every rank's. Collective.
 void broadcast_model(TrainerParts& parts);
 

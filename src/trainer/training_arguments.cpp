@@ -50,6 +50,7 @@ void visit_arguments(Arguments& a, Visit&& visit) {
   visit("per_device_eval_batch_size", a.per_device_eval_batch_size);
   visit("gradient_accumulation_steps", a.gradient_accumulation_steps);
   visit("local_sgd_steps", a.local_sgd_steps);
+  visit("gradient_checkpointing", a.gradient_checkpointing);
   visit("learning_rate", a.learning_rate);
   visit("weight_decay", a.weight_decay);
   visit("adam_beta1", a.adam_beta1);
@@ -98,6 +99,9 @@ nlohmann::json argument_json(const T& value) {
     return value;
   }
 }
+nlohmann::json argument_json(const GradientCheckpointing& value) {
+  return value.text();
+}
 template <typename T>
 nlohmann::json argument_json(const std::optional<T>& value) {
   return value ? nlohmann::json(*value) : nlohmann::json(nullptr);
@@ -123,6 +127,18 @@ void read_argument(
     refuse_value(name, json, "a string");
   }
   field = json.get<std::string>();
+}
+void read_argument(
+    const char* name,
+    const nlohmann::json& json,
+    GradientCheckpointing& field) {
+  if (json.is_boolean()) {
+    field = json.get<bool>();
+  } else if (json.is_string()) {
+    field = json.get<std::string>();
+  } else {
+    refuse_value(name, json, "true, false, or how: full, every:2, budget:50%");
+  }
 }
 void read_argument(
     const char* name, const nlohmann::json& json, double& field) {
@@ -324,7 +340,13 @@ void to_json(nlohmann::json& json, const TrainingArguments& arguments) {
   });
 }
 
-void from_json(const nlohmann::json& json, TrainingArguments& arguments) {
+void from_json(const nlohmann::json& given, TrainingArguments& arguments) {
+  nlohmann::json json = given;
+  if (json.is_object() && json.contains("activation_checkpointing") &&
+      !json.contains("gradient_checkpointing")) {
+    json["gradient_checkpointing"] = json["activation_checkpointing"];
+    json.erase("activation_checkpointing");
+  }
   if (!json.is_object()) {
     throw InputError(
         detail::kArgumentsPlace,

@@ -113,6 +113,7 @@ TrainOutput TrainingRun::run() {
 void TrainingRun::begin() {
   Accelerator& accelerator = *parts_.accelerator;
   parts_.model->train();
+  enable_checkpointing(parts_);
   auto handles =
       accelerator.prepare(parts_.model, adamw_, data_loader_, lr_scheduler_);
   optimizer_.emplace(std::get<1>(std::move(handles)));

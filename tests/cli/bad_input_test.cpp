@@ -72,6 +72,15 @@ TEST(BadInput, TablesAreRefusedWithFileLineAndColumn) {
   }
 }
 
+TEST(BadInput, ABudgetBelowTheLeastNamesTheLeast) {
+  const TemporaryFolder folder;
+  write_file_atomically(folder / "train.csv", small_reviews(8));
+  detail::expect_refused(
+      folder,
+      {"--gradient-checkpointing", "budget:1000"},
+      {"budget=1000", "at least"});
+}
+
 TEST(BadInput, ALabelThatTrainingLacksIsNamedWithItsPlace) {
   const TemporaryFolder folder;
   write_file_atomically(folder / "train.csv", small_reviews(8));

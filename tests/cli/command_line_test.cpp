@@ -198,8 +198,43 @@ TEST(CommandLine, LaunchLeavesTheProgramsOwnArgumentsAlone) {
       detail::parsed<LaunchCommand>("launch --nproc 4 ./p --nproc 5").nproc, 4);
 }
 
+TEST(CommandLine, GradientCheckpointingIsBareOrSaysHow) {
+  const auto text = [](const std::string& flags) {
+    return detail::parsed<TrainCommand>(detail::kTrain + flags)
+        .arguments.gradient_checkpointing.text();
+  };
+  EXPECT_EQ(text(""), "none");
+  EXPECT_EQ(text("--gradient-checkpointing"), "full");
+  EXPECT_EQ(text("--activation_checkpointing --seed 3"), "full");
+  EXPECT_EQ(text("--gradient-checkpointing every:3"), "every:3");
+  EXPECT_EQ(text("--gradient-checkpointing=budget:40%"), "budget:40%");
+  const std::string error =
+      detail::parse_error(detail::kTrain + "--gradient-checkpointing some");
+  EXPECT_NE(error.find("--gradient-checkpointing=some"), std::string::npos);
+  EXPECT_NE(error.find("every:K"), std::string::npos) << error;
+}
+
+TEST(CommandLine, PlanTakesABatchAndABudget) {
+  const auto plan = detail::parsed<PlanCommand>(
+      "plan --model bert-base --batch 8x128 --budget 50% --json p.json");
+  EXPECT_EQ(plan.rows, 8);
+  EXPECT_EQ(plan.tokens, 128);
+  EXPECT_DOUBLE_EQ(plan.budget.budget_share(), 0.5);
+  for (const auto& [flags, named] :
+       std::vector<std::pair<std::string, std::string>>{
+           {"--batch 8", "--batch=8"},
+           {"--batch 0x4", "--batch=0x4"},
+           {"--batch 8x4 --budget 0", "--budget=0"},
+           {"--batch 8x4 --json p", "--json=p without a budget"}}) {
+    const std::string error =
+        detail::parse_error("plan --model bert-tiny " + flags);
+    EXPECT_NE(error.find(named), std::string::npos) << error;
+  }
+}
+
 TEST(CommandLine, HelpGroupsFlagsWithDefaultUnitAndExample) {
-  for (const char* name : {"train", "predict", "eval", "launch", "env"}) {
+  for (const char* name :
+       {"train", "predict", "eval", "plan", "launch", "env"}) {
     const std::string help =
         detail::parsed<Answer>(std::string(name) + " --help").text;
     EXPECT_NE(

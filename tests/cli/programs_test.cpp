@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <nlohmann/json.hpp>
 
 #include "cli/small_reviews.h"
 
@@ -116,6 +117,34 @@ TEST(Programs, InputThatNeedsNoTorchIsRefusedBeforeAnythingIsWritten) {
     EXPECT_EQ(std::count(run.error.begin(), run.error.end(), '\n'), 1);
   }
   EXPECT_FALSE(std::filesystem::exists(folder / "out"));
+}
+
+TEST(Programs, PlanPrintsTheCurveAndWritesPlanAndPicture) {
+  const TemporaryFolder folder;
+  const ProgramRun run = run_program(
+      {"hasten",
+       "plan",
+       "--model",
+       "bert-tiny",
+       "--batch",
+       "2x16",
+       "--budget",
+       "20MB",
+       "--json",
+       folder / "plan.json",
+       "--svg",
+       folder / "curve.svg"});
+  EXPECT_EQ(run.code, 0) << run.error;
+  for (const char* line :
+       {"keep everything", "sqrt(n) regions", "each block", "observed"}) {
+    EXPECT_NE(run.out.find(line), std::string::npos) << run.out;
+  }
+  const auto plan = nlohmann::json::parse(read_file(folder / "plan.json"));
+  EXPECT_EQ(plan.at("blocks").size(), 2);
+  EXPECT_LE(
+      plan.at("observed_peak_bytes").get<int64_t>(),
+      plan.at("budget_bytes").get<int64_t>());
+  EXPECT_EQ(read_file(folder / "curve.svg").rfind("<svg", 0), 0);
 }
 
 TEST(Programs, NprocInsideAWorldNamesBothOnce) {

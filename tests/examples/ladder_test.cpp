@@ -20,7 +20,7 @@ std::string without_comment(const std::string& line) {
 // "// [trainer]".
 std::vector<std::string> unmarked_lines(
     const std::string& name, const std::vector<std::string>& before) {
-  static const std::regex mark("// 0[2-7]\\b"), comment("\\s*//.*");
+  static const std::regex mark("// 0[2-8]\\b"), comment("\\s*//.*");
   static const std::regex piece("\\s*// \\[(/?)(\\w+)\\]");
   std::multiset<std::string> known;
   for (const auto& other : before) {
@@ -62,7 +62,9 @@ TEST(Ladder, EveryLineAStepBringsIsMarked) {
        {"02_accumulation_by_hand.cpp", "03_accelerator.cpp"}},
       {"05_trainer", {"04_accumulate.cpp"}},
       {"06_local_sgd", {"03_accelerator.cpp"}},
-      {"07_local_sgd_accumulate", {"04_accumulate.cpp"}}};
+      {"07_local_sgd_accumulate", {"04_accumulate.cpp"}},
+      {"08a_checkpointed_trainer", {"05_trainer.cpp"}},
+      {"08b_checkpointed_loop", {"04_accumulate.cpp"}}};
   for (const auto& [name, before] : steps) {
     EXPECT_EQ(unmarked_lines(name + ".cpp", before), std::vector<std::string>())
         << name;
@@ -145,6 +147,37 @@ TEST(Ladder, TheAcceleratorOnTwoProcessesGivesThePlainLoopsParameters) {
           << nproc << " processes, " << rows << " rows";
     }
   }
+}
+
+TEST(Ladder, CheckpointingChangesNoBit) {
+  for (const auto& [name, reference] : std::map<std::string, std::string>{
+           {"08a_checkpointed_trainer", "05_trainer"},
+           {"08b_checkpointed_loop", "04_accumulate"}}) {
+    for (const int nproc : {1, 2}) {
+      const LadderRun plain = run_step(reference, kRaggedRows, nproc);
+      const LadderRun run = run_step(name, kRaggedRows, nproc);
+      EXPECT_EQ(run.lines, plain.lines) << name << " on " << nproc;
+      ASSERT_EQ(plain.parameters.size(), run.parameters.size());
+      EXPECT_EQ(distance(plain.parameters, run.parameters), 0)
+          << name << " on " << nproc;
+    }
+  }
+}
+
+TEST(Ladder, WhatIsStoredIsWhatTheGuideSays) {
+  const auto run = run_example(1, {"08_stored_and_recomputed"});
+  std::vector<std::string> stored;
+  std::istringstream out(run.out);
+  for (std::string line; std::getline(out, line);) {
+    stored.push_back(line.substr(29, line.find(", gradient") - 29));
+  }
+  EXPECT_EQ(
+      stored,
+      (std::vector<std::string>{
+          "2 tensors stored, forward runs once",
+          "0 tensors stored, forward runs again",
+          "1 tensors stored, forward runs again",
+          "1 tensors stored, forward runs again"}));
 }
 
 TEST(Ladder, EveryWayOfAccumulatingGivesTheSameParameters) {

@@ -81,6 +81,20 @@ struct EvalCommand {
   int64_t max_length = 0;
 };
 
+/// hasten plan: what to recompute under a budget of activation bytes.
+struct PlanCommand {
+  /// A Hugging Face folder, or the name of a shape.
+  std::string model{};
+  /// Rows and tokens of one batch of one process.
+  int64_t rows = 0;
+  int64_t tokens = 0;
+  /// Unset: the curve of plans alone.
+  GradientCheckpointing budget{};
+  /// Files for the plan and for the picture; empty writes none.
+  std::string json{};
+  std::string svg{};
+};
+
 /// hasten launch: a program as N processes of one world.
 struct LaunchCommand {
   int nproc = 1;
@@ -103,6 +117,7 @@ using Command = std::variant<
     TrainCommand,
     PredictCommand,
     EvalCommand,
+    PlanCommand,
     LaunchCommand,
     EnvCommand>;
 

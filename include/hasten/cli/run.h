@@ -13,6 +13,7 @@ int run_train(const TrainCommand& command);
 /// Local: a world of one.
 int run_predict(const PredictCommand& command);
 int run_eval(const EvalCommand& command);
+int run_plan(const PlanCommand& command);
 int run_env(const EnvCommand& command);
 
 } // namespace hasten

@@ -58,6 +58,11 @@ class BlockInterceptor {
       const BlockCall& call,
       std::vector<at::Tensor> inputs,
       Forward forward) = 0;
+  /// Around a run of the block's forward in backward that does not come through
+  /// intercept(): recomputation begins inside the place of the checkpoint. For who
+  /// must have the block's parameters there. Also where the run ends early.
+  virtual void before_recompute(const BlockCall&) {}
+  virtual void after_recompute(const BlockCall&) noexcept {}
 };
 
 /// Keeps an interceptor attached while it lives.
@@ -109,6 +114,19 @@ std::vector<at::Tensor> run_block_chain(
     std::shared_ptr<const BlockChain> chain,
     std::vector<at::Tensor> inputs,
     Forward block_forward);
+// Tells the interceptors outside the checkpoint about a recomputation of the block,
+// while it lives.
+class RecomputeNotice {
+ public:
+  explicit RecomputeNotice(const torch::nn::Module* block);
+  RecomputeNotice(const RecomputeNotice&) = delete;
+  RecomputeNotice& operator=(const RecomputeNotice&) = delete;
+  ~RecomputeNotice();
+
+ private:
+  std::shared_ptr<const BlockChain> chain_;
+  size_t told_ = 0; // links that know
+};
 [[noreturn]] void throw_tensor_count(
     const BlockChain& chain,
     std::string_view what,

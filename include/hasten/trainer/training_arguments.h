@@ -23,6 +23,8 @@
 #include <optional>
 #include <string>
 
+#include "hasten/activation_checkpoint/checkpoint_spec.h"
+
 namespace hasten {
 
 /// When something recurring happens. An update is one optimizer step.
@@ -71,6 +73,12 @@ struct TrainingArguments {
   /// Micro-batches an update adds up, >= 1. An epoch's last window may be
   /// shorter and is weighted by what it really holds.
   int64_t gradient_accumulation_steps = 1;
+  /// Less memory for more time, with the same gradients to the bit: what of the
+  /// blocks' activations is computed a second time in backward. true (every
+  /// block), or "every:2", "ops", "budget:50%", … (checkpoint_spec.h). A budget is
+  /// planned on the longest batch before training begins. In JSON also called
+  /// activation_checkpointing. A model that has it enabled keeps its own choice.
+  GradientCheckpointing gradient_checkpointing{};
 
   /// Above 0: Local SGD. Each process updates its own weights, which are averaged
   /// after this many updates, and before every evaluation and save; gradients do

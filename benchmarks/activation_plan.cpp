@@ -1,0 +1,219 @@
+// Plans under a budget beside the simple rules, run and measured, one thread.
+//   activation_plan [--model bert-base] [--batch 8x128] [--rounds N] [--smoke]
+// Prints one JSON line per case: {"case", "unit", "ours", "other"}: ours beside the
+// rule that the case names.
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstring>
+#include <string>
+
+#include "hasten/activation_checkpoint/gradient_checkpointing.h"
+#include "hasten/activation_checkpoint/planner.h"
+#include "hasten/base/error.h"
+#include "hasten/core/block_call.h"
+#include "hasten/core/memory.h"
+#include "hasten/core/random.h"
+#include "hasten/models/bert.h"
+
+namespace hasten {
+
+using at::Tensor;
+using Plan = std::shared_ptr<const ActivationPlan>;
+using Loss = std::function<Tensor()>;
+
+// A residual block of one of several widths.
+struct UnequalImpl : torch::nn::Module {
+  UnequalImpl(int64_t width, int64_t inner)
+      : up(register_module("up", torch::nn::Linear(width, inner))),
+        down(register_module("down", torch::nn::Linear(inner, width))) {}
+  Tensor forward(const Tensor& x) {
+    return x + down(at::gelu(at::tanh(up(x))).sin());
+  }
+  torch::nn::Linear up, down;
+};
+TORCH_MODULE(Unequal);
+
+struct UnequalChainImpl : torch::nn::Module {
+  explicit UnequalChainImpl(int64_t width) {
+    for (int64_t i = 0; i < 24; ++i) {
+      blocks.emplace_back(width, width * (1 + (i * 7) % 8) / 2);
+      register_module("block" + std::to_string(i), blocks.back());
+    }
+  }
+  Tensor forward(Tensor x) {
+    for (Unequal& block : blocks) {
+      x = call_block(block, x);
+    }
+    return x;
+  }
+  std::vector<Unequal> blocks;
+};
+TORCH_MODULE(UnequalChain);
+
+// Peaks, and times of plans run in turn: the median of each one's rounds.
+class PlanBench {
+ public:
+  PlanBench(std::shared_ptr<torch::nn::Module> model, Loss loss, int rounds)
+      : model_(std::move(model)),
+        loss_(std::move(loss)),
+        rounds_(rounds),
+        profile(profile_activations(model_, loss_)) {}
+
+  int64_t peak(const Plan& plan) const {
+    gradient_checkpointing_enable(model_, {.plan = plan});
+    return observe_peak(model_, loss_);
+  }
+  std::vector<double> seconds(const std::vector<Plan>& plans) const {
+    std::vector<std::vector<double>> times(plans.size());
+    for (int round = -1; round < rounds_; ++round) {
+      for (size_t i = 0; i < plans.size(); ++i) {
+        gradient_checkpointing_enable(model_, {.plan = plans[i]});
+        model_->zero_grad(false);
+        const auto start = std::chrono::steady_clock::now();
+        loss_().backward();
+        const std::chrono::duration<double> time =
+            std::chrono::steady_clock::now() - start;
+        if (round >= 0) {
+          times[i].push_back(time.count());
+        }
+      }
+    }
+    std::vector<double> medians;
+    for (auto& list : times) {
+      std::sort(list.begin(), list.end());
+      medians.push_back(list[list.size() / 2]);
+    }
+    return medians;
+  }
+  Plan within(int64_t bytes) const {
+    return enable_within_budget(
+        model_, loss_, "budget:" + std::to_string(bytes));
+  }
+
+ private:
+  std::shared_ptr<torch::nn::Module> model_;
+  Loss loss_;
+  int rounds_;
+
+ public:
+  const ChainProfile profile;
+};
+
+static void print_pair(
+    const std::string& name, const char* unit, double ours, double other) {
+  std::printf(
+      "{\"case\": \"%s\", \"unit\": \"%s\", \"ours\": %.9g, \"other\": %.9g}\n",
+      name.c_str(),
+      unit,
+      ours,
+      other);
+  std::fflush(stdout);
+}
+
+static void compare(const std::string& name, const PlanBench& bench) {
+  const ChainProfile& profile = bench.profile;
+  const auto blocks = static_cast<int64_t>(profile.blocks.size());
+  const auto bytes = [](int64_t value) { return static_cast<double>(value); };
+  const Plan full = make_plan(profile, keep_all_regions(blocks));
+  const int64_t full_peak = bench.peak(full);
+  for (const int percent : {20, 30, 50}) {
+    const int64_t budget = full_peak * percent / 100;
+    const std::string text = name + "_peak_at_" + std::to_string(percent);
+    try {
+      print_pair(
+          text,
+          "bytes",
+          bytes(bench.within(budget)->observed_peak_bytes),
+          bytes(budget));
+    } catch (const InputError&) { // below the least: told, not hidden
+      print_pair(
+          text + "_least",
+          "bytes",
+          bytes(least_budget(profile)),
+          bytes(budget));
+    }
+  }
+  const Plan sqrt = make_plan(profile, sqrt_regions(blocks));
+  const Plan each = make_plan(profile, each_block_regions(blocks));
+  const Plan at_sqrt = bench.within(bench.peak(sqrt));
+  const Plan at_each = bench.within(bench.peak(each));
+  const Plan half = bench.within(full_peak / 2);
+  const Plan half_blocks = plan_whole_blocks(profile, full_peak / 2);
+  // The least peak that is predicted to take at most 1.08 of sqrt's time.
+  Plan small = at_sqrt;
+  for (const Plan& plan : pareto_plans(profile, 48)) {
+    if (plan->predicted_seconds <= 1.08 * sqrt->predicted_seconds) {
+      small = plan;
+      break;
+    }
+  }
+  const std::vector<double> times = bench.seconds(
+      {full, sqrt, at_sqrt, each, at_each, half, half_blocks, small});
+  print_pair(name + "_time_at_sqrt_peak", "s/step", times[2], times[1]);
+  print_pair(name + "_time_at_each_peak", "s/step", times[4], times[3]);
+  print_pair(name + "_time_with_ops_at_50", "s/step", times[5], times[6]);
+  print_pair(name + "_time_of_small_peak", "s/step", times[7], times[1]);
+  print_pair(
+      name + "_small_peak",
+      "bytes",
+      bytes(bench.peak(small)),
+      bytes(bench.peak(sqrt)));
+  print_pair(name + "_time_at_50", "s/step", times[5], times[0]);
+}
+
+} // namespace hasten
+
+int main(int argc, char** argv) {
+  std::string shape = "bert-base";
+  long rows = 8;
+  long tokens = 128;
+  int rounds = 3;
+  for (int i = 1; i < argc; ++i) {
+    if (std::strcmp(argv[i], "--smoke") == 0) {
+      shape = "bert-tiny";
+      rows = 2;
+      tokens = 16;
+      rounds = 1;
+    } else if (std::strcmp(argv[i], "--model") == 0 && i + 1 < argc) {
+      shape = argv[++i];
+    } else if (std::strcmp(argv[i], "--rounds") == 0 && i + 1 < argc) {
+      rounds = std::max(1, std::atoi(argv[++i]));
+    } else if (
+        std::strcmp(argv[i], "--batch") != 0 || i + 1 == argc ||
+        std::sscanf(argv[++i], "%ldx%ld", &rows, &tokens) != 2) {
+      std::fprintf(
+          stderr,
+          "usage: activation_plan [--model SHAPE] [--batch 8x128] [--rounds N] "
+          "[--smoke]\n");
+      return 2;
+    }
+  }
+  at::set_num_threads(1);
+  hasten::install_memory_meter();
+  hasten::set_seed(1);
+  const int64_t width = rounds == 1 ? 64 : 256;
+  hasten::UnequalChain chain(width);
+  const at::Tensor x = torch::randn({width * 2, width});
+  hasten::compare(
+      "unequal_24",
+      hasten::PlanBench(
+          chain.ptr(),
+          [&] { return chain->forward(x).square().sum(); },
+          rounds));
+  hasten::BertForSequenceClassification model(
+      hasten::BertConfig::from_shape(shape));
+  const at::Tensor ids = torch::randint(1, 30'000, {rows, tokens});
+  const at::Tensor labels = torch::randint(0, 2, {rows});
+  hasten::compare(
+      "bert",
+      hasten::PlanBench(
+          model.ptr(),
+          [&] {
+            return torch::nn::functional::cross_entropy(
+                model->forward(ids), labels);
+          },
+          rounds));
+}

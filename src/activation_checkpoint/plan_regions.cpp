@@ -1,0 +1,437 @@
+// Regions over several blocks of a model whose loop over blocks is its own.
+//
+// Note [Regions over several calls]
+// The loop calls block after block; nobody hands us the piece of it that a region
+// covers. But each call hands over a Forward that may be run again at any time, and
+// a tensor is the same object where it leaves one block and where it enters the
+// next. So the calls of a pass are written down as a program: steps, with numbers
+// for the tensors that go in and out. A region is a range of steps: its first call
+// opens it, further calls run under its hooks, its last call closes it, and its
+// recomputation runs the range from the program, as if it were a loop of ours.
+// What the model does between blocks is not run again: a tensor made there is an
+// input of the region like any other and stays in memory.
+//
+// Both ways through a range must save the same tensors in the same order: inputs of
+// an inner region count as saved by the outer one, in the order in which the calls
+// first name them.
+#include <ATen/SequenceNumber.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <algorithm>
+#include <unordered_map>
+
+#include "block_regions.h"
+#include "hasten/activation_checkpoint/op_policy.h"
+#include "hasten/base/error.h"
+#include "region.h"
+
+namespace hasten::detail {
+
+using WeakTensor =
+    c10::weak_intrusive_ptr<c10::TensorImpl, at::UndefinedTensorImpl>;
+constexpr int kNoTensor = -1;
+
+// One block's call.
+struct ProgramStep {
+  RegionForward forward{};
+  std::vector<int> inputs{}; // values; kNoTensor where undefined
+  std::vector<int> outputs{};
+  std::optional<RandomState> random{}; // at its beginning, if it is to be kept
+  AutocastState autocast{};
+
+  void restore_random() const {
+    if (random) {
+      random->restore();
+    }
+  }
+};
+
+// The calls of one pass through the model.
+struct Program {
+  std::vector<ProgramStep> steps{};
+  std::vector<WeakTensor> values{}; // which tensors they were, while those live
+
+  int value_of(const at::Tensor& tensor) {
+    if (!tensor.defined()) {
+      return kNoTensor;
+    }
+    const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+    for (size_t i = values.size(); i-- > 0;) {
+      if (values[i]._unsafe_get_target() == impl && !values[i].expired()) {
+        return static_cast<int>(i);
+      }
+    }
+    values.emplace_back(tensor.getIntrusivePtr());
+    return static_cast<int>(values.size()) - 1;
+  }
+
+  /// Values that steps [first, last) read and do not make, by first use.
+  std::vector<int> externals(size_t first, size_t last) const {
+    std::vector<int> found;
+    std::vector<int> made;
+    const auto has = [](const std::vector<int>& list, int value) {
+      return std::find(list.begin(), list.end(), value) != list.end();
+    };
+    for (size_t i = first; i < last; ++i) {
+      for (const int value : steps[i].inputs) {
+        if (value != kNoTensor && !has(made, value) && !has(found, value)) {
+          found.push_back(value);
+        }
+      }
+      made.insert(made.end(), steps[i].outputs.begin(), steps[i].outputs.end());
+    }
+    return found;
+  }
+
+  bool read_in(int value, size_t first, size_t last) const {
+    return std::any_of(
+        steps.begin() + static_cast<int64_t>(first),
+        steps.begin() + static_cast<int64_t>(last),
+        [&](const ProgramStep& step) {
+          return std::find(step.inputs.begin(), step.inputs.end(), value) !=
+                 step.inputs.end();
+        });
+  }
+};
+
+// A region of the plan as steps of a program.
+struct StepRegion {
+  size_t first = 0;
+  size_t last = 0;
+  ActivationCheckpointOptions options{};
+};
+
+// The range [first, last) run from the program: `given` are its externals. Returns
+// the values in `wanted`.
+static std::vector<at::Tensor> run_steps(
+    const std::shared_ptr<const Program>& program,
+    const std::vector<StepRegion>& inner,
+    size_t first,
+    size_t last,
+    std::vector<at::Tensor> given,
+    const std::vector<int>& wanted) {
+  std::unordered_map<int, at::Tensor> tensors;
+  const std::vector<int> externals = program->externals(first, last);
+  for (size_t i = 0; i < externals.size(); ++i) {
+    tensors[externals[i]] = std::move(given[i]);
+  }
+  given.clear();
+  const auto is_wanted = [&](int value) {
+    return std::find(wanted.begin(), wanted.end(), value) != wanted.end();
+  };
+  for (size_t at = first; at < last;) {
+    const auto region = std::find_if(
+        inner.begin(), inner.end(), [&](const StepRegion& candidate) {
+          return candidate.first == at;
+        });
+    size_t next = at + 1;
+    std::vector<at::Tensor> inputs;
+    std::vector<at::Tensor> outputs;
+    std::vector<int> made;
+    if (region == inner.end()) {
+      const ProgramStep& step = program->steps[at];
+      for (const int value : step.inputs) {
+        inputs.push_back(value == kNoTensor ? at::Tensor() : tensors[value]);
+      }
+      step.restore_random();
+      step.autocast.restore();
+      outputs = step.forward(std::move(inputs));
+      made = step.outputs;
+    } else {
+      next = std::min(region->last, last); // the model may have stopped early
+      for (const int value : program->externals(at, next)) {
+        inputs.push_back(tensors[value]);
+      }
+      for (size_t i = at; i < next; ++i) {
+        for (const int value : program->steps[i].outputs) {
+          if (is_wanted(value) || program->read_in(value, next, last)) {
+            made.push_back(value);
+          }
+        }
+      }
+      std::vector<StepRegion> deeper; // those inside this one
+      std::copy_if(
+          region + 1,
+          inner.end(),
+          std::back_inserter(deeper),
+          [&](const StepRegion& candidate) { return candidate.first < next; });
+      program->steps[at].restore_random();
+      outputs = run_region(
+          [program, deeper, at, next, made](std::vector<at::Tensor> values) {
+            return run_steps(
+                program, deeper, at, next, std::move(values), made);
+          },
+          std::move(inputs),
+          region->options);
+    }
+    inputs.clear();
+    for (size_t i = 0; i < made.size() && i < outputs.size(); ++i) {
+      if (made[i] != kNoTensor) {
+        tensors[made[i]] = std::move(outputs[i]);
+      }
+    }
+    outputs.clear();
+    for (auto it = tensors.begin(); it != tensors.end();) {
+      const bool needed =
+          is_wanted(it->first) || program->read_in(it->first, next, last);
+      it = needed ? std::next(it) : tensors.erase(it);
+    }
+    at = next;
+  }
+  std::vector<at::Tensor> results;
+  for (const int value : wanted) {
+    results.push_back(tensors[value]);
+  }
+  return results;
+}
+
+// One thread's way through the blocks.
+class PlanPass {
+ public:
+  PlanPass(
+      std::shared_ptr<const ActivationPlan> plan,
+      const ActivationCheckpointOptions& options)
+      : plan_(std::move(plan)),
+        options_(options),
+        program_(std::make_shared<Program>()) {}
+
+  int64_t next() const { return next_; }
+  bool done() const {
+    return next_ == static_cast<int64_t>(plan_->blocks.size());
+  }
+
+  std::vector<at::Tensor> call(
+      int64_t index,
+      const std::shared_ptr<torch::nn::Module>& block,
+      std::vector<at::Tensor> inputs,
+      const Forward& forward) {
+    next_ = index + 1;
+    const size_t step = program_->steps.size();
+    if (step == 0) {
+      first_block_ = index;
+    }
+    ProgramStep& written = program_->steps.emplace_back();
+    written.forward = block_part(block, forward);
+    for (const at::Tensor& input : inputs) {
+      written.inputs.push_back(program_->value_of(input));
+    }
+    if (options_.preserve_rng_state) {
+      written.random = RandomState::now(inputs);
+    }
+    written.autocast = AutocastState::now(inputs);
+    add_inputs(inputs, written.inputs);
+    open_regions(index, step, inputs, written.inputs);
+    const RegionForward part = written.forward; // steps may move
+    std::vector<at::Tensor> outputs =
+        open_.empty()
+            ? part(std::move(inputs))
+            : open_.back().region->run_forward(part, std::move(inputs));
+    for (const at::Tensor& output : outputs) {
+      const int value = program_->value_of(output);
+      program_->steps[step].outputs.push_back(value);
+    }
+    while (!open_.empty() && open_.back().blocks.last == index + 1) {
+      const OpenRegion closed = std::move(open_.back());
+      open_.pop_back();
+      closed.region->finish_forward(outputs, closed.first_node);
+    }
+    return outputs;
+  }
+
+ private:
+  struct OpenRegion {
+    PlanRegion blocks;
+    std::shared_ptr<Region> region;
+    uint64_t first_node;
+    std::shared_ptr<size_t> last_step; // of its recomputation
+    std::vector<int> known{}; // values that it has or makes
+  };
+
+  // Inputs that the open regions do not know: from outermost to innermost, each
+  // saved under the hooks of the one around it.
+  void add_inputs(
+      const std::vector<at::Tensor>& inputs, const std::vector<int>& values) {
+    for (size_t depth = 0; depth < open_.size(); ++depth) {
+      OpenRegion& open = open_[depth];
+      for (size_t i = 0; i < inputs.size(); ++i) {
+        save_input(depth, open, inputs[i], values[i]);
+      }
+      *open.last_step = program_->steps.size();
+    }
+  }
+
+  void save_input(
+      size_t depth, OpenRegion& open, const at::Tensor& input, int value) {
+    if (value == kNoTensor ||
+        std::find(open.known.begin(), open.known.end(), value) !=
+            open.known.end()) {
+      return;
+    }
+    // A value made inside the region is known by its steps.
+    const size_t first =
+        open.blocks.first < first_block_
+            ? 0
+            : static_cast<size_t>(open.blocks.first - first_block_);
+    for (size_t i = first; i + 1 < program_->steps.size(); ++i) {
+      const auto& made = program_->steps[i].outputs;
+      if (std::find(made.begin(), made.end(), value) != made.end()) {
+        return;
+      }
+    }
+    open.known.push_back(value);
+    const HookScope under(
+        depth == 0 ? current_hook_factory() : open_[depth - 1].region.get());
+    open.region->save_inputs({input});
+  }
+
+  void open_regions(
+      int64_t index,
+      size_t step,
+      const std::vector<at::Tensor>& inputs,
+      const std::vector<int>& values) {
+    for (const PlanRegion& blocks : plan_->regions) {
+      const bool inside = blocks.first <= index && index < blocks.last;
+      const bool is_open =
+          std::any_of(open_.begin(), open_.end(), [&](const OpenRegion& open) {
+            return open.blocks.first == blocks.first &&
+                   open.blocks.last == blocks.last &&
+                   open.blocks.choice == blocks.choice;
+          });
+      if (!inside || is_open) {
+        continue;
+      }
+      OpenRegion open;
+      open.blocks = blocks;
+      open.region = std::make_shared<Region>(
+          options_of(blocks),
+          open_.empty() ? nullptr : open_.back().region.get());
+      open.region->save_state(inputs);
+      open.first_node = at::sequence_number::peek();
+      open.last_step = std::make_shared<size_t>(step + 1);
+      open.region->set_recompute(recompute_of(blocks, step, open.last_step));
+      open_.push_back(std::move(open));
+      for (size_t i = 0; i < inputs.size(); ++i) {
+        save_input(open_.size() - 1, open_.back(), inputs[i], values[i]);
+      }
+    }
+  }
+
+  RegionForward recompute_of(
+      const PlanRegion& blocks,
+      size_t step,
+      const std::shared_ptr<size_t>& last_step) {
+    std::vector<StepRegion> inner;
+    for (const PlanRegion& other : plan_->regions) {
+      const bool smaller =
+          other.last - other.first < blocks.last - blocks.first;
+      if (smaller && other.first >= blocks.first && other.last <= blocks.last) {
+        // Step 0 is the block that this pass began with.
+        const int64_t first = std::max<int64_t>(0, other.first - first_block_);
+        const int64_t last = other.last - first_block_;
+        if (last > 0) {
+          inner.push_back(
+              {static_cast<size_t>(first),
+               static_cast<size_t>(last),
+               options_of(other)});
+        }
+      }
+    }
+    return [program = std::shared_ptr<const Program>(program_),
+            inner,
+            step,
+            last_step](std::vector<at::Tensor> given) {
+      // The outputs are wanted by nobody: what is saved is what counts.
+      return run_steps(program, inner, step, *last_step, std::move(given), {});
+    };
+  }
+
+  ActivationCheckpointOptions options_of(const PlanRegion& blocks) const {
+    ActivationCheckpointOptions options = options_;
+    const auto name = [&](int64_t block) {
+      return plan_->blocks[static_cast<size_t>(block)];
+    };
+    options.name = name(blocks.first);
+    if (blocks.last - blocks.first > 1) {
+      options.name += " to " + name(blocks.last - 1);
+    }
+    if (blocks.choice == BlockChoice::keep_ops && !options.policy) {
+      options.policy = OpPolicy::keep_expensive();
+    }
+    return options;
+  }
+
+  std::shared_ptr<const ActivationPlan> plan_;
+  ActivationCheckpointOptions options_;
+  std::shared_ptr<Program> program_;
+  std::vector<OpenRegion> open_{}; // outermost first
+  int64_t first_block_ = 0; // of the first step
+  int64_t next_ = 0;
+};
+
+class PlanHandler final : public BlockHandler {
+ public:
+  PlanHandler(
+      std::shared_ptr<const ActivationPlan> plan,
+      const ActivationCheckpointOptions& options)
+      : plan_(std::move(plan)), options_(options) {
+    for (size_t i = 0; i < plan_->blocks.size(); ++i) {
+      indices_[plan_->blocks[i]] = static_cast<int64_t>(i);
+    }
+  }
+
+  std::vector<at::Tensor> call(
+      const std::shared_ptr<torch::nn::Module>& block,
+      const std::string& name,
+      std::vector<at::Tensor> inputs,
+      const Forward& forward) override {
+    const auto found = indices_.find(name);
+    if (found == indices_.end()) {
+      throw InputError(
+          "activation_checkpoint::plan",
+          "block=" + name + " is called, which the plan does not know",
+          "the model that was profiled",
+          "profile this model and plan again");
+    }
+    // Another pass begins where the calls do not go on in order.
+    std::shared_ptr<PlanPass> pass = take_pass();
+    if (!pass || pass->next() != found->second || found->second == 0) {
+      pass = std::make_shared<PlanPass>(plan_, options_);
+    }
+    std::vector<at::Tensor> outputs =
+        pass->call(found->second, block, std::move(inputs), forward);
+    if (!pass->done()) {
+      put_pass(std::move(pass)); // not after an exception
+    }
+    return outputs;
+  }
+
+ private:
+  std::shared_ptr<PlanPass> take_pass() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto it = passes_.find(std::this_thread::get_id());
+    if (it == passes_.end()) {
+      return nullptr;
+    }
+    auto pass = std::move(it->second);
+    passes_.erase(it);
+    return pass;
+  }
+  void put_pass(std::shared_ptr<PlanPass> pass) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    passes_[std::this_thread::get_id()] = std::move(pass);
+  }
+
+  std::shared_ptr<const ActivationPlan> plan_;
+  ActivationCheckpointOptions options_;
+  std::unordered_map<std::string, int64_t> indices_{};
+  std::mutex mutex_;
+  std::map<std::thread::id, std::shared_ptr<PlanPass>> passes_{};
+};
+
+std::shared_ptr<BlockHandler> make_plan_handler(
+    std::shared_ptr<const ActivationPlan> plan,
+    const ActivationCheckpointOptions& options) {
+  return std::make_shared<PlanHandler>(std::move(plan), options);
+}
+
+} // namespace hasten::detail

@@ -1,0 +1,336 @@
+// The dynamic programme over blocks and bytes.
+//
+// Stages 0 … n-1 are the blocks, stage n is what comes after them. T(s, t, m) is the
+// least time to run stages s … t forward and backward, with the input of s there and
+// not counted in m, the gradient of t's output counted, and m bytes free:
+//
+//   T(s, s, m)  = r_s + b_s           if fits; r_s, not f_s: a block is alone at the
+//                                     end of a recomputation, which stops early
+//   T(n, n, m)  = 0                   if its peak fits
+//   T(s, t, m)  = min of
+//     keep      f_s + T(s+1, t, m - A_s) + b_s
+//     keep ops  f_s + T(s+1, t, m - O_s) + q_s + b_s
+//     region    f_s + … + f_{k-1} + T(k, t, m - a_{k-1}) + T(s, k-1, m)
+//               over s < k <= t, plus the gathers of a region over several units
+//
+// with what each needs at its own worst moment. Sizes are rounded up to slots of
+// m / 500, so what is found fits.
+#include "hasten/activation_checkpoint/planner.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "hasten/activation_checkpoint/gradient_checkpointing.h"
+#include "hasten/base/error.h"
+#include "hasten/base/progress_bar.h"
+
+namespace hasten {
+
+namespace detail {
+
+constexpr int kSlots = 500;
+constexpr double kNever = std::numeric_limits<double>::infinity();
+
+class PlanSolver {
+ public:
+  /// `bytes`: for the chain, beyond what is there when it begins.
+  PlanSolver(const ChainProfile& profile, int64_t bytes, bool with_ops)
+      : profile_(profile),
+        blocks_(static_cast<int>(profile.blocks.size())),
+        with_ops_(with_ops),
+        slot_(std::max<int64_t>(1, (bytes + kSlots - 1) / kSlots)),
+        slots_(static_cast<int>(bytes / slot_)) {
+    for (int s = 0; s < blocks_; ++s) {
+      const BlockProfile& block = at(s);
+      outputs_.push_back(in_slots(block.output_bytes));
+      saved_.push_back(in_slots(block.saved_bytes));
+      ops_saved_.push_back(in_slots(block.ops_saved_bytes));
+    }
+    outputs_.push_back(0);
+    table_.resize(static_cast<size_t>((blocks_ + 1) * (blocks_ + 1)));
+    solve();
+  }
+
+  /// Of the whole chain with all the slots; kNever where it does not fit.
+  double seconds() const { return time(0, blocks_, slots_); }
+  /// The least bytes that work; -1 where none of these do.
+  int64_t least_bytes() const {
+    for (int m = 0; m <= slots_; ++m) {
+      if (time(0, blocks_, m) < kNever) {
+        return static_cast<int64_t>(m) * slot_;
+      }
+    }
+    return -1;
+  }
+  std::vector<PlanRegion> regions() const {
+    std::vector<PlanRegion> found;
+    trace(0, blocks_, slots_, found);
+    std::stable_sort(
+        found.begin(),
+        found.end(),
+        [](const PlanRegion& a, const PlanRegion& b) {
+          return a.first != b.first ? a.first < b.first : a.last > b.last;
+        });
+    return found;
+  }
+
+ private:
+  // What is best at a place: 0 keep, -1 keep ops, k > s region [s, k).
+  struct Cell {
+    double seconds = kNever;
+    int choice = 0;
+  };
+  static constexpr int kKeep = 0;
+  static constexpr int kKeepOps = -1;
+
+  const BlockProfile& at(int s) const {
+    return profile_.blocks[static_cast<size_t>(s)];
+  }
+  int in_slots(int64_t bytes) const {
+    return static_cast<int>(std::min<int64_t>(
+        (bytes + slot_ - 1) / slot_, static_cast<int64_t>(kSlots) * 4));
+  }
+  std::vector<Cell>& cells(int s, int t) {
+    return table_[static_cast<size_t>(s * (blocks_ + 1) + t)];
+  }
+  const Cell& cell(int s, int t, int m) const {
+    return table_[static_cast<size_t>(s * (blocks_ + 1) + t)]
+                 [static_cast<size_t>(m)];
+  }
+  double time(int s, int t, int m) const {
+    return m < 0 ? kNever : cell(s, t, m).seconds;
+  }
+
+  // Bytes of stage s's own worst moments; `t`'s gradient is there in forward.
+  int need_keep(int s, int t) const {
+    const BlockProfile& b = at(s);
+    return in_slots(std::max(
+        output_bytes(t) + b.saved_bytes + b.forward_extra + b.unit_bytes,
+        b.output_bytes + b.saved_bytes + b.backward_extra + b.unit_bytes));
+  }
+  int need_ops(int s, int t) const {
+    const BlockProfile& b = at(s);
+    return in_slots(std::max(
+        output_bytes(t) + b.saved_bytes + b.forward_extra + b.unit_bytes,
+        b.output_bytes + b.ops_saved_bytes + b.ops_backward_extra +
+            b.unit_bytes));
+  }
+  int64_t output_bytes(int s) const {
+    return s == blocks_ ? 0 : at(s).output_bytes;
+  }
+
+  void solve() {
+    cells(blocks_, blocks_).assign(static_cast<size_t>(slots_) + 1, Cell{});
+    const int after = in_slots(profile_.after_bytes);
+    for (int m = after; m <= slots_; ++m) {
+      cells(blocks_, blocks_)[static_cast<size_t>(m)].seconds = 0;
+    }
+    for (int s = blocks_ - 1; s >= 0; --s) {
+      cells(s, s).assign(static_cast<size_t>(slots_) + 1, Cell{});
+      const int need = need_keep(s, s);
+      for (int m = need; m <= slots_; ++m) {
+        cells(s, s)[static_cast<size_t>(m)].seconds =
+            at(s).recompute_seconds + at(s).backward_seconds;
+      }
+      for (int t = s + 1; t <= blocks_; ++t) {
+        solve_range(s, t);
+      }
+    }
+  }
+
+  void solve_range(int s, int t) {
+    std::vector<Cell>& best = cells(s, t);
+    best.assign(static_cast<size_t>(slots_) + 1, Cell{});
+    const BlockProfile& block = at(s);
+    const double plain = block.forward_seconds + block.backward_seconds;
+    const auto improve = [&](int m, double seconds, int choice) {
+      Cell& here = best[static_cast<size_t>(m)];
+      if (seconds < here.seconds) {
+        here = {seconds, choice};
+      }
+    };
+    for (int m = need_keep(s, t); m <= slots_; ++m) {
+      improve(
+          m, plain + time(s + 1, t, m - saved_[static_cast<size_t>(s)]), kKeep);
+    }
+    for (int m = need_ops(s, t); with_ops_ && m <= slots_; ++m) {
+      improve(
+          m,
+          plain + block.ops_recompute_seconds +
+              time(s + 1, t, m - ops_saved_[static_cast<size_t>(s)]),
+          kKeepOps);
+    }
+    double forward = 0;
+    double gathers = 0;
+    int64_t peak = 0; // of the forward through the region so far
+    for (int k = s + 1; k <= t; ++k) {
+      const BlockProfile& last = at(k - 1);
+      const int64_t input = k - 1 == s ? 0 : at(k - 2).output_bytes;
+      forward += last.forward_seconds;
+      gathers += last.gather_seconds;
+      peak = std::max(peak, input + last.dropped_peak + last.unit_bytes);
+      const double seconds = forward + (k - s > 1 ? gathers : 0);
+      const int rest = outputs_[static_cast<size_t>(k - 1)];
+      for (int m = in_slots(output_bytes(t) + peak); m <= slots_; ++m) {
+        improve(m, seconds + time(k, t, m - rest) + time(s, k - 1, m), k);
+      }
+    }
+  }
+
+  void trace(int s, int t, int m, std::vector<PlanRegion>& found) const {
+    if (s == t) {
+      return; // kept, or what comes after
+    }
+    const int choice = cell(s, t, m).choice;
+    if (choice == kKeep) {
+      trace(s + 1, t, m - saved_[static_cast<size_t>(s)], found);
+    } else if (choice == kKeepOps) {
+      found.push_back({s, s + 1, BlockChoice::keep_ops});
+      trace(s + 1, t, m - ops_saved_[static_cast<size_t>(s)], found);
+    } else {
+      found.push_back({s, choice, BlockChoice::keep});
+      trace(s, choice - 1, m, found);
+      trace(choice, t, m - outputs_[static_cast<size_t>(choice - 1)], found);
+    }
+  }
+
+  const ChainProfile& profile_;
+  int blocks_;
+  bool with_ops_;
+  int64_t slot_;
+  int slots_;
+  std::vector<int> outputs_{};
+  std::vector<int> saved_{};
+  std::vector<int> ops_saved_{};
+  std::vector<std::vector<Cell>> table_{};
+};
+
+/// There whatever the plan is.
+static int64_t fixed_bytes(const ChainProfile& profile) {
+  return profile.before_bytes + profile.after_left_bytes;
+}
+
+[[noreturn]] static void refuse_budget(
+    const ChainProfile& profile, int64_t budget, int64_t least) {
+  throw InputError(
+      "activation_checkpoint::plan",
+      "budget=" + std::to_string(budget) + " bytes (" + format_bytes(budget) +
+          ") for activations of " + std::to_string(profile.blocks.size()) +
+          " blocks",
+      "at least " + std::to_string(least) + " bytes (" + format_bytes(least) +
+          "); keeping everything takes " + format_bytes(full_budget(profile)),
+      "give more, or make batches smaller");
+}
+
+static std::shared_ptr<const ActivationPlan> plan_within(
+    const ChainProfile& profile, int64_t budget, bool with_ops) {
+  const int64_t chain = budget - fixed_bytes(profile);
+  if (chain > 0 && profile.first_peak_bytes <= budget) {
+    const PlanSolver solver(profile, chain, with_ops);
+    if (solver.seconds() < kNever) {
+      auto plan = std::make_shared<ActivationPlan>(
+          *make_plan(profile, solver.regions()));
+      plan->budget_bytes = budget;
+      return plan;
+    }
+  }
+  refuse_budget(profile, budget, least_budget(profile));
+}
+
+} // namespace detail
+
+std::shared_ptr<const ActivationPlan> plan_activations(
+    const ChainProfile& profile, int64_t budget_bytes) {
+  return detail::plan_within(profile, budget_bytes, true);
+}
+
+std::shared_ptr<const ActivationPlan> plan_whole_blocks(
+    const ChainProfile& profile, int64_t budget_bytes) {
+  return detail::plan_within(profile, budget_bytes, false);
+}
+
+int64_t least_budget(const ChainProfile& profile) {
+  // In finer and finer slots: those of what the coarser ones found.
+  int64_t chain = full_budget(profile) - detail::fixed_bytes(profile);
+  for (int round = 0; round < 3; ++round) {
+    const detail::PlanSolver solver(profile, chain, true);
+    const int64_t least = solver.least_bytes();
+    if (least < 0) {
+      break;
+    }
+    chain = std::min(chain, least);
+  }
+  return std::max(
+      detail::fixed_bytes(profile) + chain, profile.first_peak_bytes);
+}
+
+int64_t full_budget(const ChainProfile& profile) {
+  const auto blocks = static_cast<int64_t>(profile.blocks.size());
+  // Rounded up by the solver's slots, so that keeping everything is found.
+  const int64_t peak = plan_cost(profile, keep_all_regions(blocks)).peak_bytes;
+  return peak + (blocks + 2) * (peak / detail::kSlots + 1);
+}
+
+int64_t budget_of(
+    const ChainProfile& profile, const GradientCheckpointing& spec) {
+  if (spec.budget_bytes() > 0) {
+    return spec.budget_bytes();
+  }
+  const auto blocks = static_cast<int64_t>(profile.blocks.size());
+  const auto full = static_cast<double>(
+      plan_cost(profile, keep_all_regions(blocks)).peak_bytes);
+  return static_cast<int64_t>(full * spec.budget_share());
+}
+
+std::vector<std::shared_ptr<const ActivationPlan>> pareto_plans(
+    const ChainProfile& profile, int64_t points) {
+  std::vector<std::shared_ptr<const ActivationPlan>> plans;
+  const auto least = static_cast<double>(least_budget(profile));
+  const auto full = static_cast<double>(full_budget(profile));
+  for (int64_t i = 0; i < points; ++i) {
+    const double share =
+        static_cast<double>(i) / static_cast<double>(points - 1);
+    const double budget = least * std::pow(full / least, share);
+    const auto plan =
+        plan_activations(profile, static_cast<int64_t>(std::ceil(budget)));
+    if (plans.empty() || plan->predicted_seconds <
+                             plans.back()->predicted_seconds * (1 - 1e-9)) {
+      plans.push_back(plan);
+    }
+  }
+  return plans;
+}
+
+std::shared_ptr<const ActivationPlan> enable_within_budget(
+    const std::shared_ptr<torch::nn::Module>& model,
+    const std::function<at::Tensor()>& loss,
+    const GradientCheckpointing& budget) {
+  const ChainProfile profile = profile_activations(model, loss);
+  const int64_t bytes = budget_of(profile, budget);
+  int64_t planned = bytes;
+  for (int attempt = 0; attempt < 8; ++attempt) {
+    std::shared_ptr<const ActivationPlan> plan;
+    try {
+      plan = plan_activations(profile, planned);
+    } catch (const InputError&) {
+      gradient_checkpointing_disable(model);
+      detail::refuse_budget(
+          profile, bytes, least_budget(profile) + (bytes - planned));
+    }
+    gradient_checkpointing_enable(model, {.plan = plan});
+    auto seen = std::make_shared<ActivationPlan>(*plan);
+    seen->budget_bytes = bytes;
+    seen->observed_peak_bytes = observe_peak(model, loss);
+    if (seen->observed_peak_bytes <= bytes) {
+      return seen;
+    }
+    // What was not foreseen is taken off, and a little more each time.
+    planned -= seen->observed_peak_bytes - bytes + bytes / 200;
+  }
+  gradient_checkpointing_disable(model);
+  detail::refuse_budget(
+      profile, bytes, least_budget(profile) + bytes - planned);
+}
+
+} // namespace hasten

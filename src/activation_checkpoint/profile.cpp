@@ -1,0 +1,364 @@
+// Measuring blocks one by one, each in a small graph of its own, inside one forward
+// whose blocks keep nothing.
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/ones_like.h>
+#include <ATen/ops/zeros_like.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/nn/module.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <map>
+#include <sstream>
+#include <unordered_set>
+
+#include "block_regions.h"
+#include "hasten/activation_checkpoint/op_policy.h"
+#include "hasten/base/error.h"
+#include "hasten/base/files.h"
+#include "hasten/core/memory.h"
+#include "op_replay.h"
+#include "region_state.h"
+
+namespace hasten {
+
+namespace detail {
+
+static int64_t live_now() { return memory_stats().live_bytes; }
+
+// Bytes and seconds since it began.
+class Probe {
+ public:
+  Probe() {
+    reset_peak_memory();
+    before_ = live_now();
+    start_ = std::chrono::steady_clock::now();
+  }
+  double seconds() const {
+    return std::chrono::duration<double>(
+               std::chrono::steady_clock::now() - start_)
+        .count();
+  }
+  int64_t extra() const { return live_now() - before_; }
+  int64_t peak() const { return memory_stats().peak_bytes - before_; }
+
+ private:
+  int64_t before_ = 0;
+  std::chrono::steady_clock::time_point start_;
+};
+
+Untouched::Untouched(const torch::nn::Module& model)
+    : random_(RandomState::now({})) {
+  for (const at::Tensor& buffer : model.buffers()) {
+    buffers_.emplace_back(buffer, buffer.detach().clone());
+  }
+  std::unordered_set<const void*> seen;
+  for (const at::Tensor& parameter : model.parameters()) {
+    if (parameter.requires_grad() &&
+        seen.insert(parameter.unsafeGetTensorImpl()).second) {
+      gradients_.emplace_back(parameter, parameter.grad());
+      at::Tensor(parameter).mutable_grad() = at::zeros_like(parameter);
+    }
+  }
+}
+
+Untouched::~Untouched() {
+  for (auto& [parameter, gradient] : gradients_) {
+    parameter.mutable_grad() = gradient;
+  }
+  const at::NoGradGuard no_grad;
+  for (auto& [buffer, value] : buffers_) {
+    buffer.copy_(value);
+  }
+  random_.restore();
+}
+
+static int64_t bytes_of(const std::vector<at::Tensor>& tensors) {
+  std::unordered_set<const void*> seen;
+  int64_t bytes = 0;
+  for (const at::Tensor& tensor : tensors) {
+    if (tensor.defined() && tensor.has_storage() &&
+        seen.insert(tensor.storage().unsafeGetStorageImpl()).second) {
+      bytes += static_cast<int64_t>(tensor.nbytes());
+    }
+  }
+  return bytes;
+}
+
+static std::string shapes_text(
+    const torch::nn::Module& block, const std::vector<at::Tensor>& inputs) {
+  std::ostringstream text;
+  text << block.name() << block.is_training();
+  for (const at::Tensor& parameter : block.parameters()) {
+    text << " p" << parameter.sizes() << parameter.dtype().name()
+         << parameter.requires_grad();
+  }
+  for (const at::Tensor& input : inputs) {
+    if (input.defined()) {
+      text << " i" << input.sizes() << input.dtype().name()
+           << input.requires_grad();
+    } else {
+      text << " i-";
+    }
+  }
+  return text.str();
+}
+
+// One way of running a block, forward and backward.
+struct BlockRun {
+  double forward_seconds = 0;
+  double backward_seconds = 0;
+  int64_t output_bytes = 0;
+  int64_t kept_bytes = 0;
+  int64_t forward_peak = 0;
+  int64_t backward_peak = 0; // beyond what is kept and the output's gradient
+
+  void least(const BlockRun& other) {
+    forward_seconds = std::min(forward_seconds, other.forward_seconds);
+    backward_seconds = std::min(backward_seconds, other.backward_seconds);
+    kept_bytes = std::max(kept_bytes, other.kept_bytes);
+    forward_peak = std::max(forward_peak, other.forward_peak);
+    backward_peak = std::max(backward_peak, other.backward_peak);
+  }
+};
+
+static BlockRun run_block_once(
+    const RegionForward& run, const std::vector<at::Tensor>& given) {
+  std::vector<at::Tensor> inputs;
+  for (const at::Tensor& tensor : given) {
+    at::Tensor input = tensor.defined() ? tensor.detach() : tensor;
+    if (input.defined() && tensor.requires_grad()) {
+      input.set_requires_grad(true);
+    }
+    inputs.push_back(std::move(input));
+  }
+  BlockRun result;
+  std::vector<at::Tensor> outputs;
+  {
+    const Probe probe;
+    outputs = run(inputs);
+    result.forward_seconds = probe.seconds();
+    result.kept_bytes = probe.extra();
+    result.forward_peak = probe.peak();
+  }
+  result.output_bytes = bytes_of(outputs);
+  std::vector<at::Tensor> roots;
+  std::vector<at::Tensor> seeds;
+  for (const at::Tensor& output : outputs) {
+    if (output.defined() && output.requires_grad()) {
+      roots.push_back(output);
+      seeds.push_back(at::ones_like(output));
+    }
+  }
+  if (roots.empty()) {
+    return result;
+  }
+  const Probe probe;
+  torch::autograd::backward(roots, seeds);
+  result.backward_seconds = probe.seconds();
+  result.backward_peak = probe.peak();
+  return result;
+}
+
+static BlockProfile measure_block(
+    const std::vector<at::Tensor>& inputs, const RegionForward& forward) {
+  // Nothing that was there before is written: buffers stay.
+  OpReplayer observer(nullptr, false);
+  const auto measure = [&](const RegionForward& run) {
+    BlockRun least = run_block_once(run, inputs);
+    least.least(run_block_once(run, inputs));
+    return least;
+  };
+  const auto region = [&](std::shared_ptr<const OpPolicy> policy) {
+    ActivationCheckpointOptions options;
+    options.policy = std::move(policy);
+    return RegionForward([&forward, options](std::vector<at::Tensor> tensors) {
+      return run_region(forward, std::move(tensors), options);
+    });
+  };
+  BlockRun plain;
+  BlockRun dropped;
+  BlockRun ops;
+  const CpuRandomState before = CpuRandomState::now();
+  {
+    const OpScope scope(&observer);
+    plain = measure(forward);
+    dropped = measure(region(nullptr));
+    ops = measure(region(OpPolicy::keep_expensive()));
+  }
+  const auto recompute = [&](const BlockRun& run) {
+    return std::clamp(
+        run.backward_seconds - plain.backward_seconds,
+        0.0,
+        std::max(plain.forward_seconds, dropped.forward_seconds));
+  };
+  BlockProfile profile;
+  profile.forward_seconds = plain.forward_seconds;
+  profile.backward_seconds = plain.backward_seconds;
+  profile.recompute_seconds = recompute(dropped);
+  profile.output_bytes = plain.output_bytes;
+  profile.saved_bytes = std::max(plain.kept_bytes, plain.output_bytes);
+  profile.forward_extra = plain.forward_peak - plain.kept_bytes;
+  profile.dropped_peak = dropped.forward_peak;
+  // A recomputed block's backward is the plain one's after a forward: the larger
+  // of both is what it takes.
+  profile.backward_extra = std::max(
+      plain.backward_peak,
+      dropped.backward_peak - (profile.saved_bytes - plain.output_bytes));
+  profile.ops_saved_bytes = std::max(ops.kept_bytes, ops.output_bytes);
+  profile.ops_backward_extra = ops.backward_peak;
+  profile.ops_recompute_seconds = recompute(ops);
+  before.restore();
+  {
+    const at::NoGradGuard no_grad;
+    const OpScope scope(&observer);
+    forward(inputs);
+  }
+  profile.random = !CpuRandomState::now().same_as(before);
+  before.restore();
+  return profile;
+}
+
+class ProfileHandler final : public BlockHandler {
+ public:
+  std::vector<at::Tensor> call(
+      const std::shared_ptr<torch::nn::Module>& block,
+      const std::string& name,
+      std::vector<at::Tensor> inputs,
+      const Forward& forward) override {
+    const RegionForward part = block_part(block, forward);
+    const std::string shapes = shapes_text(*block, inputs);
+    hashed_ += name + shapes + "\n";
+    if (profile.blocks.empty()) {
+      profile.before_bytes = live_now() - level_;
+      watch_first(inputs);
+    } else {
+      profile.other_seconds += other_.seconds();
+    }
+    auto known = known_.find(shapes);
+    if (known == known_.end()) {
+      const BlockProfile measured = measure_block(inputs, part);
+      known = known_.emplace(shapes, measured).first;
+    }
+    profile.blocks.push_back(known->second);
+    profile.blocks.back().name = name;
+    std::vector<at::Tensor> outputs = run_region(part, std::move(inputs), {});
+    watch_last(outputs);
+    other_ = Probe();
+    return outputs;
+  }
+
+  /// Before the model's forward.
+  void begin() {
+    reset_peak_memory();
+    level_ = live_now();
+    other_ = Probe();
+  }
+  /// After its backward.
+  void end() {
+    if (first_derived_) {
+      profile.first_peak_bytes = memory_stats().peak_bytes - level_;
+    }
+    profile.shapes_hash = hash_hex(hashed_);
+  }
+
+  ChainProfile profile{};
+
+ private:
+  // When the gradient of the chain's input is there, all blocks are derived.
+  void watch_first(const std::vector<at::Tensor>& inputs) {
+    for (const at::Tensor& input : inputs) {
+      if (input.defined() && input.requires_grad()) {
+        input.register_hook([this](const at::Tensor&) {
+          first_derived_ = true;
+          reset_peak_memory();
+        });
+        return;
+      }
+    }
+  }
+
+  // When the gradient of a block's output is there, what comes after it is
+  // derived; the last block's is the one that counts.
+  void watch_last(const std::vector<at::Tensor>& outputs) {
+    const int64_t after = live_now();
+    const size_t blocks = profile.blocks.size();
+    reset_peak_memory();
+    for (const at::Tensor& output : outputs) {
+      if (output.defined() && output.requires_grad()) {
+        output.register_hook([this, after, blocks](const at::Tensor& gradient) {
+          if (blocks == profile.blocks.size()) {
+            profile.after_bytes = memory_stats().peak_bytes - after;
+            profile.after_left_bytes = std::max<int64_t>(
+                0,
+                live_now() - after - static_cast<int64_t>(gradient.nbytes()));
+            profile.other_seconds += other_.seconds();
+          }
+        });
+        return;
+      }
+    }
+  }
+
+  std::map<std::string, BlockProfile> known_{};
+  std::string hashed_{};
+  int64_t level_ = 0;
+  Probe other_{};
+  bool first_derived_ = false;
+};
+
+static void require_loss_of_profile(const at::Tensor& loss) {
+  if (!loss.defined() || loss.numel() != 1 || !loss.requires_grad()) {
+    throw InputError(
+        "activation_checkpoint::profile_activations",
+        std::string("loss=") + (!loss.defined()     ? "undefined"
+                                : loss.numel() != 1 ? "of several elements"
+                                                    : "without a graph"),
+        "a scalar that depends on parameters");
+  }
+}
+
+} // namespace detail
+
+ChainProfile profile_activations(
+    const std::shared_ptr<torch::nn::Module>& model,
+    const std::function<at::Tensor()>& loss) {
+  install_memory_meter();
+  const detail::Untouched untouched(*model);
+  const auto handler = std::make_shared<detail::ProfileHandler>();
+  detail::attach_handler(model, handler);
+  const at::AutoGradMode grad_mode(true);
+  try {
+    handler->begin();
+    at::Tensor value = loss();
+    detail::require_loss_of_profile(value);
+    value.backward();
+    handler->end();
+  } catch (...) {
+    gradient_checkpointing_disable(model);
+    throw;
+  }
+  gradient_checkpointing_disable(model);
+  if (handler->profile.blocks.empty()) {
+    throw InputError(
+        "activation_checkpoint::profile_activations",
+        "blocks=0 in the model's forward",
+        "blocks called through hasten::call_block, or a torch::nn::Sequential",
+        "write hasten::call_block(block, x) for block->forward(x)");
+  }
+  return handler->profile;
+}
+
+int64_t observe_peak(
+    const std::shared_ptr<torch::nn::Module>& model,
+    const std::function<at::Tensor()>& loss) {
+  install_memory_meter();
+  const detail::Untouched untouched(*model);
+  const at::AutoGradMode grad_mode(true);
+  const detail::Probe probe;
+  loss().backward();
+  return probe.peak();
+}
+
+} // namespace hasten

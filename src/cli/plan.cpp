@@ -1,0 +1,88 @@
+#include <ATen/ATen.h>
+
+#include <iostream>
+#include <nlohmann/json.hpp>
+
+#include "hasten/activation_checkpoint/planner.h"
+#include "hasten/base/error.h"
+#include "hasten/base/files.h"
+#include "hasten/base/progress_bar.h"
+#include "hasten/cli/checks.h"
+#include "hasten/cli/exit_code.h"
+#include "hasten/cli/run.h"
+#include "hasten/core/memory.h"
+#include "hasten/core/random.h"
+#include "hasten/models/bert_pretrained.h"
+
+namespace hasten {
+
+namespace detail {
+
+/// The regions by the names of their blocks, one a line.
+std::string plan_lines(const ActivationPlan& plan) {
+  std::string text;
+  for (const PlanRegion& region : plan.regions) {
+    const auto name = [&](int64_t block) {
+      return plan.blocks[static_cast<size_t>(block)];
+    };
+    text += "  " + name(region.first);
+    if (region.last - region.first > 1) {
+      text += " to " + name(region.last - 1);
+    }
+    text += region.choice == BlockChoice::keep_ops
+                ? ": keep products and attention\n"
+                : ": recompute\n";
+  }
+  return text.empty() ? "  keep everything\n" : text;
+}
+
+} // namespace detail
+
+int run_plan(const PlanCommand& command) {
+  check_plan_inputs(command);
+  install_memory_meter();
+  set_seed(42);
+  LoadBertOptions options;
+  const LoadedBert loaded = load_bert_classifier(command.model, options);
+  BertForSequenceClassification model = loaded.model;
+  model->train();
+  if (command.tokens > loaded.config.max_position_embeddings) {
+    throw InputError(
+        "cli::plan",
+        "--batch=" + std::to_string(command.rows) + "x" +
+            std::to_string(command.tokens),
+        "at most the model's " +
+            std::to_string(loaded.config.max_position_embeddings) +
+            " tokens a row");
+  }
+  const at::Tensor ids = at::randint(
+      1, loaded.config.vocab_size, {command.rows, command.tokens}, at::kLong);
+  // One row with padding, so that blocks get a mask as in training.
+  at::Tensor mask = at::ones({command.rows, command.tokens}, at::kLong);
+  mask[command.rows - 1][command.tokens - 1].zero_();
+  const at::Tensor labels = at::zeros({command.rows}, at::kLong);
+  const auto loss = [&] {
+    return at::cross_entropy_loss(model->forward(ids, mask), labels);
+  };
+  loss().backward(); // allocations and caches of a first step
+  const ChainProfile profile = profile_activations(model.ptr(), loss);
+  const auto plans = pareto_plans(profile);
+  std::cout << pareto_table(profile, plans);
+  if (!command.svg.empty()) {
+    write_file_atomically(command.svg, pareto_svg(profile, plans));
+  }
+  if (command.budget) {
+    const auto plan = enable_within_budget(model.ptr(), loss, command.budget);
+    std::cout << "\nbudget " << format_bytes(plan->budget_bytes) << ": peak "
+              << format_bytes(plan->observed_peak_bytes) << " observed, "
+              << format_bytes(plan->predicted_peak_bytes) << " predicted\n"
+              << detail::plan_lines(*plan);
+    if (!command.json.empty()) {
+      write_file_atomically(command.json, plan->to_json().dump(2) + "\n");
+    }
+  }
+  std::cout << std::flush;
+  return kExitOk;
+}
+
+} // namespace hasten

@@ -1,0 +1,66 @@
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <numeric>
+#include <string>
+
+#include "hasten/accelerator/accelerator.h"
+#include "hasten/activation_checkpoint/gradient_checkpointing.h"
+#include "hasten/activation_checkpoint/planner.h"
+#include "hasten/base/log.h"
+#include "hasten/base/progress_bar.h"
+#include "training_run.h"
+
+namespace hasten::detail {
+
+/// The rows that take the most memory together: the longest.
+static std::vector<int64_t> longest_rows(const Dataset& data, int64_t count) {
+  std::vector<int64_t> rows(static_cast<size_t>(data.size()));
+  std::iota(rows.begin(), rows.end(), 0);
+  count = std::min(count, data.size());
+  std::partial_sort(
+      rows.begin(),
+      rows.begin() + count,
+      rows.end(),
+      [&](int64_t a, int64_t b) {
+        return data.length(a) != data.length(b)
+                   ? data.length(a) > data.length(b)
+                   : a < b;
+      });
+  rows.resize(static_cast<size_t>(count));
+  return rows;
+}
+
+void enable_checkpointing(TrainerParts& parts) {
+  const GradientCheckpointing& how = parts.arguments.gradient_checkpointing;
+  if (!how || gradient_checkpointing_enabled(parts.model)) {
+    return;
+  }
+  if (how.mode() != GradientCheckpointing::Mode::budget) {
+    gradient_checkpointing_enable(parts.model, {.mode = how});
+    return;
+  }
+  const Batch batch =
+      parts.train
+          ->collate(longest_rows(
+              *parts.train, parts.arguments.per_device_train_batch_size))
+          .to(parts.accelerator->device());
+  const auto plan = enable_within_budget(
+      parts.model,
+      [&] {
+        const LossOutput loss = parts.loss_function(batch);
+        require_loss(loss);
+        return loss.loss_sum;
+      },
+      how);
+  if (parts.is_main()) {
+    log_info(
+        "gradient_checkpointing=" + how.text() + ": " +
+        std::to_string(plan->regions.size()) + " regions over " +
+        std::to_string(plan->blocks.size()) + " blocks, peak of activations " +
+        format_bytes(plan->observed_peak_bytes) + " of " +
+        format_bytes(plan->budget_bytes) + " on the longest batch");
+  }
+}
+
+} // namespace hasten::detail

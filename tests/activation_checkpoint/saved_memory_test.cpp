@@ -1,0 +1,100 @@
+// Saved tensors on disk, and the report of where memory goes.
+#include "hasten/activation_checkpoint/saved_memory.h"
+#include "activation_checkpoint/block_rig.h"
+#include "hasten/base/error.h"
+
+namespace hasten::checkpoint_test {
+
+using namespace testing_support;
+
+TEST(SavedTensorOffload, ServesRegionsAndPlainCode) {
+  torch::manual_seed(2);
+  auto blocks = make_mlps(3, 64);
+  const Tensor x = torch::randn({128, 64}).requires_grad_();
+  auto leaves = parameters_of(blocks);
+  leaves.push_back(x);
+  int64_t written = 0;
+  int64_t left = 0;
+  const auto run = [&](bool offload, bool regions) {
+    return derive(leaves, [&] {
+      std::optional<SavedTensorOffload> guard;
+      if (offload) {
+        guard.emplace(SavedTensorOffloadOptions{.min_bytes = 1024});
+      }
+      Tensor y = x * 1;
+      for (Mlp& block : blocks) {
+        const auto fn = [&](const Tensor& in) { return block->forward(in); };
+        y = regions ? activation_checkpoint(fn, y) : fn(y);
+        y = y.t().contiguous().t().sin(); // strides
+      }
+      if (guard) {
+        written = guard->bytes();
+        const Tensor loss = y.square().sum();
+        loss.backward({}, true);
+        left = guard->bytes();
+        for (const Tensor& leaf : leaves) {
+          at::Tensor(leaf).mutable_grad() = Tensor();
+        }
+        return loss; // derived again, when the guard is gone
+      }
+      return y.square().sum();
+    });
+  };
+  const Derived plain = run(false, false);
+  expect_same_bits(plain, run(true, false));
+  constexpr int64_t kOutput = 128 * 64 * 4;
+  // Each block: gelu's input and output (twice as wide), the mask, its output, …,
+  // each storage once.
+  EXPECT_GE(written, 3 * 5 * kOutput);
+  EXPECT_EQ(left, written + kOutput) << "the square's input is the last";
+  const int64_t all = written;
+  expect_same_bits(plain, run(true, true));
+  EXPECT_LT(written, all / 2) << "the regions' inputs, and what is between";
+  expect_says(
+      error_of([] { SavedTensorOffload guard({.folder = "/nowhere/at/all"}); }),
+      {"folder=/nowhere/at/all"});
+}
+
+TEST(SavedTensorOffload, FreesMemoryAndParametersStay) {
+  torch::manual_seed(2);
+  const Tensor w = torch::randn({512, 512}).requires_grad_();
+  const Tensor x = torch::randn({512, 512});
+  const LiveBytes bytes;
+  constexpr int64_t kOne = 512 * 512 * 4;
+  {
+    const Tensor y = x.mm(w.t()).sin().cos().mm(w).sum();
+    EXPECT_EQ(bytes.extra(), 2 * kOne + 4 + kOne);
+  }
+  SavedTensorOffload guard;
+  const Tensor y = x.mm(w.t()).sin().cos().mm(w).sum();
+  EXPECT_EQ(bytes.extra(), 4);
+  EXPECT_EQ(guard.bytes(), 4 * kOne) << "x, and three in between";
+}
+
+TEST(ActivationReport, SaysWhatEachBlockKeepsAndWhereThePeakIs) {
+  torch::manual_seed(4);
+  Straight model(4, 32);
+  const Tensor x = torch::randn({128, 32});
+  const auto loss = [&] { return model->forward(x).square().sum(); };
+  const Derived before = derive_model(model, x);
+  const ActivationReport plain = measure_activations(model.ptr(), loss);
+  ASSERT_EQ(plain.blocks.size(), 4);
+  constexpr int64_t kOutput = 128 * 32 * 4;
+  EXPECT_GT(plain.blocks[0].saved_bytes, 5 * kOutput);
+  EXPECT_EQ(plain.blocks[2].saved_bytes, plain.blocks[1].saved_bytes);
+  EXPECT_EQ(plain.peak_at, "backward of block3");
+  EXPECT_LT(plain.blocks[0].backward_peak, plain.blocks[3].backward_peak);
+  EXPECT_EQ(plain.peak_bytes, observe_peak(model.ptr(), loss));
+  gradient_checkpointing_enable(model);
+  const ActivationReport regions = measure_activations(model.ptr(), loss);
+  for (const BlockMemory& block : regions.blocks) {
+    EXPECT_EQ(block.saved_bytes, kOutput) << block.name;
+  }
+  EXPECT_LT(regions.peak_bytes, plain.peak_bytes);
+  EXPECT_TRUE(gradient_checkpointing_enabled(model.ptr()));
+  expect_same_bits(before, derive_model(model, x));
+  expect_says(regions.text(), {"block3", "peak", regions.peak_at});
+  gradient_checkpointing_disable(model);
+}
+
+} // namespace hasten::checkpoint_test
