@@ -10,141 +10,21 @@ limit = the physical or analytic bound in the same unit, null where there is non
 """
 
 import argparse
-import csv
-import dataclasses
 import json
 import os
 import pathlib
 import platform
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-RANKS = 2
+from local_sgd import LocalSgdAverage, LocalSgdReviews, LocalSgdW8a, SlowLink
+from sides import RANKS, ROOT, Bench, Case, environment, launched, peer_ranks, wait_all
+
 PEER = "Hugging Face Trainer"
-
-
-@dataclasses.dataclass
-class Case:
-    name: str
-    unit: str
-    most: float  # ratio above which the benchmark fails; infinity where told, not held
-    digits: int = 3
-    limit: float | None = None  # our value may not be above it, without a peer
-
-
-@dataclasses.dataclass
-class Process:
-    """What one side of a round left: what it printed, when it began, the largest rank."""
-
-    output: str
-    start: float
-    peak_bytes: int
-
-
-def environment(rank_variables=None):
-    """One thread a rank, whatever the machine: both sides alike."""
-    variables = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-    return dict(variables, OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", **(rank_variables or {}))
-
-
-def wait_all(commands):
-    """Runs the commands at once; [(what the first printed, when, largest peak)]."""
-    start = time.time()
-    children, errors = [], []
-    for command, variables in commands:
-        errors.append(tempfile.TemporaryFile("w+"))
-        children.append(
-            subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=errors[-1], text=True)
-        )
-    peak, outputs = 0, []
-    for child, error in zip(children, errors):
-        output = child.stdout.read()
-        _, status, usage = os.wait4(child.pid, 0)
-        child.returncode = os.waitstatus_to_exitcode(status)
-        if child.returncode != 0:
-            for other in children:
-                if other.returncode is None:
-                    other.kill()
-            error.seek(0)
-            sys.exit(f"error: {' '.join(child.args)} ended with {child.returncode}\n{error.read()[-4000:]}")
-        peak = max(peak, usage.ru_maxrss * 1024)
-        outputs.append(output)
-    return Process(outputs[0], start, peak)
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-class Bench:
-    """What the benchmarks share: the files, and one run of either side."""
-
-    def __init__(self, options):
-        self.options = options
-        self.work = options.work
-        shutil.rmtree(self.work, ignore_errors=True)
-        self.work.mkdir(parents=True)
-        self.train, self.eval = self.work / "train.csv", self.work / "eval.csv"
-        if options.data:
-            self.copy_rows(options.data, self.train)
-            self.copy_rows(options.eval_data or options.data, self.eval)
-        else:
-            select = [sys.executable, ROOT / "scripts/demo_data.py", "select", options.reviews, self.train, self.eval]
-            rows = ["--train-rows", "256" if options.smoke else "6000", "--test-rows", "1000"]
-            subprocess.run(select + rows, check=True)
-        self.eval_rows = sum(1 for _ in csv.reader(self.eval.open(newline=""))) - 1
-
-    @staticmethod
-    def copy_rows(source, target):
-        """A .csv with columns text and label, or a .tsv of two columns without names."""
-        with open(source, encoding="utf-8", newline="") as file, open(target, "w", newline="") as out:
-            writer = csv.writer(out, lineterminator="\n")
-            writer.writerow(("text", "label"))
-            if str(source).endswith(".tsv"):
-                rows = csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
-                writer.writerows(row[:2] for row in rows)
-            else:
-                writer.writerows((row["text"], row["label"]) for row in csv.DictReader(file))
-
-    def model_flags(self, model):
-        tokenizer = self.options.pretrained
-        return ["--model", self.options.pretrained] if model == "minilm" else ["--model", model, "--tokenizer", tokenizer]
-
-    def ours(self, model, *flags):
-        """`hasten train` on two ranks; its records are in work/out."""
-        out = self.work / "out"
-        shutil.rmtree(out, ignore_errors=True)
-        command = [self.options.programs / "hasten", "train", *self.model_flags(model)]
-        command += ["--train-file", self.train, "--text-column", "text", "--label-column", "label"]
-        command += ["--nproc", str(RANKS), "--output-dir", out, "--save-strategy", "no", *flags]
-        return wait_all([(list(map(str, command)), environment())])
-
-    def peer(self, model, *flags):
-        """The peer's script as two processes; (process, the object it printed)."""
-        port = str(free_port())
-        command = [self.options.peer_python, ROOT / "benchmarks/peers/reviews.py", "--train", self.train]
-        command += ["--model", self.options.pretrained if model == "minilm" else model]
-        command += ["--tokenizer", self.options.pretrained, "--output", self.work / "peer", *flags]
-        commands = []
-        for rank in range(RANKS):
-            variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS}
-            variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            commands.append((list(map(str, command)), environment({k: str(v) for k, v in variables.items()})))
-        process = wait_all(commands)
-        return process, json.loads(process.output.splitlines()[-1])
-
-    def records(self):
-        with open(self.work / "out/metrics.jsonl", encoding="utf-8") as file:
-            return [json.loads(line) for line in file]
 
 
 class FirstLine(threading.Thread):
@@ -277,49 +157,40 @@ class DdpStep(Bench):
     """Forward, backward and reduction on two ranks of one thread, beside torch's own DDP."""
 
     # "…_over_alone": what a step takes longer than the same one in one process. Memory is
-    # ours alone: what a rank of two holds more than one process, in gradient copies.
+    # ours alone, in gradient copies: what a rank of two holds more than one process, whose
+    # gradients stay allocated, as they do between the batches of a window, or are freed
+    # after each step.
 
     name = "ddp_step"
     rounds = 5
     peer_name = "PyTorch DDP"
     cases = [
-        Case("bert_mini", "s/step", 1.0, 5),
-        Case("bert_mini_over_alone", "s/step", float("inf"), 5),
-        Case("bert_mini_extra_memory", "gradient copies", float("inf"), 4, limit=0.05),
-        Case("small_tensors", "s/step", 1.0, 5),
-        Case("small_tensors_over_alone", "s/step", float("inf"), 5),
-        Case("small_tensors_extra_memory", "gradient copies", float("inf"), 4, limit=0.05),
+        case
+        for model in ("bert_mini", "small_tensors")
+        for case in (
+            Case(model, "s/step", 1.0, 5),
+            Case(f"{model}_over_alone", "s/step", float("inf"), 5),
+            Case(f"{model}_extra_memory", "gradient copies", float("inf"), 4, limit=0.05),
+            Case(f"{model}_over_freed", "gradient copies", float("inf"), 4),
+        )
     ]
 
     def __init__(self, options):
         self.options = options
 
-    def ours_once(self, case, steps, ranks):
-        command = [self.options.programs / "ddp_step", case, "--steps", str(steps)]
-        if ranks > 1:
-            command = [self.options.programs / "hasten", "launch", "--nproc", str(ranks), *command]
-        return json.loads(wait_all([(list(map(str, command)), environment())]).output.splitlines()[-1])
-
-    def peer_once(self, case, steps, ranks):
-        command = [self.options.peer_python, ROOT / "benchmarks/peers/ddp_step.py", case, "--steps", str(steps)]
-        port, commands = str(free_port()), []
-        for rank in range(ranks):
-            variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-            variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            variables = {k: str(v) for k, v in variables.items()} if ranks > 1 else None
-            commands.append((list(map(str, command)), environment(variables)))
-        return json.loads(wait_all(commands).output.splitlines()[-1])
-
     def round(self):
         for case, steps in (("bert-mini", 40), ("small-tensors", 100)):
             row = case.replace("-", "_")
-            steps = 2 if self.options.smoke else steps
-            ours, alone = self.ours_once(case, steps, RANKS), self.ours_once(case, steps, 1)
+            same = [case, "--steps", 2 if self.options.smoke else steps]
+            ours = launched(self.options, "ddp_step", *same)
+            alone = launched(self.options, "ddp_step", *same, ranks=1)
+            kept = launched(self.options, "ddp_step", *same, "--keep", ranks=1)
             yield row, ours["seconds"], None
             yield f"{row}_over_alone", ours["seconds"] - alone["seconds"], None
-            yield f"{row}_extra_memory", (ours["peak_bytes"] - alone["peak_bytes"]) / alone["gradient_bytes"], None
+            for name, other in (("extra_memory", kept), ("over_freed", alone)):
+                yield f"{row}_{name}", (ours["peak_bytes"] - other["peak_bytes"]) / other["gradient_bytes"], None
             if not self.options.smoke:
-                peer, alone = self.peer_once(case, steps, RANKS), self.peer_once(case, steps, 1)
+                peer, alone = (peer_ranks(self.options, "ddp_step.py", *same, ranks=ranks) for ranks in (RANKS, 1))
                 yield row, None, peer["seconds"]
                 yield f"{row}_over_alone", None, peer["seconds"] - alone["seconds"]
 
@@ -400,7 +271,17 @@ class ActivationPlan(Bench):
 BENCHMARKS = {
     bench.name: bench
     for bench in (
-        Startup, TrainerReviews, TrainerAccuracy, AcceleratorOverhead, DdpStep, CheckpointOverhead, ActivationPlan,
+        Startup,
+        TrainerReviews,
+        TrainerAccuracy,
+        AcceleratorOverhead,
+        DdpStep,
+        LocalSgdAverage,
+        SlowLink,
+        LocalSgdW8a,
+        LocalSgdReviews,
+        CheckpointOverhead,
+        ActivationPlan,
     )
 }
 
@@ -457,6 +338,8 @@ def print_table(bench, rows):
             shown += f"{row['peer']:>16,.{case.digits}f}{row['ratio'] or 0:>8.3f}{most:>9}  {spread:<12}"
         elif case.limit is not None:
             shown += f"{'':>24}{case.limit:>9,.2f}  {'':<12}"
+        else:
+            shown += " " * 47
         print(f"{shown} {row['unit']}")
 
 
@@ -472,6 +355,7 @@ def main():
     for name in ("programs", "peer-python", "pretrained", "reviews", "work"):
         parser.add_argument(f"--{name}", type=pathlib.Path)
     parser.add_argument("--torch-version")
+    parser.add_argument("--pictures", action="store_true", help="write docs/pictures/ too")
     options = parser.parse_args()
     if options.list:
         for name, bench in BENCHMARKS.items():
@@ -484,9 +368,14 @@ def main():
     reports, failed = [], False
     for name in names:
         bench = BENCHMARKS[name](options)
+        if getattr(bench, "skipped", None):
+            print(f"{name}: skipped: {bench.skipped}", file=sys.stderr)
+            continue
         rounds = 1 if options.smoke else options.rounds or bench.rounds
         rows = rows_of(bench, measure(bench, rounds))
         print_table(bench, rows)
+        if options.pictures and hasattr(bench, "picture"):
+            bench.picture(ROOT)
         for case, row in zip(bench.cases, rows):
             slow = row["ratio"] is not None and row["ratio"] > case.most
             slow |= case.limit is not None and row["ours"] > case.limit

@@ -1,7 +1,8 @@
 // Forward, backward and the reduction of gradients, nothing else: one thread a
 // rank, no optimizer, no data. Started by `hasten launch`, or alone as one process.
 // Peer: peers/ddp_step.py.
-//   ddp_step bert-mini|small-tensors [--steps N]
+//   ddp_step bert-mini|small-tensors [--steps N] [--keep]
+// --keep: gradients are set to zero after a step, not freed.
 // Rank 0 prints one JSON line: median seconds of a step, most bytes of tensors
 // alive on any rank while stepping, bytes of the gradients, seconds of
 // communication and the exposed part of it in the last step.
@@ -41,6 +42,12 @@ struct SmallTensorsImpl : torch::nn::Module {
 };
 TORCH_MODULE(SmallTensors);
 
+struct Request {
+  std::string model{};
+  int steps = 60;
+  bool keep = false;
+};
+
 struct Measured {
   double seconds = 0;
   int64_t peak_bytes = 0;
@@ -52,14 +59,14 @@ struct Measured {
 template <typename Model>
 Measured measure_steps(
     Model model,
-    int steps,
+    const Request& request,
     double weight,
     const std::function<at::Tensor()>& loss) {
   Accelerator accelerator({.cpu = true});
   accelerator.prepare(model);
   constexpr int kWarmUp = 5;
   std::vector<double> seconds;
-  for (int step = -kWarmUp; step < steps; ++step) {
+  for (int step = -kWarmUp; step < request.steps; ++step) {
     if (step == 0) {
       accelerator.wait_for_everyone();
       reset_peak_memory();
@@ -69,7 +76,7 @@ Measured measure_steps(
       auto window = accelerator.accumulate(model);
       accelerator.backward(loss(), weight);
     }
-    model->zero_grad();
+    model->zero_grad(!request.keep);
     const std::chrono::duration<double> time =
         std::chrono::steady_clock::now() - start;
     if (step >= 0) {
@@ -101,7 +108,7 @@ Measured measure_steps(
   return result;
 }
 
-static void run_bert_mini(int steps) {
+static void run_bert_mini(const Request& request) {
   constexpr int64_t kRows = 8, kTokens = 64;
   torch::manual_seed(1);
   BertForSequenceClassification model(BertConfig::from_shape("bert-mini"));
@@ -109,7 +116,7 @@ static void run_bert_mini(int steps) {
   const auto ids = torch::randint(1, 30'000, {kRows, kTokens});
   const auto mask = torch::ones({kRows, kTokens}, torch::kLong);
   const auto labels = torch::randint(0, 2, {kRows});
-  measure_steps(model, steps, kRows, [&] {
+  measure_steps(model, request, kRows, [&] {
     return torch::nn::functional::cross_entropy(
         model->forward(ids, mask),
         labels,
@@ -118,35 +125,38 @@ static void run_bert_mini(int steps) {
   });
 }
 
-static void run_small_tensors(int steps) {
+static void run_small_tensors(const Request& request) {
   torch::manual_seed(1);
   SmallTensors model;
   const auto x = torch::randn({64});
-  measure_steps(model, steps, 1, [&] { return model->forward(x).sum(); });
+  measure_steps(model, request, 1, [&] { return model->forward(x).sum(); });
 }
 
 } // namespace hasten
 
 int main(int argc, char** argv) {
-  int steps = 60;
-  std::string name;
+  hasten::Request request;
   for (int i = 1; i < argc; ++i) {
     if (std::strcmp(argv[i], "--steps") == 0 && i + 1 < argc) {
-      steps = std::max(1, std::atoi(argv[++i]));
+      request.steps = std::max(1, std::atoi(argv[++i]));
+    } else if (std::strcmp(argv[i], "--keep") == 0) {
+      request.keep = true;
     } else {
-      name = argv[i];
+      request.model = argv[i];
     }
   }
+  const std::string& name = request.model;
   if (name != "bert-mini" && name != "small-tensors") {
     std::fprintf(
-        stderr, "usage: ddp_step bert-mini|small-tensors [--steps N]\n");
+        stderr,
+        "usage: ddp_step bert-mini|small-tensors [--steps N] [--keep]\n");
     return 2;
   }
   hasten::install_memory_meter();
   at::set_num_threads(1);
   try {
-    name == "bert-mini" ? hasten::run_bert_mini(steps)
-                        : hasten::run_small_tensors(steps);
+    name == "bert-mini" ? hasten::run_bert_mini(request)
+                        : hasten::run_small_tensors(request);
   } catch (const std::exception& error) {
     std::fprintf(stderr, "error: %s\n", error.what());
     return 1;

