@@ -33,7 +33,8 @@ double accuracy(auto& accelerator, auto& model, auto& loader) {
 }
 
 void train(const std::string& csv, const std::string& save_to) {
-  hasten::Accelerator accelerator({.gradient_accumulation_steps = kSteps});
+  hasten::Accelerator accelerator(
+      {.gradient_accumulation_steps = kSteps}); // 04
   const Reviews reviews = read_reviews(csv);
   const int64_t rows = reviews.train->size();
   const int64_t updates = (rows + kWindow - 1) / kWindow;

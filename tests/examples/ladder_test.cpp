@@ -64,7 +64,9 @@ TEST(Ladder, EveryLineAStepBringsIsMarked) {
       {"06_local_sgd", {"03_accelerator.cpp"}},
       {"07_local_sgd_accumulate", {"04_accumulate.cpp"}},
       {"08a_checkpointed_trainer", {"05_trainer.cpp"}},
-      {"08b_checkpointed_loop", {"04_accumulate.cpp"}}};
+      {"08b_checkpointed_loop", {"04_accumulate.cpp"}},
+      {"08c_whole_loop",
+       {"07_local_sgd_accumulate.cpp", "08b_checkpointed_loop.cpp"}}};
   for (const auto& [name, before] : steps) {
     EXPECT_EQ(unmarked_lines(name + ".cpp", before), std::vector<std::string>())
         << name;
@@ -152,7 +154,8 @@ TEST(Ladder, TheAcceleratorOnTwoProcessesGivesThePlainLoopsParameters) {
 TEST(Ladder, CheckpointingChangesNoBit) {
   for (const auto& [name, reference] : std::map<std::string, std::string>{
            {"08a_checkpointed_trainer", "05_trainer"},
-           {"08b_checkpointed_loop", "04_accumulate"}}) {
+           {"08b_checkpointed_loop", "04_accumulate"},
+           {"08c_whole_loop", "07_local_sgd_accumulate"}}) {
     for (const int nproc : {1, 2}) {
       const LadderRun plain = run_step(reference, kRaggedRows, nproc);
       const LadderRun run = run_step(name, kRaggedRows, nproc);
