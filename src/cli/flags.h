@@ -30,6 +30,7 @@ bool read_flag(const std::string& text, double& value);
 bool read_flag(const std::string& text, char& value);
 bool read_flag(const std::string& text, IntervalStrategy& value);
 bool read_flag(const std::string& text, SchedulerType& value);
+bool read_flag(const std::string& text, OptimizerType& value);
 bool read_flag(const std::string& text, SamplingStrategy& value);
 template <typename T>
 bool read_flag(const std::string& text, std::optional<T>& value) {
@@ -51,6 +52,7 @@ std::string flag_text(double value);
 std::string flag_text(char value);
 std::string flag_text(IntervalStrategy value);
 std::string flag_text(SchedulerType value);
+std::string flag_text(OptimizerType value);
 std::string flag_text(SamplingStrategy value);
 template <typename T>
 std::string flag_text(const std::optional<T>& value) {
@@ -77,11 +79,20 @@ std::string flag_expectation(const T& value) {
 }
 std::string flag_expectation(IntervalStrategy value);
 std::string flag_expectation(SchedulerType value);
+std::string flag_expectation(OptimizerType value);
 std::string flag_expectation(SamplingStrategy value);
 template <typename T>
 std::string flag_expectation(const std::optional<T>&) {
   return flag_expectation(T{});
 }
+
+/// "Fix": the spelling next to `text`, where a value has spellings.
+template <typename T>
+std::string flag_fix(const std::string&, const T&) {
+  return {};
+}
+std::string flag_fix(const std::string& text, SchedulerType value);
+std::string flag_fix(const std::string& text, OptimizerType value);
 
 struct CommandText {
   std::string name{};
@@ -115,7 +126,10 @@ class FlagTable {
         names, unit, help, [this, first, &field](const std::string& text) {
           if (!read_flag(text, field)) {
             throw InputError(
-                where(), first + "=" + text, flag_expectation(field));
+                where(),
+                first + "=" + text,
+                flag_expectation(field),
+                flag_fix(text, field));
           }
         });
     option->default_str(flag_text(field));
