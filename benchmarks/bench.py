@@ -195,6 +195,51 @@ class DdpStep(Bench):
                 yield f"{row}_over_alone", None, peer["seconds"] - alone["seconds"]
 
 
+class OptimizerStep(Bench):
+    """AdamW's step, one thread: BERT-base's shapes, and 2000 tensors of 256."""
+
+    # "…_all": unscale, clip by norm, step and zeroed gradients. "…_torch": beside
+    # torch::optim::AdamW. "…_all_over_step": ours alone. "…_stream": beside streaming the
+    # 28 bytes a number that a step must move.
+
+    name = "optimizer_step"
+    rounds = 5
+    peer_name = "PyTorch AdamW(fused=True)"
+    cases = [
+        Case("bert_base", "s/step", 0.95, 5),
+        Case("bert_base_all", "s/step", 0.70, 5),
+        Case("bert_base_torch", "s/step", 1 / 15, 5),
+        Case("bert_base_all_over_step", "steps", float("inf"), 3, limit=1.4),
+        Case("bert_base_stream", "s/step", float("inf"), 5),
+        Case("small_tensors", "s/step", 0.1, 6),
+        Case("small_tensors_all", "s/step", 0.1, 6),
+        Case("small_tensors_torch", "s/step", 0.01, 6),
+    ]
+
+    def __init__(self, options):
+        self.options = options
+
+    def lines(self, command):
+        output = wait_all([(list(map(str, command)), environment())]).output
+        return {line["case"]: line for line in map(json.loads, output.splitlines())}
+
+    def round(self):
+        smoke = self.options.smoke
+        ours = self.lines([self.options.programs / "optimizer_step"] + ["--smoke"] * smoke)
+        peer = {}
+        if not smoke:
+            peer = self.lines([self.options.peer_python, ROOT / "benchmarks/peers/optimizer_step.py"])
+        for case in ("bert_base", "small_tensors"):
+            mine = ours.get(case, ours["small_tensors"])  # the smoke form has one case
+            theirs = peer.get(case, {})
+            yield case, mine["step"], theirs.get("step")
+            yield f"{case}_all", mine["all"], theirs.get("all")
+            yield f"{case}_torch", mine["step"], mine["torch"]
+            if case == "bert_base":
+                yield "bert_base_all_over_step", mine["all"] / mine["step"], None
+                yield "bert_base_stream", mine["step"], mine["stream"]
+
+
 class CheckpointOverhead(Bench):
     """Regions beside torch.utils.checkpoint: what one costs, and a model's step and peak."""
 
@@ -282,6 +327,7 @@ BENCHMARKS = {
         LocalSgdReviews,
         CheckpointOverhead,
         ActivationPlan,
+        OptimizerStep,
     )
 }
 

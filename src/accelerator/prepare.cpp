@@ -7,46 +7,22 @@
 #include "accelerator_core.h"
 #include "hasten/base/error.h"
 #include "hasten/optim/fused_optimizer.h"
+#include "hasten/optim/optimizer_state.h"
 
 namespace hasten::detail {
 
-// State objects hold their tensors under accessors of their own.
 void move_optimizer_state(
     torch::optim::Optimizer& optimizer, const at::Device& device) {
-  const auto move = [&device](at::Tensor& tensor) {
-    if (tensor.defined()) {
-      tensor = tensor.to(device);
-    }
-  };
   for (auto& [key, value] : optimizer.state()) {
-    if (auto* adamw =
-            dynamic_cast<torch::optim::AdamWParamState*>(value.get())) {
-      move(adamw->exp_avg());
-      move(adamw->exp_avg_sq());
-      move(adamw->max_exp_avg_sq());
-    } else if (
-        auto* adam = dynamic_cast<torch::optim::AdamParamState*>(value.get())) {
-      move(adam->exp_avg());
-      move(adam->exp_avg_sq());
-      move(adam->max_exp_avg_sq());
-    } else if (
-        auto* sgd = dynamic_cast<torch::optim::SGDParamState*>(value.get())) {
-      move(sgd->momentum_buffer());
-    } else if (
-        auto* rms =
-            dynamic_cast<torch::optim::RMSpropParamState*>(value.get())) {
-      move(rms->square_avg());
-      move(rms->momentum_buffer());
-      move(rms->grad_avg());
-    } else if (
-        auto* adagrad =
-            dynamic_cast<torch::optim::AdagradParamState*>(value.get())) {
-      move(adagrad->sum());
-    } else if (!device.is_cpu()) {
+    const bool known = visit_state_tensors(
+        *value, [&device](at::Tensor& tensor) { tensor = tensor.to(device); });
+    if (!known && !device.is_cpu()) {
       throw InputError(
           "accelerator::prepare",
           "an optimizer of unknown type has state on another device",
-          "torch's Adam, AdamW, SGD, RMSprop, Adagrad or one derived from them",
+          "one of hasten's, or torch's Adam, AdamW, SGD, RMSprop, Adagrad or "
+          "one "
+          "derived from them",
           "prepare it before its first step");
     }
   }

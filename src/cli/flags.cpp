@@ -100,6 +100,9 @@ bool read_flag(const std::string& text, IntervalStrategy& value) {
 bool read_flag(const std::string& text, SchedulerType& value) {
   return read_spelling_flag(text, scheduler_types(), value);
 }
+bool read_flag(const std::string& text, OptimizerType& value) {
+  return read_spelling_flag(text, optimizer_types(), value);
+}
 bool read_flag(const std::string& text, SamplingStrategy& value) {
   return read_spelling_flag(text, sampling_strategies(), value);
 }
@@ -127,6 +130,9 @@ std::string flag_text(IntervalStrategy value) {
 std::string flag_text(SchedulerType value) {
   return spelling_text(scheduler_types(), value);
 }
+std::string flag_text(OptimizerType value) {
+  return spelling_text(optimizer_types(), value);
+}
 std::string flag_text(SamplingStrategy value) {
   return spelling_text(sampling_strategies(), value);
 }
@@ -141,8 +147,29 @@ std::string flag_expectation(IntervalStrategy) {
 std::string flag_expectation(SchedulerType) {
   return spelling_expectation(scheduler_types());
 }
+std::string flag_expectation(OptimizerType) {
+  return spelling_expectation(optimizer_types());
+}
 std::string flag_expectation(SamplingStrategy) {
   return spelling_expectation(sampling_strategies());
+}
+
+template <typename T>
+std::string spelling_fix(
+    const std::string& text, const std::map<std::string, T>& known) {
+  std::vector<std::string> names;
+  for (const auto& [name, value] : known) {
+    names.push_back(name);
+  }
+  const std::string near =
+      nearest_name(text, names.data(), names.data() + names.size());
+  return near.empty() ? near : "write " + near;
+}
+std::string flag_fix(const std::string& text, SchedulerType) {
+  return spelling_fix(text, scheduler_types());
+}
+std::string flag_fix(const std::string& text, OptimizerType) {
+  return spelling_fix(text, optimizer_types());
 }
 
 std::string wrap_text(const std::string& text, size_t indent, size_t width) {

@@ -30,6 +30,7 @@ bool read_flag(const std::string& text, double& value);
 bool read_flag(const std::string& text, char& value);
 bool read_flag(const std::string& text, IntervalStrategy& value);
 bool read_flag(const std::string& text, SchedulerType& value);
+bool read_flag(const std::string& text, OptimizerType& value);
 bool read_flag(const std::string& text, SamplingStrategy& value);
 bool read_flag(const std::string& text, GradientCheckpointing& value);
 template <typename T>
@@ -52,6 +53,7 @@ std::string flag_text(double value);
 std::string flag_text(char value);
 std::string flag_text(IntervalStrategy value);
 std::string flag_text(SchedulerType value);
+std::string flag_text(OptimizerType value);
 std::string flag_text(SamplingStrategy value);
 std::string flag_text(const GradientCheckpointing& value);
 template <typename T>
@@ -79,12 +81,21 @@ std::string flag_expectation(const T& value) {
 }
 std::string flag_expectation(IntervalStrategy value);
 std::string flag_expectation(SchedulerType value);
+std::string flag_expectation(OptimizerType value);
 std::string flag_expectation(SamplingStrategy value);
 std::string flag_expectation(const GradientCheckpointing& value);
 template <typename T>
 std::string flag_expectation(const std::optional<T>&) {
   return flag_expectation(T{});
 }
+
+/// "Fix": the spelling next to `text`, where a value has spellings.
+template <typename T>
+std::string flag_fix(const std::string&, const T&) {
+  return {};
+}
+std::string flag_fix(const std::string& text, SchedulerType value);
+std::string flag_fix(const std::string& text, OptimizerType value);
 
 struct CommandText {
   std::string name{};
@@ -118,7 +129,10 @@ class FlagTable {
         names, unit, help, [this, first, &field](const std::string& text) {
           if (!read_flag(text, field)) {
             throw InputError(
-                where(), first + "=" + text, flag_expectation(field));
+                where(),
+                first + "=" + text,
+                flag_expectation(field),
+                flag_fix(text, field));
           }
         });
     option->default_str(flag_text(field));

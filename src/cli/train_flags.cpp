@@ -136,7 +136,18 @@ void declare_run(FlagTable& flags, TrainCommand& command) {
 }
 
 void declare_optimizer(FlagTable& flags, TrainingArguments& arguments) {
-  flags.group("Optimizer (AdamW) and schedule");
+  flags.group("Optimizer and schedule");
+  flags.value(
+      "--optim",
+      arguments.optim,
+      "NAME",
+      "adamw_torch (or adamw_torch_fused, adamw: the same), adam, sgd, "
+      "adafactor, lion or lamb");
+  flags.value(
+      "--optim-args",
+      arguments.optim_args,
+      "ARGS",
+      "of the optimizer: name=value,name=value, like momentum=0.9");
   flags.value(
       "--learning-rate,--lr",
       arguments.learning_rate,
@@ -147,7 +158,8 @@ void declare_optimizer(FlagTable& flags, TrainingArguments& arguments) {
       arguments.weight_decay,
       "RATE",
       "decoupled decay of all but biases and norms");
-  flags.value("--adam-beta1", arguments.adam_beta1, "B", "decay of the mean");
+  flags.value(
+      "--adam-beta1", arguments.adam_beta1, "B", "Adam's decay of the mean");
   flags.value(
       "--adam-beta2", arguments.adam_beta2, "B", "decay of the mean square");
   flags.value(
@@ -161,7 +173,14 @@ void declare_optimizer(FlagTable& flags, TrainingArguments& arguments) {
       "--lr-scheduler-type",
       arguments.lr_scheduler_type,
       "NAME",
-      "linear, constant or constant_with_warmup");
+      "linear, cosine, cosine_with_restarts, cosine_with_min_lr, polynomial, "
+      "constant, constant_with_warmup, inverse_sqrt, warmup_stable_decay, "
+      "reduce_lr_on_plateau or one_cycle");
+  flags.value(
+      "--lr-scheduler-kwargs",
+      arguments.lr_scheduler_kwargs,
+      "JSON",
+      "of the schedule, like '{\"num_cycles\": 2}'");
   flags.value(
       "--warmup-steps",
       arguments.warmup_steps,

@@ -1,207 +1,200 @@
 #include "hasten/optim/adamw.h"
 
 #include <ATen/ATen.h>
-#include <torch/csrc/autograd/variable.h>
+#include <torch/optim/serialize.h>
 
+#include <cmath>
 #include <memory>
-#include <optional>
 #include <tuple>
-#include <unordered_set>
+#include <type_traits>
 #include <utility>
 
-#include "hasten/base/error.h"
+#include "step_options.h"
 
 namespace hasten {
 
 namespace detail {
 
-/// What one call of the fused kernel takes: tensors of one device and dtype
-/// that have done equally many steps.
-struct FusedAdamWList {
-  c10::Device device;
-  c10::ScalarType dtype;
-  int64_t step;
-  std::vector<at::Tensor> parameters{};
-  std::vector<at::Tensor> gradients{};
-  std::vector<at::Tensor> exp_avgs{};
-  std::vector<at::Tensor> exp_avg_sqs{};
-  std::vector<at::Tensor> max_exp_avg_sqs{};
-};
+template <typename Options>
+constexpr bool kDecoupled = std::is_same_v<Options, torch::optim::AdamWOptions>;
 
-/// A group has one list almost always, so a linear search is the quick one.
-FusedAdamWList& list_for(
-    std::vector<FusedAdamWList>& lists,
-    const at::Tensor& parameter,
-    int64_t step,
-    size_t capacity) {
-  for (FusedAdamWList& list : lists) {
-    if (list.step == step && list.dtype == parameter.scalar_type() &&
-        list.device == parameter.device()) {
-      return list;
+template <typename Options>
+constexpr const char* kAdamName =
+    kDecoupled<Options> ? "optim::AdamW" : "optim::Adam";
+
+template <typename Options>
+  requires requires(Options& o) { o.amsgrad(); }
+void check_options(const Options& options) {
+  constexpr const char* where = kAdamName<Options>;
+  require_not_negative(where, "lr", options.lr());
+  require_beta(where, "beta1", std::get<0>(options.betas()));
+  require_beta(where, "beta2", std::get<1>(options.betas()));
+  require_not_negative(where, "eps", options.eps());
+  require_not_negative(where, "weight_decay", options.weight_decay());
+}
+
+template <typename OwnOptions, typename OwnState, typename TorchState>
+class AdamRules final : public StepRules {
+ public:
+  const char* where() const override { return kAdamName<OwnOptions>; }
+  void check(const Options& options) const override {
+    check_options(own(options));
+  }
+  int64_t state_kind(const Options& options) const override {
+    return own(options).amsgrad() ? 1 : 0;
+  }
+  StateParts parts(
+      const at::Tensor&, std::unique_ptr<State>& slot) const override {
+    auto& state = state_in<OwnState, TorchState>(slot);
+    return {
+        &state.step(),
+        &state.master(),
+        {&state.exp_avg(), &state.exp_avg_sq(), &state.max_exp_avg_sq()}};
+  }
+  at::Tensor make_moment(
+      int which,
+      const at::Tensor& parameter,
+      const Options& options,
+      at::ScalarType dtype) const override {
+    return which == 2 && !own(options).amsgrad()
+               ? at::Tensor()
+               : at::zeros_like(parameter, dtype);
+  }
+  StepNumbers numbers(
+      const Options& options, int64_t step, bool) const override {
+    const OwnOptions& o = own(options);
+    const auto [beta1, beta2] = o.betas();
+    const auto k = static_cast<double>(step);
+    StepNumbers numbers;
+    numbers.lr = o.lr();
+    numbers.weight_decay = o.weight_decay();
+    numbers.keep = kDecoupled<OwnOptions> ? 1 - o.lr() * o.weight_decay() : 1;
+    numbers.l2 = kDecoupled<OwnOptions> ? 0 : o.weight_decay();
+    numbers.beta1 = beta1;
+    numbers.beta2 = beta2;
+    numbers.step_size = o.lr() / (1 - std::pow(beta1, k));
+    numbers.root = 1 / std::sqrt(1 - std::pow(beta2, k));
+    numbers.eps = o.eps();
+    numbers.amsgrad = o.amsgrad();
+    return numbers;
+  }
+  void run(
+      const StepArrays& arrays,
+      const StepNumbers& numbers,
+      const StepPass& pass,
+      int64_t begin,
+      int64_t end) const override {
+    adam_step(arrays, numbers, pass, begin, end);
+  }
+  void run(StepTensors& t, const StepNumbers& k) const override {
+    const auto step = at::full(
+        {},
+        static_cast<double>(t.step),
+        t.parameter.options().dtype(at::kFloat));
+    std::vector<at::Tensor> largest;
+    if (k.amsgrad) {
+      largest.push_back(t.moments[2]);
+    }
+    const auto fused = [&](auto operation) {
+      operation(
+          at::TensorList(t.parameter),
+          at::TensorList(t.gradient),
+          at::TensorList(t.moments[0]),
+          at::TensorList(t.moments[1]),
+          at::TensorList(largest),
+          at::TensorList(step),
+          k.lr,
+          k.beta1,
+          k.beta2,
+          k.weight_decay,
+          k.eps,
+          k.amsgrad,
+          /*maximize=*/false);
+    };
+    if constexpr (kDecoupled<OwnOptions>) {
+      fused([](auto... arguments) { at::_fused_adamw_(arguments...); });
+    } else {
+      fused([](auto... arguments) { at::_fused_adam_(arguments...); });
     }
   }
-  FusedAdamWList& list = lists.emplace_back(
-      FusedAdamWList{parameter.device(), parameter.scalar_type(), step});
-  list.parameters.reserve(capacity);
-  list.gradients.reserve(capacity);
-  list.exp_avgs.reserve(capacity);
-  list.exp_avg_sqs.reserve(capacity);
-  return list;
-}
 
-/// The kernel walks memory, not indices: all its tensors must lie alike.
-at::Tensor gradient_laid_out_as(const at::Tensor& parameter) {
-  const at::Tensor& gradient = parameter.grad();
-  if (gradient.is_sparse()) {
-    throw InputError(
-        "optim::AdamW",
-        "a gradient is sparse: shape=" + c10::str(gradient.sizes()),
-        "dense gradients",
-        "build the embedding with sparse=false");
+ private:
+  const OwnOptions& own(const Options& options) const {
+    return options_as<OwnOptions>(options, where());
   }
-  if (parameter.is_contiguous() && gradient.is_contiguous()) {
-    return gradient;
-  }
-  if (!parameter.is_non_overlapping_and_dense()) {
-    throw InputError(
-        "optim::AdamW",
-        "a parameter's memory has holes or overlaps: strides=" +
-            c10::str(parameter.strides()),
-        "a dense tensor",
-        "make it contiguous() before it is registered");
-  }
-  if (parameter.strides() == gradient.strides()) {
-    return gradient;
-  }
-  return at::empty_like(parameter).copy_(gradient);
-}
+};
 
-torch::optim::AdamWParamState& moments_of(
-    const at::Tensor& parameter,
-    bool amsgrad,
-    std::unique_ptr<torch::optim::OptimizerParamState>& slot) {
-  if (!slot) {
-    auto state = std::make_unique<torch::optim::AdamWParamState>();
-    state->exp_avg(at::zeros_like(parameter));
-    state->exp_avg_sq(at::zeros_like(parameter));
-    slot = std::move(state);
-  }
-  auto& state = static_cast<torch::optim::AdamWParamState&>(*slot);
-  if (amsgrad && !state.max_exp_avg_sq().defined()) {
-    state.max_exp_avg_sq(at::zeros_like(parameter));
-  }
-  return state;
-}
+using AdamWRules = AdamRules<
+    torch::optim::AdamWOptions,
+    AdamWParamState,
+    torch::optim::AdamWParamState>;
+using PlainAdamRules = AdamRules<
+    torch::optim::AdamOptions,
+    AdamParamState,
+    torch::optim::AdamParamState>;
 
 } // namespace detail
 
 AdamW::AdamW(
     const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
-    torch::optim::AdamWOptions defaults)
-    : torch::optim::AdamW(param_groups, std::move(defaults)) {
-  drop_repeated_parameters();
+    torch::optim::AdamWOptions defaults,
+    FusedOptions fused)
+    : SteppedByEngine(
+          param_groups,
+          detail::checked_options<torch::optim::AdamWOptions>(
+              defaults, detail::check_options)) {
+  engine_ = std::make_shared<detail::StepEngine>(
+      std::make_unique<detail::AdamWRules>(), fused);
+  engine_->check(*this);
 }
 
 AdamW::AdamW(
-    std::vector<at::Tensor> parameters, torch::optim::AdamWOptions defaults)
-    : torch::optim::AdamW(std::move(parameters), std::move(defaults)) {
-  drop_repeated_parameters();
+    std::vector<at::Tensor> parameters,
+    torch::optim::AdamWOptions defaults,
+    FusedOptions fused)
+    : AdamW(
+          {torch::optim::OptimizerParamGroup(std::move(parameters))},
+          std::move(defaults),
+          fused) {}
+
+void AdamW::save(torch::serialize::OutputArchive& archive) const {
+  torch::optim::serialize<AdamWParamState, torch::optim::AdamWOptions>(
+      archive, *this);
+}
+void AdamW::load(torch::serialize::InputArchive& archive) {
+  torch::optim::serialize<AdamWParamState, torch::optim::AdamWOptions>(
+      archive, *this);
 }
 
-void AdamW::drop_repeated_parameters() {
-  size_t count = 0;
-  for (const auto& group : param_groups()) {
-    count += group.params().size();
-  }
-  if (count == known_parameters_) {
-    return;
-  }
-  std::unordered_set<const void*> seen;
-  for (auto& group : param_groups()) {
-    std::erase_if(group.params(), [&](const at::Tensor& parameter) {
-      return !seen.insert(parameter.unsafeGetTensorImpl()).second;
-    });
-  }
-  known_parameters_ = seen.size();
+Adam::Adam(
+    const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
+    torch::optim::AdamOptions defaults,
+    FusedOptions fused)
+    : SteppedByEngine(
+          param_groups,
+          detail::checked_options<torch::optim::AdamOptions>(
+              defaults, detail::check_options)) {
+  engine_ = std::make_shared<detail::StepEngine>(
+      std::make_unique<detail::PlainAdamRules>(), fused);
+  engine_->check(*this);
 }
 
-at::Tensor AdamW::step(LossClosure closure) {
-  at::Tensor loss;
-  if (closure) {
-    at::AutoGradMode grad_mode(true);
-    loss = closure();
-  }
-  update(1);
-  return loss;
+Adam::Adam(
+    std::vector<at::Tensor> parameters,
+    torch::optim::AdamOptions defaults,
+    FusedOptions fused)
+    : Adam(
+          {torch::optim::OptimizerParamGroup(std::move(parameters))},
+          std::move(defaults),
+          fused) {}
+
+void Adam::save(torch::serialize::OutputArchive& archive) const {
+  torch::optim::serialize<AdamParamState, torch::optim::AdamOptions>(
+      archive, *this);
 }
-
-void AdamW::step_scaled(double factor) { update(factor); }
-
-void AdamW::update(double factor) {
-  at::NoGradGuard no_grad;
-  drop_repeated_parameters();
-  std::vector<detail::FusedAdamWList> lists;
-  for (auto& group : param_groups()) {
-    const auto& options =
-        static_cast<const torch::optim::AdamWOptions&>(group.options());
-    lists.clear();
-    for (const at::Tensor& parameter : group.params()) {
-      if (!parameter.grad().defined()) {
-        continue;
-      }
-      at::Tensor gradient = detail::gradient_laid_out_as(parameter);
-      auto& state = detail::moments_of(
-          parameter,
-          options.amsgrad(),
-          state_[parameter.unsafeGetTensorImpl()]);
-      state.step(state.step() + 1);
-      auto& list = detail::list_for(
-          lists, parameter, state.step(), group.params().size());
-      list.parameters.push_back(parameter);
-      list.gradients.push_back(std::move(gradient));
-      list.exp_avgs.push_back(state.exp_avg());
-      list.exp_avg_sqs.push_back(state.exp_avg_sq());
-      if (options.amsgrad()) {
-        list.max_exp_avg_sqs.push_back(state.max_exp_avg_sq());
-      }
-    }
-    for (const detail::FusedAdamWList& list : lists) {
-      // The kernel reads one step tensor a parameter; they may be the same.
-      const std::vector<at::Tensor> steps(
-          list.parameters.size(),
-          at::full(
-              {},
-              static_cast<double>(list.step),
-              at::TensorOptions(list.device).dtype(at::kFloat)));
-      // The kernel divides by a number of 32 bits.
-      std::optional<at::Tensor> divisor;
-      if (factor != 1 && list.dtype == at::kDouble) {
-        at::_foreach_mul_(list.gradients, factor);
-      } else if (factor != 1) {
-        divisor = at::full(
-            {}, 1 / factor, at::TensorOptions(list.device).dtype(at::kFloat));
-      }
-      at::_fused_adamw_(
-          list.parameters,
-          list.gradients,
-          list.exp_avgs,
-          list.exp_avg_sqs,
-          list.max_exp_avg_sqs,
-          steps,
-          options.lr(),
-          std::get<0>(options.betas()),
-          std::get<1>(options.betas()),
-          options.weight_decay(),
-          options.eps(),
-          options.amsgrad(),
-          /*maximize=*/false,
-          divisor);
-      // The fused kernel leaves version counters alone (LibTorch 2.13).
-      for (const at::Tensor& parameter : list.parameters) {
-        torch::autograd::impl::bump_version(parameter);
-      }
-    }
-  }
+void Adam::load(torch::serialize::InputArchive& archive) {
+  torch::optim::serialize<AdamParamState, torch::optim::AdamOptions>(
+      archive, *this);
 }
 
 } // namespace hasten

@@ -10,6 +10,12 @@
 #include <vector>
 
 #include "hasten/base/error.h"
+#include "hasten/optim/adafactor.h"
+#include "hasten/optim/adamw.h"
+#include "hasten/optim/lamb.h"
+#include "hasten/optim/lion.h"
+#include "hasten/optim/sgd.h"
+#include "step_engine.h"
 
 namespace hasten {
 
@@ -22,8 +28,16 @@ template <typename State, typename Visit>
 void visit_moments(State& state, const Visit& visit) {
   if constexpr (requires { state.exp_avg(); }) {
     visit("exp_avg", state.exp_avg());
+  }
+  if constexpr (requires { state.exp_avg_sq(); }) {
     visit("exp_avg_sq", state.exp_avg_sq());
+  }
+  if constexpr (requires { state.max_exp_avg_sq(); }) {
     visit("max_exp_avg_sq", state.max_exp_avg_sq());
+  }
+  if constexpr (requires { state.exp_avg_sq_row(); }) {
+    visit("exp_avg_sq_row", state.exp_avg_sq_row());
+    visit("exp_avg_sq_col", state.exp_avg_sq_col());
   }
   if constexpr (requires { state.square_avg(); }) {
     visit("square_avg", state.square_avg());
@@ -34,6 +48,9 @@ void visit_moments(State& state, const Visit& visit) {
   }
   if constexpr (requires { state.sum(); }) {
     visit("sum", state.sum());
+  }
+  if constexpr (requires { state.master(); }) {
+    visit("master", state.master());
   }
 }
 
@@ -48,6 +65,8 @@ void visit_group_options(Options& options, const Visit& visit) {
   if constexpr (requires { options.betas(); }) {
     visit("beta1", std::get<0>(options.betas()));
     visit("beta2", std::get<1>(options.betas()));
+  }
+  if constexpr (requires { options.amsgrad(); }) {
     visit("amsgrad", options.amsgrad());
   }
   if constexpr (requires { options.momentum(); }) {
@@ -64,6 +83,19 @@ void visit_group_options(Options& options, const Visit& visit) {
   if constexpr (requires { options.lr_decay(); }) {
     visit("lr_decay", options.lr_decay());
   }
+  if constexpr (requires { options.clip_threshold(); }) {
+    visit("clip_threshold", options.clip_threshold());
+    visit("decay_rate", options.decay_rate());
+    visit("scale_parameter", options.scale_parameter());
+    visit("relative_step", options.relative_step());
+    visit("warmup_init", options.warmup_init());
+    double beta1 = options.beta1().value_or(-1); // below 0: none
+    visit("beta1", beta1);
+    if constexpr (!std::is_const_v<Options>) {
+      options.beta1(
+          beta1 < 0 ? std::optional<double>() : std::optional<double>(beta1));
+    }
+  }
 }
 
 template <typename StateType, typename OptionsType>
@@ -71,44 +103,56 @@ struct OptimizerKind {
   using State = StateType;
   using Options = OptionsType;
   const char* name;
+  StepEngine* engine = nullptr; // hasten's own: any floating dtype will do
 };
 
 // Calls use(kind) with the kind the optimizer is of.
 template <typename Use>
 auto with_optimizer_kind(
     const torch::optim::Optimizer& optimizer, const Use& use) {
-  // In full: hasten has an AdamW too.
-  namespace torch_optim = torch::optim;
-  if (dynamic_cast<const torch_optim::AdamW*>(&optimizer) != nullptr) {
-    return use(
-        OptimizerKind<torch_optim::AdamWParamState, torch_optim::AdamWOptions>{
-            "AdamW"});
+  namespace torchs = torch::optim;
+  const auto own = [&]<typename Optimizer, typename State, typename Options>(
+                       const char* name) {
+    const auto* found = dynamic_cast<const Optimizer*>(&optimizer);
+    if (found != nullptr) {
+      use(OptimizerKind<State, Options>{name, &found->engine()});
+    }
+    return found != nullptr;
+  };
+  const auto of_torch =
+      [&]<typename Optimizer, typename State, typename Options>(
+          const char* name) {
+        const bool found =
+            dynamic_cast<const Optimizer*>(&optimizer) != nullptr;
+        if (found) {
+          use(OptimizerKind<State, Options>{name});
+        }
+        return found;
+      };
+#define HASTEN_OWN(name, options) \
+  own.template operator()<name, name##ParamState, options>(#name)
+#define HASTEN_OF_TORCH(name)                                                \
+  of_torch.template                                                          \
+  operator()<torchs::name, torchs::name##ParamState, torchs::name##Options>( \
+      #name)
+  const bool known =
+      HASTEN_OWN(AdamW, torchs::AdamWOptions) ||
+      HASTEN_OWN(Adam, torchs::AdamOptions) ||
+      HASTEN_OWN(SGD, torchs::SGDOptions) || HASTEN_OWN(Lion, LionOptions) ||
+      HASTEN_OWN(Lamb, LambOptions) ||
+      HASTEN_OWN(Adafactor, AdafactorOptions) || HASTEN_OF_TORCH(AdamW) ||
+      HASTEN_OF_TORCH(Adam) || HASTEN_OF_TORCH(SGD) ||
+      HASTEN_OF_TORCH(RMSprop) || HASTEN_OF_TORCH(Adagrad);
+#undef HASTEN_OWN
+#undef HASTEN_OF_TORCH
+  if (!known) {
+    throw InputError(
+        kOptimizerStateWhere,
+        "an optimizer of unknown type: what its state is made of is not known",
+        "one of hasten's, or torch's Adam, AdamW, SGD, RMSprop, Adagrad or one "
+        "derived from them",
+        "derive it from hasten::Stateful as well");
   }
-  if (dynamic_cast<const torch_optim::Adam*>(&optimizer) != nullptr) {
-    return use(
-        OptimizerKind<torch_optim::AdamParamState, torch_optim::AdamOptions>{
-            "Adam"});
-  }
-  if (dynamic_cast<const torch_optim::SGD*>(&optimizer) != nullptr) {
-    return use(
-        OptimizerKind<torch_optim::SGDParamState, torch_optim::SGDOptions>{
-            "SGD"});
-  }
-  if (dynamic_cast<const torch_optim::RMSprop*>(&optimizer) != nullptr) {
-    return use(OptimizerKind<
-               torch_optim::RMSpropParamState,
-               torch_optim::RMSpropOptions>{"RMSprop"});
-  }
-  if (dynamic_cast<const torch_optim::Adagrad*>(&optimizer) != nullptr) {
-    return use(OptimizerKind<
-               torch_optim::AdagradParamState,
-               torch_optim::AdagradOptions>{"Adagrad"});
-  }
-  throw InputError(
-      kOptimizerStateWhere,
-      "an optimizer of unknown type: what its state is made of is not known",
-      "torch's Adam, AdamW, SGD, RMSprop, Adagrad or one derived from them",
-      "derive it from hasten::Stateful as well");
 }
 
 const std::string& parameter_name(
@@ -127,12 +171,24 @@ struct LoadedMoments {
   std::unique_ptr<torch::optim::OptimizerParamState> state{};
 };
 
+std::vector<int64_t> moment_shape(
+    std::string_view moment, const at::Tensor& parameter) {
+  auto shape = parameter.sizes().vec();
+  if (shape.size() >= 2 && moment == "exp_avg_sq_row") {
+    shape.erase(shape.end() - 1);
+  } else if (shape.size() >= 2 && moment == "exp_avg_sq_col") {
+    shape.erase(shape.end() - 2);
+  }
+  return shape;
+}
+
 template <typename State>
 std::unique_ptr<State> read_moments(
     const at::Tensor& parameter,
     const std::string& name,
     const NamedTensors& tensors,
-    const nlohmann::json& steps) {
+    const nlohmann::json& steps,
+    bool any_dtype) {
   auto state = std::make_unique<State>();
   bool any = false;
   visit_moments(*state, [&](const char* moment, at::Tensor& target) {
@@ -141,15 +197,22 @@ std::unique_ptr<State> read_moments(
       return;
     }
     const at::Tensor& saved = found->second;
-    if (saved.sizes() != parameter.sizes() ||
-        saved.scalar_type() != parameter.scalar_type()) {
+    const auto shape = moment_shape(moment, parameter);
+    if (saved.sizes() != at::IntArrayRef(shape) ||
+        (any_dtype ? !saved.is_floating_point()
+                   : saved.scalar_type() != parameter.scalar_type())) {
       refuse_optimizer_state(
           found->first + " has shape " + c10::str(saved.sizes()) + " " +
               c10::toString(saved.scalar_type()),
-          "the parameter's " + c10::str(parameter.sizes()) + " " +
+          "the parameter's " + c10::str(at::IntArrayRef(shape)) + " " +
               c10::toString(parameter.scalar_type()));
     }
-    target = at::empty_like(parameter).detach().copy_(saved);
+    const auto options = parameter.options().dtype(saved.scalar_type());
+    target =
+        (saved.sizes() == parameter.sizes() ? at::empty_like(parameter, options)
+                                            : at::empty(shape, options))
+            .detach()
+            .copy_(saved);
     any = true;
   });
   if constexpr (requires { state->step(); }) {
@@ -208,7 +271,42 @@ void check_groups(
   }
 }
 
+// One of the states, or none.
+template <typename... States>
+bool visit_state_as(
+    torch::optim::OptimizerParamState& state,
+    const std::function<void(at::Tensor&)>& use) {
+  const auto try_as = [&]<typename State>(State* as) {
+    if (as != nullptr) {
+      visit_moments(*as, [&](const char*, at::Tensor& tensor) {
+        if (tensor.defined()) {
+          use(tensor);
+        }
+      });
+    }
+    return as != nullptr;
+  };
+  return (try_as(dynamic_cast<States*>(&state)) || ...);
+}
+
 } // namespace detail
+
+bool visit_state_tensors(
+    torch::optim::OptimizerParamState& state,
+    const std::function<void(at::Tensor&)>& use) {
+  return detail::visit_state_as<
+      AdamWParamState,
+      AdamParamState,
+      SGDParamState,
+      LionParamState,
+      LambParamState,
+      AdafactorParamState,
+      torch::optim::AdamWParamState,
+      torch::optim::AdamParamState,
+      torch::optim::SGDParamState,
+      torch::optim::RMSpropParamState,
+      torch::optim::AdagradParamState>(state, use);
+}
 
 void save_optimizer_state(
     const torch::optim::Optimizer& optimizer,
@@ -217,6 +315,9 @@ void save_optimizer_state(
     nlohmann::json& values) {
   detail::with_optimizer_kind(optimizer, [&]<typename Kind>(Kind kind) {
     values["kind"] = kind.name;
+    if (kind.engine != nullptr) {
+      values["rounding_seed"] = kind.engine->options().seed;
+    }
     values["steps"] = nlohmann::json::object();
     values["groups"] = nlohmann::json::array();
     for (const auto& group : optimizer.param_groups()) {
@@ -236,10 +337,15 @@ void save_optimizer_state(
           continue;
         }
         const std::string& name = detail::parameter_name(names, parameter);
-        const auto& state =
-            static_cast<const typename Kind::State&>(*entry->second);
+        const auto* state =
+            dynamic_cast<const typename Kind::State*>(entry->second.get());
+        if (state == nullptr) {
+          throw Error(
+              detail::kOptimizerStateWhere,
+              "the state of parameter=" + name + " is not this optimizer's");
+        }
         detail::visit_moments(
-            state, [&](const char* moment, const at::Tensor& tensor) {
+            *state, [&](const char* moment, const at::Tensor& tensor) {
               if (tensor.defined()) {
                 std::string key = moment; // += : + trips g++ 12's bounds check
                 key += '.';
@@ -247,8 +353,8 @@ void save_optimizer_state(
                 tensors[key] = tensor;
               }
             });
-        if constexpr (requires { state.step(); }) {
-          values["steps"][name] = state.step();
+        if constexpr (requires { state->step(); }) {
+          values["steps"][name] = state->step();
         }
       }
     }
@@ -263,8 +369,10 @@ std::function<void()> prepare_optimizer_load(
   using Loaded = std::vector<detail::LoadedMoments>;
   auto loaded = std::make_shared<Loaded>();
   std::vector<std::unique_ptr<torch::optim::OptimizerOptions>> options;
+  detail::StepEngine* engine = nullptr;
   detail::with_optimizer_kind(optimizer, [&]<typename Kind>(Kind kind) {
     detail::check_groups(optimizer, names, kind.name, values);
+    engine = kind.engine;
     const at::NoGradGuard no_grad;
     for (size_t i = 0; i < optimizer.param_groups().size(); ++i) {
       const auto& group = optimizer.param_groups()[i];
@@ -280,13 +388,20 @@ std::function<void()> prepare_optimizer_load(
             parameter,
             detail::parameter_name(names, parameter),
             tensors,
-            values.at("steps"));
+            values.at("steps"),
+            kind.engine != nullptr);
         loaded->push_back({parameter.unsafeGetTensorImpl(), std::move(state)});
       }
     }
   });
+  const uint64_t seed =
+      engine == nullptr ? 0
+                        : values.value("rounding_seed", engine->options().seed);
   auto shared_options = std::make_shared<decltype(options)>(std::move(options));
-  return [&optimizer, loaded, shared_options] {
+  return [&optimizer, loaded, shared_options, engine, seed] {
+    if (engine != nullptr) {
+      engine->options().seed = seed;
+    }
     for (size_t i = 0; i < shared_options->size(); ++i) {
       optimizer.param_groups()[i].set_options(std::move((*shared_options)[i]));
     }

@@ -112,26 +112,29 @@ void TrainingRun::restore(const nlohmann::json& values) {
 void TrainingRun::register_states() {
   Accelerator& accelerator = *parts_.accelerator;
   accelerator.register_for_checkpointing("trainer", run_state_);
+  if (plateau_) {
+    accelerator.register_for_checkpointing("plateau", plateau_);
+  }
   for (const auto& [name, callback] : parts_.stateful_callbacks) {
     accelerator.register_for_checkpointing("callback." + name, callback);
   }
 }
 
 /// What the file says of an optimizer's options yields to the arguments, which
-/// are the same or were allowed to differ.
+/// are the same or were allowed to differ; but where rates fell on a plateau, to
+/// those rates.
 void TrainingRun::load_checkpoint() {
-  using torch::optim::AdamWOptions;
-  std::vector<AdamWOptions> options;
-  for (const auto& group : adamw_->param_groups()) {
-    options.push_back(static_cast<const AdamWOptions&>(group.options()));
+  std::vector<std::unique_ptr<torch::optim::OptimizerOptions>> options;
+  for (const auto& group : torch_optimizer_->param_groups()) {
+    options.push_back(group.options().clone());
   }
-  const std::vector<double> peaks = lr_scheduler_->base_lrs();
+  std::vector<double> peaks = lr_scheduler_->base_lrs();
   parts_.accelerator->load_state(start_.folder, {.verify_checksums = false});
+  if (plateau_) {
+    peaks = lr_scheduler_->base_lrs();
+  }
   for (size_t i = 0; i < options.size(); ++i) {
-    static_cast<AdamWOptions&>(adamw_->param_groups()[i].options())
-        .betas(options[i].betas())
-        .eps(options[i].eps())
-        .weight_decay(options[i].weight_decay());
+    torch_optimizer_->param_groups()[i].set_options(std::move(options[i]));
   }
   lr_scheduler_->set_base_lrs(peaks);
   if (is_local()) { // ranks need not have had equally many

@@ -20,8 +20,29 @@ const std::map<std::string, IntervalStrategy>& interval_strategies() {
 const std::map<std::string, SchedulerType>& scheduler_types() {
   static const std::map<std::string, SchedulerType> names = {
       {"linear", SchedulerType::linear},
+      {"cosine", SchedulerType::cosine},
+      {"cosine_with_restarts", SchedulerType::cosine_with_restarts},
+      {"cosine_with_min_lr", SchedulerType::cosine_with_min_lr},
+      {"polynomial", SchedulerType::polynomial},
       {"constant", SchedulerType::constant},
-      {"constant_with_warmup", SchedulerType::constant_with_warmup}};
+      {"constant_with_warmup", SchedulerType::constant_with_warmup},
+      {"inverse_sqrt", SchedulerType::inverse_sqrt},
+      {"warmup_stable_decay", SchedulerType::warmup_stable_decay},
+      {"reduce_lr_on_plateau", SchedulerType::reduce_lr_on_plateau},
+      {"one_cycle", SchedulerType::one_cycle}};
+  return names;
+}
+
+const std::map<std::string, OptimizerType>& optimizer_types() {
+  static const std::map<std::string, OptimizerType> names = {
+      {"adamw_torch", OptimizerType::adamw_torch},
+      {"adamw_torch_fused", OptimizerType::adamw_torch_fused},
+      {"adamw", OptimizerType::adamw},
+      {"adam", OptimizerType::adam},
+      {"sgd", OptimizerType::sgd},
+      {"adafactor", OptimizerType::adafactor},
+      {"lion", OptimizerType::lion},
+      {"lamb", OptimizerType::lamb}};
   return names;
 }
 
@@ -51,6 +72,8 @@ void visit_arguments(Arguments& a, Visit&& visit) {
   visit("gradient_accumulation_steps", a.gradient_accumulation_steps);
   visit("local_sgd_steps", a.local_sgd_steps);
   visit("gradient_checkpointing", a.gradient_checkpointing);
+  visit("optim", a.optim);
+  visit("optim_args", a.optim_args);
   visit("learning_rate", a.learning_rate);
   visit("weight_decay", a.weight_decay);
   visit("adam_beta1", a.adam_beta1);
@@ -58,6 +81,7 @@ void visit_arguments(Arguments& a, Visit&& visit) {
   visit("adam_epsilon", a.adam_epsilon);
   visit("max_grad_norm", a.max_grad_norm);
   visit("lr_scheduler_type", a.lr_scheduler_type);
+  visit("lr_scheduler_kwargs", a.lr_scheduler_kwargs);
   visit("warmup_steps", a.warmup_steps);
   visit("warmup_ratio", a.warmup_ratio);
   visit("logging_steps", a.logging_steps);
@@ -81,6 +105,9 @@ const std::map<std::string, IntervalStrategy>& spellings(IntervalStrategy) {
 }
 const std::map<std::string, SchedulerType>& spellings(SchedulerType) {
   return scheduler_types();
+}
+const std::map<std::string, OptimizerType>& spellings(OptimizerType) {
+  return optimizer_types();
 }
 const std::map<std::string, SamplingStrategy>& spellings(SamplingStrategy) {
   return sampling_strategies();
@@ -110,9 +137,10 @@ nlohmann::json argument_json(const std::optional<T>& value) {
 [[noreturn]] void refuse_value(
     const char* name,
     const nlohmann::json& value,
-    const std::string& expected) {
+    const std::string& expected,
+    const std::string& fix = {}) {
   throw InputError(
-      kArgumentsPlace, std::string(name) + "=" + value.dump(), expected);
+      kArgumentsPlace, std::string(name) + "=" + value.dump(), expected, fix);
 }
 
 void read_argument(const char* name, const nlohmann::json& json, bool& field) {
@@ -176,14 +204,21 @@ template <typename T>
   requires std::is_enum_v<T>
 void read_argument(const char* name, const nlohmann::json& json, T& field) {
   std::string known;
+  std::vector<std::string> names;
   for (const auto& [spelling, value] : spellings(field)) {
+    names.push_back(spelling);
     if (json.is_string() && json.get<std::string>() == spelling) {
       field = value;
       return;
     }
     known += (known.empty() ? "one of " : ", ") + spelling;
   }
-  refuse_value(name, json, known);
+  const std::string near = json.is_string() ? nearest_name(
+                                                  json.get<std::string>(),
+                                                  names.data(),
+                                                  names.data() + names.size())
+                                            : "";
+  refuse_value(name, json, known, near.empty() ? near : "write " + near);
 }
 
 /// Throws unless `good`: "field=value. Expected expected."
@@ -207,6 +242,26 @@ void require_interval(const char* name, double value) {
       value,
       "a whole number of updates, or a share of all updates above 0 and below "
       "1");
+}
+
+void validate_schedule(const TrainingArguments& a) {
+  if (!a.lr_scheduler_kwargs.empty()) {
+    require_argument(
+        nlohmann::json::parse(a.lr_scheduler_kwargs, nullptr, false)
+            .is_object(),
+        "lr_scheduler_kwargs",
+        a.lr_scheduler_kwargs,
+        "a JSON object, like {\"num_cycles\": 2}");
+  }
+  if (a.lr_scheduler_type == SchedulerType::reduce_lr_on_plateau &&
+      a.eval_strategy == IntervalStrategy::no) {
+    throw InputError(
+        kArgumentsPlace,
+        "lr_scheduler_type=reduce_lr_on_plateau without evaluation: "
+        "eval_strategy=no",
+        {},
+        "set eval_strategy to epoch or steps");
+  }
 }
 
 void validate_best_model(const TrainingArguments& a) {
@@ -315,6 +370,7 @@ void TrainingArguments::validate() const {
       "metric_for_best_model",
       metric_for_best_model,
       "the name of a value in the evaluation record");
+  detail::validate_schedule(*this);
   if (load_best_model_at_end) {
     detail::validate_best_model(*this);
   }

@@ -54,6 +54,13 @@ TrainingPlan make_training_plan(
   plan.warmup_steps = arguments.warmup_steps <= 0 && warmup == 1.0
                           ? plan.max_steps
                           : detail::updates_of(warmup, plan.max_steps);
+  if (plan.warmup_steps > plan.max_steps) {
+    throw InputError(
+        "trainer::plan",
+        "warmup_steps=" + std::to_string(plan.warmup_steps),
+        "at most the run's updates=" + std::to_string(plan.max_steps),
+        "warm up over fewer updates, or train longer");
+  }
   const auto interval = [&](double steps) {
     return std::max<int64_t>(1, detail::updates_of(steps, plan.max_steps));
   };

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "hasten/base/error.h"
 #include "hasten/trainer/output_folder.h"
@@ -82,6 +83,36 @@ void TrainingRun::evaluate_and_log() {
   parts_.notify([&](TrainerCallback& c) { c.on_evaluate(record); });
 }
 
+void TrainingRun::step_plateau(const nlohmann::json& record) {
+  if (!plateau_) {
+    return;
+  }
+  const auto value = record.find(parts_.arguments.best_metric_name());
+  if (value == record.end()) {
+    refuse_metric(record);
+  }
+  if (plateau_->step(value->get<double>())) {
+    std::vector<double> rates;
+    for (const auto& group : torch_optimizer_->param_groups()) {
+      rates.push_back(group.options().get_lr());
+    }
+    lr_scheduler_->set_base_lrs(std::move(rates)); // which it keeps
+    next_learning_rate_ = lr_scheduler_->get_last_lr().at(0);
+  }
+}
+
+void TrainingRun::refuse_metric(const nlohmann::json& record) const {
+  std::string names;
+  for (const auto& entry : record.items()) {
+    names += (names.empty() ? "" : ", ") + entry.key();
+  }
+  throw InputError(
+      "trainer::train",
+      "the evaluation record lacks metric_for_best_model=" +
+          parts_.arguments.metric_for_best_model,
+      "one of " + names);
+}
+
 void TrainingRun::consider_best(
     const nlohmann::json& record, bool will_be_saved) {
   const TrainingArguments& a = parts_.arguments;
@@ -91,15 +122,7 @@ void TrainingRun::consider_best(
     if (!a.load_best_model_at_end) {
       return; // nothing depends on it
     }
-    std::string names;
-    for (const auto& entry : record.items()) {
-      names += (names.empty() ? "" : ", ") + entry.key();
-    }
-    throw InputError(
-        "trainer::train",
-        "the evaluation record lacks metric_for_best_model=" +
-            a.metric_for_best_model,
-        "one of " + names);
+    refuse_metric(record);
   }
   // What was not saved cannot be gone back to.
   if (!will_be_saved && a.save_strategy != IntervalStrategy::no) {

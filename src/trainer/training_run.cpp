@@ -12,32 +12,49 @@
 #include "hasten/base/error.h"
 #include "hasten/base/process.h"
 #include "hasten/core/memory.h"
+#include "hasten/optim/make_optimizer.h"
+#include "hasten/optim/make_schedule.h"
 #include "hasten/optim/param_groups.h"
 #include "hasten/trainer/output_folder.h"
 
 namespace hasten::detail {
 
-Schedule schedule_of(const TrainingArguments& a, const TrainingPlan& plan) {
-  switch (a.lr_scheduler_type) {
-    case SchedulerType::constant:
-      return constant_schedule();
-    case SchedulerType::constant_with_warmup:
-      return constant_schedule_with_warmup(plan.warmup_steps);
-    case SchedulerType::linear:
-      break;
-  }
-  return linear_schedule(plan.warmup_steps, plan.max_steps);
+template <typename T>
+const std::string& spelling_of(const std::map<std::string, T>& names, T value) {
+  return std::find_if(
+             names.begin(),
+             names.end(),
+             [value](const auto& entry) { return entry.second == value; })
+      ->first;
 }
 
-std::shared_ptr<AdamW> adamw_of(
+nlohmann::json schedule_kwargs(const TrainingArguments& a) {
+  return a.lr_scheduler_kwargs.empty()
+             ? nlohmann::json()
+             : nlohmann::json::parse(a.lr_scheduler_kwargs);
+}
+
+Schedule schedule_of(const TrainingArguments& a, const TrainingPlan& plan) {
+  return make_schedule(
+      spelling_of(scheduler_types(), a.lr_scheduler_type),
+      plan.warmup_steps,
+      plan.max_steps,
+      a.learning_rate,
+      schedule_kwargs(a));
+}
+
+std::shared_ptr<torch::optim::Optimizer> optimizer_of(
     const std::vector<torch::optim::OptimizerParamGroup>& groups,
     const TrainingArguments& a) {
-  return std::make_shared<AdamW>(
+  return make_optimizer(
+      spelling_of(optimizer_types(), a.optim),
       groups,
-      torch::optim::AdamWOptions(a.learning_rate)
-          .betas({a.adam_beta1, a.adam_beta2})
-          .eps(a.adam_epsilon)
-          .weight_decay(a.weight_decay));
+      {.learning_rate = a.learning_rate,
+       .weight_decay = a.weight_decay,
+       .adam_beta1 = a.adam_beta1,
+       .adam_beta2 = a.adam_beta2,
+       .adam_epsilon = a.adam_epsilon,
+       .args = a.optim_args});
 }
 
 LoaderOptions train_loader_options(
@@ -75,15 +92,22 @@ TrainingRun::TrainingRun(
       run_state_(std::make_shared<RunState>(this)),
       output_dir_(parts.arguments.output_dir),
       groups_(decay_groups(*parts.model, parts.arguments.weight_decay)),
-      adamw_(adamw_of(groups_, parts.arguments)),
+      torch_optimizer_(optimizer_of(groups_, parts.arguments)),
       lr_scheduler_(std::make_shared<LrScheduler>(
-          *adamw_, schedule_of(parts.arguments, plan))),
+          *torch_optimizer_, schedule_of(parts.arguments, plan))),
       data_loader_(std::make_shared<DataLoader>(
           parts.train,
           train_loader_options(
               parts.arguments,
               parts.accelerator->num_processes(),
-              start_.drop_batch))) {}
+              start_.drop_batch))) {
+  const TrainingArguments& a = parts.arguments;
+  if (a.lr_scheduler_type == SchedulerType::reduce_lr_on_plateau) {
+    plateau_ = std::make_shared<ReduceLrOnPlateau>(
+        *torch_optimizer_,
+        plateau_options(schedule_kwargs(a), a.best_is_greater()));
+  }
+}
 
 TrainOutput TrainingRun::run() {
   try {
@@ -114,8 +138,8 @@ void TrainingRun::begin() {
   Accelerator& accelerator = *parts_.accelerator;
   parts_.model->train();
   enable_checkpointing(parts_);
-  auto handles =
-      accelerator.prepare(parts_.model, adamw_, data_loader_, lr_scheduler_);
+  auto handles = accelerator.prepare(
+      parts_.model, torch_optimizer_, data_loader_, lr_scheduler_);
   optimizer_.emplace(std::get<1>(std::move(handles)));
   loader_.emplace(std::get<2>(std::move(handles)));
   scheduler_.emplace(std::get<3>(std::move(handles)));
@@ -259,6 +283,7 @@ void TrainingRun::after_update(bool epoch_ended) {
   }
   if (evaluate) {
     evaluate_and_log();
+    step_plateau(state_.log_history.back());
     consider_best(state_.log_history.back(), save);
   }
   if (save) {

@@ -8,7 +8,7 @@
 
 #include "hasten/accelerator/local_sgd.h"
 #include "hasten/data/loader.h"
-#include "hasten/optim/adamw.h"
+#include "hasten/optim/plateau.h"
 #include "hasten/optim/schedule.h"
 #include "run_start.h"
 #include "trainer_parts.h"
@@ -104,6 +104,9 @@ class TrainingRun {
   // training_records.cpp
   void log_training();
   void evaluate_and_log();
+  /// The plateau's metric, from an evaluation's record.
+  void step_plateau(const nlohmann::json& record);
+  [[noreturn]] void refuse_metric(const nlohmann::json& record) const;
   void consider_best(const nlohmann::json& record, bool will_be_saved);
   void append_record(const char* type, const nlohmann::json& record);
   /// Adds tokens over ranks. Collective.
@@ -136,10 +139,12 @@ class TrainingRun {
 
   // Borrowed by the handles below, so they come first.
   std::vector<torch::optim::OptimizerParamGroup> groups_;
-  std::shared_ptr<AdamW> adamw_;
+  std::shared_ptr<torch::optim::Optimizer> torch_optimizer_;
   std::shared_ptr<LrScheduler> lr_scheduler_;
+  std::shared_ptr<ReduceLrOnPlateau>
+      plateau_{}; // or null; the above is constant
   std::shared_ptr<DataLoader> data_loader_;
-  std::optional<PreparedOptimizer<AdamW>> optimizer_{};
+  std::optional<PreparedOptimizer<torch::optim::Optimizer>> optimizer_{};
   std::optional<PreparedLoader<DataLoader>> loader_{};
   std::optional<PreparedScheduler<LrScheduler>> scheduler_{};
   std::optional<LocalSgd> local_sgd_{}; // empty, or not active: plain training

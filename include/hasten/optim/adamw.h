@@ -1,9 +1,8 @@
-// torch::optim::AdamW with the same options, state and files, whose step is
-// one fused kernel over lists of tensors.
-// Threading: one thread. Lifetime: shares ownership of the parameters.
+// torch::optim::AdamW and Adam with the same options, state and files, stepped in
+// one pass: see fused_optimizer.h.
 #pragma once
 
-#include <ATen/core/Tensor.h>
+#include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
 
 #include <vector>
@@ -13,13 +12,7 @@
 namespace hasten {
 
 /// AdamW (Loshchilov and Hutter, arXiv 1711.05101) as PyTorch defines it. Equal
-/// to torch::optim::AdamW within rounding (1e-6 after 20 steps), several times
-/// as fast: no temporaries, one pass over parameter, gradient and moments.
-///
-/// What it does otherwise:
-/// - A parameter listed twice (tied weights) is updated once.
-/// - A parameter written by step() counts as changed, so that a step between a
-///   forward and its backward is an error as with torch's own.
+/// to torch::optim::AdamW within rounding (1e-6 after 20 steps).
 ///
 /// Options: torch::optim::AdamWOptions(lr).betas({…}).eps(…).weight_decay(…)
 /// .amsgrad(…). Trap, torch's: a group's option that equals the constructor's
@@ -27,28 +20,38 @@ namespace hasten {
 /// `defaults`; give both the same value.
 /// Memory: two tensors like each parameter (three with amsgrad), made at the
 /// first step() in which it has a gradient.
-class AdamW : public torch::optim::AdamW, public FusedOptimizer {
+class AdamW : public detail::SteppedByEngine<torch::optim::AdamW> {
  public:
   explicit AdamW(
       const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
-      torch::optim::AdamWOptions defaults = {});
+      torch::optim::AdamWOptions defaults = {},
+      FusedOptions fused = {});
   explicit AdamW(
       std::vector<at::Tensor> parameters,
-      torch::optim::AdamWOptions defaults = {});
-
-  /// One update of every parameter with a defined gradient; the gradients stay
-  /// as they are. Returns the closure's loss, or an undefined tensor. Local.
-  /// Gradients have their parameter's dtype. Throws InputError for a sparse
-  /// one and for parameters whose memory has holes.
-  at::Tensor step(LossClosure closure = nullptr) override;
-  void step_scaled(double factor) override;
-
- private:
-  /// Drops repeated parameters from the groups that were added since.
-  void drop_repeated_parameters();
-  void update(double factor);
-
-  size_t known_parameters_ = 0; // over all groups, after dropping
+      torch::optim::AdamWOptions defaults = {},
+      FusedOptions fused = {});
+  void save(torch::serialize::OutputArchive& archive) const override;
+  void load(torch::serialize::InputArchive& archive) override;
 };
+
+/// Adam (Kingma and Ba, arXiv 1412.6980) as PyTorch defines it: weight_decay is
+/// added to the gradient. Options, memory and traps as AdamW's; its default decay
+/// is 0.
+class Adam : public detail::SteppedByEngine<torch::optim::Adam> {
+ public:
+  explicit Adam(
+      const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
+      torch::optim::AdamOptions defaults = {},
+      FusedOptions fused = {});
+  explicit Adam(
+      std::vector<at::Tensor> parameters,
+      torch::optim::AdamOptions defaults = {},
+      FusedOptions fused = {});
+  void save(torch::serialize::OutputArchive& archive) const override;
+  void load(torch::serialize::InputArchive& archive) override;
+};
+
+using AdamWParamState = detail::WithMaster<torch::optim::AdamWParamState>;
+using AdamParamState = detail::WithMaster<torch::optim::AdamParamState>;
 
 } // namespace hasten

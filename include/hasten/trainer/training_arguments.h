@@ -30,13 +30,38 @@ namespace hasten {
 /// When something recurring happens. An update is one optimizer step.
 enum class IntervalStrategy { no, steps, epoch };
 /// How the learning rate goes on after the warm-up; see optim/schedule.h.
-enum class SchedulerType { linear, constant, constant_with_warmup };
+enum class SchedulerType {
+  linear,
+  cosine,
+  cosine_with_restarts,
+  cosine_with_min_lr,
+  polynomial,
+  constant,
+  constant_with_warmup,
+  inverse_sqrt,
+  warmup_stable_decay,
+  /// Falls where metric_for_best_model has stopped improving: at evaluations.
+  reduce_lr_on_plateau,
+  one_cycle
+};
+/// What changes the parameters; the first three are one and the same.
+enum class OptimizerType {
+  adamw_torch,
+  adamw_torch_fused,
+  adamw,
+  adam,
+  sgd,
+  adafactor,
+  lion,
+  lamb
+};
 /// In which order training sees its rows; see data/loader.h.
 enum class SamplingStrategy { random, sequential, group_by_length };
 
 /// The spellings users write, for flags and JSON.
 const std::map<std::string, IntervalStrategy>& interval_strategies();
 const std::map<std::string, SchedulerType>& scheduler_types();
+const std::map<std::string, OptimizerType>& optimizer_types();
 const std::map<std::string, SamplingStrategy>& sampling_strategies();
 
 struct TrainingArguments {
@@ -86,8 +111,12 @@ struct TrainingArguments {
   /// Memory: one more copy of the weights.
   int64_t local_sgd_steps = 0;
 
-  // Optimizer (AdamW, with decay on all but biases and norms) and schedule.
+  // Optimizer (with decay on all but biases and norms) and schedule.
 
+  /// See optim/make_optimizer.h.
+  OptimizerType optim = OptimizerType::adamw_torch;
+  /// "name=value,name=value", of that optimizer; see optim/make_optimizer.h.
+  std::string optim_args{};
   /// Peak learning rate, >= 0.
   double learning_rate = 5e-5;
   /// Decoupled weight decay, >= 0; see optim/param_groups.h for its share.
@@ -99,8 +128,10 @@ struct TrainingArguments {
   /// 0 does not clip.
   double max_grad_norm = 1.0;
   SchedulerType lr_scheduler_type = SchedulerType::linear;
+  /// A JSON object's text, like {"num_cycles": 2}; see optim/make_schedule.h.
+  std::string lr_scheduler_kwargs{};
   /// Updates over which the learning rate rises from 0; below 1: their share of
-  /// all updates, rounded up.
+  /// all updates, rounded up. At most all of them.
   double warmup_steps = 0.0;
   /// The older spelling of a share, [0, 1]; read where warmup_steps is 0.
   double warmup_ratio = 0.0;

@@ -30,7 +30,8 @@ struct TrainingPlan {
 /// `batches_per_epoch`: micro-batches of one rank (DataLoader::size()), >= 1.
 /// updates_per_epoch = ceil(batches / accumulation), max_steps =
 /// ceil(num_train_epochs * updates_per_epoch) unless given; shares are rounded
-/// up. Throws InputError where the batches are fewer than 1.
+/// up. Throws InputError where the batches are fewer than 1, and for a warm-up above
+/// max_steps.
 TrainingPlan make_training_plan(
     const TrainingArguments& arguments,
     int64_t batches_per_epoch,

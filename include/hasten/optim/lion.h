@@ -1,0 +1,61 @@
+// Lion: the sign of a mean of gradients. See fused_optimizer.h for what it shares
+// with the other optimizers.
+#pragma once
+
+#include <torch/optim/serialize.h>
+
+#include <tuple>
+#include <vector>
+
+#include "hasten/optim/fused_optimizer.h"
+
+namespace hasten {
+
+struct LionOptions : torch::optim::OptimizerCloneableOptions<LionOptions> {
+  using betas_t = std::tuple<double, double>;
+  LionOptions(double lr = 1e-4) : lr_(lr) {}
+  /// >= 0. A third to a tenth of AdamW's, with as much more decay.
+  TORCH_ARG(double, lr);
+  /// Of the mean in the update and of the one kept; 0 <= beta < 1.
+  TORCH_ARG(betas_t, betas) = std::make_tuple(0.9, 0.99);
+  /// Decoupled, >= 0.
+  TORCH_ARG(double, weight_decay) = 0;
+
+ public:
+  void serialize(torch::serialize::InputArchive& archive) override;
+  void serialize(torch::serialize::OutputArchive& archive) const override;
+  double get_lr() const override { return lr(); }
+  void set_lr(const double lr) override { this->lr(lr); }
+};
+
+struct LionParamState final
+    : torch::optim::OptimizerCloneableParamState<LionParamState> {
+  TORCH_ARG(int64_t, step) = 0;
+  TORCH_ARG(at::Tensor, exp_avg);
+  TORCH_ARG(at::Tensor, master);
+
+ public:
+  void serialize(torch::serialize::InputArchive& archive) override;
+  void serialize(torch::serialize::OutputArchive& archive) const override;
+};
+
+/// Chen and others, arXiv 2302.06675, algorithm 2:
+///   p <- p (1 - lr weight_decay) - lr sign(beta1 m + (1 - beta1) g)
+///   m <- beta2 m + (1 - beta2) g
+/// Memory: one tensor like each parameter. A group's own options replace the
+/// defaults as a whole.
+class Lion : public detail::SteppedByEngine<torch::optim::Optimizer> {
+ public:
+  explicit Lion(
+      const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
+      LionOptions defaults = {},
+      FusedOptions fused = {});
+  explicit Lion(
+      std::vector<at::Tensor> parameters,
+      LionOptions defaults = {},
+      FusedOptions fused = {});
+  void save(torch::serialize::OutputArchive& archive) const override;
+  void load(torch::serialize::InputArchive& archive) override;
+};
+
+} // namespace hasten

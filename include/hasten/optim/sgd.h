@@ -1,0 +1,40 @@
+// torch::optim::SGD with the same options, state and files, stepped in one pass: see
+// fused_optimizer.h.
+#pragma once
+
+#include <torch/optim/sgd.h>
+
+#include <vector>
+
+#include "hasten/optim/fused_optimizer.h"
+
+namespace hasten {
+
+/// SGD with momentum, dampening, Nesterov's look-ahead and L2 decay as PyTorch
+/// defines them. Equal to torch::optim::SGD within rounding.
+/// Memory: one tensor like each parameter with momentum, none without.
+class SGD : public detail::SteppedByEngine<torch::optim::SGD> {
+ public:
+  SGD(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
+      torch::optim::SGDOptions defaults,
+      FusedOptions fused = {});
+  SGD(std::vector<at::Tensor> parameters,
+      torch::optim::SGDOptions defaults,
+      FusedOptions fused = {});
+  void save(torch::serialize::OutputArchive& archive) const override;
+  void load(torch::serialize::InputArchive& archive) override;
+};
+
+/// torch's, and the updates done: only rounding at random reads them.
+struct SGDParamState final : torch::optim::SGDParamState {
+  SGDParamState() = default;
+  explicit SGDParamState(const torch::optim::SGDParamState& state)
+      : torch::optim::SGDParamState(state) {}
+  std::unique_ptr<torch::optim::OptimizerParamState> clone() const override;
+  void serialize(torch::serialize::InputArchive& archive) override;
+  void serialize(torch::serialize::OutputArchive& archive) const override;
+  TORCH_ARG(int64_t, step) = 0;
+  TORCH_ARG(at::Tensor, master);
+};
+
+} // namespace hasten

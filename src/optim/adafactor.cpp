@@ -1,0 +1,224 @@
+#include "hasten/optim/adafactor.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <utility>
+
+#include "step_options.h"
+
+namespace hasten {
+
+namespace detail {
+
+constexpr const char* kAdafactorName = "optim::Adafactor";
+
+void check_options(const AdafactorOptions& options) {
+  constexpr const char* where = kAdafactorName;
+  const auto [eps, least_rms] = options.eps();
+  require_not_negative(where, "lr", options.lr());
+  require_option(
+      eps > 0 && std::isfinite(eps), where, "eps[0]", eps, "above 0");
+  require_not_negative(where, "eps[1]", least_rms);
+  require_option(
+      options.clip_threshold() > 0,
+      where,
+      "clip_threshold",
+      options.clip_threshold(),
+      "above 0");
+  require_option(
+      options.decay_rate() < 0 && std::isfinite(options.decay_rate()),
+      where,
+      "decay_rate",
+      options.decay_rate(),
+      "below 0");
+  if (options.beta1()) {
+    require_beta(where, "beta1", *options.beta1());
+  }
+  require_not_negative(where, "weight_decay", options.weight_decay());
+  if (options.warmup_init() && !options.relative_step()) {
+    throw InputError(
+        where, "warmup_init=true with relative_step=false", "both or neither");
+  }
+}
+
+class AdafactorRules final : public StepRules {
+ public:
+  const char* where() const override { return kAdafactorName; }
+  void check(const Options& options) const override {
+    check_options(own(options));
+  }
+  int64_t state_kind(const Options& options) const override {
+    return own(options).beta1() ? 1 : 0;
+  }
+  bool by_elements() const override { return false; }
+  bool by_rows() const override { return true; }
+  bool rounds_moments() const override { return false; }
+  StateParts parts(const at::Tensor& parameter, std::unique_ptr<State>& slot)
+      const override {
+    auto& state = state_in<AdafactorParamState>(slot);
+    return {
+        &state.step(),
+        &state.master(),
+        {parameter.dim() >= 2 ? &state.exp_avg_sq_row() : &state.exp_avg_sq(),
+         &state.exp_avg_sq_col(),
+         &state.exp_avg()}};
+  }
+  at::Tensor make_moment(
+      int which,
+      const at::Tensor& parameter,
+      const Options& options,
+      at::ScalarType dtype) const override {
+    if (which == 2) {
+      return own(options).beta1() ? at::zeros_like(parameter, dtype)
+                                  : at::Tensor();
+    }
+    auto shape = parameter.sizes().vec();
+    if (shape.size() >= 2) {
+      shape.erase(which == 0 ? shape.end() - 1 : shape.end() - 2);
+    } else if (which == 1) {
+      return {};
+    }
+    return at::zeros(shape, parameter.options().dtype(dtype));
+  }
+  StepNumbers numbers(
+      const Options& options, int64_t step, bool) const override {
+    const AdafactorOptions& o = own(options);
+    const auto k = static_cast<double>(step);
+    StepNumbers numbers;
+    numbers.lr = o.lr();
+    if (o.relative_step()) {
+      numbers.lr =
+          std::min(o.warmup_init() ? 1e-6 * k : 1e-2, 1 / std::sqrt(k));
+    }
+    numbers.weight_decay = o.weight_decay();
+    numbers.keep = 1 - o.weight_decay(); // times the rate, in the kernel
+    numbers.beta1 = o.beta1().value_or(0);
+    numbers.beta2 = 1 - std::pow(k, o.decay_rate());
+    std::tie(numbers.eps, numbers.eps_scale) = o.eps();
+    numbers.clip_threshold = o.clip_threshold();
+    numbers.scale_parameter = o.scale_parameter();
+    return numbers;
+  }
+  void run(
+      const StepArrays& arrays,
+      const StepNumbers& numbers,
+      const StepPass& pass,
+      int64_t,
+      int64_t) const override {
+    adafactor_step(arrays, numbers, pass);
+  }
+  void run(StepTensors& t, const StepNumbers& k) const override {
+    const auto rms = [](const at::Tensor& x) {
+      return x.norm() / std::sqrt(static_cast<double>(x.numel()));
+    };
+    at::Tensor rate = at::full({}, k.lr, t.parameter.options());
+    if (k.scale_parameter) {
+      rate = rate * rms(t.parameter).clamp_min(k.eps_scale);
+    }
+    at::Tensor update = t.gradient.square().add_(k.eps);
+    at::Tensor& row = t.moments[0];
+    if (t.parameter.dim() >= 2) {
+      at::Tensor& column = t.moments[1];
+      row.mul_(k.beta2).add_(update.mean(-1), 1 - k.beta2);
+      column.mul_(k.beta2).add_(update.mean(-2), 1 - k.beta2);
+      update = (row / row.mean(-1, true)).rsqrt_().unsqueeze(-1) *
+               column.unsqueeze(-2).rsqrt();
+      update.mul_(t.gradient);
+    } else {
+      row.mul_(k.beta2).add_(update, 1 - k.beta2);
+      update = row.rsqrt().mul_(t.gradient);
+    }
+    update.div_((rms(update) / k.clip_threshold).clamp_min(1)).mul_(rate);
+    if (at::Tensor& mean = t.moments[2]; mean.defined()) {
+      mean.mul_(k.beta1).add_(update, 1 - k.beta1);
+      update = mean;
+    }
+    t.parameter.sub_(t.parameter * (rate * k.weight_decay)).sub_(update);
+  }
+
+ private:
+  static const AdafactorOptions& own(const Options& options) {
+    return options_as<AdafactorOptions>(options, kAdafactorName);
+  }
+};
+
+} // namespace detail
+
+void AdafactorOptions::serialize(torch::serialize::InputArchive& archive) {
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, lr);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(eps_t, eps);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, clip_threshold);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, decay_rate);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, weight_decay);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(bool, scale_parameter);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(bool, relative_step);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(bool, warmup_init);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG_OPTIONAL(double, beta1);
+}
+void AdafactorOptions::serialize(
+    torch::serialize::OutputArchive& archive) const {
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(lr);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(eps);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(clip_threshold);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(decay_rate);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(weight_decay);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(scale_parameter);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(relative_step);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(warmup_init);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(beta1);
+}
+void AdafactorParamState::serialize(torch::serialize::InputArchive& archive) {
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(int64_t, step);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(at::Tensor, exp_avg_sq_row);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(at::Tensor, exp_avg_sq_col);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(at::Tensor, exp_avg_sq);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(at::Tensor, exp_avg);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(at::Tensor, master);
+}
+void AdafactorParamState::serialize(
+    torch::serialize::OutputArchive& archive) const {
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(step);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(exp_avg_sq_row);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(exp_avg_sq_col);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(exp_avg_sq);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(exp_avg);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(master);
+}
+
+Adafactor::Adafactor(
+    const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
+    AdafactorOptions defaults,
+    FusedOptions fused)
+    : SteppedByEngine(
+          param_groups,
+          std::make_unique<AdafactorOptions>(
+              detail::checked_options<AdafactorOptions>(
+                  defaults, detail::check_options))) {
+  detail::use_group_options<AdafactorOptions>(*this, param_groups);
+  engine_ = std::make_shared<detail::StepEngine>(
+      std::make_unique<detail::AdafactorRules>(), fused);
+  engine_->check(*this);
+}
+
+Adafactor::Adafactor(
+    std::vector<at::Tensor> parameters,
+    AdafactorOptions defaults,
+    FusedOptions fused)
+    : Adafactor(
+          {torch::optim::OptimizerParamGroup(std::move(parameters))},
+          std::move(defaults),
+          fused) {}
+
+void Adafactor::save(torch::serialize::OutputArchive& archive) const {
+  torch::optim::serialize<AdafactorParamState, AdafactorOptions>(
+      archive, *this);
+}
+void Adafactor::load(torch::serialize::InputArchive& archive) {
+  torch::optim::serialize<AdafactorParamState, AdafactorOptions>(
+      archive, *this);
+}
+
+} // namespace hasten

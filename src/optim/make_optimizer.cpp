@@ -1,0 +1,285 @@
+#include "hasten/optim/make_optimizer.h"
+
+#include <algorithm>
+#include <charconv>
+#include <map>
+#include <type_traits>
+#include <utility>
+
+#include "hasten/base/error.h"
+#include "hasten/optim/adafactor.h"
+#include "hasten/optim/adamw.h"
+#include "hasten/optim/lamb.h"
+#include "hasten/optim/lion.h"
+#include "hasten/optim/sgd.h"
+
+namespace hasten {
+
+namespace detail {
+
+constexpr const char* kMakeOptimizer = "optim::make_optimizer";
+
+/// "name=value,…": each is taken once; what is left over is unknown.
+class OptimizerArgs {
+ public:
+  explicit OptimizerArgs(const std::string& text) {
+    for (size_t at = 0; at < text.size();) {
+      const size_t comma = std::min(text.find(',', at), text.size());
+      std::string item = text.substr(at, comma - at);
+      std::erase(item, ' ');
+      const size_t equals = item.find('=');
+      if (equals == std::string::npos || equals == 0) {
+        throw InputError(
+            kMakeOptimizer, "optim_args=" + text, "name=value,name=value");
+      }
+      values_[item.substr(0, equals)] = item.substr(equals + 1);
+      at = comma + 1;
+    }
+  }
+
+  void take(const char* name, double& field) {
+    if (const std::string* text = find(name)) {
+      const char* end = text->data() + text->size();
+      const auto read = std::from_chars(text->data(), end, field);
+      require(
+          read.ec == std::errc() && read.ptr == end, name, *text, "a number");
+    }
+  }
+  void take(const char* name, std::optional<double>& field) {
+    double value = -1;
+    take(name, value);
+    if (value != -1) {
+      field = value;
+    }
+  }
+  void take(const char* name, bool& field) {
+    if (const std::string* text = find(name)) {
+      require(
+          *text == "true" || *text == "True" || *text == "false" ||
+              *text == "False",
+          name,
+          *text,
+          "true or false");
+      field = *text == "true" || *text == "True";
+    }
+  }
+  void take(const char* name, uint64_t& field) {
+    if (const std::string* text = find(name)) {
+      const char* end = text->data() + text->size();
+      const auto read = std::from_chars(text->data(), end, field);
+      require(
+          read.ec == std::errc() && read.ptr == end,
+          name,
+          *text,
+          "a whole number, 0 or more");
+    }
+  }
+
+  void refuse_others(const std::string& optimizer) const {
+    if (values_.empty()) {
+      return;
+    }
+    const std::string& name = values_.begin()->first;
+    const std::string near =
+        nearest_name(name, known_.data(), known_.data() + known_.size());
+    std::string all;
+    for (const std::string& known : known_) {
+      all += (all.empty() ? "" : ", ") + known;
+    }
+    throw InputError(
+        kMakeOptimizer,
+        "unknown name in optim_args: " + name,
+        "of " + optimizer + ": " + all,
+        near.empty() ? "leave it out" : "write " + near);
+  }
+
+ private:
+  // The text stays until the next call.
+  const std::string* find(const char* name) {
+    known_.emplace_back(name);
+    const auto found = values_.find(name);
+    if (found == values_.end()) {
+      return nullptr;
+    }
+    taken_ = found->second;
+    values_.erase(found);
+    return &taken_;
+  }
+  static void require(
+      bool good, const char* name, const std::string& text, const char* what) {
+    if (!good) {
+      throw InputError(
+          kMakeOptimizer,
+          std::string("optim_args: ") + name + "=" + text,
+          what);
+    }
+  }
+
+  std::map<std::string, std::string> values_{};
+  std::vector<std::string> known_{};
+  std::string taken_{};
+};
+
+/// The optimizer of `groups`, each with exactly the options that it should have.
+template <typename Optimizer, typename Options>
+std::unique_ptr<torch::optim::Optimizer> made_of(
+    const std::vector<torch::optim::OptimizerParamGroup>& groups,
+    const Options& defaults,
+    const FusedOptions& fused) {
+  std::vector<torch::optim::OptimizerParamGroup> bare;
+  std::vector<Options> wanted;
+  for (const auto& group : groups) {
+    bare.emplace_back(group.params());
+    Options& options = wanted.emplace_back(defaults);
+    if (!group.has_options()) {
+      continue;
+    }
+    const auto* own =
+        dynamic_cast<const torch::optim::AdamWOptions*>(&group.options());
+    if (own == nullptr) {
+      throw InputError(
+          kMakeOptimizer,
+          "a parameter group has options of another kind",
+          "torch::optim::AdamWOptions, as decay_groups() makes them, or none");
+    }
+    options.weight_decay(own->weight_decay());
+    if (own->lr() != torch::optim::AdamWOptions().lr()) {
+      options.lr(own->lr());
+    }
+  }
+  auto optimizer = std::make_unique<Optimizer>(bare, defaults, fused);
+  for (size_t i = 0; i < wanted.size(); ++i) {
+    static_cast<Options&>(optimizer->param_groups()[i].options()) = wanted[i];
+  }
+  engine_check(optimizer->engine(), *optimizer);
+  return optimizer;
+}
+
+template <typename Options>
+Options adam_options(OptimizerArgs& args, const OptimizerSettings& settings) {
+  double beta1 = settings.adam_beta1;
+  double beta2 = settings.adam_beta2;
+  double eps = settings.adam_epsilon;
+  args.take("beta1", beta1);
+  args.take("beta2", beta2);
+  args.take("eps", eps);
+  Options options(settings.learning_rate);
+  options.betas({beta1, beta2});
+  options.eps(eps);
+  options.weight_decay(settings.weight_decay);
+  if constexpr (requires { options.amsgrad(); }) {
+    args.take("amsgrad", options.amsgrad());
+  }
+  return options;
+}
+
+AdafactorOptions adafactor_options(
+    OptimizerArgs& args, const OptimizerSettings& settings) {
+  AdafactorOptions options(settings.learning_rate);
+  options.weight_decay(settings.weight_decay);
+  options.scale_parameter(false);
+  options.relative_step(false);
+  args.take("eps1", std::get<0>(options.eps()));
+  args.take("eps2", std::get<1>(options.eps()));
+  args.take("clip_threshold", options.clip_threshold());
+  args.take("decay_rate", options.decay_rate());
+  args.take("beta1", options.beta1());
+  args.take("scale_parameter", options.scale_parameter());
+  args.take("relative_step", options.relative_step());
+  args.take("warmup_init", options.warmup_init());
+  return options;
+}
+
+/// use.template operator()<Optimizer>(options, fused) for the one of that name.
+template <typename Use>
+auto with_named_optimizer(
+    const std::string& name,
+    const OptimizerSettings& settings,
+    const Use& use) {
+  const auto& names = optimizer_names();
+  if (std::find(names.begin(), names.end(), name) == names.end()) {
+    const std::string near =
+        nearest_name(name, names.data(), names.data() + names.size());
+    std::string all;
+    for (const std::string& known : names) {
+      all += (all.empty() ? "one of " : ", ") + known;
+    }
+    throw InputError(
+        kMakeOptimizer,
+        "optim=" + name,
+        all,
+        near.empty() ? "" : "write " + near);
+  }
+  OptimizerArgs args(settings.args);
+  FusedOptions fused;
+  args.take("bf16_moments", fused.bf16_moments);
+  args.take("master_weights", fused.master_weights);
+  args.take("seed", fused.seed);
+  const auto finish = [&]<typename Optimizer>(const auto& options) {
+    args.refuse_others(name);
+    return use.template operator()<Optimizer>(options, fused);
+  };
+  if (name == "adam") {
+    return finish.template operator()<Adam>(
+        adam_options<torch::optim::AdamOptions>(args, settings));
+  }
+  if (name == "lamb") {
+    return finish.template operator()<Lamb>(
+        adam_options<LambOptions>(args, settings));
+  }
+  if (name == "adafactor") {
+    return finish.template operator()<Adafactor>(
+        adafactor_options(args, settings));
+  }
+  if (name == "sgd") {
+    torch::optim::SGDOptions options(settings.learning_rate);
+    options.weight_decay(settings.weight_decay);
+    args.take("momentum", options.momentum());
+    args.take("dampening", options.dampening());
+    args.take("nesterov", options.nesterov());
+    return finish.template operator()<SGD>(options);
+  }
+  if (name == "lion") {
+    LionOptions options(settings.learning_rate);
+    options.weight_decay(settings.weight_decay);
+    args.take("beta1", std::get<0>(options.betas()));
+    args.take("beta2", std::get<1>(options.betas()));
+    return finish.template operator()<Lion>(options);
+  }
+  return finish.template operator()<AdamW>(
+      adam_options<torch::optim::AdamWOptions>(args, settings));
+}
+
+} // namespace detail
+
+const std::vector<std::string>& optimizer_names() {
+  static const std::vector<std::string> names = {
+      "adamw_torch",
+      "adamw_torch_fused",
+      "adamw",
+      "adam",
+      "sgd",
+      "adafactor",
+      "lion",
+      "lamb"};
+  return names;
+}
+
+void check_optimizer(
+    const std::string& name, const OptimizerSettings& settings) {
+  make_optimizer(name, {torch::optim::OptimizerParamGroup({})}, settings);
+}
+
+std::unique_ptr<torch::optim::Optimizer> make_optimizer(
+    const std::string& name,
+    const std::vector<torch::optim::OptimizerParamGroup>& groups,
+    const OptimizerSettings& settings) {
+  return detail::with_named_optimizer(
+      name,
+      settings,
+      [&]<typename Optimizer>(const auto& options, const FusedOptions& fused) {
+        return detail::made_of<Optimizer>(groups, options, fused);
+      });
+}
+
+} // namespace hasten

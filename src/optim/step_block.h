@@ -1,0 +1,196 @@
+// One tensor a block at a time, whatever its types. Private to the kernels.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <type_traits>
+
+#include "step_kernels.h"
+
+// Clones for wider vectors are chosen when the library is loaded.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && \
+    !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+#define HASTEN_STEP_CLONES \
+  __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define HASTEN_STEP_CLONES
+#endif
+#define HASTEN_STEP_INLINE inline __attribute__((always_inline))
+
+namespace hasten::detail {
+
+// Any type to and from the one a kernel computes in; n <= kStepBlock.
+void load_numbers(
+    const void* in, StepType type, float* out, int64_t n, double factor);
+void load_numbers(
+    const void* in, StepType type, double* out, int64_t n, double factor);
+void store_numbers(const float* in, void* out, StepType type, int64_t n);
+void store_numbers(const double* in, void* out, StepType type, int64_t n);
+/// Rounds at random to bf16, so that the mean is exact; `values` becomes what is
+/// stored. n <= kStepBlock.
+void store_bf16_at_random(
+    float* values, uint16_t* out, int32_t n, uint32_t key0, uint32_t key1);
+/// Where a 16-bit parameter is not what its fp32 copy rounds to, somebody has
+/// written it: the copy follows. n <= kStepBlock.
+void follow_parameter(
+    const void* parameter, StepType type, float* master, int64_t n);
+/// Sum of squares of n <= kStepBlock numbers.
+double block_square_sum(const float* x, int64_t n);
+double block_square_sum(const double* x, int64_t n);
+
+inline int64_t bytes_of(StepType type) {
+  return type == StepType::f64 ? 8 : type == StepType::f32 ? 4 : 2;
+}
+inline void* element(void* data, StepType type, int64_t at) {
+  return static_cast<char*>(data) + at * bytes_of(type);
+}
+inline const void* element(const void* data, StepType type, int64_t at) {
+  return static_cast<const char*>(data) + at * bytes_of(type);
+}
+
+template <typename T>
+constexpr StepType kTypeOf =
+    std::is_same_v<T, double> ? StepType::f64 : StepType::f32;
+
+/// Reads kStepBlock numbers at a time in T, in place where they are T, and writes
+/// them back.
+template <typename T>
+class StepBlock {
+ public:
+  StepBlock(const StepArrays& a, const StepPass& pass) : a_(a), pass_(pass) {
+    moments_direct_ = a.moment_type == kTypeOf<T>;
+    parameter_direct_ = a.master != nullptr || a.parameter_type == kTypeOf<T>;
+    gradient_direct_ = a.gradient_type == kTypeOf<T>;
+  }
+  /// All is T and nothing happens to the gradient: one call for everything.
+  bool plain() const {
+    return moments_direct_ && parameter_direct_ && gradient_direct_ &&
+           a_.master == nullptr && pass_.factor == 1 &&
+           pass_.after == GradientAfter::keep;
+  }
+
+  T* parameter(int64_t at, int64_t n) {
+    void* data = element(a_.parameter, a_.parameter_type, at);
+    if (a_.master != nullptr) { // then T is float
+      follow_parameter(data, a_.parameter_type, a_.master + at, n);
+      return reinterpret_cast<T*>(a_.master + at);
+    }
+    if (parameter_direct_) {
+      return static_cast<T*>(data);
+    }
+    load_numbers(data, a_.parameter_type, parameter_, n, 1);
+    return parameter_;
+  }
+  void store_parameter(const T* p, int64_t at, int64_t n) const {
+    if (a_.master != nullptr || !parameter_direct_) {
+      store_numbers(
+          p,
+          element(a_.parameter, a_.parameter_type, at),
+          a_.parameter_type,
+          n);
+    }
+  }
+
+  /// The gradient times the factor. The last pass over it leaves it as it shall
+  /// be left.
+  const T* gradient(int64_t at, int64_t n, bool last = true) {
+    void* data = element(a_.gradient, a_.gradient_type, at);
+    const T* values = static_cast<const T*>(data);
+    if (!gradient_direct_ || pass_.factor != 1 ||
+        (last && pass_.after == GradientAfter::zero)) {
+      load_numbers(data, a_.gradient_type, gradient_, n, pass_.factor);
+      values = gradient_;
+    }
+    if (last && pass_.after == GradientAfter::zero) {
+      std::memset(data, 0, static_cast<size_t>(n * bytes_of(a_.gradient_type)));
+    } else if (
+        last && pass_.factor != 1 && pass_.after == GradientAfter::scaled) {
+      store_numbers(values, data, a_.gradient_type, n);
+    }
+    return values;
+  }
+
+  T* moment(int which, int64_t at, int64_t n) {
+    void* data = element(a_.moments[which], a_.moment_type, at);
+    if (moments_direct_) {
+      return static_cast<T*>(data);
+    }
+    load_numbers(data, a_.moment_type, moments_[which], n, 1);
+    return moments_[which];
+  }
+  void store_moment(int which, T* values, int64_t at, int64_t n) const {
+    if constexpr (std::is_same_v<T, float>) {
+      if (!moments_direct_) {
+        const uint64_t key = mix_step_key(
+            a_.rounding_key + static_cast<uint64_t>(which),
+            static_cast<uint64_t>(at / kStepBlock));
+        store_bf16_at_random(
+            values,
+            static_cast<uint16_t*>(a_.moments[which]) + at,
+            static_cast<int32_t>(n),
+            static_cast<uint32_t>(key),
+            static_cast<uint32_t>(key >> 32));
+      }
+    }
+  }
+
+ private:
+  const StepArrays& a_;
+  const StepPass& pass_;
+  bool moments_direct_, parameter_direct_, gradient_direct_;
+  alignas(64) T parameter_[kStepBlock];
+  alignas(64) T gradient_[kStepBlock];
+  alignas(64) T moments_[3][kStepBlock];
+};
+
+/// kernel(p, g, m0, m1, m2, n) over [begin, end).
+template <typename T, typename Kernel>
+void over_blocks(
+    const StepArrays& a,
+    const StepPass& pass,
+    int64_t begin,
+    int64_t end,
+    const Kernel& kernel) {
+  StepBlock<T> block(a, pass);
+  const int64_t step =
+      block.plain() ? std::max<int64_t>(end - begin, 1) : kStepBlock;
+  for (int64_t at = begin; at < end; at += step) {
+    const int64_t n = std::min(step, end - at);
+    T* p = block.parameter(at, n);
+    const T* g = block.gradient(at, n);
+    T* m[3] = {};
+    for (int i = 0; i < 3; ++i) {
+      m[i] = a.moments[i] != nullptr ? block.moment(i, at, n) : nullptr;
+    }
+    kernel(p, g, m[0], m[1], m[2], n);
+    for (int i = 0; i < 3; ++i) {
+      if (m[i] != nullptr) {
+        block.store_moment(i, m[i], at, n);
+      }
+    }
+    block.store_parameter(p, at, n);
+  }
+}
+
+/// Calls use(T{}) with the type the tensor is computed in.
+template <typename Use>
+auto in_step_type(const StepArrays& a, const Use& use) {
+  return a.parameter_type == StepType::f64 ? use(double{}) : use(float{});
+}
+
+template <typename T>
+struct AdamNumbers {
+  explicit AdamNumbers(const StepNumbers& k)
+      : keep(static_cast<T>(k.keep)),
+        l2(static_cast<T>(k.l2)),
+        share1(static_cast<T>(1 - k.beta1)),
+        beta2(static_cast<T>(k.beta2)),
+        share2(static_cast<T>(1 - k.beta2)),
+        step_size(static_cast<T>(k.step_size)),
+        root(static_cast<T>(k.root)),
+        eps(static_cast<T>(k.eps)),
+        unbias(static_cast<T>(k.unbias)) {}
+  T keep, l2, share1, beta2, share2, step_size, root, eps, unbias;
+};
+
+} // namespace hasten::detail

@@ -1,0 +1,130 @@
+// From the lists of an optimizer to calls of its kernel.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/optim/optimizer.h>
+
+#include <array>
+#include <memory>
+#include <vector>
+
+#include "hasten/optim/fused_optimizer.h"
+#include "step_kernels.h"
+
+namespace hasten::detail {
+
+/// Where a parameter's state keeps things.
+struct StateParts {
+  int64_t* step = nullptr;
+  at::Tensor* master = nullptr;
+  std::array<at::Tensor*, 3> moments{}; // in the kernel's order
+};
+
+/// One tensor for ATen's operations: all of one dtype, fp32 or fp64.
+struct StepTensors {
+  at::Tensor parameter{};
+  at::Tensor gradient{}; // multiplied already; may be written
+  std::array<at::Tensor, 3> moments{};
+  int64_t step = 0;
+};
+
+/// What makes one optimizer differ from another.
+class StepRules {
+ public:
+  using Options = torch::optim::OptimizerOptions;
+  using State = torch::optim::OptimizerParamState;
+
+  virtual ~StepRules() = default;
+  virtual const char* where() const = 0; // "optim::AdamW"
+  /// Throws InputError for options of another type or out of range.
+  virtual void check(const Options& options) const = 0;
+  /// Which moments there are under these options: another number, other ones.
+  virtual int64_t state_kind(const Options&) const { return 0; }
+  /// Makes the state, or what it lacks to be this optimizer's, except tensors.
+  virtual StateParts parts(
+      const at::Tensor& parameter, std::unique_ptr<State>& slot) const = 0;
+  /// Moment `which` at 0, of `dtype`; undefined where there is none.
+  virtual at::Tensor make_moment(
+      int which,
+      const at::Tensor& parameter,
+      const Options& options,
+      at::ScalarType dtype) const = 0;
+  /// `fresh`: moment 0 was made for this step.
+  virtual StepNumbers numbers(
+      const Options& options, int64_t step, bool fresh) const = 0;
+  /// False: a whole tensor at a time, and numel > 0.
+  virtual bool by_elements() const { return true; }
+  /// The kernel looks at rows and columns.
+  virtual bool by_rows() const { return false; }
+  virtual bool rounds_moments() const { return true; }
+  virtual void run(
+      const StepArrays& arrays,
+      const StepNumbers& numbers,
+      const StepPass& pass,
+      int64_t begin,
+      int64_t end) const = 0;
+  virtual void run(StepTensors& tensors, const StepNumbers& numbers) const = 0;
+};
+
+class StepEngine {
+ public:
+  StepEngine(std::unique_ptr<StepRules> rules, FusedOptions options)
+      : rules_(std::move(rules)), options_(options) {}
+
+  /// Verifies all groups' options and drops repeated parameters.
+  void check(torch::optim::Optimizer& optimizer);
+  void update(torch::optim::Optimizer& optimizer, const StepPass& pass);
+
+  const StepRules& rules() const { return *rules_; }
+  FusedOptions& options() { return options_; }
+  /// ATen's operations on the CPU, too.
+  void force_tensor_operations() { only_tensors_ = true; }
+
+ private:
+  struct Entry {
+    c10::TensorImpl* parameter = nullptr;
+    torch::optim::OptimizerParamState* state = nullptr; // null: look again
+    StateParts parts{};
+    std::array<c10::TensorImpl*, 4> known{}; // moments and master
+    StepArrays arrays{};
+    bool fresh = false;
+  };
+  struct Group {
+    int64_t state_kind = -1;
+    std::vector<Entry> entries{}; // as params()
+  };
+  /// What has a gradient in this step.
+  struct Work {
+    Entry* entry = nullptr;
+    const at::Tensor* parameter = nullptr;
+    const StepRules::Options* options = nullptr;
+    size_t index = 0; // over all groups
+    size_t numbers = 0; // in numbers_
+    bool by_tensors = false;
+    at::Tensor copy{}; // of a gradient that lies otherwise
+  };
+
+  void find_entries(torch::optim::Optimizer& optimizer);
+  void rebuild(torch::optim::Optimizer& optimizer);
+  void take_gradient(Work& work) const;
+  void take_state(torch::optim::Optimizer& optimizer, Work& work) const;
+  void look_at_state(torch::optim::Optimizer& optimizer, Work& work) const;
+  void run(const StepPass& pass);
+  void run_by_tensors(const Work& work, const StepPass& pass) const;
+  void finish(const StepPass& pass) const;
+  size_t numbers_of(const Work& work);
+
+  const std::unique_ptr<StepRules> rules_;
+  FusedOptions options_;
+  bool only_tensors_ = false;
+  std::vector<Group> groups_{};
+  std::vector<Work> work_{};
+  std::vector<StepNumbers> numbers_{};
+  struct {
+    const StepRules::Options* options = nullptr;
+    int64_t step = 0;
+    bool fresh = false;
+  } numbers_for_{};
+};
+
+} // namespace hasten::detail

@@ -1,0 +1,102 @@
+// The arithmetic of one optimizer step over plain memory: no tensors, no threads.
+// Loops are compiled for several vector widths; contraction to fused multiply-adds
+// is off, so that all of them give the same bits.
+#pragma once
+
+#include <cstdint>
+
+namespace hasten::detail {
+
+enum class StepType : uint8_t { f32, f64, bf16, f16 };
+
+/// Where one tensor's numbers lie. Everything is computed in fp64 where the
+/// parameter is fp64 and in fp32 otherwise.
+struct StepArrays {
+  void* parameter = nullptr;
+  void* gradient = nullptr;
+  /// fp32 copy of a 16-bit parameter, which is rounded from it; null: none.
+  float* master = nullptr;
+  /// In the optimizer's order; null where it has fewer.
+  void* moments[3] = {};
+  StepType parameter_type = StepType::f32;
+  StepType gradient_type = StepType::f32;
+  /// f32, or f64 with an fp64 parameter, or bf16: then rounded at random.
+  StepType moment_type = StepType::f32;
+  int64_t count = 0;
+  /// Adafactor: count = matrices * rows * columns; columns 0: not factored.
+  int64_t rows = 0;
+  int64_t columns = 0;
+  /// Random bits of this tensor in this step.
+  uint64_t rounding_key = 0;
+};
+
+/// What a gradient that took part holds afterwards.
+enum class GradientAfter : uint8_t { keep, scaled, zero };
+
+struct StepPass {
+  /// Every gradient is multiplied by it on the way.
+  double factor = 1;
+  GradientAfter after = GradientAfter::keep;
+};
+
+/// Coefficients of a group in a step; each kernel reads those it names.
+struct StepNumbers {
+  double lr = 0;
+  double keep = 1; // what decoupled decay leaves of a parameter
+  double l2 = 0; // of the parameter, added to its gradient
+  double beta1 = 0;
+  double beta2 = 0;
+  double step_size = 0; // lr / (1 - beta1^step)
+  double root = 1; // 1 / sqrt(1 - beta2^step)
+  double unbias = 1; // 1 / (1 - beta1^step)
+  double eps = 0;
+  double momentum = 0;
+  double share = 1; // 1 - dampening
+  double weight_decay = 0; // read by ATen's operations only
+  double eps_scale = 0; // Adafactor's eps[1]
+  double clip_threshold = 1;
+  bool amsgrad = false;
+  bool nesterov = false;
+  bool scale_parameter = false;
+};
+
+// Elements [begin, end); begin is a multiple of kStepBlock.
+constexpr int64_t kStepBlock = 1024;
+
+/// Moments: mean, mean square, with amsgrad the largest mean square.
+void adam_step(
+    const StepArrays& a,
+    const StepNumbers& k,
+    const StepPass& pass,
+    int64_t begin,
+    int64_t end);
+/// Moment: momentum, null for none. momentum 0 in `k` (with share 1) begins it.
+void sgd_step(
+    const StepArrays& a,
+    const StepNumbers& k,
+    const StepPass& pass,
+    int64_t begin,
+    int64_t end);
+/// Moment: mean.
+void lion_step(
+    const StepArrays& a,
+    const StepNumbers& k,
+    const StepPass& pass,
+    int64_t begin,
+    int64_t end);
+/// Moments: mean, mean square. Whole tensors, in two passes.
+void lamb_step(const StepArrays& a, const StepNumbers& k, const StepPass& pass);
+/// Moments: mean square by row, by column (not factored: mean square, null), mean
+/// (null without beta1). Whole tensors, in three passes.
+void adafactor_step(
+    const StepArrays& a, const StepNumbers& k, const StepPass& pass);
+
+/// A key of its own for each part.
+uint64_t mix_step_key(uint64_t key, uint64_t part);
+
+/// Sums of one tensor's numbers, added in fp32 (fp64) over kStepBlock of them and
+/// in fp64 above: of |x|^1, of x^2, or the largest |x| (NaN where there is one).
+enum class NormKind : uint8_t { l1, l2, max };
+double norm_sum(const void* data, StepType type, int64_t count, NormKind kind);
+
+} // namespace hasten::detail

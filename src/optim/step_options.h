@@ -1,0 +1,86 @@
+// What the optimizers' rules have in common. Private to them.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <cmath>
+#include <string>
+
+#include "hasten/base/error.h"
+#include "step_engine.h"
+
+namespace hasten::detail {
+
+/// Throws InputError "name=value" unless `good`.
+inline void require_option(
+    bool good,
+    const char* where,
+    const char* name,
+    double value,
+    const char* expected) {
+  if (!good) {
+    throw InputError(
+        where, std::string(name) + "=" + c10::str(value), expected);
+  }
+}
+inline void require_not_negative(
+    const char* where, const char* name, double value) {
+  require_option(
+      value >= 0 && std::isfinite(value), where, name, value, "0 or more");
+}
+inline void require_beta(const char* where, const char* name, double value) {
+  require_option(
+      value >= 0 && value < 1, where, name, value, "0 or more, below 1");
+}
+
+/// `options` once they are known to be good: before LibTorch looks at them, whose
+/// errors do not name them.
+template <typename Options>
+Options checked_options(Options options, void (*check)(const Options&)) {
+  check(options);
+  return options;
+}
+
+template <typename Options>
+const Options& options_as(
+    const torch::optim::OptimizerOptions& options, const char* where) {
+  const auto* own = dynamic_cast<const Options*>(&options);
+  if (own == nullptr) {
+    throw InputError(
+        where,
+        "a parameter group has options of another optimizer",
+        "options of this one, or none");
+  }
+  return *own;
+}
+
+/// The state in `slot` as State: made, or taken over from torch's own Base.
+template <typename State, typename Base = State>
+State& state_in(std::unique_ptr<torch::optim::OptimizerParamState>& slot) {
+  if (auto* state = dynamic_cast<State*>(slot.get())) {
+    return *state;
+  }
+  auto made = std::make_unique<State>();
+  if constexpr (!std::is_same_v<State, Base>) {
+    if (const auto* base = dynamic_cast<const Base*>(slot.get())) {
+      made = std::make_unique<State>(*base);
+    }
+  }
+  State& state = *made;
+  slot = std::move(made);
+  return state;
+}
+
+/// LibTorch merges the options of groups for its own optimizers only.
+template <typename Options>
+void use_group_options(
+    torch::optim::Optimizer& optimizer,
+    const std::vector<torch::optim::OptimizerParamGroup>& groups) {
+  for (size_t i = 0; i < groups.size(); ++i) {
+    if (groups[i].has_options()) {
+      optimizer.param_groups()[i].set_options(groups[i].options().clone());
+    }
+  }
+}
+
+} // namespace hasten::detail
