@@ -50,8 +50,12 @@ static void run(const Request& request) {
     {
       auto window = accelerator.accumulate(net);
       accelerator.backward(
-          torch::nn::functional::cross_entropy(net->forward(ids, mask), labels),
-          BackwardOptions{});
+          torch::nn::functional::cross_entropy(
+              net->forward(ids, mask),
+              labels,
+              torch::nn::functional::CrossEntropyFuncOptions().reduction(
+                  torch::kSum)),
+          kRows);
     }
     optimizer.step();
     optimizer.zero_grad();
