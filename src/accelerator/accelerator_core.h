@@ -52,11 +52,6 @@ struct SlotList {
   std::vector<int64_t> slots{};
 };
 
-// Global norm of gradients: order `norm_type` over all their elements, summed in
-// fp64 over pieces.
-double gradient_norm(
-    const std::vector<at::Tensor>& gradients, double norm_type);
-
 // Moves the moments of torch's optimizers, and of those derived from them.
 void move_optimizer_state(
     torch::optim::Optimizer& optimizer, const at::Device& device);

@@ -7,60 +7,15 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
-#include <limits>
-#include <map>
 #include <sstream>
 
 #include "accelerator_core.h"
 #include "hasten/base/error.h"
 #include "hasten/base/log.h"
 #include "hasten/optim/fused_optimizer.h"
+#include "hasten/optim/gradient_norm.h"
 
 namespace hasten::detail {
-
-double gradient_norm(
-    const std::vector<at::Tensor>& gradients, double norm_type) {
-  // fp32 squares summed over millions of elements lose digits: sums over rows of
-  // this many elements, then fp64.
-  constexpr int64_t kRow = 1 << 14;
-  std::vector<at::Tensor> parts, long_ones;
-  std::map<std::pair<at::ScalarType, std::string>, std::vector<at::Tensor>>
-      short_ones; // by dtype and device: thousands become one
-  for (const at::Tensor& gradient : gradients) {
-    if (gradient.numel() < kRow) {
-      short_ones[{gradient.scalar_type(), gradient.device().str()}].push_back(
-          gradient.reshape({-1}));
-    } else {
-      long_ones.push_back(gradient);
-    }
-  }
-  for (const auto& entry : short_ones) {
-    long_ones.push_back(at::cat(entry.second));
-  }
-  for (const at::Tensor& gradient : long_ones) {
-    const at::Tensor flat = gradient.reshape({-1});
-    const int64_t rows = flat.numel() / kRow;
-    if (rows > 0) {
-      parts.push_back(at::linalg_vector_norm(
-          flat.narrow(0, 0, rows * kRow).view({rows, kRow}), norm_type, {1}));
-    }
-    if (flat.numel() > rows * kRow) {
-      parts.push_back(at::linalg_vector_norm(
-          flat.narrow(0, rows * kRow, flat.numel() - rows * kRow),
-          norm_type,
-          {0},
-          /*keepdim=*/true));
-    }
-  }
-  for (at::Tensor& part : parts) {
-    part = part.to(parts.front().device());
-  }
-  if (parts.empty()) {
-    return 0;
-  }
-  return at::linalg_vector_norm(at::cat(parts).to(at::kDouble), norm_type)
-      .item<double>();
-}
 
 // JSON has no infinity, and a clip must be repeated to the last bit.
 std::string exact_double(double value) {
@@ -268,26 +223,17 @@ double AcceleratorCore::clip_now(
     const std::vector<SlotList>& lists, double max_norm, double p) {
   at::NoGradGuard no_grad;
   const double pending = common_factor(lists);
-  std::vector<at::Tensor> gradients;
+  std::vector<at::Tensor> gradients, pieces; // the same numbers, in few pieces
   for (const SlotList& list : lists) {
     FlatGradients& flat = models_[list.model].ddp->gradients();
+    const size_t first = gradients.size();
     const auto count = static_cast<int64_t>(flat.layout().slots().size());
-    // Where they lie must not change the rounding: a rank alone, whose gradients
-    // lie in the buffers only after a state was loaded, never takes these.
-    bool in_place = communicator->world_size() > 1;
-    for (int64_t slot = 0; in_place && slot < count; ++slot) {
-      in_place = flat.installed(slot);
-    }
-    if (list.all && in_place) {
-      for (size_t g = 0; g < flat.layout().groups().size(); ++g) {
-        gradients.push_back(flat.buffer(static_cast<int64_t>(g)));
-      }
-      continue;
-    }
+    bool in_place = list.all;
     for (int64_t i = 0; i < (list.all ? count : std::ssize(list.slots)); ++i) {
       const int64_t slot = list.all ? i : list.slots[static_cast<size_t>(i)];
       const auto& parameter =
           flat.layout().slots()[static_cast<size_t>(slot)].parameter;
+      in_place = in_place && flat.installed(slot);
       if (!parameter.grad().defined()) {
         continue; // it is not stepped
       }
@@ -298,6 +244,16 @@ double AcceleratorCore::clip_now(
       }
       gradients.push_back(parameter.grad());
     }
+    if (!in_place) {
+      pieces.insert(
+          pieces.end(),
+          gradients.begin() + static_cast<std::ptrdiff_t>(first),
+          gradients.end());
+      continue;
+    }
+    for (size_t g = 0; g < flat.layout().groups().size(); ++g) {
+      pieces.push_back(flat.buffer(static_cast<int64_t>(g)));
+    }
   }
   const double norm = gradient_norm(gradients, p) * pending;
   const double factor = max_norm / (norm + 1e-6); // as torch.nn.utils does
@@ -306,8 +262,8 @@ double AcceleratorCore::clip_now(
       models_[list.model].ddp->set_pending_factor(pending * factor);
     }
   } else if (!(factor >= 1)) {
-    for (at::Tensor& gradient : gradients) {
-      gradient.mul_(factor);
+    for (at::Tensor& piece : pieces) {
+      piece.mul_(factor);
     }
   }
   return norm;
@@ -412,8 +368,9 @@ void AcceleratorCore::drop_unfinished(const LoaderState* loader) {
     }
     if (const int64_t batches = unfinished.drop(); batches > 0) {
       log_warning(
-          "the epoch was left in the middle of a window: the gradients of " +
-          std::to_string(batches) + " batches are dropped");
+          "the epoch was left in the middle of a window: its gradients are "
+          "dropped, batches=" +
+          std::to_string(batches));
     }
     fed_by_.erase(mask);
     for (ModelState& model : models_) {
