@@ -92,6 +92,14 @@ class PlanBench {
     return enable_within_budget(
         model_, loss_, "budget:" + std::to_string(bytes));
   }
+  // Null below the least.
+  Plan if_within(int64_t bytes) const {
+    try {
+      return within(bytes);
+    } catch (const InputError&) {
+      return nullptr;
+    }
+  }
 
  private:
   std::shared_ptr<torch::nn::Module> model_;
@@ -138,30 +146,39 @@ static void compare(const std::string& name, const PlanBench& bench) {
   }
   const Plan sqrt = make_plan(profile, sqrt_regions(blocks));
   const Plan each = make_plan(profile, each_block_regions(blocks));
-  const Plan at_sqrt = bench.within(bench.peak(sqrt));
-  const Plan at_each = bench.within(bench.peak(each));
-  const Plan half = bench.within(full_peak / 2);
-  const Plan half_blocks = plan_whole_blocks(profile, full_peak / 2);
+  const Plan at_sqrt = bench.if_within(bench.peak(sqrt));
+  const Plan at_each = bench.if_within(bench.peak(each));
+  const Plan half = bench.if_within(full_peak / 2);
+  const Plan half_blocks =
+      half ? plan_whole_blocks(profile, full_peak / 2) : nullptr;
   // The least peak that is predicted to take at most 1.08 of sqrt's time.
-  Plan small = at_sqrt;
+  Plan small = sqrt;
   for (const Plan& plan : pareto_plans(profile, 48)) {
     if (plan->predicted_seconds <= 1.08 * sqrt->predicted_seconds) {
       small = plan;
       break;
     }
   }
-  const std::vector<double> times = bench.seconds(
-      {full, sqrt, at_sqrt, each, at_each, half, half_blocks, small});
-  print_pair(name + "_time_at_sqrt_peak", "s/step", times[2], times[1]);
-  print_pair(name + "_time_at_each_peak", "s/step", times[4], times[3]);
-  print_pair(name + "_time_with_ops_at_50", "s/step", times[5], times[6]);
-  print_pair(name + "_time_of_small_peak", "s/step", times[7], times[1]);
+  std::vector<Plan> plans = {
+      full, sqrt, at_sqrt, each, at_each, half, half_blocks, small};
+  const std::vector<Plan> found = plans;
+  std::replace(plans.begin(), plans.end(), Plan(), full);
+  const std::vector<double> times = bench.seconds(plans);
+  const auto print_times = [&](const char* row, size_t ours, size_t other) {
+    if (found[ours] && found[other]) { // else there is no such plan
+      print_pair(name + row, "s/step", times[ours], times[other]);
+    }
+  };
+  print_times("_time_at_sqrt_peak", 2, 1);
+  print_times("_time_at_each_peak", 4, 3);
+  print_times("_time_with_ops_at_50", 5, 6);
+  print_times("_time_of_small_peak", 7, 1);
+  print_times("_time_at_50", 5, 0);
   print_pair(
       name + "_small_peak",
       "bytes",
       bytes(bench.peak(small)),
       bytes(bench.peak(sqrt)));
-  print_pair(name + "_time_at_50", "s/step", times[5], times[0]);
 }
 
 } // namespace hasten

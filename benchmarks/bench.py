@@ -363,6 +363,8 @@ def rows_of(bench, values):
     rows = []
     for case in bench.cases:
         ours, peers = values[case.name]
+        if not ours:
+            continue  # nothing of that kind here
         row = {"case": case.name, "unit": case.unit, "ours": middle(ours), "peer": None}
         row |= {"peer_name": getattr(bench, "peer_name", PEER), "limit": case.limit, "ratio": None, "spread": None}
         if peers:
@@ -373,10 +375,15 @@ def rows_of(bench, values):
     return rows
 
 
+def case_of(bench, row):
+    return next(case for case in bench.cases if case.name == row["case"])
+
+
 def print_table(bench, rows):
     print(f"\n{bench.name}: {bench.__doc__}")
     print(f"{'case':<24}{'ours':>16}{'peer':>16}{'ratio':>8}{'at most':>9}  spread       unit")
-    for case, row in zip(bench.cases, rows):
+    for row in rows:
+        case = case_of(bench, row)
         shown = f"{row['case']:<24}{row['ours']:>16,.{case.digits}f}"
         if row["peer"] is not None:
             most = f"{case.most:.2f}" if case.most != float("inf") else "-"
@@ -422,7 +429,8 @@ def main():
         print_table(bench, rows)
         if options.pictures and hasattr(bench, "picture"):
             bench.picture(ROOT)
-        for case, row in zip(bench.cases, rows):
+        for row in rows:
+            case = case_of(bench, row)
             slow = row["ratio"] is not None and row["ratio"] > case.most
             slow |= case.limit is not None and row["ours"] > case.limit
             failed |= slow and not options.smoke

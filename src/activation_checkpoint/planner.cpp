@@ -223,17 +223,44 @@ static int64_t fixed_bytes(const ChainProfile& profile) {
       "give more, or make batches smaller");
 }
 
+// The least bytes for the chain with which a plan was found, in finer and finer
+// slots: those of what the coarser ones found. Each is tried as it is, since other
+// bytes are rounded to other slots.
+static int64_t least_chain(const ChainProfile& profile, bool with_ops) {
+  int64_t chain = full_budget(profile) - fixed_bytes(profile);
+  int64_t next = PlanSolver(profile, chain, with_ops).least_bytes();
+  for (int attempt = 0; attempt < 8 && next > 0 && next < chain; ++attempt) {
+    const PlanSolver solver(profile, next, with_ops);
+    if (solver.seconds() < kNever) {
+      chain = next;
+      next = solver.least_bytes();
+    } else {
+      next += next / kSlots + 1;
+    }
+  }
+  return chain;
+}
+
 static std::shared_ptr<const ActivationPlan> plan_within(
     const ChainProfile& profile, int64_t budget, bool with_ops) {
   const int64_t chain = budget - fixed_bytes(profile);
-  if (chain > 0 && profile.first_peak_bytes <= budget) {
-    const PlanSolver solver(profile, chain, with_ops);
-    if (solver.seconds() < kNever) {
-      auto plan = std::make_shared<ActivationPlan>(
-          *make_plan(profile, solver.regions()));
-      plan->budget_bytes = budget;
-      return plan;
-    }
+  if (chain <= 0 || profile.first_peak_bytes > budget) {
+    refuse_budget(profile, budget, least_budget(profile));
+  }
+  const auto planned = [&](const PlanSolver& solver) {
+    auto plan =
+        std::make_shared<ActivationPlan>(*make_plan(profile, solver.regions()));
+    plan->budget_bytes = budget;
+    return plan;
+  };
+  const PlanSolver solver(profile, chain, with_ops);
+  if (solver.seconds() < kNever) {
+    return planned(solver);
+  }
+  // More bytes may fit less well into their slots than the least do.
+  const int64_t least = least_chain(profile, with_ops);
+  if (least <= chain) {
+    return planned(PlanSolver(profile, least, with_ops));
   }
   refuse_budget(profile, budget, least_budget(profile));
 }
@@ -251,18 +278,9 @@ std::shared_ptr<const ActivationPlan> plan_whole_blocks(
 }
 
 int64_t least_budget(const ChainProfile& profile) {
-  // In finer and finer slots: those of what the coarser ones found.
-  int64_t chain = full_budget(profile) - detail::fixed_bytes(profile);
-  for (int round = 0; round < 3; ++round) {
-    const detail::PlanSolver solver(profile, chain, true);
-    const int64_t least = solver.least_bytes();
-    if (least < 0) {
-      break;
-    }
-    chain = std::min(chain, least);
-  }
   return std::max(
-      detail::fixed_bytes(profile) + chain, profile.first_peak_bytes);
+      detail::fixed_bytes(profile) + detail::least_chain(profile, true),
+      profile.first_peak_bytes);
 }
 
 int64_t full_budget(const ChainProfile& profile) {

@@ -167,6 +167,26 @@ TEST(Planner, IsMonotoneAndNamesTheLeastBudget) {
        "at least " + std::to_string(least)});
 }
 
+// Bytes are rounded to slots whose size follows the budget: no budget from the
+// least on may fall through.
+TEST(Planner, EveryBudgetFromTheLeastOnHasAPlan) {
+  std::mt19937 random(5);
+  for (int round = 0; round < 8; ++round) {
+    ChainProfile profile = random_chain(24, random);
+    for (BlockProfile& block : profile.blocks) { // far from whole slots
+      block.output_bytes = block.output_bytes * 40'961 + 13;
+      block.saved_bytes = block.saved_bytes * 40'961 + 77;
+      block.ops_saved_bytes = block.ops_saved_bytes * 40'961 + 5;
+    }
+    const int64_t least = least_budget(profile);
+    for (int64_t more = 0; more < 20; ++more) {
+      const int64_t budget = least + more * more * least / 4000;
+      EXPECT_LE(plan_activations(profile, budget)->predicted_peak_bytes, budget)
+          << round << ", " << more;
+    }
+  }
+}
+
 // A homogeneous chain whose blocks can only be kept one at a time: Revolve's count
 // (Griewank and Walther), r l - binom(c + r, r - 1) advances for c checkpoints.
 TEST(Planner, CountsAsRevolveDoes) {
