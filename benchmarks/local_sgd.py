@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import svg
-from sides import RANKS, Bench, Case, environment, launched, peer_ranks, wait_all
+from sides import RANKS, Bench, Case, environment, launched, peer_ranks, rank_environment, wait_all
 
 UNHELD = float("inf")
 PICTURES = "docs/pictures"
@@ -124,12 +124,10 @@ class Link:
         self.shape(bits_per_second**2 / self.throughput())
 
     def run(self, *command):
-        commands, port = [], "29577"
+        commands = []
         for rank, holder in enumerate(self.holders):
-            variables = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": 1}
-            variables |= {"MASTER_ADDR": self.ADDRESSES[0], "MASTER_PORT": port}
             line = [*self.prefix(holder), *map(str, command)]
-            commands.append((line, environment({k: str(v) for k, v in variables.items()})))
+            commands.append((line, rank_environment(rank, RANKS, self.ADDRESSES[0], 29577, 1)))
         return json.loads(wait_all(commands).output.splitlines()[-1])
 
 

@@ -79,16 +79,26 @@ def launched(options, program, *arguments, ranks=RANKS):
     return json.loads(wait_all([(list(map(str, command)), environment())]).output.splitlines()[-1])
 
 
+def rank_environment(rank, ranks, address, port, local_ranks):
+    """torchrun's variables for one rank; none for a rank alone."""
+    if ranks == 1:
+        return environment()
+    variables = {"RANK": rank, "LOCAL_RANK": rank % local_ranks, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": local_ranks}
+    variables |= {"MASTER_ADDR": address, "MASTER_PORT": port}
+    return environment({key: str(value) for key, value in variables.items()})
+
+
+def run_peer(options, script, *arguments, ranks=RANKS):
+    """A peer's script as so many processes; (process, the object rank 0 printed last)."""
+    command = list(map(str, [options.peer_python, ROOT / "benchmarks/peers" / script, *arguments]))
+    port = free_port()
+    process = wait_all([(command, rank_environment(rank, ranks, "127.0.0.1", port, ranks)) for rank in range(ranks)])
+    return process, json.loads(process.output.splitlines()[-1])
+
+
 def peer_ranks(options, script, *arguments, ranks=RANKS):
     """What rank 0 of a peer's script printed last."""
-    command = [options.peer_python, ROOT / "benchmarks/peers" / script, *arguments]
-    port, commands = str(free_port()), []
-    for rank in range(ranks):
-        variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        variables = {k: str(v) for k, v in variables.items()} if ranks > 1 else None
-        commands.append((list(map(str, command)), environment(variables)))
-    return json.loads(wait_all(commands).output.splitlines()[-1])
+    return run_peer(options, script, *arguments, ranks=ranks)[1]
 
 
 class Bench:
@@ -136,17 +146,9 @@ class Bench:
 
     def peer(self, model, *flags):
         """The peer's script as two processes; (process, the object it printed)."""
-        port = str(free_port())
-        command = [self.options.peer_python, ROOT / "benchmarks/peers/reviews.py", "--train", self.train]
-        command += ["--model", self.options.pretrained if model == "minilm" else model]
-        command += ["--tokenizer", self.options.pretrained, "--output", self.work / "peer", *flags]
-        commands = []
-        for rank in range(RANKS):
-            variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS}
-            variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            commands.append((list(map(str, command)), environment({k: str(v) for k, v in variables.items()})))
-        process = wait_all(commands)
-        return process, json.loads(process.output.splitlines()[-1])
+        arguments = ["--train", self.train, "--model", self.options.pretrained if model == "minilm" else model]
+        arguments += ["--tokenizer", self.options.pretrained, "--output", self.work / "peer", *flags]
+        return run_peer(self.options, "reviews.py", *arguments)
 
     def records(self):
         with open(self.work / "out/metrics.jsonl", encoding="utf-8") as file:

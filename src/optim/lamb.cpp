@@ -36,13 +36,6 @@ class LambRules final : public StepRules {
         &state.master(),
         {&state.exp_avg(), &state.exp_avg_sq()}};
   }
-  at::Tensor make_moment(
-      int,
-      const at::Tensor& parameter,
-      const Options&,
-      at::ScalarType dtype) const override {
-    return at::zeros_like(parameter, dtype);
-  }
   StepNumbers numbers(
       const Options& options, int64_t step, bool) const override {
     const LambOptions& o = own(options);

@@ -31,13 +31,6 @@ class LionRules final : public StepRules {
     auto& state = state_in<LionParamState>(slot);
     return {&state.step(), &state.master(), {&state.exp_avg()}};
   }
-  at::Tensor make_moment(
-      int,
-      const at::Tensor& parameter,
-      const Options&,
-      at::ScalarType dtype) const override {
-    return at::zeros_like(parameter, dtype);
-  }
   StepNumbers numbers(const Options& options, int64_t, bool) const override {
     const LionOptions& o = own(options);
     StepNumbers numbers;

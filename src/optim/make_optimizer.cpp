@@ -12,6 +12,7 @@
 #include "hasten/optim/lamb.h"
 #include "hasten/optim/lion.h"
 #include "hasten/optim/sgd.h"
+#include "option_checks.h"
 
 namespace hasten {
 
@@ -79,18 +80,12 @@ class OptimizerArgs {
     if (values_.empty()) {
       return;
     }
-    const std::string& name = values_.begin()->first;
-    const std::string near =
-        nearest_name(name, known_.data(), known_.data() + known_.size());
-    std::string all;
-    for (const std::string& known : known_) {
-      all += (all.empty() ? "" : ", ") + known;
-    }
-    throw InputError(
+    refuse_name(
         kMakeOptimizer,
-        "unknown name in optim_args: " + name,
-        "of " + optimizer + ": " + all,
-        near.empty() ? "leave it out" : "write " + near);
+        "optim_args",
+        values_.begin()->first,
+        known_,
+        "of " + optimizer + ": " + joined_names(known_));
   }
 
  private:

@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "hasten/base/error.h"
+#include "option_checks.h"
 
 namespace hasten {
 
@@ -49,10 +50,7 @@ class ScheduleKwargs {
       const char* name,
       const std::vector<std::string>& spellings,
       int64_t otherwise) {
-    std::string all;
-    for (const std::string& spelling : spellings) {
-      all += (all.empty() ? "one of " : ", ") + spelling;
-    }
+    const std::string all = "one of " + joined_names(spellings);
     std::string text;
     const auto is_one = [&](const nlohmann::json& value) {
       return value.is_string() &&
@@ -78,18 +76,13 @@ class ScheduleKwargs {
     if (left_.empty()) {
       return;
     }
-    const std::string name = left_.begin().key();
-    const std::string near =
-        nearest_name(name, known_.data(), known_.data() + known_.size());
-    std::string all;
-    for (const std::string& known : known_) {
-      all += (all.empty() ? "" : ", ") + known;
-    }
-    throw InputError(
+    refuse_name(
         kMakeSchedule,
-        "unknown name in lr_scheduler_kwargs: " + name,
-        schedule_ + (all.empty() ? " has none" : " has " + all),
-        near.empty() ? "leave it out" : "write " + near);
+        "lr_scheduler_kwargs",
+        left_.begin().key(),
+        known_,
+        schedule_ +
+            (known_.empty() ? " has none" : " has " + joined_names(known_)));
   }
 
  private:

@@ -1,11 +1,11 @@
 #include <algorithm>
 #include <cmath>
 #include <numbers>
-#include <sstream>
 #include <string>
 
 #include "hasten/base/error.h"
 #include "hasten/optim/schedule.h"
+#include "option_checks.h"
 
 namespace hasten {
 
@@ -13,11 +13,7 @@ namespace detail {
 
 void check_schedule(
     bool good, const char* name, double value, const char* expected) {
-  if (!good) {
-    std::ostringstream what;
-    what << name << "=" << value;
-    throw InputError("optim::schedule", what.str(), expected);
-  }
+  require_option(good, "optim::schedule", name, value, expected);
 }
 
 void check_steps(int64_t warmup, int64_t total) {

@@ -39,6 +39,14 @@ bool is_16_bit(StepType type) {
   return type == StepType::bf16 || type == StepType::f16;
 }
 
+at::Tensor StepRules::make_moment(
+    int,
+    const at::Tensor& parameter,
+    const Options&,
+    at::ScalarType dtype) const {
+  return at::zeros_like(parameter, dtype);
+}
+
 void StepEngine::check(torch::optim::Optimizer& optimizer) {
   std::unordered_set<const void*> seen;
   for (auto& group : optimizer.param_groups()) {

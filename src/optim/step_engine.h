@@ -43,12 +43,13 @@ class StepRules {
   /// Makes the state, or what it lacks to be this optimizer's, except tensors.
   virtual StateParts parts(
       const at::Tensor& parameter, std::unique_ptr<State>& slot) const = 0;
-  /// Moment `which` at 0, of `dtype`; undefined where there is none.
+  /// Moment `which` at 0, of `dtype`; undefined where there is none. Like the
+  /// parameter, unless said otherwise.
   virtual at::Tensor make_moment(
       int which,
       const at::Tensor& parameter,
       const Options& options,
-      at::ScalarType dtype) const = 0;
+      at::ScalarType dtype) const;
   /// `fresh`: moment 0 was made for this step.
   virtual StepNumbers numbers(
       const Options& options, int64_t step, bool fresh) const = 0;

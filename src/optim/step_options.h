@@ -3,35 +3,11 @@
 
 #include <ATen/ATen.h>
 
-#include <cmath>
-#include <string>
-
 #include "hasten/base/error.h"
+#include "option_checks.h"
 #include "step_engine.h"
 
 namespace hasten::detail {
-
-/// Throws InputError "name=value" unless `good`.
-inline void require_option(
-    bool good,
-    const char* where,
-    const char* name,
-    double value,
-    const char* expected) {
-  if (!good) {
-    throw InputError(
-        where, std::string(name) + "=" + c10::str(value), expected);
-  }
-}
-inline void require_not_negative(
-    const char* where, const char* name, double value) {
-  require_option(
-      value >= 0 && std::isfinite(value), where, name, value, "0 or more");
-}
-inline void require_beta(const char* where, const char* name, double value) {
-  require_option(
-      value >= 0 && value < 1, where, name, value, "0 or more, below 1");
-}
 
 /// `options` once they are known to be good: before LibTorch looks at them, whose
 /// errors do not name them.

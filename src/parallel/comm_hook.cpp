@@ -4,6 +4,8 @@
 
 #include <nlohmann/json.hpp>
 
+#include "plain_reduce.h"
+
 namespace hasten {
 
 namespace detail {

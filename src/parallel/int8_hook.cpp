@@ -7,6 +7,7 @@
 
 #include "hasten/base/error.h"
 #include "hasten/parallel/comm_hook.h"
+#include "plain_reduce.h"
 
 namespace hasten {
 
@@ -68,14 +69,7 @@ void dequantize_blocks(
 CommHook::Step Int8CompressHook::reduce(
     Communicator& communicator, const GradientBucket& bucket) {
   if (bucket.buffer.scalar_type() != at::kFloat) {
-    CommHandle handle = communicator.all_reduce_async(
-        bucket.buffer,
-        ReduceOp::sum,
-        "gradient bucket " + std::to_string(bucket.index));
-    return [handle]() mutable {
-      handle.wait();
-      return false;
-    };
+    return detail::plain_reduce(communicator, bucket);
   }
   const int64_t world = communicator.world_size();
   const int64_t count = bucket.buffer.numel();

@@ -9,14 +9,11 @@
 #include "hasten/base/error.h"
 #include "hasten/core/random.h"
 #include "hasten/parallel/comm_hook.h"
+#include "plain_reduce.h"
 
 namespace hasten {
 
 namespace detail {
-
-CommHook::Step plain_reduce(
-    Communicator& communicator, const GradientBucket& bucket);
-bool has_16_bits(const at::Tensor& buffer);
 
 // Orthonormal columns that span the same space; any where it has fewer
 // dimensions. Equal bits in, equal bits out: every rank does it for itself.

@@ -1,0 +1,61 @@
+// Refusals of options. Private to the part.
+#pragma once
+
+#include <c10/util/StringUtil.h>
+
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include "hasten/base/error.h"
+
+namespace hasten::detail {
+
+/// Throws InputError "name=value" unless `good`.
+inline void require_option(
+    bool good,
+    const char* where,
+    const char* name,
+    double value,
+    const char* expected) {
+  if (!good) {
+    throw InputError(
+        where, std::string(name) + "=" + c10::str(value), expected);
+  }
+}
+inline void require_not_negative(
+    const char* where, const char* name, double value) {
+  require_option(
+      value >= 0 && std::isfinite(value), where, name, value, "0 or more");
+}
+inline void require_beta(const char* where, const char* name, double value) {
+  require_option(
+      value >= 0 && value < 1, where, name, value, "0 or more, below 1");
+}
+
+/// "a, b, c".
+inline std::string joined_names(const std::vector<std::string>& names) {
+  std::string all;
+  for (const std::string& name : names) {
+    all += (all.empty() ? "" : ", ") + name;
+  }
+  return all;
+}
+
+/// Throws InputError for a `name` in `argument` that is none of `known`.
+[[noreturn]] inline void refuse_name(
+    const char* where,
+    const char* argument,
+    const std::string& name,
+    const std::vector<std::string>& known,
+    const std::string& expected) {
+  const std::string near =
+      nearest_name(name, known.data(), known.data() + known.size());
+  throw InputError(
+      where,
+      std::string("unknown name in ") + argument + ": " + name,
+      expected,
+      near.empty() ? "leave it out" : "write " + near);
+}
+
+} // namespace hasten::detail
