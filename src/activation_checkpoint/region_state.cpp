@@ -1,9 +1,7 @@
 #include "region_state.h"
 
 #include <ATen/Context.h>
-#include <ATen/autocast_mode.h>
 
-#include <algorithm>
 #include <mutex>
 
 namespace hasten::detail {
@@ -77,44 +75,6 @@ void RandomState::restore() const {
     const std::lock_guard<std::mutex> lock(generator.mutex());
     generator.set_state(value);
   }
-}
-
-AutocastState AutocastState::now(const std::vector<at::Tensor>& tensors) {
-  AutocastState state;
-  state.devices_[state.count_++].type = at::DeviceType::CPU;
-  for (const at::Tensor& tensor : tensors) {
-    if (tensor.defined() && !tensor.is_cpu() && !tensor.is_meta()) {
-      state.devices_[state.count_++].type = tensor.device().type();
-      break;
-    }
-  }
-  return state.again();
-}
-
-AutocastState AutocastState::again() const {
-  AutocastState state = *this;
-  for (int i = 0; i < count_; ++i) {
-    OnDevice& on = state.devices_[i];
-    on.enabled = at::autocast::is_autocast_enabled(on.type);
-    on.dtype = at::autocast::get_autocast_dtype(on.type);
-  }
-  state.cache_ = at::autocast::is_autocast_cache_enabled();
-  return state;
-}
-
-void AutocastState::restore() const {
-  for (int i = 0; i < count_; ++i) {
-    const OnDevice& on = devices_[i];
-    at::autocast::set_autocast_enabled(on.type, on.enabled);
-    at::autocast::set_autocast_dtype(on.type, on.dtype);
-  }
-  at::autocast::set_autocast_cache_enabled(cache_);
-}
-
-bool AutocastState::enabled() const {
-  return std::any_of(devices_, devices_ + count_, [](const OnDevice& on) {
-    return on.enabled;
-  });
 }
 
 } // namespace hasten::detail

@@ -9,6 +9,8 @@
 #include <utility>
 #include <vector>
 
+#include "hasten/core/autocast.h"
+
 namespace hasten::detail {
 
 /// State of torch's default CPU generator, copied without a tensor.
@@ -37,27 +39,6 @@ class RandomState {
  private:
   CpuRandomState cpu_{};
   std::vector<std::pair<at::Device, at::Tensor>> devices_{};
-};
-
-/// Autocast settings of this thread, for the CPU and the tensors' devices.
-class AutocastState {
- public:
-  static AutocastState now(const std::vector<at::Tensor>& tensors);
-  AutocastState again() const;
-  void restore() const;
-  /// Whether it is on for any of the devices.
-  bool enabled() const;
-
- private:
-  struct OnDevice {
-    at::DeviceType type = at::DeviceType::CPU;
-    bool enabled = false;
-    at::ScalarType dtype = at::kFloat;
-  };
-  // CPU first; a region with one more device type than this is not known.
-  OnDevice devices_[2]{};
-  int count_ = 0;
-  bool cache_ = true;
 };
 
 /// Sets a state while it lives and puts back what was there. `State` empty: does

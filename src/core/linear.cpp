@@ -2,7 +2,6 @@
 
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
-#include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
@@ -13,6 +12,8 @@
 #include <torch/library.h>
 
 #include <optional>
+
+#include "hasten/core/autocast.h"
 
 // oneDNN's product, which torch calls itself for 16-bit tensors:
 // out = beta out + alpha a b, of any strides. Its header is not among LibTorch's;
@@ -44,6 +45,18 @@ static bool find_onednn() {
   return at::hasMKLDNN() && at::hasMKL() &&
          at::native::mkldnn_matmul != nullptr &&
          __builtin_cpu_supports("avx512f") && !__builtin_cpu_is("intel");
+#else
+  return false;
+#endif
+}
+
+/// Where torch itself sends bf16 products to oneDNN.
+static bool find_onednn_bf16() {
+#if defined(__x86_64__) && defined(__GNUC__)
+  return at::hasMKLDNN() && at::native::mkldnn_matmul != nullptr &&
+         __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") &&
+         __builtin_cpu_supports("avx512dq");
 #else
   return false;
 #endif
@@ -83,15 +96,26 @@ static at::Tensor onednn_product(
   return out;
 }
 
-/// a^T b, summed over the rows of a [rows, m] and b [rows, n]; the last rows are
-/// filled up with zeros.
+/// a^T b in fp32, summed over the rows of a [rows, m] and b [rows, n]; the last rows
+/// are filled up with zeros. Each piece of 16-bit rows is rounded to 16 bits, their
+/// sum is not.
 static at::Tensor onednn_sum_over_rows(
     const at::Tensor& a, const at::Tensor& b) {
   const at::AutoDispatchBelowADInplaceOrView below;
   const int64_t rows = a.size(0);
-  at::Tensor out = at::empty({a.size(1), b.size(1)}, a.options());
+  at::Tensor out =
+      at::empty({a.size(1), b.size(1)}, a.options().dtype(at::kFloat));
+  at::Tensor narrow;
+  if (a.scalar_type() != at::kFloat) {
+    narrow = at::empty(out.sizes(), a.options());
+  }
   const auto add = [&](const at::Tensor& x, const at::Tensor& y, bool first) {
-    at::native::mkldnn_matmul(x.t(), y, out, first ? 0.0f : 1.0f, 1.0f);
+    if (!narrow.defined()) {
+      at::native::mkldnn_matmul(x.t(), y, out, first ? 0.0f : 1.0f, 1.0f);
+      return;
+    }
+    at::native::mkldnn_matmul(x.t(), y, narrow, 0.0f, 1.0f);
+    first ? out.copy_(narrow) : out.add_(narrow);
   };
   int64_t done = 0;
   while (rows - done >= kFewestRows) {
@@ -165,21 +189,87 @@ class OneDnnLinear : public torch::autograd::Function<OneDnnLinear> {
   }
 };
 
+// The same in bf16, of fp32 weights. The converted weight is not kept: it is made again
+// in backward, from memory that is there anyway.
+class NarrowLinear : public torch::autograd::Function<NarrowLinear> {
+ public:
+  static at::Tensor forward(
+      torch::autograd::AutogradContext* context,
+      const at::Tensor& x, // [rows, in], fp32 or bf16
+      const at::Tensor& weight,
+      const std::optional<at::Tensor>& bias) {
+    const at::Tensor narrow = x.to(at::kBFloat16);
+    context->save_for_backward({narrow, weight});
+    context->saved_data["bias"] = bias.has_value();
+    context->saved_data["x"] = x.scalar_type();
+    return linear_operator(
+        narrow,
+        weight.to(at::kBFloat16).t(),
+        bias ? std::optional<at::Tensor>(bias->to(at::kBFloat16))
+             : std::nullopt);
+  }
+
+  static torch::autograd::variable_list backward(
+      torch::autograd::AutogradContext* context,
+      torch::autograd::variable_list gradients) {
+    const at::Tensor gradient = gradients[0].to(at::kBFloat16).contiguous();
+    const auto saved = context->get_saved_variables();
+    const at::Tensor& x = saved[0];
+    const at::Tensor weight = saved[1].to(at::kBFloat16);
+    const at::ScalarType x_type = context->saved_data["x"].toScalarType();
+    const bool again = at::GradMode::is_enabled(); // as in OneDnnLinear
+    at::Tensor x_gradient;
+    at::Tensor weight_gradient;
+    at::Tensor bias_gradient;
+    if (context->needs_input_grad(0)) {
+      x_gradient = (again ? at::mm(gradient, weight)
+                          : onednn_product(gradient, weight, std::nullopt))
+                       .to(x_type);
+    }
+    if (context->needs_input_grad(1)) {
+      weight_gradient = again ? at::mm(gradient.t(), x).to(at::kFloat)
+                              : onednn_sum_over_rows(gradient, x);
+    }
+    if (context->saved_data["bias"].toBool() && context->needs_input_grad(2)) {
+      bias_gradient = at::sum(gradient, {0}, false, at::kFloat);
+    }
+    return {x_gradient, weight_gradient, bias_gradient};
+  }
+};
+
 static bool plain_float(const at::Tensor& tensor) {
   return tensor.is_cpu() && tensor.scalar_type() == at::kFloat &&
          tensor.layout() == at::kStrided;
 }
 
-static bool gains_by_onednn(
+/// Shapes and types of products that gain, whichever they are.
+static bool fits_onednn(
     const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
-  return linear_uses_onednn() && at::globalContext().userEnabledMkldnn() &&
-         plain_float(x) && plain_float(weight) && weight.dim() == 2 &&
+  return at::globalContext().userEnabledMkldnn() && plain_float(weight) &&
+         weight.dim() == 2 &&
          (!bias.defined() || (plain_float(bias) && bias.dim() == 1 &&
                               bias.size(0) == weight.size(0))) &&
          x.dim() >= 2 && x.size(-1) == weight.size(1) &&
          weight.size(0) >= kFewestColumns && weight.size(1) >= kFewestColumns &&
-         x.numel() >= kFewestRows * weight.size(1) &&
-         !at::autocast::is_autocast_enabled(at::kCPU);
+         x.numel() >= kFewestRows * weight.size(1);
+}
+
+static bool takes_bf16(const at::Tensor& x) {
+  return linear_uses_bf16() && x.is_cpu() && x.layout() == at::kStrided &&
+         (x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16);
+}
+
+/// x [..., in] as [rows, in], and back.
+template <typename Function>
+static at::Tensor apply_by_rows(
+    const at::Tensor& x,
+    const at::Tensor& weight,
+    const std::optional<at::Tensor>& bias) {
+  const at::Tensor product =
+      Function::apply(x.reshape({-1, x.size(-1)}), weight, bias);
+  std::vector<int64_t> shape = x.sizes().vec();
+  shape.back() = weight.size(0);
+  return product.view(shape);
 }
 
 } // namespace detail
@@ -188,18 +278,25 @@ at::Tensor fast_linear(
     const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
   const std::optional<at::Tensor> maybe_bias =
       bias.defined() ? std::optional<at::Tensor>(bias) : std::nullopt;
-  if (!detail::gains_by_onednn(x, weight, bias)) {
-    return at::linear(x, weight, maybe_bias);
+  const auto narrow = autocast_dtype(at::kCPU);
+  if (detail::fits_onednn(x, weight, bias)) {
+    if (narrow == at::kBFloat16 && detail::takes_bf16(x)) {
+      return detail::apply_by_rows<detail::NarrowLinear>(x, weight, maybe_bias);
+    }
+    if (!narrow && linear_uses_onednn() && detail::plain_float(x)) {
+      return detail::apply_by_rows<detail::OneDnnLinear>(x, weight, maybe_bias);
+    }
   }
-  const at::Tensor product = detail::OneDnnLinear::apply(
-      x.reshape({-1, x.size(-1)}), weight, maybe_bias);
-  std::vector<int64_t> shape = x.sizes().vec();
-  shape.back() = weight.size(0);
-  return product.view(shape);
+  return at::linear(x, weight, maybe_bias);
 }
 
 bool linear_uses_onednn() {
   static const bool uses = detail::find_onednn();
+  return uses;
+}
+
+bool linear_uses_bf16() {
+  static const bool uses = detail::find_onednn_bf16();
   return uses;
 }
 

@@ -1,0 +1,94 @@
+#include "hasten/core/precision_probe.h"
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <torch/csrc/autograd/grad_mode.h>
+
+#include <algorithm>
+#include <chrono>
+#include <limits>
+#include <map>
+#include <mutex>
+#include <utility>
+
+#include "hasten/core/autocast.h"
+#include "hasten/core/linear.h"
+
+namespace hasten {
+
+namespace detail {
+
+// As in a small transformer: at this size conversions weigh as they do in a run.
+constexpr int64_t kProbeRows = 128;
+constexpr int64_t kProbeWidth = 512;
+
+/// Shortest of a few times; seconds.
+double probe_seconds(std::optional<at::ScalarType> dtype, int rounds) {
+  const at::AutoGradMode grad(true);
+  const AutocastState outside = AutocastState::now();
+  const Autocast autocast(
+      {.dtype = dtype.value_or(at::kBFloat16), .enabled = dtype.has_value()});
+  const at::Tensor x =
+      at::full({kProbeRows, kProbeWidth}, 0.5).requires_grad_();
+  const at::Tensor weight =
+      at::full({kProbeWidth, kProbeWidth}, 0.5).requires_grad_();
+  double shortest = std::numeric_limits<double>::infinity();
+  for (int round = -1; round < rounds; ++round) { // the first is not counted
+    const auto start = std::chrono::steady_clock::now();
+    const at::Tensor y = fast_linear(x, weight);
+    {
+      const Autocast backward(outside);
+      y.backward(y.detach());
+    }
+    const std::chrono::duration<double> time =
+        std::chrono::steady_clock::now() - start;
+    if (round >= 0) {
+      shortest = std::min(shortest, time.count());
+    }
+  }
+  return shortest;
+}
+
+} // namespace detail
+
+double precision_speedup(at::ScalarType dtype) {
+  static std::mutex mutex;
+  static std::map<std::pair<at::ScalarType, int>, double> known;
+  const std::lock_guard<std::mutex> lock(mutex);
+  const std::pair<at::ScalarType, int> key{dtype, at::get_num_threads()};
+  if (const auto found = known.find(key); found != known.end()) {
+    return found->second;
+  }
+  const double narrow =
+      detail::probe_seconds(dtype, dtype == at::kHalf ? 1 : 5);
+  const double wide = detail::probe_seconds(std::nullopt, 5);
+  return known[key] = wide / narrow;
+}
+
+std::string why_no_precision(Precision precision) {
+  if (precision != Precision::bf16 && precision != Precision::fp16) {
+    return {};
+  }
+  try {
+    const at::AutoGradMode grad(true);
+    const at::Tensor weight = at::full({16, 16}, 0.125).requires_grad_();
+    at::Tensor loss;
+    {
+      const Autocast autocast(
+          {.dtype = precision == Precision::bf16 ? at::kBFloat16 : at::kHalf});
+      const at::Tensor y = at::gelu(at::linear(at::ones({32, 16}), weight));
+      loss = at::mse_loss(
+          at::layer_norm(at::matmul(y, at::softmax(y, -1).t()), {32}),
+          at::ones({32, 32}));
+    }
+    loss.backward();
+    return weight.grad().isfinite().all().item<bool>()
+               ? ""
+               : "a small layer's gradient is not finite";
+  } catch (const c10::Error& error) {
+    const std::string text = error.what_without_backtrace();
+    return text.substr(0, text.find('\n'));
+  }
+}
+
+} // namespace hasten

@@ -1,0 +1,41 @@
+// GradScaler over ranks whose gradients are their own (shards, or no reduction).
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <cmath>
+
+#include "hasten/amp/grad_scaler.h"
+#include "hasten/optim/adamw.h"
+#include "support/communicator.h"
+
+namespace hasten {
+
+// An infinity on one rank, each rank in its turn: none of them steps.
+TEST(GradScalerAgreement, AnOverflowOnOneRankSkipsTheStepOfAll) {
+  const auto communicator = testing_support::fresh_communicator();
+  const int world = communicator->world_size();
+  for (const bool clips : {false, true}) {
+    GradScaler scaler({}, communicator);
+    auto p = torch::ones({4}, torch::requires_grad());
+    AdamW optimizer({p});
+    for (int guilty = 0; guilty <= world; ++guilty) { // the last time nobody
+      const auto before = p.detach().clone();
+      const double scale = scaler.get_scale();
+      optimizer.zero_grad();
+      scaler.scale((p * (1 + communicator->rank())).sum()).backward();
+      if (communicator->rank() == guilty) {
+        p.mutable_grad()[guilty % 4] = -INFINITY;
+      }
+      if (clips) {
+        scaler.clip_grad_norm_(optimizer, 1.0);
+      }
+      EXPECT_EQ(scaler.step(optimizer), guilty == world);
+      scaler.update();
+      EXPECT_EQ(torch::equal(before, p), guilty < world);
+      EXPECT_EQ(scaler.get_scale(), guilty < world ? scale / 2 : scale);
+    }
+    EXPECT_EQ(optimizer.state().size(), 1u); // made by the one step
+  }
+}
+
+} // namespace hasten
