@@ -84,4 +84,5 @@ def main():
     print(golden["losses"], sum(f.stat().st_size for f in FOLDER.iterdir()), "bytes")
 
 
-main()
+if __name__ == "__main__":
+    main()
