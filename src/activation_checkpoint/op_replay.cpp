@@ -34,6 +34,14 @@ static c10::IValue bare_value(const c10::IValue& value) {
   return value;
 }
 
+void OpStore::drop_unreached() {
+  for (auto& [op, of_op] : calls) {
+    std::erase_if(of_op.kept, [this](const KeptCall& call) {
+      return call.order >= needed;
+    });
+  }
+}
+
 OpRecorder::OpRecorder(
     std::shared_ptr<const OpPolicy> policy,
     std::shared_ptr<OpStore> store,
@@ -151,6 +159,7 @@ void OpRecorder::keep(
   }
   KeptCall kept;
   kept.index = index;
+  kept.order = store_->kept++;
   for (size_t i = first; i < passing.stack.size(); ++i) {
     kept.results.push_back(bare_value(passing.stack[i]));
   }

@@ -19,6 +19,7 @@ namespace hasten::detail {
 /// A result that is kept.
 struct KeptCall {
   size_t index = 0; // which call of its operator
+  size_t order = 0; // among all kept ones of the region
   std::vector<c10::IValue> results{};
   std::optional<CpuRandomState> random_after{};
   // In-place operators that the value has gone through, and the version after.
@@ -35,6 +36,12 @@ struct OpStore {
   };
   std::unordered_map<const c10::FunctionSchema*, Calls> calls{};
   std::vector<std::string> names{}; // all, in order; of debug alone
+  size_t kept = 0; // ever
+  size_t needed = 0; // of these, before the last tensor that was saved
+
+  /// Drops what a recomputation that stops early does not reach: the product that
+  /// ends a block is seldom needed again.
+  void drop_unreached();
 };
 
 /// In forward: runs operators, and keeps what the policy says.

@@ -9,6 +9,7 @@
 #include "hasten/activation_checkpoint/planner.h"
 #include "hasten/base/error.h"
 #include "hasten/base/progress_bar.h"
+#include "plan_cost.h"
 
 namespace hasten {
 
@@ -26,7 +27,7 @@ class PlanWalk {
     forward(0, n, 0, false);
     note(used_ + profile_.after_bytes);
     used_ += profile_.after_left_bytes;
-    backward(0, n, 0);
+    backward(0, n, 0, false);
     note(profile_.first_peak_bytes);
     return {peak_, seconds_ + profile_.other_seconds};
   }
@@ -55,10 +56,16 @@ class PlanWalk {
       const int64_t found = region_at(block, last, skip);
       if (found < 0) {
         const BlockProfile& b = at(block);
-        note(used_ + gradient + b.saved_bytes + b.forward_extra + b.unit_bytes);
+        if (again && block + 1 == last) {
+          note(used_ + alone_bytes(b));
+          seconds_ += b.recompute_seconds;
+        } else {
+          note(
+              used_ + gradient + b.saved_bytes + b.forward_extra +
+              b.unit_bytes);
+          seconds_ += b.forward_seconds;
+        }
         used_ += b.saved_bytes;
-        seconds_ += again && block + 1 == last ? b.recompute_seconds
-                                               : b.forward_seconds;
         ++block;
         continue;
       }
@@ -78,7 +85,7 @@ class PlanWalk {
     }
   }
 
-  void backward(int64_t first, int64_t last, size_t skip) {
+  void backward(int64_t first, int64_t last, size_t skip, bool again) {
     // Items from the last to the first, as forward met them.
     std::vector<std::pair<int64_t, int64_t>> items; // block, region or -1
     for (int64_t block = first; block < last;) {
@@ -90,7 +97,9 @@ class PlanWalk {
       const auto [block, found] = *item;
       if (found < 0) {
         const BlockProfile& b = at(block);
-        note(used_ + b.output_bytes + b.backward_extra + b.unit_bytes);
+        if (!again || block + 1 != last) { // else noted with its recomputation
+          note(used_ + b.output_bytes + b.backward_extra + b.unit_bytes);
+        }
         used_ -= b.saved_bytes;
         seconds_ += b.backward_seconds;
         continue;
@@ -113,7 +122,7 @@ class PlanWalk {
       }
       const auto inner = static_cast<size_t>(found) + 1;
       forward(region.first, region.last, inner, true);
-      backward(region.first, region.last, inner);
+      backward(region.first, region.last, inner, true);
     }
   }
 

@@ -14,7 +14,8 @@
 //               over s < k <= t, plus the gathers of a region over several units
 //
 // with what each needs at its own worst moment. Sizes are rounded up to slots of
-// m / 500, so what is found fits.
+// m / 500 or less, so what is found fits. The simple rules are candidates beside it,
+// since their sizes are not rounded.
 #include "hasten/activation_checkpoint/planner.h"
 
 #include <algorithm>
@@ -24,13 +25,22 @@
 #include "hasten/activation_checkpoint/gradient_checkpointing.h"
 #include "hasten/base/error.h"
 #include "hasten/base/progress_bar.h"
+#include "plan_cost.h"
 
 namespace hasten {
 
 namespace detail {
 
-constexpr int kSlots = 500;
+// Few blocks have more slots, as many as a table of this many cells allows.
+constexpr int kLeastSlots = 500;
+constexpr int kMostSlots = 4000;
+constexpr int kCells = 2'000'000; // of 16 bytes
 constexpr double kNever = std::numeric_limits<double>::infinity();
+
+static int slots_for(const ChainProfile& profile) {
+  const auto stages = static_cast<int>(profile.blocks.size()) + 1;
+  return std::clamp(kCells / (stages * stages), kLeastSlots, kMostSlots);
+}
 
 class PlanSolver {
  public:
@@ -39,7 +49,8 @@ class PlanSolver {
       : profile_(profile),
         blocks_(static_cast<int>(profile.blocks.size())),
         with_ops_(with_ops),
-        slot_(std::max<int64_t>(1, (bytes + kSlots - 1) / kSlots)),
+        slot_(std::max<int64_t>(
+            1, (bytes + slots_for(profile) - 1) / slots_for(profile))),
         slots_(static_cast<int>(bytes / slot_)) {
     for (int s = 0; s < blocks_; ++s) {
       const BlockProfile& block = at(s);
@@ -89,7 +100,7 @@ class PlanSolver {
   }
   int in_slots(int64_t bytes) const {
     return static_cast<int>(std::min<int64_t>(
-        (bytes + slot_ - 1) / slot_, static_cast<int64_t>(kSlots) * 4));
+        (bytes + slot_ - 1) / slot_, static_cast<int64_t>(kMostSlots) * 4));
   }
   std::vector<Cell>& cells(int s, int t) {
     return table_[static_cast<size_t>(s * (blocks_ + 1) + t)];
@@ -128,8 +139,7 @@ class PlanSolver {
     }
     for (int s = blocks_ - 1; s >= 0; --s) {
       cells(s, s).assign(static_cast<size_t>(slots_) + 1, Cell{});
-      const int need = need_keep(s, s);
-      for (int m = need; m <= slots_; ++m) {
+      for (int m = in_slots(alone_bytes(at(s))); m <= slots_; ++m) {
         cells(s, s)[static_cast<size_t>(m)].seconds =
             at(s).recompute_seconds + at(s).backward_seconds;
       }
@@ -235,7 +245,7 @@ static int64_t least_chain(const ChainProfile& profile, bool with_ops) {
       chain = next;
       next = solver.least_bytes();
     } else {
-      next += next / kSlots + 1;
+      next += next / slots_for(profile) + 1;
     }
   }
   return chain;
@@ -247,9 +257,21 @@ static std::shared_ptr<const ActivationPlan> plan_within(
   if (chain <= 0 || profile.first_peak_bytes > budget) {
     refuse_budget(profile, budget, least_budget(profile));
   }
+  // The quickest of what the solver found and of the rules that fit.
   const auto planned = [&](const PlanSolver& solver) {
-    auto plan =
-        std::make_shared<ActivationPlan>(*make_plan(profile, solver.regions()));
+    const auto blocks = static_cast<int64_t>(profile.blocks.size());
+    auto best = make_plan(profile, solver.regions());
+    for (const auto& rule :
+         {keep_all_regions(blocks),
+          sqrt_regions(blocks),
+          each_block_regions(blocks)}) {
+      auto plan = make_plan(profile, rule);
+      if (plan->predicted_peak_bytes <= budget &&
+          plan->predicted_seconds < best->predicted_seconds) {
+        best = std::move(plan);
+      }
+    }
+    auto plan = std::make_shared<ActivationPlan>(*best);
     plan->budget_bytes = budget;
     return plan;
   };
@@ -287,7 +309,7 @@ int64_t full_budget(const ChainProfile& profile) {
   const auto blocks = static_cast<int64_t>(profile.blocks.size());
   // Rounded up by the solver's slots, so that keeping everything is found.
   const int64_t peak = plan_cost(profile, keep_all_regions(blocks)).peak_bytes;
-  return peak + (blocks + 2) * (peak / detail::kSlots + 1);
+  return peak + (blocks + 2) * (peak / detail::slots_for(profile) + 1);
 }
 
 int64_t budget_of(

@@ -208,6 +208,9 @@ static void add_parameters(
 void Region::finish_forward(
     const std::vector<at::Tensor>& outputs, uint64_t first_node) {
   complete_ = true;
+  if (ops_ && options_.early_stop) {
+    ops_->drop_unreached();
+  }
   for (size_t i = 0; i < input_versions_.size(); ++i) {
     if (input_versions_[i].counter.enabled() && !input_versions_[i].holds()) {
       throw InputError(
@@ -228,6 +231,9 @@ size_t Region::add_saved(const at::Tensor& tensor) {
       options_.determinism_check == DeterminismCheck::none
           ? SavedShape{}
           : SavedShape::of(tensor));
+  if (ops_) {
+    ops_->needed = ops_->kept;
+  }
   return saved_.size() - 1;
 }
 

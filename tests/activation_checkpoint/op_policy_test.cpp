@@ -89,6 +89,34 @@ TEST(OpPolicy, AProductThatABiasIsAddedToIsNotAddedTwice) {
       6 * (16 + 8) * 4);
 }
 
+// Nothing after it is saved, so recomputation stops before it.
+TEST(OpPolicy, AProductThatNothingNeedsIsNotKept) {
+  torch::manual_seed(3);
+  torch::nn::Linear a(8, 16), b(16, 8);
+  const Tensor x = torch::randn({6, 8}).requires_grad_();
+  const auto fn = [&](const Tensor& in) { return in + b(at::gelu(a(in))); };
+  const auto run = [&](bool early_stop) {
+    return derive({x, a->weight, b->weight}, [&] {
+      return activation_checkpoint(
+                 fn,
+                 x,
+                 Options{
+                     .early_stop = early_stop,
+                     .policy = OpPolicy::keep_expensive()})
+          .sum();
+    });
+  };
+  const Derived plain =
+      derive({x, a->weight, b->weight}, [&] { return fn(x).sum(); });
+  expect_same_bits(plain, run(true));
+  expect_same_bits(plain, run(false));
+  Tensor y;
+  EXPECT_EQ(
+      bytes_after_forward(fn, x, OpPolicy::keep_expensive(), &y) -
+          bytes_after_forward(fn, x, nullptr, &y),
+      6 * 16 * 4);
+}
+
 TEST(OpPolicy, AKeptValueChangedLaterIsRecomputed) {
   const Tensor x = torch::randn({4, 4}).requires_grad_();
   const auto fn = [](const Tensor& in) {

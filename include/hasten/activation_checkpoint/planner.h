@@ -10,7 +10,7 @@
 // The plans are nested regions of consecutive blocks. Among those, and under the
 // measured sizes and times, the one found is the quickest (the persistent plans of
 // Beaumont et al., arXiv 1911.13214, with early stop and per-block operator policies
-// added); the general problem is NP-hard. Time O(slots * blocks^3), 500 slots.
+// added); the general problem is NP-hard. Time O(slots * blocks^3), 500 to 4000 slots.
 // The budget counts activations: what one forward and backward allocate beyond what
 // was there before, without parameters, their gradients and optimizer state.
 // Libraries' own scratch memory is not seen.
@@ -52,6 +52,10 @@ struct BlockProfile {
   int64_t dropped_peak = 0;
   /// Most in backward beyond saved_bytes and the gradient of the output.
   int64_t backward_extra = 0;
+  /// Most in a recomputation and the backward that follows, with the gradient of
+  /// the output and without the output, which a recomputation that stops early does
+  /// not make. 0: output_bytes + saved_bytes + backward_extra.
+  int64_t recompute_peak = 0;
   /// The same with expensive operators' results kept: kept for backward, most in
   /// backward beyond that and the gradient of the output, recompute time.
   int64_t ops_saved_bytes = 0;
@@ -120,9 +124,9 @@ class ActivationPlan {
 };
 
 /// Measures each block by itself inside one call of `loss`, which runs the model's
-/// forward and returns the scalar to derive, and derives it. Blocks are run about
-/// six times each, those of equal shapes only once; between blocks nothing is
-/// kept, so this fits where training does not. Random state, buffers and gradients
+/// forward and returns the scalar to derive, and derives it. A block is run ten
+/// times or more and its least time counts, those of equal shapes are measured only
+/// once; between blocks nothing is kept, so this fits where training does not. Random state, buffers and gradients
 /// are as before. Installs the memory meter (core/memory.h).
 /// Before prepare(): hooks on parameters would see the measuring.
 /// Throws InputError where no block is called.
