@@ -1,7 +1,7 @@
 // Where another autograd engine is installed, as a Python interpreter's would be.
 #include <torch/csrc/autograd/engine.h>
 
-#include "activation_checkpoint/region_rig.h"
+#include "activation_checkpoint/block_rig.h"
 #include "hasten/base/log.h"
 
 namespace hasten::checkpoint_test {
@@ -71,6 +71,25 @@ TEST(ReentrantCheckpoint, ServesWhereTheEngineIsAnothersAndSaysSoOnce) {
   const Recomputes counted;
   expect_same_bits(plain, run(true));
   EXPECT_EQ(counted.count(), 3);
+}
+
+// Regions over several blocks are not possible then: each block for itself.
+TEST(ReentrantCheckpoint, APlanIsRunBlockByBlock) {
+  torch::manual_seed(4);
+  Straight model(4);
+  const Tensor x = torch::randn({4, 8});
+  const Derived plain = derive_model(model, x);
+  calls_of(*model);
+  gradient_checkpointing_enable(
+      model, {.plan = plan_of(*model, {{1, 4}, {2, 3}})});
+  {
+    const OtherEngineInstalled other;
+    expect_same_bits(plain, derive_model(model, x));
+    EXPECT_EQ(calls_of(*model), (std::vector<int>{1, 2, 2, 2}));
+  }
+  expect_same_bits(plain, derive_model(model, x));
+  EXPECT_EQ(calls_of(*model), (std::vector<int>{1, 2, 3, 2}));
+  gradient_checkpointing_disable(model);
 }
 
 } // namespace hasten::checkpoint_test
