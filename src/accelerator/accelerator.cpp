@@ -159,12 +159,12 @@ SyncGuard::SyncGuard(
 SyncGuard::~SyncGuard() { core_->pop_sync(id_); }
 
 Accelerator::Accelerator(AcceleratorOptions options)
-    : Collect(detail::make_accelerator_core(
+    : Gradients(detail::make_accelerator_core(
           detail::checked_options(options), nullptr)) {}
 
 Accelerator::Accelerator(
     AcceleratorOptions options, std::shared_ptr<Communicator> communicator)
-    : Collect(detail::make_accelerator_core(
+    : Gradients(detail::make_accelerator_core(
           detail::checked_options(options), std::move(communicator))) {}
 
 Accelerator::~Accelerator() {
@@ -186,21 +186,6 @@ void Accelerator::backward(
   core_->backward(loss_sum, weight, options);
 }
 
-double Accelerator::clip_model(
-    torch::nn::Module& model, double max_norm, double norm_type) {
-  detail::SlotList list;
-  list.model = core_->model_index(&model, "accelerator::clip_grad_norm_");
-  list.all = true;
-  return core_->clip({list}, max_norm, norm_type);
-}
-
-double Accelerator::clip_grad_norm_(
-    const std::vector<at::Tensor>& parameters,
-    double max_norm,
-    double norm_type) {
-  return core_->clip(core_->slots_of(parameters), max_norm, norm_type);
-}
-
 void Accelerator::register_hook(
     torch::nn::Module& model, std::shared_ptr<CommHook> hook) {
   core_->register_comm_hook(&model, std::move(hook));
@@ -216,6 +201,10 @@ const WindowReport& Accelerator::last_window() const { return core_->report; }
 
 const AcceleratorOptions& Accelerator::options() const {
   return core_->options;
+}
+
+void Accelerator::set_gradient_accumulation_steps(int64_t steps) {
+  core_->set_accumulation(steps);
 }
 
 void Accelerator::finish() { core_->finish(); }

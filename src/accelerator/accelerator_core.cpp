@@ -241,6 +241,25 @@ std::shared_ptr<LoaderState> AcceleratorCore::training_loader(
   return training_.empty() ? nullptr : training_.front();
 }
 
+void AcceleratorCore::set_accumulation(int64_t steps) {
+  constexpr const char* kWhere = "accelerator::set_gradient_accumulation_steps";
+  if (steps < 1) {
+    throw InputError(kWhere, "steps=" + std::to_string(steps), "1 or more");
+  }
+  for (const auto& [key, known] : windows_) {
+    if (known.is_open() || !known.opens()) {
+      throw InputError(
+          kWhere,
+          "steps=" + std::to_string(steps) + " inside a window",
+          "a call between windows");
+    }
+  }
+  options.gradient_accumulation_steps = steps;
+  for (auto& [key, known] : windows_) {
+    known.set_steps(steps);
+  }
+}
+
 GradientWindow& AcceleratorCore::window_at(uint64_t key) {
   const auto it = windows_.find(key);
   if (it != windows_.end()) {

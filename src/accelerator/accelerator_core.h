@@ -52,6 +52,14 @@ struct SlotList {
   std::vector<int64_t> slots{};
 };
 
+// What to do with gradients: clip_value where it is above 0, else by norm.
+struct GradientClip {
+  double max_norm = 0;
+  double norm_type = 2;
+  double clip_value = 0;
+  bool error_if_nonfinite = false;
+};
+
 // Moves the moments of torch's optimizers, and of those derived from them.
 void move_optimizer_state(
     torch::optim::Optimizer& optimizer, const at::Device& device);
@@ -114,7 +122,10 @@ class AcceleratorCore {
 
   void zero_grad(OptimizerState& optimizer);
   bool scheduler_step(SchedulerState& scheduler);
-  double clip(const std::vector<SlotList>& lists, double max_norm, double p);
+  // accelerator_gradients.cpp
+  double clip(const std::vector<SlotList>& lists, const GradientClip& how);
+  GradientNorms gradient_norms(
+      size_t model, const GradientNormsOptions& norms_options);
   std::vector<SlotList> slots_of(const std::vector<at::Tensor>& parameters);
   size_t model_index(const torch::nn::Module* module, const char* where) const;
 
@@ -149,6 +160,7 @@ class AcceleratorCore {
   void announce_round(uint64_t number, int64_t kind);
   ParameterNames parameter_names() const;
 
+  void set_accumulation(int64_t steps);
   void begin_range(LoaderState& loader);
   void begin_evaluation();
   void end_range(LoaderState& loader);
@@ -157,8 +169,8 @@ class AcceleratorCore {
   // The loader of the innermost loop that goes on; null outside of loops.
   const LoaderState* active_loader();
 
-  // Set at construction.
-  const AcceleratorOptions options;
+  // Set at construction, but for gradient_accumulation_steps.
+  AcceleratorOptions options;
   const World world;
   const std::shared_ptr<OrderCheck> order_check; // debug only, else null
   const std::shared_ptr<Communicator> communicator;
@@ -234,8 +246,16 @@ class AcceleratorCore {
   std::vector<size_t> models_in(uint64_t mask) const;
   std::shared_ptr<LoaderState> training_loader(
       const std::vector<size_t>& models) const;
-  double clip_now(
-      const std::vector<SlotList>& lists, double max_norm, double p);
+  // Of a list's parameters; the same numbers in few pieces, too.
+  struct Gathered {
+    std::vector<at::Tensor> gradients{};
+    std::vector<at::Tensor> pieces{};
+  };
+  Gathered gradients_of(const std::vector<SlotList>& lists);
+  double clip_now(const std::vector<SlotList>& lists, const GradientClip& how);
+  void replay_clip(const nlohmann::json& action);
+  [[noreturn]] void refuse_non_finite(
+      const std::vector<SlotList>& lists, const char* where, double norm) const;
   void exchange_last_record();
   void compare_models();
   nlohmann::json undefined_gradients() const;

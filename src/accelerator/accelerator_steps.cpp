@@ -5,24 +5,14 @@
 #include <torch/optim.h>
 
 #include <algorithm>
-#include <cmath>
-#include <cstdlib>
 #include <sstream>
 
 #include "accelerator_core.h"
 #include "hasten/base/error.h"
 #include "hasten/base/log.h"
 #include "hasten/optim/fused_optimizer.h"
-#include "hasten/optim/gradient_norm.h"
 
 namespace hasten::detail {
-
-// JSON has no infinity, and a clip must be repeated to the last bit.
-std::string exact_double(double value) {
-  char text[40];
-  std::snprintf(text, sizeof text, "%a", value);
-  return text;
-}
 
 uint64_t AcceleratorCore::completed_window(
     const std::vector<SlotList>& lists) const {
@@ -190,85 +180,6 @@ void AcceleratorCore::zero_grad(OptimizerState& optimizer) {
   }
 }
 
-double AcceleratorCore::clip(
-    const std::vector<SlotList>& lists, double max_norm, double p) {
-  if (!(max_norm > 0) || !(p > 0)) {
-    throw InputError(
-        "accelerator::clip_grad_norm_",
-        "max_norm=" + std::to_string(max_norm) +
-            ", norm_type=" + std::to_string(p),
-        "both above 0");
-  }
-  if (acts(lists) == Acts::in_window) {
-    return 0;
-  }
-  refuse_local_gradients(lists, "accelerator::clip_grad_norm_");
-  const double norm = clip_now(lists, max_norm, p);
-  for (const SlotList& list : lists) {
-    ModelState& model = models_[list.model];
-    model.non_finite = model.non_finite || !std::isfinite(norm);
-  }
-  auto models = nlohmann::json::array();
-  for (const SlotList& list : lists) {
-    models.push_back({list.model, list.all, list.slots});
-  }
-  actions_.push_back(
-      {{"clip", std::move(models)},
-       {"max_norm", exact_double(max_norm)},
-       {"norm_type", exact_double(p)}});
-  return norm;
-}
-
-double AcceleratorCore::clip_now(
-    const std::vector<SlotList>& lists, double max_norm, double p) {
-  at::NoGradGuard no_grad;
-  const double pending = common_factor(lists);
-  std::vector<at::Tensor> gradients, pieces; // the same numbers, in few pieces
-  for (const SlotList& list : lists) {
-    FlatGradients& flat = models_[list.model].ddp->gradients();
-    const size_t first = gradients.size();
-    const auto count = static_cast<int64_t>(flat.layout().slots().size());
-    bool in_place = list.all;
-    for (int64_t i = 0; i < (list.all ? count : std::ssize(list.slots)); ++i) {
-      const int64_t slot = list.all ? i : list.slots[static_cast<size_t>(i)];
-      const auto& parameter =
-          flat.layout().slots()[static_cast<size_t>(slot)].parameter;
-      in_place = in_place && flat.installed(slot);
-      if (!parameter.grad().defined()) {
-        continue; // it is not stepped
-      }
-      // It may be the user's own tensor.
-      if (parameter.grad().is_sparse() ||
-          parameter.grad().sizes() != parameter.sizes()) {
-        flat.install_slot(slot);
-      }
-      gradients.push_back(parameter.grad());
-    }
-    if (!in_place) {
-      pieces.insert(
-          pieces.end(),
-          gradients.begin() + static_cast<std::ptrdiff_t>(first),
-          gradients.end());
-      continue;
-    }
-    for (size_t g = 0; g < flat.layout().groups().size(); ++g) {
-      pieces.push_back(flat.buffer(static_cast<int64_t>(g)));
-    }
-  }
-  const double norm = gradient_norm(gradients, p) * pending;
-  const double factor = max_norm / (norm + 1e-6); // as torch.nn.utils does
-  if (!(factor >= 1) && pending != 1) {
-    for (const SlotList& list : lists) {
-      models_[list.model].ddp->set_pending_factor(pending * factor);
-    }
-  } else if (!(factor >= 1)) {
-    for (at::Tensor& piece : pieces) {
-      piece.mul_(factor);
-    }
-  }
-  return norm;
-}
-
 nlohmann::json AcceleratorCore::record() {
   auto cleared = nlohmann::json::array();
   for (size_t i = 0; i < models_.size(); ++i) {
@@ -293,17 +204,7 @@ void AcceleratorCore::replay(const nlohmann::json& record) {
       scheduler.step();
       ++scheduler.ticks;
     } else {
-      std::vector<SlotList> lists;
-      for (const auto& list : action.at("clip")) {
-        lists.push_back(
-            {list[0].get<size_t>(),
-             list[1].get<bool>(),
-             list[2].get<std::vector<int64_t>>()});
-      }
-      clip_now(
-          lists,
-          std::strtod(action["max_norm"].get<std::string>().c_str(), nullptr),
-          std::strtod(action["norm_type"].get<std::string>().c_str(), nullptr));
+      replay_clip(action);
     }
   }
   for (const auto& model : record.at("cleared")) {

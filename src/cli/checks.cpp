@@ -220,15 +220,27 @@ void check_eval_inputs(const EvalCommand& command) {
   detail::check_readable_file(kWhere, "--file", command.file);
 }
 
-void check_plan_inputs(const PlanCommand& command) {
-  if (!is_model_shape(command.model)) {
-    detail::check_model_folder(
-        "cli::plan",
+namespace detail {
+
+void check_folder_or_shape(const std::string& where, const std::string& model) {
+  if (!is_model_shape(model)) {
+    check_model_folder(
+        where,
         "--model",
-        command.model,
+        model,
         "a Hugging Face folder with config.json, or one of " +
             model_shapes_text());
   }
+}
+
+} // namespace detail
+
+void check_plan_inputs(const PlanCommand& command) {
+  detail::check_folder_or_shape("cli::plan", command.model);
+}
+
+void check_estimate_memory_inputs(const EstimateMemoryCommand& command) {
+  detail::check_folder_or_shape("cli::estimate-memory", command.model);
 }
 
 void check_nproc(const std::string& command, int nproc, const World& world) {

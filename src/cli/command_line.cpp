@@ -19,6 +19,8 @@ constexpr const char* kProgramHelp =
     "  predict  label texts with a trained model\n"
     "  eval     loss, accuracy and F1 of a model on a labelled file\n"
     "  plan     what to recompute in backward under a budget of memory\n"
+    "  estimate-memory\n"
+    "           what training a model takes, from formulas\n"
     "  launch   run a program as N processes of one world\n"
     "  env      versions, cores, threads and back ends of this machine\n"
     "\n"
@@ -32,7 +34,7 @@ constexpr const char* kProgramHelp =
 
 const std::vector<std::string>& command_names() {
   static const std::vector<std::string> names{
-      "train", "predict", "eval", "plan", "launch", "env"};
+      "train", "predict", "eval", "plan", "estimate-memory", "launch", "env"};
   return names;
 }
 
@@ -200,12 +202,10 @@ Command parse_launch(
 }
 
 /// "8x128".
-bool read_batch(const std::string& text, PlanCommand& command) {
+bool read_batch(const std::string& text, int64_t& rows, int64_t& tokens) {
   const size_t cross = text.find('x');
-  return cross != std::string::npos &&
-         read_flag(text.substr(0, cross), command.rows) &&
-         read_flag(text.substr(cross + 1), command.tokens) &&
-         command.rows > 0 && command.tokens > 0;
+  return cross != std::string::npos && read_flag(text.substr(0, cross), rows) &&
+         read_flag(text.substr(cross + 1), tokens) && rows > 0 && tokens > 0;
 }
 
 Command parse_plan(std::vector<std::string> arguments) {
@@ -245,7 +245,7 @@ Command parse_plan(std::vector<std::string> arguments) {
   }
   require_flag(
       flags,
-      read_batch(batch, command),
+      read_batch(batch, command.rows, command.tokens),
       "--batch=" + batch,
       "rows and tokens, both above 0: 8x128");
   if (!budget.empty()) {
@@ -260,6 +260,78 @@ Command parse_plan(std::vector<std::string> arguments) {
       command.json.empty() || !budget.empty(),
       "--json=" + command.json + " without a budget",
       "--budget BYTES|SHARE");
+  return command;
+}
+
+Command parse_estimate_memory(std::vector<std::string> arguments) {
+  EstimateMemoryCommand command;
+  std::string batch;
+  FlagTable flags(
+      {.name = "estimate-memory",
+       .summary = "what training a model takes, from formulas",
+       .usage = "--model MODEL [flags]",
+       .examples =
+           {"hasten estimate-memory --model bert-base --batch 8x128 \\\n"
+            "    --optim adamw --strategy ddp --nproc 4"},
+       .notes =
+           "Bytes of tensors in fp32 on the CPU: the most at once in an "
+           "update. "
+           "Scratch memory of libraries and the program itself (about 200 MB) "
+           "come on top."});
+  flags.group("Model and batch");
+  flags.value(
+      "--model",
+      command.model,
+      "FOLDER|SHAPE",
+      "Hugging Face folder, or a shape: " + model_shapes_text());
+  flags.required();
+  flags.value(
+      "--vocab-size", command.vocab_size, "PIECES", "vocabulary of a shape");
+  flags.value("--num-labels", command.num_labels, "N", "of a shape");
+  flags.value(
+      "--batch",
+      batch,
+      "ROWSxTOKENS",
+      "one micro-batch of one process, 8x128 (default: without activations)");
+  flags.value(
+      "--gradient-accumulation-steps",
+      command.gradient_accumulation_steps,
+      "N",
+      "micro-batches an update adds up");
+  flags.group("Training");
+  flags.value(
+      "--optim", command.optim, "NAME", "as in hasten train: adamw, sgd, lion");
+  flags.value(
+      "--optim-args", command.optim_args, "ARGS", "name=value,name=value");
+  flags.value(
+      "--strategy",
+      command.strategy,
+      "NAME",
+      "how processes work together: ddp or local_sgd");
+  flags.value("--nproc", command.nproc, "N", "processes on this machine");
+  flags.group("Output");
+  flags.flag("--json", command.json, "print one JSON object");
+  if (!flags.parse(std::move(arguments))) {
+    return Answer{flags.help()};
+  }
+  require_flag(
+      flags,
+      batch.empty() || read_batch(batch, command.rows, command.tokens),
+      "--batch=" + batch,
+      "rows and tokens, both above 0: 8x128");
+  require_flag(
+      flags,
+      command.strategy == "ddp" || command.strategy == "local_sgd",
+      "--strategy=" + command.strategy,
+      "ddp or local_sgd: the strategies that this version trains with");
+  require_at_least(flags, "--nproc", command.nproc, 1);
+  require_at_least(flags, "--vocab-size", command.vocab_size, 1);
+  require_at_least(flags, "--num-labels", command.num_labels, 2);
+  require_at_least(
+      flags,
+      "--gradient-accumulation-steps",
+      command.gradient_accumulation_steps,
+      1);
   return command;
 }
 
@@ -352,6 +424,9 @@ Command parse_command_line(const std::vector<std::string>& arguments) {
   if (name == "plan") {
     return detail::parse_plan(std::move(flags));
   }
+  if (name == "estimate-memory") {
+    return detail::parse_estimate_memory(std::move(flags));
+  }
   if (name == "env") {
     return detail::parse_env(std::move(flags));
   }
@@ -361,7 +436,7 @@ Command parse_command_line(const std::vector<std::string>& arguments) {
   throw InputError(
       "cli::hasten",
       "unknown command: " + name,
-      "train, predict, eval, launch or env",
+      "train, predict, eval, plan, estimate-memory, launch or env",
       near.empty() ? "see hasten --help" : "write hasten " + near);
 }
 

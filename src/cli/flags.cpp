@@ -106,6 +106,12 @@ bool read_flag(const std::string& text, OptimizerType& value) {
 bool read_flag(const std::string& text, SamplingStrategy& value) {
   return read_spelling_flag(text, sampling_strategies(), value);
 }
+bool read_flag(const std::string& text, GradNormType& value) {
+  return read_spelling_flag(text, grad_norm_types(), value);
+}
+bool read_flag(const std::string& text, LogGradientNorms& value) {
+  return read_spelling_flag(text, log_gradient_norms(), value);
+}
 
 std::string flag_text(const std::string& value) { return value; }
 std::string flag_text(bool value) { return value ? "true" : "false"; }
@@ -136,6 +142,12 @@ std::string flag_text(OptimizerType value) {
 std::string flag_text(SamplingStrategy value) {
   return spelling_text(sampling_strategies(), value);
 }
+std::string flag_text(GradNormType value) {
+  return spelling_text(grad_norm_types(), value);
+}
+std::string flag_text(LogGradientNorms value) {
+  return spelling_text(log_gradient_norms(), value);
+}
 
 std::string flag_expectation(const GradientCheckpointing&) {
   return "none, full, every:K with K >= 1, ops, or budget:B with B bytes (2GB) "
@@ -152,6 +164,12 @@ std::string flag_expectation(OptimizerType) {
 }
 std::string flag_expectation(SamplingStrategy) {
   return spelling_expectation(sampling_strategies());
+}
+std::string flag_expectation(GradNormType) {
+  return spelling_expectation(grad_norm_types());
+}
+std::string flag_expectation(LogGradientNorms) {
+  return spelling_expectation(log_gradient_norms());
 }
 
 template <typename T>

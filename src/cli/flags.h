@@ -32,6 +32,8 @@ bool read_flag(const std::string& text, IntervalStrategy& value);
 bool read_flag(const std::string& text, SchedulerType& value);
 bool read_flag(const std::string& text, OptimizerType& value);
 bool read_flag(const std::string& text, SamplingStrategy& value);
+bool read_flag(const std::string& text, GradNormType& value);
+bool read_flag(const std::string& text, LogGradientNorms& value);
 bool read_flag(const std::string& text, GradientCheckpointing& value);
 template <typename T>
 bool read_flag(const std::string& text, std::optional<T>& value) {
@@ -55,6 +57,8 @@ std::string flag_text(IntervalStrategy value);
 std::string flag_text(SchedulerType value);
 std::string flag_text(OptimizerType value);
 std::string flag_text(SamplingStrategy value);
+std::string flag_text(GradNormType value);
+std::string flag_text(LogGradientNorms value);
 std::string flag_text(const GradientCheckpointing& value);
 template <typename T>
 std::string flag_text(const std::optional<T>& value) {
@@ -83,6 +87,8 @@ std::string flag_expectation(IntervalStrategy value);
 std::string flag_expectation(SchedulerType value);
 std::string flag_expectation(OptimizerType value);
 std::string flag_expectation(SamplingStrategy value);
+std::string flag_expectation(GradNormType value);
+std::string flag_expectation(LogGradientNorms value);
 std::string flag_expectation(const GradientCheckpointing& value);
 template <typename T>
 std::string flag_expectation(const std::optional<T>&) {

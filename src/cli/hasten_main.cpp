@@ -112,6 +112,10 @@ class Hasten {
     check_plan_inputs(command);
     become_worker(arguments_);
   }
+  int operator()(const EstimateMemoryCommand& command) {
+    check_estimate_memory_inputs(command);
+    become_worker(arguments_);
+  }
   int operator()(const EnvCommand&) { become_worker(arguments_); }
   int operator()(const LaunchCommand& command) {
     check_nproc("launch", command.nproc, world_from_environment());

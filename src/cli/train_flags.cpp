@@ -84,7 +84,9 @@ void declare_run(FlagTable& flags, TrainCommand& command) {
       "--allow-changed-arguments",
       arguments.allow_changed_arguments,
       "go on although arguments that alter the run have changed");
+}
 
+void declare_batches(FlagTable& flags, TrainingArguments& arguments) {
   flags.group("Length and batches");
   flags.value(
       "--num-train-epochs,--epochs",
@@ -111,6 +113,18 @@ void declare_run(FlagTable& flags, TrainCommand& command) {
       arguments.gradient_accumulation_steps,
       "N",
       "micro-batches an update adds up");
+  flags.flag(
+      "--auto-find-batch-size",
+      arguments.auto_find_batch_size,
+      "halve the micro-batch until the longest rows fit into memory, and "
+      "accumulate as many more");
+  flags.value(
+      "--memory-limit",
+      arguments.memory_limit,
+      "BYTES",
+      "for it: most memory of tensors in a process, like 2GB (default: 9 "
+      "tenths "
+      "of what is free)");
   flags.value(
       "--local-sgd-steps",
       arguments.local_sgd_steps,
@@ -170,6 +184,16 @@ void declare_optimizer(FlagTable& flags, TrainingArguments& arguments) {
       "NORM",
       "longest gradient; 0 does not clip");
   flags.value(
+      "--grad-norm-type",
+      arguments.grad_norm_type,
+      "P",
+      "norm that --max-grad-norm limits: 1, 2 or inf");
+  flags.value(
+      "--max-grad-value",
+      arguments.max_grad_value,
+      "VALUE",
+      "largest number in a gradient; 0 does not clip");
+  flags.value(
       "--lr-scheduler-type",
       arguments.lr_scheduler_type,
       "NAME",
@@ -208,6 +232,11 @@ void declare_reports(FlagTable& flags, TrainingArguments& arguments) {
       arguments.logging_steps,
       "UPDATES",
       "updates between two records; below 1: a share of all");
+  flags.value(
+      "--log-gradient-norms",
+      arguments.log_gradient_norms,
+      "OF",
+      "norms in the records: no, layer, module or parameter");
   flags.value(
       "--eval-strategy", arguments.eval_strategy, "WHEN", "no, steps or epoch");
   flags.value(
@@ -288,6 +317,7 @@ Command parse_train(std::vector<std::string> arguments) {
                 "predict, hasten eval and Python's transformers read."});
   declare_train_data(flags, command);
   declare_run(flags, command);
+  declare_batches(flags, command.arguments);
   declare_optimizer(flags, command.arguments);
   declare_reports(flags, command.arguments);
   if (!flags.parse(std::move(arguments))) {

@@ -16,12 +16,16 @@ struct RunCommand {
   int operator()(const PredictCommand& command) { return run_predict(command); }
   int operator()(const EvalCommand& command) { return run_eval(command); }
   int operator()(const PlanCommand& command) { return run_plan(command); }
+  int operator()(const EstimateMemoryCommand& command) {
+    return run_estimate_memory(command);
+  }
   int operator()(const EnvCommand& command) { return run_env(command); }
   template <typename T>
   int operator()(const T&) {
     log_error(
-        "hasten-worker takes train, predict, eval, plan or env; see hasten "
-        "--help");
+        "hasten-worker takes train, predict, eval, plan, estimate-memory or "
+        "env; "
+        "see hasten --help");
     return kExitBadInput;
   }
 };

@@ -2,12 +2,19 @@
 
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/alloc_cpu.h>
+#include <c10/util/Exception.h>
 
 #include <atomic>
 #include <cstddef>
 #include <fstream>
+#include <limits>
 #include <mutex>
+#include <new>
+#include <set>
 #include <string>
+#include <string_view>
+
+#include "hasten/base/error.h"
 
 namespace hasten {
 
@@ -17,11 +24,43 @@ struct MemoryCounters {
   std::atomic<int64_t> live{0};
   std::atomic<int64_t> peak{0};
   std::atomic<int64_t> allocations{0};
+  std::atomic<int64_t> limit{std::numeric_limits<int64_t>::max()};
 };
+
+// Those that live, so that the least of them holds.
+struct MemoryLimits {
+  std::mutex mutex;
+  std::multiset<int64_t> bytes;
+  void change(int64_t limit, bool add);
+};
+
+MemoryLimits& memory_limits() {
+  static auto* limits = new MemoryLimits; // outlives static destructors
+  return *limits;
+}
 
 MemoryCounters& memory_counters() {
   static MemoryCounters counters;
   return counters;
+}
+
+void MemoryLimits::change(int64_t limit, bool add) {
+  const std::scoped_lock lock(mutex);
+  if (add) {
+    bytes.insert(limit);
+  } else {
+    bytes.erase(bytes.find(limit));
+  }
+  memory_counters().limit =
+      bytes.empty() ? std::numeric_limits<int64_t>::max() : *bytes.begin();
+}
+
+[[noreturn]] void refuse_memory(int64_t bytes, int64_t live, int64_t limit) {
+  throw c10::OutOfMemoryError(
+      {__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
+      "out of memory: " + std::to_string(bytes) +
+          " bytes for a CPU tensor beside " + std::to_string(live) +
+          " bytes of others, above the limit of " + std::to_string(limit));
 }
 
 // Keeps torch's alignment: c10 hands out 64-byte aligned memory.
@@ -44,11 +83,20 @@ class CountingAllocator final : public c10::Allocator {
     if (bytes == 0) {
       return {nullptr, nullptr, &free_counted, cpu};
     }
-    char* const block =
-        static_cast<char*>(c10::alloc_cpu(bytes + kMemoryHeader));
-    *reinterpret_cast<int64_t*>(block) = static_cast<int64_t>(bytes);
     MemoryCounters& counters = memory_counters();
-    const int64_t live = counters.live += static_cast<int64_t>(bytes);
+    const auto wanted = static_cast<int64_t>(bytes);
+    const int64_t live = counters.live += wanted;
+    char* block = nullptr;
+    try {
+      if (const int64_t limit = counters.limit; live > limit) {
+        refuse_memory(wanted, live - wanted, limit);
+      }
+      block = static_cast<char*>(c10::alloc_cpu(bytes + kMemoryHeader));
+    } catch (...) {
+      counters.live -= wanted;
+      throw;
+    }
+    *reinterpret_cast<int64_t*>(block) = wanted;
     int64_t peak = counters.peak;
     while (live > peak && !counters.peak.compare_exchange_weak(peak, live)) {
     }
@@ -94,6 +142,28 @@ MemoryStats memory_stats() {
 void reset_peak_memory() {
   detail::MemoryCounters& counters = detail::memory_counters();
   counters.peak = counters.live.load();
+}
+
+MemoryLimit::MemoryLimit(int64_t bytes) : bytes_(bytes) {
+  if (bytes <= 0) {
+    throw InputError(
+        "core::MemoryLimit", "bytes=" + std::to_string(bytes), "above 0");
+  }
+  install_memory_meter();
+  detail::memory_limits().change(bytes, true);
+}
+
+MemoryLimit::~MemoryLimit() { detail::memory_limits().change(bytes_, false); }
+
+bool is_out_of_memory(const std::exception& error) {
+  if (dynamic_cast<const c10::OutOfMemoryError*>(&error) != nullptr ||
+      dynamic_cast<const std::bad_alloc*>(&error) != nullptr) {
+    return true;
+  }
+  return dynamic_cast<const c10::Error*>(&error) != nullptr &&
+         std::string_view(error.what())
+                 .find("DefaultCPUAllocator: can't allocate memory") !=
+             std::string_view::npos;
 }
 
 int64_t peak_resident_bytes() { return detail::process_status_bytes("VmHWM:"); }

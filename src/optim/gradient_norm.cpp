@@ -65,9 +65,9 @@ std::vector<double> tensor_norms(
   return norms;
 }
 
-double gradient_norm(const std::vector<at::Tensor>& tensors, double norm_type) {
+double norm_of_norms(const std::vector<double>& norms, double norm_type) {
   double sum = 0;
-  for (const double norm : tensor_norms(tensors, norm_type)) {
+  for (const double norm : norms) {
     if (std::isinf(norm_type)) {
       sum = sum >= norm || std::isnan(sum) ? sum : norm;
     } else {
@@ -80,6 +80,10 @@ double gradient_norm(const std::vector<at::Tensor>& tensors, double norm_type) {
          : norm_type == 1 || std::isinf(norm_type)
              ? sum
              : std::pow(sum, 1 / norm_type);
+}
+
+double gradient_norm(const std::vector<at::Tensor>& tensors, double norm_type) {
+  return norm_of_norms(tensor_norms(tensors, norm_type), norm_type);
 }
 
 void clip_by_value_(const std::vector<at::Tensor>& tensors, double clip_value) {

@@ -245,6 +245,33 @@ auto with_named_optimizer(
       adam_options<torch::optim::AdamWOptions>(args, settings));
 }
 
+/// Numbers in the moments of one parameter.
+template <typename Optimizer, typename Options>
+int64_t moment_numbers(
+    const Options& options, const std::vector<int64_t>& shape) {
+  int64_t numel = 1;
+  for (const int64_t size : shape) {
+    numel *= size;
+  }
+  if constexpr (std::is_same_v<Optimizer, SGD>) {
+    return options.momentum() != 0 ? numel : 0;
+  } else if constexpr (std::is_same_v<Optimizer, Lion>) {
+    return numel;
+  } else if constexpr (std::is_same_v<Optimizer, Adafactor>) {
+    const bool factored = shape.size() >= 2 && numel > 0;
+    const int64_t squares =
+        !factored ? numel
+                  : numel / shape.back() + numel / shape[shape.size() - 2];
+    return squares + (options.beta1() ? numel : 0);
+  } else {
+    bool amsgrad = false;
+    if constexpr (requires { options.amsgrad(); }) {
+      amsgrad = options.amsgrad();
+    }
+    return numel * (amsgrad ? 3 : 2);
+  }
+}
+
 } // namespace detail
 
 const std::vector<std::string>& optimizer_names() {
@@ -274,6 +301,34 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(
       settings,
       [&]<typename Optimizer>(const auto& options, const FusedOptions& fused) {
         return detail::made_of<Optimizer>(groups, options, fused);
+      });
+}
+
+int64_t optimizer_state_bytes(
+    const std::string& name,
+    const OptimizerSettings& settings,
+    const std::vector<std::vector<int64_t>>& shapes,
+    at::ScalarType dtype) {
+  return detail::with_named_optimizer(
+      name,
+      settings,
+      [&]<typename Optimizer>(const auto& options, const FusedOptions& fused) {
+        const bool half = dtype == at::kBFloat16 || dtype == at::kHalf;
+        const bool rounds =
+            fused.bf16_moments && !std::is_same_v<Optimizer, Adafactor>;
+        const int64_t moment = dtype == at::kDouble ? 8 : rounds ? 2 : 4;
+        int64_t bytes = 0;
+        for (const auto& shape : shapes) {
+          bytes += moment * detail::moment_numbers<Optimizer>(options, shape);
+          if (half && fused.master_weights) {
+            int64_t numel = 1;
+            for (const int64_t size : shape) {
+              numel *= size;
+            }
+            bytes += 4 * numel;
+          }
+        }
+        return bytes;
       });
 }
 

@@ -13,8 +13,7 @@
 
 namespace hasten::detail {
 
-/// The rows that take the most memory together: the longest.
-static std::vector<int64_t> longest_rows(const Dataset& data, int64_t count) {
+std::vector<int64_t> longest_rows(const Dataset& data, int64_t count) {
   std::vector<int64_t> rows(static_cast<size_t>(data.size()));
   std::iota(rows.begin(), rows.end(), 0);
   count = std::min(count, data.size());

@@ -179,9 +179,12 @@ std::vector<ArgumentChange> changed_arguments(
   static const std::vector<std::string> harmless = {
       "per_device_train_batch_size", // total_batch counts
       "gradient_accumulation_steps",
+      "auto_find_batch_size",
+      "memory_limit",
       "gradient_checkpointing",
       "per_device_eval_batch_size",
       "logging_steps",
+      "log_gradient_norms",
       "eval_strategy",
       "eval_steps",
       "save_strategy",

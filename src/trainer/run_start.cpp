@@ -1,5 +1,6 @@
 #include "run_start.h"
 
+#include <algorithm>
 #include <system_error>
 #include <utility>
 
@@ -148,6 +149,18 @@ RunStart decide_start(TrainerParts& parts) {
   told.at("notes").get_to(start.notes);
   told.at("drop_batch").get_to(start.drop_batch);
   return start;
+}
+
+int64_t first_batch_size(const TrainerParts& parts, const RunStart& start) {
+  const TrainingArguments& a = parts.arguments;
+  const int64_t rows =
+      a.per_device_train_batch_size * a.gradient_accumulation_steps;
+  if (!a.auto_find_batch_size || start.folder.empty()) {
+    return a.per_device_train_batch_size;
+  }
+  const auto then = start.run.at("gradient_accumulation_steps").get<int64_t>();
+  return rows % then == 0 ? std::min(a.per_device_train_batch_size, rows / then)
+                          : a.per_device_train_batch_size;
 }
 
 int64_t step_shift_of(

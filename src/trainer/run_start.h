@@ -33,6 +33,9 @@ int64_t total_batch(const TrainerParts& parts);
 /// Collective.
 RunStart decide_start(TrainerParts& parts);
 
+/// Rows of a micro-batch: the arguments', or the saved run's where it found its own.
+int64_t first_batch_size(const TrainerParts& parts, const RunStart& start);
+
 /// TrainingPlan::step_shift of a run that goes on from `start` with updates of
 /// this size.
 int64_t step_shift_of(

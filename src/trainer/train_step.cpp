@@ -5,6 +5,7 @@
 //   W   = sum of weight            over the same,
 //   g   = dL/dp                    equal on every rank,
 //   g  <- g * min(1, max_grad_norm / (|g| + 1e-6)),
+//   g  <- every number to within max_grad_value, where that is above 0,
 //   p  <- AdamW(p, g, lr(k)),      k = updates done before this one.
 //
 // With local_sgd_steps = H sums are over this rank's micro-batches alone, and after
@@ -17,6 +18,7 @@
 
 #include <cmath>
 #include <exception>
+#include <limits>
 #include <nlohmann/json.hpp>
 #include <string>
 
@@ -36,6 +38,12 @@ void require_loss(const LossOutput& loss) {
         "are trained",
         "give labels to the training data, and leave some parameters unfrozen");
   }
+}
+
+double norm_type_of(GradNormType type) {
+  return type == GradNormType::l1   ? 1
+         : type == GradNormType::l2 ? 2
+                                    : std::numeric_limits<double>::infinity();
 }
 
 bool TrainingRun::train_step(const Batch& batch) {
@@ -58,13 +66,8 @@ bool TrainingRun::train_step(const Batch& batch) {
     if (report.non_finite > 0 || !std::isfinite(report.loss)) {
       stop_at_loss(report);
     }
-    if (parts_.arguments.max_grad_norm > 0) {
-      grad_norm_ = accelerator.clip_grad_norm_(
-          parts_.model, parts_.arguments.max_grad_norm);
-      if (!std::isfinite(grad_norm_)) {
-        stop_at_gradient();
-      }
-    }
+    note_gradient_norms();
+    clip_gradients();
     optimizer_->step();
     scheduler_->step();
     optimizer_->zero_grad();
@@ -122,14 +125,58 @@ void TrainingRun::stop_at_loss(const WindowReport& window) {
       "cannot take; the parameters are as they were before this update");
 }
 
+void TrainingRun::note_gradient_norms() {
+  gradient_norms_ = {};
+  const LogGradientNorms what = parts_.arguments.log_gradient_norms;
+  if (what == LogGradientNorms::no || !record_due(state_.global_step + 1) ||
+      parts_.accelerator->last_window().weight == 0) { // with Local SGD
+    return;
+  }
+  GradientNormsOptions options;
+  options.norm_type = norm_type_of(parts_.arguments.grad_norm_type);
+  options.of = what == LogGradientNorms::layer    ? NormsOf::layer
+               : what == LogGradientNorms::module ? NormsOf::module
+                                                  : NormsOf::parameter;
+  gradient_norms_ = parts_.accelerator->gradient_norms(parts_.model, options);
+}
+
+void TrainingRun::clip_gradients() {
+  const TrainingArguments& a = parts_.arguments;
+  Accelerator& accelerator = *parts_.accelerator;
+  try {
+    if (a.max_grad_norm > 0) {
+      grad_norm_ = accelerator.clip_grad_norm_(
+          parts_.model,
+          a.max_grad_norm,
+          norm_type_of(a.grad_norm_type),
+          /*error_if_nonfinite=*/true);
+    }
+    if (a.max_grad_value > 0) {
+      accelerator.clip_grad_value_(
+          parts_.model, a.max_grad_value, /*error_if_nonfinite=*/true);
+    }
+  } catch (const TrainingError&) {
+    stop_at_gradient();
+  }
+}
+
 void TrainingRun::stop_at_gradient() const {
+  const GradientNorms norms = parts_.accelerator->gradient_norms(
+      parts_.model,
+      {.norm_type = norm_type_of(parts_.arguments.grad_norm_type),
+       .of = NormsOf::parameter});
   throw TrainingError(
       "trainer::train",
       "the gradient is not finite in update " +
           std::to_string(state_.global_step + 1) + " of " +
           std::to_string(plan_.max_steps) +
-          ": grad_norm=" + std::to_string(grad_norm_) +
-          (is_local() ? " on this rank" : " on every rank"),
+          ": grad_norm=" + std::to_string(norms.total) +
+          (is_local() ? " on this rank" : " on every rank") +
+          (norms.non_finite == 0
+               ? std::string(", of parameters that are each finite")
+               : ", first in " + norms.first_non_finite + ", in " +
+                     std::to_string(norms.non_finite) + " of " +
+                     std::to_string(norms.names.size()) + " parameters"),
       "a finite gradient of a finite loss",
       "lower learning_rate, or look for operations whose derivative overflows");
 }

@@ -196,6 +196,7 @@ TrainOutput Trainer::train() {
   if (start.finished) {
     return detail::output_of_finished_run(parts);
   }
+  detail::find_batch_size(parts, detail::first_batch_size(parts, start));
   DataLoader counted(
       parts.train,
       detail::train_loader_options(

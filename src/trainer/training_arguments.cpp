@@ -54,6 +54,23 @@ const std::map<std::string, SamplingStrategy>& sampling_strategies() {
   return names;
 }
 
+const std::map<std::string, GradNormType>& grad_norm_types() {
+  static const std::map<std::string, GradNormType> names = {
+      {"1", GradNormType::l1},
+      {"2", GradNormType::l2},
+      {"inf", GradNormType::inf}};
+  return names;
+}
+
+const std::map<std::string, LogGradientNorms>& log_gradient_norms() {
+  static const std::map<std::string, LogGradientNorms> names = {
+      {"no", LogGradientNorms::no},
+      {"layer", LogGradientNorms::layer},
+      {"module", LogGradientNorms::module},
+      {"parameter", LogGradientNorms::parameter}};
+  return names;
+}
+
 namespace detail {
 
 constexpr const char* kArgumentsPlace = "trainer::training_arguments";
@@ -70,6 +87,8 @@ void visit_arguments(Arguments& a, Visit&& visit) {
   visit("per_device_train_batch_size", a.per_device_train_batch_size);
   visit("per_device_eval_batch_size", a.per_device_eval_batch_size);
   visit("gradient_accumulation_steps", a.gradient_accumulation_steps);
+  visit("auto_find_batch_size", a.auto_find_batch_size);
+  visit("memory_limit", a.memory_limit);
   visit("local_sgd_steps", a.local_sgd_steps);
   visit("gradient_checkpointing", a.gradient_checkpointing);
   visit("optim", a.optim);
@@ -80,11 +99,14 @@ void visit_arguments(Arguments& a, Visit&& visit) {
   visit("adam_beta2", a.adam_beta2);
   visit("adam_epsilon", a.adam_epsilon);
   visit("max_grad_norm", a.max_grad_norm);
+  visit("grad_norm_type", a.grad_norm_type);
+  visit("max_grad_value", a.max_grad_value);
   visit("lr_scheduler_type", a.lr_scheduler_type);
   visit("lr_scheduler_kwargs", a.lr_scheduler_kwargs);
   visit("warmup_steps", a.warmup_steps);
   visit("warmup_ratio", a.warmup_ratio);
   visit("logging_steps", a.logging_steps);
+  visit("log_gradient_norms", a.log_gradient_norms);
   visit("eval_strategy", a.eval_strategy);
   visit("eval_steps", a.eval_steps);
   visit("save_strategy", a.save_strategy);
@@ -111,6 +133,12 @@ const std::map<std::string, OptimizerType>& spellings(OptimizerType) {
 }
 const std::map<std::string, SamplingStrategy>& spellings(SamplingStrategy) {
   return sampling_strategies();
+}
+const std::map<std::string, GradNormType>& spellings(GradNormType) {
+  return grad_norm_types();
+}
+const std::map<std::string, LogGradientNorms>& spellings(LogGradientNorms) {
+  return log_gradient_norms();
 }
 
 template <typename T>
@@ -264,6 +292,34 @@ void validate_schedule(const TrainingArguments& a) {
   }
 }
 
+void validate_memory(const TrainingArguments& a) {
+  if (!a.memory_limit.empty()) {
+    int64_t bytes = 0;
+    try {
+      bytes = parse_bytes(a.memory_limit);
+    } catch (const InputError&) {
+      // below
+    }
+    require_argument(
+        bytes > 0, "memory_limit", a.memory_limit, "bytes above 0, like 2GB");
+    if (!a.auto_find_batch_size) {
+      throw InputError(
+          kArgumentsPlace,
+          "memory_limit=" + a.memory_limit + " without auto_find_batch_size",
+          "both or neither");
+    }
+  }
+  if (a.auto_find_batch_size &&
+      a.gradient_checkpointing.mode() == GradientCheckpointing::Mode::budget) {
+    throw InputError(
+        kArgumentsPlace,
+        "auto_find_batch_size=true with gradient_checkpointing=" +
+            a.gradient_checkpointing.text(),
+        "one of them: a budget is planned for a batch size that is known",
+        "set gradient_checkpointing to full, every:K or ops");
+  }
+}
+
 void validate_best_model(const TrainingArguments& a) {
   const auto contradiction = [](const std::string& what, const char* fix) {
     throw InputError(
@@ -329,6 +385,7 @@ void TrainingArguments::validate() const {
   not_negative("weight_decay", weight_decay);
   not_negative("adam_epsilon", adam_epsilon);
   not_negative("max_grad_norm", max_grad_norm);
+  not_negative("max_grad_value", max_grad_value);
   const auto beta = [](const char* name, double value) {
     require_argument(
         value >= 0 && value < 1, name, value, "0 or more, below 1");
@@ -371,6 +428,7 @@ void TrainingArguments::validate() const {
       metric_for_best_model,
       "the name of a value in the evaluation record");
   detail::validate_schedule(*this);
+  detail::validate_memory(*this);
   if (load_best_model_at_end) {
     detail::validate_best_model(*this);
   }

@@ -1,6 +1,7 @@
 #include <ATen/ATen.h>
 
 #include <cmath>
+#include <map>
 #include <string>
 #include <utility>
 #include <vector>
@@ -51,6 +52,38 @@ void TrainingRun::describe_rounds(nlohmann::json& record) {
   record["local_sgd_share"] = communication_share_;
 }
 
+/// Of a name in GradientNorms.
+std::string norm_key(const std::string& name) {
+  return "grad_norm/" + (name.empty() ? "model" : name);
+}
+
+void TrainingRun::describe_gradient_norms(nlohmann::json& record) {
+  if (parts_.arguments.log_gradient_norms == LogGradientNorms::no) {
+    return;
+  }
+  GradientNorms& norms = gradient_norms_;
+  if (is_local()) {
+    // A rank whose window had no row has none.
+    std::map<std::string, std::pair<double, int>> sums;
+    for (const auto& theirs : parts_.communicator().gather_json(
+             {{"names", norms.names}, {"norms", norms.norms}},
+             "gradient norms")) {
+      for (size_t i = 0; i < theirs.at("names").size(); ++i) {
+        auto& [sum, ranks] = sums[theirs["names"][i].get<std::string>()];
+        sum += theirs["norms"][i].get<double>();
+        ++ranks;
+      }
+    }
+    for (const auto& [name, sum] : sums) {
+      record[norm_key(name)] = sum.first / sum.second;
+    }
+    return;
+  }
+  for (size_t i = 0; i < norms.names.size(); ++i) {
+    record[norm_key(norms.names[i])] = norms.norms[i];
+  }
+}
+
 void TrainingRun::log_training() {
   collect_losses();
   nlohmann::json record = {
@@ -61,6 +94,7 @@ void TrainingRun::log_training() {
   if (parts_.arguments.max_grad_norm > 0) {
     record["grad_norm"] = is_local() ? mean_grad_norm_ : grad_norm_;
   }
+  describe_gradient_norms(record);
   if (is_local()) {
     describe_rounds(record);
   }

@@ -12,7 +12,6 @@
 #include "hasten/base/error.h"
 #include "hasten/base/process.h"
 #include "hasten/core/memory.h"
-#include "hasten/optim/make_optimizer.h"
 #include "hasten/optim/make_schedule.h"
 #include "hasten/optim/param_groups.h"
 #include "hasten/trainer/output_folder.h"
@@ -43,18 +42,18 @@ Schedule schedule_of(const TrainingArguments& a, const TrainingPlan& plan) {
       schedule_kwargs(a));
 }
 
-std::shared_ptr<torch::optim::Optimizer> optimizer_of(
-    const std::vector<torch::optim::OptimizerParamGroup>& groups,
-    const TrainingArguments& a) {
-  return make_optimizer(
-      spelling_of(optimizer_types(), a.optim),
-      groups,
-      {.learning_rate = a.learning_rate,
-       .weight_decay = a.weight_decay,
-       .adam_beta1 = a.adam_beta1,
-       .adam_beta2 = a.adam_beta2,
-       .adam_epsilon = a.adam_epsilon,
-       .args = a.optim_args});
+std::string optimizer_name_of(const TrainingArguments& a) {
+  return spelling_of(optimizer_types(), a.optim);
+}
+
+OptimizerSettings optimizer_settings_of(const TrainingArguments& a) {
+  return {
+      .learning_rate = a.learning_rate,
+      .weight_decay = a.weight_decay,
+      .adam_beta1 = a.adam_beta1,
+      .adam_beta2 = a.adam_beta2,
+      .adam_epsilon = a.adam_epsilon,
+      .args = a.optim_args};
 }
 
 LoaderOptions train_loader_options(
@@ -92,7 +91,10 @@ TrainingRun::TrainingRun(
       run_state_(std::make_shared<RunState>(this)),
       output_dir_(parts.arguments.output_dir),
       groups_(decay_groups(*parts.model, parts.arguments.weight_decay)),
-      torch_optimizer_(optimizer_of(groups_, parts.arguments)),
+      torch_optimizer_(make_optimizer(
+          optimizer_name_of(parts.arguments),
+          groups_,
+          optimizer_settings_of(parts.arguments))),
       lr_scheduler_(std::make_shared<LrScheduler>(
           *torch_optimizer_, schedule_of(parts.arguments, plan))),
       data_loader_(std::make_shared<DataLoader>(
@@ -228,6 +230,7 @@ void TrainingRun::run_epoch() {
   if (parts_.accelerator->last_window().number > windows_counted_ ||
       (is_local() && local_sgd_->steps() > state_.global_step)) {
     grad_norm_ = std::numeric_limits<double>::quiet_NaN();
+    gradient_norms_ = {};
     count_update();
   }
   after_update(true);
@@ -271,7 +274,7 @@ void TrainingRun::after_update(bool epoch_ended) {
     }
     return state_.global_step % steps == 0 || last_update();
   };
-  if (due(IntervalStrategy::steps, plan_.logging_steps)) {
+  if (record_due(state_.global_step)) {
     log_training();
   }
   const Stopwatch aside;

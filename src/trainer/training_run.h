@@ -8,6 +8,7 @@
 
 #include "hasten/accelerator/local_sgd.h"
 #include "hasten/data/loader.h"
+#include "hasten/optim/make_optimizer.h"
 #include "hasten/optim/plateau.h"
 #include "hasten/optim/schedule.h"
 #include "run_start.h"
@@ -47,6 +48,18 @@ void require_loss(const LossOutput& loss);
 LoaderOptions train_loader_options(
     const TrainingArguments& arguments, int world_size, int64_t drop_batch = 0);
 
+/// The optimizer that the arguments name, and with which settings.
+std::string optimizer_name_of(const TrainingArguments& arguments);
+OptimizerSettings optimizer_settings_of(const TrainingArguments& arguments);
+
+/// With auto_find_batch_size: lowers the arguments' batch size until a step on the
+/// longest rows fits, and raises the accumulation. `first`: size tried first.
+/// Collective.
+void find_batch_size(TrainerParts& parts, int64_t first);
+
+/// Data rows that take the most memory together: the `count` longest.
+std::vector<int64_t> longest_rows(const Dataset& data, int64_t count);
+
 class TrainingRun;
 
 /// What the accelerator keeps of a run: empty once the run is gone.
@@ -81,6 +94,10 @@ class TrainingRun {
   /// On every rank, where some rank's loss was not finite: names them.
   [[noreturn]] void stop_at_loss(const WindowReport& window);
   [[noreturn]] void stop_at_gradient() const;
+  /// Clips the complete window's gradients, as the arguments say.
+  void clip_gradients();
+  /// Their norms, where the update ends in a training record.
+  void note_gradient_norms();
 
   // training_run.cpp
   void begin();
@@ -113,6 +130,8 @@ class TrainingRun {
   void collect_tokens();
   /// With Local SGD: adds losses and rows over ranks. Collective.
   void collect_losses();
+  /// The norms by name, for a training record. With Local SGD collective.
+  void describe_gradient_norms(nlohmann::json& record);
   /// Local SGD's rounds, for a training record.
   void describe_rounds(nlohmann::json& record);
   void load_best();
@@ -129,6 +148,10 @@ class TrainingRun {
 
   bool is_local() const { return local_sgd_ && local_sgd_->active(); }
   bool last_update() const { return state_.global_step >= plan_.max_steps; }
+  bool record_due(int64_t global_step) const {
+    return global_step % plan_.logging_steps == 0 ||
+           global_step >= plan_.max_steps;
+  }
 
   TrainerParts& parts_;
   TrainerState& state_;
@@ -156,6 +179,7 @@ class TrainingRun {
   at::Tensor window_loss_{}; // this rank's, on the device; read only on failure
   uint64_t windows_counted_ = 0;
   double grad_norm_ = 0; // before clipping; NaN where this rank only joined
+  GradientNorms gradient_norms_{}; // of an update with a record, if asked for
   LossTotal uncollected_losses_{}; // Local SGD: this rank's alone
   int64_t uncollected_rows_ = 0;
   double mean_grad_norm_ = 0; // Local SGD: over the ranks

@@ -63,7 +63,9 @@ TEST(CommandLine, TrainFlagsReachTheirFields) {
       "--train_sampling_strategy random --data-seed 7 --greater-is-better true "
       "--overwrite_output_dir --max-train-rows 10 --optim lion "
       "--optim-args beta1=0.8 --lr-scheduler-type cosine_with_restarts "
-      "--lr-scheduler-kwargs {\"num_cycles\":2}");
+      "--lr-scheduler-kwargs {\"num_cycles\":2} --max-grad-value 0.5 "
+      "--grad-norm-type inf --log-gradient-norms layer --auto-find-batch-size "
+      "--memory-limit 2GB");
   EXPECT_EQ(command.model, "m");
   EXPECT_EQ(command.train_file, "t.tsv");
   EXPECT_EQ(command.table.text_column, "c");
@@ -86,12 +88,35 @@ TEST(CommandLine, TrainFlagsReachTheirFields) {
   EXPECT_EQ(arguments.optim_args, "beta1=0.8");
   EXPECT_EQ(arguments.lr_scheduler_type, SchedulerType::cosine_with_restarts);
   EXPECT_EQ(arguments.lr_scheduler_kwargs, "{\"num_cycles\":2}");
+  EXPECT_EQ(arguments.max_grad_value, 0.5);
+  EXPECT_EQ(arguments.grad_norm_type, GradNormType::inf);
+  EXPECT_EQ(arguments.log_gradient_norms, LogGradientNorms::layer);
+  EXPECT_TRUE(arguments.auto_find_batch_size);
+  EXPECT_EQ(arguments.memory_limit, "2GB");
   EXPECT_EQ(arguments.eval_strategy, IntervalStrategy::steps);
   EXPECT_EQ(arguments.save_strategy, IntervalStrategy::no);
   EXPECT_EQ(arguments.train_sampling_strategy, SamplingStrategy::random);
   EXPECT_EQ(arguments.data_seed, 7u);
   EXPECT_EQ(arguments.greater_is_better, true);
   EXPECT_FALSE(detail::parsed<TrainCommand>(detail::kTrain).nproc_given);
+}
+
+TEST(CommandLine, EstimateMemoryFlagsReachTheirFields) {
+  const auto command = detail::parsed<EstimateMemoryCommand>(
+      "estimate-memory --model bert-mini --batch 4x64 --optim sgd --optim-args "
+      "momentum=0.9 --strategy local_sgd --nproc 3 --vocab-size 99 "
+      "--num-labels 5 --gradient-accumulation-steps 2 --json");
+  EXPECT_EQ(command.model, "bert-mini");
+  EXPECT_EQ(command.rows, 4);
+  EXPECT_EQ(command.tokens, 64);
+  EXPECT_EQ(command.optim, OptimizerType::sgd);
+  EXPECT_EQ(command.optim_args, "momentum=0.9");
+  EXPECT_EQ(command.strategy, "local_sgd");
+  EXPECT_EQ(command.nproc, 3);
+  EXPECT_EQ(command.vocab_size, 99);
+  EXPECT_EQ(command.num_labels, 5);
+  EXPECT_EQ(command.gradient_accumulation_steps, 2);
+  EXPECT_TRUE(command.json);
 }
 
 TEST(CommandLine, FlagsLeftOutKeepTrainingArgumentsDefaults) {
@@ -105,9 +130,14 @@ TEST(CommandLine, FlagsLeftOutKeepTrainingArgumentsDefaults) {
 TEST(CommandLine, EachMistakeNamesItsFlagAndWhatWasExpected) {
   const std::string& train = detail::kTrain;
   const std::pair<std::string, std::string> cases[] = {
+      {"estimate-memory --model bert-base --strategy fsdp",
+       "[cli::estimate-memory] --strategy=fsdp. Expected ddp or local_sgd: the "
+       "strategies that this version trains with."},
+      {"estimate-memory --model bert-base --batch 8",
+       "[cli::estimate-memory] --batch=8. Expected rows and tokens"},
       {"trian",
        "[cli::hasten] unknown command: trian. Expected train, predict, eval, "
-       "launch or env. Fix: write hasten train."},
+       "plan, estimate-memory, launch or env. Fix: write hasten train."},
       {train + "--learning-rte 1e-4",
        "[cli::train] unknown flag: --learning-rte. "
        "Fix: write --learning-rate."},

@@ -6,8 +6,12 @@
 #include <torch/torch.h>
 
 #include <atomic>
+#include <memory>
+#include <new>
 #include <thread>
 #include <vector>
+
+#include "hasten/base/error.h"
 
 namespace hasten {
 
@@ -115,6 +119,85 @@ TEST_F(MemoryMeter, CountsWhatBackwardAllocates) {
   x.mul(2).sum().backward();
   EXPECT_EQ(live(), 8000); // x and its gradient
   EXPECT_GE(peak(), 8000);
+}
+
+TEST_F(MemoryMeter, ALimitRefusesWhatWouldExceedItAndNothingElse) {
+  const int64_t base = memory_stats().live_bytes;
+  {
+    const MemoryLimit limit(base + 4000);
+    const torch::Tensor fits = torch::empty({1000}, torch::kFloat);
+    try {
+      torch::empty({1}, torch::kFloat);
+      FAIL() << "not refused";
+    } catch (const std::exception& error) {
+      EXPECT_TRUE(is_out_of_memory(error)) << error.what();
+      EXPECT_NE(
+          std::string(error.what()).find("out of memory: 4 bytes"),
+          std::string::npos)
+          << error.what();
+    }
+    EXPECT_EQ(live(), 4000) << "a refusal counts nothing";
+    bool refused = false;
+    std::thread([&] {
+      try {
+        torch::empty({1}, torch::kFloat);
+      } catch (const c10::OutOfMemoryError&) {
+        refused = true;
+      }
+    }).join();
+    EXPECT_TRUE(refused) << "of any thread";
+  }
+  EXPECT_NO_THROW(torch::empty({5000}, torch::kFloat));
+  EXPECT_EQ(live(), 0);
+}
+
+TEST_F(MemoryMeter, OfNestedLimitsTheLeastHolds) {
+  const int64_t base = memory_stats().live_bytes;
+  auto outer = std::make_unique<MemoryLimit>(base + 1000);
+  const auto inner = std::make_unique<MemoryLimit>(base + 3000);
+  EXPECT_THROW(torch::empty({2000}, torch::kByte), c10::OutOfMemoryError);
+  outer.reset();
+  EXPECT_NO_THROW(torch::empty({2000}, torch::kByte));
+  EXPECT_THROW(torch::empty({3001}, torch::kByte), c10::OutOfMemoryError);
+  EXPECT_THROW(MemoryLimit(0), InputError);
+}
+
+// What an attempt that failed in forward or backward leaves behind: nothing.
+TEST_F(MemoryMeter, AStepThatRanOutOfMemoryLeavesNothingBehind) {
+  torch::nn::Sequential net(
+      torch::nn::Linear(64, 64), torch::nn::Tanh(), torch::nn::Linear(64, 64));
+  const torch::Tensor x = torch::randn({256, 64});
+  const int64_t before = live();
+  reset_peak_memory();
+  net->forward(x).square().sum().backward();
+  const int64_t needed = peak() - before;
+  for (const torch::Tensor& p : net->parameters()) {
+    p.mutable_grad().reset();
+  }
+  ASSERT_EQ(live(), before);
+  int64_t failures = 0;
+  for (int64_t tenths = 1; tenths < 10; ++tenths) {
+    const MemoryLimit limit(memory_stats().live_bytes + needed * tenths / 10);
+    EXPECT_THROW(
+        net->forward(x).square().sum().backward(), c10::OutOfMemoryError);
+    ++failures;
+    for (const torch::Tensor& p : net->parameters()) {
+      p.mutable_grad().reset();
+    }
+    EXPECT_EQ(live(), before) << tenths;
+  }
+  EXPECT_EQ(failures, 9);
+}
+
+TEST(OutOfMemory, IsTorchsAllocatorsToo) {
+  try {
+    torch::empty({int64_t{1} << 60}, torch::kByte);
+    FAIL() << "an exabyte";
+  } catch (const std::exception& error) {
+    EXPECT_TRUE(is_out_of_memory(error)) << error.what();
+  }
+  EXPECT_TRUE(is_out_of_memory(std::bad_alloc()));
+  EXPECT_FALSE(is_out_of_memory(std::runtime_error("out of memory")));
 }
 
 TEST(ResidentMemory, FollowsWhatTheProcessTouches) {

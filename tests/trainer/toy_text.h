@@ -4,6 +4,7 @@
 
 #include <torch/torch.h>
 
+#include <cmath>
 #include <memory>
 #include <string>
 #include <utility>
@@ -117,6 +118,12 @@ struct PlainRun {
   std::shared_ptr<Classifier> model{};
 };
 
+inline double norm_type_of(const TrainingArguments& a) {
+  return a.grad_norm_type == GradNormType::l1   ? 1.0
+         : a.grad_norm_type == GradNormType::l2 ? 2.0
+                                                : INFINITY;
+}
+
 /// The same training without hasten: `batch` rows an update, in order.
 inline PlainRun plain_run(
     const Texts& texts, const TrainingArguments& a, int64_t batch) {
@@ -163,7 +170,11 @@ inline PlainRun plain_run(
     loss.backward();
     run.losses.push_back(loss.item<double>());
     run.grad_norms.push_back(torch::nn::utils::clip_grad_norm_(
-        run.model->parameters(), a.max_grad_norm));
+        run.model->parameters(), a.max_grad_norm, norm_type_of(a)));
+    if (a.max_grad_value > 0) {
+      torch::nn::utils::clip_grad_value_(
+          run.model->parameters(), a.max_grad_value);
+    }
     optimizer.step();
   }
   return run;

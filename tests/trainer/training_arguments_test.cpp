@@ -58,6 +58,22 @@ TEST(TrainingArguments, EachFieldOutOfRangeIsNamedWithItsValue) {
       {"save_total_limit=-1.",
        [](TrainingArguments& a) { a.save_total_limit = -1; }},
       {"max_length=0.", [](TrainingArguments& a) { a.max_length = 0; }},
+      {"max_grad_norm=-1.0.",
+       [](TrainingArguments& a) { a.max_grad_norm = -1; }},
+      {"max_grad_value=-0.5.",
+       [](TrainingArguments& a) { a.max_grad_value = -0.5; }},
+      {"memory_limit=\"2 TB of it\".",
+       [](TrainingArguments& a) {
+         a.auto_find_batch_size = true;
+         a.memory_limit = "2 TB of it";
+       }},
+      {"memory_limit=2GB without auto_find_batch_size.",
+       [](TrainingArguments& a) { a.memory_limit = "2GB"; }},
+      {"auto_find_batch_size=true with gradient_checkpointing=budget:50%.",
+       [](TrainingArguments& a) {
+         a.auto_find_batch_size = true;
+         a.gradient_checkpointing = "budget:50%";
+       }},
   };
   for (const auto& [text, change] : cases) {
     TrainingArguments arguments = detail::valid_arguments();

@@ -41,7 +41,7 @@
 #include <tuple>
 #include <vector>
 
-#include "hasten/accelerator/collect.h"
+#include "hasten/accelerator/gradients.h"
 #include "hasten/accelerator/prepare.h"
 #include "hasten/accelerator/prepared.h"
 #include "hasten/accelerator/state.h"
@@ -137,8 +137,9 @@ class [[nodiscard]] SyncGuard {
   uint64_t id_ = 0;
 };
 
-/// Gathering, reducing, who runs what: hasten/accelerator/collect.h.
-class Accelerator : public Collect {
+/// Gathering, reducing, who runs what: hasten/accelerator/collect.h. Clipping:
+/// hasten/accelerator/gradients.h.
+class Accelerator : public Gradients {
  public:
   /// Reads the world from the environment (hasten/base/world.h), meets the peers,
   /// sets this rank's threads, seeds, and makes errors and log lines name the
@@ -255,21 +256,6 @@ class Accelerator : public Collect {
     return SyncGuard(core_, {detail::module_of(models).get()...}, true);
   }
 
-  /// Scales the gradients down so that their global norm is at most max_norm, as
-  /// torch.nn.utils.clip_grad_norm_ does. Returns the norm before; 0, and does
-  /// nothing, while the window is incomplete. `norm_type` > 0, infinity allowed.
-  /// Local: gradients are equal on every rank. Tied parameters count once.
-  template <detail::ModelHolder Model>
-  double clip_grad_norm_(
-      const Model& model, double max_norm, double norm_type = 2.0) {
-    return clip_model(*detail::module_of(model), max_norm, norm_type);
-  }
-  /// The same over any of the prepared models' parameters.
-  double clip_grad_norm_(
-      const std::vector<at::Tensor>& parameters,
-      double max_norm,
-      double norm_type = 2.0);
-
   /// Sums the model's gradients by this hook from the next window on (see
   /// hasten/parallel/comm_hook.h); null: plainly again. One hook a model.
   /// Collective. Throws InputError, on every rank, where ranks differ.
@@ -296,6 +282,9 @@ class Accelerator : public Collect {
   const WindowReport& last_window() const;
 
   const AcceleratorOptions& options() const;
+  /// Of the windows to come. Every rank sets the same, between windows. Throws
+  /// InputError below 1, and inside a window.
+  void set_gradient_accumulation_steps(int64_t steps);
 
   /// Saves the whole training state into `folder`, which appears by one rename:
   /// prepared models, optimizers, schedulers and positions of loaders, windows
@@ -353,8 +342,6 @@ class Accelerator : public Collect {
         {detail::module_of(models).get()...});
     return AccumulateGuard(core_);
   }
-  double clip_model(
-      torch::nn::Module& model, double max_norm, double norm_type);
   void register_hook(torch::nn::Module& model, std::shared_ptr<CommHook> hook);
 };
 

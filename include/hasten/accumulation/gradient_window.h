@@ -159,6 +159,8 @@ class GradientWindow : public Stateful {
   void load_state(
       const NamedTensors& tensors, const nlohmann::json& values) override;
 
+  /// Batches of a rank that make the next window. Between windows only.
+  void set_steps(int64_t steps) { options_.steps = steps; }
   bool is_open() const { return open_; }
   /// The open batch had a backward.
   bool had_backward() const { return had_backward_; }

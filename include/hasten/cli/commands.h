@@ -95,6 +95,25 @@ struct PlanCommand {
   std::string svg{};
 };
 
+/// hasten estimate-memory: what training takes, from formulas.
+struct EstimateMemoryCommand {
+  /// A Hugging Face folder (its config.json alone is read), or a shape.
+  std::string model{};
+  /// Of a shape.
+  int64_t vocab_size = 30522;
+  int64_t num_labels = 2;
+  /// Rows and tokens of one micro-batch of one process; 0: without activations.
+  int64_t rows = 0;
+  int64_t tokens = 0;
+  int64_t gradient_accumulation_steps = 1;
+  OptimizerType optim = OptimizerType::adamw_torch;
+  std::string optim_args{};
+  /// ddp or local_sgd; with one process the same.
+  std::string strategy = "ddp";
+  int nproc = 1;
+  bool json = false;
+};
+
 /// hasten launch: a program as N processes of one world.
 struct LaunchCommand {
   int nproc = 1;
@@ -118,6 +137,7 @@ using Command = std::variant<
     PredictCommand,
     EvalCommand,
     PlanCommand,
+    EstimateMemoryCommand,
     LaunchCommand,
     EnvCommand>;
 

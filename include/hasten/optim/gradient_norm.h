@@ -14,6 +14,9 @@ namespace hasten {
 std::vector<double> tensor_norms(
     const std::vector<at::Tensor>& tensors, double norm_type);
 
+/// The p-norm of a whole, from its parts' p-norms; NaN where one is.
+double norm_of_norms(const std::vector<double>& norms, double norm_type);
+
 /// The p-norm over all of them together; 0 for none. Depends on the tensors' order,
 /// not on where they lie.
 double gradient_norm(const std::vector<at::Tensor>& tensors, double norm_type);

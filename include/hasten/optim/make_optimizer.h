@@ -3,6 +3,7 @@
 
 #include <torch/optim/optimizer.h>
 
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
@@ -46,5 +47,14 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(
     const std::string& name,
     const std::vector<torch::optim::OptimizerParamGroup>& groups,
     const OptimizerSettings& settings);
+
+/// Bytes of that optimizer's tensors (moments, fp32 copies of 16-bit parameters) from
+/// its first step on, for trained parameters of these shapes and this dtype. Exact: what
+/// it allocates. Throws InputError as check_optimizer() does.
+int64_t optimizer_state_bytes(
+    const std::string& name,
+    const OptimizerSettings& settings,
+    const std::vector<std::vector<int64_t>>& shapes,
+    at::ScalarType dtype = at::kFloat);
 
 } // namespace hasten

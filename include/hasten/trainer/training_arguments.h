@@ -58,11 +58,19 @@ enum class OptimizerType {
 /// In which order training sees its rows; see data/loader.h.
 enum class SamplingStrategy { random, sequential, group_by_length };
 
+/// Of max_grad_norm; spelt 1, 2 and inf.
+enum class GradNormType { l1, l2, inf };
+/// What training records have norms of beside the whole gradient's; see
+/// accelerator/gradients.h.
+enum class LogGradientNorms { no, layer, module, parameter };
+
 /// The spellings users write, for flags and JSON.
 const std::map<std::string, IntervalStrategy>& interval_strategies();
 const std::map<std::string, SchedulerType>& scheduler_types();
 const std::map<std::string, OptimizerType>& optimizer_types();
 const std::map<std::string, SamplingStrategy>& sampling_strategies();
+const std::map<std::string, GradNormType>& grad_norm_types();
+const std::map<std::string, LogGradientNorms>& log_gradient_norms();
 
 struct TrainingArguments {
   // Where.
@@ -98,6 +106,16 @@ struct TrainingArguments {
   /// Micro-batches an update adds up, >= 1. An epoch's last window may be
   /// shorter and is weighted by what it really holds.
   int64_t gradient_accumulation_steps = 1;
+  /// Halves per_device_train_batch_size until a step on the longest rows fits into
+  /// memory on every rank, down to its divisors with gradient_accumulation_steps,
+  /// which grows so that an update keeps its rows: then the run is that of the size
+  /// found. Costs two forward and backward a size, before training. Not beside
+  /// gradient_checkpointing=budget, which fits activations to the batch instead.
+  bool auto_find_batch_size = false;
+  /// For it: most bytes of CPU tensors in one process, "2GB" or "512MiB", the model
+  /// and the optimizer's state included. Empty: nine tenths of what the host has left
+  /// at the start, shared by its ranks. A GPU has its own limit.
+  std::string memory_limit{};
   /// Less memory for more time, with the same gradients to the bit: what of the
   /// blocks' activations is computed a second time in backward. true (every
   /// block), or "every:2", "ops", "budget:50%", … (checkpoint_spec.h). A budget is
@@ -124,9 +142,13 @@ struct TrainingArguments {
   double adam_beta1 = 0.9;
   double adam_beta2 = 0.999;
   double adam_epsilon = 1e-8;
-  /// Longest L2 norm the gradient of an update may have, over all parameters;
-  /// 0 does not clip.
+  /// Largest norm the gradient of an update may have, over all parameters; 0 does
+  /// not clip, and then a gradient that is not finite is not looked for.
   double max_grad_norm = 1.0;
+  GradNormType grad_norm_type = GradNormType::l2;
+  /// Largest |number| in a gradient, limited behind the norm; 0 does not clip. Costs
+  /// two passes over the gradients an update.
+  double max_grad_value = 0.0;
   SchedulerType lr_scheduler_type = SchedulerType::linear;
   /// A JSON object's text, like {"num_cycles": 2}; see optim/make_schedule.h.
   std::string lr_scheduler_kwargs{};
@@ -141,6 +163,9 @@ struct TrainingArguments {
   /// Updates between two training records; below 1: a share of all updates (at
   /// least one update). > 0. Cost: one small all-reduce a record.
   double logging_steps = 0.01;
+  /// Adds "grad_norm/NAME" to training records: of the update they are at, before
+  /// clipping, with Local SGD the ranks' mean. A pass over the gradients a record.
+  LogGradientNorms log_gradient_norms = LogGradientNorms::no;
   /// steps: every eval_steps; epoch: at each epoch's end. Ignored without
   /// evaluation data.
   IntervalStrategy eval_strategy = IntervalStrategy::epoch;

@@ -1,0 +1,320 @@
+// Clipping and norms of a complete window's gradients.
+#include <ATen/ATen.h>
+#include <torch/nn/module.h>
+
+#include <algorithm>
+#include <cctype>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+
+#include "accelerator_core.h"
+#include "hasten/base/error.h"
+#include "hasten/optim/gradient_norm.h"
+
+namespace hasten {
+
+namespace detail {
+
+// JSON has no infinity, and a clip must be repeated to the last bit.
+std::string exact_double(double value) {
+  char text[40];
+  std::snprintf(text, sizeof text, "%a", value);
+  return text;
+}
+double read_exact(const nlohmann::json& text) {
+  return std::strtod(text.get<std::string>().c_str(), nullptr);
+}
+
+double AcceleratorCore::clip(
+    const std::vector<SlotList>& lists, const GradientClip& how) {
+  const bool by_value = how.clip_value > 0;
+  const char* where = by_value ? "accelerator::clip_grad_value_"
+                               : "accelerator::clip_grad_norm_";
+  if (acts(lists) == Acts::in_window) {
+    return 0;
+  }
+  refuse_local_gradients(lists, where);
+  const double norm = clip_now(lists, how);
+  for (const SlotList& list : lists) {
+    ModelState& model = models_[list.model];
+    model.non_finite = model.non_finite || !std::isfinite(norm);
+  }
+  auto models = nlohmann::json::array();
+  for (const SlotList& list : lists) {
+    models.push_back({list.model, list.all, list.slots});
+  }
+  actions_.push_back(
+      {{"clip", std::move(models)},
+       {"max_norm", exact_double(how.max_norm)},
+       {"norm_type", exact_double(how.norm_type)},
+       {"clip_value", exact_double(how.clip_value)}});
+  return norm;
+}
+
+AcceleratorCore::Gathered AcceleratorCore::gradients_of(
+    const std::vector<SlotList>& lists) {
+  Gathered found;
+  for (const SlotList& list : lists) {
+    FlatGradients& flat = models_[list.model].ddp->gradients();
+    const size_t first = found.gradients.size();
+    const auto count = static_cast<int64_t>(flat.layout().slots().size());
+    bool in_place = list.all;
+    for (int64_t i = 0; i < (list.all ? count : std::ssize(list.slots)); ++i) {
+      const int64_t slot = list.all ? i : list.slots[static_cast<size_t>(i)];
+      const auto& parameter =
+          flat.layout().slots()[static_cast<size_t>(slot)].parameter;
+      in_place = in_place && flat.installed(slot);
+      if (!parameter.grad().defined()) {
+        continue; // it is not stepped
+      }
+      // It may be the user's own tensor.
+      if (parameter.grad().is_sparse() ||
+          parameter.grad().sizes() != parameter.sizes()) {
+        flat.install_slot(slot);
+      }
+      found.gradients.push_back(parameter.grad());
+    }
+    if (!in_place) {
+      found.pieces.insert(
+          found.pieces.end(),
+          found.gradients.begin() + static_cast<std::ptrdiff_t>(first),
+          found.gradients.end());
+      continue;
+    }
+    for (size_t g = 0; g < flat.layout().groups().size(); ++g) {
+      found.pieces.push_back(flat.buffer(static_cast<int64_t>(g)));
+    }
+  }
+  return found;
+}
+
+double AcceleratorCore::clip_now(
+    const std::vector<SlotList>& lists, const GradientClip& how) {
+  at::NoGradGuard no_grad;
+  if (how.clip_value > 0) {
+    for (const SlotList& list : lists) {
+      models_[list.model].ddp->apply_pending_factor();
+    }
+    const Gathered found = gradients_of(lists);
+    const double largest = gradient_norm(found.gradients, INFINITY);
+    if (how.error_if_nonfinite && !std::isfinite(largest)) {
+      refuse_non_finite(lists, "accelerator::clip_grad_value_", largest);
+    }
+    if (!(largest <= how.clip_value)) {
+      clip_by_value_(found.pieces, how.clip_value);
+    }
+    return largest;
+  }
+  const double pending = common_factor(lists);
+  const Gathered found = gradients_of(lists);
+  const double norm = gradient_norm(found.gradients, how.norm_type) * pending;
+  if (how.error_if_nonfinite && !std::isfinite(norm)) {
+    refuse_non_finite(lists, "accelerator::clip_grad_norm_", norm);
+  }
+  const double factor = how.max_norm / (norm + 1e-6); // as torch.nn.utils does
+  if (!(factor >= 1) && pending != 1) {
+    for (const SlotList& list : lists) {
+      models_[list.model].ddp->set_pending_factor(pending * factor);
+    }
+  } else if (!(factor >= 1)) {
+    for (const at::Tensor& piece : found.pieces) {
+      piece.mul_(factor);
+    }
+  }
+  return norm;
+}
+
+void AcceleratorCore::replay_clip(const nlohmann::json& action) {
+  std::vector<SlotList> lists;
+  for (const auto& list : action.at("clip")) {
+    lists.push_back(
+        {list[0].get<size_t>(),
+         list[1].get<bool>(),
+         list[2].get<std::vector<int64_t>>()});
+  }
+  GradientClip how;
+  how.max_norm = read_exact(action.at("max_norm"));
+  how.norm_type = read_exact(action.at("norm_type"));
+  how.clip_value = read_exact(action.at("clip_value"));
+  clip_now(lists, how);
+}
+
+void AcceleratorCore::refuse_non_finite(
+    const std::vector<SlotList>& lists, const char* where, double norm) const {
+  std::string first;
+  int64_t count = 0, of = 0;
+  for (const SlotList& list : lists) {
+    const FlatLayout& layout = models_[list.model].ddp->gradients().layout();
+    // Slots lie in reverse order of registration.
+    for (int64_t slot = std::ssize(layout.slots()) - 1; slot >= 0; --slot) {
+      const FlatSlot& found = layout.slots()[static_cast<size_t>(slot)];
+      const at::Tensor& gradient = found.parameter.grad();
+      if (!gradient.defined() ||
+          (!list.all && std::find(list.slots.begin(), list.slots.end(), slot) ==
+                            list.slots.end())) {
+        continue;
+      }
+      ++of;
+      const double own = gradient_norm({gradient}, INFINITY);
+      if (!std::isfinite(own) && ++count == 1) {
+        first = found.name + " (largest |g|=" + std::to_string(own) + ")";
+      }
+    }
+  }
+  throw TrainingError(
+      where,
+      "the gradient is not finite: norm=" + std::to_string(norm) +
+          (count == 0
+               ? ", of parameters that are each finite: the sum is too "
+                 "large"
+               : ", first in " + first + ", in " + std::to_string(count) +
+                     " of " + std::to_string(of) + " parameters"),
+      "a finite gradient",
+      "lower the learning rate, or look at what that parameter's operations "
+      "divide by or take the logarithm of");
+}
+
+// "encoder.layer.3" of "encoder.layer.3.output.dense.weight".
+std::string norm_group(const std::string& parameter, NormsOf of) {
+  if (of == NormsOf::parameter) {
+    return parameter;
+  }
+  for (size_t at = 0; of == NormsOf::layer && at < parameter.size();) {
+    const size_t end = parameter.find('.', at);
+    if (end == std::string::npos) {
+      break;
+    }
+    if (std::all_of(
+            parameter.begin() + static_cast<std::ptrdiff_t>(at),
+            parameter.begin() + static_cast<std::ptrdiff_t>(end),
+            [](unsigned char c) { return std::isdigit(c) != 0; })) {
+      return parameter.substr(0, end);
+    }
+    at = end + 1;
+  }
+  const size_t dot = parameter.rfind('.');
+  return dot == std::string::npos ? std::string() : parameter.substr(0, dot);
+}
+
+GradientNorms AcceleratorCore::gradient_norms(
+    size_t model, const GradientNormsOptions& norms_options) {
+  const std::vector<SlotList> lists{{.model = model, .all = true, .slots = {}}};
+  GradientNorms result;
+  if (acts(lists) == Acts::in_window) {
+    return result;
+  }
+  refuse_local_gradients(lists, "accelerator::gradient_norms");
+  const Ddp& ddp = *models_[model].ddp;
+  std::vector<at::Tensor> gradients; // in order of registration
+  std::vector<std::string> names;
+  const auto& slots = ddp.gradients().layout().slots();
+  for (auto slot = slots.rbegin(); slot != slots.rend(); ++slot) {
+    if (slot->parameter.grad().defined()) {
+      gradients.push_back(slot->parameter.grad());
+      names.push_back(slot->name);
+    }
+  }
+  const double p = norms_options.norm_type;
+  std::vector<double> own = tensor_norms(gradients, p);
+  for (size_t i = 0; i < own.size(); ++i) {
+    own[i] *= ddp.pending_factor();
+    if (!std::isfinite(own[i]) && ++result.non_finite == 1) {
+      result.first_non_finite = names[i];
+    }
+  }
+  std::vector<std::vector<double>> parts; // [name]
+  for (size_t i = 0; i < own.size(); ++i) {
+    const std::string name = norm_group(names[i], norms_options.of);
+    const auto known =
+        std::find(result.names.begin(), result.names.end(), name);
+    if (known == result.names.end()) {
+      result.names.push_back(name);
+      parts.push_back({own[i]});
+    } else {
+      parts[static_cast<size_t>(known - result.names.begin())].push_back(
+          own[i]);
+    }
+  }
+  for (const auto& of_name : parts) {
+    result.norms.push_back(norm_of_norms(of_name, p));
+  }
+  result.total = norm_of_norms(own, p);
+  return result;
+}
+
+void require_clip(bool good, const char* where, const std::string& what) {
+  if (!good) {
+    throw InputError(where, what, "above 0");
+  }
+}
+
+GradientClip by_norm(double max_norm, double norm_type, bool error) {
+  require_clip(
+      max_norm > 0 && norm_type > 0,
+      "accelerator::clip_grad_norm_",
+      "max_norm=" + std::to_string(max_norm) +
+          ", norm_type=" + std::to_string(norm_type));
+  GradientClip how;
+  how.max_norm = max_norm;
+  how.norm_type = norm_type;
+  how.error_if_nonfinite = error;
+  return how;
+}
+
+GradientClip by_value(double clip_value, bool error) {
+  require_clip(
+      clip_value > 0,
+      "accelerator::clip_grad_value_",
+      "clip_value=" + std::to_string(clip_value));
+  GradientClip how;
+  how.clip_value = clip_value;
+  how.error_if_nonfinite = error;
+  return how;
+}
+
+} // namespace detail
+
+double Gradients::clip_norm(
+    torch::nn::Module& model,
+    double max_norm,
+    double norm_type,
+    bool error_if_nonfinite) {
+  const auto how = detail::by_norm(max_norm, norm_type, error_if_nonfinite);
+  const size_t index =
+      core_->model_index(&model, "accelerator::clip_grad_norm_");
+  return core_->clip({{.model = index, .all = true, .slots = {}}}, how);
+}
+
+double Gradients::clip_grad_norm_(
+    const std::vector<at::Tensor>& parameters,
+    double max_norm,
+    double norm_type,
+    bool error_if_nonfinite) {
+  const auto how = detail::by_norm(max_norm, norm_type, error_if_nonfinite);
+  return core_->clip(core_->slots_of(parameters), how);
+}
+
+double Gradients::clip_value_of(
+    torch::nn::Module& model, double clip_value, bool error_if_nonfinite) {
+  const auto how = detail::by_value(clip_value, error_if_nonfinite);
+  const size_t index =
+      core_->model_index(&model, "accelerator::clip_grad_value_");
+  return core_->clip({{.model = index, .all = true, .slots = {}}}, how);
+}
+
+double Gradients::clip_grad_value_(
+    const std::vector<at::Tensor>& parameters,
+    double clip_value,
+    bool error_if_nonfinite) {
+  const auto how = detail::by_value(clip_value, error_if_nonfinite);
+  return core_->clip(core_->slots_of(parameters), how);
+}
+
+GradientNorms Gradients::norms_of(
+    torch::nn::Module& model, const GradientNormsOptions& options) const {
+  return core_->gradient_norms(
+      core_->model_index(&model, "accelerator::gradient_norms"), options);
+}
+
+} // namespace hasten

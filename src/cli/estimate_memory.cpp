@@ -1,0 +1,175 @@
+#include <cstdio>
+#include <iostream>
+#include <nlohmann/json.hpp>
+#include <utility>
+#include <vector>
+
+#include "hasten/base/progress_bar.h"
+#include "hasten/cli/checks.h"
+#include "hasten/cli/exit_code.h"
+#include "hasten/cli/run.h"
+#include "hasten/flat/flat_layout.h"
+#include "hasten/models/bert_memory.h"
+#include "hasten/models/bert_pretrained.h"
+#include "hasten/optim/make_optimizer.h"
+
+namespace hasten {
+
+namespace detail {
+
+/// Bytes of one process, by what they are for.
+struct MemoryEstimate {
+  int64_t parameter_count = 0;
+  int64_t parameters = 0;
+  int64_t gradients = 0;
+  int64_t optimizer_state = 0;
+  int64_t averaging = 0;
+  int64_t activations = 0;
+  int64_t peak = 0;
+};
+
+BertConfig config_of(const EstimateMemoryCommand& command) {
+  if (!is_model_shape(command.model)) {
+    return read_bert_config(command.model);
+  }
+  BertConfig config = BertConfig::from_shape(command.model, command.vocab_size);
+  config.id2label.resize(static_cast<size_t>(command.num_labels));
+  return config;
+}
+
+std::string optimizer_name(OptimizerType optim) {
+  for (const auto& [name, type] : optimizer_types()) {
+    if (type == optim) {
+      return name;
+    }
+  }
+  return {};
+}
+
+/// When the most is alive: in backward, with the optimizer's state beside it, which is
+/// there from the second update on. A rank whose updates are one micro-batch of its own
+/// has no gradients in forward; to be reduced they have buffers, which Local SGD keeps
+/// beside a rank's own gradients.
+MemoryEstimate estimate_of(const EstimateMemoryCommand& command) {
+  const BertConfig config = config_of(command);
+  const auto shapes = bert_parameter_shapes(config);
+  MemoryEstimate estimate;
+  int64_t padded = 0;
+  for (const auto& shape : shapes) {
+    int64_t numel = 1;
+    for (const int64_t size : shape) {
+      numel *= size;
+    }
+    estimate.parameter_count += numel;
+    padded += flat_padded(numel, at::kFloat);
+  }
+  const bool several = command.nproc > 1;
+  const bool local = several && command.strategy == "local_sgd";
+  // Gradients of a rank's own are autograd's tensors.
+  const bool own = !several || local;
+  const bool fresh = own && command.gradient_accumulation_steps == 1;
+  OptimizerSettings settings;
+  settings.args = command.optim_args;
+  estimate.parameters = 4 * estimate.parameter_count;
+  const int64_t buffers = several ? 4 * padded : 0;
+  const int64_t own_gradients = own ? 4 * estimate.parameter_count : 0;
+  estimate.gradients = buffers + own_gradients;
+  estimate.optimizer_state =
+      optimizer_state_bytes(optimizer_name(command.optim), settings, shapes);
+  if (local) {
+    estimate.averaging = estimate.parameters;
+  }
+  const int64_t kept =
+      estimate.parameters + estimate.optimizer_state + estimate.averaging;
+  if (command.rows == 0) {
+    estimate.peak = kept + estimate.gradients;
+    return estimate;
+  }
+  const BertStepMemory step = bert_step_memory(
+      config,
+      command.rows,
+      command.tokens,
+      fresh ? GradientPlace::fresh : GradientPlace::existing);
+  estimate.activations = step.activation_bytes;
+  if (fresh) { // of a rank's own, what is there when the most is alive
+    estimate.gradients = buffers + step.peak_bytes - step.activation_bytes;
+  }
+  estimate.peak = kept + estimate.gradients + step.activation_bytes;
+  return estimate;
+}
+
+nlohmann::json estimate_json(
+    const EstimateMemoryCommand& command, const MemoryEstimate& e) {
+  return {
+      {"model", command.model},
+      {"parameter_count", e.parameter_count},
+      {"optim", optimizer_name(command.optim)},
+      {"strategy", command.strategy},
+      {"nproc", command.nproc},
+      {"rows", command.rows},
+      {"tokens", command.tokens},
+      {"gradient_accumulation_steps", command.gradient_accumulation_steps},
+      {"bytes",
+       {{"parameters", e.parameters},
+        {"gradients", e.gradients},
+        {"optimizer_state", e.optimizer_state},
+        {"averaging", e.averaging},
+        {"activations", e.activations}}},
+      {"peak_bytes", e.peak},
+      {"host_peak_bytes", e.peak * command.nproc}};
+}
+
+void print_estimate(
+    const EstimateMemoryCommand& command, const MemoryEstimate& e) {
+  std::cout << command.model << ", " << format_count(e.parameter_count)
+            << " parameters, " << optimizer_name(command.optim);
+  if (command.nproc > 1) {
+    std::cout << ", " << command.strategy << " on " << command.nproc
+              << " processes";
+  }
+  std::cout << "\n";
+  const auto line = [&](const std::string& what, int64_t bytes) {
+    char text[96];
+    std::snprintf(
+        text,
+        sizeof text,
+        "  %-28s %12s\n",
+        what.c_str(),
+        format_bytes(bytes).c_str());
+    std::cout << text;
+  };
+  line("parameters", e.parameters);
+  line("gradients", e.gradients);
+  line("optimizer state", e.optimizer_state);
+  if (e.averaging > 0) {
+    line("averaging", e.averaging);
+  }
+  if (command.rows > 0) {
+    line(
+        "activations, " + std::to_string(command.rows) + " x " +
+            std::to_string(command.tokens),
+        e.activations);
+  }
+  line("peak of a process", e.peak);
+  if (command.nproc > 1) {
+    line(
+        "of " + std::to_string(command.nproc) + " processes",
+        e.peak * command.nproc);
+  }
+  std::cout << std::flush;
+}
+
+} // namespace detail
+
+int run_estimate_memory(const EstimateMemoryCommand& command) {
+  check_estimate_memory_inputs(command);
+  const detail::MemoryEstimate estimate = detail::estimate_of(command);
+  if (command.json) {
+    std::cout << detail::estimate_json(command, estimate).dump(2) << std::endl;
+  } else {
+    detail::print_estimate(command, estimate);
+  }
+  return kExitOk;
+}
+
+} // namespace hasten

@@ -1,0 +1,257 @@
+#include "hasten/models/bert_memory.h"
+
+#include <algorithm>
+#include <string>
+
+#include "hasten/base/error.h"
+
+namespace hasten {
+
+namespace detail {
+
+// What is alive, step by step. Numbers are fp32's, 4 bytes.
+class MemoryTape {
+ public:
+  explicit MemoryTape(GradientPlace gradients)
+      : stays_(gradients == GradientPlace::fresh) {}
+  void take(int64_t numbers) {
+    live_ += 4 * numbers;
+    if (live_ > peak_) {
+      peak_ = live_;
+      activations_ = live_ - kept_gradients_;
+    }
+  }
+  void give(int64_t numbers) { live_ -= 4 * numbers; }
+  /// A parameter's gradient, made and put where it goes.
+  void gradient(int64_t numbers) {
+    take(numbers);
+    if (stays_) {
+      kept_gradients_ += 4 * numbers;
+    } else {
+      give(numbers);
+    }
+  }
+  int64_t live() const { return live_; }
+  int64_t peak() const { return peak_; }
+  int64_t activations() const { return activations_; }
+
+ private:
+  bool stays_;
+  int64_t live_ = 0;
+  int64_t peak_ = 0;
+  int64_t kept_gradients_ = 0;
+  int64_t activations_ = 0;
+};
+
+// Numbers of a layer's tensors. The last layer asks for the first token alone.
+struct LayerSizes {
+  int64_t hidden; // width
+  int64_t wide; // width
+  int64_t rows; // rows * tokens: what keys and values are of
+  int64_t asking; // rows * tokens that ask
+  int64_t scores; // rows * heads * asking tokens * tokens
+  int64_t heads_asking; // rows * heads * asking tokens
+  bool dropout, attention_dropout;
+
+  int64_t n() const { return rows * hidden; }
+  int64_t a() const { return asking * hidden; }
+  int64_t w() const { return asking * wide; }
+};
+
+// In the order of BertLayerImpl::forward and self_attention.
+void attend_forward(MemoryTape& tape, const LayerSizes& s) {
+  tape.take(s.a() + 2 * s.n()); // query, key, value
+  if (!s.attention_dropout) {
+    tape.take(s.a() + s.heads_asking); // context, logarithms of sums
+    return; // query, key, value and context are saved
+  }
+  tape.take(s.a()); // scaled query
+  tape.take(s.a() + s.n()); // query and key by head, contiguous: saved
+  tape.take(s.scores);
+  tape.give(s.a()); // scaled query
+  tape.take(s.scores); // softmax: saved
+  tape.take(s.scores); // dropout: saved
+  tape.take(s.n()); // value by head: saved
+  tape.take(s.a()); // context by head
+  tape.give(s.scores);
+  tape.take(s.a()); // context: saved
+  tape.give(s.a() + s.a() + 2 * s.n()); // by head; query, key, value
+}
+
+void layer_forward(MemoryTape& tape, const LayerSizes& s) {
+  if (s.asking != s.rows) {
+    tape.take(s.a()); // the asking tokens: saved
+  }
+  attend_forward(tape, s);
+  tape.take(s.a()); // attention.output: lives to the block's end
+  tape.take(s.a()); // sum with the residual: saved
+  tape.take(s.a() + 2 * s.asking); // norm: saved
+  tape.take(s.w()); // intermediate: saved
+  tape.take(s.w()); // its activation: saved
+  tape.take(s.a()); // output
+  tape.take(s.a()); // sum: saved
+  tape.give(s.a()); // output
+  tape.take(s.a() + 2 * s.asking); // norm: saved by whoever comes next
+  tape.give(s.a()); // attention.output
+}
+
+void linear_gradients(MemoryTape& tape, int64_t in, int64_t out) {
+  tape.gradient(in * out);
+  tape.gradient(out);
+}
+
+// Norm and the sum before it: the gradient of the norm's output becomes those of the
+// sum's two parts.
+void norm_backward(MemoryTape& tape, const LayerSizes& s) {
+  tape.take(s.a()); // of the sum
+  tape.gradient(2 * s.hidden);
+  tape.give(2 * s.a() + 2 * s.asking); // of the output; the saved sum
+  if (s.dropout) {
+    tape.take(s.a()); // of what was dropped from
+  }
+}
+
+// Begins with the gradient of the layer's output alive (asking tokens), ends with
+// that of its input (all tokens).
+void layer_backward(MemoryTape& tape, const LayerSizes& s) {
+  const int64_t of_sum = s.dropout ? s.a() : 0; // beside the residual's
+  norm_backward(tape, s);
+  tape.take(s.w()); // of the activation
+  linear_gradients(tape, s.wide, s.hidden);
+  tape.give(of_sum + s.w()); // and the saved activation
+  tape.take(s.w()); // of intermediate
+  tape.give(2 * s.w()); // of the activation; its saved input
+  tape.take(s.a()); // of the first norm's output
+  linear_gradients(tape, s.hidden, s.wide);
+  tape.give(
+      s.w() + 2 * s.a()); // of intermediate; saved norm; into the residual's
+  norm_backward(tape, s);
+  tape.take(s.a()); // of the context
+  linear_gradients(tape, s.hidden, s.hidden);
+  tape.give(of_sum + s.a()); // and the saved context
+  if (s.attention_dropout) {
+    tape.take(s.a()); // by head, contiguous
+    tape.give(s.a());
+    tape.take(s.scores + s.n()); // of probabilities, of values
+    tape.give(s.a() + s.scores + s.n()); // of the context; both saved
+    tape.take(s.scores); // before dropout
+    tape.give(s.scores);
+    tape.take(s.scores); // before softmax
+    tape.give(2 * s.scores); // behind it; saved probabilities
+    tape.take(s.a() + s.n()); // of queries and keys
+    tape.give(s.scores + s.a() + s.n()); // both saved
+  } else {
+    tape.take(s.a() + 2 * s.n()); // of queries, keys, values
+    tape.give(
+        2 * s.a() + s.heads_asking + 2 * s.n()); // of the context; all saved
+  }
+  // Beside the residual's gradient, which becomes the input's. Query, key, value: back
+  // from heads, contiguous; the input's part, added.
+  for (const int64_t numbers : {s.a(), s.n(), s.n()}) {
+    tape.take(numbers);
+    tape.give(numbers);
+    tape.take(numbers);
+    linear_gradients(tape, s.hidden, s.hidden);
+    tape.give(2 * numbers);
+    if (numbers != s.n()) { // the asking tokens' scattered into all
+      tape.take(s.n());
+      tape.give(2 * s.a()); // with those saved
+    }
+  }
+  tape.give(s.n()); // the layer's saved input
+}
+
+} // namespace detail
+
+std::vector<std::vector<int64_t>> bert_parameter_shapes(
+    const BertConfig& config) {
+  const int64_t h = config.hidden_size;
+  const int64_t i = config.intermediate_size;
+  std::vector<std::vector<int64_t>> shapes = {
+      {config.vocab_size, h},
+      {config.max_position_embeddings, h},
+      {config.type_vocab_size, h},
+      {h},
+      {h}};
+  for (int64_t layer = 0; layer < config.num_hidden_layers; ++layer) {
+    for (int projection = 0; projection < 4; ++projection) {
+      shapes.push_back({h, h});
+      shapes.push_back({h});
+    }
+    shapes.insert(
+        shapes.end(),
+        {{h}, {h}, {i, h}, {i}, {h, i}, {h}, {h}, {h}}); // with both norms
+  }
+  shapes.insert(
+      shapes.end(),
+      {{h, h}, {h}, {config.num_labels(), h}, {config.num_labels()}});
+  return shapes;
+}
+
+BertStepMemory bert_step_memory(
+    const BertConfig& config,
+    int64_t rows,
+    int64_t tokens,
+    GradientPlace gradients) {
+  if (rows < 1 || tokens < 1 || tokens > config.max_position_embeddings) {
+    throw InputError(
+        "models::bert_step_memory",
+        "rows=" + std::to_string(rows) + ", tokens=" + std::to_string(tokens),
+        "1 or more, and at most the model's " +
+            std::to_string(config.max_position_embeddings) + " tokens");
+  }
+  const int64_t h = config.hidden_size;
+  detail::LayerSizes all{};
+  all.hidden = h;
+  all.wide = config.intermediate_size;
+  all.rows = all.asking = rows * tokens;
+  all.heads_asking = rows * config.num_attention_heads * tokens;
+  all.scores = all.heads_asking * tokens;
+  all.dropout = config.hidden_dropout_prob > 0;
+  all.attention_dropout = config.attention_probs_dropout_prob > 0;
+  detail::LayerSizes last = all;
+  last.asking = rows;
+  last.heads_asking = rows * config.num_attention_heads;
+  last.scores = last.heads_asking * tokens;
+
+  detail::MemoryTape tape(gradients);
+  tape.take(3 * 2 * rows * tokens); // int64: ids, mask, row ends
+  // Embeddings: words, positions and types, their sum (saved), norm, dropout.
+  tape.take(all.n() + tokens * h);
+  tape.take(all.n());
+  tape.give(all.n() + tokens * h);
+  tape.take(all.n() + 2 * all.rows);
+  if (all.dropout) {
+    tape.take(all.n());
+    tape.give(all.n());
+  }
+  const int64_t layers = config.num_hidden_layers;
+  for (int64_t layer = 0; layer < layers; ++layer) {
+    detail::layer_forward(tape, layer + 1 == layers ? last : all);
+  }
+  tape.take(3 * rows * h); // pooler, its tanh, dropout
+  BertStepMemory memory;
+  memory.saved_bytes = tape.live();
+  detail::linear_gradients(tape, h, config.num_labels());
+  detail::linear_gradients(tape, h, h);
+  tape.give(3 * rows * h);
+  // The gradient of the last layer's output takes the place of that output.
+  for (int64_t layer = layers - 1; layer >= 0; --layer) {
+    detail::layer_backward(tape, layer + 1 == layers ? last : all);
+  }
+  if (all.dropout) {
+    tape.take(all.n()); // of the norm's output
+    tape.give(all.n());
+  }
+  tape.take(all.n()); // of the sum
+  tape.gradient(2 * h);
+  tape.give(2 * all.n() + 2 * all.rows);
+  tape.gradient(config.max_position_embeddings * h);
+  tape.gradient(config.type_vocab_size * h);
+  tape.gradient(config.vocab_size * h);
+  memory.peak_bytes = tape.peak();
+  memory.activation_bytes = tape.activations();
+  return memory;
+}
+
+} // namespace hasten

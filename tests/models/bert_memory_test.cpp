@@ -1,0 +1,108 @@
+// Formulas of a training step's memory against what the meter counts.
+#include "hasten/models/bert_memory.h"
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <algorithm>
+
+#include "hasten/base/error.h"
+#include "hasten/core/memory.h"
+#include "hasten/models/bert.h"
+
+namespace hasten {
+
+struct MemoryCase {
+  const char* name;
+  BertConfig config{};
+  int64_t rows = 0;
+  int64_t tokens = 0;
+};
+
+/// Large enough that oneDNN's scratch memory, some 0.5 MB, does not show.
+std::vector<MemoryCase> memory_cases() {
+  std::vector<MemoryCase> cases{
+      {"tiny", BertConfig::from_shape("bert-tiny", 500), 48, 64},
+      {"tiny, a large vocabulary", BertConfig::from_shape("bert-tiny"), 2, 16},
+      {"mini, long rows", BertConfig::from_shape("bert-mini", 500), 4, 256},
+      {"mini", BertConfig::from_shape("bert-mini", 2000), 8, 128},
+      {"without dropout", BertConfig::from_shape("bert-mini", 500), 8, 64},
+      {"attention keeps all", BertConfig::from_shape("bert-mini", 500), 8, 64},
+      {"one layer", BertConfig::from_shape("bert-tiny", 500), 64, 64}};
+  cases[4].config.hidden_dropout_prob = 0;
+  cases[4].config.attention_probs_dropout_prob = 0;
+  cases[5].config.attention_probs_dropout_prob = 0;
+  cases[6].config.num_hidden_layers = 1;
+  return cases;
+}
+
+TEST(BertStepMemory, IsWithinThreePercentOfTheMeter) {
+  install_memory_meter();
+  for (const MemoryCase& c : memory_cases()) {
+    for (const bool fresh : {true, false}) {
+      BertForSequenceClassification model(c.config);
+      model->train();
+      for (const at::Tensor& p : model->parameters()) {
+        if (!fresh) {
+          p.mutable_grad() = torch::zeros_like(p);
+        }
+      }
+      const int64_t before = memory_stats().live_bytes;
+      const auto step = [&] {
+        const at::Tensor ids = torch::ones({c.rows, c.tokens}, torch::kLong);
+        const at::Tensor mask = torch::ones_like(ids);
+        const at::Tensor types = torch::ones_like(ids);
+        const at::Tensor loss = torch::nn::functional::cross_entropy(
+            model->forward(ids, mask),
+            torch::zeros({c.rows}, torch::kLong),
+            torch::nn::functional::CrossEntropyFuncOptions().reduction(
+                torch::kSum));
+        const int64_t saved = memory_stats().live_bytes - before;
+        loss.backward();
+        return saved;
+      };
+      reset_peak_memory();
+      const int64_t saved = step();
+      const int64_t peak = memory_stats().peak_bytes - before;
+      const BertStepMemory formula = bert_step_memory(
+          c.config,
+          c.rows,
+          c.tokens,
+          fresh ? GradientPlace::fresh : GradientPlace::existing);
+      SCOPED_TRACE(c.name);
+      const auto share = [](int64_t a, int64_t b) {
+        return static_cast<double>(a) / static_cast<double>(b);
+      };
+      EXPECT_NEAR(share(formula.saved_bytes, saved), 1, 0.01)
+          << formula.saved_bytes << " " << saved;
+      EXPECT_NEAR(share(formula.peak_bytes, peak), 1, 0.03)
+          << formula.peak_bytes << " " << peak << (fresh ? " fresh" : "");
+      EXPECT_LE(formula.activation_bytes, formula.peak_bytes);
+    }
+  }
+}
+
+TEST(BertStepMemory, ParameterShapesAreTheModels) {
+  const BertConfig config = BertConfig::from_shape("bert-tiny", 77);
+  const BertForSequenceClassification model(config);
+  std::vector<std::vector<int64_t>> shapes;
+  for (const at::Tensor& p : model->parameters()) {
+    shapes.push_back(p.sizes().vec());
+  }
+  auto formula = bert_parameter_shapes(config);
+  std::sort(shapes.begin(), shapes.end());
+  std::sort(formula.begin(), formula.end());
+  EXPECT_EQ(formula, shapes);
+}
+
+TEST(BertStepMemory, RefusesBatchesThatTheModelDoes) {
+  const BertConfig config = BertConfig::from_shape("bert-tiny");
+  for (const auto& [rows, tokens] :
+       {std::pair<int64_t, int64_t>{0, 8}, {8, 0}, {1, 513}}) {
+    EXPECT_THROW(
+        bert_step_memory(config, rows, tokens, GradientPlace::fresh),
+        InputError);
+  }
+}
+
+} // namespace hasten
