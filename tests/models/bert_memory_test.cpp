@@ -28,11 +28,11 @@ std::vector<MemoryCase> memory_cases() {
       {"mini", BertConfig::from_shape("bert-mini", 2000), 8, 128},
       {"without dropout", BertConfig::from_shape("bert-mini", 500), 8, 64},
       {"attention keeps all", BertConfig::from_shape("bert-mini", 500), 8, 64},
-      {"one layer", BertConfig::from_shape("bert-tiny", 500), 64, 64}};
+      {"three layers", BertConfig::from_shape("bert-tiny", 500), 48, 64}};
   cases[4].config.hidden_dropout_prob = 0;
   cases[4].config.attention_probs_dropout_prob = 0;
   cases[5].config.attention_probs_dropout_prob = 0;
-  cases[6].config.num_hidden_layers = 1;
+  cases[6].config.num_hidden_layers = 3;
   return cases;
 }
 
