@@ -89,7 +89,7 @@ int64_t kept_bytes(const TrainerParts& parts) {
       a.local_sgd_steps > 0 && parts.accelerator->num_processes() > 1;
   return optimizer_state_bytes(
              optimizer_name_of(a), optimizer_settings_of(a), shapes, dtype) +
-         (averages ? weights : 0);
+         (averages ? 2 * weights : 0); // snapshot; buffers of gradients
 }
 
 /// Bytes of CPU tensors in this process, all included.
