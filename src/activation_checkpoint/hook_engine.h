@@ -14,6 +14,8 @@ class SavedHookFactory {
  public:
   virtual ~SavedHookFactory() = default;
   virtual std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks() = 0;
+  /// Called where nothing is half done, so that the code which saves may be left.
+  virtual void between_operators() {}
 };
 
 /// On top of this thread's stack while it lives; null: tensors are saved plainly.

@@ -58,6 +58,12 @@ std::shared_ptr<const OpPolicy> OpPolicy::keep_expensive() {
 
 std::shared_ptr<const OpPolicy> OpPolicy::keep_if(
     std::function<bool(const OpCall&)> decide) {
+  if (!decide) {
+    throw InputError(
+        "activation_checkpoint::OpPolicy",
+        "decide is empty",
+        "a function of an OpCall");
+  }
   auto policy = std::make_shared<OpPolicy>();
   policy->decide_ = std::move(decide);
   return policy;

@@ -1,5 +1,7 @@
 #include "op_replay.h"
 
+#include <torch/csrc/autograd/graph_task.h>
+
 #include <algorithm>
 
 #include "hasten/activation_checkpoint/activation_checkpoint.h"
@@ -176,10 +178,20 @@ void OpRecorder::keep(
   open_ = true;
 }
 
-OpReplayer::OpReplayer(std::shared_ptr<OpStore> store, bool keeps_graph)
-    : store_(std::move(store)), keeps_graph_(keeps_graph) {}
+void EarlyStop::look() const {
+  if (reached && torch::autograd::get_current_graph_task_id() == task) {
+    throw StopRecompute{};
+  }
+}
+
+OpReplayer::OpReplayer(
+    std::shared_ptr<OpStore> store, bool keeps_graph, const EarlyStop* stop)
+    : store_(std::move(store)), keeps_graph_(keeps_graph), stop_(stop) {}
 
 void OpReplayer::pass(const OpPassing& passing) {
+  if (stop_ != nullptr) {
+    stop_->look();
+  }
   const OpInfo& info = op_info(passing.op);
   if (store_ && !info.ignored) {
     if (!store_->names.empty()) {

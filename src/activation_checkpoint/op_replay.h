@@ -16,6 +16,27 @@
 
 namespace hasten::detail {
 
+/// Ends a recomputation. Not a std::exception, so that code which catches those
+/// lets it through.
+struct StopRecompute {};
+
+/// Where a recomputation may end.
+///
+/// Note [Where a recomputation ends]
+/// Not in the hook that sees the last tensor: a custom function that is left while
+/// it saves its own output keeps that output for ever, each owning the other. Nor
+/// inside a backward that the region itself runs: the engine knows std::exceptions
+/// alone. So the end is before the next operator's kernel, which is as early (what
+/// an operator needs of its arguments is saved before it runs), or before a region
+/// inside the region begins.
+struct EarlyStop {
+  int task = -1; // the backward call that the recomputation serves
+  bool reached = false; // the last tensor is there
+
+  /// Throws StopRecompute where that is so.
+  void look() const;
+};
+
 /// A result that is kept.
 struct KeptCall {
   size_t index = 0; // which call of its operator
@@ -88,8 +109,12 @@ class OpRecorder final : public OpObserver {
 /// outside.
 class OpReplayer final : public OpObserver {
  public:
-  /// `store` may be null; `keeps_graph`: results are wanted again later.
-  OpReplayer(std::shared_ptr<OpStore> store, bool keeps_graph);
+  /// `store` may be null; `keeps_graph`: results are wanted again later; `stop`:
+  /// looked at before each operator.
+  OpReplayer(
+      std::shared_ptr<OpStore> store,
+      bool keeps_graph,
+      const EarlyStop* stop = nullptr);
   void pass(const OpPassing& passing) override;
   WriteGuard* writes() { return &writes_; }
   /// "operator 12 is aten::relu, in forward it was aten::sigmoid"; empty where
@@ -106,6 +131,7 @@ class OpReplayer final : public OpObserver {
   };
   std::shared_ptr<OpStore> store_;
   bool keeps_graph_;
+  const EarlyStop* stop_;
   WriteGuard writes_{};
   std::unordered_map<const c10::FunctionSchema*, size_t> next_{};
   std::vector<Replayed> replayed_{};

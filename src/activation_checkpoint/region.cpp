@@ -14,10 +14,6 @@
 
 namespace hasten::detail {
 
-// Ends a recomputation. Not a std::exception, so that code which catches those lets
-// it through.
-struct StopRecompute {};
-
 SavedShape SavedShape::of(const at::Tensor& tensor) {
   return {at::DimVector(tensor.sizes()), tensor.scalar_type(), tensor.device()};
 }
@@ -108,6 +104,7 @@ struct RecomputeFactory final : SavedHookFactory {
   std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks() override {
     return std::make_unique<RecomputeHook>(region, pass);
   }
+  void between_operators() override { pass.stop.look(); }
   Region& region;
   Region::Recomputed& pass;
 };
@@ -135,6 +132,9 @@ void Region::save_inputs(const std::vector<at::Tensor>& inputs) {
     } else {
       input_versions_.emplace_back();
     }
+  }
+  if (SavedHookFactory* around = current_hook_factory(); around != nullptr) {
+    around->between_operators();
   }
 }
 
@@ -304,9 +304,7 @@ void Region::resave(Recomputed& pass, const at::Tensor& tensor) {
     pass.tensors[index] = tensor;
     ++pass.left;
   }
-  if (options_.early_stop && pass.count == saved_.size()) {
-    throw StopRecompute{};
-  }
+  pass.stop.reached = options_.early_stop && pass.count == saved_.size();
 }
 
 void Region::run_again(Recomputed& pass, bool keeps_graph) {
@@ -329,7 +327,7 @@ void Region::run_again(Recomputed& pass, bool keeps_graph) {
   } const casts_scope(casts);
   const RecomputeFlag flag;
   const OnceScope once(OncePlace{once_.store, once_.next, true});
-  OpReplayer replayer(ops_, keeps_graph);
+  OpReplayer replayer(ops_, keeps_graph, &pass.stop);
   const OpScope ops(&replayer);
   const at::AutoGradMode grad_mode(true);
   RecomputeFactory factory(*this, pass);
@@ -361,6 +359,7 @@ void Region::recompute(Recomputed& pass, bool keeps_graph) {
   pass.tensors.assign(saved_.size(), at::Tensor());
   pass.count = 0;
   pass.left = 0;
+  pass.stop = {torch::autograd::get_current_graph_task_id(), false};
   run_again(pass, keeps_graph);
 }
 

@@ -110,6 +110,7 @@ class Region final : public SavedHookFactory,
     std::vector<at::Tensor> tensors{};
     size_t count = 0; // saved so far
     size_t left = 0; // not taken yet
+    EarlyStop stop{};
   };
 
   void recompute(Recomputed& pass, bool keeps_graph);

@@ -83,6 +83,65 @@ TEST(NestedRegions, TwoChildrenOneGraphAndOtherThings) {
   EXPECT_TRUE(torch::equal(first, torch::autograd::grad({y}, {x})[0]));
 }
 
+using Function = std::function<Tensor(const Tensor&)>;
+static Function in_region(const Function& fn) {
+  return [fn](const Tensor& in) { return activation_checkpoint(fn, in); };
+}
+static Function gradient_of(const Function& fn) {
+  return [fn](const Tensor& in) {
+    return torch::autograd::grad({fn(in).sum()}, {in}, {}, true, true)[0];
+  };
+}
+
+// Up to gradients of gradients of gradients, with regions around each of them.
+TEST(NestedRegions, AndGradientsInEveryOrder) {
+  const auto c = in_region;
+  const auto g = gradient_of;
+  const Function wave = [](const Tensor& x) { return x.sin().exp().sin(); };
+  const Function cosine = [](const Tensor& x) { return x.cos().sin().exp(); };
+  const Function derives_inside = [&](const Tensor& x) {
+    const Tensor a = wave(x);
+    const Tensor b = wave(x);
+    torch::autograd::grad({a.sum()}, {x});
+    torch::autograd::grad({b.sum()}, {x});
+    return x.sin();
+  };
+  const Function children = [&](const Tensor& x) { return cosine(wave(x)); };
+  const Function in_regions = [&](const Tensor& x) {
+    return c(cosine)(c(wave)(x));
+  };
+  const std::vector<std::pair<Function, Function>> functions{
+      {wave, wave}, {derives_inside, derives_inside}, {children, in_regions}};
+  const Tensor x = torch::randn({3, 3}, torch::kDouble).requires_grad_();
+  for (const bool early_stop : {true, false}) {
+    const EarlyStopGuard guard(early_stop);
+    for (const auto& [plain, f] : functions) {
+      const std::vector<std::pair<Function, std::vector<Function>>> orders{
+          {plain, {c(f), c(c(f))}},
+          {g(plain), {g(c(f)), g(c(c(f)))}},
+          {g(g(plain)), {g(g(c(f))), g(c(g(f))), c(g(g(c(f)))), g(c(g(c(f))))}},
+          {g(g(g(plain))), {g(c(g(g(c(f))))), g(c(g(c(g(c(f))))))}}};
+      for (const auto& [expected_of, actuals_of] : orders) {
+        const Tensor expected = expected_of(x);
+        const Tensor expected_next =
+            torch::autograd::grad({expected.sum()}, {x}, {}, true)[0];
+        for (const Function& actual_of : actuals_of) {
+          const LiveBytes bytes;
+          {
+            const Tensor actual = actual_of(x);
+            EXPECT_TRUE(torch::equal(actual, expected));
+            EXPECT_TRUE(torch::equal(
+                torch::autograd::grad({actual.sum()}, {x})[0], expected_next));
+          }
+          EXPECT_EQ(bytes.extra(), 0) << "the graph is gone";
+          actual_of(x);
+          EXPECT_EQ(bytes.extra(), 0) << "and without a backward";
+        }
+      }
+    }
+  }
+}
+
 TEST(NestedRegions, AnInnerRegionKeepsNothingEither) {
   const Tensor x = torch::randn({1000}).requires_grad_();
   x.mutable_grad() = torch::zeros_like(x);

@@ -1,4 +1,5 @@
 // Keeping what is expensive: which operators run again, and that values are right.
+#include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 #include "activation_checkpoint/region_rig.h"
@@ -25,7 +26,12 @@ static int64_t bytes_after_forward(
 TEST(OpPolicy, KeepsTheProductAndRecomputesTheRest) {
   const Tensor x = torch::randn({32, 16}).requires_grad_();
   const Tensor w = torch::randn({16, 32}).requires_grad_();
-  const auto fn = [&](const Tensor& in) { return in.cos().mm(w).sin(); };
+  std::vector<const void*> products;
+  const auto fn = [&](const Tensor& in) {
+    const Tensor product = in.cos().mm(w);
+    products.push_back(product.const_data_ptr());
+    return product.sin();
+  };
   const auto run = [&](std::shared_ptr<const OpPolicy> policy) {
     return derive({x, w}, [&] {
       return activation_checkpoint(fn, x, Options{.policy = policy}).sum();
@@ -33,7 +39,10 @@ TEST(OpPolicy, KeepsTheProductAndRecomputesTheRest) {
   };
   const Derived plain = derive({x, w}, [&] { return fn(x).sum(); });
   expect_same_bits(plain, run(nullptr));
+  products.clear();
   expect_same_bits(plain, run(OpPolicy::keep_expensive()));
+  ASSERT_EQ(products.size(), 2);
+  EXPECT_EQ(products[0], products[1]) << "handed out, not made again";
   Tensor y;
   // The region's output of 32 * 32 floats stays in every case; the kept product
   // is as large.
@@ -228,6 +237,106 @@ TEST(OpPolicy, AnOperatorThatForwardDidNotCallIsNamed) {
   expect_says(error_of([&] { y.sum().backward(); }), {"aten::tan", "0 times"});
   expect_says(
       error_of([] { OpPolicy::keep({"mm"}); }), {"operator=mm", "aten::mm"});
+  expect_says(error_of([] { OpPolicy::keep_if({}); }), {"decide"});
+}
+
+TEST(OpPolicy, KeptResultsGoWithTheGraphOrWithItsBackward) {
+  const Tensor x = torch::randn({1000}).requires_grad_();
+  x.mutable_grad() = torch::zeros_like(x);
+  const Options options{.policy = OpPolicy::keep({"aten::exp"})};
+  const auto fn = [](const Tensor& in) {
+    const Tensor kept = in.cos().exp();
+    return std::make_pair(kept.sin(), kept.tanh());
+  };
+  const LiveBytes bytes;
+  constexpr int64_t kOne = 4000;
+  {
+    auto [sine, tanh] = activation_checkpoint(fn, x, options);
+    EXPECT_EQ(bytes.extra(), 3 * kOne);
+  }
+  EXPECT_EQ(bytes.extra(), 0) << "dropped without a backward";
+  auto [sine, tanh] = activation_checkpoint(fn, x, options);
+  sine.sum().backward({}, /*retain_graph=*/true);
+  EXPECT_EQ(bytes.extra(), 3 * kOne);
+  sine.sum().backward();
+  EXPECT_EQ(bytes.extra(), 2 * kOne) << "the outputs";
+  expect_says(
+      error_of([&] { tanh.sum().backward(); }),
+      {"a second backward", "aten::exp", "retain"});
+  sine = tanh = Tensor();
+  EXPECT_EQ(bytes.extra(), 0);
+}
+
+TEST(OpPolicy, ViewsOfIntegersAreNoObstacle) {
+  const Tensor numbers = torch::arange(6).view({2, 3});
+  const Tensor x = torch::randn({3}).requires_grad_();
+  const auto fn = [](const Tensor& a, const Tensor& b) {
+    return std::make_pair(a.view({-1}), b.sin().cos());
+  };
+  expect_same_bits(
+      derive({x}, [&] { return fn(numbers, x).second.sum(); }),
+      derive({x}, [&] {
+        auto [flat, y] = activation_checkpoint(
+            fn,
+            numbers,
+            x,
+            Options{.policy = OpPolicy::keep({"aten::view", "aten::sin"})});
+        EXPECT_TRUE(torch::equal(flat, torch::arange(6)));
+        return y.sum();
+      }));
+}
+
+// An operator of one's own, one of whose results is no tensor.
+static int sines = 0;
+static std::tuple<Tensor, int64_t> sine_and_number(const Tensor& x) {
+  ++sines;
+  return {x.sin(), 2};
+}
+TORCH_LIBRARY_FRAGMENT(hasten_test, library) {
+  library.def("sine_and_number(Tensor x) -> (Tensor, int)");
+  library.impl("sine_and_number", c10::DispatchKey::CPU, &sine_and_number);
+}
+struct SineAndNumber : torch::autograd::Function<SineAndNumber> {
+  static Tensor forward(
+      torch::autograd::AutogradContext* context, const Tensor& x) {
+    static const auto handle =
+        c10::Dispatcher::singleton()
+            .findSchemaOrThrow("hasten_test::sine_and_number", "")
+            .typed<std::tuple<Tensor, int64_t>(const Tensor&)>();
+    context->save_for_backward({x});
+    const at::AutoDispatchBelowADInplaceOrView below;
+    const auto [y, number] = handle.call(x);
+    EXPECT_EQ(number, 2);
+    return y;
+  }
+  static torch::autograd::variable_list backward(
+      torch::autograd::AutogradContext* context,
+      torch::autograd::variable_list gradients) {
+    return {gradients[0] * context->get_saved_variables()[0].cos()};
+  }
+};
+
+TEST(OpPolicy, ResultsThatAreNoTensorsAreKeptToo) {
+  const Tensor x = torch::randn({3}).requires_grad_();
+  const auto fn = [](const Tensor& in) {
+    return (SineAndNumber::apply(in) * in.sin().exp()).sin();
+  };
+  const Derived plain = derive({x}, [&] { return fn(x).sum(); });
+  for (const bool kept : {true, false}) {
+    sines = 0;
+    expect_same_bits(
+        plain, derive({x}, [&] {
+          return activation_checkpoint(
+                     fn,
+                     x,
+                     Options{
+                         .policy = kept ? OpPolicy::keep(
+                                              {"hasten_test::sine_and_number"})
+                                        : nullptr})
+              .sum();
+        }));
+    EXPECT_EQ(sines, kept ? 1 : 2);
+  }
 }
 
 static int reductions = 0;

@@ -63,6 +63,27 @@ TEST(ReentrantCheckpoint, ServesWhereTheEngineIsAnothersAndSaysSoOnce) {
     expect_says(
         error_of([&] { torch::autograd::grad({y.sum()}, {leaf}); }),
         {"autograd::grad", "another autograd engine"});
+    // What was refused leaves nothing behind.
+    activation_checkpoint([](const Tensor& in) { return in.exp(); }, leaf)
+        .sum()
+        .backward();
+    EXPECT_TRUE(torch::equal(leaf.grad(), leaf.exp()));
+    // A region without a gradient is no obstacle.
+    leaf.mutable_grad() = Tensor();
+    Tensor still = activation_checkpoint(
+        [](const Tensor& in) {
+          const at::NoGradGuard no_grad;
+          return in.exp();
+        },
+        leaf);
+    (still + leaf).sum().backward();
+    EXPECT_TRUE(torch::equal(leaf.grad(), torch::ones({3})));
+    // It keeps its inputs and output alone.
+    const Tensor long_leaf = torch::randn({1000}).requires_grad_();
+    const LiveBytes bytes;
+    const Tensor kept = activation_checkpoint(
+        [](const Tensor& in) { return in.sin().cos().exp(); }, long_leaf);
+    EXPECT_LT(bytes.extra(), 4000 + 100) << "and the anchor";
   }
   set_log_sink({});
   ASSERT_EQ(lines.size(), 1);

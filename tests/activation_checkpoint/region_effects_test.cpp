@@ -100,6 +100,27 @@ TEST(RegionEffects, RunOnceRunsOnceAlsoInNestedRegions) {
       torch::allclose(region, torch::autograd::grad({z.sum()}, {x})[0]));
 }
 
+TEST(RegionEffects, CodeKnowsWhichRunItIs) {
+  const Tensor x = torch::randn({4}).requires_grad_();
+  std::vector<bool> inner;
+  std::vector<bool> outer;
+  const auto child = [&](const Tensor& in) {
+    inner.push_back(in_recompute());
+    return in.sin().exp();
+  };
+  activation_checkpoint(
+      [&](const Tensor& in) {
+        outer.push_back(in_recompute());
+        return activation_checkpoint(child, in).cos();
+      },
+      x)
+      .sum()
+      .backward();
+  EXPECT_EQ(outer, (std::vector<bool>{false, true}));
+  EXPECT_EQ(inner, (std::vector<bool>{false, true, true}));
+  EXPECT_FALSE(in_recompute());
+}
+
 // bf16 on the CPU, as amp's scope sets it.
 struct Autocast {
   Autocast() {
@@ -147,6 +168,26 @@ TEST(RegionEffects, AutocastIsThatOfForward) {
   const LiveBytes bytes;
   run(true);
   EXPECT_EQ(bytes.extra(), 0) << "no cast of the recomputation stays";
+}
+
+TEST(RegionEffects, AutocastAroundBackwardDoesNotReachIn) {
+  auto blocks = make_mlps(1);
+  const Tensor x = torch::randn({4, 8});
+  const auto run = [&](bool region) {
+    return derive(parameters_of(blocks), [&] {
+      const auto fn = [&](const Tensor& in) {
+        const Tensor out = blocks[0]->forward(in);
+        EXPECT_EQ(out.scalar_type(), at::kFloat); // in recomputation too
+        return out.tanh().exp();
+      };
+      const Tensor loss = (region ? activation_checkpoint(fn, x) : fn(x)).sum();
+      const Autocast autocast;
+      loss.backward({}, /*retain_graph=*/true);
+      EXPECT_TRUE(at::autocast::is_autocast_enabled(at::kCPU));
+      return loss;
+    });
+  };
+  expect_same_bits(run(false), run(true));
 }
 
 } // namespace hasten::checkpoint_test

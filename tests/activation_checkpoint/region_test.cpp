@@ -66,30 +66,45 @@ TEST(ActivationCheckpoint, TakesAnyNumberOfTensorsAndOtherThings) {
   const auto fn = [](const std::vector<Tensor>& list,
                      std::optional<Tensor> none,
                      std::pair<Tensor, int> scaled,
-                     const std::string& words) {
+                     const std::string& words,
+                     const std::function<Tensor(const Tensor&)>& wave) {
     return std::make_tuple(
         Mixed{
             list[0].exp() * list[1] + scaled.first.exp() * scaled.second,
             none,
             words + "!"},
-        list[0].sin(),
-        7);
+        wave(list[0]),
+        7,
+        list[0]); // an input as it is
+  };
+  const std::function<Tensor(const Tensor&)> wave = [](const Tensor& in) {
+    return in.sin();
   };
   const auto run = [&](bool region) {
     return derive({a, c}, [&] {
       const std::vector<Tensor> list{a, b};
       const std::pair<Tensor, int> scaled{c, 3};
       const std::optional<Tensor> none;
-      auto [mixed, sine, seven] =
-          region ? activation_checkpoint(fn, list, none, scaled, "abc")
-                 : fn(list, none, scaled, "abc");
+      auto [mixed, sine, seven, input] =
+          region ? activation_checkpoint(fn, list, none, scaled, "abc", wave)
+                 : fn(list, none, scaled, "abc", wave);
       EXPECT_EQ(mixed.words, "abc!");
       EXPECT_FALSE(mixed.none.has_value());
       EXPECT_EQ(seven, 7);
-      return mixed.sum.sum() + sine.sum();
+      EXPECT_TRUE(torch::equal(input, a));
+      return mixed.sum.sum() + sine.sum() + input.square().sum();
     });
   };
-  expect_same_bits(run(false), run(true));
+  for (const bool early_stop : {true, false}) {
+    const EarlyStopGuard guard(early_stop);
+    expect_same_bits(run(false), run(true));
+  }
+  // Tensors without memory: there is no random state to keep of their device.
+  const Tensor meta = torch::randn({3}, at::kMeta).requires_grad_();
+  activation_checkpoint([](const Tensor& in) { return in.sin(); }, meta)
+      .sum()
+      .backward();
+  EXPECT_TRUE(meta.grad().is_meta());
 }
 
 TEST(ActivationCheckpoint, NeedsNoInputThatWantsAGradient) {
@@ -125,6 +140,22 @@ TEST(ActivationCheckpoint, DetachedPartsAreDetached) {
   EXPECT_FALSE(still.requires_grad());
   y.sum().backward();
   EXPECT_TRUE(torch::allclose(x.grad(), x.detach().exp() * x.detach().sin()));
+  // All of it.
+  x.mutable_grad() = Tensor();
+  const Recomputes counted;
+  for (int i = 1; i <= 3; ++i) {
+    Tensor z = activation_checkpoint(
+        [](const Tensor& in) {
+          const at::NoGradGuard no_grad;
+          return in.exp().sin();
+        },
+        x);
+    EXPECT_FALSE(z.requires_grad());
+    z += x;
+    z.sum().backward();
+    EXPECT_EQ(x.grad().sum().item<float>(), 4 * i);
+  }
+  EXPECT_EQ(counted.count(), 0);
 }
 
 TEST(ActivationCheckpoint, SeveralBackwardsRecomputeEachTime) {
@@ -348,6 +379,36 @@ TEST(ActivationCheckpoint, SharedRecomputeServesDisjointBackwards) {
   EXPECT_EQ(apart.first, 2);
   EXPECT_EQ(shared.first, 1);
   EXPECT_TRUE(torch::equal(apart.second, shared.second));
+  // One after the other: from the end to the middle, and on from there.
+  const auto staged = [&](bool share) {
+    auto [middle, last] = activation_checkpoint(
+        [](const Tensor& in) {
+          const Tensor y = in.sin().cos();
+          return std::make_pair(y, y.sin().cos());
+        },
+        x);
+    const Recomputes counted;
+    std::optional<SharedRecompute> guard;
+    if (share) {
+      guard.emplace();
+    }
+    const Tensor ones = torch::ones({4});
+    const Tensor g = torch::autograd::grad({last}, {middle}, {ones})[0];
+    const Tensor all = torch::autograd::grad({middle}, {x}, {g})[0];
+    return std::make_pair(all, counted.count());
+  };
+  EXPECT_EQ(staged(false).second, 2);
+  EXPECT_EQ(staged(true).second, 1);
+  EXPECT_TRUE(torch::equal(staged(false).first, staged(true).first));
+  // The same part twice: recomputed again.
+  const Tensor twice =
+      activation_checkpoint([](const Tensor& in) { return in.sin().cos(); }, x)
+          .sum();
+  const Recomputes counted;
+  const SharedRecompute guard;
+  const Tensor once = torch::autograd::grad({twice}, {x}, {}, true)[0];
+  EXPECT_TRUE(torch::equal(once, torch::autograd::grad({twice}, {x})[0]));
+  EXPECT_EQ(counted.count(), 2);
 }
 
 TEST(ActivationCheckpointSequential, KeepsTheLastSegment) {

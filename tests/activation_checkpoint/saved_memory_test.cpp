@@ -55,6 +55,29 @@ TEST(SavedTensorOffload, ServesRegionsAndPlainCode) {
       {"folder=/nowhere/at/all"});
 }
 
+TEST(SavedTensorOffload, InsideARegionServesItsOwnPart) {
+  const Tensor x = torch::randn({1000}).requires_grad_();
+  int64_t written = 0;
+  const auto fn = [&](const Tensor& in) {
+    Tensor y = in.square();
+    {
+      const SavedTensorOffload guard({.min_bytes = 1024});
+      y = y.sin().cos();
+      written = guard.bytes();
+    }
+    return y.square();
+  };
+  expect_same_bits(derive({x}, [&] { return fn(x).sum(); }), derive({x}, [&] {
+                     const LiveBytes bytes;
+                     const Tensor y = activation_checkpoint(fn, x);
+                     EXPECT_EQ(written, 2 * 4096) << "pages";
+                     EXPECT_EQ(bytes.extra(), 4000) << "the output";
+                     y.sum().backward({}, /*retain_graph=*/true);
+                     x.mutable_grad() = Tensor();
+                     return y.sum();
+                   }));
+}
+
 TEST(SavedTensorOffload, FreesMemoryAndParametersStay) {
   torch::manual_seed(2);
   const Tensor w = torch::randn({512, 512}).requires_grad_();

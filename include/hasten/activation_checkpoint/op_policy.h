@@ -45,6 +45,7 @@ class OpPolicy {
   /// keep(expensive_ops()).
   static std::shared_ptr<const OpPolicy> keep_expensive();
   /// Keeps what `decide` says yes to; asked after the call ran, in forward only.
+  /// Throws InputError where it is empty.
   static std::shared_ptr<const OpPolicy> keep_if(
       std::function<bool(const OpCall&)> decide);
   /// Keeps the calls with the most measured time for each byte, as many as fit
