@@ -127,6 +127,14 @@ TEST(ReduceLrOnPlateau, NotANumberIsNoImprovement) {
   EXPECT_THROW(PlateauRig({.factor = 1}), InputError);
 }
 
+TEST(ReduceLrOnPlateau, AReductionNotAboveEpsIsLeftOut) {
+  PlateauRig rig({.factor = 0.5, .patience = 0, .eps = 6e-4}); // from 2e-3
+  rig.scheduler.step(1);
+  EXPECT_TRUE(rig.scheduler.step(1)); // by 1e-3
+  EXPECT_FALSE(rig.scheduler.step(1)); // by 5e-4
+  EXPECT_EQ(rig.rate(), 1e-3);
+}
+
 TEST(Schedules, NumbersOutOfRangeAreNamed) {
   const auto says = [](const auto& make) -> std::string {
     try {
