@@ -64,6 +64,23 @@ TEST(DecayGroups, DecayTheParametersHuggingFaceDecays) {
       model->parameters().size());
 }
 
+// What a LayerNorm of one's own has inside is the LayerNorm's, whatever its name.
+TEST(DecayGroups, TakeAllInsideALayerNormForIts) {
+  struct GatedNorm : torch::nn::LayerNormImpl {
+    GatedNorm() : LayerNormImpl(torch::nn::LayerNormOptions({3})) {
+      register_module("gate", torch::nn::Linear(3, 3));
+    }
+  };
+  struct Net : torch::nn::Module {
+    Net() {
+      register_module("scale", std::make_shared<GatedNorm>());
+      register_module("last", torch::nn::Linear(3, 1));
+    }
+  };
+  EXPECT_EQ(
+      decayed_parameter_names(Net()), std::vector<std::string>{"last.weight"});
+}
+
 TEST(DecayGroups, LeaveFrozenParametersOutAndCountTiedOnesOnce) {
   auto model = std::make_shared<detail::EmptyModule>();
   auto embedding =

@@ -164,6 +164,16 @@ TEST(Schedules, NumbersOutOfRangeAreNamed) {
       "pct_start=1");
 }
 
+TEST(LrScheduler, NewPeaksCountAtOnce) {
+  torch::optim::SGD optimizer({torch::zeros({1})}, 2e-3);
+  LrScheduler scheduler(optimizer, linear_schedule(0, 4));
+  scheduler.step();
+  scheduler.set_base_lrs({4e-3});
+  EXPECT_EQ(optimizer.param_groups()[0].options().get_lr(), 3e-3);
+  EXPECT_EQ(scheduler.get_last_lr(), std::vector<double>{3e-3});
+  EXPECT_THROW(scheduler.set_base_lrs({1, 2}), InputError);
+}
+
 TEST(LrScheduler, EachGroupKeepsItsOwnPeakAndStateGoesOnWhereItWas) {
   const auto make = [] {
     std::vector<torch::optim::OptimizerParamGroup> groups;
