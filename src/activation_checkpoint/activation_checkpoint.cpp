@@ -22,6 +22,11 @@ void count_recompute(bool stopped_early) {
   }
 }
 
+double& recompute_seconds() {
+  static thread_local double seconds = 0;
+  return seconds;
+}
+
 std::optional<bool>& early_stop_override() {
   static thread_local std::optional<bool> value;
   return value;

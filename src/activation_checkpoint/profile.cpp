@@ -22,6 +22,7 @@
 #include "hasten/base/files.h"
 #include "hasten/core/memory.h"
 #include "op_replay.h"
+#include "region.h"
 #include "region_state.h"
 
 namespace hasten {
@@ -118,6 +119,7 @@ static std::string shapes_text(
 struct BlockRun {
   double forward_seconds = std::numeric_limits<double>::infinity();
   double backward_seconds = std::numeric_limits<double>::infinity();
+  double recompute_seconds = std::numeric_limits<double>::infinity();
   int64_t output_bytes = 0;
   int64_t kept_bytes = 0;
   int64_t forward_peak = 0;
@@ -126,6 +128,7 @@ struct BlockRun {
   void least(const BlockRun& other) {
     forward_seconds = std::min(forward_seconds, other.forward_seconds);
     backward_seconds = std::min(backward_seconds, other.backward_seconds);
+    recompute_seconds = std::min(recompute_seconds, other.recompute_seconds);
     kept_bytes = std::max(kept_bytes, other.kept_bytes);
     forward_peak = std::max(forward_peak, other.forward_peak);
     backward_peak = std::max(backward_peak, other.backward_peak);
@@ -162,6 +165,9 @@ class Seeds : public torch::autograd::Function<Seeds> {
 
 static BlockRun run_block_once(
     const RegionForward& run, const std::vector<at::Tensor>& given) {
+  // Nothing that was there before is written: buffers stay. Not in backward, where
+  // it would copy gradients that are added to.
+  OpReplayer observer(nullptr, false);
   std::vector<at::Tensor> inputs;
   for (const at::Tensor& tensor : given) {
     at::Tensor input = tensor.defined() ? tensor.detach() : tensor;
@@ -173,6 +179,7 @@ static BlockRun run_block_once(
   BlockRun result;
   std::vector<at::Tensor> outputs;
   {
+    const OpScope scope(&observer);
     const Probe probe;
     outputs = run(inputs);
     result.forward_seconds = probe.seconds();
@@ -187,13 +194,15 @@ static BlockRun run_block_once(
     }
   }
   if (roots.empty()) {
-    result.backward_seconds = 0;
+    result.backward_seconds = result.recompute_seconds = 0;
     return result;
   }
   const at::Tensor root = Seeds::apply(at::TensorList(roots));
+  const double recomputed = recompute_seconds();
   const Probe probe;
   root.backward();
   result.backward_seconds = probe.seconds();
+  result.recompute_seconds = recompute_seconds() - recomputed;
   result.backward_peak = probe.peak();
   return result;
 }
@@ -205,8 +214,6 @@ constexpr double kSeconds = 0.05;
 
 static BlockProfile measure_block(
     const std::vector<at::Tensor>& inputs, const RegionForward& forward) {
-  // Nothing that was there before is written: buffers stay.
-  OpReplayer observer(nullptr, false);
   const auto region = [&](std::shared_ptr<const OpPolicy> policy) {
     ActivationCheckpointOptions options;
     options.policy = std::move(policy);
@@ -221,7 +228,6 @@ static BlockProfile measure_block(
   BlockRun ops;
   const CpuRandomState before = CpuRandomState::now();
   {
-    const OpScope scope(&observer);
     run_block_once(dropping, inputs); // the first meets cold memory and caches
     const Probe all;
     for (int turn = 0;
@@ -232,19 +238,13 @@ static BlockProfile measure_block(
       ops.least(run_block_once(keeping, inputs));
     }
   }
-  const auto recompute = [&](const BlockRun& run) {
-    return std::clamp(
-        run.backward_seconds - plain.backward_seconds,
-        0.0,
-        std::max(plain.forward_seconds, dropped.forward_seconds));
-  };
   const auto beyond = [&](const BlockRun& run) {
     return std::max<int64_t>(0, run.backward_peak - plain.output_bytes);
   };
   BlockProfile profile;
   profile.forward_seconds = plain.forward_seconds;
   profile.backward_seconds = plain.backward_seconds;
-  profile.recompute_seconds = recompute(dropped);
+  profile.recompute_seconds = dropped.recompute_seconds;
   profile.output_bytes = plain.output_bytes;
   profile.saved_bytes = std::max(plain.kept_bytes, plain.output_bytes);
   profile.forward_extra = plain.forward_peak - plain.kept_bytes;
@@ -253,10 +253,11 @@ static BlockProfile measure_block(
   profile.recompute_peak = dropped.backward_peak;
   profile.ops_saved_bytes = std::max(ops.kept_bytes, ops.output_bytes);
   profile.ops_backward_extra = beyond(ops);
-  profile.ops_recompute_seconds = recompute(ops);
+  profile.ops_recompute_seconds = ops.recompute_seconds;
   before.restore();
   {
     const at::NoGradGuard no_grad;
+    OpReplayer observer(nullptr, false);
     const OpScope scope(&observer);
     forward(inputs);
   }

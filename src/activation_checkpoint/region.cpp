@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <sstream>
 #include <unordered_set>
@@ -355,12 +356,16 @@ void Region::run_again(Recomputed& pass, bool keeps_graph) {
 }
 
 void Region::recompute(Recomputed& pass, bool keeps_graph) {
+  const auto start = std::chrono::steady_clock::now();
   require_unchanged();
   pass.tensors.assign(saved_.size(), at::Tensor());
   pass.count = 0;
   pass.left = 0;
   pass.stop = {torch::autograd::get_current_graph_task_id(), false};
   run_again(pass, keeps_graph);
+  recompute_seconds() +=
+      std::chrono::duration<double>(std::chrono::steady_clock::now() - start)
+          .count();
 }
 
 at::Tensor Region::unpack(size_t index) {

@@ -148,5 +148,7 @@ struct SharedRegions {
 std::shared_ptr<SharedRegions>& shared_regions();
 
 void count_recompute(bool stopped_early);
+/// Of this thread's recomputations, ever.
+double& recompute_seconds();
 
 } // namespace hasten::detail

@@ -8,7 +8,10 @@
 #include <ATen/ops/mm.h>
 #include <ATen/ops/sum.h>
 #include <ATen/ops/zeros.h>
-#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/saved_variable.h>
 #include <torch/library.h>
 
 #include <optional>
@@ -150,91 +153,93 @@ static at::Tensor linear_operator(
   return handle.call(a, b, bias);
 }
 
-class OneDnnLinear : public torch::autograd::Function<OneDnnLinear> {
+// A product of x [rows, in] with a weight and its gradients, in fp32, or in bf16 of
+// an fp32 weight: then the converted weight is not kept but made again in backward,
+// from memory that is there anyway.
+//
+// A node of its own, since it lets go of x before the gradient of x is made: the
+// largest moment of many a block.
+class LinearNode final : public torch::autograd::Node {
  public:
-  static at::Tensor forward(
-      torch::autograd::AutogradContext* context,
-      const at::Tensor& x, // [rows, in]
+  LinearNode(bool narrow, const at::Tensor& x, at::ScalarType x_type)
+      : narrow_(narrow), x_type_(x_type), x_(x, /*is_output=*/false) {}
+
+  static at::Tensor run(
+      bool narrow,
+      const at::Tensor& x, // [rows, in]; fp32 or bf16 where narrow
       const at::Tensor& weight,
       const std::optional<at::Tensor>& bias) {
-    context->save_for_backward({x, weight});
-    context->saved_data["bias"] = bias.has_value();
-    return linear_operator(x, weight.t(), bias);
+    const auto in = [&](const at::Tensor& tensor) {
+      return narrow ? tensor.to(at::kBFloat16) : tensor;
+    };
+    at::Tensor product;
+    at::Tensor kept; // what backward reads of x
+    {
+      const at::NoGradGuard no_grad;
+      kept = in(x);
+      product = linear_operator(
+          kept,
+          in(weight).t(),
+          bias ? std::optional<at::Tensor>(in(*bias)) : std::nullopt);
+    }
+    const at::Tensor none;
+    const at::Tensor& bias_or_none = bias ? *bias : none;
+    if (torch::autograd::compute_requires_grad(x, weight, bias_or_none)) {
+      const auto node = c10::make_intrusive<LinearNode>(
+          narrow, narrow ? kept : x, x.scalar_type());
+      node->weight_ = torch::autograd::SavedVariable(weight, false);
+      node->set_next_edges(
+          torch::autograd::collect_next_edges(x, weight, bias_or_none));
+      torch::autograd::set_history(product, node);
+    }
+    return product;
   }
 
-  static torch::autograd::variable_list backward(
-      torch::autograd::AutogradContext* context,
-      torch::autograd::variable_list gradients) {
-    const at::Tensor gradient = gradients[0].contiguous();
-    const auto saved = context->get_saved_variables();
-    const at::Tensor& x = saved[0];
-    const at::Tensor& weight = saved[1];
+  std::string name() const override { return "hasten::LinearNode"; }
+
+  void release_variables() override {
+    x_.reset_data();
+    weight_.reset_data();
+  }
+
+ protected:
+  torch::autograd::variable_list apply(
+      torch::autograd::variable_list&& gradients) override {
+    torch::autograd::variable_list made(3); // of x, weight, bias
+    if (!gradients[0].defined()) {
+      return made;
+    }
+    at::Tensor gradient = std::move(gradients[0]);
+    gradient = (narrow_ ? gradient.to(at::kBFloat16) : gradient).contiguous();
+    at::Tensor x = x_.unpack();
+    at::Tensor weight = weight_.unpack();
+    weight = narrow_ ? weight.to(at::kBFloat16) : weight;
+    if (!torch::autograd::get_current_graph_task_keep_graph()) {
+      release_variables();
+    }
     // A gradient of the gradient needs operators that can be differentiated.
     const bool again = at::GradMode::is_enabled();
-    at::Tensor x_gradient;
-    at::Tensor weight_gradient;
-    at::Tensor bias_gradient;
-    if (context->needs_input_grad(0)) {
-      x_gradient = again ? at::mm(gradient, weight)
-                         : onednn_product(gradient, weight, std::nullopt);
+    if (task_should_compute_output(1)) {
+      made[1] = again ? at::mm(gradient.t(), x).to(at::kFloat)
+                      : onednn_sum_over_rows(gradient, x);
     }
-    if (context->needs_input_grad(1)) {
-      weight_gradient =
-          again ? at::mm(gradient.t(), x) : onednn_sum_over_rows(gradient, x);
+    if (task_should_compute_output(2)) {
+      made[2] = at::sum(gradient, {0}, false, at::kFloat);
     }
-    if (context->saved_data["bias"].toBool() && context->needs_input_grad(2)) {
-      bias_gradient = at::sum(gradient, {0});
+    x.reset();
+    if (task_should_compute_output(0)) {
+      made[0] = (again ? at::mm(gradient, weight)
+                       : onednn_product(gradient, weight, std::nullopt))
+                    .to(x_type_);
     }
-    return {x_gradient, weight_gradient, bias_gradient};
-  }
-};
-
-// The same in bf16, of fp32 weights. The converted weight is not kept: it is made again
-// in backward, from memory that is there anyway.
-class NarrowLinear : public torch::autograd::Function<NarrowLinear> {
- public:
-  static at::Tensor forward(
-      torch::autograd::AutogradContext* context,
-      const at::Tensor& x, // [rows, in], fp32 or bf16
-      const at::Tensor& weight,
-      const std::optional<at::Tensor>& bias) {
-    const at::Tensor narrow = x.to(at::kBFloat16);
-    context->save_for_backward({narrow, weight});
-    context->saved_data["bias"] = bias.has_value();
-    context->saved_data["x"] = x.scalar_type();
-    return linear_operator(
-        narrow,
-        weight.to(at::kBFloat16).t(),
-        bias ? std::optional<at::Tensor>(bias->to(at::kBFloat16))
-             : std::nullopt);
+    return made;
   }
 
-  static torch::autograd::variable_list backward(
-      torch::autograd::AutogradContext* context,
-      torch::autograd::variable_list gradients) {
-    const at::Tensor gradient = gradients[0].to(at::kBFloat16).contiguous();
-    const auto saved = context->get_saved_variables();
-    const at::Tensor& x = saved[0];
-    const at::Tensor weight = saved[1].to(at::kBFloat16);
-    const at::ScalarType x_type = context->saved_data["x"].toScalarType();
-    const bool again = at::GradMode::is_enabled(); // as in OneDnnLinear
-    at::Tensor x_gradient;
-    at::Tensor weight_gradient;
-    at::Tensor bias_gradient;
-    if (context->needs_input_grad(0)) {
-      x_gradient = (again ? at::mm(gradient, weight)
-                          : onednn_product(gradient, weight, std::nullopt))
-                       .to(x_type);
-    }
-    if (context->needs_input_grad(1)) {
-      weight_gradient = again ? at::mm(gradient.t(), x).to(at::kFloat)
-                              : onednn_sum_over_rows(gradient, x);
-    }
-    if (context->saved_data["bias"].toBool() && context->needs_input_grad(2)) {
-      bias_gradient = at::sum(gradient, {0}, false, at::kFloat);
-    }
-    return {x_gradient, weight_gradient, bias_gradient};
-  }
+ private:
+  bool narrow_;
+  at::ScalarType x_type_;
+  torch::autograd::SavedVariable x_;
+  torch::autograd::SavedVariable weight_{};
 };
 
 static bool plain_float(const at::Tensor& tensor) {
@@ -260,13 +265,13 @@ static bool takes_bf16(const at::Tensor& x) {
 }
 
 /// x [..., in] as [rows, in], and back.
-template <typename Function>
-static at::Tensor apply_by_rows(
+static at::Tensor linear_by_rows(
+    bool narrow,
     const at::Tensor& x,
     const at::Tensor& weight,
     const std::optional<at::Tensor>& bias) {
   const at::Tensor product =
-      Function::apply(x.reshape({-1, x.size(-1)}), weight, bias);
+      LinearNode::run(narrow, x.reshape({-1, x.size(-1)}), weight, bias);
   std::vector<int64_t> shape = x.sizes().vec();
   shape.back() = weight.size(0);
   return product.view(shape);
@@ -281,10 +286,10 @@ at::Tensor fast_linear(
   const auto narrow = autocast_dtype(at::kCPU);
   if (detail::fits_onednn(x, weight, bias)) {
     if (narrow == at::kBFloat16 && detail::takes_bf16(x)) {
-      return detail::apply_by_rows<detail::NarrowLinear>(x, weight, maybe_bias);
+      return detail::linear_by_rows(true, x, weight, maybe_bias);
     }
     if (!narrow && linear_uses_onednn() && detail::plain_float(x)) {
-      return detail::apply_by_rows<detail::OneDnnLinear>(x, weight, maybe_bias);
+      return detail::linear_by_rows(false, x, weight, maybe_bias);
     }
   }
   return at::linear(x, weight, maybe_bias);

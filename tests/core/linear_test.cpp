@@ -3,6 +3,8 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include "hasten/core/memory.h"
+
 namespace hasten {
 
 static double relative_difference(const at::Tensor& a, const at::Tensor& b) {
@@ -103,6 +105,30 @@ TEST(Linear, CanBeDifferentiatedTwice) {
       relative_difference(
           norm_of_gradient(fast_linear(x, weight)), expected.to(at::kDouble)),
       1e-5);
+}
+
+// The largest moment of a block's backward: x and its gradient are not there together.
+TEST(Linear, BackwardLetsGoOfItsInputBeforeItMakesTheInputsGradient) {
+  if (!linear_uses_onednn()) {
+    GTEST_SKIP() << "this CPU's products are torch's own";
+  }
+  install_memory_meter();
+  auto row = torch::randn({1, 1024}).requires_grad_();
+  auto weight = torch::randn({128, 1024}).requires_grad_();
+  constexpr int64_t kInput = 256 * 1024 * 4;
+  constexpr int64_t kWeight = 128 * 1024 * 4;
+  constexpr int64_t kOutput = 256 * 128 * 4;
+  for (const bool retain : {false, true}) {
+    // Nobody but the product keeps the clone; its backward makes nothing large.
+    const at::Tensor loss =
+        fast_linear(row.expand({256, 1024}).clone(), weight).sum();
+    const int64_t before = memory_stats().live_bytes;
+    reset_peak_memory();
+    loss.backward({}, retain);
+    const int64_t peak = memory_stats().peak_bytes - before;
+    // The input's gradient takes the input's place.
+    EXPECT_EQ(peak < kWeight + kOutput + kInput / 2, !retain) << peak;
+  }
 }
 
 TEST(Linear, AWeightChangedBeforeBackwardIsAnError) {
