@@ -22,7 +22,7 @@ import threading
 import time
 
 from local_sgd import LocalSgdAverage, LocalSgdReviews, LocalSgdW8a, SlowLink
-from sides import RANKS, ROOT, Bench, Case, environment, launched, peer_ranks, wait_all
+from sides import PICTURES, RANKS, ROOT, Bench, Case, environment, launched, peer_ranks, wait_all
 
 PEER = "Hugging Face Trainer"
 
@@ -311,6 +311,10 @@ class ActivationPlan(Bench):
         for line in map(json.loads, output.splitlines()):
             # A budget below the least: the least, which is above it.
             yield line["case"].removesuffix("_least"), line["ours"], line["other"]
+
+    def picture(self, root):
+        plan = [self.options.programs / "hasten", "plan", "--model", "bert-base", "--batch", "8x128", "--budget", "50%"]
+        wait_all([(list(map(str, [*plan, "--svg", root / PICTURES / "activation_plan.svg"])), environment())])
 
 
 BENCHMARKS = {

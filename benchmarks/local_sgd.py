@@ -9,10 +9,9 @@ import subprocess
 import sys
 
 import svg
-from sides import RANKS, Bench, Case, environment, launched, peer_ranks, rank_environment, wait_all
+from sides import PICTURES, RANKS, Bench, Case, environment, launched, peer_ranks, rank_environment, wait_all
 
 UNHELD = float("inf")
-PICTURES = "docs/pictures"
 
 
 class LocalSgdAverage:

@@ -14,6 +14,7 @@ import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RANKS = 2
+PICTURES = "docs/pictures"
 
 
 @dataclasses.dataclass

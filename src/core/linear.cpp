@@ -247,6 +247,10 @@ static bool plain_float(const at::Tensor& tensor) {
          tensor.layout() == at::kStrided;
 }
 
+static bool gains(int64_t rows, int64_t in, int64_t out) {
+  return rows >= kFewestRows && in >= kFewestColumns && out >= kFewestColumns;
+}
+
 /// Shapes and types of products that gain, whichever they are.
 static bool fits_onednn(
     const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
@@ -255,8 +259,7 @@ static bool fits_onednn(
          (!bias.defined() || (plain_float(bias) && bias.dim() == 1 &&
                               bias.size(0) == weight.size(0))) &&
          x.dim() >= 2 && x.size(-1) == weight.size(1) &&
-         weight.size(0) >= kFewestColumns && weight.size(1) >= kFewestColumns &&
-         x.numel() >= kFewestRows * weight.size(1);
+         gains(x.numel() / weight.size(1), weight.size(1), weight.size(0));
 }
 
 static bool takes_bf16(const at::Tensor& x) {
@@ -298,6 +301,10 @@ at::Tensor fast_linear(
 bool linear_uses_onednn() {
   static const bool uses = detail::find_onednn();
   return uses;
+}
+
+bool linear_uses_onednn(int64_t rows, int64_t in, int64_t out) {
+  return linear_uses_onednn() && detail::gains(rows, in, out);
 }
 
 bool linear_uses_bf16() {

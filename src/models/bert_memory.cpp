@@ -4,6 +4,7 @@
 #include <string>
 
 #include "hasten/base/error.h"
+#include "hasten/core/linear.h"
 
 namespace hasten {
 
@@ -22,14 +23,18 @@ class MemoryTape {
     }
   }
   void give(int64_t numbers) { live_ -= 4 * numbers; }
-  /// A parameter's gradient, made and put where it goes.
-  void gradient(int64_t numbers) {
-    take(numbers);
+  /// A gradient that was taken goes where it goes.
+  void settle(int64_t numbers) {
     if (stays_) {
       kept_gradients_ += 4 * numbers;
     } else {
       give(numbers);
     }
+  }
+  /// A parameter's gradient, made and put where it goes.
+  void gradient(int64_t numbers) {
+    take(numbers);
+    settle(numbers);
   }
   int64_t live() const { return live_; }
   int64_t peak() const { return peak_; }
@@ -100,6 +105,20 @@ void linear_gradients(MemoryTape& tape, int64_t in, int64_t out) {
   tape.gradient(out);
 }
 
+// A saved input, which nobody else keeps, becomes its gradient.
+void linear_backward(MemoryTape& tape, int64_t rows, int64_t in, int64_t out) {
+  if (linear_uses_onednn(rows, in, out)) {
+    tape.take(in * out + out);
+    tape.give(rows * in);
+    tape.take(rows * in);
+    tape.settle(in * out + out);
+  } else {
+    tape.take(rows * in);
+    linear_gradients(tape, in, out);
+    tape.give(rows * in);
+  }
+}
+
 // Norm and the sum before it: the gradient of the norm's output becomes those of the
 // sum's two parts.
 void norm_backward(MemoryTape& tape, const LayerSizes& s) {
@@ -116,19 +135,16 @@ void norm_backward(MemoryTape& tape, const LayerSizes& s) {
 void layer_backward(MemoryTape& tape, const LayerSizes& s) {
   const int64_t of_sum = s.dropout ? s.a() : 0; // beside the residual's
   norm_backward(tape, s);
-  tape.take(s.w()); // of the activation
-  linear_gradients(tape, s.wide, s.hidden);
-  tape.give(of_sum + s.w()); // and the saved activation
+  linear_backward(tape, s.asking, s.wide, s.hidden); // of the activation
+  tape.give(of_sum);
   tape.take(s.w()); // of intermediate
   tape.give(2 * s.w()); // of the activation; its saved input
-  tape.take(s.a()); // of the first norm's output
-  linear_gradients(tape, s.hidden, s.wide);
-  tape.give(
-      s.w() + 2 * s.a()); // of intermediate; saved norm; into the residual's
+  linear_backward(
+      tape, s.asking, s.hidden, s.wide); // of the first norm's output
+  tape.give(s.w() + s.a()); // of intermediate; into the residual's
   norm_backward(tape, s);
-  tape.take(s.a()); // of the context
-  linear_gradients(tape, s.hidden, s.hidden);
-  tape.give(of_sum + s.a()); // and the saved context
+  linear_backward(tape, s.asking, s.hidden, s.hidden); // of the context
+  tape.give(of_sum);
   if (s.attention_dropout) {
     tape.take(s.a()); // by head, contiguous
     tape.give(s.a());

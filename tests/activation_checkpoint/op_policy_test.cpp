@@ -190,6 +190,30 @@ TEST(OpPolicy, AnOperatorThatDrawsMayBeKept) {
                    Options{.policy = OpPolicy::keep({"aten::bernoulli"})})
             .sum();
       }));
+  Tensor y;
+  EXPECT_EQ(
+      bytes_after_forward(fn, x, OpPolicy::keep({"aten::bernoulli"}), &y) -
+          bytes_after_forward(fn, x, nullptr, &y),
+      64 * 4);
+}
+
+// Two outputs, two backward calls: the first takes the kept results with it.
+TEST(OpPolicy, ASecondBackwardNeedsARetainedGraph) {
+  const Tensor x = torch::randn({4, 4}).requires_grad_();
+  const auto fn = [](const Tensor& in) {
+    const Tensor product = in.mm(in);
+    return std::make_pair(product.sin(), product.cos());
+  };
+  for (const bool retain : {true, false}) {
+    auto [u, v] = activation_checkpoint(
+        fn, x, Options{.policy = OpPolicy::keep_expensive()});
+    u.sum().backward({}, retain);
+    const std::string error = error_of([&] { v.sum().backward(); });
+    EXPECT_EQ(error.empty(), retain) << error;
+    if (!retain) {
+      expect_says(error, {"second backward", "aten::mm", "retain"});
+    }
+  }
 }
 
 TEST(OpPolicy, ManyResultsAndNestedRegionsInEveryCombination) {

@@ -66,7 +66,8 @@ TEST(PlannedRegions, SeveralGraphsPartsOfAModelAndOtherModels) {
 
 // ---- The solver against every plan there is. ----
 
-static ChainProfile random_chain(int blocks, std::mt19937& random) {
+static ChainProfile random_chain(
+    int blocks, std::mt19937& random, bool sharded = false) {
   const auto draw = [&](int least, int most) {
     return std::uniform_int_distribution<int>(least, most)(random);
   };
@@ -85,6 +86,11 @@ static ChainProfile random_chain(int blocks, std::mt19937& random) {
     block.ops_saved_bytes = block.output_bytes + draw(0, 8);
     block.ops_backward_extra = block.saved_bytes - block.output_bytes;
     block.ops_recompute_seconds = block.recompute_seconds / 2;
+    if (sharded) {
+      block.gather_seconds = draw(0, 4);
+      block.unit_bytes = draw(0, 5);
+      block.dropped_peak += draw(0, 15);
+    }
     profile.blocks.push_back(block);
   }
   profile.before_bytes = draw(0, 3);
@@ -125,7 +131,7 @@ TEST(Planner, FindsTheBestOfAllNestedPlans) {
   const auto plans = every_plan(0, 4, false);
   EXPECT_GT(plans.size(), 200u);
   for (int round = 0; round < 12; ++round) {
-    const ChainProfile profile = random_chain(4, random);
+    const ChainProfile profile = random_chain(4, random, round % 2 == 1);
     const int64_t full = full_budget(profile);
     for (int64_t budget = 5; budget <= full; budget += 7) {
       double best = std::numeric_limits<double>::infinity();
@@ -183,6 +189,24 @@ TEST(Planner, EveryBudgetFromTheLeastOnHasAPlan) {
       const int64_t budget = least + more * more * least / 1000;
       EXPECT_LE(plan_activations(profile, budget)->predicted_peak_bytes, budget)
           << round << ", " << more;
+    }
+  }
+}
+
+TEST(Planner, IsNeverSlowerThanASimpleRuleAtTheRulesPeak) {
+  std::mt19937 random(6);
+  for (int round = 0; round < 4; ++round) {
+    ChainProfile profile = random_chain(30, random, round % 2 == 1);
+    for (BlockProfile& block : profile.blocks) { // far from whole slots
+      block.output_bytes = block.output_bytes * 40'961 + 13;
+      block.saved_bytes = block.saved_bytes * 40'961 + 77;
+    }
+    for (const auto& rule :
+         {keep_all_regions(30), sqrt_regions(30), each_block_regions(30)}) {
+      const PlanCost cost = plan_cost(profile, rule);
+      const auto plan = plan_activations(profile, cost.peak_bytes);
+      EXPECT_LE(plan->predicted_seconds, cost.seconds) << round;
+      EXPECT_LE(plan->predicted_peak_bytes, cost.peak_bytes) << round;
     }
   }
 }
@@ -274,6 +298,20 @@ TEST(Planner, ProfileMeasuresBlocksAndChangesNothing) {
             bare.ptr(), [&] { return bare(torch::ones({2, 4})).sum(); });
       }),
       {"blocks=0", "call_block"});
+}
+
+TEST(Planner, ProfileLeavesRunningStatistics) {
+  torch::nn::Sequential model(
+      torch::nn::Linear(4, 4),
+      torch::nn::BatchNorm1d(4),
+      torch::nn::Linear(4, 4));
+  const Tensor x = torch::randn({8, 4});
+  profile_activations(model.ptr(), [&] { return model->forward(x).sum(); });
+  for (const auto& buffer : model->named_buffers()) {
+    const bool ones = buffer.key().ends_with("running_var");
+    EXPECT_TRUE(buffer.value().eq(ones ? 1 : 0).all().item<bool>())
+        << buffer.key();
+  }
 }
 
 TEST(Planner, KeepsWithinEveryBudgetWhenRun) {

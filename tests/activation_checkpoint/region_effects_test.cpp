@@ -72,6 +72,22 @@ TEST(RegionEffects, TensorsFromOutsideAreWrittenOnce) {
   EXPECT_TRUE(torch::allclose(x.grad(), (v * (v + 1)).cos() * (v + 1)));
 }
 
+// Three normal numbers are made as four; the fourth waits for the next call.
+TEST(RegionEffects, AWaitingNormalNumberIsPartOfTheRandomState) {
+  const Tensor x = torch::randn({3}).requires_grad_();
+  const auto fn = [](const Tensor& in) {
+    return (in * torch::randn({3})).sin() * torch::randn({3});
+  };
+  const auto run = [&](bool region) {
+    return derive({x}, [&] {
+      const Tensor odd = torch::randn({1});
+      const Tensor y = region ? activation_checkpoint(fn, x) : fn(x);
+      return (y * odd * torch::randn({3})).sum();
+    });
+  };
+  expect_same_bits(run(false), run(true));
+}
+
 TEST(RegionEffects, RunOnceRunsOnceAlsoInNestedRegions) {
   const Tensor x = torch::randn({4}).requires_grad_();
   int calls = 0;

@@ -293,6 +293,29 @@ TEST(ActivationCheckpoint, ThreadsDoNotMeet) {
   EXPECT_EQ(wrong, 0);
 }
 
+// The branch that was thrown away is recomputed with the other, but not kept.
+TEST(ActivationCheckpoint, WhatNoBackwardWillNeedIsNotKept) {
+  const Tensor x = torch::randn({1000}).requires_grad_();
+  x.mutable_grad() = torch::zeros_like(x);
+  const LiveBytes bytes;
+  const auto at_the_end = [&](bool both) {
+    auto [u, v] = activation_checkpoint(
+        [&](const Tensor& in) {
+          const Tensor other = both ? in.cos().cos().cos() : in;
+          return std::make_pair(in.sin().sin(), other);
+        },
+        x);
+    v = Tensor();
+    int64_t seen = 0;
+    const auto hook =
+        x.register_hook([&](const Tensor&) { seen = bytes.extra(); });
+    u.sum().backward();
+    x.remove_hook(hook);
+    return seen;
+  };
+  EXPECT_EQ(at_the_end(true), at_the_end(false));
+}
+
 TEST(ActivationCheckpoint, ARegionKeepsItsInputsAndNothingElse) {
   const Tensor x = torch::randn({1000}).requires_grad_();
   const auto fn = [](const Tensor& in) {

@@ -78,6 +78,41 @@ TEST(SavedTensorOffload, InsideARegionServesItsOwnPart) {
                    }));
 }
 
+// One storage: written once as it is, again where it was changed, and again where
+// another has its address. Its pieces come back when graphs die.
+TEST(SavedTensorOffload, WritesAStorageAgainWhereItIsAnother) {
+  const Tensor x = torch::randn({3000}).requires_grad_();
+  const auto fn = [&] {
+    Tensor sum = torch::zeros({});
+    Tensor state = torch::ones({3000});
+    for (int i = 0; i < 4; ++i) {
+      sum = sum + (x * state.clone()).sum(); // the clone dies at once
+      sum = sum + (x.slice(0, 8, 2008) * state.slice(0, 500, 2500)).sum();
+      state = state + torch::rand({3000});
+      const Tensor underived = (x * state).sum();
+      state.add_(torch::rand({3000}));
+      sum = sum + (x * state).sum();
+      state = state + torch::rand({3000});
+    }
+    return sum;
+  };
+  int64_t left = -1;
+  const auto run = [&](bool offload) {
+    return derive({x}, [&] {
+      std::optional<SavedTensorOffload> guard;
+      if (offload) {
+        guard.emplace(SavedTensorOffloadOptions{.min_bytes = 1024});
+        fn(); // a graph that dies
+        left = guard->bytes();
+        torch::manual_seed(5);
+      }
+      return fn();
+    });
+  };
+  expect_same_bits(run(false), run(true));
+  EXPECT_EQ(left, 0);
+}
+
 TEST(SavedTensorOffload, FreesMemoryAndParametersStay) {
   torch::manual_seed(2);
   const Tensor w = torch::randn({512, 512}).requires_grad_();

@@ -7,6 +7,7 @@
 
 #include "hasten/base/error.h"
 #include "hasten/parallel/averager.h"
+#include "hasten/parallel/comm_hook.h"
 #include "support/communicator.h"
 
 namespace hasten::averager_test {
@@ -266,6 +267,52 @@ TEST(Averager, WhatWasDoneBetweenStartAndFinishIsKept) {
       averager.finish();
     }
   }
+}
+
+// Numbers near 1000 that have changed by about 1: what travels in 16 bits is the
+// change, so the error is 2^-9 of that, not of the number.
+TEST(Averager, AHookCompressesTheChangesSinceTheLastAverage) {
+  const auto communicator = fresh_communicator();
+  const int world = communicator->world_size();
+  const int rank = communicator->rank();
+  const Tensor start = numbers({50, 20}, 99) + 1000;
+  List list{{"x", start.clone()}};
+  Averager averager(
+      communicator,
+      list,
+      {.slice_mb = 0.001, .comm_hook = std::make_shared<Bf16CompressHook>()});
+  Tensor common = start.to(torch::kDouble);
+  for (int round = 0; round < 2; ++round) {
+    Tensor mean = torch::zeros_like(common);
+    double total = 0;
+    for (int other = 0; other < world; ++other) {
+      const double weight = other + 1;
+      mean += weight * (common + numbers({50, 20}, other, round));
+      total += weight;
+    }
+    mean /= total;
+    list[0].second.add_(numbers({50, 20}, rank, round));
+    averager.average(rank + 1);
+    EXPECT_LE(
+        (list[0].second - mean).abs().max().item<double>(), 5 * 0x1p-8 + 1e-3);
+    common = list[0].second.to(torch::kDouble);
+  }
+}
+
+TEST(Averager, RanksInDifferentRoundsAreToldSoAndKeepTheirNumbers) {
+  const auto communicator = fresh_communicator();
+  if (communicator->world_size() == 1) {
+    return;
+  }
+  const int rank = communicator->rank();
+  List list{{"a", numbers({40, 40}, rank)}, {"b", numbers({40, 40}, rank, 1)}};
+  Averager averager(communicator, list, {.fragments = 2});
+  ASSERT_EQ(averager.fragments(), 2);
+  const auto text = what_of([&] { averager.average(1, 0, rank == 0 ? 0 : 1); });
+  EXPECT_NE(text.find("ranks are in different rounds"), std::string::npos)
+      << text;
+  EXPECT_TRUE(torch::equal(list[0].second, numbers({40, 40}, rank)));
+  EXPECT_TRUE(torch::equal(list[1].second, numbers({40, 40}, rank, 1)));
 }
 
 TEST(Averager, ListsThatDifferAreNamedOnEveryRank) {

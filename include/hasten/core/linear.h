@@ -22,6 +22,9 @@ at::Tensor fast_linear(
 
 /// Whether this CPU's float products go to oneDNN.
 bool linear_uses_onednn();
+/// Whether a float product of these sizes does. Its backward lets go of the input
+/// before it makes the input's gradient.
+bool linear_uses_onednn(int64_t rows, int64_t in, int64_t out);
 /// Whether its products under autocast in bf16 are made here.
 bool linear_uses_bf16();
 

@@ -1,0 +1,127 @@
+// Planned regions of models that do something between their blocks: draws, autocast,
+// run_once; and plans of sharded blocks.
+#include "activation_checkpoint/block_rig.h"
+#include "hasten/core/autocast.h"
+
+namespace hasten::checkpoint_test {
+
+using namespace testing_support;
+
+// A block that draws, under autocast where told, and asks once.
+struct DrawingImpl : torch::nn::Module {
+  explicit DrawingImpl(int64_t width)
+      : linear(register_module("linear", torch::nn::Linear(width, width))) {}
+  Tensor forward(const Tensor& x) {
+    const Tensor scale = run_once([&] {
+      ++asked;
+      return torch::full({1}, 1.5);
+    });
+    return (at::dropout(linear(x), 0.3, is_training()) + torch::randn({3, 1}))
+               .to(at::kFloat)
+               .tanh() *
+           scale;
+  }
+  torch::nn::Linear linear;
+  int asked = 0;
+};
+TORCH_MODULE(Drawing);
+
+// Draws between blocks, and runs every second one in bf16.
+struct MixedImpl : torch::nn::Module {
+  explicit MixedImpl(int64_t count) {
+    for (int64_t i = 0; i < count; ++i) {
+      blocks.emplace_back(8);
+      register_module("block" + std::to_string(i), blocks.back());
+    }
+  }
+  Tensor forward(const Tensor& x, int64_t count) {
+    Tensor y = x;
+    for (int64_t i = 0; i < count; ++i) {
+      const hasten::Autocast autocast({.enabled = i % 2 == 1});
+      y = call_block(blocks[static_cast<size_t>(i)], y);
+      y = y + torch::rand({8});
+    }
+    return y;
+  }
+  int asked() {
+    int all = 0;
+    for (Drawing& block : blocks) {
+      all += std::exchange(block->asked, 0);
+    }
+    return all;
+  }
+  std::vector<Drawing> blocks;
+};
+TORCH_MODULE(Mixed);
+
+static std::shared_ptr<const ActivationPlan> plan_for_mixed(
+    const Mixed& model, std::vector<PlanRegion> regions) {
+  auto plan = std::make_shared<ActivationPlan>();
+  for (size_t i = 0; i < model->blocks.size(); ++i) {
+    plan->blocks.push_back("block" + std::to_string(i));
+  }
+  plan->regions = std::move(regions);
+  return plan;
+}
+
+TEST(PlannedRegions, DrawsAutocastAndRunOnceAreThoseOfForward) {
+  torch::manual_seed(4);
+  Mixed model(5);
+  const Tensor x = torch::randn({3, 8});
+  const auto run = [&](int64_t count) {
+    return derive(model->parameters(), [&] {
+      return model->forward(x, count).square().sum();
+    });
+  };
+  using Regions = std::vector<PlanRegion>;
+  // A model that ends before a region does, too.
+  for (const int64_t count : {5, 3}) {
+    gradient_checkpointing_disable(model.ptr());
+    const Derived plain = run(count);
+    model->asked();
+    for (const Regions& regions :
+         {Regions{{0, 5}},
+          {{0, 3}, {0, 2}, {1, 2}, {3, 5}},
+          {{1, 5}, {2, 4}, {2, 3}},
+          {{0, 1}, {1, 2, BlockChoice::keep_ops}, {2, 5}, {2, 4}}}) {
+      gradient_checkpointing_enable(
+          model.ptr(), {.plan = plan_for_mixed(model, regions)});
+      for (int round = 0; round < 2; ++round) {
+        expect_same_bits(plain, run(count));
+        EXPECT_EQ(model->asked(), count) << regions.size();
+      }
+    }
+  }
+  gradient_checkpointing_disable(model.ptr());
+}
+
+// Rounds that begin elsewhere than the one before ended, and one that begins again
+// at the first block though the one before was to go on.
+TEST(PlannedRegions, APassThatIsLeftOffIsForgotten) {
+  torch::manual_seed(4);
+  Straight model(4);
+  const Tensor x = torch::randn({4, 8});
+  const auto pass = [&](std::vector<size_t> blocks) {
+    Tensor y = x;
+    for (const size_t i : blocks) {
+      y = call_block(model->blocks[i], y);
+    }
+    return y.square().sum();
+  };
+  const auto run = [&] {
+    return derive(model->parameters(), [&] {
+      return pass({0, 1}) + pass({3}) + pass({0}) + pass({0, 1, 2, 3}) +
+             pass({1, 2}) + pass({1});
+    });
+  };
+  const Derived plain = run();
+  for (const auto& regions :
+       {std::vector<PlanRegion>{{0, 4}}, {{0, 2}, {1, 2}, {2, 4}}}) {
+    gradient_checkpointing_enable(model, {.plan = plan_of(*model, regions)});
+    expect_same_bits(plain, run());
+    expect_same_bits(plain, run());
+  }
+  gradient_checkpointing_disable(model);
+}
+
+} // namespace hasten::checkpoint_test
