@@ -32,9 +32,14 @@ class LocalScope : public Stateful {
   // 0. Collective.
   virtual void join_round(int64_t kind) = 0;
   // Attempted optimizer steps, and when what happened last; ranks set them to the
-  // largest when all have run out.
+  // largest (of AcceleratorCore::clocks(), theirs first) when all have run out.
   virtual std::vector<int64_t> clocks() const = 0;
   virtual void set_clocks(const int64_t* clocks) = 0;
+  // After a CommunicationError: true where the ranks that are left go on, as a
+  // smaller world. Collective over them.
+  virtual bool recover() = 0;
+  // In that, this rank's end of the data was agreed on: others had left it.
+  virtual bool ended_in_recovery() const = 0;
   // A state was loaded: the last window has been counted.
   virtual void loaded() = 0;
 };
@@ -156,6 +161,13 @@ class AcceleratorCore {
   std::vector<std::shared_ptr<OptimizerState>> optimizers_of(
       size_t model) const;
   Ddp& ddp(size_t model) { return *models_[model].ddp; }
+  // Behind a failure: goes on with the ranks that are left. False where nobody is
+  // lost. Collective over them.
+  bool shrink();
+  // The scope's clocks and the schedulers'; at the data's end ranks take the
+  // largest.
+  std::vector<int64_t> clocks() const;
+  void take_clocks(const int64_t* most);
   // Tells ranks that have run out of batches that a round comes. Collective.
   void announce_round(uint64_t number, int64_t kind);
   ParameterNames parameter_names() const;
@@ -169,9 +181,10 @@ class AcceleratorCore {
   // The loader of the innermost loop that goes on; null outside of loops.
   const LoaderState* active_loader();
 
-  // Set at construction, but for gradient_accumulation_steps.
+  // Set at construction, but for gradient_accumulation_steps, and for rank and size
+  // where ranks were lost.
   AcceleratorOptions options;
-  const World world;
+  World world;
   const std::shared_ptr<OrderCheck> order_check; // debug only, else null
   const std::shared_ptr<Communicator> communicator;
   const bool owns_communicator;
@@ -284,6 +297,7 @@ class AcceleratorCore {
   void plan_random(StateLoad& load);
   void drop_unfinished(const LoaderState* loader);
   void take_part(const LoaderState* loader);
+  void serve_peers(const LoaderState* loader, bool& survivable);
   void sync_announced(uint64_t models, bool joined, bool here);
   void check_steps();
   nlohmann::json record();
@@ -313,6 +327,7 @@ class AcceleratorCore {
   std::shared_ptr<WindowExchange> exchange_;
   std::shared_ptr<Communicator> alone_; // a world of one, for local windows
   LocalScope* local_scope_ = nullptr;
+  std::vector<int> launch_ranks_{}; // [rank] once ranks have been lost
   WindowControl control_;
   uint64_t serial_ = 0; // complete windows
   bool warned_of_steps_ = false;

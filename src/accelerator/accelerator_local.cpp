@@ -8,6 +8,7 @@
 
 #include "accelerator_core.h"
 #include "hasten/base/error.h"
+#include "hasten/base/log.h"
 #include "state_load.h"
 
 namespace hasten::detail {
@@ -120,21 +121,51 @@ void AcceleratorCore::announce_round(uint64_t number, int64_t kind) {
 // steps. When all have run out they take the largest count, so that the next
 // rounds come in the same step on every rank, and tick their schedules as often.
 void AcceleratorCore::align_clocks() {
+  const at::Tensor most = at::tensor(clocks(), at::kLong);
+  communicator->all_reduce(most, ReduceOp::max, "steps of the ranks");
+  take_clocks(most.const_data_ptr<int64_t>());
+}
+
+std::vector<int64_t> AcceleratorCore::clocks() const {
   std::vector<int64_t> mine = local_scope_->clocks();
-  const size_t clocks = mine.size();
   for (const auto& scheduler : schedulers_) {
     mine.push_back(scheduler->ticks);
   }
-  const at::Tensor most = at::tensor(mine, at::kLong);
-  communicator->all_reduce(most, ReduceOp::max, "steps of the ranks");
-  const int64_t* values = most.const_data_ptr<int64_t>();
-  local_scope_->set_clocks(values);
+  return mine;
+}
+
+void AcceleratorCore::take_clocks(const int64_t* most) {
+  const size_t count = local_scope_->clocks().size();
+  local_scope_->set_clocks(most);
   for (size_t i = 0; i < schedulers_.size(); ++i) {
-    for (; schedulers_[i]->ticks < values[clocks + i];
-         ++schedulers_[i]->ticks) {
+    for (; schedulers_[i]->ticks < most[count + i]; ++schedulers_[i]->ticks) {
       schedulers_[i]->step();
     }
   }
+}
+
+bool AcceleratorCore::shrink() {
+  const auto left = communicator->shrink();
+  if (!left) {
+    return false;
+  }
+  std::vector<int> launch_ranks;
+  std::string names;
+  for (const int rank : left->ranks) {
+    launch_ranks.push_back(
+        launch_ranks_.empty() ? rank
+                              : launch_ranks_[static_cast<size_t>(rank)]);
+    names += (names.empty() ? "" : ", ") + std::to_string(launch_ranks.back());
+  }
+  launch_ranks_ = std::move(launch_ranks);
+  world.rank = communicator->rank();
+  world.world_size = communicator->world_size();
+  if (world.rank == 0) {
+    log_warning(
+        "local sgd: " + left->cause + "; going on with " +
+        (left->ranks.size() == 1 ? "rank " : "ranks ") + names);
+  }
+  return true;
 }
 
 // Inside a scope every rank has parameters, buffers and moments of its own.

@@ -307,7 +307,26 @@ void AcceleratorCore::join_ranges(const LoaderState* loader) {
   }
 }
 
+// A peer may be lost in between: where a scope of LocalSgd goes on without it, so
+// does this.
 void AcceleratorCore::take_part(const LoaderState* loader) {
+  for (;;) {
+    bool survivable = true;
+    try {
+      serve_peers(loader, survivable);
+      return;
+    } catch (const CommunicationError&) {
+      if (!survivable || local_scope_ == nullptr || !local_scope_->recover()) {
+        throw;
+      }
+      if (local_scope_->ended_in_recovery()) {
+        return;
+      }
+    }
+  }
+}
+
+void AcceleratorCore::serve_peers(const LoaderState* loader, bool& survivable) {
   WindowTotals mine;
   mine.finished = 1;
   for (;;) {
@@ -318,17 +337,20 @@ void AcceleratorCore::take_part(const LoaderState* loader) {
     if (totals.finished == communicator->world_size()) {
       break;
     }
+    if (totals.round != 0) {
+      exchange_last_record();
+      local_scope_->join_round(totals.round);
+      continue;
+    }
+    survivable = false; // those with batches do not survive it either
     if (totals.buffers) {
       sync_announced(totals.models, true, false);
+      survivable = true;
       continue;
     }
     if (totals.models == 0) { // no window: they save a state
       save_with_peers();
-      continue;
-    }
-    if (totals.round != 0) {
-      exchange_last_record();
-      local_scope_->join_round(totals.round);
+      survivable = true;
       continue;
     }
     joined_in_range_ = true;
@@ -345,6 +367,7 @@ void AcceleratorCore::take_part(const LoaderState* loader) {
     if (totals.outside) {
       completed(theirs, true);
     }
+    survivable = true;
   }
   if (std::exchange(joined_in_range_, false)) {
     exchange_last_record();

@@ -29,7 +29,7 @@ LocalSgd::Impl::Impl(
   index = core->model_index(&module, detail::kLocalSgdWhere);
   compare_ranks();
   if (options.enabled && core->world.world_size > 1) {
-    open(module);
+    open();
   }
 }
 
@@ -77,6 +77,20 @@ void LocalSgd::Impl::check_options() const {
   if (options.delay > 0 && !options.average.transactional) {
     refuse("delay", options.delay, "0 with transactional=false");
   }
+  if (options.average.alpha && options.delay == 0) {
+    throw InputError(
+        detail::kLocalSgdWhere,
+        "average.alpha=" + std::to_string(*options.average.alpha) +
+            " with delay=0",
+        "a delay: nothing is done between snapshot and average without one");
+  }
+  if (options.on_peer_failure == PeerFailure::survivors &&
+      !options.average.transactional) {
+    throw InputError(
+        detail::kLocalSgdWhere,
+        "on_peer_failure=survivors with transactional=false",
+        "transactional=true: a broken round would leave half-made sums");
+  }
 }
 
 void LocalSgd::Impl::compare_ranks() {
@@ -88,7 +102,8 @@ void LocalSgd::Impl::compare_ranks() {
       {"delay", options.delay},
       {"inner_steps", options.inner_steps},
       {"delay_only_if_it_pays", options.delay_only_if_it_pays},
-      {"moments", static_cast<int>(options.moments)}};
+      {"moments", static_cast<int>(options.moments)},
+      {"on_peer_failure", static_cast<int>(options.on_peer_failure)}};
   const auto all = core->communicator->gather_json(mine, "LocalSgd scope");
   for (size_t rank = 0; rank < all.size(); ++rank) {
     if (all[rank] != all[0]) {
@@ -101,7 +116,7 @@ void LocalSgd::Impl::compare_ranks() {
   }
 }
 
-void LocalSgd::Impl::open(torch::nn::Module& module) {
+void LocalSgd::Impl::open() {
   optimizers = core->optimizers_of(index);
   if (optimizers.empty()) {
     throw InputError(
@@ -112,22 +127,11 @@ void LocalSgd::Impl::open(torch::nn::Module& module) {
   }
   core->open_local(*this);
   try {
-    Averager::NamedTensorList trainable;
-    for (const auto& [name, parameter] : core->ddp(index).parameters()) {
-      if (parameter.requires_grad()) {
-        trainable.emplace_back(name, parameter);
-      }
-    }
     averager = std::make_unique<Averager>(
-        core->communicator, trainable, options.average);
-    if (options.inner_steps > 0) {
-      open_group(trainable);
-    }
-    buffers =
-        std::make_unique<detail::AveragedBuffers>(core->communicator, module);
-    moments = std::make_unique<detail::AveragedMoments>(
-        core->communicator, optimizers, core->parameter_names());
+        core->communicator, trainable(), options.average);
+    open_parts();
     own_weight.assign(static_cast<size_t>(averager->fragments()), 0);
+    taken_weight = own_weight;
     if (options.post_local_start == 0) {
       begin_local();
     }
@@ -138,6 +142,27 @@ void LocalSgd::Impl::open(torch::nn::Module& module) {
   counted = core->attempted(index);
   opened = Clock::now();
   active = true;
+}
+
+Averager::NamedTensorList LocalSgd::Impl::trainable() const {
+  Averager::NamedTensorList list;
+  for (const auto& [name, parameter] : core->ddp(index).parameters()) {
+    if (parameter.requires_grad()) {
+      list.emplace_back(name, parameter);
+    }
+  }
+  return list;
+}
+
+// What is made for one set of ranks, beside the averager. Collective.
+void LocalSgd::Impl::open_parts() {
+  if (options.inner_steps > 0) {
+    open_group(trainable());
+  }
+  buffers = std::make_unique<detail::AveragedBuffers>(
+      core->communicator, *core->ddp(index).module());
+  moments = std::make_unique<detail::AveragedMoments>(
+      core->communicator, optimizers, core->parameter_names());
 }
 
 // Every rank learns everybody's name, and meets those with its own.
@@ -156,11 +181,14 @@ void LocalSgd::Impl::open_group(const Averager::NamedTensorList& tensors) {
       members.push_back(static_cast<int>(rank));
     }
   }
-  const std::string label =
-      "local sgd group " + std::to_string(opened_groups++);
+  if (group_label.empty()) {
+    group_label = "local sgd group " + std::to_string(opened_groups++);
+  }
+  group = nullptr;
+  group_averager = nullptr;
   if (members.size() > 1) {
     CommunicatorOptions like = core->communicator->options();
-    like.name = label;
+    like.name = group_label + " of " + std::to_string(names.size()) + " ranks";
     group = core->communicator->new_group(members, like);
     group_averager = std::make_unique<Averager>(
         group,
@@ -286,7 +314,13 @@ bool LocalSgd::active() const { return impl_->active && !impl_->finished; }
 int64_t LocalSgd::steps() const { return impl_->steps; }
 
 LocalSgdReport LocalSgd::report() const {
-  impl_->report_round();
+  try {
+    impl_->report_round();
+  } catch (const CommunicationError&) { // the next round tells, and goes on
+    if (impl_->options.on_peer_failure == PeerFailure::stop) {
+      throw;
+    }
+  }
   LocalSgdReport report = impl_->report;
   report.steps = impl_->steps;
   const double seconds =

@@ -127,21 +127,17 @@ bool LocalSgd::Impl::step() {
   const bool due = fragment != detail::RoundSchedule::kNothing;
   bool averaged = false;
   if (averager->started() && (due || steps >= finish_at)) {
-    announce(Part::finish, Averager::kAll);
-    run(Part::finish, Averager::kAll);
+    make_round(Part::finish, Averager::kAll);
     averaged = true;
   }
   if (!due) { // the largest level that is due comes alone
     if (options.inner_steps > 0 &&
         (steps - options.post_local_start) % options.inner_steps == 0) {
-      announce(Part::inner, Averager::kAll);
-      run(Part::inner, Averager::kAll);
+      make_round(Part::inner, Averager::kAll);
     }
     return averaged;
   }
-  const Part part = options.delay > 0 ? Part::start : Part::whole;
-  announce(part, fragment);
-  run(part, fragment);
+  make_round(options.delay > 0 ? Part::start : Part::whole, fragment);
   return averaged || !averager->started();
 }
 
@@ -217,6 +213,7 @@ double LocalSgd::Impl::take_weight(int64_t fragment) {
   double weight = 0;
   for (size_t f = 0; f < own_weight.size(); ++f) {
     if (fragment == Averager::kAll || fragment == static_cast<int64_t>(f)) {
+      taken_weight[f] += own_weight[f];
       weight = std::max(weight, std::exchange(own_weight[f], 0));
     }
   }
@@ -239,10 +236,18 @@ void LocalSgd::Impl::begin_round(int64_t fragment, bool delayed) {
   if (delayed) {
     averager->start(weight, round_learning_rate, fragment);
     finish_at = steps + options.delay;
-  } else {
-    averager->average(weight, round_learning_rate, fragment);
+    close_round(fragment);
+    return;
   }
-  if (last) {
+  closing = fragment;
+  averager->average(weight, round_learning_rate, fragment);
+  close_round(fragment);
+  committed();
+}
+
+void LocalSgd::Impl::close_round(int64_t fragment) {
+  closing = kNothing;
+  if (fragment == Averager::kAll || fragment + 1 == averager->fragments()) {
     buffers->apply();
     last_learning_rate = std::exchange(round_learning_rate, learning_rate());
   }
@@ -250,25 +255,27 @@ void LocalSgd::Impl::begin_round(int64_t fragment, bool delayed) {
     averaged_at = steps;
     group_weight = 0;
   }
-  if (!delayed) {
-    report.rounds += 1;
-    unread = true;
-  }
+}
+
+void LocalSgd::Impl::committed() {
+  std::fill(taken_weight.begin(), taken_weight.end(), 0);
+  report.rounds += 1;
+  unread = true;
 }
 
 void LocalSgd::Impl::average_group() {
-  const double weight = std::exchange(group_weight, 0);
+  const double weight = taken_group_weight = std::exchange(group_weight, 0);
   if (group_averager) {
     group_averager->average(
         options.weigh_by_samples ? weight : (weight > 0 ? 1 : 0));
   }
+  taken_group_weight = 0;
   report.inner_rounds += 1;
 }
 
 void LocalSgd::Impl::end_round() {
   averager->finish();
-  report.rounds += 1;
-  unread = true;
+  committed();
 }
 
 void LocalSgd::Impl::synchronize() {
@@ -284,24 +291,23 @@ void LocalSgd::Impl::synchronize() {
   }
   bool differ = steps != averaged_at;
   if (averager->started()) {
-    announce(Part::finish, Averager::kAll);
-    run(Part::finish, Averager::kAll);
+    make_round(Part::finish, Averager::kAll);
     differ = true; // what was done beside it is each rank's own
     for (double& weight : own_weight) {
       weight = std::max(weight, 1.0);
     }
   }
   if (differ) {
-    announce(Part::whole, Averager::kAll);
-    run(Part::whole, Averager::kAll);
+    make_round(Part::whole, Averager::kAll);
   }
 }
 
 void LocalSgd::Impl::report_round() {
-  if (!std::exchange(unread, false)) {
+  if (!unread) {
     return;
   }
   report.last = averager->report();
+  unread = false;
   report.bytes += report.last.bytes;
   if (log_enabled(LogLevel::debug)) {
     std::ostringstream line;
@@ -327,7 +333,7 @@ void LocalSgd::Impl::finish() {
   }
   synchronize();
   if (local) {
-    moments->average(1);
+    finish_moments();
   }
   finished = true;
   report_round();

@@ -63,6 +63,9 @@ class DelayTrial {
   int64_t round() const { return round_; }
   bool delays() const { return delays_; }
   void restore(int64_t round, bool delays);
+  bool undecided() const { return delays_ && tries_; }
+  // No delays: ranks were lost before it was decided.
+  void give_up() { delays_ = tries_ = false; }
 
  private:
   static constexpr int64_t kMeasuredWaiting = 1;
@@ -94,6 +97,8 @@ struct LocalSgd::Impl final : detail::LocalScope {
     steps = clocks[0];
     averaged_at = clocks[1];
     finish_at = clocks[2];
+    ++ends;
+    end_clocks.assign(clocks, clocks + core->clocks().size());
   }
   void loaded() override;
   void save_state(NamedTensors& tensors, nlohmann::json& values) const override;
@@ -101,7 +106,7 @@ struct LocalSgd::Impl final : detail::LocalScope {
       const NamedTensors& tensors, const nlohmann::json& values) override;
   void check_options() const;
   void compare_ranks();
-  void open(torch::nn::Module& module);
+  void open();
   void log_summary() const;
   double learning_rate() const;
 
@@ -114,14 +119,29 @@ struct LocalSgd::Impl final : detail::LocalScope {
   void begin_local();
   void synchronize();
   void finish();
+  // Announces and makes it, with the ranks that are left where some are lost.
+  void make_round(Part part, int64_t fragment);
   void announce(Part part, int64_t fragment);
   void run(Part part, int64_t fragment);
   void begin_round(int64_t fragment, bool delayed);
+  void close_round(int64_t fragment);
   void end_round();
+  void committed();
   void average_group();
   void open_group(const Averager::NamedTensorList& tensors);
   double take_weight(int64_t fragment);
   void report_round();
+
+  // local_sgd_recovery.cpp
+  bool survives() const;
+  bool recover() override;
+  void finish_moments();
+  bool ended_in_recovery() const override { return ended; }
+  void settle();
+  void settle_round();
+  void settle_clocks();
+  void open_parts();
+  Averager::NamedTensorList trainable() const;
 
   std::shared_ptr<detail::AcceleratorCore> core;
   LocalSgdOptions options;
@@ -141,6 +161,17 @@ struct LocalSgd::Impl final : detail::LocalScope {
   std::unique_ptr<detail::AveragedMoments> moments{};
   detail::SpreadWatch watch{};
   bool unread = false; // the last round's spread
+  std::string group_label{};
+
+  // Of a round that may break.
+  int64_t closing = kNothing; // what is being averaged, not yet closed
+  static constexpr int64_t kNothing = detail::RoundSchedule::kNothing;
+  std::vector<double> taken_weight{}; // own_weight's, not committed. [fragment]
+  double taken_group_weight = 0;
+  RoundOutcome outcome = RoundOutcome::none; // of the last recovery
+  int64_t ends = 0; // of the data, agreed on by all ranks
+  std::vector<int64_t> end_clocks{}; // all ranks' at the last of them
+  bool ended = false; // by the last recovery
 
   int64_t steps = 0; // the clock
   int64_t averaged_at = 0; // its value when all was averaged last

@@ -186,6 +186,11 @@ Command parse_launch(
   flags.group("Processes");
   flags.value("--nproc", command.nproc, "N", "processes on this machine");
   flags.required();
+  flags.flag(
+      "--keep-going",
+      command.keep_going,
+      "let the others go on when one fails that is not rank 0: for programs "
+      "that survive it");
   auto words = flags.parse_words(std::move(arguments), true);
   if (!words) {
     return Answer{flags.help()};

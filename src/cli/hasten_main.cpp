@@ -122,6 +122,7 @@ class Hasten {
     LaunchOptions options;
     options.nproc = command.nproc;
     options.argv = command.program;
+    options.keep_going = command.keep_going;
     return report(launch(options), false);
   }
 

@@ -106,6 +106,8 @@ std::shared_ptr<Communicator> Communicator::create(
   return group;
 }
 
+std::optional<Survivors> Communicator::shrink() { return std::nullopt; }
+
 std::shared_ptr<Communicator> detail::GlooGroup::duplicate(
     const CommunicatorOptions& options) {
   core_->check(operation_label("create", options.name));

@@ -191,7 +191,7 @@ void GroupCore::raise(const std::string& operation) {
 void GroupCore::fail(
     const std::string& operation, std::string text, std::string fix) {
   link->liveness().fail(
-      {link->world().rank, operation, std::move(text), std::move(fix)},
+      {link->launch_rank(), operation, std::move(text), std::move(fix)},
       milliseconds(500));
   raise(operation);
 }
@@ -218,7 +218,8 @@ void GroupCore::diagnose(
     if (!liveness.failed() && !left.empty()) {
       fail(
           operation,
-          "rank " + std::to_string(left[0]) + " has left the world",
+          "rank " + std::to_string(link->launch_rank(left[0])) +
+              " has left the world",
           "let every rank do the same operations before close()");
     }
     std::this_thread::sleep_for(milliseconds(10));
@@ -477,14 +478,15 @@ void GlooGroup::barrier(std::string_view name) {
 void GlooGroup::abandon(std::string_view reason) noexcept {
   try {
     Liveness& liveness = core_->link->liveness();
-    const int world_rank = core_->link->world().rank;
+    const WorldLink& link = *core_->link;
     const bool first = !liveness.failed();
     liveness.fail(
-        {world_rank,
+        {link.launch_rank(),
          "",
-         "rank " + std::to_string(world_rank) +
+         "rank " + std::to_string(link.launch_rank()) +
              " failed: " + std::string(reason),
-         "see what that rank said"},
+         "see what that rank said",
+         {link.world().rank}},
         milliseconds(500));
     // The store goes with rank 0: the others must have read it.
     const CommClock::time_point until = CommClock::now() + milliseconds(1000);

@@ -112,6 +112,7 @@ class GlooGroup final : public Communicator {
   std::shared_ptr<Communicator> new_group(
       const std::vector<int>& ranks,
       const CommunicatorOptions& options) override;
+  std::optional<Survivors> shrink() override;
 
   /// Lets go of everything without communicating; bounded. For the end of the
   /// process.
@@ -123,6 +124,8 @@ class GlooGroup final : public Communicator {
       std::function<c10::intrusive_ptr<c10d::Work>(c10d::ProcessGroupGloo&)>;
 
   void connect();
+  /// Leaves the world it was in.
+  void replace_world(std::shared_ptr<WorldLink> link);
   /// Starts an operation entered as `sequence`; `finish` runs once, in the
   /// first wait that sees it through.
   CommHandle submit(

@@ -105,9 +105,10 @@ void GlooGroup::require_equal(
     core_->fail(
         operation,
         "rank " +
-            std::to_string(
-                core_->members[static_cast<size_t>(other - texts.begin())]) +
-            " has " + *other + ", rank " + std::to_string(core_->members[0]) +
+            std::to_string(core_->link->launch_rank(
+                core_->members[static_cast<size_t>(other - texts.begin())])) +
+            " has " + *other + ", rank " +
+            std::to_string(core_->link->launch_rank(core_->members[0])) +
             " has " + texts[0],
         "let all ranks do the same operations on tensors of one shape and "
         "dtype, in one order");

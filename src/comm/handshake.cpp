@@ -66,7 +66,7 @@ Hello own_hello(const World& world, const std::string& device_kind) {
   std::string boot;
   boot_file >> boot;
   Hello hello;
-  hello.rank = world.rank;
+  hello.rank = hello.launch_rank = world.rank;
   hello.world_size = world.world_size;
   hello.hasten_version = HASTEN_VERSION;
   hello.torch_version = TORCH_VERSION;
@@ -81,6 +81,7 @@ Hello own_hello(const World& world, const std::string& device_kind) {
 nlohmann::json to_json(const Hello& hello) {
   return {
       {"rank", hello.rank},
+      {"launch_rank", hello.launch_rank},
       {"world_size", hello.world_size},
       {"hasten", hello.hasten_version},
       {"torch", hello.torch_version},
@@ -94,6 +95,7 @@ nlohmann::json to_json(const Hello& hello) {
 Hello hello_from_json(const nlohmann::json& value) {
   Hello hello;
   hello.rank = value.at("rank");
+  hello.launch_rank = value.at("launch_rank");
   hello.world_size = value.at("world_size");
   hello.hasten_version = value.at("hasten");
   hello.torch_version = value.at("torch");

@@ -83,19 +83,26 @@ struct Liveness::Shared {
           record.at("by"),
           record.at("operation"),
           record.at("text"),
-          record.at("fix")};
+          record.at("fix"),
+          record.at("lost")};
     } catch (const nlohmann::json::exception&) {
-      return {rank, "", "a rank failed and wrote: " + text, ""};
+      return {own_name(), "", "a rank failed and wrote: " + text, ""};
     }
   }
+  /// What messages call a rank.
+  int name(int peer) const {
+    return config.peers[static_cast<size_t>(peer)].launch_rank;
+  }
+  int own_name() const { return name(rank); }
   FailureCause death(int peer) const {
     return {
-        rank,
+        own_name(),
         "",
-        "rank " + std::to_string(peer) + " died (process " +
+        "rank " + std::to_string(name(peer)) + " died (process " +
             std::to_string(pid(peer)) + " ended)",
         "see what that rank said last, and start again from the last saved "
-        "state"};
+        "state",
+        {peer}};
   }
 };
 
@@ -122,7 +129,7 @@ Liveness::Liveness(LivenessConfig config)
         peer.rank != s.rank && peer.process_host == own.process_host &&
         own.start_time != 0 && visible);
     s.keys.push_back(beat_key(peer.rank));
-    s.peers.push_back({kFirstBeat, CommClock::now(), false, false, false});
+    s.peers.push_back({kFirstBeat, CommClock::now()});
   }
   s.keys.push_back(kFailureKey);
   // A store on this host that does not answer is frozen, not gone, and there
@@ -153,8 +160,8 @@ void Liveness::Shared::loop() {
   while (true) {
     const uint64_t look = looks_wanted;
     const bool last = leaving;
-    // A rank that has heard of the failure says so and leaves the store alone,
-    // which may vanish now; its server waits for that.
+    // A rank that has heard of the failure says so, for which the store's server
+    // waits, and goes on: those that are left may want to know each other.
     const bool told = failed && !report;
     const std::string beat = beat_text();
     in_exchange = true;
@@ -164,7 +171,7 @@ void Liveness::Shared::loop() {
     in_exchange = false;
     looks_done = look;
     changed.notify_all();
-    if (stopping || last || !store() || (told && !serves_store(config.world))) {
+    if (stopping || last || !store()) {
       return;
     }
     if (!(failed && !told)) {
@@ -217,7 +224,8 @@ void Liveness::Shared::exchange(const std::string& beat) {
               {{"by", post->found_by},
                {"operation", post->operation},
                {"text", post->text},
-               {"fix", post->fix}}));
+               {"fix", post->fix},
+               {"lost", post->lost}}));
     }
     values = s.multiGet(keys);
   } catch (const std::exception& error) {
@@ -250,6 +258,8 @@ void Liveness::Shared::merge(const std::vector<std::vector<uint8_t>>& values) {
     peer.beat = std::move(beat);
     peer.left = peer.beat[0] == 'l';
     peer.knows_failure = peer.beat[0] == 's';
+    peer.silent = !watched[i] && static_cast<int>(i) != rank &&
+                  now - peer.changed > config.liveness;
   }
   const std::string failure(values.back().begin(), values.back().end());
   if (failure != kNoFailure) {
@@ -260,12 +270,13 @@ void Liveness::Shared::merge(const std::vector<std::vector<uint8_t>>& values) {
     if (!watched[i] && static_cast<int>(i) != rank && !peers[i].left &&
         silent > config.liveness * 4 / 5) {
       report = FailureCause{
-          rank,
+          own_name(),
           "",
-          "rank " + std::to_string(i) +
+          "rank " + std::to_string(name(static_cast<int>(i))) +
               " died or cannot be reached: no sign of life for " +
               seconds_text(silent),
-          "see that rank's host, and start again from the last saved state"};
+          "see that rank's host, and start again from the last saved state",
+          {static_cast<int>(i)}};
       adopt(*report);
     }
   }
@@ -295,6 +306,7 @@ void Liveness::Shared::store_lost(const std::string& why) {
   }
   const std::lock_guard<std::mutex> lock(mutex);
   store().reset();
+  peers[0].silent = peers[0].silent || rank_serves;
   if (departing || leaving || stopping) {
     return;
   }
@@ -306,15 +318,16 @@ void Liveness::Shared::store_lost(const std::string& why) {
     adopt(death(0));
   } else if (rank_serves) {
     adopt(
-        {rank,
+        {own_name(),
          "",
          "rank 0 died or left: its " + what,
-         "see what rank 0 said last"});
+         "see what rank 0 said last",
+         {0}});
   } else if (!world.agent_store) {
-    adopt({rank, "", "this process's own " + what, ""});
+    adopt({own_name(), "", "this process's own " + what, ""});
   } else {
     adopt(
-        {rank,
+        {own_name(),
          "",
          "the launcher's " + what,
          "see what the launcher said last"});
@@ -365,11 +378,12 @@ void Liveness::poll_store() {
   s.last_poll = now;
   if (s.silent_for > s.config.liveness) {
     s.adopt(
-        {s.rank,
+        {s.own_name(),
          "",
          "rank 0 died or cannot be reached: its store has not answered for " +
              seconds_text(s.silent_for),
-         "see rank 0's host"});
+         "see rank 0's host",
+         {0}});
   }
 }
 
@@ -431,7 +445,7 @@ std::string Liveness::describe_missing(
     }
     if (!about.empty()) {
       text += text.empty() ? "rank " : "; rank ";
-      text += std::to_string(i) + about;
+      text += std::to_string(s.name(member)) + about;
     }
   }
   return text.empty() ? "every rank has entered it" : text;
@@ -446,6 +460,21 @@ std::vector<int> Liveness::left_ranks() const {
     }
   }
   return ranks;
+}
+
+std::vector<bool> Liveness::lost() const {
+  const std::lock_guard<std::mutex> lock(shared_->mutex);
+  std::vector<bool> lost;
+  for (size_t i = 0; i < shared_->peers.size(); ++i) {
+    const Peer& peer = shared_->peers[i];
+    const auto& named = shared_->cause.lost;
+    const int rank = static_cast<int>(i);
+    lost.push_back(
+        peer.left || peer.ended || peer.silent ||
+        shared_->process_ended(rank) ||
+        std::find(named.begin(), named.end(), rank) != named.end());
+  }
+  return lost;
 }
 
 bool Liveness::everybody_knows() const {

@@ -21,7 +21,7 @@ namespace hasten::detail {
 
 /// Why a world died.
 struct FailureCause {
-  /// Rank that found it.
+  /// Rank that found it, as messages call it.
   int found_by = 0;
   /// Operation that rank was in, all_reduce "x"; empty where none was.
   std::string operation;
@@ -29,6 +29,8 @@ struct FailureCause {
   std::string text;
   /// What to do about it.
   std::string fix;
+  /// Ranks that are no more, where that is the cause.
+  std::vector<int> lost{};
 };
 
 /// The operation a group entered last. Written by the thread that issues
@@ -96,6 +98,9 @@ class Liveness {
   std::vector<int> left_ranks() const;
   /// True where each peer has left, ended, or seen the failure.
   bool everybody_knows() const;
+  /// Who does not go on: ended, silent for the liveness limit, left, or the
+  /// failure's cause. Goes on to be looked at after the failure. [rank]
+  std::vector<bool> lost() const;
   /// Deaths are no failure any more: the ranks are parting.
   void expect_departures();
   /// Says in the store that this rank leaves, then stops. Bounded by `limit`.
@@ -110,6 +115,7 @@ class Liveness {
     bool left = false;
     bool knows_failure = false;
     bool ended = false; // its process on this host is gone
+    bool silent = false; // for the liveness limit, on another host
   };
   struct Shared;
 

@@ -97,17 +97,25 @@ std::vector<Hello> exchange_hellos(
 
 WorldLink::WorldLink(const World& world, const CommunicatorOptions& options)
     : world_(world),
+      first_world_(world),
+      generation_(next_world_generation()),
       timeout_(options.timeout),
       liveness_limit_(options.liveness),
       deadline_(CommClock::now() + options.timeout),
+      served_(std::make_shared<StorePtr>()),
       watch_store_(std::make_shared<StorePtr>()) {
   store_ = std::make_shared<StoreThread>(
       [world,
-       generation = next_world_generation(),
+       generation = generation_,
        deadline = deadline_,
+       served = std::weak_ptr<StorePtr>(served_),
        watch = watch_store_](const std::atomic<bool>& cancelled) {
         StorePtr store = open_store(
             world, serves_store(world), generation, deadline, cancelled);
+        const auto kept = served.lock();
+        if (kept && serves_store(world)) {
+          *kept = store;
+        }
         // Before this rank says hello: where connecting is slow the start is,
         // and nobody takes a late connection for a store that is gone.
         *watch = open_store(world, false, generation, deadline, cancelled);
@@ -121,17 +129,21 @@ std::shared_ptr<WorldLink> WorldLink::join(
     const World& world, const CommunicatorOptions& options) {
   auto link = std::make_shared<WorldLink>(world, options);
   link->shake_hands(options);
-  link->liveness_ = std::make_unique<Liveness>(LivenessConfig{
-      world,
-      std::move(*link->watch_store_),
-      link->hellos_,
-      options.liveness,
-      [store = std::weak_ptr<StoreThread>(link->store_)] {
+  link->start_watch();
+  return link;
+}
+
+void WorldLink::start_watch() {
+  liveness_ = std::make_shared<Liveness>(LivenessConfig{
+      world_,
+      std::move(*watch_store_),
+      hellos_,
+      liveness_limit_,
+      [store = std::weak_ptr<StoreThread>(store_)] {
         if (const auto alive = store.lock()) {
           alive->cancel();
         }
       }});
-  return link;
 }
 
 void WorldLink::shake_hands(const CommunicatorOptions& options) {
@@ -262,14 +274,15 @@ void WorldLink::remove_group(
   disconnect(milliseconds(300));
   if (orderly && interrupt_signal() != 0) {
     liveness_->fail(
-        {world_.rank,
+        {launch_rank(),
          "",
-         "rank " + std::to_string(world_.rank) + " was stopped by signal " +
+         "rank " + std::to_string(launch_rank()) + " was stopped by signal " +
              std::to_string(interrupt_signal()),
-         ""},
+         "",
+         {world_.rank}},
         milliseconds(300));
   }
-  if (serves_store(world_) && liveness_->failed()) {
+  if (serves_store(world_) && liveness_->failed() && !shrunk_) {
     const CommClock::time_point until = CommClock::now() + milliseconds(1000);
     while (!liveness_->everybody_knows() && CommClock::now() < until) {
       liveness_->look(milliseconds(100));
@@ -278,6 +291,7 @@ void WorldLink::remove_group(
   }
   liveness_->stop(milliseconds(300));
   store_->stop(milliseconds(300));
+  served_->reset();
 }
 
 /// Data that peers have not read yet would be lost with the connections, and
@@ -348,6 +362,7 @@ void WorldLink::part() {
       });
   gone.wait_for(milliseconds(2000));
   store_->stop(milliseconds(1000));
+  served_->reset();
 }
 
 } // namespace hasten::detail

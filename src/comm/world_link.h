@@ -2,6 +2,7 @@
 // device Gloo listens on, and the order in which ranks part.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <set>
@@ -40,11 +41,28 @@ class WorldLink {
   static std::shared_ptr<WorldLink> join(
       const World& world, const CommunicatorOptions& options);
   WorldLink(const World& world, const CommunicatorOptions& options);
+  /// The world of some of `before`'s ranks, behind `store`, in which the watch's
+  /// keys exist.
+  WorldLink(
+      const WorldLink& before,
+      const std::vector<int>& members,
+      std::shared_ptr<StoreThread> store,
+      std::shared_ptr<StorePtr> watch_store);
   ~WorldLink();
 
   const World& world() const { return world_; }
   Liveness& liveness() { return *liveness_; }
   StoreThread& store() { return *store_; }
+  /// What messages call a rank: its number when the first world began.
+  int launch_rank(int rank) const {
+    return hellos_[static_cast<size_t>(rank)].launch_rank;
+  }
+  int launch_rank() const { return launch_rank(world_.rank); }
+
+  /// After a failure: the world of those that are left, `members` of this one's
+  /// ranks; null where these are all. This world goes once its groups have.
+  /// Collective over them. Throws as Communicator::shrink.
+  std::shared_ptr<WorldLink> shrink(std::vector<int>& members);
 
   /// A device on options.interface_address, by default loopback where all
   /// ranks are on this host. One for all groups with the same address.
@@ -63,6 +81,8 @@ class WorldLink {
 
  private:
   void shake_hands(const CommunicatorOptions& options);
+  void start_watch();
+  std::vector<int> agree_on_members(StoreThread& store);
   /// True where all ranks want to part.
   bool meet();
   void part();
@@ -70,14 +90,20 @@ class WorldLink {
   void disconnect(std::chrono::milliseconds limit);
 
   const World world_;
+  const World first_world_; // in which the store was met
+  const int generation_; // of the store's keys, and how often this one shrank
+  const int revision_ = 0;
   const std::chrono::milliseconds timeout_;
   const std::chrono::milliseconds liveness_limit_;
   const CommClock::time_point deadline_; // for joining
+  /// On the rank that serves the store: it.
+  const std::shared_ptr<StorePtr> served_;
   std::vector<Hello> hellos_; // [rank]
   /// The watch's connection, from the store's thread. Read after the handshake.
   const std::shared_ptr<StorePtr> watch_store_;
   std::shared_ptr<StoreThread> store_;
-  std::unique_ptr<Liveness> liveness_;
+  std::shared_ptr<Liveness> liveness_;
+  std::atomic<bool> shrunk_{false};
   std::mutex mutex_; // of what follows
   std::set<std::string> names_;
   int open_groups_ = 0;

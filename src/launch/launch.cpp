@@ -76,6 +76,12 @@ class LaunchJudge {
     if (end.code == 0 || first_failed_ >= 0 || signal_ != 0) {
       return;
     }
+    if (options_.keep_going && rank != 0) {
+      log_warning(
+          "rank " + std::to_string(rank) + " " + describe(end) +
+          (group_.all_ended() ? "" : "; the other ranks may go on without it"));
+      return;
+    }
     first_failed_ = rank;
     if (!group_.all_ended()) {
       log_info(

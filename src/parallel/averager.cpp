@@ -29,6 +29,9 @@ void check_averager_options(const AveragerOptions& options) {
   if (options.fragments < 1) {
     refuse("fragments=" + std::to_string(options.fragments), "1 or more");
   }
+  if (options.alpha && !(*options.alpha >= 0 && *options.alpha < 1)) {
+    refuse("alpha=" + std::to_string(*options.alpha), "from 0, below 1");
+  }
   if (options.sync == SyncStrategy::driver && options.comm_hook) {
     refuse(
         "sync=driver with a hook",
@@ -136,6 +139,10 @@ void Averager::Impl::lay_out() {
     }
   }
   fragment_count = last + 1 > 0 ? last + 1 : 1;
+  make_buffers();
+}
+
+void Averager::Impl::make_buffers() {
   for (Group& group : groups) {
     const auto tensor_options = at::TensorOptions().dtype(group.dtype);
     group.buffer = options.allocator
@@ -217,6 +224,7 @@ void Averager::Impl::compare_ranks() {
       << " fragments" << (options.transactional ? "" : ", not transactional")
       << (drives() ? ", by a driver" : "")
       << (options.measure_spread ? "" : ", without spread")
+      << (options.alpha ? ", alpha=" + std::to_string(*options.alpha) : "")
       << (options.outer ? ", " + options.outer->description() : "")
       << (options.comm_hook ? ", " + options.comm_hook->description() : "");
   mine.push_back({"the settings", how.str()});
@@ -300,6 +308,8 @@ const AverageReport& Averager::report() {
   impl_->settle_spread();
   return impl_->report;
 }
+
+RoundOutcome Averager::recover() { return impl_->recover(); }
 
 int64_t Averager::numel() const {
   int64_t sum = 0;

@@ -38,6 +38,7 @@ struct Averager::Impl {
     at::Tensor buffer{};
     at::Tensor snapshot{}; // of start()
     at::Tensor anchor{};
+    at::Tensor anchor_before{}; // of a driver's round that is not committed
   };
   struct Slice {
     size_t group = 0;
@@ -58,6 +59,8 @@ struct Averager::Impl {
   struct Round {
     bool open = false;
     bool corrects = false; // x += mean - snapshot
+    bool whole = false; // all is here that a commit needs, but for the total
+    int ranks = 1;
     int64_t fragment = kAll;
     double weight = 1;
     double total = -1; // of weights, once it is known
@@ -102,6 +105,7 @@ struct Averager::Impl {
   void load(const Slice& slice);
   void launch(size_t index);
   void complete();
+  void end_round();
   void await_data();
   void vote();
   void commit();
@@ -112,6 +116,12 @@ struct Averager::Impl {
   void send_spread(const PassSums& sums);
   void settle_spread();
   int64_t bytes_of_round() const;
+  bool driven() const { return drives() && round.ranks > 1; }
+
+  // averager_recover.cpp
+  RoundOutcome recover();
+  void drop_round();
+  void make_buffers();
 
   std::shared_ptr<Communicator> communicator;
   AveragerOptions options;
@@ -122,6 +132,9 @@ struct Averager::Impl {
 
   Round round{};
   int64_t rounds = 0;
+  double last_total = 0; // of the last committed round
+  bool dropped = false; // a round was, and none has been committed since
+  bool recovering = false; // ranks are not in step
   AverageReport report{};
   at::Tensor spread{}; // [2] fp64
   CommHandle spread_handle{};

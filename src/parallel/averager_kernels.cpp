@@ -199,4 +199,25 @@ void correct_elements(
   });
 }
 
+void mix_elements(
+    void* target,
+    c10::ScalarType dtype,
+    const void* mean,
+    double alpha,
+    int64_t count) {
+  with_pass_type(dtype, [&]<typename T>(T*) {
+    using B = PassBuffer<T>;
+    T* to = static_cast<T*>(target);
+    const B* now = static_cast<const B*>(mean);
+    const B own = static_cast<B>(alpha);
+    const B theirs = static_cast<B>(1 - alpha);
+    by_pass_blocks(count, [=](int64_t, int64_t begin, int64_t end) {
+#pragma omp simd
+      for (int64_t i = begin; i < end; ++i) {
+        to[i] = static_cast<T>(own * static_cast<B>(to[i]) + theirs * now[i]);
+      }
+    });
+  });
+}
+
 } // namespace hasten::detail

@@ -47,4 +47,12 @@ void correct_elements(
     const void* snapshot,
     int64_t count);
 
+// target = alpha target + (1 - alpha) mean.
+void mix_elements(
+    void* target,
+    c10::ScalarType dtype,
+    const void* mean,
+    double alpha,
+    int64_t count);
+
 } // namespace hasten::detail

@@ -72,7 +72,8 @@ void Averager::Impl::begin(
   round.fragment = fragment;
   round.learning_rate = learning_rate;
   stage_in();
-  const bool alone = communicator->world_size() == 1;
+  round.ranks = communicator->world_size();
+  const bool alone = round.ranks == 1;
   round.weight = alone ? 1 : weight;
   round.total = alone ? 1 : -1;
   if (!options.transactional && !alone) {
@@ -208,6 +209,11 @@ void Averager::Impl::await_data() {
 // sends the parameters to all. A second vote, so that all have them.
 void Averager::Impl::drive() {
   const double total = round.total;
+  for (Group& group : groups) {
+    if (options.outer) {
+      group.anchor_before = group.anchor.clone();
+    }
+  }
   if (communicator->rank() == 0) {
     for (const Operation& operation : round.operations) {
       at::Tensor(operation.range).div_(total);
@@ -217,6 +223,7 @@ void Averager::Impl::drive() {
     }
   }
   std::vector<CommHandle> handles;
+  round.whole = false;
   for (const Operation& operation : round.operations) {
     const Slice& slice = all_slices[operation.slice];
     at::Tensor range = operation.range;
@@ -238,6 +245,7 @@ void Averager::Impl::drive() {
           .copy_(operation.range);
     }
   }
+  round.whole = true;
   vote();
 }
 
@@ -272,8 +280,9 @@ void Averager::Impl::complete() {
   const auto start = Clock::now();
   if (options.transactional) {
     await_data();
+    round.whole = true;
     vote();
-    if (drives() && communicator->world_size() > 1 && round.total > 0) {
+    if (driven() && round.total > 0) {
       drive();
     }
     commit();
@@ -281,21 +290,29 @@ void Averager::Impl::complete() {
     commit_direct();
   }
   round.seconds += detail::seconds_since(start);
+  end_round();
+}
+
+void Averager::Impl::end_round() {
   report.bytes = bytes_of_round();
   report.seconds = round.seconds;
   report.copy_seconds = round.copy_seconds;
   report.round = ++rounds;
+  last_total = round.total;
+  dropped = false;
   round.open = false;
   round.operations.clear();
+  for (Group& group : groups) {
+    group.anchor_before = at::Tensor();
+  }
 }
 
 void Averager::Impl::commit() {
   report.weight = round.total;
-  const bool driven = drives() && communicator->world_size() > 1;
-  const bool anchored = has_anchor() && !driven;
+  const bool anchored = has_anchor() && !driven();
   // A driver's numbers are the mean already.
-  const double total = driven && round.total > 0 ? 1 : round.total;
-  if (total == 0 || (communicator->world_size() == 1 && !anchored)) {
+  const double total = driven() && round.total > 0 ? 1 : round.total;
+  if (total == 0 || (round.ranks == 1 && !anchored)) {
     send_spread({}); // nobody has anything to say
     return;
   }
@@ -304,7 +321,8 @@ void Averager::Impl::commit() {
     step_outer();
   }
   detail::PassSums sums;
-  const bool measurable = options.measure_spread && !(driven && options.outer);
+  const bool measurable =
+      options.measure_spread && !(driven() && options.outer);
   const bool measure = measurable && !anchored && !round.corrects;
   for (const Slice& slice : all_slices) {
     if (!takes_part(slice)) {
@@ -325,12 +343,17 @@ void Averager::Impl::commit() {
               sums.difference += part.difference;
               sums.norm += part.norm;
             }
-            detail::correct_elements(
-                data,
-                entry.dtype,
-                mean,
-                address(group.snapshot, offset),
-                count);
+            if (options.alpha) {
+              detail::mix_elements(
+                  data, entry.dtype, mean, *options.alpha, count);
+            } else {
+              detail::correct_elements(
+                  data,
+                  entry.dtype,
+                  mean,
+                  address(group.snapshot, offset),
+                  count);
+            }
             return;
           }
           const auto part = detail::store_elements(
@@ -444,8 +467,8 @@ void Averager::Impl::commit_direct() {
 
 // Nobody waits for this number: it is read when somebody asks for the report.
 void Averager::Impl::send_spread(const detail::PassSums& sums) {
-  if (!options.measure_spread) {
-    report.spread = report.norm = std::numeric_limits<double>::quiet_NaN();
+  report.spread = report.norm = std::numeric_limits<double>::quiet_NaN();
+  if (!options.measure_spread || recovering) {
     return;
   }
   report.norm = std::sqrt(sums.norm);
@@ -468,7 +491,7 @@ void Averager::Impl::settle_spread() {
 }
 
 int64_t Averager::Impl::bytes_of_round() const {
-  const double n = communicator->world_size();
+  const double n = round.ranks;
   double bytes = 0;
   for (const Slice& slice : all_slices) {
     if (takes_part(slice)) {

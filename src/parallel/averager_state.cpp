@@ -126,6 +126,7 @@ void Averager::load_state(
   impl_->report.round = impl_->rounds;
   impl_->round = {};
   impl_->round.open = open;
+  impl_->round.ranks = impl_->communicator->world_size();
   impl_->round.corrects = open;
   impl_->round.weight = values.at("weight").get<double>();
   impl_->round.fragment = values.at("fragment").get<int64_t>();

@@ -63,6 +63,12 @@ PowerSgdHook::PowerSgdHook(PowerSgdOptions options) : options_(options) {
   }
 }
 
+void PowerSgdHook::reset() {
+  iteration_ = 0;
+  factors_.clear();
+  errors_.clear();
+}
+
 std::string PowerSgdHook::description() const {
   std::ostringstream text;
   text << "powerSGD, rank " << options_.matrix_approximation_rank << ", start "

@@ -1,6 +1,10 @@
 // Ranks that fail or die inside a scope of LocalSgd.
 #include <gtest/gtest.h>
+#include <sched.h>
 #include <torch/torch.h>
+#include <unistd.h>
+
+#include <nlohmann/json.hpp>
 
 #include "hasten/accelerator/local_sgd.h"
 #include "hasten/base/error.h"
@@ -34,6 +38,52 @@ HASTEN_RANK_FUNCTION(TrainsByLocalSgd) {
   }
   local_sgd.finish();
   accelerator.communicator()->close();
+}
+
+// Two hosts of two ranks each, by name, where this process may have one of its own.
+HASTEN_RANK_FUNCTION(AveragesInHosts) {
+  const int own = rank.world().rank;
+  const std::string name = "host" + std::to_string(own / 2);
+  const bool named = ::unshare(CLONE_NEWUTS) == 0 &&
+                     ::sethostname(name.data(), name.size()) == 0;
+  auto world =
+      Communicator::create(rank.world(), {.timeout = std::chrono::seconds(20)});
+  for (const auto& other : world->gather_json(named, "may have names")) {
+    if (!other.get<bool>()) {
+      rank.report("unnamed", true);
+      return;
+    }
+  }
+  Accelerator accelerator(AcceleratorOptions{}, world);
+  torch::nn::Linear net(3, 1);
+  torch::optim::SGD inner(net->parameters(), 0.1);
+  auto [model, optimizer] = accelerator.prepare(net, inner);
+  LocalSgd local_sgd(accelerator, model, {.steps = 4, .inner_steps = 2});
+  for (int step = 0; step < 4; ++step) {
+    accelerator.backward((own + 1) * model->forward(torch::ones({2, 3})).sum());
+    optimizer.step();
+    optimizer.zero_grad();
+    local_sgd.step();
+    const auto all = accelerator.gather(net->bias.detach()); // [4]
+    const auto equal = [&](int a, int b) {
+      return all[a].item<float>() == all[b].item<float>();
+    };
+    EXPECT_EQ(equal(0, 1), step % 2 == 1) << step;
+    EXPECT_EQ(equal(2, 3), step % 2 == 1) << step;
+    EXPECT_EQ(equal(1, 2), step == 3) << step;
+  }
+  local_sgd.finish();
+  world->close();
+}
+
+TEST(LocalSgdFault, RanksOfOneHostNameAverageMoreOften) {
+  const auto ranks = spawn(4, "AveragesInHosts");
+  if (ranks[0].values.value("unnamed", false)) {
+    GTEST_SKIP() << "a process may not have a host name of its own here";
+  }
+  for (const auto& report : ranks) {
+    EXPECT_EQ(report.error, "");
+  }
 }
 
 static void expect_error_naming(FaultKind kind, const std::string& text) {

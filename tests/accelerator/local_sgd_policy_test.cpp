@@ -56,7 +56,13 @@ TEST(LocalSgdPolicy, SamplesWeighRanks) {
 // What is corrected later keeps what was done meanwhile. Even data: a rank that
 // has run out would be corrected at another step of its own.
 TEST(LocalSgdPolicy, DelayedAveragesCorrectLater) {
-  for (const int64_t delay : {1, 3, 4}) {
+  const std::vector<std::pair<int64_t, std::optional<double>>> cases{
+      {1, std::nullopt},
+      {3, std::nullopt},
+      {4, std::nullopt},
+      {2, 0},
+      {3, 0.5}};
+  for (const auto& [delay, alpha] : cases) {
     auto accelerator = local_accelerator();
     if (accelerator.num_processes() == 1) {
       return;
@@ -67,13 +73,19 @@ TEST(LocalSgdPolicy, DelayedAveragesCorrectLater) {
         batches,
         rate,
         accelerator.num_processes(),
-        {.epochs = 3, .h = [](int64_t) { return 4; }, .delay = delay});
+        {.epochs = 3,
+         .h = [](int64_t) { return 4; },
+         .delay = delay,
+         .alpha = alpha});
     Net net = train_local_sgd<torch::optim::SGD>(
         accelerator,
         batches,
         rate,
         3,
-        {.steps = 4, .delay = delay, .delay_only_if_it_pays = false});
+        {.steps = 4,
+         .delay = delay,
+         .delay_only_if_it_pays = false,
+         .average = {.alpha = alpha}});
     EXPECT_LE(largest_difference(*net, *simulated[0]->net), 1e-10) << delay;
     expect_equal_on_ranks(accelerator, net);
     accelerator.finish();
@@ -155,6 +167,35 @@ TEST(LocalSgdPolicy, GroupsAverageMoreOftenThanAll) {
        .group = std::to_string(accelerator.process_index() % 2)});
   EXPECT_LE(largest_difference(*net, *all[0]->net), 1e-10);
   expect_equal_on_ranks(accelerator, net);
+  accelerator.finish();
+}
+
+// Every rank of these tests is on one host: a group's average is that of all.
+TEST(LocalSgdPolicy, WithoutANameAGroupIsAHost) {
+  auto accelerator = local_accelerator();
+  const int world = accelerator.num_processes();
+  if (world == 1) {
+    return;
+  }
+  Net net = net_of_seed(1);
+  torch::optim::SGD inner(net->parameters(), 0.3);
+  auto [model, optimizer] = accelerator.prepare(net, inner);
+  LocalSgd local_sgd(accelerator, model, {.steps = 6, .inner_steps = 2});
+  const auto batches = make_batches(6 * world);
+  for (int step = 1; step <= 6; ++step) {
+    const auto b =
+        static_cast<size_t>((step - 1) * world + accelerator.process_index());
+    accelerator.backward(mean_loss(model, batches[b]));
+    optimizer.step();
+    optimizer.zero_grad();
+    local_sgd.step();
+    if (step % 2 == 0) {
+      expect_equal_on_ranks(accelerator, net);
+    }
+  }
+  local_sgd.finish();
+  EXPECT_EQ(local_sgd.report().inner_rounds, 2);
+  EXPECT_EQ(local_sgd.report().rounds, 1);
   accelerator.finish();
 }
 

@@ -4,6 +4,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "accelerator/accelerator_rig.h"
@@ -41,6 +42,7 @@ struct Simulation {
   int64_t start = 0; // steps of the joined batch before
   int64_t delay = 0;
   bool by_rows = false;
+  std::optional<double> alpha{}; // of what is corrected later
 };
 
 // [parameter]; empty where nobody has stepped.
@@ -73,6 +75,18 @@ void average_replicas(Replicas<Optimizer>& all, bool by_rows) {
   for (const auto& replica : all) {
     for (size_t p = 0; p < means.size(); ++p) {
       replica->net->parameters()[p].copy_(means[p]);
+    }
+  }
+}
+
+template <typename Optimizer>
+void mix_replicas(
+    Replicas<Optimizer>& all, const std::vector<Tensor>& means, double alpha) {
+  torch::NoGradGuard no_grad;
+  for (const auto& replica : all) {
+    for (size_t p = 0; p < means.size(); ++p) {
+      Tensor parameter = replica->net->parameters()[p];
+      parameter.mul_(alpha).add_(means[p], 1 - alpha);
     }
   }
 }
@@ -144,7 +158,10 @@ Replicas<Optimizer> simulate_local_sgd(
       if (clock == correct_at) {
         for (const auto& replica : all) {
           for (size_t p = 0; p < means.size(); ++p) {
-            replica->net->parameters()[p] += means[p] - replica->snapshot[p];
+            Tensor parameter = replica->net->parameters()[p];
+            parameter.copy_(
+                how.alpha ? *how.alpha * parameter + (1 - *how.alpha) * means[p]
+                          : parameter + means[p] - replica->snapshot[p]);
           }
         }
       }
@@ -170,6 +187,9 @@ Replicas<Optimizer> simulate_local_sgd(
         replica->decay.step(); // the schedules keep pace
       }
     }
+  }
+  if (correct_at > clock && how.alpha) { // else what is averaged stays the same
+    mix_replicas(all, means, *how.alpha);
   }
   if (correct_at >= clock) { // under way: corrected, then averaged
     for (const auto& replica : all) {

@@ -280,6 +280,52 @@ TEST(LocalSgd, ReportsItsRounds) {
   accelerator.finish();
 }
 
+// Ranks pull one parameter apart, by a share that doubles from round to round or
+// stays; their mean stays.
+TEST(LocalSgd, ASpreadThatGrowsFromRoundToRoundIsAWarning) {
+  for (const double growth : {2.0, 1.0}) {
+    auto accelerator = local_accelerator();
+    const int world = accelerator.num_processes();
+    std::string lines;
+    set_log_sink([&](LogLevel level, std::string_view line) {
+      lines += level == LogLevel::warning ? std::string(line) + "\n" : "";
+    });
+    struct Point : torch::nn::Module {
+      Point() {
+        w = register_parameter("w", torch::full({10}, 5.0, torch::kDouble));
+      }
+      Tensor w;
+    };
+    auto point = std::make_shared<Point>();
+    torch::optim::SGD inner(point->parameters(), 0.01);
+    auto [model, optimizer] = accelerator.prepare(point, inner);
+    LocalSgd local_sgd(accelerator, model, {.steps = 2});
+    double pull = accelerator.process_index() - (world - 1) / 2.0;
+    for (int round = 0; round < 9; ++round) {
+      for (int step = 0; step < 2; ++step) {
+        accelerator.backward((point->w * pull).mean());
+        optimizer.step();
+        optimizer.zero_grad();
+        local_sgd.step();
+      }
+      pull *= growth;
+    }
+    local_sgd.finish();
+    set_log_sink({});
+    const std::string text = "local sgd: the ranks drift apart";
+    const size_t first = lines.find(text);
+    EXPECT_EQ(
+        first != std::string::npos,
+        growth > 1 && world > 1 && accelerator.is_main_process())
+        << lines;
+    if (first != std::string::npos) { // once
+      EXPECT_EQ(lines.find(text, first + 1), std::string::npos);
+      EXPECT_NE(lines.find("(steps=2 now)"), std::string::npos);
+    }
+    accelerator.finish();
+  }
+}
+
 // Notes: V_K = a^2 s^2 / M (1 - q^K) / (1 - q) / (1 - q^K / M - (1 - 1 / M)
 // (1 - a)^(2K)), q = (1 - a)^2 + a^2 b^2: the mean square of the average, at
 // rest. A wrong divisor or a period off by one is far outside of the sampling

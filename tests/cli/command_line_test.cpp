@@ -238,6 +238,11 @@ TEST(CommandLine, LaunchLeavesTheProgramsOwnArgumentsAlone) {
   EXPECT_EQ(program("--nproc=2 -- ./p -- x"), (Words{"./p", "--", "x"}));
   EXPECT_EQ(
       detail::parsed<LaunchCommand>("launch --nproc 4 ./p --nproc 5").nproc, 4);
+  EXPECT_TRUE(detail::parsed<LaunchCommand>("launch --nproc 4 --keep-going ./p")
+                  .keep_going);
+  EXPECT_FALSE(
+      detail::parsed<LaunchCommand>("launch --nproc 4 ./p --keep-going")
+          .keep_going);
 }
 
 TEST(CommandLine, GradientCheckpointingIsBareOrSaysHow) {

@@ -6,6 +6,7 @@
 
 #include <chrono>
 #include <csignal>
+#include <filesystem>
 #include <sstream>
 
 #include "hasten/base/error.h"
@@ -103,6 +104,33 @@ TEST(Launch, FirstFailingRankIsNamedAndTheOthersEnd) {
   EXPECT_EQ(result.ends[0].signal, SIGTERM);
   EXPECT_EQ(result.ends[2].signal, SIGTERM);
   EXPECT_LT(seconds_since(start), 20);
+}
+
+// Rank 1 fails at once, the others end well half a second later.
+TEST(Launch, KeepGoingEndsWithRankZeroAlone) {
+  const TemporaryFolder folder;
+  auto options = shell_ranks(
+      3,
+      folder,
+      "if [ $RANK = 1 ]; then exit 3; fi; sleep 1; touch $DIR/$RANK");
+  options.keep_going = true;
+  options.settle = options.grace = std::chrono::milliseconds(1);
+  CapturedStderr captured;
+  const auto result = launch(options);
+  const std::string said = captured.take();
+  EXPECT_EQ(result.exit_code, 0);
+  EXPECT_EQ(result.reason, "");
+  EXPECT_EQ(result.ends[1].code, 3);
+  EXPECT_TRUE(std::filesystem::exists(folder / "2"));
+  EXPECT_NE(
+      said.find("rank 1 exited with code 3; the other ranks may go"),
+      std::string::npos)
+      << said;
+
+  options.argv.back() = "if [ $RANK = 0 ]; then exit 4; fi; exec sleep 60";
+  const auto failed = launch(options);
+  EXPECT_EQ(failed.exit_code, 4);
+  EXPECT_EQ(failed.ends[2].signal, SIGTERM);
 }
 
 TEST(Launch, PeersOfAFailedRankHaveTimeToSayWhatTheySaw) {

@@ -8,93 +8,41 @@
 #include "hasten/base/error.h"
 #include "hasten/parallel/averager.h"
 #include "support/spawn.h"
+#include "support/watched_communicator.h"
 
 namespace hasten {
 
 using testing_support::FaultKind;
 using testing_support::FaultRank;
 using testing_support::spawn;
+using testing_support::WatchedCommunicator;
 
-/// Runs the planted fault before, or right after, an operation has been started.
-class PhaseFault final : public Communicator {
- public:
-  PhaseFault(
-      std::shared_ptr<Communicator> inner, FaultRank& rank, std::string phase)
-      : inner_(std::move(inner)),
-        rank_(rank),
-        after_(phase.starts_with("after ")),
-        phase_(after_ ? phase.substr(6) : std::move(phase)) {}
-  int rank() const override { return inner_->rank(); }
-  int world_size() const override { return inner_->world_size(); }
-  const CommunicatorOptions& options() const override {
-    return inner_->options();
-  }
-  CommHandle all_reduce_async(
-      at::Tensor tensor, ReduceOp op, std::string_view name) override {
-    if (name == phase_ && !after_) {
-      rank_.fault_here();
+/// The planted fault, before an operation of this name or ("after …") right after
+/// it has been started.
+static std::shared_ptr<WatchedCommunicator> faulty_communicator(
+    std::shared_ptr<Communicator> inner,
+    FaultRank& rank,
+    const std::string& phase) {
+  auto faulty = std::make_shared<WatchedCommunicator>(std::move(inner));
+  faulty->before = [&rank, phase](std::string_view name) {
+    if (name == phase) {
+      rank.fault_here();
     }
-    CommHandle handle = inner_->all_reduce_async(std::move(tensor), op, name);
-    if (name == phase_ && after_) {
-      rank_.fault_here();
+  };
+  faulty->after = [&rank, phase](std::string_view name, CommHandle&) {
+    if (phase.starts_with("after ") && name == phase.substr(6)) {
+      rank.fault_here();
     }
-    return handle;
-  }
-  CommHandle broadcast_async(at::Tensor t, int s, std::string_view n) override {
-    return inner_->broadcast_async(std::move(t), s, n);
-  }
-  CommHandle all_gather_async(
-      at::Tensor o, at::Tensor i, std::string_view n) override {
-    return inner_->all_gather_async(std::move(o), std::move(i), n);
-  }
-  CommHandle gather_async(
-      at::Tensor o, at::Tensor i, int root, std::string_view n) override {
-    return inner_->gather_async(std::move(o), std::move(i), root, n);
-  }
-  CommHandle all_to_all_async(
-      at::Tensor o, at::Tensor i, std::string_view n) override {
-    return inner_->all_to_all_async(std::move(o), std::move(i), n);
-  }
-  at::Tensor all_gather_rows(
-      const at::Tensor& rows, std::string_view name) override {
-    return inner_->all_gather_rows(rows, name);
-  }
-  std::vector<nlohmann::json> gather_json(
-      const nlohmann::json& value, std::string_view name) override {
-    return inner_->gather_json(value, name);
-  }
-  nlohmann::json broadcast_json(
-      const nlohmann::json& value, std::string_view name) override {
-    return inner_->broadcast_json(value, name);
-  }
-  void barrier(std::string_view name) override { inner_->barrier(name); }
-  void abandon(std::string_view reason) noexcept override {
-    inner_->abandon(reason);
-  }
-  void close() noexcept override { inner_->close(); }
-  std::shared_ptr<Communicator> duplicate(
-      const CommunicatorOptions& options) override {
-    return inner_->duplicate(options);
-  }
-  std::shared_ptr<Communicator> new_group(
-      const std::vector<int>& ranks,
-      const CommunicatorOptions& options) override {
-    return inner_->new_group(ranks, options);
-  }
-
- private:
-  std::shared_ptr<Communicator> inner_;
-  FaultRank& rank_;
-  bool after_;
-  std::string phase_;
-};
+  };
+  return faulty;
+}
 
 /// Rank r's tensors hold r + 1, their mean over 3 ranks is 2.
 static void average_in_phase(FaultRank& rank, const std::string& phase) {
   auto world = Communicator::create(
       rank.world(), {.timeout = std::chrono::milliseconds(20'000)});
   world->barrier("meet");
-  auto faulty = std::make_shared<PhaseFault>(world, rank, phase);
+  auto faulty = faulty_communicator(world, rank, phase);
   Averager::NamedTensorList list;
   for (int i = 0; i < 6; ++i) {
     list.emplace_back(
@@ -167,6 +115,69 @@ TEST(AveragerFault, InTheVoteASurvivorHasItsOwnOrTheMeanNeverAMixture) {
 
 TEST(AveragerFault, BehindTheVoteEverySurvivorHasTheMean) {
   expect_whole("AveragesDeadAtSpread", false, true);
+}
+
+/// Rank r's tensors hold (r + 1)^2: 1, 4, 9. The second average is of those that
+/// are left, by a driver with an outer step that halves the way.
+static void recover_in_phase(FaultRank& rank, const std::string& phase) {
+  auto world = Communicator::create(
+      rank.world(), {.timeout = std::chrono::milliseconds(20'000)});
+  auto faulty = faulty_communicator(world, rank, phase);
+  const float own =
+      static_cast<float>((world->rank() + 1) * (world->rank() + 1));
+  Averager::NamedTensorList list;
+  for (int i = 0; i < 3; ++i) {
+    list.emplace_back("t" + std::to_string(i), torch::zeros({100'000}));
+  }
+  Averager averager(
+      faulty,
+      list,
+      {.slice_mb = 0.25,
+       .outer = std::make_shared<DiLoCo>(
+           DiLoCoOptions{.lr = 0.5, .momentum = 0.9, .nesterov = false}),
+       .sync = SyncStrategy::driver}); // its anchor: 0
+  for (auto& [name, tensor] : list) {
+    tensor.fill_(own);
+  }
+  RoundOutcome outcome = RoundOutcome::none;
+  try {
+    averager.average();
+    averager.report();
+  } catch (const CommunicationError&) {
+    const auto left = faulty->shrink();
+    EXPECT_EQ(left->ranks, (std::vector<int>{0, 2}));
+    EXPECT_NE(left->cause.find("rank 1 died"), std::string::npos);
+    outcome = averager.recover();
+  }
+  rank.report("outcome", static_cast<int>(outcome));
+  rank.report("after the first", list[0].second[0].item<float>());
+  averager.average();
+  for (const auto& [name, tensor] : list) {
+    EXPECT_EQ(tensor.min().item<float>(), tensor.max().item<float>());
+  }
+  rank.report("after the second", list[0].second[0].item<float>());
+  world->close();
+}
+
+HASTEN_RANK_FUNCTION(RecoversFromTheFirstVote) {
+  recover_in_phase(rank, "vote on an average");
+}
+HASTEN_RANK_FUNCTION(RecoversFromTheDriversSending) {
+  recover_in_phase(rank, "parameters of the driver");
+}
+
+// Mean of 1 and 9, half the way from 0; a second round goes on from there.
+TEST(AveragerFault, ADroppedDriversRoundIsMadeAgainFromTheOldAnchor) {
+  for (const char* phase :
+       {"RecoversFromTheFirstVote", "RecoversFromTheDriversSending"}) {
+    const auto ranks = spawn(3, phase, {.kind = FaultKind::kill, .rank = 1});
+    for (const size_t survivor : {size_t{0}, size_t{2}}) {
+      const auto& values = ranks[survivor].values;
+      EXPECT_EQ(values.at("outcome"), static_cast<int>(RoundOutcome::dropped));
+      EXPECT_EQ(values.at("after the first"), survivor == 0 ? 1 : 9) << phase;
+      EXPECT_EQ(values.at("after the second"), 2.5) << phase;
+    }
+  }
 }
 
 } // namespace hasten

@@ -315,6 +315,36 @@ TEST(Averager, RanksInDifferentRoundsAreToldSoAndKeepTheirNumbers) {
   EXPECT_TRUE(torch::equal(list[1].second, numbers({40, 40}, rank, 1)));
 }
 
+TEST(Averager, AlphaKeepsAShareOfTheOwnParametersInALateCommit) {
+  const auto communicator = fresh_communicator();
+  const int world = communicator->world_size();
+  const int rank = communicator->rank();
+  List list = rank_list(rank);
+  Averager averager(communicator, list, {.slice_mb = 0.1, .alpha = 0.25});
+  const List own = rank_list(rank);
+  averager.start();
+  for (size_t i = 0; i < list.size() - 1; ++i) { // the last is tied
+    list[i].second.mul_(2);
+  }
+  averager.finish();
+  for (size_t i = 0; i < list.size() - 1; ++i) {
+    const Tensor wanted =
+        world == 1
+            ? own[i].second * 2
+            : 0.25 * (own[i].second * 2).to(torch::kDouble) +
+                  0.75 *
+                      plain_mean(
+                          i,
+                          std::vector<double>(static_cast<size_t>(world), 1));
+    EXPECT_TRUE(torch::allclose(
+        list[i].second.to(torch::kDouble),
+        wanted.to(torch::kDouble),
+        i == 3 ? 0.01 : 1e-6, // bfloat16
+        i == 3 ? 0.01 : 1e-6))
+        << list[i].first;
+  }
+}
+
 TEST(Averager, ListsThatDifferAreNamedOnEveryRank) {
   const auto communicator = fresh_communicator();
   if (communicator->world_size() == 1) {

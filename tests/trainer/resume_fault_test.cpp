@@ -67,6 +67,56 @@ HASTEN_RANK_FUNCTION(TrainerKilledWhileSaving) {
   trainer.accelerator().finish();
 }
 
+/// Saves after every second update, averages after every fourth; the faulty rank
+/// dies in its seventh, in the middle of a round.
+HASTEN_RANK_FUNCTION(TrainerKilledInALocalRound) {
+  auto model = std::make_shared<toy::Classifier>();
+  const auto loss = toy::loss_function(model);
+  TrainingArguments a = killed_arguments(std::getenv("HASTEN_TEST_FOLDER"));
+  a.save_steps = 2;
+  a.local_sgd_steps = 4;
+  a.logging_steps = 100;
+  int calls = 0;
+  Trainer trainer(
+      model,
+      [&](const Batch& batch) {
+        if (++calls == 7) {
+          rank.fault_here();
+        }
+        return loss(batch);
+      },
+      a,
+      std::make_shared<toy::Texts>(60));
+  trainer.train();
+}
+
+TEST(TrainerFault, PeerKilledInARoundOfLocalSgdIsNamedAndNothingIsHalfWritten) {
+  const testing_support::TemporaryFolder scratch;
+  const auto ranks = testing_support::spawn(
+      3,
+      "TrainerKilledInALocalRound",
+      {.kind = testing_support::FaultKind::kill, .rank = 1},
+      {.environment = {{"HASTEN_TEST_FOLDER", (scratch / "run").string()}}});
+  for (const size_t survivor : {size_t{0}, size_t{2}}) {
+    EXPECT_FALSE(ranks[survivor].timed_out);
+    EXPECT_EQ(ranks[survivor].error_type, "hasten::CommunicationError");
+    EXPECT_NE(ranks[survivor].error.find("rank 1 died"), std::string::npos)
+        << ranks[survivor].error;
+    EXPECT_LT(ranks[survivor].seconds_after_fault, 8);
+  }
+  // The save of update 6 is the last that all ranks took part in.
+  std::vector<std::string> saves;
+  for (const auto& entry :
+       std::filesystem::directory_iterator(scratch / "run")) {
+    const std::string name = entry.path().filename().string();
+    if (entry.is_directory() || name.find("tmp") != std::string::npos) {
+      saves.push_back(name);
+    }
+  }
+  EXPECT_EQ(saves, std::vector<std::string>{"checkpoint-6"});
+  EXPECT_NO_THROW(verify_manifest(scratch / "run" / "checkpoint-6"));
+}
+
 TEST(TrainerFault, WriterKilledInASaveLeavesThePreviousCheckpointToGoOnFrom) {
   const testing_support::TemporaryFolder scratch;
   const auto run = [&](const std::string& name,

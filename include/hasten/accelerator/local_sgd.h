@@ -48,6 +48,16 @@ enum class MomentPolicy {
   average,
 };
 
+/// What the other ranks do when one dies or fails while a scope is open.
+enum class PeerFailure {
+  /// Every rank throws CommunicationError that names it, with the parameters of
+  /// the last average, or its own.
+  stop,
+  /// The ranks that are left go on as a smaller world, see
+  /// LocalSgdOptions::on_peer_failure.
+  survivors,
+};
+
 struct LocalSgdOptions {
   /// H: attempted optimizer steps between two averages, ≥ 1.
   int64_t steps = 8;
@@ -77,6 +87,26 @@ struct LocalSgdOptions {
   /// average (rows, or what was given to accumulate and backward), not equally.
   bool weigh_by_samples = false;
   MomentPolicy moments = MomentPolicy::keep;
+  /// survivors: where a peer is lost, step(), synchronize(), finish() and the end
+  /// of a training loader go on without it. The ranks that are left meet
+  /// (Communicator::shrink: bounded by the accelerator's timeout, rank 0 must be
+  /// among them). The round that broke counts for all of them if one had completed
+  /// it; else it is made again, of what they have, and the lost rank's steps since
+  /// the last average are gone. A delayed average or a fragment that was under way
+  /// is dropped and all parameters are averaged at once; so is, in its group, an
+  /// average of a hierarchy that others have completed. Outer step and anchor are
+  /// those of the last average; errors that a hook kept and a driver's momentum
+  /// begin anew; a trial of delays ends without one.
+  /// From then on process_index(), num_processes() and communicator() are of the
+  /// smaller world, ranks in their old order without gaps. A loader that is being
+  /// read goes on with this rank's share, what was dealt to the lost rank is not
+  /// read in this pass; a pass that begins later is dealt over the ranks that are
+  /// left. A state saved from then on is one of that many ranks.
+  /// Only the scope survives: plain training (post_local_start's too), gathers,
+  /// evaluations, saves and dispatch_batches throw as ever. Needs
+  /// average.transactional, and a launcher that lets the others live
+  /// (docs/guides/local-sgd.md).
+  PeerFailure on_peer_failure = PeerFailure::stop;
   /// How rounds are made: outer step, numbers on the wire, fragments (streaming:
   /// each has a turn of its own within the H steps, so that less travels at once);
   /// see AveragerOptions.

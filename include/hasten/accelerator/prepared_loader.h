@@ -149,6 +149,14 @@ class PreparedLoader {
         : core(std::move(c)), range(std::move(r)), state(std::move(s)) {
       detail::check_configuration(state->config, 0);
       position.unit = kSeeks ? "rows" : kShards ? "rank batches" : "batches";
+      deal();
+    }
+
+    // Over the ranks there are now.
+    void deal() {
+      options.deal = {};
+      state->even = false;
+      dealt_over = detail::core_world_size(*core);
       options.deal.rank = detail::core_rank(*core);
       options.deal.world_size = detail::core_world_size(*core);
       options.dispatch =
@@ -196,6 +204,9 @@ class PreparedLoader {
       state->random.clear(); // left by break: they went on since
       drop();
       detail::core_begin_range(*core, *state);
+      if (dealt_over != detail::core_world_size(*core)) {
+        deal(); // ranks were lost
+      }
       if constexpr (kHasEpochs) {
         range->set_epoch(position.epoch);
       }
@@ -363,6 +374,7 @@ class PreparedLoader {
     std::optional<value_type> current{};
     std::optional<value_type> before{}; // a batch that had rows
     bool began = false; // a pass, on all ranks
+    int dealt_over = 1; // ranks
     std::optional<Item> next{};
     std::optional<detail::LoaderPass<Range>> pass{};
   };

@@ -117,6 +117,8 @@ struct EstimateMemoryCommand {
 /// hasten launch: a program as N processes of one world.
 struct LaunchCommand {
   int nproc = 1;
+  /// See LaunchOptions.
+  bool keep_going = false;
   /// Program and its arguments. Not empty.
   std::vector<std::string> program{};
 };

@@ -3,7 +3,8 @@
 // Threading: one thread per communicator issues operations; waiting on a handle
 // may happen elsewhere. Lifetime: close() before static destructors run; no
 // destructor communicates. After any failure every group of the world is dead:
-// each later call throws the first error again. While a call waits, SIGINT and
+// each later call throws the first error again, unless the ranks that are left
+// shrink() their world. While a call waits, SIGINT and
 // SIGTERM end it with Interrupted (see base/process.h), within 0.1 s.
 // What a timeout names: each rank's last entered operation travels with its
 // sign of life, four times a second, so a frozen rank is known by it too.
@@ -16,6 +17,7 @@
 #include <functional>
 #include <memory>
 #include <nlohmann/json_fwd.hpp>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -66,6 +68,15 @@ class CommHandle {
 
  private:
   std::shared_ptr<State> state_;
+};
+
+/// Who is left of a world; see Communicator::shrink.
+struct Survivors {
+  /// [new rank] its rank before. Ascending, fewer than before.
+  std::vector<int> ranks{};
+  /// Why the others are gone: "rank 2 died (process 77 ended)". Ranks as they
+  /// were when the world began.
+  std::string cause{};
 };
 
 class Communicator {
@@ -170,6 +181,23 @@ class Communicator {
   /// of range or without this rank.
   virtual std::shared_ptr<Communicator> new_group(
       const std::vector<int>& ranks, const CommunicatorOptions& options) = 0;
+
+  /// After a failure: goes on with the ranks that are left. They meet on the
+  /// store and agree on who they are; then this group is theirs alone: ranks are
+  /// those of before without gaps, connections new, operations of before, and
+  /// the world's other groups, stay dead. One rank may be left. Errors go on
+  /// naming ranks as they were when the world began.
+  /// Lost are ranks whose processes have ended or show no sign of life for the
+  /// liveness limit, that failed (abandon) or left, and, after the timeout, those
+  /// that have not come here. One of these that comes later gets an error.
+  /// Nothing, on every rank, where no rank is lost: nothing has failed, or ranks
+  /// disagree, or a late one has come; the group is then as it was.
+  /// Collective over those that are left, blocking: until all of them have come,
+  /// at most the timeout. A further loss meanwhile is dealt with too.
+  /// Throws CommunicationError where rank 0 is lost, since it serves the store
+  /// (unless the launcher does, World::agent_store), and on a rank that was left
+  /// behind; InputError for a group of some of the world's ranks.
+  virtual std::optional<Survivors> shrink();
 
  protected:
   Communicator() = default;

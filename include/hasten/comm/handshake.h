@@ -15,6 +15,8 @@ namespace hasten::detail {
 /// One rank's introduction.
 struct Hello {
   int rank = 0;
+  /// What messages call it: its rank when the world began.
+  int launch_rank = 0;
   int world_size = 1;
   std::string hasten_version;
   std::string torch_version;

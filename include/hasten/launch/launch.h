@@ -23,6 +23,10 @@ struct LaunchOptions {
   std::vector<std::string> argv{};
   /// Added to, or replacing, what the ranks get otherwise.
   std::vector<std::pair<std::string, std::string>> environment{};
+  /// Ranks that go on without one that is lost (LocalSgdOptions::on_peer_failure)
+  /// are let: only rank 0's failure ends the others, and its end alone is how the
+  /// launch ended. The others' failures are logged.
+  bool keep_going = false;
   /// How long the other ranks may go on after one has failed, so that they can
   /// say what they saw of it. Then SIGTERM. Milliseconds.
   std::chrono::milliseconds settle{3'000};

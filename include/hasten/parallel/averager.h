@@ -9,7 +9,8 @@
 // A round is a transaction: a snapshot is reduced, the ranks vote that all of them
 // have the sum, then each commits it. Where a peer dies, every other rank throws
 // and is left with the parameters it had before the round, or with the mean: with
-// one or the other in all tensors, never with a mixture.
+// one or the other in all tensors, never with a mixture. They may stop there, or go
+// on without it: Communicator::shrink(), then recover().
 //
 // Sums are made in fp32 (fp64 for fp64 tensors), whatever the tensors' dtype and
 // whatever is on the wire, and are the same to the last bit on every rank.
@@ -23,6 +24,7 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -66,6 +68,13 @@ struct AveragerOptions {
   /// not the values. Memory: the anchor, one copy. Null: a plain all-reduce.
   std::shared_ptr<CommHook> comm_hook{};
   SyncStrategy sync = SyncStrategy::all_reduce;
+  /// Of rounds in two parts (start, finish): what becomes of the way that this
+  /// rank has gone between snapshot s and mean. Empty: it is kept whole,
+  /// x <- x + (mean - s). Else x <- alpha x + (1 - alpha) mean: ranks come closer,
+  /// and 1 - alpha of the way is lost. 0 ≤ alpha < 1. Source: Douillard et al.,
+  /// "Streaming DiLoCo with overlapping communication", 2025, algorithm 2, which
+  /// takes 0.5.
+  std::optional<double> alpha{};
   /// Cuts the list into this many parts of about equal size that may be averaged
   /// one at a time (start's `fragment`), so that less travels at once. ≥ 1, at
   /// most the number of tensors counts.
@@ -93,6 +102,16 @@ struct AverageReport {
   double seconds = 0;
   /// Of these, the copies: snapshot and commit. Seconds.
   double copy_seconds = 0;
+};
+
+/// What Averager::recover() made of a round that a peer's death had broken.
+enum class RoundOutcome {
+  /// No rank that is left had a round under way that another has not committed.
+  none,
+  /// This rank has committed it now: another had.
+  committed,
+  /// It is dropped on every rank: each has its own parameters.
+  dropped,
 };
 
 class Averager : public Stateful {
@@ -125,7 +144,8 @@ class Averager : public Stateful {
 
   /// The same in two parts, between which this rank may go on: start() takes the
   /// snapshot s and sends, finish() waits, votes and corrects: x <- x + (mean - s),
-  /// so that what was done in between is kept. Memory: one more copy.
+  /// so that what was done in between is kept (see AveragerOptions::alpha). Memory:
+  /// one more copy.
   /// Collective; start() does not wait for peers. Throws as average() does.
   void start(
       double weight = 1, double learning_rate = 0, int64_t fragment = kAll);
@@ -134,6 +154,17 @@ class Averager : public Stateful {
   bool started() const;
   /// finish() would not wait, but for the vote. Never throws; ranks may differ.
   bool ready() const;
+
+  /// Behind Communicator::shrink(): goes on with the ranks that are left. They
+  /// settle the round that broke: where one of them has committed it all do,
+  /// since every rank had its sum by then, else it is dropped. Anchor and outer
+  /// step are those of the last committed round (a driver's outer step begins
+  /// anew where its round is dropped); what a hook kept is forgotten
+  /// (CommHook::reset); the lost ranks' parameters are in no later round.
+  /// Collective over those that are left, blocking. Throws CommunicationError
+  /// where one more is lost: shrink() and call it again; InputError with
+  /// transactional=false.
+  RoundOutcome recover();
 
   /// About the last round. May wait for the number that tells the spread, which
   /// is on its way.

@@ -1,0 +1,140 @@
+// A scope that goes on with the ranks that are left.
+//
+// Note [Going on]
+// Inside a scope all ranks do the same things together in one order: a round (its
+// announcement, statistics, moments and parameters are one), an average of the
+// groups, the end of the data. What one rank has completed every rank has entered,
+// so when a peer is lost two ranks are at most one such thing apart. Those that are
+// left compare, and what one of them has completed is completed for all: a round by
+// Averager::recover(), the data's end by taking its clocks, a group's average by
+// leaving it out. What nobody has completed is made again.
+// A delayed round that is dropped may find one rank at its start and another at its
+// end, or at a group's average between them: all of them then average everything at
+// once, whatever they were about to do.
+#include <algorithm>
+
+#include "hasten/base/error.h"
+#include "local_sgd_scope.h"
+
+namespace hasten {
+
+void LocalSgd::Impl::make_round(Part part, int64_t fragment) {
+  for (;;) {
+    const int64_t rounds = report.rounds;
+    const int64_t inner_rounds = report.inner_rounds;
+    try {
+      announce(part, fragment);
+      run(part, fragment);
+      return;
+    } catch (const CommunicationError&) {
+      if (!recover()) {
+        throw;
+      }
+    }
+    if (outcome == RoundOutcome::dropped) {
+      part = Part::whole;
+      fragment = Averager::kAll;
+    } else if (report.rounds > rounds || report.inner_rounds > inner_rounds) {
+      return;
+    }
+  }
+}
+
+// In the very last exchange a rank may have left already: the others wait for it as
+// for a late one.
+void LocalSgd::Impl::finish_moments() {
+  for (;;) {
+    try {
+      moments->average(1);
+      if (survives()) { // nobody leaves whom a peer may still need
+        core->communicator->barrier("end of a LocalSgd scope");
+      }
+      return;
+    } catch (const CommunicationError&) {
+      if (!recover()) {
+        throw;
+      }
+    }
+  }
+}
+
+bool LocalSgd::Impl::survives() const {
+  return options.on_peer_failure == PeerFailure::survivors && local && active &&
+         !finished;
+}
+
+bool LocalSgd::Impl::recover() {
+  outcome = RoundOutcome::none;
+  ended = false;
+  if (!survives() || !core->shrink()) {
+    return false;
+  }
+  for (;;) {
+    try {
+      settle();
+      return true;
+    } catch (const CommunicationError&) { // one more
+      if (!core->shrink()) {
+        throw;
+      }
+    }
+  }
+}
+
+void LocalSgd::Impl::settle() {
+  settle_round();
+  settle_clocks();
+  if (group) {
+    group->close();
+  }
+  open_parts();
+}
+
+void LocalSgd::Impl::settle_round() {
+  outcome = averager->recover();
+  if (outcome == RoundOutcome::committed) {
+    if (closing != kNothing) {
+      close_round(closing);
+    }
+    committed();
+  }
+  closing = kNothing;
+  for (size_t f = 0; f < own_weight.size(); ++f) {
+    own_weight[f] += std::exchange(taken_weight[f], 0);
+  }
+  group_weight += std::exchange(taken_group_weight, 0);
+}
+
+void LocalSgd::Impl::settle_clocks() {
+  const auto all = core->communicator->gather_json(
+      {{"inner_rounds", report.inner_rounds},
+       {"ends", ends},
+       {"end_clocks", end_clocks},
+       {"undecided", trial.undecided()}},
+      "how far the ranks are in a scope");
+  int64_t most_ends = 0;
+  int64_t inner_rounds = 0;
+  bool undecided = false;
+  for (const auto& rank : all) {
+    most_ends = std::max(most_ends, rank.at("ends").get<int64_t>());
+    inner_rounds =
+        std::max(inner_rounds, rank.at("inner_rounds").get<int64_t>());
+    undecided = undecided || rank.at("undecided").get<bool>();
+  }
+  report.inner_rounds = inner_rounds;
+  if (undecided) {
+    trial.give_up();
+  }
+  if (ends < most_ends) {
+    for (const auto& rank : all) {
+      if (rank.at("ends") == most_ends) {
+        const auto theirs = rank.at("end_clocks").get<std::vector<int64_t>>();
+        core->take_clocks(theirs.data());
+        break;
+      }
+    }
+    ended = true;
+  }
+}
+
+} // namespace hasten

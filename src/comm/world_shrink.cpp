@@ -1,0 +1,268 @@
+// A world that goes on with the ranks that are left.
+//
+// Note [Shrinking]
+// The store outlives the world: those that are left connect to it again, under
+// keys of their own. Each says that it is here. Whoever sees that every rank is
+// either here or lost (by the old world's watch, which goes on) proposes the list
+// of those that are here; the first proposal counts, for all. There is no
+// handshake: the members know each other from the old world, and the keys of the
+// new watch are made before it starts, so that from the decision on a member that
+// dies is a failure of the new world, on every member alike, and they shrink again.
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <numeric>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <utility>
+
+#include "gloo_group.h"
+#include "hasten/base/error.h"
+#include "hasten/base/process.h"
+#include "world_link.h"
+
+namespace hasten::detail {
+
+using std::chrono::milliseconds;
+
+constexpr const char* kShrinkWhere = "comm::shrink";
+constexpr const char* kShrinkMembers = "members";
+
+World world_of_members(
+    const World& before,
+    const std::vector<int>& members,
+    const std::vector<Hello>& hellos) {
+  World world = before;
+  const std::string& host =
+      hellos[static_cast<size_t>(before.rank)].process_host;
+  world.rank = static_cast<int>(
+      std::find(members.begin(), members.end(), before.rank) - members.begin());
+  world.world_size = static_cast<int>(members.size());
+  world.local_world_size = static_cast<int>(
+      std::count_if(members.begin(), members.end(), [&](int member) {
+        return hellos[static_cast<size_t>(member)].process_host == host;
+      }));
+  return world;
+}
+
+std::vector<Hello> hellos_of_members(
+    const std::vector<int>& members, const std::vector<Hello>& hellos) {
+  std::vector<Hello> left;
+  for (const int member : members) {
+    Hello hello = hellos[static_cast<size_t>(member)];
+    hello.rank = static_cast<int>(left.size());
+    hello.world_size = static_cast<int>(members.size());
+    left.push_back(std::move(hello));
+  }
+  return left;
+}
+
+/// Runs in the store's thread. The members; nothing where cancelled.
+std::vector<int> decide_members(
+    c10d::Store& store,
+    const std::atomic<bool>& cancelled,
+    const Liveness& liveness,
+    int rank,
+    CommClock::time_point deadline) {
+  const auto here_key = [](size_t i) { return "here/" + std::to_string(i); };
+  store.set(here_key(static_cast<size_t>(rank)), std::string("1"));
+  std::vector<bool> here(liveness.lost().size());
+  StorePause pause;
+  while (!cancelled) {
+    if (store.check({kShrinkMembers})) {
+      return nlohmann::json::parse(store.get_to_str(kShrinkMembers));
+    }
+    const std::vector<bool> lost = liveness.lost();
+    std::vector<int> members;
+    bool complete = true;
+    for (size_t i = 0; i < here.size(); ++i) {
+      here[i] = here[i] || store.check({here_key(i)});
+      complete = complete && (here[i] || lost[i]);
+      if (here[i] && !lost[i]) {
+        members.push_back(static_cast<int>(i));
+      }
+    }
+    if (complete || CommClock::now() > deadline) {
+      store.compareSet(
+          kShrinkMembers, std::string(), nlohmann::json(members).dump());
+      continue; // whoever was first decides
+    }
+    pause();
+  }
+  return {};
+}
+
+WorldLink::WorldLink(
+    const WorldLink& before,
+    const std::vector<int>& members,
+    std::shared_ptr<StoreThread> store,
+    std::shared_ptr<StorePtr> watch_store)
+    : world_(world_of_members(before.world_, members, before.hellos_)),
+      first_world_(before.first_world_),
+      generation_(before.generation_),
+      revision_(before.revision_ + 1),
+      timeout_(before.timeout_),
+      liveness_limit_(before.liveness_limit_),
+      deadline_(CommClock::now() + before.timeout_),
+      served_(std::make_shared<StorePtr>(*before.served_)),
+      hellos_(hellos_of_members(members, before.hellos_)),
+      watch_store_(std::move(watch_store)),
+      store_(std::move(store)) {}
+
+/// By all that are left.
+std::vector<int> WorldLink::agree_on_members(StoreThread& store) {
+  const CommClock::time_point deadline = CommClock::now() + timeout_;
+  const auto refuse_without_store = [this] {
+    if (!world_.agent_store && world_.rank != 0 && liveness_->lost()[0]) {
+      throw CommunicationError(
+          kShrinkWhere,
+          liveness_->cause().text +
+              "; the ranks that are left cannot go on without rank 0, which "
+              "serves their store",
+          "rank 0 to live",
+          "start again from the last saved state");
+    }
+  };
+  refuse_without_store();
+  std::future<std::vector<int>> future = store.post<std::vector<int>>(
+      [liveness = liveness_, rank = world_.rank, deadline](
+          c10d::Store& s, const std::atomic<bool>& cancelled) {
+        return decide_members(s, cancelled, *liveness, rank, deadline);
+      });
+  std::vector<int> members;
+  std::string why = "the store does not answer";
+  const bool met = await_future(future, deadline + milliseconds(2000), [&] {
+    throw_if_interrupted();
+    refuse_without_store();
+  });
+  try {
+    members = met ? future.get() : members;
+  } catch (const std::exception& error) {
+    refuse_without_store();
+    why = error.what();
+    why = why.substr(0, why.find('\n'));
+  }
+  if (members.empty()) {
+    throw CommunicationError(
+        kShrinkWhere,
+        "the ranks that are left have not met within " +
+            std::to_string(timeout_.count()) + " ms (" + why + ")");
+  }
+  const bool own =
+      std::find(members.begin(), members.end(), world_.rank) != members.end();
+  if (!own || (!world_.agent_store && members[0] != 0)) {
+    throw CommunicationError(
+        kShrinkWhere,
+        own ? "rank 0, which serves the store, has not come within " +
+                  std::to_string(timeout_.count()) + " ms"
+            : "the other ranks go on without rank " +
+                  std::to_string(launch_rank()) +
+                  ": it came too late, or looked dead to them",
+        "every rank that lives to call shrink() within the timeout",
+        "see what that rank was doing, or raise the timeout");
+  }
+  return members;
+}
+
+std::shared_ptr<WorldLink> WorldLink::shrink(std::vector<int>& members) {
+  auto watch = std::make_shared<StorePtr>();
+  // The server stays for as long as the thread that may use it.
+  auto store = std::make_shared<StoreThread>(
+      [world = first_world_,
+       generation = generation_,
+       prefix = "world " + std::to_string(revision_ + 1),
+       deadline = CommClock::now() + timeout_,
+       server = *served_,
+       watch](const std::atomic<bool>& cancelled) {
+        const auto open = [&] {
+          return c10::make_intrusive<c10d::PrefixStore>(
+              prefix,
+              open_store(world, false, generation, deadline, cancelled));
+        };
+        StorePtr own = open();
+        *watch = open();
+        return own;
+      });
+  try {
+    members = agree_on_members(*store);
+  } catch (...) {
+    store->stop(milliseconds(0));
+    throw;
+  }
+  if (std::ssize(members) == world_.world_size) {
+    return nullptr;
+  }
+  std::future<void> keys = store->post<void>(
+      [size = members.size()](c10d::Store& s, const std::atomic<bool>&) {
+        const std::string none; // where there is none: never over another's
+        for (size_t i = 0; i < size; ++i) {
+          s.compareSet(
+              Liveness::beat_key(static_cast<int>(i)),
+              none,
+              std::string(Liveness::kFirstBeat));
+        }
+        s.compareSet(
+            Liveness::kFailureKey, none, std::string(Liveness::kNoFailure));
+      });
+  if (!await_future(keys, CommClock::now() + timeout_, throw_if_interrupted)) {
+    throw CommunicationError(kShrinkWhere, "the store does not answer");
+  }
+  keys.get();
+  auto link =
+      std::make_shared<WorldLink>(*this, members, std::move(store), watch);
+  link->start_watch();
+  shrunk_ = true;
+  return link;
+}
+
+std::optional<Survivors> GlooGroup::shrink() {
+  std::shared_ptr<WorldLink> link = core_->link;
+  if (world_size() < link->world().world_size) {
+    throw InputError(
+        kShrinkWhere,
+        "name=" + core_->options.name + ", a group of " +
+            std::to_string(world_size()) + " of the world's " +
+            std::to_string(link->world().world_size) + " ranks",
+        "a group of all ranks",
+        "shrink the world's own group, and make new groups of it");
+  }
+  if (!link->liveness().failed()) {
+    return std::nullopt;
+  }
+  Survivors left;
+  left.cause = link->liveness().cause().text;
+  left.ranks.resize(static_cast<size_t>(world_size()));
+  std::iota(left.ranks.begin(), left.ranks.end(), 0);
+  for (bool first = true;; first = false) {
+    std::vector<int> members;
+    auto next = link->shrink(members);
+    if (!next) {
+      if (!first) { // the connections of the smaller world could not be made
+        core_->check(operation_label("create", core_->options.name));
+      }
+      return std::nullopt;
+    }
+    for (int& member : members) {
+      member = left.ranks[static_cast<size_t>(member)];
+    }
+    left.ranks = std::move(members);
+    replace_world(next);
+    try {
+      connect();
+      return left;
+    } catch (const CommunicationError&) {
+      if (!next->liveness().failed()) {
+        throw;
+      }
+      left.cause += "; " + next->liveness().cause().text;
+      link = std::move(next);
+    }
+  }
+}
+
+void GlooGroup::replace_world(std::shared_ptr<WorldLink> link) {
+  release();
+  link->add_group(core_->options.name);
+  core_ = std::make_shared<GroupCore>(
+      std::move(link), core_->options, std::vector<int>{});
+}
+
+} // namespace hasten::detail
