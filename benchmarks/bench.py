@@ -22,6 +22,7 @@ import threading
 import time
 
 from local_sgd import LocalSgdAverage, LocalSgdReviews, LocalSgdW8a, SlowLink
+from precision import Precision
 from sides import PICTURES, RANKS, ROOT, Bench, Case, environment, launched, peer_ranks, wait_all
 
 PEER = "Hugging Face Trainer"
@@ -332,6 +333,7 @@ BENCHMARKS = {
         CheckpointOverhead,
         ActivationPlan,
         OptimizerStep,
+        Precision,
     )
 }
 

@@ -22,6 +22,7 @@ parser.add_argument("--max-steps", type=int, default=-1)
 parser.add_argument("--epochs", type=float, default=1)
 parser.add_argument("--learning-rate", type=float, default=5e-5)
 parser.add_argument("--seed", type=int, default=42)
+parser.add_argument("--bf16", action="store_true")
 parser.add_argument("--padding", choices=("grouped", "max_length"), required=True)
 arguments = parser.parse_args()
 
@@ -100,6 +101,7 @@ trainer = Trainer(
         num_train_epochs=arguments.epochs,
         learning_rate=arguments.learning_rate,
         seed=arguments.seed,
+        bf16=arguments.bf16,
         train_sampling_strategy="group_by_length" if arguments.padding == "grouped" else "random",
         eval_strategy="no",
         save_strategy="no",

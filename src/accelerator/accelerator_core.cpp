@@ -34,6 +34,7 @@ AcceleratorCore::AcceleratorCore(
       communicator(order_check ? order_check : std::move(c)),
       owns_communicator(owns),
       device(accelerator_device(o, world.local_rank)),
+      loss_scale_(o.grad_scaler),
       exchange_(std::make_shared<WindowExchange>()),
       control_(communicator, device) {
   exchange_->record = [this] { return record(); };
@@ -41,6 +42,7 @@ AcceleratorCore::AcceleratorCore(
   if (order_check) {
     exchange_->check = [this] { compare_ranks(); };
   }
+  choose_precision(options.mixed_precision);
   if (options.seed) {
     set_seed(*options.seed);
   }
@@ -334,12 +336,14 @@ void AcceleratorCore::open(
   }
   add_feeder(mask, loader.get());
   window = &next;
+  begin_autocast();
 }
 
 void AcceleratorCore::close(bool unwinding) noexcept {
   if (window == nullptr) {
     return;
   }
+  end_autocast(true);
   const bool broken = !window->failure().empty();
   if ((unwinding || broken) && communicator->world_size() > 1) {
     communicator->abandon(
@@ -364,6 +368,13 @@ void AcceleratorCore::backward(
     const at::Tensor& loss,
     std::optional<double> sum_weight,
     const BackwardOptions& backward_options) {
+  if (backward_options.last) {
+    end_autocast(false);
+  }
+  std::optional<Autocast> off; // gradients are in the types of the forward
+  if (AutocastState::now().enabled()) {
+    off.emplace(AutocastOptions{.device = device.type(), .enabled = false});
+  }
   if (window == nullptr) {
     backward_outside(loss, sum_weight, backward_options);
     return;
@@ -390,6 +401,8 @@ void AcceleratorCore::completed(GradientWindow& done, bool outside) {
     if (model.window == &done) {
       model.completed = serial_;
       model.outside = outside;
+      model.bad_loss = report.non_finite > 0;
+      model.looked = false;
       model.non_finite = model.non_finite || report.non_finite > 0;
     }
   }

@@ -11,7 +11,9 @@
 #include "accelerator_state.h"
 #include "hasten/accelerator/accelerator.h"
 #include "hasten/accumulation/gradient_window.h"
+#include "hasten/amp/loss_scale.h"
 #include "hasten/base/world.h"
+#include "hasten/core/autocast.h"
 #include "hasten/optim/optimizer_state.h"
 #include "order_check.h"
 
@@ -173,6 +175,17 @@ class AcceleratorCore {
   ParameterNames parameter_names() const;
 
   void set_accumulation(int64_t steps);
+
+  // accelerator_precision.cpp
+  // At construction. Collective.
+  void choose_precision(Precision wanted);
+  void set_precision(Precision wanted);
+  Precision precision() const { return precision_; }
+  AutocastOptions autocast_options() const;
+  const LossScale& loss_scale() const { return loss_scale_; }
+  // At the end of a LocalSgd scope: schedules and loss scale. Collective.
+  void agree_after_local();
+
   void begin_range(LoaderState& loader);
   void begin_evaluation();
   void end_range(LoaderState& loader);
@@ -204,6 +217,9 @@ class AcceleratorCore {
     bool local = false; // its windows reduce nothing
     bool outside = false; // that one was made outside accumulate()
     bool non_finite = false; // the gradients hold something of that kind
+    bool bad_loss = false; // the last window's loss was not finite
+    bool looked = false; // for an overflow, since its last window; found:
+    bool overflow = false;
     uint64_t opened = 0; // batches, for looking at its parameters now and then
   };
   struct SyncScope {
@@ -295,6 +311,18 @@ class AcceleratorCore {
   void plan_loaders(StateLoad& load);
   void plan_objects(StateLoad& load);
   void plan_random(StateLoad& load);
+  // accelerator_precision.cpp
+  void begin_autocast();
+  void end_autocast(bool batch_closes) noexcept;
+  bool scales() const;
+  void publish_loss_scale();
+  bool overflowed(ModelState& model);
+  void note_norm(const std::vector<SlotList>& lists, double norm);
+  bool leaves_out_step(
+      const std::vector<SlotList>& lists, uint64_t complete, bool local);
+  void replay_overflow(bool found);
+  nlohmann::json saved_loss_scale() const;
+  void plan_loss_scale(StateLoad& load);
   void drop_unfinished(const LoaderState* loader);
   void take_part(const LoaderState* loader);
   void serve_peers(const LoaderState* loader, bool& survivable);
@@ -304,6 +332,11 @@ class AcceleratorCore {
   void replay(const nlohmann::json& record);
 
   bool seeded_ = false;
+  Precision precision_ = Precision::no;
+  LossScale loss_scale_;
+  uint64_t scaled_serial_ = 0; // last window that the scale followed
+  std::optional<Autocast> batch_cast_; // of the open batch, until its backward
+  std::optional<AutocastState> before_batch_;
   std::vector<ModelState> models_;
   std::unordered_map<const torch::nn::Module*, size_t> model_index_;
   std::unordered_map<const void*, std::pair<size_t, std::string>>

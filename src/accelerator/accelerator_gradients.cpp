@@ -35,7 +35,13 @@ double AcceleratorCore::clip(
     return 0;
   }
   refuse_local_gradients(lists, where);
+  for (const SlotList& list : lists) {
+    if (by_value && scales()) { // clipped infinities cannot be seen any more
+      overflowed(models_[list.model]);
+    }
+  }
   const double norm = clip_now(lists, how);
+  note_norm(lists, norm);
   for (const SlotList& list : lists) {
     ModelState& model = models_[list.model];
     model.non_finite = model.non_finite || !std::isfinite(norm);

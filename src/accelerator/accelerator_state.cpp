@@ -218,6 +218,10 @@ void AcceleratorCore::collect_windows(StateParts& parts) const {
   }
   shared["step_history"] = exchange_->history;
   shared["accumulates"] = accumulates_;
+  shared["loss_scale"] = saved_loss_scale();
+  if (local_scope_ != nullptr && scales()) {
+    own["loss_scale"] = saved_loss_scale();
+  }
   // The gradients of a window that is complete are the same on every rank.
   // A communication hook's errors are each rank's own.
   shared["comm_hooks"] =

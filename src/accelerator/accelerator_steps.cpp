@@ -79,8 +79,9 @@ StepResult AcceleratorCore::optimizer_step(OptimizerState& optimizer) {
   const auto non_finite = [this](const SlotList& list) {
     return models_[list.model].non_finite;
   };
-  optimizer.skipped = options.skip_non_finite_steps &&
-                      std::any_of(lists.begin(), lists.end(), non_finite);
+  optimizer.skipped = (!nothing && leaves_out_step(lists, complete, local)) ||
+                      (options.skip_non_finite_steps &&
+                       std::any_of(lists.begin(), lists.end(), non_finite));
   if (optimizer.skipped) {
     return StepResult::skipped;
   }
@@ -125,6 +126,7 @@ void AcceleratorCore::step_scaled(
   } else {
     optimizer.fused->step_scaled(factor);
   }
+  drop_autocast_casts();
 }
 
 bool AcceleratorCore::scheduler_step(SchedulerState& scheduler) {
@@ -199,6 +201,9 @@ void AcceleratorCore::replay(const nlohmann::json& record) {
       OptimizerState& optimizer = *optimizers_.at(action["step"].get<size_t>());
       optimizer.step();
       note_step(optimizer);
+      drop_autocast_casts();
+    } else if (action.contains("overflow")) {
+      replay_overflow(action["overflow"].get<bool>());
     } else if (action.contains("tick")) {
       SchedulerState& scheduler = *schedulers_.at(action["tick"].get<size_t>());
       scheduler.step();

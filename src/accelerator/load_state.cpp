@@ -482,6 +482,7 @@ LoadedState AcceleratorCore::load_state(
       plan_scope(load);
       plan_models(load);
       plan_learners(load);
+      plan_loss_scale(load);
       plan_loaders(load);
       plan_objects(load);
       plan_random(load);

@@ -335,6 +335,7 @@ void LocalSgd::Impl::finish() {
   if (local) {
     finish_moments();
   }
+  core->agree_after_local();
   finished = true;
   report_round();
   core->close_local();

@@ -82,6 +82,7 @@ void GradientWindow::begin_window(bool in_place) {
   batches_ = 0;
   idle_ = true;
   scale_ = 0;
+  loss_scale_ = exchange_->loss_scale;
   weight_ = 0;
   rows_ = 0;
   forget_losses();
@@ -174,7 +175,8 @@ double GradientWindow::batch_weight(std::optional<double> sum_weight) {
 // The multiplication is left to the optimizer's kernel (WindowExchange::steps_scale)
 // only where the user asked for it: gradients are not final then when backward
 // returns, which torch's clip and optimizers and a user's logging rely on, for one
-// pass over memory out of the dozen of a step.
+// pass over memory out of the dozen of a step. A loss scale (fp16) goes the same way:
+// into the seed, and out with n0 / W, so that it costs no pass of its own.
 void GradientWindow::backward(
     const at::Tensor& loss,
     std::optional<double> sum_weight,
@@ -189,7 +191,11 @@ void GradientWindow::backward(
   detail::check_window_loss(loss);
   const double weight = batch_.stand_in ? 0 : batch_weight(sum_weight);
   if (scale_ == 0) {
-    scale_ = alone() && last_ && weight > 0 ? weight : next_scale_;
+    scale_ = alone() && last_ && weight > 0 ? weight
+             : alone() && report_.number == 0 && weight > 0
+                 ? detail::nearest_power_of_two(
+                       weight * static_cast<double>(options_.steps))
+                 : next_scale_;
   }
   // Turns the loss into a sum.
   const double times = sum_weight && !batch_.stand_in ? 1.0 : weight;
@@ -206,7 +212,9 @@ void GradientWindow::begin_outside(
     std::optional<double> sum_weight, const WindowBatch& batch, bool reduce) {
   const bool sums = sum_weight.has_value();
   // A rank alone adds mean losses as they are.
-  begin_window(alone() && (!sums || reduce || equal_batches()));
+  begin_window(
+      alone() && exchange_->loss_scale == 1 &&
+      (!sums || reduce || equal_batches()));
   outside_ = true;
   outside_sums_ = sums;
   if (!sums) {
@@ -295,7 +303,11 @@ void GradientWindow::run_backward(
     }
     // A mean over no rows is NaN and says nothing.
     if (times != 0) {
-      loss.backward(at::full_like(loss, seed), retain_graph);
+      // In 16 bits neither the weight nor the scale would be exact.
+      const bool narrow = loss.scalar_type() == at::kHalf ||
+                          loss.scalar_type() == at::kBFloat16;
+      const at::Tensor wide = narrow ? loss.to(at::kFloat) : loss;
+      wide.backward(at::full_like(wide, seed * loss_scale_), retain_graph);
     }
     for (auto& model : models_) {
       model->finish_backward();
@@ -363,6 +375,7 @@ void GradientWindow::start_control() {
   mine.number = report_.number + (complete_ ? 0 : 1);
   mine.outside = outside_;
   mine.history = exchange_->history;
+  mine.loss_scale = loss_scale_;
   control_.start(mine, loss_stats_);
 }
 
@@ -372,7 +385,9 @@ double GradientWindow::factor_of(const WindowTotals& totals) const {
   if (totals.extra) {
     return factor_;
   }
-  return totals.weight > 0 && !equal_batches() ? scale_ / totals.weight : 1.0;
+  return (totals.weight > 0 && !equal_batches() ? scale_ / totals.weight
+                                                : 1.0) /
+         loss_scale_;
 }
 
 void GradientWindow::complete() {
@@ -480,6 +495,7 @@ void GradientWindow::join(const WindowTotals& totals) {
       model->begin(replay);
     }
     scale_ = next_scale_;
+    loss_scale_ = totals.loss_scale;
   }
   const double factor = factor_of(totals);
   for (auto& model : models_) {

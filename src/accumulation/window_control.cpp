@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <array>
+#include <bit>
 #include <cmath>
 #include <utility>
 
@@ -27,6 +28,7 @@ enum WindowField {
   kWindowModels,
   kWindowPrint, // fingerprint of what must be equal, < 2^16
   kWindowPrintSquared,
+  kWindowLossScale,
   kWindowDataKnown, // finished ranks whose data is not 0
   kWindowData,
   kWindowDataSquared,
@@ -39,7 +41,10 @@ double window_fingerprint(const WindowTotals& window) {
   uint64_t value = window.number * 8 + (window.extra ? 1 : 0) +
                    (window.outside ? 2 : 0) + (window.buffers ? 4 : 0);
   for (const uint64_t next :
-       {window.models, window.history, static_cast<uint64_t>(window.round)}) {
+       {window.models,
+        window.history,
+        static_cast<uint64_t>(window.round),
+        std::bit_cast<uint64_t>(window.loss_scale)}) {
     value = (value * 0x9e3779b97f4a7c15ull) ^ next;
   }
   value *= 0x9e3779b97f4a7c15ull;
@@ -75,6 +80,7 @@ void WindowControl::start(
     host[kWindowOutside] = mine.outside ? 1 : 0;
     host[kWindowRound] = static_cast<double>(mine.round);
     host[kWindowModels] = static_cast<double>(mine.models);
+    host[kWindowLossScale] = mine.loss_scale;
     host[kWindowPrint] = print;
     host[kWindowPrintSquared] = print * print;
   } else {
@@ -124,11 +130,12 @@ WindowTotals WindowControl::wait() {
   totals.outside = sum[kWindowOutside] > 0;
   totals.models = static_cast<uint64_t>(sum[kWindowModels] / active);
   totals.round = static_cast<int64_t>(sum[kWindowRound] / active);
+  totals.loss_scale = sum[kWindowLossScale] / active; // exact: fp32 numbers
   if (!equal_on_ranks(active, sum[kWindowPrint], sum[kWindowPrintSquared])) {
     throw CommunicationError(
         "accumulation::GradientWindow",
-        "ranks are in different windows, use different models in one, or "
-        "stepped different optimizers before it",
+        "ranks are in different windows, use different models in one, "
+        "stepped different optimizers before it, or scale losses differently",
         "the same order of accumulate(), backward() and step() on every rank, "
         "and of evaluations inside windows",
         "look for a branch in the loop that depends on the rank or on how many "

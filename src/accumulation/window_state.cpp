@@ -43,7 +43,8 @@ void GradientWindow::save_state(
        weight_,
        rows_,
        report_.weight,
-       report_.loss},
+       report_.loss,
+       loss_scale_},
       at::kDouble);
   at::Tensor stats = at::tensor({host_losses_, host_non_finite_}, at::kDouble);
   if (loss_stats_.defined()) {
@@ -74,7 +75,7 @@ void GradientWindow::load_state(
   const auto is_doubles = [](const at::Tensor& tensor, int64_t count) {
     return tensor.scalar_type() == at::kDouble && tensor.numel() == count;
   };
-  if (numbers == tensors.end() || !is_doubles(numbers->second, 7) ||
+  if (numbers == tensors.end() || !is_doubles(numbers->second, 8) ||
       (stats != tensors.end() && !is_doubles(stats->second, 2)) ||
       (begun && stats == tensors.end())) {
     refuse("the state lacks the window's numbers", "what save_state() wrote");
@@ -94,6 +95,7 @@ void GradientWindow::load_state(
   rows_ = number[4];
   report.weight = number[5];
   report.loss = number[6];
+  loss_scale_ = number[7];
   report_ = report;
   forget_losses();
   if (stats != tensors.end()) {

@@ -14,14 +14,14 @@
 
 namespace hasten::detail {
 
-/// max_length of the run that made the folder; 0 where it does not say.
-int64_t trained_length(const std::filesystem::path& folder) {
+/// training_args.json of the run that made the folder; null where there is none.
+nlohmann::json trained_arguments(const std::filesystem::path& folder) {
   const auto file = folder / "training_args.json";
   std::error_code error;
   if (!std::filesystem::exists(file, error)) {
-    return 0;
+    return nullptr;
   }
-  const auto json = nlohmann::json::parse(read_file(file), nullptr, false);
+  auto json = nlohmann::json::parse(read_file(file), nullptr, false);
   if (!json.is_object()) {
     throw InputError(
         "cli::model",
@@ -29,10 +29,24 @@ int64_t trained_length(const std::filesystem::path& folder) {
         "a training_args.json "
         "as hasten train writes it");
   }
-  const auto entry = json.find("max_length");
-  return entry != json.end() && entry->is_number_integer()
+  return json;
+}
+
+/// max_length of that run; 0 where it does not say.
+int64_t trained_length(const nlohmann::json& arguments) {
+  const auto entry = arguments.find("max_length");
+  return entry != arguments.end() && entry->is_number_integer()
              ? entry->get<int64_t>()
              : 0;
+}
+
+/// What that run evaluated in; fp32 where it does not say.
+Precision trained_precision(const nlohmann::json& arguments) {
+  const auto entry = arguments.find("precision");
+  const auto found = entry != arguments.end() && entry->is_string()
+                         ? precisions().find(entry->get<std::string>())
+                         : precisions().end();
+  return found == precisions().end() ? Precision::no : found->second;
 }
 
 int64_t allowed_length(
@@ -75,9 +89,14 @@ TextClassifier load_text_classifier(
         "fine-tune it first: hasten train --model " + folder);
   }
   bert.model->eval();
-  const int64_t asked = max_length > 0 ? max_length : trained_length(folder);
+  const nlohmann::json arguments = trained_arguments(folder);
+  const int64_t asked = max_length > 0 ? max_length : trained_length(arguments);
   const int64_t length = allowed_length(asked, bert.config, tokenizer);
-  return {std::move(bert), std::move(tokenizer), length};
+  return {
+      std::move(bert),
+      std::move(tokenizer),
+      length,
+      trained_precision(arguments)};
 }
 
 LossFunction classification_loss(BertForSequenceClassification model) {
@@ -151,6 +170,7 @@ std::unique_ptr<Trainer> make_evaluator(
   TrainingArguments arguments;
   arguments.save_strategy = IntervalStrategy::no;
   arguments.per_device_eval_batch_size = batch_size;
+  arguments.precision = classifier.precision; // gives the run's own numbers
   return std::make_unique<Trainer>(
       classifier.bert.model.ptr(),
       classification_loss(classifier.bert.model),

@@ -20,6 +20,8 @@ struct TextClassifier {
   WordPieceTokenizer tokenizer;
   /// Tokens a text is cut to, [CLS] and [SEP] counted.
   int64_t max_length = 0;
+  /// What the run that trained it evaluated in.
+  Precision precision = Precision::no;
 
   const std::vector<std::string>& labels() const {
     return bert.config.id2label;

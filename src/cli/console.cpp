@@ -90,6 +90,10 @@ BannerLines run_lines(const RunDescription& run) {
       {"ranks",
        std::to_string(run.world_size) + " x " + std::to_string(run.threads) +
            (run.threads == 1 ? " thread, " : " threads, ") + run.device},
+      {"precision",
+       run.precision == "fp32"
+           ? "fp32 (--precision auto takes bf16 where that is quicker)"
+           : run.precision + " products, fp32 weights"},
       {"batch",
        number(run.batch_per_rank) + " rows a rank x " +
            std::to_string(run.world_size) +

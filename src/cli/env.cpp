@@ -3,6 +3,7 @@
 #include <ATen/Version.h>
 #include <torch/version.h>
 
+#include <cstdio>
 #include <cstdlib>
 #include <fstream>
 #include <iostream>
@@ -10,12 +11,14 @@
 #include <set>
 #include <sstream>
 #include <thread>
+#include <utility>
 
 #include "hasten/base/progress_bar.h"
 #include "hasten/base/world.h"
 #include "hasten/cli/exit_code.h"
 #include "hasten/cli/run.h"
 #include "hasten/core/linear.h"
+#include "hasten/core/precision_probe.h"
 
 namespace hasten {
 
@@ -89,6 +92,10 @@ nlohmann::ordered_json environment_json() {
   json["float_products"] = linear_uses_onednn() ? "oneDNN"
                            : at::hasMKL()       ? "MKL"
                                                 : "torch's own";
+  for (const auto& [name, dtype] :
+       {std::pair("bf16", at::kBFloat16), std::pair("fp16", at::kHalf)}) {
+    json["speed_of_fp32"][name] = precision_speedup(dtype);
+  }
   json["cuda_devices"] = at::hasCUDA() ? static_cast<int>(at::getNumGPUs()) : 0;
   json["collectives"] = std::vector<std::string>{"gloo"};
   const World world = world_from_environment();
@@ -143,6 +150,16 @@ std::string environment_text(const nlohmann::ordered_json& json) {
       std::string("OpenMP ") + yes("openmp") + ", MKL " + yes("mkl") +
           ", oneDNN " + yes("onednn") + "; float products by " +
           json.at("float_products").get<std::string>());
+  const auto speed = [&](const char* name) {
+    const double factor = json.at("speed_of_fp32").at(name).get<double>();
+    char number[32];
+    std::snprintf(number, sizeof number, "%.2g", factor);
+    return std::string(name) + " " + number + " times" +
+           (factor >= kWorthwhileSpeedup ? ""
+            : factor > 0.5               ? " (no gain)"
+                                         : " (for trying out alone)");
+  };
+  line("speed of fp32", speed("bf16") + ", " + speed("fp16"));
   line("CUDA devices", std::to_string(json.at("cuda_devices").get<int>()));
   line("collectives", json.at("collectives").at(0).get<std::string>());
   const auto& world = json.at("world");

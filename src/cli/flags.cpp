@@ -112,6 +112,9 @@ bool read_flag(const std::string& text, GradNormType& value) {
 bool read_flag(const std::string& text, LogGradientNorms& value) {
   return read_spelling_flag(text, log_gradient_norms(), value);
 }
+bool read_flag(const std::string& text, Precision& value) {
+  return read_spelling_flag(text, precisions(), value);
+}
 
 std::string flag_text(const std::string& value) { return value; }
 std::string flag_text(bool value) { return value ? "true" : "false"; }
@@ -148,6 +151,9 @@ std::string flag_text(GradNormType value) {
 std::string flag_text(LogGradientNorms value) {
   return spelling_text(log_gradient_norms(), value);
 }
+std::string flag_text(Precision value) {
+  return spelling_text(precisions(), value);
+}
 
 std::string flag_expectation(const GradientCheckpointing&) {
   return "none, full, every:K with K >= 1, ops, or budget:B with B bytes (2GB) "
@@ -171,6 +177,9 @@ std::string flag_expectation(GradNormType) {
 std::string flag_expectation(LogGradientNorms) {
   return spelling_expectation(log_gradient_norms());
 }
+std::string flag_expectation(Precision) {
+  return spelling_expectation(precisions());
+}
 
 template <typename T>
 std::string spelling_fix(
@@ -188,6 +197,9 @@ std::string flag_fix(const std::string& text, SchedulerType) {
 }
 std::string flag_fix(const std::string& text, OptimizerType) {
   return spelling_fix(text, optimizer_types());
+}
+std::string flag_fix(const std::string& text, Precision) {
+  return spelling_fix(text, precisions());
 }
 
 std::string wrap_text(const std::string& text, size_t indent, size_t width) {

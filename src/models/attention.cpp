@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "dropout.h"
+#include "narrow_attention.h"
 
 namespace hasten::detail {
 
@@ -15,6 +16,9 @@ at::Tensor self_attention(
     const at::Tensor& mask,
     int64_t heads,
     double dropout) {
+  if (takes_narrow_attention(q, k, v)) {
+    return narrow_attention(q, k, v, mask, heads, dropout);
+  }
   const int64_t rows = q.size(0);
   const int64_t queries = q.size(1);
   const int64_t width = q.size(2) / heads;

@@ -9,6 +9,7 @@
 #include "attention.h"
 #include "dropout.h"
 #include "hasten/base/error.h"
+#include "hasten/core/autocast.h"
 #include "hasten/core/block_call.h"
 #include "hasten/core/linear.h"
 
@@ -102,10 +103,11 @@ at::Tensor BertLayerImpl::attend(
     const at::Tensor& asking,
     const at::Tensor& hidden,
     const at::Tensor& mask) {
+  const at::Tensor read = autocast_cast(hidden); // once for all
   return detail::self_attention(
-      detail::bert_linear(query, asking),
-      detail::bert_linear(key, hidden),
-      detail::bert_linear(value, hidden),
+      detail::bert_linear(query, asking.is_same(hidden) ? read : asking),
+      detail::bert_linear(key, read),
+      detail::bert_linear(value, read),
       mask,
       heads_,
       is_training() ? attention_dropout_ : 0.0);

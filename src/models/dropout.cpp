@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <mutex>
 
@@ -60,10 +61,45 @@ uint64_t draw_dropout_seed() {
   return at::check_generator<at::CPUGeneratorImpl>(generator)->random64();
 }
 
-void apply_dropout(
-    const float* in,
-    const float* residual,
-    float* out,
+// bf16 is fp32's upper half.
+HASTEN_VECTOR_CLONES
+void widen_block(const uint16_t* in, float* out, int32_t count) {
+  for (int32_t i = 0; i < count; ++i) {
+    out[i] = std::bit_cast<float>(static_cast<uint32_t>(in[i]) << 16);
+  }
+}
+
+HASTEN_VECTOR_CLONES
+void narrow_block(const float* in, uint16_t* out, int32_t count) {
+  for (int32_t i = 0; i < count; ++i) {
+    const auto bits = std::bit_cast<uint32_t>(in[i]);
+    const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    out[i] = static_cast<uint16_t>(
+        (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded); // NaN
+  }
+}
+
+/// Numbers of a contiguous tensor, fp32 or bf16.
+struct DropoutNumbers {
+  explicit DropoutNumbers(const at::Tensor& tensor)
+      : data(tensor.defined() ? tensor.data_ptr() : nullptr),
+        narrow(tensor.defined() && tensor.scalar_type() == at::kBFloat16) {}
+  /// As fp32, in place or in `buffer`.
+  const float* read(int64_t at, int32_t count, float* buffer) const {
+    if (data == nullptr || !narrow) {
+      return data == nullptr ? nullptr : static_cast<const float*>(data) + at;
+    }
+    widen_block(static_cast<const uint16_t*>(data) + at, buffer, count);
+    return buffer;
+  }
+  void* data;
+  bool narrow;
+};
+
+static void apply_dropout(
+    const DropoutNumbers& in,
+    const DropoutNumbers& residual,
+    const DropoutNumbers& out,
     int64_t first,
     int64_t count,
     uint64_t seed,
@@ -71,37 +107,51 @@ void apply_dropout(
   const auto threshold = static_cast<uint32_t>(
       std::min(std::round(p * 4294967296.0), 4294967295.0));
   const auto scale = static_cast<float>(1.0 / (1.0 - p));
-  for (int64_t at = 0; at < count; at += kDropoutBlock) {
-    const uint64_t key = dropout_block_key(
-        seed, static_cast<uint64_t>((first + at) / kDropoutBlock));
+  alignas(64) float in_buffer[kDropoutBlock];
+  alignas(64) float residual_buffer[kDropoutBlock];
+  alignas(64) float out_buffer[kDropoutBlock];
+  for (int64_t at = first; at < first + count; at += kDropoutBlock) {
+    const auto size =
+        static_cast<int32_t>(std::min(kDropoutBlock, first + count - at));
+    const uint64_t key =
+        dropout_block_key(seed, static_cast<uint64_t>(at / kDropoutBlock));
+    float* target =
+        out.narrow ? out_buffer : static_cast<float*>(out.data) + at;
     dropout_block(
-        in + at,
-        residual == nullptr ? nullptr : residual + at,
-        out + at,
-        static_cast<int32_t>(std::min(kDropoutBlock, count - at)),
+        in.read(at, size, in_buffer),
+        residual.read(at, size, residual_buffer),
+        target,
+        size,
         static_cast<uint32_t>(key),
         static_cast<uint32_t>(key >> 32),
         threshold,
         scale);
+    if (out.narrow) {
+      narrow_block(out_buffer, static_cast<uint16_t*>(out.data) + at, size);
+    }
   }
 }
 
 static at::Tensor dropout_tensor(
-    const at::Tensor& x, const at::Tensor& residual, uint64_t seed, double p) {
+    const at::Tensor& x,
+    const at::Tensor& residual,
+    at::ScalarType type,
+    uint64_t seed,
+    double p) {
   const at::Tensor in = x.contiguous();
   const at::Tensor add = residual.defined() ? residual.contiguous() : residual;
-  at::Tensor out = at::empty_like(in);
-  const float* in_data = in.const_data_ptr<float>();
-  const float* add_data = add.defined() ? add.const_data_ptr<float>() : nullptr;
-  float* out_data = out.mutable_data_ptr<float>();
+  at::Tensor out = at::empty_like(in, in.options().dtype(type));
+  const DropoutNumbers in_data(in);
+  const DropoutNumbers add_data(add);
+  const DropoutNumbers out_data(out);
   const int64_t count = in.numel();
   const int64_t blocks = (count + kDropoutBlock - 1) / kDropoutBlock;
   at::parallel_for(0, blocks, 8, [&](int64_t begin, int64_t end) {
     const int64_t first = begin * kDropoutBlock;
     apply_dropout(
-        in_data + first,
-        add_data == nullptr ? nullptr : add_data + first,
-        out_data + first,
+        in_data,
+        add_data,
+        out_data,
         first,
         std::min(end * kDropoutBlock, count) - first,
         seed,
@@ -118,10 +168,17 @@ class DropoutAdd : public torch::autograd::Function<DropoutAdd> {
       const std::optional<at::Tensor>& residual,
       double p) {
     const uint64_t seed = draw_dropout_seed();
+    const at::Tensor add = residual.value_or(at::Tensor());
     context->saved_data["seed"] = static_cast<int64_t>(seed);
     context->saved_data["p"] = p;
+    context->saved_data["x"] = x.scalar_type();
     context->saved_data["adds"] = residual.has_value();
-    return dropout_tensor(x, residual.value_or(at::Tensor()), seed, p);
+    context->saved_data["residual"] =
+        add.defined() ? add.scalar_type() : x.scalar_type();
+    const at::ScalarType type =
+        add.defined() ? c10::promoteTypes(x.scalar_type(), add.scalar_type())
+                      : x.scalar_type();
+    return dropout_tensor(x, add, type, seed, p);
   }
 
   static torch::autograd::variable_list backward(
@@ -131,20 +188,28 @@ class DropoutAdd : public torch::autograd::Function<DropoutAdd> {
         static_cast<uint64_t>(context->saved_data["seed"].toInt());
     const double p = context->saved_data["p"].toDouble();
     return {
-        dropout_tensor(gradients[0], {}, seed, p),
-        context->saved_data["adds"].toBool() ? gradients[0] : at::Tensor(),
+        dropout_tensor(
+            gradients[0], {}, context->saved_data["x"].toScalarType(), seed, p),
+        context->saved_data["adds"].toBool()
+            ? gradients[0].to(context->saved_data["residual"].toScalarType())
+            : at::Tensor(),
         at::Tensor()};
   }
 };
+
+static bool takes_dropout(const at::Tensor& x) {
+  return x.is_cpu() &&
+         (x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16);
+}
 
 at::Tensor dropout_add(
     const at::Tensor& x, const at::Tensor& residual, double p) {
   if (p <= 0) {
     return residual.defined() ? at::add(residual, x) : x;
   }
-  if (!x.is_cpu() || x.scalar_type() != at::kFloat ||
-      (residual.defined() && (residual.scalar_type() != at::kFloat ||
-                              residual.sizes() != x.sizes()))) {
+  if (!takes_dropout(x) ||
+      (residual.defined() &&
+       (!takes_dropout(residual) || residual.sizes() != x.sizes()))) {
     const at::Tensor dropped = at::dropout(x, p, true);
     return residual.defined() ? at::add(residual, dropped) : dropped;
   }

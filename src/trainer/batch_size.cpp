@@ -128,7 +128,11 @@ void find_batch_size(TrainerParts& parts, int64_t first) {
             parts.train->collate(longest_rows(*parts.train, batch_size))
                 .to(device);
         for (int i = 0; i < 2; ++i) { // caches of a first step; then as always
-          const LossOutput loss = parts.loss_function(batch);
+          LossOutput loss;
+          {
+            const Autocast autocast = accelerator.autocast();
+            loss = parts.loss_function(batch);
+          }
           require_loss(loss);
           loss.loss_sum.backward();
         }

@@ -47,6 +47,7 @@ void enable_checkpointing(TrainerParts& parts) {
   const auto plan = enable_within_budget(
       parts.model,
       [&] {
+        const Autocast autocast = parts.accelerator->autocast();
         const LossOutput loss = parts.loss_function(batch);
         require_loss(loss);
         return loss.loss_sum;

@@ -108,7 +108,15 @@ EvaluationPass evaluate_share(
     throw_if_interrupted();
     if (host_batch.rows() > 0) {
       const Batch batch = host_batch.to(accelerator.device());
-      const LossOutput output = parts.loss_function(batch);
+      LossOutput output;
+      {
+        const Autocast autocast = accelerator.autocast();
+        output = parts.loss_function(batch);
+      }
+      if (output.outputs.defined() && output.outputs.is_floating_point() &&
+          output.outputs.element_size() < 4) {
+        output.outputs = output.outputs.to(at::kFloat);
+      }
       if (output.loss_sum.defined()) {
         pass.loss_sum.add_(output.loss_sum);
         pass.weight += output.weight;
@@ -138,6 +146,7 @@ nlohmann::json evaluate_dataset(
   if (dataset.size() < 1) {
     throw InputError("trainer::evaluate", "rows=0", "at least one row");
   }
+  settle_precision(parts);
   const Stopwatch time;
   const at::NoGradGuard no_grad;
   const EvaluationMode evaluation_mode(*parts.model);

@@ -195,7 +195,9 @@ std::vector<ArgumentChange> changed_arguments(
       "output_dir",
       "overwrite_output_dir",
       "resume_from_checkpoint",
-      "allow_changed_arguments"};
+      "allow_changed_arguments",
+      "bf16", // precision says it
+      "fp16"};
   const auto among = [](const std::vector<std::string>& names,
                         const std::string& name) {
     return std::find(names.begin(), names.end(), name) != names.end();
@@ -209,7 +211,11 @@ std::vector<ArgumentChange> changed_arguments(
       changes.push_back({name, before.dump(), value.dump(), alters});
     }
   };
-  const nlohmann::json json_now = now;
+  nlohmann::json json_now = now;
+  json_now["precision"] = precision_name(now.effective_precision());
+  if (now.effective_precision() == Precision::automatic) {
+    json_now.erase("precision"); // what was chosen then is kept
+  }
   for (const auto& [name, value] : json_now.items()) {
     const auto before = saved.arguments.find(name);
     if (before != saved.arguments.end() && !among(left_out, name)) {

@@ -91,6 +91,7 @@ RunStart look_for_start(const TrainerParts& parts) {
   require_same_trajectory(point.folder, changes, a.allow_changed_arguments);
   start.folder = point.folder;
   start.run = saved.run;
+  start.precision = saved.arguments.value("precision", "");
   if (a.dataloader_drop_last) {
     start.drop_batch = saved.run.at("drop_batch").get<int64_t>();
   }
@@ -127,6 +128,7 @@ RunStart decide_start(TrainerParts& parts) {
           {"finished", start.finished},
           {"run", start.run},
           {"notes", start.notes},
+          {"precision", start.precision},
           {"drop_batch", start.drop_batch}};
     } catch (const std::exception& e) { // nobody may be left waiting
       error = std::current_exception();
@@ -148,6 +150,7 @@ RunStart decide_start(TrainerParts& parts) {
   start.run = told.at("run");
   told.at("notes").get_to(start.notes);
   told.at("drop_batch").get_to(start.drop_batch);
+  told.at("precision").get_to(start.precision);
   return start;
 }
 

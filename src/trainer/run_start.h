@@ -21,6 +21,8 @@ struct RunStart {
   bool finished = false;
   /// The checkpoint's hasten_state.json.
   nlohmann::json run{};
+  /// Of that run; empty where it does not say.
+  std::string precision{};
   std::vector<std::string> notes{};
   /// LoaderOptions::drop_batch; 0 unless the checkpoint says it.
   int64_t drop_batch = 0;

@@ -68,7 +68,9 @@ bool TrainingRun::train_step(const Batch& batch) {
     }
     note_gradient_norms();
     clip_gradients();
-    optimizer_->step();
+    if (optimizer_->step().was_skipped()) { // the schedule stays by itself
+      note_overflow();
+    }
     scheduler_->step();
     optimizer_->zero_grad();
     if (local_sgd_) {
@@ -149,13 +151,28 @@ void TrainingRun::clip_gradients() {
           parts_.model,
           a.max_grad_norm,
           norm_type_of(a.grad_norm_type),
-          /*error_if_nonfinite=*/true);
+          /*error_if_nonfinite=*/!scales_losses());
     }
     if (a.max_grad_value > 0) {
       accelerator.clip_grad_value_(
-          parts_.model, a.max_grad_value, /*error_if_nonfinite=*/true);
+          parts_.model,
+          a.max_grad_value,
+          /*error_if_nonfinite=*/!scales_losses());
     }
   } catch (const TrainingError&) {
+    stop_at_gradient();
+  }
+}
+
+bool TrainingRun::scales_losses() const {
+  return parts_.accelerator->mixed_precision() == Precision::fp16;
+}
+
+// A scale that is too large mends itself within a few updates. Gradients above 65504
+// without one are no matter of scale.
+void TrainingRun::note_overflow() {
+  ++overflows_;
+  if (parts_.accelerator->loss_scale().value() < 1.0 / 16) {
     stop_at_gradient();
   }
 }
@@ -171,6 +188,10 @@ void TrainingRun::stop_at_gradient() const {
           std::to_string(state_.global_step + 1) + " of " +
           std::to_string(plan_.max_steps) +
           ": grad_norm=" + std::to_string(norms.total) +
+          (scales_losses()
+               ? " with loss_scale=" +
+                     std::to_string(parts_.accelerator->loss_scale().value())
+               : "") +
           (is_local() ? " on this rank" : " on every rank") +
           (norms.non_finite == 0
                ? std::string(", of parameters that are each finite")

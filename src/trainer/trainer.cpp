@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "hasten/base/error.h"
+#include "hasten/base/log.h"
 #include "hasten/core/stateful.h"
 #include "hasten/io/safetensors.h"
 #include "training_run.h"
@@ -69,6 +70,41 @@ TrainOutput output_of_finished_run(TrainerParts& parts) {
     output.training_loss = output.metrics.value("train_loss", 0.0);
   }
   return output;
+}
+
+void settle_precision(TrainerParts& parts, const std::string& kept) {
+  if (std::exchange(parts.precision_settled, true)) {
+    return;
+  }
+  TrainingArguments& a = parts.arguments;
+  Precision wanted = a.effective_precision();
+  if (wanted == Precision::automatic) {
+    const auto found = precisions().find(kept);
+    if (found != precisions().end()) {
+      wanted = found->second;
+      log_info("precision: " + kept + ", as the run was begun with");
+    }
+  }
+  Accelerator& accelerator = *parts.accelerator;
+  if (wanted != Precision::no && wanted != accelerator.mixed_precision()) {
+    accelerator.set_mixed_precision(wanted);
+  }
+  a.precision = accelerator.mixed_precision();
+  a.bf16 = a.precision == Precision::bf16;
+  a.fp16 = a.precision == Precision::fp16;
+}
+
+void require_precision(const TrainerParts& parts) {
+  const Precision asked = parts.arguments.effective_precision();
+  const Precision given = parts.accelerator->options().mixed_precision;
+  if (given != Precision::no && asked != Precision::no && asked != given) {
+    throw InputError(
+        "trainer::Trainer",
+        std::string("precision=") + precision_name(asked) +
+            " in the arguments and " + precision_name(given) +
+            " in the accelerator",
+        "the same in both, or in one of them");
+  }
 }
 
 void require_parts(const TrainerParts& parts) {
@@ -141,6 +177,7 @@ Trainer::Trainer(
         "the same number in both");
   }
   parts.accelerator = std::move(accelerator);
+  detail::require_precision(parts);
   parts.files = default_model_files(parts.model);
   detail::move_model(*parts.model, parts.accelerator->device());
 }
@@ -196,6 +233,7 @@ TrainOutput Trainer::train() {
   if (start.finished) {
     return detail::output_of_finished_run(parts);
   }
+  detail::settle_precision(parts, start.precision);
   detail::find_batch_size(parts, detail::first_batch_size(parts, start));
   DataLoader counted(
       parts.train,

@@ -26,6 +26,7 @@ struct TrainerParts {
   nlohmann::json listed_facts = nlohmann::json::object();
   nlohmann::json altering_facts = nlohmann::json::object();
   TrainerState state{};
+  bool precision_settled = false;
 
   template <typename Call>
   void notify(Call&& call) {
@@ -48,6 +49,11 @@ nlohmann::json evaluate_dataset(
 /// What arguments.gradient_checkpointing says, unless the model has a choice of its
 /// own. Before prepare(); a budget runs the model on the longest rows. Local.
 void enable_checkpointing(TrainerParts& parts);
+
+/// Makes the accelerator compute in what the arguments say, `kept` (a name, or empty)
+/// where they leave the choice, and writes into them what that is. Collective the
+/// first time, else nothing.
+void settle_precision(TrainerParts& parts, const std::string& kept = {});
 
 /// Puts rank 0's parameters and buffers into every rank's. Collective.
 void broadcast_model(TrainerParts& parts);

@@ -71,6 +71,15 @@ const std::map<std::string, LogGradientNorms>& log_gradient_norms() {
   return names;
 }
 
+const std::map<std::string, Precision>& precisions() {
+  static const std::map<std::string, Precision> names = {
+      {precision_name(Precision::no), Precision::no},
+      {precision_name(Precision::bf16), Precision::bf16},
+      {precision_name(Precision::fp16), Precision::fp16},
+      {precision_name(Precision::automatic), Precision::automatic}};
+  return names;
+}
+
 namespace detail {
 
 constexpr const char* kArgumentsPlace = "trainer::training_arguments";
@@ -89,6 +98,9 @@ void visit_arguments(Arguments& a, Visit&& visit) {
   visit("gradient_accumulation_steps", a.gradient_accumulation_steps);
   visit("auto_find_batch_size", a.auto_find_batch_size);
   visit("memory_limit", a.memory_limit);
+  visit("bf16", a.bf16);
+  visit("fp16", a.fp16);
+  visit("precision", a.precision);
   visit("local_sgd_steps", a.local_sgd_steps);
   visit("gradient_checkpointing", a.gradient_checkpointing);
   visit("optim", a.optim);
@@ -139,6 +151,10 @@ const std::map<std::string, GradNormType>& spellings(GradNormType) {
 }
 const std::map<std::string, LogGradientNorms>& spellings(LogGradientNorms) {
   return log_gradient_norms();
+}
+
+const std::map<std::string, Precision>& spellings(Precision) {
+  return precisions();
 }
 
 template <typename T>
@@ -270,6 +286,29 @@ void require_interval(const char* name, double value) {
       value,
       "a whole number of updates, or a share of all updates above 0 and below "
       "1");
+}
+
+void validate_precision(const TrainingArguments& a) {
+  const auto contradicts = [&](bool set, Precision meant) {
+    return set && a.precision != Precision::no && a.precision != meant;
+  };
+  const std::string precision =
+      std::string("precision=") + precision_name(a.precision);
+  if (a.bf16 && a.fp16) {
+    throw InputError(
+        kArgumentsPlace,
+        "bf16=true and fp16=true exclude each other",
+        "one of them",
+        "leave fp16 out: bf16 needs no loss scale");
+  }
+  if (contradicts(a.bf16, Precision::bf16) ||
+      contradicts(a.fp16, Precision::fp16)) {
+    throw InputError(
+        kArgumentsPlace,
+        std::string(a.bf16 ? "bf16" : "fp16") + "=true with " + precision,
+        "one choice of precision",
+        "leave one of them out");
+  }
 }
 
 void validate_schedule(const TrainingArguments& a) {
@@ -427,11 +466,16 @@ void TrainingArguments::validate() const {
       "metric_for_best_model",
       metric_for_best_model,
       "the name of a value in the evaluation record");
+  detail::validate_precision(*this);
   detail::validate_schedule(*this);
   detail::validate_memory(*this);
   if (load_best_model_at_end) {
     detail::validate_best_model(*this);
   }
+}
+
+Precision TrainingArguments::effective_precision() const {
+  return bf16 ? Precision::bf16 : fp16 ? Precision::fp16 : precision;
 }
 
 std::string TrainingArguments::best_metric_name() const {

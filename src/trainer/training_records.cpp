@@ -91,6 +91,10 @@ void TrainingRun::log_training() {
       {"learning_rate", learning_rate_},
       {"epoch", state_.epoch},
       {"step", state_.global_step}};
+  if (scales_losses()) {
+    record["loss_scale"] = parts_.accelerator->loss_scale().value();
+    record["overflows"] = overflows_;
+  }
   if (parts_.arguments.max_grad_norm > 0) {
     record["grad_norm"] = is_local() ? mean_grad_norm_ : grad_norm_;
   }

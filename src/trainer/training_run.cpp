@@ -194,6 +194,7 @@ RunDescription TrainingRun::describe() const {
   d.trainable_parameters =
       d.decayed_parameters + numbers_in(groups_[1].params());
   d.device = parts_.accelerator->device().str();
+  d.precision = precision_name(a.precision);
   d.output_dir = output_dir_;
   if (!output_dir_.empty()) {
     d.metrics_file = output_dir_ / "metrics.jsonl";

@@ -98,6 +98,9 @@ class TrainingRun {
   void clip_gradients();
   /// Their norms, where the update ends in a training record.
   void note_gradient_norms();
+  bool scales_losses() const;
+  /// fp16: an update was left out.
+  void note_overflow();
 
   // training_run.cpp
   void begin();
@@ -178,6 +181,7 @@ class TrainingRun {
   // The update under way, or the one just done.
   at::Tensor window_loss_{}; // this rank's, on the device; read only on failure
   uint64_t windows_counted_ = 0;
+  int64_t overflows_ = 0; // updates left out since the start of this process
   double grad_norm_ = 0; // before clipping; NaN where this rank only joined
   GradientNorms gradient_norms_{}; // of an update with a record, if asked for
   LossTotal uncollected_losses_{}; // Local SGD: this rank's alone

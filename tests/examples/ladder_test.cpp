@@ -183,6 +183,27 @@ TEST(Ladder, WhatIsStoredIsWhatTheGuideSays) {
           "1 tensors stored, forward runs again"}));
 }
 
+TEST(Ladder, SixteenBitsHoldWhatTheGuideSays) {
+  for (const int nproc : {1, 2}) {
+    const auto run = run_example(nproc, {"09_mixed_precision"});
+    const auto says = [&](const char* text) {
+      EXPECT_NE(run.out.find(text), std::string::npos)
+          << text << " on " << nproc << " processes:\n"
+          << run.out;
+    };
+    says("70000                  inf          70144");
+    says("1e-08                  0            1.0011717677e-08");
+    says("257                    257          256");
+    says("10 * 100 * 70 in Half: inf");
+    says("10 * 100 * 70 in BFloat16: 70144");
+    says("fp16 window 2: out is Half");
+    says("scale 32768, step left out");
+    says("fp16 window 8: out is Half");
+    EXPECT_EQ(
+        run.out.find("window 8: out is Half, loss nan"), std::string::npos);
+  }
+}
+
 TEST(Ladder, EveryWayOfAccumulatingGivesTheSameParameters) {
   for (const int rows : {kRaggedRows, kLonelyRows}) {
     const auto by_hand = run_step("02_accumulation_by_hand", rows).parameters;

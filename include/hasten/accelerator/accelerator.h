@@ -32,7 +32,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <chrono>
 #include <cstdint>
 #include <filesystem>
 #include <memory>
@@ -41,6 +40,7 @@
 #include <tuple>
 #include <vector>
 
+#include "hasten/accelerator/accelerator_options.h"
 #include "hasten/accelerator/gradients.h"
 #include "hasten/accelerator/prepare.h"
 #include "hasten/accelerator/prepared.h"
@@ -51,59 +51,6 @@
 #include "hasten/core/stateful.h"
 
 namespace hasten {
-
-/// How far a PreparedScheduler goes for one optimizer step.
-enum class SchedulerTicks {
-  /// One tick.
-  per_optimizer_step,
-  /// One tick for every rank, as Accelerate does: for schedules that were sized
-  /// by the batches of one process.
-  per_process,
-};
-
-struct AcceleratorOptions {
-  /// Batches of one rank inside accumulate() that make one optimizer step, ≥ 1.
-  int64_t gradient_accumulation_steps = 1;
-  /// How batches of different sizes are weighed against each other.
-  LossWeighting loss_weighting = LossWeighting::joined_batch;
-  SchedulerTicks scheduler_ticks = SchedulerTicks::per_optimizer_step;
-  /// Leaves the multiplication of a window's gradients, and clip_grad_norm_'s, to
-  /// the optimizer's kernel: one pass over them less each. p.grad() is final only
-  /// after PreparedOptimizer::step() then; do not use torch's clip. Has an effect
-  /// where every prepared optimizer is a FusedOptimizer over whole models.
-  bool scale_in_step = false;
-  /// An optimizer does not step, on any rank, with gradients of a loss that was
-  /// not finite on one, or whose clipped norm was not. Costs nothing.
-  bool skip_non_finite_steps = false;
-  /// Seeds torch's generators: at construction equally on all ranks (initial
-  /// weights), in the first prepare() of a model differently (dropout). Empty
-  /// leaves the generators alone.
-  std::optional<uint64_t> seed = 42;
-  /// Stay on the CPU even where there is a GPU for this local rank.
-  bool cpu = false;
-  /// Gradients are reduced in pieces of about this size while backward runs.
-  /// MiB, > 0. Larger: fewer collectives, less overlap.
-  double bucket_cap_mb = 25;
-  /// Allows windows that do not depend on every trainable parameter; off, one
-  /// is an error that names it, where there are several ranks. See DdpOptions.
-  bool find_unused_parameters = false;
-  /// Promises that every window uses the same parameters. See DdpOptions.
-  bool static_graph = false;
-  /// What makes buffers (running statistics) equal on all ranks: when a window opens
-  /// and is complete, in save_state(), and for evaluation inside a window. Costs it
-  /// two messages a dtype and one more, for models with floating-point ones.
-  BufferPolicy buffers = BufferPolicy::broadcast;
-  /// How loaders are shared out over ranks (hasten/accelerator/prepared_loader.h).
-  DataLoaderConfiguration dataloader_config{};
-  /// Longest wait for a rank that is alive but late. Milliseconds.
-  std::chrono::milliseconds timeout{600'000};
-  /// Finds ranks that drift apart: whenever a window is complete, the ranks
-  /// compare which collectives they called since and what their parameters are,
-  /// and each collective's shape before it runs. An error names the first that
-  /// differs. Costs a pass over the parameters and some milliseconds a window.
-  /// HASTEN_DEBUG=1 in the environment turns it on too.
-  bool debug = false;
-};
 
 /// One batch inside a window; what Accelerator::accumulate returns. Destroyed by
 /// an exception it tells the peers that this rank fails; otherwise it never
@@ -285,6 +232,19 @@ class Accelerator : public Gradients {
   /// Of the windows to come. Every rank sets the same, between windows. Throws
   /// InputError below 1, and inside a window.
   void set_gradient_accumulation_steps(int64_t steps);
+
+  /// What forwards compute in: never automatic.
+  Precision mixed_precision() const;
+  /// Another one, between windows; automatic tries and agrees. A loss scale begins
+  /// anew. Collective, blocking. Throws InputError, on every rank, where ranks ask for
+  /// different ones, or one of them cannot compute in it.
+  void set_mixed_precision(Precision precision);
+  /// A scope that computes in it, for forwards outside accumulate(): evaluation, or
+  /// backward by hand, which turns it off while it runs. Nothing changes with fp32.
+  /// Local.
+  Autocast autocast() const;
+  /// What losses are multiplied by; value() is 1 unless mixed_precision is fp16.
+  const LossScale& loss_scale() const;
 
   /// Saves the whole training state into `folder`, which appears by one rename:
   /// prepared models, optimizers, schedulers and positions of loaders, windows

@@ -100,6 +100,9 @@ struct WindowExchange {
   uint64_t history = 0;
   /// Whoever steps multiplies the gradients: finish() may leave it to them.
   bool steps_scale = false;
+  /// What losses of windows to come are multiplied by before their backward; the
+  /// gradients are divided by it again when a window is complete. Equal on all ranks.
+  double loss_scale = 1;
 };
 
 class GradientWindow : public Stateful {
@@ -226,7 +229,8 @@ class GradientWindow : public Stateful {
   bool idle_ = true; // all of them are stand-ins
   double scale_ = 0; // n0; 0 until the window's first backward
   double next_scale_; // n0 of the next window
-  double factor_ = 1; // n0 / W
+  double loss_scale_ = 1; // WindowExchange::loss_scale, for the whole window
+  double factor_ = 1; // n0 / W / loss_scale_
   DdpRanks ranks_{}; // that had batches
   double weight_ = 0; // of this rank so far
   double rows_ = 0;

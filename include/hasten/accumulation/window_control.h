@@ -41,6 +41,9 @@ struct WindowTotals {
   bool outside = false;
   /// WindowExchange::history. Agreed on by the ranks that have batches.
   uint64_t history = 0;
+  /// What losses are multiplied by beside their weights. The same on ranks that have
+  /// batches, theirs coming out.
+  double loss_scale = 1;
 };
 
 class WindowControl {

@@ -39,6 +39,8 @@ struct RunDescription {
   int64_t trainable_parameters = 0;
   int64_t decayed_parameters = 0;
   std::string device{};
+  /// fp32, bf16 or fp16.
+  std::string precision{};
   /// Empty where nothing is written.
   std::filesystem::path output_dir{};
   std::filesystem::path metrics_file{};

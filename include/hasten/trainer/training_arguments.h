@@ -12,6 +12,7 @@
 //   train_sampling_strategy  group_by_length           random
 //   max_length               128, at most the model's  not an argument
 //   local_sgd_steps          0, off                    not an argument
+//   precision                fp32                      not an argument: bf16, fp16
 //
 // Plain data without LibTorch, so that the `hasten` program can bind flags to
 // it. Threading: none needed.
@@ -24,6 +25,7 @@
 #include <string>
 
 #include "hasten/activation_checkpoint/checkpoint_spec.h"
+#include "hasten/core/precision.h"
 
 namespace hasten {
 
@@ -71,6 +73,7 @@ const std::map<std::string, OptimizerType>& optimizer_types();
 const std::map<std::string, SamplingStrategy>& sampling_strategies();
 const std::map<std::string, GradNormType>& grad_norm_types();
 const std::map<std::string, LogGradientNorms>& log_gradient_norms();
+const std::map<std::string, Precision>& precisions();
 
 struct TrainingArguments {
   // Where.
@@ -122,6 +125,16 @@ struct TrainingArguments {
   /// planned on the longest batch before training begins. In JSON also called
   /// activation_checkpointing. A model that has it enabled keeps its own choice.
   GradientCheckpointing gradient_checkpointing{};
+
+  /// Training and evaluation in 16 bits (docs/guides/mixed-precision.md); both is an
+  /// error. fp16 scales losses and leaves out updates whose gradients overflow.
+  bool bf16 = false;
+  bool fp16 = false;
+  /// The same in one word: no (fp32, the default: the numbers of a run do not depend
+  /// on whose machine it runs), bf16, fp16, or automatic: bf16 where a probe of 10 ms
+  /// finds it 1.3 times as fast on every rank. What was chosen is logged, written to
+  /// training_args.json, and kept by a run that goes on.
+  Precision precision = Precision::no;
 
   /// Above 0: Local SGD. Each process updates its own weights, which are averaged
   /// after this many updates, and before every evaluation and save; gradients do
@@ -202,6 +215,8 @@ struct TrainingArguments {
   /// Throws InputError "[trainer::training_arguments] field=value …" for the
   /// first field out of range or in contradiction to another.
   void validate() const;
+  /// precision, bf16 and fp16 in one.
+  Precision effective_precision() const;
   /// data_seed, or seed.
   uint64_t order_seed() const { return data_seed.value_or(seed); }
   /// "eval_loss", "eval_f1", …: metric_for_best_model with its prefix.

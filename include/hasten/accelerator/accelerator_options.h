@@ -1,0 +1,83 @@
+// What an Accelerator may be told.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <optional>
+
+#include "hasten/accelerator/prepare.h"
+#include "hasten/accumulation/gradient_window.h"
+#include "hasten/amp/loss_scale.h"
+#include "hasten/core/autocast.h"
+#include "hasten/core/precision.h"
+
+namespace hasten {
+
+/// How far a PreparedScheduler goes for one optimizer step.
+enum class SchedulerTicks {
+  /// One tick.
+  per_optimizer_step,
+  /// One tick for every rank, as Accelerate does: for schedules that were sized
+  /// by the batches of one process.
+  per_process,
+};
+
+struct AcceleratorOptions {
+  /// Batches of one rank inside accumulate() that make one optimizer step, ≥ 1.
+  int64_t gradient_accumulation_steps = 1;
+  /// How batches of different sizes are weighed against each other.
+  LossWeighting loss_weighting = LossWeighting::joined_batch;
+  SchedulerTicks scheduler_ticks = SchedulerTicks::per_optimizer_step;
+  /// What forwards inside accumulate(), up to the batch's last backward, compute in;
+  /// elsewhere inside the scope of Accelerator::autocast(). Equal on all ranks;
+  /// automatic is agreed on at construction, after a probe of 10 ms.
+  /// fp16 scales losses: gradients are without the scale when backward returns, and
+  /// steps whose gradients are not finite are left out, on every rank alike; the
+  /// schedule does not go on then, Local SGD's count does.
+  Precision mixed_precision = Precision::no;
+  /// Of fp16. `growth_interval` counts windows that were stepped for. Where there are
+  /// several ranks the first window's weight is not known beforehand, and its losses
+  /// may be too large for the scale: its step is then left out. A rank inside a
+  /// LocalSgd scope has a scale of its own; at its end all take the smallest.
+  GradScalerOptions grad_scaler{};
+  /// Operators that stay in fp32 on the CPU with bf16 and fp16.
+  Fp32Ops fp32_ops = Fp32Ops::as_on_gpus;
+  /// Leaves the multiplication of a window's gradients, and clip_grad_norm_'s, to
+  /// the optimizer's kernel: one pass over them less each. p.grad() is final only
+  /// after PreparedOptimizer::step() then; do not use torch's clip. Has an effect
+  /// where every prepared optimizer is a FusedOptimizer over whole models.
+  bool scale_in_step = false;
+  /// An optimizer does not step, on any rank, with gradients of a loss that was
+  /// not finite on one, or whose clipped norm was not. Costs nothing.
+  bool skip_non_finite_steps = false;
+  /// Seeds torch's generators: at construction equally on all ranks (initial
+  /// weights), in the first prepare() of a model differently (dropout). Empty
+  /// leaves the generators alone.
+  std::optional<uint64_t> seed = 42;
+  /// Stay on the CPU even where there is a GPU for this local rank.
+  bool cpu = false;
+  /// Gradients are reduced in pieces of about this size while backward runs.
+  /// MiB, > 0. Larger: fewer collectives, less overlap.
+  double bucket_cap_mb = 25;
+  /// Allows windows that do not depend on every trainable parameter; off, one
+  /// is an error that names it, where there are several ranks. See DdpOptions.
+  bool find_unused_parameters = false;
+  /// Promises that every window uses the same parameters. See DdpOptions.
+  bool static_graph = false;
+  /// What makes buffers (running statistics) equal on all ranks: when a window opens
+  /// and is complete, in save_state(), and for evaluation inside a window. Costs it
+  /// two messages a dtype and one more, for models with floating-point ones.
+  BufferPolicy buffers = BufferPolicy::broadcast;
+  /// How loaders are shared out over ranks (hasten/accelerator/prepared_loader.h).
+  DataLoaderConfiguration dataloader_config{};
+  /// Longest wait for a rank that is alive but late. Milliseconds.
+  std::chrono::milliseconds timeout{600'000};
+  /// Finds ranks that drift apart: whenever a window is complete, the ranks
+  /// compare which collectives they called since and what their parameters are,
+  /// and each collective's shape before it runs. An error names the first that
+  /// differs. Costs a pass over the parameters and some milliseconds a window.
+  /// HASTEN_DEBUG=1 in the environment turns it on too.
+  bool debug = false;
+};
+
+} // namespace hasten

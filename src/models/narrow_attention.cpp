@@ -1,0 +1,351 @@
+#include "narrow_attention.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/bmm.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <vector>
+
+#include "dropout.h"
+#include "hasten/base/error.h"
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && \
+    !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+#define HASTEN_ROW_CLONES \
+  __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define HASTEN_ROW_CLONES
+#endif
+
+namespace hasten::detail {
+
+// Sums and maxima of a row are made in this many strands, whose loops are vectors.
+constexpr int64_t kStrands = 16;
+
+struct RowDropout {
+  uint32_t key0 = 0;
+  uint32_t key1 = 0;
+  uint32_t threshold = 0; // 0: nothing is dropped
+  float scale = 1;
+};
+
+static inline float row_number(uint16_t bits) {
+  return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16);
+}
+
+static inline uint16_t row_bits(float value) {
+  const auto bits = std::bit_cast<uint32_t>(value);
+  const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  return static_cast<uint16_t>(
+      (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded); // NaN
+}
+
+// e^x for x <= 0, relative error 2e-7: 2^n times a polynomial in [-1/2, 1/2]
+// (Taylor's of 2^r). NaN stays.
+static inline float row_exp(float x) {
+  const float t = std::max(x, -87.0f) * 1.44269504f;
+  const float n = (t + 12582912.0f) - 12582912.0f; // to the nearest integer
+  const float r = t - n;
+  float y = 1.5403530e-4f;
+  y = y * r + 1.3333558e-3f;
+  y = y * r + 9.6181291e-3f;
+  y = y * r + 5.5504109e-2f;
+  y = y * r + 2.4022651e-1f;
+  y = y * r + 6.9314718e-1f;
+  y = y * r + 1.0f;
+  const auto power = static_cast<uint32_t>(static_cast<int32_t>(n) + 127) << 23;
+  const float result = y * std::bit_cast<float>(power);
+  return x == x ? result : x;
+}
+
+static inline float row_keep(const RowDropout& dropout, uint32_t column) {
+  uint32_t h = column * 0x9E3779B9u + dropout.key0;
+  h = (h ^ (h >> 16)) * 0x21F0AAADu;
+  h = ((h ^ (h >> 15)) + dropout.key1) * 0x735A2D97u;
+  h = h ^ (h >> 15);
+  return h >= dropout.threshold ? dropout.scale : 0.0f;
+}
+
+/// softmax(scale scores + mask) of `count` columns; `work` has room for them, rounded
+/// up to kStrands.
+HASTEN_ROW_CLONES
+void softmax_row(
+    const uint16_t* scores,
+    const float* mask,
+    float scale,
+    int64_t count,
+    float* work,
+    uint16_t* out) {
+  const int64_t padded = (count + kStrands - 1) / kStrands * kStrands;
+  for (int64_t i = 0; i < count; ++i) {
+    work[i] = row_number(scores[i]) * scale;
+  }
+  if (mask != nullptr) {
+    for (int64_t i = 0; i < count; ++i) {
+      work[i] += mask[i];
+    }
+  }
+  for (int64_t i = count; i < padded; ++i) {
+    work[i] = -INFINITY;
+  }
+  float strand[kStrands];
+  std::fill(strand, strand + kStrands, -INFINITY);
+  for (int64_t i = 0; i < padded; i += kStrands) {
+    for (int64_t j = 0; j < kStrands; ++j) {
+      strand[j] = work[i + j] > strand[j] ? work[i + j] : strand[j];
+    }
+  }
+  const float largest = *std::max_element(strand, strand + kStrands);
+  std::fill(strand, strand + kStrands, 0.0f);
+  for (int64_t i = 0; i < padded; i += kStrands) {
+    for (int64_t j = 0; j < kStrands; ++j) {
+      const float e = row_exp(work[i + j] - largest);
+      work[i + j] = e;
+      strand[j] += i + j < count ? e : 0.0f;
+    }
+  }
+  float sum = 0;
+  for (const float part : strand) {
+    sum += part;
+  }
+  const float inverse = 1.0f / sum;
+  for (int64_t i = 0; i < count; ++i) {
+    out[i] = row_bits(work[i] * inverse);
+  }
+}
+
+HASTEN_ROW_CLONES
+void drop_row(
+    const uint16_t* in,
+    const RowDropout& dropout,
+    int64_t count,
+    uint16_t* out) {
+  for (int64_t i = 0; i < count; ++i) {
+    out[i] = row_bits(
+        row_number(in[i]) * row_keep(dropout, static_cast<uint32_t>(i)));
+  }
+}
+
+/// The scores' gradient from that of the dropped probabilities:
+/// p (g - sum(g p)) scale, g = gradient * kept.
+HASTEN_ROW_CLONES
+void softmax_backward_row(
+    const uint16_t* probabilities,
+    const uint16_t* gradient,
+    const RowDropout& dropout,
+    float scale,
+    int64_t count,
+    float* work,
+    uint16_t* out) {
+  if (dropout.threshold == 0) {
+    for (int64_t i = 0; i < count; ++i) {
+      work[i] = row_number(gradient[i]);
+    }
+  } else {
+    for (int64_t i = 0; i < count; ++i) {
+      work[i] =
+          row_number(gradient[i]) * row_keep(dropout, static_cast<uint32_t>(i));
+    }
+  }
+  float strand[kStrands];
+  std::fill(strand, strand + kStrands, 0.0f);
+  const int64_t whole = count / kStrands * kStrands;
+  for (int64_t i = 0; i < whole; i += kStrands) {
+    for (int64_t j = 0; j < kStrands; ++j) {
+      strand[j] += work[i + j] * row_number(probabilities[i + j]);
+    }
+  }
+  float sum = 0;
+  for (int64_t i = whole; i < count; ++i) {
+    sum += work[i] * row_number(probabilities[i]);
+  }
+  for (const float part : strand) {
+    sum += part;
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    out[i] = row_bits(row_number(probabilities[i]) * (work[i] - sum) * scale);
+  }
+}
+
+#undef HASTEN_ROW_CLONES
+
+static RowDropout row_dropout(uint64_t seed, int64_t row, double p) {
+  if (p <= 0) {
+    return {};
+  }
+  const uint64_t key = dropout_block_key(seed, static_cast<uint64_t>(row));
+  return {
+      static_cast<uint32_t>(key),
+      static_cast<uint32_t>(key >> 32),
+      static_cast<uint32_t>(
+          std::min(std::round(p * 4294967296.0), 4294967295.0)),
+      static_cast<float>(1.0 / (1.0 - p))};
+}
+
+static uint16_t* narrow_data(const at::Tensor& tensor) {
+  return static_cast<uint16_t*>(tensor.data_ptr());
+}
+
+/// function(row, work) for each row of x [matrices, rows, columns].
+template <typename Function>
+void for_rows(const at::Tensor& x, const Function& function) {
+  const int64_t rows = x.size(0) * x.size(1);
+  at::parallel_for(0, rows, 64, [&](int64_t begin, int64_t end) {
+    std::vector<float> work(static_cast<size_t>(x.size(2) + kStrands));
+    for (int64_t row = begin; row < end; ++row) {
+      function(row, work.data());
+    }
+  });
+}
+
+/// x [B, T, heads * width] as [B * heads, T, width], contiguous.
+static at::Tensor by_head(const at::Tensor& x, int64_t heads) {
+  const int64_t width = x.size(2) / heads;
+  return x.view({x.size(0), x.size(1), heads, width})
+      .transpose(1, 2)
+      .contiguous()
+      .view({x.size(0) * heads, x.size(1), width});
+}
+
+static at::Tensor from_heads(const at::Tensor& x, int64_t heads) {
+  const int64_t rows = x.size(0) / heads;
+  return x.view({rows, heads, x.size(1), x.size(2)})
+      .transpose(1, 2)
+      .reshape({rows, x.size(1), heads * x.size(2)});
+}
+
+static at::Tensor dropped(const at::Tensor& p, uint64_t seed, double dropout) {
+  if (dropout <= 0) {
+    return p;
+  }
+  at::Tensor out = at::empty_like(p);
+  const int64_t count = p.size(2);
+  for_rows(p, [&](int64_t row, float* /*work*/) {
+    drop_row(
+        narrow_data(p) + row * count,
+        row_dropout(seed, row, dropout),
+        count,
+        narrow_data(out) + row * count);
+  });
+  return out;
+}
+
+class NarrowAttention : public torch::autograd::Function<NarrowAttention> {
+ public:
+  static at::Tensor forward(
+      torch::autograd::AutogradContext* context,
+      const at::Tensor& q_in,
+      const at::Tensor& k_in,
+      const at::Tensor& v_in,
+      const std::optional<at::Tensor>& mask,
+      int64_t heads,
+      double dropout) {
+    const at::Tensor q = by_head(q_in, heads);
+    const at::Tensor k = by_head(k_in, heads);
+    const at::Tensor v = by_head(v_in, heads);
+    const auto scale =
+        static_cast<float>(1.0 / std::sqrt(static_cast<double>(q.size(2))));
+    const at::Tensor scores = at::bmm(q, k.transpose(1, 2)).contiguous();
+    // Not in place: whoever watches operators may keep the product's result.
+    const at::Tensor p = at::empty_like(scores);
+    const int64_t count = scores.size(2);
+    const int64_t rows_of_text = heads * scores.size(1);
+    const float* masks = mask ? mask->const_data_ptr<float>() : nullptr;
+    for_rows(scores, [&](int64_t row, float* work) {
+      softmax_row(
+          narrow_data(scores) + row * count,
+          masks == nullptr ? nullptr : masks + row / rows_of_text * count,
+          scale,
+          count,
+          work,
+          narrow_data(p) + row * count);
+    });
+    const uint64_t seed = dropout > 0 ? draw_dropout_seed() : 0;
+    context->save_for_backward({q, k, v, p});
+    context->saved_data["heads"] = heads;
+    context->saved_data["dropout"] = dropout;
+    context->saved_data["seed"] = static_cast<int64_t>(seed);
+    return from_heads(at::bmm(dropped(p, seed, dropout), v), heads);
+  }
+
+  static torch::autograd::variable_list backward(
+      torch::autograd::AutogradContext* context,
+      torch::autograd::variable_list gradients) {
+    if (at::GradMode::is_enabled()) {
+      throw InputError(
+          "models::attention",
+          "a gradient of a gradient through attention in bf16",
+          "one backward",
+          "compute the forward in fp32");
+    }
+    const int64_t heads = context->saved_data["heads"].toInt();
+    const double dropout = context->saved_data["dropout"].toDouble();
+    const auto seed =
+        static_cast<uint64_t>(context->saved_data["seed"].toInt());
+    const auto saved = context->get_saved_variables();
+    const at::Tensor &q = saved[0], &k = saved[1], &v = saved[2], &p = saved[3];
+    const auto scale =
+        static_cast<float>(1.0 / std::sqrt(static_cast<double>(q.size(2))));
+    const at::Tensor gradient =
+        by_head(gradients[0].to(at::kBFloat16).contiguous(), heads);
+    const at::Tensor v_gradient =
+        at::bmm(dropped(p, seed, dropout).transpose(1, 2), gradient);
+    const at::Tensor p_gradient =
+        at::bmm(gradient, v.transpose(1, 2)).contiguous();
+    const int64_t count = p.size(2);
+    for_rows(p, [&](int64_t row, float* work) {
+      uint16_t* in_place = narrow_data(p_gradient) + row * count;
+      softmax_backward_row(
+          narrow_data(p) + row * count,
+          in_place,
+          row_dropout(seed, row, dropout),
+          scale,
+          count,
+          work,
+          in_place);
+    });
+    return {
+        from_heads(at::bmm(p_gradient, k), heads),
+        from_heads(at::bmm(p_gradient.transpose(1, 2), q), heads),
+        from_heads(v_gradient, heads),
+        at::Tensor(),
+        at::Tensor(),
+        at::Tensor()};
+  }
+};
+
+bool takes_narrow_attention(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+  for (const at::Tensor& x : {q, k, v}) {
+    if (!x.is_cpu() || x.scalar_type() != at::kBFloat16 || x.numel() == 0) {
+      return false;
+    }
+  }
+  return true;
+}
+
+at::Tensor narrow_attention(
+    const at::Tensor& q,
+    const at::Tensor& k,
+    const at::Tensor& v,
+    const at::Tensor& mask,
+    int64_t heads,
+    double dropout) {
+  return NarrowAttention::apply(
+      q,
+      k,
+      v,
+      mask.defined()
+          ? std::optional<at::Tensor>(mask.to(at::kFloat).contiguous())
+          : std::nullopt,
+      heads,
+      dropout);
+}
+
+} // namespace hasten::detail
