@@ -154,22 +154,44 @@ TEST(LocalSgdState, ResumedInMidRoundItIsTheUninterruptedRunBitForBit) {
   const auto communicator = testing_support::fresh_communicator();
   const auto folder = state_test::common_folder();
   const int64_t rows = 24 * communicator->world_size();
-  const auto options = [] {
-    return LocalSgdOptions{
-        .steps = 5, .average = {.outer = std::make_shared<DiLoCo>()}};
-  };
-  LocalSession saving(communicator, 2, rows);
-  saving.run(options(), {}, [&](state_test::Place here) {
-    if (here.epoch == 1 && (here.turn == 3 || here.turn == 6)) {
-      saving.accelerator.save_state(
-          folder / ("state-" + std::to_string(here.turn)));
+  // An outer step with momentum; one that is measured in the rate of the round's
+  // beginning; a difference that is on its way when the state is written.
+  const std::vector<std::function<LocalSgdOptions()>> kinds{
+      [] {
+        return LocalSgdOptions{
+            .steps = 5, .average = {.outer = std::make_shared<DiLoCo>()}};
+      },
+      [] {
+        return LocalSgdOptions{
+            .steps = 5, .average = {.outer = std::make_shared<SlowMo>()}};
+      },
+      [] {
+        return LocalSgdOptions{
+            .steps = 5, .delay = 3, .delay_only_if_it_pays = false};
+      },
+      // Saved before and after plain training has ended, with moments averaged.
+      [] {
+        return LocalSgdOptions{
+            .steps = 3,
+            .post_local_start = 15,
+            .moments = MomentPolicy::average};
+      }};
+  for (size_t kind = 0; kind < kinds.size(); ++kind) {
+    SCOPED_TRACE(kind);
+    LocalSession saving(communicator, 2, rows);
+    saving.run(kinds[kind](), {}, [&](state_test::Place here) {
+      if (here.epoch == 1 && (here.turn == 3 || here.turn == 6)) {
+        saving.accelerator.save_state(
+            folder / ("state-" + std::to_string(here.turn)));
+      }
+    });
+    const auto expected = saving.everything();
+    for (const char* name :
+         {"state-3", "state-6"}) { // a whole window, and half
+      LocalSession resumed(communicator, 2, rows, /*weights=*/99);
+      resumed.run(kinds[kind](), folder / name);
+      state_test::expect_equal_bits(resumed.everything(), expected);
     }
-  });
-  const auto expected = saving.everything();
-  for (const char* name : {"state-3", "state-6"}) { // a whole window, and half
-    LocalSession resumed(communicator, 2, rows, /*weights=*/99);
-    resumed.run(options(), folder / name);
-    state_test::expect_equal_bits(resumed.everything(), expected);
   }
   if (communicator->world_size() > 1) {
     LocalSession outside(communicator, 2, rows);
