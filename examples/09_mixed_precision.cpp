@@ -36,7 +36,8 @@ void numbers() {
 // [overflow]
 double product(torch::ScalarType type) {
   const hasten::Autocast autocast({.dtype = type});
-  const Tensor x = torch::full({1, 70}, 10), w = torch::full({70, 1}, 100);
+  const Tensor x = torch::full({1, 70}, 10.0);
+  const Tensor w = torch::full({70, 1}, 100.0);
   return torch::mm(x, w).item<double>();
 }
 // [/overflow]
@@ -44,7 +45,8 @@ double product(torch::ScalarType type) {
 // Eight windows of a small regression; the gradient of the third overflows.
 // [training]
 void train(hasten::Precision precision) {
-  hasten::Accelerator accelerator({.mixed_precision = precision}); // 09
+  hasten::Accelerator accelerator( // 09
+      {.mixed_precision = precision, .grad_scaler = {.init_scale = 1024}});
   torch::nn::Linear line(8, 1);
   hasten::AdamW adamw(line->parameters(), torch::optim::AdamWOptions(0.1));
   auto [model, optimizer] = accelerator.prepare(line, adamw);

@@ -119,8 +119,12 @@ TEST(LocalSgdClosedForm, SamplesCountSinceTheLastAverageOfTheirKind) {
       line.value(),
       expected - (first ? 1 : 1 + accelerator.process_index()),
       1e-12);
-  step(
-      5); // all: weights 3 + 2 + 1 + 5 and 4, of what is equal and of two steps
+  {
+    const torch::NoGradGuard no_grad;
+    line.model->level.fill_(1 + accelerator.process_index());
+  }
+  // All: weights 3 + 2 + 1 + 5 and 4, of what is equal and of two steps.
+  step(5);
   expected -= 2 * weighed(11.0 / 4);
   EXPECT_NEAR(line.value(), expected, 1e-12);
   EXPECT_NEAR(line.model->level.item<double>(), weighed(11.0 / 4), 1e-12);

@@ -154,16 +154,12 @@ TEST(LocalSgdState, ResumedInMidRoundItIsTheUninterruptedRunBitForBit) {
   const auto communicator = testing_support::fresh_communicator();
   const auto folder = state_test::common_folder();
   const int64_t rows = 24 * communicator->world_size();
-  // An outer step with momentum; one that is measured in the rate of the round's
-  // beginning; a difference that is on its way when the state is written.
+  // An outer step with momentum; a difference that is on its way when the state is
+  // written.
   const std::vector<std::function<LocalSgdOptions()>> kinds{
       [] {
         return LocalSgdOptions{
             .steps = 5, .average = {.outer = std::make_shared<DiLoCo>()}};
-      },
-      [] {
-        return LocalSgdOptions{
-            .steps = 5, .average = {.outer = std::make_shared<SlowMo>()}};
       },
       [] {
         return LocalSgdOptions{
