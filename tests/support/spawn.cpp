@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <csignal>
+#include <cstdio>
 #include <cstdlib>
 #include <map>
 #include <memory>
@@ -178,6 +179,14 @@ class SpawnedWorld {
   std::vector<RankReport> take() {
     for (size_t rank = 0; rank < ranks_.size(); ++rank) {
       reports_[rank].end = ranks_[rank].end;
+      if (ends_[rank] < 0 && !reports_[rank].timed_out) {
+        // Not for the planted fault alone: who reads the log sees who else died.
+        std::fprintf(
+            stderr,
+            "rank %zu %s\n",
+            rank,
+            describe(reports_[rank].end).c_str());
+      }
       if (fault_at_ > 0 && ends_[rank] > 0) {
         reports_[rank].seconds_after_fault = ends_[rank] - fault_at_;
       }
