@@ -4,12 +4,19 @@
 
 #include "activation_checkpoint/block_rig.h"
 #include "hasten/accelerator/accelerator.h"
+#include "hasten/accelerator/local_sgd.h"
 #include "hasten/flat/grad_hooks.h"
 #include "support/communicator.h"
 
 namespace hasten::checkpoint_test {
 
 using namespace testing_support;
+
+struct ChainTraining {
+  bool count_hooks = false;
+  int64_t local_sgd_steps = 0; // 0: DDP
+  Precision precision = Precision::fp32;
+};
 
 struct TrainedChain {
   std::vector<Tensor> parameters{};
@@ -18,8 +25,10 @@ struct TrainedChain {
 };
 
 static TrainedChain train_chain(
-    const std::function<void(Straight&)>& enable, bool count_hooks = false) {
+    const std::function<void(Straight&)>& enable,
+    const ChainTraining& how = {}) {
   AcceleratorOptions options;
+  options.mixed_precision = how.precision;
   options.gradient_accumulation_steps = 3;
   options.seed = 12;
   options.bucket_cap_mb = 0.001; // several buckets
@@ -38,7 +47,7 @@ static TrainedChain train_chain(
   auto [model, optimizer, loader] = accelerator.prepare(chain, sgd, rows);
   TrainedChain result;
   std::vector<GradHook> hooks;
-  if (count_hooks) {
+  if (how.count_hooks) {
     const auto parameters = chain->parameters();
     result.hooks.resize(parameters.size());
     for (size_t i = 0; i < parameters.size(); ++i) {
@@ -47,6 +56,11 @@ static TrainedChain train_chain(
           [&calls = result.hooks[i]](const Tensor&) { ++calls; }));
     }
   }
+  LocalSgd local_sgd(
+      accelerator,
+      model,
+      {.steps = std::max<int64_t>(1, how.local_sgd_steps),
+       .enabled = how.local_sgd_steps > 0});
   for (int epoch = 0; epoch < 2; ++epoch) {
     for (const auto& [x, y] : loader) {
       auto window = accelerator.accumulate(model);
@@ -56,8 +70,10 @@ static TrainedChain train_chain(
       accelerator.backward(loss);
       optimizer.step();
       optimizer.zero_grad();
+      local_sgd.step();
     }
   }
+  local_sgd.finish();
   accelerator.finish();
   for (const Tensor& parameter : chain->parameters()) {
     result.parameters.push_back(parameter.detach().clone());
@@ -90,10 +106,28 @@ TEST(CheckpointWorld, TrainingIsTheSameToTheBitWhateverIsRecomputed) {
                        }));
 }
 
+TEST(CheckpointWorld, SoItIsWithLocalSgdAndInSixteenBits) {
+  for (const ChainTraining& how :
+       {ChainTraining{.local_sgd_steps = 2},
+        {.precision = Precision::bf16},
+        {.local_sgd_steps = 2, .precision = Precision::bf16}}) {
+    const TrainedChain plain = train_chain([](Straight&) {}, how);
+    for (const char* mode : {"full", "ops"}) {
+      const Recomputes counted;
+      const auto enable = [&](Straight& chain) {
+        gradient_checkpointing_enable(chain, {.mode = mode});
+      };
+      expect_same_training(plain, train_chain(enable, how));
+      EXPECT_GT(counted.count(), 0) << mode;
+    }
+  }
+}
+
 TEST(CheckpointWorld, HooksFireOnceForEachBackward) {
-  const TrainedChain plain = train_chain([](Straight&) {}, true);
+  const ChainTraining how{.count_hooks = true};
+  const TrainedChain plain = train_chain([](Straight&) {}, how);
   const TrainedChain region = train_chain(
-      [](Straight& chain) { gradient_checkpointing_enable(chain); }, true);
+      [](Straight& chain) { gradient_checkpointing_enable(chain); }, how);
   EXPECT_EQ(plain.hooks, region.hooks);
   EXPECT_GT(plain.hooks[0], 0);
   expect_same_training(plain, region);
