@@ -348,29 +348,46 @@ std::shared_ptr<const ActivationPlan> enable_within_budget(
     const GradientCheckpointing& budget) {
   const ChainProfile profile = profile_activations(model, loss);
   const int64_t bytes = budget_of(profile, budget);
+  std::shared_ptr<const ActivationPlan> best;
+  // Planned for `fits` the peak was within the budget, for `above` over it.
+  int64_t fits = 0;
+  int64_t above = bytes + 1;
   int64_t planned = bytes;
   for (int attempt = 0; attempt < 8; ++attempt) {
     std::shared_ptr<const ActivationPlan> plan;
     try {
       plan = plan_activations(profile, planned);
     } catch (const InputError&) {
-      gradient_checkpointing_disable(model);
-      detail::refuse_budget(
-          profile, bytes, least_budget(profile) + (bytes - planned));
+      break;
     }
     gradient_checkpointing_enable(model, {.plan = plan});
     auto seen = std::make_shared<ActivationPlan>(*plan);
     seen->budget_bytes = bytes;
     seen->observed_peak_bytes = observe_peak(model, loss);
-    if (seen->observed_peak_bytes <= bytes) {
-      return seen;
+    const int64_t over = seen->observed_peak_bytes - bytes;
+    if (over <= 0) {
+      fits = planned;
+      best = seen;
+    } else {
+      above = planned;
     }
-    // What was not foreseen is taken off, and a little more each time.
-    planned -= seen->observed_peak_bytes - bytes + bytes / 200;
+    if (above - fits <= bytes / 50) {
+      break;
+    }
+    // What was not foreseen is taken off, and a little more each time; where that
+    // took too much, halfway back.
+    planned = over > 0 ? planned - over - bytes / 200 : (fits + above) / 2;
+    if (planned <= fits) {
+      planned = (fits + above) / 2;
+    }
   }
-  gradient_checkpointing_disable(model);
-  detail::refuse_budget(
-      profile, bytes, least_budget(profile) + bytes - planned);
+  if (!best) {
+    gradient_checkpointing_disable(model);
+    detail::refuse_budget(
+        profile, bytes, least_budget(profile) + bytes - planned);
+  }
+  gradient_checkpointing_enable(model, {.plan = best});
+  return best;
 }
 
 } // namespace hasten

@@ -277,10 +277,9 @@ Command parse_estimate_memory(std::vector<std::string> arguments) {
        .usage = "--model MODEL [flags]",
        .examples =
            {"hasten estimate-memory --model bert-base --batch 8x128 \\\n"
-            "    --optim adamw --strategy ddp --nproc 4"},
+            "    --optim adamw --bf16 --strategy ddp --nproc 4"},
        .notes =
-           "Bytes of tensors in fp32 on the CPU: the most at once in an "
-           "update. "
+           "Bytes of tensors on the CPU: the most at once in an update. "
            "Scratch memory of libraries and the program itself (about 200 MB) "
            "come on top."});
   flags.group("Model and batch");
@@ -308,6 +307,7 @@ Command parse_estimate_memory(std::vector<std::string> arguments) {
       "--optim", command.optim, "NAME", "as in hasten train: adamw, sgd, lion");
   flags.value(
       "--optim-args", command.optim_args, "ARGS", "name=value,name=value");
+  flags.flag("--bf16", command.bf16, "matrix products in 16 bits");
   flags.value(
       "--strategy",
       command.strategy,

@@ -89,7 +89,8 @@ MemoryEstimate estimate_of(const EstimateMemoryCommand& command) {
       config,
       command.rows,
       command.tokens,
-      fresh ? GradientPlace::fresh : GradientPlace::existing);
+      fresh ? GradientPlace::fresh : GradientPlace::existing,
+      command.bf16 ? at::kBFloat16 : at::kFloat);
   estimate.activations = step.activation_bytes;
   if (fresh) { // of a rank's own, what is there when the most is alive
     estimate.gradients = buffers + step.peak_bytes - step.activation_bytes;
@@ -104,6 +105,7 @@ nlohmann::json estimate_json(
       {"model", command.model},
       {"parameter_count", e.parameter_count},
       {"optim", optimizer_name(command.optim)},
+      {"precision", command.bf16 ? "bf16" : "fp32"},
       {"strategy", command.strategy},
       {"nproc", command.nproc},
       {"rows", command.rows},
@@ -122,7 +124,8 @@ nlohmann::json estimate_json(
 void print_estimate(
     const EstimateMemoryCommand& command, const MemoryEstimate& e) {
   std::cout << command.model << ", " << format_count(e.parameter_count)
-            << " parameters, " << optimizer_name(command.optim);
+            << " parameters, " << optimizer_name(command.optim)
+            << (command.bf16 ? ", bf16" : "");
   if (command.nproc > 1) {
     std::cout << ", " << command.strategy << " on " << command.nproc
               << " processes";

@@ -137,6 +137,25 @@ static at::Tensor onednn_sum_over_rows(
   return out;
 }
 
+/// Sums over the rows of a [rows, n], in fp32. torch converts all of a 16-bit tensor
+/// first; here it is a piece that stays in the cache.
+static at::Tensor column_sums(const at::Tensor& a) {
+  constexpr int64_t kPiece = 1 << 16; // numbers
+  if (a.scalar_type() == at::kFloat) {
+    return at::sum(a, {0});
+  }
+  const int64_t rows = std::max<int64_t>(1, kPiece / a.size(1));
+  at::Tensor sums = at::zeros({a.size(1)}, a.options().dtype(at::kFloat));
+  for (int64_t done = 0; done < a.size(0); done += rows) {
+    sums.add_(at::sum(
+        a.narrow(0, done, std::min(rows, a.size(0) - done)),
+        {0},
+        false,
+        at::kFloat));
+  }
+  return sums;
+}
+
 // The product as an operator, so that whoever watches operators (to keep what is
 // expensive, to count) sees it.
 static at::Tensor linear_operator(
@@ -212,8 +231,7 @@ class LinearNode final : public torch::autograd::Node {
     at::Tensor gradient = std::move(gradients[0]);
     gradient = (narrow_ ? gradient.to(at::kBFloat16) : gradient).contiguous();
     at::Tensor x = x_.unpack();
-    at::Tensor weight = weight_.unpack();
-    weight = narrow_ ? weight.to(at::kBFloat16) : weight;
+    const at::Tensor weight = weight_.unpack();
     if (!torch::autograd::get_current_graph_task_keep_graph()) {
       release_variables();
     }
@@ -224,12 +242,14 @@ class LinearNode final : public torch::autograd::Node {
                       : onednn_sum_over_rows(gradient, x);
     }
     if (task_should_compute_output(2)) {
-      made[2] = at::sum(gradient, {0}, false, at::kFloat);
+      made[2] = again ? at::sum(gradient, {0}, false, at::kFloat)
+                      : column_sums(gradient);
     }
     x.reset();
     if (task_should_compute_output(0)) {
-      made[0] = (again ? at::mm(gradient, weight)
-                       : onednn_product(gradient, weight, std::nullopt))
+      const at::Tensor w = narrow_ ? weight.to(at::kBFloat16) : weight;
+      made[0] = (again ? at::mm(gradient, w)
+                       : onednn_product(gradient, w, std::nullopt))
                     .to(x_type_);
     }
     return made;
@@ -310,6 +330,10 @@ bool linear_uses_onednn(int64_t rows, int64_t in, int64_t out) {
 bool linear_uses_bf16() {
   static const bool uses = detail::find_onednn_bf16();
   return uses;
+}
+
+bool linear_uses_bf16(int64_t rows, int64_t in, int64_t out) {
+  return linear_uses_bf16() && detail::gains(rows, in, out);
 }
 
 } // namespace hasten

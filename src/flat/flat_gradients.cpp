@@ -35,6 +35,20 @@ FlatGradients::FlatGradients(FlatLayout layout, FlatAllocator allocator)
       return at::zeros({numel}, options);
     };
   }
+  for (const FlatSlot& slot : layout_.slots()) {
+    const at::Tensor& p = slot.parameter;
+    const at::ScalarType dtype = flat_gradient_dtype(p.scalar_type());
+    if (p.grad_dtype() == dtype) {
+      continue;
+    }
+    // Autograd hands over gradients of this type from now on.
+    const at::Tensor grad = p.grad();
+    p.mutable_grad() = at::Tensor();
+    p.set_grad_dtype(dtype);
+    if (grad.defined()) {
+      p.mutable_grad() = grad.to(dtype);
+    }
+  }
 }
 
 void FlatGradients::allocate() const {

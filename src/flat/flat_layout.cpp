@@ -21,6 +21,12 @@ int64_t flat_padded(int64_t numel, at::ScalarType dtype) {
 
 } // namespace detail
 
+at::ScalarType flat_gradient_dtype(at::ScalarType parameter_dtype) {
+  return parameter_dtype == at::kHalf || parameter_dtype == at::kBFloat16
+             ? at::kFloat
+             : parameter_dtype;
+}
+
 FlatLayout::FlatLayout(const NamedParameters& parameters) {
   // A tied parameter lies where it is registered first: its gradient is complete
   // when backward reaches its first use, which is about then.
@@ -35,19 +41,20 @@ FlatLayout::FlatLayout(const NamedParameters& parameters) {
   std::reverse(unique.begin(), unique.end());
 
   for (const auto& [name, parameter] : unique) {
-    const auto same = [&parameter = parameter](const FlatGroup& group) {
-      return group.dtype == parameter.scalar_type() &&
-             group.device == parameter.device();
+    const at::ScalarType dtype = flat_gradient_dtype(parameter.scalar_type());
+    const auto same = [dtype, &parameter = parameter](const FlatGroup& group) {
+      return group.dtype == dtype && group.device == parameter.device();
     };
     auto group = std::find_if(groups_.begin(), groups_.end(), same);
     if (group == groups_.end()) {
-      groups_.push_back({parameter.scalar_type(), parameter.device(), 0, 0, 0});
+      groups_.push_back({dtype, parameter.device(), 0, 0, 0});
       group = groups_.end() - 1;
     }
     slots_.push_back(
         {name,
          parameter,
          parameter.sizes().vec(),
+         parameter.scalar_type(),
          group - groups_.begin(),
          group->numel,
          parameter.numel()});

@@ -3,65 +3,13 @@
 #include <algorithm>
 #include <string>
 
+#include "bert_memory_tape.h"
 #include "hasten/base/error.h"
 #include "hasten/core/linear.h"
 
 namespace hasten {
 
 namespace detail {
-
-// What is alive, step by step. Numbers are fp32's, 4 bytes.
-class MemoryTape {
- public:
-  explicit MemoryTape(GradientPlace gradients)
-      : stays_(gradients == GradientPlace::fresh) {}
-  void take(int64_t numbers) {
-    live_ += 4 * numbers;
-    if (live_ > peak_) {
-      peak_ = live_;
-      activations_ = live_ - kept_gradients_;
-    }
-  }
-  void give(int64_t numbers) { live_ -= 4 * numbers; }
-  /// A gradient that was taken goes where it goes.
-  void settle(int64_t numbers) {
-    if (stays_) {
-      kept_gradients_ += 4 * numbers;
-    } else {
-      give(numbers);
-    }
-  }
-  /// A parameter's gradient, made and put where it goes.
-  void gradient(int64_t numbers) {
-    take(numbers);
-    settle(numbers);
-  }
-  int64_t live() const { return live_; }
-  int64_t peak() const { return peak_; }
-  int64_t activations() const { return activations_; }
-
- private:
-  bool stays_;
-  int64_t live_ = 0;
-  int64_t peak_ = 0;
-  int64_t kept_gradients_ = 0;
-  int64_t activations_ = 0;
-};
-
-// Numbers of a layer's tensors. The last layer asks for the first token alone.
-struct LayerSizes {
-  int64_t hidden; // width
-  int64_t wide; // width
-  int64_t rows; // rows * tokens: what keys and values are of
-  int64_t asking; // rows * tokens that ask
-  int64_t scores; // rows * heads * asking tokens * tokens
-  int64_t heads_asking; // rows * heads * asking tokens
-  bool dropout, attention_dropout;
-
-  int64_t n() const { return rows * hidden; }
-  int64_t a() const { return asking * hidden; }
-  int64_t w() const { return asking * wide; }
-};
 
 // In the order of BertLayerImpl::forward and self_attention.
 void attend_forward(MemoryTape& tape, const LayerSizes& s) {
@@ -208,7 +156,15 @@ BertStepMemory bert_step_memory(
     const BertConfig& config,
     int64_t rows,
     int64_t tokens,
-    GradientPlace gradients) {
+    GradientPlace gradients,
+    at::ScalarType compute_dtype) {
+  if (compute_dtype != at::kFloat && compute_dtype != at::kBFloat16) {
+    throw InputError(
+        "models::bert_step_memory",
+        std::string("compute_dtype=") + c10::toString(compute_dtype),
+        "Float or BFloat16");
+  }
+  const bool narrow = compute_dtype == at::kBFloat16;
   if (rows < 1 || tokens < 1 || tokens > config.max_position_embeddings) {
     throw InputError(
         "models::bert_step_memory",
@@ -229,6 +185,8 @@ BertStepMemory bert_step_memory(
   last.asking = rows;
   last.heads_asking = rows * config.num_attention_heads;
   last.scores = last.heads_asking * tokens;
+  last.one_asks = true;
+  all.one_asks = tokens == 1;
 
   detail::MemoryTape tape(gradients);
   tape.take(3 * 2 * rows * tokens); // int64: ids, mask, row ends
@@ -243,17 +201,32 @@ BertStepMemory bert_step_memory(
   }
   const int64_t layers = config.num_hidden_layers;
   for (int64_t layer = 0; layer < layers; ++layer) {
-    detail::layer_forward(tape, layer + 1 == layers ? last : all);
+    (narrow ? detail::layer_forward_bf16 : detail::layer_forward)(
+        tape, layer + 1 == layers ? last : all);
   }
-  tape.take(3 * rows * h); // pooler, its tanh, dropout
+  const int64_t labels = config.num_labels();
   BertStepMemory memory;
-  memory.saved_bytes = tape.live();
-  detail::linear_gradients(tape, h, config.num_labels());
-  detail::linear_gradients(tape, h, h);
-  tape.give(3 * rows * h);
+  if (narrow) {
+    detail::linear_forward_bf16(tape, rows, h, h, true); // pooler
+    tape.take16(3 * rows * h); // its product, tanh, dropout
+    detail::linear_forward_bf16(tape, rows, h, labels, false);
+    memory.saved_bytes = tape.live();
+    detail::linear_backward_bf16(tape, rows, h, labels, false);
+    tape.give16(3 * rows * h);
+    detail::linear_backward_bf16(tape, rows, h, h, true);
+    tape.give16(rows * h);
+    tape.give(rows * h);
+  } else {
+    tape.take(3 * rows * h); // pooler, its tanh, dropout
+    memory.saved_bytes = tape.live();
+    detail::linear_gradients(tape, h, labels);
+    detail::linear_gradients(tape, h, h);
+    tape.give(3 * rows * h);
+  }
   // The gradient of the last layer's output takes the place of that output.
   for (int64_t layer = layers - 1; layer >= 0; --layer) {
-    detail::layer_backward(tape, layer + 1 == layers ? last : all);
+    (narrow ? detail::layer_backward_bf16 : detail::layer_backward)(
+        tape, layer + 1 == layers ? last : all);
   }
   if (all.dropout) {
     tape.take(all.n()); // of the norm's output

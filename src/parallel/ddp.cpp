@@ -138,13 +138,13 @@ void Ddp::check_parameters() const {
     const FlatGroup& group =
         gradients_.layout().groups()[static_cast<size_t>(was.group)];
     if (parameter.sizes() != was.sizes ||
-        parameter.scalar_type() != group.dtype ||
+        parameter.scalar_type() != was.dtype ||
         parameter.device() != group.device) {
       std::ostringstream what;
       what << "parameter \"" << name << "\" is " << parameter.sizes() << " "
            << parameter.scalar_type() << " on " << parameter.device()
-           << " now, and was " << at::IntArrayRef(was.sizes) << " "
-           << group.dtype << " on " << group.device << " when it was prepared";
+           << " now, and was " << at::IntArrayRef(was.sizes) << " " << was.dtype
+           << " on " << group.device << " when it was prepared";
       throw InputError(
           "parallel::Ddp",
           what.str(),

@@ -33,7 +33,7 @@ void check_saved_gradients(
       }
       ++known;
       if (saved->second.sizes() != slot.parameter.sizes() ||
-          saved->second.scalar_type() != slot.parameter.scalar_type()) {
+          saved->second.scalar_type() != flat_gradient_dtype(slot.dtype)) {
         throw InputError(
             "parallel::Ddp",
             saved->first + " has shape " + c10::str(saved->second.sizes()),

@@ -308,4 +308,58 @@ TEST(MixedPrecision, RanksAgreeOnTheirPrecision) {
   accelerator.finish();
 }
 
+// A model that is bf16 itself: each batch's gradient is rounded once, their sum over
+// batches and ranks never, and small updates reach the fp32 masters.
+TEST(MixedPrecision, SixteenBitParametersHaveFp32GradientsAndMasters) {
+  auto accelerator = accelerator_with({.gradient_accumulation_steps = 3});
+  const int world = accelerator.num_processes();
+  WideNet net = same_net();
+  net->to(torch::kBFloat16);
+  std::vector<Tensor> expected; // of the batches, each in bf16, added in fp64
+  for (int64_t batch = 0; batch < 3 * world; ++batch) {
+    WideNet other = same_net();
+    other->to(torch::kBFloat16);
+    const auto [x, y] = rows_of(batch);
+    torch::nn::functional::cross_entropy(
+        other->forward(x.to(torch::kBFloat16)).to(torch::kFloat),
+        y,
+        torch::nn::functional::CrossEntropyFuncOptions().reduction(torch::kSum))
+        .backward();
+    for (size_t i = 0; i < other->parameters().size(); ++i) {
+      const Tensor part =
+          other->parameters()[i].grad().to(torch::kDouble) / (18.0 * world);
+      batch == 0 ? expected.push_back(part)
+                 : static_cast<void>(expected[i].add_(part));
+    }
+  }
+  AdamW own(net->parameters(), torch::optim::AdamWOptions(1e-6));
+  auto [model, optimizer] = accelerator.prepare(net, own);
+  for (int64_t step = 0; step < 3; ++step) {
+    auto window = accelerator.accumulate(model);
+    const auto [x, y] = rows_of(3 * accelerator.process_index() + step);
+    accelerator.backward(
+        torch::nn::functional::cross_entropy(
+            net->forward(x.to(torch::kBFloat16)).to(torch::kFloat),
+            y,
+            torch::nn::functional::CrossEntropyFuncOptions().reduction(
+                torch::kSum)),
+        6);
+  }
+  const auto parameters = net->parameters();
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const Tensor& grad = parameters[i].grad();
+    ASSERT_EQ(grad.scalar_type(), torch::kFloat);
+    EXPECT_LT(
+        (grad.to(torch::kDouble) - expected[i]).abs().max().item<double>(),
+        1e-6 * expected[i].abs().max().item<double>())
+        << i;
+  }
+  EXPECT_TRUE(optimizer.step());
+  for (const Tensor& parameter : parameters) {
+    EXPECT_EQ(parameter.scalar_type(), torch::kBFloat16);
+  }
+  expect_equal_on_ranks(accelerator, parameters);
+  accelerator.finish();
+}
+
 } // namespace hasten::precision_test

@@ -153,6 +153,7 @@ struct Autocast {
 };
 
 TEST(RegionEffects, AutocastIsThatOfForward) {
+  install_memory_meter(); // before what later runs replace
   auto blocks = make_mlps(1);
   const Tensor x = torch::randn({4, 8});
   const auto leaves = parameters_of(blocks);

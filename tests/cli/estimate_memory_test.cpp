@@ -46,6 +46,8 @@ TEST(EstimateMemory, IsWithinThreePercentOfWhatTrainingTakes) {
       {},
       {"--gradient-accumulation-steps", "2", "--optim", "lion"},
       {"--nproc", "2", "--optim", "sgd", "--optim-args", "momentum=0.9"},
+      {"--bf16"},
+      {"--bf16", "--nproc", "2"},
       {"--nproc", "2", "--local-sgd-steps", "2"},
       {"--nproc",
        "2",
@@ -86,11 +88,12 @@ TEST(EstimateMemory, IsWithinThreePercentOfWhatTrainingTakes) {
         folder / "out",
         "--batch",
         "32x64"};
-    for (size_t i = 0; i < more.size(); i += 2) {
+    for (size_t i = 0; i < more.size(); ++i) {
       if (more[i] == "--local-sgd-steps") {
         estimate.insert(estimate.end(), {"--strategy", "local_sgd"});
+        ++i;
       } else {
-        estimate.insert(estimate.end(), {more[i], more[i + 1]});
+        estimate.push_back(more[i]);
       }
     }
     const ProgramRun run = run_program(estimate);
@@ -114,11 +117,12 @@ TEST(EstimateMemory, PrintsATableOfWhatTakesTheMemory) {
        "bert-base",
        "--optim",
        "adamw",
+       "--bf16",
        "--nproc",
        "4"});
   EXPECT_EQ(run.code, 0) << run.error;
   for (const char* part :
-       {"bert-base, 109,483,778 parameters, adamw, ddp on 4 processes",
+       {"bert-base, 109,483,778 parameters, adamw, bf16, ddp on 4 processes",
         "optimizer state",
         "peak of a process",
         "of 4 processes"}) {

@@ -235,4 +235,28 @@ TEST(FlatGradients, TheAllocatorOwnsTheMemory) {
   EXPECT_EQ(memory.sum().item<float>(), 15);
 }
 
+// 256 + 1 is 256 in bf16.
+TEST(FlatGradients, Of16BitParametersAddUpInFp32) {
+  for (const auto dtype : {at::kBFloat16, at::kHalf}) {
+    Tensor p = parameter({3}, dtype);
+    Tensor q = parameter({2});
+    (p * 256).sum().backward(); // a gradient from before
+    FlatGradients flat(FlatLayout({{"p", p}, {"q", q}}));
+    EXPECT_EQ(flat.layout().groups().size(), 1U) << "one buffer with fp32's";
+    flat.install();
+    for (int i = 0; i < 3; ++i) {
+      p.sum().backward();
+    }
+    EXPECT_EQ(p.grad().scalar_type(), at::kFloat);
+    EXPECT_TRUE(torch::equal(p.grad(), torch::full({3}, 259.0F)));
+    EXPECT_TRUE(flat.installed(flat.layout().find(p)));
+    flat.reset(); // autograd's own tensor comes in fp32, too
+    p.sum().backward();
+    EXPECT_EQ(p.grad().scalar_type(), at::kFloat);
+    p.sum().backward();
+    flat.install();
+    EXPECT_TRUE(torch::equal(p.grad(), torch::full({3}, 2.0F)));
+  }
+}
+
 } // namespace hasten::flat_test

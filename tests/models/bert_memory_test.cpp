@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "hasten/base/error.h"
+#include "hasten/core/autocast.h"
 #include "hasten/core/memory.h"
 #include "hasten/models/bert.h"
 
@@ -40,44 +41,51 @@ TEST(BertStepMemory, IsWithinThreePercentOfTheMeter) {
   install_memory_meter();
   for (const MemoryCase& c : memory_cases()) {
     for (const bool fresh : {true, false}) {
-      BertForSequenceClassification model(c.config);
-      model->train();
-      for (const at::Tensor& p : model->parameters()) {
-        if (!fresh) {
-          p.mutable_grad() = torch::zeros_like(p);
+      for (const bool narrow : {false, true}) {
+        BertForSequenceClassification model(c.config);
+        model->train();
+        for (const at::Tensor& p : model->parameters()) {
+          if (!fresh) {
+            p.mutable_grad() = torch::zeros_like(p);
+          }
         }
+        const int64_t before = memory_stats().live_bytes;
+        const auto step = [&] {
+          const at::Tensor ids = torch::ones({c.rows, c.tokens}, torch::kLong);
+          const at::Tensor mask = torch::ones_like(ids);
+          const at::Tensor types = torch::ones_like(ids);
+          const at::Tensor loss = [&] {
+            const Autocast autocast({.enabled = narrow});
+            return torch::nn::functional::cross_entropy(
+                model->forward(ids, mask),
+                torch::zeros({c.rows}, torch::kLong),
+                torch::nn::functional::CrossEntropyFuncOptions().reduction(
+                    torch::kSum));
+          }();
+          const int64_t saved = memory_stats().live_bytes - before;
+          loss.backward();
+          return saved;
+        };
+        reset_peak_memory();
+        const int64_t saved = step();
+        const int64_t peak = memory_stats().peak_bytes - before;
+        const BertStepMemory formula = bert_step_memory(
+            c.config,
+            c.rows,
+            c.tokens,
+            fresh ? GradientPlace::fresh : GradientPlace::existing,
+            narrow ? at::kBFloat16 : at::kFloat);
+        SCOPED_TRACE(c.name);
+        const auto share = [](int64_t a, int64_t b) {
+          return static_cast<double>(a) / static_cast<double>(b);
+        };
+        EXPECT_NEAR(share(formula.saved_bytes, saved), 1, 0.01)
+            << formula.saved_bytes << " " << saved;
+        EXPECT_NEAR(share(formula.peak_bytes, peak), 1, 0.03)
+            << formula.peak_bytes << " " << peak << (fresh ? " fresh" : "")
+            << (narrow ? " bf16" : "");
+        EXPECT_LE(formula.activation_bytes, formula.peak_bytes);
       }
-      const int64_t before = memory_stats().live_bytes;
-      const auto step = [&] {
-        const at::Tensor ids = torch::ones({c.rows, c.tokens}, torch::kLong);
-        const at::Tensor mask = torch::ones_like(ids);
-        const at::Tensor types = torch::ones_like(ids);
-        const at::Tensor loss = torch::nn::functional::cross_entropy(
-            model->forward(ids, mask),
-            torch::zeros({c.rows}, torch::kLong),
-            torch::nn::functional::CrossEntropyFuncOptions().reduction(
-                torch::kSum));
-        const int64_t saved = memory_stats().live_bytes - before;
-        loss.backward();
-        return saved;
-      };
-      reset_peak_memory();
-      const int64_t saved = step();
-      const int64_t peak = memory_stats().peak_bytes - before;
-      const BertStepMemory formula = bert_step_memory(
-          c.config,
-          c.rows,
-          c.tokens,
-          fresh ? GradientPlace::fresh : GradientPlace::existing);
-      SCOPED_TRACE(c.name);
-      const auto share = [](int64_t a, int64_t b) {
-        return static_cast<double>(a) / static_cast<double>(b);
-      };
-      EXPECT_NEAR(share(formula.saved_bytes, saved), 1, 0.01)
-          << formula.saved_bytes << " " << saved;
-      EXPECT_NEAR(share(formula.peak_bytes, peak), 1, 0.03)
-          << formula.peak_bytes << " " << peak << (fresh ? " fresh" : "");
-      EXPECT_LE(formula.activation_bytes, formula.peak_bytes);
     }
   }
 }

@@ -108,6 +108,8 @@ struct EstimateMemoryCommand {
   int64_t gradient_accumulation_steps = 1;
   OptimizerType optim = OptimizerType::adamw_torch;
   std::string optim_args{};
+  /// Matrix products in bf16; parameters stay fp32.
+  bool bf16 = false;
   /// ddp or local_sgd; with one process the same.
   std::string strategy = "ddp";
   int nproc = 1;

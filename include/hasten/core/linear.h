@@ -27,5 +27,7 @@ bool linear_uses_onednn();
 bool linear_uses_onednn(int64_t rows, int64_t in, int64_t out);
 /// Whether its products under autocast in bf16 are made here.
 bool linear_uses_bf16();
+/// Whether one of these sizes is; else torch keeps the converted weight until backward.
+bool linear_uses_bf16(int64_t rows, int64_t in, int64_t out);
 
 } // namespace hasten

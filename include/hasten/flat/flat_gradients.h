@@ -25,7 +25,8 @@ using FlatAllocator =
 class FlatGradients {
  public:
   /// `allocator`: who owns the memory, at::zeros by default. Gradients that exist
-  /// already stay where they are until install().
+  /// already stay where they are until install(). A 16-bit parameter's grad_dtype
+  /// becomes kFloat, for good.
   explicit FlatGradients(FlatLayout layout, FlatAllocator allocator = {});
 
   const FlatLayout& layout() const { return layout_; }

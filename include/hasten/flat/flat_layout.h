@@ -1,5 +1,6 @@
 // Where each parameter's gradient lies in a few flat buffers, one per dtype and
-// device. Equal on all ranks that build the same model. A slot keeps its index;
+// device. Gradients of 16-bit parameters are fp32: what is summed over batches and
+// ranks loses nothing to 16 bits. Equal on all ranks that build the same model. A slot keeps its index;
 // where it lies changes when somebody reorders the layout, which is done once.
 // Threading: one thread.
 // Design: docs/design/gradient_window.md
@@ -21,6 +22,7 @@ struct FlatSlot {
   at::Tensor parameter{};
   /// The parameter's when the layout was made.
   std::vector<int64_t> sizes{};
+  at::ScalarType dtype = at::kFloat;
   /// Index into groups().
   int64_t group = 0;
   /// First element in the group's buffer, a multiple of 64 bytes.
@@ -29,8 +31,9 @@ struct FlatSlot {
   int64_t numel = 0;
 };
 
-/// Parameters of one dtype on one device share a buffer.
+/// Parameters whose gradients have one dtype, on one device, share a buffer.
 struct FlatGroup {
+  /// Of the gradients: flat_gradient_dtype of the parameters'.
   at::ScalarType dtype = at::kFloat;
   at::Device device = at::kCPU;
   /// Elements of the buffer, padding included.
@@ -39,6 +42,9 @@ struct FlatGroup {
   int64_t first_slot = 0;
   int64_t last_slot = 0;
 };
+
+/// kFloat for kHalf and kBFloat16, else the same.
+at::ScalarType flat_gradient_dtype(at::ScalarType parameter_dtype);
 
 namespace detail {
 /// Elements that a slot of `numel` takes, up to the next 64 bytes.

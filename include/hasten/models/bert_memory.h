@@ -33,15 +33,17 @@ struct BertStepMemory {
   int64_t saved_bytes = 0;
 };
 
-/// Of BertForSequenceClassification in training mode and fp32 on the CPU, for a batch
+/// Of BertForSequenceClassification in training mode on the CPU, for a batch
 /// [rows, tokens] without padding, its three int64 tensors among it; no activation
-/// checkpointing. Follows the tensors of forward and backward one by one. Not in it:
-/// scratch memory of libraries. Throws InputError for rows or tokens below 1, and
-/// tokens above the model's.
+/// checkpointing. `compute_dtype`: kFloat, or kBFloat16 for a forward under Autocast
+/// with fp32 parameters. Follows the tensors of forward and backward one by one. Not
+/// in it: scratch memory of libraries. Throws InputError for rows or tokens below 1,
+/// tokens above the model's and other types.
 BertStepMemory bert_step_memory(
     const BertConfig& config,
     int64_t rows,
     int64_t tokens,
-    GradientPlace gradients);
+    GradientPlace gradients,
+    c10::ScalarType compute_dtype = c10::ScalarType::Float);
 
 } // namespace hasten

@@ -14,8 +14,8 @@
 //
 // Buckets follow the order in which the first reduced backward completed rank 0's
 // gradients; before it, the reverse order of registration.
-// 16-bit parameters have 16-bit gradients here: sums over batches round to 16 bits
-// (those over ranks do not).
+// Gradients of 16-bit parameters are fp32 here (FlatGradients), in sums over batches
+// and over ranks: 4 bytes a number, also on the wire unless a comm hook narrows it.
 // Threading: one thread. Lifetime: shares module and communicator; the destructor
 // never communicates. Design: docs/design/gradient_window.md
 #pragma once
