@@ -10,6 +10,8 @@
 #include <thread>
 #include <utility>
 
+#include "broken_pipe.h"
+
 namespace hasten::detail {
 
 using std::chrono::milliseconds;
@@ -145,6 +147,7 @@ Liveness::Liveness(LivenessConfig config)
 Liveness::~Liveness() { stop(milliseconds(0)); }
 
 void Liveness::run(const std::shared_ptr<Shared>& shared) {
+  const NoBrokenPipeSignal none;
   shared->loop();
   shared->store().reset();
   const std::lock_guard<std::mutex> lock(shared->mutex);

@@ -20,6 +20,7 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <utility>
 
+#include "broken_pipe.h"
 #include "hasten/base/error.h"
 
 namespace hasten::detail {
@@ -275,6 +276,7 @@ StoreThread::StoreThread(Open open) : shared_(std::make_shared<Shared>()) {
 StoreThread::~StoreThread() { stop(std::chrono::milliseconds(0)); }
 
 void StoreThread::run(const std::shared_ptr<Shared>& shared, const Open& open) {
+  const NoBrokenPipeSignal none; // also for the threads of store and groups
   try {
     shared->store = open(shared->cancelled);
   } catch (...) {

@@ -12,6 +12,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #include <utility>
 
+#include "broken_pipe.h"
 #include "hasten/base/error.h"
 #include "hasten/base/log.h"
 #include "hasten/base/process.h"
@@ -237,6 +238,7 @@ std::shared_ptr<gloo::transport::Device> WorldLink::device(
   }
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!device_ || device_address_ != host) {
+    const NoBrokenPipeSignal none; // in its thread
     device_ = c10d::ProcessGroupGloo::createDeviceForHostname(host);
     device_address_ = host;
   }
@@ -339,6 +341,7 @@ void WorldLink::disconnect(milliseconds limit) {
   auto destroyed = std::make_shared<std::promise<void>>();
   std::future<void> future = destroyed->get_future();
   std::thread([destroyed, groups = std::move(groups)]() mutable {
+    const NoBrokenPipeSignal none;
     groups.clear();
     destroyed->set_value();
   }).detach();

@@ -125,6 +125,29 @@ void layer_backward(MemoryTape& tape, const LayerSizes& s) {
   tape.give(s.n()); // the layer's saved input
 }
 
+/// Pooler and classifier, forward and backward; returns what is alive between.
+int64_t head_of_step(
+    MemoryTape& tape, int64_t rows, int64_t h, int64_t labels, bool narrow) {
+  if (!narrow) {
+    tape.take(3 * rows * h); // pooler, its tanh, dropout
+    const int64_t saved = tape.live();
+    linear_gradients(tape, h, labels);
+    linear_gradients(tape, h, h);
+    tape.give(3 * rows * h);
+    return saved;
+  }
+  linear_forward_bf16(tape, rows, h, h, true); // pooler
+  tape.take16(3 * rows * h); // its product, tanh, dropout
+  linear_forward_bf16(tape, rows, h, labels, false);
+  const int64_t saved = tape.live();
+  linear_backward_bf16(tape, rows, h, labels, false);
+  tape.give16(3 * rows * h);
+  linear_backward_bf16(tape, rows, h, h, true);
+  tape.give16(rows * h);
+  tape.give(rows * h);
+  return saved;
+}
+
 } // namespace detail
 
 std::vector<std::vector<int64_t>> bert_parameter_shapes(
@@ -204,25 +227,9 @@ BertStepMemory bert_step_memory(
     (narrow ? detail::layer_forward_bf16 : detail::layer_forward)(
         tape, layer + 1 == layers ? last : all);
   }
-  const int64_t labels = config.num_labels();
   BertStepMemory memory;
-  if (narrow) {
-    detail::linear_forward_bf16(tape, rows, h, h, true); // pooler
-    tape.take16(3 * rows * h); // its product, tanh, dropout
-    detail::linear_forward_bf16(tape, rows, h, labels, false);
-    memory.saved_bytes = tape.live();
-    detail::linear_backward_bf16(tape, rows, h, labels, false);
-    tape.give16(3 * rows * h);
-    detail::linear_backward_bf16(tape, rows, h, h, true);
-    tape.give16(rows * h);
-    tape.give(rows * h);
-  } else {
-    tape.take(3 * rows * h); // pooler, its tanh, dropout
-    memory.saved_bytes = tape.live();
-    detail::linear_gradients(tape, h, labels);
-    detail::linear_gradients(tape, h, h);
-    tape.give(3 * rows * h);
-  }
+  memory.saved_bytes =
+      detail::head_of_step(tape, rows, h, config.num_labels(), narrow);
   // The gradient of the last layer's output takes the place of that output.
   for (int64_t layer = layers - 1; layer >= 0; --layer) {
     (narrow ? detail::layer_backward_bf16 : detail::layer_backward)(

@@ -1,7 +1,11 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <csignal>
+#include <filesystem>
+#include <fstream>
 #include <functional>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <string>
 
@@ -25,6 +29,39 @@ static std::string message_of(const std::function<void()>& function) {
 
 static void expect_part(const std::string& text, const std::string& part) {
   EXPECT_NE(text.find(part), std::string::npos) << text;
+}
+
+// Threads of this process, by what they do with SIGPIPE.
+static std::map<std::string, bool> threads_without_sigpipe() {
+  std::map<std::string, bool> blocked;
+  for (const auto& entry :
+       std::filesystem::directory_iterator("/proc/self/task")) {
+    std::ifstream status(entry.path() / "status");
+    for (std::string line; std::getline(status, line);) {
+      if (line.rfind("SigBlk:", 0) == 0) {
+        const auto mask = std::stoull(line.substr(7), nullptr, 16);
+        blocked[entry.path().filename()] = (mask >> (SIGPIPE - 1) & 1) != 0;
+      }
+    }
+  }
+  return blocked;
+}
+
+// A peer that dies while one writes to it is an error, not this process's end.
+TEST(Group, ThreadsThatWriteToPeersTakeNoSigpipe) {
+  const auto before = threads_without_sigpipe();
+  const auto comm = fresh_communicator();
+  torch::Tensor a = torch::ones({5});
+  comm->all_reduce(a, ReduceOp::sum, "a");
+  size_t started = 0;
+  for (const auto& [thread, blocked] : threads_without_sigpipe()) {
+    if (before.count(thread) == 0) {
+      ++started;
+      EXPECT_TRUE(blocked) << thread;
+    }
+  }
+  EXPECT_GE(started, comm->world_size() > 1 ? 2U : 0U);
+  comm->close();
 }
 
 TEST(Group, DuplicatesHaveAnOrderOfOperationsOfTheirOwn) {
