@@ -16,6 +16,8 @@ class SavedHookFactory {
   virtual std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks() = 0;
   /// Called where nothing is half done, so that the code which saves may be left.
   virtual void between_operators() {}
+  /// Whether it is a region's: what is saved comes back by a recomputation.
+  virtual bool recomputes() const { return false; }
 };
 
 /// On top of this thread's stack while it lives; null: tensors are saved plainly.

@@ -47,12 +47,16 @@ void OpStore::drop_unreached() {
 OpRecorder::OpRecorder(
     std::shared_ptr<const OpPolicy> policy,
     std::shared_ptr<OpStore> store,
-    bool names)
-    : policy_(std::move(policy)), store_(std::move(store)), names_(names) {
-  OpObserver* around = current_op_observer();
-  if ((outer_ = dynamic_cast<OpRecorder*>(around)) != nullptr) {
+    bool names,
+    SavedHookFactory* around)
+    : policy_(std::move(policy)),
+      store_(std::move(store)),
+      names_(names),
+      around_(around) {
+  OpObserver* observer = current_op_observer();
+  if ((outer_ = dynamic_cast<OpRecorder*>(observer)) != nullptr) {
     writes_ = outer_->writes_;
-  } else if (auto* replayer = dynamic_cast<OpReplayer*>(around)) {
+  } else if (auto* replayer = dynamic_cast<OpReplayer*>(observer)) {
     writes_ = replayer->writes();
   }
 }
@@ -70,7 +74,7 @@ KeptCall* OpRecorder::kept(const Held& held) {
 void OpRecorder::seal() {
   if (open_) {
     KeptCall* call = kept(held_.back());
-    call->version = call->results[0].toTensor()._version();
+    call->version = call->counter.current_version();
     open_ = false;
   }
 }
@@ -91,7 +95,7 @@ void OpRecorder::watch(const OpPassing& passing, const OpInfo& info, bool own) {
     const auto* storage = storage_of(target);
     const auto held =
         std::find_if(held_.begin(), held_.end(), [&](const Held& candidate) {
-          return candidate.storage == storage;
+          return candidate.storage._unsafe_get_target() == storage;
         });
     if (storage == nullptr || held == held_.end()) {
       continue;
@@ -159,21 +163,40 @@ void OpRecorder::keep(
   if (!info.collective && !policy_->keeps(call)) {
     return;
   }
-  KeptCall kept;
-  kept.index = index;
-  kept.order = store_->kept++;
-  for (size_t i = first; i < passing.stack.size(); ++i) {
-    kept.results.push_back(bare_value(passing.stack[i]));
-  }
-  if (info.random) {
-    kept.random_after = CpuRandomState::now();
-  }
   const at::Tensor& result = passing.stack[first].toTensor();
   if (!result.defined() || storage_of(result) == nullptr) {
     return;
   }
+  KeptCall kept;
+  kept.index = index;
+  kept.order = store_->kept++;
+  kept.counter = result.unsafeGetTensorImpl()->version_counter();
+  const bool saves =
+      around_ != nullptr &&
+      std::all_of(
+          passing.stack.begin() + static_cast<int64_t>(first),
+          passing.stack.end(),
+          [](const c10::IValue& value) {
+            return value.isTensor() && value.toTensor().defined();
+          });
+  for (size_t i = first; i < passing.stack.size(); ++i) {
+    c10::IValue value = bare_value(passing.stack[i]);
+    if (saves) {
+      kept.saved.push_back(around_->make_hooks());
+      kept.saved.back()->call_pack_hook(value.toTensor());
+    } else {
+      kept.results.push_back(std::move(value));
+    }
+  }
+  if (info.random) {
+    kept.random_after = CpuRandomState::now();
+  }
   held_.push_back(
-      {storage_of(result), &passing.op.schema(), index, result.numel()});
+      {c10::weak_intrusive_ptr<c10::StorageImpl>(
+           result.storage().getWeakStorageImpl()),
+       &passing.op.schema(),
+       index,
+       result.numel()});
   store_->calls[&passing.op.schema()].kept.push_back(std::move(kept));
   open_ = true;
 }
@@ -256,6 +279,9 @@ bool OpReplayer::hand_out(const OpPassing& passing, const OpInfo& info) {
         "retain_graph in the backward before",
         "retain the graph in every backward but the last");
   }
+  for (const auto& hooks : call->saved) {
+    call->results.emplace_back(hooks->call_unpack_hook());
+  }
   const at::Tensor first = call->results[0].toTensor();
   if (first._version() != call->version) {
     throw CheckpointError(
@@ -272,8 +298,11 @@ bool OpReplayer::hand_out(const OpPassing& passing, const OpInfo& info) {
         keeps_graph_ ? bare_value(result) : std::move(result));
   }
   replayed_.push_back({storage_of(first), call->absorbed});
-  if (!keeps_graph_) {
+  if (!keeps_graph_ || !call->saved.empty()) {
     call->results.clear();
+  }
+  if (!keeps_graph_) {
+    call->saved.clear();
     call->taken = true;
   }
   if (call->random_after) {

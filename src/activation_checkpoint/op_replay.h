@@ -3,6 +3,7 @@
 #pragma once
 
 #include <ATen/core/ivalue.h>
+#include <torch/csrc/autograd/saved_variable_hooks.h>
 
 #include <memory>
 #include <optional>
@@ -11,6 +12,7 @@
 #include <vector>
 
 #include "hasten/activation_checkpoint/op_policy.h"
+#include "hook_engine.h"
 #include "op_scope.h"
 #include "region_state.h"
 
@@ -38,10 +40,18 @@ struct EarlyStop {
 };
 
 /// A result that is kept.
+///
+/// Note [Results kept inside another region]
+/// They are saved tensors of the region around, as the inner region's inputs are:
+/// its forward keeps nothing, and its recomputation makes them again. Kept here
+/// they would outlive the forward that the outer region exists to forget.
 struct KeptCall {
   size_t index = 0; // which call of its operator
   size_t order = 0; // among all kept ones of the region
+  /// Or, inside another region, what has them.
   std::vector<c10::IValue> results{};
+  std::vector<std::unique_ptr<torch::autograd::SavedVariableHooks>> saved{};
+  c10::VariableVersion counter{}; // of the first result
   std::optional<CpuRandomState> random_after{};
   // In-place operators that the value has gone through, and the version after.
   int absorbed = 0;
@@ -74,18 +84,20 @@ struct OpStore {
 /// is found by the version counter.
 class OpRecorder final : public OpObserver {
  public:
-  /// `policy` may be null; `names`: remember them.
+  /// `policy` may be null; `names`: remember them; `around`: who saves results in
+  /// place of `store`, or null.
   OpRecorder(
       std::shared_ptr<const OpPolicy> policy,
       std::shared_ptr<OpStore> store,
-      bool names);
+      bool names,
+      SavedHookFactory* around);
   ~OpRecorder() override { seal(); }
   void pass(const OpPassing& passing) override;
   WriteGuard* writes() const { return writes_; }
 
  private:
-  struct Held { // a kept call, by the storage of its first result
-    const c10::StorageImpl* storage;
+  struct Held { // a kept call, by the storage of its first result, not owned
+    c10::weak_intrusive_ptr<c10::StorageImpl> storage;
     const c10::FunctionSchema* op;
     size_t index;
     int64_t numel;
@@ -99,6 +111,7 @@ class OpRecorder final : public OpObserver {
   std::shared_ptr<const OpPolicy> policy_;
   std::shared_ptr<OpStore> store_;
   bool names_;
+  SavedHookFactory* around_;
   OpRecorder* outer_ = nullptr; // of a region around this one
   WriteGuard* writes_ = nullptr; // of a recomputation around this one
   std::vector<Held> held_{};

@@ -223,9 +223,8 @@ class PlanPass {
     open_regions(index, step, inputs, written.inputs);
     const RegionForward part = written.forward; // steps may move
     std::vector<at::Tensor> outputs =
-        open_.empty()
-            ? part(std::move(inputs))
-            : open_.back().region->run_forward(part, std::move(inputs));
+        open_.empty() ? part(std::move(inputs))
+                      : run_innermost(part, std::move(inputs));
     for (const at::Tensor& output : outputs) {
       const int value = program_->value_of(output);
       program_->steps[step].outputs.push_back(value);
@@ -246,6 +245,15 @@ class PlanPass {
     std::shared_ptr<size_t> last_step; // of its recomputation
     std::vector<int> known{}; // values that it has or makes
   };
+
+  // What it keeps is saved under the hooks of the region around it.
+  std::vector<at::Tensor> run_innermost(
+      const RegionForward& part, std::vector<at::Tensor> inputs) {
+    const size_t depth = open_.size() - 1;
+    const HookScope under(
+        depth == 0 ? current_hook_factory() : open_[depth - 1].region.get());
+    return open_[depth].region->run_forward(part, std::move(inputs));
+  }
 
   // Inputs that the open regions do not know: from outermost to innermost, each
   // saved under the hooks of the one around it.

@@ -106,6 +106,7 @@ struct RecomputeFactory final : SavedHookFactory {
     return std::make_unique<RecomputeHook>(region, pass);
   }
   void between_operators() override { pass.stop.look(); }
+  bool recomputes() const override { return true; }
   Region& region;
   Region::Recomputed& pass;
 };
@@ -167,7 +168,12 @@ std::vector<at::Tensor> Region::run_forward(
   std::optional<OpRecorder> recorder;
   std::optional<OpScope> ops;
   if (ops_) {
-    recorder.emplace(options_.policy, ops_, options_.debug);
+    SavedHookFactory* around = current_hook_factory();
+    recorder.emplace(
+        options_.policy,
+        ops_,
+        options_.debug,
+        around != nullptr && around->recomputes() ? around : nullptr);
     ops.emplace(&*recorder);
   }
   const HookScope hooks(this);

@@ -87,6 +87,7 @@ class Region final : public SavedHookFactory,
       const std::vector<at::Tensor>& outputs, uint64_t first_node);
 
   std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks() override;
+  bool recomputes() const override { return true; }
 
   // For the hooks.
 

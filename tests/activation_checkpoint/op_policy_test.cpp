@@ -291,6 +291,43 @@ TEST(OpPolicy, KeptResultsGoWithTheGraphOrWithItsBackward) {
   EXPECT_EQ(bytes.extra(), 0);
 }
 
+// What an inner region keeps, the region around it forgets, and makes again.
+TEST(OpPolicy, InsideAnotherRegionResultsAreKeptInItsRecomputationAlone) {
+  const Tensor x = torch::randn({1000}).requires_grad_();
+  x.mutable_grad() = torch::zeros_like(x);
+  int products = 0;
+  const auto inner = [&](const Tensor& in) {
+    Tensor kept = in.cos().mul(3);
+    kept.add_(1); // part of the kept value
+    ++products;
+    return kept.sin().tanh();
+  };
+  const auto outer = [&](const Tensor& in) {
+    return activation_checkpoint(
+               inner,
+               in.sin(),
+               Options{.policy = OpPolicy::keep({"aten::mul"})})
+        .cos();
+  };
+  const Derived plain = derive(
+      {x}, [&] { return (x.sin().cos().mul(3) + 1).sin().tanh().cos().sum(); });
+  expect_same_bits(plain, derive({x}, [&] {
+                     return activation_checkpoint(outer, x).sum();
+                   }));
+  x.mutable_grad() = torch::zeros_like(x);
+  const LiveBytes bytes;
+  products = 0;
+  Tensor y = activation_checkpoint(outer, x).sum();
+  EXPECT_EQ(bytes.extra(), 4) << "the sum alone";
+  y.backward({}, /*retain_graph=*/true);
+  EXPECT_EQ(products, 3) << "in forward, in the outer's and in its own";
+  EXPECT_EQ(bytes.extra(), 4);
+  y.backward();
+  EXPECT_EQ(products, 5);
+  EXPECT_EQ(bytes.extra(), 4);
+  EXPECT_TRUE(torch::equal(x.grad(), 2 * plain.gradients[0]));
+}
+
 TEST(OpPolicy, ViewsOfIntegersAreNoObstacle) {
   const Tensor numbers = torch::arange(6).view({2, 3});
   const Tensor x = torch::randn({3}).requires_grad_();

@@ -341,6 +341,32 @@ TEST(Planner, KeepsWithinEveryBudgetWhenRun) {
   EXPECT_FALSE(gradient_checkpointing_enabled(model.ptr()));
 }
 
+// Blocks that keep operators inside regions keep them in the region's recomputation
+// alone.
+TEST(Planner, PeaksOfNestedPlansAreAsPredicted) {
+  torch::manual_seed(4);
+  Straight model(6, 32);
+  const Tensor x = torch::randn({256, 32});
+  const auto loss = [&] { return model->forward(x).square().sum(); };
+  const Derived plain = derive_model(model, x);
+  const ChainProfile profile = profile_activations(model.ptr(), loss);
+  const auto keep = BlockChoice::keep;
+  const auto ops = BlockChoice::keep_ops;
+  const std::vector<std::vector<PlanRegion>> plans = {
+      {{0, 3, keep}, {0, 1, ops}, {1, 2, ops}, {4, 5, ops}},
+      {{0, 5, keep}, {0, 3, keep}, {0, 1, ops}, {1, 2, ops}, {3, 4, ops}},
+      {{0, 2, keep}, {2, 4, keep}, {2, 3, ops}, {4, 5, keep}}};
+  for (const auto& regions : plans) {
+    const auto plan = make_plan(profile, regions);
+    gradient_checkpointing_enable(model.ptr(), {.plan = plan});
+    const int64_t predicted = plan->predicted_peak_bytes;
+    const int64_t observed = observe_peak(model.ptr(), loss);
+    EXPECT_LE(observed, predicted + predicted / 100);
+    EXPECT_GE(observed, predicted - predicted / 10);
+    expect_same_bits(plain, derive_model(model, x));
+  }
+}
+
 TEST(Planner, RefusesFilesThatAreNoPlans) {
   ActivationPlan plan;
   plan.blocks = {"a", "b", "c"};
