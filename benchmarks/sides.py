@@ -136,20 +136,20 @@ class Bench:
         tokenizer = self.options.pretrained
         return ["--model", self.options.pretrained] if model == "minilm" else ["--model", model, "--tokenizer", tokenizer]
 
-    def ours(self, model, *flags):
-        """`hasten train` on two ranks; its records are in work/out."""
+    def ours(self, model, *flags, ranks=RANKS):
+        """`hasten train`; its records are in work/out."""
         out = self.work / "out"
         shutil.rmtree(out, ignore_errors=True)
         command = [self.options.programs / "hasten", "train", *self.model_flags(model)]
         command += ["--train-file", self.train, "--text-column", "text", "--label-column", "label"]
-        command += ["--nproc", str(RANKS), "--output-dir", out, "--save-strategy", "no", *flags]
+        command += ["--nproc", str(ranks), "--output-dir", out, "--save-strategy", "no", *flags]
         return wait_all([(list(map(str, command)), environment())])
 
-    def peer(self, model, *flags):
-        """The peer's script as two processes; (process, the object it printed)."""
+    def peer(self, model, *flags, ranks=RANKS):
+        """The peer's script; (process, the object it printed)."""
         arguments = ["--train", self.train, "--model", self.options.pretrained if model == "minilm" else model]
         arguments += ["--tokenizer", self.options.pretrained, "--output", self.work / "peer", *flags]
-        return run_peer(self.options, "reviews.py", *arguments)
+        return run_peer(self.options, "reviews.py", *arguments, ranks=ranks)
 
     def records(self):
         with open(self.work / "out/metrics.jsonl", encoding="utf-8") as file:
