@@ -14,7 +14,8 @@ TEST(MixedPrecisionLocalSgd, ASkippedStepCountsForTheNextAverage) {
                         precision == Precision::fp16;
     Learner learner(accelerator, true);
     for (int64_t step = 0; step < 2; ++step) {
-      learner.learn(accelerator, 90 + step, false, true); // the rate was 0
+      learner.learn(
+          accelerator, 90 + step, false, Clip::norm); // the rate was 0
     }
     LocalSgd local(accelerator, learner.net, {.steps = 2});
     for (int64_t step = 1; step <= 4; ++step) {
@@ -22,7 +23,7 @@ TEST(MixedPrecisionLocalSgd, ASkippedStepCountsForTheNextAverage) {
       const double rate = learner.rate();
       const bool overflows = guilty && step == 2;
       const StepResult result =
-          learner.learn(accelerator, step, overflows, true);
+          learner.learn(accelerator, step, overflows, Clip::norm);
       EXPECT_EQ(bool(result), !overflows) << step;
       EXPECT_EQ(same_bits(before, learner.net->parameters()), overflows);
       EXPECT_EQ(learner.rate() == rate, overflows);
@@ -41,7 +42,7 @@ TEST(MixedPrecisionLocalSgd, ASkippedStepCountsForTheNextAverage) {
       EXPECT_EQ(accelerator.loss_scale().value(), 1024);
     }
     // Windows reduce again, with one scale.
-    learner.learn(accelerator, 9, false, true);
+    learner.learn(accelerator, 9, false, Clip::norm);
     expect_equal_on_ranks(accelerator, learner.net->parameters());
     accelerator.finish();
   }

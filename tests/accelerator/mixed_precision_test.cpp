@@ -118,27 +118,27 @@ TEST(MixedPrecision, SmallGradientsSurviveInFp16) {
 
 TEST(MixedPrecision, AnInfinityOnOneRankLeavesEveryRankAsItWas) {
   for (const bool fused : {true, false}) {
-    for (const bool clips : {true, false}) {
+    for (const Clip clip : {Clip::none, Clip::norm, Clip::value}) {
       for (const bool in_step : {false, true}) {
         AcceleratorOptions options = options_of(Precision::fp16);
         options.scale_in_step = in_step;
         auto accelerator = accelerator_with(options);
         const int world = accelerator.num_processes();
         Learner learner(accelerator, fused);
-        EXPECT_TRUE(learner.learn(accelerator, 0, false, clips));
+        EXPECT_TRUE(learner.learn(accelerator, 0, false, clip));
         for (int guilty = 0; guilty < world; ++guilty) {
           const auto before = copies(learner.net->parameters());
           const auto moments = learner.moments();
           const double rate = learner.rate();
           const double scale = accelerator.loss_scale().value();
           const StepResult result = learner.learn(
-              accelerator, 1, accelerator.process_index() == guilty, clips);
+              accelerator, 1, accelerator.process_index() == guilty, clip);
           EXPECT_TRUE(result.was_skipped());
           EXPECT_TRUE(same_bits(before, learner.net->parameters()));
           EXPECT_TRUE(same_bits(moments, learner.moments()));
           EXPECT_EQ(learner.rate(), rate);
           EXPECT_EQ(accelerator.loss_scale().value(), scale / 2);
-          EXPECT_TRUE(learner.learn(accelerator, 2, false, clips));
+          EXPECT_TRUE(learner.learn(accelerator, 2, false, clip));
           EXPECT_NE(learner.rate(), rate);
         }
         expect_equal_on_ranks(accelerator, learner.net->parameters());
@@ -153,18 +153,18 @@ TEST(MixedPrecision, RanksThatRanOutFollowTheScale) {
   auto accelerator = accelerator_with(options_of(Precision::fp16));
   const int rank = accelerator.process_index();
   Learner learner(accelerator, true);
-  EXPECT_TRUE(learner.learn(accelerator, 0, false, true));
+  EXPECT_TRUE(learner.learn(accelerator, 0, false, Clip::norm));
   if (rank > 0) {
     for (int64_t w = 1; w < 5; ++w) {
       const bool bad = w == 2 || w == 4;
-      EXPECT_EQ(bool(learner.learn(accelerator, w, bad, true)), !bad);
+      EXPECT_EQ(bool(learner.learn(accelerator, w, bad, Clip::norm)), !bad);
     }
   }
   accelerator.join_uneven_inputs();
   const int falls = accelerator.num_processes() > 1 ? 4 : 1;
   EXPECT_EQ(accelerator.loss_scale().value(), 2048.0 / falls);
   expect_equal_on_ranks(accelerator, learner.net->parameters());
-  EXPECT_TRUE(learner.learn(accelerator, 9, false, true));
+  EXPECT_TRUE(learner.learn(accelerator, 9, false, Clip::norm));
   expect_equal_on_ranks(accelerator, learner.net->parameters());
   accelerator.finish();
 }
@@ -190,7 +190,7 @@ TEST(MixedPrecision, ALossThatIsNotFiniteIsNoOverflow) {
   EXPECT_EQ(accelerator.loss_scale().value(), 2048);
   EXPECT_NE(lines.find("not finite before it is scaled"), std::string::npos)
       << lines;
-  EXPECT_TRUE(learner.learn(accelerator, 1, false, false));
+  EXPECT_TRUE(learner.learn(accelerator, 1, false, Clip::none));
   accelerator.finish();
 }
 
@@ -272,15 +272,15 @@ TEST(MixedPrecision, StatesKeepTheScaleAndItsCount) {
                           ->broadcast_json(own.path().string(), "folder")
                           .get<std::string>();
   Learner learner(accelerator, true);
-  learner.learn(accelerator, 0, true, true);
-  learner.learn(accelerator, 1, false, true);
+  learner.learn(accelerator, 0, true, Clip::norm);
+  learner.learn(accelerator, 1, false, Clip::norm);
   accelerator.save_state(folder + "/state");
-  learner.learn(accelerator, 2, true, true);
+  learner.learn(accelerator, 2, true, Clip::norm);
   EXPECT_EQ(accelerator.loss_scale().value(), 512);
   accelerator.load_state(folder + "/state");
   EXPECT_EQ(accelerator.loss_scale().value(), 1024);
   EXPECT_EQ(accelerator.loss_scale().growth_tracker(), 1);
-  EXPECT_TRUE(learner.learn(accelerator, 3, false, true));
+  EXPECT_TRUE(learner.learn(accelerator, 3, false, Clip::norm));
   accelerator.finish();
 }
 

@@ -120,6 +120,8 @@ inline void expect_equal_on_ranks(
   }
 }
 
+enum class Clip { none, norm, value };
+
 // A network with its optimizer and schedule, prepared.
 struct Learner {
   explicit Learner(Accelerator& accelerator, bool fused)
@@ -151,7 +153,7 @@ struct Learner {
   }
   // A window of one batch; whether it stepped.
   StepResult learn(
-      Accelerator& accelerator, int64_t number, bool overflows, bool clips) {
+      Accelerator& accelerator, int64_t number, bool overflows, Clip clip) {
     auto window = accelerator.accumulate(net);
     accelerator.backward(
         sum_of_losses(
@@ -159,8 +161,10 @@ struct Learner {
             rows_of(number + 100 * accelerator.process_index()),
             overflows),
         6);
-    if (clips) {
+    if (clip == Clip::norm) {
       accelerator.clip_grad_norm_(net, 0.5);
+    } else if (clip == Clip::value) {
+      accelerator.clip_grad_value_(net, 0.01);
     }
     const StepResult result = optimizer->step();
     scheduler->step();
