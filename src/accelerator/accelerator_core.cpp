@@ -116,6 +116,7 @@ void AcceleratorCore::prepare_model(std::shared_ptr<torch::nn::Module> module) {
   ddp.static_graph = options.static_graph;
   ddp.buffers = options.buffers;
   ModelState state;
+  convert_batch_norms(module, state, ddp);
   state.ddp = std::make_shared<Ddp>(communicator, module, ddp);
   for (const auto& [name, parameter] : state.ddp->parameters()) {
     parameter_owner_[parameter.unsafeGetTensorImpl()] = {models_.size(), name};
@@ -134,8 +135,8 @@ void AcceleratorCore::register_comm_hook(
 // A collective of its own, before a forward. Ranks that ran out of batches wait
 // for a control vector, so one announces it; it also finds ranks that are
 // elsewhere, before they would wait for each other.
-void AcceleratorCore::even_out_buffers(uint64_t models) {
-  uint64_t mask = 0;
+void AcceleratorCore::even_out_buffers(uint64_t models, bool forward) {
+  uint64_t mask = forward ? synced_models(models) : 0;
   for (const size_t i : models_in(models)) {
     if (models_[i].ddp->evens_out_buffers()) {
       mask |= uint64_t{1} << i;
@@ -156,6 +157,7 @@ void AcceleratorCore::even_out_buffers(uint64_t models) {
 void AcceleratorCore::sync_announced(uint64_t models, bool joined, bool here) {
   DdpRanks ranks;
   if (joined) {
+    refuse_joined(models);
     ranks = {.first = -1, .count = 0, .here = here};
     const auto all = communicator->gather_json(here, "ranks with batches");
     for (size_t rank = 0; rank < all.size(); ++rank) {
@@ -323,9 +325,12 @@ void AcceleratorCore::open(
     }
     batch.stand_in = loader->stand_in;
   }
+  batch.backward_communicates = synced_models(mask) != 0;
   begin_models(mask);
   if (next.opens()) {
-    even_out_buffers(mask);
+    even_out_buffers(mask, true);
+  } else {
+    announce_forward(mask);
   }
   next.open(batch);
   accumulates_ = true;
@@ -336,6 +341,7 @@ void AcceleratorCore::open(
   }
   add_feeder(mask, loader.get());
   window = &next;
+  stands_in = batch.stand_in;
   begin_autocast();
 }
 
@@ -400,6 +406,7 @@ void AcceleratorCore::completed(GradientWindow& done, bool outside) {
   for (ModelState& model : models_) {
     if (model.window == &done) {
       model.completed = serial_;
+      model.announced = false;
       model.outside = outside;
       model.bad_loss = report.non_finite > 0;
       model.looked = false;

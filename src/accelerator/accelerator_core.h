@@ -15,6 +15,7 @@
 #include "hasten/base/world.h"
 #include "hasten/core/autocast.h"
 #include "hasten/optim/optimizer_state.h"
+#include "hasten/parallel/sync_batch_norm.h"
 #include "order_check.h"
 
 namespace hasten {
@@ -122,8 +123,9 @@ class AcceleratorCore {
   void register_comm_hook(
       const torch::nn::Module* module, std::shared_ptr<CommHook> hook);
   void sync_buffers();
-  // Of those of these models that have some to even out.
-  void even_out_buffers(uint64_t models);
+  // Of those of these models that have some to even out. `forward`: also says that a
+  // forward of synchronised ones comes.
+  void even_out_buffers(uint64_t models, bool forward = false);
   // `loader` null: of all loaders.
   void join_ranges(const LoaderState* loader);
 
@@ -204,12 +206,17 @@ class AcceleratorCore {
   const at::Device device;
 
   GradientWindow* window = nullptr; // the open batch's
+  bool stands_in = false; // that batch
   WindowReport report{};
   bool finished = false;
 
  private:
   struct ModelState {
     std::shared_ptr<Ddp> ddp;
+    SyncBatchNormConversion sync_norms;
+    bool synced = false; // has such layers, and there are peers
+    bool announced =
+        false; // a forward outside accumulate(), since its last window
     std::shared_ptr<LoaderState> loader;
     GradientWindow* window = nullptr; // the last one it took part in
     uint64_t completed = 0; // serial of its last complete window; 0: none yet
@@ -327,6 +334,17 @@ class AcceleratorCore {
   void take_part(const LoaderState* loader);
   void serve_peers(const LoaderState* loader, bool& survivable);
   void sync_announced(uint64_t models, bool joined, bool here);
+  // accelerator_sync_norm.cpp
+  void convert_batch_norms(
+      const std::shared_ptr<torch::nn::Module>& module,
+      ModelState& state,
+      DdpOptions& ddp);
+  uint64_t synced_models(uint64_t mask) const;
+  // A training forward of one comes. Collective where there is one.
+  void announce_forward(uint64_t mask);
+  // In such a forward; whether this rank's rows count.
+  bool rows_count(size_t model);
+  void refuse_joined(uint64_t mask) const;
   void check_steps();
   nlohmann::json record();
   void replay(const nlohmann::json& record);
@@ -359,6 +377,7 @@ class AcceleratorCore {
   uint64_t closed_without_backward_ = 0; // mask: the last guard was
   std::shared_ptr<WindowExchange> exchange_;
   std::shared_ptr<Communicator> alone_; // a world of one, for local windows
+  std::shared_ptr<Communicator> sync_norms_; // for forwards; null: none needed
   LocalScope* local_scope_ = nullptr;
   std::vector<int> launch_ranks_{}; // [rank] once ranks have been lost
   WindowControl control_;

@@ -64,6 +64,16 @@ void AcceleratorCore::open_local(LocalScope& scope) {
         "a complete window, or none yet",
         "open the scope before the loop");
   }
+  if (models_[scope.model()].synced) {
+    throw InputError(
+        where,
+        "the model has synchronised batch norm layers, whose every forward "
+        "waits "
+        "for the other ranks",
+        "layers of this rank's own: ranks go ways of their own inside the "
+        "scope",
+        "leave AcceleratorOptions::sync_batchnorm off");
+  }
   local_scope_ = &scope;
 }
 

@@ -221,6 +221,7 @@ void AcceleratorCore::backward_outside(
     batch.weight = static_cast<double>(*loader->rows);
     batch.stand_in = loader->stand_in;
   }
+  batch.backward_communicates = synced_models(mask) != 0;
   begin_models(mask);
   try {
     own.backward_outside(

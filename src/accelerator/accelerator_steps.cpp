@@ -235,8 +235,9 @@ void AcceleratorCore::begin_range(LoaderState& loader) {
   if (loader.open) {
     join_ranges(&loader); // left by break
   }
-  for (const ModelState& model : models_) {
+  for (ModelState& model : models_) {
     check_parameters(model);
+    model.announced = false;
   }
   loader.open = true;
 }
@@ -459,6 +460,9 @@ void AcceleratorCore::finish() {
     join_ranges(nullptr);
   }
   check_steps();
+  if (sync_norms_) {
+    sync_norms_->close();
+  }
   if (owns_communicator) {
     communicator->close();
   }

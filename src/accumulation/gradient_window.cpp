@@ -205,7 +205,13 @@ void GradientWindow::backward(
                       : weight > 0     ? times / weight / batches
                                        : 0;
   idle_ = idle_ && batch_.stand_in;
-  run_backward(loss, times, seed, last_ && options.last, options.retain_graph);
+  run_backward(
+      loss,
+      times,
+      seed,
+      batch_.backward_communicates,
+      last_ && options.last,
+      options.retain_graph);
 }
 
 void GradientWindow::begin_outside(
@@ -277,7 +283,8 @@ void GradientWindow::backward_outside(
   const double seed = !equal_batches() ? times / scale_
                       : count > 0 ? times / count / communicator_->world_size()
                                   : 0;
-  run_backward(loss, times, seed, reduce, retain_graph);
+  run_backward(
+      loss, times, seed, batch.backward_communicates, reduce, retain_graph);
   ++batches_;
 }
 
@@ -285,8 +292,10 @@ void GradientWindow::run_backward(
     const at::Tensor& loss,
     double times,
     double seed,
+    bool always,
     bool reduce,
     bool retain_graph) {
+  const bool runs = times != 0 || always;
   try {
     if (times != 0) {
       note_loss(loss, times);
@@ -297,12 +306,12 @@ void GradientWindow::run_backward(
     for (auto& model : models_) {
       model->start_backward(
           reduce,
-          {.loss = times != 0 ? loss : at::Tensor(),
+          {.loss = runs ? loss : at::Tensor(),
            .hold = model != models_.front(),
            .factor = [this] { return factor_of(control_.wait()); }});
     }
     // A mean over no rows is NaN and says nothing.
-    if (times != 0) {
+    if (runs) {
       // In 16 bits neither the weight nor the scale would be exact.
       const bool narrow = loss.scalar_type() == at::kHalf ||
                           loss.scalar_type() == at::kBFloat16;

@@ -10,10 +10,9 @@
 #include <string>
 #include <vector>
 
-namespace hasten::detail {
+#include "hasten/core/recompute.h"
 
-// torch declares this key for a mode of its own to come and has no kernels on it.
-constexpr auto kOpKey = c10::DispatchKey::Fake;
+namespace hasten::detail {
 
 /// One operator on its way.
 struct OpPassing {

@@ -9,6 +9,7 @@
 #include <mutex>
 
 #include "hasten/base/log.h"
+#include "hasten/core/recompute.h"
 #include "op_replay.h"
 #include "region_state.h"
 
@@ -20,6 +21,7 @@ struct ReentrantCall : torch::CustomClassHolder {
   std::optional<RandomState> random{};
   std::optional<AutocastState> autocast{};
   std::vector<bool> derived{}; // inputs that want a gradient
+  OncePlace once{};
 };
 
 class ReentrantRegion : public torch::autograd::Function<ReentrantRegion> {
@@ -37,6 +39,10 @@ class ReentrantRegion : public torch::autograd::Function<ReentrantRegion> {
     context->save_for_backward(inputs.vec());
     context->saved_data["call"] =
         c10::IValue::make_capsule(call); // owned as long as the node
+    std::optional<OnceScope> once;
+    if (!once_place().store) {
+      once.emplace(call->once);
+    }
     return call->forward(inputs.vec());
   }
 
@@ -85,6 +91,7 @@ class ReentrantRegion : public torch::autograd::Function<ReentrantRegion> {
     const StateScope<RandomState> random(call.random);
     const StateScope<AutocastState> autocast(call.autocast);
     const RecomputeFlag flag;
+    const OnceScope once(OncePlace{call.once.store, call.once.next, true});
     OpReplayer writes(nullptr, false);
     const OpScope ops(&writes);
     const at::AutoGradMode grad_mode(true);
@@ -113,6 +120,10 @@ std::vector<at::Tensor> run_reentrant(
     call->derived.push_back(input.defined() && input.requires_grad());
   }
   call->forward = std::move(forward);
+  call->once = once_place();
+  if (!call->once.store) {
+    call->once = {std::make_shared<OnceStore>(), 0, false};
+  }
   at::Tensor anchor = at::ones({});
   anchor.set_requires_grad(true);
   return ReentrantRegion::apply(anchor, at::TensorList(inputs), call);

@@ -151,14 +151,6 @@ std::unique_ptr<torch::autograd::SavedVariableHooks> Region::make_hooks() {
   return std::make_unique<ForwardHook>(shared_from_this());
 }
 
-// Puts a thread's place in run_once()'s store, and back.
-struct OnceScope {
-  explicit OnceScope(OncePlace place)
-      : before(std::exchange(once_place(), std::move(place))) {}
-  ~OnceScope() { once_place() = std::move(before); }
-  OncePlace before;
-};
-
 std::vector<at::Tensor> Region::run_forward(
     const RegionForward& part, std::vector<at::Tensor> inputs) {
   std::optional<OnceScope> once;

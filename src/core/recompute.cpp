@@ -1,8 +1,10 @@
 #include "hasten/core/recompute.h"
 
 #include <ATen/core/grad_mode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <string>
+#include <utility>
 
 #include "hasten/base/error.h"
 
@@ -19,6 +21,10 @@ OncePlace& once_place() {
   static thread_local OncePlace place;
   return place;
 }
+
+OnceScope::OnceScope(OncePlace place)
+    : before_(std::exchange(once_place(), std::move(place))) {}
+OnceScope::~OnceScope() { once_place() = std::move(before_); }
 
 } // namespace detail
 
@@ -44,6 +50,8 @@ std::vector<at::Tensor> run_once(
     const std::shared_ptr<detail::OnceStore> store = place.store;
     const size_t here = place.next++;
     const at::NoGradGuard no_grad;
+    // A recomputation, which counts the operators it meets, does not meet these.
+    const c10::impl::ExcludeDispatchKeyGuard unwatched(detail::kOpKey);
     std::vector<at::Tensor> made = make();
     for (at::Tensor& tensor : made) {
       // Without its graph, which may hold the region that holds the store.

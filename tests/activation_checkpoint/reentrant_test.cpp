@@ -94,6 +94,23 @@ TEST(ReentrantCheckpoint, ServesWhereTheEngineIsAnothersAndSaysSoOnce) {
   EXPECT_EQ(counted.count(), 3);
 }
 
+TEST(ReentrantCheckpoint, RunOnceRunsOnce) {
+  const Tensor x = torch::randn({4}).requires_grad_();
+  int calls = 0;
+  const auto fn = [&](const Tensor& in) {
+    const auto draw = [&] { return torch::full({1}, double(++calls)); };
+    return in * run_once(draw) * run_once(draw);
+  };
+  {
+    const OtherEngineInstalled other;
+    const Tensor y = activation_checkpoint(
+        [&](const Tensor& in) { return activation_checkpoint(fn, in) * 3; }, x);
+    y.sum().backward();
+  }
+  EXPECT_EQ(calls, 2);
+  EXPECT_TRUE(torch::equal(x.grad(), torch::full({4}, 6.0)));
+}
+
 // Regions over several blocks are not possible then: each block for itself.
 TEST(ReentrantCheckpoint, APlanIsRunBlockByBlock) {
   torch::manual_seed(4);

@@ -3,6 +3,7 @@
 #include <ATen/autocast_mode.h>
 
 #include "activation_checkpoint/region_rig.h"
+#include "hasten/activation_checkpoint/op_policy.h"
 
 namespace hasten::checkpoint_test {
 
@@ -114,6 +115,28 @@ TEST(RegionEffects, RunOnceRunsOnceAlsoInNestedRegions) {
   const Tensor z = x.sin().mul(1).sin().mul(2).sin().mul(3) * 4;
   EXPECT_TRUE(
       torch::allclose(region, torch::autograd::grad({z.sum()}, {x})[0]));
+}
+
+// A policy counts the calls of operators; the recomputation lacks these.
+TEST(RegionEffects, WhatRunsOnceIsNoOperatorOfAPolicy) {
+  const Tensor x = torch::randn({4}).requires_grad_();
+  const auto fn = [](const Tensor& in) {
+    const Tensor scale = run_once([&] { return in.exp().sum() * 0.5; });
+    return (in * scale).sin().exp() * in;
+  };
+  const Derived plain = derive({x}, [&] { return fn(x).sum(); });
+  for (const bool debug : {false, true}) {
+    expect_same_bits(
+        plain, derive({x}, [&] {
+          return activation_checkpoint(
+                     fn,
+                     x,
+                     Options{
+                         .policy = OpPolicy::keep({"aten::exp", "aten::mul"}),
+                         .debug = debug})
+              .sum();
+        }));
+  }
 }
 
 TEST(RegionEffects, CodeKnowsWhichRunItIs) {

@@ -204,6 +204,28 @@ TEST(Ladder, SixteenBitsHoldWhatTheGuideSays) {
   }
 }
 
+TEST(Ladder, SynchronisedBatchNormOnTwoProcessesIsThatOfOne) {
+  const auto one = run_example(1, {"11_sync_batch_norm"});
+  const auto two = run_example(2, {"11_sync_batch_norm"});
+  const auto line_of = [](const std::string& out, const std::string& start) {
+    const size_t at = out.find(start);
+    return at == std::string::npos ? ""
+                                   : out.substr(at, out.find('\n', at) - at);
+  };
+  const std::string alone = line_of(one.out, "of own rows:");
+  const std::string own = line_of(two.out, "of own rows:");
+  const std::string joined = line_of(two.out, "of all rows:");
+  for (const char* word : {"loss", "running mean", "running variance"}) {
+    EXPECT_NEAR(number_after(joined, word), number_after(alone, word), 2e-4);
+    EXPECT_NE(number_after(own, word), -1) << two.out;
+  }
+  EXPECT_LT(number_after(joined, "loss"), 0.2) << two.out;
+  EXPECT_GT(number_after(own, "loss"), 0.4) << two.out;
+  EXPECT_GT(
+      number_after(joined, "running variance"),
+      number_after(own, "running variance"));
+}
+
 TEST(Ladder, EveryWayOfAccumulatingGivesTheSameParameters) {
   for (const int rows : {kRaggedRows, kLonelyRows}) {
     const auto by_hand = run_step("02_accumulation_by_hand", rows).parameters;

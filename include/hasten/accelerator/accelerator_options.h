@@ -68,6 +68,12 @@ struct AcceleratorOptions {
   /// and is complete, in save_state(), and for evaluation inside a window. Costs it
   /// two messages a dtype and one more, for models with floating-point ones.
   BufferPolicy buffers = BufferPolicy::broadcast;
+  /// BatchNorm1d, 2d and 3d of models take mean and variance from the rows of all
+  /// ranks (hasten/parallel/sync_batch_norm.h): a batch on n ranks trains as on one.
+  /// Costs two messages a layer that ranks wait for, and a small one a batch. Every
+  /// rank needs a batch whenever one has: where one has run out, stand-ins aside, it
+  /// is an error on all. Not inside LocalSgd. Nothing on a rank alone.
+  bool sync_batchnorm = false;
   /// How loaders are shared out over ranks (hasten/accelerator/prepared_loader.h).
   DataLoaderConfiguration dataloader_config{};
   /// Longest wait for a rank that is alive but late. Milliseconds.

@@ -79,6 +79,9 @@ struct WindowBatch {
   /// It is there for the loop to run as on other ranks: its losses weigh nothing,
   /// whatever they say, and no backward runs.
   bool stand_in = false;
+  /// Peers' backwards wait for this rank's (SyncBatchNorm): it runs whatever the
+  /// batch weighs, with zeros where that is nothing.
+  bool backward_communicates = false;
 };
 
 /// How ranks that ran out of batches learn what the others do with a window's
@@ -190,11 +193,12 @@ class GradientWindow : public Stateful {
       std::optional<double> sum_weight, const WindowBatch& batch, bool reduce);
   double batch_weight(std::optional<double> sum_weight);
   // `times` turns the loss into a sum; its seed is times / scale_ unless each
-  // batch counts the same.
+  // batch counts the same. 0: it runs where `always`, and adds zeros.
   void run_backward(
       const at::Tensor& loss,
       double times,
       double seed,
+      bool always,
       bool reduce,
       bool retain_graph);
   void note_loss(const at::Tensor& loss, double times);

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/DispatchKey.h>
 
 #include <cstdint>
 #include <functional>
@@ -27,6 +28,10 @@ at::Tensor run_once(const std::function<at::Tensor()>& make);
 
 namespace detail {
 
+// The dispatch key under which operators of a region are watched. torch declares it
+// for a mode of its own to come and has no kernels on it.
+constexpr auto kOpKey = c10::DispatchKey::Fake;
+
 // Marks this thread as recomputing, while it lives.
 class RecomputeFlag {
  public:
@@ -48,6 +53,18 @@ struct OncePlace {
   bool replays = false;
 };
 OncePlace& once_place();
+
+// Puts a thread's place, and puts back the one before.
+class OnceScope {
+ public:
+  explicit OnceScope(OncePlace place);
+  OnceScope(const OnceScope&) = delete;
+  OnceScope& operator=(const OnceScope&) = delete;
+  ~OnceScope();
+
+ private:
+  OncePlace before_;
+};
 
 } // namespace detail
 } // namespace hasten

@@ -1,0 +1,236 @@
+#include "hasten/parallel/sync_batch_norm.h"
+
+#include <ATen/ATen.h>
+#include <torch/nn/module.h>
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <sstream>
+#include <unordered_set>
+
+#include "hasten/base/error.h"
+#include "sync_batch_norm_function.h"
+#include "sync_batch_norm_marks.h"
+#include "verify.h"
+
+namespace hasten {
+
+namespace detail {
+
+// What ranks must have in common.
+template <typename Layer>
+std::string describe_batch_norm(const Layer& layer) {
+  const auto& options = layer.options;
+  std::ostringstream text;
+  text << "num_features=" << options.num_features() << " eps=" << options.eps()
+       << " momentum=";
+  if (options.momentum()) {
+    text << *options.momentum();
+  } else {
+    text << "none";
+  }
+  text << " affine=" << options.affine()
+       << " track_running_stats=" << options.track_running_stats();
+  if (options.affine()) {
+    text << " " << describe_tensor(layer.weight, true);
+  }
+  return text.str();
+}
+
+// A layer of torch's in a model.
+struct FoundBatchNorm {
+  std::string name{};
+  std::shared_ptr<torch::nn::Module> module{};
+  int64_t channels = 0;
+  std::string description{};
+  at::Tensor identity{};
+};
+
+template <typename Layer>
+bool find_batch_norm(
+    const std::string& name,
+    const std::shared_ptr<torch::nn::Module>& module,
+    std::vector<FoundBatchNorm>& found) {
+  const auto* layer = dynamic_cast<const Layer*>(module.get());
+  if (layer == nullptr) {
+    return false;
+  }
+  found.push_back(
+      {name,
+       module,
+       layer->options.num_features(),
+       describe_batch_norm(*layer),
+       layer->running_mean.defined() ? layer->running_mean : layer->weight});
+  return true;
+}
+
+// Each once, also where a module is registered under several names.
+static std::vector<FoundBatchNorm> find_batch_norms(
+    const torch::nn::Module& model) {
+  using namespace torch::nn;
+  std::vector<FoundBatchNorm> found;
+  std::unordered_set<const Module*> seen;
+  for (const auto& item : model.named_modules()) {
+    if (seen.insert(item.value().get()).second) {
+      find_batch_norm<BatchNorm1dImpl>(item.key(), item.value(), found) ||
+          find_batch_norm<BatchNorm2dImpl>(item.key(), item.value(), found) ||
+          find_batch_norm<BatchNorm3dImpl>(item.key(), item.value(), found);
+    }
+  }
+  return found;
+}
+
+constexpr const char* kConvert = "parallel::convert_sync_batchnorm";
+
+static void compare_layers(
+    Communicator& communicator,
+    const nlohmann::json& mine,
+    const char* where,
+    const std::string& subject) {
+  require_equal_lists(
+      communicator,
+      mine,
+      where,
+      subject,
+      "the same layers on every rank",
+      "build the model from the same options everywhere");
+}
+
+static std::string quoted_layer(const std::string& name) {
+  return "batch norm \"" + name + "\"";
+}
+
+} // namespace detail
+
+SyncBatchNormImpl::SyncBatchNormImpl(
+    const torch::nn::BatchNormOptions& options,
+    std::shared_ptr<Communicator> communicator)
+    : NormImplBase(options) {
+  if (!communicator) {
+    throw InputError(
+        detail::kSyncBatchNorm, "communicator=null", "a communicator");
+  }
+  detail::SyncLayer layer;
+  layer.communicator = std::move(communicator);
+  layer.name = "sync batch norm";
+  layer.channels = options.num_features();
+  if (layer.communicator->world_size() > 1) {
+    auto described = nlohmann::json::array();
+    described.push_back({layer.name, detail::describe_batch_norm(*this)});
+    detail::compare_layers(
+        *layer.communicator, described, detail::kSyncBatchNorm, "layer");
+  }
+  layer_ = std::make_shared<const detail::SyncLayer>(std::move(layer));
+}
+
+void SyncBatchNormImpl::_check_input_dim(const at::Tensor& x) {
+  detail::check_sync_input(*layer_, x);
+}
+
+at::Tensor SyncBatchNormImpl::forward(const at::Tensor& x) {
+  _check_input_dim(x);
+  double momentum = options.momentum().value_or(0);
+  if (is_training() && num_batches_tracked.defined()) {
+    num_batches_tracked += 1;
+    if (!options.momentum()) { // the mean of all batches
+      momentum = 1.0 / num_batches_tracked.item<double>();
+    }
+  }
+  if (is_training() && layer_->communicator->world_size() > 1) {
+    return detail::sync_batch_norm(
+        x,
+        {weight, bias, running_mean, running_var, momentum, options.eps()},
+        layer_);
+  }
+  return torch::nn::functional::detail::batch_norm(
+      x,
+      running_mean,
+      running_var,
+      weight,
+      bias,
+      is_training() || !running_mean.defined(),
+      momentum,
+      options.eps());
+}
+
+void SyncBatchNormImpl::pretty_print(std::ostream& stream) const {
+  stream << "hasten::SyncBatchNorm(" << detail::describe_batch_norm(*this)
+         << ", ranks=" << layer_->communicator->world_size() << ")";
+}
+
+SyncBatchNormConversion::SyncBatchNormConversion(
+    SyncBatchNormConversion&& other) noexcept
+    : layers_(std::move(other.layers_)),
+      marks_(std::exchange(other.marks_, {})) {}
+
+SyncBatchNormConversion& SyncBatchNormConversion::operator=(
+    SyncBatchNormConversion&& other) noexcept {
+  if (this != &other) {
+    remove();
+    layers_ = std::move(other.layers_);
+    marks_ = std::exchange(other.marks_, {});
+  }
+  return *this;
+}
+
+SyncBatchNormConversion::~SyncBatchNormConversion() { remove(); }
+
+void SyncBatchNormConversion::remove() noexcept {
+  for (const uint64_t mark : marks_) {
+    detail::unmark_batch_norm(mark);
+  }
+  marks_.clear();
+}
+
+SyncBatchNormConversion convert_sync_batchnorm(
+    const std::shared_ptr<torch::nn::Module>& model,
+    std::shared_ptr<Communicator> communicator,
+    ConvertSyncBatchNormOptions options) {
+  if (!model || !communicator) {
+    throw InputError(
+        detail::kConvert,
+        model ? "communicator=null" : "model=null",
+        "a model and a communicator");
+  }
+  const auto found = detail::find_batch_norms(*model);
+  SyncBatchNormConversion conversion;
+  auto described = nlohmann::json::array();
+  for (const detail::FoundBatchNorm& layer : found) {
+    conversion.layers_.push_back(layer.name);
+    described.push_back({detail::quoted_layer(layer.name), layer.description});
+  }
+  if (communicator->world_size() == 1) {
+    return conversion;
+  }
+  detail::compare_layers(*communicator, described, detail::kConvert, "model");
+  for (const detail::FoundBatchNorm& layer : found) {
+    if (!layer.identity.defined()) {
+      throw InputError(
+          detail::kConvert,
+          detail::quoted_layer(layer.name) +
+              " has neither running statistics nor a weight",
+          "a tensor that it is known by",
+          "track_running_stats(true), affine(true), or hasten::SyncBatchNorm "
+          "in the model");
+    }
+    const uint64_t mark = detail::mark_batch_norm(
+        layer.identity,
+        layer.module,
+        std::make_shared<const detail::SyncLayer>(detail::SyncLayer{
+            communicator,
+            detail::quoted_layer(layer.name),
+            layer.channels,
+            options.rows_count}));
+    if (mark == 0) {
+      throw InputError(
+          detail::kConvert,
+          detail::quoted_layer(layer.name) + " is converted already",
+          "one conversion at a time",
+          "keep the first, or remove() it");
+    }
+    conversion.marks_.push_back(mark);
+  }
+  return conversion;
+}
+
+} // namespace hasten
