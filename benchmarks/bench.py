@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 
+from fsdp import FsdpMemory, FsdpStep
 from local_sgd import LocalSgdAverage, LocalSgdReviews, LocalSgdW8a, SlowLink
 from precision import Precision
 from sides import PICTURES, RANKS, ROOT, Bench, Case, environment, launched, peer_ranks, wait_all
@@ -326,6 +327,8 @@ BENCHMARKS = {
         TrainerAccuracy,
         AcceleratorOverhead,
         DdpStep,
+        FsdpStep,
+        FsdpMemory,
         LocalSgdAverage,
         SlowLink,
         LocalSgdW8a,

@@ -10,6 +10,7 @@
 #include "hasten/base/error.h"
 #include "hasten/base/log.h"
 #include "hasten/core/random.h"
+#include "hasten/parallel/ddp.h"
 
 namespace hasten::detail {
 
@@ -109,26 +110,39 @@ void AcceleratorCore::prepare_model(std::shared_ptr<torch::nn::Module> module) {
       std::any_of(buffers.begin(), buffers.end(), elsewhere)) {
     module->to(device); // same tensors, new storage: flatten only after it
   }
-  DdpOptions ddp;
-  ddp.bucket_cap_mb = options.bucket_cap_mb;
-  ddp.first_bucket_mb = std::min(ddp.first_bucket_mb, options.bucket_cap_mb);
-  ddp.find_unused_parameters = options.find_unused_parameters;
-  ddp.static_graph = options.static_graph;
-  ddp.buffers = options.buffers;
   ModelState state;
-  convert_batch_norms(module, state, ddp);
-  state.ddp = std::make_shared<Ddp>(communicator, module, ddp);
-  for (const auto& [name, parameter] : state.ddp->parameters()) {
+  BufferPolicy policy = options.buffers;
+  convert_batch_norms(module, state, policy);
+  if (strategy_in_use() == Strategy::ddp) {
+    prepare_whole(state, module, policy);
+  } else {
+    prepare_sharded(state, module, policy);
+    state.synced = true;
+  }
+  for (const auto& [name, parameter] : state.parallel->parameters()) {
     parameter_owner_[parameter.unsafeGetTensorImpl()] = {models_.size(), name};
   }
   model_index_[module.get()] = models_.size();
   models_.push_back(std::move(state));
 }
 
+void AcceleratorCore::prepare_whole(
+    ModelState& state,
+    std::shared_ptr<torch::nn::Module> module,
+    BufferPolicy buffers) {
+  DdpOptions ddp;
+  ddp.bucket_cap_mb = options.bucket_cap_mb;
+  ddp.first_bucket_mb = std::min(ddp.first_bucket_mb, options.bucket_cap_mb);
+  ddp.find_unused_parameters = options.find_unused_parameters;
+  ddp.static_graph = options.static_graph;
+  ddp.buffers = buffers;
+  state.parallel = std::make_shared<Ddp>(communicator, std::move(module), ddp);
+}
+
 void AcceleratorCore::register_comm_hook(
     const torch::nn::Module* module, std::shared_ptr<CommHook> hook) {
   models_[model_index(module, "accelerator::register_comm_hook")]
-      .ddp->register_comm_hook(std::move(hook));
+      .parallel->register_comm_hook(std::move(hook));
 }
 
 // Note [Buffers]
@@ -138,7 +152,7 @@ void AcceleratorCore::register_comm_hook(
 void AcceleratorCore::even_out_buffers(uint64_t models, bool forward) {
   uint64_t mask = forward ? synced_models(models) : 0;
   for (const size_t i : models_in(models)) {
-    if (models_[i].ddp->evens_out_buffers()) {
+    if (models_[i].parallel->evens_out_buffers()) {
       mask |= uint64_t{1} << i;
     }
   }
@@ -168,7 +182,7 @@ void AcceleratorCore::sync_announced(uint64_t models, bool joined, bool here) {
     }
   }
   for (const size_t i : models_in(models)) {
-    models_[i].ddp->sync_buffers(ranks);
+    models_[i].parallel->sync_buffers(ranks);
   }
 }
 
@@ -192,7 +206,8 @@ std::vector<SlotList> AcceleratorCore::slots_of(
     }
     const size_t model = owner->second.first;
     SlotList& list = lists.try_emplace(model, SlotList{model}).first->second;
-    const auto slot = models_[model].ddp->gradients().layout().find(parameter);
+    const auto slot =
+        models_[model].parallel->gradients().layout().find(parameter);
     if (slot >= 0 && std::find(list.slots.begin(), list.slots.end(), slot) ==
                          list.slots.end()) {
       list.slots.push_back(slot); // once, also where it is tied; none if frozen
@@ -202,7 +217,7 @@ std::vector<SlotList> AcceleratorCore::slots_of(
   std::vector<SlotList> result;
   for (auto& [model, list] : lists) {
     list.all = list.slots.size() ==
-               models_[model].ddp->gradients().layout().slots().size();
+               models_[model].parallel->gradients().layout().slots().size();
     result.push_back(std::move(list));
   }
   return result;
@@ -270,11 +285,11 @@ GradientWindow& AcceleratorCore::window_at(uint64_t key) {
     return it->second;
   }
   uint64_t mask = 0;
-  std::vector<std::shared_ptr<Ddp>> models;
+  std::vector<std::shared_ptr<DataParallel>> models;
   for (size_t i = 0; i < models_.size(); ++i) {
     if ((key >> i & 1) != 0) {
       mask |= uint64_t{1} << i;
-      models.push_back(models_[i].ddp);
+      models.push_back(models_[i].parallel);
     }
   }
   return windows_
@@ -342,6 +357,12 @@ void AcceleratorCore::open(
   add_feeder(mask, loader.get());
   window = &next;
   stands_in = batch.stand_in;
+  for (const size_t model : models) {
+    if (models_[model].sharded) {
+      forwards_.emplace_back(
+          new ForwardScope(models_[model].sharded->forward_scope()));
+    }
+  }
   begin_autocast();
 }
 
@@ -350,6 +371,7 @@ void AcceleratorCore::close(bool unwinding) noexcept {
     return;
   }
   end_autocast(true);
+  forwards_.clear();
   const bool broken = !window->failure().empty();
   if ((unwinding || broken) && communicator->world_size() > 1) {
     communicator->abandon(

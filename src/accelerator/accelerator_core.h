@@ -15,8 +15,10 @@
 #include "hasten/base/world.h"
 #include "hasten/core/autocast.h"
 #include "hasten/optim/optimizer_state.h"
+#include "hasten/parallel/fully_shard.h"
 #include "hasten/parallel/sync_batch_norm.h"
 #include "order_check.h"
+#include "sharded_state.h"
 
 namespace hasten {
 class FolderCommit;
@@ -138,6 +140,22 @@ class AcceleratorCore {
   std::vector<SlotList> slots_of(const std::vector<at::Tensor>& parameters);
   size_t model_index(const torch::nn::Module* module, const char* where) const;
 
+  // accelerator_shards.cpp: sharded models.
+  // Ddp on a rank alone.
+  Strategy strategy_in_use() const {
+    return communicator->world_size() == 1 ? Strategy::ddp : options.strategy;
+  }
+  // Null where ranks have whole copies, or the model was not prepared.
+  FullyShard* sharded(const torch::nn::Module* module) const {
+    const auto known = model_index_.find(module);
+    return known == model_index_.end() ? nullptr
+                                       : models_[known->second].sharded.get();
+  }
+  void with_full_parameters(
+      const std::vector<size_t>& models, const std::function<void()>& use);
+  void load_full_parameters(
+      const std::vector<size_t>& models, const std::function<void()>& load);
+
   // accelerator_state.cpp, load_state.cpp
   void save_state(
       const std::filesystem::path& folder, const SaveStateOptions& request);
@@ -164,7 +182,7 @@ class AcceleratorCore {
   // Optimizers that have parameters of the model.
   std::vector<std::shared_ptr<OptimizerState>> optimizers_of(
       size_t model) const;
-  Ddp& ddp(size_t model) { return *models_[model].ddp; }
+  DataParallel& data_parallel(size_t model) { return *models_[model].parallel; }
   // Behind a failure: goes on with the ranks that are left. False where nobody is
   // lost. Collective over them.
   bool shrink();
@@ -212,11 +230,11 @@ class AcceleratorCore {
 
  private:
   struct ModelState {
-    std::shared_ptr<Ddp> ddp;
+    std::shared_ptr<DataParallel> parallel;
+    std::shared_ptr<FullyShard> sharded; // of the same; null: whole copies
     SyncBatchNormConversion sync_norms;
-    bool synced = false; // has such layers, and there are peers
-    bool announced =
-        false; // a forward outside accumulate(), since its last window
+    bool synced = false; // its forwards communicate
+    bool announced = false; // one outside accumulate(), since its last window
     std::shared_ptr<LoaderState> loader;
     GradientWindow* window = nullptr; // the last one it took part in
     uint64_t completed = 0; // serial of its last complete window; 0: none yet
@@ -248,6 +266,21 @@ class AcceleratorCore {
   void completed(GradientWindow& done, bool outside);
   // Before a window's backward may begin.
   void begin_models(uint64_t mask);
+  void prepare_sharded(
+      ModelState& state,
+      std::shared_ptr<torch::nn::Module> module,
+      BufferPolicy buffers);
+  void prepare_whole(
+      ModelState& state,
+      std::shared_ptr<torch::nn::Module> module,
+      BufferPolicy buffers);
+  void refuse_optimizer(
+      const torch::optim::Optimizer& optimizer,
+      const std::vector<SlotList>& lists) const;
+  void refuse_sharded_outside(const std::vector<size_t>& models) const;
+  void reshard();
+  HeldRowsByName held_rows() const;
+  NamedTensors shards() const;
   void refuse_other_windows(
       const std::vector<size_t>& models,
       const GradientWindow& next,
@@ -288,6 +321,12 @@ class AcceleratorCore {
     std::vector<at::Tensor> pieces{};
   };
   Gathered gradients_of(const std::vector<SlotList>& lists);
+  // Of the whole gradients; `all` is what this rank holds of them. Collective where
+  // a model is sharded.
+  double norm_of(
+      const std::vector<SlotList>& lists,
+      const Gathered& all,
+      double norm_type);
   double clip_now(const std::vector<SlotList>& lists, const GradientClip& how);
   void replay_clip(const nlohmann::json& action);
   [[noreturn]] void refuse_non_finite(
@@ -314,6 +353,7 @@ class AcceleratorCore {
   void save_with_peers();
   void plan_models(StateLoad& load);
   void plan_windows(StateLoad& load);
+  bool plans_gradients(const StateLoad& load) const;
   void plan_learners(StateLoad& load);
   void plan_loaders(StateLoad& load);
   void plan_objects(StateLoad& load);
@@ -338,7 +378,7 @@ class AcceleratorCore {
   void convert_batch_norms(
       const std::shared_ptr<torch::nn::Module>& module,
       ModelState& state,
-      DdpOptions& ddp);
+      BufferPolicy& buffers);
   uint64_t synced_models(uint64_t mask) const;
   // A training forward of one comes. Collective where there is one.
   void announce_forward(uint64_t mask);
@@ -353,6 +393,7 @@ class AcceleratorCore {
   Precision precision_ = Precision::no;
   LossScale loss_scale_;
   uint64_t scaled_serial_ = 0; // last window that the scale followed
+  std::vector<std::unique_ptr<ForwardScope>> forwards_; // of the open batch
   std::optional<Autocast> batch_cast_; // of the open batch, until its backward
   std::optional<AutocastState> before_batch_;
   std::vector<ModelState> models_;

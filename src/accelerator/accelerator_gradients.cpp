@@ -62,7 +62,7 @@ AcceleratorCore::Gathered AcceleratorCore::gradients_of(
     const std::vector<SlotList>& lists) {
   Gathered found;
   for (const SlotList& list : lists) {
-    FlatGradients& flat = models_[list.model].ddp->gradients();
+    FlatGradients& flat = models_[list.model].parallel->gradients();
     const size_t first = found.gradients.size();
     const auto count = static_cast<int64_t>(flat.layout().slots().size());
     bool in_place = list.all;
@@ -95,15 +95,34 @@ AcceleratorCore::Gathered AcceleratorCore::gradients_of(
   return found;
 }
 
+double AcceleratorCore::norm_of(
+    const std::vector<SlotList>& lists, const Gathered& all, double norm_type) {
+  const bool sharded =
+      std::any_of(lists.begin(), lists.end(), [this](const SlotList& list) {
+        return models_[list.model].parallel->sharded();
+      });
+  if (!sharded) {
+    return gradient_norm(all.gradients, norm_type);
+  }
+  std::vector<double> norms;
+  for (const SlotList& list : lists) {
+    std::vector<double> own{
+        gradient_norm(gradients_of({list}).gradients, norm_type)};
+    models_[list.model].parallel->reduce_norms(own, norm_type);
+    norms.push_back(own[0]);
+  }
+  return norm_of_norms(norms, norm_type);
+}
+
 double AcceleratorCore::clip_now(
     const std::vector<SlotList>& lists, const GradientClip& how) {
   at::NoGradGuard no_grad;
   if (how.clip_value > 0) {
     for (const SlotList& list : lists) {
-      models_[list.model].ddp->apply_pending_factor();
+      models_[list.model].parallel->apply_pending_factor();
     }
     const Gathered found = gradients_of(lists);
-    const double largest = gradient_norm(found.gradients, INFINITY);
+    const double largest = norm_of(lists, found, INFINITY);
     if (how.error_if_nonfinite && !std::isfinite(largest)) {
       refuse_non_finite(lists, "accelerator::clip_grad_value_", largest);
     }
@@ -114,14 +133,14 @@ double AcceleratorCore::clip_now(
   }
   const double pending = common_factor(lists);
   const Gathered found = gradients_of(lists);
-  const double norm = gradient_norm(found.gradients, how.norm_type) * pending;
+  const double norm = norm_of(lists, found, how.norm_type) * pending;
   if (how.error_if_nonfinite && !std::isfinite(norm)) {
     refuse_non_finite(lists, "accelerator::clip_grad_norm_", norm);
   }
   const double factor = how.max_norm / (norm + 1e-6); // as torch.nn.utils does
   if (!(factor >= 1) && pending != 1) {
     for (const SlotList& list : lists) {
-      models_[list.model].ddp->set_pending_factor(pending * factor);
+      models_[list.model].parallel->set_pending_factor(pending * factor);
     }
   } else if (!(factor >= 1)) {
     for (const at::Tensor& piece : found.pieces) {
@@ -151,7 +170,8 @@ void AcceleratorCore::refuse_non_finite(
   std::string first;
   int64_t count = 0, of = 0;
   for (const SlotList& list : lists) {
-    const FlatLayout& layout = models_[list.model].ddp->gradients().layout();
+    const FlatLayout& layout =
+        models_[list.model].parallel->gradients().layout();
     // Slots lie in reverse order of registration.
     for (int64_t slot = std::ssize(layout.slots()) - 1; slot >= 0; --slot) {
       const FlatSlot& found = layout.slots()[static_cast<size_t>(slot)];
@@ -162,9 +182,10 @@ void AcceleratorCore::refuse_non_finite(
         continue;
       }
       ++of;
-      const double own = gradient_norm({gradient}, INFINITY);
-      if (!std::isfinite(own) && ++count == 1) {
-        first = found.name + " (largest |g|=" + std::to_string(own) + ")";
+      std::vector<double> own{gradient_norm({gradient}, INFINITY)};
+      models_[list.model].parallel->reduce_norms(own, INFINITY);
+      if (!std::isfinite(own[0]) && ++count == 1) {
+        first = found.name + " (largest |g|=" + std::to_string(own[0]) + ")";
       }
     }
   }
@@ -211,10 +232,10 @@ GradientNorms AcceleratorCore::gradient_norms(
     return result;
   }
   refuse_local_gradients(lists, "accelerator::gradient_norms");
-  const Ddp& ddp = *models_[model].ddp;
+  const DataParallel& spread = *models_[model].parallel;
   std::vector<at::Tensor> gradients; // in order of registration
   std::vector<std::string> names;
-  const auto& slots = ddp.gradients().layout().slots();
+  const auto& slots = spread.gradients().layout().slots();
   for (auto slot = slots.rbegin(); slot != slots.rend(); ++slot) {
     if (slot->parameter.grad().defined()) {
       gradients.push_back(slot->parameter.grad());
@@ -223,8 +244,9 @@ GradientNorms AcceleratorCore::gradient_norms(
   }
   const double p = norms_options.norm_type;
   std::vector<double> own = tensor_norms(gradients, p);
+  spread.reduce_norms(own, p);
   for (size_t i = 0; i < own.size(); ++i) {
-    own[i] *= ddp.pending_factor();
+    own[i] *= spread.pending_factor();
     if (!std::isfinite(own[i]) && ++result.non_finite == 1) {
       result.first_non_finite = names[i];
     }

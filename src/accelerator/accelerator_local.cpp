@@ -79,7 +79,7 @@ void AcceleratorCore::open_local(LocalScope& scope) {
 
 void AcceleratorCore::set_local(bool local) {
   ModelState& model = models_[local_scope_->model()];
-  model.ddp->set_local(local);
+  model.parallel->set_local(local);
   model.local = local;
 }
 
@@ -87,10 +87,10 @@ void AcceleratorCore::close_local() noexcept {
   ModelState& model = models_[local_scope_->model()];
   model.local = false;
   try {
-    model.ddp->set_local(false);
+    model.parallel->set_local(false);
   } catch (const Error&) { // left in the middle of a window
-    model.ddp->cancel();
-    model.ddp->set_local(false);
+    model.parallel->cancel();
+    model.parallel->set_local(false);
     model.window = nullptr;
   }
   local_scope_ = nullptr;
@@ -193,7 +193,7 @@ void AcceleratorCore::collect_local(StateParts& parts) const {
   put_below(
       parts.own,
       "local.model.",
-      named_model_tensors(*models_[model].ddp->module()));
+      named_model_tensors(*models_[model].parallel->module()));
   const ParameterNames names = parameter_names();
   values["optimizers"] = nlohmann::json::object();
   for (const auto& state : optimizers_of(model)) {
@@ -242,7 +242,7 @@ void AcceleratorCore::plan_local(StateLoad& load) {
   auto copies =
       std::make_shared<std::vector<std::pair<at::Tensor, at::Tensor>>>();
   for (const auto& [name, target] :
-       named_model_tensors(*models_[model].ddp->module())) {
+       named_model_tensors(*models_[model].parallel->module())) {
     const auto found = load.own_tensors.find("local.model." + name);
     if (found == load.own_tensors.end() ||
         found->second.sizes() != target.sizes()) {

@@ -125,7 +125,7 @@ const LoaderState* AcceleratorCore::current_loader(uint64_t mask) const {
 }
 
 void AcceleratorCore::check_parameters(const ModelState& model) const {
-  for (const auto& item : model.ddp->module()->named_parameters()) {
+  for (const auto& item : model.parallel->module()->named_parameters()) {
     if (parameter_owner_.count(item.value().unsafeGetTensorImpl()) == 0) {
       throw InputError(
           "accelerator::accumulate",
@@ -147,7 +147,7 @@ void AcceleratorCore::begin_models(uint64_t mask) {
       check_parameters(model);
     }
     if (model.non_finite && !in_window(model) &&
-        model.ddp->gradients().cleared()) {
+        model.parallel->gradients().cleared()) {
       model.non_finite = false;
     }
   }
@@ -210,6 +210,7 @@ void AcceleratorCore::backward_outside(
         " is for batches inside it");
   }
   const std::vector<size_t> models = models_in(mask);
+  refuse_sharded_outside(models);
   const bool reduce = reduces(mask);
   refuse_mixed(mask, where);
   GradientWindow& own = window_of(mask);
@@ -262,10 +263,10 @@ void AcceleratorCore::refuse_local_gradients(
           "a backward outside no_sync() before it",
           "end no_sync() before the last backward, or call trigger_sync()");
     }
-    if (model.ddp->has_foreign_gradients()) {
+    if (model.parallel->has_foreign_gradients()) {
       throw InputError(
           where,
-          "gradients of \"" + model.ddp->parameters().front().first +
+          "gradients of \"" + model.parallel->parameters().front().first +
               "\" and others come from a backward that was not "
               "accelerator.backward() on this model: every rank has its own",
           "accelerator.backward(loss), or gradients that were zeroed",
@@ -280,11 +281,11 @@ void AcceleratorCore::refuse_local_gradients(
 void AcceleratorCore::compare_models() {
   auto sums = nlohmann::json::array();
   for (const ModelState& model : models_) {
-    if (model.local) { // ranks are to differ
+    if (model.local || model.sharded) { // ranks are to differ
       continue;
     }
     int64_t sum = 0;
-    for (const auto& entry : model.ddp->parameters()) {
+    for (const auto& entry : model.parallel->parameters()) {
       sum = sum * 31 + bit_sum(entry.second);
     }
     sums.push_back(sum);

@@ -140,14 +140,16 @@ void AcceleratorCore::publish_loss_scale() {
 bool AcceleratorCore::overflowed(ModelState& model) {
   if (!model.looked) {
     std::vector<at::Tensor> gradients;
-    for (const auto& slot : model.ddp->gradients().layout().slots()) {
+    for (const auto& slot : model.parallel->gradients().layout().slots()) {
       const at::Tensor& gradient = slot.parameter.grad();
       if (gradient.defined()) {
         gradients.push_back(
             gradient.is_sparse() ? gradient._values() : gradient);
       }
     }
-    model.overflow = !std::isfinite(gradient_norm(gradients, INFINITY));
+    std::vector<double> largest{gradient_norm(gradients, INFINITY)};
+    model.parallel->reduce_norms(largest, INFINITY);
+    model.overflow = !std::isfinite(largest[0]);
     model.looked = true;
   }
   return model.overflow;

@@ -197,7 +197,7 @@ void AcceleratorCore::collect_windows(StateParts& parts) const {
   for (const ModelState& model : models_) {
     nlohmann::json names = nlohmann::json::array();
     for (const auto& [name, tensor] :
-         named_model_tensors(*model.ddp->module())) {
+         named_model_tensors(*model.parallel->module())) {
       names.push_back(name);
     }
     uint64_t mask = 0;
@@ -226,17 +226,22 @@ void AcceleratorCore::collect_windows(StateParts& parts) const {
   // A communication hook's errors are each rank's own.
   shared["comm_hooks"] =
       std::any_of(models_.begin(), models_.end(), [](const ModelState& model) {
-        return model.ddp->comm_hook() != nullptr;
+        return model.parallel->comm_hook() != nullptr;
       });
+  shared["strategy"] = strategy_name(strategy_in_use());
   const bool per_rank = shared.at("open_window").get<bool>() ||
                         shared.at("comm_hooks").get<bool>() ||
-                        shared.at("local").get<bool>();
+                        shared.at("local").get<bool>() ||
+                        strategy_in_use() != Strategy::ddp;
   auto& gradients = per_rank ? own["gradients"] : shared["gradients"];
   gradients = nlohmann::json::array();
   for (size_t i = 0; i < models_.size(); ++i) {
     const std::string prefix = "gradients." + std::to_string(i) + ".";
     gradients.push_back(save_stateful(
-        *models_[i].ddp, prefix, per_rank ? parts.own : parts.shared, prefix));
+        *models_[i].parallel,
+        prefix,
+        per_rank ? parts.own : parts.shared,
+        prefix));
   }
 }
 
@@ -289,6 +294,7 @@ StateParts AcceleratorCore::collect_state() const {
   if (device.is_cuda()) {
     parts.own["random.cuda"] = random[1];
   }
+  split_shards(parts, shards(), held_rows(), world.world_size);
   return parts;
 }
 
@@ -298,7 +304,13 @@ void AcceleratorCore::write_models(
     const std::filesystem::path& folder, NamedTensors& shared) const {
   for (size_t i = 0; i < models_.size(); ++i) {
     const auto path = folder / model_file_name(i);
-    const NamedTensors tensors = named_model_tensors(*models_[i].ddp->module());
+    NamedTensors tensors = named_model_tensors(*models_[i].parallel->module());
+    if (models_[i].sharded) { // parameters are in the ranks' files
+      for (const auto& item :
+           models_[i].parallel->module()->named_parameters()) {
+        tensors.erase(item.key());
+      }
+    }
     if (!std::filesystem::exists(path)) {
       write_safetensors(path, tensors);
       continue;
@@ -336,7 +348,7 @@ std::unique_ptr<FolderCommit> begin_state_folder(
 
 void AcceleratorCore::write_shared(
     FolderCommit& commit, StateParts& parts, const SaveStateOptions& options) {
-  if (options.also_write) {
+  if (options.also_write && strategy_in_use() == Strategy::ddp) {
     options.also_write(commit.folder());
   }
   write_models(commit.folder(), parts.shared);
@@ -347,12 +359,14 @@ void AcceleratorCore::write_shared(
 // Collective. `request` is null on ranks that only take part.
 void AcceleratorCore::write_state(
     const std::filesystem::path* folder, const SaveStateOptions* request) {
+  reshard();
   StateParts parts;
   const auto answers = on_every_rank(*communicator, kSaveWhere, [&] {
     parts = collect_state();
     return nlohmann::json{
         {"folder",
          folder != nullptr ? nlohmann::json(folder->string()) : nullptr},
+        {"also", request != nullptr && request->also_write != nullptr},
         {"open_window", parts.shared_values.at("open_window")}};
   });
   int leader = -1;
@@ -382,6 +396,12 @@ void AcceleratorCore::write_state(
     commit = begin_state_folder(*folder, *request);
     return nlohmann::json(commit->folder().string());
   });
+  const bool also = answers[static_cast<size_t>(leader)].at("also").get<bool>();
+  if (also && strategy_in_use() != Strategy::ddp) {
+    with_full_parameters(models_in(~uint64_t{0}), [&] {
+      request->also_write(commit->folder());
+    });
+  }
   on_every_rank(*communicator, kSaveWhere, [&] {
     const std::filesystem::path place =
         folders[static_cast<size_t>(leader)].get<std::string>();

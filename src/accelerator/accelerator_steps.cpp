@@ -99,13 +99,14 @@ StepResult AcceleratorCore::optimizer_step(OptimizerState& optimizer) {
 
 double AcceleratorCore::common_factor(const std::vector<SlotList>& lists) {
   const double factor =
-      lists.empty() ? 1 : models_[lists[0].model].ddp->pending_factor();
+      lists.empty() ? 1 : models_[lists[0].model].parallel->pending_factor();
   const bool common =
       std::all_of(lists.begin(), lists.end(), [&](const SlotList& list) {
-        return list.all && models_[list.model].ddp->pending_factor() == factor;
+        return list.all &&
+               models_[list.model].parallel->pending_factor() == factor;
       });
   for (size_t i = 0; !common && i < lists.size(); ++i) {
-    models_[lists[i].model].ddp->apply_pending_factor();
+    models_[lists[i].model].parallel->apply_pending_factor();
   }
   return common ? factor : 1;
 }
@@ -114,11 +115,11 @@ void AcceleratorCore::step_scaled(
     OptimizerState& optimizer, const std::vector<SlotList>& lists) {
   const double factor = common_factor(lists);
   for (const SlotList& list : lists) {
-    Ddp& ddp = *models_[list.model].ddp;
+    DataParallel& spread = *models_[list.model].parallel;
     if (optimizer.fused != nullptr) {
-      ddp.set_pending_factor(1);
+      spread.set_pending_factor(1);
     } else { // prepared after the window
-      ddp.apply_pending_factor();
+      spread.apply_pending_factor();
     }
   }
   if (factor == 1 || optimizer.fused == nullptr) {
@@ -169,7 +170,7 @@ void AcceleratorCore::zero_grad(OptimizerState& optimizer) {
   at::NoGradGuard no_grad;
   for (const SlotList& list : lists) {
     ModelState& model = models_[list.model];
-    const FlatGradients& gradients = model.ddp->gradients();
+    const FlatGradients& gradients = model.parallel->gradients();
     if (list.all) {
       model.non_finite = false;
     }
@@ -185,7 +186,7 @@ void AcceleratorCore::zero_grad(OptimizerState& optimizer) {
 nlohmann::json AcceleratorCore::record() {
   auto cleared = nlohmann::json::array();
   for (size_t i = 0; i < models_.size(); ++i) {
-    if (models_[i].ddp->gradients().cleared()) {
+    if (models_[i].parallel->gradients().cleared()) {
       cleared.push_back(i);
     }
   }
@@ -213,7 +214,8 @@ void AcceleratorCore::replay(const nlohmann::json& record) {
     }
   }
   for (const auto& model : record.at("cleared")) {
-    FlatGradients& gradients = models_.at(model.get<size_t>()).ddp->gradients();
+    FlatGradients& gradients =
+        models_.at(model.get<size_t>()).parallel->gradients();
     gradients.reset();
   }
   if (record.at("history").get<uint64_t>() != exchange_->history) {
@@ -389,7 +391,7 @@ nlohmann::json AcceleratorCore::undefined_gradients() const {
   auto models = nlohmann::json::array();
   for (const ModelState& model : models_) {
     auto undefined = nlohmann::json::array();
-    const auto& slots = model.ddp->gradients().layout().slots();
+    const auto& slots = model.parallel->gradients().layout().slots();
     for (size_t slot = 0; slot < slots.size(); ++slot) {
       if (!slots[slot].parameter.grad().defined()) {
         undefined.push_back(slot);
@@ -402,7 +404,7 @@ nlohmann::json AcceleratorCore::undefined_gradients() const {
 
 void AcceleratorCore::drop_gradients(const nlohmann::json& models) {
   for (size_t i = 0; i < models_.size(); ++i) {
-    const auto& slots = models_[i].ddp->gradients().layout().slots();
+    const auto& slots = models_[i].parallel->gradients().layout().slots();
     for (const auto& slot : models.at(i)) {
       slots.at(slot.get<size_t>()).parameter.mutable_grad().reset();
     }
@@ -460,6 +462,11 @@ void AcceleratorCore::finish() {
     join_ranges(nullptr);
   }
   check_steps();
+  for (const ModelState& model : models_) {
+    if (model.sharded) {
+      model.sharded->close();
+    }
+  }
   if (sync_norms_) {
     sync_norms_->close();
   }

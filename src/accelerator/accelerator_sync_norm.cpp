@@ -1,5 +1,5 @@
-// Models whose batch norm layers are synchronised: they communicate in forward, so
-// every rank must have a batch whenever one has.
+// Models that communicate in forward, because their batch norm layers are synchronised
+// or because they are sharded: every rank must have a batch whenever one has.
 #include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>
 
@@ -18,7 +18,7 @@ namespace hasten::detail {
 void AcceleratorCore::convert_batch_norms(
     const std::shared_ptr<torch::nn::Module>& module,
     ModelState& state,
-    DdpOptions& ddp) {
+    BufferPolicy& buffers) {
   if (!options.sync_batchnorm || communicator->world_size() == 1) {
     return;
   }
@@ -40,12 +40,12 @@ void AcceleratorCore::convert_batch_norms(
     const std::string prefix = layer.empty() ? "" : layer + ".";
     equal.insert({prefix + "running_mean", prefix + "running_var"});
   }
-  const auto buffers = module->named_buffers();
-  if (std::all_of(buffers.begin(), buffers.end(), [&](const auto& item) {
+  const auto named = module->named_buffers();
+  if (std::all_of(named.begin(), named.end(), [&](const auto& item) {
         return !item.value().defined() || !item.value().is_floating_point() ||
                equal.count(item.key()) > 0;
       })) {
-    ddp.buffers = BufferPolicy::leave;
+    buffers = BufferPolicy::leave;
   }
 }
 
@@ -58,7 +58,7 @@ uint64_t AcceleratorCore::synced_models(uint64_t mask) const {
 }
 
 // Note [Forwards that communicate]
-// A rank without a batch waits for a control vector, the others' layers would wait for
+// A rank without a batch waits for a control vector, the others' forwards would wait for
 // that rank: each forward is announced by such a vector first, in accumulate(), or by
 // the first layer of a forward outside of it. Ranks that have run out so make it an
 // error on all ranks. A rank whose batch stands in runs forward and backward with the
@@ -95,9 +95,10 @@ void AcceleratorCore::refuse_joined(uint64_t mask) const {
     return;
   }
   throw InputError(
-      "accelerator::sync_batchnorm",
-      "a rank has no batch left while others train a model whose batch norm "
-      "layers are synchronised",
+      "accelerator::accumulate",
+      "a rank has no batch left while others train a model that communicates "
+      "in "
+      "forward: it is sharded, or its batch norm layers are synchronised",
       "a batch on every rank until the data of all has ended",
       "give every rank at least one row of each epoch, from a prepared loader, "
       "and "

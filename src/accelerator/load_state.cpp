@@ -147,7 +147,11 @@ void check_count(
   }
 }
 
-void plan_model(StateLoad& load, size_t index, const torch::nn::Module& model) {
+void plan_model(
+    StateLoad& load,
+    size_t index,
+    const torch::nn::Module& model,
+    const HeldRowsByName& held) {
   const auto file = load.folder / model_file_name(index);
   const SafetensorsReader reader(file);
   const auto listed = load.shared.at("models")
@@ -175,7 +179,12 @@ void plan_model(StateLoad& load, size_t index, const torch::nn::Module& model) {
           "the model's tensor \"" + name + "\" is missing",
           "a state of the prepared model");
     }
-    const at::Tensor saved = is_apart ? apart->second : reader.tensor(name);
+    at::Tensor saved = is_apart ? apart->second : reader.tensor(name);
+    const auto rows = held.find("model." + std::to_string(index) + "." + name);
+    if (!is_apart && rows != held.end() &&
+        saved.sizes() == rows->second.sizes) {
+      saved = rows_of_whole(saved, rows->second);
+    }
     if (saved.sizes() != target.sizes() ||
         saved.scalar_type() != target.scalar_type()) {
       refuse_state(
@@ -243,6 +252,31 @@ void AcceleratorCore::plan_learners(StateLoad& load) {
   }
 }
 
+// False where there are none to take over: others hold other rows of them now. An
+// open window would have some.
+bool AcceleratorCore::plans_gradients(const StateLoad& load) const {
+  const std::string then = load.shared.value("strategy", "ddp");
+  if (then == strategy_name(strategy_in_use()) &&
+      (then == "ddp" || load.same_world)) {
+    return true;
+  }
+  const std::string kind = "gradients.";
+  for (const NamedTensors* tensors :
+       {&load.shared_tensors, &load.own_tensors}) {
+    const auto first = tensors->lower_bound(kind);
+    if (load.shared.at("open_window").get<bool>() ||
+        (first != tensors->end() && first->first.starts_with(kind))) {
+      refuse_state(
+          load.state_file(),
+          "it was saved with gradients of strategy=" + then + " on " +
+              load.shared.at("world_size").dump() + " ranks",
+          "the same strategy and number of ranks, or no gradients",
+          "save behind zero_grad(), where no window is open");
+    }
+  }
+  return false;
+}
+
 // Windows, and gradients that somebody still adds to.
 void AcceleratorCore::plan_windows(StateLoad& load) {
   for (const auto& [name, values] : load.own.at("windows").items()) {
@@ -275,12 +309,16 @@ void AcceleratorCore::plan_windows(StateLoad& load) {
   }
   const bool per_rank = load.shared.at("open_window").get<bool>() ||
                         load.shared.at("comm_hooks").get<bool>() ||
-                        load.shared.value("local", false);
+                        load.shared.value("local", false) ||
+                        load.shared.value("strategy", "ddp") != "ddp";
+  if (!plans_gradients(load)) {
+    return;
+  }
   const auto& gradients = (per_rank ? load.own : load.shared).at("gradients");
   for (size_t i = 0; i < models_.size(); ++i) {
     load.add(
         per_rank ? load.rank_file : load.folder / kStateTensorsFile,
-        models_[i].ddp.get(),
+        models_[i].parallel.get(),
         tensors_below(
             per_rank ? load.own_tensors : load.shared_tensors,
             "gradients." + std::to_string(i) + "."),
@@ -291,8 +329,9 @@ void AcceleratorCore::plan_windows(StateLoad& load) {
 void AcceleratorCore::plan_models(StateLoad& load) {
   const auto& models = load.shared.at("models");
   check_count(load, "models", models.size(), models_.size());
+  const HeldRowsByName held = held_rows();
   for (size_t i = 0; i < models_.size(); ++i) {
-    plan_model(load, i, *models_[i].ddp->module());
+    plan_model(load, i, *models_[i].parallel->module(), held);
   }
   plan_windows(load);
   const bool per_rank = load.shared.at("open_window").get<bool>();
@@ -468,6 +507,7 @@ void undo_objects(StateLoad& load) {
 
 LoadedState AcceleratorCore::load_state(
     const std::filesystem::path& folder, const LoadStateOptions& request) {
+  reshard();
   StateLoad load;
   load.folder = folder;
   on_every_rank(*communicator, kLoadWhere, [&] {
@@ -479,6 +519,7 @@ LoadedState AcceleratorCore::load_state(
       read_state_files(
           load, world.rank, world.world_size, request.verify_checksums);
       check_other_world(load, world.world_size);
+      join_shards(load, held_rows());
       plan_scope(load);
       plan_models(load);
       plan_learners(load);

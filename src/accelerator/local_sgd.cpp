@@ -27,6 +27,15 @@ LocalSgd::Impl::Impl(
       trial(options.delay > 0, options.delay_only_if_it_pays) {
   check_options();
   index = core->model_index(&module, detail::kLocalSgdWhere);
+  if (core->sharded(&module) != nullptr) {
+    throw InputError(
+        detail::kLocalSgdWhere,
+        std::string("a model with strategy=") +
+            strategy_name(core->options.strategy) +
+            ": ranks hold parts of one model",
+        "ranks that each have a whole model, which they average",
+        "use strategy=ddp");
+  }
   compare_ranks();
   if (options.enabled && core->world.world_size > 1) {
     open();
@@ -146,7 +155,8 @@ void LocalSgd::Impl::open() {
 
 Averager::NamedTensorList LocalSgd::Impl::trainable() const {
   Averager::NamedTensorList list;
-  for (const auto& [name, parameter] : core->ddp(index).parameters()) {
+  for (const auto& [name, parameter] :
+       core->data_parallel(index).parameters()) {
     if (parameter.requires_grad()) {
       list.emplace_back(name, parameter);
     }
@@ -160,7 +170,7 @@ void LocalSgd::Impl::open_parts() {
     open_group(trainable());
   }
   buffers = std::make_unique<detail::AveragedBuffers>(
-      core->communicator, *core->ddp(index).module());
+      core->communicator, *core->data_parallel(index).module());
   moments = std::make_unique<detail::AveragedMoments>(
       core->communicator, optimizers, core->parameter_names());
 }

@@ -144,7 +144,10 @@ int64_t bit_sum(const at::Tensor& tensor) {
 void AcceleratorCore::compare_ranks() {
   nlohmann::json parameters = nlohmann::json::object();
   for (size_t i = 0; i < models_.size(); ++i) {
-    for (const auto& [name, parameter] : models_[i].ddp->parameters()) {
+    if (models_[i].sharded) { // each rank has other rows
+      continue;
+    }
+    for (const auto& [name, parameter] : models_[i].parallel->parameters()) {
       parameters["parameter \"" + name + "\" of model " + std::to_string(i)] =
           bit_sum(parameter);
     }

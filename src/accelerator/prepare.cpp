@@ -47,7 +47,9 @@ std::shared_ptr<OptimizerState> AcceleratorCore::prepare_optimizer(
     return count;
   };
   state->known_count = state->parameter_count();
-  optimizer_slots_.push_back(slots_of(state->parameters()));
+  auto lists = slots_of(state->parameters());
+  refuse_optimizer(*optimizer, lists);
+  optimizer_slots_.push_back(std::move(lists));
   move_optimizer_state(*optimizer, device);
   state->step = [optimizer] { optimizer->step(); };
   state->optimizer = optimizer;

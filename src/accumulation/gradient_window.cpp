@@ -36,10 +36,10 @@ void check_window_loss(const at::Tensor& loss) {
 
 // Buckets of all models together must start in one order on every rank, also on
 // those that join without a graph: the largest model's overlap with backward,
-// the others' follow (Ddp::start_backward's `hold`).
-std::vector<std::shared_ptr<Ddp>> in_reduction_order(
-    std::vector<std::shared_ptr<Ddp>> models) {
-  const auto bytes = [](const std::shared_ptr<Ddp>& model) {
+// the others' follow (start_backward's `hold`).
+std::vector<std::shared_ptr<DataParallel>> in_reduction_order(
+    std::vector<std::shared_ptr<DataParallel>> models) {
+  const auto bytes = [](const std::shared_ptr<DataParallel>& model) {
     int64_t sum = 0;
     for (const FlatGroup& group : model->gradients().layout().groups()) {
       sum += group.numel * static_cast<int64_t>(c10::elementSize(group.dtype));
@@ -57,7 +57,7 @@ std::vector<std::shared_ptr<Ddp>> in_reduction_order(
 
 GradientWindow::GradientWindow(
     std::shared_ptr<Communicator> communicator,
-    std::vector<std::shared_ptr<Ddp>> models,
+    std::vector<std::shared_ptr<DataParallel>> models,
     uint64_t models_mask,
     WindowOptions options,
     at::Device device,

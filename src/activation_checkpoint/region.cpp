@@ -50,12 +50,15 @@ static Unchanged unchanged_now(const at::Tensor& tensor, bool parameter) {
       parameter ? tensor : at::Tensor(),
       counter,
       counter.current_version(),
-      parameter ? sample_of(tensor) : 0};
+      parameter ? sample_of(tensor) : 0,
+      tensor.numel(),
+      tensor.scalar_type()};
 }
 
 bool Unchanged::holds() const {
   return counter.current_version() == version &&
-         (!tensor.defined() || sample_of(tensor) == sample);
+         (!tensor.defined() || tensor.numel() != numel ||
+          tensor.scalar_type() != dtype || sample_of(tensor) == sample);
 }
 
 // The hooks of a tensor that is saved in a region's forward: nothing is kept.

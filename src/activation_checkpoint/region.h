@@ -53,6 +53,9 @@ struct Unchanged {
   // Of parameters on the CPU: torch::optim writes through data(), which bumps no
   // version.
   uint64_t sample = 0;
+  // A parameter that is a shard at one of the two times cannot be compared.
+  int64_t numel = 0;
+  at::ScalarType dtype = at::kFloat;
 
   bool holds() const;
 };

@@ -243,6 +243,18 @@ void check_estimate_memory_inputs(const EstimateMemoryCommand& command) {
   detail::check_folder_or_shape("cli::estimate-memory", command.model);
 }
 
+void check_state_inputs(const StateCommand& command) {
+  std::error_code error;
+  const auto path = detail::files::path(command.folder) / "state.json";
+  if (!detail::files::is_regular_file(path, error)) {
+    throw InputError(
+        "cli::state",
+        command.folder + " has no state.json",
+        "a folder checkpoint-N of a run, or one that save_state() wrote",
+        "name the checkpoint inside the output folder");
+  }
+}
+
 void check_nproc(const std::string& command, int nproc, const World& world) {
   if (world.world_size > 1) {
     throw InputError(

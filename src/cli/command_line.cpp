@@ -21,6 +21,7 @@ constexpr const char* kProgramHelp =
     "  plan     what to recompute in backward under a budget of memory\n"
     "  estimate-memory\n"
     "           what training a model takes, from formulas\n"
+    "  state    look into a checkpoint, put a model together from its rows\n"
     "  launch   run a program as N processes of one world\n"
     "  env      versions, cores, threads and back ends of this machine\n"
     "\n"
@@ -34,7 +35,14 @@ constexpr const char* kProgramHelp =
 
 const std::vector<std::string>& command_names() {
   static const std::vector<std::string> names{
-      "train", "predict", "eval", "plan", "estimate-memory", "launch", "env"};
+      "train",
+      "predict",
+      "eval",
+      "plan",
+      "estimate-memory",
+      "state",
+      "launch",
+      "env"};
   return names;
 }
 
@@ -213,6 +221,56 @@ bool read_batch(const std::string& text, int64_t& rows, int64_t& tokens) {
          read_flag(text.substr(cross + 1), tokens) && rows > 0 && tokens > 0;
 }
 
+Command parse_state(std::vector<std::string> arguments) {
+  StateCommand command;
+  FlagTable flags(
+      {.name = "state",
+       .summary = "look into a checkpoint, put a model together from its rows",
+       .usage = "inspect|consolidate FOLDER [flags]",
+       .examples =
+           {"hasten state inspect out/checkpoint-100",
+            "hasten state consolidate out/checkpoint-100 \\\n"
+            "    --output model.safetensors"},
+       .notes =
+           "FOLDER is a checkpoint of hasten train, or what "
+           "Accelerator::save_state wrote, under any strategy. consolidate "
+           "writes the model whole, as one safetensors file."});
+  flags.group("Output");
+  flags.value(
+      "--output", command.output, "FILE", "of consolidate: .safetensors");
+  flags.value(
+      "--model-index",
+      command.model,
+      "N",
+      "of consolidate: which of several models");
+  flags.flag("--json", command.json, "of inspect: print one JSON object");
+  const auto words = flags.parse_words(std::move(arguments), false);
+  if (!words) {
+    return Answer{flags.help()};
+  }
+  const bool known = words->size() == 2 &&
+                     ((*words)[0] == "inspect" || (*words)[0] == "consolidate");
+  if (!known) {
+    std::string given;
+    for (const std::string& word : *words) {
+      given += (given.empty() ? "" : " ") + word;
+    }
+    throw InputError(
+        flags.where(),
+        given.empty() ? "no action and no folder" : given,
+        "inspect FOLDER or consolidate FOLDER");
+  }
+  command.action = (*words)[0];
+  command.folder = (*words)[1];
+  require_at_least(flags, "--model-index", command.model, 0);
+  require_flag(
+      flags,
+      (command.action == "consolidate") != command.output.empty(),
+      "--output=" + command.output + " with " + command.action,
+      "a file with consolidate, none with inspect");
+  return command;
+}
+
 Command parse_plan(std::vector<std::string> arguments) {
   PlanCommand command;
   std::string batch;
@@ -277,7 +335,7 @@ Command parse_estimate_memory(std::vector<std::string> arguments) {
        .usage = "--model MODEL [flags]",
        .examples =
            {"hasten estimate-memory --model bert-base --batch 8x128 \\\n"
-            "    --optim adamw --bf16 --strategy ddp --nproc 4"},
+            "    --optim adamw --bf16 --strategy fsdp --nproc 4"},
        .notes =
            "Bytes of tensors on the CPU: the most at once in an update. "
            "Scratch memory of libraries and the program itself (about 200 MB) "
@@ -312,7 +370,7 @@ Command parse_estimate_memory(std::vector<std::string> arguments) {
       "--strategy",
       command.strategy,
       "NAME",
-      "how processes work together: ddp or local_sgd");
+      "how processes work together: ddp, zero1, zero2, fsdp or local_sgd");
   flags.value("--nproc", command.nproc, "N", "processes on this machine");
   flags.group("Output");
   flags.flag("--json", command.json, "print one JSON object");
@@ -326,9 +384,10 @@ Command parse_estimate_memory(std::vector<std::string> arguments) {
       "rows and tokens, both above 0: 8x128");
   require_flag(
       flags,
-      command.strategy == "ddp" || command.strategy == "local_sgd",
+      command.strategy == "local_sgd" ||
+          strategies().count(command.strategy) > 0,
       "--strategy=" + command.strategy,
-      "ddp or local_sgd: the strategies that this version trains with");
+      "ddp, zero1, zero2, fsdp or local_sgd");
   require_at_least(flags, "--nproc", command.nproc, 1);
   require_at_least(flags, "--vocab-size", command.vocab_size, 1);
   require_at_least(flags, "--num-labels", command.num_labels, 2);
@@ -432,6 +491,9 @@ Command parse_command_line(const std::vector<std::string>& arguments) {
   if (name == "estimate-memory") {
     return detail::parse_estimate_memory(std::move(flags));
   }
+  if (name == "state") {
+    return detail::parse_state(std::move(flags));
+  }
   if (name == "env") {
     return detail::parse_env(std::move(flags));
   }
@@ -441,7 +503,7 @@ Command parse_command_line(const std::vector<std::string>& arguments) {
   throw InputError(
       "cli::hasten",
       "unknown command: " + name,
-      "train, predict, eval, plan, estimate-memory, launch or env",
+      "train, predict, eval, plan, estimate-memory, state, launch or env",
       near.empty() ? "see hasten --help" : "write hasten " + near);
 }
 

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cstdio>
 #include <iostream>
 #include <nlohmann/json.hpp>
@@ -46,23 +47,90 @@ std::string optimizer_name(OptimizerType optim) {
   return {};
 }
 
+using Shapes = std::vector<std::vector<int64_t>>;
+
+int64_t numel_of(const std::vector<int64_t>& shape) {
+  int64_t numel = 1;
+  for (const int64_t size : shape) {
+    numel *= size;
+  }
+  return numel;
+}
+
+/// A rank's rows of each.
+Shapes shards_of(const Shapes& shapes, int64_t ranks) {
+  Shapes shards = shapes;
+  for (auto& shape : shards) {
+    shape[0] = (shape[0] + ranks - 1) / ranks;
+  }
+  return shards;
+}
+
+int64_t padded_numel(const Shapes& shapes) {
+  int64_t numel = 0;
+  for (const auto& shape : shapes) {
+    numel += flat_padded(numel_of(shape), at::kFloat);
+  }
+  return numel;
+}
+
+/// Of these the small ones, which travel together, copied. Bytes of their wholes.
+int64_t copied_bytes(const Shapes& shards, int64_t ranks) {
+  constexpr int64_t kAloneBytes = 256 << 10; // a shard that travels as it is
+  int64_t bytes = 0;
+  for (const auto& shape : shards) {
+    const int64_t shard = 4 * numel_of(shape);
+    bytes += shard < kAloneBytes ? ranks * shard : 0;
+  }
+  return bytes;
+}
+
+/// Of a sharded model the largest rank's. What units are gathered into, and what they
+/// and their gradients travel in, is kept from step to step: the root whole, of blocks
+/// the one that runs and the next (with zero1 and zero2 all), the largest unit's
+/// gradient, and copies of its small parameters and gradients.
+void add_shards(
+    MemoryEstimate& estimate,
+    const EstimateMemoryCommand& command,
+    const BertConfig& config,
+    const OptimizerSettings& settings) {
+  const Shapes shapes = bert_parameter_shapes(config);
+  const Shapes shards = shards_of(shapes, command.nproc);
+  const int64_t rows = 4 * padded_numel(shards);
+  const int64_t all = command.nproc * rows;
+  const int64_t block =
+      command.nproc * 4 *
+      padded_numel(shards_of(bert_layer_shapes(config), command.nproc));
+  const int64_t root = all - config.num_hidden_layers * block;
+  const int64_t blocks = command.strategy == "fsdp"
+                             ? std::min<int64_t>(2, config.num_hidden_layers)
+                             : config.num_hidden_layers;
+  estimate.parameters = rows + root + blocks * block / (command.bf16 ? 2 : 1);
+  const int64_t copies = copied_bytes(
+      shards_of(bert_layer_shapes(config), command.nproc), command.nproc);
+  if (command.strategy == "fsdp") { // parameters and gradients travel at once
+    estimate.parameters += copies;
+  }
+  estimate.gradients = rows + std::max(block, root) + copies;
+  if (command.strategy == "zero1" && command.gradient_accumulation_steps > 1) {
+    estimate.gradients += all;
+  }
+  estimate.optimizer_state =
+      optimizer_state_bytes(optimizer_name(command.optim), settings, shards);
+}
+
 /// When the most is alive: in backward, with the optimizer's state beside it, which is
 /// there from the second update on. A rank whose updates are one micro-batch of its own
 /// has no gradients in forward; to be reduced they have buffers, which Local SGD keeps
 /// beside a rank's own gradients.
 MemoryEstimate estimate_of(const EstimateMemoryCommand& command) {
   const BertConfig config = config_of(command);
-  const auto shapes = bert_parameter_shapes(config);
+  const Shapes shapes = bert_parameter_shapes(config);
   MemoryEstimate estimate;
-  int64_t padded = 0;
   for (const auto& shape : shapes) {
-    int64_t numel = 1;
-    for (const int64_t size : shape) {
-      numel *= size;
-    }
-    estimate.parameter_count += numel;
-    padded += flat_padded(numel, at::kFloat);
+    estimate.parameter_count += numel_of(shape);
   }
+  const int64_t padded = padded_numel(shapes);
   const bool several = command.nproc > 1;
   const bool local = several && command.strategy == "local_sgd";
   // Gradients of a rank's own are autograd's tensors.
@@ -78,6 +146,9 @@ MemoryEstimate estimate_of(const EstimateMemoryCommand& command) {
       optimizer_state_bytes(optimizer_name(command.optim), settings, shapes);
   if (local) {
     estimate.averaging = estimate.parameters;
+  }
+  if (several && !local && command.strategy != "ddp") {
+    add_shards(estimate, command, config, settings);
   }
   const int64_t kept =
       estimate.parameters + estimate.optimizer_state + estimate.averaging;

@@ -115,6 +115,9 @@ bool read_flag(const std::string& text, LogGradientNorms& value) {
 bool read_flag(const std::string& text, Precision& value) {
   return read_spelling_flag(text, precisions(), value);
 }
+bool read_flag(const std::string& text, Strategy& value) {
+  return read_spelling_flag(text, strategies(), value);
+}
 
 std::string flag_text(const std::string& value) { return value; }
 std::string flag_text(bool value) { return value ? "true" : "false"; }
@@ -154,6 +157,9 @@ std::string flag_text(LogGradientNorms value) {
 std::string flag_text(Precision value) {
   return spelling_text(precisions(), value);
 }
+std::string flag_text(Strategy value) {
+  return spelling_text(strategies(), value);
+}
 
 std::string flag_expectation(const GradientCheckpointing&) {
   return "none, full, every:K with K >= 1, ops, or budget:B with B bytes (2GB) "
@@ -180,6 +186,9 @@ std::string flag_expectation(LogGradientNorms) {
 std::string flag_expectation(Precision) {
   return spelling_expectation(precisions());
 }
+std::string flag_expectation(Strategy) {
+  return spelling_expectation(strategies());
+}
 
 template <typename T>
 std::string spelling_fix(
@@ -200,6 +209,9 @@ std::string flag_fix(const std::string& text, OptimizerType) {
 }
 std::string flag_fix(const std::string& text, Precision) {
   return spelling_fix(text, precisions());
+}
+std::string flag_fix(const std::string& text, Strategy) {
+  return spelling_fix(text, strategies());
 }
 
 std::string wrap_text(const std::string& text, size_t indent, size_t width) {

@@ -35,6 +35,7 @@ bool read_flag(const std::string& text, SamplingStrategy& value);
 bool read_flag(const std::string& text, GradNormType& value);
 bool read_flag(const std::string& text, LogGradientNorms& value);
 bool read_flag(const std::string& text, Precision& value);
+bool read_flag(const std::string& text, Strategy& value);
 bool read_flag(const std::string& text, GradientCheckpointing& value);
 template <typename T>
 bool read_flag(const std::string& text, std::optional<T>& value) {
@@ -61,6 +62,7 @@ std::string flag_text(SamplingStrategy value);
 std::string flag_text(GradNormType value);
 std::string flag_text(LogGradientNorms value);
 std::string flag_text(Precision value);
+std::string flag_text(Strategy value);
 std::string flag_text(const GradientCheckpointing& value);
 template <typename T>
 std::string flag_text(const std::optional<T>& value) {
@@ -92,6 +94,7 @@ std::string flag_expectation(SamplingStrategy value);
 std::string flag_expectation(GradNormType value);
 std::string flag_expectation(LogGradientNorms value);
 std::string flag_expectation(Precision value);
+std::string flag_expectation(Strategy value);
 std::string flag_expectation(const GradientCheckpointing& value);
 template <typename T>
 std::string flag_expectation(const std::optional<T>&) {
@@ -106,6 +109,7 @@ std::string flag_fix(const std::string&, const T&) {
 std::string flag_fix(const std::string& text, SchedulerType value);
 std::string flag_fix(const std::string& text, OptimizerType value);
 std::string flag_fix(const std::string& text, Precision value);
+std::string flag_fix(const std::string& text, Strategy value);
 
 struct CommandText {
   std::string name{};

@@ -116,6 +116,10 @@ class Hasten {
     check_estimate_memory_inputs(command);
     become_worker(arguments_);
   }
+  int operator()(const StateCommand& command) {
+    check_state_inputs(command);
+    become_worker(arguments_);
+  }
   int operator()(const EnvCommand&) { become_worker(arguments_); }
   int operator()(const LaunchCommand& command) {
     check_nproc("launch", command.nproc, world_from_environment());

@@ -239,7 +239,8 @@ int run_train(const TrainCommand& command) {
   const auto accelerator = std::make_shared<Accelerator>(AcceleratorOptions{
       .gradient_accumulation_steps =
           command.arguments.gradient_accumulation_steps,
-      .seed = command.arguments.seed});
+      .seed = command.arguments.seed,
+      .strategy = command.arguments.strategy});
   Communicator& communicator = *accelerator->communicator();
   detail::TrainInputs inputs;
   detail::agree_on(communicator, "cli: read the input", [&] {

@@ -140,6 +140,13 @@ void declare_batches(FlagTable& flags, TrainingArguments& arguments) {
       "of what is free)");
   declare_precision(flags, arguments);
   flags.value(
+      "--strategy",
+      arguments.strategy,
+      "NAME",
+      "what each process holds of the model: ddp (all), zero1 (part of the "
+      "optimizer's state), zero2 (of gradients too) or fsdp (of parameters "
+      "too)");
+  flags.value(
       "--local-sgd-steps",
       arguments.local_sgd_steps,
       "UPDATES",

@@ -1,5 +1,7 @@
 #include "hasten/comm/communicator.h"
 
+#include <ATen/ATen.h>
+
 #include <algorithm>
 #include <cstdlib>
 #include <mutex>
@@ -51,6 +53,46 @@ void register_group(const std::shared_ptr<GlooGroup>& group) {
   });
   registry.groups.push_back(group);
 }
+
+/// An exchange of rows, summed by the first wait that sees it through.
+struct RowSum final : CommHandle::State {
+  RowSum(CommHandle exchange_in, at::Tensor output_in, at::Tensor rows_in)
+      : exchange(std::move(exchange_in)),
+        output(std::move(output_in)),
+        rows(std::move(rows_in)) {}
+
+  void wait() override {
+    exchange.wait();
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (rows.defined()) {
+      add_rows();
+      rows.reset();
+    }
+  }
+  bool done() const noexcept override { return exchange.done(); }
+  std::chrono::steady_clock::time_point ended() const noexcept override {
+    return exchange.ended();
+  }
+
+ private:
+  void add_rows() {
+    const at::NoGradGuard no_grad;
+    const int64_t count = rows.size(0);
+    if (count == 2 && rows.scalar_type() == output.scalar_type()) {
+      at::add_out(output, rows[0], rows[1]);
+      return;
+    }
+    output.copy_(rows[0]);
+    for (int64_t rank = 1; rank < count; ++rank) {
+      output.add_(rows[rank]);
+    }
+  }
+
+  CommHandle exchange;
+  at::Tensor output;
+  std::mutex mutex;
+  at::Tensor rows; // undefined once summed
+};
 
 void check_world(const World& world, const CommunicatorOptions& options) {
   if (world.world_size < 1 || world.rank < 0 ||
@@ -111,7 +153,8 @@ std::optional<Survivors> Communicator::shrink() { return std::nullopt; }
 std::shared_ptr<Communicator> detail::GlooGroup::duplicate(
     const CommunicatorOptions& options) {
   core_->check(operation_label("create", options.name));
-  auto group = std::make_shared<GlooGroup>(core_->link, options);
+  auto group =
+      std::make_shared<GlooGroup>(core_->link, options, core_->members);
   register_group(group);
   return group;
 }
@@ -131,6 +174,22 @@ std::shared_ptr<Communicator> detail::GlooGroup::new_group(
       std::make_shared<GlooGroup>(core_->link, options, std::move(members));
   register_group(group);
   return group;
+}
+
+CommHandle Communicator::reduce_scatter_async(
+    at::Tensor output,
+    at::Tensor input,
+    std::string_view name,
+    at::Tensor scratch) {
+  detail::check_scattered(output, input, world_size());
+  if (!scratch.defined()) {
+    scratch = at::empty_like(input);
+  }
+  CommHandle exchange = all_to_all_async(scratch, input, name);
+  return CommHandle(std::make_shared<detail::RowSum>(
+      std::move(exchange),
+      output.detach().view({output.numel()}),
+      scratch.detach().view({world_size(), output.numel()})));
 }
 
 } // namespace hasten

@@ -122,6 +122,23 @@ void check_exchanged(
   }
 }
 
+void check_scattered(
+    const at::Tensor& output, const at::Tensor& input, int world_size) {
+  check_tensor("reduce_scatter", input);
+  check_tensor("reduce_scatter", output);
+  if (input.dim() == 0 || input.size(0) != world_size ||
+      output.numel() * world_size != input.numel() ||
+      !at::isFloatingType(input.scalar_type()) ||
+      !at::isFloatingType(output.scalar_type())) {
+    throw InputError(
+        "comm::reduce_scatter",
+        "output is " + tensor_text(output) + " for an input " +
+            tensor_text(input),
+        "floating-point tensors: an input with a row for each of " +
+            std::to_string(world_size) + " ranks, an output of one row");
+  }
+}
+
 void check_members(const std::vector<int>& ranks, int rank, int world_size) {
   bool good = std::find(ranks.begin(), ranks.end(), rank) != ranks.end() &&
               ranks.front() >= 0 && ranks.back() < world_size;

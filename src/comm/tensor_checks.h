@@ -33,6 +33,9 @@ void check_gathered(
 void check_rows(const at::Tensor& rows);
 void check_exchanged(
     const at::Tensor& output, const at::Tensor& input, int world_size);
+/// `output` is the sum of `input`'s rows of one rank.
+void check_scattered(
+    const at::Tensor& output, const at::Tensor& input, int world_size);
 void check_source(int source, int world_size);
 /// Ascending ranks of a group, `rank` among them.
 void check_members(const std::vector<int>& ranks, int rank, int world_size);

@@ -150,10 +150,23 @@ int64_t head_of_step(
 
 } // namespace detail
 
+std::vector<std::vector<int64_t>> bert_layer_shapes(const BertConfig& config) {
+  const int64_t h = config.hidden_size;
+  const int64_t i = config.intermediate_size;
+  std::vector<std::vector<int64_t>> shapes;
+  for (int projection = 0; projection < 4; ++projection) {
+    shapes.push_back({h, h});
+    shapes.push_back({h});
+  }
+  shapes.insert(
+      shapes.end(),
+      {{h}, {h}, {i, h}, {i}, {h, i}, {h}, {h}, {h}}); // with both norms
+  return shapes;
+}
+
 std::vector<std::vector<int64_t>> bert_parameter_shapes(
     const BertConfig& config) {
   const int64_t h = config.hidden_size;
-  const int64_t i = config.intermediate_size;
   std::vector<std::vector<int64_t>> shapes = {
       {config.vocab_size, h},
       {config.max_position_embeddings, h},
@@ -161,13 +174,8 @@ std::vector<std::vector<int64_t>> bert_parameter_shapes(
       {h},
       {h}};
   for (int64_t layer = 0; layer < config.num_hidden_layers; ++layer) {
-    for (int projection = 0; projection < 4; ++projection) {
-      shapes.push_back({h, h});
-      shapes.push_back({h});
-    }
-    shapes.insert(
-        shapes.end(),
-        {{h}, {h}, {i, h}, {i}, {h, i}, {h}, {h}, {h}}); // with both norms
+    const auto of_layer = bert_layer_shapes(config);
+    shapes.insert(shapes.end(), of_layer.begin(), of_layer.end());
   }
   shapes.insert(
       shapes.end(),

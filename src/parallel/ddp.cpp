@@ -4,31 +4,14 @@
 #include <torch/nn/module.h>
 
 #include <algorithm>
-#include <map>
 #include <nlohmann/json.hpp>
 #include <sstream>
 #include <unordered_set>
 
 #include "hasten/base/error.h"
+#include "module_buffers.h"
 
 namespace hasten {
-
-namespace detail {
-
-FlatLayout::NamedParameters unique_tensors(
-    const torch::OrderedDict<std::string, at::Tensor>& named) {
-  std::unordered_set<const void*> seen;
-  FlatLayout::NamedParameters unique;
-  for (const auto& item : named) {
-    if (item.value().defined() &&
-        seen.insert(item.value().unsafeGetTensorImpl()).second) {
-      unique.emplace_back(item.key(), item.value());
-    }
-  }
-  return unique;
-}
-
-} // namespace detail
 
 Ddp::Ddp(
     std::shared_ptr<Communicator> communicator,
@@ -340,16 +323,8 @@ bool Ddp::buffers_may_differ() const {
   return buffers_changed_ || evens_out_buffers();
 }
 
-// Torch's batch norm writes running statistics unseen; integers nobody does.
 bool Ddp::evens_out_buffers() const {
-  return !alone_ && options_.buffers != BufferPolicy::leave &&
-         std::any_of(
-             module_buffers_.begin(),
-             module_buffers_.end(),
-             [](const auto& entry) {
-               return entry.second.is_floating_point() ||
-                      entry.second.is_complex();
-             });
+  return !alone_ && detail::forward_writes(module_buffers_, options_.buffers);
 }
 
 void Ddp::sync_buffers(const DdpRanks& ranks) {
@@ -357,38 +332,8 @@ void Ddp::sync_buffers(const DdpRanks& ranks) {
       options_.buffers == BufferPolicy::leave) {
     return;
   }
-  at::NoGradGuard no_grad;
-  std::map<at::ScalarType, std::vector<at::Tensor>> by_dtype;
-  for (const auto& entry : module_buffers_) {
-    by_dtype[entry.second.scalar_type()].push_back(entry.second);
-  }
-  for (const auto& [dtype, buffers] : by_dtype) {
-    std::vector<at::Tensor> pieces;
-    for (const at::Tensor& buffer : buffers) {
-      pieces.push_back(buffer.detach().reshape({-1}));
-    }
-    at::Tensor flat = at::cat(pieces);
-    const bool average =
-        options_.buffers == BufferPolicy::average && at::isFloatingType(dtype);
-    if (average) {
-      if (!ranks.here) {
-        flat.zero_();
-      }
-      communicator_->all_reduce(flat, ReduceOp::sum, "buffers");
-      flat.div_(ranks.count > 0 ? ranks.count : communicator_->world_size());
-    } else {
-      communicator_->broadcast(flat, ranks.first, "buffers");
-    }
-    if (average || communicator_->rank() != ranks.first) {
-      int64_t offset = 0;
-      for (at::Tensor buffer : buffers) {
-        const int64_t numel = buffer.numel();
-        buffer.detach().copy_(
-            flat.narrow(0, offset, numel).view(buffer.sizes()));
-        offset += numel;
-      }
-    }
-  }
+  detail::even_out_buffers(
+      *communicator_, module_buffers_, options_.buffers, ranks);
   for (size_t i = 0; i < module_buffers_.size(); ++i) {
     buffer_versions_[i] = module_buffers_[i].second._version();
   }

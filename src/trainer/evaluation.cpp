@@ -104,15 +104,18 @@ EvaluationPass evaluate_share(
   pass.loss_sum =
       at::zeros({}, at::TensorOptions(accelerator.device()).dtype(at::kDouble));
   int64_t done = 0;
+  const ForwardGuard forward = accelerator.forward_scope(parts.model);
+  const auto run = [&](const Batch& batch) {
+    const Autocast autocast = accelerator.autocast();
+    return parts.loss_function(batch);
+  };
   for (const Batch& host_batch : loader) {
     throw_if_interrupted();
-    if (host_batch.rows() > 0) {
+    if (host_batch.rows() == 0 && accelerator.shards(parts.model)) {
+      run(dataset.collate({0}).to(accelerator.device())); // the others gather
+    } else if (host_batch.rows() > 0) {
       const Batch batch = host_batch.to(accelerator.device());
-      LossOutput output;
-      {
-        const Autocast autocast = accelerator.autocast();
-        output = parts.loss_function(batch);
-      }
+      LossOutput output = run(batch);
       if (output.outputs.defined() && output.outputs.is_floating_point() &&
           output.outputs.element_size() < 4) {
         output.outputs = output.outputs.to(at::kFloat);
@@ -195,32 +198,6 @@ nlohmann::json evaluate_dataset(
   record[prefix + "_steps_per_second"] =
       rounded(static_cast<double>(pass.steps) / seconds, 3);
   return record;
-}
-
-void broadcast_model(TrainerParts& parts) {
-  const at::NoGradGuard no_grad;
-  Communicator& communicator = parts.communicator();
-  std::vector<std::pair<at::Tensor, at::Tensor>> copies; // target, received
-  std::vector<CommHandle> handles;
-  const auto send = [&](const at::Tensor& tensor, const std::string& name) {
-    at::Tensor flat = tensor.detach().contiguous();
-    if (!flat.is_same(tensor) && flat.data_ptr() != tensor.data_ptr()) {
-      copies.emplace_back(tensor, flat);
-    }
-    handles.push_back(communicator.broadcast_async(flat, 0, "model: " + name));
-  };
-  for (const auto& entry : parts.model->named_parameters()) {
-    send(entry.value(), entry.key());
-  }
-  for (const auto& entry : parts.model->named_buffers()) {
-    send(entry.value(), entry.key());
-  }
-  for (CommHandle& handle : handles) {
-    handle.wait();
-  }
-  for (auto& [target, received] : copies) {
-    target.copy_(received);
-  }
 }
 
 class ClassificationEvaluation final : public EvaluationMetrics {

@@ -182,6 +182,7 @@ std::vector<ArgumentChange> changed_arguments(
       "auto_find_batch_size",
       "memory_limit",
       "gradient_checkpointing",
+      "strategy", // another order of sums, no more
       "per_device_eval_batch_size",
       "logging_steps",
       "log_gradient_norms",

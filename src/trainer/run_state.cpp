@@ -248,12 +248,13 @@ void TrainingRun::save_checkpoint() {
 
 void TrainingRun::save_final() {
   collect_tokens();
-  if (parts_.is_main()) {
-    FolderCommit commit(output_dir_, CommitMode::merge);
-    write_model_folder(commit.folder(), true);
-    commit.commit();
-  }
-  parts_.accelerator->wait_for_everyone();
+  parts_.accelerator->with_full_parameters(
+      [this] {
+        FolderCommit commit(output_dir_, CommitMode::merge);
+        write_model_folder(commit.folder(), true);
+        commit.commit();
+      },
+      parts_.model);
 }
 
 } // namespace hasten::detail

@@ -107,6 +107,18 @@ void require_precision(const TrainerParts& parts) {
   }
 }
 
+void require_strategy(const TrainerParts& parts) {
+  const Strategy given = parts.accelerator->options().strategy;
+  if (parts.arguments.strategy != given) {
+    throw InputError(
+        "trainer::Trainer",
+        std::string("strategy=") + strategy_name(parts.arguments.strategy) +
+            " in the arguments and " + strategy_name(given) +
+            " in the accelerator",
+        "the same in both");
+  }
+}
+
 void require_parts(const TrainerParts& parts) {
   parts.arguments.validate();
   if (!parts.model || !parts.loss_function) {
@@ -165,6 +177,7 @@ Trainer::Trainer(
     AcceleratorOptions options;
     options.gradient_accumulation_steps = window;
     options.seed = parts.arguments.seed;
+    options.strategy = parts.arguments.strategy;
     accelerator = std::make_shared<Accelerator>(options);
   }
   if (accelerator->options().gradient_accumulation_steps != window) {
@@ -178,6 +191,7 @@ Trainer::Trainer(
   }
   parts.accelerator = std::move(accelerator);
   detail::require_precision(parts);
+  detail::require_strategy(parts);
   parts.files = default_model_files(parts.model);
   detail::move_model(*parts.model, parts.accelerator->device());
 }

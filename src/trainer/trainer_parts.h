@@ -55,7 +55,4 @@ void enable_checkpointing(TrainerParts& parts);
 /// first time, else nothing.
 void settle_precision(TrainerParts& parts, const std::string& kept = {});
 
-/// Puts rank 0's parameters and buffers into every rank's. Collective.
-void broadcast_model(TrainerParts& parts);
-
 } // namespace hasten::detail

@@ -80,6 +80,15 @@ const std::map<std::string, Precision>& precisions() {
   return names;
 }
 
+const std::map<std::string, Strategy>& strategies() {
+  static const std::map<std::string, Strategy> names = {
+      {strategy_name(Strategy::ddp), Strategy::ddp},
+      {strategy_name(Strategy::zero1), Strategy::zero1},
+      {strategy_name(Strategy::zero2), Strategy::zero2},
+      {strategy_name(Strategy::fsdp), Strategy::fsdp}};
+  return names;
+}
+
 namespace detail {
 
 constexpr const char* kArgumentsPlace = "trainer::training_arguments";
@@ -101,6 +110,7 @@ void visit_arguments(Arguments& a, Visit&& visit) {
   visit("bf16", a.bf16);
   visit("fp16", a.fp16);
   visit("precision", a.precision);
+  visit("strategy", a.strategy);
   visit("local_sgd_steps", a.local_sgd_steps);
   visit("gradient_checkpointing", a.gradient_checkpointing);
   visit("optim", a.optim);
@@ -155,6 +165,10 @@ const std::map<std::string, LogGradientNorms>& spellings(LogGradientNorms) {
 
 const std::map<std::string, Precision>& spellings(Precision) {
   return precisions();
+}
+
+const std::map<std::string, Strategy>& spellings(Strategy) {
+  return strategies();
 }
 
 template <typename T>
@@ -309,6 +323,14 @@ void validate_precision(const TrainingArguments& a) {
         "one choice of precision",
         "leave one of them out");
   }
+}
+
+void validate_strategy(const TrainingArguments& a) {
+  require_argument(
+      a.strategy == Strategy::ddp || a.local_sgd_steps == 0,
+      "local_sgd_steps",
+      a.local_sgd_steps,
+      "0 unless strategy=ddp: it averages whole models");
 }
 
 void validate_schedule(const TrainingArguments& a) {
@@ -467,6 +489,7 @@ void TrainingArguments::validate() const {
       metric_for_best_model,
       "the name of a value in the evaluation record");
   detail::validate_precision(*this);
+  detail::validate_strategy(*this);
   detail::validate_schedule(*this);
   detail::validate_memory(*this);
   if (load_best_model_at_end) {

@@ -209,10 +209,9 @@ void TrainingRun::load_best() {
     return; // no evaluation gave a number: the model as it is
   }
   if (state_.best_global_step != state_.global_step) {
-    if (parts_.is_main()) {
-      parts_.files.load(state_.best_model_checkpoint);
-    }
-    broadcast_model(parts_);
+    parts_.accelerator->load_full_parameters(
+        [this] { parts_.files.load(state_.best_model_checkpoint); },
+        parts_.model);
   }
   if (parts_.is_main() && parts_.arguments.save_total_limit == 1) {
     keep_only_checkpoint(output_dir_, *state_.best_global_step);

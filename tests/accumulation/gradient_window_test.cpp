@@ -9,6 +9,7 @@
 
 #include "accumulation/window_rig.h"
 #include "hasten/base/error.h"
+#include "hasten/parallel/ddp.h"
 #include "support/communicator.h"
 #include "support/world.h"
 

@@ -209,4 +209,45 @@ TEST(Barrier, NobodyLeavesBeforeTheLastHasEntered) {
       << (comm->world_size() == 1);
 }
 
+// Row t of rank f's input is 100 f + t, and a 16-bit sum would lose the last digits.
+TEST(ReduceScatter, EachRankGetsTheSumOfItsRowOfEveryRank) {
+  const auto comm = fresh_communicator();
+  const int world = comm->world_size();
+  for (const auto type : {torch::kFloat, torch::kDouble, torch::kBFloat16}) {
+    const torch::Tensor rows =
+        (torch::arange(world, torch::kDouble).unsqueeze(1) +
+         100 * comm->rank() + torch::zeros({1, 3}, torch::kDouble))
+            .to(type);
+    const auto sum_type = type == torch::kBFloat16 ? torch::kFloat : type;
+    torch::Tensor wanted = torch::zeros({3}, sum_type);
+    for (int rank = 0; rank < world; ++rank) {
+      wanted += torch::full({3}, 100.0 * rank + comm->rank()).to(type);
+    }
+    for (const bool scratch : {false, true}) {
+      torch::Tensor sum = torch::full({3, 1}, -1, sum_type);
+      CommHandle handle = comm->reduce_scatter_async(
+          sum, rows, "rows", scratch ? rows.clone() : torch::Tensor());
+      handle.wait();
+      handle.wait(); // sums once
+      EXPECT_TRUE(torch::equal(sum.view({3}), wanted)) << sum << wanted;
+    }
+  }
+}
+
+TEST(ReduceScatter, OutputsOfAnotherSizeAndIntegersAreRefused) {
+  const auto comm = fresh_communicator();
+  const int world = comm->world_size();
+  const auto reduce = [&](torch::Tensor output, torch::Tensor input) {
+    comm->reduce_scatter_async(std::move(output), std::move(input), "x").wait();
+  };
+  EXPECT_THROW(reduce(torch::ones({3}), torch::ones({world, 2})), InputError);
+  EXPECT_THROW(
+      reduce(torch::ones({2}), torch::ones({world + 1, 2})), InputError);
+  EXPECT_THROW(
+      reduce(
+          torch::ones({2}, torch::kLong),
+          torch::ones({world, 2}, torch::kLong)),
+      InputError);
+}
+
 } // namespace hasten

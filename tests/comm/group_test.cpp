@@ -107,6 +107,10 @@ TEST(Group, PartsOfAWorldTalkAmongThemselves) {
   EXPECT_EQ(tensor[69'999].item<int>(), sum);
   const auto everyone = part->gather_json(comm->rank(), "ranks");
   EXPECT_EQ(everyone, std::vector<nlohmann::json>(mine.begin(), mine.end()));
+  const auto again = part->duplicate({.name = "part again"});
+  EXPECT_EQ(again->world_size(), part->world_size());
+  EXPECT_EQ(again->gather_json(comm->rank(), "ranks"), everyone);
+  again->close();
   comm->barrier("the world goes on");
   EXPECT_THROW(comm->new_group({comm->rank() + 1}, {.name = "x"}), InputError);
   EXPECT_THROW(

@@ -66,7 +66,10 @@ TEST(Ladder, EveryLineAStepBringsIsMarked) {
       {"08a_checkpointed_trainer", {"05_trainer.cpp"}},
       {"08b_checkpointed_loop", {"04_accumulate.cpp"}},
       {"08c_whole_loop",
-       {"07_local_sgd_accumulate.cpp", "08b_checkpointed_loop.cpp"}}};
+       {"07_local_sgd_accumulate.cpp", "08b_checkpointed_loop.cpp"}},
+      {"10a_fsdp", {"04_accumulate.cpp"}},
+      {"10b_fsdp_checkpointed_bf16",
+       {"08b_checkpointed_loop.cpp", "10a_fsdp.cpp"}}};
   for (const auto& [name, before] : steps) {
     EXPECT_EQ(unmarked_lines(name + ".cpp", before), std::vector<std::string>())
         << name;
@@ -115,6 +118,7 @@ TEST(Ladder, EveryStepLearnsAndPrintsTheSameNumbersOnTwoProcesses) {
            {"03_accelerator", "01_plain_loop"},
            {"04_accumulate", "02_accumulation_by_hand"},
            {"04b_accumulate_by_hand", "02_accumulation_by_hand"},
+           {"10a_fsdp", "02_accumulation_by_hand"},
            {"05_trainer", "02_accumulation_by_hand"}}) {
     const LadderRun plain = run_step(reference, kRaggedRows);
     ASSERT_EQ(plain.lines.size(), 6) << reference;
@@ -164,6 +168,15 @@ TEST(Ladder, CheckpointingChangesNoBit) {
       EXPECT_EQ(distance(plain.parameters, run.parameters), 0)
           << name << " on " << nproc;
     }
+  }
+}
+
+TEST(Ladder, ShardedCheckpointedAndInSixteenBitsItLearns) {
+  for (const int nproc : {1, 2}) {
+    const LadderRun run =
+        run_step("10b_fsdp_checkpointed_bf16", kRaggedRows, nproc);
+    ASSERT_EQ(run.lines.size(), 6) << nproc;
+    EXPECT_GT(number_after(run.lines[5], "accuracy"), 0.7) << nproc;
   }
 }
 
@@ -233,7 +246,10 @@ TEST(Ladder, EveryWayOfAccumulatingGivesTheSameParameters) {
     EXPECT_GT(
         distance(by_hand, run_step("01_plain_loop", rows).parameters), 0.05);
     for (const char* name :
-         {"04_accumulate", "04b_accumulate_by_hand", "05_trainer"}) {
+         {"04_accumulate",
+          "04b_accumulate_by_hand",
+          "05_trainer",
+          "10a_fsdp"}) {
       for (const int nproc : {1, 2}) {
         const auto run = run_step(name, rows, nproc).parameters;
         EXPECT_LE(distance(by_hand, run), kSame)

@@ -34,6 +34,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -82,6 +83,22 @@ class [[nodiscard]] SyncGuard {
  private:
   std::shared_ptr<detail::AcceleratorCore> core_;
   uint64_t id_ = 0;
+};
+
+/// While it lives forwards of these models may run; what forward_scope returns. Of
+/// sharded models they compute in the accelerator's mixed precision, in which blocks
+/// are put together. Costs nothing for others.
+class [[nodiscard]] ForwardGuard {
+ public:
+  ForwardGuard(
+      detail::AcceleratorCore& core,
+      const std::vector<torch::nn::Module*>& models);
+  ForwardGuard(ForwardGuard&&) noexcept = default;
+  ForwardGuard& operator=(ForwardGuard&&) = delete;
+
+ private:
+  std::vector<std::unique_ptr<ForwardScope>> scopes_;
+  std::unique_ptr<Autocast> cast_;
 };
 
 /// Gathering, reducing, who runs what: hasten/accelerator/collect.h. Clipping:
@@ -185,6 +202,36 @@ class Accelerator : public Gradients {
   /// say the same. Outside, the sum of all ranks is divided by their weights'.
   void backward(
       const at::Tensor& loss_sum, double weight, BackwardOptions options = {});
+
+  /// Around forwards outside accumulate(): evaluation. Puts together what no block of
+  /// a sharded model holds, until the guard is gone; does nothing for other models.
+  /// Every rank runs equally many forwards in it. Collective for sharded models.
+  template <detail::ModelHolder... Models>
+  ForwardGuard forward_scope(const Models&... models) const {
+    return ForwardGuard(*core_, {detail::module_of(models).get()...});
+  }
+  /// Each rank holds a part of this model: it was prepared so, and there are peers.
+  template <detail::ModelHolder Model>
+  bool shards(const Model& model) const {
+    return shards_module(*detail::module_of(model));
+  }
+  /// Runs `use` on rank 0 while the models' parameters are whole there: to save them
+  /// in a format of one's own. On the others it does not run. What `use` writes into
+  /// parameters of sharded models is lost. Between windows. Collective, blocking.
+  /// Memory on rank 0: the models. Throws what it throws, on every rank.
+  template <detail::ModelHolder... Models>
+  void with_full_parameters(
+      const std::function<void()>& use, const Models&... models) {
+    run_with_full_parameters(use, {detail::module_of(models).get()...});
+  }
+  /// Gives every rank its part of rank 0's values of parameters and buffers, which
+  /// `load` sets there, whole: to load them from a format of one's own. Between
+  /// windows. Collective, blocking. Memory on rank 0: the models.
+  template <detail::ModelHolder... Models>
+  void load_full_parameters(
+      const std::function<void()>& load, const Models&... models) {
+    run_load_full_parameters(load, {detail::module_of(models).get()...});
+  }
 
   /// While the guard lives, backward of losses that depend on these models (none
   /// given: all) is local; the next one outside it reduces what has gathered:
@@ -302,6 +349,13 @@ class Accelerator : public Gradients {
         {detail::module_of(models).get()...});
     return AccumulateGuard(core_);
   }
+  bool shards_module(const torch::nn::Module& model) const;
+  void run_with_full_parameters(
+      const std::function<void()>& use,
+      const std::vector<torch::nn::Module*>& models);
+  void run_load_full_parameters(
+      const std::function<void()>& load,
+      const std::vector<torch::nn::Module*>& models);
   void register_hook(torch::nn::Module& model, std::shared_ptr<CommHook> hook);
 };
 
@@ -343,5 +397,4 @@ auto Accelerator::prepare(Objects&&... objects) {
     return handles;
   }
 }
-
 } // namespace hasten

@@ -4,12 +4,16 @@
 #include <chrono>
 #include <cstdint>
 #include <optional>
+#include <string>
+#include <vector>
 
 #include "hasten/accelerator/prepare.h"
 #include "hasten/accumulation/gradient_window.h"
 #include "hasten/amp/loss_scale.h"
 #include "hasten/core/autocast.h"
 #include "hasten/core/precision.h"
+#include "hasten/parallel/fully_shard.h"
+#include "hasten/parallel/strategy.h"
 
 namespace hasten {
 
@@ -64,6 +68,21 @@ struct AcceleratorOptions {
   bool find_unused_parameters = false;
   /// Promises that every window uses the same parameters. See DdpOptions.
   bool static_graph = false;
+  /// What each rank holds of prepared models. No effect on a rank alone. All but ddp
+  /// divide the modules that the model has in ModuleLists and Sequentials and calls
+  /// through call_block, and the rest as one unit: forwards run inside accumulate()
+  /// (training) or forward_scope() (evaluation), on every rank equally often; a
+  /// prepared loader sees to that. Gradients, parameters and moments are this rank's part of each, norms
+  /// those of the whole. Optimizers that need whole parameters (LAMB, Adafactor),
+  /// communication hooks and LocalSgd scopes are refused.
+  Strategy strategy = Strategy::ddp;
+  /// How, but for its `strategy`. With mixed_precision set before prepare(), units but
+  /// the root are put together in its 16 bits, unless precision.param_dtype says
+  /// otherwise: half the bytes, and no cast of them stays until backward.
+  FullyShardOptions fully_shard{};
+  /// Names of the modules that are units, "encoder.layer.0", which the model calls
+  /// through call_block. Empty: the entries of its ModuleLists and Sequentials.
+  std::vector<std::string> shard_units{};
   /// What makes buffers (running statistics) equal on all ranks: when a window opens
   /// and is complete, in save_state(), and for evaluation inside a window. Costs it
   /// two messages a dtype and one more, for models with floating-point ones.

@@ -8,6 +8,9 @@
 //     state.json              everything that is no tensor
 //     state_rank_0.safetensors … one a rank: torch's generators, position in the
 //                             data, gradients of a window that is not complete
+//                             data, gradients of a window that is not complete; of
+//                             sharded models its rows of parameters and moments,
+//                             "sharded.<name>", which state.json lists
 //     manifest.json           sizes and checksums; the last thing to be there
 //
 // Size, for parameters of P bytes with Adam: 3 P. Gradients that are not zero
@@ -19,12 +22,14 @@
 // the epoch goes on behind the rows that were seen, and each rank's generator is
 // seeded anew from (seed, rank, windows done). What then has no meaning is an
 // error: an open window, objects saved per rank, a range that deals itself
-// without a cursor.
+// without a cursor. Each rank reads the rows it needs, whoever wrote them: a state of
+// sharded models is loaded under any strategy, and one of whole models by sharded ones.
 #pragma once
 
 #include <cstdint>
 #include <filesystem>
 #include <functional>
+#include <nlohmann/json_fwd.hpp>
 
 namespace hasten {
 
@@ -61,5 +66,20 @@ enum class StateScope {
 /// Names of the files in a state's folder.
 inline constexpr const char* kStateFile = "state.json";
 inline constexpr const char* kStateTensorsFile = "state.safetensors";
+
+/// What a folder holds, from state.json and the files' headers: "world_size",
+/// "strategy", "windows_completed", "optimizers" (their kinds) and "tensors", an array
+/// of {"name", "dtype", "shape", "rows": [[rank, first, rows], …] or null}. Local.
+/// Throws InputError naming the file that is missing or is none of a state.
+nlohmann::json describe_state(const std::filesystem::path& folder);
+
+/// Writes a model's parameters and buffers, whole, into one safetensors file, from the
+/// rows that each rank saved. Verifies checksums first. Local.
+/// Memory: what is put together of rows; whole tensors are mapped.
+/// Throws InputError naming the file that is missing or damaged; `file` is as it was.
+void consolidate_state(
+    const std::filesystem::path& folder,
+    const std::filesystem::path& file,
+    int64_t model = 0);
 
 } // namespace hasten

@@ -18,7 +18,7 @@
 
 #include "hasten/accumulation/window_control.h"
 #include "hasten/core/stateful.h"
-#include "hasten/parallel/ddp.h"
+#include "hasten/parallel/data_parallel.h"
 
 namespace hasten {
 
@@ -113,7 +113,7 @@ class GradientWindow : public Stateful {
   /// `models_mask`: bit i for model i of the accelerator, below 32.
   GradientWindow(
       std::shared_ptr<Communicator> communicator,
-      std::vector<std::shared_ptr<Ddp>> models,
+      std::vector<std::shared_ptr<DataParallel>> models,
       uint64_t models_mask,
       WindowOptions options,
       at::Device device,
@@ -183,7 +183,9 @@ class GradientWindow : public Stateful {
   /// What the backward that broke the open window threw; empty: none did.
   const std::string& failure() const { return failure_; }
   const WindowReport& report() const { return report_; }
-  const std::vector<std::shared_ptr<Ddp>>& models() const { return models_; }
+  const std::vector<std::shared_ptr<DataParallel>>& models() const {
+    return models_;
+  }
   /// Bit i: model i of the accelerator.
   uint64_t models_mask() const { return models_mask_; }
 
@@ -217,7 +219,8 @@ class GradientWindow : public Stateful {
 
   // Set at construction.
   std::shared_ptr<Communicator> communicator_;
-  std::vector<std::shared_ptr<Ddp>> models_; // in the order of reduction
+  std::vector<std::shared_ptr<DataParallel>>
+      models_; // in the order of reduction
   uint64_t models_mask_;
   WindowOptions options_;
   std::shared_ptr<WindowExchange> exchange_;

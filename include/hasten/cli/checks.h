@@ -25,6 +25,8 @@ void check_predict_inputs(const PredictCommand& command);
 void check_eval_inputs(const EvalCommand& command);
 void check_plan_inputs(const PlanCommand& command);
 void check_estimate_memory_inputs(const EstimateMemoryCommand& command);
+/// A folder without state.json.
+void check_state_inputs(const StateCommand& command);
 
 /// Flags that say what is learned from what, for the record of a run. An object.
 nlohmann::json described_inputs(const TrainCommand& command);

@@ -110,9 +110,22 @@ struct EstimateMemoryCommand {
   std::string optim_args{};
   /// Matrix products in bf16; parameters stay fp32.
   bool bf16 = false;
-  /// ddp or local_sgd; with one process the same.
+  /// ddp, zero1, zero2, fsdp or local_sgd; with one process the same.
   std::string strategy = "ddp";
   int nproc = 1;
+  bool json = false;
+};
+
+/// hasten state: looks into a saved state, or puts a model together from it.
+struct StateCommand {
+  /// inspect or consolidate.
+  std::string action{};
+  /// A checkpoint, or another folder of Accelerator::save_state.
+  std::string folder{};
+  /// Of consolidate: the safetensors file to write.
+  std::string output{};
+  /// Of consolidate: which of the state's models.
+  int64_t model = 0;
   bool json = false;
 };
 
@@ -142,6 +155,7 @@ using Command = std::variant<
     EvalCommand,
     PlanCommand,
     EstimateMemoryCommand,
+    StateCommand,
     LaunchCommand,
     EnvCommand>;
 

@@ -15,6 +15,7 @@ int run_predict(const PredictCommand& command);
 int run_eval(const EvalCommand& command);
 int run_plan(const PlanCommand& command);
 int run_estimate_memory(const EstimateMemoryCommand& command);
+int run_state(const StateCommand& command);
 int run_env(const EnvCommand& command);
 
 } // namespace hasten

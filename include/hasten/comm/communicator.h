@@ -132,6 +132,18 @@ class Communicator {
   virtual CommHandle all_to_all_async(
       at::Tensor output, at::Tensor input, std::string_view name) = 0;
 
+  /// Sums row r of every rank's `input` [world_size, …] into rank r's `output` [any
+  /// shape of a row's elements], in rank order, in output's dtype: a floating one,
+  /// so 16-bit rows are summed in fp32 where output is. All contiguous. `scratch`
+  /// takes what comes from the others, a tensor like `input`; made where it is
+  /// undefined. Neither may change until wait() has returned, which does the sum.
+  /// Half the volume of an all_reduce.
+  CommHandle reduce_scatter_async(
+      at::Tensor output,
+      at::Tensor input,
+      std::string_view name,
+      at::Tensor scratch = {});
+
   /// Tensors of one dtype and trailing shape, dim 0 may differ by rank (0
   /// included): concatenated over ranks in rank order, on every rank.
   /// Blocking; shapes are agreed first and a mismatch is an error on all.

@@ -4,7 +4,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/DispatchKey.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <cstdint>
 #include <functional>
@@ -28,10 +28,6 @@ at::Tensor run_once(const std::function<at::Tensor()>& make);
 
 namespace detail {
 
-// The dispatch key under which operators of a region are watched. torch declares it
-// for a mode of its own to come and has no kernels on it.
-constexpr auto kOpKey = c10::DispatchKey::Fake;
-
 // Marks this thread as recomputing, while it lives.
 class RecomputeFlag {
  public:
@@ -39,6 +35,17 @@ class RecomputeFlag {
   RecomputeFlag(const RecomputeFlag&) = delete;
   RecomputeFlag& operator=(const RecomputeFlag&) = delete;
   ~RecomputeFlag();
+};
+
+// On this key operators are seen by who records or replays them. Torch declares it
+// for a mode of its own to come and has no kernels on it.
+constexpr auto kOpKey = c10::DispatchKey::Fake;
+
+// While it lives, operators of this thread are no part of a forward: they are
+// neither recorded nor kept from writing what existed before.
+class UnseenOps {
+ private:
+  c10::impl::ExcludeDispatchKeyGuard excluded_{kOpKey};
 };
 
 // What run_once() kept, in the order of its calls.

@@ -14,6 +14,9 @@ namespace hasten {
 std::vector<std::vector<int64_t>> bert_parameter_shapes(
     const BertConfig& config);
 
+/// Shapes of one of its layers' parameters: what a block of a sharded model holds.
+std::vector<std::vector<int64_t>> bert_layer_shapes(const BertConfig& config);
+
 /// Where a parameter's gradient goes in backward.
 enum class GradientPlace {
   /// It becomes grad(): the first micro-batch behind a zero_grad, in a process alone.

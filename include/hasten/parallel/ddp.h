@@ -3,14 +3,7 @@
 // gradients are there, in the same order on every rank.
 //
 //   hasten::Ddp ddp(communicator, module);
-//   ddp.begin();                    // a new sum
-//   ddp.start_backward(false);      // accumulate here only
-//   loss1.backward();
-//   ddp.finish_backward();
-//   ddp.start_backward(true);       // reduce while this one runs
-//   loss2.backward();
-//   ddp.finish_backward();          // the rest of the buckets
-//   ddp.finish(1.0 / rows);         // wait; every p.grad() is sum * factor
+//   …                               // the protocol of data_parallel.h
 //
 // Buckets follow the order in which the first reduced backward completed rank 0's
 // gradients; before it, the reverse order of registration.
@@ -33,30 +26,16 @@
 #include <vector>
 
 #include "hasten/comm/communicator.h"
-#include "hasten/core/stateful.h"
 #include "hasten/flat/flat_gradients.h"
 #include "hasten/flat/grad_hooks.h"
 #include "hasten/parallel/comm_hook.h"
+#include "hasten/parallel/data_parallel.h"
 
 namespace torch::nn {
 class Module;
 }
 
 namespace hasten {
-
-/// What happens to buffers (running statistics) at the end of a sum, so that
-/// ranks are equal in evaluation and when they save; and whenever sync_buffers()
-/// is called, which the Accelerator does as a window opens. Statistics of a batch
-/// stay those of the rank's own rows in any case.
-enum class BufferPolicy {
-  /// Every rank takes those of the first rank that had a batch.
-  broadcast,
-  /// Floating-point ones become the mean over the ranks that had a batch.
-  /// Integers (counters) are taken from the first, never averaged.
-  average,
-  /// Each rank keeps its own.
-  leave
-};
 
 struct DdpOptions {
   /// Gradients are reduced once this much has gathered. MiB, > 0. Larger: fewer
@@ -76,47 +55,7 @@ struct DdpOptions {
   BufferPolicy buffers = BufferPolicy::broadcast;
 };
 
-/// What a backward to come is like.
-struct DdpBackward {
-  /// The loss; with find_unused_parameters its graph says which gradients will
-  /// come. Undefined: unused ones are found when backward has ended.
-  at::Tensor loss{};
-  /// This rank has no batch and adds zeros.
-  bool joined = false;
-  /// No bucket starts before finish_backward(): for all but one of several models
-  /// in one backward, whose buckets would otherwise start in an order that
-  /// depends on the graph.
-  bool hold = false;
-  /// What finish() will multiply by, once it is known; may block on peers that
-  /// have come to their start_backward(true). For hooks that compress: without
-  /// it they see gradients of another scale.
-  std::function<double()> factor{};
-};
-
-/// Ranks whose losses are in a sum.
-struct DdpRanks {
-  /// The first, whose buffers are taken.
-  int first = 0;
-  /// Their number; 0: all.
-  int count = 0;
-  /// Whether this rank is one of them.
-  bool here = true;
-};
-
-/// About the last reduction.
-struct ReductionReport {
-  int64_t buckets = 0;
-  /// Buckets whose reduction began before the backward had ended.
-  int64_t overlapped = 0;
-  /// Of the buckets' gradients, padding included.
-  int64_t bytes = 0;
-  /// Time in which at least one bucket was under way. Seconds.
-  double communication_seconds = 0;
-  /// The part of it that was waited for after backward. Seconds.
-  double exposed_seconds = 0;
-};
-
-class Ddp : public Stateful {
+class Ddp : public DataParallel {
  public:
   /// Verifies that every rank has the same parameters and buffers (names, shapes,
   /// dtypes, what is frozen), copies rank 0's values to all, and lays out the
@@ -130,65 +69,31 @@ class Ddp : public Stateful {
   Ddp(const Ddp&) = delete;
   Ddp& operator=(const Ddp&) = delete;
 
-  /// Sums buckets by this hook from the next sum on; null: plainly again. Does
-  /// nothing on a rank alone. Collective.
-  /// Throws InputError, on every rank, where ranks register different ones.
-  void register_comm_hook(std::shared_ptr<CommHook> hook);
-  const std::shared_ptr<CommHook>& comm_hook() const { return hook_; }
-
-  /// Start of a sum. Gradients are undefined until a backward makes them. What
-  /// was there and not zero (nobody zeroed it) is set aside and added back by
-  /// finish(), as torch would accumulate on top of it; with `keep`, zeros too.
-  /// With `in_place` it stays where it is and the sum is added to it: for a sum
-  /// that nothing is reduced into and whose factor is 1. Until finish() a backward
-  /// without start_backward throws: its loss would not be weighted. Local.
-  /// Throws InputError for a parameter that was unfrozen, moved, reshaped or
-  /// converted after construction.
-  void begin(bool keep = false, bool in_place = false);
-
-  /// Before a backward. With `reduce`, buckets are reduced while it runs; if a
-  /// sum is final already, this backward's goes to zeroed buffers, alone, and
-  /// finish() adds the two. Local, except that buckets without a gradient to wait
-  /// for are started.
-  void start_backward(bool reduce, DdpBackward backward = {});
-  /// After a backward: starts what is left, parameters that took no part
-  /// included. Collective where it reduces, does not block. A rank without data
-  /// calls it right after start_backward(true, {.joined = true}).
-  void finish_backward();
-  /// Waits for the reduction, multiplies the sum by `factor`, adds what was set
-  /// aside, evens out buffers. Then every grad() is final: a view of the flat
-  /// buffers (on a rank alone: autograd's tensor), or, where no rank used the
-  /// parameter, what it was. Collective.
-  /// With `defer` it may leave the multiplication to whoever reads the gradients
-  /// next: see pending_factor().
-  void finish(double factor, const DdpRanks& ranks = {}, bool defer = false);
-  /// What every gradient is still to be multiplied by; 1: nothing. A new sum, a
-  /// further backward and apply_pending_factor() do it.
-  double pending_factor() const { return pending_factor_; }
-  /// Said by whoever multiplied, or who multiplies by something more later.
-  void set_pending_factor(double factor) { pending_factor_ = factor; }
-  /// Multiplies. One pass over the gradients, none where it is 1. Local.
-  void apply_pending_factor();
-  /// Waits for the reduction and no more. Collective.
+  void begin(bool keep = false, bool in_place = false) override;
+  void start_backward(bool reduce, DdpBackward backward = {}) override;
+  void finish_backward() override;
+  /// Gradients are views of the flat buffers then (on a rank alone: autograd's
+  /// tensors).
+  void finish(
+      double factor, const DdpRanks& ranks = {}, bool defer = false) override;
   /// Throws InputError on every rank for unused parameters (see DdpOptions), or
   /// where ranks froze different ones.
-  void wait();
-  /// Exchanges what was set aside and what the buffers hold. Local.
-  void swap_aside();
-  /// Slots for which something but zeros was set aside. Looks at all of it.
-  std::vector<int64_t> kept_slots() const;
-  /// Drops what was set aside for others than these.
-  void keep_aside(const std::vector<int64_t>& slots);
-
-  /// Gives up after a backward that threw: gradients become undefined, what was
-  /// set aside is dropped. Reductions under way are abandoned, so that the
-  /// group is unusable if there were any. Local.
-  void cancel() noexcept;
-
-  /// True where a backward outside begin() … finish() left gradients that are
-  /// this rank's alone and that nobody has zeroed since. Looks only if there was
-  /// such a backward.
-  bool has_foreign_gradients();
+  void wait() override;
+  void cancel() noexcept override;
+  double pending_factor() const override { return pending_factor_; }
+  void set_pending_factor(double factor) override { pending_factor_ = factor; }
+  void apply_pending_factor() override;
+  void swap_aside() override;
+  std::vector<int64_t> kept_slots() const override;
+  void keep_aside(const std::vector<int64_t>& slots) override;
+  bool has_foreign_gradients() override;
+  bool sharded() const override { return false; }
+  void reduce_norms(std::vector<double>&, double) const override {}
+  void register_comm_hook(std::shared_ptr<CommHook> hook) override;
+  const std::shared_ptr<CommHook>& comm_hook() const override { return hook_; }
+  void sync_buffers(const DdpRanks& ranks = {}) override;
+  bool evens_out_buffers() const override;
+  void set_local(bool local) override;
 
   /// This rank's part of a state, between backwards: "grad.<name>" of every
   /// gradient that is defined and not known to be zero, "aside.<name>" of what
@@ -200,27 +105,19 @@ class Ddp : public Stateful {
   void load_state(
       const NamedTensors& tensors, const nlohmann::json& values) override;
 
-  /// Evens out the module's buffers by the policy, now: for an evaluation or a
-  /// save in the middle of a sum. One message per dtype. Collective, blocking.
-  void sync_buffers(const DdpRanks& ranks = {});
-  /// There are peers, a policy that makes buffers equal, and some that torch
-  /// writes in a forward: floating-point ones. Local, equal on all ranks.
-  bool evens_out_buffers() const;
-
-  /// While true, sums stay this rank's own and buffers are left alone, as if
-  /// there were no peers. Between sums. Local.
-  void set_local(bool local);
-
-  FlatGradients& gradients() { return gradients_; }
-  const FlatGradients& gradients() const { return gradients_; }
-  const std::shared_ptr<torch::nn::Module>& module() const { return module_; }
-  /// Trainable or frozen, de-duplicated, in order of registration.
-  const FlatLayout::NamedParameters& parameters() const { return parameters_; }
+  FlatGradients& gradients() override { return gradients_; }
+  const FlatGradients& gradients() const override { return gradients_; }
+  const std::shared_ptr<torch::nn::Module>& module() const override {
+    return module_;
+  }
+  const FlatLayout::NamedParameters& parameters() const override {
+    return parameters_;
+  }
   /// Elements of each bucket, in the order of reduction. [bucket]
   std::vector<int64_t> bucket_sizes() const;
   /// Buckets whose reduction began before the last backward had ended.
   int64_t overlapped_buckets() const { return report_.overlapped; }
-  const ReductionReport& reduction() const { return report_; }
+  const ReductionReport& reduction() const override { return report_; }
   /// The order of buckets is the learned one.
   bool order_is_learned() const { return !learned_.empty(); }
 

@@ -13,6 +13,7 @@
 //   max_length               128, at most the model's  not an argument
 //   local_sgd_steps          0, off                    not an argument
 //   precision                fp32                      not an argument: bf16, fp16
+//   strategy                 ddp                       fsdp, deepspeed
 //
 // Plain data without LibTorch, so that the `hasten` program can bind flags to
 // it. Threading: none needed.
@@ -26,6 +27,7 @@
 
 #include "hasten/activation_checkpoint/checkpoint_spec.h"
 #include "hasten/core/precision.h"
+#include "hasten/parallel/strategy.h"
 
 namespace hasten {
 
@@ -74,6 +76,7 @@ const std::map<std::string, SamplingStrategy>& sampling_strategies();
 const std::map<std::string, GradNormType>& grad_norm_types();
 const std::map<std::string, LogGradientNorms>& log_gradient_norms();
 const std::map<std::string, Precision>& precisions();
+const std::map<std::string, Strategy>& strategies();
 
 struct TrainingArguments {
   // Where.
@@ -135,6 +138,11 @@ struct TrainingArguments {
   /// finds it 1.3 times as fast on every rank. What was chosen is logged, written to
   /// training_args.json, and kept by a run that goes on.
   Precision precision = Precision::no;
+
+  /// What each process holds of the model: all of it, or a part of the optimizer's
+  /// state (zero1), of gradients too (zero2), of parameters too (fsdp); less memory
+  /// for the same numbers, see docs/guides/sharding.md. No effect on one process.
+  Strategy strategy = Strategy::ddp;
 
   /// Above 0: Local SGD. Each process updates its own weights, which are averaged
   /// after this many updates, and before every evaluation and save; gradients do

@@ -1,0 +1,71 @@
+"""Sharded training: its steps beside torch's fully_shard and our DDP, and its memory."""
+
+from sides import Bench, Case, launched, peer_ranks
+
+
+class FsdpStep(Bench):
+    """Steps of a GPT-2-shaped model (6 layers, 11 M parameters), 4 x 128 tokens a rank."""
+
+    # "…_over_ddp": our own DDP is the other side.
+    name = "fsdp_step"
+    rounds = 3
+    peer_name = "PyTorch fully_shard; …_over_ddp: ours with ddp"
+    cases = [
+        case
+        for ranks in (2, 4)
+        for case in (
+            Case(f"ranks_{ranks}", "s/step", 0.95, 4),
+            Case(f"ranks_{ranks}_over_ddp", "s/step", 1.15, 4),
+        )
+    ]
+
+    def __init__(self, options):
+        self.options = options
+
+    def round(self):
+        for ranks in (2,) if self.options.smoke else (2, 4):
+            steps = ["--steps", 1 if self.options.smoke else 15]
+            ours = launched(self.options, "fsdp_step", *steps, ranks=ranks)["seconds"]
+            ddp = launched(self.options, "fsdp_step", "--strategy", "ddp", *steps, ranks=ranks)["seconds"]
+            yield f"ranks_{ranks}_over_ddp", ours, ddp
+            yield f"ranks_{ranks}", ours, None
+            if not self.options.smoke:
+                yield f"ranks_{ranks}", None, peer_ranks(self.options, "fsdp_step.py", *steps, ranks=ranks)["seconds"]
+
+
+class FsdpMemory(Bench):
+    """Bytes of tensors on the largest rank, of steps on one short row."""
+
+    # The other side is the formula: 16 bytes of each element of the rank's rows, and four
+    # blocks beside them. "…_growth": what a layer adds to the peak, beside its rows' 16
+    # bytes. "…_over_ddp": ours with ddp.
+    name = "fsdp_memory"
+    rounds = 1
+    peer_name = "16 bytes / ranks + 4 blocks; …_over_ddp: ours with ddp"
+    cases = [
+        case
+        for ranks in (2, 4)
+        for case in (
+            Case(f"ranks_{ranks}_layers_6", "bytes", 1.02, 0),
+            Case(f"ranks_{ranks}_layers_12", "bytes", 1.02, 0),
+            Case(f"ranks_{ranks}_growth", "bytes/layer", 1.02, 0),
+            Case(f"ranks_{ranks}_layers_12_over_ddp", "bytes", float("inf"), 0),
+        )
+    ]
+
+    def __init__(self, options):
+        self.options = options
+
+    def round(self):
+        for ranks in (2,) if self.options.smoke else (2, 4):
+            peaks = {}
+            for layers in (6, 12):
+                same = ["--rows", 1, "--tokens", 8, "--steps", 2, "--layers", layers]
+                run = launched(self.options, "fsdp_step", *same, ranks=ranks)
+                peaks[layers] = run["peak_bytes"]
+                rest = run["elements"] - layers * run["block"]
+                state = 16 * run["elements"] / ranks + 4 * (4 * run["block"] + rest)
+                yield f"ranks_{ranks}_layers_{layers}", run["peak_bytes"], state
+            yield f"ranks_{ranks}_growth", (peaks[12] - peaks[6]) / 6, 16 * run["block"] / ranks
+            ddp = launched(self.options, "fsdp_step", "--strategy", "ddp", *same, ranks=ranks)
+            yield f"ranks_{ranks}_layers_12_over_ddp", peaks[12], ddp["peak_bytes"]

@@ -1,0 +1,273 @@
+// Models of which each rank holds a part.
+#include <ATen/ATen.h>
+#include <torch/nn/module.h>
+
+#include <algorithm>
+
+#include "accelerator_core.h"
+#include "hasten/base/error.h"
+#include "hasten/optim/adafactor.h"
+#include "hasten/optim/lamb.h"
+#include "sharded_model.h"
+
+namespace hasten {
+
+namespace detail {
+
+ShardingStrategy sharding_of(Strategy strategy) {
+  return strategy == Strategy::zero1   ? ShardingStrategy::zero1
+         : strategy == Strategy::zero2 ? ShardingStrategy::zero2
+                                       : ShardingStrategy::fsdp;
+}
+
+std::vector<std::shared_ptr<torch::nn::Module>> named_units(
+    const torch::nn::Module& model, const std::vector<std::string>& names) {
+  const auto modules = model.named_modules();
+  std::vector<std::shared_ptr<torch::nn::Module>> units;
+  for (const std::string& name : names) {
+    const auto* found = modules.find(name);
+    if (found == nullptr || name.empty()) {
+      throw InputError(
+          "accelerator::prepare",
+          "shard_units has \"" + name + "\", which the model has not",
+          "names of its modules, like those of named_modules()");
+    }
+    units.push_back(*found);
+  }
+  return units;
+}
+
+void AcceleratorCore::prepare_sharded(
+    ModelState& state,
+    std::shared_ptr<torch::nn::Module> module,
+    BufferPolicy buffers) {
+  FullyShardOptions how = options.fully_shard;
+  how.buffers = buffers;
+  if (precision_ != Precision::no && !how.precision.param_dtype) {
+    // Autocast's own casts of whole parameters would stay until backward.
+    how.unit_precision.try_emplace("", how.precision);
+    how.precision.param_dtype =
+        precision_ == Precision::bf16 ? at::kBFloat16 : at::kHalf;
+    how.precision.cast_forward_inputs = false;
+  }
+  how.strategy = sharding_of(options.strategy);
+  const auto units = options.shard_units.empty()
+                         ? repeated_blocks(*module)
+                         : named_units(*module, options.shard_units);
+  const auto model = std::make_shared<ShardedModel>(
+      communicator, std::move(module), units, std::move(how));
+  state.parallel = model;
+  state.sharded = {model, &model->shards()};
+}
+
+// Their step needs a norm, or rows and columns, of the whole parameter.
+void AcceleratorCore::refuse_optimizer(
+    const torch::optim::Optimizer& optimizer,
+    const std::vector<SlotList>& lists) const {
+  const char* name = dynamic_cast<const Lamb*>(&optimizer) != nullptr ? "Lamb"
+                     : dynamic_cast<const Adafactor*>(&optimizer) != nullptr
+                         ? "Adafactor"
+                         : nullptr;
+  const bool sharded =
+      std::any_of(lists.begin(), lists.end(), [this](const SlotList& list) {
+        return models_[list.model].sharded != nullptr;
+      });
+  if (sharded && name != nullptr) {
+    throw InputError(
+        "accelerator::prepare",
+        std::string("optimizer=") + name +
+            " with strategy=" + strategy_name(options.strategy),
+        "an optimizer whose step looks at each number by itself",
+        "use AdamW, Adam, SGD or Lion, or strategy=ddp");
+  }
+}
+
+void AcceleratorCore::refuse_sharded_outside(
+    const std::vector<size_t>& models) const {
+  for (const size_t model : models) {
+    if (models_[model].sharded) {
+      throw InputError(
+          "accelerator::backward",
+          std::string("a loss of a model with strategy=") +
+              strategy_name(options.strategy) + " outside accumulate()",
+          "accumulate() around forward and backward: it puts parameters "
+          "together and begins their sums",
+          "auto window = accelerator.accumulate(model) before the forward");
+    }
+  }
+}
+
+HeldRowsByName AcceleratorCore::held_rows() const {
+  HeldRowsByName held;
+  for (size_t i = 0; i < models_.size(); ++i) {
+    if (!models_[i].sharded) {
+      continue;
+    }
+    std::unordered_map<const void*, const ShardedParameter*> shards;
+    for (const ShardedParameter& shard : models_[i].sharded->parameters()) {
+      shards[shard.parameter.unsafeGetTensorImpl()] = &shard;
+    }
+    const std::string prefix = "model." + std::to_string(i) + ".";
+    for (const auto& item : models_[i].parallel->module()->named_parameters()) {
+      const ShardedParameter& shard =
+          *shards.at(item.value().unsafeGetTensorImpl());
+      held[prefix + item.key()] = {shard.sizes, shard.first_row, shard.rows};
+    }
+  }
+  return held;
+}
+
+NamedTensors AcceleratorCore::shards() const {
+  NamedTensors tensors;
+  for (size_t i = 0; i < models_.size(); ++i) {
+    if (models_[i].sharded) {
+      for (const ShardedParameter& shard : models_[i].sharded->parameters()) {
+        tensors.emplace(
+            "model." + std::to_string(i) + "." + shard.name,
+            shard.parameter.detach());
+      }
+    }
+  }
+  return tensors;
+}
+
+// zero1 and zero2 keep whole parameters between a window's batches.
+void AcceleratorCore::reshard() {
+  for (const ModelState& model : models_) {
+    if (model.sharded) {
+      model.sharded->reshard();
+    }
+  }
+}
+
+// Gives a parameter another tensor's data while it lives.
+class DataSwap {
+ public:
+  DataSwap(at::Tensor parameter, const at::Tensor& data)
+      : parameter_(std::move(parameter)),
+        own_(parameter_.detach()),
+        gradient_(parameter_.grad()) {
+    parameter_.mutable_grad().reset(); // of another shape
+    parameter_.set_data(data);
+  }
+  DataSwap(const DataSwap&) = delete;
+  DataSwap& operator=(const DataSwap&) = delete;
+  ~DataSwap() {
+    parameter_.set_data(own_);
+    parameter_.mutable_grad() = gradient_;
+  }
+
+ private:
+  at::Tensor parameter_;
+  at::Tensor own_;
+  at::Tensor gradient_;
+};
+
+void AcceleratorCore::with_full_parameters(
+    const std::vector<size_t>& models, const std::function<void()>& use) {
+  const at::NoGradGuard no_grad;
+  reshard();
+  std::vector<std::pair<at::Tensor, at::Tensor>> whole;
+  for (const size_t model : models) {
+    FullyShard* shards = models_[model].sharded.get();
+    for (size_t i = 0; shards != nullptr && i < shards->parameters().size();
+         ++i) {
+      const at::Tensor& parameter = shards->parameters()[i].parameter;
+      const at::Tensor all = shards->gather_like(i, parameter.detach());
+      if (world.rank == 0) {
+        whole.emplace_back(parameter, all);
+      }
+    }
+  }
+  on_every_rank(*communicator, "accelerator::with_full_parameters", [&] {
+    if (world.rank == 0) {
+      std::vector<std::unique_ptr<DataSwap>> swaps;
+      for (const auto& [parameter, all] : whole) {
+        swaps.push_back(std::make_unique<DataSwap>(parameter, all));
+      }
+      use();
+    }
+    return nlohmann::json();
+  });
+}
+
+void AcceleratorCore::load_full_parameters(
+    const std::vector<size_t>& models, const std::function<void()>& load) {
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> loaded; // rank 0's
+  with_full_parameters(models, [&] {
+    load();
+    for (const size_t model : models) {
+      for (const auto& entry : models_[model].parallel->parameters()) {
+        loaded.push_back(
+            models_[model].sharded ? entry.second.detach().clone()
+                                   : entry.second.detach());
+      }
+    }
+  });
+  size_t next = 0;
+  for (const size_t model : models) {
+    FullyShard* shards = models_[model].sharded.get();
+    for (size_t i = 0; i < models_[model].parallel->parameters().size(); ++i) {
+      const at::Tensor& parameter =
+          models_[model].parallel->parameters()[i].second;
+      const auto sizes = shards != nullptr
+                             ? at::IntArrayRef(shards->parameters()[i].sizes)
+                             : parameter.sizes();
+      at::Tensor whole = world.rank == 0
+                             ? loaded[next].contiguous()
+                             : at::empty(sizes, parameter.options());
+      ++next;
+      communicator->broadcast(whole, 0, "loaded parameter");
+      if (shards != nullptr) {
+        shards->load_parameter(shards->parameters()[i].name, whole);
+      } else {
+        parameter.detach().copy_(whole);
+      }
+    }
+    models_[model].parallel->sync_buffers({.first = 0});
+  }
+}
+
+} // namespace detail
+
+ForwardGuard::ForwardGuard(
+    detail::AcceleratorCore& core,
+    const std::vector<torch::nn::Module*>& models) {
+  for (const auto* module : models) {
+    if (FullyShard* sharded = core.sharded(module); sharded != nullptr) {
+      scopes_.emplace_back(new ForwardScope(sharded->forward_scope()));
+    }
+  }
+  if (!scopes_.empty() && core.precision() != Precision::no) {
+    cast_ = std::make_unique<Autocast>(core.autocast_options());
+  }
+}
+
+bool Accelerator::shards_module(const torch::nn::Module& model) const {
+  return core_->sharded(&model) != nullptr;
+}
+
+void Accelerator::run_with_full_parameters(
+    const std::function<void()>& use,
+    const std::vector<torch::nn::Module*>& models) {
+  std::vector<size_t> indices;
+  for (const auto* module : models) {
+    indices.push_back(
+        core_->model_index(module, "accelerator::with_full_parameters"));
+  }
+  core_->with_full_parameters(indices, use);
+}
+
+void Accelerator::run_load_full_parameters(
+    const std::function<void()>& load,
+    const std::vector<torch::nn::Module*>& models) {
+  std::vector<size_t> indices;
+  for (const auto* module : models) {
+    indices.push_back(
+        core_->model_index(module, "accelerator::load_full_parameters"));
+  }
+  core_->load_full_parameters(indices, load);
+}
+
+} // namespace hasten

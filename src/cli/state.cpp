@@ -1,0 +1,67 @@
+#include "hasten/accelerator/state.h"
+
+#include <algorithm>
+#include <iostream>
+#include <nlohmann/json.hpp>
+
+#include "hasten/base/log.h"
+#include "hasten/cli/checks.h"
+#include "hasten/cli/exit_code.h"
+#include "hasten/cli/run.h"
+
+namespace hasten {
+
+namespace detail {
+
+std::string shape_text(const nlohmann::json& shape) {
+  std::string text = "[";
+  for (const auto& size : shape) {
+    text += (text.size() > 1 ? ", " : "") + size.dump();
+  }
+  return text + "]";
+}
+
+void print_state(const nlohmann::json& state) {
+  std::cout << "saved by " << state.at("world_size")
+            << " process(es), strategy "
+            << state.at("strategy").get<std::string>() << ", behind "
+            << state.at("windows_completed") << " windows\n";
+  size_t widest = 0;
+  for (const auto& tensor : state.at("tensors")) {
+    widest = std::max(widest, tensor.at("name").get<std::string>().size());
+  }
+  for (const auto& tensor : state.at("tensors")) {
+    const auto name = tensor.at("name").get<std::string>();
+    std::cout << "  " << name << std::string(widest - name.size() + 2, ' ')
+              << tensor.at("dtype").get<std::string>() << " "
+              << shape_text(tensor.at("shape"));
+    if (!tensor.at("rows").is_null()) {
+      std::cout << ", rows by rank:";
+      for (const auto& rows : tensor.at("rows")) {
+        std::cout << " " << rows.at(2);
+      }
+    }
+    std::cout << "\n";
+  }
+  std::cout << std::flush;
+}
+
+} // namespace detail
+
+int run_state(const StateCommand& command) {
+  check_state_inputs(command);
+  if (command.action == "consolidate") {
+    consolidate_state(command.folder, command.output, command.model);
+    log_info("wrote " + command.output);
+    return kExitOk;
+  }
+  const nlohmann::json state = describe_state(command.folder);
+  if (command.json) {
+    std::cout << state.dump(2) << std::endl;
+  } else {
+    detail::print_state(state);
+  }
+  return kExitOk;
+}
+
+} // namespace hasten

@@ -1,0 +1,334 @@
+#include "hasten/parallel/fully_shard.h"
+
+#include <ATen/ATen.h>
+#include <torch/nn/module.h>
+
+#include <algorithm>
+#include <exception>
+#include <unordered_set>
+
+#include "hasten/base/error.h"
+#include "module_buffers.h"
+#include "shard_schedule.h"
+
+namespace hasten {
+
+ForwardScope::ForwardScope(
+    const std::shared_ptr<detail::ShardSchedule>& schedule)
+    : schedule_(schedule),
+      forward_(schedule->open_forward()),
+      exceptions_(std::uncaught_exceptions()) {}
+
+ForwardScope::~ForwardScope() {
+  const auto schedule = schedule_.lock();
+  if (!schedule) {
+    return;
+  }
+  try {
+    schedule->close_forward(forward_, std::uncaught_exceptions() > exceptions_);
+  } catch (...) { // the group is dead: the next operation on it says so
+  }
+}
+
+FullyShard::~FullyShard() {
+  schedule_->cancel();
+  for (const auto& unwrap : unwrap_) {
+    unwrap();
+  }
+}
+
+detail::ShardFlat& FullyShard::flat_of(size_t parameter) const {
+  return schedule_->units()[parameters_[parameter].unit]
+      ->flats()[places_[parameter].first];
+}
+
+detail::ShardTensor& FullyShard::tensor_of(size_t parameter) const {
+  return flat_of(parameter).tensors[places_[parameter].second];
+}
+
+void FullyShard::reshard() {
+  if (!schedule_->forward_is_open() && !schedule_->in_backward()) {
+    schedule_->let_all_go();
+  }
+}
+
+void FullyShard::join_forward() { schedule_->replay_forward(); }
+
+[[noreturn]] static void throw_changed(const std::string& name) {
+  throw InputError(
+      "parallel::FullyShard",
+      "parameter \"" + name +
+          "\" is another tensor, or was moved or converted, since it was "
+          "sharded",
+      "the parameters of that time",
+      "copy values in with copy_() or load_parameter(); convert or move the "
+      "model before it is sharded");
+}
+
+// One that got no gradient may have another in its place.
+void FullyShard::check_unused() const {
+  std::unordered_set<const void*> known;
+  bool all = true;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    known.insert(parameters_[i].parameter.unsafeGetTensorImpl());
+    all = all && (tensor_of(i).used || !tensor_of(i).trainable);
+  }
+  if (all) {
+    return;
+  }
+  for (const auto& item : module_->named_parameters()) {
+    if (item.value().defined() &&
+        known.count(item.value().unsafeGetTensorImpl()) == 0) {
+      throw_changed(item.key());
+    }
+  }
+}
+
+void FullyShard::check_parameters() const {
+  std::string name;
+  for (const auto& unit : schedule_->units()) {
+    name = name.empty() ? unit->changed_parameter() : name;
+  }
+  if (!name.empty()) {
+    throw_changed(name);
+  }
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (parameters_[i].parameter.requires_grad() && !tensor_of(i).trainable) {
+      throw InputError(
+          "parallel::FullyShard",
+          "parameter \"" + parameters_[i].name +
+              "\" was unfrozen after it was sharded",
+          "the trainable parameters of that time",
+          "call requires_grad_(true) before");
+    }
+  }
+}
+
+void FullyShard::begin() {
+  schedule_->settle();
+  check_parameters();
+  for (GradHook& hook : hooks_) {
+    hook.ensure_installed();
+  }
+  agreed_ = {};
+  agreement_.reset();
+  for (const auto& unit : schedule_->units()) {
+    unit->reset_gradients();
+  }
+  set_aside();
+  schedule_->open_window();
+  final_ = false;
+  begun_ = true;
+}
+
+// Gradients that were there before, or a sum that is final when another backward of
+// its window comes, are shards; they must not be in the way of whole ones, nor be
+// summed again or scaled.
+void FullyShard::set_aside() {
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    at::Tensor& grad = parameters_[i].parameter.mutable_grad();
+    if (!grad.defined()) {
+      continue;
+    }
+    detail::ShardTensor& tensor = tensor_of(i);
+    const at::Tensor& flat = flat_of(i).gradient;
+    tensor.aside = flat.defined() && grad.is_alias_of(flat)
+                       ? grad.detach().clone()
+                       : grad.detach();
+    grad.reset();
+  }
+  for (const auto& unit : schedule_->units()) {
+    unit->restart_sum();
+  }
+}
+
+void FullyShard::start_backward(bool reduce, DdpBackward backward) {
+  if (!begun_ && !final_) {
+    throw InputError(
+        "parallel::FullyShard",
+        "start_backward() without a sum",
+        "begin() before the forward");
+  }
+  if (final_) {
+    set_aside();
+    schedule_->open_window();
+    final_ = false;
+    begun_ = true;
+  }
+  (void)backward; // a rank without a batch does the same, with zeros
+  schedule_->open_backward(reduce);
+}
+
+void FullyShard::gradient_ready(size_t parameter) {
+  const ShardedParameter& entry = parameters_[parameter];
+  detail::ShardUnit& unit = *schedule_->units()[entry.unit];
+  const bool whole =
+      unit.state() == detail::ShardUnit::State::whole &&
+      entry.parameter.grad().sizes() == at::IntArrayRef(entry.sizes);
+  if (!schedule_->in_backward() || !whole) {
+    entry.parameter.mutable_grad().reset();
+    throw InputError(
+        "parallel::FullyShard",
+        "a gradient reached parameter \"" + entry.name + "\" " +
+            (whole ? "outside start_backward() and finish_backward()"
+                   : "while it is a shard: it was used outside its block"),
+        whole ? "the backward between the two"
+              : "blocks to be called through call_block, and their parameters "
+                "to be used in them alone",
+        whole ? "use accelerator.backward(loss)"
+              : "leave the block out of the sharded ones, which makes its "
+                "parameters the root's");
+  }
+  if (entry.parameter.grad().requires_grad()) {
+    throw InputError(
+        "parallel::FullyShard",
+        "the gradient of parameter \"" + entry.name +
+            "\" was made with create_graph",
+        "a gradient that needs no graph: it is summed over ranks");
+  }
+  unit.take(places_[parameter].first, places_[parameter].second);
+}
+
+void FullyShard::finish_backward() {
+  const bool last = schedule_->is_last();
+  schedule_->close_backward();
+  if (last) {
+    start_agreement();
+  }
+}
+
+// Note [Agreement of shards]
+// When a sum is complete ranks tell each other, by one small maximum of bytes, which
+// parameters got a gradient, so that one that no rank used has none anywhere; and what
+// they gathered and reduced in which order, as a hash and its complement: where all are
+// equal the two maxima add up to 255 byte by byte.
+void FullyShard::start_agreement() {
+  if (communicator_->world_size() == 1) {
+    return;
+  }
+  const auto count = static_cast<int64_t>(parameters_.size());
+  agreement_ = at::zeros({count + 16}, at::kByte);
+  auto* bytes = agreement_.mutable_data_ptr<uint8_t>();
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    bytes[i] = tensor_of(i).used;
+  }
+  for (int64_t i = 0; i < 8; ++i) {
+    const auto byte =
+        static_cast<uint8_t>(schedule_->fingerprint() >> (8 * i) & 0xff);
+    bytes[count + i] = byte;
+    bytes[count + 8 + i] = static_cast<uint8_t>(255 - byte);
+  }
+  agreed_ = reductions_->all_reduce_async(
+      agreement_, ReduceOp::max, "parameters in use");
+}
+
+void FullyShard::settle_agreement() {
+  if (agreed_) {
+    agreed_.wait();
+    agreed_ = {};
+    const auto count = static_cast<int64_t>(parameters_.size());
+    const auto* bytes = agreement_.const_data_ptr<uint8_t>();
+    for (int64_t i = count; i < count + 8; ++i) {
+      if (bytes[i] + bytes[i + 8] != 255) {
+        throw CommunicationError(
+            "parallel::FullyShard",
+            "ranks gathered or reduced different units, or in another order",
+            "the same blocks in the same order on every rank, recomputation "
+            "included",
+            "see what depends on the rank or its data in the model's forward");
+      }
+    }
+  } else if (options_.replicas) {
+    agreement_ =
+        at::zeros({static_cast<int64_t>(parameters_.size())}, at::kByte);
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      agreement_[static_cast<int64_t>(i)] = tensor_of(i).used;
+    }
+  }
+  if (!agreement_.defined()) {
+    return;
+  }
+  if (options_.replicas) {
+    options_.replicas->all_reduce(
+        agreement_, ReduceOp::max, "parameters in use");
+  }
+  const auto* bytes = agreement_.const_data_ptr<uint8_t>();
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    tensor_of(i).used = bytes[i] != 0;
+  }
+  agreement_.reset();
+}
+
+void FullyShard::wait() {
+  schedule_->wait();
+  settle_agreement();
+}
+
+void FullyShard::finish(double factor, const DdpRanks& ranks) {
+  wait();
+  const at::NoGradGuard no_grad;
+  schedule_->close_window();
+  check_unused();
+  for (const auto& unit : schedule_->units()) {
+    unit->scale_gradients(factor);
+  }
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    detail::ShardTensor& tensor = tensor_of(i);
+    const detail::ShardFlat& flat = flat_of(i);
+    at::Tensor gradient;
+    if (tensor.used) {
+      gradient =
+          schedule_->units()[parameters_[i].unit]->gradient_of(flat, tensor);
+    }
+    if (tensor.aside.defined()) {
+      gradient = gradient.defined() ? gradient.add_(tensor.aside)
+                                    : std::move(tensor.aside);
+      tensor.aside.reset();
+    }
+    // Optimizer::zero_grad detaches in place, which views do not allow.
+    parameters_[i].parameter.mutable_grad() =
+        gradient.defined() ? gradient.detach() : gradient;
+  }
+  begun_ = false;
+  final_ = true;
+  if (evens_out_buffers()) {
+    sync_buffers(ranks);
+  }
+}
+
+bool FullyShard::evens_out_buffers() const {
+  return (communicator_->world_size() > 1 || options_.replicas) &&
+         detail::forward_writes(module_buffers_, options_.buffers);
+}
+
+void FullyShard::sync_buffers(const DdpRanks& ranks) {
+  if (module_buffers_.empty() || options_.buffers == BufferPolicy::leave) {
+    return;
+  }
+  detail::even_out_buffers(
+      *communicator_, module_buffers_, options_.buffers, ranks);
+  if (options_.replicas) {
+    detail::even_out_buffers(
+        *options_.replicas, module_buffers_, options_.buffers, {});
+  }
+}
+
+void FullyShard::close() noexcept {
+  schedule_->close();
+  reductions_->close();
+}
+
+void FullyShard::cancel() noexcept {
+  schedule_->cancel();
+  agreed_ = {};
+  agreement_.reset();
+  for (const auto& unit : schedule_->units()) {
+    unit->reset_gradients();
+  }
+  for (const ShardedParameter& entry : parameters_) {
+    entry.parameter.mutable_grad().reset();
+  }
+  begun_ = final_ = false;
+}
+
+} // namespace hasten

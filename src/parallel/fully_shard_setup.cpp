@@ -1,0 +1,439 @@
+// How a model's parameters become units of shards.
+#include <ATen/ATen.h>
+#include <torch/nn/module.h>
+#include <torch/nn/modules/container/modulelist.h>
+#include <torch/nn/modules/container/sequential.h>
+
+#include <algorithm>
+#include <atomic>
+#include <nlohmann/json.hpp>
+#include <unordered_map>
+#include <unordered_set>
+
+#include "hasten/base/error.h"
+#include "hasten/base/log.h"
+#include "hasten/parallel/fully_shard.h"
+#include "module_buffers.h"
+#include "shard_schedule.h"
+#include "verify.h"
+
+namespace hasten {
+
+namespace detail {
+
+// Steps in where a block is called.
+class ShardLink final : public BlockInterceptor {
+ public:
+  ShardLink(std::shared_ptr<ShardSchedule> schedule, size_t unit)
+      : schedule_(std::move(schedule)), unit_(unit) {}
+  std::vector<at::Tensor> intercept(
+      const BlockCall&,
+      std::vector<at::Tensor> inputs,
+      Forward forward) override {
+    return schedule_->call(unit_, std::move(inputs), forward);
+  }
+  void before_recompute(const BlockCall&) override {
+    schedule_->enter_recompute(unit_);
+  }
+  void after_recompute(const BlockCall&) noexcept override {
+    schedule_->exit_recompute(unit_);
+  }
+
+ private:
+  std::shared_ptr<ShardSchedule> schedule_;
+  size_t unit_;
+};
+
+// An entry of a Sequential, called as a block.
+class SequentialEntry final : public torch::nn::Module {
+ public:
+  explicit SequentialEntry(torch::nn::AnyModule entry)
+      : entry_(std::move(entry)) {}
+  at::Tensor forward(at::Tensor x) {
+    Forward run = [entry = entry_](std::vector<at::Tensor> inputs) mutable {
+      return std::vector<at::Tensor>{entry.forward(std::move(inputs[0]))};
+    };
+    auto chain = find_block_chain(entry_.ptr().get());
+    return chain ? run_block_chain(std::move(chain), {std::move(x)}, run)[0]
+                 : run({std::move(x)})[0];
+  }
+
+ private:
+  torch::nn::AnyModule entry_;
+};
+
+using BlockNumbers = std::unordered_map<const torch::nn::Module*, size_t>;
+
+// Every Sequential in the module, itself included.
+static std::vector<std::shared_ptr<torch::nn::SequentialImpl>> sequentials_in(
+    const torch::nn::Module& module) {
+  std::vector<std::shared_ptr<torch::nn::SequentialImpl>> found;
+  std::unordered_set<const torch::nn::Module*> seen;
+  for (const auto& visited : module.modules()) {
+    auto container =
+        std::dynamic_pointer_cast<torch::nn::SequentialImpl>(visited);
+    if (container && seen.insert(container.get()).second) {
+      found.push_back(std::move(container));
+    }
+  }
+  return found;
+}
+
+// Throws where an entry that is a block is called as something else.
+static void check_entries(
+    torch::nn::SequentialImpl& container, const BlockNumbers& blocks) {
+  for (const auto& child : container.named_children()) {
+    const bool called = std::any_of(
+        container.begin(), container.end(), [&](torch::nn::AnyModule& entry) {
+          return entry.ptr() == child.value();
+        });
+    if (blocks.count(child.value().get()) > 0 && !called) {
+      throw InputError(
+          "parallel::FullyShard",
+          "entry \"" + child.key() + "\" of a Sequential is wrapped already",
+          "the model's own entries",
+          "call gradient_checkpointing_enable after the model is sharded");
+    }
+  }
+}
+
+// Wraps the entries that are blocks; what puts them back.
+static std::function<void()> wrap_entries(
+    const std::shared_ptr<torch::nn::SequentialImpl>& container,
+    const BlockNumbers& blocks) {
+  std::vector<torch::nn::AnyModule> before(
+      container->begin(), container->end());
+  for (torch::nn::AnyModule& entry : *container) {
+    if (blocks.count(entry.ptr().get()) > 0) {
+      entry = torch::nn::AnyModule(std::make_shared<SequentialEntry>(entry));
+    }
+  }
+  return [weak = std::weak_ptr<torch::nn::SequentialImpl>(container), before] {
+    if (const auto alive = weak.lock()) {
+      std::copy(before.begin(), before.end(), alive->begin());
+    }
+  };
+}
+
+// Every module once, with its name and the block that it belongs to; -1: none.
+template <typename Visit>
+void visit_modules(
+    torch::nn::Module& module,
+    const std::string& prefix,
+    int64_t unit,
+    const BlockNumbers& blocks,
+    const Visit& visit) {
+  if (const auto own = blocks.find(&module); own != blocks.end()) {
+    unit = static_cast<int64_t>(own->second);
+  }
+  visit(module, prefix, unit);
+  for (const auto& child : module.named_children()) {
+    visit_modules(
+        *child.value(), prefix + child.key() + ".", unit, blocks, visit);
+  }
+}
+
+static bool has_parameters(const torch::nn::Module& module) {
+  const auto parameters = module.parameters();
+  return std::any_of(
+      parameters.begin(), parameters.end(), [](const at::Tensor& parameter) {
+        return parameter.defined();
+      });
+}
+
+// Groups of one world need names of their own; those of one rank list have rank 0's.
+static std::shared_ptr<Communicator> own_group(Communicator& communicator) {
+  static std::atomic<int64_t> made{0};
+  CommunicatorOptions options = communicator.options();
+  options.name +=
+      " shards " +
+      std::to_string(communicator.broadcast_json(made++, "group of shards")
+                         .get<int64_t>());
+  return communicator.duplicate(options);
+}
+
+} // namespace detail
+
+std::vector<std::shared_ptr<torch::nn::Module>> repeated_blocks(
+    const torch::nn::Module& module) {
+  std::vector<std::shared_ptr<torch::nn::Module>> blocks;
+  const bool repeats =
+      dynamic_cast<const torch::nn::SequentialImpl*>(&module) != nullptr ||
+      dynamic_cast<const torch::nn::ModuleListImpl*>(&module) != nullptr;
+  for (const auto& child : module.children()) {
+    if (!repeats) {
+      const auto inside = repeated_blocks(*child);
+      blocks.insert(blocks.end(), inside.begin(), inside.end());
+    } else if (detail::has_parameters(*child)) {
+      blocks.push_back(child);
+    }
+  }
+  return blocks;
+}
+
+FullyShard::FullyShard(
+    std::shared_ptr<Communicator> communicator,
+    std::shared_ptr<torch::nn::Module> module,
+    const std::vector<std::shared_ptr<torch::nn::Module>>& blocks,
+    FullyShardOptions options)
+    : communicator_(std::move(communicator)),
+      module_(std::move(module)),
+      options_(std::move(options)),
+      buffers_(std::make_shared<detail::ShardBuffers>()),
+      module_buffers_(detail::unique_tensors(module_->named_buffers())) {
+  check_options();
+  make_units(blocks);
+  verify();
+  broadcast_start();
+  reductions_ = detail::own_group(*communicator_);
+  shard_units();
+  attach(blocks);
+}
+
+void FullyShard::check_options() const {
+  const bool two_dimensional =
+      options_.replicas && options_.replicas->world_size() < 1;
+  if (options_.prefetch < 0 || options_.prefetch > 1 || two_dimensional) {
+    throw InputError(
+        "parallel::FullyShard",
+        "prefetch=" + std::to_string(options_.prefetch),
+        "0 or 1");
+  }
+  const auto check = [](std::optional<at::ScalarType> dtype, const char* what) {
+    if (dtype && !at::isFloatingType(*dtype)) {
+      throw InputError(
+          "parallel::FullyShard",
+          std::string(what) + "=" + c10::toString(*dtype),
+          "a floating-point type");
+    }
+  };
+  const auto check_all = [&](const ShardPrecision& precision) {
+    check(precision.param_dtype, "param_dtype");
+    check(precision.reduce_dtype, "reduce_dtype");
+    check(precision.output_dtype, "output_dtype");
+  };
+  check_all(options_.precision);
+  for (const auto& [name, precision] : options_.unit_precision) {
+    check_all(precision);
+  }
+}
+
+void FullyShard::make_units(
+    const std::vector<std::shared_ptr<torch::nn::Module>>& blocks) {
+  detail::BlockNumbers numbers;
+  for (const auto& block : blocks) {
+    if (!block || block == module_) {
+      throw InputError(
+          "parallel::FullyShard",
+          block ? "a block is the model itself" : "a block is null",
+          "blocks inside the model",
+          "leave it out: what is in no block is the root unit");
+    }
+    numbers.emplace(block.get(), numbers.size());
+  }
+  std::vector<std::string> names(numbers.size());
+  std::vector<char> found(numbers.size(), 0);
+  detail::visit_modules(
+      *module_,
+      "",
+      -1,
+      numbers,
+      [&](torch::nn::Module& visited, const std::string& prefix, int64_t) {
+        const auto own = numbers.find(&visited);
+        if (own != numbers.end() && !found[own->second]) {
+          found[own->second] = 1;
+          names[own->second] = prefix.substr(0, prefix.size() - 1);
+        }
+      });
+  for (const auto& block : blocks) {
+    if (!found[numbers.at(block.get())]) {
+      throw InputError(
+          "parallel::FullyShard",
+          "block " + block->name() + " is not in the model",
+          "modules that are registered in it");
+    }
+  }
+  for (const auto& container : detail::sequentials_in(*module_)) {
+    detail::check_entries(*container, numbers);
+  }
+  names.emplace_back(); // the root
+  for (const auto& [name, precision] : options_.unit_precision) {
+    if (std::find(names.begin(), names.end(), name) == names.end()) {
+      throw InputError(
+          "parallel::FullyShard",
+          "unit_precision names \"" + name + "\"",
+          "a block's name, or \"\" for the root");
+    }
+  }
+  for (const std::string& name : names) {
+    const auto own = options_.unit_precision.find(name);
+    units_.push_back(std::make_unique<detail::ShardUnit>(
+        name,
+        own == options_.unit_precision.end() ? options_.precision : own->second,
+        buffers_,
+        communicator_->rank(),
+        communicator_->world_size()));
+  }
+  assign_parameters(numbers);
+}
+
+// Each tensor to the innermost block around it.
+void FullyShard::assign_parameters(
+    const std::unordered_map<const torch::nn::Module*, size_t>& blocks) {
+  std::unordered_map<const void*, size_t> seen; // TensorImpl -> parameter
+  detail::visit_modules(
+      *module_,
+      "",
+      -1,
+      blocks,
+      [&](torch::nn::Module& visited, const std::string& prefix, int64_t unit) {
+        const size_t of =
+            unit < 0 ? units_.size() - 1 : static_cast<size_t>(unit);
+        for (const auto& item : visited.named_parameters(false)) {
+          if (!item.value().defined()) {
+            continue;
+          }
+          const auto [tied, fresh] = seen.emplace(
+              item.value().unsafeGetTensorImpl(), parameters_.size());
+          const std::string name = prefix + item.key();
+          if (fresh) {
+            parameters_.push_back(
+                {name, item.value(), item.value().sizes().vec(), 0, 0, of});
+          } else if (parameters_[tied->second].unit != of) {
+            const auto& first = parameters_[tied->second];
+            throw InputError(
+                "parallel::FullyShard",
+                "parameters \"" + first.name + "\" of unit \"" +
+                    units_[first.unit]->name() + "\" and \"" + name +
+                    "\" of unit \"" + units_[of]->name() + "\" are one tensor",
+                "tied parameters in one unit",
+                "leave one of the blocks out, or name a block that has both");
+          }
+        }
+      });
+}
+
+// Gloo ends the process where sizes differ.
+void FullyShard::verify() const {
+  auto mine = nlohmann::json::array();
+  for (const ShardedParameter& entry : parameters_) {
+    mine.push_back(
+        {"parameter \"" + entry.name + "\"",
+         detail::describe_tensor(entry.parameter, true) + " in unit \"" +
+             units_[entry.unit]->name() + "\""});
+  }
+  for (const auto& [name, buffer] : module_buffers_) {
+    mine.push_back(
+        {"buffer \"" + name + "\"", detail::describe_tensor(buffer, false)});
+  }
+  for (Communicator* group : {communicator_.get(), options_.replicas.get()}) {
+    if (group != nullptr && group->world_size() > 1) {
+      detail::require_equal_lists(
+          *group,
+          mine,
+          "parallel::FullyShard",
+          "model",
+          "the same model and blocks on every rank",
+          "build it from the same options everywhere");
+    }
+  }
+  int64_t rows = 0;
+  for (const ShardedParameter& entry : parameters_) {
+    rows = std::max(rows, entry.sizes.empty() ? int64_t{1} : entry.sizes[0]);
+  }
+  if (rows < communicator_->world_size() && !parameters_.empty()) {
+    log_warning(
+        "no parameter has as many rows as there are ranks to shard over (" +
+        std::to_string(rows) + " < " +
+        std::to_string(communicator_->world_size()) +
+        "): the last ranks hold nothing");
+  }
+}
+
+// Rank 0's values everywhere, a unit at a time.
+void FullyShard::broadcast_start() {
+  const at::NoGradGuard no_grad;
+  const auto send =
+      [](Communicator& group, at::Tensor tensor, const std::string& name) {
+        const at::Tensor data = tensor.detach();
+        const at::Tensor sent = data.contiguous();
+        group.broadcast(sent, 0, "initial " + name);
+        if (!sent.is_same(data)) {
+          data.copy_(sent);
+        }
+      };
+  for (Communicator* group : {options_.replicas.get(), communicator_.get()}) {
+    if (group == nullptr || group->world_size() == 1) {
+      continue;
+    }
+    for (const ShardedParameter& entry : parameters_) {
+      send(*group, entry.parameter, entry.name);
+    }
+    for (const auto& [name, buffer] : module_buffers_) {
+      send(*group, buffer, name);
+    }
+  }
+}
+
+void FullyShard::shard_units() {
+  std::unordered_map<const void*, size_t> numbers;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    units_[parameters_[i].unit]->add(
+        parameters_[i].name, parameters_[i].parameter);
+    numbers[parameters_[i].parameter.unsafeGetTensorImpl()] = i;
+  }
+  places_.resize(parameters_.size());
+  for (const auto& unit : units_) {
+    unit->shard();
+    for (size_t f = 0; f < unit->flats().size(); ++f) {
+      for (size_t i = 0; i < unit->flats()[f].tensors.size(); ++i) {
+        const detail::ShardTensor& tensor = unit->flats()[f].tensors[i];
+        const size_t number =
+            numbers.at(tensor.parameter.unsafeGetTensorImpl());
+        places_[number] = {f, i};
+        parameters_[number].first_row = tensor.first_row;
+        parameters_[number].rows = tensor.own_rows;
+      }
+    }
+  }
+  const bool whole = options_.strategy != ShardingStrategy::fsdp;
+  const bool late = options_.strategy == ShardingStrategy::zero1;
+  detail::ShardSettings settings;
+  settings.gathers = detail::own_group(*communicator_);
+  settings.reductions = reductions_;
+  settings.replicas = options_.replicas;
+  settings.reshard_after_forward =
+      options_.reshard_after_forward.value_or(!whole);
+  settings.reduce_each =
+      options_.sync.value_or(late ? GradientSync::last : GradientSync::each) ==
+      GradientSync::each;
+  settings.prefetch = options_.prefetch;
+  schedule_ = std::make_shared<detail::ShardSchedule>(
+      std::move(units_), std::move(settings));
+}
+
+void FullyShard::attach(
+    const std::vector<std::shared_ptr<torch::nn::Module>>& blocks) {
+  detail::BlockNumbers numbers;
+  for (const auto& block : blocks) {
+    if (numbers.emplace(block.get(), numbers.size()).second) {
+      attachments_.push_back(attach_block(
+          block,
+          BlockStage::shard,
+          std::make_shared<detail::ShardLink>(
+              schedule_, numbers.at(block.get()))));
+    }
+  }
+  for (const auto& container : detail::sequentials_in(*module_)) {
+    unwrap_.push_back(detail::wrap_entries(container, numbers));
+  }
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (parameters_[i].parameter.requires_grad()) {
+      hooks_.push_back(add_grad_hook(
+          parameters_[i].parameter,
+          [this, i](const at::Tensor&) { gradient_ready(i); }));
+    }
+  }
+}
+
+} // namespace hasten

@@ -1,0 +1,268 @@
+// Wholes of shards, norms over them, and what a state holds.
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+
+#include <cmath>
+#include <nlohmann/json.hpp>
+
+#include "hasten/base/error.h"
+#include "hasten/optim/gradient_norm.h"
+#include "hasten/parallel/fully_shard.h"
+#include "shard_schedule.h"
+
+namespace hasten {
+
+double FullyShard::grad_norm(double norm_type) {
+  std::vector<at::Tensor> gradients;
+  for (const ShardedParameter& entry : parameters_) {
+    if (entry.parameter.grad().defined()) {
+      gradients.push_back(entry.parameter.grad());
+    }
+  }
+  return reduce_norm(gradient_norm(gradients, norm_type), norm_type);
+}
+
+double FullyShard::reduce_norm(double local_norm, double norm_type) {
+  // A maximum may lose a NaN.
+  at::Tensor parts = at::zeros({2}, at::kDouble);
+  auto* values = parts.mutable_data_ptr<double>();
+  const bool maximum = std::isinf(norm_type);
+  values[1] = std::isnan(local_norm) ? 1 : 0;
+  values[0] = std::isnan(local_norm) ? 0
+              : maximum              ? local_norm
+                                     : std::pow(local_norm, norm_type);
+  communicator_->all_reduce(
+      parts, maximum ? ReduceOp::max : ReduceOp::sum, "gradient norm");
+  return values[1] != 0 ? std::nan("")
+         : maximum      ? values[0]
+                        : std::pow(values[0], 1 / norm_type);
+}
+
+bool FullyShard::agree_found_inf(bool found_inf) {
+  at::Tensor any = at::full({1}, found_inf ? 1 : 0, at::kByte);
+  communicator_->all_reduce(any, ReduceOp::max, "found_inf");
+  return any.item<int64_t>() != 0;
+}
+
+size_t FullyShard::find(const std::string& name) const {
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (parameters_[i].name == name) {
+      return i;
+    }
+  }
+  throw InputError(
+      "parallel::FullyShard",
+      "the model has no parameter \"" + name + "\"",
+      "a name of parameters(): of tied ones the first");
+}
+
+at::Tensor FullyShard::own_slice(
+    size_t parameter, const at::Tensor& whole) const {
+  const ShardedParameter& entry = parameters_[parameter];
+  const detail::ShardTensor& tensor = tensor_of(parameter);
+  if (whole.sizes() != at::IntArrayRef(entry.sizes)) {
+    throw InputError(
+        "parallel::FullyShard",
+        "parameter \"" + entry.name + "\" is given as " +
+            c10::str(whole.sizes()),
+        "its whole shape " + c10::str(at::IntArrayRef(entry.sizes)));
+  }
+  const at::Tensor rows = whole.dim() == 0 ? whole.unsqueeze(0) : whole;
+  return rows.narrow(0, entry.first_row, entry.rows)
+      .reshape(tensor.shard_sizes);
+}
+
+at::Tensor FullyShard::gather_like(size_t parameter, const at::Tensor& shard) {
+  const at::NoGradGuard no_grad;
+  const ShardedParameter& entry = parameters_[parameter];
+  const detail::ShardTensor& tensor = tensor_of(parameter);
+  if (shard.sizes() != at::IntArrayRef(tensor.shard_sizes)) {
+    throw InputError(
+        "parallel::FullyShard",
+        "a shard of parameter \"" + entry.name + "\" has shape " +
+            c10::str(shard.sizes()),
+        c10::str(at::IntArrayRef(tensor.shard_sizes)));
+  }
+  const int64_t ranks = communicator_->world_size();
+  at::Tensor sent = shard.detach().reshape({-1});
+  if (sent.numel() < tensor.chunk()) {
+    const at::Tensor own = sent;
+    sent = at::zeros({tensor.chunk()}, own.options());
+    sent.narrow(0, 0, own.numel()).copy_(own);
+  }
+  at::Tensor chunks = at::empty({ranks, tensor.chunk()}, sent.options());
+  communicator_->all_gather_async(chunks, sent, "whole of " + entry.name)
+      .wait();
+  return chunks.view({-1})
+      .narrow(0, 0, tensor.dim0 * tensor.inner)
+      .view(entry.sizes);
+}
+
+at::Tensor FullyShard::gather_parameter(const std::string& name) {
+  const size_t parameter = find(name);
+  return gather_like(parameter, tensor_of(parameter).shard);
+}
+
+void FullyShard::for_each_full_parameter(
+    const std::function<void(const std::string&, const at::Tensor&)>&
+        function) {
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    function(parameters_[i].name, gather_like(i, tensor_of(i).shard));
+  }
+}
+
+void FullyShard::load_parameter(
+    const std::string& name, const at::Tensor& whole) {
+  const at::NoGradGuard no_grad;
+  const size_t parameter = find(name);
+  at::Tensor(tensor_of(parameter).shard).copy_(own_slice(parameter, whole));
+}
+
+int64_t FullyShard::unsharded_gradient_bytes() const {
+  int64_t bytes = 0;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const detail::ShardTensor& tensor = tensor_of(i);
+    if (tensor.trainable) {
+      bytes += tensor.dim0 * tensor.inner *
+               static_cast<int64_t>(c10::elementSize(flat_of(i).summed));
+    }
+  }
+  return bytes;
+}
+
+int64_t FullyShard::gathered_bytes() const {
+  int64_t bytes = 0;
+  for (const auto& unit : schedule_->units()) {
+    bytes += unit->whole_bytes();
+  }
+  return bytes;
+}
+
+int64_t FullyShard::buffer_bytes() const { return buffers_->bytes(); }
+void FullyShard::release_buffers() { buffers_->release(); }
+
+ShardReport FullyShard::report() const {
+  ShardReport report;
+  for (const auto& unit : schedule_->units()) {
+    const ShardUnitReport& part = unit->report();
+    report.units.push_back(part);
+    report.total.gathers += part.gathers;
+    report.total.reductions += part.reductions;
+    report.total.gathered_bytes += part.gathered_bytes;
+    report.total.reduced_bytes += part.reduced_bytes;
+    report.total.exposed_seconds += part.exposed_seconds;
+  }
+  return report;
+}
+
+void FullyShard::reset_report() {
+  for (const auto& unit : schedule_->units()) {
+    unit->report() = {};
+    unit->report().name = unit->name();
+  }
+}
+
+void FullyShard::save_state(
+    NamedTensors& tensors, nlohmann::json& values) const {
+  // The last reduction of a backward may be under way.
+  schedule_->wait();
+  values["begun"] = begun_;
+  values["final"] = final_;
+  values["used"] = nlohmann::json::array();
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const detail::ShardTensor& tensor = tensor_of(i);
+    const at::Tensor sum = schedule_->units()[parameters_[i].unit]->gradient_of(
+        flat_of(i), tensor);
+    if (tensor.used) {
+      values["used"].push_back(tensor.name);
+    }
+    if (!begun_) {
+      if (parameters_[i].parameter.grad().defined()) {
+        tensors["grad." + tensor.name] =
+            parameters_[i].parameter.grad().detach();
+      }
+      continue;
+    }
+    if (sum.defined()) {
+      tensors["grad." + tensor.name] = sum;
+    }
+    if (tensor.sum.defined() && communicator_->world_size() > 1) {
+      tensors["sum." + tensor.name] = tensor.sum;
+    }
+    if (tensor.aside.defined()) {
+      tensors["aside." + tensor.name] = tensor.aside;
+    }
+  }
+}
+
+void FullyShard::load_state(
+    const NamedTensors& tensors, const nlohmann::json& values) {
+  const at::NoGradGuard no_grad;
+  const auto saved = [&](const char* kind, const detail::ShardTensor& tensor) {
+    const auto found = tensors.find(kind + tensor.name);
+    return found == tensors.end() ? at::Tensor() : found->second;
+  };
+  size_t known = 0;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const detail::ShardTensor& tensor = tensor_of(i);
+    for (const char* kind : {"grad.", "sum.", "aside."}) {
+      const at::Tensor found = saved(kind, tensor);
+      const bool whole = std::string(kind) == "sum.";
+      if (found.defined() &&
+          (!tensor.trainable ||
+           found.sizes() !=
+               at::IntArrayRef(whole ? tensor.sizes : tensor.shard_sizes))) {
+        throw InputError(
+            "parallel::FullyShard",
+            kind + tensor.name + " has shape " + c10::str(found.sizes()),
+            "this rank's part of the same model on as many ranks");
+      }
+      known += found.defined();
+    }
+  }
+  if (known != tensors.size()) {
+    throw InputError(
+        "parallel::FullyShard",
+        "the state has gradients of parameters that are not trained here",
+        "the same trainable parameters");
+  }
+  const bool begun = values.at("begun").get<bool>();
+  const bool final = values.at("final").get<bool>();
+  const auto& used = values.at("used");
+  cancel();
+  schedule_->settle();
+  for (const auto& unit : schedule_->units()) {
+    if (begun) {
+      unit->restore_sum();
+    }
+  }
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    detail::ShardTensor& tensor = tensor_of(i);
+    tensor.used =
+        std::find(used.begin(), used.end(), tensor.name) != used.end();
+    const at::Tensor grad = saved("grad.", tensor);
+    const at::Tensor sum = saved("sum.", tensor);
+    const at::Tensor aside = saved("aside.", tensor);
+    tensor.sum = sum.defined() ? sum.clone() : sum;
+    tensor.aside = aside.defined() ? aside.clone() : aside;
+    if (!grad.defined()) {
+      continue;
+    }
+    if (!begun) {
+      parameters_[i].parameter.mutable_grad() = grad.clone();
+    } else if (communicator_->world_size() == 1) {
+      tensor.sum = grad.clone();
+    } else {
+      schedule_->units()[parameters_[i].unit]
+          ->gradient_of(flat_of(i), tensor)
+          .copy_(grad);
+    }
+  }
+  begun_ = begun;
+  final_ = final;
+  if (begun) {
+    schedule_->open_window();
+  }
+}
+
+} // namespace hasten

@@ -1,0 +1,73 @@
+#include "module_buffers.h"
+
+#include <ATen/ATen.h>
+#include <torch/nn/module.h>
+
+#include <algorithm>
+#include <map>
+#include <unordered_set>
+
+namespace hasten::detail {
+
+FlatLayout::NamedParameters unique_tensors(
+    const torch::OrderedDict<std::string, at::Tensor>& named) {
+  std::unordered_set<const void*> seen;
+  FlatLayout::NamedParameters unique;
+  for (const auto& item : named) {
+    if (item.value().defined() &&
+        seen.insert(item.value().unsafeGetTensorImpl()).second) {
+      unique.emplace_back(item.key(), item.value());
+    }
+  }
+  return unique;
+}
+
+// Torch's batch norm writes running statistics unseen; integers nobody does.
+bool forward_writes(
+    const FlatLayout::NamedParameters& buffers, BufferPolicy policy) {
+  return policy != BufferPolicy::leave &&
+         std::any_of(buffers.begin(), buffers.end(), [](const auto& entry) {
+           return entry.second.is_floating_point() || entry.second.is_complex();
+         });
+}
+
+void even_out_buffers(
+    Communicator& communicator,
+    const FlatLayout::NamedParameters& named,
+    BufferPolicy policy,
+    const DdpRanks& ranks) {
+  at::NoGradGuard no_grad;
+  std::map<at::ScalarType, std::vector<at::Tensor>> by_dtype;
+  for (const auto& entry : named) {
+    by_dtype[entry.second.scalar_type()].push_back(entry.second);
+  }
+  for (const auto& [dtype, buffers] : by_dtype) {
+    std::vector<at::Tensor> pieces;
+    for (const at::Tensor& buffer : buffers) {
+      pieces.push_back(buffer.detach().reshape({-1}));
+    }
+    at::Tensor flat = at::cat(pieces);
+    const bool average =
+        policy == BufferPolicy::average && at::isFloatingType(dtype);
+    if (average) {
+      if (!ranks.here) {
+        flat.zero_();
+      }
+      communicator.all_reduce(flat, ReduceOp::sum, "buffers");
+      flat.div_(ranks.count > 0 ? ranks.count : communicator.world_size());
+    } else {
+      communicator.broadcast(flat, ranks.first, "buffers");
+    }
+    if (average || communicator.rank() != ranks.first) {
+      int64_t offset = 0;
+      for (at::Tensor buffer : buffers) {
+        const int64_t numel = buffer.numel();
+        buffer.detach().copy_(
+            flat.narrow(0, offset, numel).view(buffer.sizes()));
+        offset += numel;
+      }
+    }
+  }
+}
+
+} // namespace hasten::detail

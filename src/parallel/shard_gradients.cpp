@@ -1,0 +1,245 @@
+// Gradients of a unit: from whole ones, where autograd leaves them, to shards'.
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+
+#include "hasten/core/recompute.h"
+#include "shard_unit.h"
+
+namespace hasten::detail {
+
+void ShardUnit::take(size_t flat, size_t index) {
+  const at::NoGradGuard no_grad;
+  ShardTensor& tensor = flats_[flat].tensors[index];
+  at::Tensor& grad = tensor.parameter.mutable_grad();
+  tensor.taken = tensor.taken.defined() ? tensor.taken + grad : std::move(grad);
+  grad.reset();
+  tensor.used = true;
+}
+
+// A gradient, dense, in the type that it is summed in.
+static at::Tensor dense_gradient(
+    const at::Tensor& gradient, at::ScalarType dtype) {
+  return (gradient.is_sparse() ? gradient.to_dense() : gradient).to(dtype);
+}
+
+void ShardUnit::keep_taken() {
+  const at::NoGradGuard no_grad;
+  for (ShardFlat& flat : flats_) {
+    for (ShardTensor& tensor : flat.tensors) {
+      if (!tensor.taken.defined()) {
+        continue;
+      }
+      if (tensor.sum.defined()) {
+        tensor.sum.add_(tensor.taken);
+      } else {
+        tensor.sum = dense_gradient(tensor.taken, flat.summed);
+      }
+      tensor.taken.reset();
+    }
+  }
+}
+
+// A whole gradient cut into chunks, zeros behind its last row and where there is
+// none. `chunks` is [ranks, chunk], its rows anywhere.
+static void put_chunks(
+    const at::Tensor& chunks,
+    const at::Tensor& gradient,
+    const ShardTensor& of) {
+  if (!gradient.defined() || of.chunk() == 0) {
+    at::Tensor(chunks).zero_();
+    return;
+  }
+  const at::Tensor rows = gradient.reshape({of.dim0, of.inner});
+  const int64_t full = of.dim0 / of.rows; // ranks whose chunk is full
+  chunks.narrow(0, 0, full)
+      .copy_(rows.narrow(0, 0, full * of.rows).reshape({full, of.chunk()}));
+  if (full == chunks.size(0)) {
+    return;
+  }
+  const int64_t rest = of.dim0 - full * of.rows;
+  chunks.narrow(0, full, chunks.size(0) - full).zero_();
+  if (rest > 0) {
+    chunks.select(0, full)
+        .narrow(0, 0, rest * of.inner)
+        .copy_(rows.narrow(0, full * of.rows, rest).reshape({-1}));
+  }
+}
+
+// [ranks, piece], in the wire's type: the gradient itself where that is what it is.
+at::Tensor ShardUnit::rows_to_send(ShardFlat& flat, const ShardPiece& piece) {
+  std::vector<at::Tensor> gradients;
+  for (const size_t i : piece.tensors) {
+    ShardTensor& tensor = flat.tensors[i];
+    at::Tensor gradient = std::move(tensor.taken);
+    if (tensor.sum.defined()) {
+      gradient = gradient.defined() ? tensor.sum.add_(gradient) : tensor.sum;
+    } else if (gradient.defined() && gradient.is_sparse()) {
+      gradient = gradient.to_dense();
+    }
+    tensor.taken.reset();
+    tensor.sum.reset();
+    gradients.push_back(std::move(gradient));
+  }
+  if (piece.direct && gradients[0].defined() && gradients[0].is_contiguous() &&
+      gradients[0].scalar_type() == flat.wire &&
+      gradients[0].numel() == ranks_ * piece.numel) {
+    return gradients[0].view({ranks_, piece.numel});
+  }
+  at::Tensor rows = buffers_->take(
+      {ranks_, piece.numel}, flat.shard.options().dtype(flat.wire));
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    const ShardTensor& tensor = flat.tensors[piece.tensors[i]];
+    const int64_t begin = tensor.offset - piece.begin;
+    const int64_t end = i + 1 < gradients.size()
+                            ? flat.tensors[piece.tensors[i + 1]].offset
+                            : piece.begin + piece.numel;
+    put_chunks(rows.narrow(1, begin, tensor.chunk()), gradients[i], tensor);
+    rows.narrow(1, begin + tensor.chunk(), end - tensor.offset - tensor.chunk())
+        .zero_();
+  }
+  return rows;
+}
+
+void ShardUnit::start_reduction(Communicator& communicator) {
+  const at::NoGradGuard no_grad;
+  bool any = false;
+  for (ShardFlat& flat : flats_) {
+    if (flat.trainable == 0) {
+      continue;
+    }
+    any = true;
+    if (!flat.gradient.defined()) {
+      flat.gradient =
+          at::zeros({flat.trainable}, flat.shard.options().dtype(flat.summed));
+    }
+    for (const ShardPiece& piece : flat.pieces) {
+      if (!piece.trainable) {
+        continue;
+      }
+      const at::Tensor rows = rows_to_send(flat, piece);
+      Reduction reduction;
+      reduction.to = flat.gradient.narrow(0, piece.begin, piece.numel);
+      if (summed_) {
+        reduction.part = buffers_->take({piece.numel}, flat.gradient.options());
+      }
+      reduction.handle = communicator.reduce_scatter_async(
+          summed_ ? reduction.part : reduction.to,
+          rows,
+          "gradients of " + name_,
+          buffers_->take(rows.sizes(), rows.options()));
+      report_.reduced_bytes += static_cast<int64_t>(rows.nbytes());
+      reductions_.push_back(std::move(reduction));
+    }
+  }
+  report_.reductions += any;
+}
+
+void ShardUnit::finish_reduction() {
+  if (reductions_.empty()) {
+    return;
+  }
+  const at::NoGradGuard no_grad;
+  for (Reduction& reduction : reductions_) {
+    wait(reduction.handle);
+    if (reduction.part.defined()) {
+      reduction.to.add_(reduction.part);
+    }
+  }
+  reductions_.clear();
+  summed_ = true;
+}
+
+std::vector<CommHandle> ShardUnit::sum_over(Communicator& replicas) {
+  const at::NoGradGuard no_grad;
+  std::vector<CommHandle> handles;
+  const auto sum = [&](const at::Tensor& gradient) {
+    handles.push_back(replicas.all_reduce_async(
+        gradient, ReduceOp::sum, "replicas' gradients of " + name_));
+  };
+  for (ShardFlat& flat : flats_) {
+    if (ranks_ > 1) {
+      if (flat.gradient.defined()) {
+        sum(flat.gradient);
+      }
+      continue;
+    }
+    for (ShardTensor& tensor : flat.tensors) {
+      if (tensor.trainable) {
+        tensor.sum =
+            tensor.sum.defined()
+                ? tensor.sum.contiguous()
+                : at::zeros(
+                      tensor.sizes, tensor.shard.options().dtype(flat.summed));
+        sum(tensor.sum);
+      }
+    }
+  }
+  return handles;
+}
+
+at::Tensor ShardUnit::gradient_of(
+    const ShardFlat& flat, const ShardTensor& tensor) const {
+  if (ranks_ == 1) {
+    return tensor.sum;
+  }
+  if (!summed_ || !tensor.trainable) {
+    return {};
+  }
+  return flat.gradient.narrow(0, tensor.offset, tensor.own_numel())
+      .view(tensor.shard_sizes);
+}
+
+void ShardUnit::scale_gradients(double factor) {
+  if (factor == 1) {
+    return;
+  }
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> gradients;
+  for (ShardFlat& flat : flats_) {
+    if (summed_ && flat.gradient.defined()) {
+      gradients.push_back(flat.gradient);
+    }
+    for (ShardTensor& tensor : flat.tensors) {
+      if (ranks_ == 1 && tensor.sum.defined()) {
+        gradients.push_back(tensor.sum);
+      }
+    }
+  }
+  if (!gradients.empty()) {
+    at::_foreach_mul_(gradients, factor);
+  }
+}
+
+void ShardUnit::restart_sum() {
+  for (ShardFlat& flat : flats_) {
+    for (ShardTensor& tensor : flat.tensors) {
+      tensor.taken.reset();
+      tensor.sum.reset();
+      tensor.used = false;
+    }
+  }
+  summed_ = false;
+}
+
+void ShardUnit::reset_gradients() {
+  restart_sum();
+  for (ShardFlat& flat : flats_) {
+    for (ShardTensor& tensor : flat.tensors) {
+      tensor.aside.reset();
+    }
+  }
+}
+
+void ShardUnit::restore_sum() {
+  for (ShardFlat& flat : flats_) {
+    if (ranks_ > 1 && flat.trainable > 0) {
+      flat.gradient =
+          at::zeros({flat.trainable}, flat.shard.options().dtype(flat.summed));
+    }
+  }
+  summed_ = ranks_ > 1;
+}
+
+} // namespace hasten::detail

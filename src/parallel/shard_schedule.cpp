@@ -1,0 +1,248 @@
+#include "shard_schedule.h"
+
+#include <ATen/ATen.h>
+#include <ATen/SequenceNumber.h>
+#include <torch/csrc/autograd/function.h>
+
+#include <algorithm>
+
+#include "hasten/base/error.h"
+#include "hasten/core/recompute.h"
+
+namespace hasten::detail {
+
+ShardSchedule::ShardSchedule(
+    std::vector<std::unique_ptr<ShardUnit>> units, ShardSettings settings)
+    : units_(std::move(units)),
+      settings_(std::move(settings)),
+      complete_(units_.size(), 0),
+      recomputing_(units_.size(), 0) {}
+
+void ShardSchedule::note(char operation, size_t unit) {
+  fingerprint_ =
+      (fingerprint_ ^ (unit * 4 + static_cast<unsigned char>(operation))) *
+      0x100000001b3ull;
+}
+
+void ShardSchedule::gather_ahead(size_t unit) {
+  if (units_[unit]->state() == ShardUnit::State::sharded) {
+    note('g', unit);
+    units_[unit]->start_gather(*settings_.gathers);
+  }
+}
+
+void ShardSchedule::gather(size_t unit) {
+  gather_ahead(unit);
+  units_[unit]->finish_gather();
+}
+
+// Whole from forward to backward: then only in a window, whose end lets all go, so
+// that no optimizer meets a whole parameter.
+bool ShardSchedule::keeps(size_t unit) const {
+  return window_ && (unit == root() || !settings_.reshard_after_forward);
+}
+
+// Forward.
+
+int64_t ShardSchedule::open_forward() {
+  if (open_) {
+    throw InputError(
+        "parallel::FullyShard",
+        "a forward scope is open already",
+        "one at a time",
+        "let it end before the next begins");
+  }
+  forget_dead_calls();
+  open_ = true;
+  ++forward_;
+  steps_.clear();
+  next_step_ = 0;
+  enter(root());
+  return forward_;
+}
+
+void ShardSchedule::close_forward(int64_t number, bool failed) {
+  if (!open_ || number != forward_) {
+    return;
+  }
+  if (failed) {
+    open_ = false;
+    give_up(0);
+    std::erase_if(
+        calls_, [&](const Call& call) { return call.forward == forward_; });
+    return;
+  }
+  // Backward needs no word of the root: it is there from begin to end.
+  const bool derives = at::GradMode::is_enabled();
+  leave(nullptr);
+  for (size_t unit = 0; unit < units_.size(); ++unit) {
+    if (units_[unit]->state() == ShardUnit::State::gathering) {
+      units_[unit]->finish_gather(); // asked for, and not called this time
+      units_[unit]->let_go();
+    }
+  }
+  open_ = false;
+  last_steps_[derives] = std::exchange(steps_, {});
+}
+
+// The unit asked for ahead is the one that was entered next in the forward before.
+void ShardSchedule::enter(size_t unit) {
+  const auto& before = last_steps_[at::GradMode::is_enabled()];
+  const bool was_whole = units_[unit]->state() == ShardUnit::State::whole;
+  gather(unit);
+  entered_.push_back({unit, ++clock_, was_whole});
+  if (!open_) {
+    return;
+  }
+  steps_.push_back({unit, true, true});
+  while (next_step_ < before.size() &&
+         !(before[next_step_].enters && before[next_step_].unit == unit)) {
+    ++next_step_;
+  }
+  ++next_step_;
+  for (size_t i = next_step_; settings_.prefetch > 0 && i < before.size();
+       ++i) {
+    if (before[i].enters) {
+      gather_ahead(before[i].unit);
+      break;
+    }
+  }
+}
+
+// `graph` dies with the call's graph; null: backward does not come by.
+void ShardSchedule::leave(const std::shared_ptr<void>& graph) {
+  const Entered call = entered_.back();
+  entered_.pop_back();
+  if (open_) {
+    steps_.push_back({call.unit, false, graph != nullptr});
+  }
+  if (graph) {
+    calls_.push_back(
+        {clock_ + 1,
+         call.unit,
+         forward_,
+         call.time,
+         clock_ + 1,
+         false,
+         false,
+         graph});
+  }
+  ++clock_;
+  const bool inside =
+      std::any_of(entered_.begin(), entered_.end(), [&](const Entered& outer) {
+        return outer.unit == call.unit;
+      });
+  const bool waits =
+      graph || (call.unit == root() && at::GradMode::is_enabled());
+  if (!call.was_whole && !inside && !(waits && keeps(call.unit))) {
+    units_[call.unit]->let_go();
+  }
+}
+
+// Calls that an exception has left, down to `entered` of them.
+void ShardSchedule::give_up(size_t entered) {
+  while (entered_.size() > entered) {
+    const Entered call = entered_.back();
+    entered_.pop_back();
+    if (!call.was_whole) {
+      units_[call.unit]->let_go();
+    }
+  }
+}
+
+// Hooks on what the call made. What it only hands on belongs to an earlier call.
+std::shared_ptr<void> ShardSchedule::watch(
+    const std::vector<at::Tensor>& outputs, uint64_t first_node) {
+  std::shared_ptr<void> graph;
+  const int64_t id = clock_ + 1; // leave()'s
+  for (const at::Tensor& output : outputs) {
+    if (!output.defined() || !output.requires_grad() || !output.grad_fn() ||
+        output.grad_fn()->sequence_nr() < first_node) {
+      continue;
+    }
+    if (!graph) {
+      graph = std::make_shared<char>();
+    }
+    output.register_hook(
+        [weak = weak_from_this(), id, graph](const at::Tensor& gradient) {
+          const auto self = weak.lock();
+          if (self && gradient.defined()) {
+            self->reach(id);
+          }
+        });
+  }
+  return graph;
+}
+
+static void cast_floats(
+    std::vector<at::Tensor>& tensors, std::optional<at::ScalarType> dtype) {
+  for (at::Tensor& tensor : tensors) {
+    if (dtype && tensor.defined() && tensor.is_floating_point()) {
+      tensor = tensor.to(*dtype);
+    }
+  }
+}
+
+std::vector<at::Tensor> ShardSchedule::call(
+    size_t unit, std::vector<at::Tensor> inputs, const Forward& forward) {
+  const ShardPrecision& precision = units_[unit]->precision();
+  if (precision.cast_forward_inputs) {
+    cast_floats(inputs, precision.param_dtype);
+  }
+  const bool again = in_recompute();
+  const size_t depth = entered_.size();
+  const uint64_t first_node = at::sequence_number::peek();
+  again ? enter_recompute(unit) : enter(unit);
+  std::vector<at::Tensor> outputs;
+  try {
+    outputs = forward(std::move(inputs));
+  } catch (...) { // also where a recomputation ends early
+    again ? exit_recompute(unit) : give_up(depth);
+    throw;
+  }
+  cast_floats(outputs, precision.output_dtype);
+  if (again) {
+    exit_recompute(unit);
+  } else {
+    leave(at::GradMode::is_enabled() ? watch(outputs, first_node) : nullptr);
+  }
+  return outputs;
+}
+
+void ShardSchedule::enter_recompute(size_t unit) {
+  const bool whole = units_[unit]->state() == ShardUnit::State::whole;
+  const bool ahead = units_[unit]->state() == ShardUnit::State::gathering;
+  gather(unit);
+  if (!whole && !ahead) {
+    recomputing_[unit] = 1;
+  }
+}
+
+void ShardSchedule::exit_recompute(size_t unit) {
+  if (std::exchange(recomputing_[unit], 0)) {
+    units_[unit]->let_go();
+  }
+}
+
+void ShardSchedule::replay_forward() {
+  const std::vector<Step> steps = last_steps_[at::GradMode::is_enabled()];
+  if (steps.empty()) {
+    throw InputError(
+        "parallel::join_forward",
+        "this rank has not run such a forward before",
+        "one with a batch, whose order it keeps to",
+        "give every rank a batch at first");
+  }
+  const int64_t number = open_forward();
+  replayed_.push_back(std::make_shared<char>());
+  for (size_t i = 1; i + 1 < steps.size(); ++i) { // the root is around
+    if (steps[i].enters) {
+      enter(steps[i].unit);
+    } else {
+      leave(steps[i].derives ? replayed_.back() : nullptr);
+    }
+  }
+  close_forward(number, false);
+}
+
+} // namespace hasten::detail

@@ -1,0 +1,302 @@
+#include "shard_unit.h"
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+
+#include "hasten/core/recompute.h"
+
+namespace hasten::detail {
+
+// A parameter whose chunk is as large travels alone. Bytes.
+constexpr int64_t kDirectBytes = 256 << 10;
+
+int64_t aligned(int64_t numel, at::ScalarType dtype) {
+  const auto step = static_cast<int64_t>(64 / c10::elementSize(dtype));
+  return (numel + step - 1) / step * step;
+}
+
+void put_data(const at::Tensor& tensor, const at::Tensor& data) {
+  if (auto* meta = torch::autograd::impl::get_autograd_meta(tensor)) {
+    const std::lock_guard<std::mutex> lock(meta->mutex_);
+    meta->grad_accumulator_.reset();
+  }
+  tensor.unsafeGetTensorImpl()->shallow_copy_from(data.getIntrusivePtr());
+}
+
+ShardUnit::ShardUnit(
+    std::string name,
+    ShardPrecision precision,
+    std::shared_ptr<ShardBuffers> buffers,
+    int rank,
+    int ranks)
+    : name_(std::move(name)),
+      precision_(precision),
+      buffers_(std::move(buffers)),
+      rank_(rank),
+      ranks_(ranks) {
+  report_.name = name_;
+}
+
+void ShardUnit::add(const std::string& name, const at::Tensor& parameter) {
+  const at::ScalarType dtype = parameter.scalar_type();
+  auto flat = std::find_if(flats_.begin(), flats_.end(), [&](const auto& f) {
+    return f.dtype == dtype &&
+           f.tensors.front().parameter.device() == parameter.device();
+  });
+  if (flat == flats_.end()) {
+    flat = flats_.emplace(flats_.end());
+    const bool floating = at::isFloatingType(dtype);
+    flat->dtype = dtype;
+    flat->compute = floating ? precision_.param_dtype.value_or(dtype) : dtype;
+    flat->summed = flat_gradient_dtype(dtype);
+    flat->wire = precision_.reduce_dtype.value_or(flat->summed);
+    flat->in_place = ranks_ == 1 && flat->compute == dtype;
+  }
+  ShardTensor& tensor = flat->tensors.emplace_back();
+  tensor.name = name;
+  tensor.parameter = parameter;
+  tensor.sizes = parameter.sizes().vec();
+  tensor.trainable = parameter.requires_grad();
+  place(tensor);
+}
+
+// Rows of dim 0 by rank.
+void ShardUnit::place(ShardTensor& tensor) const {
+  tensor.dim0 = tensor.sizes.empty() ? 1 : tensor.sizes[0];
+  tensor.inner = 1;
+  for (size_t dim = 1; dim < tensor.sizes.size(); ++dim) {
+    tensor.inner *= tensor.sizes[dim];
+  }
+  tensor.rows = (tensor.dim0 + ranks_ - 1) / ranks_;
+  tensor.first_row = std::min(tensor.dim0, rank_ * tensor.rows);
+  tensor.own_rows =
+      std::min(tensor.dim0, (rank_ + 1) * tensor.rows) - tensor.first_row;
+  tensor.shard_sizes = tensor.sizes;
+  if (ranks_ > 1 && tensor.sizes.empty()) {
+    tensor.shard_sizes = {tensor.own_rows};
+  } else if (!tensor.sizes.empty()) {
+    tensor.shard_sizes[0] = tensor.own_rows;
+  }
+}
+
+// Trainable before frozen; of each, small ones side by side, so that they make one
+// message.
+void ShardUnit::lay_out(ShardFlat& flat) const {
+  const auto is_direct = [&](const ShardTensor& tensor) {
+    return tensor.chunk() *
+               static_cast<int64_t>(c10::elementSize(flat.dtype)) >=
+           kDirectBytes;
+  };
+  std::stable_sort(
+      flat.tensors.begin(),
+      flat.tensors.end(),
+      [&](const ShardTensor& a, const ShardTensor& b) {
+        return a.trainable != b.trainable ? a.trainable
+                                          : is_direct(a) < is_direct(b);
+      });
+  for (size_t i = 0; i < flat.tensors.size(); ++i) {
+    ShardTensor& tensor = flat.tensors[i];
+    tensor.offset = flat.numel;
+    flat.numel += aligned(tensor.chunk(), flat.dtype);
+    if (tensor.trainable) {
+      flat.trainable = flat.numel;
+    }
+    const bool direct = is_direct(tensor);
+    if (direct || flat.pieces.empty() || flat.pieces.back().direct ||
+        flat.pieces.back().trainable != tensor.trainable) {
+      flat.pieces.push_back({tensor.offset, 0, direct, tensor.trainable, {}});
+    }
+    ShardPiece& piece = flat.pieces.back();
+    piece.tensors.push_back(i);
+    piece.numel = direct ? tensor.chunk() : flat.numel - piece.begin;
+  }
+}
+
+// The whole of a parameter as the ranks' chunks: [ranks, chunk].
+at::Tensor ShardUnit::whole_chunks(
+    const ShardFlat& flat, const ShardTensor& tensor) const {
+  return flat.whole.narrow(0, ranks_ * tensor.offset, ranks_ * tensor.chunk())
+      .view({ranks_, tensor.chunk()});
+}
+
+void ShardUnit::shard() {
+  const at::NoGradGuard no_grad;
+  for (ShardFlat& flat : flats_) {
+    lay_out(flat);
+    make_shards(flat);
+  }
+}
+
+void ShardUnit::make_shards(ShardFlat& flat) {
+  const at::TensorOptions options =
+      flat.tensors.front().parameter.options().requires_grad(false);
+  if (!flat.in_place) {
+    flat.shard = at::zeros({flat.numel}, options);
+    flat.whole = at::empty({ranks_ * flat.numel}, options.dtype(flat.compute));
+  }
+  for (ShardTensor& tensor : flat.tensors) {
+    const at::Tensor data = tensor.parameter.detach();
+    if (tensor.trainable && tensor.parameter.grad_dtype() != flat.summed) {
+      tensor.parameter.mutable_grad().reset();
+      tensor.parameter.set_grad_dtype(flat.summed);
+    }
+    if (flat.in_place) {
+      tensor.shard = tensor.whole = data;
+      continue;
+    }
+    const auto numel =
+        static_cast<int64_t>(c10::multiply_integers(tensor.sizes));
+    tensor.whole =
+        flat.whole.narrow(0, ranks_ * tensor.offset, numel).view(tensor.sizes);
+    tensor.shard = flat.shard.narrow(0, tensor.offset, tensor.own_numel())
+                       .view(tensor.shard_sizes);
+    tensor.shard.view({-1}).copy_(
+        data.reshape({tensor.dim0, tensor.inner})
+            .narrow(0, tensor.first_row, tensor.own_rows)
+            .reshape({-1}));
+    put_data(tensor.parameter, tensor.shard);
+  }
+  if (!flat.in_place) {
+    state_ = State::whole;
+    let_go();
+  }
+}
+
+std::string ShardUnit::changed_parameter() const {
+  for (const ShardFlat& flat : flats_) {
+    for (const ShardTensor& tensor : flat.tensors) {
+      const at::Tensor& now = tensor.parameter;
+      if (now.sizes() != tensor.shard.sizes() ||
+          now.scalar_type() != flat.dtype ||
+          now.device() != tensor.shard.device() ||
+          now.const_data_ptr() != tensor.shard.const_data_ptr()) {
+        return tensor.name;
+      }
+    }
+  }
+  return {};
+}
+
+void ShardUnit::wait(CommHandle& handle) {
+  if (!handle) {
+    return;
+  }
+  const auto from = Clock::now();
+  handle.wait();
+  report_.exposed_seconds +=
+      std::chrono::duration<double>(Clock::now() - from).count();
+}
+
+void ShardUnit::start_gather(Communicator& communicator) {
+  if (state_ != State::sharded) {
+    return;
+  }
+  const at::NoGradGuard no_grad;
+  const UnseenOps unseen;
+  state_ = State::gathering;
+  report_.gathers += ranks_ > 1 && !flats_.empty();
+  for (size_t flat = 0; flat < flats_.size(); ++flat) {
+    if (!flats_[flat].in_place) {
+      gather(flat, communicator);
+    }
+  }
+}
+
+void ShardUnit::gather(size_t index, Communicator& communicator) {
+  ShardFlat& flat = flats_[index];
+  const auto bytes =
+      static_cast<size_t>(flat.whole.numel()) * c10::elementSize(flat.compute);
+  c10::StorageImpl* storage = flat.whole.storage().unsafeGetStorageImpl();
+  storage->set_data_ptr_noswap(
+      buffers_->take_memory(bytes, flat.shard.device()));
+  storage->set_nbytes(bytes);
+  if (ranks_ == 1) {
+    flat.whole.copy_(flat.shard);
+    return;
+  }
+  for (size_t i = 0; i < flat.pieces.size(); ++i) {
+    const ShardPiece& piece = flat.pieces[i];
+    const at::Tensor own = flat.shard.narrow(0, piece.begin, piece.numel);
+    Gather& gather = gathers_.emplace_back(Gather{{}, index, i, {}});
+    const std::string what = "parameters of " + name_;
+    if (!piece.direct) {
+      gather.rows = buffers_->take({ranks_, piece.numel}, flat.whole.options());
+      gather.handles.push_back(communicator.all_gather_async(
+          gather.rows, own.to(flat.compute), what));
+      continue;
+    }
+    // Gloo's broadcast works in place; its all-gather goes through a copy of all.
+    const at::Tensor chunks =
+        whole_chunks(flat, flat.tensors[piece.tensors[0]]);
+    chunks[rank_].copy_(own);
+    for (int rank = 0; rank < ranks_; ++rank) {
+      gather.handles.push_back(
+          communicator.broadcast_async(chunks[rank], rank, what));
+    }
+  }
+  report_.gathered_bytes += static_cast<int64_t>(bytes);
+}
+
+void ShardUnit::finish_gather() {
+  if (state_ != State::gathering) {
+    return;
+  }
+  const at::NoGradGuard no_grad;
+  const UnseenOps unseen;
+  for (Gather& gather : gathers_) {
+    for (CommHandle& handle : gather.handles) {
+      wait(handle);
+    }
+    ShardFlat& flat = flats_[gather.flat];
+    if (!gather.rows.defined()) {
+      continue;
+    }
+    const ShardPiece& piece = flat.pieces[gather.piece];
+    for (const size_t i : piece.tensors) {
+      const ShardTensor& tensor = flat.tensors[i];
+      whole_chunks(flat, tensor)
+          .copy_(gather.rows.narrow(
+              1, tensor.offset - piece.begin, tensor.chunk()));
+    }
+  }
+  gathers_.clear();
+  for (const ShardFlat& flat : flats_) {
+    for (const ShardTensor& tensor : flat.tensors) {
+      if (!flat.in_place) {
+        put_data(tensor.parameter, tensor.whole);
+      }
+    }
+  }
+  state_ = State::whole;
+}
+
+void ShardUnit::let_go() {
+  if (state_ != State::whole) {
+    return;
+  }
+  for (ShardFlat& flat : flats_) {
+    if (flat.in_place) {
+      continue;
+    }
+    for (const ShardTensor& tensor : flat.tensors) {
+      put_data(tensor.parameter, tensor.shard);
+    }
+    c10::StorageImpl* storage = flat.whole.storage().unsafeGetStorageImpl();
+    storage->set_data_ptr_noswap(c10::DataPtr(nullptr, flat.shard.device()));
+    storage->set_nbytes(size_t{0});
+  }
+  state_ = State::sharded;
+}
+
+int64_t ShardUnit::whole_bytes() const {
+  int64_t bytes = 0;
+  for (const ShardFlat& flat : flats_) {
+    bytes +=
+        flat.in_place ? 0 : static_cast<int64_t>(flat.whole.storage().nbytes());
+  }
+  return bytes;
+}
+
+} // namespace hasten::detail

@@ -1,0 +1,139 @@
+// States of sharded models, worlds 1 to 4: files have each rank's rows; any strategy
+// and any number of ranks goes on from them.
+#include <filesystem>
+
+#include "accelerator/sharded_rig.h"
+#include "accelerator/state_rig.h"
+#include "hasten/io/safetensors.h"
+
+namespace hasten::sharded_test {
+
+// A model with AdamW's moments under a strategy, on ranks of one kind or another.
+struct Learner {
+  Learner(Strategy strategy, std::shared_ptr<Communicator> communicator)
+      : run{.strategy = strategy, .adamw = true},
+        accelerator(options_of(run), std::move(communicator)),
+        stack(make_stack(run, accelerator.process_index())),
+        own(optimizer_of(run, stack)),
+        optimizer(std::get<1>(accelerator.prepare(stack, *own))) {}
+  // A step on the same rows on every rank: the mean is that of one.
+  void step(int64_t number) {
+    auto window = accelerator.accumulate(stack);
+    accelerator.backward(
+        loss_of(stack, batches(number + 1)[static_cast<size_t>(number)]), 1);
+    optimizer.step();
+    optimizer.zero_grad();
+  }
+  std::vector<Tensor> whole() { return whole_parameters(accelerator, stack); }
+
+  Training run;
+  Accelerator accelerator;
+  Stack stack;
+  std::unique_ptr<torch::optim::Optimizer> own;
+  PreparedOptimizer<torch::optim::Optimizer> optimizer;
+};
+
+void expect_same(
+    const std::vector<Tensor>& a, const std::vector<Tensor>& b, double most) {
+  ASSERT_EQ(a.size(), b.size());
+  for (size_t i = 0; i < a.size(); ++i) {
+    EXPECT_LE((a[i] - b[i]).abs().max().item<double>(), most) << i;
+  }
+}
+
+TEST(ShardedState, AnyStrategyGoesOnFromAny) {
+  const auto folder = state_test::common_folder();
+  const auto everyone = testing_support::fresh_communicator();
+  const auto all = {Strategy::ddp, Strategy::zero1, Strategy::fsdp};
+  for (const Strategy before : all) {
+    const auto place = folder / strategy_name(before);
+    Learner saving(before, everyone);
+    saving.step(0);
+    saving.step(1);
+    saving.accelerator.save_state(place);
+    const auto saved = saving.whole();
+    saving.step(2);
+    const auto later = saving.whole();
+    for (const Strategy after : all) {
+      SCOPED_TRACE(
+          std::string(strategy_name(before)) + " to " + strategy_name(after));
+      Learner then(after, everyone);
+      then.step(5); // something else
+      then.accelerator.load_state(place);
+      expect_same(then.whole(), saved, 0);
+      then.step(2);
+      expect_same(then.whole(), later, 1e-10);
+    }
+    everyone->barrier("loaded");
+    if (everyone->is_main()) {
+      SCOPED_TRACE("alone");
+      Learner alone(Strategy::ddp, Communicator::create(World{}));
+      alone.accelerator.load_state(place);
+      expect_same(alone.whole(), saved, 0);
+      alone.step(2);
+      expect_same(alone.whole(), later, 1e-10);
+      alone.accelerator.save_state(folder / "alone");
+    }
+    everyone->barrier("saved alone");
+    Learner again(Strategy::fsdp, everyone);
+    again.accelerator.load_state(folder / "alone");
+    expect_same(again.whole(), later, 1e-10);
+  }
+}
+
+TEST(ShardedState, EachRankWritesItsRows) {
+  const auto folder = state_test::common_folder();
+  const auto everyone = testing_support::fresh_communicator();
+  const int world = everyone->world_size();
+  Learner saving(Strategy::fsdp, everyone);
+  saving.step(0);
+  saving.accelerator.save_state(folder / "state");
+  if (world == 1) {
+    return;
+  }
+  int64_t rows = 0;
+  for (int rank = 0; rank < world; ++rank) {
+    const SafetensorsReader file(
+        folder / "state" /
+        ("state_rank_" + std::to_string(rank) + ".safetensors"));
+    const Tensor words = file.tensor("sharded.model.0.words.weight");
+    EXPECT_EQ(
+        words.size(0),
+        std::clamp<int64_t>(
+            13 - rank * ((13 + world - 1) / world),
+            0,
+            (13 + world - 1) / world));
+    EXPECT_EQ(
+        file.tensor("sharded.optimizer.0.exp_avg.model.0.words.weight").sizes(),
+        words.sizes());
+    rows += words.size(0);
+  }
+  EXPECT_EQ(rows, 13);
+}
+
+TEST(ShardedState, AFileThatLacksRowsIsNamedAndNothingChanged) {
+  const auto folder = state_test::common_folder();
+  const auto everyone = testing_support::fresh_communicator();
+  if (everyone->world_size() == 1) {
+    return;
+  }
+  Learner saving(Strategy::fsdp, everyone);
+  saving.step(0);
+  const auto place = folder / "state";
+  saving.accelerator.save_state(place);
+  everyone->barrier("saved");
+  const std::string file = "state_rank_1.safetensors";
+  if (everyone->is_main()) {
+    std::filesystem::resize_file(
+        place / file, std::filesystem::file_size(place / file) / 2);
+  }
+  everyone->barrier("cut");
+  Learner then(Strategy::fsdp, everyone);
+  const auto before = then.whole();
+  const std::string error =
+      state_test::input_error([&] { then.accelerator.load_state(place); });
+  EXPECT_NE(error.find(file), std::string::npos) << error;
+  expect_same(then.whole(), before, 0);
+}
+
+} // namespace hasten::sharded_test

@@ -1,0 +1,331 @@
+// Training with shards is training: the same numbers as one process on all rows.
+#include "hasten/parallel/fully_shard.h"
+
+#include <nlohmann/json.hpp>
+
+#include "parallel/fully_shard_rig.h"
+
+namespace hasten::shard_test {
+
+struct Variant {
+  const char* name;
+  FullyShardOptions options;
+};
+
+std::vector<Variant> variants() {
+  return {
+      {"fsdp", {}},
+      {"no prefetch", {.prefetch = 0}},
+      {"no reshard", {.reshard_after_forward = false}},
+      {"zero2", {.strategy = ShardingStrategy::zero2}},
+      {"zero1", {.strategy = ShardingStrategy::zero1}},
+      {"sync last", {.sync = GradientSync::last}}};
+}
+
+TEST(FullyShard, TenStepsEqualOneProcessOnTheJoinedBatch) {
+  for (const Variant& variant : variants()) {
+    for (const int micro : {3, 1}) {
+      if (micro == 1 && std::string(variant.name) != "fsdp") {
+        continue;
+      }
+      auto communicator = fresh_communicator(
+          {.timeout = std::chrono::seconds(20),
+           .name = variant.name + std::to_string(micro)});
+      const int rank = communicator->rank();
+      Net net(static_cast<uint64_t>(rank) + 1, 3);
+      Net plain(1, 3);
+      FullyShard sharded(
+          communicator, net.ptr(), blocks_of(net), variant.options);
+      for (int turn = 0; turn < 10; ++turn) {
+        shard_step(sharded, net, rank, turn, micro);
+        plain_step(plain, communicator->world_size(), turn, micro);
+        if (turn == 0) {
+          expect_equal_gradients(sharded, *plain, 1e-12);
+        }
+        descend(net, 0.01); // larger steps amplify the last bits
+        descend(plain, 0.01);
+      }
+      expect_equal_parameters(sharded, *plain, 1e-10, variant.name);
+    }
+  }
+}
+
+TEST(FullyShard, ParametersAreShardsAtRestAndWholeInTheirBlock) {
+  auto communicator = fresh_communicator();
+  const int world = communicator->world_size();
+  const int rank = communicator->rank();
+  Net net(static_cast<uint64_t>(rank) + 1, 2);
+  Net plain(1, 2);
+  const void* identity = net->blocks[0]->up->weight.unsafeGetTensorImpl();
+  FullyShard sharded(communicator, net.ptr(), blocks_of(net));
+  EXPECT_EQ(net->blocks[0]->up->weight.unsafeGetTensorImpl(), identity);
+  expect_equal_parameters(sharded, *plain, 0, "rank 0's values");
+  EXPECT_EQ(net->named_parameters().keys(), plain->named_parameters().keys());
+
+  int64_t rows = 0; // of "mix", which has two
+  int64_t places = 0; // of the one without a dimension
+  for (const ShardedParameter& entry : sharded.parameters()) {
+    const int64_t all = entry.sizes.empty() ? 1 : entry.sizes[0];
+    const int64_t chunk = (all + world - 1) / world;
+    EXPECT_EQ(entry.first_row, std::min(all, rank * chunk)) << entry.name;
+    EXPECT_EQ(entry.rows, std::min(all, (rank + 1) * chunk) - entry.first_row);
+    if (world > 1) {
+      EXPECT_EQ(entry.parameter.size(0), entry.rows) << entry.name;
+      EXPECT_EQ(
+          entry.parameter.dim(), std::max<int64_t>(1, entry.sizes.size()));
+    }
+    rows += entry.name == "blocks.0.mix" ? entry.rows : 0;
+    places += entry.name == "blocks.1.gain" ? entry.rows : 0;
+  }
+  Tensor held = torch::tensor({rows, places});
+  communicator->all_reduce(held, ReduceOp::sum, "rows");
+  EXPECT_TRUE(torch::equal(held, torch::tensor({2, 1})));
+
+  const Tensor before = net->blocks[0]->up->weight.detach().clone();
+  sharded.begin();
+  Tensor loss;
+  {
+    const auto scope = sharded.forward_scope();
+    EXPECT_EQ(net->weight.size(0), kWide) << "the root's, in the scope";
+    EXPECT_TRUE(torch::equal(net->blocks[0]->up->weight, before));
+    loss = square_loss(*net, rows_of(rank, 0));
+    EXPECT_TRUE(torch::equal(net->blocks[0]->up->weight, before));
+  }
+  int64_t root = 0;
+  if (world > 1) {
+    root = sharded.gathered_bytes();
+    EXPECT_GE(root, 8 * kWide * kIn) << "until backward has ended";
+    EXPECT_LT(root, 8 * (10 * kWide + 10)) << "no block";
+  }
+  sharded.start_backward(true);
+  loss.backward();
+  sharded.finish_backward();
+  EXPECT_EQ(sharded.gathered_bytes(), 0);
+  sharded.finish(1);
+  for (const ShardedParameter& entry : sharded.parameters()) {
+    if (entry.parameter.requires_grad()) {
+      EXPECT_EQ(entry.parameter.grad().sizes(), entry.parameter.sizes())
+          << entry.name;
+    } else {
+      EXPECT_FALSE(entry.parameter.grad().defined()) << entry.name;
+    }
+  }
+}
+
+TEST(FullyShard, LargeParametersTravelAloneAndExactly) {
+  auto communicator = fresh_communicator();
+  const int rank = communicator->rank();
+  // Rows that 2, 3 and 4 divide, and rows that they do not.
+  const auto make = [](uint64_t seed) {
+    torch::manual_seed(seed);
+    torch::nn::Sequential net(
+        torch::nn::Linear(400, 1200), torch::nn::Linear(1200, 401));
+    net->to(torch::kDouble);
+    return net;
+  };
+  auto net = make(static_cast<uint64_t>(rank) + 1);
+  auto plain = make(1);
+  FullyShard sharded(communicator, net.ptr(), repeated_blocks(*net));
+  expect_equal_parameters(sharded, *plain, 0);
+  auto narrow = make(static_cast<uint64_t>(rank) + 1); // cast on the way
+  FullyShardOptions options;
+  options.precision.param_dtype = torch::kFloat;
+  options.precision.output_dtype = torch::kDouble;
+  FullyShard cast(
+      communicator, narrow.ptr(), repeated_blocks(*narrow), options);
+  {
+    const torch::NoGradGuard no_grad;
+    const auto scope = cast.forward_scope();
+    const Tensor x = rows_of(0, 7, 400);
+    EXPECT_LE(
+        (narrow->forward(x) - plain->forward(x)).abs().max().item<double>(),
+        1e-4);
+  }
+  for (int turn = 0; turn < 2; ++turn) {
+    sharded.begin();
+    Tensor loss;
+    {
+      const auto scope = sharded.forward_scope();
+      loss = net->forward(rows_of(rank, turn, 400)).square().sum();
+    }
+    sharded.start_backward(true);
+    loss.backward();
+    sharded.finish_backward();
+    sharded.finish(1);
+    plain->zero_grad();
+    for (int r = 0; r < communicator->world_size(); ++r) {
+      plain->forward(rows_of(r, turn, 400)).square().sum().backward();
+    }
+    expect_equal_gradients(sharded, *plain, 1e-9);
+    net->zero_grad();
+  }
+}
+
+TEST(FullyShard, RunningStatisticsAreEqualWhenASumIsComplete) {
+  for (const BufferPolicy policy :
+       {BufferPolicy::broadcast, BufferPolicy::average}) {
+    auto communicator = fresh_communicator(
+        {.timeout = std::chrono::seconds(20),
+         .name = policy == BufferPolicy::average ? "average" : "broadcast"});
+    const int world = communicator->world_size();
+    torch::nn::Sequential net(torch::nn::BatchNorm1d(6));
+    net->to(torch::kDouble);
+    FullyShard sharded(
+        communicator, net.ptr(), repeated_blocks(*net), {.buffers = policy});
+    const auto rows = [](int rank) {
+      return torch::full({2, 6}, rank + 1, torch::kDouble);
+    };
+    sharded.begin();
+    Tensor loss;
+    {
+      const auto scope = sharded.forward_scope();
+      loss = net->forward(rows(communicator->rank())).sum();
+    }
+    sharded.start_backward(true);
+    loss.backward();
+    sharded.finish_backward();
+    sharded.finish(1);
+    // A momentum of 0.1 from 0 towards the batch's mean.
+    const double mean = policy == BufferPolicy::average ? (world + 1) / 2.0 : 1;
+    EXPECT_NEAR(
+        net->named_buffers()["0.running_mean"].mean().item<double>(),
+        0.1 * mean,
+        1e-12);
+  }
+}
+
+TEST(FullyShard, GradientsAddToWhatNobodyZeroed) {
+  auto communicator = fresh_communicator();
+  const int rank = communicator->rank();
+  Net net(1, 2);
+  Net plain(1, 2);
+  FullyShard sharded(communicator, net.ptr(), blocks_of(net));
+  shard_step(sharded, net, rank, 0);
+  shard_step(sharded, net, rank, 1); // nobody zeroed
+  plain_step(plain, communicator->world_size(), 0);
+  plain_step(plain, communicator->world_size(), 1);
+  expect_equal_gradients(sharded, *plain, 1e-12);
+  // And a further backward of the same window.
+  Tensor loss;
+  {
+    const auto scope = sharded.forward_scope();
+    loss = square_loss(*net, rows_of(rank, 2));
+  }
+  sharded.start_backward(true);
+  loss.backward();
+  sharded.finish_backward();
+  sharded.finish(0.01);
+  plain_step(plain, communicator->world_size(), 2);
+  expect_equal_gradients(sharded, *plain, 1e-12);
+}
+
+TEST(FullyShard, AWindowThatIsSavedGoesOnToTheLastBit) {
+  for (const GradientSync sync : {GradientSync::each, GradientSync::last}) {
+    auto communicator = fresh_communicator(
+        {.timeout = std::chrono::seconds(20),
+         .name = sync == GradientSync::each ? "each" : "last"});
+    const int rank = communicator->rank();
+    Net net(1, 2);
+    FullyShard sharded(communicator, net.ptr(), blocks_of(net), {.sync = sync});
+    const auto batch = [&](FullyShard& on, Net& of, int m, bool last) {
+      Tensor loss;
+      {
+        const auto scope = on.forward_scope();
+        loss = square_loss(*of, rows_of(rank, m));
+      }
+      on.start_backward(last);
+      loss.backward();
+      on.finish_backward();
+    };
+    shard_step(sharded, net, rank, 5); // set aside by the next
+    sharded.begin();
+    batch(sharded, net, 0, false);
+    batch(sharded, net, 1, false);
+    NamedTensors saved;
+    nlohmann::json values;
+    sharded.save_state(saved, values);
+    for (auto& [name, tensor] : saved) {
+      tensor = tensor.clone();
+    }
+    batch(sharded, net, 2, true);
+    sharded.finish(0.5);
+
+    Net again(1, 2);
+    FullyShard resumed(
+        communicator, again.ptr(), blocks_of(again), {.sync = sync});
+    resumed.load_state(saved, values);
+    batch(resumed, again, 2, true);
+    resumed.finish(0.5);
+    for (size_t i = 0; i < sharded.parameters().size(); ++i) {
+      const Tensor mine = sharded.parameters()[i].parameter.grad();
+      const Tensor other = resumed.parameters()[i].parameter.grad();
+      ASSERT_EQ(mine.defined(), other.defined());
+      EXPECT_TRUE(!mine.defined() || torch::equal(mine, other))
+          << sharded.parameters()[i].name;
+    }
+    saved["grad.nowhere"] = torch::zeros({1});
+    EXPECT_TRUE(says(
+        what_of([&] { resumed.load_state(saved, values); }), "not trained"));
+  }
+}
+
+TEST(FullyShard, WholeParametersComeAndGoOneByOne) {
+  auto communicator = fresh_communicator();
+  Net net(1, 2);
+  FullyShard sharded(communicator, net.ptr(), blocks_of(net));
+  std::vector<std::string> names;
+  sharded.for_each_full_parameter(
+      [&](const std::string& name, const Tensor& whole) {
+        names.push_back(name);
+        sharded.load_parameter(name, torch::ones_like(whole) * 3);
+      });
+  EXPECT_EQ(names[0], "weight") << "tied: once, under its first name";
+  EXPECT_EQ(names.size(), 1u + 2 * 7);
+  EXPECT_EQ(sharded.gather_parameter("blocks.1.gain").item<double>(), 3);
+  for (const auto& parameter : net->parameters()) {
+    EXPECT_TRUE(torch::all(parameter == 3).item<bool>());
+  }
+  EXPECT_TRUE(says(
+      what_of([&] { sharded.load_parameter("weight", torch::ones({2})); }),
+      "[6, 5]"));
+  EXPECT_TRUE(
+      says(what_of([&] { (void)sharded.gather_parameter("no"); }), "\"no\""));
+  EXPECT_EQ(
+      sharded.unsharded_gradient_bytes(),
+      8 * (30 + 2 * (60 + 10 + 60 + 6 + 1 + 12)));
+}
+
+TEST(FullyShard, NormsAndOverflowsAreThoseOfTheWholeGradient) {
+  auto communicator = fresh_communicator();
+  const int rank = communicator->rank();
+  Net net(1, 2);
+  Net plain(1, 2);
+  FullyShard sharded(communicator, net.ptr(), blocks_of(net));
+  shard_step(sharded, net, rank, 0);
+  plain_step(plain, communicator->world_size(), 0);
+  std::vector<Tensor> all;
+  for (const auto& entry : sharded.parameters()) {
+    const Tensor gradient = plain->named_parameters()[entry.name].grad();
+    if (gradient.defined()) {
+      all.push_back(gradient.reshape({-1}));
+    }
+  }
+  const Tensor joined = torch::cat(all);
+  const double infinity = std::numeric_limits<double>::infinity();
+  for (const double p : {1.0, 2.0, 3.0, infinity}) {
+    EXPECT_NEAR(
+        sharded.grad_norm(p),
+        joined.norm(p).item<double>(),
+        1e-6 * joined.numel())
+        << p;
+  }
+  const int last = communicator->world_size() - 1;
+  EXPECT_TRUE(std::isnan(
+      sharded.reduce_norm(rank == last ? std::nan("") : 1, infinity)));
+  EXPECT_TRUE(
+      std::isnan(sharded.reduce_norm(rank == last ? std::nan("") : 1, 2)));
+  EXPECT_TRUE(sharded.agree_found_inf(rank == last));
+  EXPECT_FALSE(sharded.agree_found_inf(false));
+}
+
+} // namespace hasten::shard_test
