@@ -130,14 +130,18 @@ TEST(CommandLine, FlagsLeftOutKeepTrainingArgumentsDefaults) {
 TEST(CommandLine, EachMistakeNamesItsFlagAndWhatWasExpected) {
   const std::string& train = detail::kTrain;
   const std::pair<std::string, std::string> cases[] = {
-      {"estimate-memory --model bert-base --strategy fsdp",
-       "[cli::estimate-memory] --strategy=fsdp. Expected ddp or local_sgd: the "
-       "strategies that this version trains with."},
+      {"estimate-memory --model bert-base --strategy fsd",
+       "[cli::estimate-memory] --strategy=fsd. Expected ddp, zero1, zero2, "
+       "fsdp "
+       "or local_sgd"},
+      {train + " --strategy fsd",
+       "[cli::train] --strategy=fsd. Expected one of ddp, fsdp, zero1, zero2. "
+       "Fix: write fsdp"},
       {"estimate-memory --model bert-base --batch 8",
        "[cli::estimate-memory] --batch=8. Expected rows and tokens"},
       {"trian",
        "[cli::hasten] unknown command: trian. Expected train, predict, eval, "
-       "plan, estimate-memory, launch or env. Fix: write hasten train."},
+       "plan, estimate-memory, state, launch or env. Fix: write hasten train."},
       {train + "--learning-rte 1e-4",
        "[cli::train] unknown flag: --learning-rte. "
        "Fix: write --learning-rate."},

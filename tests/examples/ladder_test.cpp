@@ -20,7 +20,7 @@ std::string without_comment(const std::string& line) {
 // "// [trainer]".
 std::vector<std::string> unmarked_lines(
     const std::string& name, const std::vector<std::string>& before) {
-  static const std::regex mark("// 0[2-8]\\b"), comment("\\s*//.*");
+  static const std::regex mark("// (0[2-8]|10)\\b"), comment("\\s*//.*");
   static const std::regex piece("\\s*// \\[(/?)(\\w+)\\]");
   std::multiset<std::string> known;
   for (const auto& other : before) {
