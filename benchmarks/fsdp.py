@@ -34,11 +34,12 @@ class FsdpStep(Bench):
 
 
 class FsdpMemory(Bench):
-    """Bytes of tensors on the largest rank, of steps on one short row."""
+    """Bytes of tensors on the largest rank between steps, of a model of many layers."""
 
     # The other side is the formula: 16 bytes of each element of the rank's rows, and four
-    # blocks beside them. "…_growth": what a layer adds to the peak, beside its rows' 16
-    # bytes. "…_over_ddp": ours with ddp.
+    # blocks and the root beside them. "…_peak": the most in a step of one short row, where
+    # a block's gradients come on top. "…_growth": what a layer adds to that, beside its
+    # rows' 16 bytes. "…_over_ddp": peaks, ours with ddp.
     name = "fsdp_memory"
     rounds = 1
     peer_name = "16 bytes / ranks + 4 blocks; …_over_ddp: ours with ddp"
@@ -48,6 +49,7 @@ class FsdpMemory(Bench):
         for case in (
             Case(f"ranks_{ranks}_layers_6", "bytes", 1.02, 0),
             Case(f"ranks_{ranks}_layers_12", "bytes", 1.02, 0),
+            Case(f"ranks_{ranks}_layers_12_peak", "bytes", float("inf"), 0),
             Case(f"ranks_{ranks}_growth", "bytes/layer", 1.02, 0),
             Case(f"ranks_{ranks}_layers_12_over_ddp", "bytes", float("inf"), 0),
         )
@@ -65,7 +67,8 @@ class FsdpMemory(Bench):
                 peaks[layers] = run["peak_bytes"]
                 rest = run["elements"] - layers * run["block"]
                 state = 16 * run["elements"] / ranks + 4 * (4 * run["block"] + rest)
-                yield f"ranks_{ranks}_layers_{layers}", run["peak_bytes"], state
+                yield f"ranks_{ranks}_layers_{layers}", run["rest_bytes"], state
+            yield f"ranks_{ranks}_layers_12_peak", peaks[12], state
             yield f"ranks_{ranks}_growth", (peaks[12] - peaks[6]) / 6, 16 * run["block"] / ranks
             ddp = launched(self.options, "fsdp_step", "--strategy", "ddp", *same, ranks=ranks)
             yield f"ranks_{ranks}_layers_12_over_ddp", peaks[12], ddp["peak_bytes"]
