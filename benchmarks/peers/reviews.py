@@ -115,13 +115,13 @@ trainer = Trainer(
 result = trainer.train()
 report = {
     "train_runtime": result.metrics["train_runtime"],
-    "samples": result.global_step * arguments.batch_size * int(os.environ["WORLD_SIZE"]),
+    "samples": result.global_step * arguments.batch_size * int(os.environ.get("WORLD_SIZE", "1")),
     "first_step_time": FirstStep.time,
 }
 if evaluation:
     output = trainer.predict(evaluation)
     report["accuracy"] = float(numpy.mean(output.predictions.argmax(-1) == output.label_ids))
-if os.environ["RANK"] == "0":
+if os.environ.get("RANK", "0") == "0":
     print(json.dumps(report), flush=True)
 if torch.distributed.is_initialized():
     torch.distributed.destroy_process_group()
