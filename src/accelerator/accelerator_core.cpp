@@ -159,12 +159,16 @@ void AcceleratorCore::even_out_buffers(uint64_t models, bool forward) {
   if (mask == 0) {
     return;
   }
+  sync_announced(mask, announce_models(mask), true);
+}
+
+bool AcceleratorCore::announce_models(uint64_t models) {
   WindowTotals mine;
   mine.buffers = true;
-  mine.models = mask;
+  mine.models = models;
   mine.history = exchange_->history;
   control_.start(mine, at::Tensor());
-  sync_announced(mask, control_.wait().finished > 0, true);
+  return control_.wait().finished > 0;
 }
 
 // What ranks that ran out hold is stale.

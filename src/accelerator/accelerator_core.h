@@ -380,6 +380,9 @@ class AcceleratorCore {
       ModelState& state,
       BufferPolicy& buffers);
   uint64_t synced_models(uint64_t mask) const;
+  // Tells ranks that have run out of batches that these models' buffers or forwards
+  // come; whether there are such ranks. Collective.
+  bool announce_models(uint64_t models);
   // A training forward of one comes. Collective where there is one.
   void announce_forward(uint64_t mask);
   // In such a forward; whether this rank's rows count.

@@ -229,6 +229,17 @@ void AcceleratorCore::load_full_parameters(
   }
 }
 
+static std::vector<size_t> model_indices(
+    const AcceleratorCore& core,
+    const std::vector<torch::nn::Module*>& models,
+    const char* where) {
+  std::vector<size_t> indices;
+  for (const auto* module : models) {
+    indices.push_back(core.model_index(module, where));
+  }
+  return indices;
+}
+
 } // namespace detail
 
 ForwardGuard::ForwardGuard(
@@ -251,23 +262,19 @@ bool Accelerator::shards_module(const torch::nn::Module& model) const {
 void Accelerator::run_with_full_parameters(
     const std::function<void()>& use,
     const std::vector<torch::nn::Module*>& models) {
-  std::vector<size_t> indices;
-  for (const auto* module : models) {
-    indices.push_back(
-        core_->model_index(module, "accelerator::with_full_parameters"));
-  }
-  core_->with_full_parameters(indices, use);
+  core_->with_full_parameters(
+      detail::model_indices(
+          *core_, models, "accelerator::with_full_parameters"),
+      use);
 }
 
 void Accelerator::run_load_full_parameters(
     const std::function<void()>& load,
     const std::vector<torch::nn::Module*>& models) {
-  std::vector<size_t> indices;
-  for (const auto* module : models) {
-    indices.push_back(
-        core_->model_index(module, "accelerator::load_full_parameters"));
-  }
-  core_->load_full_parameters(indices, load);
+  core_->load_full_parameters(
+      detail::model_indices(
+          *core_, models, "accelerator::load_full_parameters"),
+      load);
 }
 
 } // namespace hasten

@@ -68,12 +68,7 @@ void AcceleratorCore::announce_forward(uint64_t mask) {
   if (synced == 0) {
     return;
   }
-  WindowTotals mine;
-  mine.buffers = true;
-  mine.models = synced;
-  mine.history = exchange_->history;
-  control_.start(mine, at::Tensor());
-  if (control_.wait().finished > 0) {
+  if (announce_models(synced)) {
     refuse_joined(synced);
   }
 }

@@ -1,7 +1,6 @@
 #include "hasten/core/recompute.h"
 
 #include <ATen/core/grad_mode.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <string>
 #include <utility>
@@ -51,7 +50,7 @@ std::vector<at::Tensor> run_once(
     const size_t here = place.next++;
     const at::NoGradGuard no_grad;
     // A recomputation, which counts the operators it meets, does not meet these.
-    const c10::impl::ExcludeDispatchKeyGuard unwatched(detail::kOpKey);
+    const detail::UnseenOps unwatched;
     std::vector<at::Tensor> made = make();
     for (at::Tensor& tensor : made) {
       // Without its graph, which may hold the region that holds the store.
