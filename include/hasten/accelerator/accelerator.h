@@ -225,8 +225,7 @@ class Accelerator : public Gradients {
     run_with_full_parameters(use, {detail::module_of(models).get()...});
   }
   /// Gives every rank its part of rank 0's values of parameters and buffers, which
-  /// `load` sets there, whole: to load them from a format of one's own. Between
-  /// windows. Collective, blocking. Memory on rank 0: the models.
+  /// `load` sets there, whole. Otherwise as with_full_parameters().
   template <detail::ModelHolder... Models>
   void load_full_parameters(
       const std::function<void()>& load, const Models&... models) {
@@ -397,4 +396,5 @@ auto Accelerator::prepare(Objects&&... objects) {
     return handles;
   }
 }
+
 } // namespace hasten

@@ -72,9 +72,9 @@ struct AcceleratorOptions {
   /// divide the modules that the model has in ModuleLists and Sequentials and calls
   /// through call_block, and the rest as one unit: forwards run inside accumulate()
   /// (training) or forward_scope() (evaluation), on every rank equally often; a
-  /// prepared loader sees to that. Gradients, parameters and moments are this rank's part of each, norms
-  /// those of the whole. Optimizers that need whole parameters (LAMB, Adafactor),
-  /// communication hooks and LocalSgd scopes are refused.
+  /// prepared loader sees to that. Gradients, parameters and moments are this rank's
+  /// part of each, norms those of the whole. Optimizers that need whole parameters
+  /// (LAMB, Adafactor), communication hooks and LocalSgd scopes are refused.
   Strategy strategy = Strategy::ddp;
   /// How, but for its `strategy`. With mixed_precision set before prepare(), units but
   /// the root are put together in its 16 bits, unless precision.param_dtype says

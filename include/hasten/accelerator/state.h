@@ -7,7 +7,6 @@
 //                             registered objects, gradients of a complete window
 //     state.json              everything that is no tensor
 //     state_rank_0.safetensors … one a rank: torch's generators, position in the
-//                             data, gradients of a window that is not complete
 //                             data, gradients of a window that is not complete; of
 //                             sharded models its rows of parameters and moments,
 //                             "sharded.<name>", which state.json lists
