@@ -156,10 +156,15 @@ void AcceleratorCore::even_out_buffers(uint64_t models, bool forward) {
       mask |= uint64_t{1} << i;
     }
   }
-  if (mask == 0) {
-    return;
+  uint64_t local = 0; // these concern other ranks than the rest
+  for (const size_t i : models_in(mask)) {
+    local |= models_[i].local ? uint64_t{1} << i : 0;
   }
-  sync_announced(mask, announce_models(mask), true);
+  for (const uint64_t part : {mask & ~local, local}) {
+    if (part != 0) {
+      sync_announced(part, announce_models(part), true);
+    }
+  }
 }
 
 bool AcceleratorCore::announce_models(uint64_t models) {
@@ -167,8 +172,9 @@ bool AcceleratorCore::announce_models(uint64_t models) {
   mine.buffers = true;
   mine.models = models;
   mine.history = exchange_->history;
-  control_.start(mine, at::Tensor());
-  return control_.wait().finished > 0;
+  WindowControl& control = control_of(models);
+  control.start(mine, at::Tensor());
+  return control.wait().finished > 0;
 }
 
 // What ranks that ran out hold is stale.

@@ -145,6 +145,20 @@ class AcceleratorCore {
   Strategy strategy_in_use() const {
     return communicator->world_size() == 1 ? Strategy::ddp : options.strategy;
   }
+  // Ranks that hold a copy of a sharded model together.
+  int shard_ranks() const {
+    return shard_group_ ? shard_group_->world_size()
+                        : communicator->world_size();
+  }
+  // A rank of a copy of its own has all rows, as they are.
+  bool holds_parts(size_t model) const {
+    return models_[model].sharded != nullptr && shard_ranks() > 1;
+  }
+  // What a LocalSgd scope of the model averages over: ranks that hold the same rows,
+  // or null where all hold parts of one copy.
+  std::shared_ptr<Communicator> copies_of(size_t model) const {
+    return models_[model].sharded ? replicas_ : communicator;
+  }
   // Null where ranks have whole copies, or the model was not prepared.
   FullyShard* sharded(const torch::nn::Module* module) const {
     const auto known = model_index_.find(module);
@@ -266,6 +280,9 @@ class AcceleratorCore {
   void completed(GradientWindow& done, bool outside);
   // Before a window's backward may begin.
   void begin_models(uint64_t mask);
+  // hsdp: this rank's groups. Collective, the first time.
+  void open_shard_groups();
+  bool has_replicas(uint64_t mask) const;
   void prepare_sharded(
       ModelState& state,
       std::shared_ptr<torch::nn::Module> module,
@@ -277,6 +294,8 @@ class AcceleratorCore {
   void refuse_optimizer(
       const torch::optim::Optimizer& optimizer,
       const std::vector<SlotList>& lists) const;
+  // Of one that has stepped before: moments like a whole parameter become rows.
+  void cut_optimizer_state(torch::optim::Optimizer& optimizer);
   void refuse_sharded_outside(const std::vector<size_t>& models) const;
   void reshard();
   HeldRowsByName held_rows() const;
@@ -373,6 +392,7 @@ class AcceleratorCore {
   void drop_unfinished(const LoaderState* loader);
   void take_part(const LoaderState* loader);
   void serve_peers(const LoaderState* loader, bool& survivable);
+  void end_with_copy(const LoaderState* loader);
   void sync_announced(uint64_t models, bool joined, bool here);
   // accelerator_sync_norm.cpp
   void convert_batch_norms(
@@ -383,6 +403,9 @@ class AcceleratorCore {
   // Tells ranks that have run out of batches that these models' buffers or forwards
   // come; whether there are such ranks. Collective.
   bool announce_models(uint64_t models);
+  // Whom windows of these models concern now: all ranks, or, inside a LocalSgd scope,
+  // those of this copy.
+  WindowControl& control_of(uint64_t models);
   // A training forward of one comes. Collective where there is one.
   void announce_forward(uint64_t mask);
   // In such a forward; whether this rank's rows count.
@@ -422,6 +445,11 @@ class AcceleratorCore {
   std::shared_ptr<WindowExchange> exchange_;
   std::shared_ptr<Communicator> alone_; // a world of one, for local windows
   std::shared_ptr<Communicator> sync_norms_; // for forwards; null: none needed
+  // hsdp: ranks that hold a copy together, and those that hold the same rows; null
+  // where there is one copy.
+  std::shared_ptr<Communicator> shard_group_;
+  std::shared_ptr<Communicator> replicas_;
+  std::optional<WindowControl> copy_control_; // of local windows of one copy
   LocalScope* local_scope_ = nullptr;
   std::vector<int> launch_ranks_{}; // [rank] once ranks have been lost
   WindowControl control_;

@@ -29,10 +29,24 @@ std::shared_ptr<Communicator> AcceleratorCore::window_communicator(
   if ((key & kLocalWindow) == 0) {
     return communicator;
   }
+  if (has_replicas(key & ~kLocalWindow)) {
+    return shard_group_;
+  }
   if (!alone_) {
     alone_ = Communicator::create(World{}, {.name = "local windows"});
   }
   return alone_;
+}
+
+WindowControl& AcceleratorCore::control_of(uint64_t models) {
+  const uint64_t key = window_key(models);
+  if ((key & kLocalWindow) == 0 || !has_replicas(models)) {
+    return control_;
+  }
+  if (!copy_control_) {
+    copy_control_.emplace(shard_group_, device);
+  }
+  return *copy_control_;
 }
 
 void AcceleratorCore::refuse_mixed(uint64_t mask, const char* where) const {
@@ -64,7 +78,7 @@ void AcceleratorCore::open_local(LocalScope& scope) {
         "a complete window, or none yet",
         "open the scope before the loop");
   }
-  if (models_[scope.model()].synced) {
+  if (!models_[scope.model()].sync_norms.layers().empty()) {
     throw InputError(
         where,
         "the model has synchronised batch norm layers, whose every forward "

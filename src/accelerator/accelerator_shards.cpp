@@ -3,11 +3,15 @@
 #include <torch/nn/module.h>
 
 #include <algorithm>
+#include <atomic>
 
 #include "accelerator_core.h"
 #include "hasten/base/error.h"
+#include "hasten/base/log.h"
+#include "hasten/base/progress_bar.h"
 #include "hasten/optim/adafactor.h"
 #include "hasten/optim/lamb.h"
+#include "hasten/optim/optimizer_state.h"
 #include "sharded_model.h"
 
 namespace hasten {
@@ -37,6 +41,52 @@ std::vector<std::shared_ptr<torch::nn::Module>> named_units(
   return units;
 }
 
+// Ranks next to each other hold a copy together; those at the same place of theirs hold
+// the same rows.
+void AcceleratorCore::open_shard_groups() {
+  if (options.strategy != Strategy::hsdp || shard_group_) {
+    return;
+  }
+  const int ranks = communicator->world_size();
+  const int size =
+      options.shard_size > 0 ? options.shard_size : world.local_world_size;
+  if (size < 1 || size > ranks || ranks % size != 0) {
+    throw InputError(
+        "accelerator::prepare",
+        "shard_size=" + std::to_string(size) + " on " + std::to_string(ranks) +
+            " ranks",
+        "a divisor of the number of ranks");
+  }
+  std::vector<int> copy;
+  std::vector<int> same_rows;
+  for (int rank = 0; rank < ranks; ++rank) {
+    if (rank / size == world.rank / size) {
+      copy.push_back(rank);
+    }
+    if (rank % size == world.rank % size) {
+      same_rows.push_back(rank);
+    }
+  }
+  static std::atomic<int> made{0}; // names must differ; equal on all ranks
+  CommunicatorOptions like = communicator->options();
+  const std::string name = like.name + " ";
+  const std::string number = " " + std::to_string(++made);
+  like.name = name + "copy" + number;
+  shard_group_ = communicator->new_group(copy, like);
+  if (same_rows.size() > 1) {
+    like.name = name + "replicas" + number;
+    replicas_ = communicator->new_group(same_rows, like);
+  }
+}
+
+bool AcceleratorCore::has_replicas(uint64_t mask) const {
+  const auto models = models_in(mask);
+  return replicas_ != nullptr &&
+         std::any_of(models.begin(), models.end(), [this](size_t i) {
+           return models_[i].sharded != nullptr;
+         });
+}
+
 void AcceleratorCore::prepare_sharded(
     ModelState& state,
     std::shared_ptr<torch::nn::Module> module,
@@ -51,11 +101,24 @@ void AcceleratorCore::prepare_sharded(
     how.precision.cast_forward_inputs = false;
   }
   how.strategy = sharding_of(options.strategy);
+  open_shard_groups();
+  how.replicas = replicas_;
+  how.everyone = replicas_ ? communicator : nullptr;
   const auto units = options.shard_units.empty()
                          ? repeated_blocks(*module)
                          : named_units(*module, options.shard_units);
   const auto model = std::make_shared<ShardedModel>(
-      communicator, std::move(module), units, std::move(how));
+      shard_group_ ? shard_group_ : communicator,
+      std::move(module),
+      units,
+      std::move(how));
+  if (options.fully_shard.sync == GradientSync::last && world.rank == 0) {
+    log_info(
+        "fully_shard.sync=last: gradients are summed once a window, and every "
+        "rank keeps " +
+        format_bytes(model->shards().unsharded_gradient_bytes()) +
+        " of whole ones until then");
+  }
   state.parallel = model;
   state.sharded = {model, &model->shards()};
 }
@@ -82,6 +145,35 @@ void AcceleratorCore::refuse_optimizer(
   }
 }
 
+void AcceleratorCore::cut_optimizer_state(torch::optim::Optimizer& optimizer) {
+  for (const ModelState& model : models_) {
+    for (size_t i = 0; model.sharded && i < model.sharded->parameters().size();
+         ++i) {
+      const ShardedParameter& shard = model.sharded->parameters()[i];
+      const auto state =
+          optimizer.state().find(shard.parameter.unsafeGetTensorImpl());
+      if (state == optimizer.state().end()) {
+        continue;
+      }
+      const at::IntArrayRef whole(shard.sizes);
+      const bool known =
+          visit_state_tensors(*state->second, [&](at::Tensor& tensor) {
+            if (tensor.sizes() == whole && shard.parameter.sizes() != whole) {
+              tensor = model.sharded->own_slice(i, tensor).clone();
+            }
+          });
+      if (!known) {
+        throw InputError(
+            "accelerator::prepare",
+            "an optimizer of unknown type has state of whole parameters",
+            "one of hasten's, or torch's Adam, AdamW, SGD, RMSprop, Adagrad or "
+            "one derived from them",
+            "prepare it before its first step");
+      }
+    }
+  }
+}
+
 void AcceleratorCore::refuse_sharded_outside(
     const std::vector<size_t>& models) const {
   for (const size_t model : models) {
@@ -100,7 +192,7 @@ void AcceleratorCore::refuse_sharded_outside(
 HeldRowsByName AcceleratorCore::held_rows() const {
   HeldRowsByName held;
   for (size_t i = 0; i < models_.size(); ++i) {
-    if (!models_[i].sharded) {
+    if (!holds_parts(i)) {
       continue;
     }
     std::unordered_map<const void*, const ShardedParameter*> shards;
@@ -120,7 +212,7 @@ HeldRowsByName AcceleratorCore::held_rows() const {
 NamedTensors AcceleratorCore::shards() const {
   NamedTensors tensors;
   for (size_t i = 0; i < models_.size(); ++i) {
-    if (models_[i].sharded) {
+    if (holds_parts(i)) {
       for (const ShardedParameter& shard : models_[i].sharded->parameters()) {
         tensors.emplace(
             "model." + std::to_string(i) + "." + shard.name,

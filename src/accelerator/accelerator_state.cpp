@@ -229,6 +229,9 @@ void AcceleratorCore::collect_windows(StateParts& parts) const {
         return model.parallel->comm_hook() != nullptr;
       });
   shared["strategy"] = strategy_name(strategy_in_use());
+  if (shard_group_) {
+    shared["shard_size"] = shard_ranks();
+  }
   const bool per_rank = shared.at("open_window").get<bool>() ||
                         shared.at("comm_hooks").get<bool>() ||
                         shared.at("local").get<bool>() ||
@@ -294,7 +297,8 @@ StateParts AcceleratorCore::collect_state() const {
   if (device.is_cuda()) {
     parts.own["random.cuda"] = random[1];
   }
-  split_shards(parts, shards(), held_rows(), world.world_size);
+  split_shards(
+      parts, shards(), held_rows(), shard_ranks(), world.rank < shard_ranks());
   return parts;
 }
 
@@ -305,7 +309,7 @@ void AcceleratorCore::write_models(
   for (size_t i = 0; i < models_.size(); ++i) {
     const auto path = folder / model_file_name(i);
     NamedTensors tensors = named_model_tensors(*models_[i].parallel->module());
-    if (models_[i].sharded) { // parameters are in the ranks' files
+    if (holds_parts(i)) { // parameters are in the ranks' files
       for (const auto& item :
            models_[i].parallel->module()->named_parameters()) {
         tensors.erase(item.key());

@@ -318,6 +318,7 @@ void AcceleratorCore::join_ranges(const LoaderState* loader) {
 // A peer may be lost in between: where a scope of LocalSgd goes on without it, so
 // does this.
 void AcceleratorCore::take_part(const LoaderState* loader) {
+  end_with_copy(loader);
   for (;;) {
     bool survivable = true;
     try {
@@ -331,6 +332,22 @@ void AcceleratorCore::take_part(const LoaderState* loader) {
         return;
       }
     }
+  }
+}
+
+// Inside a LocalSgd scope the ranks that hold a copy together end together, without a
+// word to the others.
+void AcceleratorCore::end_with_copy(const LoaderState* loader) {
+  const uint64_t all = ~uint64_t{0};
+  if (local_scope_ == nullptr || &control_of(all) == &control_) {
+    return;
+  }
+  WindowTotals mine;
+  mine.finished = 1;
+  mine.data = end_of_data(loader, exchange_->history);
+  control_of(all).start(mine, at::Tensor());
+  if (control_of(all).wait().finished != shard_group_->world_size()) {
+    refuse_joined(all);
   }
 }
 
@@ -467,8 +484,10 @@ void AcceleratorCore::finish() {
       model.sharded->close();
     }
   }
-  if (sync_norms_) {
-    sync_norms_->close();
+  for (const auto& group : {sync_norms_, replicas_, shard_group_}) {
+    if (group) {
+      group->close();
+    }
   }
   if (owns_communicator) {
     communicator->close();

@@ -257,7 +257,9 @@ void AcceleratorCore::plan_learners(StateLoad& load) {
 bool AcceleratorCore::plans_gradients(const StateLoad& load) const {
   const std::string then = load.shared.value("strategy", "ddp");
   if (then == strategy_name(strategy_in_use()) &&
-      (then == "ddp" || load.same_world)) {
+      (then == "ddp" ||
+       (load.same_world &&
+        load.shared.value("shard_size", shard_ranks()) == shard_ranks()))) {
     return true;
   }
   const std::string kind = "gradients.";

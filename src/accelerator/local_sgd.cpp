@@ -27,15 +27,8 @@ LocalSgd::Impl::Impl(
       trial(options.delay > 0, options.delay_only_if_it_pays) {
   check_options();
   index = core->model_index(&module, detail::kLocalSgdWhere);
-  if (core->sharded(&module) != nullptr) {
-    throw InputError(
-        detail::kLocalSgdWhere,
-        std::string("a model with strategy=") +
-            strategy_name(core->options.strategy) +
-            ": ranks hold parts of one model",
-        "ranks that each have a whole model, which they average",
-        "use strategy=ddp");
-  }
+  copies = core->copies_of(index);
+  refuse_shards(options.enabled && core->sharded(&module) != nullptr);
   compare_ranks();
   if (options.enabled && core->world.world_size > 1) {
     open();
@@ -102,6 +95,28 @@ void LocalSgd::Impl::check_options() const {
   }
 }
 
+void LocalSgd::Impl::refuse_shards(bool sharded) const {
+  if (sharded && !copies) {
+    throw InputError(
+        detail::kLocalSgdWhere,
+        std::string("a model with strategy=") +
+            strategy_name(core->options.strategy) + ": all " +
+            std::to_string(core->world.world_size) +
+            " ranks hold parts of one copy",
+        "several copies, which are averaged",
+        "use strategy=ddp, or hsdp with a shard_size below the number of "
+        "ranks");
+  }
+  if (sharded && options.on_peer_failure == PeerFailure::survivors) {
+    throw InputError(
+        detail::kLocalSgdWhere,
+        std::string("on_peer_failure=survivors with strategy=") +
+            strategy_name(core->options.strategy),
+        "stop: a lost rank takes its rows of a copy with it",
+        "save states, and go on from the last");
+  }
+}
+
 void LocalSgd::Impl::compare_ranks() {
   const nlohmann::json mine = {
       {"steps", options.steps},
@@ -136,8 +151,7 @@ void LocalSgd::Impl::open() {
   }
   core->open_local(*this);
   try {
-    averager = std::make_unique<Averager>(
-        core->communicator, trainable(), options.average);
+    averager = std::make_unique<Averager>(copies, trainable(), options.average);
     open_parts();
     own_weight.assign(static_cast<size_t>(averager->fragments()), 0);
     taken_weight = own_weight;
@@ -170,9 +184,9 @@ void LocalSgd::Impl::open_parts() {
     open_group(trainable());
   }
   buffers = std::make_unique<detail::AveragedBuffers>(
-      core->communicator, *core->data_parallel(index).module());
+      copies, *core->data_parallel(index).module());
   moments = std::make_unique<detail::AveragedMoments>(
-      core->communicator, optimizers, core->parameter_names());
+      copies, optimizers, core->parameter_names());
 }
 
 // Every rank learns everybody's name, and meets those with its own.
@@ -184,7 +198,7 @@ void LocalSgd::Impl::open_group(const Averager::NamedTensorList& tensors) {
     ::gethostname(name.data(), name.size() - 1);
     name.resize(std::strlen(name.c_str()));
   }
-  const auto names = core->communicator->gather_json(name, "groups of ranks");
+  const auto names = copies->gather_json(name, "groups of ranks");
   std::vector<int> members;
   for (size_t rank = 0; rank < names.size(); ++rank) {
     if (names[rank] == name) {
@@ -197,9 +211,9 @@ void LocalSgd::Impl::open_group(const Averager::NamedTensorList& tensors) {
   group = nullptr;
   group_averager = nullptr;
   if (members.size() > 1) {
-    CommunicatorOptions like = core->communicator->options();
+    CommunicatorOptions like = copies->options();
     like.name = group_label + " of " + std::to_string(names.size()) + " ranks";
-    group = core->communicator->new_group(members, like);
+    group = copies->new_group(members, like);
     group_averager = std::make_unique<Averager>(
         group,
         tensors,
@@ -332,6 +346,10 @@ LocalSgdReport LocalSgd::report() const {
     }
   }
   LocalSgdReport report = impl_->report;
+  if (impl_->copies) {
+    report.ranks_per_copy =
+        impl_->core->world.world_size / impl_->copies->world_size();
+  }
   report.steps = impl_->steps;
   const double seconds =
       std::chrono::duration<double>(Impl::Clock::now() - impl_->opened).count();

@@ -105,6 +105,7 @@ struct LocalSgd::Impl final : detail::LocalScope {
   void load_state(
       const NamedTensors& tensors, const nlohmann::json& values) override;
   void check_options() const;
+  void refuse_shards(bool sharded) const;
   void compare_ranks();
   void open();
   void log_summary() const;
@@ -153,6 +154,7 @@ struct LocalSgd::Impl final : detail::LocalScope {
   bool finished = false;
   const int exceptions_at_entry = std::uncaught_exceptions();
   std::vector<std::shared_ptr<detail::OptimizerState>> optimizers{};
+  std::shared_ptr<Communicator> copies{}; // ranks that average
   std::unique_ptr<Averager> averager{};
   std::shared_ptr<Communicator> group{}; // hierarchical: this rank's
   std::unique_ptr<Averager> group_averager{};

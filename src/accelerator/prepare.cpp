@@ -51,6 +51,7 @@ std::shared_ptr<OptimizerState> AcceleratorCore::prepare_optimizer(
   refuse_optimizer(*optimizer, lists);
   optimizer_slots_.push_back(std::move(lists));
   move_optimizer_state(*optimizer, device);
+  cut_optimizer_state(*optimizer);
   state->step = [optimizer] { optimizer->step(); };
   state->optimizer = optimizer;
   state->fused = dynamic_cast<FusedOptimizer*>(optimizer.get());

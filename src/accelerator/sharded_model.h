@@ -37,7 +37,9 @@ class ShardedModel final : public DataParallel {
   bool has_foreign_gradients() override { return false; } // an error at once
   bool sharded() const override { return true; }
   void reduce_norms(
-      std::vector<double>& norms, double norm_type) const override;
+      std::vector<double>& norms, double norm_type) const override {
+    sharded_.reduce_norms(norms, norm_type);
+  }
   void register_comm_hook(std::shared_ptr<CommHook> hook) override;
   const std::shared_ptr<CommHook>& comm_hook() const override {
     return no_hook_;
@@ -48,7 +50,7 @@ class ShardedModel final : public DataParallel {
   bool evens_out_buffers() const override {
     return sharded_.evens_out_buffers();
   }
-  void set_local(bool local) override;
+  void set_local(bool local) override { sharded_.set_local(local); }
   FlatGradients& gradients() override { return gradients_; }
   const FlatGradients& gradients() const override { return gradients_; }
   const std::shared_ptr<torch::nn::Module>& module() const override {
@@ -63,7 +65,6 @@ class ShardedModel final : public DataParallel {
       const NamedTensors& tensors, const nlohmann::json& values) override;
 
  private:
-  std::shared_ptr<Communicator> communicator_;
   FullyShard sharded_;
   FlatLayout::NamedParameters parameters_; // shards
   FlatGradients gradients_; // looked at; its memory is never needed

@@ -62,7 +62,8 @@ void split_shards(
     StateParts& parts,
     const NamedTensors& models,
     const HeldRowsByName& held,
-    int ranks) {
+    int ranks,
+    bool writes) {
   if (held.empty()) {
     return;
   }
@@ -75,7 +76,9 @@ void split_shards(
         {"shape", rows.sizes},
         {"dtype", std::string(safetensors_dtype_name(tensor.scalar_type()))},
         {"rows", rows_by_rank(rows, ranks)}};
-    parts.own.emplace(kShardPrefix + name, tensor);
+    if (writes) {
+      parts.own.emplace(kShardPrefix + name, tensor);
+    }
   };
   for (const auto& [name, shard] : models) {
     note(name, held.at(name), shard);

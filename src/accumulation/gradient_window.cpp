@@ -552,6 +552,7 @@ nlohmann::json GradientWindow::exchange_records(const nlohmann::json& mine) {
       ++ranks_.count;
     }
   }
+  ranks_.here = ranks_.here || ranks_.count == 0; // stand-ins on all
   return found;
 }
 

@@ -1,4 +1,4 @@
-// What the solver and the walk over a plan count alike.
+// What the solver and the walk over a plan count alike, and what a step takes.
 #pragma once
 
 #include <algorithm>
@@ -15,5 +15,14 @@ inline int64_t alone_bytes(const BlockProfile& block) {
               : block.output_bytes + block.saved_bytes +
                     std::max(block.forward_extra, block.backward_extra));
 }
+
+/// Of one forward and backward; as observe_peak, which is its first.
+struct StepCost {
+  int64_t peak_bytes = 0;
+  double seconds = 0;
+};
+StepCost observe_step(
+    const std::shared_ptr<torch::nn::Module>& model,
+    const std::function<at::Tensor()>& loss);
 
 } // namespace hasten::detail

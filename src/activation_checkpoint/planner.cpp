@@ -342,16 +342,34 @@ std::vector<std::shared_ptr<const ActivationPlan>> pareto_plans(
   return plans;
 }
 
-std::shared_ptr<const ActivationPlan> enable_within_budget(
+namespace detail {
+
+// Runs a step under a plan.
+static std::shared_ptr<const ActivationPlan> observed(
     const std::shared_ptr<torch::nn::Module>& model,
     const std::function<at::Tensor()>& loss,
-    const GradientCheckpointing& budget) {
-  const ChainProfile profile = profile_activations(model, loss);
-  const int64_t bytes = budget_of(profile, budget);
+    const ActivationPlan& plan,
+    int64_t budget) {
+  auto seen = std::make_shared<ActivationPlan>(plan);
+  seen->budget_bytes = budget;
+  gradient_checkpointing_enable(model, {.plan = seen});
+  seen->observed_peak_bytes = observe_peak(model, loss);
+  return seen;
+}
+
+// Note [The budget that is planned for]
+// A profile's sizes add up to somewhat more or less than a step takes. So the budget
+// that is planned for goes up by what a step left of the real one, and down by what it
+// took too much, until the two are close or steps enough were run.
+static std::shared_ptr<const ActivationPlan> best_observed(
+    const std::shared_ptr<torch::nn::Module>& model,
+    const std::function<at::Tensor()>& loss,
+    const ChainProfile& profile,
+    int64_t bytes) {
+  const int64_t close = std::max<int64_t>(1, bytes / 200);
   std::shared_ptr<const ActivationPlan> best;
-  // Planned for `fits` the peak was within the budget, for `above` over it.
   int64_t fits = 0;
-  int64_t above = bytes + 1;
+  int64_t above = bytes + bytes / 5;
   int64_t planned = bytes;
   for (int attempt = 0; attempt < 8; ++attempt) {
     std::shared_ptr<const ActivationPlan> plan;
@@ -360,31 +378,78 @@ std::shared_ptr<const ActivationPlan> enable_within_budget(
     } catch (const InputError&) {
       break;
     }
-    gradient_checkpointing_enable(model, {.plan = plan});
-    auto seen = std::make_shared<ActivationPlan>(*plan);
-    seen->budget_bytes = bytes;
-    seen->observed_peak_bytes = observe_peak(model, loss);
-    const int64_t over = seen->observed_peak_bytes - bytes;
-    if (over <= 0) {
-      fits = planned;
-      best = seen;
-    } else {
+    plan = observed(model, loss, *plan, bytes);
+    const int64_t over = plan->observed_peak_bytes - bytes;
+    if (over > 0) {
       above = planned;
+      planned -= over + close; // where that takes too much, halfway back
+    } else {
+      fits = planned;
+      best = plan;
+      planned -= std::min(over, -close);
     }
-    if (above - fits <= bytes / 50) {
+    if (above - fits <= close || (best && -over < close && over <= 0) ||
+        (best && best->regions.empty())) {
       break;
     }
-    // What was not foreseen is taken off, and a little more each time; where that
-    // took too much, halfway back.
-    planned = over > 0 ? planned - over - bytes / 200 : (fits + above) / 2;
-    if (planned <= fits) {
+    if (planned <= fits || planned >= above) {
       planned = (fits + above) / 2;
     }
   }
   if (!best) {
     gradient_checkpointing_disable(model);
-    detail::refuse_budget(
-        profile, bytes, least_budget(profile) + bytes - planned);
+    refuse_budget(
+        profile,
+        bytes,
+        least_budget(profile) + std::max<int64_t>(0, bytes - planned));
+  }
+  return best;
+}
+
+// A simple rule may be as quick as the plan, or quicker: what the plan is built of are
+// measured times. Where they are close, steps of both in turn decide.
+static std::shared_ptr<const ActivationPlan> quicker_of(
+    const std::shared_ptr<torch::nn::Module>& model,
+    const std::function<at::Tensor()>& loss,
+    int64_t bytes,
+    std::shared_ptr<const ActivationPlan> best,
+    const std::shared_ptr<const ActivationPlan>& rule) {
+  constexpr double kClose = 1.05;
+  constexpr int kTurns = 3;
+  if (rule->predicted_seconds > kClose * best->predicted_seconds ||
+      rule->predicted_peak_bytes > bytes + bytes / 10) {
+    return best;
+  }
+  const auto seen = observed(model, loss, *rule, bytes);
+  if (seen->observed_peak_bytes > bytes) {
+    return best;
+  }
+  double seconds[2] = {kNever, kNever};
+  for (int turn = 0; turn < kTurns; ++turn) {
+    for (const int i : {0, 1}) {
+      gradient_checkpointing_enable(model, {.plan = i == 0 ? best : seen});
+      seconds[i] = std::min(seconds[i], observe_step(model, loss).seconds);
+    }
+  }
+  return seconds[1] <= seconds[0] ? seen : best;
+}
+
+} // namespace detail
+
+std::shared_ptr<const ActivationPlan> enable_within_budget(
+    const std::shared_ptr<torch::nn::Module>& model,
+    const std::function<at::Tensor()>& loss,
+    const GradientCheckpointing& budget) {
+  const ChainProfile profile = profile_activations(model, loss);
+  const int64_t bytes = budget_of(profile, budget);
+  auto best = detail::best_observed(model, loss, profile, bytes);
+  const auto blocks = static_cast<int64_t>(profile.blocks.size());
+  for (const auto& rule :
+       {keep_all_regions(blocks),
+        each_block_regions(blocks),
+        sqrt_regions(blocks)}) {
+    best = detail::quicker_of(
+        model, loss, bytes, std::move(best), make_plan(profile, rule));
   }
   gradient_checkpointing_enable(model, {.plan = best});
   return best;

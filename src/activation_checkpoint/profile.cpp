@@ -22,6 +22,7 @@
 #include "hasten/base/files.h"
 #include "hasten/core/memory.h"
 #include "op_replay.h"
+#include "plan_cost.h"
 #include "region.h"
 #include "region_state.h"
 
@@ -398,7 +399,7 @@ ChainProfile profile_activations(
   return handler->profile;
 }
 
-int64_t observe_peak(
+detail::StepCost detail::observe_step(
     const std::shared_ptr<torch::nn::Module>& model,
     const std::function<at::Tensor()>& loss) {
   install_memory_meter();
@@ -406,7 +407,13 @@ int64_t observe_peak(
   const at::AutoGradMode grad_mode(true);
   const detail::Probe probe;
   loss().backward();
-  return probe.peak();
+  return {probe.peak(), probe.seconds()};
+}
+
+int64_t observe_peak(
+    const std::shared_ptr<torch::nn::Module>& model,
+    const std::function<at::Tensor()>& loss) {
+  return detail::observe_step(model, loss).peak_bytes;
 }
 
 } // namespace hasten

@@ -326,6 +326,39 @@ Command parse_plan(std::vector<std::string> arguments) {
   return command;
 }
 
+// Reads the batch, too.
+void require_estimate(
+    const FlagTable& flags,
+    const std::string& batch,
+    EstimateMemoryCommand& command) {
+  require_flag(
+      flags,
+      batch.empty() || read_batch(batch, command.rows, command.tokens),
+      "--batch=" + batch,
+      "rows and tokens, both above 0: 8x128");
+  require_flag(
+      flags,
+      command.strategy == "local_sgd" ||
+          strategies().count(command.strategy) > 0,
+      "--strategy=" + command.strategy,
+      "ddp, zero1, zero2, fsdp, hsdp or local_sgd");
+  require_flag(
+      flags,
+      command.shard_size == 0 ||
+          (command.strategy == "hsdp" && command.shard_size > 0 &&
+           command.nproc % command.shard_size == 0),
+      "--shard-size=" + std::to_string(command.shard_size),
+      "with --strategy hsdp a divisor of --nproc");
+  require_at_least(flags, "--nproc", command.nproc, 1);
+  require_at_least(flags, "--vocab-size", command.vocab_size, 1);
+  require_at_least(flags, "--num-labels", command.num_labels, 2);
+  require_at_least(
+      flags,
+      "--gradient-accumulation-steps",
+      command.gradient_accumulation_steps,
+      1);
+}
+
 Command parse_estimate_memory(std::vector<std::string> arguments) {
   EstimateMemoryCommand command;
   std::string batch;
@@ -370,32 +403,20 @@ Command parse_estimate_memory(std::vector<std::string> arguments) {
       "--strategy",
       command.strategy,
       "NAME",
-      "how processes work together: ddp, zero1, zero2, fsdp or local_sgd");
+      "how processes work together: ddp, zero1, zero2, fsdp, hsdp or "
+      "local_sgd");
+  flags.value(
+      "--shard-size",
+      command.shard_size,
+      "N",
+      "of hsdp: processes that hold a copy together (default: all)");
   flags.value("--nproc", command.nproc, "N", "processes on this machine");
   flags.group("Output");
   flags.flag("--json", command.json, "print one JSON object");
   if (!flags.parse(std::move(arguments))) {
     return Answer{flags.help()};
   }
-  require_flag(
-      flags,
-      batch.empty() || read_batch(batch, command.rows, command.tokens),
-      "--batch=" + batch,
-      "rows and tokens, both above 0: 8x128");
-  require_flag(
-      flags,
-      command.strategy == "local_sgd" ||
-          strategies().count(command.strategy) > 0,
-      "--strategy=" + command.strategy,
-      "ddp, zero1, zero2, fsdp or local_sgd");
-  require_at_least(flags, "--nproc", command.nproc, 1);
-  require_at_least(flags, "--vocab-size", command.vocab_size, 1);
-  require_at_least(flags, "--num-labels", command.num_labels, 2);
-  require_at_least(
-      flags,
-      "--gradient-accumulation-steps",
-      command.gradient_accumulation_steps,
-      1);
+  require_estimate(flags, batch, command);
   return command;
 }
 

@@ -95,20 +95,24 @@ void add_shards(
     const BertConfig& config,
     const OptimizerSettings& settings) {
   const Shapes shapes = bert_parameter_shapes(config);
-  const Shapes shards = shards_of(shapes, command.nproc);
+  const bool copies_beside = command.strategy == "hsdp";
+  const bool gathers = copies_beside || command.strategy == "fsdp";
+  const int64_t ranks = copies_beside && command.shard_size > 0
+                            ? command.shard_size
+                            : command.nproc;
+  const Shapes shards = shards_of(shapes, ranks);
   const int64_t rows = 4 * padded_numel(shards);
-  const int64_t all = command.nproc * rows;
+  const int64_t all = ranks * rows;
   const int64_t block =
-      command.nproc * 4 *
-      padded_numel(shards_of(bert_layer_shapes(config), command.nproc));
+      ranks * 4 * padded_numel(shards_of(bert_layer_shapes(config), ranks));
   const int64_t root = all - config.num_hidden_layers * block;
-  const int64_t blocks = command.strategy == "fsdp"
+  const int64_t blocks = gathers
                              ? std::min<int64_t>(2, config.num_hidden_layers)
                              : config.num_hidden_layers;
   estimate.parameters = rows + root + blocks * block / (command.bf16 ? 2 : 1);
-  const int64_t copies = copied_bytes(
-      shards_of(bert_layer_shapes(config), command.nproc), command.nproc);
-  if (command.strategy == "fsdp") { // parameters and gradients travel at once
+  const int64_t copies =
+      copied_bytes(shards_of(bert_layer_shapes(config), ranks), ranks);
+  if (gathers) { // parameters and gradients travel at once
     estimate.parameters += copies;
   }
   estimate.gradients = rows + std::max(block, root) + copies;

@@ -240,7 +240,8 @@ int run_train(const TrainCommand& command) {
       .gradient_accumulation_steps =
           command.arguments.gradient_accumulation_steps,
       .seed = command.arguments.seed,
-      .strategy = command.arguments.strategy});
+      .strategy = command.arguments.strategy,
+      .shard_size = static_cast<int>(command.arguments.shard_size)});
   Communicator& communicator = *accelerator->communicator();
   detail::TrainInputs inputs;
   detail::agree_on(communicator, "cli: read the input", [&] {

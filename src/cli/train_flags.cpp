@@ -144,8 +144,14 @@ void declare_batches(FlagTable& flags, TrainingArguments& arguments) {
       arguments.strategy,
       "NAME",
       "what each process holds of the model: ddp (all), zero1 (part of the "
-      "optimizer's state), zero2 (of gradients too) or fsdp (of parameters "
-      "too)");
+      "optimizer's state), zero2 (of gradients too), fsdp (of parameters "
+      "too) or hsdp (the same among --shard-size processes, copies beside)");
+  flags.value(
+      "--shard-size",
+      arguments.shard_size,
+      "N",
+      "of hsdp: processes that hold a copy together (default: those of a "
+      "host)");
   flags.value(
       "--local-sgd-steps",
       arguments.local_sgd_steps,

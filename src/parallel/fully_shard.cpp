@@ -238,7 +238,7 @@ void FullyShard::settle_agreement() {
             "see what depends on the rank or its data in the model's forward");
       }
     }
-  } else if (options_.replicas) {
+  } else if (replicas() != nullptr) {
     agreement_ =
         at::zeros({static_cast<int64_t>(parameters_.size())}, at::kByte);
     for (size_t i = 0; i < parameters_.size(); ++i) {
@@ -248,9 +248,8 @@ void FullyShard::settle_agreement() {
   if (!agreement_.defined()) {
     return;
   }
-  if (options_.replicas) {
-    options_.replicas->all_reduce(
-        agreement_, ReduceOp::max, "parameters in use");
+  if (replicas() != nullptr) {
+    replicas()->all_reduce(agreement_, ReduceOp::max, "parameters in use");
   }
   const auto* bytes = agreement_.const_data_ptr<uint8_t>();
   for (size_t i = 0; i < parameters_.size(); ++i) {
@@ -297,7 +296,7 @@ void FullyShard::finish(double factor, const DdpRanks& ranks) {
 }
 
 bool FullyShard::evens_out_buffers() const {
-  return (communicator_->world_size() > 1 || options_.replicas) &&
+  return (communicator_->world_size() > 1 || replicas() != nullptr) &&
          detail::forward_writes(module_buffers_, options_.buffers);
 }
 
@@ -305,12 +304,27 @@ void FullyShard::sync_buffers(const DdpRanks& ranks) {
   if (module_buffers_.empty() || options_.buffers == BufferPolicy::leave) {
     return;
   }
+  const bool together = replicas() != nullptr && options_.everyone;
   detail::even_out_buffers(
-      *communicator_, module_buffers_, options_.buffers, ranks);
-  if (options_.replicas) {
+      together ? *options_.everyone : *communicator_,
+      module_buffers_,
+      options_.buffers,
+      ranks);
+  if (replicas() != nullptr && !together) {
     detail::even_out_buffers(
-        *options_.replicas, module_buffers_, options_.buffers, {});
+        *replicas(), module_buffers_, options_.buffers, {});
   }
+}
+
+void FullyShard::set_local(bool local) {
+  if (begun_) {
+    throw InputError(
+        "parallel::FullyShard",
+        "set_local() in the middle of a sum",
+        "a sum that is final, or none yet");
+  }
+  local_ = local;
+  schedule_->set_replicas(local ? nullptr : options_.replicas);
 }
 
 void FullyShard::close() noexcept {

@@ -19,29 +19,37 @@ double FullyShard::grad_norm(double norm_type) {
       gradients.push_back(entry.parameter.grad());
     }
   }
-  return reduce_norm(gradient_norm(gradients, norm_type), norm_type);
+  std::vector<double> norms{gradient_norm(gradients, norm_type)};
+  reduce_norms(norms, norm_type);
+  return norms[0];
 }
 
-double FullyShard::reduce_norm(double local_norm, double norm_type) {
-  // A maximum may lose a NaN.
-  at::Tensor parts = at::zeros({2}, at::kDouble);
-  auto* values = parts.mutable_data_ptr<double>();
-  const bool maximum = std::isinf(norm_type);
-  values[1] = std::isnan(local_norm) ? 1 : 0;
-  values[0] = std::isnan(local_norm) ? 0
-              : maximum              ? local_norm
-                                     : std::pow(local_norm, norm_type);
+// Powers are added up; of the largest number NaN travels beside it, since a maximum
+// may lose it.
+void FullyShard::reduce_norms(
+    std::vector<double>& norms, double norm_type) const {
+  const auto count = static_cast<int64_t>(norms.size());
+  const bool largest = std::isinf(norm_type);
+  const at::Tensor all =
+      at::zeros({largest ? 2 * count : count}, at::TensorOptions(at::kDouble));
+  auto* values = all.mutable_data_ptr<double>();
+  for (int64_t i = 0; i < count; ++i) {
+    const double norm = norms[static_cast<size_t>(i)];
+    if (largest) {
+      values[i] = std::isnan(norm) ? 0 : norm;
+      values[count + i] = std::isnan(norm) ? 1 : 0;
+    } else {
+      values[i] = std::pow(norm, norm_type);
+    }
+  }
   communicator_->all_reduce(
-      parts, maximum ? ReduceOp::max : ReduceOp::sum, "gradient norm");
-  return values[1] != 0 ? std::nan("")
-         : maximum      ? values[0]
-                        : std::pow(values[0], 1 / norm_type);
-}
-
-bool FullyShard::agree_found_inf(bool found_inf) {
-  at::Tensor any = at::full({1}, found_inf ? 1 : 0, at::kByte);
-  communicator_->all_reduce(any, ReduceOp::max, "found_inf");
-  return any.item<int64_t>() != 0;
+      all, largest ? ReduceOp::max : ReduceOp::sum, "norms of shards");
+  for (int64_t i = 0; i < count; ++i) {
+    norms[static_cast<size_t>(i)] = !largest
+                                        ? std::pow(values[i], 1 / norm_type)
+                                    : values[count + i] != 0 ? std::nan("")
+                                                             : values[i];
+  }
 }
 
 size_t FullyShard::find(const std::string& name) const {

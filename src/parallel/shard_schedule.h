@@ -74,6 +74,10 @@ class ShardSchedule : public std::enable_shared_from_this<ShardSchedule> {
 
   // A sum.
 
+  /// Between sums.
+  void set_replicas(std::shared_ptr<Communicator> replicas) {
+    settings_.replicas = std::move(replicas);
+  }
   /// Waits for what a forward that failed left under way; every parameter is a shard.
   void settle();
   /// While a window is open, what is to be kept whole for backward is.

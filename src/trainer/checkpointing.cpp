@@ -36,7 +36,8 @@ void enable_checkpointing(TrainerParts& parts) {
     return;
   }
   if (how.mode() != GradientCheckpointing::Mode::budget) {
-    gradient_checkpointing_enable(parts.model, {.mode = how});
+    parts.checkpointing = {.mode = how};
+    gradient_checkpointing_enable(parts.model, *parts.checkpointing);
     return;
   }
   const Batch batch =
@@ -44,7 +45,7 @@ void enable_checkpointing(TrainerParts& parts) {
           ->collate(longest_rows(
               *parts.train, parts.arguments.per_device_train_batch_size))
           .to(parts.accelerator->device());
-  const auto plan = enable_within_budget(
+  auto plan = enable_within_budget(
       parts.model,
       [&] {
         const Autocast autocast = parts.accelerator->autocast();
@@ -53,6 +54,13 @@ void enable_checkpointing(TrainerParts& parts) {
         return loss.loss_sum;
       },
       how);
+  if (parts.accelerator->num_processes() > 1) { // measured times differ
+    plan = std::make_shared<ActivationPlan>(
+        ActivationPlan::from_json(parts.communicator().broadcast_json(
+            plan->to_json(), "plan of activations")));
+    gradient_checkpointing_enable(parts.model, {.plan = plan});
+  }
+  parts.checkpointing = {.plan = plan};
   if (parts.is_main()) {
     log_info(
         "gradient_checkpointing=" + how.text() + ": " +

@@ -183,6 +183,7 @@ std::vector<ArgumentChange> changed_arguments(
       "memory_limit",
       "gradient_checkpointing",
       "strategy", // another order of sums, no more
+      "shard_size",
       "per_device_eval_batch_size",
       "logging_steps",
       "log_gradient_norms",

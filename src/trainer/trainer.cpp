@@ -178,6 +178,7 @@ Trainer::Trainer(
     options.gradient_accumulation_steps = window;
     options.seed = parts.arguments.seed;
     options.strategy = parts.arguments.strategy;
+    options.shard_size = static_cast<int>(parts.arguments.shard_size);
     accelerator = std::make_shared<Accelerator>(options);
   }
   if (accelerator->options().gradient_accumulation_steps != window) {

@@ -4,10 +4,12 @@
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "hasten/accelerator/accelerator.h"
+#include "hasten/activation_checkpoint/gradient_checkpointing.h"
 #include "hasten/trainer/trainer.h"
 
 namespace hasten::detail {
@@ -27,6 +29,8 @@ struct TrainerParts {
   nlohmann::json altering_facts = nlohmann::json::object();
   TrainerState state{};
   bool precision_settled = false;
+  // What enable_checkpointing() chose; empty: nothing, or the model had it already.
+  std::optional<GradientCheckpointingOptions> checkpointing{};
 
   template <typename Call>
   void notify(Call&& call) {
@@ -47,7 +51,8 @@ nlohmann::json evaluate_dataset(
     at::Tensor* outputs = nullptr);
 
 /// What arguments.gradient_checkpointing says, unless the model has a choice of its
-/// own. Before prepare(); a budget runs the model on the longest rows. Local.
+/// own. Before prepare(); a budget runs the model on the longest rows, and rank 0's
+/// plan is everybody's: sharded models need one order. Collective.
 void enable_checkpointing(TrainerParts& parts);
 
 /// Makes the accelerator compute in what the arguments say, `kept` (a name, or empty)

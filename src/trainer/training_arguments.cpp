@@ -85,7 +85,8 @@ const std::map<std::string, Strategy>& strategies() {
       {strategy_name(Strategy::ddp), Strategy::ddp},
       {strategy_name(Strategy::zero1), Strategy::zero1},
       {strategy_name(Strategy::zero2), Strategy::zero2},
-      {strategy_name(Strategy::fsdp), Strategy::fsdp}};
+      {strategy_name(Strategy::fsdp), Strategy::fsdp},
+      {strategy_name(Strategy::hsdp), Strategy::hsdp}};
   return names;
 }
 
@@ -111,6 +112,7 @@ void visit_arguments(Arguments& a, Visit&& visit) {
   visit("fp16", a.fp16);
   visit("precision", a.precision);
   visit("strategy", a.strategy);
+  visit("shard_size", a.shard_size);
   visit("local_sgd_steps", a.local_sgd_steps);
   visit("gradient_checkpointing", a.gradient_checkpointing);
   visit("optim", a.optim);
@@ -327,10 +329,16 @@ void validate_precision(const TrainingArguments& a) {
 
 void validate_strategy(const TrainingArguments& a) {
   require_argument(
-      a.strategy == Strategy::ddp || a.local_sgd_steps == 0,
+      a.strategy == Strategy::ddp || a.strategy == Strategy::hsdp ||
+          a.local_sgd_steps == 0,
       "local_sgd_steps",
       a.local_sgd_steps,
-      "0 unless strategy=ddp: it averages whole models");
+      "0 unless strategy=ddp or hsdp: it averages copies of a model");
+  require_argument(
+      a.shard_size == 0 || (a.shard_size > 0 && a.strategy == Strategy::hsdp),
+      "shard_size",
+      a.shard_size,
+      "0, or with strategy=hsdp the number of ranks that hold a copy together");
 }
 
 void validate_schedule(const TrainingArguments& a) {

@@ -34,7 +34,8 @@ void TrainingRun::collect_losses() {
     total->loss_sum += sum[0];
     total->weight += sum[1];
   }
-  samples_ += static_cast<int64_t>(sum[2]);
+  // The ranks of a copy have all counted what they did together.
+  samples_ += static_cast<int64_t>(sum[2]) / rounds.ranks_per_copy;
   mean_grad_norm_ = sum[3] / sum[4];
   const int ranks = parts_.accelerator->num_processes();
   round_seconds_ = sum[5] / ranks;

@@ -140,8 +140,17 @@ void TrainingRun::begin() {
   Accelerator& accelerator = *parts_.accelerator;
   parts_.model->train();
   enable_checkpointing(parts_);
+  // Sharding wraps a Sequential's own entries, regions whatever they find.
+  const bool after = accelerator.options().strategy != Strategy::ddp &&
+                     parts_.checkpointing.has_value();
+  if (after) {
+    gradient_checkpointing_disable(parts_.model);
+  }
   auto handles = accelerator.prepare(
       parts_.model, torch_optimizer_, data_loader_, lr_scheduler_);
+  if (after) {
+    gradient_checkpointing_enable(parts_.model, *parts_.checkpointing);
+  }
   optimizer_.emplace(std::get<1>(std::move(handles)));
   loader_.emplace(std::get<2>(std::move(handles)));
   scheduler_.emplace(std::get<3>(std::move(handles)));

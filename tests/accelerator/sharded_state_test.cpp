@@ -11,7 +11,13 @@ namespace hasten::sharded_test {
 // A model with AdamW's moments under a strategy, on ranks of one kind or another.
 struct Learner {
   Learner(Strategy strategy, std::shared_ptr<Communicator> communicator)
-      : run{.strategy = strategy, .adamw = true},
+      : run{.strategy = strategy,
+            .adamw = true,
+            .change =
+                [](AcceleratorOptions& o) {
+                  o.shard_size =
+                      testing_support::test_world().world_size % 2 == 0 ? 2 : 0;
+                }},
         accelerator(options_of(run), std::move(communicator)),
         stack(make_stack(run, accelerator.process_index())),
         own(optimizer_of(run, stack)),
@@ -44,7 +50,8 @@ void expect_same(
 TEST(ShardedState, AnyStrategyGoesOnFromAny) {
   const auto folder = state_test::common_folder();
   const auto everyone = testing_support::fresh_communicator();
-  const auto all = {Strategy::ddp, Strategy::zero1, Strategy::fsdp};
+  const auto all = {
+      Strategy::ddp, Strategy::zero1, Strategy::fsdp, Strategy::hsdp};
   for (const Strategy before : all) {
     const auto place = folder / strategy_name(before);
     Learner saving(before, everyone);
@@ -78,6 +85,38 @@ TEST(ShardedState, AnyStrategyGoesOnFromAny) {
     Learner again(Strategy::fsdp, everyone);
     again.accelerator.load_state(folder / "alone");
     expect_same(again.whole(), later, 1e-10);
+  }
+}
+
+// From all ranks to fewer, and from those to all.
+TEST(ShardedState, AnyNumberOfRanksGoesOnFromAny) {
+  const auto folder = state_test::common_folder();
+  const auto everyone = testing_support::fresh_communicator();
+  Learner saving(Strategy::fsdp, everyone);
+  saving.step(0);
+  saving.accelerator.save_state(folder / "all");
+  saving.step(1);
+  const auto later = saving.whole();
+  std::vector<int> ranks;
+  for (int count = 1; count < everyone->world_size(); ++count) {
+    SCOPED_TRACE(count);
+    ranks.push_back(count - 1);
+    const auto place = folder / std::to_string(count);
+    if (everyone->rank() < count) {
+      CommunicatorOptions options = everyone->options();
+      options.name += " of " + std::to_string(count);
+      const auto group = everyone->new_group(ranks, options);
+      Learner fewer(Strategy::fsdp, group);
+      fewer.accelerator.load_state(folder / "all");
+      fewer.step(1);
+      expect_same(fewer.whole(), later, 1e-10);
+      fewer.accelerator.save_state(place);
+      group->close();
+    }
+    everyone->barrier("saved by fewer");
+    Learner all(Strategy::fsdp, everyone);
+    all.accelerator.load_state(place);
+    expect_same(all.whole(), later, 1e-10);
   }
 }
 

@@ -25,6 +25,12 @@ std::filesystem::path common_folder() {
   return store->get_to_str("sharded folder");
 }
 
+// Two copies, where the ranks can be halved.
+int shard_size_of(Strategy strategy) {
+  const int world = testing_support::test_world().world_size;
+  return strategy == Strategy::hsdp && world % 2 == 0 ? world / 2 : 0;
+}
+
 struct Finished {
   nlohmann::json history{};
   NamedTensors model{}; // as the folder has it
@@ -41,6 +47,7 @@ Finished run(const std::filesystem::path& folder, Strategy strategy) {
   a.load_best_model_at_end = true;
   a.learning_rate = 0.4; // so that the last is not the best
   a.strategy = strategy;
+  a.shard_size = shard_size_of(strategy);
   a.resume_from_checkpoint = "auto";
   auto model = std::make_shared<toy::Classifier>();
   const auto texts = std::make_shared<toy::Texts>(
@@ -48,6 +55,7 @@ Finished run(const std::filesystem::path& folder, Strategy strategy) {
   AcceleratorOptions options;
   options.gradient_accumulation_steps = a.gradient_accumulation_steps;
   options.strategy = strategy;
+  options.shard_size = shard_size_of(strategy);
   const auto communicator = testing_support::fresh_communicator();
   Trainer trainer(
       model,
@@ -91,7 +99,8 @@ void expect_same(const Finished& a, const Finished& b) {
 TEST(ShardedTrainer, GivesTheRunOfWholeCopiesWithItsFiles) {
   const auto folder = common_folder();
   const Finished whole = run(folder / "ddp", Strategy::ddp);
-  for (const Strategy strategy : {Strategy::zero1, Strategy::fsdp}) {
+  for (const Strategy strategy :
+       {Strategy::zero1, Strategy::fsdp, Strategy::hsdp}) {
     SCOPED_TRACE(strategy_name(strategy));
     expect_same(whole, run(folder / strategy_name(strategy), strategy));
   }

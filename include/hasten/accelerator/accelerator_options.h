@@ -74,9 +74,13 @@ struct AcceleratorOptions {
   /// (training) or forward_scope() (evaluation), on every rank equally often; a
   /// prepared loader sees to that. Gradients, parameters and moments are this rank's
   /// part of each, norms those of the whole. Optimizers that need whole parameters
-  /// (LAMB, Adafactor), communication hooks and LocalSgd scopes are refused.
+  /// (LAMB, Adafactor), communication hooks and, but for hsdp, LocalSgd scopes are
+  /// refused.
   Strategy strategy = Strategy::ddp;
-  /// How, but for its `strategy`. With mixed_precision set before prepare(), units but
+  /// Of hsdp: ranks that hold one copy together, neighbours, a divisor of the number
+  /// of ranks. 0: those of a host.
+  int shard_size = 0;
+  /// How, but for its `strategy`, `replicas` and `everyone`. With mixed_precision set before prepare(), units but
   /// the root are put together in its 16 bits, unless precision.param_dtype says
   /// otherwise: half the bytes, and no cast of them stays until backward.
   FullyShardOptions fully_shard{};

@@ -25,6 +25,10 @@
 // the rounds of the others (with weight 0 where it made no step in them) until all
 // have ended; then the ranks set their counts to the largest.
 //
+// Models with strategy hsdp: the ranks of a copy train it together, every H steps
+// copies are averaged, rows by rows: each rank with those that hold the same. What
+// is said of ranks is of copies then.
+//
 // Threading: the accelerator's thread. "Collective" = every rank calls it, in the
 // same order. The destructor never communicates. Guide: docs/guides/local-sgd.md
 #pragma once
@@ -104,8 +108,8 @@ struct LocalSgdOptions {
   /// left. A state saved from then on is one of that many ranks.
   /// Only the scope survives: plain training (post_local_start's too), gathers,
   /// evaluations, saves and dispatch_batches throw as ever. Needs
-  /// average.transactional, and a launcher that lets the others live
-  /// (docs/guides/local-sgd.md).
+  /// average.transactional, whole models on all ranks, and a launcher that lets the
+  /// others live (docs/guides/local-sgd.md).
   PeerFailure on_peer_failure = PeerFailure::stop;
   /// How rounds are made: outer step, numbers on the wire, fragments (streaming:
   /// each has a turn of its own within the H steps, so that less travels at once);
@@ -118,6 +122,8 @@ struct LocalSgdReport {
   /// Attempted optimizer steps, and averages, so far.
   int64_t steps = 0;
   int64_t rounds = 0;
+  /// That train one model together: 1, but for hsdp.
+  int ranks_per_copy = 1;
   /// Averages within the group. Not in what follows.
   int64_t inner_rounds = 0;
   /// The last round.
@@ -136,8 +142,8 @@ class LocalSgd {
   /// running statistics are averaged too (a batch norm's variance as that of the
   /// joined rows), integers taken from rank 0. Collective, blocking. Memory: one
   /// fp32 copy of the parameters.
-  /// Throws InputError: options out of range, a model that is not prepared or whose window is
-  /// open, no prepared optimizer has its parameters, a scope is open already,
+  /// Throws InputError: options out of range, a model that is not prepared, of which
+  /// there is one copy, or whose window is open, no prepared optimizer has its parameters, a scope is open already,
   /// ranks that open different scopes (on every rank).
   template <detail::ModelHolder Model>
   LocalSgd(

@@ -112,6 +112,7 @@ struct EstimateMemoryCommand {
   bool bf16 = false;
   /// ddp, zero1, zero2, fsdp or local_sgd; with one process the same.
   std::string strategy = "ddp";
+  int64_t shard_size = 0;
   int nproc = 1;
   bool json = false;
 };

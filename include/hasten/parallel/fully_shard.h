@@ -118,6 +118,9 @@ struct FullyShardOptions {
   /// Ranks that hold the same shard as this one: gradients are summed over them
   /// once a window, after the ranks of a shard group have. Null: none.
   std::shared_ptr<Communicator> replicas{};
+  /// With replicas: all ranks of all of them, who even out running statistics together
+  /// and are those that DdpRanks counts. Null: a shard group does, then replicas.
+  std::shared_ptr<Communicator> everyone{};
 };
 
 /// One parameter and this rank's part of it.
@@ -229,6 +232,10 @@ class FullyShard : public Stateful {
   /// gathered again by the next forward. Nothing inside a forward or backward. On all
   /// ranks or none; local.
   void reshard();
+  /// While true, sums stay this shard group's and running statistics too, as if there
+  /// were no replicas: each goes its own way. Between sums. Local.
+  /// Throws InputError in a sum.
+  void set_local(bool local);
   /// Gives up, after a forward or backward that threw: parameters are shards,
   /// gradients undefined. What is under way goes on, so all ranks must cancel at the
   /// same point for the group to stay usable. Local.
@@ -237,10 +244,9 @@ class FullyShard : public Stateful {
   /// The norm of the whole gradient: 1, 2, or infinity; NaN and infinity stay. Of
   /// final gradients, after finish(). One small collective.
   double grad_norm(double norm_type = 2);
-  /// The same from norms of this rank's gradients (tensor_norms). Collective.
-  double reduce_norm(double local_norm, double norm_type);
-  /// Whether any rank says so; before a step is skipped. Collective.
-  bool agree_found_inf(bool found_inf);
+  /// Makes p-norms of this rank's gradients (tensor_norms) those of whole ones, in
+  /// place; equally many on every rank. One small collective.
+  void reduce_norms(std::vector<double>& norms, double norm_type) const;
 
   /// In order of registration, one entry a tensor.
   const std::vector<ShardedParameter>& parameters() const {
@@ -307,6 +313,9 @@ class FullyShard : public Stateful {
   detail::ShardTensor& tensor_of(size_t parameter) const;
   size_t find(const std::string& name) const;
   void set_aside();
+  Communicator* replicas() const {
+    return local_ ? nullptr : options_.replicas.get();
+  }
   void start_agreement();
   void settle_agreement();
 
@@ -329,6 +338,7 @@ class FullyShard : public Stateful {
   // One sum.
   bool begun_ = false;
   bool final_ = false;
+  bool local_ = false; // replicas are left alone
   CommHandle agreed_;
   at::Tensor agreement_; // Note [Agreement of shards]
 };

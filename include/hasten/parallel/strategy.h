@@ -17,9 +17,13 @@ enum class Strategy {
   zero2,
   /// Its part of everything, and the whole of the block that runs: 16 / N; sends 3.
   fsdp,
+  /// fsdp among N ranks that hold a copy together, and further such copies: 16 / N;
+  /// sends 3 near by and 2 / N to other copies, or, inside a LocalSgd scope, those
+  /// now and then.
+  hsdp,
 };
 
-/// "ddp", "zero1", "zero2", "fsdp".
+/// "ddp", "zero1", "zero2", "fsdp", "hsdp".
 constexpr const char* strategy_name(Strategy strategy) {
   switch (strategy) {
     case Strategy::ddp:
@@ -30,6 +34,8 @@ constexpr const char* strategy_name(Strategy strategy) {
       return "zero2";
     case Strategy::fsdp:
       return "fsdp";
+    case Strategy::hsdp:
+      return "hsdp";
   }
   return "ddp";
 }

@@ -13,7 +13,7 @@
 //   max_length               128, at most the model's  not an argument
 //   local_sgd_steps          0, off                    not an argument
 //   precision                fp32                      not an argument: bf16, fp16
-//   strategy                 ddp                       fsdp, deepspeed
+//   strategy, shard_size     ddp, 0                    fsdp, deepspeed
 //
 // Plain data without LibTorch, so that the `hasten` program can bind flags to
 // it. Threading: none needed.
@@ -140,9 +140,14 @@ struct TrainingArguments {
   Precision precision = Precision::no;
 
   /// What each process holds of the model: all of it, or a part of the optimizer's
-  /// state (zero1), of gradients too (zero2), of parameters too (fsdp); less memory
-  /// for the same numbers, see docs/guides/sharding.md. No effect on one process.
+  /// state (zero1), of gradients too (zero2), of parameters too (fsdp; hsdp: among
+  /// shard_size processes, copies beside); less memory for the same numbers, see
+  /// docs/guides/sharding.md. No effect on one process.
   Strategy strategy = Strategy::ddp;
+
+  /// Of hsdp: processes that hold a copy together, neighbours; a divisor of their
+  /// number. 0: those of a host.
+  int64_t shard_size = 0;
 
   /// Above 0: Local SGD. Each process updates its own weights, which are averaged
   /// after this many updates, and before every evaluation and save; gradients do

@@ -1,0 +1,412 @@
+// Every pair of features, and all together, worlds 1, 2 and 4: the training that its
+// reference gives, or a refusal that says why. docs/combinations.md is made of what
+// these cases find (tools/combinations.py).
+#include <cstdlib>
+#include <fstream>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <numeric>
+#include <set>
+
+#include "accelerator/sharded_rig.h"
+#include "accelerator/state_rig.h"
+#include "hasten/accelerator/local_sgd.h"
+
+namespace hasten::combinations_test {
+
+using namespace sharded_test;
+using Rows = std::pair<Tensor, Tensor>;
+using Features = std::set<std::string>;
+
+const std::vector<std::string> kFeatures = {
+    "accumulation",
+    "checkpointing",
+    "bf16",
+    "fp16",
+    "ddp",
+    "zero1",
+    "zero2",
+    "fsdp",
+    "hsdp",
+    "Local SGD",
+    "SyncBatchNorm",
+    "resume"};
+
+// One of these at a time.
+const std::vector<Features> kChoices = {
+    {"bf16", "fp16"}, {"ddp", "zero1", "zero2", "fsdp", "hsdp"}};
+
+// What is refused on several ranks, and what the refusal says.
+struct Refusal {
+  Features features{};
+  std::string says{};
+};
+const std::vector<Refusal> kRefused = {
+    {{"Local SGD", "zero1"}, "parts of one copy"},
+    {{"Local SGD", "zero2"}, "parts of one copy"},
+    {{"Local SGD", "fsdp"}, "parts of one copy"},
+    {{"Local SGD", "SyncBatchNorm"}, "synchronised batch norm layers"}};
+
+struct NetImpl : torch::nn::Module {
+  explicit NetImpl(bool normalized) {
+    stack = register_module("stack", Stack(3));
+    if (normalized) {
+      norm = register_module("norm", torch::nn::BatchNorm1d(3));
+    }
+  }
+  Tensor forward(const Tensor& ids) {
+    const Tensor logits = stack->forward(ids);
+    return norm ? norm->forward(logits) : logits;
+  }
+  Stack stack{nullptr};
+  torch::nn::BatchNorm1d norm{nullptr};
+};
+TORCH_MODULE(Net);
+
+// Two rows each; two windows of three for each rank in an epoch.
+std::vector<Rows> rows_of(int world) {
+  std::vector<Rows> all;
+  for (int64_t b = 0; b < 6 * world; ++b) {
+    auto generator = torch::make_generator<at::CPUGeneratorImpl>(
+        static_cast<uint64_t>(300 + b));
+    all.emplace_back(
+        torch::randint(0, 13, {2, 4}, generator, torch::kLong),
+        torch::randint(0, 3, {2}, generator, torch::kLong));
+  }
+  return all;
+}
+
+// Batches of `count` ranks as one.
+std::vector<Rows> joined(const std::vector<Rows>& all, size_t count) {
+  std::vector<Rows> result;
+  for (size_t first = 0; first < all.size(); first += count) {
+    std::vector<Tensor> ids;
+    std::vector<Tensor> labels;
+    for (size_t i = first; i < first + count; ++i) {
+      ids.push_back(all[i].first);
+      labels.push_back(all[i].second);
+    }
+    result.emplace_back(torch::cat(ids), torch::cat(labels));
+  }
+  return result;
+}
+
+Strategy strategy_of(const Features& features) {
+  for (const Strategy strategy :
+       {Strategy::zero1, Strategy::zero2, Strategy::fsdp, Strategy::hsdp}) {
+    if (features.count(strategy_name(strategy)) > 0) {
+      return strategy;
+    }
+  }
+  return Strategy::ddp;
+}
+
+AcceleratorOptions options_for(const Features& features, int world) {
+  AcceleratorOptions options;
+  options.cpu = true;
+  options.seed = 12;
+  options.strategy = strategy_of(features);
+  if (options.strategy == Strategy::hsdp && world > 1) {
+    options.shard_size = world / 2;
+  }
+  options.gradient_accumulation_steps = features.count("accumulation") ? 3 : 1;
+  options.mixed_precision = features.count("bf16")   ? Precision::bf16
+                            : features.count("fp16") ? Precision::fp16
+                                                     : Precision::no;
+  options.grad_scaler.init_scale = 128;
+  options.sync_batchnorm = features.count("SyncBatchNorm") > 0;
+  return options;
+}
+
+bool narrow(const Features& features) {
+  return features.count("bf16") + features.count("fp16") > 0;
+}
+
+// A model in training, from its beginning or from a state.
+struct Run {
+  Run(const Features& features, std::shared_ptr<Communicator> communicator)
+      : features(features),
+        accelerator(
+            options_for(features, communicator->world_size()), communicator),
+        net(made(accelerator.process_index())),
+        own(net->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9)) {}
+
+  Net made(int rank) const {
+    torch::manual_seed(40 + static_cast<uint64_t>(rank)); // rank 0's win
+    Net fresh(features.count("SyncBatchNorm") > 0);
+    fresh->to(narrow(features) ? at::kFloat : at::kDouble);
+    if (features.count("checkpointing") > 0) {
+      gradient_checkpointing_enable(fresh);
+    }
+    return fresh;
+  }
+
+  // Epochs [first, last); saved at the end, or loaded at the beginning.
+  void train(
+      std::vector<Rows> data,
+      int first,
+      int last,
+      const std::filesystem::path& load,
+      const std::filesystem::path& save) {
+    auto [model, optimizer, loader] = accelerator.prepare(net, own, data);
+    LocalSgd local(
+        accelerator,
+        model,
+        {.steps = 3, .enabled = features.count("Local SGD") > 0});
+    if (!load.empty()) {
+      accelerator.load_state(load);
+    }
+    for (int epoch = first; epoch < last; ++epoch) {
+      for (const auto& rows : loader) {
+        auto window = accelerator.accumulate(model);
+        const Tensor loss = torch::nn::functional::cross_entropy(
+            net->forward(rows.first), rows.second);
+        accelerator.backward(loss);
+        if (accelerator.sync_gradients()) {
+          losses.push_back(accelerator.last_window().loss);
+          accelerator.clip_grad_norm_(model, 0.5);
+        }
+        optimizer.step();
+        optimizer.zero_grad();
+        local.step();
+      }
+    }
+    if (!save.empty()) {
+      accelerator.save_state(save);
+    }
+    local.finish();
+    accelerator.with_full_parameters(
+        [&] {
+          for (const Tensor& parameter : net->parameters()) {
+            parameters.push_back(parameter.detach().to(at::kDouble).clone());
+          }
+        },
+        net);
+    accelerator.finish();
+  }
+
+  Features features;
+  Accelerator accelerator;
+  Net net;
+  torch::optim::SGD own;
+  std::vector<double> losses{};
+  std::vector<Tensor> parameters{}; // rank 0's
+};
+
+struct Trained {
+  std::vector<Tensor> parameters{};
+  std::vector<double> losses{}; // of the second epoch
+};
+
+Trained train(
+    const Features& features,
+    const std::vector<Rows>& data,
+    const std::shared_ptr<Communicator>& communicator,
+    const std::filesystem::path& place = {}) {
+  Trained result;
+  if (features.count("resume") == 0) {
+    Run run(features, communicator);
+    run.train(data, 0, 2, {}, {});
+    const auto half = static_cast<int64_t>(run.losses.size() / 2);
+    result = {run.parameters, {run.losses.begin() + half, run.losses.end()}};
+  } else {
+    Run(features, communicator).train(data, 0, 1, {}, place);
+    Run run(features, communicator);
+    run.train(data, 1, 2, place, {});
+    result = {run.parameters, run.losses};
+  }
+  return result;
+}
+
+// The features that make other numbers, on ranks that read what the others read
+// together: one, or with Local SGD one for each copy.
+class Reference {
+ public:
+  explicit Reference(std::shared_ptr<Communicator> everyone)
+      : everyone_(std::move(everyone)) {}
+
+  const Trained& of(const Features& features) {
+    const int world = everyone_->world_size();
+    const bool copies = features.count("hsdp") > 0 && world > 1;
+    const int ranks = features.count("Local SGD") == 0 ? 1 : copies ? 2 : world;
+    Features kept;
+    for (const char* name :
+         {"accumulation", "bf16", "fp16", "Local SGD", "SyncBatchNorm"}) {
+      if (features.count(name) > 0) {
+        kept.insert(name);
+      }
+    }
+    const auto key = std::pair(kept, ranks);
+    if (known_.count(key) == 0 && everyone_->rank() < ranks) {
+      known_[key] = ::hasten::combinations_test::train(
+          kept,
+          joined(rows_of(world), static_cast<size_t>(world / ranks)),
+          group(ranks));
+    }
+    return known_[key];
+  }
+
+ private:
+  std::shared_ptr<Communicator> group(int ranks) {
+    auto& found = groups_[ranks];
+    if (!found) {
+      std::vector<int> list(static_cast<size_t>(ranks));
+      std::iota(list.begin(), list.end(), 0);
+      CommunicatorOptions options = everyone_->options();
+      options.name += " reference of " + std::to_string(ranks);
+      found = everyone_->new_group(list, options);
+    }
+    return found;
+  }
+
+  std::shared_ptr<Communicator> everyone_;
+  std::map<int, std::shared_ptr<Communicator>> groups_{};
+  std::map<std::pair<Features, int>, Trained> known_{};
+};
+
+std::string text_of(const Features& features) {
+  std::string text;
+  for (const std::string& name : kFeatures) {
+    if (features.count(name) > 0) {
+      text += (text.empty() ? "" : " + ") + name;
+    }
+  }
+  return text;
+}
+
+std::string refusal_of(const Features& features, int world) {
+  for (const Refusal& refusal : kRefused) {
+    if (world > 1 && std::includes(
+                         features.begin(),
+                         features.end(),
+                         refusal.features.begin(),
+                         refusal.features.end())) {
+      return refusal.says;
+    }
+  }
+  return {};
+}
+
+bool possible(const Features& features) {
+  return std::all_of(
+      kChoices.begin(), kChoices.end(), [&](const Features& choice) {
+        return std::count_if(
+                   choice.begin(), choice.end(), [&](const std::string& name) {
+                     return features.count(name) > 0;
+                   }) <= 1;
+      });
+}
+
+// What is found goes where tools/combinations.py looks.
+void note(const Features& features, int world, const std::string& found) {
+  const char* folder = std::getenv("HASTEN_COMBINATIONS");
+  if (folder != nullptr && testing_support::test_world().rank == 0) {
+    std::ofstream(
+        std::filesystem::path(folder) / "accelerator.jsonl", std::ios::app)
+        << nlohmann::
+               json{{"features", text_of(features)}, {"world", world}, {"found", found}}
+                   .dump()
+        << "\n";
+  }
+}
+
+void expect_combination(
+    const Features& features,
+    Reference& reference,
+    const std::shared_ptr<Communicator>& everyone,
+    const std::filesystem::path& folder) {
+  SCOPED_TRACE(text_of(features));
+  const int world = everyone->world_size();
+  const std::string refused = refusal_of(features, world);
+  if (!refused.empty()) {
+    const std::string error = state_test::input_error(
+        [&] { train(features, rows_of(world), everyone); });
+    EXPECT_NE(error.find(refused), std::string::npos) << error;
+    note(features, world, "refused");
+    return;
+  }
+  const Trained& expected = reference.of(features);
+  const Trained found =
+      train(features, rows_of(world), everyone, folder / text_of(features));
+  const double most = narrow(features) ? 2e-2 : 1e-10;
+  double apart = 0;
+  if (everyone->rank() == 0) {
+    ASSERT_EQ(found.parameters.size(), expected.parameters.size());
+    for (size_t i = 0; i < found.parameters.size(); ++i) {
+      apart = std::max(
+          apart,
+          (found.parameters[i] - expected.parameters[i])
+              .abs()
+              .max()
+              .item<double>());
+    }
+    EXPECT_LE(apart, most);
+  }
+  const bool local = features.count("Local SGD") > 0 && world > 1;
+  for (size_t i = 0; !local && everyone->rank() == 0 && i < found.losses.size();
+       ++i) {
+    EXPECT_NEAR(found.losses[i], expected.losses[i], most) << i;
+  }
+  note(features, world, apart <= most ? "equal" : "differs");
+  everyone->barrier("compared");
+}
+
+// With each feature further down the list. Four ranks take their time: where the table
+// is made; else theirs are the full stacks.
+void expect_pairs_with(std::initializer_list<size_t> features) {
+  const auto everyone = testing_support::fresh_communicator();
+  if (everyone->world_size() > 2 &&
+      std::getenv("HASTEN_COMBINATIONS") == nullptr) {
+    return;
+  }
+  const auto folder = state_test::common_folder();
+  Reference reference(everyone);
+  for (const size_t first : features) {
+    for (size_t second = first; second < kFeatures.size(); ++second) {
+      const Features pair{kFeatures[first], kFeatures[second]};
+      if (possible(pair)) {
+        expect_combination(pair, reference, everyone, folder);
+      }
+    }
+  }
+}
+
+TEST(Combinations, AccumulationWithEachOther) { expect_pairs_with({0}); }
+TEST(Combinations, CheckpointingWithEachOther) { expect_pairs_with({1}); }
+TEST(Combinations, Bf16WithEachOther) { expect_pairs_with({2}); }
+TEST(Combinations, Fp16WithEachOther) { expect_pairs_with({3}); }
+TEST(Combinations, CopiesWithTheRest) { expect_pairs_with({4, 8}); }
+TEST(Combinations, ShardsWithTheRest) { expect_pairs_with({5, 6, 7}); }
+TEST(Combinations, LocalSgdSyncBatchNormAndResumeWithEachOther) {
+  expect_pairs_with({9, 10, 11});
+}
+
+TEST(Combinations, TheFullStacks) {
+  const auto everyone = testing_support::fresh_communicator();
+  if (everyone->world_size() == 3) {
+    return; // no halves
+  }
+  const auto folder = state_test::common_folder();
+  Reference reference(everyone);
+  for (const Features& features :
+       {Features{
+            "accumulation",
+            "checkpointing",
+            "bf16",
+            "hsdp",
+            "Local SGD",
+            "resume"},
+        Features{
+            "accumulation",
+            "checkpointing",
+            "fp16",
+            "fsdp",
+            "SyncBatchNorm",
+            "resume"},
+        Features{"accumulation", "checkpointing", "ddp", "Local SGD", "resume"},
+        Features{"accumulation", "checkpointing", "hsdp", "SyncBatchNorm"}}) {
+    expect_combination(features, reference, everyone, folder);
+  }
+}
+
+} // namespace hasten::combinations_test
