@@ -2,6 +2,7 @@
 // with whole copies, beside everything else that an Accelerator does.
 #include "accelerator/sharded_rig.h"
 #include "hasten/accelerator/local_sgd.h"
+#include "hasten/core/memory.h"
 #include "hasten/optim/adafactor.h"
 #include "hasten/optim/lamb.h"
 
@@ -156,6 +157,43 @@ TEST(Sharded, AnOptimizerThatHasSteppedBeforeGoesOn) {
   for (size_t i = 0; i < whole.size(); ++i) {
     EXPECT_LE((whole[i] - rows[i]).abs().max().item<double>(), 1e-10) << i;
   }
+}
+
+// 1.2 MB of parameters: with gradients and moments 4.7 MB, of which a rank of two
+// holds half and a few blocks.
+TEST(Sharded, TrainsUnderALimitThatWholeCopiesExceed) {
+  install_memory_meter();
+  const auto fits = [](Strategy strategy) {
+    const int64_t before = memory_stats().live_bytes;
+    Accelerator accelerator(
+        {.cpu = true, .strategy = strategy},
+        testing_support::fresh_communicator());
+    torch::nn::Sequential model;
+    for (int i = 0; i < 8; ++i) {
+      model->push_back(torch::nn::Linear(192, 192));
+    }
+    AdamW adamw(model->parameters());
+    auto [prepared, optimizer] = accelerator.prepare(model, adamw);
+    const MemoryLimit limit(before + 3'600'000);
+    try {
+      for (int step = 0; step < 3; ++step) {
+        auto window = accelerator.accumulate(prepared);
+        accelerator.backward(
+            model->forward(torch::ones({4, 192})).square().mean(), 4);
+        optimizer.step();
+        optimizer.zero_grad();
+      }
+    } catch (const std::exception& error) {
+      EXPECT_TRUE(is_out_of_memory(error)) << error.what();
+      return false;
+    }
+    accelerator.finish();
+    return true;
+  };
+  if (testing_support::test_world().world_size > 1) {
+    EXPECT_TRUE(fits(Strategy::fsdp));
+  }
+  EXPECT_FALSE(fits(Strategy::ddp));
 }
 
 std::string refusal(const std::function<void()>& call) {

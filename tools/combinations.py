@@ -1,0 +1,174 @@
+#!/usr/bin/env python3
+"""Writes docs/combinations.md: every pair of features on 1, 2 and 4 ranks, against its reference.
+
+Through the Accelerator by the cases of tests/accelerator/combinations_test.cpp, through
+`hasten train` where a feature has a flag: its last evaluation's loss against that of whole
+copies (ddp) with the features that make other numbers, on as many processes.
+Takes about ten minutes: tools/combinations.py BIN_FOLDER
+"""
+
+import csv
+import itertools
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+
+WORLDS = (1, 2, 4)
+FLAGS = {
+    "accumulation": ["--gradient-accumulation-steps", "3"],
+    "checkpointing": ["--gradient-checkpointing"],
+    "bf16": ["--bf16"],
+    "fp16": ["--fp16"],
+    "ddp": ["--strategy", "ddp"],
+    "zero1": ["--strategy", "zero1"],
+    "zero2": ["--strategy", "zero2"],
+    "fsdp": ["--strategy", "fsdp"],
+    "hsdp": ["--strategy", "hsdp"],
+    "Local SGD": ["--local-sgd-steps", "3"],
+    "SyncBatchNorm": None,
+    "resume": [],
+}
+FEATURES = list(FLAGS)
+NUMBERS = {"accumulation", "bf16", "fp16", "Local SGD"}
+CHOICES = [{"bf16", "fp16"}, {"ddp", "zero1", "zero2", "fsdp", "hsdp"}]
+REASONS = {
+    frozenset({"Local SGD", s}): "all ranks hold parts of one copy, and Local SGD averages copies: `hsdp`"
+    for s in ("zero1", "zero2", "fsdp")
+} | {
+    frozenset({"Local SGD", "SyncBatchNorm"}): "the layers' every forward waits for all ranks, which go their own ways"
+}
+
+
+def reviews(path):
+    words = {"pos": ["good", "fine", "fun"], "neg": ["bad", "dull", "poor"]}
+    with open(path, "w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["text", "label"])
+        for i in range(80):
+            label = ("pos", "neg")[i % 2]
+            rows.writerow([f"film number {i} was {words[label][i // 2 % 3]} work", label])
+
+
+class Programs:
+    def __init__(self, programs, folder):
+        self.programs, self.folder, self.known = programs, folder, {}
+        reviews(folder / "train.csv")
+
+    def train(self, features, world):
+        """The last evaluation's loss, or what the error says."""
+        key = (frozenset(features), world)
+        if key not in self.known:
+            self.known[key] = self.run(features, world)
+        return self.known[key]
+
+    def run(self, features, world):
+        out = self.folder / "out"
+        shutil.rmtree(out, ignore_errors=True)
+        command = [self.programs / "hasten", "train", "--model", "bert-tiny", "--train-file", self.folder / "train.csv"]
+        command += ["--eval-split", "0.2", "--batch-size", "4", "--epochs", "2", "--seed", "3", "--learning-rate", "1e-3"]
+        command += ["--nproc", str(world), "--output-dir", out, "--save-total-limit", "4"]
+        for feature in features:
+            command += FLAGS[feature]
+        if "hsdp" in features and world > 1:
+            command += ["--shard-size", str(world // 2)]
+        environment = dict(os.environ, OMP_NUM_THREADS="1")
+        ended = subprocess.run(command, capture_output=True, text=True, env=environment)
+        if ended.returncode == 0 and "resume" in features:
+            last = max(out.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+            for path in out.iterdir():  # as if it had been stopped in the second epoch
+                if path == last or path.is_file():
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+            ended = subprocess.run([*command, "--resume-from-checkpoint", "auto"], capture_output=True, text=True, env=environment)
+        if ended.returncode != 0:
+            return ended.stderr.strip().splitlines()[-1]
+        records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        return next(record["eval_loss"] for record in reversed(records) if "eval_loss" in record)
+
+    def judge(self, features, world):
+        found = self.train(features, world)
+        if isinstance(found, str):
+            refused = any(pair <= set(features) for pair in REASONS)
+            return "refused" if refused else found
+        if {"hsdp", "Local SGD"} <= set(features) and world > 1:
+            return "runs"  # whole copies are other ranks, with other rows
+        reference = self.train(sorted(NUMBERS & set(features)), world)
+        most = 2e-2 if {"bf16", "fp16"} & set(features) else 1e-4
+        return "equal" if abs(found - reference) <= most else f"{found} is not {reference}"
+
+
+def possible(features):
+    return all(len(choice & set(features)) <= 1 for choice in CHOICES)
+
+
+def through_accelerator(programs, folder):
+    environment = dict(os.environ, OMP_NUM_THREADS="1", HASTEN_COMBINATIONS=str(folder))
+    for world in WORLDS:
+        subprocess.run(
+            [programs / "hasten_dist_tests", "--world", str(world), "--gtest_filter=Combinations.*"],
+            check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
+    found = {}
+    for line in (folder / "accelerator.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        found.setdefault(record["features"], {})[record["world"]] = record["found"]
+    return found
+
+
+def page(accelerator, programs):
+    notes, lines = [], []
+    lines.append("| | " + " | ".join(FEATURES) + " |")
+    lines.append("|---" * (len(FEATURES) + 1) + "|")
+    for i, row in enumerate(FEATURES):
+        cells = []
+        for j, column in enumerate(FEATURES):
+            pair = [FEATURES[min(i, j)], FEATURES[max(i, j)]][: 1 if i == j else 2]
+            if not possible(pair):
+                cells.append("–")
+            elif frozenset(pair) in REASONS:
+                reason = REASONS[frozenset(pair)]
+                if reason not in notes:
+                    notes.append(reason)
+                cells.append(f"no ({notes.index(reason) + 1})")
+            else:
+                seen = set(accelerator[" + ".join(pair)].values())
+                seen |= set(programs.get(" + ".join(pair), {}).values())
+                bad = seen - {"equal", "runs"}
+                cells.append(f"**{', '.join(bad)}**" if bad else "A T" if " + ".join(pair) in programs else "A")
+        lines.append(f"| {row} | " + " | ".join(cells) + " |")
+    stacks = [name for name in accelerator if name.count(" + ") > 1]
+    text = [
+        "# What goes together", "",
+        "Every pair of features on 1, 2 and 4 ranks, made by `tools/combinations.py`. A: through the",
+        "`Accelerator`, final parameters equal the reference's (fp64 to 1e-10, bf16 and fp16 to 0.02). T: through",
+        "`hasten train` too, the last evaluation's loss equals that of whole copies (fp32 to 1e-4, 16 bits to 0.02).",
+        "The reference reads on one rank what all ranks read together, with Local SGD on one rank a copy,",
+        "and has of the features only those that make other numbers: accumulation, 16 bits, Local SGD,",
+        "batch norm. `hsdp` has two copies. –: one or the other.", "",
+        *lines, "",
+        *[f"{i + 1}. Refused on several ranks: {note}." for i, note in enumerate(notes)], "",
+        "All together, against their references, on 1, 2 and 4 ranks:", "",
+        *[f"- {name}: {', '.join(sorted(set(accelerator[name].values())))}" for name in stacks],
+    ]
+    return "\n".join(text) + "\n"
+
+
+def main():
+    programs = pathlib.Path(sys.argv[1])
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        accelerator = through_accelerator(programs, folder)
+        trained = {}
+        runs = Programs(programs, folder)
+        flagged = [feature for feature in FEATURES if FLAGS[feature] is not None]
+        for pair in [(f,) for f in flagged] + list(itertools.combinations(flagged, 2)):
+            for world in WORLDS:
+                if possible(pair):
+                    trained.setdefault(" + ".join(pair), {})[world] = runs.judge(pair, world)
+                    print(" + ".join(pair), world, trained[" + ".join(pair)][world], flush=True)
+    pathlib.Path("docs/combinations.md").write_text(page(accelerator, trained))
+
+
+main()
