@@ -229,7 +229,7 @@ class CompareRun {
   BertForSequenceClassification model_;
   LossFunction loss_;
   std::shared_ptr<torch::optim::Optimizer> torch_optimizer_;
-  std::optional<PreparedOptimizer> optimizer_{};
+  std::optional<PreparedOptimizer<torch::optim::Optimizer>> optimizer_{};
   CompareOutcome& outcome_;
 };
 

@@ -147,10 +147,9 @@ TEST(Recommend, TakesTheSimplerOneOfThoseWithinThreePercent) {
       "Take ddp: 97.5 samples/s, within 3 % of fsdp's 100.0 samples/s, and "
       "simpler.");
   EXPECT_EQ(
-      recommend(
-          {report_of(Strategy::fsdp, 100),
-           report_of(Strategy::zero2, 98),
-           report_of(Strategy::ddp, 96)})
+      recommend({report_of(Strategy::fsdp, 100),
+                 report_of(Strategy::zero2, 98),
+                 report_of(Strategy::ddp, 96)})
           .index,
       1u);
 }
