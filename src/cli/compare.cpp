@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 #include <numeric>
 #include <optional>
+#include <string_view>
 
 #include "agreement.h"
 #include "classifier.h"
@@ -20,7 +21,6 @@
 #include "hasten/cli/exit_code.h"
 #include "hasten/cli/run.h"
 #include "hasten/core/memory.h"
-#include "hasten/core/random.h"
 #include "hasten/optim/make_optimizer.h"
 #include "hasten/optim/param_groups.h"
 
