@@ -14,7 +14,7 @@ struct ByteUnit {
   std::string_view name;
   double bytes;
 };
-constexpr std::array<ByteUnit, 8> kByteUnits{{
+constexpr std::array<ByteUnit, 11> kByteUnits{{
     {"KiB", 1024.0},
     {"MiB", 1024.0 * 1024},
     {"GiB", 1024.0 * 1024 * 1024},
@@ -23,6 +23,9 @@ constexpr std::array<ByteUnit, 8> kByteUnits{{
     {"MB", 1e6},
     {"GB", 1e9},
     {"B", 1.0},
+    {"K", 1024.0}, // a letter alone as in ulimits and control groups
+    {"M", 1024.0 * 1024},
+    {"G", 1024.0 * 1024 * 1024},
 }};
 
 static bool ends_with_word(std::string_view text, std::string_view end) {
@@ -64,7 +67,8 @@ int64_t parse_bytes(std::string_view text) {
     throw InputError(
         "activation_checkpoint::parse_bytes",
         "bytes=" + std::string(text),
-        "a number above 0, with or without kB, MB, GB, KiB, MiB, GiB");
+        "a number above 0, with or without kB, MB, GB, KiB, MiB, GiB, or K, M, "
+        "G");
   }
   return static_cast<int64_t>(bytes);
 }

@@ -243,6 +243,22 @@ void check_estimate_memory_inputs(const EstimateMemoryCommand& command) {
   detail::check_folder_or_shape("cli::estimate-memory", command.model);
 }
 
+void check_compare_inputs(const CompareCommand& command) {
+  detail::check_folder_or_shape("cli::compare", command.model);
+  if (command.json.empty()) {
+    return;
+  }
+  const auto folder = detail::files::absolute(command.json).parent_path();
+  std::error_code error;
+  if (!detail::files::is_directory(folder, error) ||
+      ::access(folder.c_str(), W_OK | X_OK) != 0) {
+    throw InputError(
+        "cli::compare",
+        "--json=" + command.json + " cannot be written",
+        "a file in a folder that exists and that you may write to");
+  }
+}
+
 void check_state_inputs(const StateCommand& command) {
   std::error_code error;
   const auto path = detail::files::path(command.folder) / "state.json";

@@ -21,6 +21,8 @@ constexpr const char* kProgramHelp =
     "  plan     what to recompute in backward under a budget of memory\n"
     "  estimate-memory\n"
     "           what training a model takes, from formulas\n"
+    "  compare  largest batch and samples/s of strategies under a limit of "
+    "memory\n"
     "  state    look into a checkpoint, put a model together from its rows\n"
     "  launch   run a program as N processes of one world\n"
     "  env      versions, cores, threads and back ends of this machine\n"
@@ -40,6 +42,7 @@ const std::vector<std::string>& command_names() {
       "eval",
       "plan",
       "estimate-memory",
+      "compare",
       "state",
       "launch",
       "env"};
@@ -512,6 +515,9 @@ Command parse_command_line(const std::vector<std::string>& arguments) {
   if (name == "estimate-memory") {
     return detail::parse_estimate_memory(std::move(flags));
   }
+  if (name == "compare") {
+    return detail::parse_compare(std::move(flags));
+  }
   if (name == "state") {
     return detail::parse_state(std::move(flags));
   }
@@ -524,7 +530,8 @@ Command parse_command_line(const std::vector<std::string>& arguments) {
   throw InputError(
       "cli::hasten",
       "unknown command: " + name,
-      "train, predict, eval, plan, estimate-memory, state, launch or env",
+      "train, predict, eval, plan, estimate-memory, compare, state, launch or "
+      "env",
       near.empty() ? "see hasten --help" : "write hasten " + near);
 }
 

@@ -212,8 +212,17 @@ void require_at_least(
 
 /// Flags of a CSV or TSV file, for the commands that read one.
 void declare_table(FlagTable& flags, TableFlags& table, bool labels);
+/// --precision, --bf16 and --fp16.
+void declare_precision(FlagTable& flags, TrainingArguments& arguments);
+void declare_checkpointing(FlagTable& flags, TrainingArguments& arguments);
+/// A bare --gradient-checkpointing becomes one with the value full.
+void complete_checkpointing(std::vector<std::string>& arguments);
+/// TrainingArguments' own checks, in the words of the command line.
+void validate_arguments(
+    const FlagTable& flags, const TrainingArguments& arguments);
 /// `arguments` without the program's and the command's name.
 Command parse_train(std::vector<std::string> arguments);
+Command parse_compare(std::vector<std::string> arguments);
 
 /// `text` as lines of at most `width` characters, each after `indent` spaces.
 std::string wrap_text(const std::string& text, size_t indent, size_t width);

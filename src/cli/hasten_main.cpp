@@ -10,11 +10,13 @@
 #include <iostream>
 #include <system_error>
 
+#include "compare_worlds.h"
 #include "hasten/base/error.h"
 #include "hasten/base/log.h"
 #include "hasten/base/world.h"
 #include "hasten/cli/checks.h"
 #include "hasten/cli/commands.h"
+#include "hasten/cli/compare.h"
 #include "hasten/cli/exit_code.h"
 #include "hasten/launch/launch.h"
 
@@ -90,15 +92,7 @@ class Hasten {
     if (command.nproc == 1) {
       become_worker(arguments_);
     }
-    LaunchOptions options;
-    options.nproc = command.nproc;
-    options.argv = arguments_;
-    options.argv.insert(options.argv.begin(), worker_program());
-    // The ranks tell what happened; only how it ended is told here.
-    set_log_levels(LogLevel::warning, LogLevel::warning);
-    const LaunchResult result = launch(options);
-    set_log_levels(LogLevel::info, LogLevel::warning);
-    return report(result, true);
+    return report(launch_workers(command.nproc, {}), true);
   }
   int operator()(const PredictCommand& command) {
     check_predict_inputs(command);
@@ -116,6 +110,17 @@ class Hasten {
     check_estimate_memory_inputs(command);
     become_worker(arguments_);
   }
+  int operator()(const CompareCommand& command) {
+    check_nproc("compare", command.nproc, world_from_environment());
+    check_compare_inputs(command);
+    try {
+      return compare_strategies(command, [&](const std::string& task) {
+        return launch_workers(command.nproc, {{CompareTask::kVariable, task}});
+      });
+    } catch (const WorldFailed& failed) {
+      return report(failed.result, true);
+    }
+  }
   int operator()(const StateCommand& command) {
     check_state_inputs(command);
     become_worker(arguments_);
@@ -131,6 +136,21 @@ class Hasten {
   }
 
  private:
+  /// Ranks of our own, which tell what happens; only how it ended is told here.
+  LaunchResult launch_workers(
+      int nproc,
+      std::vector<std::pair<std::string, std::string>> environment) const {
+    LaunchOptions options;
+    options.nproc = nproc;
+    options.argv = arguments_;
+    options.argv.insert(options.argv.begin(), worker_program());
+    options.environment = std::move(environment);
+    set_log_levels(LogLevel::warning, LogLevel::warning);
+    LaunchResult result = launch(options);
+    set_log_levels(LogLevel::info, LogLevel::warning);
+    return result;
+  }
+
   const std::vector<std::string>& arguments_;
 };
 

@@ -61,7 +61,7 @@ void declare_train_data(FlagTable& flags, TrainCommand& command) {
 
 void declare_precision(FlagTable& flags, TrainingArguments& arguments) {
   flags.value(
-      "--precision",
+      "--precision,--mixed-precision",
       arguments.precision,
       "NAME",
       "fp32, bf16 (matrix products in 16 bits), fp16 (the same, losses scaled) "
@@ -70,6 +70,15 @@ void declare_precision(FlagTable& flags, TrainingArguments& arguments) {
       "rank");
   flags.flag("--bf16", arguments.bf16, "--precision bf16");
   flags.flag("--fp16", arguments.fp16, "--precision fp16");
+}
+
+void declare_checkpointing(FlagTable& flags, TrainingArguments& arguments) {
+  flags.value(
+      "--gradient-checkpointing,--activation-checkpointing",
+      arguments.gradient_checkpointing,
+      "HOW",
+      "less memory for more time: none, full (also without a value), every:K "
+      "blocks, ops, budget:BYTES or budget:50%");
 }
 
 void declare_run(FlagTable& flags, TrainCommand& command) {
@@ -158,12 +167,7 @@ void declare_batches(FlagTable& flags, TrainingArguments& arguments) {
       "UPDATES",
       "processes train by themselves and average their weights after this many "
       "updates; 0: gradients are averaged in each update");
-  flags.value(
-      "--gradient-checkpointing,--activation-checkpointing",
-      arguments.gradient_checkpointing,
-      "HOW",
-      "less memory for more time: none, full (also without a value), every:K "
-      "blocks, ops, budget:BYTES or budget:50%");
+  declare_checkpointing(flags, arguments);
   flags.value(
       "--train-sampling-strategy",
       arguments.train_sampling_strategy,
@@ -302,7 +306,6 @@ void declare_reports(FlagTable& flags, TrainingArguments& arguments) {
       "(default: true unless the metric is a loss)");
 }
 
-/// TrainingArguments' own checks, in the words of the command line.
 void validate_arguments(
     const FlagTable& flags, const TrainingArguments& arguments) {
   try {
@@ -317,7 +320,6 @@ void validate_arguments(
   }
 }
 
-/// A bare --gradient-checkpointing is one with the value full.
 void complete_checkpointing(std::vector<std::string>& arguments) {
   for (size_t i = 0; i < arguments.size(); ++i) {
     if (arguments[i] != "--gradient-checkpointing" &&

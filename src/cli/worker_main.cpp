@@ -19,13 +19,14 @@ struct RunCommand {
   int operator()(const EstimateMemoryCommand& command) {
     return run_estimate_memory(command);
   }
+  int operator()(const CompareCommand& command) { return run_compare(command); }
   int operator()(const StateCommand& command) { return run_state(command); }
   int operator()(const EnvCommand& command) { return run_env(command); }
   template <typename T>
   int operator()(const T&) {
     log_error(
         "hasten-worker takes train, predict, eval, plan, estimate-memory, "
-        "state or env; "
+        "compare, state or env; "
         "see hasten --help");
     return kExitBadInput;
   }

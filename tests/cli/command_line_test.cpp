@@ -119,6 +119,27 @@ TEST(CommandLine, EstimateMemoryFlagsReachTheirFields) {
   EXPECT_TRUE(command.json);
 }
 
+TEST(CommandLine, CompareFlagsReachTheirFields) {
+  const auto command = detail::parsed<CompareCommand>(
+      "compare --model bert-mini --nproc-per-node 3 --strategies fsdp,ddp "
+      "--memory-limit 2G --max-length 64 --mixed-precision bf16 "
+      "--gradient-accumulation-steps 2 --max-batch-size 16 --steps 7 --json f "
+      "--gradient-checkpointing");
+  EXPECT_EQ(command.nproc, 3);
+  EXPECT_EQ(command.strategies, (std::vector{Strategy::fsdp, Strategy::ddp}));
+  EXPECT_EQ(command.memory_limit_bytes, int64_t{2} << 30);
+  EXPECT_EQ(command.arguments.max_length, 64);
+  EXPECT_EQ(command.arguments.effective_precision(), Precision::bf16);
+  EXPECT_EQ(command.arguments.gradient_accumulation_steps, 2);
+  EXPECT_EQ(command.arguments.gradient_checkpointing.text(), "full");
+  EXPECT_EQ(command.max_batch_size, 16);
+  EXPECT_EQ(command.steps, 7);
+  EXPECT_EQ(command.json, "f");
+  EXPECT_EQ(
+      detail::parsed<CompareCommand>("compare --model m").strategies,
+      (std::vector{Strategy::ddp, Strategy::zero2, Strategy::fsdp}));
+}
+
 TEST(CommandLine, FlagsLeftOutKeepTrainingArgumentsDefaults) {
   TrainingArguments expected;
   expected.output_dir = "out";
@@ -138,7 +159,8 @@ TEST(CommandLine, EachMistakeNamesItsFlagAndWhatWasExpected) {
        "[cli::estimate-memory] --batch=8. Expected rows and tokens"},
       {"trian",
        "[cli::hasten] unknown command: trian. Expected train, predict, eval, "
-       "plan, estimate-memory, state, launch or env. Fix: write hasten train."},
+       "plan, estimate-memory, compare, state, launch or env. Fix: write "
+       "hasten train."},
       {train + "--learning-rte 1e-4",
        "[cli::train] unknown flag: --learning-rte. "
        "Fix: write --learning-rate."},
@@ -201,6 +223,31 @@ TEST(CommandLine, EachMistakeNamesItsFlagAndWhatWasExpected) {
       {"launch --nprocs 2 program",
        "[cli::launch] unknown flag: --nprocs. Fix: write --nproc."},
       {"env --jsn", "[cli::env] unknown flag: --jsn. Fix: write --json."},
+  };
+  for (const auto& [line, message] : cases) {
+    const std::string error = detail::parse_error(line);
+    EXPECT_EQ(error.substr(0, message.size()), message) << line << "\n"
+                                                        << error;
+  }
+}
+
+TEST(CommandLine, CompareRefusesWhatCannotBeCompared) {
+  const std::pair<std::string, std::string> cases[] = {
+      {"compare --model m --strategies ddp,fsd",
+       "[cli::compare] --strategies=ddp,fsd: \"fsd\" is no strategy. Expected "
+       "one of ddp, fsdp, "},
+      {"compare --model m --strategies ddp,zero2,ddp",
+       "[cli::compare] --strategies=ddp,zero2,ddp: ddp twice."},
+      {"compare --model m --strategies ddp,",
+       "[cli::compare] --strategies=ddp,: \"\" is no strategy."},
+      {"compare --model m --memory-limit 2X",
+       "[cli::compare] --memory-limit=2X. Expected bytes above 0, like 2G"},
+      {"compare --model m --nproc-per-node 1",
+       "[cli::compare] --nproc=1: strategies differ only on several "
+       "processes. Expected 2 or more."},
+      {"compare --model m --gradient-checkpointing budget:50%",
+       "[cli::compare] --gradient-checkpointing=budget:50%: a budget is "
+       "planned"},
   };
   for (const auto& [line, message] : cases) {
     const std::string error = detail::parse_error(line);

@@ -52,8 +52,8 @@ class GradientCheckpointing {
   std::string budget_{}; // as it was written
 };
 
-/// "2GB", "512MiB", "1000000": bytes; kB, MB, GB are powers of 1000, KiB, MiB, GiB
-/// of 1024. Throws InputError.
+/// "2GB", "512MiB", "2G", "1000000": bytes; kB, MB, GB are powers of 1000, KiB, MiB,
+/// GiB and K, M, G of 1024. Throws InputError.
 int64_t parse_bytes(std::string_view text);
 
 } // namespace hasten

@@ -25,6 +25,7 @@ void check_predict_inputs(const PredictCommand& command);
 void check_eval_inputs(const EvalCommand& command);
 void check_plan_inputs(const PlanCommand& command);
 void check_estimate_memory_inputs(const EstimateMemoryCommand& command);
+void check_compare_inputs(const CompareCommand& command);
 /// A folder without state.json.
 void check_state_inputs(const StateCommand& command);
 
@@ -39,7 +40,7 @@ bool is_finished_already(const TrainCommand& command, int world_size);
 std::string finished_line(const TrainCommand& command);
 
 /// Throws InputError naming --nproc and WORLD_SIZE where processes are asked for
-/// inside a world of several. `command` is "train" or "launch".
+/// inside a world of several. `command` is "train", "compare" or "launch".
 void check_nproc(const std::string& command, int nproc, const World& world);
 
 /// Throws InputError where the disk that holds (or will hold) `folder` has fewer

@@ -117,6 +117,30 @@ struct EstimateMemoryCommand {
   bool json = false;
 };
 
+/// hasten compare: largest batch and samples a second of strategies under a limit of
+/// memory.
+struct CompareCommand {
+  /// A Hugging Face folder, or a shape.
+  std::string model{};
+  /// Of a shape.
+  int64_t vocab_size = 30522;
+  /// Processes on this machine, >= 2.
+  int nproc = 2;
+  /// In the order given, each once.
+  std::vector<Strategy> strategies{};
+  /// Most bytes of tensors in a process; 0: nine tenths of what the host has left,
+  /// shared by the processes.
+  int64_t memory_limit_bytes = 0;
+  /// Rows tried at most, of a micro-batch of one process.
+  int64_t max_batch_size = 1024;
+  /// Updates that are timed.
+  int64_t steps = 5;
+  /// File for the results; empty writes none.
+  std::string json{};
+  /// Of these: max_length, accumulation, precision, checkpointing and optimizer.
+  TrainingArguments arguments{};
+};
+
 /// hasten state: looks into a saved state, or puts a model together from it.
 struct StateCommand {
   /// inspect or consolidate.
@@ -156,6 +180,7 @@ using Command = std::variant<
     EvalCommand,
     PlanCommand,
     EstimateMemoryCommand,
+    CompareCommand,
     StateCommand,
     LaunchCommand,
     EnvCommand>;

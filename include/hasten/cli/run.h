@@ -10,6 +10,8 @@ namespace hasten {
 /// Collective: every rank of the world in the environment calls it. Rank 0
 /// prints and writes.
 int run_train(const TrainCommand& command);
+/// Collective: the ranks of a world that `hasten` started for one strategy.
+int run_compare(const CompareCommand& command);
 /// Local: a world of one.
 int run_predict(const PredictCommand& command);
 int run_eval(const EvalCommand& command);
