@@ -9,6 +9,7 @@
 
 #include "hasten/base/error.h"
 #include "hasten/base/log.h"
+#include "hasten/core/deferred_init.h"
 #include "hasten/core/random.h"
 #include "hasten/parallel/ddp.h"
 
@@ -108,6 +109,7 @@ void AcceleratorCore::prepare_model(std::shared_ptr<torch::nn::Module> module) {
   const auto buffers = module->named_buffers();
   if (std::any_of(parameters.begin(), parameters.end(), elsewhere) ||
       std::any_of(buffers.begin(), buffers.end(), elsewhere)) {
+    materialize(*module); // only memory of the CPU is deferred
     module->to(device); // same tensors, new storage: flatten only after it
   }
   ModelState state;

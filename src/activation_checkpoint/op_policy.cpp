@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "hasten/base/error.h"
-#include "op_scope.h"
+#include "hasten/core/op_scope.h"
 #include "region_state.h"
 
 namespace hasten {

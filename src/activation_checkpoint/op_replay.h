@@ -13,8 +13,8 @@
 
 #include "hasten/activation_checkpoint/op_policy.h"
 #include "hook_engine.h"
-#include "op_scope.h"
 #include "region_state.h"
+#include "write_guard.h"
 
 namespace hasten::detail {
 

@@ -184,7 +184,6 @@ FullyShard::FullyShard(
   check_options();
   make_units(blocks);
   verify();
-  broadcast_start();
   reductions_ = detail::own_group(*communicator_);
   shard_units();
   attach(blocks);
@@ -350,40 +349,45 @@ void FullyShard::verify() const {
   }
 }
 
-// Rank 0's values everywhere, a unit at a time.
-void FullyShard::broadcast_start() {
+// Rank 0's values everywhere. Deferred ones are made there alone.
+void FullyShard::broadcast_start(const FlatLayout::NamedParameters& tensors) {
   const at::NoGradGuard no_grad;
-  const auto send =
-      [](Communicator& group, at::Tensor tensor, const std::string& name) {
-        const at::Tensor data = tensor.detach();
-        const at::Tensor sent = data.contiguous();
-        group.broadcast(sent, 0, "initial " + name);
-        if (!sent.is_same(data)) {
-          data.copy_(sent);
-        }
-      };
+  std::vector<Communicator*> groups;
+  bool first = true;
   for (Communicator* group : {options_.replicas.get(), communicator_.get()}) {
-    if (group == nullptr || group->world_size() == 1) {
-      continue;
+    if (group != nullptr && group->world_size() > 1) {
+      groups.push_back(group);
+      first = first && group->rank() == 0;
     }
-    for (const ShardedParameter& entry : parameters_) {
-      send(*group, entry.parameter, entry.name);
-    }
-    for (const auto& [name, buffer] : module_buffers_) {
-      send(*group, buffer, name);
+  }
+  detail::materialize_start(tensors, first);
+  for (Communicator* group : groups) {
+    for (const auto& [name, tensor] : tensors) {
+      const at::Tensor data = tensor.detach();
+      const at::Tensor sent = data.contiguous();
+      group->broadcast(sent, 0, "initial " + name);
+      if (!sent.is_same(data)) {
+        data.copy_(sent);
+      }
     }
   }
 }
 
 void FullyShard::shard_units() {
   std::unordered_map<const void*, size_t> numbers;
+  std::vector<FlatLayout::NamedParameters> parameters(units_.size());
   for (size_t i = 0; i < parameters_.size(); ++i) {
+    parameters[parameters_[i].unit].emplace_back(
+        parameters_[i].name, parameters_[i].parameter);
     units_[parameters_[i].unit]->add(
         parameters_[i].name, parameters_[i].parameter);
     numbers[parameters_[i].parameter.unsafeGetTensorImpl()] = i;
   }
   places_.resize(parameters_.size());
-  for (const auto& unit : units_) {
+  broadcast_start(module_buffers_);
+  for (size_t u = 0; u < units_.size(); ++u) {
+    const auto& unit = units_[u];
+    broadcast_start(parameters[u]); // whole until it is cut
     unit->shard();
     for (size_t f = 0; f < unit->flats().size(); ++f) {
       for (size_t i = 0; i < unit->flats()[f].tensors.size(); ++i) {

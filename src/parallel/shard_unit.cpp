@@ -129,12 +129,23 @@ void ShardUnit::shard() {
   }
 }
 
+// Its storage's memory comes with the first gather.
+static at::Tensor without_memory(
+    int64_t numel, const at::TensorOptions& options) {
+  at::Tensor made = at::empty({0}, options);
+  made.unsafeGetTensorImpl()->set_sizes_contiguous({numel});
+  made.storage().unsafeGetStorageImpl()->set_nbytes(
+      static_cast<size_t>(numel) * made.itemsize());
+  return made;
+}
+
 void ShardUnit::make_shards(ShardFlat& flat) {
   const at::TensorOptions options =
       flat.tensors.front().parameter.options().requires_grad(false);
   if (!flat.in_place) {
     flat.shard = at::zeros({flat.numel}, options);
-    flat.whole = at::empty({ranks_ * flat.numel}, options.dtype(flat.compute));
+    flat.whole =
+        without_memory(ranks_ * flat.numel, options.dtype(flat.compute));
   }
   for (ShardTensor& tensor : flat.tensors) {
     const at::Tensor data = tensor.parameter.detach();

@@ -7,6 +7,7 @@
 #include <sstream>
 
 #include "hasten/base/error.h"
+#include "hasten/core/deferred_init.h"
 #include "hasten/parallel/ddp.h"
 #include "verify.h"
 
@@ -80,19 +81,33 @@ void require_equal_lists(
   }
 }
 
+void materialize_start(
+    const FlatLayout::NamedParameters& tensors, bool with_values) {
+  std::vector<at::Tensor> deferred;
+  for (const auto& [name, tensor] : tensors) {
+    deferred.push_back(tensor);
+  }
+  with_values ? materialize(deferred) : allocate_deferred(deferred);
+}
+
 } // namespace detail
 
 void Ddp::verify_and_broadcast() {
-  if (communicator_->world_size() == 1) {
+  const bool alone = communicator_->world_size() == 1;
+  if (!alone) {
+    detail::require_equal_lists(
+        *communicator_,
+        detail::describe_tensors(parameters_, module_buffers_),
+        "parallel::Ddp",
+        "model",
+        "the same model on every rank",
+        "build it from the same options everywhere");
+  }
+  detail::materialize_start(parameters_, communicator_->rank() == 0);
+  detail::materialize_start(module_buffers_, communicator_->rank() == 0);
+  if (alone) {
     return;
   }
-  detail::require_equal_lists(
-      *communicator_,
-      detail::describe_tensors(parameters_, module_buffers_),
-      "parallel::Ddp",
-      "model",
-      "the same model on every rank",
-      "build it from the same options everywhere");
   at::NoGradGuard no_grad;
   std::vector<CommHandle> handles;
   std::vector<std::pair<at::Tensor, at::Tensor>> copies; // target, contiguous

@@ -1,4 +1,4 @@
-// Comparing lists of tensors over ranks before anything is sent.
+// Comparing lists of tensors over ranks before anything is sent; memory for them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -7,6 +7,7 @@
 #include <string>
 
 #include "hasten/comm/communicator.h"
+#include "hasten/flat/flat_layout.h"
 
 namespace hasten::detail {
 
@@ -23,5 +24,9 @@ void require_equal_lists(
     const std::string& subject,
     const char* expected,
     const char* fix);
+
+// Deferred tensors get memory, and their values where those are what all ranks get.
+void materialize_start(
+    const FlatLayout::NamedParameters& tensors, bool with_values);
 
 } // namespace hasten::detail

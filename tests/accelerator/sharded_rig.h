@@ -14,6 +14,7 @@
 #include "hasten/activation_checkpoint/gradient_checkpointing.h"
 #include "hasten/base/error.h"
 #include "hasten/core/block_call.h"
+#include "hasten/core/deferred_init.h"
 #include "hasten/optim/adamw.h"
 #include "support/communicator.h"
 #include "support/world.h"
@@ -91,6 +92,7 @@ struct Training {
   std::string checkpointing{};
   double dropout = 0;
   bool adamw = false;
+  bool deferred = false; // built by deferred_init
   int64_t batches = 22;
   std::function<void(AcceleratorOptions&)> change{};
 };
@@ -104,8 +106,12 @@ struct Result {
 
 inline Stack make_stack(const Training& run, int rank) {
   torch::manual_seed(40 + static_cast<uint64_t>(rank)); // rank 0's values win
-  Stack stack(3, run.dropout);
-  stack->to(run.dtype);
+  const auto make = [&] {
+    Stack made(3, run.dropout);
+    made->to(run.dtype);
+    return made;
+  };
+  Stack stack = run.deferred ? deferred_init(make) : make();
   if (!run.checkpointing.empty()) {
     gradient_checkpointing_enable(stack, {.mode = run.checkpointing});
   }

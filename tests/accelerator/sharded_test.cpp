@@ -20,6 +20,17 @@ TEST(Sharded, TrainingIsThatOfWholeCopies) {
   }
 }
 
+TEST(Sharded, ADeferredModelTrainsAsOneThatWasWhole) {
+  for (const Strategy strategy :
+       {Strategy::ddp, Strategy::zero1, Strategy::fsdp}) {
+    SCOPED_TRACE(strategy_name(strategy));
+    expect_close(
+        train({.strategy = strategy}),
+        train({.strategy = strategy, .deferred = true}),
+        0);
+  }
+}
+
 TEST(Sharded, SoItIsWithAccumulationCheckpointingAndDropout) {
   Training run{.accumulation = 3, .checkpointing = "full", .dropout = 0.2};
   const Result whole = train(run);

@@ -4,11 +4,13 @@
 #include <torch/torch.h>
 
 #include <fstream>
+#include <functional>
 #include <nlohmann/json.hpp>
 
 #include "golden_folder.h"
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
+#include "hasten/core/deferred_init.h"
 #include "hasten/core/random.h"
 #include "hasten/io/commit.h"
 #include "hasten/io/safetensors.h"
@@ -115,6 +117,34 @@ TEST(BertPretrained, BareEncoderWithLegacyNamesGetsAFreshClassifier) {
   ASSERT_EQ(loaded.report.size(), 2u);
   expect_contains(loaded.report[0], "the classifier is new");
   expect_contains(loaded.report[1], "cls.predictions.bias");
+}
+
+// From a shape, from a file, and with a part of each.
+TEST(BertPretrained, DeferredModelsHaveTheSameWeights) {
+  auto weights = golden_weights();
+  weights.erase("bert.pooler.dense.weight");
+  weights.erase("bert.pooler.dense.bias");
+  const BertFolderOnDisk partial(weights);
+  const std::vector<std::function<LoadedBert()>> loads = {
+      [] { return load_bert_classifier("bert-mini", {.vocab_size = 300}); },
+      [] { return load_bert_classifier(kBertGoldenFolder); },
+      [&] { return partial.load(); }};
+  for (const auto& load : loads) {
+    set_seed(4);
+    const auto plain = load().model;
+    const at::Tensor next = torch::rand({3});
+    set_seed(4);
+    const auto deferred =
+        deferred_init([&] { return load().model; }, {.resident_bytes = 0});
+    EXPECT_TRUE(torch::equal(next, torch::rand({3})));
+    EXPECT_TRUE(is_deferred(deferred->classifier->weight));
+    materialize(*deferred);
+    const auto wanted = plain->named_parameters();
+    for (const auto& parameter : deferred->named_parameters()) {
+      EXPECT_TRUE(torch::equal(parameter.value(), wanted[parameter.key()]))
+          << parameter.key();
+    }
+  }
 }
 
 TEST(BertPretrained, EncoderWithoutPoolerGetsOne) {

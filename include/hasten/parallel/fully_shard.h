@@ -182,7 +182,9 @@ class FullyShard : public Stateful {
   /// state, which is not cut. `blocks` are modules of `module`, called through
   /// call_block or children of a Sequential, whose entries are wrapped while this
   /// lives (see gradient_checkpointing_enable; enable that afterwards).
-  /// Collective, blocking. Memory: the shards, and one whole unit meanwhile.
+  /// A model of deferred_init gets its values here, on rank 0, where its unit is cut.
+  /// Collective, blocking. Memory: the shards, and the model as it was given; of a
+  /// deferred one, one whole unit at a time.
   /// Throws InputError, on every rank, naming the first difference between ranks; for
   /// a block that is none of the module's, a parameter of two units (tied), options
   /// out of range.
@@ -303,7 +305,7 @@ class FullyShard : public Stateful {
   void assign_parameters(
       const std::unordered_map<const torch::nn::Module*, size_t>& blocks);
   void verify() const;
-  void broadcast_start();
+  void broadcast_start(const FlatLayout::NamedParameters& tensors);
   void shard_units();
   void attach(const std::vector<std::shared_ptr<torch::nn::Module>>& blocks);
   void check_parameters() const;

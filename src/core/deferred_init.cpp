@@ -1,0 +1,507 @@
+#include "hasten/core/deferred_init.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <xxhash.h>
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <optional>
+#include <unordered_map>
+#include <unordered_set>
+
+#include "deferred_log.h"
+#include "hasten/base/error.h"
+#include "hasten/core/op_scope.h"
+
+namespace hasten {
+namespace detail {
+
+// Contents are known by the hashes of their pieces. Bytes.
+constexpr size_t kDeferredPiece = 256 << 10;
+
+// Their first argument's former values do not matter.
+static bool overwrites_first(const std::string& name) {
+  static const std::unordered_set<std::string> names = {
+      "aten::copy_",
+      "aten::fill_",
+      "aten::zero_",
+      "aten::uniform_",
+      "aten::normal_",
+      "aten::random_",
+      "aten::bernoulli_",
+      "aten::exponential_",
+      "aten::geometric_",
+      "aten::cauchy_",
+      "aten::log_normal_"};
+  return names.count(name) > 0;
+}
+
+static bool is_deferrable(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.has_storage() && tensor.device().is_cpu() &&
+         tensor.layout() == at::kStrided && tensor.storage().nbytes() > 0;
+}
+
+// Bytes [begin, end) of its storage.
+struct DeferredRange {
+  size_t storage = 0;
+  size_t begin = 0;
+  size_t end = 0;
+};
+static DeferredRange range_of(const at::Tensor& tensor, size_t storage) {
+  if (tensor.numel() == 0) {
+    return {storage, 0, 0};
+  }
+  auto last = static_cast<size_t>(tensor.storage_offset());
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
+    last += static_cast<size_t>((tensor.size(dim) - 1) * tensor.stride(dim));
+  }
+  return {
+      storage,
+      static_cast<size_t>(tensor.storage_offset()) * tensor.itemsize(),
+      (last + 1) * tensor.itemsize()};
+}
+
+static bool covers_storage(const at::Tensor& tensor) {
+  return tensor.is_non_overlapping_and_dense() &&
+         tensor.nbytes() == tensor.storage().nbytes();
+}
+
+static std::vector<GeneratorState> generator_states(const OpPassing& passing) {
+  std::vector<at::Generator> found = {at::detail::getDefaultCPUGenerator()};
+  const size_t first = passing.stack.size() - passing.arguments();
+  for (size_t i = first; i < passing.stack.size(); ++i) {
+    if (passing.stack[i].isGenerator()) {
+      const at::Generator generator = passing.stack[i].toGenerator();
+      if (generator.device().is_cpu() && generator != found[0]) {
+        found.push_back(generator);
+      }
+    }
+  }
+  std::vector<GeneratorState> states;
+  for (const at::Generator& generator : found) {
+    states.push_back(state_now(generator));
+  }
+  return states;
+}
+
+// Those that have moved on since.
+static std::vector<GeneratorState> used_generators(
+    std::vector<GeneratorState> before) {
+  const auto unused = [](const GeneratorState& then) {
+    const at::Tensor now = state_now(then.generator).state;
+    return now.nbytes() == then.state.nbytes() &&
+           std::memcmp(
+               now.const_data_ptr(),
+               then.state.const_data_ptr(),
+               now.nbytes()) == 0;
+  };
+  before.erase(
+      std::remove_if(before.begin(), before.end(), unused), before.end());
+  return before;
+}
+
+// Operators of the scope run, and are written down; storages that they made lose their
+// memory when there is more of it than wanted, the least used first. Contents are hashed
+// after each operator that changed them and compared before they are read or let go: so
+// what somebody wrote by a pointer is found, and written down as it is.
+class DeferredRecorder final : public OpObserver {
+ public:
+  explicit DeferredRecorder(const DeferredInitOptions& options)
+      : resident_bytes_(options.resident_bytes) {
+    scope_.emplace(this);
+  }
+  DeferredRecorder(const DeferredRecorder&) = delete;
+  DeferredRecorder& operator=(const DeferredRecorder&) = delete;
+  ~DeferredRecorder() override { log_->open = false; }
+
+  void pass(const OpPassing& passing) override;
+  void finish(const torch::nn::Module& module);
+
+ private:
+  struct Tracked {
+    std::vector<uint64_t> hashes{}; // [piece]
+    int64_t bytes = 0;
+    uint64_t used = 0; // by which operator
+    bool resident = true;
+  };
+  // What an operator does with tensors.
+  struct Passing {
+    DeferredOp op{};
+    std::vector<DeferredRange> reads{};
+    std::vector<DeferredRange> writes{};
+    std::vector<at::Tensor> outside{};
+  };
+
+  Passing describe(const OpPassing& passing);
+  at::Tensor describe_tensor(
+      const at::Tensor& tensor, bool write, Passing& described);
+  std::optional<size_t> find(const at::Tensor& tensor) const;
+  void bring(const Passing& described);
+  void note_results(const OpPassing& passing, Passing& described);
+  void hash(size_t storage, size_t begin, size_t end);
+  void verify(size_t storage, size_t begin, size_t end);
+  void keep_contents(size_t storage, c10::StorageImpl& real);
+  void evict(size_t storage);
+  void make_room();
+
+  int64_t resident_bytes_;
+  std::shared_ptr<DeferredLog> log_ = std::make_shared<DeferredLog>();
+  std::unordered_map<const c10::StorageImpl*, size_t> known_{};
+  std::vector<Tracked> tracked_{}; // [storage]
+  int64_t resident_ = 0; // bytes, of those that died meanwhile, too
+  uint64_t count_ = 0; // of operators
+  std::optional<OpScope> scope_{};
+};
+
+static thread_local bool deferred_scope_open = false;
+
+std::optional<size_t> DeferredRecorder::find(const at::Tensor& tensor) const {
+  if (!tensor.has_storage()) {
+    return {};
+  }
+  const auto known = known_.find(tensor.storage().unsafeGetStorageImpl());
+  return known == known_.end() ? std::nullopt : std::optional(known->second);
+}
+
+static uint64_t hash_piece(const c10::StorageImpl& real, size_t piece) {
+  const size_t begin = piece * kDeferredPiece;
+  return XXH3_64bits(
+      static_cast<const char*>(real.data()) + begin,
+      std::min(kDeferredPiece, real.nbytes() - begin));
+}
+
+void DeferredRecorder::hash(size_t storage, size_t begin, size_t end) {
+  const auto real = log_->find(storage);
+  Tracked& tracked = tracked_[storage];
+  if (!real) {
+    return;
+  }
+  const size_t pieces = (real->nbytes() + kDeferredPiece - 1) / kDeferredPiece;
+  if (pieces != tracked.hashes.size() ||
+      tracked.bytes != static_cast<int64_t>(real->nbytes())) {
+    resident_ += static_cast<int64_t>(real->nbytes()) - tracked.bytes;
+    tracked.bytes = static_cast<int64_t>(real->nbytes());
+    tracked.hashes.resize(pieces);
+    begin = 0;
+    end = real->nbytes();
+  }
+  for (size_t piece = begin / kDeferredPiece;
+       piece < pieces && piece * kDeferredPiece < end;
+       ++piece) {
+    tracked.hashes[piece] = hash_piece(*real, piece);
+  }
+}
+
+void DeferredRecorder::verify(size_t storage, size_t begin, size_t end) {
+  const auto real = log_->find(storage);
+  const Tracked& tracked = tracked_[storage];
+  for (size_t piece = begin / kDeferredPiece;
+       piece < tracked.hashes.size() && piece * kDeferredPiece < end;
+       ++piece) {
+    if (tracked.hashes[piece] != hash_piece(*real, piece)) {
+      keep_contents(storage, *real);
+      return;
+    }
+  }
+}
+
+void DeferredRecorder::keep_contents(size_t storage, c10::StorageImpl& real) {
+  DeferredOp op;
+  op.writes = {storage};
+  op.overwrites = storage;
+  op.overwritten_bytes = real.nbytes();
+  op.contents = at::detail::empty_cpu(
+      {static_cast<int64_t>(real.nbytes())}, at::TensorOptions(at::kByte));
+  std::memcpy(op.contents.mutable_data_ptr(), real.data(), real.nbytes());
+  log_->append(std::move(op));
+  hash(storage, 0, real.nbytes());
+}
+
+at::Tensor DeferredRecorder::describe_tensor(
+    const at::Tensor& tensor, bool write, Passing& described) {
+  if (const auto storage = find(tensor)) {
+    const DeferredRange range = range_of(tensor, *storage);
+    described.reads.push_back(range);
+    if (write) {
+      described.writes.push_back(range);
+    }
+    return log_->on_twin(tensor, *storage);
+  }
+  if (!tensor.has_storage()) {
+    described.op.outside.emplace_back(tensor, version_of(tensor));
+    return tensor;
+  }
+  described.outside.push_back(tensor);
+  at::Tensor held;
+  if (write) {
+    log_->before_change(tensor);
+    const at::AutoDispatchBelowADInplaceOrView below;
+    held = tensor.clone();
+    described.op.changes.push_back(held);
+  } else {
+    held = without_graph(tensor);
+  }
+  described.op.outside.emplace_back(held, version_of(held));
+  return held;
+}
+
+DeferredRecorder::Passing DeferredRecorder::describe(const OpPassing& passing) {
+  Passing described;
+  DeferredOp& op = described.op;
+  op.op = passing.op;
+  op.below = passing.below;
+  op.default_dtype = c10::get_default_dtype();
+  const OpInfo& info = op_info(passing.op);
+  const size_t first = passing.stack.size() - passing.arguments();
+  for (size_t i = 0; i < passing.arguments(); ++i) {
+    const bool write = std::find(info.writes.begin(), info.writes.end(), i) !=
+                       info.writes.end();
+    op.arguments.push_back(
+        map_tensors(passing.stack[first + i], [&](const at::Tensor& tensor) {
+          return describe_tensor(tensor, write, described);
+        }));
+  }
+  const c10::IValue* target =
+      passing.arguments() > 0 ? &passing.stack[first] : nullptr;
+  if (overwrites_first(info.name) && target != nullptr && target->isTensor() &&
+      find(target->toTensor()) && covers_storage(target->toTensor())) {
+    const size_t storage = *find(target->toTensor());
+    const auto itself = [&](const DeferredRange& range) {
+      return range.storage == storage;
+    };
+    if (std::count_if(described.reads.begin(), described.reads.end(), itself) ==
+        1) {
+      described.reads.erase(
+          std::find_if(described.reads.begin(), described.reads.end(), itself));
+      op.overwrites = storage;
+      op.overwritten_bytes = target->toTensor().storage().nbytes();
+    }
+  }
+  for (const DeferredRange& range : described.reads) {
+    op.reads.push_back(range.storage);
+  }
+  for (const DeferredRange& range : described.writes) {
+    op.writes.push_back(range.storage);
+  }
+  return described;
+}
+
+// Has what the operator uses in memory, and known.
+void DeferredRecorder::bring(const Passing& described) {
+  const auto use = [&](size_t storage, bool values) {
+    Tracked& tracked = tracked_[storage];
+    tracked.used = count_;
+    if (tracked.resident) {
+      return false;
+    }
+    values ? log_->restore({storage}) : log_->allocate(storage);
+    tracked.resident = true;
+    resident_ += tracked.bytes;
+    hash(storage, 0, static_cast<size_t>(tracked.bytes));
+    return true;
+  };
+  if (described.op.overwrites) {
+    use(*described.op.overwrites, false);
+  }
+  for (const DeferredRange& range : described.reads) {
+    if (!use(range.storage, true)) {
+      verify(range.storage, range.begin, range.end);
+    }
+  }
+}
+
+void DeferredRecorder::note_results(
+    const OpPassing& passing, Passing& described) {
+  size_t number = 0;
+  const size_t results = passing.op.schema().returns().size();
+  for (size_t i = passing.stack.size() - results; i < passing.stack.size();
+       ++i) {
+    map_tensors(passing.stack[i], [&](const at::Tensor& tensor) {
+      const auto is_alias = [&](const at::Tensor& other) {
+        return other.is_alias_of(tensor);
+      };
+      if (is_deferrable(tensor) && !find(tensor) &&
+          std::none_of(
+              described.outside.begin(), described.outside.end(), is_alias)) {
+        const size_t storage = log_->add(tensor);
+        known_[tensor.storage().unsafeGetStorageImpl()] = storage;
+        tracked_.push_back({});
+        tracked_.back().used = count_;
+        hash(storage, 0, tensor.storage().nbytes());
+        described.op.creates.emplace_back(number, storage);
+      }
+      ++number;
+      return tensor;
+    });
+  }
+  for (const DeferredRange& range : described.writes) {
+    hash(range.storage, range.begin, range.end);
+  }
+}
+
+void DeferredRecorder::pass(const OpPassing& passing) {
+  ++count_;
+  Passing described = describe(passing);
+  bring(described);
+  make_room();
+  std::vector<GeneratorState> before = generator_states(passing);
+  passing.run();
+  note_results(passing, described);
+  if (!described.op.writes.empty() || !described.op.creates.empty()) {
+    described.op.generators = used_generators(std::move(before));
+    log_->append(std::move(described.op));
+  }
+  make_room();
+}
+
+void DeferredRecorder::evict(size_t storage) {
+  Tracked& tracked = tracked_[storage];
+  tracked.resident = false;
+  resident_ -= tracked.bytes;
+  if (const auto real = log_->find(storage)) {
+    verify(storage, 0, real->nbytes());
+    log_->evict(storage);
+  }
+}
+
+void DeferredRecorder::make_room() {
+  if (resident_ <= resident_bytes_) {
+    return;
+  }
+  std::vector<std::pair<uint64_t, size_t>> order; // used, storage
+  for (size_t s = 0; s < tracked_.size(); ++s) {
+    if (tracked_[s].resident && log_->find(s) == nullptr) {
+      tracked_[s].resident = false;
+      resident_ -= tracked_[s].bytes;
+    } else if (tracked_[s].resident && tracked_[s].used < count_) {
+      order.emplace_back(tracked_[s].used, s);
+    }
+  }
+  std::sort(order.begin(), order.end());
+  for (const auto& [used, storage] : order) {
+    if (resident_ <= resident_bytes_) {
+      return;
+    }
+    evict(storage);
+  }
+}
+
+void DeferredRecorder::finish(const torch::nn::Module& module) {
+  scope_.reset();
+  std::unordered_set<size_t> wanted;
+  const auto want = [&](const std::vector<at::Tensor>& tensors) {
+    for (const at::Tensor& tensor : tensors) {
+      if (const auto storage = find(tensor)) {
+        wanted.insert(*storage);
+      }
+    }
+  };
+  want(module.parameters());
+  want(module.buffers());
+  std::vector<size_t> others;
+  for (size_t s = 0; s < tracked_.size(); ++s) {
+    if (wanted.count(s) == 0) {
+      others.push_back(s);
+    } else if (tracked_[s].resident) {
+      evict(s);
+    }
+  }
+  log_->restore(others);
+  log_->prune();
+}
+
+DeferredScope::DeferredScope(const DeferredInitOptions& options) {
+  if (options.resident_bytes < 0) {
+    throw InputError(
+        "core::deferred_init",
+        "resident_bytes=" + std::to_string(options.resident_bytes),
+        "0 or more");
+  }
+  if (!deferred_scope_open) {
+    recorder_ = std::make_unique<DeferredRecorder>(options);
+    deferred_scope_open = true;
+  }
+}
+
+DeferredScope::~DeferredScope() {
+  if (recorder_) {
+    deferred_scope_open = false;
+  }
+}
+
+void DeferredScope::finish(const torch::nn::Module* module) {
+  if (module == nullptr) {
+    throw InputError(
+        "core::deferred_init", "the function gave null", "a module");
+  }
+  if (recorder_) {
+    recorder_->finish(*module);
+  }
+}
+
+// By log, so that what several are made of is made once.
+static std::map<std::shared_ptr<DeferredLog>, std::vector<size_t>> places_of(
+    const std::vector<at::Tensor>& tensors) {
+  std::map<std::shared_ptr<DeferredLog>, std::vector<size_t>> places;
+  for (const at::Tensor& tensor : tensors) {
+    const DeferredPlace* place = deferred_place(tensor);
+    if (place != nullptr && !place->log->open) {
+      places[place->log].push_back(place->storage);
+    }
+  }
+  return places;
+}
+
+void allocate_deferred(const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> parts; // others may have the rest of their memory
+  std::vector<at::Tensor> all;
+  for (const at::Tensor& tensor : tensors) {
+    if (is_deferred(tensor)) {
+      (covers_storage(tensor) ? all : parts).push_back(tensor);
+    }
+  }
+  materialize(parts);
+  for (const auto& [log, storages] : places_of(all)) {
+    for (const size_t storage : storages) {
+      log->allocate(storage);
+    }
+    log->prune();
+  }
+}
+
+static std::vector<at::Tensor> tensors_of(const torch::nn::Module& module) {
+  std::vector<at::Tensor> tensors = module.parameters();
+  const std::vector<at::Tensor> buffers = module.buffers();
+  tensors.insert(tensors.end(), buffers.begin(), buffers.end());
+  return tensors;
+}
+
+} // namespace detail
+
+bool is_deferred(const at::Tensor& tensor) {
+  return detail::deferred_place(tensor) != nullptr;
+}
+
+bool is_deferred(const torch::nn::Module& module) {
+  const auto tensors = detail::tensors_of(module);
+  return std::any_of(
+      tensors.begin(), tensors.end(), [](const at::Tensor& tensor) {
+        return is_deferred(tensor);
+      });
+}
+
+void materialize(const std::vector<at::Tensor>& tensors) {
+  for (const auto& [log, storages] : detail::places_of(tensors)) {
+    log->restore(storages);
+    log->prune();
+  }
+}
+
+void materialize(const torch::nn::Module& module) {
+  materialize(detail::tensors_of(module));
+}
+
+} // namespace hasten

@@ -1,0 +1,359 @@
+#include "deferred_log.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/DefaultDtype.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <algorithm>
+#include <cstring>
+#include <mutex>
+#include <unordered_set>
+
+#include "hasten/base/error.h"
+#include "hasten/core/recompute.h"
+
+namespace hasten::detail {
+
+constexpr const char* kDeferredRead =
+    "[core::deferred_init] a tensor of a deferred model is read or written: it "
+    "has a "
+    "shape, but no values yet. Fix: hasten::materialize(model) first, or "
+    "accelerator.prepare(model), Ddp or FullyShard, which do so.";
+
+static void free_place(void* place) {
+  delete static_cast<DeferredPlace*>(place);
+}
+
+const DeferredPlace* deferred_place(c10::StorageImpl& storage) {
+  const c10::DataPtr& data = storage._mutable_data_ptr_no_checks();
+  return data.get_deleter() == &free_place
+             ? static_cast<const DeferredPlace*>(data.get_context())
+             : nullptr;
+}
+
+const DeferredPlace* deferred_place(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.has_storage()
+             ? deferred_place(*tensor.storage().unsafeGetStorageImpl())
+             : nullptr;
+}
+
+GeneratorState state_now(at::Generator generator) {
+  const std::scoped_lock lock(generator.mutex());
+  return {generator, generator.get_state()};
+}
+
+c10::IValue map_tensors(
+    const c10::IValue& value,
+    const std::function<at::Tensor(const at::Tensor&)>& change) {
+  if (value.isTensor()) {
+    return value.toTensor().defined() ? change(value.toTensor()) : value;
+  }
+  if (value.isList()) {
+    auto list = value.toList().copy();
+    for (size_t i = 0; i < list.size(); ++i) {
+      list.set(i, map_tensors(list.get(i), change));
+    }
+    return list;
+  }
+  return value;
+}
+
+at::Tensor without_graph(const at::Tensor& tensor) {
+  const at::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  const auto version =
+      tensor.is_inference() ? c10::VariableVersion() : impl->version_counter();
+  return at::Tensor(impl->shallow_copy_and_detach(version, true));
+}
+
+static void let_go(c10::StorageImpl& twin) {
+  twin.set_data_ptr_noswap(c10::DataPtr(nullptr, c10::Device(c10::kCPU)));
+  twin.set_nbytes(size_t{0});
+}
+
+// Memory of its own for as many bytes.
+static void give_memory(c10::StorageImpl& storage, size_t bytes) {
+  storage.set_data_ptr_noswap(c10::GetCPUAllocator()->allocate(bytes));
+  storage.set_nbytes(bytes);
+}
+
+size_t DeferredLog::add(const at::Tensor& tensor) {
+  storages_.push_back(
+      {tensor.storage().getWeakStorageImpl(),
+       c10::make_intrusive<c10::StorageImpl>(
+           c10::StorageImpl::use_byte_size_t(),
+           c10::SymInt(0),
+           c10::DataPtr(nullptr, c10::Device(c10::kCPU)),
+           c10::GetCPUAllocator(),
+           true)});
+  return storages_.size() - 1;
+}
+
+at::Tensor DeferredLog::on_twin(
+    const at::Tensor& tensor, size_t storage) const {
+  auto impl = tensor.unsafeGetTensorImpl()->shallow_copy_and_detach(
+      c10::VariableVersion(0), true);
+  impl->set_storage_keep_dtype(c10::Storage(storages_[storage].twin));
+  return at::Tensor(std::move(impl));
+}
+
+void DeferredLog::before_change(const at::Tensor& outside) {
+  for (DeferredOp& op : ops_) {
+    const auto meant = [&](const auto& entry) {
+      return entry.first.has_storage() && entry.first.is_alias_of(outside);
+    };
+    if (std::none_of(op.outside.begin(), op.outside.end(), meant)) {
+      continue;
+    }
+    const at::AutoDispatchBelowADInplaceOrView below;
+    std::vector<std::pair<at::Tensor, uint32_t>> kept;
+    for (const auto& entry : op.outside) {
+      if (!meant(entry)) {
+        kept.push_back(entry);
+        continue;
+      }
+      const at::Tensor held = entry.first;
+      const at::Tensor copy = held.clone();
+      kept.emplace_back(copy, version_of(copy));
+      for (c10::IValue& argument : op.arguments) {
+        argument = map_tensors(argument, [&](const at::Tensor& tensor) {
+          return tensor.is_same(held) ? copy : tensor;
+        });
+      }
+    }
+    op.outside = std::move(kept);
+  }
+}
+
+void DeferredLog::evict(size_t storage) {
+  const auto real = find(storage);
+  real->set_data_ptr_noswap(
+      {nullptr,
+       new DeferredPlace{shared_from_this(), storage},
+       &free_place,
+       c10::Device(c10::kCPU)});
+  real->release_data_and_set_meta_custom_data_ptr_error_msg_(kDeferredRead);
+}
+
+static void give_data(c10::StorageImpl& real, c10::DataPtr&& data) {
+  real.set_data_ptr_noswap(std::move(data));
+  real.clear_data_ptr_access_error_msg_();
+}
+
+void DeferredLog::allocate(size_t storage) {
+  if (const auto real = find(storage); real && deferred_place(*real)) {
+    give_data(*real, c10::GetCPUAllocator()->allocate(real->nbytes()));
+  }
+}
+
+// Backwards: an entry counts if it makes contents that something after it needs.
+std::vector<DeferredLog::Step> DeferredLog::slice_of(
+    const std::vector<size_t>& storages) const {
+  std::vector<Step> steps;
+  std::unordered_set<size_t> needed(storages.begin(), storages.end());
+  std::unordered_set<size_t> used;
+  for (size_t i = ops_.size(); i-- > 0 && !needed.empty();) {
+    const DeferredOp& op = ops_[i];
+    const auto is_needed = [&](size_t s) { return needed.count(s) > 0; };
+    if (std::none_of(op.writes.begin(), op.writes.end(), is_needed) &&
+        std::none_of(op.creates.begin(), op.creates.end(), [&](const auto& c) {
+          return is_needed(c.second);
+        })) {
+      continue;
+    }
+    Step& step = steps.emplace_back();
+    step.op = i;
+    const auto use = [&](size_t s, bool before) {
+      if (used.insert(s).second) {
+        step.done.push_back(s);
+      }
+      before ? static_cast<void>(needed.insert(s))
+             : static_cast<void>(needed.erase(s));
+    };
+    for (const auto& [result, s] : op.creates) {
+      use(s, false);
+    }
+    if (op.overwrites) {
+      use(*op.overwrites, false);
+    }
+    for (const size_t s : op.reads) {
+      use(s, true);
+    }
+  }
+  std::reverse(steps.begin(), steps.end());
+  return steps;
+}
+
+// Puts generators where they were.
+class GeneratorGuard {
+ public:
+  GeneratorGuard() = default;
+  GeneratorGuard(const GeneratorGuard&) = delete;
+  GeneratorGuard& operator=(const GeneratorGuard&) = delete;
+  ~GeneratorGuard() {
+    for (const GeneratorState& before : before_) {
+      put(before);
+    }
+  }
+  void set(const GeneratorState& then) {
+    const bool known = std::any_of(
+        before_.begin(), before_.end(), [&](const GeneratorState& other) {
+          return other.generator == then.generator;
+        });
+    if (!known) {
+      before_.push_back(state_now(then.generator));
+    }
+    put(then);
+  }
+
+ private:
+  static void put(const GeneratorState& then) {
+    at::Generator generator = then.generator;
+    const std::scoped_lock lock(generator.mutex());
+    generator.set_state(then.state);
+  }
+  std::vector<GeneratorState> before_{};
+};
+
+// Kernels' own operators see the dtype of then and no autograd, autocast or observer.
+class ReplayGuard {
+ public:
+  ReplayGuard() = default;
+  ReplayGuard(const ReplayGuard&) = delete;
+  ReplayGuard& operator=(const ReplayGuard&) = delete;
+  ~ReplayGuard() { c10::set_default_dtype(dtype_); }
+
+ private:
+  caffe2::TypeMeta dtype_ = c10::get_default_dtype();
+  at::AutoDispatchBelowADInplaceOrView below_{};
+  c10::impl::ExcludeDispatchKeyGuard no_autocast_{
+      c10::autocast_dispatch_keyset};
+  UnseenOps unseen_{};
+};
+
+void DeferredLog::restore(const std::vector<size_t>& storages) {
+  std::vector<size_t> wanted;
+  for (const size_t s : storages) {
+    const auto real = find(s);
+    if (real && deferred_place(*real) != nullptr) {
+      wanted.push_back(s);
+    }
+  }
+  const std::vector<Step> steps = slice_of(wanted);
+  const std::unordered_set<size_t> targets(wanted.begin(), wanted.end());
+  struct LetTwinsGo {
+    DeferredLog& log;
+    const std::vector<Step>& steps;
+    ~LetTwinsGo() {
+      for (const Step& step : steps) {
+        for (const size_t s : step.done) {
+          let_go(*log.storages_[s].twin);
+        }
+      }
+    }
+  } const let_twins_go{*this, steps};
+  {
+    const ReplayGuard replay;
+    GeneratorGuard generators;
+    for (const Step& step : steps) {
+      for (const GeneratorState& then : ops_[step.op].generators) {
+        generators.set(then);
+      }
+      run(ops_[step.op]);
+      for (const size_t s : step.done) {
+        if (targets.count(s) == 0) {
+          let_go(*storages_[s].twin);
+        }
+      }
+    }
+  }
+  for (const size_t s : wanted) {
+    c10::StorageImpl& twin = *storages_[s].twin;
+    const auto real = find(s);
+    TORCH_INTERNAL_ASSERT(twin.nbytes() == real->nbytes());
+    give_data(*real, std::move(twin._mutable_data_ptr_no_checks()));
+  }
+}
+
+void DeferredLog::run(DeferredOp& op) {
+  if (op.overwrites) {
+    give_memory(*storages_[*op.overwrites].twin, op.overwritten_bytes);
+  }
+  if (!op.op) {
+    std::memcpy(
+        storages_[*op.overwrites].twin->mutable_data(),
+        op.contents.const_data_ptr(),
+        op.overwritten_bytes);
+    return;
+  }
+  for (const auto& [tensor, version] : op.outside) {
+    if (version_of(tensor) != version) {
+      throw InputError(
+          "core::materialize",
+          "a tensor from outside deferred_init has changed since " +
+              op.op->operator_name().name + " read it there",
+          "what values are made of as it was",
+          "materialize the model before it changes, or give a copy");
+    }
+  }
+  c10::set_default_dtype(op.default_dtype);
+  torch::jit::Stack stack;
+  for (const c10::IValue& argument : op.arguments) {
+    // An operator may change sizes of a tensor that it is given.
+    stack.push_back(map_tensors(argument, [&](const at::Tensor& tensor) {
+      const bool changes = std::any_of(
+          op.changes.begin(), op.changes.end(), [&](const at::Tensor& other) {
+            return other.is_same(tensor);
+          });
+      return changes ? tensor.clone() : without_graph(tensor);
+    }));
+  }
+  op.op->redispatchBoxed(op.below, &stack);
+  take_results(op, stack);
+}
+
+void DeferredLog::take_results(
+    const DeferredOp& op, const torch::jit::Stack& results) {
+  size_t number = 0;
+  for (const c10::IValue& value : results) {
+    map_tensors(value, [&](const at::Tensor& tensor) {
+      const auto made = std::find_if(
+          op.creates.begin(), op.creates.end(), [&](const auto& create) {
+            return create.first == number;
+          });
+      ++number;
+      if (made == op.creates.end()) {
+        return tensor;
+      }
+      c10::StorageImpl& result = *tensor.storage().unsafeGetStorageImpl();
+      c10::StorageImpl& twin = *storages_[made->second].twin;
+      if (tensor.use_count() == 1 && tensor.storage().use_count() == 1) {
+        twin.set_data_ptr_noswap(
+            std::move(result._mutable_data_ptr_no_checks()));
+        twin.set_nbytes(result.nbytes());
+      } else {
+        give_memory(twin, result.nbytes());
+        std::memcpy(twin.mutable_data(), result.data(), result.nbytes());
+      }
+      return tensor;
+    });
+  }
+}
+
+void DeferredLog::prune() {
+  std::vector<size_t> waiting;
+  for (size_t s = 0; s < storages_.size(); ++s) {
+    const auto real = find(s);
+    if (real && deferred_place(*real) != nullptr) {
+      waiting.push_back(s);
+    }
+  }
+  std::vector<DeferredOp> kept;
+  for (const Step& step : slice_of(waiting)) {
+    kept.push_back(std::move(ops_[step.op]));
+  }
+  ops_ = std::move(kept);
+}
+
+} // namespace hasten::detail
