@@ -200,6 +200,12 @@ TEST(CommandLine, EachMistakeNamesItsFlagAndWhatWasExpected) {
       {"launch program", "[cli::launch] --nproc is missing."},
       {"launch --nprocs 2 program",
        "[cli::launch] unknown flag: --nprocs. Fix: write --nproc."},
+      {"launch --nproc 2 --redirects 3 program",
+       "[cli::launch] --redirects without --log-dir. Expected --log-dir"},
+      {"launch --nproc 2 --tee 2:3 program",
+       "[cli::launch] streams of rank 2 with --nproc=2. Expected ranks below"},
+      {train + "--tee both",
+       "[cli::train] --tee=both. Expected 0, 1 (stdout), 2 (stderr) or 3"},
       {"env --jsn", "[cli::env] unknown flag: --jsn. Fix: write --json."},
   };
   for (const auto& [line, message] : cases) {
@@ -244,6 +250,22 @@ TEST(CommandLine, LaunchLeavesTheProgramsOwnArgumentsAlone) {
   EXPECT_FALSE(
       detail::parsed<LaunchCommand>("launch --nproc 4 ./p --keep-going")
           .keep_going);
+}
+
+TEST(CommandLine, OutputFlagsOfLaunchAndTrainAreTorchruns) {
+  const auto launched = detail::parsed<LaunchCommand>(
+      "launch --nproc 2 --log-dir logs --redirects 1:3 --tee 0:1 ./p -- x");
+  EXPECT_EQ(launched.logs.log_dir, "logs");
+  EXPECT_TRUE(launched.logs.redirects.has(1, Std::err));
+  EXPECT_FALSE(launched.logs.redirects.has(0, Std::out));
+  EXPECT_TRUE(launched.logs.tee.has(0, Std::out));
+  EXPECT_FALSE(launched.logs.tee.has(0, Std::err));
+  EXPECT_EQ(launched.program, (std::vector<std::string>{"./p", "--", "x"}));
+  const auto trained = detail::parsed<TrainCommand>(
+      detail::kTrain + "--nproc 2 --log_dir logs --tee 2");
+  EXPECT_EQ(trained.logs.log_dir, "logs");
+  EXPECT_TRUE(trained.logs.tee.has(1, Std::err));
+  EXPECT_FALSE(detail::parsed<TrainCommand>(detail::kTrain).logs.any());
 }
 
 TEST(CommandLine, GradientCheckpointingIsBareOrSaysHow) {
