@@ -32,6 +32,19 @@ const AcceleratorOptions& checked_options(const AcceleratorOptions& options) {
   return options;
 }
 
+/// Ranks of another launcher say whose they are; hasten launch has warned already.
+void announce_world(const World& world) {
+  const bool launched_by_us = world.listen_fd >= 0;
+  if (world.local_rank == 0 && !launched_by_us && world.source != "alone") {
+    log_info(describe(world)); // rank 0 alone
+    const std::string warning =
+        oversubscription(world.local_world_size, threads_per_rank(world));
+    if (!warning.empty()) {
+      log_warning(warning);
+    }
+  }
+}
+
 std::shared_ptr<AcceleratorCore> make_accelerator_core(
     const AcceleratorOptions& options,
     std::shared_ptr<Communicator> communicator) {
@@ -42,9 +55,10 @@ std::shared_ptr<AcceleratorCore> make_accelerator_core(
   }
   set_error_rank(world.rank, world.world_size);
   set_log_rank(world.rank, world.world_size);
-  at::set_num_threads(threads_per_rank(world.local_world_size));
+  at::set_num_threads(threads_per_rank(world));
   const bool owns = !communicator;
   if (owns) {
+    announce_world(world);
     CommunicatorOptions comm;
     comm.timeout = options.timeout;
     comm.check_shapes = debugs(options);

@@ -3,24 +3,24 @@
 #include <fcntl.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <charconv>
 #include <cstdlib>
-#include <limits>
-#include <optional>
-#include <string_view>
-#include <vector>
+#include <functional>
 
 #include "hasten/base/error.h"
+#include "world_variables.h"
 
 namespace hasten {
 
 namespace detail {
 
-/// The variable's value; nothing where it is not set or empty.
-std::optional<std::string> environment_value(const char* name) {
-  const char* value = std::getenv(name);
+constexpr const char* kWorldWhere = "base::world_from_environment";
+
+std::optional<std::string> environment_value(const std::string& name) {
+  const char* value = std::getenv(name.c_str());
   if (value == nullptr || *value == '\0') {
     return std::nullopt;
   }
@@ -37,68 +37,54 @@ std::optional<int> whole_number(std::string_view text) {
   return value;
 }
 
-/// Reads numbers from the environment and remembers all that is wrong.
-class WorldReader {
- public:
-  bool any_set() const {
-    for (const char* name :
-         {"RANK",
-          "WORLD_SIZE",
-          "LOCAL_RANK",
-          "LOCAL_WORLD_SIZE",
-          "MASTER_ADDR",
-          "MASTER_PORT"}) {
-      if (environment_value(name)) {
-        return true;
-      }
-    }
-    return false;
+std::string joined_texts(
+    const std::vector<std::string>& texts, const char* between) {
+  std::string all;
+  for (const std::string& text : texts) {
+    all += (all.empty() ? "" : between) + text;
   }
+  return all;
+}
 
-  void require(const char* name) {
-    if (!environment_value(name)) {
-      problem(std::string(name) + " is not set");
-    }
+int WorldVariables::number(
+    const std::string& name, int least, int most, int otherwise) {
+  const auto text = environment_value(name);
+  if (!text) {
+    return otherwise;
   }
-
-  /// `otherwise` where it is not set, or is not a number (then a problem).
-  int number(const char* name, int least, int most, int otherwise) {
-    const auto text = environment_value(name);
-    if (!text) {
-      return otherwise;
-    }
-    const auto value = whole_number(*text);
-    if (!value || *value < least || *value > most) {
-      std::string range = std::to_string(least) + "..";
-      range +=
-          most == std::numeric_limits<int>::max() ? "" : std::to_string(most);
-      problem(std::string(name) + "=" + *text + " is not in " + range);
-      return otherwise;
-    }
-    return *value;
+  const auto value = whole_number(*text);
+  if (!value || *value < least || *value > most) {
+    std::string range = std::to_string(least) + "..";
+    range += most == kAnyNumber ? "" : std::to_string(most);
+    problem(name + "=" + *text + " is not in " + range);
+    return otherwise;
   }
+  return *value;
+}
 
-  void problem(std::string text) { problems_.push_back(std::move(text)); }
-
-  void throw_problems() const {
-    if (problems_.empty()) {
-      return;
-    }
-    std::string what;
-    for (const std::string& problem : problems_) {
-      what += (what.empty() ? "" : ", ") + problem;
-    }
-    throw InputError(
-        "base::world_from_environment",
-        what,
-        "all of RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, with RANK < "
-        "WORLD_SIZE and LOCAL_RANK < LOCAL_WORLD_SIZE <= WORLD_SIZE, or none",
-        "start with hasten launch or torchrun, or unset them");
+void WorldVariables::below(
+    const std::string& name,
+    int value,
+    const std::string& limit_name,
+    int limit) {
+  if (value >= limit) {
+    problem(
+        name + "=" + environment_value(name).value_or("") + " with " +
+        limit_name + "=" + environment_value(limit_name).value_or(""));
   }
+}
 
- private:
-  std::vector<std::string> problems_;
-};
+void WorldVariables::check(
+    const std::string& expected, const std::string& fix) const {
+  if (!problems_.empty()) {
+    throw InputError(kWorldWhere, joined_texts(problems_, ", "), expected, fix);
+  }
+}
+
+int master_port_or(WorldVariables& variables, int64_t job) {
+  return variables.number(
+      "MASTER_PORT", 1, 65535, 15'000 + static_cast<int>(job % 10'000));
+}
 
 /// True where `fd` is a TCP socket that listens on `port`.
 bool listens_on(int fd, int port) {
@@ -131,58 +117,183 @@ int usable_listen_fd(int rank, int port) {
   return *fd;
 }
 
+World torchrun_world() {
+  WorldVariables variables;
+  World world;
+  world.source = "torchrun";
+  world.rank = variables.number("RANK", 0, kAnyNumber, 0);
+  world.world_size = variables.number("WORLD_SIZE", 1, kAnyNumber, kAnyNumber);
+  world.local_rank = variables.number("LOCAL_RANK", 0, kAnyNumber, 0);
+  world.local_world_size =
+      variables.number("LOCAL_WORLD_SIZE", 1, kAnyNumber, 1);
+  world.master_port = variables.number("MASTER_PORT", 1, 65535, 1);
+  variables.below("RANK", world.rank, "WORLD_SIZE", world.world_size);
+  variables.below(
+      "LOCAL_RANK",
+      world.local_rank,
+      "LOCAL_WORLD_SIZE",
+      world.local_world_size);
+  variables.below(
+      "LOCAL_WORLD_SIZE",
+      world.local_world_size - 1,
+      "WORLD_SIZE",
+      world.world_size);
+  variables.check(
+      "RANK < WORLD_SIZE and LOCAL_RANK < LOCAL_WORLD_SIZE <= WORLD_SIZE",
+      "start with hasten launch or torchrun, or unset them");
+  world.master_addr = *environment_value("MASTER_ADDR");
+  world.agent_store =
+      environment_value("TORCHELASTIC_USE_AGENT_STORE") == "True";
+  world.listen_fd = usable_listen_fd(world.rank, world.master_port);
+  return world;
+}
+
+/// The variables of one launcher.
+struct WorldFamily {
+  std::string name;
+  /// One of them set: this launcher has been here.
+  std::vector<std::string> signs;
+  /// All of them set: its world can be read.
+  std::vector<std::string> needed;
+  std::function<World()> read;
+
+  bool present() const {
+    return std::any_of(signs.begin(), signs.end(), [](const auto& sign) {
+      return environment_value(sign).has_value();
+    });
+  }
+  /// "RANK is not set, WORLD_SIZE is not set"; empty: complete.
+  std::string missing() const {
+    std::vector<std::string> texts;
+    for (const std::string& variable : needed) {
+      if (!environment_value(variable)) {
+        texts.push_back(variable + " is not set");
+      }
+    }
+    return joined_texts(texts, ", ");
+  }
+};
+
+/// torchrun's; the local variables are needed where one of them is set.
+WorldFamily torchrun_family() {
+  WorldFamily family{
+      "torchrun",
+      {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"},
+      {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"},
+      torchrun_world};
+  for (const char* local : {"LOCAL_RANK", "LOCAL_WORLD_SIZE"}) {
+    if (environment_value("LOCAL_RANK") ||
+        environment_value("LOCAL_WORLD_SIZE")) {
+      family.needed.emplace_back(local);
+    }
+  }
+  // A job's script sets these for its steps; elsewhere they are half a world.
+  if (!environment_value("SLURM_JOB_ID")) {
+    family.signs.insert(family.signs.end(), {"MASTER_ADDR", "MASTER_PORT"});
+  }
+  return family;
+}
+
+/// In the order in which they count.
+std::vector<WorldFamily> world_families() {
+  std::vector<WorldFamily> families{torchrun_family()};
+  families.push_back(
+      {"Open MPI",
+       {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"},
+       {"OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE"},
+       open_mpi_world});
+  const auto pmi = [](const char* local_rank, const char* local_size) {
+    return WorldFamily{
+        "PMI",
+        {"PMI_RANK", "PMI_SIZE"},
+        {"PMI_RANK", "PMI_SIZE", local_rank, local_size},
+        [=] { return pmi_world(local_rank, local_size); }};
+  };
+  families.push_back(pmi("MPI_LOCALRANKID", "MPI_LOCALNRANKS"));
+  // A shell that srun --pty started as one of several tasks is none of them.
+  const bool shell =
+      environment_value("SLURM_PTY_PORT") && ::isatty(STDIN_FILENO) == 1 &&
+      environment_value("SLURM_STEP_NUM_TASKS").value_or("1") != "1";
+  if (!shell) {
+    families.push_back(
+        {"Slurm",
+         {"SLURM_STEP_NUM_TASKS"},
+         {"SLURM_STEP_NUM_TASKS",
+          "SLURM_PROCID",
+          "SLURM_LOCALID",
+          "SLURM_NODEID",
+          "SLURM_STEP_NODELIST",
+          "SLURM_STEP_TASKS_PER_NODE",
+          "SLURM_JOB_ID"},
+         slurm_world});
+  }
+  if (environment_value("PMI_LOCAL_SIZE")) {
+    families.push_back(pmi("PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"));
+  }
+  return families;
+}
+
 } // namespace detail
 
 World world_from_environment() {
-  constexpr int kMost = std::numeric_limits<int>::max();
-  detail::WorldReader reader;
-  World world;
-  if (!reader.any_set()) {
+  std::vector<std::string> incomplete;
+  std::vector<std::string> others;
+  const detail::WorldFamily* used = nullptr;
+  const auto families = detail::world_families();
+  for (const detail::WorldFamily& family : families) {
+    if (!family.present()) {
+      continue;
+    }
+    const std::string missing = family.missing();
+    if (used == nullptr && missing.empty()) {
+      used = &family;
+      continue;
+    }
+    incomplete.push_back(family.name + ": " + missing);
+    if ((used == nullptr || used->name != family.name) &&
+        (others.empty() || others.back() != family.name + "'s")) {
+      others.push_back(family.name + "'s");
+    }
+  }
+  if (used != nullptr) {
+    World world = used->read();
+    others.erase(
+        std::remove(others.begin(), others.end(), used->name + "'s"),
+        others.end());
+    world.passed_over = detail::joined_texts(others, ", ");
     return world;
   }
-  for (const char* name :
-       {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}) {
-    reader.require(name);
+  if (!incomplete.empty()) {
+    throw InputError(
+        detail::kWorldWhere,
+        detail::joined_texts(incomplete, "; "),
+        incomplete.size() == 1
+            ? "all variables of a launcher, or none"
+            : "all variables of one launcher, or none of any",
+        "start with hasten launch, torchrun, srun or mpirun, or unset them");
   }
-  const bool has_local_rank =
-      detail::environment_value("LOCAL_RANK").has_value();
-  if (has_local_rank !=
-      detail::environment_value("LOCAL_WORLD_SIZE").has_value()) {
-    reader.require(has_local_rank ? "LOCAL_WORLD_SIZE" : "LOCAL_RANK");
+  return {};
+}
+
+std::string describe(const World& world) {
+  std::string text =
+      world.source == "alone"
+          ? std::string("no other ranks")
+          : "world of " + std::to_string(world.world_size) +
+                (world.world_size == 1 ? " rank by " : " ranks by ") +
+                world.source;
+  if (world.world_size > 1) {
+    text += ", " + std::to_string(world.local_world_size) +
+            " on this host, master at " + world.master_addr + ":" +
+            std::to_string(world.master_port);
   }
-  world.rank = reader.number("RANK", 0, kMost, 0);
-  world.world_size = reader.number("WORLD_SIZE", 1, kMost, kMost);
-  world.local_rank = reader.number("LOCAL_RANK", 0, kMost, 0);
-  world.local_world_size = reader.number("LOCAL_WORLD_SIZE", 1, kMost, 1);
-  world.master_port = reader.number("MASTER_PORT", 1, 65535, 1);
-  const auto below =
-      [&](const char* name, int value, const char* limit_name, int limit) {
-        if (value >= limit) {
-          reader.problem(
-              std::string(name) + "=" + std::to_string(value) + " with " +
-              limit_name + "=" + std::to_string(limit));
-        }
-      };
-  below("RANK", world.rank, "WORLD_SIZE", world.world_size);
-  if (has_local_rank) {
-    below(
-        "LOCAL_RANK",
-        world.local_rank,
-        "LOCAL_WORLD_SIZE",
-        world.local_world_size);
+  if (!world.passed_over.empty()) {
+    text += "; " + world.passed_over + " variables are passed over";
   }
-  if (world.local_world_size > world.world_size) {
-    reader.problem(
-        "LOCAL_WORLD_SIZE=" + std::to_string(world.local_world_size) +
-        " with WORLD_SIZE=" + std::to_string(world.world_size));
-  }
-  reader.throw_problems();
-  world.master_addr = *detail::environment_value("MASTER_ADDR");
-  world.agent_store =
-      detail::environment_value("TORCHELASTIC_USE_AGENT_STORE") == "True";
-  world.listen_fd = detail::usable_listen_fd(world.rank, world.master_port);
-  world.source = "torchrun";
-  return world;
+  return text;
 }
 
 int threads_per_rank(int local_world_size) {
@@ -199,6 +310,29 @@ int threads_per_rank(int local_world_size) {
     return *value;
   }
   return std::max(1, allowed_cores() / std::max(1, local_world_size));
+}
+
+int threads_per_rank(const World& world) {
+  if (world.cpus_per_task == 0 ||
+      detail::environment_value("OMP_NUM_THREADS")) {
+    return threads_per_rank(world.local_world_size);
+  }
+  return std::min(world.cpus_per_task, allowed_cores());
+}
+
+std::string oversubscription(int local_world_size, int threads) {
+  const int cores = allowed_cores();
+  if (local_world_size * threads <= cores) {
+    return {};
+  }
+  return std::to_string(local_world_size) +
+         (local_world_size == 1 ? " rank" : " ranks") + " of " +
+         std::to_string(threads) + (threads == 1 ? " thread" : " threads") +
+         " share " + std::to_string(cores) + (cores == 1 ? " core" : " cores") +
+         " (affinity and cgroup quota) and will wait for each other. Fix: " +
+         (threads == 1 ? "fewer ranks"
+                       : "fewer ranks, or unset OMP_NUM_THREADS") +
+         ".";
 }
 
 } // namespace hasten

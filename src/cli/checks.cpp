@@ -277,9 +277,22 @@ void check_nproc(const std::string& command, int nproc, const World& world) {
         "cli::" + command,
         "--nproc=" + std::to_string(nproc) +
             " inside a world of several: WORLD_SIZE=" +
-            std::to_string(world.world_size),
+            std::to_string(world.world_size) + " by " + world.source,
         "one launcher",
         "leave --nproc out, or start without the other launcher");
+  }
+}
+
+void check_logs_outside(
+    const std::string& command, const LogsSpecs& logs, const World& world) {
+  if (world.world_size > 1 && logs.any()) {
+    throw InputError(
+        "cli::" + command,
+        "--log-dir, --redirects or --tee inside a world of several: "
+        "WORLD_SIZE=" +
+            std::to_string(world.world_size) + " by " + world.source,
+        "one launcher, which has the output of its processes",
+        "give them to that one");
   }
 }
 

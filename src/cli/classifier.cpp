@@ -141,9 +141,7 @@ std::shared_ptr<const TokenizedDataset> make_dataset(
       PaddingOptions{.pad_id = tokenizer.pad_id()});
 }
 
-int tokenizer_threads() {
-  return threads_per_rank(world_from_environment().local_world_size);
-}
+int tokenizer_threads() { return threads_per_rank(world_from_environment()); }
 
 TextTableOptions table_options(const TableFlags& flags) {
   TextTableOptions options;

@@ -180,6 +180,46 @@ Command parse_eval(std::vector<std::string> arguments) {
   return command;
 }
 
+void declare_logs(FlagTable& flags, LogsSpecs& logs) {
+  flags.group("Output of the processes");
+  flags.value(
+      "--log-dir",
+      logs.log_dir,
+      "FOLDER",
+      "receives RANK/stdout.log and RANK/stderr.log; alone it means --tee 3");
+  flags.value(
+      "--redirects",
+      logs.redirects,
+      "STREAMS",
+      "write these to --log-dir alone: 1 stdout, 2 stderr, 3 both; or of some "
+      "ranks, like 1:3,2:3");
+  flags.value(
+      "--tee",
+      logs.tee,
+      "STREAMS",
+      "show these line by line, each after its rank, and write them to "
+      "--log-dir where there is one");
+}
+
+void check_logs(const FlagTable& flags, const LogsSpecs& logs, int nproc) {
+  require_flag(
+      flags,
+      !logs.redirects.any() || !logs.log_dir.empty(),
+      "--redirects without --log-dir",
+      "--log-dir FOLDER for the files");
+  for (const RankStreams* streams : {&logs.redirects, &logs.tee}) {
+    require_flag(
+        flags,
+        streams->ranks.empty() || streams->ranks.rbegin()->first < nproc,
+        "streams of rank " +
+            (streams->ranks.empty()
+                 ? std::string()
+                 : std::to_string(streams->ranks.rbegin()->first)) +
+            " with --nproc=" + std::to_string(nproc),
+        "ranks below --nproc");
+  }
+}
+
 Command parse_launch(
     std::vector<std::string> arguments, const std::vector<std::string>& rest) {
   LaunchCommand command;
@@ -193,7 +233,9 @@ Command parse_launch(
            "MASTER_ADDR and MASTER_PORT in its environment, as under torchrun, "
            "and OMP_NUM_THREADS, its share of the allowed cores, unless that "
            "is set. When one fails all are ended, and the first that failed "
-           "is named."});
+           "is named, with what it said of it. TORCHELASTIC_LOG_LINE_PREFIX_"
+           "TEMPLATE in the environment is the prefix of --tee, by default "
+           "[rank${rank}]:."});
   flags.group("Processes");
   flags.value("--nproc", command.nproc, "N", "processes on this machine");
   flags.required();
@@ -202,6 +244,7 @@ Command parse_launch(
       command.keep_going,
       "let the others go on when one fails that is not rank 0: for programs "
       "that survive it");
+  declare_logs(flags, command.logs);
   auto words = flags.parse_words(std::move(arguments), true);
   if (!words) {
     return Answer{flags.help()};
@@ -209,6 +252,7 @@ Command parse_launch(
   command.program = std::move(*words);
   command.program.insert(command.program.end(), rest.begin(), rest.end());
   require_at_least(flags, "--nproc", command.nproc, 1);
+  check_logs(flags, command.logs, command.nproc);
   require_flag(
       flags,
       !command.program.empty(),
@@ -439,6 +483,12 @@ Command parse_env(std::vector<std::string> arguments) {
   return command;
 }
 
+/// Flags of launch whose value is the next word.
+bool takes_value(const std::string& flag) {
+  return flag == "--nproc" || flag == "--log-dir" || flag == "--redirects" ||
+         flag == "--tee";
+}
+
 /// "--learning_rate=1e-4" as "--learning-rate=1e-4".
 std::string with_dashes(std::string argument) {
   if (argument.rfind("--", 0) == 0) {
@@ -489,7 +539,8 @@ Command parse_command_line(const std::vector<std::string>& arguments) {
     const bool program_before =
         std::any_of(flags.begin(), flags.end(), [&](const std::string& flag) {
           const auto at = &flag - flags.data();
-          return flag[0] != '-' && (at == 0 || flags[at - 1] != "--nproc");
+          return flag[0] != '-' &&
+                 (at == 0 || !detail::takes_value(flags[at - 1]));
         });
     if (program_before) {
       rest.insert(

@@ -101,8 +101,13 @@ nlohmann::ordered_json environment_json() {
   const World world = world_from_environment();
   json["world"] = {
       {"source", world.source},
+      {"passed_over", world.passed_over},
       {"rank", world.rank},
-      {"world_size", world.world_size}};
+      {"world_size", world.world_size},
+      {"local_rank", world.local_rank},
+      {"local_world_size", world.local_world_size},
+      {"master_addr", world.master_addr},
+      {"master_port", world.master_port}};
   return json;
 }
 

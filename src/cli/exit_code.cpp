@@ -9,6 +9,7 @@
 #include "hasten/base/error.h"
 #include "hasten/base/log.h"
 #include "hasten/base/process.h"
+#include "hasten/base/recorded_error.h"
 
 namespace hasten {
 
@@ -41,6 +42,7 @@ int exit_code_of(int rank, int world_size, const std::function<int()>& body) {
   try {
     return body();
   } catch (const SilentExit& exit) {
+    record_error(PeerInputError("cli::exit_code_of", exit.what()));
     return exit.code();
   } catch (const Interrupted& interrupted) {
     return detail::end_by_signal(interrupted.signal(), world_size);
@@ -49,6 +51,7 @@ int exit_code_of(int rank, int world_size, const std::function<int()>& body) {
     if (const int signal = interrupt_signal(); signal != 0) {
       return detail::end_by_signal(signal, world_size);
     }
+    record_error(error);
     const bool alike =
         dynamic_cast<const TrainingError*>(&error) != nullptr ||
         dynamic_cast<const CommunicationError*>(&error) != nullptr;

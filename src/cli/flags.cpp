@@ -83,6 +83,18 @@ bool read_flag(const std::string& text, GradientCheckpointing& value) {
     return false;
   }
 }
+bool read_flag(const std::string& text, RankStreams& value) {
+  try {
+    value = parse_rank_streams(text);
+    return true;
+  } catch (const InputError&) {
+    return false;
+  }
+}
+bool read_flag(const std::string& text, std::filesystem::path& value) {
+  value = text;
+  return !text.empty();
+}
 bool read_flag(const std::string& text, char& value) {
   if (text == "tab" || text == "\\t") {
     value = '\t';
@@ -133,6 +145,7 @@ std::string flag_text(double value) {
 std::string flag_text(const GradientCheckpointing& value) {
   return value.text();
 }
+std::string flag_text(const RankStreams&) { return {}; }
 std::string flag_text(char value) {
   return value == '\0' ? std::string() : std::string(1, value);
 }
@@ -164,6 +177,9 @@ std::string flag_text(Strategy value) {
 std::string flag_expectation(const GradientCheckpointing&) {
   return "none, full, every:K with K >= 1, ops, or budget:B with B bytes (2GB) "
          "or a share (50%)";
+}
+std::string flag_expectation(const RankStreams&) {
+  return "0, 1 (stdout), 2 (stderr) or 3 (both), or some ranks' like 0:3,1:2";
 }
 std::string flag_expectation(IntervalStrategy) {
   return spelling_expectation(interval_strategies());

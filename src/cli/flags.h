@@ -7,6 +7,7 @@
 #include <CLI/Formatter.hpp>
 
 #include <cstdint>
+#include <filesystem>
 #include <functional>
 #include <optional>
 #include <string>
@@ -37,6 +38,8 @@ bool read_flag(const std::string& text, LogGradientNorms& value);
 bool read_flag(const std::string& text, Precision& value);
 bool read_flag(const std::string& text, Strategy& value);
 bool read_flag(const std::string& text, GradientCheckpointing& value);
+bool read_flag(const std::string& text, RankStreams& value);
+bool read_flag(const std::string& text, std::filesystem::path& value);
 template <typename T>
 bool read_flag(const std::string& text, std::optional<T>& value) {
   T read{};
@@ -64,6 +67,7 @@ std::string flag_text(LogGradientNorms value);
 std::string flag_text(Precision value);
 std::string flag_text(Strategy value);
 std::string flag_text(const GradientCheckpointing& value);
+std::string flag_text(const RankStreams& value);
 template <typename T>
 std::string flag_text(const std::optional<T>& value) {
   return value ? flag_text(*value) : std::string();
@@ -96,6 +100,7 @@ std::string flag_expectation(LogGradientNorms value);
 std::string flag_expectation(Precision value);
 std::string flag_expectation(Strategy value);
 std::string flag_expectation(const GradientCheckpointing& value);
+std::string flag_expectation(const RankStreams& value);
 template <typename T>
 std::string flag_expectation(const std::optional<T>&) {
   return flag_expectation(T{});
@@ -209,6 +214,10 @@ void require_at_least(
     const std::string& flag,
     int64_t value,
     int64_t least);
+
+/// Where the output of processes goes, for the commands that start some.
+void declare_logs(FlagTable& flags, LogsSpecs& logs);
+void check_logs(const FlagTable& flags, const LogsSpecs& logs, int nproc);
 
 /// Flags of a CSV or TSV file, for the commands that read one.
 void declare_table(FlagTable& flags, TableFlags& table, bool labels);

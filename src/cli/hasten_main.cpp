@@ -51,19 +51,49 @@ std::string worker_program() {
 }
 
 /// Says once why the ranks did not end well. Ranks of our own (`ours`) say it
-/// themselves unless a signal ended them.
-int report(const LaunchResult& result, bool ours) {
+/// themselves unless a signal ended them, or their stderr goes into a file.
+int report(const LaunchResult& result, const LogsSpecs& logs, bool ours) {
   if (result.exit_code == kExitOk) {
     return kExitOk;
   }
   if (result.exit_code == 128 + SIGINT && result.first_failed_rank < 0) {
     log_info("Stopped by Ctrl-C; all ranks have ended.");
-  } else if (
-      !ours ||
+    return result.exit_code;
+  }
+  const int first = result.first_failed_rank;
+  const bool shown = first < 0 || !logs.redirects.has(first, Std::err) ||
+                     logs.tee.has(first, Std::err);
+  if (!ours || !shown ||
       (result.exit_code != kExitFailed && result.exit_code != kExitBadInput)) {
-    log_error(result.reason);
+    log_error(
+        result.reason + (result.message.empty() ? "" : ": " + result.message));
+    std::string after;
+    for (const std::string& consequence : result.consequences) {
+      after += (after.empty() ? "after it: " : ", ") + consequence;
+    }
+    if (!after.empty()) {
+      log_info(after);
+    }
   }
   return result.exit_code;
+}
+
+/// torchrun's variable for the prefix of teed lines.
+LogsSpecs with_prefix(LogsSpecs logs) {
+  if (const char* text = std::getenv("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")) {
+    logs.log_line_prefix_template = text;
+  }
+  return logs;
+}
+
+/// Whether this rank says what its launcher's ranks are all told: one a host.
+bool says_what_all_are_told() {
+  try {
+    return world_from_environment().local_rank == 0;
+  } catch (const InputError&) {
+    const char* local_rank = std::getenv("LOCAL_RANK");
+    return local_rank == nullptr || std::string(local_rank) == "0";
+  }
 }
 
 class Hasten {
@@ -81,6 +111,7 @@ class Hasten {
     if (command.nproc_given) {
       check_nproc("train", command.nproc, world);
     }
+    check_logs_outside("train", command.logs, world);
     if (world.world_size > 1) {
       become_worker(arguments_); // another launcher's rank; they check together
     }
@@ -89,10 +120,12 @@ class Hasten {
       log_info(finished_line(command));
       return kExitOk;
     }
-    if (command.nproc == 1) {
+    if (command.nproc == 1 && !command.logs.any()) {
       become_worker(arguments_);
     }
-    return report(launch_workers(command.nproc, {}), true);
+    const LaunchResult result =
+        launch_workers(command.nproc, {}, with_prefix(command.logs));
+    return report(result, command.logs, true);
   }
   int operator()(const PredictCommand& command) {
     check_predict_inputs(command);
@@ -115,10 +148,11 @@ class Hasten {
     check_compare_inputs(command);
     try {
       return compare_strategies(command, [&](const std::string& task) {
-        return launch_workers(command.nproc, {{CompareTask::kVariable, task}});
+        return launch_workers(
+            command.nproc, {{CompareTask::kVariable, task}}, {});
       });
     } catch (const WorldFailed& failed) {
-      return report(failed.result, true);
+      return report(failed.result, {}, true);
     }
   }
   int operator()(const StateCommand& command) {
@@ -129,19 +163,22 @@ class Hasten {
   int operator()(const LaunchCommand& command) {
     check_nproc("launch", command.nproc, world_from_environment());
     LaunchOptions options;
+    options.logs = with_prefix(command.logs);
     options.nproc = command.nproc;
     options.argv = command.program;
     options.keep_going = command.keep_going;
-    return report(launch(options), false);
+    return report(launch(options), command.logs, false);
   }
 
  private:
   /// Ranks of our own, which tell what happens; only how it ended is told here.
   LaunchResult launch_workers(
       int nproc,
-      std::vector<std::pair<std::string, std::string>> environment) const {
+      std::vector<std::pair<std::string, std::string>> environment,
+      LogsSpecs logs) const {
     LaunchOptions options;
     options.nproc = nproc;
+    options.logs = std::move(logs);
     options.argv = arguments_;
     options.argv.insert(options.argv.begin(), worker_program());
     options.environment = std::move(environment);
@@ -168,9 +205,7 @@ int main(int argc, char** argv) {
           hasten::detail::Hasten(arguments),
           hasten::parse_command_line(arguments));
     } catch (const hasten::InputError&) {
-      // Ranks of another launcher are all told the same: one a host says it.
-      const char* local_rank = std::getenv("LOCAL_RANK");
-      if (local_rank != nullptr && std::string(local_rank) != "0") {
+      if (!hasten::detail::says_what_all_are_told()) {
         throw hasten::SilentExit(hasten::kExitBadInput);
       }
       throw;

@@ -346,6 +346,7 @@ Command parse_train(std::vector<std::string> arguments) {
                 "predict, hasten eval and Python's transformers read."});
   declare_train_data(flags, command);
   declare_run(flags, command);
+  declare_logs(flags, command.logs);
   declare_batches(flags, command.arguments);
   declare_optimizer(flags, command.arguments);
   declare_reports(flags, command.arguments);
@@ -354,6 +355,7 @@ Command parse_train(std::vector<std::string> arguments) {
   }
   command.nproc_given = flags.given("--nproc");
   require_at_least(flags, "--nproc", command.nproc, 1);
+  check_logs(flags, command.logs, command.nproc);
   require_at_least(flags, "--max-train-rows", command.max_train_rows, 0);
   require_at_least(flags, "--max-eval-rows", command.max_eval_rows, 0);
   require_at_least(flags, "--vocab-size", command.vocab_size, 6);

@@ -3,9 +3,11 @@
 #include <algorithm>
 #include <csignal>
 #include <cstring>
+#include <tuple>
 
 #include "hasten/base/error.h"
 #include "hasten/base/log.h"
+#include "hasten/base/recorded_error.h"
 #include "hasten/base/world.h"
 #include "rank_group.h"
 
@@ -34,18 +36,32 @@ void check_launch_options(const LaunchOptions& options) {
         kWhere,
         "nproc=" + std::to_string(options.nproc) +
             " inside a world of WORLD_SIZE=" +
-            std::to_string(outer.world_size) +
+            std::to_string(outer.world_size) + " by " + outer.source +
             " (RANK=" + std::to_string(outer.rank) + ")",
         "one launcher",
-        "leave nproc out, or unset WORLD_SIZE and its companions");
+        "leave nproc out, or start without " + outer.source);
+  }
+  const std::string warning =
+      oversubscription(options.nproc, threads_per_rank(options.nproc));
+  if (!warning.empty()) {
+    log_warning(warning);
   }
 }
+
+/// A rank that did not end well.
+struct RankFailure {
+  int rank = -1;
+  std::chrono::system_clock::time_point time{}; // of its error, or of its end
+  bool follows = false; // from a peer's failure, or from what we did about it
+  std::string message{}; // as it recorded it
+};
 
 /// Decides when the ranks are told to end and when they are made to.
 class LaunchJudge {
  public:
-  LaunchJudge(const LaunchOptions& options, RankGroup& group)
-      : options_(options), group_(group) {}
+  LaunchJudge(
+      const LaunchOptions& options, RankGroup& group, RankOutput& output)
+      : options_(options), group_(group), output_(output) {}
 
   LaunchResult run() {
     while (!group_.all_ended() && !given_up_) {
@@ -58,6 +74,7 @@ class LaunchJudge {
       }
       act_on_deadlines();
     }
+    finish_output();
     return result();
   }
 
@@ -73,7 +90,7 @@ class LaunchJudge {
 
   void on_end(int rank) {
     const ProcessEnd& end = group_.end(rank);
-    if (end.code == 0 || first_failed_ >= 0 || signal_ != 0) {
+    if (end.code == 0 || signal_ != 0) {
       return;
     }
     if (options_.keep_going && rank != 0) {
@@ -82,12 +99,35 @@ class LaunchJudge {
           (group_.all_ended() ? "" : "; the other ranks may go on without it"));
       return;
     }
-    first_failed_ = rank;
-    if (!group_.all_ended()) {
-      log_info(
-          "rank " + std::to_string(rank) + " " + describe(end) +
-          "; the other ranks are stopped");
+    RankFailure failure{rank, std::chrono::system_clock::now(), told_, {}};
+    if (const auto error = read_recorded_error(output_.error_file(rank))) {
+      failure.time = std::min(failure.time, error->time);
+      failure.follows = error->of_a_peer;
+      failure.message = error->message;
+    }
+    failures_.push_back(failure);
+    if (failures_.size() == 1 && !group_.all_ended()) {
+      if (!failure.follows) { // else the rank it follows from is named first
+        log_info(
+            "rank " + std::to_string(rank) + " " + describe(end) +
+            "; the other ranks are stopped");
+      }
       terminate_at_ = LaunchClock::now() + options_.settle;
+    }
+  }
+
+  /// Waits until what the ranks wrote has been passed on. A signal ends the wait:
+  /// the console may be stuck.
+  void finish_output() {
+    output_.drain();
+    while (!output_.drained(std::chrono::milliseconds(50))) {
+      for (const RankEvent& event : group_.wait(std::chrono::milliseconds(0))) {
+        if (event.signal == SIGTSTP) {
+          ::raise(SIGSTOP);
+        } else if (event.signal != 0) {
+          return;
+        }
+      }
     }
   }
 
@@ -106,7 +146,7 @@ class LaunchJudge {
     group_.send(signal);
     group_.send(SIGCONT); // a stopped rank takes signals only when it goes on
     const auto now = LaunchClock::now();
-    if (signal_ == 0 && first_failed_ < 0) {
+    if (signal_ == 0 && failures_.empty()) {
       signal_ = signal;
       kill_at_ = now + options_.interrupt_grace;
     } else {
@@ -121,6 +161,7 @@ class LaunchJudge {
     if (now >= terminate_at_) {
       terminate_at_ = kLaunchNever;
       kill_at_ = std::min(kill_at_, now + options_.grace);
+      told_ = true;
       group_.send(SIGTERM);
       group_.send(SIGCONT);
     }
@@ -148,14 +189,26 @@ class LaunchJudge {
           group_.ended(rank) ? group_.end(rank)
                              : ProcessEnd{128 + SIGKILL, SIGKILL});
     }
-    result.first_failed_rank = first_failed_;
-    if (first_failed_ >= 0) {
-      const ProcessEnd& end = group_.end(first_failed_);
+    if (!failures_.empty()) {
+      auto failures = failures_;
+      std::stable_sort(
+          failures.begin(), failures.end(), [](const auto& a, const auto& b) {
+            return std::tie(a.follows, a.time) < std::tie(b.follows, b.time);
+          });
+      const int first = failures[0].rank;
+      const ProcessEnd& end = group_.end(first);
+      result.first_failed_rank = first;
       result.exit_code = end.code;
-      result.reason =
-          "rank " + std::to_string(first_failed_) + " " + describe(end);
+      result.reason = "rank " + std::to_string(first) + " " + describe(end);
       if (group_.size() > 1) {
         result.reason += " first";
+      }
+      result.message = failures[0].message.empty() ? output_.stderr_tail(first)
+                                                   : failures[0].message;
+      for (size_t i = 1; i < failures.size(); ++i) {
+        result.consequences.push_back(
+            "rank " + std::to_string(failures[i].rank) + " " +
+            describe(group_.end(failures[i].rank)));
       }
     } else if (signal_ != 0) {
       const char* name = ::sigdescr_np(signal_);
@@ -168,7 +221,9 @@ class LaunchJudge {
 
   const LaunchOptions& options_;
   RankGroup& group_;
-  int first_failed_ = -1;
+  RankOutput& output_;
+  std::vector<RankFailure> failures_; // in the order in which ranks ended
+  bool told_ = false; // the ranks were sent SIGTERM by us
   int signal_ = 0; // the first one that was forwarded
   bool killed_ = false;
   bool given_up_ = false;
@@ -180,8 +235,9 @@ class LaunchJudge {
 
 LaunchResult launch(const LaunchOptions& options) {
   detail::check_launch_options(options);
-  detail::RankGroup group(options);
-  return detail::LaunchJudge(options, group).run();
+  detail::RankOutput output(options);
+  detail::RankGroup group(options, output);
+  return detail::LaunchJudge(options, group, output).run();
 }
 
 } // namespace hasten

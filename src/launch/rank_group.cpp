@@ -46,7 +46,11 @@ sigset_t launch_signals() {
 
 /// The variables of one rank, in torchrun's words.
 std::vector<std::pair<std::string, std::string>> rank_environment(
-    const LaunchOptions& options, int rank, int port, int listen_fd) {
+    const LaunchOptions& options,
+    int rank,
+    int port,
+    int listen_fd,
+    const std::string& error_file) {
   const std::string r = std::to_string(rank);
   const std::string n = std::to_string(options.nproc);
   std::vector<std::pair<std::string, std::string>> environment = {
@@ -62,6 +66,7 @@ std::vector<std::pair<std::string, std::string>> rank_environment(
       {"MASTER_PORT", std::to_string(port)},
       // Of an outer world of one these would be lies; empty is not set.
       {"TORCHELASTIC_USE_AGENT_STORE", ""},
+      {"TORCHELASTIC_ERROR_FILE", error_file},
       {"HASTEN_LISTEN_FD", rank == 0 ? std::to_string(listen_fd) : ""},
       {"OMP_NUM_THREADS", std::to_string(threads_per_rank(options.nproc))}};
   environment.insert(
@@ -71,7 +76,7 @@ std::vector<std::pair<std::string, std::string>> rank_environment(
   return environment;
 }
 
-RankGroup::RankGroup(const LaunchOptions& options) {
+RankGroup::RankGroup(const LaunchOptions& options, RankOutput& output) {
   const sigset_t signals = launch_signals();
   ::pthread_sigmask(SIG_BLOCK, &signals, &old_mask_);
   // Where it is ignored the kernel forgets how children ended.
@@ -85,7 +90,8 @@ RankGroup::RankGroup(const LaunchOptions& options) {
       throw_launch_error("no descriptor to wait on");
     }
     watch(signal_fd_, kLaunchSignalTag);
-    start(options);
+    start(options, output);
+    output.start();
   } catch (...) {
     close_all();
     throw;
@@ -111,7 +117,7 @@ void RankGroup::close_all() noexcept {
   ::pthread_sigmask(SIG_SETMASK, &old_mask_, nullptr);
 }
 
-void RankGroup::start(const LaunchOptions& options) {
+void RankGroup::start(const LaunchOptions& options, RankOutput& output) {
   const auto [listen_fd, port] = listen_on_loopback();
   const int nothing = ::open("/dev/null", O_RDONLY | O_CLOEXEC);
   // In a process group of its own a rank that reads the terminal is stopped.
@@ -119,8 +125,11 @@ void RankGroup::start(const LaunchOptions& options) {
   try {
     for (int rank = 0; rank < options.nproc; ++rank) {
       SpawnOptions spawn;
-      spawn.environment = rank_environment(options, rank, port, listen_fd);
+      spawn.environment = rank_environment(
+          options, rank, port, listen_fd, output.error_file(rank).string());
       spawn.stdin_fd = rank == 0 && has_input ? -1 : nothing;
+      spawn.stdout_fd = output.descriptor(rank, 1);
+      spawn.stderr_fd = output.descriptor(rank, 2);
       if (rank == 0) {
         spawn.keep_fds = {listen_fd};
       }

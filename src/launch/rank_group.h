@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "hasten/launch/launch.h"
+#include "rank_output.h"
 
 namespace hasten::detail {
 
@@ -21,7 +22,7 @@ struct RankEvent {
 /// While it lives, the signals to forward are blocked in this thread.
 class RankGroup {
  public:
-  explicit RankGroup(const LaunchOptions& options);
+  RankGroup(const LaunchOptions& options, RankOutput& output);
   ~RankGroup();
   RankGroup(const RankGroup&) = delete;
   RankGroup& operator=(const RankGroup&) = delete;
@@ -45,7 +46,7 @@ class RankGroup {
     ProcessEnd end{};
   };
 
-  void start(const LaunchOptions& options);
+  void start(const LaunchOptions& options, RankOutput& output);
   void watch(int fd, unsigned long tag);
   /// Takes the end of a rank, if it has ended; kills what it left behind.
   bool reap(Member& member);

@@ -17,18 +17,10 @@ namespace hasten {
 
 using testing_support::EnvironmentValues;
 
-// Exactly these variables of the contract are set; all others are not.
+// Exactly these variables are set; all others that say who we are are not.
 static EnvironmentValues world_variables(const EnvironmentValues& set) {
-  EnvironmentValues all = {
-      {"RANK", {}},
-      {"WORLD_SIZE", {}},
-      {"LOCAL_RANK", {}},
-      {"LOCAL_WORLD_SIZE", {}},
-      {"MASTER_ADDR", {}},
-      {"MASTER_PORT", {}},
-      {"HASTEN_LISTEN_FD", {}},
-      {"TORCHELASTIC_USE_AGENT_STORE", {}},
-      {"OMP_NUM_THREADS", {}}};
+  EnvironmentValues all = testing_support::without_launchers();
+  all.emplace_back("OMP_NUM_THREADS", std::nullopt);
   all.insert(all.end(), set.begin(), set.end());
   return all;
 }
@@ -124,6 +116,13 @@ TEST(World, ValuesThatAreNoNumbersAreNamed) {
       << text;
 }
 
+TEST(World, WhereTheMasterIsSaysNotWhoOneIs) {
+  const std::string text =
+      world_error({{"MASTER_ADDR", "node0"}, {"MASTER_PORT", "29500"}});
+  EXPECT_NE(text.find("RANK is not set"), std::string::npos) << text;
+  EXPECT_NE(text.find("WORLD_SIZE is not set"), std::string::npos) << text;
+}
+
 TEST(World, HandedDownDescriptorIsUsedOnlyByRankZeroAndOnlyIfItListens) {
   const auto [fd, port] = listen_on_loopback();
   EnvironmentValues variables = {
@@ -210,6 +209,37 @@ TEST(Cores, ThreadsPerRankDividesUnlessTheUserDecided) {
   const testing_support::ScopedEnvironment bad(
       EnvironmentValues{{"OMP_NUM_THREADS", "many"}});
   EXPECT_THROW(threads_per_rank(4), InputError);
+}
+
+TEST(Cores, CpusThatSlurmGaveATaskAreItsOwn) {
+  World world;
+  world.local_world_size = 1 << 20;
+  const testing_support::ScopedEnvironment environment(world_variables({}));
+  EXPECT_EQ(threads_per_rank(world), 1);
+  world.cpus_per_task = 1 << 20;
+  EXPECT_EQ(threads_per_rank(world), allowed_cores());
+  world.cpus_per_task = 1;
+  world.local_world_size = 1;
+  EXPECT_EQ(threads_per_rank(world), 1);
+  const testing_support::ScopedEnvironment user(
+      EnvironmentValues{{"OMP_NUM_THREADS", "3"}});
+  EXPECT_EQ(threads_per_rank(world), 3);
+}
+
+TEST(Cores, MoreThreadsThanAllowedCoresAreWarnedOf) {
+  std::thread([] { // the mask is a thread's own
+    cpu_set_t one;
+    CPU_ZERO(&one);
+    CPU_SET(::sched_getcpu(), &one);
+    ASSERT_EQ(::sched_setaffinity(0, sizeof one, &one), 0);
+    EXPECT_EQ(oversubscription(1, 1), "");
+    EXPECT_EQ(
+        oversubscription(2, 1).rfind("2 ranks of 1 thread share 1 core ", 0),
+        0);
+    const std::string text = oversubscription(1, 4);
+    EXPECT_NE(text.find("unset OMP_NUM_THREADS"), std::string::npos) << text;
+  })
+      .join();
 }
 
 } // namespace hasten

@@ -293,6 +293,33 @@ TEST(CommandLine, LaunchLeavesTheProgramsOwnArgumentsAlone) {
           .keep_going);
 }
 
+TEST(CommandLine, OutputFlagsOfLaunchAndTrainAreTorchruns) {
+  const auto launched = detail::parsed<LaunchCommand>(
+      "launch --nproc 2 --log-dir logs --redirects 1:3 --tee 0:1 ./p -- x");
+  EXPECT_EQ(launched.logs.log_dir, "logs");
+  EXPECT_TRUE(launched.logs.redirects.has(1, Std::err));
+  EXPECT_FALSE(launched.logs.redirects.has(0, Std::out));
+  EXPECT_TRUE(launched.logs.tee.has(0, Std::out));
+  EXPECT_FALSE(launched.logs.tee.has(0, Std::err));
+  EXPECT_EQ(launched.program, (std::vector<std::string>{"./p", "--", "x"}));
+  const auto trained = detail::parsed<TrainCommand>(
+      detail::kTrain + "--nproc 2 --log_dir logs --tee 2");
+  EXPECT_EQ(trained.logs.log_dir, "logs");
+  EXPECT_TRUE(trained.logs.tee.has(1, Std::err));
+  EXPECT_FALSE(detail::parsed<TrainCommand>(detail::kTrain).logs.any());
+  const std::pair<std::string, std::string> mistakes[] = {
+      {"launch --nproc 2 --redirects 3 program",
+       "[cli::launch] --redirects without --log-dir. Expected --log-dir"},
+      {"launch --nproc 2 --tee 2:3 program",
+       "[cli::launch] streams of rank 2 with --nproc=2. Expected ranks below"},
+      {detail::kTrain + "--tee both",
+       "[cli::train] --tee=both. Expected 0, 1 (stdout), 2 (stderr) or 3"},
+  };
+  for (const auto& [line, message] : mistakes) {
+    EXPECT_EQ(detail::parse_error(line).substr(0, message.size()), message);
+  }
+}
+
 TEST(CommandLine, GradientCheckpointingIsBareOrSaysHow) {
   const auto text = [](const std::string& flags) {
     return detail::parsed<TrainCommand>(detail::kTrain + flags)

@@ -1,6 +1,8 @@
 // Sets environment variables for the length of a scope.
 #pragma once
 
+#include <unistd.h>
+
 #include <cstdlib>
 #include <optional>
 #include <string>
@@ -12,6 +14,34 @@ namespace hasten::testing_support {
 /// Values by name; nothing unsets the variable.
 using EnvironmentValues =
     std::vector<std::pair<std::string, std::optional<std::string>>>;
+
+/// Takes away every variable by which a launcher says who this process is.
+inline EnvironmentValues without_launchers() {
+  EnvironmentValues values{
+      {"RANK", {}},
+      {"WORLD_SIZE", {}},
+      {"MASTER_ADDR", {}},
+      {"MASTER_PORT", {}}};
+  for (char** entry = environ; *entry != nullptr; ++entry) {
+    const std::string text = *entry;
+    for (const char* start :
+         {"LOCAL_",
+          "GROUP_",
+          "ROLE_",
+          "TORCHELASTIC_",
+          "HASTEN_LISTEN_FD",
+          "OMPI_",
+          "PMIX_",
+          "PMI_",
+          "MPI_",
+          "SLURM_"}) {
+      if (text.rfind(start, 0) == 0) {
+        values.emplace_back(text.substr(0, text.find('=')), std::nullopt);
+      }
+    }
+  }
+  return values;
+}
 
 class ScopedEnvironment {
  public:

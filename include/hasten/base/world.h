@@ -1,9 +1,11 @@
-// The world a process is part of, read from torchrun's environment variables
-// or, where none is set, alone.
+// The world a process is part of, read from the variables that its launcher set
+// (torchrun, hasten launch, Open MPI, MPICH and Intel MPI, Slurm) or, where there
+// are none, alone.
 #pragma once
 
 #include <filesystem>
 #include <string>
+#include <vector>
 
 namespace hasten {
 
@@ -27,21 +29,53 @@ struct World {
   /// True where the launcher's own agent already serves a store on master_port
   /// (TORCHELASTIC_USE_AGENT_STORE): then rank 0 is a client too.
   bool agent_store = false;
-  /// Which environment this was read from, for the log: "torchrun" or "alone".
+  /// Cores the launcher gave this rank for itself (SLURM_CPUS_PER_TASK); 0 where
+  /// the ranks of a host share what they may use.
+  int cpus_per_task = 0;
+  /// Whose variables this was read from: "torchrun" (hasten launch and Kubeflow
+  /// set the same), "Open MPI", "PMI", "Slurm", or "alone".
   std::string source = "alone";
+  /// Other launchers' variables that were there too and were not used:
+  /// "Slurm's"; empty where there were none.
+  std::string passed_over{};
 
   bool is_main() const { return rank == 0; }
 };
 
-/// Reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
-/// MASTER_PORT (torchrun's contract); an empty variable counts as not set. None
-/// set: a world of one. Any set: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT
-/// must be. LOCAL_RANK and LOCAL_WORLD_SIZE come together or default to 0 and 1
-/// (Kubeflow).
+/// Reads who this process is. The first family of variables that is complete is
+/// used alone; the others are passed over, whatever they say:
+///
+///   torchrun  RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; LOCAL_RANK and
+///             LOCAL_WORLD_SIZE come together or default to 0 and 1 (Kubeflow)
+///   Open MPI  OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE
+///   PMI       PMI_RANK, PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS (MPICH and
+///             Intel MPI)
+///   Slurm     SLURM_STEP_NUM_TASKS, _STEP_NODELIST, _STEP_TASKS_PER_NODE, _PROCID,
+///             _LOCALID, _NODEID, _JOB_ID: what srun sets in a step
+///   PMI       PMI_RANK, PMI_SIZE, PMI_LOCAL_RANK, PMI_LOCAL_SIZE
+///
+/// mpirun comes before Slurm since inside a job it starts its own helpers by srun,
+/// whose step its ranks see. Without SLURM_STEP_NUM_TASKS Slurm says nothing:
+/// sbatch and salloc set SLURM_NTASKS for what is not started yet. Nor does it in
+/// the terminal of srun --pty with several tasks, where a shell is one of them.
+///
+/// Where the store is: torchrun says it. Ranks of one host meet on 127.0.0.1. In
+/// Slurm's step the first host of its node list is the master. MASTER_ADDR, where
+/// it is set, says another one, and must be set for mpirun over several hosts;
+/// MASTER_PORT says another port than the one that follows from the job.
+///
+/// An empty variable counts as not set; with none set this is a world of one. So
+/// it is with MASTER_ADDR and MASTER_PORT alone in a job of Slurm's without a step.
 /// HASTEN_LISTEN_FD is used where it is a socket that listens on MASTER_PORT, and
 /// made close-on-exec; otherwise (a wrapper program closed it) it is passed over.
-/// Local. Throws InputError that names every variable missing or contradictory.
+/// Local. Throws InputError where variables are set and no family is complete,
+/// naming what each lacks, and where those of the family used contradict each
+/// other, naming all that do.
 World world_from_environment();
+
+/// "world of 4 ranks by Slurm, 2 on this host, master at node1:15042; torchrun's
+/// variables are passed over". For the log.
+std::string describe(const World& world);
 
 /// Cores this process may use: the affinity mask, or less where a cgroup (v1 or
 /// v2, this one or any above it) has a quota; its fraction of a core is dropped,
@@ -52,12 +86,25 @@ int allowed_cores();
 /// is set (its first number, ≥ 1, else InputError), else
 /// allowed_cores() / local_world_size, ≥ 1.
 int threads_per_rank(int local_world_size);
+/// The same for a rank of `world`, whose cpus_per_task counts where it is set.
+int threads_per_rank(const World& world);
+
+/// What to warn of where `local_world_size` ranks of `threads` threads are more
+/// than the cores this process may use; empty where they are not.
+std::string oversubscription(int local_world_size, int threads);
 
 namespace detail {
 
 /// The least cgroup quota in cores, infinity where there is none. Reads
 /// proc/self/cgroup, proc/self/mountinfo and the mounts they name below `root`.
 double cgroup_cores(const std::filesystem::path& root);
+
+/// The hosts of Slurm's short form, in order: "n[08-10,12],login" is n08, n09, n10,
+/// n12, login. Empty where `text` is not in that form, or names over 65536.
+std::vector<std::string> expand_host_list(const std::string& text);
+/// Tasks on each host of Slurm's short form: "2(x3),1" is 2, 2, 2, 1. Empty where
+/// `text` is not in that form.
+std::vector<int> expand_task_counts(const std::string& text);
 
 } // namespace detail
 

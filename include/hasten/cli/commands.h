@@ -10,6 +10,7 @@
 #include <variant>
 #include <vector>
 
+#include "hasten/launch/launch.h"
 #include "hasten/trainer/training_arguments.h"
 
 namespace hasten {
@@ -49,6 +50,8 @@ struct TrainCommand {
   int nproc = 1;
   /// True where --nproc was written.
   bool nproc_given = false;
+  /// Where the output of several processes goes.
+  LogsSpecs logs{};
 
   TrainingArguments arguments{};
 };
@@ -159,6 +162,7 @@ struct LaunchCommand {
   int nproc = 1;
   /// See LaunchOptions.
   bool keep_going = false;
+  LogsSpecs logs{};
   /// Program and its arguments. Not empty.
   std::vector<std::string> program{};
 };

@@ -1,0 +1,124 @@
+// The variables of Open MPI's mpirun, and of MPICH's and Intel MPI's (PMI).
+#include <unistd.h>
+#include <xxhash.h>
+
+#include <fstream>
+#include <iterator>
+#include <string>
+
+#include "world_variables.h"
+
+namespace hasten {
+
+namespace detail {
+
+std::string text_of_proc(int process, const char* file) {
+  std::ifstream stream("/proc/" + std::to_string(process) + "/" + file);
+  return {std::istreambuf_iterator<char>(stream), {}};
+}
+
+/// The nearest process above this one that `variable` was not set for: the
+/// launcher, also where a script stands between. 1 where /proc does not say.
+int launcher_process(const std::string& variable) {
+  int process = ::getppid();
+  while (process > 1) {
+    const std::string environment = '\0' + text_of_proc(process, "environ");
+    if (environment.find('\0' + variable + "=") == std::string::npos) {
+      return process;
+    }
+    // "pid (name) state ppid …", where a name may have anything in it.
+    const std::string stat = text_of_proc(process, "stat");
+    const size_t name_end = stat.rfind(')');
+    if (name_end == std::string::npos || name_end + 4 >= stat.size()) {
+      break;
+    }
+    process = std::atoi(stat.c_str() + name_end + 4);
+  }
+  return 1;
+}
+
+/// A number that is the same in all ranks of this host and hardly in those of
+/// another world.
+int64_t mpi_job(const std::string& rank_variable) {
+  std::string name;
+  for (const char* variable : {"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"}) {
+    if (const auto value = environment_value(variable); value && name.empty()) {
+      name = *value;
+    }
+  }
+  if (name.empty() || rank_variable == "PMI_RANK") {
+    return launcher_process(rank_variable);
+  }
+  return static_cast<int64_t>(XXH3_64bits(name.data(), name.size()) >> 1);
+}
+
+struct MpiNames {
+  std::string rank;
+  std::string size;
+  std::string local_rank;
+  std::string local_size;
+};
+
+World mpi_world(
+    const MpiNames& names, const char* source, const std::string& command) {
+  WorldVariables variables;
+  World world;
+  world.source = source;
+  world.rank = variables.number(names.rank, 0, kAnyNumber, 0);
+  world.world_size = variables.number(names.size, 1, kAnyNumber, kAnyNumber);
+  world.local_rank = variables.number(names.local_rank, 0, kAnyNumber, 0);
+  world.local_world_size = variables.number(names.local_size, 1, kAnyNumber, 1);
+  variables.below(names.rank, world.rank, names.size, world.world_size);
+  variables.below(
+      names.local_rank,
+      world.local_rank,
+      names.local_size,
+      world.local_world_size);
+  variables.below(
+      names.local_size,
+      world.local_world_size - 1,
+      names.size,
+      world.world_size);
+  if (world.local_world_size == world.world_size) {
+    world.master_port = master_port_or(variables, mpi_job(names.rank));
+  } else {
+    for (const char* name : {"MASTER_ADDR", "MASTER_PORT"}) {
+      if (!environment_value(name)) {
+        variables.problem(
+            std::string(name) + " is not set, with " + names.local_size + "=" +
+            std::to_string(world.local_world_size) + " and " + names.size +
+            "=" + std::to_string(world.world_size));
+      }
+    }
+    world.master_port = variables.number("MASTER_PORT", 1, 65535, 1);
+    world.master_addr =
+        environment_value("MASTER_ADDR").value_or(world.master_addr);
+  }
+  variables.check(
+      names.rank + " < " + names.size + ", " + names.local_rank + " < " +
+          names.local_size + " <= " + names.size +
+          ", and on several hosts the address of rank 0's",
+      command);
+  return world;
+}
+
+World open_mpi_world() {
+  return mpi_world(
+      {"OMPI_COMM_WORLD_RANK",
+       "OMPI_COMM_WORLD_SIZE",
+       "OMPI_COMM_WORLD_LOCAL_RANK",
+       "OMPI_COMM_WORLD_LOCAL_SIZE"},
+      "Open MPI",
+      "mpirun -x MASTER_ADDR=<rank 0's host> -x MASTER_PORT=29500 …");
+}
+
+World pmi_world(const std::string& local_rank, const std::string& local_size) {
+  return mpi_world(
+      {"PMI_RANK", "PMI_SIZE", local_rank, local_size},
+      "PMI",
+      "mpiexec -genv MASTER_ADDR <rank 0's host> -genv MASTER_PORT 29500 …");
+}
+
+} // namespace detail
+
+} // namespace hasten

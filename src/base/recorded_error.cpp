@@ -1,0 +1,62 @@
+#include "hasten/base/recorded_error.h"
+
+#include <cstdlib>
+#include <nlohmann/json.hpp>
+
+#include "hasten/base/error.h"
+#include "hasten/base/files.h"
+
+namespace hasten {
+
+void record_error(const std::exception& error) noexcept {
+  try {
+    const char* path = std::getenv("TORCHELASTIC_ERROR_FILE");
+    if (path == nullptr || *path == '\0' || std::filesystem::exists(path)) {
+      return;
+    }
+    const auto now = std::chrono::duration_cast<std::chrono::microseconds>(
+                         std::chrono::system_clock::now().time_since_epoch())
+                         .count();
+    const bool of_a_peer =
+        dynamic_cast<const CommunicationError*>(&error) != nullptr ||
+        dynamic_cast<const PeerInputError*>(&error) != nullptr;
+    // torchrun reads whole seconds, as a string, and takes the least for the
+    // first cause: what follows is rounded up.
+    const nlohmann::ordered_json json = {
+        {"message",
+         {{"message", error.what()},
+          {"extraInfo",
+           {{"timestamp", std::to_string(now / 1'000'000 + of_a_peer)},
+            {"microseconds", now},
+            {"of_a_peer", of_a_peer}}}}}};
+    write_file_atomically(
+        path,
+        json.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace));
+  } catch (...) { // the error itself is on its way to the user
+  }
+}
+
+std::optional<RecordedError> read_recorded_error(
+    const std::filesystem::path& path) noexcept {
+  try {
+    if (!std::filesystem::exists(path)) {
+      return std::nullopt;
+    }
+    const auto json = nlohmann::json::parse(read_file(path));
+    const auto& message = json.at("message");
+    const auto& extra = message.at("extraInfo");
+    RecordedError error;
+    error.message = message.at("message").get<std::string>();
+    error.of_a_peer = extra.value("of_a_peer", false);
+    error.time = std::chrono::system_clock::time_point(
+        extra.contains("microseconds")
+            ? std::chrono::microseconds(extra.at("microseconds").get<int64_t>())
+            : std::chrono::seconds(
+                  std::stoll(extra.at("timestamp").get<std::string>())));
+    return error;
+  } catch (...) {
+    return std::nullopt;
+  }
+}
+
+} // namespace hasten

@@ -1,0 +1,168 @@
+// Slurm's variables inside a step, and the short forms of its lists.
+#include <algorithm>
+#include <numeric>
+
+#include "world_variables.h"
+
+namespace hasten {
+
+namespace detail {
+
+constexpr size_t kMostHosts = 65'536;
+
+/// The numbers of "08-10,12" with their leading zeros, each after every one of
+/// `stems`; false where it is not in that form.
+bool append_ranges(const std::string& ranges, std::vector<std::string>& stems) {
+  std::vector<std::string> numbers;
+  for (size_t at = 0; at <= ranges.size();) {
+    const size_t end = std::min(ranges.find(',', at), ranges.size());
+    const std::string range = ranges.substr(at, end - at);
+    const size_t dash = range.find('-');
+    const std::string first = range.substr(0, dash);
+    const auto low = whole_number(first);
+    const auto high =
+        dash == std::string::npos ? low : whole_number(range.substr(dash + 1));
+    if (!low || !high || *low < 0 || *high < *low ||
+        numbers.size() + static_cast<size_t>(*high - *low) >= kMostHosts) {
+      return false;
+    }
+    for (int number = *low; number <= *high; ++number) {
+      const std::string digits = std::to_string(number);
+      const size_t width = std::max(first.size(), digits.size());
+      numbers.push_back(std::string(width - digits.size(), '0') + digits);
+    }
+    at = end + 1;
+  }
+  if (stems.size() * numbers.size() > kMostHosts) {
+    return false;
+  }
+  std::vector<std::string> names;
+  for (const std::string& stem : stems) {
+    for (const std::string& number : numbers) {
+      names.push_back(stem + number);
+    }
+  }
+  stems = std::move(names);
+  return true;
+}
+
+/// The hosts of one element: "rack[1-2]-n[01-04]".
+std::vector<std::string> expand_host_pattern(const std::string& pattern) {
+  std::vector<std::string> names{""};
+  for (size_t at = 0; at < pattern.size();) {
+    const size_t open = std::min(pattern.find('[', at), pattern.size());
+    for (std::string& name : names) {
+      name += pattern.substr(at, open - at);
+    }
+    if (open == pattern.size()) {
+      break;
+    }
+    const size_t close = pattern.find(']', open);
+    if (close == std::string::npos ||
+        !append_ranges(pattern.substr(open + 1, close - open - 1), names)) {
+      return {};
+    }
+    at = close + 1;
+  }
+  return names;
+}
+
+std::vector<std::string> expand_host_list(const std::string& text) {
+  std::vector<std::string> hosts;
+  for (size_t at = 0; at <= text.size();) {
+    // A comma inside brackets divides ranges, not hosts.
+    size_t end = at;
+    for (bool inside = false; end < text.size() && (inside || text[end] != ',');
+         ++end) {
+      inside = text[end] == '[' || (inside && text[end] != ']');
+    }
+    const std::string pattern = text.substr(at, end - at);
+    const auto some = expand_host_pattern(pattern);
+    if (pattern.empty() || pattern[0] == '[' || some.empty() ||
+        hosts.size() + some.size() > kMostHosts) {
+      return {};
+    }
+    hosts.insert(hosts.end(), some.begin(), some.end());
+    at = end + 1;
+  }
+  return hosts;
+}
+
+std::vector<int> expand_task_counts(const std::string& text) {
+  std::vector<int> counts;
+  for (size_t at = 0; at <= text.size();) {
+    const size_t end = std::min(text.find(',', at), text.size());
+    const std::string part = text.substr(at, end - at);
+    const size_t times = std::min(part.find("(x"), part.size());
+    const auto tasks = whole_number(part.substr(0, times));
+    std::optional<int> hosts = 1;
+    if (times != part.size()) {
+      hosts =
+          part.back() == ')'
+              ? whole_number(part.substr(times + 2, part.size() - times - 3))
+              : std::nullopt;
+    }
+    if (!tasks || !hosts || *tasks < 0 || *hosts < 1 ||
+        counts.size() + static_cast<size_t>(*hosts) > kMostHosts) {
+      return {};
+    }
+    counts.insert(counts.end(), static_cast<size_t>(*hosts), *tasks);
+    at = end + 1;
+  }
+  return counts;
+}
+
+World slurm_world() {
+  WorldVariables variables;
+  World world;
+  world.source = "Slurm";
+  world.rank = variables.number("SLURM_PROCID", 0, kAnyNumber, 0);
+  world.world_size = variables.number("SLURM_STEP_NUM_TASKS", 1, kAnyNumber, 1);
+  world.local_rank = variables.number("SLURM_LOCALID", 0, kAnyNumber, 0);
+  world.cpus_per_task =
+      variables.number("SLURM_CPUS_PER_TASK", 1, kAnyNumber, 0);
+  const int node = variables.number("SLURM_NODEID", 0, kAnyNumber, 0);
+  const int job = variables.number("SLURM_JOB_ID", 0, kAnyNumber, 0);
+  const std::string list = *environment_value("SLURM_STEP_NODELIST");
+  const std::string tasks = *environment_value("SLURM_STEP_TASKS_PER_NODE");
+  const auto hosts = expand_host_list(list);
+  const auto counts = expand_task_counts(tasks);
+  variables.below(
+      "SLURM_PROCID", world.rank, "SLURM_STEP_NUM_TASKS", world.world_size);
+  if (hosts.empty()) {
+    variables.problem("SLURM_STEP_NODELIST=" + list + " is no list of hosts");
+  }
+  if (counts.empty() || counts.size() != hosts.size() ||
+      std::accumulate(counts.begin(), counts.end(), int64_t{0}) !=
+          world.world_size) {
+    variables.problem(
+        "SLURM_STEP_TASKS_PER_NODE=" + tasks + " with SLURM_STEP_NODELIST=" +
+        list + " and SLURM_STEP_NUM_TASKS=" + std::to_string(world.world_size));
+  } else if (static_cast<size_t>(node) >= counts.size()) {
+    variables.problem(
+        "SLURM_NODEID=" + std::to_string(node) +
+        " with SLURM_STEP_NODELIST=" + list);
+  } else {
+    world.local_world_size = counts[static_cast<size_t>(node)];
+    variables.below(
+        "SLURM_LOCALID",
+        world.local_rank,
+        "SLURM_STEP_TASKS_PER_NODE",
+        world.local_world_size);
+  }
+  // Steps of one job that run at the same time get different ports.
+  const auto step =
+      whole_number(environment_value("SLURM_STEP_ID").value_or("0"));
+  world.master_port =
+      master_port_or(variables, job + int64_t{1009} * step.value_or(0));
+  variables.check(
+      "what srun sets in a step", "start with srun, torchrun or hasten launch");
+  if (hosts.size() > 1) {
+    world.master_addr = environment_value("MASTER_ADDR").value_or(hosts[0]);
+  }
+  return world;
+}
+
+} // namespace detail
+
+} // namespace hasten

@@ -1,0 +1,49 @@
+// Reads a family of environment variables and collects all that is wrong in it.
+// Private to src/base.
+#pragma once
+
+#include <limits>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "hasten/base/world.h"
+
+namespace hasten::detail {
+
+constexpr int kAnyNumber = std::numeric_limits<int>::max();
+
+/// The variable's value; nothing where it is not set or empty.
+std::optional<std::string> environment_value(const std::string& name);
+std::optional<int> whole_number(std::string_view text);
+
+class WorldVariables {
+ public:
+  /// `otherwise` where it is not set, or is not a number (then a problem).
+  int number(const std::string& name, int least, int most, int otherwise);
+  /// A problem unless `value` < `limit`; the names are those of variables.
+  void below(
+      const std::string& name,
+      int value,
+      const std::string& limit_name,
+      int limit);
+  void problem(std::string text) { problems_.push_back(std::move(text)); }
+  /// Throws InputError of all problems, if there are any.
+  void check(const std::string& expected, const std::string& fix) const;
+
+ private:
+  std::vector<std::string> problems_;
+};
+
+/// MASTER_PORT, or a port between 15000 and 24999 that follows from `job`.
+int master_port_or(WorldVariables& variables, int64_t job);
+
+// The world by one family, all of whose variables are set.
+World torchrun_world();
+World open_mpi_world();
+/// `local_rank` and `local_size` are names of variables.
+World pmi_world(const std::string& local_rank, const std::string& local_size);
+World slurm_world();
+
+} // namespace hasten::detail

@@ -1,0 +1,458 @@
+#include "rank_output.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <charconv>
+#include <condition_variable>
+#include <csignal>
+#include <cstdlib>
+#include <mutex>
+#include <system_error>
+#include <thread>
+#include <utility>
+
+#include "hasten/base/error.h"
+#include "hasten/base/files.h"
+#include "hasten/base/log.h"
+
+namespace hasten {
+
+bool RankStreams::has(int rank, Std stream) const {
+  const auto found = ranks.find(rank);
+  const Std streams = found == ranks.end() ? others : found->second;
+  return (static_cast<int>(streams) & static_cast<int>(stream)) != 0;
+}
+
+bool RankStreams::any() const {
+  return others != Std::none ||
+         std::any_of(ranks.begin(), ranks.end(), [](const auto& entry) {
+           return entry.second != Std::none;
+         });
+}
+
+RankStreams parse_rank_streams(const std::string& text) {
+  const auto number = [&](std::string_view part, int most) {
+    int value = -1;
+    const auto [end, error] =
+        std::from_chars(part.data(), part.data() + part.size(), value);
+    if (error != std::errc() || end != part.data() + part.size() || value < 0 ||
+        value > most) {
+      throw InputError(
+          "launch::parse_rank_streams",
+          "streams=" + text,
+          "0, 1 (stdout), 2 (stderr) or 3 (both), or RANK:STREAMS for some "
+          "ranks, like 0:3,1:2");
+    }
+    return value;
+  };
+  RankStreams streams;
+  if (text.find(':') == std::string::npos) {
+    streams.others = static_cast<Std>(number(text, 3));
+    return streams;
+  }
+  for (size_t at = 0; at <= text.size();) {
+    const size_t end = std::min(text.find(',', at), text.size());
+    const std::string_view part(text.data() + at, end - at);
+    const size_t colon = std::min(part.find(':'), part.size() - 1);
+    const int rank = number(part.substr(0, colon), 1 << 20);
+    streams.ranks[rank] = static_cast<Std>(number(part.substr(colon + 1), 3));
+    at = end + 1;
+  }
+  return streams;
+}
+
+namespace detail {
+
+// A longer line is broken, so that memory stays bounded.
+constexpr size_t kLongestLine = 64 * 1024;
+// What a report shows of a file.
+constexpr size_t kTailBytes = 4096;
+constexpr int kTailLines = 10;
+
+std::string log_line_prefix(const std::string& text, int rank) {
+  const std::pair<std::string, std::string> names[] = {
+      {"rank", std::to_string(rank)},
+      {"local_rank", std::to_string(rank)},
+      {"role_name", "default"}};
+  const auto in_name = [](char c) {
+    return c == '_' || (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') ||
+           (c >= '0' && c <= '9');
+  };
+  std::string prefix;
+  for (size_t at = 0; at < text.size(); ++at) {
+    if (text[at] != '$' || at + 1 == text.size()) {
+      prefix += text[at];
+      continue;
+    }
+    if (text[at + 1] == '$') {
+      prefix += text[at++];
+      continue;
+    }
+    const bool braces = text[at + 1] == '{';
+    size_t end = at + (braces ? 2 : 1);
+    while (end < text.size() && in_name(text[end])) {
+      ++end;
+    }
+    const std::string name =
+        text.substr(at + (braces ? 2 : 1), end - at - (braces ? 2 : 1));
+    const auto* found = std::find_if(
+        std::begin(names), std::end(names), [&](const auto& known) {
+          return known.first == name;
+        });
+    if (found == std::end(names) ||
+        (braces && (end == text.size() || text[end] != '}'))) {
+      prefix += text[at]; // stays as it is
+      continue;
+    }
+    prefix += found->second;
+    at = braces ? end : end - 1;
+  }
+  return prefix;
+}
+
+/// A stream that passes through this process.
+struct TeedStream {
+  int pipe = -1; // our end; -1: closed
+  int file = -1; // -1: none
+  int console = -1; // ours: 1 or 2; -1: nobody reads it any more
+  std::string path{}; // of the file
+  std::string prefix{};
+  std::string line{}; // what has no end yet
+};
+
+struct RankOutput::Shared {
+  std::vector<TeedStream> streams{};
+  int wake = -1; // eventfd: set once all ranks have ended
+  std::mutex mutex{};
+  std::condition_variable changed{};
+  bool running = false;
+
+  ~Shared() {
+    for (const TeedStream& stream : streams) {
+      for (const int fd : {stream.pipe, stream.file}) {
+        if (fd >= 0) {
+          ::close(fd);
+        }
+      }
+    }
+    if (wake >= 0) {
+      ::close(wake);
+    }
+  }
+};
+
+/// 0, or errno.
+int write_everything(int fd, std::string_view bytes) {
+  while (!bytes.empty()) {
+    const ssize_t written = ::write(fd, bytes.data(), bytes.size());
+    if (written < 0 && errno == EAGAIN) { // a terminal somebody made so
+      pollfd ready{fd, POLLOUT, 0};
+      ::poll(&ready, 1, -1);
+    } else if (written < 0 && errno != EINTR) {
+      return errno;
+    } else if (written > 0) {
+      bytes.remove_prefix(static_cast<size_t>(written));
+    }
+  }
+  return 0;
+}
+
+/// Complete lines of `stream` (with `all` what is left too), each after the
+/// prefix, in one write.
+void write_lines(TeedStream& stream, bool all) {
+  std::string text;
+  size_t at = 0;
+  for (size_t end = 0; (end = stream.line.find('\n', at)) != std::string::npos;
+       at = end + 1) {
+    text += stream.prefix;
+    text.append(stream.line, at, end + 1 - at);
+  }
+  stream.line.erase(0, at);
+  if (!stream.line.empty() && (all || stream.line.size() > kLongestLine)) {
+    text += stream.prefix + stream.line + '\n';
+    stream.line.clear();
+  }
+  if (stream.console >= 0 && write_everything(stream.console, text) != 0) {
+    stream.console = -1;
+  }
+}
+
+/// Copies what is there. False at the end of the stream.
+bool copy_some(TeedStream& stream) {
+  char block[16 * 1024];
+  const ssize_t got = ::read(stream.pipe, block, sizeof block);
+  if (got < 0 && (errno == EAGAIN || errno == EINTR)) {
+    return true;
+  }
+  if (got > 0) {
+    const std::string_view bytes(block, static_cast<size_t>(got));
+    const int error =
+        stream.file >= 0 ? write_everything(stream.file, bytes) : 0;
+    if (error != 0) {
+      log_warning(
+          stream.path +
+          " ends here: " + std::generic_category().message(error));
+      ::close(std::exchange(stream.file, -1));
+    }
+    stream.line += bytes;
+    write_lines(stream, false);
+    // Nobody is left who reads: the rank learns it as it would without us.
+    if (stream.console >= 0 || stream.file >= 0) {
+      return true;
+    }
+  }
+  write_lines(stream, true);
+  ::close(std::exchange(stream.pipe, -1));
+  return false;
+}
+
+/// Until every pipe has ended, or all ranks have and nothing is left to read: a
+/// process that got away from a rank may hold a pipe for ever.
+void copy_streams(std::vector<TeedStream>& streams, int wake) {
+  bool draining = false;
+  while (true) {
+    std::vector<pollfd> ready;
+    std::vector<TeedStream*> of;
+    for (TeedStream& stream : streams) {
+      if (stream.pipe >= 0) {
+        ready.push_back({stream.pipe, POLLIN, 0});
+        of.push_back(&stream);
+      }
+    }
+    if (ready.empty()) {
+      return;
+    }
+    if (!draining) {
+      ready.push_back({wake, POLLIN, 0});
+    }
+    const int count = ::poll(ready.data(), ready.size(), draining ? 0 : -1);
+    if (count == 0 && draining) {
+      for (TeedStream* stream : of) {
+        write_lines(*stream, true);
+      }
+      return;
+    }
+    for (size_t i = 0; i < of.size(); ++i) {
+      if (ready[i].revents != 0) {
+        copy_some(*of[i]);
+      }
+    }
+    draining =
+        draining || (ready.back().fd == wake && ready.back().revents != 0);
+  }
+}
+
+/// The file, open for appending. Throws InputError.
+int open_log(const std::filesystem::path& path) {
+  const int fd =
+      ::open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
+  if (fd < 0) {
+    throw InputError(
+        "launch::launch",
+        "log_dir: " + path.string() + ": " +
+            std::generic_category().message(errno),
+        "a folder that may be written");
+  }
+  return fd;
+}
+
+void check_logs(const LogsSpecs& logs, int nproc) {
+  if (logs.redirects.any() && logs.log_dir.empty()) {
+    throw InputError(
+        "launch::launch",
+        "redirects without log_dir",
+        "a folder for the files (--log-dir)");
+  }
+  for (const RankStreams* streams : {&logs.redirects, &logs.tee}) {
+    if (!streams->ranks.empty() && streams->ranks.rbegin()->first >= nproc) {
+      throw InputError(
+          "launch::launch",
+          "streams of rank " + std::to_string(streams->ranks.rbegin()->first) +
+              " with nproc=" + std::to_string(nproc),
+          "ranks below nproc");
+    }
+  }
+}
+
+RankOutput::RankOutput(const LaunchOptions& options)
+    : logs_(options.logs), shared_(std::make_shared<Shared>()) {
+  check_logs(logs_, options.nproc);
+  if (!logs_.log_dir.empty() && !logs_.redirects.any() && !logs_.tee.any()) {
+    logs_.tee.others = Std::all;
+  }
+  if (logs_.log_dir.empty()) {
+    std::error_code error;
+    const auto base = std::filesystem::temp_directory_path(error);
+    std::string pattern = ((error ? "/tmp" : base) / "hasten-XXXXXX").string();
+    // Without it the order of ends alone tells the first failure.
+    temporary_ = ::mkdtemp(pattern.data()) != nullptr ? pattern : "";
+  }
+  descriptors_.assign(static_cast<size_t>(options.nproc), {-1, -1});
+  try {
+    for (int rank = 0; rank < options.nproc; ++rank) {
+      open_rank(rank);
+    }
+  } catch (...) {
+    close_all();
+    throw;
+  }
+}
+
+void RankOutput::open_rank(int rank) {
+  if (!logs_.log_dir.empty()) {
+    std::error_code error;
+    std::filesystem::create_directories(folder(rank), error);
+    if (error) {
+      throw InputError(
+          "launch::launch",
+          "log_dir: " + folder(rank).string() + ": " + error.message(),
+          "a folder that may be written");
+    }
+    std::filesystem::remove(error_file(rank), error); // of an earlier run
+  }
+  for (const int stream : {1, 2}) {
+    const Std bit = stream == 1 ? Std::out : Std::err;
+    const bool teed = logs_.tee.has(rank, bit);
+    int& descriptor = descriptors_[static_cast<size_t>(rank)]
+                                  [static_cast<size_t>(stream - 1)];
+    int file = -1;
+    const auto path = log_file(rank, stream);
+    if (!logs_.log_dir.empty() && (teed || logs_.redirects.has(rank, bit))) {
+      file = open_log(path);
+    }
+    if (!teed) {
+      descriptor = file;
+      continue;
+    }
+    shared_->streams.push_back(
+        {-1,
+         file,
+         stream,
+         path.string(),
+         log_line_prefix(logs_.log_line_prefix_template, rank),
+         {}});
+    int ends[2];
+    if (::pipe2(ends, O_CLOEXEC) != 0) {
+      throw Error(
+          "launch::launch",
+          "no pipe for rank " + std::to_string(rank) + ": " +
+              std::generic_category().message(errno));
+    }
+    shared_->streams.back().pipe = ends[0];
+    ::fcntl(ends[0], F_SETFL, O_NONBLOCK);
+    descriptor = ends[1];
+  }
+}
+
+RankOutput::~RankOutput() { close_all(); }
+
+void RankOutput::close_all() noexcept {
+  for (auto& both : descriptors_) {
+    for (int& descriptor : both) {
+      if (descriptor >= 0) {
+        ::close(std::exchange(descriptor, -1));
+      }
+    }
+  }
+  std::error_code ignored;
+  if (!temporary_.empty()) {
+    std::filesystem::remove_all(temporary_, ignored);
+  }
+}
+
+int RankOutput::descriptor(int rank, int stream) const {
+  return descriptors_[static_cast<size_t>(rank)]
+                     [static_cast<size_t>(stream - 1)];
+}
+
+std::filesystem::path RankOutput::folder(int rank) const {
+  return (logs_.log_dir.empty() ? temporary_
+                                : std::filesystem::absolute(logs_.log_dir)) /
+         std::to_string(rank);
+}
+
+std::filesystem::path RankOutput::log_file(int rank, int stream) const {
+  return folder(rank) / (stream == 1 ? "stdout.log" : "stderr.log");
+}
+
+std::filesystem::path RankOutput::error_file(int rank) const {
+  if (!logs_.log_dir.empty()) {
+    return folder(rank) / "error.json";
+  }
+  return temporary_.empty() ? std::filesystem::path()
+                            : temporary_ / (std::to_string(rank) + ".json");
+}
+
+void RankOutput::start() {
+  for (auto& both : descriptors_) {
+    for (int& descriptor : both) {
+      if (descriptor >= 0) {
+        ::close(std::exchange(descriptor, -1));
+      }
+    }
+  }
+  if (shared_->streams.empty()) {
+    return;
+  }
+  shared_->wake = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+  shared_->running = true;
+  std::thread([shared = shared_] {
+    // A console that is gone is an error here, not the launcher's end.
+    sigset_t pipe;
+    sigemptyset(&pipe);
+    sigaddset(&pipe, SIGPIPE);
+    ::pthread_sigmask(SIG_BLOCK, &pipe, nullptr);
+    copy_streams(shared->streams, shared->wake);
+    const std::lock_guard lock(shared->mutex);
+    shared->running = false;
+    shared->changed.notify_all();
+  }).detach();
+}
+
+void RankOutput::drain() {
+  const uint64_t one = 1;
+  if (shared_->wake >= 0 && ::write(shared_->wake, &one, sizeof one) < 0) {
+    log_warning("output of the ranks may be incomplete");
+  }
+}
+
+bool RankOutput::drained(std::chrono::milliseconds limit) {
+  std::unique_lock lock(shared_->mutex);
+  return shared_->changed.wait_for(
+      lock, limit, [this] { return !shared_->running; });
+}
+
+std::string RankOutput::stderr_tail(int rank) const {
+  if (logs_.log_dir.empty() || logs_.tee.has(rank, Std::err) ||
+      !logs_.redirects.has(rank, Std::err)) {
+    return {};
+  }
+  const auto path = log_file(rank, 2);
+  std::string text;
+  try {
+    text = read_file(path);
+  } catch (const Error&) {
+    return {};
+  }
+  text.erase(0, text.size() - std::min(text.size(), kTailBytes));
+  while (!text.empty() && text.back() == '\n') {
+    text.pop_back();
+  }
+  size_t start = text.size();
+  for (int lines = 0; lines < kTailLines && start > 0; ++lines) {
+    const size_t before = text.rfind('\n', start - 1);
+    start = before == std::string::npos ? 0 : before;
+  }
+  text.erase(0, start + (start > 0 ? 1 : 0));
+  return text.empty() ? "nothing in " + path.string()
+                      : "the end of " + path.string() + ":\n" + text;
+}
+
+} // namespace detail
+
+} // namespace hasten
