@@ -341,6 +341,8 @@ void Collect::take_turns(
 
 void Collect::set_trigger() { triggered_ = true; }
 
+void Collect::request(uint32_t bits) { core_->request(bits); }
+
 bool Collect::check_trigger() {
   const at::Tensor flag = at::tensor({triggered_ ? 1 : 0}, at::kInt);
   triggered_ = false;

@@ -113,6 +113,7 @@ class AcceleratorCore {
       std::optional<double> weight,
       const std::vector<torch::nn::Module*>& modules);
   void close(bool unwinding) noexcept;
+  void request(uint32_t bits) { exchange_->requests |= bits; }
   void backward(
       const at::Tensor& loss,
       std::optional<double> sum_weight,

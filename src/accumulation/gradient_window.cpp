@@ -6,6 +6,7 @@
 #include <cmath>
 #include <nlohmann/json.hpp>
 #include <sstream>
+#include <utility>
 
 #include "hasten/base/error.h"
 
@@ -385,6 +386,9 @@ void GradientWindow::start_control() {
   mine.outside = outside_;
   mine.history = exchange_->history;
   mine.loss_scale = loss_scale_;
+  if (!complete_) {
+    mine.requests = std::exchange(exchange_->requests, 0u);
+  }
   control_.start(mine, loss_stats_);
 }
 
@@ -421,6 +425,7 @@ void GradientWindow::complete() {
     totals.weight = complete_ ? 0 : weight_;
     totals.rows = complete_ ? 0 : rows_;
     totals.extra = complete_;
+    totals.requests = complete_ ? 0u : std::exchange(exchange_->requests, 0u);
   }
   settle(totals);
   if (exchange_->check && !alone()) {
@@ -465,6 +470,7 @@ void GradientWindow::settle(const WindowTotals& totals) {
     report_.loss = totals.weight > 0 ? totals.loss / totals.weight : 0;
     report_.non_finite = std::llround(totals.non_finite);
     report_.joined = totals.finished;
+    report_.requests = totals.requests;
   }
   forget_losses(); // a further backward tells what it adds
   report_.communication_seconds = report_.exposed_seconds = 0;

@@ -32,7 +32,8 @@ enum WindowField {
   kWindowDataKnown, // finished ranks whose data is not 0
   kWindowData,
   kWindowDataSquared,
-  kWindowFields
+  kWindowRequest, // the first of kWindowRequests: ranks that have the bit
+  kWindowFields = kWindowRequest + kWindowRequests
 };
 
 // Multiplicative hashing (Knuth, TAOCP 6.4); small enough that squares of it sum
@@ -83,6 +84,9 @@ void WindowControl::start(
     host[kWindowLossScale] = mine.loss_scale;
     host[kWindowPrint] = print;
     host[kWindowPrintSquared] = print * print;
+    for (int bit = 0; bit < kWindowRequests; ++bit) {
+      host[kWindowRequest + bit] = (mine.requests >> bit) & 1u;
+    }
   } else {
     const auto data = static_cast<double>(mine.data);
     host[kWindowDataKnown] = mine.data != 0 ? 1 : 0;
@@ -131,6 +135,9 @@ WindowTotals WindowControl::wait() {
   totals.models = static_cast<uint64_t>(sum[kWindowModels] / active);
   totals.round = static_cast<int64_t>(sum[kWindowRound] / active);
   totals.loss_scale = sum[kWindowLossScale] / active; // exact: fp32 numbers
+  for (int bit = 0; bit < kWindowRequests; ++bit) {
+    totals.requests |= sum[kWindowRequest + bit] > 0 ? 1u << bit : 0u;
+  }
   if (!equal_on_ranks(active, sum[kWindowPrint], sum[kWindowPrintSquared])) {
     throw CommunicationError(
         "accumulation::GradientWindow",

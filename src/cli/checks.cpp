@@ -109,6 +109,7 @@ void check_output_dir(const TrainCommand& command) {
           "(--resume-from-checkpoint auto), or add --overwrite-output-dir");
     }
   }
+  require_unlocked_output_dir(folder);
   find_resume_point(command.arguments, /*verify_checksums=*/false);
   const files::path existing = nearest_existing(folder);
   if (!files::is_directory(existing, error)) {
@@ -163,6 +164,8 @@ nlohmann::json described_inputs(const TrainCommand& command) {
       {"eval_split", command.eval_split},
       {"text_column", command.table.text_column},
       {"label_column", command.table.label_column},
+      {"label_columns", command.table.label_columns},
+      {"label_separator", command.table.label_separator},
       {"filters", command.table.filters},
       {"max_train_rows", command.max_train_rows},
       {"max_eval_rows", command.max_eval_rows}};

@@ -11,6 +11,8 @@
 #include "hasten/base/files.h"
 #include "hasten/base/progress_bar.h"
 #include "hasten/base/world.h"
+#include "hasten/trainer/output_folder.h"
+#include "head.h"
 
 namespace hasten::detail {
 
@@ -47,6 +49,30 @@ Precision trained_precision(const nlohmann::json& arguments) {
                          ? precisions().find(entry->get<std::string>())
                          : precisions().end();
   return found == precisions().end() ? Precision::no : found->second;
+}
+
+/// As numbers, which hasten_state.json has, also where they were balanced; 1 for labels
+/// behind those that training had.
+std::string trained_class_weights(
+    const std::filesystem::path& folder, int64_t labels) {
+  std::error_code error;
+  const auto file = folder / kRunFile;
+  if (!std::filesystem::exists(file, error)) {
+    return {};
+  }
+  const auto json = nlohmann::json::parse(read_file(file), nullptr, false);
+  std::string text;
+  if (json.is_object()) {
+    for (const auto& weight :
+         json.value("class_weights", nlohmann::json::array())) {
+      text += (text.empty() ? "" : ",") + weight.dump();
+      --labels;
+    }
+  }
+  for (; !text.empty() && labels > 0; --labels) {
+    text += ",1";
+  }
+  return text;
 }
 
 int64_t allowed_length(
@@ -92,11 +118,15 @@ TextClassifier load_text_classifier(
   const nlohmann::json arguments = trained_arguments(folder);
   const int64_t asked = max_length > 0 ? max_length : trained_length(arguments);
   const int64_t length = allowed_length(asked, bert.config, tokenizer);
+  const int64_t labels = bert.config.num_labels();
   return {
       std::move(bert),
       std::move(tokenizer),
       length,
-      trained_precision(arguments)};
+      trained_precision(arguments),
+      arguments.is_object() ? arguments.value("label_smoothing_factor", 0.0)
+                            : 0.0,
+      trained_class_weights(folder, labels)};
 }
 
 LossFunction classification_loss(BertForSequenceClassification model) {
@@ -169,13 +199,16 @@ std::unique_ptr<Trainer> make_evaluator(
   arguments.save_strategy = IntervalStrategy::no;
   arguments.per_device_eval_batch_size = batch_size;
   arguments.precision = classifier.precision; // gives the run's own numbers
+  arguments.label_smoothing_factor = classifier.label_smoothing_factor;
+  arguments.class_weights = classifier.class_weights;
+  const Head head = head_of(classifier.bert.config);
   return std::make_unique<Trainer>(
       classifier.bert.model.ptr(),
-      classification_loss(classifier.bert.model),
+      head_loss(classifier.bert.model, head),
       arguments,
       nullptr,
       nullptr,
-      classification_metrics(classifier.bert.config.num_labels()));
+      head_metrics(head, classifier.bert.config.num_labels()));
 }
 
 } // namespace hasten::detail

@@ -22,6 +22,9 @@ struct TextClassifier {
   int64_t max_length = 0;
   /// What the run that trained it evaluated in.
   Precision precision = Precision::no;
+  /// Of its loss.
+  double label_smoothing_factor = 0;
+  std::string class_weights{};
 
   const std::vector<std::string>& labels() const {
     return bert.config.id2label;

@@ -1,5 +1,6 @@
 #include "console.h"
 
+#include <array>
 #include <cmath>
 #include <cstdio>
 #include <iostream>
@@ -17,8 +18,8 @@ constexpr EpochColumn kEpochColumns[] = {
     {"epoch", 7},
     {"train loss", 10},
     {"eval loss", 9},
-    {"accuracy", 8},
-    {"macro-F1", 8},
+    {"", 8}, // the evaluation's two metrics
+    {"", 8},
     {"samples/s", 9},
     {"tokens/s", 10},
     {"peak memory", 11},
@@ -46,10 +47,30 @@ std::string fixed_text(double value, int digits) {
   return text;
 }
 
-std::string epoch_header() {
+struct MetricColumn {
+  const char* title;
+  const char* name; // in the evaluation's record
+};
+
+/// What the table has of an evaluation: by the kind of head, as its record shows.
+std::array<MetricColumn, 2> metric_columns(const EpochReport& epoch) {
+  if (epoch.evaluation.count("eval_pearson") > 0) {
+    return {{{"MSE", "eval_mse"}, {"pearson", "eval_pearson"}}};
+  }
+  if (epoch.evaluation.count("eval_f1_micro") > 0) {
+    return {{{"micro-F1", "eval_f1_micro"}, {"macro-F1", "eval_f1_macro"}}};
+  }
+  return {{{"accuracy", "eval_accuracy"}, {"macro-F1", "eval_f1"}}};
+}
+
+std::string epoch_header(const EpochReport& epoch) {
   std::vector<std::string> titles;
+  size_t metric = 0;
   for (const EpochColumn& column : kEpochColumns) {
-    titles.emplace_back(column.title);
+    const bool named = column.title[0] != '\0';
+    titles.emplace_back(
+        named ? column.title : metric_columns(epoch)[metric].title);
+    metric += named ? 0 : 1;
   }
   return epoch_row(titles);
 }
@@ -64,8 +85,8 @@ std::string epoch_line(const EpochReport& epoch) {
       {std::to_string(epoch.epoch) + "/" + std::to_string(epoch.epochs),
        fixed_text(epoch.training_loss, 4),
        metric("eval_loss"),
-       metric("eval_accuracy"),
-       metric("eval_f1"),
+       metric(metric_columns(epoch)[0].name),
+       metric(metric_columns(epoch)[1].name),
        fixed_text(epoch.samples_per_second, 1),
        format_count(std::llround(epoch.tokens_per_second)),
        format_bytes(epoch.peak_resident_bytes),
@@ -174,7 +195,7 @@ void TrainConsole::on_epoch_end(const EpochReport& epoch) {
     bar_->clear();
   }
   if (!header_printed_) {
-    std::cout << epoch_header() << "\n";
+    std::cout << epoch_header(epoch) << "\n";
     header_printed_ = true;
   }
   std::cout << epoch_line(epoch) << std::endl;

@@ -49,8 +49,9 @@ class TrainConsole : public TrainerCallback {
 
 /// The banner's lines that come from the Trainer.
 BannerLines run_lines(const RunDescription& run);
-/// One line of the table of epochs, and the line above them.
-std::string epoch_header();
+/// One line of the table of epochs, and the line above them, whose columns are those
+/// of the first epoch's evaluation.
+std::string epoch_header(const EpochReport& epoch);
 std::string epoch_line(const EpochReport& epoch);
 
 } // namespace hasten::detail

@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "estimate_memory.h"
 #include "hasten/base/progress_bar.h"
 #include "hasten/cli/checks.h"
 #include "hasten/cli/exit_code.h"
@@ -172,6 +173,10 @@ MemoryEstimate estimate_of(const EstimateMemoryCommand& command) {
   }
   estimate.peak = kept + estimate.gradients + step.activation_bytes;
   return estimate;
+}
+
+int64_t estimated_peak_bytes(const EstimateMemoryCommand& command) {
+  return estimate_of(command).peak;
 }
 
 nlohmann::json estimate_json(

@@ -11,41 +11,63 @@
 #include "hasten/cli/checks.h"
 #include "hasten/cli/exit_code.h"
 #include "hasten/cli/run.h"
+#include "head.h"
 
 namespace hasten {
 
-int run_eval(const EvalCommand& command) {
-  check_eval_inputs(command);
-  const detail::TextClassifier classifier =
-      detail::load_text_classifier(command.model, command.max_length);
-  TextTableOptions options = detail::table_options(command.table);
-  options.max_rows = command.max_rows;
-  const TextTable table = read_text_table(command.file, options);
-  auto labels = label_numbers(table, classifier.labels(), "the model");
-  const TokenizedTexts tokens = tokenize_texts(
-      classifier.tokenizer,
-      table.texts,
-      classifier.max_length,
-      detail::tokenizer_threads());
-  const std::string cut = detail::truncation_line(
-      tokens, table.texts.size(), classifier.max_length);
+namespace detail {
+
+TokenizedTexts eval_tokens(
+    const TextClassifier& classifier, const std::vector<std::string>& texts) {
+  TokenizedTexts tokens = tokenize_texts(
+      classifier.tokenizer, texts, classifier.max_length, tokenizer_threads());
+  const std::string cut =
+      truncation_line(tokens, texts.size(), classifier.max_length);
   if (!cut.empty()) {
     log_warning(cut);
   }
+  return tokens;
+}
+
+std::shared_ptr<const Dataset> read_eval_rows(
+    const EvalCommand& command, const TextClassifier& classifier) {
+  const Head head = head_of(classifier.bert.config);
+  if (head != Head::single_label) {
+    TargetRows rows = read_eval_targets(command, classifier);
+    const TokenizedTexts tokens = eval_tokens(classifier, rows.texts);
+    return std::make_shared<const TargetDataset>(
+        make_dataset(tokens, {}, classifier.tokenizer),
+        std::move(rows.targets),
+        classifier.bert.config.num_labels(),
+        head == Head::regression);
+  }
+  TextTableOptions options = table_options(command.table);
+  options.max_rows = command.max_rows;
+  const TextTable table = read_text_table(command.file, options);
+  auto labels = label_numbers(table, classifier.labels(), "the model");
+  const TokenizedTexts tokens = eval_tokens(classifier, table.texts);
   if (const int64_t skipped = table.empty_text + table.empty_label;
       skipped > 0) {
     log_warning(
         format_count(skipped) + " rows skipped for an empty text or label");
   }
+  return make_dataset(tokens, std::move(labels), classifier.tokenizer);
+}
+
+} // namespace detail
+
+int run_eval(const EvalCommand& command) {
+  check_eval_inputs(command);
+  const detail::TextClassifier classifier =
+      detail::load_text_classifier(command.model, command.max_length);
+  const auto rows = detail::read_eval_rows(command, classifier);
   const auto trainer = detail::make_evaluator(classifier, command.batch_size);
   trainer->add_callback(
       std::make_shared<detail::PredictionProgress>("evaluate"));
-  const auto dataset =
-      detail::make_dataset(tokens, std::move(labels), classifier.tokenizer);
-  const nlohmann::json metrics = trainer->evaluate(*dataset);
+  const nlohmann::json metrics = trainer->evaluate(*rows);
 
   nlohmann::ordered_json result;
-  result["rows"] = table.size();
+  result["rows"] = rows->size();
   for (const auto& [name, value] : metrics.items()) {
     if (name.rfind("eval_", 0) == 0) {
       result[name] = value;

@@ -4,6 +4,7 @@
 #include <array>
 #include <charconv>
 #include <sstream>
+#include <utility>
 
 namespace hasten::detail {
 
@@ -259,12 +260,34 @@ FlagTable::FlagTable(CommandText text)
   names_.push_back("--help");
 }
 
-void FlagTable::note_names(const std::string& names) {
+std::vector<std::string> split_names(const std::string& names) {
+  std::vector<std::string> split;
   for (size_t at = 0; at < names.size();) {
     const size_t comma = std::min(names.find(',', at), names.size());
-    names_.push_back(names.substr(at, comma - at));
+    split.push_back(names.substr(at, comma - at));
     at = comma + 1;
   }
+  return split;
+}
+
+void FlagTable::note_names(const std::string& names) {
+  for (std::string& name : split_names(names)) {
+    names_.push_back(std::move(name));
+  }
+}
+
+void FlagTable::add_config_entry(
+    const std::string& names,
+    ConfigKind kind,
+    bool nullable,
+    std::function<bool(const std::string&)> read,
+    std::function<std::string()> expected) {
+  config_entries_.push_back(
+      {split_names(names),
+       kind,
+       nullable,
+       std::move(read),
+       std::move(expected)});
 }
 
 CLI::Option* FlagTable::declare(
@@ -291,25 +314,46 @@ void FlagTable::values(
     std::vector<std::string>& field,
     const std::string& unit,
     const std::string& help) {
+  const std::string first = names.substr(0, names.find(','));
   declare(
       names,
       unit,
       help,
-      [&field](const std::string& text) { field.push_back(text); })
+      [this, first, &field, begun = false](const std::string& text) mutable {
+        if (!std::exchange(begun, true) && configured(first)) {
+          field.clear(); // the file's
+        }
+        field.push_back(text);
+      })
       ->take_all()
       ->allow_extra_args(false);
+  add_config_entry(
+      names,
+      ConfigKind::texts,
+      false,
+      [&field](const std::string& text) {
+        field.push_back(text);
+        return true;
+      },
+      [] { return std::string("a value"); });
 }
 
 void FlagTable::flag(
     const std::string& names, bool& field, const std::string& help) {
   note_names(names);
   last_ = app_.add_flag(names, field, help)->group(group_);
+  add_config_entry(
+      names,
+      ConfigKind::boolean,
+      false,
+      [&field](const std::string& text) { return read_flag(text, field); },
+      [] { return std::string("true or false"); });
 }
 
 void FlagTable::required() { required_.push_back(last_); }
 
 bool FlagTable::given(const std::string& name) const {
-  return app_.count(name) > 0;
+  return written(name) || configured(name);
 }
 
 void FlagTable::refuse_unknown(const std::string& argument) const {
@@ -370,7 +414,7 @@ std::optional<std::vector<std::string>> FlagTable::parse_words(
     }
   }
   for (const CLI::Option* option : required_) {
-    if (option->count() == 0) {
+    if (option->count() == 0 && !configured(option->get_name())) {
       const std::string name = option->get_name();
       throw InputError(
           where(),
@@ -479,6 +523,17 @@ void declare_table(FlagTable& flags, TableFlags& table, bool labels) {
   if (labels) {
     flags.value(
         "--label-column", table.label_column, "NAME", "column with the label");
+    flags.value(
+        "--label-columns",
+        table.label_columns,
+        "NAME,NAME",
+        "several labels a row: columns that hold 0 or 1, named like the "
+        "labels");
+    flags.value(
+        "--label-separator",
+        table.label_separator,
+        "TEXT",
+        "several labels a row: what stands between them in the label column");
   }
   flags.value(
       "--delimiter",

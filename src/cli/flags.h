@@ -14,6 +14,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "config_file.h"
 #include "hasten/base/error.h"
 #include "hasten/cli/commands.h"
 #include "hasten/trainer/training_arguments.h"
@@ -155,6 +156,12 @@ class FlagTable {
           }
         });
     option->default_str(flag_text(field));
+    add_config_entry(
+        names,
+        ConfigType<T>::kind,
+        ConfigType<T>::nullable,
+        [&field](const std::string& text) { return read_flag(text, field); },
+        [&field] { return flag_expectation(field); });
   }
   /// A flag that may be given several times.
   void values(
@@ -169,8 +176,17 @@ class FlagTable {
 
   /// "cli::<command>".
   std::string where() const { return "cli::" + text_.name; }
-  /// True where the flag was given.
+  /// True where the flag was given, on the command line or in the --config file.
   bool given(const std::string& name) const;
+  /// On the command line.
+  bool written(const std::string& name) const { return app_.count(name) > 0; }
+
+  /// Sets fields from the file that --config names among the arguments, a JSON object
+  /// whose keys are flags spelled with "_"; parse() after it overrides them. Touches
+  /// nothing where there is none.
+  /// Throws InputError: a file that is no JSON object; a key that is no flag (the
+  ///   nearest is offered); a value of another type, by its path and what is expected.
+  void read_config(const std::vector<std::string>& arguments);
 
   /// Reads the arguments of a command that takes flags only. False where --help
   /// was among them.
@@ -192,6 +208,13 @@ class FlagTable {
       const std::string& help,
       std::function<void(const std::string&)> read);
   void note_names(const std::string& names);
+  void add_config_entry(
+      const std::string& names,
+      ConfigKind kind,
+      bool nullable,
+      std::function<bool(const std::string&)> read,
+      std::function<std::string()> expected);
+  bool configured(const std::string& name) const;
   void refuse_unknown(const std::string& argument) const;
 
   CommandText text_;
@@ -200,6 +223,8 @@ class FlagTable {
   CLI::Option* last_ = nullptr;
   std::vector<std::string> names_{}; // with "--", aliases too
   std::vector<CLI::Option*> required_{};
+  std::vector<ConfigEntry> config_entries_{};
+  std::vector<std::string> configured_{}; // flags that the file sets
 };
 
 /// Throws InputError "[cli::<command>] --flag=value. Expected …" unless `good`.

@@ -116,6 +116,9 @@ class Hasten {
       become_worker(arguments_); // another launcher's rank; they check together
     }
     check_train_inputs(command);
+    if (command.dry_run) {
+      become_worker(arguments_); // one process counts for all
+    }
     if (is_finished_already(command, command.nproc)) {
       log_info(finished_line(command));
       return kExitOk;

@@ -1,3 +1,4 @@
+#include <ATen/ops/sigmoid.h>
 #include <ATen/ops/softmax.h>
 
 #include <cmath>
@@ -17,10 +18,19 @@
 #include "hasten/cli/exit_code.h"
 #include "hasten/cli/run.h"
 #include "hasten/data/csv.h"
+#include "head.h"
 
 namespace hasten {
 
 namespace detail {
+
+/// Shortest decimal that reads back as the same float.
+std::string number_text(float value) {
+  std::ostringstream text;
+  text.precision(6);
+  text << value;
+  return text.str();
+}
 
 /// All rows' answers, in the order of the input.
 struct Predictions {
@@ -30,11 +40,33 @@ struct Predictions {
   at::Tensor logits; // [row, label] float
   at::Tensor probabilities; // [row, label] float
   at::Tensor best; // [row] int64
+  Head head = Head::single_label;
 
   int64_t size() const { return static_cast<int64_t>(texts.size()); }
-  const std::string& label(int64_t row) const {
-    return labels[static_cast<size_t>(best.const_data_ptr<int64_t>()[row])];
+  /// The likeliest label; those that are likelier than not, "a|b"; the value.
+  std::string label(int64_t row) const {
+    if (head == Head::regression) {
+      return number_text(value(row));
+    }
+    if (head == Head::single_label) {
+      return labels[static_cast<size_t>(best.const_data_ptr<int64_t>()[row])];
+    }
+    std::string text;
+    for (const std::string& name : labels_of(row)) {
+      text += (text.empty() ? "" : "|") + name;
+    }
+    return text;
   }
+  std::vector<std::string> labels_of(int64_t row) const {
+    std::vector<std::string> names;
+    for (size_t i = 0; i < labels.size(); ++i) {
+      if (probability(row, static_cast<int64_t>(i)) > 0.5f) {
+        names.push_back(labels[i]);
+      }
+    }
+    return names;
+  }
+  float value(int64_t row) const { return logits.const_data_ptr<float>()[row]; }
   float probability(int64_t row, int64_t label) const {
     return probabilities
         .const_data_ptr<float>()[row * probabilities.size(1) + label];
@@ -70,23 +102,22 @@ std::vector<std::string> prediction_texts(const PredictCommand& command) {
   return command.texts;
 }
 
-/// Shortest decimal that reads back as the same float.
-std::string number_text(float value) {
-  std::ostringstream text;
-  text.precision(6);
-  text << value;
-  return text.str();
-}
-
 std::string predictions_jsonl(const Predictions& all, bool with_logits) {
   std::string text;
   const int64_t labels = all.logits.size(1);
   for (int64_t row = 0; row < all.size(); ++row) {
     nlohmann::ordered_json json;
     json["text"] = all.texts[static_cast<size_t>(row)];
-    json["label"] = all.label(row);
-    auto& probabilities = json["probabilities"];
-    for (int64_t label = 0; label < labels; ++label) {
+    if (all.head == Head::regression) {
+      json["value"] = all.value(row);
+    } else if (all.head == Head::multi_label) {
+      json["labels"] = all.labels_of(row);
+    } else {
+      json["label"] = all.label(row);
+    }
+    for (int64_t label = 0; label < labels && all.head != Head::regression;
+         ++label) {
+      auto& probabilities = json["probabilities"];
       // Six digits: a float's further ones say nothing.
       probabilities[all.labels[static_cast<size_t>(label)]] =
           std::round(1e6 * all.probability(row, label)) / 1e6;
@@ -102,15 +133,17 @@ std::string predictions_jsonl(const Predictions& all, bool with_logits) {
 }
 
 std::string predictions_csv(const Predictions& all) {
-  std::string text = "text,label";
+  const bool probabilities = all.head != Head::regression;
+  std::string text = probabilities ? "text,label" : "text,value";
   for (const std::string& label : all.labels) {
-    text += "," + csv_field("probability_" + label);
+    text += probabilities ? "," + csv_field("probability_" + label) : "";
   }
   text += "\n";
   for (int64_t row = 0; row < all.size(); ++row) {
     text += csv_field(all.texts[static_cast<size_t>(row)]) + "," +
             csv_field(all.label(row));
-    for (int64_t label = 0; label < all.logits.size(1); ++label) {
+    for (int64_t label = 0; probabilities && label < all.logits.size(1);
+         ++label) {
       text += "," + number_text(all.probability(row, label));
     }
     text += "\n";
@@ -144,12 +177,16 @@ std::string predictions_table(const Predictions& all) {
     return left ? text + gap : gap + text;
   };
   size_t label_width = 5;
-  for (const std::string& label : all.labels) {
-    label_width = std::max(label_width, label.size());
+  for (int64_t row = 0; row < all.size(); ++row) {
+    label_width = std::max(label_width, all.label(row).size());
   }
-  std::string text = pad("label", label_width, true);
-  const bool all_columns = labels <= kMostColumns;
-  if (all_columns) {
+  const bool regression = all.head == Head::regression;
+  std::string text = pad(regression ? "value" : "label", label_width, true);
+  const bool all_columns =
+      labels <= kMostColumns || all.head == Head::multi_label;
+  if (regression) {
+    // the value says it all
+  } else if (all_columns) {
     for (const std::string& label : all.labels) {
       text += "  " + pad(label, 6, false);
     }
@@ -164,7 +201,9 @@ std::string predictions_table(const Predictions& all) {
       std::snprintf(number, sizeof number, "%.4f", all.probability(row, label));
       text += "  " + pad(number, width, false);
     };
-    if (all_columns) {
+    if (regression) {
+      // as above
+    } else if (all_columns) {
       for (int64_t label = 0; label < labels; ++label) {
         add(label,
             std::max<size_t>(6, all.labels[static_cast<size_t>(label)].size()));
@@ -224,11 +263,23 @@ int run_predict(const PredictCommand& command) {
   const auto dataset = detail::make_dataset(tokens, {}, classifier.tokenizer);
   at::Tensor logits =
       trainer->predict(*dataset).outputs.to(at::kFloat).contiguous();
-  at::Tensor probabilities = at::softmax(logits, 1).contiguous();
+  const detail::Head head = detail::head_of(classifier.bert.config);
+  logits = logits.view(
+      {static_cast<int64_t>(texts.size()), -1}); // a regression's are [row]
+  at::Tensor probabilities =
+      (head == detail::Head::multi_label ? logits.sigmoid()
+                                         : at::softmax(logits, 1))
+          .contiguous();
   at::Tensor best = logits.argmax(1).contiguous();
   detail::write_predictions(
       command,
-      {texts, tokens.ids, classifier.labels(), logits, probabilities, best});
+      {texts,
+       tokens.ids,
+       classifier.labels(),
+       logits,
+       probabilities,
+       best,
+       head});
   return kExitOk;
 }
 

@@ -7,6 +7,7 @@
 #include "agreement.h"
 #include "classifier.h"
 #include "console.h"
+#include "dry_run.h"
 #include "hasten/accelerator/accelerator.h"
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
@@ -16,6 +17,7 @@
 #include "hasten/cli/exit_code.h"
 #include "hasten/cli/run.h"
 #include "hasten/core/memory.h"
+#include "head.h"
 
 namespace hasten {
 
@@ -107,8 +109,7 @@ std::string train_data_checksum(const TrainInputs& inputs) {
   return hash_hex(rows);
 }
 
-/// Bytes of all that is on disk at once: checkpoints hold two moments beside the
-/// weights, and one is in the making.
+// Checkpoints hold two moments beside the weights, and one is in the making.
 int64_t bytes_on_disk(
     const TrainingArguments& arguments, const torch::nn::Module& model) {
   int64_t bytes = 0;
@@ -126,7 +127,8 @@ int64_t bytes_on_disk(
   if (arguments.save_total_limit > 0) {
     saves = std::min(saves, arguments.save_total_limit);
   }
-  return bytes * (saves > 0 ? 1 + 3 * (saves + 1) : 2);
+  const int64_t each = arguments.save_only_model ? 1 : 3; // with two moments
+  return bytes * (saves > 0 ? 1 + each * (saves + 1) : 2);
 }
 
 /// Local; touches nothing. Throws InputError for anything wrong with the input.
@@ -147,6 +149,14 @@ TrainInputs read_train_inputs(const TrainCommand& command, int world_size) {
   const WordPieceTokenizer& tokenizer = *inputs.tokenizer;
   LoadBertOptions options;
   options.id2label = inputs.data.label_names;
+  const auto weights = class_weight_numbers(command.arguments.class_weights);
+  if (!weights.empty() && weights.size() != inputs.data.label_names.size()) {
+    throw InputError(
+        "cli::train",
+        "--class-weights=" + command.arguments.class_weights,
+        std::to_string(inputs.data.label_names.size()) +
+            " numbers, one a label");
+  }
   options.vocab_size = tokenizer.vocab_size();
   options.pad_token_id = tokenizer.pad_id();
   inputs.bert = load_bert_classifier(command.model, options);
@@ -193,6 +203,30 @@ BannerLines banner_facts(const TrainCommand& command, const TrainInputs& in) {
   return lines;
 }
 
+int dry_run_train(const TrainCommand& command) {
+  const World world = world_from_environment();
+  const int ranks = world.world_size > 1 ? world.world_size : command.nproc;
+  if (world.rank > 0) {
+    return kExitOk; // rank 0 says it
+  }
+  TrainInputs inputs = read_train_inputs(command, ranks);
+  const auto train = make_dataset(inputs.train, {}, *inputs.tokenizer);
+  int64_t longest = 0;
+  for (const auto& ids : inputs.train.ids) {
+    longest = std::max(longest, static_cast<int64_t>(ids.size()));
+  }
+  print_dry_run(
+      command,
+      {.world_size = ranks,
+       .facts = banner_facts(command, inputs),
+       .train = train,
+       .eval_rows = inputs.data.eval.size(),
+       .model = inputs.bert.model,
+       .longest = longest,
+       .disk_bytes = bytes_on_disk(command.arguments, *inputs.bert.model)});
+  return kExitOk;
+}
+
 /// False where the run was finished before.
 bool train_classifier(
     const TrainCommand& command,
@@ -236,6 +270,13 @@ bool train_classifier(
 int run_train(const TrainCommand& command) {
   install_interrupt_handlers();
   install_memory_meter();
+  if (const auto head = detail::head_of(command);
+      head != detail::Head::single_label) {
+    return detail::run_train_targets(command, head);
+  }
+  if (command.dry_run) {
+    return detail::dry_run_train(command);
+  }
   const auto accelerator = std::make_shared<Accelerator>(AcceleratorOptions{
       .gradient_accumulation_steps =
           command.arguments.gradient_accumulation_steps,

@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "flags.h"
 
 namespace hasten::detail {
@@ -35,6 +37,13 @@ void declare_train_data(FlagTable& flags, TrainCommand& command) {
       "rows to learn from, .csv or .tsv");
   flags.required();
   declare_table(flags, command.table, true);
+  flags.value(
+      "--problem-type",
+      command.problem_type,
+      "NAME",
+      "single_label_classification, regression (labels are numbers) or "
+      "multi_label_classification (default: as the label columns and the model "
+      "say)");
   flags.value("--eval-file", command.eval_file, "FILE", "rows to evaluate on");
   flags.value(
       "--eval-split",
@@ -85,6 +94,16 @@ void declare_run(FlagTable& flags, TrainCommand& command) {
   TrainingArguments& arguments = command.arguments;
   flags.group("Processes and output");
   flags.value("--nproc", command.nproc, "N", "processes on this machine");
+  flags.value(
+      "--config",
+      command.config,
+      "FILE",
+      "JSON object of flags by name (learning_rate), which those written here "
+      "override; a run's training_args.json is one");
+  flags.flag(
+      "--dry-run",
+      command.dry_run,
+      "print what would be done, and train nothing");
   flags.value(
       "--output-dir",
       arguments.output_dir,
@@ -178,6 +197,22 @@ void declare_batches(FlagTable& flags, TrainingArguments& arguments) {
       "--dataloader-drop-last",
       arguments.dataloader_drop_last,
       "leave out an epoch's last, smaller batch");
+}
+
+void declare_loss(FlagTable& flags, TrainingArguments& arguments) {
+  flags.group("Loss");
+  flags.value(
+      "--label-smoothing-factor",
+      arguments.label_smoothing_factor,
+      "SHARE",
+      "of a label that is spread over all classes");
+  flags.value(
+      "--class-weights",
+      arguments.class_weights,
+      "W,W|balanced",
+      "what rows count by label, in the labels' order; balanced: all labels "
+      "the "
+      "same together");
 }
 
 void declare_optimizer(FlagTable& flags, TrainingArguments& arguments) {
@@ -291,6 +326,10 @@ void declare_reports(FlagTable& flags, TrainingArguments& arguments) {
       "N",
       "checkpoint-N folders kept, the best always; 0 keeps all");
   flags.flag(
+      "--save-only-model",
+      arguments.save_only_model,
+      "checkpoint-N folders hold the model alone: no run goes on from them");
+  flags.flag(
       "--load-best-model-at-end",
       arguments.load_best_model_at_end,
       "the final model is the best evaluation's");
@@ -298,12 +337,23 @@ void declare_reports(FlagTable& flags, TrainingArguments& arguments) {
       "--metric-for-best-model",
       arguments.metric_for_best_model,
       "NAME",
-      "loss, accuracy or f1");
+      "loss, or a metric of the evaluation: accuracy, f1; mse, mae, pearson, "
+      "spearman (regression); f1_micro, f1_macro (several labels)");
   flags.value(
       "--greater-is-better",
       arguments.greater_is_better,
       "true|false",
       "(default: true unless the metric is a loss)");
+  flags.value(
+      "--early-stopping-patience",
+      arguments.early_stopping_patience,
+      "N",
+      "end after N evaluations in a row without a better metric; 0: never");
+  flags.value(
+      "--early-stopping-threshold",
+      arguments.early_stopping_threshold,
+      "BY",
+      "what better must exceed");
 }
 
 void validate_arguments(
@@ -332,6 +382,104 @@ void complete_checkpointing(std::vector<std::string>& arguments) {
   }
 }
 
+/// One choice of precision on the command line stands for all of the file's.
+void settle_config(const FlagTable& flags, TrainCommand& command) {
+  TrainingArguments& a = command.arguments;
+  const bool bf16 = flags.written("--bf16");
+  const bool fp16 = flags.written("--fp16");
+  if (!bf16 && !fp16 && !flags.written("--precision")) {
+    return;
+  }
+  a.bf16 = a.bf16 && bf16;
+  a.fp16 = a.fp16 && fp16;
+  if (!flags.written("--precision")) {
+    a.precision = Precision::no;
+  }
+}
+
+void require_metric_of(
+    const FlagTable& flags,
+    const TrainingArguments& arguments,
+    const std::string& problem) {
+  std::vector<std::string> names{
+      "loss", "runtime", "samples_per_second", "steps_per_second"};
+  const std::vector<std::string> of_problem =
+      problem == "regression"
+          ? std::vector<std::string>{"mse", "mae", "pearson", "spearman"}
+      : problem == "multi_label_classification"
+          ? std::vector<std::string>{"f1_micro", "f1_macro", "accuracy"}
+          : std::vector<std::string>{"accuracy", "f1"};
+  names.insert(names.end(), of_problem.begin(), of_problem.end());
+  const std::string wanted = arguments.best_metric_name().substr(5);
+  if (std::find(names.begin(), names.end(), wanted) == names.end()) {
+    std::string known = "loss";
+    for (const std::string& name : of_problem) {
+      known += ", " + name;
+    }
+    const std::string near =
+        nearest_name(wanted, names.data(), names.data() + names.size());
+    throw InputError(
+        flags.where(),
+        "--metric-for-best-model=" + arguments.metric_for_best_model,
+        "one of " + known,
+        near.empty() ? near : "write " + near);
+  }
+}
+
+/// What the head is for, and that the flags agree on it.
+void check_problem(const FlagTable& flags, TrainCommand& command) {
+  const bool several = !command.table.label_columns.empty() ||
+                       !command.table.label_separator.empty();
+  std::string& problem = command.problem_type;
+  const std::vector<std::string> known{
+      "single_label_classification",
+      "regression",
+      "multi_label_classification"};
+  if (!problem.empty() &&
+      std::find(known.begin(), known.end(), problem) == known.end()) {
+    const std::string near =
+        nearest_name(problem, known.data(), known.data() + known.size());
+    throw InputError(
+        flags.where(),
+        "--problem-type=" + problem,
+        "one of " + known[0] + ", " + known[1] + ", " + known[2],
+        near.empty() ? near : "write " + near);
+  }
+  if (several) {
+    require_flag(
+        flags,
+        problem.empty() || problem == known[2],
+        "--problem-type=" + problem + " with several labels a row",
+        known[2]);
+    problem = known[2];
+  }
+  require_flag(
+      flags,
+      several || problem != known[2],
+      "--problem-type=" + problem + " with one label a row",
+      "--label-columns or --label-separator");
+  const TrainingArguments& a = command.arguments;
+  require_flag(
+      flags,
+      a.label_smoothing_factor == 0 || problem.empty() || problem == known[0],
+      "--label-smoothing-factor=" + flag_text(a.label_smoothing_factor) +
+          " with --problem-type=" + problem,
+      known[0]);
+  require_flag(
+      flags,
+      a.class_weights.empty() || problem != known[1],
+      "--class-weights=" + a.class_weights + " with --problem-type=" + problem,
+      "a classifier");
+  require_flag(
+      flags,
+      a.class_weights != "balanced" || problem != known[2],
+      "--class-weights=balanced with several labels a row",
+      "what a label's rows weigh against those without it, like 1,3");
+  if (!problem.empty()) { // else the model says
+    require_metric_of(flags, a, problem);
+  }
+}
+
 Command parse_train(std::vector<std::string> arguments) {
   complete_checkpointing(arguments);
   TrainCommand command;
@@ -348,12 +496,16 @@ Command parse_train(std::vector<std::string> arguments) {
   declare_run(flags, command);
   declare_logs(flags, command.logs);
   declare_batches(flags, command.arguments);
+  declare_loss(flags, command.arguments);
   declare_optimizer(flags, command.arguments);
   declare_reports(flags, command.arguments);
+  flags.read_config(arguments);
   if (!flags.parse(std::move(arguments))) {
     return Answer{flags.help()};
   }
-  command.nproc_given = flags.given("--nproc");
+  command.nproc_given = flags.written("--nproc");
+  settle_config(flags, command);
+  check_problem(flags, command);
   require_at_least(flags, "--nproc", command.nproc, 1);
   check_logs(flags, command.logs, command.nproc);
   require_at_least(flags, "--max-train-rows", command.max_train_rows, 0);
@@ -380,12 +532,19 @@ Command parse_train(std::vector<std::string> arguments) {
         "leave --tokenizer out");
   }
   validate_arguments(flags, command.arguments);
-  if (command.arguments.load_best_model_at_end && command.eval_file.empty() &&
-      command.eval_split == 0) {
-    throw InputError(
-        flags.where(),
-        "--load-best-model-at-end without rows to evaluate on",
-        "--eval-file FILE or --eval-split SHARE");
+  for (const auto& [needed, name] :
+       {std::pair(
+            command.arguments.load_best_model_at_end,
+            "--load-best-model-at-end"),
+        std::pair(
+            command.arguments.early_stopping_patience > 0,
+            "--early-stopping-patience")}) {
+    if (needed && command.eval_file.empty() && command.eval_split == 0) {
+      throw InputError(
+          flags.where(),
+          std::string(name) + " without rows to evaluate on",
+          "--eval-file FILE or --eval-split SHARE");
+    }
   }
   return command;
 }

@@ -240,6 +240,8 @@ void decide_classifier(
   const auto& wanted = options.id2label ? *options.id2label : names_there;
   folder.rows = label_order(wanted, names_there);
   folder.config.id2label = wanted;
+  folder.config.problem_type =
+      options.problem_type.value_or(folder.config.problem_type);
   std::string reason;
   if (!has_weights_of(folder.found.tensors, "classifier.")) {
     reason = "the folder has none";
@@ -290,6 +292,7 @@ LoadedBert bert_from_shape(
   if (options.id2label) {
     loaded.config.id2label = *options.id2label;
   }
+  loaded.config.problem_type = options.problem_type.value_or("");
   loaded.model = BertForSequenceClassification(loaded.config);
   loaded.fresh_classifier = loaded.fresh_pooler = true;
   loaded.report.push_back("all weights are random: " + shape + " is a shape");

@@ -8,9 +8,10 @@
 #include <vector>
 
 #include "hasten/base/error.h"
-#include "hasten/base/process.h"
 #include "hasten/data/loader.h"
 #include "hasten/metrics/classification.h"
+#include "hasten/metrics/multi_label.h"
+#include "hasten/metrics/regression.h"
 #include "training_run.h"
 
 namespace hasten {
@@ -110,7 +111,7 @@ EvaluationPass evaluate_share(
     return parts.loss_function(batch);
   };
   for (const Batch& host_batch : loader) {
-    throw_if_interrupted();
+    parts.throw_if_interrupted();
     if (host_batch.rows() == 0 && accelerator.shards(parts.model)) {
       run(dataset.collate({0}).to(accelerator.device())); // the others gather
     } else if (host_batch.rows() > 0) {
@@ -200,9 +201,11 @@ nlohmann::json evaluate_dataset(
   return record;
 }
 
-class ClassificationEvaluation final : public EvaluationMetrics {
+/// M: metrics that give several values at once.
+template <typename M>
+class CountedEvaluation final : public EvaluationMetrics {
  public:
-  ClassificationEvaluation(int64_t num_labels, std::string labels_name)
+  CountedEvaluation(int64_t num_labels, std::string labels_name)
       : metrics_(num_labels), labels_name_(std::move(labels_name)) {}
 
   void update(const at::Tensor& outputs, const Batch& batch) override {
@@ -217,7 +220,7 @@ class ClassificationEvaluation final : public EvaluationMetrics {
   }
 
  private:
-  ClassificationMetrics metrics_;
+  M metrics_;
   std::string labels_name_;
 };
 
@@ -225,10 +228,31 @@ class ClassificationEvaluation final : public EvaluationMetrics {
 
 ComputeMetrics classification_metrics(
     int64_t num_labels, std::string labels_name) {
-  return [num_labels, labels_name = std::move(labels_name)] {
-    return std::make_unique<detail::ClassificationEvaluation>(
-        num_labels, labels_name);
-  };
+  return detail::NamedFactory{
+      {"accuracy", "f1"}, [num_labels, labels_name = std::move(labels_name)] {
+        return std::make_unique<
+            detail::CountedEvaluation<ClassificationMetrics>>(
+            num_labels, labels_name);
+      }};
+}
+
+ComputeMetrics multi_label_metrics(
+    int64_t num_labels, std::string labels_name) {
+  return detail::NamedFactory{
+      {"f1_micro", "f1_macro", "accuracy"},
+      [num_labels, labels_name = std::move(labels_name)] {
+        return std::make_unique<detail::CountedEvaluation<MultiLabelMetrics>>(
+            num_labels, labels_name);
+      }};
+}
+
+ComputeMetrics regression_metrics(std::string labels_name) {
+  return named_metrics(
+      std::move(labels_name),
+      std::pair("mse", MeanSquaredError()),
+      std::pair("mae", MeanAbsoluteError()),
+      std::pair("pearson", PearsonCorrCoef()),
+      std::pair("spearman", SpearmanCorrCoef()));
 }
 
 } // namespace hasten

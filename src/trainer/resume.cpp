@@ -38,7 +38,8 @@ std::string why_not_resumable(
     std::error_code error;
     if (!std::filesystem::exists(folder / kStateFile, error)) {
       return "it holds a model without its training state (" +
-             std::string(kStateFile) + " is missing)";
+             std::string(kStateFile) +
+             " is missing), as save_only_model leaves it";
     }
     read_saved_run(folder);
   } catch (const InputError& error) {
@@ -192,6 +193,7 @@ std::vector<ArgumentChange> changed_arguments(
       "save_strategy",
       "save_steps",
       "save_total_limit",
+      "save_only_model",
       "load_best_model_at_end"};
   static const std::vector<std::string> left_out = {
       "output_dir",

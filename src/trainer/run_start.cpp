@@ -1,6 +1,7 @@
 #include "run_start.h"
 
 #include <algorithm>
+#include <functional>
 #include <system_error>
 #include <utility>
 
@@ -112,30 +113,22 @@ RunStart look_for_start(const TrainerParts& parts) {
   return start;
 }
 
-RunStart decide_start(TrainerParts& parts) {
-  RunStart start;
+/// What rank 0 found out, or why it refuses, on every rank. Collective.
+nlohmann::json agreed_with_main(
+    TrainerParts& parts,
+    const char* what,
+    const std::function<nlohmann::json()>& look) {
   std::exception_ptr error;
   nlohmann::json told;
   if (parts.is_main()) {
     try {
-      if (!parts.altering_facts.contains("train_data")) {
-        parts.altering_facts["train_data"] = data_checksum(*parts.train);
-      }
-      start = look_for_start(parts);
-      told = {
-          {"folder", start.folder.string()},
-          {"own_folder", start.own_folder},
-          {"finished", start.finished},
-          {"run", start.run},
-          {"notes", start.notes},
-          {"precision", start.precision},
-          {"drop_batch", start.drop_batch}};
+      told = look();
     } catch (const std::exception& e) { // nobody may be left waiting
       error = std::current_exception();
       told = {{"refusal", e.what()}};
     }
   }
-  told = parts.communicator().broadcast_json(told, "how the run begins");
+  told = parts.communicator().broadcast_json(told, what);
   if (error) {
     std::rethrow_exception(error);
   }
@@ -144,6 +137,37 @@ RunStart decide_start(TrainerParts& parts) {
         "trainer::train",
         "refused by rank 0: " + told.at("refusal").get<std::string>());
   }
+  return told;
+}
+
+OutputDirHold hold_output_dir(TrainerParts& parts) {
+  OutputDirHold hold;
+  if (!parts.arguments.output_dir.empty()) {
+    agreed_with_main(parts, "whose the output folder is", [&] {
+      hold = std::make_unique<OutputDirLock>(parts.arguments.output_dir);
+      return nlohmann::json::object();
+    });
+  }
+  return hold;
+}
+
+RunStart decide_start(TrainerParts& parts) {
+  RunStart start;
+  const nlohmann::json told =
+      agreed_with_main(parts, "how the run begins", [&]() -> nlohmann::json {
+        if (!parts.altering_facts.contains("train_data")) {
+          parts.altering_facts["train_data"] = data_checksum(*parts.train);
+        }
+        start = look_for_start(parts);
+        return {
+            {"folder", start.folder.string()},
+            {"own_folder", start.own_folder},
+            {"finished", start.finished},
+            {"run", start.run},
+            {"notes", start.notes},
+            {"precision", start.precision},
+            {"drop_batch", start.drop_batch}};
+      });
   start.folder = told.at("folder").get<std::string>();
   told.at("own_folder").get_to(start.own_folder);
   told.at("finished").get_to(start.finished);

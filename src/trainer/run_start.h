@@ -3,10 +3,12 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
 
+#include "hasten/trainer/output_folder.h"
 #include "trainer_parts.h"
 
 namespace hasten::detail {
@@ -30,6 +32,12 @@ struct RunStart {
 
 /// Rows of one update over all ranks.
 int64_t total_batch(const TrainerParts& parts);
+
+/// Rank 0's lock on the output folder; nothing on the others.
+using OutputDirHold = std::unique_ptr<OutputDirLock>;
+
+/// All ranks get an InputError where another run holds the folder. Collective.
+OutputDirHold hold_output_dir(TrainerParts& parts);
 
 /// Rank 0 looks and refuses; all ranks get the answer or an InputError.
 /// Collective.

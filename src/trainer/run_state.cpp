@@ -50,7 +50,10 @@ nlohmann::json TrainingRun::progress() const {
       {"epoch_evaluation", finite_json(std::move(evaluation))},
       {"run_seconds", run_seconds()},
       {"seconds_aside", seconds_aside_},
-      {"seconds_trained_before_epoch", seconds_trained_before_epoch_}};
+      {"seconds_trained_before_epoch", seconds_trained_before_epoch_},
+      {"stopping", stopping_},
+      {"own_learning_rate", own_learning_rate_},
+      {"evaluated_step", last_evaluated_step_}};
 }
 
 void TrainingRun::restore(const nlohmann::json& values) {
@@ -89,6 +92,9 @@ void TrainingRun::restore(const nlohmann::json& values) {
   const double seconds = read_number("run_seconds");
   const double aside = read_number("seconds_aside");
   const double trained_before = read_number("seconds_trained_before_epoch");
+  const bool stopping = values.value("stopping", false);
+  const bool own_rate = values.value("own_learning_rate", false);
+  const int64_t evaluated = values.value("evaluated_step", int64_t{-1});
 
   state_ = state;
   epoch_ = epoch;
@@ -107,6 +113,9 @@ void TrainingRun::restore(const nlohmann::json& values) {
   seconds_aside_ = aside;
   seconds_trained_before_epoch_ = trained_before;
   last_saved_step_ = state_.global_step;
+  last_evaluated_step_ = evaluated;
+  stopping_ = stopping;
+  own_learning_rate_ = own_rate;
 }
 
 void TrainingRun::register_states() {
@@ -121,8 +130,8 @@ void TrainingRun::register_states() {
 }
 
 /// What the file says of an optimizer's options yields to the arguments, which
-/// are the same or were allowed to differ; but where rates fell on a plateau, to
-/// those rates.
+/// are the same or were allowed to differ; but where rates fell on a plateau or a
+/// callback set them, to those rates.
 void TrainingRun::load_checkpoint() {
   std::vector<std::unique_ptr<torch::optim::OptimizerOptions>> options;
   for (const auto& group : torch_optimizer_->param_groups()) {
@@ -130,7 +139,7 @@ void TrainingRun::load_checkpoint() {
   }
   std::vector<double> peaks = lr_scheduler_->base_lrs();
   parts_.accelerator->load_state(start_.folder, {.verify_checksums = false});
-  if (plateau_) {
+  if (plateau_ || own_learning_rate_) {
     peaks = lr_scheduler_->base_lrs();
   }
   for (size_t i = 0; i < options.size(); ++i) {
@@ -202,7 +211,8 @@ nlohmann::json TrainingRun::run_json(bool finished) const {
       {"samples_seen", samples_},
       {"tokens_seen", tokens_.real},
       {"padded_tokens_seen", tokens_.padded},
-      {"train_loss", of_run_.mean()}};
+      {"train_loss", of_run_.mean()},
+      {"class_weights", parts_.class_weights}};
 }
 
 /// The model's own files and the records, into a folder in the making.
@@ -229,13 +239,23 @@ void TrainingRun::save_checkpoint() {
   if (state_.best_global_step == state_.global_step) {
     state_.best_model_checkpoint = folder.string();
   }
-  parts_.accelerator->save_state(
-      folder,
-      {.also_write =
-           [this](const std::filesystem::path& place) {
-             write_model_folder(place, false);
-           },
-       .replace_any = true});
+  if (parts_.arguments.save_only_model) {
+    parts_.accelerator->with_full_parameters(
+        [&] {
+          FolderCommit commit(folder, CommitMode::replace);
+          write_model_folder(commit.folder(), false);
+          commit.commit();
+        },
+        parts_.model);
+  } else {
+    parts_.accelerator->save_state(
+        folder,
+        {.also_write =
+             [this](const std::filesystem::path& place) {
+               write_model_folder(place, false);
+             },
+         .replace_any = true});
+  }
   if (parts_.is_main()) { // the new one is there: old ones may go
     rotate_checkpoints(
         output_dir_,
@@ -243,7 +263,7 @@ void TrainingRun::save_checkpoint() {
         state_.best_global_step);
   }
   parts_.accelerator->wait_for_everyone();
-  parts_.notify([&](TrainerCallback& c) { c.on_save(folder); });
+  notify([&](TrainerCallback& c) { c.on_save(folder); });
 }
 
 void TrainingRun::save_final() {

@@ -21,9 +21,9 @@
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <utility>
 
 #include "hasten/base/error.h"
-#include "hasten/base/process.h"
 #include "training_run.h"
 
 namespace hasten::detail {
@@ -49,7 +49,11 @@ double norm_type_of(GradNormType type) {
 bool TrainingRun::train_step(const Batch& batch) {
   // A remembered Ctrl-C stops this rank here and, by the failure it posts, the
   // others in their next collective.
-  throw_if_interrupted();
+  heed_signals();
+  const StepProgress before = step_progress();
+  if (!std::exchange(window_open_, true)) {
+    notify([&](TrainerCallback& c) { c.on_step_begin(before); }, false);
+  }
   Accelerator& accelerator = *parts_.accelerator;
   auto window = accelerator.accumulate(*loader_, parts_.model);
   try {
@@ -58,6 +62,7 @@ bool TrainingRun::train_step(const Batch& batch) {
     window_loss_.add_(loss.loss_sum.detach());
     accelerator.backward(loss.loss_sum, loss.weight);
     if (!accelerator.sync_gradients()) {
+      notify([&](TrainerCallback& c) { c.on_substep_end(before); }, false);
       return false;
     }
 
@@ -68,9 +73,11 @@ bool TrainingRun::train_step(const Batch& batch) {
     }
     note_gradient_norms();
     clip_gradients();
+    notify([&](TrainerCallback& c) { c.on_pre_optimizer_step(before); }, false);
     if (optimizer_->step().was_skipped()) { // the schedule stays by itself
       note_overflow();
     }
+    notify([&](TrainerCallback& c) { c.on_optimizer_step(before); }, false);
     scheduler_->step();
     optimizer_->zero_grad();
     if (local_sgd_) {

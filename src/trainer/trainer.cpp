@@ -2,13 +2,18 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
+#include <csignal>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "hasten/base/error.h"
 #include "hasten/base/log.h"
 #include "hasten/core/stateful.h"
 #include "hasten/io/safetensors.h"
+#include "hasten/trainer/early_stopping.h"
+#include "objective.h"
 #include "training_run.h"
 
 namespace hasten {
@@ -119,6 +124,61 @@ void require_strategy(const TrainerParts& parts) {
   }
 }
 
+/// Something depends on metric_for_best_model.
+bool needs_metric(const TrainingArguments& a) {
+  return a.load_best_model_at_end || a.early_stopping_patience > 0 ||
+         a.lr_scheduler_type == SchedulerType::reduce_lr_on_plateau;
+}
+
+/// Refuses a metric that no evaluation will have before anything is trained.
+void require_known_metric(
+    const TrainingArguments& a, std::vector<std::string> names) {
+  names.insert(
+      names.begin(),
+      {"loss", "runtime", "samples_per_second", "steps_per_second"});
+  const std::string wanted = a.best_metric_name().substr(5); // "eval_"
+  if (std::find(names.begin(), names.end(), wanted) != names.end()) {
+    return;
+  }
+  std::string known;
+  for (const std::string& name : names) {
+    known += (known.empty() ? "one of " : ", ") + name;
+  }
+  const std::string near =
+      nearest_name(wanted, names.data(), names.data() + names.size());
+  throw InputError(
+      "trainer::Trainer",
+      "metric_for_best_model=" + a.metric_for_best_model +
+          " is no metric of the evaluation",
+      known,
+      near.empty() ? near : "write " + near);
+}
+
+void refuse_metric(const std::string& metric, const nlohmann::json& record) {
+  std::string names;
+  for (const auto& entry : record.items()) {
+    names += (names.empty() ? "" : ", ") + entry.key();
+  }
+  throw InputError(
+      "trainer::train",
+      "the evaluation record lacks metric_for_best_model=" + metric,
+      "one of " + names);
+}
+
+/// Puts what the arguments say of the loss around the loss function.
+void set_objective(TrainerParts& parts) {
+  const TrainingArguments& a = parts.arguments;
+  parts.class_weights =
+      resolve_class_weights(a.class_weights, parts.train.get());
+  if (a.label_smoothing_factor > 0 || !a.class_weights.empty()) {
+    parts.loss_function = with_objective(
+        std::move(parts.loss_function),
+        {.label_smoothing = a.label_smoothing_factor,
+         .class_weights = parts.class_weights},
+        a.class_weights == "balanced");
+  }
+}
+
 void require_parts(const TrainerParts& parts) {
   parts.arguments.validate();
   if (!parts.model || !parts.loss_function) {
@@ -127,12 +187,25 @@ void require_parts(const TrainerParts& parts) {
         std::string(parts.model ? "loss_function" : "model") + "=null",
         "a model and a function that runs it");
   }
-  if (parts.arguments.load_best_model_at_end && !parts.eval) {
+  const TrainingArguments& a = parts.arguments;
+  if (a.load_best_model_at_end && !parts.eval) {
     throw InputError(
         "trainer::Trainer",
         "load_best_model_at_end=true without evaluation data",
         {},
         "give evaluation data, or unset load_best_model_at_end");
+  }
+  if (a.early_stopping_patience > 0 && parts.train && !parts.eval) {
+    throw InputError(
+        "trainer::Trainer",
+        "early_stopping_patience=" + std::to_string(a.early_stopping_patience) +
+            " without evaluation data",
+        {},
+        "give evaluation data, or unset early_stopping_patience");
+  }
+  const auto* named = parts.compute_metrics.target<NamedFactory>();
+  if (parts.eval && needs_metric(a) && (named || !parts.compute_metrics)) {
+    require_known_metric(a, named ? named->names : std::vector<std::string>());
   }
 }
 
@@ -172,6 +245,7 @@ Trainer::Trainer(
   parts.eval = std::move(eval);
   parts.compute_metrics = std::move(compute_metrics);
   detail::require_parts(parts);
+  detail::set_objective(parts);
   const int64_t window = parts.arguments.gradient_accumulation_steps;
   if (!accelerator) {
     AcceleratorOptions options;
@@ -244,6 +318,7 @@ TrainOutput Trainer::train() {
         "at least one row a process",
         "use fewer processes or more rows");
   }
+  const detail::OutputDirHold hold = detail::hold_output_dir(parts);
   detail::RunStart start = detail::decide_start(parts);
   if (start.finished) {
     return detail::output_of_finished_run(parts);
@@ -260,9 +335,20 @@ TrainOutput Trainer::train() {
       parts.arguments,
       counted.size(),
       detail::step_shift_of(start, plan, parts, counted.epoch_rows()));
+  if (parts.arguments.early_stopping_patience > 0) {
+    add_callback(
+        std::make_shared<EarlyStoppingCallback>(EarlyStoppingOptions{
+            parts.arguments.early_stopping_patience,
+            parts.arguments.early_stopping_threshold}),
+        "early_stopping");
+  }
   impl_->run =
       std::make_unique<detail::TrainingRun>(parts, plan, std::move(start));
-  return impl_->run->run();
+  TrainOutput output = impl_->run->run();
+  if (impl_->run->terminated()) {
+    throw Interrupted(SIGTERM); // on every rank; the state is saved
+  }
+  return output;
 }
 
 nlohmann::json Trainer::evaluate(
@@ -281,6 +367,8 @@ PredictionOutput Trainer::predict(const Dataset& dataset) {
   PredictionOutput result;
   result.metrics =
       detail::evaluate_dataset(impl_->parts, dataset, "test", &result.outputs);
+  impl_->parts.notify(
+      [&](TrainerCallback& c) { c.on_predict(result.metrics); });
   return result;
 }
 

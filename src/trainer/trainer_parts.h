@@ -28,9 +28,12 @@ struct TrainerParts {
   nlohmann::json listed_facts = nlohmann::json::object();
   nlohmann::json altering_facts = nlohmann::json::object();
   TrainerState state{};
+  std::vector<double> class_weights{}; // as numbers; empty: none
   bool precision_settled = false;
   // What enable_checkpointing() chose; empty: nothing, or the model had it already.
   std::optional<GradientCheckpointingOptions> checkpointing{};
+  /// train() saves on SIGTERM when the update is complete: others go on till then.
+  bool saves_when_terminated = false;
 
   template <typename Call>
   void notify(Call&& call) {
@@ -40,7 +43,15 @@ struct TrainerParts {
   }
   Communicator& communicator() { return *accelerator->communicator(); }
   bool is_main() const { return accelerator->is_main_process(); }
+  /// SIGTERM is remembered, and train() will see to it.
+  bool terminates() const;
+  /// Throws Interrupted for any other signal that is remembered.
+  void throw_if_interrupted() const;
 };
+
+/// The evaluation record lacks the metric that something depends on.
+[[noreturn]] void refuse_metric(
+    const std::string& metric, const nlohmann::json& record);
 
 /// Loss, metrics and times of every row once; the rows' outputs too where
 /// `outputs` is given. Collective. Leaves the model in the mode it was in.

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "hasten/base/error.h"
+#include "objective_arguments.h"
 
 namespace hasten {
 
@@ -114,6 +115,8 @@ void visit_arguments(Arguments& a, Visit&& visit) {
   visit("strategy", a.strategy);
   visit("shard_size", a.shard_size);
   visit("local_sgd_steps", a.local_sgd_steps);
+  visit("label_smoothing_factor", a.label_smoothing_factor);
+  visit("class_weights", a.class_weights);
   visit("gradient_checkpointing", a.gradient_checkpointing);
   visit("optim", a.optim);
   visit("optim_args", a.optim_args);
@@ -136,9 +139,12 @@ void visit_arguments(Arguments& a, Visit&& visit) {
   visit("save_strategy", a.save_strategy);
   visit("save_steps", a.save_steps);
   visit("save_total_limit", a.save_total_limit);
+  visit("save_only_model", a.save_only_model);
   visit("load_best_model_at_end", a.load_best_model_at_end);
   visit("metric_for_best_model", a.metric_for_best_model);
   visit("greater_is_better", a.greater_is_better);
+  visit("early_stopping_patience", a.early_stopping_patience);
+  visit("early_stopping_threshold", a.early_stopping_threshold);
   visit("seed", a.seed);
   visit("data_seed", a.data_seed);
   visit("train_sampling_strategy", a.train_sampling_strategy);
@@ -500,6 +506,7 @@ void TrainingArguments::validate() const {
   detail::validate_strategy(*this);
   detail::validate_schedule(*this);
   detail::validate_memory(*this);
+  detail::validate_objective(*this);
   if (load_best_model_at_end) {
     detail::validate_best_model(*this);
   }

@@ -87,6 +87,7 @@ void TrainingRun::describe_gradient_norms(nlohmann::json& record) {
 
 void TrainingRun::log_training() {
   collect_losses();
+  last_logged_step_ = state_.global_step;
   nlohmann::json record = {
       {"loss", since_record_.mean()},
       {"learning_rate", learning_rate_},
@@ -106,11 +107,13 @@ void TrainingRun::log_training() {
   since_record_ = {};
   state_.log_history.push_back(record);
   append_record("train", record);
-  parts_.notify([&](TrainerCallback& c) { c.on_log(record); });
+  notify([&](TrainerCallback& c) { c.on_log(record); });
 }
 
 void TrainingRun::evaluate_and_log() {
+  last_evaluated_step_ = state_.global_step;
   nlohmann::json record = evaluate_dataset(parts_, *parts_.eval, "eval");
+  take_controls(/*common=*/false); // of on_prediction_step
   epoch_evaluation_.clear();
   for (const auto& [name, value] : record.items()) {
     epoch_evaluation_[name] = value.get<double>();
@@ -119,7 +122,7 @@ void TrainingRun::evaluate_and_log() {
   record["step"] = state_.global_step;
   state_.log_history.push_back(record);
   append_record("eval", record);
-  parts_.notify([&](TrainerCallback& c) { c.on_evaluate(record); });
+  notify([&](TrainerCallback& c) { c.on_evaluate(record); });
 }
 
 void TrainingRun::step_plateau(const nlohmann::json& record) {
@@ -128,7 +131,7 @@ void TrainingRun::step_plateau(const nlohmann::json& record) {
   }
   const auto value = record.find(parts_.arguments.best_metric_name());
   if (value == record.end()) {
-    refuse_metric(record);
+    refuse_metric(parts_.arguments.metric_for_best_model, record);
   }
   if (plateau_->step(value->get<double>())) {
     std::vector<double> rates;
@@ -140,18 +143,6 @@ void TrainingRun::step_plateau(const nlohmann::json& record) {
   }
 }
 
-void TrainingRun::refuse_metric(const nlohmann::json& record) const {
-  std::string names;
-  for (const auto& entry : record.items()) {
-    names += (names.empty() ? "" : ", ") + entry.key();
-  }
-  throw InputError(
-      "trainer::train",
-      "the evaluation record lacks metric_for_best_model=" +
-          parts_.arguments.metric_for_best_model,
-      "one of " + names);
-}
-
 void TrainingRun::consider_best(
     const nlohmann::json& record, bool will_be_saved) {
   const TrainingArguments& a = parts_.arguments;
@@ -161,7 +152,7 @@ void TrainingRun::consider_best(
     if (!a.load_best_model_at_end) {
       return; // nothing depends on it
     }
-    refuse_metric(record);
+    refuse_metric(parts_.arguments.metric_for_best_model, record);
   }
   // What was not saved cannot be gone back to.
   if (!will_be_saved && a.save_strategy != IntervalStrategy::no) {

@@ -119,10 +119,10 @@ TrainOutput TrainingRun::run() {
       end_epoch(); // the state was saved before the report
       ++epoch_;
     }
-    for (; !last_update(); ++epoch_) {
+    for (; !last_update() && !terminated_; ++epoch_) {
       run_epoch();
     }
-    return finish();
+    return terminated_ ? TrainOutput{} : finish();
   } catch (const std::exception& error) {
     parts_.communicator().abandon(error.what());
     if (local_sgd_) {
@@ -181,8 +181,10 @@ void TrainingRun::begin() {
     open_output_dir();
   }
   reset_peak_memory();
+  parts_.saves_when_terminated = !output_dir_.empty();
+  compare_callbacks();
   const RunDescription description = describe();
-  parts_.notify([&](TrainerCallback& c) { c.on_train_begin(description); });
+  notify([&](TrainerCallback& c) { c.on_train_begin(description); });
 }
 
 RunDescription TrainingRun::describe() const {
@@ -210,10 +212,16 @@ RunDescription TrainingRun::describe() const {
   }
   d.resumed_step = start_.folder.empty() ? 0 : state_.global_step;
   d.notes = start_.notes;
+  d.arguments = a;
   return d;
 }
 
 void TrainingRun::run_epoch() {
+  const StepProgress before = step_progress();
+  notify([&](TrainerCallback& c) { c.on_epoch_begin(before); });
+  if (last_update()) {
+    return;
+  }
   loader_->set_epoch(static_cast<uint64_t>(epoch_));
   for (const Batch& batch : *loader_) {
     // Without a graph nobody reads the host: lengths are known to the dataset.
@@ -236,6 +244,12 @@ void TrainingRun::run_epoch() {
       break; // in mid-epoch, where every rank has rows
     }
     after_update(false);
+    if (stopping_) {
+      break;
+    }
+    if (terminating_) {
+      return terminate();
+    }
   }
   if (parts_.accelerator->last_window().number > windows_counted_ ||
       (is_local() && local_sgd_->steps() > state_.global_step)) {
@@ -244,6 +258,9 @@ void TrainingRun::run_epoch() {
     count_update();
   }
   after_update(true);
+  if (terminating_ && !last_update()) {
+    return terminate();
+  }
   end_epoch();
 }
 
@@ -262,12 +279,16 @@ void TrainingRun::count_update() {
     uncollected_losses_.add(window);
     uncollected_rows_ += window.rows;
   }
+  if (!is_local() && has_rows) { // behind a window that all ranks were in
+    terminating_ = terminating_ || (window.requests & kRequestTerminate) != 0;
+    ask(window.requests & ~kRequestTerminate, true);
+  }
+  window_open_ = false;
   ++state_.global_step;
   state_.epoch = static_cast<double>(state_.global_step + plan_.step_shift) /
                  static_cast<double>(plan_.updates_per_epoch);
-  const StepProgress progress{
-      state_.global_step, plan_.max_steps, state_.epoch, seconds_left()};
-  parts_.notify([&](TrainerCallback& c) { c.on_step_end(progress); });
+  const StepProgress progress = step_progress();
+  notify([&](TrainerCallback& c) { c.on_step_end(progress); });
 }
 
 void TrainingRun::after_update(bool epoch_ended) {
@@ -284,12 +305,21 @@ void TrainingRun::after_update(bool epoch_ended) {
     }
     return state_.global_step % steps == 0 || last_update();
   };
-  if (record_due(state_.global_step)) {
+  agree_on_requests(epoch_ended);
+  const bool log = take(kRequestLog) || last_update();
+  if ((record_due(state_.global_step) || log) &&
+      last_logged_step_ != state_.global_step) {
     log_training();
   }
   const Stopwatch aside;
-  const bool save = due(a.save_strategy, plan_.save_steps);
-  const bool evaluate = parts_.eval && due(a.eval_strategy, plan_.eval_steps);
+  const auto save_due = [&] {
+    return (take(kRequestSave) && !output_dir_.empty()) ||
+           due(a.save_strategy, plan_.save_steps);
+  };
+  const bool evaluate =
+      (take(kRequestEvaluate) || due(a.eval_strategy, plan_.eval_steps)) &&
+      parts_.eval && last_evaluated_step_ != state_.global_step;
+  bool save = save_due();
   if (local_sgd_ && (save || evaluate)) {
     local_sgd_->synchronize(); // one model is evaluated and saved
     collect_losses();
@@ -297,6 +327,7 @@ void TrainingRun::after_update(bool epoch_ended) {
   if (evaluate) {
     evaluate_and_log();
     step_plateau(state_.log_history.back());
+    save = save_due() || save; // on_evaluate may ask for it, or for the end
     consider_best(state_.log_history.back(), save);
   }
   if (save) {
@@ -364,7 +395,7 @@ void TrainingRun::end_epoch() {
       {"seconds_left", report.seconds_left}};
   record.update(nlohmann::json(report.evaluation));
   append_record("epoch", record);
-  parts_.notify([&](TrainerCallback& c) { c.on_epoch_end(report); });
+  notify([&](TrainerCallback& c) { c.on_epoch_end(report); });
 }
 
 TrainOutput TrainingRun::finish() {
@@ -390,7 +421,7 @@ TrainOutput TrainingRun::finish() {
   if (!output_dir_.empty()) {
     save_final();
   }
-  parts_.notify([&](TrainerCallback& c) { c.on_train_end(record); });
+  notify([&](TrainerCallback& c) { c.on_train_end(record); });
   return {state_.global_step, of_run_.mean(), std::move(record)};
 }
 

@@ -60,6 +60,15 @@ void find_batch_size(TrainerParts& parts, int64_t first);
 /// Data rows that take the most memory together: the `count` longest.
 std::vector<int64_t> longest_rows(const Dataset& data, int64_t count);
 
+/// What ranks ask of each other: bits of WindowReport::requests.
+enum RunRequest : uint32_t {
+  kRequestStop = 1,
+  kRequestSave = 2,
+  kRequestEvaluate = 4,
+  kRequestLog = 8,
+  kRequestTerminate = 16
+};
+
 class TrainingRun;
 
 /// What the accelerator keeps of a run: empty once the run is gone.
@@ -86,6 +95,8 @@ class TrainingRun {
   void restore(const nlohmann::json& values);
   /// Collective. Ends the run on all ranks when it throws.
   TrainOutput run();
+  /// run() ended at a SIGTERM, behind a save, on all ranks.
+  bool terminated() const { return terminated_; }
 
  private:
   // train_step.cpp
@@ -121,12 +132,31 @@ class TrainingRun {
     return (epoch + 1) * plan_.updates_per_epoch - plan_.step_shift;
   }
 
+  // run_control.cpp
+  /// Calls an event, then hears what callbacks ask for. `common`: every rank has
+  /// this event.
+  template <typename Call>
+  void notify(Call&& call, bool common = true) {
+    parts_.notify(call);
+    take_controls(common);
+  }
+  void compare_callbacks();
+  void take_controls(bool common);
+  void ask(uint32_t bits, bool common);
+  void set_learning_rate(double learning_rate);
+  StepProgress step_progress() const;
+  /// Stops at SIGINT; tells the other ranks of SIGTERM.
+  void heed_signals();
+  /// With Local SGD, at its rounds, what ranks asked for. Collective there.
+  void agree_on_requests(bool epoch_ended);
+  /// Saves behind the update; all ranks then end. Collective.
+  void terminate();
+
   // training_records.cpp
   void log_training();
   void evaluate_and_log();
   /// The plateau's metric, from an evaluation's record.
   void step_plateau(const nlohmann::json& record);
-  [[noreturn]] void refuse_metric(const nlohmann::json& record) const;
   void consider_best(const nlohmann::json& record, bool will_be_saved);
   void append_record(const char* type, const nlohmann::json& record);
   /// Adds tokens over ranks. Collective.
@@ -150,10 +180,18 @@ class TrainingRun {
   void save_final();
 
   bool is_local() const { return local_sgd_ && local_sgd_->active(); }
-  bool last_update() const { return state_.global_step >= plan_.max_steps; }
+  bool last_update() const {
+    return stopping_ || state_.global_step >= plan_.max_steps;
+  }
   bool record_due(int64_t global_step) const {
     return global_step % plan_.logging_steps == 0 ||
            global_step >= plan_.max_steps;
+  }
+  /// Takes the bit out of what is to be done behind this update.
+  bool take(uint32_t bit) {
+    const bool asked = (asked_ & bit) != 0;
+    asked_ &= ~bit;
+    return asked;
   }
 
   TrainerParts& parts_;
@@ -211,6 +249,19 @@ class TrainingRun {
   double seconds_aside_ = 0; // in evaluations and saves
   double seconds_trained_before_epoch_ = 0;
   int64_t last_saved_step_ = -1;
+  int64_t last_evaluated_step_ = -1;
+  int64_t last_logged_step_ = -1;
+
+  // What callbacks and signals ask for.
+  std::vector<bool> common_{}; // [callback]: every rank has it
+  uint32_t asked_ = 0; // RunRequest bits to do behind this update, on all ranks
+  uint32_t unheard_ = 0; // Local SGD: of this rank, until the next round
+  bool asked_to_terminate_ = false; // this rank has told the others
+  bool stopping_ = false; // a callback ended training
+  bool terminating_ = false; // all ranks know of a SIGTERM
+  bool terminated_ = false;
+  bool window_open_ = false; // between on_step_begin and on_step_end
+  bool own_learning_rate_ = false; // a callback's, not the arguments'
   std::ofstream metrics_file_{}; // rank 0's
 };
 

@@ -134,4 +134,34 @@ TEST(TrainerState, FileHasHuggingFacesKeysAndNoNumberThatJsonLacks) {
       read_trainer_state(scratch.path() / "trainer_state.json"), InputError);
 }
 
+TEST(OutputDirLock, KeepsASecondWriterOutAndNamesTheFirst) {
+  const testing_support::TemporaryFolder folder;
+  const auto out = folder / "runs/out";
+  {
+    const OutputDirLock first(out);
+    EXPECT_TRUE(std::filesystem::is_directory(out));
+    for (const bool only_looking : {false, true}) {
+      try {
+        if (only_looking) {
+          require_unlocked_output_dir(out);
+        } else {
+          const OutputDirLock second(out);
+        }
+        FAIL() << "both write";
+      } catch (const InputError& error) {
+        const std::string text = error.what();
+        EXPECT_NE(text.find("output_dir=" + out.string()), text.npos) << text;
+        EXPECT_NE(text.find("is being written by another run"), text.npos);
+      }
+    }
+    EXPECT_NO_THROW(OutputDirLock(folder / "runs/other"));
+  }
+  EXPECT_FALSE(std::filesystem::exists(out)); // made for it, and still empty
+  std::filesystem::create_directories(out);
+  EXPECT_NO_THROW(require_unlocked_output_dir(out));
+  { const OutputDirLock again(out); }
+  EXPECT_TRUE(std::filesystem::exists(out)); // was there before
+  EXPECT_NO_THROW(OutputDirLock(""));
+}
+
 } // namespace hasten

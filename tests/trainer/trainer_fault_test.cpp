@@ -4,11 +4,14 @@
 #include <torch/torch.h>
 
 #include <csignal>
+#include <cstdlib>
 
 #include "hasten/accelerator/accelerator.h"
 #include "hasten/base/process.h"
+#include "hasten/trainer/resume.h"
 #include "hasten/trainer/trainer.h"
 #include "support/spawn.h"
+#include "support/temporary_folder.h"
 #include "trainer/toy_text.h"
 
 namespace hasten {
@@ -49,6 +52,62 @@ HASTEN_RANK_FUNCTION(TrainerInterruptedOnAllRanks) {
 
 HASTEN_RANK_FUNCTION(TrainerInterruptedOnRankOne) {
   detail::train_until_interrupted(rank, {1});
+}
+
+/// SIGTERM reaches rank 1 alone, in its third micro-batch; `HASTEN_TEST_FOLDER` takes
+/// the run.
+HASTEN_RANK_FUNCTION(TrainerTerminatedOnRankOne) {
+  install_interrupt_handlers();
+  auto model = std::make_shared<toy::Classifier>();
+  const auto loss = toy::loss_function(model);
+  TrainingArguments arguments = toy::arguments();
+  arguments.output_dir = std::getenv("HASTEN_TEST_FOLDER");
+  arguments.max_steps = 1'000'000;
+  arguments.gradient_accumulation_steps = 2;
+  if (std::getenv("HASTEN_TEST_LOCAL_SGD") != nullptr) {
+    arguments.local_sgd_steps = 3;
+  }
+  int calls = 0;
+  Trainer trainer(
+      model,
+      [&](const Batch& batch) {
+        if (++calls == 3 && rank.world().rank == 1) {
+          rank.fault_here();
+          std::raise(SIGTERM);
+        }
+        return loss(batch);
+      },
+      arguments,
+      std::make_shared<toy::Texts>(64));
+  trainer.train();
+}
+
+TEST(TrainerFault, SigtermOfOneRankMakesAllSaveBehindOneUpdate) {
+  for (const bool local : {false, true}) {
+    SCOPED_TRACE(local);
+    const testing_support::TemporaryFolder folder;
+    std::vector<std::pair<std::string, std::string>> environment{
+        {"HASTEN_TEST_FOLDER", folder / "out"}};
+    if (local) {
+      environment.emplace_back("HASTEN_TEST_LOCAL_SGD", "1");
+    }
+    const auto ranks = testing_support::spawn(
+        2, "TrainerTerminatedOnRankOne", {.environment = environment});
+    for (const auto& rank : ranks) {
+      EXPECT_FALSE(rank.timed_out);
+      EXPECT_NE(rank.error_type.find("Interrupted"), std::string::npos)
+          << rank.error_type << ": " << rank.error;
+    }
+    // In update 2's first micro-batch; with Local SGD behind the next round.
+    TrainingArguments arguments;
+    arguments.output_dir = (folder / "out").string();
+    arguments.resume_from_checkpoint = "latest";
+    const ResumePoint point =
+        find_resume_point(arguments, /*verify_checksums=*/true);
+    EXPECT_EQ(
+        point.folder.filename().string(),
+        local ? "checkpoint-3" : "checkpoint-2");
+  }
 }
 
 TEST(TrainerFault, CtrlCStopsEveryRankWithItsSignal) {

@@ -213,6 +213,12 @@ class Collect {
   /// Collective.
   bool check_trigger();
 
+  /// The same without a message of its own: these bits (below kWindowRequests) go to
+  /// all ranks with this rank's next complete window, whose
+  /// WindowReport::requests has what any rank asked for. In a LocalSgd scope windows,
+  /// and so requests, stay the rank's own. Local.
+  void request(uint32_t bits);
+
   /// Blocks until every rank is here. Collective.
   void wait_for_everyone();
   /// A line on stdout (or `out`), from the main process only. Local.

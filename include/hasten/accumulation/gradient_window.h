@@ -55,6 +55,8 @@ struct WindowReport {
   int64_t non_finite = 0;
   /// Ranks that had run out of batches and joined with weight 0.
   int joined = 0;
+  /// Bits that any rank asked for (WindowExchange::requests).
+  uint32_t requests = 0;
   /// Of the window's last reduction, all models together: time in which
   /// gradients travelled, and the part of it that this rank waited for after
   /// backward. Seconds; 0 for a rank alone.
@@ -106,6 +108,9 @@ struct WindowExchange {
   /// What losses of windows to come are multiplied by before their backward; the
   /// gradients are divided by it again when a window is complete. Equal on all ranks.
   double loss_scale = 1;
+  /// What this rank tells the others with its next window, which takes it along at
+  /// no cost: bits below kWindowRequests.
+  uint32_t requests = 0;
 };
 
 class GradientWindow : public Stateful {

@@ -12,6 +12,9 @@
 
 namespace hasten {
 
+/// Bits of WindowTotals::requests.
+inline constexpr int kWindowRequests = 6;
+
 /// A rank's own figures going in, the sum over ranks coming out.
 struct WindowTotals {
   /// Sum of the batches' weights, and of their rows.
@@ -44,6 +47,8 @@ struct WindowTotals {
   /// What losses are multiplied by beside their weights. The same on ranks that have
   /// batches, theirs coming out.
   double loss_scale = 1;
+  /// Bits below kWindowRequests; coming out those that any rank with batches had.
+  uint32_t requests = 0;
 };
 
 class WindowControl {

@@ -19,6 +19,10 @@ namespace hasten {
 struct TableFlags {
   std::string text_column = "text";
   std::string label_column = "label";
+  /// Several labels a row: columns of 0 and 1, "NAME,NAME,…"; or one column whose
+  /// field names them with this between.
+  std::string label_columns{};
+  std::string label_separator{};
   /// '\0': tab for .tsv and .tab, else comma.
   char delimiter = '\0';
   bool no_header = false;
@@ -46,12 +50,21 @@ struct TrainCommand {
   int64_t max_train_rows = 0;
   int64_t max_eval_rows = 0;
 
+  /// single_label_classification, regression, multi_label_classification; empty: as
+  /// the label columns and the model say.
+  std::string problem_type{};
+
   /// Processes on this machine, >= 1.
   int nproc = 1;
   /// True where --nproc was written.
   bool nproc_given = false;
   /// Where the output of several processes goes.
   LogsSpecs logs{};
+
+  /// JSON file that set what the command line does not; empty: none.
+  std::string config{};
+  /// Prints what would be done and does nothing of it.
+  bool dry_run = false;
 
   TrainingArguments arguments{};
 };
@@ -191,7 +204,9 @@ using Command = std::variant<
 
 /// Reads the arguments after the program's name. Flags may be spelled with "_"
 /// for "-", as Hugging Face's scripts do. Checks each value by itself and
-/// TrainingArguments::validate(); touches no file.
+/// TrainingArguments::validate(); touches no file but that of train's --config, whose
+/// keys are the flags' names with "_" (training_args.json of a run is one) and whose
+/// values the flags override.
 /// Throws InputError "[cli::<command>] --flag=value …": an unknown command or
 ///   flag (the nearest name is offered), a value of another type or out of
 ///   range, a required flag that is missing, a flag given twice.

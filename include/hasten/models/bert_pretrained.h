@@ -17,6 +17,8 @@ struct LoadBertOptions {
   /// folder's. The folder's names in another order permute its classifier; other
   /// names give a fresh one.
   std::optional<std::vector<std::string>> id2label{};
+  /// problem_type of the caller's head; nothing keeps the folder's.
+  std::optional<std::string> problem_type{};
   /// For a shape name: rows of the word embeddings. 0 takes bert-base's 30522.
   int64_t vocab_size = 0;
   /// For a shape name: the id of [PAD].

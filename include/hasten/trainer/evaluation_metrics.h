@@ -43,7 +43,23 @@ using ComputeMetrics = std::function<std::unique_ptr<EvaluationMetrics>()>;
 ComputeMetrics classification_metrics(
     int64_t num_labels, std::string labels_name = "labels");
 
+/// "f1_micro", "f1_macro" and "accuracy" (all labels of a row right) of logits
+/// [B, num_labels] against `labels_name` [B, num_labels] of zeros and ones.
+ComputeMetrics multi_label_metrics(
+    int64_t num_labels, std::string labels_name = "labels");
+
+/// "mse", "mae", "pearson" and "spearman" of outputs [B] against `labels_name` [B].
+ComputeMetrics regression_metrics(std::string labels_name = "labels");
+
 namespace detail {
+
+/// A ComputeMetrics whose names are known: metric_for_best_model is compared with them
+/// before anything is trained.
+struct NamedFactory {
+  std::vector<std::string> names{};
+  ComputeMetrics make{};
+  std::unique_ptr<EvaluationMetrics> operator()() const { return make(); }
+};
 
 template <typename... M>
 class NamedMetrics final : public EvaluationMetrics {
@@ -95,12 +111,15 @@ class NamedMetrics final : public EvaluationMetrics {
 template <typename... M>
 ComputeMetrics named_metrics(
     std::string labels_name, std::pair<const char*, M>... metrics) {
-  return [labels_name = std::move(labels_name),
-          names = std::vector<std::string>{metrics.first...},
-          fresh = std::tuple<M...>(std::move(metrics.second)...)] {
-    return std::make_unique<detail::NamedMetrics<M...>>(
-        labels_name, names, fresh);
-  };
+  std::vector<std::string> names{metrics.first...};
+  return detail::NamedFactory{
+      names,
+      [labels_name = std::move(labels_name),
+       names,
+       fresh = std::tuple<M...>(std::move(metrics.second)...)] {
+        return std::make_unique<detail::NamedMetrics<M...>>(
+            labels_name, names, fresh);
+      }};
 }
 
 } // namespace hasten

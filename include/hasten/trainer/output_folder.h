@@ -37,6 +37,31 @@ void require_free_output_dir(const TrainingArguments& arguments);
 /// cannot be removed, naming the path and the reason.
 void clear_output_dir(const std::filesystem::path& folder);
 
+/// The right to write into a folder, held while it lives: a lock on the folder itself,
+/// so that no file of it is left, and that the system takes back when the process
+/// ends, however it does. It keeps programs of this library apart, also on several
+/// machines where the file system knows flock; who does not ask is not held back.
+class OutputDirLock {
+ public:
+  /// Makes the folder where it is missing. Empty text locks nothing, and so does a
+  /// folder that cannot be made or opened: writing will say so.
+  /// Throws InputError at once where another holds it, naming its process if that
+  /// is on this machine.
+  explicit OutputDirLock(const std::filesystem::path& folder);
+  /// Removes the folder again where it was made here and is still empty.
+  ~OutputDirLock();
+  OutputDirLock(const OutputDirLock&) = delete;
+  OutputDirLock& operator=(const OutputDirLock&) = delete;
+
+ private:
+  std::filesystem::path folder_;
+  bool made_ = false;
+  int fd_ = -1;
+};
+
+/// Throws what OutputDirLock would, where the folder exists; takes and makes nothing.
+void require_unlocked_output_dir(const std::filesystem::path& folder);
+
 /// checkpoint-N folders by N, ascending.
 struct CheckpointFolder {
   int64_t global_step = 0;

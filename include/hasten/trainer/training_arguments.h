@@ -24,6 +24,7 @@
 #include <nlohmann/json_fwd.hpp>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "hasten/activation_checkpoint/checkpoint_spec.h"
 #include "hasten/core/precision.h"
@@ -155,6 +156,19 @@ struct TrainingArguments {
   /// Memory: one more copy of the weights.
   int64_t local_sgd_steps = 0;
 
+  // Loss of classifiers; training and evaluation (hasten/trainer/losses.h).
+
+  /// Share of a label that is spread evenly over all classes, [0, 1): transformers'
+  /// LabelSmoother and torch's cross_entropy(label_smoothing).
+  double label_smoothing_factor = 0.0;
+  /// What a row counts by its label: "0.5,2" in the order of the labels, each above 0;
+  /// "balanced": rows / (labels * rows of the label), of the training data, as in
+  /// scikit-learn; empty: all the same. The loss is the weighted sum over the sum of
+  /// the weights of all the rows of an update, so it is torch's
+  /// cross_entropy(weight) of the joined batch, however that is split. Numbers for a
+  /// head of several labels a row are torch's pos_weight.
+  std::string class_weights{};
+
   // Optimizer (with decay on all but biases and norms) and schedule.
 
   /// See optim/make_optimizer.h.
@@ -204,6 +218,9 @@ struct TrainingArguments {
   /// checkpoint-N folders kept; the oldest go first, the best never. 0 keeps
   /// all. With 1, the best and the newest are both kept until the end.
   int64_t save_total_limit = 2;
+  /// checkpoint-N folders hold the model alone: a third of the disk, and no run can
+  /// go on from them.
+  bool save_only_model = false;
   /// After the last update go back to the weights of the best evaluation.
   /// Needs equal strategies, and save_steps a multiple of eval_steps.
   bool load_best_model_at_end = false;
@@ -211,6 +228,11 @@ struct TrainingArguments {
   std::string metric_for_best_model = "loss";
   /// Unset: true unless the metric's name ends in "loss".
   std::optional<bool> greater_is_better{};
+  /// Above 0: ends training after so many evaluations in a row in which
+  /// metric_for_best_model was not better than the best before by more than the
+  /// threshold (hasten/trainer/early_stopping.h). Not with eval_strategy=no.
+  int64_t early_stopping_patience = 0;
+  double early_stopping_threshold = 0.0;
 
   // Randomness and data.
 
@@ -236,6 +258,10 @@ struct TrainingArguments {
   std::string best_metric_name() const;
   bool best_is_greater() const;
 };
+
+/// The numbers of TrainingArguments::class_weights; none for "" and "balanced". Throws
+/// InputError for anything else.
+std::vector<double> class_weight_numbers(const std::string& class_weights);
 
 /// Every field under its own name; enumerations by their spelling.
 void to_json(nlohmann::json& json, const TrainingArguments& arguments);

@@ -1,0 +1,54 @@
+// F1 of a classifier that says of each label whether a row has it, over any number of
+// batches and ranks, in constant memory. Values are scikit-learn's with
+// zero_division=0.
+// Threading: one instance per thread. Nothing here communicates
+// (hasten/metrics/metric.h).
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <map>
+#include <string>
+
+#include "hasten/metrics/classification.h"
+#include "hasten/metrics/metric.h"
+
+namespace hasten {
+
+class MultiLabelMetrics : public Metric {
+ public:
+  /// `num_labels` ≥ 1. A label is predicted where its logit is above `threshold`: 0 is
+  /// a probability of one half. Memory: 24 · num_labels bytes.
+  explicit MultiLabelMetrics(int64_t num_labels, double threshold = 0);
+
+  /// Counts a batch. Local.
+  /// Shape: logits [B, num_labels] of a floating type, labels [B, num_labels] of
+  ///   zeros and ones of any type. B may be 0.
+  /// Throws InputError: other shapes, labels that are neither.
+  void update(const at::Tensor& logits, const at::Tensor& labels);
+
+  /// Rows counted.
+  int64_t rows() const;
+  /// micro: over all labels of all rows; macro: mean over the labels; weighted: mean by
+  /// their rows.
+  double f1(Average average) const;
+  /// Share of rows whose labels are all right; 0 for no rows.
+  double accuracy() const;
+  /// "accuracy", "f1_micro", "f1_macro".
+  std::map<std::string, double> compute() const;
+
+  /// int64 [3 · num_labels + 2]: true positives, predicted and true ones by label;
+  /// rows, rows that are all right.
+  at::Tensor state() const override { return counts_.tensor; }
+  void set_state(const at::Tensor& state) override;
+  void merge_state(const at::Tensor& other) override;
+  void reset() override;
+
+ private:
+  int64_t num_labels_;
+  double threshold_;
+  detail::OwnTensor counts_{};
+};
+
+} // namespace hasten

@@ -1,0 +1,172 @@
+#include "config_file.h"
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <set>
+
+#include "flags.h"
+#include "hasten/base/error.h"
+#include "hasten/base/files.h"
+
+namespace hasten::detail {
+
+/// "--num-train-epochs" as a configuration file says it.
+std::string config_key(const std::string& flag) {
+  std::string key = flag.substr(2);
+  std::replace(key.begin(), key.end(), '-', '_');
+  return key;
+}
+
+std::string config_expectation(const ConfigEntry& entry) {
+  const std::string values = entry.expected();
+  const bool any_text = values == "a value";
+  switch (entry.kind) {
+    case ConfigKind::boolean:
+      return "true or false";
+    case ConfigKind::number:
+      return values; // "a number", "a whole number"
+    case ConfigKind::texts:
+      return "an array of strings";
+    case ConfigKind::text:
+      return any_text ? "a string" : "a string: " + values;
+    case ConfigKind::boolean_or_text:
+      break;
+  }
+  return "true, false, or a string: " + values;
+}
+
+/// The value as the command line would say it; nothing where it is of another type.
+std::optional<std::vector<std::string>> config_texts(
+    const ConfigEntry& entry,
+    const std::string& key,
+    const nlohmann::json& value) {
+  const auto one = [](std::string text) {
+    return std::vector<std::string>{std::move(text)};
+  };
+  const bool boolean = value.is_boolean();
+  switch (entry.kind) {
+    case ConfigKind::boolean:
+      return boolean ? std::optional(one(value.dump())) : std::nullopt;
+    case ConfigKind::number:
+      return value.is_number() ? std::optional(one(value.dump()))
+                               : std::nullopt;
+    case ConfigKind::boolean_or_text:
+      if (boolean) {
+        return one(value.get<bool>() ? "full" : "none");
+      }
+      [[fallthrough]];
+    case ConfigKind::text:
+      if (value.is_object() && key == "lr_scheduler_kwargs") {
+        return one(value.dump());
+      }
+      return value.is_string() ? std::optional(one(value.get<std::string>()))
+                               : std::nullopt;
+    case ConfigKind::texts:
+      break;
+  }
+  std::vector<std::string> texts;
+  if (!value.is_array()) {
+    return std::nullopt;
+  }
+  for (const auto& element : value) {
+    if (!element.is_string()) {
+      return std::nullopt;
+    }
+    texts.push_back(element.get<std::string>());
+  }
+  return texts;
+}
+
+nlohmann::json read_config_json(
+    const std::string& where, const std::string& path) {
+  nlohmann::json json;
+  try {
+    json = nlohmann::json::parse(read_file(path), nullptr, true, true);
+  } catch (const nlohmann::json::exception& error) {
+    throw InputError(where, "--config=" + path + ": " + error.what(), "JSON");
+  } catch (const Error& error) {
+    throw InputError(
+        where, "--config=" + path + " cannot be read", "a JSON file");
+  }
+  if (!json.is_object()) {
+    throw InputError(
+        where,
+        "--config=" + path + " holds a JSON " + json.type_name(),
+        "an object of names and values");
+  }
+  return json;
+}
+
+std::string config_path_of(const std::vector<std::string>& arguments) {
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (arguments[i] == "--config") {
+      return i + 1 < arguments.size() ? arguments[i + 1] : std::string();
+    }
+    if (arguments[i].rfind("--config=", 0) == 0) {
+      return arguments[i].substr(9);
+    }
+  }
+  return {};
+}
+
+void FlagTable::read_config(const std::vector<std::string>& arguments) {
+  const std::string path = config_path_of(arguments);
+  if (path.empty()) {
+    return;
+  }
+  const nlohmann::json json = read_config_json(where(), path);
+  const auto refuse = [&](const std::string& key,
+                          const std::string& what,
+                          const std::string& expected,
+                          const std::string& fix = {}) {
+    throw InputError(where(), path + ": /" + key + what, expected, fix);
+  };
+  std::vector<std::string> keys;
+  for (const ConfigEntry& entry : config_entries_) {
+    for (const std::string& name : entry.names) {
+      keys.push_back(config_key(name));
+    }
+  }
+  std::set<std::string> seen;
+  for (const auto& [key, value] : json.items()) {
+    const auto entry = std::find_if(
+        config_entries_.begin(),
+        config_entries_.end(),
+        [&, &k = key](const auto& e) {
+          return std::any_of(
+              e.names.begin(), e.names.end(), [&](const std::string& name) {
+                return config_key(name) == k;
+              });
+        });
+    if (entry == config_entries_.end() || key == "config") {
+      const std::string near =
+          nearest_name(key, keys.data(), keys.data() + keys.size());
+      refuse(
+          key,
+          ": unknown name",
+          {},
+          near.empty() || near == "config" ? "leave it out" : "write " + near);
+    }
+    if (!seen.insert(entry->names.front()).second) {
+      refuse(
+          key, ": " + entry->names.front() + " is given twice", "one of them");
+    }
+    if (value.is_null() && entry->nullable) {
+      continue;
+    }
+    const auto texts = config_texts(*entry, key, value);
+    const bool good =
+        texts && std::all_of(texts->begin(), texts->end(), entry->read);
+    if (!good) {
+      refuse(key, "=" + value.dump(), config_expectation(*entry));
+    }
+    configured_.push_back(entry->names.front());
+  }
+}
+
+bool FlagTable::configured(const std::string& name) const {
+  return std::find(configured_.begin(), configured_.end(), name) !=
+         configured_.end();
+}
+
+} // namespace hasten::detail

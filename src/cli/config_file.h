@@ -1,0 +1,50 @@
+// Values of flags from a JSON file. Private to src/cli.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include "hasten/activation_checkpoint/checkpoint_spec.h"
+
+namespace hasten::detail {
+
+/// What a flag's value is in JSON.
+enum class ConfigKind { boolean, number, text, boolean_or_text, texts };
+
+template <typename T>
+struct ConfigType {
+  static constexpr ConfigKind kind =
+      std::is_same_v<T, bool> ? ConfigKind::boolean
+      : std::is_arithmetic_v<T> && !std::is_same_v<T, char> ? ConfigKind::number
+                                                            : ConfigKind::text;
+  static constexpr bool nullable = false;
+};
+template <>
+struct ConfigType<GradientCheckpointing> {
+  static constexpr ConfigKind kind = ConfigKind::boolean_or_text;
+  static constexpr bool nullable = false;
+};
+template <typename T>
+struct ConfigType<std::optional<T>> {
+  static constexpr ConfigKind kind = ConfigType<T>::kind;
+  static constexpr bool nullable = true;
+};
+
+/// A flag as a configuration file may set it.
+struct ConfigEntry {
+  /// "--num-train-epochs", then its aliases.
+  std::vector<std::string> names{};
+  ConfigKind kind = ConfigKind::text;
+  /// null leaves the default.
+  bool nullable = false;
+  /// False where the text is no value of the flag.
+  std::function<bool(const std::string&)> read{};
+  /// "Expected …".
+  std::function<std::string()> expected{};
+};
+
+} // namespace hasten::detail

@@ -1,0 +1,113 @@
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <sys/sysmacros.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <chrono>
+#include <cstdio>
+#include <fstream>
+#include <sstream>
+#include <string>
+#include <system_error>
+#include <thread>
+
+#include "hasten/base/error.h"
+#include "hasten/trainer/output_folder.h"
+
+namespace hasten {
+
+namespace detail {
+
+/// "process 1234" that holds a lock on this file, as the kernel's list says; empty
+/// where it is not on that list.
+std::string lock_holder(int fd) {
+  struct stat info {};
+  if (::fstat(fd, &info) != 0) {
+    return {};
+  }
+  char wanted[64];
+  std::snprintf(
+      wanted,
+      sizeof wanted,
+      "%02x:%02x:%llu",
+      major(info.st_dev),
+      minor(info.st_dev),
+      static_cast<unsigned long long>(info.st_ino));
+  std::ifstream locks("/proc/locks");
+  for (std::string line; std::getline(locks, line);) {
+    // 1: FLOCK  ADVISORY  WRITE 1234 08:01:5678 0 EOF
+    std::istringstream words(line);
+    std::string number, kind, mode, type, pid, file;
+    words >> number >> kind >> mode >> type >> pid >> file;
+    if (kind == "FLOCK" && file == wanted && pid != "-1" && pid != "0") {
+      return "process " + pid;
+    }
+  }
+  return {};
+}
+
+/// An open descriptor that holds the lock; -1 where the folder cannot be opened or
+/// its file system has no locks. `kind`: LOCK_EX, or LOCK_SH to look whether somebody
+/// has that one; who looks may be in the way for a moment.
+int lock_folder(const std::filesystem::path& folder, int kind) {
+  const int fd = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (fd < 0) {
+    return -1;
+  }
+  int error = 0;
+  for (int attempt = 0; attempt < (kind == LOCK_EX ? 20 : 1); ++attempt) {
+    if (::flock(fd, kind | LOCK_NB) == 0) {
+      return fd;
+    }
+    error = errno;
+    if (error != EWOULDBLOCK) {
+      break;
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+  const std::string holder = error == EWOULDBLOCK ? lock_holder(fd) : "";
+  ::close(fd);
+  if (error != EWOULDBLOCK) {
+    return -1;
+  }
+  throw InputError(
+      "trainer::output_folder",
+      "output_dir=" + folder.string() + " is being written by another run" +
+          (holder.empty() ? "" : " (" + holder + ")"),
+      "a folder that no other run is writing",
+      "choose another folder, or wait for that run to end");
+}
+
+} // namespace detail
+
+OutputDirLock::OutputDirLock(const std::filesystem::path& folder)
+    : folder_(folder) {
+  if (folder.empty()) {
+    return;
+  }
+  std::error_code error;
+  made_ = std::filesystem::create_directories(folder, error);
+  fd_ = detail::lock_folder(folder, LOCK_EX);
+}
+
+OutputDirLock::~OutputDirLock() {
+  if (made_) {
+    ::rmdir(folder_.c_str()); // which a folder with anything in it survives
+  }
+  if (fd_ >= 0) {
+    ::close(fd_);
+  }
+}
+
+void require_unlocked_output_dir(const std::filesystem::path& folder) {
+  if (!folder.empty()) {
+    const int fd = detail::lock_folder(folder, LOCK_SH);
+    if (fd >= 0) {
+      ::close(fd);
+    }
+  }
+}
+
+} // namespace hasten
