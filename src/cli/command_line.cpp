@@ -14,14 +14,17 @@ constexpr const char* kProgramHelp =
     "Usage: hasten COMMAND [flags]\n"
     "\n"
     "Commands:\n"
-    "  train    fine-tune a text classifier of the BERT family on a CSV or TSV "
-    "file\n"
+    "  train    fine-tune a text classifier of the BERT family on CSV, TSV or "
+    "JSON lines\n"
     "  predict  label texts with a trained model\n"
     "  eval     loss, accuracy and F1 of a model on a labelled file\n"
     "  plan     what to recompute in backward under a budget of memory\n"
     "  estimate-memory\n"
     "           what training a model takes, from formulas\n"
     "  state    look into a checkpoint, put a model together from its rows\n"
+    "  tokenizer\n"
+    "           learn a WordPiece vocabulary from texts\n"
+    "  synth    customer reviews made from a seed\n"
     "  launch   run a program as N processes of one world\n"
     "  env      versions, cores, threads and back ends of this machine\n"
     "\n"
@@ -41,6 +44,8 @@ const std::vector<std::string>& command_names() {
       "plan",
       "estimate-memory",
       "state",
+      "tokenizer",
+      "synth",
       "launch",
       "env"};
   return names;
@@ -89,7 +94,8 @@ void check_model_run(const FlagTable& flags, const C& command) {
 void declare_predict(FlagTable& flags, PredictCommand& command) {
   flags.group("Model and texts");
   declare_model(flags, command);
-  flags.value("--file", command.file, "FILE", "texts of a .csv or .tsv file");
+  flags.value(
+      "--file", command.file, "FILE", "texts of a .csv, .tsv or .jsonl file");
   declare_table(flags, command.table, false);
   declare_max_rows(flags, command);
   flags.group("Output");
@@ -163,7 +169,8 @@ Command parse_eval(std::vector<std::string> arguments) {
        .notes = {}});
   flags.group("Model and data");
   declare_model(flags, command);
-  flags.value("--file", command.file, "FILE", "labelled rows, .csv or .tsv");
+  flags.value(
+      "--file", command.file, "FILE", "labelled rows, .csv, .tsv or .jsonl");
   flags.required();
   declare_table(flags, command.table, true);
   declare_max_rows(flags, command);
@@ -494,6 +501,12 @@ Command parse_command_line(const std::vector<std::string>& arguments) {
   if (name == "state") {
     return detail::parse_state(std::move(flags));
   }
+  if (name == "tokenizer") {
+    return detail::parse_tokenizer(std::move(flags));
+  }
+  if (name == "synth") {
+    return detail::parse_synth(std::move(flags));
+  }
   if (name == "env") {
     return detail::parse_env(std::move(flags));
   }
@@ -503,7 +516,8 @@ Command parse_command_line(const std::vector<std::string>& arguments) {
   throw InputError(
       "cli::hasten",
       "unknown command: " + name,
-      "train, predict, eval, plan, estimate-memory, state, launch or env",
+      "train, predict, eval, plan, estimate-memory, state, tokenizer, synth, "
+      "launch or env",
       near.empty() ? "see hasten --help" : "write hasten " + near);
 }
 
