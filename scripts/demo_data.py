@@ -5,6 +5,8 @@
       takes the short reviews, drops repeated texts, and cuts them into two files
       without a text in common. The order is that of a hash of the text, so the
       choice is the same everywhere and has nothing to do with the file's order.
+  demo_data.py split REVIEWS.csv TRAIN.csv TEST.csv --test-rows N
+      takes N rows from the end for TEST.csv, without the texts that TRAIN.csv has.
   demo_data.py baseline TRAIN.csv TEST.csv
       prints as JSON the test accuracy of always naming TEST's larger class, and of a
       bag of words: multinomial naive Bayes on words and pairs of words.
@@ -50,6 +52,14 @@ def select(arguments):
     write(arguments.train, order[arguments.test_rows : wanted])
 
 
+def split(arguments):
+    rows = read(arguments.reviews)
+    train = rows[: -arguments.test_rows]
+    known = {row["text"] for row in train}
+    write(arguments.train, train)
+    write(arguments.test, [row for row in rows[-arguments.test_rows :] if row["text"] not in known])
+
+
 def features(text):
     words = WORD.findall(text.lower())
     return words + [f"{a} {b}" for a, b in zip(words, words[1:])]
@@ -90,6 +100,11 @@ def main():
     command.add_argument("train")
     command.add_argument("test")
     command.add_argument("--train-rows", type=int, required=True)
+    command.add_argument("--test-rows", type=int, required=True)
+    command = commands.add_parser("split")
+    command.set_defaults(run=split)
+    for name in ("reviews", "train", "test"):
+        command.add_argument(name)
     command.add_argument("--test-rows", type=int, required=True)
     command = commands.add_parser("baseline")
     command.set_defaults(run=baseline)

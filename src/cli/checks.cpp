@@ -28,7 +28,7 @@ void check_readable_file(
     throw InputError(
         where,
         flag + "=" + path.string() + " " + reason,
-        "a .csv or .tsv file with rows in it");
+        "a .csv, .tsv or .jsonl file with rows in it");
   };
   std::error_code error;
   const files::file_status status = files::status(path, error);
@@ -146,7 +146,9 @@ void check_train_inputs(const TrainCommand& command) {
           "a folder with vocab.txt or tokenizer.json");
     }
   }
-  detail::check_readable_file(kWhere, "--train-file", command.train_file);
+  if (!command.train_file.empty()) {
+    detail::check_readable_file(kWhere, "--train-file", command.train_file);
+  }
   if (!command.eval_file.empty()) {
     detail::check_readable_file(kWhere, "--eval-file", command.eval_file);
   }
@@ -271,6 +273,32 @@ void check_state_inputs(const StateCommand& command) {
         command.folder + " has no state.json",
         "a folder checkpoint-N of a run, or one that save_state() wrote",
         "name the checkpoint inside the output folder");
+  }
+}
+
+void check_tokenizer_inputs(const TokenizerCommand& command) {
+  constexpr const char* kWhere = "cli::tokenizer";
+  for (const std::string& file : command.files) {
+    detail::check_readable_file(kWhere, "FILE", file);
+  }
+  std::error_code error;
+  if (command.action == "encode") {
+    if (!detail::files::is_directory(command.tokenizer, error)) {
+      throw InputError(
+          kWhere,
+          "--tokenizer=" + command.tokenizer + " is no folder",
+          "a folder with vocab.txt or tokenizer.json");
+    }
+    return;
+  }
+  const auto existing = detail::nearest_existing(command.output);
+  if (!detail::files::is_directory(existing, error) ||
+      ::access(existing.c_str(), W_OK | X_OK) != 0) {
+    throw InputError(
+        kWhere,
+        "--output=" + command.output + " cannot be written: " +
+            existing.string() + " is no folder that you may write to",
+        "a folder, or a new name in one");
   }
 }
 

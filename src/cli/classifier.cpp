@@ -78,9 +78,9 @@ std::string trained_class_weights(
 int64_t allowed_length(
     int64_t asked,
     const BertConfig& config,
-    const WordPieceTokenizer& tokenizer) {
+    const WordPieceOptions& tokenizer) {
   int64_t length = config.max_position_embeddings;
-  if (const int64_t most = tokenizer.options().model_max_length; most > 0) {
+  if (const int64_t most = tokenizer.model_max_length; most > 0) {
     length = std::min(length, most);
   }
   return asked > 0 ? std::min(asked, length) : length;
@@ -117,7 +117,8 @@ TextClassifier load_text_classifier(
   bert.model->eval();
   const nlohmann::json arguments = trained_arguments(folder);
   const int64_t asked = max_length > 0 ? max_length : trained_length(arguments);
-  const int64_t length = allowed_length(asked, bert.config, tokenizer);
+  const int64_t length =
+      allowed_length(asked, bert.config, tokenizer.options());
   const int64_t labels = bert.config.num_labels();
   return {
       std::move(bert),

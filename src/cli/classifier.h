@@ -38,11 +38,10 @@ struct TextClassifier {
 TextClassifier load_text_classifier(
     const std::string& folder, int64_t max_length);
 
-/// min(`asked`, the model's positions, the tokenizer's model_max_length).
+/// min(`asked`, the model's positions, the tokenizer's model_max_length); 0 asks
+/// for nothing.
 int64_t allowed_length(
-    int64_t asked,
-    const BertConfig& config,
-    const WordPieceTokenizer& tokenizer);
+    int64_t asked, const BertConfig& config, const WordPieceOptions& tokenizer);
 
 /// Throws InputError where the tokenizer has ids the model has no row for.
 void check_vocabulary(

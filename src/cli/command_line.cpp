@@ -14,8 +14,8 @@ constexpr const char* kProgramHelp =
     "Usage: hasten COMMAND [flags]\n"
     "\n"
     "Commands:\n"
-    "  train    fine-tune a text classifier of the BERT family on a CSV or TSV "
-    "file\n"
+    "  train    fine-tune a text classifier of the BERT family on CSV, TSV or "
+    "JSON lines\n"
     "  predict  label texts with a trained model\n"
     "  eval     loss, accuracy and F1 of a model on a labelled file\n"
     "  plan     what to recompute in backward under a budget of memory\n"
@@ -24,6 +24,9 @@ constexpr const char* kProgramHelp =
     "  compare  largest batch and samples/s of strategies under a limit of "
     "memory\n"
     "  state    look into a checkpoint, put a model together from its rows\n"
+    "  tokenizer\n"
+    "           learn a WordPiece vocabulary from texts\n"
+    "  synth    customer reviews made from a seed\n"
     "  launch   run a program as N processes of one world\n"
     "  env      versions, cores, threads and back ends of this machine\n"
     "\n"
@@ -44,6 +47,8 @@ const std::vector<std::string>& command_names() {
       "estimate-memory",
       "compare",
       "state",
+      "tokenizer",
+      "synth",
       "launch",
       "env"};
   return names;
@@ -92,7 +97,8 @@ void check_model_run(const FlagTable& flags, const C& command) {
 void declare_predict(FlagTable& flags, PredictCommand& command) {
   flags.group("Model and texts");
   declare_model(flags, command);
-  flags.value("--file", command.file, "FILE", "texts of a .csv or .tsv file");
+  flags.value(
+      "--file", command.file, "FILE", "texts of a .csv, .tsv or .jsonl file");
   declare_table(flags, command.table, false);
   declare_max_rows(flags, command);
   flags.group("Output");
@@ -166,7 +172,8 @@ Command parse_eval(std::vector<std::string> arguments) {
        .notes = {}});
   flags.group("Model and data");
   declare_model(flags, command);
-  flags.value("--file", command.file, "FILE", "labelled rows, .csv or .tsv");
+  flags.value(
+      "--file", command.file, "FILE", "labelled rows, .csv, .tsv or .jsonl");
   flags.required();
   declare_table(flags, command.table, true);
   declare_max_rows(flags, command);
@@ -572,6 +579,12 @@ Command parse_command_line(const std::vector<std::string>& arguments) {
   if (name == "state") {
     return detail::parse_state(std::move(flags));
   }
+  if (name == "tokenizer") {
+    return detail::parse_tokenizer(std::move(flags));
+  }
+  if (name == "synth") {
+    return detail::parse_synth(std::move(flags));
+  }
   if (name == "env") {
     return detail::parse_env(std::move(flags));
   }
@@ -581,8 +594,8 @@ Command parse_command_line(const std::vector<std::string>& arguments) {
   throw InputError(
       "cli::hasten",
       "unknown command: " + name,
-      "train, predict, eval, plan, estimate-memory, compare, state, launch or "
-      "env",
+      "train, predict, eval, plan, estimate-memory, compare, state, tokenizer, "
+      "synth, launch or env",
       near.empty() ? "see hasten --help" : "write hasten " + near);
 }
 

@@ -257,6 +257,8 @@ void validate_arguments(
 /// `arguments` without the program's and the command's name.
 Command parse_train(std::vector<std::string> arguments);
 Command parse_compare(std::vector<std::string> arguments);
+Command parse_tokenizer(std::vector<std::string> arguments);
+Command parse_synth(std::vector<std::string> arguments);
 
 /// `text` as lines of at most `width` characters, each after `indent` spaces.
 std::string wrap_text(const std::string& text, size_t indent, size_t width);

@@ -162,6 +162,11 @@ class Hasten {
     check_state_inputs(command);
     become_worker(arguments_);
   }
+  int operator()(const TokenizerCommand& command) {
+    check_tokenizer_inputs(command);
+    become_worker(arguments_);
+  }
+  int operator()(const SynthCommand&) { become_worker(arguments_); }
   int operator()(const EnvCommand&) { become_worker(arguments_); }
   int operator()(const LaunchCommand& command) {
     check_nproc("launch", command.nproc, world_from_environment());

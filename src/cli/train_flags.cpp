@@ -31,11 +31,12 @@ void declare_train_data(FlagTable& flags, TrainCommand& command) {
 
   flags.group("Data");
   flags.value(
-      "--train-file",
+      "--train-file,--train-data",
       command.train_file,
       "FILE",
-      "rows to learn from, .csv or .tsv");
-  flags.required();
+      "rows to learn from, .csv, .tsv or .jsonl (default: 4,000 reviews made "
+      "from a seed, as hasten synth reviews gives them, a tenth to evaluate "
+      "on)");
   declare_table(flags, command.table, true);
   flags.value(
       "--problem-type",
@@ -45,6 +46,11 @@ void declare_train_data(FlagTable& flags, TrainCommand& command) {
       "multi_label_classification (default: as the label columns and the model "
       "say)");
   flags.value("--eval-file", command.eval_file, "FILE", "rows to evaluate on");
+  flags.value(
+      "--eval-file,--eval-data",
+      command.eval_file,
+      "FILE",
+      "rows to evaluate on");
   flags.value(
       "--eval-split",
       command.eval_split,
@@ -61,6 +67,12 @@ void declare_train_data(FlagTable& flags, TrainCommand& command) {
       command.max_eval_rows,
       "ROWS",
       "first rows of --eval-file; 0 takes all");
+  flags.value(
+      "--cache-dir",
+      command.cache_dir,
+      "FOLDER",
+      "token ids are kept there for later runs (default: HASTEN_CACHE, or "
+      "$XDG_CACHE_HOME/hasten, or ~/.cache/hasten)");
   flags.value(
       "--max-length",
       command.arguments.max_length,
@@ -197,6 +209,16 @@ void declare_batches(FlagTable& flags, TrainingArguments& arguments) {
       "--dataloader-drop-last",
       arguments.dataloader_drop_last,
       "leave out an epoch's last, smaller batch");
+  flags.value(
+      "--dataloader-num-workers",
+      arguments.dataloader_num_workers,
+      "THREADS",
+      "background threads that make batches; any number gives the same run");
+  flags.value(
+      "--dataloader-prefetch-factor",
+      arguments.dataloader_prefetch_factor,
+      "BATCHES",
+      "that each of them makes ahead");
 }
 
 void declare_loss(FlagTable& flags, TrainingArguments& arguments) {
@@ -486,7 +508,7 @@ Command parse_train(std::vector<std::string> arguments) {
   FlagTable flags(
       {.name = "train",
        .summary = "fine-tune a text classifier of the BERT family",
-       .usage = "--model MODEL --train-file FILE --output-dir FOLDER [flags]",
+       .usage = "--model MODEL [--train-file FILE] --output-dir FOLDER [flags]",
        .examples =
            {"hasten train --model bert-mini --train-file reviews.csv \\\n"
             "    --eval-split 0.1 --nproc 2 --output-dir out"},
@@ -516,6 +538,10 @@ Command parse_train(std::vector<std::string> arguments) {
       command.eval_split >= 0 && command.eval_split < 1,
       "--eval-split=" + flag_text(command.eval_split),
       "a share, 0 or more and below 1");
+  if (command.train_file.empty() && command.eval_file.empty() &&
+      !flags.given("--eval-split")) {
+    command.eval_split = 0.1;
+  }
   if (!command.eval_file.empty() && command.eval_split > 0) {
     throw InputError(
         flags.where(),

@@ -114,7 +114,7 @@ TargetInputs read_target_inputs(
   in.bert = target_model(command, in);
   check_vocabulary(command.model, in.bert.config, *in.tokenizer);
   in.max_length = allowed_length(
-      command.arguments.max_length, in.bert.config, *in.tokenizer);
+      command.arguments.max_length, in.bert.config, in.tokenizer->options());
   check_free_space(
       command.arguments.output_dir,
       bytes_on_disk(command.arguments, *in.bert.model));
@@ -220,7 +220,8 @@ int run_train_targets(const TrainCommand& command, Head head) {
       .gradient_accumulation_steps =
           command.arguments.gradient_accumulation_steps,
       .seed = command.arguments.seed,
-      .strategy = command.arguments.strategy});
+      .strategy = command.arguments.strategy,
+      .shard_size = static_cast<int>(command.arguments.shard_size)});
   Communicator& communicator = *accelerator->communicator();
   TargetInputs in;
   agree_on(communicator, "cli: read the input", [&] {

@@ -21,13 +21,16 @@ struct RunCommand {
   }
   int operator()(const CompareCommand& command) { return run_compare(command); }
   int operator()(const StateCommand& command) { return run_state(command); }
+  int operator()(const TokenizerCommand& command) {
+    return run_tokenizer(command);
+  }
+  int operator()(const SynthCommand& command) { return run_synth(command); }
   int operator()(const EnvCommand& command) { return run_env(command); }
   template <typename T>
   int operator()(const T&) {
     log_error(
         "hasten-worker takes train, predict, eval, plan, estimate-memory, "
-        "compare, state or env; "
-        "see hasten --help");
+        "compare, state, tokenizer, synth or env; see hasten --help");
     return kExitBadInput;
   }
 };

@@ -1,17 +1,11 @@
 #include "hasten/data/csv.h"
 
-#include <fcntl.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <cerrno>
-#include <cstring>
 #include <utility>
 
 #include "hasten/base/error.h"
 #include "hasten/data/utf8.h"
+#include "table_errors.h"
 
 namespace hasten {
 
@@ -34,121 +28,22 @@ char csv_delimiter(const std::filesystem::path& path, char given) {
   return extension == ".tsv" || extension == ".tab" ? '\t' : ',';
 }
 
-// At most `limit` characters of a value for a message, line breaks as spaces.
-std::string csv_sample(std::string_view value, size_t limit = 40) {
-  std::string sample;
-  size_t characters = 0;
-  for (const char c : value) {
-    if ((static_cast<unsigned char>(c) & 0xC0) != 0x80 &&
-        ++characters > limit) {
-      return sample + "...";
-    }
-    sample += c == '\n' || c == '\r' || c == '\t' ? ' ' : c;
-  }
-  return sample;
-}
-
-[[noreturn]] void fail_csv_file(
-    const std::filesystem::path& path,
-    const std::string& reason,
-    const char* expected,
-    const char* fix = "") {
-  throw InputError(
-      kCsvReader, "file=" + path.string() + " " + reason, expected, fix);
-}
-
 } // namespace detail
 
-// The bytes of a file: mapped where it is a regular one, read at once otherwise.
-class CsvReader::Bytes {
- public:
-  explicit Bytes(const std::filesystem::path& path) {
-    const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
-    if (file < 0) {
-      detail::fail_csv_file(
-          path,
-          std::string("cannot be opened: ") + std::strerror(errno),
-          "a file that exists and may be read");
-    }
-    struct stat status {};
-    std::string problem;
-    if (::fstat(file, &status) != 0) {
-      problem = std::strerror(errno);
-    } else if (S_ISDIR(status.st_mode)) {
-      problem = "it is a folder";
-    } else if (S_ISREG(status.st_mode) && status.st_size > 0) {
-      map(file, static_cast<size_t>(status.st_size), problem);
-    } else {
-      drain(file, problem);
-    }
-    ::close(file);
-    if (!problem.empty()) {
-      detail::fail_csv_file(path, "cannot be read: " + problem, "a text file");
-    }
-  }
-  ~Bytes() {
-    if (mapped_ != nullptr) {
-      ::munmap(mapped_, size_);
-    }
-  }
-  Bytes(const Bytes&) = delete;
-  Bytes& operator=(const Bytes&) = delete;
+CsvReader::CsvReader(const std::filesystem::path& path, CsvOptions options)
+    : CsvReader(TextFile::open(path, detail::kCsvReader), options) {}
 
-  std::string_view view() const {
-    return mapped_ != nullptr
-               ? std::string_view(static_cast<const char*>(mapped_), size_)
-               : std::string_view(read_);
-  }
-
- private:
-  void map(int file, size_t size, std::string& problem) {
-    void* memory = ::mmap(nullptr, size, PROT_READ, MAP_PRIVATE, file, 0);
-    if (memory == MAP_FAILED) {
-      problem = std::strerror(errno);
-      return;
-    }
-    ::madvise(memory, size, MADV_SEQUENTIAL);
-    mapped_ = memory;
-    size_ = size;
-  }
-  void drain(int file, std::string& problem) {
-    char buffer[1 << 16];
-    for (;;) {
-      const ssize_t count = ::read(file, buffer, sizeof(buffer));
-      if (count > 0) {
-        read_.append(buffer, static_cast<size_t>(count));
-      } else if (count == 0) {
-        return;
-      } else if (errno != EINTR) {
-        problem = std::strerror(errno);
-        return;
-      }
-    }
-  }
-
-  void* mapped_ = nullptr;
-  size_t size_ = 0;
-  std::string read_{};
-};
-
-CsvReader::CsvReader(std::filesystem::path path, CsvOptions options)
-    : path_(std::move(path)),
-      delimiter_(detail::csv_delimiter(path_, options.delimiter)),
-      bytes_(std::make_shared<const Bytes>(path_)),
-      text_(bytes_->view()) {
-  if (text_.substr(0, 2) == "\xFF\xFE" || text_.substr(0, 2) == "\xFE\xFF") {
-    detail::fail_csv_file(
-        path_,
-        "starts with the byte-order mark of UTF-16",
-        "UTF-8",
-        "save it as UTF-8, for example with iconv -f UTF-16 -t UTF-8");
-  }
-  if (text_.substr(0, 3) == "\xEF\xBB\xBF") {
-    next_ = 3;
-  }
+CsvReader::CsvReader(std::shared_ptr<const TextFile> file, CsvOptions options)
+    : file_(std::move(file)),
+      delimiter_(detail::csv_delimiter(file_->path(), options.delimiter)),
+      text_(file_->text()),
+      next_(file_->mark_bytes()) {
   cr_ends_lines_ = text_.find('\n') == std::string_view::npos;
   if (!read_record()) {
-    detail::fail_csv_file(path_, "is empty", "records of text");
+    throw InputError(
+        detail::kCsvReader,
+        "file=" + path().string() + " is empty",
+        "records of text");
   }
   for (size_t i = 0; i < fields_.size(); ++i) {
     columns_.push_back(
@@ -158,10 +53,6 @@ CsvReader::CsvReader(std::filesystem::path path, CsvOptions options)
   pending_ = !options.has_header;
 }
 
-CsvReader::~CsvReader() = default;
-CsvReader::CsvReader(CsvReader&&) noexcept = default;
-CsvReader& CsvReader::operator=(CsvReader&&) noexcept = default;
-
 size_t CsvReader::column(std::string_view name, std::string_view flag) const {
   const auto found = std::find(columns_.begin(), columns_.end(), name);
   const std::string asked = std::string(flag) + "=" + std::string(name);
@@ -169,7 +60,7 @@ size_t CsvReader::column(std::string_view name, std::string_view flag) const {
     if (std::find(found + 1, columns_.end(), name) != columns_.end()) {
       throw InputError(
           detail::kCsvReader,
-          asked + " is the name of two columns of " + path_.string(),
+          asked + " is the name of two columns of " + path().string(),
           "one column of that name",
           "rename one of them in the file");
     }
@@ -179,25 +70,14 @@ size_t CsvReader::column(std::string_view name, std::string_view flag) const {
   try {
     CsvReader ahead(*this);
     if (ahead.next()) {
-      for (size_t i = 0; i < columns_.size(); ++i) {
-        samples[i] = detail::csv_sample(ahead.fields()[i]);
-      }
+      samples.assign(ahead.fields().begin(), ahead.fields().end());
     }
   } catch (const InputError&) {
     // The unknown column is said first; the record's own error comes when the
     // file is read.
   }
-  std::string list;
-  for (size_t i = 0; i < columns_.size(); ++i) {
-    list += (i == 0 ? "" : ", ") + columns_[i] + " (\"" + samples[i] + "\")";
-  }
-  const std::string near =
-      nearest_name(name, columns_.data(), columns_.data() + columns_.size());
-  throw InputError(
-      detail::kCsvReader,
-      asked + " is not a column of " + path_.string(),
-      "one of: " + list,
-      near.empty() ? "" : "did you mean " + near + "?");
+  detail::fail_unknown_column(
+      detail::kCsvReader, asked, path(), columns_, samples);
 }
 
 bool CsvReader::next() {
@@ -388,14 +268,14 @@ void CsvReader::check_width() const {
   throw InputError(
       detail::kCsvReader,
       position() + ": the record has fields=" + std::to_string(fields_.size()) +
-          ", starting with \"" + detail::csv_sample(fields_[0]) + "\"",
+          ", starting with \"" + detail::table_sample(fields_[0]) + "\"",
       std::to_string(columns_.size()) +
           " fields, as in the file's first record",
       fix);
 }
 
 std::string CsvReader::position() const {
-  return path_.string() + ":" + std::to_string(line_);
+  return path().string() + ":" + std::to_string(line_);
 }
 
 // Names the physical line and the character in it of byte `at`, and the line the
@@ -409,7 +289,7 @@ void CsvReader::fail(
   const int64_t line = line_ + count_lines(start_, at, line_begin);
   const size_t column =
       utf8_length(text_.substr(line_begin, at - line_begin)) + 1;
-  std::string where = path_.string() + ":" + std::to_string(line) + ":" +
+  std::string where = path().string() + ":" + std::to_string(line) + ":" +
                       std::to_string(column);
   if (line != line_) {
     where += " (record from line " + std::to_string(line_) + ")";

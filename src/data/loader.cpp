@@ -130,6 +130,13 @@ void check_loader(
         "batch_size=" + std::to_string(options.batch_size),
         "at least 1");
   }
+  if (options.num_workers < 0 || options.prefetch_factor < 1) {
+    throw InputError(
+        "data::DataLoader",
+        "num_workers=" + std::to_string(options.num_workers) +
+            ", prefetch_factor=" + std::to_string(options.prefetch_factor),
+        "at least 0, and at least 1");
+  }
   if (world_size < 1 || rank < 0 || rank >= world_size) {
     throw InputError(
         "data::DataLoader",
@@ -254,6 +261,15 @@ DataLoader::iterator DataLoader::begin() const {
   if (!first.batches_->empty()) {
     first.loader_ = this;
     first.position_ = 0;
+    if (options_.num_workers > 0) {
+      first.workers_ = std::make_shared<OrderedWorkers<Batch>>(
+          [dataset = dataset_, batches = first.batches_](int64_t batch) {
+            return dataset->collate((*batches)[batch]);
+          },
+          static_cast<int64_t>(first.batches_->size()),
+          static_cast<int>(options_.num_workers),
+          options_.num_workers * options_.prefetch_factor);
+    }
     first.load();
   }
   return first;
@@ -294,7 +310,8 @@ int64_t DataLoader::iterator::repeated_rows() const {
 }
 
 void DataLoader::iterator::load() {
-  batch_ = loader_->dataset_->collate((*batches_)[position_]);
+  batch_ = workers_ ? *workers_->next()
+                    : loader_->dataset_->collate((*batches_)[position_]);
   *loader_->cursor_ = cursor();
 }
 

@@ -1,11 +1,13 @@
 #include "hasten/data/text_classification.h"
 
+#include <xxhash.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <numeric>
 #include <string_view>
-#include <unordered_set>
+#include <unordered_map>
 #include <utility>
 
 #include "hasten/base/error.h"
@@ -49,7 +51,7 @@ std::vector<int64_t> stratified_counts(
 
 // Whether each row is for evaluation; seeded, by label.
 std::vector<char> draw_eval_split(
-    const std::vector<int64_t>& labels,
+    const std::vector<int32_t>& labels,
     size_t num_labels,
     double share,
     uint64_t seed) {
@@ -73,78 +75,145 @@ std::vector<char> draw_eval_split(
   return for_eval;
 }
 
-void add_labelled_row(
-    LabelledTexts& side, TextTable& table, int64_t row, int64_t label) {
-  side.texts.push_back(std::move(table.texts[row]));
-  side.labels.push_back(label);
-  side.lines.push_back(table.lines[row]);
-  side.path = table.path;
+using TextHash = std::pair<uint64_t, uint64_t>;
+
+TextHash hash_text(std::string_view text) {
+  const XXH128_hash_t hash = XXH3_128bits(text.data(), text.size());
+  return {hash.high64, hash.low64};
 }
 
-// Cuts evaluation rows out of the training file. A drawn row whose text also is
-// on the training side stays there.
-void split_text_rows(
-    TextTable& table,
-    const std::vector<int64_t>& labels,
+// One pass over a file: labels as numbers in order of appearance.
+struct ScannedRows {
+  std::vector<int32_t> labels{}; // [row]
+  std::vector<TextHash> hashes{}; // [row], where they are asked for
+  std::vector<std::string> names{}; // [label]
+  std::vector<std::string> positions{}; // where a label came first [label]
+};
+
+ScannedRows scan_rows(TextRowReader& reader, bool with_hashes) {
+  ScannedRows rows;
+  std::unordered_map<std::string, int32_t> numbers;
+  std::string label;
+  while (reader.next()) {
+    label = reader.label();
+    const auto [entry, fresh] =
+        numbers.emplace(label, static_cast<int32_t>(rows.names.size()));
+    if (fresh) {
+      rows.names.push_back(label);
+      rows.positions.push_back(reader.position());
+    }
+    rows.labels.push_back(entry->second);
+    if (with_hashes) {
+      rows.hashes.push_back(hash_text(reader.text()));
+    }
+  }
+  reader.require_rows();
+  return rows;
+}
+
+// Replaces numbers in order of appearance by those of `names`.
+void number_labels(
+    ScannedRows& rows,
+    const std::vector<std::string>& names,
+    const std::string& owner) {
+  const auto numbers = numbers_of_labels(rows.names, names);
+  std::vector<std::string> unknown;
+  size_t first = 0;
+  for (size_t i = 0; i < numbers.size(); ++i) {
+    if (numbers[i] < 0) {
+      first = unknown.empty() ? i : first;
+      unknown.push_back(rows.names[i]);
+    }
+  }
+  if (!unknown.empty()) {
+    fail_unknown_label(
+        rows.positions[first], rows.names[first], unknown, names, owner);
+  }
+  for (int32_t& label : rows.labels) {
+    label = static_cast<int32_t>(numbers[label]);
+  }
+}
+
+void add_counts(const TextRowCounts& counts, TextClassificationReport& report) {
+  report.rows_read += counts.rows_read;
+  report.filtered_out += counts.filtered_out;
+  report.empty_text += counts.empty_text;
+  report.empty_label += counts.empty_label;
+}
+
+// Hashes of the training side, sorted.
+std::vector<TextHash> training_hashes(
+    const TextSelection& selection, const std::vector<TextHash>& hashes) {
+  std::vector<TextHash> sorted;
+  for (size_t row = 0; row < hashes.size(); ++row) {
+    if (!selection.for_eval[row]) {
+      sorted.push_back(hashes[row]);
+    }
+  }
+  std::sort(sorted.begin(), sorted.end());
+  return sorted;
+}
+
+// A drawn row whose text also is on the training side stays there.
+void split_rows(
+    const std::vector<TextHash>& hashes,
     const TextClassificationOptions& options,
-    TextClassificationData& data) {
-  auto for_eval = draw_eval_split(
-      labels, data.label_names.size(), options.eval_split, options.seed);
-  std::unordered_set<std::string_view> train_texts;
-  for (int64_t row = 0; row < table.size(); ++row) {
-    if (!for_eval[row]) {
-      train_texts.insert(table.texts[row]);
+    TextSelection& selection) {
+  selection.for_eval = draw_eval_split(
+      selection.train_labels,
+      selection.label_names.size(),
+      options.eval_split,
+      options.seed);
+  const auto train = training_hashes(selection, hashes);
+  for (size_t row = 0; row < hashes.size(); ++row) {
+    if (selection.for_eval[row] &&
+        std::binary_search(train.begin(), train.end(), hashes[row])) {
+      selection.for_eval[row] = 0;
+      ++selection.report.duplicates;
     }
-  }
-  for (int64_t row = 0; row < table.size(); ++row) {
-    if (for_eval[row] && train_texts.count(table.texts[row]) > 0) {
-      for_eval[row] = 0;
-      ++data.report.duplicates;
-    }
-  }
-  train_texts.clear(); // its views do not survive the moves below
-  for (int64_t row = 0; row < table.size(); ++row) {
-    add_labelled_row(
-        for_eval[row] ? data.eval : data.train, table, row, labels[row]);
   }
 }
 
-void add_eval_file(
-    const TextClassificationOptions& options, TextClassificationData& data) {
-  auto table_options = options.table;
-  table_options.max_rows = options.max_eval_rows;
-  auto table = read_text_table(options.eval_file, table_options);
-  const auto labels = label_numbers(
-      table,
-      data.label_names,
-      data.label_names == options.label_names ? "the model"
-                                              : "the training data");
-  const std::unordered_set<std::string_view> train_texts(
-      data.train.texts.begin(), data.train.texts.end());
-  for (int64_t row = 0; row < table.size(); ++row) {
-    if (train_texts.count(table.texts[row]) > 0) {
-      ++data.report.duplicates;
-    } else {
-      add_labelled_row(data.eval, table, row, labels[row]);
+void add_eval_rows(
+    const std::vector<TextHash>& train_hashes,
+    const TextClassificationOptions& options,
+    TextSelection& selection) {
+  TextRowReader reader(selection.eval_file, selection.eval_table);
+  ScannedRows rows = scan_rows(reader, true);
+  number_labels(
+      rows,
+      selection.label_names,
+      selection.label_names == options.label_names ? "the model"
+                                                   : "the training data");
+  const auto train = training_hashes(selection, train_hashes);
+  selection.eval_labels = std::move(rows.labels);
+  for (size_t row = 0; row < rows.hashes.size(); ++row) {
+    if (std::binary_search(train.begin(), train.end(), rows.hashes[row])) {
+      selection.eval_labels[row] = -1;
+      ++selection.report.duplicates;
     }
   }
-  data.report.rows_read += table.rows_read;
-  data.report.filtered_out += table.filtered_out;
-  data.report.empty_text += table.empty_text;
-  data.report.empty_label += table.empty_label;
+  add_counts(reader.counts(), selection.report);
 }
 
-std::vector<int64_t> counts_by_label(
-    const std::vector<int64_t>& labels, size_t num_labels) {
-  std::vector<int64_t> counts(num_labels);
-  for (const int64_t label : labels) {
-    ++counts[label];
+void count_selected_labels(TextSelection& selection) {
+  auto& report = selection.report;
+  report.train_counts.assign(selection.label_names.size(), 0);
+  report.eval_counts = report.train_counts;
+  for (size_t row = 0; row < selection.train_labels.size(); ++row) {
+    ++(selection.for_eval[row]
+           ? report.eval_counts
+           : report.train_counts)[selection.train_labels[row]];
   }
-  return counts;
+  for (const int32_t label : selection.eval_labels) {
+    if (label >= 0) {
+      ++report.eval_counts[label];
+    }
+  }
 }
 
 // What is suspicious about the training rows, in sentences.
-std::vector<std::string> label_warnings(const TextClassificationData& data) {
+std::vector<std::string> label_warnings(const TextSelection& data) {
   const auto& counts = data.report.train_counts;
   std::vector<std::string> warnings;
   const auto classes = std::count_if(
@@ -241,50 +310,90 @@ std::vector<std::string> TextClassificationReport::lines(
   return text;
 }
 
-TextClassificationData load_text_classification(
+TextSelection select_text_rows(
+    std::shared_ptr<const TextFile> train_file,
+    std::shared_ptr<const TextFile> eval_file,
     const TextClassificationOptions& options) {
   detail::check_text_options(options);
-  auto table_options = options.table;
-  table_options.max_rows = options.max_train_rows;
-  auto table = read_text_table(options.train_file, table_options);
-  TextClassificationData data;
-  data.label_names = options.label_names;
-  if (data.label_names.empty() ||
+  const bool evaluates = options.eval_split > 0 || eval_file != nullptr;
+  TextSelection selection;
+  selection.train_file = std::move(train_file);
+  selection.eval_file = std::move(eval_file);
+  selection.train_table = selection.eval_table = options.table;
+  selection.train_table.max_rows = options.max_train_rows;
+  selection.eval_table.max_rows = options.max_eval_rows;
+  TextRowReader reader(selection.train_file, selection.train_table);
+  auto rows = detail::scan_rows(reader, evaluates);
+  detail::add_counts(reader.counts(), selection.report);
+  selection.label_names = options.label_names;
+  if (selection.label_names.empty() ||
       (options.replace_label_names &&
-       !knows_labels(data.label_names, table.labels))) {
-    data.label_names = distinct_labels(table.labels);
+       !knows_labels(selection.label_names, rows.names))) {
+    selection.label_names = distinct_labels(rows.names);
   }
-  const auto labels = label_numbers(table, data.label_names, "the model");
-  data.report.rows_read = table.rows_read;
-  data.report.filtered_out = table.filtered_out;
-  data.report.empty_text = table.empty_text;
-  data.report.empty_label = table.empty_label;
+  detail::number_labels(rows, selection.label_names, "the model");
+  selection.train_labels = std::move(rows.labels);
+  selection.for_eval.assign(selection.train_labels.size(), 0);
   if (options.eval_split > 0) {
-    detail::split_text_rows(table, labels, options, data);
-  } else {
-    for (int64_t row = 0; row < table.size(); ++row) {
-      detail::add_labelled_row(data.train, table, row, labels[row]);
-    }
+    detail::split_rows(rows.hashes, options, selection);
+  } else if (selection.eval_file != nullptr) {
+    detail::add_eval_rows(rows.hashes, options, selection);
   }
-  if (!options.eval_file.empty()) {
-    detail::add_eval_file(options, data);
-  }
-  const bool evaluates = options.eval_split > 0 || !options.eval_file.empty();
-  if (evaluates && data.eval.size() == 0) {
+  detail::count_selected_labels(selection);
+  auto& report = selection.report;
+  const auto rows_of = [](const std::vector<int64_t>& counts) {
+    return std::accumulate(counts.begin(), counts.end(), int64_t{0});
+  };
+  if (evaluates && rows_of(report.eval_counts) == 0) {
     throw InputError(
         detail::kLoadTexts,
         "no row is left for evaluation: training rows=" +
-            std::to_string(data.train.size()) +
+            std::to_string(rows_of(report.train_counts)) +
             ", rows whose text training has=" +
-            std::to_string(data.report.duplicates),
+            std::to_string(report.duplicates),
         "at least one row",
         "use more rows, a larger eval_split, or another eval_file");
   }
-  data.report.train_counts =
-      detail::counts_by_label(data.train.labels, data.label_names.size());
-  data.report.eval_counts =
-      detail::counts_by_label(data.eval.labels, data.label_names.size());
-  data.report.warnings = detail::label_warnings(data);
+  report.warnings = detail::label_warnings(selection);
+  return selection;
+}
+
+TextClassificationData load_text_classification(
+    const TextClassificationOptions& options) {
+  detail::check_text_options(options);
+  TextSelection selection = select_text_rows(
+      TextFile::open(options.train_file, detail::kLoadTexts),
+      options.eval_file.empty()
+          ? nullptr
+          : TextFile::open(options.eval_file, detail::kLoadTexts),
+      options);
+  TextClassificationData data;
+  const auto add = [](const TextRowReader& reader,
+                      const std::shared_ptr<const TextFile>& file,
+                      int64_t label,
+                      LabelledTexts& side) {
+    side.path = file->path();
+    side.texts.emplace_back(reader.text());
+    side.labels.push_back(label);
+    side.lines.push_back(reader.line());
+  };
+  TextRowReader train(selection.train_file, selection.train_table);
+  for (size_t row = 0; train.next(); ++row) {
+    add(train,
+        selection.train_file,
+        selection.train_labels[row],
+        selection.for_eval[row] ? data.eval : data.train);
+  }
+  if (selection.eval_file != nullptr) {
+    TextRowReader eval(selection.eval_file, selection.eval_table);
+    for (size_t row = 0; eval.next(); ++row) {
+      if (selection.eval_labels[row] >= 0) {
+        add(eval, selection.eval_file, selection.eval_labels[row], data.eval);
+      }
+    }
+  }
+  data.label_names = std::move(selection.label_names);
+  data.report = std::move(selection.report);
   return data;
 }
 

@@ -1,6 +1,7 @@
 // Rows of one file, and what its labels are called.
 #include <algorithm>
 #include <charconv>
+#include <optional>
 #include <set>
 #include <string_view>
 #include <unordered_map>
@@ -8,48 +9,33 @@
 
 #include "hasten/base/error.h"
 #include "hasten/data/csv.h"
-#include "hasten/data/text_classification.h"
+#include "hasten/data/jsonl.h"
+#include "hasten/data/text_table.h"
 #include "hasten/data/utf8.h"
 
 namespace hasten {
 
 namespace detail {
 
-// "column=value" with its column's number in the file.
-struct RowFilter {
-  size_t column = 0;
-  std::string value{};
-};
+constexpr const char* kTextTable = "data::read_text_table";
 
-std::vector<RowFilter> row_filters(
-    const CsvReader& reader, const std::vector<std::string>& filters) {
-  std::vector<RowFilter> found;
-  for (const auto& filter : filters) {
-    const size_t equals = filter.find('=');
-    if (equals == std::string::npos || equals == 0) {
-      throw InputError(
-          "data::read_text_table",
-          "filter=" + filter,
-          "column=value",
-          "for example source=imdb");
-    }
-    found.push_back(
-        {reader.column(filter.substr(0, equals), "filter column"),
-         filter.substr(equals + 1)});
-  }
-  return found;
+bool is_jsonl(const std::filesystem::path& path) {
+  const auto extension = path.extension();
+  return extension == ".jsonl" || extension == ".ndjson" ||
+         extension == ".json";
 }
 
-[[noreturn]] void fail_no_text_rows(const TextTable& table) {
-  throw InputError(
-      "data::read_text_table",
-      "no row of " + table.path.string() +
-          " is left: rows=" + std::to_string(table.rows_read) +
-          ", left out by filters " + std::to_string(table.filtered_out) +
-          ", empty text " + std::to_string(table.empty_text) +
-          ", empty label " + std::to_string(table.empty_label),
-      "at least one row with a text and a label",
-      "check the columns and the filters");
+void check_jsonl_options(
+    const std::filesystem::path& path, const TextTableOptions& options) {
+  if (options.delimiter != '\0' || !options.has_header) {
+    throw InputError(
+        kTextTable,
+        path.string() + " is read as JSON lines: " +
+            (options.has_header ? "delimiter=" + byte_name(options.delimiter)
+                                : "has_header=false"),
+        "neither for JSON lines, which name their columns in each line",
+        "leave it out, or give the file another ending");
+  }
 }
 
 bool parse_label_integer(std::string_view text, int64_t& value) {
@@ -89,42 +75,132 @@ std::string TextTable::position(int64_t row) const {
   return path.string() + ":" + std::to_string(lines.at(row));
 }
 
-TextTable read_text_table(
-    const std::filesystem::path& path, const TextTableOptions& options) {
-  CsvReader reader(
-      path, {.delimiter = options.delimiter, .has_header = options.has_header});
-  const size_t text_column = reader.column(options.text_column, "text_column");
-  const bool labelled = !options.label_column.empty();
-  const size_t label_column =
-      labelled ? reader.column(options.label_column, "label_column") : 0;
-  const auto filters = detail::row_filters(reader, options.filters);
+// One of the two kinds of file.
+struct TextRowReader::Format {
+  std::optional<CsvReader> csv{};
+  std::optional<JsonlReader> jsonl{};
+  std::shared_ptr<const TextFile> file;
 
-  TextTable table{.path = path};
-  while ((options.max_rows == 0 || table.size() < options.max_rows) &&
-         reader.next()) {
-    ++table.rows_read;
-    const auto& fields = reader.fields();
-    const bool passes = std::all_of(
-        filters.begin(), filters.end(), [&](const detail::RowFilter& filter) {
-          return fields[filter.column] == filter.value;
-        });
-    const auto label =
-        labelled ? trimmed(fields[label_column]) : std::string_view();
-    if (!passes) {
-      ++table.filtered_out;
-    } else if (is_blank(fields[text_column]) && !options.keep_empty_text) {
-      ++table.empty_text;
-    } else if (labelled && is_blank(label)) {
-      ++table.empty_label;
+  Format(
+      std::shared_ptr<const TextFile> opened, const TextTableOptions& options)
+      : file(std::move(opened)) {
+    if (detail::is_jsonl(file->path())) {
+      detail::check_jsonl_options(file->path(), options);
+      jsonl.emplace(file);
     } else {
-      table.texts.emplace_back(fields[text_column]);
-      table.labels.emplace_back(label);
-      table.lines.push_back(reader.line());
+      csv.emplace(
+          file,
+          CsvOptions{
+              .delimiter = options.delimiter,
+              .has_header = options.has_header});
     }
   }
-  if (table.size() == 0) {
-    detail::fail_no_text_rows(table);
+
+  size_t column(const std::string& name, const char* flag) {
+    return csv ? csv->column(name, flag) : jsonl->column(name, flag);
   }
+  bool next() { return csv ? csv->next() : jsonl->next(); }
+  std::string_view field(size_t column) const {
+    return csv ? csv->fields()[column] : jsonl->field(column);
+  }
+};
+
+TextRowReader::TextRowReader(
+    std::shared_ptr<const TextFile> file, const TextTableOptions& options)
+    : options_(options),
+      format_(std::make_unique<Format>(std::move(file), options)),
+      text_column_(format_->column(options.text_column, "text_column")),
+      label_column_(
+          options.label_column.empty()
+              ? 0
+              : format_->column(options.label_column, "label_column")) {
+  for (const auto& filter : options.filters) {
+    const size_t equals = filter.find('=');
+    if (equals == std::string::npos || equals == 0) {
+      throw InputError(
+          detail::kTextTable,
+          "filter=" + filter,
+          "column=value",
+          "for example source=imdb");
+    }
+    filters_.emplace_back(
+        format_->column(filter.substr(0, equals), "filter column"),
+        filter.substr(equals + 1));
+  }
+}
+
+TextRowReader::~TextRowReader() = default;
+TextRowReader::TextRowReader(TextRowReader&&) noexcept = default;
+
+bool TextRowReader::next() {
+  const bool labelled = !options_.label_column.empty();
+  while ((options_.max_rows == 0 || passed_ < options_.max_rows) &&
+         format_->next()) {
+    ++counts_.rows_read;
+    const bool passes =
+        std::all_of(filters_.begin(), filters_.end(), [&](const auto& filter) {
+          return format_->field(filter.first) == filter.second;
+        });
+    text_ = format_->field(text_column_);
+    label_ =
+        labelled ? trimmed(format_->field(label_column_)) : std::string_view();
+    if (!passes) {
+      ++counts_.filtered_out;
+    } else if (is_blank(text_) && !options_.keep_empty_text) {
+      ++counts_.empty_text;
+    } else if (labelled && is_blank(label_)) {
+      ++counts_.empty_label;
+    } else {
+      ++passed_;
+      return true;
+    }
+  }
+  return false;
+}
+
+int64_t TextRowReader::line() const {
+  return format_->csv ? format_->csv->line() : format_->jsonl->line();
+}
+
+std::string TextRowReader::position() const {
+  return format_->csv ? format_->csv->position() : format_->jsonl->position();
+}
+
+int64_t TextRowReader::bytes_read() const {
+  return static_cast<int64_t>(
+      format_->csv ? format_->csv->bytes_read() : format_->jsonl->bytes_read());
+}
+
+void TextRowReader::require_rows() const {
+  if (passed_ > 0) {
+    return;
+  }
+  throw InputError(
+      detail::kTextTable,
+      "no row of " + format_->file->path().string() +
+          " is left: rows=" + std::to_string(counts_.rows_read) +
+          ", left out by filters " + std::to_string(counts_.filtered_out) +
+          ", empty text " + std::to_string(counts_.empty_text) +
+          ", empty label " + std::to_string(counts_.empty_label),
+      "at least one row with a text and a label",
+      "check the columns and the filters");
+}
+
+TextTable read_text_table(
+    const std::filesystem::path& path, const TextTableOptions& options) {
+  TextRowReader reader(TextFile::open(path, detail::kTextTable), options);
+  TextTable table{.path = path};
+  while (reader.next()) {
+    table.texts.emplace_back(reader.text());
+    table.labels.emplace_back(reader.label());
+    table.lines.push_back(reader.line());
+  }
+  reader.require_rows();
+  const TextRowCounts& counts = reader.counts();
+  table.rows_read = counts.rows_read;
+  table.filtered_out = counts.filtered_out;
+  table.empty_text = counts.empty_text;
+  table.empty_label = counts.empty_label;
   return table;
 }
 
@@ -147,50 +223,71 @@ std::vector<std::string> distinct_labels(
   return names;
 }
 
+namespace detail {
+
+void fail_unknown_label(
+    const std::string& position,
+    const std::string& label,
+    const std::vector<std::string>& all_unknown,
+    const std::vector<std::string>& names,
+    const std::string& owner) {
+  throw InputError(
+      "data::label_numbers",
+      position + ": label=" + label + " is unknown to " + owner +
+          " (unknown altogether: " +
+          joined_labels(distinct_labels(all_unknown)) + ")",
+      "one of: " + joined_labels(names),
+      "leave such rows out with a filter, or train with them");
+}
+
+std::vector<int64_t> numbers_of_labels(
+    const std::vector<std::string>& labels,
+    const std::vector<std::string>& names) {
+  std::unordered_map<std::string, int64_t> numbers;
+  for (size_t i = 0; i < names.size(); ++i) {
+    numbers.emplace(names[i], static_cast<int64_t>(i));
+  }
+  std::vector<int64_t> found;
+  found.reserve(labels.size());
+  for (const auto& label : labels) {
+    const auto number = numbers.find(label);
+    found.push_back(
+        number != numbers.end() ? number->second
+                                : placeholder_number(label, names));
+  }
+  return found;
+}
+
+} // namespace detail
+
 bool knows_labels(
     const std::vector<std::string>& names,
     const std::vector<std::string>& labels) {
-  const auto distinct = distinct_labels(labels);
-  return std::all_of(
-      distinct.begin(), distinct.end(), [&](const std::string& label) {
-        return std::find(names.begin(), names.end(), label) != names.end() ||
-               detail::placeholder_number(label, names) >= 0;
-      });
+  const auto numbers =
+      detail::numbers_of_labels(distinct_labels(labels), names);
+  return std::find(numbers.begin(), numbers.end(), -1) == numbers.end();
 }
 
 std::vector<int64_t> label_numbers(
     const TextTable& table,
     const std::vector<std::string>& names,
     const std::string& owner) {
-  std::unordered_map<std::string, int64_t> numbers;
-  for (size_t i = 0; i < names.size(); ++i) {
-    numbers.emplace(names[i], static_cast<int64_t>(i));
-  }
-  std::vector<int64_t> found;
-  found.reserve(table.labels.size());
+  auto found = detail::numbers_of_labels(table.labels, names);
   std::vector<std::string> unknown;
   int64_t first_unknown = -1;
   for (int64_t row = 0; row < table.size(); ++row) {
-    const auto& label = table.labels[row];
-    const auto number = numbers.find(label);
-    const int64_t value = number != numbers.end()
-                              ? number->second
-                              : detail::placeholder_number(label, names);
-    found.push_back(value);
-    if (value < 0) {
-      unknown.push_back(label);
+    if (found[row] < 0) {
+      unknown.push_back(table.labels[row]);
       first_unknown = first_unknown < 0 ? row : first_unknown;
     }
   }
   if (first_unknown >= 0) {
-    throw InputError(
-        "data::label_numbers",
-        table.position(first_unknown) +
-            ": label=" + table.labels[first_unknown] + " is unknown to " +
-            owner + " (unknown altogether: " +
-            detail::joined_labels(distinct_labels(unknown)) + ")",
-        "one of: " + detail::joined_labels(names),
-        "leave such rows out with a filter, or train with them");
+    detail::fail_unknown_label(
+        table.position(first_unknown),
+        table.labels[first_unknown],
+        unknown,
+        names,
+        owner);
   }
   return found;
 }

@@ -8,10 +8,12 @@
 #include <algorithm>
 #include <exception>
 #include <limits>
+#include <stdexcept>
 #include <thread>
 #include <utility>
 
 #include "hasten/base/error.h"
+#include "token_file.h"
 
 namespace hasten {
 
@@ -72,6 +74,19 @@ std::vector<Encoding> tokenize_parallel(
   return encodings;
 }
 
+int32_t as_int32(
+    int64_t value, size_t row, const char* what, int64_t smallest) {
+  if (value < smallest || value > std::numeric_limits<int32_t>::max()) {
+    throw InputError(
+        kTokenizedDataset,
+        "row=" + std::to_string(row) + " has " + what + "=" +
+            std::to_string(value),
+        std::to_string(smallest) + " to " +
+            std::to_string(std::numeric_limits<int32_t>::max()));
+  }
+  return static_cast<int32_t>(value);
+}
+
 } // namespace detail
 
 TokenizedTexts tokenize_texts(
@@ -103,14 +118,40 @@ TokenizedDataset::TokenizedDataset(
     const std::vector<std::vector<int64_t>>& ids,
     std::vector<int64_t> labels,
     PaddingOptions padding)
-    : labels_(std::move(labels)), padding_(padding) {
-  if (!labels_.empty() && labels_.size() != ids.size()) {
+    : padding_(padding) {
+  if (!labels.empty() && labels.size() != ids.size()) {
     throw InputError(
         detail::kTokenizedDataset,
         "rows=" + std::to_string(ids.size()) +
-            ", labels=" + std::to_string(labels_.size()),
+            ", labels=" + std::to_string(labels.size()),
         "one label a row, or none");
   }
+  const auto stored = std::make_shared<detail::StoredTokens>();
+  stored->rows.reserve(ids.size());
+  for (size_t row = 0; row < ids.size(); ++row) {
+    stored->rows.push_back(
+        {.begin = static_cast<int64_t>(stored->ids.size()),
+         .tokens = static_cast<int32_t>(ids[row].size()),
+         .label = detail::as_int32(
+             labels.empty() ? 0 : labels[row], row, "label", INT32_MIN)});
+    for (const int64_t id : ids[row]) {
+      stored->ids.push_back(detail::as_int32(id, row, "id", 0));
+    }
+  }
+  table_ = {
+      .ids = stored->ids,
+      .rows = stored->rows,
+      .has_labels = !labels.empty(),
+      .owner = stored};
+  check();
+}
+
+TokenizedDataset::TokenizedDataset(TokenTable table, PaddingOptions padding)
+    : table_(std::move(table)), padding_(padding) {
+  check();
+}
+
+void TokenizedDataset::check() {
   if (padding_.pad_to_multiple_of < 1 || padding_.pad_to_length < 0) {
     throw InputError(
         detail::kTokenizedDataset,
@@ -118,42 +159,43 @@ TokenizedDataset::TokenizedDataset(
             ", pad_to_length=" + std::to_string(padding_.pad_to_length),
         "at least 1, and at least 0");
   }
-  offsets_.reserve(ids.size() + 1);
-  for (size_t row = 0; row < ids.size(); ++row) {
-    const auto tokens = static_cast<int64_t>(ids[row].size());
-    if (tokens == 0 ||
-        (padding_.pad_to_length > 0 && tokens > padding_.pad_to_length)) {
+  const auto ids = static_cast<int64_t>(table_.ids.size());
+  for (size_t i = 0; i < table_.rows.size(); ++i) {
+    const TokenRow& row = table_.rows[i];
+    if (row.tokens <= 0 || row.begin < 0 || row.begin > ids - row.tokens ||
+        (padding_.pad_to_length > 0 && row.tokens > padding_.pad_to_length)) {
       throw InputError(
           detail::kTokenizedDataset,
-          "row=" + std::to_string(row) +
-              " has tokens=" + std::to_string(tokens),
+          "row=" + std::to_string(i) +
+              " has tokens=" + std::to_string(row.tokens),
           padding_.pad_to_length > 0
               ? "1 to pad_to_length=" + std::to_string(padding_.pad_to_length)
-              : "at least 1");
+              : "at least 1, among the table's ids");
     }
-    for (const int64_t id : ids[row]) {
-      if (id < 0 || id > std::numeric_limits<int32_t>::max()) {
-        throw InputError(
-            detail::kTokenizedDataset,
-            "row=" + std::to_string(row) + " has id=" + std::to_string(id),
-            "a number of a piece, at least 0");
-      }
-      ids_.push_back(static_cast<int32_t>(id));
-    }
-    offsets_.push_back(static_cast<int64_t>(ids_.size()));
+    tokens_ += row.tokens;
   }
 }
 
 int64_t TokenizedDataset::size() const {
-  return static_cast<int64_t>(offsets_.size()) - 1;
+  return static_cast<int64_t>(table_.rows.size());
+}
+
+const TokenRow& TokenizedDataset::row(int64_t index) const {
+  if (index < 0 || index >= size()) {
+    throw std::out_of_range("row " + std::to_string(index));
+  }
+  return table_.rows[static_cast<size_t>(index)];
 }
 
 int64_t TokenizedDataset::length(int64_t index) const {
-  return offsets_.at(index + 1) - offsets_.at(index);
+  return row(index).tokens;
 }
 
 int64_t TokenizedDataset::label(int64_t index) const {
-  return labels_.at(index);
+  if (!has_labels()) {
+    throw std::out_of_range("the rows have no labels");
+  }
+  return row(index).label;
 }
 
 Batch TokenizedDataset::collate(const std::vector<int64_t>& indices) const {
@@ -172,9 +214,11 @@ Batch TokenizedDataset::collate(const std::vector<int64_t>& indices) const {
   auto* id_out = input_ids.mutable_data_ptr<int64_t>();
   auto* mask_out = mask.mutable_data_ptr<int64_t>();
   for (int64_t i = 0; i < rows; ++i) {
-    const int64_t begin = offsets_[indices[i]];
     const int64_t tokens = length(indices[i]);
-    std::copy_n(ids_.begin() + begin, tokens, id_out + i * longest);
+    std::copy_n(
+        table_.ids.begin() + row(indices[i]).begin,
+        tokens,
+        id_out + i * longest);
     std::fill_n(mask_out + i * longest, tokens, 1);
   }
   Batch batch{
@@ -184,7 +228,7 @@ Batch TokenizedDataset::collate(const std::vector<int64_t>& indices) const {
     const auto labels = at::empty({rows}, at::kLong);
     auto* label_out = labels.mutable_data_ptr<int64_t>();
     for (int64_t i = 0; i < rows; ++i) {
-      label_out[i] = labels_[indices[i]];
+      label_out[i] = label(indices[i]);
     }
     batch.tensors.emplace("labels", labels);
   }

@@ -28,38 +28,6 @@ constexpr int64_t kLongestLearnedWord = 100; // characters; longer are [UNK]
 
 using WordCounts = std::vector<std::pair<std::string, int64_t>>;
 
-WordCounts count_bert_words(
-    const std::vector<std::string>& texts, const WordPieceOptions& options) {
-  const BertWordOptions words{
-      .lower_case = options.do_lower_case,
-      .strip_accents = options.strip_accents.value_or(options.do_lower_case),
-      .tokenize_chinese_chars = options.tokenize_chinese_chars};
-  std::unordered_map<std::string, int64_t> counts;
-  BertWords split;
-  std::string word;
-  for (size_t row = 0; row < texts.size(); ++row) {
-    if (const size_t bad = invalid_utf8_position(texts[row]);
-        bad != std::string::npos) {
-      throw InputError(
-          kBuildVocab,
-          "text=" + std::to_string(row) +
-              " has invalid UTF-8: " + byte_name(texts[row][bad]) +
-              " at position " + std::to_string(bad),
-          "UTF-8");
-    }
-    split_bert_words(texts[row], words, split);
-    for (size_t i = 0; i < split.words.size(); ++i) {
-      if (split.words[i].characters <= kLongestLearnedWord) {
-        word = split[i];
-        ++counts[word];
-      }
-    }
-  }
-  WordCounts sorted(counts.begin(), counts.end());
-  std::sort(sorted.begin(), sorted.end());
-  return sorted;
-}
-
 // Bytes of the character that starts at `at`.
 size_t character_bytes(std::string_view text, size_t at) {
   size_t end = at + 1;
@@ -239,10 +207,52 @@ class PairJoiner {
 
 } // namespace detail
 
-std::vector<std::string> build_wordpiece_vocab(
-    const std::vector<std::string>& texts,
-    const WordPieceOptions& options,
-    const WordPieceVocabOptions& vocab_options) {
+struct WordPieceLearner::Counts {
+  detail::BertWordOptions words;
+  std::unordered_map<std::string, int64_t> counts{};
+  int64_t texts = 0;
+  detail::BertWords split{}; // working memory
+  std::string word{};
+};
+
+WordPieceLearner::WordPieceLearner(WordPieceOptions options)
+    : options_(std::move(options)), counts_(std::make_unique<Counts>()) {
+  counts_->words = {
+      .lower_case = options_.do_lower_case,
+      .strip_accents = options_.strip_accents.value_or(options_.do_lower_case),
+      .tokenize_chinese_chars = options_.tokenize_chinese_chars};
+}
+
+WordPieceLearner::~WordPieceLearner() = default;
+WordPieceLearner::WordPieceLearner(WordPieceLearner&&) noexcept = default;
+
+void WordPieceLearner::add(std::string_view text) {
+  Counts& c = *counts_;
+  if (const size_t bad = invalid_utf8_position(text);
+      bad != std::string_view::npos) {
+    throw InputError(
+        detail::kBuildVocab,
+        "text=" + std::to_string(c.texts) + " has invalid UTF-8: " +
+            byte_name(text[bad]) + " at position " + std::to_string(bad),
+        "UTF-8");
+  }
+  ++c.texts;
+  detail::split_bert_words(text, c.words, c.split);
+  for (size_t i = 0; i < c.split.words.size(); ++i) {
+    if (c.split.words[i].characters <= detail::kLongestLearnedWord) {
+      c.word = c.split[i];
+      ++c.counts[c.word];
+    }
+  }
+}
+
+int64_t WordPieceLearner::texts() const { return counts_->texts; }
+int64_t WordPieceLearner::words() const {
+  return static_cast<int64_t>(counts_->counts.size());
+}
+
+std::vector<std::string> WordPieceLearner::learn(
+    const WordPieceVocabOptions& vocab_options) const {
   if (vocab_options.min_frequency < 1 || vocab_options.limit_alphabet < 1) {
     throw InputError(
         detail::kBuildVocab,
@@ -250,19 +260,20 @@ std::vector<std::string> build_wordpiece_vocab(
             ", limit_alphabet=" + std::to_string(vocab_options.limit_alphabet),
         "at least 1 each");
   }
-  const auto words = detail::count_bert_words(texts, options);
+  detail::WordCounts words(counts_->counts.begin(), counts_->counts.end());
+  std::sort(words.begin(), words.end());
   if (words.empty()) {
     throw InputError(
         detail::kBuildVocab,
-        "texts=" + std::to_string(texts.size()) + " hold no word",
+        "texts=" + std::to_string(texts()) + " hold no word",
         "texts to learn a vocabulary from");
   }
   std::vector<std::string> vocab{
-      options.pad_token,
-      options.unk_token,
-      options.cls_token,
-      options.sep_token,
-      options.mask_token};
+      options_.pad_token,
+      options_.unk_token,
+      options_.cls_token,
+      options_.sep_token,
+      options_.mask_token};
   const auto alphabet =
       detail::learned_alphabet(words, vocab_options.limit_alphabet);
   const size_t least = vocab.size() + 2 * alphabet.size();
@@ -282,6 +293,17 @@ std::vector<std::string> build_wordpiece_vocab(
   return detail::PairJoiner(
              std::move(vocab), words, vocab_options.min_frequency)
       .join_until(static_cast<size_t>(vocab_options.vocab_size));
+}
+
+std::vector<std::string> build_wordpiece_vocab(
+    const std::vector<std::string>& texts,
+    const WordPieceOptions& options,
+    const WordPieceVocabOptions& vocab_options) {
+  WordPieceLearner learner(options);
+  for (const auto& text : texts) {
+    learner.add(text);
+  }
+  return learner.learn(vocab_options);
 }
 
 } // namespace hasten

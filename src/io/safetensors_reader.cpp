@@ -9,12 +9,12 @@
 #include <cerrno>
 #include <nlohmann/json.hpp>
 #include <optional>
-#include <set>
 
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
 #include "hasten/io/safetensors.h"
 #include "safetensors_dtypes.h"
+#include "strict_json.h"
 
 namespace hasten {
 
@@ -31,37 +31,6 @@ constexpr const char* kReaderFix =
     const std::string& expected = {}) {
   throw InputError(
       kReaderWhere, path.string() + ": " + what, expected, kReaderFix);
-}
-
-// JSON with duplicate keys and deep nesting refused: both parse, silently, to
-// something the file does not mean.
-nlohmann::json parse_strict_header(
-    const std::filesystem::path& path, std::string_view text) {
-  std::vector<std::set<std::string>> keys; // [depth]
-  const auto watch = [&](int depth,
-                         nlohmann::json::parse_event_t event,
-                         nlohmann::json& value) {
-    using Event = nlohmann::json::parse_event_t;
-    if (depth > 3) {
-      throw_bad_file(path, "the header is nested deeper than any of its kind");
-    }
-    if (event == Event::object_start) {
-      keys.emplace_back();
-    } else if (event == Event::object_end) {
-      keys.pop_back();
-    } else if (event == Event::key) {
-      const auto& key = value.get_ref<const std::string&>();
-      if (!keys.back().insert(key).second) {
-        throw_bad_file(path, "\"" + key + "\" occurs twice in the header");
-      }
-    }
-    return true;
-  };
-  try {
-    return nlohmann::json::parse(text, watch);
-  } catch (const nlohmann::json::exception& error) {
-    throw_bad_file(path, std::string("the header is no JSON: ") + error.what());
-  }
 }
 
 std::optional<std::vector<uint64_t>> unsigned_numbers(
@@ -258,7 +227,8 @@ SafetensorsReader::SafetensorsReader(const std::filesystem::path& path)
 
 void SafetensorsReader::parse_header(
     std::string_view header, uint64_t data_bytes) {
-  const nlohmann::json json = detail::parse_strict_header(path_, header);
+  const nlohmann::json json = detail::parse_strict_json(
+      detail::kReaderWhere, path_, header, "the header");
   for (const auto& [name, value] : json.items()) {
     if (name != "__metadata__") {
       entries_.emplace(

@@ -9,6 +9,7 @@
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
 #include "hasten/io/safetensors.h"
+#include "hasten/io/sharded_safetensors.h"
 
 namespace hasten {
 
@@ -34,25 +35,7 @@ std::vector<SafetensorsReader> open_weights(
   if (std::filesystem::exists(single, ignored)) {
     readers.emplace_back(single);
   } else if (std::filesystem::exists(index, ignored)) {
-    const nlohmann::json json = parse_model_json(index);
-    std::set<std::string> files;
-    const auto map = json.find("weight_map");
-    if (map == json.end() || !map->is_object()) {
-      throw InputError(kLoadWhere, index.string() + ": no \"weight_map\"");
-    }
-    for (const auto& [name, file] : map->items()) {
-      if (!file.is_string() ||
-          file.get<std::string>().find('/') != std::string::npos) {
-        throw InputError(
-            kLoadWhere,
-            index.string() + ": \"" + name + "\" is in " + file.dump(),
-            "the name of a file in the same folder");
-      }
-      files.insert(file.get<std::string>());
-    }
-    for (const auto& file : files) {
-      readers.emplace_back(folder / file);
-    }
+    readers = ShardedSafetensorsReader(index).shards();
   } else {
     const bool pickle =
         std::filesystem::exists(folder / "pytorch_model.bin", ignored) ||

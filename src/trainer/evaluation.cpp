@@ -96,6 +96,8 @@ EvaluationPass evaluate_share(
   options.batch_size = parts.arguments.per_device_eval_batch_size;
   options.shuffle = false;
   options.group_by_length = true; // longest first: least padding
+  options.num_workers = parts.arguments.dataloader_num_workers;
+  options.prefetch_factor = parts.arguments.dataloader_prefetch_factor;
   DataLoader loader(
       std::shared_ptr<const Dataset>(std::shared_ptr<void>(), &dataset),
       options);

@@ -186,6 +186,8 @@ std::vector<ArgumentChange> changed_arguments(
       "strategy", // another order of sums, no more
       "shard_size",
       "per_device_eval_batch_size",
+      "dataloader_num_workers",
+      "dataloader_prefetch_factor",
       "logging_steps",
       "log_gradient_norms",
       "eval_strategy",

@@ -149,6 +149,8 @@ void visit_arguments(Arguments& a, Visit&& visit) {
   visit("data_seed", a.data_seed);
   visit("train_sampling_strategy", a.train_sampling_strategy);
   visit("dataloader_drop_last", a.dataloader_drop_last);
+  visit("dataloader_num_workers", a.dataloader_num_workers);
+  visit("dataloader_prefetch_factor", a.dataloader_prefetch_factor);
   visit("max_length", a.max_length);
 }
 
@@ -395,6 +397,19 @@ void validate_memory(const TrainingArguments& a) {
   }
 }
 
+void validate_dataloader(const TrainingArguments& a) {
+  require_argument(
+      a.dataloader_num_workers >= 0,
+      "dataloader_num_workers",
+      a.dataloader_num_workers,
+      "at least 0");
+  require_argument(
+      a.dataloader_prefetch_factor >= 1,
+      "dataloader_prefetch_factor",
+      a.dataloader_prefetch_factor,
+      "at least 1");
+}
+
 void validate_best_model(const TrainingArguments& a) {
   const auto contradiction = [](const std::string& what, const char* fix) {
     throw InputError(
@@ -507,6 +522,7 @@ void TrainingArguments::validate() const {
   detail::validate_schedule(*this);
   detail::validate_memory(*this);
   detail::validate_objective(*this);
+  detail::validate_dataloader(*this);
   if (load_best_model_at_end) {
     detail::validate_best_model(*this);
   }

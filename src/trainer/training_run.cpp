@@ -68,6 +68,8 @@ LoaderOptions train_loader_options(
   options.drop_last = a.dataloader_drop_last;
   options.drop_batch = drop_batch;
   options.seed = a.order_seed();
+  options.num_workers = a.dataloader_num_workers;
+  options.prefetch_factor = a.dataloader_prefetch_factor;
   return options;
 }
 

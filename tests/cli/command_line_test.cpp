@@ -39,6 +39,16 @@ std::string parse_error(const std::string& line) {
 const std::string kTrain =
     "train --model bert-tiny --train-file t.csv --output-dir out ";
 
+/// Each line is refused with an error that begins with its message.
+void expect_mistakes(
+    const std::vector<std::pair<std::string, std::string>>& cases) {
+  for (const auto& [line, message] : cases) {
+    const std::string error = parse_error(line);
+    EXPECT_EQ(error.substr(0, message.size()), message) << line << "\n"
+                                                        << error;
+  }
+}
+
 } // namespace detail
 
 TEST(CommandLine, TrainTakesEveryTrainingArgumentAsAFlag) {
@@ -148,6 +158,19 @@ TEST(CommandLine, FlagsLeftOutKeepTrainingArgumentsDefaults) {
       nlohmann::json(expected));
 }
 
+TEST(CommandLine, WithoutFilesATenthIsForEvaluationUnlessSaidOtherwise) {
+  const std::string train = "train --model bert-tiny --output-dir o ";
+  EXPECT_EQ(detail::parsed<TrainCommand>(train).eval_split, 0.1);
+  EXPECT_EQ(
+      detail::parsed<TrainCommand>(train + "--eval-split 0").eval_split, 0);
+  EXPECT_EQ(
+      detail::parsed<TrainCommand>(train + "--train-data t.jsonl").eval_split,
+      0);
+  EXPECT_EQ(
+      detail::parsed<TrainCommand>(train + "--train-data t.jsonl").train_file,
+      "t.jsonl");
+}
+
 TEST(CommandLine, EachMistakeNamesItsFlagAndWhatWasExpected) {
   const std::string& train = detail::kTrain;
   const std::pair<std::string, std::string> cases[] = {
@@ -159,8 +182,8 @@ TEST(CommandLine, EachMistakeNamesItsFlagAndWhatWasExpected) {
        "[cli::estimate-memory] --batch=8. Expected rows and tokens"},
       {"trian",
        "[cli::hasten] unknown command: trian. Expected train, predict, eval, "
-       "plan, estimate-memory, compare, state, launch or env. Fix: write "
-       "hasten train."},
+       "plan, estimate-memory, compare, state, tokenizer, synth, launch or env. "
+       "Fix: write hasten train."},
       {train + "--learning-rte 1e-4",
        "[cli::train] unknown flag: --learning-rte. "
        "Fix: write --learning-rate."},
@@ -202,8 +225,10 @@ TEST(CommandLine, EachMistakeNamesItsFlagAndWhatWasExpected) {
        "other."},
       {train + "--delimiter ab",
        "[cli::train] --delimiter=ab. Expected one character, or tab."},
-      {"train --model bert-tiny --output-dir out",
-       "[cli::train] --train-file is missing. Expected --train-file FILE."},
+      {"train --train-file t.csv --output-dir out",
+       "[cli::train] --model is missing. Expected --model FOLDER|SHAPE."},
+      {train + "--dataloader-num-workers -1",
+       "[cli::train] --dataloader-num-workers=-1. Expected at least 0"},
       {"train --train-fil t.csv",
        "[cli::train] unknown flag: --train-fil. Fix: write --train-file."},
       {"train --model m --tokenizer t --train-file t.csv --output-dir o",
@@ -224,11 +249,21 @@ TEST(CommandLine, EachMistakeNamesItsFlagAndWhatWasExpected) {
        "[cli::launch] unknown flag: --nprocs. Fix: write --nproc."},
       {"env --jsn", "[cli::env] unknown flag: --jsn. Fix: write --json."},
   };
-  for (const auto& [line, message] : cases) {
-    const std::string error = detail::parse_error(line);
-    EXPECT_EQ(error.substr(0, message.size()), message) << line << "\n"
-                                                        << error;
-  }
+  detail::expect_mistakes({std::begin(cases), std::end(cases)});
+}
+
+TEST(CommandLine, MistakesOfTheCommandsThatMakeDataAreNamedToo) {
+  detail::expect_mistakes(
+      {{"tokenizer", "[cli::tokenizer] no action."},
+       {"tokenizer train --output o", "[cli::tokenizer] no file."},
+       {"tokenizer train a.txt",
+        "[cli::tokenizer] train with --output= and --tokenizer=. Expected "
+        "--output FOLDER alone."},
+       {"tokenizer encode a.txt --output o",
+        "[cli::tokenizer] encode with --output=o"},
+       {"synth reviews --rows 0", "[cli::synth] --rows=0. Expected 1 or more."},
+       {"synth poems", "[cli::synth] to make: poems. Expected reviews"},
+       {"synth reviews --output r.xml", "[cli::synth] --output=r.xml."}});
 }
 
 TEST(CommandLine, CompareRefusesWhatCannotBeCompared) {

@@ -54,7 +54,12 @@ inline ProgramRun run_program(
     return ::open((folder / name).c_str(), O_RDWR | O_APPEND | O_CLOEXEC);
   };
   SpawnOptions spawn;
-  spawn.environment = options.environment;
+  // Token ids of a test's rows are no use to anybody else.
+  spawn.environment = {{"HASTEN_CACHE", folder / "cache"}};
+  spawn.environment.insert(
+      spawn.environment.end(),
+      options.environment.begin(),
+      options.environment.end());
   // One thread and no output of a run under test is a terminal's.
   spawn.environment.emplace_back("OMP_NUM_THREADS", "1");
   spawn.stdin_fd = open_file("in", options.input);

@@ -255,4 +255,34 @@ TEST(Batch, AMissingTensorIsAnErrorThatListsThoseThereAre) {
   }
 }
 
+TEST(DataLoader, WorkersGiveTheSameBatchesInTheSameOrderAndPlaces) {
+  const auto dataset = std::make_shared<LengthsDataset>(lognormal_lengths(103));
+  using Place = std::pair<std::vector<int64_t>, int64_t>;
+  const auto epoch = [&](int64_t workers, int64_t start) {
+    DataLoader loader(
+        dataset,
+        {.batch_size = 4, .num_workers = workers, .prefetch_factor = 3});
+    loader.set_epoch(1);
+    loader.set_cursor(start);
+    std::vector<Place> places;
+    for (auto batch = loader.begin(); batch != loader.end(); ++batch) {
+      places.emplace_back(batch->indices, loader.cursor());
+    }
+    return places;
+  };
+  for (const int64_t start : {0, 40}) {
+    const auto expected = epoch(0, start);
+    for (const int64_t workers : {1, 4}) {
+      EXPECT_EQ(epoch(workers, start), expected) << workers;
+    }
+  }
+  DataLoader left(dataset, {.batch_size = 4, .num_workers = 2});
+  for (const Batch& batch : left) {
+    EXPECT_EQ(batch.rows(), 4);
+    break; // the workers end with the iterator
+  }
+  EXPECT_THROW(DataLoader(dataset, {.num_workers = -1}), InputError);
+  EXPECT_THROW(DataLoader(dataset, {.prefetch_factor = 0}), InputError);
+}
+
 } // namespace hasten

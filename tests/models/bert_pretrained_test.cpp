@@ -233,6 +233,11 @@ TEST(BertPretrained, ShardedFilesAreJoined) {
   std::ofstream(index) << nlohmann::json({{"weight_map", map}});
   expect_equal_weights(folder.load().model, golden_weights());
 
+  const std::string moved = map.begin().key();
+  map[moved] = "part1.safetensors";
+  std::ofstream(index) << nlohmann::json({{"weight_map", map}});
+  expect_contains(folder.error(), "\"" + moved + "\" is missing in part1");
+  map[moved] = "part0.safetensors";
   map["x"] = "../elsewhere.safetensors";
   std::ofstream(index) << nlohmann::json({{"weight_map", map}});
   expect_contains(folder.error(), "../elsewhere");

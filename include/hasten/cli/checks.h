@@ -29,6 +29,9 @@ void check_compare_inputs(const CompareCommand& command);
 /// A folder without state.json.
 void check_state_inputs(const StateCommand& command);
 
+/// Files as above; a tokenizer that is no folder; an output that cannot be one.
+void check_tokenizer_inputs(const TokenizerCommand& command);
+
 /// Flags that say what is learned from what, for the record of a run. An object.
 nlohmann::json described_inputs(const TrainCommand& command);
 

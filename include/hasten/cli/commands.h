@@ -41,6 +41,7 @@ struct TrainCommand {
   /// A learned vocabulary keeps upper case and accents.
   bool cased = false;
 
+  /// Empty: synthetic reviews (hasten/data/synthetic_reviews.h).
   std::string train_file{};
   std::string eval_file{};
   /// Share of train_file's rows, [0, 1); 0 evaluates on nothing.
@@ -49,6 +50,8 @@ struct TrainCommand {
   /// Rows at most; 0 takes all.
   int64_t max_train_rows = 0;
   int64_t max_eval_rows = 0;
+  /// Where token ids are kept; empty as cache_folder() says.
+  std::string cache_dir{};
 
   /// single_label_classification, regression, multi_label_classification; empty: as
   /// the label columns and the model say.
@@ -170,6 +173,32 @@ struct StateCommand {
   bool json = false;
 };
 
+/// hasten tokenizer: learns a WordPiece vocabulary, or prints texts as ids.
+struct TokenizerCommand {
+  /// train or encode.
+  std::string action{};
+  /// Text files (one text a line), or .csv, .tsv and .jsonl with a text column.
+  std::vector<std::string> files{};
+  /// Of train: the folder that receives the tokenizer.
+  std::string output{};
+  /// Of encode: the folder it is read from, and tokens a text is cut to; 0: none.
+  std::string tokenizer{};
+  int64_t max_length = 0;
+  std::string text_column = "text";
+  int64_t vocab_size = 30522;
+  int64_t min_frequency = 2;
+  int64_t limit_alphabet = 1000;
+  bool cased = false;
+};
+
+/// hasten synth reviews: customer reviews made from a seed.
+struct SynthCommand {
+  int64_t rows = 4000;
+  uint64_t seed = 42;
+  /// .csv, .tsv or .jsonl; empty prints CSV.
+  std::string output{};
+};
+
 /// hasten launch: a program as N processes of one world.
 struct LaunchCommand {
   int nproc = 1;
@@ -199,6 +228,8 @@ using Command = std::variant<
     EstimateMemoryCommand,
     CompareCommand,
     StateCommand,
+    TokenizerCommand,
+    SynthCommand,
     LaunchCommand,
     EnvCommand>;
 

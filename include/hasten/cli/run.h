@@ -18,6 +18,8 @@ int run_eval(const EvalCommand& command);
 int run_plan(const PlanCommand& command);
 int run_estimate_memory(const EstimateMemoryCommand& command);
 int run_state(const StateCommand& command);
+int run_tokenizer(const TokenizerCommand& command);
+int run_synth(const SynthCommand& command);
 int run_env(const EnvCommand& command);
 
 } // namespace hasten

@@ -8,8 +8,7 @@
 // line just before a tab or the line's end; otherwise it is text.
 // Every record must have as many fields as the first one.
 //
-// Threading: one reader per thread. The file must not shrink while it is read:
-// a regular file is memory-mapped, anything else (a pipe) is read at once.
+// Threading: one reader per thread.
 #pragma once
 
 #include <cstdint>
@@ -18,6 +17,8 @@
 #include <string>
 #include <string_view>
 #include <vector>
+
+#include "hasten/data/text_file.h"
 
 namespace hasten {
 
@@ -34,10 +35,13 @@ class CsvReader {
   /// Opens the file and reads the header.
   /// Throws InputError: the file is missing, a folder, empty or UTF-16; the
   ///   delimiter is a quote or a line break.
-  explicit CsvReader(std::filesystem::path path, CsvOptions options = {});
-  ~CsvReader();
-  CsvReader(CsvReader&&) noexcept;
-  CsvReader& operator=(CsvReader&&) noexcept;
+  explicit CsvReader(
+      const std::filesystem::path& path, CsvOptions options = {});
+  /// Reads a file that is open; its records may be read by several readers.
+  explicit CsvReader(
+      std::shared_ptr<const TextFile> file, CsvOptions options = {});
+  CsvReader(CsvReader&&) noexcept = default;
+  CsvReader& operator=(CsvReader&&) noexcept = default;
 
   /// Names of the columns, in order. [column]
   const std::vector<std::string>& columns() const { return columns_; }
@@ -62,12 +66,13 @@ class CsvReader {
   int64_t line() const { return line_; }
   /// "path:line" of the current record.
   std::string position() const;
+  /// Bytes of the file up to the end of the current record.
+  size_t bytes_read() const { return next_; }
 
   char delimiter() const { return delimiter_; }
-  const std::filesystem::path& path() const { return path_; }
+  const std::filesystem::path& path() const { return file_->path(); }
 
  private:
-  class Bytes;
   CsvReader(const CsvReader&) = default; // to look ahead
   bool read_record();
   void read_quoted(size_t& at);
@@ -83,10 +88,9 @@ class CsvReader {
       std::string_view expected,
       std::string_view fix) const;
 
-  std::filesystem::path path_;
+  std::shared_ptr<const TextFile> file_;
   char delimiter_ = ',';
   bool cr_ends_lines_ = false;
-  std::shared_ptr<const Bytes> bytes_;
   std::string_view text_{}; // the whole file
   size_t next_ = 0; // where the next record starts, in bytes
   int64_t next_line_ = 1;

@@ -11,6 +11,7 @@
 
 #include "hasten/core/stateful.h"
 #include "hasten/data/dataset.h"
+#include "hasten/data/ordered_workers.h"
 
 namespace hasten {
 
@@ -42,6 +43,13 @@ struct LoaderOptions {
   int64_t drop_batch = 0;
   /// Seed of the order stream.
   uint64_t seed = 42;
+  /// Background threads that make batches; 0 makes each when it is asked for.
+  /// Batches and their order are the same for any number. The data set's collate()
+  /// runs in several threads at once then. Costs a thread each.
+  int64_t num_workers = 0;
+  /// Batches that each worker makes ahead, >= 1. Memory: num_workers times as many
+  /// batches.
+  int64_t prefetch_factor = 2;
 };
 
 /// Batches of row numbers for one epoch: [batch][row].
@@ -75,7 +83,8 @@ std::vector<std::vector<int64_t>> rank_batches(
 /// A range of batches: `for (const Batch& batch : loader)` is one epoch.
 /// The rows a rank's turn brings may be none (see rank_batches): such a batch is
 /// handed out too, so that all ranks take the same number of turns.
-/// Threading: one thread. Memory: one batch and the epoch's row numbers.
+/// Threading: one thread beside the workers. Memory: one batch, those made ahead,
+/// and the epoch's row numbers.
 /// Its state is (seed, epoch, cursor) and what else the order depends on, the same
 /// on every rank and for every world size.
 class DataLoader : public Stateful {
@@ -148,6 +157,7 @@ class DataLoader : public Stateful {
     int64_t position_ = -1; // -1 is the end
     int64_t first_row_ = 0; // of the epoch's order
     Batch batch_{};
+    std::shared_ptr<OrderedWorkers<Batch>> workers_{};
   };
   iterator begin() const;
   iterator end() const { return {}; }

@@ -1,8 +1,11 @@
-// Tokenised texts in memory as a Dataset, padded batch by batch.
+// Tokenised texts as a Dataset, in memory or in a mapped file, padded batch by
+// batch.
 // Threading: const functions may be called from several threads.
 #pragma once
 
 #include <cstdint>
+#include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -26,6 +29,21 @@ TokenizedTexts tokenize_texts(
     int64_t max_length,
     int threads = 1);
 
+/// Where a row lies among the ids of its table.
+struct TokenRow {
+  int64_t begin = 0; // of the table's ids
+  int32_t tokens = 0;
+  int32_t label = 0; // where the table has labels
+};
+
+/// Rows of token ids, in memory or in a mapped file. Copies share them.
+struct TokenTable {
+  std::span<const int32_t> ids{};
+  std::span<const TokenRow> rows{}; // [row]
+  bool has_labels = true;
+  std::shared_ptr<const void> owner{}; // keeps both spans alive
+};
+
 struct PaddingOptions {
   /// Fills rows up to the longest of the batch.
   int64_t pad_id = 0;
@@ -40,32 +58,39 @@ struct PaddingOptions {
 ///   attention_mask  [B, T] int64, 1 on tokens and 0 on padding
 ///   labels          [B] int64, where there are labels
 /// A batch of no rows has shapes [0, 1] and [0].
-/// Memory: 4 bytes a token.
+/// Memory: 4 bytes a token and 16 a row; of a mapped file what is looked at, which
+/// the kernel takes back where memory is short.
 class TokenizedDataset : public Dataset {
  public:
   /// `labels` has one number a row, or is empty.
-  /// Throws InputError: sizes differ, an id outside int32, a row without ids, a
-  ///   row longer than pad_to_length.
+  /// Throws InputError: sizes differ, an id or a label outside int32, a row
+  ///   without ids, a row longer than pad_to_length.
   TokenizedDataset(
       const std::vector<std::vector<int64_t>>& ids,
       std::vector<int64_t> labels,
       PaddingOptions padding = {});
+  /// Rows that lie somewhere already; nothing is copied.
+  /// Throws InputError: a row without ids, outside the ids or longer than
+  ///   pad_to_length.
+  explicit TokenizedDataset(TokenTable table, PaddingOptions padding = {});
 
   int64_t size() const override;
   /// Tokens of the row.
   int64_t length(int64_t index) const override;
   Batch collate(const std::vector<int64_t>& indices) const override;
 
-  bool has_labels() const { return !labels_.empty(); }
+  bool has_labels() const { return table_.has_labels; }
   int64_t label(int64_t index) const;
   /// Tokens of all rows, without padding.
-  int64_t tokens() const { return offsets_.back(); }
+  int64_t tokens() const { return tokens_; }
 
  private:
-  std::vector<int32_t> ids_{}; // rows one after the other
-  std::vector<int64_t> offsets_{0}; // [row]; one more than rows
-  std::vector<int64_t> labels_{}; // [row], or empty
+  void check();
+  const TokenRow& row(int64_t index) const;
+
+  TokenTable table_{};
   PaddingOptions padding_;
+  int64_t tokens_ = 0;
 };
 
 /// Tokens of a batch (ones of attention_mask) and places of its input_ids:

@@ -112,13 +112,38 @@ struct WordPieceVocabOptions {
   int64_t limit_alphabet = 1000;
 };
 
-/// Learns a vocabulary: [PAD] [UNK] [CLS] [SEP] [MASK], the characters (at the
-/// start of a word, and with "##" inside one), then pieces joined pair by pair,
-/// the most frequent pair first, as Hugging Face's WordPieceTrainer does.
+/// Learns a vocabulary from texts that come one by one: [PAD] [UNK] [CLS] [SEP]
+/// [MASK], the characters (at the start of a word, and with "##" inside one), then
+/// pieces joined pair by pair, the most frequent pair first, as Hugging Face's
+/// WordPieceTrainer does.
 /// Deterministic: equal texts in any order give equal vocabularies.
-/// Cost: one pass over the texts, then about a second for 100,000 distinct words.
-/// Throws InputError: no text, vocab_size too small for the characters, invalid
-///   UTF-8.
+/// Threading: one thread. Memory: the distinct words, not the texts.
+class WordPieceLearner {
+ public:
+  /// Of `options` those count that say what a word is, and the special tokens.
+  explicit WordPieceLearner(WordPieceOptions options);
+  ~WordPieceLearner();
+  WordPieceLearner(WordPieceLearner&&) noexcept;
+
+  /// Counts the text's words. Throws InputError naming the text's number for
+  /// invalid UTF-8.
+  void add(std::string_view text);
+  /// The vocabulary, [id]. Cost: about a second for 100,000 distinct words.
+  /// Throws InputError: no word was seen, vocab_size too small for the
+  ///   characters, min_frequency or limit_alphabet below 1.
+  std::vector<std::string> learn(
+      const WordPieceVocabOptions& vocab_options = {}) const;
+
+  int64_t texts() const; // added so far
+  int64_t words() const; // of them, distinct
+
+ private:
+  struct Counts;
+  WordPieceOptions options_;
+  std::unique_ptr<Counts> counts_;
+};
+
+/// A WordPieceLearner on texts that are in memory.
 std::vector<std::string> build_wordpiece_vocab(
     const std::vector<std::string>& texts,
     const WordPieceOptions& options,

@@ -243,6 +243,12 @@ struct TrainingArguments {
   SamplingStrategy train_sampling_strategy = SamplingStrategy::group_by_length;
   /// Leaves out an epoch's last, smaller batch.
   bool dataloader_drop_last = false;
+  /// Background threads that make batches, in training and evaluation; any number
+  /// gives the same run. Each costs a thread and dataloader_prefetch_factor batches
+  /// of memory.
+  int64_t dataloader_num_workers = 0;
+  /// Batches that each of them makes ahead, >= 1.
+  int64_t dataloader_prefetch_factor = 2;
   /// Tokens a row is cut to by whoever tokenises, >= 1; the model's own limit
   /// applies where it is smaller.
   int64_t max_length = 128;

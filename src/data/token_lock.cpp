@@ -1,0 +1,83 @@
+#include "token_lock.h"
+
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <thread>
+#include <utility>
+
+#include "hasten/base/process.h"
+
+namespace hasten::detail {
+
+TokenLock::TokenLock(std::filesystem::path path) : path_(std::move(path)) {}
+
+TokenLock::~TokenLock() {
+  if (held_) {
+    ::unlink(path_.c_str());
+  }
+  if (file_ >= 0) {
+    ::close(file_);
+  }
+}
+
+TokenLock::Turn TokenLock::acquire(
+    const std::function<void(int64_t, int64_t)>& waiting) {
+  for (;;) {
+    file_ = ::open(path_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666);
+    if (file_ < 0) {
+      problem_ = std::strerror(errno);
+      return Turn::none;
+    }
+    if (!lock(waiting)) {
+      return Turn::none; // no locks on this file system
+    }
+    struct stat status {};
+    if (::fstat(file_, &status) == 0 && status.st_nlink > 0) {
+      held_ = true;
+      return Turn::mine;
+    }
+    ::close(std::exchange(file_, -1));
+    if (waited_) {
+      return Turn::done;
+    }
+    // Its holder went between our open and our lock: once more.
+  }
+}
+
+bool TokenLock::lock(const std::function<void(int64_t, int64_t)>& waiting) {
+  while (::flock(file_, LOCK_EX | LOCK_NB) != 0) {
+    if (errno == EINTR) {
+      continue;
+    }
+    if (errno != EWOULDBLOCK) {
+      problem_ = std::strerror(errno);
+      ::close(std::exchange(file_, -1));
+      return false;
+    }
+    waited_ = true;
+    std::array<int64_t, 2> told{};
+    if (::pread(file_, told.data(), sizeof(told), 0) != sizeof(told)) {
+      told = {};
+    }
+    waiting(told[0], told[1]);
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    throw_if_interrupted();
+  }
+  return true;
+}
+
+void TokenLock::tell(int64_t done, int64_t total) {
+  const std::array<int64_t, 2> told{done, total};
+  // A disk that is full says less to those that wait.
+  [[maybe_unused]] const ssize_t written =
+      held_ ? ::pwrite(file_, told.data(), sizeof(told), 0) : 0;
+}
+
+} // namespace hasten::detail
