@@ -58,6 +58,11 @@ function(hasten_program name)
   endif()
 endfunction()
 
+# Compiled in two thirds of the time; what they spend theirs in is the libraries.
+function(hasten_quick_build target)
+  target_compile_options(${target} PRIVATE $<$<CONFIG:Release>:-O1>)
+endfunction()
+
 # hasten_tests(GROUP file_test.cpp…): adds files to the test binary of that group.
 function(hasten_tests group)
   list(TRANSFORM ARGN PREPEND "${CMAKE_CURRENT_SOURCE_DIR}/")

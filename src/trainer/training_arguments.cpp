@@ -350,6 +350,16 @@ void validate_strategy(const TrainingArguments& a) {
 }
 
 void validate_schedule(const TrainingArguments& a) {
+  require_argument(
+      a.warmup_steps < 1 || a.warmup_steps == std::floor(a.warmup_steps),
+      "warmup_steps",
+      a.warmup_steps,
+      "a whole number of updates, or a share below 1");
+  require_argument(
+      a.warmup_ratio >= 0 && a.warmup_ratio <= 1,
+      "warmup_ratio",
+      a.warmup_ratio,
+      "a share of all updates, 0 to 1");
   if (!a.lr_scheduler_kwargs.empty()) {
     require_argument(
         nlohmann::json::parse(a.lr_scheduler_kwargs, nullptr, false)
@@ -483,16 +493,6 @@ void TrainingArguments::validate() const {
   beta("adam_beta1", adam_beta1);
   beta("adam_beta2", adam_beta2);
   not_negative("warmup_steps", warmup_steps);
-  require_argument(
-      warmup_steps < 1 || warmup_steps == std::floor(warmup_steps),
-      "warmup_steps",
-      warmup_steps,
-      "a whole number of updates, or a share below 1");
-  require_argument(
-      warmup_ratio >= 0 && warmup_ratio <= 1,
-      "warmup_ratio",
-      warmup_ratio,
-      "a share of all updates, 0 to 1");
   detail::require_interval("logging_steps", logging_steps);
   detail::require_interval("eval_steps", eval_steps);
   detail::require_interval("save_steps", save_steps);

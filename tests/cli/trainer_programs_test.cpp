@@ -74,8 +74,7 @@ TEST(TrainerPrograms, SigtermSavesAndTheNextStartEndsAsIfNothingHadHappened) {
   EXPECT_EQ(cut.code, 128 + SIGTERM) << cut.error;
   EXPECT_TRUE(cut.said("SIGTERM: saved behind update")) << cut.error;
   EXPECT_NE(
-      second_job.find("is being written by another run"),
-      std::string::npos)
+      second_job.find("is being written by another run"), std::string::npos)
       << second_job;
   EXPECT_FALSE(files::exists(stopped / "out/model.safetensors"));
 
