@@ -321,7 +321,7 @@ void DeferredRecorder::note_results(
        ++i) {
     map_tensors(passing.stack[i], [&](const at::Tensor& tensor) {
       const auto is_alias = [&](const at::Tensor& other) {
-        return other.is_alias_of(tensor);
+        return same_storage(other, tensor);
       };
       if (is_deferrable(tensor) && !find(tensor) &&
           std::none_of(

@@ -101,7 +101,7 @@ at::Tensor DeferredLog::on_twin(
 void DeferredLog::before_change(const at::Tensor& outside) {
   for (DeferredOp& op : ops_) {
     const auto meant = [&](const auto& entry) {
-      return entry.first.has_storage() && entry.first.is_alias_of(outside);
+      return same_storage(entry.first, outside);
     };
     if (std::none_of(op.outside.begin(), op.outside.end(), meant)) {
       continue;

@@ -103,6 +103,13 @@ c10::IValue map_tensors(
     const c10::IValue& value,
     const std::function<at::Tensor(const at::Tensor&)>& change);
 
+/// Tensor::is_alias_of would ask a deferred one for its pointer.
+inline bool same_storage(const at::Tensor& a, const at::Tensor& b) {
+  return a.has_storage() && b.has_storage() &&
+         a.storage().unsafeGetStorageImpl() ==
+             b.storage().unsafeGetStorageImpl();
+}
+
 /// The tensor without autograd, sharing its version.
 at::Tensor without_graph(const at::Tensor& tensor);
 inline uint32_t version_of(const at::Tensor& tensor) {
