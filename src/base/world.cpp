@@ -325,7 +325,7 @@ int threads_per_rank(const World& world) {
 
 std::string oversubscription(int local_world_size, int threads) {
   const int cores = allowed_cores();
-  if (local_world_size * threads <= cores) {
+  if (int64_t{local_world_size} * threads <= cores) {
     return {};
   }
   return std::to_string(local_world_size) +
