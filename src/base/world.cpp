@@ -187,10 +187,6 @@ WorldFamily torchrun_family() {
       family.needed.emplace_back(local);
     }
   }
-  // A job's script sets these for its steps; elsewhere they are half a world.
-  if (!environment_value("SLURM_JOB_ID")) {
-    family.signs.insert(family.signs.end(), {"MASTER_ADDR", "MASTER_PORT"});
-  }
   return family;
 }
 
@@ -266,6 +262,13 @@ World world_from_environment() {
     world.passed_over = detail::joined_texts(others, ", ");
     return world;
   }
+  // A job's script sets these for its steps; elsewhere they are half a world.
+  const bool master = detail::environment_value("MASTER_ADDR") ||
+                      detail::environment_value("MASTER_PORT");
+  if (incomplete.empty() && master &&
+      !detail::environment_value("SLURM_JOB_ID")) {
+    incomplete.push_back("torchrun: " + families[0].missing());
+  }
   if (!incomplete.empty()) {
     throw InputError(
         detail::kWorldWhere,
@@ -322,7 +325,7 @@ int threads_per_rank(const World& world) {
 
 std::string oversubscription(int local_world_size, int threads) {
   const int cores = allowed_cores();
-  if (local_world_size * threads <= cores) {
+  if (int64_t{local_world_size} * threads <= cores) {
     return {};
   }
   return std::to_string(local_world_size) +
