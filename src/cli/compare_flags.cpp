@@ -108,6 +108,7 @@ void check_compared(const FlagTable& flags, const CompareCommand& command) {
 Command parse_compare(std::vector<std::string> arguments) {
   complete_checkpointing(arguments);
   CompareCommand command;
+  command.arguments.save_strategy = IntervalStrategy::no;
   std::string strategies = "ddp,zero2,fsdp";
   std::string memory_limit;
   FlagTable flags(

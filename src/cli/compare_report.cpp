@@ -20,7 +20,7 @@ std::string fixed_number(double value, int digits) {
 }
 
 /// "ddp", "ddp and zero1", "ddp, zero1 and zero2".
-std::string listed(const std::vector<std::string>& names) {
+std::string names_in_words(const std::vector<std::string>& names) {
   std::string text;
   for (size_t i = 0; i < names.size(); ++i) {
     text += i == 0 ? "" : i + 1 == names.size() ? " and " : ", ";
@@ -251,7 +251,7 @@ Recommendation recommend(const std::vector<StrategyReport>& reports) {
             ", and simpler";
   }
   if (!left_out.empty()) {
-    text += "; " + detail::listed(left_out) +
+    text += "; " + detail::names_in_words(left_out) +
             (left_out.size() == 1 ? " does" : " do") +
             " not fit, not with one row";
   }

@@ -3,6 +3,7 @@
 
 #include <functional>
 #include <nlohmann/json.hpp>
+#include <set>
 
 #include "hasten/cli/compare.h"
 
@@ -21,8 +22,9 @@ struct Searched {
   bool refused_next = false;
 };
 
-Searched search_with(const Peaks& peak, int64_t limit, int64_t most = 4096) {
+Searched search_with(const Peaks& peak, int64_t limit, int64_t most = 1 << 20) {
   Searched found;
+  std::set<int64_t> refused;
   BatchSearch search(limit, most);
   while (const int64_t rows = search.next_rows()) {
     EXPECT_GT(rows, search.largest_rows());
@@ -33,10 +35,11 @@ Searched search_with(const Peaks& peak, int64_t limit, int64_t most = 4096) {
     } else {
       found.surprises += search.foresees_shortage(rows) ? 0 : 1;
       search.ran_out(rows);
-      found.refused_next = rows == search.largest_rows() + 1;
+      refused.insert(rows);
     }
   }
   found.largest = search.largest_rows();
+  found.refused_next = refused.count(found.largest + 1) > 0;
   return found;
 }
 
