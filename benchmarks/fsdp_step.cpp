@@ -1,9 +1,10 @@
 // Training steps of a GPT-2-shaped model under a strategy, one thread a rank.
 // Peer: peers/fsdp_step.py.
-//   fsdp_step [--strategy ddp|zero1|zero2|fsdp] [--layers N] [--width N] [--rows N]
-//     [--tokens N] [--steps N]
-// Rank 0 prints one JSON line: median seconds of a step (forward, backward, AdamW),
-// seconds that a step waited for messages; and of the largest rank: bytes of tensors
+//   fsdp_step [--strategy ddp|zero1|zero2|fsdp|alone] [--layers N] [--width N]
+//     [--words N] [--rows N] [--tokens N] [--steps N]
+// alone: every rank trains a model of its own, without a word to the others.
+// Rank 0 prints one JSON line: median seconds of a step (forward, backward, AdamW), of
+// its forward and backward, and that it waited for messages; and of the largest rank: bytes of tensors
 // between steps, at the most, elements of parameters and of the largest block.
 #include <torch/torch.h>
 
@@ -50,8 +51,8 @@ struct GptBlockImpl : torch::nn::Module {
 TORCH_MODULE(GptBlock);
 
 struct GptImpl : torch::nn::Module {
-  GptImpl(int64_t layers, int64_t width, int64_t tokens) {
-    words = register_module("words", torch::nn::Embedding(2048, width));
+  GptImpl(int64_t layers, int64_t width, int64_t vocabulary, int64_t tokens) {
+    words = register_module("words", torch::nn::Embedding(vocabulary, width));
     places = register_module("places", torch::nn::Embedding(tokens, width));
     for (int64_t i = 0; i < layers; ++i) {
       blocks->push_back(GptBlock(width));
@@ -78,6 +79,7 @@ struct Request {
   std::string strategy = "fsdp";
   int64_t layers = 6;
   int64_t width = 384;
+  int64_t words = 2048;
   int64_t rows = 4;
   int64_t tokens = 128;
   int64_t steps = 20;
@@ -90,7 +92,10 @@ static Strategy strategy_of(const std::string& name) {
       return strategy;
     }
   }
-  std::fprintf(stderr, "--strategy: ddp, zero1, zero2 or fsdp\n");
+  if (name == "alone") {
+    return Strategy::ddp;
+  }
+  std::fprintf(stderr, "--strategy: ddp, zero1, zero2, fsdp or alone\n");
   std::exit(2);
 }
 
@@ -104,18 +109,23 @@ static int64_t elements_of(const torch::nn::Module& module) {
 
 static void run(const Request& request) {
   install_memory_meter();
+  const World world = world_from_environment();
+  const bool alone = request.strategy == "alone";
   Accelerator accelerator(
-      {.cpu = true, .strategy = strategy_of(request.strategy)});
+      {.cpu = true, .strategy = strategy_of(request.strategy)},
+      Communicator::create(alone ? World{} : world));
   at::set_num_threads(1);
   torch::manual_seed(1);
-  Gpt model(request.layers, request.width, request.tokens);
+  Gpt model(request.layers, request.width, request.words, request.tokens);
   const int64_t elements = elements_of(*model);
   const int64_t block = elements_of(*model->blocks->ptr(0));
   AdamW adamw(model->parameters(), torch::optim::AdamWOptions(1e-4));
   auto [net, optimizer] = accelerator.prepare(model, adamw);
-  const auto ids = torch::randint(0, 2048, {request.rows, request.tokens});
-  const auto labels = torch::randint(0, 2048, {request.rows * request.tokens});
-  std::vector<double> seconds, exposed;
+  const auto ids =
+      torch::randint(0, request.words, {request.rows, request.tokens});
+  const auto labels =
+      torch::randint(0, request.words, {request.rows * request.tokens});
+  std::vector<double> seconds, gradients, exposed;
   constexpr int64_t kWarmUp = 3;
   for (int64_t step = -kWarmUp; step < request.steps; ++step) {
     if (step == 0) {
@@ -130,12 +140,15 @@ static void run(const Request& request) {
               net->forward(ids).flatten(0, 1), labels),
           static_cast<double>(request.rows));
     }
+    const std::chrono::duration<double> derived =
+        std::chrono::steady_clock::now() - start;
     optimizer.step();
     optimizer.zero_grad();
     const std::chrono::duration<double> time =
         std::chrono::steady_clock::now() - start;
     if (step >= 0) {
       seconds.push_back(time.count());
+      gradients.push_back(derived.count());
       exposed.push_back(accelerator.last_window().exposed_seconds);
     }
   }
@@ -150,11 +163,13 @@ static void run(const Request& request) {
   };
   const long long rest = largest(memory_stats().live_bytes);
   const long long peak = largest(memory_stats().peak_bytes);
-  if (accelerator.is_main_process()) {
+  if (world.rank == 0) {
     std::printf(
-        "{\"seconds\": %.6f, \"exposed_seconds\": %.6f, \"rest_bytes\": %lld, "
+        "{\"seconds\": %.6f, \"gradient_seconds\": %.6f, "
+        "\"exposed_seconds\": %.6f, \"rest_bytes\": %lld, "
         "\"peak_bytes\": %lld, \"elements\": %lld, \"block\": %lld}\n",
         median(seconds),
+        median(gradients),
         median(exposed),
         rest,
         peak,
@@ -162,6 +177,7 @@ static void run(const Request& request) {
         static_cast<long long>(block));
   }
   accelerator.finish();
+  accelerator.communicator()->close();
 }
 
 } // namespace hasten
@@ -172,6 +188,7 @@ int main(int argc, char** argv) {
     const std::string flag = argv[i];
     int64_t* const number = flag == "--layers"   ? &request.layers
                             : flag == "--width"  ? &request.width
+                            : flag == "--words"  ? &request.words
                             : flag == "--rows"   ? &request.rows
                             : flag == "--tokens" ? &request.tokens
                             : flag == "--steps"  ? &request.steps

@@ -1,7 +1,7 @@
 """The peer of fsdp_step.cpp: torch's fully_shard, block by block, on Gloo.
 
-python fsdp_step.py [--layers N] [--width N] [--rows N] [--tokens N] [--steps N]
-Rank 0 prints one JSON line. Run by bench.py, which sets RANK and the rest of torchrun's
+python fsdp_step.py [--alone 1] [--layers N] [--width N] [--rows N] [--tokens N] [--steps N]
+Rank 0 prints one JSON line. Alone: a model of its own on every rank. Run by bench.py, which sets RANK and the rest of torchrun's
 variables.
 """
 
@@ -49,7 +49,7 @@ class Gpt(nn.Module):
 
 def main():
     parser = argparse.ArgumentParser()
-    for name, value in (("layers", 6), ("width", 384), ("rows", 4), ("tokens", 128), ("steps", 20)):
+    for name, value in (("layers", 6), ("width", 384), ("rows", 4), ("tokens", 128), ("steps", 20), ("alone", 0)):
         parser.add_argument(f"--{name}", type=int, default=value)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -57,24 +57,26 @@ def main():
     torch.distributed.init_process_group("gloo")
     mesh = torch.distributed.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     model = Gpt(options.layers, options.width, options.tokens)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    for part in () if options.alone else (*model.blocks, model):
+        fully_shard(part, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     ids = torch.randint(0, 2048, (options.rows, options.tokens))
     labels = torch.randint(0, 2048, (options.rows * options.tokens,))
-    seconds = []
+    seconds, gradients = [], []
     for step in range(-WARM_UP, options.steps):
         if step == 0:
             torch.distributed.barrier()
         start = time.perf_counter()
         nn.functional.cross_entropy(model(ids).flatten(0, 1), labels).backward()
+        derived = time.perf_counter() - start
         optimizer.step()
         optimizer.zero_grad()
         if step >= 0:
             seconds.append(time.perf_counter() - start)
+            gradients.append(derived)
     if torch.distributed.get_rank() == 0:
-        print(json.dumps({"seconds": statistics.median(seconds)}), flush=True)
+        times = {"seconds": statistics.median(seconds), "gradient_seconds": statistics.median(gradients)}
+        print(json.dumps(times), flush=True)
     torch.distributed.destroy_process_group()
     os._exit(0)
 

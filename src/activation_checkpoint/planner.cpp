@@ -415,9 +415,10 @@ static std::shared_ptr<const ActivationPlan> quicker_of(
     std::shared_ptr<const ActivationPlan> best,
     const std::shared_ptr<const ActivationPlan>& rule) {
   constexpr double kClose = 1.05;
+  constexpr double kTie = 1.02; // what the same step differs by
   constexpr int kTurns = 3;
   if (rule->predicted_seconds > kClose * best->predicted_seconds ||
-      rule->predicted_peak_bytes > bytes + bytes / 10) {
+      rule->predicted_peak_bytes > bytes + bytes / 4) {
     return best;
   }
   const auto seen = observed(model, loss, *rule, bytes);
@@ -431,7 +432,7 @@ static std::shared_ptr<const ActivationPlan> quicker_of(
       seconds[i] = std::min(seconds[i], observe_step(model, loss).seconds);
     }
   }
-  return seconds[1] <= seconds[0] ? seen : best;
+  return seconds[1] <= kTie * seconds[0] ? seen : best;
 }
 
 } // namespace detail

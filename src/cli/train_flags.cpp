@@ -45,7 +45,6 @@ void declare_train_data(FlagTable& flags, TrainCommand& command) {
       "single_label_classification, regression (labels are numbers) or "
       "multi_label_classification (default: as the label columns and the model "
       "say)");
-  flags.value("--eval-file", command.eval_file, "FILE", "rows to evaluate on");
   flags.value(
       "--eval-file,--eval-data",
       command.eval_file,
@@ -508,7 +507,7 @@ Command parse_train(std::vector<std::string> arguments) {
   FlagTable flags(
       {.name = "train",
        .summary = "fine-tune a text classifier of the BERT family",
-       .usage = "--model MODEL [--train-file FILE] --output-dir FOLDER [flags]",
+       .usage = "--model MODEL --output-dir FOLDER [flags]",
        .examples =
            {"hasten train --model bert-mini --train-file reviews.csv \\\n"
             "    --eval-split 0.1 --nproc 2 --output-dir out"},

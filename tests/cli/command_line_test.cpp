@@ -177,7 +177,7 @@ TEST(CommandLine, EachMistakeNamesItsFlagAndWhatWasExpected) {
       {"estimate-memory --model bert-base --strategy fsd",
        "[cli::estimate-memory] --strategy=fsd. Expected ddp, zero1, zero2"},
       {train + " --strategy fsd",
-       "[cli::train] --strategy=fsd. Expected one of ddp, fsdp, zero1, zero2"},
+       "[cli::train] --strategy=fsd. Expected one of ddp, fsdp, hsdp, zero1,"},
       {"estimate-memory --model bert-base --batch 8",
        "[cli::estimate-memory] --batch=8. Expected rows and tokens"},
       {"trian",

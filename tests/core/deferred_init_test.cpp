@@ -243,17 +243,19 @@ TEST(DeferredInit, OutsideTensorsAreReadAsTheyWere) {
 }
 
 TEST(DeferredInit, OneInsideAnotherIsPartOfIt) {
-  const auto make = [] {
+  const auto make_second = [] { return torch::nn::Linear(3, 3); };
+  const auto make_both = [&](bool nested) {
     torch::manual_seed(2);
     torch::nn::Linear first(3, 3);
     torch::nn::Linear second =
-        deferred_init([] { return torch::nn::Linear(3, 3); });
+        nested ? deferred_init(make_second) : make_second();
     second->weight.detach().add_(first->weight.detach());
     torch::nn::Sequential both(first, second);
     return both;
   };
-  const auto plain = make();
-  const auto deferred = deferred_init(make, {.resident_bytes = 0});
+  const auto plain = make_both(false);
+  const auto deferred =
+      deferred_init([&] { return make_both(true); }, {.resident_bytes = 0});
   materialize(*deferred);
   expect_same(*plain, *deferred);
 }

@@ -78,7 +78,7 @@ HASTEN_RANK_FUNCTION(TrainerTerminatedOnRankOne) {
         return loss(batch);
       },
       arguments,
-      std::make_shared<toy::Texts>(64));
+      std::make_shared<toy::Texts>(640));
   trainer.train();
 }
 
@@ -92,7 +92,7 @@ TEST(TrainerFault, SigtermOfOneRankMakesAllSaveBehindOneUpdate) {
       environment.emplace_back("HASTEN_TEST_LOCAL_SGD", "1");
     }
     const auto ranks = testing_support::spawn(
-        2, "TrainerTerminatedOnRankOne", {.environment = environment});
+        2, "TrainerTerminatedOnRankOne", {}, {.environment = environment});
     for (const auto& rank : ranks) {
       EXPECT_FALSE(rank.timed_out);
       EXPECT_NE(rank.error_type.find("Interrupted"), std::string::npos)
