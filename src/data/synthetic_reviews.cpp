@@ -145,6 +145,12 @@ class ReviewWriter {
   }
   std::string part() { return "the " + std::string(pick(product_->parts)); }
 
+  static std::string with_article(const std::string& word) {
+    return (std::string("aeiou").find(word[0]) == std::string::npos ? "a "
+                                                                    : "an ") +
+           word;
+  }
+
   // "the strap is really sturdy", or the same by way of its opposite.
   std::string clause(int polarity) {
     const std::string thing = part();
@@ -216,8 +222,8 @@ class ReviewWriter {
             ", and what I got is " + now);
       default:
         return sentence(
-            "for all the " + before + " packing it is a " + now + " " +
-            std::string(product_->name) + ", and " + clause(polarity));
+            "for all the " + before + " packing it is " + with_article(now) +
+            " " + std::string(product_->name) + ", and " + clause(polarity));
     }
   }
 

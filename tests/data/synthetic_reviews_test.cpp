@@ -5,7 +5,6 @@
 #include <set>
 
 #include "hasten/base/error.h"
-#include "hasten/base/files.h"
 #include "hasten/data/text_table.h"
 
 namespace hasten {
@@ -21,8 +20,14 @@ TEST(SyntheticReviews, ASeedGivesTheSameRowsAndMoreRowsBeginWithThem) {
     equal += few[row].text == other[row].text;
   }
   EXPECT_LE(equal, 2);
-  // Of another machine: the rows are a promise.
-  EXPECT_EQ(hash_hex(synthetic_reviews_table({.rows = 1000})), "fd47cadbfcf980d4");
+  // The rows are a promise to other machines, versions and compilers.
+  const auto promised = synthetic_reviews({.rows = 1000});
+  EXPECT_EQ(promised[2].text, "I would never say that the burr is unreliable.");
+  EXPECT_EQ(
+      promised[999].text,
+      "Nobody could call the pole set reliable, and the zip turned out to be "
+      "unreliable. One week was enough for me.");
+  EXPECT_EQ(promised[999].product, "tent");
   EXPECT_THROW(synthetic_reviews({.rows = 0}), InputError);
 }
 

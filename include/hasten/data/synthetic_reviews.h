@@ -13,7 +13,7 @@
 namespace hasten {
 
 struct SyntheticReviewsOptions {
-  /// Reviews, >= 1. About 190 bytes and 5 us each.
+  /// Reviews, >= 1. About 160 bytes each.
   int64_t rows = 4000;
   /// Of all that is drawn. Row i depends on seed and i alone, so more rows begin
   /// with the same ones; numbers are the same on all machines.
