@@ -267,8 +267,14 @@ TEST(TrainerPrograms, SeveralLabelsARowFromColumnsOrOneField) {
   write_file_atomically(columns / "train.csv", by_column);
   write_file_atomically(field / "train.csv", by_field);
   const std::vector<std::string> common{
-      "--epochs", "30", "--batch-size", "4", "--lr", "5e-4",
-      "--save-strategy", "no"};
+      "--epochs",
+      "30",
+      "--batch-size",
+      "4",
+      "--lr",
+      "5e-4",
+      "--save-strategy",
+      "no"};
   const auto train = [&](const TemporaryFolder& folder,
                          std::vector<std::string> labels) {
     labels.insert(labels.end(), common.begin(), common.end());
