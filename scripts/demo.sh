@@ -47,7 +47,7 @@ if [[ -n $offline ]]; then
     --output "$work/reviews.csv"
   "$root/scripts/demo_data.py" split "$work/reviews.csv" "$work/train.csv" "$work/test.csv" \
     --test-rows "$test_rows"
-  how=(--model bert-mini --num-train-epochs 4 --learning-rate 3e-4)
+  how=(--model bert-mini --num-train-epochs 8 --learning-rate 3e-4)
   [[ -z $quick ]] || how=(--model bert-tiny --num-train-epochs 1)
   texts=("The zip is anything but flimsy."
     "Although the handle is superb, nobody could call the lock sturdy."

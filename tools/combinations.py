@@ -107,9 +107,11 @@ def possible(features):
 def through_accelerator(programs, folder):
     environment = dict(os.environ, OMP_NUM_THREADS="1", HASTEN_COMBINATIONS=str(folder))
     for world in WORLDS:
-        subprocess.run(
+        ended = subprocess.run(
             [programs / "hasten_dist_tests", "--world", str(world), "--gtest_filter=Combinations.*"],
-            check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
+            capture_output=True, text=True, env=environment)
+        if ended.returncode != 0:
+            sys.exit(ended.stdout + ended.stderr)
     found = {}
     for line in (folder / "accelerator.jsonl").read_text().splitlines():
         record = json.loads(line)

@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <csignal>
 #include <cstdlib>
@@ -19,6 +20,7 @@
 #include <system_error>
 
 #include "hasten/base/error.h"
+#include "hasten/base/termination.h"
 
 extern char** environ;
 
@@ -295,8 +297,14 @@ void install_interrupt_handlers() {
 
 int interrupt_signal() { return detail::remembered_signal; }
 
+static std::atomic<int> termination_deferrals{0};
+
+TerminationDeferral::TerminationDeferral() { ++termination_deferrals; }
+TerminationDeferral::~TerminationDeferral() { --termination_deferrals; }
+
 void throw_if_interrupted() {
-  if (const int signal = interrupt_signal()) {
+  const int signal = interrupt_signal();
+  if (signal != 0 && (signal != SIGTERM || termination_deferrals == 0)) {
     throw Interrupted(signal);
   }
 }

@@ -50,7 +50,7 @@ std::string lock_holder(int fd) {
 
 /// An open descriptor that holds the lock; -1 where the folder cannot be opened or
 /// its file system has no locks. `kind`: LOCK_EX, or LOCK_SH to look whether somebody
-/// has that one. Waits three seconds: ranks of a run that was killed may still be
+/// has that one. Waits for 0.6 s: ranks of a run that was killed may still be
 /// ending.
 int lock_folder(const std::filesystem::path& folder, int kind) {
   const int fd = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
@@ -58,7 +58,7 @@ int lock_folder(const std::filesystem::path& folder, int kind) {
     return -1;
   }
   int error = 0;
-  for (int attempt = 0; attempt < 300; ++attempt) {
+  for (int attempt = 0; attempt < 60; ++attempt) {
     if (::flock(fd, kind | LOCK_NB) == 0) {
       return fd;
     }

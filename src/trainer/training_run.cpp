@@ -6,11 +6,13 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <optional>
 #include <unordered_set>
 #include <utility>
 
 #include "hasten/base/error.h"
 #include "hasten/base/process.h"
+#include "hasten/base/termination.h"
 #include "hasten/core/memory.h"
 #include "hasten/optim/make_schedule.h"
 #include "hasten/optim/param_groups.h"
@@ -114,8 +116,12 @@ TrainingRun::TrainingRun(
 }
 
 TrainOutput TrainingRun::run() {
+  std::optional<TerminationDeferral> deferral;
   try {
     begin();
+    if (parts_.saves_when_terminated) { // peers wait for the update's end
+      deferral.emplace();
+    }
     if (epoch_ended_ &&
         (last_update() || state_.global_step == epochs_last_step(epoch_))) {
       end_epoch(); // the state was saved before the report
@@ -124,8 +130,12 @@ TrainOutput TrainingRun::run() {
     for (; !last_update() && !terminated_; ++epoch_) {
       run_epoch();
     }
-    return terminated_ ? TrainOutput{} : finish();
+    const TrainOutput output = terminated_ ? TrainOutput{} : finish();
+    parts_.saves_when_terminated = false;
+    return output;
   } catch (const std::exception& error) {
+    parts_.saves_when_terminated = false;
+    deferral.reset();
     parts_.communicator().abandon(error.what());
     if (local_sgd_) {
       local_sgd_->abandon();

@@ -25,7 +25,7 @@ std::vector<std::string> stopped_command(const files::path& folder) {
       {"--nproc",
        "2",
        "--epochs",
-       "12",
+       "20",
        "--batch-size",
        "4",
        "--lr",
