@@ -366,12 +366,13 @@ static std::shared_ptr<const ActivationPlan> best_observed(
     const std::function<at::Tensor()>& loss,
     const ChainProfile& profile,
     int64_t bytes) {
-  const int64_t close = std::max<int64_t>(1, bytes / 200);
+  const int64_t close = std::max<int64_t>(1, bytes / 100);
   std::shared_ptr<const ActivationPlan> best;
   int64_t fits = 0;
   int64_t above = bytes + bytes / 5;
   int64_t planned = bytes;
-  for (int attempt = 0; attempt < 8; ++attempt) {
+  // A budget that the plan misses is worth more steps than one that has room.
+  for (int attempt = 0; attempt < (best ? 4 : 8); ++attempt) {
     std::shared_ptr<const ActivationPlan> plan;
     try {
       plan = plan_activations(profile, planned);
@@ -416,7 +417,7 @@ static std::shared_ptr<const ActivationPlan> quicker_of(
     const std::shared_ptr<const ActivationPlan>& rule) {
   constexpr double kClose = 1.05;
   constexpr double kTie = 1.02; // what the same step differs by
-  constexpr int kTurns = 3;
+  constexpr int kTurns = 2;
   if (rule->predicted_seconds > kClose * best->predicted_seconds ||
       rule->predicted_peak_bytes > bytes + bytes / 4) {
     return best;
