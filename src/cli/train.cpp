@@ -3,31 +3,25 @@
 #include <cmath>
 #include <nlohmann/json.hpp>
 #include <optional>
-#include <string_view>
 
-#include "agreement.h"
 #include "classifier.h"
-#include "console.h"
-#include "dry_run.h"
-#include "hasten/accelerator/accelerator.h"
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
 #include "hasten/base/log.h"
 #include "hasten/base/process.h"
 #include "hasten/base/progress_bar.h"
 #include "hasten/cli/checks.h"
-#include "hasten/cli/exit_code.h"
 #include "hasten/cli/run.h"
 #include "hasten/core/memory.h"
 #include "hasten/data/synthetic_reviews.h"
 #include "hasten/data/token_cache.h"
 #include "head.h"
+#include "train_run.h"
 
 namespace hasten {
 
 namespace detail {
 
-/// Everything read, checked and tokenised; equal on all ranks.
 struct TrainInputs {
   std::optional<TokenizedClassification> data{};
   /// Where the vocabulary is from, for the banner.
@@ -198,25 +192,10 @@ TrainInputs read_train_inputs(
   check_train_inputs(command);
   TrainInputs inputs;
   inputs.data = read_train_data(command, inputs, is_main);
-  const auto rows = static_cast<int64_t>(inputs.data->train.rows.size());
-  if (rows < world_size) {
-    throw InputError(
-        "cli::train",
-        "more processes than rows: processes=" + std::to_string(world_size) +
-            ", training rows=" + std::to_string(rows),
-        "at least one row a process",
-        "lower --nproc");
-  }
+  require_row_each(std::ssize(inputs.data->train.rows), world_size);
   const WordPieceTokenizer& tokenizer = inputs.data->tokenizer;
   LoadBertOptions options;
-  const auto weights = class_weight_numbers(command.arguments.class_weights);
-  if (!weights.empty() && weights.size() != inputs.data->label_names.size()) {
-    throw InputError(
-        "cli::train",
-        "--class-weights=" + command.arguments.class_weights,
-        std::to_string(inputs.data->label_names.size()) +
-            " numbers, one a label");
-  }
+  require_class_weights(command, std::ssize(inputs.data->label_names));
   options.id2label = inputs.data->label_names;
   options.vocab_size = tokenizer.vocab_size();
   options.pad_token_id = tokenizer.pad_id();
@@ -255,84 +234,35 @@ BannerLines banner_facts(const TrainCommand& command, const TrainInputs& in) {
         format_count(in.data->tokenizer.vocab_size()) + " pieces, " +
             in.vocabulary);
   }
-  const BertConfig& config = in.bert.config;
-  lines.emplace_back(
-      "model",
-      command.model + ": " + std::to_string(config.num_hidden_layers) +
-          " layers, " + std::to_string(config.hidden_size) + " wide");
-  for (const std::string& line : in.bert.report) {
-    lines.emplace_back("model", line);
-  }
+  add_model_facts(lines, command, in.bert);
   return lines;
 }
 
-int dry_run_train(const TrainCommand& command) {
-  const World world = world_from_environment();
-  const int ranks = world.world_size > 1 ? world.world_size : command.nproc;
-  if (world.rank > 0) {
-    return kExitOk; // rank 0 says it
-  }
-  const TrainInputs inputs = read_train_inputs(command, ranks, true);
-  const auto train = std::make_shared<const TokenizedDataset>(
-      inputs.data->train,
-      PaddingOptions{.pad_id = inputs.data->tokenizer.pad_id()});
-  int64_t longest = 0;
-  for (int64_t row = 0; row < train->size(); ++row) {
-    longest = std::max(longest, train->length(row));
-  }
-  print_dry_run(
-      command,
-      {.world_size = ranks,
-       .facts = banner_facts(command, inputs),
-       .train = train,
-       .eval_rows = std::ssize(inputs.data->eval.rows),
-       .model = inputs.bert.model,
-       .longest = longest,
-       .disk_bytes = bytes_on_disk(command.arguments, *inputs.bert.model)});
-  return kExitOk;
-}
-
-/// False where the run was finished before.
-bool train_classifier(
-    const TrainCommand& command,
-    TrainInputs& inputs,
-    const std::shared_ptr<Accelerator>& accelerator) {
-  TrainingArguments arguments = command.arguments;
-  arguments.max_length = inputs.max_length; // what predict and eval cut to
-  const WordPieceTokenizer& tokenizer = inputs.data->tokenizer;
-  BertForSequenceClassification model = inputs.bert.model;
-  const auto dataset_of = [&](const TokenTable& rows) {
-    return std::make_shared<const TokenizedDataset>(
-        rows, PaddingOptions{.pad_id = tokenizer.pad_id()});
-  };
-  const auto train = dataset_of(inputs.data->train);
-  std::shared_ptr<const TokenizedDataset> eval;
-  if (!inputs.data->eval.rows.empty()) {
-    eval = dataset_of(inputs.data->eval);
-  }
-  Trainer trainer(
-      model.ptr(),
-      classification_loss(model),
-      arguments,
-      train,
-      eval,
-      classification_metrics(inputs.bert.config.num_labels()),
-      accelerator);
-  trainer.set_model_files(classifier_files(model, tokenizer));
-  if (accelerator->is_main_process()) {
-    trainer.set_run_facts(
-        described_inputs(command),
-        {{"train_data", train_data_checksum(*inputs.data)}});
-    for (const std::string& warning : inputs.data->report.warnings) {
-      log_warning(warning);
-    }
-    trainer.add_callback(std::make_shared<TrainConsole>(
-        "hasten " HASTEN_VERSION ": " + command.model + " learns " +
-            (command.train_file.empty() ? "synthetic reviews"
-                                        : command.train_file),
-        banner_facts(command, inputs)));
-  }
-  return !trainer.train().already_finished;
+int run_train_classes(const TrainCommand& command) {
+  return run_training(command, [&](int world_size, bool is_main) {
+    const auto in = std::make_shared<const TrainInputs>(
+        read_train_inputs(command, world_size, is_main));
+    const auto dataset_of = [&](const TokenTable& rows) {
+      return std::make_shared<const TokenizedDataset>(
+          rows, PaddingOptions{.pad_id = in->data->tokenizer.pad_id()});
+    };
+    return TrainingInputs{
+        .train = dataset_of(in->data->train),
+        .eval =
+            in->data->eval.rows.empty() ? nullptr : dataset_of(in->data->eval),
+        .bert = in->bert,
+        .loss = classification_loss(in->bert.model),
+        .metrics = classification_metrics(in->bert.config.num_labels()),
+        .files = classifier_files(in->bert.model, in->data->tokenizer),
+        .max_length = in->max_length,
+        .learns = command.train_file.empty() ? "synthetic reviews"
+                                             : command.train_file,
+        .hint = " Try: hasten predict --model " + command.arguments.output_dir +
+                " \"some text\"",
+        .facts = [&command, in] { return banner_facts(command, *in); },
+        .checksum = [in] { return train_data_checksum(*in->data); },
+        .warnings = in->data->report.warnings};
+  });
 }
 
 } // namespace detail
@@ -340,41 +270,10 @@ bool train_classifier(
 int run_train(const TrainCommand& command) {
   install_interrupt_handlers();
   install_memory_meter();
-  if (const auto head = detail::head_of(command);
-      head != detail::Head::single_label) {
-    return detail::run_train_targets(command, head);
-  }
-  if (command.dry_run) {
-    return detail::dry_run_train(command);
-  }
-  const auto accelerator = std::make_shared<Accelerator>(AcceleratorOptions{
-      .gradient_accumulation_steps =
-          command.arguments.gradient_accumulation_steps,
-      .seed = command.arguments.seed,
-      .strategy = command.arguments.strategy,
-      .shard_size = static_cast<int>(command.arguments.shard_size)});
-  Communicator& communicator = *accelerator->communicator();
-  detail::TrainInputs inputs;
-  detail::agree_on(communicator, "cli: read the input", [&] {
-    inputs = detail::read_train_inputs(
-        command, accelerator->num_processes(), accelerator->is_main_process());
-  });
-  bool trained = false;
-  try {
-    trained = detail::train_classifier(command, inputs, accelerator);
-  } catch (const std::exception& error) {
-    const std::string_view what = error.what();
-    communicator.abandon(what.substr(0, what.find('\n'))); // no stack trace
-    throw;
-  }
-  if (accelerator->is_main_process()) {
-    log_info(
-        (trained ? std::string() : finished_line(command) + " ") + "Model in " +
-        command.arguments.output_dir + ". Try: hasten predict --model " +
-        command.arguments.output_dir + " \"some text\"");
-  }
-  accelerator->finish();
-  return kExitOk;
+  const auto head = detail::head_of(command);
+  return head == detail::Head::single_label
+             ? detail::run_train_classes(command)
+             : detail::run_train_targets(command, head);
 }
 
 } // namespace hasten

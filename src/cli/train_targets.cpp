@@ -2,32 +2,21 @@
 #include <algorithm>
 #include <nlohmann/json.hpp>
 #include <optional>
-#include <string_view>
 
-#include "agreement.h"
-#include "console.h"
-#include "dry_run.h"
-#include "hasten/accelerator/accelerator.h"
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
-#include "hasten/base/log.h"
-#include "hasten/base/progress_bar.h"
 #include "hasten/cli/checks.h"
-#include "hasten/cli/exit_code.h"
-#include "hasten/trainer/losses.h"
 #include "head.h"
+#include "train_run.h"
 
 namespace hasten::detail {
 
-/// Everything read, checked and tokenised; equal on all ranks.
 struct TargetInputs {
   Head head = Head::regression;
   TextTargets data{};
   std::optional<WordPieceTokenizer> tokenizer{};
   TokenizedTexts train_texts{};
   TokenizedTexts eval_texts{};
-  std::shared_ptr<const Dataset> train{};
-  std::shared_ptr<const Dataset> eval{}; // null without rows
   int64_t max_length = 0;
   LoadedBert bert{};
 };
@@ -94,22 +83,8 @@ TargetInputs read_target_inputs(
   options.max_train_rows = command.max_train_rows;
   options.max_eval_rows = command.max_eval_rows;
   in.data = load_text_targets(options);
-  if (in.data.train.size() < world_size) {
-    throw InputError(
-        "cli::train",
-        "more processes than rows: processes=" + std::to_string(world_size) +
-            ", training rows=" + std::to_string(in.data.train.size()),
-        "at least one row a process",
-        "lower --nproc");
-  }
-  const auto weights = class_weight_numbers(command.arguments.class_weights);
-  if (!weights.empty() &&
-      static_cast<int64_t>(weights.size()) != in.data.targets_per_row()) {
-    throw InputError(
-        "cli::train",
-        "--class-weights=" + command.arguments.class_weights,
-        std::to_string(in.data.targets_per_row()) + " numbers, one a label");
-  }
+  require_row_each(in.data.train.size(), world_size);
+  require_class_weights(command, in.data.targets_per_row());
   in.tokenizer = target_tokenizer(command, in.data.train.texts);
   in.bert = target_model(command, in);
   check_vocabulary(command.model, in.bert.config, *in.tokenizer);
@@ -123,8 +98,6 @@ TargetInputs read_target_inputs(
       *in.tokenizer, in.data.train.texts, in.max_length, threads);
   in.eval_texts =
       tokenize_texts(*in.tokenizer, in.data.eval.texts, in.max_length, threads);
-  in.train = target_dataset(in, in.train_texts, in.data.train);
-  in.eval = target_dataset(in, in.eval_texts, in.data.eval);
   return in;
 }
 
@@ -134,14 +107,7 @@ BannerLines target_facts(const TrainCommand& command, const TargetInputs& in) {
   for (const std::string& line : in.data.lines()) {
     lines.emplace_back("data", line);
   }
-  const BertConfig& config = in.bert.config;
-  lines.emplace_back(
-      "model",
-      command.model + ": " + std::to_string(config.num_hidden_layers) +
-          " layers, " + std::to_string(config.hidden_size) + " wide");
-  for (const std::string& line : in.bert.report) {
-    lines.emplace_back("model", line);
-  }
+  add_model_facts(lines, command, in.bert);
   return lines;
 }
 
@@ -162,86 +128,22 @@ std::string target_checksum(const TargetInputs& in) {
   return hash_hex(rows);
 }
 
-int dry_run_targets(const TrainCommand& command, Head head) {
-  const World world = world_from_environment();
-  const int ranks = world.world_size > 1 ? world.world_size : command.nproc;
-  if (world.rank > 0) {
-    return kExitOk; // rank 0 says it
-  }
-  const TargetInputs in = read_target_inputs(command, head, ranks);
-  int64_t longest = 0;
-  for (const auto& ids : in.train_texts.ids) {
-    longest = std::max(longest, static_cast<int64_t>(ids.size()));
-  }
-  print_dry_run(
-      command,
-      {.world_size = ranks,
-       .facts = target_facts(command, in),
-       .train = in.train,
-       .eval_rows = in.data.eval.size(),
-       .model = in.bert.model,
-       .longest = longest,
-       .disk_bytes = bytes_on_disk(command.arguments, *in.bert.model)});
-  return kExitOk;
-}
-
-/// False where the run was finished before.
-bool train_on_targets(
-    const TrainCommand& command,
-    TargetInputs& in,
-    const std::shared_ptr<Accelerator>& accelerator) {
-  TrainingArguments arguments = command.arguments;
-  arguments.max_length = in.max_length; // what predict and eval cut to
-  Trainer trainer(
-      in.bert.model.ptr(),
-      head_loss(in.bert.model, in.head),
-      arguments,
-      in.train,
-      in.eval,
-      head_metrics(in.head, in.bert.config.num_labels()),
-      accelerator);
-  trainer.set_model_files(classifier_files(in.bert.model, *in.tokenizer));
-  if (accelerator->is_main_process()) {
-    trainer.set_run_facts(
-        described_inputs(command), {{"train_data", target_checksum(in)}});
-    trainer.add_callback(std::make_shared<TrainConsole>(
-        "hasten " HASTEN_VERSION ": " + command.model + " learns " +
-            command.train_file,
-        target_facts(command, in)));
-  }
-  return !trainer.train().already_finished;
-}
-
 int run_train_targets(const TrainCommand& command, Head head) {
-  if (command.dry_run) {
-    return dry_run_targets(command, head);
-  }
-  const auto accelerator = std::make_shared<Accelerator>(AcceleratorOptions{
-      .gradient_accumulation_steps =
-          command.arguments.gradient_accumulation_steps,
-      .seed = command.arguments.seed,
-      .strategy = command.arguments.strategy,
-      .shard_size = static_cast<int>(command.arguments.shard_size)});
-  Communicator& communicator = *accelerator->communicator();
-  TargetInputs in;
-  agree_on(communicator, "cli: read the input", [&] {
-    in = read_target_inputs(command, head, accelerator->num_processes());
+  return run_training(command, [&](int world_size, bool) {
+    const auto in = std::make_shared<const TargetInputs>(
+        read_target_inputs(command, head, world_size));
+    return TrainingInputs{
+        .train = target_dataset(*in, in->train_texts, in->data.train),
+        .eval = target_dataset(*in, in->eval_texts, in->data.eval),
+        .bert = in->bert,
+        .loss = head_loss(in->bert.model, head),
+        .metrics = head_metrics(head, in->bert.config.num_labels()),
+        .files = classifier_files(in->bert.model, *in->tokenizer),
+        .max_length = in->max_length,
+        .learns = command.train_file,
+        .facts = [&command, in] { return target_facts(command, *in); },
+        .checksum = [in] { return target_checksum(*in); }};
   });
-  bool trained = false;
-  try {
-    trained = train_on_targets(command, in, accelerator);
-  } catch (const std::exception& error) {
-    const std::string_view what = error.what();
-    communicator.abandon(what.substr(0, what.find('\n'))); // no stack trace
-    throw;
-  }
-  if (accelerator->is_main_process()) {
-    log_info(
-        (trained ? std::string() : finished_line(command) + " ") + "Model in " +
-        command.arguments.output_dir + ".");
-  }
-  accelerator->finish();
-  return kExitOk;
 }
 
 } // namespace hasten::detail
