@@ -184,7 +184,10 @@ bool RankGroup::reap(Member& member) {
   member.ended = true;
   --living_;
   if (member.pid_fd >= 0) {
-    ::close(member.pid_fd); // leaves the epoll set
+    // Closing it is not enough: a rank that was forked after this one and has not
+    // come to its program yet holds a copy, which would go on being reported.
+    ::epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, member.pid_fd, nullptr);
+    ::close(member.pid_fd);
     member.pid_fd = -1;
   }
   return true;

@@ -14,6 +14,9 @@ namespace hasten::testing_support {
 // watchdog may be late before the parent acts in its place. Seconds.
 static double grace_seconds() { return std::min(3.0, case_seconds() / 2); }
 
+// How long the ranks may take to start. A loaded machine takes a second.
+static constexpr double kStartSeconds = 60;
+
 /// One case as the ranks report it.
 struct CaseState {
   std::set<int> started{};
@@ -35,7 +38,7 @@ class WorldLife {
         ranks_(start_ranks(world_size, argv, {})) {}
 
   void run() {
-    double last_progress = machine_seconds();
+    double last_progress = machine_seconds() + kStartSeconds;
     while (!all_ended(ranks_)) {
       wait_for_reports(ranks_, 100);
       for (int rank = 0; rank < size(); ++rank) {

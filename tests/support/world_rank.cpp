@@ -135,6 +135,7 @@ class Rank {
     store_ = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
     FLAGS_caffe2_log_level = level;
     _res.nscount = name_servers;
+    wait_until_all_are_up();
   }
 
   void start_case(const std::string& name) {
@@ -245,6 +246,14 @@ class Rank {
   }
 
  private:
+  /// How long processes take to start is no part of the first case's time.
+  void wait_until_all_are_up() {
+    store_->set("up/" + std::to_string(world_.rank), "");
+    for (int peer = 0; peer < world_.world_size; ++peer) {
+      store_->get("up/" + std::to_string(peer));
+    }
+  }
+
   /// The others have passed already: the parent alone hears of a failure here.
   void run_at_end(const std::function<void()>& function) {
     try {
