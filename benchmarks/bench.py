@@ -24,7 +24,7 @@ import time
 from fsdp import FsdpMemory, FsdpStep
 from local_sgd import LocalSgdAverage, LocalSgdReviews, LocalSgdW8a, SlowLink
 from precision import Precision
-from sides import PICTURES, RANKS, ROOT, Bench, Case, environment, launched, peer_ranks, wait_all
+from sides import PICTURES, RANKS, ROOT, Bench, Case, at_once, environment, launched, peer_ranks, wait_all
 
 PEER = "Hugging Face Trainer"
 
@@ -137,23 +137,16 @@ class TrainerAccuracy(Bench):
                 yield case, None, 1000 * (1 - report["accuracy"])
 
 
-class AcceleratorOverhead(Bench):
-    """The accelerator's loop beside LibTorch's own, one process, one thread."""
+class LoopOverhead(Bench):
+    """A loop of ours beside one written by hand, one process, one thread."""
 
-    name = "accelerator_overhead"
-    peer_name = "plain LibTorch loop"
     rounds = 5
-    cases = [
-        Case("bert_mini", "s/step", 1.01, 5),
-        Case("ten_parameters", "us/step", float("inf"), 2),
-        Case("ten_parameters_extra", "us/step", float("inf"), 2, limit=15),
-    ]
 
-    def __init__(self, options):  # no data: both loops get the same made-up batch
+    def __init__(self, options):  # no data: both loops get the same made-up batches
         self.options = options
 
     def round(self):
-        command = [self.options.programs / "accelerator_overhead"] + ["--smoke"] * self.options.smoke
+        command = [self.options.programs / self.name] + ["--smoke"] * self.options.smoke
         output = wait_all([(list(map(str, command)), environment())]).output
         values = {line["case"]: line for line in map(json.loads, output.splitlines())}
         bert, ten = values["bert_mini"], values["ten_parameters"]
@@ -162,13 +155,38 @@ class AcceleratorOverhead(Bench):
         yield "ten_parameters_extra", 1e6 * (ten["ours"] - ten["plain"]), None
 
 
+class TrainerOverhead(LoopOverhead):
+    """The Trainer's updates beside a hand-written loop's, one process, one thread."""
+
+    name = "trainer_overhead"
+    peer_name = "loop by hand"
+    cases = [
+        Case("bert_mini", "s/step", 1.02, 5),
+        Case("ten_parameters", "us/step", float("inf"), 2),
+        Case("ten_parameters_extra", "us/step", float("inf"), 2),
+    ]
+
+
+class AcceleratorOverhead(LoopOverhead):
+    """The accelerator's loop beside LibTorch's own, one process, one thread."""
+
+    name = "accelerator_overhead"
+    peer_name = "plain LibTorch loop"
+    cases = [
+        Case("bert_mini", "s/step", 1.01, 5),
+        Case("ten_parameters", "us/step", float("inf"), 2),
+        Case("ten_parameters_extra", "us/step", float("inf"), 2, limit=15),
+    ]
+
+
 class DdpStep(Bench):
     """Forward, backward and reduction on two ranks of one thread, beside torch's own DDP."""
 
     # "…_over_alone": what a step takes longer than the same one in one process. Memory is
     # ours alone, in gradient copies: what a rank of two holds more than one process, whose
     # gradients stay allocated, as they do between the batches of a window, or are freed
-    # after each step.
+    # after each step. "self_rows": batches of 32 rows a rank, beside two processes at the
+    # same time that do not talk.
 
     name = "ddp_step"
     rounds = 5
@@ -182,7 +200,7 @@ class DdpStep(Bench):
             Case(f"{model}_extra_memory", "gradient copies", float("inf"), 4, limit=0.05),
             Case(f"{model}_over_freed", "gradient copies", float("inf"), 4),
         )
-    ]
+    ] + [Case("self_rows", "s/step", 1.15, 5, peer="two processes, each alone")]
 
     def __init__(self, options):
         self.options = options
@@ -202,6 +220,10 @@ class DdpStep(Bench):
                 peer, alone = (peer_ranks(self.options, "ddp_step.py", *same, ranks=ranks) for ranks in (RANKS, 1))
                 yield row, None, peer["seconds"]
                 yield f"{row}_over_alone", None, peer["seconds"] - alone["seconds"]
+        same = ["bert-mini", "--batch", 4 if self.options.smoke else 32, "--steps", 2 if self.options.smoke else 20]
+        ours = launched(self.options, "ddp_step", *same)
+        alone = at_once(self.options, "ddp_step", *same)
+        yield "self_rows", ours["seconds"], statistics.mean(one["seconds"] for one in alone)
 
 
 class OptimizerStep(Bench):
@@ -332,6 +354,7 @@ BENCHMARKS = {
         Startup,
         TrainerReviews,
         TrainerAccuracy,
+        TrainerOverhead,
         AcceleratorOverhead,
         DdpStep,
         FsdpStep,
@@ -382,7 +405,7 @@ def rows_of(bench, values):
         if not ours:
             continue  # nothing of that kind here
         row = {"case": case.name, "unit": case.unit, "ours": middle(ours), "peer": None}
-        row |= {"peer_name": getattr(bench, "peer_name", PEER), "limit": case.limit, "ratio": None, "spread": None}
+        row |= {"peer_name": case.peer or getattr(bench, "peer_name", PEER), "limit": case.limit, "ratio": None, "spread": None}
         if peers:
             ratios = [a / b if b else float("inf") for a, b in zip(ours, peers)]
             row |= {"peer": middle(peers), "spread": [min(ratios), max(ratios)]}

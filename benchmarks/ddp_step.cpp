@@ -1,8 +1,9 @@
 // Forward, backward and the reduction of gradients, nothing else: one thread a
 // rank, no optimizer, no data. Started by `hasten launch`, or alone as one process.
 // Peer: peers/ddp_step.py.
-//   ddp_step bert-mini|small-tensors [--steps N] [--keep]
-// --keep: gradients are set to zero after a step, not freed.
+//   ddp_step bert-mini|small-tensors [--steps N] [--keep] [--batch ROWS]
+// --keep: gradients are set to zero after a step, not freed. --batch: rows a rank, of
+// bert-mini, 8 unless given.
 // Rank 0 prints one JSON line: median seconds of a step, most bytes of tensors
 // alive on any rank while stepping, bytes of the gradients, seconds of
 // communication and the exposed part of it in the last step.
@@ -46,6 +47,7 @@ struct Request {
   std::string model{};
   int steps = 60;
   bool keep = false;
+  int64_t batch = 8;
 };
 
 struct Measured {
@@ -109,14 +111,15 @@ Measured measure_steps(
 }
 
 static void run_bert_mini(const Request& request) {
-  constexpr int64_t kRows = 8, kTokens = 64;
+  const int64_t rows = request.batch;
+  constexpr int64_t kTokens = 64;
   torch::manual_seed(1);
   BertForSequenceClassification model(BertConfig::from_shape("bert-mini"));
   model->train();
-  const auto ids = torch::randint(1, 30'000, {kRows, kTokens});
-  const auto mask = torch::ones({kRows, kTokens}, torch::kLong);
-  const auto labels = torch::randint(0, 2, {kRows});
-  measure_steps(model, request, kRows, [&] {
+  const auto ids = torch::randint(1, 30'000, {rows, kTokens});
+  const auto mask = torch::ones({rows, kTokens}, torch::kLong);
+  const auto labels = torch::randint(0, 2, {rows});
+  measure_steps(model, request, static_cast<double>(rows), [&] {
     return torch::nn::functional::cross_entropy(
         model->forward(ids, mask),
         labels,
@@ -141,6 +144,8 @@ int main(int argc, char** argv) {
       request.steps = std::max(1, std::atoi(argv[++i]));
     } else if (std::strcmp(argv[i], "--keep") == 0) {
       request.keep = true;
+    } else if (std::strcmp(argv[i], "--batch") == 0 && i + 1 < argc) {
+      request.batch = std::max(1, std::atoi(argv[++i]));
     } else {
       request.model = argv[i];
     }
@@ -149,7 +154,8 @@ int main(int argc, char** argv) {
   if (name != "bert-mini" && name != "small-tensors") {
     std::fprintf(
         stderr,
-        "usage: ddp_step bert-mini|small-tensors [--steps N] [--keep]\n");
+        "usage: ddp_step bert-mini|small-tensors [--steps N] [--keep] "
+        "[--batch ROWS]\n");
     return 2;
   }
   hasten::install_memory_meter();

@@ -24,6 +24,7 @@ class Case:
     most: float  # ratio above which the benchmark fails; infinity where told, not held
     digits: int = 3
     limit: float | None = None  # our value may not be above it, without a peer
+    peer: str | None = None  # where it is another than the benchmark's
 
 
 @dataclasses.dataclass
@@ -33,6 +34,7 @@ class Process:
     output: str
     start: float
     peak_bytes: int
+    others: list = dataclasses.field(default_factory=list)  # what the other ranks printed
 
 
 def environment(rank_variables=None):
@@ -63,7 +65,7 @@ def wait_all(commands):
             sys.exit(f"error: {' '.join(child.args)} ended with {child.returncode}\n{error.read()[-4000:]}")
         peak = max(peak, usage.ru_maxrss * 1024)
         outputs.append(output)
-    return Process(outputs[0], start, peak)
+    return Process(outputs[0], start, peak, outputs[1:])
 
 
 def free_port():
@@ -78,6 +80,13 @@ def launched(options, program, *arguments, ranks=RANKS):
     if ranks > 1:
         command = [options.programs / "hasten", "launch", "--nproc", str(ranks), *command]
     return json.loads(wait_all([(list(map(str, command)), environment())]).output.splitlines()[-1])
+
+
+def at_once(options, program, *arguments, ranks=RANKS):
+    """What each of so many processes that know nothing of each other printed last."""
+    command = list(map(str, [options.programs / program, *arguments]))
+    process = wait_all([(command, environment())] * ranks)
+    return [json.loads(output.splitlines()[-1]) for output in (process.output, *process.others)]
 
 
 def rank_environment(rank, ranks, address, port, local_ranks):

@@ -36,6 +36,18 @@ function(hasten_part name)
   endif()
 endfunction()
 
+# The folders out of ARGN that have a CMakeLists.txt, of HASTEN_ONLY_PARTS where set.
+function(hasten_add_folders)
+  foreach(folder ${ARGN})
+    if(HASTEN_ONLY_PARTS AND NOT folder IN_LIST HASTEN_ONLY_PARTS)
+      continue()
+    endif()
+    if(EXISTS "${CMAKE_CURRENT_SOURCE_DIR}/${folder}/CMakeLists.txt")
+      add_subdirectory(${folder})
+    endif()
+  endforeach()
+endfunction()
+
 # Lets a target that sees LibTorch share the one precompiled header.
 function(hasten_use_pch target)
   if(TARGET hasten_pch)

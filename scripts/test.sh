@@ -46,6 +46,7 @@ phase checks check_sources
 phase build build_release all
 phase tests run_ctest "$@"
 phase report "$root/tools/test_report.py" "$report"
+(($#)) || phase sanitizers "$root/scripts/sanitize.sh"
 say "--- seconds: $(printf '%s, ' "${phases[@]}" | sed 's/, $//')"
 if command -v ccache >/dev/null; then
   say "--- $(ccache --show-stats 2>/dev/null | awk '/Hits:/ { print "ccache hits " $2 " of " $4; exit }')"

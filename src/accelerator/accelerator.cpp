@@ -61,7 +61,8 @@ std::shared_ptr<AcceleratorCore> make_accelerator_core(
     announce_world(world);
     CommunicatorOptions comm;
     comm.timeout = options.timeout;
-    comm.check_shapes = debugs(options);
+    comm.check_shapes =
+        debugs(options) ? ShapeCheck::always : ShapeCheck::first;
     comm.device_kind =
         accelerator_device(options, world.local_rank).is_cpu() ? "cpu" : "cuda";
     communicator = Communicator::create(world, comm);

@@ -54,6 +54,18 @@ CommHandle OrderCheck::all_to_all_async(
   return inner_->all_to_all_async(std::move(output), std::move(input), name);
 }
 
+CommHandle OrderCheck::reduce_async(
+    at::Tensor tensor, int root, ReduceOp op, std::string_view name) {
+  note("reduce", name, tensor);
+  return inner_->reduce_async(std::move(tensor), root, op, name);
+}
+
+CommHandle OrderCheck::scatter_async(
+    at::Tensor output, at::Tensor input, int root, std::string_view name) {
+  note("scatter", name, output);
+  return inner_->scatter_async(std::move(output), std::move(input), root, name);
+}
+
 at::Tensor OrderCheck::all_gather_rows(
     const at::Tensor& rows, std::string_view name) {
   note("all_gather_rows", name); // dim 0 may differ

@@ -40,6 +40,13 @@ class OrderCheck final : public Communicator {
       std::string_view name) override;
   CommHandle all_to_all_async(
       at::Tensor output, at::Tensor input, std::string_view name) override;
+  CommHandle reduce_async(
+      at::Tensor tensor, int root, ReduceOp op, std::string_view name) override;
+  CommHandle scatter_async(
+      at::Tensor output,
+      at::Tensor input,
+      int root,
+      std::string_view name) override;
   at::Tensor all_gather_rows(
       const at::Tensor& rows, std::string_view name) override;
   std::vector<nlohmann::json> gather_json(

@@ -83,14 +83,14 @@ World mpi_world(
     world.master_port = master_port_or(variables, mpi_job(names.rank));
   } else {
     for (const char* name : {"MASTER_ADDR", "MASTER_PORT"}) {
-      if (!environment_value(name)) {
+      if (!environment_value(name) && store_file_name().empty()) {
         variables.problem(
             std::string(name) + " is not set, with " + names.local_size + "=" +
             std::to_string(world.local_world_size) + " and " + names.size +
             "=" + std::to_string(world.world_size));
       }
     }
-    world.master_port = variables.number("MASTER_PORT", 1, 65535, 1);
+    world.master_port = variables.number("MASTER_PORT", 1, 65535, 0);
     world.master_addr =
         environment_value("MASTER_ADDR").value_or(world.master_addr);
   }

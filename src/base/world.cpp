@@ -117,6 +117,12 @@ int usable_listen_fd(int rank, int port) {
   return *fd;
 }
 
+std::string store_file_name() {
+  return environment_value("MASTER_PORT")
+             ? std::string()
+             : environment_value("HASTEN_STORE_FILE").value_or("");
+}
+
 World torchrun_world() {
   WorldVariables variables;
   World world;
@@ -126,7 +132,7 @@ World torchrun_world() {
   world.local_rank = variables.number("LOCAL_RANK", 0, kAnyNumber, 0);
   world.local_world_size =
       variables.number("LOCAL_WORLD_SIZE", 1, kAnyNumber, 1);
-  world.master_port = variables.number("MASTER_PORT", 1, 65535, 1);
+  world.master_port = variables.number("MASTER_PORT", 1, 65535, 0);
   variables.below("RANK", world.rank, "WORLD_SIZE", world.world_size);
   variables.below(
       "LOCAL_RANK",
@@ -141,7 +147,8 @@ World torchrun_world() {
   variables.check(
       "RANK < WORLD_SIZE and LOCAL_RANK < LOCAL_WORLD_SIZE <= WORLD_SIZE",
       "start with hasten launch or torchrun, or unset them");
-  world.master_addr = *environment_value("MASTER_ADDR");
+  world.master_addr =
+      environment_value("MASTER_ADDR").value_or(world.master_addr);
   world.agent_store =
       environment_value("TORCHELASTIC_USE_AGENT_STORE") == "True";
   world.listen_fd = usable_listen_fd(world.rank, world.master_port);
@@ -179,8 +186,11 @@ WorldFamily torchrun_family() {
   WorldFamily family{
       "torchrun",
       {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"},
-      {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"},
+      {"RANK", "WORLD_SIZE"},
       torchrun_world};
+  if (store_file_name().empty()) {
+    family.needed.insert(family.needed.end(), {"MASTER_ADDR", "MASTER_PORT"});
+  }
   for (const char* local : {"LOCAL_RANK", "LOCAL_WORLD_SIZE"}) {
     if (environment_value("LOCAL_RANK") ||
         environment_value("LOCAL_WORLD_SIZE")) {
@@ -260,6 +270,7 @@ World world_from_environment() {
         std::remove(others.begin(), others.end(), used->name + "'s"),
         others.end());
     world.passed_over = detail::joined_texts(others, ", ");
+    world.store_file = detail::store_file_name();
     return world;
   }
   // A job's script sets these for its steps; elsewhere they are half a world.
@@ -289,9 +300,10 @@ std::string describe(const World& world) {
                 (world.world_size == 1 ? " rank by " : " ranks by ") +
                 world.source;
   if (world.world_size > 1) {
-    text += ", " + std::to_string(world.local_world_size) +
-            " on this host, master at " + world.master_addr + ":" +
-            std::to_string(world.master_port);
+    text += ", " + std::to_string(world.local_world_size) + " on this host, " +
+            (world.store_file.empty() ? "master at " + world.master_addr + ":" +
+                                            std::to_string(world.master_port)
+                                      : "meeting by " + world.store_file);
   }
   if (!world.passed_over.empty()) {
     text += "; " + world.passed_over + " variables are passed over";

@@ -36,6 +36,9 @@ class WorldVariables {
   std::vector<std::string> problems_;
 };
 
+/// HASTEN_STORE_FILE where no port is given; empty: none.
+std::string store_file_name();
+
 /// MASTER_PORT, or a port between 15000 and 24999 that follows from `job`.
 int master_port_or(WorldVariables& variables, int64_t job);
 

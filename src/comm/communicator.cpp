@@ -110,7 +110,7 @@ void check_world(const World& world, const CommunicatorOptions& options) {
             " ms, liveness=" + std::to_string(options.liveness.count()) + " ms",
         "both above 0");
   }
-  if (world.world_size > 1 &&
+  if (world.world_size > 1 && world.store_file.empty() &&
       (world.master_port < 1 || world.master_port > 65535)) {
     throw InputError(
         "comm::create",

@@ -137,10 +137,12 @@ GroupCore::GroupCore(
       world_size(static_cast<int>(members.size())),
       progress(link->liveness().add_group(key)) {}
 
-uint64_t GroupCore::enter(const std::string& operation) {
+uint64_t GroupCore::enter(
+    const std::string& operation, const std::string& tensors) {
   check(operation);
   const std::lock_guard<std::mutex> lock(progress->mutex);
   progress->operation = operation;
+  progress->tensors = tensors;
   return ++progress->sequence;
 }
 
@@ -164,6 +166,26 @@ void GroupCore::poll(const std::string& operation) {
   link->liveness().poll_store();
   if (link->liveness().failed()) {
     raise(operation);
+  }
+}
+
+void GroupCore::poll_together(const std::string& operation, uint64_t sequence) {
+  poll(operation);
+  std::string tensors;
+  {
+    const std::lock_guard<std::mutex> lock(progress->mutex);
+    tensors = progress->tensors;
+  }
+  const std::string other = link->liveness().describe_other(
+      key, members, sequence, operation, tensors);
+  const CommClock::time_point now = CommClock::now();
+  if (other.empty() || sequence != apart_at) {
+    apart_at = sequence;
+    together = now;
+  }
+  // A peer that has gone on may have seen what this rank is about to see.
+  if (!other.empty() && now - together > milliseconds(1000)) {
+    fail(operation, other, kSameOperations);
   }
 }
 
@@ -248,9 +270,9 @@ GlooGroup::GlooGroup(
     CommunicatorOptions options,
     std::vector<int> members) {
   const char* check = std::getenv("HASTEN_COMM_CHECK");
-  if (check != nullptr && std::string_view(check) != "" &&
-      std::string_view(check) != "0") {
-    options.check_shapes = true;
+  if (check != nullptr && *check != '\0') {
+    options.check_shapes =
+        std::string_view(check) == "0" ? ShapeCheck::never : ShapeCheck::always;
   }
   members = members_or_all(std::move(members), link->world().world_size);
   link->add_group(group_key(options.name, members, link->world().world_size));
@@ -327,152 +349,6 @@ CommHandle GlooGroup::submit(
     state->complete(std::current_exception());
   }
   return CommHandle(std::move(state));
-}
-
-CommHandle GlooGroup::all_reduce_async(
-    at::Tensor tensor, ReduceOp op, std::string_view name) {
-  check_reducible(tensor, op);
-  std::string operation = operation_label("all_reduce", name);
-  const uint64_t sequence = core_->enter(operation);
-  check_equal(
-      operation,
-      sequence,
-      std::string(reduce_op_name(op)) + " of " + tensor_text(tensor));
-  const at::Tensor target = tensor.detach();
-  const bool sums = op == ReduceOp::sum || op == ReduceOp::mean;
-  const bool widen = sums && target.element_size() == 2;
-  std::vector<at::Tensor> buffer{widen ? target.to(at::kFloat) : target};
-  const double divisor = op == ReduceOp::mean ? world_size() : 1;
-  return submit(
-      std::move(operation),
-      sequence,
-      [&](c10d::ProcessGroupGloo& gloo) {
-        c10d::AllreduceOptions options;
-        options.reduceOp = op == ReduceOp::max   ? c10d::ReduceOp::MAX
-                           : op == ReduceOp::min ? c10d::ReduceOp::MIN
-                                                 : c10d::ReduceOp::SUM;
-        return gloo.allreduce(buffer, options);
-      },
-      [target, buffer, widen, divisor] {
-        at::Tensor reduced = buffer[0];
-        if (divisor != 1) {
-          reduced.div_(divisor);
-        }
-        if (widen) {
-          at::Tensor(target).copy_(reduced);
-        }
-      });
-}
-
-CommHandle GlooGroup::broadcast_async(
-    at::Tensor tensor, int source, std::string_view name) {
-  check_tensor("broadcast", tensor);
-  check_source(source, world_size());
-  std::string operation = operation_label("broadcast", name);
-  const uint64_t sequence = core_->enter(operation);
-  check_equal(
-      operation,
-      sequence,
-      tensor_text(tensor) + " from rank " + std::to_string(source));
-  std::vector<at::Tensor> bytes{bytes_of(tensor)};
-  return submit(
-      std::move(operation),
-      sequence,
-      [&](c10d::ProcessGroupGloo& gloo) {
-        c10d::BroadcastOptions options;
-        options.rootRank = source;
-        return gloo.broadcast(bytes, options);
-      },
-      nullptr);
-}
-
-CommHandle GlooGroup::exchange_rows(
-    std::string operation,
-    const at::Tensor& output,
-    const at::Tensor& input,
-    c10::intrusive_ptr<c10d::Work> (*start)(
-        c10d::ProcessGroupGloo&, at::Tensor& to, at::Tensor& from)) {
-  const uint64_t sequence = core_->enter(operation);
-  check_equal(operation, sequence, tensor_text(input));
-  at::Tensor to = bytes_of(output);
-  at::Tensor from = bytes_of(input);
-  return submit(
-      std::move(operation),
-      sequence,
-      [&](c10d::ProcessGroupGloo& gloo) { return start(gloo, to, from); },
-      nullptr);
-}
-
-CommHandle GlooGroup::all_gather_async(
-    at::Tensor output, at::Tensor input, std::string_view name) {
-  check_gathered(output, input, world_size());
-  return exchange_rows(
-      operation_label("all_gather", name),
-      output,
-      input,
-      [](c10d::ProcessGroupGloo& gloo, at::Tensor& to, at::Tensor& from) {
-        return gloo._allgather_base(to, from, {});
-      });
-}
-
-CommHandle GlooGroup::gather_async(
-    at::Tensor output, at::Tensor input, int root, std::string_view name) {
-  check_source(root, world_size());
-  if (rank() == root) {
-    check_gathered(output, input, world_size());
-  } else {
-    check_tensor("gather", input);
-  }
-  std::string operation = operation_label("gather", name);
-  const uint64_t sequence = core_->enter(operation);
-  check_equal(
-      operation,
-      sequence,
-      tensor_text(input) + " to rank " + std::to_string(root));
-  std::vector<at::Tensor> from{bytes_of(input)};
-  std::vector<std::vector<at::Tensor>> to;
-  if (rank() == root) {
-    to.emplace_back();
-    for (int64_t i = 0; i < world_size(); ++i) {
-      to[0].push_back(bytes_of(output[i]));
-    }
-  }
-  return submit(
-      std::move(operation),
-      sequence,
-      [&](c10d::ProcessGroupGloo& gloo) {
-        c10d::GatherOptions options;
-        options.rootRank = root;
-        return gloo.gather(to, from, options);
-      },
-      // Gloo fills one flat buffer and copies it out when its work ends.
-      nullptr);
-}
-
-CommHandle GlooGroup::all_to_all_async(
-    at::Tensor output, at::Tensor input, std::string_view name) {
-  check_exchanged(output, input, world_size());
-  return exchange_rows(
-      operation_label("all_to_all", name),
-      output,
-      input,
-      [](c10d::ProcessGroupGloo& gloo, at::Tensor& to, at::Tensor& from) {
-        std::vector<int64_t> even;
-        return gloo.alltoall_base(to, from, even, even, {});
-      });
-}
-
-void GlooGroup::barrier(std::string_view name) {
-  std::string operation = operation_label("barrier", name);
-  const uint64_t sequence = core_->enter(operation);
-  check_equal(operation, sequence, "");
-  std::vector<at::Tensor> token{at::ones({1}, at::kInt)};
-  submit(
-      std::move(operation),
-      sequence,
-      [&](c10d::ProcessGroupGloo& gloo) { return gloo.allreduce(token, {}); },
-      nullptr)
-      .wait();
 }
 
 void GlooGroup::abandon(std::string_view reason) noexcept {

@@ -10,6 +10,7 @@
 #include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+#include <unordered_set>
 #include <vector>
 
 #include "hasten/comm/communicator.h"
@@ -25,6 +26,12 @@ struct CommHandle::State {
 };
 
 namespace detail {
+
+/// What to do where ranks are in different operations.
+inline constexpr const char* kSameOperations =
+    "let all ranks do the same operations on tensors of one shape and dtype, "
+    "in one "
+    "order";
 
 struct GroupCore {
   /// `members`: ranks of the world.
@@ -51,13 +58,22 @@ struct GroupCore {
   /// The first error, without its "[part::function]".
   std::optional<FailureCause> error;
 
+  // Of the thread that issues operations.
+  std::unordered_set<std::string> known; // what the group has done before
+  uint64_t apart_at =
+      0; // the operation in which a peer was last seen elsewhere
+  CommClock::time_point together{}; // when it was not yet
+
   /// Throws where the group is closed or dead, else enters the next operation
-  /// and returns its number.
-  uint64_t enter(const std::string& operation);
+  /// and returns its number. `tensors`: what it is about, for messages.
+  uint64_t enter(const std::string& operation, const std::string& tensors = {});
   void check(const std::string& operation);
   /// For waiting loops, about 20 times a second: throws once a peer is known
   /// to be dead or the user wants to stop.
   void poll(const std::string& operation);
+  /// The same where peers must be in the same operation: fails once one is known to
+  /// be in another.
+  void poll_together(const std::string& operation, uint64_t sequence);
   /// Throws the first error of the group; where there is none, makes it from
   /// the world's cause.
   [[noreturn]] void raise(const std::string& operation);
@@ -98,6 +114,13 @@ class GlooGroup final : public Communicator {
       std::string_view name) override;
   CommHandle all_to_all_async(
       at::Tensor output, at::Tensor input, std::string_view name) override;
+  CommHandle reduce_async(
+      at::Tensor tensor, int root, ReduceOp op, std::string_view name) override;
+  CommHandle scatter_async(
+      at::Tensor output,
+      at::Tensor input,
+      int root,
+      std::string_view name) override;
   at::Tensor all_gather_rows(
       const at::Tensor& rows, std::string_view name) override;
   std::vector<nlohmann::json> gather_json(
@@ -146,12 +169,26 @@ class GlooGroup final : public Communicator {
       uint64_t sequence,
       const char* kind,
       const nlohmann::json& value);
-  /// With options.check_shapes: throws on all ranks where a rank's tensor or
-  /// operation is another.
+  /// Enters an operation that is about `tensors`. Where options.check_shapes says so,
+  /// throws on all ranks where a rank's operation or tensors are others.
+  uint64_t enter_equal(
+      const std::string& operation, const std::string& tensors);
   void check_equal(
       const std::string& operation,
       uint64_t sequence,
-      const std::string& fingerprint);
+      const std::string& tensors);
+  /// all_reduce and reduce, which differ in Gloo's call. `keep`: the result is
+  /// wanted here.
+  CommHandle reduce_with(
+      std::string operation,
+      const at::Tensor& tensor,
+      ReduceOp op,
+      std::string tensors,
+      bool keep,
+      const std::function<c10::intrusive_ptr<c10d::Work>(
+          c10d::ProcessGroupGloo&,
+          std::vector<at::Tensor>& buffer,
+          c10d::ReduceOp op)>& start);
   /// Fails unless all ranks' texts are equal.
   void require_equal(
       const std::string& operation, const std::vector<std::string>& texts);

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <utility>
 
 #include "gloo_group.h"
@@ -14,36 +15,47 @@ namespace hasten::detail {
 
 using StoreBytes = std::vector<uint8_t>;
 
-/// Runs in the store's thread: writes the own value, waits for all, reads them,
-/// and deletes them if this rank is the last to have read.
-std::vector<StoreBytes> exchange_bytes(
-    c10d::Store& store,
-    const std::atomic<bool>& cancelled,
-    const std::string& prefix,
-    int rank,
-    int world_size,
-    const StoreBytes& value) {
-  std::vector<std::string> keys;
-  for (int i = 0; i < world_size; ++i) {
-    keys.push_back(prefix + "/" + std::to_string(i));
-  }
-  store.set(keys[static_cast<size_t>(rank)], value);
-  StorePause pause;
-  while (!store.check(keys)) {
-    if (cancelled) {
-      return {};
-    }
-    pause();
-  }
-  std::vector<StoreBytes> values = store.multiGet(keys);
-  if (store.add(prefix, 1) == world_size && !cancelled) {
-    keys.push_back(prefix);
-    for (const std::string& key : keys) {
-      store.deleteKey(key);
+/// Writes the own value, waits for all, reads them, and deletes them if this rank is
+/// the last to have read. In the store's thread.
+class ByteExchange {
+ public:
+  ByteExchange(std::string prefix, int rank, int world_size, StoreBytes value)
+      : prefix_(std::move(prefix)),
+        rank_(static_cast<size_t>(rank)),
+        value_(std::move(value)) {
+    for (int i = 0; i < world_size; ++i) {
+      keys_.push_back(prefix_ + "/" + std::to_string(i));
     }
   }
-  return values;
-}
+
+  /// Nothing while a value is missing; no value where cancelled.
+  std::optional<std::vector<StoreBytes>> attempt(
+      c10d::Store& store, const std::atomic<bool>& cancelled) {
+    if (!written_) {
+      store.set(keys_[rank_], value_);
+      written_ = true;
+    }
+    if (!store.check(keys_)) {
+      return cancelled ? std::optional(std::vector<StoreBytes>())
+                       : std::nullopt;
+    }
+    std::vector<StoreBytes> values = store.multiGet(keys_);
+    if (store.add(prefix_, 1) == std::ssize(keys_) && !cancelled) {
+      keys_.push_back(prefix_);
+      for (const std::string& key : keys_) {
+        store.deleteKey(key);
+      }
+    }
+    return values;
+  }
+
+ private:
+  const std::string prefix_;
+  const size_t rank_;
+  const StoreBytes value_;
+  std::vector<std::string> keys_; // [rank]
+  bool written_ = false;
+};
 
 std::vector<nlohmann::json> GlooGroup::exchange(
     const std::string& operation,
@@ -51,21 +63,21 @@ std::vector<nlohmann::json> GlooGroup::exchange(
     const char* kind,
     const nlohmann::json& value) {
   // CBOR, since JSON text has no NaN and no infinity.
+  const auto bytes = std::make_shared<ByteExchange>(
+      std::string(kind) + "/" + core_->key + "/" + std::to_string(sequence),
+      rank(),
+      world_size(),
+      nlohmann::json::to_cbor({operation, value}));
   std::future<std::vector<StoreBytes>> future =
-      core_->link->store().post<std::vector<StoreBytes>>(
-          [prefix = std::string(kind) + "/" + core_->key + "/" +
-                    std::to_string(sequence),
-           rank = rank(),
-           size = world_size(),
-           bytes = nlohmann::json::to_cbor({operation, value})](
-              c10d::Store& store, const std::atomic<bool>& cancelled) {
-            return exchange_bytes(store, cancelled, prefix, rank, size, bytes);
+      core_->link->store().post_until<std::vector<StoreBytes>>(
+          [bytes](c10d::Store& store, const std::atomic<bool>& cancelled) {
+            return bytes->attempt(store, cancelled);
           });
   bool arrived = false;
   try {
     arrived =
         await_future(future, CommClock::now() + core_->options.timeout, [&] {
-          core_->poll(operation);
+          core_->poll_together(operation, sequence);
         });
   } catch (...) { // a failure or Ctrl-C: nobody will read the value
     core_->link->store().cancel();
@@ -110,21 +122,17 @@ void GlooGroup::require_equal(
             " has " + *other + ", rank " +
             std::to_string(core_->link->launch_rank(core_->members[0])) +
             " has " + texts[0],
-        "let all ranks do the same operations on tensors of one shape and "
-        "dtype, in one order");
+        kSameOperations);
   }
 }
 
 void GlooGroup::check_equal(
     const std::string& operation,
     uint64_t sequence,
-    const std::string& fingerprint) {
-  if (!core_->options.check_shapes) {
-    return;
-  }
+    const std::string& tensors) {
   std::vector<std::string> texts;
   for (nlohmann::json& value :
-       exchange(operation, sequence, "check", fingerprint)) {
+       exchange(operation, sequence, "check", tensors)) {
     texts.push_back(value);
   }
   require_equal(operation, texts);

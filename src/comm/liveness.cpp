@@ -186,12 +186,13 @@ void Liveness::Shared::loop() {
   }
 }
 
-/// State, count, then {"group": [sequence, operation]}. Under the mutex.
+/// State, count, then {"group": [sequence, operation, tensors]}. Under the mutex.
 std::string Liveness::Shared::beat_text() {
   nlohmann::json operations = nlohmann::json::object();
   for (const std::shared_ptr<GroupProgress>& group : groups) {
     const std::lock_guard<std::mutex> lock(group->mutex);
-    operations[group->group] = {group->sequence, group->operation};
+    operations[group->group] = {
+        group->sequence, group->operation, group->tensors};
   }
   const char* state = leaving ? "l " : failed ? "s " : "a ";
   return state + std::to_string(++beats) + " " + json_text(operations);
@@ -401,6 +402,42 @@ bool Liveness::look(milliseconds limit) {
   return s.looks_done >= look;
 }
 
+Liveness::Entered Liveness::entered(
+    const Peer& peer, const std::string& group) {
+  const nlohmann::json groups = nlohmann::json::parse(
+      peer.beat.substr(peer.beat.find(' ', 2) + 1), nullptr, false);
+  if (!groups.is_object() || !groups.contains(group)) {
+    return {};
+  }
+  const nlohmann::json& last = groups[group];
+  return {last[0], last[1], last[2]};
+}
+
+std::string Liveness::describe_other(
+    const std::string& group,
+    const std::vector<int>& members,
+    uint64_t sequence,
+    const std::string& operation,
+    const std::string& tensors) const {
+  Shared& s = *shared_;
+  const std::lock_guard<std::mutex> lock(s.mutex);
+  const auto with = [](const std::string& name, const std::string& of) {
+    return of.empty() ? name : name + " with " + of;
+  };
+  for (const int member : members) {
+    const Entered last = entered(s.peers[static_cast<size_t>(member)], group);
+    const bool other = last.sequence == sequence &&
+                       (last.operation != operation || last.tensors != tensors);
+    if (member != s.rank && (other || last.sequence > sequence)) {
+      return "rank " + std::to_string(s.name(member)) +
+             (other ? " has " : " has gone on to ") +
+             with(last.operation, last.tensors) + ", rank " +
+             std::to_string(s.own_name()) + " has " + with(operation, tensors);
+    }
+  }
+  return {};
+}
+
 std::string Liveness::describe_missing(
     const std::string& group,
     const std::vector<int>& members,
@@ -416,21 +453,14 @@ std::string Liveness::describe_missing(
       continue;
     }
     const Peer& peer = s.peers[i];
-    const nlohmann::json groups = nlohmann::json::parse(
-        peer.beat.substr(peer.beat.find(' ', 2) + 1), nullptr, false);
     std::string about;
-    uint64_t entered = 0;
-    std::string last;
-    if (groups.is_object() && groups.contains(group)) {
-      entered = groups[group][0];
-      last = groups[group][1];
-    }
+    const auto [reached, last, tensors] = entered(peer, group);
     if (peer.left) {
       about = " has left the world";
-    } else if (entered < sequence) {
+    } else if (reached < sequence) {
       about = " has not entered it";
       about += last.empty() ? "" : " (its last is " + last + ")";
-    } else if (entered == sequence && last != operation) {
+    } else if (reached == sequence && last != operation) {
       about = " is in " + last + " instead";
     }
     if (s.watched[i] &&

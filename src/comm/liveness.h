@@ -39,7 +39,8 @@ struct GroupProgress {
   std::string group;
   std::mutex mutex;
   uint64_t sequence = 0;
-  std::string operation;
+  std::string operation; // all_reduce "x"
+  std::string tensors; // "sum of Float [3]"; empty where it has none
 };
 
 struct LivenessConfig {
@@ -94,6 +95,15 @@ class Liveness {
       const std::vector<int>& members,
       uint64_t sequence,
       const std::string& operation) const;
+  /// Whether a member does another thing as the group's `sequence`-th operation, or
+  /// has gone past it: "rank 1 has all_reduce "x" of …"; empty where none does. As
+  /// known by the last look.
+  std::string describe_other(
+      const std::string& group,
+      const std::vector<int>& members,
+      uint64_t sequence,
+      const std::string& operation,
+      const std::string& tensors) const;
   /// Ranks that have left the world by close().
   std::vector<int> left_ranks() const;
   /// True where each peer has left, ended, or seen the failure.
@@ -119,7 +129,15 @@ class Liveness {
   };
   struct Shared;
 
+  /// What a peer's beat says of a group.
+  struct Entered {
+    uint64_t sequence = 0; // 0: no operation yet
+    std::string operation{};
+    std::string tensors{};
+  };
+
   static void run(const std::shared_ptr<Shared>& shared);
+  static Entered entered(const Peer& peer, const std::string& group);
 
   std::shared_ptr<Shared> shared_;
 };

@@ -44,20 +44,20 @@ class LocalGroup final : public Communicator {
 
   CommHandle all_reduce_async(
       at::Tensor tensor, ReduceOp op, std::string_view name) override {
-    check_reducible(tensor, op);
+    check_reducible("all_reduce", tensor, op);
     check("all_reduce", name);
     return CommHandle(done_);
   }
   CommHandle broadcast_async(
       at::Tensor tensor, int source, std::string_view name) override {
     check_tensor("broadcast", tensor);
-    check_source(source, 1);
+    check_root("broadcast", source, 1);
     check("broadcast", name);
     return CommHandle(done_);
   }
   CommHandle all_gather_async(
       at::Tensor output, at::Tensor input, std::string_view name) override {
-    check_gathered(output, input, 1);
+    check_gathered("all_gather", output, input, 1);
     check("all_gather", name);
     output.detach()[0].copy_(input.detach());
     return CommHandle(done_);
@@ -67,8 +67,8 @@ class LocalGroup final : public Communicator {
       at::Tensor input,
       int root,
       std::string_view name) override {
-    check_source(root, 1);
-    check_gathered(output, input, 1);
+    check_root("gather", root, 1);
+    check_gathered("gather", output, input, 1);
     check("gather", name);
     output.detach()[0].copy_(input.detach());
     return CommHandle(done_);
@@ -78,6 +78,27 @@ class LocalGroup final : public Communicator {
     check_exchanged(output, input, 1);
     check("all_to_all", name);
     output.detach().copy_(input.detach());
+    return CommHandle(done_);
+  }
+  CommHandle reduce_async(
+      at::Tensor tensor,
+      int root,
+      ReduceOp op,
+      std::string_view name) override {
+    check_reducible("reduce", tensor, op);
+    check_root("reduce", root, 1);
+    check("reduce", name);
+    return CommHandle(done_);
+  }
+  CommHandle scatter_async(
+      at::Tensor output,
+      at::Tensor input,
+      int root,
+      std::string_view name) override {
+    check_root("scatter", root, 1);
+    check_gathered("scatter", input, output, 1);
+    check("scatter", name);
+    output.detach().copy_(input.detach()[0]);
     return CommHandle(done_);
   }
   at::Tensor all_gather_rows(

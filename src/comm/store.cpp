@@ -77,9 +77,8 @@ std::string address_text(const addrinfo& address) {
   return text;
 }
 
-/// The address of `host` where somebody listens, as digits; empty: nobody. One
-/// attempt of at most a second each. TCPStore's own first attempt would, while
-/// nobody listens, print a stack and sleep a second.
+// TCPStore's own first attempt would, while nobody listens, print a stack and sleep
+// a second.
 std::string listening_address(const std::string& host, int port) {
   const StoreAddressList addresses(host, port);
   for (const addrinfo* a = addresses.first; a != nullptr; a = a->ai_next) {
@@ -305,11 +304,11 @@ void StoreThread::run(const std::shared_ptr<Shared>& shared, const Open& open) {
   shared->changed.notify_all();
 }
 
-void StoreThread::enqueue(std::function<void()> task) {
-  const std::lock_guard<std::mutex> lock(shared_->mutex);
-  if (!shared_->stopping) { // else the promise breaks here
-    shared_->queue.push_back(std::move(task));
-    shared_->changed.notify_all();
+void StoreThread::enqueue(Shared* shared, std::function<void()> task) {
+  const std::lock_guard<std::mutex> lock(shared->mutex);
+  if (!shared->stopping) { // else the promise breaks here
+    shared->queue.push_back(std::move(task));
+    shared->changed.notify_all();
   }
 }
 

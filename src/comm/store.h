@@ -14,6 +14,7 @@
 #include <future>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -27,6 +28,10 @@ using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
 /// True where all ranks are certainly on this host.
 bool world_on_one_host(const World& world);
+
+/// The address of `host` where somebody listens, as digits; empty: nobody. A second
+/// an address at most.
+std::string listening_address(const std::string& host, int port);
 
 /// True where this process serves the store.
 bool serves_store(const World& world);
@@ -72,6 +77,15 @@ class NoNameServers {
   int count_ = 0;
 };
 
+/// Sleeps between two looks at the store: short at first, up to 5 ms.
+class StorePause {
+ public:
+  void operator()();
+
+ private:
+  std::chrono::microseconds next_{50};
+};
+
 /// Runs functions on a store, one after the other, in one thread. The thread
 /// is never joined: stop() waits for it a bounded time, and one that is stuck
 /// in a call keeps what it needs alive by itself.
@@ -93,7 +107,7 @@ class StoreThread {
     auto promise = std::make_shared<std::promise<T>>();
     std::future<T> future = promise->get_future();
     Shared* shared = shared_.get();
-    enqueue([shared, promise, f = std::move(f)] {
+    enqueue(shared, [shared, promise, f = std::move(f)] {
       try {
         const QuietStore quiet;
         if (shared->open_error) {
@@ -108,6 +122,21 @@ class StoreThread {
       } catch (...) {
         promise->set_exception(std::current_exception());
       }
+    });
+    return future;
+  }
+
+  /// Queues `f` again and again until it returns a value; what else is queued has its
+  /// turn in between, so that waiting for peers here holds up nothing.
+  template <typename T>
+  std::future<T> post_until(
+      std::function<std::optional<T>(c10d::Store&, const std::atomic<bool>&)>
+          f) {
+    auto poll = std::make_shared<Poll<T>>();
+    poll->attempt = std::move(f);
+    std::future<T> future = poll->promise.get_future();
+    enqueue(shared_.get(), [shared = shared_.get(), poll] {
+      poll_once(shared, poll);
     });
     return future;
   }
@@ -128,19 +157,37 @@ class StoreThread {
     StorePtr store; // used by the thread alone
     std::exception_ptr open_error; // used by the thread alone
   };
-  void enqueue(std::function<void()> task);
+  template <typename T>
+  struct Poll {
+    std::function<std::optional<T>(c10d::Store&, const std::atomic<bool>&)>
+        attempt;
+    std::promise<T> promise;
+    StorePause pause{};
+  };
+
+  template <typename T>
+  static void poll_once(Shared* shared, const std::shared_ptr<Poll<T>>& poll) {
+    try {
+      const QuietStore quiet;
+      if (shared->open_error) {
+        std::rethrow_exception(shared->open_error);
+      }
+      if (std::optional<T> value =
+              poll->attempt(*shared->store, shared->cancelled)) {
+        poll->promise.set_value(std::move(*value));
+        return;
+      }
+    } catch (...) {
+      poll->promise.set_exception(std::current_exception());
+      return;
+    }
+    poll->pause();
+    enqueue(shared, [shared, poll] { poll_once(shared, poll); });
+  }
+  static void enqueue(Shared* shared, std::function<void()> task);
   static void run(const std::shared_ptr<Shared>& shared, const Open& open);
 
   std::shared_ptr<Shared> shared_;
-};
-
-/// Sleeps between two looks at the store: short at first, up to 5 ms.
-class StorePause {
- public:
-  void operator()();
-
- private:
-  std::chrono::microseconds next_{50};
 };
 
 } // namespace hasten::detail

@@ -15,7 +15,8 @@ std::string_view reduce_op_name(ReduceOp op) {
   return op == ReduceOp::sum    ? "sum"
          : op == ReduceOp::mean ? "mean"
          : op == ReduceOp::max  ? "max"
-                                : "min";
+         : op == ReduceOp::min  ? "min"
+                                : "product";
 }
 
 std::string operation_label(std::string_view operation, std::string_view name) {
@@ -69,8 +70,9 @@ void check_tensor(std::string_view operation, const at::Tensor& tensor) {
   }
 }
 
-void check_reducible(const at::Tensor& tensor, ReduceOp op) {
-  check_tensor("all_reduce", tensor);
+void check_reducible(
+    std::string_view operation, const at::Tensor& tensor, ReduceOp op) {
+  check_tensor(operation, tensor);
   const at::ScalarType type = tensor.scalar_type();
   const bool floating = type == at::kFloat || type == at::kDouble ||
                         type == at::kHalf || type == at::kBFloat16;
@@ -78,30 +80,33 @@ void check_reducible(const at::Tensor& tensor, ReduceOp op) {
                        type == at::kChar || type == at::kByte;
   if (!floating && !(integer && op != ReduceOp::mean)) {
     throw InputError(
-        "comm::all_reduce",
+        "comm::" + std::string(operation),
         "cannot take the " + std::string(reduce_op_name(op)) +
             " of dtype=" + c10::toString(type),
-        "float, double, half or bfloat16; for sum, max and min also int64, "
-        "int32, "
+        "float, double, half or bfloat16; for all but mean also int64, int32, "
         "int8 or uint8",
         "convert the tensor first");
   }
 }
 
 void check_gathered(
-    const at::Tensor& output, const at::Tensor& input, int world_size) {
-  check_tensor("all_gather", input);
-  check_tensor("all_gather", output);
-  std::vector<int64_t> sizes = input.sizes().vec();
+    std::string_view operation,
+    const at::Tensor& all,
+    const at::Tensor& one,
+    int world_size) {
+  check_tensor(operation, one);
+  check_tensor(operation, all);
+  std::vector<int64_t> sizes = one.sizes().vec();
   sizes.insert(sizes.begin(), world_size);
-  if (output.sizes() != at::IntArrayRef(sizes) ||
-      output.scalar_type() != input.scalar_type()) {
+  if (all.sizes() != at::IntArrayRef(sizes) ||
+      all.scalar_type() != one.scalar_type()) {
+    const bool scatter = operation == "scatter";
     std::ostringstream expected;
-    expected << input.scalar_type() << ' ' << at::IntArrayRef(sizes);
+    expected << one.scalar_type() << ' ' << at::IntArrayRef(sizes);
     throw InputError(
-        "comm::all_gather",
-        "output is " + tensor_text(output) + " for an input " +
-            tensor_text(input),
+        "comm::" + std::string(operation),
+        std::string(scatter ? "input is " : "output is ") + tensor_text(all) +
+            (scatter ? " for an output " : " for an input ") + tensor_text(one),
         expected.str());
   }
 }
@@ -159,17 +164,27 @@ void check_members(const std::vector<int>& ranks, int rank, int world_size) {
           ", this rank " + std::to_string(rank) + " among them");
 }
 
-void check_source(int source, int world_size) {
-  if (source < 0 || source >= world_size) {
+void check_root(std::string_view operation, int root, int world_size) {
+  if (root < 0 || root >= world_size) {
     throw InputError(
-        "comm::broadcast",
-        "no such rank: source=" + std::to_string(source),
+        "comm::" + std::string(operation),
+        "no such rank: " +
+            std::string(operation == "broadcast" ? "source=" : "root=") +
+            std::to_string(root),
         "0 to " + std::to_string(world_size - 1));
   }
 }
 
 at::Tensor bytes_of(const at::Tensor& tensor) {
   return tensor.detach().view({-1}).view(at::kByte);
+}
+
+std::vector<at::Tensor> rows_of(const at::Tensor& tensor) {
+  std::vector<at::Tensor> rows;
+  for (int64_t i = 0; i < tensor.size(0); ++i) {
+    rows.push_back(bytes_of(tensor[i]));
+  }
+  return rows;
 }
 
 } // namespace hasten::detail

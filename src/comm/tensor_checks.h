@@ -25,10 +25,14 @@ std::string rows_text(const at::Tensor& tensor);
 /// CPU.
 void check_tensor(std::string_view operation, const at::Tensor& tensor);
 /// The same, and a dtype that `op` can reduce.
-void check_reducible(const at::Tensor& tensor, ReduceOp op);
-/// The tensor is the result or the source of an all-gather of `input`.
+void check_reducible(
+    std::string_view operation, const at::Tensor& tensor, ReduceOp op);
+/// `all` has a row like `one` for each rank.
 void check_gathered(
-    const at::Tensor& output, const at::Tensor& input, int world_size);
+    std::string_view operation,
+    const at::Tensor& all,
+    const at::Tensor& one,
+    int world_size);
 /// all_gather_rows' own: at least one dimension.
 void check_rows(const at::Tensor& rows);
 void check_exchanged(
@@ -36,11 +40,13 @@ void check_exchanged(
 /// `output` is the sum of `input`'s rows of one rank.
 void check_scattered(
     const at::Tensor& output, const at::Tensor& input, int world_size);
-void check_source(int source, int world_size);
+void check_root(std::string_view operation, int root, int world_size);
 /// Ascending ranks of a group, `rank` among them.
 void check_members(const std::vector<int>& ranks, int rank, int world_size);
 
 /// The bytes of a contiguous tensor, without a copy: Gloo moves any dtype so.
 at::Tensor bytes_of(const at::Tensor& tensor);
+/// Those of each row.
+std::vector<at::Tensor> rows_of(const at::Tensor& tensor);
 
 } // namespace hasten::detail

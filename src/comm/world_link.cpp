@@ -1,10 +1,5 @@
 #include "world_link.h"
 
-#include <arpa/inet.h>
-#include <ifaddrs.h>
-#include <net/if.h>
-#include <netinet/in.h>
-
 #include <algorithm>
 #include <atomic>
 #include <nlohmann/json.hpp>
@@ -16,6 +11,7 @@
 #include "hasten/base/error.h"
 #include "hasten/base/log.h"
 #include "hasten/base/process.h"
+#include "store_file.h"
 
 namespace hasten::detail {
 
@@ -96,10 +92,11 @@ std::vector<Hello> exchange_hellos(
   return hellos;
 }
 
-WorldLink::WorldLink(const World& world, const CommunicatorOptions& options)
+WorldLink::WorldLink(
+    const World& world, const CommunicatorOptions& options, int generation)
     : world_(world),
       first_world_(world),
-      generation_(next_world_generation()),
+      generation_(generation),
       timeout_(options.timeout),
       liveness_limit_(options.liveness),
       deadline_(CommClock::now() + options.timeout),
@@ -128,7 +125,13 @@ WorldLink::~WorldLink() = default;
 
 std::shared_ptr<WorldLink> WorldLink::join(
     const World& world, const CommunicatorOptions& options) {
-  auto link = std::make_shared<WorldLink>(world, options);
+  const int generation = next_world_generation();
+  const StoreFile file( // until all have found the store
+      world,
+      options.interface_address,
+      generation,
+      CommClock::now() + options.timeout);
+  auto link = std::make_shared<WorldLink>(file.world(), options, generation);
   link->shake_hands(options);
   link->start_watch();
   return link;
@@ -189,41 +192,6 @@ void WorldLink::shake_hands(const CommunicatorOptions& options) {
           std::to_string(options.timeout.count()) + " ms: missing " + absent,
       "every rank to start within the timeout",
       "see what the missing ranks said");
-}
-
-/// An address of this host that others can reach: the one on the way to
-/// `peer`, else the first that is not loopback.
-std::string reachable_address(const std::string& peer) {
-  in_addr target{};
-  std::string fallback;
-  ifaddrs* interfaces = nullptr;
-  if (getifaddrs(&interfaces) != 0) {
-    return peer;
-  }
-  const bool numeric = inet_pton(AF_INET, peer.c_str(), &target) == 1;
-  std::string found;
-  for (const ifaddrs* i = interfaces; i != nullptr; i = i->ifa_next) {
-    if (i->ifa_addr == nullptr || i->ifa_addr->sa_family != AF_INET ||
-        (i->ifa_flags & IFF_LOOPBACK) != 0 || (i->ifa_flags & IFF_UP) == 0) {
-      continue;
-    }
-    const auto address = reinterpret_cast<sockaddr_in*>(i->ifa_addr)->sin_addr;
-    const auto mask =
-        i->ifa_netmask == nullptr
-            ? 0xffffffffU
-            : reinterpret_cast<sockaddr_in*>(i->ifa_netmask)->sin_addr.s_addr;
-    char text[INET_ADDRSTRLEN] = "";
-    inet_ntop(AF_INET, &address, text, sizeof text);
-    if (fallback.empty()) {
-      fallback = text;
-    }
-    if (numeric && found.empty() &&
-        (address.s_addr & mask) == (target.s_addr & mask)) {
-      found = text;
-    }
-  }
-  freeifaddrs(interfaces);
-  return !found.empty() ? found : !fallback.empty() ? fallback : peer;
 }
 
 std::shared_ptr<gloo::transport::Device> WorldLink::device(

@@ -40,7 +40,9 @@ class WorldLink {
   /// Meets the peers and verifies that all are of one kind.
   static std::shared_ptr<WorldLink> join(
       const World& world, const CommunicatorOptions& options);
-  WorldLink(const World& world, const CommunicatorOptions& options);
+  /// `generation` counts the worlds that this process has joined.
+  WorldLink(
+      const World& world, const CommunicatorOptions& options, int generation);
   /// The world of some of `before`'s ranks, behind `store`, in which the watch's
   /// keys exist.
   WorldLink(

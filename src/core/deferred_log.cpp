@@ -234,14 +234,15 @@ class ReplayGuard {
 
 void DeferredLog::restore(const std::vector<size_t>& storages) {
   std::vector<size_t> wanted;
+  std::unordered_set<size_t> targets;
   for (const size_t s : storages) {
     const auto real = find(s);
-    if (real && deferred_place(*real) != nullptr) {
+    // Tied tensors name theirs twice, but it gets its memory once.
+    if (real && deferred_place(*real) != nullptr && targets.insert(s).second) {
       wanted.push_back(s);
     }
   }
   const std::vector<Step> steps = slice_of(wanted);
-  const std::unordered_set<size_t> targets(wanted.begin(), wanted.end());
   struct LetTwinsGo {
     DeferredLog& log;
     const std::vector<Step>& steps;

@@ -26,14 +26,13 @@ static void observe_op(
 }
 
 static void register_op_fallback() {
-  // Leaked: operators may run in static destructors.
-  static auto* library = [] {
+  // Never destroyed: operators may run in static destructors.
+  [[gnu::used]] static torch::Library* const library = [] {
     auto* made = new torch::Library(
         torch::Library::IMPL, "_", kOpKey, __FILE__, __LINE__);
     made->fallback(torch::CppFunction::makeFromBoxedFunction<&observe_op>());
     return made;
   }();
-  static_cast<void>(library);
 }
 
 static OpObserver* swap_op_observer(OpObserver* observer) {

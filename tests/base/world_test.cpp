@@ -123,6 +123,31 @@ TEST(World, WhereTheMasterIsSaysNotWhoOneIs) {
   EXPECT_NE(text.find("WORLD_SIZE is not set"), std::string::npos) << text;
 }
 
+TEST(World, AFileStandsForAddressAndPort) {
+  const auto variables = [](const char* port) {
+    EnvironmentValues values = testing_support::without_launchers();
+    values.emplace_back("RANK", "1");
+    values.emplace_back("WORLD_SIZE", "2");
+    values.emplace_back("HASTEN_STORE_FILE", "/shared/run 7");
+    values.emplace_back("MASTER_ADDR", "gpu08");
+    values.emplace_back("MASTER_PORT", port);
+    return values;
+  };
+  {
+    const testing_support::ScopedEnvironment environment(variables(""));
+    const World world = world_from_environment();
+    EXPECT_EQ(world.rank, 1);
+    EXPECT_EQ(world.world_size, 2);
+    EXPECT_EQ(world.store_file, "/shared/run 7");
+    EXPECT_NE(
+        describe(world).find("meeting by /shared/run 7"), std::string::npos);
+  }
+  // A launcher that names a port has a store there.
+  const testing_support::ScopedEnvironment environment(variables("29500"));
+  EXPECT_EQ(world_from_environment().store_file, "");
+  EXPECT_EQ(world_from_environment().master_port, 29500);
+}
+
 TEST(World, HandedDownDescriptorIsUsedOnlyByRankZeroAndOnlyIfItListens) {
   const auto [fd, port] = listen_on_loopback();
   EnvironmentValues variables = {

@@ -8,6 +8,7 @@
 #include <map>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <thread>
 
 #include "hasten/base/error.h"
 #include "hasten/comm/communicator.h"
@@ -65,8 +66,11 @@ TEST(Group, ThreadsThatWriteToPeersTakeNoSigpipe) {
 }
 
 TEST(Group, DuplicatesHaveAnOrderOfOperationsOfTheirOwn) {
-  const auto comm = fresh_communicator();
-  const auto other = comm->duplicate({.name = "other"});
+  CommunicatorOptions options;
+  options.check_shapes = ShapeCheck::never;
+  const auto comm = fresh_communicator(options);
+  options.name = "other";
+  const auto other = comm->duplicate(options);
   torch::Tensor a = torch::ones({5});
   torch::Tensor b = torch::ones({70'000}) * 2;
   // Even ranks begin with one group, odd ones with the other.
@@ -85,6 +89,29 @@ TEST(Group, DuplicatesHaveAnOrderOfOperationsOfTheirOwn) {
   EXPECT_THROW(comm->duplicate({.name = "other"}), InputError);
   other->close();
   comm->barrier("the first goes on");
+}
+
+// Each of two threads waits for the peers in its group, in which they come when their
+// other group lets them.
+TEST(Group, ThreadsWithAGroupEachDoNotHoldEachOtherUp) {
+  const auto comm = fresh_communicator();
+  const auto other = comm->duplicate({.name = "other"});
+  const int world = comm->world_size();
+  const bool even = comm->rank() % 2 == 0;
+  Communicator& own = even ? *comm : *other;
+  Communicator& helpers = even ? *other : *comm;
+  std::thread helper([&] {
+    EXPECT_EQ(std::ssize(helpers.gather_json(1, "values")), world);
+    torch::Tensor tensor = torch::ones({5});
+    helpers.all_reduce(tensor, ReduceOp::sum, "tensors");
+    EXPECT_EQ(tensor[0].item<int>(), world);
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  EXPECT_EQ(std::ssize(own.gather_json(1, "values")), world);
+  torch::Tensor tensor = torch::ones({5});
+  own.all_reduce(tensor, ReduceOp::sum, "tensors");
+  helper.join();
+  EXPECT_EQ(tensor[0].item<int>(), world);
 }
 
 // Even and odd ranks, each a group of its own under one name.
@@ -180,12 +207,15 @@ TEST(Group, AbandonedGroupsThrowTheReasonOnEveryRankForEver) {
   expect_part(message_of([&] { comm->gather_json(1, "later"); }), reason);
 }
 
-// Without the check Gloo would end the process.
-TEST(GroupCheck, ATensorOfAnotherShapeIsAnErrorThatNamesBothRanks) {
+static CommunicatorOptions patient_options() {
   CommunicatorOptions options;
-  options.check_shapes = true;
   options.timeout = std::chrono::seconds(20);
-  const auto comm = fresh_communicator(options);
+  return options;
+}
+
+// Gloo would end the process.
+TEST(GroupCheck, ATensorOfAnotherShapeIsAnErrorThatNamesBothRanks) {
+  const auto comm = fresh_communicator(patient_options());
   torch::Tensor right = torch::ones({3});
   comm->all_reduce(right, ReduceOp::sum, "right");
   EXPECT_EQ(right[0].item<int>(), comm->world_size());
@@ -203,10 +233,7 @@ TEST(GroupCheck, ATensorOfAnotherShapeIsAnErrorThatNamesBothRanks) {
 }
 
 TEST(GroupCheck, AnotherOperationIsAnErrorThatNamesBothRanks) {
-  CommunicatorOptions options;
-  options.check_shapes = true;
-  options.timeout = std::chrono::seconds(20);
-  const auto comm = fresh_communicator(options);
+  const auto comm = fresh_communicator(patient_options());
   if (comm->world_size() == 1) {
     return;
   }
@@ -220,6 +247,56 @@ TEST(GroupCheck, AnotherOperationIsAnErrorThatNamesBothRanks) {
         }
       }),
       "rank 1 has broadcast \"x\", rank 0 has all_reduce \"x\"");
+}
+
+// The others have no reason to compare: they have done it before.
+TEST(GroupCheck, WhatIsNewOnOneRankAloneIsAnErrorOnAll) {
+  for (const bool goes_on : {false, true}) {
+    const auto comm = fresh_communicator(patient_options());
+    if (comm->world_size() == 1) {
+      return;
+    }
+    torch::Tensor tensor = torch::ones({3});
+    torch::Tensor longer = torch::ones({300});
+    const auto known = [&] {
+      if (goes_on) { // rank 0 does not wait for the others here
+        comm->broadcast(tensor, 0, "x");
+      } else {
+        comm->all_reduce(tensor, ReduceOp::sum, "x");
+      }
+    };
+    known();
+    comm->barrier("met");
+    const std::string message = message_of([&] {
+      if (comm->rank() == 1) {
+        comm->all_reduce(longer, ReduceOp::sum, "x");
+      } else {
+        known();
+        comm->barrier("met");
+      }
+    });
+    expect_part(message, "rank 1 has all_reduce \"x\" with sum of Float [300]");
+    EXPECT_EQ(message.find("timed out"), std::string::npos) << message;
+  }
+}
+
+// What has been compared is not compared again, unless that is asked for.
+TEST(GroupCheck, WithTheOptionEveryOperationIsCompared) {
+  CommunicatorOptions options = patient_options();
+  options.check_shapes = ShapeCheck::always;
+  const auto comm = fresh_communicator(options);
+  if (comm->world_size() == 1) {
+    return;
+  }
+  torch::Tensor one = torch::ones({3});
+  torch::Tensor other = torch::ones({4});
+  comm->all_reduce(one, ReduceOp::sum, "x");
+  comm->all_reduce(other, ReduceOp::sum, "x");
+  expect_part(
+      message_of([&] {
+        comm->all_reduce(comm->rank() == 1 ? one : other, ReduceOp::sum, "x");
+      }),
+      "rank 1 has sum of Float [3], rank 0 has sum of Float [4]");
 }
 
 } // namespace hasten

@@ -133,6 +133,10 @@ TEST(DeferredInit, ValuesAndRandomStateAreThoseOfPlainConstruction) {
     EXPECT_TRUE(
         torch::equal(state, at::detail::getDefaultCPUGenerator().get_state()));
     expect_same(*plain, *deferred);
+    for (const Tensor& tensor : deferred->parameters()) { // the tied one too
+      EXPECT_NE(tensor.storage().data_ptr().get_context(), nullptr)
+          << "its memory is nobody's";
+    }
   }
 }
 

@@ -7,6 +7,7 @@
 #include <chrono>
 #include <csignal>
 #include <filesystem>
+#include <set>
 #include <sstream>
 
 #include "hasten/base/error.h"
@@ -201,6 +202,19 @@ TEST(LaunchCause, APeersErrorIsNeverFirstWhereAnotherRankHasItsOwn) {
           "record own $(date +%s%6N) false; sleep 0.3; exit 4");
   EXPECT_EQ(run.result.first_failed_rank, 0);
   EXPECT_EQ(run.result.message, "own");
+}
+
+// The first have ended before the last are started, which hold copies of what the
+// launcher waits on until they come to their programs.
+TEST(LaunchCause, EachEndIsToldOnce) {
+  const TemporaryFolder folder;
+  for (int time = 0; time < 5; ++time) {
+    const auto run = launch_and_read(12, folder, "exit 3");
+    std::set<std::string> told(
+        run.result.consequences.begin(), run.result.consequences.end());
+    EXPECT_EQ(told.size(), 11u);
+    EXPECT_EQ(run.result.consequences.size(), 11u);
+  }
 }
 
 TEST(LaunchCause, RanksThatTheLauncherEndedFollow) {

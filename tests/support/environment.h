@@ -30,6 +30,7 @@ inline EnvironmentValues without_launchers() {
           "ROLE_",
           "TORCHELASTIC_",
           "HASTEN_LISTEN_FD",
+          "HASTEN_STORE_FILE",
           "OMPI_",
           "PMIX_",
           "PMI_",

@@ -64,6 +64,25 @@ class WatchedCommunicator final : public Communicator {
           std::move(output), std::move(input), name);
     });
   }
+  CommHandle reduce_async(
+      at::Tensor tensor,
+      int root,
+      ReduceOp op,
+      std::string_view name) override {
+    return watch(name, [&] {
+      return inner_->reduce_async(std::move(tensor), root, op, name);
+    });
+  }
+  CommHandle scatter_async(
+      at::Tensor output,
+      at::Tensor input,
+      int root,
+      std::string_view name) override {
+    return watch(name, [&] {
+      return inner_->scatter_async(
+          std::move(output), std::move(input), root, name);
+    });
+  }
   at::Tensor all_gather_rows(
       const at::Tensor& rows, std::string_view name) override {
     say(name);

@@ -29,6 +29,11 @@ struct World {
   /// True where the launcher's own agent already serves a store on master_port
   /// (TORCHELASTIC_USE_AGENT_STORE): then rank 0 is a client too.
   bool agent_store = false;
+  /// A file that every rank sees and that nobody else uses: rank 0 chooses a port by
+  /// itself and writes into it where it listens, and master_addr and master_port are
+  /// not looked at. It is removed once all have met; one that a killed run left
+  /// behind does no harm. Empty: the address and port above.
+  std::string store_file{};
   /// Cores the launcher gave this rank for itself (SLURM_CPUS_PER_TASK); 0 where
   /// the ranks of a host share what they may use.
   int cpus_per_task = 0;
@@ -62,7 +67,9 @@ struct World {
 /// Where the store is: torchrun says it. Ranks of one host meet on 127.0.0.1. In
 /// Slurm's step the first host of its node list is the master. MASTER_ADDR, where
 /// it is set, says another one, and must be set for mpirun over several hosts;
-/// MASTER_PORT says another port than the one that follows from the job.
+/// MASTER_PORT says another port than the one that follows from the job. Where
+/// MASTER_PORT is not set, HASTEN_STORE_FILE names World::store_file, and neither
+/// address nor port is needed: RANK and WORLD_SIZE with it are a whole world.
 ///
 /// An empty variable counts as not set; with none set this is a world of one. So
 /// it is with MASTER_ADDR and MASTER_PORT alone in a job of Slurm's without a step.

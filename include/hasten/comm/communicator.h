@@ -26,7 +26,20 @@
 
 namespace hasten {
 
-enum class ReduceOp { sum, mean, max, min };
+enum class ReduceOp { sum, mean, max, min, product };
+
+/// When ranks compare an operation's kind, name, shapes and dtype over their group
+/// before they begin it, so that a mismatch is an error that names two ranks, where
+/// Gloo would end the process.
+enum class ShapeCheck {
+  never,
+  /// Where the operation, so named and so shaped, is new to the group: about 0.5 ms
+  /// once for each. Mismatches that are left over: operations that were all done
+  /// before and come in another order on one rank.
+  first,
+  /// About 0.5 ms an operation.
+  always
+};
 
 struct CommunicatorOptions {
   /// Longest a rank waits for peers that are alive but late. Milliseconds.
@@ -41,11 +54,10 @@ struct CommunicatorOptions {
   std::string interface_address{};
   /// What every rank computes on, "cpu" or "cuda"; the handshake compares it.
   std::string device_kind = "cpu";
-  /// Compares operation, name, shape and dtype over the ranks before each
-  /// collective, so that a mismatch is an error that names two ranks: without
-  /// it Gloo ends the process. Costs about 0.5 ms a collective, for finding
-  /// such an error. HASTEN_COMM_CHECK=1 in the environment turns it on too.
-  bool check_shapes = false;
+  /// A rank that compares waits for the others, so what is new comes in one order
+  /// where one thread uses several groups that compare. HASTEN_COMM_CHECK=1 in the
+  /// environment is always, 0 is never.
+  ShapeCheck check_shapes = ShapeCheck::first;
 };
 
 /// A collective under way. Copyable; waiting twice is allowed.
@@ -98,10 +110,11 @@ class Communicator {
 
   /// Reduces `tensor` in place; it holds the result once wait() has returned.
   /// Contiguous, any shape, on the CPU; float, double, half, bfloat16, and for
-  /// sum, max and min int64, int32, int8, uint8. Every rank gets the same bits.
-  /// sum adds in an order that depends on the world size. mean is that sum
-  /// divided once by the world size. half and bfloat16 are summed and divided
-  /// in an fp32 copy (memory: 2 x the tensor while under way) and rounded once.
+  /// all but mean int64, int32, int8, uint8. Every rank gets the same bits.
+  /// sum and product go in an order that depends on the world size. mean is that
+  /// sum divided once by the world size. half and bfloat16 are summed, multiplied
+  /// and divided in an fp32 copy (memory: 2 x the tensor while under way) and
+  /// rounded once.
   /// `name` is what an error calls it: "ddp bucket 3". Shapes must be equal on
   /// all ranks (see check_shapes).
   virtual CommHandle all_reduce_async(
@@ -109,6 +122,12 @@ class Communicator {
   void all_reduce(at::Tensor tensor, ReduceOp op, std::string_view name) {
     all_reduce_async(std::move(tensor), op, name).wait();
   }
+
+  /// The same, with the result on rank `root` alone: elsewhere `tensor` keeps its
+  /// values and may change once this has returned. Half the volume of an all_reduce.
+  /// Memory: a copy of the tensor on the other ranks while under way.
+  virtual CommHandle reduce_async(
+      at::Tensor tensor, int root, ReduceOp op, std::string_view name) = 0;
 
   /// Copies rank `source`'s `tensor` into every rank's, in place. Any dtype.
   virtual CommHandle broadcast_async(
@@ -125,6 +144,11 @@ class Communicator {
   /// The same on rank `root` alone; elsewhere `output` is not looked at, and may
   /// be undefined.
   virtual CommHandle gather_async(
+      at::Tensor output, at::Tensor input, int root, std::string_view name) = 0;
+
+  /// Row r of rank `root`'s `input` [world_size, …output's shape], contiguous, into
+  /// rank r's `output`. Elsewhere `input` is not looked at, and may be undefined.
+  virtual CommHandle scatter_async(
       at::Tensor output, at::Tensor input, int root, std::string_view name) = 0;
 
   /// Row r of `input` goes to rank r; row r of `output` comes from rank r. Both

@@ -1,0 +1,202 @@
+// What the Trainer costs: its updates beside those of a loop written by hand on the
+// same model and batches, in turns, one process, one thread.
+//   trainer_overhead [--steps N] [--smoke]
+// Prints one JSON line per case: {"case", "steps", "ours", "plain"}, the median
+// seconds of an update: batch, forward, backward, AdamW, schedule, zero_grad, records.
+// The loop by hand runs in the Trainer's own callback, so both find the caches as the
+// other left them.
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+
+#include "hasten/core/random.h"
+#include "hasten/models/bert.h"
+#include "hasten/optim/adamw.h"
+#include "hasten/trainer/trainer.h"
+
+namespace hasten {
+
+using OverheadClock = std::chrono::steady_clock;
+
+// Rows of one length, collated by taking them out of whole tensors.
+class TensorRows final : public Dataset {
+ public:
+  explicit TensorRows(std::map<std::string, at::Tensor> tensors)
+      : tensors_(std::move(tensors)) {}
+  int64_t size() const override { return tensors_.begin()->second.size(0); }
+  Batch collate(const std::vector<int64_t>& indices) const override {
+    Batch batch;
+    const at::Tensor rows = torch::tensor(indices);
+    for (const auto& [name, tensor] : tensors_) {
+      batch.tensors[name] = tensor.index_select(0, rows);
+    }
+    batch.indices = indices;
+    return batch;
+  }
+
+ private:
+  std::map<std::string, at::Tensor> tensors_;
+};
+
+/// Takes the time of each update of the Trainer's, then does one by hand.
+class Alternate final : public TrainerCallback {
+ public:
+  explicit Alternate(std::function<void()> by_hand)
+      : by_hand_(std::move(by_hand)) {}
+  void on_epoch_begin(const StepProgress&) override {
+    resumed_ = OverheadClock::now();
+  }
+  void on_step_end(const StepProgress& progress) override {
+    const auto ended = OverheadClock::now();
+    by_hand_();
+    const auto both = OverheadClock::now();
+    if (progress.global_step > 5) { // gradients, moments and buffers are there
+      ours.push_back(std::chrono::duration<double>(ended - resumed_).count());
+      plain.push_back(std::chrono::duration<double>(both - ended).count());
+    }
+    resumed_ = OverheadClock::now();
+  }
+
+  std::vector<double> ours{}; // seconds
+  std::vector<double> plain{};
+
+ private:
+  std::function<void()> by_hand_;
+  OverheadClock::time_point resumed_{};
+};
+
+double middle(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return values.empty() ? 0 : values[values.size() / 2];
+}
+
+constexpr int64_t kOverheadBatch = 8;
+constexpr double kOverheadRate = 1e-4;
+
+/// `make` gives the same model each time; `loss_of` the mean loss and the outputs.
+template <typename Model>
+void compare(
+    const char* name,
+    int64_t steps,
+    const std::function<Model()>& make,
+    const std::function<
+        std::pair<at::Tensor, at::Tensor>(Model&, const Batch&)>& loss_of,
+    std::shared_ptr<const Dataset> data) {
+  at::set_num_threads(1);
+  Model plain = make();
+  AdamW plain_optimizer(
+      plain->parameters(),
+      torch::optim::AdamWOptions(kOverheadRate).weight_decay(0));
+  int64_t done = 0;
+  double loss_sum = 0;
+  const auto by_hand = [&] {
+    std::vector<int64_t> indices;
+    for (int64_t row = 0; row < kOverheadBatch; ++row) {
+      indices.push_back((done * kOverheadBatch + row) % data->size());
+    }
+    const at::Tensor loss = loss_of(plain, data->collate(indices)).first;
+    loss.backward();
+    for (auto& group : plain_optimizer.param_groups()) {
+      group.options().set_lr(
+          kOverheadRate * static_cast<double>(steps - done) /
+          static_cast<double>(steps));
+    }
+    plain_optimizer.step();
+    plain_optimizer.zero_grad();
+    loss_sum += loss.item<double>();
+    ++done;
+  };
+  Model ours = make();
+  TrainingArguments arguments;
+  arguments.max_steps = steps;
+  arguments.per_device_train_batch_size = kOverheadBatch;
+  arguments.learning_rate = kOverheadRate;
+  arguments.max_grad_norm = 0; // nobody clips
+  arguments.save_strategy = IntervalStrategy::no;
+  Trainer trainer(
+      ours.ptr(),
+      [&](const Batch& batch) {
+        auto [loss, outputs] = loss_of(ours, batch);
+        const auto rows = static_cast<double>(batch.rows());
+        return LossOutput{loss * rows, rows, outputs};
+      },
+      arguments,
+      data);
+  at::set_num_threads(1);
+  const auto alternate = std::make_shared<Alternate>(by_hand);
+  trainer.add_callback(alternate);
+  trainer.train();
+  std::printf(
+      "{\"case\": \"%s\", \"steps\": %lld, \"ours\": %.9f, \"plain\": %.9f}\n",
+      name,
+      static_cast<long long>(steps),
+      middle(alternate->ours),
+      middle(alternate->plain));
+  std::fflush(stdout);
+}
+
+void compare_bert_mini(int64_t steps) {
+  constexpr int64_t kRows = 512, kTokens = 32;
+  compare<BertForSequenceClassification>(
+      "bert_mini",
+      steps,
+      [] {
+        set_seed(1);
+        return BertForSequenceClassification(
+            BertConfig::from_shape("bert-mini"));
+      },
+      [](BertForSequenceClassification& model, const Batch& batch) {
+        const at::Tensor logits =
+            model->forward(batch["input_ids"], at::Tensor());
+        return std::pair(
+            torch::nn::functional::cross_entropy(logits, batch["labels"]),
+            logits);
+      },
+      std::make_shared<TensorRows>(std::map<std::string, at::Tensor>{
+          {"input_ids", torch::randint(1, 30'000, {kRows, kTokens})},
+          {"labels", torch::randint(0, 2, {kRows})}}));
+}
+
+// Ten parameters, and an update that is nothing but overhead.
+void compare_ten_parameters(int64_t steps) {
+  compare<torch::nn::Sequential>(
+      "ten_parameters",
+      steps,
+      [] {
+        set_seed(1);
+        torch::nn::Sequential layers;
+        for (int i = 0; i < 5; ++i) {
+          layers->push_back(torch::nn::Linear(4, 4));
+        }
+        return layers;
+      },
+      [](torch::nn::Sequential& model, const Batch& batch) {
+        const at::Tensor outputs = model->forward(batch["x"]);
+        return std::pair(outputs.square().mean(), outputs);
+      },
+      std::make_shared<TensorRows>(
+          std::map<std::string, at::Tensor>{{"x", torch::randn({512, 4})}}));
+}
+
+} // namespace hasten
+
+int main(int argc, char** argv) {
+  int64_t steps = 150;
+  for (int i = 1; i < argc; ++i) {
+    if (std::strcmp(argv[i], "--smoke") == 0) {
+      steps = 8;
+    } else if (std::strcmp(argv[i], "--steps") == 0 && i + 1 < argc) {
+      steps = std::max(8, std::atoi(argv[++i]));
+    } else {
+      std::fprintf(stderr, "usage: trainer_overhead [--steps N] [--smoke]\n");
+      return 2;
+    }
+  }
+  hasten::compare_bert_mini(steps);
+  hasten::compare_ten_parameters(20 * steps);
+}

@@ -1,0 +1,131 @@
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <vector>
+
+#include "hasten/base/error.h"
+#include "hasten/comm/communicator.h"
+#include "support/communicator.h"
+
+namespace hasten {
+
+using testing_support::fresh_communicator;
+
+// Rank r's: r + 1, r + 2, …, whole numbers that every dtype and order keep exactly.
+static torch::Tensor reduced_values(int rank, torch::ScalarType type) {
+  return torch::arange(rank + 1, rank + 4).to(type);
+}
+
+static torch::Tensor reduced(int world, torch::ScalarType type, ReduceOp op) {
+  std::vector<torch::Tensor> all;
+  for (int rank = 0; rank < world; ++rank) {
+    all.push_back(reduced_values(rank, torch::kDouble));
+  }
+  const torch::Tensor stacked = torch::stack(all);
+  const torch::Tensor result = op == ReduceOp::sum       ? stacked.sum(0)
+                               : op == ReduceOp::mean    ? stacked.mean(0)
+                               : op == ReduceOp::max     ? stacked.amax(0)
+                               : op == ReduceOp::product ? stacked.prod(0)
+                                                         : stacked.amin(0);
+  return result.to(type);
+}
+
+static const ReduceOp kReduceOps[] = {
+    ReduceOp::sum,
+    ReduceOp::mean,
+    ReduceOp::max,
+    ReduceOp::min,
+    ReduceOp::product};
+
+static const torch::ScalarType kReducedTypes[] = {
+    torch::kFloat,
+    torch::kDouble,
+    torch::kHalf,
+    torch::kBFloat16,
+    torch::kLong};
+
+TEST(AllReduce, ProductsAreThoseOfAllRanksInEveryDtype) {
+  const auto comm = fresh_communicator();
+  for (const auto type : kReducedTypes) {
+    torch::Tensor tensor = reduced_values(comm->rank(), type);
+    comm->all_reduce(tensor, ReduceOp::product, "products");
+    EXPECT_TRUE(torch::equal(
+        tensor, reduced(comm->world_size(), type, ReduceOp::product)))
+        << tensor;
+  }
+}
+
+TEST(Reduce, TheRootAloneGetsTheResultAndTheOthersKeepTheirs) {
+  const auto comm = fresh_communicator();
+  for (const auto type : kReducedTypes) {
+    for (const ReduceOp op : kReduceOps) {
+      if (op == ReduceOp::mean && type == torch::kLong) {
+        continue;
+      }
+      for (int root = 0; root < comm->world_size(); ++root) {
+        torch::Tensor tensor = reduced_values(comm->rank(), type);
+        comm->reduce_async(tensor, root, op, "to one").wait();
+        EXPECT_TRUE(torch::equal(
+            tensor,
+            comm->rank() == root ? reduced(comm->world_size(), type, op)
+                                 : reduced_values(comm->rank(), type)))
+            << tensor << " on rank " << comm->rank() << " to " << root;
+      }
+    }
+  }
+}
+
+TEST(Reduce, WhatCannotBeReducedIsRefused) {
+  const auto comm = fresh_communicator();
+  const auto reduce = [&](const torch::Tensor& tensor, int root, ReduceOp op) {
+    comm->reduce_async(tensor, root, op, "x").wait();
+  };
+  const torch::Tensor good = torch::ones({4});
+  EXPECT_THROW(reduce(good, comm->world_size(), ReduceOp::sum), InputError);
+  EXPECT_THROW(reduce(good, -1, ReduceOp::sum), InputError);
+  EXPECT_THROW(reduce(good.slice(0, 0, 4, 2), 0, ReduceOp::sum), InputError);
+  EXPECT_THROW(reduce(good.to(torch::kBool), 0, ReduceOp::sum), InputError);
+  EXPECT_THROW(reduce(good.to(torch::kLong), 0, ReduceOp::mean), InputError);
+}
+
+TEST(Scatter, EachRankGetsItsRowOfTheRoots) {
+  const auto comm = fresh_communicator();
+  const int world = comm->world_size();
+  for (const auto type : {torch::kFloat, torch::kBFloat16, torch::kBool}) {
+    for (int root = 0; root < world; ++root) {
+      torch::Tensor rows;
+      if (comm->rank() == root) {
+        rows =
+            torch::arange(world * 6).view({world, 2, 3}).remainder(5).to(type);
+      }
+      torch::Tensor mine = torch::zeros({2, 3}, type);
+      comm->scatter_async(mine, rows, root, "rows").wait();
+      EXPECT_TRUE(torch::equal(
+          mine,
+          torch::arange(world * 6)
+              .view({world, 2, 3})[comm->rank()]
+              .remainder(5)
+              .to(type)))
+          << mine;
+    }
+  }
+}
+
+TEST(Scatter, RowsThatDoNotFitAreRefusedOnTheRoot) {
+  const auto comm = fresh_communicator();
+  torch::Tensor mine = torch::zeros({3});
+  const auto scatter = [&](const torch::Tensor& rows, int root) {
+    comm->scatter_async(mine, rows, root, "x").wait();
+  };
+  const int64_t world = comm->world_size();
+  EXPECT_THROW(scatter(torch::ones({world, 4}), comm->rank()), InputError);
+  EXPECT_THROW(scatter(torch::ones({world + 1, 3}), comm->rank()), InputError);
+  EXPECT_THROW(
+      scatter(torch::ones({world, 3}, torch::kDouble), comm->rank()),
+      InputError);
+  EXPECT_THROW(scatter({}, comm->rank()), InputError);
+  EXPECT_THROW(
+      scatter(torch::ones({world, 3}), comm->world_size()), InputError);
+}
+
+} // namespace hasten
