@@ -7,9 +7,7 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-# A rank is slower here, and maps LibTorch each time: world 2, and of the tests that kill
-# ranks one for each way out.
-faults='CommFault.*:CommEnd.*:StoreFile.*'
+# The tests that kill ranks hold them to seconds, which ranks do not keep here.
 threads='Liveness.*:Handshake.*:*Loader*:*Prefetch*:*Workers*:*Cache*'
 
 # LibTorch is not built with sanitizers: what it keeps to its end is no leak of ours, and
@@ -43,14 +41,13 @@ run_tests() {
 sanitize() {
   local kind=$1 tree=$root/build/$1
   local targets=(hasten_unit_tests hasten_dist_tests)
-  [[ $kind == tsan ]] || targets+=(hasten_plain_tests hasten_fault_tests)
+  [[ $kind == tsan ]] || targets+=(hasten_plain_tests)
   (cd "$root" && cmake --preset "$kind" >/dev/null)
   cmake --build "$tree" -j "$(compile_jobs)" --target "${targets[@]}"
   options "$tree"
   if [[ $kind == asan ]]; then
     run_tests "$tree" plain
     run_tests "$tree" unit --gtest_filter=-*MegabytesASecond
-    run_tests "$tree" fault "--gtest_filter=$faults"
   else
     run_tests "$tree" unit "--gtest_filter=$threads"
   fi
