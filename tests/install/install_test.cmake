@@ -12,8 +12,7 @@ endfunction()
 
 file(REMOVE_RECURSE "${WORK}")
 # What is compiled here is not measured: quickly, then.
-set(common -G "${GENERATOR}" -DCMAKE_BUILD_TYPE=Debug -DCMAKE_UNITY_BUILD=ON
-  "-DHASTEN_TORCH=${TORCH}")
+set(common -G "${GENERATOR}" -DCMAKE_BUILD_TYPE=Debug "-DHASTEN_TORCH=${TORCH}")
 
 run("install" ${CMAKE_COMMAND} --install "${BUILD}" --prefix "${WORK}/prefix")
 run("configure with find_package" ${CMAKE_COMMAND} ${common}
