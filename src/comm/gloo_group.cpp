@@ -270,9 +270,12 @@ GlooGroup::GlooGroup(
     CommunicatorOptions options,
     std::vector<int> members) {
   const char* check = std::getenv("HASTEN_COMM_CHECK");
-  if (check != nullptr && *check != '\0') {
-    options.check_shapes =
-        std::string_view(check) == "0" ? ShapeCheck::never : ShapeCheck::always;
+  if (check != nullptr && std::string_view(check) == "0") {
+    if (options.check_shapes == ShapeCheck::first) {
+      options.check_shapes = ShapeCheck::never;
+    }
+  } else if (check != nullptr && *check != '\0') {
+    options.check_shapes = ShapeCheck::always;
   }
   members = members_or_all(std::move(members), link->world().world_size);
   link->add_group(group_key(options.name, members, link->world().world_size));

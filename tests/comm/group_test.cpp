@@ -13,6 +13,7 @@
 #include "hasten/base/error.h"
 #include "hasten/comm/communicator.h"
 #include "support/communicator.h"
+#include "support/environment.h"
 #include "support/world.h"
 
 namespace hasten {
@@ -207,6 +208,9 @@ TEST(Group, AbandonedGroupsThrowTheReasonOnEveryRankForEver) {
   expect_part(message_of([&] { comm->gather_json(1, "later"); }), reason);
 }
 
+static const testing_support::EnvironmentValues kChecksAsTheOptionsSay = {
+    {"HASTEN_COMM_CHECK", std::nullopt}};
+
 static CommunicatorOptions patient_options() {
   CommunicatorOptions options;
   options.timeout = std::chrono::seconds(20);
@@ -215,6 +219,7 @@ static CommunicatorOptions patient_options() {
 
 // Gloo would end the process.
 TEST(GroupCheck, ATensorOfAnotherShapeIsAnErrorThatNamesBothRanks) {
+  const testing_support::ScopedEnvironment environment(kChecksAsTheOptionsSay);
   const auto comm = fresh_communicator(patient_options());
   torch::Tensor right = torch::ones({3});
   comm->all_reduce(right, ReduceOp::sum, "right");
@@ -233,6 +238,7 @@ TEST(GroupCheck, ATensorOfAnotherShapeIsAnErrorThatNamesBothRanks) {
 }
 
 TEST(GroupCheck, AnotherOperationIsAnErrorThatNamesBothRanks) {
+  const testing_support::ScopedEnvironment environment(kChecksAsTheOptionsSay);
   const auto comm = fresh_communicator(patient_options());
   if (comm->world_size() == 1) {
     return;
@@ -251,6 +257,7 @@ TEST(GroupCheck, AnotherOperationIsAnErrorThatNamesBothRanks) {
 
 // The others have no reason to compare: they have done it before.
 TEST(GroupCheck, WhatIsNewOnOneRankAloneIsAnErrorOnAll) {
+  const testing_support::ScopedEnvironment environment(kChecksAsTheOptionsSay);
   for (const bool goes_on : {false, true}) {
     const auto comm = fresh_communicator(patient_options());
     if (comm->world_size() == 1) {
@@ -282,6 +289,7 @@ TEST(GroupCheck, WhatIsNewOnOneRankAloneIsAnErrorOnAll) {
 
 // What has been compared is not compared again, unless that is asked for.
 TEST(GroupCheck, WithTheOptionEveryOperationIsCompared) {
+  const testing_support::ScopedEnvironment environment(kChecksAsTheOptionsSay);
   CommunicatorOptions options = patient_options();
   options.check_shapes = ShapeCheck::always;
   const auto comm = fresh_communicator(options);
