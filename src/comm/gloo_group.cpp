@@ -171,6 +171,13 @@ void GroupCore::poll(const std::string& operation) {
 
 void GroupCore::poll_together(const std::string& operation, uint64_t sequence) {
   poll(operation);
+  const CommClock::time_point now = CommClock::now();
+  // What peers do is heard of some times a second.
+  if (sequence == compared_at && now - compared < milliseconds(100)) {
+    return;
+  }
+  compared = now;
+  compared_at = sequence;
   std::string tensors;
   {
     const std::lock_guard<std::mutex> lock(progress->mutex);
@@ -178,7 +185,6 @@ void GroupCore::poll_together(const std::string& operation, uint64_t sequence) {
   }
   const std::string other = link->liveness().describe_other(
       key, members, sequence, operation, tensors);
-  const CommClock::time_point now = CommClock::now();
   if (other.empty() || sequence != apart_at) {
     apart_at = sequence;
     together = now;

@@ -60,6 +60,8 @@ struct GroupCore {
 
   // Of the thread that issues operations.
   std::unordered_set<std::string> known; // what the group has done before
+  uint64_t compared_at = 0; // the operation whose peers were last looked at
+  CommClock::time_point compared{}; // and when
   uint64_t apart_at =
       0; // the operation in which a peer was last seen elsewhere
   CommClock::time_point together{}; // when it was not yet

@@ -15,9 +15,6 @@ namespace hasten {
 namespace detail {
 
 constexpr const char* kAveragerWhere = "parallel::Averager";
-// Smaller tensors are gathered in the buffer even where others are reduced in
-// place: a message of its own costs about as much as copying this many bytes.
-constexpr int64_t kDirectBytes = 1 << 18;
 
 void check_averager_options(const AveragerOptions& options) {
   const auto refuse = [](const std::string& what, const char* expected) {
@@ -100,7 +97,7 @@ void Averager::Impl::add_entries(const NamedTensorList& tensors) {
     entry.direct =
         !options.transactional && tensor.is_cpu() &&
         (entry.dtype == at::kFloat || entry.dtype == at::kDouble) &&
-        static_cast<int64_t>(tensor.nbytes()) >= detail::kDirectBytes;
+        static_cast<int64_t>(tensor.nbytes()) >= detail::kTravelsAlone;
     entries.push_back(std::move(entry));
   }
 }

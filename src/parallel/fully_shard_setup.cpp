@@ -362,14 +362,7 @@ void FullyShard::broadcast_start(const FlatLayout::NamedParameters& tensors) {
   }
   detail::materialize_start(tensors, first);
   for (Communicator* group : groups) {
-    for (const auto& [name, tensor] : tensors) {
-      const at::Tensor data = tensor.detach();
-      const at::Tensor sent = data.contiguous();
-      group->broadcast(sent, 0, "initial " + name);
-      if (!sent.is_same(data)) {
-        data.copy_(sent);
-      }
-    }
+    detail::broadcast_tensors(*group, tensors, "initial values");
   }
 }
 

@@ -6,11 +6,9 @@
 #include <algorithm>
 
 #include "hasten/core/recompute.h"
+#include "verify.h"
 
 namespace hasten::detail {
-
-// A parameter whose chunk is as large travels alone. Bytes.
-constexpr int64_t kDirectBytes = 256 << 10;
 
 int64_t aligned(int64_t numel, at::ScalarType dtype) {
   const auto step = static_cast<int64_t>(64 / c10::elementSize(dtype));
@@ -87,7 +85,7 @@ void ShardUnit::lay_out(ShardFlat& flat) const {
   const auto is_direct = [&](const ShardTensor& tensor) {
     return tensor.chunk() *
                static_cast<int64_t>(c10::elementSize(flat.dtype)) >=
-           kDirectBytes;
+           kTravelsAlone;
   };
   std::stable_sort(
       flat.tensors.begin(),

@@ -90,6 +90,84 @@ void materialize_start(
   with_values ? materialize(deferred) : allocate_deferred(deferred);
 }
 
+// Of small tensors, in one operation. Bytes.
+constexpr size_t kPack = 4 << 20;
+
+bool travels_alone(const at::Tensor& tensor) {
+  return !tensor.is_contiguous() ||
+         static_cast<int64_t>(tensor.nbytes()) >= kTravelsAlone;
+}
+
+at::Tensor as_bytes(const at::Tensor& contiguous) {
+  return contiguous.detach().view({-1}).view(at::kByte);
+}
+
+// Tensors that one operation sends.
+struct Pack {
+  std::vector<at::Tensor> tensors{};
+  size_t bytes = 0;
+  at::Tensor sent{}; // the only tensor itself, or a copy of all
+  CommHandle handle{};
+
+  bool takes(const at::Tensor& other) const {
+    return bytes + other.nbytes() <= kPack && !travels_alone(tensors[0]) &&
+           tensors[0].device() == other.device();
+  }
+  void add(const at::Tensor& tensor) {
+    tensors.push_back(tensor.detach());
+    bytes += tensor.nbytes();
+  }
+  void start(Communicator& communicator, const std::string& what) {
+    if (tensors.size() == 1) {
+      sent = tensors[0].contiguous();
+    } else {
+      std::vector<at::Tensor> pieces(tensors.size());
+      std::transform(tensors.begin(), tensors.end(), pieces.begin(), as_bytes);
+      sent = at::cat(pieces);
+    }
+    handle = communicator.broadcast_async(sent, 0, what);
+  }
+  void finish() {
+    handle.wait();
+    if (tensors.size() == 1) {
+      if (!sent.is_same(tensors[0])) {
+        tensors[0].copy_(sent);
+      }
+      return;
+    }
+    int64_t begin = 0;
+    for (const at::Tensor& tensor : tensors) {
+      const auto size = static_cast<int64_t>(tensor.nbytes());
+      as_bytes(tensor).copy_(sent.narrow(0, begin, size));
+      begin += size;
+    }
+  }
+};
+
+void broadcast_tensors(
+    Communicator& communicator,
+    const FlatLayout::NamedParameters& tensors,
+    const std::string& what) {
+  const at::NoGradGuard no_grad;
+  std::vector<Pack> packs;
+  size_t open = 0; // the pack that small tensors go into, once there is one
+  for (const auto& [name, tensor] : tensors) {
+    const bool small = !travels_alone(tensor);
+    if (!small || open >= packs.size() || !packs[open].takes(tensor)) {
+      open = small ? packs.size() : open;
+      packs.emplace_back().add(tensor);
+    } else {
+      packs[open].add(tensor);
+    }
+  }
+  for (Pack& pack : packs) {
+    pack.start(communicator, what);
+  }
+  for (Pack& pack : packs) {
+    pack.finish();
+  }
+}
+
 } // namespace detail
 
 void Ddp::verify_and_broadcast() {
@@ -108,26 +186,8 @@ void Ddp::verify_and_broadcast() {
   if (alone) {
     return;
   }
-  at::NoGradGuard no_grad;
-  std::vector<CommHandle> handles;
-  std::vector<std::pair<at::Tensor, at::Tensor>> copies; // target, contiguous
-  for (const auto* list : {&parameters_, &module_buffers_}) {
-    for (const auto& [name, tensor] : *list) {
-      at::Tensor data = tensor.detach();
-      if (!data.is_contiguous()) {
-        copies.emplace_back(data, data.contiguous());
-        data = copies.back().second;
-      }
-      handles.push_back(
-          communicator_->broadcast_async(data, 0, "initial " + name));
-    }
-  }
-  for (CommHandle& handle : handles) {
-    handle.wait();
-  }
-  for (auto& [target, source] : copies) {
-    target.copy_(source);
-  }
+  detail::broadcast_tensors(*communicator_, parameters_, "initial parameters");
+  detail::broadcast_tensors(*communicator_, module_buffers_, "initial buffers");
 }
 
 } // namespace hasten

@@ -1,4 +1,5 @@
-// Comparing lists of tensors over ranks before anything is sent; memory for them.
+// Comparing lists of tensors over ranks before anything is sent; memory for them, and
+// their first values.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,6 +11,10 @@
 #include "hasten/flat/flat_layout.h"
 
 namespace hasten::detail {
+
+// From here on a tensor is sent by itself, in place; smaller ones together: an operation
+// of its own costs about as much as copying as many bytes. Bytes.
+constexpr int64_t kTravelsAlone = 256 << 10;
 
 // Shape and dtype; of a parameter, whether it is frozen.
 std::string describe_tensor(const at::Tensor& tensor, bool parameter);
@@ -28,5 +33,14 @@ void require_equal_lists(
 // Deferred tensors get memory, and their values where those are what all ranks get.
 void materialize_start(
     const FlatLayout::NamedParameters& tensors, bool with_values);
+
+// Rank 0's values on every rank, blocking: the same shapes and dtypes everywhere, any
+// dtype, contiguous or not. Small tensors travel together; memory: a copy of those.
+// `what` is the operations' name, one for all, so that what is of one shape is
+// compared over the ranks once.
+void broadcast_tensors(
+    Communicator& communicator,
+    const FlatLayout::NamedParameters& tensors,
+    const std::string& what);
 
 } // namespace hasten::detail

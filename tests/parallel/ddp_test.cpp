@@ -182,4 +182,41 @@ TEST(Ddp, ReportsHowMuchCommunicationWasExposed) {
   EXPECT_LT(report.exposed_seconds, 20);
 }
 
+// Tensors of every kind around each other: some travel alone, some together, more
+// than one operation takes, behind an odd number of bytes, scattered in memory.
+TEST(Ddp, EveryRankStartsWithRankZerosTensors) {
+  auto communicator = fresh_communicator();
+  struct Mixed : torch::nn::Module {
+    explicit Mixed(int64_t first) {
+      const auto ramp = [&](at::IntArrayRef sizes, at::ScalarType type) {
+        const int64_t numel = c10::multiply_integers(sizes);
+        return (torch::arange(numel) + first).reshape(sizes).to(type);
+      };
+      register_buffer("mask", ramp({3}, torch::kBool));
+      register_parameter("bias", ramp({5}, torch::kDouble));
+      register_parameter("large", ramp({700, 401}, torch::kFloat));
+      register_parameter("scattered", ramp({6, 4}, torch::kFloat).t());
+      register_buffer("counter", ramp({}, torch::kLong));
+      register_buffer("empty", ramp({0, 2}, torch::kFloat));
+      register_parameter("half", ramp({7}, torch::kBFloat16));
+      for (int i = 0; i < 20; ++i) { // 4.8 MB
+        register_parameter(
+            "middle" + std::to_string(i), ramp({60'000 - i}, torch::kFloat));
+      }
+    }
+  };
+  const auto net = std::make_shared<Mixed>(3 * communicator->rank());
+  const Ddp ddp(communicator, net);
+  const Mixed wanted(0);
+  for (const auto& item : wanted.named_parameters()) {
+    EXPECT_TRUE(torch::equal(net->named_parameters()[item.key()], item.value()))
+        << item.key();
+  }
+  for (const auto& item : wanted.named_buffers()) {
+    EXPECT_TRUE(torch::equal(net->named_buffers()[item.key()], item.value()))
+        << item.key();
+  }
+  EXPECT_FALSE(net->named_parameters()["scattered"].is_contiguous());
+}
+
 } // namespace hasten::ddp_test

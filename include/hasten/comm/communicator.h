@@ -56,7 +56,7 @@ struct CommunicatorOptions {
   std::string device_kind = "cpu";
   /// A rank that compares waits for the others, so what is new comes in one order
   /// where one thread uses several groups that compare. HASTEN_COMM_CHECK=1 in the
-  /// environment is always, 0 is never.
+  /// environment makes it always; 0 makes `first` never.
   ShapeCheck check_shapes = ShapeCheck::first;
 };
 
