@@ -394,14 +394,9 @@ void require_estimate(
           strategies().count(command.strategy) > 0,
       "--strategy=" + command.strategy,
       "ddp, zero1, zero2, fsdp, hsdp or local_sgd");
-  require_flag(
-      flags,
-      command.shard_size == 0 ||
-          (command.strategy == "hsdp" && command.shard_size > 0 &&
-           command.nproc % command.shard_size == 0),
-      "--shard-size=" + std::to_string(command.shard_size),
-      "with --strategy hsdp a divisor of --nproc");
   require_at_least(flags, "--nproc", command.nproc, 1);
+  require_shard_size(
+      flags, command.shard_size, command.strategy == "hsdp", command.nproc);
   require_at_least(flags, "--vocab-size", command.vocab_size, 1);
   require_at_least(flags, "--num-labels", command.num_labels, 2);
   require_at_least(

@@ -82,7 +82,10 @@ AcceleratorOptions compared_options(
       .mixed_precision = command.arguments.effective_precision(),
       .seed = command.arguments.seed,
       .cpu = true, // where the meter counts
-      .strategy = strategy};
+      .strategy = strategy,
+      .shard_size = strategy == Strategy::hsdp
+                        ? static_cast<int>(command.arguments.shard_size)
+                        : 0};
 }
 
 LoadedBert compared_model(const CompareCommand& command) {

@@ -91,6 +91,13 @@ void check_compared(const FlagTable& flags, const CompareCommand& command) {
             ": strategies differ only on several processes",
         "2 or more");
   }
+  const auto& strategies = command.strategies;
+  require_shard_size(
+      flags,
+      command.arguments.shard_size,
+      std::find(strategies.begin(), strategies.end(), Strategy::hsdp) !=
+          strategies.end(),
+      command.nproc);
   require_at_least(flags, "--vocab-size", command.vocab_size, 2);
   require_at_least(flags, "--max-batch-size", command.max_batch_size, 1);
   require_at_least(flags, "--steps", command.steps, 1);
@@ -136,6 +143,11 @@ Command parse_compare(std::vector<std::string> arguments) {
       strategies,
       "NAME,...",
       "what each process holds of the model, as in hasten train --strategy");
+  flags.value(
+      "--shard-size",
+      command.arguments.shard_size,
+      "N",
+      "of hsdp: processes that hold a copy together (default: all)");
   declare_compared_training(flags, command, memory_limit);
   if (!flags.parse(std::move(arguments))) {
     return Answer{flags.help()};
@@ -152,6 +164,9 @@ Command parse_compare(std::vector<std::string> arguments) {
     }
   }
   check_compared(flags, command);
+  if (command.arguments.shard_size > 0) {
+    command.arguments.strategy = Strategy::hsdp; // whose size it is
+  }
   validate_arguments(flags, command.arguments);
   return command;
 }

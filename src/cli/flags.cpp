@@ -517,6 +517,15 @@ void require_at_least(
       std::to_string(least) + " or more");
 }
 
+void require_shard_size(
+    const FlagTable& flags, int64_t shard_size, bool hsdp, int nproc) {
+  require_flag(
+      flags,
+      shard_size == 0 || (hsdp && shard_size > 0 && nproc % shard_size == 0),
+      "--shard-size=" + std::to_string(shard_size),
+      "with strategy hsdp a divisor of --nproc");
+}
+
 void declare_table(FlagTable& flags, TableFlags& table, bool labels) {
   flags.value(
       "--text-column", table.text_column, "NAME", "column with the text");

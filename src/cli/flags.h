@@ -239,6 +239,9 @@ void require_at_least(
     const std::string& flag,
     int64_t value,
     int64_t least);
+/// --shard-size, for a command that knows whether `hsdp` is asked for.
+void require_shard_size(
+    const FlagTable& flags, int64_t shard_size, bool hsdp, int nproc);
 
 /// Where the output of processes goes, for the commands that start some.
 void declare_logs(FlagTable& flags, LogsSpecs& logs);

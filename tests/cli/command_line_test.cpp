@@ -146,6 +146,11 @@ TEST(CommandLine, CompareFlagsReachTheirFields) {
   EXPECT_EQ(command.steps, 7);
   EXPECT_EQ(command.json, "f");
   EXPECT_EQ(
+      detail::parsed<CompareCommand>(
+          "compare --model m --nproc 4 --strategies hsdp --shard-size 2")
+          .arguments.shard_size,
+      2);
+  EXPECT_EQ(
       detail::parsed<CompareCommand>("compare --model m").strategies,
       (std::vector{Strategy::ddp, Strategy::zero2, Strategy::fsdp}));
 }
@@ -284,6 +289,11 @@ TEST(CommandLine, CompareRefusesWhatCannotBeCompared) {
       {"compare --model m --gradient-checkpointing budget:50%",
        "[cli::compare] --gradient-checkpointing=budget:50%: a budget is "
        "planned"},
+      {"compare --model m --shard-size 2 --nproc 4",
+       "[cli::compare] --shard-size=2. Expected with strategy hsdp a divisor "
+       "of --nproc"},
+      {"compare --model m --shard-size 2 --nproc 5 --strategies ddp,hsdp",
+       "[cli::compare] --shard-size=2. Expected with strategy hsdp"},
   };
   for (const auto& [line, message] : cases) {
     const std::string error = detail::parse_error(line);
