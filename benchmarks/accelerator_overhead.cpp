@@ -5,17 +5,12 @@
 // seconds of a step: batch from the loader, forward, backward, AdamW, zero_grad.
 #include <torch/torch.h>
 
-#include <algorithm>
 #include <chrono>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
 #include <functional>
 
 #include "hasten/accelerator/accelerator.h"
-#include "hasten/core/random.h"
-#include "hasten/models/bert.h"
 #include "hasten/optim/adamw.h"
+#include "overhead.h"
 
 namespace hasten {
 
@@ -70,11 +65,6 @@ class Turns {
   decltype(std::declval<Range&>().end()) end_;
 };
 
-double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  return values[values.size() / 2];
-}
-
 template <typename Model>
 using LossOf = std::function<at::Tensor(Model&, const Batch&)>;
 
@@ -82,7 +72,7 @@ using LossOf = std::function<at::Tensor(Model&, const Batch&)>;
 template <typename Model>
 void compare(
     const char* name,
-    int steps,
+    int64_t steps,
     const std::function<Model()>& make,
     const LossOf<Model>& loss_of,
     Repeated data) {
@@ -113,7 +103,7 @@ void compare(
       optimizer.zero_grad();
     });
   };
-  for (int step = -steps / 10 - 1; step < steps; ++step) {
+  for (int64_t step = -steps / 10 - 1; step < steps; ++step) {
     // Who goes first changes: the first finds other things in the caches.
     double first, second;
     if (step % 2 == 0) {
@@ -128,17 +118,11 @@ void compare(
       our_seconds.push_back(second);
     }
   }
-  std::printf(
-      "{\"case\": \"%s\", \"steps\": %d, \"ours\": %.9f, \"plain\": %.9f}\n",
-      name,
-      steps,
-      median(our_seconds),
-      median(plain_seconds));
-  std::fflush(stdout);
+  print_case(name, our_seconds, plain_seconds);
   accelerator.finish();
 }
 
-void compare_bert_mini(int steps) {
+void compare_bert_mini(int64_t steps) {
   constexpr int64_t kRows = 8, kTokens = 32;
   Batch batch;
   batch.tensors["input_ids"] = torch::randint(1, 30'000, {kRows, kTokens});
@@ -146,11 +130,7 @@ void compare_bert_mini(int steps) {
   compare<BertForSequenceClassification>(
       "bert_mini",
       steps,
-      [] {
-        set_seed(1);
-        return BertForSequenceClassification(
-            BertConfig::from_shape("bert-mini"));
-      },
+      seeded_bert_mini,
       [](BertForSequenceClassification& model, const Batch& b) {
         return torch::nn::functional::cross_entropy(
             model->forward(b["input_ids"], at::Tensor()), b["labels"]);
@@ -158,7 +138,7 @@ void compare_bert_mini(int steps) {
       repeat(batch, kRows));
 }
 
-void compare_ten_parameters(int steps) {
+void compare_ten_parameters(int64_t steps) {
   Batch batch;
   batch.tensors["x"] = torch::randn({8, 4});
   compare<TenParameters>(
@@ -177,17 +157,9 @@ void compare_ten_parameters(int steps) {
 } // namespace hasten
 
 int main(int argc, char** argv) {
-  int steps = 100;
-  for (int i = 1; i < argc; ++i) {
-    if (std::strcmp(argv[i], "--smoke") == 0) {
-      steps = 3;
-    } else if (std::strcmp(argv[i], "--steps") == 0 && i + 1 < argc) {
-      steps = std::max(1, std::atoi(argv[++i]));
-    } else {
-      std::fprintf(
-          stderr, "usage: accelerator_overhead [--steps N] [--smoke]\n");
-      return 2;
-    }
+  const int64_t steps = hasten::steps_of(argc, argv, 100, 3);
+  if (steps == 0) {
+    return 2;
   }
   hasten::compare_bert_mini(steps);
   hasten::compare_ten_parameters(100 * steps);

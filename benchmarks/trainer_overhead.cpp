@@ -7,17 +7,12 @@
 // other left them.
 #include <torch/torch.h>
 
-#include <algorithm>
 #include <chrono>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
 #include <functional>
 
-#include "hasten/core/random.h"
-#include "hasten/models/bert.h"
 #include "hasten/optim/adamw.h"
 #include "hasten/trainer/trainer.h"
+#include "overhead.h"
 
 namespace hasten {
 
@@ -69,11 +64,6 @@ class Alternate final : public TrainerCallback {
   std::function<void()> by_hand_;
   OverheadClock::time_point resumed_{};
 };
-
-double middle(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  return values.empty() ? 0 : values[values.size() / 2];
-}
 
 constexpr int64_t kOverheadBatch = 8;
 constexpr double kOverheadRate = 1e-4;
@@ -131,13 +121,7 @@ void compare(
   const auto alternate = std::make_shared<Alternate>(by_hand);
   trainer.add_callback(alternate);
   trainer.train();
-  std::printf(
-      "{\"case\": \"%s\", \"steps\": %lld, \"ours\": %.9f, \"plain\": %.9f}\n",
-      name,
-      static_cast<long long>(steps),
-      middle(alternate->ours),
-      middle(alternate->plain));
-  std::fflush(stdout);
+  print_case(name, alternate->ours, alternate->plain);
 }
 
 void compare_bert_mini(int64_t steps) {
@@ -145,11 +129,7 @@ void compare_bert_mini(int64_t steps) {
   compare<BertForSequenceClassification>(
       "bert_mini",
       steps,
-      [] {
-        set_seed(1);
-        return BertForSequenceClassification(
-            BertConfig::from_shape("bert-mini"));
-      },
+      seeded_bert_mini,
       [](BertForSequenceClassification& model, const Batch& batch) {
         const at::Tensor logits =
             model->forward(batch["input_ids"], at::Tensor());
@@ -186,16 +166,9 @@ void compare_ten_parameters(int64_t steps) {
 } // namespace hasten
 
 int main(int argc, char** argv) {
-  int64_t steps = 150;
-  for (int i = 1; i < argc; ++i) {
-    if (std::strcmp(argv[i], "--smoke") == 0) {
-      steps = 8;
-    } else if (std::strcmp(argv[i], "--steps") == 0 && i + 1 < argc) {
-      steps = std::max(8, std::atoi(argv[++i]));
-    } else {
-      std::fprintf(stderr, "usage: trainer_overhead [--steps N] [--smoke]\n");
-      return 2;
-    }
+  const int64_t steps = hasten::steps_of(argc, argv, 150, 8);
+  if (steps == 0) {
+    return 2;
   }
   hasten::compare_bert_mini(steps);
   hasten::compare_ten_parameters(20 * steps);

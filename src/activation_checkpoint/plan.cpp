@@ -364,14 +364,16 @@ std::string pareto_svg(
         << y(plan->predicted_seconds) << "\"/>\n";
   }
   for (const Point& point : others) {
-    // The curve falls: right of a point there is room, but at the right end.
+    // The curve falls: right of a point there is room, but at the right end, where it is
+    // flat and the room is above.
     const double at = x(point.cost.peak_bytes);
     const bool right = at < 345;
     svg << R"(<circle r="4" fill="firebrick" cx=")" << at << R"(" cy=")"
         << y(point.cost.seconds) << "\"/>\n"
         << R"(<text text-anchor=")" << (right ? "start" : "end") << R"(" x=")"
-        << at + (right ? 6 : -6) << R"(" y=")" << y(point.cost.seconds) - 6
-        << "\">" << point.label << "</text>\n";
+        << at + (right ? 6 : -6) << R"(" y=")"
+        << y(point.cost.seconds) - (right ? 6 : 14) << "\">" << point.label
+        << "</text>\n";
   }
   svg << "</svg>\n";
   return svg.str();
