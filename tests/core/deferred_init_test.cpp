@@ -105,7 +105,7 @@ static std::string c10_error(const std::function<void()>& function) {
   return "no c10::Error";
 }
 
-static std::string input_error(const std::function<void()>& function) {
+static std::string deferred_error(const std::function<void()>& function) {
   try {
     function();
   } catch (const InputError& error) {
@@ -221,7 +221,7 @@ TEST(DeferredInit, AnErrorInTheConstructorLeavesNothingBehind) {
   torch::nn::Linear after(3, 3);
   EXPECT_FALSE(is_deferred(*after));
   EXPECT_TRUE(says(
-      input_error([] {
+      deferred_error([] {
         deferred_init([] { return std::shared_ptr<torch::nn::LinearImpl>(); });
       }),
       "null"));
@@ -241,7 +241,7 @@ TEST(DeferredInit, OutsideTensorsAreReadAsTheyWere) {
   materialize({made->weight});
   EXPECT_TRUE(torch::equal(made->weight, torch::ones({1, 40})));
   source.mul_(2); // outside: nobody saw it
-  const std::string error = input_error([&] { materialize(*made); });
+  const std::string error = deferred_error([&] { materialize(*made); });
   EXPECT_TRUE(says(error, "changed")) << error;
   EXPECT_TRUE(is_deferred(made->bias));
 }
