@@ -93,13 +93,13 @@ void materialize_start(
 // Of small tensors, in one operation. Bytes.
 constexpr size_t kPack = 4 << 20;
 
+// Of the shape alone: strides may differ by rank.
 bool travels_alone(const at::Tensor& tensor) {
-  return !tensor.is_contiguous() ||
-         static_cast<int64_t>(tensor.nbytes()) >= kTravelsAlone;
+  return static_cast<int64_t>(tensor.nbytes()) >= kTravelsAlone;
 }
 
-at::Tensor as_bytes(const at::Tensor& contiguous) {
-  return contiguous.detach().view({-1}).view(at::kByte);
+at::Tensor as_bytes(const at::Tensor& tensor) {
+  return tensor.contiguous().view({-1}).view(at::kByte);
 }
 
 // Tensors that one operation sends.
@@ -138,7 +138,11 @@ struct Pack {
     int64_t begin = 0;
     for (const at::Tensor& tensor : tensors) {
       const auto size = static_cast<int64_t>(tensor.nbytes());
-      as_bytes(tensor).copy_(sent.narrow(0, begin, size));
+      const at::Tensor whole = tensor.contiguous(); // mostly the tensor itself
+      as_bytes(whole).copy_(sent.narrow(0, begin, size));
+      if (!whole.is_same(tensor)) {
+        tensor.copy_(whole);
+      }
       begin += size;
     }
   }
