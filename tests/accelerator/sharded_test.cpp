@@ -171,7 +171,8 @@ TEST(Sharded, AnOptimizerThatHasSteppedBeforeGoesOn) {
 }
 
 // 1.2 MB of parameters: with gradients and moments 4.7 MB, of which a rank of two
-// holds half and a few blocks.
+// holds half and the blocks under way; how many depends on when Gloo lets go of what it
+// sent.
 TEST(Sharded, TrainsUnderALimitThatWholeCopiesExceed) {
   install_memory_meter();
   const auto fits = [](Strategy strategy) {
@@ -185,7 +186,7 @@ TEST(Sharded, TrainsUnderALimitThatWholeCopiesExceed) {
     }
     AdamW adamw(model->parameters());
     auto [prepared, optimizer] = accelerator.prepare(model, adamw);
-    const MemoryLimit limit(before + 3'600'000);
+    const MemoryLimit limit(before + 4'100'000);
     try {
       for (int step = 0; step < 3; ++step) {
         auto window = accelerator.accumulate(prepared);
