@@ -4,6 +4,7 @@
 #include <torch/nn/module.h>
 #include <nlohmann/json.hpp>
 
+#include <optional>
 #include <sstream>
 
 #include "hasten/base/error.h"
@@ -110,7 +111,7 @@ struct Pack {
   CommHandle handle{};
 
   bool takes(const at::Tensor& other) const {
-    return bytes + other.nbytes() <= kPack && !travels_alone(tensors[0]) &&
+    return bytes + other.nbytes() <= kPack &&
            tensors[0].device() == other.device();
   }
   void add(const at::Tensor& tensor) {
@@ -154,15 +155,17 @@ void broadcast_tensors(
     const std::string& what) {
   const at::NoGradGuard no_grad;
   std::vector<Pack> packs;
-  size_t open = 0; // the pack that small tensors go into, once there is one
+  std::optional<size_t> open; // the pack that small tensors go into
   for (const auto& [name, tensor] : tensors) {
-    const bool small = !travels_alone(tensor);
-    if (!small || open >= packs.size() || !packs[open].takes(tensor)) {
-      open = small ? packs.size() : open;
+    if (travels_alone(tensor)) {
       packs.emplace_back().add(tensor);
-    } else {
-      packs[open].add(tensor);
+      continue;
     }
+    if (!open || !packs[*open].takes(tensor)) {
+      open = packs.size();
+      packs.emplace_back();
+    }
+    packs[*open].add(tensor);
   }
   for (Pack& pack : packs) {
     pack.start(communicator, what);
