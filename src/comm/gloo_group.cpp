@@ -178,13 +178,7 @@ void GroupCore::poll_together(const std::string& operation, uint64_t sequence) {
   }
   compared = now;
   compared_at = sequence;
-  std::string tensors;
-  {
-    const std::lock_guard<std::mutex> lock(progress->mutex);
-    tensors = progress->tensors;
-  }
-  const std::string other = link->liveness().describe_other(
-      key, members, sequence, operation, tensors);
+  const std::string other = link->liveness().describe_other(*progress, members);
   if (other.empty() || sequence != apart_at) {
     apart_at = sequence;
     together = now;

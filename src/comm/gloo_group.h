@@ -165,11 +165,11 @@ class GlooGroup final : public Communicator {
       const at::Tensor& input,
       c10::intrusive_ptr<c10d::Work> (*start)(
           c10d::ProcessGroupGloo&, at::Tensor& to, at::Tensor& from));
-  /// Every rank's value, [rank]. `kind` keeps apart exchanges of one sequence.
+  /// Every rank's value, [rank]. A rank's n-th exchange meets the n-th of all others;
+  /// where these are not one operation, it throws on all.
   std::vector<nlohmann::json> exchange(
       const std::string& operation,
       uint64_t sequence,
-      const char* kind,
       const nlohmann::json& value);
   /// Enters an operation that is about `tensors`. Where options.check_shapes says so,
   /// throws on all ranks where a rank's operation or tensors are others.

@@ -60,14 +60,18 @@ class ByteExchange {
 std::vector<nlohmann::json> GlooGroup::exchange(
     const std::string& operation,
     uint64_t sequence,
-    const char* kind,
     const nlohmann::json& value) {
+  uint64_t number = 0;
+  {
+    const std::lock_guard<std::mutex> lock(core_->progress->mutex);
+    number = ++core_->progress->exchanges;
+  }
   // CBOR, since JSON text has no NaN and no infinity.
   const auto bytes = std::make_shared<ByteExchange>(
-      std::string(kind) + "/" + core_->key + "/" + std::to_string(sequence),
+      "values/" + core_->key + "/" + std::to_string(number),
       rank(),
       world_size(),
-      nlohmann::json::to_cbor({operation, value}));
+      nlohmann::json::to_cbor({operation, sequence, value}));
   std::future<std::vector<StoreBytes>> future =
       core_->link->store().post_until<std::vector<StoreBytes>>(
           [bytes](c10d::Store& store, const std::atomic<bool>& cancelled) {
@@ -98,12 +102,16 @@ std::vector<nlohmann::json> GlooGroup::exchange(
   }
   std::vector<nlohmann::json> values;
   std::vector<std::string> operations;
+  std::vector<std::string> numbered; // one name may be several operations
   for (const StoreBytes& bytes : all) {
-    nlohmann::json pair = nlohmann::json::from_cbor(bytes);
-    operations.push_back(pair[0]);
-    values.push_back(std::move(pair[1]));
+    nlohmann::json sent = nlohmann::json::from_cbor(bytes);
+    operations.push_back(sent[0]);
+    numbered.push_back(
+        operations.back() + " as its operation " + sent[1].dump());
+    values.push_back(std::move(sent[2]));
   }
   require_equal(operation, operations);
+  require_equal(operation, numbered);
   return values;
 }
 
@@ -131,8 +139,7 @@ void GlooGroup::check_equal(
     uint64_t sequence,
     const std::string& tensors) {
   std::vector<std::string> texts;
-  for (nlohmann::json& value :
-       exchange(operation, sequence, "check", tensors)) {
+  for (nlohmann::json& value : exchange(operation, sequence, tensors)) {
     texts.push_back(value);
   }
   require_equal(operation, texts);
@@ -141,7 +148,7 @@ void GlooGroup::check_equal(
 std::vector<nlohmann::json> GlooGroup::gather_json(
     const nlohmann::json& value, std::string_view name) {
   const std::string operation = operation_label("gather_json", name);
-  return exchange(operation, core_->enter(operation), "json", value);
+  return exchange(operation, core_->enter(operation), value);
 }
 
 nlohmann::json GlooGroup::broadcast_json(
@@ -150,7 +157,6 @@ nlohmann::json GlooGroup::broadcast_json(
   return exchange(
       operation,
       core_->enter(operation),
-      "json",
       rank() == 0 ? value : nlohmann::json())[0];
 }
 
@@ -161,11 +167,8 @@ at::Tensor GlooGroup::all_gather_rows(
   std::vector<int64_t> counts; // [rank]
   std::vector<std::string> texts;
   const std::string row_text = "rows of " + rows_text(rows);
-  for (const nlohmann::json& shape : exchange(
-           operation,
-           core_->enter(operation),
-           "json",
-           {rows.size(0), row_text})) {
+  for (const nlohmann::json& shape :
+       exchange(operation, core_->enter(operation), {rows.size(0), row_text})) {
     counts.push_back(shape[0]);
     texts.push_back(shape[1]);
   }

@@ -186,13 +186,13 @@ void Liveness::Shared::loop() {
   }
 }
 
-/// State, count, then {"group": [sequence, operation, tensors]}. Under the mutex.
+/// State, count, then {"group": [sequence, operation, tensors, exchanges]}. Under the mutex.
 std::string Liveness::Shared::beat_text() {
   nlohmann::json operations = nlohmann::json::object();
   for (const std::shared_ptr<GroupProgress>& group : groups) {
     const std::lock_guard<std::mutex> lock(group->mutex);
     operations[group->group] = {
-        group->sequence, group->operation, group->tensors};
+        group->sequence, group->operation, group->tensors, group->exchanges};
   }
   const char* state = leaving ? "l " : failed ? "s " : "a ";
   return state + std::to_string(++beats) + " " + json_text(operations);
@@ -410,29 +410,32 @@ Liveness::Entered Liveness::entered(
     return {};
   }
   const nlohmann::json& last = groups[group];
-  return {last[0], last[1], last[2]};
+  return {last[0], last[1], last[2], last[3]};
 }
 
 std::string Liveness::describe_other(
-    const std::string& group,
-    const std::vector<int>& members,
-    uint64_t sequence,
-    const std::string& operation,
-    const std::string& tensors) const {
+    GroupProgress& own, const std::vector<int>& members) const {
   Shared& s = *shared_;
   const std::lock_guard<std::mutex> lock(s.mutex);
+  const std::lock_guard<std::mutex> own_lock(own.mutex);
   const auto with = [](const std::string& name, const std::string& of) {
     return of.empty() ? name : name + " with " + of;
   };
   for (const int member : members) {
-    const Entered last = entered(s.peers[static_cast<size_t>(member)], group);
-    const bool other = last.sequence == sequence &&
-                       (last.operation != operation || last.tensors != tensors);
-    if (member != s.rank && (other || last.sequence > sequence)) {
+    const Entered last =
+        entered(s.peers[static_cast<size_t>(member)], own.group);
+    const bool other =
+        last.sequence == own.sequence &&
+        (last.operation != own.operation || last.tensors != own.tensors);
+    // One that has exchanged as often took this rank's value with it, or will.
+    const bool gone_on =
+        last.sequence > own.sequence && last.exchanges < own.exchanges;
+    if (member != s.rank && (other || gone_on)) {
       return "rank " + std::to_string(s.name(member)) +
              (other ? " has " : " has gone on to ") +
              with(last.operation, last.tensors) + ", rank " +
-             std::to_string(s.own_name()) + " has " + with(operation, tensors);
+             std::to_string(s.own_name()) + " has " +
+             with(own.operation, own.tensors);
     }
   }
   return {};
@@ -454,14 +457,15 @@ std::string Liveness::describe_missing(
     }
     const Peer& peer = s.peers[i];
     std::string about;
-    const auto [reached, last, tensors] = entered(peer, group);
+    const Entered last = entered(peer, group);
     if (peer.left) {
       about = " has left the world";
-    } else if (reached < sequence) {
+    } else if (last.sequence < sequence) {
       about = " has not entered it";
-      about += last.empty() ? "" : " (its last is " + last + ")";
-    } else if (reached == sequence && last != operation) {
-      about = " is in " + last + " instead";
+      about +=
+          last.operation.empty() ? "" : " (its last is " + last.operation + ")";
+    } else if (last.sequence == sequence && last.operation != operation) {
+      about = " is in " + last.operation + " instead";
     }
     if (s.watched[i] &&
         process_state(

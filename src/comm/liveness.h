@@ -41,6 +41,7 @@ struct GroupProgress {
   uint64_t sequence = 0;
   std::string operation; // all_reduce "x"
   std::string tensors; // "sum of Float [3]"; empty where it has none
+  uint64_t exchanges = 0; // in which every rank waits for a value of each other
 };
 
 struct LivenessConfig {
@@ -95,15 +96,11 @@ class Liveness {
       const std::vector<int>& members,
       uint64_t sequence,
       const std::string& operation) const;
-  /// Whether a member does another thing as the group's `sequence`-th operation, or
-  /// has gone past it: "rank 1 has all_reduce "x" of …"; empty where none does. As
-  /// known by the last look.
+  /// Whether a member does another thing as the operation in which this rank waits for
+  /// values, or has gone past it without: "rank 1 has all_reduce "x" of …"; empty where
+  /// none does. As known by the last look.
   std::string describe_other(
-      const std::string& group,
-      const std::vector<int>& members,
-      uint64_t sequence,
-      const std::string& operation,
-      const std::string& tensors) const;
+      GroupProgress& own, const std::vector<int>& members) const;
   /// Ranks that have left the world by close().
   std::vector<int> left_ranks() const;
   /// True where each peer has left, ended, or seen the failure.
@@ -134,6 +131,7 @@ class Liveness {
     uint64_t sequence = 0; // 0: no operation yet
     std::string operation{};
     std::string tensors{};
+    uint64_t exchanges = 0;
   };
 
   static void run(const std::shared_ptr<Shared>& shared);

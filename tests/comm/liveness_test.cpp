@@ -20,7 +20,9 @@ static bool comes_true(const std::function<bool()>& condition) {
   return condition();
 }
 
-TEST(Liveness, TellsWhoIsLostBehindAFailureToo) {
+using Ranks = std::vector<std::unique_ptr<Liveness>>;
+
+static Ranks three_ranks() {
   const StorePtr store = c10::make_intrusive<c10d::HashStore>();
   store->set(Liveness::kFailureKey, std::string(Liveness::kNoFailure));
   std::vector<Hello> hellos;
@@ -33,7 +35,7 @@ TEST(Liveness, TellsWhoIsLostBehindAFailureToo) {
     hello.process_host = "host " + std::to_string(rank);
     hellos.push_back(hello);
   }
-  std::vector<std::unique_ptr<Liveness>> ranks;
+  Ranks ranks;
   for (int rank = 0; rank < 3; ++rank) {
     World world;
     world.rank = rank;
@@ -42,6 +44,11 @@ TEST(Liveness, TellsWhoIsLostBehindAFailureToo) {
     ranks.push_back(std::make_unique<Liveness>(
         LivenessConfig{world, store, hellos, milliseconds(800), [] {}}));
   }
+  return ranks;
+}
+
+TEST(Liveness, TellsWhoIsLostBehindAFailureToo) {
+  const Ranks ranks = three_ranks();
   using Lost = std::vector<bool>;
   std::this_thread::sleep_for(milliseconds(300));
   EXPECT_EQ(ranks[0]->lost(), (Lost{false, false, false}));
@@ -61,6 +68,42 @@ TEST(Liveness, TellsWhoIsLostBehindAFailureToo) {
   ranks[1]->stop(milliseconds(1000));
   EXPECT_TRUE(
       comes_true([&] { return ranks[0]->lost() == Lost{false, true, true}; }));
+}
+
+// A rank whose thread is held up may find its peers well past what it still waits for:
+// they have its value. Only one that went on without it is elsewhere.
+TEST(Liveness, APeerThatHasExchangedAsOftenMayHaveGoneOn) {
+  const Ranks ranks = three_ranks();
+  std::vector<std::shared_ptr<GroupProgress>> groups;
+  for (const auto& rank : ranks) {
+    groups.push_back(rank->add_group("world"));
+  }
+  const auto other_than_mine =
+      [&](uint64_t sequence, const std::string& operation, uint64_t exchanges) {
+        {
+          const std::lock_guard<std::mutex> lock(groups[1]->mutex);
+          groups[1]->sequence = sequence;
+          groups[1]->operation = operation;
+          groups[1]->exchanges = exchanges;
+        }
+        EXPECT_TRUE(ranks[1]->look(milliseconds(5000)));
+        EXPECT_TRUE(ranks[0]->look(milliseconds(5000)));
+        return ranks[0]->describe_other(*groups[0], {0, 1, 2});
+      };
+  groups[0]->sequence = 7;
+  groups[0]->operation = "gather_json \"mine\"";
+  groups[0]->exchanges = 3;
+  EXPECT_EQ(other_than_mine(6, "barrier \"before\"", 2), "");
+  EXPECT_EQ(other_than_mine(7, "gather_json \"mine\"", 3), "");
+  EXPECT_EQ(other_than_mine(9, "barrier \"later\"", 3), "");
+  EXPECT_EQ(other_than_mine(9, "gather_json \"later\"", 4), "");
+  EXPECT_EQ(
+      other_than_mine(9, "barrier \"later\"", 2),
+      "rank 11 has gone on to barrier \"later\", rank 10 has gather_json "
+      "\"mine\"");
+  EXPECT_EQ(
+      other_than_mine(7, "barrier \"other\"", 2),
+      "rank 11 has barrier \"other\", rank 10 has gather_json \"mine\"");
 }
 
 } // namespace hasten::detail

@@ -9,7 +9,7 @@ namespace hasten::testing_support {
 
 /// A new group of all ranks of test_world(), named after the case and closed at
 /// its end. Its timeout is 20 s, so that a late rank is named before the case's
-/// own limit of 30 s. Collective.
+/// own limit. Collective.
 std::shared_ptr<Communicator> fresh_communicator();
 
 /// The same with options of the caller.
