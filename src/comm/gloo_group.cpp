@@ -10,6 +10,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <utility>
 
+#include "batch_threads.h"
 #include "hasten/base/error.h"
 #include "hasten/base/process.h"
 #include "tensor_checks.h"
@@ -304,6 +305,7 @@ void GlooGroup::connect() {
        size = world_size(),
        prefix = "group/" + core_->key](
           c10d::Store& store, const std::atomic<bool>&) {
+        const BatchThreads batch;
         return c10::make_intrusive<c10d::ProcessGroupGloo>(
             c10::make_intrusive<c10d::PrefixStore>(
                 prefix, StorePtr::reclaim_copy(&store)),

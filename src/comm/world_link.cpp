@@ -7,6 +7,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #include <utility>
 
+#include "batch_threads.h"
 #include "broken_pipe.h"
 #include "hasten/base/error.h"
 #include "hasten/base/log.h"
@@ -207,6 +208,7 @@ std::shared_ptr<gloo::transport::Device> WorldLink::device(
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!device_ || device_address_ != host) {
     const NoBrokenPipeSignal none; // in its thread
+    const BatchThreads batch;
     device_ = c10d::ProcessGroupGloo::createDeviceForHostname(host);
     device_address_ = host;
   }

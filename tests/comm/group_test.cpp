@@ -1,4 +1,5 @@
 #include <gtest/gtest.h>
+#include <sched.h>
 #include <torch/torch.h>
 
 #include <csignal>
@@ -64,6 +65,26 @@ TEST(Group, ThreadsThatWriteToPeersTakeNoSigpipe) {
   }
   EXPECT_GE(started, comm->world_size() > 1 ? 2U : 0U);
   comm->close();
+}
+
+// See Note [Spinning] of batch_threads.h.
+TEST(Group, GlooThreadsInterruptNobody) {
+  const auto comm = fresh_communicator();
+  comm->barrier("all are connected");
+  int gloo = 0;
+  for (const auto& entry :
+       std::filesystem::directory_iterator("/proc/self/task")) {
+    std::string name;
+    std::ifstream(entry.path() / "comm") >> name;
+    if (name.find("gloo") != std::string::npos) {
+      ++gloo;
+      const int thread = std::stoi(entry.path().filename());
+      EXPECT_EQ(::sched_getscheduler(thread), SCHED_BATCH) << name;
+    }
+  }
+  // One that reads, and the one that ran the barrier; others may be nameless yet.
+  EXPECT_EQ(gloo >= 2, comm->world_size() > 1) << gloo;
+  EXPECT_EQ(::sched_getscheduler(0), SCHED_OTHER);
 }
 
 TEST(Group, DuplicatesHaveAnOrderOfOperationsOfTheirOwn) {

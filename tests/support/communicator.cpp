@@ -6,7 +6,7 @@ namespace hasten::testing_support {
 
 std::shared_ptr<Communicator> fresh_communicator() {
   CommunicatorOptions options;
-  options.timeout = std::chrono::seconds(20);
+  options.timeout = std::chrono::seconds(60);
   options.name = case_name();
   return fresh_communicator(options);
 }

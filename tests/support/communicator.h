@@ -8,7 +8,7 @@
 namespace hasten::testing_support {
 
 /// A new group of all ranks of test_world(), named after the case and closed at
-/// its end. Its timeout is 20 s, so that a late rank is named before the case's
+/// its end. Its timeout is 60 s, so that a late rank is named before the case's
 /// own limit. Collective.
 std::shared_ptr<Communicator> fresh_communicator();
 

@@ -4,7 +4,7 @@
 // same order. A case passes when it passes on every rank; after one that does
 // not, the ranks are started afresh with the next case. Torch is seeded with
 // rank + 1 before each case, so ranks differ until something makes them equal.
-// A case has 120 s. Every rank must run, or skip, the same cases.
+// A case has 300 s. Every rank must run, or skip, the same cases.
 //
 //   TEST(Ddp, RanksStartEqual) {
 //     auto communicator = testing_support::fresh_communicator();

@@ -344,7 +344,7 @@ void at_case_end(std::function<void()> function) {
 
 double case_seconds() {
   const char* text = std::getenv("HASTEN_TEST_CASE_SECONDS");
-  return text ? std::atof(text) : 120;
+  return text ? std::atof(text) : 300;
 }
 
 } // namespace hasten::testing_support

@@ -13,8 +13,8 @@ int run_as_rank();
 /// after a failed case. Never calls torch. Returns the exit code.
 int run_as_parent(int world_size, const std::vector<std::string>& argv);
 
-/// Seconds a case has (HASTEN_TEST_CASE_SECONDS, else 120). Cases take a few; a machine
-/// whose host runs others first needs ten times that now and then.
+/// Seconds a case has (HASTEN_TEST_CASE_SECONDS, else 300). Cases take a few; a machine
+/// whose host runs others first needs twenty times that now and then.
 double case_seconds();
 
 /// A rank whose watchdog fired.
