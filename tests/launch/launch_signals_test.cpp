@@ -79,8 +79,11 @@ TEST(LaunchSignals, OneSignalReachesEveryRankAndDecidesTheExitCode) {
   const std::pair<int, const char*> signals[] = {
       {SIGINT, "INT"}, {SIGTERM, "TERM"}, {SIGHUP, "HUP"}};
   for (const auto& [signal, name] : signals) {
-    const LauncherProcess launcher(
-        trap_script(name), [] { std::signal(SIGHUP, SIG_DFL); });
+    // The tests themselves may run behind nohup, or in the background.
+    const LauncherProcess launcher(trap_script(name), [] {
+      std::signal(SIGHUP, SIG_DFL);
+      std::signal(SIGINT, SIG_DFL);
+    });
     launcher.send(signal);
     EXPECT_EQ(launcher.wait().code, 128 + signal);
     EXPECT_TRUE(launcher.exists("got0"));
