@@ -69,6 +69,11 @@ TEST(Group, ThreadsThatWriteToPeersTakeNoSigpipe) {
 
 // See Note [Spinning] of batch_threads.h.
 TEST(Group, GlooThreadsInterruptNobody) {
+  const sched_param parameters{};
+  if (::sched_setscheduler(0, SCHED_BATCH, &parameters) != 0 ||
+      ::sched_setscheduler(0, SCHED_OTHER, &parameters) != 0) {
+    GTEST_SKIP() << "the kernel refuses SCHED_BATCH";
+  }
   const auto comm = fresh_communicator();
   comm->barrier("all are connected");
   int gloo = 0;
