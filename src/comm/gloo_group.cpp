@@ -184,7 +184,7 @@ void GroupCore::poll_together(const std::string& operation, uint64_t sequence) {
     apart_at = sequence;
     together = now;
   }
-  // A peer that has gone on may have seen what this rank is about to see.
+  // Where both exchange, what they sent is about to name it, on all ranks alike.
   if (!other.empty() && now - together > milliseconds(1000)) {
     fail(operation, other, kSameOperations);
   }

@@ -186,7 +186,8 @@ void Liveness::Shared::loop() {
   }
 }
 
-/// State, count, then {"group": [sequence, operation, tensors, exchanges]}. Under the mutex.
+/// State, count, then {"group": [sequence, operation, tensors, exchanges]}. Under the
+/// mutex.
 std::string Liveness::Shared::beat_text() {
   nlohmann::json operations = nlohmann::json::object();
   for (const std::shared_ptr<GroupProgress>& group : groups) {
@@ -414,7 +415,7 @@ Liveness::Entered Liveness::entered(
 }
 
 std::string Liveness::describe_other(
-    GroupProgress& own, const std::vector<int>& members) const {
+    const GroupProgress& own, const std::vector<int>& members) const {
   Shared& s = *shared_;
   const std::lock_guard<std::mutex> lock(s.mutex);
   const std::lock_guard<std::mutex> own_lock(own.mutex);

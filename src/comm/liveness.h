@@ -37,7 +37,7 @@ struct FailureCause {
 /// operations, read by the beat.
 struct GroupProgress {
   std::string group;
-  std::mutex mutex;
+  mutable std::mutex mutex;
   uint64_t sequence = 0;
   std::string operation; // all_reduce "x"
   std::string tensors; // "sum of Float [3]"; empty where it has none
@@ -100,7 +100,7 @@ class Liveness {
   /// values, or has gone past it without: "rank 1 has all_reduce "x" of …"; empty where
   /// none does. As known by the last look.
   std::string describe_other(
-      GroupProgress& own, const std::vector<int>& members) const;
+      const GroupProgress& own, const std::vector<int>& members) const;
   /// Ranks that have left the world by close().
   std::vector<int> left_ranks() const;
   /// True where each peer has left, ended, or seen the failure.
