@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "hasten/base/error.h"
+#include "zero_backward.h"
 
 namespace hasten {
 
@@ -199,7 +200,7 @@ void GradientWindow::backward(
                  : next_scale_;
   }
   // Turns the loss into a sum.
-  const double times = sum_weight && !batch_.stand_in ? 1.0 : weight;
+  const double times = sum_weight && weight > 0 ? 1.0 : weight;
   const double batches =
       static_cast<double>(options_.steps * communicator_->world_size());
   const double seed = !equal_batches() ? times / scale_
@@ -278,7 +279,9 @@ void GradientWindow::backward_outside(
   rows_ += static_cast<double>(batch.rows.value_or(0));
   last_ = reduce;
   idle_ = idle_ && batch.stand_in;
-  const double times = batch.stand_in ? 0 : sum_weight ? 1.0 : weight_;
+  const bool nothing =
+      batch.stand_in || sum_weight.value_or(batch.weight.value_or(1)) == 0;
+  const double times = nothing ? 0 : sum_weight ? 1.0 : weight_;
   const double count =
       sum_weight.value_or(weight_); // what times · loss is over
   const double seed = !equal_batches() ? times / scale_
@@ -311,12 +314,15 @@ void GradientWindow::run_backward(
            .hold = model != models_.front(),
            .factor = [this] { return factor_of(control_.wait()); }});
     }
-    // A mean over no rows is NaN and says nothing.
     if (runs) {
       // In 16 bits neither the weight nor the scale would be exact.
       const bool narrow = loss.scalar_type() == at::kHalf ||
                           loss.scalar_type() == at::kBFloat16;
       const at::Tensor wide = narrow ? loss.to(at::kFloat) : loss;
+      std::optional<detail::ZeroBackward> zeros;
+      if (times == 0) {
+        zeros.emplace(wide);
+      }
       wide.backward(at::full_like(wide, seed * loss_scale_), retain_graph);
     }
     for (auto& model : models_) {

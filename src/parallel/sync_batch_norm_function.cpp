@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/custom_class.h>
 
+#include <algorithm>
 #include <sstream>
 
 #include "hasten/base/error.h"
@@ -85,6 +86,20 @@ struct JoinedStatistics {
   double count = 0;
 };
 
+// All ranks have all statistics, so each says the same.
+[[noreturn]] static void refuse_non_finite_input(
+    const SyncLayer& layer, const at::Tensor& all) {
+  const at::Tensor finite = all.isfinite().all(1).contiguous();
+  const auto* of_rank = finite.const_data_ptr<bool>();
+  const auto rank = std::find(of_rank, of_rank + finite.numel(), false);
+  throw InputError(
+      kSyncBatchNorm,
+      layer.name + ": the input of rank " + std::to_string(rank - of_rank) +
+          " has no finite mean or variance",
+      "inputs without NaN and infinity on every rank",
+      "look at that rank's batch, and at what the layers before make of it");
+}
+
 static JoinedStatistics join_statistics(
     const SyncLayer& layer, const at::Tensor& mine) {
   at::Tensor all =
@@ -105,6 +120,9 @@ static JoinedStatistics join_statistics(
   joined.mean = (means * share).sum(0);
   joined.var =
       ((all.narrow(1, c, c) + (means - joined.mean).square()) * share).sum(0);
+  if (!joined.var.isfinite().all().item<bool>()) {
+    refuse_non_finite_input(layer, all);
+  }
   return joined;
 }
 

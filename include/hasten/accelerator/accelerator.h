@@ -170,8 +170,8 @@ class Accelerator : public Gradients {
       const PreparedLoader<Range>& loader, const Models&... models) {
     return open(loader.shared_->state, std::nullopt, models...);
   }
-  /// For batch types whose rows are not known: `weight` ≥ 0 is what the mean
-  /// loss was divided by.
+  /// `weight` ≥ 0 is what the mean loss was divided by, if not the batch's rows.
+  /// 0: the loss is not looked at; it may be NaN.
   template <typename Range, detail::ModelHolder... Models>
   AccumulateGuard accumulate(
       const PreparedLoader<Range>& loader,

@@ -74,7 +74,7 @@ struct WindowOptions {
 struct WindowBatch {
   /// The rank has no batch after it.
   bool data_ends = false;
-  /// What its mean loss was divided by.
+  /// What its mean loss was divided by. 0: the loss is never looked at; it may be NaN.
   std::optional<double> weight{};
   /// For the report.
   std::optional<int64_t> rows{};

@@ -20,7 +20,8 @@
 // Statistics are made in fp32 for 16-bit and fp32 inputs, in fp64 for fp64 ones, and
 // joined in fp64; every rank gets the same bits. Inputs that are channels-last stay so.
 // A forward that activation checkpointing runs again sends nothing and counts no batch.
-// A backward with create_graph through a layer throws InputError.
+// A backward with create_graph through a layer throws InputError, and so does a forward
+// where a rank's input holds NaN or infinity: on every rank, naming that one.
 // Threading: one thread a model. Design: docs/guides/sync-batch-norm.md
 #pragma once
 
