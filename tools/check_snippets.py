@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Every C++ block of the documentation is a piece of a file that is compiled.
+"""Every C++ and CMake block of the documentation is a piece of a file that is compiled.
 
 A block stands under `<!-- examples/03_accelerator.cpp: loop -->` and must equal the
-lines between `// [loop]` and `// [/loop]` of that file, without their common
-indentation and without the marks of pieces inside it. `--fix` writes them. Relative links must lead to files that exist.
+lines between `// [loop]` and `// [/loop]` of that file (`# [loop]` in CMake's), without
+their common indentation and without the marks of pieces inside it. `--fix` writes them.
+Relative links must lead to files that exist.
 """
 
 import re
@@ -11,7 +12,8 @@ import textwrap
 
 import tree
 
-PIECE = re.compile(r"^\s*// \[/?[\w-]+\]$")
+PIECE = re.compile(r"^\s*(?://|#) \[/?[\w-]+\]$")
+BLOCKS = {"```cpp": "C++", "```c++": "C++", "```cmake": "CMake"}
 MARK = re.compile(r"^<!-- ([\w./-]+): ([\w-]+) -->$")
 LINK = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)(#[^)]*)?\)")
 
@@ -21,7 +23,7 @@ def piece(root, file, name):
     if not path.is_file():
         return None, f"{file} is not there"
     lines = path.read_text().splitlines()
-    marks = [i for i, line in enumerate(lines) if line.strip() in (f"// [{name}]", f"// [/{name}]")]
+    marks = [i for i, line in enumerate(lines) if line.strip().removeprefix("//").removeprefix("#") in (f" [{name}]", f" [/{name}]")]
     if len(marks) != 2:
         return None, f"{file} has no piece [{name}] … [/{name}]"
     body = "\n".join(line for line in lines[marks[0] + 1 : marks[1]] if not PIECE.match(line))
@@ -41,7 +43,7 @@ def check_page(root, path, fix):
                 problems.append(tree.Problem(str(path), number + 1, f"links to {link[0]}, which is not there"))
         result.append(line)
         number += 1
-        if line.strip() not in ("```cpp", "```c++"):
+        if line.strip() not in BLOCKS:
             continue
         end = number
         while end < len(lines) and lines[end].strip() != "```":
@@ -49,7 +51,7 @@ def check_page(root, path, fix):
         block = lines[number:end]
         mark = MARK.match(lines[number - 2]) if number >= 2 else None
         if not mark:
-            problems.append(tree.Problem(str(path), number, "a C++ block that names no compiled file above it"))
+            problems.append(tree.Problem(str(path), number, f"a {BLOCKS[line.strip()]} block that names no compiled file above it"))
         else:
             expected, wrong = piece(root, mark[1], mark[2])
             if wrong:

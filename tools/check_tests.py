@@ -1,14 +1,35 @@
 #!/usr/bin/env python3
-"""Every *_test.cpp is compiled, none is switched off, no skip is silent."""
+"""Every *_test.cpp is compiled, none is switched off, no skip is silent.
+
+No two files define a type of one name in one namespace: the linker would keep one of the two
+definitions' functions for both, in silence.
+"""
 
 import re
 
 import tree
 
 
+DEFINITION = re.compile(r"^(?:struct|class|enum class|enum) (\w+)[^;]*$|^TORCH_MODULE\((\w+)\)")
+
+
+def types(text):
+    """(namespace::name, line) of the types that a file defines outside of functions."""
+    within = []
+    for number, line in enumerate(text.splitlines(), 1):
+        opened = re.match(r"namespace ?([\w:]*) \{$", line)
+        if opened:
+            within.append(opened[1] or None)
+        elif line.startswith("} // namespace") and within:
+            within.pop()
+        defined = DEFINITION.match(line)
+        if defined and None not in within:  # a file's own otherwise
+            yield "::".join([*within, defined[1] or defined[2]]), number
+
+
 def check(root):
     problems = []
-    registered = {}
+    registered, defined = {}, {}
     for path in tree.files(root, ("tests",)):
         if path.name == "CMakeLists.txt":
             text = re.sub(r"#.*", "", (root / path).read_text())
@@ -20,6 +41,10 @@ def check(root):
                 problems.append(
                     tree.Problem(str(path), 1, f"is in no hasten_tests() of {path.parent}/CMakeLists.txt")
                 )
+        for name, number in types((root / path).read_text()):
+            other = defined.setdefault(name, path)
+            if other != path:
+                problems.append(tree.Problem(str(path), number, f"defines {name}, as {other} does"))
         for number, line in enumerate((root / path).read_text().splitlines(), 1):
             if re.search(r"\bDISABLED_", line) or re.match(r"\s*#\s*if 0\b", line):
                 problems.append(tree.Problem(str(path), number, "a test that is switched off"))

@@ -108,6 +108,13 @@ class ChecksTest(unittest.TestCase):
     def test_tests_silent_skip(self):
         self.assert_bad("tests", {"tests/comm/b_test.cpp": "GTEST_SKIP();\n"}, "reason")
 
+    def test_tests_one_type_twice(self):
+        rig = "namespace a {\nnamespace b {\nstruct Rig {\n};\n} // namespace b\n} // namespace a\n"
+        other = "namespace a::b {\nstruct Rig {\n  int more;\n};\n} // namespace a::b\n"
+        same = {"tests/comm/c_test.cpp": rig, "tests/comm/CMakeLists.txt": "hasten_tests(unit b_test.cpp c_test.cpp)\n"}
+        write(self.root, same)
+        self.assert_bad("tests", {"tests/comm/b_test.cpp": other}, "c_test.cpp:3", "a::b::Rig", "b_test.cpp")
+
     def test_words_path(self):
         self.assert_bad("words", {"src/comm/b.cpp": "// see /" + "work/x\n"}, "path of one machine")
 
@@ -130,6 +137,14 @@ class ChecksTest(unittest.TestCase):
 
     def test_snippets_unmarked(self):
         self.assert_bad("snippets", {"README.md": "text\n\n```cpp\nrun();\n```\n"}, "names no compiled file")
+
+    def test_snippets_cmake(self):
+        page = "<!-- examples/CMakeLists.txt: use -->\n```cmake\nfind_package(a)\n```\n"
+        write(self.root, {"examples/CMakeLists.txt": "if(B)\n  # [use]\n  find_package(a)\n  # [/use]\nendif()\n", "README.md": page})
+        self.assert_bad("snippets", {"examples/CMakeLists.txt": "# [use]\nfind_package(b)\n# [/use]\n"}, "differs")
+
+    def test_snippets_cmake_unmarked(self):
+        self.assert_bad("snippets", {"README.md": "```cmake\nrun()\n```\n"}, "names no compiled file")
 
     def test_snippets_dead_link(self):
         self.assert_bad("snippets", {"README.md": "[page](docs/none.md)\n"}, "docs/none.md")

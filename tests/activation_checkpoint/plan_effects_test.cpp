@@ -27,8 +27,8 @@ struct DrawingImpl : torch::nn::Module {
 TORCH_MODULE(Drawing);
 
 // Draws between blocks, and runs every second one in bf16.
-struct MixedImpl : torch::nn::Module {
-  explicit MixedImpl(int64_t count) {
+struct AlternatingImpl : torch::nn::Module {
+  explicit AlternatingImpl(int64_t count) {
     for (int64_t i = 0; i < count; ++i) {
       blocks.emplace_back(8);
       register_module("block" + std::to_string(i), blocks.back());
@@ -52,10 +52,10 @@ struct MixedImpl : torch::nn::Module {
   }
   std::vector<Drawing> blocks;
 };
-TORCH_MODULE(Mixed);
+TORCH_MODULE(Alternating);
 
-static std::shared_ptr<const ActivationPlan> plan_for_mixed(
-    const Mixed& model, std::vector<PlanRegion> regions) {
+static std::shared_ptr<const ActivationPlan> plan_for_alternating(
+    const Alternating& model, std::vector<PlanRegion> regions) {
   auto plan = std::make_shared<ActivationPlan>();
   for (size_t i = 0; i < model->blocks.size(); ++i) {
     plan->blocks.push_back("block" + std::to_string(i));
@@ -66,7 +66,7 @@ static std::shared_ptr<const ActivationPlan> plan_for_mixed(
 
 TEST(PlannedRegions, DrawsAutocastAndRunOnceAreThoseOfForward) {
   torch::manual_seed(4);
-  Mixed model(5);
+  Alternating model(5);
   const Tensor x = torch::randn({3, 8});
   const auto run = [&](int64_t count) {
     return derive(model->parameters(), [&] {
@@ -85,7 +85,7 @@ TEST(PlannedRegions, DrawsAutocastAndRunOnceAreThoseOfForward) {
           {{1, 5}, {2, 4}, {2, 3}},
           {{0, 1}, {1, 2, BlockChoice::keep_ops}, {2, 5}, {2, 4}}}) {
       gradient_checkpointing_enable(
-          model.ptr(), {.plan = plan_for_mixed(model, regions)});
+          model.ptr(), {.plan = plan_for_alternating(model, regions)});
       for (int round = 0; round < 2; ++round) {
         expect_same_bits(plain, run(count));
         EXPECT_EQ(model->asked(), count) << regions.size();
