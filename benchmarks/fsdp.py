@@ -33,7 +33,7 @@ class FsdpStep(Bench):
             yield f"ranks_{ranks}_over_ddp", ours["seconds"], ddp
             yield f"ranks_{ranks}", ours["seconds"], None
             yield f"ranks_{ranks}_exposed", ours["gradient_seconds"] - alone["gradient_seconds"], None
-            if not self.options.smoke:
+            if self.options.peers:
                 theirs = peer_ranks(self.options, "fsdp_step.py", *steps, ranks=ranks)
                 apart = peer_ranks(self.options, "fsdp_step.py", "--alone", 1, *steps, ranks=ranks)
                 yield f"ranks_{ranks}", None, theirs["seconds"]

@@ -44,7 +44,7 @@ class LocalSgdAverage:
             yield row, ours["seconds"], None
             yield f"{row}_in_place", in_place["seconds"], None
             yield f"{row}_copy", ours["copy_seconds"], None
-            if not self.options.smoke:
+            if self.options.peers:
                 peer = peer_ranks(self.options, "local_sgd_average.py", shapes, *turns)["seconds"]
                 yield row, None, peer
                 yield f"{row}_in_place", None, peer

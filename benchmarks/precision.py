@@ -48,7 +48,7 @@ class Precision(Bench):
             seconds[precision] = 1000 / record["train_samples_per_second"]
         yield "minilm_reviews", seconds["bf16"], None
         yield "minilm_reviews_over_fp32", seconds["bf16"], seconds["fp32"]
-        if self.options.smoke:
+        if not self.options.peers:
             return
         peer = self.values([self.options.peer_python, ROOT / "benchmarks/peers/precision_step.py"])
         yield "bert_base", None, peer["step_bf16"]

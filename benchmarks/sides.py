@@ -26,6 +26,11 @@ class Case:
     limit: float | None = None  # our value may not be above it, without a peer
     peer: str | None = None  # where it is another than the benchmark's
 
+    def beside_before(self, most):
+        """The same where the other side is an earlier commit: held where it is held at all."""
+        held = self.most != float("inf")
+        return dataclasses.replace(self, most=most if held else self.most, limit=None, peer="before")
+
 
 @dataclasses.dataclass
 class Process:

