@@ -26,7 +26,8 @@ std::shared_ptr<torch::nn::Module> golden_tree() {
       elements.push_back(element);
     }
     for (size_t i = 0; i + 1 < elements.size(); ++i) {
-      auto child = parent->named_children().find(elements[i]);
+      const auto children = parent->named_children(); // outlives `child`
+      const auto* child = children.find(elements[i]);
       parent = child != nullptr
                    ? *child
                    : parent->register_module(
