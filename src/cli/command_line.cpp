@@ -452,11 +452,7 @@ Command parse_estimate_memory(std::vector<std::string> arguments) {
       "NAME",
       "how processes work together: ddp, zero1, zero2, fsdp, hsdp or "
       "local_sgd");
-  flags.value(
-      "--shard-size",
-      command.shard_size,
-      "N",
-      "of hsdp: processes that hold a copy together (default: all)");
+  declare_shard_size(flags, command.shard_size);
   flags.value("--nproc", command.nproc, "N", "processes on this machine");
   flags.group("Output");
   flags.flag("--json", command.json, "print one JSON object");

@@ -143,11 +143,7 @@ Command parse_compare(std::vector<std::string> arguments) {
       strategies,
       "NAME,...",
       "what each process holds of the model, as in hasten train --strategy");
-  flags.value(
-      "--shard-size",
-      command.arguments.shard_size,
-      "N",
-      "of hsdp: processes that hold a copy together (default: all)");
+  declare_shard_size(flags, command.arguments.shard_size);
   declare_compared_training(flags, command, memory_limit);
   if (!flags.parse(std::move(arguments))) {
     return Answer{flags.help()};

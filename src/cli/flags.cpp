@@ -517,6 +517,15 @@ void require_at_least(
       std::to_string(least) + " or more");
 }
 
+void declare_shard_size(FlagTable& flags, int64_t& shard_size) {
+  flags.value(
+      "--shard-size",
+      shard_size,
+      "N",
+      "of hsdp: processes that hold a copy together (default: all of one "
+      "host)");
+}
+
 void require_shard_size(
     const FlagTable& flags, int64_t shard_size, bool hsdp, int nproc) {
   require_flag(

@@ -240,6 +240,7 @@ void require_at_least(
     int64_t value,
     int64_t least);
 /// --shard-size, for a command that knows whether `hsdp` is asked for.
+void declare_shard_size(FlagTable& flags, int64_t& shard_size);
 void require_shard_size(
     const FlagTable& flags, int64_t shard_size, bool hsdp, int nproc);
 

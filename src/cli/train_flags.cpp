@@ -185,12 +185,7 @@ void declare_batches(FlagTable& flags, TrainingArguments& arguments) {
       "what each process holds of the model: ddp (all), zero1 (part of the "
       "optimizer's state), zero2 (of gradients too), fsdp (of parameters "
       "too) or hsdp (the same among --shard-size processes, copies beside)");
-  flags.value(
-      "--shard-size",
-      arguments.shard_size,
-      "N",
-      "of hsdp: processes that hold a copy together (default: those of a "
-      "host)");
+  declare_shard_size(flags, arguments.shard_size);
   flags.value(
       "--local-sgd-steps",
       arguments.local_sgd_steps,

@@ -5,9 +5,8 @@
 // taken, asks epoll again at once; the threads that run operations yield in a loop until
 // the reader has let go of a buffer. Linux lets a thread that wakes up interrupt the one
 // that runs. Where the reader so interrupts a holder of the lock on its own core, it spins
-// away all of its turn, 3 to 4 ms, for nothing. Two ranks on two cores reduced 5 numbers
-// in 0.5 ms (median) and 3.8 ms (one of ten), with threads that do not interrupt in 0.2
-// and 0.4; four ranks there in 2.6 and 7.1 ms, and in 0.8 and 1.0.
+// away all of its turn for nothing, and a small reduction takes as long as a turn of the
+// scheduler. A reader that interrupts nobody waits until the holder has let go.
 #pragma once
 
 #include <sched.h>

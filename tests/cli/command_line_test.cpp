@@ -429,6 +429,22 @@ TEST(CommandLine, HelpGroupsFlagsWithDefaultUnitAndExample) {
       detail::parsed<Answer>("").text, detail::parsed<Answer>("--help").text);
 }
 
+TEST(CommandLine, ShardSizeSaysTheSameInEveryCommand) {
+  const std::string meaning = "(default: all of one host)";
+  for (const char* name : {"train", "estimate-memory", "compare"}) {
+    std::string help =
+        detail::parsed<Answer>(std::string(name) + " --help").text;
+    help.erase(0, help.find("--shard-size N"));
+    help.erase(help.find("\n  --"));
+    std::string joined;
+    for (const std::string& word : detail::words_of(help)) {
+      joined += (joined.empty() ? "" : " ") + word;
+    }
+    EXPECT_NE(joined.find(meaning), std::string::npos)
+        << name << ": " << joined;
+  }
+}
+
 TEST(Checks, ADiskWithTooLittleRoomIsNamedWithWhatIsFree) {
   EXPECT_NO_THROW(check_free_space("not/there/yet", 1));
   try {

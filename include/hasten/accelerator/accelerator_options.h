@@ -34,7 +34,7 @@ struct AcceleratorOptions {
   SchedulerTicks scheduler_ticks = SchedulerTicks::per_optimizer_step;
   /// What forwards inside accumulate(), up to the batch's last backward, compute in;
   /// elsewhere inside the scope of Accelerator::autocast(). Equal on all ranks;
-  /// automatic is agreed on at construction, after a probe of 10 ms.
+  /// automatic is agreed on at construction, after a short probe.
   /// fp16 scales losses: gradients are without the scale when backward returns, and
   /// steps whose gradients are not finite are left out, on every rank alike; the
   /// schedule does not go on then, Local SGD's count does.

@@ -20,9 +20,9 @@
 //     takes them
 // What runs on other threads started by the region is not seen. Scratch memory of
 // libraries (oneDNN, BLAS) is not counted anywhere here.
-// Cost: about 13 us a region, forward and backward together, and 0.1 us for every
-// operator that is recomputed (one core of a server); nothing while no region is
-// active.
+// Cost: some microseconds a region, forward and backward together, and less for every
+// operator that is recomputed: `scripts/bench.sh checkpoint_overhead` measures it.
+// Nothing while no region is active.
 // Threading: regions of several threads are independent; one graph may be derived
 // by several threads.
 // Design: docs/design/activation_checkpointing.md
@@ -66,7 +66,7 @@ enum class DeterminismCheck {
 
 struct ActivationCheckpointOptions {
   /// Recompute with the random state that forward began with: of torch's default
-  /// CPU generator (2.5 kB, 0.1 us) and of those of the inputs' devices. Off,
+  /// CPU generator (2.5 kB) and of those of the inputs' devices. Off,
   /// dropout draws other masks and gradients are wrong: only for regions that
   /// draw nothing.
   bool preserve_rng_state = true;
@@ -75,10 +75,10 @@ struct ActivationCheckpointOptions {
   bool early_stop = true;
   DeterminismCheck determinism_check = DeterminismCheck::metadata;
   /// Operators whose results are kept instead of recomputed
-  /// (hasten/activation_checkpoint/op_policy.h); null: none. 0.1 us an operator.
+  /// (hasten/activation_checkpoint/op_policy.h); null: none. A look-up an operator.
   std::shared_ptr<const OpPolicy> policy{};
   /// Remember every operator's name in forward, so that an error can name the
-  /// first that differs. 0.2 us an operator, and their names' memory.
+  /// first that differs. Costs a copy of each name, and their memory.
   bool debug = false;
   /// What messages call this region, "encoder.layer.3".
   std::string name{};

@@ -33,11 +33,11 @@ enum class ReduceOp { sum, mean, max, min, product };
 /// Gloo would end the process.
 enum class ShapeCheck {
   never,
-  /// Where the operation, so named and so shaped, is new to the group: about 0.5 ms
-  /// once for each. Mismatches that are left over: operations that were all done
+  /// Where the operation, so named and so shaped, is new to the group: an exchange by
+  /// the store, once for each. Mismatches that are left over: operations that were all done
   /// before and come in another order on one rank.
   first,
-  /// About 0.5 ms an operation.
+  /// An exchange by the store for every operation.
   always
 };
 

@@ -11,8 +11,8 @@ namespace hasten {
 
 /// Time of a linear layer's products, forward and backward, in fp32 over that in
 /// `dtype`, by this thread's at::get_num_threads() threads on the CPU: above 1 it is
-/// quicker. Takes 10 ms with bf16; 50 ms with fp16 where that is slow. Measured once
-/// a process, dtype and number of threads.
+/// quicker. Takes a few runs of that layer, which is longest with fp16 where that is
+/// slow. Measured once a process, dtype and number of threads.
 double precision_speedup(c10::ScalarType dtype);
 
 /// From how much on Precision::automatic takes bf16: below it, what is gained in

@@ -135,7 +135,7 @@ struct TrainingArguments {
   bool bf16 = false;
   bool fp16 = false;
   /// The same in one word: no (fp32, the default: the numbers of a run do not depend
-  /// on whose machine it runs), bf16, fp16, or automatic: bf16 where a probe of 10 ms
+  /// on whose machine it runs), bf16, fp16, or automatic: bf16 where a short probe
   /// finds it 1.3 times as fast on every rank. What was chosen is logged, written to
   /// training_args.json, and kept by a run that goes on.
   Precision precision = Precision::no;
