@@ -64,12 +64,19 @@ TEST(RecordedError, PythonsFileIsReadAndOthersAreNot) {
 }
 
 TEST(RecordedError, WithoutALauncherNothingIsWritten) {
-  const ScopedEnvironment environment(
-      EnvironmentValues{{"TORCHELASTIC_ERROR_FILE", std::nullopt}});
-  record_error(Error("part::f", "no luck"));
-  const ScopedEnvironment unwritable(EnvironmentValues{
-      {"TORCHELASTIC_ERROR_FILE", "/nonexistent/folder/error.json"}});
-  record_error(Error("part::f", "no luck"));
+  const TemporaryFolder folder;
+  const auto before = std::filesystem::current_path();
+  std::filesystem::current_path(folder.path());
+  const std::string no_such_folder = folder / "missing/error.json";
+  for (const std::optional<std::string>& file :
+       {std::optional<std::string>(), {""}, {no_such_folder}}) {
+    const ScopedEnvironment environment(
+        EnvironmentValues{{"TORCHELASTIC_ERROR_FILE", file}});
+    record_error(Error("part::f", "no luck"));
+    EXPECT_TRUE(std::filesystem::is_empty(folder.path()))
+        << file.value_or("not set");
+  }
+  std::filesystem::current_path(before);
 }
 
 } // namespace hasten
