@@ -1,6 +1,6 @@
 # cmake -DSOURCE=… -DBUILD=… -DWORK=… -DGENERATOR=… -DTORCH=… -P install_test.cmake
-# Installs the build tree into an empty folder and builds a stranger's program against
-# it; then configures the same program with the sources as a subfolder.
+# Installs the build tree into an empty folder, moves it, and builds a stranger's program
+# against it; then configures the same program with the sources as a subfolder.
 function(run what)
   execute_process(COMMAND ${ARGN} RESULT_VARIABLE code OUTPUT_VARIABLE output
     ERROR_VARIABLE output)
@@ -10,11 +10,33 @@ function(run what)
   set(output "${output}" PARENT_SCOPE)
 endfunction()
 
+# Expects that the command fails with PATTERN in its message.
+function(refused pattern)
+  execute_process(COMMAND ${ARGN} RESULT_VARIABLE code OUTPUT_VARIABLE output
+    ERROR_VARIABLE output)
+  if(code EQUAL 0 OR NOT output MATCHES "${pattern}")
+    message(FATAL_ERROR "expected a refusal with \"${pattern}\" (${code}):\n${output}")
+  endif()
+endfunction()
+
 file(REMOVE_RECURSE "${WORK}")
 # What is compiled here is not measured: quickly, then.
 set(common -G "${GENERATOR}" -DCMAKE_BUILD_TYPE=Debug "-DHASTEN_TORCH=${TORCH}")
 
-run("install" ${CMAKE_COMMAND} --install "${BUILD}" --prefix "${WORK}/prefix")
+# The build tree is no package: with its programs on PATH it is not taken for one.
+refused("provided[ \n]+by[ \n]+\"hasten\"" ${CMAKE_COMMAND} -E env "PATH=${BUILD}/bin:$ENV{PATH}"
+  ${CMAKE_COMMAND} ${common} -DCMAKE_FIND_USE_CMAKE_SYSTEM_PATH=OFF
+  -S "${SOURCE}/tests/install/consumer" -B "${WORK}/nothing")
+
+run("install" ${CMAKE_COMMAND} --install "${BUILD}" --prefix "${WORK}/first")
+file(RENAME "${WORK}/first" "${WORK}/prefix")
+foreach(program hasten hasten-worker)
+  file(STRINGS "${WORK}/prefix/bin/${program}" found REGEX "ORIGIN/\\.\\./" LIMIT_COUNT 1)
+  if(NOT found)
+    message(FATAL_ERROR "${program} does not look for LibTorch beside itself")
+  endif()
+endforeach()
+run("run of a program that was moved" "${WORK}/prefix/bin/hasten" env)
 run("configure with find_package" ${CMAKE_COMMAND} ${common}
   -S "${SOURCE}/tests/install/consumer" -B "${WORK}/installed"
   "-DCMAKE_PREFIX_PATH=${WORK}/prefix")
@@ -23,6 +45,22 @@ run("run" "${WORK}/installed/consumer")
 if(NOT output STREQUAL "[consumer::main] size=0. Expected 1 or more.\nsum 2\n")
   message(FATAL_ERROR "the program printed:\n${output}")
 endif()
+
+# No LibTorch is promised that nothing compiles: the release before is refused.
+file(READ "${TORCH}/include/torch/headeronly/version.h" version)
+string(REGEX MATCH "TORCH_VERSION_MINOR ([0-9]+)" _ "${version}")
+math(EXPR before "${CMAKE_MATCH_1} - 1")
+string(REPLACE "TORCH_VERSION_MINOR ${CMAKE_MATCH_1}" "TORCH_VERSION_MINOR ${before}"
+  version "${version}")
+file(WRITE "${WORK}/older/include/torch/headeronly/version.h" "${version}")
+file(CREATE_LINK "${TORCH}/lib" "${WORK}/older/lib" SYMBOLIC)
+file(CREATE_LINK "${TORCH}/include/torch/csrc" "${WORK}/older/include/torch/csrc" SYMBOLIC)
+foreach(way "-DCMAKE_PREFIX_PATH=${WORK}/prefix" "-DHASTEN_SOURCE=${SOURCE}")
+  refused("unsuitable[ \n]+version[ \n]+\"[0-9]+[.]${before}[.]" ${CMAKE_COMMAND} -G "${GENERATOR}"
+    "-DHASTEN_TORCH=${WORK}/older" "${way}"
+    -S "${SOURCE}/tests/install/consumer" -B "${WORK}/refused")
+  file(REMOVE_RECURSE "${WORK}/refused")
+endforeach()
 
 run("configure with add_subdirectory" ${CMAKE_COMMAND} ${common}
   -S "${SOURCE}/tests/install/consumer" -B "${WORK}/subfolder"

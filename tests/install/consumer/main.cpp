@@ -1,4 +1,5 @@
 // Uses a part with LibTorch and one without, as a stranger's program would.
+// [program]
 #include <ATen/ATen.h>
 #include <hasten/base/error.h>
 #include <hasten/optim/schedule.h>
@@ -15,3 +16,4 @@ int main() {
   }
   std::cout << "sum " << halfway.sum().item<double>() << '\n';
 }
+// [/program]
