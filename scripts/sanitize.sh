@@ -3,10 +3,14 @@
 # io and data with those of addresses and undefined behaviour, the threads of comm and of
 # the loader with that of data races. Ends with 0 if nothing was found.
 #
-#   scripts/sanitize.sh [asan|tsan]     one of them; without, both
+#   scripts/sanitize.sh [asan|tsan]          one of them; without, both
+#   scripts/sanitize.sh --all [asan|tsan]    all parts but the command line; not in CI, it takes long
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
+# What --all builds: the lower layers and those above them.
+parts='base;launch;core;comm;io;data;flat;metrics;optim;models;parallel;amp'
+parts+=';activation_checkpoint;accumulation;accelerator;trainer'
 # The tests that kill ranks hold them to seconds, which ranks do not keep here.
 threads='Liveness.*:Handshake.*:*Loader*:*Prefetch*:*Workers*:*Cache*'
 
@@ -39,22 +43,26 @@ run_tests() {
 }
 
 sanitize() {
-  local kind=$1 tree=$root/build/$1
+  local kind=$1 all=$2 tree=$root/build/$1
   local targets=(hasten_unit_tests hasten_dist_tests)
   [[ $kind == tsan ]] || targets+=(hasten_plain_tests)
-  (cd "$root" && cmake --preset "$kind" >/dev/null)
+  (cd "$root" && cmake --preset "$kind" ${all:+"-DHASTEN_ONLY_PARTS=$parts"} >/dev/null)
   cmake --build "$tree" -j "$(compile_jobs)" --target "${targets[@]}"
   options "$tree"
   if [[ $kind == asan ]]; then
     run_tests "$tree" plain
     run_tests "$tree" unit --gtest_filter=-*MegabytesASecond
   else
+    [[ -z $all ]] || threads='*'
     run_tests "$tree" unit "--gtest_filter=$threads"
   fi
   run_tests "$tree" dist --world 2
 }
 
 cd "$root"
+all=''
+[[ ${1:-} != --all ]] || { all=all && shift; }
 for kind in ${1:-asan tsan}; do
-  sanitize "$kind"
+  [[ $kind == asan || $kind == tsan ]] || die "usage: scripts/sanitize.sh [--all] [asan|tsan]"
+  sanitize "$kind" "$all"
 done
