@@ -129,7 +129,7 @@ def one_trial(options, draw, folder, strategy, whole, counts):
     run, wrong, story = Run(options, folder, strategy), [], []
     for _ in range(draw.randint(1, MOST_KILLS)):
         process = run.start()
-        victim, moment = draw.choice(["launcher", "0", "1"]), draw.uniform(0, 1.1) * whole[1]
+        victim, moment = draw.choice(["launcher", "0", "1"]), draw.uniform(0, 0.8) * whole[1]
         try:
             process.wait(moment)
         except subprocess.TimeoutExpired:
