@@ -27,7 +27,7 @@ ReduceLrOnPlateau::ReduceLrOnPlateau(
 }
 
 bool ReduceLrOnPlateau::improved(double metric) const {
-  if (std::isnan(metric)) {
+  if (!std::isfinite(metric)) {
     return false;
   }
   if (!any_) {

@@ -5,6 +5,7 @@
 
 #include <cmath>
 #include <functional>
+#include <limits>
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -119,11 +120,25 @@ TEST(ReduceLrOnPlateau, RatesEqualTorchsAlsoAfterAResume) {
   }
 }
 
-TEST(ReduceLrOnPlateau, NotANumberIsNoImprovement) {
-  PlateauRig rig({.patience = 0});
-  EXPECT_TRUE(rig.scheduler.step(std::nan("")));
-  EXPECT_FALSE(rig.scheduler.step(1));
-  EXPECT_EQ(rig.scheduler.best(), 1);
+// As torch, which begins with infinity: a first infinite loss is no improvement,
+// and the state holds finite numbers only, which JSON has.
+TEST(ReduceLrOnPlateau, WhatIsNotFiniteIsNoImprovement) {
+  const double infinity = std::numeric_limits<double>::infinity();
+  for (const double metric : {std::nan(""), infinity, -infinity}) {
+    for (const bool greater : {false, true}) {
+      PlateauRig rig({.greater_is_better = greater, .patience = 0});
+      EXPECT_TRUE(rig.scheduler.step(metric));
+      NamedTensors tensors;
+      nlohmann::json values;
+      rig.scheduler.save_state(tensors, values);
+      PlateauRig next({.greater_is_better = greater, .patience = 0});
+      next.scheduler.load_state(tensors, nlohmann::json::parse(values.dump()));
+      EXPECT_EQ(values, nlohmann::json::parse(values.dump()));
+      EXPECT_EQ(next.rate(), rig.rate());
+      EXPECT_FALSE(next.scheduler.step(1));
+      EXPECT_EQ(next.scheduler.best(), 1);
+    }
+  }
   EXPECT_THROW(PlateauRig({.factor = 1}), InputError);
 }
 

@@ -40,7 +40,7 @@ class ReduceLrOnPlateau final : public Stateful {
   ReduceLrOnPlateau& operator=(const ReduceLrOnPlateau&) = delete;
 
   /// After an evaluation, with the value that all ranks have. True where the
-  /// rates were reduced. Local. A value that is not a number is no improvement.
+  /// rates were reduced. Local. A value that is not finite is no improvement.
   bool step(double metric);
   double best() const { return best_; }
   int64_t num_bad_epochs() const { return num_bad_epochs_; }
