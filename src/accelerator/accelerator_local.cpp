@@ -208,6 +208,7 @@ void AcceleratorCore::collect_local(StateParts& parts) const {
       parts.own,
       "local.model.",
       named_model_tensors(*models_[model].parallel->module()));
+  values["attempted"] = models_[model].attempted == models_[model].completed;
   const ParameterNames names = parameter_names();
   values["optimizers"] = nlohmann::json::object();
   for (const auto& state : optimizers_of(model)) {
@@ -286,8 +287,9 @@ void AcceleratorCore::plan_local(StateLoad& load) {
           *state->optimizer, parameter_names(), moments, own));
     }
   }
-  load.apply.push_back([this, model] {
-    models_[model].attempted = models_[model].completed;
+  const bool attempted = values.at("attempted").get<bool>();
+  load.apply.push_back([this, model, attempted] {
+    models_[model].attempted = models_[model].completed - (attempted ? 0 : 1);
     local_scope_->loaded();
   });
 }

@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cmath>
 #include <cstring>
 #include <sstream>
 
@@ -237,7 +238,10 @@ void LocalSgd::Impl::log_summary() const {
        << report.seconds << " s in them ("
        << 100 * report.seconds /
               std::chrono::duration<double>(Clock::now() - opened).count()
-       << " % of the time), last spread " << report.last.spread;
+       << " % of the time)";
+  if (!std::isnan(report.last.spread)) {
+    line << ", last spread " << report.last.spread;
+  }
   log_info(line.str());
 }
 
@@ -245,16 +249,25 @@ void LocalSgd::Impl::loaded() { counted = core->attempted(index); }
 
 void LocalSgd::Impl::save_state(
     NamedTensors& tensors, nlohmann::json& values) const {
+  if (active && core->attempted(index) != counted) {
+    throw InputError(
+        detail::kLocalSgdWhere,
+        "a state between the optimizer's step and the scope's: the scope has "
+        "not counted the step",
+        "a state behind step()",
+        "save at the end of the loop's body");
+  }
   values = {
       {"steps", steps},
       {"averaged_at", averaged_at},
       {"finish_at", finish_at},
       {"own_weight", own_weight},
+      {"taken_weight", taken_weight},
       {"group_weight", group_weight},
       {"inner_rounds", report.inner_rounds},
       {"rounds", report.rounds},
       {"learning_rate", round_learning_rate},
-      {"trial", {trial.round(), trial.delays()}},
+      {"trial", trial.state()},
       {"average", nlohmann::json::object()}};
   NamedTensors own;
   averager->save_state(own, values["average"]);
@@ -274,9 +287,10 @@ void LocalSgd::Impl::load_state(
   const auto rate = values.at("learning_rate").get<double>();
   const auto in_group = values.at("group_weight").get<double>();
   const int64_t inner_rounds = number("inner_rounds");
-  const auto trial_round = values.at("trial").at(0).get<int64_t>();
-  const auto trial_delays = values.at("trial").at(1).get<bool>();
-  if (weights.size() != own_weight.size()) {
+  const auto taken = values.at("taken_weight").get<std::vector<double>>();
+  detail::DelayTrial loaded_trial = trial;
+  loaded_trial.restore(values.at("trial"));
+  if (weights.size() != own_weight.size() || taken.size() != weights.size()) {
     throw InputError(
         detail::kLocalSgdWhere,
         "the state has fragments=" + std::to_string(weights.size()),
@@ -292,11 +306,12 @@ void LocalSgd::Impl::load_state(
   averaged_at = loaded_at;
   finish_at = loaded_finish;
   own_weight = weights;
+  taken_weight = taken;
   group_weight = in_group;
   report.inner_rounds = inner_rounds;
   report.rounds = loaded_rounds;
   round_learning_rate = rate;
-  trial.restore(trial_round, trial_delays);
+  trial = loaded_trial;
   unread = false;
 }
 

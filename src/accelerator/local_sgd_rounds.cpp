@@ -70,12 +70,12 @@ int64_t RoundSchedule::due(int64_t step, int64_t fragments) {
   return end_ == step ? Averager::kAll : kNothing;
 }
 
-bool DelayTrial::next_is_delayed(Communicator& communicator) {
+bool DelayTrial::next_is_delayed(
+    Communicator& communicator, Clock::time_point now) {
   const int64_t round = round_++;
   if (!delays_ || !tries_) {
     return delays_;
   }
-  const auto now = Clock::now();
   const double seconds = std::chrono::duration<double>(now - begun_).count();
   begun_ = now;
   if (round == kMeasuredWaiting + 1) {
@@ -99,10 +99,23 @@ bool DelayTrial::next_is_delayed(Communicator& communicator) {
   return round > kMeasuredWaiting;
 }
 
-void DelayTrial::restore(int64_t round, bool delays) {
-  round_ = round;
-  delays_ = delays;
-  tries_ = tries_ && delays && round <= kMeasuredDelayed;
+nlohmann::json DelayTrial::state(Clock::time_point now) const {
+  const std::chrono::duration<double> since = now - begun_;
+  return {
+      {"round", round_},
+      {"delays", delays_},
+      {"tries", tries_},
+      {"waiting", waiting_},
+      {"seconds", round_ > 0 && undecided() ? since.count() : 0}};
+}
+
+void DelayTrial::restore(const nlohmann::json& state, Clock::time_point now) {
+  round_ = state.at("round").get<int64_t>();
+  delays_ = state.at("delays").get<bool>();
+  tries_ = wanted_ && state.at("tries").get<bool>();
+  waiting_ = state.at("waiting").get<double>();
+  const std::chrono::duration<double> since(state.at("seconds").get<double>());
+  begun_ = now - std::chrono::duration_cast<Clock::duration>(since);
 }
 
 } // namespace detail

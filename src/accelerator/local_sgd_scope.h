@@ -5,6 +5,7 @@
 #include <deque>
 #include <exception>
 #include <memory>
+#include <nlohmann/json.hpp>
 #include <vector>
 
 #include "accelerator_core.h"
@@ -56,20 +57,24 @@ class RoundSchedule {
 class DelayTrial {
  public:
   using Clock = std::chrono::steady_clock;
-  DelayTrial(bool delays, bool tries) : delays_(delays), tries_(tries) {}
+  DelayTrial(bool delays, bool tries)
+      : wanted_(tries), delays_(delays), tries_(tries) {}
   // At the beginning of every round, in all its forms. True: send and go on.
   // Collective in the round that decides.
-  bool next_is_delayed(Communicator& communicator);
-  int64_t round() const { return round_; }
-  bool delays() const { return delays_; }
-  void restore(int64_t round, bool delays);
+  bool next_is_delayed(
+      Communicator& communicator, Clock::time_point now = Clock::now());
   bool undecided() const { return delays_ && tries_; }
   // No delays: ranks were lost before it was decided.
   void give_up() { delays_ = tries_ = false; }
+  // A round goes on being timed where it stood; the time between is not its own.
+  nlohmann::json state(Clock::time_point now = Clock::now()) const;
+  void restore(
+      const nlohmann::json& state, Clock::time_point now = Clock::now());
 
  private:
   static constexpr int64_t kMeasuredWaiting = 1;
   static constexpr int64_t kMeasuredDelayed = 3;
+  bool wanted_; // by the options
   bool delays_;
   bool tries_;
   int64_t round_ = 0;

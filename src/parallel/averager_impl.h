@@ -113,7 +113,7 @@ struct Averager::Impl {
   void step_outer();
   void outer_pieces(size_t group);
   void drive();
-  void send_spread(const PassSums& sums);
+  void send_spread(const PassSums& sums, bool measured);
   void settle_spread();
   int64_t bytes_of_round() const;
   bool driven() const { return drives() && round.ranks > 1; }

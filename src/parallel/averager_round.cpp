@@ -214,9 +214,19 @@ void Averager::Impl::drive() {
       group.anchor_before = group.anchor.clone();
     }
   }
+  // Not round.operations: a round that was loaded has none.
+  std::vector<const Slice*> slices;
+  for (const Slice& slice : all_slices) {
+    if (takes_part(slice)) {
+      slices.push_back(&slice);
+    }
+  }
+  const auto range = [](const Slice& slice, const at::Tensor& flat) {
+    return flat.narrow(0, slice.begin, slice.count);
+  };
   if (communicator->rank() == 0) {
-    for (const Operation& operation : round.operations) {
-      at::Tensor(operation.range).div_(total);
+    for (const Slice* slice : slices) {
+      range(*slice, groups[slice->group].buffer).div_(total);
     }
     for (size_t g = 0; options.outer && g < groups.size(); ++g) {
       outer_pieces(g);
@@ -224,25 +234,22 @@ void Averager::Impl::drive() {
   }
   std::vector<CommHandle> handles;
   round.whole = false;
-  for (const Operation& operation : round.operations) {
-    const Slice& slice = all_slices[operation.slice];
-    at::Tensor range = operation.range;
+  for (const Slice* slice : slices) {
+    const Group& group = groups[slice->group];
+    at::Tensor parameters = range(*slice, group.buffer);
     if (options.outer && communicator->rank() == 0) {
-      range.copy_(
-          groups[slice.group].anchor.narrow(0, slice.begin, slice.count));
+      parameters.copy_(range(*slice, group.anchor));
     }
-    handles.push_back(
-        communicator->broadcast_async(range, 0, "parameters of the driver"));
+    handles.push_back(communicator->broadcast_async(
+        parameters, 0, "parameters of the driver"));
   }
   for (CommHandle& handle : handles) {
     handle.wait();
   }
   if (options.outer && communicator->rank() != 0) {
-    for (const Operation& operation : round.operations) {
-      const Slice& slice = all_slices[operation.slice];
-      groups[slice.group]
-          .anchor.narrow(0, slice.begin, slice.count)
-          .copy_(operation.range);
+    for (const Slice* slice : slices) {
+      const Group& group = groups[slice->group];
+      range(*slice, group.anchor).copy_(range(*slice, group.buffer));
     }
   }
   round.whole = true;
@@ -255,16 +262,22 @@ void Averager::Impl::drive() {
 // given its own. A peer that dies before leaves every rank at its own values; one
 // that dies while the ballot is on its way leaves each rank at its own or at the
 // mean, in all tensors. It also brings the sum of weights, and tells ranks apart
-// that are not in the same round.
+// that are not in the same round: numbers are equal on all ranks where the square
+// of their sum is as large as the ranks times the sum of their squares (Cauchy,
+// Schwarz). Below 2^16, so that the sums are exact in fp64 over a million ranks.
 void Averager::Impl::vote() {
   if (communicator->world_size() == 1) {
     return;
   }
-  const auto number = static_cast<double>(rounds * 64 + round.fragment + 2);
-  ballot = at::tensor({round.weight, number, number * number}, at::kDouble);
+  const auto number = static_cast<double>(rounds % 65536);
+  const auto part = static_cast<double>((round.fragment + 1) % 65536);
+  ballot = at::tensor(
+      {round.weight, number, number * number, part, part * part}, at::kDouble);
   communicator->all_reduce(ballot, ReduceOp::sum, "vote on an average");
   const double* sums = ballot.const_data_ptr<double>();
-  if (sums[1] * sums[1] != communicator->world_size() * sums[2]) {
+  const int ranks = communicator->world_size();
+  if (sums[1] * sums[1] != ranks * sums[2] ||
+      sums[3] * sums[3] != ranks * sums[4]) {
     throw CommunicationError(
         "parallel::Averager",
         "ranks are in different rounds: this one in round " +
@@ -313,7 +326,10 @@ void Averager::Impl::commit() {
   // A driver's numbers are the mean already.
   const double total = driven() && round.total > 0 ? 1 : round.total;
   if (total == 0 || (round.ranks == 1 && !anchored)) {
-    send_spread({}); // nobody has anything to say
+    send_spread({}, false); // nothing changes
+    if (round.ranks == 1 && options.measure_spread) {
+      report.spread = 0; // this rank is the mean
+    }
     return;
   }
   const auto start = Clock::now();
@@ -321,6 +337,7 @@ void Averager::Impl::commit() {
     step_outer();
   }
   detail::PassSums sums;
+  // With an outer step only the driver has had the mean, and nobody has it now.
   const bool measurable =
       options.measure_spread && !(driven() && options.outer);
   const bool measure = measurable && !anchored && !round.corrects;
@@ -365,7 +382,7 @@ void Averager::Impl::commit() {
   stage_out();
   round.copy_seconds += detail::seconds_since(start);
   if (!anchored) {
-    send_spread(sums);
+    send_spread(sums, measurable);
   }
 }
 
@@ -413,7 +430,7 @@ void Averager::Impl::step_outer() {
           .copy_(group.buffer.narrow(0, begin, end - begin));
     }
   }
-  send_spread(sums);
+  send_spread(sums, options.measure_spread);
 }
 
 // One piece a fragment and group, whatever part of them a round takes.
@@ -466,9 +483,9 @@ void Averager::Impl::commit_direct() {
 }
 
 // Nobody waits for this number: it is read when somebody asks for the report.
-void Averager::Impl::send_spread(const detail::PassSums& sums) {
+void Averager::Impl::send_spread(const detail::PassSums& sums, bool measured) {
   report.spread = report.norm = std::numeric_limits<double>::quiet_NaN();
-  if (!options.measure_spread || recovering) {
+  if (!measured || recovering) {
     return;
   }
   report.norm = std::sqrt(sums.norm);

@@ -20,6 +20,25 @@ NamedTensors averager_tensors_below(
   return below;
 }
 
+void check_saved_round(
+    int ranks, int ranks_here, int64_t fragment, int64_t fragments_here) {
+  if (ranks != ranks_here) {
+    throw InputError(
+        "parallel::Averager",
+        "the state has a round under way of " + std::to_string(ranks) +
+            " ranks",
+        std::to_string(ranks_here) + " ranks, as here",
+        "go on with as many ranks, or save between rounds");
+  }
+  if (fragment < Averager::kAll || fragment >= fragments_here) {
+    throw InputError(
+        "parallel::Averager",
+        "the state has a round under way of fragment=" +
+            std::to_string(fragment),
+        "below " + std::to_string(fragments_here));
+  }
+}
+
 } // namespace detail
 
 // What was sent has been received by the time it is saved: the state of a round
@@ -31,6 +50,7 @@ void Averager::save_state(NamedTensors& tensors, nlohmann::json& values) const {
   }
   values["rounds"] = impl_->rounds;
   values["open"] = round.open;
+  values["ranks"] = round.open ? round.ranks : 0;
   values["weight"] = round.weight;
   values["fragment"] = round.fragment;
   values["learning_rate"] = round.learning_rate;
@@ -66,7 +86,13 @@ void Averager::load_state(
     const NamedTensors& tensors, const nlohmann::json& values) {
   constexpr const char* where = "parallel::Averager";
   const bool open = values.at("open").get<bool>();
-  const bool sent = open && tensors.count("snapshot.0") > 0;
+  const int ranks = impl_->communicator->world_size();
+  const bool sent = open && (ranks > 1 || impl_->has_anchor());
+  const auto fragment = values.at("fragment").get<int64_t>();
+  if (open) {
+    detail::check_saved_round(
+        values.at("ranks").get<int>(), ranks, fragment, impl_->fragment_count);
+  }
   const auto find = [&](const std::string& name, size_t g) {
     const auto found = tensors.find(name + "." + std::to_string(g));
     const int64_t numel = impl_->groups[g].numel;
@@ -111,6 +137,9 @@ void Averager::load_state(
         detail::averager_tensors_below(tensors, "hook."), values["hook"]);
   }
   at::NoGradGuard no_grad;
+  if (!impl_->round.operations.empty()) { // they may still write into the old
+    impl_->make_buffers();
+  }
   for (size_t g = 0; g < impl_->groups.size(); ++g) {
     auto& group = impl_->groups[g];
     if (impl_->has_anchor()) {
@@ -124,12 +153,15 @@ void Averager::load_state(
   impl_->rounds = values.at("rounds").get<int64_t>();
   impl_->report = {};
   impl_->report.round = impl_->rounds;
+  impl_->spread = at::Tensor();
+  impl_->spread_handle = {};
   impl_->round = {};
   impl_->round.open = open;
-  impl_->round.ranks = impl_->communicator->world_size();
+  impl_->round.ranks = ranks;
   impl_->round.corrects = open;
   impl_->round.weight = values.at("weight").get<double>();
-  impl_->round.fragment = values.at("fragment").get<int64_t>();
+  impl_->round.total = ranks == 1 ? 1 : -1;
+  impl_->round.fragment = fragment;
   impl_->round.learning_rate = values.at("learning_rate").get<double>();
 }
 

@@ -200,6 +200,15 @@ void OuterOptimizer::save_state(
     }
     values[std::to_string(index)] = std::move(value);
   }
+  for (const auto& [index, value] : loaded_values_) { // not stepped since
+    const std::string number = std::to_string(index);
+    for (const auto& [name, tensor] : loaded_) {
+      if (name.starts_with(number + ".")) {
+        tensors.emplace(name, tensor);
+      }
+    }
+    values[number] = nlohmann::json::parse(value);
+  }
 }
 
 void OuterOptimizer::load_state(

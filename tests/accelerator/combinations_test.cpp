@@ -32,6 +32,9 @@ const std::vector<std::string> kFeatures = {
     "SyncBatchNorm",
     "resume"};
 
+// Of Local SGD, in the full stacks alone: who adds up, and sums that come a step late.
+const std::vector<std::string> kRoundFeatures = {"driver", "delay"};
+
 // One of these at a time.
 const std::vector<Features> kChoices = {
     {"bf16", "fp16"}, {"ddp", "zero1", "zero2", "fsdp", "hsdp"}};
@@ -152,7 +155,13 @@ struct Run {
     LocalSgd local(
         accelerator,
         model,
-        {.steps = 3, .enabled = features.count("Local SGD") > 0});
+        {.steps = 3,
+         .enabled = features.count("Local SGD") > 0,
+         .delay = features.count("delay") > 0 ? 1 : 0,
+         .delay_only_if_it_pays = false,
+         .average = {
+             .sync = features.count("driver") > 0 ? SyncStrategy::driver
+                                                  : SyncStrategy::all_reduce}});
     if (!load.empty()) {
       accelerator.load_state(load);
     }
@@ -231,7 +240,12 @@ class Reference {
     const int ranks = features.count("Local SGD") == 0 ? 1 : copies ? 2 : world;
     Features kept;
     for (const char* name :
-         {"accumulation", "bf16", "fp16", "Local SGD", "SyncBatchNorm"}) {
+         {"accumulation",
+          "bf16",
+          "fp16",
+          "Local SGD",
+          "SyncBatchNorm",
+          "delay"}) {
       if (features.count(name) > 0) {
         kept.insert(name);
       }
@@ -266,9 +280,11 @@ class Reference {
 
 std::string text_of(const Features& features) {
   std::string text;
-  for (const std::string& name : kFeatures) {
-    if (features.count(name) > 0) {
-      text += (text.empty() ? "" : " + ") + name;
+  for (const auto* names : {&kFeatures, &kRoundFeatures}) {
+    for (const std::string& name : *names) {
+      if (features.count(name) > 0) {
+        text += (text.empty() ? "" : " + ") + name;
+      }
     }
   }
   return text;
@@ -404,7 +420,18 @@ TEST(Combinations, TheFullStacks) {
             "SyncBatchNorm",
             "resume"},
         Features{"accumulation", "checkpointing", "ddp", "Local SGD", "resume"},
-        Features{"accumulation", "checkpointing", "hsdp", "SyncBatchNorm"}}) {
+        Features{"accumulation", "checkpointing", "hsdp", "SyncBatchNorm"},
+        // Saved between the two parts of a round.
+        Features{"Local SGD", "resume", "driver", "delay"},
+        Features{"Local SGD", "resume", "delay"},
+        Features{
+            "accumulation",
+            "bf16",
+            "hsdp",
+            "Local SGD",
+            "resume",
+            "driver",
+            "delay"}}) {
     expect_combination(features, reference, everyone, folder);
   }
 }

@@ -1,8 +1,6 @@
-// What a scope of LocalSgd refuses, and its state. Worlds 1 to 4.
+// What a scope of LocalSgd refuses. Worlds 1 to 4.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
-
-#include <nlohmann/json.hpp>
 
 #include "accelerator/local_sgd_rig.h"
 #include "accelerator/state_rig.h"
@@ -113,90 +111,6 @@ TEST(LocalSgdMisuse, AScopeThatIsNotFinishedIsAnErrorInTheLog) {
     EXPECT_EQ(lines, "");
   }
   scoped.step(accelerator); // reduces again
-}
-
-// The loop of a user, from where the state stands.
-struct LocalSession : state_test::Session {
-  using Session::Session;
-  void run(
-      LocalSgdOptions options,
-      const std::filesystem::path& load,
-      const std::function<void(state_test::Place)>& at = {}) {
-    auto [model, optimizer, batches, scheduler] = prepared();
-    LocalSgd local_sgd(accelerator, model, std::move(options));
-    if (!load.empty()) {
-      accelerator.load_state(load);
-    }
-    for (auto epoch = static_cast<int64_t>(batches.epoch());
-         epoch < state_test::kEpochs;
-         ++epoch) {
-      batches.set_epoch(static_cast<uint64_t>(epoch));
-      int64_t turn = 0;
-      for (const Batch& batch : batches) {
-        auto window = accelerator.accumulate(model);
-        accelerator.backward(torch::nn::functional::cross_entropy(
-            model->forward(batch["x"]), batch["y"]));
-        optimizer.step();
-        scheduler.step();
-        optimizer.zero_grad();
-        local_sgd.step();
-        if (at) {
-          at({epoch, turn});
-        }
-        ++turn;
-      }
-    }
-    local_sgd.finish();
-  }
-};
-
-TEST(LocalSgdState, ResumedInMidRoundItIsTheUninterruptedRunBitForBit) {
-  const auto communicator = testing_support::fresh_communicator();
-  const auto folder = state_test::common_folder();
-  const int64_t rows = 24 * communicator->world_size();
-  // An outer step with momentum; a difference that is on its way when the state is
-  // written.
-  const std::vector<std::function<LocalSgdOptions()>> kinds{
-      [] {
-        return LocalSgdOptions{
-            .steps = 5, .average = {.outer = std::make_shared<DiLoCo>()}};
-      },
-      [] {
-        return LocalSgdOptions{
-            .steps = 5, .delay = 3, .delay_only_if_it_pays = false};
-      },
-      // Saved before and after plain training has ended, with moments averaged.
-      [] {
-        return LocalSgdOptions{
-            .steps = 3,
-            .post_local_start = 15,
-            .moments = MomentPolicy::average};
-      }};
-  for (size_t kind = 0; kind < kinds.size(); ++kind) {
-    SCOPED_TRACE(kind);
-    LocalSession saving(communicator, 2, rows);
-    saving.run(kinds[kind](), {}, [&](state_test::Place here) {
-      if (here.epoch == 1 && (here.turn == 3 || here.turn == 6)) {
-        saving.accelerator.save_state(
-            folder / ("state-" + std::to_string(here.turn)));
-      }
-    });
-    const auto expected = saving.everything();
-    for (const char* name :
-         {"state-3", "state-6"}) { // a whole window, and half
-      LocalSession resumed(communicator, 2, rows, /*weights=*/99);
-      resumed.run(kinds[kind](), folder / name);
-      state_test::expect_equal_bits(resumed.everything(), expected);
-    }
-  }
-  if (communicator->world_size() > 1) {
-    LocalSession outside(communicator, 2, rows);
-    outside.prepared();
-    expect_in(
-        input_error(
-            [&] { outside.accelerator.load_state(folder / "state-3"); }),
-        "inside a LocalSgd scope");
-  }
 }
 
 } // namespace hasten::accelerator_test

@@ -90,9 +90,11 @@ struct AverageReport {
   /// Sum of the ranks' weights.
   double weight = 0;
   /// Root of the ranks' mean |x_k - mean|^2, over all tensors: how far they were
-  /// apart. NaN where it is not measured.
+  /// apart. NaN where it is not measured: measure_spread=false,
+  /// transactional=false, a driver with an outer step, weights that are all 0.
   double spread = 0;
-  /// Norm of the mean of all tensors, for comparing with. NaN as above.
+  /// Norm of the mean of all tensors, for comparing with. NaN as above, and for one
+  /// rank alone without an anchor.
   double norm = 0;
   /// Sent by this rank, by the algorithm's count: 2 (n - 1) / n of the data for
   /// an all-reduce over n ranks.
