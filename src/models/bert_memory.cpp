@@ -6,6 +6,7 @@
 #include "bert_memory_tape.h"
 #include "hasten/base/error.h"
 #include "hasten/core/linear.h"
+#include "narrow_attention.h"
 
 namespace hasten {
 
@@ -210,12 +211,17 @@ BertStepMemory bert_step_memory(
   all.rows = all.asking = rows * tokens;
   all.heads_asking = rows * config.num_attention_heads * tokens;
   all.scores = all.heads_asking * tokens;
+  const int64_t padded = detail::padded_tokens(tokens);
+  all.padded_rows = all.padded_asking = rows * padded;
+  all.padded_scores = rows * config.num_attention_heads * padded * padded;
   all.dropout = config.hidden_dropout_prob > 0;
   all.attention_dropout = config.attention_probs_dropout_prob > 0;
   detail::LayerSizes last = all;
   last.asking = rows;
   last.heads_asking = rows * config.num_attention_heads;
   last.scores = last.heads_asking * tokens;
+  last.padded_asking = rows;
+  last.padded_scores = last.heads_asking * padded;
   last.one_asks = true;
   all.one_asks = tokens == 1;
 

@@ -54,18 +54,19 @@ static void attend_forward_bf16(MemoryTape& tape, const LayerSizes& s) {
     linear_forward_bf16(tape, rows, h, h, rows != s.rows);
     tape.take16(rows * h);
   }
-  const int64_t by_head = (s.one_asks ? 0 : s.a()) + 2 * s.n();
-  tape.take16(by_head); // saved
-  tape.take16(2 * s.scores); // scores; probabilities, saved
-  const int64_t dropped = s.attention_dropout ? s.scores : 0;
+  tape.take16((s.one_asks ? 0 : s.padded_a()) + 2 * s.padded_n()); // saved
+  tape.take16(2 * s.padded_scores); // scores; probabilities, saved
+  const int64_t dropped = s.attention_dropout ? s.padded_scores : 0;
   tape.take16(dropped);
-  tape.take16(s.a()); // by head
+  tape.take16(s.padded_a()); // by head
   if (!s.one_asks) {
     tape.take16(s.a()); // context
-    tape.give16(s.a());
+    tape.give16(s.padded_a());
   }
-  tape.give16(s.scores + dropped);
-  tape.give16(by_head); // queries, keys, values as the products gave them
+  tape.give16(s.padded_scores + dropped);
+  tape.give16(
+      (s.one_asks ? 0 : s.a()) +
+      2 * s.n()); // queries, keys, values as the products gave them
 }
 
 void layer_forward_bf16(MemoryTape& tape, const LayerSizes& s) {
@@ -101,20 +102,24 @@ static void norm_backward_bf16(MemoryTape& tape, const LayerSizes& s) {
 }
 
 static void attend_backward_bf16(MemoryTape& tape, const LayerSizes& s) {
-  const int64_t copied = s.one_asks ? 0 : s.a();
-  const int64_t dropped = s.attention_dropout ? s.scores : 0;
+  const int64_t copied = s.one_asks ? 0 : s.padded_a();
+  const int64_t dropped = s.attention_dropout ? s.padded_scores : 0;
   tape.take16(copied); // of the context, by head
   tape.take16(dropped);
-  tape.take16(s.n()); // of values, by head
+  tape.take16(s.padded_n()); // of values, by head
   tape.give16(dropped);
-  tape.take16(s.scores); // of probabilities
-  tape.take16(s.a() + copied + 3 * s.n()); // of all three, by head and back
-  tape.give16(s.scores + s.a() + 2 * s.n()); // by head, and of probabilities
+  tape.take16(s.padded_scores); // of probabilities
+  // Of all three, by head and back.
+  tape.take16(s.padded_a() + (s.one_asks ? 0 : s.a()));
+  tape.take16(s.padded_n() + 2 * s.n());
+  // By head, and of probabilities.
+  tape.give16(s.padded_scores + s.padded_a() + 2 * s.padded_n());
   tape.give16(copied); // of the context, by head
   if (s.one_asks) {
     tape.take16(s.a()); // queries' is not copied back
   }
-  tape.give16(s.a() + s.a() + 2 * s.n() + s.scores); // of the context; saved
+  // Of the context; saved.
+  tape.give16(s.a() + s.padded_a() + 2 * s.padded_n() + s.padded_scores);
 }
 
 void layer_backward_bf16(MemoryTape& tape, const LayerSizes& s) {

@@ -63,12 +63,18 @@ struct LayerSizes {
   int64_t asking; // rows * tokens that ask
   int64_t scores; // rows * heads * asking tokens * tokens
   int64_t heads_asking; // rows * heads * asking tokens
+  // In bf16, by head: filled up (padded_tokens).
+  int64_t padded_rows;
+  int64_t padded_asking;
+  int64_t padded_scores;
   bool dropout, attention_dropout;
   bool one_asks; // of each row's tokens: its heads lie side by side already
 
   int64_t n() const { return rows * hidden; }
   int64_t a() const { return asking * hidden; }
   int64_t w() const { return asking * wide; }
+  int64_t padded_n() const { return padded_rows * hidden; }
+  int64_t padded_a() const { return padded_asking * hidden; }
 };
 
 void layer_forward_bf16(MemoryTape& tape, const LayerSizes& s);

@@ -192,47 +192,85 @@ static uint16_t* narrow_data(const at::Tensor& tensor) {
   return static_cast<uint16_t*>(tensor.data_ptr());
 }
 
-/// function(row, work) for each row of x [matrices, rows, columns].
+// What of a matrix is no padding.
+struct Extent {
+  int64_t rows = 0;
+  int64_t columns = 0;
+};
+
+/// function(row, offset, work) for each row of x [matrices, rows, columns] that is no
+/// padding; rows are counted without it.
 template <typename Function>
-void for_rows(const at::Tensor& x, const Function& function) {
-  const int64_t rows = x.size(0) * x.size(1);
+void for_rows(
+    const at::Tensor& x, const Extent& extent, const Function& function) {
+  const int64_t rows = x.size(0) * extent.rows;
   at::parallel_for(0, rows, 64, [&](int64_t begin, int64_t end) {
     std::vector<float> work(static_cast<size_t>(x.size(2) + kStrands));
     for (int64_t row = begin; row < end; ++row) {
-      function(row, work.data());
+      const int64_t place = row / extent.rows * x.size(1) + row % extent.rows;
+      function(row, place * x.size(2), work.data());
     }
   });
 }
 
-/// x [B, T, heads * width] as [B * heads, T, width], contiguous.
+static void zero_padding_rows(const at::Tensor& x, const Extent& extent) {
+  if (x.size(1) > extent.rows) {
+    x.narrow(1, extent.rows, x.size(1) - extent.rows).zero_();
+  }
+}
+
+// Note [Few shapes]
+// For every shape of a 16-bit product oneDNN and torch keep what took half a megabyte
+// to make, a thousand shapes of it, and a batch's tokens are another number each time.
+// So tokens are filled up with zeros to one of few numbers. Zeros add nothing to sums.
+int64_t padded_tokens(int64_t tokens) {
+  const int64_t step = tokens <= 128 ? 16 : tokens <= 256 ? 32 : 64;
+  return tokens == 1 ? 1 : (tokens + step - 1) / step * step;
+}
+
+/// x [B, T, heads * width] as [B * heads, padded T, width], contiguous.
 static at::Tensor by_head(const at::Tensor& x, int64_t heads) {
   const int64_t width = x.size(2) / heads;
-  return x.view({x.size(0), x.size(1), heads, width})
-      .transpose(1, 2)
-      .contiguous()
-      .view({x.size(0) * heads, x.size(1), width});
+  const int64_t tokens = x.size(1);
+  const int64_t padded = padded_tokens(tokens);
+  at::Tensor y = x.view({x.size(0), tokens, heads, width}).transpose(1, 2);
+  if (padded == tokens) {
+    y = y.contiguous();
+  } else {
+    const at::Tensor whole =
+        at::empty({x.size(0), heads, padded, width}, x.options());
+    whole.narrow(2, 0, tokens).copy_(y);
+    whole.narrow(2, tokens, padded - tokens).zero_();
+    y = whole;
+  }
+  return y.view({x.size(0) * heads, padded, width});
 }
 
-static at::Tensor from_heads(const at::Tensor& x, int64_t heads) {
+static at::Tensor from_heads(
+    const at::Tensor& x, int64_t heads, int64_t tokens) {
   const int64_t rows = x.size(0) / heads;
   return x.view({rows, heads, x.size(1), x.size(2)})
+      .narrow(2, 0, tokens)
       .transpose(1, 2)
-      .reshape({rows, x.size(1), heads * x.size(2)});
+      .reshape({rows, tokens, heads * x.size(2)});
 }
 
-static at::Tensor dropped(const at::Tensor& p, uint64_t seed, double dropout) {
+static at::Tensor dropped(
+    const at::Tensor& p, const Extent& extent, uint64_t seed, double dropout) {
   if (dropout <= 0) {
     return p;
   }
   at::Tensor out = at::empty_like(p);
-  const int64_t count = p.size(2);
-  for_rows(p, [&](int64_t row, float* /*work*/) {
+  for_rows(p, extent, [&](int64_t row, int64_t offset, float* /*work*/) {
+    uint16_t* to = narrow_data(out) + offset;
     drop_row(
-        narrow_data(p) + row * count,
+        narrow_data(p) + offset,
         row_dropout(seed, row, dropout),
-        count,
-        narrow_data(out) + row * count);
+        extent.columns,
+        to);
+    std::fill(to + extent.columns, to + p.size(2), uint16_t{0});
   });
+  zero_padding_rows(out, extent);
   return out;
 }
 
@@ -254,24 +292,31 @@ class NarrowAttention : public torch::autograd::Function<NarrowAttention> {
     const at::Tensor scores = at::bmm(q, k.transpose(1, 2)).contiguous();
     // Not in place: whoever watches operators may keep the product's result.
     const at::Tensor p = at::empty_like(scores);
-    const int64_t count = scores.size(2);
-    const int64_t rows_of_text = heads * scores.size(1);
+    const Extent extent{q_in.size(1), k_in.size(1)};
+    const int64_t rows_of_text = heads * extent.rows;
     const float* masks = mask ? mask->const_data_ptr<float>() : nullptr;
-    for_rows(scores, [&](int64_t row, float* work) {
+    for_rows(scores, extent, [&](int64_t row, int64_t offset, float* work) {
+      uint16_t* to = narrow_data(p) + offset;
       softmax_row(
-          narrow_data(scores) + row * count,
-          masks == nullptr ? nullptr : masks + row / rows_of_text * count,
+          narrow_data(scores) + offset,
+          masks == nullptr ? nullptr
+                           : masks + row / rows_of_text * extent.columns,
           scale,
-          count,
+          extent.columns,
           work,
-          narrow_data(p) + row * count);
+          to);
+      std::fill(to + extent.columns, to + p.size(2), uint16_t{0});
     });
+    zero_padding_rows(p, extent);
     const uint64_t seed = dropout > 0 ? draw_dropout_seed() : 0;
     context->save_for_backward({q, k, v, p});
     context->saved_data["heads"] = heads;
     context->saved_data["dropout"] = dropout;
     context->saved_data["seed"] = static_cast<int64_t>(seed);
-    return from_heads(at::bmm(dropped(p, seed, dropout), v), heads);
+    context->saved_data["queries"] = extent.rows;
+    context->saved_data["tokens"] = extent.columns;
+    return from_heads(
+        at::bmm(dropped(p, extent, seed, dropout), v), heads, extent.rows);
   }
 
   static torch::autograd::variable_list backward(
@@ -290,30 +335,34 @@ class NarrowAttention : public torch::autograd::Function<NarrowAttention> {
         static_cast<uint64_t>(context->saved_data["seed"].toInt());
     const auto saved = context->get_saved_variables();
     const at::Tensor &q = saved[0], &k = saved[1], &v = saved[2], &p = saved[3];
+    const Extent extent{
+        context->saved_data["queries"].toInt(),
+        context->saved_data["tokens"].toInt()};
     const auto scale =
         static_cast<float>(1.0 / std::sqrt(static_cast<double>(q.size(2))));
     const at::Tensor gradient =
         by_head(gradients[0].to(at::kBFloat16).contiguous(), heads);
     const at::Tensor v_gradient =
-        at::bmm(dropped(p, seed, dropout).transpose(1, 2), gradient);
+        at::bmm(dropped(p, extent, seed, dropout).transpose(1, 2), gradient);
     const at::Tensor p_gradient =
         at::bmm(gradient, v.transpose(1, 2)).contiguous();
-    const int64_t count = p.size(2);
-    for_rows(p, [&](int64_t row, float* work) {
-      uint16_t* in_place = narrow_data(p_gradient) + row * count;
+    // Padding is 0 already: a product with the zeros of gradient or v.
+    for_rows(p, extent, [&](int64_t row, int64_t offset, float* work) {
+      uint16_t* in_place = narrow_data(p_gradient) + offset;
       softmax_backward_row(
-          narrow_data(p) + row * count,
+          narrow_data(p) + offset,
           in_place,
           row_dropout(seed, row, dropout),
           scale,
-          count,
+          extent.columns,
           work,
           in_place);
     });
     return {
-        from_heads(at::bmm(p_gradient, k), heads),
-        from_heads(at::bmm(p_gradient.transpose(1, 2), q), heads),
-        from_heads(v_gradient, heads),
+        from_heads(at::bmm(p_gradient, k), heads, extent.rows),
+        from_heads(
+            at::bmm(p_gradient.transpose(1, 2), q), heads, extent.columns),
+        from_heads(v_gradient, heads, extent.columns),
         at::Tensor(),
         at::Tensor(),
         at::Tensor()};
