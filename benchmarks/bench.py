@@ -25,6 +25,7 @@ import time
 from fsdp import FsdpMemory, FsdpStep
 from local_sgd import LocalSgdAverage, LocalSgdReviews, LocalSgdW8a, SlowLink
 from precision import Precision
+from resident_memory import ResidentMemory
 from sides import PICTURES, RANKS, ROOT, Bench, Case, at_once, environment, launched, peer_ranks, wait_all
 
 PEER = "Hugging Face Trainer"
@@ -372,6 +373,7 @@ BENCHMARKS = {
         ActivationPlan,
         OptimizerStep,
         Precision,
+        ResidentMemory,
     )
 }
 

@@ -20,9 +20,9 @@ def short(value):
     return f"{value:g}" if abs(value) < 1e4 else f"{value:.0e}".replace("e+0", "e")
 
 
-def chart(title, x_label, y_label, series, x_log=True, y_log=True):
+def chart(title, x_label, y_label, series, x_log=True, y_log=True, from_zero=False):
     """`series`: {name: [(x, y)]}. One <g> of WIDTH x HEIGHT."""
-    points = [point for line in series.values() for point in line]
+    points = [point for line in series.values() for point in line] + [(0, 0)] * from_zero
     x_ticks, y_ticks = ticks_of([x for x, _ in points], x_log), ticks_of([y for _, y in points], y_log)
 
     def place(value, ticks, log, start, length):
