@@ -262,10 +262,7 @@ void AcceleratorCore::plan_local(StateLoad& load) {
     if (found == load.own_tensors.end() ||
         found->second.sizes() != target.sizes()) {
       refuse_state(
-          load.rank_file,
-          ""
-          " + name + "
-          " is missing or of another shape");
+          load.rank_file, "\"" + name + "\" is missing or of another shape");
     }
     copies->emplace_back(target, found->second);
   }

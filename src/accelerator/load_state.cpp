@@ -12,6 +12,7 @@
 #include "accelerator_state.h"
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
+#include "hasten/base/json.h"
 #include "hasten/core/random.h"
 #include "hasten/io/commit.h"
 #include "hasten/io/safetensors.h"
@@ -62,7 +63,7 @@ void read_state_files(StateLoad& load, int rank, int world_size, bool verify) {
         "state",
         "a folder that save_state() wrote");
   }
-  load.shared = nlohmann::json::parse(read_file(load.state_file()));
+  load.shared = read_json_file(kLoadWhere, load.state_file());
   if (load.shared.at("format") != 1) {
     refuse_state(
         load.state_file(),
@@ -80,7 +81,8 @@ void read_state_files(StateLoad& load, int rank, int world_size, bool verify) {
   if (values == reader.metadata().end()) {
     refuse_state(load.rank_file, "it lacks its values", "a file of a state");
   }
-  load.own = nlohmann::json::parse(values->second);
+  load.own = parse_json(
+      kLoadWhere, load.rank_file.string() + ": its values", values->second);
 }
 
 // What another number of ranks has no meaning for.

@@ -13,6 +13,7 @@
 
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
+#include "hasten/base/json.h"
 #include "hasten/io/commit.h"
 #include "hasten/io/safetensors.h"
 
@@ -210,7 +211,7 @@ nlohmann::json read_state_json(const std::filesystem::path& folder) {
         path, "the file is missing", "a folder that save_state() wrote");
   }
   try {
-    nlohmann::json state = nlohmann::json::parse(read_file(path));
+    nlohmann::json state = read_json_file(kLoadWhere, path);
     state.at("models");
     state.at("world_size");
     return state;

@@ -4,6 +4,8 @@
 #include <atomic>
 #include <vector>
 
+#include "hasten/base/shortened.h"
+
 namespace hasten {
 
 namespace detail {
@@ -21,15 +23,15 @@ std::string error_text(
     text += "rank " + std::to_string(error_rank) + "/" +
             std::to_string(world_size) + " ";
   }
-  text.append("[").append(where).append("] ").append(what);
+  text.append("[").append(where).append("] ").append(shortened(what));
   if (text.back() != '.') {
     text += '.';
   }
   if (!expected.empty()) {
-    text.append(" Expected ").append(expected).append(".");
+    text.append(" Expected ").append(shortened(expected)).append(".");
   }
   if (!fix.empty()) {
-    text.append(" Fix: ").append(fix).append(".");
+    text.append(" Fix: ").append(shortened(fix)).append(".");
   }
   return text;
 }
@@ -73,9 +75,16 @@ void set_error_rank(int rank, int world_size) {
 std::string nearest_name(
     std::string_view word, const std::string* first, const std::string* last) {
   std::string best;
+  constexpr size_t kLongest = 256; // the time is the product of both lengths
+  if (word.size() > kLongest) {
+    return best;
+  }
   size_t best_distance =
       (word.size() < 4 ? 1 : std::max<size_t>(2, word.size() / 3)) + 1;
   for (; first != last; ++first) {
+    if (first->size() > 2 * kLongest) {
+      continue;
+    }
     const size_t distance = detail::edit_distance(word, *first);
     if (distance < best_distance) {
       best_distance = distance;

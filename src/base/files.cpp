@@ -6,12 +6,12 @@
 #include <xxhash.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cerrno>
 #include <cstdio>
 #include <system_error>
 
 #include "hasten/base/error.h"
+#include "hasten/base/temporary_file.h"
 
 namespace hasten {
 
@@ -97,11 +97,10 @@ std::filesystem::path link_target(const std::filesystem::path& path) {
 
 /// Writes, syncs and renames; 0 or errno. `temporary` may be left behind.
 int write_and_rename(
-    const std::filesystem::path& temporary,
+    std::filesystem::path& temporary,
     const std::filesystem::path& target,
     std::string_view bytes) {
-  FileDescriptor file(
-      ::open(temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666));
+  FileDescriptor file(open_temporary(target, temporary));
   if (file.get() < 0) {
     return errno;
   }
@@ -159,11 +158,8 @@ std::string read_file(const std::filesystem::path& path) {
 void write_file_atomically(
     const std::filesystem::path& path, std::string_view bytes) {
   constexpr const char* kWhere = "base::write_file_atomically";
-  static std::atomic<unsigned> counter{0};
   const std::filesystem::path target = detail::link_target(path);
-  std::filesystem::path temporary = target;
-  temporary += ".tmp-" + std::to_string(::getpid()) + "-" +
-               std::to_string(counter.fetch_add(1));
+  std::filesystem::path temporary;
   if (const int error = detail::write_and_rename(temporary, target, bytes)) {
     ::unlink(temporary.c_str());
     detail::throw_file_error(kWhere, path, error);

@@ -8,6 +8,7 @@
 #include <string>
 #include <utility>
 
+#include "hasten/base/shortened.h"
 #include "terminal.h"
 
 namespace hasten {
@@ -100,10 +101,12 @@ bool log_enabled(LogLevel level) {
   return level != LogLevel::off && level >= least;
 }
 
-void log(LogLevel level, std::string_view line) {
+void log(LogLevel level, std::string_view long_line) {
   if (!log_enabled(level)) {
     return;
   }
+  // Room for an error's parts and what a caller says around them.
+  const std::string line = shortened(long_line, 8192);
   std::shared_ptr<const LogSink> sink;
   {
     auto& holder = detail::log_sink_holder();

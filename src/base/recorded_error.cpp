@@ -1,10 +1,10 @@
 #include "hasten/base/recorded_error.h"
 
 #include <cstdlib>
-#include <nlohmann/json.hpp>
 
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
+#include "hasten/base/json.h"
 
 namespace hasten {
 
@@ -42,7 +42,7 @@ std::optional<RecordedError> read_recorded_error(
     if (!std::filesystem::exists(path)) {
       return std::nullopt;
     }
-    const auto json = nlohmann::json::parse(read_file(path));
+    const auto json = read_json_file("base::read_recorded_error", path);
     const auto& message = json.at("message");
     const auto& extra = message.at("extraInfo");
     RecordedError error;

@@ -10,6 +10,7 @@
 #include <system_error>
 
 #include "hasten/base/error.h"
+#include "hasten/base/json.h"
 #include "hasten/base/progress_bar.h"
 #include "hasten/trainer/output_folder.h"
 #include "hasten/trainer/resume.h"
@@ -43,6 +44,20 @@ void check_readable_file(
   }
   if (files::is_regular_file(status) && files::file_size(path, error) == 0) {
     refuse("is empty");
+  }
+}
+
+/// Every process reads the rows for itself.
+void check_read_by_all(
+    const std::string& flag, const files::path& path, int processes) {
+  std::error_code error;
+  if (processes > 1 && !files::is_regular_file(path, error)) {
+    throw InputError(
+        "cli::train",
+        flag + "=" + path.string() +
+            " is no regular file, with processes=" + std::to_string(processes),
+        "a file: a pipe can be read by one process, and once",
+        "write it to a file first, or train with --nproc 1");
   }
 }
 
@@ -146,11 +161,16 @@ void check_train_inputs(const TrainCommand& command) {
           "a folder with vocab.txt or tokenizer.json");
     }
   }
-  if (!command.train_file.empty()) {
-    detail::check_readable_file(kWhere, "--train-file", command.train_file);
-  }
-  if (!command.eval_file.empty()) {
-    detail::check_readable_file(kWhere, "--eval-file", command.eval_file);
+  require_utf8(kWhere, described_inputs(command));
+  const int processes =
+      std::max(command.nproc, world_from_environment().world_size);
+  for (const auto& [flag, file] :
+       {std::pair("--train-file", &command.train_file),
+        std::pair("--eval-file", &command.eval_file)}) {
+    if (!file->empty()) {
+      detail::check_readable_file(kWhere, flag, *file);
+      detail::check_read_by_all(flag, *file, processes);
+    }
   }
   detail::check_output_dir(command);
 }

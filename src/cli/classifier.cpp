@@ -9,6 +9,7 @@
 
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
+#include "hasten/base/json.h"
 #include "hasten/base/progress_bar.h"
 #include "hasten/base/world.h"
 #include "hasten/trainer/output_folder.h"
@@ -23,7 +24,7 @@ nlohmann::json trained_arguments(const std::filesystem::path& folder) {
   if (!std::filesystem::exists(file, error)) {
     return nullptr;
   }
-  auto json = nlohmann::json::parse(read_file(file), nullptr, false);
+  nlohmann::json json = read_json_file("cli::model", file);
   if (!json.is_object()) {
     throw InputError(
         "cli::model",
@@ -60,7 +61,7 @@ std::string trained_class_weights(
   if (!std::filesystem::exists(file, error)) {
     return {};
   }
-  const auto json = nlohmann::json::parse(read_file(file), nullptr, false);
+  const nlohmann::json json = read_json_file("cli::model", file);
   std::string text;
   if (json.is_object()) {
     for (const auto& weight :

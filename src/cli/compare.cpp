@@ -15,6 +15,7 @@
 #include "hasten/activation_checkpoint/gradient_checkpointing.h"
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
+#include "hasten/base/json.h"
 #include "hasten/base/process.h"
 #include "hasten/cli/checks.h"
 #include "hasten/cli/compare.h"
@@ -37,7 +38,8 @@ CompareTask compare_task() {
         "hasten compare, which starts a world for each strategy",
         "start hasten compare alone, without another launcher");
   }
-  return nlohmann::json::parse(text).get<CompareTask>();
+  return parse_json("cli::compare", CompareTask::kVariable, text)
+      .get<CompareTask>();
 }
 
 /// Rows as long as they may be, the last with some padding, so that blocks get a mask

@@ -10,6 +10,7 @@
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
 #include "hasten/base/host_memory.h"
+#include "hasten/base/json.h"
 #include "hasten/base/log.h"
 #include "hasten/base/progress_bar.h"
 #include "hasten/cli/compare.h"
@@ -52,8 +53,7 @@ CompareOutcome outcome_of_world(CompareTask task, const StartWorld& start) {
   task.folder = folder.path();
   const LaunchResult result = start(nlohmann::json(task).dump());
   const auto read = [&](size_t rank) {
-    return nlohmann::json::parse(
-               read_file(task.file_of(static_cast<int>(rank))))
+    return read_json_file("cli::compare", task.file_of(static_cast<int>(rank)))
         .get<CompareOutcome>();
   };
   if (result.exit_code == kExitOk) {

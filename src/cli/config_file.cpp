@@ -7,6 +7,7 @@
 #include "flags.h"
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
+#include "hasten/base/json.h"
 
 namespace hasten::detail {
 
@@ -79,15 +80,15 @@ std::optional<std::vector<std::string>> config_texts(
 
 nlohmann::json read_config_json(
     const std::string& where, const std::string& path) {
-  nlohmann::json json;
+  std::string text;
   try {
-    json = nlohmann::json::parse(read_file(path), nullptr, true, true);
-  } catch (const nlohmann::json::exception& error) {
-    throw InputError(where, "--config=" + path + ": " + error.what(), "JSON");
+    text = read_file(path);
   } catch (const Error& error) {
     throw InputError(
         where, "--config=" + path + " cannot be read", "a JSON file");
   }
+  const nlohmann::json json =
+      parse_json(where, "--config=" + path, text, {.comments = true});
   if (!json.is_object()) {
     throw InputError(
         where,

@@ -7,6 +7,7 @@
 #include <unordered_set>
 
 #include "estimate_memory.h"
+#include "hasten/base/json.h"
 #include "hasten/base/progress_bar.h"
 #include "hasten/base/world.h"
 #include "hasten/data/loader.h"
@@ -45,9 +46,7 @@ std::string rates_text(const TrainingArguments& a, const TrainingPlan& plan) {
       plan.warmup_steps,
       plan.max_steps,
       a.learning_rate,
-      a.lr_scheduler_kwargs.empty()
-          ? nlohmann::json()
-          : nlohmann::json::parse(a.lr_scheduler_kwargs));
+      try_parse_json(a.lr_scheduler_kwargs).value);
   int64_t highest = 0;
   for (int64_t k = 1; k < plan.max_steps; ++k) {
     highest = schedule(k) > schedule(highest) ? k : highest;

@@ -50,11 +50,10 @@ void for_each_text(
     }
     return;
   }
-  const std::string_view text = file->text();
-  for (size_t at = file->mark_bytes(); at < text.size();) {
-    const size_t end = std::min(text.find('\n', at), text.size());
-    add(text.substr(at, end - at), static_cast<int64_t>(end));
-    at = end + 1;
+  TextWindow window(file);
+  size_t at = file->mark_bytes();
+  for (std::string_view line; window.next_line(at, line);) {
+    add(line, static_cast<int64_t>(window.begin() + at));
   }
 }
 

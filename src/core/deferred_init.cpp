@@ -485,6 +485,8 @@ bool is_deferred(const at::Tensor& tensor) {
   return detail::deferred_place(tensor) != nullptr;
 }
 
+bool in_deferred_init() { return detail::deferred_scope_open; }
+
 bool is_deferred(const torch::nn::Module& module) {
   const auto tensors = detail::tensors_of(module);
   return std::any_of(

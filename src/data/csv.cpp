@@ -28,6 +28,16 @@ char csv_delimiter(const std::filesystem::path& path, char given) {
   return extension == ".tsv" || extension == ".tab" ? '\t' : ',';
 }
 
+bool lacks_line_feeds(TextWindow window) {
+  while (window.text().find('\n') == std::string_view::npos) {
+    if (window.reaches_end()) {
+      return true;
+    }
+    window.move(window.text().size());
+  }
+  return false;
+}
+
 } // namespace detail
 
 CsvReader::CsvReader(const std::filesystem::path& path, CsvOptions options)
@@ -36,9 +46,10 @@ CsvReader::CsvReader(const std::filesystem::path& path, CsvOptions options)
 CsvReader::CsvReader(std::shared_ptr<const TextFile> file, CsvOptions options)
     : file_(std::move(file)),
       delimiter_(detail::csv_delimiter(file_->path(), options.delimiter)),
-      text_(file_->text()),
+      window_(file_),
+      text_(window_.text()),
       next_(file_->mark_bytes()) {
-  cr_ends_lines_ = text_.find('\n') == std::string_view::npos;
+  cr_ends_lines_ = detail::lacks_line_feeds(window_);
   if (!read_record()) {
     throw InputError(
         detail::kCsvReader,
@@ -132,7 +143,7 @@ bool CsvReader::at_field_end(size_t at) const {
 // Whether the quote at `at` opens a field that closes before the line ends: only
 // then is it a quote in a tab-separated file.
 bool CsvReader::closes_on_its_line(size_t at) const {
-  for (size_t i = at + 1; i < text_.size() && text_[i] != '\n'; ++i) {
+  for (size_t i = at + 1; i < text_.size() && line_break(i) == 0; ++i) {
     if (text_[i] == '"') {
       if (i + 1 < text_.size() && text_[i + 1] == '"') {
         ++i;
@@ -145,14 +156,17 @@ bool CsvReader::closes_on_its_line(size_t at) const {
 }
 
 // Reads the quoted field whose opening quote is at `at`; leaves `at` behind the
-// closing one.
-void CsvReader::read_quoted(size_t& at) {
+// closing one. False where the window ends before it.
+bool CsvReader::read_quoted(size_t& at) {
   const size_t open = at;
   size_t begin = at + 1;
   std::string* unescaped = nullptr;
   for (;;) {
     const size_t quote = text_.find('"', at + 1);
     if (quote == std::string_view::npos) {
+      if (!window_.reaches_end()) {
+        return false;
+      }
       fail(
           open,
           "a quote opens here and is never closed",
@@ -187,19 +201,37 @@ void CsvReader::read_quoted(size_t& at) {
         "a delimiter or the end of the line",
         "double quotes that are part of a quoted text");
   }
+  return true;
 }
 
 bool CsvReader::read_record() {
-  while (const size_t bytes = line_break(next_)) {
+  while (!read_record_in_window()) {
+    window_.move(next_);
+    next_ = 0;
+    text_ = window_.text();
+  }
+  return !fields_.empty();
+}
+
+// Whether what ends at `end` ends there whatever lies behind the window: a CR at
+// its end may have its LF there.
+bool CsvReader::is_whole(size_t end) const {
+  return end < text_.size() || window_.reaches_end();
+}
+
+// False where the record may go on behind the window. No fields: the file's end.
+bool CsvReader::read_record_in_window() {
+  fields_.clear();
+  size_t bytes = 0;
+  while ((bytes = line_break(next_)) > 0 && is_whole(next_ + bytes)) {
     next_ += bytes;
     ++next_line_;
   }
-  if (next_ == text_.size()) {
-    return false;
+  if (bytes > 0 || next_ == text_.size()) {
+    return window_.reaches_end();
   }
   start_ = next_;
   line_ = next_line_;
-  fields_.clear();
   unescaped_used_ = 0;
   std::vector<size_t> unescaped_fields; // [unescaped] its field
   size_t at = next_;
@@ -208,7 +240,9 @@ bool CsvReader::read_record() {
     if (at < text_.size() && text_[at] == '"' &&
         (delimiter_ != '\t' || closes_on_its_line(at))) {
       const size_t used = unescaped_used_;
-      read_quoted(at);
+      if (!read_quoted(at)) {
+        return false;
+      }
       if (unescaped_used_ > used) {
         unescaped_fields.push_back(fields_.size() - 1);
       }
@@ -226,14 +260,15 @@ bool CsvReader::read_record() {
   for (size_t i = 0; i < unescaped_fields.size(); ++i) {
     fields_[unescaped_fields[i]] = unescaped_[i];
   }
+  bytes = line_break(at);
+  if (!is_whole(at + bytes)) {
+    return false;
+  }
   check_text(start_, at);
   size_t behind = 0;
   next_line_ += count_lines(start_, at, behind);
-  if (const size_t bytes = line_break(at)) {
-    at += bytes;
-    ++next_line_;
-  }
-  next_ = at;
+  next_line_ += bytes > 0 ? 1 : 0;
+  next_ = at + bytes;
   return true;
 }
 
@@ -244,14 +279,15 @@ void CsvReader::check_text(size_t begin, size_t end) const {
     fail(
         begin + bad,
         "invalid UTF-8: " + byte_name(record[bad]) + " at offset " +
-            std::to_string(begin + bad) + " of the file",
+            std::to_string(window_.begin() + begin + bad) + " of the file",
         "UTF-8",
         "convert the file, for example with iconv -f WINDOWS-1252 -t UTF-8");
   }
   if (const size_t nul = record.find('\0'); nul != std::string_view::npos) {
     fail(
         begin + nul,
-        "a NUL byte at offset " + std::to_string(begin + nul) + " of the file",
+        "a NUL byte at offset " +
+            std::to_string(window_.begin() + begin + nul) + " of the file",
         "text",
         "check that the file is text and not cut or padded");
   }

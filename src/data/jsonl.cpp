@@ -1,10 +1,10 @@
 #include "hasten/data/jsonl.h"
 
 #include <algorithm>
-#include <nlohmann/json.hpp>
 #include <utility>
 
 #include "hasten/base/error.h"
+#include "hasten/base/json.h"
 #include "hasten/data/utf8.h"
 #include "table_errors.h"
 
@@ -23,18 +23,10 @@ std::string json_as_text(const nlohmann::json& value) {
   return value.is_null() ? std::string() : value.dump();
 }
 
-// What the parser says after "[json.exception…] parse error at line 1, column 7: ".
-std::string json_complaint(const nlohmann::json::parse_error& error) {
-  const std::string text = error.what();
-  const size_t colon = text.find(": ");
-  return colon == std::string::npos ? text : text.substr(colon + 2);
-}
-
 } // namespace detail
 
 JsonlReader::JsonlReader(std::shared_ptr<const TextFile> file)
-    : file_(std::move(file)), next_(file_->mark_bytes()) {
-  const size_t begin = next_;
+    : file_(std::move(file)), window_(file_), next_(file_->mark_bytes()) {
   std::string_view line;
   if (!find_line(line)) {
     throw InputError(
@@ -47,7 +39,8 @@ JsonlReader::JsonlReader(std::shared_ptr<const TextFile> file)
     columns_.push_back(key);
     samples_.push_back(detail::json_as_text(value));
   }
-  next_ = begin;
+  window_ = TextWindow(file_);
+  next_ = file_->mark_bytes();
   line_ = 0;
 }
 
@@ -94,13 +87,8 @@ bool JsonlReader::next() {
 
 // The next line that is not blank, without its line break.
 bool JsonlReader::find_line(std::string_view& line) {
-  const std::string_view text = file_->text();
-  while (next_ < text.size()) {
-    start_ = next_;
+  while (window_.next_line(next_, line)) {
     ++line_;
-    const size_t end = std::min(text.find('\n', next_), text.size());
-    next_ = std::min(end + 1, text.size());
-    line = text.substr(start_, end - start_);
     if (!trimmed(line).empty()) {
       return true;
     }
@@ -113,7 +101,11 @@ nlohmann::json JsonlReader::parse(std::string_view line) const {
     throw InputError(
         detail::kJsonlReader,
         position() + ": byte " + std::to_string(byte) + " of the line (byte " +
-            std::to_string(start_ + byte) + " of the file): " + what,
+            std::to_string(
+                window_.begin() +
+                static_cast<size_t>(line.data() - window_.text().data()) +
+                byte) +
+            " of the file): " + what,
         detail::kJsonlExpected,
         "correct the line, or leave it out");
   };
@@ -121,20 +113,17 @@ nlohmann::json JsonlReader::parse(std::string_view line) const {
       bad != std::string_view::npos) {
     fail(bad + 1, "invalid UTF-8: " + byte_name(line[bad]));
   }
-  nlohmann::json value;
-  try {
-    value = nlohmann::json::parse(line);
-  } catch (const nlohmann::json::parse_error& error) {
-    fail(error.byte, detail::json_complaint(error));
-  } catch (const nlohmann::json::exception& error) { // a number out of range
-    fail(1, error.what());
+  ParsedJson parsed = try_parse_json(line);
+  if (!parsed.problem.empty()) {
+    fail(std::max<size_t>(parsed.byte, 1), parsed.problem);
   }
+  nlohmann::json& value = parsed.value;
   if (!value.is_object()) {
     fail(
         line.find_first_not_of(" \t\r") + 1,
         "no object, but " + detail::table_sample(value.dump()));
   }
-  return value;
+  return std::move(value);
 }
 
 std::string JsonlReader::position() const {

@@ -1,5 +1,7 @@
 #include "table_errors.h"
 
+#include <algorithm>
+
 #include "hasten/base/error.h"
 
 namespace hasten::detail {
@@ -24,9 +26,13 @@ void fail_unknown_column(
     const std::vector<std::string>& columns,
     const std::vector<std::string>& samples) {
   std::string list;
-  for (size_t i = 0; i < columns.size(); ++i) {
-    list += (i == 0 ? "" : ", ") + columns[i] + " (\"" +
+  constexpr size_t kShown = 20;
+  for (size_t i = 0; i < std::min(columns.size(), kShown); ++i) {
+    list += (i == 0 ? "" : ", ") + table_sample(columns[i]) + " (\"" +
             table_sample(i < samples.size() ? samples[i] : "") + "\")";
+  }
+  if (columns.size() > kShown) {
+    list += ", and " + std::to_string(columns.size() - kShown) + " more";
   }
   const std::string near = nearest_name(
       asked.substr(asked.find('=') + 1),

@@ -96,7 +96,13 @@ nlohmann::json described_file(const std::shared_ptr<const TextFile>& file) {
     return nullptr;
   }
   // The ending says how it is read.
-  return {text_hash_hex(file->text()), file->path().extension().string()};
+  TextHasher hasher;
+  for (TextWindow window(file);; window.move(window.text().size())) {
+    hasher.add(window.text());
+    if (window.reaches_end()) {
+      return {hasher.hex(), file->path().extension().string()};
+    }
+  }
 }
 
 // All that the ids depend on.
@@ -176,8 +182,7 @@ class TokenMaker {
       : options_(options),
         tell_(std::move(tell)),
         total_(static_cast<int64_t>(
-            train_file->text().size() +
-            (eval_file ? eval_file->text().size() : 0))),
+            train_file->size() + (eval_file ? eval_file->size() : 0))),
         selection_(select_text_rows(train_file, eval_file, options.texts)),
         tokenizer_(
             options.tokenizer ? *options.tokenizer : learned_tokenizer()) {}
@@ -201,7 +206,7 @@ class TokenMaker {
       read_file(
           selection_.eval_file,
           selection_.eval_table,
-          static_cast<int64_t>(selection_.train_file->text().size()),
+          static_cast<int64_t>(selection_.train_file->size()),
           sink,
           [&](size_t row) {
             const int32_t label = selection_.eval_labels[row];
@@ -347,9 +352,8 @@ TokenizedClassification tokenized_in_memory(
   const std::span<const TokenRow> rows(stored->rows);
   const size_t train = maker.train().size();
   TokenFile made;
-  made.train = {.ids = stored->ids, .rows = rows.first(train), .owner = stored};
-  made.eval = {
-      .ids = stored->ids, .rows = rows.subspan(train), .owner = stored};
+  made.train = {.ids = stored, .rows = rows.first(train), .owner = stored};
+  made.eval = {.ids = stored, .rows = rows.subspan(train), .owner = stored};
   made.values = maker.values();
   return tokenized_from(made, options);
 }
@@ -420,6 +424,7 @@ class TokenCache {
           report({.done = done, .total = total}, &lock);
         });
     std::string unable;
+    remove_unfinished();
     try {
       TokenFileWriter writer(path_, key_);
       maker.make(writer);
@@ -433,6 +438,22 @@ class TokenCache {
       unable = error.what();
     }
     return in_memory(unable, &maker);
+  }
+
+  // What makers of this file left that were killed: nobody else has the lock.
+  void remove_unfinished() const {
+    const std::string start = path_.filename().string() + ".tmp-";
+    std::vector<std::filesystem::path> found;
+    std::error_code ignored;
+    for (const auto& entry :
+         std::filesystem::directory_iterator(path_.parent_path(), ignored)) {
+      if (entry.path().filename().string().starts_with(start)) {
+        found.push_back(entry.path());
+      }
+    }
+    for (const auto& path : found) {
+      std::filesystem::remove(path, ignored);
+    }
   }
 
   TokenizedClassification in_memory(

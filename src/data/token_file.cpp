@@ -1,7 +1,6 @@
 #include "token_file.h"
 
 #include <fcntl.h>
-#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 #include <xxhash.h>
@@ -13,12 +12,13 @@
 #include <system_error>
 #include <utility>
 
+#include "hasten/base/error.h"
+#include "hasten/base/json.h"
 #include "hasten/base/process.h"
 
 namespace hasten::detail {
 
-constexpr size_t kTokenWriteBuffer = size_t{1} << 20; // bytes
-constexpr size_t kTokenHashBlock = size_t{64} << 20; // bytes between two looks
+constexpr size_t kTokenWriteBuffer = size_t{1} << 20; // bytes, also to read
 constexpr uint64_t kTokenFormat = 1;
 
 struct TokenFileHeader {
@@ -144,79 +144,150 @@ void TokenFileWriter::write_at(const void* data, size_t bytes, off_t at) {
   }
 }
 
-// The bytes of an open token file.
-class TokenMapping {
+// The ids of a file, and all else in it. Each block is compared with what it was
+// when the file was opened: a file that shrinks or is written to is an error, where
+// a mapping would end the process by SIGBUS, or give other ids.
+class TokenFileIds : public TokenIds {
  public:
-  TokenMapping(int file, size_t bytes) : size_(bytes) {
-    memory_ = ::mmap(nullptr, bytes, PROT_READ, MAP_PRIVATE, file, 0);
+  // Takes the descriptor, and verifies the whole file.
+  TokenFileIds(
+      const std::filesystem::path& path,
+      int file,
+      size_t bytes,
+      const std::string& key)
+      : path_(path), file_(file), bytes_(bytes) {
+    problem_ = find_problem(key);
   }
-  ~TokenMapping() {
-    if (memory_ != MAP_FAILED) {
-      ::munmap(memory_, size_);
+  ~TokenFileIds() override { ::close(file_); }
+  TokenFileIds(const TokenFileIds&) = delete;
+  TokenFileIds& operator=(const TokenFileIds&) = delete;
+
+  // Empty where the file is whole.
+  const std::string& problem() const { return problem_; }
+  size_t bytes() const { return bytes_; }
+  void set_size(uint64_t ids) { ids_ = static_cast<int64_t>(ids); }
+  int64_t size() const override { return ids_; }
+  void read(int64_t begin, std::span<int32_t> ids) const override {
+    read_bytes(
+        sizeof(TokenFileHeader) + static_cast<size_t>(begin) * sizeof(int32_t),
+        ids.data(),
+        ids.size_bytes());
+  }
+
+  // What the file had there when it was opened. Throws Error.
+  void read_bytes(size_t at, void* to, size_t bytes) const {
+    const size_t first = at / kTokenBlock;
+    std::vector<char> blocks(
+        (at + bytes + kTokenBlock - 1) / kTokenBlock * kTokenBlock -
+        first * kTokenBlock);
+    const size_t begin = first * kTokenBlock;
+    const size_t count = std::min(blocks.size(), bytes_ - begin);
+    bool good = read_all(begin, blocks.data(), count);
+    for (size_t done = 0; good && done < count; done += kTokenBlock) {
+      good = block_hash(blocks.data() + done, count - done) ==
+             hashes_[first + done / kTokenBlock];
     }
+    if (!good) {
+      throw Error(
+          "data::token_cache",
+          path_.string() + " changed while its token ids were in use",
+          "a file that stays as it is until the run ends",
+          "start again: the file is made anew");
+    }
+    std::memcpy(to, blocks.data() + (at - begin), bytes);
   }
-  TokenMapping(const TokenMapping&) = delete;
-  TokenMapping& operator=(const TokenMapping&) = delete;
-  bool good() const { return memory_ != MAP_FAILED; }
-  const char* data() const { return static_cast<const char*>(memory_); }
-  size_t size() const { return size_; }
 
  private:
-  void* memory_ = MAP_FAILED;
-  size_t size_;
+  static constexpr size_t kTokenBlock = 4096; // bytes; its hash takes 8
+
+  static uint64_t block_hash(const char* block, size_t left) {
+    return XXH3_64bits(block, std::min(left, kTokenBlock));
+  }
+
+  bool read_all(size_t at, char* to, size_t bytes) const {
+    while (bytes > 0) {
+      const ssize_t count = ::pread(file_, to, bytes, static_cast<off_t>(at));
+      if (count == 0 || (count < 0 && errno != EINTR)) {
+        return false;
+      }
+      const auto got = static_cast<size_t>(std::max<ssize_t>(count, 0));
+      at += got;
+      to += got;
+      bytes -= got;
+    }
+    return true;
+  }
+
+  // Says what is wrong with the file's bytes; remembers the hash of each block.
+  std::string find_problem(const std::string& key) {
+    TokenFileHeader header;
+    if (bytes_ < sizeof(header) + sizeof(uint64_t)) {
+      return bytes_ == 0 ? "it is empty" : "it is cut off";
+    }
+    const std::unique_ptr<XXH3_state_t, decltype(&XXH3_freeState)> state(
+        XXH3_createState(), &XXH3_freeState);
+    XXH3_64bits_reset(state.get());
+    std::vector<char> piece(kTokenWriteBuffer);
+    for (size_t at = 0; at < bytes_; at += piece.size()) {
+      const size_t count = std::min(piece.size(), bytes_ - at);
+      if (!read_all(at, piece.data(), count)) {
+        return "it cannot be read";
+      }
+      for (size_t done = 0; done < count; done += kTokenBlock) {
+        hashes_.push_back(block_hash(piece.data() + done, count - done));
+      }
+      if (at == 0) {
+        std::memcpy(&header, piece.data(), sizeof(header));
+        if (auto problem = header_problem(header, key); !problem.empty()) {
+          return problem;
+        }
+      }
+      const size_t skipped = at == 0 ? sizeof(header) : 0;
+      XXH3_64bits_update(state.get(), piece.data() + skipped, count - skipped);
+      throw_if_interrupted();
+    }
+    return header.checksum == XXH3_64bits_digest(state.get())
+               ? ""
+               : "its checksum is wrong";
+  }
+
+  std::string header_problem(
+      const TokenFileHeader& header, const std::string& key) const {
+    if (header.magic != TokenFileHeader{}.magic ||
+        header.format != kTokenFormat) {
+      return "it is no token file of this version";
+    }
+    if (header.key != key_bytes(key)) {
+      return "it is of other data";
+    }
+    return header.file_bytes == bytes_
+               ? ""
+               : "it has " + std::to_string(bytes_) + " of " +
+                     std::to_string(header.file_bytes) + " bytes";
+  }
+
+  std::filesystem::path path_;
+  int file_;
+  size_t bytes_;
+  int64_t ids_ = 0;
+  std::vector<uint64_t> hashes_{}; // [block]
+  std::string problem_{};
 };
-
-uint64_t hash_behind_header(const TokenMapping& mapping) {
-  TokenFileHeader header;
-  const std::unique_ptr<XXH3_state_t, decltype(&XXH3_freeState)> state(
-      XXH3_createState(), &XXH3_freeState);
-  XXH3_64bits_reset(state.get());
-  for (size_t at = sizeof(header); at < mapping.size();) {
-    const size_t bytes = std::min(kTokenHashBlock, mapping.size() - at);
-    XXH3_64bits_update(state.get(), mapping.data() + at, bytes);
-    at += bytes;
-    throw_if_interrupted();
-  }
-  return XXH3_64bits_digest(state.get());
-}
-
-// Says what is wrong with a file's bytes; nothing where they are whole.
-std::string token_file_problem(
-    const TokenMapping& mapping, const std::string& key) {
-  TokenFileHeader header;
-  if (mapping.size() < sizeof(header) + sizeof(uint64_t)) {
-    return "it is cut off";
-  }
-  std::memcpy(&header, mapping.data(), sizeof(header));
-  if (header.magic != TokenFileHeader{}.magic ||
-      header.format != kTokenFormat) {
-    return "it is no token file of this version";
-  }
-  if (header.key != key_bytes(key)) {
-    return "it is of other data";
-  }
-  if (header.file_bytes != mapping.size()) {
-    return "it has " + std::to_string(mapping.size()) + " of " +
-           std::to_string(header.file_bytes) + " bytes";
-  }
-  if (header.checksum != hash_behind_header(mapping)) {
-    return "its checksum is wrong";
-  }
-  return {};
-}
 
 // The parts of a file whose bytes are whole; null where they contradict each other.
 std::unique_ptr<TokenFile> token_file_parts(
-    const std::shared_ptr<const TokenMapping>& mapping) {
-  const char* begin = mapping->data() + sizeof(TokenFileHeader);
-  const char* end = mapping->data() + mapping->size() - sizeof(uint64_t);
+    const std::shared_ptr<TokenFileIds>& all) {
+  const size_t begin = sizeof(TokenFileHeader);
+  const size_t end = all->bytes() - sizeof(uint64_t);
   uint64_t text_bytes = 0;
-  std::memcpy(&text_bytes, end, sizeof(text_bytes));
-  if (text_bytes > static_cast<uint64_t>(end - begin)) {
+  all->read_bytes(end, &text_bytes, sizeof(text_bytes));
+  if (text_bytes > end - begin) {
     return nullptr;
   }
+  std::string text(text_bytes, '\0');
+  all->read_bytes(end - text_bytes, text.data(), text_bytes);
   auto file = std::make_unique<TokenFile>();
-  file->values = nlohmann::json::parse(end - text_bytes, end, nullptr, false);
+  file->values = try_parse_json(text).value;
   const auto number = [&](const char* name) {
     const auto value = file->values.find(name);
     return value != file->values.end() && value->is_number_unsigned()
@@ -226,7 +297,7 @@ std::unique_ptr<TokenFile> token_file_parts(
   if (!file->values.is_object()) {
     return nullptr;
   }
-  const uint64_t most = mapping->size();
+  const uint64_t most = all->bytes();
   const uint64_t ids = number("ids"), train = number("train"),
                  eval = number("eval");
   if (ids > most || train > most || eval > most) {
@@ -235,14 +306,20 @@ std::unique_ptr<TokenFile> token_file_parts(
   const uint64_t id_bytes = (ids * sizeof(int32_t) + sizeof(TokenRow) - 1) /
                             sizeof(TokenRow) * sizeof(TokenRow);
   if (id_bytes + (train + eval) * sizeof(TokenRow) + text_bytes !=
-      static_cast<uint64_t>(end - begin)) {
+      end - begin) {
     return nullptr;
   }
-  const std::span<const int32_t> all(
-      reinterpret_cast<const int32_t*>(begin), ids);
-  const auto* rows = reinterpret_cast<const TokenRow*>(begin + id_bytes);
-  file->train = {.ids = all, .rows = {rows, train}, .owner = mapping};
-  file->eval = {.ids = all, .rows = {rows + train, eval}, .owner = mapping};
+  all->set_size(ids);
+  const auto rows_of = [&](uint64_t first, uint64_t count) {
+    const auto rows = std::make_shared<std::vector<TokenRow>>(count);
+    all->read_bytes(
+        begin + id_bytes + first * sizeof(TokenRow),
+        rows->data(),
+        count * sizeof(TokenRow));
+    return TokenTable{.ids = all, .rows = *rows, .owner = rows};
+  };
+  file->train = rows_of(0, train);
+  file->eval = rows_of(train, eval);
   return file;
 }
 
@@ -258,23 +335,18 @@ std::unique_ptr<TokenFile> open_token_file(
     return nullptr;
   }
   struct stat status {};
-  const bool regular =
-      ::fstat(descriptor, &status) == 0 && S_ISREG(status.st_mode);
-  const size_t size = regular ? static_cast<size_t>(status.st_size) : 0;
-  std::shared_ptr<const TokenMapping> mapping;
-  if (size > 0) {
-    mapping = std::make_shared<const TokenMapping>(descriptor, size);
-  }
-  ::close(descriptor);
-  if (mapping == nullptr || !mapping->good()) {
-    problem = regular ? "it is empty or cannot be mapped" : "it is no file";
+  if (::fstat(descriptor, &status) != 0 || !S_ISREG(status.st_mode)) {
+    ::close(descriptor);
+    problem = "it is no file";
     return nullptr;
   }
-  problem = token_file_problem(*mapping, key);
+  const auto ids = std::make_shared<TokenFileIds>(
+      path, descriptor, static_cast<size_t>(status.st_size), key);
+  problem = ids->problem();
   if (!problem.empty()) {
     return nullptr;
   }
-  auto file = token_file_parts(mapping);
+  auto file = token_file_parts(ids);
   if (file == nullptr) {
     problem = "its parts contradict each other";
   }

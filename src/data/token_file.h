@@ -1,4 +1,5 @@
-// Token ids as a file that is mapped, not read. Private to src/data.
+// Token ids as a file, of which rows are read when they are asked for. Private to
+// src/data.
 //
 // The format, in the machine's byte order (another one's file counts as damaged):
 //   0   8 bytes   "hastentk"
@@ -13,6 +14,7 @@
 //       u64       bytes of that text
 #pragma once
 
+#include <algorithm>
 #include <filesystem>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -25,9 +27,14 @@
 namespace hasten::detail {
 
 /// What a table in memory owns.
-struct StoredTokens {
+struct StoredTokens : TokenIds {
   std::vector<int32_t> ids{};
   std::vector<TokenRow> rows{};
+
+  int64_t size() const override { return static_cast<int64_t>(ids.size()); }
+  void read(int64_t begin, std::span<int32_t> out) const override {
+    std::copy_n(ids.begin() + begin, out.size(), out.begin());
+  }
 };
 
 /// Takes ids as they are made.
@@ -77,8 +84,9 @@ struct TokenFile {
   nlohmann::json values{};
 };
 
-/// Maps a file and verifies all of it: one pass over its bytes. Returns nothing
+/// Opens a file and verifies all of it: one pass over its bytes. Returns nothing
 /// where there is none, or, with `problem` set, where it is damaged or another's.
+/// Memory: 16 bytes a row, and 8 for 4 KiB of the file.
 std::unique_ptr<TokenFile> open_token_file(
     const std::filesystem::path& path,
     const std::string& key,

@@ -139,7 +139,7 @@ TokenizedDataset::TokenizedDataset(
     }
   }
   table_ = {
-      .ids = stored->ids,
+      .ids = stored,
       .rows = stored->rows,
       .has_labels = !labels.empty(),
       .owner = stored};
@@ -159,7 +159,7 @@ void TokenizedDataset::check() {
             ", pad_to_length=" + std::to_string(padding_.pad_to_length),
         "at least 1, and at least 0");
   }
-  const auto ids = static_cast<int64_t>(table_.ids.size());
+  const int64_t ids = table_.ids ? table_.ids->size() : 0;
   for (size_t i = 0; i < table_.rows.size(); ++i) {
     const TokenRow& row = table_.rows[i];
     if (row.tokens <= 0 || row.begin < 0 || row.begin > ids - row.tokens ||
@@ -213,12 +213,12 @@ Batch TokenizedDataset::collate(const std::vector<int64_t>& indices) const {
   const auto mask = at::zeros({rows, longest}, at::kLong);
   auto* id_out = input_ids.mutable_data_ptr<int64_t>();
   auto* mask_out = mask.mutable_data_ptr<int64_t>();
+  std::vector<int32_t> ids;
   for (int64_t i = 0; i < rows; ++i) {
     const int64_t tokens = length(indices[i]);
-    std::copy_n(
-        table_.ids.begin() + row(indices[i]).begin,
-        tokens,
-        id_out + i * longest);
+    ids.resize(static_cast<size_t>(tokens));
+    table_.ids->read(row(indices[i]).begin, ids);
+    std::copy_n(ids.begin(), tokens, id_out + i * longest);
     std::fill_n(mask_out + i * longest, tokens, 1);
   }
   Batch batch{

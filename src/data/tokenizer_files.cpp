@@ -1,13 +1,13 @@
 // Hugging Face's tokenizer files: vocab.txt, tokenizer_config.json, tokenizer.json.
 #include <algorithm>
 #include <filesystem>
-#include <nlohmann/json.hpp>
 #include <optional>
 #include <stdexcept>
 #include <utility>
 
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
+#include "hasten/base/json.h"
 #include "hasten/data/tokenizer.h"
 #include "hasten/data/utf8.h"
 
@@ -16,7 +16,6 @@ namespace hasten {
 namespace detail {
 
 using TokenizerJson = nlohmann::ordered_json; // written: keeps keys in order
-using ParsedJson = nlohmann::json; // read: finds one key of 30,000 quickly
 
 constexpr const char* kLoadTokenizer = "data::WordPieceTokenizer::load";
 
@@ -31,41 +30,30 @@ constexpr double kNoMaxLength = 1e9;
   throw InputError(kLoadTokenizer, path.string() + ": " + what, expected, fix);
 }
 
-// Without its "model" where that is not needed: the vocabulary is most of the file.
-ParsedJson read_tokenizer_json(
-    const std::filesystem::path& path, bool with_model = true) {
-  try {
-    auto json = ParsedJson::parse(
-        read_file(path),
-        [&](int depth, ParsedJson::parse_event_t event, ParsedJson& key) {
-          return with_model || depth != 1 ||
-                 event != ParsedJson::parse_event_t::key || key != "model";
-        });
-    if (json.is_object()) {
-      return json;
-    }
-  } catch (const ParsedJson::parse_error& error) {
-    fail_tokenizer_file(
-        path, "not JSON near byte=" + std::to_string(error.byte), "JSON");
+nlohmann::json read_tokenizer_json(const std::filesystem::path& path) {
+  auto json = read_json_file(kLoadTokenizer, path);
+  if (!json.is_object()) {
+    fail_tokenizer_file(path, "not a JSON object", "an object");
   }
-  fail_tokenizer_file(path, "not a JSON object", "an object");
+  return json;
 }
 
 // The member, or null where the object or the member is missing.
-const ParsedJson& tokenizer_member(const ParsedJson& json, const char* name) {
-  static const ParsedJson kNull;
+const nlohmann::json& tokenizer_member(
+    const nlohmann::json& json, const char* name) {
+  static const nlohmann::json kNull;
   const auto found = json.is_object() ? json.find(name) : json.end();
   return found == json.end() ? kNull : *found;
 }
 
-void read_flag(const ParsedJson& json, const char* name, bool& value) {
+void read_flag(const nlohmann::json& json, const char* name, bool& value) {
   if (const auto& member = tokenizer_member(json, name); member.is_boolean()) {
     value = member.get<bool>();
   }
 }
 
 void read_flag(
-    const ParsedJson& json, const char* name, std::optional<bool>& value) {
+    const nlohmann::json& json, const char* name, std::optional<bool>& value) {
   if (const auto& member = tokenizer_member(json, name); member.is_boolean()) {
     value = member.get<bool>();
   } else if (json.is_object() && json.contains(name)) {
@@ -74,7 +62,8 @@ void read_flag(
 }
 
 // A token is a string, or an object with its content.
-void read_token(const ParsedJson& json, const char* name, std::string& value) {
+void read_token(
+    const nlohmann::json& json, const char* name, std::string& value) {
   const auto& member = tokenizer_member(json, name);
   const auto& content =
       member.is_object() ? tokenizer_member(member, "content") : member;
@@ -107,7 +96,7 @@ std::vector<std::string> read_vocab_txt(const std::filesystem::path& path) {
 }
 
 std::vector<std::string> read_json_vocab(
-    const std::filesystem::path& path, const ParsedJson& json) {
+    const std::filesystem::path& path, const nlohmann::json& json) {
   const auto& model = tokenizer_member(json, "model");
   const auto& entries = tokenizer_member(model, "vocab");
   const std::string type =
@@ -138,7 +127,7 @@ std::vector<std::string> read_json_vocab(
 
 // The normalizer of tokenizer.json first; what tokenizer_config.json says wins.
 WordPieceOptions tokenizer_options(
-    const ParsedJson& json, const ParsedJson& config) {
+    const nlohmann::json& json, const nlohmann::json& config) {
   WordPieceOptions options;
   const auto& normalizer = tokenizer_member(json, "normalizer");
   read_flag(normalizer, "lowercase", options.do_lower_case);
@@ -161,7 +150,9 @@ WordPieceOptions tokenizer_options(
 
 // One entry of added_tokens (tokenizer.json) or added_tokens_decoder (config).
 AddedToken added_token(
-    const std::filesystem::path& path, const ParsedJson& entry, int64_t id) {
+    const std::filesystem::path& path,
+    const nlohmann::json& entry,
+    int64_t id) {
   AddedToken token{.id = id};
   read_token(entry, "content", token.content);
   read_flag(entry, "special", token.special);
@@ -181,8 +172,8 @@ AddedToken added_token(
 
 std::vector<AddedToken> read_added_tokens(
     const std::filesystem::path& folder,
-    const ParsedJson& json,
-    const ParsedJson& config) {
+    const nlohmann::json& json,
+    const nlohmann::json& config) {
   std::vector<AddedToken> tokens;
   for (const auto& entry : tokenizer_member(json, "added_tokens")) {
     const auto& id = tokenizer_member(entry, "id");
@@ -207,7 +198,8 @@ std::vector<AddedToken> read_added_tokens(
   return tokens;
 }
 
-// The constructor checks the same; here the message can name the file.
+// The vocabulary itself must have them, under the numbers that the folder's other
+// files give: added tokens beside a vocabulary that was cut would hide it.
 void check_special_tokens(
     const std::filesystem::path& path,
     const std::vector<std::string>& vocab,
@@ -218,12 +210,20 @@ void check_special_tokens(
         options.cls_token,
         options.sep_token,
         options.pad_token}) {
-    const bool known =
-        std::find(vocab.begin(), vocab.end(), token) != vocab.end() ||
-        std::any_of(added.begin(), added.end(), [&](const AddedToken& other) {
-          return other.content == token;
-        });
-    if (!known) {
+    for (const AddedToken& other : added) {
+      const auto id = static_cast<size_t>(other.id);
+      if (other.content == token &&
+          (id >= vocab.size() || vocab[id] != token)) {
+        fail_tokenizer_file(
+            path,
+            "the vocabulary of pieces=" + std::to_string(vocab.size()) +
+                " has no " + token + " at number " + std::to_string(other.id) +
+                ", where the folder's added tokens have it",
+            "the vocabulary the model was trained with, whole",
+            "copy it from the model again");
+      }
+    }
+    if (std::find(vocab.begin(), vocab.end(), token) == vocab.end()) {
       fail_tokenizer_file(
           path,
           "the vocabulary of pieces=" + std::to_string(vocab.size()) +
@@ -361,10 +361,10 @@ WordPieceTokenizer WordPieceTokenizer::load(
   const auto json_path = folder / "tokenizer.json";
   const auto config_path = folder / "tokenizer_config.json";
   const bool has_text = std::filesystem::exists(vocab_path);
-  detail::ParsedJson json;
-  detail::ParsedJson config;
+  nlohmann::json json;
+  nlohmann::json config;
   if (std::filesystem::exists(json_path)) {
-    json = detail::read_tokenizer_json(json_path, !has_text);
+    json = detail::read_tokenizer_json(json_path);
   }
   if (std::filesystem::exists(config_path)) {
     config = detail::read_tokenizer_json(config_path);
@@ -372,8 +372,11 @@ WordPieceTokenizer WordPieceTokenizer::load(
   if (!has_text && json.is_null()) {
     detail::fail_tokenizer_file(
         folder,
-        "the folder has no vocabulary",
-        "vocab.txt or tokenizer.json",
+        std::filesystem::exists(folder / "merges.txt")
+            ? "the vocabulary is of byte pairs (vocab.json, merges.txt), as "
+              "GPT-2 and RoBERTa have it"
+            : "the folder has no vocabulary",
+        "WordPiece, in vocab.txt or tokenizer.json",
         "copy it from the model that these weights come from");
   }
   auto vocab = has_text ? detail::read_vocab_txt(vocab_path)

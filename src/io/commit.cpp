@@ -2,19 +2,21 @@
 
 #include <fcntl.h>
 #include <stdio.h>
+#include <sys/stat.h>
 #include <xxhash.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <fstream>
 #include <memory>
-#include <nlohmann/json.hpp>
 #include <system_error>
 #include <vector>
 
 #include "file_writer.h"
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
+#include "hasten/base/json.h"
+#include "hasten/base/temporary_file.h"
 
 namespace hasten {
 
@@ -91,9 +93,14 @@ void exchange_folders(
   if (errno != EINVAL && errno != ENOSYS) {
     throw_file_error(kCommitWhere, target, errno);
   }
-  std::filesystem::path aside = target;
-  aside += ".old-" + unique_suffix();
-  rename_or_throw(target, aside);
+  std::filesystem::path aside;
+  const int kept = make_beside(target, ".old-", aside, [&](const auto& name) {
+    const bool done = ::rename(target.c_str(), name.c_str()) == 0;
+    return done ? 0 : errno == ENOTEMPTY ? EEXIST : errno;
+  });
+  if (kept != 0) {
+    throw_file_error(kCommitWhere, target, kept);
+  }
   if (::rename(folder.c_str(), target.c_str()) != 0) {
     const int error = errno;
     ::rename(aside.c_str(), target.c_str());
@@ -135,15 +142,13 @@ FolderCommit::FolderCommit(std::filesystem::path target, CommitMode mode)
         "name another folder, or ask for it to be overwritten");
   }
   std::filesystem::create_directories(detail::parent_of(target_), error);
-  if (!error) {
-    folder_ = target_;
-    folder_ += ".tmp-" + detail::unique_suffix();
-    // Left by a process that had this pid and crashed.
-    std::filesystem::remove_all(folder_, error);
-    std::filesystem::create_directory(folder_, error);
-  }
-  if (error) {
-    detail::throw_file_error(detail::kCommitWhere, target_, error.value());
+  const int failed =
+      error ? error.value()
+            : make_beside(target_, ".tmp-", folder_, [](const auto& name) {
+                return ::mkdir(name.c_str(), 0777) == 0 ? 0 : errno;
+              });
+  if (failed != 0) {
+    detail::throw_file_error(detail::kCommitWhere, target_, failed);
   }
 }
 
@@ -252,7 +257,7 @@ std::map<std::string, ManifestEntry> read_manifest(
   }
   std::map<std::string, ManifestEntry> files;
   try {
-    const auto json = nlohmann::json::parse(read_file(path));
+    const auto json = read_json_file(detail::kManifestWhere, path);
     if (json.at("format") != 1) {
       throw InputError(
           detail::kManifestWhere,

@@ -4,26 +4,17 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cerrno>
 
 #include "hasten/base/files.h"
+#include "hasten/base/temporary_file.h"
 
 namespace hasten::detail {
 
 constexpr const char* kFileWriterWhere = "io::write_file";
 
-std::string unique_suffix() {
-  static std::atomic<unsigned> counter{0};
-  return std::to_string(::getpid()) + "-" +
-         std::to_string(counter.fetch_add(1));
-}
-
 FileWriter::FileWriter(std::filesystem::path path)
-    : path_(std::move(path)), temporary_(path_) {
-  temporary_ += ".tmp-" + unique_suffix();
-  fd_ =
-      ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+    : path_(std::move(path)), fd_(open_temporary(path_, temporary_)) {
   if (fd_ < 0) {
     throw_file_error(kFileWriterWhere, path_, errno);
   }

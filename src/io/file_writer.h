@@ -20,11 +20,8 @@ class FileWriter {
 
  private:
   std::filesystem::path path_;
-  std::filesystem::path temporary_;
-  int fd_ = -1;
+  std::filesystem::path temporary_{};
+  int fd_;
 };
-
-/// "12345-0": unlike any other this process or a living one on this host uses.
-std::string unique_suffix();
 
 } // namespace hasten::detail

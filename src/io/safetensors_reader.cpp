@@ -7,14 +7,13 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <nlohmann/json.hpp>
 #include <optional>
 
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
+#include "hasten/base/json.h"
 #include "hasten/io/safetensors.h"
 #include "safetensors_dtypes.h"
-#include "strict_json.h"
 
 namespace hasten {
 
@@ -150,8 +149,8 @@ SafetensorsEntry parse_entry(
 
 // A private mapping: pages that are written are copied, the file never changes.
 struct SafetensorsReader::Mapping {
-  Mapping(const std::filesystem::path& path) {
-    const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  Mapping(const std::filesystem::path& path)
+      : fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC)) {
     if (fd < 0) {
       throw_missing(path, errno);
     }
@@ -171,16 +170,44 @@ struct SafetensorsReader::Mapping {
           fd,
           0));
     }
-    const int error = errno;
-    ::close(fd);
     if (base == MAP_FAILED) {
-      base = nullptr;
+      const int error = errno;
+      ::close(fd);
       throw_missing(path, error);
     }
   }
   ~Mapping() {
     if (base != nullptr) {
       ::munmap(base, bytes);
+    }
+    ::close(fd);
+  }
+
+  // Without the mapping, whose pages are no more where the file shrank.
+  void read(
+      const std::filesystem::path& path,
+      uint64_t at,
+      void* to,
+      uint64_t count) const {
+    auto* out = static_cast<char*>(to);
+    while (count > 0) {
+      const ssize_t got = ::pread(fd, out, count, static_cast<off_t>(at));
+      if (got < 0 && errno != EINTR) {
+        throw_missing(path, errno);
+      }
+      if (got == 0) {
+        throw InputError(
+            detail::kReaderWhere,
+            path.string() + " shrank while it was read: it had " +
+                std::to_string(bytes) + " bytes and ends at byte " +
+                std::to_string(at),
+            "a file that stays as it is until it is read",
+            "read it again when it is whole");
+      }
+      const auto done = static_cast<uint64_t>(std::max<ssize_t>(got, 0));
+      at += done;
+      out += done;
+      count -= done;
     }
   }
   Mapping(const Mapping&) = delete;
@@ -191,6 +218,7 @@ struct SafetensorsReader::Mapping {
     detail::throw_file_error(detail::kReaderWhere, path, error);
   }
 
+  int fd;
   char* base = nullptr;
   uint64_t bytes = 0;
 };
@@ -204,10 +232,11 @@ SafetensorsReader::SafetensorsReader(const std::filesystem::path& path)
         "the file has " + std::to_string(file_bytes) + " bytes",
         "at least the 8 bytes of the header's length");
   }
+  unsigned char length[8];
+  mapping_->read(path_, 0, length, sizeof(length));
   uint64_t header_bytes = 0;
   for (int i = 7; i >= 0; --i) {
-    header_bytes =
-        (header_bytes << 8) | static_cast<unsigned char>(mapping_->base[i]);
+    header_bytes = (header_bytes << 8) | length[i];
   }
   if (header_bytes > detail::kMaxHeaderBytes || header_bytes > file_bytes - 8) {
     detail::throw_bad_file(
@@ -217,7 +246,8 @@ SafetensorsReader::SafetensorsReader(const std::filesystem::path& path)
         "at most " +
             std::to_string(std::min(detail::kMaxHeaderBytes, file_bytes - 8)));
   }
-  const std::string_view header(mapping_->base + 8, header_bytes);
+  std::string header(header_bytes, '\0');
+  mapping_->read(path_, 8, header.data(), header_bytes);
   if (header.empty() || header.front() != '{') {
     detail::throw_bad_file(path_, "the header does not start with \"{\"");
   }
@@ -227,8 +257,13 @@ SafetensorsReader::SafetensorsReader(const std::filesystem::path& path)
 
 void SafetensorsReader::parse_header(
     std::string_view header, uint64_t data_bytes) {
-  const nlohmann::json json = detail::parse_strict_json(
-      detail::kReaderWhere, path_, header, "the header");
+  const ParsedJson parsed =
+      try_parse_json(header, {.max_depth = 3, .unique_keys = true});
+  if (!parsed.problem.empty()) {
+    detail::throw_bad_file(
+        path_, "the header is no JSON of its kind: " + parsed.problem);
+  }
+  const nlohmann::json& json = parsed.value;
   for (const auto& [name, value] : json.items()) {
     if (name != "__metadata__") {
       entries_.emplace(
@@ -318,10 +353,22 @@ at::Tensor SafetensorsReader::tensor(std::string_view name) const {
   return at::from_blob(data, found.shape, [keep = mapping_](void*) {}, options);
 }
 
+at::Tensor SafetensorsReader::read(std::string_view name) const {
+  const SafetensorsEntry& found = entry(name);
+  at::Tensor copy =
+      at::empty(found.shape, at::TensorOptions().dtype(found.dtype));
+  mapping_->read(
+      path_,
+      data_start_ + found.begin,
+      copy.data_ptr(),
+      found.end - found.begin);
+  return copy;
+}
+
 NamedTensors SafetensorsReader::read_all() const {
   NamedTensors tensors;
   for (const auto& name : names_) {
-    tensors.emplace(name, tensor(name).clone());
+    tensors.emplace(name, read(name));
   }
   for (const auto& [name, kept] : metadata_) {
     if (!entries_.contains(name) && entries_.contains(kept)) {

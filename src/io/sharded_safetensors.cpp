@@ -1,13 +1,12 @@
 #include "hasten/io/sharded_safetensors.h"
 
 #include <algorithm>
-#include <nlohmann/json.hpp>
 #include <system_error>
 #include <utility>
 
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
-#include "strict_json.h"
+#include "hasten/base/json.h"
 
 namespace hasten {
 
@@ -69,7 +68,7 @@ bool is_numbered_shard(const std::string& file, const std::string& base) {
 std::map<std::string, std::string> read_weight_map(
     const std::filesystem::path& index) {
   const nlohmann::json json =
-      parse_strict_json(kShardedWhere, index, read_file(index), "the index");
+      read_json_file(kShardedWhere, index, {.unique_keys = true});
   const auto map = json.find("weight_map");
   if (!json.is_object() || map == json.end() || !map->is_object()) {
     throw InputError(
@@ -207,7 +206,7 @@ at::Tensor ShardedSafetensorsReader::tensor(std::string_view name) const {
 NamedTensors ShardedSafetensorsReader::read_all() const {
   NamedTensors tensors;
   for (const auto& [name, number] : shard_) {
-    tensors.emplace(name, shards_[number].tensor(name).clone());
+    tensors.emplace(name, shards_[number].read(name));
   }
   return tensors;
 }

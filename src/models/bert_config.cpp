@@ -3,6 +3,7 @@
 #include <nlohmann/json.hpp>
 
 #include "hasten/base/error.h"
+#include "hasten/base/json.h"
 #include "hasten/models/bert.h"
 
 namespace hasten {
@@ -162,6 +163,7 @@ BertConfig BertConfig::from_json(
     rest.erase(classes);
   }
   rest.erase("model_type");
+  rest.erase("transformers_version"); // of the base's writer, which we are not
   config.other_keys = rest.dump();
   config.validate(source);
   return config;
@@ -202,7 +204,8 @@ bool BertConfig::is_shape(std::string_view name) {
 }
 
 nlohmann::json BertConfig::to_json() const {
-  nlohmann::json json = nlohmann::json::parse(other_keys);
+  nlohmann::json json =
+      parse_json(detail::kConfigWhere, "other_keys", other_keys);
   nlohmann::json ids = nlohmann::json::object();
   nlohmann::json names = nlohmann::json::object();
   for (size_t i = 0; i < id2label.size(); ++i) {

@@ -3,27 +3,23 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <nlohmann/json.hpp>
+#include <functional>
+#include <numeric>
 #include <set>
 
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
+#include "hasten/base/json.h"
+#include "hasten/core/deferred_init.h"
 #include "hasten/io/safetensors.h"
 #include "hasten/io/sharded_safetensors.h"
+#include "hasten/models/bert_memory.h"
 
 namespace hasten {
 
 namespace detail {
 
 constexpr const char* kLoadWhere = "models::load_bert_classifier";
-
-nlohmann::json parse_model_json(const std::filesystem::path& path) {
-  try {
-    return nlohmann::json::parse(read_file(path));
-  } catch (const nlohmann::json::exception& error) {
-    throw InputError(kLoadWhere, path.string() + ": " + error.what(), "JSON");
-  }
-}
 
 // The files of a folder's weights, opened.
 std::vector<SafetensorsReader> open_weights(
@@ -125,6 +121,44 @@ std::string shape_of(at::IntArrayRef sizes) {
     text += (text.empty() ? "" : ", ") + std::to_string(size);
   }
   return "[" + text + "]";
+}
+
+// Before anything of the sizes that config.json says is allocated: they may make a
+// model of about what the weights are, which check_weights() compares one by one.
+void check_size(
+    const std::filesystem::path& folder,
+    const BertConfig& config,
+    const std::map<std::string, FoundTensor>& found) {
+  // In 16 bits, perhaps, and with some missing, which are named then.
+  double there = 1e6;
+  for (const auto& [name, tensor] : found) {
+    const auto& entry = tensor.reader->entry(tensor.name);
+    there += 4.0 * static_cast<double>(entry.end - entry.begin);
+  }
+  // The classifier may be new.
+  double needed =
+      1e3 * static_cast<double>(config.num_hidden_layers) -
+      4.0 * static_cast<double>(config.num_labels() * config.hidden_size);
+  if (needed <= there) {
+    for (const auto& shape : bert_parameter_shapes(config)) {
+      needed += std::accumulate(
+          shape.begin(), shape.end(), 4.0, std::multiplies<double>());
+    }
+  }
+  if (needed > there) {
+    throw InputError(
+        kLoadWhere,
+        (folder / "config.json").string() +
+            ": its sizes make a model larger than the weights beside it: " +
+            "vocab_size=" + std::to_string(config.vocab_size) +
+            ", hidden_size=" + std::to_string(config.hidden_size) +
+            ", num_hidden_layers=" + std::to_string(config.num_hidden_layers) +
+            ", intermediate_size=" + std::to_string(config.intermediate_size) +
+            ", max_position_embeddings=" +
+            std::to_string(config.max_position_embeddings) +
+            ", type_vocab_size=" + std::to_string(config.type_vocab_size),
+        "the configuration that the weights were saved with");
+  }
 }
 
 // Compares names and shapes; throws with all that is wrong at once.
@@ -257,7 +291,9 @@ void copy_weights(
     if (match == folder.found.tensors.end()) {
       continue;
     }
-    at::Tensor weights = match->second.reader->tensor(match->second.name);
+    const auto& [reader, name] = match->second;
+    at::Tensor weights =
+        in_deferred_init() ? reader->tensor(name) : reader->read(name);
     if (folder.rows && has_prefix(parameter.key(), "classifier.")) {
       weights = weights.index_select(0, at::tensor(*folder.rows, at::kLong));
     }
@@ -295,7 +331,8 @@ BertConfig read_bert_config(const std::filesystem::path& folder) {
         "a Hugging Face model folder, or one of the shapes " +
             BertConfig::shapes_text());
   }
-  return BertConfig::from_json(detail::parse_model_json(path), path.string());
+  return BertConfig::from_json(
+      read_json_file(detail::kLoadWhere, path), path.string());
 }
 
 LoadedBert load_bert_classifier(
@@ -311,6 +348,7 @@ LoadedBert load_bert_classifier(
   folder.readers = detail::open_weights(folder.path);
   folder.found = detail::find_weights(folder.readers);
   detail::decide_classifier(folder, options, loaded);
+  detail::check_size(folder.path, folder.config, folder.found.tensors);
   folder.config.dtype = "float32";
   loaded.config = folder.config;
   loaded.model = BertForSequenceClassification(

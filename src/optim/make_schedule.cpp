@@ -1,6 +1,7 @@
 #include "hasten/optim/make_schedule.h"
 
 #include <algorithm>
+#include <cmath>
 #include <nlohmann/json.hpp>
 #include <optional>
 
@@ -37,7 +38,8 @@ class ScheduleKwargs {
   }
   bool take(const char* name, int64_t& field) {
     return take(name, field, "a whole number", [](const nlohmann::json& value) {
-      return value.is_number_integer();
+      return value.is_number_integer() &&
+             std::abs(value.get<double>()) < 9.0e15; // sums stay in 63 bits
     });
   }
   bool take(const char* name, bool& field) {
@@ -133,6 +135,15 @@ Schedule make_stable_schedule(
   }
   if (!kwargs.take("num_stable_steps", options.stable_steps)) {
     options.stable_steps = total - warmup - options.decay_steps;
+    if (options.stable_steps < 0) {
+      throw InputError(
+          kMakeSchedule,
+          "lr_scheduler_kwargs: num_decay_steps=" +
+              std::to_string(options.decay_steps) +
+              " behind warmup_steps=" + std::to_string(warmup) +
+              " are more than the run's updates=" + std::to_string(total),
+          "at most " + std::to_string(std::max<int64_t>(0, total - warmup)));
+    }
   }
   const std::vector<std::string> shapes = {"linear", "cosine", "1-sqrt"};
   options.warmup_type =

@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 
 #include "hasten/base/error.h"
+#include "hasten/base/json.h"
 #include "hasten/optim/optimizer_state.h"
 
 namespace hasten {
@@ -177,7 +178,7 @@ void OuterOptimizer::step(
         *piece.optimizer,
         {{piece.parameter.unsafeGetTensorImpl(), "anchor"}},
         own,
-        nlohmann::json::parse(values->second))();
+        parse_json("parallel::OuterOptimizer", "the state", values->second))();
     loaded_values_.erase(values);
   }
   piece.parameter.mutable_grad() = mean.sub_(anchor).neg_();

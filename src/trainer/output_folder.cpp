@@ -7,6 +7,7 @@
 #include <system_error>
 
 #include "hasten/base/error.h"
+#include "hasten/base/temporary_file.h"
 
 namespace hasten {
 
@@ -45,6 +46,16 @@ void remove_tree(const fs::path& path) {
         "trainer::output_folder",
         "cannot remove path=" + path.string() + " (" + error.message() + ")");
   }
+}
+
+/// Under another name first: what a kill leaves of it is no checkpoint, and goes
+/// with remove_unfinished_saves().
+void remove_checkpoint(const fs::path& path) {
+  fs::path aside;
+  const int error = make_beside(path, ".tmp-", aside, [&](const auto& name) {
+    return ::rename(path.c_str(), name.c_str()) == 0 ? 0 : errno;
+  });
+  remove_tree(error == 0 ? aside : path);
 }
 
 } // namespace detail
@@ -120,7 +131,7 @@ void clear_output_dir(const std::filesystem::path& folder) {
         "a path where this user may make a folder");
   }
   for (const CheckpointFolder& checkpoint : checkpoint_folders(folder)) {
-    detail::remove_tree(checkpoint.path);
+    detail::remove_checkpoint(checkpoint.path);
   }
   for (const char* name : detail::kRunRecords) {
     detail::remove_tree(folder / name);
@@ -131,12 +142,19 @@ void clear_output_dir(const std::filesystem::path& folder) {
 void remove_unfinished_saves(const std::filesystem::path& folder) {
   std::vector<std::filesystem::path> found;
   std::error_code error;
-  for (const auto& entry : std::filesystem::directory_iterator(folder, error)) {
-    const std::string name = entry.path().filename().string();
-    const size_t mark = name.find(".tmp-");
-    if (mark != std::string::npos &&
-        detail::checkpoint_number(name.substr(0, mark))) {
-      found.push_back(entry.path());
+  // Of a link the folder that it leads to is written.
+  auto real = std::filesystem::weakly_canonical(folder, error);
+  if (!real.has_filename()) {
+    real = real.parent_path();
+  }
+  const std::string beside = real.filename().string() + ".tmp-";
+  for (const auto& in : {real, real.parent_path()}) {
+    for (const auto& entry : std::filesystem::directory_iterator(in, error)) {
+      const std::string name = entry.path().filename().string();
+      if (is_temporary_name(name) &&
+          (in == real || name.rfind(beside, 0) == 0)) {
+        found.push_back(entry.path());
+      }
     }
   }
   for (const auto& path : found) {
@@ -156,7 +174,7 @@ std::vector<std::filesystem::path> rotate_checkpoints(
   auto surplus = static_cast<int64_t>(checkpoints.size()) - limit;
   for (size_t i = 0; i + 1 < checkpoints.size() && surplus > 0; ++i) {
     if (checkpoints[i].global_step != best_step) {
-      detail::remove_tree(checkpoints[i].path);
+      detail::remove_checkpoint(checkpoints[i].path);
       removed.push_back(checkpoints[i].path);
       --surplus;
     }
@@ -174,7 +192,7 @@ void keep_only_checkpoint(const std::filesystem::path& folder, int64_t step) {
   }
   for (const CheckpointFolder& checkpoint : checkpoints) {
     if (!is_kept(checkpoint)) {
-      detail::remove_tree(checkpoint.path);
+      detail::remove_checkpoint(checkpoint.path);
     }
   }
 }

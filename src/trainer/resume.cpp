@@ -1,12 +1,14 @@
 #include "hasten/trainer/resume.h"
 
 #include <algorithm>
+#include <limits>
 #include <sstream>
 #include <system_error>
 
 #include "hasten/accelerator/state.h"
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
+#include "hasten/base/json.h"
 #include "hasten/io/commit.h"
 #include "hasten/trainer/output_folder.h"
 
@@ -142,32 +144,42 @@ ResumePoint find_resume_point(
 SavedRun read_saved_run(const std::filesystem::path& folder) {
   const auto read = [&](const char* name) {
     const auto path = folder / name;
-    try {
-      nlohmann::json json = nlohmann::json::parse(read_file(path));
-      if (json.is_object()) {
-        return json;
-      }
-    } catch (const nlohmann::json::exception& error) {
+    nlohmann::json json = read_json_file(detail::kResumeWhere, path);
+    if (!json.is_object()) {
       throw InputError(
-          detail::kResumeWhere, path.string() + ": " + error.what());
+          detail::kResumeWhere, path.string() + ": no JSON object");
     }
-    throw InputError(detail::kResumeWhere, path.string() + ": no JSON object");
+    return json;
   };
   SavedRun saved{read("training_args.json"), read(kRunFile)};
-  for (const char* name :
-       {"global_step",
-        "epoch_index",
-        "epoch_rows_seen",
-        "at_epoch_end",
-        "drop_batch",
-        "total_batch",
-        "world_size",
-        "facts"}) {
-    if (!saved.run.contains(name)) {
+  struct Field {
+    const char* name;
+    const char* expected; // of JSON's types
+    int64_t least = 0; // of a number
+  };
+  constexpr Field kFields[] = {
+      {"global_step", "number"},
+      {"epoch_index", "number"},
+      {"epoch_rows_seen", "number"},
+      {"drop_batch", "number", 1},
+      {"total_batch", "number", 1},
+      {"gradient_accumulation_steps", "number", 1},
+      {"world_size", "number", 1},
+      {"at_epoch_end", "boolean"},
+      {"finished", "boolean"},
+      {"facts", "object"}};
+  for (const auto& [name, expected, least] : kFields) {
+    const nlohmann::json value = saved.run.value(name, nlohmann::json());
+    if (value.type_name() != std::string_view(expected) ||
+        (value.is_number() &&
+         !(value.is_number_integer() && value >= least &&
+           value <= std::numeric_limits<int64_t>::max()))) {
       throw InputError(
           detail::kResumeWhere,
-          (folder / kRunFile).string() + ": it lacks " + name,
-          "what a run of this version writes");
+          (folder / kRunFile).string() + ": " + name + "=" + value.dump(),
+          std::string("a ") + expected +
+              ", whole and in range, as a run of "
+              "this version writes it");
     }
   }
   return saved;
@@ -267,7 +279,7 @@ std::string records_until(const std::string& text, int64_t global_step) {
   std::istringstream lines(text);
   std::string kept;
   for (std::string line; std::getline(lines, line);) {
-    const auto json = nlohmann::json::parse(line, nullptr, false);
+    const auto json = try_parse_json(line).value;
     if (!json.is_object()) {
       continue; // torn by a kill
     }

@@ -49,7 +49,7 @@ void load_weights(
   }
   const at::NoGradGuard no_grad;
   for (auto& [name, target] : targets) {
-    target.copy_(reader.tensor(name));
+    target.copy_(reader.read(name));
   }
 }
 

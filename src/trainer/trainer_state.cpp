@@ -5,6 +5,7 @@
 
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
+#include "hasten/base/json.h"
 
 namespace hasten {
 
@@ -89,7 +90,8 @@ TrainerState trainer_state_from(const nlohmann::json& json) {
 
 TrainerState read_trainer_state(const std::filesystem::path& file) {
   try {
-    return trainer_state_from(nlohmann::json::parse(read_file(file)));
+    return trainer_state_from(
+        read_json_file("trainer::read_trainer_state", file));
   } catch (const nlohmann::json::exception& error) {
     throw InputError(
         "trainer::read_trainer_state",

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "hasten/base/error.h"
+#include "hasten/base/json.h"
 #include "objective_arguments.h"
 
 namespace hasten {
@@ -362,8 +363,7 @@ void validate_schedule(const TrainingArguments& a) {
       "a share of all updates, 0 to 1");
   if (!a.lr_scheduler_kwargs.empty()) {
     require_argument(
-        nlohmann::json::parse(a.lr_scheduler_kwargs, nullptr, false)
-            .is_object(),
+        try_parse_json(a.lr_scheduler_kwargs).value.is_object(),
         "lr_scheduler_kwargs",
         a.lr_scheduler_kwargs,
         "a JSON object, like {\"num_cycles\": 2}");
@@ -517,6 +517,7 @@ void TrainingArguments::validate() const {
       "metric_for_best_model",
       metric_for_best_model,
       "the name of a value in the evaluation record");
+  require_utf8(detail::kArgumentsPlace, nlohmann::json(*this));
   detail::validate_precision(*this);
   detail::validate_strategy(*this);
   detail::validate_schedule(*this);

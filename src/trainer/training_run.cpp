@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "hasten/base/error.h"
+#include "hasten/base/json.h"
 #include "hasten/base/process.h"
 #include "hasten/base/termination.h"
 #include "hasten/core/memory.h"
@@ -30,9 +31,7 @@ const std::string& spelling_of(const std::map<std::string, T>& names, T value) {
 }
 
 nlohmann::json schedule_kwargs(const TrainingArguments& a) {
-  return a.lr_scheduler_kwargs.empty()
-             ? nlohmann::json()
-             : nlohmann::json::parse(a.lr_scheduler_kwargs);
+  return try_parse_json(a.lr_scheduler_kwargs).value;
 }
 
 Schedule schedule_of(const TrainingArguments& a, const TrainingPlan& plan) {

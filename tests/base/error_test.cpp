@@ -28,4 +28,43 @@ TEST(Error, NearestNameIsOfferedOnlyWhenItIsNear) {
   EXPECT_EQ(nearest_name("zzzzz", std::begin(names), std::end(names)), "");
 }
 
+// Values of a megabyte before the place, with and without spaces in them.
+TEST(Error, MessagesAreBoundedAndKeepTheirPlace) {
+  const std::string word(1'000'000, 'x');
+  std::string words;
+  while (words.size() < 1'000'000) {
+    words += "some words ";
+  }
+  for (const std::string& value : {word, words}) {
+    const InputError error(
+        "data::Reader",
+        "file.csv:7: the value " + value + " is wrong in column=12",
+        "one of: " + value,
+        "leave out " + value);
+    const std::string text = error.what();
+    EXPECT_LE(text.size(), 8000u);
+    for (const char* part :
+         {"[data::Reader] file.csv:7: the value ",
+          " is wrong in column=12. Expected one of: ",
+          ". Fix: leave out "}) {
+      EXPECT_NE(text.find(part), std::string::npos) << part << "\n" << text;
+    }
+  }
+  const std::string at_limit(512, 'y');
+  EXPECT_NE(
+      std::string(Error("a::b", at_limit).what()).find(at_limit),
+      std::string::npos);
+  const std::string character = "\xE2\x82\xAC"; // a character is not cut
+  std::string euros;
+  for (int i = 0; i < 1000; ++i) {
+    euros += character;
+  }
+  std::string kept = Error("a::b", euros).what();
+  for (size_t at = 0; (at = kept.find(character)) != std::string::npos;) {
+    kept.erase(at, character.size());
+  }
+  EXPECT_EQ(kept.find('\xE2'), kept.find("\xE2\x80\xA6")) << kept; // "…" alone
+  EXPECT_EQ(nearest_name(word, &word, &word + 1), ""); // in no time
+}
+
 } // namespace hasten

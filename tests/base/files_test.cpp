@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <csignal>
 #include <fstream>
@@ -51,6 +52,21 @@ TEST(Files, MissingFileIsNamedWithTheReason) {
   }
   EXPECT_THROW(read_file("/proc/self"), InputError);
   EXPECT_THROW(write_file_atomically("/nowhere/at/all", "x"), InputError);
+}
+
+// A process of this number left them, or is writing in another container.
+TEST(Files, TemporaryFilesOfOthersAreNotInTheWay) {
+  const TemporaryFolder folder;
+  constexpr int kOthers = 1000;
+  for (int n = 0; n < kOthers; ++n) {
+    std::ofstream(
+        folder /
+        ("a.tmp-" + std::to_string(::getpid()) + "-" + std::to_string(n)))
+        << "other";
+  }
+  write_file_atomically(folder / "a", "mine");
+  EXPECT_EQ(read_file(folder / "a"), "mine");
+  EXPECT_EQ(count_entries(folder.path()), kOthers + 1u);
 }
 
 TEST(Files, FullDiskLeavesTheOldFileAndNoTemporaryOne) {

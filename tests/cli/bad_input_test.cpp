@@ -64,12 +64,72 @@ TEST(BadInput, TablesAreRefusedWithFileLineAndColumn) {
       {"review,label\ngood,pos\n",
        {"text_column=text", "review (\"good\")", "label (\"pos\")"}},
       {"text,label\n", {"train.csv"}},
+      {"PAR1\x15\x04\x15\x10", {"train.csv is a Parquet file", "to_csv"}},
+      {"\x1F\x8B\x08", {"train.csv is compressed by gzip", "gunzip"}},
   };
   const TemporaryFolder folder;
   for (const Case& bad : cases) {
     write_file_atomically(folder / "train.csv", bad.content);
     detail::expect_refused(folder, {}, bad.messages);
   }
+}
+
+TEST(BadInput, MessagesAreShortHoweverLongTheirValuesAre) {
+  const TemporaryFolder folder;
+  const std::string word(3'000'000, 'x');
+  write_file_atomically(
+      folder / "train.csv", word + ",label\n" + word + ",pos\n");
+  const ProgramRun unknown = run_program(train_arguments(folder.path(), {}));
+  EXPECT_EQ(unknown.code, 2);
+  EXPECT_TRUE(unknown.said("text_column=text")) << unknown.error;
+  EXPECT_LT(unknown.error.size(), 10'000u);
+  write_file_atomically(
+      folder / "train.csv",
+      "text,label\ngood," + word + "\nbad,neg\nfine," + word + "\nworse,neg\n");
+  const ProgramRun labels = run_program(train_arguments(
+      folder.path(), {"--max-steps", "1", "--save-strategy", "no"}));
+  EXPECT_EQ(labels.code, 0);
+  EXPECT_LT(labels.error.size(), 30'000u);
+}
+
+TEST(BadInput, WhatOneProcessCanReadOnceIsRefusedForSeveral) {
+  const TemporaryFolder folder;
+  std::filesystem::create_symlink("/dev/null", folder / "train.csv");
+  detail::expect_refused(
+      folder,
+      {"--nproc", "2"},
+      {"train.csv is no regular file, with processes=2"});
+}
+
+TEST(BadInput, JsonNestedWithoutEndIsRefusedWithItsFile) {
+  const TemporaryFolder folder;
+  write_file_atomically(folder / "train.csv", small_reviews(8));
+  const std::string deep =
+      std::string(200'000, '[') + std::string(200'000, ']');
+  write_file_atomically(folder / "flags.json", "{\"seed\": " + deep + "}");
+  detail::expect_refused(
+      folder, {"--config", folder / "flags.json"}, {"flags.json", "nested"});
+  std::filesystem::create_directory(folder / "model");
+  write_file_atomically(
+      folder / "model/config.json",
+      "{\"model_type\": \"bert\", \"x\": " + deep + "}");
+  detail::expect_refused(
+      folder, {}, {"config.json", "nested"}, folder / "model");
+}
+
+TEST(BadInput, NamesThatAreNoUtf8AreRefusedByTheirFlag) {
+  const TemporaryFolder folder;
+  write_file_atomically(folder / "train.csv", small_reviews(8));
+  auto arguments = train_arguments(folder.path(), {});
+  for (auto& argument : arguments) {
+    if (argument == (folder / "out").string()) {
+      argument += "\xE9";
+    }
+  }
+  const ProgramRun run = run_program(arguments);
+  EXPECT_EQ(run.code, 2) << run.error;
+  EXPECT_TRUE(run.said("output_dir holds bytes that are no UTF-8"))
+      << run.error;
 }
 
 TEST(BadInput, ABudgetBelowTheLeastNamesTheLeast) {

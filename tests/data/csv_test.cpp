@@ -177,6 +177,120 @@ TEST(Csv, UnusableFilesAreNamed) {
   contains(CsvCase("a,b\n").error({.delimiter = '"'}), "0x22");
 }
 
+TEST(Csv, FilesThatAreNoTextAreNamedForWhatTheyAre) {
+  const std::pair<std::string, const char*> cases[] = {
+      {"PAR1\x15\x04", "is a Parquet file"},
+      {"ARROW1", "is an Arrow file"},
+      {"\xFF\xFF\xFF\xFF\x10", "is an Arrow stream"},
+      {"PK\x03\x04\x14", "is a zip archive or an Excel sheet"},
+      {"\x1F\x8B\x08", "is compressed by gzip"},
+      {"\x28\xB5\x2F\xFD", "is compressed by zstd"}};
+  for (const auto& [start, part] : cases) {
+    const auto error = CsvCase(start + std::string(100, '\x01')).error();
+    EXPECT_NE(error.find(part), std::string::npos) << error;
+    EXPECT_NE(error.find("Fix: "), std::string::npos) << error;
+  }
+  EXPECT_EQ(CsvCase("PK,x\nPAR1,ARROW1\n").error(), "");
+}
+
+// Records of all kinds, moved by a byte each time, so that pieces end at each of
+// their bytes; CR alone ends lines where there is no LF.
+TEST(Csv, RecordsAreTheSameWhereverAPieceOfTheFileEnds) {
+  std::string pattern =
+      "plain,\"a, b\"\r\n\"two\nlines \"\"q\"\"\",x\n\n\"\",5\" disk\n"
+      "\xC3\xA9,\"end\"\r\n";
+  for (const char* kind : {"lf.csv", "cr.csv", "tabs.tsv"}) {
+    std::string unit = pattern;
+    if (kind != std::string("lf.csv")) {
+      const bool tabs = kind == std::string("tabs.tsv");
+      unit = tabs ? "plain\t\"a\tb\"\n\"open\tx\n\"in\"\t\"\"\"\"\r\n"
+                  : "plain,\"a, b\"\r\"two\rlines\",x\r\rlast,\"\"\"\"\r";
+    }
+    std::string body;
+    while (body.size() < 600'000) {
+      body += unit;
+    }
+    for (size_t shift = 0; shift < unit.size(); shift += 3) {
+      const char delimiter = kind[0] == 't' ? '\t' : ',';
+      const std::string text = std::string(shift + 1, 'h') + delimiter + "b" +
+                               (kind[0] == 'c' ? "\r" : "\n") + body;
+      const CsvCase file(text, kind);
+      CsvReader pieces(file.path);
+      CsvReader whole(TextFile::of_text(kind, text));
+      bool more = true;
+      while (more) {
+        more = whole.next();
+        ASSERT_EQ(pieces.next(), more) << kind << " " << shift;
+        ASSERT_EQ(pieces.fields(), whole.fields()) << pieces.position();
+        ASSERT_EQ(pieces.line(), whole.line());
+        ASSERT_EQ(pieces.bytes_read(), whole.bytes_read());
+      }
+      EXPECT_EQ(pieces.bytes_read(), text.size());
+    }
+  }
+}
+
+TEST(Csv, ARecordMayBeLongerThanManyPieces) {
+  const std::string longest(3'000'000, 'x');
+  const CsvCase file(
+      "a,b\n1,\"" + longest + "\n\"\n2,y\n3,\"never\n" + longest);
+  CsvReader reader(file.path);
+  ASSERT_TRUE(reader.next());
+  EXPECT_EQ(reader.fields()[1], longest + "\n");
+  ASSERT_TRUE(reader.next());
+  EXPECT_EQ(reader.position(), file.path.string() + ":4");
+  EXPECT_EQ(
+      file.error().rfind(":5:3: a quote opens here and is never closed", 0), 0u)
+      << file.error();
+}
+
+TEST(Csv, AFileThatShrinksOrChangesUnderAReaderIsNamed) {
+  for (const bool shrinks : {false, true}) {
+    std::string text = "a,b\n";
+    while (text.size() < 4'000'000) {
+      text += "some,words\n";
+    }
+    const CsvCase file(text);
+    CsvReader reader(file.path);
+    ASSERT_TRUE(reader.next());
+    if (shrinks) {
+      std::filesystem::resize_file(file.path, 300'000);
+    } else {
+      std::ofstream(file.path, std::ios::app) << "more,words\n";
+    }
+    try {
+      while (reader.next()) {
+      }
+      FAIL() << "read to the end";
+    } catch (const InputError& error) {
+      const std::string message = error.what();
+      EXPECT_NE(
+          message.find("file=" + file.path.string() + " changed while"),
+          std::string::npos)
+          << message;
+    }
+  }
+}
+
+TEST(Csv, AListOfManyOrLongColumnsIsShort) {
+  std::string header = std::string(1'000'000, 'n');
+  for (int i = 0; i < 100'000; ++i) {
+    header += ",c" + std::to_string(i);
+  }
+  CsvReader reader(TextFile::of_text("wide.csv", header + "\n"));
+  try {
+    reader.column("text", "text_column");
+    FAIL();
+  } catch (const InputError& error) {
+    const std::string message = error.what();
+    EXPECT_LT(message.size(), 3000u);
+    for (const char* part :
+         {"text_column=text", "wide.csv", "and 99981 more"}) {
+      EXPECT_NE(message.find(part), std::string::npos) << message;
+    }
+  }
+}
+
 TEST(Csv, AnUnknownColumnListsTheColumnsWithSamples) {
   const CsvCase file("text,label,source\n\"so\ngood\",pos,imdb\n");
   CsvReader reader(file.path);

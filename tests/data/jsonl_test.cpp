@@ -105,6 +105,45 @@ TEST(Jsonl, MalformedLinesAreNamedByLineAndByte) {
   EXPECT_NE(detail::jsonl_error("\n \n").find("is empty"), std::string::npos);
 }
 
+TEST(Jsonl, NestingIsReadUpToTheLimitAndNamedByItsLineAboveIt) {
+  const auto row = [](int depth) { // in an object, hence one more
+    return "{\"text\": \"a\", \"label\": \"x\", \"more\": " +
+           std::string(static_cast<size_t>(depth), '[') +
+           std::string(static_cast<size_t>(depth), ']') + "}\n";
+  };
+  EXPECT_EQ(detail::jsonl_error(row(99) + row(99)), "");
+  for (const int depth : {100, 200'000}) {
+    const std::string error = detail::jsonl_error(row(1) + row(depth));
+    EXPECT_NE(error.find("rows.jsonl:2: byte 1 of the line"), std::string::npos)
+        << error;
+    EXPECT_NE(error.find("nested more than 100 deep"), std::string::npos);
+    EXPECT_NE(
+        detail::jsonl_error(row(depth)).find("nested"), std::string::npos);
+  }
+}
+
+TEST(Jsonl, LinesAreTheSameWhereverAPieceOfTheFileEnds) {
+  const testing_support::TemporaryFolder folder;
+  const auto path = folder / "rows.jsonl";
+  for (size_t shift = 0; shift < 40; ++shift) {
+    std::string text(shift, ' ');
+    for (int i = 0; text.size() < 600'000; ++i) {
+      text += "{\"text\": \"a " + std::to_string(i) + "\", \"label\": 1}\n";
+    }
+    std::ofstream(path) << text;
+    TextRowReader pieces(TextFile::open(path), {});
+    TextRowReader whole(TextFile::of_text(path, text), {});
+    bool more = true;
+    while (more) {
+      more = whole.next();
+      ASSERT_EQ(pieces.next(), more);
+      ASSERT_EQ(pieces.text(), whole.text());
+      ASSERT_EQ(pieces.position(), whole.position());
+      ASSERT_EQ(pieces.bytes_read(), whole.bytes_read());
+    }
+  }
+}
+
 TEST(Jsonl, OptionsOfDelimitedTextAreRefused) {
   const auto file = detail::jsonl_text("{\"text\": \"a\", \"label\": 1}\n");
   EXPECT_THROW(TextRowReader(file, {.delimiter = ';'}), InputError);

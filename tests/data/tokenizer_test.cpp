@@ -143,7 +143,8 @@ TEST(Tokenizer, AFolderThatCannotBeUsedIsNamedWithItsFile) {
   EXPECT_PART(load_error(folder.path()), "vocab.txt: the vocabulary");
   EXPECT_PART(load_error(folder.path()), "lacks [UNK]");
   write_text(folder / "tokenizer_config.json", "{\"do_lower_case\": tru");
-  EXPECT_PART(load_error(folder.path()), "tokenizer_config.json: not JSON");
+  EXPECT_PART(
+      load_error(folder.path()), "tokenizer_config.json: not JSON near byte=");
   std::filesystem::remove(folder / "vocab.txt");
   std::filesystem::remove(folder / "tokenizer_config.json");
   write_text(
@@ -157,6 +158,46 @@ TEST(Tokenizer, AFolderThatCannotBeUsedIsNamedWithItsFile) {
   write_text(folder / "vocab.txt", "[PAD]\nbad \xFF\n");
   write_text(folder / "tokenizer.json", "{}");
   EXPECT_PART(load_error(folder.path()), "byte 0xFF at offset 10");
+}
+
+// Beside the other files of a folder that hasten wrote, which list the special
+// tokens with their numbers.
+TEST(Tokenizer, AVocabularyThatWasCutIsRefusedByName) {
+  const TemporaryFolder folder;
+  WordPieceTokenizer(kSmallVocab, {}).save(folder.path());
+  EXPECT_EQ(
+      WordPieceTokenizer::load(folder.path()).vocab().size(),
+      kSmallVocab.size());
+  const Pieces without_unk(kSmallVocab.begin() + 2, kSmallVocab.end());
+  const Pieces first(kSmallVocab.begin(), kSmallVocab.begin() + 1);
+  for (const Pieces& vocab : {Pieces{}, without_unk, first}) {
+    write_text(folder / "vocab.txt", vocab_text(vocab));
+    for (const bool with_json : {true, false}) {
+      if (!with_json) {
+        std::filesystem::remove(folder / "tokenizer.json");
+      }
+      EXPECT_PART(load_error(folder.path()), "vocab.txt: the vocabulary of");
+      EXPECT_PART(load_error(folder.path()), "[UNK]");
+    }
+    WordPieceTokenizer(kSmallVocab, {}).save(folder.path());
+  }
+}
+
+TEST(Tokenizer, WhatFilesAreIsSaidWithTheirNames) {
+  const TemporaryFolder folder;
+  write_text(folder / "vocab.json", "{}");
+  write_text(folder / "merges.txt", "a b");
+  EXPECT_PART(load_error(folder.path()), "the vocabulary is of byte pairs");
+  write_text(
+      folder / "tokenizer.json",
+      R"({"model": {"type": "WordPiece", "vocab": {"a": 1e999}}})");
+  EXPECT_PART(load_error(folder.path()), "tokenizer.json: not JSON near byte");
+  EXPECT_PART(load_error(folder.path()), "1e999");
+  write_text(
+      folder / "tokenizer.json",
+      "{\"model\": " + std::string(100'000, '[') + std::string(100'000, ']') +
+          "}");
+  EXPECT_PART(load_error(folder.path()), "tokenizer.json: it is nested more");
 }
 
 TEST(Tokenizer, AddedTokensThatStripSpacesAreRefused) {

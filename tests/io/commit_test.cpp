@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <sys/resource.h>
 #include <torch/torch.h>
+#include <unistd.h>
 
 #include <csignal>
 #include <fstream>
@@ -88,6 +89,25 @@ TEST(FolderCommit, WithoutCommitTheTemporaryFolderGoes) {
     EXPECT_EQ(entries_of(folder.path()).size(), 1u);
   }
   EXPECT_TRUE(entries_of(folder.path()).empty());
+}
+
+TEST(FolderCommit, TemporaryFoldersAndFilesOfOthersStayAndAreNotInTheWay) {
+  const TemporaryFolder folder;
+  const auto other = [&](const std::string& name, int n) {
+    return folder / (name + ".tmp-" + std::to_string(::getpid()) + "-" +
+                     std::to_string(n));
+  };
+  constexpr int kOthers = 1000;
+  for (int n = 0; n < kOthers; ++n) {
+    std::filesystem::create_directory(other("model", n));
+    put(other("w.safetensors", n), "other");
+  }
+  FolderCommit commit(folder / "model");
+  commit.write("a", "1");
+  commit.commit();
+  verify_manifest(folder / "model");
+  write_safetensors(folder / "w.safetensors", {{"w", torch::zeros({2})}});
+  EXPECT_EQ(entries_of(folder.path()).size(), 2 * kOthers + 2u);
 }
 
 TEST(FolderCommit, CreateRefusesAFilledFolderAndTakesAnEmptyOne) {

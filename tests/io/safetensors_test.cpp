@@ -3,6 +3,8 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <algorithm>
+#include <ctime>
 #include <fstream>
 #include <random>
 
@@ -233,6 +235,52 @@ TEST(Safetensors, MutatedFilesAreRefusedOrReadWithinTheirBounds) {
     }
   }
   EXPECT_GT(refused, kMutations / 2);
+}
+
+// Eight times as many tensors take eight times as long; where each one looks at all
+// others, 64 times. The time of this thread alone, since machines are busy.
+TEST(Safetensors, AHeaderTakesLinearTime) {
+  const TemporaryFolder folder;
+  const auto seconds = [&](int tensors) {
+    std::string header = "{";
+    for (int i = 0; i < tensors; ++i) {
+      header += (i == 0 ? "\"t" : ",\"t") + std::to_string(i) +
+                R"(":{"dtype":"U8","shape":[0],"data_offsets":[0,0]})";
+    }
+    std::ofstream(folder / "many") << safetensors_bytes(header + "}", 0);
+    double best = 1e9;
+    for (int i = 0; i < 2; ++i) {
+      const auto now = [] {
+        timespec time{};
+        ::clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+        return static_cast<double>(time.tv_sec) + time.tv_nsec * 1e-9;
+      };
+      const double before = now();
+      const SafetensorsReader reader(folder / "many");
+      EXPECT_EQ(reader.names().size(), static_cast<size_t>(tensors));
+      best = std::min(best, now() - before);
+    }
+    return best;
+  };
+  EXPECT_LT(seconds(16'000), 28 * seconds(2'000));
+}
+
+TEST(Safetensors, AFileThatShrinksBeforeItIsReadIsNamed) {
+  const TemporaryFolder folder;
+  const auto path = folder / "w.safetensors";
+  write_safetensors(path, {{"w", torch::ones({100'000})}});
+  const SafetensorsReader reader(path);
+  const NamedTensors before = reader.read_all();
+  EXPECT_TRUE(before.at("w").equal(torch::ones({100'000})));
+  std::filesystem::resize_file(path, 5000);
+  try {
+    reader.read_all();
+    FAIL();
+  } catch (const InputError& error) {
+    const std::string message = error.what();
+    EXPECT_NE(message.find(path.string() + " shrank"), std::string::npos)
+        << message;
+  }
 }
 
 TEST(Safetensors, UnknownNamesOfferTheNearest) {

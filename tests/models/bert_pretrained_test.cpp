@@ -11,6 +11,7 @@
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
 #include "hasten/core/deferred_init.h"
+#include "hasten/core/memory.h"
 #include "hasten/core/random.h"
 #include "hasten/io/commit.h"
 #include "hasten/io/safetensors.h"
@@ -87,7 +88,8 @@ TEST(BertPretrained, SavedFolderIsTheLoadedOneByteForByte) {
       read_file(golden + "/model.safetensors"));
   auto ours =
       nlohmann::json::parse(read_file(folder / "model" / "config.json"));
-  const auto theirs = nlohmann::json::parse(read_file(golden + "/config.json"));
+  auto theirs = nlohmann::json::parse(read_file(golden + "/config.json"));
+  theirs.erase("transformers_version"); // which did not write ours
   EXPECT_EQ(ours, theirs);
 }
 
@@ -175,6 +177,40 @@ TEST(BertPretrained, OtherLabelsGetAFreshClassifierAndReorderedOnesTheirRows) {
   EXPECT_TRUE(torch::equal(turned.model->classifier->weight[0], weight[2]));
   EXPECT_TRUE(torch::equal(turned.model->classifier->weight[1], weight[0]));
   EXPECT_EQ(turned.model->config().id2label[0], "good");
+}
+
+TEST(BertPretrained, SizesAreComparedBeforeAnythingIsAllocated) {
+  install_memory_meter();
+  const auto weights = golden_weights();
+  struct Case {
+    const char* key;
+    int64_t value;
+    const char* part;
+  };
+  const Case cases[] = {
+      {"vocab_size",
+       4'000'000,
+       "larger than the weights beside it: vocab_size=4"},
+      {"vocab_size", 100'000'000, "beside it: vocab_size=100000000"},
+      {"vocab_size",
+       100'000'001,
+       "vocab_size=100000001. Expected 1 to 100000000"},
+      {"intermediate_size", 4'000'000, "intermediate_size=4000000"},
+      {"max_position_embeddings", 4'000'000, "larger than the weights"},
+      {"type_vocab_size", 4'000'000, "larger than the weights"},
+      {"num_hidden_layers", 3000, "num_hidden_layers=3000"},
+      {"num_hidden_layers", 3, "missing: bert.encoder.layer.2."},
+  };
+  for (const Case& bad : cases) {
+    const BertFolderOnDisk folder(weights);
+    auto config = nlohmann::json::parse(read_file(folder / "config.json"));
+    config[bad.key] = bad.value;
+    write_file_atomically(folder / "config.json", config.dump());
+    reset_peak_memory();
+    const int64_t before = memory_stats().peak_bytes;
+    expect_contains(folder.error(), bad.part);
+    EXPECT_LT(memory_stats().peak_bytes - before, 1'000'000) << bad.part;
+  }
 }
 
 TEST(BertPretrained, EveryMissingUnexpectedAndWronglyShapedTensorIsNamed) {

@@ -2,12 +2,18 @@
 
 #include <gtest/gtest.h>
 
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <cmath>
 #include <filesystem>
+#include <fstream>
 #include <string>
 
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
+#include "hasten/trainer/resume.h"
 #include "hasten/trainer/trainer_state.h"
 #include "support/temporary_folder.h"
 
@@ -63,6 +69,117 @@ TEST(OutputFolder, IsRefusedWhereItHoldsAnotherRunAndNothingIsTouched) {
 
   arguments.output_dir = (scratch.path() / "new" / "notes.txt").string();
   EXPECT_THROW(require_free_output_dir(arguments), InputError);
+}
+
+TEST(OutputFolder, WhatWritersThatWereKilledLeftIsRemoved) {
+  const testing_support::TemporaryFolder scratch;
+  const auto out = scratch / "out";
+  detail::make_checkpoints(out, {5});
+  detail::make_checkpoints(scratch / "out.tmp-71-0", {1});
+  std::filesystem::create_directories(out / "checkpoint-9.tmp-71-3" / "a");
+  const char* files[] = {
+      "trainer_state.json.tmp-71-12", "notes.tmp", "notes.tmp-1", "a.tmp-x-1"};
+  for (const char* name : files) {
+    write_file_atomically(out / name, "x");
+  }
+  write_file_atomically(scratch / "other.tmp-71-0", "x");
+  remove_unfinished_saves(out);
+  for (const char* name :
+       {"out/trainer_state.json.tmp-71-12",
+        "out/checkpoint-9.tmp-71-3",
+        "out.tmp-71-0"}) {
+    EXPECT_FALSE(std::filesystem::exists(scratch / name)) << name;
+  }
+  for (const char* name :
+       {"out/checkpoint-5/model.safetensors",
+        "out/notes.tmp",
+        "out/notes.tmp-1",
+        "out/a.tmp-x-1",
+        "other.tmp-71-0"}) {
+    EXPECT_TRUE(std::filesystem::exists(scratch / name)) << name;
+  }
+}
+
+TEST(OutputFolder, ACheckpointWhoseRemovalIsKilledIsNoCheckpointAnyMore) {
+  const testing_support::TemporaryFolder scratch;
+  detail::make_checkpoints(scratch.path(), {1, 2});
+  constexpr int kFiles = 3000;
+  const auto first = scratch / "checkpoint-1";
+  for (int i = 0; i < kFiles; ++i) {
+    std::ofstream(first / std::to_string(i)) << "x";
+  }
+  const auto files_of = [](const std::filesystem::path& folder) {
+    std::error_code error;
+    int count = 0;
+    for (std::filesystem::directory_iterator entry(folder, error), end;
+         !error && entry != end;
+         entry.increment(error)) {
+      ++count;
+    }
+    return count;
+  };
+  const pid_t child = ::fork();
+  if (child == 0) {
+    rotate_checkpoints(scratch.path(), 1, {});
+    ::_exit(0);
+  }
+  while (files_of(first) > kFiles) { // and the model
+  }
+  ::kill(child, SIGKILL);
+  ::waitpid(child, nullptr, 0);
+  for (const auto& checkpoint : checkpoint_folders(scratch.path())) {
+    EXPECT_EQ(checkpoint.global_step, 2);
+  }
+  remove_unfinished_saves(scratch.path());
+  EXPECT_EQ(files_of(scratch.path()), 1);
+}
+
+TEST(Resume, FieldsOfAnotherTypeOrRangeAreNamedWithTheirFile) {
+  const nlohmann::json good{
+      {"global_step", 5},
+      {"epoch_index", 0},
+      {"epoch_rows_seen", 40},
+      {"at_epoch_end", false},
+      {"finished", false},
+      {"drop_batch", 8},
+      {"total_batch", 8},
+      {"gradient_accumulation_steps", 1},
+      {"world_size", 1},
+      {"facts", nlohmann::json::object()}};
+  const testing_support::TemporaryFolder folder;
+  write_file_atomically(
+      folder / "training_args.json", R"({"precision": "fp32"})");
+  const auto error_with = [&](const char* name, const nlohmann::json& value) {
+    nlohmann::json run = good;
+    run[name] = value;
+    write_file_atomically(folder / kRunFile, run.dump());
+    try {
+      read_saved_run(folder.path());
+    } catch (const InputError& error) {
+      return std::string(error.what());
+    }
+    return std::string();
+  };
+  EXPECT_EQ(error_with("global_step", int64_t{1} << 62), "");
+  const std::pair<const char*, nlohmann::json> cases[] = {
+      {"global_step", "five"},
+      {"global_step", -1},
+      {"global_step", 18446744073709551615u},
+      {"epoch_index", 0.5},
+      {"at_epoch_end", 1},
+      {"finished", "yes"},
+      {"gradient_accumulation_steps", 0},
+      {"world_size", 0},
+      {"facts", nullptr}};
+  for (const auto& [name, value] : cases) {
+    const std::string error = error_with(name, value);
+    EXPECT_NE(
+        error.find(
+            (folder / kRunFile).string() + ": " + name + "=" + value.dump()),
+        error.npos)
+        << name << "\n"
+        << error;
+  }
 }
 
 TEST(OutputFolder, RotationGoesByNumberAndKeepsTheBestAndTheNewest) {

@@ -87,6 +87,9 @@ auto deferred_init(Make&& make, const DeferredInitOptions& options = {}) {
 
 /// Whether the tensor, or a parameter or buffer of the module, waits for its values.
 bool is_deferred(const at::Tensor& tensor);
+/// Whether this thread is inside deferred_init's function, where a copy is made later
+/// and keeps what it is made from: a file's mapping takes no memory until then.
+bool in_deferred_init();
 bool is_deferred(const torch::nn::Module& module);
 
 /// Gives deferred tensors their memory and values; others stay as they are. Random

@@ -67,7 +67,7 @@ class CsvReader {
   /// "path:line" of the current record.
   std::string position() const;
   /// Bytes of the file up to the end of the current record.
-  size_t bytes_read() const { return next_; }
+  size_t bytes_read() const { return window_.begin() + next_; }
 
   char delimiter() const { return delimiter_; }
   const std::filesystem::path& path() const { return file_->path(); }
@@ -75,7 +75,9 @@ class CsvReader {
  private:
   CsvReader(const CsvReader&) = default; // to look ahead
   bool read_record();
-  void read_quoted(size_t& at);
+  bool read_record_in_window();
+  bool is_whole(size_t end) const;
+  bool read_quoted(size_t& at);
   bool closes_on_its_line(size_t at) const;
   size_t line_break(size_t at) const;
   int64_t count_lines(size_t begin, size_t end, size_t& last) const;
@@ -91,7 +93,8 @@ class CsvReader {
   std::shared_ptr<const TextFile> file_;
   char delimiter_ = ',';
   bool cr_ends_lines_ = false;
-  std::string_view text_{}; // the whole file
+  TextWindow window_;
+  std::string_view text_{}; // the window's; places below are in it
   size_t next_ = 0; // where the next record starts, in bytes
   int64_t next_line_ = 1;
   size_t start_ = 0; // where the current record starts, in bytes

@@ -49,7 +49,7 @@ class JsonlReader {
   /// "path:line" of the current object.
   std::string position() const;
   /// Bytes of the file up to the end of the current record.
-  size_t bytes_read() const { return next_; }
+  size_t bytes_read() const { return window_.begin() + next_; }
   const std::filesystem::path& path() const { return file_->path(); }
 
  private:
@@ -57,8 +57,8 @@ class JsonlReader {
   nlohmann::json parse(std::string_view line) const;
 
   std::shared_ptr<const TextFile> file_;
-  size_t next_ = 0; // where the next line starts, in bytes
-  size_t start_ = 0; // where the current one starts, in bytes
+  TextWindow window_;
+  size_t next_ = 0; // where the next line starts, in bytes of the window
   int64_t line_ = 0;
   std::vector<std::string> columns_{};
   std::vector<std::string> samples_{}; // the first object's values [column]

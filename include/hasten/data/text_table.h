@@ -42,8 +42,8 @@ struct TextRowCounts {
   int64_t empty_label = 0; // records skipped for an empty or blank label
 };
 
-/// The rows of one file that pass, one by one. Memory: one row; a regular file is
-/// mapped, so that it may be larger than memory.
+/// The rows of one file that pass, one by one. Memory: TextWindow's, so that
+/// a regular file may be larger than memory.
 class TextRowReader {
  public:
   /// Throws InputError: whatever CsvReader or JsonlReader throw; an unknown column

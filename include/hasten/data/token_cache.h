@@ -2,8 +2,8 @@
 //
 // The cached file lies in <cache_dir>/tokens under a name made of all that the ids
 // depend on: the bytes of the input files, how their columns are read, the split,
-// the vocabulary (or how it is learned) and the length. It is mapped, so neither
-// texts nor ids need fit in memory. Nothing is ever cleared from it; the folder may
+// the vocabulary (or how it is learned) and the length. Rows are read from it as
+// they are needed, so neither texts nor ids need fit in memory. Nothing is ever cleared from it; the folder may
 // be deleted at any time.
 // One process at a time makes a file, under a lock that its death frees; the others
 // wait for it, however long it takes. Where nothing can be kept, all have the ids in
@@ -78,7 +78,7 @@ struct TokenizedClassification {
   TokenCacheReport cache{};
 };
 
-/// Reads, splits (select_text_rows) and tokenises, or maps what an earlier run has
+/// Reads, splits (select_text_rows) and tokenises, or opens what an earlier run has
 /// kept. `eval_file` may be null.
 /// Local; blocks while another process makes the same ids. Memory: 37 bytes a row
 /// while ids are made, and about 8 MB of text; in memory 4 bytes a token more.

@@ -1,5 +1,4 @@
-// Tokenised texts as a Dataset, in memory or in a mapped file, padded batch by
-// batch.
+// Tokenised texts as a Dataset, in memory or in a file, padded batch by batch.
 // Threading: const functions may be called from several threads.
 #pragma once
 
@@ -36,12 +35,22 @@ struct TokenRow {
   int32_t label = 0; // where the table has labels
 };
 
-/// Rows of token ids, in memory or in a mapped file. Copies share them.
+/// Token ids one behind the other, in memory or in a file.
+class TokenIds {
+ public:
+  virtual ~TokenIds() = default;
+  virtual int64_t size() const = 0;
+  /// Those from `begin` on, as many as `out` takes; begin + out.size() <= size().
+  /// Throws Error naming a file that changed since it was opened.
+  virtual void read(int64_t begin, std::span<int32_t> out) const = 0;
+};
+
+/// Rows of token ids. Copies share them.
 struct TokenTable {
-  std::span<const int32_t> ids{};
+  std::shared_ptr<const TokenIds> ids{};
   std::span<const TokenRow> rows{}; // [row]
   bool has_labels = true;
-  std::shared_ptr<const void> owner{}; // keeps both spans alive
+  std::shared_ptr<const void> owner{}; // keeps `rows` alive
 };
 
 struct PaddingOptions {
@@ -58,8 +67,8 @@ struct PaddingOptions {
 ///   attention_mask  [B, T] int64, 1 on tokens and 0 on padding
 ///   labels          [B] int64, where there are labels
 /// A batch of no rows has shapes [0, 1] and [0].
-/// Memory: 4 bytes a token and 16 a row; of a mapped file what is looked at, which
-/// the kernel takes back where memory is short.
+/// Memory: 4 bytes a token and 16 a row; of a file's the rows alone, whose ids are
+/// read for each batch.
 class TokenizedDataset : public Dataset {
  public:
   /// `labels` has one number a row, or is empty.

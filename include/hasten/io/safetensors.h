@@ -31,10 +31,7 @@ struct SafetensorsEntry {
   uint64_t end = 0; // one past its last byte
 };
 
-/// A safetensors file, mapped. Opening reads the header alone; a tensor's bytes
-/// are read from disk when they are first touched.
-/// The file must not be truncated while it is mapped: the kernel would answer
-/// the next touch with SIGBUS. Replacing it by rename is safe.
+/// A safetensors file. Opening reads the header alone.
 class SafetensorsReader {
  public:
   /// Opens and validates. Cost: the header, not the data.
@@ -55,9 +52,14 @@ class SafetensorsReader {
   bool contains(std::string_view name) const;
   /// Throws InputError offering the nearest name where there is none.
   const SafetensorsEntry& entry(std::string_view name) const;
-  /// The tensor over the mapping: no copy, except where the file aligns it badly
-  /// for its dtype. Writing to it changes private memory, never the file. The
+  /// The tensor in memory of its own. Throws InputError naming a file that shrank
+  /// since it was opened.
+  at::Tensor read(std::string_view name) const;
+  /// The tensor over the file's mapping: no copy, except where the file aligns it
+  /// badly for its dtype. Writing to it changes private memory, never the file. The
   /// mapping lives as long as any tensor of it, so the reader may go first.
+  /// For files that nobody else writes, as those of a saved state: where one is
+  /// truncated the next touch is SIGBUS. Replacing it by rename is safe. Else read().
   at::Tensor tensor(std::string_view name) const;
   /// All tensors, tied names included, each in memory of its own.
   /// Memory: the whole file. Tied names share one tensor.

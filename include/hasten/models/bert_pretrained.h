@@ -43,7 +43,7 @@ struct LoadedBert {
 /// Accepts names with and without "bert.", gamma and beta for LayerNorm, and
 /// sharded files (model.safetensors.index.json); leaves out heads it does not
 /// have (cls.*) and buffers (position_ids).
-/// Memory: the model and a mapping of the file.
+/// Memory: the model and one tensor of the file.
 /// Throws InputError listing every missing, unexpected and wrongly shaped tensor;
 /// where only pytorch_model.bin is there; where the model_type is not "bert".
 LoadedBert load_bert_classifier(

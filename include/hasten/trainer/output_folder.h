@@ -70,8 +70,9 @@ struct CheckpointFolder {
 std::vector<CheckpointFolder> checkpoint_folders(
     const std::filesystem::path& folder);
 
-/// Removes what writers that were killed left of a checkpoint in the making
-/// ("checkpoint-N.tmp-…").
+/// Removes what writers that were killed left, in the folder and beside it: files
+/// and checkpoints in the making or half removed ("checkpoint-N.tmp-…"), and the
+/// model of the run's end ("<folder>.tmp-…"). For whoever holds the folder's lock.
 void remove_unfinished_saves(const std::filesystem::path& folder);
 
 /// Removes the oldest until `limit` are left; 0 keeps all. The newest and
