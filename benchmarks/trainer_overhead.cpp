@@ -103,6 +103,7 @@ void compare(
   };
   Model ours = make();
   TrainingArguments arguments;
+  arguments.disable_tqdm = true;
   arguments.max_steps = steps;
   arguments.per_device_train_batch_size = kOverheadBatch;
   arguments.learning_rate = kOverheadRate;

@@ -14,6 +14,7 @@
 
 #include "hasten/activation_checkpoint/activation_checkpoint.h"
 #include "hasten/activation_checkpoint/op_policy.h"
+#include "hasten/base/exit_code.h"
 #include "hasten/core/memory.h"
 
 namespace examples {
@@ -69,4 +70,4 @@ void demonstrate() {
 
 } // namespace examples
 
-int main() { examples::demonstrate(); }
+int main() { return hasten::record(examples::demonstrate); }

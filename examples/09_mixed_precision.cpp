@@ -10,6 +10,7 @@
 #include <limits>
 
 #include "hasten/accelerator/accelerator.h"
+#include "hasten/base/exit_code.h"
 #include "hasten/optim/adamw.h"
 
 namespace examples {
@@ -91,5 +92,5 @@ int main() {
         c10::toString(type),
         examples::product(type));
   }
-  examples::train(hasten::Precision::fp16);
+  return hasten::record([] { examples::train(hasten::Precision::fp16); });
 }

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "hasten/accelerator/accelerator.h"
+#include "hasten/base/exit_code.h"
 #include "hasten/base/world.h"
 #include "hasten/comm/communicator.h"
 
@@ -104,11 +105,13 @@ void show_means(hasten::Communicator& communicator) {
 } // namespace examples
 
 int main() {
-  auto communicator =
-      hasten::Communicator::create(hasten::world_from_environment());
-  examples::show_means(*communicator);
-  for (const bool sync : {false, true}) {
-    examples::train(communicator, sync);
-  }
-  communicator->close();
+  return hasten::record([] {
+    auto communicator =
+        hasten::Communicator::create(hasten::world_from_environment());
+    examples::show_means(*communicator);
+    for (const bool sync : {false, true}) {
+      examples::train(communicator, sync);
+    }
+    communicator->close();
+  });
 }

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "hasten/base/error.h"
+#include "hasten/base/exit_code.h"
 #include "hasten/core/block_call.h"
 #include "hasten/data/loader.h"
 #include "hasten/data/text_classification.h"
@@ -85,23 +86,20 @@ inline std::string epoch_line(int64_t epoch, double loss, double accuracy) {
   return line;
 }
 
-// NAME reviews.csv [model.safetensors]
+// NAME reviews.csv [model.safetensors]. Its exit code.
 inline int run_example(
     int argc,
     char** argv,
     void (*train)(const std::string& csv, const std::string& save_to)) {
-  if (argc != 2 && argc != 3) {
-    std::fprintf(
-        stderr, "usage: %s reviews.csv [model.safetensors]\n", argv[0]);
-    return 2;
-  }
-  try {
+  return hasten::record([&] {
+    if (argc != 2 && argc != 3) {
+      throw hasten::InputError(
+          "examples::main",
+          std::to_string(argc - 1) + " arguments",
+          std::string(argv[0]) + " reviews.csv [model.safetensors]");
+    }
     train(argv[1], argc == 3 ? argv[2] : "");
-    return 0;
-  } catch (const hasten::Error& error) {
-    std::fprintf(stderr, "error: %s\n", error.what());
-    return 1;
-  }
+  });
 }
 
 } // namespace examples

@@ -3,8 +3,8 @@
 #include <nlohmann/json.hpp>
 
 #include "hasten/base/error.h"
+#include "hasten/base/exit_code.h"
 #include "hasten/base/process.h"
-#include "hasten/cli/exit_code.h"
 
 namespace hasten::detail {
 

@@ -199,6 +199,7 @@ std::unique_ptr<Trainer> make_evaluator(
     const TextClassifier& classifier, int64_t batch_size) {
   TrainingArguments arguments;
   arguments.save_strategy = IntervalStrategy::no;
+  arguments.disable_tqdm = true; // the command knows whether a bar is wanted
   arguments.per_device_eval_batch_size = batch_size;
   arguments.precision = classifier.precision; // gives the run's own numbers
   arguments.label_smoothing_factor = classifier.label_smoothing_factor;

@@ -4,10 +4,10 @@
 
 #include <memory>
 
-#include "console.h"
 #include "hasten/cli/commands.h"
 #include "hasten/data/dataset.h"
 #include "hasten/models/bert.h"
+#include "hasten/trainer/progress_callback.h"
 
 namespace hasten::detail {
 

@@ -13,9 +13,9 @@
 #include <thread>
 #include <utility>
 
+#include "hasten/base/exit_code.h"
 #include "hasten/base/progress_bar.h"
 #include "hasten/base/world.h"
-#include "hasten/cli/exit_code.h"
 #include "hasten/cli/run.h"
 #include "hasten/core/linear.h"
 #include "hasten/core/precision_probe.h"

@@ -6,9 +6,9 @@
 #include <vector>
 
 #include "estimate_memory.h"
+#include "hasten/base/exit_code.h"
 #include "hasten/base/progress_bar.h"
 #include "hasten/cli/checks.h"
-#include "hasten/cli/exit_code.h"
 #include "hasten/cli/run.h"
 #include "hasten/flat/flat_layout.h"
 #include "hasten/models/bert_memory.h"

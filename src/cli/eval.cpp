@@ -4,13 +4,12 @@
 #include <nlohmann/json.hpp>
 
 #include "classifier.h"
-#include "console.h"
 #include "hasten/base/error.h"
+#include "hasten/base/exit_code.h"
 #include "hasten/base/log.h"
-#include "hasten/base/progress_bar.h"
 #include "hasten/cli/checks.h"
-#include "hasten/cli/exit_code.h"
 #include "hasten/cli/run.h"
+#include "hasten/trainer/progress_callback.h"
 #include "head.h"
 
 namespace hasten {
@@ -62,8 +61,7 @@ int run_eval(const EvalCommand& command) {
       detail::load_text_classifier(command.model, command.max_length);
   const auto rows = detail::read_eval_rows(command, classifier);
   const auto trainer = detail::make_evaluator(classifier, command.batch_size);
-  trainer->add_callback(
-      std::make_shared<detail::PredictionProgress>("evaluate"));
+  trainer->add_callback(std::make_shared<ProgressCallback>());
   const nlohmann::json metrics = trainer->evaluate(*rows);
 
   nlohmann::ordered_json result;

@@ -17,7 +17,7 @@
 #include "hasten/cli/checks.h"
 #include "hasten/cli/commands.h"
 #include "hasten/cli/compare.h"
-#include "hasten/cli/exit_code.h"
+#include "hasten/base/exit_code.h"
 #include "hasten/launch/launch.h"
 
 namespace hasten::detail {

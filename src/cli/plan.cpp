@@ -5,10 +5,10 @@
 
 #include "hasten/activation_checkpoint/planner.h"
 #include "hasten/base/error.h"
+#include "hasten/base/exit_code.h"
 #include "hasten/base/files.h"
 #include "hasten/base/progress_bar.h"
 #include "hasten/cli/checks.h"
-#include "hasten/cli/exit_code.h"
 #include "hasten/cli/run.h"
 #include "hasten/core/memory.h"
 #include "hasten/core/random.h"

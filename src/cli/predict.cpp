@@ -9,15 +9,15 @@
 #include <sstream>
 
 #include "classifier.h"
-#include "console.h"
 #include "hasten/base/error.h"
+#include "hasten/base/exit_code.h"
 #include "hasten/base/files.h"
 #include "hasten/base/log.h"
 #include "hasten/base/progress_bar.h"
 #include "hasten/cli/checks.h"
-#include "hasten/cli/exit_code.h"
 #include "hasten/cli/run.h"
 #include "hasten/data/csv.h"
+#include "hasten/trainer/progress_callback.h"
 #include "head.h"
 
 namespace hasten {
@@ -258,7 +258,7 @@ int run_predict(const PredictCommand& command) {
   const auto trainer = detail::make_evaluator(classifier, command.batch_size);
   if (!command.output.empty() || !command.file.empty()) {
     trainer->add_callback(
-        std::make_shared<detail::PredictionProgress>("predict"));
+        std::make_shared<ProgressCallback>("", BannerLines{}, "predict"));
   }
   const auto dataset = detail::make_dataset(tokens, {}, classifier.tokenizer);
   at::Tensor logits =

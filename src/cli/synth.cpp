@@ -2,10 +2,10 @@
 #include <iostream>
 
 #include "hasten/base/error.h"
+#include "hasten/base/exit_code.h"
 #include "hasten/base/files.h"
 #include "hasten/base/log.h"
 #include "hasten/base/progress_bar.h"
-#include "hasten/cli/exit_code.h"
 #include "hasten/cli/run.h"
 #include "hasten/data/synthetic_reviews.h"
 

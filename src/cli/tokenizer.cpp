@@ -8,11 +8,11 @@
 #include <utility>
 
 #include "hasten/base/error.h"
+#include "hasten/base/exit_code.h"
 #include "hasten/base/log.h"
 #include "hasten/base/process.h"
 #include "hasten/base/progress_bar.h"
 #include "hasten/cli/checks.h"
-#include "hasten/cli/exit_code.h"
 #include "hasten/cli/run.h"
 #include "hasten/data/text_table.h"
 #include "hasten/data/utf8.h"

@@ -370,6 +370,10 @@ void declare_reports(FlagTable& flags, TrainingArguments& arguments) {
       arguments.early_stopping_threshold,
       "BY",
       "what better must exceed");
+  flags.flag(
+      "--disable-tqdm",
+      arguments.disable_tqdm,
+      "no banner, no progress bars and no table of epochs");
 }
 
 void validate_arguments(

@@ -7,8 +7,8 @@
 #include "dry_run.h"
 #include "hasten/accelerator/accelerator.h"
 #include "hasten/base/error.h"
+#include "hasten/base/exit_code.h"
 #include "hasten/base/log.h"
-#include "hasten/cli/exit_code.h"
 #include "hasten/trainer/losses.h"
 #include "head.h"
 
@@ -91,9 +91,12 @@ static bool train(
     for (const std::string& warning : in.warnings) {
       log_warning(warning);
     }
-    trainer.add_callback(std::make_shared<TrainConsole>(
-        "hasten " HASTEN_VERSION ": " + command.model + " learns " + in.learns,
-        in.facts()));
+    if (!arguments.disable_tqdm) {
+      trainer.add_callback(std::make_shared<ProgressCallback>(
+          "hasten " HASTEN_VERSION ": " + command.model + " learns " +
+              in.learns,
+          in.facts()));
+    }
   }
   return !trainer.train().already_finished;
 }

@@ -9,9 +9,9 @@
 #include <vector>
 
 #include "classifier.h"
-#include "console.h"
 #include "hasten/cli/commands.h"
 #include "hasten/data/dataset.h"
+#include "hasten/trainer/progress_callback.h"
 
 namespace hasten::detail {
 

@@ -1,12 +1,8 @@
 // hasten-worker: one rank of a command that needs LibTorch. Started by `hasten`
 // with the arguments that `hasten` was given; not meant to be typed.
-#include <c10/util/Exception.h>
-
-#include "hasten/base/error.h"
+#include "hasten/base/exit_code.h"
 #include "hasten/base/log.h"
-#include "hasten/base/world.h"
 #include "hasten/cli/commands.h"
-#include "hasten/cli/exit_code.h"
 #include "hasten/cli/run.h"
 
 namespace hasten::detail {
@@ -39,22 +35,8 @@ struct RunCommand {
 
 int main(int argc, char** argv) {
   const std::vector<std::string> arguments(argv + 1, argv + argc);
-  hasten::World world;
-  const int code = hasten::exit_code_of(0, 1, [&] {
-    world = hasten::world_from_environment();
-    return hasten::kExitOk;
-  });
-  if (code != hasten::kExitOk) {
-    return code;
-  }
-  hasten::set_log_rank(world.rank, world.world_size);
-  return hasten::exit_code_of(world.rank, world.world_size, [&] {
-    try {
-      return std::visit(
-          hasten::detail::RunCommand{}, hasten::parse_command_line(arguments));
-    } catch (const c10::Error& error) {
-      // LibTorch's message carries a stack trace; the user gets the message.
-      throw hasten::Error("cli::worker", error.what_without_backtrace());
-    }
+  return hasten::record([&] {
+    return std::visit(
+        hasten::detail::RunCommand{}, hasten::parse_command_line(arguments));
   });
 }

@@ -214,6 +214,7 @@ std::vector<ArgumentChange> changed_arguments(
       "overwrite_output_dir",
       "resume_from_checkpoint",
       "allow_changed_arguments",
+      "disable_tqdm",
       "bf16", // precision says it
       "fp16"};
   const auto among = [](const std::vector<std::string>& names,

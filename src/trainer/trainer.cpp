@@ -13,6 +13,7 @@
 #include "hasten/core/stateful.h"
 #include "hasten/io/safetensors.h"
 #include "hasten/trainer/early_stopping.h"
+#include "hasten/trainer/progress_callback.h"
 #include "objective.h"
 #include "training_run.h"
 
@@ -269,6 +270,9 @@ Trainer::Trainer(
   detail::require_strategy(parts);
   parts.files = default_model_files(parts.model);
   detail::move_model(*parts.model, parts.accelerator->device());
+  if (!parts.arguments.disable_tqdm) {
+    add_callback(std::make_shared<ProgressCallback>());
+  }
 }
 
 Trainer::~Trainer() = default;
@@ -289,7 +293,19 @@ void Trainer::add_callback(
     }
     impl_->parts.stateful_callbacks[state_name] = std::move(stateful);
   }
-  impl_->parts.callbacks.push_back(std::move(callback));
+  auto& callbacks = impl_->parts.callbacks;
+  const auto shows = [](const std::shared_ptr<TrainerCallback>& c) {
+    return std::dynamic_pointer_cast<ProgressCallback>(c) != nullptr;
+  };
+  if (shows(callback)) {
+    callbacks.erase(
+        std::remove_if(callbacks.begin(), callbacks.end(), shows),
+        callbacks.end());
+    if (!impl_->parts.is_main()) {
+      return;
+    }
+  }
+  callbacks.push_back(std::move(callback));
 }
 
 void Trainer::set_run_facts(nlohmann::json listed, nlohmann::json altering) {

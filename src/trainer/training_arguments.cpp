@@ -146,6 +146,7 @@ void visit_arguments(Arguments& a, Visit&& visit) {
   visit("greater_is_better", a.greater_is_better);
   visit("early_stopping_patience", a.early_stopping_patience);
   visit("early_stopping_threshold", a.early_stopping_threshold);
+  visit("disable_tqdm", a.disable_tqdm);
   visit("seed", a.seed);
   visit("data_seed", a.data_seed);
   visit("train_sampling_strategy", a.train_sampling_strategy);

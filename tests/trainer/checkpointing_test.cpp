@@ -34,6 +34,7 @@ static std::pair<std::vector<Tensor>, std::vector<int>> train_rows(
     gradient_checkpointing_enable(chain, {.mode = "every:4"});
   }
   TrainingArguments arguments;
+  arguments.disable_tqdm = true;
   arguments.max_steps = 3;
   arguments.gradient_accumulation_steps = 2;
   arguments.save_strategy = IntervalStrategy::no;

@@ -100,6 +100,7 @@ inline LossFunction loss_function(std::shared_ptr<Classifier> model) {
 /// Arguments that write nothing and take rows in their order.
 inline TrainingArguments arguments() {
   TrainingArguments arguments;
+  arguments.disable_tqdm = true;
   arguments.save_strategy = IntervalStrategy::no;
   arguments.eval_strategy = IntervalStrategy::no;
   arguments.train_sampling_strategy = SamplingStrategy::sequential;

@@ -115,6 +115,7 @@ TEST(Trainer, TrainsAPlainModuleOnADatasetOfItsOwn) {
   auto model = std::make_shared<torch::nn::SequentialImpl>(
       torch::nn::Linear(2, 16), torch::nn::Tanh(), torch::nn::Linear(16, 1));
   TrainingArguments arguments;
+  arguments.disable_tqdm = true;
   arguments.save_strategy = IntervalStrategy::no;
   arguments.num_train_epochs = 20;
   arguments.learning_rate = 0.03;

@@ -1,5 +1,6 @@
 // What a run tells whoever watches it (console output, a progress bar, a tracker),
-// and what these may ask of it. The library itself prints nothing.
+// and what these may ask of it. What a run prints is a callback's doing too:
+// hasten/trainer/progress_callback.h.
 // Threading: called on the thread that trains. Every callback is called on
 // every rank, in the same order and with the same values (sums, means and
 // maxima over ranks): print where Accelerator::is_main_process(). A callback

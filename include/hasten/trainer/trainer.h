@@ -82,6 +82,8 @@ class Trainer {
   /// and predict() work. `accelerator` is made from the environment if absent;
   /// a given one must have arguments.gradient_accumulation_steps.
   /// accelerator().finish() at the end of the program closes its group.
+  /// What it does is shown by a ProgressCallback on rank 0, unless
+  /// arguments.disable_tqdm.
   /// Collective where it makes the accelerator. Throws InputError: arguments
   /// out of range, load_best_model_at_end without evaluation data.
   Trainer(
@@ -100,6 +102,8 @@ class Trainer {
   void set_model_files(ModelFiles files);
   /// With a `state_name`, the same on every rank, the callback is a Stateful and
   /// its state is part of checkpoints. Throws InputError where it is none.
+  /// A ProgressCallback takes the place of the one there is, on rank 0; other ranks
+  /// leave it out.
   void add_callback(
       std::shared_ptr<TrainerCallback> callback, std::string state_name = {});
   /// What the run depends on beside the arguments, as JSON objects of name and

@@ -233,6 +233,9 @@ struct TrainingArguments {
   /// threshold (hasten/trainer/early_stopping.h). Not with eval_strategy=no.
   int64_t early_stopping_patience = 0;
   double early_stopping_threshold = 0.0;
+  /// Leaves out the ProgressCallback (hasten/trainer/progress_callback.h): the banner
+  /// and the bars on stderr, and the table of epochs on stdout.
+  bool disable_tqdm = false;
 
   // Randomness and data.
 

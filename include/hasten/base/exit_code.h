@@ -1,9 +1,11 @@
-// How both programs end: exceptions become one line in the log and an exit code.
-// Without LibTorch. Threading: main thread.
+// How a program ends: exceptions become one line in the log, a recorded error for the
+// launcher (recorded_error.h) and an exit code. Without LibTorch.
+// Threading: main thread.
 #pragma once
 
 #include <exception>
 #include <functional>
+#include <type_traits>
 
 namespace hasten {
 
@@ -34,5 +36,33 @@ class SilentExit : public std::exception {
 /// What all ranks throw alike (TrainingError, CommunicationError) is said by
 /// rank 0 alone.
 int exit_code_of(int rank, int world_size, const std::function<int()>& body);
+
+namespace detail {
+int record_main(const std::function<int()>& main);
+} // namespace detail
+
+/// Runs a program's main function as a rank of its world, as
+/// torch.distributed.elastic's record does:
+///
+///   int main(int argc, char** argv) {
+///     return hasten::record([&] { train(argc, argv); });
+///   }
+///
+/// `main` returns its exit code, or nothing, which is kExitOk. What it throws becomes a
+/// message on stderr (without LibTorch's stack trace), the error that the launcher
+/// names, and an exit code as above. Signals end the program as ever, unless it called
+/// install_interrupt_handlers() (process.h): then what waits throws Interrupted.
+/// Local. Throws nothing.
+template <typename Main>
+int record(Main&& main) {
+  if constexpr (std::is_void_v<std::invoke_result_t<Main&>>) {
+    return detail::record_main([&] {
+      main();
+      return kExitOk;
+    });
+  } else {
+    return detail::record_main([&] { return main(); });
+  }
+}
 
 } // namespace hasten

@@ -1,4 +1,4 @@
-#include "hasten/cli/exit_code.h"
+#include "hasten/base/exit_code.h"
 
 #include <cerrno>
 #include <csignal>
@@ -10,6 +10,7 @@
 #include "hasten/base/log.h"
 #include "hasten/base/process.h"
 #include "hasten/base/recorded_error.h"
+#include "hasten/base/world.h"
 
 namespace hasten {
 
@@ -42,7 +43,7 @@ int exit_code_of(int rank, int world_size, const std::function<int()>& body) {
   try {
     return body();
   } catch (const SilentExit& exit) {
-    record_error(PeerInputError("cli::exit_code_of", exit.what()));
+    record_error(PeerInputError("base::exit_code_of", exit.what()));
     return exit.code();
   } catch (const Interrupted& interrupted) {
     return detail::end_by_signal(interrupted.signal(), world_size);
@@ -64,5 +65,42 @@ int exit_code_of(int rank, int world_size, const std::function<int()>& body) {
     return bad_input ? kExitBadInput : kExitFailed;
   }
 }
+
+namespace detail {
+
+/// What another library throws in the form of our messages; LibTorch's carry a stack
+/// trace below the message.
+int named_failure(const std::function<int()>& main) {
+  std::string text;
+  try {
+    return main();
+  } catch (const Error&) {
+    throw;
+  } catch (const SilentExit&) {
+    throw;
+  } catch (const std::exception& error) {
+    text = error.what();
+    text = text.substr(0, text.find("\nException raised from "));
+  } catch (...) {
+    text = "main threw what is no std::exception";
+  }
+  throw Error("base::record", text);
+}
+
+int record_main(const std::function<int()>& main) {
+  World world;
+  const int code = exit_code_of(0, 1, [&] {
+    world = world_from_environment();
+    return kExitOk;
+  });
+  if (code != kExitOk) {
+    return code;
+  }
+  set_log_rank(world.rank, world.world_size);
+  return exit_code_of(
+      world.rank, world.world_size, [&] { return named_failure(main); });
+}
+
+} // namespace detail
 
 } // namespace hasten

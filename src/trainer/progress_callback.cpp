@@ -1,14 +1,18 @@
-#include "console.h"
+#include "hasten/trainer/progress_callback.h"
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstdio>
 #include <iostream>
+#include <iterator>
 #include <nlohmann/json.hpp>
 
 #include "hasten/base/log.h"
 
-namespace hasten::detail {
+namespace hasten {
+
+namespace detail {
 
 struct EpochColumn {
   const char* title;
@@ -48,46 +52,69 @@ std::string fixed_text(double value, int digits) {
 }
 
 struct MetricColumn {
-  const char* title;
-  const char* name; // in the evaluation's record
+  std::string title{};
+  std::string name{}; // in the evaluation's record
 };
 
-/// What the table has of an evaluation: by the kind of head, as its record shows.
+/// What the table has of an evaluation: what its kind of head is judged by, else the
+/// first two of its metrics.
 std::array<MetricColumn, 2> metric_columns(const EpochReport& epoch) {
-  if (epoch.evaluation.count("eval_pearson") > 0) {
-    return {{{"MSE", "eval_mse"}, {"pearson", "eval_pearson"}}};
+  static const MetricColumn known[] = {
+      {"MSE", "eval_mse"},
+      {"pearson", "eval_pearson"},
+      {"micro-F1", "eval_f1_micro"},
+      {"macro-F1", "eval_f1_macro"},
+      {"accuracy", "eval_accuracy"},
+      {"macro-F1", "eval_f1"}};
+  std::vector<MetricColumn> columns;
+  for (const MetricColumn& column : known) {
+    if (epoch.evaluation.count(column.name) > 0) {
+      columns.push_back(column);
+    }
   }
-  if (epoch.evaluation.count("eval_f1_micro") > 0) {
-    return {{{"micro-F1", "eval_f1_micro"}, {"macro-F1", "eval_f1_macro"}}};
+  for (const auto& [name, value] : epoch.evaluation) {
+    const bool shown =
+        name == "eval_loss" || name == "eval_runtime" ||
+        name.find("_per_second") != std::string::npos ||
+        std::any_of(std::begin(known), std::end(known), [&](const auto& c) {
+          return c.name == name;
+        });
+    if (!shown) {
+      columns.push_back({name.substr(name.find('_') + 1, 8), name});
+    }
   }
-  return {{{"accuracy", "eval_accuracy"}, {"macro-F1", "eval_f1"}}};
+  columns.insert(columns.end(), {known[4], known[5]});
+  return {columns[0], columns[1]};
 }
+
+} // namespace detail
 
 std::string epoch_header(const EpochReport& epoch) {
   std::vector<std::string> titles;
   size_t metric = 0;
-  for (const EpochColumn& column : kEpochColumns) {
+  for (const detail::EpochColumn& column : detail::kEpochColumns) {
     const bool named = column.title[0] != '\0';
     titles.emplace_back(
-        named ? column.title : metric_columns(epoch)[metric].title);
+        named ? column.title : detail::metric_columns(epoch)[metric].title);
     metric += named ? 0 : 1;
   }
-  return epoch_row(titles);
+  return detail::epoch_row(titles);
 }
 
 std::string epoch_line(const EpochReport& epoch) {
-  const auto metric = [&](const char* name) {
+  const auto metric = [&](const std::string& name) {
     const auto found = epoch.evaluation.find(name);
-    return found == epoch.evaluation.end() ? std::string("-")
-                                           : fixed_text(found->second, 4);
+    return found == epoch.evaluation.end()
+               ? std::string("-")
+               : detail::fixed_text(found->second, 4);
   };
-  return epoch_row(
+  return detail::epoch_row(
       {std::to_string(epoch.epoch) + "/" + std::to_string(epoch.epochs),
-       fixed_text(epoch.training_loss, 4),
+       detail::fixed_text(epoch.training_loss, 4),
        metric("eval_loss"),
-       metric(metric_columns(epoch)[0].name),
-       metric(metric_columns(epoch)[1].name),
-       fixed_text(epoch.samples_per_second, 1),
+       metric(detail::metric_columns(epoch)[0].name),
+       metric(detail::metric_columns(epoch)[1].name),
+       detail::fixed_text(epoch.samples_per_second, 1),
        format_count(std::llround(epoch.tokens_per_second)),
        format_bytes(epoch.peak_resident_bytes),
        format_duration(epoch.seconds_left)});
@@ -136,21 +163,13 @@ BannerLines run_lines(const RunDescription& run) {
   return lines;
 }
 
-void PredictionProgress::on_prediction_step(int64_t done, int64_t total) {
-  if (!bar_) {
-    bar_.emplace(label_, total, true);
-  }
-  bar_->update(done);
-  if (done >= total) {
-    bar_->clear();
-    bar_.reset();
-  }
-}
+ProgressCallback::ProgressCallback(
+    std::string title, BannerLines facts, std::string prediction_label)
+    : title_(title.empty() ? "hasten " HASTEN_VERSION : std::move(title)),
+      facts_(std::move(facts)),
+      prediction_label_(std::move(prediction_label)) {}
 
-TrainConsole::TrainConsole(std::string title, BannerLines facts)
-    : title_(std::move(title)), facts_(std::move(facts)) {}
-
-void TrainConsole::on_train_begin(const RunDescription& run) {
+void ProgressCallback::on_train_begin(const RunDescription& run) {
   BannerLines lines;
   for (const std::string& note : run.notes) {
     lines.emplace_back("resume", note);
@@ -172,25 +191,33 @@ void TrainConsole::on_train_begin(const RunDescription& run) {
   bar_.emplace("train", run.plan.max_steps, true);
 }
 
-void TrainConsole::on_step_end(const StepProgress& progress) {
+void ProgressCallback::on_step_end(const StepProgress& progress) {
   if (bar_) {
     bar_->update(
-        progress.global_step, "epoch " + fixed_text(progress.epoch, 2) + loss_);
+        progress.global_step,
+        "epoch " + detail::fixed_text(progress.epoch, 2) + loss_);
   }
 }
 
-void TrainConsole::on_log(const nlohmann::json& record) {
+void ProgressCallback::on_log(const nlohmann::json& record) {
   if (const auto loss = record.find("loss");
       loss != record.end() && loss->is_number()) {
-    loss_ = " loss " + fixed_text(loss->get<double>(), 4);
+    loss_ = " loss " + detail::fixed_text(loss->get<double>(), 4);
   }
 }
 
-void TrainConsole::on_prediction_step(int64_t done, int64_t total) {
-  evaluation_.on_prediction_step(done, total);
+void ProgressCallback::on_prediction_step(int64_t done, int64_t total) {
+  if (!prediction_bar_) {
+    prediction_bar_.emplace(prediction_label_, total, true);
+  }
+  prediction_bar_->update(done);
+  if (done >= total) {
+    prediction_bar_->clear();
+    prediction_bar_.reset();
+  }
 }
 
-void TrainConsole::on_epoch_end(const EpochReport& epoch) {
+void ProgressCallback::on_epoch_end(const EpochReport& epoch) {
   if (bar_) {
     bar_->clear();
   }
@@ -201,7 +228,7 @@ void TrainConsole::on_epoch_end(const EpochReport& epoch) {
   std::cout << epoch_line(epoch) << std::endl;
 }
 
-void TrainConsole::on_train_end(const nlohmann::json& record) {
+void ProgressCallback::on_train_end(const nlohmann::json& record) {
   if (bar_) {
     bar_->clear();
     bar_.reset();
@@ -209,10 +236,10 @@ void TrainConsole::on_train_end(const nlohmann::json& record) {
   const double seconds = record.value("train_runtime", 0.0);
   log_info(
       "Trained in " + format_duration(seconds) + ": " +
-      fixed_text(record.value("train_samples_per_second", 0.0), 1) +
+      detail::fixed_text(record.value("train_samples_per_second", 0.0), 1) +
       " samples/s over the whole run, evaluation and saving included, "
       "training loss " +
-      fixed_text(record.value("train_loss", NAN), 4));
+      detail::fixed_text(record.value("train_loss", NAN), 4));
 }
 
-} // namespace hasten::detail
+} // namespace hasten

@@ -1,0 +1,107 @@
+#include "hasten/base/exit_code.h"
+
+#include <gtest/gtest.h>
+
+#include <cerrno>
+#include <cstring>
+#include <functional>
+#include <stdexcept>
+
+#include "hasten/base/error.h"
+#include "hasten/base/recorded_error.h"
+#include "support/captured_stderr.h"
+#include "support/environment.h"
+#include "support/temporary_folder.h"
+
+namespace hasten {
+
+using testing_support::CapturedStderr;
+using testing_support::EnvironmentValues;
+using testing_support::ScopedEnvironment;
+using testing_support::TemporaryFolder;
+
+namespace detail {
+
+struct RecordedMain {
+  int code = -1;
+  std::string said{};
+  std::string recorded{};
+};
+
+template <typename Main>
+RecordedMain run_recorded(Main&& main) {
+  const TemporaryFolder folder;
+  const auto path = folder / "error.json";
+  const ScopedEnvironment environment(
+      EnvironmentValues{{"TORCHELASTIC_ERROR_FILE", path.string()}});
+  RecordedMain run;
+  CapturedStderr error;
+  run.code = record(std::forward<Main>(main));
+  run.said = error.take();
+  if (const auto recorded = read_recorded_error(path)) {
+    run.recorded = recorded->message;
+  }
+  return run;
+}
+
+} // namespace detail
+
+TEST(Record, WhatMainReturnsIsTheExitCode) {
+  EXPECT_EQ(record([] {}), 0);
+  EXPECT_EQ(record([] { return 7; }), 7);
+}
+
+TEST(Record, ExceptionsAreSaidRecordedAndBecomeExitCodes) {
+  struct Case {
+    std::function<void()> main;
+    int code;
+    std::string message;
+  };
+  const Case cases[] = {
+      {[] { throw InputError("part::f", "rows=0"); }, 2, "[part::f] rows=0"},
+      {[] { throw TrainingError("part::f", "loss=nan"); },
+       1,
+       "[part::f] loss=nan"},
+      {[] { throw std::runtime_error("no luck"); },
+       1,
+       "[base::record] no luck"},
+      {[] { throw 3; }, 1, "[base::record] main threw"},
+      {[] { throw Error("part::f", std::strerror(ENOSPC)); },
+       2,
+       std::strerror(ENOSPC)}};
+  for (const Case& bad : cases) {
+    SCOPED_TRACE(bad.message);
+    const auto run = detail::run_recorded(bad.main);
+    EXPECT_EQ(run.code, bad.code);
+    EXPECT_EQ(run.said.find("error: "), 0u) << run.said;
+    EXPECT_NE(run.said.find(bad.message), std::string::npos) << run.said;
+    EXPECT_NE(run.recorded.find(bad.message), std::string::npos);
+  }
+}
+
+TEST(Record, LibTorchsStackTraceIsLeftOut) {
+  const auto run = detail::run_recorded([] {
+    throw std::runtime_error(
+        "shapes differ\nException raised from f at f.cpp:1\nframe #0");
+  });
+  EXPECT_EQ(run.said, "error: [base::record] shapes differ.\n");
+}
+
+TEST(Record, ASignalEndsWith128AndItsNumber) {
+  EXPECT_EQ(detail::run_recorded([] { throw Interrupted(15); }).code, 143);
+}
+
+TEST(Record, AnEnvironmentThatIsNoWorldIsBadInputBeforeMain) {
+  const ScopedEnvironment environment(EnvironmentValues{
+      {"RANK", "3"},
+      {"WORLD_SIZE", "2"},
+      {"MASTER_ADDR", "127.0.0.1"},
+      {"MASTER_PORT", "1"}});
+  bool called = false;
+  const auto run = detail::run_recorded([&] { called = true; });
+  EXPECT_EQ(run.code, 2);
+  EXPECT_FALSE(called);
+  EXPECT_NE(run.said.find("RANK=3"), std::string::npos) << run.said;
+}
+
+} // namespace hasten
