@@ -107,6 +107,13 @@ void AcceleratorCore::prepare_sharded(
   const auto units = options.shard_units.empty()
                          ? repeated_blocks(*module)
                          : named_units(*module, options.shard_units);
+  if (units.empty() && world.world_size > 1 && world.rank == 0) {
+    log_warning(
+        std::string("strategy=") + strategy_name(options.strategy) +
+        " finds no block to divide the model by: all parameters are gathered "
+        "at once. Call repeated layers of a Sequential or a ModuleList by "
+        "hasten::call_block, or name them in shard_units");
+  }
   const auto model = std::make_shared<ShardedModel>(
       shard_group_ ? shard_group_ : communicator,
       std::move(module),

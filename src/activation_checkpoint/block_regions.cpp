@@ -89,6 +89,7 @@ class HandlerLink final : public BlockInterceptor {
     if (InsideBlock::now() || !at::GradMode::is_enabled()) {
       return forward(std::move(inputs));
     }
+    handler_->called = true;
     return handler_->call(call.block, name_, std::move(inputs), forward);
   }
 
@@ -293,6 +294,12 @@ void gradient_checkpointing_enable(
 void gradient_checkpointing_disable(
     const std::shared_ptr<torch::nn::Module>& model) {
   detail::drop_attachments(model.get());
+}
+
+bool gradient_checkpointing_called(
+    const std::shared_ptr<torch::nn::Module>& model) {
+  const auto handler = detail::attached_handler(model);
+  return handler && handler->called;
 }
 
 bool gradient_checkpointing_enabled(

@@ -1,6 +1,7 @@
 // What gradient_checkpointing_enable attaches to blocks.
 #pragma once
 
+#include <atomic>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -33,6 +34,8 @@ RegionForward block_part(
 /// Decides what happens to a block's call; one for all blocks of a model.
 class BlockHandler {
  public:
+  std::atomic<bool> called{false};
+
   virtual ~BlockHandler() = default;
   virtual std::vector<at::Tensor> call(
       const std::shared_ptr<torch::nn::Module>& block,

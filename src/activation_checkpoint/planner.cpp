@@ -24,6 +24,7 @@
 
 #include "hasten/activation_checkpoint/gradient_checkpointing.h"
 #include "hasten/base/error.h"
+#include "hasten/base/log.h"
 #include "hasten/base/progress_bar.h"
 #include "plan_cost.h"
 
@@ -320,7 +321,21 @@ int64_t budget_of(
   const auto blocks = static_cast<int64_t>(profile.blocks.size());
   const auto full = static_cast<double>(
       plan_cost(profile, keep_all_regions(blocks)).peak_bytes);
-  return static_cast<int64_t>(full * spec.budget_share());
+  const auto share = static_cast<int64_t>(full * spec.budget_share());
+  const int64_t floor = profile.first_peak_bytes;
+  if (floor <= share) {
+    return share;
+  }
+  const auto rest = spec.budget_share() * (full - static_cast<double>(floor));
+  const int64_t bytes =
+      std::max(floor + static_cast<int64_t>(rest), least_budget(profile));
+  log_warning(
+      "gradient_checkpointing=" + spec.text() + " is " + format_bytes(share) +
+      ", and what comes before the blocks takes " + format_bytes(floor) +
+      " in backward, whatever is recomputed (the gradient of a word embedding "
+      "is as large as its table): the share is of the rest, " +
+      format_bytes(bytes) + " in all");
+  return bytes;
 }
 
 std::vector<std::shared_ptr<const ActivationPlan>> pareto_plans(

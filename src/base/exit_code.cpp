@@ -58,7 +58,7 @@ int exit_code_of(int rank, int world_size, const std::function<int()>& body) {
         dynamic_cast<const CommunicationError*>(&error) != nullptr;
     const bool said = dynamic_cast<const PeerInputError*>(&error) != nullptr;
     if (!said && (rank == 0 || !alike)) {
-      log_error(error.what());
+      log_error(message_of(error));
     }
     const bool bad_input = dynamic_cast<const InputError*>(&error) != nullptr ||
                            detail::is_full_disk(error);
@@ -67,25 +67,6 @@ int exit_code_of(int rank, int world_size, const std::function<int()>& body) {
 }
 
 namespace detail {
-
-/// What another library throws in the form of our messages; LibTorch's carry a stack
-/// trace below the message.
-int named_failure(const std::function<int()>& main) {
-  std::string text;
-  try {
-    return main();
-  } catch (const Error&) {
-    throw;
-  } catch (const SilentExit&) {
-    throw;
-  } catch (const std::exception& error) {
-    text = error.what();
-    text = text.substr(0, text.find("\nException raised from "));
-  } catch (...) {
-    text = "main threw what is no std::exception";
-  }
-  throw Error("base::record", text);
-}
 
 int record_main(const std::function<int()>& main) {
   World world;
@@ -97,8 +78,7 @@ int record_main(const std::function<int()>& main) {
     return code;
   }
   set_log_rank(world.rank, world.world_size);
-  return exit_code_of(
-      world.rank, world.world_size, [&] { return named_failure(main); });
+  return exit_code_of(world.rank, world.world_size, main);
 }
 
 } // namespace detail

@@ -65,9 +65,10 @@ World mpi_world(
   World world;
   world.source = source;
   world.rank = variables.number(names.rank, 0, kAnyNumber, 0);
-  world.world_size = variables.number(names.size, 1, kAnyNumber, kAnyNumber);
+  world.world_size = variables.number(names.size, 1, kMaxWorldSize, kAnyNumber);
   world.local_rank = variables.number(names.local_rank, 0, kAnyNumber, 0);
-  world.local_world_size = variables.number(names.local_size, 1, kAnyNumber, 1);
+  world.local_world_size =
+      variables.number(names.local_size, 1, kMaxWorldSize, 1);
   variables.below(names.rank, world.rank, names.size, world.world_size);
   variables.below(
       names.local_rank,

@@ -166,7 +166,8 @@ std::string format_count(int64_t value) {
 }
 
 std::string format_bytes(int64_t bytes) {
-  static constexpr const char* kUnits[] = {"B", "kB", "MB", "GB", "TB", "PB"};
+  static constexpr const char* kUnits[] = {
+      "B", "KiB", "MiB", "GiB", "TiB", "PiB"};
   double value = static_cast<double>(bytes);
   size_t unit = 0;
   while (std::abs(value) >= 1024 && unit + 1 < std::size(kUnits)) {

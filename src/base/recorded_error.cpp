@@ -8,6 +8,11 @@
 
 namespace hasten {
 
+std::string message_of(const std::exception& error) {
+  const std::string text = error.what();
+  return text.substr(0, text.find("\nException raised from "));
+}
+
 void record_error(const std::exception& error) noexcept {
   try {
     const char* path = std::getenv("TORCHELASTIC_ERROR_FILE");
@@ -24,7 +29,7 @@ void record_error(const std::exception& error) noexcept {
     // first cause: what follows is rounded up.
     const nlohmann::ordered_json json = {
         {"message",
-         {{"message", error.what()},
+         {{"message", message_of(error)},
           {"extraInfo",
            {{"timestamp", std::to_string(now / 1'000'000 + of_a_peer)},
             {"microseconds", now},

@@ -117,10 +117,11 @@ World slurm_world() {
   World world;
   world.source = "Slurm";
   world.rank = variables.number("SLURM_PROCID", 0, kAnyNumber, 0);
-  world.world_size = variables.number("SLURM_STEP_NUM_TASKS", 1, kAnyNumber, 1);
+  world.world_size =
+      variables.number("SLURM_STEP_NUM_TASKS", 1, kMaxWorldSize, 1);
   world.local_rank = variables.number("SLURM_LOCALID", 0, kAnyNumber, 0);
   world.cpus_per_task =
-      variables.number("SLURM_CPUS_PER_TASK", 1, kAnyNumber, 0);
+      variables.number("SLURM_CPUS_PER_TASK", 1, kMaxWorldSize, 0);
   const int node = variables.number("SLURM_NODEID", 0, kAnyNumber, 0);
   const int job = variables.number("SLURM_JOB_ID", 0, kAnyNumber, 0);
   const std::string list = *environment_value("SLURM_STEP_NODELIST");

@@ -17,6 +17,7 @@ namespace hasten {
 
 namespace detail {
 
+constexpr int kMaxThreads = 4096;
 constexpr const char* kWorldWhere = "base::world_from_environment";
 
 std::optional<std::string> environment_value(const std::string& name) {
@@ -128,10 +129,11 @@ World torchrun_world() {
   World world;
   world.source = "torchrun";
   world.rank = variables.number("RANK", 0, kAnyNumber, 0);
-  world.world_size = variables.number("WORLD_SIZE", 1, kAnyNumber, kAnyNumber);
+  world.world_size =
+      variables.number("WORLD_SIZE", 1, kMaxWorldSize, kAnyNumber);
   world.local_rank = variables.number("LOCAL_RANK", 0, kAnyNumber, 0);
   world.local_world_size =
-      variables.number("LOCAL_WORLD_SIZE", 1, kAnyNumber, 1);
+      variables.number("LOCAL_WORLD_SIZE", 1, kMaxWorldSize, 1);
   world.master_port = variables.number("MASTER_PORT", 1, 65535, 0);
   variables.below("RANK", world.rank, "WORLD_SIZE", world.world_size);
   variables.below(
@@ -315,11 +317,11 @@ int threads_per_rank(int local_world_size) {
   if (const auto text = detail::environment_value("OMP_NUM_THREADS")) {
     // "4,2" is one number a nesting level; ours is the first.
     const auto value = detail::whole_number(text->substr(0, text->find(',')));
-    if (!value || *value < 1) {
+    if (!value || *value < 1 || *value > detail::kMaxThreads) {
       throw InputError(
           "base::threads_per_rank",
           "OMP_NUM_THREADS=" + *text + " is not a number of threads",
-          "1 or more",
+          "1 to " + std::to_string(detail::kMaxThreads),
           "unset it, or set it to the cores a rank may use");
     }
     return *value;

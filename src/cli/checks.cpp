@@ -6,6 +6,7 @@
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
+#include <fstream>
 #include <nlohmann/json.hpp>
 #include <system_error>
 
@@ -322,7 +323,20 @@ void check_tokenizer_inputs(const TokenizerCommand& command) {
   }
 }
 
-void check_nproc(const std::string& command, int nproc, const World& world) {
+void check_nproc(
+    const std::string& command,
+    int nproc,
+    bool oversubscribe,
+    const World& world) {
+  const int64_t most = int64_t{16} * allowed_cores();
+  if (nproc > most && !oversubscribe) {
+    throw InputError(
+        "cli::" + command,
+        "--nproc=" + std::to_string(nproc) + " on " +
+            std::to_string(allowed_cores()) + " cores",
+        "at most " + std::to_string(most) + ", 16 a core",
+        "lower --nproc, or add --oversubscribe");
+  }
   if (world.world_size > 1) {
     throw InputError(
         "cli::" + command,
@@ -331,6 +345,22 @@ void check_nproc(const std::string& command, int nproc, const World& world) {
             std::to_string(world.world_size) + " by " + world.source,
         "one launcher",
         "leave --nproc out, or start without the other launcher");
+  }
+}
+
+void check_lines(const std::string& train_file, int nproc) {
+  std::ifstream file(train_file);
+  int lines = 1; // the last may lack its end
+  for (char c = 0; lines < nproc && file.get(c);) {
+    lines += c == '\n' || c == '\r' ? 1 : 0;
+  }
+  if (lines < nproc) {
+    throw InputError(
+        "cli::train",
+        "more processes than rows: processes=" + std::to_string(nproc) + ", " +
+            train_file + " has at most " + std::to_string(lines) + " rows",
+        "at least one row a process",
+        "lower --nproc");
   }
 }
 

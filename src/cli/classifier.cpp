@@ -214,4 +214,28 @@ std::unique_ptr<Trainer> make_evaluator(
       head_metrics(head, classifier.bert.config.num_labels()));
 }
 
+void require_finite_logits(
+    const TextClassifier& classifier,
+    const at::Tensor& logits,
+    const std::string& where,
+    const std::string& source) {
+  const at::Tensor good = logits.view({logits.size(0), -1}).isfinite().all(1);
+  if (good.all().item<bool>()) {
+    return;
+  }
+  const int64_t row = good.to(at::kInt).argmin().item<int64_t>() + 1;
+  std::string weight;
+  for (const auto& parameter : classifier.bert.model->named_parameters()) {
+    if (weight.empty() && !parameter.value().isfinite().all().item<bool>()) {
+      weight = ": weight " + parameter.key() + " is not finite";
+    }
+  }
+  throw InputError(
+      where,
+      "the model's logits of row=" + std::to_string(row) + " of " + source +
+          " are not finite" + weight,
+      "finite numbers",
+      "take an earlier checkpoint, or train again");
+}
+
 } // namespace hasten::detail

@@ -72,6 +72,14 @@ TextTableOptions table_options(const TableFlags& flags);
 std::string truncation_line(
     const TokenizedTexts& texts, size_t rows, int64_t max_length);
 
+/// Throws InputError where a row's logits are not finite: names the first row of
+/// `source`, and a weight that is not finite.
+void require_finite_logits(
+    const TextClassifier& classifier,
+    const at::Tensor& logits,
+    const std::string& where,
+    const std::string& source);
+
 /// A Trainer that only evaluates and predicts, in a world of one.
 std::unique_ptr<Trainer> make_evaluator(
     const TextClassifier& classifier, int64_t batch_size);

@@ -71,25 +71,21 @@ void declare_max_rows(FlagTable& flags, C& command) {
       "--max-rows",
       command.max_rows,
       "ROWS",
-      "first rows of the file; 0 takes all");
+      "first rows of the file; 0 takes all",
+      kAnyRows);
 }
 
 template <typename C>
 void declare_batches(FlagTable& flags, C& command) {
   flags.group("Batches");
-  flags.value("--batch-size", command.batch_size, "ROWS", "rows at once");
+  flags.value(
+      "--batch-size", command.batch_size, "ROWS", "rows at once", kBatchRows);
   flags.value(
       "--max-length",
       command.max_length,
       "TOKENS",
-      "longer texts are cut; 0: as in training, or what the model takes");
-}
-
-template <typename C>
-void check_model_run(const FlagTable& flags, const C& command) {
-  require_at_least(flags, "--batch-size", command.batch_size, 1);
-  require_at_least(flags, "--max-rows", command.max_rows, 0);
-  require_at_least(flags, "--max-length", command.max_length, 0);
+      "longer texts are cut; 0: as in training, or what the model takes",
+      kTokens);
 }
 
 void declare_predict(FlagTable& flags, PredictCommand& command) {
@@ -132,7 +128,6 @@ Command parse_predict(
   }
   command.texts = std::move(*words);
   command.texts.insert(command.texts.end(), rest.begin(), rest.end());
-  check_model_run(flags, command);
   if (command.texts.empty() == command.file.empty()) {
     throw InputError(
         flags.where(),
@@ -181,7 +176,7 @@ Command parse_eval(std::vector<std::string> arguments) {
   if (!flags.parse(std::move(arguments))) {
     return Answer{flags.help()};
   }
-  check_model_run(flags, command);
+  check_columns(flags, command.table);
   return command;
 }
 
@@ -242,8 +237,7 @@ Command parse_launch(
            "TEMPLATE in the environment is the prefix of --tee, by default "
            "[rank${rank}]:."});
   flags.group("Processes");
-  flags.value("--nproc", command.nproc, "N", "processes on this machine");
-  flags.required();
+  declare_processes(flags, command.nproc, command.oversubscribe, true);
   flags.flag(
       "--keep-going",
       command.keep_going,
@@ -256,7 +250,6 @@ Command parse_launch(
   }
   command.program = std::move(*words);
   command.program.insert(command.program.end(), rest.begin(), rest.end());
-  require_at_least(flags, "--nproc", command.nproc, 1);
   check_logs(flags, command.logs, command.nproc);
   require_flag(
       flags,
@@ -270,7 +263,8 @@ Command parse_launch(
 bool read_batch(const std::string& text, int64_t& rows, int64_t& tokens) {
   const size_t cross = text.find('x');
   return cross != std::string::npos && read_flag(text.substr(0, cross), rows) &&
-         read_flag(text.substr(cross + 1), tokens) && rows > 0 && tokens > 0;
+         read_flag(text.substr(cross + 1), tokens) && kBatchRows.holds(rows) &&
+         tokens > 0 && kTokens.holds(tokens);
 }
 
 Command parse_state(std::vector<std::string> arguments) {
@@ -294,7 +288,8 @@ Command parse_state(std::vector<std::string> arguments) {
       "--model-index",
       command.model,
       "N",
-      "of consolidate: which of several models");
+      "of consolidate: which of several models",
+      NumberRange{0, 1'000'000});
   flags.flag("--json", command.json, "of inspect: print one JSON object");
   const auto words = flags.parse_words(std::move(arguments), false);
   if (!words) {
@@ -314,7 +309,6 @@ Command parse_state(std::vector<std::string> arguments) {
   }
   command.action = (*words)[0];
   command.folder = (*words)[1];
-  require_at_least(flags, "--model-index", command.model, 0);
   require_flag(
       flags,
       (command.action == "consolidate") != command.output.empty(),
@@ -394,16 +388,8 @@ void require_estimate(
           strategies().count(command.strategy) > 0,
       "--strategy=" + command.strategy,
       "ddp, zero1, zero2, fsdp, hsdp or local_sgd");
-  require_at_least(flags, "--nproc", command.nproc, 1);
   require_shard_size(
       flags, command.shard_size, command.strategy == "hsdp", command.nproc);
-  require_at_least(flags, "--vocab-size", command.vocab_size, 1);
-  require_at_least(flags, "--num-labels", command.num_labels, 2);
-  require_at_least(
-      flags,
-      "--gradient-accumulation-steps",
-      command.gradient_accumulation_steps,
-      1);
 }
 
 Command parse_estimate_memory(std::vector<std::string> arguments) {
@@ -428,8 +414,17 @@ Command parse_estimate_memory(std::vector<std::string> arguments) {
       "Hugging Face folder, or a shape: " + model_shapes_text());
   flags.required();
   flags.value(
-      "--vocab-size", command.vocab_size, "PIECES", "vocabulary of a shape");
-  flags.value("--num-labels", command.num_labels, "N", "of a shape");
+      "--vocab-size",
+      command.vocab_size,
+      "PIECES",
+      "vocabulary of a shape",
+      NumberRange{1, kPieces.most});
+  flags.value(
+      "--num-labels",
+      command.num_labels,
+      "N",
+      "of a shape",
+      NumberRange{2, 1'048'576});
   flags.value(
       "--batch",
       batch,
@@ -439,7 +434,8 @@ Command parse_estimate_memory(std::vector<std::string> arguments) {
       "--gradient-accumulation-steps",
       command.gradient_accumulation_steps,
       "N",
-      "micro-batches an update adds up");
+      "micro-batches an update adds up",
+      NumberRange{1, 1'048'576});
   flags.group("Training");
   flags.value(
       "--optim", command.optim, "NAME", "as in hasten train: adamw, sgd, lion");
@@ -453,7 +449,8 @@ Command parse_estimate_memory(std::vector<std::string> arguments) {
       "how processes work together: ddp, zero1, zero2, fsdp, hsdp or "
       "local_sgd");
   declare_shard_size(flags, command.shard_size);
-  flags.value("--nproc", command.nproc, "N", "processes on this machine");
+  flags.value(
+      "--nproc", command.nproc, "N", "processes on this machine", kProcesses);
   flags.group("Output");
   flags.flag("--json", command.json, "print one JSON object");
   if (!flags.parse(std::move(arguments))) {
@@ -481,8 +478,8 @@ Command parse_env(std::vector<std::string> arguments) {
 
 /// Flags of launch whose value is the next word.
 bool takes_value(const std::string& flag) {
-  return flag == "--nproc" || flag == "--log-dir" || flag == "--redirects" ||
-         flag == "--tee";
+  return flag == "--nproc" || flag == "--nproc-per-node" ||
+         flag == "--log-dir" || flag == "--redirects" || flag == "--tee";
 }
 
 /// "--learning_rate=1e-4" as "--learning-rate=1e-4".

@@ -39,7 +39,11 @@ void declare_compared_model(FlagTable& flags, CompareCommand& command) {
       "Hugging Face folder, or a shape: " + model_shapes_text());
   flags.required();
   flags.value(
-      "--vocab-size", command.vocab_size, "PIECES", "vocabulary of a shape");
+      "--vocab-size",
+      command.vocab_size,
+      "PIECES",
+      "vocabulary of a shape",
+      NumberRange{2, kPieces.most});
   flags.value(
       "--max-length",
       command.arguments.max_length,
@@ -54,7 +58,8 @@ void declare_compared_model(FlagTable& flags, CompareCommand& command) {
       "--max-batch-size",
       command.max_batch_size,
       "ROWS",
-      "most rows of a micro-batch that are tried on a process");
+      "most rows of a micro-batch that are tried on a process",
+      kBatchRows);
 }
 
 void declare_compared_training(
@@ -78,7 +83,12 @@ void declare_compared_training(
       command.arguments.optim_args,
       "ARGS",
       "name=value,name=value");
-  flags.value("--steps", command.steps, "UPDATES", "timed of each strategy");
+  flags.value(
+      "--steps",
+      command.steps,
+      "UPDATES",
+      "timed of each strategy",
+      NumberRange{1, 1'000'000});
   flags.group("Output");
   flags.value("--json", command.json, "FILE", "receives the results");
 }
@@ -98,9 +108,6 @@ void check_compared(const FlagTable& flags, const CompareCommand& command) {
       std::find(strategies.begin(), strategies.end(), Strategy::hsdp) !=
           strategies.end(),
       command.nproc);
-  require_at_least(flags, "--vocab-size", command.vocab_size, 2);
-  require_at_least(flags, "--max-batch-size", command.max_batch_size, 1);
-  require_at_least(flags, "--steps", command.steps, 1);
   if (command.arguments.gradient_checkpointing.mode() ==
       GradientCheckpointing::Mode::budget) {
     throw InputError(
@@ -133,11 +140,7 @@ Command parse_compare(std::vector<std::string> arguments) {
                 "strategy."});
   declare_compared_model(flags, command);
   flags.group("Processes");
-  flags.value(
-      "--nproc,--nproc-per-node",
-      command.nproc,
-      "N",
-      "processes on this machine");
+  declare_processes(flags, command.nproc, command.oversubscribe);
   flags.value(
       "--strategies",
       strategies,

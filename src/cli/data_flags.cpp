@@ -15,17 +15,20 @@ void declare_tokenizer(FlagTable& flags, TokenizerCommand& command) {
       command.output,
       "FOLDER",
       "receives the tokenizer (required)");
-  flags.value("--vocab-size", command.vocab_size, "PIECES", "pieces at most");
+  flags.value(
+      "--vocab-size", command.vocab_size, "PIECES", "pieces at most", kPieces);
   flags.value(
       "--min-frequency",
       command.min_frequency,
       "N",
-      "a pair of pieces that occurs less often is not joined");
+      "a pair of pieces that occurs less often is not joined",
+      NumberRange{1, kAnyRows.most});
   flags.value(
       "--limit-alphabet",
       command.limit_alphabet,
       "N",
-      "characters kept, the most frequent ones");
+      "characters kept, the most frequent ones",
+      NumberRange{1, 1'114'112});
   flags.flag("--cased", command.cased, "keep upper case and accents");
   flags.group("Of encode");
   flags.value(
@@ -37,7 +40,8 @@ void declare_tokenizer(FlagTable& flags, TokenizerCommand& command) {
       "--max-length",
       command.max_length,
       "TOKENS",
-      "longer texts are cut; 0: none is");
+      "longer texts are cut; 0: none is",
+      kTokens);
 }
 
 Command parse_tokenizer(std::vector<std::string> arguments) {
@@ -80,9 +84,6 @@ Command parse_tokenizer(std::vector<std::string> arguments) {
       command.action + " with --output=" + command.output +
           " and --tokenizer=" + command.tokenizer,
       train ? "--output FOLDER alone" : "--tokenizer FOLDER alone");
-  require_at_least(flags, "--vocab-size", command.vocab_size, 6);
-  require_at_least(flags, "--min-frequency", command.min_frequency, 1);
-  require_at_least(flags, "--limit-alphabet", command.limit_alphabet, 1);
   require_flag(
       flags,
       command.max_length == 0 || command.max_length >= 2,
@@ -104,7 +105,8 @@ Command parse_synth(std::vector<std::string> arguments) {
            "sentence counts, so that counting words is not enough. The same "
            "seed gives the same rows everywhere; more rows begin with them."});
   flags.group("Rows");
-  flags.value("--rows", command.rows, "ROWS", "reviews");
+  flags.value(
+      "--rows", command.rows, "ROWS", "reviews", NumberRange{1, 10'000'000});
   flags.value("--seed", command.seed, "N", "of all that is drawn");
   flags.group("Output");
   flags.value(
@@ -121,7 +123,6 @@ Command parse_synth(std::vector<std::string> arguments) {
       words->size() == 1 && words->front() == "reviews",
       words->empty() ? "nothing to make" : "to make: " + words->back(),
       "reviews, and nothing else");
-  require_at_least(flags, "--rows", command.rows, 1);
   const std::string extension =
       std::filesystem::path(command.output).extension();
   require_flag(

@@ -1,5 +1,6 @@
 #include "dry_run.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <iostream>
 #include <nlohmann/json.hpp>
@@ -47,8 +48,10 @@ std::string rates_text(const TrainingArguments& a, const TrainingPlan& plan) {
       plan.max_steps,
       a.learning_rate,
       try_parse_json(a.lr_scheduler_kwargs).value);
-  int64_t highest = 0;
-  for (int64_t k = 1; k < plan.max_steps; ++k) {
+  // Of a long run a million updates are looked at, and the one behind the warm-up.
+  int64_t highest = std::min(plan.warmup_steps, plan.max_steps - 1);
+  const int64_t stride = 1 + plan.max_steps / 1'000'000;
+  for (int64_t k = 0; k < plan.max_steps; k += stride) {
     highest = schedule(k) > schedule(highest) ? k : highest;
   }
   const auto rate = [&](int64_t k) {
@@ -143,7 +146,9 @@ EstimateMemoryCommand memory_question(
   question.gradient_accumulation_steps = a.gradient_accumulation_steps;
   question.optim = a.optim;
   question.optim_args = a.optim_args;
-  question.bf16 = a.effective_precision() == Precision::bf16;
+  question.bf16 = a.effective_precision() == Precision::bf16 ||
+                  a.effective_precision() == Precision::fp16; // as many bytes
+  question.shard_size = a.shard_size;
   question.strategy =
       a.local_sgd_steps > 0 ? "local_sgd" : strategy_name(a.strategy);
   question.nproc = run.world_size;

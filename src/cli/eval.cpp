@@ -63,6 +63,10 @@ int run_eval(const EvalCommand& command) {
   const auto trainer = detail::make_evaluator(classifier, command.batch_size);
   trainer->add_callback(std::make_shared<ProgressCallback>());
   const nlohmann::json metrics = trainer->evaluate(*rows);
+  if (!std::isfinite(metrics.value("eval_loss", 0.0))) { // which row, and why
+    detail::require_finite_logits(
+        classifier, trainer->predict(*rows).outputs, "cli::eval", command.file);
+  }
 
   nlohmann::ordered_json result;
   result["rows"] = rows->size();

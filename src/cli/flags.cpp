@@ -504,17 +504,19 @@ void require_flag(
   }
 }
 
-/// `value` >= `least`, or an error that names the flag.
-void require_at_least(
-    const FlagTable& flags,
-    const std::string& flag,
-    int64_t value,
-    int64_t least) {
-  require_flag(
-      flags,
-      value >= least,
-      flag + "=" + std::to_string(value),
-      std::to_string(least) + " or more");
+void declare_processes(
+    FlagTable& flags, int& nproc, bool& oversubscribe, bool required) {
+  flags.value(
+      "--nproc,--nproc-per-node",
+      nproc,
+      "N",
+      "processes on this machine",
+      kProcesses);
+  if (required) {
+    flags.required();
+  }
+  flags.flag(
+      "--oversubscribe", oversubscribe, "allow more than 16 processes a core");
 }
 
 void declare_shard_size(FlagTable& flags, int64_t& shard_size) {
@@ -568,6 +570,23 @@ void declare_table(FlagTable& flags, TableFlags& table, bool labels) {
       table.filters,
       "COLUMN=VALUE",
       "only rows whose column holds the value; several must all hold");
+}
+
+void check_columns(const FlagTable& flags, const TableFlags& table) {
+  std::vector<std::string> names = split_names(table.label_columns);
+  if (names.empty()) {
+    names.push_back(table.label_column);
+  }
+  names.push_back(table.text_column);
+  std::sort(names.begin(), names.end());
+  const auto twice = std::adjacent_find(names.begin(), names.end());
+  require_flag(
+      flags,
+      twice == names.end(),
+      "column " + (twice == names.end() ? "" : *twice) +
+          " is named twice by --text-column and " +
+          (table.label_columns.empty() ? "--label-column" : "--label-columns"),
+      "each column once");
 }
 
 } // namespace hasten::detail

@@ -16,6 +16,7 @@
 
 #include "config_file.h"
 #include "hasten/base/error.h"
+#include "hasten/base/limits.h"
 #include "hasten/cli/commands.h"
 #include "hasten/trainer/training_arguments.h"
 
@@ -117,6 +118,24 @@ std::string flag_fix(const std::string& text, OptimizerType value);
 std::string flag_fix(const std::string& text, Precision value);
 std::string flag_fix(const std::string& text, Strategy value);
 
+/// What a whole number may be, both ends included.
+struct NumberRange {
+  int64_t least = 0;
+  int64_t most = 0;
+
+  bool holds(int64_t value) const { return value >= least && value <= most; }
+  std::string text() const {
+    return std::to_string(least) + " to " + std::to_string(most);
+  }
+};
+
+// Ranges that several flags have; TrainingArguments::validate() has its own.
+inline constexpr NumberRange kAnyRows{0, 1'000'000'000'000};
+inline constexpr NumberRange kBatchRows{1, 16'777'216};
+inline constexpr NumberRange kTokens{0, 1'048'576};
+inline constexpr NumberRange kPieces{6, 16'777'216};
+inline constexpr NumberRange kProcesses{1, kMaxWorldSize};
+
 struct CommandText {
   std::string name{};
   /// One line, without a final stop.
@@ -143,25 +162,34 @@ class FlagTable {
       const std::string& names,
       T& field,
       const std::string& unit,
-      const std::string& help) {
+      const std::string& help,
+      const std::optional<NumberRange>& range = {}) {
     const std::string first = names.substr(0, names.find(','));
+    const auto read = [&field, range](const std::string& text) {
+      T given = field;
+      bool good = read_flag(text, given);
+      if constexpr (std::is_same_v<T, int> || std::is_same_v<T, int64_t>) {
+        good = good && (!range || range->holds(given));
+      }
+      field = good ? given : field;
+      return good;
+    };
+    const auto expected = [&field, range] {
+      return range ? range->text() : flag_expectation(field);
+    };
     auto* option = declare(
-        names, unit, help, [this, first, &field](const std::string& text) {
-          if (!read_flag(text, field)) {
+        names,
+        unit,
+        help,
+        [this, first, &field, read, expected](const std::string& text) {
+          if (!read(text)) {
             throw InputError(
-                where(),
-                first + "=" + text,
-                flag_expectation(field),
-                flag_fix(text, field));
+                where(), first + "=" + text, expected(), flag_fix(text, field));
           }
         });
     option->default_str(flag_text(field));
     add_config_entry(
-        names,
-        ConfigType<T>::kind,
-        ConfigType<T>::nullable,
-        [&field](const std::string& text) { return read_flag(text, field); },
-        [&field] { return flag_expectation(field); });
+        names, ConfigType<T>::kind, ConfigType<T>::nullable, read, expected);
   }
   /// A flag that may be given several times.
   void values(
@@ -233,12 +261,9 @@ void require_flag(
     bool good,
     const std::string& flag_and_value,
     const std::string& expected);
-/// `value` >= `least`, or an error that names the flag.
-void require_at_least(
-    const FlagTable& flags,
-    const std::string& flag,
-    int64_t value,
-    int64_t least);
+/// --nproc and --oversubscribe, for the commands that start processes.
+void declare_processes(
+    FlagTable& flags, int& nproc, bool& oversubscribe, bool required = false);
 /// --shard-size, for a command that knows whether `hsdp` is asked for.
 void declare_shard_size(FlagTable& flags, int64_t& shard_size);
 void require_shard_size(
@@ -250,6 +275,8 @@ void check_logs(const FlagTable& flags, const LogsSpecs& logs, int nproc);
 
 /// Flags of a CSV or TSV file, for the commands that read one.
 void declare_table(FlagTable& flags, TableFlags& table, bool labels);
+/// Throws InputError for a label column that is there twice or holds the text.
+void check_columns(const FlagTable& flags, const TableFlags& table);
 /// --precision, --bf16 and --fp16.
 void declare_precision(FlagTable& flags, TrainingArguments& arguments);
 void declare_checkpointing(FlagTable& flags, TrainingArguments& arguments);

@@ -12,12 +12,12 @@
 
 #include "compare_worlds.h"
 #include "hasten/base/error.h"
+#include "hasten/base/exit_code.h"
 #include "hasten/base/log.h"
 #include "hasten/base/world.h"
 #include "hasten/cli/checks.h"
 #include "hasten/cli/commands.h"
 #include "hasten/cli/compare.h"
-#include "hasten/base/exit_code.h"
 #include "hasten/launch/launch.h"
 
 namespace hasten::detail {
@@ -108,8 +108,12 @@ class Hasten {
   }
   int operator()(const TrainCommand& command) {
     const World world = world_from_environment();
-    if (command.nproc_given) {
-      check_nproc("train", command.nproc, world);
+    if (command.nproc_given || world.world_size == 1) {
+      check_nproc(
+          "train",
+          command.nproc,
+          command.oversubscribe || command.dry_run,
+          world);
     }
     check_logs_outside("train", command.logs, world);
     if (world.world_size > 1) {
@@ -125,6 +129,10 @@ class Hasten {
     }
     if (command.nproc == 1 && !command.logs.any()) {
       become_worker(arguments_);
+    }
+    std::error_code error; // a pipe can be read but once
+    if (std::filesystem::is_regular_file(command.train_file, error)) {
+      check_lines(command.train_file, command.nproc);
     }
     const LaunchResult result =
         launch_workers(command.nproc, {}, with_prefix(command.logs));
@@ -147,7 +155,11 @@ class Hasten {
     become_worker(arguments_);
   }
   int operator()(const CompareCommand& command) {
-    check_nproc("compare", command.nproc, world_from_environment());
+    check_nproc(
+        "compare",
+        command.nproc,
+        command.oversubscribe,
+        world_from_environment());
     check_compare_inputs(command);
     try {
       return compare_strategies(command, [&](const std::string& task) {
@@ -169,7 +181,11 @@ class Hasten {
   int operator()(const SynthCommand&) { become_worker(arguments_); }
   int operator()(const EnvCommand&) { become_worker(arguments_); }
   int operator()(const LaunchCommand& command) {
-    check_nproc("launch", command.nproc, world_from_environment());
+    check_nproc(
+        "launch",
+        command.nproc,
+        command.oversubscribe,
+        world_from_environment());
     LaunchOptions options;
     options.logs = with_prefix(command.logs);
     options.nproc = command.nproc;

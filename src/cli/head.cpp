@@ -11,6 +11,16 @@
 namespace hasten::detail {
 
 Head head_of(const BertConfig& config) {
+  const std::string& type = config.problem_type;
+  if (!type.empty() && type != problem_type_of(Head::single_label) &&
+      type != problem_type_of(Head::multi_label) &&
+      type != problem_type_of(Head::regression)) {
+    throw InputError(
+        "cli::model",
+        "config.json: problem_type=" + type.substr(0, 80),
+        "single_label_classification, regression or "
+        "multi_label_classification");
+  }
   if (config.problem_type == "regression" ||
       (config.problem_type.empty() && config.num_labels() == 1)) {
     return Head::regression;

@@ -263,6 +263,11 @@ int run_predict(const PredictCommand& command) {
   const auto dataset = detail::make_dataset(tokens, {}, classifier.tokenizer);
   at::Tensor logits =
       trainer->predict(*dataset).outputs.to(at::kFloat).contiguous();
+  detail::require_finite_logits(
+      classifier,
+      logits,
+      "cli::predict",
+      command.file.empty() ? "the texts" : command.file);
   const detail::Head head = detail::head_of(classifier.bert.config);
   logits = logits.view(
       {static_cast<int64_t>(texts.size()), -1}); // a regression's are [row]

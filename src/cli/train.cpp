@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <filesystem>
 #include <nlohmann/json.hpp>
 #include <optional>
 
@@ -21,6 +22,8 @@
 namespace hasten {
 
 namespace detail {
+
+const auto kProgramStart = std::filesystem::file_time_type::clock::now();
 
 struct TrainInputs {
   std::optional<TokenizedClassification> data{};
@@ -209,10 +212,14 @@ TrainInputs read_train_inputs(
 
 std::string cache_line(const TokenCacheReport& cache) {
   using Source = TokenCacheReport::Source;
-  return cache.source == Source::memory
-             ? "in memory"
-             : (cache.source == Source::read ? "read from " : "kept in ") +
-                   cache.path.string();
+  // What a peer made while this rank started is not an earlier run's.
+  std::error_code error;
+  const bool earlier =
+      std::filesystem::last_write_time(cache.path, error) < kProgramStart;
+  return cache.source == Source::memory ? "in memory"
+         : cache.source == Source::read && earlier && !error
+             ? "read from " + cache.path.string()
+             : "kept in " + cache.path.string();
 }
 
 BannerLines banner_facts(const TrainCommand& command, const TrainInputs& in) {

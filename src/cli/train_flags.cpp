@@ -23,7 +23,8 @@ void declare_train_data(FlagTable& flags, TrainCommand& command) {
       "--vocab-size",
       command.vocab_size,
       "PIECES",
-      "most pieces of a learned vocabulary");
+      "most pieces of a learned vocabulary",
+      kPieces);
   flags.flag(
       "--cased",
       command.cased,
@@ -60,12 +61,14 @@ void declare_train_data(FlagTable& flags, TrainCommand& command) {
       "--max-train-rows",
       command.max_train_rows,
       "ROWS",
-      "first rows that pass the filters; 0 takes all");
+      "first rows that pass the filters; 0 takes all",
+      kAnyRows);
   flags.value(
       "--max-eval-rows",
       command.max_eval_rows,
       "ROWS",
-      "first rows of --eval-file; 0 takes all");
+      "first rows of --eval-file; 0 takes all",
+      kAnyRows);
   flags.value(
       "--cache-dir",
       command.cache_dir,
@@ -104,7 +107,7 @@ void declare_checkpointing(FlagTable& flags, TrainingArguments& arguments) {
 void declare_run(FlagTable& flags, TrainCommand& command) {
   TrainingArguments& arguments = command.arguments;
   flags.group("Processes and output");
-  flags.value("--nproc", command.nproc, "N", "processes on this machine");
+  declare_processes(flags, command.nproc, command.oversubscribe);
   flags.value(
       "--config",
       command.config,
@@ -248,7 +251,7 @@ void declare_optimizer(FlagTable& flags, TrainingArguments& arguments) {
       "--learning-rate,--lr",
       arguments.learning_rate,
       "RATE",
-      "peak learning rate");
+      "peak learning rate; 3e-4 for a shape");
   flags.value(
       "--weight-decay",
       arguments.weight_decay,
@@ -526,11 +529,8 @@ Command parse_train(std::vector<std::string> arguments) {
   command.nproc_given = flags.written("--nproc");
   settle_config(flags, command);
   check_problem(flags, command);
-  require_at_least(flags, "--nproc", command.nproc, 1);
+  check_columns(flags, command.table);
   check_logs(flags, command.logs, command.nproc);
-  require_at_least(flags, "--max-train-rows", command.max_train_rows, 0);
-  require_at_least(flags, "--max-eval-rows", command.max_eval_rows, 0);
-  require_at_least(flags, "--vocab-size", command.vocab_size, 6);
   require_flag(
       flags,
       command.eval_split >= 0 && command.eval_split < 1,
@@ -554,6 +554,9 @@ Command parse_train(std::vector<std::string> arguments) {
         "--tokenizer=" + command.tokenizer + " with --model=" + command.model,
         "--tokenizer only beside a shape: a folder brings its own",
         "leave --tokenizer out");
+  }
+  if (is_model_shape(command.model) && !flags.given("--learning-rate")) {
+    command.arguments.learning_rate = 3e-4; // 5e-5 hardly moves random weights
   }
   validate_arguments(flags, command.arguments);
   for (const auto& [needed, name] :

@@ -1,6 +1,7 @@
 #include "train_run.h"
 
 #include <algorithm>
+#include <cstdio>
 #include <string_view>
 
 #include "agreement.h"
@@ -22,6 +23,15 @@ void add_model_facts(
           " layers, " + std::to_string(bert.config.hidden_size) + " wide");
   for (const std::string& line : bert.report) {
     lines.emplace_back("model", line);
+  }
+  if (is_model_shape(command.model)) {
+    char rate[48];
+    std::snprintf(
+        rate,
+        sizeof rate,
+        "learning rate %g (--learning-rate)",
+        command.arguments.learning_rate);
+    lines.emplace_back("model", rate);
   }
 }
 
@@ -53,6 +63,9 @@ static int dry_run(const TrainCommand& command, const ReadInputs& read) {
     return kExitOk; // rank 0 says it
   }
   const TrainingInputs in = read(ranks, true);
+  for (const std::string& warning : in.warnings) {
+    log_warning(warning);
+  }
   int64_t longest = 0;
   for (int64_t row = 0; row < in.train->size(); ++row) {
     longest = std::max(longest, in.train->length(row));

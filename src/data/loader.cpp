@@ -175,7 +175,7 @@ std::vector<std::vector<int64_t>> rank_batches(
     const int64_t count =
         fill ? global_batch : std::min(global_batch, total - begin);
     auto& batch = batches.emplace_back();
-    batch.reserve(options.batch_size);
+    batch.reserve(std::min(options.batch_size, count));
     for (int64_t i = 0; i < count; ++i) {
       if (detail::rank_of_place(i, world_size, options.group_by_length) ==
           rank) {

@@ -7,12 +7,52 @@
 #include <string_view>
 
 #include "hasten/base/error.h"
+#include "hasten/base/limits.h"
+#include "hasten/trainer/training_plan.h"
 
 namespace hasten {
 
 namespace detail {
 
 constexpr const char* kObjectiveWhere = "trainer::training_arguments";
+
+/// Ends included. Rows of a batch * accumulation * processes (kMaxWorldSize) stay
+/// below 2^63.
+constexpr struct {
+  const char* name;
+  int64_t least, most;
+} kArgumentRanges[] = {
+    {"num_train_epochs", 0, 1'000'000},
+    {"max_steps", -1, kMaxUpdates},
+    {"per_device_train_batch_size", 1, 16'777'216},
+    {"per_device_eval_batch_size", 1, 16'777'216},
+    {"gradient_accumulation_steps", 1, 1'048'576},
+    {"shard_size", 0, kMaxWorldSize},
+    {"local_sgd_steps", 0, kMaxUpdates},
+    {"warmup_steps", 0, kMaxUpdates},
+    {"logging_steps", 0, kMaxUpdates},
+    {"eval_steps", 0, kMaxUpdates},
+    {"save_steps", 0, kMaxUpdates},
+    {"save_total_limit", 0, kMaxUpdates},
+    {"early_stopping_patience", 0, kMaxUpdates},
+    {"dataloader_num_workers", 0, 1024},
+    {"dataloader_prefetch_factor", 1, 1024},
+    {"max_length", 1, 1'048'576}};
+
+void validate_ranges(const TrainingArguments& arguments) {
+  const nlohmann::json json = arguments;
+  for (const auto& range : kArgumentRanges) {
+    const nlohmann::json& value = json.at(range.name);
+    const auto number = value.get<double>();
+    if (!(number >= static_cast<double>(range.least) &&
+          number <= static_cast<double>(range.most))) {
+      throw InputError(
+          kObjectiveWhere,
+          std::string(range.name) + "=" + value.dump(),
+          std::to_string(range.least) + " to " + std::to_string(range.most));
+    }
+  }
+}
 
 void validate_objective(const TrainingArguments& a) {
   const auto require = [](bool good,
@@ -34,11 +74,6 @@ void validate_objective(const TrainingArguments& a) {
       a.label_smoothing_factor,
       "a share, 0 or more and below 1");
   class_weight_numbers(a.class_weights);
-  require(
-      a.early_stopping_patience >= 0,
-      "early_stopping_patience",
-      a.early_stopping_patience,
-      "evaluations, 1 or more, or 0 to never stop early");
   require(
       a.early_stopping_threshold >= 0 &&
           std::isfinite(a.early_stopping_threshold),

@@ -1,4 +1,5 @@
-// What TrainingArguments say of the loss and of when training is over.
+// What TrainingArguments say of the loss and of when training is over, and what their
+// numbers may be.
 #pragma once
 
 #include "hasten/trainer/training_arguments.h"
@@ -8,5 +9,8 @@ namespace hasten::detail {
 /// The part of TrainingArguments::validate() for label smoothing, class weights and
 /// early stopping.
 void validate_objective(const TrainingArguments& arguments);
+
+/// Throws InputError for the first number out of its range.
+void validate_ranges(const TrainingArguments& arguments);
 
 } // namespace hasten::detail

@@ -48,8 +48,8 @@ std::string lock_holder(int fd) {
   return {};
 }
 
-/// An open descriptor that holds the lock; -1 where the folder cannot be opened or
-/// its file system has no locks. `kind`: LOCK_EX, or LOCK_SH to look whether somebody
+/// An open descriptor that holds the lock, or only the folder where its file system has
+/// no locks; -1 where the folder cannot be opened. `kind`: LOCK_EX, or LOCK_SH to look whether somebody
 /// has that one. Waits for 0.6 s: ranks of a run that was killed may still be
 /// ending.
 int lock_folder(const std::filesystem::path& folder, int kind) {
@@ -69,10 +69,10 @@ int lock_folder(const std::filesystem::path& folder, int kind) {
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }
   const std::string holder = error == EWOULDBLOCK ? lock_holder(fd) : "";
-  ::close(fd);
   if (error != EWOULDBLOCK) {
-    return -1;
+    return fd;
   }
+  ::close(fd);
   throw InputError(
       "trainer::output_folder",
       "output_dir=" + folder.string() + " is being written by another run" +
@@ -100,6 +100,32 @@ OutputDirLock::~OutputDirLock() {
   if (fd_ >= 0) {
     ::close(fd_);
   }
+}
+
+void OutputDirLock::require_in_place() const {
+  struct stat held {
+  }, there{};
+  if (fd_ < 0 || ::fstat(fd_, &held) != 0) {
+    return;
+  }
+  const bool found = ::stat(folder_.c_str(), &there) == 0;
+  if (found && there.st_dev == held.st_dev && there.st_ino == held.st_ino) {
+    return;
+  }
+  std::error_code error;
+  const std::string now = std::filesystem::read_symlink(
+                              "/proc/self/fd/" + std::to_string(fd_), error)
+                              .string();
+  const bool removed = held.st_nlink == 0 || now.empty();
+  throw Error(
+      "trainer::output_folder",
+      "output_dir=" + folder_.string() + " was " +
+          (removed ? "removed" : "moved to " + now) +
+          " while this run wrote it" +
+          (found ? ", and another folder stands in its place" : ""),
+      "one folder from the beginning of a run to its end",
+      removed ? "begin the run again"
+              : "move it back, and go on with resume_from_checkpoint=auto");
 }
 
 void require_unlocked_output_dir(const std::filesystem::path& folder) {

@@ -1,11 +1,9 @@
 #include "hasten/trainer/progress_callback.h"
 
-#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstdio>
 #include <iostream>
-#include <iterator>
 #include <nlohmann/json.hpp>
 
 #include "hasten/base/log.h"
@@ -73,13 +71,9 @@ std::array<MetricColumn, 2> metric_columns(const EpochReport& epoch) {
     }
   }
   for (const auto& [name, value] : epoch.evaluation) {
-    const bool shown =
-        name == "eval_loss" || name == "eval_runtime" ||
-        name.find("_per_second") != std::string::npos ||
-        std::any_of(std::begin(known), std::end(known), [&](const auto& c) {
-          return c.name == name;
-        });
-    if (!shown) {
+    if (name != "eval_loss" && name != "eval_runtime" &&
+        name.find("_per_second") == std::string::npos && columns.size() < 2 &&
+        (columns.empty() || columns[0].name != name)) {
       columns.push_back({name.substr(name.find('_') + 1, 8), name});
     }
   }
@@ -137,11 +131,19 @@ BannerLines run_lines(const RunDescription& run) {
       {"parameters", parameters},
       {"ranks",
        std::to_string(run.world_size) + " x " + std::to_string(run.threads) +
-           (run.threads == 1 ? " thread, " : " threads, ") + run.device},
+           (run.threads == 1 ? " thread, " : " threads, ") + run.device +
+           (run.world_size == 1 ? ""
+                                : std::string(", strategy ") +
+                                      strategy_name(run.arguments.strategy))},
       {"precision",
        run.precision == "fp32"
            ? "fp32 (--precision auto takes bf16 where that is quicker)"
            : run.precision + " products, fp32 weights"},
+      {"activations",
+       run.arguments.gradient_checkpointing
+           ? "recomputed in backward (gradient checkpointing " +
+                 run.arguments.gradient_checkpointing.text() + ")"
+           : "kept for backward (no gradient checkpointing)"},
       {"batch",
        number(run.batch_per_rank) + " rows a rank x " +
            std::to_string(run.world_size) +
@@ -234,6 +236,13 @@ void ProgressCallback::on_train_end(const nlohmann::json& record) {
     bar_.reset();
   }
   const double seconds = record.value("train_runtime", 0.0);
+  if (const auto best = record.find("best_model_checkpoint");
+      best != record.end()) {
+    log_info(
+        "The final model is the best one, " + best->get<std::string>() +
+        ", with a metric of " +
+        detail::fixed_text(record.at("best_metric").get<double>(), 4));
+  }
   log_info(
       "Trained in " + format_duration(seconds) + ": " +
       detail::fixed_text(record.value("train_samples_per_second", 0.0), 1) +

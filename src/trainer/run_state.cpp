@@ -234,6 +234,7 @@ void TrainingRun::save_checkpoint() {
   }
   last_saved_step_ = state_.global_step;
   collect_tokens();
+  parts_.require_output_dir();
   const auto folder =
       output_dir_ / ("checkpoint-" + std::to_string(state_.global_step));
   if (state_.best_global_step == state_.global_step) {
@@ -268,6 +269,7 @@ void TrainingRun::save_checkpoint() {
 
 void TrainingRun::save_final() {
   collect_tokens();
+  parts_.require_output_dir();
   parts_.accelerator->with_full_parameters(
       [this] {
         FolderCommit commit(output_dir_, CommitMode::merge);

@@ -96,6 +96,12 @@ void settle_precision(TrainerParts& parts, const std::string& kept) {
     accelerator.set_mixed_precision(wanted);
   }
   a.precision = accelerator.mixed_precision();
+  if (a.precision == Precision::fp16 && accelerator.device().is_cpu() &&
+      parts.is_main()) {
+    log_warning(
+        "fp16 on a CPU is many times slower than fp32 and bf16; hasten env "
+        "times them on this machine");
+  }
   a.bf16 = a.precision == Precision::bf16;
   a.fp16 = a.precision == Precision::fp16;
 }
@@ -335,8 +341,10 @@ TrainOutput Trainer::train() {
         "use fewer processes or more rows");
   }
   const detail::OutputDirHold hold = detail::hold_output_dir(parts);
+  parts.output_lock = hold.get();
   detail::RunStart start = detail::decide_start(parts);
   if (start.finished) {
+    parts.output_lock = nullptr;
     return detail::output_of_finished_run(parts);
   }
   detail::settle_precision(parts, start.precision);
@@ -361,6 +369,7 @@ TrainOutput Trainer::train() {
   impl_->run =
       std::make_unique<detail::TrainingRun>(parts, plan, std::move(start));
   TrainOutput output = impl_->run->run();
+  parts.output_lock = nullptr;
   if (impl_->run->terminated()) {
     throw Interrupted(SIGTERM); // on every rank; the state is saved
   }

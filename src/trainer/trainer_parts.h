@@ -10,6 +10,7 @@
 
 #include "hasten/accelerator/accelerator.h"
 #include "hasten/activation_checkpoint/gradient_checkpointing.h"
+#include "hasten/trainer/output_folder.h"
 #include "hasten/trainer/trainer.h"
 
 namespace hasten::detail {
@@ -34,6 +35,7 @@ struct TrainerParts {
   std::optional<GradientCheckpointingOptions> checkpointing{};
   /// train() saves on SIGTERM when the update is complete: others go on till then.
   bool saves_when_terminated = false;
+  const OutputDirLock* output_lock = nullptr; // rank 0's, while train() runs
 
   template <typename Call>
   void notify(Call&& call) {
@@ -42,6 +44,12 @@ struct TrainerParts {
     }
   }
   Communicator& communicator() { return *accelerator->communicator(); }
+  /// Before each write into output_dir.
+  void require_output_dir() const {
+    if (output_lock != nullptr) {
+      output_lock->require_in_place();
+    }
+  }
   bool is_main() const { return accelerator->is_main_process(); }
   /// SIGTERM is remembered, and train() will see to it.
   bool terminates() const;

@@ -408,19 +408,6 @@ void validate_memory(const TrainingArguments& a) {
   }
 }
 
-void validate_dataloader(const TrainingArguments& a) {
-  require_argument(
-      a.dataloader_num_workers >= 0,
-      "dataloader_num_workers",
-      a.dataloader_num_workers,
-      "at least 0");
-  require_argument(
-      a.dataloader_prefetch_factor >= 1,
-      "dataloader_prefetch_factor",
-      a.dataloader_prefetch_factor,
-      "at least 1");
-}
-
 void validate_best_model(const TrainingArguments& a) {
   const auto contradiction = [](const std::string& what, const char* fix) {
     throw InputError(
@@ -457,10 +444,6 @@ void validate_best_model(const TrainingArguments& a) {
 
 void TrainingArguments::validate() const {
   using detail::require_argument;
-  const auto at_least = [](const char* name, int64_t value, int64_t least) {
-    const std::string expected = std::to_string(least) + " or more";
-    require_argument(value >= least, name, value, expected.c_str());
-  };
   const auto not_negative = [](const char* name, double value) {
     require_argument(
         value >= 0 && std::isfinite(value), name, value, "0 or more");
@@ -476,12 +459,7 @@ void TrainingArguments::validate() const {
       "max_steps",
       max_steps,
       "1 or more, or -1 to count epochs");
-  at_least("per_device_train_batch_size", per_device_train_batch_size, 1);
-  at_least("per_device_eval_batch_size", per_device_eval_batch_size, 1);
-  at_least("gradient_accumulation_steps", gradient_accumulation_steps, 1);
-  at_least("local_sgd_steps", local_sgd_steps, 0);
-  at_least("max_length", max_length, 1);
-  at_least("save_total_limit", save_total_limit, 0);
+  detail::validate_ranges(*this);
   not_negative("learning_rate", learning_rate);
   not_negative("weight_decay", weight_decay);
   not_negative("adam_epsilon", adam_epsilon);
@@ -493,7 +471,6 @@ void TrainingArguments::validate() const {
   };
   beta("adam_beta1", adam_beta1);
   beta("adam_beta2", adam_beta2);
-  not_negative("warmup_steps", warmup_steps);
   detail::require_interval("logging_steps", logging_steps);
   detail::require_interval("eval_steps", eval_steps);
   detail::require_interval("save_steps", save_steps);
@@ -524,7 +501,6 @@ void TrainingArguments::validate() const {
   detail::validate_schedule(*this);
   detail::validate_memory(*this);
   detail::validate_objective(*this);
-  detail::validate_dataloader(*this);
   if (load_best_model_at_end) {
     detail::validate_best_model(*this);
   }

@@ -40,10 +40,17 @@ TrainingPlan make_training_plan(
   if (arguments.max_steps > 0) {
     plan.max_steps = arguments.max_steps;
   } else {
-    plan.max_steps = static_cast<int64_t>(std::ceil(
-                         arguments.num_train_epochs *
-                         static_cast<double>(plan.updates_per_epoch))) -
-                     step_shift;
+    const double updates = std::ceil(
+        arguments.num_train_epochs *
+        static_cast<double>(plan.updates_per_epoch));
+    if (!(updates <= static_cast<double>(kMaxUpdates))) {
+      throw InputError(
+          "trainer::plan",
+          "num_train_epochs=" + std::to_string(arguments.num_train_epochs) +
+              " of " + std::to_string(plan.updates_per_epoch) + " updates",
+          "at most " + std::to_string(kMaxUpdates) + " updates altogether");
+    }
+    plan.max_steps = static_cast<int64_t>(updates) - step_shift;
   }
   plan.max_steps = std::max<int64_t>(1, plan.max_steps);
   plan.epochs = (plan.max_steps + step_shift + plan.updates_per_epoch - 1) /

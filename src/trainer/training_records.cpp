@@ -173,14 +173,18 @@ void TrainingRun::append_record(
   if (!metrics_file_.is_open()) {
     return; // another rank's, or nothing is written
   }
+  parts_.require_output_dir();
   nlohmann::json line = finite_json(record);
   line["type"] = type;
   metrics_file_ << line.dump() << '\n' << std::flush;
-  if (!metrics_file_) {
+  std::error_code error;
+  if (!metrics_file_ ||
+      !std::filesystem::exists(output_dir_ / "metrics.jsonl", error)) {
     throw Error(
         "trainer::train",
         "cannot write path=" + (output_dir_ / "metrics.jsonl").string(),
-        "space on the disk and the right to write");
+        "space on the disk, the right to write, and a file that nobody "
+        "removes while the run lasts");
   }
 }
 

@@ -12,6 +12,7 @@
 
 #include "hasten/base/error.h"
 #include "hasten/base/json.h"
+#include "hasten/base/log.h"
 #include "hasten/base/process.h"
 #include "hasten/base/termination.h"
 #include "hasten/core/memory.h"
@@ -107,6 +108,11 @@ TrainingRun::TrainingRun(
               parts.accelerator->num_processes(),
               start_.drop_batch))) {
   const TrainingArguments& a = parts.arguments;
+  // Before prepare(), which may leave a rank its rows alone.
+  whole_model_.parameters = numbers_in(parts.model->parameters());
+  whole_model_.decayed_parameters = numbers_in(groups_[0].params());
+  whole_model_.trainable_parameters =
+      whole_model_.decayed_parameters + numbers_in(groups_[1].params());
   if (a.lr_scheduler_type == SchedulerType::reduce_lr_on_plateau) {
     plateau_ = std::make_shared<ReduceLrOnPlateau>(
         *torch_optimizer_,
@@ -200,7 +206,7 @@ void TrainingRun::begin() {
 
 RunDescription TrainingRun::describe() const {
   const TrainingArguments& a = parts_.arguments;
-  RunDescription d;
+  RunDescription d = whole_model_;
   d.train_rows = parts_.train->size();
   d.eval_rows = parts_.eval ? parts_.eval->size() : 0;
   d.world_size = parts_.accelerator->num_processes();
@@ -211,10 +217,6 @@ RunDescription TrainingRun::describe() const {
       d.batch_per_rank * d.gradient_accumulation_steps * d.world_size;
   d.local_sgd_steps = is_local() ? a.local_sgd_steps : 0;
   d.plan = plan_;
-  d.parameters = numbers_in(parts_.model->parameters());
-  d.decayed_parameters = numbers_in(groups_[0].params());
-  d.trainable_parameters =
-      d.decayed_parameters + numbers_in(groups_[1].params());
   d.device = parts_.accelerator->device().str();
   d.precision = precision_name(a.precision);
   d.output_dir = output_dir_;
@@ -296,6 +298,14 @@ void TrainingRun::count_update() {
   }
   window_open_ = false;
   ++state_.global_step;
+  if (parts_.checkpointing && !std::exchange(blocks_looked_for_, true) &&
+      parts_.is_main() && !gradient_checkpointing_called(parts_.model)) {
+    log_warning(
+        "gradient_checkpointing=" +
+        parts_.arguments.gradient_checkpointing.text() +
+        " recomputes nothing: the model calls no block. Call its layers by "
+        "hasten::call_block");
+  }
   state_.epoch = static_cast<double>(state_.global_step + plan_.step_shift) /
                  static_cast<double>(plan_.updates_per_epoch);
   const StepProgress progress = step_progress();
@@ -426,6 +436,10 @@ TrainOutput TrainingRun::finish() {
       {"step", state_.global_step}};
   if (a.load_best_model_at_end) {
     load_best();
+    if (!state_.best_model_checkpoint.empty()) {
+      record["best_model_checkpoint"] = state_.best_model_checkpoint;
+      record["best_metric"] = *state_.best_metric;
+    }
   }
   state_.log_history.push_back(record);
   append_record("end", record);

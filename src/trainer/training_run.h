@@ -203,6 +203,8 @@ class TrainingRun {
 
   // Borrowed by the handles below, so they come first.
   std::vector<torch::optim::OptimizerParamGroup> groups_;
+  RunDescription whole_model_{}; // its counts of parameters
+  bool blocks_looked_for_ = false; // that checkpointing is about
   std::shared_ptr<torch::optim::Optimizer> torch_optimizer_;
   std::shared_ptr<LrScheduler> lr_scheduler_;
   std::shared_ptr<ReduceLrOnPlateau>

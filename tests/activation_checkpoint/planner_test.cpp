@@ -402,4 +402,19 @@ TEST(Planner, DrawsTheCurve) {
       pareto_svg(profile, plans), {"<svg", "<polyline", "</svg>", "peak"});
 }
 
+TEST(Planner, AShareBelowWhatNoPlanChangesIsThatAndAShareOfTheRest) {
+  std::mt19937 random(3);
+  ChainProfile profile = random_chain(6, random);
+  const auto full = [&] {
+    return plan_cost(profile, keep_all_regions(6)).peak_bytes;
+  };
+  EXPECT_EQ(budget_of(profile, "budget:50%"), full() / 2);
+  // The gradient of a word embedding, five sixths of all.
+  profile.first_peak_bytes = full() * 5 / 6;
+  const int64_t budget = budget_of(profile, "budget:50%");
+  EXPECT_GE(budget, profile.first_peak_bytes);
+  EXPECT_LT(budget, full());
+  EXPECT_LE(plan_activations(profile, budget)->predicted_peak_bytes, budget);
+}
+
 } // namespace hasten::checkpoint_test

@@ -142,7 +142,7 @@ TEST(ProgressBar, NumbersReadAsPeopleWriteThem) {
   EXPECT_EQ(format_count(-1000), "-1,000");
   EXPECT_EQ(format_count(999), "999");
   EXPECT_EQ(format_count(1'000'000), "1,000,000");
-  EXPECT_EQ(format_bytes(1395864371), "1.3 GB");
+  EXPECT_EQ(format_bytes(1395864371), "1.3 GiB");
   EXPECT_EQ(format_bytes(512), "512 B");
 }
 

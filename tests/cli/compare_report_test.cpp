@@ -180,7 +180,7 @@ TEST(Recommend, SaysWhatDoesNotFit) {
   const Recommendation none = recommend(
       {short_of(Strategy::ddp, 100 << 20), short_of(Strategy::fsdp, 0)});
   EXPECT_FALSE(none.index.has_value());
-  EXPECT_NE(none.text.find("ddp 100 MB, fsdp more"), std::string::npos)
+  EXPECT_NE(none.text.find("ddp 100 MiB, fsdp more"), std::string::npos)
       << none.text;
 }
 

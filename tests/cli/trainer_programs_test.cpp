@@ -132,7 +132,7 @@ TEST(TrainerPrograms, ADryRunSaysThePlanAndLeavesNothing) {
         "40 rows",
         "4 rows a rank x 2 ranks x 1 accumulation = 8 rows an update",
         "15 (3 epochs of 5), the first 3 warm up",
-        "linear: 0 at update 1, 5e-05 at update 4, ",
+        "linear: 0 at update 1, 0.0003 at update 4, ",
         "at each epoch's end: 3, on 10 rows; training ends after 2 without a "
         "better eval_f1",
         "the final model is the best by eval_f1 (greater)",

@@ -52,6 +52,9 @@ void gradient_checkpointing_disable(
     const std::shared_ptr<torch::nn::Module>& model);
 bool gradient_checkpointing_enabled(
     const std::shared_ptr<torch::nn::Module>& model);
+/// Whether a block has been called since: where none is, nothing is recomputed.
+bool gradient_checkpointing_called(
+    const std::shared_ptr<torch::nn::Module>& model);
 
 /// The same for a ModuleHolder.
 template <typename Holder>

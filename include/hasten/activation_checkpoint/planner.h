@@ -160,7 +160,9 @@ std::shared_ptr<const ActivationPlan> make_plan(
 int64_t least_budget(const ChainProfile& profile);
 /// What keeping everything takes.
 int64_t full_budget(const ChainProfile& profile);
-/// Bytes of a budget given in bytes or as a share of full_budget.
+/// Bytes of a budget given in bytes or as a share of what keeping everything takes. A
+/// share that is below first_peak_bytes, which no plan changes, is that and a share of
+/// the rest, with a warning in the log.
 int64_t budget_of(
     const ChainProfile& profile, const GradientCheckpointing& spec);
 

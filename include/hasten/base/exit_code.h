@@ -48,11 +48,9 @@ int record_main(const std::function<int()>& main);
 ///     return hasten::record([&] { train(argc, argv); });
 ///   }
 ///
-/// `main` returns its exit code, or nothing, which is kExitOk. What it throws becomes a
-/// message on stderr (without LibTorch's stack trace), the error that the launcher
-/// names, and an exit code as above. Signals end the program as ever, unless it called
-/// install_interrupt_handlers() (process.h): then what waits throws Interrupted.
-/// Local. Throws nothing.
+/// `main` returns its exit code, or nothing for kExitOk. What it throws becomes a message
+/// on stderr, the error that the launcher names, and an exit code as above. Signals end
+/// the program as ever, unless it called install_interrupt_handlers() (process.h).
 template <typename Main>
 int record(Main&& main) {
   if constexpr (std::is_void_v<std::invoke_result_t<Main&>>) {

@@ -48,7 +48,7 @@ class ProgressBar {
 std::string format_duration(double seconds);
 /// "33,530".
 std::string format_count(int64_t value);
-/// "1.3 GB" (powers of 1024, as the kernel counts).
+/// "1.3 GiB".
 std::string format_bytes(int64_t bytes);
 
 } // namespace hasten

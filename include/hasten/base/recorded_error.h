@@ -11,6 +11,9 @@
 
 namespace hasten {
 
+/// error.what() without the stack trace that LibTorch's exceptions carry.
+std::string message_of(const std::exception& error);
+
 /// Why a rank failed, as it said itself.
 struct RecordedError {
   std::string message{};

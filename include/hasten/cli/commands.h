@@ -61,6 +61,8 @@ struct TrainCommand {
   int nproc = 1;
   /// True where --nproc was written.
   bool nproc_given = false;
+  /// More than 16 processes a core.
+  bool oversubscribe = false;
   /// Where the output of several processes goes.
   LogsSpecs logs{};
 
@@ -145,6 +147,7 @@ struct CompareCommand {
   int64_t vocab_size = 30522;
   /// Processes on this machine, >= 2.
   int nproc = 2;
+  bool oversubscribe = false;
   /// In the order given, each once.
   std::vector<Strategy> strategies{};
   /// Most bytes of tensors in a process; 0: nine tenths of what the host has left,
@@ -202,6 +205,7 @@ struct SynthCommand {
 /// hasten launch: a program as N processes of one world.
 struct LaunchCommand {
   int nproc = 1;
+  bool oversubscribe = false;
   /// See LaunchOptions.
   bool keep_going = false;
   LogsSpecs logs{};

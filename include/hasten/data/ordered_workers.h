@@ -1,13 +1,16 @@
 // Values made ahead by several background threads and handed out in order.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
 #include <functional>
+#include <iterator>
 #include <mutex>
 #include <optional>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -24,7 +27,8 @@ std::thread start_worker_thread(std::function<void()> body);
 } // namespace detail
 
 /// make(0), make(1), ... make(count - 1), in that order, made by `workers` >= 1
-/// threads, of which up to `depth` >= 1 are under way or waiting. Which thread makes
+/// threads (by fewer where the system has no more, or count needs no more), of which
+/// up to `depth` >= 1 are under way or waiting. Which thread makes
 /// which value depends on chance, the values and their order do not.
 /// Threading: make runs in several threads at once, from the constructor on; next()
 /// is for one thread. Torch uses one thread in each worker.
@@ -37,9 +41,16 @@ class OrderedWorkers {
   OrderedWorkers(Make make, int64_t count, int workers, int64_t depth)
       : make_(std::move(make)),
         count_(count),
-        slots_(static_cast<size_t>(depth < 1 ? 1 : depth)) {
-    for (int i = 0; i < (workers < 1 ? 1 : workers); ++i) {
-      threads_.push_back(detail::start_worker_thread([this] { run(); }));
+        slots_(static_cast<size_t>(std::clamp<int64_t>(depth, 1, count + 1))) {
+    const int64_t threads = std::clamp<int64_t>(workers, 1, count + 1);
+    try {
+      while (std::ssize(threads_) < threads) {
+        threads_.push_back(detail::start_worker_thread([this] { run(); }));
+      }
+    } catch (const std::system_error&) { // no more threads: fewer do
+      if (threads_.empty()) {
+        throw;
+      }
     }
   }
   OrderedWorkers(const OrderedWorkers&) = delete;

@@ -50,6 +50,9 @@ class OutputDirLock {
   explicit OutputDirLock(const std::filesystem::path& folder);
   /// Removes the folder again where it was made here and is still empty.
   ~OutputDirLock();
+  /// Throws Error where the folder was moved, removed or replaced since: what is
+  /// written by its name would land elsewhere.
+  void require_in_place() const;
   OutputDirLock(const OutputDirLock&) = delete;
   OutputDirLock& operator=(const OutputDirLock&) = delete;
 

@@ -8,6 +8,9 @@
 
 namespace hasten {
 
+/// Most updates of a run.
+inline constexpr int64_t kMaxUpdates = 1'000'000'000'000;
+
 /// One update is one optimizer step; epochs are counted from 0.
 struct TrainingPlan {
   /// Updates of one pass over the data, >= 1.
@@ -31,7 +34,7 @@ struct TrainingPlan {
 /// updates_per_epoch = ceil(batches / accumulation), max_steps =
 /// ceil(num_train_epochs * updates_per_epoch) unless given; shares are rounded
 /// up. Throws InputError where the batches are fewer than 1, and for a warm-up above
-/// max_steps.
+/// max_steps, and for more than kMaxUpdates.
 TrainingPlan make_training_plan(
     const TrainingArguments& arguments,
     int64_t batches_per_epoch,
