@@ -26,9 +26,6 @@ const AcceleratorOptions& checked_options(const AcceleratorOptions& options) {
   if (!(options.bucket_cap_mb > 0)) {
     refuse("bucket_cap_mb=" + std::to_string(options.bucket_cap_mb), "above 0");
   }
-  if (options.timeout.count() <= 0) {
-    refuse("timeout=" + std::to_string(options.timeout.count()), "above 0");
-  }
   return options;
 }
 
@@ -61,6 +58,7 @@ std::shared_ptr<AcceleratorCore> make_accelerator_core(
     announce_world(world);
     CommunicatorOptions comm;
     comm.timeout = options.timeout;
+    comm.heartbeat_timeout = options.heartbeat_timeout;
     comm.check_shapes =
         debugs(options) ? ShapeCheck::always : ShapeCheck::first;
     comm.device_kind =

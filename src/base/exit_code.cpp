@@ -39,7 +39,8 @@ bool is_full_disk(const std::exception& error) {
 
 } // namespace detail
 
-int exit_code_of(int rank, int world_size, const std::function<int()>& body) {
+int exit_code_of(
+    int local_rank, int world_size, const std::function<int()>& body) {
   try {
     return body();
   } catch (const SilentExit& exit) {
@@ -52,12 +53,15 @@ int exit_code_of(int rank, int world_size, const std::function<int()>& body) {
     if (const int signal = interrupt_signal(); signal != 0) {
       return detail::end_by_signal(signal, world_size);
     }
-    record_error(error);
-    const bool alike =
-        dynamic_cast<const TrainingError*>(&error) != nullptr ||
+    const bool of_world =
         dynamic_cast<const CommunicationError*>(&error) != nullptr;
-    const bool said = dynamic_cast<const PeerInputError*>(&error) != nullptr;
-    if (!said && (rank == 0 || !alike)) {
+    const bool training = dynamic_cast<const TrainingError*>(&error) != nullptr;
+    const bool said_elsewhere =
+        dynamic_cast<const PeerInputError*>(&error) != nullptr ||
+        (of_world && said_by_peer()) || (training && local_rank != 0) ||
+        ((training || of_world) && launcher_says_errors());
+    record_error(error, !said_elsewhere);
+    if (!said_elsewhere) {
       log_error(message_of(error));
     }
     const bool bad_input = dynamic_cast<const InputError*>(&error) != nullptr ||
@@ -78,7 +82,7 @@ int record_main(const std::function<int()>& main) {
     return code;
   }
   set_log_rank(world.rank, world.world_size);
-  return exit_code_of(world.rank, world.world_size, main);
+  return exit_code_of(world.local_rank, world.world_size, main);
 }
 
 } // namespace detail

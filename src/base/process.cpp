@@ -10,12 +10,14 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cerrno>
 #include <csignal>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <sstream>
 #include <string_view>
 #include <system_error>
 
@@ -27,6 +29,38 @@ extern char** environ;
 namespace hasten {
 
 namespace detail {
+
+struct ProcessStat {
+  char state = '\0'; // '\0': no such process
+  uint64_t start_time = 0;
+};
+
+ProcessStat process_stat(int pid) {
+  // Not a stream: one throws where the process ends between open and read.
+  std::array<char, 1024> buffer{};
+  const std::string path = "/proc/" + std::to_string(pid) + "/stat";
+  const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  const ssize_t size = fd < 0 ? 0 : read(fd, buffer.data(), buffer.size());
+  if (fd >= 0) {
+    close(fd);
+  }
+  const std::string text(
+      buffer.data(), static_cast<size_t>(std::max<ssize_t>(size, 0)));
+  // "pid (name) state …": the name may hold anything, so the last ')' counts.
+  const size_t name_end = text.rfind(')');
+  ProcessStat stat;
+  if (name_end == std::string::npos) {
+    return stat;
+  }
+  std::istringstream fields(text.substr(name_end + 1));
+  fields >> stat.state;
+  std::string skipped; // fields 4 … 21
+  for (int i = 4; i < 22; ++i) {
+    fields >> skipped;
+  }
+  fields >> stat.start_time;
+  return stat;
+}
 
 // Everything the child needs, made before vfork: between vfork and exec it
 // shares this process's memory and may only make system calls.
@@ -307,6 +341,19 @@ void throw_if_interrupted() {
   if (signal != 0 && (signal != SIGTERM || termination_deferrals == 0)) {
     throw Interrupted(signal);
   }
+}
+
+uint64_t process_start_time(int pid) {
+  return detail::process_stat(pid).start_time;
+}
+
+ProcessState process_state(int pid, uint64_t start_time) {
+  const detail::ProcessStat stat = detail::process_stat(pid);
+  if (stat.state == '\0' || stat.state == 'Z' || stat.state == 'X' ||
+      (start_time != 0 && stat.start_time != start_time)) {
+    return ProcessState::ended;
+  }
+  return stat.state == 'T' ? ProcessState::stopped : ProcessState::running;
 }
 
 } // namespace hasten

@@ -1,5 +1,6 @@
 #include "hasten/base/recorded_error.h"
 
+#include <atomic>
 #include <cstdlib>
 
 #include "hasten/base/error.h"
@@ -8,12 +9,23 @@
 
 namespace hasten {
 
+static std::atomic<bool> peer_says_it{false};
+
+void set_said_by_peer(bool said) noexcept { peer_says_it = said; }
+bool said_by_peer() noexcept { return peer_says_it; }
+
+bool launcher_says_errors() noexcept {
+  const char* path = std::getenv("TORCHELASTIC_ERROR_FILE");
+  return std::getenv("HASTEN_LAUNCHER") != nullptr && path != nullptr &&
+         *path != '\0';
+}
+
 std::string message_of(const std::exception& error) {
   const std::string text = error.what();
   return text.substr(0, text.find("\nException raised from "));
 }
 
-void record_error(const std::exception& error) noexcept {
+void record_error(const std::exception& error, bool shown) noexcept {
   try {
     const char* path = std::getenv("TORCHELASTIC_ERROR_FILE");
     if (path == nullptr || *path == '\0' || std::filesystem::exists(path)) {
@@ -33,7 +45,8 @@ void record_error(const std::exception& error) noexcept {
           {"extraInfo",
            {{"timestamp", std::to_string(now / 1'000'000 + of_a_peer)},
             {"microseconds", now},
-            {"of_a_peer", of_a_peer}}}}}};
+            {"of_a_peer", of_a_peer},
+            {"shown", shown}}}}}};
     write_file_atomically(
         path,
         json.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace));
@@ -53,6 +66,7 @@ std::optional<RecordedError> read_recorded_error(
     RecordedError error;
     error.message = message.at("message").get<std::string>();
     error.of_a_peer = extra.value("of_a_peer", false);
+    error.shown = extra.value("shown", false);
     error.time = std::chrono::system_clock::time_point(
         extra.contains("microseconds")
             ? std::chrono::microseconds(extra.at("microseconds").get<int64_t>())

@@ -50,8 +50,8 @@ std::string worker_program() {
       "cli::hasten", "cannot start " + worker + ": " + std::strerror(errno));
 }
 
-/// Says once why the ranks did not end well. Ranks of our own (`ours`) say it
-/// themselves unless a signal ended them, or their stderr goes into a file.
+/// Says once why the ranks did not end well. Of ranks of our own (`ours`) the first
+/// that failed may have shown it, unless its stderr goes into a file.
 int report(const LaunchResult& result, const LogsSpecs& logs, bool ours) {
   if (result.exit_code == kExitOk) {
     return kExitOk;
@@ -63,8 +63,7 @@ int report(const LaunchResult& result, const LogsSpecs& logs, bool ours) {
   const int first = result.first_failed_rank;
   const bool shown = first < 0 || !logs.redirects.has(first, Std::err) ||
                      logs.tee.has(first, Std::err);
-  if (!ours || !shown ||
-      (result.exit_code != kExitFailed && result.exit_code != kExitBadInput)) {
+  if (!ours || !shown || !result.shown) {
     log_error(
         result.reason + (result.message.empty() ? "" : ": " + result.message));
     std::string after;
@@ -134,8 +133,11 @@ class Hasten {
     if (std::filesystem::is_regular_file(command.train_file, error)) {
       check_lines(command.train_file, command.nproc);
     }
-    const LaunchResult result =
-        launch_workers(command.nproc, {}, with_prefix(command.logs));
+    const LaunchResult result = launch_workers(
+        command.nproc,
+        {},
+        with_prefix(command.logs),
+        from_seconds(command.arguments.heartbeat_timeout));
     return report(result, command.logs, true);
   }
   int operator()(const PredictCommand& command) {
@@ -199,8 +201,11 @@ class Hasten {
   LaunchResult launch_workers(
       int nproc,
       std::vector<std::pair<std::string, std::string>> environment,
-      LogsSpecs logs) const {
+      LogsSpecs logs,
+      std::chrono::milliseconds heartbeat_timeout =
+          default_heartbeat_timeout()) const {
     LaunchOptions options;
+    options.heartbeat_timeout = heartbeat_timeout;
     options.nproc = nproc;
     options.logs = std::move(logs);
     options.argv = arguments_;

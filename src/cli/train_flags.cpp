@@ -195,6 +195,16 @@ void declare_batches(FlagTable& flags, TrainingArguments& arguments) {
       "UPDATES",
       "processes train by themselves and average their weights after this many "
       "updates; 0: gradients are averaged in each update");
+  flags.value(
+      "--ddp-timeout",
+      arguments.ddp_timeout,
+      "SECONDS",
+      "longest wait for a process that lives but is late");
+  flags.value(
+      "--heartbeat-timeout",
+      arguments.heartbeat_timeout,
+      "SECONDS",
+      "longest until a process that died, froze or cannot be reached is named");
   declare_checkpointing(flags, arguments);
   flags.value(
       "--train-sampling-strategy",

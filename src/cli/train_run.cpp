@@ -123,7 +123,9 @@ int run_training(const TrainCommand& command, const ReadInputs& read) {
           command.arguments.gradient_accumulation_steps,
       .seed = command.arguments.seed,
       .strategy = command.arguments.strategy,
-      .shard_size = static_cast<int>(command.arguments.shard_size)});
+      .shard_size = static_cast<int>(command.arguments.shard_size),
+      .timeout = from_seconds(command.arguments.ddp_timeout),
+      .heartbeat_timeout = from_seconds(command.arguments.heartbeat_timeout)});
   Communicator& communicator = *accelerator->communicator();
   TrainingInputs inputs;
   agree_on(communicator, "cli: read the input", [&] {

@@ -103,12 +103,16 @@ void check_world(const World& world, const CommunicatorOptions& options) {
             ", world_size=" + std::to_string(world.world_size),
         "0 <= rank < world_size");
   }
-  if (options.timeout.count() <= 0 || options.liveness.count() <= 0) {
-    throw InputError(
-        "comm::create",
-        "timeout=" + std::to_string(options.timeout.count()) +
-            " ms, liveness=" + std::to_string(options.liveness.count()) + " ms",
-        "both above 0");
+  const std::chrono::milliseconds longest = from_seconds(1e7);
+  for (const auto& time : {options.timeout, options.heartbeat_timeout}) {
+    if (time.count() <= 0 || time > longest) {
+      throw InputError(
+          "comm::create",
+          "timeout=" + std::to_string(options.timeout.count()) +
+              " ms, heartbeat_timeout=" +
+              std::to_string(options.heartbeat_timeout.count()) + " ms",
+          "1 ms to 1e7 s each");
+    }
   }
   if (world.world_size > 1 && world.store_file.empty() &&
       (world.master_port < 1 || world.master_port > 65535)) {

@@ -1,6 +1,7 @@
 #include "gloo_group.h"
 
 #include <ATen/ATen.h>
+#include <sys/resource.h>
 
 #include <algorithm>
 #include <cstdio>
@@ -13,6 +14,7 @@
 #include "batch_threads.h"
 #include "hasten/base/error.h"
 #include "hasten/base/process.h"
+#include "hasten/base/recorded_error.h"
 #include "tensor_checks.h"
 
 namespace hasten::detail {
@@ -204,6 +206,7 @@ void GroupCore::raise(const std::string& operation) {
     }
     first = *error;
   }
+  set_said_by_peer(first.said_by_peer);
   throw CommunicationError(
       "comm::" + first.operation.substr(0, first.operation.find(' ')),
       first.operation + ": " + first.text,
@@ -225,7 +228,8 @@ void GroupCore::diagnose(
     const std::string& text,
     bool timed_out) {
   Liveness& liveness = link->liveness();
-  const CommClock::time_point until = CommClock::now() + options.liveness;
+  const CommClock::time_point until =
+      CommClock::now() + options.heartbeat_timeout;
   // The rank that broke the connection need not be the one to blame: it may
   // itself have lost a third one, or have given up, and says so soon.
   while (!timed_out && !liveness.failed() && CommClock::now() < until) {
@@ -292,9 +296,19 @@ GlooGroup::GlooGroup(
 
 GlooGroup::~GlooGroup() { release(); }
 
+/// A group is a connection to each of its ranks.
+void allow_descriptors(rlim_t wanted) {
+  rlimit limit{};
+  if (getrlimit(RLIMIT_NOFILE, &limit) == 0 && limit.rlim_cur < wanted) {
+    limit.rlim_cur = limit.rlim_max;
+    setrlimit(RLIMIT_NOFILE, &limit);
+  }
+}
+
 void GlooGroup::connect() {
   const std::string operation = operation_label("create", core_->options.name);
   const uint64_t sequence = core_->enter(operation);
+  allow_descriptors(4 * static_cast<rlim_t>(world_size()) + 256);
   const auto gloo_options =
       c10d::ProcessGroupGloo::Options::create(core_->options.timeout);
   gloo_options->devices.push_back(
@@ -398,7 +412,7 @@ void GlooGroup::close() noexcept {
   }
   leave(
       !core_->link->liveness().failed() &&
-      wait_idle(CommClock::now() + core_->options.liveness));
+      wait_idle(CommClock::now() + core_->options.heartbeat_timeout));
 }
 
 void GlooGroup::leave(bool orderly) noexcept {

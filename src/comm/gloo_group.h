@@ -59,7 +59,8 @@ struct GroupCore {
   std::optional<FailureCause> error;
 
   // Of the thread that issues operations.
-  std::unordered_set<std::string> known; // what the group has done before
+  std::unordered_set<uint64_t>
+      known; // hashes of what the group has done before
   uint64_t compared_at = 0; // the operation whose peers were last looked at
   CommClock::time_point compared{}; // and when
   uint64_t apart_at =

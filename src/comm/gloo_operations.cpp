@@ -1,6 +1,7 @@
 // The operations of a group on tensors: each is checked here, agreed on by the ranks
 // where it is new to the group, and handed to Gloo.
 #include <ATen/ATen.h>
+#include <xxhash.h>
 
 #include <utility>
 
@@ -10,8 +11,9 @@
 
 namespace hasten::detail {
 
-// What a group may remember having done; a program has some hundred operations.
-constexpr size_t kKnownOperations = 4096;
+// What a group may remember having done: fully sharded models have hundreds of operations
+// a rank of the world. 40 bytes each.
+constexpr size_t kKnownOperations = 1 << 20;
 
 uint64_t GlooGroup::enter_equal(
     const std::string& operation, const std::string& tensors) {
@@ -19,7 +21,8 @@ uint64_t GlooGroup::enter_equal(
   bool compare = core_->options.check_shapes == ShapeCheck::always;
   if (core_->options.check_shapes == ShapeCheck::first) {
     // All ranks have done the same so far, so they agree on what is new.
-    compare = core_->known.insert(operation + " " + tensors).second;
+    const std::string what = operation + " " + tensors;
+    compare = core_->known.insert(XXH3_64bits(what.data(), what.size())).second;
     if (core_->known.size() > kKnownOperations) {
       core_->known.clear();
     }

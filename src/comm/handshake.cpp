@@ -1,15 +1,14 @@
 #include "hasten/comm/handshake.h"
 
-#include <fcntl.h>
 #include <torch/version.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <array>
 #include <fstream>
 #include <nlohmann/json.hpp>
-#include <sstream>
 #include <utility>
+
+#include "hasten/base/process.h"
 
 namespace hasten::detail {
 
@@ -17,48 +16,6 @@ std::string link_target(const char* path) {
   std::array<char, 128> target{};
   const ssize_t size = readlink(path, target.data(), target.size());
   return size > 0 ? std::string(target.data(), static_cast<size_t>(size)) : "";
-}
-
-struct ProcessStat {
-  char state = '\0'; // '\0': no such process
-  uint64_t start_time = 0;
-};
-
-ProcessStat process_stat(int pid) {
-  // Not a stream: one throws where the process ends between open and read.
-  std::array<char, 1024> buffer{};
-  const std::string path = "/proc/" + std::to_string(pid) + "/stat";
-  const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  const ssize_t size = fd < 0 ? 0 : read(fd, buffer.data(), buffer.size());
-  if (fd >= 0) {
-    close(fd);
-  }
-  const std::string text(
-      buffer.data(), static_cast<size_t>(std::max<ssize_t>(size, 0)));
-  // "pid (name) state …": the name may hold anything, so the last ')' counts.
-  const size_t name_end = text.rfind(')');
-  ProcessStat stat;
-  if (name_end == std::string::npos) {
-    return stat;
-  }
-  std::istringstream fields(text.substr(name_end + 1));
-  fields >> stat.state;
-  std::string skipped; // fields 4 … 21
-  for (int i = 4; i < 22; ++i) {
-    fields >> skipped;
-  }
-  fields >> stat.start_time;
-  return stat;
-}
-
-ProcessState process_state(int pid, uint64_t start_time) {
-  const ProcessStat stat = process_stat(pid);
-  if (stat.state == '\0' || stat.state == 'Z' || stat.state == 'X' ||
-      stat.start_time != start_time) {
-    return ProcessState::ended;
-  }
-  return stat.state == 'T' || stat.state == 't' ? ProcessState::stopped
-                                                : ProcessState::running;
 }
 
 Hello own_hello(const World& world, const std::string& device_kind) {
@@ -74,7 +31,7 @@ Hello own_hello(const World& world, const std::string& device_kind) {
   hello.process_host = boot + " " + link_target("/proc/self/ns/pid");
   hello.network_host = boot + " " + link_target("/proc/self/ns/net");
   hello.pid = getpid();
-  hello.start_time = process_stat(getpid()).start_time;
+  hello.start_time = process_start_time(getpid());
   return hello;
 }
 
@@ -88,6 +45,7 @@ nlohmann::json to_json(const Hello& hello) {
       {"device", hello.device_kind},
       {"process_host", hello.process_host},
       {"network_host", hello.network_host},
+      {"store_address", hello.store_address},
       {"pid", hello.pid},
       {"start_time", hello.start_time}};
 }
@@ -102,6 +60,7 @@ Hello hello_from_json(const nlohmann::json& value) {
   hello.device_kind = value.at("device");
   hello.process_host = value.at("process_host");
   hello.network_host = value.at("network_host");
+  hello.store_address = value.at("store_address");
   hello.pid = value.at("pid");
   hello.start_time = value.at("start_time");
   return hello;

@@ -4,26 +4,25 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdio>
+#include <iomanip>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <sstream>
 #include <thread>
 #include <utility>
 
 #include "broken_pipe.h"
+#include "hasten/base/process.h"
 
 namespace hasten::detail {
 
 using std::chrono::milliseconds;
 
 std::string seconds_text(CommClock::duration duration) {
-  char text[32];
-  std::snprintf(
-      text,
-      sizeof text,
-      "%.1f s",
-      std::chrono::duration<double>(duration).count());
-  return text;
+  std::ostringstream text;
+  text << std::fixed << std::setprecision(1)
+       << std::chrono::duration<double>(duration).count() << " s";
+  return text.str();
 }
 
 std::string json_text(const nlohmann::json& value) {
@@ -34,16 +33,15 @@ struct Liveness::Shared {
   // Set at construction.
   LivenessConfig config;
   int rank = 0;
-  milliseconds interval{250};
   std::vector<bool> watched; // [rank] /proc tells whether it lives
-  std::vector<std::string> keys; // every rank's beat, then the failure
+  std::vector<bool> beside; // [rank] and loopback reaches it: no beats needed
 
-  // Used by the thread alone. The connection to the store is in the config.
-  CommClock::time_point last_exchange = CommClock::now();
-
-  // Under mutex, except the atomic.
+  // Under mutex, except the atomic. The connection to the store, in the config, is
+  // the thread's alone.
   std::mutex mutex;
   std::condition_variable changed;
+  std::optional<BeatWatch> watch; // from the constructor on
+  CommClock::time_point last_look = CommClock::now(); // at processes
   std::vector<Peer> peers; // [rank]
   std::vector<std::shared_ptr<GroupProgress>> groups;
   std::atomic<bool> failed{false};
@@ -64,15 +62,21 @@ struct Liveness::Shared {
   void loop();
   std::string beat_text();
   void exchange(const std::string& beat);
-  void merge(const std::vector<std::vector<uint8_t>>& values);
+  void merge(
+      const std::vector<int>& ranks,
+      const std::vector<std::vector<uint8_t>>& values);
+  void find_stopped();
   void adopt(FailureCause new_cause);
   void store_lost(const std::string& why);
   StorePtr& store() { return config.store; }
-  bool process_ended(int peer) const {
+  bool process_is(ProcessState state, int peer) const {
     return watched[static_cast<size_t>(peer)] &&
            process_state(
                pid(peer), config.peers[static_cast<size_t>(peer)].start_time) ==
-               ProcessState::ended;
+               state;
+  }
+  bool process_ended(int peer) const {
+    return process_is(ProcessState::ended, peer);
   }
   int pid(int peer) const {
     return config.peers[static_cast<size_t>(peer)].pid;
@@ -117,10 +121,11 @@ Liveness::Liveness(LivenessConfig config)
   Shared& s = *shared_;
   s.config = std::move(config);
   s.rank = s.config.world.rank;
-  // Four looks a second, fewer in large worlds to spare the store.
-  s.interval = std::max(
-      std::clamp(s.config.liveness / 20, milliseconds(50), milliseconds(1000)),
-      milliseconds(5) * s.config.world.world_size);
+  s.watch.emplace(
+      s.rank,
+      s.config.world.world_size,
+      s.config.heartbeat_timeout,
+      CommClock::now());
   const Hello& own = s.config.peers[static_cast<size_t>(s.rank)];
   for (const Hello& peer : s.config.peers) {
     // What /proc hides from this user is watched by its beats.
@@ -130,17 +135,16 @@ Liveness::Liveness(LivenessConfig config)
     s.watched.push_back(
         peer.rank != s.rank && peer.process_host == own.process_host &&
         own.start_time != 0 && visible);
-    s.keys.push_back(beat_key(peer.rank));
-    s.peers.push_back({kFirstBeat, CommClock::now()});
+    s.beside.push_back(
+        s.watched.back() && peer.network_host == own.network_host);
   }
-  s.keys.push_back(kFailureKey);
-  // A store on this host that does not answer is frozen, not gone, and there
-  // is the operations' timeout for that. An end of its process breaks the
-  // connection.
+  s.peers.resize(s.config.peers.size());
+  // A store on this host that does not answer is frozen, not gone: /proc says so. An
+  // end of its process breaks the connection.
   const bool local_store =
-      !s.config.world.agent_store && (s.rank == 0 || s.watched[0]);
+      !s.config.world.agent_store && (s.rank == 0 || s.beside[0]);
   s.store()->setTimeout(
-      local_store ? std::chrono::hours(24) : s.config.liveness);
+      local_store ? std::chrono::hours(24) : s.config.heartbeat_timeout);
   std::thread([shared = shared_] { run(shared); }).detach();
 }
 
@@ -178,7 +182,7 @@ void Liveness::Shared::loop() {
       return;
     }
     if (!(failed && !told)) {
-      changed.wait_for(lock, interval, wanted);
+      changed.wait_for(lock, watch->interval(), wanted);
     }
     if (stopping) {
       return;
@@ -212,32 +216,38 @@ void Liveness::Shared::exchange(const std::string& beat) {
     }
   }
   std::optional<FailureCause> post;
+  std::vector<int> ranks;
   {
     const std::lock_guard<std::mutex> lock(mutex);
+    find_stopped();
     post = std::exchange(report, std::nullopt);
+    ranks = watch->due(failed || looks_wanted > looks_done, CommClock::now());
   }
+  std::vector<std::string> keys;
+  for (const int peer : ranks) {
+    keys.push_back(beat_key(peer));
+  }
+  keys.push_back(kFailureKey);
   std::vector<std::vector<uint8_t>> values;
   try {
     const QuietStore quiet;
     c10d::Store& s = *store();
     s.set(beat_key(rank), beat);
     if (post) {
-      s.compareSet(
-          kFailureKey,
-          std::string(kNoFailure),
-          json_text(
-              {{"by", post->found_by},
-               {"operation", post->operation},
-               {"text", post->text},
-               {"fix", post->fix},
-               {"lost", post->lost}}));
+      const nlohmann::json record = {
+          {"by", post->found_by},
+          {"operation", post->operation},
+          {"text", post->text},
+          {"fix", post->fix},
+          {"lost", post->lost}};
+      s.compareSet(kFailureKey, std::string(kNoFailure), json_text(record));
     }
     values = s.multiGet(keys);
   } catch (const std::exception& error) {
     store_lost(error.what());
     return;
   }
-  merge(values);
+  merge(ranks, values);
   const std::lock_guard<std::mutex> lock(mutex);
   for (const int peer : ended_now) {
     peers[static_cast<size_t>(peer)].ended = true;
@@ -248,40 +258,71 @@ void Liveness::Shared::exchange(const std::string& beat) {
   }
 }
 
-void Liveness::Shared::merge(const std::vector<std::vector<uint8_t>>& values) {
+void Liveness::Shared::merge(
+    const std::vector<int>& ranks,
+    const std::vector<std::vector<uint8_t>>& values) {
   const std::lock_guard<std::mutex> lock(mutex);
-  const CommClock::time_point now = CommClock::now();
-  // After a pause of this very process nobody's silence means anything.
-  const bool slept = now - last_exchange > 2 * interval + milliseconds(500);
-  last_exchange = now;
-  for (size_t i = 0; i < peers.size(); ++i) {
-    Peer& peer = peers[i];
-    std::string beat(values[i].begin(), values[i].end());
-    if (beat != peer.beat || slept) {
-      peer.changed = now;
-    }
-    peer.beat = std::move(beat);
-    peer.left = peer.beat[0] == 'l';
-    peer.knows_failure = peer.beat[0] == 's';
-    peer.silent = !watched[i] && static_cast<int>(i) != rank &&
-                  now - peer.changed > config.liveness;
+  std::vector<std::string> beats;
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    beats.emplace_back(values[i].begin(), values[i].end());
+  }
+  watch->merge(ranks, std::move(beats), CommClock::now());
+  for (const int i : ranks) {
+    Peer& peer = peers[static_cast<size_t>(i)];
+    peer.left = watch->beat(i)[0] == 'l';
+    peer.knows_failure = watch->beat(i)[0] == 's';
+    peer.silent =
+        !beside[static_cast<size_t>(i)] && watch->silence(i) > watch->limit();
   }
   const std::string failure(values.back().begin(), values.back().end());
   if (failure != kNoFailure) {
     adopt(read_cause(failure));
   }
-  for (size_t i = 0; i < peers.size() && !failed && !departing; ++i) {
-    const CommClock::duration silent = now - peers[i].changed;
-    if (!watched[i] && static_cast<int>(i) != rank && !peers[i].left &&
-        silent > config.liveness * 4 / 5) {
+  for (const int i : ranks) {
+    const auto at = static_cast<size_t>(i);
+    if (!failed && !departing && !beside[at] && !peers[at].left &&
+        watch->silence(i) > watch->limit() * 4 / 5) {
       report = FailureCause{
           own_name(),
           "",
-          "rank " + std::to_string(name(static_cast<int>(i))) +
+          "rank " + std::to_string(name(i)) +
               " died or cannot be reached: no sign of life for " +
-              seconds_text(silent),
-          "see that rank's host, and start again from the last saved state",
-          {static_cast<int>(i)}};
+              seconds_text(watch->silence(i)),
+          "see that rank's host, and start again from the last saved state; "
+          "HASTEN_HEARTBEAT_TIMEOUT sets the limit",
+          {i}};
+      adopt(*report);
+    }
+  }
+}
+
+/// Under the mutex.
+void Liveness::Shared::find_stopped() {
+  const CommClock::time_point now = CommClock::now();
+  if (now - last_look < watch->interval() / 2) {
+    return;
+  }
+  // After a pause of this very process nobody's counts.
+  const bool slept =
+      now - last_look > 2 * watch->interval() + milliseconds(500);
+  last_look = now;
+  for (int i = 0; i < config.world.world_size; ++i) {
+    auto& since = peers[static_cast<size_t>(i)].stopped;
+    if (!process_is(ProcessState::stopped, i)) {
+      since = {};
+    } else if (slept || since == CommClock::time_point{}) {
+      since = now;
+    } else if (
+        !failed && !departing && now - since > config.heartbeat_timeout) {
+      report = FailureCause{
+          own_name(),
+          "",
+          "rank " + std::to_string(name(i)) + " is stopped by a signal since " +
+              seconds_text(now - since) + " (process " +
+              std::to_string(pid(i)) + ")",
+          "see who stopped it (SIGSTOP); HASTEN_HEARTBEAT_TIMEOUT sets the "
+          "limit",
+          {i}};
       adopt(*report);
     }
   }
@@ -291,6 +332,10 @@ void Liveness::Shared::merge(const std::vector<std::vector<uint8_t>>& values) {
 void Liveness::Shared::adopt(FailureCause new_cause) {
   if (!failed) {
     cause = std::move(new_cause);
+    for (int i = 0; i < rank; ++i) {
+      const bool lost = std::count(cause.lost.begin(), cause.lost.end(), i) > 0;
+      cause.said_by_peer |= !lost && process_is(ProcessState::running, i);
+    }
     failed = true;
     config.on_failure();
     changed.notify_all();
@@ -368,10 +413,11 @@ void Liveness::fail(FailureCause cause, milliseconds limit) {
 
 void Liveness::poll_store() {
   Shared& s = *shared_;
-  if (s.rank == 0 || s.watched[0]) {
+  const std::lock_guard<std::mutex> lock(s.mutex);
+  s.find_stopped();
+  if (s.rank == 0 || s.beside[0]) {
     return;
   }
-  const std::lock_guard<std::mutex> lock(s.mutex);
   const CommClock::time_point now = CommClock::now();
   if (!s.in_exchange || s.polled_beat != s.beats) {
     s.silent_for = {};
@@ -381,7 +427,7 @@ void Liveness::poll_store() {
         std::min<CommClock::duration>(now - s.last_poll, milliseconds(100));
   }
   s.last_poll = now;
-  if (s.silent_for > s.config.liveness) {
+  if (s.silent_for > s.config.heartbeat_timeout) {
     s.adopt(
         {s.own_name(),
          "",
@@ -404,9 +450,12 @@ bool Liveness::look(milliseconds limit) {
 }
 
 Liveness::Entered Liveness::entered(
-    const Peer& peer, const std::string& group) {
-  const nlohmann::json groups = nlohmann::json::parse(
-      peer.beat.substr(peer.beat.find(' ', 2) + 1), nullptr, false);
+    const std::string& beat, const std::string& group) {
+  if (beat.empty()) { // not read so far
+    return {};
+  }
+  const nlohmann::json groups =
+      nlohmann::json::parse(beat.substr(beat.find(' ', 2) + 1), nullptr, false);
   if (!groups.is_object() || !groups.contains(group)) {
     return {};
   }
@@ -423,8 +472,7 @@ std::string Liveness::describe_other(
     return of.empty() ? name : name + " with " + of;
   };
   for (const int member : members) {
-    const Entered last =
-        entered(s.peers[static_cast<size_t>(member)], own.group);
+    const Entered last = entered(s.watch->beat(member), own.group);
     const bool other =
         last.sequence == own.sequence &&
         (last.operation != own.operation || last.tensors != own.tensors);
@@ -449,7 +497,6 @@ std::string Liveness::describe_missing(
     const std::string& operation) const {
   Shared& s = *shared_;
   const std::lock_guard<std::mutex> lock(s.mutex);
-  const CommClock::time_point now = CommClock::now();
   std::string text;
   for (const int member : members) {
     const auto i = static_cast<size_t>(member);
@@ -458,7 +505,8 @@ std::string Liveness::describe_missing(
     }
     const Peer& peer = s.peers[i];
     std::string about;
-    const Entered last = entered(peer, group);
+    const Entered last = entered(s.watch->beat(member), group);
+    const CommClock::duration silence = s.watch->silence(member);
     if (peer.left) {
       about = " has left the world";
     } else if (last.sequence < sequence) {
@@ -468,18 +516,13 @@ std::string Liveness::describe_missing(
     } else if (last.sequence == sequence && last.operation != operation) {
       about = " is in " + last.operation + " instead";
     }
-    if (s.watched[i] &&
-        process_state(
-            s.pid(static_cast<int>(i)), s.config.peers[i].start_time) ==
-            ProcessState::stopped) {
+    if (s.process_is(ProcessState::stopped, member)) {
       about += about.empty() ? "" : " and";
-      about += " is stopped (process " +
-               std::to_string(s.pid(static_cast<int>(i))) + ")";
+      about += " is stopped (process " + std::to_string(s.pid(member)) + ")";
     } else if (
-        now - peer.changed > std::max(milliseconds(1000), 4 * s.interval)) {
+        silence > std::max(milliseconds(1000), 4 * s.watch->interval())) {
       about += about.empty() ? "" : " and";
-      about +=
-          " has shown no sign of life for " + seconds_text(now - peer.changed);
+      about += " has shown no sign of life for " + seconds_text(silence);
     }
     if (!about.empty()) {
       text += text.empty() ? "rank " : "; rank ";
@@ -502,13 +545,16 @@ std::vector<int> Liveness::left_ranks() const {
 
 std::vector<bool> Liveness::lost() const {
   const std::lock_guard<std::mutex> lock(shared_->mutex);
+  const CommClock::time_point now = CommClock::now();
   std::vector<bool> lost;
   for (size_t i = 0; i < shared_->peers.size(); ++i) {
     const Peer& peer = shared_->peers[i];
     const auto& named = shared_->cause.lost;
     const int rank = static_cast<int>(i);
+    const bool frozen = peer.stopped != CommClock::time_point{} &&
+                        now - peer.stopped > shared_->config.heartbeat_timeout;
     lost.push_back(
-        peer.left || peer.ended || peer.silent ||
+        peer.left || peer.ended || peer.silent || frozen ||
         shared_->process_ended(rank) ||
         std::find(named.begin(), named.end(), rank) != named.end());
   }

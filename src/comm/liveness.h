@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "beat_watch.h"
 #include "hasten/comm/handshake.h"
 #include "store.h"
 
@@ -31,6 +32,8 @@ struct FailureCause {
   std::string fix;
   /// Ranks that are no more, where that is the cause.
   std::vector<int> lost{};
+  /// Of the reader: a rank below it, on its host, lived when it read this.
+  bool said_by_peer = false;
 };
 
 /// The operation a group entered last. Written by the thread that issues
@@ -50,7 +53,7 @@ struct LivenessConfig {
   StorePtr store{};
   /// [rank]
   std::vector<Hello> peers{};
-  std::chrono::milliseconds liveness{5000};
+  std::chrono::milliseconds heartbeat_timeout{5000};
   /// Called once, in any thread, when the world has failed.
   std::function<void()> on_failure{};
 };
@@ -75,9 +78,9 @@ class Liveness {
 
   /// Cheap; true from the first failure on.
   bool failed() const;
-  /// For threads that wait, at least every 100 ms: fails the world when the
-  /// store of another host has not answered for the liveness limit, which the
-  /// thread stuck in that call cannot say.
+  /// For threads that wait, at least every 100 ms: fails the world when the store of
+  /// another host has not answered for the heartbeat limit, or rank 0 of this host is
+  /// stopped for as long, which the thread stuck in a call to its store cannot say.
   void poll_store();
   FailureCause cause() const;
   /// Reports a failure to the world; the first report of all ranks is the
@@ -105,7 +108,7 @@ class Liveness {
   std::vector<int> left_ranks() const;
   /// True where each peer has left, ended, or seen the failure.
   bool everybody_knows() const;
-  /// Who does not go on: ended, silent for the liveness limit, left, or the
+  /// Who does not go on: ended, silent for the heartbeat limit, left, or the
   /// failure's cause. Goes on to be looked at after the failure. [rank]
   std::vector<bool> lost() const;
   /// Deaths are no failure any more: the ranks are parting.
@@ -117,12 +120,11 @@ class Liveness {
 
  private:
   struct Peer {
-    std::string beat;
-    CommClock::time_point changed; // when the beat last was another one
     bool left = false;
     bool knows_failure = false;
     bool ended = false; // its process on this host is gone
-    bool silent = false; // for the liveness limit, on another host
+    bool silent = false; // for the heartbeat limit, on another host
+    CommClock::time_point stopped{}; // since when a signal has; epoch: it runs
   };
   struct Shared;
 
@@ -135,7 +137,7 @@ class Liveness {
   };
 
   static void run(const std::shared_ptr<Shared>& shared);
-  static Entered entered(const Peer& peer, const std::string& group);
+  static Entered entered(const std::string& beat, const std::string& group);
 
   std::shared_ptr<Shared> shared_;
 };

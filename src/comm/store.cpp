@@ -1,6 +1,5 @@
 #include "store.h"
 
-#include <arpa/inet.h>
 #include <c10/util/Logging.h>
 #include <fcntl.h>
 #include <netdb.h>
@@ -22,6 +21,7 @@
 
 #include "broken_pipe.h"
 #include "hasten/base/error.h"
+#include "network_interface.h"
 
 namespace hasten::detail {
 
@@ -54,13 +54,11 @@ std::string store_address(const World& world) {
   return store_host(world) + ":" + std::to_string(world.master_port);
 }
 
-bool is_loopback(const std::string& host, int port) {
-  const StoreAddressList addresses(host, port);
-  return addresses.first != nullptr && addresses.first->ai_family == AF_INET &&
-         ntohl(reinterpret_cast<sockaddr_in*>(addresses.first->ai_addr)
-                   ->sin_addr.s_addr) >>
-                 24 ==
-             127;
+/// Loopback reaches nobody else. A name counts as reachable: on its own host it may be
+/// 127.0.1.1 (Debian), elsewhere not.
+bool store_on_loopback(const World& world) {
+  const std::string host = store_host(world);
+  return host == "localhost" || is_loopback_address(host);
 }
 
 /// As digits.
@@ -110,13 +108,6 @@ std::string only_address(const std::string& host, int port) {
   return addresses.first != nullptr && addresses.first->ai_next == nullptr
              ? address_text(*addresses.first)
              : host;
-}
-
-bool is_address(const std::string& host) {
-  unsigned char bytes[sizeof(in6_addr)];
-  const std::string digits = host.substr(0, host.find('%'));
-  return inet_pton(AF_INET, host.c_str(), bytes) == 1 ||
-         inet_pton(AF_INET6, digits.c_str(), bytes) == 1;
 }
 
 NoNameServers::NoNameServers() {
@@ -219,7 +210,7 @@ StorePtr open_store(
   if (serve) {
     if (world.listen_fd >= 0) {
       options.masterListenFd = world.listen_fd;
-    } else if (is_loopback(host, world.master_port)) {
+    } else if (store_on_loopback(world)) {
       options.masterListenFd = listen_on_loopback_port(world.master_port);
     }
     host = only_address(host, world.master_port);

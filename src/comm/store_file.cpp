@@ -1,8 +1,5 @@
 #include "store_file.h"
 
-#include <arpa/inet.h>
-#include <ifaddrs.h>
-#include <net/if.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -17,45 +14,13 @@
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
 #include "hasten/base/process.h"
+#include "network_interface.h"
 
 namespace hasten::detail {
 
 // The file's first word. Then the world's number in this process, the address and
 // the port.
 constexpr const char* kStoreFileMark = "hasten-store";
-
-std::string reachable_address(const std::string& peer) {
-  in_addr target{};
-  std::string fallback;
-  ifaddrs* interfaces = nullptr;
-  if (getifaddrs(&interfaces) != 0) {
-    return peer;
-  }
-  const bool numeric = inet_pton(AF_INET, peer.c_str(), &target) == 1;
-  std::string found;
-  for (const ifaddrs* i = interfaces; i != nullptr; i = i->ifa_next) {
-    if (i->ifa_addr == nullptr || i->ifa_addr->sa_family != AF_INET ||
-        (i->ifa_flags & IFF_LOOPBACK) != 0 || (i->ifa_flags & IFF_UP) == 0) {
-      continue;
-    }
-    const auto address = reinterpret_cast<sockaddr_in*>(i->ifa_addr)->sin_addr;
-    const auto mask =
-        i->ifa_netmask == nullptr
-            ? 0xffffffffU
-            : reinterpret_cast<sockaddr_in*>(i->ifa_netmask)->sin_addr.s_addr;
-    char text[INET_ADDRSTRLEN] = "";
-    inet_ntop(AF_INET, &address, text, sizeof text);
-    if (fallback.empty()) {
-      fallback = text;
-    }
-    if (numeric && found.empty() &&
-        (address.s_addr & mask) == (target.s_addr & mask)) {
-      found = text;
-    }
-  }
-  freeifaddrs(interfaces);
-  return !found.empty() ? found : !fallback.empty() ? fallback : peer;
-}
 
 /// A socket on every interface and a port that the system chooses.
 std::pair<int, int> listen_everywhere() {
@@ -107,9 +72,9 @@ void StoreFile::serve(const std::string& address, int generation) {
   const auto [fd, port] = one_host ? listen_on_loopback() : listen_everywhere();
   world_.listen_fd = fd;
   world_.master_port = port;
-  world_.master_addr = one_host          ? "127.0.0.1"
-                       : address.empty() ? reachable_address("127.0.0.1")
-                                         : address;
+  // An address of the Internet that nobody has: on the default route.
+  world_.master_addr =
+      one_host ? "127.0.0.1" : reachable_address(address, "198.51.100.1");
   std::ostringstream text;
   text << kStoreFileMark << ' ' << generation << ' ' << world_.master_addr
        << ' ' << port << '\n';

@@ -10,7 +10,7 @@ namespace hasten::detail {
 /// that an ended run left behind is waited over. Rank 0's goes with this object.
 class StoreFile {
  public:
-  /// `address`: what others reach rank 0 at; empty: found. `generation` counts the
+  /// `address`: where others reach rank 0, or its interface; empty: found. `generation` counts the
   /// worlds that this process has joined. Blocks until `deadline`; SIGINT ends it
   /// with Interrupted. Throws InputError where the file cannot be written,
   /// CommunicationError where no rank 0 comes.
@@ -34,9 +34,5 @@ class StoreFile {
   World world_;
   std::string written_; // by this rank
 };
-
-/// An address of this host that others can reach: the one on the way to `peer`, else
-/// the first that is not loopback.
-std::string reachable_address(const std::string& peer);
 
 } // namespace hasten::detail

@@ -59,7 +59,8 @@ void check_tensor(std::string_view operation, const at::Tensor& tensor) {
         "device=" + tensor.device().str() +
             (tensor.layout() == at::kStrided ? "" : ", not dense"),
         "a dense tensor on the CPU, where this group communicates",
-        "copy it with .to(\"cpu\")");
+        "with an Accelerator set AcceleratorOptions::cpu, else copy it with "
+        ".to(\"cpu\")");
   }
   if (!tensor.is_contiguous()) {
     std::ostringstream text;

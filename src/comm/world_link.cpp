@@ -12,6 +12,8 @@
 #include "hasten/base/error.h"
 #include "hasten/base/log.h"
 #include "hasten/base/process.h"
+#include "hasten/base/recorded_error.h"
+#include "network_interface.h"
 #include "store_file.h"
 
 namespace hasten::detail {
@@ -34,8 +36,8 @@ int next_world_generation() {
 std::vector<Hello> exchange_hellos(
     c10d::Store& store,
     const std::atomic<bool>& cancelled,
-    const Hello& own,
-    bool serves,
+    Hello own,
+    const World& world,
     HandshakeProgress& progress) {
   const auto hello_key = [](size_t rank) {
     return "hello/" + std::to_string(rank);
@@ -46,6 +48,9 @@ std::vector<Hello> exchange_hellos(
         "two processes have RANK=" + std::to_string(own.rank),
         "each rank once",
         "give every process its own RANK, or start with hasten launch");
+  }
+  if (!world_on_one_host(world)) {
+    own.store_address = listening_address(world.master_addr, world.master_port);
   }
   if (own.rank == 0) {
     store.set(Liveness::kFailureKey, std::string(Liveness::kNoFailure));
@@ -70,7 +75,7 @@ std::vector<Hello> exchange_hellos(
       // The store must last until all have seen the difference, those that
       // start a little later too.
       const CommClock::time_point until = CommClock::now() + milliseconds(5000);
-      while (!difference.empty() && serves && !cancelled &&
+      while (!difference.empty() && serves_store(world) && !cancelled &&
              CommClock::now() < until &&
              store.add("greeted", 0) < own.world_size) {
         std::this_thread::sleep_for(milliseconds(10));
@@ -99,7 +104,7 @@ WorldLink::WorldLink(
       first_world_(world),
       generation_(generation),
       timeout_(options.timeout),
-      liveness_limit_(options.liveness),
+      liveness_limit_(options.heartbeat_timeout),
       deadline_(CommClock::now() + options.timeout),
       served_(std::make_shared<StorePtr>()),
       watch_store_(std::make_shared<StorePtr>()) {
@@ -126,6 +131,20 @@ WorldLink::~WorldLink() = default;
 
 std::shared_ptr<WorldLink> WorldLink::join(
     const World& world, const CommunicatorOptions& options) {
+  static std::weak_ptr<WorldLink> latest; // threads do not join side by side
+  const auto open = latest.lock();
+  if (open && open->open_groups_ > 0 && !world.agent_store &&
+      world.store_file.empty() && world.rank == open->world_.rank &&
+      world.master_port == open->world_.master_port) {
+    throw InputError(
+        "comm::create",
+        "this process is in the world of " + std::to_string(world.world_size) +
+            " ranks at " + world.master_addr + ":" +
+            std::to_string(world.master_port) + " already",
+        "one world at a time from one environment",
+        "go on in it: Accelerator b({}, a.communicator()), or "
+        "communicator->duplicate(); or close it first");
+  }
   const int generation = next_world_generation();
   const StoreFile file( // until all have found the store
       world,
@@ -135,6 +154,7 @@ std::shared_ptr<WorldLink> WorldLink::join(
   auto link = std::make_shared<WorldLink>(file.world(), options, generation);
   link->shake_hands(options);
   link->start_watch();
+  latest = link;
   return link;
 }
 
@@ -156,9 +176,9 @@ void WorldLink::shake_hands(const CommunicatorOptions& options) {
   progress->hellos.resize(static_cast<size_t>(world_.world_size));
   const Hello own = own_hello(world_, options.device_kind);
   std::future<std::vector<Hello>> future = store_->post<std::vector<Hello>>(
-      [own, progress, serves = serves_store(world_)](
+      [own, progress, world = world_](
           c10d::Store& store, const std::atomic<bool>& cancelled) {
-        return exchange_hellos(store, cancelled, own, serves, *progress);
+        return exchange_hellos(store, cancelled, own, world, *progress);
       });
   // A second more, so that the store's own error, if any, comes first.
   const bool met = await_future(future, deadline_ + milliseconds(1000), [this] {
@@ -183,6 +203,10 @@ void WorldLink::shake_hands(const CommunicatorOptions& options) {
     for (size_t i = 0; i < progress->hellos.size(); ++i) {
       if (!progress->hellos[i]) {
         absent += (absent.empty() ? "" : ", ") + std::to_string(i);
+      } else if (
+          static_cast<int>(i) < own.rank &&
+          progress->hellos[i]->process_host == own.process_host) {
+        set_said_by_peer(true);
       }
     }
   }
@@ -198,12 +222,15 @@ void WorldLink::shake_hands(const CommunicatorOptions& options) {
 std::shared_ptr<gloo::transport::Device> WorldLink::device(
     const std::string& address) {
   std::string host = address;
-  if (host.empty()) {
+  if (!is_address(address)) {
     const bool one_host =
         std::all_of(hellos_.begin(), hellos_.end(), [this](const Hello& hello) {
           return hello.network_host == hellos_[0].network_host;
         });
-    host = one_host ? "127.0.0.1" : reachable_address(world_.master_addr);
+    host = "127.0.0.1";
+    if (!one_host || !address.empty()) {
+      host = reachable_address(address, store_address_of(hellos_, world_.rank));
+    }
   }
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!device_ || device_address_ != host) {

@@ -54,6 +54,8 @@ struct RankFailure {
   std::chrono::system_clock::time_point time{}; // of its error, or of its end
   bool follows = false; // from a peer's failure, or from what we did about it
   std::string message{}; // as it recorded it
+  bool shown = false; // by the rank itself
+  bool froze = false;
 };
 
 /// Decides when the ranks are told to end and when they are made to.
@@ -65,13 +67,15 @@ class LaunchJudge {
 
   LaunchResult run() {
     while (!group_.all_ended() && !given_up_) {
-      for (const RankEvent& event : group_.wait(time_left())) {
+      for (const RankEvent& event :
+           group_.wait(std::min(time_left(), look_interval_))) {
         if (event.rank >= 0) {
           on_end(event.rank);
         } else {
           on_signal(event.signal);
         }
       }
+      find_frozen();
       act_on_deadlines();
     }
     finish_output();
@@ -90,7 +94,7 @@ class LaunchJudge {
 
   void on_end(int rank) {
     const ProcessEnd& end = group_.end(rank);
-    if (end.code == 0 || signal_ != 0) {
+    if (end.code == 0 || signal_ != 0 || failed(rank)) {
       return;
     }
     if (options_.keep_going && rank != 0) {
@@ -104,16 +108,63 @@ class LaunchJudge {
       failure.time = std::min(failure.time, error->time);
       failure.follows = error->of_a_peer;
       failure.message = error->message;
+      failure.shown = error->shown;
     }
+    add_failure(failure, describe(end));
+  }
+
+  void add_failure(const RankFailure& failure, const std::string& how) {
     failures_.push_back(failure);
     if (failures_.size() == 1 && !group_.all_ended()) {
       if (!failure.follows) { // else the rank it follows from is named first
         log_info(
-            "rank " + std::to_string(rank) + " " + describe(end) +
+            "rank " + std::to_string(failure.rank) + " " + how +
             "; the other ranks are stopped");
       }
       terminate_at_ = LaunchClock::now() + options_.settle;
     }
+  }
+
+  bool failed(int rank) const {
+    return std::any_of(failures_.begin(), failures_.end(), [&](const auto& f) {
+      return f.rank == rank;
+    });
+  }
+
+  /// A rank that a signal has stopped takes no part, and SIGTERM does not end it.
+  void find_frozen() {
+    const auto now = LaunchClock::now();
+    // After a stop of this very process nobody's counts.
+    const bool slept = now - looked_ > std::chrono::seconds(1);
+    looked_ = now;
+    for (int rank = 0; rank < group_.size(); ++rank) {
+      auto& since = stopped_since_[static_cast<size_t>(rank)];
+      if (!group_.stopped(rank)) {
+        since = kLaunchNever;
+        continue;
+      }
+      since = slept || since == kLaunchNever ? now : since;
+      if (signal_ == 0 && !told_ && !failed(rank) &&
+          now - since >= options_.heartbeat_timeout * 4 / 5) {
+        on_frozen(
+            rank, std::chrono::ceil<std::chrono::milliseconds>(now - since));
+      }
+    }
+  }
+
+  void on_frozen(int rank, std::chrono::milliseconds stopped_for) {
+    const std::string what =
+        "process " + std::to_string(group_.pid(rank)) +
+        " has been stopped by a signal (SIGSTOP) for " +
+        std::to_string(stopped_for.count()) +
+        " ms. Fix: see who stopped it; HASTEN_HEARTBEAT_TIMEOUT sets the limit";
+    if (options_.keep_going && rank != 0) {
+      log_warning("rank " + std::to_string(rank) + " froze: " + what);
+    } else {
+      const auto at = std::chrono::system_clock::now() - stopped_for;
+      add_failure({rank, at, false, what, false, true}, "froze");
+    }
+    group_.kill_rank(rank);
   }
 
   /// Waits until what the ranks wrote has been passed on. A signal ends the wait:
@@ -198,8 +249,11 @@ class LaunchJudge {
       const int first = failures[0].rank;
       const ProcessEnd& end = group_.end(first);
       result.first_failed_rank = first;
-      result.exit_code = end.code;
-      result.reason = "rank " + std::to_string(first) + " " + describe(end);
+      const bool froze = failures[0].froze;
+      result.exit_code = froze ? 1 : end.code;
+      result.reason = "rank " + std::to_string(first) + " " +
+                      (froze ? "froze" : describe(end));
+      result.shown = failures[0].shown;
       if (group_.size() > 1) {
         result.reason += " first";
       }
@@ -229,6 +283,14 @@ class LaunchJudge {
   bool given_up_ = false;
   LaunchClock::time_point terminate_at_ = kLaunchNever;
   LaunchClock::time_point kill_at_ = kLaunchNever;
+  const std::chrono::milliseconds look_interval_ = std::clamp(
+      options_.heartbeat_timeout / 20,
+      std::chrono::milliseconds(20),
+      std::chrono::milliseconds(250));
+  LaunchClock::time_point looked_ = LaunchClock::now();
+  std::vector<LaunchClock::time_point> stopped_since_ =
+      std::vector<LaunchClock::time_point>(
+          static_cast<size_t>(group_.size()), kLaunchNever); // [rank]
 };
 
 } // namespace detail

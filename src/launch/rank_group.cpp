@@ -13,6 +13,7 @@
 #include <system_error>
 
 #include "hasten/base/error.h"
+#include "hasten/base/process.h"
 #include "hasten/base/world.h"
 
 namespace hasten {
@@ -67,6 +68,7 @@ std::vector<std::pair<std::string, std::string>> rank_environment(
       // Of an outer world of one these would be lies; empty is not set.
       {"TORCHELASTIC_USE_AGENT_STORE", ""},
       {"TORCHELASTIC_ERROR_FILE", error_file},
+      {"HASTEN_LAUNCHER", "1"}, // it says what ranks record
       {"HASTEN_LISTEN_FD", rank == 0 ? std::to_string(listen_fd) : ""},
       {"OMP_NUM_THREADS", std::to_string(threads_per_rank(options.nproc))}};
   environment.insert(
@@ -222,6 +224,16 @@ std::vector<RankEvent> RankGroup::wait(std::chrono::milliseconds timeout) {
     }
   }
   return events;
+}
+
+void RankGroup::kill_rank(int rank) {
+  if (!ended(rank)) {
+    ::kill(-pid(rank), SIGKILL);
+  }
+}
+
+bool RankGroup::stopped(int rank) const {
+  return !ended(rank) && process_state(pid(rank), 0) == ProcessState::stopped;
 }
 
 void RankGroup::send(int signal) {

@@ -31,6 +31,10 @@ class RankGroup {
   std::vector<RankEvent> wait(std::chrono::milliseconds timeout);
   /// Sends a signal to the process group of every rank that has not ended.
   void send(int signal);
+  void kill_rank(int rank);
+  /// True where a signal has stopped the rank.
+  bool stopped(int rank) const;
+  int pid(int rank) const { return ranks_[static_cast<size_t>(rank)].pid; }
   bool all_ended() const { return living_ == 0; }
   bool ended(int rank) const { return ranks_[static_cast<size_t>(rank)].ended; }
   const ProcessEnd& end(int rank) const {

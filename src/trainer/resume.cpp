@@ -215,6 +215,8 @@ std::vector<ArgumentChange> changed_arguments(
       "resume_from_checkpoint",
       "allow_changed_arguments",
       "disable_tqdm",
+      "ddp_timeout",
+      "heartbeat_timeout",
       "bf16", // precision says it
       "fp16"};
   const auto among = [](const std::vector<std::string>& names,

@@ -260,6 +260,8 @@ Trainer::Trainer(
     options.seed = parts.arguments.seed;
     options.strategy = parts.arguments.strategy;
     options.shard_size = static_cast<int>(parts.arguments.shard_size);
+    options.timeout = from_seconds(parts.arguments.ddp_timeout);
+    options.heartbeat_timeout = from_seconds(parts.arguments.heartbeat_timeout);
     accelerator = std::make_shared<Accelerator>(options);
   }
   if (accelerator->options().gradient_accumulation_steps != window) {

@@ -116,6 +116,8 @@ void visit_arguments(Arguments& a, Visit&& visit) {
   visit("strategy", a.strategy);
   visit("shard_size", a.shard_size);
   visit("local_sgd_steps", a.local_sgd_steps);
+  visit("ddp_timeout", a.ddp_timeout);
+  visit("heartbeat_timeout", a.heartbeat_timeout);
   visit("label_smoothing_factor", a.label_smoothing_factor);
   visit("class_weights", a.class_weights);
   visit("gradient_checkpointing", a.gradient_checkpointing);
@@ -460,6 +462,9 @@ void TrainingArguments::validate() const {
       max_steps,
       "1 or more, or -1 to count epochs");
   detail::validate_ranges(*this);
+  check_timeout(detail::kArgumentsPlace, "ddp_timeout", ddp_timeout);
+  check_timeout(
+      detail::kArgumentsPlace, "heartbeat_timeout", heartbeat_timeout);
   not_negative("learning_rate", learning_rate);
   not_negative("weight_decay", weight_decay);
   not_negative("adam_epsilon", adam_epsilon);

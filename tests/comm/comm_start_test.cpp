@@ -101,6 +101,31 @@ TEST(CommStart, TwoProcessesWithOneRankAreAnError) {
   EXPECT_NE(refused(1), refused(2)) << ranks[1].error << "\n" << ranks[2].error;
 }
 
+HASTEN_RANK_FUNCTION(CommCreatesASecondWorld) {
+  const auto comm = Communicator::create(rank.world(), {});
+  comm->barrier("meet");
+  try {
+    Communicator::create(rank.world(), {.name = "second"});
+  } catch (const InputError& error) {
+    rank.report("error", error.what());
+  }
+  comm->barrier("the first is as it was");
+  comm->close();
+}
+
+TEST(CommStart, ASecondWorldBesideTheFirstIsRefusedWithWhatToDo) {
+  for (const RankReport& report : spawn(2, "CommCreatesASecondWorld")) {
+    EXPECT_EQ(report.error, "");
+    const std::string error = report.values.value("error", "");
+    for (const char* part :
+         {"this process is in the world of 2 ranks at ",
+          "already",
+          "Accelerator b({}, a.communicator())"}) {
+      EXPECT_NE(error.find(part), std::string::npos) << error;
+    }
+  }
+}
+
 static void meet(const std::shared_ptr<Communicator>& comm) {
   torch::Tensor tensor = torch::ones({3});
   comm->all_reduce(tensor, ReduceOp::sum, "sum");
@@ -151,7 +176,7 @@ TEST(CommEnd, AGroupThatIsLeftOpenDoesNotHoldUpOrCrashTheExit) {
 
 HASTEN_RANK_FUNCTION(CommLeavesEarly) {
   CommunicatorOptions options;
-  options.liveness = milliseconds(1'000);
+  options.heartbeat_timeout = milliseconds(1'000);
   const auto comm = Communicator::create(rank.world(), options);
   meet(comm);
   if (rank.world().rank == 1) {

@@ -65,7 +65,7 @@ static std::shared_ptr<Communicator> watched_comm(const FaultRank& rank) {
   watched_port = rank.world().master_port;
   CommunicatorOptions options;
   options.timeout = milliseconds(20'000);
-  options.liveness = milliseconds(1'000);
+  options.heartbeat_timeout = milliseconds(1'000);
   auto comm = Communicator::create(rank.world(), options);
   comm->barrier("meet");
   return comm;

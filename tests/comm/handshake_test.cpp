@@ -59,11 +59,4 @@ TEST(Handshake, HellosSurviveTheWire) {
   EXPECT_FALSE(copy.process_host.empty());
 }
 
-TEST(ProcessState, TellsRunningStoppedAndEndedProcessesApart) {
-  const Hello own = *three_equal_hellos()[0];
-  EXPECT_EQ(process_state(own.pid, own.start_time), ProcessState::running);
-  // Another start time is another process that got the same number.
-  EXPECT_EQ(process_state(own.pid, own.start_time + 1), ProcessState::ended);
-}
-
 } // namespace hasten::detail

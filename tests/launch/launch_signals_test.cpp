@@ -34,6 +34,7 @@ class LauncherProcess {
       options.argv = {"sh", "-c", script};
       options.environment = {{"DIR", folder_.path().string()}};
       options.interrupt_grace = std::chrono::seconds(20);
+      options.heartbeat_timeout = std::chrono::milliseconds(300);
       ::_exit(launch(options).exit_code);
     }
     for (const char* file : {"ready0", "ready1"}) {
@@ -129,6 +130,7 @@ TEST(LaunchSignals, PausedLauncherPausesItsRanksUntilItGoesOn) {
     }
     EXPECT_TRUE(stopped) << file;
   }
+  ::usleep(1'000'000); // longer than the heartbeat limit: a pause is no failure
   launcher.touch("go");
   launcher.send(SIGCONT);
   EXPECT_EQ(launcher.wait().code, 0);

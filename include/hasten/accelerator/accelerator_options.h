@@ -10,6 +10,7 @@
 #include "hasten/accelerator/prepare.h"
 #include "hasten/accumulation/gradient_window.h"
 #include "hasten/amp/loss_scale.h"
+#include "hasten/base/timeouts.h"
 #include "hasten/core/autocast.h"
 #include "hasten/core/precision.h"
 #include "hasten/parallel/fully_shard.h"
@@ -99,8 +100,11 @@ struct AcceleratorOptions {
   bool sync_batchnorm = false;
   /// How loaders are shared out over ranks (hasten/accelerator/prepared_loader.h).
   DataLoaderConfiguration dataloader_config{};
-  /// Longest wait for a rank that is alive but late. Milliseconds.
-  std::chrono::milliseconds timeout{600'000};
+  /// Longest wait for a rank that is alive but late, and longest until one that died
+  /// or froze is named; see CommunicatorOptions. No effect on a group that is given.
+  /// Milliseconds.
+  std::chrono::milliseconds timeout = default_ddp_timeout();
+  std::chrono::milliseconds heartbeat_timeout = default_heartbeat_timeout();
   /// Finds ranks that drift apart: whenever a window is complete, the ranks
   /// compare which collectives they called since and what their parameters are,
   /// and each collective's shape before it runs. An error names the first that

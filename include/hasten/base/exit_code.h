@@ -33,9 +33,11 @@ class SilentExit : public std::exception {
 ///   128 + n        Interrupted, or any other once signal n was remembered; with
 ///                  several ranks without a line, since the launcher says it
 ///   kExitFailed    anything else
-/// What all ranks throw alike (TrainingError, CommunicationError) is said by
-/// rank 0 alone.
-int exit_code_of(int rank, int world_size, const std::function<int()>& body);
+/// What all ranks throw alike is said once: by the launcher where it is hasten's; else
+/// a TrainingError by the first rank of each host, a CommunicationError by the first of
+/// each host that is left.
+int exit_code_of(
+    int local_rank, int world_size, const std::function<int()>& body);
 
 namespace detail {
 int record_main(const std::function<int()>& main);

@@ -4,6 +4,7 @@
 
 #include <sys/types.h>
 
+#include <cstdint>
 #include <string>
 #include <utility>
 #include <vector>
@@ -48,6 +49,14 @@ ProcessEnd process_end(int wait_status);
 
 /// "exited with code 3", "was killed by signal 9 (Killed)".
 std::string describe(const ProcessEnd& end);
+
+/// How a process is, by /proc. stopped: by a signal (SIGSTOP), until SIGCONT; one that a
+/// debugger holds counts as running.
+enum class ProcessState { running, stopped, ended };
+/// Another process that got the same number is told apart by its start; 0: it is not.
+ProcessState process_state(int pid, uint64_t start_time);
+/// In clock ticks since boot; 0 where there is no such process, or no /proc.
+uint64_t process_start_time(int pid);
 
 /// Binds 127.0.0.1:0 and listens. Returns {descriptor (close-on-exec), port}.
 std::pair<int, int> listen_on_loopback();

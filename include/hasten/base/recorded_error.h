@@ -22,13 +22,25 @@ struct RecordedError {
   /// True for what follows from a peer's failure (CommunicationError,
   /// PeerInputError): never the first cause where another rank has one.
   bool of_a_peer = false;
+  /// True where the rank has shown it to the user already.
+  bool shown = false;
 };
 
 /// Writes `error` to the file that TORCHELASTIC_ERROR_FILE names. Does nothing
 /// where that is not set, cannot be written, or has been written already: the
 /// first error is the one that counts. hasten-worker calls it for what ends it;
-/// a program of your own may in the last catch of its main.
-void record_error(const std::exception& error) noexcept;
+/// a program of your own may in the last catch of its main. `shown`: the rank says it
+/// on its stderr itself.
+void record_error(const std::exception& error, bool shown = false) noexcept;
+
+/// Whether another rank of this host, which lives, throws the CommunicationError that
+/// this rank is about to throw, so that it need not be shown twice. Set by the
+/// communicators.
+void set_said_by_peer(bool said) noexcept;
+bool said_by_peer() noexcept;
+
+/// True where a launcher of hasten's reads what this process records, and says it.
+bool launcher_says_errors() noexcept;
 
 /// What record_error(), or Python's torch.distributed.elastic, wrote; nothing
 /// where there is no such file or it is not in that form. Never throws.

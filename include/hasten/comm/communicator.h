@@ -6,8 +6,9 @@
 // each later call throws the first error again, unless the ranks that are left
 // shrink() their world. While a call waits, SIGINT and
 // SIGTERM end it with Interrupted (see base/process.h), within 0.1 s.
-// What a timeout names: each rank's last entered operation travels with its
-// sign of life, four times a second, so a frozen rank is known by it too.
+// What a timeout names: each rank's last entered operation travels with its sign of
+// life, four times a second. A rank that died or froze is named within the heartbeat
+// limit, not the timeout: by its silence on other hosts, by /proc on its own.
 // "Collective" = every rank of the group calls it, in the same order.
 #pragma once
 
@@ -22,6 +23,7 @@
 #include <string_view>
 #include <vector>
 
+#include "hasten/base/timeouts.h"
 #include "hasten/base/world.h"
 
 namespace hasten {
@@ -43,14 +45,17 @@ enum class ShapeCheck {
 
 struct CommunicatorOptions {
   /// Longest a rank waits for peers that are alive but late. Milliseconds.
-  std::chrono::milliseconds timeout{600'000};
-  /// Longest until a dead rank is named, whatever the timeout. Milliseconds.
-  std::chrono::milliseconds liveness{5'000};
+  std::chrono::milliseconds timeout = default_ddp_timeout();
+  /// Longest until a rank is named that died, cannot be reached, or that a signal has
+  /// stopped, whatever the timeout. In worlds of more than 1,000 ranks at least 5 ms
+  /// a rank. Milliseconds.
+  std::chrono::milliseconds heartbeat_timeout = default_heartbeat_timeout();
   /// Name of the group, in messages and in the store's keys; the same on all
   /// ranks, and unique among the groups of a world.
   std::string name = "world";
-  /// Network address Gloo listens on; empty: loopback when every rank is on
-  /// this host, else the interface that reaches the master.
+  /// Address that Gloo listens on, or an interface's name. Empty: loopback when every
+  /// rank is on this host; else the interface that GLOO_SOCKET_IFNAME names, else the
+  /// one whose route reaches the store, on the store's host the one that others reach.
   std::string interface_address{};
   /// What every rank computes on, "cpu" or "cuda"; the handshake compares it.
   std::string device_kind = "cpu";
@@ -198,7 +203,7 @@ class Communicator {
   /// Lets go of the group once its operations under way have ended. The last
   /// group of a world leaves it: ranks meet first, so that no peer loses data
   /// or its store. Rank 0 blocks until every living rank has come, up to the
-  /// timeout; others up to the liveness limit. After a failure or Ctrl-C it
+  /// timeout; others up to the heartbeat limit. After a failure or Ctrl-C it
   /// closes at once (rank 0: within a second). Calling it twice does nothing.
   /// A destructor without close() communicates nothing: peers that still wait
   /// learn of this rank by its end. Groups left open are let go before static
@@ -224,7 +229,7 @@ class Communicator {
   /// the world's other groups, stay dead. One rank may be left. Errors go on
   /// naming ranks as they were when the world began.
   /// Lost are ranks whose processes have ended or show no sign of life for the
-  /// liveness limit, that failed (abandon) or left, and, after the timeout, those
+  /// heartbeat limit, that failed (abandon) or left, and, after the timeout, those
   /// that have not come here. One of these that comes later gets an error.
   /// Nothing, on every rank, where no rank is lost: nothing has failed, or ranks
   /// disagree, or a late one has come; the group is then as it was.

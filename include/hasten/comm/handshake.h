@@ -25,6 +25,9 @@ struct Hello {
   std::string process_host;
   /// Boot and network namespace: equal where loopback reaches the other.
   std::string network_host;
+  /// The address at which this rank reaches the store, as digits; empty where all
+  /// ranks are on one host.
+  std::string store_address;
   int pid = 0;
   /// Clock ticks since boot at which the process started; tells it from a
   /// later process of the same number. 0 where /proc is not there.
@@ -40,9 +43,5 @@ Hello hello_from_json(const nlohmann::json& value);
 /// that differs from rank 0's; empty while all that have arrived agree, or
 /// rank 0 has not. [rank]
 std::string first_difference(const std::vector<std::optional<Hello>>& hellos);
-
-/// How a process of this host is, by /proc.
-enum class ProcessState { running, stopped, ended };
-ProcessState process_state(int pid, uint64_t start_time);
 
 } // namespace hasten::detail

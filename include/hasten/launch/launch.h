@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "hasten/base/process.h"
+#include "hasten/base/timeouts.h"
 
 namespace hasten {
 
@@ -66,6 +67,10 @@ struct LaunchOptions {
   /// launch ended. The others' failures are logged.
   bool keep_going = false;
   LogsSpecs logs{};
+  /// A rank that a signal has stopped (SIGSTOP) for most of this time, and nobody has
+  /// let go on, counts as failed and is killed. One that a debugger holds does not
+  /// count, nor does a stop of the launcher itself (Ctrl-Z). Milliseconds.
+  std::chrono::milliseconds heartbeat_timeout = default_heartbeat_timeout();
   /// How long the other ranks may go on after one has failed, so that they can
   /// say what they saw of it. Then SIGTERM. Milliseconds.
   std::chrono::milliseconds settle{3'000};
@@ -78,19 +83,22 @@ struct LaunchOptions {
 
 struct LaunchResult {
   /// 0 if all ranks ended well; 128 + n if the launcher was stopped by signal n;
-  /// else the code of the rank that failed first, 128 + n if a signal n killed it.
+  /// else the code of the rank that failed first, 128 + n if a signal n killed it,
+  /// 1 if it froze.
   int exit_code = 0;
   /// The rank that failed first, -1 if none did before the launcher was stopped.
   /// Where ranks record their errors (recorded_error.h) that is the one with the
   /// earliest error that is not of a peer; else the one that ended first. A rank
   /// that took longer to end than those it took down is found by that.
   int first_failed_rank = -1;
-  /// Why it did not end well: "rank 1 exited with code 3 first",
+  /// Why it did not end well: "rank 1 exited with code 3 first", "rank 0 froze first",
   /// "stopped by signal 2 (Interrupt)"; empty for exit code 0.
   std::string reason{};
   /// What that rank recorded of it; else the last lines of its stderr where that
   /// went into a file alone; else empty.
   std::string message{};
+  /// True where that rank has shown the message itself.
+  bool shown = false;
   /// The others that failed, which are likely to follow from it, in the order in
   /// which they did: "rank 0 exited with code 1"; [rank]
   std::vector<std::string> consequences{};

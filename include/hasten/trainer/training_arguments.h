@@ -14,6 +14,8 @@
 //   local_sgd_steps          0, off                    not an argument
 //   precision                fp32                      not an argument: bf16, fp16
 //   strategy, shard_size     ddp, 0                    fsdp, deepspeed
+//   ddp_timeout              600                       1800
+//   heartbeat_timeout        5                         not an argument
 //
 // Plain data without LibTorch, so that the `hasten` program can bind flags to
 // it. Threading: none needed.
@@ -27,6 +29,7 @@
 #include <vector>
 
 #include "hasten/activation_checkpoint/checkpoint_spec.h"
+#include "hasten/base/timeouts.h"
 #include "hasten/core/precision.h"
 #include "hasten/parallel/strategy.h"
 
@@ -155,6 +158,12 @@ struct TrainingArguments {
   /// not travel (hasten/accelerator/local_sgd.h). No effect on one process.
   /// Memory: one more copy of the weights.
   int64_t local_sgd_steps = 0;
+
+  /// Longest wait for a process that lives but is late, and longest until one that
+  /// died or froze is named: CommunicatorOptions. Seconds, 0.1 to 1e7. Of an
+  /// accelerator that is given, its own count.
+  double ddp_timeout = double(default_ddp_timeout().count()) / 1000;
+  double heartbeat_timeout = double(default_heartbeat_timeout().count()) / 1000;
 
   // Loss of classifiers; training and evaluation (hasten/trainer/losses.h).
 

@@ -1,0 +1,24 @@
+// How long ranks wait for each other where nothing else is said. Threading: free functions.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <string_view>
+
+namespace hasten {
+
+/// Longest wait for a rank that lives but is late: HASTEN_DDP_TIMEOUT seconds, else 600 s
+/// (torch and transformers: 1800 s). Throws InputError as check_timeout.
+std::chrono::milliseconds default_ddp_timeout();
+/// Longest until a rank that died, froze or cannot be reached is named:
+/// HASTEN_HEARTBEAT_TIMEOUT seconds, else 5 s. Throws InputError as check_timeout.
+std::chrono::milliseconds default_heartbeat_timeout();
+
+/// Throws InputError "[where] name=seconds …" unless `seconds` is 0.1 to 1e7 (115 days).
+void check_timeout(std::string_view where, const char* name, double seconds);
+
+inline std::chrono::milliseconds from_seconds(double seconds) {
+  return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000 + 0.5));
+}
+
+} // namespace hasten

@@ -1,0 +1,42 @@
+#include "hasten/base/timeouts.h"
+
+#include <charconv>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <sstream>
+
+#include "hasten/base/error.h"
+
+namespace hasten {
+
+static std::chrono::milliseconds timeout_of(
+    const char* variable, double otherwise) {
+  const char* text = std::getenv(variable);
+  if (text != nullptr && *text != '\0') {
+    const char* end = text + std::strlen(text);
+    if (std::from_chars(text, end, otherwise).ptr != end) {
+      otherwise = std::numeric_limits<double>::quiet_NaN();
+    }
+    check_timeout("base::timeouts", variable, otherwise);
+  }
+  return from_seconds(otherwise);
+}
+
+std::chrono::milliseconds default_ddp_timeout() {
+  return timeout_of("HASTEN_DDP_TIMEOUT", 600);
+}
+
+std::chrono::milliseconds default_heartbeat_timeout() {
+  return timeout_of("HASTEN_HEARTBEAT_TIMEOUT", 5);
+}
+
+void check_timeout(std::string_view where, const char* name, double seconds) {
+  if (!(seconds >= 0.1 && seconds <= 1e7)) { // NaN neither
+    std::ostringstream text;
+    text << name << "=" << seconds;
+    throw InputError(where, text.str(), "seconds, 0.1 to 1e7");
+  }
+}
+
+} // namespace hasten

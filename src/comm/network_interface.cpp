@@ -1,0 +1,115 @@
+#include "network_interface.h"
+
+#include <arpa/inet.h>
+#include <ifaddrs.h>
+#include <net/if.h>
+#include <netdb.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <memory>
+
+#include "hasten/base/error.h"
+
+namespace hasten::detail {
+
+bool is_address(const std::string& host) {
+  unsigned char bytes[sizeof(in6_addr)];
+  const std::string digits = host.substr(0, host.find('%'));
+  return inet_pton(AF_INET, host.c_str(), bytes) == 1 ||
+         inet_pton(AF_INET6, digits.c_str(), bytes) == 1;
+}
+
+bool is_loopback_address(const std::string& host) {
+  return host == "::1" || (host.starts_with("127.") && is_address(host));
+}
+
+std::string socket_address_text(const sockaddr* address) {
+  const socklen_t size = address->sa_family == AF_INET ? sizeof(sockaddr_in)
+                                                       : sizeof(sockaddr_in6);
+  char text[NI_MAXHOST] = "";
+  getnameinfo(address, size, text, sizeof text, nullptr, 0, NI_NUMERICHOST);
+  return text;
+}
+
+/// Where this host would send from; empty without a route. Sends nothing.
+std::string address_towards(const std::string& target) {
+  addrinfo hints{};
+  hints.ai_socktype = SOCK_DGRAM;
+  hints.ai_flags = AI_NUMERICHOST;
+  addrinfo* to = nullptr;
+  if (getaddrinfo(target.c_str(), "9", &hints, &to) != 0) {
+    return {};
+  }
+  const int fd = socket(to->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+  sockaddr_storage own{};
+  socklen_t size = sizeof own;
+  auto* const address = reinterpret_cast<sockaddr*>(&own);
+  const bool found = connect(fd, to->ai_addr, to->ai_addrlen) == 0 &&
+                     getsockname(fd, address, &size) == 0;
+  freeaddrinfo(to);
+  ::close(fd);
+  return found ? socket_address_text(address) : "";
+}
+
+/// Of interface `name`, IPv4 before IPv6; empty name: of the first that is up and not
+/// loopback. Empty where there is none; `names` receives those there are.
+std::string interface_address(const std::string& name, std::string& names) {
+  ifaddrs* all = nullptr;
+  getifaddrs(&all);
+  const std::unique_ptr<ifaddrs, void (*)(ifaddrs*)> freed(all, freeifaddrs);
+  for (const int family : {AF_INET, AF_INET6}) {
+    for (const ifaddrs* i = all; i != nullptr; i = i->ifa_next) {
+      if (i->ifa_addr == nullptr || i->ifa_addr->sa_family != family) {
+        continue;
+      }
+      if (name.empty() ? (i->ifa_flags & (IFF_UP | IFF_LOOPBACK)) == IFF_UP
+                       : name == i->ifa_name) {
+        return socket_address_text(i->ifa_addr);
+      }
+      names += (names.empty() ? "" : ", ") + std::string(i->ifa_name);
+    }
+  }
+  return {};
+}
+
+std::string reachable_address(
+    const std::string& interface, const std::string& target) {
+  const char* variable = std::getenv("GLOO_SOCKET_IFNAME");
+  const std::string name = interface.empty() && variable ? variable : interface;
+  if (is_address(name)) {
+    return name;
+  }
+  std::string names;
+  const std::string source = name.empty() ? address_towards(target) : "";
+  if (!source.empty() && !is_loopback_address(source)) {
+    return source;
+  }
+  const std::string address = interface_address(name, names);
+  if (address.empty() && !name.empty()) {
+    throw InputError(
+        "comm::create",
+        (interface.empty() ? "GLOO_SOCKET_IFNAME=" : "interface_address=") +
+            name + " is no interface with an address",
+        "one of this host's: " + names);
+  }
+  return address.empty() ? target : address;
+}
+
+std::string store_address_of(const std::vector<Hello>& hellos, int rank) {
+  const Hello& own = hellos[static_cast<size_t>(rank)];
+  const auto reaches = [](const Hello& hello) {
+    return !hello.store_address.empty() &&
+           !is_loopback_address(hello.store_address);
+  };
+  for (const Hello& other : hellos) {
+    if (!reaches(own) && other.network_host != own.network_host &&
+        reaches(other)) {
+      return other.store_address;
+    }
+  }
+  return reaches(own) ? own.store_address : "";
+}
+
+} // namespace hasten::detail

@@ -1,0 +1,171 @@
+// Two network namespaces as two hosts that share a cable: rank 0 on one of them, rank 1
+// on the other. Both have a docker0 before it. Skipped where namespaces are not permitted.
+#include <gtest/gtest.h>
+
+#include "cli/small_reviews.h"
+
+namespace hasten {
+
+using testing_support::ProgramRun;
+using testing_support::run_program;
+using testing_support::small_reviews;
+using testing_support::TemporaryFolder;
+using testing_support::train_arguments;
+
+namespace detail {
+
+// Inside a mount and a network namespace of its own, so that nothing is left of it.
+// `on HOST COMMAND…` runs a command there; hosts.a and hosts.b are their /etc/hosts.
+constexpr const char* kTwoHosts = R"(
+set -e
+mount -t tmpfs none /run
+for h in a b; do
+  ip netns add $h
+  ip -n $h link set lo up
+  ip -n $h link add docker0 type veth peer name docker1
+  ip -n $h addr add 172.17.0.1/16 dev docker0
+  ip -n $h link set docker0 up
+done
+ip link add eth0 netns a type veth peer name eth0 netns b
+ip -n a addr add 10.77.0.1/24 dev eth0
+ip -n b addr add 10.77.0.2/24 dev eth0
+ip -n a link set eth0 up
+ip -n b link set eth0 up
+printf '127.0.0.1 localhost\n127.0.1.1 master\n' > $DIR/hosts.a
+printf '127.0.0.1 localhost\n10.77.0.1 master\n' > $DIR/hosts.b
+on() {
+  h=$1; shift
+  ip netns exec $h sh -c 'mount --bind $0 /etc/hosts; exec "$@"' $DIR/hosts.$h "$@"
+}
+rank() {
+  export RANK=$2 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1
+  on $1 "$PROGRAM" train --model bert-tiny --train-file $DIR/train.csv \
+    --output-dir $DIR/out --batch-size 4 --save-strategy no $FLAGS 2>> $DIR/err$2
+}
+export MASTER_ADDR=master MASTER_PORT=29511
+)";
+
+/// Runs `script` behind that; where it cannot be, `skipped` says why.
+ProgramRun on_two_hosts(
+    const TemporaryFolder& folder,
+    const std::string& script,
+    std::vector<std::pair<std::string, std::string>> environment,
+    std::string& skipped) {
+  write_file_atomically(folder / "train.csv", small_reviews(24));
+  write_file_atomically(folder / "hosts.sh", kTwoHosts);
+  const auto bin =
+      std::filesystem::read_symlink("/proc/self/exe").parent_path();
+  environment.emplace_back("DIR", folder.path().string());
+  environment.emplace_back("PROGRAM", (bin / "hasten").string());
+  const auto run = [&](const std::string& what) {
+    return run_program(
+        {"/bin/sh",
+         "-c",
+         "exec unshare --mount --net sh -c '. $DIR/hosts.sh\n" + what + "'"},
+        {.environment = environment, .deadline = std::chrono::seconds(120)});
+  };
+  const ProgramRun trial = run("on a true");
+  if (trial.code != 0) {
+    skipped = "no network namespaces here: " + trial.error;
+    return trial;
+  }
+  ProgramRun result = run(script);
+  EXPECT_FALSE(result.timed_out);
+  return result;
+}
+
+std::string text_of(const TemporaryFolder& folder, const char* name) {
+  return std::filesystem::exists(folder / name) ? read_file(folder / name) : "";
+}
+
+} // namespace detail
+
+// rank 0's own name for itself is Debian's 127.0.1.1.
+TEST(Hosts, TwoTrainWhereTheMastersNameIsLoopbackAtHomeAndDocker0ComesFirst) {
+  const TemporaryFolder folder;
+  std::string skipped;
+  const ProgramRun run = detail::on_two_hosts(
+      folder,
+      "rank a 0 & rank b 1; echo $? > $DIR/code1; wait $!; echo $? > "
+      "$DIR/code0",
+      {{"FLAGS", "--max-steps 3 --ddp-timeout 60"}},
+      skipped);
+  if (!skipped.empty()) {
+    GTEST_SKIP() << skipped;
+  }
+  EXPECT_EQ(detail::text_of(folder, "code0"), "0\n")
+      << detail::text_of(folder, "err0");
+  EXPECT_EQ(detail::text_of(folder, "code1"), "0\n")
+      << detail::text_of(folder, "err1");
+}
+
+TEST(Hosts, AnInterfaceThatTheVariableNamesIsTaken) {
+  const TemporaryFolder folder;
+  std::string skipped;
+  const ProgramRun run = detail::on_two_hosts(
+      folder,
+      "rank a 0 & rank b 1; wait $!",
+      {{"FLAGS", "--max-steps 3"}, {"GLOO_SOCKET_IFNAME", "eth9"}},
+      skipped);
+  if (!skipped.empty()) {
+    GTEST_SKIP() << skipped;
+  }
+  for (const char* file : {"err0", "err1"}) {
+    const std::string text = detail::text_of(folder, file);
+    EXPECT_NE(
+        text.find("GLOO_SOCKET_IFNAME=eth9 is no interface with an address"),
+        std::string::npos)
+        << text;
+  }
+}
+
+// They see each other's processes (containers that share a pid namespace do), and yet
+// know each other by beats.
+TEST(Hosts, ALostLinkIsNamedOnBothWithinTheHeartbeatLimit) {
+  const TemporaryFolder folder;
+  std::string skipped;
+  const ProgramRun run = detail::on_two_hosts(
+      folder,
+      "set +e; rank a 0 & zero=$!; rank b 1 & one=$!; "
+      "while ! grep -q metrics.jsonl $DIR/err0; do sleep 0.05; done; "
+      "ip -n a link set eth0 down; "
+      "wait $zero; echo $? > $DIR/code0; wait $one; echo $? > $DIR/code1",
+      {{"FLAGS", "--max-steps 1000000"}, {"HASTEN_HEARTBEAT_TIMEOUT", "2"}},
+      skipped);
+  if (!skipped.empty()) {
+    GTEST_SKIP() << skipped;
+  }
+  for (const int rank : {0, 1}) {
+    const std::string number = std::to_string(rank);
+    const std::string text = detail::text_of(folder, ("err" + number).c_str());
+    EXPECT_EQ(detail::text_of(folder, ("code" + number).c_str()), "1\n");
+    EXPECT_NE(
+        text.find(
+            "rank " + std::to_string(1 - rank) + " died or cannot be reached"),
+        std::string::npos)
+        << text;
+  }
+}
+
+TEST(Hosts, AKilledRankZeroIsNamedOnceOnTheHostThatIsLeft) {
+  const TemporaryFolder folder;
+  std::string skipped;
+  const ProgramRun run = detail::on_two_hosts(
+      folder,
+      "set +e; rank a 0 & rank b 1 & one=$!; "
+      "while ! grep -q metrics.jsonl $DIR/err0; do sleep 0.05; done; "
+      "for p in $(ip netns pids a); do "
+      "grep -qs hasten-worker /proc/$p/cmdline && kill -KILL $p; done; "
+      "wait $one; echo $? > $DIR/code1",
+      {{"FLAGS", "--max-steps 1000000"}},
+      skipped);
+  if (!skipped.empty()) {
+    GTEST_SKIP() << skipped;
+  }
+  const std::string text = detail::text_of(folder, "err1");
+  EXPECT_EQ(detail::text_of(folder, "code1"), "1\n");
+  EXPECT_NE(text.find("rank 0 died"), std::string::npos) << text;
+  EXPECT_EQ(text.find("error:"), text.rfind("error:")) << text;
+}
+
+} // namespace hasten
