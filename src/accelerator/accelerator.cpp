@@ -81,6 +81,10 @@ void core_zero_grad(AcceleratorCore& core, OptimizerState& optimizer) {
 bool core_scheduler_step(AcceleratorCore& core, SchedulerState& scheduler) {
   return core.scheduler_step(scheduler);
 }
+std::optional<uint64_t> core_order_seed(const AcceleratorCore& core) {
+  return !core.options.seed && core.world.world_size > 1 ? 0
+                                                         : core.options.seed;
+}
 void core_begin_range(AcceleratorCore& core, LoaderState& loader) {
   core.begin_range(loader);
 }

@@ -10,6 +10,7 @@
 #include "accelerator_core.h"
 #include "hasten/accelerator/collect.h"
 #include "hasten/base/error.h"
+#include "hasten/comm/few_sizes.h"
 
 namespace hasten {
 
@@ -80,11 +81,33 @@ at::Tensor broadcast_bytes(
   const bool mine = communicator.rank() == from;
   const at::Tensor size = at::tensor({mine ? bytes.numel() : 0}, at::kLong);
   communicator.broadcast(size, from, name);
-  if (!mine) {
-    bytes = at::empty({size.item<int64_t>()}, at::kByte);
+  const int64_t count = size.item<int64_t>();
+  if (!mine || bytes.numel() != few_sizes(count)) {
+    const at::Tensor padded = at::empty({few_sizes(count)}, at::kByte);
+    if (mine) {
+      padded.narrow(0, 0, count).copy_(bytes);
+    }
+    bytes = padded;
   }
   communicator.broadcast(bytes, from, name);
-  return bytes;
+  return bytes.narrow(0, 0, count);
+}
+
+// Of the loop that the caller is in. Collective where it is due, which ranks agree on.
+void compare_reading(const AcceleratorCore& core, const LoaderState& loader) {
+  const uint64_t now = loader.last ? loader.read : loader.first_read;
+  if (loader.training || now == 0 || now == loader.compared ||
+      (loader.compared != 0 && !loader.last)) {
+    return;
+  }
+  loader.compared = now;
+  const at::Tensor all = stack_ranks(
+      core,
+      at::tensor({static_cast<int64_t>(now)}, at::kLong),
+      "what the ranks read");
+  if (!all.eq(all[0]).all().item<bool>()) {
+    throw_other_batches(loader.range);
+  }
 }
 
 bool is_half(const at::Tensor& tensor) {
@@ -118,6 +141,9 @@ at::Tensor Collect::gather(const at::Tensor& tensor) {
 at::Tensor Collect::gather_for_metrics(const at::Tensor& rows) {
   at::Tensor own = detail::rows_on_cpu(rows);
   const detail::LoaderState* loader = core_->active_loader();
+  if (loader != nullptr) {
+    detail::compare_reading(*core_, *loader);
+  }
   if (loader != nullptr && loader->stand_in) {
     own = own.narrow(0, 0, 0); // its rows were gathered before
   } else if (loader != nullptr && loader->even && loader->last) {
@@ -201,7 +227,7 @@ at::Tensor Collect::broadcast(at::Tensor tensor, int from) {
 at::Tensor Collect::pad_across_processes(
     const at::Tensor& tensor, int64_t dim, double pad_index, bool pad_first) {
   const char* where = "pad_across_processes";
-  const auto all = communicator()->gather_json(tensor.sizes().vec(), where);
+  const auto all = gather_object(tensor.sizes().vec());
   const auto other = std::find_if(all.begin(), all.end(), [&](const auto& s) {
     return s.size() != all[0].size();
   });

@@ -154,7 +154,7 @@ void AcceleratorCore::register_comm_hook(
 void AcceleratorCore::even_out_buffers(uint64_t models, bool forward) {
   uint64_t mask = forward ? synced_models(models) : 0;
   for (const size_t i : models_in(models)) {
-    if (models_[i].parallel->evens_out_buffers()) {
+    if (models_[i].parallel->evens_out_buffers(!forward)) {
       mask |= uint64_t{1} << i;
     }
   }
@@ -352,6 +352,7 @@ void AcceleratorCore::open(
     }
     batch.stand_in = loader->stand_in;
   }
+  note_reading(loader.get());
   batch.backward_communicates = synced_models(mask) != 0;
   begin_models(mask);
   if (next.opens()) {

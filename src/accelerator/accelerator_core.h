@@ -310,6 +310,7 @@ class AcceleratorCore {
   uint64_t quiet_models() const;
   bool reduces(uint64_t mask) const;
   const LoaderState* current_loader(uint64_t mask) const;
+  void note_reading(const LoaderState* loader);
   void check_parameters(const ModelState& model) const;
   Acts acts(const std::vector<SlotList>& lists) const;
   void refuse_local_gradients(

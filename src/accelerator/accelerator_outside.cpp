@@ -124,6 +124,12 @@ const LoaderState* AcceleratorCore::current_loader(uint64_t mask) const {
   return nullptr;
 }
 
+// The next window's control vector compares it.
+void AcceleratorCore::note_reading(const LoaderState* loader) {
+  exchange_->read = loader != nullptr ? loader->first_read : 0;
+  exchange_->range = loader != nullptr ? loader->range : "";
+}
+
 void AcceleratorCore::check_parameters(const ModelState& model) const {
   for (const auto& item : model.parallel->module()->named_parameters()) {
     if (parameter_owner_.count(item.value().unsafeGetTensorImpl()) == 0) {
@@ -222,6 +228,7 @@ void AcceleratorCore::backward_outside(
     batch.weight = static_cast<double>(*loader->rows);
     batch.stand_in = loader->stand_in;
   }
+  note_reading(loader);
   batch.backward_communicates = synced_models(mask) != 0;
   begin_models(mask);
   try {

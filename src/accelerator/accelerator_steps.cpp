@@ -357,6 +357,8 @@ void AcceleratorCore::serve_peers(const LoaderState* loader, bool& survivable) {
   for (;;) {
     // Ranks that joined a window have its steps still to do.
     mine.data = end_of_data(loader, joined_in_range_ ? 0 : exchange_->history);
+    mine.read = loader != nullptr ? loader->read : 0;
+    mine.range = loader != nullptr ? loader->range : "";
     control_.start(mine, at::Tensor());
     const WindowTotals totals = control_.wait();
     if (totals.finished == communicator->world_size()) {

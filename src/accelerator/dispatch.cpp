@@ -7,6 +7,7 @@
 #include "accelerator_core.h"
 #include "hasten/accelerator/loader_pass.h"
 #include "hasten/base/error.h"
+#include "hasten/comm/few_sizes.h"
 
 namespace hasten::detail {
 
@@ -77,7 +78,7 @@ at::Tensor encode_round(const DispatchedRound& round) {
   const std::vector<uint8_t> text = nlohmann::json::to_cbor(header);
   const auto header_bytes = static_cast<int64_t>(text.size());
   const int64_t start = aligned_bytes(kHeaderStart + header_bytes);
-  at::Tensor buffer = at::empty({start + offset}, at::kByte);
+  at::Tensor buffer = at::empty({few_sizes(start + offset)}, at::kByte);
   auto* to = buffer.mutable_data_ptr<uint8_t>();
   std::memcpy(to, &header_bytes, sizeof header_bytes);
   std::memcpy(to + kHeaderStart, text.data(), text.size());

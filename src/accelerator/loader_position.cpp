@@ -3,13 +3,27 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <torch/optim/schedulers/lr_scheduler.h>
 
+#include <algorithm>
 #include <mutex>
 #include <nlohmann/json.hpp>
 
 #include "hasten/accelerator/prepare.h"
 #include "hasten/base/error.h"
+#include "hasten/core/random.h"
 
 namespace hasten::detail {
+
+std::string range_name(const std::type_info& type, uint64_t index) {
+  const std::string text = c10::demangle(type.name());
+  return (index > 0 ? "loader " + std::to_string(index) : "a loader") + " (" +
+         text.substr(0, std::min<size_t>(text.find('<'), 80)) + ")";
+}
+
+at::Tensor order_state(uint64_t seed, uint64_t index, uint64_t epoch) {
+  return at::make_generator<at::CPUGeneratorImpl>(
+             stream_seed("loader", seed, index, epoch))
+      .get_state();
+}
 
 at::Tensor random_state() {
   at::Generator generator = at::detail::getDefaultCPUGenerator();

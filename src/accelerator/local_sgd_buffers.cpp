@@ -77,7 +77,8 @@ void AveragedBuffers::reduce(double weight) {
   }
   std::vector<at::Tensor> bytes;
   for (const at::Tensor& other : others_) {
-    bytes.push_back(other.cpu().contiguous().view({-1}).view(at::kByte));
+    const at::Tensor own = other.cpu().contiguous();
+    bytes.push_back(own.as_strided({own.numel()}, {1}).view(at::kByte));
   }
   packed_ = at::cat(bytes);
   communicator_->broadcast(packed_, 0, "integer buffers");

@@ -146,7 +146,8 @@ void OrderCheck::compare(const nlohmann::json& more) {
 }
 
 int64_t bit_sum(const at::Tensor& tensor) {
-  const at::Tensor flat = tensor.detach().contiguous().reshape({-1});
+  const at::Tensor own = tensor.detach().contiguous();
+  const at::Tensor flat = own.as_strided({own.numel()}, {1});
   const auto bits = flat.element_size() % 4 == 0   ? at::kInt
                     : flat.element_size() % 2 == 0 ? at::kShort
                                                    : at::kByte;

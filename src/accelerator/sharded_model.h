@@ -47,8 +47,8 @@ class ShardedModel final : public DataParallel {
   void sync_buffers(const DdpRanks& ranks) override {
     sharded_.sync_buffers(ranks);
   }
-  bool evens_out_buffers() const override {
-    return sharded_.evens_out_buffers();
+  bool evens_out_buffers(bool any_dtype) const override {
+    return sharded_.evens_out_buffers(any_dtype);
   }
   void set_local(bool local) override { sharded_.set_local(local); }
   FlatGradients& gradients() override { return gradients_; }

@@ -391,6 +391,8 @@ void GradientWindow::start_control() {
   mine.number = report_.number + (complete_ ? 0 : 1);
   mine.outside = outside_;
   mine.history = exchange_->history;
+  mine.read = exchange_->read;
+  mine.range = exchange_->range;
   mine.loss_scale = loss_scale_;
   if (!complete_) {
     mine.requests = std::exchange(exchange_->requests, 0u);
@@ -445,7 +447,7 @@ void GradientWindow::note_ranks(const WindowTotals& totals) {
   const bool uneven =
       totals.idle > 0 &&
       std::any_of(models_.begin(), models_.end(), [](const auto& model) {
-        return model->evens_out_buffers();
+        return model->evens_out_buffers(true);
       });
   if (totals.extra || (totals.finished == 0 && !uneven)) {
     return;

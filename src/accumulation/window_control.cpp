@@ -32,7 +32,11 @@ enum WindowField {
   kWindowDataKnown, // finished ranks whose data is not 0
   kWindowData,
   kWindowDataSquared,
-  kWindowRequest, // the first of kWindowRequests: ranks that have the bit
+  // Ranks that read something to compare, its print and square; of finished ones.
+  kWindowRead,
+  kWindowReadAll = kWindowRead + 3,
+  kWindowRequest = kWindowReadAll +
+                   3, // the first of kWindowRequests: ranks that have the bit
   kWindowFields = kWindowRequest + kWindowRequests
 };
 
@@ -58,6 +62,17 @@ bool equal_on_ranks(double count, double sum, double sum_of_squares) {
   return sum * sum == count * sum_of_squares;
 }
 
+void throw_other_batches(const std::string& range) {
+  throw CommunicationError(
+      "accelerator::PreparedLoader",
+      "ranks read different batches of " + range,
+      "the same batches in the same order on every rank, which keeps its share",
+      "give all ranks the same range and seed its own generators alike; where "
+      "the data set itself draws random numbers, or the sampler does behind "
+      "begin() and prefetch is on, see "
+      "DataLoaderConfiguration::compare_batches");
+}
+
 } // namespace detail
 
 WindowControl::WindowControl(
@@ -68,6 +83,14 @@ void WindowControl::start(
     const WindowTotals& mine, const at::Tensor& loss_stats) {
   using namespace detail;
   std::array<double, kWindowFields> host{};
+  range_ = mine.range;
+  if (mine.read != 0) {
+    const auto print = static_cast<double>(mine.read >> 48);
+    double* of_read = &host[mine.finished == 0 ? kWindowRead : kWindowReadAll];
+    of_read[0] = 1;
+    of_read[1] = print;
+    of_read[2] = print * print;
+  }
   host[kWindowWeight] = mine.weight;
   host[kWindowRows] = mine.rows;
   host[kWindowLoss] = mine.loss;
@@ -114,6 +137,11 @@ WindowTotals WindowControl::wait() {
   totals.non_finite = sum[kWindowNonFinite];
   totals.finished = static_cast<int>(std::lround(sum[kWindowFinished]));
   const double active = communicator_->world_size() - totals.finished;
+  const auto compare_read = [&](const double* read) {
+    if (!equal_on_ranks(read[0], read[1], read[2])) {
+      throw_other_batches(range_);
+    }
+  };
   if (active == 0) {
     if (!equal_on_ranks(
             sum[kWindowDataKnown], sum[kWindowData], sum[kWindowDataSquared])) {
@@ -126,6 +154,7 @@ WindowTotals WindowControl::wait() {
           "do not step by a count of a rank's own batches; give loaders that "
           "are used inside each other equally many batches on every rank");
     }
+    compare_read(sum + kWindowReadAll);
     return totals;
   }
   totals.idle = static_cast<int>(std::lround(sum[kWindowIdle]));
@@ -149,6 +178,7 @@ WindowTotals WindowControl::wait() {
         "batches it has; accumulate() makes such decisions for all ranks "
         "alike");
   }
+  compare_read(sum + kWindowRead);
   return totals;
 }
 

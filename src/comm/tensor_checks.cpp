@@ -177,7 +177,8 @@ void check_root(std::string_view operation, int root, int world_size) {
 }
 
 at::Tensor bytes_of(const at::Tensor& tensor) {
-  return tensor.detach().view({-1}).view(at::kByte);
+  // A dimension of size 1 may have any stride; view() would keep it.
+  return tensor.detach().as_strided({tensor.numel()}, {1}).view(at::kByte);
 }
 
 std::vector<at::Tensor> rows_of(const at::Tensor& tensor) {

@@ -82,15 +82,12 @@ const at::Tensor& FlatGradients::view(int64_t slot) const {
 at::Tensor FlatGradients::make_view(int64_t slot) const {
   const FlatSlot& s = layout_.slots()[static_cast<size_t>(slot)];
   const at::Tensor& buffer = buffers_[static_cast<size_t>(s.group)];
-  // The parameter's own strides, where they cover its elements without holes, so
-  // that kernels over parameter and gradient walk both in one pass. detach():
-  // a view as such would make Optimizer::zero_grad(false) throw.
-  const at::Tensor& p = s.parameter;
-  const auto part = buffer.narrow(0, s.offset, s.numel);
-  return p.is_non_overlapping_and_dense()
-             ? part.as_strided(p.sizes(), p.strides(), part.storage_offset())
-                   .detach()
-             : part.view(p.sizes()).detach();
+  // The parameter's own strides, so that kernels over parameter and gradient walk
+  // both in one pass. detach(): a view as such would make
+  // Optimizer::zero_grad(false) throw.
+  return buffer
+      .as_strided(s.sizes, s.strides, buffer.storage_offset() + s.offset)
+      .detach();
 }
 
 bool FlatGradients::installed(int64_t slot) const {

@@ -54,6 +54,10 @@ FlatLayout::FlatLayout(const NamedParameters& parameters) {
         {name,
          parameter,
          parameter.sizes().vec(),
+         (parameter.is_non_overlapping_and_dense()
+              ? parameter.strides()
+              : at::IntArrayRef(c10::contiguous_strides(parameter.sizes())))
+             .vec(),
          parameter.scalar_type(),
          group - groups_.begin(),
          group->numel,

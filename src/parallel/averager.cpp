@@ -209,12 +209,10 @@ void Averager::Impl::compare_ranks() {
   }
   auto mine = nlohmann::json::array();
   for (const Entry& entry : entries) {
-    std::ostringstream strides;
-    strides << entry.tensor.strides();
     mine.push_back(
         {"tensor \"" + entry.name + "\"",
-         detail::describe_tensor(entry.tensor, false) + " with strides " +
-             strides.str()});
+         detail::describe_tensor(entry.tensor, false) +
+             detail::describe_strides(entry.tensor)});
   }
   std::ostringstream how;
   how << "slices of " << options.slice_mb << " MiB, " << fragment_count

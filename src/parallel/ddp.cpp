@@ -32,9 +32,7 @@ Ddp::Ddp(
         "both above 0");
   }
   make_buckets();
-  for (const auto& entry : module_buffers_) {
-    buffer_versions_.push_back(entry.second._version());
-  }
+  buffer_versions_ = detail::versions_of(module_buffers_);
   const auto& slots = gradients_.layout().slots();
   for (size_t slot = 0; slot < slots.size(); ++slot) {
     hooks_.push_back(
@@ -287,7 +285,7 @@ void Ddp::finish(double factor, const DdpRanks& ranks, bool defer) {
   }
   final_ = true;
   begun_ = false;
-  if (buffers_may_differ()) {
+  if (buffers_changed_ || evens_out_buffers()) {
     sync_buffers(ranks);
   }
 }
@@ -319,12 +317,9 @@ void Ddp::apply_pending_factor() {
   }
 }
 
-bool Ddp::buffers_may_differ() const {
-  return buffers_changed_ || evens_out_buffers();
-}
-
-bool Ddp::evens_out_buffers() const {
-  return !alone_ && detail::forward_writes(module_buffers_, options_.buffers);
+bool Ddp::evens_out_buffers(bool any_dtype) const {
+  return !alone_ &&
+         detail::to_even_out(module_buffers_, options_.buffers, any_dtype);
 }
 
 void Ddp::sync_buffers(const DdpRanks& ranks) {
@@ -334,9 +329,7 @@ void Ddp::sync_buffers(const DdpRanks& ranks) {
   }
   detail::even_out_buffers(
       *communicator_, module_buffers_, options_.buffers, ranks);
-  for (size_t i = 0; i < module_buffers_.size(); ++i) {
-    buffer_versions_[i] = module_buffers_[i].second._version();
-  }
+  buffer_versions_ = detail::versions_of(module_buffers_);
 }
 
 bool Ddp::has_foreign_gradients() {

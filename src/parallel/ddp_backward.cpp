@@ -8,6 +8,7 @@
 
 #include "hasten/base/error.h"
 #include "hasten/parallel/ddp.h"
+#include "module_buffers.h"
 
 namespace hasten {
 
@@ -268,8 +269,17 @@ void Ddp::check_static_graph() {
 // who used the parameter in this window, who misses its gradient, for whom it is
 // frozen, where grad() was defined before. What comes of it is equal on all ranks
 // without a word more: an error, or which gradients are undefined at the end. One
-// more byte says whether any module's buffer was written. A static graph needs it
-// once. Rank 0's order of gradients travels along until it is known.
+// more byte says whether any module's buffer was written. A static graph that uses all
+// parameters of a module without such buffers needs it once. Rank 0's order of
+// gradients travels along until it is known.
+bool Ddp::asks_again() const {
+  const bool all_used =
+      std::find(static_used_.begin(), static_used_.end(), 0) ==
+      static_used_.end();
+  return !options_.static_graph || static_used_.empty() || !all_used ||
+         (evens_out_buffers(true) && !evens_out_buffers());
+}
+
 void Ddp::start_agreement() {
   using namespace detail;
   const auto& slots = gradients_.layout().slots();
@@ -280,7 +290,7 @@ void Ddp::start_agreement() {
     operation.started = Clock::now();
     operations_.push_back(std::move(operation));
   };
-  if (static_used_.empty() || !options_.static_graph) {
+  if (asks_again()) {
     agreement_ = at::zeros({kAgreementRows * count + 1}, at::kByte);
     auto* rows = agreement_.mutable_data_ptr<uint8_t>();
     // A rank whose batch had no rows made no gradient at all: it misses none.
@@ -299,10 +309,8 @@ void Ddp::start_agreement() {
       rows[kFrozen * count + i] = !trainable;
       rows[kDefined * count + i] = static_cast<uint8_t>(defined_[slot]);
     }
-    for (size_t i = 0; i < module_buffers_.size(); ++i) {
-      rows[kAgreementRows * count] |=
-          module_buffers_[i].second._version() != buffer_versions_[i];
-    }
+    rows[kAgreementRows * count] =
+        detail::versions_of(module_buffers_) != buffer_versions_;
     send(communicator_->all_reduce_async(
         agreement_, ReduceOp::max, "parameters in use"));
   }
@@ -417,7 +425,8 @@ void Ddp::settle_agreement() {
     throw_unused();
   }
   buffers_changed_ = rows[kAgreementRows * count] != 0;
-  if (options_.static_graph) {
+  if (options_.static_graph && static_used_.empty() &&
+      std::find(used_.begin(), used_.end(), 1) != used_.end()) {
     static_used_ = used_;
   }
 }

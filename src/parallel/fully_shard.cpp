@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <exception>
 #include <unordered_set>
+#include <utility>
 
 #include "hasten/base/error.h"
 #include "module_buffers.h"
@@ -199,18 +200,22 @@ void FullyShard::finish_backward() {
 
 // Note [Agreement of shards]
 // When a sum is complete ranks tell each other, by one small maximum of bytes, which
-// parameters got a gradient, so that one that no rank used has none anywhere; and what
-// they gathered and reduced in which order, as a hash and its complement: where all are
-// equal the two maxima add up to 255 byte by byte.
+// parameters got a gradient, so that one that no rank used has none anywhere; whether
+// a buffer was written; and what they gathered and reduced in which order, as a hash
+// and its complement: where all are equal the two maxima add up to 255 byte by byte.
 void FullyShard::start_agreement() {
-  if (communicator_->world_size() == 1) {
+  if (communicator_->world_size() == 1 && replicas() == nullptr) {
     return;
   }
-  const auto count = static_cast<int64_t>(parameters_.size());
+  const auto count = static_cast<int64_t>(parameters_.size()) + 1;
   agreement_ = at::zeros({count + 16}, at::kByte);
   auto* bytes = agreement_.mutable_data_ptr<uint8_t>();
   for (size_t i = 0; i < parameters_.size(); ++i) {
     bytes[i] = tensor_of(i).used;
+  }
+  bytes[count - 1] = detail::versions_of(module_buffers_) != buffer_versions_;
+  if (communicator_->world_size() == 1) {
+    return; // the replicas' turn comes when it is settled
   }
   for (int64_t i = 0; i < 8; ++i) {
     const auto byte =
@@ -226,7 +231,7 @@ void FullyShard::settle_agreement() {
   if (agreed_) {
     agreed_.wait();
     agreed_ = {};
-    const auto count = static_cast<int64_t>(parameters_.size());
+    const auto count = static_cast<int64_t>(parameters_.size()) + 1;
     const auto* bytes = agreement_.const_data_ptr<uint8_t>();
     for (int64_t i = count; i < count + 8; ++i) {
       if (bytes[i] + bytes[i + 8] != 255) {
@@ -237,12 +242,6 @@ void FullyShard::settle_agreement() {
             "included",
             "see what depends on the rank or its data in the model's forward");
       }
-    }
-  } else if (replicas() != nullptr) {
-    agreement_ =
-        at::zeros({static_cast<int64_t>(parameters_.size())}, at::kByte);
-    for (size_t i = 0; i < parameters_.size(); ++i) {
-      agreement_[static_cast<int64_t>(i)] = tensor_of(i).used;
     }
   }
   if (!agreement_.defined()) {
@@ -255,6 +254,7 @@ void FullyShard::settle_agreement() {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     tensor_of(i).used = bytes[i] != 0;
   }
+  buffers_changed_ = bytes[parameters_.size()] != 0;
   agreement_.reset();
 }
 
@@ -290,14 +290,14 @@ void FullyShard::finish(double factor, const DdpRanks& ranks) {
   }
   begun_ = false;
   final_ = true;
-  if (evens_out_buffers()) {
+  if (std::exchange(buffers_changed_, false) || evens_out_buffers()) {
     sync_buffers(ranks);
   }
 }
 
-bool FullyShard::evens_out_buffers() const {
+bool FullyShard::evens_out_buffers(bool any_dtype) const {
   return (communicator_->world_size() > 1 || replicas() != nullptr) &&
-         detail::forward_writes(module_buffers_, options_.buffers);
+         detail::to_even_out(module_buffers_, options_.buffers, any_dtype);
 }
 
 void FullyShard::sync_buffers(const DdpRanks& ranks) {
@@ -314,6 +314,7 @@ void FullyShard::sync_buffers(const DdpRanks& ranks) {
     detail::even_out_buffers(
         *replicas(), module_buffers_, options_.buffers, {});
   }
+  buffer_versions_ = detail::versions_of(module_buffers_);
 }
 
 void FullyShard::set_local(bool local) {

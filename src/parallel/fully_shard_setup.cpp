@@ -378,6 +378,7 @@ void FullyShard::shard_units() {
   }
   places_.resize(parameters_.size());
   broadcast_start(module_buffers_);
+  buffer_versions_ = detail::versions_of(module_buffers_);
   for (size_t u = 0; u < units_.size(); ++u) {
     const auto& unit = units_[u];
     broadcast_start(parameters[u]); // whole until it is cut

@@ -2,10 +2,13 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <cinttypes>
 #include <cmath>
+#include <cstdio>
 #include <cstring>
 
 #include "hasten/base/error.h"
+#include "hasten/core/random.h"
 #include "hasten/parallel/comm_hook.h"
 #include "plain_reduce.h"
 
@@ -36,7 +39,11 @@ void quantize_blocks(float* values, int8_t* bytes, int64_t blocks) {
     const float scale = any ? largest / 127 : std::nanf("");
     std::memcpy(out, &scale, 4);
     for (int64_t i = 0; i < kInt8Block; ++i) {
-      const float q = any && scale > 0 ? std::nearbyint(v[i] / scale) : 0;
+      // The scale of a subnormal block is coarse: its numbers may be up to 190 of it.
+      const float q =
+          any && scale > 0
+              ? std::clamp(std::nearbyint(v[i] / scale), -127.0f, 127.0f)
+              : 0;
       out[4 + i] = static_cast<int8_t>(q);
       v[i] = any ? v[i] - q * scale : 0;
     }
@@ -59,13 +66,25 @@ void dequantize_blocks(
   }
 }
 
+// Which number of a bucket is which.
+uint64_t layout_of(const GradientBucket& bucket, int64_t world) {
+  std::string text;
+  for (const BucketGradient& entry : bucket.gradients) {
+    text += entry.name + '\n' + std::to_string(entry.gradient.numel()) + '\n';
+  }
+  return stream_seed(
+      text,
+      static_cast<uint64_t>(bucket.buffer.numel()),
+      static_cast<uint64_t>(world));
+}
+
 } // namespace detail
 
 // Note [Eight bits]
 // As 16 bits do it: each rank gets its part of every rank's bucket, adds these in
 // fp32 and sends the sum to all, rounded once more. What either rounding loses
-// stays where it was made and is added to the next bucket of that name, so that
-// over rounds nothing is lost (error feedback).
+// stays where it was made and is added to the next bucket of that index and layout, so
+// that over rounds nothing is lost (error feedback).
 CommHook::Step Int8CompressHook::reduce(
     Communicator& communicator, const GradientBucket& bucket) {
   if (bucket.buffer.scalar_type() != at::kFloat) {
@@ -76,15 +95,14 @@ CommHook::Step Int8CompressHook::reduce(
   const int64_t share = (count + world - 1) / world;
   const int64_t blocks = (share + detail::kInt8Block - 1) / detail::kInt8Block;
   const int64_t part = blocks * detail::kInt8Block;
-  const std::string key =
-      bucket.gradients.empty() ? "" : bucket.gradients.front().name;
   const auto floats = at::TensorOptions().dtype(at::kFloat);
-  at::Tensor& lost = errors_[key];
-  at::Tensor& lost_of_sum = errors_[key + ".sum"];
-  if (!lost.defined() || lost.numel() != world * part || !error_feedback_) {
-    lost = at::zeros({world * part}, floats);
-    lost_of_sum = at::zeros({part}, floats);
+  const uint64_t layout = detail::layout_of(bucket, world);
+  Lost& kept = errors_[bucket.index];
+  if (!kept.numbers.defined() || kept.layout != layout || !error_feedback_) {
+    kept = {layout, at::zeros({(world + 1) * part}, floats)};
   }
+  const at::Tensor lost = kept.numbers.narrow(0, 0, world * part);
+  const at::Tensor lost_of_sum = kept.numbers.narrow(0, world * part, part);
   lost.narrow(0, 0, count).add_(bucket.buffer);
   const at::Tensor all = at::empty(
       {world, blocks * detail::kInt8BlockBytes},
@@ -132,8 +150,10 @@ CommHook::Step Int8CompressHook::reduce(
 
 void Int8CompressHook::save_state(
     NamedTensors& tensors, nlohmann::json&) const {
-  for (const auto& [name, error] : errors_) {
-    tensors.emplace("error." + name, error);
+  for (const auto& [index, lost] : errors_) {
+    tensors.emplace(
+        "error." + std::to_string(index) + "." + std::to_string(lost.layout),
+        lost.numbers);
   }
 }
 
@@ -141,13 +161,17 @@ void Int8CompressHook::load_state(
     const NamedTensors& tensors, const nlohmann::json&) {
   errors_.clear();
   for (const auto& [name, error] : tensors) {
-    if (!name.starts_with("error.") || error.scalar_type() != at::kFloat) {
+    int64_t index = 0;
+    uint64_t layout = 0;
+    if (std::sscanf(
+            name.c_str(), "error.%" SCNd64 ".%" SCNu64, &index, &layout) != 2 ||
+        error.scalar_type() != at::kFloat) {
       throw InputError(
           "parallel::Int8CompressHook",
           "tensor \"" + name + "\" in the state",
           "the state of this hook");
     }
-    errors_[name.substr(6)] = error.clone();
+    errors_[index] = {layout, error.clone()};
   }
 }
 

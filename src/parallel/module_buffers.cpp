@@ -23,12 +23,24 @@ FlatLayout::NamedParameters unique_tensors(
 }
 
 // Torch's batch norm writes running statistics unseen; integers nobody does.
-bool forward_writes(
-    const FlatLayout::NamedParameters& buffers, BufferPolicy policy) {
+bool to_even_out(
+    const FlatLayout::NamedParameters& buffers,
+    BufferPolicy policy,
+    bool any_dtype) {
   return policy != BufferPolicy::leave &&
-         std::any_of(buffers.begin(), buffers.end(), [](const auto& entry) {
-           return entry.second.is_floating_point() || entry.second.is_complex();
-         });
+         std::any_of(
+             buffers.begin(), buffers.end(), [any_dtype](const auto& entry) {
+               return any_dtype || entry.second.is_floating_point() ||
+                      entry.second.is_complex();
+             });
+}
+
+std::vector<uint32_t> versions_of(const FlatLayout::NamedParameters& buffers) {
+  std::vector<uint32_t> versions;
+  for (const auto& entry : buffers) {
+    versions.push_back(entry.second._version());
+  }
+  return versions;
 }
 
 void even_out_buffers(

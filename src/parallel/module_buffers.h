@@ -4,15 +4,21 @@
 #include <torch/ordered_dict.h>
 
 #include <string>
+#include <vector>
 
 #include "hasten/parallel/ddp.h"
 
 namespace hasten::detail {
 
-// There are some that torch writes in a forward, and a policy that makes them equal.
-// Equal on all ranks.
-bool forward_writes(
-    const FlatLayout::NamedParameters& buffers, BufferPolicy policy);
+// There are some that torch writes in a forward, or, with `any_dtype`, any, and a
+// policy that makes them equal. Equal on all ranks.
+bool to_even_out(
+    const FlatLayout::NamedParameters& buffers,
+    BufferPolicy policy,
+    bool any_dtype);
+
+// Another list once one was written by torch's operations. [buffer]
+std::vector<uint32_t> versions_of(const FlatLayout::NamedParameters& buffers);
 
 // One message per dtype. Collective, blocking.
 void even_out_buffers(

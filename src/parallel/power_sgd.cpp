@@ -2,8 +2,10 @@
 #include <ATen/CPUGeneratorImpl.h>
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <nlohmann/json.hpp>
+#include <numeric>
 #include <sstream>
 
 #include "hasten/base/error.h"
@@ -15,10 +17,51 @@ namespace hasten {
 
 namespace detail {
 
-// Orthonormal columns that span the same space; any where it has fewer
-// dimensions. Equal bits in, equal bits out: every rank does it for itself.
+// Note [The same bits on every processor]
+// Every rank orthonormalises the sum, and multiplies the factors, for itself. Libraries
+// choose their kernels by the processor, and where columns are dependent a QR may take
+// any direction: ranks on processors of two kinds would go on with other factors, and
+// drift apart. So both are loops whose order is written here.
+
+// Orthonormal columns that span the same space (Gram, Schmidt, in double); where it has
+// fewer dimensions, the first unit vectors that are not in it.
 void orthonormalize_(at::Tensor matrix) {
-  matrix.copy_(std::get<0>(at::linalg_qr(matrix, "reduced")));
+  const int64_t rows = matrix.size(0);
+  const at::Tensor columns = matrix.to(at::kDouble).t().contiguous();
+  double* const values = columns.mutable_data_ptr<double>();
+  for (int64_t k = 0; k < columns.size(0); ++k) {
+    double* const own = values + k * rows;
+    const auto norm_outside = [&] {
+      for (int64_t i = 0; i < 2 * k; ++i) { // twice is enough (Kahan, Parlett)
+        const double* other = values + i % k * rows;
+        const double along = std::inner_product(own, own + rows, other, 0.0);
+        for (int64_t row = 0; row < rows; ++row) {
+          own[row] -= along * other[row];
+        }
+      }
+      return std::sqrt(std::inner_product(own, own + rows, own, 0.0));
+    };
+    double least =
+        1e-7 * std::sqrt(std::inner_product(own, own + rows, own, 0.0));
+    double norm = norm_outside();
+    for (int64_t unit = 0; !(norm > least) && unit < rows; ++unit) {
+      std::fill(own, own + rows, 0.0);
+      own[unit] = 1;
+      norm = norm_outside();
+      least = std::sqrt(0.5 / static_cast<double>(rows)); // one has more
+    }
+    columns[k].div_(norm);
+  }
+  matrix.copy_(columns.t());
+}
+
+// P Q^T, added up in the order of the columns.
+at::Tensor product_of_factors(const at::Tensor& p, const at::Tensor& q) {
+  at::Tensor product = p.select(1, 0).unsqueeze(1) * q.select(1, 0);
+  for (int64_t k = 1; k < p.size(1); ++k) {
+    product.add_(p.select(1, k).unsqueeze(1) * q.select(1, k));
+  }
+  return product;
 }
 
 } // namespace detail
@@ -270,8 +313,8 @@ void PowerSgdHook::finish(Pending& pending) {
   }
   pending.factor_sum.wait();
   for (Matrix& matrix : pending.matrices) {
-    matrix.gradient.copy_(
-        at::mm(matrix.p, matrix.q.t()).view(matrix.gradient.sizes()));
+    matrix.gradient.copy_(detail::product_of_factors(matrix.p, matrix.q)
+                              .view(matrix.gradient.sizes()));
     if (options_.warm_start) {
       factors_[matrix.name] = matrix.q.clone();
     }

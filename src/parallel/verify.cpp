@@ -25,13 +25,27 @@ std::string describe_tensor(const at::Tensor& tensor, bool parameter) {
   return text.str();
 }
 
+std::string describe_strides(const at::Tensor& tensor) {
+  if (tensor.is_contiguous() || !tensor.is_non_overlapping_and_dense()) {
+    return {};
+  }
+  std::vector<int64_t> strides = tensor.strides().vec();
+  for (size_t dim = 0; dim < strides.size(); ++dim) {
+    strides[dim] = tensor.sizes()[dim] == 1 ? 0 : strides[dim];
+  }
+  return " with strides " + c10::str(at::IntArrayRef(strides));
+}
+
+// Gradients lie by their parameters' strides in the buffers that are summed.
 nlohmann::json describe_tensors(
     const FlatLayout::NamedParameters& parameters,
     const FlatLayout::NamedParameters& buffers) {
   auto list = nlohmann::json::array();
   for (const auto& [name, tensor] : parameters) {
     list.push_back(
-        {"parameter \"" + name + "\"", describe_tensor(tensor, true)});
+        {"parameter \"" + name + "\"",
+         describe_tensor(tensor, true) +
+             (tensor.requires_grad() ? describe_strides(tensor) : "")});
   }
   for (const auto& [name, tensor] : buffers) {
     list.push_back({"buffer \"" + name + "\"", describe_tensor(tensor, false)});
@@ -100,7 +114,9 @@ bool travels_alone(const at::Tensor& tensor) {
 }
 
 at::Tensor as_bytes(const at::Tensor& tensor) {
-  return tensor.contiguous().view({-1}).view(at::kByte);
+  // A dimension of size 1 may have any stride; view() would keep it.
+  const at::Tensor whole = tensor.contiguous();
+  return whole.as_strided({whole.numel()}, {1}).view(at::kByte);
 }
 
 // Tensors that one operation sends.
@@ -186,7 +202,8 @@ void Ddp::verify_and_broadcast() {
         "parallel::Ddp",
         "model",
         "the same model on every rank",
-        "build it from the same options everywhere");
+        "build it from the same options everywhere; convert the memory format "
+        "(channels_last) on every rank or on none");
   }
   detail::materialize_start(parameters_, communicator_->rank() == 0);
   detail::materialize_start(module_buffers_, communicator_->rank() == 0);

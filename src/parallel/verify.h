@@ -19,6 +19,10 @@ constexpr int64_t kTravelsAlone = 256 << 10;
 // Shape and dtype; of a parameter, whether it is frozen.
 std::string describe_tensor(const at::Tensor& tensor, bool parameter);
 
+// How the elements lie, where that is not row by row; empty where it is. A
+// dimension of size 1 has no say.
+std::string describe_strides(const at::Tensor& tensor);
+
 // `mine` is an array of [name, description]; the same on all ranks, or every rank
 // throws an InputError of `where` that names the first entry that differs from
 // rank 0's: "rank 1's model has …" for subject "model". Collective, blocking.

@@ -133,4 +133,102 @@ TEST(Buffers, OfARankWhoseBatchStandsInDoNotCount) {
   EXPECT_EQ(turn, 3);
 }
 
+struct CountingImpl : torch::nn::Module {
+  CountingImpl() {
+    linear = register_module("linear", torch::nn::Linear(5, 3));
+    steps = register_buffer("steps", torch::zeros({}, torch::kLong));
+    seen = register_buffer("seen", torch::zeros({8}, torch::kBool));
+    to(torch::kDouble);
+    steps.set_data(steps.to(torch::kLong));
+    seen.set_data(seen.to(torch::kBool));
+  }
+  // Rank r counts r + 1 and marks its own place.
+  Tensor forward(const Tensor& x, int rank) {
+    const torch::NoGradGuard no_grad;
+    steps += rank + 1;
+    seen[rank].fill_(true);
+    const torch::AutoGradMode grad(true);
+    return linear->forward(x);
+  }
+  torch::nn::Linear linear{nullptr};
+  Tensor steps, seen;
+};
+TORCH_MODULE(Counting);
+
+// Integers and booleans, without a floating-point buffer beside them.
+TEST(Buffers, OfEveryDtypeAreRankZerosUnderEveryStrategy) {
+  for (const Strategy strategy :
+       {Strategy::ddp,
+        Strategy::zero1,
+        Strategy::zero2,
+        Strategy::fsdp,
+        Strategy::hsdp}) {
+    for (const bool static_graph : {false, true}) {
+      SCOPED_TRACE(
+          std::string(strategy_name(strategy)) +
+          (static_graph ? ", static graph" : ""));
+      const int world = testing_support::test_world().world_size;
+      if (strategy == Strategy::hsdp && world == 3) {
+        continue; // no halves
+      }
+      auto accelerator = accelerator_of(
+          {.static_graph = static_graph,
+           .strategy = strategy,
+           .shard_size = strategy == Strategy::hsdp ? (world + 1) / 2 : 0});
+      Counting net;
+      torch::optim::SGD sgd(net->parameters(), 0.1);
+      std::vector<Pair> batches = make_batches(3 * world);
+      auto [model, optimizer, loader] = accelerator.prepare(net, sgd, batches);
+      std::vector<Pair> held_out = make_batches(world);
+      auto evaluation = accelerator.prepare(held_out);
+      int64_t turn = 0;
+      for (const auto& batch : loader) {
+        const auto expect_rank_zeros = [&] {
+          EXPECT_EQ(net->steps.item<int64_t>(), turn);
+          EXPECT_EQ(net->seen.sum().item<int64_t>(), turn > 0);
+          EXPECT_EQ(net->seen[0].item<bool>(), turn > 0);
+        };
+        auto window = accelerator.accumulate(net);
+        expect_rank_zeros();
+        const Tensor loss = torch::nn::functional::cross_entropy(
+            net->forward(batch.first, accelerator.process_index()),
+            batch.second);
+        ++turn;
+        accelerator.backward(loss);
+        expect_rank_zeros();
+        optimizer.step();
+        optimizer.zero_grad();
+      }
+      EXPECT_EQ(turn, 3);
+      accelerator.finish();
+    }
+  }
+}
+
+TEST(Buffers, OfEveryDtypeAreEqualInAnEvaluationInsideAWindow) {
+  auto accelerator = accelerator_of({.gradient_accumulation_steps = 2});
+  const int world = accelerator.num_processes();
+  Counting net;
+  torch::optim::SGD sgd(net->parameters(), 0.1);
+  std::vector<Pair> batches = make_batches(2 * world);
+  std::vector<Pair> held_out = make_batches(world);
+  auto [model, optimizer, loader, evaluation] =
+      accelerator.prepare(net, sgd, batches, held_out);
+  int64_t turn = 0;
+  for (const auto& batch : loader) {
+    auto window = accelerator.accumulate(net);
+    const Tensor loss = torch::nn::functional::cross_entropy(
+        net->forward(batch.first, accelerator.process_index()), batch.second);
+    for (const auto& other : evaluation) {
+      EXPECT_GT(other.second.numel(), 0);
+      // The first batch's window goes on when this begins, and rank 0 counted 1.
+      EXPECT_EQ(net->steps.item<int64_t>(), turn + 1);
+    }
+    accelerator.backward(loss);
+    ++turn;
+  }
+  EXPECT_EQ(turn, 2);
+  accelerator.finish();
+}
+
 } // namespace hasten::accelerator_test

@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <limits>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <thread>
@@ -43,6 +44,64 @@ struct Outputs { // a struct of tensors alone needs nothing
   Tensor logits;
   Tensor labels;
 };
+
+// What a loop does for each batch costs less than one word through the store, whatever
+// its sizes.
+TEST(Collect, NothingInALoopOverBatchesGoesThroughTheStore) {
+  auto accelerator = make_accelerator();
+  if (accelerator.num_processes() == 1) {
+    return;
+  }
+  std::vector<Tensor> sent;
+  for (int64_t i = 0; i < 150; ++i) {
+    sent.push_back(torch::ones({20 + (i * 37) % 150, 2}));
+  }
+  // All are done once, so that the few sizes are known.
+  std::map<std::string, std::chrono::duration<double>> took;
+  for (const bool counts : {false, true}) {
+    for (const Tensor& own : sent) {
+      const auto time = [&](const char* what, const auto& call) {
+        const auto from = std::chrono::steady_clock::now();
+        call();
+        took[what] += counts * (std::chrono::steady_clock::now() - from);
+      };
+      time("store", [&] {
+        accelerator.communicator()->gather_json(own.size(0), "a word");
+      });
+      time("rows", [&] { accelerator.gather_for_metrics(own); });
+      time("object", [&] {
+        accelerator.broadcast_object(
+            std::string(static_cast<size_t>(own.size(0)), 'x'));
+      });
+    }
+  }
+  EXPECT_LT(took["rows"], took["store"]);
+  EXPECT_LT(took["object"], took["store"]);
+}
+
+// One row, cut out of a wider tensor: torch calls it contiguous, whatever the stride
+// of a dimension of size 1.
+TEST(Collect, OneRowOfAWiderTensorTravels) {
+  for (const bool debug : {false, true}) {
+    auto accelerator = make_accelerator(debug);
+    const int rank = accelerator.process_index();
+    const int world = accelerator.num_processes();
+    for (const auto dtype : {torch::kFloat, torch::kDouble, torch::kLong}) {
+      const Tensor logits =
+          (torch::arange(3) + 10 * rank).to(dtype).reshape({1, 3});
+      const Tensor own = logits.select(1, 1); // [1], stride 3
+      const Tensor wanted = (10 * torch::arange(world) + 1).to(dtype);
+      EXPECT_TRUE(torch::equal(accelerator.gather(own), wanted));
+      EXPECT_TRUE(torch::equal(accelerator.gather_for_metrics(own), wanted));
+      accelerator.broadcast(own, world - 1);
+      EXPECT_EQ(own.item().toDouble(), 10 * (world - 1) + 1);
+      EXPECT_EQ(
+          accelerator.reduce(own).item().toDouble(),
+          world * (10.0 * (world - 1) + 1));
+    }
+    accelerator.finish();
+  }
+}
 
 TEST(Collect, GatherJoinsInRankOrderWhateverHoldsTheTensors) {
   auto accelerator = make_accelerator();

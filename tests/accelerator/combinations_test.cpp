@@ -30,6 +30,10 @@ const std::vector<std::string> kFeatures = {
     "hsdp",
     "Local SGD",
     "SyncBatchNorm",
+    "static graph",
+    "channels last",
+    "integer buffers",
+    "torch's loader",
     "resume"};
 
 // Of Local SGD, in the full stacks alone: who adds up, and sums that come a step late.
@@ -51,18 +55,39 @@ const std::vector<Refusal> kRefused = {
     {{"Local SGD", "SyncBatchNorm"}, "synchronised batch norm layers"}};
 
 struct NetImpl : torch::nn::Module {
-  explicit NetImpl(bool normalized) {
+  explicit NetImpl(const Features& features) {
     stack = register_module("stack", Stack(3));
-    if (normalized) {
+    if (features.count("SyncBatchNorm") > 0) {
       norm = register_module("norm", torch::nn::BatchNorm1d(3));
     }
+    if (features.count("channels last") > 0) {
+      conv = register_module(
+          "conv",
+          torch::nn::Conv2d(torch::nn::Conv2dOptions(3, 3, 3).padding(1)));
+      conv->weight.set_data(
+          conv->weight.detach().contiguous(at::MemoryFormat::ChannelsLast));
+    }
+  }
+  void add_integer_buffers() {
+    steps = register_buffer("steps", torch::zeros({1}, torch::kLong));
+    seen = register_buffer("seen", torch::zeros({13}, torch::kBool));
   }
   Tensor forward(const Tensor& ids) {
-    const Tensor logits = stack->forward(ids);
+    if (steps.defined()) { // other words on each rank
+      const torch::NoGradGuard no_grad;
+      steps += 1;
+      seen.index_fill_(0, ids.flatten(), true);
+    }
+    Tensor logits = stack->forward(ids);
+    if (conv) {
+      logits = conv->forward(logits.unsqueeze(2).unsqueeze(3)).flatten(1);
+    }
     return norm ? norm->forward(logits) : logits;
   }
   Stack stack{nullptr};
   torch::nn::BatchNorm1d norm{nullptr};
+  torch::nn::Conv2d conv{nullptr};
+  Tensor steps{}, seen{};
 };
 TORCH_MODULE(Net);
 
@@ -78,6 +103,26 @@ std::vector<Rows> rows_of(int world) {
   }
   return all;
 }
+
+// Rows one by one, as torch's loaders want them.
+struct SingleRows : torch::data::datasets::BatchDataset<SingleRows, Rows> {
+  explicit SingleRows(const std::vector<Rows>& batches) {
+    for (const Rows& batch : batches) {
+      all.first = torch::cat({all.first, batch.first});
+      all.second = torch::cat({all.second, batch.second});
+    }
+  }
+  Rows get_batch(at::ArrayRef<size_t> rows) override {
+    const Tensor index =
+        torch::tensor(std::vector<int64_t>(rows.begin(), rows.end()));
+    return {
+        all.first.index_select(0, index), all.second.index_select(0, index)};
+  }
+  torch::optional<size_t> size() const override {
+    return static_cast<size_t>(all.second.size(0));
+  }
+  Rows all{torch::empty({0, 4}, torch::kLong), torch::empty({0}, torch::kLong)};
+};
 
 // Batches of `count` ranks as one.
 std::vector<Rows> joined(const std::vector<Rows>& all, size_t count) {
@@ -118,6 +163,7 @@ AcceleratorOptions options_for(const Features& features, int world) {
                                                      : Precision::no;
   options.grad_scaler.init_scale = 128;
   options.sync_batchnorm = features.count("SyncBatchNorm") > 0;
+  options.static_graph = features.count("static graph") > 0;
   return options;
 }
 
@@ -136,8 +182,11 @@ struct Run {
 
   Net made(int rank) const {
     torch::manual_seed(40 + static_cast<uint64_t>(rank)); // rank 0's win
-    Net fresh(features.count("SyncBatchNorm") > 0);
+    Net fresh(features);
     fresh->to(narrow(features) ? at::kFloat : at::kDouble);
+    if (features.count("integer buffers") > 0) {
+      fresh->add_integer_buffers();
+    }
     if (features.count("checkpointing") > 0) {
       gradient_checkpointing_enable(fresh);
     }
@@ -147,6 +196,21 @@ struct Run {
   // Epochs [first, last); saved at the end, or loaded at the beginning.
   void train(
       std::vector<Rows> data,
+      int first,
+      int last,
+      const std::filesystem::path& load,
+      const std::filesystem::path& save) {
+    if (features.count("torch's loader") > 0) { // RandomSampler: its default
+      const auto batch = static_cast<size_t>(data[0].second.size(0));
+      auto drawn = torch::data::make_data_loader(SingleRows(data), batch);
+      train_on(*drawn, first, last, load, save);
+    } else {
+      train_on(data, first, last, load, save);
+    }
+  }
+  template <typename Range>
+  void train_on(
+      Range& data,
       int first,
       int last,
       const std::filesystem::path& load,
@@ -191,6 +255,12 @@ struct Run {
           }
         },
         net);
+    if (net->steps.defined()) { // the same on all ranks, and rank 0's steps
+      parameters.push_back(net->steps.to(at::kDouble));
+      const Tensor own = torch::cat({net->steps, net->seen});
+      const Tensor all = accelerator.gather(own.unsqueeze(0));
+      EXPECT_TRUE(torch::equal(all, own.expand_as(all))) << all;
+    }
     accelerator.finish();
   }
 
@@ -245,7 +315,10 @@ class Reference {
           "fp16",
           "Local SGD",
           "SyncBatchNorm",
-          "delay"}) {
+           "delay",
+           "channels last",
+           "integer buffers",
+           "torch's loader"}) {
       if (features.count(name) > 0) {
         kept.insert(name);
       }
@@ -393,8 +466,11 @@ TEST(Combinations, Bf16WithEachOther) { expect_pairs_with({2}); }
 TEST(Combinations, Fp16WithEachOther) { expect_pairs_with({3}); }
 TEST(Combinations, CopiesWithTheRest) { expect_pairs_with({4, 8}); }
 TEST(Combinations, ShardsWithTheRest) { expect_pairs_with({5, 6, 7}); }
-TEST(Combinations, LocalSgdSyncBatchNormAndResumeWithEachOther) {
-  expect_pairs_with({9, 10, 11});
+TEST(Combinations, LocalSgdAndSyncBatchNormWithTheRest) {
+  expect_pairs_with({9, 10});
+}
+TEST(Combinations, GraphsFormatsBuffersLoadersAndResumeWithEachOther) {
+  expect_pairs_with({11, 12, 13, 14, 15});
 }
 
 TEST(Combinations, TheFullStacks) {
@@ -420,6 +496,14 @@ TEST(Combinations, TheFullStacks) {
             "SyncBatchNorm",
             "resume"},
         Features{"accumulation", "checkpointing", "ddp", "Local SGD", "resume"},
+        Features{
+            "accumulation",
+            "ddp",
+            "static graph",
+            "channels last",
+            "integer buffers",
+            "torch's loader",
+            "resume"},
         Features{"accumulation", "checkpointing", "hsdp", "SyncBatchNorm"},
         // Saved between the two parts of a round.
         Features{"Local SGD", "resume", "driver", "delay"},

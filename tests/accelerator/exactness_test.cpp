@@ -4,7 +4,9 @@
 // of a batch depend on who is in it): the training run through the public API
 // against the plain loop of plain_loop.h over the joined rows. fp64: first gradient
 // within 1e-12 of its norm, parameters after all steps within 1e-10.
+// Beside it: torch's loader with a random order, channels_last, a static graph.
 // Each world prints its columns; HASTEN_EXACTNESS_TABLE=FILE appends them there.
+#include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <fstream>
@@ -180,13 +182,21 @@ struct Outcome : Trained {
   Windows windows{}; // of all ranks
 };
 
-template <typename Case>
-Outcome with_accelerator(const Case& data, int64_t k, bool by_tokens) {
-  auto accelerator =
-      accelerator_test::accelerator_of({.gradient_accumulation_steps = k});
+template <typename Case, typename Range>
+Outcome with_accelerator(
+    const Case& data,
+    Range& batches,
+    const AcceleratorOptions& options,
+    bool by_tokens,
+    bool channels_last = false) {
+  const int64_t k = options.gradient_accumulation_steps;
+  auto accelerator = accelerator_test::accelerator_of(options);
   auto net = Case::make(static_cast<uint64_t>(accelerator.process_index()) + 1);
-  DataLoader batches(
-      data.dataset, {.batch_size = kBatch, .group_by_length = true});
+  for (Tensor& p : net->parameters()) {
+    if (channels_last && p.dim() == 4) {
+      p.set_data(p.detach().contiguous(at::MemoryFormat::ChannelsLast));
+    }
+  }
   torch::optim::SGD sgd(
       net->parameters(), torch::optim::SGDOptions(0.05).momentum(0.9));
   auto [model, optimizer, loader] = accelerator.prepare(net, sgd, batches);
@@ -264,7 +274,10 @@ void check_table() {
         SCOPED_TRACE(
             testing::Message() << "accumulation " << k << ", " << text_of(rows)
                                << (by_tokens ? ", tokens" : ", mean"));
-        const Outcome ours = with_accelerator(data, k, by_tokens);
+        DataLoader batches(
+            data.dataset, {.batch_size = kBatch, .group_by_length = true});
+        const Outcome ours = with_accelerator(
+            data, batches, {.gradient_accumulation_steps = k}, by_tokens);
         const Trained plain = with_torch(data, ours.windows, by_tokens);
         size_t seen = 0;
         for (const auto& window : ours.windows) {
@@ -303,5 +316,52 @@ void check_table() {
 
 TEST(Exactness, EverySplitOfBertIsTheJoinedBatch) { check_table<Bert>(); }
 TEST(Exactness, EverySplitOfTheConvnetIsTheJoinedBatch) { check_table<Conv>(); }
+
+struct ByTorch : torch::data::datasets::BatchDataset<ByTorch, Batch> {
+  explicit ByTorch(std::shared_ptr<Dataset> of) : rows(std::move(of)) {}
+  Batch get_batch(at::ArrayRef<size_t> indices) override {
+    return rows->collate({indices.begin(), indices.end()});
+  }
+  torch::optional<size_t> size() const override {
+    return static_cast<size_t>(rows->size());
+  }
+  std::shared_ptr<Dataset> rows;
+};
+
+// Torch's loader with its RandomSampler, weights by channels, a static graph.
+TEST(Exactness, TorchsLoaderMemoryFormatsAndStaticGraphsAreTheJoinedBatch) {
+  const int world = testing_support::test_world().world_size;
+  for (const bool by_tokens : {false, true}) {
+    const Conv data(row_count(Rows::ragged, 3, world));
+    auto batches = torch::data::make_data_loader(ByTorch(data.dataset), kBatch);
+    const Outcome ours = with_accelerator(
+        data,
+        *batches,
+        {.gradient_accumulation_steps = 3, .static_graph = true},
+        by_tokens,
+        true);
+    const Trained plain = with_torch(data, ours.windows, by_tokens);
+    std::vector<int64_t> seen;
+    for (const auto& window : ours.windows) {
+      seen.insert(seen.end(), window.begin(), window.end());
+    }
+    EXPECT_FALSE(std::is_sorted(seen.begin(), seen.end())) << "a random order";
+    std::sort(seen.begin(), seen.end());
+    for (size_t row = 0; row < seen.size(); ++row) {
+      EXPECT_EQ(seen[row], static_cast<int64_t>(row));
+    }
+    EXPECT_EQ(std::ssize(seen), data.dataset->size());
+    EXPECT_LE(
+        ((ours.first_gradient - plain.first_gradient).norm() /
+         plain.first_gradient.norm())
+            .item<double>(),
+        1e-12);
+    for (size_t p = 0; p < plain.parameters.size(); ++p) {
+      EXPECT_LE(
+          (ours.parameters[p] - plain.parameters[p]).abs().max().item<double>(),
+          1e-10);
+    }
+  }
+}
 
 } // namespace hasten::exactness_test

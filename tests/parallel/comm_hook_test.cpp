@@ -9,6 +9,10 @@
 
 #include "parallel/ddp_rig.h"
 
+namespace hasten::detail {
+void orthonormalize_(at::Tensor matrix); // of power_sgd.cpp
+}
+
 namespace hasten::ddp_test {
 
 // Rank r's gradients of turn t: a matrix [12, 10] and a vector [7], whose padding
@@ -117,6 +121,47 @@ TEST(CommHook, RanksMustRegisterTheSame) {
         PowerSgdOptions{.random_seed = rank == 0 ? 0u : 1u}));
   });
   EXPECT_EQ(what.empty(), communicator->world_size() == 1) << what;
+}
+
+// Values worked out by hand, signs too: LAPACK's depend on its kernels, and where
+// columns are dependent so does the space.
+TEST(PowerSgd, OrthonormalizesTheSameWayOnEveryProcessor) {
+  Tensor square = torch::tensor({{3.0f, 1.0f}, {4.0f, 0.0f}});
+  detail::orthonormalize_(square);
+  EXPECT_TRUE(
+      torch::equal(square, torch::tensor({{0.6f, 0.8f}, {0.8f, -0.6f}})))
+      << square;
+  Tensor dependent = torch::tensor(
+      {{0.0f, 0.0f, 0.0f},
+       {2.0f, 4.0f, 0.0f},
+       {0.0f, 0.0f, 0.0f},
+       {0.0f, 0.0f, 0.0f}});
+  detail::orthonormalize_(dependent);
+  EXPECT_TRUE(torch::equal(
+      dependent,
+      torch::tensor(
+          {{0.0f, 1.0f, 0.0f},
+           {1.0f, 0.0f, 0.0f},
+           {0.0f, 0.0f, 1.0f},
+           {0.0f, 0.0f, 0.0f}})))
+      << dependent;
+  auto generator = torch::make_generator<at::CPUGeneratorImpl>(4);
+  Tensor tall = torch::randn({300, 3}, generator, torch::kDouble);
+  tall = torch::cat({tall, tall.sum(1, true)}, 1);
+  const Tensor space = tall.clone();
+  detail::orthonormalize_(tall);
+  EXPECT_LE(
+      (torch::mm(tall.t(), tall) - torch::eye(4, torch::kDouble))
+          .abs()
+          .max()
+          .item<double>(),
+      1e-12);
+  EXPECT_LE(
+      (space - torch::mm(tall, torch::mm(tall.t(), space)))
+          .abs()
+          .max()
+          .item<double>(),
+      1e-12);
 }
 
 TEST(PowerSgd, RefusesOptionsOutOfRange) {

@@ -114,4 +114,38 @@ TEST(DdpBuffers, IntegersAloneAreSentOnceTheyChange) {
   }
 }
 
+// What no rank uses has one answer everywhere, in later windows too, and buffers are
+// compared whatever the graph.
+TEST(DdpBuffers, AStaticGraphAgreesInEveryWindow) {
+  struct Marked : torch::nn::Module {
+    Marked() {
+      weight = register_parameter("weight", torch::ones({3}));
+      unused = register_parameter("unused", torch::ones({2}));
+      seen = register_buffer("seen", torch::zeros({4}, torch::kBool));
+    }
+    Tensor weight, unused, seen;
+  };
+  auto communicator = fresh_communicator();
+  const int rank = communicator->rank();
+  auto net = std::make_shared<Marked>();
+  Ddp ddp(communicator, net, {.static_graph = true});
+  for (int turn = 0; turn < 4; ++turn) {
+    net->zero_grad();
+    const bool odd_one = turn == 2 && rank == communicator->world_size() - 1;
+    if (odd_one) {
+      net->unused.mutable_grad() = torch::zeros({2});
+    }
+    reduce_once(ddp, rank, [&](int) {
+      const torch::NoGradGuard no_grad;
+      net->seen[turn].fill_(rank == 0 ? turn % 2 == 1 : turn % 2 == 0);
+      const torch::AutoGradMode grad(true);
+      return net->weight.sum();
+    });
+    EXPECT_EQ(net->seen[turn].item<bool>(), turn % 2 == 1) << turn;
+    if (communicator->world_size() > 1) {
+      EXPECT_EQ(net->unused.grad().defined(), turn == 2) << turn;
+    }
+  }
+}
+
 } // namespace hasten::ddp_test

@@ -182,6 +182,84 @@ TEST(Ddp, ReportsHowMuchCommunicationWasExposed) {
   EXPECT_LT(report.exposed_seconds, 20);
 }
 
+// A convolution whose weights lie by channels on the ranks that `last` names.
+struct ImagesImpl : torch::nn::Module {
+  explicit ImagesImpl(bool last) {
+    torch::manual_seed(3);
+    conv = register_module("conv", torch::nn::Conv2d(3, 4, 3));
+    to(torch::kDouble);
+    if (last) {
+      const torch::NoGradGuard no_grad;
+      conv->weight.set_data(
+          conv->weight.contiguous(at::MemoryFormat::ChannelsLast));
+    }
+  }
+  Tensor loss(int rank) {
+    auto generator = torch::make_generator<at::CPUGeneratorImpl>(70 + rank);
+    return conv->forward(torch::randn({2, 3, 5, 5}, generator, torch::kDouble))
+        .square()
+        .sum();
+  }
+  torch::nn::Conv2d conv{nullptr};
+};
+TORCH_MODULE(Images);
+
+TEST(Ddp, ChannelsLastOnEveryRankIsTheJoinedBatch) {
+  auto communicator = fresh_communicator();
+  Images net(true);
+  Ddp ddp(communicator, net.ptr());
+  Images plain(false);
+  const auto wanted =
+      plain_gradient(*plain, communicator->world_size(), [&](int r) {
+        return plain->loss(r);
+      });
+  for (int turn = 0; turn < 3; ++turn) { // the learned order from the second on
+    net->zero_grad();
+    reduce_once(ddp, communicator->rank(), [&](int r) { return net->loss(r); });
+    expect_equal_gradients(*net, wanted);
+  }
+  if (communicator->world_size() > 1) {
+    EXPECT_EQ(net->conv->weight.grad().strides(), net->conv->weight.strides())
+        << "optimizers walk both in one pass";
+  }
+}
+
+TEST(Ddp, StridesThatDifferBetweenRanksAreRefusedByName) {
+  auto communicator = fresh_communicator();
+  if (communicator->world_size() == 1) {
+    return;
+  }
+  Images net(communicator->rank() == 1);
+  const std::string what = what_of([&] { Ddp(communicator, net.ptr()); });
+  EXPECT_NE(
+      what.find("rank 1's model has parameter \"conv.weight\""),
+      std::string::npos)
+      << what;
+  EXPECT_NE(what.find("strides"), std::string::npos) << what;
+}
+
+// One rank converts the weights after the model was prepared, and the buckets are
+// reordered later: gradients stay where they were.
+TEST(Ddp, StridesOfTheFirstDayStay) {
+  auto communicator = fresh_communicator();
+  Images net(false);
+  Ddp ddp(communicator, net.ptr());
+  if (communicator->rank() == 0) {
+    net->conv->weight.set_data(
+        net->conv->weight.detach().contiguous(at::MemoryFormat::ChannelsLast));
+  }
+  Images plain(false);
+  const auto wanted =
+      plain_gradient(*plain, communicator->world_size(), [&](int r) {
+        return plain->loss(r);
+      });
+  for (int turn = 0; turn < 3; ++turn) {
+    net->zero_grad();
+    reduce_once(ddp, communicator->rank(), [&](int r) { return net->loss(r); });
+    expect_equal_gradients(*net, wanted);
+  }
+}
+
 // Tensors of every kind around each other: some travel alone, some together, more
 // than one operation takes, behind an odd number of bytes, scattered in memory on one
 // rank.
@@ -199,7 +277,8 @@ TEST(Ddp, EveryRankStartsWithRankZerosTensors) {
       const Tensor scattered = ramp({6, 4}, torch::kFloat).t();
       register_parameter( // of one shape on all ranks, scattered on rank 0
           "scattered",
-          first == 0 ? scattered : scattered.contiguous());
+          first == 0 ? scattered : scattered.contiguous(),
+          false);
       register_buffer("counter", ramp({}, torch::kLong));
       register_buffer("empty", ramp({0, 2}, torch::kFloat));
       register_parameter("half", ramp({7}, torch::kBFloat16));

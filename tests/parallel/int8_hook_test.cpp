@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <limits>
 #include <nlohmann/json.hpp>
 
 #include "hasten/base/error.h"
@@ -109,6 +110,86 @@ TEST(Int8Hook, ANumberThatIsNotFiniteIsSeenAndForgotten) {
   EXPECT_FALSE(std::isfinite(reduce(INFINITY)[300].item<double>()));
   EXPECT_FALSE(std::isfinite(reduce(NAN)[300].item<double>()));
   EXPECT_NEAR(reduce(1)[300].item<double>(), communicator->world_size(), 0.1);
+}
+
+Tensor reduce_bucket(
+    Int8CompressHook& hook,
+    Communicator& communicator,
+    int64_t index,
+    const std::vector<std::string>& names,
+    Tensor buffer) {
+  GradientBucket bucket{index, true, buffer, {}};
+  const int64_t each = buffer.numel() / std::ssize(names);
+  for (size_t i = 0; i < names.size(); ++i) {
+    bucket.gradients.push_back(
+        {names[i], buffer.narrow(0, static_cast<int64_t>(i) * each, each)});
+  }
+  CommHook::Step step = hook.reduce(communicator, bucket);
+  while (step()) {
+  }
+  return buffer;
+}
+
+// Buckets get other gradients once, when their order is learned.
+TEST(Int8Hook, WhatOneGradientLostIsNotAddedToAnother) {
+  const auto communicator = testing_support::fresh_communicator();
+  Int8CompressHook hook;
+  const auto lossy = torch::linspace(0.001, 1, 600);
+  reduce_bucket(hook, *communicator, 0, {"a", "b"}, lossy.clone());
+  const Tensor zeros = torch::zeros({600});
+  EXPECT_GT(
+      reduce_bucket(hook, *communicator, 0, {"a", "b"}, zeros.clone())
+          .abs()
+          .max()
+          .item<double>(),
+      0)
+      << "the same gradients get it";
+  reduce_bucket(hook, *communicator, 0, {"a", "b"}, lossy.clone());
+  EXPECT_EQ(
+      reduce_bucket(hook, *communicator, 0, {"a", "c"}, zeros.clone())
+          .abs()
+          .max()
+          .item<double>(),
+      0);
+}
+
+TEST(Int8Hook, NamesThatLookAlikeShareNothing) {
+  const auto communicator = testing_support::fresh_communicator();
+  Int8CompressHook hook, plain;
+  for (int turn = 0; turn < 3; ++turn) {
+    for (const int64_t index : {0, 1}) {
+      const auto values = torch::linspace(0.001, 1 + turn, 500 + 300 * index);
+      EXPECT_TRUE(torch::equal(
+          reduce_bucket(
+              hook,
+              *communicator,
+              index,
+              {index == 0 ? "x" : "x.sum"},
+              values.clone()),
+          reduce_bucket(
+              plain,
+              *communicator,
+              index,
+              {index == 0 ? "one" : "two"},
+              values.clone())))
+          << turn << ", " << index;
+    }
+  }
+}
+
+// Below 127 times the smallest number the scale is rounded, by half at most.
+TEST(Int8Hook, SubnormalNumbersStayInEightBits) {
+  const auto communicator = testing_support::fresh_communicator();
+  if (communicator->world_size() == 1) {
+    return;
+  }
+  Int8CompressHook hook;
+  const float least = std::numeric_limits<float>::denorm_min();
+  const Tensor sum = reduce_bucket(
+      hook, *communicator, 0, {"g"}, torch::full({256}, 190 * least));
+  const float all = static_cast<float>(communicator->world_size()) * least;
+  EXPECT_GE(sum.min().item<float>(), 127 * all);
+  EXPECT_LE(sum.max().item<float>(), 190 * all);
 }
 
 } // namespace hasten::int8_hook_test

@@ -128,15 +128,15 @@ class Accelerator : public Gradients {
   /// Collective. Throws InputError naming the first parameter whose name, shape
   /// or dtype differs from rank 0's, on every rank; or an optimizer's parameter
   /// that no prepared model has.
-  template <detail::Preparable... Objects>
+  template <typename... Objects>
   auto prepare(Objects&&... objects);
 
   /// Prepares a range of batches with a configuration of its own. It becomes a
   /// training loader by accumulate(loader, model).
-  template <detail::LoaderLike Range>
-    requires detail::Preparable<Range>
+  template <typename Range>
   auto prepare_data_loader(
       Range&& range, const DataLoaderConfiguration& configuration) {
+    static_assert(detail::argument_is_preparable<1, Range>());
     auto state = std::make_shared<detail::LoaderState>();
     state->config = configuration;
     using Held = typename detail::Lent<Range>::Object;
@@ -358,43 +358,9 @@ class Accelerator : public Gradients {
   void register_hook(torch::nn::Module& model, std::shared_ptr<CommHook> hook);
 };
 
-template <detail::Preparable... Objects>
+template <typename... Objects>
 auto Accelerator::prepare(Objects&&... objects) {
-  static_assert(sizeof...(Objects) > 0, "prepare needs an object");
-  detail::PrepareCall call;
-  const auto model_pass = [&](auto& object) {
-    if constexpr (detail::ModelHolder<decltype(object)>) {
-      auto model = detail::module_of(object);
-      detail::core_prepare_model(*core_, model);
-      call.models.push_back(model.get());
-    }
-  };
-  (model_pass(objects), ...);
-  const auto other_pass = [&]<typename Object>(Object& object) {
-    using T = Object&;
-    if constexpr (detail::ModelHolder<T>) {
-      return;
-    } else if constexpr (detail::OptimizerLike<T>) {
-      call.optimizers.push_back(detail::core_prepare_optimizer(
-          *core_, detail::Lent<T>::share(object)));
-    } else if constexpr (detail::LoaderLike<T>) {
-      call.loaders.push_back(std::make_shared<detail::LoaderState>());
-      call.loaders.back()->config = detail::core_loader_configuration(*core_);
-    }
-  };
-  (other_pass(objects), ...);
-  detail::core_tie_loaders(
-      *core_, call.loaders, call.models, !call.optimizers.empty());
-  // Braces: handles are made in the order of the arguments.
-  std::tuple<decltype(detail::prepare_object(
-      core_, std::forward<Objects>(objects), call))...>
-      handles{detail::prepare_object(
-          core_, std::forward<Objects>(objects), call)...};
-  if constexpr (sizeof...(Objects) == 1) {
-    return std::get<0>(std::move(handles));
-  } else {
-    return handles;
-  }
+  return detail::prepare_objects(core_, std::forward<Objects>(objects)...);
 }
 
 } // namespace hasten

@@ -56,8 +56,9 @@ struct AcceleratorOptions {
   /// not finite on one, or whose clipped norm was not. Costs nothing.
   bool skip_non_finite_steps = false;
   /// Seeds torch's generators: at construction equally on all ranks (initial
-  /// weights), in the first prepare() of a model differently (dropout). Empty
-  /// leaves the generators alone.
+  /// weights), in the first prepare() of a model differently (dropout). With the epoch
+  /// it decides the order of ranges that draw from torch's default generator. Empty
+  /// leaves the generators alone; several ranks then read such ranges as with 0.
   std::optional<uint64_t> seed = 42;
   /// Stay on the CPU even where there is a GPU for this local rank.
   bool cpu = false;

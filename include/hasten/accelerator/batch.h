@@ -123,6 +123,19 @@ void visit_batch(Value& batch, Visit& visit) {
   }
 }
 
+// Whether tensors are found in a value of this type.
+template <typename T>
+inline constexpr bool kOwnsTensors =
+    std::is_same_v<T, at::Tensor> || std::is_same_v<T, Batch> ||
+    tensor_members<T>() > 0 ||
+    requires(T& value, TensorTaker& visit) { flatten(visit, value); } ||
+    requires(T& value) { value.data, value.target; };
+template <typename T>
+inline constexpr bool kHasTensors = kOwnsTensors<T>;
+template <template <typename...> class C, typename... T>
+inline constexpr bool kHasTensors<C<T...>> =
+    kOwnsTensors<C<T...>> || (kHasTensors<T> || ...);
+
 template <typename Change>
 struct TensorChanger : TensorVisitor<TensorChanger<Change>> {
   explicit TensorChanger(Change change) : change(std::move(change)) {}
@@ -165,6 +178,20 @@ std::optional<int64_t> batch_rows(const Value& batch) {
     });
     return found;
   }
+}
+
+// `sum` with this tensor mixed in: its sizes, and up to about 1,000 of its elements
+// where it lies on the CPU.
+uint64_t tensor_checksum(uint64_t sum, const at::Tensor& tensor);
+
+template <typename Value>
+uint64_t batch_checksum(uint64_t sum, const Value& batch) {
+  Value copy = batch;
+  change_tensors(copy, [&sum](const at::Tensor& tensor) {
+    sum = tensor_checksum(sum, tensor);
+    return tensor;
+  });
+  return sum;
 }
 
 // Does not wait for the copy where the tensor lies in pinned memory.

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "hasten/accelerator/batch.h"
+#include "hasten/accelerator/loader_state.h"
 #include "hasten/data/prefetch.h"
 
 namespace hasten::detail {
@@ -34,6 +35,7 @@ struct LoaderItem {
   std::optional<Value> batch{};
   int64_t repeated = 0; // rows at its end that are in the epoch before
   int64_t position = 0; // of the range, behind all batches of the round
+  uint64_t checksum = 0; // of all that was read up to there; 0: not kept
   bool optional = true; // a training loop may leave it out if it has no rows
   bool stand_in = false; // a batch of before, where this rank has no row
 };
@@ -43,10 +45,16 @@ template <typename Range>
 class RangeReader {
  public:
   using Item = LoaderItem<RangeValue<Range>>;
-  explicit RangeReader(Range& range)
-      : first_(std::begin(range)), last_(std::end(range)) {}
-
+  // `random`: what the range draws from, in this thread. `sums`: keeps checksums.
+  RangeReader(Range& range, at::Tensor random, bool sums)
+      : random_(std::move(random)),
+        first_(begin_of(range)),
+        last_(std::end(range)),
+        sum_(sums ? 1 : 0) {}
+  // In a thread of its own, from here on, draws are torch's: all threads share them.
+  void read_in_thread(bool own) { random_ = own ? at::Tensor() : random_; }
   std::optional<Item> read() {
+    const RangeRandom random(random_);
     if (started_ && !ended_) {
       ++first_;
     }
@@ -65,12 +73,22 @@ class RangeReader {
     } else {
       item.position = ++reads_;
     }
+    if (sum_ != 0) {
+      item.checksum = sum_ = batch_checksum(sum_, *item.batch) | 1;
+    }
     return item;
   }
 
  private:
+  auto begin_of(Range& range) {
+    const RangeRandom random(random_);
+    return std::begin(range);
+  }
+
+  at::Tensor random_;
   decltype(std::begin(std::declval<Range&>())) first_;
   decltype(std::end(std::declval<Range&>())) last_;
+  uint64_t sum_;
   int64_t reads_ = 0;
   bool started_ = false;
   bool ended_ = false;
@@ -134,6 +152,7 @@ class BatchDealer {
         part.batch = form_;
       }
       part.position = position;
+      part.checksum = taken.back().checksum;
       round.parts.push_back(std::move(part));
     }
     return round;
@@ -208,6 +227,7 @@ class BatchDealer {
           packed_rows(joined, begin, count), Value(*taken.front().batch));
       part.repeated = count - std::clamp<int64_t>(real - begin, 0, count);
       part.position = taken.back().position;
+      part.checksum = taken.back().checksum;
       round.parts.push_back(std::move(part));
     }
   }
@@ -243,6 +263,8 @@ struct PassOptions {
   int64_t prefetch = 0;
   int64_t skip = 0; // batches of the range to read and leave out first
   int64_t own = 0; // the first of the range that is this rank's, if not split
+  bool compare = false; // keeps checksums
+  at::Tensor random{}; // what the range draws from; undefined: torch's own
 };
 
 template <typename Range>
@@ -262,7 +284,7 @@ class LoaderPass {
     if (options.dispatch && options.deal.rank != 0) {
       return; // the range is not touched
     }
-    reader_.emplace(range);
+    reader_.emplace(range, options.random, options.compare);
     for (int64_t i = 0; i < options.skip; ++i) {
       auto item = reader_->read();
       if (!item) {
@@ -272,6 +294,7 @@ class LoaderPass {
         left_out_ = std::move(item->batch);
       }
     }
+    reader_->read_in_thread(options.prefetch > 0);
   }
   // This rank's first batch, where it was left out.
   const std::optional<Value>& left_out() const { return left_out_; }

@@ -7,6 +7,8 @@
 #include <memory>
 #include <nlohmann/json_fwd.hpp>
 #include <optional>
+#include <string>
+#include <typeinfo>
 #include <vector>
 
 #include "hasten/core/stateful.h"
@@ -35,6 +37,11 @@ struct DataLoaderConfiguration {
   /// Batches read ahead in a background thread (hasten/data/prefetch.h), beside
   /// the one that is always read ahead. 0: none, no thread.
   int64_t prefetch = 0;
+  /// Where every rank reads the whole range, ranks compare a checksum of it (of a sample
+  /// of its numbers) in windows and gather_for_metrics, after the first round and at the
+  /// pass's end: a difference is an error that names the range. False: for data sets
+  /// that draw random numbers in threads or from generators of their own.
+  bool compare_batches = true;
 };
 
 namespace detail {
@@ -53,6 +60,11 @@ struct LoaderState {
   bool stand_in = false; // all of them: the batch weighs nothing
   std::vector<at::Tensor> random{}; // torch's generators before a stand-in
   bool handed_out = false; // a batch, whose loop goes on
+  std::string range{}; // which it is, for messages
+  // Checksums of this pass: the first round, all, what was compared last. 0: none.
+  uint64_t first_read = 0;
+  uint64_t read = 0;
+  mutable uint64_t compared = 0;
   uint64_t index = 0; // in order of preparation, the same on every rank
   std::weak_ptr<void> loop{}; // what the loop's iterators hold
   std::weak_ptr<Stateful> position{}; // expired: its handles are gone
@@ -67,8 +79,7 @@ struct LoaderPosition {
   int64_t start = 0; // what the next begin() leaves out
   int64_t cursor = 0; // handed out in this pass
   int64_t read = 0; // `cursor` of what is read ahead
-  at::Tensor
-      random{}; // torch's generator at begin(): ranges that shuffle by it
+  at::Tensor random{}; // what the range drew from at begin()
   at::Tensor start_random{}; // for the next begin()
 };
 void save_position(
@@ -81,9 +92,38 @@ void load_position(
     Stateful* range,
     const NamedTensors& tensors,
     const nlohmann::json& values);
+// None: ranges draw from torch's own.
+std::optional<uint64_t> core_order_seed(const AcceleratorCore& core);
+// "loader 1 (std::vector)"; 0: one that has no number.
+std::string range_name(const std::type_info& type, uint64_t index);
+// The generator that a range draws from in an epoch, the same on every rank.
+at::Tensor order_state(uint64_t seed, uint64_t index, uint64_t epoch);
 // Torch's default generator of the CPU.
 at::Tensor random_state();
 void set_random_state(const at::Tensor& state);
+// While it lives, torch's default generator of the CPU draws from `state`, which goes
+// on; behind it, the generator is as it was. Undefined: nothing happens.
+class RangeRandom {
+ public:
+  explicit RangeRandom(at::Tensor& state) : state_(state) {
+    if (state_.defined()) {
+      before_ = random_state();
+      set_random_state(state_);
+    }
+  }
+  ~RangeRandom() {
+    if (state_.defined()) {
+      state_ = random_state();
+      set_random_state(before_);
+    }
+  }
+  RangeRandom(const RangeRandom&) = delete;
+  RangeRandom& operator=(const RangeRandom&) = delete;
+
+ private:
+  at::Tensor& state_;
+  at::Tensor before_{};
+};
 // The CPU's and that of `device`, where it is another.
 std::vector<at::Tensor> random_states(const at::Device& device);
 void set_random_states(

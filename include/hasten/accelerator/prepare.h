@@ -93,11 +93,44 @@ concept SchedulerLike =
     !OptimizerLike<T> && requires(typename Lent<T>::Object& s) { s.step(); };
 // Lvalues and shared_ptrs are lent; models are shared by their holder.
 template <typename T>
-concept Preparable =
-    ModelHolder<T> ||
-    ((std::is_lvalue_reference_v<T> || requires(std::decay_t<T> t) {
-       { std::shared_ptr{t} } -> std::same_as<std::decay_t<T>>;
-     }) && (OptimizerLike<T> || LoaderLike<T> || SchedulerLike<T>));
+concept Lendable =
+    std::is_lvalue_reference_v<T> || requires(std::decay_t<T> t) {
+      { std::shared_ptr{t} } -> std::same_as<std::decay_t<T>>;
+    };
+
+// True, or does not compile and says why: T is argument number `Argument`, from 1.
+template <size_t Argument, typename T>
+constexpr bool argument_is_preparable() {
+  using Object = std::remove_cvref_t<T>;
+  constexpr bool kModel = ModelHolder<T>;
+  constexpr bool kModule = std::derived_from<Object, torch::nn::Module>;
+  constexpr bool kUnique = requires(Object& owner) { owner.release(); };
+  static_assert(
+      !kModule,
+      "prepare(): this argument is a module itself. "
+      "Fix: give its holder, net instead of *net, or a std::shared_ptr");
+  static_assert(
+      !kUnique,
+      "prepare(): this argument is a std::unique_ptr. "
+      "Fix: give what it points to, *loader, and keep the pointer");
+  static_assert(
+      kModel || kModule || kUnique || Lendable<T>,
+      "prepare(): this argument is a temporary, which is gone too soon. "
+      "Fix: keep it in a variable, or give a std::shared_ptr");
+  static_assert(
+      kModel || kModule || kUnique || OptimizerLike<T> || LoaderLike<T> ||
+          SchedulerLike<T>,
+      "prepare(): this argument is no model, optimizer, scheduler (step()) "
+      "or range of batches (begin() and end(), not const)");
+  if constexpr (!kModel && !kModule && LoaderLike<T>) {
+    static_assert(
+        kHasTensors<RangeValue<typename Lent<T>::Object>>,
+        "prepare(): no tensor is found in this range's batches. "
+        "Fix: batches that are a Tensor, a pair, tuple, vector, map or "
+        "struct of Tensors, or a flatten(visit, batch) beside their type");
+  }
+  return true;
+}
 
 template <ModelHolder Holder>
 std::shared_ptr<torch::nn::Module> module_of(const Holder& holder) {
@@ -145,6 +178,48 @@ struct PrepareCall {
   size_t next_optimizer = 0;
   size_t next_loader = 0;
 };
+
+// Accelerator::prepare.
+template <typename... Objects>
+auto prepare_objects(
+    const std::shared_ptr<AcceleratorCore>& core, Objects&&... objects) {
+  static_assert(sizeof...(Objects) > 0, "prepare needs an object");
+  []<size_t... I>(std::index_sequence<I...>) {
+    static_assert((argument_is_preparable<I + 1, Objects>() && ...));
+  }(std::index_sequence_for<Objects...>());
+  PrepareCall call;
+  const auto model_pass = [&](auto& object) {
+    if constexpr (ModelHolder<decltype(object)>) {
+      auto model = module_of(object);
+      core_prepare_model(*core, model);
+      call.models.push_back(model.get());
+    }
+  };
+  (model_pass(objects), ...);
+  const auto other_pass = [&]<typename Object>(Object& object) {
+    using T = Object&;
+    if constexpr (ModelHolder<T>) {
+      return;
+    } else if constexpr (OptimizerLike<T>) {
+      call.optimizers.push_back(
+          core_prepare_optimizer(*core, Lent<T>::share(object)));
+    } else if constexpr (LoaderLike<T>) {
+      call.loaders.push_back(std::make_shared<LoaderState>());
+      call.loaders.back()->config = core_loader_configuration(*core);
+    }
+  };
+  (other_pass(objects), ...);
+  core_tie_loaders(*core, call.loaders, call.models, !call.optimizers.empty());
+  // Braces: handles are made in the order of the arguments.
+  std::tuple<decltype(prepare_object(
+      core, std::forward<Objects>(objects), call))...>
+      handles{prepare_object(core, std::forward<Objects>(objects), call)...};
+  if constexpr (sizeof...(Objects) == 1) {
+    return std::get<0>(std::move(handles));
+  } else {
+    return handles;
+  }
+}
 
 } // namespace detail
 

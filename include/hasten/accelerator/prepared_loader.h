@@ -23,7 +23,9 @@ namespace hasten {
 ///   * A range with shard(rank, world_size), such as DataLoader, deals itself.
 ///   * Any other, torch::data's loaders or a range of structs, is dealt
 ///     round-robin: every rank iterates all of it, in the same order, and keeps
-///     batches rank, rank + world_size, …
+///     batches rank, rank + world_size, … What it draws from torch's default
+///     generator, as RandomSampler does, follows from the accelerator's seed and the
+///     epoch, and moves nobody else's draws; with `prefetch` in begin() alone.
 ///   * With dispatch_batches rank 0 deals for all.
 /// One batch is read ahead, so that the last is known when it is handed out.
 /// A training loader (the first of a prepare() call that has an optimizer, or any
@@ -165,6 +167,8 @@ class PreparedLoader {
           state->config.non_blocking && detail::core_device(*core).is_cuda();
       options.prefetch = state->config.prefetch;
       options.own = kShards ? 0 : options.deal.rank;
+      options.compare = !kShards && options.deal.world_size > 1 &&
+                        !options.dispatch && state->config.compare_batches;
       if constexpr (kShards) {
         shard();
       }
@@ -203,6 +207,8 @@ class PreparedLoader {
     void begin() {
       state->random.clear(); // left by break: they went on since
       drop();
+      state->first_read = state->read = state->compared = 0;
+      state->range = detail::range_name(typeid(Range), state->index);
       detail::core_begin_range(*core, *state);
       if (dealt_over != detail::core_world_size(*core)) {
         deal(); // ranks were lost
@@ -234,21 +240,19 @@ class PreparedLoader {
         pass.emplace(*range, core, options);
         return;
       }
-      const at::Tensor then =
-          std::exchange(position.start_random, at::Tensor());
-      at::Tensor now;
-      if (then.defined()) { // the order of the pass that was under way
-        now = detail::random_state();
-        detail::set_random_state(then);
+      // Of the pass that was under way, or this epoch's.
+      options.random = std::exchange(position.start_random, at::Tensor());
+      const auto seed = detail::core_order_seed(*core);
+      if (!options.random.defined() && seed) {
+        options.random =
+            detail::order_state(*seed, state->index, position.epoch - 1);
       }
-      position.random = detail::random_state();
+      position.random =
+          options.random.defined() ? options.random : detail::random_state();
       position.read = options.skip = position.start + batches;
       pass.emplace(*range, core, options);
       if (!before && pass->left_out()) {
         keep(*pass->left_out());
-      }
-      if (now.defined()) {
-        detail::set_random_state(now);
       }
     }
 
@@ -319,6 +323,9 @@ class PreparedLoader {
           return std::nullopt;
         }
         position.read = item->position;
+        state->read = item->checksum;
+        state->first_read =
+            state->first_read == 0 ? item->checksum : state->first_read;
         if (state->training &&
             (!item->batch || detail::batch_rows(*item->batch) == 0)) {
           if (before) {

@@ -103,6 +103,9 @@ struct WindowExchange {
   /// Stands for the optimizer steps done so far and their order: ranks must agree
   /// when a window is complete.
   uint64_t history = 0;
+  /// WindowTotals::read and range of the batch at hand.
+  uint64_t read = 0;
+  std::string range{};
   /// Whoever steps multiplies the gradients: finish() may leave it to them.
   bool steps_scale = false;
   /// What losses of windows to come are multiplied by before their backward; the

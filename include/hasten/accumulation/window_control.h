@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 
 #include "hasten/comm/communicator.h"
 
@@ -44,12 +45,21 @@ struct WindowTotals {
   bool outside = false;
   /// WindowExchange::history. Agreed on by the ranks that have batches.
   uint64_t history = 0;
+  /// Checksum of what this rank read of a range that all read alike: of the first round,
+  /// or, from a finished rank, of all. 0 agrees with all. `range` names it.
+  uint64_t read = 0;
+  std::string range{};
   /// What losses are multiplied by beside their weights. The same on ranks that have
   /// batches, theirs coming out.
   double loss_scale = 1;
   /// Bits below kWindowRequests; coming out those that any rank with batches had.
   uint32_t requests = 0;
 };
+
+namespace detail {
+/// Ranks read other batches of `range`.
+[[noreturn]] void throw_other_batches(const std::string& range);
+} // namespace detail
 
 class WindowControl {
  public:
@@ -61,12 +71,14 @@ class WindowControl {
   void start(const WindowTotals& mine, const at::Tensor& loss_stats);
   /// Waits. Collective.
   /// Throws CommunicationError where ranks with batches are not in the same
-  /// window of the same models, or all are finished, but with different data.
+  /// window of the same models, all are finished, but with different data, or they
+  /// read different batches.
   WindowTotals wait();
 
  private:
   std::shared_ptr<Communicator> communicator_;
   at::Device device_;
+  std::string range_{};
   at::Tensor values_{};
   CommHandle handle_{};
 };

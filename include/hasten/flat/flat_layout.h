@@ -22,6 +22,9 @@ struct FlatSlot {
   at::Tensor parameter{};
   /// The parameter's when the layout was made.
   std::vector<int64_t> sizes{};
+  /// Of the gradient in the buffer: the parameter's at that time, or row-major where
+  /// those leave holes or overlap.
+  std::vector<int64_t> strides{};
   at::ScalarType dtype = at::kFloat;
   /// Index into groups().
   int64_t group = 0;

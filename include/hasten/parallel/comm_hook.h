@@ -102,8 +102,9 @@ class Bf16CompressHook : public CommHook {
 /// Eight bits of fp32 numbers, with one scale for each 256 of them: a quarter of
 /// the bytes. Sums are fp32; error of a number: 2^-8 of the largest in its block,
 /// for each rank's share and for the sum. With error feedback what was lost is
-/// added to the next reduction. Other dtypes go the plain way. Memory: error
-/// feedback keeps a copy of the buckets, and 1/world of one.
+/// added to the next reduction, and forgotten where a bucket has got other gradients
+/// since. Other dtypes go the plain way. Memory: error feedback keeps a copy of the
+/// buckets, and 1/world of one.
 class Int8CompressHook : public CommHook {
  public:
   explicit Int8CompressHook(bool error_feedback = true)
@@ -121,8 +122,13 @@ class Int8CompressHook : public CommHook {
       const NamedTensors& tensors, const nlohmann::json& values) override;
 
  private:
+  struct Lost {
+    uint64_t layout = 0; // hash of the bucket's gradients and of the ranks
+    at::Tensor
+        numbers{}; // of this rank's [world * part], then of its sum [part]
+  };
   bool error_feedback_;
-  std::unordered_map<std::string, at::Tensor> errors_{}; // by name
+  std::unordered_map<int64_t, Lost> errors_{}; // by the bucket's index
 };
 
 struct PowerSgdOptions {

@@ -32,10 +32,11 @@ class Module;
 
 namespace hasten {
 
-/// What happens to buffers (running statistics) at the end of a sum, so that
-/// ranks are equal in evaluation and when they save; and whenever sync_buffers()
-/// is called, which the Accelerator does as a window opens. Statistics of a batch
-/// stay those of the rank's own rows in any case.
+/// What happens to buffers of every dtype (running statistics, counters) at the end
+/// of a sum, so that ranks are equal in evaluation and when they save; and whenever
+/// sync_buffers() is called, which the Accelerator does as a window opens. Where all
+/// are integer or boolean they are sent only after one was written on some rank.
+/// Statistics of a batch stay those of the rank's own rows in any case.
 enum class BufferPolicy {
   /// Every rank takes those of the first rank that had a batch.
   broadcast,
@@ -160,8 +161,9 @@ class DataParallel : public Stateful {
   /// save in the middle of a sum. One message per dtype. Collective, blocking.
   virtual void sync_buffers(const DdpRanks& ranks = {}) = 0;
   /// There are peers, a policy that makes buffers equal, and some that torch
-  /// writes in a forward: floating-point ones. Local, equal on all ranks.
-  virtual bool evens_out_buffers() const = 0;
+  /// writes in a forward: floating-point ones; with `any_dtype`, any at all. Local,
+  /// equal on all ranks.
+  virtual bool evens_out_buffers(bool any_dtype = false) const = 0;
 
   /// While true, sums stay this rank's own and buffers are left alone, as if
   /// there were no peers. Between sums. Local.

@@ -50,7 +50,7 @@ struct DdpOptions {
   /// it, where there are several.
   bool find_unused_parameters = false;
   /// Promises that every reduced backward uses the parameters the first one did.
-  /// Unused ones are allowed and, known beforehand, cost nothing.
+  /// Unused ones are allowed and, known beforehand, cost no walk over the graph.
   bool static_graph = false;
   BufferPolicy buffers = BufferPolicy::broadcast;
 };
@@ -58,7 +58,7 @@ struct DdpOptions {
 class Ddp : public DataParallel {
  public:
   /// Verifies that every rank has the same parameters and buffers (names, shapes,
-  /// dtypes, what is frozen), copies rank 0's values to all, and lays out the
+  /// dtypes, strides of parameters, what is frozen), copies rank 0's values to all, and lays out the
   /// gradients. The module is on its device already. Collective, blocking.
   /// Memory: one copy of the gradients; on a rank alone, whose gradients stay
   /// where autograd puts them, only once something must be set aside.
@@ -92,7 +92,7 @@ class Ddp : public DataParallel {
   void register_comm_hook(std::shared_ptr<CommHook> hook) override;
   const std::shared_ptr<CommHook>& comm_hook() const override { return hook_; }
   void sync_buffers(const DdpRanks& ranks = {}) override;
-  bool evens_out_buffers() const override;
+  bool evens_out_buffers(bool any_dtype = false) const override;
   void set_local(bool local) override;
 
   /// This rank's part of a state, between backwards: "grad.<name>" of every
@@ -144,7 +144,6 @@ class Ddp : public DataParallel {
   void begin_alone(bool in_place);
   void set_aside();
   void use_learned_order();
-  bool buffers_may_differ() const;
   std::vector<int64_t> saved_order(const nlohmann::json& names) const;
 
   // ddp_backward.cpp
@@ -153,6 +152,7 @@ class Ddp : public DataParallel {
   void launch(size_t bucket);
   void launch_ready_buckets(bool all);
   void check_static_graph();
+  bool asks_again() const;
   void start_agreement();
   void settle_agreement();
   void finish_hooks();

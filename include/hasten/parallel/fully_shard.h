@@ -228,7 +228,7 @@ class FullyShard : public Stateful {
   void finish(double factor, const DdpRanks& ranks = {});
   /// As Ddp's.
   void sync_buffers(const DdpRanks& ranks = {});
-  bool evens_out_buffers() const;
+  bool evens_out_buffers(bool any_dtype = false) const;
   /// Makes every parameter its shard, for who looks at them inside a window: what
   /// zero1, zero2 and reshard_after_forward = false keep whole between its batches is
   /// gathered again by the next forward. Nothing inside a forward or backward. On all
@@ -329,6 +329,8 @@ class FullyShard : public Stateful {
   std::shared_ptr<detail::ShardBuffers> buffers_;
   std::vector<ShardedParameter> parameters_;
   FlatLayout::NamedParameters module_buffers_;
+  std::vector<uint32_t> buffer_versions_; // when they were evened out last
+  bool buffers_changed_ = false; // on any rank
   std::vector<std::pair<size_t, size_t>> places_; // [parameter] flat, index
   std::vector<std::unique_ptr<detail::ShardUnit>>
       units_; // until the schedule's

@@ -1,0 +1,18 @@
+// Sizes that ranks agree on once each.
+#pragma once
+
+#include <cstdint>
+
+namespace hasten::detail {
+
+/// `count`, or up to an eighth more, so that messages of any length have few different
+/// sizes: each that is new to a group costs its ranks a word through the store.
+constexpr int64_t few_sizes(int64_t count) {
+  int64_t step = 1;
+  while (count > 16 * step) {
+    step *= 2;
+  }
+  return (count + step - 1) / step * step;
+}
+
+} // namespace hasten::detail
