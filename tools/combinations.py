@@ -35,6 +35,7 @@ FLAGS = {
     "integer buffers": None,
     "torch's loader": None,
     "resume": [],
+    "empty rank": None,
 }
 FEATURES = list(FLAGS)
 NUMBERS = {"accumulation", "bf16", "fp16", "Local SGD"}
@@ -152,9 +153,9 @@ def page(accelerator, programs):
         "`hasten train` too, the last evaluation's loss equals that of whole copies (fp32 to 1e-4, 16 bits to 0.02).",
         "The reference reads on one rank what all ranks read together, with Local SGD on one rank a copy,",
         "and has of the features only those that make other numbers: accumulation, 16 bits, Local SGD,",
-        "batch norm, delay, the layers and the order of rows that the last columns bring: a convolution whose weights lie",
-        "by channels, counters and marks that forwards write, torch's `DataLoader` with its `RandomSampler`.",
-        "`hsdp` has two copies. –: one or the other. driver and delay are options of",
+        "batch norm, delay, empty ranks, the layers and the order of rows that the last columns bring: a convolution",
+        "whose weights lie by channels, counters and marks that forwards write, torch's `DataLoader` with its",
+        "`RandomSampler`. `hsdp` has two copies. –: one or the other. driver and delay are options of",
         "Local SGD; with resume their states are saved between the two parts of a round.", "",
         *lines, "",
         *[f"{i + 1}. Refused on several ranks: {note}." for i, note in enumerate(notes)], "",

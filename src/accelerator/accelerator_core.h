@@ -70,6 +70,10 @@ struct GradientClip {
   bool error_if_nonfinite = false;
 };
 
+// Of a record's action (AcceleratorCore::record).
+std::pair<std::vector<SlotList>, GradientClip> clip_of(
+    const nlohmann::json& action);
+
 // Moves the moments of torch's optimizers, and of those derived from them.
 void move_optimizer_state(
     torch::optim::Optimizer& optimizer, const at::Device& device);
@@ -298,7 +302,8 @@ class AcceleratorCore {
   // Of one that has stepped before: moments like a whole parameter become rows.
   void cut_optimizer_state(torch::optim::Optimizer& optimizer);
   void refuse_sharded_outside(const std::vector<size_t>& models) const;
-  void reshard();
+  // Throws InputError inside a forward.
+  void reshard(const char* where);
   HeldRowsByName held_rows() const;
   NamedTensors shards() const;
   void refuse_other_windows(
@@ -326,7 +331,10 @@ class AcceleratorCore {
   void update_slots(OptimizerState& optimizer);
   uint64_t completed_window(const std::vector<SlotList>& lists) const;
   WindowOptions window_options() const {
-    return {options.gradient_accumulation_steps, options.loss_weighting};
+    return {
+        options.gradient_accumulation_steps,
+        options.loss_weighting,
+        options.check_accumulation};
   }
   GradientWindow& window_of(uint64_t mask) {
     return window_at(window_key(mask));
@@ -391,6 +399,11 @@ class AcceleratorCore {
   void replay_overflow(bool found);
   nlohmann::json saved_loss_scale() const;
   void plan_loss_scale(StateLoad& load);
+  // A window whose last batch had no backward: by now, or when its data has ended.
+  void complete_open_window(const std::vector<SlotList>& lists);
+  void complete_at_end(const LoaderState* loader);
+  void complete_without_backward(GradientWindow& last);
+  bool feeds(uint64_t key, const LoaderState* loader) const;
   void drop_unfinished(const LoaderState* loader);
   void take_part(const LoaderState* loader);
   void serve_peers(const LoaderState* loader, bool& survivable);

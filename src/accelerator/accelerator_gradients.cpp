@@ -31,6 +31,7 @@ double AcceleratorCore::clip(
   const bool by_value = how.clip_value > 0;
   const char* where = by_value ? "accelerator::clip_grad_value_"
                                : "accelerator::clip_grad_norm_";
+  complete_open_window(lists);
   if (acts(lists) == Acts::in_window) {
     return 0;
   }
@@ -150,7 +151,9 @@ double AcceleratorCore::clip_now(
   return norm;
 }
 
-void AcceleratorCore::replay_clip(const nlohmann::json& action) {
+// What and how, of a record's action.
+std::pair<std::vector<SlotList>, GradientClip> clip_of(
+    const nlohmann::json& action) {
   std::vector<SlotList> lists;
   for (const auto& list : action.at("clip")) {
     lists.push_back(
@@ -162,6 +165,11 @@ void AcceleratorCore::replay_clip(const nlohmann::json& action) {
   how.max_norm = read_exact(action.at("max_norm"));
   how.norm_type = read_exact(action.at("norm_type"));
   how.clip_value = read_exact(action.at("clip_value"));
+  return {std::move(lists), how};
+}
+
+void AcceleratorCore::replay_clip(const nlohmann::json& action) {
+  const auto [lists, how] = clip_of(action);
   clip_now(lists, how);
 }
 

@@ -239,8 +239,10 @@ void AcceleratorCore::backward_outside(
       for (const size_t i : models) {
         models_[i].window = nullptr;
       }
-      if (communicator->world_size() > 1) {
-        communicator->abandon(own.failure()); // peers may wait for this rank
+      // Under no_sync() no peer waits for this rank, but in layers that communicate.
+      if (communicator->world_size() > 1 &&
+          (reduce || batch.backward_communicates)) {
+        communicator->abandon(own.failure());
       }
     }
     throw;

@@ -231,10 +231,15 @@ NamedTensors AcceleratorCore::shards() const {
 }
 
 // zero1 and zero2 keep whole parameters between a window's batches.
-void AcceleratorCore::reshard() {
+void AcceleratorCore::reshard(const char* where) {
   for (const ModelState& model : models_) {
-    if (model.sharded) {
-      model.sharded->reshard();
+    if (model.sharded && !model.sharded->reshard()) {
+      throw InputError(
+          where,
+          "a forward of a sharded model is open: its parameters are whole",
+          "a call outside forward_scope(), and in accumulate() behind the "
+          "backward",
+          "let what forward_scope() returned end before");
     }
   }
 }
@@ -265,7 +270,7 @@ class DataSwap {
 void AcceleratorCore::with_full_parameters(
     const std::vector<size_t>& models, const std::function<void()>& use) {
   const at::NoGradGuard no_grad;
-  reshard();
+  reshard("accelerator::with_full_parameters");
   std::vector<std::pair<at::Tensor, at::Tensor>> whole;
   for (const size_t model : models) {
     FullyShard* shards = models_[model].sharded.get();

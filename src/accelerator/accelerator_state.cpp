@@ -363,9 +363,9 @@ void AcceleratorCore::write_shared(
 // Collective. `request` is null on ranks that only take part.
 void AcceleratorCore::write_state(
     const std::filesystem::path* folder, const SaveStateOptions* request) {
-  reshard();
   StateParts parts;
   const auto answers = on_every_rank(*communicator, kSaveWhere, [&] {
+    reshard(kSaveWhere);
     parts = collect_state();
     return nlohmann::json{
         {"folder",

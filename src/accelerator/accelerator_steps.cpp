@@ -61,6 +61,7 @@ void AcceleratorCore::note_step(const OptimizerState& optimizer) {
 StepResult AcceleratorCore::optimizer_step(OptimizerState& optimizer) {
   update_slots(optimizer);
   const auto& lists = optimizer_slots_[static_cast<size_t>(optimizer.index)];
+  complete_open_window(lists);
   const Acts act = acts(lists);
   const uint64_t complete = completed_window(lists);
   if (act == Acts::in_window ||
@@ -268,17 +269,109 @@ void AcceleratorCore::end_range(LoaderState& loader) {
   }
 }
 
+// Note [A last batch without a backward]
+// Who catches what a bad batch threw wants it left out and the others kept. The data's
+// last window is completed by what is there: by the first clip or step that follows in
+// the batch, or at the data's end, by what was done with the window before.
+void AcceleratorCore::complete_without_backward(GradientWindow& last) {
+  if (communicator->world_size() > 1 && synced_models(last.models_mask())) {
+    const InputError error(
+        "accelerator::accumulate",
+        "the last batch of a window had no backward, and its model "
+        "communicates "
+        "in forward and backward: it is sharded, or its batch norm layers are "
+        "synchronised",
+        "a forward and a backward for each batch",
+        "give backward() of a batch to be left out the weight 0");
+    communicator->abandon(error.what()); // peers wait for this rank
+    throw error;
+  }
+  last.complete_without_backward();
+  report = last.report();
+  completed(last, false);
+}
+
+void AcceleratorCore::complete_open_window(const std::vector<SlotList>& lists) {
+  const auto open = [this](const SlotList& list) {
+    return models_[list.model].window == window;
+  };
+  if (window != nullptr && window->data_ends() &&
+      window->lacks_last_backward() && reduces(window->models_mask()) &&
+      std::any_of(lists.begin(), lists.end(), open)) {
+    complete_without_backward(*window);
+  }
+}
+
+void AcceleratorCore::complete_at_end(const LoaderState* loader) {
+  for (auto& [key, last] : windows_) {
+    const auto models = models_in(last.models_mask());
+    if (!last.lacks_last_backward() || !feeds(key, loader) ||
+        models_[models.front()].local) { // of which no record is kept
+      continue;
+    }
+    const nlohmann::json done =
+        std::exchange(actions_, nlohmann::json::array());
+    std::vector<size_t> zeroed; // before this window, and so behind it
+    for (const size_t i : models) {
+      if (models_[i].parallel->kept_slots().empty()) {
+        zeroed.push_back(i);
+      }
+    }
+    const auto steps_with_it = [&](const nlohmann::json& action) {
+      return action.contains("step") &&
+             std::ranges::any_of(
+                 optimizer_slots_.at(action["step"].get<size_t>()),
+                 [&](const SlotList& list) {
+                   return models_[list.model].window == &last;
+                 });
+    };
+    if (std::none_of(done.begin(), done.end(), steps_with_it)) {
+      throw InputError(
+          "accelerator::accumulate",
+          "the last batch of the data had no backward, and no step of a "
+          "prepared optimizer came after it: the gradients of " +
+              std::to_string(last.batches()) + " batches wait for one",
+          "a step behind a window's last batch",
+          "call optimizer.step() for a batch that is left out, too");
+    }
+    complete_without_backward(last);
+    for (const auto& action : done) {
+      if (action.contains("step")) {
+        optimizer_step(*optimizers_.at(action["step"].get<size_t>()));
+      } else if (action.contains("tick")) {
+        scheduler_step(*schedulers_.at(action["tick"].get<size_t>()));
+      } else if (action.contains("clip")) {
+        const auto [lists, how] = clip_of(action);
+        clip(lists, how);
+      }
+    }
+    for (const size_t i : zeroed) {
+      models_[i].parallel->gradients().reset();
+      models_[i].non_finite = false;
+    }
+  }
+}
+
+bool AcceleratorCore::feeds(uint64_t key, const LoaderState* loader) const {
+  const auto of = fed_by_.find(key);
+  return loader == nullptr ||
+         (of != fed_by_.end() &&
+          std::find(of->second.begin(), of->second.end(), loader) !=
+              of->second.end());
+}
+
 void AcceleratorCore::drop_unfinished(const LoaderState* loader) {
   for (auto& [mask, unfinished] : windows_) {
-    const auto& feeders = fed_by_[mask];
-    if (loader != nullptr &&
-        std::find(feeders.begin(), feeders.end(), loader) == feeders.end()) {
+    if (!feeds(mask, loader)) {
       continue; // another loader's window goes on
     }
+    const bool incomplete = unfinished.lacks_last_backward();
     if (const int64_t batches = unfinished.drop(); batches > 0) {
       log_warning(
-          "the epoch was left in the middle of a window: its gradients are "
-          "dropped, batches=" +
+          std::string(
+              incomplete ? "the last batch of the data had no backward"
+                         : "the epoch was left in the middle of a window") +
+          ": the window's gradients are dropped, batches=" +
           std::to_string(batches));
     }
     fed_by_.erase(mask);
@@ -303,14 +396,16 @@ uint64_t end_of_data(const LoaderState* loader, uint64_t history) {
 
 // Says "finished" until every rank does, taking part in what the others still do.
 void AcceleratorCore::join_ranges(const LoaderState* loader) {
-  drop_unfinished(loader);
-  if (communicator->world_size() == 1) {
-    return;
-  }
   try {
-    take_part(loader);
+    complete_at_end(loader);
+    drop_unfinished(loader);
+    if (communicator->world_size() > 1) {
+      take_part(loader);
+    }
   } catch (const std::exception& error) {
-    communicator->abandon(error.what()); // peers may wait for this rank
+    if (communicator->world_size() > 1) {
+      communicator->abandon(error.what()); // peers may wait for this rank
+    }
     throw;
   }
 }

@@ -511,10 +511,10 @@ void undo_objects(StateLoad& load) {
 
 LoadedState AcceleratorCore::load_state(
     const std::filesystem::path& folder, const LoadStateOptions& request) {
-  reshard();
   StateLoad load;
   load.folder = folder;
   on_every_rank(*communicator, kLoadWhere, [&] {
+    reshard(kLoadWhere);
     if (window != nullptr) {
       throw InputError(
           kLoadWhere, "a batch is open", "a call outside accumulate()");

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "hasten/base/error.h"
+#include "window_watch.h"
 #include "zero_backward.h"
 
 namespace hasten {
@@ -71,13 +72,17 @@ GradientWindow::GradientWindow(
       exchange_(std::move(exchange)),
       control_(communicator_, device),
       device_(device),
+      watch_(std::make_unique<detail::WindowWatch>()),
       next_scale_(detail::nearest_power_of_two(
           static_cast<double>(options.steps * communicator_->world_size()))) {}
+
+GradientWindow::~GradientWindow() = default;
 
 void GradientWindow::begin_window(bool in_place) {
   for (auto& model : models_) {
     model->begin(false, in_place);
   }
+  watch_->forget();
   begun_ = true;
   complete_ = false;
   outside_ = false;
@@ -119,6 +124,7 @@ void GradientWindow::open(const WindowBatch& batch) {
   if (!begun_ || complete_) {
     begin_window(false);
   }
+  watch_->check(true);
   open_ = true;
   last_ = batch.data_ends || batches_ + 1 >= options_.steps;
   had_backward_ = false;
@@ -191,6 +197,7 @@ void GradientWindow::backward(
         open_ ? "a new window" : "auto window = accelerator.accumulate(model)");
   }
   detail::check_window_loss(loss);
+  watch_->check(false);
   const double weight = batch_.stand_in ? 0 : batch_weight(sum_weight);
   if (scale_ == 0) {
     scale_ = alone() && last_ && weight > 0 ? weight
@@ -214,6 +221,11 @@ void GradientWindow::backward(
       batch_.backward_communicates,
       last_ && options.last,
       options.retain_graph);
+}
+
+void GradientWindow::complete_without_backward() {
+  watch_->check(false);
+  run_backward(at::Tensor(), 0, 0, false, true, false);
 }
 
 void GradientWindow::begin_outside(
@@ -319,18 +331,18 @@ void GradientWindow::run_backward(
       const bool narrow = loss.scalar_type() == at::kHalf ||
                           loss.scalar_type() == at::kBFloat16;
       const at::Tensor wide = narrow ? loss.to(at::kFloat) : loss;
-      std::optional<detail::ZeroBackward> zeros;
-      if (times == 0) {
-        zeros.emplace(wide);
-      }
+      const auto zeros = times == 0 ? detail::zeros_of_zeros(wide) : nullptr;
       wide.backward(at::full_like(wide, seed * loss_scale_), retain_graph);
     }
     for (auto& model : models_) {
       model->finish_backward();
     }
     had_backward_ = true;
+    watch_->forget();
     if (reduce) {
       complete();
+    } else if (open_ && options_.check) {
+      watch_->remember(models_);
     }
   } catch (const std::exception& error) {
     fail(error.what());
@@ -372,6 +384,7 @@ void GradientWindow::note_loss(const at::Tensor& loss, double times) {
 // A backward that threw leaves gradients half made: the window starts afresh.
 void GradientWindow::fail(const char* what) {
   failure_ = what;
+  watch_->forget();
   complete_ = false;
   begun_ = open_;
   for (auto& model : models_) {
@@ -577,6 +590,7 @@ int64_t GradientWindow::drop() {
   for (auto& model : models_) {
     model->cancel();
   }
+  watch_->forget();
   begun_ = false;
   last_ = had_backward_ = false;
   return std::exchange(batches_, 0);

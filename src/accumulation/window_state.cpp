@@ -7,6 +7,7 @@
 
 #include "hasten/accumulation/gradient_window.h"
 #include "hasten/base/error.h"
+#include "window_watch.h"
 
 namespace hasten {
 
@@ -103,6 +104,7 @@ void GradientWindow::load_state(
     host_losses_ = sums.const_data_ptr<double>()[0];
     host_non_finite_ = sums.const_data_ptr<double>()[1];
   }
+  watch_->forget();
   begun_ = begun;
   complete_ = complete;
   outside_ = outside;

@@ -6,25 +6,19 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
-#include <memory>
 #include <unordered_set>
+#include <utility>
+#include <vector>
 
 namespace hasten::detail {
 
-// NaN is not zero.
-static bool has_nonzero(const at::Tensor& gradient) {
-  return gradient.defined() && gradient.numel() > 0 &&
-         (gradient.is_sparse() ? gradient._values() : gradient)
-             .ne(0)
-             .any()
-             .item<bool>();
+static at::Tensor values_of(const at::Tensor& gradient) {
+  return gradient.is_sparse() ? gradient._values() : gradient;
 }
 
-static bool is_finite(const at::Tensor& gradient) {
-  return (gradient.is_sparse() ? gradient._values() : gradient)
-      .isfinite()
-      .all()
-      .item<bool>();
+// NaN is not zero.
+static bool has_nonzero(const at::Tensor& gradient) {
+  return gradient.defined() && values_of(gradient).ne(0).any().item<bool>();
 }
 
 class ZeroHook final : public torch::autograd::FunctionPostHook {
@@ -41,7 +35,8 @@ class ZeroHook final : public torch::autograd::FunctionPostHook {
     Tensors result = outputs;
     for (at::Tensor& gradient : result) {
       if (gradient.defined() &&
-          !(custom_ && has_nonzero(gradient) && is_finite(gradient))) {
+          !(custom_ && has_nonzero(gradient) &&
+            values_of(gradient).isfinite().all().item<bool>())) {
         gradient = at::zeros_like(gradient);
       }
     }
@@ -52,30 +47,31 @@ class ZeroHook final : public torch::autograd::FunctionPostHook {
   const bool custom_;
 };
 
-ZeroBackward::ZeroBackward(const at::Tensor& root) {
+std::shared_ptr<void> zeros_of_zeros(const at::Tensor& root) {
+  using Node = decltype(torch::autograd::Edge::function);
+  std::vector<std::pair<Node, std::uintptr_t>> hooked;
   std::unordered_set<const torch::autograd::Node*> seen;
-  const auto hook = [&](const auto& node) {
+  const auto hook = [&](const Node& node) {
     // A leaf, whose node outlives the graph, returns nothing.
     if (node && node->num_outputs() > 0 && seen.insert(node.get()).second) {
-      hooked_.emplace_back(
+      hooked.emplace_back(
           node,
           node->add_post_hook(
               std::make_unique<ZeroHook>(!node->is_traceable())));
     }
   };
   hook(torch::autograd::impl::gradient_edge(root).function);
-  for (size_t i = 0; i < hooked_.size(); ++i) {
-    const auto node = hooked_[i].first; // the vector grows
+  for (size_t i = 0; i < hooked.size(); ++i) {
+    const Node node = hooked[i].first; // the vector grows
     for (const auto& edge : node->next_edges()) {
       hook(edge.function);
     }
   }
-}
-
-ZeroBackward::~ZeroBackward() {
-  for (const auto& [node, hook] : hooked_) {
-    node->del_post_hook(hook);
-  }
+  return {nullptr, [hooked = std::move(hooked)](void*) {
+            for (const auto& [node, known_by] : hooked) {
+              node->del_post_hook(known_by);
+            }
+          }};
 }
 
 } // namespace hasten::detail

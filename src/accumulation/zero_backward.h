@@ -1,9 +1,8 @@
 // The backward of a loss that weighs nothing.
 //
 // Note [Nothing in, nothing out]
-// Other ranks may wait in this rank's backward: for synchronised batch norm's sums,
-// for a sharded unit's gathers and reductions. So it runs, from a seed of 0. A seed of
-// 0 is not enough: the loss may be NaN, and 0 times an infinite derivative is NaN. What
+// Other ranks may wait in this rank's backward (synchronised batch norm, sharded units),
+// so it runs, from a seed of 0. But 0 times an infinite or NaN derivative is NaN. What
 // each node makes of zeros is therefore replaced by zeros. One kind of node makes
 // something of nothing: a custom function that brings gradients from other ranks, as
 // batch norm over all ranks does. What such a node returns is kept, and so is all that
@@ -11,28 +10,13 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/autograd/edge.h>
 
-#include <cstdint>
-#include <utility>
-#include <vector>
+#include <memory>
 
 namespace hasten::detail {
 
-/// While it lives, each node of `root`'s graph makes zeros of zeros. One pass over the
-/// graph; in backward, one over each gradient.
-class ZeroBackward {
- public:
-  explicit ZeroBackward(const at::Tensor& root);
-  ZeroBackward(const ZeroBackward&) = delete;
-  ZeroBackward& operator=(const ZeroBackward&) = delete;
-  ~ZeroBackward();
-
- private:
-  // Nodes, and what their hooks are known by.
-  std::vector<
-      std::pair<decltype(torch::autograd::Edge::function), std::uintptr_t>>
-      hooked_{};
-};
+/// While the result lives, each node of `root`'s graph makes zeros of zeros. One pass
+/// over the graph; in backward, one over each gradient.
+std::shared_ptr<void> zeros_of_zeros(const at::Tensor& root);
 
 } // namespace hasten::detail

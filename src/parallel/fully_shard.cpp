@@ -47,10 +47,12 @@ detail::ShardTensor& FullyShard::tensor_of(size_t parameter) const {
   return flat_of(parameter).tensors[places_[parameter].second];
 }
 
-void FullyShard::reshard() {
-  if (!schedule_->forward_is_open() && !schedule_->in_backward()) {
-    schedule_->let_all_go();
+bool FullyShard::reshard() {
+  if (schedule_->forward_is_open() || schedule_->in_backward()) {
+    return false;
   }
+  schedule_->let_all_go();
+  return true;
 }
 
 void FullyShard::join_forward() { schedule_->replay_forward(); }

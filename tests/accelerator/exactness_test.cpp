@@ -1,5 +1,6 @@
-// The table: {accumulation 1, 3, 4} x {even, ragged, one rank without rows} x
-// {mean, token-weighted} on this world, for a BERT (dropout 0, grouped by length)
+// The table: {accumulation 1, 3, 4} x {even, ragged, one rank without rows} x {mean,
+// token-weighted, masked mean with an empty rank, mean whose last batch throws} on
+// this world, for a BERT (dropout 0, grouped by length)
 // and the convnet of examples/adopt/ (BatchNorm in evaluation mode, since statistics
 // of a batch depend on who is in it): the training run through the public API
 // against the plain loop of plain_loop.h over the joined rows. fp64: first gradient
@@ -13,6 +14,7 @@
 #include <iomanip>
 #include <iostream>
 #include <sstream>
+#include <stdexcept>
 
 #include "accelerator/plain_loop.h"
 #include "accelerator/plain_steps.h"
@@ -28,6 +30,17 @@ const char* text_of(Rows rows) {
   return rows == Rows::even     ? "even"
          : rows == Rows::ragged ? "ragged"
                                 : "one empty rank";
+}
+
+// masked: the mean of a batch's first row alone, and on the last rank, now and then, of
+// no row at all: NaN, of weight 0. caught: the last batch of the last rank throws, and
+// the loop goes on behind it.
+enum class Kind { mean, tokens, masked, caught };
+const char* text_of(Kind kind) {
+  return kind == Kind::mean     ? "mean"
+         : kind == Kind::tokens ? "tokens"
+         : kind == Kind::masked ? "masked"
+                                : "caught";
 }
 
 constexpr int64_t kBatch = 2; // rows of a full batch on a rank
@@ -166,18 +179,6 @@ struct Conv {
   std::shared_ptr<Dataset> dataset{};
 };
 
-// The mean loss of a batch and its rows, or the weighted sum and its weight.
-template <typename Case, typename Model>
-std::pair<Tensor, double> loss_of(
-    const Case& data, Model& model, const Batch& batch, bool by_tokens) {
-  const Tensor losses = data.losses(model, batch);
-  if (!by_tokens) {
-    return {losses.mean(), static_cast<double>(batch.rows())};
-  }
-  const Tensor tokens = data.tokens(batch);
-  return {(losses * tokens).sum(), tokens.sum().template item<double>()};
-}
-
 struct Outcome : Trained {
   Windows windows{}; // of all ranks
 };
@@ -187,10 +188,12 @@ Outcome with_accelerator(
     const Case& data,
     Range& batches,
     const AcceleratorOptions& options,
-    bool by_tokens,
+    Kind kind,
     bool channels_last = false) {
   const int64_t k = options.gradient_accumulation_steps;
   auto accelerator = accelerator_test::accelerator_of(options);
+  const int world = accelerator.num_processes();
+  const bool last = accelerator.process_index() + 1 == world;
   auto net = Case::make(static_cast<uint64_t>(accelerator.process_index()) + 1);
   for (Tensor& p : net->parameters()) {
     if (channels_last && p.dim() == 4) {
@@ -203,20 +206,44 @@ Outcome with_accelerator(
   Outcome outcome;
   int64_t turn = 0;
   for (const Batch& batch : loader) {
-    auto window = accelerator.accumulate(model);
-    const auto [loss, weight] = loss_of(data, model, batch, by_tokens);
-    if (by_tokens) {
-      accelerator.backward(loss, weight);
-    } else {
-      accelerator.backward(loss);
+    std::vector<int64_t> rows = batch.indices; // that count
+    if (kind == Kind::masked) {
+      // Not in a window of nothing else.
+      const bool empty = last && turn % k == (world == 1 ? 1 : 0);
+      rows.resize(std::min<size_t>(rows.size(), empty ? 0 : 1));
+    }
+    if constexpr (requires { loader.size(); }) {
+      if (kind == Kind::caught && last && turn + 1 == loader.size()) {
+        rows.clear();
+      }
+    }
+    const auto counted = static_cast<int64_t>(rows.size());
+    auto window = kind == Kind::masked
+                      ? accelerator.accumulate(
+                            loader, static_cast<double>(counted), model)
+                      : accelerator.accumulate(model);
+    const Tensor losses = data.losses(model, batch);
+    const Tensor tokens = data.tokens(batch);
+    try {
+      if (kind == Kind::caught && rows.size() < batch.indices.size()) {
+        throw std::runtime_error("a bad batch");
+      }
+      if (kind == Kind::tokens) {
+        accelerator.backward(
+            (losses * tokens).sum(), tokens.sum().template item<double>());
+      } else {
+        accelerator.backward(
+            losses.narrow(0, 0, std::min(counted, losses.size(0))).mean());
+      }
+    } catch (const std::runtime_error&) {
     }
     outcome.windows.resize(static_cast<size_t>(turn++ / k) + 1);
-    auto& rows = outcome.windows.back();
-    rows.insert(rows.end(), batch.indices.begin(), batch.indices.end());
+    auto& of_window = outcome.windows.back();
+    of_window.insert(of_window.end(), rows.begin(), rows.end());
+    optimizer.step();
     if (accelerator.sync_gradients() && !outcome.first_gradient.defined()) {
       outcome.first_gradient = flat_gradient(*net);
     }
-    optimizer.step();
     optimizer.zero_grad();
   }
   // All ranks' rows by step: [n, 2] of (step, row).
@@ -242,13 +269,14 @@ Outcome with_accelerator(
 }
 
 template <typename Case>
-Trained with_torch(const Case& data, const Windows& windows, bool by_tokens) {
+Trained with_torch(const Case& data, const Windows& windows, Kind kind) {
   return train_plainly(
       Case::make(1),
       windows,
       [&](typename Case::Model& net, const std::vector<int64_t>& rows) {
         auto [losses, tokens] = data.terms(net, rows);
-        return std::pair(losses, by_tokens ? tokens : torch::ones_like(losses));
+        return std::pair(
+            losses, kind == Kind::tokens ? tokens : torch::ones_like(losses));
       });
 }
 
@@ -270,22 +298,25 @@ void check_table() {
     for (const Rows rows : {Rows::even, Rows::ragged, Rows::empty_rank}) {
       const int64_t count = row_count(rows, k, world);
       const Case data(count);
-      for (const bool by_tokens : {false, true}) {
+      for (const Kind kind :
+           {Kind::mean, Kind::tokens, Kind::masked, Kind::caught}) {
         SCOPED_TRACE(
             testing::Message() << "accumulation " << k << ", " << text_of(rows)
-                               << (by_tokens ? ", tokens" : ", mean"));
+                               << ", " << text_of(kind));
         DataLoader batches(
             data.dataset, {.batch_size = kBatch, .group_by_length = true});
         const Outcome ours = with_accelerator(
-            data, batches, {.gradient_accumulation_steps = k}, by_tokens);
-        const Trained plain = with_torch(data, ours.windows, by_tokens);
+            data, batches, {.gradient_accumulation_steps = k}, kind);
+        const Trained plain = with_torch(data, ours.windows, kind);
         size_t seen = 0;
         for (const auto& window : ours.windows) {
           seen += window.size();
         }
-        EXPECT_EQ(static_cast<int64_t>(seen), count);
-        ASSERT_EQ(
-            ours.windows.size(), rows == Rows::ragged && k == 1 ? 3u : 2u);
+        if (kind == Kind::mean || kind == Kind::tokens) {
+          EXPECT_EQ(static_cast<int64_t>(seen), count);
+          ASSERT_EQ(
+              ours.windows.size(), rows == Rows::ragged && k == 1 ? 3u : 2u);
+        }
         const double gradient =
             ((ours.first_gradient - plain.first_gradient).norm() /
              plain.first_gradient.norm())
@@ -302,8 +333,8 @@ void check_table() {
         EXPECT_LE(gradient, 1e-12);
         EXPECT_LE(parameters, 1e-10);
         table << k << "  " << std::left << std::setw(14) << text_of(rows)
-              << "  " << std::setw(6) << (by_tokens ? "tokens" : "mean") << "  "
-              << std::setw(5) << ours.windows.size() << "  " << std::scientific
+              << "  " << std::setw(6) << text_of(kind) << "  " << std::setw(5)
+              << ours.windows.size() << "  " << std::scientific
               << std::setprecision(1) << gradient << "   " << parameters
               << '\n';
       }
@@ -331,16 +362,16 @@ struct ByTorch : torch::data::datasets::BatchDataset<ByTorch, Batch> {
 // Torch's loader with its RandomSampler, weights by channels, a static graph.
 TEST(Exactness, TorchsLoaderMemoryFormatsAndStaticGraphsAreTheJoinedBatch) {
   const int world = testing_support::test_world().world_size;
-  for (const bool by_tokens : {false, true}) {
+  for (const Kind kind : {Kind::mean, Kind::tokens}) {
     const Conv data(row_count(Rows::ragged, 3, world));
     auto batches = torch::data::make_data_loader(ByTorch(data.dataset), kBatch);
     const Outcome ours = with_accelerator(
         data,
         *batches,
         {.gradient_accumulation_steps = 3, .static_graph = true},
-        by_tokens,
+        kind,
         true);
-    const Trained plain = with_torch(data, ours.windows, by_tokens);
+    const Trained plain = with_torch(data, ours.windows, kind);
     std::vector<int64_t> seen;
     for (const auto& window : ours.windows) {
       seen.insert(seen.end(), window.begin(), window.end());

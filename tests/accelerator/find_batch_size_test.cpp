@@ -186,4 +186,32 @@ TEST(FindBatchSize, AccumulationMayBeSetBetweenWindows) {
   EXPECT_LE(largest_difference(*net, *plain_steps(steps, 0.1)), 1e-12);
 }
 
+// A rank that runs out of memory in a backward leaves nobody waiting.
+TEST(FindBatchSize, AnAttemptMayBeABackwardUnderNoSync) {
+  auto accelerator = accelerator_of();
+  const bool last =
+      accelerator.process_index() + 1 == accelerator.num_processes();
+  Net net = net_of_rank(accelerator);
+  auto model = accelerator.prepare(net);
+  const int64_t size = find_executable_batch_size(
+      [&, &model = model](int64_t rows) {
+        auto quiet = accelerator.no_sync(model);
+        Tensor out = net->forward(torch::ones({rows, 5}, torch::kDouble));
+        out.register_hook([&](const Tensor&) {
+          if (last && rows > 3) {
+            throw std::bad_alloc();
+          }
+        });
+        accelerator.backward(out.sum());
+        for (const Tensor& parameter : net->parameters()) {
+          parameter.mutable_grad().reset();
+        }
+      },
+      {.starting_batch_size = 8},
+      &accelerator);
+  EXPECT_EQ(size, 2);
+  accelerator.backward(net->forward(torch::ones({2, 5}, torch::kDouble)).sum());
+  accelerator.finish();
+}
+
 } // namespace hasten::accelerator_test

@@ -175,4 +175,31 @@ TEST(ShardedState, AFileThatLacksRowsIsNamedAndNothingChanged) {
   expect_same(then.whole(), before, 0);
 }
 
+// Parameters are whole there, and files have rows.
+TEST(ShardedState, InsideAForwardItIsRefusedBeforeAnythingIsWritten) {
+  const auto folder = state_test::common_folder();
+  for (const Strategy strategy : {Strategy::zero1, Strategy::fsdp}) {
+    Learner learner(strategy, testing_support::fresh_communicator());
+    learner.step(0);
+    const bool refused = learner.accelerator.num_processes() > 1;
+    const auto place = folder / strategy_name(strategy);
+    learner.accelerator.save_state(place / "before");
+    const auto expect_refusal = [&](const std::function<void()>& call) {
+      const std::string said = state_test::input_error(call);
+      EXPECT_EQ(said.find("a forward of a sharded model") != said.npos, refused)
+          << said;
+    };
+    {
+      const auto forward = learner.accelerator.forward_scope(learner.stack);
+      expect_refusal([&] { learner.accelerator.save_state(place / "inside"); });
+      expect_refusal([&] { learner.accelerator.load_state(place / "before"); });
+      expect_refusal([&] { learner.whole(); });
+    }
+    EXPECT_EQ(std::filesystem::exists(place / "inside"), !refused);
+    learner.accelerator.save_state(place / "behind");
+    learner.accelerator.load_state(place / "behind");
+    learner.accelerator.finish();
+  }
+}
+
 } // namespace hasten::sharded_test

@@ -32,6 +32,13 @@ struct AcceleratorOptions {
   int64_t gradient_accumulation_steps = 1;
   /// How batches of different sizes are weighed against each other.
   LossWeighting loss_weighting = LossWeighting::joined_batch;
+  /// In the middle of a window, which only accumulate() makes, it is an error that
+  /// names the parameter where an optimizer that was not prepared has stepped, or
+  /// somebody else than the accelerator has clipped, zeroed or dropped gradients. Found
+  /// by version counters and, on the CPU, 16 elements of each tensor: up to 1 us a
+  /// parameter and batch. Sharded models are not looked at: such a call finds nothing
+  /// there. False for models whose parameters change between batches on purpose.
+  bool check_accumulation = true;
   SchedulerTicks scheduler_ticks = SchedulerTicks::per_optimizer_step;
   /// What forwards inside accumulate(), up to the batch's last backward, compute in;
   /// elsewhere inside the scope of Accelerator::autocast(). Equal on all ranks;

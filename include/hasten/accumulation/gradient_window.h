@@ -68,6 +68,9 @@ struct WindowOptions {
   /// Batches of a rank that make one window, ≥ 1.
   int64_t steps = 1;
   LossWeighting weighting = LossWeighting::joined_batch;
+  /// Parameters and gradients that somebody changes between a window's batches are
+  /// an error. Costs up to 1 us a parameter and batch, but for a window's last.
+  bool check = true;
 };
 
 /// What is known of a batch before its loss.
@@ -116,6 +119,10 @@ struct WindowExchange {
   uint32_t requests = 0;
 };
 
+namespace detail {
+class WindowWatch;
+} // namespace detail
+
 class GradientWindow : public Stateful {
  public:
   /// `models_mask`: bit i for model i of the accelerator, below 32.
@@ -126,10 +133,12 @@ class GradientWindow : public Stateful {
       WindowOptions options,
       at::Device device,
       std::shared_ptr<WindowExchange> exchange);
+  ~GradientWindow() override;
 
   /// Opens the next batch. Local.
   /// Throws InputError if a batch is open, the last window was left without the
-  /// backward that reduces, or batches of backward_outside() are not reduced.
+  /// backward that reduces, or batches of backward_outside() are not reduced; and
+  /// where a parameter or a gradient was changed since the window's batch before.
   void open(const WindowBatch& batch);
   /// Closes the batch; counts it if it had a backward. After a backward that
   /// threw the window starts afresh. Never communicates.
@@ -141,6 +150,15 @@ class GradientWindow : public Stateful {
       const at::Tensor& loss,
       std::optional<double> sum_weight,
       const BackwardOptions& options);
+
+  /// The window's last batch is open or was closed without a backward, and batches
+  /// before it had one.
+  bool lacks_last_backward() const {
+    return begun_ && !complete_ && !outside_ && last_ && !had_backward_ &&
+           batches_ > 0;
+  }
+  /// Completes such a window by what is there. Collective, as that backward.
+  void complete_without_backward();
 
   /// Backward without a batch being open: a window of its own, whose gradient is
   /// added to what is there. With `reduce` false it waits for the next that
@@ -178,8 +196,12 @@ class GradientWindow : public Stateful {
   bool is_open() const { return open_; }
   /// The open batch had a backward.
   bool had_backward() const { return had_backward_; }
+  /// The rank has no batch after the open one.
+  bool data_ends() const { return batch_.data_ends; }
   /// The open batch completes its window.
   bool is_last() const { return last_; }
+  /// With a backward, of the window under way or the last.
+  int64_t batches() const { return batches_; }
   /// The next open() begins a window.
   bool opens() const { return !begun_ || complete_; }
   /// Every gradient is final. Until the next open().
@@ -234,6 +256,7 @@ class GradientWindow : public Stateful {
   std::shared_ptr<WindowExchange> exchange_;
   WindowControl control_;
   at::Device device_;
+  std::unique_ptr<detail::WindowWatch> watch_; // of a window under way
 
   // The window.
   bool begun_ = false;

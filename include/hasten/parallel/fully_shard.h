@@ -231,9 +231,9 @@ class FullyShard : public Stateful {
   bool evens_out_buffers(bool any_dtype = false) const;
   /// Makes every parameter its shard, for who looks at them inside a window: what
   /// zero1, zero2 and reshard_after_forward = false keep whole between its batches is
-  /// gathered again by the next forward. Nothing inside a forward or backward. On all
-  /// ranks or none; local.
-  void reshard();
+  /// gathered again by the next forward. False inside a forward scope or a backward,
+  /// where it does nothing. On all ranks or none; local.
+  bool reshard();
   /// While true, sums stay this shard group's and running statistics too, as if there
   /// were no replicas: each goes its own way. Between sums. Local.
   /// Throws InputError in a sum.
