@@ -325,11 +325,11 @@ class Reference {
           "fp16",
           "Local SGD",
           "SyncBatchNorm",
-           "delay",
-           "channels last",
-           "integer buffers",
-           "torch's loader",
-           "empty rank"}) {
+          "delay",
+          "channels last",
+          "integer buffers",
+          "torch's loader",
+          "empty rank"}) {
       if (features.count(name) > 0) {
         kept.insert(name);
       }
