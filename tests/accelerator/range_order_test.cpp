@@ -32,7 +32,7 @@ struct Numbers : torch::data::Dataset<Numbers> {
 // Draws each row when it is asked for it, as a weighted sampler does.
 struct Lazy : torch::data::samplers::Sampler<> {
   explicit Lazy(size_t rows) : rows(rows) {}
-  void reset(torch::optional<size_t>) override {
+  void reset(torch::optional<size_t> = torch::nullopt) override {
     left.clear();
     done = false;
   }
