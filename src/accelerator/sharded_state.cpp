@@ -211,7 +211,7 @@ nlohmann::json read_state_json(const std::filesystem::path& folder) {
         path, "the file is missing", "a folder that save_state() wrote");
   }
   try {
-    nlohmann::json state = read_json_file(kLoadWhere, path);
+    nlohmann::json state = read_json_file("accelerator::load_state", path);
     state.at("models");
     state.at("world_size");
     return state;

@@ -208,7 +208,7 @@ void OuterOptimizer::save_state(
         tensors.emplace(name, tensor);
       }
     }
-    values[number] = nlohmann::json::parse(value);
+    values[number] = parse_json("parallel::OuterOptimizer", "the state", value);
   }
 }
 

@@ -6,6 +6,7 @@
 
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
+#include "hasten/base/json.h"
 #include "hasten/io/commit.h"
 #include "hasten/trainer/output_folder.h"
 #include "hasten/trainer/resume.h"
@@ -35,7 +36,7 @@ nlohmann::json TrainingRun::progress() const {
     evaluation[name] = value;
   }
   return {
-      {"state", nlohmann::json::parse(trainer_state_json(state_))},
+      {"state", try_parse_json(trainer_state_json(state_)).value},
       {"epoch_index", epoch_},
       {"epoch_ended", epoch_ended_},
       {"windows_counted", windows_counted_},
