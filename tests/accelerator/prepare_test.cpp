@@ -42,16 +42,15 @@ std::string input_error(Function function) {
 #define EXPECT_SAYS(text, part) \
   EXPECT_NE((text).find(part), std::string::npos) << (text)
 
+// What it does not take: tests/checks/refused_arguments_test.py.
 template <typename T>
 concept Prepares =
     requires(Accelerator a, T object) { a.prepare(std::forward<T>(object)); };
 static_assert(Prepares<torch::optim::SGD&>);
 static_assert(Prepares<std::shared_ptr<torch::optim::SGD>>);
-static_assert(!Prepares<torch::optim::SGD>, "a temporary would dangle");
-static_assert(!Prepares<std::vector<Pair>>);
 static_assert(Prepares<std::vector<Pair>&>);
 static_assert(Prepares<Net>, "a holder shares its module");
-static_assert(Prepares<Decay&> && !Prepares<Decay> && !Prepares<int&>);
+static_assert(Prepares<Decay&>);
 
 TEST(Prepare, RefusesAnOptimizerOfAnotherModel) {
   auto accelerator = make_accelerator();
