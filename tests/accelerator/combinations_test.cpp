@@ -111,7 +111,8 @@ struct Run {
     }
     for (int epoch = first; epoch < last; ++epoch) {
       for (const auto& rows : loader) {
-        const auto labels = (rows.second != kNoLabel).sum().item<double>();
+        const Rows& batch = rows;
+        const auto labels = (batch.second != kNoLabel).sum().item<double>();
         auto window = features.count("empty rank") > 0
                           ? accelerator.accumulate(loader, labels, model)
                           : accelerator.accumulate(model);
