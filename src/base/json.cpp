@@ -1,5 +1,6 @@
 #include "hasten/base/json.h"
 
+#include <algorithm>
 #include <utility>
 #include <vector>
 
@@ -121,10 +122,14 @@ nlohmann::json parse_json(
     JsonRules rules) {
   ParsedJson parsed = try_parse_json(text, rules);
   if (!parsed.problem.empty()) {
-    const std::string place =
-        parsed.byte > 0
-            ? "not JSON near byte=" + std::to_string(parsed.byte) + ": "
-            : "";
+    std::string place;
+    if (parsed.byte > 0) {
+      const auto before = text.substr(0, parsed.byte - 1);
+      place =
+          "not JSON near byte=" + std::to_string(parsed.byte) + " (line " +
+          std::to_string(1 + std::count(before.begin(), before.end(), '\n')) +
+          "): ";
+    }
     throw InputError(where, source + ": " + place + parsed.problem, "JSON");
   }
   return std::move(parsed.value);

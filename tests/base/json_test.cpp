@@ -59,11 +59,13 @@ TEST(Json, ProblemsAreNamedWithTheirPlace) {
     const char* part; // empty: none
   };
   const Case cases[] = {
-      {"[1, 1e999]", {}, "near byte=9: number overflow parsing '1e999'"},
+      {"[1, 1e999]",
+       {},
+       "near byte=9 (line 1): number overflow parsing '1e999'"},
       {"[1, 1e308]", {}, ""},
-      {"[1, 2", {}, "near byte=6: syntax error"},
-      {"[1] 2", {}, "near byte=5: syntax error"},
-      {"", {}, "near byte=1: syntax error"},
+      {"[1,\n2", {}, "near byte=6 (line 2): syntax error"},
+      {"[1] 2", {}, "near byte=5 (line 1): syntax error"},
+      {"", {}, "near byte=1 (line 1): syntax error"},
       {"\"\xFF\"", {}, "ill-formed UTF-8"},
       {"[1] // one", {}, "near byte=5"},
       {"[1] // one", {.comments = true}, ""},

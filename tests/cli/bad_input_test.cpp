@@ -128,7 +128,7 @@ TEST(BadInput, NamesThatAreNoUtf8AreRefusedByTheirFlag) {
   }
   const ProgramRun run = run_program(arguments);
   EXPECT_EQ(run.code, 2) << run.error;
-  EXPECT_TRUE(run.said("output_dir holds bytes that are no UTF-8"))
+  EXPECT_TRUE(run.said("--output-dir holds bytes that are no UTF-8"))
       << run.error;
 }
 

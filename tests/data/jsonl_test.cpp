@@ -111,7 +111,7 @@ TEST(Jsonl, NestingIsReadUpToTheLimitAndNamedByItsLineAboveIt) {
            std::string(static_cast<size_t>(depth), '[') +
            std::string(static_cast<size_t>(depth), ']') + "}\n";
   };
-  EXPECT_EQ(detail::jsonl_error(row(99) + row(99)), "");
+  EXPECT_EQ(detail::jsonl_error(row(99) + row(99)), "(no error)");
   for (const int depth : {100, 200'000}) {
     const std::string error = detail::jsonl_error(row(1) + row(depth));
     EXPECT_NE(error.find("rows.jsonl:2: byte 1 of the line"), std::string::npos)

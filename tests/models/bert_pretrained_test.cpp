@@ -199,7 +199,7 @@ TEST(BertPretrained, SizesAreComparedBeforeAnythingIsAllocated) {
       {"max_position_embeddings", 4'000'000, "larger than the weights"},
       {"type_vocab_size", 4'000'000, "larger than the weights"},
       {"num_hidden_layers", 3000, "num_hidden_layers=3000"},
-      {"num_hidden_layers", 3, "missing: bert.encoder.layer.2."},
+      {"num_hidden_layers", 4, "missing: bert.encoder.layer.3."},
   };
   for (const Case& bad : cases) {
     const BertFolderOnDisk folder(weights);

@@ -135,7 +135,12 @@ TEST(MakeSchedule, WhatIsWrongIsNamed) {
   says("cosine_with_min_lr", 3, {}, "min_lr");
   says("cosine_with_min_lr", 3, {{"min_lr", 0}, {"min_lr_rate", 0}}, "min_lr");
   says("warmup_stable_decay", 3, {}, "num_decay_steps");
-  says("warmup_stable_decay", 3, {{"num_decay_steps", 18}}, "stable_steps=-1");
+  says(
+      "warmup_stable_decay",
+      3,
+      {{"num_decay_steps", 18}},
+      "num_decay_steps=18 behind warmup_steps=3 are more than the run's "
+      "updates=20. Expected at most 17");
   says(
       "warmup_stable_decay",
       3,

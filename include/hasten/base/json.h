@@ -35,7 +35,7 @@ struct ParsedJson {
 ParsedJson try_parse_json(std::string_view text, JsonRules rules = {});
 
 /// The same for whoever has nothing to add to the message.
-/// Throws InputError from `where`: "<source>: not JSON near byte=17: …".
+/// Throws InputError from `where`: "<source>: not JSON near byte=17 (line 2): …".
 nlohmann::json parse_json(
     std::string_view where,
     const std::string& source,
