@@ -278,9 +278,8 @@ void AcceleratorCore::complete_without_backward(GradientWindow& last) {
     const InputError error(
         "accelerator::accumulate",
         "the last batch of a window had no backward, and its model "
-        "communicates "
-        "in forward and backward: it is sharded, or its batch norm layers are "
-        "synchronised",
+        "communicates in forward and backward: it is sharded, or its batch "
+        "norm layers are synchronised",
         "a forward and a backward for each batch",
         "give backward() of a batch to be left out the weight 0");
     communicator->abandon(error.what()); // peers wait for this rank

@@ -124,7 +124,12 @@ void GradientWindow::open(const WindowBatch& batch) {
   if (!begun_ || complete_) {
     begin_window(false);
   }
-  watch_->check(true);
+  try {
+    watch_->check(true);
+  } catch (const InputError&) {
+    drop(); // what was summed is lost
+    throw;
+  }
   open_ = true;
   last_ = batch.data_ends || batches_ + 1 >= options_.steps;
   had_backward_ = false;
@@ -384,7 +389,6 @@ void GradientWindow::note_loss(const at::Tensor& loss, double times) {
 // A backward that threw leaves gradients half made: the window starts afresh.
 void GradientWindow::fail(const char* what) {
   failure_ = what;
-  watch_->forget();
   complete_ = false;
   begun_ = open_;
   for (auto& model : models_) {
@@ -590,7 +594,6 @@ int64_t GradientWindow::drop() {
   for (auto& model : models_) {
     model->cancel();
   }
-  watch_->forget();
   begun_ = false;
   last_ = had_backward_ = false;
   return std::exchange(batches_, 0);

@@ -67,9 +67,8 @@ void WindowWatch::check(bool parameters) const {
         "accumulation::accumulate",
         (kept ? "parameter \"" : "the gradient of parameter \"") +
             seen.slot->name +
-            (kept || gradient.data == seen.gradient.data
-                 ? "\" was changed"
-                 : "\" was dropped or replaced") +
+            (kept || gradient.data != nullptr ? "\" was changed"
+                                              : "\" was dropped") +
             " in the middle of a window",
         "no step, clip or zero_grad() before the window's last batch",
         "use step() and zero_grad() of the optimizer that prepare() returned, "

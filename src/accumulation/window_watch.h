@@ -29,7 +29,12 @@ class WindowWatch {
     const void* data = nullptr;
     uint32_t version = 0;
     uint64_t sample = 0;
-    bool operator==(const Mark&) const = default;
+    // A copy in a gradient's place is as good.
+    bool operator==(const Mark& other) const {
+      return sample == other.sample &&
+             (data == other.data ? version == other.version
+                                 : data != nullptr && other.data != nullptr);
+    }
   };
   struct Seen {
     const FlatSlot* slot = nullptr;

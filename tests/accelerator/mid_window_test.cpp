@@ -113,7 +113,8 @@ std::string said_of(
     }
     accelerator.backward(loss, 4);
   });
-  accelerator.finish();
+  // Where an exception left a guard, the peers have been told.
+  message_of<std::exception>([&] { accelerator.finish(); });
   return said;
 }
 

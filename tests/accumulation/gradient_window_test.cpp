@@ -301,8 +301,11 @@ TEST(GradientWindow, RefusesAnUnweighedBackwardAndNamesTheParameter) {
         std::string::npos)
         << error.what();
   }
-  rig.micro(1, 0); // completes the window, with the gradient of a part of it
-  EXPECT_TRUE(rig.window.is_complete());
+  // It has left a part of its gradient: that window is given up.
+  EXPECT_THROW(rig.micro(1, 0), InputError);
+  rig.micro(1, 0);
+  rig.micro(1, 1);
+  rig.expect(joined_gradient(rig.joined(1)));
 }
 
 TEST(GradientWindow, CountsLossesThatAreNotFinite) {
