@@ -141,6 +141,34 @@ void declare_run(FlagTable& flags, TrainCommand& command) {
       "go on although arguments that alter the run have changed");
 }
 
+/// How processes work together.
+void declare_strategy(FlagTable& flags, TrainingArguments& arguments) {
+  flags.value(
+      "--strategy",
+      arguments.strategy,
+      "NAME",
+      "what each process holds of the model: ddp (all), zero1 (part of the "
+      "optimizer's state), zero2 (of gradients too), fsdp (of parameters "
+      "too) or hsdp (the same among --shard-size processes, copies beside)");
+  declare_shard_size(flags, arguments.shard_size);
+  flags.value(
+      "--local-sgd-steps",
+      arguments.local_sgd_steps,
+      "UPDATES",
+      "processes train by themselves and average their weights after this many "
+      "updates; 0: gradients are averaged in each update");
+  flags.value(
+      "--ddp-timeout",
+      arguments.ddp_timeout,
+      "SECONDS",
+      "longest wait for a process that lives but is late");
+  flags.value(
+      "--heartbeat-timeout",
+      arguments.heartbeat_timeout,
+      "SECONDS",
+      "longest until a process that died, froze or cannot be reached is named");
+}
+
 void declare_batches(FlagTable& flags, TrainingArguments& arguments) {
   flags.group("Length and batches");
   flags.value(
@@ -181,30 +209,7 @@ void declare_batches(FlagTable& flags, TrainingArguments& arguments) {
       "tenths "
       "of what is free)");
   declare_precision(flags, arguments);
-  flags.value(
-      "--strategy",
-      arguments.strategy,
-      "NAME",
-      "what each process holds of the model: ddp (all), zero1 (part of the "
-      "optimizer's state), zero2 (of gradients too), fsdp (of parameters "
-      "too) or hsdp (the same among --shard-size processes, copies beside)");
-  declare_shard_size(flags, arguments.shard_size);
-  flags.value(
-      "--local-sgd-steps",
-      arguments.local_sgd_steps,
-      "UPDATES",
-      "processes train by themselves and average their weights after this many "
-      "updates; 0: gradients are averaged in each update");
-  flags.value(
-      "--ddp-timeout",
-      arguments.ddp_timeout,
-      "SECONDS",
-      "longest wait for a process that lives but is late");
-  flags.value(
-      "--heartbeat-timeout",
-      arguments.heartbeat_timeout,
-      "SECONDS",
-      "longest until a process that died, froze or cannot be reached is named");
+  declare_strategy(flags, arguments);
   declare_checkpointing(flags, arguments);
   flags.value(
       "--train-sampling-strategy",

@@ -158,6 +158,7 @@ TEST(CommandLine, CompareFlagsReachTheirFields) {
 TEST(CommandLine, FlagsLeftOutKeepTrainingArgumentsDefaults) {
   TrainingArguments expected;
   expected.output_dir = "out";
+  expected.learning_rate = 3e-4; // of a shape
   EXPECT_EQ(
       nlohmann::json(detail::parsed<TrainCommand>(detail::kTrain).arguments),
       nlohmann::json(expected));
