@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <filesystem>
+#include <functional>
 
 #include "hasten/accelerator/accelerator.h"
 #include "hasten/base/error.h"
@@ -14,6 +15,17 @@
 namespace hasten::output_folder_world_test {
 
 namespace files = std::filesystem;
+
+/// A folder that all ranks see; rank 0's. Collective.
+files::path shared_folder() {
+  const auto store = testing_support::test_store();
+  if (testing_support::test_world().rank == 0) {
+    auto folder = std::make_shared<testing_support::TemporaryFolder>();
+    testing_support::at_case_end([folder] {});
+    store->set("folder", folder->path().string());
+  }
+  return store->get_to_str("folder");
+}
 
 /// Does something to the folder behind update 3, on rank 0.
 struct Meddler : TrainerCallback {
@@ -59,11 +71,11 @@ std::string failure_with(
 }
 
 TEST(OutputFolderWorld, MovedRemovedOrReplacedInMidRunItEndsTheRunByName) {
+  const files::path top = shared_folder();
   for (const double logging_steps :
        {1.0, 100.0}) { // a record, or the last save
-    const testing_support::TemporaryFolder scratch;
-    const files::path out = scratch.path() / "out";
-    const files::path away = scratch.path() / "away";
+    const files::path out = top / "out";
+    const files::path away = top / "away";
     struct Case {
       std::function<void()> meddle;
       const char* said;
@@ -79,8 +91,10 @@ TEST(OutputFolderWorld, MovedRemovedOrReplacedInMidRunItEndsTheRunByName) {
         {[&] { files::remove(out / "metrics.jsonl"); }, "metrics.jsonl"}};
     for (const Case& bad : cases) {
       SCOPED_TRACE(bad.said);
-      files::remove_all(out);
-      files::remove_all(away);
+      if (testing_support::test_world().rank == 0) {
+        files::remove_all(out);
+        files::remove_all(away);
+      }
       const std::string failure = failure_with(out, logging_steps, bad.meddle);
       if (testing_support::test_world().rank == 0) {
         EXPECT_NE(failure.find(bad.said), std::string::npos) << failure;
