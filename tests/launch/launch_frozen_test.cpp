@@ -16,6 +16,7 @@ static LaunchOptions frozen_options(const std::string& script) {
   options.nproc = 2;
   options.argv = {"sh", "-c", script};
   options.heartbeat_timeout = std::chrono::milliseconds(500);
+  options.settle = std::chrono::milliseconds(200);
   return options;
 }
 

@@ -262,9 +262,9 @@ TEST(LaunchThreads, OversubscriptionIsWarnedOfAndAFitIsNot) {
   const TemporaryFolder folder;
   {
     const ScopedEnvironment environment(
-        EnvironmentValues{{"OMP_NUM_THREADS", std::to_string(1 << 16)}});
+        EnvironmentValues{{"OMP_NUM_THREADS", std::to_string(1 << 12)}});
     const auto run = launch_and_read(1, folder, "exit 0");
-    EXPECT_EQ(run.error, "warning: " + oversubscription(1, 1 << 16) + "\n");
+    EXPECT_EQ(run.error, "warning: " + oversubscription(1, 1 << 12) + "\n");
   }
   const ScopedEnvironment environment(
       EnvironmentValues{{"OMP_NUM_THREADS", std::nullopt}});
