@@ -269,17 +269,8 @@ void Ddp::check_static_graph() {
 // who used the parameter in this window, who misses its gradient, for whom it is
 // frozen, where grad() was defined before. What comes of it is equal on all ranks
 // without a word more: an error, or which gradients are undefined at the end. One
-// more byte says whether any module's buffer was written. A static graph that uses all
-// parameters of a module without such buffers needs it once. Rank 0's order of
-// gradients travels along until it is known.
-bool Ddp::asks_again() const {
-  const bool all_used =
-      std::find(static_used_.begin(), static_used_.end(), 0) ==
-      static_used_.end();
-  return !options_.static_graph || static_used_.empty() || !all_used ||
-         (evens_out_buffers(true) && !evens_out_buffers());
-}
-
+// more byte says whether any module's buffer was written. Rank 0's order of gradients
+// travels along until it is known.
 void Ddp::start_agreement() {
   using namespace detail;
   const auto& slots = gradients_.layout().slots();
@@ -290,30 +281,28 @@ void Ddp::start_agreement() {
     operation.started = Clock::now();
     operations_.push_back(std::move(operation));
   };
-  if (asks_again()) {
-    agreement_ = at::zeros({kAgreementRows * count + 1}, at::kByte);
-    auto* rows = agreement_.mutable_data_ptr<uint8_t>();
-    // A rank whose batch had no rows made no gradient at all: it misses none.
-    const bool strict = !options_.find_unused_parameters &&
-                        !options_.static_graph && !further_ &&
-                        std::find(used_.begin(), used_.end(), 1) != used_.end();
-    missing_.clear();
-    for (int64_t i = 0; i < count && !backward_.joined; ++i) {
-      const auto slot = static_cast<size_t>(i);
-      const bool trainable = slots[slot].parameter.requires_grad();
-      rows[kUsed * count + i] = static_cast<uint8_t>(used_[slot]);
-      rows[kMissing * count + i] = strict && trainable && !used_[slot];
-      if (rows[kMissing * count + i] != 0) {
-        missing_.push_back(slots[slot].name);
-      }
-      rows[kFrozen * count + i] = !trainable;
-      rows[kDefined * count + i] = static_cast<uint8_t>(defined_[slot]);
+  agreement_ = at::zeros({kAgreementRows * count + 1}, at::kByte);
+  auto* rows = agreement_.mutable_data_ptr<uint8_t>();
+  // A rank whose batch had no rows made no gradient at all: it misses none.
+  const bool strict = !options_.find_unused_parameters &&
+                      !options_.static_graph && !further_ &&
+                      std::find(used_.begin(), used_.end(), 1) != used_.end();
+  missing_.clear();
+  for (int64_t i = 0; i < count && !backward_.joined; ++i) {
+    const auto slot = static_cast<size_t>(i);
+    const bool trainable = slots[slot].parameter.requires_grad();
+    rows[kUsed * count + i] = static_cast<uint8_t>(used_[slot]);
+    rows[kMissing * count + i] = strict && trainable && !used_[slot];
+    if (rows[kMissing * count + i] != 0) {
+      missing_.push_back(slots[slot].name);
     }
-    rows[kAgreementRows * count] =
-        detail::versions_of(module_buffers_) != buffer_versions_;
-    send(communicator_->all_reduce_async(
-        agreement_, ReduceOp::max, "parameters in use"));
+    rows[kFrozen * count + i] = !trainable;
+    rows[kDefined * count + i] = static_cast<uint8_t>(defined_[slot]);
   }
+  rows[kAgreementRows * count] =
+      detail::versions_of(module_buffers_) != buffer_versions_;
+  send(communicator_->all_reduce_async(
+      agreement_, ReduceOp::max, "parameters in use"));
   if (learned_.empty()) {
     order_ = at::zeros({count + 1}, at::kInt);
     if (communicator_->rank() == 0) {
@@ -399,10 +388,6 @@ void Ddp::settle_agreement() {
         "the same parameters in every backward (static_graph)",
         "leave static_graph off");
   }
-  if (!agreement_.defined()) {
-    used_ = static_used_;
-    return;
-  }
   const at::Tensor agreed = std::exchange(agreement_, at::Tensor());
   const auto* rows = agreed.const_data_ptr<uint8_t>();
   bool missing = false;
@@ -425,10 +410,6 @@ void Ddp::settle_agreement() {
     throw_unused();
   }
   buffers_changed_ = rows[kAgreementRows * count] != 0;
-  if (options_.static_graph && static_used_.empty() &&
-      std::find(used_.begin(), used_.end(), 1) != used_.end()) {
-    static_used_ = used_;
-  }
 }
 
 void Ddp::throw_unused() {

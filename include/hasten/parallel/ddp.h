@@ -152,7 +152,6 @@ class Ddp : public DataParallel {
   void launch(size_t bucket);
   void launch_ready_buckets(bool all);
   void check_static_graph();
-  bool asks_again() const;
   void start_agreement();
   void settle_agreement();
   void finish_hooks();
@@ -175,7 +174,6 @@ class Ddp : public DataParallel {
   std::vector<int64_t> bucket_of_; // [slot]
   std::vector<int64_t> learned_; // order; empty: not yet
   bool learned_in_use_ = false;
-  std::vector<char> static_used_; // [slot] agreed; empty: not yet
   std::vector<char> static_ready_; // [slot] this rank's; empty: not yet
   std::vector<uint32_t> buffer_versions_; // when they were evened out last
   ReductionReport report_;
