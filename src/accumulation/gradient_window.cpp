@@ -76,8 +76,6 @@ GradientWindow::GradientWindow(
       next_scale_(detail::nearest_power_of_two(
           static_cast<double>(options.steps * communicator_->world_size()))) {}
 
-GradientWindow::~GradientWindow() = default;
-
 void GradientWindow::begin_window(bool in_place) {
   for (auto& model : models_) {
     model->begin(false, in_place);

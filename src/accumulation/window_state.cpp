@@ -11,6 +11,8 @@
 
 namespace hasten {
 
+GradientWindow::~GradientWindow() = default;
+
 void GradientWindow::save_state(
     NamedTensors& tensors, nlohmann::json& values) const {
   if ((open_ && !had_backward_) ||
