@@ -36,6 +36,7 @@ missing_packages() {
     [nlohmann-json3-dev]=nlohmann/json.hpp
     [libcli11-dev]=CLI/CLI.hpp
     [libutf8proc-dev]=utf8proc.h
+    [libsodium-dev]=sodium.h
     [libxxhash-dev]=xxhash.h
   )
   command -v "${CXX:-c++}" >/dev/null || { echo "${!brings[@]}" | tr ' ' '\n'; return; }

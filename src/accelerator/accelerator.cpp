@@ -8,6 +8,7 @@
 #include "accelerator_core.h"
 #include "hasten/base/error.h"
 #include "hasten/base/log.h"
+#include "hasten/base/store_channel.h"
 
 namespace hasten {
 
@@ -31,7 +32,7 @@ const AcceleratorOptions& checked_options(const AcceleratorOptions& options) {
 
 /// Ranks of another launcher say whose they are; hasten launch has warned already.
 void announce_world(const World& world) {
-  const bool launched_by_us = world.listen_fd >= 0;
+  const bool launched_by_us = !launcher_socket(world).empty();
   if (world.local_rank == 0 && !launched_by_us && world.source != "alone") {
     log_info(describe(world)); // rank 0 alone
     const std::string warning =

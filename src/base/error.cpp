@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <utility>
 #include <vector>
 
 #include "hasten/base/shortened.h"
@@ -12,6 +13,20 @@ namespace detail {
 
 std::atomic<int> error_rank{0};
 std::atomic<int> error_world_size{1};
+
+/// Texts may come from peers and files: what a terminal would obey becomes '?'.
+std::string without_control_bytes(std::string text) {
+  for (size_t i = 0; i < text.size(); ++i) {
+    const auto byte = static_cast<unsigned char>(text[i]);
+    const bool c1 = byte == 0xc2 && i + 1 < text.size() &&
+                    static_cast<unsigned char>(text[i + 1]) < 0xa0;
+    if ((byte < 0x20 && byte != '\n' && byte != '\t') || byte == 0x7f || c1) {
+      text[i] = '?';
+      text[c1 ? i + 1 : i] = '?';
+    }
+  }
+  return text;
+}
 
 std::string error_text(
     std::string_view where,
@@ -33,7 +48,7 @@ std::string error_text(
   if (!fix.empty()) {
     text.append(" Fix: ").append(shortened(fix)).append(".");
   }
-  return text;
+  return without_control_bytes(std::move(text));
 }
 
 size_t edit_distance(std::string_view a, std::string_view b) {

@@ -14,6 +14,7 @@
 #include "hasten/base/error.h"
 #include "hasten/base/exit_code.h"
 #include "hasten/base/log.h"
+#include "hasten/base/store_channel.h"
 #include "hasten/base/world.h"
 #include "hasten/cli/checks.h"
 #include "hasten/cli/commands.h"
@@ -95,6 +96,15 @@ bool says_what_all_are_told() {
   }
 }
 
+/// For the worker and the ranks, which get the environment.
+void use_secret_file(const std::string& file) {
+  if (!file.empty()) {
+    ::setenv("HASTEN_SECRET_FILE", file.c_str(), 1);
+    ::unsetenv("HASTEN_SECRET");
+    store_key_from_environment(); // throws where it is none
+  }
+}
+
 class Hasten {
  public:
   /// `arguments` as they were given: the worker reads them again.
@@ -107,6 +117,7 @@ class Hasten {
   }
   int operator()(const TrainCommand& command) {
     const World world = world_from_environment();
+    use_secret_file(command.secret_file);
     if (command.nproc_given || world.world_size == 1) {
       check_nproc(
           "train",

@@ -109,6 +109,11 @@ void declare_run(FlagTable& flags, TrainCommand& command) {
   flags.group("Processes and output");
   declare_processes(flags, command.nproc, command.oversubscribe);
   flags.value(
+      "--secret-file",
+      command.secret_file,
+      "FILE",
+      "secret that lets processes on several hosts into this run; mode 0600");
+  flags.value(
       "--config",
       command.config,
       "FILE",

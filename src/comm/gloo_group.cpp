@@ -339,6 +339,14 @@ void GlooGroup::connect() {
   } catch (const std::exception& error) {
     core_->diagnose(operation, sequence, error.what(), false);
   }
+  if (const auto uid = core_->link->stranger()) {
+    core_->fail(
+        operation,
+        "a process of another user (uid " + std::to_string(*uid) +
+            ") is connected to rank " +
+            std::to_string(core_->link->launch_rank()),
+        "see what that user runs on this host, and start again");
+  }
 }
 
 CommHandle GlooGroup::submit(

@@ -139,10 +139,10 @@ Liveness::Liveness(LivenessConfig config)
         s.watched.back() && peer.network_host == own.network_host);
   }
   s.peers.resize(s.config.peers.size());
-  // A store on this host that does not answer is frozen, not gone: /proc says so. An
-  // end of its process breaks the connection.
-  const bool local_store =
-      !s.config.world.agent_store && (s.rank == 0 || s.beside[0]);
+  // One of this host that does not answer is frozen: an end breaks the connection.
+  const bool local_store = launcher_serves(s.config.world)
+                               ? !s.config.world.agent_store
+                               : s.rank == 0 || s.beside[0];
   s.store()->setTimeout(
       local_store ? std::chrono::hours(24) : s.config.heartbeat_timeout);
   std::thread([shared = shared_] { run(shared); }).detach();
@@ -205,7 +205,7 @@ std::string Liveness::Shared::beat_text() {
 
 void Liveness::Shared::exchange(const std::string& beat) {
   const bool others_serve = !serves_store(config.world);
-  if (others_serve && !config.world.agent_store && process_ended(0)) {
+  if (others_serve && !launcher_serves(config.world) && process_ended(0)) {
     store_lost(""); // c10d would print a stack for each try
     return;
   }
@@ -345,7 +345,7 @@ void Liveness::Shared::adopt(FailureCause new_cause) {
 /// `why`: what the call to the store threw.
 void Liveness::Shared::store_lost(const std::string& why) {
   const World& world = config.world;
-  const bool rank_serves = !world.agent_store && rank != 0;
+  const bool rank_serves = !launcher_serves(world) && rank != 0;
   bool rank_ended = false;
   // The socket closes a moment before the process is seen to end.
   for (int i = 0; rank_serves && watched[0] && !rank_ended && i < 30; ++i) {
@@ -373,7 +373,7 @@ void Liveness::Shared::store_lost(const std::string& why) {
          "rank 0 died or left: its " + what,
          "see what rank 0 said last",
          {0}});
-  } else if (!world.agent_store) {
+  } else if (!launcher_serves(world)) {
     adopt({own_name(), "", "this process's own " + what, ""});
   } else {
     adopt(

@@ -1,18 +1,14 @@
 #include "store.h"
 
 #include <c10/util/Logging.h>
-#include <fcntl.h>
 #include <netdb.h>
 #include <netinet/in.h>
-#include <poll.h>
 #include <resolv.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <cstdlib>
-#include <cstring>
 #include <optional>
 #include <thread>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -22,92 +18,29 @@
 #include "broken_pipe.h"
 #include "hasten/base/error.h"
 #include "network_interface.h"
+#include "sealed_store.h"
+#include "socket_store.h"
 
 namespace hasten::detail {
 
-struct StoreAddressList {
-  StoreAddressList(const std::string& host, int port) {
-    addrinfo hints{};
-    hints.ai_family = AF_UNSPEC;
-    hints.ai_socktype = SOCK_STREAM;
-    const std::string service = std::to_string(port);
-    if (getaddrinfo(host.c_str(), service.c_str(), &hints, &first) != 0) {
-      first = nullptr;
-    }
-  }
-  ~StoreAddressList() {
-    if (first != nullptr) {
-      freeaddrinfo(first);
-    }
-  }
-  StoreAddressList(const StoreAddressList&) = delete;
-  StoreAddressList& operator=(const StoreAddressList&) = delete;
-
-  addrinfo* first = nullptr;
-};
-
-std::string store_host(const World& world) {
-  return world_on_one_host(world) ? "127.0.0.1" : world.master_addr;
-}
-
-std::string store_address(const World& world) {
-  return store_host(world) + ":" + std::to_string(world.master_port);
-}
-
-/// Loopback reaches nobody else. A name counts as reachable: on its own host it may be
-/// 127.0.1.1 (Debian), elsewhere not.
-bool store_on_loopback(const World& world) {
-  const std::string host = store_host(world);
-  return host == "localhost" || is_loopback_address(host);
-}
-
-/// As digits.
-std::string address_text(const addrinfo& address) {
-  char text[NI_MAXHOST] = "";
-  getnameinfo(
-      address.ai_addr,
-      address.ai_addrlen,
-      text,
-      sizeof text,
-      nullptr,
-      0,
-      NI_NUMERICHOST);
-  return text;
-}
-
-// TCPStore's own first attempt would, while nobody listens, print a stack and sleep
-// a second.
 std::string listening_address(const std::string& host, int port) {
-  const StoreAddressList addresses(host, port);
-  for (const addrinfo* a = addresses.first; a != nullptr; a = a->ai_next) {
-    const int fd =
-        socket(a->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-    if (fd < 0) {
-      continue;
-    }
-    bool connected = connect(fd, a->ai_addr, a->ai_addrlen) == 0;
-    if (!connected && errno == EINPROGRESS) {
-      pollfd wait{fd, POLLOUT, 0};
-      int error = 1;
-      socklen_t size = sizeof error;
-      connected = poll(&wait, 1, 1000) == 1 &&
-                  getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size) == 0 &&
-                  error == 0;
-    }
-    ::close(fd);
-    if (connected) {
-      return address_text(*a);
-    }
+  const int fd = try_connect({.host = host, .port = port});
+  sockaddr_storage address{};
+  socklen_t size = sizeof address;
+  char text[NI_MAXHOST] = "";
+  if (fd >= 0 &&
+      getpeername(fd, reinterpret_cast<sockaddr*>(&address), &size) == 0) {
+    getnameinfo(
+        reinterpret_cast<sockaddr*>(&address),
+        size,
+        text,
+        sizeof text,
+        nullptr,
+        0,
+        NI_NUMERICHOST);
   }
-  return {};
-}
-
-/// The only address of `host` as digits; `host` where it has several, or none.
-std::string only_address(const std::string& host, int port) {
-  const StoreAddressList addresses(host, port);
-  return addresses.first != nullptr && addresses.first->ai_next == nullptr
-             ? address_text(*addresses.first)
-             : host;
+  ::close(fd);
+  return text;
 }
 
 NoNameServers::NoNameServers() {
@@ -123,32 +56,6 @@ NoNameServers::~NoNameServers() {
 #ifdef __GLIBC__
   _res.nscount = count_;
 #endif
-}
-
-/// A store of one host is not to be reached from others, but TCPStore by
-/// itself would listen on every interface.
-int listen_on_loopback_port(int port) {
-  const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  const int on = 1;
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  address.sin_port = htons(static_cast<uint16_t>(port));
-  if (fd < 0 || setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on) != 0 ||
-      bind(fd, reinterpret_cast<sockaddr*>(&address), sizeof address) != 0 ||
-      listen(fd, 1024) != 0) {
-    const int error = errno;
-    if (fd >= 0) {
-      ::close(fd);
-    }
-    throw InputError(
-        "comm::create",
-        "cannot listen on 127.0.0.1: MASTER_PORT=" + std::to_string(port) +
-            " (" + std::strerror(error) + ")",
-        "a free port",
-        "choose another MASTER_PORT, or start with hasten launch");
-  }
-  return fd;
 }
 
 struct QuietStoreState {
@@ -187,74 +94,110 @@ bool world_on_one_host(const World& world) {
   return world.local_world_size == world.world_size;
 }
 
-bool serves_store(const World& world) {
-  return world.rank == 0 && !world.agent_store;
+bool launcher_serves(const World& world) {
+  return world.agent_store || !launcher_socket(world).empty();
 }
 
-StorePtr open_store(
+bool serves_store(const World& world) {
+  return world.rank == 0 && !launcher_serves(world);
+}
+
+StoreAddress store_address(const World& world) {
+  StoreAddress address{.socket = launcher_socket(world)};
+  const std::string& host = world.master_addr;
+  // A name is not loopback: on its own host it may be 127.0.1.1 (Debian), elsewhere not.
+  const bool loopback = host == "localhost" || is_loopback_address(host);
+  if (address.socket.empty() &&
+      (world_on_one_host(world) || (loopback && world.store_file.empty()))) {
+    address.socket = "hasten1-" + std::to_string(geteuid()) + "-" +
+                     std::to_string(world.master_port);
+  } else if (address.socket.empty()) {
+    address.host = host;
+    address.port = world.master_port;
+    address.key = store_key_from_environment().value_or(StoreKey{});
+  }
+  return address;
+}
+
+std::shared_ptr<StoreServer> serve_store(const World& world) {
+  if (!serves_store(world)) {
+    return nullptr;
+  }
+  StoreAddress address = store_address(world);
+  if (!world.store_file.empty() && !address.socket.empty()) {
+    address.socket = unique_socket_name("hasten1-");
+  } else if (!world.store_file.empty()) {
+    address.port = 0;
+  }
+  address.host.clear(); // every interface
+  return std::make_shared<StoreServer>(std::move(address));
+}
+
+/// The store that torchrun's agent serves.
+StorePtr open_agent_store(
     const World& world,
-    bool serve,
-    int generation,
     CommClock::time_point deadline,
     const std::atomic<bool>& cancelled) {
-  std::string host = store_host(world);
+  const StoreAddress place{
+      .host = world.master_addr, .port = world.master_port};
+  // TCPStore's own first attempt would, while nobody listens, print a stack and sleep
+  // a second.
+  std::string host;
+  while ((host = listening_address(place.host, place.port)).empty()) {
+    if (cancelled || CommClock::now() > deadline) {
+      throw CommunicationError(
+          "comm::create",
+          "no store answers at " + place.text(),
+          "the launcher to serve it",
+          "check MASTER_ADDR and MASTER_PORT");
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  }
   c10d::TCPStoreOptions options;
-  options.port = static_cast<uint16_t>(world.master_port);
-  options.isServer = serve;
+  options.port = static_cast<uint16_t>(place.port);
   options.waitWorkers = false;
   options.numWorkers = static_cast<size_t>(world.world_size);
-  options.timeout = std::max(
-      std::chrono::milliseconds(1000),
-      std::chrono::duration_cast<std::chrono::milliseconds>(
-          deadline - CommClock::now()));
-  if (serve) {
-    if (world.listen_fd >= 0) {
-      options.masterListenFd = world.listen_fd;
-    } else if (store_on_loopback(world)) {
-      options.masterListenFd = listen_on_loopback_port(world.master_port);
-    }
-    host = only_address(host, world.master_port);
-  } else {
-    std::string address;
-    while ((address = listening_address(host, world.master_port)).empty()) {
-      if (cancelled || CommClock::now() > deadline) {
-        throw CommunicationError(
-            "comm::create",
-            "no store answers at " + store_address(world),
-            "rank 0 to serve it",
-            "start rank 0, and check MASTER_ADDR and MASTER_PORT");
-      }
-      std::this_thread::sleep_for(std::chrono::milliseconds(20));
-    }
-    host = address;
-  }
-  StorePtr store;
   try {
     const QuietStore quiet; // it warns of addresses without a name
-    std::optional<NoNameServers> no_names;
-    if (is_address(host)) {
-      no_names.emplace();
-    }
-    store = c10::make_intrusive<c10d::TCPStore>(host, options);
+    const NoNameServers no_names;
+    return c10::make_intrusive<c10d::TCPStore>(host, options);
   } catch (const std::exception& error) {
     const std::string text = error.what();
     throw CommunicationError(
         "comm::create",
-        std::string(serve ? "cannot serve" : "cannot reach") +
-            " the store at " + store_address(world) + " (" +
+        "cannot reach the store at " + place.text() + " (" +
             text.substr(0, text.find('\n')) + ")",
         {},
         "check MASTER_ADDR and MASTER_PORT");
   }
-  // A launcher's own store outlives a restart of its workers.
-  if (world.agent_store) {
+}
+
+StorePtr open_store(
+    const World& world,
+    const StoreAddress& address,
+    int generation,
+    CommClock::time_point deadline,
+    const std::atomic<bool>& cancelled) {
+  StorePtr store;
+  std::optional<StoreKey> key;
+  std::string prefix = std::to_string(generation);
+  if (world.agent_store) { // it outlives a restart of its workers
     const char* attempt = std::getenv("TORCHELASTIC_RESTART_COUNT");
-    store = c10::make_intrusive<c10d::PrefixStore>(
-        std::string("hasten/") + (attempt != nullptr ? attempt : "0") + "/" +
-            std::to_string(generation),
-        store);
+    prefix = std::string("hasten/") + (attempt != nullptr ? attempt : "0") +
+             "/" + prefix;
+    key = store_key_from_environment();
+    store = open_agent_store(world, deadline, cancelled);
+  } else {
+    store = c10::make_intrusive<SocketStore>(address, deadline, cancelled);
   }
-  return store;
+  store->setTimeout(std::max(
+      std::chrono::milliseconds(1000),
+      std::chrono::duration_cast<std::chrono::milliseconds>(
+          deadline - CommClock::now())));
+  if (key) {
+    return c10::make_intrusive<SealedStore>(prefix, std::move(store), *key);
+  }
+  return c10::make_intrusive<c10d::PrefixStore>(prefix, std::move(store));
 }
 
 StoreThread::StoreThread(Open open) : shared_(std::make_shared<Shared>()) {

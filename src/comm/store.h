@@ -19,6 +19,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "hasten/base/store_server.h"
 #include "hasten/base/world.h"
 
 namespace hasten::detail {
@@ -29,24 +30,33 @@ using StorePtr = c10::intrusive_ptr<c10d::Store>;
 /// True where all ranks are certainly on this host.
 bool world_on_one_host(const World& world);
 
+/// True where the launcher serves the store, so that it outlives every rank.
+bool launcher_serves(const World& world);
+/// True where this process serves the store.
+bool serves_store(const World& world);
+
 /// The address of `host` where somebody listens, as digits; empty: nobody. A second
 /// an address at most.
 std::string listening_address(const std::string& host, int port);
 
-/// True where this process serves the store.
-bool serves_store(const World& world);
+/// Where the store of a world without a store_file is, unless an agent serves it: a Unix
+/// socket where all ranks are on this host, which a loopback master_addr says too. Throws
+/// InputError for a secret that cannot be used.
+StoreAddress store_address(const World& world);
 
-/// The store of `world`: rank 0 serves it if `serve` (on world.listen_fd, which
-/// it takes over, else on master_port), all others connect as soon as somebody
-/// listens. `generation` counts the worlds this process has joined: a
+/// The server, where this process is to be it; at an address that the system chooses
+/// where the world has a store_file. Throws InputError where it cannot listen.
+std::shared_ptr<StoreServer> serve_store(const World& world);
+
+/// A connection to the store of `world`, at `address` or at an agent's; connects as soon
+/// as somebody listens. `generation` counts the worlds this process has joined: a
 /// launcher's store keeps the keys of earlier ones.
 /// Blocks until then, until `deadline` or until `cancelled`. The store's own
 /// timeout is the time until `deadline`, at least a second.
-/// Throws InputError where the port cannot be bound, CommunicationError where
-/// nobody listens.
+/// Throws as connect_store().
 StorePtr open_store(
     const World& world,
-    bool serve,
+    const StoreAddress& address,
     int generation,
     CommClock::time_point deadline,
     const std::atomic<bool>& cancelled);

@@ -22,36 +22,19 @@ namespace hasten::detail {
 // the port.
 constexpr const char* kStoreFileMark = "hasten-store";
 
-/// A socket on every interface and a port that the system chooses.
-std::pair<int, int> listen_everywhere() {
-  const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  socklen_t size = sizeof address;
-  auto* const any = reinterpret_cast<sockaddr*>(&address);
-  if (fd < 0 || bind(fd, any, size) != 0 || listen(fd, 1024) != 0 ||
-      getsockname(fd, any, &size) != 0) {
-    const int error = errno;
-    if (fd >= 0) {
-      ::close(fd);
-    }
-    throw Error(
-        "comm::create",
-        std::string("no port to listen on (") + std::strerror(error) + ")");
-  }
-  return {fd, ntohs(address.sin_port)};
-}
-
 StoreFile::StoreFile(
     const World& world,
     const std::string& address,
     int generation,
-    CommClock::time_point deadline)
+    CommClock::time_point deadline,
+    const StoreServer* server)
     : world_(world) {
-  if (world_.store_file.empty()) {
-    return;
+  if (server != nullptr) {
+    store_ = server->address();
   }
-  if (world_.rank == 0) {
+  if (world_.store_file.empty()) {
+    store_ = server == nullptr ? store_address(world) : store_;
+  } else if (server != nullptr) {
     serve(address, generation);
   } else {
     find(generation, deadline);
@@ -68,26 +51,20 @@ StoreFile::~StoreFile() {
 }
 
 void StoreFile::serve(const std::string& address, int generation) {
-  const bool one_host = world_on_one_host(world_);
-  const auto [fd, port] = one_host ? listen_on_loopback() : listen_everywhere();
-  world_.listen_fd = fd;
-  world_.master_port = port;
+  world_.master_port = store_.port;
   // An address of the Internet that nobody has: on the default route.
-  world_.master_addr =
-      one_host ? "127.0.0.1" : reachable_address(address, "198.51.100.1");
+  world_.master_addr = store_.socket.empty()
+                           ? reachable_address(address, "198.51.100.1")
+                           : "@" + store_.socket;
   std::ostringstream text;
   text << kStoreFileMark << ' ' << generation << ' ' << world_.master_addr
-       << ' ' << port << '\n';
-  try {
-    write_file_atomically(world_.store_file, text.str());
-  } catch (...) {
-    ::close(fd);
-    throw;
-  }
+       << ' ' << store_.port << '\n';
+  write_file_atomically(world_.store_file, text.str());
   written_ = text.str();
 }
 
 void StoreFile::find(int generation, CommClock::time_point deadline) {
+  const StoreKey key = store_key_from_environment().value_or(StoreKey{});
   std::string found = "there is none";
   while (CommClock::now() < deadline) {
     throw_if_interrupted();
@@ -98,13 +75,17 @@ void StoreFile::find(int generation, CommClock::time_point deadline) {
     int port = 0;
     if (stream >> mark >> number >> address >> port && mark == kStoreFileMark &&
         number == generation) {
-      if (!listening_address(address, port).empty()) {
+      store_ = address[0] == '@'
+                   ? StoreAddress{.socket = address.substr(1)}
+                   : StoreAddress{.host = address, .port = port, .key = key};
+      const int fd = try_connect(store_);
+      ::close(fd);
+      if (fd >= 0) {
         world_.master_addr = address;
         world_.master_port = port;
         return;
       }
-      found = "nobody listens at " + address + ":" + std::to_string(port) +
-              ", of which it tells";
+      found = "nobody listens at " + store_.text() + ", of which it tells";
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
   }

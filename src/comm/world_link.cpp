@@ -13,6 +13,7 @@
 #include "hasten/base/log.h"
 #include "hasten/base/process.h"
 #include "hasten/base/recorded_error.h"
+#include "loopback_peers.h"
 #include "network_interface.h"
 #include "store_file.h"
 
@@ -99,30 +100,31 @@ std::vector<Hello> exchange_hellos(
 }
 
 WorldLink::WorldLink(
-    const World& world, const CommunicatorOptions& options, int generation)
+    const World& world,
+    const CommunicatorOptions& options,
+    int generation,
+    StoreAddress address,
+    std::shared_ptr<StoreServer> server)
     : world_(world),
       first_world_(world),
       generation_(generation),
       timeout_(options.timeout),
       liveness_limit_(options.heartbeat_timeout),
       deadline_(CommClock::now() + options.timeout),
-      served_(std::make_shared<StorePtr>()),
+      store_address_(std::move(address)),
+      server_(std::move(server)),
       watch_store_(std::make_shared<StorePtr>()) {
   store_ = std::make_shared<StoreThread>(
       [world,
+       address = store_address_,
        generation = generation_,
        deadline = deadline_,
-       served = std::weak_ptr<StorePtr>(served_),
        watch = watch_store_](const std::atomic<bool>& cancelled) {
-        StorePtr store = open_store(
-            world, serves_store(world), generation, deadline, cancelled);
-        const auto kept = served.lock();
-        if (kept && serves_store(world)) {
-          *kept = store;
-        }
+        StorePtr store =
+            open_store(world, address, generation, deadline, cancelled);
         // Before this rank says hello: where connecting is slow the start is,
         // and nobody takes a late connection for a store that is gone.
-        *watch = open_store(world, false, generation, deadline, cancelled);
+        *watch = open_store(world, address, generation, deadline, cancelled);
         return store;
       });
 }
@@ -146,12 +148,21 @@ std::shared_ptr<WorldLink> WorldLink::join(
         "communicator->duplicate(); or close it first");
   }
   const int generation = next_world_generation();
+  if (world.rank == 0 && !world_on_one_host(world) &&
+      !store_key_from_environment()) {
+    log_warning(
+        "this world has no secret: whoever reaches its network can join it. "
+        "Fix: set HASTEN_SECRET_FILE on all hosts.");
+  }
+  const std::shared_ptr<StoreServer> server = serve_store(world);
   const StoreFile file( // until all have found the store
       world,
       options.interface_address,
       generation,
-      CommClock::now() + options.timeout);
-  auto link = std::make_shared<WorldLink>(file.world(), options, generation);
+      CommClock::now() + options.timeout,
+      server.get());
+  auto link = std::make_shared<WorldLink>(
+      file.world(), options, generation, file.store(), server);
   link->shake_hands(options);
   link->start_watch();
   latest = link;
@@ -236,10 +247,20 @@ std::shared_ptr<gloo::transport::Device> WorldLink::device(
   if (!device_ || device_address_ != host) {
     const NoBrokenPipeSignal none; // in its thread
     const BatchThreads batch;
+    const std::set<int> before = listening_ports();
     device_ = c10d::ProcessGroupGloo::createDeviceForHostname(host);
+    gloo_ports_ = listening_ports();
+    for (const int port : before) {
+      gloo_ports_.erase(port);
+    }
     device_address_ = host;
   }
   return device_;
+}
+
+std::optional<unsigned> WorldLink::stranger() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return stranger_at(gloo_ports_);
 }
 
 void WorldLink::add_group(const std::string& name) {
@@ -290,7 +311,7 @@ void WorldLink::remove_group(
   }
   liveness_->stop(milliseconds(300));
   store_->stop(milliseconds(300));
-  served_->reset();
+  server_.reset();
 }
 
 /// Data that peers have not read yet would be lost with the connections, and
@@ -362,7 +383,7 @@ void WorldLink::part() {
       });
   gone.wait_for(milliseconds(2000));
   store_->stop(milliseconds(1000));
-  served_->reset();
+  server_.reset();
 }
 
 } // namespace hasten::detail

@@ -40,9 +40,14 @@ class WorldLink {
   /// Meets the peers and verifies that all are of one kind.
   static std::shared_ptr<WorldLink> join(
       const World& world, const CommunicatorOptions& options);
-  /// `generation` counts the worlds that this process has joined.
+  /// `generation` counts the worlds that this process has joined. The store is at
+  /// `store`; `server` is it on the rank that serves it.
   WorldLink(
-      const World& world, const CommunicatorOptions& options, int generation);
+      const World& world,
+      const CommunicatorOptions& options,
+      int generation,
+      StoreAddress store,
+      std::shared_ptr<StoreServer> server);
   /// The world of some of `before`'s ranks, behind `store`, in which the watch's
   /// keys exist.
   WorldLink(
@@ -69,6 +74,10 @@ class WorldLink {
   /// A device on options.interface_address, by default loopback where all
   /// ranks are on this host. One for all groups with the same address.
   std::shared_ptr<gloo::transport::Device> device(const std::string& address);
+
+  /// The user of a process of this host that is connected to the device and is neither
+  /// this one's nor root; nothing where there is none.
+  std::optional<unsigned> stranger();
 
   /// Counts a group in. Throws InputError where the name was used before.
   void add_group(const std::string& name);
@@ -98,8 +107,8 @@ class WorldLink {
   const std::chrono::milliseconds timeout_;
   const std::chrono::milliseconds liveness_limit_;
   const CommClock::time_point deadline_; // for joining
-  /// On the rank that serves the store: it.
-  const std::shared_ptr<StorePtr> served_;
+  const StoreAddress store_address_;
+  std::shared_ptr<StoreServer> server_; // on the rank that serves the store
   std::vector<Hello> hellos_; // [rank]
   /// The watch's connection, from the store's thread. Read after the handshake.
   const std::shared_ptr<StorePtr> watch_store_;
@@ -111,6 +120,7 @@ class WorldLink {
   int open_groups_ = 0;
   std::string device_address_;
   std::shared_ptr<gloo::transport::Device> device_;
+  std::set<int> gloo_ports_; // at which it listens
   std::vector<c10::intrusive_ptr<c10d::Backend>> closed_groups_;
 };
 

@@ -102,7 +102,8 @@ WorldLink::WorldLink(
       timeout_(before.timeout_),
       liveness_limit_(before.liveness_limit_),
       deadline_(CommClock::now() + before.timeout_),
-      served_(std::make_shared<StorePtr>(*before.served_)),
+      store_address_(before.store_address_),
+      server_(before.server_),
       hellos_(hellos_of_members(members, before.hellos_)),
       watch_store_(std::move(watch_store)),
       store_(std::move(store)) {}
@@ -111,7 +112,7 @@ WorldLink::WorldLink(
 std::vector<int> WorldLink::agree_on_members(StoreThread& store) {
   const CommClock::time_point deadline = CommClock::now() + timeout_;
   const auto refuse_without_store = [this] {
-    if (!world_.agent_store && world_.rank != 0 && liveness_->lost()[0]) {
+    if (!launcher_serves(world_) && world_.rank != 0 && liveness_->lost()[0]) {
       throw CommunicationError(
           kShrinkWhere,
           liveness_->cause().text +
@@ -148,7 +149,7 @@ std::vector<int> WorldLink::agree_on_members(StoreThread& store) {
   }
   const bool own =
       std::find(members.begin(), members.end(), world_.rank) != members.end();
-  if (!own || (!world_.agent_store && members[0] != 0)) {
+  if (!own || (!launcher_serves(world_) && members[0] != 0)) {
     throw CommunicationError(
         kShrinkWhere,
         own ? "rank 0, which serves the store, has not come within " +
@@ -164,18 +165,17 @@ std::vector<int> WorldLink::agree_on_members(StoreThread& store) {
 
 std::shared_ptr<WorldLink> WorldLink::shrink(std::vector<int>& members) {
   auto watch = std::make_shared<StorePtr>();
-  // The server stays for as long as the thread that may use it.
   auto store = std::make_shared<StoreThread>(
       [world = first_world_,
        generation = generation_,
        prefix = "world " + std::to_string(revision_ + 1),
        deadline = CommClock::now() + timeout_,
-       server = *served_,
+       address = store_address_,
        watch](const std::atomic<bool>& cancelled) {
         const auto open = [&] {
           return c10::make_intrusive<c10d::PrefixStore>(
               prefix,
-              open_store(world, false, generation, deadline, cancelled));
+              open_store(world, address, generation, deadline, cancelled));
         };
         StorePtr own = open();
         *watch = open();

@@ -50,7 +50,7 @@ std::vector<std::pair<std::string, std::string>> rank_environment(
     const LaunchOptions& options,
     int rank,
     int port,
-    int listen_fd,
+    const std::string& store_socket,
     const std::string& error_file) {
   const std::string r = std::to_string(rank);
   const std::string n = std::to_string(options.nproc);
@@ -69,7 +69,7 @@ std::vector<std::pair<std::string, std::string>> rank_environment(
       {"TORCHELASTIC_USE_AGENT_STORE", ""},
       {"TORCHELASTIC_ERROR_FILE", error_file},
       {"HASTEN_LAUNCHER", "1"}, // it says what ranks record
-      {"HASTEN_LISTEN_FD", rank == 0 ? std::to_string(listen_fd) : ""},
+      {"HASTEN_STORE_SOCKET", store_socket},
       {"OMP_NUM_THREADS", std::to_string(threads_per_rank(options.nproc))}};
   environment.insert(
       environment.end(),
@@ -120,7 +120,14 @@ void RankGroup::close_all() noexcept {
 }
 
 void RankGroup::start(const LaunchOptions& options, RankOutput& output) {
-  const auto [listen_fd, port] = listen_on_loopback();
+  // A port that is free, for programs that serve a store of c10d's themselves.
+  const auto [free_fd, port] = listen_on_loopback();
+  ::close(free_fd);
+  StoreAddress address; // a rank alone meets nobody
+  if (options.nproc > 1) {
+    address.socket = unique_socket_name(launcher_socket_start(port));
+    store_ = std::make_unique<StoreServer>(address);
+  }
   const int nothing = ::open("/dev/null", O_RDONLY | O_CLOEXEC);
   // In a process group of its own a rank that reads the terminal is stopped.
   const bool has_input = ::isatty(STDIN_FILENO) == 0;
@@ -128,13 +135,14 @@ void RankGroup::start(const LaunchOptions& options, RankOutput& output) {
     for (int rank = 0; rank < options.nproc; ++rank) {
       SpawnOptions spawn;
       spawn.environment = rank_environment(
-          options, rank, port, listen_fd, output.error_file(rank).string());
+          options,
+          rank,
+          port,
+          address.socket,
+          output.error_file(rank).string());
       spawn.stdin_fd = rank == 0 && has_input ? -1 : nothing;
       spawn.stdout_fd = output.descriptor(rank, 1);
       spawn.stderr_fd = output.descriptor(rank, 2);
-      if (rank == 0) {
-        spawn.keep_fds = {listen_fd};
-      }
       Member member;
       member.pid = spawn_process(options.argv, spawn);
       ranks_.push_back(member);
@@ -149,12 +157,9 @@ void RankGroup::start(const LaunchOptions& options, RankOutput& output) {
       }
     }
   } catch (...) {
-    ::close(listen_fd);
     ::close(nothing);
     throw;
   }
-  // Rank 0 holds the only copy now: it ends listening when it closes it.
-  ::close(listen_fd);
   ::close(nothing);
 }
 

@@ -5,8 +5,10 @@
 
 #include <chrono>
 #include <csignal>
+#include <memory>
 #include <vector>
 
+#include "hasten/base/store_server.h"
 #include "hasten/launch/launch.h"
 #include "rank_output.h"
 
@@ -56,6 +58,7 @@ class RankGroup {
   bool reap(Member& member);
   void close_all() noexcept;
 
+  std::unique_ptr<StoreServer> store_; // where the ranks meet
   std::vector<Member> ranks_;
   int living_ = 0;
   int epoll_fd_ = -1;

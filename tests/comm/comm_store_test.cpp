@@ -1,6 +1,6 @@
-// What the connections to the store may do to a world. c10d looks up the name of
-// each address it connects to; here those look-ups can be slow, as they are where
-// name servers do not answer.
+// What the connections to torchrun's store may do to a world; these tests play its agent.
+// c10d looks up the name of each address it connects to; here those look-ups can be slow,
+// as they are where name servers do not answer.
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 #include <netdb.h>
@@ -61,6 +61,27 @@ extern "C" int getnameinfo(
   return libc(address, size, host, host_size, service, service_size, flags);
 }
 
+/// The ranks of a world whose store this process serves.
+static std::vector<RankReport> spawn_with_agent(
+    int world_size,
+    const std::string& function,
+    const testing_support::Fault& fault = {},
+    const std::string& secret = "") {
+  c10d::TCPStoreOptions options;
+  options.isServer = true;
+  options.port = 0;
+  options.waitWorkers = false;
+  const c10d::TCPStore agent("127.0.0.1", options);
+  return spawn(
+      world_size,
+      function,
+      fault,
+      {.environment = {
+           {"MASTER_PORT", std::to_string(agent.getPort())},
+           {"TORCHELASTIC_USE_AGENT_STORE", "True"},
+           {"HASTEN_SECRET", secret}}});
+}
+
 static std::shared_ptr<Communicator> watched_comm(const FaultRank& rank) {
   watched_port = rank.world().master_port;
   CommunicatorOptions options;
@@ -87,7 +108,7 @@ HASTEN_RANK_FUNCTION(CommConnectsTheWatchSlowly) {
 }
 
 TEST(CommStore, SlowConnectionDelaysTheStartAndIsNotTakenForALostStore) {
-  const auto ranks = spawn(
+  const auto ranks = spawn_with_agent(
       2, "CommConnectsTheWatchSlowly", {.kind = FaultKind::fail, .rank = 0});
   EXPECT_NE(
       ranks[1].error.find("barrier \"work\": rank 0 failed: planted failure"),
@@ -103,7 +124,7 @@ HASTEN_RANK_FUNCTION(CommConnects) {
 }
 
 TEST(CommStore, ConnectingAsksNoNameServer) {
-  for (const RankReport& report : spawn(2, "CommConnects")) {
+  for (const RankReport& report : spawn_with_agent(2, "CommConnects")) {
     EXPECT_EQ(report.error, "");
     EXPECT_EQ(report.values.value("lookups", 0), 2); // this test sees them
     EXPECT_EQ(report.values.value("at_name_servers", -1), 0);
@@ -115,9 +136,9 @@ HASTEN_RANK_FUNCTION(CommReadsAStrangeFailure) {
   if (rank.world().rank == 0) {
     c10d::TCPStoreOptions options;
     options.port = static_cast<uint16_t>(rank.world().master_port);
-    const std::string record = "{\"text\": 7";
+    const std::string record = "{\"text\": 7\x1b[31m";
     c10d::TCPStore("127.0.0.1", options)
-        .set("failure", {record.begin(), record.end()});
+        .set("hasten/0/0/failure", {record.begin(), record.end()});
   }
   comm->gather_json(rank.world().rank, "first");
   std::this_thread::sleep_for(milliseconds(500));
@@ -125,12 +146,28 @@ HASTEN_RANK_FUNCTION(CommReadsAStrangeFailure) {
 }
 
 TEST(CommStore, FailureThatCannotBeReadIsToldAsItIs) {
-  for (const RankReport& report : spawn(2, "CommReadsAStrangeFailure")) {
+  for (const RankReport& report :
+       spawn_with_agent(2, "CommReadsAStrangeFailure")) {
     EXPECT_EQ(report.error_type, "hasten::CommunicationError");
     EXPECT_NE(
-        report.error.find("a rank failed and wrote: {\"text\": 7"),
+        report.error.find("a rank failed and wrote: {\"text\": 7?[31m"),
         std::string::npos)
         << report.error;
+  }
+}
+
+TEST(CommStore, WithASecretWhatAStrangerWroteIsRefused) {
+  for (const RankReport& report : spawn_with_agent(
+           2, "CommReadsAStrangeFailure", {}, "0123456789abcdef")) {
+    EXPECT_EQ(report.error_type, "hasten::CommunicationError");
+    EXPECT_NE(
+        report.error.find("was written by somebody without this run's secret"),
+        std::string::npos)
+        << report.error;
+  }
+  for (const RankReport& report :
+       spawn_with_agent(2, "CommConnects", {}, "0123456789abcdef")) {
+    EXPECT_EQ(report.error, "");
   }
 }
 

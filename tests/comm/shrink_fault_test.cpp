@@ -12,6 +12,7 @@
 
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
+#include "hasten/base/store_server.h"
 #include "hasten/comm/communicator.h"
 #include "support/spawn.h"
 #include "support/temporary_folder.h"
@@ -176,7 +177,6 @@ HASTEN_RANK_FUNCTION(ShrinksOnALaunchersStore) {
   world.world_size = world.local_world_size = 3;
   world.master_addr = "127.0.0.1";
   world.master_port = std::stoi(read_file(file));
-  world.listen_fd = -1;
   world.agent_store = true;
   const auto comm =
       Communicator::create(world, {.timeout = milliseconds(20'000)});
@@ -203,6 +203,36 @@ TEST(ShrinkFault, WithALaunchersStoreRankZeroMayDie) {
       {.kind = FaultKind::kill, .rank = 0},
       {.environment = {{"PORT_FILE", (scratch / "port").string()}}});
   for (const size_t i : {size_t{1}, size_t{2}, size_t{3}}) {
+    EXPECT_EQ(ranks[i].error, "");
+    EXPECT_FALSE(ranks[i].timed_out);
+  }
+}
+
+HASTEN_RANK_FUNCTION(ShrinksBehindRankZero) {
+  const auto comm = shrinking_world(rank, milliseconds(20'000));
+  try {
+    rank.fault_here();
+    use_until_it_fails(*comm);
+  } catch (const CommunicationError&) {
+  }
+  EXPECT_EQ(comm->shrink()->ranks, (std::vector<int>{1, 2}));
+  expect_world_of(*comm, rank.world().rank, {1, 2});
+  comm->close();
+}
+
+// This test plays hasten launch.
+TEST(ShrinkFault, TheStoreOfHastenLaunchOutlivesRankZero) {
+  const detail::StoreServer server(
+      {.socket =
+           detail::unique_socket_name(detail::launcher_socket_start(29'999))});
+  const auto ranks = spawn(
+      3,
+      "ShrinksBehindRankZero",
+      {.kind = FaultKind::kill, .rank = 0},
+      {.environment = {
+           {"MASTER_PORT", "29999"},
+           {"HASTEN_STORE_SOCKET", server.address().socket}}});
+  for (const size_t i : {size_t{1}, size_t{2}}) {
     EXPECT_EQ(ranks[i].error, "");
     EXPECT_FALSE(ranks[i].timed_out);
   }

@@ -29,7 +29,6 @@ static World world_by_file(const std::string& path, int local_world_size) {
   world.local_world_size = local_world_size;
   world.master_addr = "nowhere.invalid";
   world.master_port = 0;
-  world.listen_fd = -1;
   world.store_file = path;
   return world;
 }

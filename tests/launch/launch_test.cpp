@@ -11,6 +11,7 @@
 
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
+#include "hasten/base/store_channel.h"
 #include "hasten/base/world.h"
 #include "support/captured_stderr.h"
 #include "support/environment.h"
@@ -74,23 +75,31 @@ TEST(Launch, ThreadsTheUserAskedForStay) {
   EXPECT_EQ(read_file(folder / "threads"), "5\n");
 }
 
-TEST(Launch, RendezvousListensOnLoopbackInRankZeroAlone) {
+TEST(Launch, RanksMeetAtASocketOfTheLaunchersAndThePortIsFree) {
   const TemporaryFolder folder;
-  // A listening socket's line in /proc/net/tcp: address:port in hex, state 0A,
-  // and the socket's number, which /proc/self/fd has too.
   const auto result = launch(shell_ranks(
       2,
       folder,
-      "echo \"$HASTEN_LISTEN_FD\" > $DIR/fd$RANK; "
-      "if [ $RANK = 0 ]; then "
-      "  link=$(readlink /proc/$$/fd/$HASTEN_LISTEN_FD); "
-      "  inode=${link#socket:[}; inode=${inode%]}; "
-      "  awk -v i=$inode '$10 == i {print $2, $4}' /proc/net/tcp > $DIR/tcp; "
-      "  printf '0100007F:%04X 0A\\n' $MASTER_PORT > $DIR/expected; fi"));
+      "grep -c \"@$HASTEN_STORE_SOCKET\\$\" /proc/net/unix > $DIR/there$RANK; "
+      "echo $HASTEN_STORE_SOCKET $MASTER_PORT > $DIR/name$RANK; "
+      "awk -v p=$(printf ':%04X' $MASTER_PORT) "
+      "  '$4 == \"0A\" && $2 ~ p' /proc/net/tcp > $DIR/tcp$RANK"));
   EXPECT_EQ(result.exit_code, 0);
-  EXPECT_NE(read_file(folder / "fd0"), "\n");
-  EXPECT_EQ(read_file(folder / "fd1"), "\n");
-  EXPECT_EQ(read_file(folder / "tcp"), read_file(folder / "expected"));
+  EXPECT_EQ(read_file(folder / "there0"), "1\n");
+  EXPECT_EQ(read_file(folder / "there1"), "1\n");
+  EXPECT_EQ(read_file(folder / "name0"), read_file(folder / "name1"));
+  EXPECT_EQ(read_file(folder / "tcp0"), "");
+  std::istringstream name(read_file(folder / "name0"));
+  std::string socket;
+  World world;
+  name >> socket >> world.master_port;
+  // It counts for the world of that port alone, and goes with the launcher.
+  const ScopedEnvironment environment(
+      EnvironmentValues{{"HASTEN_STORE_SOCKET", socket}});
+  EXPECT_EQ(detail::launcher_socket(world), socket);
+  EXPECT_EQ(detail::try_connect({.socket = socket}), -1);
+  world.master_port += 1;
+  EXPECT_EQ(detail::launcher_socket(world), "");
 }
 
 TEST(Launch, FirstFailingRankIsNamedAndTheOthersEnd) {

@@ -29,7 +29,7 @@ inline EnvironmentValues without_launchers() {
           "GROUP_",
           "ROLE_",
           "TORCHELASTIC_",
-          "HASTEN_LISTEN_FD",
+          "HASTEN_STORE_SOCKET",
           "HASTEN_STORE_FILE",
           "OMPI_",
           "PMIX_",

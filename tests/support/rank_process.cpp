@@ -22,7 +22,8 @@ std::vector<RankProcess> start_ranks(
     int world_size,
     const std::vector<std::string>& argv,
     const EnvironmentList& environment) {
-  const auto [listen_fd, port] = listen_on_loopback();
+  // Nobody else has this port, and so the name of the store, until the ranks have begun.
+  const auto [port_fd, port] = listen_on_loopback();
   const auto [store_fd, store_port] = listen_on_loopback();
   std::vector<RankProcess> ranks;
   for (int rank = 0; rank < world_size; ++rank) {
@@ -44,10 +45,7 @@ std::vector<RankProcess> start_ranks(
     options.keep_fds = {ends[1]};
     if (rank == 0) {
       options.environment.emplace_back(
-          "HASTEN_LISTEN_FD", std::to_string(listen_fd));
-      options.environment.emplace_back(
           "HASTEN_TEST_STORE_FD", std::to_string(store_fd));
-      options.keep_fds.push_back(listen_fd);
       options.keep_fds.push_back(store_fd);
     }
     options.environment.insert(
@@ -59,7 +57,7 @@ std::vector<RankProcess> start_ranks(
     ::close(ends[1]);
     ranks.push_back(std::move(process));
   }
-  ::close(listen_fd);
+  ::close(port_fd);
   ::close(store_fd);
   return ranks;
 }

@@ -224,7 +224,7 @@ class Rank {
                             std::to_string(fresh_worlds_++);
     if (world_.is_main()) {
       const auto [fd, port] = listen_on_loopback();
-      ::setenv("HASTEN_LISTEN_FD", std::to_string(fd).c_str(), 1);
+      at_end_.push_back([fd = fd] { ::close(fd); }); // nobody else has the port
       ::setenv("MASTER_PORT", std::to_string(port).c_str(), 1);
       store_->set(key, std::to_string(port));
     } else {

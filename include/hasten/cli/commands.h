@@ -65,6 +65,9 @@ struct TrainCommand {
   bool oversubscribe = false;
   /// Where the output of several processes goes.
   LogsSpecs logs{};
+  /// File of the secret by which ranks on several hosts know each other; empty: as
+  /// HASTEN_SECRET and HASTEN_SECRET_FILE say.
+  std::string secret_file{};
 
   /// JSON file that set what the command line does not; empty: none.
   std::string config{};

@@ -1,0 +1,65 @@
+// The client of a StoreServer (base/store_server.h) as c10d knows stores, for Gloo and for
+// what ranks tell each other.
+// Threading: any thread; one call at a time, a call that waits included.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <memory>
+#include <mutex>
+
+#include "hasten/base/store_channel.h"
+
+namespace hasten::detail {
+
+/// Semantics are those of c10d's stores. Each call ends within the store's timeout (0:
+/// none): it throws DistStoreError where a key or the server's answer has not come by
+/// then, which costs nothing but this call; DistNetworkError where the server is gone;
+/// Error where it refuses. Queues and listKeys() are not there.
+class SocketStore final : public c10d::Store {
+ public:
+  using Store::compareSet;
+  using Store::set;
+
+  /// Connects as connect_store() does.
+  SocketStore(
+      StoreAddress address,
+      StoreClock::time_point deadline,
+      const std::atomic<bool>& cancelled);
+
+  c10::intrusive_ptr<Store> clone() override;
+  void set(const std::string& key, const std::vector<uint8_t>& value) override;
+  std::vector<uint8_t> compareSet(
+      const std::string& key,
+      const std::vector<uint8_t>& expected,
+      const std::vector<uint8_t>& desired) override;
+  std::vector<uint8_t> get(const std::string& key) override;
+  int64_t add(const std::string& key, int64_t value) override;
+  bool deleteKey(const std::string& key) override;
+  bool check(const std::vector<std::string>& keys) override;
+  int64_t getNumKeys() override;
+  void wait(const std::vector<std::string>& keys) override;
+  void wait(
+      const std::vector<std::string>& keys,
+      const std::chrono::milliseconds& timeout) override;
+  void append(
+      const std::string& key, const std::vector<uint8_t>& value) override;
+  std::vector<std::vector<uint8_t>> multiGet(
+      const std::vector<std::string>& keys) override;
+  void multiSet(
+      const std::vector<std::string>& keys,
+      const std::vector<std::vector<uint8_t>>& values) override;
+  bool hasExtendedApi() const override { return true; }
+
+ private:
+  struct Call;
+  /// The answer, without its head.
+  std::string request(const Call& call, std::chrono::milliseconds timeout);
+
+  const StoreAddress address_;
+  std::mutex mutex_; // of what follows
+  std::unique_ptr<StoreChannel> channel_; // null once it broke
+  int64_t requests_ = 0;
+};
+
+} // namespace hasten::detail
