@@ -1,5 +1,7 @@
 #include "sealed_store.h"
 
+#include <algorithm>
+
 #include "hasten/base/error.h"
 
 namespace hasten::detail {
@@ -14,8 +16,11 @@ std::vector<uint8_t> SealedStore::sealed(
       {"v",
        name.bytes,
        {reinterpret_cast<const char*>(value.data()), value.size()}});
-  std::vector<uint8_t> whole(hash.begin(), hash.end());
-  whole.insert(whole.end(), value.begin(), value.end());
+  std::vector<uint8_t> whole(hash.size() + value.size());
+  std::copy(
+      value.begin(),
+      value.end(),
+      std::copy(hash.begin(), hash.end(), whole.begin()));
   return whole;
 }
 
