@@ -1,8 +1,5 @@
 #include "hasten/base/world.h"
 
-#include <fcntl.h>
-#include <netinet/in.h>
-#include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -87,37 +84,6 @@ int master_port_or(WorldVariables& variables, int64_t job) {
       "MASTER_PORT", 1, 65535, 15'000 + static_cast<int>(job % 10'000));
 }
 
-/// True where `fd` is a TCP socket that listens on `port`.
-bool listens_on(int fd, int port) {
-  int listening = 0;
-  socklen_t size = sizeof listening;
-  if (::getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listening, &size) != 0 ||
-      listening == 0) {
-    return false;
-  }
-  sockaddr_storage address{};
-  size = sizeof address;
-  if (::getsockname(fd, reinterpret_cast<sockaddr*>(&address), &size) != 0) {
-    return false;
-  }
-  if (address.ss_family == AF_INET) {
-    return ntohs(reinterpret_cast<sockaddr_in&>(address).sin_port) == port;
-  }
-  return address.ss_family == AF_INET6 &&
-         ntohs(reinterpret_cast<sockaddr_in6&>(address).sin6_port) == port;
-}
-
-/// The handed-down descriptor, or -1.
-int usable_listen_fd(int rank, int port) {
-  const auto text = environment_value("HASTEN_LISTEN_FD");
-  const auto fd = text ? whole_number(*text) : std::nullopt;
-  if (rank != 0 || !fd || *fd < 0 || !listens_on(*fd, port)) {
-    return -1;
-  }
-  ::fcntl(*fd, F_SETFD, FD_CLOEXEC);
-  return *fd;
-}
-
 std::string store_file_name() {
   return environment_value("MASTER_PORT")
              ? std::string()
@@ -153,7 +119,6 @@ World torchrun_world() {
       environment_value("MASTER_ADDR").value_or(world.master_addr);
   world.agent_store =
       environment_value("TORCHELASTIC_USE_AGENT_STORE") == "True";
-  world.listen_fd = usable_listen_fd(world.rank, world.master_port);
   return world;
 }
 

@@ -41,7 +41,6 @@ TEST(World, WithoutVariablesThisProcessIsAlone) {
   EXPECT_EQ(world.rank, 0);
   EXPECT_EQ(world.world_size, 1);
   EXPECT_EQ(world.local_world_size, 1);
-  EXPECT_EQ(world.listen_fd, -1);
   EXPECT_EQ(world.source, "alone");
 }
 
@@ -146,30 +145,6 @@ TEST(World, AFileStandsForAddressAndPort) {
   const testing_support::ScopedEnvironment environment(variables("29500"));
   EXPECT_EQ(world_from_environment().store_file, "");
   EXPECT_EQ(world_from_environment().master_port, 29500);
-}
-
-TEST(World, HandedDownDescriptorIsUsedOnlyByRankZeroAndOnlyIfItListens) {
-  const auto [fd, port] = listen_on_loopback();
-  EnvironmentValues variables = {
-      {"RANK", "0"},
-      {"WORLD_SIZE", "2"},
-      {"MASTER_ADDR", "127.0.0.1"},
-      {"MASTER_PORT", std::to_string(port)},
-      {"HASTEN_LISTEN_FD", std::to_string(fd)}};
-  const auto listen_fd = [&] {
-    const testing_support::ScopedEnvironment environment(
-        world_variables(variables));
-    return world_from_environment().listen_fd;
-  };
-  EXPECT_EQ(listen_fd(), fd);
-  variables[0].second = "1";
-  EXPECT_EQ(listen_fd(), -1);
-  variables[0].second = "0";
-  variables[3].second = std::to_string(port == 65535 ? port - 1 : port + 1);
-  EXPECT_EQ(listen_fd(), -1);
-  variables[3].second = std::to_string(port);
-  ::close(fd);
-  EXPECT_EQ(listen_fd(), -1);
 }
 
 TEST(Cores, AllowedCoresFollowTheAffinityMask) {

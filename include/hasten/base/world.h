@@ -21,11 +21,9 @@ struct World {
   int local_world_size = 1;
   /// Where rank 0's store listens.
   std::string master_addr = "127.0.0.1";
-  /// TCP port of the store, 1 … 65535; 0 in a world of one.
+  /// TCP port of the store, 1 … 65535; 0 in a world of one. On one host the name of its
+  /// Unix socket follows from it, and nobody listens at the port.
   int master_port = 0;
-  /// A descriptor that already listens on master_port, handed down by the
-  /// launcher to rank 0 (HASTEN_LISTEN_FD); -1 where rank 0 binds by itself.
-  int listen_fd = -1;
   /// True where the launcher's own agent already serves a store on master_port
   /// (TORCHELASTIC_USE_AGENT_STORE): then rank 0 is a client too.
   bool agent_store = false;
@@ -73,8 +71,9 @@ struct World {
 ///
 /// An empty variable counts as not set; with none set this is a world of one. So
 /// it is with MASTER_ADDR and MASTER_PORT alone in a job of Slurm's without a step.
-/// HASTEN_LISTEN_FD is used where it is a socket that listens on MASTER_PORT, and
-/// made close-on-exec; otherwise (a wrapper program closed it) it is passed over.
+/// HASTEN_STORE_SOCKET, which hasten launch sets, is the Unix socket at which it serves
+/// the store of the world that has this MASTER_PORT; without it rank 0 does, on one host
+/// at a Unix socket too.
 /// Local. Throws InputError where variables are set and no family is complete,
 /// naming what each lacks, and where those of the family used contradict each
 /// other, naming all that do.

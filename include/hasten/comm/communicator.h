@@ -236,7 +236,7 @@ class Communicator {
   /// Collective over those that are left, blocking: until all of them have come,
   /// at most the timeout. A further loss meanwhile is dealt with too.
   /// Throws CommunicationError where rank 0 is lost, since it serves the store
-  /// (unless the launcher does, World::agent_store), and on a rank that was left
+  /// (unless the launcher does: hasten launch, torchrun), and on a rank that was left
   /// behind; InputError for a group of some of the world's ranks.
   virtual std::optional<Survivors> shrink();
 

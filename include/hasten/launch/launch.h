@@ -110,9 +110,9 @@ struct LaunchResult {
 /// LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE, ROLE_RANK,
 /// ROLE_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, TORCHELASTIC_ERROR_FILE) and
 /// OMP_NUM_THREADS as threads_per_rank() says; a warning where that is more than
-/// the cores (affinity and cgroup quota). The rendezvous is bound to loopback here and its
-/// descriptor handed to rank 0 (HASTEN_LISTEN_FD), so no port can be taken
-/// meanwhile. Each rank leads a process group of its own, which is killed when
+/// the cores (affinity and cgroup quota). This process serves the store in which the ranks
+/// meet, at a Unix socket for its own user and root (HASTEN_STORE_SOCKET), in a thread of
+/// its own that takes no signals; MASTER_PORT is a port that was free. Each rank leads a process group of its own, which is killed when
 /// the rank ends; ranks die with this process whatever kills it.
 /// SIGINT and SIGTERM are forwarded, SIGHUP too unless it is ignored (nohup);
 /// SIGTSTP (Ctrl-Z) stops the ranks and the launcher until it is continued.
