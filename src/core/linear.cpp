@@ -172,9 +172,9 @@ static at::Tensor linear_operator(
   return handle.call(a, b, bias);
 }
 
-// A product of x [rows, in] with a weight and its gradients, in fp32, or in bf16 of
-// an fp32 weight: then the converted weight is not kept but made again in backward,
-// from memory that is there anyway.
+// A product of x [rows, in] with a weight and its gradients, in fp32, or in bf16 of an
+// fp32 or bf16 weight: a converted weight is not kept but made again in backward, from
+// memory that is there anyway.
 //
 // A node of its own, since it lets go of x before the gradient of x is made: the
 // largest moment of many a block.
@@ -238,12 +238,14 @@ class LinearNode final : public torch::autograd::Node {
     // A gradient of the gradient needs operators that can be differentiated.
     const bool again = at::GradMode::is_enabled();
     if (task_should_compute_output(1)) {
-      made[1] = again ? at::mm(gradient.t(), x).to(at::kFloat)
-                      : onednn_sum_over_rows(gradient, x);
+      made[1] = (again ? at::mm(gradient.t(), x)
+                       : onednn_sum_over_rows(gradient, x))
+                    .to(weight.scalar_type());
     }
     if (task_should_compute_output(2)) {
-      made[2] = again ? at::sum(gradient, {0}, false, at::kFloat)
-                      : column_sums(gradient);
+      made[2] = (again ? at::sum(gradient, {0}, false, at::kFloat)
+                       : column_sums(gradient))
+                    .to(weight.scalar_type());
     }
     x.reset();
     if (task_should_compute_output(0)) {
@@ -262,8 +264,8 @@ class LinearNode final : public torch::autograd::Node {
   torch::autograd::SavedVariable weight_{};
 };
 
-static bool plain_float(const at::Tensor& tensor) {
-  return tensor.is_cpu() && tensor.scalar_type() == at::kFloat &&
+static bool plain(const at::Tensor& tensor, at::ScalarType type) {
+  return tensor.is_cpu() && tensor.scalar_type() == type &&
          tensor.layout() == at::kStrided;
 }
 
@@ -274,17 +276,17 @@ static bool gains(int64_t rows, int64_t in, int64_t out) {
 /// Shapes and types of products that gain, whichever they are.
 static bool fits_onednn(
     const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
-  return at::globalContext().userEnabledMkldnn() && plain_float(weight) &&
+  const at::ScalarType type = weight.scalar_type();
+  return at::globalContext().userEnabledMkldnn() && plain(weight, type) &&
          weight.dim() == 2 &&
-         (!bias.defined() || (plain_float(bias) && bias.dim() == 1 &&
+         (!bias.defined() || (plain(bias, type) && bias.dim() == 1 &&
                               bias.size(0) == weight.size(0))) &&
          x.dim() >= 2 && x.size(-1) == weight.size(1) &&
          gains(x.numel() / weight.size(1), weight.size(1), weight.size(0));
 }
 
-static bool takes_bf16(const at::Tensor& x) {
-  return linear_uses_bf16() && x.is_cpu() && x.layout() == at::kStrided &&
-         (x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16);
+static bool float_or_bf16(const at::Tensor& tensor) {
+  return plain(tensor, at::kFloat) || plain(tensor, at::kBFloat16);
 }
 
 /// x [..., in] as [rows, in], and back.
@@ -308,10 +310,12 @@ at::Tensor fast_linear(
       bias.defined() ? std::optional<at::Tensor>(bias) : std::nullopt;
   const auto narrow = autocast_dtype(at::kCPU);
   if (detail::fits_onednn(x, weight, bias)) {
-    if (narrow == at::kBFloat16 && detail::takes_bf16(x)) {
+    if (narrow == at::kBFloat16 && linear_uses_bf16() &&
+        detail::float_or_bf16(x) && detail::float_or_bf16(weight)) {
       return detail::linear_by_rows(true, x, weight, maybe_bias);
     }
-    if (!narrow && linear_uses_onednn() && detail::plain_float(x)) {
+    if (!narrow && linear_uses_onednn() && detail::plain(x, at::kFloat) &&
+        detail::plain(weight, at::kFloat)) {
       return detail::linear_by_rows(false, x, weight, maybe_bias);
     }
   }

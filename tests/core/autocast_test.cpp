@@ -9,6 +9,7 @@
 
 #include "hasten/base/error.h"
 #include "hasten/core/linear.h"
+#include "hasten/core/op_scope.h"
 #include "hasten/core/precision_probe.h"
 
 namespace hasten {
@@ -289,6 +290,53 @@ TEST(PrecisionProbe, ThisMachineComputesInEveryPrecisionAndSaysHowQuickly) {
   EXPECT_GT(speedup, 0.01);
   EXPECT_LT(speedup, 50);
   EXPECT_EQ(precision_speedup(torch::kBFloat16), speedup); // once a process
+}
+
+struct CountedProducts final : detail::OpObserver {
+  void pass(const detail::OpPassing& passing) override {
+    ours += detail::op_info(passing.op).name == "hasten::linear" ? 1 : 0;
+    passing.run();
+  }
+  int ours = 0;
+};
+
+// A sharded model's parameters are bf16 while a block runs. Their products are cut into
+// the same few shapes as those of fp32 weights.
+TEST(Autocast, LinearLayersOfWeightsInBf16AreMadeAsThoseInFp32) {
+  if (!linear_uses_bf16()) {
+    GTEST_SKIP() << "bf16 products are torch's own on this CPU";
+  }
+  torch::manual_seed(5);
+  const auto narrow = [](const at::Tensor& t) { return t.to(at::kBFloat16); };
+  const at::Tensor x = narrow(torch::randn({75, 32}));
+  const at::Tensor weight = narrow(torch::randn({48, 32}));
+  const at::Tensor bias = narrow(torch::randn({48}));
+  std::vector<at::Tensor> outputs;
+  std::vector<at::Tensor> gradients;
+  CountedProducts products;
+  for (const auto type : {at::kFloat, at::kBFloat16}) {
+    const at::Tensor x_leaf = x.detach().clone().requires_grad_();
+    const at::Tensor w = weight.detach().to(type).requires_grad_();
+    const at::Tensor b = bias.detach().to(type).requires_grad_();
+    at::Tensor y;
+    {
+      const detail::OpScope scope(&products);
+      const Autocast autocast;
+      y = fast_linear(x_leaf, w, b);
+    }
+    y.to(at::kFloat).pow(2).sum().backward();
+    EXPECT_EQ(w.grad().scalar_type(), type);
+    EXPECT_EQ(b.grad().scalar_type(), type);
+    outputs.push_back(y.detach());
+    for (const at::Tensor& leaf : {x_leaf, w, b}) {
+      gradients.push_back(narrow(leaf.grad()));
+    }
+  }
+  EXPECT_EQ(products.ours, 2);
+  EXPECT_TRUE(outputs[0].equal(outputs[1]));
+  for (size_t i = 0; i < 3; ++i) {
+    EXPECT_TRUE(gradients[i].equal(gradients[i + 3]));
+  }
 }
 
 } // namespace hasten

@@ -13,9 +13,9 @@ namespace hasten {
 /// torch gives float products on a CPU to MKL, which runs at half its speed on
 /// x86 CPUs with AVX-512 that are not Intel's; there they go to oneDNN (2.2 times
 /// the speed on a Zen 5 core, sums in another order: a relative 1e-6). Under
-/// autocast in bf16 they are made by oneDNN too, in the same pieces: x is stored in
-/// bf16, no converted weight is (torch keeps them all until backward: 2 bytes a
-/// parameter), and the weight's gradient is summed in fp32. All else, other CPUs,
+/// autocast in bf16 they are made by oneDNN too, in the same pieces, of fp32 and of bf16
+/// weights: x is stored in bf16, no converted weight is (torch keeps them all until
+/// backward: 2 bytes a parameter), and the weight's gradient is summed in fp32. All else, other CPUs,
 /// devices, dtypes, fp16 and products too small to gain, is torch's own linear.
 at::Tensor fast_linear(
     const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias = {});
