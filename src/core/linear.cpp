@@ -238,9 +238,9 @@ class LinearNode final : public torch::autograd::Node {
     // A gradient of the gradient needs operators that can be differentiated.
     const bool again = at::GradMode::is_enabled();
     if (task_should_compute_output(1)) {
-      made[1] = (again ? at::mm(gradient.t(), x)
-                       : onednn_sum_over_rows(gradient, x))
-                    .to(weight.scalar_type());
+      made[1] =
+          (again ? at::mm(gradient.t(), x) : onednn_sum_over_rows(gradient, x))
+              .to(weight.scalar_type());
     }
     if (task_should_compute_output(2)) {
       made[2] = (again ? at::sum(gradient, {0}, false, at::kFloat)

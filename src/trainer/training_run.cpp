@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <filesystem>
 #include <limits>
 #include <optional>
 #include <unordered_set>
@@ -437,7 +438,11 @@ TrainOutput TrainingRun::finish() {
   if (a.load_best_model_at_end) {
     load_best();
     if (!state_.best_model_checkpoint.empty()) {
-      record["best_model_checkpoint"] = state_.best_model_checkpoint;
+      // Its name: the folder may be moved.
+      record["best_model_checkpoint"] =
+          std::filesystem::path(state_.best_model_checkpoint)
+              .filename()
+              .string();
       record["best_metric"] = *state_.best_metric;
     }
   }
