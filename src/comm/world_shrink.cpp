@@ -17,6 +17,7 @@
 #include "gloo_group.h"
 #include "hasten/base/error.h"
 #include "hasten/base/process.h"
+#include "tensor_checks.h"
 #include "world_link.h"
 
 namespace hasten::detail {
