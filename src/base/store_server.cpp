@@ -158,7 +158,10 @@ class StoreServer::Loop {
   }
 
   void accept_some() {
-    for (int i = 0; i < 64; ++i) {
+    // Few at a time: those accepted before have their turn to prove themselves.
+    const size_t most =
+        local_ ? 64 : std::clamp<size_t>(limits_.strangers / 4, 1, 64);
+    for (size_t i = 0; i < most; ++i) {
       const int fd =
           ::accept4(listen_fd_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
       if (fd >= 0) {

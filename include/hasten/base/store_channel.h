@@ -10,6 +10,7 @@
 // A frame is 8 bytes of length (little-endian), the bytes, and over TCP 32 bytes of hash.
 // Until the other side is known it has at most 128 bytes. The proof is three frames:
 //   client: magic, nonce   server: nonce, hash 's'   client: hash 'c'
+// The server answers it by an empty frame.
 // Threading: one thread at a time. Throws: nothing, unless it says so.
 #pragma once
 
