@@ -176,6 +176,9 @@ class TokenFileIds : public TokenIds {
 
   // What the file had there when it was opened. Throws Error.
   void read_bytes(size_t at, void* to, size_t bytes) const {
+    if (bytes == 0) { // `to` may be null
+      return;
+    }
     const size_t first = at / kTokenBlock;
     std::vector<char> blocks(
         (at + bytes + kTokenBlock - 1) / kTokenBlock * kTokenBlock -
