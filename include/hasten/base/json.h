@@ -34,7 +34,7 @@ struct ParsedJson {
 /// Time and memory: linear in the text. Never throws but for memory.
 ParsedJson try_parse_json(std::string_view text, JsonRules rules = {});
 
-/// The same for whoever has nothing to add to the message.
+/// The same, for callers that add nothing to the message.
 /// Throws InputError from `where`: "<source>: not JSON near byte=17 (line 2): …".
 nlohmann::json parse_json(
     std::string_view where,
