@@ -44,8 +44,7 @@ Repeated repeat(Batch batch, int64_t rows) {
 template <typename Range>
 class Turns {
  public:
-  explicit Turns(Range& range)
-      : range_(range), at_(range.begin()), end_(range.end()) {}
+  explicit Turns(Range& range) : range_(range), at_(range.begin()), end_(range.end()) {}
   template <typename Step>
   double next(const Step& step) {
     const auto start = std::chrono::steady_clock::now();
@@ -54,8 +53,7 @@ class Turns {
     }
     step(*at_);
     ++at_;
-    const std::chrono::duration<double> time =
-        std::chrono::steady_clock::now() - start;
+    const std::chrono::duration<double> time = std::chrono::steady_clock::now() - start;
     return time.count();
   }
 
@@ -70,12 +68,8 @@ using LossOf = std::function<at::Tensor(Model&, const Batch&)>;
 
 // `make` gives the same model each time.
 template <typename Model>
-void compare(
-    const char* name,
-    int64_t steps,
-    const std::function<Model()>& make,
-    const LossOf<Model>& loss_of,
-    Repeated data) {
+void compare(const char* name, int64_t steps, const std::function<Model()>& make,
+             const LossOf<Model>& loss_of, Repeated data) {
   const auto options = torch::optim::AdamWOptions(1e-4);
   Model plain = make();
   AdamW plain_optimizer(plain->parameters(), options);
@@ -128,12 +122,10 @@ void compare_bert_mini(int64_t steps) {
   batch.tensors["input_ids"] = torch::randint(1, 30'000, {kRows, kTokens});
   batch.tensors["labels"] = torch::randint(0, 2, {kRows});
   compare<BertForSequenceClassification>(
-      "bert_mini",
-      steps,
-      seeded_bert_mini,
+      "bert_mini", steps, seeded_bert_mini,
       [](BertForSequenceClassification& model, const Batch& b) {
-        return torch::nn::functional::cross_entropy(
-            model->forward(b["input_ids"], at::Tensor()), b["labels"]);
+        return torch::nn::functional::cross_entropy(model->forward(b["input_ids"], at::Tensor()),
+                                                    b["labels"]);
       },
       repeat(batch, kRows));
 }
@@ -142,8 +134,7 @@ void compare_ten_parameters(int64_t steps) {
   Batch batch;
   batch.tensors["x"] = torch::randn({8, 4});
   compare<TenParameters>(
-      "ten_parameters",
-      steps,
+      "ten_parameters", steps,
       [] {
         set_seed(1);
         return TenParameters();

@@ -29,9 +29,7 @@ using Loss = std::function<Tensor()>;
 // A transformer's feed-forward block, of one of several inner widths.
 struct UnequalImpl : torch::nn::Module {
   UnequalImpl(int64_t width, int64_t inner)
-      : norm(register_module(
-            "norm",
-            torch::nn::LayerNorm(torch::nn::LayerNormOptions({width})))),
+      : norm(register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({width})))),
         up(register_module("up", torch::nn::Linear(width, inner))),
         down(register_module("down", torch::nn::Linear(inner, width))) {}
   Tensor forward(const Tensor& x) { return x + down(at::gelu(up(norm(x)))); }
@@ -72,16 +70,14 @@ class PlanBench {
     return observe_peak(model_, loss_);
   }
   std::vector<double> seconds(const std::vector<Plan>& plans) const {
-    std::vector<double> least(
-        plans.size(), std::numeric_limits<double>::infinity());
+    std::vector<double> least(plans.size(), std::numeric_limits<double>::infinity());
     for (int round = -1; round < rounds_; ++round) {
       for (size_t i = 0; i < plans.size(); ++i) {
         gradient_checkpointing_enable(model_, {.plan = plans[i]});
         model_->zero_grad(false);
         const auto start = std::chrono::steady_clock::now();
         loss_().backward();
-        const std::chrono::duration<double> time =
-            std::chrono::steady_clock::now() - start;
+        const std::chrono::duration<double> time = std::chrono::steady_clock::now() - start;
         if (round >= 0) {
           least[i] = std::min(least[i], time.count());
         }
@@ -90,8 +86,7 @@ class PlanBench {
     return least;
   }
   Plan within(int64_t bytes) const {
-    return enable_within_budget(
-        model_, loss_, "budget:" + std::to_string(bytes));
+    return enable_within_budget(model_, loss_, "budget:" + std::to_string(bytes));
   }
   // Null below the least.
   Plan if_within(int64_t bytes) const {
@@ -111,14 +106,9 @@ class PlanBench {
   const ChainProfile profile;
 };
 
-static void print_pair(
-    const std::string& name, const char* unit, double ours, double other) {
-  std::printf(
-      "{\"case\": \"%s\", \"unit\": \"%s\", \"ours\": %.9g, \"other\": %.9g}\n",
-      name.c_str(),
-      unit,
-      ours,
-      other);
+static void print_pair(const std::string& name, const char* unit, double ours, double other) {
+  std::printf("{\"case\": \"%s\", \"unit\": \"%s\", \"ours\": %.9g, \"other\": %.9g}\n",
+              name.c_str(), unit, ours, other);
   std::fflush(stdout);
 }
 
@@ -132,17 +122,9 @@ static void compare(const std::string& name, const PlanBench& bench) {
     const int64_t budget = full_peak * percent / 100;
     const std::string text = name + "_peak_at_" + std::to_string(percent);
     try {
-      print_pair(
-          text,
-          "bytes",
-          bytes(bench.within(budget)->observed_peak_bytes),
-          bytes(budget));
+      print_pair(text, "bytes", bytes(bench.within(budget)->observed_peak_bytes), bytes(budget));
     } catch (const InputError&) { // below the least: told, not hidden
-      print_pair(
-          text + "_least",
-          "bytes",
-          bytes(least_budget(profile)),
-          bytes(budget));
+      print_pair(text + "_least", "bytes", bytes(least_budget(profile)), bytes(budget));
     }
   }
   const Plan sqrt = make_plan(profile, sqrt_regions(blocks));
@@ -151,15 +133,13 @@ static void compare(const std::string& name, const PlanBench& bench) {
   const Plan at_sqrt = bench.if_within(sqrt_peak);
   const Plan at_each = bench.if_within(bench.peak(each));
   const Plan half = bench.if_within(full_peak / 2);
-  const Plan half_blocks =
-      half ? plan_whole_blocks(profile, full_peak / 2) : nullptr;
+  const Plan half_blocks = half ? plan_whole_blocks(profile, full_peak / 2) : nullptr;
   // Half of what the rule takes, or the least that works.
   Plan small = bench.if_within(sqrt_peak / 2);
   if (!small) {
     small = bench.if_within(least_budget(profile) * 101 / 100);
   }
-  std::vector<Plan> plans = {
-      full, sqrt, at_sqrt, each, at_each, half, half_blocks, small};
+  std::vector<Plan> plans = {full, sqrt, at_sqrt, each, at_each, half, half_blocks, small};
   const std::vector<Plan> found = plans;
   std::replace(plans.begin(), plans.end(), Plan(), full);
   const std::vector<double> times = bench.seconds(plans);
@@ -173,11 +153,7 @@ static void compare(const std::string& name, const PlanBench& bench) {
   print_times("_time_with_ops_at_50", 5, 6);
   print_times("_time_of_small_peak", 7, 1);
   print_times("_time_at_50", 5, 0);
-  print_pair(
-      name + "_small_peak",
-      "bytes",
-      bytes(bench.peak(small)),
-      bytes(sqrt_peak));
+  print_pair(name + "_small_peak", "bytes", bytes(bench.peak(small)), bytes(sqrt_peak));
 }
 
 } // namespace hasten
@@ -197,13 +173,11 @@ int main(int argc, char** argv) {
       shape = argv[++i];
     } else if (std::strcmp(argv[i], "--rounds") == 0 && i + 1 < argc) {
       rounds = std::max(1, std::atoi(argv[++i]));
-    } else if (
-        std::strcmp(argv[i], "--batch") != 0 || i + 1 == argc ||
-        std::sscanf(argv[++i], "%ldx%ld", &rows, &tokens) != 2) {
+    } else if (std::strcmp(argv[i], "--batch") != 0 || i + 1 == argc ||
+               std::sscanf(argv[++i], "%ldx%ld", &rows, &tokens) != 2) {
       std::fprintf(
           stderr,
-          "usage: activation_plan [--model SHAPE] [--batch 8x128] [--rounds N] "
-          "[--smoke]\n");
+          "usage: activation_plan [--model SHAPE] [--batch 8x128] [--rounds N] [--smoke]\n");
       return 2;
     }
   }
@@ -219,21 +193,13 @@ int main(int argc, char** argv) {
   const at::Tensor x = torch::randn({width * 2, width});
   hasten::compare(
       "unequal_24",
-      hasten::PlanBench(
-          chain.ptr(),
-          [&] { return chain->forward(x).square().sum(); },
-          rounds));
-  hasten::BertForSequenceClassification model(
-      hasten::BertConfig::from_shape(shape));
+      hasten::PlanBench(chain.ptr(), [&] { return chain->forward(x).square().sum(); }, rounds));
+  hasten::BertForSequenceClassification model(hasten::BertConfig::from_shape(shape));
   const at::Tensor ids = torch::randint(1, 30'000, {rows, tokens});
   const at::Tensor labels = torch::randint(0, 2, {rows});
   hasten::compare(
-      "bert",
-      hasten::PlanBench(
-          model.ptr(),
-          [&] {
-            return torch::nn::functional::cross_entropy(
-                model->forward(ids), labels);
-          },
-          rounds));
+      "bert", hasten::PlanBench(
+                  model.ptr(),
+                  [&] { return torch::nn::functional::cross_entropy(model->forward(ids), labels); },
+                  rounds));
 }

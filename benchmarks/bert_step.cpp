@@ -50,10 +50,8 @@ static double seconds_per_thousand(const StepCase& step, int rounds) {
   for (int round = -2; round < rounds; ++round) {
     const auto start = std::chrono::steady_clock::now();
     model->zero_grad(false);
-    torch::nn::functional::cross_entropy(model->forward(ids, mask), labels)
-        .backward();
-    const std::chrono::duration<double> time =
-        std::chrono::steady_clock::now() - start;
+    torch::nn::functional::cross_entropy(model->forward(ids, mask), labels).backward();
+    const std::chrono::duration<double> time = std::chrono::steady_clock::now() - start;
     if (round >= 0) {
       seconds.push_back(time.count());
     }
@@ -85,15 +83,9 @@ int main(int argc, char** argv) {
         if (smoke && (tokens > 32 || padding)) {
           continue;
         }
-        const double value =
-            hasten::seconds_per_thousand({shape, tokens, padding}, rounds);
-        std::printf(
-            "{\"case\": \"%s, %ld tokens%s\", \"unit\": \"s/1000\", "
-            "\"value\": %.6f}\n",
-            shape,
-            static_cast<long>(tokens),
-            padding ? ", padded" : "",
-            value);
+        const double value = hasten::seconds_per_thousand({shape, tokens, padding}, rounds);
+        std::printf("{\"case\": \"%s, %ld tokens%s\", \"unit\": \"s/1000\", \"value\": %.6f}\n",
+                    shape, static_cast<long>(tokens), padding ? ", padded" : "", value);
         std::fflush(stdout);
       }
     }

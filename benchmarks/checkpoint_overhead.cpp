@@ -25,8 +25,7 @@ static double median_seconds(int rounds, const std::function<void()>& run) {
   for (int round = -1; round < rounds; ++round) {
     const auto start = std::chrono::steady_clock::now();
     run();
-    const std::chrono::duration<double> time =
-        std::chrono::steady_clock::now() - start;
+    const std::chrono::duration<double> time = std::chrono::steady_clock::now() - start;
     if (round >= 0) {
       seconds.push_back(time.count());
     }
@@ -36,11 +35,7 @@ static double median_seconds(int rounds, const std::function<void()>& run) {
 }
 
 static void print_value(const char* name, const char* unit, double value) {
-  std::printf(
-      "{\"case\": \"%s\", \"unit\": \"%s\", \"value\": %.9g}\n",
-      name,
-      unit,
-      value);
+  std::printf("{\"case\": \"%s\", \"unit\": \"%s\", \"value\": %.9g}\n", name, unit, value);
   std::fflush(stdout);
 }
 
@@ -67,10 +62,7 @@ static void region_overhead(bool smoke) {
     }
   });
   const double region = median_seconds(rounds, [&] { derive(true); });
-  print_value(
-      "region_overhead",
-      "us/region",
-      1e6 * (region - plain - again) / kRegions);
+  print_value("region_overhead", "us/region", 1e6 * (region - plain - again) / kRegions);
   print_value("region", "us/region", 1e6 * region / kRegions);
 }
 
@@ -89,8 +81,7 @@ static void whole_models(bool smoke) {
   set_seed(1);
   const int64_t rows = smoke ? 2 : 16;
   const int64_t tokens = smoke ? 16 : 128;
-  BertForSequenceClassification model(
-      BertConfig::from_shape(smoke ? "bert-tiny" : "bert-mini"));
+  BertForSequenceClassification model(BertConfig::from_shape(smoke ? "bert-tiny" : "bert-mini"));
   const Tensor ids = torch::randint(1, 30'000, {rows, tokens});
   const Tensor labels = torch::randint(0, 2, {rows});
   const auto loss = [&] {
@@ -103,10 +94,8 @@ static void whole_models(bool smoke) {
       loss().backward();
     });
     print_value(("bert_mini_" + std::string(mode)).c_str(), "s/step", seconds);
-    print_value(
-        ("bert_mini_" + std::string(mode) + "_peak").c_str(),
-        "bytes",
-        static_cast<double>(observe_peak(model.ptr(), loss)));
+    print_value(("bert_mini_" + std::string(mode) + "_peak").c_str(), "bytes",
+                static_cast<double>(observe_peak(model.ptr(), loss)));
   }
 }
 

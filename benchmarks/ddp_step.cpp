@@ -28,8 +28,7 @@ namespace hasten {
 struct SmallTensorsImpl : torch::nn::Module {
   SmallTensorsImpl() {
     for (int i = 0; i < 2000; ++i) {
-      parts.push_back(
-          register_parameter("part" + std::to_string(i), torch::randn({64})));
+      parts.push_back(register_parameter("part" + std::to_string(i), torch::randn({64})));
     }
   }
   at::Tensor forward(const at::Tensor& x) {
@@ -59,11 +58,8 @@ struct Measured {
 
 // `loss`: a sum over `weight` rows.
 template <typename Model>
-Measured measure_steps(
-    Model model,
-    const Request& request,
-    double weight,
-    const std::function<at::Tensor()>& loss) {
+Measured measure_steps(Model model, const Request& request, double weight,
+                       const std::function<at::Tensor()>& loss) {
   Accelerator accelerator({.cpu = true});
   accelerator.prepare(model);
   constexpr int kWarmUp = 5;
@@ -79,8 +75,7 @@ Measured measure_steps(
       accelerator.backward(loss(), weight);
     }
     model->zero_grad(!request.keep);
-    const std::chrono::duration<double> time =
-        std::chrono::steady_clock::now() - start;
+    const std::chrono::duration<double> time = std::chrono::steady_clock::now() - start;
     if (step >= 0) {
       seconds.push_back(time.count());
     }
@@ -89,9 +84,7 @@ Measured measure_steps(
   std::sort(seconds.begin(), seconds.end());
   result.seconds = seconds[seconds.size() / 2];
   result.peak_bytes =
-      accelerator
-          .reduce(torch::tensor({memory_stats().peak_bytes}), ReduceOp::max)
-          .item<int64_t>();
+      accelerator.reduce(torch::tensor({memory_stats().peak_bytes}), ReduceOp::max).item<int64_t>();
   for (const at::Tensor& parameter : model->parameters()) {
     result.gradient_bytes += static_cast<int64_t>(parameter.nbytes());
   }
@@ -100,10 +93,8 @@ Measured measure_steps(
     std::printf(
         "{\"seconds\": %.6f, \"peak_bytes\": %lld, \"gradient_bytes\": %lld, "
         "\"communication_seconds\": %.6f, \"exposed_seconds\": %.6f}\n",
-        result.seconds,
-        static_cast<long long>(result.peak_bytes),
-        static_cast<long long>(result.gradient_bytes),
-        result.window.communication_seconds,
+        result.seconds, static_cast<long long>(result.peak_bytes),
+        static_cast<long long>(result.gradient_bytes), result.window.communication_seconds,
         result.window.exposed_seconds);
   }
   accelerator.finish();
@@ -121,10 +112,8 @@ static void run_bert_mini(const Request& request) {
   const auto labels = torch::randint(0, 2, {rows});
   measure_steps(model, request, static_cast<double>(rows), [&] {
     return torch::nn::functional::cross_entropy(
-        model->forward(ids, mask),
-        labels,
-        torch::nn::functional::CrossEntropyFuncOptions().reduction(
-            torch::kSum));
+        model->forward(ids, mask), labels,
+        torch::nn::functional::CrossEntropyFuncOptions().reduction(torch::kSum));
   });
 }
 
@@ -152,17 +141,14 @@ int main(int argc, char** argv) {
   }
   const std::string& name = request.model;
   if (name != "bert-mini" && name != "small-tensors") {
-    std::fprintf(
-        stderr,
-        "usage: ddp_step bert-mini|small-tensors [--steps N] [--keep] "
-        "[--batch ROWS]\n");
+    std::fprintf(stderr,
+                 "usage: ddp_step bert-mini|small-tensors [--steps N] [--keep] [--batch ROWS]\n");
     return 2;
   }
   hasten::install_memory_meter();
   at::set_num_threads(1);
   try {
-    name == "bert-mini" ? hasten::run_bert_mini(request)
-                        : hasten::run_small_tensors(request);
+    name == "bert-mini" ? hasten::run_bert_mini(request) : hasten::run_small_tensors(request);
   } catch (const std::exception& error) {
     std::fprintf(stderr, "error: %s\n", error.what());
     return 1;

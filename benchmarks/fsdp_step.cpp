@@ -39,10 +39,9 @@ struct GptBlockImpl : torch::nn::Module {
                            .view({rows, tokens, 3, width / 64, 64})
                            .permute({2, 0, 3, 1, 4})
                            .unbind(0);
-    const at::Tensor heads = at::scaled_dot_product_attention(
-        parts[0], parts[1], parts[2], {}, 0.0, true);
-    const at::Tensor y =
-        x + out->forward(heads.transpose(1, 2).reshape({rows, tokens, width}));
+    const at::Tensor heads =
+        at::scaled_dot_product_attention(parts[0], parts[1], parts[2], {}, 0.0, true);
+    const at::Tensor y = x + out->forward(heads.transpose(1, 2).reshape({rows, tokens, width}));
     return y + down->forward(at::gelu(up->forward(norm2->forward(y)), "tanh"));
   }
   torch::nn::LayerNorm norm1{nullptr}, norm2{nullptr};
@@ -58,12 +57,10 @@ struct GptImpl : torch::nn::Module {
       blocks->push_back(GptBlock(width));
     }
     register_module("blocks", blocks);
-    norm = register_module(
-        "norm", torch::nn::LayerNorm(std::vector<int64_t>{width}));
+    norm = register_module("norm", torch::nn::LayerNorm(std::vector<int64_t>{width}));
   }
   at::Tensor forward(const at::Tensor& ids) {
-    at::Tensor x =
-        words->forward(ids) + places->forward(at::arange(ids.size(1)));
+    at::Tensor x = words->forward(ids) + places->forward(at::arange(ids.size(1)));
     for (const auto& block : *blocks) {
       x = call_block(*block->as<GptBlockImpl>(), x);
     }
@@ -111,9 +108,8 @@ static void run(const Request& request) {
   install_memory_meter();
   const World world = world_from_environment();
   const bool alone = request.strategy == "alone";
-  Accelerator accelerator(
-      {.cpu = true, .strategy = strategy_of(request.strategy)},
-      Communicator::create(alone ? World{} : world));
+  Accelerator accelerator({.cpu = true, .strategy = strategy_of(request.strategy)},
+                          Communicator::create(alone ? World{} : world));
   at::set_num_threads(1);
   torch::manual_seed(1);
   Gpt model(request.layers, request.width, request.words, request.tokens);
@@ -121,10 +117,8 @@ static void run(const Request& request) {
   const int64_t block = elements_of(*model->blocks->ptr(0));
   AdamW adamw(model->parameters(), torch::optim::AdamWOptions(1e-4));
   auto [net, optimizer] = accelerator.prepare(model, adamw);
-  const auto ids =
-      torch::randint(0, request.words, {request.rows, request.tokens});
-  const auto labels =
-      torch::randint(0, request.words, {request.rows * request.tokens});
+  const auto ids = torch::randint(0, request.words, {request.rows, request.tokens});
+  const auto labels = torch::randint(0, request.words, {request.rows * request.tokens});
   std::vector<double> seconds, gradients, exposed;
   constexpr int64_t kWarmUp = 3;
   for (int64_t step = -kWarmUp; step < request.steps; ++step) {
@@ -136,16 +130,13 @@ static void run(const Request& request) {
     {
       auto window = accelerator.accumulate(net);
       accelerator.backward(
-          torch::nn::functional::cross_entropy(
-              net->forward(ids).flatten(0, 1), labels),
+          torch::nn::functional::cross_entropy(net->forward(ids).flatten(0, 1), labels),
           static_cast<double>(request.rows));
     }
-    const std::chrono::duration<double> derived =
-        std::chrono::steady_clock::now() - start;
+    const std::chrono::duration<double> derived = std::chrono::steady_clock::now() - start;
     optimizer.step();
     optimizer.zero_grad();
-    const std::chrono::duration<double> time =
-        std::chrono::steady_clock::now() - start;
+    const std::chrono::duration<double> time = std::chrono::steady_clock::now() - start;
     if (step >= 0) {
       seconds.push_back(time.count());
       gradients.push_back(derived.count());
@@ -158,8 +149,7 @@ static void run(const Request& request) {
   };
   const auto largest = [&](int64_t bytes) {
     return static_cast<long long>(
-        accelerator.reduce(torch::tensor({bytes}), ReduceOp::max)
-            .item<int64_t>());
+        accelerator.reduce(torch::tensor({bytes}), ReduceOp::max).item<int64_t>());
   };
   const long long rest = largest(memory_stats().live_bytes);
   const long long peak = largest(memory_stats().peak_bytes);
@@ -168,13 +158,8 @@ static void run(const Request& request) {
         "{\"seconds\": %.6f, \"gradient_seconds\": %.6f, "
         "\"exposed_seconds\": %.6f, \"rest_bytes\": %lld, "
         "\"peak_bytes\": %lld, \"elements\": %lld, \"block\": %lld}\n",
-        median(seconds),
-        median(gradients),
-        median(exposed),
-        rest,
-        peak,
-        static_cast<long long>(elements),
-        static_cast<long long>(block));
+        median(seconds), median(gradients), median(exposed), rest, peak,
+        static_cast<long long>(elements), static_cast<long long>(block));
   }
   accelerator.finish();
   accelerator.communicator()->close();

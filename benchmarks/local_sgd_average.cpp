@@ -61,12 +61,9 @@ double seconds_of(Accelerator& accelerator, int rounds, const Action& action) {
     accelerator.wait_for_everyone();
     const auto start = std::chrono::steady_clock::now();
     action();
-    const std::chrono::duration<double> time =
-        std::chrono::steady_clock::now() - start;
+    const std::chrono::duration<double> time = std::chrono::steady_clock::now() - start;
     const double slowest =
-        accelerator
-            .reduce(
-                torch::tensor({time.count()}, torch::kDouble), ReduceOp::max)
+        accelerator.reduce(torch::tensor({time.count()}, torch::kDouble), ReduceOp::max)
             .item<double>();
     if (round >= 0) {
       seconds.push_back(slowest);
@@ -81,30 +78,23 @@ static void run(const Shapes& shapes, int rounds, bool in_place) {
   Averager::NamedTensorList tensors;
   int64_t bytes = 0;
   for (const auto& shape : shapes) {
-    tensors.emplace_back(
-        "t" + std::to_string(tensors.size()),
-        torch::full(shape, accelerator.process_index() + 1.0));
+    tensors.emplace_back("t" + std::to_string(tensors.size()),
+                         torch::full(shape, accelerator.process_index() + 1.0));
     bytes += static_cast<int64_t>(tensors.back().second.nbytes());
   }
   const auto source = torch::ones({bytes / 4});
   auto target = torch::zeros_like(source);
-  const double copy =
-      seconds_of(accelerator, rounds, [&] { target.copy_(source); });
-  Averager averager(
-      accelerator.communicator(), tensors, {.transactional = !in_place});
-  const double average =
-      seconds_of(accelerator, rounds, [&] { averager.average(); });
+  const double copy = seconds_of(accelerator, rounds, [&] { target.copy_(source); });
+  Averager averager(accelerator.communicator(), tensors, {.transactional = !in_place});
+  const double average = seconds_of(accelerator, rounds, [&] { averager.average(); });
   const int world = accelerator.num_processes();
   for (const auto& entry : tensors) {
     const double sample = entry.second.view({-1})[-1].item<double>();
     TORCH_CHECK(sample == (world + 1) / 2.0, "not the mean: ", sample);
   }
   if (accelerator.is_main_process()) {
-    std::printf(
-        "{\"seconds\": %.7f, \"copy_seconds\": %.7f, \"bytes\": %lld}\n",
-        average,
-        copy,
-        static_cast<long long>(bytes));
+    std::printf("{\"seconds\": %.7f, \"copy_seconds\": %.7f, \"bytes\": %lld}\n", average, copy,
+                static_cast<long long>(bytes));
   }
   accelerator.finish();
 }
@@ -126,10 +116,9 @@ int main(int argc, char** argv) {
   }
   const auto shapes = hasten::shapes_of(name);
   if (shapes.empty()) {
-    std::fprintf(
-        stderr,
-        "usage: local_sgd_average bert-base|eleven-million|small-tensors "
-        "[--rounds N] [--in-place]\n");
+    std::fprintf(stderr,
+                 "usage: local_sgd_average bert-base|eleven-million|small-tensors "
+                 "[--rounds N] [--in-place]\n");
     return 2;
   }
   try {

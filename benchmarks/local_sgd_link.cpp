@@ -52,10 +52,8 @@ static void run(const Request& request) {
       auto window = accelerator.accumulate(net);
       accelerator.backward(
           torch::nn::functional::cross_entropy(
-              net->forward(ids, mask),
-              labels,
-              torch::nn::functional::CrossEntropyFuncOptions().reduction(
-                  torch::kSum)),
+              net->forward(ids, mask), labels,
+              torch::nn::functional::CrossEntropyFuncOptions().reduction(torch::kSum)),
           kRows);
     }
     optimizer.step();
@@ -75,8 +73,7 @@ static void run(const Request& request) {
   for (int64_t i = 0; i < request.windows * in_a_window; ++i) {
     step();
   }
-  const std::chrono::duration<double> time =
-      std::chrono::steady_clock::now() - start;
+  const std::chrono::duration<double> time = std::chrono::steady_clock::now() - start;
   if (local_sgd) {
     local_sgd->finish();
   }
@@ -85,10 +82,9 @@ static void run(const Request& request) {
     bytes += static_cast<int64_t>(parameter.nbytes());
   }
   if (accelerator.is_main_process()) {
-    std::printf(
-        "{\"seconds\": %.6f, \"bytes\": %lld}\n",
-        time.count() / static_cast<double>(request.windows * in_a_window),
-        static_cast<long long>(bytes));
+    std::printf("{\"seconds\": %.6f, \"bytes\": %lld}\n",
+                time.count() / static_cast<double>(request.windows * in_a_window),
+                static_cast<long long>(bytes));
   }
   accelerator.finish();
 }
@@ -106,12 +102,10 @@ int main(int argc, char** argv) {
       request.mode = argv[i];
     }
   }
-  if (request.mode != "ddp" && request.mode != "alone" &&
-      request.mode != "blocking" && request.mode != "overlapped") {
-    std::fprintf(
-        stderr,
-        "usage: local_sgd_link ddp|alone|blocking|overlapped [--every H] "
-        "[--windows N]\n");
+  if (request.mode != "ddp" && request.mode != "alone" && request.mode != "blocking" &&
+      request.mode != "overlapped") {
+    std::fprintf(stderr,
+                 "usage: local_sgd_link ddp|alone|blocking|overlapped [--every H] [--windows N]\n");
     return 2;
   }
   try {

@@ -47,11 +47,9 @@ static SparseRows read_libsvm(const std::string& path) {
     for (std::string field; fields >> field;) {
       const int column = std::atoi(field.c_str()) - 1;
       const size_t colon = field.find(':');
-      TORCH_CHECK(
-          column >= 0 && colon != field.npos &&
-              std::strtod(field.c_str() + colon + 1, nullptr) == 1,
-          "not a row of ones: ",
-          line);
+      TORCH_CHECK(column >= 0 && colon != field.npos &&
+                      std::strtod(field.c_str() + colon + 1, nullptr) == 1,
+                  "not a row of ones: ", line);
       rows.columns.push_back(column);
       rows.width = std::max(rows.width, column + 1);
     }
@@ -61,8 +59,7 @@ static SparseRows read_libsvm(const std::string& path) {
   return rows;
 }
 
-static double margin_of(
-    const SparseRows& rows, size_t row, const std::vector<double>& x) {
+static double margin_of(const SparseRows& rows, size_t row, const std::vector<double>& x) {
   double sum = 0;
   for (size_t i = rows.begins[row]; i < rows.begins[row + 1]; ++i) {
     sum += x[static_cast<size_t>(rows.columns[i])];
@@ -87,10 +84,7 @@ struct StepSize {
   double c = 1;
   bool decay = false;
   double at(int64_t t, size_t n) const {
-    return decay ? std::min(
-                       32.0,
-                       c * static_cast<double>(n) / static_cast<double>(t + 1))
-                 : c;
+    return decay ? std::min(32.0, c * static_cast<double>(n) / static_cast<double>(t + 1)) : c;
   }
 };
 
@@ -108,8 +102,7 @@ class Worker {
     picked_.clear();
     for (int i = 0; i < batch_; ++i) {
       const size_t row = draws_() % rows_.count();
-      const double slope = -rows_.labels[row] /
-                           (1 + std::exp(margin_of(rows_, row, x_))) / batch_;
+      const double slope = -rows_.labels[row] / (1 + std::exp(margin_of(rows_, row, x_))) / batch_;
       picked_.emplace_back(row, slope);
     }
     for (double& value : x_) {
@@ -155,12 +148,9 @@ struct Setting {
 
 // First iterations, multiples of H seen at every 4 %, at which the objective is at
 // most each target; -1 where it is not within `most`. [target], falling
-static std::vector<int64_t> iterations_to(
-    const SparseRows& rows,
-    const Setting& setting,
-    const StepSize& size,
-    const std::vector<double>& targets,
-    int64_t most) {
+static std::vector<int64_t> iterations_to(const SparseRows& rows, const Setting& setting,
+                                          const StepSize& size, const std::vector<double>& targets,
+                                          int64_t most) {
   std::vector<Worker> workers;
   for (int k = 0; k < setting.workers; ++k) {
     workers.emplace_back(rows, k, setting.batch, setting.seed);
@@ -192,12 +182,9 @@ static std::vector<int64_t> iterations_to(
 }
 
 // The least over step sizes, for each target; -1: none of them got there.
-static std::vector<int64_t> least_iterations(
-    const SparseRows& rows,
-    const Setting& setting,
-    const std::vector<StepSize>& sizes,
-    const std::vector<double>& targets,
-    int64_t most) {
+static std::vector<int64_t> least_iterations(const SparseRows& rows, const Setting& setting,
+                                             const std::vector<StepSize>& sizes,
+                                             const std::vector<double>& targets, int64_t most) {
   std::vector<int64_t> best(targets.size(), -1);
   for (const StepSize& size : sizes) {
     const auto reached = iterations_to(rows, setting, size, targets, most);
@@ -234,12 +221,8 @@ static void sweep(const SparseRows& rows, int batch, bool smoke) {
     for (int64_t steps = 1; steps <= (smoke ? 2 : 64); steps *= 2) {
       std::vector<std::vector<int64_t>> of_seeds(targets.size()); // [target]
       for (int seed = 0; seed < (smoke ? 1 : 3); ++seed) {
-        const auto best = least_iterations(
-            rows,
-            {workers, steps, batch, seed},
-            sizes,
-            targets,
-            smoke ? 2'000 : 200'000 / workers + 8 * steps);
+        const auto best = least_iterations(rows, {workers, steps, batch, seed}, sizes, targets,
+                                           smoke ? 2'000 : 200'000 / workers + 8 * steps);
         for (size_t i = 0; i < targets.size(); ++i) {
           of_seeds[i].push_back(best[i]);
         }
@@ -247,12 +230,8 @@ static void sweep(const SparseRows& rows, int batch, bool smoke) {
       for (size_t i = 0; i < targets.size(); ++i) {
         std::sort(of_seeds[i].begin(), of_seeds[i].end());
         std::printf(
-            "{\"workers\": %d, \"steps\": %lld, \"batch\": %d, \"gap\": %g, "
-            "\"iterations\": %lld}\n",
-            workers,
-            static_cast<long long>(steps),
-            batch,
-            gaps[i],
+            "{\"workers\": %d, \"steps\": %lld, \"batch\": %d, \"gap\": %g, \"iterations\": %lld}\n",
+            workers, static_cast<long long>(steps), batch, gaps[i],
             static_cast<long long>(of_seeds[i][of_seeds[i].size() / 2]));
       }
       std::fflush(stdout);
@@ -268,8 +247,8 @@ static int check(const SparseRows& rows, int batch) {
   for (int k = 0; k < world; ++k) {
     all.emplace_back(rows, k, batch);
   }
-  const auto x = torch::from_blob(
-      mine.x().data(), {static_cast<int64_t>(mine.x().size())}, torch::kDouble);
+  const auto x =
+      torch::from_blob(mine.x().data(), {static_cast<int64_t>(mine.x().size())}, torch::kDouble);
   Averager averager(accelerator.communicator(), {{"x", x}});
   constexpr int kRounds = 100, kSteps = 8;
   for (int round = 0; round < kRounds; ++round) {
@@ -284,16 +263,10 @@ static int check(const SparseRows& rows, int batch) {
   }
   const bool same = mine.x() == all[0].x();
   const bool everywhere =
-      accelerator.reduce(torch::tensor({same ? 1 : 0}), ReduceOp::min)
-          .item<int>() == 1;
+      accelerator.reduce(torch::tensor({same ? 1 : 0}), ReduceOp::min).item<int>() == 1;
   if (accelerator.is_main_process()) {
-    std::printf(
-        "{\"ranks\": %d, \"rounds\": %d, \"objective\": %.12g, "
-        "\"equal_bits\": %s}\n",
-        world,
-        kRounds,
-        objective(rows, mine.x()),
-        everywhere ? "true" : "false");
+    std::printf("{\"ranks\": %d, \"rounds\": %d, \"objective\": %.12g, \"equal_bits\": %s}\n",
+                world, kRounds, objective(rows, mine.x()), everywhere ? "true" : "false");
   }
   accelerator.finish();
   return everywhere ? 0 : 1;
@@ -317,8 +290,7 @@ int main(int argc, char** argv) {
     }
   }
   if (path.empty()) {
-    std::fprintf(
-        stderr, "usage: local_sgd_w8a DATA [--batch B] [--smoke | --check]\n");
+    std::fprintf(stderr, "usage: local_sgd_w8a DATA [--batch B] [--smoke | --check]\n");
     return 2;
   }
   try {

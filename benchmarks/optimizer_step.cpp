@@ -24,22 +24,20 @@ using Shapes = std::vector<std::vector<int64_t>>;
 
 Shapes bert_base() {
   constexpr int64_t kHidden = 768;
-  Shapes shapes = {
-      {30522, kHidden}, {512, kHidden}, {2, kHidden}, {kHidden}, {kHidden}};
+  Shapes shapes = {{30522, kHidden}, {512, kHidden}, {2, kHidden}, {kHidden}, {kHidden}};
   for (int layer = 0; layer < 12; ++layer) {
     for (int i = 0; i < 4; ++i) { // query, key, value, output
       shapes.push_back({kHidden, kHidden});
       shapes.push_back({kHidden});
     }
-    for (const auto& shape : Shapes{
-             {kHidden},
-             {kHidden},
-             {4 * kHidden, kHidden},
-             {4 * kHidden},
-             {kHidden, 4 * kHidden},
-             {kHidden},
-             {kHidden},
-             {kHidden}}) {
+    for (const auto& shape : Shapes{{kHidden},
+                                    {kHidden},
+                                    {4 * kHidden, kHidden},
+                                    {4 * kHidden},
+                                    {kHidden, 4 * kHidden},
+                                    {kHidden},
+                                    {kHidden},
+                                    {kHidden}}) {
       shapes.push_back(shape);
     }
   }
@@ -62,8 +60,7 @@ std::vector<at::Tensor> parameters_of(const Shapes& shapes) {
 double thread_seconds() {
   timespec time{};
   clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
-  return static_cast<double>(time.tv_sec) +
-         1e-9 * static_cast<double>(time.tv_nsec);
+  return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
 }
 
 double median_seconds(int steps, const std::function<void()>& act) {
@@ -136,12 +133,7 @@ void measure(const char* name, const Shapes& shapes, int steps, int slow) {
   std::printf(
       "{\"case\": \"%s\", \"numbers\": %lld, \"step\": %.9f, \"all\": %.9f, "
       "\"torch\": %.9f, \"stream\": %.9f}\n",
-      name,
-      static_cast<long long>(numbers),
-      step,
-      all,
-      torchs,
-      stream);
+      name, static_cast<long long>(numbers), step, all, torchs, stream);
   std::fflush(stdout);
 }
 
@@ -164,9 +156,6 @@ int main(int argc, char** argv) {
   if (!smoke) {
     hasten::measure("bert_base", hasten::bert_base(), steps, 3);
   }
-  hasten::measure(
-      "small_tensors",
-      hasten::Shapes(2000, {256}),
-      smoke ? 2 : 20 * steps,
-      smoke ? 2 : 20);
+  hasten::measure("small_tensors", hasten::Shapes(2000, {256}), smoke ? 2 : 20 * steps,
+                  smoke ? 2 : 20);
 }

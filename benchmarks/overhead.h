@@ -19,18 +19,13 @@ inline BertForSequenceClassification seeded_bert_mini() {
 }
 
 /// Medians of the seconds that steps of either loop took.
-inline void print_case(
-    const char* name, std::vector<double> ours, std::vector<double> plain) {
+inline void print_case(const char* name, std::vector<double> ours, std::vector<double> plain) {
   const auto median = [](std::vector<double>& values) {
     std::sort(values.begin(), values.end());
     return values.at(values.size() / 2);
   };
-  std::printf(
-      "{\"case\": \"%s\", \"steps\": %zu, \"ours\": %.9f, \"plain\": %.9f}\n",
-      name,
-      ours.size(),
-      median(ours),
-      median(plain));
+  std::printf("{\"case\": \"%s\", \"steps\": %zu, \"ours\": %.9f, \"plain\": %.9f}\n", name,
+              ours.size(), median(ours), median(plain));
   std::fflush(stdout);
 }
 

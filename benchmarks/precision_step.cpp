@@ -40,8 +40,7 @@ struct Subject {
     at::Tensor loss;
     {
       const Autocast autocast({.enabled = bf16});
-      loss = torch::cross_entropy_loss(
-          model->forward(rows.ids, rows.mask), rows.labels);
+      loss = torch::cross_entropy_loss(model->forward(rows.ids, rows.mask), rows.labels);
     }
     loss.backward();
   }
@@ -56,11 +55,7 @@ struct Subject {
 };
 
 static void print_value(const std::string& name, const char* unit, double v) {
-  std::printf(
-      "{\"case\": \"%s\", \"unit\": \"%s\", \"value\": %.9g}\n",
-      name.c_str(),
-      unit,
-      v);
+  std::printf("{\"case\": \"%s\", \"unit\": \"%s\", \"value\": %.9g}\n", name.c_str(), unit, v);
   std::fflush(stdout);
 }
 
@@ -84,16 +79,14 @@ static void measure(bool smoke) {
   set_seed(1);
   Subject subject(shape);
   const Rows rows(8);
-  AdamW optimizer(
-      subject.model->parameters(), torch::optim::AdamWOptions(1e-5));
+  AdamW optimizer(subject.model->parameters(), torch::optim::AdamWOptions(1e-5));
   std::vector<double> seconds[2];
   for (int round = -1; round < rounds; ++round) {
     for (const bool bf16 : {false, true}) {
       const auto start = std::chrono::steady_clock::now();
       subject.derive(rows, bf16);
       optimizer.step_and_zero();
-      const std::chrono::duration<double> time =
-          std::chrono::steady_clock::now() - start;
+      const std::chrono::duration<double> time = std::chrono::steady_clock::now() - start;
       if (round >= 0) {
         seconds[bf16 ? 1 : 0].push_back(time.count());
       }
@@ -104,16 +97,13 @@ static void measure(bool smoke) {
     auto& times = seconds[bf16 ? 1 : 0];
     std::sort(times.begin(), times.end());
     print_value("step" + name, "s/step", times[times.size() / 2]);
-    print_value(
-        "peak" + name, "bytes", static_cast<double>(subject.peak(rows, bf16)));
+    print_value("peak" + name, "bytes", static_cast<double>(subject.peak(rows, bf16)));
   }
   Subject small("bert-mini");
   const int64_t limit = smoke ? 32 << 20 : 512 << 20;
   for (const bool bf16 : {false, true}) {
-    print_value(
-        std::string("largest_batch") + (bf16 ? "_bf16" : "_fp32"),
-        "rows",
-        static_cast<double>(largest_batch(small, bf16, limit)));
+    print_value(std::string("largest_batch") + (bf16 ? "_bf16" : "_fp32"), "rows",
+                static_cast<double>(largest_batch(small, bf16, limit)));
   }
 }
 

@@ -21,8 +21,7 @@ using OverheadClock = std::chrono::steady_clock;
 // Rows of one length, collated by taking them out of whole tensors.
 class TensorRows final : public Dataset {
  public:
-  explicit TensorRows(std::map<std::string, at::Tensor> tensors)
-      : tensors_(std::move(tensors)) {}
+  explicit TensorRows(std::map<std::string, at::Tensor> tensors) : tensors_(std::move(tensors)) {}
   int64_t size() const override { return tensors_.begin()->second.size(0); }
   Batch collate(const std::vector<int64_t>& indices) const override {
     Batch batch;
@@ -41,11 +40,8 @@ class TensorRows final : public Dataset {
 /// Takes the time of each update of the Trainer's, then does one by hand.
 class Alternate final : public TrainerCallback {
  public:
-  explicit Alternate(std::function<void()> by_hand)
-      : by_hand_(std::move(by_hand)) {}
-  void on_epoch_begin(const StepProgress&) override {
-    resumed_ = OverheadClock::now();
-  }
+  explicit Alternate(std::function<void()> by_hand) : by_hand_(std::move(by_hand)) {}
+  void on_epoch_begin(const StepProgress&) override { resumed_ = OverheadClock::now(); }
   void on_step_end(const StepProgress& progress) override {
     const auto ended = OverheadClock::now();
     by_hand_();
@@ -70,18 +66,13 @@ constexpr double kOverheadRate = 1e-4;
 
 /// `make` gives the same model each time; `loss_of` the mean loss and the outputs.
 template <typename Model>
-void compare(
-    const char* name,
-    int64_t steps,
-    const std::function<Model()>& make,
-    const std::function<
-        std::pair<at::Tensor, at::Tensor>(Model&, const Batch&)>& loss_of,
-    std::shared_ptr<const Dataset> data) {
+void compare(const char* name, int64_t steps, const std::function<Model()>& make,
+             const std::function<std::pair<at::Tensor, at::Tensor>(Model&, const Batch&)>& loss_of,
+             std::shared_ptr<const Dataset> data) {
   at::set_num_threads(1);
   Model plain = make();
-  AdamW plain_optimizer(
-      plain->parameters(),
-      torch::optim::AdamWOptions(kOverheadRate).weight_decay(0));
+  AdamW plain_optimizer(plain->parameters(),
+                        torch::optim::AdamWOptions(kOverheadRate).weight_decay(0));
   int64_t done = 0;
   double loss_sum = 0;
   const auto by_hand = [&] {
@@ -92,9 +83,8 @@ void compare(
     const at::Tensor loss = loss_of(plain, data->collate(indices)).first;
     loss.backward();
     for (auto& group : plain_optimizer.param_groups()) {
-      group.options().set_lr(
-          kOverheadRate * static_cast<double>(steps - done) /
-          static_cast<double>(steps));
+      group.options().set_lr(kOverheadRate * static_cast<double>(steps - done) /
+                             static_cast<double>(steps));
     }
     plain_optimizer.step();
     plain_optimizer.zero_grad();
@@ -116,8 +106,7 @@ void compare(
         const auto rows = static_cast<double>(batch.rows());
         return LossOutput{loss * rows, rows, outputs};
       },
-      arguments,
-      data);
+      arguments, data);
   at::set_num_threads(1);
   const auto alternate = std::make_shared<Alternate>(by_hand);
   trainer.add_callback(alternate);
@@ -128,15 +117,10 @@ void compare(
 void compare_bert_mini(int64_t steps) {
   constexpr int64_t kRows = 512, kTokens = 32;
   compare<BertForSequenceClassification>(
-      "bert_mini",
-      steps,
-      seeded_bert_mini,
+      "bert_mini", steps, seeded_bert_mini,
       [](BertForSequenceClassification& model, const Batch& batch) {
-        const at::Tensor logits =
-            model->forward(batch["input_ids"], at::Tensor());
-        return std::pair(
-            torch::nn::functional::cross_entropy(logits, batch["labels"]),
-            logits);
+        const at::Tensor logits = model->forward(batch["input_ids"], at::Tensor());
+        return std::pair(torch::nn::functional::cross_entropy(logits, batch["labels"]), logits);
       },
       std::make_shared<TensorRows>(std::map<std::string, at::Tensor>{
           {"input_ids", torch::randint(1, 30'000, {kRows, kTokens})},
@@ -146,8 +130,7 @@ void compare_bert_mini(int64_t steps) {
 // Ten parameters, and an update that is nothing but overhead.
 void compare_ten_parameters(int64_t steps) {
   compare<torch::nn::Sequential>(
-      "ten_parameters",
-      steps,
+      "ten_parameters", steps,
       [] {
         set_seed(1);
         torch::nn::Sequential layers;

@@ -38,14 +38,11 @@ void train(const std::string& csv, const std::string& save_to) {
 
   torch::manual_seed(42);
   ReviewClassifier classifier(reviews.vocab_size, reviews.num_labels);
-  torch::optim::AdamW adamw(
-      classifier->parameters(),
-      torch::optim::AdamWOptions(1e-2).weight_decay(0));
-  hasten::DataLoader batches(
-      reviews.train, {.batch_size = kBatch, .group_by_length = false});
+  torch::optim::AdamW adamw(classifier->parameters(),
+                            torch::optim::AdamWOptions(1e-2).weight_decay(0));
+  hasten::DataLoader batches(reviews.train, {.batch_size = kBatch, .group_by_length = false});
   hasten::DataLoader held_out(reviews.eval, {.shuffle = false});
-  hasten::LrScheduler linear(
-      adamw, hasten::linear_schedule(0, kEpochs * updates));
+  hasten::LrScheduler linear(adamw, hasten::linear_schedule(0, kEpochs * updates));
 
   // [loop]
   auto [model, optimizer, loader, scheduler, eval_loader] =
@@ -73,6 +70,4 @@ void train(const std::string& csv, const std::string& save_to) {
 
 } // namespace examples
 
-int main(int argc, char** argv) {
-  return examples::run_example(argc, argv, examples::train);
-}
+int main(int argc, char** argv) { return examples::run_example(argc, argv, examples::train); }

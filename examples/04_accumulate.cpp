@@ -33,23 +33,19 @@ double accuracy(auto& accelerator, auto& model, auto& loader) { // 03
 }
 
 void train(const std::string& csv, const std::string& save_to) {
-  hasten::Accelerator accelerator(
-      {.gradient_accumulation_steps = kSteps}); // 04
+  hasten::Accelerator accelerator({.gradient_accumulation_steps = kSteps}); // 04
   const Reviews reviews = read_reviews(csv);
   const int64_t rows = reviews.train->size();
   const int64_t updates = (rows + kWindow - 1) / kWindow; // 04: of an epoch
 
   torch::manual_seed(42);
   ReviewClassifier classifier(reviews.vocab_size, reviews.num_labels);
-  torch::optim::AdamW adamw(
-      classifier->parameters(),
-      torch::optim::AdamWOptions(1e-2).weight_decay(0));
+  torch::optim::AdamW adamw(classifier->parameters(),
+                            torch::optim::AdamWOptions(1e-2).weight_decay(0));
   const int64_t share = kBatch / accelerator.num_processes(); // 03
-  hasten::DataLoader batches(
-      reviews.train, {.batch_size = share, .group_by_length = false}); // 03
+  hasten::DataLoader batches(reviews.train, {.batch_size = share, .group_by_length = false}); // 03
   hasten::DataLoader held_out(reviews.eval, {.shuffle = false});
-  hasten::LrScheduler linear(
-      adamw, hasten::linear_schedule(0, kEpochs * updates));
+  hasten::LrScheduler linear(adamw, hasten::linear_schedule(0, kEpochs * updates));
 
   // [loop]
   auto [model, optimizer, loader, scheduler, eval_loader] =
@@ -82,6 +78,4 @@ void train(const std::string& csv, const std::string& save_to) {
 
 } // namespace examples
 
-int main(int argc, char** argv) {
-  return examples::run_example(argc, argv, examples::train);
-}
+int main(int argc, char** argv) { return examples::run_example(argc, argv, examples::train); }

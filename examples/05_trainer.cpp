@@ -21,8 +21,7 @@ constexpr int64_t kSteps = 4; // 04: batches of a step
 struct PrintEpochs : hasten::TrainerCallback {
   void on_epoch_end(const hasten::EpochReport& report) override {
     const double right = report.evaluation.at("eval_accuracy");
-    std::cout << epoch_line(report.epoch, report.training_loss, right)
-              << std::endl;
+    std::cout << epoch_line(report.epoch, report.training_loss, right) << std::endl;
   }
 };
 // [/callback]
@@ -40,27 +39,18 @@ void train(const std::string& csv, const std::string& save_to) {
   arguments.learning_rate = 1e-2; // AdamW, linear schedule, clipped at 1.0
   arguments.train_sampling_strategy = hasten::SamplingStrategy::random;
   arguments.save_strategy = hasten::IntervalStrategy::no;
-  arguments.disable_tqdm =
-      true; // PrintEpochs stands for banner, bars and table
-  arguments.per_device_train_batch_size =
-      kBatch / hasten::world_from_environment().world_size;
+  arguments.disable_tqdm = true; // PrintEpochs stands for banner, bars and table
+  arguments.per_device_train_batch_size = kBatch / hasten::world_from_environment().world_size;
 
   const auto loss = [model = classifier](const hasten::Batch& batch) mutable {
     auto logits = model->forward(batch["input_ids"], batch["attention_mask"]);
     auto loss_sum = torch::nn::functional::cross_entropy(
-        logits,
-        batch["labels"],
-        torch::nn::functional::CrossEntropyFuncOptions().reduction(
-            torch::kSum));
+        logits, batch["labels"],
+        torch::nn::functional::CrossEntropyFuncOptions().reduction(torch::kSum));
     return hasten::LossOutput{loss_sum, double(batch.rows()), logits};
   };
-  hasten::Trainer trainer(
-      classifier.ptr(),
-      loss,
-      arguments,
-      reviews.train,
-      reviews.eval,
-      hasten::classification_metrics(reviews.num_labels));
+  hasten::Trainer trainer(classifier.ptr(), loss, arguments, reviews.train, reviews.eval,
+                          hasten::classification_metrics(reviews.num_labels));
   if (trainer.accelerator().is_main_process()) {
     trainer.add_callback(std::make_shared<PrintEpochs>());
   }
@@ -73,6 +63,4 @@ void train(const std::string& csv, const std::string& save_to) {
 
 } // namespace examples
 
-int main(int argc, char** argv) {
-  return examples::run_example(argc, argv, examples::train);
-}
+int main(int argc, char** argv) { return examples::run_example(argc, argv, examples::train); }

@@ -35,35 +35,26 @@ void show(const char* how, const std::function<Tensor(const Tensor&)>& run) {
   const Tensor x = torch::linspace(-1, 1, kBytes / 4).requires_grad_();
   const int64_t before = hasten::memory_stats().live_bytes;
   const Tensor c = run(x);
-  const int64_t stored =
-      hasten::memory_stats().live_bytes - before - kBytes; // without C
+  const int64_t stored = hasten::memory_stats().live_bytes - before - kBytes; // without C
   const auto counts = hasten::recompute_counts();
   c.sum().backward();
   const bool again = hasten::recompute_counts().recomputed > counts.recomputed;
-  std::printf(
-      "%-28s %ld tensors stored, forward %s, gradient %.6f\n",
-      how,
-      static_cast<long>(stored / kBytes),
-      again ? "runs again" : "runs once",
-      x.grad().sum().item<double>());
+  std::printf("%-28s %ld tensors stored, forward %s, gradient %.6f\n", how,
+              static_cast<long>(stored / kBytes), again ? "runs again" : "runs once",
+              x.grad().sum().item<double>());
 }
 
 void demonstrate() {
   hasten::install_memory_meter();
   // [regions]
   show("plain", [](const Tensor& x) { return make_c(x); });
-  show("region", [](const Tensor& x) {
-    return hasten::activation_checkpoint(make_c, x);
-  });
-  show("region around A, B plain", [](const Tensor& x) {
-    return hasten::activation_checkpoint(make_a, x) + make_b(x);
-  });
+  show("region", [](const Tensor& x) { return hasten::activation_checkpoint(make_c, x); });
+  show("region around A, B plain",
+       [](const Tensor& x) { return hasten::activation_checkpoint(make_a, x) + make_b(x); });
   show("region that keeps tanh", [](const Tensor& x) {
     return hasten::activation_checkpoint(
-        make_c,
-        x,
-        hasten::ActivationCheckpointOptions{
-            .policy = hasten::OpPolicy::keep({"aten::tanh"})});
+        make_c, x,
+        hasten::ActivationCheckpointOptions{.policy = hasten::OpPolicy::keep({"aten::tanh"})});
   });
   // [/regions]
 }

@@ -24,11 +24,7 @@ void numbers() {
   };
   std::printf("%-22s %-12s %-12s\n", "number", "fp16", "bf16");
   for (const double x : {65504.0, 70000.0, 1e-8, 1.0 + 1.0 / 512, 257.0}) {
-    std::printf(
-        "%-22.10g %-12.10g %-12.10g\n",
-        x,
-        in(x, torch::kHalf),
-        in(x, torch::kBFloat16));
+    std::printf("%-22.10g %-12.10g %-12.10g\n", x, in(x, torch::kHalf), in(x, torch::kBFloat16));
   }
 }
 // [/numbers]
@@ -66,16 +62,10 @@ void train(hasten::Precision precision) {
     const bool skipped = optimizer.step().was_skipped();
     optimizer.zero_grad();
     char text[120];
-    std::snprintf(
-        text,
-        sizeof text,
-        "%s window %ld: out is %s, loss %.3f, scale %g%s",
-        hasten::precision_name(precision),
-        static_cast<long>(window),
-        c10::toString(out.scalar_type()),
-        loss.item<double>(),
-        accelerator.loss_scale().value(),
-        skipped ? ", step left out" : "");
+    std::snprintf(text, sizeof text, "%s window %ld: out is %s, loss %.3f, scale %g%s",
+                  hasten::precision_name(precision), static_cast<long>(window),
+                  c10::toString(out.scalar_type()), loss.item<double>(),
+                  accelerator.loss_scale().value(), skipped ? ", step left out" : "");
     accelerator.print(text);
   }
   accelerator.finish();
@@ -87,10 +77,7 @@ void train(hasten::Precision precision) {
 int main() {
   examples::numbers();
   for (const auto type : {torch::kHalf, torch::kBFloat16}) {
-    std::printf(
-        "10 * 100 * 70 in %s: %g\n",
-        c10::toString(type),
-        examples::product(type));
+    std::printf("10 * 100 * 70 in %s: %g\n", c10::toString(type), examples::product(type));
   }
   return hasten::record([] { examples::train(hasten::Precision::fp16); });
 }

@@ -34,25 +34,21 @@ double accuracy(auto& accelerator, auto& model, auto& loader) {
 }
 
 void train(const std::string& csv, const std::string& save_to) {
-  hasten::Accelerator accelerator(
-      {.gradient_accumulation_steps = kSteps,
-       .strategy = hasten::Strategy::fsdp, // 10
-       .shard_units = {"hidden"}}); // 10: a block of the model
+  hasten::Accelerator accelerator({.gradient_accumulation_steps = kSteps,
+                                   .strategy = hasten::Strategy::fsdp, // 10
+                                   .shard_units = {"hidden"}}); // 10: a block of the model
   const Reviews reviews = read_reviews(csv);
   const int64_t rows = reviews.train->size();
   const int64_t updates = (rows + kWindow - 1) / kWindow;
 
   torch::manual_seed(42);
   ReviewClassifier classifier(reviews.vocab_size, reviews.num_labels);
-  torch::optim::AdamW adamw(
-      classifier->parameters(),
-      torch::optim::AdamWOptions(1e-2).weight_decay(0));
+  torch::optim::AdamW adamw(classifier->parameters(),
+                            torch::optim::AdamWOptions(1e-2).weight_decay(0));
   const int64_t share = kBatch / accelerator.num_processes();
-  hasten::DataLoader batches(
-      reviews.train, {.batch_size = share, .group_by_length = false});
+  hasten::DataLoader batches(reviews.train, {.batch_size = share, .group_by_length = false});
   hasten::DataLoader held_out(reviews.eval, {.shuffle = false});
-  hasten::LrScheduler linear(
-      adamw, hasten::linear_schedule(0, kEpochs * updates));
+  hasten::LrScheduler linear(adamw, hasten::linear_schedule(0, kEpochs * updates));
 
   // [loop]
   auto [model, optimizer, loader, scheduler, eval_loader] =
@@ -85,6 +81,4 @@ void train(const std::string& csv, const std::string& save_to) {
 
 } // namespace examples
 
-int main(int argc, char** argv) {
-  return examples::run_example(argc, argv, examples::train);
-}
+int main(int argc, char** argv) { return examples::run_example(argc, argv, examples::train); }

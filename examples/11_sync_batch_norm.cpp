@@ -27,14 +27,12 @@ constexpr int64_t kSteps = 40;
 // Batches of `rows`, in one order: four of one class, four of the other, …
 Images make_images(int64_t rows) {
   torch::manual_seed(7);
-  const Tensor labels =
-      (torch::arange(kSteps * kBatch) / 4).to(torch::kLong) % 2;
+  const Tensor labels = (torch::arange(kSteps * kBatch) / 4).to(torch::kLong) % 2;
   const Tensor brightness = labels.to(torch::kFloat).view({-1, 1, 1, 1});
   const Tensor x = torch::randn({labels.size(0), 1, 8, 8}) * 0.5 + brightness;
   Images batches;
   for (int64_t first = 0; first < labels.size(0); first += rows) {
-    batches.emplace_back(
-        x.narrow(0, first, rows), labels.narrow(0, first, rows));
+    batches.emplace_back(x.narrow(0, first, rows), labels.narrow(0, first, rows));
   }
   return batches;
 }
@@ -45,18 +43,16 @@ struct BrightnessImpl : torch::nn::Module {
     const Tensor h = torch::relu(norm->forward(conv->forward(x)));
     return linear->forward(h.mean({2, 3}));
   }
-  torch::nn::Conv2d conv = register_module(
-      "conv", torch::nn::Conv2d(torch::nn::Conv2dOptions(1, 4, 3)));
-  torch::nn::BatchNorm2d norm =
-      register_module("norm", torch::nn::BatchNorm2d(4)); // torch's own
+  torch::nn::Conv2d conv =
+      register_module("conv", torch::nn::Conv2d(torch::nn::Conv2dOptions(1, 4, 3)));
+  torch::nn::BatchNorm2d norm = register_module("norm", torch::nn::BatchNorm2d(4)); // torch's own
   torch::nn::Linear linear = register_module("linear", torch::nn::Linear(4, 2));
 };
 TORCH_MODULE(Brightness);
 // [/model]
 
 // [train]
-void train(
-    const std::shared_ptr<hasten::Communicator>& communicator, bool sync) {
+void train(const std::shared_ptr<hasten::Communicator>& communicator, bool sync) {
   hasten::Accelerator accelerator({.sync_batchnorm = sync}, communicator); // 11
   Images batches = make_images(kBatch / accelerator.num_processes());
   torch::manual_seed(1);
@@ -67,21 +63,16 @@ void train(
   int64_t step = 0;
   for (const auto& [x, y] : loader) {
     auto window = accelerator.accumulate(model);
-    accelerator.backward(
-        torch::nn::functional::cross_entropy(model->forward(x), y));
+    accelerator.backward(torch::nn::functional::cross_entropy(model->forward(x), y));
     optimizer.step();
     optimizer.zero_grad();
     loss_sum += ++step > kSteps - 10 ? accelerator.last_window().loss : 0;
   }
   char text[120];
-  std::snprintf(
-      text,
-      sizeof text,
-      "%-17s loss %.4f, running mean %.4f, running variance %.4f",
-      sync ? "of all rows:" : "of own rows:",
-      loss_sum / 10,
-      model->norm->running_mean[0].item<double>(),
-      model->norm->running_var[0].item<double>());
+  std::snprintf(text, sizeof text, "%-17s loss %.4f, running mean %.4f, running variance %.4f",
+                sync ? "of all rows:" : "of own rows:", loss_sum / 10,
+                model->norm->running_mean[0].item<double>(),
+                model->norm->running_var[0].item<double>());
   accelerator.print(text);
   accelerator.finish();
 }
@@ -95,10 +86,8 @@ void show_means(hasten::Communicator& communicator) {
   const double own = mean.item<double>();
   communicator.all_reduce(mean, hasten::ReduceOp::mean, "mean");
   if (communicator.is_main()) {
-    std::printf(
-        "the first batch has mean %.4f, process 0's rows of it %.4f\n",
-        mean.item<double>(),
-        own);
+    std::printf("the first batch has mean %.4f, process 0's rows of it %.4f\n", mean.item<double>(),
+                own);
   }
 }
 
@@ -106,8 +95,7 @@ void show_means(hasten::Communicator& communicator) {
 
 int main() {
   return hasten::record([] {
-    auto communicator =
-        hasten::Communicator::create(hasten::world_from_environment());
+    auto communicator = hasten::Communicator::create(hasten::world_from_environment());
     examples::show_means(*communicator);
     for (const bool sync : {false, true}) {
       examples::train(communicator, sync);

@@ -27,27 +27,22 @@ struct Reviews {
 
 // A CSV with columns text and label. The vocabulary is learnt from the texts.
 inline Reviews read_reviews(const std::string& path) {
-  const auto data = hasten::load_text_classification(
-      {.train_file = path, .eval_split = 0.2, .table = {}});
-  const hasten::WordPieceTokenizer tokenizer(
-      hasten::build_wordpiece_vocab(data.train.texts, {}), {});
+  const auto data =
+      hasten::load_text_classification({.train_file = path, .eval_split = 0.2, .table = {}});
+  const hasten::WordPieceTokenizer tokenizer(hasten::build_wordpiece_vocab(data.train.texts, {}),
+                                             {});
   const auto dataset = [&](const hasten::LabelledTexts& rows) {
     return std::make_shared<hasten::TokenizedDataset>(
-        hasten::tokenize_texts(tokenizer, rows.texts, /*max_length=*/128).ids,
-        rows.labels);
+        hasten::tokenize_texts(tokenizer, rows.texts, /*max_length=*/128).ids, rows.labels);
   };
-  return {
-      dataset(data.train),
-      dataset(data.eval),
-      tokenizer.vocab_size(),
-      static_cast<int64_t>(data.label_names.size())};
+  return {dataset(data.train), dataset(data.eval), tokenizer.vocab_size(),
+          static_cast<int64_t>(data.label_names.size())};
 }
 
 // The mean of the tokens' embeddings, one hidden layer, a number for each label.
 struct ReviewClassifierImpl : torch::nn::Module {
   ReviewClassifierImpl(int64_t vocab_size, int64_t num_labels)
-      : embedding(
-            register_module("embedding", torch::nn::Embedding(vocab_size, 32))),
+      : embedding(register_module("embedding", torch::nn::Embedding(vocab_size, 32))),
         hidden(register_module("hidden", torch::nn::Linear(32, 32))),
         output(register_module("output", torch::nn::Linear(32, num_labels))) {}
 
@@ -76,27 +71,18 @@ inline void save(const ReviewClassifier& model, const std::string& path) {
 
 inline std::string epoch_line(int64_t epoch, double loss, double accuracy) {
   char line[80];
-  std::snprintf(
-      line,
-      sizeof line,
-      "epoch %ld  loss %.4f  accuracy %.4f",
-      static_cast<long>(epoch),
-      loss,
-      accuracy);
+  std::snprintf(line, sizeof line, "epoch %ld  loss %.4f  accuracy %.4f", static_cast<long>(epoch),
+                loss, accuracy);
   return line;
 }
 
 // NAME reviews.csv [model.safetensors]. Its exit code.
-inline int run_example(
-    int argc,
-    char** argv,
-    void (*train)(const std::string& csv, const std::string& save_to)) {
+inline int run_example(int argc, char** argv,
+                       void (*train)(const std::string& csv, const std::string& save_to)) {
   return hasten::record([&] {
     if (argc != 2 && argc != 3) {
-      throw hasten::InputError(
-          "examples::main",
-          std::to_string(argc - 1) + " arguments",
-          std::string(argv[0]) + " reviews.csv [model.safetensors]");
+      throw hasten::InputError("examples::main", std::to_string(argc - 1) + " arguments",
+                               std::string(argv[0]) + " reviews.csv [model.safetensors]");
     }
     train(argv[1], argc == 3 ? argv[2] : "");
   });

@@ -11,9 +11,7 @@ constexpr int64_t kTargets = 3; // x, y, radius, each about -1 to 1
 struct ConvBlockImpl : torch::nn::Module {
   ConvBlockImpl(int64_t in, int64_t out) {
     conv = register_module(
-        "conv",
-        torch::nn::Conv2d(
-            torch::nn::Conv2dOptions(in, out, 3).padding(1).bias(false)));
+        "conv", torch::nn::Conv2d(torch::nn::Conv2dOptions(in, out, 3).padding(1).bias(false)));
     norm = register_module("norm", torch::nn::BatchNorm2d(out));
   }
   torch::Tensor forward(const torch::Tensor& x) {
@@ -45,8 +43,7 @@ TORCH_MODULE(DiscNet);
 // Judges: images to the logarithm of the variance to expect of the other one.
 struct DoubtNetImpl : torch::nn::Module {
   DoubtNetImpl() {
-    conv = register_module(
-        "conv", torch::nn::Conv2d(torch::nn::Conv2dOptions(1, 8, 5).stride(2)));
+    conv = register_module("conv", torch::nn::Conv2d(torch::nn::Conv2dOptions(1, 8, 5).stride(2)));
     out = register_module("out", torch::nn::Linear(16, kTargets));
   }
   torch::Tensor forward(const torch::Tensor& x) {

@@ -38,13 +38,12 @@ struct Options {
 };
 
 [[noreturn]] void usage(const std::string& why) {
-  std::fprintf(
-      stderr,
-      "discs: %s\n"
-      "usage: discs [--epochs N] [--batch N] [--images N] [--lr X] [--seed N]\n"
-      "             [--every N] [--freeze-norm] [--load PREFIX]\n"
-      "             [--save PREFIX]\n",
-      why.c_str());
+  std::fprintf(stderr,
+               "discs: %s\n"
+               "usage: discs [--epochs N] [--batch N] [--images N] [--lr X] [--seed N]\n"
+               "             [--every N] [--freeze-norm] [--load PREFIX]\n"
+               "             [--save PREFIX]\n",
+               why.c_str());
   std::exit(2);
 }
 
@@ -106,8 +105,7 @@ Shots makeShots(int64_t count, uint64_t seed) {
     const auto unit = static_cast<float>(random() >> 40) / 16777216.0f;
     return low + (high - low) * unit;
   };
-  Shots shots{
-      torch::empty({count, 1, kSide, kSide}), torch::empty({count, kTargets})};
+  Shots shots{torch::empty({count, 1, kSide, kSide}), torch::empty({count, kTargets})};
   auto pixel = shots.images.accessor<float, 4>();
   auto target = shots.targets.accessor<float, 2>();
   for (int64_t n = 0; n < count; ++n) {
@@ -199,8 +197,7 @@ class ShotLoader {
 // ------------------------------------------------------------------ experiment
 
 // Biases and norms are not decayed.
-std::vector<torch::optim::OptimizerParamGroup> groupsOf(
-    const DiscNet& net, double lr) {
+std::vector<torch::optim::OptimizerParamGroup> groupsOf(const DiscNet& net, double lr) {
   std::vector<torch::Tensor> weights, others;
   for (const auto& p : net->named_parameters()) {
     (p.value().dim() > 1 ? weights : others).push_back(p.value());
@@ -208,11 +205,8 @@ std::vector<torch::optim::OptimizerParamGroup> groupsOf(
   using torch::optim::SGDOptions;
   std::vector<torch::optim::OptimizerParamGroup> groups;
   groups.emplace_back(
-      weights,
-      std::make_unique<SGDOptions>(
-          SGDOptions(lr).momentum(0.9).weight_decay(1e-4)));
-  groups.emplace_back(
-      others, std::make_unique<SGDOptions>(SGDOptions(2 * lr).momentum(0.9)));
+      weights, std::make_unique<SGDOptions>(SGDOptions(lr).momentum(0.9).weight_decay(1e-4)));
+  groups.emplace_back(others, std::make_unique<SGDOptions>(SGDOptions(2 * lr).momentum(0.9)));
   return groups;
 }
 
@@ -224,10 +218,7 @@ class Experiment {
         sgd(groupsOf(net, options.lr), torch::optim::SGDOptions(options.lr)),
         adam(doubt->parameters(), torch::optim::AdamOptions(3e-3)),
         schedule(sgd, 4, 0.5),
-        data(
-            makeShots(options.images, options.seed),
-            options.batch,
-            options.seed) {
+        data(makeShots(options.images, options.seed), options.batch, options.seed) {
     if (!options.load.empty()) {
       torch::load(net, options.load + ".net.pt");
       torch::load(doubt, options.load + ".doubt.pt");
@@ -291,13 +282,8 @@ class Experiment {
     const auto deviation = torch::exp(0.5 * doubt->forward(test.images));
     const auto within = (error.abs() < deviation).to(torch::kFloat).mean();
     const auto rate = sgd.param_groups()[0].options().get_lr();
-    std::printf(
-        "epoch %2d  lr %.4f  train %.5f  test %.5f  within one sigma %.3f\n",
-        epoch,
-        rate,
-        trainError,
-        error.square().mean().item<double>(),
-        within.item<double>());
+    std::printf("epoch %2d  lr %.4f  train %.5f  test %.5f  within one sigma %.3f\n", epoch, rate,
+                trainError, error.square().mean().item<double>(), within.item<double>());
     std::fflush(stdout);
     if (!options.save.empty()) {
       torch::save(net, options.save + ".net.pt");

@@ -17,11 +17,9 @@ namespace hasten {
 namespace detail {
 
 void throw_no_tensor_inside() {
-  throw InputError(
-      "accelerator::Collect",
-      "no tensor is found in the value",
-      "a Tensor, or a pair, tuple, vector, map or struct of them",
-      "give the struct a flatten(visit, value)");
+  throw InputError("accelerator::Collect", "no tensor is found in the value",
+                   "a Tensor, or a pair, tuple, vector, map or struct of them",
+                   "give the struct a flatten(visit, value)");
 }
 
 at::Tensor rows_on_cpu(const at::Tensor& tensor) {
@@ -36,38 +34,30 @@ std::string form_of(const at::Tensor& tensor) {
 }
 
 // Throws InputError on every rank unless all texts are equal. Collective.
-void require_same(
-    Communicator& communicator, const char* where, const std::string& text) {
+void require_same(Communicator& communicator, const char* where, const std::string& text) {
   const auto all = communicator.gather_json(text, where);
-  const auto other = std::find_if(
-      all.begin(), all.end(), [&](const auto& t) { return t != all[0]; });
+  const auto other =
+      std::find_if(all.begin(), all.end(), [&](const auto& t) { return t != all[0]; });
   if (other != all.end()) {
-    throw InputError(
-        std::string("accelerator::") + where,
-        "rank " + std::to_string(other - all.begin()) + " has " +
-            other->get<std::string>() + ", rank 0 has " +
-            all[0].get<std::string>(),
-        "the same on all ranks",
-        "see pad_across_processes and gather_for_metrics for shapes that "
-        "differ");
+    throw InputError(std::string("accelerator::") + where,
+                     "rank " + std::to_string(other - all.begin()) + " has " +
+                         other->get<std::string>() + ", rank 0 has " + all[0].get<std::string>(),
+                     "the same on all ranks",
+                     "see pad_across_processes and gather_for_metrics for shapes that differ");
   }
 }
 
 // In debug mode: throws unless the ranks' tensors have one form, and what is said
 // `behind` it is the same. Collective then.
-void check_form_in_debug(
-    const AcceleratorCore& core,
-    const char* where,
-    const at::Tensor& tensor,
-    const std::string& behind = {}) {
+void check_form_in_debug(const AcceleratorCore& core, const char* where, const at::Tensor& tensor,
+                         const std::string& behind = {}) {
   if (core.order_check != nullptr) {
     require_same(*core.communicator, where, form_of(tensor) + behind);
   }
 }
 
 // Every rank's contiguous tensor of one shape: [rank, ...]. Collective.
-at::Tensor stack_ranks(
-    const AcceleratorCore& core, const at::Tensor& own, const char* where) {
+at::Tensor stack_ranks(const AcceleratorCore& core, const at::Tensor& own, const char* where) {
   check_form_in_debug(core, where, own);
   auto sizes = own.sizes().vec();
   sizes.insert(sizes.begin(), core.world.world_size);
@@ -76,8 +66,8 @@ at::Tensor stack_ranks(
   return all;
 }
 
-at::Tensor broadcast_bytes(
-    Communicator& communicator, at::Tensor bytes, int from, const char* name) {
+at::Tensor broadcast_bytes(Communicator& communicator, at::Tensor bytes, int from,
+                           const char* name) {
   const bool mine = communicator.rank() == from;
   const at::Tensor size = at::tensor({mine ? bytes.numel() : 0}, at::kLong);
   communicator.broadcast(size, from, name);
@@ -101,10 +91,8 @@ void compare_reading(const AcceleratorCore& core, const LoaderState& loader) {
     return;
   }
   loader.compared = now;
-  const at::Tensor all = stack_ranks(
-      core,
-      at::tensor({static_cast<int64_t>(now)}, at::kLong),
-      "what the ranks read");
+  const at::Tensor all =
+      stack_ranks(core, at::tensor({static_cast<int64_t>(now)}, at::kLong), "what the ranks read");
   if (!all.eq(all[0]).all().item<bool>()) {
     throw_other_batches(loader.range);
   }
@@ -116,26 +104,21 @@ bool is_half(const at::Tensor& tensor) {
 
 } // namespace detail
 
-Collect::Collect(std::shared_ptr<detail::AcceleratorCore> core)
-    : core_(std::move(core)) {}
+Collect::Collect(std::shared_ptr<detail::AcceleratorCore> core) : core_(std::move(core)) {}
 
 at::Device Collect::device() const { return core_->device; }
 int Collect::process_index() const { return core_->world.rank; }
 int Collect::local_process_index() const { return core_->world.local_rank; }
 int Collect::num_processes() const { return core_->world.world_size; }
 
-const std::shared_ptr<Communicator>& Collect::communicator() const {
-  return core_->communicator;
-}
+const std::shared_ptr<Communicator>& Collect::communicator() const { return core_->communicator; }
 
 at::Tensor Collect::gather(const at::Tensor& tensor) {
   const at::Tensor own = detail::rows_on_cpu(tensor);
   if (num_processes() == 1) {
     return own.to(tensor.device());
   }
-  return detail::stack_ranks(*core_, own, "gather")
-      .flatten(0, 1)
-      .to(tensor.device());
+  return detail::stack_ranks(*core_, own, "gather").flatten(0, 1).to(tensor.device());
 }
 
 at::Tensor Collect::gather_for_metrics(const at::Tensor& rows) {
@@ -150,18 +133,16 @@ at::Tensor Collect::gather_for_metrics(const at::Tensor& rows) {
     const int64_t batch = loader->rows.value_or(-1);
     nlohmann::json wrong;
     if (own.size(0) != batch) {
-      wrong = std::to_string(own.size(0)) + " rows for a batch of " +
-              std::to_string(batch);
+      wrong = std::to_string(own.size(0)) + " rows for a batch of " + std::to_string(batch);
     }
     const auto all = communicator()->gather_json(wrong, "gather_for_metrics");
     for (size_t rank = 0; rank < all.size(); ++rank) {
       if (!all[rank].is_null()) {
-        throw InputError(
-            "accelerator::gather_for_metrics",
-            "rank " + std::to_string(rank) + " has " +
-                all[rank].get<std::string>() + ", some of them repeated",
-            "a row for each of the batch's",
-            "use gather() for what is not one per row, or even_batches=false");
+        throw InputError("accelerator::gather_for_metrics",
+                         "rank " + std::to_string(rank) + " has " + all[rank].get<std::string>() +
+                             ", some of them repeated",
+                         "a row for each of the batch's",
+                         "use gather() for what is not one per row, or even_batches=false");
       }
     }
     own = own.narrow(0, 0, batch - loader->repeated);
@@ -172,8 +153,7 @@ at::Tensor Collect::gather_for_metrics(const at::Tensor& rows) {
   return own.to(rows.device());
 }
 
-at::Tensor Collect::reduce(
-    const at::Tensor& tensor, ReduceOp op, double scale) {
+at::Tensor Collect::reduce(const at::Tensor& tensor, ReduceOp op, double scale) {
   at::Tensor result = tensor.detach().cpu().clone(at::MemoryFormat::Contiguous);
   const bool widen = scale != 1 && detail::is_half(result);
   if (widen) {
@@ -186,8 +166,7 @@ at::Tensor Collect::reduce(
   if (scale != 1) {
     result = result * scale;
   }
-  return result.to(
-      tensor.device(), widen ? tensor.scalar_type() : result.scalar_type());
+  return result.to(tensor.device(), widen ? tensor.scalar_type() : result.scalar_type());
 }
 
 void Collect::reduce_(Metric& metric) {
@@ -215,8 +194,7 @@ at::Tensor Collect::broadcast(at::Tensor tensor, int from) {
   }
   const at::Tensor target = tensor.detach();
   const at::Tensor sent = target.cpu().contiguous();
-  detail::check_form_in_debug(
-      *core_, "broadcast", sent, " from rank " + std::to_string(from));
+  detail::check_form_in_debug(*core_, "broadcast", sent, " from rank " + std::to_string(from));
   communicator()->broadcast(sent, from, "broadcast");
   if (!sent.is_same(target) && sent.data_ptr() != target.data_ptr()) {
     target.copy_(sent);
@@ -224,19 +202,17 @@ at::Tensor Collect::broadcast(at::Tensor tensor, int from) {
   return tensor;
 }
 
-at::Tensor Collect::pad_across_processes(
-    const at::Tensor& tensor, int64_t dim, double pad_index, bool pad_first) {
+at::Tensor Collect::pad_across_processes(const at::Tensor& tensor, int64_t dim, double pad_index,
+                                         bool pad_first) {
   const char* where = "pad_across_processes";
   const auto all = gather_object(tensor.sizes().vec());
-  const auto other = std::find_if(all.begin(), all.end(), [&](const auto& s) {
-    return s.size() != all[0].size();
-  });
+  const auto other = std::find_if(all.begin(), all.end(),
+                                  [&](const auto& s) { return s.size() != all[0].size(); });
   if (other != all.end()) {
-    throw InputError(
-        std::string("accelerator::") + where,
-        "rank " + std::to_string(other - all.begin()) + " has sizes " +
-            other->dump() + ", rank 0 has " + all[0].dump(),
-        "tensors of as many dims on all ranks");
+    throw InputError(std::string("accelerator::") + where,
+                     "rank " + std::to_string(other - all.begin()) + " has sizes " + other->dump() +
+                         ", rank 0 has " + all[0].dump(),
+                     "tensors of as many dims on all ranks");
   }
   const int64_t at_dim = dim < 0 ? dim + tensor.dim() : dim;
   if (at_dim < 0 || at_dim >= tensor.dim()) {
@@ -244,42 +220,35 @@ at::Tensor Collect::pad_across_processes(
   }
   int64_t largest = 0;
   for (const auto& sizes : all) {
-    largest =
-        std::max(largest, sizes[static_cast<size_t>(at_dim)].get<int64_t>());
+    largest = std::max(largest, sizes[static_cast<size_t>(at_dim)].get<int64_t>());
   }
   const int64_t own = tensor.size(at_dim);
   auto sizes = tensor.sizes().vec();
   sizes[static_cast<size_t>(at_dim)] = largest;
   at::Tensor padded = at::full(sizes, pad_index, tensor.options());
-  padded.narrow(at_dim, pad_first ? largest - own : 0, own)
-      .copy_(tensor.detach());
+  padded.narrow(at_dim, pad_first ? largest - own : 0, own).copy_(tensor.detach());
   return padded;
 }
 
-nlohmann::json Collect::broadcast_object(
-    const nlohmann::json& value, int from) {
+nlohmann::json Collect::broadcast_object(const nlohmann::json& value, int from) {
   std::vector<uint8_t> own;
   if (process_index() == from) {
     own = nlohmann::json::to_cbor(value); // text has no NaN
   }
   const at::Tensor bytes = detail::broadcast_bytes(
-      *communicator(),
-      at::from_blob(own.data(), {static_cast<int64_t>(own.size())}, at::kByte),
-      from,
-      "broadcast_object");
+      *communicator(), at::from_blob(own.data(), {static_cast<int64_t>(own.size())}, at::kByte),
+      from, "broadcast_object");
   const auto* first = bytes.const_data_ptr<uint8_t>();
   return nlohmann::json::from_cbor(first, first + bytes.numel());
 }
 
-std::vector<nlohmann::json> Collect::gather_object(
-    const nlohmann::json& value) {
+std::vector<nlohmann::json> Collect::gather_object(const nlohmann::json& value) {
   std::vector<uint8_t> bytes = nlohmann::json::to_cbor(value);
   const auto length = static_cast<int64_t>(bytes.size());
   const at::Tensor lengths = gather(at::tensor({length}, at::kLong));
   const at::Tensor own = at::from_blob(bytes.data(), {length}, at::kByte);
-  const at::Tensor all = num_processes() == 1 ? own
-                                              : communicator()->all_gather_rows(
-                                                    own, "gather_object");
+  const at::Tensor all =
+      num_processes() == 1 ? own : communicator()->all_gather_rows(own, "gather_object");
   std::vector<nlohmann::json> values;
   const auto* next = all.const_data_ptr<uint8_t>();
   for (int rank = 0; rank < num_processes(); ++rank) {
@@ -290,8 +259,7 @@ std::vector<nlohmann::json> Collect::gather_object(
   return values;
 }
 
-std::pair<int64_t, int64_t> Collect::split_between_processes(
-    int64_t count) const {
+std::pair<int64_t, int64_t> Collect::split_between_processes(int64_t count) const {
   const int64_t each = count / num_processes();
   const int64_t more = count % num_processes();
   const int64_t rank = process_index();
@@ -299,18 +267,14 @@ std::pair<int64_t, int64_t> Collect::split_between_processes(
   return {begin, begin + each + (rank < more ? 1 : 0)};
 }
 
-at::Tensor Collect::split_between_processes(
-    const at::Tensor& rows, bool apply_padding) const {
+at::Tensor Collect::split_between_processes(const at::Tensor& rows, bool apply_padding) const {
   if (rows.dim() == 0) {
-    throw InputError(
-        "accelerator::split_between_processes",
-        "the tensor has no dimension",
-        "rows along dim 0");
+    throw InputError("accelerator::split_between_processes", "the tensor has no dimension",
+                     "rows along dim 0");
   }
   const auto [begin, end] = split_between_processes(rows.size(0));
   at::Tensor part = rows.narrow(0, begin, end - begin);
-  const int64_t missing =
-      (rows.size(0) + num_processes() - 1) / num_processes() - part.size(0);
+  const int64_t missing = (rows.size(0) + num_processes() - 1) / num_processes() - part.size(0);
   if (apply_padding && missing > 0) {
     const int64_t last = part.size(0) > 0 ? end - 1 : rows.size(0) - 1;
     auto sizes = rows.sizes().vec();
@@ -320,8 +284,7 @@ at::Tensor Collect::split_between_processes(
   return part;
 }
 
-void Collect::take_turns(
-    bool first, const char* name, const std::function<void()>& body) {
+void Collect::take_turns(bool first, const char* name, const std::function<void()>& body) {
   for (const bool turn : {true, false}) {
     std::exception_ptr own;
     nlohmann::json failure;
@@ -330,9 +293,8 @@ void Collect::take_turns(
         body();
       } catch (const std::exception& error) {
         own = std::current_exception();
-        failure = {
-            {"what", error.what()},
-            {"input", dynamic_cast<const InputError*>(&error) != nullptr}};
+        failure = {{"what", error.what()},
+                   {"input", dynamic_cast<const InputError*>(&error) != nullptr}};
       } catch (...) {
         own = std::current_exception();
         failure = {{"what", "an unknown exception"}, {"input", false}};
@@ -355,8 +317,8 @@ void Collect::take_turns(
         continue;
       }
       const std::string where = std::string("accelerator::") + name;
-      const std::string what = "rank " + std::to_string(rank) + " failed: " +
-                               all[rank]["what"].get<std::string>();
+      const std::string what =
+          "rank " + std::to_string(rank) + " failed: " + all[rank]["what"].get<std::string>();
       if (all[rank]["input"].get<bool>()) {
         throw PeerInputError(where, what);
       }
@@ -378,9 +340,7 @@ bool Collect::check_trigger() {
   return flag.item<int32_t>() != 0;
 }
 
-void Collect::wait_for_everyone() {
-  communicator()->barrier("wait_for_everyone");
-}
+void Collect::wait_for_everyone() { communicator()->barrier("wait_for_everyone"); }
 
 void Collect::print(std::string_view line) const { print(std::cout, line); }
 

@@ -28,8 +28,8 @@ at::Device accelerator_device(const AcceleratorOptions& options, int rank) {
   return {at::kCUDA, static_cast<c10::DeviceIndex>(rank % count)};
 }
 
-AcceleratorCore::AcceleratorCore(
-    AcceleratorOptions o, World w, std::shared_ptr<Communicator> c, bool owns)
+AcceleratorCore::AcceleratorCore(AcceleratorOptions o, World w, std::shared_ptr<Communicator> c,
+                                 bool owns)
     : options(o),
       world(std::move(w)),
       order_check(debugs(o) ? std::make_shared<OrderCheck>(c) : nullptr),
@@ -56,21 +56,15 @@ void AcceleratorCore::enter_loop(const std::shared_ptr<LoaderState>& loader) {
 }
 
 const LoaderState* AcceleratorCore::active_loader() {
-  std::erase_if(
-      loops_, [](const auto& loader) { return loader->loop.expired(); });
-  return loops_.empty() || !loops_.back()->handed_out ? nullptr
-                                                      : loops_.back().get();
+  std::erase_if(loops_, [](const auto& loader) { return loader->loop.expired(); });
+  return loops_.empty() || !loops_.back()->handed_out ? nullptr : loops_.back().get();
 }
 
-size_t AcceleratorCore::model_index(
-    const torch::nn::Module* module, const char* where) const {
+size_t AcceleratorCore::model_index(const torch::nn::Module* module, const char* where) const {
   const auto it = model_index_.find(module);
   if (it == model_index_.end()) {
-    throw InputError(
-        where,
-        "a model that was not prepared",
-        "a model given to prepare()",
-        "call accelerator.prepare(model, …) first");
+    throw InputError(where, "a model that was not prepared", "a model given to prepare()",
+                     "call accelerator.prepare(model, …) first");
   }
   return it->second;
 }
@@ -83,28 +77,22 @@ void AcceleratorCore::prepare_model(std::shared_ptr<torch::nn::Module> module) {
     return;
   }
   if (models_.size() >= 32) {
-    throw InputError(
-        "accelerator::prepare", "a 33rd model", "at most 32 an accelerator");
+    throw InputError("accelerator::prepare", "a 33rd model", "at most 32 an accelerator");
   }
   for (const auto& item : module->named_parameters()) {
-    const auto owner =
-        parameter_owner_.find(item.value().unsafeGetTensorImpl());
+    const auto owner = parameter_owner_.find(item.value().unsafeGetTensorImpl());
     if (owner != parameter_owner_.end()) {
-      throw InputError(
-          "accelerator::prepare",
-          "parameter \"" + item.key() + "\" is also \"" + owner->second.second +
-              "\" of a model prepared before",
-          "models that share no parameters",
-          "prepare one module that holds both");
+      throw InputError("accelerator::prepare",
+                       "parameter \"" + item.key() + "\" is also \"" + owner->second.second +
+                           "\" of a model prepared before",
+                       "models that share no parameters", "prepare one module that holds both");
     }
   }
   if (options.seed && !seeded_) {
     seed_dropout(*options.seed, world.rank);
     seeded_ = true;
   }
-  const auto elsewhere = [this](const auto& item) {
-    return item.value().device() != device;
-  };
+  const auto elsewhere = [this](const auto& item) { return item.value().device() != device; };
   const auto parameters = module->named_parameters();
   const auto buffers = module->named_buffers();
   if (std::any_of(parameters.begin(), parameters.end(), elsewhere) ||
@@ -128,10 +116,8 @@ void AcceleratorCore::prepare_model(std::shared_ptr<torch::nn::Module> module) {
   models_.push_back(std::move(state));
 }
 
-void AcceleratorCore::prepare_whole(
-    ModelState& state,
-    std::shared_ptr<torch::nn::Module> module,
-    BufferPolicy buffers) {
+void AcceleratorCore::prepare_whole(ModelState& state, std::shared_ptr<torch::nn::Module> module,
+                                    BufferPolicy buffers) {
   DdpOptions ddp;
   ddp.bucket_cap_mb = options.bucket_cap_mb;
   ddp.first_bucket_mb = std::min(ddp.first_bucket_mb, options.bucket_cap_mb);
@@ -141,10 +127,10 @@ void AcceleratorCore::prepare_whole(
   state.parallel = std::make_shared<Ddp>(communicator, std::move(module), ddp);
 }
 
-void AcceleratorCore::register_comm_hook(
-    const torch::nn::Module* module, std::shared_ptr<CommHook> hook) {
-  models_[model_index(module, "accelerator::register_comm_hook")]
-      .parallel->register_comm_hook(std::move(hook));
+void AcceleratorCore::register_comm_hook(const torch::nn::Module* module,
+                                         std::shared_ptr<CommHook> hook) {
+  models_[model_index(module, "accelerator::register_comm_hook")].parallel->register_comm_hook(
+      std::move(hook));
 }
 
 // Note [Buffers]
@@ -200,8 +186,7 @@ void AcceleratorCore::sync_announced(uint64_t models, bool joined, bool here) {
 
 void AcceleratorCore::sync_buffers() { even_out_buffers(~uint64_t{0}); }
 
-std::vector<SlotList> AcceleratorCore::slots_of(
-    const std::vector<at::Tensor>& parameters) {
+std::vector<SlotList> AcceleratorCore::slots_of(const std::vector<at::Tensor>& parameters) {
   std::map<size_t, SlotList> lists;
   size_t position = 0;
   for (const at::Tensor& parameter : parameters) {
@@ -210,35 +195,29 @@ std::vector<SlotList> AcceleratorCore::slots_of(
       std::ostringstream what;
       what << "parameter " << position << " " << parameter.sizes()
            << " belongs to no prepared model";
-      throw InputError(
-          "accelerator::prepare",
-          what.str(),
-          "parameters of models that are prepared in the same call or before",
-          "prepare the model too, and build the optimizer from its parameters");
+      throw InputError("accelerator::prepare", what.str(),
+                       "parameters of models that are prepared in the same call or before",
+                       "prepare the model too, and build the optimizer from its parameters");
     }
     const size_t model = owner->second.first;
     SlotList& list = lists.try_emplace(model, SlotList{model}).first->second;
-    const auto slot =
-        models_[model].parallel->gradients().layout().find(parameter);
-    if (slot >= 0 && std::find(list.slots.begin(), list.slots.end(), slot) ==
-                         list.slots.end()) {
+    const auto slot = models_[model].parallel->gradients().layout().find(parameter);
+    if (slot >= 0 && std::find(list.slots.begin(), list.slots.end(), slot) == list.slots.end()) {
       list.slots.push_back(slot); // once, also where it is tied; none if frozen
     }
     ++position;
   }
   std::vector<SlotList> result;
   for (auto& [model, list] : lists) {
-    list.all = list.slots.size() ==
-               models_[model].parallel->gradients().layout().slots().size();
+    list.all = list.slots.size() == models_[model].parallel->gradients().layout().slots().size();
     result.push_back(std::move(list));
   }
   return result;
 }
 
-void AcceleratorCore::tie_loaders(
-    const std::vector<std::shared_ptr<LoaderState>>& loaders,
-    const std::vector<torch::nn::Module*>& models,
-    bool with_optimizer) {
+void AcceleratorCore::tie_loaders(const std::vector<std::shared_ptr<LoaderState>>& loaders,
+                                  const std::vector<torch::nn::Module*>& models,
+                                  bool with_optimizer) {
   for (const auto& loader : loaders) {
     loaders_.push_back(loader);
     loader->index = loaders_.size();
@@ -249,8 +228,7 @@ void AcceleratorCore::tie_loaders(
   loaders.front()->training = true;
   training_.push_back(loaders.front());
   for (const auto* module : models) {
-    models_[model_index(module, "accelerator::prepare")].loader =
-        loaders.front();
+    models_[model_index(module, "accelerator::prepare")].loader = loaders.front();
   }
 }
 
@@ -262,12 +240,10 @@ std::shared_ptr<LoaderState> AcceleratorCore::training_loader(
     }
   }
   if (training_.size() > 1) {
-    throw InputError(
-        "accelerator::accumulate",
-        std::to_string(training_.size()) +
-            " training loaders are prepared, none of them with this model",
-        "to be told which",
-        "call accumulate(loader, model)");
+    throw InputError("accelerator::accumulate",
+                     std::to_string(training_.size()) +
+                         " training loaders are prepared, none of them with this model",
+                     "to be told which", "call accumulate(loader, model)");
   }
   return training_.empty() ? nullptr : training_.front();
 }
@@ -279,10 +255,8 @@ void AcceleratorCore::set_accumulation(int64_t steps) {
   }
   for (const auto& [key, known] : windows_) {
     if (known.is_open() || !known.opens()) {
-      throw InputError(
-          kWhere,
-          "steps=" + std::to_string(steps) + " inside a window",
-          "a call between windows");
+      throw InputError(kWhere, "steps=" + std::to_string(steps) + " inside a window",
+                       "a call between windows");
     }
   }
   options.gradient_accumulation_steps = steps;
@@ -305,28 +279,17 @@ GradientWindow& AcceleratorCore::window_at(uint64_t key) {
     }
   }
   return windows_
-      .try_emplace(
-          key,
-          window_communicator(key),
-          std::move(models),
-          mask,
-          window_options(),
-          device,
-          exchange_)
+      .try_emplace(key, window_communicator(key), std::move(models), mask, window_options(), device,
+                   exchange_)
       .first->second;
 }
 
-void AcceleratorCore::open(
-    std::shared_ptr<LoaderState> loader,
-    std::optional<double> weight,
-    const std::vector<torch::nn::Module*>& modules) {
+void AcceleratorCore::open(std::shared_ptr<LoaderState> loader, std::optional<double> weight,
+                           const std::vector<torch::nn::Module*>& modules) {
   const char* where = "accelerator::accumulate";
   if (window != nullptr) {
-    throw InputError(
-        where,
-        "a batch is open already",
-        "one guard at a time",
-        "pass all models of a batch to one accumulate()");
+    throw InputError(where, "a batch is open already", "one guard at a time",
+                     "pass all models of a batch to one accumulate()");
   }
   std::vector<size_t> models;
   uint64_t mask = 0;
@@ -372,8 +335,7 @@ void AcceleratorCore::open(
   stands_in = batch.stand_in;
   for (const size_t model : models) {
     if (models_[model].sharded) {
-      forwards_.emplace_back(
-          new ForwardScope(models_[model].sharded->forward_scope()));
+      forwards_.emplace_back(new ForwardScope(models_[model].sharded->forward_scope()));
     }
   }
   begin_autocast();
@@ -387,12 +349,10 @@ void AcceleratorCore::close(bool unwinding) noexcept {
   forwards_.clear();
   const bool broken = !window->failure().empty();
   if ((unwinding || broken) && communicator->world_size() > 1) {
-    communicator->abandon(
-        broken ? window->failure()
-               : "an exception left the window of accumulate()");
+    communicator->abandon(broken ? window->failure()
+                                 : "an exception left the window of accumulate()");
   }
-  closed_without_backward_ =
-      window->had_backward() || unwinding ? 0 : window->models_mask();
+  closed_without_backward_ = window->had_backward() || unwinding ? 0 : window->models_mask();
   last_batch_completed_ = window->is_complete();
   window->close();
   if (broken) {
@@ -405,10 +365,8 @@ void AcceleratorCore::close(bool unwinding) noexcept {
   window = nullptr;
 }
 
-void AcceleratorCore::backward(
-    const at::Tensor& loss,
-    std::optional<double> sum_weight,
-    const BackwardOptions& backward_options) {
+void AcceleratorCore::backward(const at::Tensor& loss, std::optional<double> sum_weight,
+                               const BackwardOptions& backward_options) {
   if (backward_options.last) {
     end_autocast(false);
   }

@@ -71,17 +71,15 @@ struct GradientClip {
 };
 
 // Of a record's action (AcceleratorCore::record).
-std::pair<std::vector<SlotList>, GradientClip> clip_of(
-    const nlohmann::json& action);
+std::pair<std::vector<SlotList>, GradientClip> clip_of(const nlohmann::json& action);
 
 // Moves the moments of torch's optimizers, and of those derived from them.
-void move_optimizer_state(
-    torch::optim::Optimizer& optimizer, const at::Device& device);
+void move_optimizer_state(torch::optim::Optimizer& optimizer, const at::Device& device);
 
 // Rank `from`'s bytes (1-d, uint8) on every rank, however many they are; what the
 // others give is not looked at. Collective: a size, then the bytes.
-at::Tensor broadcast_bytes(
-    Communicator& communicator, at::Tensor bytes, int from, const char* name);
+at::Tensor broadcast_bytes(Communicator& communicator, at::Tensor bytes, int from,
+                           const char* name);
 
 // AcceleratorOptions::debug or HASTEN_DEBUG=1.
 bool debugs(const AcceleratorOptions& options);
@@ -90,45 +88,33 @@ bool debugs(const AcceleratorOptions& options);
 int64_t bit_sum(const at::Tensor& tensor);
 
 // Where this rank computes: its own GPU, or the CPU.
-at::Device accelerator_device(
-    const AcceleratorOptions& options, int local_rank);
+at::Device accelerator_device(const AcceleratorOptions& options, int local_rank);
 
 class AcceleratorCore {
  public:
-  AcceleratorCore(
-      AcceleratorOptions options,
-      World world,
-      std::shared_ptr<Communicator> communicator,
-      bool owns_communicator);
+  AcceleratorCore(AcceleratorOptions options, World world,
+                  std::shared_ptr<Communicator> communicator, bool owns_communicator);
 
   void prepare_model(std::shared_ptr<torch::nn::Module> module);
   std::shared_ptr<OptimizerState> prepare_optimizer(
       const std::shared_ptr<torch::optim::Optimizer>& optimizer);
   std::shared_ptr<SchedulerState> prepare_scheduler(
-      std::function<void()> step,
-      std::vector<std::shared_ptr<OptimizerState>> optimizers);
-  void tie_loaders(
-      const std::vector<std::shared_ptr<LoaderState>>& loaders,
-      const std::vector<torch::nn::Module*>& models,
-      bool with_optimizer);
+      std::function<void()> step, std::vector<std::shared_ptr<OptimizerState>> optimizers);
+  void tie_loaders(const std::vector<std::shared_ptr<LoaderState>>& loaders,
+                   const std::vector<torch::nn::Module*>& models, bool with_optimizer);
 
-  void open(
-      std::shared_ptr<LoaderState> loader,
-      std::optional<double> weight,
-      const std::vector<torch::nn::Module*>& modules);
+  void open(std::shared_ptr<LoaderState> loader, std::optional<double> weight,
+            const std::vector<torch::nn::Module*>& modules);
   void close(bool unwinding) noexcept;
   void request(uint32_t bits) { exchange_->requests |= bits; }
-  void backward(
-      const at::Tensor& loss,
-      std::optional<double> sum_weight,
-      const BackwardOptions& options);
+  void backward(const at::Tensor& loss, std::optional<double> sum_weight,
+                const BackwardOptions& options);
   uint64_t push_sync(const std::vector<torch::nn::Module*>& models, bool sync);
   void pop_sync(uint64_t id) noexcept;
   bool sync_gradients() const;
 
   StepResult optimizer_step(OptimizerState& optimizer);
-  void register_comm_hook(
-      const torch::nn::Module* module, std::shared_ptr<CommHook> hook);
+  void register_comm_hook(const torch::nn::Module* module, std::shared_ptr<CommHook> hook);
   void sync_buffers();
   // Of those of these models that have some to even out. `forward`: also says that a
   // forward of synchronised ones comes.
@@ -140,8 +126,7 @@ class AcceleratorCore {
   bool scheduler_step(SchedulerState& scheduler);
   // accelerator_gradients.cpp
   double clip(const std::vector<SlotList>& lists, const GradientClip& how);
-  GradientNorms gradient_norms(
-      size_t model, const GradientNormsOptions& norms_options);
+  GradientNorms gradient_norms(size_t model, const GradientNormsOptions& norms_options);
   std::vector<SlotList> slots_of(const std::vector<at::Tensor>& parameters);
   size_t model_index(const torch::nn::Module* module, const char* where) const;
 
@@ -152,8 +137,7 @@ class AcceleratorCore {
   }
   // Ranks that hold a copy of a sharded model together.
   int shard_ranks() const {
-    return shard_group_ ? shard_group_->world_size()
-                        : communicator->world_size();
+    return shard_group_ ? shard_group_->world_size() : communicator->world_size();
   }
   // A rank of a copy of its own has all rows, as they are.
   bool holds_parts(size_t model) const {
@@ -167,21 +151,15 @@ class AcceleratorCore {
   // Null where ranks have whole copies, or the model was not prepared.
   FullyShard* sharded(const torch::nn::Module* module) const {
     const auto known = model_index_.find(module);
-    return known == model_index_.end() ? nullptr
-                                       : models_[known->second].sharded.get();
+    return known == model_index_.end() ? nullptr : models_[known->second].sharded.get();
   }
-  void with_full_parameters(
-      const std::vector<size_t>& models, const std::function<void()>& use);
-  void load_full_parameters(
-      const std::vector<size_t>& models, const std::function<void()>& load);
+  void with_full_parameters(const std::vector<size_t>& models, const std::function<void()>& use);
+  void load_full_parameters(const std::vector<size_t>& models, const std::function<void()>& load);
 
   // accelerator_state.cpp, load_state.cpp
-  void save_state(
-      const std::filesystem::path& folder, const SaveStateOptions& request);
-  LoadedState load_state(
-      const std::filesystem::path& folder, const LoadStateOptions& request);
-  void register_object(
-      std::string name, std::shared_ptr<Stateful> object, StateScope scope);
+  void save_state(const std::filesystem::path& folder, const SaveStateOptions& request);
+  LoadedState load_state(const std::filesystem::path& folder, const LoadStateOptions& request);
+  void register_object(std::string name, std::shared_ptr<Stateful> object, StateScope scope);
 
   // accelerator_local.cpp: the scope of LocalSgd.
   // Throws InputError where there is a scope, or the model's window is open.
@@ -199,8 +177,7 @@ class AcceleratorCore {
     return last == nullptr ? 0 : last->report().weight;
   }
   // Optimizers that have parameters of the model.
-  std::vector<std::shared_ptr<OptimizerState>> optimizers_of(
-      size_t model) const;
+  std::vector<std::shared_ptr<OptimizerState>> optimizers_of(size_t model) const;
   DataParallel& data_parallel(size_t model) { return *models_[model].parallel; }
   // Behind a failure: goes on with the ranks that are left. False where nobody is
   // lost. Collective over them.
@@ -277,10 +254,8 @@ class AcceleratorCore {
   bool in_window(const ModelState& model) const {
     return model.window != nullptr && model.completed == 0;
   }
-  void backward_outside(
-      const at::Tensor& loss,
-      std::optional<double> sum_weight,
-      const BackwardOptions& options);
+  void backward_outside(const at::Tensor& loss, std::optional<double> sum_weight,
+                        const BackwardOptions& options);
   // A window is complete now.
   void completed(GradientWindow& done, bool outside);
   // Before a window's backward may begin.
@@ -288,17 +263,12 @@ class AcceleratorCore {
   // hsdp: this rank's groups. Collective, the first time.
   void open_shard_groups();
   bool has_replicas(uint64_t mask) const;
-  void prepare_sharded(
-      ModelState& state,
-      std::shared_ptr<torch::nn::Module> module,
-      BufferPolicy buffers);
-  void prepare_whole(
-      ModelState& state,
-      std::shared_ptr<torch::nn::Module> module,
-      BufferPolicy buffers);
-  void refuse_optimizer(
-      const torch::optim::Optimizer& optimizer,
-      const std::vector<SlotList>& lists) const;
+  void prepare_sharded(ModelState& state, std::shared_ptr<torch::nn::Module> module,
+                       BufferPolicy buffers);
+  void prepare_whole(ModelState& state, std::shared_ptr<torch::nn::Module> module,
+                     BufferPolicy buffers);
+  void refuse_optimizer(const torch::optim::Optimizer& optimizer,
+                        const std::vector<SlotList>& lists) const;
   // Of one that has stepped before: moments like a whole parameter become rows.
   void cut_optimizer_state(torch::optim::Optimizer& optimizer);
   void refuse_sharded_outside(const std::vector<size_t>& models) const;
@@ -306,10 +276,8 @@ class AcceleratorCore {
   void reshard(const char* where);
   HeldRowsByName held_rows() const;
   NamedTensors shards() const;
-  void refuse_other_windows(
-      const std::vector<size_t>& models,
-      const GradientWindow& next,
-      const char* where) const;
+  void refuse_other_windows(const std::vector<size_t>& models, const GradientWindow& next,
+                            const char* where) const;
   void add_feeder(uint64_t mask, const LoaderState* loader);
   uint64_t models_of_loss(const at::Tensor& loss) const;
   uint64_t quiet_models() const;
@@ -318,11 +286,9 @@ class AcceleratorCore {
   void note_reading(const LoaderState* loader);
   void check_parameters(const ModelState& model) const;
   Acts acts(const std::vector<SlotList>& lists) const;
-  void refuse_local_gradients(
-      const std::vector<SlotList>& lists, const char* where) const;
+  void refuse_local_gradients(const std::vector<SlotList>& lists, const char* where) const;
   void note_step(const OptimizerState& optimizer);
-  void step_scaled(
-      OptimizerState& optimizer, const std::vector<SlotList>& lists);
+  void step_scaled(OptimizerState& optimizer, const std::vector<SlotList>& lists);
   // What all gradients of whole models are still to be multiplied by; applies it
   // where that is not one number, or a list is part of a model.
   double common_factor(const std::vector<SlotList>& lists);
@@ -331,19 +297,14 @@ class AcceleratorCore {
   void update_slots(OptimizerState& optimizer);
   uint64_t completed_window(const std::vector<SlotList>& lists) const;
   WindowOptions window_options() const {
-    return {
-        options.gradient_accumulation_steps,
-        options.loss_weighting,
-        options.check_accumulation};
+    return {options.gradient_accumulation_steps, options.loss_weighting,
+            options.check_accumulation};
   }
-  GradientWindow& window_of(uint64_t mask) {
-    return window_at(window_key(mask));
-  }
+  GradientWindow& window_of(uint64_t mask) { return window_at(window_key(mask)); }
   GradientWindow& window_at(uint64_t key);
   std::shared_ptr<Communicator> window_communicator(uint64_t key);
   std::vector<size_t> models_in(uint64_t mask) const;
-  std::shared_ptr<LoaderState> training_loader(
-      const std::vector<size_t>& models) const;
+  std::shared_ptr<LoaderState> training_loader(const std::vector<size_t>& models) const;
   // Of a list's parameters; the same numbers in few pieces, too.
   struct Gathered {
     std::vector<at::Tensor> gradients{};
@@ -352,14 +313,11 @@ class AcceleratorCore {
   Gathered gradients_of(const std::vector<SlotList>& lists);
   // Of the whole gradients; `all` is what this rank holds of them. Collective where
   // a model is sharded.
-  double norm_of(
-      const std::vector<SlotList>& lists,
-      const Gathered& all,
-      double norm_type);
+  double norm_of(const std::vector<SlotList>& lists, const Gathered& all, double norm_type);
   double clip_now(const std::vector<SlotList>& lists, const GradientClip& how);
   void replay_clip(const nlohmann::json& action);
-  [[noreturn]] void refuse_non_finite(
-      const std::vector<SlotList>& lists, const char* where, double norm) const;
+  [[noreturn]] void refuse_non_finite(const std::vector<SlotList>& lists, const char* where,
+                                      double norm) const;
   void exchange_last_record();
   void compare_models();
   nlohmann::json undefined_gradients() const;
@@ -373,12 +331,9 @@ class AcceleratorCore {
   StateParts collect_state() const;
   void collect_learners(StateParts& parts) const;
   void collect_windows(StateParts& parts) const;
-  void write_models(
-      const std::filesystem::path& folder, NamedTensors& shared) const;
-  void write_shared(
-      FolderCommit& commit, StateParts& parts, const SaveStateOptions& options);
-  void write_state(
-      const std::filesystem::path* folder, const SaveStateOptions* request);
+  void write_models(const std::filesystem::path& folder, NamedTensors& shared) const;
+  void write_shared(FolderCommit& commit, StateParts& parts, const SaveStateOptions& options);
+  void write_state(const std::filesystem::path* folder, const SaveStateOptions* request);
   void save_with_peers();
   void plan_models(StateLoad& load);
   void plan_windows(StateLoad& load);
@@ -394,8 +349,7 @@ class AcceleratorCore {
   void publish_loss_scale();
   bool overflowed(ModelState& model);
   void note_norm(const std::vector<SlotList>& lists, double norm);
-  bool leaves_out_step(
-      const std::vector<SlotList>& lists, uint64_t complete, bool local);
+  bool leaves_out_step(const std::vector<SlotList>& lists, uint64_t complete, bool local);
   void replay_overflow(bool found);
   nlohmann::json saved_loss_scale() const;
   void plan_loss_scale(StateLoad& load);
@@ -410,10 +364,8 @@ class AcceleratorCore {
   void end_with_copy(const LoaderState* loader);
   void sync_announced(uint64_t models, bool joined, bool here);
   // accelerator_sync_norm.cpp
-  void convert_batch_norms(
-      const std::shared_ptr<torch::nn::Module>& module,
-      ModelState& state,
-      BufferPolicy& buffers);
+  void convert_batch_norms(const std::shared_ptr<torch::nn::Module>& module, ModelState& state,
+                           BufferPolicy& buffers);
   uint64_t synced_models(uint64_t mask) const;
   // Tells ranks that have run out of batches that these models' buffers or forwards
   // come; whether there are such ranks. Collective.
@@ -450,8 +402,7 @@ class AcceleratorCore {
   std::vector<std::shared_ptr<LoaderState>> loops_; // innermost last
   std::map<uint64_t, GradientWindow> windows_; // by window_key()
   // Loaders whose batches are in a window. Pointers are compared, no more.
-  std::map<uint64_t, std::vector<const LoaderState*>>
-      fed_by_; // by window_key()
+  std::map<uint64_t, std::vector<const LoaderState*>> fed_by_; // by window_key()
   std::vector<SyncScope> sync_scopes_; // innermost last
   uint64_t next_scope_ = 0;
   bool last_batch_completed_ = true;

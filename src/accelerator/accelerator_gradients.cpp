@@ -26,11 +26,9 @@ double read_exact(const nlohmann::json& text) {
   return std::strtod(text.get<std::string>().c_str(), nullptr);
 }
 
-double AcceleratorCore::clip(
-    const std::vector<SlotList>& lists, const GradientClip& how) {
+double AcceleratorCore::clip(const std::vector<SlotList>& lists, const GradientClip& how) {
   const bool by_value = how.clip_value > 0;
-  const char* where = by_value ? "accelerator::clip_grad_value_"
-                               : "accelerator::clip_grad_norm_";
+  const char* where = by_value ? "accelerator::clip_grad_value_" : "accelerator::clip_grad_norm_";
   complete_open_window(lists);
   if (acts(lists) == Acts::in_window) {
     return 0;
@@ -51,16 +49,14 @@ double AcceleratorCore::clip(
   for (const SlotList& list : lists) {
     models.push_back({list.model, list.all, list.slots});
   }
-  actions_.push_back(
-      {{"clip", std::move(models)},
-       {"max_norm", exact_double(how.max_norm)},
-       {"norm_type", exact_double(how.norm_type)},
-       {"clip_value", exact_double(how.clip_value)}});
+  actions_.push_back({{"clip", std::move(models)},
+                      {"max_norm", exact_double(how.max_norm)},
+                      {"norm_type", exact_double(how.norm_type)},
+                      {"clip_value", exact_double(how.clip_value)}});
   return norm;
 }
 
-AcceleratorCore::Gathered AcceleratorCore::gradients_of(
-    const std::vector<SlotList>& lists) {
+AcceleratorCore::Gathered AcceleratorCore::gradients_of(const std::vector<SlotList>& lists) {
   Gathered found;
   for (const SlotList& list : lists) {
     FlatGradients& flat = models_[list.model].parallel->gradients();
@@ -69,24 +65,21 @@ AcceleratorCore::Gathered AcceleratorCore::gradients_of(
     bool in_place = list.all;
     for (int64_t i = 0; i < (list.all ? count : std::ssize(list.slots)); ++i) {
       const int64_t slot = list.all ? i : list.slots[static_cast<size_t>(i)];
-      const auto& parameter =
-          flat.layout().slots()[static_cast<size_t>(slot)].parameter;
+      const auto& parameter = flat.layout().slots()[static_cast<size_t>(slot)].parameter;
       in_place = in_place && flat.installed(slot);
       if (!parameter.grad().defined()) {
         continue; // it is not stepped
       }
       // It may be the user's own tensor.
-      if (parameter.grad().is_sparse() ||
-          parameter.grad().sizes() != parameter.sizes()) {
+      if (parameter.grad().is_sparse() || parameter.grad().sizes() != parameter.sizes()) {
         flat.install_slot(slot);
       }
       found.gradients.push_back(parameter.grad());
     }
     if (!in_place) {
-      found.pieces.insert(
-          found.pieces.end(),
-          found.gradients.begin() + static_cast<std::ptrdiff_t>(first),
-          found.gradients.end());
+      found.pieces.insert(found.pieces.end(),
+                          found.gradients.begin() + static_cast<std::ptrdiff_t>(first),
+                          found.gradients.end());
       continue;
     }
     for (size_t g = 0; g < flat.layout().groups().size(); ++g) {
@@ -96,27 +89,24 @@ AcceleratorCore::Gathered AcceleratorCore::gradients_of(
   return found;
 }
 
-double AcceleratorCore::norm_of(
-    const std::vector<SlotList>& lists, const Gathered& all, double norm_type) {
-  const bool sharded =
-      std::any_of(lists.begin(), lists.end(), [this](const SlotList& list) {
-        return models_[list.model].parallel->sharded();
-      });
+double AcceleratorCore::norm_of(const std::vector<SlotList>& lists, const Gathered& all,
+                                double norm_type) {
+  const bool sharded = std::any_of(lists.begin(), lists.end(), [this](const SlotList& list) {
+    return models_[list.model].parallel->sharded();
+  });
   if (!sharded) {
     return gradient_norm(all.gradients, norm_type);
   }
   std::vector<double> norms;
   for (const SlotList& list : lists) {
-    std::vector<double> own{
-        gradient_norm(gradients_of({list}).gradients, norm_type)};
+    std::vector<double> own{gradient_norm(gradients_of({list}).gradients, norm_type)};
     models_[list.model].parallel->reduce_norms(own, norm_type);
     norms.push_back(own[0]);
   }
   return norm_of_norms(norms, norm_type);
 }
 
-double AcceleratorCore::clip_now(
-    const std::vector<SlotList>& lists, const GradientClip& how) {
+double AcceleratorCore::clip_now(const std::vector<SlotList>& lists, const GradientClip& how) {
   at::NoGradGuard no_grad;
   if (how.clip_value > 0) {
     for (const SlotList& list : lists) {
@@ -152,14 +142,11 @@ double AcceleratorCore::clip_now(
 }
 
 // What and how, of a record's action.
-std::pair<std::vector<SlotList>, GradientClip> clip_of(
-    const nlohmann::json& action) {
+std::pair<std::vector<SlotList>, GradientClip> clip_of(const nlohmann::json& action) {
   std::vector<SlotList> lists;
   for (const auto& list : action.at("clip")) {
     lists.push_back(
-        {list[0].get<size_t>(),
-         list[1].get<bool>(),
-         list[2].get<std::vector<int64_t>>()});
+        {list[0].get<size_t>(), list[1].get<bool>(), list[2].get<std::vector<int64_t>>()});
   }
   GradientClip how;
   how.max_norm = read_exact(action.at("max_norm"));
@@ -173,20 +160,18 @@ void AcceleratorCore::replay_clip(const nlohmann::json& action) {
   clip_now(lists, how);
 }
 
-void AcceleratorCore::refuse_non_finite(
-    const std::vector<SlotList>& lists, const char* where, double norm) const {
+void AcceleratorCore::refuse_non_finite(const std::vector<SlotList>& lists, const char* where,
+                                        double norm) const {
   std::string first;
   int64_t count = 0, of = 0;
   for (const SlotList& list : lists) {
-    const FlatLayout& layout =
-        models_[list.model].parallel->gradients().layout();
+    const FlatLayout& layout = models_[list.model].parallel->gradients().layout();
     // Slots lie in reverse order of registration.
     for (int64_t slot = std::ssize(layout.slots()) - 1; slot >= 0; --slot) {
       const FlatSlot& found = layout.slots()[static_cast<size_t>(slot)];
       const at::Tensor& gradient = found.parameter.grad();
-      if (!gradient.defined() ||
-          (!list.all && std::find(list.slots.begin(), list.slots.end(), slot) ==
-                            list.slots.end())) {
+      if (!gradient.defined() || (!list.all && std::find(list.slots.begin(), list.slots.end(),
+                                                         slot) == list.slots.end())) {
         continue;
       }
       ++of;
@@ -197,17 +182,14 @@ void AcceleratorCore::refuse_non_finite(
       }
     }
   }
-  throw TrainingError(
-      where,
-      "the gradient is not finite: norm=" + std::to_string(norm) +
-          (count == 0
-               ? ", of parameters that are each finite: the sum is too "
-                 "large"
-               : ", first in " + first + ", in " + std::to_string(count) +
-                     " of " + std::to_string(of) + " parameters"),
-      "a finite gradient",
-      "lower the learning rate, or look at what that parameter's operations "
-      "divide by or take the logarithm of");
+  throw TrainingError(where,
+                      "the gradient is not finite: norm=" + std::to_string(norm) +
+                          (count == 0 ? ", of parameters that are each finite: the sum is too large"
+                                      : ", first in " + first + ", in " + std::to_string(count) +
+                                            " of " + std::to_string(of) + " parameters"),
+                      "a finite gradient",
+                      "lower the learning rate, or look at what that parameter's operations "
+                      "divide by or take the logarithm of");
 }
 
 // "encoder.layer.3" of "encoder.layer.3.output.dense.weight".
@@ -220,10 +202,9 @@ std::string norm_group(const std::string& parameter, NormsOf of) {
     if (end == std::string::npos) {
       break;
     }
-    if (std::all_of(
-            parameter.begin() + static_cast<std::ptrdiff_t>(at),
-            parameter.begin() + static_cast<std::ptrdiff_t>(end),
-            [](unsigned char c) { return std::isdigit(c) != 0; })) {
+    if (std::all_of(parameter.begin() + static_cast<std::ptrdiff_t>(at),
+                    parameter.begin() + static_cast<std::ptrdiff_t>(end),
+                    [](unsigned char c) { return std::isdigit(c) != 0; })) {
       return parameter.substr(0, end);
     }
     at = end + 1;
@@ -232,8 +213,8 @@ std::string norm_group(const std::string& parameter, NormsOf of) {
   return dot == std::string::npos ? std::string() : parameter.substr(0, dot);
 }
 
-GradientNorms AcceleratorCore::gradient_norms(
-    size_t model, const GradientNormsOptions& norms_options) {
+GradientNorms AcceleratorCore::gradient_norms(size_t model,
+                                              const GradientNormsOptions& norms_options) {
   const std::vector<SlotList> lists{{.model = model, .all = true, .slots = {}}};
   GradientNorms result;
   if (acts(lists) == Acts::in_window) {
@@ -262,14 +243,12 @@ GradientNorms AcceleratorCore::gradient_norms(
   std::vector<std::vector<double>> parts; // [name]
   for (size_t i = 0; i < own.size(); ++i) {
     const std::string name = norm_group(names[i], norms_options.of);
-    const auto known =
-        std::find(result.names.begin(), result.names.end(), name);
+    const auto known = std::find(result.names.begin(), result.names.end(), name);
     if (known == result.names.end()) {
       result.names.push_back(name);
       parts.push_back({own[i]});
     } else {
-      parts[static_cast<size_t>(known - result.names.begin())].push_back(
-          own[i]);
+      parts[static_cast<size_t>(known - result.names.begin())].push_back(own[i]);
     }
   }
   for (const auto& of_name : parts) {
@@ -286,11 +265,8 @@ void require_clip(bool good, const char* where, const std::string& what) {
 }
 
 GradientClip by_norm(double max_norm, double norm_type, bool error) {
-  require_clip(
-      max_norm > 0 && norm_type > 0,
-      "accelerator::clip_grad_norm_",
-      "max_norm=" + std::to_string(max_norm) +
-          ", norm_type=" + std::to_string(norm_type));
+  require_clip(max_norm > 0 && norm_type > 0, "accelerator::clip_grad_norm_",
+               "max_norm=" + std::to_string(max_norm) + ", norm_type=" + std::to_string(norm_type));
   GradientClip how;
   how.max_norm = max_norm;
   how.norm_type = norm_type;
@@ -299,10 +275,8 @@ GradientClip by_norm(double max_norm, double norm_type, bool error) {
 }
 
 GradientClip by_value(double clip_value, bool error) {
-  require_clip(
-      clip_value > 0,
-      "accelerator::clip_grad_value_",
-      "clip_value=" + std::to_string(clip_value));
+  require_clip(clip_value > 0, "accelerator::clip_grad_value_",
+               "clip_value=" + std::to_string(clip_value));
   GradientClip how;
   how.clip_value = clip_value;
   how.error_if_nonfinite = error;
@@ -311,46 +285,35 @@ GradientClip by_value(double clip_value, bool error) {
 
 } // namespace detail
 
-double Gradients::clip_norm(
-    torch::nn::Module& model,
-    double max_norm,
-    double norm_type,
-    bool error_if_nonfinite) {
+double Gradients::clip_norm(torch::nn::Module& model, double max_norm, double norm_type,
+                            bool error_if_nonfinite) {
   const auto how = detail::by_norm(max_norm, norm_type, error_if_nonfinite);
-  const size_t index =
-      core_->model_index(&model, "accelerator::clip_grad_norm_");
+  const size_t index = core_->model_index(&model, "accelerator::clip_grad_norm_");
   return core_->clip({{.model = index, .all = true, .slots = {}}}, how);
 }
 
-double Gradients::clip_grad_norm_(
-    const std::vector<at::Tensor>& parameters,
-    double max_norm,
-    double norm_type,
-    bool error_if_nonfinite) {
+double Gradients::clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_norm,
+                                  double norm_type, bool error_if_nonfinite) {
   const auto how = detail::by_norm(max_norm, norm_type, error_if_nonfinite);
   return core_->clip(core_->slots_of(parameters), how);
 }
 
-double Gradients::clip_value_of(
-    torch::nn::Module& model, double clip_value, bool error_if_nonfinite) {
+double Gradients::clip_value_of(torch::nn::Module& model, double clip_value,
+                                bool error_if_nonfinite) {
   const auto how = detail::by_value(clip_value, error_if_nonfinite);
-  const size_t index =
-      core_->model_index(&model, "accelerator::clip_grad_value_");
+  const size_t index = core_->model_index(&model, "accelerator::clip_grad_value_");
   return core_->clip({{.model = index, .all = true, .slots = {}}}, how);
 }
 
-double Gradients::clip_grad_value_(
-    const std::vector<at::Tensor>& parameters,
-    double clip_value,
-    bool error_if_nonfinite) {
+double Gradients::clip_grad_value_(const std::vector<at::Tensor>& parameters, double clip_value,
+                                   bool error_if_nonfinite) {
   const auto how = detail::by_value(clip_value, error_if_nonfinite);
   return core_->clip(core_->slots_of(parameters), how);
 }
 
-GradientNorms Gradients::norms_of(
-    torch::nn::Module& model, const GradientNormsOptions& options) const {
-  return core_->gradient_norms(
-      core_->model_index(&model, "accelerator::gradient_norms"), options);
+GradientNorms Gradients::norms_of(torch::nn::Module& model,
+                                  const GradientNormsOptions& options) const {
+  return core_->gradient_norms(core_->model_index(&model, "accelerator::gradient_norms"), options);
 }
 
 } // namespace hasten

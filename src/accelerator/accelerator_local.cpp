@@ -19,13 +19,10 @@ constexpr uint64_t kLocalWindow = uint64_t{1} << 63;
 uint64_t AcceleratorCore::window_key(uint64_t mask) const {
   const auto models = models_in(mask);
   const auto is_local = [this](size_t i) { return models_[i].local; };
-  return std::any_of(models.begin(), models.end(), is_local)
-             ? mask | kLocalWindow
-             : mask;
+  return std::any_of(models.begin(), models.end(), is_local) ? mask | kLocalWindow : mask;
 }
 
-std::shared_ptr<Communicator> AcceleratorCore::window_communicator(
-    uint64_t key) {
+std::shared_ptr<Communicator> AcceleratorCore::window_communicator(uint64_t key) {
   if ((key & kLocalWindow) == 0) {
     return communicator;
   }
@@ -54,39 +51,28 @@ void AcceleratorCore::refuse_mixed(uint64_t mask, const char* where) const {
   const auto is_local = [this](size_t i) { return models_[i].local; };
   if (std::any_of(models.begin(), models.end(), is_local) &&
       !std::all_of(models.begin(), models.end(), is_local)) {
-    throw InputError(
-        where,
-        "a loss of the model of a LocalSgd scope and of others",
-        "losses of that model alone inside the scope",
-        "put both models into one module");
+    throw InputError(where, "a loss of the model of a LocalSgd scope and of others",
+                     "losses of that model alone inside the scope",
+                     "put both models into one module");
   }
 }
 
 void AcceleratorCore::open_local(LocalScope& scope) {
   constexpr const char* where = "accelerator::LocalSgd";
   if (local_scope_ != nullptr) {
-    throw InputError(
-        where,
-        "a scope of this accelerator is open already",
-        "one scope at a time",
-        "call finish() of the other one first");
+    throw InputError(where, "a scope of this accelerator is open already", "one scope at a time",
+                     "call finish() of the other one first");
   }
   if (in_window(models_[scope.model()])) {
-    throw InputError(
-        where,
-        "the model is in the middle of a window",
-        "a complete window, or none yet",
-        "open the scope before the loop");
+    throw InputError(where, "the model is in the middle of a window",
+                     "a complete window, or none yet", "open the scope before the loop");
   }
   if (!models_[scope.model()].sync_norms.layers().empty()) {
-    throw InputError(
-        where,
-        "the model has synchronised batch norm layers, whose every forward "
-        "waits "
-        "for the other ranks",
-        "layers of this rank's own: ranks go ways of their own inside the "
-        "scope",
-        "leave AcceleratorOptions::sync_batchnorm off");
+    throw InputError(where,
+                     "the model has synchronised batch norm layers, whose every forward waits "
+                     "for the other ranks",
+                     "layers of this rank's own: ranks go ways of their own inside the scope",
+                     "leave AcceleratorOptions::sync_batchnorm off");
   }
   local_scope_ = &scope;
 }
@@ -110,12 +96,9 @@ void AcceleratorCore::close_local() noexcept {
   local_scope_ = nullptr;
 }
 
-bool AcceleratorCore::between_windows(size_t model) const {
-  return !in_window(models_[model]);
-}
+bool AcceleratorCore::between_windows(size_t model) const { return !in_window(models_[model]); }
 
-std::vector<std::shared_ptr<OptimizerState>> AcceleratorCore::optimizers_of(
-    size_t model) const {
+std::vector<std::shared_ptr<OptimizerState>> AcceleratorCore::optimizers_of(size_t model) const {
   std::vector<std::shared_ptr<OptimizerState>> found;
   for (const auto& optimizer : optimizers_) {
     const auto& lists = optimizer_slots_[static_cast<size_t>(optimizer->index)];
@@ -176,18 +159,15 @@ bool AcceleratorCore::shrink() {
   std::vector<int> launch_ranks;
   std::string names;
   for (const int rank : left->ranks) {
-    launch_ranks.push_back(
-        launch_ranks_.empty() ? rank
-                              : launch_ranks_[static_cast<size_t>(rank)]);
+    launch_ranks.push_back(launch_ranks_.empty() ? rank : launch_ranks_[static_cast<size_t>(rank)]);
     names += (names.empty() ? "" : ", ") + std::to_string(launch_ranks.back());
   }
   launch_ranks_ = std::move(launch_ranks);
   world.rank = communicator->rank();
   world.world_size = communicator->world_size();
   if (world.rank == 0) {
-    log_warning(
-        "local sgd: " + left->cause + "; going on with " +
-        (left->ranks.size() == 1 ? "rank " : "ranks ") + names);
+    log_warning("local sgd: " + left->cause + "; going on with " +
+                (left->ranks.size() == 1 ? "rank " : "ranks ") + names);
   }
   return true;
 }
@@ -204,10 +184,7 @@ void AcceleratorCore::collect_local(StateParts& parts) const {
   values["scope"] = nlohmann::json::object();
   local_scope_->save_state(own, values["scope"]);
   put_below(parts.own, "local.scope.", own);
-  put_below(
-      parts.own,
-      "local.model.",
-      named_model_tensors(*models_[model].parallel->module()));
+  put_below(parts.own, "local.model.", named_model_tensors(*models_[model].parallel->module()));
   values["attempted"] = models_[model].attempted == models_[model].completed;
   const ParameterNames names = parameter_names();
   values["optimizers"] = nlohmann::json::object();
@@ -215,8 +192,7 @@ void AcceleratorCore::collect_local(StateParts& parts) const {
     const std::string index = std::to_string(state->index);
     NamedTensors moments;
     auto& saved = values["optimizers"][index];
-    if (const auto* stateful =
-            dynamic_cast<const Stateful*>(state->optimizer.get())) {
+    if (const auto* stateful = dynamic_cast<const Stateful*>(state->optimizer.get())) {
       stateful->save_state(moments, saved);
     } else {
       save_optimizer_state(*state->optimizer, names, moments, saved);
@@ -231,19 +207,14 @@ void AcceleratorCore::plan_scope(StateLoad& load) {
   if (saved != (local_scope_ != nullptr)) {
     refuse_state(
         load.state_file(),
-        std::string("it was saved ") + (saved ? "inside" : "outside") +
-            " a LocalSgd scope",
+        std::string("it was saved ") + (saved ? "inside" : "outside") + " a LocalSgd scope",
         std::string("a state saved ") + (saved ? "outside" : "inside") +
             " one, as load_state() is called here",
-        saved ? "open the scope before load_state()"
-              : "open the scope behind load_state()");
+        saved ? "open the scope before load_state()" : "open the scope behind load_state()");
   }
   if (saved) {
-    load.add(
-        load.rank_file,
-        local_scope_,
-        tensors_below(load.own_tensors, "local.scope."),
-        load.own.at("local").at("scope"));
+    load.add(load.rank_file, local_scope_, tensors_below(load.own_tensors, "local.scope."),
+             load.own.at("local").at("scope"));
   }
 }
 
@@ -254,15 +225,11 @@ void AcceleratorCore::plan_local(StateLoad& load) {
   }
   const auto& values = load.own.at("local");
   const size_t model = local_scope_->model();
-  auto copies =
-      std::make_shared<std::vector<std::pair<at::Tensor, at::Tensor>>>();
-  for (const auto& [name, target] :
-       named_model_tensors(*models_[model].parallel->module())) {
+  auto copies = std::make_shared<std::vector<std::pair<at::Tensor, at::Tensor>>>();
+  for (const auto& [name, target] : named_model_tensors(*models_[model].parallel->module())) {
     const auto found = load.own_tensors.find("local.model." + name);
-    if (found == load.own_tensors.end() ||
-        found->second.sizes() != target.sizes()) {
-      refuse_state(
-          load.rank_file, "\"" + name + "\" is missing or of another shape");
+    if (found == load.own_tensors.end() || found->second.sizes() != target.sizes()) {
+      refuse_state(load.rank_file, "\"" + name + "\" is missing or of another shape");
     }
     copies->emplace_back(target, found->second);
   }
@@ -275,13 +242,12 @@ void AcceleratorCore::plan_local(StateLoad& load) {
   for (const auto& state : optimizers_of(model)) {
     const std::string index = std::to_string(state->index);
     const auto& own = values.at("optimizers").at(index);
-    NamedTensors moments =
-        tensors_below(load.own_tensors, "local.optimizer." + index + ".");
+    NamedTensors moments = tensors_below(load.own_tensors, "local.optimizer." + index + ".");
     if (auto* stateful = dynamic_cast<Stateful*>(state->optimizer.get())) {
       load.add(load.rank_file, stateful, std::move(moments), own);
     } else {
-      load.apply.push_back(prepare_optimizer_load(
-          *state->optimizer, parameter_names(), moments, own));
+      load.apply.push_back(
+          prepare_optimizer_load(*state->optimizer, parameter_names(), moments, own));
     }
   }
   const bool attempted = values.at("attempted").get<bool>();

@@ -38,8 +38,7 @@ uint64_t AcceleratorCore::models_of_loss(const at::Tensor& loss) const {
     torch::autograd::Node* node = open.back();
     open.pop_back();
     if (auto* leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(node)) {
-      const auto owner =
-          parameter_owner_.find(leaf->variable.unsafeGetTensorImpl());
+      const auto owner = parameter_owner_.find(leaf->variable.unsafeGetTensorImpl());
       if (owner != parameter_owner_.end()) {
         found |= uint64_t{1} << owner->second.first;
       }
@@ -51,17 +50,15 @@ uint64_t AcceleratorCore::models_of_loss(const at::Tensor& loss) const {
     }
   }
   if (found == 0) {
-    throw InputError(
-        "accelerator::backward",
-        "the loss depends on no parameter of a prepared model",
-        "the loss of a model given to prepare()",
-        "use the prepared model in the forward, or name it in accumulate()");
+    throw InputError("accelerator::backward",
+                     "the loss depends on no parameter of a prepared model",
+                     "the loss of a model given to prepare()",
+                     "use the prepared model in the forward, or name it in accumulate()");
   }
   return found;
 }
 
-uint64_t AcceleratorCore::push_sync(
-    const std::vector<torch::nn::Module*>& modules, bool sync) {
+uint64_t AcceleratorCore::push_sync(const std::vector<torch::nn::Module*>& modules, bool sync) {
   SyncScope scope{++next_scope_, modules.empty() ? ~uint64_t{0} : 0, sync};
   for (const auto* module : modules) {
     scope.models |= uint64_t{1} << model_index(module, "accelerator::no_sync");
@@ -71,8 +68,7 @@ uint64_t AcceleratorCore::push_sync(
 }
 
 void AcceleratorCore::pop_sync(uint64_t id) noexcept {
-  std::erase_if(
-      sync_scopes_, [id](const SyncScope& scope) { return scope.id == id; });
+  std::erase_if(sync_scopes_, [id](const SyncScope& scope) { return scope.id == id; });
 }
 
 // Bit i: model i is under no_sync(). The innermost scope of a model decides.
@@ -88,10 +84,8 @@ bool AcceleratorCore::reduces(uint64_t mask) const {
   const uint64_t quiet = quiet_models() & mask;
   if (quiet != 0 && quiet != mask) {
     throw InputError(
-        "accelerator::backward",
-        "the loss depends on models under no_sync() and on others",
-        "one decision for all models of a loss",
-        "give no_sync() all of them, or none");
+        "accelerator::backward", "the loss depends on models under no_sync() and on others",
+        "one decision for all models of a loss", "give no_sync() all of them, or none");
   }
   return quiet == 0;
 }
@@ -135,8 +129,7 @@ void AcceleratorCore::check_parameters(const ModelState& model) const {
     if (parameter_owner_.count(item.value().unsafeGetTensorImpl()) == 0) {
       throw InputError(
           "accelerator::accumulate",
-          "parameter \"" + item.key() +
-              "\" is another tensor than when the model was prepared",
+          "parameter \"" + item.key() + "\" is another tensor than when the model was prepared",
           "the parameters given to prepare()",
           "replace or register parameters before prepare(), or copy values "
           "into the old ones (parameter.copy_ under NoGradGuard)");
@@ -152,23 +145,18 @@ void AcceleratorCore::begin_models(uint64_t mask) {
     if (const uint64_t n = ++model.opened; (n & (n - 1)) == 0) {
       check_parameters(model);
     }
-    if (model.non_finite && !in_window(model) &&
-        model.parallel->gradients().cleared()) {
+    if (model.non_finite && !in_window(model) && model.parallel->gradients().cleared()) {
       model.non_finite = false;
     }
   }
 }
 
-void AcceleratorCore::refuse_other_windows(
-    const std::vector<size_t>& models,
-    const GradientWindow& next,
-    const char* where) const {
+void AcceleratorCore::refuse_other_windows(const std::vector<size_t>& models,
+                                           const GradientWindow& next, const char* where) const {
   for (const size_t model : models) {
     if (in_window(models_[model]) && models_[model].window != &next) {
-      throw InputError(
-          where,
-          "a model is in the middle of a window with other models",
-          "the same models until the window is complete");
+      throw InputError(where, "a model is in the middle of a window with other models",
+                       "the same models until the window is complete");
     }
   }
 }
@@ -180,40 +168,27 @@ void AcceleratorCore::add_feeder(uint64_t mask, const LoaderState* loader) {
   }
 }
 
-void AcceleratorCore::backward_outside(
-    const at::Tensor& loss,
-    std::optional<double> sum_weight,
-    const BackwardOptions& backward_options) {
+void AcceleratorCore::backward_outside(const at::Tensor& loss, std::optional<double> sum_weight,
+                                       const BackwardOptions& backward_options) {
   const char* where = "accelerator::backward";
   if (models_.empty()) {
-    throw InputError(
-        where,
-        "no model is prepared",
-        "auto [model, optimizer, …] = accelerator.prepare(model, optimizer, "
-        "…)");
+    throw InputError(where, "no model is prepared",
+                     "auto [model, optimizer, …] = accelerator.prepare(model, optimizer, …)");
   }
   const uint64_t mask = models_of_loss(loss);
   if ((closed_without_backward_ & mask) != 0) {
-    throw InputError(
-        where,
-        "the batch that accumulate() opened was closed before its backward",
-        "the guard to live until the optimizer's step",
-        "auto window = accelerator.accumulate(model); in the loop's body");
+    throw InputError(where, "the batch that accumulate() opened was closed before its backward",
+                     "the guard to live until the optimizer's step",
+                     "auto window = accelerator.accumulate(model); in the loop's body");
   }
   if (!backward_options.last) {
-    throw InputError(
-        where,
-        "last=false outside accumulate()",
-        "no_sync() there",
-        "auto quiet = accelerator.no_sync(model); around this backward");
+    throw InputError(where, "last=false outside accumulate()", "no_sync() there",
+                     "auto quiet = accelerator.no_sync(model); around this backward");
   }
-  if (options.gradient_accumulation_steps > 1 &&
-      !std::exchange(warned_of_steps_, true)) {
+  if (options.gradient_accumulation_steps > 1 && !std::exchange(warned_of_steps_, true)) {
     log_warning(
-        "backward() outside accumulate() is scaled by nobody: "
-        "gradient_accumulation_steps=" +
-        std::to_string(options.gradient_accumulation_steps) +
-        " is for batches inside it");
+        "backward() outside accumulate() is scaled by nobody: gradient_accumulation_steps=" +
+        std::to_string(options.gradient_accumulation_steps) + " is for batches inside it");
   }
   const std::vector<size_t> models = models_in(mask);
   refuse_sharded_outside(models);
@@ -232,16 +207,14 @@ void AcceleratorCore::backward_outside(
   batch.backward_communicates = synced_models(mask) != 0;
   begin_models(mask);
   try {
-    own.backward_outside(
-        loss, sum_weight, batch, reduce, backward_options.retain_graph);
+    own.backward_outside(loss, sum_weight, batch, reduce, backward_options.retain_graph);
   } catch (...) {
     if (!own.failure().empty()) {
       for (const size_t i : models) {
         models_[i].window = nullptr;
       }
       // Under no_sync() no peer waits for this rank, but in layers that communicate.
-      if (communicator->world_size() > 1 &&
-          (reduce || batch.backward_communicates)) {
+      if (communicator->world_size() > 1 && (reduce || batch.backward_communicates)) {
         communicator->abandon(own.failure());
       }
     }
@@ -260,27 +233,25 @@ void AcceleratorCore::backward_outside(
   }
 }
 
-void AcceleratorCore::refuse_local_gradients(
-    const std::vector<SlotList>& lists, const char* where) const {
+void AcceleratorCore::refuse_local_gradients(const std::vector<SlotList>& lists,
+                                             const char* where) const {
   for (const SlotList& list : lists) {
     const ModelState& model = models_[list.model];
     if (model.window != nullptr && model.window->waiting() > 0) {
-      throw InputError(
-          where,
-          std::to_string(model.window->waiting()) +
-              " backward calls under no_sync() are not reduced yet",
-          "a backward outside no_sync() before it",
-          "end no_sync() before the last backward, or call trigger_sync()");
+      throw InputError(where,
+                       std::to_string(model.window->waiting()) +
+                           " backward calls under no_sync() are not reduced yet",
+                       "a backward outside no_sync() before it",
+                       "end no_sync() before the last backward, or call trigger_sync()");
     }
     if (model.parallel->has_foreign_gradients()) {
-      throw InputError(
-          where,
-          "gradients of \"" + model.parallel->parameters().front().first +
-              "\" and others come from a backward that was not "
-              "accelerator.backward() on this model: every rank has its own",
-          "accelerator.backward(loss), or gradients that were zeroed",
-          "use that instead of loss.backward(); name every model that the loss "
-          "depends on in accumulate(), or detach() what it is not to train");
+      throw InputError(where,
+                       "gradients of \"" + model.parallel->parameters().front().first +
+                           "\" and others come from a backward that was not "
+                           "accelerator.backward() on this model: every rank has its own",
+                       "accelerator.backward(loss), or gradients that were zeroed",
+                       "use that instead of loss.backward(); name every model that the loss "
+                       "depends on in accumulate(), or detach() what it is not to train");
     }
   }
 }
@@ -305,8 +276,7 @@ void AcceleratorCore::compare_models() {
       throw CommunicationError(
           "accelerator::PreparedLoader",
           "the parameters of rank " + std::to_string(rank) +
-              " are not those of rank 0, after windows in which a rank had no "
-              "batch",
+              " are not those of rank 0, after windows in which a rank had no batch",
           "steps that every rank does",
           "step by prepared optimizers and clip by clip_grad_norm_, or give "
           "every rank at least one batch");

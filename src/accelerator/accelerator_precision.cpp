@@ -44,10 +44,9 @@ static Precision automatic_precision(const std::vector<nlohmann::json>& all) {
   const bool chosen = possible && speedup >= kWorthwhileSpeedup;
   char number[32];
   std::snprintf(number, sizeof number, "%.1f", speedup);
-  log_info(
-      std::string("precision: ") + (chosen ? "bf16" : "fp32") +
-      ", chosen by itself: a layer in bf16 is " + number +
-      " times as fast as in fp32" + (all.size() > 1 ? " on every rank" : ""));
+  log_info(std::string("precision: ") + (chosen ? "bf16" : "fp32") +
+           ", chosen by itself: a layer in bf16 is " + number + " times as fast as in fp32" +
+           (all.size() > 1 ? " on every rank" : ""));
   return chosen ? Precision::bf16 : Precision::no;
 }
 
@@ -59,25 +58,22 @@ void AcceleratorCore::choose_precision(Precision wanted) {
   for (size_t rank = 0; rank < all.size(); ++rank) {
     const auto asked = all[rank].at("wanted").get<std::string>();
     if (all[rank].at("wanted") != all[0].at("wanted")) {
-      throw InputError(
-          kPrecisionWhere,
-          "rank " + std::to_string(rank) + " asks for " + asked +
-              ", rank 0 for " + all[0].at("wanted").get<std::string>(),
-          "the same mixed_precision on every rank");
+      throw InputError(kPrecisionWhere,
+                       "rank " + std::to_string(rank) + " asks for " + asked + ", rank 0 for " +
+                           all[0].at("wanted").get<std::string>(),
+                       "the same mixed_precision on every rank");
     }
     const std::string why_not = all[rank].value("why_not", "");
     if (!why_not.empty() && wanted != Precision::automatic) {
-      throw InputError(
-          kPrecisionWhere,
-          std::string("mixed_precision=") + precision_name(wanted) +
-              ": the machine of rank " + std::to_string(rank) +
-              " cannot compute in it: " + why_not,
-          "a precision that every rank has",
-          "use fp32, or bf16; `hasten env` says which are quick where");
+      throw InputError(kPrecisionWhere,
+                       std::string("mixed_precision=") + precision_name(wanted) +
+                           ": the machine of rank " + std::to_string(rank) +
+                           " cannot compute in it: " + why_not,
+                       "a precision that every rank has",
+                       "use fp32, or bf16; `hasten env` says which are quick where");
     }
   }
-  precision_ =
-      wanted == Precision::automatic ? automatic_precision(all) : wanted;
+  precision_ = wanted == Precision::automatic ? automatic_precision(all) : wanted;
   GradScalerOptions scaler = options.grad_scaler;
   scaler.enabled = scaler.enabled && precision_ == Precision::fp16;
   loss_scale_ = LossScale(scaler);
@@ -87,20 +83,17 @@ void AcceleratorCore::choose_precision(Precision wanted) {
 void AcceleratorCore::set_precision(Precision wanted) {
   for (const ModelState& model : models_) {
     if (window != nullptr || in_window(model)) {
-      throw InputError(
-          kPrecisionWhere,
-          "another precision in the middle of a window",
-          "a call between windows");
+      throw InputError(kPrecisionWhere, "another precision in the middle of a window",
+                       "a call between windows");
     }
   }
   choose_precision(wanted);
 }
 
 AutocastOptions AcceleratorCore::autocast_options() const {
-  return {
-      .device = device.type(),
-      .dtype = precision_ == Precision::fp16 ? at::kHalf : at::kBFloat16,
-      .fp32_ops = options.fp32_ops};
+  return {.device = device.type(),
+          .dtype = precision_ == Precision::fp16 ? at::kHalf : at::kBFloat16,
+          .fp32_ops = options.fp32_ops};
 }
 
 // Note [Autocast in a window]
@@ -127,9 +120,7 @@ void AcceleratorCore::end_autocast(bool batch_closes) noexcept {
 
 bool AcceleratorCore::scales() const { return loss_scale_.options().enabled; }
 
-void AcceleratorCore::publish_loss_scale() {
-  exchange_->loss_scale = loss_scale_.value();
-}
+void AcceleratorCore::publish_loss_scale() { exchange_->loss_scale = loss_scale_.value(); }
 
 // Note [Who finds an overflow]
 // Gradients are looked at when a window is complete: reduced by a sum, in which an
@@ -143,8 +134,7 @@ bool AcceleratorCore::overflowed(ModelState& model) {
     for (const auto& slot : model.parallel->gradients().layout().slots()) {
       const at::Tensor& gradient = slot.parameter.grad();
       if (gradient.defined()) {
-        gradients.push_back(
-            gradient.is_sparse() ? gradient._values() : gradient);
+        gradients.push_back(gradient.is_sparse() ? gradient._values() : gradient);
       }
     }
     std::vector<double> largest{gradient_norm(gradients, INFINITY)};
@@ -155,8 +145,7 @@ bool AcceleratorCore::overflowed(ModelState& model) {
   return model.overflow;
 }
 
-void AcceleratorCore::note_norm(
-    const std::vector<SlotList>& lists, double norm) {
+void AcceleratorCore::note_norm(const std::vector<SlotList>& lists, double norm) {
   for (const SlotList& list : lists) {
     if (list.all && std::isfinite(norm) && !models_[list.model].looked) {
       models_[list.model].looked = true;
@@ -167,8 +156,8 @@ void AcceleratorCore::note_norm(
 
 // Whether an optimizer over these must not step. The first one of a window also
 // decides about the scale, from all models of that window.
-bool AcceleratorCore::leaves_out_step(
-    const std::vector<SlotList>& lists, uint64_t complete, bool local) {
+bool AcceleratorCore::leaves_out_step(const std::vector<SlotList>& lists, uint64_t complete,
+                                      bool local) {
   if (!scales()) {
     return false;
   }
@@ -185,11 +174,9 @@ bool AcceleratorCore::leaves_out_step(
     if (bad_loss) {
       log_warning(
           "the loss is not finite before it is scaled: no overflow of "
-          "gradients, and no scale mends it. The step is left out, the loss "
-          "scale stays at " +
+          "gradients, and no scale mends it. The step is left out, the loss scale stays at " +
           std::to_string(loss_scale_.value()) +
-          ". Activations above 65504 are infinite in fp16: bf16 has fp32's "
-          "range");
+          ". Activations above 65504 are infinite in fp16: bf16 has fp32's range");
     } else {
       loss_scale_.update(found);
       publish_loss_scale();
@@ -218,8 +205,7 @@ void AcceleratorCore::agree_after_local() {
   if (!scales()) {
     return;
   }
-  const at::Tensor least =
-      at::full({1}, loss_scale_.value(), at::TensorOptions(at::kDouble));
+  const at::Tensor least = at::full({1}, loss_scale_.value(), at::TensorOptions(at::kDouble));
   communicator->all_reduce(least, ReduceOp::min, "loss scale");
   loss_scale_.set_scale(least.item<double>());
   publish_loss_scale();
@@ -242,10 +228,8 @@ void AcceleratorCore::plan_loss_scale(StateLoad& load) {
   const nlohmann::json& from = own ? load.own : load.shared;
   const auto found = from.find("loss_scale");
   if (found == from.end() || found->is_null()) {
-    log_info(
-        "the state has no loss scale: it was not saved with fp16. It begins "
-        "at " +
-        std::to_string(options.grad_scaler.init_scale));
+    log_info("the state has no loss scale: it was not saved with fp16. It begins at " +
+             std::to_string(options.grad_scaler.init_scale));
     return;
   }
   load.add(own ? load.rank_file : load.state_file(), &loss_scale_, {}, *found);
@@ -259,9 +243,7 @@ void AcceleratorCore::plan_loss_scale(StateLoad& load) {
 
 Precision Accelerator::mixed_precision() const { return core_->precision(); }
 
-void Accelerator::set_mixed_precision(Precision precision) {
-  core_->set_precision(precision);
-}
+void Accelerator::set_mixed_precision(Precision precision) { core_->set_precision(precision); }
 
 Autocast Accelerator::autocast() const {
   if (core_->precision() == Precision::no) {

@@ -24,17 +24,16 @@ ShardingStrategy sharding_of(Strategy strategy) {
                                        : ShardingStrategy::fsdp;
 }
 
-std::vector<std::shared_ptr<torch::nn::Module>> named_units(
-    const torch::nn::Module& model, const std::vector<std::string>& names) {
+std::vector<std::shared_ptr<torch::nn::Module>> named_units(const torch::nn::Module& model,
+                                                            const std::vector<std::string>& names) {
   const auto modules = model.named_modules();
   std::vector<std::shared_ptr<torch::nn::Module>> units;
   for (const std::string& name : names) {
     const auto* found = modules.find(name);
     if (found == nullptr || name.empty()) {
-      throw InputError(
-          "accelerator::prepare",
-          "shard_units has \"" + name + "\", which the model has not",
-          "names of its modules, like those of named_modules()");
+      throw InputError("accelerator::prepare",
+                       "shard_units has \"" + name + "\", which the model has not",
+                       "names of its modules, like those of named_modules()");
     }
     units.push_back(*found);
   }
@@ -48,13 +47,11 @@ void AcceleratorCore::open_shard_groups() {
     return;
   }
   const int ranks = communicator->world_size();
-  const int size =
-      options.shard_size > 0 ? options.shard_size : world.local_world_size;
+  const int size = options.shard_size > 0 ? options.shard_size : world.local_world_size;
   if (size < 1 || size > ranks || ranks % size != 0) {
     throw InputError(
         "accelerator::prepare",
-        "shard_size=" + std::to_string(size) + " on " + std::to_string(ranks) +
-            " ranks",
+        "shard_size=" + std::to_string(size) + " on " + std::to_string(ranks) + " ranks",
         "a divisor of the number of ranks");
   }
   std::vector<int> copy;
@@ -81,72 +78,57 @@ void AcceleratorCore::open_shard_groups() {
 
 bool AcceleratorCore::has_replicas(uint64_t mask) const {
   const auto models = models_in(mask);
-  return replicas_ != nullptr &&
-         std::any_of(models.begin(), models.end(), [this](size_t i) {
+  return replicas_ != nullptr && std::any_of(models.begin(), models.end(), [this](size_t i) {
            return models_[i].sharded != nullptr;
          });
 }
 
-void AcceleratorCore::prepare_sharded(
-    ModelState& state,
-    std::shared_ptr<torch::nn::Module> module,
-    BufferPolicy buffers) {
+void AcceleratorCore::prepare_sharded(ModelState& state, std::shared_ptr<torch::nn::Module> module,
+                                      BufferPolicy buffers) {
   FullyShardOptions how = options.fully_shard;
   how.buffers = buffers;
   if (precision_ != Precision::no && !how.precision.param_dtype) {
     // Autocast's own casts of whole parameters would stay until backward.
     how.unit_precision.try_emplace("", how.precision);
-    how.precision.param_dtype =
-        precision_ == Precision::bf16 ? at::kBFloat16 : at::kHalf;
+    how.precision.param_dtype = precision_ == Precision::bf16 ? at::kBFloat16 : at::kHalf;
     how.precision.cast_forward_inputs = false;
   }
   how.strategy = sharding_of(options.strategy);
   open_shard_groups();
   how.replicas = replicas_;
   how.everyone = replicas_ ? communicator : nullptr;
-  const auto units = options.shard_units.empty()
-                         ? repeated_blocks(*module)
-                         : named_units(*module, options.shard_units);
+  const auto units = options.shard_units.empty() ? repeated_blocks(*module)
+                                                 : named_units(*module, options.shard_units);
   if (units.empty() && world.world_size > 1 && world.rank == 0) {
-    log_warning(
-        std::string("strategy=") + strategy_name(options.strategy) +
-        " finds no block to divide the model by: all parameters are gathered "
-        "at once. Call repeated layers of a Sequential or a ModuleList by "
-        "hasten::call_block, or name them in shard_units");
+    log_warning(std::string("strategy=") + strategy_name(options.strategy) +
+                " finds no block to divide the model by: all parameters are gathered "
+                "at once. Call repeated layers of a Sequential or a ModuleList by "
+                "hasten::call_block, or name them in shard_units");
   }
-  const auto model = std::make_shared<ShardedModel>(
-      shard_group_ ? shard_group_ : communicator,
-      std::move(module),
-      units,
-      std::move(how));
+  const auto model = std::make_shared<ShardedModel>(shard_group_ ? shard_group_ : communicator,
+                                                    std::move(module), units, std::move(how));
   if (options.fully_shard.sync == GradientSync::last && world.rank == 0) {
-    log_info(
-        "fully_shard.sync=last: gradients are summed once a window, and every "
-        "rank keeps " +
-        format_bytes(model->shards().unsharded_gradient_bytes()) +
-        " of whole ones until then");
+    log_info("fully_shard.sync=last: gradients are summed once a window, and every rank keeps " +
+             format_bytes(model->shards().unsharded_gradient_bytes()) +
+             " of whole ones until then");
   }
   state.parallel = model;
   state.sharded = {model, &model->shards()};
 }
 
 // Their step needs a norm, or rows and columns, of the whole parameter.
-void AcceleratorCore::refuse_optimizer(
-    const torch::optim::Optimizer& optimizer,
-    const std::vector<SlotList>& lists) const {
-  const char* name = dynamic_cast<const Lamb*>(&optimizer) != nullptr ? "Lamb"
-                     : dynamic_cast<const Adafactor*>(&optimizer) != nullptr
-                         ? "Adafactor"
-                         : nullptr;
-  const bool sharded =
-      std::any_of(lists.begin(), lists.end(), [this](const SlotList& list) {
-        return models_[list.model].sharded != nullptr;
-      });
+void AcceleratorCore::refuse_optimizer(const torch::optim::Optimizer& optimizer,
+                                       const std::vector<SlotList>& lists) const {
+  const char* name = dynamic_cast<const Lamb*>(&optimizer) != nullptr        ? "Lamb"
+                     : dynamic_cast<const Adafactor*>(&optimizer) != nullptr ? "Adafactor"
+                                                                             : nullptr;
+  const bool sharded = std::any_of(lists.begin(), lists.end(), [this](const SlotList& list) {
+    return models_[list.model].sharded != nullptr;
+  });
   if (sharded && name != nullptr) {
     throw InputError(
         "accelerator::prepare",
-        std::string("optimizer=") + name +
-            " with strategy=" + strategy_name(options.strategy),
+        std::string("optimizer=") + name + " with strategy=" + strategy_name(options.strategy),
         "an optimizer whose step looks at each number by itself",
         "use AdamW, Adam, SGD or Lion, or strategy=ddp");
   }
@@ -154,44 +136,37 @@ void AcceleratorCore::refuse_optimizer(
 
 void AcceleratorCore::cut_optimizer_state(torch::optim::Optimizer& optimizer) {
   for (const ModelState& model : models_) {
-    for (size_t i = 0; model.sharded && i < model.sharded->parameters().size();
-         ++i) {
+    for (size_t i = 0; model.sharded && i < model.sharded->parameters().size(); ++i) {
       const ShardedParameter& shard = model.sharded->parameters()[i];
-      const auto state =
-          optimizer.state().find(shard.parameter.unsafeGetTensorImpl());
+      const auto state = optimizer.state().find(shard.parameter.unsafeGetTensorImpl());
       if (state == optimizer.state().end()) {
         continue;
       }
       const at::IntArrayRef whole(shard.sizes);
-      const bool known =
-          visit_state_tensors(*state->second, [&](at::Tensor& tensor) {
-            if (tensor.sizes() == whole && shard.parameter.sizes() != whole) {
-              tensor = model.sharded->own_slice(i, tensor).clone();
-            }
-          });
+      const bool known = visit_state_tensors(*state->second, [&](at::Tensor& tensor) {
+        if (tensor.sizes() == whole && shard.parameter.sizes() != whole) {
+          tensor = model.sharded->own_slice(i, tensor).clone();
+        }
+      });
       if (!known) {
         throw InputError(
-            "accelerator::prepare",
-            "an optimizer of unknown type has state of whole parameters",
-            "one of hasten's, or torch's Adam, AdamW, SGD, RMSprop, Adagrad or "
-            "one derived from them",
+            "accelerator::prepare", "an optimizer of unknown type has state of whole parameters",
+            "one of hasten's, or torch's Adam, AdamW, SGD, RMSprop, Adagrad or one derived from them",
             "prepare it before its first step");
       }
     }
   }
 }
 
-void AcceleratorCore::refuse_sharded_outside(
-    const std::vector<size_t>& models) const {
+void AcceleratorCore::refuse_sharded_outside(const std::vector<size_t>& models) const {
   for (const size_t model : models) {
     if (models_[model].sharded) {
-      throw InputError(
-          "accelerator::backward",
-          std::string("a loss of a model with strategy=") +
-              strategy_name(options.strategy) + " outside accumulate()",
-          "accumulate() around forward and backward: it puts parameters "
-          "together and begins their sums",
-          "auto window = accelerator.accumulate(model) before the forward");
+      throw InputError("accelerator::backward",
+                       std::string("a loss of a model with strategy=") +
+                           strategy_name(options.strategy) + " outside accumulate()",
+                       "accumulate() around forward and backward: it puts parameters "
+                       "together and begins their sums",
+                       "auto window = accelerator.accumulate(model) before the forward");
     }
   }
 }
@@ -208,8 +183,7 @@ HeldRowsByName AcceleratorCore::held_rows() const {
     }
     const std::string prefix = "model." + std::to_string(i) + ".";
     for (const auto& item : models_[i].parallel->module()->named_parameters()) {
-      const ShardedParameter& shard =
-          *shards.at(item.value().unsafeGetTensorImpl());
+      const ShardedParameter& shard = *shards.at(item.value().unsafeGetTensorImpl());
       held[prefix + item.key()] = {shard.sizes, shard.first_row, shard.rows};
     }
   }
@@ -221,9 +195,7 @@ NamedTensors AcceleratorCore::shards() const {
   for (size_t i = 0; i < models_.size(); ++i) {
     if (holds_parts(i)) {
       for (const ShardedParameter& shard : models_[i].sharded->parameters()) {
-        tensors.emplace(
-            "model." + std::to_string(i) + "." + shard.name,
-            shard.parameter.detach());
+        tensors.emplace("model." + std::to_string(i) + "." + shard.name, shard.parameter.detach());
       }
     }
   }
@@ -234,12 +206,9 @@ NamedTensors AcceleratorCore::shards() const {
 void AcceleratorCore::reshard(const char* where) {
   for (const ModelState& model : models_) {
     if (model.sharded && !model.sharded->reshard()) {
-      throw InputError(
-          where,
-          "a forward of a sharded model is open: its parameters are whole",
-          "a call outside forward_scope(), and in accumulate() behind the "
-          "backward",
-          "let what forward_scope() returned end before");
+      throw InputError(where, "a forward of a sharded model is open: its parameters are whole",
+                       "a call outside forward_scope(), and in accumulate() behind the backward",
+                       "let what forward_scope() returned end before");
     }
   }
 }
@@ -248,9 +217,7 @@ void AcceleratorCore::reshard(const char* where) {
 class DataSwap {
  public:
   DataSwap(at::Tensor parameter, const at::Tensor& data)
-      : parameter_(std::move(parameter)),
-        own_(parameter_.detach()),
-        gradient_(parameter_.grad()) {
+      : parameter_(std::move(parameter)), own_(parameter_.detach()), gradient_(parameter_.grad()) {
     parameter_.mutable_grad().reset(); // of another shape
     parameter_.set_data(data);
   }
@@ -267,15 +234,14 @@ class DataSwap {
   at::Tensor gradient_;
 };
 
-void AcceleratorCore::with_full_parameters(
-    const std::vector<size_t>& models, const std::function<void()>& use) {
+void AcceleratorCore::with_full_parameters(const std::vector<size_t>& models,
+                                           const std::function<void()>& use) {
   const at::NoGradGuard no_grad;
   reshard("accelerator::with_full_parameters");
   std::vector<std::pair<at::Tensor, at::Tensor>> whole;
   for (const size_t model : models) {
     FullyShard* shards = models_[model].sharded.get();
-    for (size_t i = 0; shards != nullptr && i < shards->parameters().size();
-         ++i) {
+    for (size_t i = 0; shards != nullptr && i < shards->parameters().size(); ++i) {
       const at::Tensor& parameter = shards->parameters()[i].parameter;
       const at::Tensor all = shards->gather_like(i, parameter.detach());
       if (world.rank == 0) {
@@ -295,17 +261,16 @@ void AcceleratorCore::with_full_parameters(
   });
 }
 
-void AcceleratorCore::load_full_parameters(
-    const std::vector<size_t>& models, const std::function<void()>& load) {
+void AcceleratorCore::load_full_parameters(const std::vector<size_t>& models,
+                                           const std::function<void()>& load) {
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> loaded; // rank 0's
   with_full_parameters(models, [&] {
     load();
     for (const size_t model : models) {
       for (const auto& entry : models_[model].parallel->parameters()) {
-        loaded.push_back(
-            models_[model].sharded ? entry.second.detach().clone()
-                                   : entry.second.detach());
+        loaded.push_back(models_[model].sharded ? entry.second.detach().clone()
+                                                : entry.second.detach());
       }
     }
   });
@@ -313,14 +278,11 @@ void AcceleratorCore::load_full_parameters(
   for (const size_t model : models) {
     FullyShard* shards = models_[model].sharded.get();
     for (size_t i = 0; i < models_[model].parallel->parameters().size(); ++i) {
-      const at::Tensor& parameter =
-          models_[model].parallel->parameters()[i].second;
-      const auto sizes = shards != nullptr
-                             ? at::IntArrayRef(shards->parameters()[i].sizes)
-                             : parameter.sizes();
-      at::Tensor whole = world.rank == 0
-                             ? loaded[next].contiguous()
-                             : at::empty(sizes, parameter.options());
+      const at::Tensor& parameter = models_[model].parallel->parameters()[i].second;
+      const auto sizes =
+          shards != nullptr ? at::IntArrayRef(shards->parameters()[i].sizes) : parameter.sizes();
+      at::Tensor whole =
+          world.rank == 0 ? loaded[next].contiguous() : at::empty(sizes, parameter.options());
       ++next;
       communicator->broadcast(whole, 0, "loaded parameter");
       if (shards != nullptr) {
@@ -333,10 +295,9 @@ void AcceleratorCore::load_full_parameters(
   }
 }
 
-static std::vector<size_t> model_indices(
-    const AcceleratorCore& core,
-    const std::vector<torch::nn::Module*>& models,
-    const char* where) {
+static std::vector<size_t> model_indices(const AcceleratorCore& core,
+                                         const std::vector<torch::nn::Module*>& models,
+                                         const char* where) {
   std::vector<size_t> indices;
   for (const auto* module : models) {
     indices.push_back(core.model_index(module, where));
@@ -346,9 +307,8 @@ static std::vector<size_t> model_indices(
 
 } // namespace detail
 
-ForwardGuard::ForwardGuard(
-    detail::AcceleratorCore& core,
-    const std::vector<torch::nn::Module*>& models) {
+ForwardGuard::ForwardGuard(detail::AcceleratorCore& core,
+                           const std::vector<torch::nn::Module*>& models) {
   for (const auto* module : models) {
     if (FullyShard* sharded = core.sharded(module); sharded != nullptr) {
       scopes_.emplace_back(new ForwardScope(sharded->forward_scope()));
@@ -363,22 +323,16 @@ bool Accelerator::shards_module(const torch::nn::Module& model) const {
   return core_->sharded(&model) != nullptr;
 }
 
-void Accelerator::run_with_full_parameters(
-    const std::function<void()>& use,
-    const std::vector<torch::nn::Module*>& models) {
+void Accelerator::run_with_full_parameters(const std::function<void()>& use,
+                                           const std::vector<torch::nn::Module*>& models) {
   core_->with_full_parameters(
-      detail::model_indices(
-          *core_, models, "accelerator::with_full_parameters"),
-      use);
+      detail::model_indices(*core_, models, "accelerator::with_full_parameters"), use);
 }
 
-void Accelerator::run_load_full_parameters(
-    const std::function<void()>& load,
-    const std::vector<torch::nn::Module*>& models) {
+void Accelerator::run_load_full_parameters(const std::function<void()>& load,
+                                           const std::vector<torch::nn::Module*>& models) {
   core_->load_full_parameters(
-      detail::model_indices(
-          *core_, models, "accelerator::load_full_parameters"),
-      load);
+      detail::model_indices(*core_, models, "accelerator::load_full_parameters"), load);
 }
 
 } // namespace hasten

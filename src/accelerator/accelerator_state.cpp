@@ -21,8 +21,7 @@ namespace detail {
 constexpr const char* kSaveWhere = "accelerator::save_state";
 
 std::string model_file_name(size_t model) {
-  return model == 0 ? "model.safetensors"
-                    : "model_" + std::to_string(model) + ".safetensors";
+  return model == 0 ? "model.safetensors" : "model_" + std::to_string(model) + ".safetensors";
 }
 
 std::string rank_file_name(int rank) {
@@ -42,30 +41,23 @@ NamedTensors named_model_tensors(const torch::nn::Module& module) {
   return tensors;
 }
 
-NamedTensors tensors_below(
-    const NamedTensors& tensors, const std::string& prefix) {
+NamedTensors tensors_below(const NamedTensors& tensors, const std::string& prefix) {
   NamedTensors below;
-  for (auto it = tensors.lower_bound(prefix);
-       it != tensors.end() && it->first.starts_with(prefix);
+  for (auto it = tensors.lower_bound(prefix); it != tensors.end() && it->first.starts_with(prefix);
        ++it) {
     below.emplace(it->first.substr(prefix.size()), it->second);
   }
   return below;
 }
 
-void put_below(
-    NamedTensors& tensors,
-    const std::string& prefix,
-    const NamedTensors& more) {
+void put_below(NamedTensors& tensors, const std::string& prefix, const NamedTensors& more) {
   for (const auto& [name, tensor] : more) {
     tensors.emplace(prefix + name, tensor);
   }
 }
 
-std::vector<nlohmann::json> on_every_rank(
-    Communicator& communicator,
-    const char* stage,
-    const std::function<nlohmann::json()>& work) {
+std::vector<nlohmann::json> on_every_rank(Communicator& communicator, const char* stage,
+                                          const std::function<nlohmann::json()>& work) {
   std::exception_ptr failure;
   nlohmann::json mine = nlohmann::json::object();
   try {
@@ -74,9 +66,7 @@ std::vector<nlohmann::json> on_every_rank(
     throw; // there is nobody to tell
   } catch (const std::exception& error) {
     failure = std::current_exception();
-    mine = {
-        {"error", error.what()},
-        {"input", dynamic_cast<const InputError*>(&error) != nullptr}};
+    mine = {{"error", error.what()}, {"input", dynamic_cast<const InputError*>(&error) != nullptr}};
   }
   if (communicator.world_size() == 1) {
     if (failure) {
@@ -95,8 +85,8 @@ std::vector<nlohmann::json> on_every_rank(
     if (failure) {
       continue; // the first rank's error is repeated by those without one
     }
-    const std::string what = "rank " + std::to_string(rank) + " failed: " +
-                             all[rank].at("error").get<std::string>();
+    const std::string what =
+        "rank " + std::to_string(rank) + " failed: " + all[rank].at("error").get<std::string>();
     if (all[rank].at("input").get<bool>()) {
       throw PeerInputError(stage, what);
     }
@@ -109,14 +99,11 @@ std::vector<nlohmann::json> on_every_rank(
 }
 
 // JSON writes null for NaN and infinity: a state that lost them is not exact.
-void require_finite_values(
-    const nlohmann::json& values, const std::string& whose) {
+void require_finite_values(const nlohmann::json& values, const std::string& whose) {
   if (values.is_number_float() && !std::isfinite(values.get<double>())) {
-    throw InputError(
-        kSaveWhere,
-        "the JSON values of " + whose + " hold a number that is not finite",
-        "finite numbers",
-        "keep it in a tensor");
+    throw InputError(kSaveWhere,
+                     "the JSON values of " + whose + " hold a number that is not finite",
+                     "finite numbers", "keep it in a tensor");
   }
   if (values.is_structured()) {
     for (const auto& value : values) {
@@ -125,11 +112,8 @@ void require_finite_values(
   }
 }
 
-nlohmann::json save_stateful(
-    const Stateful& object,
-    const std::string& name,
-    NamedTensors& tensors,
-    const std::string& prefix) {
+nlohmann::json save_stateful(const Stateful& object, const std::string& name, NamedTensors& tensors,
+                             const std::string& prefix) {
   NamedTensors own;
   nlohmann::json values = nlohmann::json::object();
   object.save_state(own, values);
@@ -141,8 +125,7 @@ nlohmann::json save_stateful(
 ParameterNames AcceleratorCore::parameter_names() const {
   ParameterNames names;
   for (const auto& [parameter, owner] : parameter_owner_) {
-    names[parameter] =
-        "model." + std::to_string(owner.first) + "." + owner.second;
+    names[parameter] = "model." + std::to_string(owner.first) + "." + owner.second;
   }
   return names;
 }
@@ -168,18 +151,14 @@ void AcceleratorCore::collect_learners(StateParts& parts) const {
   for (size_t i = 0; i < schedulers_.size(); ++i) {
     const std::string prefix = "scheduler." + std::to_string(i) + ".";
     if (!schedulers_[i]->stateful) {
-      throw InputError(
-          kSaveWhere,
-          "scheduler " + std::to_string(i) +
-              " is of a type whose state is not known",
-          "LrScheduler, one of torch's LRSchedulers, or a hasten::Stateful",
-          "derive it from hasten::Stateful");
+      throw InputError(kSaveWhere,
+                       "scheduler " + std::to_string(i) + " is of a type whose state is not known",
+                       "LrScheduler, one of torch's LRSchedulers, or a hasten::Stateful",
+                       "derive it from hasten::Stateful");
     }
     values["schedulers"].push_back(
         {{"stepped", schedulers_[i]->stepped},
-         {"values",
-          save_stateful(
-              *schedulers_[i]->stateful, prefix, parts.shared, prefix)}});
+         {"values", save_stateful(*schedulers_[i]->stateful, prefix, parts.shared, prefix)}});
   }
 }
 
@@ -188,16 +167,14 @@ void AcceleratorCore::collect_windows(StateParts& parts) const {
   own["windows"] = nlohmann::json::object();
   for (const auto& [mask, saved] : windows_) {
     const std::string name = std::to_string(mask);
-    own["windows"][name] =
-        save_stateful(saved, "the window", parts.own, "window." + name + ".");
+    own["windows"][name] = save_stateful(saved, "the window", parts.own, "window." + name + ".");
   }
   auto& shared = parts.shared_values;
   shared["open_window"] = false;
   shared["models"] = nlohmann::json::array();
   for (const ModelState& model : models_) {
     nlohmann::json names = nlohmann::json::array();
-    for (const auto& [name, tensor] :
-         named_model_tensors(*model.parallel->module())) {
+    for (const auto& [name, tensor] : named_model_tensors(*model.parallel->module())) {
       names.push_back(name);
     }
     uint64_t mask = 0;
@@ -209,12 +186,11 @@ void AcceleratorCore::collect_windows(StateParts& parts) const {
     if (in_window(model)) {
       shared["open_window"] = true;
     }
-    shared["models"].push_back(
-        {{"tensors", std::move(names)},
-         {"window", mask},
-         {"completed", model.completed},
-         {"outside", model.outside},
-         {"non_finite", model.non_finite}});
+    shared["models"].push_back({{"tensors", std::move(names)},
+                                {"window", mask},
+                                {"completed", model.completed},
+                                {"outside", model.outside},
+                                {"non_finite", model.non_finite}});
   }
   shared["step_history"] = exchange_->history;
   shared["accumulates"] = accumulates_;
@@ -224,27 +200,22 @@ void AcceleratorCore::collect_windows(StateParts& parts) const {
   }
   // The gradients of a window that is complete are the same on every rank.
   // A communication hook's errors are each rank's own.
-  shared["comm_hooks"] =
-      std::any_of(models_.begin(), models_.end(), [](const ModelState& model) {
-        return model.parallel->comm_hook() != nullptr;
-      });
+  shared["comm_hooks"] = std::any_of(models_.begin(), models_.end(), [](const ModelState& model) {
+    return model.parallel->comm_hook() != nullptr;
+  });
   shared["strategy"] = strategy_name(strategy_in_use());
   if (shard_group_) {
     shared["shard_size"] = shard_ranks();
   }
   const bool per_rank = shared.at("open_window").get<bool>() ||
-                        shared.at("comm_hooks").get<bool>() ||
-                        shared.at("local").get<bool>() ||
+                        shared.at("comm_hooks").get<bool>() || shared.at("local").get<bool>() ||
                         strategy_in_use() != Strategy::ddp;
   auto& gradients = per_rank ? own["gradients"] : shared["gradients"];
   gradients = nlohmann::json::array();
   for (size_t i = 0; i < models_.size(); ++i) {
     const std::string prefix = "gradients." + std::to_string(i) + ".";
-    gradients.push_back(save_stateful(
-        *models_[i].parallel,
-        prefix,
-        per_rank ? parts.own : parts.shared,
-        prefix));
+    gradients.push_back(
+        save_stateful(*models_[i].parallel, prefix, per_rank ? parts.own : parts.shared, prefix));
   }
 }
 
@@ -267,25 +238,19 @@ StateParts AcceleratorCore::collect_state() const {
     own["loaders"].push_back(
         position == nullptr
             ? nlohmann::json() // nobody can iterate it any more
-            : nlohmann::json{
-                  {"training", loaders_[i]->training},
-                  {"position",
-                   save_stateful(*position, prefix, parts.own, prefix)}});
+            : nlohmann::json{{"training", loaders_[i]->training},
+                             {"position", save_stateful(*position, prefix, parts.own, prefix)}});
   }
   shared["objects"] = nlohmann::json::object();
   own["objects"] = nlohmann::json::object();
   for (const RegisteredObject& object : objects_) {
     const bool per_rank = object.scope == StateScope::per_rank;
     const std::string prefix = "object." + object.name + ".";
-    nlohmann::json values = save_stateful(
-        *object.object,
-        "\"" + object.name + "\"",
-        per_rank ? parts.own : parts.shared,
-        prefix);
-    shared["objects"][object.name] = {
-        {"scope", per_rank ? "per_rank" : "shared"}};
-    (per_rank ? own["objects"][object.name]
-              : shared["objects"][object.name]["values"]) = std::move(values);
+    nlohmann::json values = save_stateful(*object.object, "\"" + object.name + "\"",
+                                          per_rank ? parts.own : parts.shared, prefix);
+    shared["objects"][object.name] = {{"scope", per_rank ? "per_rank" : "shared"}};
+    (per_rank ? own["objects"][object.name] : shared["objects"][object.name]["values"]) =
+        std::move(values);
   }
   std::vector<at::Tensor> random = random_states(device);
   for (const auto& loader : loaders_) {
@@ -297,21 +262,19 @@ StateParts AcceleratorCore::collect_state() const {
   if (device.is_cuda()) {
     parts.own["random.cuda"] = random[1];
   }
-  split_shards(
-      parts, shards(), held_rows(), shard_ranks(), world.rank < shard_ranks());
+  split_shards(parts, shards(), held_rows(), shard_ranks(), world.rank < shard_ranks());
   return parts;
 }
 
 // Model files. What the user's own file holds already is not written again; what
 // it lacks goes with the rest of the state.
-void AcceleratorCore::write_models(
-    const std::filesystem::path& folder, NamedTensors& shared) const {
+void AcceleratorCore::write_models(const std::filesystem::path& folder,
+                                   NamedTensors& shared) const {
   for (size_t i = 0; i < models_.size(); ++i) {
     const auto path = folder / model_file_name(i);
     NamedTensors tensors = named_model_tensors(*models_[i].parallel->module());
     if (holds_parts(i)) { // parameters are in the ranks' files
-      for (const auto& item :
-           models_[i].parallel->module()->named_parameters()) {
+      for (const auto& item : models_[i].parallel->module()->named_parameters()) {
         tensors.erase(item.key());
       }
     }
@@ -323,8 +286,8 @@ void AcceleratorCore::write_models(
     for (const auto& [name, tensor] : tensors) {
       if (written.contains(name)) {
         const at::Tensor there = written.tensor(name);
-        if (there.scalar_type() == tensor.scalar_type() &&
-            there.sizes() == tensor.sizes() && at::equal(there, tensor.cpu())) {
+        if (there.scalar_type() == tensor.scalar_type() && there.sizes() == tensor.sizes() &&
+            at::equal(there, tensor.cpu())) {
           continue;
         }
       }
@@ -333,25 +296,22 @@ void AcceleratorCore::write_models(
   }
 }
 
-std::unique_ptr<FolderCommit> begin_state_folder(
-    const std::filesystem::path& folder, const SaveStateOptions& options) {
+std::unique_ptr<FolderCommit> begin_state_folder(const std::filesystem::path& folder,
+                                                 const SaveStateOptions& options) {
   std::error_code error;
   const auto status = std::filesystem::status(folder, error);
   if (std::filesystem::is_directory(status) && !options.replace_any &&
       !std::filesystem::is_empty(folder, error) &&
       !std::filesystem::exists(folder / kStateFile, error)) {
     throw InputError(
-        kSaveWhere,
-        folder.string() + " holds something else than a state: it has no " +
-            kStateFile,
-        "a new or empty folder, or one that holds a state",
-        "name another folder");
+        kSaveWhere, folder.string() + " holds something else than a state: it has no " + kStateFile,
+        "a new or empty folder, or one that holds a state", "name another folder");
   }
   return std::make_unique<FolderCommit>(folder, CommitMode::replace);
 }
 
-void AcceleratorCore::write_shared(
-    FolderCommit& commit, StateParts& parts, const SaveStateOptions& options) {
+void AcceleratorCore::write_shared(FolderCommit& commit, StateParts& parts,
+                                   const SaveStateOptions& options) {
   if (options.also_write && strategy_in_use() == Strategy::ddp) {
     options.also_write(commit.folder());
   }
@@ -361,15 +321,14 @@ void AcceleratorCore::write_shared(
 }
 
 // Collective. `request` is null on ranks that only take part.
-void AcceleratorCore::write_state(
-    const std::filesystem::path* folder, const SaveStateOptions* request) {
+void AcceleratorCore::write_state(const std::filesystem::path* folder,
+                                  const SaveStateOptions* request) {
   StateParts parts;
   const auto answers = on_every_rank(*communicator, kSaveWhere, [&] {
     reshard(kSaveWhere);
     parts = collect_state();
     return nlohmann::json{
-        {"folder",
-         folder != nullptr ? nlohmann::json(folder->string()) : nullptr},
+        {"folder", folder != nullptr ? nlohmann::json(folder->string()) : nullptr},
         {"also", request != nullptr && request->also_write != nullptr},
         {"open_window", parts.shared_values.at("open_window")}};
   });
@@ -386,8 +345,7 @@ void AcceleratorCore::write_state(
       throw InputError(
           kSaveWhere,
           "rank " + std::to_string(rank) +
-              " saves another folder, or stands elsewhere in its window, than "
-              "the ranks before it",
+              " saves another folder, or stands elsewhere in its window, than the ranks before it",
           "the same call at the same place of the loop on every rank");
     }
   }
@@ -402,17 +360,12 @@ void AcceleratorCore::write_state(
   });
   const bool also = answers[static_cast<size_t>(leader)].at("also").get<bool>();
   if (also && strategy_in_use() != Strategy::ddp) {
-    with_full_parameters(models_in(~uint64_t{0}), [&] {
-      request->also_write(commit->folder());
-    });
+    with_full_parameters(models_in(~uint64_t{0}), [&] { request->also_write(commit->folder()); });
   }
   on_every_rank(*communicator, kSaveWhere, [&] {
-    const std::filesystem::path place =
-        folders[static_cast<size_t>(leader)].get<std::string>();
-    write_safetensors(
-        place / rank_file_name(world.rank),
-        parts.own,
-        {{"format", "pt"}, {"values", parts.own_values.dump()}});
+    const std::filesystem::path place = folders[static_cast<size_t>(leader)].get<std::string>();
+    write_safetensors(place / rank_file_name(world.rank), parts.own,
+                      {{"format", "pt"}, {"values", parts.own_values.dump()}});
     if (leads) {
       write_shared(*commit, parts, *request);
     }
@@ -431,8 +384,8 @@ void AcceleratorCore::write_state(
 // still do. A control vector without models tells it that a state is to be saved.
 // It is behind by the last window's step, so the record that would have come with
 // the next window comes now; then it takes part.
-void AcceleratorCore::save_state(
-    const std::filesystem::path& folder, const SaveStateOptions& request) {
+void AcceleratorCore::save_state(const std::filesystem::path& folder,
+                                 const SaveStateOptions& request) {
   bool in_pass = false;
   for (const auto& loader : training_) {
     in_pass = in_pass || loader->open;
@@ -461,14 +414,12 @@ void AcceleratorCore::save_with_peers() {
   }
 }
 
-void AcceleratorCore::register_object(
-    std::string name, std::shared_ptr<Stateful> object, StateScope scope) {
+void AcceleratorCore::register_object(std::string name, std::shared_ptr<Stateful> object,
+                                      StateScope scope) {
   constexpr const char* kWhere = "accelerator::register_for_checkpointing";
   if (name.empty() || !object) {
-    throw InputError(
-        kWhere,
-        "name=\"" + name + "\"" + (object ? "" : ", object=null"),
-        "a name and an object");
+    throw InputError(kWhere, "name=\"" + name + "\"" + (object ? "" : ", object=null"),
+                     "a name and an object");
   }
   for (RegisteredObject& other : objects_) {
     if (other.name == name) {
@@ -477,8 +428,7 @@ void AcceleratorCore::register_object(
         other = {std::move(name), std::move(object), scope};
         return;
       }
-      throw InputError(
-          kWhere, "name=\"" + name + "\" is taken", "a name of its own");
+      throw InputError(kWhere, "name=\"" + name + "\" is taken", "a name of its own");
     }
   }
   objects_.push_back({std::move(name), std::move(object), scope});
@@ -486,27 +436,23 @@ void AcceleratorCore::register_object(
 
 } // namespace detail
 
-void Accelerator::save_state(
-    const std::filesystem::path& folder, const SaveStateOptions& options) {
+void Accelerator::save_state(const std::filesystem::path& folder, const SaveStateOptions& options) {
   core_->save_state(folder, options);
 }
 
-LoadedState Accelerator::load_state(
-    const std::filesystem::path& folder, const LoadStateOptions& options) {
+LoadedState Accelerator::load_state(const std::filesystem::path& folder,
+                                    const LoadStateOptions& options) {
   return core_->load_state(folder, options);
 }
 
-void Accelerator::register_for_checkpointing(
-    std::string name, std::shared_ptr<Stateful> object, StateScope scope) {
+void Accelerator::register_for_checkpointing(std::string name, std::shared_ptr<Stateful> object,
+                                             StateScope scope) {
   core_->register_object(std::move(name), std::move(object), scope);
 }
 
-void Accelerator::register_for_checkpointing(
-    std::string name, Stateful& object, StateScope scope) {
-  core_->register_object(
-      std::move(name),
-      std::shared_ptr<Stateful>(std::shared_ptr<void>(), &object),
-      scope);
+void Accelerator::register_for_checkpointing(std::string name, Stateful& object, StateScope scope) {
+  core_->register_object(std::move(name),
+                         std::shared_ptr<Stateful>(std::shared_ptr<void>(), &object), scope);
 }
 
 } // namespace hasten

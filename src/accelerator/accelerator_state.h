@@ -37,17 +37,13 @@ std::string rank_file_name(int rank);
 NamedTensors named_model_tensors(const torch::nn::Module& module);
 
 // The tensors whose names begin with `prefix`, without it.
-NamedTensors tensors_below(
-    const NamedTensors& tensors, const std::string& prefix);
-void put_below(
-    NamedTensors& tensors, const std::string& prefix, const NamedTensors& more);
+NamedTensors tensors_below(const NamedTensors& tensors, const std::string& prefix);
+void put_below(NamedTensors& tensors, const std::string& prefix, const NamedTensors& more);
 
 // Runs `work` on every rank and gives each what all of them returned, by rank. If
 // it threw anywhere, every rank throws: the first of those its own error, the
 // others one that repeats it. Collective.
-std::vector<nlohmann::json> on_every_rank(
-    Communicator& communicator,
-    const char* stage,
-    const std::function<nlohmann::json()>& work);
+std::vector<nlohmann::json> on_every_rank(Communicator& communicator, const char* stage,
+                                          const std::function<nlohmann::json()>& work);
 
 } // namespace hasten::detail

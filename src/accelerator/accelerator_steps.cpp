@@ -14,8 +14,7 @@
 
 namespace hasten::detail {
 
-uint64_t AcceleratorCore::completed_window(
-    const std::vector<SlotList>& lists) const {
+uint64_t AcceleratorCore::completed_window(const std::vector<SlotList>& lists) const {
   uint64_t last = 0;
   for (const SlotList& list : lists) {
     if (in_window(models_[list.model])) {
@@ -27,8 +26,7 @@ uint64_t AcceleratorCore::completed_window(
 }
 
 // Inside accumulate(): once for each complete window. Outside: always.
-AcceleratorCore::Acts AcceleratorCore::acts(
-    const std::vector<SlotList>& lists) const {
+AcceleratorCore::Acts AcceleratorCore::acts(const std::vector<SlotList>& lists) const {
   bool outside = !accumulates_;
   for (const SlotList& list : lists) {
     const ModelState& model = models_[list.model];
@@ -37,9 +35,7 @@ AcceleratorCore::Acts AcceleratorCore::acts(
     }
     outside = outside || model.outside;
   }
-  return outside                        ? Acts::always
-         : completed_window(lists) == 0 ? Acts::in_window
-                                        : Acts::once;
+  return outside ? Acts::always : completed_window(lists) == 0 ? Acts::in_window : Acts::once;
 }
 
 // Parameters that were added to the optimizer since.
@@ -47,15 +43,14 @@ void AcceleratorCore::update_slots(OptimizerState& optimizer) {
   if (optimizer.parameter_count() == optimizer.known_count) {
     return;
   }
-  optimizer_slots_[static_cast<size_t>(optimizer.index)] =
-      slots_of(optimizer.parameters());
+  optimizer_slots_[static_cast<size_t>(optimizer.index)] = slots_of(optimizer.parameters());
   optimizer.known_count = optimizer.parameter_count();
   decide_who_scales();
 }
 
 void AcceleratorCore::note_step(const OptimizerState& optimizer) {
-  exchange_->history = exchange_->history * 0x9e3779b97f4a7c15ull +
-                       static_cast<uint64_t>(optimizer.index) + 1;
+  exchange_->history =
+      exchange_->history * 0x9e3779b97f4a7c15ull + static_cast<uint64_t>(optimizer.index) + 1;
 }
 
 StepResult AcceleratorCore::optimizer_step(OptimizerState& optimizer) {
@@ -64,8 +59,7 @@ StepResult AcceleratorCore::optimizer_step(OptimizerState& optimizer) {
   complete_open_window(lists);
   const Acts act = acts(lists);
   const uint64_t complete = completed_window(lists);
-  if (act == Acts::in_window ||
-      (act == Acts::once && optimizer.stepped == complete)) {
+  if (act == Acts::in_window || (act == Acts::once && optimizer.stepped == complete)) {
     return StepResult::inside_window;
   }
   refuse_local_gradients(lists, "accelerator::step");
@@ -77,12 +71,10 @@ StepResult AcceleratorCore::optimizer_step(OptimizerState& optimizer) {
     local = local || model.local;
     nothing = nothing || (model.local && window_weight(list.model) == 0);
   }
-  const auto non_finite = [this](const SlotList& list) {
-    return models_[list.model].non_finite;
-  };
-  optimizer.skipped = (!nothing && leaves_out_step(lists, complete, local)) ||
-                      (options.skip_non_finite_steps &&
-                       std::any_of(lists.begin(), lists.end(), non_finite));
+  const auto non_finite = [this](const SlotList& list) { return models_[list.model].non_finite; };
+  optimizer.skipped =
+      (!nothing && leaves_out_step(lists, complete, local)) ||
+      (options.skip_non_finite_steps && std::any_of(lists.begin(), lists.end(), non_finite));
   if (optimizer.skipped) {
     return StepResult::skipped;
   }
@@ -99,21 +91,17 @@ StepResult AcceleratorCore::optimizer_step(OptimizerState& optimizer) {
 }
 
 double AcceleratorCore::common_factor(const std::vector<SlotList>& lists) {
-  const double factor =
-      lists.empty() ? 1 : models_[lists[0].model].parallel->pending_factor();
-  const bool common =
-      std::all_of(lists.begin(), lists.end(), [&](const SlotList& list) {
-        return list.all &&
-               models_[list.model].parallel->pending_factor() == factor;
-      });
+  const double factor = lists.empty() ? 1 : models_[lists[0].model].parallel->pending_factor();
+  const bool common = std::all_of(lists.begin(), lists.end(), [&](const SlotList& list) {
+    return list.all && models_[list.model].parallel->pending_factor() == factor;
+  });
   for (size_t i = 0; !common && i < lists.size(); ++i) {
     models_[lists[i].model].parallel->apply_pending_factor();
   }
   return common ? factor : 1;
 }
 
-void AcceleratorCore::step_scaled(
-    OptimizerState& optimizer, const std::vector<SlotList>& lists) {
+void AcceleratorCore::step_scaled(OptimizerState& optimizer, const std::vector<SlotList>& lists) {
   const double factor = common_factor(lists);
   for (const SlotList& list : lists) {
     DataParallel& spread = *models_[list.model].parallel;
@@ -132,8 +120,7 @@ void AcceleratorCore::step_scaled(
 }
 
 bool AcceleratorCore::scheduler_step(SchedulerState& scheduler) {
-  const auto& watched =
-      scheduler.optimizers.empty() ? optimizers_ : scheduler.optimizers;
+  const auto& watched = scheduler.optimizers.empty() ? optimizers_ : scheduler.optimizers;
   uint64_t stepped = 0;
   bool always = watched.empty();
   for (const auto& optimizer : watched) {
@@ -176,10 +163,7 @@ void AcceleratorCore::zero_grad(OptimizerState& optimizer) {
       model.non_finite = false;
     }
     for (const int64_t slot : list.slots) {
-      gradients.layout()
-          .slots()[static_cast<size_t>(slot)]
-          .parameter.mutable_grad()
-          .reset();
+      gradients.layout().slots()[static_cast<size_t>(slot)].parameter.mutable_grad().reset();
     }
   }
 }
@@ -191,10 +175,7 @@ nlohmann::json AcceleratorCore::record() {
       cleared.push_back(i);
     }
   }
-  return {
-      {"actions", actions_},
-      {"cleared", std::move(cleared)},
-      {"history", exchange_->history}};
+  return {{"actions", actions_}, {"cleared", std::move(cleared)}, {"history", exchange_->history}};
 }
 
 void AcceleratorCore::replay(const nlohmann::json& record) {
@@ -215,18 +196,16 @@ void AcceleratorCore::replay(const nlohmann::json& record) {
     }
   }
   for (const auto& model : record.at("cleared")) {
-    FlatGradients& gradients =
-        models_.at(model.get<size_t>()).parallel->gradients();
+    FlatGradients& gradients = models_.at(model.get<size_t>()).parallel->gradients();
     gradients.reset();
   }
   if (record.at("history").get<uint64_t>() != exchange_->history) {
-    throw CommunicationError(
-        "accelerator::PreparedLoader",
-        "this rank, which ran out of batches first, has not done the same "
-        "optimizer steps as the others",
-        "the same steps on every rank",
-        "do not decide to step by a count of this rank's own batches: use "
-        "accumulate(), or (i + 1) % k == 0 || i + 1 == loader.size()");
+    throw CommunicationError("accelerator::PreparedLoader",
+                             "this rank, which ran out of batches first, has not done the same "
+                             "optimizer steps as the others",
+                             "the same steps on every rank",
+                             "do not decide to step by a count of this rank's own batches: use "
+                             "accumulate(), or (i + 1) % k == 0 || i + 1 == loader.size()");
   }
 }
 
@@ -275,13 +254,12 @@ void AcceleratorCore::end_range(LoaderState& loader) {
 // the batch, or at the data's end, by what was done with the window before.
 void AcceleratorCore::complete_without_backward(GradientWindow& last) {
   if (communicator->world_size() > 1 && synced_models(last.models_mask())) {
-    const InputError error(
-        "accelerator::accumulate",
-        "the last batch of a window had no backward, and its model "
-        "communicates in forward and backward: it is sharded, or its batch "
-        "norm layers are synchronised",
-        "a forward and a backward for each batch",
-        "give backward() of a batch to be left out the weight 0");
+    const InputError error("accelerator::accumulate",
+                           "the last batch of a window had no backward, and its model "
+                           "communicates in forward and backward: it is sharded, or its batch "
+                           "norm layers are synchronised",
+                           "a forward and a backward for each batch",
+                           "give backward() of a batch to be left out the weight 0");
     communicator->abandon(error.what()); // peers wait for this rank
     throw error;
   }
@@ -291,12 +269,9 @@ void AcceleratorCore::complete_without_backward(GradientWindow& last) {
 }
 
 void AcceleratorCore::complete_open_window(const std::vector<SlotList>& lists) {
-  const auto open = [this](const SlotList& list) {
-    return models_[list.model].window == window;
-  };
-  if (window != nullptr && window->data_ends() &&
-      window->lacks_last_backward() && reduces(window->models_mask()) &&
-      std::any_of(lists.begin(), lists.end(), open)) {
+  const auto open = [this](const SlotList& list) { return models_[list.model].window == window; };
+  if (window != nullptr && window->data_ends() && window->lacks_last_backward() &&
+      reduces(window->models_mask()) && std::any_of(lists.begin(), lists.end(), open)) {
     complete_without_backward(*window);
   }
 }
@@ -308,8 +283,7 @@ void AcceleratorCore::complete_at_end(const LoaderState* loader) {
         models_[models.front()].local) { // of which no record is kept
       continue;
     }
-    const nlohmann::json done =
-        std::exchange(actions_, nlohmann::json::array());
+    const nlohmann::json done = std::exchange(actions_, nlohmann::json::array());
     std::vector<size_t> zeroed; // before this window, and so behind it
     for (const size_t i : models) {
       if (models_[i].parallel->kept_slots().empty()) {
@@ -320,18 +294,15 @@ void AcceleratorCore::complete_at_end(const LoaderState* loader) {
       return action.contains("step") &&
              std::ranges::any_of(
                  optimizer_slots_.at(action["step"].get<size_t>()),
-                 [&](const SlotList& list) {
-                   return models_[list.model].window == &last;
-                 });
+                 [&](const SlotList& list) { return models_[list.model].window == &last; });
     };
     if (std::none_of(done.begin(), done.end(), steps_with_it)) {
-      throw InputError(
-          "accelerator::accumulate",
-          "the last batch of the data had no backward, and no step of a "
-          "prepared optimizer came after it: the gradients of " +
-              std::to_string(last.batches()) + " batches wait for one",
-          "a step behind a window's last batch",
-          "call optimizer.step() for a batch that is left out, too");
+      throw InputError("accelerator::accumulate",
+                       "the last batch of the data had no backward, and no step of a "
+                       "prepared optimizer came after it: the gradients of " +
+                           std::to_string(last.batches()) + " batches wait for one",
+                       "a step behind a window's last batch",
+                       "call optimizer.step() for a batch that is left out, too");
     }
     complete_without_backward(last);
     for (const auto& action : done) {
@@ -355,8 +326,7 @@ bool AcceleratorCore::feeds(uint64_t key, const LoaderState* loader) const {
   const auto of = fed_by_.find(key);
   return loader == nullptr ||
          (of != fed_by_.end() &&
-          std::find(of->second.begin(), of->second.end(), loader) !=
-              of->second.end());
+          std::find(of->second.begin(), of->second.end(), loader) != of->second.end());
 }
 
 void AcceleratorCore::drop_unfinished(const LoaderState* loader) {
@@ -366,12 +336,9 @@ void AcceleratorCore::drop_unfinished(const LoaderState* loader) {
     }
     const bool incomplete = unfinished.lacks_last_backward();
     if (const int64_t batches = unfinished.drop(); batches > 0) {
-      log_warning(
-          std::string(
-              incomplete ? "the last batch of the data had no backward"
-                         : "the epoch was left in the middle of a window") +
-          ": the window's gradients are dropped, batches=" +
-          std::to_string(batches));
+      log_warning(std::string(incomplete ? "the last batch of the data had no backward"
+                                         : "the epoch was left in the middle of a window") +
+                  ": the window's gradients are dropped, batches=" + std::to_string(batches));
     }
     fed_by_.erase(mask);
     for (ModelState& model : models_) {
@@ -388,8 +355,7 @@ uint64_t end_of_data(const LoaderState* loader, uint64_t history) {
   if (loader == nullptr) {
     return 0;
   }
-  const uint64_t mixed =
-      (history * 0x9e3779b97f4a7c15ull + loader->index) * 0x9e3779b97f4a7c15ull;
+  const uint64_t mixed = (history * 0x9e3779b97f4a7c15ull + loader->index) * 0x9e3779b97f4a7c15ull;
   return (mixed >> 49) + 1;
 }
 

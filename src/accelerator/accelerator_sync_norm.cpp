@@ -15,10 +15,8 @@ namespace hasten::detail {
 
 // The layers have a group of their own: in backward, gradients travel on the other
 // one in an order that may differ from theirs.
-void AcceleratorCore::convert_batch_norms(
-    const std::shared_ptr<torch::nn::Module>& module,
-    ModelState& state,
-    BufferPolicy& buffers) {
+void AcceleratorCore::convert_batch_norms(const std::shared_ptr<torch::nn::Module>& module,
+                                          ModelState& state, BufferPolicy& buffers) {
   if (!options.sync_batchnorm || communicator->world_size() == 1) {
     return;
   }
@@ -29,10 +27,8 @@ void AcceleratorCore::convert_batch_norms(
     sync_norms_ = communicator->duplicate(own);
   }
   const size_t index = models_.size();
-  state.sync_norms =
-      convert_sync_batchnorm(module, sync_norms_, {.rows_count = [this, index] {
-                               return rows_count(index);
-                             }});
+  state.sync_norms = convert_sync_batchnorm(
+      module, sync_norms_, {.rows_count = [this, index] { return rows_count(index); }});
   state.synced = !state.sync_norms.layers().empty();
   // Running statistics are equal without a word: others decide.
   std::unordered_set<std::string> equal;
@@ -89,15 +85,12 @@ void AcceleratorCore::refuse_joined(uint64_t mask) const {
   if (synced_models(mask) == 0) {
     return;
   }
-  throw InputError(
-      "accelerator::accumulate",
-      "a rank has no batch left while others train a model that communicates "
-      "in "
-      "forward: it is sharded, or its batch norm layers are synchronised",
-      "a batch on every rank until the data of all has ended",
-      "give every rank at least one row of each epoch, from a prepared loader, "
-      "and "
-      "leave its loop on all ranks alike");
+  throw InputError("accelerator::accumulate",
+                   "a rank has no batch left while others train a model that communicates in "
+                   "forward: it is sharded, or its batch norm layers are synchronised",
+                   "a batch on every rank until the data of all has ended",
+                   "give every rank at least one row of each epoch, from a prepared loader, and "
+                   "leave its loop on all ranks alike");
 }
 
 } // namespace hasten::detail

@@ -27,8 +27,7 @@ uint64_t tensor_checksum(uint64_t sum, const at::Tensor& tensor) {
   const at::Tensor own = tensor.contiguous();
   const auto* bytes = static_cast<const char*>(own.const_data_ptr());
   const auto each = own.element_size();
-  const int64_t step =
-      own.numel() / 1024 | 1; // odd: not one column of all rows
+  const int64_t step = own.numel() / 1024 | 1; // odd: not one column of all rows
   for (int64_t i = 0; i < own.numel(); i += step) {
     uint64_t bits = 0;
     std::memcpy(&bits, bytes + i * each, std::min<size_t>(each, sizeof bits));
@@ -37,11 +36,9 @@ uint64_t tensor_checksum(uint64_t sum, const at::Tensor& tensor) {
   return sum;
 }
 
-at::Tensor tensor_to_device(
-    const at::Tensor& tensor, const at::Device& device) {
+at::Tensor tensor_to_device(const at::Tensor& tensor, const at::Device& device) {
   // The caching allocator keeps pinned memory until its copy is through.
-  const bool waits_not =
-      device.is_cuda() && tensor.device().is_cpu() && tensor.is_pinned();
+  const bool waits_not = device.is_cuda() && tensor.device().is_cpu() && tensor.is_pinned();
   return tensor.to(device, tensor.scalar_type(), waits_not);
 }
 
@@ -49,43 +46,36 @@ at::Tensor pinned(const at::Tensor& tensor) {
   return tensor.device().is_cpu() ? tensor.pin_memory() : tensor;
 }
 
-[[noreturn]] void throw_not_rows(
-    const PackedBatch& batch, size_t index, const std::string& expected) {
+[[noreturn]] void throw_not_rows(const PackedBatch& batch, size_t index,
+                                 const std::string& expected) {
   std::ostringstream what;
   what << "tensor " << index;
   if (index < batch.names.size()) {
     what << " \"" << batch.names[index] << "\"";
   }
-  what << " has sizes " << batch.tensors[index].sizes() << " in a batch of "
-       << batch.rows << " rows";
+  what << " has sizes " << batch.tensors[index].sizes() << " in a batch of " << batch.rows
+       << " rows";
   throw InputError(
-      "accelerator::PreparedLoader",
-      what.str(),
-      expected,
-      "make batches of one form, or leave split_batches, even_batches and "
-      "dispatch_batches off");
+      "accelerator::PreparedLoader", what.str(), expected,
+      "make batches of one form, or leave split_batches, even_batches and dispatch_batches off");
 }
 
 size_t tensors_of_a_row(const PackedBatch& batch) {
-  return batch.rows > 0 ? batch.tensors.size() / static_cast<size_t>(batch.rows)
-                        : 0;
+  return batch.rows > 0 ? batch.tensors.size() / static_cast<size_t>(batch.rows) : 0;
 }
 
-PackedBatch packed_rows(
-    const PackedBatch& batch, int64_t begin, int64_t count) {
+PackedBatch packed_rows(const PackedBatch& batch, int64_t begin, int64_t count) {
   PackedBatch part;
   part.lists_rows = batch.lists_rows;
   part.rows = count;
   part.names = batch.names;
   if (!batch.indices.empty()) {
-    part.indices.assign(
-        batch.indices.begin() + begin, batch.indices.begin() + begin + count);
+    part.indices.assign(batch.indices.begin() + begin, batch.indices.begin() + begin + count);
   }
   if (batch.lists_rows) {
     const auto each = static_cast<int64_t>(tensors_of_a_row(batch));
-    part.tensors.assign(
-        batch.tensors.begin() + begin * each,
-        batch.tensors.begin() + (begin + count) * each);
+    part.tensors.assign(batch.tensors.begin() + begin * each,
+                        batch.tensors.begin() + (begin + count) * each);
     return part;
   }
   for (size_t i = 0; i < batch.tensors.size(); ++i) {
@@ -106,22 +96,15 @@ PackedBatch packed_concat(const std::vector<PackedBatch>& batches) {
   PackedBatch joined = batches.front();
   for (size_t b = 1; b < batches.size(); ++b) {
     joined.rows += batches[b].rows;
-    joined.indices.insert(
-        joined.indices.end(),
-        batches[b].indices.begin(),
-        batches[b].indices.end());
+    joined.indices.insert(joined.indices.end(), batches[b].indices.begin(),
+                          batches[b].indices.end());
     if (joined.lists_rows) {
-      joined.tensors.insert(
-          joined.tensors.end(),
-          batches[b].tensors.begin(),
-          batches[b].tensors.end());
-    } else if (
-        batches[b].names != joined.names ||
-        batches[b].tensors.size() != joined.tensors.size()) {
-      throw InputError(
-          "accelerator::PreparedLoader",
-          "batches hold other tensors than the first one",
-          "batches of one form");
+      joined.tensors.insert(joined.tensors.end(), batches[b].tensors.begin(),
+                            batches[b].tensors.end());
+    } else if (batches[b].names != joined.names ||
+               batches[b].tensors.size() != joined.tensors.size()) {
+      throw InputError("accelerator::PreparedLoader",
+                       "batches hold other tensors than the first one", "batches of one form");
     }
   }
   for (size_t i = 0; !joined.lists_rows && i < joined.tensors.size(); ++i) {
@@ -149,8 +132,7 @@ PackedBatch packed_concat(const std::vector<PackedBatch>& batches) {
   return joined;
 }
 
-PackedBatch packed_filled(
-    PackedBatch batch, const std::vector<PackedBatch>& first, int64_t rows) {
+PackedBatch packed_filled(PackedBatch batch, const std::vector<PackedBatch>& first, int64_t rows) {
   const int64_t missing = rows - batch.rows;
   if (missing <= 0) {
     return batch;
@@ -172,11 +154,8 @@ PackedBatch packed_filled(
   return packed_concat(parts);
 }
 
-int64_t even_rows(
-    const std::vector<PackedBatch>& first,
-    bool split,
-    int64_t world_size,
-    bool only) {
+int64_t even_rows(const std::vector<PackedBatch>& first, bool split, int64_t world_size,
+                  bool only) {
   const int64_t rows = first.front().rows;
   if (!split) {
     return rows * world_size;
@@ -187,8 +166,7 @@ int64_t even_rows(
   if (rows % world_size != 0) {
     throw InputError(
         "accelerator::PreparedLoader",
-        "batches of " + std::to_string(rows) + " rows on " +
-            std::to_string(world_size) + " ranks",
+        "batches of " + std::to_string(rows) + " rows on " + std::to_string(world_size) + " ranks",
         "with split_batches and even_batches: a multiple of the ranks",
         "change the batch size, or leave even_batches off");
   }

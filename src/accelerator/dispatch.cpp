@@ -16,12 +16,10 @@ constexpr int64_t kTensorAlignment = 64; // any dtype may start there
 constexpr int64_t kHeaderStart = sizeof(int64_t);
 
 void throw_not_sendable() {
-  throw InputError(
-      "accelerator::PreparedLoader",
-      "dispatch_batches, and the type of the batches has no default "
-      "constructor",
-      "a type that other ranks can make one of",
-      "leave dispatch_batches off, or use a struct of Tensors");
+  throw InputError("accelerator::PreparedLoader",
+                   "dispatch_batches, and the type of the batches has no default constructor",
+                   "a type that other ranks can make one of",
+                   "leave dispatch_batches off, or use a struct of Tensors");
 }
 
 void describe_failure(DispatchedRound& round, const std::exception_ptr& error) {
@@ -44,11 +42,10 @@ int64_t aligned_bytes(int64_t bytes) {
 // One buffer: how long the header is (int64), the header, aligned, then the
 // tensors at the offsets it says.
 at::Tensor encode_round(const DispatchedRound& round) {
-  nlohmann::json header = {
-      {"last", round.last},
-      {"position", round.position},
-      {"error", round.error},
-      {"input", round.is_input_error}};
+  nlohmann::json header = {{"last", round.last},
+                           {"position", round.position},
+                           {"error", round.error},
+                           {"input", round.is_input_error}};
   header["parts"] = nlohmann::json::array();
   std::vector<at::Tensor> data;
   int64_t offset = 0;
@@ -61,19 +58,15 @@ at::Tensor encode_round(const DispatchedRound& round) {
         continue;
       }
       data.push_back(tensor.detach().cpu().contiguous());
-      tensors.push_back(
-          {static_cast<int>(tensor.scalar_type()),
-           tensor.sizes().vec(),
-           offset});
+      tensors.push_back({static_cast<int>(tensor.scalar_type()), tensor.sizes().vec(), offset});
       offset += aligned_bytes(static_cast<int64_t>(tensor.nbytes()));
     }
-    header["parts"].push_back(
-        {{"tensors", std::move(tensors)},
-         {"names", part.names},
-         {"indices", part.indices},
-         {"rows", part.rows},
-         {"lists", part.lists_rows},
-         {"repeated", round.repeated[rank]}});
+    header["parts"].push_back({{"tensors", std::move(tensors)},
+                               {"names", part.names},
+                               {"indices", part.indices},
+                               {"rows", part.rows},
+                               {"lists", part.lists_rows},
+                               {"repeated", round.repeated[rank]}});
   }
   const std::vector<uint8_t> text = nlohmann::json::to_cbor(header);
   const auto header_bytes = static_cast<int64_t>(text.size());
@@ -118,14 +111,10 @@ DispatchedRound decode_round(const at::Tensor& buffer, size_t rank) {
       batch.tensors.emplace_back();
       continue;
     }
-    at::Tensor tensor = at::empty(
-        form[1].get<std::vector<int64_t>>(),
-        static_cast<at::ScalarType>(form[0].get<int>()));
+    at::Tensor tensor = at::empty(form[1].get<std::vector<int64_t>>(),
+                                  static_cast<at::ScalarType>(form[0].get<int>()));
     if (tensor.nbytes() > 0) { // a copy: the buffer holds all ranks' rows
-      std::memcpy(
-          tensor.mutable_data_ptr(),
-          data + form[2].get<int64_t>(),
-          tensor.nbytes());
+      std::memcpy(tensor.mutable_data_ptr(), data + form[2].get<int64_t>(), tensor.nbytes());
     }
     batch.tensors.push_back(std::move(tensor));
   }
@@ -153,8 +142,7 @@ DispatchedRound core_dispatch(AcceleratorCore& core, DispatchedRound* round) {
   if (round != nullptr) {
     return {};
   }
-  DispatchedRound received =
-      decode_round(buffer, static_cast<size_t>(core.world.rank));
+  DispatchedRound received = decode_round(buffer, static_cast<size_t>(core.world.rank));
   if (!received.error.empty()) {
     const std::string what = "rank 0 could not read on: " + received.error;
     if (received.is_input_error) {

@@ -17,8 +17,7 @@ constexpr const char* kFindPlace = "accelerator::find_executable_batch_size";
 
 /// The largest size up to `most` that may be tried; 0: none.
 int64_t next_batch_size(int64_t most, int64_t effective_batch_size) {
-  while (most > 0 && effective_batch_size > 0 &&
-         effective_batch_size % most != 0) {
+  while (most > 0 && effective_batch_size > 0 && effective_batch_size % most != 0) {
     --most;
   }
   return most;
@@ -27,10 +26,8 @@ int64_t next_batch_size(int64_t most, int64_t effective_batch_size) {
 void require_find_options(const FindBatchSizeOptions& options) {
   const auto require = [](const char* name, int64_t value, int64_t least) {
     if (value < least) {
-      throw InputError(
-          kFindPlace,
-          std::string(name) + "=" + std::to_string(value),
-          std::to_string(least) + " or more");
+      throw InputError(kFindPlace, std::string(name) + "=" + std::to_string(value),
+                       std::to_string(least) + " or more");
     }
   };
   require("starting_batch_size", options.starting_batch_size, 1);
@@ -39,10 +36,8 @@ void require_find_options(const FindBatchSizeOptions& options) {
 }
 
 /// What was short, where memory ran out.
-std::string run_attempt(
-    const std::function<void(int64_t)>& attempt,
-    int64_t batch_size,
-    int64_t memory_limit_bytes) {
+std::string run_attempt(const std::function<void(int64_t)>& attempt, int64_t batch_size,
+                        int64_t memory_limit_bytes) {
   std::optional<MemoryLimit> limit;
   if (memory_limit_bytes > 0) {
     limit.emplace(memory_limit_bytes);
@@ -61,16 +56,12 @@ std::string run_attempt(
 
 } // namespace detail
 
-int64_t find_executable_batch_size(
-    const std::function<void(int64_t)>& attempt,
-    const FindBatchSizeOptions& options,
-    Collect* ranks) {
+int64_t find_executable_batch_size(const std::function<void(int64_t)>& attempt,
+                                   const FindBatchSizeOptions& options, Collect* ranks) {
   detail::require_find_options(options);
-  Communicator* communicator = ranks == nullptr || ranks->num_processes() == 1
-                                   ? nullptr
-                                   : ranks->communicator().get();
-  int64_t size = detail::next_batch_size(
-      options.starting_batch_size, options.effective_batch_size);
+  Communicator* communicator =
+      ranks == nullptr || ranks->num_processes() == 1 ? nullptr : ranks->communicator().get();
+  int64_t size = detail::next_batch_size(options.starting_batch_size, options.effective_batch_size);
   std::string last;
   while (size > 0) {
     std::string shortage;
@@ -86,25 +77,21 @@ int64_t find_executable_batch_size(
     if (communicator != nullptr) {
       all = communicator->gather_json(shortage, "batch size that fits");
     }
-    const auto first =
-        std::find_if(all.begin(), all.end(), [](const nlohmann::json& text) {
-          return !text.get<std::string>().empty();
-        });
+    const auto first = std::find_if(all.begin(), all.end(), [](const nlohmann::json& text) {
+      return !text.get<std::string>().empty();
+    });
     if (first == all.end()) {
       return size;
     }
-    last = (communicator == nullptr
-                ? std::string()
-                : "rank " + std::to_string(first - all.begin()) + ": ") +
+    last = (communicator == nullptr ? std::string()
+                                    : "rank " + std::to_string(first - all.begin()) + ": ") +
            first->get<std::string>();
     size = detail::next_batch_size(size / 2, options.effective_batch_size);
   }
   throw InputError(
-      detail::kFindPlace,
-      "no batch size fits into memory, not even 1 row: " + last,
+      detail::kFindPlace, "no batch size fits into memory, not even 1 row: " + last,
       "room for one row beside the model",
-      "use a smaller model or shorter rows, recompute activations, or allow "
-      "more memory");
+      "use a smaller model or shorter rows, recompute activations, or allow more memory");
 }
 
 } // namespace hasten

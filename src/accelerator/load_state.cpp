@@ -23,11 +23,8 @@ namespace hasten::detail {
 
 constexpr const char* kLoadWhere = "accelerator::load_state";
 
-void refuse_state(
-    const std::filesystem::path& file,
-    const std::string& what,
-    const std::string& expected,
-    const std::string& fix) {
+void refuse_state(const std::filesystem::path& file, const std::string& what,
+                  const std::string& expected, const std::string& fix) {
   throw InputError(kLoadWhere, file.string() + ": " + what, expected, fix);
 }
 
@@ -48,8 +45,7 @@ NamedTensors map_tensors(const SafetensorsReader& reader) {
 void read_state_files(StateLoad& load, int rank, int world_size, bool verify) {
   std::error_code error;
   if (!std::filesystem::is_directory(load.folder, error)) {
-    throw InputError(
-        kLoadWhere, load.folder.string() + " is no folder", "a saved state");
+    throw InputError(kLoadWhere, load.folder.string() + " is no folder", "a saved state");
   }
   if (verify && rank == 0) {
     verify_manifest(load.folder);
@@ -57,23 +53,17 @@ void read_state_files(StateLoad& load, int rank, int world_size, bool verify) {
     read_manifest(load.folder);
   }
   if (!std::filesystem::exists(load.state_file(), error)) {
-    refuse_state(
-        load.state_file(),
-        "the file is missing: the folder holds a model without its training "
-        "state",
-        "a folder that save_state() wrote");
+    refuse_state(load.state_file(),
+                 "the file is missing: the folder holds a model without its training state",
+                 "a folder that save_state() wrote");
   }
   load.shared = read_json_file(kLoadWhere, load.state_file());
   if (load.shared.at("format") != 1) {
-    refuse_state(
-        load.state_file(),
-        "format=" + load.shared.at("format").dump(),
-        "1",
-        "read it with the version that wrote it");
+    refuse_state(load.state_file(), "format=" + load.shared.at("format").dump(), "1",
+                 "read it with the version that wrote it");
   }
   load.same_world = load.shared.at("world_size") == world_size;
-  load.shared_tensors =
-      map_tensors(SafetensorsReader(load.folder / kStateTensorsFile));
+  load.shared_tensors = map_tensors(SafetensorsReader(load.folder / kStateTensorsFile));
   load.rank_file = load.folder / rank_file_name(load.same_world ? rank : 0);
   const SafetensorsReader reader(load.rank_file);
   load.own_tensors = map_tensors(reader);
@@ -81,8 +71,7 @@ void read_state_files(StateLoad& load, int rank, int world_size, bool verify) {
   if (values == reader.metadata().end()) {
     refuse_state(load.rank_file, "it lacks its values", "a file of a state");
   }
-  load.own = parse_json(
-      kLoadWhere, load.rank_file.string() + ": its values", values->second);
+  load.own = parse_json(kLoadWhere, load.rank_file.string() + ": its values", values->second);
 }
 
 // What another number of ranks has no meaning for.
@@ -93,108 +82,82 @@ void check_other_world(const StateLoad& load, int world_size) {
   const std::string then = load.shared.at("world_size").dump();
   const std::string fix = "resume with " + then + " processes";
   if (load.shared.at("open_window").get<bool>()) {
-    refuse_state(
-        load.state_file(),
-        "it was saved in the middle of an accumulation window by " + then +
-            " processes, here there are " + std::to_string(world_size),
-        "the same number of processes: partial gradients belong to ranks",
-        fix + ", or save where sync_gradients() is true");
+    refuse_state(load.state_file(),
+                 "it was saved in the middle of an accumulation window by " + then +
+                     " processes, here there are " + std::to_string(world_size),
+                 "the same number of processes: partial gradients belong to ranks",
+                 fix + ", or save where sync_gradients() is true");
   }
   if (load.shared.at("comm_hooks").get<bool>()) {
-    refuse_state(
-        load.state_file(),
-        "it was saved with a communication hook by " + then +
-            " processes, here there are " + std::to_string(world_size),
-        "the same number of processes: a hook's state belongs to ranks",
-        fix);
+    refuse_state(load.state_file(),
+                 "it was saved with a communication hook by " + then +
+                     " processes, here there are " + std::to_string(world_size),
+                 "the same number of processes: a hook's state belongs to ranks", fix);
   }
   if (load.shared.value("local", false)) {
-    refuse_state(
-        load.state_file(),
-        "it was saved inside a LocalSgd scope by " + then +
-            " processes, here there are " + std::to_string(world_size),
-        "the same number of processes: each has parameters of its own",
-        fix + ", or save after finish()");
+    refuse_state(load.state_file(),
+                 "it was saved inside a LocalSgd scope by " + then + " processes, here there are " +
+                     std::to_string(world_size),
+                 "the same number of processes: each has parameters of its own",
+                 fix + ", or save after finish()");
   }
   for (const auto& [name, object] : load.shared.at("objects").items()) {
     if (object.at("scope") == "per_rank") {
-      refuse_state(
-          load.state_file(),
-          "\"" + name + "\" has a state per rank, of " + then +
-              " processes, here there are " + std::to_string(world_size),
-          "the same number of processes",
-          fix);
+      refuse_state(load.state_file(),
+                   "\"" + name + "\" has a state per rank, of " + then +
+                       " processes, here there are " + std::to_string(world_size),
+                   "the same number of processes", fix);
     }
   }
   for (const auto& loader : load.own.at("loaders")) {
     if (!loader.is_null() && loader.at("position").at("cursor") != 0 &&
         loader.at("position").at("unit") == "rank batches") {
-      refuse_state(
-          load.rank_file,
-          "the position of a range that deals itself is known for " + then +
-              " processes only, here there are " + std::to_string(world_size),
-          "the same number of processes, or a range with set_cursor()",
-          fix);
+      refuse_state(load.rank_file,
+                   "the position of a range that deals itself is known for " + then +
+                       " processes only, here there are " + std::to_string(world_size),
+                   "the same number of processes, or a range with set_cursor()", fix);
     }
   }
 }
 
-void check_count(
-    const StateLoad& load, const char* what, size_t saved, size_t mine) {
+void check_count(const StateLoad& load, const char* what, size_t saved, size_t mine) {
   if (saved != mine) {
-    refuse_state(
-        load.state_file(),
-        std::string(what) + "=" + std::to_string(saved),
-        "the " + std::to_string(mine) + " that are prepared here");
+    refuse_state(load.state_file(), std::string(what) + "=" + std::to_string(saved),
+                 "the " + std::to_string(mine) + " that are prepared here");
   }
 }
 
-void plan_model(
-    StateLoad& load,
-    size_t index,
-    const torch::nn::Module& model,
-    const HeldRowsByName& held) {
+void plan_model(StateLoad& load, size_t index, const torch::nn::Module& model,
+                const HeldRowsByName& held) {
   const auto file = load.folder / model_file_name(index);
   const SafetensorsReader reader(file);
-  const auto listed = load.shared.at("models")
-                          .at(index)
-                          .at("tensors")
-                          .get<std::set<std::string>>();
+  const auto listed = load.shared.at("models").at(index).at("tensors").get<std::set<std::string>>();
   NamedTensors targets = named_model_tensors(model);
   for (const std::string& name : listed) {
     if (targets.count(name) == 0) {
-      refuse_state(
-          file,
-          "tensor \"" + name + "\" is of another model",
-          "the tensors of the prepared model, which has none of that name");
+      refuse_state(file, "tensor \"" + name + "\" is of another model",
+                   "the tensors of the prepared model, which has none of that name");
     }
   }
-  auto copies =
-      std::make_shared<std::vector<std::pair<at::Tensor, at::Tensor>>>();
+  auto copies = std::make_shared<std::vector<std::pair<at::Tensor, at::Tensor>>>();
   for (const auto& [name, target] : targets) {
-    const auto apart =
-        load.shared_tensors.find("model." + std::to_string(index) + "." + name);
+    const auto apart = load.shared_tensors.find("model." + std::to_string(index) + "." + name);
     const bool is_apart = apart != load.shared_tensors.end();
     if (!is_apart && !reader.contains(name)) {
-      refuse_state(
-          file,
-          "the model's tensor \"" + name + "\" is missing",
-          "a state of the prepared model");
+      refuse_state(file, "the model's tensor \"" + name + "\" is missing",
+                   "a state of the prepared model");
     }
     at::Tensor saved = is_apart ? apart->second : reader.tensor(name);
     const auto rows = held.find("model." + std::to_string(index) + "." + name);
-    if (!is_apart && rows != held.end() &&
-        saved.sizes() == rows->second.sizes) {
+    if (!is_apart && rows != held.end() && saved.sizes() == rows->second.sizes) {
       saved = rows_of_whole(saved, rows->second);
     }
-    if (saved.sizes() != target.sizes() ||
-        saved.scalar_type() != target.scalar_type()) {
+    if (saved.sizes() != target.sizes() || saved.scalar_type() != target.scalar_type()) {
       refuse_state(
           is_apart ? load.folder / kStateTensorsFile : file,
           "tensor \"" + name + "\" has shape " + c10::str(saved.sizes()) + " " +
               c10::toString(saved.scalar_type()),
-          "the model's " + c10::str(target.sizes()) + " " +
-              c10::toString(target.scalar_type()));
+          "the model's " + c10::str(target.sizes()) + " " + c10::toString(target.scalar_type()));
     }
     copies->emplace_back(target, saved);
   }
@@ -216,41 +179,31 @@ void AcceleratorCore::plan_learners(StateLoad& load) {
   for (size_t i = 0; i < optimizers_.size(); ++i) {
     torch::optim::Optimizer& optimizer = *optimizers_[i]->optimizer;
     const auto& values = optimizers[i].at("values");
-    NamedTensors tensors = tensors_below(
-        load.shared_tensors, "optimizer." + std::to_string(i) + ".");
+    NamedTensors tensors =
+        tensors_below(load.shared_tensors, "optimizer." + std::to_string(i) + ".");
     if (auto* own = dynamic_cast<Stateful*>(&optimizer)) {
       load.add(tensors_file, own, std::move(tensors), values);
     } else {
       try {
-        load.apply.push_back(
-            prepare_optimizer_load(optimizer, names, tensors, values));
+        load.apply.push_back(prepare_optimizer_load(optimizer, names, tensors, values));
       } catch (const InputError& error) {
-        refuse_state(
-            tensors_file,
-            "optimizer " + std::to_string(i) + ": " + error.what());
+        refuse_state(tensors_file, "optimizer " + std::to_string(i) + ": " + error.what());
       }
     }
     const auto stepped = optimizers[i].at("stepped").get<uint64_t>();
-    load.apply.push_back(
-        [state = optimizers_[i], stepped] { state->stepped = stepped; });
+    load.apply.push_back([state = optimizers_[i], stepped] { state->stepped = stepped; });
   }
   for (size_t i = 0; i < schedulers_.size(); ++i) {
     if (!schedulers_[i]->stateful) {
-      refuse_state(
-          load.state_file(),
-          "scheduler " + std::to_string(i) +
-              " here is of a type whose state is not known",
-          "LrScheduler, one of torch's LRSchedulers, or a hasten::Stateful");
+      refuse_state(load.state_file(),
+                   "scheduler " + std::to_string(i) + " here is of a type whose state is not known",
+                   "LrScheduler, one of torch's LRSchedulers, or a hasten::Stateful");
     }
-    load.add(
-        load.state_file(),
-        schedulers_[i]->stateful.get(),
-        tensors_below(
-            load.shared_tensors, "scheduler." + std::to_string(i) + "."),
-        schedulers[i].at("values"));
+    load.add(load.state_file(), schedulers_[i]->stateful.get(),
+             tensors_below(load.shared_tensors, "scheduler." + std::to_string(i) + "."),
+             schedulers[i].at("values"));
     const auto stepped = schedulers[i].at("stepped").get<uint64_t>();
-    load.apply.push_back(
-        [state = schedulers_[i], stepped] { state->stepped = stepped; });
+    load.apply.push_back([state = schedulers_[i], stepped] { state->stepped = stepped; });
   }
 }
 
@@ -260,22 +213,19 @@ bool AcceleratorCore::plans_gradients(const StateLoad& load) const {
   const std::string then = load.shared.value("strategy", "ddp");
   if (then == strategy_name(strategy_in_use()) &&
       (then == "ddp" ||
-       (load.same_world &&
-        load.shared.value("shard_size", shard_ranks()) == shard_ranks()))) {
+       (load.same_world && load.shared.value("shard_size", shard_ranks()) == shard_ranks()))) {
     return true;
   }
   const std::string kind = "gradients.";
-  for (const NamedTensors* tensors :
-       {&load.shared_tensors, &load.own_tensors}) {
+  for (const NamedTensors* tensors : {&load.shared_tensors, &load.own_tensors}) {
     const auto first = tensors->lower_bound(kind);
     if (load.shared.at("open_window").get<bool>() ||
         (first != tensors->end() && first->first.starts_with(kind))) {
-      refuse_state(
-          load.state_file(),
-          "it was saved with gradients of strategy=" + then + " on " +
-              load.shared.at("world_size").dump() + " ranks",
-          "the same strategy and number of ranks, or no gradients",
-          "save behind zero_grad(), where no window is open");
+      refuse_state(load.state_file(),
+                   "it was saved with gradients of strategy=" + then + " on " +
+                       load.shared.at("world_size").dump() + " ranks",
+                   "the same strategy and number of ranks, or no gradients",
+                   "save behind zero_grad(), where no window is open");
     }
   }
   return false;
@@ -289,44 +239,32 @@ void AcceleratorCore::plan_windows(StateLoad& load) {
     if (mask == 0 || mask >> models_.size() != 0) {
       refuse_state(load.rank_file, "window of models=" + name);
     }
-    load.add(
-        load.rank_file,
-        &window_at(key),
-        tensors_below(load.own_tensors, "window." + name + "."),
-        values);
+    load.add(load.rank_file, &window_at(key),
+             tensors_below(load.own_tensors, "window." + name + "."), values);
   }
   for (auto& [key, window] : windows_) {
     if (!load.own.at("windows").contains(std::to_string(key))) {
       // As it is before its first batch.
-      GradientWindow fresh(
-          window_communicator(key),
-          window.models(),
-          window.models_mask(),
-          window_options(),
-          device,
-          exchange_);
+      GradientWindow fresh(window_communicator(key), window.models(), window.models_mask(),
+                           window_options(), device, exchange_);
       NamedTensors tensors;
       nlohmann::json values;
       fresh.save_state(tensors, values);
       load.add(load.rank_file, &window, std::move(tensors), values);
     }
   }
-  const bool per_rank = load.shared.at("open_window").get<bool>() ||
-                        load.shared.at("comm_hooks").get<bool>() ||
-                        load.shared.value("local", false) ||
-                        load.shared.value("strategy", "ddp") != "ddp";
+  const bool per_rank =
+      load.shared.at("open_window").get<bool>() || load.shared.at("comm_hooks").get<bool>() ||
+      load.shared.value("local", false) || load.shared.value("strategy", "ddp") != "ddp";
   if (!plans_gradients(load)) {
     return;
   }
   const auto& gradients = (per_rank ? load.own : load.shared).at("gradients");
   for (size_t i = 0; i < models_.size(); ++i) {
-    load.add(
-        per_rank ? load.rank_file : load.folder / kStateTensorsFile,
-        models_[i].parallel.get(),
-        tensors_below(
-            per_rank ? load.own_tensors : load.shared_tensors,
-            "gradients." + std::to_string(i) + "."),
-        gradients.at(i));
+    load.add(per_rank ? load.rank_file : load.folder / kStateTensorsFile, models_[i].parallel.get(),
+             tensors_below(per_rank ? load.own_tensors : load.shared_tensors,
+                           "gradients." + std::to_string(i) + "."),
+             gradients.at(i));
   }
 }
 
@@ -346,40 +284,34 @@ void AcceleratorCore::plan_models(StateLoad& load) {
   };
   std::vector<Standing> standing;
   for (const auto& model : models) {
-    standing.push_back(
-        {model.at("window").get<uint64_t>(),
-         model.at("completed").get<uint64_t>(),
-         model.at("outside").get<bool>(),
-         model.at("non_finite").get<bool>()});
+    standing.push_back({model.at("window").get<uint64_t>(), model.at("completed").get<uint64_t>(),
+                        model.at("outside").get<bool>(), model.at("non_finite").get<bool>()});
   }
   const auto history = load.shared.at("step_history").get<uint64_t>();
   const bool accumulates = load.shared.at("accumulates").get<bool>();
-  load.apply.push_back(
-      [this, standing, serial, history, accumulates, per_rank] {
-        serial_ = serial;
-        exchange_->history = history;
-        accumulates_ = accumulates;
-        last_batch_completed_ = !per_rank;
-        closed_without_backward_ = 0;
-        fed_by_.clear();
-        report = {};
-        for (size_t i = 0; i < models_.size(); ++i) {
-          const auto found = windows_.find(standing[i].window);
-          models_[i].window =
-              found == windows_.end() ? nullptr : &found->second;
-          models_[i].completed = standing[i].completed;
-          models_[i].outside = standing[i].outside;
-          models_[i].non_finite = standing[i].non_finite;
-          if (found != windows_.end() &&
-              (serial == standing[i].completed || models_.size() == 1)) {
-            report = found->second.report();
-          }
-        }
-        joined_in_range_ = false;
-        exchange_->pending = false;
-        actions_ = nlohmann::json::array();
-        seeded_ = true;
-      });
+  load.apply.push_back([this, standing, serial, history, accumulates, per_rank] {
+    serial_ = serial;
+    exchange_->history = history;
+    accumulates_ = accumulates;
+    last_batch_completed_ = !per_rank;
+    closed_without_backward_ = 0;
+    fed_by_.clear();
+    report = {};
+    for (size_t i = 0; i < models_.size(); ++i) {
+      const auto found = windows_.find(standing[i].window);
+      models_[i].window = found == windows_.end() ? nullptr : &found->second;
+      models_[i].completed = standing[i].completed;
+      models_[i].outside = standing[i].outside;
+      models_[i].non_finite = standing[i].non_finite;
+      if (found != windows_.end() && (serial == standing[i].completed || models_.size() == 1)) {
+        report = found->second.report();
+      }
+    }
+    joined_in_range_ = false;
+    exchange_->pending = false;
+    actions_ = nlohmann::json::array();
+    seeded_ = true;
+  });
 }
 
 void AcceleratorCore::plan_loaders(StateLoad& load) {
@@ -390,13 +322,8 @@ void AcceleratorCore::plan_loaders(StateLoad& load) {
     if (position == nullptr || loaders[i].is_null()) {
       continue;
     }
-    NamedTensors tensors =
-        tensors_below(load.own_tensors, "loader." + std::to_string(i) + ".");
-    load.add(
-        load.rank_file,
-        position.get(),
-        std::move(tensors),
-        loaders[i].at("position"));
+    NamedTensors tensors = tensors_below(load.own_tensors, "loader." + std::to_string(i) + ".");
+    load.add(load.rank_file, position.get(), std::move(tensors), loaders[i].at("position"));
     if (loaders[i].at("training").get<bool>() && !loaders_[i]->training) {
       load.apply.push_back([this, loader = loaders_[i]] {
         loader->training = true;
@@ -409,34 +336,26 @@ void AcceleratorCore::plan_loaders(StateLoad& load) {
 void AcceleratorCore::plan_objects(StateLoad& load) {
   const auto& saved = load.shared.at("objects");
   for (const auto& [name, object] : saved.items()) {
-    if (std::none_of(objects_.begin(), objects_.end(), [&](const auto& mine) {
-          return mine.name == name;
-        })) {
-      refuse_state(
-          load.state_file(),
-          "it has the state of \"" + name + "\", which is not registered here",
-          "the same objects",
-          "register_for_checkpointing(\"" + name + "\", object)");
+    if (std::none_of(objects_.begin(), objects_.end(),
+                     [&](const auto& mine) { return mine.name == name; })) {
+      refuse_state(load.state_file(),
+                   "it has the state of \"" + name + "\", which is not registered here",
+                   "the same objects", "register_for_checkpointing(\"" + name + "\", object)");
     }
   }
   for (const RegisteredObject& mine : objects_) {
     const auto found = saved.find(mine.name);
     const bool per_rank = mine.scope == StateScope::per_rank;
-    if (found == saved.end() ||
-        (found->at("scope") == "per_rank") != per_rank) {
-      refuse_state(
-          load.state_file(),
-          "it lacks the state of \"" + mine.name + "\", " +
-              (per_rank ? "per rank" : "shared by all ranks"),
-          "the same objects");
+    if (found == saved.end() || (found->at("scope") == "per_rank") != per_rank) {
+      refuse_state(load.state_file(),
+                   "it lacks the state of \"" + mine.name + "\", " +
+                       (per_rank ? "per rank" : "shared by all ranks"),
+                   "the same objects");
     }
-    load.add(
-        per_rank ? load.rank_file : load.state_file(),
-        mine.object.get(),
-        tensors_below(
-            per_rank ? load.own_tensors : load.shared_tensors,
-            "object." + mine.name + "."),
-        per_rank ? load.own.at("objects").at(mine.name) : found->at("values"));
+    load.add(per_rank ? load.rank_file : load.state_file(), mine.object.get(),
+             tensors_below(per_rank ? load.own_tensors : load.shared_tensors,
+                           "object." + mine.name + "."),
+             per_rank ? load.own.at("objects").at(mine.name) : found->at("values"));
   }
 }
 
@@ -444,10 +363,8 @@ void AcceleratorCore::plan_random(StateLoad& load) {
   if (!load.same_world) {
     const nlohmann::json& seed = load.shared.at("seed");
     const uint64_t fresh = stream_seed(
-        "dropout at another world size",
-        seed.is_null() ? 0 : seed.get<uint64_t>(),
-        static_cast<uint64_t>(world.rank),
-        load.shared.at("windows_completed").get<uint64_t>());
+        "dropout at another world size", seed.is_null() ? 0 : seed.get<uint64_t>(),
+        static_cast<uint64_t>(world.rank), load.shared.at("windows_completed").get<uint64_t>());
     load.apply.push_back([fresh] { at::manual_seed(fresh); });
     return;
   }
@@ -462,15 +379,12 @@ void AcceleratorCore::plan_random(StateLoad& load) {
   try {
     at::make_generator<at::CPUGeneratorImpl>().set_state(cpu);
   } catch (const c10::Error& error) {
-    refuse_state(
-        load.rank_file,
-        std::string("random.cpu: ") + error.what_without_backtrace());
+    refuse_state(load.rank_file, std::string("random.cpu: ") + error.what_without_backtrace());
   }
   load.apply.push_back([cpu] { set_random_state(cpu); });
   if (device.is_cuda()) {
     const at::Tensor cuda = find("random.cuda");
-    load.apply.push_back(
-        [cpu, cuda, where = device] { set_random_states(where, {cpu, cuda}); });
+    load.apply.push_back([cpu, cuda, where = device] { set_random_states(where, {cpu, cuda}); });
   }
 }
 
@@ -503,25 +417,22 @@ void load_objects(StateLoad& load) {
 }
 
 void undo_objects(StateLoad& load) {
-  for (auto object = load.objects.rbegin(); object != load.objects.rend();
-       ++object) {
+  for (auto object = load.objects.rbegin(); object != load.objects.rend(); ++object) {
     object->object->load_state(object->old_tensors, object->old_values);
   }
 }
 
-LoadedState AcceleratorCore::load_state(
-    const std::filesystem::path& folder, const LoadStateOptions& request) {
+LoadedState AcceleratorCore::load_state(const std::filesystem::path& folder,
+                                        const LoadStateOptions& request) {
   StateLoad load;
   load.folder = folder;
   on_every_rank(*communicator, kLoadWhere, [&] {
     reshard(kLoadWhere);
     if (window != nullptr) {
-      throw InputError(
-          kLoadWhere, "a batch is open", "a call outside accumulate()");
+      throw InputError(kLoadWhere, "a batch is open", "a call outside accumulate()");
     }
     try {
-      read_state_files(
-          load, world.rank, world.world_size, request.verify_checksums);
+      read_state_files(load, world.rank, world.world_size, request.verify_checksums);
       check_other_world(load, world.world_size);
       join_shards(load, held_rows());
       plan_scope(load);
@@ -553,9 +464,8 @@ LoadedState AcceleratorCore::load_state(
   for (const auto& apply : load.apply) {
     apply();
   }
-  return {
-      load.shared.at("world_size").get<int>(),
-      load.shared.at("windows_completed").get<uint64_t>()};
+  return {load.shared.at("world_size").get<int>(),
+          load.shared.at("windows_completed").get<uint64_t>()};
 }
 
 } // namespace hasten::detail

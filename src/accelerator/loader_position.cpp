@@ -20,8 +20,7 @@ std::string range_name(const std::type_info& type, uint64_t index) {
 }
 
 at::Tensor order_state(uint64_t seed, uint64_t index, uint64_t epoch) {
-  return at::make_generator<at::CPUGeneratorImpl>(
-             stream_seed("loader", seed, index, epoch))
+  return at::make_generator<at::CPUGeneratorImpl>(stream_seed("loader", seed, index, epoch))
       .get_state();
 }
 
@@ -47,8 +46,7 @@ std::vector<at::Tensor> random_states(const at::Device& device) {
   return states;
 }
 
-void set_random_states(
-    const at::Device& device, const std::vector<at::Tensor>& states) {
+void set_random_states(const at::Device& device, const std::vector<at::Tensor>& states) {
   set_random_state(states.at(0));
   if (!device.is_cpu()) {
     at::Generator generator = at::globalContext().defaultGenerator(device);
@@ -57,18 +55,14 @@ void set_random_states(
   }
 }
 
-void save_position(
-    const LoaderPosition& position,
-    const Stateful* range,
-    NamedTensors& tensors,
-    nlohmann::json& values) {
+void save_position(const LoaderPosition& position, const Stateful* range, NamedTensors& tensors,
+                   nlohmann::json& values) {
   const uint64_t epoch = position.active ? position.epoch - 1 : position.epoch;
   const int64_t cursor = position.active ? position.cursor : position.start;
   values["unit"] = position.unit;
   values["epoch"] = epoch;
   values["cursor"] = cursor;
-  const at::Tensor& random =
-      position.active ? position.random : position.start_random;
+  const at::Tensor& random = position.active ? position.random : position.start_random;
   if (random.defined() && cursor > 0) {
     tensors["random"] = random;
   }
@@ -82,19 +76,14 @@ void save_position(
   }
 }
 
-void load_position(
-    LoaderPosition& position,
-    Stateful* range,
-    const NamedTensors& tensors,
-    const nlohmann::json& values) {
+void load_position(LoaderPosition& position, Stateful* range, const NamedTensors& tensors,
+                   const nlohmann::json& values) {
   const auto unit = values.at("unit").get<std::string>();
   const auto cursor = values.at("cursor").get<int64_t>();
   if (unit != position.unit && cursor > 0) {
     throw InputError(
-        "accelerator::load_state",
-        "the position in the data counts " + unit,
-        std::string("a loader of the same kind, whose position counts ") +
-            position.unit);
+        "accelerator::load_state", "the position in the data counts " + unit,
+        std::string("a loader of the same kind, whose position counts ") + position.unit);
   }
   if (range != nullptr && values.contains("range")) {
     range->load_state({}, values.at("range")); // throws before anything changed
@@ -104,15 +93,13 @@ void load_position(
   position.epoch = values.at("epoch").get<uint64_t>();
   position.start = cursor;
   position.cursor = position.read = 0;
-  position.start_random =
-      random == tensors.end() ? at::Tensor() : random->second.clone();
+  position.start_random = random == tensors.end() ? at::Tensor() : random->second.clone();
 }
 
 // Torch keeps the count to itself and its derived classes.
 class TorchSchedulerState final : public Stateful {
  public:
-  explicit TorchSchedulerState(
-      std::shared_ptr<torch::optim::LRScheduler> scheduler)
+  explicit TorchSchedulerState(std::shared_ptr<torch::optim::LRScheduler> scheduler)
       : scheduler_(std::move(scheduler)) {}
 
   void save_state(NamedTensors&, nlohmann::json& values) const override {

@@ -18,10 +18,8 @@
 
 namespace hasten {
 
-LocalSgd::Impl::Impl(
-    std::shared_ptr<detail::AcceleratorCore> accelerator,
-    torch::nn::Module& module,
-    LocalSgdOptions settings)
+LocalSgd::Impl::Impl(std::shared_ptr<detail::AcceleratorCore> accelerator,
+                     torch::nn::Module& module, LocalSgdOptions settings)
     : core(std::move(accelerator)),
       options(std::move(settings)),
       schedule(options),
@@ -38,105 +36,81 @@ LocalSgd::Impl::Impl(
 
 void LocalSgd::Impl::check_options() const {
   const auto refuse = [](const char* name, int64_t value, std::string what) {
-    throw InputError(
-        detail::kLocalSgdWhere,
-        std::string(name) + "=" + std::to_string(value),
-        std::move(what));
+    throw InputError(detail::kLocalSgdWhere, std::string(name) + "=" + std::to_string(value),
+                     std::move(what));
   };
   const int64_t fragments = options.average.fragments;
   if (options.steps < 1) {
-    refuse(
-        "steps",
-        options.steps,
-        "1 or more optimizer steps between two averages");
+    refuse("steps", options.steps, "1 or more optimizer steps between two averages");
   }
   if (options.post_local_start < 0) {
     refuse("post_local_start", options.post_local_start, "0 or more");
   }
   if (fragments > 1 && (fragments > options.steps || options.schedule)) {
-    refuse(
-        "fragments",
-        fragments,
-        "at most steps=" + std::to_string(options.steps) +
-            ", and no schedule: each fragment has a step of its own");
+    refuse("fragments", fragments,
+           "at most steps=" + std::to_string(options.steps) +
+               ", and no schedule: each fragment has a step of its own");
   }
-  if (options.delay < 0 || (!options.schedule && fragments > 0 &&
-                            options.delay > options.steps / fragments)) {
-    refuse(
-        "delay",
-        options.delay,
-        "from 0 to steps / fragments=" +
-            std::to_string(options.steps / std::max<int64_t>(1, fragments)));
+  if (options.delay < 0 ||
+      (!options.schedule && fragments > 0 && options.delay > options.steps / fragments)) {
+    refuse("delay", options.delay,
+           "from 0 to steps / fragments=" +
+               std::to_string(options.steps / std::max<int64_t>(1, fragments)));
   }
   if (options.inner_steps < 0 ||
-      (options.inner_steps > 0 &&
-       (options.schedule || options.steps % options.inner_steps != 0))) {
-    refuse(
-        "inner_steps",
-        options.inner_steps,
-        "0, or a divisor of steps=" + std::to_string(options.steps) +
-            " without a schedule");
+      (options.inner_steps > 0 && (options.schedule || options.steps % options.inner_steps != 0))) {
+    refuse("inner_steps", options.inner_steps,
+           "0, or a divisor of steps=" + std::to_string(options.steps) + " without a schedule");
   }
   if (options.delay > 0 && !options.average.transactional) {
     refuse("delay", options.delay, "0 with transactional=false");
   }
   if (options.average.alpha && options.delay == 0) {
-    throw InputError(
-        detail::kLocalSgdWhere,
-        "average.alpha=" + std::to_string(*options.average.alpha) +
-            " with delay=0",
-        "a delay: nothing is done between snapshot and average without one");
+    throw InputError(detail::kLocalSgdWhere,
+                     "average.alpha=" + std::to_string(*options.average.alpha) + " with delay=0",
+                     "a delay: nothing is done between snapshot and average without one");
   }
-  if (options.on_peer_failure == PeerFailure::survivors &&
-      !options.average.transactional) {
-    throw InputError(
-        detail::kLocalSgdWhere,
-        "on_peer_failure=survivors with transactional=false",
-        "transactional=true: a broken round would leave half-made sums");
+  if (options.on_peer_failure == PeerFailure::survivors && !options.average.transactional) {
+    throw InputError(detail::kLocalSgdWhere, "on_peer_failure=survivors with transactional=false",
+                     "transactional=true: a broken round would leave half-made sums");
   }
 }
 
 void LocalSgd::Impl::refuse_shards(bool sharded) const {
   if (sharded && !copies) {
-    throw InputError(
-        detail::kLocalSgdWhere,
-        std::string("a model with strategy=") +
-            strategy_name(core->options.strategy) + ": all " +
-            std::to_string(core->world.world_size) +
-            " ranks hold parts of one copy",
-        "several copies, which are averaged",
-        "use strategy=ddp, or hsdp with a shard_size below the number of "
-        "ranks");
+    throw InputError(detail::kLocalSgdWhere,
+                     std::string("a model with strategy=") + strategy_name(core->options.strategy) +
+                         ": all " + std::to_string(core->world.world_size) +
+                         " ranks hold parts of one copy",
+                     "several copies, which are averaged",
+                     "use strategy=ddp, or hsdp with a shard_size below the number of ranks");
   }
   if (sharded && options.on_peer_failure == PeerFailure::survivors) {
-    throw InputError(
-        detail::kLocalSgdWhere,
-        std::string("on_peer_failure=survivors with strategy=") +
-            strategy_name(core->options.strategy),
-        "stop: a lost rank takes its rows of a copy with it",
-        "save states, and go on from the last");
+    throw InputError(detail::kLocalSgdWhere,
+                     std::string("on_peer_failure=survivors with strategy=") +
+                         strategy_name(core->options.strategy),
+                     "stop: a lost rank takes its rows of a copy with it",
+                     "save states, and go on from the last");
   }
 }
 
 void LocalSgd::Impl::compare_ranks() {
-  const nlohmann::json mine = {
-      {"steps", options.steps},
-      {"enabled", options.enabled},
-      {"model", index},
-      {"post_local_start", options.post_local_start},
-      {"delay", options.delay},
-      {"inner_steps", options.inner_steps},
-      {"delay_only_if_it_pays", options.delay_only_if_it_pays},
-      {"moments", static_cast<int>(options.moments)},
-      {"on_peer_failure", static_cast<int>(options.on_peer_failure)}};
+  const nlohmann::json mine = {{"steps", options.steps},
+                               {"enabled", options.enabled},
+                               {"model", index},
+                               {"post_local_start", options.post_local_start},
+                               {"delay", options.delay},
+                               {"inner_steps", options.inner_steps},
+                               {"delay_only_if_it_pays", options.delay_only_if_it_pays},
+                               {"moments", static_cast<int>(options.moments)},
+                               {"on_peer_failure", static_cast<int>(options.on_peer_failure)}};
   const auto all = core->communicator->gather_json(mine, "LocalSgd scope");
   for (size_t rank = 0; rank < all.size(); ++rank) {
     if (all[rank] != all[0]) {
-      throw InputError(
-          detail::kLocalSgdWhere,
-          "rank " + std::to_string(rank) + " opens a scope with " +
-              all[rank].dump() + ", rank 0 with " + all[0].dump(),
-          "the same scope on every rank");
+      throw InputError(detail::kLocalSgdWhere,
+                       "rank " + std::to_string(rank) + " opens a scope with " + all[rank].dump() +
+                           ", rank 0 with " + all[0].dump(),
+                       "the same scope on every rank");
     }
   }
 }
@@ -144,11 +118,9 @@ void LocalSgd::Impl::compare_ranks() {
 void LocalSgd::Impl::open() {
   optimizers = core->optimizers_of(index);
   if (optimizers.empty()) {
-    throw InputError(
-        detail::kLocalSgdWhere,
-        "no prepared optimizer has parameters of the model",
-        "the optimizer whose steps are counted",
-        "give model and optimizer to accelerator.prepare() before the scope");
+    throw InputError(detail::kLocalSgdWhere, "no prepared optimizer has parameters of the model",
+                     "the optimizer whose steps are counted",
+                     "give model and optimizer to accelerator.prepare() before the scope");
   }
   core->open_local(*this);
   try {
@@ -170,8 +142,7 @@ void LocalSgd::Impl::open() {
 
 Averager::NamedTensorList LocalSgd::Impl::trainable() const {
   Averager::NamedTensorList list;
-  for (const auto& [name, parameter] :
-       core->data_parallel(index).parameters()) {
+  for (const auto& [name, parameter] : core->data_parallel(index).parameters()) {
     if (parameter.requires_grad()) {
       list.emplace_back(name, parameter);
     }
@@ -184,10 +155,8 @@ void LocalSgd::Impl::open_parts() {
   if (options.inner_steps > 0) {
     open_group(trainable());
   }
-  buffers = std::make_unique<detail::AveragedBuffers>(
-      copies, *core->data_parallel(index).module());
-  moments = std::make_unique<detail::AveragedMoments>(
-      copies, optimizers, core->parameter_names());
+  buffers = std::make_unique<detail::AveragedBuffers>(copies, *core->data_parallel(index).module());
+  moments = std::make_unique<detail::AveragedMoments>(copies, optimizers, core->parameter_names());
 }
 
 // Every rank learns everybody's name, and meets those with its own.
@@ -215,13 +184,11 @@ void LocalSgd::Impl::open_group(const Averager::NamedTensorList& tensors) {
     CommunicatorOptions like = copies->options();
     like.name = group_label + " of " + std::to_string(names.size()) + " ranks";
     group = copies->new_group(members, like);
-    group_averager = std::make_unique<Averager>(
-        group,
-        tensors,
-        AveragerOptions{
-            .transactional = options.average.transactional,
-            .slice_mb = options.average.slice_mb,
-            .measure_spread = false});
+    group_averager =
+        std::make_unique<Averager>(group, tensors,
+                                   AveragerOptions{.transactional = options.average.transactional,
+                                                   .slice_mb = options.average.slice_mb,
+                                                   .measure_spread = false});
   }
 }
 
@@ -234,10 +201,9 @@ void LocalSgd::Impl::log_summary() const {
   std::ostringstream line;
   line.precision(3);
   line << "local sgd: " << steps << " steps, " << report.rounds << " averages, "
-       << static_cast<double>(report.bytes) / 1e6 << " MB sent by each rank, "
-       << report.seconds << " s in them ("
-       << 100 * report.seconds /
-              std::chrono::duration<double>(Clock::now() - opened).count()
+       << static_cast<double>(report.bytes) / 1e6 << " MB sent by each rank, " << report.seconds
+       << " s in them ("
+       << 100 * report.seconds / std::chrono::duration<double>(Clock::now() - opened).count()
        << " % of the time)";
   if (!std::isnan(report.last.spread)) {
     line << ", last spread " << report.last.spread;
@@ -247,38 +213,31 @@ void LocalSgd::Impl::log_summary() const {
 
 void LocalSgd::Impl::loaded() { counted = core->attempted(index); }
 
-void LocalSgd::Impl::save_state(
-    NamedTensors& tensors, nlohmann::json& values) const {
+void LocalSgd::Impl::save_state(NamedTensors& tensors, nlohmann::json& values) const {
   if (active && core->attempted(index) != counted) {
     throw InputError(
         detail::kLocalSgdWhere,
-        "a state between the optimizer's step and the scope's: the scope has "
-        "not counted the step",
-        "a state behind step()",
-        "save at the end of the loop's body");
+        "a state between the optimizer's step and the scope's: the scope has not counted the step",
+        "a state behind step()", "save at the end of the loop's body");
   }
-  values = {
-      {"steps", steps},
-      {"averaged_at", averaged_at},
-      {"finish_at", finish_at},
-      {"own_weight", own_weight},
-      {"taken_weight", taken_weight},
-      {"group_weight", group_weight},
-      {"inner_rounds", report.inner_rounds},
-      {"rounds", report.rounds},
-      {"learning_rate", round_learning_rate},
-      {"trial", trial.state()},
-      {"average", nlohmann::json::object()}};
+  values = {{"steps", steps},
+            {"averaged_at", averaged_at},
+            {"finish_at", finish_at},
+            {"own_weight", own_weight},
+            {"taken_weight", taken_weight},
+            {"group_weight", group_weight},
+            {"inner_rounds", report.inner_rounds},
+            {"rounds", report.rounds},
+            {"learning_rate", round_learning_rate},
+            {"trial", trial.state()},
+            {"average", nlohmann::json::object()}};
   NamedTensors own;
   averager->save_state(own, values["average"]);
   detail::put_below(tensors, "average.", own);
 }
 
-void LocalSgd::Impl::load_state(
-    const NamedTensors& tensors, const nlohmann::json& values) {
-  const auto number = [&](const char* name) {
-    return values.at(name).get<int64_t>();
-  };
+void LocalSgd::Impl::load_state(const NamedTensors& tensors, const nlohmann::json& values) {
+  const auto number = [&](const char* name) { return values.at(name).get<int64_t>(); };
   const int64_t loaded_steps = number("steps");
   const int64_t loaded_at = number("averaged_at");
   const int64_t loaded_finish = number("finish_at");
@@ -291,13 +250,11 @@ void LocalSgd::Impl::load_state(
   detail::DelayTrial loaded_trial = trial;
   loaded_trial.restore(values.at("trial"));
   if (weights.size() != own_weight.size() || taken.size() != weights.size()) {
-    throw InputError(
-        detail::kLocalSgdWhere,
-        "the state has fragments=" + std::to_string(weights.size()),
-        std::to_string(own_weight.size()) + ", as here");
+    throw InputError(detail::kLocalSgdWhere,
+                     "the state has fragments=" + std::to_string(weights.size()),
+                     std::to_string(own_weight.size()) + ", as here");
   }
-  averager->load_state(
-      detail::tensors_below(tensors, "average."), values.at("average"));
+  averager->load_state(detail::tensors_below(tensors, "average."), values.at("average"));
   if (local != (loaded_steps >= options.post_local_start)) {
     local = !local;
     core->set_local(local);
@@ -315,10 +272,8 @@ void LocalSgd::Impl::load_state(
   unread = false;
 }
 
-LocalSgd::LocalSgd(
-    Accelerator& accelerator, torch::nn::Module& model, LocalSgdOptions options)
-    : impl_(std::make_unique<Impl>(
-          accelerator.core_, model, std::move(options))) {}
+LocalSgd::LocalSgd(Accelerator& accelerator, torch::nn::Module& model, LocalSgdOptions options)
+    : impl_(std::make_unique<Impl>(accelerator.core_, model, std::move(options))) {}
 
 void LocalSgd::abandon() noexcept {
   if (active()) {
@@ -362,12 +317,10 @@ LocalSgdReport LocalSgd::report() const {
   }
   LocalSgdReport report = impl_->report;
   if (impl_->copies) {
-    report.ranks_per_copy =
-        impl_->core->world.world_size / impl_->copies->world_size();
+    report.ranks_per_copy = impl_->core->world.world_size / impl_->copies->world_size();
   }
   report.steps = impl_->steps;
-  const double seconds =
-      std::chrono::duration<double>(Impl::Clock::now() - impl_->opened).count();
+  const double seconds = std::chrono::duration<double>(Impl::Clock::now() - impl_->opened).count();
   report.communication_share = seconds > 0 ? report.seconds / seconds : 0;
   return report;
 }

@@ -8,8 +8,8 @@
 
 namespace hasten::detail {
 
-AveragedBuffers::AveragedBuffers(
-    std::shared_ptr<Communicator> communicator, const torch::nn::Module& module)
+AveragedBuffers::AveragedBuffers(std::shared_ptr<Communicator> communicator,
+                                 const torch::nn::Module& module)
     : communicator_(std::move(communicator)) {
   constexpr std::string_view kMean = "running_mean";
   constexpr std::string_view kVariance = "running_var";
@@ -33,23 +33,19 @@ AveragedBuffers::AveragedBuffers(
       means[stem(item.key(), kMean)] = floats_.size();
     }
     floats_.push_back(
-        {buffer,
-         {},
-         at::zeros(buffer.sizes(), at::TensorOptions().dtype(at::kDouble)),
-         {}});
+        {buffer, {}, at::zeros(buffer.sizes(), at::TensorOptions().dtype(at::kDouble)), {}});
     staged.emplace_back(item.key(), floats_.back().staged);
     if (item.key().ends_with(kVariance)) {
       const auto mean = means.find(stem(item.key(), kVariance));
-      if (mean != means.end() &&
-          floats_[mean->second].buffer.sizes() == buffer.sizes()) {
+      if (mean != means.end() && floats_[mean->second].buffer.sizes() == buffer.sizes()) {
         floats_.back().mean_of = floats_[mean->second].buffer;
         floats_.back().staged_mean = floats_[mean->second].staged;
       }
     }
   }
   if (!floats_.empty()) {
-    averager_ = std::make_unique<Averager>(
-        communicator_, staged, AveragerOptions{.measure_spread = false});
+    averager_ =
+        std::make_unique<Averager>(communicator_, staged, AveragerOptions{.measure_spread = false});
   }
 }
 
@@ -95,10 +91,8 @@ void AveragedBuffers::apply() {
   int64_t offset = 0;
   for (at::Tensor& other : others_) {
     const auto size = static_cast<int64_t>(other.nbytes());
-    other.copy_(packed_.narrow(0, offset, size)
-                    .clone()
-                    .view(other.scalar_type())
-                    .view(other.sizes()));
+    other.copy_(
+        packed_.narrow(0, offset, size).clone().view(other.scalar_type()).view(other.sizes()));
     offset += size;
   }
 }

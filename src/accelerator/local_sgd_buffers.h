@@ -22,9 +22,7 @@ namespace hasten::detail {
 class AveragedBuffers {
  public:
   // Collective.
-  AveragedBuffers(
-      std::shared_ptr<Communicator> communicator,
-      const torch::nn::Module& module);
+  AveragedBuffers(std::shared_ptr<Communicator> communicator, const torch::nn::Module& module);
 
   bool empty() const { return floats_.empty() && others_.empty(); }
   int64_t nbytes() const;

@@ -9,13 +9,13 @@
 namespace hasten::detail {
 
 // JSON of the ranks joined: numbers become their maximum where they differ.
-nlohmann::json largest_values(
-    const std::vector<nlohmann::json>& ranks, const nlohmann::json& mine) {
+nlohmann::json largest_values(const std::vector<nlohmann::json>& ranks,
+                              const nlohmann::json& mine) {
   nlohmann::json joined = mine;
   for (auto& [key, value] : joined.items()) {
     for (const auto& theirs : ranks) {
-      if (theirs.contains(key) && theirs[key].is_number() &&
-          value.is_number() && theirs[key] > value) {
+      if (theirs.contains(key) && theirs[key].is_number() && value.is_number() &&
+          theirs[key] > value) {
         value = theirs[key];
       }
     }
@@ -54,11 +54,11 @@ void AveragedMoments::average(size_t index, double weight) {
   }
   Kept& kept = averagers_[index];
   const bool fresh = !kept.averager || identities != kept.tensors;
-  const auto everyone = communicator_->gather_json(
-      {{"moments", std::hash<std::string>{}(list.dump())},
-       {"fresh", fresh},
-       {"steps", values.value("steps", nlohmann::json::object())}},
-      "moments of the ranks");
+  const auto everyone =
+      communicator_->gather_json({{"moments", std::hash<std::string>{}(list.dump())},
+                                  {"fresh", fresh},
+                                  {"steps", values.value("steps", nlohmann::json::object())}},
+                                 "moments of the ranks");
   bool equal = true;
   bool any_fresh = false;
   std::vector<nlohmann::json> steps;
@@ -75,8 +75,8 @@ void AveragedMoments::average(size_t index, double weight) {
     return;
   }
   if (any_fresh && !moments.empty()) {
-    kept.averager = std::make_unique<Averager>(
-        communicator_, moments, AveragerOptions{.measure_spread = false});
+    kept.averager = std::make_unique<Averager>(communicator_, moments,
+                                               AveragerOptions{.measure_spread = false});
     kept.tensors = std::move(identities);
   }
   if (!moments.empty()) {

@@ -11,10 +11,8 @@ namespace hasten::detail {
 // What the optimizers keep for their parameters.
 class AveragedMoments {
  public:
-  AveragedMoments(
-      std::shared_ptr<Communicator> communicator,
-      std::vector<std::shared_ptr<OptimizerState>> optimizers,
-      ParameterNames names)
+  AveragedMoments(std::shared_ptr<Communicator> communicator,
+                  std::vector<std::shared_ptr<OptimizerState>> optimizers, ParameterNames names)
       : communicator_(std::move(communicator)),
         optimizers_(std::move(optimizers)),
         names_(std::move(names)),

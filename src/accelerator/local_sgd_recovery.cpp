@@ -59,8 +59,7 @@ void LocalSgd::Impl::finish_moments() {
 }
 
 bool LocalSgd::Impl::survives() const {
-  return options.on_peer_failure == PeerFailure::survivors && local && active &&
-         !finished;
+  return options.on_peer_failure == PeerFailure::survivors && local && active && !finished;
 }
 
 bool LocalSgd::Impl::recover() {
@@ -106,19 +105,17 @@ void LocalSgd::Impl::settle_round() {
 }
 
 void LocalSgd::Impl::settle_clocks() {
-  const auto all = core->communicator->gather_json(
-      {{"inner_rounds", report.inner_rounds},
-       {"ends", ends},
-       {"end_clocks", end_clocks},
-       {"undecided", trial.undecided()}},
-      "how far the ranks are in a scope");
+  const auto all = core->communicator->gather_json({{"inner_rounds", report.inner_rounds},
+                                                    {"ends", ends},
+                                                    {"end_clocks", end_clocks},
+                                                    {"undecided", trial.undecided()}},
+                                                   "how far the ranks are in a scope");
   int64_t most_ends = 0;
   int64_t inner_rounds = 0;
   bool undecided = false;
   for (const auto& rank : all) {
     most_ends = std::max(most_ends, rank.at("ends").get<int64_t>());
-    inner_rounds =
-        std::max(inner_rounds, rank.at("inner_rounds").get<int64_t>());
+    inner_rounds = std::max(inner_rounds, rank.at("inner_rounds").get<int64_t>());
     undecided = undecided || rank.at("undecided").get<bool>();
   }
   report.inner_rounds = inner_rounds;

@@ -37,10 +37,8 @@ int64_t RoundSchedule::period(int64_t step) const {
   }
   const int64_t h = options_.schedule(step);
   if (h < 1) {
-    throw InputError(
-        kLocalSgdWhere,
-        "schedule(" + std::to_string(step) + ")=" + std::to_string(h),
-        "1 or more optimizer steps between two averages");
+    throw InputError(kLocalSgdWhere, "schedule(" + std::to_string(step) + ")=" + std::to_string(h),
+                     "1 or more optimizer steps between two averages");
   }
   return h;
 }
@@ -70,8 +68,7 @@ int64_t RoundSchedule::due(int64_t step, int64_t fragments) {
   return end_ == step ? Averager::kAll : kNothing;
 }
 
-bool DelayTrial::next_is_delayed(
-    Communicator& communicator, Clock::time_point now) {
+bool DelayTrial::next_is_delayed(Communicator& communicator, Clock::time_point now) {
   const int64_t round = round_++;
   if (!delays_ || !tries_) {
     return delays_;
@@ -89,9 +86,8 @@ bool DelayTrial::next_is_delayed(
     tries_ = false;
     std::ostringstream line;
     line.precision(3);
-    line << "local sgd: a round takes " << slowest[0]
-         << " s with averages at once and " << slowest[1]
-         << " s with delayed ones: they are "
+    line << "local sgd: a round takes " << slowest[0] << " s with averages at once and "
+         << slowest[1] << " s with delayed ones: they are "
          << (delays_ ? "delayed" : "made at once, a delay does not pay here");
     log_info(line.str());
     return delays_;
@@ -101,12 +97,11 @@ bool DelayTrial::next_is_delayed(
 
 nlohmann::json DelayTrial::state(Clock::time_point now) const {
   const std::chrono::duration<double> since = now - begun_;
-  return {
-      {"round", round_},
-      {"delays", delays_},
-      {"tries", tries_},
-      {"waiting", waiting_},
-      {"seconds", round_ > 0 && undecided() ? since.count() : 0}};
+  return {{"round", round_},
+          {"delays", delays_},
+          {"tries", tries_},
+          {"waiting", waiting_},
+          {"seconds", round_ > 0 && undecided() ? since.count() : 0}};
 }
 
 void DelayTrial::restore(const nlohmann::json& state, Clock::time_point now) {
@@ -121,9 +116,7 @@ void DelayTrial::restore(const nlohmann::json& state, Clock::time_point now) {
 } // namespace detail
 
 // Kind and fragment in one number, 1 and above.
-int64_t round_code(int64_t part, int64_t fragment) {
-  return 1 + part + 4 * (fragment + 1);
-}
+int64_t round_code(int64_t part, int64_t fragment) { return 1 + part + 4 * (fragment + 1); }
 
 bool LocalSgd::Impl::step() {
   if (!active || finished || !count_step()) {
@@ -144,8 +137,7 @@ bool LocalSgd::Impl::step() {
     averaged = true;
   }
   if (!due) { // the largest level that is due comes alone
-    if (options.inner_steps > 0 &&
-        (steps - options.post_local_start) % options.inner_steps == 0) {
+    if (options.inner_steps > 0 && (steps - options.post_local_start) % options.inner_steps == 0) {
       make_round(Part::inner, Averager::kAll);
     }
     return averaged;
@@ -157,11 +149,10 @@ bool LocalSgd::Impl::step() {
 // False inside a window: nothing was attempted.
 bool LocalSgd::Impl::count_step() {
   if (core->optimizers_of(index) != optimizers) {
-    throw InputError(
-        detail::kLocalSgdWhere,
-        "an optimizer of the model was prepared inside the scope",
-        "the optimizers of its beginning",
-        "call finish() before, and open a new scope after prepare()");
+    throw InputError(detail::kLocalSgdWhere,
+                     "an optimizer of the model was prepared inside the scope",
+                     "the optimizers of its beginning",
+                     "call finish() before, and open a new scope after prepare()");
   }
   const uint64_t attempted = core->attempted(index);
   if (attempted == counted) {
@@ -192,9 +183,8 @@ void LocalSgd::Impl::begin_local() {
 }
 
 void LocalSgd::Impl::announce(Part part, int64_t fragment) {
-  core->announce_round(
-      static_cast<uint64_t>(report.rounds) + 1,
-      round_code(static_cast<int64_t>(part), fragment));
+  core->announce_round(static_cast<uint64_t>(report.rounds) + 1,
+                       round_code(static_cast<int64_t>(part), fragment));
 }
 
 void LocalSgd::Impl::join_round(int64_t code) {
@@ -213,8 +203,7 @@ void LocalSgd::Impl::run(Part part, int64_t fragment) {
   } else if (part == Part::inner) {
     average_group();
   } else {
-    const bool delayed =
-        part == Part::start && trial.next_is_delayed(*core->communicator);
+    const bool delayed = part == Part::start && trial.next_is_delayed(*core->communicator);
     begin_round(fragment, delayed);
   }
   report.seconds += std::chrono::duration<double>(Clock::now() - start).count();
@@ -238,8 +227,7 @@ double LocalSgd::Impl::take_weight(int64_t fragment) {
 // leaves parameters and statistics as they were. They go with the last fragment.
 void LocalSgd::Impl::begin_round(int64_t fragment, bool delayed) {
   const double weight = take_weight(fragment);
-  const bool last =
-      fragment == Averager::kAll || fragment + 1 == averager->fragments();
+  const bool last = fragment == Averager::kAll || fragment + 1 == averager->fragments();
   if (last && !buffers->empty()) {
     buffers->reduce(weight);
   }
@@ -279,8 +267,7 @@ void LocalSgd::Impl::committed() {
 void LocalSgd::Impl::average_group() {
   const double weight = taken_group_weight = std::exchange(group_weight, 0);
   if (group_averager) {
-    group_averager->average(
-        options.weigh_by_samples ? weight : (weight > 0 ? 1 : 0));
+    group_averager->average(options.weigh_by_samples ? weight : (weight > 0 ? 1 : 0));
   }
   taken_group_weight = 0;
   report.inner_rounds += 1;
@@ -296,11 +283,9 @@ void LocalSgd::Impl::synchronize() {
     return;
   }
   if (!core->between_windows(index)) {
-    throw InputError(
-        detail::kLocalSgdWhere,
-        "synchronize() in the middle of a window",
-        "a call between optimizer steps",
-        "call it where accelerator.sync_gradients() is true");
+    throw InputError(detail::kLocalSgdWhere, "synchronize() in the middle of a window",
+                     "a call between optimizer steps",
+                     "call it where accelerator.sync_gradients() is true");
   }
   bool differ = steps != averaged_at;
   if (averager->started()) {
@@ -324,9 +309,9 @@ void LocalSgd::Impl::report_round() {
   report.bytes += report.last.bytes;
   if (log_enabled(LogLevel::debug)) {
     std::ostringstream line;
-    line << "local sgd: average " << report.rounds << " at step " << steps
-         << ": spread " << report.last.spread << ", " << report.last.bytes
-         << " bytes, " << report.last.seconds << " s";
+    line << "local sgd: average " << report.rounds << " at step " << steps << ": spread "
+         << report.last.spread << ", " << report.last.bytes << " bytes, " << report.last.seconds
+         << " s";
     log(LogLevel::debug, line.str());
   }
   if (watch.grows(report.last, last_learning_rate) && core->world.rank == 0) {
@@ -334,8 +319,7 @@ void LocalSgd::Impl::report_round() {
     line << "local sgd: the ranks drift apart: the spread of their parameters "
             "has grown in each of the last averages, to "
          << report.last.spread << " (norm of the mean: " << report.last.norm
-         << "). Average more often (steps=" << options.steps
-         << " now) or lower the learning rate";
+         << "). Average more often (steps=" << options.steps << " now) or lower the learning rate";
     log_warning(line.str());
   }
 }

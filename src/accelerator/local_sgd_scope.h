@@ -57,19 +57,16 @@ class RoundSchedule {
 class DelayTrial {
  public:
   using Clock = std::chrono::steady_clock;
-  DelayTrial(bool delays, bool tries)
-      : wanted_(tries), delays_(delays), tries_(tries) {}
+  DelayTrial(bool delays, bool tries) : wanted_(tries), delays_(delays), tries_(tries) {}
   // At the beginning of every round, in all its forms. True: send and go on.
   // Collective in the round that decides.
-  bool next_is_delayed(
-      Communicator& communicator, Clock::time_point now = Clock::now());
+  bool next_is_delayed(Communicator& communicator, Clock::time_point now = Clock::now());
   bool undecided() const { return delays_ && tries_; }
   // No delays: ranks were lost before it was decided.
   void give_up() { delays_ = tries_ = false; }
   // A round goes on being timed where it stood; the time between is not its own.
   nlohmann::json state(Clock::time_point now = Clock::now()) const;
-  void restore(
-      const nlohmann::json& state, Clock::time_point now = Clock::now());
+  void restore(const nlohmann::json& state, Clock::time_point now = Clock::now());
 
  private:
   static constexpr int64_t kMeasuredWaiting = 1;
@@ -88,16 +85,12 @@ class DelayTrial {
 struct LocalSgd::Impl final : detail::LocalScope {
   using Clock = std::chrono::steady_clock;
 
-  Impl(
-      std::shared_ptr<detail::AcceleratorCore> accelerator,
-      torch::nn::Module& module,
-      LocalSgdOptions settings);
+  Impl(std::shared_ptr<detail::AcceleratorCore> accelerator, torch::nn::Module& module,
+       LocalSgdOptions settings);
 
   // local_sgd.cpp
   size_t model() const override { return index; }
-  std::vector<int64_t> clocks() const override {
-    return {steps, averaged_at, finish_at};
-  }
+  std::vector<int64_t> clocks() const override { return {steps, averaged_at, finish_at}; }
   void set_clocks(const int64_t* clocks) override {
     steps = clocks[0];
     averaged_at = clocks[1];
@@ -107,8 +100,7 @@ struct LocalSgd::Impl final : detail::LocalScope {
   }
   void loaded() override;
   void save_state(NamedTensors& tensors, nlohmann::json& values) const override;
-  void load_state(
-      const NamedTensors& tensors, const nlohmann::json& values) override;
+  void load_state(const NamedTensors& tensors, const nlohmann::json& values) override;
   void check_options() const;
   void refuse_shards(bool sharded) const;
   void compare_ranks();

@@ -14,72 +14,64 @@ void OrderCheck::note(std::string_view operation, std::string_view name) {
   calls_.push_back(std::string(operation) + " \"" + std::string(name) + "\"");
 }
 
-void OrderCheck::note(
-    std::string_view operation,
-    std::string_view name,
-    const at::Tensor& tensor) {
+void OrderCheck::note(std::string_view operation, std::string_view name, const at::Tensor& tensor) {
   std::ostringstream text;
-  text << operation << " \"" << name << "\" of " << tensor.scalar_type() << ' '
-       << tensor.sizes();
+  text << operation << " \"" << name << "\" of " << tensor.scalar_type() << ' ' << tensor.sizes();
   calls_.push_back(text.str());
 }
 
-CommHandle OrderCheck::all_reduce_async(
-    at::Tensor tensor, ReduceOp op, std::string_view name) {
+CommHandle OrderCheck::all_reduce_async(at::Tensor tensor, ReduceOp op, std::string_view name) {
   note("all_reduce", name, tensor);
   return inner_->all_reduce_async(std::move(tensor), op, name);
 }
 
-CommHandle OrderCheck::broadcast_async(
-    at::Tensor tensor, int source, std::string_view name) {
+CommHandle OrderCheck::broadcast_async(at::Tensor tensor, int source, std::string_view name) {
   note("broadcast", name, tensor);
   return inner_->broadcast_async(std::move(tensor), source, name);
 }
 
-CommHandle OrderCheck::all_gather_async(
-    at::Tensor output, at::Tensor input, std::string_view name) {
+CommHandle OrderCheck::all_gather_async(at::Tensor output, at::Tensor input,
+                                        std::string_view name) {
   note("all_gather", name, input);
   return inner_->all_gather_async(std::move(output), std::move(input), name);
 }
 
-CommHandle OrderCheck::gather_async(
-    at::Tensor output, at::Tensor input, int root, std::string_view name) {
+CommHandle OrderCheck::gather_async(at::Tensor output, at::Tensor input, int root,
+                                    std::string_view name) {
   note("gather", name, input);
   return inner_->gather_async(std::move(output), std::move(input), root, name);
 }
 
-CommHandle OrderCheck::all_to_all_async(
-    at::Tensor output, at::Tensor input, std::string_view name) {
+CommHandle OrderCheck::all_to_all_async(at::Tensor output, at::Tensor input,
+                                        std::string_view name) {
   note("all_to_all", name, input);
   return inner_->all_to_all_async(std::move(output), std::move(input), name);
 }
 
-CommHandle OrderCheck::reduce_async(
-    at::Tensor tensor, int root, ReduceOp op, std::string_view name) {
+CommHandle OrderCheck::reduce_async(at::Tensor tensor, int root, ReduceOp op,
+                                    std::string_view name) {
   note("reduce", name, tensor);
   return inner_->reduce_async(std::move(tensor), root, op, name);
 }
 
-CommHandle OrderCheck::scatter_async(
-    at::Tensor output, at::Tensor input, int root, std::string_view name) {
+CommHandle OrderCheck::scatter_async(at::Tensor output, at::Tensor input, int root,
+                                     std::string_view name) {
   note("scatter", name, output);
   return inner_->scatter_async(std::move(output), std::move(input), root, name);
 }
 
-at::Tensor OrderCheck::all_gather_rows(
-    const at::Tensor& rows, std::string_view name) {
+at::Tensor OrderCheck::all_gather_rows(const at::Tensor& rows, std::string_view name) {
   note("all_gather_rows", name); // dim 0 may differ
   return inner_->all_gather_rows(rows, name);
 }
 
-std::vector<nlohmann::json> OrderCheck::gather_json(
-    const nlohmann::json& value, std::string_view name) {
+std::vector<nlohmann::json> OrderCheck::gather_json(const nlohmann::json& value,
+                                                    std::string_view name) {
   note("gather_json", name);
   return inner_->gather_json(value, name);
 }
 
-nlohmann::json OrderCheck::broadcast_json(
-    const nlohmann::json& value, std::string_view name) {
+nlohmann::json OrderCheck::broadcast_json(const nlohmann::json& value, std::string_view name) {
   note("broadcast_json", name);
   return inner_->broadcast_json(value, name);
 }
@@ -95,20 +87,16 @@ void OrderCheck::compare(const nlohmann::json& more) {
   for (const std::string& call : calls_) {
     digest = digest * 0x9e3779b97f4a7c15ull + std::hash<std::string>{}(call);
   }
-  const auto ranks = inner_->gather_json(
-      {{"calls", digest}, {"more", more}}, "comparing the ranks");
+  const auto ranks =
+      inner_->gather_json({{"calls", digest}, {"more", more}}, "comparing the ranks");
   const auto differs = [&ranks](const char* key) {
-    return std::find_if(ranks.begin(), ranks.end(), [&](const auto& rank) {
-      return rank.at(key) != ranks.front().at(key);
-    });
+    return std::find_if(ranks.begin(), ranks.end(),
+                        [&](const auto& rank) { return rank.at(key) != ranks.front().at(key); });
   };
-  const auto fail = [&ranks](
-                        auto at, const std::string& what, const char* fix) {
-    throw CommunicationError(
-        "accelerator::debug",
-        "rank " + std::to_string(at - ranks.begin()) + what,
-        "the same on every rank",
-        fix);
+  const auto fail = [&ranks](auto at, const std::string& what, const char* fix) {
+    throw CommunicationError("accelerator::debug",
+                             "rank " + std::to_string(at - ranks.begin()) + what,
+                             "the same on every rank", fix);
   };
   if (const auto at = differs("calls"); at != ranks.end()) {
     const auto calls = inner_->gather_json(calls_, "the calls of the ranks");
@@ -122,11 +110,10 @@ void OrderCheck::compare(const nlohmann::json& more) {
       return i < calls[rank].size() ? calls[rank][i].get<std::string>()
                                     : std::string("nothing more");
     };
-    fail(
-        at,
-        "'s collective " + std::to_string(compared_ + i) + " was " +
-            name(other) + ", rank 0's " + name(0),
-        "look for a collective call in a branch that not all ranks take");
+    fail(at,
+         "'s collective " + std::to_string(compared_ + i) + " was " + name(other) + ", rank 0's " +
+             name(0),
+         "look for a collective call in a branch that not all ranks take");
   }
   compared_ += calls_.size();
   calls_.clear();
@@ -136,11 +123,9 @@ void OrderCheck::compare(const nlohmann::json& more) {
   }
   for (const auto& [key, value] : ranks.front().at("more").items()) {
     if (at->at("more").value(key, nlohmann::json()) != value) {
-      fail(
-          at,
-          "'s " + key + " differs from rank 0's",
-          "look for what changes it on one rank alone: a gradient or parameter "
-          "set by hand, a step in a branch that not all ranks take");
+      fail(at, "'s " + key + " differs from rank 0's",
+           "look for what changes it on one rank alone: a gradient or parameter "
+           "set by hand, a step in a branch that not all ranks take");
     }
   }
 }
@@ -164,8 +149,7 @@ void AcceleratorCore::compare_ranks() {
       continue;
     }
     for (const auto& [name, parameter] : models_[i].parallel->parameters()) {
-      parameters["parameter \"" + name + "\" of model " + std::to_string(i)] =
-          bit_sum(parameter);
+      parameters["parameter \"" + name + "\" of model " + std::to_string(i)] = bit_sum(parameter);
     }
   }
   order_check->compare(parameters);

@@ -11,18 +11,14 @@
 
 namespace hasten::detail {
 
-void move_optimizer_state(
-    torch::optim::Optimizer& optimizer, const at::Device& device) {
+void move_optimizer_state(torch::optim::Optimizer& optimizer, const at::Device& device) {
   for (auto& [key, value] : optimizer.state()) {
-    const bool known = visit_state_tensors(
-        *value, [&device](at::Tensor& tensor) { tensor = tensor.to(device); });
+    const bool known =
+        visit_state_tensors(*value, [&device](at::Tensor& tensor) { tensor = tensor.to(device); });
     if (!known && !device.is_cpu()) {
       throw InputError(
-          "accelerator::prepare",
-          "an optimizer of unknown type has state on another device",
-          "one of hasten's, or torch's Adam, AdamW, SGD, RMSprop, Adagrad or "
-          "one "
-          "derived from them",
+          "accelerator::prepare", "an optimizer of unknown type has state on another device",
+          "one of hasten's, or torch's Adam, AdamW, SGD, RMSprop, Adagrad or one derived from them",
           "prepare it before its first step");
     }
   }
@@ -34,8 +30,7 @@ std::shared_ptr<OptimizerState> AcceleratorCore::prepare_optimizer(
   state->parameters = [optimizer] {
     std::vector<at::Tensor> parameters;
     for (const auto& group : optimizer->param_groups()) {
-      parameters.insert(
-          parameters.end(), group.params().begin(), group.params().end());
+      parameters.insert(parameters.end(), group.params().begin(), group.params().end());
     }
     return parameters;
   };
@@ -67,15 +62,12 @@ void AcceleratorCore::decide_who_scales() {
     const auto& lists = optimizer_slots_[static_cast<size_t>(optimizer->index)];
     exchange_->steps_scale =
         exchange_->steps_scale && optimizer->fused != nullptr &&
-        std::all_of(lists.begin(), lists.end(), [](const SlotList& list) {
-          return list.all;
-        });
+        std::all_of(lists.begin(), lists.end(), [](const SlotList& list) { return list.all; });
   }
 }
 
 std::shared_ptr<SchedulerState> AcceleratorCore::prepare_scheduler(
-    std::function<void()> step,
-    std::vector<std::shared_ptr<OptimizerState>> optimizers) {
+    std::function<void()> step, std::vector<std::shared_ptr<OptimizerState>> optimizers) {
   auto state = std::make_shared<SchedulerState>();
   state->step = std::move(step);
   if (options.scheduler_ticks == SchedulerTicks::per_process) {

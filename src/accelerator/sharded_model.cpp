@@ -16,22 +16,20 @@ static FlatLayout::NamedParameters shards_of(const FullyShard& sharded) {
   return named;
 }
 
-ShardedModel::ShardedModel(
-    std::shared_ptr<Communicator> communicator,
-    std::shared_ptr<torch::nn::Module> module,
-    const std::vector<std::shared_ptr<torch::nn::Module>>& units,
-    FullyShardOptions options)
+ShardedModel::ShardedModel(std::shared_ptr<Communicator> communicator,
+                           std::shared_ptr<torch::nn::Module> module,
+                           const std::vector<std::shared_ptr<torch::nn::Module>>& units,
+                           FullyShardOptions options)
     : sharded_(std::move(communicator), module, units, std::move(options)),
       parameters_(shards_of(sharded_)),
       gradients_(FlatLayout(parameters_)) {}
 
 void ShardedModel::begin(bool keep, bool) {
   if (keep) {
-    throw InputError(
-        "accelerator::accumulate",
-        "this rank has run out of batches, and a sharded model is trained on",
-        "every rank to run every forward, whose messages it needs",
-        "prepare the loader: a rank without rows gets stand-ins");
+    throw InputError("accelerator::accumulate",
+                     "this rank has run out of batches, and a sharded model is trained on",
+                     "every rank to run every forward, whose messages it needs",
+                     "prepare the loader: a rank without rows gets stand-ins");
   }
   sharded_.begin();
 }
@@ -59,21 +57,17 @@ void ShardedModel::set_pending_factor(double) {}
 
 void ShardedModel::register_comm_hook(std::shared_ptr<CommHook> hook) {
   if (hook) {
-    throw InputError(
-        "parallel::FullyShard",
-        "communication hook=" + hook->description(),
-        "none: rows of gradients are summed where they belong",
-        "set fully_shard.precision.reduce_dtype for 16 bits on the wire");
+    throw InputError("parallel::FullyShard", "communication hook=" + hook->description(),
+                     "none: rows of gradients are summed where they belong",
+                     "set fully_shard.precision.reduce_dtype for 16 bits on the wire");
   }
 }
 
-void ShardedModel::save_state(
-    NamedTensors& tensors, nlohmann::json& values) const {
+void ShardedModel::save_state(NamedTensors& tensors, nlohmann::json& values) const {
   sharded_.save_state(tensors, values);
 }
 
-void ShardedModel::load_state(
-    const NamedTensors& tensors, const nlohmann::json& values) {
+void ShardedModel::load_state(const NamedTensors& tensors, const nlohmann::json& values) {
   sharded_.load_state(tensors, values);
 }
 

@@ -13,11 +13,10 @@ namespace hasten::detail {
 // the forwards' messages.
 class ShardedModel final : public DataParallel {
  public:
-  ShardedModel(
-      std::shared_ptr<Communicator> communicator,
-      std::shared_ptr<torch::nn::Module> module,
-      const std::vector<std::shared_ptr<torch::nn::Module>>& units,
-      FullyShardOptions options);
+  ShardedModel(std::shared_ptr<Communicator> communicator,
+               std::shared_ptr<torch::nn::Module> module,
+               const std::vector<std::shared_ptr<torch::nn::Module>>& units,
+               FullyShardOptions options);
 
   FullyShard& shards() { return sharded_; }
   const FullyShard& shards() const { return sharded_; }
@@ -36,33 +35,23 @@ class ShardedModel final : public DataParallel {
   void keep_aside(const std::vector<int64_t>&) override {}
   bool has_foreign_gradients() override { return false; } // an error at once
   bool sharded() const override { return true; }
-  void reduce_norms(
-      std::vector<double>& norms, double norm_type) const override {
+  void reduce_norms(std::vector<double>& norms, double norm_type) const override {
     sharded_.reduce_norms(norms, norm_type);
   }
   void register_comm_hook(std::shared_ptr<CommHook> hook) override;
-  const std::shared_ptr<CommHook>& comm_hook() const override {
-    return no_hook_;
-  }
-  void sync_buffers(const DdpRanks& ranks) override {
-    sharded_.sync_buffers(ranks);
-  }
+  const std::shared_ptr<CommHook>& comm_hook() const override { return no_hook_; }
+  void sync_buffers(const DdpRanks& ranks) override { sharded_.sync_buffers(ranks); }
   bool evens_out_buffers(bool any_dtype) const override {
     return sharded_.evens_out_buffers(any_dtype);
   }
   void set_local(bool local) override { sharded_.set_local(local); }
   FlatGradients& gradients() override { return gradients_; }
   const FlatGradients& gradients() const override { return gradients_; }
-  const std::shared_ptr<torch::nn::Module>& module() const override {
-    return sharded_.module();
-  }
-  const FlatLayout::NamedParameters& parameters() const override {
-    return parameters_;
-  }
+  const std::shared_ptr<torch::nn::Module>& module() const override { return sharded_.module(); }
+  const FlatLayout::NamedParameters& parameters() const override { return parameters_; }
   const ReductionReport& reduction() const override { return report_; }
   void save_state(NamedTensors& tensors, nlohmann::json& values) const override;
-  void load_state(
-      const NamedTensors& tensors, const nlohmann::json& values) override;
+  void load_state(const NamedTensors& tensors, const nlohmann::json& values) override;
 
  private:
   FullyShard sharded_;

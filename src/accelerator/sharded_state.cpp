@@ -28,8 +28,7 @@ at::Tensor rows_of_whole(const at::Tensor& whole, const HeldRows& held) {
 }
 
 // The parameter that a tensor is of, "model.0.x" of "optimizer.0.exp_avg.model.0.x".
-HeldRowsByName::const_iterator parameter_of(
-    const std::string& tensor, const HeldRowsByName& held) {
+HeldRowsByName::const_iterator parameter_of(const std::string& tensor, const HeldRowsByName& held) {
   for (size_t at = tensor.find("model."); at != std::string::npos;
        at = tensor.find("model.", at + 1)) {
     const auto found = held.find(tensor.substr(at));
@@ -42,8 +41,7 @@ HeldRowsByName::const_iterator parameter_of(
 
 // As rows: of a 0-d parameter the shape [1], or [0].
 std::vector<int64_t> held_sizes(const HeldRows& held) {
-  std::vector<int64_t> sizes =
-      held.sizes.empty() ? std::vector<int64_t>{1} : held.sizes;
+  std::vector<int64_t> sizes = held.sizes.empty() ? std::vector<int64_t>{1} : held.sizes;
   sizes[0] = held.count;
   return sizes;
 }
@@ -59,24 +57,17 @@ nlohmann::json rows_by_rank(const HeldRows& held, int ranks) {
   return list;
 }
 
-void split_shards(
-    StateParts& parts,
-    const NamedTensors& models,
-    const HeldRowsByName& held,
-    int ranks,
-    bool writes) {
+void split_shards(StateParts& parts, const NamedTensors& models, const HeldRowsByName& held,
+                  int ranks, bool writes) {
   if (held.empty()) {
     return;
   }
   auto& noted = parts.shared_values["sharded"];
   noted = nlohmann::json::object();
-  const auto note = [&](const std::string& name,
-                        const HeldRows& rows,
-                        const at::Tensor& tensor) {
-    noted[name] = {
-        {"shape", rows.sizes},
-        {"dtype", std::string(safetensors_dtype_name(tensor.scalar_type()))},
-        {"rows", rows_by_rank(rows, ranks)}};
+  const auto note = [&](const std::string& name, const HeldRows& rows, const at::Tensor& tensor) {
+    noted[name] = {{"shape", rows.sizes},
+                   {"dtype", std::string(safetensors_dtype_name(tensor.scalar_type()))},
+                   {"rows", rows_by_rank(rows, ranks)}};
     if (writes) {
       parts.own.emplace(kShardPrefix + name, tensor);
     }
@@ -101,29 +92,20 @@ class RankFiles {
   explicit RankFiles(const std::filesystem::path& folder) : folder_(folder) {}
 
   // Rows [from, from + count) of what `rank` saved of a tensor.
-  at::Tensor rows(
-      int rank,
-      const std::string& name,
-      at::IntArrayRef sizes,
-      int64_t from,
-      int64_t count) {
+  at::Tensor rows(int rank, const std::string& name, at::IntArrayRef sizes, int64_t from,
+                  int64_t count) {
     auto& reader = readers_[rank];
     const auto path = folder_ / rank_file_name(rank);
     if (!reader) {
       reader = std::make_unique<SafetensorsReader>(path);
     }
     if (!reader->contains(kShardPrefix + name)) {
-      refuse_state(
-          path,
-          "\"" + name + "\" is missing",
-          "the rows that state.json lists");
+      refuse_state(path, "\"" + name + "\" is missing", "the rows that state.json lists");
     }
     const at::Tensor shard = reader->tensor(kShardPrefix + name);
     if (shard.sizes() != sizes) {
-      refuse_state(
-          path,
-          "\"" + name + "\" has shape " + c10::str(shard.sizes()),
-          "the rows that state.json lists, " + c10::str(sizes));
+      refuse_state(path, "\"" + name + "\" has shape " + c10::str(shard.sizes()),
+                   "the rows that state.json lists, " + c10::str(sizes));
     }
     return shard.narrow(0, from, count);
   }
@@ -134,11 +116,8 @@ class RankFiles {
 };
 
 // Those rows of the whole that `held` says, from the files.
-at::Tensor assemble(
-    RankFiles& files,
-    const std::string& name,
-    const nlohmann::json& saved,
-    const HeldRows& held) {
+at::Tensor assemble(RankFiles& files, const std::string& name, const nlohmann::json& saved,
+                    const HeldRows& held) {
   std::vector<int64_t> sizes = held_sizes(held);
   std::vector<at::Tensor> pieces;
   int64_t next = held.first;
@@ -152,19 +131,15 @@ at::Tensor assemble(
       continue;
     }
     sizes[0] = count;
-    pieces.push_back(files.rows(
-        entry.at(0).get<int>(),
-        name,
-        sizes,
-        held.count == 0 ? 0 : from - first,
-        held.count == 0 ? 0 : until - from));
+    pieces.push_back(files.rows(entry.at(0).get<int>(), name, sizes,
+                                held.count == 0 ? 0 : from - first,
+                                held.count == 0 ? 0 : until - from));
     next = std::max(next, until);
   }
   if (next < end) {
-    throw InputError(
-        "accelerator::load_state",
-        "no rank saved row " + std::to_string(next) + " of \"" + name + "\"",
-        "all rows up to " + std::to_string(end));
+    throw InputError("accelerator::load_state",
+                     "no rank saved row " + std::to_string(next) + " of \"" + name + "\"",
+                     "all rows up to " + std::to_string(end));
   }
   return pieces.size() == 1 ? pieces[0] : at::cat(pieces);
 }
@@ -192,14 +167,12 @@ void join_shards(StateLoad& load, const HeldRowsByName& held) {
       rows.sizes = sizes;
       rows.count = sizes.empty() ? 1 : sizes[0];
     } else if (sizes != rows.sizes) {
-      refuse_state(
-          load.state_file(),
-          "\"" + name + "\" has shape " + c10::str(at::IntArrayRef(sizes)),
-          "the model's " + c10::str(at::IntArrayRef(rows.sizes)));
+      refuse_state(load.state_file(),
+                   "\"" + name + "\" has shape " + c10::str(at::IntArrayRef(sizes)),
+                   "the model's " + c10::str(at::IntArrayRef(rows.sizes)));
     }
     at::Tensor tensor = assemble(files, name, entry, rows);
-    load.shared_tensors[name] =
-        of == held.end() && sizes.empty() ? tensor.reshape({}) : tensor;
+    load.shared_tensors[name] = of == held.end() && sizes.empty() ? tensor.reshape({}) : tensor;
   }
 }
 
@@ -207,8 +180,7 @@ nlohmann::json read_state_json(const std::filesystem::path& folder) {
   const auto path = folder / kStateFile;
   std::error_code error;
   if (!std::filesystem::exists(path, error)) {
-    refuse_state(
-        path, "the file is missing", "a folder that save_state() wrote");
+    refuse_state(path, "the file is missing", "a folder that save_state() wrote");
   }
   try {
     nlohmann::json state = read_json_file("accelerator::load_state", path);
@@ -226,60 +198,48 @@ nlohmann::json describe_state(const std::filesystem::path& folder) {
   const nlohmann::json state = detail::read_state_json(folder);
   const nlohmann::json sharded = detail::sharded_tensors(state);
   auto tensors = nlohmann::json::array();
-  const auto add_file = [&](const std::filesystem::path& path,
-                            const std::string& prefix) {
+  const auto add_file = [&](const std::filesystem::path& path, const std::string& prefix) {
     const SafetensorsReader reader(path);
     for (const std::string& name : reader.names()) {
       const SafetensorsEntry& entry = reader.entry(name);
       if (!sharded.contains(prefix + name)) {
-        tensors.push_back(
-            {{"name", prefix + name},
-             {"dtype", std::string(safetensors_dtype_name(entry.dtype))},
-             {"shape", entry.shape},
-             {"rows", nullptr}});
+        tensors.push_back({{"name", prefix + name},
+                           {"dtype", std::string(safetensors_dtype_name(entry.dtype))},
+                           {"shape", entry.shape},
+                           {"rows", nullptr}});
       }
     }
   };
   for (size_t i = 0; i < state.at("models").size(); ++i) {
-    add_file(
-        folder / detail::model_file_name(i),
-        "model." + std::to_string(i) + ".");
+    add_file(folder / detail::model_file_name(i), "model." + std::to_string(i) + ".");
   }
   add_file(folder / kStateTensorsFile, "");
   for (const auto& [name, entry] : sharded.items()) {
-    tensors.push_back(
-        {{"name", name},
-         {"dtype", entry.at("dtype")},
-         {"shape", entry.at("shape")},
-         {"rows", entry.at("rows")}});
+    tensors.push_back({{"name", name},
+                       {"dtype", entry.at("dtype")},
+                       {"shape", entry.at("shape")},
+                       {"rows", entry.at("rows")}});
   }
   auto optimizers = nlohmann::json::array();
   for (const auto& optimizer : state.at("optimizers")) {
     optimizers.push_back(optimizer.at("values").value("kind", "its own"));
   }
-  return {
-      {"world_size", state.at("world_size")},
-      {"strategy", state.value("strategy", "ddp")},
-      {"windows_completed", state.at("windows_completed")},
-      {"optimizers", std::move(optimizers)},
-      {"tensors", std::move(tensors)}};
+  return {{"world_size", state.at("world_size")},
+          {"strategy", state.value("strategy", "ddp")},
+          {"windows_completed", state.at("windows_completed")},
+          {"optimizers", std::move(optimizers)},
+          {"tensors", std::move(tensors)}};
 }
 
-void consolidate_state(
-    const std::filesystem::path& folder,
-    const std::filesystem::path& file,
-    int64_t model) {
+void consolidate_state(const std::filesystem::path& folder, const std::filesystem::path& file,
+                       int64_t model) {
   verify_manifest(folder);
   const nlohmann::json state = detail::read_state_json(folder);
   if (model < 0 || model >= std::ssize(state.at("models"))) {
-    throw InputError(
-        "accelerator::consolidate_state",
-        "model=" + std::to_string(model),
-        "below the state's " + std::to_string(state.at("models").size()) +
-            " models");
+    throw InputError("accelerator::consolidate_state", "model=" + std::to_string(model),
+                     "below the state's " + std::to_string(state.at("models").size()) + " models");
   }
-  const SafetensorsReader own(
-      folder / detail::model_file_name(static_cast<size_t>(model)));
+  const SafetensorsReader own(folder / detail::model_file_name(static_cast<size_t>(model)));
   const std::string prefix = "model." + std::to_string(model) + ".";
   NamedTensors tensors;
   for (const std::string& name : own.names()) {

@@ -34,12 +34,8 @@ at::Tensor rows_of_whole(const at::Tensor& whole, const HeldRows& held);
 // parts.shared into parts.own, and notes in parts.shared_values which rank has which
 // rows. `models`: the shards of the models' parameters, by name. `ranks`: that hold a
 // copy together, the first ones; `writes`: this is one of them. Local.
-void split_shards(
-    StateParts& parts,
-    const NamedTensors& models,
-    const HeldRowsByName& held,
-    int ranks,
-    bool writes);
+void split_shards(StateParts& parts, const NamedTensors& models, const HeldRowsByName& held,
+                  int ranks, bool writes);
 
 // Gives load.shared_tensors the rows that this rank holds now of every tensor that is
 // like a parameter, from whichever rank's file has them, or from a whole one. Local.

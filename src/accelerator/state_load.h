@@ -12,11 +12,8 @@
 
 namespace hasten::detail {
 
-[[noreturn]] void refuse_state(
-    const std::filesystem::path& file,
-    const std::string& what,
-    const std::string& expected = {},
-    const std::string& fix = {});
+[[noreturn]] void refuse_state(const std::filesystem::path& file, const std::string& what,
+                               const std::string& expected = {}, const std::string& fix = {});
 
 // An object that decides by itself whether it takes a state.
 struct StatefulLoad {
@@ -41,11 +38,8 @@ struct StateLoad {
   std::vector<std::function<void()>> apply{}; // these do not throw
 
   std::filesystem::path state_file() const { return folder / kStateFile; }
-  void add(
-      const std::filesystem::path& file,
-      Stateful* object,
-      NamedTensors tensors,
-      const nlohmann::json& values) {
+  void add(const std::filesystem::path& file, Stateful* object, NamedTensors tensors,
+           const nlohmann::json& values) {
     objects.push_back({file, object, std::move(tensors), values});
   }
 };

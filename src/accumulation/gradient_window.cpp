@@ -16,9 +16,7 @@ namespace hasten {
 
 namespace detail {
 
-double nearest_power_of_two(double value) {
-  return std::exp2(std::round(std::log2(value)));
-}
+double nearest_power_of_two(double value) { return std::exp2(std::round(std::log2(value))); }
 
 void check_window_loss(const at::Tensor& loss) {
   if (!loss.defined() || loss.numel() != 1 || !loss.requires_grad()) {
@@ -27,13 +25,10 @@ void check_window_loss(const at::Tensor& loss) {
     if (!loss.defined()) {
       what << "is undefined";
     } else {
-      what << "has shape " << loss.sizes()
-           << (loss.requires_grad() ? "" : " and requires no grad");
+      what << "has shape " << loss.sizes() << (loss.requires_grad() ? "" : " and requires no grad");
     }
-    throw InputError(
-        "accumulation::backward",
-        what.str(),
-        "one number that depends on a trainable parameter");
+    throw InputError("accumulation::backward", what.str(),
+                     "one number that depends on a trainable parameter");
   }
 }
 
@@ -49,22 +44,17 @@ std::vector<std::shared_ptr<DataParallel>> in_reduction_order(
     }
     return sum;
   };
-  std::stable_sort(
-      models.begin(), models.end(), [&bytes](const auto& a, const auto& b) {
-        return bytes(a) > bytes(b);
-      });
+  std::stable_sort(models.begin(), models.end(),
+                   [&bytes](const auto& a, const auto& b) { return bytes(a) > bytes(b); });
   return models;
 }
 
 } // namespace detail
 
-GradientWindow::GradientWindow(
-    std::shared_ptr<Communicator> communicator,
-    std::vector<std::shared_ptr<DataParallel>> models,
-    uint64_t models_mask,
-    WindowOptions options,
-    at::Device device,
-    std::shared_ptr<WindowExchange> exchange)
+GradientWindow::GradientWindow(std::shared_ptr<Communicator> communicator,
+                               std::vector<std::shared_ptr<DataParallel>> models,
+                               uint64_t models_mask, WindowOptions options, at::Device device,
+                               std::shared_ptr<WindowExchange> exchange)
     : communicator_(std::move(communicator)),
       models_(detail::in_reduction_order(std::move(models))),
       models_mask_(models_mask),
@@ -96,28 +86,22 @@ void GradientWindow::begin_window(bool in_place) {
 void GradientWindow::open(const WindowBatch& batch) {
   const char* where = "accumulation::accumulate";
   if (open_) {
-    throw InputError(
-        where,
-        "a batch of these models is open already",
-        "one guard at a time",
-        "pass all models of a batch to one accumulate()");
+    throw InputError(where, "a batch of these models is open already", "one guard at a time",
+                     "pass all models of a batch to one accumulate()");
   }
   if (waiting() > 0) {
-    throw InputError(
-        where,
-        std::to_string(waiting()) +
-            " backward calls outside accumulate() wait under no_sync() to be "
-            "reduced",
-        "a backward outside no_sync() that reduces them, before a window",
-        "use accumulate() alone: it reduces in a window's last batch");
+    throw InputError(where,
+                     std::to_string(waiting()) +
+                         " backward calls outside accumulate() wait under no_sync() to be reduced",
+                     "a backward outside no_sync() that reduces them, before a window",
+                     "use accumulate() alone: it reduces in a window's last batch");
   }
   if (begun_ && !complete_ && last_ && had_backward_) {
-    throw InputError(
-        where,
-        "the last batch of the window before ended with "
-        "backward({.last = false}) or under no_sync()",
-        "its last backward to reduce the gradients",
-        "leave .last out, and no_sync(), in the last backward of a batch");
+    throw InputError(where,
+                     "the last batch of the window before ended with "
+                     "backward({.last = false}) or under no_sync()",
+                     "its last backward to reduce the gradients",
+                     "leave .last out, and no_sync(), in the last backward of a batch");
   }
   if (!begun_ || complete_) {
     begin_window(false);
@@ -153,21 +137,16 @@ double GradientWindow::batch_weight(std::optional<double> sum_weight) {
                                        : used_weight_ ? used_weight_
                                                       : batch_.weight;
   if (!weight) {
-    throw InputError(
-        "accumulation::backward",
-        "the batch's type does not tell its rows, so a mean loss has no weight",
-        "accumulate(loader, weight, model), or a type with rows(batch)",
-        "pass the weight, or call backward(loss_sum, weight)");
+    throw InputError("accumulation::backward",
+                     "the batch's type does not tell its rows, so a mean loss has no weight",
+                     "accumulate(loader, weight, model), or a type with rows(batch)",
+                     "pass the weight, or call backward(loss_sum, weight)");
   }
-  if (!std::isfinite(*weight) || *weight < 0 ||
-      (used_weight_ && *used_weight_ != *weight)) {
-    throw InputError(
-        "accumulation::backward",
-        "weight=" + std::to_string(*weight),
-        used_weight_
-            ? "the batch's weight, which an earlier backward gave as " +
-                  std::to_string(*used_weight_)
-            : "a finite number, 0 or above");
+  if (!std::isfinite(*weight) || *weight < 0 || (used_weight_ && *used_weight_ != *weight)) {
+    throw InputError("accumulation::backward", "weight=" + std::to_string(*weight),
+                     used_weight_ ? "the batch's weight, which an earlier backward gave as " +
+                                        std::to_string(*used_weight_)
+                                  : "a finite number, 0 or above");
   }
   if (!used_weight_) {
     used_weight_ = weight;
@@ -188,15 +167,12 @@ double GradientWindow::batch_weight(std::optional<double> sum_weight) {
 // returns, which torch's clip and optimizers and a user's logging rely on, for one
 // pass over memory out of the dozen of a step. A loss scale (fp16) goes the same way:
 // into the seed, and out with n0 / W, so that it costs no pass of its own.
-void GradientWindow::backward(
-    const at::Tensor& loss,
-    std::optional<double> sum_weight,
-    const BackwardOptions& options) {
+void GradientWindow::backward(const at::Tensor& loss, std::optional<double> sum_weight,
+                              const BackwardOptions& options) {
   if (!open_ || !failure_.empty()) {
     throw InputError(
         "accumulation::backward",
-        open_ ? "an earlier backward of this batch threw: " + failure_
-              : "no window is open",
+        open_ ? "an earlier backward of this batch threw: " + failure_ : "no window is open",
         open_ ? "a new window" : "auto window = accelerator.accumulate(model)");
   }
   detail::check_window_loss(loss);
@@ -205,25 +181,16 @@ void GradientWindow::backward(
   if (scale_ == 0) {
     scale_ = alone() && last_ && weight > 0 ? weight
              : alone() && report_.number == 0 && weight > 0
-                 ? detail::nearest_power_of_two(
-                       weight * static_cast<double>(options_.steps))
+                 ? detail::nearest_power_of_two(weight * static_cast<double>(options_.steps))
                  : next_scale_;
   }
   // Turns the loss into a sum.
   const double times = sum_weight && weight > 0 ? 1.0 : weight;
-  const double batches =
-      static_cast<double>(options_.steps * communicator_->world_size());
-  const double seed = !equal_batches() ? times / scale_
-                      : weight > 0     ? times / weight / batches
-                                       : 0;
+  const double batches = static_cast<double>(options_.steps * communicator_->world_size());
+  const double seed = !equal_batches() ? times / scale_ : weight > 0 ? times / weight / batches : 0;
   idle_ = idle_ && batch_.stand_in;
-  run_backward(
-      loss,
-      times,
-      seed,
-      batch_.backward_communicates,
-      last_ && options.last,
-      options.retain_graph);
+  run_backward(loss, times, seed, batch_.backward_communicates, last_ && options.last,
+               options.retain_graph);
 }
 
 void GradientWindow::complete_without_backward() {
@@ -231,55 +198,42 @@ void GradientWindow::complete_without_backward() {
   run_backward(at::Tensor(), 0, 0, false, true, false);
 }
 
-void GradientWindow::begin_outside(
-    std::optional<double> sum_weight, const WindowBatch& batch, bool reduce) {
+void GradientWindow::begin_outside(std::optional<double> sum_weight, const WindowBatch& batch,
+                                   bool reduce) {
   const bool sums = sum_weight.has_value();
   // A rank alone adds mean losses as they are.
-  begin_window(
-      alone() && exchange_->loss_scale == 1 &&
-      (!sums || reduce || equal_batches()));
+  begin_window(alone() && exchange_->loss_scale == 1 && (!sums || reduce || equal_batches()));
   outside_ = true;
   outside_sums_ = sums;
   if (!sums) {
-    weight_ = batch.stand_in               ? 0
-              : reduce && !equal_batches() ? batch.weight.value_or(1)
-                                           : 1;
+    weight_ = batch.stand_in ? 0 : reduce && !equal_batches() ? batch.weight.value_or(1) : 1;
   }
   const double known = reduce ? sum_weight.value_or(weight_) : weight_;
   scale_ = alone() && known > 0 ? known : next_scale_;
 }
 
-void GradientWindow::backward_outside(
-    const at::Tensor& loss,
-    std::optional<double> sum_weight,
-    const WindowBatch& batch,
-    bool reduce,
-    bool retain_graph) {
+void GradientWindow::backward_outside(const at::Tensor& loss, std::optional<double> sum_weight,
+                                      const WindowBatch& batch, bool reduce, bool retain_graph) {
   const char* where = "accumulation::backward";
   detail::check_window_loss(loss);
   if (sum_weight && !(std::isfinite(*sum_weight) && *sum_weight >= 0)) {
-    throw InputError(
-        where,
-        "weight=" + std::to_string(*sum_weight),
-        "a finite number, 0 or above");
+    throw InputError(where, "weight=" + std::to_string(*sum_weight), "a finite number, 0 or above");
   }
   if (begun_ && !complete_ && !outside_) {
-    throw InputError(
-        where,
-        "no batch is open, and a window of these models has " +
-            std::to_string(batches_) + " of " + std::to_string(options_.steps) +
-            " batches",
-        "accumulate() around every batch until the window is complete",
-        "auto window = accelerator.accumulate(model) before the forward");
+    throw InputError(where,
+                     "no batch is open, and a window of these models has " +
+                         std::to_string(batches_) + " of " + std::to_string(options_.steps) +
+                         " batches",
+                     "accumulate() around every batch until the window is complete",
+                     "auto window = accelerator.accumulate(model) before the forward");
   }
   if (waiting() > 0 && outside_sums_ != sum_weight.has_value()) {
-    throw InputError(
-        where,
-        std::string("a ") + (sum_weight ? "sum" : "mean") + " after " +
-            std::to_string(waiting()) + (sum_weight ? " mean" : " sum") +
-            " losses that wait under no_sync() to be reduced",
-        "means or sums, not both, until they are reduced",
-        "call backward(loss, weight) for all of them, or use accumulate()");
+    throw InputError(where,
+                     std::string("a ") + (sum_weight ? "sum" : "mean") + " after " +
+                         std::to_string(waiting()) + (sum_weight ? " mean" : " sum") +
+                         " losses that wait under no_sync() to be reduced",
+                     "means or sums, not both, until they are reduced",
+                     "call backward(loss, weight) for all of them, or use accumulate()");
   }
   failure_.clear();
   if (waiting() == 0) {
@@ -294,26 +248,18 @@ void GradientWindow::backward_outside(
   rows_ += static_cast<double>(batch.rows.value_or(0));
   last_ = reduce;
   idle_ = idle_ && batch.stand_in;
-  const bool nothing =
-      batch.stand_in || sum_weight.value_or(batch.weight.value_or(1)) == 0;
+  const bool nothing = batch.stand_in || sum_weight.value_or(batch.weight.value_or(1)) == 0;
   const double times = nothing ? 0 : sum_weight ? 1.0 : weight_;
-  const double count =
-      sum_weight.value_or(weight_); // what times · loss is over
+  const double count = sum_weight.value_or(weight_); // what times · loss is over
   const double seed = !equal_batches() ? times / scale_
-                      : count > 0 ? times / count / communicator_->world_size()
-                                  : 0;
-  run_backward(
-      loss, times, seed, batch.backward_communicates, reduce, retain_graph);
+                      : count > 0      ? times / count / communicator_->world_size()
+                                       : 0;
+  run_backward(loss, times, seed, batch.backward_communicates, reduce, retain_graph);
   ++batches_;
 }
 
-void GradientWindow::run_backward(
-    const at::Tensor& loss,
-    double times,
-    double seed,
-    bool always,
-    bool reduce,
-    bool retain_graph) {
+void GradientWindow::run_backward(const at::Tensor& loss, double times, double seed, bool always,
+                                  bool reduce, bool retain_graph) {
   const bool runs = times != 0 || always;
   try {
     if (times != 0) {
@@ -323,16 +269,13 @@ void GradientWindow::run_backward(
       start_control();
     }
     for (auto& model : models_) {
-      model->start_backward(
-          reduce,
-          {.loss = runs ? loss : at::Tensor(),
-           .hold = model != models_.front(),
-           .factor = [this] { return factor_of(control_.wait()); }});
+      model->start_backward(reduce, {.loss = runs ? loss : at::Tensor(),
+                                     .hold = model != models_.front(),
+                                     .factor = [this] { return factor_of(control_.wait()); }});
     }
     if (runs) {
       // In 16 bits neither the weight nor the scale would be exact.
-      const bool narrow = loss.scalar_type() == at::kHalf ||
-                          loss.scalar_type() == at::kBFloat16;
+      const bool narrow = loss.scalar_type() == at::kHalf || loss.scalar_type() == at::kBFloat16;
       const at::Tensor wide = narrow ? loss.to(at::kFloat) : loss;
       const auto zeros = times == 0 ? detail::zeros_of_zeros(wide) : nullptr;
       wide.backward(at::full_like(wide, seed * loss_scale_), retain_graph);
@@ -359,8 +302,7 @@ void GradientWindow::run_backward(
 void GradientWindow::forget_losses() {
   host_losses_ = host_non_finite_ = 0;
   if (!device_.is_cpu()) {
-    loss_stats_ =
-        at::zeros({2}, at::TensorOptions(at::kDouble).device(device_));
+    loss_stats_ = at::zeros({2}, at::TensorOptions(at::kDouble).device(device_));
   }
 }
 
@@ -375,13 +317,11 @@ void GradientWindow::note_loss(const at::Tensor& loss, double times) {
     return;
   }
   if (!loss_stats_.defined()) {
-    loss_stats_ =
-        at::zeros({2}, at::TensorOptions(at::kDouble).device(device_));
+    loss_stats_ = at::zeros({2}, at::TensorOptions(at::kDouble).device(device_));
   }
   const at::Tensor value = loss.detach().reshape({1}).to(at::kDouble);
   loss_stats_.add_(
-      at::cat({value * times, value.isfinite().logical_not().to(at::kDouble)})
-          .to(device_));
+      at::cat({value * times, value.isfinite().logical_not().to(at::kDouble)}).to(device_));
 }
 
 // A backward that threw leaves gradients half made: the window starts afresh.
@@ -421,9 +361,7 @@ double GradientWindow::factor_of(const WindowTotals& totals) const {
   if (totals.extra) {
     return factor_;
   }
-  return (totals.weight > 0 && !equal_batches() ? scale_ / totals.weight
-                                                : 1.0) /
-         loss_scale_;
+  return (totals.weight > 0 && !equal_batches() ? scale_ / totals.weight : 1.0) / loss_scale_;
 }
 
 void GradientWindow::complete() {
@@ -459,11 +397,9 @@ void GradientWindow::complete() {
 // Ranks that joined learn what is done with windows; whose buffers are taken may
 // depend on who had a row.
 void GradientWindow::note_ranks(const WindowTotals& totals) {
-  const bool uneven =
-      totals.idle > 0 &&
-      std::any_of(models_.begin(), models_.end(), [](const auto& model) {
-        return model->evens_out_buffers(true);
-      });
+  const bool uneven = totals.idle > 0 &&
+                      std::any_of(models_.begin(), models_.end(),
+                                  [](const auto& model) { return model->evens_out_buffers(true); });
   if (totals.extra || (totals.finished == 0 && !uneven)) {
     return;
   }
@@ -500,10 +436,7 @@ void GradientWindow::settle(const WindowTotals& totals) {
   for (auto& model : models_) {
     // Where ranks have joined, they repeat the others' steps with the gradients
     // as they are.
-    model->finish(
-        factor_,
-        ranks_,
-        exchange_->steps_scale && !totals.extra && totals.finished == 0);
+    model->finish(factor_, ranks_, exchange_->steps_scale && !totals.extra && totals.finished == 0);
     report_.communication_seconds += model->reduction().communication_seconds;
     report_.exposed_seconds += model->reduction().exposed_seconds;
   }
@@ -520,13 +453,12 @@ void GradientWindow::settle(const WindowTotals& totals) {
 void GradientWindow::join(const WindowTotals& totals) {
   const bool replay = exchange_->pending && !totals.extra;
   if (begun_ && !complete_) {
-    throw InputError(
-        "accumulation::join",
-        "the data of this rank has ended in the middle of a window of models "
-        "that other ranks still train: batches=" +
-            std::to_string(batches_),
-        "the window to end with the data",
-        "call accumulate() with the loader whose batch it is");
+    throw InputError("accumulation::join",
+                     "the data of this rank has ended in the middle of a window of models "
+                     "that other ranks still train: batches=" +
+                         std::to_string(batches_),
+                     "the window to end with the data",
+                     "call accumulate() with the loader whose batch it is");
   }
   if (!totals.extra) {
     for (auto& model : models_) {
@@ -537,8 +469,7 @@ void GradientWindow::join(const WindowTotals& totals) {
   }
   const double factor = factor_of(totals);
   for (auto& model : models_) {
-    model->start_backward(
-        true, {.joined = true, .factor = [factor] { return factor; }});
+    model->start_backward(true, {.joined = true, .factor = [factor] { return factor; }});
     model->finish_backward();
   }
   for (auto& model : models_) {
@@ -553,8 +484,7 @@ void GradientWindow::join(const WindowTotals& totals) {
       exchange_->replay(record);
       for (size_t i = 0; i < models_.size(); ++i) {
         models_[i]->swap_aside();
-        models_[i]->keep_aside(
-            record.at("kept").at(i).get<std::vector<int64_t>>());
+        models_[i]->keep_aside(record.at("kept").at(i).get<std::vector<int64_t>>());
       }
     }
     exchange_->pending = true;

@@ -35,21 +35,17 @@ enum WindowField {
   // Ranks that read something to compare, its print and square; of finished ones.
   kWindowRead,
   kWindowReadAll = kWindowRead + 3,
-  kWindowRequest = kWindowReadAll +
-                   3, // the first of kWindowRequests: ranks that have the bit
+  kWindowRequest = kWindowReadAll + 3, // the first of kWindowRequests: ranks that have the bit
   kWindowFields = kWindowRequest + kWindowRequests
 };
 
 // Multiplicative hashing (Knuth, TAOCP 6.4); small enough that squares of it sum
 // exactly in fp64 over a million ranks.
 double window_fingerprint(const WindowTotals& window) {
-  uint64_t value = window.number * 8 + (window.extra ? 1 : 0) +
-                   (window.outside ? 2 : 0) + (window.buffers ? 4 : 0);
-  for (const uint64_t next :
-       {window.models,
-        window.history,
-        static_cast<uint64_t>(window.round),
-        std::bit_cast<uint64_t>(window.loss_scale)}) {
+  uint64_t value = window.number * 8 + (window.extra ? 1 : 0) + (window.outside ? 2 : 0) +
+                   (window.buffers ? 4 : 0);
+  for (const uint64_t next : {window.models, window.history, static_cast<uint64_t>(window.round),
+                              std::bit_cast<uint64_t>(window.loss_scale)}) {
     value = (value * 0x9e3779b97f4a7c15ull) ^ next;
   }
   value *= 0x9e3779b97f4a7c15ull;
@@ -64,23 +60,19 @@ bool equal_on_ranks(double count, double sum, double sum_of_squares) {
 
 void throw_other_batches(const std::string& range) {
   throw CommunicationError(
-      "accelerator::PreparedLoader",
-      "ranks read different batches of " + range,
+      "accelerator::PreparedLoader", "ranks read different batches of " + range,
       "the same batches in the same order on every rank, which keeps its share",
       "give all ranks the same range and seed its own generators alike; where "
       "the data set itself draws random numbers, or the sampler does behind "
-      "begin() and prefetch is on, see "
-      "DataLoaderConfiguration::compare_batches");
+      "begin() and prefetch is on, see DataLoaderConfiguration::compare_batches");
 }
 
 } // namespace detail
 
-WindowControl::WindowControl(
-    std::shared_ptr<Communicator> communicator, at::Device device)
+WindowControl::WindowControl(std::shared_ptr<Communicator> communicator, at::Device device)
     : communicator_(std::move(communicator)), device_(device) {}
 
-void WindowControl::start(
-    const WindowTotals& mine, const at::Tensor& loss_stats) {
+void WindowControl::start(const WindowTotals& mine, const at::Tensor& loss_stats) {
   using namespace detail;
   std::array<double, kWindowFields> host{};
   range_ = mine.range;
@@ -121,8 +113,7 @@ void WindowControl::start(
     at::NoGradGuard no_grad;
     values_.narrow(0, kWindowLoss, 2).add_(loss_stats);
   }
-  handle_ =
-      communicator_->all_reduce_async(values_, ReduceOp::sum, "window control");
+  handle_ = communicator_->all_reduce_async(values_, ReduceOp::sum, "window control");
 }
 
 WindowTotals WindowControl::wait() {
@@ -143,14 +134,11 @@ WindowTotals WindowControl::wait() {
     }
   };
   if (active == 0) {
-    if (!equal_on_ranks(
-            sum[kWindowDataKnown], sum[kWindowData], sum[kWindowDataSquared])) {
+    if (!equal_on_ranks(sum[kWindowDataKnown], sum[kWindowData], sum[kWindowDataSquared])) {
       throw CommunicationError(
           "accelerator::PreparedLoader",
-          "ranks are at the ends of different loaders, or have done different "
-          "optimizer steps by now",
-          "loops over prepared loaders that end in one order, and the same "
-          "steps, on every rank",
+          "ranks are at the ends of different loaders, or have done different optimizer steps by now",
+          "loops over prepared loaders that end in one order, and the same steps, on every rank",
           "do not step by a count of a rank's own batches; give loaders that "
           "are used inside each other equally many batches on every rank");
     }
@@ -175,8 +163,7 @@ WindowTotals WindowControl::wait() {
         "the same order of accumulate(), backward() and step() on every rank, "
         "and of evaluations inside windows",
         "look for a branch in the loop that depends on the rank or on how many "
-        "batches it has; accumulate() makes such decisions for all ranks "
-        "alike");
+        "batches it has; accumulate() makes such decisions for all ranks alike");
   }
   compare_read(sum + kWindowRead);
   return totals;

@@ -13,19 +13,14 @@ namespace hasten {
 
 GradientWindow::~GradientWindow() = default;
 
-void GradientWindow::save_state(
-    NamedTensors& tensors, nlohmann::json& values) const {
-  if ((open_ && !had_backward_) ||
-      (begun_ && !complete_ && !outside_ && last_ && had_backward_) ||
+void GradientWindow::save_state(NamedTensors& tensors, nlohmann::json& values) const {
+  if ((open_ && !had_backward_) || (begun_ && !complete_ && !outside_ && last_ && had_backward_) ||
       !failure_.empty()) {
     throw InputError(
         "accumulation::GradientWindow",
-        !failure_.empty()
-            ? "the state of a batch whose backward threw: " + failure_
-            : "the state between accumulate() and the last "
-              "backward() of its batch",
-        "a state between batches, or after the backward",
-        "save at the end of the loop's body");
+        !failure_.empty() ? "the state of a batch whose backward threw: " + failure_
+                          : "the state between accumulate() and the last backward() of its batch",
+        "a state between batches, or after the backward", "save at the end of the loop's body");
   }
   values["steps"] = options_.steps;
   values["outside"] = outside_;
@@ -40,14 +35,7 @@ void GradientWindow::save_state(
   values["joined"] = report_.joined;
   // JSON has neither NaN nor infinity, which a loss may be.
   tensors["numbers"] = at::tensor(
-      {scale_,
-       next_scale_,
-       factor_,
-       weight_,
-       rows_,
-       report_.weight,
-       report_.loss,
-       loss_scale_},
+      {scale_, next_scale_, factor_, weight_, rows_, report_.weight, report_.loss, loss_scale_},
       at::kDouble);
   at::Tensor stats = at::tensor({host_losses_, host_non_finite_}, at::kDouble);
   if (loss_stats_.defined()) {
@@ -56,8 +44,7 @@ void GradientWindow::save_state(
   tensors["loss_stats"] = stats;
 }
 
-void GradientWindow::load_state(
-    const NamedTensors& tensors, const nlohmann::json& values) {
+void GradientWindow::load_state(const NamedTensors& tensors, const nlohmann::json& values) {
   const auto refuse = [](const std::string& what, const std::string& expected) {
     throw InputError("accumulation::GradientWindow", what, expected);
   };
@@ -69,11 +56,9 @@ void GradientWindow::load_state(
   const auto steps = values.at("steps").get<int64_t>();
   const auto batches = values.at("batches").get<int64_t>();
   if (begun && !complete && steps != options_.steps && !outside) {
-    refuse(
-        "the state is in the middle of a window of "
-        "gradient_accumulation_steps=" +
-            std::to_string(steps) + " batches",
-        "the same number, here it is " + std::to_string(options_.steps));
+    refuse("the state is in the middle of a window of gradient_accumulation_steps=" +
+               std::to_string(steps) + " batches",
+           "the same number, here it is " + std::to_string(options_.steps));
   }
   const auto is_doubles = [](const at::Tensor& tensor, int64_t count) {
     return tensor.scalar_type() == at::kDouble && tensor.numel() == count;

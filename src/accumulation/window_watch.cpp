@@ -29,8 +29,7 @@ WindowWatch::Mark WindowWatch::mark_of(const at::Tensor& tensor) {
   if (!tensor.defined() || tensor.layout() != at::kStrided) {
     return {};
   }
-  Mark mark{
-      tensor.const_data_ptr(), static_cast<uint32_t>(tensor._version()), 0};
+  Mark mark{tensor.const_data_ptr(), static_cast<uint32_t>(tensor._version()), 0};
   if (tensor.is_cpu() && tensor.is_non_overlapping_and_dense()) {
     const auto sample = tensor.element_size() == 8   ? sample_bits<uint64_t>
                         : tensor.element_size() == 4 ? sample_bits<uint32_t>
@@ -41,16 +40,14 @@ WindowWatch::Mark WindowWatch::mark_of(const at::Tensor& tensor) {
   return mark;
 }
 
-void WindowWatch::remember(
-    const std::vector<std::shared_ptr<DataParallel>>& models) {
+void WindowWatch::remember(const std::vector<std::shared_ptr<DataParallel>>& models) {
   seen_.clear();
   for (const auto& model : models) {
     if (model->sharded()) {
       continue;
     }
     for (const FlatSlot& slot : model->gradients().layout().slots()) {
-      seen_.push_back(
-          {&slot, mark_of(slot.parameter), mark_of(slot.parameter.grad())});
+      seen_.push_back({&slot, mark_of(slot.parameter), mark_of(slot.parameter.grad())});
     }
   }
 }
@@ -59,21 +56,17 @@ void WindowWatch::check(bool parameters) const {
   for (const Seen& seen : seen_) {
     const Mark gradient = mark_of(seen.slot->parameter.grad());
     const bool kept = gradient == seen.gradient;
-    if (kept &&
-        !(parameters && mark_of(seen.slot->parameter) != seen.parameter)) {
+    if (kept && !(parameters && mark_of(seen.slot->parameter) != seen.parameter)) {
       continue;
     }
-    throw InputError(
-        "accumulation::accumulate",
-        (kept ? "parameter \"" : "the gradient of parameter \"") +
-            seen.slot->name +
-            (kept || gradient.data != nullptr ? "\" was changed"
-                                              : "\" was dropped") +
-            " in the middle of a window",
-        "no step, clip or zero_grad() before the window's last batch",
-        "use step() and zero_grad() of the optimizer that prepare() returned, "
-        "and accelerator.clip_grad_norm_(): they wait for the window's end; or "
-        "set check_accumulation=false");
+    throw InputError("accumulation::accumulate",
+                     (kept ? "parameter \"" : "the gradient of parameter \"") + seen.slot->name +
+                         (kept || gradient.data != nullptr ? "\" was changed" : "\" was dropped") +
+                         " in the middle of a window",
+                     "no step, clip or zero_grad() before the window's last batch",
+                     "use step() and zero_grad() of the optimizer that prepare() returned, "
+                     "and accelerator.clip_grad_norm_(): they wait for the window's end; or "
+                     "set check_accumulation=false");
   }
 }
 

@@ -34,9 +34,8 @@ class ZeroHook final : public torch::autograd::FunctionPostHook {
     }
     Tensors result = outputs;
     for (at::Tensor& gradient : result) {
-      if (gradient.defined() &&
-          !(custom_ && has_nonzero(gradient) &&
-            values_of(gradient).isfinite().all().item<bool>())) {
+      if (gradient.defined() && !(custom_ && has_nonzero(gradient) &&
+                                  values_of(gradient).isfinite().all().item<bool>())) {
         gradient = at::zeros_like(gradient);
       }
     }
@@ -54,10 +53,8 @@ std::shared_ptr<void> zeros_of_zeros(const at::Tensor& root) {
   const auto hook = [&](const Node& node) {
     // A leaf, whose node outlives the graph, returns nothing.
     if (node && node->num_outputs() > 0 && seen.insert(node.get()).second) {
-      hooked.emplace_back(
-          node,
-          node->add_post_hook(
-              std::make_unique<ZeroHook>(!node->is_traceable())));
+      hooked.emplace_back(node,
+                          node->add_post_hook(std::make_unique<ZeroHook>(!node->is_traceable())));
     }
   };
   hook(torch::autograd::impl::gradient_edge(root).function);

@@ -37,17 +37,14 @@ std::shared_ptr<SharedRegions>& shared_regions() {
   return regions;
 }
 
-static ActivationCheckpointOptions effective_options(
-    const ActivationCheckpointOptions& options) {
+static ActivationCheckpointOptions effective_options(const ActivationCheckpointOptions& options) {
   ActivationCheckpointOptions effective = options;
   effective.early_stop = early_stop_override().value_or(options.early_stop);
   return effective;
 }
 
-std::vector<at::Tensor> run_region(
-    RegionForward forward,
-    std::vector<at::Tensor> inputs,
-    const ActivationCheckpointOptions& options) {
+std::vector<at::Tensor> run_region(RegionForward forward, std::vector<at::Tensor> inputs,
+                                   const ActivationCheckpointOptions& options) {
   if (!at::GradMode::is_enabled()) {
     return forward(std::move(inputs));
   }
@@ -65,28 +62,23 @@ std::vector<at::Tensor> run_region(
 }
 
 void throw_no_tensor(const ActivationCheckpointOptions& options) {
-  throw InputError(
-      "activation_checkpoint",
-      (options.name.empty() ? std::string("the region")
-                            : "region " + options.name) +
-          " returns no tensor",
-      "a result with tensors, which backward goes through",
-      "return what the region computes");
+  throw InputError("activation_checkpoint",
+                   (options.name.empty() ? std::string("the region") : "region " + options.name) +
+                       " returns no tensor",
+                   "a result with tensors, which backward goes through",
+                   "return what the region computes");
 }
 
 } // namespace detail
 
 at::Tensor activation_checkpoint_sequential(
-    const std::vector<std::function<at::Tensor(at::Tensor)>>& functions,
-    int64_t segments,
-    at::Tensor input,
-    const ActivationCheckpointOptions& options) {
+    const std::vector<std::function<at::Tensor(at::Tensor)>>& functions, int64_t segments,
+    at::Tensor input, const ActivationCheckpointOptions& options) {
   const auto count = static_cast<int64_t>(functions.size());
   if (segments < 1 || segments > count) {
     throw InputError(
         "activation_checkpoint_sequential",
-        "segments=" + std::to_string(segments) + " of " +
-            std::to_string(count) + " functions",
+        "segments=" + std::to_string(segments) + " of " + std::to_string(count) + " functions",
         "1 to the number of functions");
   }
   const int64_t length = count / segments;
@@ -102,8 +94,7 @@ at::Tensor activation_checkpoint_sequential(
           }
           return x;
         },
-        std::move(input),
-        options);
+        std::move(input), options);
   }
   for (; next < count; ++next) {
     input = functions[static_cast<size_t>(next)](std::move(input));
@@ -111,8 +102,7 @@ at::Tensor activation_checkpoint_sequential(
   return input;
 }
 
-EarlyStopGuard::EarlyStopGuard(bool early_stop)
-    : before_(detail::early_stop_override()) {
+EarlyStopGuard::EarlyStopGuard(bool early_stop) : before_(detail::early_stop_override()) {
   detail::early_stop_override() = early_stop;
 }
 EarlyStopGuard::~EarlyStopGuard() { detail::early_stop_override() = before_; }
@@ -127,8 +117,7 @@ SharedRecompute::SharedRecompute() {
 
 SharedRecompute::~SharedRecompute() {
   const std::shared_ptr<detail::SharedRegions> mine = std::exchange(
-      detail::shared_regions(),
-      std::static_pointer_cast<detail::SharedRegions>(regions_));
+      detail::shared_regions(), std::static_pointer_cast<detail::SharedRegions>(regions_));
   for (const std::weak_ptr<detail::Region>& weak : mine->regions) {
     if (const auto region = weak.lock()) {
       region->forget(mine->id);
@@ -136,8 +125,6 @@ SharedRecompute::~SharedRecompute() {
   }
 }
 
-RecomputeCounts recompute_counts() {
-  return {detail::recomputed_regions, detail::early_stops};
-}
+RecomputeCounts recompute_counts() { return {detail::recomputed_regions, detail::early_stops}; }
 
 } // namespace hasten

@@ -21,11 +21,9 @@ InsideBlock::InsideBlock() { ++inside_blocks; }
 InsideBlock::~InsideBlock() { --inside_blocks; }
 bool InsideBlock::now() { return inside_blocks > 0; }
 
-RegionForward block_part(
-    const std::shared_ptr<torch::nn::Module>& block, Forward forward) {
+RegionForward block_part(const std::shared_ptr<torch::nn::Module>& block, Forward forward) {
   auto ran = std::make_shared<std::atomic<bool>>(false);
-  return [block, ran, forward = std::move(forward)](
-             std::vector<at::Tensor> inputs) {
+  return [block, ran, forward = std::move(forward)](std::vector<at::Tensor> inputs) {
     const InsideBlock inside;
     std::optional<RecomputeNotice> notice;
     if (ran->exchange(true)) {
@@ -38,19 +36,15 @@ RegionForward block_part(
 // Each block for itself: all, one in k, or by operators.
 class ModeHandler final : public BlockHandler {
  public:
-  explicit ModeHandler(const GradientCheckpointingOptions& options)
-      : options_(options) {
-    if (options.mode.mode() == GradientCheckpointing::Mode::ops &&
-        !options_.region.policy) {
+  explicit ModeHandler(const GradientCheckpointingOptions& options) : options_(options) {
+    if (options.mode.mode() == GradientCheckpointing::Mode::ops && !options_.region.policy) {
       options_.region.policy = OpPolicy::keep_expensive();
     }
   }
 
-  std::vector<at::Tensor> call(
-      const std::shared_ptr<torch::nn::Module>& block,
-      const std::string& name,
-      std::vector<at::Tensor> inputs,
-      const Forward& forward) override {
+  std::vector<at::Tensor> call(const std::shared_ptr<torch::nn::Module>& block,
+                               const std::string& name, std::vector<at::Tensor> inputs,
+                               const Forward& forward) override {
     if (index_of(block.get()) % options_.mode.every() != 0) {
       const InsideBlock inside;
       return forward(std::move(inputs));
@@ -64,8 +58,7 @@ class ModeHandler final : public BlockHandler {
   // By the order in which blocks were first called.
   int64_t index_of(const torch::nn::Module* block) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    return indices_.try_emplace(block, static_cast<int64_t>(indices_.size()))
-        .first->second;
+    return indices_.try_emplace(block, static_cast<int64_t>(indices_.size())).first->second;
   }
 
   GradientCheckpointingOptions options_;
@@ -73,8 +66,7 @@ class ModeHandler final : public BlockHandler {
   std::unordered_map<const torch::nn::Module*, int64_t> indices_{};
 };
 
-std::shared_ptr<BlockHandler> make_mode_handler(
-    const GradientCheckpointingOptions& options) {
+std::shared_ptr<BlockHandler> make_mode_handler(const GradientCheckpointingOptions& options) {
   return std::make_shared<ModeHandler>(options);
 }
 
@@ -82,10 +74,8 @@ class HandlerLink final : public BlockInterceptor {
  public:
   HandlerLink(std::shared_ptr<BlockHandler> handler, std::string name)
       : handler_(std::move(handler)), name_(std::move(name)) {}
-  std::vector<at::Tensor> intercept(
-      const BlockCall& call,
-      std::vector<at::Tensor> inputs,
-      Forward forward) override {
+  std::vector<at::Tensor> intercept(const BlockCall& call, std::vector<at::Tensor> inputs,
+                                    Forward forward) override {
     if (InsideBlock::now() || !at::GradMode::is_enabled()) {
       return forward(std::move(inputs));
     }
@@ -117,12 +107,10 @@ class SequentialPart final : public torch::nn::Module {
     if (!chain) {
       return run({std::move(x)})[0];
     }
-    return run_block_chain(
-        chain,
-        {std::move(x)},
-        [run, alive = shared_from_this()](std::vector<at::Tensor> inputs) {
-          return run(std::move(inputs));
-        })[0];
+    return run_block_chain(chain, {std::move(x)},
+                           [run, alive = shared_from_this()](std::vector<at::Tensor> inputs) {
+                             return run(std::move(inputs));
+                           })[0];
   }
 
  private:
@@ -142,8 +130,7 @@ static std::vector<size_t> part_lengths(torch::nn::SequentialImpl& container) {
     if (leaves == 0) {
       return;
     }
-    const auto parts =
-        static_cast<size_t>(std::ceil(std::sqrt(static_cast<double>(leaves))));
+    const auto parts = static_cast<size_t>(std::ceil(std::sqrt(static_cast<double>(leaves))));
     for (size_t part = 0; part < parts; ++part) {
       lengths.push_back(leaves * (part + 1) / parts - leaves * part / parts);
     }
@@ -164,15 +151,13 @@ static std::vector<size_t> part_lengths(torch::nn::SequentialImpl& container) {
 // Wraps the container's entries; what puts them back.
 static std::function<void()> wrap_sequential(
     const std::shared_ptr<torch::nn::SequentialImpl>& container) {
-  std::vector<torch::nn::AnyModule> before(
-      container->begin(), container->end());
+  std::vector<torch::nn::AnyModule> before(container->begin(), container->end());
   size_t at = 0;
   for (const size_t length : part_lengths(*container)) {
     const auto first = before.begin() + static_cast<int64_t>(at);
     auto entry = container->begin() + static_cast<int64_t>(at);
-    *entry = torch::nn::AnyModule(
-        std::make_shared<SequentialPart>(std::vector<torch::nn::AnyModule>(
-            first, first + static_cast<int64_t>(length))));
+    *entry = torch::nn::AnyModule(std::make_shared<SequentialPart>(
+        std::vector<torch::nn::AnyModule>(first, first + static_cast<int64_t>(length))));
     for (size_t i = 1; i < length; ++i) {
       *(++entry) = torch::nn::AnyModule(std::make_shared<HandOnImpl>());
     }
@@ -185,9 +170,8 @@ static std::function<void()> wrap_sequential(
   };
 }
 
-BlockAttachments::BlockAttachments(
-    const std::shared_ptr<torch::nn::Module>& model,
-    std::shared_ptr<BlockHandler> handler) {
+BlockAttachments::BlockAttachments(const std::shared_ptr<torch::nn::Module>& model,
+                                   std::shared_ptr<BlockHandler> handler) {
   std::vector<std::shared_ptr<torch::nn::SequentialImpl>> containers;
   std::unordered_set<const torch::nn::Module*> seen; // shared ones come twice
   for (const auto& entry : model->named_modules()) {
@@ -195,12 +179,9 @@ BlockAttachments::BlockAttachments(
     if (!seen.insert(module.get()).second) {
       continue;
     }
-    attachments_.push_back(attach_block(
-        module,
-        BlockStage::checkpoint,
-        std::make_shared<HandlerLink>(handler, entry.key())));
-    if (auto container =
-            std::dynamic_pointer_cast<torch::nn::SequentialImpl>(module)) {
+    attachments_.push_back(attach_block(module, BlockStage::checkpoint,
+                                        std::make_shared<HandlerLink>(handler, entry.key())));
+    if (auto container = std::dynamic_pointer_cast<torch::nn::SequentialImpl>(module)) {
       containers.push_back(std::move(container));
     }
   }
@@ -240,49 +221,39 @@ static void drop_attachments(const torch::nn::Module* model) {
   }
 }
 
-void attach_handler(
-    const std::shared_ptr<torch::nn::Module>& model,
-    std::shared_ptr<BlockHandler> handler) {
+void attach_handler(const std::shared_ptr<torch::nn::Module>& model,
+                    std::shared_ptr<BlockHandler> handler) {
   drop_attachments(model.get());
   auto attachments = std::make_unique<BlockAttachments>(model, handler);
   EnabledModels& models = enabled_models();
   const std::lock_guard<std::mutex> lock(models.mutex);
-  models.entries[model.get()] = {
-      model, std::move(attachments), std::move(handler)};
+  models.entries[model.get()] = {model, std::move(attachments), std::move(handler)};
 }
 
-std::shared_ptr<BlockHandler> attached_handler(
-    const std::shared_ptr<torch::nn::Module>& model) {
+std::shared_ptr<BlockHandler> attached_handler(const std::shared_ptr<torch::nn::Module>& model) {
   EnabledModels& models = enabled_models();
   const std::lock_guard<std::mutex> lock(models.mutex);
   const auto it = models.entries.find(model.get());
-  return it == models.entries.end() || it->second.model.expired()
-             ? nullptr
-             : it->second.handler;
+  return it == models.entries.end() || it->second.model.expired() ? nullptr : it->second.handler;
 }
 
 } // namespace detail
 
-void gradient_checkpointing_enable(
-    const std::shared_ptr<torch::nn::Module>& model,
-    const GradientCheckpointingOptions& options) {
+void gradient_checkpointing_enable(const std::shared_ptr<torch::nn::Module>& model,
+                                   const GradientCheckpointingOptions& options) {
   if (!model) {
-    throw InputError(
-        "activation_checkpoint::gradient_checkpointing_enable",
-        "model=null",
-        "a model");
+    throw InputError("activation_checkpoint::gradient_checkpointing_enable", "model=null",
+                     "a model");
   }
   if (options.plan) {
-    detail::attach_handler(
-        model, detail::make_plan_handler(options.plan, options.region));
+    detail::attach_handler(model, detail::make_plan_handler(options.plan, options.region));
     return;
   }
   if (options.mode.mode() == GradientCheckpointing::Mode::budget) {
-    throw InputError(
-        "activation_checkpoint::gradient_checkpointing_enable",
-        "mode=" + options.mode.text() + " without a plan",
-        "a plan: what fits is found by measuring",
-        "call hasten::enable_within_budget(model, loss, budget)");
+    throw InputError("activation_checkpoint::gradient_checkpointing_enable",
+                     "mode=" + options.mode.text() + " without a plan",
+                     "a plan: what fits is found by measuring",
+                     "call hasten::enable_within_budget(model, loss, budget)");
   }
   if (!options.mode) {
     detail::drop_attachments(model.get());
@@ -291,19 +262,16 @@ void gradient_checkpointing_enable(
   detail::attach_handler(model, detail::make_mode_handler(options));
 }
 
-void gradient_checkpointing_disable(
-    const std::shared_ptr<torch::nn::Module>& model) {
+void gradient_checkpointing_disable(const std::shared_ptr<torch::nn::Module>& model) {
   detail::drop_attachments(model.get());
 }
 
-bool gradient_checkpointing_called(
-    const std::shared_ptr<torch::nn::Module>& model) {
+bool gradient_checkpointing_called(const std::shared_ptr<torch::nn::Module>& model) {
   const auto handler = detail::attached_handler(model);
   return handler && handler->called;
 }
 
-bool gradient_checkpointing_enabled(
-    const std::shared_ptr<torch::nn::Module>& model) {
+bool gradient_checkpointing_enabled(const std::shared_ptr<torch::nn::Module>& model) {
   detail::EnabledModels& models = detail::enabled_models();
   const std::lock_guard<std::mutex> lock(models.mutex);
   const auto it = models.entries.find(model.get());

@@ -28,8 +28,7 @@ class InsideBlock {
 
 /// Runs `forward` as a part of its block; from its second call on, whoever is
 /// outside the checkpoint is told.
-RegionForward block_part(
-    const std::shared_ptr<torch::nn::Module>& block, Forward forward);
+RegionForward block_part(const std::shared_ptr<torch::nn::Module>& block, Forward forward);
 
 /// Decides what happens to a block's call; one for all blocks of a model.
 class BlockHandler {
@@ -37,28 +36,23 @@ class BlockHandler {
   std::atomic<bool> called{false};
 
   virtual ~BlockHandler() = default;
-  virtual std::vector<at::Tensor> call(
-      const std::shared_ptr<torch::nn::Module>& block,
-      const std::string& name,
-      std::vector<at::Tensor> inputs,
-      const Forward& forward) = 0;
+  virtual std::vector<at::Tensor> call(const std::shared_ptr<torch::nn::Module>& block,
+                                       const std::string& name, std::vector<at::Tensor> inputs,
+                                       const Forward& forward) = 0;
 };
 
 /// By the words of GradientCheckpointing, each block for itself.
-std::shared_ptr<BlockHandler> make_mode_handler(
-    const GradientCheckpointingOptions& options);
+std::shared_ptr<BlockHandler> make_mode_handler(const GradientCheckpointingOptions& options);
 /// By a plan over the blocks of these names.
-std::shared_ptr<BlockHandler> make_plan_handler(
-    std::shared_ptr<const ActivationPlan> plan,
-    const ActivationCheckpointOptions& options);
+std::shared_ptr<BlockHandler> make_plan_handler(std::shared_ptr<const ActivationPlan> plan,
+                                                const ActivationCheckpointOptions& options);
 
 /// To every module of a model while it lives: those that are called through
 /// call_block are its blocks.
 class BlockAttachments {
  public:
-  BlockAttachments(
-      const std::shared_ptr<torch::nn::Module>& model,
-      std::shared_ptr<BlockHandler> handler);
+  BlockAttachments(const std::shared_ptr<torch::nn::Module>& model,
+                   std::shared_ptr<BlockHandler> handler);
   BlockAttachments(const BlockAttachments&) = delete;
   BlockAttachments& operator=(const BlockAttachments&) = delete;
   ~BlockAttachments();
@@ -69,8 +63,7 @@ class BlockAttachments {
 };
 
 /// What is attached to the model; null where nothing is.
-std::shared_ptr<BlockHandler> attached_handler(
-    const std::shared_ptr<torch::nn::Module>& model);
+std::shared_ptr<BlockHandler> attached_handler(const std::shared_ptr<torch::nn::Module>& model);
 
 /// Gradients of zeros in the place of what is there while it lives, so that measuring
 /// neither counts nor changes them; buffers and random state are put back too.
@@ -88,8 +81,7 @@ class Untouched {
 };
 
 /// In the place of what was attached to the model before.
-void attach_handler(
-    const std::shared_ptr<torch::nn::Module>& model,
-    std::shared_ptr<BlockHandler> handler);
+void attach_handler(const std::shared_ptr<torch::nn::Module>& model,
+                    std::shared_ptr<BlockHandler> handler);
 
 } // namespace hasten::detail

@@ -29,25 +29,22 @@ constexpr std::array<ByteUnit, 11> kByteUnits{{
 }};
 
 static bool ends_with_word(std::string_view text, std::string_view end) {
-  return text.size() > end.size() &&
-         text.substr(text.size() - end.size()) == end;
+  return text.size() > end.size() && text.substr(text.size() - end.size()) == end;
 }
 
 /// A number above 0 that is the whole text; 0 otherwise.
 static double positive_number(std::string_view text) {
   double value = 0;
-  const auto [end, error] =
-      std::from_chars(text.data(), text.data() + text.size(), value);
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
   const bool whole = error == std::errc() && end == text.data() + text.size();
   return whole && std::isfinite(value) && value > 0 ? value : 0;
 }
 
 [[noreturn]] static void refuse_spec(std::string_view text) {
-  throw InputError(
-      "activation_checkpoint::gradient_checkpointing",
-      "gradient_checkpointing=" + std::string(text),
-      "none, full, every:K with K >= 1, ops, or budget:B with B bytes (2GB) or "
-      "a share of what keeping everything takes (50%)");
+  throw InputError("activation_checkpoint::gradient_checkpointing",
+                   "gradient_checkpointing=" + std::string(text),
+                   "none, full, every:K with K >= 1, ops, or budget:B with B bytes (2GB) or "
+                   "a share of what keeping everything takes (50%)");
 }
 
 } // namespace detail
@@ -64,11 +61,8 @@ int64_t parse_bytes(std::string_view text) {
   }
   const double bytes = detail::positive_number(number) * factor;
   if (bytes < 1 || bytes > 9e18) {
-    throw InputError(
-        "activation_checkpoint::parse_bytes",
-        "bytes=" + std::string(text),
-        "a number above 0, with or without kB, MB, GB, KiB, MiB, GiB, or K, M, "
-        "G");
+    throw InputError("activation_checkpoint::parse_bytes", "bytes=" + std::string(text),
+                     "a number above 0, with or without kB, MB, GB, KiB, MiB, GiB, or K, M, G");
   }
   return static_cast<int64_t>(bytes);
 }
@@ -86,19 +80,16 @@ GradientCheckpointing::GradientCheckpointing(std::string_view text) {
   } else if (text.substr(0, kEvery.size()) == kEvery) {
     mode_ = Mode::every;
     const std::string_view number = text.substr(kEvery.size());
-    const auto [end, error] =
-        std::from_chars(number.data(), number.data() + number.size(), every_);
-    if (error != std::errc() || end != number.data() + number.size() ||
-        every_ < 1) {
+    const auto [end, error] = std::from_chars(number.data(), number.data() + number.size(), every_);
+    if (error != std::errc() || end != number.data() + number.size() || every_ < 1) {
       detail::refuse_spec(text);
     }
   } else if (text.substr(0, kBudget.size()) == kBudget) {
     mode_ = Mode::budget;
     budget_ = text.substr(kBudget.size());
     if (detail::ends_with_word(budget_, "%")) {
-      share_ = detail::positive_number(
-                   std::string_view(budget_).substr(0, budget_.size() - 1)) /
-               100;
+      share_ =
+          detail::positive_number(std::string_view(budget_).substr(0, budget_.size() - 1)) / 100;
       if (share_ <= 0 || share_ > 1) {
         detail::refuse_spec(text);
       }

@@ -8,17 +8,14 @@ namespace hasten::detail {
 
 static thread_local SavedHookFactory* hook_factory = nullptr;
 
-HookScope::HookScope(SavedHookFactory* factory) : before_(hook_factory) {
-  hook_factory = factory;
-}
+HookScope::HookScope(SavedHookFactory* factory) : before_(hook_factory) { hook_factory = factory; }
 HookScope::~HookScope() { hook_factory = before_; }
 
 SavedHookFactory* current_hook_factory() { return hook_factory; }
 
 class HookEngine final : public torch::autograd::Engine {
  public:
-  std::unique_ptr<torch::autograd::SavedVariableHooks>
-  get_default_saved_variable_hooks() override {
+  std::unique_ptr<torch::autograd::SavedVariableHooks> get_default_saved_variable_hooks() override {
     return hook_factory == nullptr ? nullptr : hook_factory->make_hooks();
   }
 };

@@ -17,21 +17,17 @@ namespace detail {
 // A step cut into stretches between events; each stretch has a peak and a name.
 class MeterHandler final : public BlockHandler {
  public:
-  explicit MeterHandler(std::shared_ptr<BlockHandler> inner)
-      : inner_(std::move(inner)) {}
+  explicit MeterHandler(std::shared_ptr<BlockHandler> inner) : inner_(std::move(inner)) {}
 
-  std::vector<at::Tensor> call(
-      const std::shared_ptr<torch::nn::Module>& block,
-      const std::string& name,
-      std::vector<at::Tensor> inputs,
-      const Forward& forward) override {
+  std::vector<at::Tensor> call(const std::shared_ptr<torch::nn::Module>& block,
+                               const std::string& name, std::vector<at::Tensor> inputs,
+                               const Forward& forward) override {
     end_stretch("before the first block");
     const size_t number = report.blocks.size();
     report.blocks.push_back({name, 0, 0, 0});
     const int64_t before = memory_stats().live_bytes;
-    std::vector<at::Tensor> outputs =
-        inner_ ? inner_->call(block, name, std::move(inputs), forward)
-               : block_part(block, forward)(std::move(inputs));
+    std::vector<at::Tensor> outputs = inner_ ? inner_->call(block, name, std::move(inputs), forward)
+                                             : block_part(block, forward)(std::move(inputs));
     report.blocks[number].saved_bytes = memory_stats().live_bytes - before;
     report.blocks[number].forward_peak = end_stretch("forward of " + name);
     for (const at::Tensor& output : outputs) {
@@ -70,8 +66,7 @@ class MeterHandler final : public BlockHandler {
       return;
     }
     BlockMemory& block = report.blocks[static_cast<size_t>(derived_)];
-    block.backward_peak =
-        std::max(block.backward_peak, end_stretch("backward of " + block.name));
+    block.backward_peak = std::max(block.backward_peak, end_stretch("backward of " + block.name));
   }
 
   std::shared_ptr<BlockHandler> inner_;
@@ -83,32 +78,25 @@ class MeterHandler final : public BlockHandler {
 
 std::string ActivationReport::text() const {
   std::ostringstream text;
-  const auto row = [&](const std::string& name,
-                       const std::string& saved,
-                       const std::string& forward,
-                       const std::string& backward) {
-    text << std::left << std::setw(32) << name << std::right << std::setw(12)
-         << saved << std::setw(12) << forward << std::setw(12) << backward
-         << "\n";
+  const auto row = [&](const std::string& name, const std::string& saved,
+                       const std::string& forward, const std::string& backward) {
+    text << std::left << std::setw(32) << name << std::right << std::setw(12) << saved
+         << std::setw(12) << forward << std::setw(12) << backward << "\n";
   };
   row("block", "saved", "forward", "backward");
   for (const BlockMemory& block : blocks) {
-    row(block.name,
-        format_bytes(block.saved_bytes),
-        format_bytes(block.forward_peak),
+    row(block.name, format_bytes(block.saved_bytes), format_bytes(block.forward_peak),
         format_bytes(block.backward_peak));
   }
   text << "peak " << format_bytes(peak_bytes) << ", " << peak_at << "\n";
   return text.str();
 }
 
-ActivationReport measure_activations(
-    const std::shared_ptr<torch::nn::Module>& model,
-    const std::function<at::Tensor()>& loss) {
+ActivationReport measure_activations(const std::shared_ptr<torch::nn::Module>& model,
+                                     const std::function<at::Tensor()>& loss) {
   install_memory_meter();
   const detail::Untouched untouched(*model);
-  const std::shared_ptr<detail::BlockHandler> inner =
-      detail::attached_handler(model);
+  const std::shared_ptr<detail::BlockHandler> inner = detail::attached_handler(model);
   const auto meter = std::make_shared<detail::MeterHandler>(inner);
   const auto put_back = [&] {
     if (inner) {

@@ -30,10 +30,9 @@ class OffloadFile : public std::enable_shared_from_this<OffloadFile> {
     std::string name = (folder / "hasten-offload-XXXXXX").string();
     fd_ = ::mkstemp(name.data());
     if (fd_ < 0) {
-      throw InputError(
-          "activation_checkpoint::SavedTensorOffload",
-          "folder=" + folder.string() + ": " + std::strerror(errno),
-          "a folder that takes files");
+      throw InputError("activation_checkpoint::SavedTensorOffload",
+                       "folder=" + folder.string() + ": " + std::strerror(errno),
+                       "a folder that takes files");
     }
     ::unlink(name.c_str());
   }
@@ -46,17 +45,14 @@ class OffloadFile : public std::enable_shared_from_this<OffloadFile> {
     const int64_t place = take(pages(bytes));
     const auto* from = static_cast<const char*>(data);
     for (int64_t done = 0; done < bytes;) {
-      const ssize_t wrote = ::pwrite(
-          fd_, from + done, static_cast<size_t>(bytes - done), place + done);
+      const ssize_t wrote =
+          ::pwrite(fd_, from + done, static_cast<size_t>(bytes - done), place + done);
       if (wrote <= 0 && errno != EINTR) {
         const int error = errno;
         release(place, bytes);
-        throw Error(
-            "activation_checkpoint::SavedTensorOffload",
-            "cannot write " + std::to_string(bytes) +
-                " bytes: " + std::strerror(error),
-            "free space for saved tensors",
-            "choose another folder, or offload less");
+        throw Error("activation_checkpoint::SavedTensorOffload",
+                    "cannot write " + std::to_string(bytes) + " bytes: " + std::strerror(error),
+                    "free space for saved tensors", "choose another folder, or offload less");
       }
       done += std::max<ssize_t>(0, wrote);
     }
@@ -66,17 +62,11 @@ class OffloadFile : public std::enable_shared_from_this<OffloadFile> {
 
   /// Memory that reads the piece; writes to it stay private.
   void* map(int64_t place, int64_t bytes) const {
-    void* memory = ::mmap(
-        nullptr,
-        static_cast<size_t>(bytes),
-        PROT_READ | PROT_WRITE,
-        MAP_PRIVATE,
-        fd_,
-        place);
+    void* memory = ::mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE,
+                          fd_, place);
     if (memory == MAP_FAILED) {
-      throw Error(
-          "activation_checkpoint::SavedTensorOffload",
-          std::string("cannot map the file: ") + std::strerror(errno));
+      throw Error("activation_checkpoint::SavedTensorOffload",
+                  std::string("cannot map the file: ") + std::strerror(errno));
     }
     return memory;
   }
@@ -117,11 +107,8 @@ class OffloadFile : public std::enable_shared_from_this<OffloadFile> {
 
 // A storage that was written.
 struct OffloadedStorage {
-  OffloadedStorage(
-      std::shared_ptr<OffloadFile> file_in, const void* data, int64_t bytes_in)
-      : file(std::move(file_in)),
-        bytes(bytes_in),
-        place(file->write(data, bytes_in)) {}
+  OffloadedStorage(std::shared_ptr<OffloadFile> file_in, const void* data, int64_t bytes_in)
+      : file(std::move(file_in)), bytes(bytes_in), place(file->write(data, bytes_in)) {}
   OffloadedStorage(const OffloadedStorage&) = delete;
   OffloadedStorage& operator=(const OffloadedStorage&) = delete;
   ~OffloadedStorage() { file->free(place, bytes); }
@@ -137,18 +124,16 @@ class OffloadFactory final : public SavedHookFactory {
   explicit OffloadFactory(const SavedTensorOffloadOptions& options)
       : min_bytes_(options.min_bytes),
         file_(std::make_shared<OffloadFile>(
-            options.folder.empty() ? std::filesystem::temp_directory_path()
-                                   : options.folder)) {}
+            options.folder.empty() ? std::filesystem::temp_directory_path() : options.folder)) {}
   std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks() override;
   int64_t used() const { return file_->used(); }
 
   bool takes(const at::Tensor& tensor) const {
     const bool parameter = tensor.is_leaf() && tensor.requires_grad();
-    const bool of_parameter = tensor.is_view() && tensor._base().is_leaf() &&
-                              tensor._base().requires_grad();
-    return !parameter && !of_parameter && tensor.is_cpu() &&
-           tensor.layout() == at::kStrided && tensor.has_storage() &&
-           static_cast<int64_t>(tensor.storage().nbytes()) >= min_bytes_ &&
+    const bool of_parameter =
+        tensor.is_view() && tensor._base().is_leaf() && tensor._base().requires_grad();
+    return !parameter && !of_parameter && tensor.is_cpu() && tensor.layout() == at::kStrided &&
+           tensor.has_storage() && static_cast<int64_t>(tensor.storage().nbytes()) >= min_bytes_ &&
            tensor.storage().nbytes() <= 2 * tensor.nbytes();
   }
 
@@ -161,19 +146,16 @@ class OffloadFactory final : public SavedHookFactory {
     if (alive && !known.storage.expired() && known.version == version) {
       return alive;
     }
-    auto written = std::make_shared<OffloadedStorage>(
-        file_, storage.data(), static_cast<int64_t>(storage.nbytes()));
-    known = {
-        c10::weak_intrusive_ptr<c10::StorageImpl>(storage.getWeakStorageImpl()),
-        version,
-        written};
+    auto written = std::make_shared<OffloadedStorage>(file_, storage.data(),
+                                                      static_cast<int64_t>(storage.nbytes()));
+    known = {c10::weak_intrusive_ptr<c10::StorageImpl>(storage.getWeakStorageImpl()), version,
+             written};
     return written;
   }
 
  private:
   struct Written {
-    c10::weak_intrusive_ptr<c10::StorageImpl> storage{
-        c10::intrusive_ptr<c10::StorageImpl>()};
+    c10::weak_intrusive_ptr<c10::StorageImpl> storage{c10::intrusive_ptr<c10::StorageImpl>()};
     int64_t version = 0;
     std::weak_ptr<OffloadedStorage> written{};
   };
@@ -205,9 +187,7 @@ class OffloadHook final : public torch::autograd::SavedVariableHooks {
     void* memory = written_->file->map(written_->place, bytes);
     const auto item = static_cast<int64_t>(options_.dtype().itemsize());
     const at::Tensor whole = at::from_blob(
-        memory,
-        {bytes / item},
-        [bytes](void* at) { ::munmap(at, static_cast<size_t>(bytes)); },
+        memory, {bytes / item}, [bytes](void* at) { ::munmap(at, static_cast<size_t>(bytes)); },
         options_.requires_grad(false));
     return whole.as_strided(sizes_, strides_, offset_);
   }
@@ -222,20 +202,16 @@ class OffloadHook final : public torch::autograd::SavedVariableHooks {
   int64_t offset_ = 0;
 };
 
-std::unique_ptr<torch::autograd::SavedVariableHooks>
-OffloadFactory::make_hooks() {
+std::unique_ptr<torch::autograd::SavedVariableHooks> OffloadFactory::make_hooks() {
   return std::make_unique<OffloadHook>(*this);
 }
 
 static const SavedTensorOffloadOptions& require_own_engine(
     const SavedTensorOffloadOptions& options) {
   if (!hook_engine_installed()) {
-    throw Error(
-        "activation_checkpoint::SavedTensorOffload",
-        "another autograd engine (a Python interpreter's) is installed in this "
-        "process",
-        "torch's own engine",
-        "offload in a process without Python");
+    throw Error("activation_checkpoint::SavedTensorOffload",
+                "another autograd engine (a Python interpreter's) is installed in this process",
+                "torch's own engine", "offload in a process without Python");
   }
   return options;
 }

@@ -14,37 +14,32 @@
 namespace hasten {
 
 const std::set<std::string>& expensive_ops() {
-  static const std::set<std::string> names = {
-      "aten::mm",
-      "aten::addmm",
-      "aten::bmm",
-      "aten::baddbmm",
-      "aten::convolution",
-      "aten::mkldnn_rnn_layer",
-      "aten::_scaled_dot_product_flash_attention_for_cpu",
-      "aten::_scaled_dot_product_flash_attention",
-      "aten::_scaled_dot_product_efficient_attention",
-      "aten::_scaled_dot_product_cudnn_attention",
-      "aten::_scaled_mm",
-      "aten::topk",
-      "hasten::linear"};
+  static const std::set<std::string> names = {"aten::mm",
+                                              "aten::addmm",
+                                              "aten::bmm",
+                                              "aten::baddbmm",
+                                              "aten::convolution",
+                                              "aten::mkldnn_rnn_layer",
+                                              "aten::_scaled_dot_product_flash_attention_for_cpu",
+                                              "aten::_scaled_dot_product_flash_attention",
+                                              "aten::_scaled_dot_product_efficient_attention",
+                                              "aten::_scaled_dot_product_cudnn_attention",
+                                              "aten::_scaled_mm",
+                                              "aten::topk",
+                                              "hasten::linear"};
   return names;
 }
 
 bool is_collective_op(std::string_view name) {
-  return name.rfind("c10d::", 0) == 0 ||
-         name.rfind("c10d_functional::", 0) == 0 ||
+  return name.rfind("c10d::", 0) == 0 || name.rfind("c10d_functional::", 0) == 0 ||
          name.rfind("_c10d_functional::", 0) == 0;
 }
 
 std::shared_ptr<const OpPolicy> OpPolicy::keep(std::set<std::string> names) {
   for (const std::string& name : names) {
     if (name.find("::") == std::string::npos) {
-      throw InputError(
-          "activation_checkpoint::OpPolicy",
-          "operator=" + name,
-          "a name with its namespace",
-          "write aten::" + name);
+      throw InputError("activation_checkpoint::OpPolicy", "operator=" + name,
+                       "a name with its namespace", "write aten::" + name);
     }
   }
   return keep_if([names = std::move(names)](const OpCall& call) {
@@ -52,31 +47,24 @@ std::shared_ptr<const OpPolicy> OpPolicy::keep(std::set<std::string> names) {
   });
 }
 
-std::shared_ptr<const OpPolicy> OpPolicy::keep_expensive() {
-  return keep(expensive_ops());
-}
+std::shared_ptr<const OpPolicy> OpPolicy::keep_expensive() { return keep(expensive_ops()); }
 
-std::shared_ptr<const OpPolicy> OpPolicy::keep_if(
-    std::function<bool(const OpCall&)> decide) {
+std::shared_ptr<const OpPolicy> OpPolicy::keep_if(std::function<bool(const OpCall&)> decide) {
   if (!decide) {
-    throw InputError(
-        "activation_checkpoint::OpPolicy",
-        "decide is empty",
-        "a function of an OpCall");
+    throw InputError("activation_checkpoint::OpPolicy", "decide is empty",
+                     "a function of an OpCall");
   }
   auto policy = std::make_shared<OpPolicy>();
   policy->decide_ = std::move(decide);
   return policy;
 }
 
-std::shared_ptr<const OpPolicy> OpPolicy::keep_by_cost(
-    const std::vector<OpCost>& costs, int64_t bytes) {
+std::shared_ptr<const OpPolicy> OpPolicy::keep_by_cost(const std::vector<OpCost>& costs,
+                                                       int64_t bytes) {
   std::vector<OpCost> by_value(costs);
-  std::stable_sort(
-      by_value.begin(), by_value.end(), [](const OpCost& a, const OpCost& b) {
-        return a.seconds * static_cast<double>(b.bytes) >
-               b.seconds * static_cast<double>(a.bytes);
-      });
+  std::stable_sort(by_value.begin(), by_value.end(), [](const OpCost& a, const OpCost& b) {
+    return a.seconds * static_cast<double>(b.bytes) > b.seconds * static_cast<double>(a.bytes);
+  });
   std::set<std::pair<std::string, int64_t>> chosen;
   for (const OpCost& cost : by_value) {
     if (cost.bytes > 0 && cost.bytes <= bytes) {
@@ -98,16 +86,14 @@ class OpStopwatch final : public OpObserver {
     const OpInfo& info = op_info(passing.op);
     const auto start = std::chrono::steady_clock::now();
     writes_.pass(passing, [&] { passing.run(); }); // statistics stay
-    const std::chrono::duration<double> time =
-        std::chrono::steady_clock::now() - start;
+    const std::chrono::duration<double> time = std::chrono::steady_clock::now() - start;
     if (info.ignored) {
       return;
     }
     OpCost cost{info.name, next_[&passing.op.schema()]++, 0, time.count()};
     if (info.fresh && info.writes.empty()) {
       const size_t results = passing.op.schema().returns().size();
-      for (size_t i = passing.stack.size() - results; i < passing.stack.size();
-           ++i) {
+      for (size_t i = passing.stack.size() - results; i < passing.stack.size(); ++i) {
         visit_tensors(passing.stack[i], [&](const at::Tensor& tensor) {
           cost.bytes += static_cast<int64_t>(tensor.nbytes());
         });
@@ -126,8 +112,7 @@ class OpStopwatch final : public OpObserver {
 
 std::vector<OpCost> measure_ops(const std::function<void()>& forward) {
   const at::NoGradGuard no_grad;
-  const detail::StateScope<detail::CpuRandomState> random(
-      detail::CpuRandomState::now());
+  const detail::StateScope<detail::CpuRandomState> random(detail::CpuRandomState::now());
   detail::OpStopwatch stopwatch;
   const detail::OpScope scope(&stopwatch);
   forward();

@@ -9,9 +9,8 @@
 namespace hasten::detail {
 
 static const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.has_storage()
-             ? tensor.storage().unsafeGetStorageImpl()
-             : nullptr;
+  return tensor.defined() && tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl()
+                                                  : nullptr;
 }
 
 static at::Tensor written_tensor(const OpPassing& passing, size_t argument) {
@@ -38,21 +37,13 @@ static c10::IValue bare_value(const c10::IValue& value) {
 
 void OpStore::drop_unreached() {
   for (auto& [op, of_op] : calls) {
-    std::erase_if(of_op.kept, [this](const KeptCall& call) {
-      return call.order >= needed;
-    });
+    std::erase_if(of_op.kept, [this](const KeptCall& call) { return call.order >= needed; });
   }
 }
 
-OpRecorder::OpRecorder(
-    std::shared_ptr<const OpPolicy> policy,
-    std::shared_ptr<OpStore> store,
-    bool names,
-    SavedHookFactory* around)
-    : policy_(std::move(policy)),
-      store_(std::move(store)),
-      names_(names),
-      around_(around) {
+OpRecorder::OpRecorder(std::shared_ptr<const OpPolicy> policy, std::shared_ptr<OpStore> store,
+                       bool names, SavedHookFactory* around)
+    : policy_(std::move(policy)), store_(std::move(store)), names_(names), around_(around) {
   OpObserver* observer = current_op_observer();
   if ((outer_ = dynamic_cast<OpRecorder*>(observer)) != nullptr) {
     writes_ = outer_->writes_;
@@ -63,10 +54,8 @@ OpRecorder::OpRecorder(
 
 KeptCall* OpRecorder::kept(const Held& held) {
   auto& calls = store_->calls[held.op].kept;
-  const auto it =
-      std::find_if(calls.begin(), calls.end(), [&](const KeptCall& call) {
-        return call.index == held.index;
-      });
+  const auto it = std::find_if(calls.begin(), calls.end(),
+                               [&](const KeptCall& call) { return call.index == held.index; });
   return it == calls.end() ? nullptr : &*it;
 }
 
@@ -93,10 +82,9 @@ void OpRecorder::watch(const OpPassing& passing, const OpInfo& info, bool own) {
   for (const size_t argument : info.writes) {
     const at::Tensor target = written_tensor(passing, argument);
     const auto* storage = storage_of(target);
-    const auto held =
-        std::find_if(held_.begin(), held_.end(), [&](const Held& candidate) {
-          return candidate.storage._unsafe_get_target() == storage;
-        });
+    const auto held = std::find_if(held_.begin(), held_.end(), [&](const Held& candidate) {
+      return candidate.storage._unsafe_get_target() == storage;
+    });
     if (storage == nullptr || held == held_.end()) {
       continue;
     }
@@ -132,11 +120,9 @@ void OpRecorder::pass(const OpPassing& passing) {
     return;
   }
   if (info.collective && !info.fresh) {
-    throw InputError(
-        "activation_checkpoint::policy",
-        "collective " + info.name + " changes its tensors in place in a region",
-        "a collective with a result of its own",
-        "call it in hasten::run_once()");
+    throw InputError("activation_checkpoint::policy",
+                     "collective " + info.name + " changes its tensors in place in a region",
+                     "a collective with a result of its own", "call it in hasten::run_once()");
   }
   watch(passing, info, true);
   const size_t index = store_->calls[&passing.op.schema()].count++;
@@ -144,8 +130,7 @@ void OpRecorder::pass(const OpPassing& passing) {
   keep(passing, info, index);
 }
 
-void OpRecorder::keep(
-    const OpPassing& passing, const OpInfo& info, size_t index) {
+void OpRecorder::keep(const OpPassing& passing, const OpInfo& info, size_t index) {
   const size_t count = passing.op.schema().returns().size();
   if (!info.fresh || !info.writes.empty() || count == 0) {
     return; // a view costs nothing, and a change in place has no result to keep
@@ -172,13 +157,10 @@ void OpRecorder::keep(
   kept.order = store_->kept++;
   kept.counter = result.unsafeGetTensorImpl()->version_counter();
   const bool saves =
-      around_ != nullptr &&
-      std::all_of(
-          passing.stack.begin() + static_cast<int64_t>(first),
-          passing.stack.end(),
-          [](const c10::IValue& value) {
-            return value.isTensor() && value.toTensor().defined();
-          });
+      around_ != nullptr && std::all_of(passing.stack.begin() + static_cast<int64_t>(first),
+                                        passing.stack.end(), [](const c10::IValue& value) {
+                                          return value.isTensor() && value.toTensor().defined();
+                                        });
   for (size_t i = first; i < passing.stack.size(); ++i) {
     c10::IValue value = bare_value(passing.stack[i]);
     if (saves) {
@@ -191,12 +173,8 @@ void OpRecorder::keep(
   if (info.random) {
     kept.random_after = CpuRandomState::now();
   }
-  held_.push_back(
-      {c10::weak_intrusive_ptr<c10::StorageImpl>(
-           result.storage().getWeakStorageImpl()),
-       &passing.op.schema(),
-       index,
-       result.numel()});
+  held_.push_back({c10::weak_intrusive_ptr<c10::StorageImpl>(result.storage().getWeakStorageImpl()),
+                   &passing.op.schema(), index, result.numel()});
   store_->calls[&passing.op.schema()].kept.push_back(std::move(kept));
   open_ = true;
 }
@@ -207,8 +185,7 @@ void EarlyStop::look() const {
   }
 }
 
-OpReplayer::OpReplayer(
-    std::shared_ptr<OpStore> store, bool keeps_graph, const EarlyStop* stop)
+OpReplayer::OpReplayer(std::shared_ptr<OpStore> store, bool keeps_graph, const EarlyStop* stop)
     : store_(std::move(store)), keeps_graph_(keeps_graph), stop_(stop) {}
 
 void OpReplayer::pass(const OpPassing& passing) {
@@ -220,8 +197,7 @@ void OpReplayer::pass(const OpPassing& passing) {
     if (!store_->names.empty()) {
       names_.push_back(info.name);
     }
-    if (!store_->calls.empty() &&
-        (skip_write(passing, info) || hand_out(passing, info))) {
+    if (!store_->calls.empty() && (skip_write(passing, info) || hand_out(passing, info))) {
       return;
     }
   }
@@ -256,28 +232,24 @@ bool OpReplayer::hand_out(const OpPassing& passing, const OpInfo& info) {
   if (calls == store_->calls.end() || index >= calls->second.count) {
     throw CheckpointError(
         "activation_checkpoint::recompute",
-        "the recomputation calls " + info.name + " for the " +
-            std::to_string(index + 1) + ". time, where forward did so " +
-            std::to_string(
-                calls == store_->calls.end() ? 0 : calls->second.count) +
-            " times",
+        "the recomputation calls " + info.name + " for the " + std::to_string(index + 1) +
+            ". time, where forward did so " +
+            std::to_string(calls == store_->calls.end() ? 0 : calls->second.count) + " times",
         "the same operators in both",
         "let nothing but the region's inputs decide what it computes");
   }
   auto& kept = calls->second.kept;
-  const auto call =
-      std::find_if(kept.begin(), kept.end(), [&](const KeptCall& candidate) {
-        return candidate.index == index;
-      });
+  const auto call = std::find_if(kept.begin(), kept.end(), [&](const KeptCall& candidate) {
+    return candidate.index == index;
+  });
   if (call == kept.end()) {
     return false;
   }
   if (call->taken) {
-    throw CheckpointError(
-        "activation_checkpoint::recompute",
-        "a second backward needs the kept result of " + info.name,
-        "retain_graph in the backward before",
-        "retain the graph in every backward but the last");
+    throw CheckpointError("activation_checkpoint::recompute",
+                          "a second backward needs the kept result of " + info.name,
+                          "retain_graph in the backward before",
+                          "retain the graph in every backward but the last");
   }
   for (const auto& hooks : call->saved) {
     call->results.emplace_back(hooks->call_unpack_hook());
@@ -286,16 +258,13 @@ bool OpReplayer::hand_out(const OpPassing& passing, const OpInfo& info) {
   if (first._version() != call->version) {
     throw CheckpointError(
         "activation_checkpoint::recompute",
-        "the kept result of " + info.name +
-            " was changed in place after its region",
+        "the kept result of " + info.name + " was changed in place after its region",
         "kept results as they were",
-        "clone the region's output before changing it, or keep other "
-        "operators");
+        "clone the region's output before changing it, or keep other operators");
   }
   torch::jit::drop(passing.stack, passing.arguments());
   for (c10::IValue& result : call->results) {
-    passing.stack.push_back(
-        keeps_graph_ ? bare_value(result) : std::move(result));
+    passing.stack.push_back(keeps_graph_ ? bare_value(result) : std::move(result));
   }
   replayed_.push_back({storage_of(first), call->absorbed});
   if (!keeps_graph_ || !call->saved.empty()) {
@@ -318,8 +287,8 @@ std::string OpReplayer::difference() const {
   const size_t common = std::min(names_.size(), store_->names.size());
   for (size_t i = 0; i < common; ++i) {
     if (names_[i] != store_->names[i]) {
-      return "operator " + std::to_string(i) + " is " + names_[i] +
-             ", in forward it was " + store_->names[i];
+      return "operator " + std::to_string(i) + " is " + names_[i] + ", in forward it was " +
+             store_->names[i];
     }
   }
   if (names_.size() > store_->names.size()) {

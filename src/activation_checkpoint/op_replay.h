@@ -86,11 +86,8 @@ class OpRecorder final : public OpObserver {
  public:
   /// `policy` may be null; `names`: remember them; `around`: who saves results in
   /// place of `store`, or null.
-  OpRecorder(
-      std::shared_ptr<const OpPolicy> policy,
-      std::shared_ptr<OpStore> store,
-      bool names,
-      SavedHookFactory* around);
+  OpRecorder(std::shared_ptr<const OpPolicy> policy, std::shared_ptr<OpStore> store, bool names,
+             SavedHookFactory* around);
   ~OpRecorder() override { seal(); }
   void pass(const OpPassing& passing) override;
   WriteGuard* writes() const { return writes_; }
@@ -124,10 +121,7 @@ class OpReplayer final : public OpObserver {
  public:
   /// `store` may be null; `keeps_graph`: results are wanted again later; `stop`:
   /// looked at before each operator.
-  OpReplayer(
-      std::shared_ptr<OpStore> store,
-      bool keeps_graph,
-      const EarlyStop* stop = nullptr);
+  OpReplayer(std::shared_ptr<OpStore> store, bool keeps_graph, const EarlyStop* stop = nullptr);
   void pass(const OpPassing& passing) override;
   WriteGuard* writes() { return &writes_; }
   /// "operator 12 is aten::relu, in forward it was aten::sigmoid"; empty where

@@ -27,8 +27,7 @@
 
 namespace hasten::detail {
 
-using WeakTensor =
-    c10::weak_intrusive_ptr<c10::TensorImpl, at::UndefinedTensorImpl>;
+using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, at::UndefinedTensorImpl>;
 constexpr int kNoTensor = -1;
 
 // One block's call.
@@ -84,13 +83,11 @@ struct Program {
   }
 
   bool read_in(int value, size_t first, size_t last) const {
-    return std::any_of(
-        steps.begin() + static_cast<int64_t>(first),
-        steps.begin() + static_cast<int64_t>(last),
-        [&](const ProgramStep& step) {
-          return std::find(step.inputs.begin(), step.inputs.end(), value) !=
-                 step.inputs.end();
-        });
+    return std::any_of(steps.begin() + static_cast<int64_t>(first),
+                       steps.begin() + static_cast<int64_t>(last), [&](const ProgramStep& step) {
+                         return std::find(step.inputs.begin(), step.inputs.end(), value) !=
+                                step.inputs.end();
+                       });
   }
 };
 
@@ -103,13 +100,10 @@ struct StepRegion {
 
 // The range [first, last) run from the program: `given` are its externals. Returns
 // the values in `wanted`.
-static std::vector<at::Tensor> run_steps(
-    const std::shared_ptr<const Program>& program,
-    const std::vector<StepRegion>& inner,
-    size_t first,
-    size_t last,
-    std::vector<at::Tensor> given,
-    const std::vector<int>& wanted) {
+static std::vector<at::Tensor> run_steps(const std::shared_ptr<const Program>& program,
+                                         const std::vector<StepRegion>& inner, size_t first,
+                                         size_t last, std::vector<at::Tensor> given,
+                                         const std::vector<int>& wanted) {
   std::unordered_map<int, at::Tensor> tensors;
   const std::vector<int> externals = program->externals(first, last);
   for (size_t i = 0; i < externals.size(); ++i) {
@@ -120,10 +114,9 @@ static std::vector<at::Tensor> run_steps(
     return std::find(wanted.begin(), wanted.end(), value) != wanted.end();
   };
   for (size_t at = first; at < last;) {
-    const auto region = std::find_if(
-        inner.begin(), inner.end(), [&](const StepRegion& candidate) {
-          return candidate.first == at;
-        });
+    const auto region = std::find_if(inner.begin(), inner.end(), [&](const StepRegion& candidate) {
+      return candidate.first == at;
+    });
     size_t next = at + 1;
     std::vector<at::Tensor> inputs;
     std::vector<at::Tensor> outputs;
@@ -150,19 +143,14 @@ static std::vector<at::Tensor> run_steps(
         }
       }
       std::vector<StepRegion> deeper; // those inside this one
-      std::copy_if(
-          region + 1,
-          inner.end(),
-          std::back_inserter(deeper),
-          [&](const StepRegion& candidate) { return candidate.first < next; });
+      std::copy_if(region + 1, inner.end(), std::back_inserter(deeper),
+                   [&](const StepRegion& candidate) { return candidate.first < next; });
       program->steps[at].restore_random();
       outputs = run_region(
           [program, deeper, at, next, made](std::vector<at::Tensor> values) {
-            return run_steps(
-                program, deeper, at, next, std::move(values), made);
+            return run_steps(program, deeper, at, next, std::move(values), made);
           },
-          std::move(inputs),
-          region->options);
+          std::move(inputs), region->options);
     }
     inputs.clear();
     for (size_t i = 0; i < made.size() && i < outputs.size(); ++i) {
@@ -172,8 +160,7 @@ static std::vector<at::Tensor> run_steps(
     }
     outputs.clear();
     for (auto it = tensors.begin(); it != tensors.end();) {
-      const bool needed =
-          is_wanted(it->first) || program->read_in(it->first, next, last);
+      const bool needed = is_wanted(it->first) || program->read_in(it->first, next, last);
       it = needed ? std::next(it) : tensors.erase(it);
     }
     at = next;
@@ -188,23 +175,14 @@ static std::vector<at::Tensor> run_steps(
 // One thread's way through the blocks.
 class PlanPass {
  public:
-  PlanPass(
-      std::shared_ptr<const ActivationPlan> plan,
-      const ActivationCheckpointOptions& options)
-      : plan_(std::move(plan)),
-        options_(options),
-        program_(std::make_shared<Program>()) {}
+  PlanPass(std::shared_ptr<const ActivationPlan> plan, const ActivationCheckpointOptions& options)
+      : plan_(std::move(plan)), options_(options), program_(std::make_shared<Program>()) {}
 
   int64_t next() const { return next_; }
-  bool done() const {
-    return next_ == static_cast<int64_t>(plan_->blocks.size());
-  }
+  bool done() const { return next_ == static_cast<int64_t>(plan_->blocks.size()); }
 
-  std::vector<at::Tensor> call(
-      int64_t index,
-      const std::shared_ptr<torch::nn::Module>& block,
-      std::vector<at::Tensor> inputs,
-      const Forward& forward) {
+  std::vector<at::Tensor> call(int64_t index, const std::shared_ptr<torch::nn::Module>& block,
+                               std::vector<at::Tensor> inputs, const Forward& forward) {
     next_ = index + 1;
     const size_t step = program_->steps.size();
     if (step == 0) {
@@ -223,8 +201,7 @@ class PlanPass {
     open_regions(index, step, inputs, written.inputs);
     const RegionForward part = written.forward; // steps may move
     std::vector<at::Tensor> outputs =
-        open_.empty() ? part(std::move(inputs))
-                      : run_innermost(part, std::move(inputs));
+        open_.empty() ? part(std::move(inputs)) : run_innermost(part, std::move(inputs));
     for (const at::Tensor& output : outputs) {
       const int value = program_->value_of(output);
       program_->steps[step].outputs.push_back(value);
@@ -247,18 +224,15 @@ class PlanPass {
   };
 
   // What it keeps is saved under the hooks of the region around it.
-  std::vector<at::Tensor> run_innermost(
-      const RegionForward& part, std::vector<at::Tensor> inputs) {
+  std::vector<at::Tensor> run_innermost(const RegionForward& part, std::vector<at::Tensor> inputs) {
     const size_t depth = open_.size() - 1;
-    const HookScope under(
-        depth == 0 ? current_hook_factory() : open_[depth - 1].region.get());
+    const HookScope under(depth == 0 ? current_hook_factory() : open_[depth - 1].region.get());
     return open_[depth].region->run_forward(part, std::move(inputs));
   }
 
   // Inputs that the open regions do not know: from outermost to innermost, each
   // saved under the hooks of the one around it.
-  void add_inputs(
-      const std::vector<at::Tensor>& inputs, const std::vector<int>& values) {
+  void add_inputs(const std::vector<at::Tensor>& inputs, const std::vector<int>& values) {
     for (size_t depth = 0; depth < open_.size(); ++depth) {
       OpenRegion& open = open_[depth];
       for (size_t i = 0; i < inputs.size(); ++i) {
@@ -268,18 +242,15 @@ class PlanPass {
     }
   }
 
-  void save_input(
-      size_t depth, OpenRegion& open, const at::Tensor& input, int value) {
+  void save_input(size_t depth, OpenRegion& open, const at::Tensor& input, int value) {
     if (value == kNoTensor ||
-        std::find(open.known.begin(), open.known.end(), value) !=
-            open.known.end()) {
+        std::find(open.known.begin(), open.known.end(), value) != open.known.end()) {
       return;
     }
     // A value made inside the region is known by its steps.
-    const size_t first =
-        open.blocks.first < first_block_
-            ? 0
-            : static_cast<size_t>(open.blocks.first - first_block_);
+    const size_t first = open.blocks.first < first_block_
+                             ? 0
+                             : static_cast<size_t>(open.blocks.first - first_block_);
     for (size_t i = first; i + 1 < program_->steps.size(); ++i) {
       const auto& made = program_->steps[i].outputs;
       if (std::find(made.begin(), made.end(), value) != made.end()) {
@@ -287,32 +258,25 @@ class PlanPass {
       }
     }
     open.known.push_back(value);
-    const HookScope under(
-        depth == 0 ? current_hook_factory() : open_[depth - 1].region.get());
+    const HookScope under(depth == 0 ? current_hook_factory() : open_[depth - 1].region.get());
     open.region->save_inputs({input});
   }
 
-  void open_regions(
-      int64_t index,
-      size_t step,
-      const std::vector<at::Tensor>& inputs,
-      const std::vector<int>& values) {
+  void open_regions(int64_t index, size_t step, const std::vector<at::Tensor>& inputs,
+                    const std::vector<int>& values) {
     for (const PlanRegion& blocks : plan_->regions) {
       const bool inside = blocks.first <= index && index < blocks.last;
-      const bool is_open =
-          std::any_of(open_.begin(), open_.end(), [&](const OpenRegion& open) {
-            return open.blocks.first == blocks.first &&
-                   open.blocks.last == blocks.last &&
-                   open.blocks.choice == blocks.choice;
-          });
+      const bool is_open = std::any_of(open_.begin(), open_.end(), [&](const OpenRegion& open) {
+        return open.blocks.first == blocks.first && open.blocks.last == blocks.last &&
+               open.blocks.choice == blocks.choice;
+      });
       if (!inside || is_open) {
         continue;
       }
       OpenRegion open;
       open.blocks = blocks;
-      open.region = std::make_shared<Region>(
-          options_of(blocks),
-          open_.empty() ? nullptr : open_.back().region.get());
+      open.region = std::make_shared<Region>(options_of(blocks),
+                                             open_.empty() ? nullptr : open_.back().region.get());
       open.region->save_state(inputs);
       open.first_node = at::sequence_number::peek();
       open.last_step = std::make_shared<size_t>(step + 1);
@@ -324,29 +288,22 @@ class PlanPass {
     }
   }
 
-  RegionForward recompute_of(
-      const PlanRegion& blocks,
-      size_t step,
-      const std::shared_ptr<size_t>& last_step) {
+  RegionForward recompute_of(const PlanRegion& blocks, size_t step,
+                             const std::shared_ptr<size_t>& last_step) {
     std::vector<StepRegion> inner;
     for (const PlanRegion& other : plan_->regions) {
-      const bool smaller =
-          other.last - other.first < blocks.last - blocks.first;
+      const bool smaller = other.last - other.first < blocks.last - blocks.first;
       if (smaller && other.first >= blocks.first && other.last <= blocks.last) {
         // Step 0 is the block that this pass began with.
         const int64_t first = std::max<int64_t>(0, other.first - first_block_);
         const int64_t last = other.last - first_block_;
         if (last > 0) {
           inner.push_back(
-              {static_cast<size_t>(first),
-               static_cast<size_t>(last),
-               options_of(other)});
+              {static_cast<size_t>(first), static_cast<size_t>(last), options_of(other)});
         }
       }
     }
-    return [program = std::shared_ptr<const Program>(program_),
-            inner,
-            step,
+    return [program = std::shared_ptr<const Program>(program_), inner, step,
             last_step](std::vector<at::Tensor> given) {
       // The outputs are wanted by nobody: what is saved is what counts.
       return run_steps(program, inner, step, *last_step, std::move(given), {});
@@ -355,9 +312,7 @@ class PlanPass {
 
   ActivationCheckpointOptions options_of(const PlanRegion& blocks) const {
     ActivationCheckpointOptions options = options_;
-    const auto name = [&](int64_t block) {
-      return plan_->blocks[static_cast<size_t>(block)];
-    };
+    const auto name = [&](int64_t block) { return plan_->blocks[static_cast<size_t>(block)]; };
     options.name = name(blocks.first);
     if (blocks.last - blocks.first > 1) {
       options.name += " to " + name(blocks.last - 1);
@@ -378,47 +333,38 @@ class PlanPass {
 
 class PlanHandler final : public BlockHandler {
  public:
-  PlanHandler(
-      std::shared_ptr<const ActivationPlan> plan,
-      const ActivationCheckpointOptions& options)
+  PlanHandler(std::shared_ptr<const ActivationPlan> plan,
+              const ActivationCheckpointOptions& options)
       : plan_(std::move(plan)), options_(options) {
     for (size_t i = 0; i < plan_->blocks.size(); ++i) {
       indices_[plan_->blocks[i]] = static_cast<int64_t>(i);
     }
   }
 
-  std::vector<at::Tensor> call(
-      const std::shared_ptr<torch::nn::Module>& block,
-      const std::string& name,
-      std::vector<at::Tensor> inputs,
-      const Forward& forward) override {
+  std::vector<at::Tensor> call(const std::shared_ptr<torch::nn::Module>& block,
+                               const std::string& name, std::vector<at::Tensor> inputs,
+                               const Forward& forward) override {
     const auto found = indices_.find(name);
     if (found == indices_.end()) {
-      throw InputError(
-          "activation_checkpoint::plan",
-          "block=" + name + " is called, which the plan does not know",
-          "the model that was profiled",
-          "profile this model and plan again");
+      throw InputError("activation_checkpoint::plan",
+                       "block=" + name + " is called, which the plan does not know",
+                       "the model that was profiled", "profile this model and plan again");
     }
     if (!hook_engine_installed()) {
       // Another's engine is in its place: each block for itself, reentrant.
-      const bool recomputed = std::any_of(
-          plan_->regions.begin(),
-          plan_->regions.end(),
-          [&](const PlanRegion& region) {
+      const bool recomputed =
+          std::any_of(plan_->regions.begin(), plan_->regions.end(), [&](const PlanRegion& region) {
             return region.first <= found->second && found->second < region.last;
           });
       const RegionForward part = block_part(block, forward);
-      return recomputed ? run_region(part, std::move(inputs), options_)
-                        : part(std::move(inputs));
+      return recomputed ? run_region(part, std::move(inputs), options_) : part(std::move(inputs));
     }
     // Another pass begins where the calls do not go on in order.
     std::shared_ptr<PlanPass> pass = take_pass();
     if (!pass || pass->next() != found->second || found->second == 0) {
       pass = std::make_shared<PlanPass>(plan_, options_);
     }
-    std::vector<at::Tensor> outputs =
-        pass->call(found->second, block, std::move(inputs), forward);
+    std::vector<at::Tensor> outputs = pass->call(found->second, block, std::move(inputs), forward);
     if (!pass->done()) {
       put_pass(std::move(pass)); // not after an exception
     }
@@ -448,9 +394,8 @@ class PlanHandler final : public BlockHandler {
   std::map<std::thread::id, std::shared_ptr<PlanPass>> passes_{};
 };
 
-std::shared_ptr<BlockHandler> make_plan_handler(
-    std::shared_ptr<const ActivationPlan> plan,
-    const ActivationCheckpointOptions& options) {
+std::shared_ptr<BlockHandler> make_plan_handler(std::shared_ptr<const ActivationPlan> plan,
+                                                const ActivationCheckpointOptions& options) {
   return std::make_shared<PlanHandler>(std::move(plan), options);
 }
 

@@ -50,8 +50,7 @@ class PlanSolver {
       : profile_(profile),
         blocks_(static_cast<int>(profile.blocks.size())),
         with_ops_(with_ops),
-        slot_(std::max<int64_t>(
-            1, (bytes + slots_for(profile) - 1) / slots_for(profile))),
+        slot_(std::max<int64_t>(1, (bytes + slots_for(profile) - 1) / slots_for(profile))),
         slots_(static_cast<int>(bytes / slot_)) {
     for (int s = 0; s < blocks_; ++s) {
       const BlockProfile& block = at(s);
@@ -78,12 +77,9 @@ class PlanSolver {
   std::vector<PlanRegion> regions() const {
     std::vector<PlanRegion> found;
     trace(0, blocks_, slots_, found);
-    std::stable_sort(
-        found.begin(),
-        found.end(),
-        [](const PlanRegion& a, const PlanRegion& b) {
-          return a.first != b.first ? a.first < b.first : a.last > b.last;
-        });
+    std::stable_sort(found.begin(), found.end(), [](const PlanRegion& a, const PlanRegion& b) {
+      return a.first != b.first ? a.first < b.first : a.last > b.last;
+    });
     return found;
   }
 
@@ -96,41 +92,32 @@ class PlanSolver {
   static constexpr int kKeep = 0;
   static constexpr int kKeepOps = -1;
 
-  const BlockProfile& at(int s) const {
-    return profile_.blocks[static_cast<size_t>(s)];
-  }
+  const BlockProfile& at(int s) const { return profile_.blocks[static_cast<size_t>(s)]; }
   int in_slots(int64_t bytes) const {
-    return static_cast<int>(std::min<int64_t>(
-        (bytes + slot_ - 1) / slot_, static_cast<int64_t>(kMostSlots) * 4));
+    return static_cast<int>(
+        std::min<int64_t>((bytes + slot_ - 1) / slot_, static_cast<int64_t>(kMostSlots) * 4));
   }
   std::vector<Cell>& cells(int s, int t) {
     return table_[static_cast<size_t>(s * (blocks_ + 1) + t)];
   }
   const Cell& cell(int s, int t, int m) const {
-    return table_[static_cast<size_t>(s * (blocks_ + 1) + t)]
-                 [static_cast<size_t>(m)];
+    return table_[static_cast<size_t>(s * (blocks_ + 1) + t)][static_cast<size_t>(m)];
   }
-  double time(int s, int t, int m) const {
-    return m < 0 ? kNever : cell(s, t, m).seconds;
-  }
+  double time(int s, int t, int m) const { return m < 0 ? kNever : cell(s, t, m).seconds; }
 
   // Bytes of stage s's own worst moments; `t`'s gradient is there in forward.
   int need_keep(int s, int t) const {
     const BlockProfile& b = at(s);
-    return in_slots(std::max(
-        output_bytes(t) + b.saved_bytes + b.forward_extra + b.unit_bytes,
-        b.output_bytes + b.saved_bytes + b.backward_extra + b.unit_bytes));
+    return in_slots(std::max(output_bytes(t) + b.saved_bytes + b.forward_extra + b.unit_bytes,
+                             b.output_bytes + b.saved_bytes + b.backward_extra + b.unit_bytes));
   }
   int need_ops(int s, int t) const {
     const BlockProfile& b = at(s);
-    return in_slots(std::max(
-        output_bytes(t) + b.saved_bytes + b.forward_extra + b.unit_bytes,
-        b.output_bytes + b.ops_saved_bytes + b.ops_backward_extra +
-            b.unit_bytes));
+    return in_slots(
+        std::max(output_bytes(t) + b.saved_bytes + b.forward_extra + b.unit_bytes,
+                 b.output_bytes + b.ops_saved_bytes + b.ops_backward_extra + b.unit_bytes));
   }
-  int64_t output_bytes(int s) const {
-    return s == blocks_ ? 0 : at(s).output_bytes;
-  }
+  int64_t output_bytes(int s) const { return s == blocks_ ? 0 : at(s).output_bytes; }
 
   void solve() {
     cells(blocks_, blocks_).assign(static_cast<size_t>(slots_) + 1, Cell{});
@@ -162,15 +149,13 @@ class PlanSolver {
       }
     };
     for (int m = need_keep(s, t); m <= slots_; ++m) {
-      improve(
-          m, plain + time(s + 1, t, m - saved_[static_cast<size_t>(s)]), kKeep);
+      improve(m, plain + time(s + 1, t, m - saved_[static_cast<size_t>(s)]), kKeep);
     }
     for (int m = need_ops(s, t); with_ops_ && m <= slots_; ++m) {
-      improve(
-          m,
-          plain + block.ops_recompute_seconds +
-              time(s + 1, t, m - ops_saved_[static_cast<size_t>(s)]),
-          kKeepOps);
+      improve(m,
+              plain + block.ops_recompute_seconds +
+                  time(s + 1, t, m - ops_saved_[static_cast<size_t>(s)]),
+              kKeepOps);
     }
     double forward = 0;
     double gathers = 0;
@@ -222,16 +207,13 @@ static int64_t fixed_bytes(const ChainProfile& profile) {
   return profile.before_bytes + profile.after_left_bytes;
 }
 
-[[noreturn]] static void refuse_budget(
-    const ChainProfile& profile, int64_t budget, int64_t least) {
-  throw InputError(
-      "activation_checkpoint::plan",
-      "budget=" + std::to_string(budget) + " bytes (" + format_bytes(budget) +
-          ") for activations of " + std::to_string(profile.blocks.size()) +
-          " blocks",
-      "at least " + std::to_string(least) + " bytes (" + format_bytes(least) +
-          "); keeping everything takes " + format_bytes(full_budget(profile)),
-      "give more, or make batches smaller");
+[[noreturn]] static void refuse_budget(const ChainProfile& profile, int64_t budget, int64_t least) {
+  throw InputError("activation_checkpoint::plan",
+                   "budget=" + std::to_string(budget) + " bytes (" + format_bytes(budget) +
+                       ") for activations of " + std::to_string(profile.blocks.size()) + " blocks",
+                   "at least " + std::to_string(least) + " bytes (" + format_bytes(least) +
+                       "); keeping everything takes " + format_bytes(full_budget(profile)),
+                   "give more, or make batches smaller");
 }
 
 // The least bytes for the chain with which a plan was found, in finer and finer
@@ -252,8 +234,8 @@ static int64_t least_chain(const ChainProfile& profile, bool with_ops) {
   return chain;
 }
 
-static std::shared_ptr<const ActivationPlan> plan_within(
-    const ChainProfile& profile, int64_t budget, bool with_ops) {
+static std::shared_ptr<const ActivationPlan> plan_within(const ChainProfile& profile,
+                                                         int64_t budget, bool with_ops) {
   const int64_t chain = budget - fixed_bytes(profile);
   if (chain <= 0 || profile.first_peak_bytes > budget) {
     refuse_budget(profile, budget, least_budget(profile));
@@ -263,9 +245,7 @@ static std::shared_ptr<const ActivationPlan> plan_within(
     const auto blocks = static_cast<int64_t>(profile.blocks.size());
     auto best = make_plan(profile, solver.regions());
     for (const auto& rule :
-         {keep_all_regions(blocks),
-          sqrt_regions(blocks),
-          each_block_regions(blocks)}) {
+         {keep_all_regions(blocks), sqrt_regions(blocks), each_block_regions(blocks)}) {
       auto plan = make_plan(profile, rule);
       if (plan->predicted_peak_bytes <= budget &&
           plan->predicted_seconds < best->predicted_seconds) {
@@ -290,20 +270,19 @@ static std::shared_ptr<const ActivationPlan> plan_within(
 
 } // namespace detail
 
-std::shared_ptr<const ActivationPlan> plan_activations(
-    const ChainProfile& profile, int64_t budget_bytes) {
+std::shared_ptr<const ActivationPlan> plan_activations(const ChainProfile& profile,
+                                                       int64_t budget_bytes) {
   return detail::plan_within(profile, budget_bytes, true);
 }
 
-std::shared_ptr<const ActivationPlan> plan_whole_blocks(
-    const ChainProfile& profile, int64_t budget_bytes) {
+std::shared_ptr<const ActivationPlan> plan_whole_blocks(const ChainProfile& profile,
+                                                        int64_t budget_bytes) {
   return detail::plan_within(profile, budget_bytes, false);
 }
 
 int64_t least_budget(const ChainProfile& profile) {
-  return std::max(
-      detail::fixed_bytes(profile) + detail::least_chain(profile, true),
-      profile.first_peak_bytes);
+  return std::max(detail::fixed_bytes(profile) + detail::least_chain(profile, true),
+                  profile.first_peak_bytes);
 }
 
 int64_t full_budget(const ChainProfile& profile) {
@@ -313,44 +292,37 @@ int64_t full_budget(const ChainProfile& profile) {
   return peak + (blocks + 2) * (peak / detail::slots_for(profile) + 1);
 }
 
-int64_t budget_of(
-    const ChainProfile& profile, const GradientCheckpointing& spec) {
+int64_t budget_of(const ChainProfile& profile, const GradientCheckpointing& spec) {
   if (spec.budget_bytes() > 0) {
     return spec.budget_bytes();
   }
   const auto blocks = static_cast<int64_t>(profile.blocks.size());
-  const auto full = static_cast<double>(
-      plan_cost(profile, keep_all_regions(blocks)).peak_bytes);
+  const auto full = static_cast<double>(plan_cost(profile, keep_all_regions(blocks)).peak_bytes);
   const auto share = static_cast<int64_t>(full * spec.budget_share());
   const int64_t floor = profile.first_peak_bytes;
   if (floor <= share) {
     return share;
   }
   const auto rest = spec.budget_share() * (full - static_cast<double>(floor));
-  const int64_t bytes =
-      std::max(floor + static_cast<int64_t>(rest), least_budget(profile));
-  log_warning(
-      "gradient_checkpointing=" + spec.text() + " is " + format_bytes(share) +
-      ", and what comes before the blocks takes " + format_bytes(floor) +
-      " in backward, whatever is recomputed (the gradient of a word embedding "
-      "is as large as its table): the share is of the rest, " +
-      format_bytes(bytes) + " in all");
+  const int64_t bytes = std::max(floor + static_cast<int64_t>(rest), least_budget(profile));
+  log_warning("gradient_checkpointing=" + spec.text() + " is " + format_bytes(share) +
+              ", and what comes before the blocks takes " + format_bytes(floor) +
+              " in backward, whatever is recomputed (the gradient of a word embedding "
+              "is as large as its table): the share is of the rest, " +
+              format_bytes(bytes) + " in all");
   return bytes;
 }
 
-std::vector<std::shared_ptr<const ActivationPlan>> pareto_plans(
-    const ChainProfile& profile, int64_t points) {
+std::vector<std::shared_ptr<const ActivationPlan>> pareto_plans(const ChainProfile& profile,
+                                                                int64_t points) {
   std::vector<std::shared_ptr<const ActivationPlan>> plans;
   const auto least = static_cast<double>(least_budget(profile));
   const auto full = static_cast<double>(full_budget(profile));
   for (int64_t i = 0; i < points; ++i) {
-    const double share =
-        static_cast<double>(i) / static_cast<double>(points - 1);
+    const double share = static_cast<double>(i) / static_cast<double>(points - 1);
     const double budget = least * std::pow(full / least, share);
-    const auto plan =
-        plan_activations(profile, static_cast<int64_t>(std::ceil(budget)));
-    if (plans.empty() || plan->predicted_seconds <
-                             plans.back()->predicted_seconds * (1 - 1e-9)) {
+    const auto plan = plan_activations(profile, static_cast<int64_t>(std::ceil(budget)));
+    if (plans.empty() || plan->predicted_seconds < plans.back()->predicted_seconds * (1 - 1e-9)) {
       plans.push_back(plan);
     }
   }
@@ -361,10 +333,8 @@ namespace detail {
 
 // Runs a step under a plan.
 static std::shared_ptr<const ActivationPlan> observed(
-    const std::shared_ptr<torch::nn::Module>& model,
-    const std::function<at::Tensor()>& loss,
-    const ActivationPlan& plan,
-    int64_t budget) {
+    const std::shared_ptr<torch::nn::Module>& model, const std::function<at::Tensor()>& loss,
+    const ActivationPlan& plan, int64_t budget) {
   auto seen = std::make_shared<ActivationPlan>(plan);
   seen->budget_bytes = budget;
   gradient_checkpointing_enable(model, {.plan = seen});
@@ -377,10 +347,8 @@ static std::shared_ptr<const ActivationPlan> observed(
 // that is planned for goes up by what a step left of the real one, and down by what it
 // took too much, until the two are close or steps enough were run.
 static std::shared_ptr<const ActivationPlan> best_observed(
-    const std::shared_ptr<torch::nn::Module>& model,
-    const std::function<at::Tensor()>& loss,
-    const ChainProfile& profile,
-    int64_t bytes) {
+    const std::shared_ptr<torch::nn::Module>& model, const std::function<at::Tensor()>& loss,
+    const ChainProfile& profile, int64_t bytes) {
   const int64_t close = std::max<int64_t>(1, bytes / 100);
   std::shared_ptr<const ActivationPlan> best;
   int64_t fits = 0;
@@ -414,10 +382,7 @@ static std::shared_ptr<const ActivationPlan> best_observed(
   }
   if (!best) {
     gradient_checkpointing_disable(model);
-    refuse_budget(
-        profile,
-        bytes,
-        least_budget(profile) + std::max<int64_t>(0, bytes - planned));
+    refuse_budget(profile, bytes, least_budget(profile) + std::max<int64_t>(0, bytes - planned));
   }
   return best;
 }
@@ -425,10 +390,8 @@ static std::shared_ptr<const ActivationPlan> best_observed(
 // A simple rule may be as quick as the plan, or quicker: what the plan is built of are
 // measured times. Where they are close, steps of both in turn decide.
 static std::shared_ptr<const ActivationPlan> quicker_of(
-    const std::shared_ptr<torch::nn::Module>& model,
-    const std::function<at::Tensor()>& loss,
-    int64_t bytes,
-    std::shared_ptr<const ActivationPlan> best,
+    const std::shared_ptr<torch::nn::Module>& model, const std::function<at::Tensor()>& loss,
+    int64_t bytes, std::shared_ptr<const ActivationPlan> best,
     const std::shared_ptr<const ActivationPlan>& rule) {
   constexpr double kClose = 1.05;
   constexpr double kTie = 1.02; // what the same step differs by
@@ -454,19 +417,15 @@ static std::shared_ptr<const ActivationPlan> quicker_of(
 } // namespace detail
 
 std::shared_ptr<const ActivationPlan> enable_within_budget(
-    const std::shared_ptr<torch::nn::Module>& model,
-    const std::function<at::Tensor()>& loss,
+    const std::shared_ptr<torch::nn::Module>& model, const std::function<at::Tensor()>& loss,
     const GradientCheckpointing& budget) {
   const ChainProfile profile = profile_activations(model, loss);
   const int64_t bytes = budget_of(profile, budget);
   auto best = detail::best_observed(model, loss, profile, bytes);
   const auto blocks = static_cast<int64_t>(profile.blocks.size());
   for (const auto& rule :
-       {keep_all_regions(blocks),
-        each_block_regions(blocks),
-        sqrt_regions(blocks)}) {
-    best = detail::quicker_of(
-        model, loss, bytes, std::move(best), make_plan(profile, rule));
+       {keep_all_regions(blocks), each_block_regions(blocks), sqrt_regions(blocks)}) {
+    best = detail::quicker_of(model, loss, bytes, std::move(best), make_plan(profile, rule));
   }
   gradient_checkpointing_enable(model, {.plan = best});
   return best;

@@ -41,9 +41,7 @@ class Probe {
     start_ = std::chrono::steady_clock::now();
   }
   double seconds() const {
-    return std::chrono::duration<double>(
-               std::chrono::steady_clock::now() - start_)
-        .count();
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
   }
   int64_t extra() const { return live_now() - before_; }
   int64_t peak() const { return memory_stats().peak_bytes - before_; }
@@ -53,15 +51,13 @@ class Probe {
   std::chrono::steady_clock::time_point start_;
 };
 
-Untouched::Untouched(const torch::nn::Module& model)
-    : random_(RandomState::now({})) {
+Untouched::Untouched(const torch::nn::Module& model) : random_(RandomState::now({})) {
   for (const at::Tensor& buffer : model.buffers()) {
     buffers_.emplace_back(buffer, buffer.detach().clone());
   }
   std::unordered_set<const void*> seen;
   for (const at::Tensor& parameter : model.parameters()) {
-    if (parameter.requires_grad() &&
-        seen.insert(parameter.unsafeGetTensorImpl()).second) {
+    if (parameter.requires_grad() && seen.insert(parameter.unsafeGetTensorImpl()).second) {
       gradients_.emplace_back(parameter, parameter.grad());
       at::Tensor(parameter).mutable_grad() = at::zeros_like(parameter);
     }
@@ -95,8 +91,7 @@ static std::string tensors_text(const std::vector<at::Tensor>& tensors) {
   std::ostringstream text;
   for (const at::Tensor& tensor : tensors) {
     if (tensor.defined()) {
-      text << " i" << tensor.sizes() << tensor.dtype().name()
-           << tensor.requires_grad();
+      text << " i" << tensor.sizes() << tensor.dtype().name() << tensor.requires_grad();
     } else {
       text << " i-";
     }
@@ -104,13 +99,12 @@ static std::string tensors_text(const std::vector<at::Tensor>& tensors) {
   return text.str();
 }
 
-static std::string shapes_text(
-    const torch::nn::Module& block, const std::vector<at::Tensor>& inputs) {
+static std::string shapes_text(const torch::nn::Module& block,
+                               const std::vector<at::Tensor>& inputs) {
   std::ostringstream text;
   text << block.name() << block.is_training();
   for (const at::Tensor& parameter : block.parameters()) {
-    text << " p" << parameter.sizes() << parameter.dtype().name()
-         << parameter.requires_grad();
+    text << " p" << parameter.sizes() << parameter.dtype().name() << parameter.requires_grad();
   }
   text << tensors_text(inputs);
   return text.str();
@@ -156,16 +150,14 @@ class Seeds : public torch::autograd::Function<Seeds> {
   static Tensors backward(Context* context, const Tensors&) {
     Tensors seeds;
     for (const at::Tensor& shape : context->get_saved_variables()) {
-      const auto sizes =
-          context->saved_data[std::to_string(seeds.size() + 1)].toIntVector();
+      const auto sizes = context->saved_data[std::to_string(seeds.size() + 1)].toIntVector();
       seeds.push_back(at::ones(sizes, shape.options()));
     }
     return seeds;
   }
 };
 
-static BlockRun run_block_once(
-    const RegionForward& run, const std::vector<at::Tensor>& given) {
+static BlockRun run_block_once(const RegionForward& run, const std::vector<at::Tensor>& given) {
   // Nothing that was there before is written: buffers stay. Not in backward, where
   // it would copy gradients that are added to.
   OpReplayer observer(nullptr, false);
@@ -213,8 +205,8 @@ constexpr int kLeastTurns = 3;
 constexpr int kMostTurns = 12;
 constexpr double kSeconds = 0.05;
 
-static BlockProfile measure_block(
-    const std::vector<at::Tensor>& inputs, const RegionForward& forward) {
+static BlockProfile measure_block(const std::vector<at::Tensor>& inputs,
+                                  const RegionForward& forward) {
   const auto region = [&](std::shared_ptr<const OpPolicy> policy) {
     ActivationCheckpointOptions options;
     options.policy = std::move(policy);
@@ -231,8 +223,7 @@ static BlockProfile measure_block(
   {
     run_block_once(dropping, inputs); // the first meets cold memory and caches
     const Probe all;
-    for (int turn = 0;
-         turn < kLeastTurns || (turn < kMostTurns && all.seconds() < kSeconds);
+    for (int turn = 0; turn < kLeastTurns || (turn < kMostTurns && all.seconds() < kSeconds);
          ++turn) {
       plain.least(run_block_once(forward, inputs));
       dropped.least(run_block_once(dropping, inputs));
@@ -269,11 +260,9 @@ static BlockProfile measure_block(
 
 class ProfileHandler final : public BlockHandler {
  public:
-  std::vector<at::Tensor> call(
-      const std::shared_ptr<torch::nn::Module>& block,
-      const std::string& name,
-      std::vector<at::Tensor> inputs,
-      const Forward& forward) override {
+  std::vector<at::Tensor> call(const std::shared_ptr<torch::nn::Module>& block,
+                               const std::string& name, std::vector<at::Tensor> inputs,
+                               const Forward& forward) override {
     const RegionForward part = block_part(block, forward);
     const std::string shapes = shapes_text(*block, inputs);
     hashed_ += name + shapes + "\n";
@@ -339,9 +328,8 @@ class ProfileHandler final : public BlockHandler {
         output.register_hook([this, after, blocks](const at::Tensor& gradient) {
           if (blocks == profile.blocks.size()) {
             profile.after_bytes = memory_stats().peak_bytes - after;
-            profile.after_left_bytes = std::max<int64_t>(
-                0,
-                live_now() - after - static_cast<int64_t>(gradient.nbytes()));
+            profile.after_left_bytes =
+                std::max<int64_t>(0, live_now() - after - static_cast<int64_t>(gradient.nbytes()));
             profile.other_seconds += other_.seconds();
           }
         });
@@ -359,20 +347,18 @@ class ProfileHandler final : public BlockHandler {
 
 static void require_loss_of_profile(const at::Tensor& loss) {
   if (!loss.defined() || loss.numel() != 1 || !loss.requires_grad()) {
-    throw InputError(
-        "activation_checkpoint::profile_activations",
-        std::string("loss=") + (!loss.defined()     ? "undefined"
-                                : loss.numel() != 1 ? "of several elements"
-                                                    : "without a graph"),
-        "a scalar that depends on parameters");
+    throw InputError("activation_checkpoint::profile_activations",
+                     std::string("loss=") + (!loss.defined()     ? "undefined"
+                                             : loss.numel() != 1 ? "of several elements"
+                                                                 : "without a graph"),
+                     "a scalar that depends on parameters");
   }
 }
 
 } // namespace detail
 
-ChainProfile profile_activations(
-    const std::shared_ptr<torch::nn::Module>& model,
-    const std::function<at::Tensor()>& loss) {
+ChainProfile profile_activations(const std::shared_ptr<torch::nn::Module>& model,
+                                 const std::function<at::Tensor()>& loss) {
   install_memory_meter();
   const detail::Untouched untouched(*model);
   const auto handler = std::make_shared<detail::ProfileHandler>();
@@ -390,18 +376,16 @@ ChainProfile profile_activations(
   }
   gradient_checkpointing_disable(model);
   if (handler->profile.blocks.empty()) {
-    throw InputError(
-        "activation_checkpoint::profile_activations",
-        "blocks=0 in the model's forward",
-        "blocks called through hasten::call_block, or a torch::nn::Sequential",
-        "write hasten::call_block(block, x) for block->forward(x)");
+    throw InputError("activation_checkpoint::profile_activations",
+                     "blocks=0 in the model's forward",
+                     "blocks called through hasten::call_block, or a torch::nn::Sequential",
+                     "write hasten::call_block(block, x) for block->forward(x)");
   }
   return handler->profile;
 }
 
-detail::StepCost detail::observe_step(
-    const std::shared_ptr<torch::nn::Module>& model,
-    const std::function<at::Tensor()>& loss) {
+detail::StepCost detail::observe_step(const std::shared_ptr<torch::nn::Module>& model,
+                                      const std::function<at::Tensor()>& loss) {
   install_memory_meter();
   const detail::Untouched untouched(*model);
   const at::AutoGradMode grad_mode(true);
@@ -410,9 +394,8 @@ detail::StepCost detail::observe_step(
   return {probe.peak(), probe.seconds()};
 }
 
-int64_t observe_peak(
-    const std::shared_ptr<torch::nn::Module>& model,
-    const std::function<at::Tensor()>& loss) {
+int64_t observe_peak(const std::shared_ptr<torch::nn::Module>& model,
+                     const std::function<at::Tensor()>& loss) {
   return detail::observe_step(model, loss).peak_bytes;
 }
 

@@ -30,15 +30,11 @@ class ReentrantRegion : public torch::autograd::Function<ReentrantRegion> {
   using Tensors = torch::autograd::variable_list;
 
   // `anchor` wants a gradient, so that there is a node even where no input does.
-  static Tensors forward(
-      Context* context,
-      const at::Tensor& anchor,
-      at::TensorList inputs,
-      const c10::intrusive_ptr<ReentrantCall>& call) {
+  static Tensors forward(Context* context, const at::Tensor& anchor, at::TensorList inputs,
+                         const c10::intrusive_ptr<ReentrantCall>& call) {
     static_cast<void>(anchor);
     context->save_for_backward(inputs.vec());
-    context->saved_data["call"] =
-        c10::IValue::make_capsule(call); // owned as long as the node
+    context->saved_data["call"] = c10::IValue::make_capsule(call); // owned as long as the node
     std::optional<OnceScope> once;
     if (!once_place().store) {
       once.emplace(call->once);
@@ -48,15 +44,14 @@ class ReentrantRegion : public torch::autograd::Function<ReentrantRegion> {
 
   static Tensors backward(Context* context, Tensors gradients) {
     if (!torch::autograd::Engine::get_default_engine().is_checkpoint_valid()) {
-      throw CheckpointError(
-          "activation_checkpoint::reentrant",
-          "autograd::grad or backward with inputs= through a region",
-          "a whole backward: another autograd engine is installed in this "
-          "process, which leaves no other way",
-          "call backward() without inputs");
+      throw CheckpointError("activation_checkpoint::reentrant",
+                            "autograd::grad or backward with inputs= through a region",
+                            "a whole backward: another autograd engine is installed in this "
+                            "process, which leaves no other way",
+                            "call backward() without inputs");
     }
-    auto call = c10::static_intrusive_pointer_cast<ReentrantCall>(
-        context->saved_data["call"].toCapsule());
+    auto call =
+        c10::static_intrusive_pointer_cast<ReentrantCall>(context->saved_data["call"].toCapsule());
     const Tensors saved = context->get_saved_variables();
     Tensors inputs;
     for (size_t i = 0; i < saved.size(); ++i) {
@@ -71,8 +66,7 @@ class ReentrantRegion : public torch::autograd::Function<ReentrantRegion> {
     Tensors roots;
     Tensors seeds;
     for (size_t i = 0; i < outputs.size(); ++i) {
-      if (outputs[i].defined() && outputs[i].requires_grad() &&
-          gradients[i].defined()) {
+      if (outputs[i].defined() && outputs[i].requires_grad() && gradients[i].defined()) {
         roots.push_back(outputs[i]);
         seeds.push_back(gradients[i]);
       }
@@ -99,10 +93,8 @@ class ReentrantRegion : public torch::autograd::Function<ReentrantRegion> {
   }
 };
 
-std::vector<at::Tensor> run_reentrant(
-    RegionForward forward,
-    std::vector<at::Tensor> inputs,
-    const ActivationCheckpointOptions& options) {
+std::vector<at::Tensor> run_reentrant(RegionForward forward, std::vector<at::Tensor> inputs,
+                                      const ActivationCheckpointOptions& options) {
   static std::once_flag once;
   std::call_once(once, [] {
     log_warning(

@@ -12,9 +12,7 @@
 namespace hasten::detail {
 
 /// Warns once a process that it is used.
-std::vector<at::Tensor> run_reentrant(
-    RegionForward forward,
-    std::vector<at::Tensor> inputs,
-    const ActivationCheckpointOptions& options);
+std::vector<at::Tensor> run_reentrant(RegionForward forward, std::vector<at::Tensor> inputs,
+                                      const ActivationCheckpointOptions& options);
 
 } // namespace hasten::detail

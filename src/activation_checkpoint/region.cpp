@@ -27,8 +27,8 @@ std::string SavedShape::text() const {
 
 // The bits of four of a tensor's elements: a step moves them all.
 static uint64_t sample_of(const at::Tensor& tensor) {
-  if (!tensor.is_cpu() || tensor.layout() != at::kStrided ||
-      tensor.numel() == 0 || !tensor.is_contiguous()) {
+  if (!tensor.is_cpu() || tensor.layout() != at::kStrided || tensor.numel() == 0 ||
+      !tensor.is_contiguous()) {
     return 0;
   }
   const auto* data = static_cast<const char*>(tensor.const_data_ptr());
@@ -44,28 +44,21 @@ static uint64_t sample_of(const at::Tensor& tensor) {
 }
 
 static Unchanged unchanged_now(const at::Tensor& tensor, bool parameter) {
-  const c10::VariableVersion& counter =
-      tensor.unsafeGetTensorImpl()->version_counter();
-  return {
-      parameter ? tensor : at::Tensor(),
-      counter,
-      counter.current_version(),
-      parameter ? sample_of(tensor) : 0,
-      tensor.numel(),
-      tensor.scalar_type()};
+  const c10::VariableVersion& counter = tensor.unsafeGetTensorImpl()->version_counter();
+  return {parameter ? tensor : at::Tensor(), counter,        counter.current_version(),
+          parameter ? sample_of(tensor) : 0, tensor.numel(), tensor.scalar_type()};
 }
 
 bool Unchanged::holds() const {
   return counter.current_version() == version &&
-         (!tensor.defined() || tensor.numel() != numel ||
-          tensor.scalar_type() != dtype || sample_of(tensor) == sample);
+         (!tensor.defined() || tensor.numel() != numel || tensor.scalar_type() != dtype ||
+          sample_of(tensor) == sample);
 }
 
 // The hooks of a tensor that is saved in a region's forward: nothing is kept.
 class ForwardHook final : public torch::autograd::SavedVariableHooks {
  public:
-  explicit ForwardHook(std::shared_ptr<Region> region)
-      : region_(std::move(region)) {}
+  explicit ForwardHook(std::shared_ptr<Region> region) : region_(std::move(region)) {}
   ~ForwardHook() override {
     if (packed_) {
       region_->drop_saved(index_);
@@ -87,8 +80,7 @@ class ForwardHook final : public torch::autograd::SavedVariableHooks {
 // stays here for code that derives inside the region.
 class RecomputeHook final : public torch::autograd::SavedVariableHooks {
  public:
-  RecomputeHook(Region& region, Region::Recomputed& pass)
-      : region_(region), pass_(pass) {}
+  RecomputeHook(Region& region, Region::Recomputed& pass) : region_(region), pass_(pass) {}
   void call_pack_hook(const at::Tensor& tensor) override {
     kept_ = tensor.tensor_data();
     region_.resave(pass_, kept_);
@@ -154,8 +146,8 @@ std::unique_ptr<torch::autograd::SavedVariableHooks> Region::make_hooks() {
   return std::make_unique<ForwardHook>(shared_from_this());
 }
 
-std::vector<at::Tensor> Region::run_forward(
-    const RegionForward& part, std::vector<at::Tensor> inputs) {
+std::vector<at::Tensor> Region::run_forward(const RegionForward& part,
+                                            std::vector<at::Tensor> inputs) {
   std::optional<OnceScope> once;
   if (!once_place().store) {
     once.emplace(OncePlace{once_.store, once_.store->values.size(), false});
@@ -164,11 +156,8 @@ std::vector<at::Tensor> Region::run_forward(
   std::optional<OpScope> ops;
   if (ops_) {
     SavedHookFactory* around = current_hook_factory();
-    recorder.emplace(
-        options_.policy,
-        ops_,
-        options_.debug,
-        around != nullptr && around->recomputes() ? around : nullptr);
+    recorder.emplace(options_.policy, ops_, options_.debug,
+                     around != nullptr && around->recomputes() ? around : nullptr);
     ops.emplace(&*recorder);
   }
   const HookScope hooks(this);
@@ -177,15 +166,12 @@ std::vector<at::Tensor> Region::run_forward(
 
 // Parameters are the leaves that the region's nodes lead to: nodes made before it
 // have smaller numbers. Numbers count by thread, and this one made them all.
-static void add_parameters(
-    const std::vector<at::Tensor>& outputs,
-    uint64_t first_node,
-    std::vector<Unchanged>& parameters) {
+static void add_parameters(const std::vector<at::Tensor>& outputs, uint64_t first_node,
+                           std::vector<Unchanged>& parameters) {
   std::vector<torch::autograd::Node*> open;
   std::unordered_set<torch::autograd::Node*> seen;
   const auto visit = [&](torch::autograd::Node* node) {
-    if (node != nullptr && node->sequence_nr() >= first_node &&
-        seen.insert(node).second) {
+    if (node != nullptr && node->sequence_nr() >= first_node && seen.insert(node).second) {
       open.push_back(node);
     }
   };
@@ -207,20 +193,17 @@ static void add_parameters(
   }
 }
 
-void Region::finish_forward(
-    const std::vector<at::Tensor>& outputs, uint64_t first_node) {
+void Region::finish_forward(const std::vector<at::Tensor>& outputs, uint64_t first_node) {
   complete_ = true;
   if (ops_ && options_.early_stop) {
     ops_->drop_unreached();
   }
   for (size_t i = 0; i < input_versions_.size(); ++i) {
     if (input_versions_[i].counter.enabled() && !input_versions_[i].holds()) {
-      throw InputError(
-          "activation_checkpoint",
-          label() + " changes its input " + std::to_string(i) + " in place",
-          "inputs as they were: the recomputation begins with them",
-          "clone the input in the region, or use the operator that is not in "
-          "place");
+      throw InputError("activation_checkpoint",
+                       label() + " changes its input " + std::to_string(i) + " in place",
+                       "inputs as they were: the recomputation begins with them",
+                       "clone the input in the region, or use the operator that is not in place");
     }
   }
   if (!saved_.empty()) {
@@ -230,9 +213,7 @@ void Region::finish_forward(
 
 size_t Region::add_saved(const at::Tensor& tensor) {
   saved_.emplace_back(
-      options_.determinism_check == DeterminismCheck::none
-          ? SavedShape{}
-          : SavedShape::of(tensor));
+      options_.determinism_check == DeterminismCheck::none ? SavedShape{} : SavedShape::of(tensor));
   if (ops_) {
     ops_->needed = ops_->kept;
   }
@@ -244,35 +225,29 @@ std::string Region::label() const {
 }
 
 void Region::fail(const std::string& what, const std::string& fix) const {
-  throw CheckpointError(
-      "activation_checkpoint::recompute",
-      what + " in " + label(),
-      "a recomputation that saves what forward saved",
-      fix);
+  throw CheckpointError("activation_checkpoint::recompute", what + " in " + label(),
+                        "a recomputation that saves what forward saved", fix);
 }
 
 void Region::require_unchanged() const {
   for (size_t i = 0; i < input_versions_.size(); ++i) {
     const Unchanged& input = input_versions_[i];
     if (input.counter.enabled() && !input.holds()) {
-      throw CheckpointError(
-          "activation_checkpoint::recompute",
-          "input " + std::to_string(i) + " of " + label() +
-              " was changed in place after forward: version=" +
-              std::to_string(input.counter.current_version()) + ", was " +
-              std::to_string(input.version),
-          "inputs as they were",
-          "clone it before changing it");
+      throw CheckpointError("activation_checkpoint::recompute",
+                            "input " + std::to_string(i) + " of " + label() +
+                                " was changed in place after forward: version=" +
+                                std::to_string(input.counter.current_version()) + ", was " +
+                                std::to_string(input.version),
+                            "inputs as they were", "clone it before changing it");
     }
   }
   for (const Unchanged& parameter : parameters_) {
     if (!parameter.holds()) {
       throw CheckpointError(
           "activation_checkpoint::recompute",
-          "a parameter of shape " + SavedShape::of(parameter.tensor).text() +
-              " of " + label() + " was changed between forward and backward",
-          "parameters as they were: the recomputation would be another "
-          "function's",
+          "a parameter of shape " + SavedShape::of(parameter.tensor).text() + " of " + label() +
+              " was changed between forward and backward",
+          "parameters as they were: the recomputation would be another function's",
           "call backward before the optimizer steps");
     }
   }
@@ -283,10 +258,8 @@ void Region::resave(Recomputed& pass, const at::Tensor& tensor) {
   const size_t index = pass.count++;
   if (index >= saved_.size()) {
     if (complete_ && !options_.early_stop) {
-      fail(
-          "more tensors are saved than the " + std::to_string(saved_.size()) +
-              " of forward",
-          "let nothing but the region's inputs decide what it computes");
+      fail("more tensors are saved than the " + std::to_string(saved_.size()) + " of forward",
+           "let nothing but the region's inputs decide what it computes");
     }
     return; // code that derives inside the region saves as it goes
   }
@@ -294,12 +267,10 @@ void Region::resave(Recomputed& pass, const at::Tensor& tensor) {
   if (options_.determinism_check == DeterminismCheck::metadata) {
     const SavedShape shape = SavedShape::of(tensor);
     if (!(shape == saved.shape)) {
-      fail(
-          "saved tensor " + std::to_string(index) + " of " +
-              std::to_string(saved_.size()) + " is " + shape.text() +
-              ", in forward it was " + saved.shape.text(),
-          "let nothing but the region's inputs decide shapes; keep such a "
-          "decision with hasten::run_once()");
+      fail("saved tensor " + std::to_string(index) + " of " + std::to_string(saved_.size()) +
+               " is " + shape.text() + ", in forward it was " + saved.shape.text(),
+           "let nothing but the region's inputs decide shapes; keep such a "
+           "decision with hasten::run_once()");
     }
   }
   if (saved.alive) {
@@ -340,19 +311,16 @@ void Region::run_again(Recomputed& pass, bool keeps_graph) {
   } catch (const StopRecompute&) {
     count_recompute(true);
   } catch (const CheckpointError& error) {
-    if (const std::string difference = replayer.difference();
-        !difference.empty()) {
+    if (const std::string difference = replayer.difference(); !difference.empty()) {
       fail(difference, error.what());
     }
     throw;
   }
   if (pass.count < saved_.size()) {
     const std::string difference = replayer.difference();
-    fail(
-        std::to_string(pass.count) + " tensors are saved, in forward " +
-            std::to_string(saved_.size()) +
-            (difference.empty() ? "" : "; " + difference),
-        "let nothing but the region's inputs decide what it computes");
+    fail(std::to_string(pass.count) + " tensors are saved, in forward " +
+             std::to_string(saved_.size()) + (difference.empty() ? "" : "; " + difference),
+         "let nothing but the region's inputs decide what it computes");
   }
 }
 
@@ -365,8 +333,7 @@ void Region::recompute(Recomputed& pass, bool keeps_graph) {
   pass.stop = {torch::autograd::get_current_graph_task_id(), false};
   run_again(pass, keeps_graph);
   recompute_seconds() +=
-      std::chrono::duration<double>(std::chrono::steady_clock::now() - start)
-          .count();
+      std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
 at::Tensor Region::unpack(size_t index) {
@@ -374,8 +341,8 @@ at::Tensor Region::unpack(size_t index) {
   const std::shared_ptr<SharedRegions>& shared = shared_regions();
   const int task = torch::autograd::get_current_graph_task_id();
   const int64_t backward = shared ? shared->id : task;
-  const bool keeps_graph = shared || task == -1 ||
-                           torch::autograd::get_current_graph_task_keep_graph();
+  const bool keeps_graph =
+      shared || task == -1 || torch::autograd::get_current_graph_task_keep_graph();
   const std::lock_guard<std::mutex> lock(mutex_);
   auto it = passes_.find(backward);
   if (it == passes_.end() || index >= it->second.tensors.size() ||

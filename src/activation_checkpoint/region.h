@@ -60,13 +60,11 @@ struct Unchanged {
   bool holds() const;
 };
 
-class Region final : public SavedHookFactory,
-                     public std::enable_shared_from_this<Region> {
+class Region final : public SavedHookFactory, public std::enable_shared_from_this<Region> {
  public:
   /// `parent`: the region around it, where that one's forward is not what is
   /// running (regions over several calls).
-  explicit Region(
-      ActivationCheckpointOptions options, const Region* parent = nullptr);
+  explicit Region(ActivationCheckpointOptions options, const Region* parent = nullptr);
 
   const ActivationCheckpointOptions& options() const { return options_; }
 
@@ -78,16 +76,14 @@ class Region final : public SavedHookFactory,
   /// region may derive.
   void set_recompute(RegionForward forward) { forward_ = std::move(forward); }
   /// Runs a part of the forward: its saved tensors are this region's.
-  std::vector<at::Tensor> run_forward(
-      const RegionForward& part, std::vector<at::Tensor> inputs);
+  std::vector<at::Tensor> run_forward(const RegionForward& part, std::vector<at::Tensor> inputs);
   std::vector<at::Tensor> run_forward(std::vector<at::Tensor> inputs) {
     return run_forward(forward_, std::move(inputs));
   }
   /// After the whole forward: looks for inputs changed in place and remembers the
   /// parameters that `outputs` depend on. `first_node` is at::sequence_number's
   /// at the beginning. Throws InputError.
-  void finish_forward(
-      const std::vector<at::Tensor>& outputs, uint64_t first_node);
+  void finish_forward(const std::vector<at::Tensor>& outputs, uint64_t first_node);
 
   std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks() override;
   bool recomputes() const override { return true; }

@@ -29,9 +29,8 @@ void CpuRandomState::restore() const {
 bool CpuRandomState::same_as(const CpuRandomState& other) const {
   const auto mine = engine_.data();
   const auto others = other.engine_.data();
-  return mine.left_ == others.left_ && mine.next_ == others.next_ &&
-         mine.state_ == others.state_ && next_float_ == other.next_float_ &&
-         next_double_ == other.next_double_;
+  return mine.left_ == others.left_ && mine.next_ == others.next_ && mine.state_ == others.state_ &&
+         next_float_ == other.next_float_ && next_double_ == other.next_double_;
 }
 
 static at::Tensor device_random_state(const at::Device& device) {
@@ -48,10 +47,8 @@ RandomState RandomState::now(const std::vector<at::Tensor>& tensors) {
       continue;
     }
     const at::Device device = tensor.device();
-    const bool known = std::any_of(
-        state.devices_.begin(), state.devices_.end(), [&](const auto& entry) {
-          return entry.first == device;
-        });
+    const bool known = std::any_of(state.devices_.begin(), state.devices_.end(),
+                                   [&](const auto& entry) { return entry.first == device; });
     if (!known) {
       state.devices_.emplace_back(device, device_random_state(device));
     }

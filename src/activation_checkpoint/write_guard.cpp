@@ -22,8 +22,7 @@ bool WriteGuard::outside(const at::Tensor& tensor) const {
 
 at::Tensor WriteGuard::copy_of(const at::Tensor& tensor) {
   if (!tensor.is_inference()) {
-    const c10::VariableVersion& counter =
-        tensor.unsafeGetTensorImpl()->version_counter();
+    const c10::VariableVersion& counter = tensor.unsafeGetTensorImpl()->version_counter();
     versions_.push_back({counter, counter.current_version()});
   }
   return tensor.clone();
@@ -31,10 +30,8 @@ at::Tensor WriteGuard::copy_of(const at::Tensor& tensor) {
 
 // The copies stand in for the tensors in arguments, and the tensors for the copies
 // in results.
-void WriteGuard::pass_write(
-    const OpPassing& passing,
-    const OpInfo& info,
-    const std::function<void()>& run) {
+void WriteGuard::pass_write(const OpPassing& passing, const OpInfo& info,
+                            const std::function<void()>& run) {
   std::vector<std::pair<at::Tensor, at::Tensor>> copies; // copy, tensor
   const auto replaced = [&](const at::Tensor& tensor) {
     if (!tensor.defined() || !outside(tensor)) {
@@ -67,8 +64,7 @@ void WriteGuard::pass_write(
     return result;
   };
   const size_t results = passing.op.schema().returns().size();
-  for (size_t i = passing.stack.size() - results; i < passing.stack.size();
-       ++i) {
+  for (size_t i = passing.stack.size() - results; i < passing.stack.size(); ++i) {
     c10::IValue& value = passing.stack[i];
     if (value.isTensor()) {
       value = original(value.toTensor());
@@ -81,8 +77,7 @@ void WriteGuard::note_results(const OpPassing& passing) {
     return; // a view of something outside does not make it ours
   }
   const size_t results = passing.op.schema().returns().size();
-  for (size_t i = passing.stack.size() - results; i < passing.stack.size();
-       ++i) {
+  for (size_t i = passing.stack.size() - results; i < passing.stack.size(); ++i) {
     visit_tensors(passing.stack[i], [&](const at::Tensor& tensor) {
       if (tensor.has_storage()) {
         made_.push_back(tensor.storage().unsafeGetStorageImpl());

@@ -37,10 +37,7 @@ class WriteGuard {
   };
   bool outside(const at::Tensor& tensor) const;
   at::Tensor copy_of(const at::Tensor& tensor);
-  void pass_write(
-      const OpPassing& passing,
-      const OpInfo& info,
-      const std::function<void()>& run);
+  void pass_write(const OpPassing& passing, const OpInfo& info, const std::function<void()>& run);
   void note_results(const OpPassing& passing);
 
   std::vector<const c10::StorageImpl*> made_{};

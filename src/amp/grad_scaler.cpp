@@ -21,14 +21,12 @@ namespace hasten {
 namespace detail {
 
 /// Defined gradients of all groups; a tied parameter's once.
-static std::vector<at::Tensor> gradients_of(
-    const torch::optim::Optimizer& optimizer) {
+static std::vector<at::Tensor> gradients_of(const torch::optim::Optimizer& optimizer) {
   std::vector<at::Tensor> gradients;
   std::unordered_set<const void*> seen;
   for (const auto& group : optimizer.param_groups()) {
     for (const at::Tensor& parameter : group.params()) {
-      if (parameter.grad().defined() &&
-          seen.insert(parameter.unsafeGetTensorImpl()).second) {
+      if (parameter.grad().defined() && seen.insert(parameter.unsafeGetTensorImpl()).second) {
         gradients.push_back(parameter.grad());
       }
     }
@@ -47,26 +45,22 @@ static void multiply(const std::vector<at::Tensor>& gradients, double factor) {
   }
 }
 
-[[noreturn]] static void refuse_again(
-    const char* where, const char* what, const char* fix) {
-  throw InputError(
-      where, what, "once an optimizer between two calls of update()", fix);
+[[noreturn]] static void refuse_again(const char* where, const char* what, const char* fix) {
+  throw InputError(where, what, "once an optimizer between two calls of update()", fix);
 }
 
 } // namespace detail
 
-GradScaler::GradScaler(
-    GradScalerOptions options, std::shared_ptr<Communicator> communicator)
+GradScaler::GradScaler(GradScalerOptions options, std::shared_ptr<Communicator> communicator)
     : scale_(options), communicator_(std::move(communicator)) {}
 
 at::Tensor GradScaler::scale(const at::Tensor& loss) {
   if (!loss.defined() || !loss.is_floating_point()) {
-    throw InputError(
-        "amp::GradScaler::scale",
-        loss.defined()
-            ? std::string("loss of type ") + c10::toString(loss.scalar_type())
-            : "loss=undefined",
-        "a floating-point tensor");
+    throw InputError("amp::GradScaler::scale",
+                     loss.defined()
+                         ? std::string("loss of type ") + c10::toString(loss.scalar_type())
+                         : "loss=undefined",
+                     "a floating-point tensor");
   }
   if (!is_enabled()) {
     return loss;
@@ -75,27 +69,21 @@ at::Tensor GradScaler::scale(const at::Tensor& loss) {
     throw TrainingError(
         "amp::GradScaler::scale",
         "the loss is not finite before it is scaled" +
-            (loss.numel() == 1 ? ": loss=" + std::to_string(loss.item<double>())
-                               : std::string()) +
+            (loss.numel() == 1 ? ": loss=" + std::to_string(loss.item<double>()) : std::string()) +
             ". That is no overflow of gradients, and no scale mends it",
         "a finite loss",
         "lower the learning rate, look for rows the model cannot take, or for "
-        "activations above 65504, the largest number of fp16; bf16 has fp32's "
-        "range");
+        "activations above 65504, the largest number of fp16; bf16 has fp32's range");
   }
-  const at::Tensor wide =
-      loss.scalar_type() == at::kDouble ? loss : loss.to(at::kFloat);
+  const at::Tensor wide = loss.scalar_type() == at::kDouble ? loss : loss.to(at::kFloat);
   return wide * get_scale();
 }
 
-GradScaler::Progress& GradScaler::begin(
-    torch::optim::Optimizer& optimizer, const char* where) {
+GradScaler::Progress& GradScaler::begin(torch::optim::Optimizer& optimizer, const char* where) {
   Progress& progress = progress_[&optimizer];
   if (progress.stepped) {
-    detail::refuse_again(
-        where,
-        "the optimizer has stepped since the last update()",
-        "call update() after step(), before the next backward");
+    detail::refuse_again(where, "the optimizer has stepped since the last update()",
+                         "call update() after step(), before the next backward");
   }
   return progress;
 }
@@ -126,29 +114,23 @@ void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
     return;
   }
   if (progress.checked) {
-    detail::refuse_again(
-        where,
-        "the gradients are divided by the scale already",
-        "call it once, just before what reads the gradients");
+    detail::refuse_again(where, "the gradients are divided by the scale already",
+                         "call it once, just before what reads the gradients");
   }
   check(optimizer, progress);
   detail::multiply(detail::gradients_of(optimizer), progress.factor);
   progress.factor = 1;
 }
 
-double GradScaler::clip_grad_norm_(
-    torch::optim::Optimizer& optimizer, double max_norm) {
+double GradScaler::clip_grad_norm_(torch::optim::Optimizer& optimizer, double max_norm) {
   const char* where = "amp::GradScaler::clip_grad_norm_";
   if (!(max_norm > 0)) {
-    throw InputError(
-        where, "max_norm=" + std::to_string(max_norm), "a number above 0");
+    throw InputError(where, "max_norm=" + std::to_string(max_norm), "a number above 0");
   }
   Progress& progress = begin(optimizer, where);
   if (progress.checked) {
-    detail::refuse_again(
-        where,
-        "the gradients are divided by the scale already",
-        "call clip_grad_norm_ instead of unscale_, once");
+    detail::refuse_again(where, "the gradients are divided by the scale already",
+                         "call clip_grad_norm_ instead of unscale_, once");
   }
   const auto gradients = detail::gradients_of(optimizer);
   const double raw = gradient_norm(gradients, 2);
@@ -199,25 +181,20 @@ void GradScaler::update() {
     return;
   }
   if (progress_.empty()) {
-    throw InputError(
-        "amp::GradScaler::update",
-        "no optimizer was unscaled or stepped since the last update()",
-        "step() before it");
+    throw InputError("amp::GradScaler::update",
+                     "no optimizer was unscaled or stepped since the last update()",
+                     "step() before it");
   }
-  scale_.update(std::any_of(
-      progress_.begin(), progress_.end(), [](const auto& optimizer) {
-        return optimizer.second.found_inf;
-      }));
+  scale_.update(std::any_of(progress_.begin(), progress_.end(),
+                            [](const auto& optimizer) { return optimizer.second.found_inf; }));
   progress_.clear();
 }
 
-void GradScaler::save_state(
-    NamedTensors& tensors, nlohmann::json& values) const {
+void GradScaler::save_state(NamedTensors& tensors, nlohmann::json& values) const {
   scale_.save_state(tensors, values);
 }
 
-void GradScaler::load_state(
-    const NamedTensors& tensors, const nlohmann::json& values) {
+void GradScaler::load_state(const NamedTensors& tensors, const nlohmann::json& values) {
   scale_.load_state(tensors, values);
   progress_.clear();
 }

@@ -20,42 +20,25 @@ static std::string scale_text(double value) {
   return text.str();
 }
 
-static void require_scale(
-    bool good, const char* name, double value, const char* is) {
+static void require_scale(bool good, const char* name, double value, const char* is) {
   if (!good) {
-    throw InputError(
-        kScaleWhere, std::string(name) + "=" + scale_text(value), is);
+    throw InputError(kScaleWhere, std::string(name) + "=" + scale_text(value), is);
   }
 }
 
-static bool is_scale(double value) {
-  return value > 0 && std::isfinite(static_cast<float>(value));
-}
+static bool is_scale(double value) { return value > 0 && std::isfinite(static_cast<float>(value)); }
 
 } // namespace detail
 
-LossScale::LossScale(GradScalerOptions options)
-    : options_(options), scale_(options.init_scale) {
-  detail::require_scale(
-      detail::is_scale(options.init_scale),
-      "init_scale",
-      options.init_scale,
-      "a number above 0 that fp32 holds");
-  detail::require_scale(
-      options.growth_factor > 1 && std::isfinite(options.growth_factor),
-      "growth_factor",
-      options.growth_factor,
-      "a number above 1");
-  detail::require_scale(
-      options.backoff_factor > 0 && options.backoff_factor < 1,
-      "backoff_factor",
-      options.backoff_factor,
-      "a number above 0 and below 1");
-  detail::require_scale(
-      options.growth_interval >= 1,
-      "growth_interval",
-      static_cast<double>(options.growth_interval),
-      "1 or more");
+LossScale::LossScale(GradScalerOptions options) : options_(options), scale_(options.init_scale) {
+  detail::require_scale(detail::is_scale(options.init_scale), "init_scale", options.init_scale,
+                        "a number above 0 that fp32 holds");
+  detail::require_scale(options.growth_factor > 1 && std::isfinite(options.growth_factor),
+                        "growth_factor", options.growth_factor, "a number above 1");
+  detail::require_scale(options.backoff_factor > 0 && options.backoff_factor < 1, "backoff_factor",
+                        options.backoff_factor, "a number above 0 and below 1");
+  detail::require_scale(options.growth_interval >= 1, "growth_interval",
+                        static_cast<double>(options.growth_interval), "1 or more");
 }
 
 // torch's at::_amp_update_scale_, whose scale is an fp32 tensor and whose factors are
@@ -66,17 +49,14 @@ void LossScale::update(bool found_inf) {
   }
   const double before = scale_;
   if (found_inf) {
-    const auto next = static_cast<float>(
-        static_cast<float>(scale_) * options_.backoff_factor);
+    const auto next = static_cast<float>(static_cast<float>(scale_) * options_.backoff_factor);
     scale_ = next > 0 ? next : scale_;
     growth_tracker_ = 0;
-    log_info(
-        "loss scale: a gradient is not finite, the step is left out: " +
-        detail::scale_text(before) + " -> " + detail::scale_text(scale_));
+    log_info("loss scale: a gradient is not finite, the step is left out: " +
+             detail::scale_text(before) + " -> " + detail::scale_text(scale_));
     if (before >= 1 && scale_ < 1) {
       log_warning(
-          "loss scale: the gradients overflow without being scaled up: look "
-          "for "
+          "loss scale: the gradients overflow without being scaled up: look for "
           "a loss that diverges, lower the learning rate, or use bf16");
     }
     return;
@@ -85,50 +65,40 @@ void LossScale::update(bool found_inf) {
     return;
   }
   growth_tracker_ = 0;
-  const auto next =
-      static_cast<float>(static_cast<float>(scale_) * options_.growth_factor);
+  const auto next = static_cast<float>(static_cast<float>(scale_) * options_.growth_factor);
   if (std::isfinite(next)) {
     scale_ = next;
-    log_info(
-        "loss scale: " + std::to_string(options_.growth_interval) +
-        " steps without an overflow: " + detail::scale_text(before) + " -> " +
-        detail::scale_text(scale_));
+    log_info("loss scale: " + std::to_string(options_.growth_interval) +
+             " steps without an overflow: " + detail::scale_text(before) + " -> " +
+             detail::scale_text(scale_));
   }
 }
 
 void LossScale::set_scale(double scale) {
-  detail::require_scale(
-      detail::is_scale(scale),
-      "scale",
-      scale,
-      "a number above 0 that fp32 holds");
+  detail::require_scale(detail::is_scale(scale), "scale", scale,
+                        "a number above 0 that fp32 holds");
   scale_ = static_cast<float>(scale);
 }
 
-void LossScale::save_state(
-    NamedTensors& /*tensors*/, nlohmann::json& values) const {
+void LossScale::save_state(NamedTensors& /*tensors*/, nlohmann::json& values) const {
   values = nlohmann::json::object();
   if (options_.enabled) {
-    values = {
-        {"scale", scale_},
-        {"growth_factor", options_.growth_factor},
-        {"backoff_factor", options_.backoff_factor},
-        {"growth_interval", options_.growth_interval},
-        {"_growth_tracker", growth_tracker_}};
+    values = {{"scale", scale_},
+              {"growth_factor", options_.growth_factor},
+              {"backoff_factor", options_.backoff_factor},
+              {"growth_interval", options_.growth_interval},
+              {"_growth_tracker", growth_tracker_}};
   }
 }
 
-void LossScale::load_state(
-    const NamedTensors& /*tensors*/, const nlohmann::json& values) {
+void LossScale::load_state(const NamedTensors& /*tensors*/, const nlohmann::json& values) {
   if (!options_.enabled) {
     return;
   }
   if (values.empty()) {
     throw InputError(
-        detail::kScaleWhere,
-        "the state is empty: it was saved by a scaler that was not enabled",
-        "the state of an enabled one",
-        "set enabled=false, or begin with a new scaler");
+        detail::kScaleWhere, "the state is empty: it was saved by a scaler that was not enabled",
+        "the state of an enabled one", "set enabled=false, or begin with a new scaler");
   }
   GradScalerOptions options = options_;
   values.at("growth_factor").get_to(options.growth_factor);

@@ -11,8 +11,7 @@ struct CgroupMounts {
   std::filesystem::path v1;
 };
 
-CgroupMounts find_cgroup_mounts(
-    const std::filesystem::path& root, const std::string& controller) {
+CgroupMounts find_cgroup_mounts(const std::filesystem::path& root, const std::string& controller) {
   // "36 35 98:0 /in-fs /mount opts … - type source super,opts"
   CgroupMounts mounts;
   std::ifstream file(root / "proc/self/mountinfo");
@@ -32,18 +31,16 @@ CgroupMounts find_cgroup_mounts(
     const auto folder = root / std::filesystem::path(mount).relative_path();
     if (type == "cgroup2") {
       mounts.v2 = folder;
-    } else if (
-        type == "cgroup" &&
-        ("," + options + ",").find("," + controller + ",") !=
-            std::string::npos) {
+    } else if (type == "cgroup" &&
+               ("," + options + ",").find("," + controller + ",") != std::string::npos) {
       mounts.v1 = folder;
     }
   }
   return mounts;
 }
 
-std::vector<std::filesystem::path> cgroup_folders(
-    const std::filesystem::path& root, const std::string& controller) {
+std::vector<std::filesystem::path> cgroup_folders(const std::filesystem::path& root,
+                                                  const std::string& controller) {
   const CgroupMounts mounts = find_cgroup_mounts(root, controller);
   std::vector<std::filesystem::path> folders;
   std::ifstream file(root / "proc/self/cgroup");
@@ -53,18 +50,16 @@ std::vector<std::filesystem::path> cgroup_folders(
     if (first == std::string::npos || second == std::string::npos) {
       continue;
     }
-    const std::string controllers =
-        "," + line.substr(first + 1, second - first - 1) + ",";
+    const std::string controllers = "," + line.substr(first + 1, second - first - 1) + ",";
     const bool is_v2 = controllers == ",,";
     const auto& mount = is_v2 ? mounts.v2 : mounts.v1;
-    if (mount.empty() || (!is_v2 && controllers.find("," + controller + ",") ==
-                                        std::string::npos)) {
+    if (mount.empty() ||
+        (!is_v2 && controllers.find("," + controller + ",") == std::string::npos)) {
       continue;
     }
     // Inside a container the path may be the host's and not exist here; the
     // mount's root is the container's own group then.
-    std::filesystem::path folder =
-        std::filesystem::path(line.substr(second + 1)).relative_path();
+    std::filesystem::path folder = std::filesystem::path(line.substr(second + 1)).relative_path();
     while (true) {
       folders.push_back(mount / folder);
       if (folder.empty()) {

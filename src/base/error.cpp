@@ -18,8 +18,8 @@ std::atomic<int> error_world_size{1};
 std::string without_control_bytes(std::string text) {
   for (size_t i = 0; i < text.size(); ++i) {
     const auto byte = static_cast<unsigned char>(text[i]);
-    const bool c1 = byte == 0xc2 && i + 1 < text.size() &&
-                    static_cast<unsigned char>(text[i + 1]) < 0xa0;
+    const bool c1 =
+        byte == 0xc2 && i + 1 < text.size() && static_cast<unsigned char>(text[i + 1]) < 0xa0;
     if ((byte < 0x20 && byte != '\n' && byte != '\t') || byte == 0x7f || c1) {
       text[i] = '?';
       text[c1 ? i + 1 : i] = '?';
@@ -28,15 +28,11 @@ std::string without_control_bytes(std::string text) {
   return text;
 }
 
-std::string error_text(
-    std::string_view where,
-    std::string_view what,
-    std::string_view expected,
-    std::string_view fix) {
+std::string error_text(std::string_view where, std::string_view what, std::string_view expected,
+                       std::string_view fix) {
   std::string text;
   if (const int world_size = error_world_size; world_size > 1) {
-    text += "rank " + std::to_string(error_rank) + "/" +
-            std::to_string(world_size) + " ";
+    text += "rank " + std::to_string(error_rank) + "/" + std::to_string(world_size) + " ";
   }
   text.append("[").append(where).append("] ").append(shortened(what));
   if (text.back() != '.') {
@@ -61,8 +57,7 @@ size_t edit_distance(std::string_view a, std::string_view b) {
     row[0] = i;
     for (size_t j = 1; j <= b.size(); ++j) {
       const size_t above = row[j];
-      row[j] = std::min(
-          {above + 1, row[j - 1] + 1, diagonal + (a[i - 1] != b[j - 1])});
+      row[j] = std::min({above + 1, row[j - 1] + 1, diagonal + (a[i - 1] != b[j - 1])});
       diagonal = above;
     }
   }
@@ -71,31 +66,25 @@ size_t edit_distance(std::string_view a, std::string_view b) {
 
 } // namespace detail
 
-Error::Error(
-    std::string_view where,
-    std::string_view what,
-    std::string_view expected,
-    std::string_view fix)
+Error::Error(std::string_view where, std::string_view what, std::string_view expected,
+             std::string_view fix)
     : std::runtime_error(detail::error_text(where, what, expected, fix)) {}
 
 Interrupted::Interrupted(int signal)
-    : Error("base::interrupt", "stopped by signal " + std::to_string(signal)),
-      signal_(signal) {}
+    : Error("base::interrupt", "stopped by signal " + std::to_string(signal)), signal_(signal) {}
 
 void set_error_rank(int rank, int world_size) {
   detail::error_rank = rank;
   detail::error_world_size = world_size;
 }
 
-std::string nearest_name(
-    std::string_view word, const std::string* first, const std::string* last) {
+std::string nearest_name(std::string_view word, const std::string* first, const std::string* last) {
   std::string best;
   constexpr size_t kLongest = 256; // the time is the product of both lengths
   if (word.size() > kLongest) {
     return best;
   }
-  size_t best_distance =
-      (word.size() < 4 ? 1 : std::max<size_t>(2, word.size() / 3)) + 1;
+  size_t best_distance = (word.size() < 4 ? 1 : std::max<size_t>(2, word.size() / 3)) + 1;
   for (; first != last; ++first) {
     if (first->size() > 2 * kLongest) {
       continue;

@@ -18,10 +18,8 @@ namespace detail {
 
 int end_by_signal(int signal, int world_size) {
   if (world_size == 1) {
-    log_info(
-        std::string("Stopped by ") +
-        (signal == SIGINT ? "Ctrl-C" : strsignal(signal)) +
-        ". What was saved before is complete.");
+    log_info(std::string("Stopped by ") + (signal == SIGINT ? "Ctrl-C" : strsignal(signal)) +
+             ". What was saved before is complete.");
   }
   return 128 + signal;
 }
@@ -39,8 +37,7 @@ bool is_full_disk(const std::exception& error) {
 
 } // namespace detail
 
-int exit_code_of(
-    int local_rank, int world_size, const std::function<int()>& body) {
+int exit_code_of(int local_rank, int world_size, const std::function<int()>& body) {
   try {
     return body();
   } catch (const SilentExit& exit) {
@@ -53,19 +50,17 @@ int exit_code_of(
     if (const int signal = interrupt_signal(); signal != 0) {
       return detail::end_by_signal(signal, world_size);
     }
-    const bool of_world =
-        dynamic_cast<const CommunicationError*>(&error) != nullptr;
+    const bool of_world = dynamic_cast<const CommunicationError*>(&error) != nullptr;
     const bool training = dynamic_cast<const TrainingError*>(&error) != nullptr;
-    const bool said_elsewhere =
-        dynamic_cast<const PeerInputError*>(&error) != nullptr ||
-        (of_world && said_by_peer()) || (training && local_rank != 0) ||
-        ((training || of_world) && launcher_says_errors());
+    const bool said_elsewhere = dynamic_cast<const PeerInputError*>(&error) != nullptr ||
+                                (of_world && said_by_peer()) || (training && local_rank != 0) ||
+                                ((training || of_world) && launcher_says_errors());
     record_error(error, !said_elsewhere);
     if (!said_elsewhere) {
       log_error(message_of(error));
     }
-    const bool bad_input = dynamic_cast<const InputError*>(&error) != nullptr ||
-                           detail::is_full_disk(error);
+    const bool bad_input =
+        dynamic_cast<const InputError*>(&error) != nullptr || detail::is_full_disk(error);
     return bad_input ? kExitBadInput : kExitFailed;
   }
 }

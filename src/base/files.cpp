@@ -22,8 +22,7 @@ std::string path_problem(const std::filesystem::path& path, int error) {
   return path.string() + ": " + std::generic_category().message(error);
 }
 
-void throw_file_error(
-    const char* where, const std::filesystem::path& path, int error) {
+void throw_file_error(const char* where, const std::filesystem::path& path, int error) {
   switch (error) {
     case EACCES:
     case EISDIR:
@@ -37,11 +36,7 @@ void throw_file_error(
     case EDQUOT:
     case EFBIG:
     case ENOSPC:
-      throw Error(
-          where,
-          path_problem(path, error),
-          {},
-          "free space or write elsewhere");
+      throw Error(where, path_problem(path, error), {}, "free space or write elsewhere");
     default:
       throw Error(where, path_problem(path, error));
   }
@@ -96,17 +91,14 @@ std::filesystem::path link_target(const std::filesystem::path& path) {
 }
 
 /// Writes, syncs and renames; 0 or errno. `temporary` may be left behind.
-int write_and_rename(
-    std::filesystem::path& temporary,
-    const std::filesystem::path& target,
-    std::string_view bytes) {
+int write_and_rename(std::filesystem::path& temporary, const std::filesystem::path& target,
+                     std::string_view bytes) {
   FileDescriptor file(open_temporary(target, temporary));
   if (file.get() < 0) {
     return errno;
   }
   struct stat old {};
-  if (::stat(target.c_str(), &old) == 0 &&
-      ::fchmod(file.get(), old.st_mode & 07777) != 0) {
+  if (::stat(target.c_str(), &old) == 0 && ::fchmod(file.get(), old.st_mode & 07777) != 0) {
     return errno;
   }
   if (const int error = write_all(file.get(), bytes)) {
@@ -135,8 +127,7 @@ std::string read_file(const std::filesystem::path& path) {
   bytes.resize(static_cast<size_t>(status.st_size) + 1);
   size_t size = 0;
   while (true) {
-    const ssize_t got =
-        ::read(file.get(), bytes.data() + size, bytes.size() - size);
+    const ssize_t got = ::read(file.get(), bytes.data() + size, bytes.size() - size);
     if (got < 0) {
       if (errno == EINTR) {
         continue;
@@ -155,8 +146,7 @@ std::string read_file(const std::filesystem::path& path) {
   return bytes;
 }
 
-void write_file_atomically(
-    const std::filesystem::path& path, std::string_view bytes) {
+void write_file_atomically(const std::filesystem::path& path, std::string_view bytes) {
   constexpr const char* kWhere = "base::write_file_atomically";
   const std::filesystem::path target = detail::link_target(path);
   std::filesystem::path temporary;
@@ -183,11 +173,8 @@ void sync_path(const std::filesystem::path& path) {
 
 std::string hash_hex(std::string_view bytes) {
   char text[17];
-  std::snprintf(
-      text,
-      sizeof text,
-      "%016llx",
-      static_cast<unsigned long long>(XXH3_64bits(bytes.data(), bytes.size())));
+  std::snprintf(text, sizeof text, "%016llx",
+                static_cast<unsigned long long>(XXH3_64bits(bytes.data(), bytes.size())));
   return text;
 }
 

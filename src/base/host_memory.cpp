@@ -13,8 +13,8 @@ namespace hasten {
 namespace detail {
 
 /// The number in a file, or behind `key` in one of its lines; none for "max".
-std::optional<int64_t> number_in_file(
-    const std::filesystem::path& path, const std::string& key = {}) {
+std::optional<int64_t> number_in_file(const std::filesystem::path& path,
+                                      const std::string& key = {}) {
   std::ifstream file(path);
   for (std::string word; file >> word;) {
     if (key.empty() || word == key) {
@@ -32,22 +32,19 @@ std::optional<int64_t> number_in_file(
 /// What the group's limit leaves; none where it has no limit.
 std::optional<int64_t> left_in_group(const std::filesystem::path& folder) {
   const bool v2 = std::filesystem::exists(folder / "memory.max");
-  const auto limit =
-      number_in_file(folder / (v2 ? "memory.max" : "memory.limit_in_bytes"));
-  const auto usage = number_in_file(
-      folder / (v2 ? "memory.current" : "memory.usage_in_bytes"));
+  const auto limit = number_in_file(folder / (v2 ? "memory.max" : "memory.limit_in_bytes"));
+  const auto usage = number_in_file(folder / (v2 ? "memory.current" : "memory.usage_in_bytes"));
   if (!limit || !usage) {
     return std::nullopt;
   }
-  const auto files = number_in_file(
-      folder / "memory.stat", v2 ? "inactive_file" : "total_inactive_file");
+  const auto files =
+      number_in_file(folder / "memory.stat", v2 ? "inactive_file" : "total_inactive_file");
   return std::max<int64_t>(0, *limit - *usage + files.value_or(0));
 }
 
 int64_t memory_left_below(const std::filesystem::path& root) {
   const auto host = number_in_file(root / "proc/meminfo", "MemAvailable:");
-  int64_t least =
-      host ? *host * 1024 : std::numeric_limits<int64_t>::max(); // kB
+  int64_t least = host ? *host * 1024 : std::numeric_limits<int64_t>::max(); // kB
   for (const auto& folder : cgroup_folders(root, "memory")) {
     least = std::min(least, left_in_group(folder).value_or(least));
   }

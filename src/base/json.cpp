@@ -16,16 +16,13 @@ namespace detail {
 // through an object after each object within it.
 class JsonBuilder : public nlohmann::json_sax<nlohmann::json> {
  public:
-  JsonBuilder(ParsedJson& result, const JsonRules& rules)
-      : result_(result), rules_(rules) {}
+  JsonBuilder(ParsedJson& result, const JsonRules& rules) : result_(result), rules_(rules) {}
 
   bool null() override { return put(nullptr); }
   bool boolean(bool value) override { return put(value); }
   bool number_integer(number_integer_t value) override { return put(value); }
   bool number_unsigned(number_unsigned_t value) override { return put(value); }
-  bool number_float(number_float_t value, const string_t&) override {
-    return put(value);
-  }
+  bool number_float(number_float_t value, const string_t&) override { return put(value); }
   bool string(string_t& value) override { return put(std::move(value)); }
   bool binary(binary_t&) override { return false; } // no such thing in a text
   bool start_object(size_t) override { return open(nlohmann::json::object()); }
@@ -43,19 +40,16 @@ class JsonBuilder : public nlohmann::json_sax<nlohmann::json> {
     return true;
   }
 
-  bool parse_error(
-      size_t byte,
-      const std::string&,
-      const nlohmann::json::exception& error) override {
+  bool parse_error(size_t byte, const std::string&,
+                   const nlohmann::json::exception& error) override {
     // Behind "[json.exception…] parse error at line 1, column 7: ".
     const std::string text = error.what();
     const size_t place = text.find("] ");
     const size_t colon = text.find(": ", place == text.npos ? 0 : place);
     result_.byte = byte;
-    return refuse(
-        colon != text.npos   ? text.substr(colon + 2)
-        : place != text.npos ? text.substr(place + 2)
-                             : text);
+    return refuse(colon != text.npos   ? text.substr(colon + 2)
+                  : place != text.npos ? text.substr(place + 2)
+                                       : text);
   }
 
  private:
@@ -72,9 +66,7 @@ class JsonBuilder : public nlohmann::json_sax<nlohmann::json> {
   }
   bool open(nlohmann::json value) {
     if (static_cast<int>(open_.size()) == rules_.max_depth) {
-      return refuse(
-          "it is nested more than " + std::to_string(rules_.max_depth) +
-          " deep");
+      return refuse("it is nested more than " + std::to_string(rules_.max_depth) + " deep");
     }
     put(std::move(value));
     auto* const made = open_.empty()              ? &result_.value
@@ -103,42 +95,31 @@ class JsonBuilder : public nlohmann::json_sax<nlohmann::json> {
 ParsedJson try_parse_json(std::string_view text, JsonRules rules) {
   ParsedJson result;
   detail::JsonBuilder builder(result, rules);
-  nlohmann::json::sax_parse(
-      text,
-      &builder,
-      nlohmann::json::input_format_t::json,
-      /*strict=*/true,
-      rules.comments);
+  nlohmann::json::sax_parse(text, &builder, nlohmann::json::input_format_t::json,
+                            /*strict=*/true, rules.comments);
   if (!result.problem.empty()) {
     result.value = nullptr;
   }
   return result;
 }
 
-nlohmann::json parse_json(
-    std::string_view where,
-    const std::string& source,
-    std::string_view text,
-    JsonRules rules) {
+nlohmann::json parse_json(std::string_view where, const std::string& source, std::string_view text,
+                          JsonRules rules) {
   ParsedJson parsed = try_parse_json(text, rules);
   if (!parsed.problem.empty()) {
     std::string place;
     if (parsed.byte > 0) {
       const auto before = text.substr(0, parsed.byte - 1);
-      place =
-          "not JSON near byte=" + std::to_string(parsed.byte) + " (line " +
-          std::to_string(1 + std::count(before.begin(), before.end(), '\n')) +
-          "): ";
+      place = "not JSON near byte=" + std::to_string(parsed.byte) + " (line " +
+              std::to_string(1 + std::count(before.begin(), before.end(), '\n')) + "): ";
     }
     throw InputError(where, source + ": " + place + parsed.problem, "JSON");
   }
   return std::move(parsed.value);
 }
 
-nlohmann::json read_json_file(
-    std::string_view where,
-    const std::filesystem::path& path,
-    JsonRules rules) {
+nlohmann::json read_json_file(std::string_view where, const std::filesystem::path& path,
+                              JsonRules rules) {
   return parse_json(where, path.string(), read_file(path), rules);
 }
 
@@ -147,11 +128,8 @@ void require_utf8(std::string_view where, const nlohmann::json& values) {
     try {
       static_cast<void>(value.dump());
     } catch (const nlohmann::json::type_error&) {
-      throw InputError(
-          where,
-          name + " holds bytes that are no UTF-8",
-          "text in UTF-8, since the run's records are JSON",
-          "give it another name");
+      throw InputError(where, name + " holds bytes that are no UTF-8",
+                       "text in UTF-8, since the run's records are JSON", "give it another name");
     }
   }
 }

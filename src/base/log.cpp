@@ -55,8 +55,7 @@ LogSinkHolder& log_sink_holder() {
 void write_log_line(LogLevel level, std::string_view line) {
   std::string text;
   if (const int rank = log_rank; rank != 0) {
-    text += "[rank " + std::to_string(rank) + "/" +
-            std::to_string(log_world_size) + "] ";
+    text += "[rank " + std::to_string(rank) + "/" + std::to_string(log_world_size) + "] ";
   }
   if (level == LogLevel::warning) {
     text += "warning: ";
@@ -95,9 +94,8 @@ void set_log_rank(int rank, int world_size) {
 }
 
 bool log_enabled(LogLevel level) {
-  const LogLevel least = detail::log_rank == 0
-                             ? detail::log_main_level.load()
-                             : detail::log_replica_level.load();
+  const LogLevel least =
+      detail::log_rank == 0 ? detail::log_main_level.load() : detail::log_replica_level.load();
   return level != LogLevel::off && level >= least;
 }
 

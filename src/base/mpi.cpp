@@ -59,65 +59,46 @@ struct MpiNames {
   std::string local_size;
 };
 
-World mpi_world(
-    const MpiNames& names, const char* source, const std::string& command) {
+World mpi_world(const MpiNames& names, const char* source, const std::string& command) {
   WorldVariables variables;
   World world;
   world.source = source;
   world.rank = variables.number(names.rank, 0, kAnyNumber, 0);
   world.world_size = variables.number(names.size, 1, kMaxWorldSize, kAnyNumber);
   world.local_rank = variables.number(names.local_rank, 0, kAnyNumber, 0);
-  world.local_world_size =
-      variables.number(names.local_size, 1, kMaxWorldSize, 1);
+  world.local_world_size = variables.number(names.local_size, 1, kMaxWorldSize, 1);
   variables.below(names.rank, world.rank, names.size, world.world_size);
-  variables.below(
-      names.local_rank,
-      world.local_rank,
-      names.local_size,
-      world.local_world_size);
-  variables.below(
-      names.local_size,
-      world.local_world_size - 1,
-      names.size,
-      world.world_size);
+  variables.below(names.local_rank, world.local_rank, names.local_size, world.local_world_size);
+  variables.below(names.local_size, world.local_world_size - 1, names.size, world.world_size);
   if (world.local_world_size == world.world_size) {
     world.master_port = master_port_or(variables, mpi_job(names.rank));
   } else {
     for (const char* name : {"MASTER_ADDR", "MASTER_PORT"}) {
       if (!environment_value(name) && store_file_name().empty()) {
-        variables.problem(
-            std::string(name) + " is not set, with " + names.local_size + "=" +
-            std::to_string(world.local_world_size) + " and " + names.size +
-            "=" + std::to_string(world.world_size));
+        variables.problem(std::string(name) + " is not set, with " + names.local_size + "=" +
+                          std::to_string(world.local_world_size) + " and " + names.size + "=" +
+                          std::to_string(world.world_size));
       }
     }
     world.master_port = variables.number("MASTER_PORT", 1, 65535, 0);
-    world.master_addr =
-        environment_value("MASTER_ADDR").value_or(world.master_addr);
+    world.master_addr = environment_value("MASTER_ADDR").value_or(world.master_addr);
   }
-  variables.check(
-      names.rank + " < " + names.size + ", " + names.local_rank + " < " +
-          names.local_size + " <= " + names.size +
-          ", and on several hosts the address of rank 0's",
-      command);
+  variables.check(names.rank + " < " + names.size + ", " + names.local_rank + " < " +
+                      names.local_size + " <= " + names.size +
+                      ", and on several hosts the address of rank 0's",
+                  command);
   return world;
 }
 
 World open_mpi_world() {
-  return mpi_world(
-      {"OMPI_COMM_WORLD_RANK",
-       "OMPI_COMM_WORLD_SIZE",
-       "OMPI_COMM_WORLD_LOCAL_RANK",
-       "OMPI_COMM_WORLD_LOCAL_SIZE"},
-      "Open MPI",
-      "mpirun -x MASTER_ADDR=<rank 0's host> -x MASTER_PORT=29500 …");
+  return mpi_world({"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+                    "OMPI_COMM_WORLD_LOCAL_SIZE"},
+                   "Open MPI", "mpirun -x MASTER_ADDR=<rank 0's host> -x MASTER_PORT=29500 …");
 }
 
 World pmi_world(const std::string& local_rank, const std::string& local_size) {
-  return mpi_world(
-      {"PMI_RANK", "PMI_SIZE", local_rank, local_size},
-      "PMI",
-      "mpiexec -genv MASTER_ADDR <rank 0's host> -genv MASTER_PORT 29500 …");
+  return mpi_world({"PMI_RANK", "PMI_SIZE", local_rank, local_size}, "PMI",
+                   "mpiexec -genv MASTER_ADDR <rank 0's host> -genv MASTER_PORT 29500 …");
 }
 
 } // namespace detail

@@ -44,8 +44,7 @@ ProcessStat process_stat(int pid) {
   if (fd >= 0) {
     close(fd);
   }
-  const std::string text(
-      buffer.data(), static_cast<size_t>(std::max<ssize_t>(size, 0)));
+  const std::string text(buffer.data(), static_cast<size_t>(std::max<ssize_t>(size, 0)));
   // "pid (name) state …": the name may hold anything, so the last ')' counts.
   const size_t name_end = text.rfind(')');
   ProcessStat stat;
@@ -114,8 +113,8 @@ bool place_standard_descriptors(const SpawnOptions& options) {
 void reset_child_signals() {
   for (int signal = 1; signal < NSIG; ++signal) {
     struct sigaction action {};
-    if (::sigaction(signal, nullptr, &action) == 0 &&
-        action.sa_handler != SIG_DFL && action.sa_handler != SIG_IGN) {
+    if (::sigaction(signal, nullptr, &action) == 0 && action.sa_handler != SIG_DFL &&
+        action.sa_handler != SIG_IGN) {
       struct sigaction standard {};
       standard.sa_handler = SIG_DFL;
       ::sigaction(signal, &standard, nullptr);
@@ -190,10 +189,8 @@ std::string find_program(const std::string& name) {
 std::vector<std::string> merged_environment(
     const std::vector<std::pair<std::string, std::string>>& changes) {
   const auto changed = [&](std::string_view name, size_t from) {
-    return std::any_of(
-        changes.begin() + static_cast<ptrdiff_t>(from),
-        changes.end(),
-        [&](const auto& change) { return change.first == name; });
+    return std::any_of(changes.begin() + static_cast<ptrdiff_t>(from), changes.end(),
+                       [&](const auto& change) { return change.first == name; });
   };
   std::vector<std::string> merged;
   for (char** entry = environ; entry && *entry; ++entry) {
@@ -232,19 +229,15 @@ extern "C" void hasten_remember_signal(int signal) {
 
 } // namespace detail
 
-pid_t spawn_process(
-    const std::vector<std::string>& argv, const SpawnOptions& options) {
+pid_t spawn_process(const std::vector<std::string>& argv, const SpawnOptions& options) {
   constexpr const char* kWhere = "base::spawn_process";
   if (argv.empty() || argv[0].empty()) {
     throw InputError(kWhere, "no program to start", "argv[0]");
   }
   const std::string path = detail::find_program(argv[0]);
   if (path.empty()) {
-    throw InputError(
-        kWhere,
-        "program=" + argv[0] + " is in no folder of PATH",
-        "an executable",
-        "give its path");
+    throw InputError(kWhere, "program=" + argv[0] + " is in no folder of PATH", "an executable",
+                     "give its path");
   }
   const auto arguments = detail::pointers_to(argv);
   const auto environment = detail::merged_environment(options.environment);
@@ -270,10 +263,8 @@ pid_t spawn_process(
       while (::waitpid(pid, nullptr, 0) < 0 && errno == EINTR) {
       }
     }
-    const std::string what =
-        "program=" + path + ": " + std::generic_category().message(error);
-    if (error == ENOENT || error == EACCES || error == ENOEXEC ||
-        error == ENOTDIR) {
+    const std::string what = "program=" + path + ": " + std::generic_category().message(error);
+    if (error == ENOENT || error == EACCES || error == ENOEXEC || error == ENOTDIR) {
       throw InputError(kWhere, what, "an executable");
     }
     throw Error(kWhere, what);
@@ -294,8 +285,8 @@ std::string describe(const ProcessEnd& end) {
     return "exited with code " + std::to_string(end.code);
   }
   const char* text = ::sigdescr_np(end.signal);
-  return "was killed by signal " + std::to_string(end.signal) + " (" +
-         (text ? text : "unknown") + ")";
+  return "was killed by signal " + std::to_string(end.signal) + " (" + (text ? text : "unknown") +
+         ")";
 }
 
 std::pair<int, int> listen_on_loopback() {
@@ -305,15 +296,13 @@ std::pair<int, int> listen_on_loopback() {
   address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
   socklen_t size = sizeof address;
   auto* generic = reinterpret_cast<sockaddr*>(&address);
-  if (fd < 0 || ::bind(fd, generic, size) != 0 ||
-      ::listen(fd, SOMAXCONN) != 0 || ::getsockname(fd, generic, &size) != 0) {
+  if (fd < 0 || ::bind(fd, generic, size) != 0 || ::listen(fd, SOMAXCONN) != 0 ||
+      ::getsockname(fd, generic, &size) != 0) {
     const int error = errno;
     if (fd >= 0) {
       ::close(fd);
     }
-    throw Error(
-        "base::listen_on_loopback",
-        "127.0.0.1: " + std::generic_category().message(error));
+    throw Error("base::listen_on_loopback", "127.0.0.1: " + std::generic_category().message(error));
   }
   return {fd, ntohs(address.sin_port)};
 }
@@ -343,9 +332,7 @@ void throw_if_interrupted() {
   }
 }
 
-uint64_t process_start_time(int pid) {
-  return detail::process_stat(pid).start_time;
-}
+uint64_t process_start_time(int pid) { return detail::process_stat(pid).start_time; }
 
 ProcessState process_state(int pid, uint64_t start_time) {
   const detail::ProcessStat stat = detail::process_stat(pid);

@@ -21,8 +21,7 @@ constexpr auto kBarPlainLine = std::chrono::seconds(5);
 
 int terminal_columns() {
   winsize size{};
-  const bool good =
-      ::ioctl(STDERR_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 0;
+  const bool good = ::ioctl(STDERR_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 0;
   return good ? size.ws_col : 80;
 }
 
@@ -85,17 +84,14 @@ void ProgressBar::finish() {
 }
 
 // "train  45% [=========>          ] 450/1,000 00:12<00:15 loss 0.41"
-std::string ProgressBar::text(
-    std::chrono::steady_clock::time_point now, int width) const {
+std::string ProgressBar::text(std::chrono::steady_clock::time_point now, int width) const {
   const double elapsed = std::chrono::duration<double>(now - start_).count();
-  const double left = done_ > 0
-                          ? elapsed * static_cast<double>(total_ - done_) /
-                                static_cast<double>(done_)
-                          : std::numeric_limits<double>::infinity();
+  const double left =
+      done_ > 0 ? elapsed * static_cast<double>(total_ - done_) / static_cast<double>(done_)
+                : std::numeric_limits<double>::infinity();
   const double share = static_cast<double>(done_) / static_cast<double>(total_);
   char percent[8];
-  std::snprintf(
-      percent, sizeof percent, "%3d%%", static_cast<int>(share * 100));
+  std::snprintf(percent, sizeof percent, "%3d%%", static_cast<int>(share * 100));
   std::string head = label_ + " " + percent + " ";
   std::string tail = format_count(done_) + "/" + format_count(total_) + " " +
                      format_duration(elapsed) + "<" + format_duration(left);
@@ -122,9 +118,7 @@ void ProgressBar::draw(std::chrono::steady_clock::time_point now) {
   printed_done_ = done_;
   const std::lock_guard lock(detail::terminal_mutex());
   if (terminal_) {
-    detail::write_stderr(
-        std::string(detail::kEraseLine) +
-        text(now, detail::terminal_columns()));
+    detail::write_stderr(std::string(detail::kEraseLine) + text(now, detail::terminal_columns()));
     detail::terminal_bar_drawn = true;
   } else {
     detail::write_stderr(text(now, 0) + "\n");
@@ -138,20 +132,11 @@ std::string format_duration(double seconds) {
   const auto whole = static_cast<long long>(std::llround(seconds));
   char text[40];
   if (whole >= 3600) {
-    std::snprintf(
-        text,
-        sizeof text,
-        "%lld:%02d:%02d",
-        whole / 3600,
-        static_cast<int>(whole / 60 % 60),
-        static_cast<int>(whole % 60));
+    std::snprintf(text, sizeof text, "%lld:%02d:%02d", whole / 3600,
+                  static_cast<int>(whole / 60 % 60), static_cast<int>(whole % 60));
   } else {
-    std::snprintf(
-        text,
-        sizeof text,
-        "%02d:%02d",
-        static_cast<int>(whole / 60),
-        static_cast<int>(whole % 60));
+    std::snprintf(text, sizeof text, "%02d:%02d", static_cast<int>(whole / 60),
+                  static_cast<int>(whole % 60));
   }
   return text;
 }
@@ -166,8 +151,7 @@ std::string format_count(int64_t value) {
 }
 
 std::string format_bytes(int64_t bytes) {
-  static constexpr const char* kUnits[] = {
-      "B", "KiB", "MiB", "GiB", "TiB", "PiB"};
+  static constexpr const char* kUnits[] = {"B", "KiB", "MiB", "GiB", "TiB", "PiB"};
   double value = static_cast<double>(bytes);
   size_t unit = 0;
   while (std::abs(value) >= 1024 && unit + 1 < std::size(kUnits)) {

@@ -16,8 +16,7 @@ bool said_by_peer() noexcept { return peer_says_it; }
 
 bool launcher_says_errors() noexcept {
   const char* path = std::getenv("TORCHELASTIC_ERROR_FILE");
-  return std::getenv("HASTEN_LAUNCHER") != nullptr && path != nullptr &&
-         *path != '\0';
+  return std::getenv("HASTEN_LAUNCHER") != nullptr && path != nullptr && *path != '\0';
 }
 
 std::string message_of(const std::exception& error) {
@@ -34,9 +33,8 @@ void record_error(const std::exception& error, bool shown) noexcept {
     const auto now = std::chrono::duration_cast<std::chrono::microseconds>(
                          std::chrono::system_clock::now().time_since_epoch())
                          .count();
-    const bool of_a_peer =
-        dynamic_cast<const CommunicationError*>(&error) != nullptr ||
-        dynamic_cast<const PeerInputError*>(&error) != nullptr;
+    const bool of_a_peer = dynamic_cast<const CommunicationError*>(&error) != nullptr ||
+                           dynamic_cast<const PeerInputError*>(&error) != nullptr;
     // torchrun reads whole seconds, as a string, and takes the least for the
     // first cause: what follows is rounded up.
     const nlohmann::ordered_json json = {
@@ -47,15 +45,13 @@ void record_error(const std::exception& error, bool shown) noexcept {
             {"microseconds", now},
             {"of_a_peer", of_a_peer},
             {"shown", shown}}}}}};
-    write_file_atomically(
-        path,
-        json.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace));
+    write_file_atomically(path,
+                          json.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace));
   } catch (...) { // the error itself is on its way to the user
   }
 }
 
-std::optional<RecordedError> read_recorded_error(
-    const std::filesystem::path& path) noexcept {
+std::optional<RecordedError> read_recorded_error(const std::filesystem::path& path) noexcept {
   try {
     if (!std::filesystem::exists(path)) {
       return std::nullopt;
@@ -70,8 +66,7 @@ std::optional<RecordedError> read_recorded_error(
     error.time = std::chrono::system_clock::time_point(
         extra.contains("microseconds")
             ? std::chrono::microseconds(extra.at("microseconds").get<int64_t>())
-            : std::chrono::seconds(
-                  std::stoll(extra.at("timestamp").get<std::string>())));
+            : std::chrono::seconds(std::stoll(extra.at("timestamp").get<std::string>())));
     return error;
   } catch (...) {
     return std::nullopt;

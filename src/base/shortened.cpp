@@ -21,8 +21,7 @@ std::string without_middle(std::string_view text, size_t limit) {
   for (int i = 0; i < 3 && tail + 1 < text.size() && is_within(tail); ++i) {
     ++tail;
   }
-  return std::string(text.substr(0, head)) + "[… " +
-         std::to_string(tail - head) + " bytes …]" +
+  return std::string(text.substr(0, head)) + "[… " + std::to_string(tail - head) + " bytes …]" +
          std::string(text.substr(tail));
 }
 

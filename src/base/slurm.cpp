@@ -20,8 +20,7 @@ bool append_ranges(const std::string& ranges, std::vector<std::string>& stems) {
     const size_t dash = range.find('-');
     const std::string first = range.substr(0, dash);
     const auto low = whole_number(first);
-    const auto high =
-        dash == std::string::npos ? low : whole_number(range.substr(dash + 1));
+    const auto high = dash == std::string::npos ? low : whole_number(range.substr(dash + 1));
     if (!low || !high || *low < 0 || *high < *low ||
         numbers.size() + static_cast<size_t>(*high - *low) >= kMostHosts) {
       return false;
@@ -72,8 +71,7 @@ std::vector<std::string> expand_host_list(const std::string& text) {
   for (size_t at = 0; at <= text.size();) {
     // A comma inside brackets divides ranges, not hosts.
     size_t end = at;
-    for (bool inside = false; end < text.size() && (inside || text[end] != ',');
-         ++end) {
+    for (bool inside = false; end < text.size() && (inside || text[end] != ','); ++end) {
       inside = text[end] == '[' || (inside && text[end] != ']');
     }
     const std::string pattern = text.substr(at, end - at);
@@ -97,10 +95,8 @@ std::vector<int> expand_task_counts(const std::string& text) {
     const auto tasks = whole_number(part.substr(0, times));
     std::optional<int> hosts = 1;
     if (times != part.size()) {
-      hosts =
-          part.back() == ')'
-              ? whole_number(part.substr(times + 2, part.size() - times - 3))
-              : std::nullopt;
+      hosts = part.back() == ')' ? whole_number(part.substr(times + 2, part.size() - times - 3))
+                                 : std::nullopt;
     }
     if (!tasks || !hosts || *tasks < 0 || *hosts < 1 ||
         counts.size() + static_cast<size_t>(*hosts) > kMostHosts) {
@@ -117,47 +113,34 @@ World slurm_world() {
   World world;
   world.source = "Slurm";
   world.rank = variables.number("SLURM_PROCID", 0, kAnyNumber, 0);
-  world.world_size =
-      variables.number("SLURM_STEP_NUM_TASKS", 1, kMaxWorldSize, 1);
+  world.world_size = variables.number("SLURM_STEP_NUM_TASKS", 1, kMaxWorldSize, 1);
   world.local_rank = variables.number("SLURM_LOCALID", 0, kAnyNumber, 0);
-  world.cpus_per_task =
-      variables.number("SLURM_CPUS_PER_TASK", 1, kMaxWorldSize, 0);
+  world.cpus_per_task = variables.number("SLURM_CPUS_PER_TASK", 1, kMaxWorldSize, 0);
   const int node = variables.number("SLURM_NODEID", 0, kAnyNumber, 0);
   const int job = variables.number("SLURM_JOB_ID", 0, kAnyNumber, 0);
   const std::string list = *environment_value("SLURM_STEP_NODELIST");
   const std::string tasks = *environment_value("SLURM_STEP_TASKS_PER_NODE");
   const auto hosts = expand_host_list(list);
   const auto counts = expand_task_counts(tasks);
-  variables.below(
-      "SLURM_PROCID", world.rank, "SLURM_STEP_NUM_TASKS", world.world_size);
+  variables.below("SLURM_PROCID", world.rank, "SLURM_STEP_NUM_TASKS", world.world_size);
   if (hosts.empty()) {
     variables.problem("SLURM_STEP_NODELIST=" + list + " is no list of hosts");
   }
   if (counts.empty() || counts.size() != hosts.size() ||
-      std::accumulate(counts.begin(), counts.end(), int64_t{0}) !=
-          world.world_size) {
-    variables.problem(
-        "SLURM_STEP_TASKS_PER_NODE=" + tasks + " with SLURM_STEP_NODELIST=" +
-        list + " and SLURM_STEP_NUM_TASKS=" + std::to_string(world.world_size));
+      std::accumulate(counts.begin(), counts.end(), int64_t{0}) != world.world_size) {
+    variables.problem("SLURM_STEP_TASKS_PER_NODE=" + tasks + " with SLURM_STEP_NODELIST=" + list +
+                      " and SLURM_STEP_NUM_TASKS=" + std::to_string(world.world_size));
   } else if (static_cast<size_t>(node) >= counts.size()) {
-    variables.problem(
-        "SLURM_NODEID=" + std::to_string(node) +
-        " with SLURM_STEP_NODELIST=" + list);
+    variables.problem("SLURM_NODEID=" + std::to_string(node) + " with SLURM_STEP_NODELIST=" + list);
   } else {
     world.local_world_size = counts[static_cast<size_t>(node)];
-    variables.below(
-        "SLURM_LOCALID",
-        world.local_rank,
-        "SLURM_STEP_TASKS_PER_NODE",
-        world.local_world_size);
+    variables.below("SLURM_LOCALID", world.local_rank, "SLURM_STEP_TASKS_PER_NODE",
+                    world.local_world_size);
   }
   // Steps of one job that run at the same time get different ports.
-  const auto step =
-      whole_number(environment_value("SLURM_STEP_ID").value_or("0"));
-  world.master_port =
-      master_port_or(variables, job + int64_t{1009} * step.value_or(0));
-  variables.check(
-      "what srun sets in a step", "start with srun, torchrun or hasten launch");
+  const auto step = whole_number(environment_value("SLURM_STEP_ID").value_or("0"));
+  world.master_port = master_port_or(variables, job + int64_t{1009} * step.value_or(0));
+  variables.check("what srun sets in a step", "start with srun, torchrun or hasten launch");
   if (hosts.size() > 1) {
     world.master_addr = environment_value("MASTER_ADDR").value_or(hosts[0]);
   }

@@ -36,15 +36,12 @@ std::string_view as_text(const StoreKey& key) {
   return {reinterpret_cast<const char*>(key.data()), key.size()};
 }
 
-StoreKey keyed_hash(
-    const StoreKey& key, std::initializer_list<std::string_view> parts) {
+StoreKey keyed_hash(const StoreKey& key, std::initializer_list<std::string_view> parts) {
   crypto_auth_hmacsha512256_state state;
   crypto_auth_hmacsha512256_init(&state, key.data(), key.size());
   for (const std::string_view part : parts) {
-    crypto_auth_hmacsha512256_update(
-        &state,
-        reinterpret_cast<const unsigned char*>(part.data()),
-        part.size());
+    crypto_auth_hmacsha512256_update(&state, reinterpret_cast<const unsigned char*>(part.data()),
+                                     part.size());
   }
   StoreKey hash;
   crypto_auth_hmacsha512256_final(&state, hash.data());
@@ -52,8 +49,7 @@ StoreKey keyed_hash(
 }
 
 bool equal_hash(const StoreKey& hash, std::string_view bytes) {
-  return bytes.size() == hash.size() &&
-         sodium_memcmp(hash.data(), bytes.data(), hash.size()) == 0;
+  return bytes.size() == hash.size() && sodium_memcmp(hash.data(), bytes.data(), hash.size()) == 0;
 }
 
 std::string random_bytes(size_t count) {
@@ -74,16 +70,13 @@ std::string read_secret_file(const std::string& path) {
   if (::stat(path.c_str(), &status) != 0) {
     throw InputError(
         "base::secret",
-        "HASTEN_SECRET_FILE=" + path + " cannot be read (" +
-            std::strerror(errno) + ")",
+        "HASTEN_SECRET_FILE=" + path + " cannot be read (" + std::strerror(errno) + ")",
         "a file with the run's secret");
   }
   if ((status.st_mode & 0177) != 0 || status.st_uid != ::geteuid()) {
-    throw InputError(
-        "base::secret",
-        "HASTEN_SECRET_FILE=" + path + " may be read or changed by others",
-        "a file of this user with mode 0600",
-        "chmod 600 " + path);
+    throw InputError("base::secret",
+                     "HASTEN_SECRET_FILE=" + path + " may be read or changed by others",
+                     "a file of this user with mode 0600", "chmod 600 " + path);
   }
   return read_file(path);
 }
@@ -101,38 +94,27 @@ std::optional<StoreKey> store_key_from_environment() {
     return std::nullopt;
   }
   if (secret.size() < kLeastSecret) {
-    throw InputError(
-        "base::secret",
-        std::string(
-            file ? "the secret in HASTEN_SECRET_FILE" : "HASTEN_SECRET") +
-            " has " + std::to_string(secret.size()) + " bytes",
-        std::to_string(kLeastSecret) + " or more",
-        "make one with: openssl rand -hex 32");
+    throw InputError("base::secret",
+                     std::string(file ? "the secret in HASTEN_SECRET_FILE" : "HASTEN_SECRET") +
+                         " has " + std::to_string(secret.size()) + " bytes",
+                     std::to_string(kLeastSecret) + " or more",
+                     "make one with: openssl rand -hex 32");
   }
   StoreKey key;
-  crypto_generichash(
-      key.data(),
-      key.size(),
-      reinterpret_cast<const unsigned char*>(secret.data()),
-      secret.size(),
-      nullptr,
-      0);
+  crypto_generichash(key.data(), key.size(), reinterpret_cast<const unsigned char*>(secret.data()),
+                     secret.size(), nullptr, 0);
   return key;
 }
 
 std::string StoreAddress::text() const {
-  return socket.empty() ? host + ":" + std::to_string(port)
-                        : "Unix socket @" + socket;
+  return socket.empty() ? host + ":" + std::to_string(port) : "Unix socket @" + socket;
 }
 
 std::string unique_socket_name(const std::string& start) {
   const std::string bits = random_bytes(16);
   char digits[33];
-  sodium_bin2hex(
-      digits,
-      sizeof digits,
-      reinterpret_cast<const unsigned char*>(bits.data()),
-      bits.size());
+  sodium_bin2hex(digits, sizeof digits, reinterpret_cast<const unsigned char*>(bits.data()),
+                 bits.size());
   return start + digits;
 }
 
@@ -142,10 +124,8 @@ std::string launcher_socket_start(int master_port) {
 
 std::string launcher_socket(const World& world) {
   const char* name = std::getenv("HASTEN_STORE_SOCKET");
-  const bool own = name != nullptr && !world.agent_store &&
-                   world.store_file.empty() &&
-                   std::string_view(name).starts_with(
-                       launcher_socket_start(world.master_port));
+  const bool own = name != nullptr && !world.agent_store && world.store_file.empty() &&
+                   std::string_view(name).starts_with(launcher_socket_start(world.master_port));
   return own ? name : "";
 }
 
@@ -158,23 +138,17 @@ std::optional<unsigned> socket_peer_uid(int fd) {
   return peer.uid;
 }
 
-bool own_or_root(std::optional<unsigned> uid) {
-  return uid && (*uid == ::geteuid() || *uid == 0);
-}
+bool own_or_root(std::optional<unsigned> uid) { return uid && (*uid == ::geteuid() || *uid == 0); }
 
 std::pair<sockaddr_un, socklen_t> abstract_address(const std::string& name) {
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
   const size_t size = std::min(name.size(), sizeof address.sun_path - 1);
   std::memcpy(address.sun_path + 1, name.data(), size);
-  return {
-      address,
-      static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + size)};
+  return {address, static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + size)};
 }
 
-void StoreWriter::number(int64_t value) {
-  bytes += number_bytes(static_cast<uint64_t>(value));
-}
+void StoreWriter::number(int64_t value) { bytes += number_bytes(static_cast<uint64_t>(value)); }
 
 void StoreWriter::text(std::string_view text) {
   number(static_cast<int64_t>(text.size()));
@@ -216,8 +190,7 @@ bool StoreChannel::receive() {
   return true;
 }
 
-StoreKey StoreChannel::frame_hash(
-    std::string_view frame, char direction, uint64_t& number) {
+StoreKey StoreChannel::frame_hash(std::string_view frame, char direction, uint64_t& number) {
   return keyed_hash(session_, {{&direction, 1}, number_bytes(number++), frame});
 }
 
@@ -237,9 +210,8 @@ StoreChannel::Next StoreChannel::next(std::string_view& frame) {
     return Next::none;
   }
   const char other = own_ == '<' ? '>' : '<';
-  if (sealed_ && !equal_hash(
-                     frame_hash(have.substr(0, sealed), other, received_),
-                     have.substr(sealed, whole - sealed))) {
+  if (sealed_ && !equal_hash(frame_hash(have.substr(0, sealed), other, received_),
+                             have.substr(sealed, whole - sealed))) {
     return Next::broken;
   }
   taken_ += whole;
@@ -252,8 +224,7 @@ bool StoreChannel::send(std::string_view frame) {
   out_ += number_bytes(frame.size());
   out_ += frame;
   if (sealed_) {
-    out_ +=
-        as_text(frame_hash(std::string_view(out_).substr(start), own_, sent_));
+    out_ += as_text(frame_hash(std::string_view(out_).substr(start), own_, sent_));
   }
   return flush();
 }
@@ -261,11 +232,8 @@ bool StoreChannel::send(std::string_view frame) {
 bool StoreChannel::flush() {
   size_t done = 0;
   while (done < out_.size()) {
-    const ssize_t sent = ::send(
-        fd_,
-        out_.data() + done,
-        out_.size() - done,
-        MSG_DONTWAIT | MSG_NOSIGNAL);
+    const ssize_t sent =
+        ::send(fd_, out_.data() + done, out_.size() - done, MSG_DONTWAIT | MSG_NOSIGNAL);
     if (sent < 0 && errno == EINTR) {
       continue;
     }
@@ -279,8 +247,7 @@ bool StoreChannel::flush() {
   return true;
 }
 
-StoreChannel::Next StoreChannel::wait(
-    std::string_view& frame, StoreClock::time_point deadline) {
+StoreChannel::Next StoreChannel::wait(std::string_view& frame, StoreClock::time_point deadline) {
   while (true) {
     if (!flush()) {
       return Next::broken;
@@ -288,15 +255,11 @@ StoreChannel::Next StoreChannel::wait(
     if (const Next found = next(frame); found != Next::none) {
       return found;
     }
-    const auto left = std::chrono::ceil<std::chrono::milliseconds>(
-        deadline - StoreClock::now());
-    const auto events =
-        static_cast<short>(blocked() ? POLLIN | POLLOUT : POLLIN);
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - StoreClock::now());
+    const auto events = static_cast<short>(blocked() ? POLLIN | POLLOUT : POLLIN);
     pollfd ready{fd_, events, 0};
-    const int count = ::poll(
-        &ready,
-        1,
-        static_cast<int>(std::clamp<int64_t>(left.count(), 0, 60'000)));
+    const int count =
+        ::poll(&ready, 1, static_cast<int>(std::clamp<int64_t>(left.count(), 0, 60'000)));
     if (count == 0 && left.count() <= 0) {
       return Next::none;
     }
@@ -308,8 +271,7 @@ StoreChannel::Next StoreChannel::wait(
 
 bool StoreChannel::admit(std::string_view frame, const StoreKey& key) {
   if (nonces_.empty()) {
-    if (!frame.starts_with(kStoreMagic) ||
-        frame.size() != kStoreMagic.size() + kStoreNonce) {
+    if (!frame.starts_with(kStoreMagic) || frame.size() != kStoreMagic.size() + kStoreNonce) {
       return false;
     }
     const std::string own = random_bytes(kStoreNonce);
@@ -326,17 +288,15 @@ bool StoreChannel::admit(std::string_view frame, const StoreKey& key) {
   return send({}); // the client may count on it from now on
 }
 
-StoreChannel::Proof StoreChannel::prove(
-    const StoreKey& key, StoreClock::time_point deadline) {
+StoreChannel::Proof StoreChannel::prove(const StoreKey& key, StoreClock::time_point deadline) {
   nonces_ = random_bytes(kStoreNonce);
   std::string_view answer;
-  if (!send(std::string(kStoreMagic) + nonces_) ||
-      wait(answer, deadline) != Next::frame || answer.size() < kStoreNonce) {
+  if (!send(std::string(kStoreMagic) + nonces_) || wait(answer, deadline) != Next::frame ||
+      answer.size() < kStoreNonce) {
     return Proof::none;
   }
   nonces_ += answer.substr(0, kStoreNonce);
-  if (!equal_hash(
-          keyed_hash(key, {"s", nonces_}), answer.substr(kStoreNonce))) {
+  if (!equal_hash(keyed_hash(key, {"s", nonces_}), answer.substr(kStoreNonce))) {
     return Proof::wrong;
   }
   if (!send(as_text(keyed_hash(key, {"c", nonces_})))) {
@@ -357,9 +317,7 @@ std::shared_ptr<addrinfo> host_addresses(const std::string& host, int port) {
   hints.ai_family = AF_UNSPEC;
   hints.ai_socktype = SOCK_STREAM;
   addrinfo* first = nullptr;
-  const bool found =
-      ::getaddrinfo(
-          host.c_str(), std::to_string(port).c_str(), &hints, &first) == 0;
+  const bool found = ::getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &first) == 0;
   return found ? std::shared_ptr<addrinfo>(first, ::freeaddrinfo) : nullptr;
 }
 
@@ -368,8 +326,7 @@ int try_connect(const StoreAddress& address) {
   if (!address.socket.empty()) {
     const auto [name, size] = abstract_address(address.socket);
     const int fd = ::socket(AF_UNIX, kType, 0);
-    if (fd >= 0 &&
-        ::connect(fd, reinterpret_cast<const sockaddr*>(&name), size) == 0) {
+    if (fd >= 0 && ::connect(fd, reinterpret_cast<const sockaddr*>(&name), size) == 0) {
       return fd;
     }
     ::close(fd);
@@ -384,8 +341,7 @@ int try_connect(const StoreAddress& address) {
       int error = 1;
       socklen_t size = sizeof error;
       connected = ::poll(&wait, 1, 1000) == 1 &&
-                  ::getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size) == 0 &&
-                  error == 0;
+                  ::getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size) == 0 && error == 0;
     }
     if (connected) {
       const int on = 1;
@@ -398,38 +354,34 @@ int try_connect(const StoreAddress& address) {
 }
 
 /// Null where the connection broke meanwhile.
-std::unique_ptr<StoreChannel> proved_channel(
-    int fd, const StoreAddress& address, StoreClock::time_point deadline) {
+std::unique_ptr<StoreChannel> proved_channel(int fd, const StoreAddress& address,
+                                             StoreClock::time_point deadline) {
   auto channel = std::make_unique<StoreChannel>(fd);
   if (!address.socket.empty()) {
     const auto uid = socket_peer_uid(fd);
     if (!own_or_root(uid)) {
       throw InputError(
           kStoreWhere,
-          "another user (uid " + std::to_string(uid.value_or(0)) +
-              ") listens at " + address.text(),
-          "this run's store",
-          "choose another MASTER_PORT, or start with hasten launch");
+          "another user (uid " + std::to_string(uid.value_or(0)) + ") listens at " + address.text(),
+          "this run's store", "choose another MASTER_PORT, or start with hasten launch");
     }
     channel->trust();
     return channel;
   }
-  const StoreChannel::Proof proof = channel->prove(
-      address.key, std::min(deadline, StoreClock::now() + kProofLimit));
+  const StoreChannel::Proof proof =
+      channel->prove(address.key, std::min(deadline, StoreClock::now() + kProofLimit));
   if (proof == StoreChannel::Proof::wrong) {
-    throw InputError(
-        kStoreWhere,
-        "the store at " + address.text() + " has another secret than this rank",
-        "one HASTEN_SECRET on all hosts, or none on any",
-        "check HASTEN_SECRET, HASTEN_SECRET_FILE and MASTER_PORT");
+    throw InputError(kStoreWhere,
+                     "the store at " + address.text() + " has another secret than this rank",
+                     "one HASTEN_SECRET on all hosts, or none on any",
+                     "check HASTEN_SECRET, HASTEN_SECRET_FILE and MASTER_PORT");
   }
   return proof == StoreChannel::Proof::right ? std::move(channel) : nullptr;
 }
 
-std::unique_ptr<StoreChannel> connect_store(
-    const StoreAddress& address,
-    StoreClock::time_point deadline,
-    const std::atomic<bool>& cancelled) {
+std::unique_ptr<StoreChannel> connect_store(const StoreAddress& address,
+                                            StoreClock::time_point deadline,
+                                            const std::atomic<bool>& cancelled) {
   while (!cancelled && StoreClock::now() < deadline) {
     if (const int fd = try_connect(address); fd >= 0) {
       if (auto channel = proved_channel(fd, address, deadline)) {
@@ -438,11 +390,9 @@ std::unique_ptr<StoreChannel> connect_store(
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
   }
-  throw CommunicationError(
-      kStoreWhere,
-      "no store answers at " + address.text(),
-      "rank 0, or the launcher, to serve it",
-      "start rank 0, and check MASTER_ADDR and MASTER_PORT");
+  throw CommunicationError(kStoreWhere, "no store answers at " + address.text(),
+                           "rank 0, or the launcher, to serve it",
+                           "start rank 0, and check MASTER_ADDR and MASTER_PORT");
 }
 
 } // namespace hasten::detail

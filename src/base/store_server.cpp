@@ -53,10 +53,8 @@ int listen_at(StoreAddress& address) {
   }
   const bool everywhere = address.host.empty();
   // "::" takes IPv4 too, where there is IPv6.
-  const auto v6 =
-      host_addresses(everywhere ? "::" : address.host, address.port);
-  const auto v4 =
-      everywhere ? host_addresses("0.0.0.0", address.port) : nullptr;
+  const auto v6 = host_addresses(everywhere ? "::" : address.host, address.port);
+  const auto v4 = everywhere ? host_addresses("0.0.0.0", address.port) : nullptr;
   for (const addrinfo* a : {v6.get(), v4.get()}) {
     if (a == nullptr) {
       continue;
@@ -68,8 +66,7 @@ int listen_at(StoreAddress& address) {
     ::setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);
     sockaddr_in6 bound{};
     socklen_t size = sizeof bound;
-    if (fd >= 0 && ::bind(fd, a->ai_addr, a->ai_addrlen) == 0 &&
-        ::listen(fd, 4096) == 0 &&
+    if (fd >= 0 && ::bind(fd, a->ai_addr, a->ai_addrlen) == 0 && ::listen(fd, 4096) == 0 &&
         ::getsockname(fd, reinterpret_cast<sockaddr*>(&bound), &size) == 0) {
       address.host = everywhere ? "127.0.0.1" : address.host;
       address.port = ntohs(bound.sin6_port); // where IPv4 has its own
@@ -88,8 +85,7 @@ int listen_at(StoreAddress& address) {
 void raise_descriptor_limit() {
   rlimit limit{};
   if (::getrlimit(RLIMIT_NOFILE, &limit) == 0) {
-    limit.rlim_cur =
-        std::max(limit.rlim_cur, std::min<rlim_t>(limit.rlim_max, 65'536));
+    limit.rlim_cur = std::max(limit.rlim_cur, std::min<rlim_t>(limit.rlim_max, 65'536));
     ::setrlimit(RLIMIT_NOFILE, &limit);
   }
 }
@@ -101,11 +97,9 @@ class StoreServer::Loop {
     const std::string asked = address.text();
     listen_fd_ = listen_at(address);
     if (listen_fd_ < 0) {
-      throw InputError(
-          "comm::create",
-          "cannot listen at " + asked + " (" + std::strerror(errno) + ")",
-          "a free port",
-          "choose another MASTER_PORT, or start with hasten launch");
+      throw InputError("comm::create",
+                       "cannot listen at " + asked + " (" + std::strerror(errno) + ")",
+                       "a free port", "choose another MASTER_PORT, or start with hasten launch");
     }
     raise_descriptor_limit();
     epoll_fd_ = ::epoll_create1(EPOLL_CLOEXEC);
@@ -135,8 +129,7 @@ class StoreServer::Loop {
           continue;
         }
         const auto client = clients_.find(fd);
-        if (client != clients_.end() &&
-            !serve(client->second, ready[i].events)) {
+        if (client != clients_.end() && !serve(client->second, ready[i].events)) {
           drop(fd);
         }
       }
@@ -159,11 +152,9 @@ class StoreServer::Loop {
 
   void accept_some() {
     // Few at a time: those accepted before have their turn to prove themselves.
-    const size_t most =
-        local_ ? 64 : std::clamp<size_t>(limits_.strangers / 4, 1, 64);
+    const size_t most = local_ ? 64 : std::clamp<size_t>(limits_.strangers / 4, 1, 64);
     for (size_t i = 0; i < most; ++i) {
-      const int fd =
-          ::accept4(listen_fd_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
+      const int fd = ::accept4(listen_fd_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
       if (fd >= 0) {
         admit(fd);
       } else if (errno == EMFILE || errno == ENFILE || errno == ENOMEM) {
@@ -208,8 +199,7 @@ class StoreServer::Loop {
 
   void drop_late_strangers() {
     const auto oldest = StoreClock::now() - limits_.proof;
-    while (!strangers_.empty() &&
-           clients_.at(strangers_.front()).since < oldest) {
+    while (!strangers_.empty() && clients_.at(strangers_.front()).since < oldest) {
       drop(strangers_.front());
     }
   }
@@ -232,10 +222,8 @@ class StoreServer::Loop {
         return false;
       }
     }
-    if (channel.blocked() !=
-        was_blocked) { // one that does not read is not read
-      watch(
-          channel.fd(), channel.blocked() ? EPOLLOUT : EPOLLIN, EPOLL_CTL_MOD);
+    if (channel.blocked() != was_blocked) { // one that does not read is not read
+      watch(channel.fd(), channel.blocked() ? EPOLLOUT : EPOLLIN, EPOLL_CTL_MOD);
     }
     return true;
   }
@@ -288,11 +276,8 @@ class StoreServer::Loop {
   }
 
   /// `result`, or why there is none.
-  static bool reply(
-      StoreClient& client,
-      int64_t request,
-      std::string_view result,
-      std::string_view why = {}) {
+  static bool reply(StoreClient& client, int64_t request, std::string_view result,
+                    std::string_view why = {}) {
     StoreWriter out;
     out.number(request);
     if (out.bytes.size() + 8 + result.size() > StoreChannel::kMaxFrame) {
@@ -315,8 +300,7 @@ class StoreServer::Loop {
       if (is_new) {
         data_.erase(entry);
       }
-      throw std::runtime_error(
-          "the store is full: " + std::to_string(limits_.bytes) + " bytes");
+      throw std::runtime_error("the store is full: " + std::to_string(limits_.bytes) + " bytes");
     }
     bytes_ = after;
     entry->second = std::move(value);
@@ -438,8 +422,7 @@ class StoreServer::Loop {
 };
 
 StoreServer::StoreServer(StoreAddress address, StoreLimits limits)
-    : address_(std::move(address)),
-      loop_(std::make_unique<Loop>(address_, limits)) {
+    : address_(std::move(address)), loop_(std::make_unique<Loop>(address_, limits)) {
   sigset_t all;
   sigset_t old;
   sigfillset(&all);

@@ -10,8 +10,7 @@
 
 namespace hasten {
 
-static std::chrono::milliseconds timeout_of(
-    const char* variable, double otherwise) {
+static std::chrono::milliseconds timeout_of(const char* variable, double otherwise) {
   const char* text = std::getenv(variable);
   if (text != nullptr && *text != '\0') {
     const char* end = text + std::strlen(text);
@@ -23,9 +22,7 @@ static std::chrono::milliseconds timeout_of(
   return from_seconds(otherwise);
 }
 
-std::chrono::milliseconds default_ddp_timeout() {
-  return timeout_of("HASTEN_DDP_TIMEOUT", 600);
-}
+std::chrono::milliseconds default_ddp_timeout() { return timeout_of("HASTEN_DDP_TIMEOUT", 600); }
 
 std::chrono::milliseconds default_heartbeat_timeout() {
   return timeout_of("HASTEN_HEARTBEAT_TIMEOUT", 5);

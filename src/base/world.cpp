@@ -27,16 +27,14 @@ std::optional<std::string> environment_value(const std::string& name) {
 
 std::optional<int> whole_number(std::string_view text) {
   int value = 0;
-  const auto [end, error] =
-      std::from_chars(text.data(), text.data() + text.size(), value);
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
   if (error != std::errc() || end != text.data() + text.size()) {
     return std::nullopt;
   }
   return value;
 }
 
-std::string joined_texts(
-    const std::vector<std::string>& texts, const char* between) {
+std::string joined_texts(const std::vector<std::string>& texts, const char* between) {
   std::string all;
   for (const std::string& text : texts) {
     all += (all.empty() ? "" : between) + text;
@@ -44,8 +42,7 @@ std::string joined_texts(
   return all;
 }
 
-int WorldVariables::number(
-    const std::string& name, int least, int most, int otherwise) {
+int WorldVariables::number(const std::string& name, int least, int most, int otherwise) {
   const auto text = environment_value(name);
   if (!text) {
     return otherwise;
@@ -60,34 +57,27 @@ int WorldVariables::number(
   return *value;
 }
 
-void WorldVariables::below(
-    const std::string& name,
-    int value,
-    const std::string& limit_name,
-    int limit) {
+void WorldVariables::below(const std::string& name, int value, const std::string& limit_name,
+                           int limit) {
   if (value >= limit) {
-    problem(
-        name + "=" + environment_value(name).value_or("") + " with " +
-        limit_name + "=" + environment_value(limit_name).value_or(""));
+    problem(name + "=" + environment_value(name).value_or("") + " with " + limit_name + "=" +
+            environment_value(limit_name).value_or(""));
   }
 }
 
-void WorldVariables::check(
-    const std::string& expected, const std::string& fix) const {
+void WorldVariables::check(const std::string& expected, const std::string& fix) const {
   if (!problems_.empty()) {
     throw InputError(kWorldWhere, joined_texts(problems_, ", "), expected, fix);
   }
 }
 
 int master_port_or(WorldVariables& variables, int64_t job) {
-  return variables.number(
-      "MASTER_PORT", 1, 65535, 15'000 + static_cast<int>(job % 10'000));
+  return variables.number("MASTER_PORT", 1, 65535, 15'000 + static_cast<int>(job % 10'000));
 }
 
 std::string store_file_name() {
-  return environment_value("MASTER_PORT")
-             ? std::string()
-             : environment_value("HASTEN_STORE_FILE").value_or("");
+  return environment_value("MASTER_PORT") ? std::string()
+                                          : environment_value("HASTEN_STORE_FILE").value_or("");
 }
 
 World torchrun_world() {
@@ -95,30 +85,17 @@ World torchrun_world() {
   World world;
   world.source = "torchrun";
   world.rank = variables.number("RANK", 0, kAnyNumber, 0);
-  world.world_size =
-      variables.number("WORLD_SIZE", 1, kMaxWorldSize, kAnyNumber);
+  world.world_size = variables.number("WORLD_SIZE", 1, kMaxWorldSize, kAnyNumber);
   world.local_rank = variables.number("LOCAL_RANK", 0, kAnyNumber, 0);
-  world.local_world_size =
-      variables.number("LOCAL_WORLD_SIZE", 1, kMaxWorldSize, 1);
+  world.local_world_size = variables.number("LOCAL_WORLD_SIZE", 1, kMaxWorldSize, 1);
   world.master_port = variables.number("MASTER_PORT", 1, 65535, 0);
   variables.below("RANK", world.rank, "WORLD_SIZE", world.world_size);
-  variables.below(
-      "LOCAL_RANK",
-      world.local_rank,
-      "LOCAL_WORLD_SIZE",
-      world.local_world_size);
-  variables.below(
-      "LOCAL_WORLD_SIZE",
-      world.local_world_size - 1,
-      "WORLD_SIZE",
-      world.world_size);
-  variables.check(
-      "RANK < WORLD_SIZE and LOCAL_RANK < LOCAL_WORLD_SIZE <= WORLD_SIZE",
-      "start with hasten launch or torchrun, or unset them");
-  world.master_addr =
-      environment_value("MASTER_ADDR").value_or(world.master_addr);
-  world.agent_store =
-      environment_value("TORCHELASTIC_USE_AGENT_STORE") == "True";
+  variables.below("LOCAL_RANK", world.local_rank, "LOCAL_WORLD_SIZE", world.local_world_size);
+  variables.below("LOCAL_WORLD_SIZE", world.local_world_size - 1, "WORLD_SIZE", world.world_size);
+  variables.check("RANK < WORLD_SIZE and LOCAL_RANK < LOCAL_WORLD_SIZE <= WORLD_SIZE",
+                  "start with hasten launch or torchrun, or unset them");
+  world.master_addr = environment_value("MASTER_ADDR").value_or(world.master_addr);
+  world.agent_store = environment_value("TORCHELASTIC_USE_AGENT_STORE") == "True";
   return world;
 }
 
@@ -132,9 +109,8 @@ struct WorldFamily {
   std::function<World()> read;
 
   bool present() const {
-    return std::any_of(signs.begin(), signs.end(), [](const auto& sign) {
-      return environment_value(sign).has_value();
-    });
+    return std::any_of(signs.begin(), signs.end(),
+                       [](const auto& sign) { return environment_value(sign).has_value(); });
   }
   /// "RANK is not set, WORLD_SIZE is not set"; empty: complete.
   std::string missing() const {
@@ -150,17 +126,15 @@ struct WorldFamily {
 
 /// torchrun's; the local variables are needed where one of them is set.
 WorldFamily torchrun_family() {
-  WorldFamily family{
-      "torchrun",
-      {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"},
-      {"RANK", "WORLD_SIZE"},
-      torchrun_world};
+  WorldFamily family{"torchrun",
+                     {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"},
+                     {"RANK", "WORLD_SIZE"},
+                     torchrun_world};
   if (store_file_name().empty()) {
     family.needed.insert(family.needed.end(), {"MASTER_ADDR", "MASTER_PORT"});
   }
   for (const char* local : {"LOCAL_RANK", "LOCAL_WORLD_SIZE"}) {
-    if (environment_value("LOCAL_RANK") ||
-        environment_value("LOCAL_WORLD_SIZE")) {
+    if (environment_value("LOCAL_RANK") || environment_value("LOCAL_WORLD_SIZE")) {
       family.needed.emplace_back(local);
     }
   }
@@ -170,38 +144,27 @@ WorldFamily torchrun_family() {
 /// In the order in which they count.
 std::vector<WorldFamily> world_families() {
   std::vector<WorldFamily> families{torchrun_family()};
-  families.push_back(
-      {"Open MPI",
-       {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"},
-       {"OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE"},
-       open_mpi_world});
+  families.push_back({"Open MPI",
+                      {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"},
+                      {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+                       "OMPI_COMM_WORLD_LOCAL_SIZE"},
+                      open_mpi_world});
   const auto pmi = [](const char* local_rank, const char* local_size) {
     return WorldFamily{
-        "PMI",
-        {"PMI_RANK", "PMI_SIZE"},
-        {"PMI_RANK", "PMI_SIZE", local_rank, local_size},
-        [=] { return pmi_world(local_rank, local_size); }};
+        "PMI", {"PMI_RANK", "PMI_SIZE"}, {"PMI_RANK", "PMI_SIZE", local_rank, local_size}, [=] {
+          return pmi_world(local_rank, local_size);
+        }};
   };
   families.push_back(pmi("MPI_LOCALRANKID", "MPI_LOCALNRANKS"));
   // A shell that srun --pty started as one of several tasks is none of them.
-  const bool shell =
-      environment_value("SLURM_PTY_PORT") && ::isatty(STDIN_FILENO) == 1 &&
-      environment_value("SLURM_STEP_NUM_TASKS").value_or("1") != "1";
+  const bool shell = environment_value("SLURM_PTY_PORT") && ::isatty(STDIN_FILENO) == 1 &&
+                     environment_value("SLURM_STEP_NUM_TASKS").value_or("1") != "1";
   if (!shell) {
-    families.push_back(
-        {"Slurm",
-         {"SLURM_STEP_NUM_TASKS"},
-         {"SLURM_STEP_NUM_TASKS",
-          "SLURM_PROCID",
-          "SLURM_LOCALID",
-          "SLURM_NODEID",
-          "SLURM_STEP_NODELIST",
-          "SLURM_STEP_TASKS_PER_NODE",
-          "SLURM_JOB_ID"},
-         slurm_world});
+    families.push_back({"Slurm",
+                        {"SLURM_STEP_NUM_TASKS"},
+                        {"SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID",
+                         "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURM_JOB_ID"},
+                        slurm_world});
   }
   if (environment_value("PMI_LOCAL_SIZE")) {
     families.push_back(pmi("PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"));
@@ -233,44 +196,36 @@ World world_from_environment() {
   }
   if (used != nullptr) {
     World world = used->read();
-    others.erase(
-        std::remove(others.begin(), others.end(), used->name + "'s"),
-        others.end());
+    others.erase(std::remove(others.begin(), others.end(), used->name + "'s"), others.end());
     world.passed_over = detail::joined_texts(others, ", ");
     world.store_file = detail::store_file_name();
     return world;
   }
   // A job's script sets these for its steps; elsewhere they are half a world.
-  const bool master = detail::environment_value("MASTER_ADDR") ||
-                      detail::environment_value("MASTER_PORT");
-  if (incomplete.empty() && master &&
-      !detail::environment_value("SLURM_JOB_ID")) {
+  const bool master =
+      detail::environment_value("MASTER_ADDR") || detail::environment_value("MASTER_PORT");
+  if (incomplete.empty() && master && !detail::environment_value("SLURM_JOB_ID")) {
     incomplete.push_back("torchrun: " + families[0].missing());
   }
   if (!incomplete.empty()) {
-    throw InputError(
-        detail::kWorldWhere,
-        detail::joined_texts(incomplete, "; "),
-        incomplete.size() == 1
-            ? "all variables of a launcher, or none"
-            : "all variables of one launcher, or none of any",
-        "start with hasten launch, torchrun, srun or mpirun, or unset them");
+    throw InputError(detail::kWorldWhere, detail::joined_texts(incomplete, "; "),
+                     incomplete.size() == 1 ? "all variables of a launcher, or none"
+                                            : "all variables of one launcher, or none of any",
+                     "start with hasten launch, torchrun, srun or mpirun, or unset them");
   }
   return {};
 }
 
 std::string describe(const World& world) {
-  std::string text =
-      world.source == "alone"
-          ? std::string("no other ranks")
-          : "world of " + std::to_string(world.world_size) +
-                (world.world_size == 1 ? " rank by " : " ranks by ") +
-                world.source;
+  std::string text = world.source == "alone"
+                         ? std::string("no other ranks")
+                         : "world of " + std::to_string(world.world_size) +
+                               (world.world_size == 1 ? " rank by " : " ranks by ") + world.source;
   if (world.world_size > 1) {
     text += ", " + std::to_string(world.local_world_size) + " on this host, " +
-            (world.store_file.empty() ? "master at " + world.master_addr + ":" +
-                                            std::to_string(world.master_port)
-                                      : "meeting by " + world.store_file);
+            (world.store_file.empty()
+                 ? "master at " + world.master_addr + ":" + std::to_string(world.master_port)
+                 : "meeting by " + world.store_file);
   }
   if (!world.passed_over.empty()) {
     text += "; " + world.passed_over + " variables are passed over";
@@ -283,11 +238,10 @@ int threads_per_rank(int local_world_size) {
     // "4,2" is one number a nesting level; ours is the first.
     const auto value = detail::whole_number(text->substr(0, text->find(',')));
     if (!value || *value < 1 || *value > detail::kMaxThreads) {
-      throw InputError(
-          "base::threads_per_rank",
-          "OMP_NUM_THREADS=" + *text + " is not a number of threads",
-          "1 to " + std::to_string(detail::kMaxThreads),
-          "unset it, or set it to the cores a rank may use");
+      throw InputError("base::threads_per_rank",
+                       "OMP_NUM_THREADS=" + *text + " is not a number of threads",
+                       "1 to " + std::to_string(detail::kMaxThreads),
+                       "unset it, or set it to the cores a rank may use");
     }
     return *value;
   }
@@ -295,8 +249,7 @@ int threads_per_rank(int local_world_size) {
 }
 
 int threads_per_rank(const World& world) {
-  if (world.cpus_per_task == 0 ||
-      detail::environment_value("OMP_NUM_THREADS")) {
+  if (world.cpus_per_task == 0 || detail::environment_value("OMP_NUM_THREADS")) {
     return threads_per_rank(world.local_world_size);
   }
   return std::min(world.cpus_per_task, allowed_cores());
@@ -307,14 +260,11 @@ std::string oversubscription(int local_world_size, int threads) {
   if (int64_t{local_world_size} * threads <= cores) {
     return {};
   }
-  return std::to_string(local_world_size) +
-         (local_world_size == 1 ? " rank" : " ranks") + " of " +
-         std::to_string(threads) + (threads == 1 ? " thread" : " threads") +
-         " share " + std::to_string(cores) + (cores == 1 ? " core" : " cores") +
+  return std::to_string(local_world_size) + (local_world_size == 1 ? " rank" : " ranks") + " of " +
+         std::to_string(threads) + (threads == 1 ? " thread" : " threads") + " share " +
+         std::to_string(cores) + (cores == 1 ? " core" : " cores") +
          " (affinity and cgroup quota) and will wait for each other. Fix: " +
-         (threads == 1 ? "fewer ranks"
-                       : "fewer ranks, or unset OMP_NUM_THREADS") +
-         ".";
+         (threads == 1 ? "fewer ranks" : "fewer ranks, or unset OMP_NUM_THREADS") + ".";
 }
 
 } // namespace hasten

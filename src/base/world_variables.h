@@ -24,11 +24,7 @@ class WorldVariables {
   /// `otherwise` where it is not set, or is not a number (then a problem).
   int number(const std::string& name, int least, int most, int otherwise);
   /// A problem unless `value` < `limit`; the names are those of variables.
-  void below(
-      const std::string& name,
-      int value,
-      const std::string& limit_name,
-      int limit);
+  void below(const std::string& name, int value, const std::string& limit_name, int limit);
   void problem(std::string text) { problems_.push_back(std::move(text)); }
   /// Throws InputError of all problems, if there are any.
   void check(const std::string& expected, const std::string& fix) const;

@@ -8,10 +8,8 @@
 
 namespace hasten::detail {
 
-void agree_on(
-    Communicator& communicator,
-    std::string_view name,
-    const std::function<void()>& stage) {
+void agree_on(Communicator& communicator, std::string_view name,
+              const std::function<void()>& stage) {
   std::exception_ptr failure;
   int code = kExitOk;
   try {

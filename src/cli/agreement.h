@@ -14,9 +14,7 @@ namespace hasten::detail {
 /// stage has ended.
 /// Throws on all ranks if any failed: on the first that failed the error itself
 /// (InputError keeps its kind), on the others SilentExit with its exit code.
-void agree_on(
-    Communicator& communicator,
-    std::string_view name,
-    const std::function<void()>& stage);
+void agree_on(Communicator& communicator, std::string_view name,
+              const std::function<void()>& stage);
 
 } // namespace hasten::detail

@@ -22,15 +22,11 @@ namespace detail {
 
 namespace files = std::filesystem;
 
-void check_readable_file(
-    const std::string& where,
-    const std::string& flag,
-    const files::path& path) {
+void check_readable_file(const std::string& where, const std::string& flag,
+                         const files::path& path) {
   const auto refuse = [&](const std::string& reason) {
-    throw InputError(
-        where,
-        flag + "=" + path.string() + " " + reason,
-        "a .csv, .tsv or .jsonl file with rows in it");
+    throw InputError(where, flag + "=" + path.string() + " " + reason,
+                     "a .csv, .tsv or .jsonl file with rows in it");
   };
   std::error_code error;
   const files::file_status status = files::status(path, error);
@@ -49,24 +45,19 @@ void check_readable_file(
 }
 
 /// Every process reads the rows for itself.
-void check_read_by_all(
-    const std::string& flag, const files::path& path, int processes) {
+void check_read_by_all(const std::string& flag, const files::path& path, int processes) {
   std::error_code error;
   if (processes > 1 && !files::is_regular_file(path, error)) {
-    throw InputError(
-        "cli::train",
-        flag + "=" + path.string() +
-            " is no regular file, with processes=" + std::to_string(processes),
-        "a file: a pipe can be read by one process, and once",
-        "write it to a file first, or train with --nproc 1");
+    throw InputError("cli::train",
+                     flag + "=" + path.string() +
+                         " is no regular file, with processes=" + std::to_string(processes),
+                     "a file: a pipe can be read by one process, and once",
+                     "write it to a file first, or train with --nproc 1");
   }
 }
 
-void check_model_folder(
-    const std::string& where,
-    const std::string& flag,
-    const std::string& model,
-    const std::string& expected) {
+void check_model_folder(const std::string& where, const std::string& flag, const std::string& model,
+                        const std::string& expected) {
   std::error_code error;
   if (files::is_regular_file(files::path(model) / "config.json", error)) {
     return;
@@ -74,17 +65,13 @@ void check_model_folder(
   const bool folder = files::is_directory(model, error);
   const auto& shapes = model_shapes();
   const std::string near =
-      folder
-          ? std::string()
-          : nearest_name(model, shapes.data(), shapes.data() + shapes.size());
-  throw InputError(
-      where,
-      flag + "=" + model +
-          (folder                        ? " is a folder without config.json"
-           : files::exists(model, error) ? " is no folder"
-                                         : " does not exist"),
-      expected,
-      near.empty() || where != "cli::train" ? "" : "write " + near);
+      folder ? std::string() : nearest_name(model, shapes.data(), shapes.data() + shapes.size());
+  throw InputError(where,
+                   flag + "=" + model +
+                       (folder                        ? " is a folder without config.json"
+                        : files::exists(model, error) ? " is no folder"
+                                                      : " does not exist"),
+                   expected, near.empty() || where != "cli::train" ? "" : "write " + near);
 }
 
 /// `folder` or the first folder above it that exists: what must let us write.
@@ -107,36 +94,28 @@ void check_output_dir(const TrainCommand& command) {
     if (!files::is_directory(folder, error)) {
       throw InputError(kWhere, said + " is a file", "a folder, or a new name");
     }
-    if (!is_model_shape(command.model) &&
-        files::equivalent(folder, command.model, error)) {
-      throw InputError(
-          kWhere,
-          said + " is the folder --model is read from",
-          "another folder, so that a run that fails leaves the model alone");
+    if (!is_model_shape(command.model) && files::equivalent(folder, command.model, error)) {
+      throw InputError(kWhere, said + " is the folder --model is read from",
+                       "another folder, so that a run that fails leaves the model alone");
     }
     const files::path trace = trace_of_a_run(folder);
     if (!trace.empty() && !command.arguments.overwrite_output_dir &&
         command.arguments.resume_from_checkpoint.empty()) {
-      throw InputError(
-          kWhere,
-          said + " holds another run: " + trace.filename().string(),
-          "an empty or new folder",
-          "choose another one, go on with that run "
-          "(--resume-from-checkpoint auto), or add --overwrite-output-dir");
+      throw InputError(kWhere, said + " holds another run: " + trace.filename().string(),
+                       "an empty or new folder",
+                       "choose another one, go on with that run "
+                       "(--resume-from-checkpoint auto), or add --overwrite-output-dir");
     }
   }
   require_unlocked_output_dir(folder);
   find_resume_point(command.arguments, /*verify_checksums=*/false);
   const files::path existing = nearest_existing(folder);
   if (!files::is_directory(existing, error)) {
-    throw InputError(
-        kWhere, said + " lies below a file: " + existing.string(), "a folder");
+    throw InputError(kWhere, said + " lies below a file: " + existing.string(), "a folder");
   }
   if (::access(existing.c_str(), W_OK | X_OK) != 0) {
     throw InputError(
-        kWhere,
-        said + " cannot be written: " + existing.string() + ": " +
-            std::strerror(errno),
+        kWhere, said + " cannot be written: " + existing.string() + ": " + std::strerror(errno),
         "a folder you may write to");
   }
 }
@@ -147,27 +126,20 @@ void check_train_inputs(const TrainCommand& command) {
   constexpr const char* kWhere = "cli::train";
   if (!is_model_shape(command.model)) {
     detail::check_model_folder(
-        kWhere,
-        "--model",
-        command.model,
-        "a Hugging Face folder with config.json, or one of " +
-            model_shapes_text());
+        kWhere, "--model", command.model,
+        "a Hugging Face folder with config.json, or one of " + model_shapes_text());
   }
   if (!command.tokenizer.empty()) {
     std::error_code error;
     if (!std::filesystem::is_directory(command.tokenizer, error)) {
-      throw InputError(
-          kWhere,
-          "--tokenizer=" + command.tokenizer + " is no folder",
-          "a folder with vocab.txt or tokenizer.json");
+      throw InputError(kWhere, "--tokenizer=" + command.tokenizer + " is no folder",
+                       "a folder with vocab.txt or tokenizer.json");
     }
   }
   require_utf8(kWhere, described_inputs(command));
-  const int processes =
-      std::max(command.nproc, world_from_environment().world_size);
-  for (const auto& [flag, file] :
-       {std::pair("--train-file", &command.train_file),
-        std::pair("--eval-file", &command.eval_file)}) {
+  const int processes = std::max(command.nproc, world_from_environment().world_size);
+  for (const auto& [flag, file] : {std::pair("--train-file", &command.train_file),
+                                   std::pair("--eval-file", &command.eval_file)}) {
     if (!file->empty()) {
       detail::check_readable_file(kWhere, flag, *file);
       detail::check_read_by_all(flag, *file, processes);
@@ -177,27 +149,25 @@ void check_train_inputs(const TrainCommand& command) {
 }
 
 nlohmann::json described_inputs(const TrainCommand& command) {
-  return {
-      {"model", command.model},
-      {"tokenizer", command.tokenizer},
-      {"vocab_size", command.vocab_size},
-      {"cased", command.cased},
-      {"train_file", command.train_file},
-      {"eval_file", command.eval_file},
-      {"eval_split", command.eval_split},
-      {"text_column", command.table.text_column},
-      {"label_column", command.table.label_column},
-      {"label_columns", command.table.label_columns},
-      {"label_separator", command.table.label_separator},
-      {"filters", command.table.filters},
-      {"max_train_rows", command.max_train_rows},
-      {"max_eval_rows", command.max_eval_rows}};
+  return {{"model", command.model},
+          {"tokenizer", command.tokenizer},
+          {"vocab_size", command.vocab_size},
+          {"cased", command.cased},
+          {"train_file", command.train_file},
+          {"eval_file", command.eval_file},
+          {"eval_split", command.eval_split},
+          {"text_column", command.table.text_column},
+          {"label_column", command.table.label_column},
+          {"label_columns", command.table.label_columns},
+          {"label_separator", command.table.label_separator},
+          {"filters", command.table.filters},
+          {"max_train_rows", command.max_train_rows},
+          {"max_eval_rows", command.max_eval_rows}};
 }
 
 bool is_finished_already(const TrainCommand& command, int world_size) {
   TrainingArguments now = command.arguments;
-  if (now.resume_from_checkpoint != "auto" &&
-      now.resume_from_checkpoint != "latest") {
+  if (now.resume_from_checkpoint != "auto" && now.resume_from_checkpoint != "latest") {
     return false;
   }
   if (!find_resume_point(now, /*verify_checksums=*/false).finished) {
@@ -210,27 +180,19 @@ bool is_finished_already(const TrainCommand& command, int world_size) {
     now.max_length = std::min(now.max_length, length->get<int64_t>());
   }
   const auto changes = changed_arguments(
-      saved,
-      now,
-      now.per_device_train_batch_size * now.gradient_accumulation_steps *
-          world_size);
+      saved, now, now.per_device_train_batch_size * now.gradient_accumulation_steps * world_size);
   return describe_changes(changes, true).empty() &&
-         saved.run.at("facts").value("listed", nlohmann::json()) ==
-             described_inputs(command);
+         saved.run.at("facts").value("listed", nlohmann::json()) == described_inputs(command);
 }
 
 std::string finished_line(const TrainCommand& command) {
-  return "The run in " + command.arguments.output_dir +
-         " is finished: there is nothing to do.";
+  return "The run in " + command.arguments.output_dir + " is finished: there is nothing to do.";
 }
 
 void check_predict_inputs(const PredictCommand& command) {
   constexpr const char* kWhere = "cli::predict";
-  detail::check_model_folder(
-      kWhere,
-      "--model",
-      command.model,
-      "a Hugging Face folder with config.json");
+  detail::check_model_folder(kWhere, "--model", command.model,
+                             "a Hugging Face folder with config.json");
   if (!command.file.empty()) {
     detail::check_readable_file(kWhere, "--file", command.file);
   }
@@ -238,11 +200,8 @@ void check_predict_inputs(const PredictCommand& command) {
 
 void check_eval_inputs(const EvalCommand& command) {
   constexpr const char* kWhere = "cli::eval";
-  detail::check_model_folder(
-      kWhere,
-      "--model",
-      command.model,
-      "a Hugging Face folder with config.json");
+  detail::check_model_folder(kWhere, "--model", command.model,
+                             "a Hugging Face folder with config.json");
   detail::check_readable_file(kWhere, "--file", command.file);
 }
 
@@ -250,12 +209,8 @@ namespace detail {
 
 void check_folder_or_shape(const std::string& where, const std::string& model) {
   if (!is_model_shape(model)) {
-    check_model_folder(
-        where,
-        "--model",
-        model,
-        "a Hugging Face folder with config.json, or one of " +
-            model_shapes_text());
+    check_model_folder(where, "--model", model,
+                       "a Hugging Face folder with config.json, or one of " + model_shapes_text());
   }
 }
 
@@ -276,12 +231,9 @@ void check_compare_inputs(const CompareCommand& command) {
   }
   const auto folder = detail::files::absolute(command.json).parent_path();
   std::error_code error;
-  if (!detail::files::is_directory(folder, error) ||
-      ::access(folder.c_str(), W_OK | X_OK) != 0) {
-    throw InputError(
-        "cli::compare",
-        "--json=" + command.json + " cannot be written",
-        "a file in a folder that exists and that you may write to");
+  if (!detail::files::is_directory(folder, error) || ::access(folder.c_str(), W_OK | X_OK) != 0) {
+    throw InputError("cli::compare", "--json=" + command.json + " cannot be written",
+                     "a file in a folder that exists and that you may write to");
   }
 }
 
@@ -289,11 +241,9 @@ void check_state_inputs(const StateCommand& command) {
   std::error_code error;
   const auto path = detail::files::path(command.folder) / "state.json";
   if (!detail::files::is_regular_file(path, error)) {
-    throw InputError(
-        "cli::state",
-        command.folder + " has no state.json",
-        "a folder checkpoint-N of a run, or one that save_state() wrote",
-        "name the checkpoint inside the output folder");
+    throw InputError("cli::state", command.folder + " has no state.json",
+                     "a folder checkpoint-N of a run, or one that save_state() wrote",
+                     "name the checkpoint inside the output folder");
   }
 }
 
@@ -305,46 +255,35 @@ void check_tokenizer_inputs(const TokenizerCommand& command) {
   std::error_code error;
   if (command.action == "encode") {
     if (!detail::files::is_directory(command.tokenizer, error)) {
-      throw InputError(
-          kWhere,
-          "--tokenizer=" + command.tokenizer + " is no folder",
-          "a folder with vocab.txt or tokenizer.json");
+      throw InputError(kWhere, "--tokenizer=" + command.tokenizer + " is no folder",
+                       "a folder with vocab.txt or tokenizer.json");
     }
     return;
   }
   const auto existing = detail::nearest_existing(command.output);
   if (!detail::files::is_directory(existing, error) ||
       ::access(existing.c_str(), W_OK | X_OK) != 0) {
-    throw InputError(
-        kWhere,
-        "--output=" + command.output + " cannot be written: " +
-            existing.string() + " is no folder that you may write to",
-        "a folder, or a new name in one");
+    throw InputError(kWhere,
+                     "--output=" + command.output + " cannot be written: " + existing.string() +
+                         " is no folder that you may write to",
+                     "a folder, or a new name in one");
   }
 }
 
-void check_nproc(
-    const std::string& command,
-    int nproc,
-    bool oversubscribe,
-    const World& world) {
+void check_nproc(const std::string& command, int nproc, bool oversubscribe, const World& world) {
   const int64_t most = int64_t{16} * allowed_cores();
   if (nproc > most && !oversubscribe) {
     throw InputError(
         "cli::" + command,
-        "--nproc=" + std::to_string(nproc) + " on " +
-            std::to_string(allowed_cores()) + " cores",
-        "at most " + std::to_string(most) + ", 16 a core",
-        "lower --nproc, or add --oversubscribe");
+        "--nproc=" + std::to_string(nproc) + " on " + std::to_string(allowed_cores()) + " cores",
+        "at most " + std::to_string(most) + ", 16 a core", "lower --nproc, or add --oversubscribe");
   }
   if (world.world_size > 1) {
-    throw InputError(
-        "cli::" + command,
-        "--nproc=" + std::to_string(nproc) +
-            " inside a world of several: WORLD_SIZE=" +
-            std::to_string(world.world_size) + " by " + world.source,
-        "one launcher",
-        "leave --nproc out, or start without the other launcher");
+    throw InputError("cli::" + command,
+                     "--nproc=" + std::to_string(nproc) +
+                         " inside a world of several: WORLD_SIZE=" +
+                         std::to_string(world.world_size) + " by " + world.source,
+                     "one launcher", "leave --nproc out, or start without the other launcher");
   }
 }
 
@@ -355,25 +294,20 @@ void check_lines(const std::string& train_file, int nproc) {
     lines += c == '\n' || c == '\r' ? 1 : 0;
   }
   if (lines < nproc) {
-    throw InputError(
-        "cli::train",
-        "more processes than rows: processes=" + std::to_string(nproc) + ", " +
-            train_file + " has at most " + std::to_string(lines) + " rows",
-        "at least one row a process",
-        "lower --nproc");
+    throw InputError("cli::train",
+                     "more processes than rows: processes=" + std::to_string(nproc) + ", " +
+                         train_file + " has at most " + std::to_string(lines) + " rows",
+                     "at least one row a process", "lower --nproc");
   }
 }
 
-void check_logs_outside(
-    const std::string& command, const LogsSpecs& logs, const World& world) {
+void check_logs_outside(const std::string& command, const LogsSpecs& logs, const World& world) {
   if (world.world_size > 1 && logs.any()) {
-    throw InputError(
-        "cli::" + command,
-        "--log-dir, --redirects or --tee inside a world of several: "
-        "WORLD_SIZE=" +
-            std::to_string(world.world_size) + " by " + world.source,
-        "one launcher, which has the output of its processes",
-        "give them to that one");
+    throw InputError("cli::" + command,
+                     "--log-dir, --redirects or --tee inside a world of several: WORLD_SIZE=" +
+                         std::to_string(world.world_size) + " by " + world.source,
+                     "one launcher, which has the output of its processes",
+                     "give them to that one");
   }
 }
 
@@ -386,22 +320,19 @@ void check_free_space(const std::filesystem::path& folder, int64_t bytes) {
   }
   uintmax_t free = space.available;
   for (std::filesystem::recursive_directory_iterator entry(folder, error), end;
-       !error && entry != end;
-       entry.increment(error)) {
+       !error && entry != end; entry.increment(error)) {
     std::error_code ignored;
     if (entry->is_regular_file(ignored)) {
       free += entry->file_size(ignored);
     }
   }
   if (free < static_cast<uintmax_t>(bytes)) {
-    throw InputError(
-        "cli::train",
-        "--output-dir=" + folder.string() + " needs " + format_bytes(bytes) +
-            ", its disk has " + format_bytes(static_cast<int64_t>(free)) +
-            " free",
-        {},
-        "make room, choose another folder, or keep fewer saves "
-        "(--save-total-limit, --save-strategy no)");
+    throw InputError("cli::train",
+                     "--output-dir=" + folder.string() + " needs " + format_bytes(bytes) +
+                         ", its disk has " + format_bytes(static_cast<int64_t>(free)) + " free",
+                     {},
+                     "make room, choose another folder, or keep fewer saves "
+                     "(--save-total-limit, --save-strategy no)");
   }
 }
 

@@ -26,11 +26,8 @@ nlohmann::json trained_arguments(const std::filesystem::path& folder) {
   }
   nlohmann::json json = read_json_file("cli::model", file);
   if (!json.is_object()) {
-    throw InputError(
-        "cli::model",
-        file.string() + " is no JSON object",
-        "a training_args.json "
-        "as hasten train writes it");
+    throw InputError("cli::model", file.string() + " is no JSON object",
+                     "a training_args.json as hasten train writes it");
   }
   return json;
 }
@@ -38,9 +35,7 @@ nlohmann::json trained_arguments(const std::filesystem::path& folder) {
 /// max_length of that run; 0 where it does not say.
 int64_t trained_length(const nlohmann::json& arguments) {
   const auto entry = arguments.find("max_length");
-  return entry != arguments.end() && entry->is_number_integer()
-             ? entry->get<int64_t>()
-             : 0;
+  return entry != arguments.end() && entry->is_number_integer() ? entry->get<int64_t>() : 0;
 }
 
 /// What that run evaluated in; fp32 where it does not say.
@@ -54,8 +49,7 @@ Precision trained_precision(const nlohmann::json& arguments) {
 
 /// As numbers, which hasten_state.json has, also where they were balanced; 1 for labels
 /// behind those that training had.
-std::string trained_class_weights(
-    const std::filesystem::path& folder, int64_t labels) {
+std::string trained_class_weights(const std::filesystem::path& folder, int64_t labels) {
   std::error_code error;
   const auto file = folder / kRunFile;
   if (!std::filesystem::exists(file, error)) {
@@ -64,8 +58,7 @@ std::string trained_class_weights(
   const nlohmann::json json = read_json_file("cli::model", file);
   std::string text;
   if (json.is_object()) {
-    for (const auto& weight :
-         json.value("class_weights", nlohmann::json::array())) {
+    for (const auto& weight : json.value("class_weights", nlohmann::json::array())) {
       text += (text.empty() ? "" : ",") + weight.dump();
       --labels;
     }
@@ -76,10 +69,7 @@ std::string trained_class_weights(
   return text;
 }
 
-int64_t allowed_length(
-    int64_t asked,
-    const BertConfig& config,
-    const WordPieceOptions& tokenizer) {
+int64_t allowed_length(int64_t asked, const BertConfig& config, const WordPieceOptions& tokenizer) {
   int64_t length = config.max_position_embeddings;
   if (const int64_t most = tokenizer.model_max_length; most > 0) {
     length = std::min(length, most);
@@ -87,66 +77,54 @@ int64_t allowed_length(
   return asked > 0 ? std::min(asked, length) : length;
 }
 
-void check_vocabulary(
-    const std::string& folder,
-    const BertConfig& config,
-    const WordPieceTokenizer& tokenizer) {
+void check_vocabulary(const std::string& folder, const BertConfig& config,
+                      const WordPieceTokenizer& tokenizer) {
   if (tokenizer.vocab_size() > config.vocab_size) {
     throw InputError(
         "cli::model",
-        folder + ": the vocabulary has " +
-            std::to_string(tokenizer.vocab_size()) +
-            " pieces, config.json says vocab_size=" +
-            std::to_string(config.vocab_size),
+        folder + ": the vocabulary has " + std::to_string(tokenizer.vocab_size()) +
+            " pieces, config.json says vocab_size=" + std::to_string(config.vocab_size),
         "a vocabulary no larger than the model's",
         "take vocab.txt and config.json from the same model");
   }
 }
 
-TextClassifier load_text_classifier(
-    const std::string& folder, int64_t max_length) {
+TextClassifier load_text_classifier(const std::string& folder, int64_t max_length) {
   WordPieceTokenizer tokenizer = WordPieceTokenizer::load(folder);
   LoadedBert bert = load_bert_classifier(folder);
   check_vocabulary(folder, bert.config, tokenizer);
   if (bert.fresh_classifier) {
-    throw InputError(
-        "cli::model",
-        folder + " has no trained classifier",
-        "a model that was fine-tuned for classification",
-        "fine-tune it first: hasten train --model " + folder);
+    throw InputError("cli::model", folder + " has no trained classifier",
+                     "a model that was fine-tuned for classification",
+                     "fine-tune it first: hasten train --model " + folder);
   }
   bert.model->eval();
   const nlohmann::json arguments = trained_arguments(folder);
   const int64_t asked = max_length > 0 ? max_length : trained_length(arguments);
-  const int64_t length =
-      allowed_length(asked, bert.config, tokenizer.options());
+  const int64_t length = allowed_length(asked, bert.config, tokenizer.options());
   const int64_t labels = bert.config.num_labels();
-  return {
-      std::move(bert),
-      std::move(tokenizer),
-      length,
-      trained_precision(arguments),
-      arguments.is_object() ? arguments.value("label_smoothing_factor", 0.0)
-                            : 0.0,
-      trained_class_weights(folder, labels)};
+  return {std::move(bert),
+          std::move(tokenizer),
+          length,
+          trained_precision(arguments),
+          arguments.is_object() ? arguments.value("label_smoothing_factor", 0.0) : 0.0,
+          trained_class_weights(folder, labels)};
 }
 
 LossFunction classification_loss(BertForSequenceClassification model) {
   return [model = std::move(model)](const Batch& batch) mutable {
     LossOutput result;
-    result.outputs =
-        model->forward(batch["input_ids"], batch["attention_mask"]);
+    result.outputs = model->forward(batch["input_ids"], batch["attention_mask"]);
     if (batch.has("labels")) {
-      result.loss_sum = at::cross_entropy_loss(
-          result.outputs, batch["labels"], {}, at::Reduction::Sum);
+      result.loss_sum =
+          at::cross_entropy_loss(result.outputs, batch["labels"], {}, at::Reduction::Sum);
       result.weight = static_cast<double>(batch.rows());
     }
     return result;
   };
 }
 
-ModelFiles classifier_files(
-    BertForSequenceClassification model, WordPieceTokenizer tokenizer) {
+ModelFiles classifier_files(BertForSequenceClassification model, WordPieceTokenizer tokenizer) {
   ModelFiles files;
   files.save = [model, tokenizer](const std::filesystem::path& folder) mutable {
     save_bert_classifier(folder, *model);
@@ -163,14 +141,11 @@ ModelFiles classifier_files(
   return files;
 }
 
-std::shared_ptr<const TokenizedDataset> make_dataset(
-    const TokenizedTexts& texts,
-    std::vector<int64_t> labels,
-    const WordPieceTokenizer& tokenizer) {
-  return std::make_shared<const TokenizedDataset>(
-      texts.ids,
-      std::move(labels),
-      PaddingOptions{.pad_id = tokenizer.pad_id()});
+std::shared_ptr<const TokenizedDataset> make_dataset(const TokenizedTexts& texts,
+                                                     std::vector<int64_t> labels,
+                                                     const WordPieceTokenizer& tokenizer) {
+  return std::make_shared<const TokenizedDataset>(texts.ids, std::move(labels),
+                                                  PaddingOptions{.pad_id = tokenizer.pad_id()});
 }
 
 int tokenizer_threads() { return threads_per_rank(world_from_environment()); }
@@ -185,18 +160,15 @@ TextTableOptions table_options(const TableFlags& flags) {
   return options;
 }
 
-std::string truncation_line(
-    const TokenizedTexts& texts, size_t rows, int64_t max_length) {
+std::string truncation_line(const TokenizedTexts& texts, size_t rows, int64_t max_length) {
   if (texts.truncated == 0) {
     return {};
   }
-  return format_count(texts.truncated) + " of " +
-         format_count(static_cast<int64_t>(rows)) + " texts cut to " +
-         std::to_string(max_length) + " tokens";
+  return format_count(texts.truncated) + " of " + format_count(static_cast<int64_t>(rows)) +
+         " texts cut to " + std::to_string(max_length) + " tokens";
 }
 
-std::unique_ptr<Trainer> make_evaluator(
-    const TextClassifier& classifier, int64_t batch_size) {
+std::unique_ptr<Trainer> make_evaluator(const TextClassifier& classifier, int64_t batch_size) {
   TrainingArguments arguments;
   arguments.save_strategy = IntervalStrategy::no;
   arguments.disable_tqdm = true; // the command knows whether a bar is wanted
@@ -206,19 +178,12 @@ std::unique_ptr<Trainer> make_evaluator(
   arguments.class_weights = classifier.class_weights;
   const Head head = head_of(classifier.bert.config);
   return std::make_unique<Trainer>(
-      classifier.bert.model.ptr(),
-      head_loss(classifier.bert.model, head),
-      arguments,
-      nullptr,
-      nullptr,
-      head_metrics(head, classifier.bert.config.num_labels()));
+      classifier.bert.model.ptr(), head_loss(classifier.bert.model, head), arguments, nullptr,
+      nullptr, head_metrics(head, classifier.bert.config.num_labels()));
 }
 
-void require_finite_logits(
-    const TextClassifier& classifier,
-    const at::Tensor& logits,
-    const std::string& where,
-    const std::string& source) {
+void require_finite_logits(const TextClassifier& classifier, const at::Tensor& logits,
+                           const std::string& where, const std::string& source) {
   const at::Tensor good = logits.view({logits.size(0), -1}).isfinite().all(1);
   if (good.all().item<bool>()) {
     return;
@@ -230,12 +195,10 @@ void require_finite_logits(
       weight = ": weight " + parameter.key() + " is not finite";
     }
   }
-  throw InputError(
-      where,
-      "the model's logits of row=" + std::to_string(row) + " of " + source +
-          " are not finite" + weight,
-      "finite numbers",
-      "take an earlier checkpoint, or train again");
+  throw InputError(where,
+                   "the model's logits of row=" + std::to_string(row) + " of " + source +
+                       " are not finite" + weight,
+                   "finite numbers", "take an earlier checkpoint, or train again");
 }
 
 } // namespace hasten::detail

@@ -26,42 +26,34 @@ struct TextClassifier {
   double label_smoothing_factor = 0;
   std::string class_weights{};
 
-  const std::vector<std::string>& labels() const {
-    return bert.config.id2label;
-  }
+  const std::vector<std::string>& labels() const { return bert.config.id2label; }
 };
 
 /// A classifier ready for use. `max_length` 0 takes what the folder's
 /// training_args.json says, at most what model and tokenizer allow.
 /// Throws InputError: whatever is wrong with the folder; a model without a
 /// trained classifier; a vocabulary larger than the model's.
-TextClassifier load_text_classifier(
-    const std::string& folder, int64_t max_length);
+TextClassifier load_text_classifier(const std::string& folder, int64_t max_length);
 
 /// min(`asked`, the model's positions, the tokenizer's model_max_length); 0 asks
 /// for nothing.
-int64_t allowed_length(
-    int64_t asked, const BertConfig& config, const WordPieceOptions& tokenizer);
+int64_t allowed_length(int64_t asked, const BertConfig& config, const WordPieceOptions& tokenizer);
 
 /// Throws InputError where the tokenizer has ids the model has no row for.
-void check_vocabulary(
-    const std::string& folder,
-    const BertConfig& config,
-    const WordPieceTokenizer& tokenizer);
+void check_vocabulary(const std::string& folder, const BertConfig& config,
+                      const WordPieceTokenizer& tokenizer);
 
 /// Cross-entropy, summed over rows; weight = rows; outputs = logits. Batches
 /// without labels give logits alone.
 LossFunction classification_loss(BertForSequenceClassification model);
 
 /// config.json, model.safetensors and the tokenizer's files.
-ModelFiles classifier_files(
-    BertForSequenceClassification model, WordPieceTokenizer tokenizer);
+ModelFiles classifier_files(BertForSequenceClassification model, WordPieceTokenizer tokenizer);
 
 /// Rows as a dataset, padded with the tokenizer's pad id.
-std::shared_ptr<const TokenizedDataset> make_dataset(
-    const TokenizedTexts& texts,
-    std::vector<int64_t> labels,
-    const WordPieceTokenizer& tokenizer);
+std::shared_ptr<const TokenizedDataset> make_dataset(const TokenizedTexts& texts,
+                                                     std::vector<int64_t> labels,
+                                                     const WordPieceTokenizer& tokenizer);
 
 /// Threads this rank may tokenise with.
 int tokenizer_threads();
@@ -69,19 +61,14 @@ int tokenizer_threads();
 TextTableOptions table_options(const TableFlags& flags);
 
 /// "12 of 300 texts were cut to 128 tokens"; empty where none was.
-std::string truncation_line(
-    const TokenizedTexts& texts, size_t rows, int64_t max_length);
+std::string truncation_line(const TokenizedTexts& texts, size_t rows, int64_t max_length);
 
 /// Throws InputError where a row's logits are not finite: names the first row of
 /// `source`, and a weight that is not finite.
-void require_finite_logits(
-    const TextClassifier& classifier,
-    const at::Tensor& logits,
-    const std::string& where,
-    const std::string& source);
+void require_finite_logits(const TextClassifier& classifier, const at::Tensor& logits,
+                           const std::string& where, const std::string& source);
 
 /// A Trainer that only evaluates and predicts, in a world of one.
-std::unique_ptr<Trainer> make_evaluator(
-    const TextClassifier& classifier, int64_t batch_size);
+std::unique_ptr<Trainer> make_evaluator(const TextClassifier& classifier, int64_t batch_size);
 
 } // namespace hasten::detail

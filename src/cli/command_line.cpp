@@ -33,22 +33,12 @@ constexpr const char* kProgramHelp =
     "  --version     the version\n"
     "\n"
     "Results go to stdout, progress and messages to stderr.\n"
-    "Exit codes: 0 ok, 1 training failed, 2 bad input, 128+n signal n (130: "
-    "Ctrl-C)\n";
+    "Exit codes: 0 ok, 1 training failed, 2 bad input, 128+n signal n (130: Ctrl-C)\n";
 
 const std::vector<std::string>& command_names() {
-  static const std::vector<std::string> names{
-      "train",
-      "predict",
-      "eval",
-      "plan",
-      "estimate-memory",
-      "compare",
-      "state",
-      "tokenizer",
-      "synth",
-      "launch",
-      "env"};
+  static const std::vector<std::string> names{"train",           "predict", "eval",  "plan",
+                                              "estimate-memory", "compare", "state", "tokenizer",
+                                              "synth",           "launch",  "env"};
   return names;
 }
 
@@ -56,71 +46,47 @@ const std::vector<std::string>& command_names() {
 
 template <typename C>
 void declare_model(FlagTable& flags, C& command) {
-  flags.value(
-      "--model",
-      command.model,
-      "FOLDER",
-      "what hasten train left, or another classifier in the Hugging Face "
-      "layout");
+  flags.value("--model", command.model, "FOLDER",
+              "what hasten train left, or another classifier in the Hugging Face layout");
   flags.required();
 }
 
 template <typename C>
 void declare_max_rows(FlagTable& flags, C& command) {
-  flags.value(
-      "--max-rows",
-      command.max_rows,
-      "ROWS",
-      "first rows of the file; 0 takes all",
-      kAnyRows);
+  flags.value("--max-rows", command.max_rows, "ROWS", "first rows of the file; 0 takes all",
+              kAnyRows);
 }
 
 template <typename C>
 void declare_batches(FlagTable& flags, C& command) {
   flags.group("Batches");
-  flags.value(
-      "--batch-size", command.batch_size, "ROWS", "rows at once", kBatchRows);
-  flags.value(
-      "--max-length",
-      command.max_length,
-      "TOKENS",
-      "longer texts are cut; 0: as in training, or what the model takes",
-      kTokens);
+  flags.value("--batch-size", command.batch_size, "ROWS", "rows at once", kBatchRows);
+  flags.value("--max-length", command.max_length, "TOKENS",
+              "longer texts are cut; 0: as in training, or what the model takes", kTokens);
 }
 
 void declare_predict(FlagTable& flags, PredictCommand& command) {
   flags.group("Model and texts");
   declare_model(flags, command);
-  flags.value(
-      "--file", command.file, "FILE", "texts of a .csv, .tsv or .jsonl file");
+  flags.value("--file", command.file, "FILE", "texts of a .csv, .tsv or .jsonl file");
   declare_table(flags, command.table, false);
   declare_max_rows(flags, command);
   flags.group("Output");
-  flags.value(
-      "--output",
-      command.output,
-      "FILE",
-      "write .csv or .jsonl instead of "
-      "printing");
+  flags.value("--output", command.output, "FILE", "write .csv or .jsonl instead of printing");
   flags.flag("--json", command.json, "print one JSON object a line");
-  flags.flag(
-      "--with-logits", command.with_logits, "add logits and input_ids to JSON");
+  flags.flag("--with-logits", command.with_logits, "add logits and input_ids to JSON");
   declare_batches(flags, command);
 }
 
-Command parse_predict(
-    std::vector<std::string> arguments, const std::vector<std::string>& rest) {
+Command parse_predict(std::vector<std::string> arguments, const std::vector<std::string>& rest) {
   PredictCommand command;
-  FlagTable flags(
-      {.name = "predict",
-       .summary = "label texts with a trained model",
-       .usage = "--model FOLDER [TEXT... | --file FILE | -] [flags]",
-       .examples =
-           {"hasten predict --model out \"what a film\" \"two hours wasted\"",
-            "hasten predict --model out --file new.csv --output preds.csv"},
-       .notes =
-           "Prints a label and probabilities for each text, in the order of "
-           "the input; - reads one text a line from stdin."});
+  FlagTable flags({.name = "predict",
+                   .summary = "label texts with a trained model",
+                   .usage = "--model FOLDER [TEXT... | --file FILE | -] [flags]",
+                   .examples = {"hasten predict --model out \"what a film\" \"two hours wasted\"",
+                                "hasten predict --model out --file new.csv --output preds.csv"},
+                   .notes = "Prints a label and probabilities for each text, in the order of "
+                            "the input; - reads one text a line from stdin."});
   declare_predict(flags, command);
   auto words = flags.parse_words(std::move(arguments), false);
   if (!words) {
@@ -129,44 +95,33 @@ Command parse_predict(
   command.texts = std::move(*words);
   command.texts.insert(command.texts.end(), rest.begin(), rest.end());
   if (command.texts.empty() == command.file.empty()) {
-    throw InputError(
-        flags.where(),
-        command.file.empty()
-            ? "no text and no --file"
-            : "--file=" + command.file + " together with a text",
-        "texts, or --file FILE, or - for stdin");
+    throw InputError(flags.where(),
+                     command.file.empty() ? "no text and no --file"
+                                          : "--file=" + command.file + " together with a text",
+                     "texts, or --file FILE, or - for stdin");
   }
   const std::string& output = command.output;
   const auto ends_with = [&](const std::string& end) {
     return output.size() > end.size() &&
            output.compare(output.size() - end.size(), end.size(), end) == 0;
   };
-  require_flag(
-      flags,
-      output.empty() || ends_with(".csv") || ends_with(".jsonl"),
-      "--output=" + output,
-      "a file name that ends in .csv or .jsonl");
-  require_flag(
-      flags,
-      !command.with_logits ||
-          (output.empty() ? command.json : ends_with(".jsonl")),
-      "--with-logits without JSON",
-      "--json, or --output with a name that ends in .jsonl");
+  require_flag(flags, output.empty() || ends_with(".csv") || ends_with(".jsonl"),
+               "--output=" + output, "a file name that ends in .csv or .jsonl");
+  require_flag(flags, !command.with_logits || (output.empty() ? command.json : ends_with(".jsonl")),
+               "--with-logits without JSON", "--json, or --output with a name that ends in .jsonl");
   return command;
 }
 
 Command parse_eval(std::vector<std::string> arguments) {
   EvalCommand command;
-  FlagTable flags(
-      {.name = "eval",
-       .summary = "loss, accuracy and F1 of a model on a labelled file",
-       .usage = "--model FOLDER --file FILE [flags]",
-       .examples = {"hasten eval --model out --file test.csv --json"},
-       .notes = {}});
+  FlagTable flags({.name = "eval",
+                   .summary = "loss, accuracy and F1 of a model on a labelled file",
+                   .usage = "--model FOLDER --file FILE [flags]",
+                   .examples = {"hasten eval --model out --file test.csv --json"},
+                   .notes = {}});
   flags.group("Model and data");
   declare_model(flags, command);
-  flags.value(
-      "--file", command.file, "FILE", "labelled rows, .csv, .tsv or .jsonl");
+  flags.value("--file", command.file, "FILE", "labelled rows, .csv, .tsv or .jsonl");
   flags.required();
   declare_table(flags, command.table, true);
   declare_max_rows(flags, command);
@@ -182,67 +137,47 @@ Command parse_eval(std::vector<std::string> arguments) {
 
 void declare_logs(FlagTable& flags, LogsSpecs& logs) {
   flags.group("Output of the processes");
-  flags.value(
-      "--log-dir",
-      logs.log_dir,
-      "FOLDER",
-      "receives RANK/stdout.log and RANK/stderr.log; alone it means --tee 3");
-  flags.value(
-      "--redirects",
-      logs.redirects,
-      "STREAMS",
-      "write these to --log-dir alone: 1 stdout, 2 stderr, 3 both; or of some "
-      "ranks, like 1:3,2:3");
-  flags.value(
-      "--tee",
-      logs.tee,
-      "STREAMS",
-      "show these line by line, each after its rank, and write them to "
-      "--log-dir where there is one");
+  flags.value("--log-dir", logs.log_dir, "FOLDER",
+              "receives RANK/stdout.log and RANK/stderr.log; alone it means --tee 3");
+  flags.value("--redirects", logs.redirects, "STREAMS",
+              "write these to --log-dir alone: 1 stdout, 2 stderr, 3 both; or of some "
+              "ranks, like 1:3,2:3");
+  flags.value("--tee", logs.tee, "STREAMS",
+              "show these line by line, each after its rank, and write them to "
+              "--log-dir where there is one");
 }
 
 void check_logs(const FlagTable& flags, const LogsSpecs& logs, int nproc) {
-  require_flag(
-      flags,
-      !logs.redirects.any() || !logs.log_dir.empty(),
-      "--redirects without --log-dir",
-      "--log-dir FOLDER for the files");
+  require_flag(flags, !logs.redirects.any() || !logs.log_dir.empty(),
+               "--redirects without --log-dir", "--log-dir FOLDER for the files");
   for (const RankStreams* streams : {&logs.redirects, &logs.tee}) {
-    require_flag(
-        flags,
-        streams->ranks.empty() || streams->ranks.rbegin()->first < nproc,
-        "streams of rank " +
-            (streams->ranks.empty()
-                 ? std::string()
-                 : std::to_string(streams->ranks.rbegin()->first)) +
-            " with --nproc=" + std::to_string(nproc),
-        "ranks below --nproc");
+    require_flag(flags, streams->ranks.empty() || streams->ranks.rbegin()->first < nproc,
+                 "streams of rank " +
+                     (streams->ranks.empty() ? std::string()
+                                             : std::to_string(streams->ranks.rbegin()->first)) +
+                     " with --nproc=" + std::to_string(nproc),
+                 "ranks below --nproc");
   }
 }
 
-Command parse_launch(
-    std::vector<std::string> arguments, const std::vector<std::string>& rest) {
+Command parse_launch(std::vector<std::string> arguments, const std::vector<std::string>& rest) {
   LaunchCommand command;
   FlagTable flags(
       {.name = "launch",
        .summary = "run a program as N processes of one world",
        .usage = "--nproc N PROGRAM [ARGUMENT...]",
        .examples = {"hasten launch --nproc 2 ./my_training --epochs 3"},
-       .notes =
-           "Each process finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, "
-           "MASTER_ADDR and MASTER_PORT in its environment, as under torchrun, "
-           "and OMP_NUM_THREADS, its share of the allowed cores, unless that "
-           "is set. When one fails all are ended, and the first that failed "
-           "is named, with what it said of it. TORCHELASTIC_LOG_LINE_PREFIX_"
-           "TEMPLATE in the environment is the prefix of --tee, by default "
-           "[rank${rank}]:."});
+       .notes = "Each process finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, "
+                "MASTER_ADDR and MASTER_PORT in its environment, as under torchrun, "
+                "and OMP_NUM_THREADS, its share of the allowed cores, unless that "
+                "is set. When one fails all are ended, and the first that failed "
+                "is named, with what it said of it. TORCHELASTIC_LOG_LINE_PREFIX_"
+                "TEMPLATE in the environment is the prefix of --tee, by default [rank${rank}]:."});
   flags.group("Processes");
   declare_processes(flags, command.nproc, command.oversubscribe, true);
   flags.flag(
-      "--keep-going",
-      command.keep_going,
-      "let the others go on when one fails that is not rank 0: for programs "
-      "that survive it");
+      "--keep-going", command.keep_going,
+      "let the others go on when one fails that is not rank 0: for programs that survive it");
   declare_logs(flags, command.logs);
   auto words = flags.parse_words(std::move(arguments), true);
   if (!words) {
@@ -251,11 +186,8 @@ Command parse_launch(
   command.program = std::move(*words);
   command.program.insert(command.program.end(), rest.begin(), rest.end());
   check_logs(flags, command.logs, command.nproc);
-  require_flag(
-      flags,
-      !command.program.empty(),
-      "no program",
-      "hasten launch --nproc N PROGRAM [ARGUMENT...]");
+  require_flag(flags, !command.program.empty(), "no program",
+               "hasten launch --nproc N PROGRAM [ARGUMENT...]");
   return command;
 }
 
@@ -263,57 +195,45 @@ Command parse_launch(
 bool read_batch(const std::string& text, int64_t& rows, int64_t& tokens) {
   const size_t cross = text.find('x');
   return cross != std::string::npos && read_flag(text.substr(0, cross), rows) &&
-         read_flag(text.substr(cross + 1), tokens) && kBatchRows.holds(rows) &&
-         tokens > 0 && kTokens.holds(tokens);
+         read_flag(text.substr(cross + 1), tokens) && kBatchRows.holds(rows) && tokens > 0 &&
+         kTokens.holds(tokens);
 }
 
 Command parse_state(std::vector<std::string> arguments) {
   StateCommand command;
-  FlagTable flags(
-      {.name = "state",
-       .summary = "look into a checkpoint, put a model together from its rows",
-       .usage = "inspect|consolidate FOLDER [flags]",
-       .examples =
-           {"hasten state inspect out/checkpoint-100",
-            "hasten state consolidate out/checkpoint-100 \\\n"
-            "    --output model.safetensors"},
-       .notes =
-           "FOLDER is a checkpoint of hasten train, or what "
-           "Accelerator::save_state wrote, under any strategy. consolidate "
-           "writes the model whole, as one safetensors file."});
+  FlagTable flags({.name = "state",
+                   .summary = "look into a checkpoint, put a model together from its rows",
+                   .usage = "inspect|consolidate FOLDER [flags]",
+                   .examples = {"hasten state inspect out/checkpoint-100",
+                                "hasten state consolidate out/checkpoint-100 \\\n"
+                                "    --output model.safetensors"},
+                   .notes = "FOLDER is a checkpoint of hasten train, or what "
+                            "Accelerator::save_state wrote, under any strategy. consolidate "
+                            "writes the model whole, as one safetensors file."});
   flags.group("Output");
-  flags.value(
-      "--output", command.output, "FILE", "of consolidate: .safetensors");
-  flags.value(
-      "--model-index",
-      command.model,
-      "N",
-      "of consolidate: which of several models",
-      NumberRange{0, 1'000'000});
+  flags.value("--output", command.output, "FILE", "of consolidate: .safetensors");
+  flags.value("--model-index", command.model, "N", "of consolidate: which of several models",
+              NumberRange{0, 1'000'000});
   flags.flag("--json", command.json, "of inspect: print one JSON object");
   const auto words = flags.parse_words(std::move(arguments), false);
   if (!words) {
     return Answer{flags.help()};
   }
-  const bool known = words->size() == 2 &&
-                     ((*words)[0] == "inspect" || (*words)[0] == "consolidate");
+  const bool known =
+      words->size() == 2 && ((*words)[0] == "inspect" || (*words)[0] == "consolidate");
   if (!known) {
     std::string given;
     for (const std::string& word : *words) {
       given += (given.empty() ? "" : " ") + word;
     }
-    throw InputError(
-        flags.where(),
-        given.empty() ? "no action and no folder" : given,
-        "inspect FOLDER or consolidate FOLDER");
+    throw InputError(flags.where(), given.empty() ? "no action and no folder" : given,
+                     "inspect FOLDER or consolidate FOLDER");
   }
   command.action = (*words)[0];
   command.folder = (*words)[1];
-  require_flag(
-      flags,
-      (command.action == "consolidate") != command.output.empty(),
-      "--output=" + command.output + " with " + command.action,
-      "a file with consolidate, none with inspect");
+  require_flag(flags, (command.action == "consolidate") != command.output.empty(),
+               "--output=" + command.output + " with " + command.action,
+               "a file with consolidate, none with inspect");
   return command;
 }
 
@@ -321,75 +241,46 @@ Command parse_plan(std::vector<std::string> arguments) {
   PlanCommand command;
   std::string batch;
   std::string budget;
-  FlagTable flags(
-      {.name = "plan",
-       .summary = "what to recompute in backward under a budget of memory",
-       .usage = "--model MODEL --batch ROWSxTOKENS [flags]",
-       .examples = {"hasten plan --model bert-base --batch 8x128 --budget 50%"},
-       .notes =
-           "Measures the model's blocks, and prints the quickest plans "
-           "from the least memory to keeping everything. hasten train "
-           "--gradient-checkpointing budget:50% does the same by itself."});
+  FlagTable flags({.name = "plan",
+                   .summary = "what to recompute in backward under a budget of memory",
+                   .usage = "--model MODEL --batch ROWSxTOKENS [flags]",
+                   .examples = {"hasten plan --model bert-base --batch 8x128 --budget 50%"},
+                   .notes = "Measures the model's blocks, and prints the quickest plans "
+                            "from the least memory to keeping everything. hasten train "
+                            "--gradient-checkpointing budget:50% does the same by itself."});
   flags.group("Model and batch");
-  flags.value(
-      "--model",
-      command.model,
-      "FOLDER|SHAPE",
-      "Hugging Face folder, or a shape: " + model_shapes_text());
+  flags.value("--model", command.model, "FOLDER|SHAPE",
+              "Hugging Face folder, or a shape: " + model_shapes_text());
   flags.required();
-  flags.value(
-      "--batch", batch, "ROWSxTOKENS", "one batch of one process, 8x128");
+  flags.value("--batch", batch, "ROWSxTOKENS", "one batch of one process, 8x128");
   flags.required();
-  flags.value(
-      "--budget",
-      budget,
-      "BYTES|SHARE",
-      "for activations: 2GB, or 50% of what keeping everything takes");
+  flags.value("--budget", budget, "BYTES|SHARE",
+              "for activations: 2GB, or 50% of what keeping everything takes");
   flags.group("Output");
   flags.value("--json", command.json, "FILE", "receives the plan");
-  flags.value(
-      "--svg", command.svg, "FILE", "receives a picture of peak against time");
+  flags.value("--svg", command.svg, "FILE", "receives a picture of peak against time");
   if (!flags.parse(std::move(arguments))) {
     return Answer{flags.help()};
   }
-  require_flag(
-      flags,
-      read_batch(batch, command.rows, command.tokens),
-      "--batch=" + batch,
-      "rows and tokens, both above 0: 8x128");
+  require_flag(flags, read_batch(batch, command.rows, command.tokens), "--batch=" + batch,
+               "rows and tokens, both above 0: 8x128");
   if (!budget.empty()) {
-    require_flag(
-        flags,
-        read_flag("budget:" + budget, command.budget),
-        "--budget=" + budget,
-        "bytes above 0 (2GB) or a share up to 100%");
+    require_flag(flags, read_flag("budget:" + budget, command.budget), "--budget=" + budget,
+                 "bytes above 0 (2GB) or a share up to 100%");
   }
-  require_flag(
-      flags,
-      command.json.empty() || !budget.empty(),
-      "--json=" + command.json + " without a budget",
-      "--budget BYTES|SHARE");
+  require_flag(flags, command.json.empty() || !budget.empty(),
+               "--json=" + command.json + " without a budget", "--budget BYTES|SHARE");
   return command;
 }
 
 // Reads the batch, too.
-void require_estimate(
-    const FlagTable& flags,
-    const std::string& batch,
-    EstimateMemoryCommand& command) {
-  require_flag(
-      flags,
-      batch.empty() || read_batch(batch, command.rows, command.tokens),
-      "--batch=" + batch,
-      "rows and tokens, both above 0: 8x128");
-  require_flag(
-      flags,
-      command.strategy == "local_sgd" ||
-          strategies().count(command.strategy) > 0,
-      "--strategy=" + command.strategy,
-      "ddp, zero1, zero2, fsdp, hsdp or local_sgd");
-  require_shard_size(
-      flags, command.shard_size, command.strategy == "hsdp", command.nproc);
+void require_estimate(const FlagTable& flags, const std::string& batch,
+                      EstimateMemoryCommand& command) {
+  require_flag(flags, batch.empty() || read_batch(batch, command.rows, command.tokens),
+               "--batch=" + batch, "rows and tokens, both above 0: 8x128");
+  require_flag(flags, command.strategy == "local_sgd" || strategies().count(command.strategy) > 0,
+               "--strategy=" + command.strategy, "ddp, zero1, zero2, fsdp, hsdp or local_sgd");
+  require_shard_size(flags, command.shard_size, command.strategy == "hsdp", command.nproc);
 }
 
 Command parse_estimate_memory(std::vector<std::string> arguments) {
@@ -399,58 +290,29 @@ Command parse_estimate_memory(std::vector<std::string> arguments) {
       {.name = "estimate-memory",
        .summary = "what training a model takes, from formulas",
        .usage = "--model MODEL [flags]",
-       .examples =
-           {"hasten estimate-memory --model bert-base --batch 8x128 \\\n"
-            "    --optim adamw --bf16 --strategy fsdp --nproc 4"},
-       .notes =
-           "Bytes of tensors on the CPU: the most at once in an update. "
-           "Scratch memory of libraries and the program itself (about 200 MB) "
-           "come on top."});
+       .examples = {"hasten estimate-memory --model bert-base --batch 8x128 \\\n"
+                    "    --optim adamw --bf16 --strategy fsdp --nproc 4"},
+       .notes = "Bytes of tensors on the CPU: the most at once in an update. "
+                "Scratch memory of libraries and the program itself (about 200 MB) come on top."});
   flags.group("Model and batch");
-  flags.value(
-      "--model",
-      command.model,
-      "FOLDER|SHAPE",
-      "Hugging Face folder, or a shape: " + model_shapes_text());
+  flags.value("--model", command.model, "FOLDER|SHAPE",
+              "Hugging Face folder, or a shape: " + model_shapes_text());
   flags.required();
-  flags.value(
-      "--vocab-size",
-      command.vocab_size,
-      "PIECES",
-      "vocabulary of a shape",
-      NumberRange{1, kPieces.most});
-  flags.value(
-      "--num-labels",
-      command.num_labels,
-      "N",
-      "of a shape",
-      NumberRange{2, 1'048'576});
-  flags.value(
-      "--batch",
-      batch,
-      "ROWSxTOKENS",
-      "one micro-batch of one process, 8x128 (default: without activations)");
-  flags.value(
-      "--gradient-accumulation-steps",
-      command.gradient_accumulation_steps,
-      "N",
-      "micro-batches an update adds up",
-      NumberRange{1, 1'048'576});
+  flags.value("--vocab-size", command.vocab_size, "PIECES", "vocabulary of a shape",
+              NumberRange{1, kPieces.most});
+  flags.value("--num-labels", command.num_labels, "N", "of a shape", NumberRange{2, 1'048'576});
+  flags.value("--batch", batch, "ROWSxTOKENS",
+              "one micro-batch of one process, 8x128 (default: without activations)");
+  flags.value("--gradient-accumulation-steps", command.gradient_accumulation_steps, "N",
+              "micro-batches an update adds up", NumberRange{1, 1'048'576});
   flags.group("Training");
-  flags.value(
-      "--optim", command.optim, "NAME", "as in hasten train: adamw, sgd, lion");
-  flags.value(
-      "--optim-args", command.optim_args, "ARGS", "name=value,name=value");
+  flags.value("--optim", command.optim, "NAME", "as in hasten train: adamw, sgd, lion");
+  flags.value("--optim-args", command.optim_args, "ARGS", "name=value,name=value");
   flags.flag("--bf16", command.bf16, "matrix products in 16 bits");
-  flags.value(
-      "--strategy",
-      command.strategy,
-      "NAME",
-      "how processes work together: ddp, zero1, zero2, fsdp, hsdp or "
-      "local_sgd");
+  flags.value("--strategy", command.strategy, "NAME",
+              "how processes work together: ddp, zero1, zero2, fsdp, hsdp or local_sgd");
   declare_shard_size(flags, command.shard_size);
-  flags.value(
-      "--nproc", command.nproc, "N", "processes on this machine", kProcesses);
+  flags.value("--nproc", command.nproc, "N", "processes on this machine", kProcesses);
   flags.group("Output");
   flags.flag("--json", command.json, "print one JSON object");
   if (!flags.parse(std::move(arguments))) {
@@ -462,12 +324,11 @@ Command parse_estimate_memory(std::vector<std::string> arguments) {
 
 Command parse_env(std::vector<std::string> arguments) {
   EnvCommand command;
-  FlagTable flags(
-      {.name = "env",
-       .summary = "versions, cores, threads and back ends of this machine",
-       .usage = "[--json]",
-       .examples = {"hasten env --json"},
-       .notes = {}});
+  FlagTable flags({.name = "env",
+                   .summary = "versions, cores, threads and back ends of this machine",
+                   .usage = "[--json]",
+                   .examples = {"hasten env --json"},
+                   .notes = {}});
   flags.group("Output");
   flags.flag("--json", command.json, "print one JSON object");
   if (!flags.parse(std::move(arguments))) {
@@ -478,8 +339,8 @@ Command parse_env(std::vector<std::string> arguments) {
 
 /// Flags of launch whose value is the next word.
 bool takes_value(const std::string& flag) {
-  return flag == "--nproc" || flag == "--nproc-per-node" ||
-         flag == "--log-dir" || flag == "--redirects" || flag == "--tee";
+  return flag == "--nproc" || flag == "--nproc-per-node" || flag == "--log-dir" ||
+         flag == "--redirects" || flag == "--tee";
 }
 
 /// "--learning_rate=1e-4" as "--learning-rate=1e-4".
@@ -494,8 +355,7 @@ std::string with_dashes(std::string argument) {
 } // namespace detail
 
 const std::vector<std::string>& model_shapes() {
-  static const std::vector<std::string> shapes{
-      "bert-tiny", "bert-mini", "bert-small", "bert-base"};
+  static const std::vector<std::string> shapes{"bert-tiny", "bert-mini", "bert-small", "bert-base"};
   return shapes;
 }
 
@@ -532,17 +392,14 @@ Command parse_command_line(const std::vector<std::string>& arguments) {
     const bool program_before =
         std::any_of(flags.begin(), flags.end(), [&](const std::string& flag) {
           const auto at = &flag - flags.data();
-          return flag[0] != '-' &&
-                 (at == 0 || !detail::takes_value(flags[at - 1]));
+          return flag[0] != '-' && (at == 0 || !detail::takes_value(flags[at - 1]));
         });
     if (program_before) {
-      rest.insert(
-          rest.begin(), mark, mark == arguments.end() ? mark : mark + 1);
+      rest.insert(rest.begin(), mark, mark == arguments.end() ? mark : mark + 1);
     }
     return detail::parse_launch(std::move(flags), rest);
   }
-  std::transform(
-      flags.begin(), flags.end(), flags.begin(), detail::with_dashes);
+  std::transform(flags.begin(), flags.end(), flags.begin(), detail::with_dashes);
   if (name == "predict") {
     return detail::parse_predict(std::move(flags), rest);
   }
@@ -575,14 +432,11 @@ Command parse_command_line(const std::vector<std::string>& arguments) {
     return detail::parse_env(std::move(flags));
   }
   const auto& names = detail::command_names();
-  const std::string near =
-      nearest_name(name, names.data(), names.data() + names.size());
-  throw InputError(
-      "cli::hasten",
-      "unknown command: " + name,
-      "train, predict, eval, plan, estimate-memory, compare, state, tokenizer, "
-      "synth, launch or env",
-      near.empty() ? "see hasten --help" : "write hasten " + near);
+  const std::string near = nearest_name(name, names.data(), names.data() + names.size());
+  throw InputError("cli::hasten", "unknown command: " + name,
+                   "train, predict, eval, plan, estimate-memory, compare, state, tokenizer, "
+                   "synth, launch or env",
+                   near.empty() ? "see hasten --help" : "write hasten " + near);
 }
 
 } // namespace hasten

@@ -32,14 +32,11 @@ namespace detail {
 CompareTask compare_task() {
   const char* text = std::getenv(CompareTask::kVariable);
   if (text == nullptr) {
-    throw InputError(
-        "cli::compare",
-        std::string(CompareTask::kVariable) + " is not set",
-        "hasten compare, which starts a world for each strategy",
-        "start hasten compare alone, without another launcher");
+    throw InputError("cli::compare", std::string(CompareTask::kVariable) + " is not set",
+                     "hasten compare, which starts a world for each strategy",
+                     "start hasten compare alone, without another launcher");
   }
-  return parse_json("cli::compare", CompareTask::kVariable, text)
-      .get<CompareTask>();
+  return parse_json("cli::compare", CompareTask::kVariable, text).get<CompareTask>();
 }
 
 /// Rows as long as they may be, the last with some padding, so that blocks get a mask
@@ -48,27 +45,22 @@ Batch made_up_batch(const BertConfig& config, int64_t rows, int64_t tokens) {
   Batch batch;
   batch.indices.resize(static_cast<size_t>(rows));
   std::iota(batch.indices.begin(), batch.indices.end(), 0);
-  batch.tensors["input_ids"] =
-      at::randint(1, config.vocab_size, {rows, tokens}, at::kLong);
+  batch.tensors["input_ids"] = at::randint(1, config.vocab_size, {rows, tokens}, at::kLong);
   batch.tensors["attention_mask"] = at::ones({rows, tokens}, at::kLong);
   batch.tensors["attention_mask"][rows - 1][tokens - 1].zero_();
   batch.tensors["labels"] = at::randint(config.num_labels(), {rows}, at::kLong);
   return batch;
 }
 
-std::unique_ptr<torch::optim::Optimizer> compared_optimizer(
-    const TrainingArguments& arguments, const torch::nn::Module& model) {
+std::unique_ptr<torch::optim::Optimizer> compared_optimizer(const TrainingArguments& arguments,
+                                                            const torch::nn::Module& model) {
   const auto& types = optimizer_types();
-  const auto name =
-      std::find_if(types.begin(), types.end(), [&](const auto& type) {
-        return type.second == arguments.optim;
-      });
-  return make_optimizer(
-      name->first,
-      decay_groups(model, arguments.weight_decay),
-      {.learning_rate = arguments.learning_rate,
-       .weight_decay = arguments.weight_decay,
-       .args = arguments.optim_args});
+  const auto name = std::find_if(types.begin(), types.end(),
+                                 [&](const auto& type) { return type.second == arguments.optim; });
+  return make_optimizer(name->first, decay_groups(model, arguments.weight_decay),
+                        {.learning_rate = arguments.learning_rate,
+                         .weight_decay = arguments.weight_decay,
+                         .args = arguments.optim_args});
 }
 
 double median_of(std::vector<double> values) {
@@ -76,18 +68,14 @@ double median_of(std::vector<double> values) {
   return values[values.size() / 2];
 }
 
-AcceleratorOptions compared_options(
-    const CompareCommand& command, Strategy strategy) {
-  return {
-      .gradient_accumulation_steps =
-          command.arguments.gradient_accumulation_steps,
-      .mixed_precision = command.arguments.effective_precision(),
-      .seed = command.arguments.seed,
-      .cpu = true, // where the meter counts
-      .strategy = strategy,
-      .shard_size = strategy == Strategy::hsdp
-                        ? static_cast<int>(command.arguments.shard_size)
-                        : 0};
+AcceleratorOptions compared_options(const CompareCommand& command, Strategy strategy) {
+  return {.gradient_accumulation_steps = command.arguments.gradient_accumulation_steps,
+          .mixed_precision = command.arguments.effective_precision(),
+          .seed = command.arguments.seed,
+          .cpu = true, // where the meter counts
+          .strategy = strategy,
+          .shard_size =
+              strategy == Strategy::hsdp ? static_cast<int>(command.arguments.shard_size) : 0};
 }
 
 LoadedBert compared_model(const CompareCommand& command) {
@@ -98,10 +86,8 @@ LoadedBert compared_model(const CompareCommand& command) {
   const int64_t tokens = command.arguments.max_length;
   if (tokens < 2 || tokens > bert.config.max_position_embeddings) {
     throw InputError(
-        "cli::compare",
-        "--max-length=" + std::to_string(tokens),
-        "2 to the model's " +
-            std::to_string(bert.config.max_position_embeddings) + " tokens");
+        "cli::compare", "--max-length=" + std::to_string(tokens),
+        "2 to the model's " + std::to_string(bert.config.max_position_embeddings) + " tokens");
   }
   compared_optimizer(command.arguments, *bert.model); // its arguments
   return bert;
@@ -109,11 +95,8 @@ LoadedBert compared_model(const CompareCommand& command) {
 
 class CompareRun {
  public:
-  CompareRun(
-      const CompareCommand& command,
-      Accelerator& accelerator,
-      LoadedBert bert,
-      CompareOutcome& outcome)
+  CompareRun(const CompareCommand& command, Accelerator& accelerator, LoadedBert bert,
+             CompareOutcome& outcome)
       : command_(command),
         accelerator_(accelerator),
         config_(bert.config),
@@ -123,11 +106,9 @@ class CompareRun {
         outcome_(outcome) {
     model_->train();
     if (command.arguments.gradient_checkpointing) {
-      gradient_checkpointing_enable(
-          model_, {.mode = command.arguments.gradient_checkpointing});
+      gradient_checkpointing_enable(model_, {.mode = command.arguments.gradient_checkpointing});
     }
-    optimizer_.emplace(
-        std::get<1>(accelerator_.prepare(model_, torch_optimizer_)));
+    optimizer_.emplace(std::get<1>(accelerator_.prepare(model_, torch_optimizer_)));
   }
 
   void run() {
@@ -150,8 +131,7 @@ class CompareRun {
     accelerator_.set_gradient_accumulation_steps(
         std::min<int64_t>(2, command_.arguments.gradient_accumulation_steps));
     reset_peak_memory();
-    const Batch batch =
-        made_up_batch(config_, rows, command_.arguments.max_length);
+    const Batch batch = made_up_batch(config_, rows, command_.arguments.max_length);
     update(batch);
     update(batch);
     const int64_t peak = meet().at("peak").get<int64_t>();
@@ -166,19 +146,16 @@ class CompareRun {
     outcome_.ran_out_rows = rows;
     const int64_t accumulation = command_.arguments.gradient_accumulation_steps;
     accelerator_.set_gradient_accumulation_steps(accumulation);
-    const Batch batch =
-        made_up_batch(config_, rows, command_.arguments.max_length);
+    const Batch batch = made_up_batch(config_, rows, command_.arguments.max_length);
     update(batch);
     std::vector<double> seconds, shares;
     for (int64_t step = 0; step < command_.steps; ++step) {
       accelerator_.wait_for_everyone();
       const auto start = std::chrono::steady_clock::now();
       update(batch);
-      const std::chrono::duration<double> time =
-          std::chrono::steady_clock::now() - start;
+      const std::chrono::duration<double> time = std::chrono::steady_clock::now() - start;
       seconds.push_back(time.count());
-      shares.push_back(
-          accelerator_.last_window().exposed_seconds / time.count());
+      shares.push_back(accelerator_.last_window().exposed_seconds / time.count());
     }
     const nlohmann::json slowest =
         meet({{"seconds", median_of(seconds)}, {"share", median_of(shares)}});
@@ -187,8 +164,7 @@ class CompareRun {
     timing.step_seconds = slowest.at("seconds").get<double>();
     timing.exposed_share = slowest.at("share").get<double>();
     timing.samples_per_second =
-        static_cast<double>(rows * accumulation * command_.nproc) /
-        timing.step_seconds;
+        static_cast<double>(rows * accumulation * command_.nproc) / timing.step_seconds;
     timing.peak_bytes = outcome_.peak_bytes;
     outcome_.timing = timing;
     outcome_.ran_out_rows = 0;
@@ -197,16 +173,15 @@ class CompareRun {
   /// The largest of each number over ranks, of the peak since its reset too.
   nlohmann::json meet(nlohmann::json numbers = nlohmann::json::object()) {
     numbers["peak"] = memory_stats().peak_bytes;
-    for (const auto& theirs : accelerator_.communicator()->gather_json(
-             numbers, "compare: a batch that fits")) {
+    for (const auto& theirs :
+         accelerator_.communicator()->gather_json(numbers, "compare: a batch that fits")) {
       for (const auto& [name, number] : theirs.items()) {
         if (number > numbers.at(name)) {
           numbers[name] = number;
         }
       }
     }
-    outcome_.peak_bytes =
-        std::max(outcome_.peak_bytes, numbers.at("peak").get<int64_t>());
+    outcome_.peak_bytes = std::max(outcome_.peak_bytes, numbers.at("peak").get<int64_t>());
     return numbers;
   }
 
@@ -219,8 +194,7 @@ class CompareRun {
       accelerator_.backward(loss.loss_sum, loss.weight);
       if (accelerator_.sync_gradients()) {
         if (command_.arguments.max_grad_norm > 0) {
-          accelerator_.clip_grad_norm_(
-              model_, command_.arguments.max_grad_norm);
+          accelerator_.clip_grad_norm_(model_, command_.arguments.max_grad_norm);
         }
         optimizer_->step();
         optimizer_->zero_grad();
@@ -242,23 +216,15 @@ class CompareRun {
 bool ran_out(const std::exception& error) {
   return is_out_of_memory(error) ||
          (dynamic_cast<const CommunicationError*>(&error) != nullptr &&
-          std::string_view(error.what()).find("out of memory: ") !=
-              std::string_view::npos);
+          std::string_view(error.what()).find("out of memory: ") != std::string_view::npos);
 }
 
-void train_compared(
-    const CompareCommand& command,
-    const CompareTask& task,
-    Communicator& communicator,
-    Accelerator& accelerator,
-    CompareOutcome& outcome) {
+void train_compared(const CompareCommand& command, const CompareTask& task,
+                    Communicator& communicator, Accelerator& accelerator, CompareOutcome& outcome) {
   const BatchSearch& search = task.search;
-  outcome.ran_out_rows =
-      search.next_rows() > 0 ? search.next_rows() : search.largest_rows();
+  outcome.ran_out_rows = search.next_rows() > 0 ? search.next_rows() : search.largest_rows();
   LoadedBert bert;
-  agree_on(communicator, "compare: make the model", [&] {
-    bert = compared_model(command);
-  });
+  agree_on(communicator, "compare: make the model", [&] { bert = compared_model(command); });
   CompareRun run(command, accelerator, std::move(bert), outcome);
   run.run();
 }
@@ -272,13 +238,11 @@ int run_compare(const CompareCommand& command) {
   CompareOutcome outcome{.search = task.search};
   const World world = world_from_environment();
   const auto write = [&] {
-    write_file_atomically(
-        task.file_of(world.rank), nlohmann::json(outcome).dump());
+    write_file_atomically(task.file_of(world.rank), nlohmann::json(outcome).dump());
   };
   const auto communicator = Communicator::create(world);
   try {
-    Accelerator accelerator(
-        detail::compared_options(command, task.strategy), communicator);
+    Accelerator accelerator(detail::compared_options(command, task.strategy), communicator);
     detail::train_compared(command, task, *communicator, accelerator, outcome);
     write();
     accelerator.finish();

@@ -5,25 +5,18 @@
 namespace hasten::detail {
 
 /// Any spelling of --strategy, several with commas between.
-std::vector<Strategy> read_strategies(
-    const FlagTable& flags, const std::string& text) {
+std::vector<Strategy> read_strategies(const FlagTable& flags, const std::string& text) {
   std::vector<Strategy> found;
   for (size_t at = 0; at <= text.size();) {
     const size_t comma = std::min(text.find(',', at), text.size());
     const std::string name = text.substr(at, comma - at);
     Strategy strategy{};
     if (!read_flag(name, strategy)) {
-      throw InputError(
-          flags.where(),
-          "--strategies=" + text + ": \"" + name + "\" is no strategy",
-          flag_expectation(strategy),
-          flag_fix(name, strategy));
+      throw InputError(flags.where(), "--strategies=" + text + ": \"" + name + "\" is no strategy",
+                       flag_expectation(strategy), flag_fix(name, strategy));
     }
-    require_flag(
-        flags,
-        std::find(found.begin(), found.end(), strategy) == found.end(),
-        "--strategies=" + text + ": " + name + " twice",
-        "each strategy once");
+    require_flag(flags, std::find(found.begin(), found.end(), strategy) == found.end(),
+                 "--strategies=" + text + ": " + name + " twice", "each strategy once");
     found.push_back(strategy);
     at = comma + 1;
   }
@@ -32,90 +25,52 @@ std::vector<Strategy> read_strategies(
 
 void declare_compared_model(FlagTable& flags, CompareCommand& command) {
   flags.group("Model and batches");
-  flags.value(
-      "--model",
-      command.model,
-      "FOLDER|SHAPE",
-      "Hugging Face folder, or a shape: " + model_shapes_text());
+  flags.value("--model", command.model, "FOLDER|SHAPE",
+              "Hugging Face folder, or a shape: " + model_shapes_text());
   flags.required();
-  flags.value(
-      "--vocab-size",
-      command.vocab_size,
-      "PIECES",
-      "vocabulary of a shape",
-      NumberRange{2, kPieces.most});
-  flags.value(
-      "--max-length",
-      command.arguments.max_length,
-      "TOKENS",
-      "of every row; at most what the model takes");
-  flags.value(
-      "--gradient-accumulation-steps",
-      command.arguments.gradient_accumulation_steps,
-      "N",
-      "micro-batches an update adds up");
-  flags.value(
-      "--max-batch-size",
-      command.max_batch_size,
-      "ROWS",
-      "most rows of a micro-batch that are tried on a process",
-      kBatchRows);
+  flags.value("--vocab-size", command.vocab_size, "PIECES", "vocabulary of a shape",
+              NumberRange{2, kPieces.most});
+  flags.value("--max-length", command.arguments.max_length, "TOKENS",
+              "of every row; at most what the model takes");
+  flags.value("--gradient-accumulation-steps", command.arguments.gradient_accumulation_steps, "N",
+              "micro-batches an update adds up");
+  flags.value("--max-batch-size", command.max_batch_size, "ROWS",
+              "most rows of a micro-batch that are tried on a process", kBatchRows);
 }
 
-void declare_compared_training(
-    FlagTable& flags, CompareCommand& command, std::string& memory_limit) {
+void declare_compared_training(FlagTable& flags, CompareCommand& command,
+                               std::string& memory_limit) {
   flags.group("Training");
-  flags.value(
-      "--memory-limit",
-      memory_limit,
-      "BYTES",
-      "most memory of tensors in a process, like 2G (default: 9 tenths of what "
-      "is free, shared by the processes)");
+  flags.value("--memory-limit", memory_limit, "BYTES",
+              "most memory of tensors in a process, like 2G (default: 9 tenths of what "
+              "is free, shared by the processes)");
   declare_precision(flags, command.arguments);
   declare_checkpointing(flags, command.arguments);
-  flags.value(
-      "--optim",
-      command.arguments.optim,
-      "NAME",
-      "as in hasten train: adamw, sgd, lion");
-  flags.value(
-      "--optim-args",
-      command.arguments.optim_args,
-      "ARGS",
-      "name=value,name=value");
-  flags.value(
-      "--steps",
-      command.steps,
-      "UPDATES",
-      "timed of each strategy",
-      NumberRange{1, 1'000'000});
+  flags.value("--optim", command.arguments.optim, "NAME", "as in hasten train: adamw, sgd, lion");
+  flags.value("--optim-args", command.arguments.optim_args, "ARGS", "name=value,name=value");
+  flags.value("--steps", command.steps, "UPDATES", "timed of each strategy",
+              NumberRange{1, 1'000'000});
   flags.group("Output");
   flags.value("--json", command.json, "FILE", "receives the results");
 }
 
 void check_compared(const FlagTable& flags, const CompareCommand& command) {
   if (command.nproc < 2) {
-    throw InputError(
-        flags.where(),
-        "--nproc=" + std::to_string(command.nproc) +
-            ": strategies differ only on several processes",
-        "2 or more");
+    throw InputError(flags.where(),
+                     "--nproc=" + std::to_string(command.nproc) +
+                         ": strategies differ only on several processes",
+                     "2 or more");
   }
   const auto& strategies = command.strategies;
   require_shard_size(
-      flags,
-      command.arguments.shard_size,
-      std::find(strategies.begin(), strategies.end(), Strategy::hsdp) !=
-          strategies.end(),
+      flags, command.arguments.shard_size,
+      std::find(strategies.begin(), strategies.end(), Strategy::hsdp) != strategies.end(),
       command.nproc);
-  if (command.arguments.gradient_checkpointing.mode() ==
-      GradientCheckpointing::Mode::budget) {
-    throw InputError(
-        flags.where(),
-        "--gradient-checkpointing=" +
-            command.arguments.gradient_checkpointing.text() +
-            ": a budget is planned for a batch size that is known",
-        "none, full, every:K or ops");
+  if (command.arguments.gradient_checkpointing.mode() == GradientCheckpointing::Mode::budget) {
+    throw InputError(flags.where(),
+                     "--gradient-checkpointing=" + command.arguments.gradient_checkpointing.text() +
+                         ": a budget is planned for a batch size that is known",
+                     "none, full, every:K or ops");
   }
 }
 
@@ -125,27 +80,19 @@ Command parse_compare(std::vector<std::string> arguments) {
   command.arguments.save_strategy = IntervalStrategy::no;
   std::string strategies = "ddp,zero2,fsdp";
   std::string memory_limit;
-  FlagTable flags(
-      {.name = "compare",
-       .summary =
-           "largest batch and samples/s of strategies under a limit of memory",
-       .usage = "--model MODEL [flags]",
-       .examples = {"hasten compare --model bert-mini --nproc 2 \\\n"
-                    "    --strategies ddp,zero2,fsdp --memory-limit 2G"},
-       .notes = "Trains a classifier on made-up rows on the CPU, under each "
-                "strategy "
-                "in a world of its own, whose processes are held to the limit; "
-                "finds "
-                "the largest batch that fits, times it, and recommends a "
-                "strategy."});
+  FlagTable flags({.name = "compare",
+                   .summary = "largest batch and samples/s of strategies under a limit of memory",
+                   .usage = "--model MODEL [flags]",
+                   .examples = {"hasten compare --model bert-mini --nproc 2 \\\n"
+                                "    --strategies ddp,zero2,fsdp --memory-limit 2G"},
+                   .notes = "Trains a classifier on made-up rows on the CPU, under each strategy "
+                            "in a world of its own, whose processes are held to the limit; finds "
+                            "the largest batch that fits, times it, and recommends a strategy."});
   declare_compared_model(flags, command);
   flags.group("Processes");
   declare_processes(flags, command.nproc, command.oversubscribe);
-  flags.value(
-      "--strategies",
-      strategies,
-      "NAME,...",
-      "what each process holds of the model, as in hasten train --strategy");
+  flags.value("--strategies", strategies, "NAME,...",
+              "what each process holds of the model, as in hasten train --strategy");
   declare_shard_size(flags, command.arguments.shard_size);
   declare_compared_training(flags, command, memory_limit);
   if (!flags.parse(std::move(arguments))) {
@@ -156,10 +103,8 @@ Command parse_compare(std::vector<std::string> arguments) {
     try {
       command.memory_limit_bytes = parse_bytes(memory_limit);
     } catch (const InputError&) {
-      throw InputError(
-          flags.where(),
-          "--memory-limit=" + memory_limit,
-          "bytes above 0, like 2G, 2GB or 512MiB");
+      throw InputError(flags.where(), "--memory-limit=" + memory_limit,
+                       "bytes above 0, like 2G, 2GB or 512MiB");
     }
   }
   check_compared(flags, command);

@@ -23,14 +23,10 @@ class OutcomeFolder {
  public:
   OutcomeFolder() {
     std::string pattern =
-        (std::filesystem::temp_directory_path() / "hasten-compare-XXXXXX")
-            .string();
+        (std::filesystem::temp_directory_path() / "hasten-compare-XXXXXX").string();
     if (::mkdtemp(pattern.data()) == nullptr) {
-      throw Error(
-          "cli::compare",
-          "cannot make a folder: " + pattern,
-          {},
-          "let TMPDIR name a folder you may write to");
+      throw Error("cli::compare", "cannot make a folder: " + pattern, {},
+                  "let TMPDIR name a folder you may write to");
     }
     path_ = pattern;
   }
@@ -76,15 +72,11 @@ CompareOutcome outcome_of_world(CompareTask task, const StartWorld& start) {
   throw WorldFailed{result};
 }
 
-int64_t host_share_bytes(int nproc) {
-  return available_memory_bytes() / 10 * 9 / nproc;
-}
+int64_t host_share_bytes(int nproc) { return available_memory_bytes() / 10 * 9 / nproc; }
 
 /// What one row takes, with as much memory as there is; 0: more.
-int64_t measure_least(
-    const CompareCommand& command,
-    Strategy strategy,
-    const StartWorld& start_world) {
+int64_t measure_least(const CompareCommand& command, Strategy strategy,
+                      const StartWorld& start_world) {
   const int64_t bytes = host_share_bytes(command.nproc);
   if (bytes <= 0) {
     return 0;
@@ -97,11 +89,8 @@ int64_t measure_least(
   return outcome.ran_out_rows > 0 ? 0 : outcome.peak_bytes;
 }
 
-StrategyReport measure_strategy(
-    const CompareCommand& command,
-    int64_t limit_bytes,
-    Strategy strategy,
-    const StartWorld& start_world) {
+StrategyReport measure_strategy(const CompareCommand& command, int64_t limit_bytes,
+                                Strategy strategy, const StartWorld& start_world) {
   StrategyReport report;
   report.strategy = strategy;
   CompareTask task;
@@ -134,60 +123,47 @@ StrategyReport measure_strategy(
 /// One line for the log.
 std::string found_line(const StrategyReport& report) {
   const std::string name = strategy_name(report.strategy);
-  return report.timing
-             ? name + ": " + format_count(report.timing->rows) +
-                   (report.timing->rows == 1 ? " row fits" : " rows fit") +
-                   ", " + format_bytes(report.timing->peak_bytes) + " a process"
-             : name + ": not one row fits";
+  return report.timing ? name + ": " + format_count(report.timing->rows) +
+                             (report.timing->rows == 1 ? " row fits" : " rows fit") + ", " +
+                             format_bytes(report.timing->peak_bytes) + " a process"
+                       : name + ": not one row fits";
 }
 
-[[noreturn]] void refuse_limit(
-    const std::vector<StrategyReport>& reports,
-    int64_t limit_bytes,
-    const Recommendation& recommendation) {
+[[noreturn]] void refuse_limit(const std::vector<StrategyReport>& reports, int64_t limit_bytes,
+                               const Recommendation& recommendation) {
   int64_t least = 0;
   for (const StrategyReport& report : reports) {
     if (report.least_bytes > 0) {
-      least =
-          least == 0 ? report.least_bytes : std::min(least, report.least_bytes);
+      least = least == 0 ? report.least_bytes : std::min(least, report.least_bytes);
     }
   }
   throw InputError(
       "cli::compare",
-      "memory limit of " + format_bytes(limit_bytes) +
-          " a process: " + recommendation.text,
+      "memory limit of " + format_bytes(limit_bytes) + " a process: " + recommendation.text,
       "room for one row",
-      (least > 0 ? "give --memory-limit " + std::to_string(least) +
-                       " or more, or train "
+      (least > 0 ? "give --memory-limit " + std::to_string(least) + " or more, or train "
                  : "train ") +
           "a smaller model, shorter rows or on more processes");
 }
 
-int compare_strategies(
-    const CompareCommand& command, const StartWorld& start_world) {
-  const int64_t limit_bytes = command.memory_limit_bytes > 0
-                                  ? command.memory_limit_bytes
-                                  : host_share_bytes(command.nproc);
+int compare_strategies(const CompareCommand& command, const StartWorld& start_world) {
+  const int64_t limit_bytes =
+      command.memory_limit_bytes > 0 ? command.memory_limit_bytes : host_share_bytes(command.nproc);
   if (limit_bytes <= 0) {
-    throw InputError(
-        "cli::compare",
-        "this system does not say how much memory is free",
-        "--memory-limit BYTES");
+    throw InputError("cli::compare", "this system does not say how much memory is free",
+                     "--memory-limit BYTES");
   }
   std::vector<StrategyReport> reports;
   for (const Strategy strategy : command.strategies) {
-    reports.push_back(
-        measure_strategy(command, limit_bytes, strategy, start_world));
+    reports.push_back(measure_strategy(command, limit_bytes, strategy, start_world));
     log_info(found_line(reports.back()));
   }
   const Recommendation recommendation = recommend(reports);
-  std::cout << comparison_table(command, limit_bytes, reports, recommendation)
-            << std::flush;
+  std::cout << comparison_table(command, limit_bytes, reports, recommendation) << std::flush;
   if (!command.json.empty()) {
     write_file_atomically(
         command.json,
-        comparison_json(command, limit_bytes, reports, recommendation).dump(2) +
-            "\n");
+        comparison_json(command, limit_bytes, reports, recommendation).dump(2) + "\n");
   }
   if (!recommendation.index) {
     refuse_limit(reports, limit_bytes, recommendation);

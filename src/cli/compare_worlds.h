@@ -21,7 +21,6 @@ struct WorldFailed {
 
 /// Measures, prints the table and writes the JSON. Returns an exit code.
 /// Throws InputError where no strategy fits, behind the table; WorldFailed.
-int compare_strategies(
-    const CompareCommand& command, const StartWorld& start_world);
+int compare_strategies(const CompareCommand& command, const StartWorld& start_world);
 
 } // namespace hasten::detail

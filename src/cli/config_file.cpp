@@ -37,20 +37,16 @@ std::string config_expectation(const ConfigEntry& entry) {
 }
 
 /// The value as the command line would say it; nothing where it is of another type.
-std::optional<std::vector<std::string>> config_texts(
-    const ConfigEntry& entry,
-    const std::string& key,
-    const nlohmann::json& value) {
-  const auto one = [](std::string text) {
-    return std::vector<std::string>{std::move(text)};
-  };
+std::optional<std::vector<std::string>> config_texts(const ConfigEntry& entry,
+                                                     const std::string& key,
+                                                     const nlohmann::json& value) {
+  const auto one = [](std::string text) { return std::vector<std::string>{std::move(text)}; };
   const bool boolean = value.is_boolean();
   switch (entry.kind) {
     case ConfigKind::boolean:
       return boolean ? std::optional(one(value.dump())) : std::nullopt;
     case ConfigKind::number:
-      return value.is_number() ? std::optional(one(value.dump()))
-                               : std::nullopt;
+      return value.is_number() ? std::optional(one(value.dump())) : std::nullopt;
     case ConfigKind::boolean_or_text:
       if (boolean) {
         return one(value.get<bool>() ? "full" : "none");
@@ -60,8 +56,7 @@ std::optional<std::vector<std::string>> config_texts(
       if (value.is_object() && key == "lr_scheduler_kwargs") {
         return one(value.dump());
       }
-      return value.is_string() ? std::optional(one(value.get<std::string>()))
-                               : std::nullopt;
+      return value.is_string() ? std::optional(one(value.get<std::string>())) : std::nullopt;
     case ConfigKind::texts:
       break;
   }
@@ -78,22 +73,17 @@ std::optional<std::vector<std::string>> config_texts(
   return texts;
 }
 
-nlohmann::json read_config_json(
-    const std::string& where, const std::string& path) {
+nlohmann::json read_config_json(const std::string& where, const std::string& path) {
   std::string text;
   try {
     text = read_file(path);
   } catch (const Error& error) {
-    throw InputError(
-        where, "--config=" + path + " cannot be read", "a JSON file");
+    throw InputError(where, "--config=" + path + " cannot be read", "a JSON file");
   }
-  const nlohmann::json json =
-      parse_json(where, "--config=" + path, text, {.comments = true});
+  const nlohmann::json json = parse_json(where, "--config=" + path, text, {.comments = true});
   if (!json.is_object()) {
-    throw InputError(
-        where,
-        "--config=" + path + " holds a JSON " + json.type_name(),
-        "an object of names and values");
+    throw InputError(where, "--config=" + path + " holds a JSON " + json.type_name(),
+                     "an object of names and values");
   }
   return json;
 }
@@ -116,10 +106,8 @@ void FlagTable::read_config(const std::vector<std::string>& arguments) {
     return;
   }
   const nlohmann::json json = read_config_json(where(), path);
-  const auto refuse = [&](const std::string& key,
-                          const std::string& what,
-                          const std::string& expected,
-                          const std::string& fix = {}) {
+  const auto refuse = [&](const std::string& key, const std::string& what,
+                          const std::string& expected, const std::string& fix = {}) {
     throw InputError(where(), path + ": /" + key + what, expected, fix);
   };
   std::vector<std::string> keys;
@@ -130,34 +118,24 @@ void FlagTable::read_config(const std::vector<std::string>& arguments) {
   }
   std::set<std::string> seen;
   for (const auto& [key, value] : json.items()) {
-    const auto entry = std::find_if(
-        config_entries_.begin(),
-        config_entries_.end(),
-        [&, &k = key](const auto& e) {
-          return std::any_of(
-              e.names.begin(), e.names.end(), [&](const std::string& name) {
-                return config_key(name) == k;
-              });
+    const auto entry =
+        std::find_if(config_entries_.begin(), config_entries_.end(), [&, &k = key](const auto& e) {
+          return std::any_of(e.names.begin(), e.names.end(),
+                             [&](const std::string& name) { return config_key(name) == k; });
         });
     if (entry == config_entries_.end() || key == "config") {
-      const std::string near =
-          nearest_name(key, keys.data(), keys.data() + keys.size());
-      refuse(
-          key,
-          ": unknown name",
-          {},
-          near.empty() || near == "config" ? "leave it out" : "write " + near);
+      const std::string near = nearest_name(key, keys.data(), keys.data() + keys.size());
+      refuse(key, ": unknown name", {},
+             near.empty() || near == "config" ? "leave it out" : "write " + near);
     }
     if (!seen.insert(entry->names.front()).second) {
-      refuse(
-          key, ": " + entry->names.front() + " is given twice", "one of them");
+      refuse(key, ": " + entry->names.front() + " is given twice", "one of them");
     }
     if (value.is_null() && entry->nullable) {
       continue;
     }
     const auto texts = config_texts(*entry, key, value);
-    const bool good =
-        texts && std::all_of(texts->begin(), texts->end(), entry->read);
+    const bool good = texts && std::all_of(texts->begin(), texts->end(), entry->read);
     if (!good) {
       refuse(key, "=" + value.dump(), config_expectation(*entry));
     }
@@ -166,8 +144,7 @@ void FlagTable::read_config(const std::vector<std::string>& arguments) {
 }
 
 bool FlagTable::configured(const std::string& name) const {
-  return std::find(configured_.begin(), configured_.end(), name) !=
-         configured_.end();
+  return std::find(configured_.begin(), configured_.end(), name) != configured_.end();
 }
 
 } // namespace hasten::detail

@@ -17,10 +17,10 @@ enum class ConfigKind { boolean, number, text, boolean_or_text, texts };
 
 template <typename T>
 struct ConfigType {
-  static constexpr ConfigKind kind =
-      std::is_same_v<T, bool> ? ConfigKind::boolean
-      : std::is_arithmetic_v<T> && !std::is_same_v<T, char> ? ConfigKind::number
-                                                            : ConfigKind::text;
+  static constexpr ConfigKind kind = std::is_same_v<T, bool> ? ConfigKind::boolean
+                                     : std::is_arithmetic_v<T> && !std::is_same_v<T, char>
+                                         ? ConfigKind::number
+                                         : ConfigKind::text;
   static constexpr bool nullable = false;
 };
 template <>

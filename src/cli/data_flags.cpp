@@ -7,72 +7,45 @@ namespace hasten::detail {
 
 void declare_tokenizer(FlagTable& flags, TokenizerCommand& command) {
   flags.group("Texts");
-  flags.value(
-      "--text-column", command.text_column, "NAME", "column with the text");
+  flags.value("--text-column", command.text_column, "NAME", "column with the text");
   flags.group("Of train");
-  flags.value(
-      "--output",
-      command.output,
-      "FOLDER",
-      "receives the tokenizer (required)");
-  flags.value(
-      "--vocab-size", command.vocab_size, "PIECES", "pieces at most", kPieces);
-  flags.value(
-      "--min-frequency",
-      command.min_frequency,
-      "N",
-      "a pair of pieces that occurs less often is not joined",
-      NumberRange{1, kAnyRows.most});
-  flags.value(
-      "--limit-alphabet",
-      command.limit_alphabet,
-      "N",
-      "characters kept, the most frequent ones",
-      NumberRange{1, 1'114'112});
+  flags.value("--output", command.output, "FOLDER", "receives the tokenizer (required)");
+  flags.value("--vocab-size", command.vocab_size, "PIECES", "pieces at most", kPieces);
+  flags.value("--min-frequency", command.min_frequency, "N",
+              "a pair of pieces that occurs less often is not joined",
+              NumberRange{1, kAnyRows.most});
+  flags.value("--limit-alphabet", command.limit_alphabet, "N",
+              "characters kept, the most frequent ones", NumberRange{1, 1'114'112});
   flags.flag("--cased", command.cased, "keep upper case and accents");
   flags.group("Of encode");
-  flags.value(
-      "--tokenizer",
-      command.tokenizer,
-      "FOLDER",
-      "with vocab.txt or tokenizer.json (required)");
-  flags.value(
-      "--max-length",
-      command.max_length,
-      "TOKENS",
-      "longer texts are cut; 0: none is",
-      kTokens);
+  flags.value("--tokenizer", command.tokenizer, "FOLDER",
+              "with vocab.txt or tokenizer.json (required)");
+  flags.value("--max-length", command.max_length, "TOKENS", "longer texts are cut; 0: none is",
+              kTokens);
 }
 
 Command parse_tokenizer(std::vector<std::string> arguments) {
   TokenizerCommand command;
-  FlagTable flags(
-      {.name = "tokenizer",
-       .summary = "learn a WordPiece vocabulary, or print texts as ids",
-       .usage = "train|encode FILE... [flags]",
-       .examples =
-           {"hasten tokenizer train reviews.csv more.txt --output vocabulary",
-            "hasten tokenizer encode reviews.csv --tokenizer vocabulary",
-            "hasten train --model bert-mini --tokenizer vocabulary \\\n"
-            "    --train-file reviews.csv --output-dir out"},
-       .notes =
-           "A FILE that ends in .csv, .tsv or .jsonl has a column with texts; "
-           "any other has one text a line. train writes vocab.txt, "
-           "tokenizer.json and tokenizer_config.json, which Python's "
-           "transformers reads too; equal texts give equal files. encode "
-           "prints "
-           "one JSON object a text."});
+  FlagTable flags({.name = "tokenizer",
+                   .summary = "learn a WordPiece vocabulary, or print texts as ids",
+                   .usage = "train|encode FILE... [flags]",
+                   .examples = {"hasten tokenizer train reviews.csv more.txt --output vocabulary",
+                                "hasten tokenizer encode reviews.csv --tokenizer vocabulary",
+                                "hasten train --model bert-mini --tokenizer vocabulary \\\n"
+                                "    --train-file reviews.csv --output-dir out"},
+                   .notes = "A FILE that ends in .csv, .tsv or .jsonl has a column with texts; "
+                            "any other has one text a line. train writes vocab.txt, "
+                            "tokenizer.json and tokenizer_config.json, which Python's "
+                            "transformers reads too; equal texts give equal files. encode prints "
+                            "one JSON object a text."});
   declare_tokenizer(flags, command);
   auto words = flags.parse_words(std::move(arguments), false);
   if (!words) {
     return Answer{flags.help()};
   }
-  require_flag(
-      flags,
-      !words->empty() &&
-          (words->front() == "train" || words->front() == "encode"),
-      words->empty() ? "no action" : "action=" + words->front(),
-      "train FILE... --output FOLDER or encode FILE... --tokenizer FOLDER");
+  require_flag(flags, !words->empty() && (words->front() == "train" || words->front() == "encode"),
+               words->empty() ? "no action" : "action=" + words->front(),
+               "train FILE... --output FOLDER or encode FILE... --tokenizer FOLDER");
   command.action = words->front();
   command.files.assign(words->begin() + 1, words->end());
   require_flag(flags, !command.files.empty(), "no file", "FILE...");
@@ -81,56 +54,40 @@ Command parse_tokenizer(std::vector<std::string> arguments) {
       flags,
       train ? !command.output.empty() && command.tokenizer.empty()
             : command.output.empty() && !command.tokenizer.empty(),
-      command.action + " with --output=" + command.output +
-          " and --tokenizer=" + command.tokenizer,
+      command.action + " with --output=" + command.output + " and --tokenizer=" + command.tokenizer,
       train ? "--output FOLDER alone" : "--tokenizer FOLDER alone");
-  require_flag(
-      flags,
-      command.max_length == 0 || command.max_length >= 2,
-      "--max-length=" + std::to_string(command.max_length),
-      "at least 2, or 0");
+  require_flag(flags, command.max_length == 0 || command.max_length >= 2,
+               "--max-length=" + std::to_string(command.max_length), "at least 2, or 0");
   return command;
 }
 
 Command parse_synth(std::vector<std::string> arguments) {
   SynthCommand command;
-  FlagTable flags(
-      {.name = "synth",
-       .summary = "customer reviews made from a seed",
-       .usage = "reviews [flags]",
-       .examples = {"hasten synth reviews --rows 4000 --output reviews.csv"},
-       .notes =
-           "Columns text, label (negative, positive) and product. What a "
-           "review says at last depends on negations and on which half of a "
-           "sentence counts, so that counting words is not enough. The same "
-           "seed gives the same rows everywhere; more rows begin with them."});
+  FlagTable flags({.name = "synth",
+                   .summary = "customer reviews made from a seed",
+                   .usage = "reviews [flags]",
+                   .examples = {"hasten synth reviews --rows 4000 --output reviews.csv"},
+                   .notes = "Columns text, label (negative, positive) and product. What a "
+                            "review says at last depends on negations and on which half of a "
+                            "sentence counts, so that counting words is not enough. The same "
+                            "seed gives the same rows everywhere; more rows begin with them."});
   flags.group("Rows");
-  flags.value(
-      "--rows", command.rows, "ROWS", "reviews", NumberRange{1, 10'000'000});
+  flags.value("--rows", command.rows, "ROWS", "reviews", NumberRange{1, 10'000'000});
   flags.value("--seed", command.seed, "N", "of all that is drawn");
   flags.group("Output");
-  flags.value(
-      "--output",
-      command.output,
-      "FILE",
-      ".csv, .tsv or .jsonl (default: CSV on stdout)");
+  flags.value("--output", command.output, "FILE", ".csv, .tsv or .jsonl (default: CSV on stdout)");
   auto words = flags.parse_words(std::move(arguments), false);
   if (!words) {
     return Answer{flags.help()};
   }
+  require_flag(flags, words->size() == 1 && words->front() == "reviews",
+               words->empty() ? "nothing to make" : "to make: " + words->back(),
+               "reviews, and nothing else");
+  const std::string extension = std::filesystem::path(command.output).extension();
   require_flag(
       flags,
-      words->size() == 1 && words->front() == "reviews",
-      words->empty() ? "nothing to make" : "to make: " + words->back(),
-      "reviews, and nothing else");
-  const std::string extension =
-      std::filesystem::path(command.output).extension();
-  require_flag(
-      flags,
-      command.output.empty() || extension == ".csv" || extension == ".tsv" ||
-          extension == ".jsonl",
-      "--output=" + command.output,
-      "a file name that ends in .csv, .tsv or .jsonl");
+      command.output.empty() || extension == ".csv" || extension == ".tsv" || extension == ".jsonl",
+      "--output=" + command.output, "a file name that ends in .csv, .tsv or .jsonl");
   return command;
 }
 

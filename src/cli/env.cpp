@@ -43,17 +43,9 @@ int64_t memory_bytes(const std::string& key) {
 
 /// What decides the speed of LibTorch's kernels, of what the CPU says it has.
 std::vector<std::string> cpu_features() {
-  const std::set<std::string> wanted{
-      "avx2",
-      "fma",
-      "avx512f",
-      "avx512_vnni",
-      "avx512_bf16",
-      "amx_bf16",
-      "amx_int8",
-      "asimd",
-      "bf16",
-      "sve"};
+  const std::set<std::string> wanted{"avx2",        "fma",      "avx512f",  "avx512_vnni",
+                                     "avx512_bf16", "amx_bf16", "amx_int8", "asimd",
+                                     "bf16",        "sve"};
   std::string flags = proc_value("/proc/cpuinfo", "flags");
   if (flags.empty()) {
     flags = proc_value("/proc/cpuinfo", "Features"); // Arm
@@ -82,16 +74,13 @@ nlohmann::ordered_json environment_json() {
     json["threads_per_rank"][std::to_string(ranks)] = threads_per_rank(ranks);
   }
   const char* threads = std::getenv("OMP_NUM_THREADS");
-  json["OMP_NUM_THREADS"] =
-      threads == nullptr ? nlohmann::ordered_json() : threads;
+  json["OMP_NUM_THREADS"] = threads == nullptr ? nlohmann::ordered_json() : threads;
   json["memory_bytes"] = memory_bytes("MemTotal");
   json["memory_available_bytes"] = memory_bytes("MemAvailable");
   json["openmp"] = at::hasOpenMP();
   json["mkl"] = at::hasMKL();
   json["onednn"] = at::hasMKLDNN();
-  json["float_products"] = linear_uses_onednn() ? "oneDNN"
-                           : at::hasMKL()       ? "MKL"
-                                                : "torch's own";
+  json["float_products"] = linear_uses_onednn() ? "oneDNN" : at::hasMKL() ? "MKL" : "torch's own";
   for (const auto& [name, dtype] :
        {std::pair("bf16", at::kBFloat16), std::pair("fp16", at::kHalf)}) {
     json["speed_of_fp32"][name] = precision_speedup(dtype);
@@ -99,27 +88,23 @@ nlohmann::ordered_json environment_json() {
   json["cuda_devices"] = at::hasCUDA() ? static_cast<int>(at::getNumGPUs()) : 0;
   json["collectives"] = std::vector<std::string>{"gloo"};
   const World world = world_from_environment();
-  json["world"] = {
-      {"source", world.source},
-      {"passed_over", world.passed_over},
-      {"rank", world.rank},
-      {"world_size", world.world_size},
-      {"local_rank", world.local_rank},
-      {"local_world_size", world.local_world_size},
-      {"master_addr", world.master_addr},
-      {"master_port", world.master_port}};
+  json["world"] = {{"source", world.source},
+                   {"passed_over", world.passed_over},
+                   {"rank", world.rank},
+                   {"world_size", world.world_size},
+                   {"local_rank", world.local_rank},
+                   {"local_world_size", world.local_world_size},
+                   {"master_addr", world.master_addr},
+                   {"master_port", world.master_port}};
   return json;
 }
 
 std::string environment_text(const nlohmann::ordered_json& json) {
   std::ostringstream text;
   const auto line = [&](const std::string& name, const std::string& value) {
-    text << name << std::string(name.size() < 18 ? 18 - name.size() : 1, ' ')
-         << value << "\n";
+    text << name << std::string(name.size() < 18 ? 18 - name.size() : 1, ' ') << value << "\n";
   };
-  const auto yes = [&](const char* key) {
-    return json.at(key).get<bool>() ? "yes" : "no";
-  };
+  const auto yes = [&](const char* key) { return json.at(key).get<bool>() ? "yes" : "no"; };
   line("hasten", json.at("hasten").get<std::string>());
   line("LibTorch", json.at("torch").get<std::string>());
   line("compiler", json.at("compiler").get<std::string>());
@@ -129,32 +114,22 @@ std::string environment_text(const nlohmann::ordered_json& json) {
     features += " " + feature.get<std::string>();
   }
   line("CPU features", features);
-  line(
-      "cores",
-      std::to_string(json.at("allowed_cores").get<int>()) + " allowed of " +
-          std::to_string(json.at("cores").get<int>()));
+  line("cores", std::to_string(json.at("allowed_cores").get<int>()) + " allowed of " +
+                    std::to_string(json.at("cores").get<int>()));
   std::string threads;
   for (const auto& [ranks, count] : json.at("threads_per_rank").items()) {
-    threads += (threads.empty() ? "" : ", ") +
-               std::to_string(count.get<int>()) + " with " + ranks +
+    threads += (threads.empty() ? "" : ", ") + std::to_string(count.get<int>()) + " with " + ranks +
                (ranks == "1" ? " rank" : " ranks");
   }
   line("threads per rank", threads);
-  line(
-      "OMP_NUM_THREADS",
-      json.at("OMP_NUM_THREADS").is_null()
-          ? "not set"
-          : json.at("OMP_NUM_THREADS").get<std::string>());
-  line(
-      "memory",
-      format_bytes(json.at("memory_available_bytes").get<int64_t>()) +
-          " available of " +
-          format_bytes(json.at("memory_bytes").get<int64_t>()));
-  line(
-      "kernels",
-      std::string("OpenMP ") + yes("openmp") + ", MKL " + yes("mkl") +
-          ", oneDNN " + yes("onednn") + "; float products by " +
-          json.at("float_products").get<std::string>());
+  line("OMP_NUM_THREADS", json.at("OMP_NUM_THREADS").is_null()
+                              ? "not set"
+                              : json.at("OMP_NUM_THREADS").get<std::string>());
+  line("memory", format_bytes(json.at("memory_available_bytes").get<int64_t>()) + " available of " +
+                     format_bytes(json.at("memory_bytes").get<int64_t>()));
+  line("kernels", std::string("OpenMP ") + yes("openmp") + ", MKL " + yes("mkl") + ", oneDNN " +
+                      yes("onednn") + "; float products by " +
+                      json.at("float_products").get<std::string>());
   const auto speed = [&](const char* name) {
     const double factor = json.at("speed_of_fp32").at(name).get<double>();
     char number[32];
@@ -168,11 +143,9 @@ std::string environment_text(const nlohmann::ordered_json& json) {
   line("CUDA devices", std::to_string(json.at("cuda_devices").get<int>()));
   line("collectives", json.at("collectives").at(0).get<std::string>());
   const auto& world = json.at("world");
-  line(
-      "world",
-      "rank " + std::to_string(world.at("rank").get<int>()) + " of " +
-          std::to_string(world.at("world_size").get<int>()) + " (" +
-          world.at("source").get<std::string>() + ")");
+  line("world", "rank " + std::to_string(world.at("rank").get<int>()) + " of " +
+                    std::to_string(world.at("world_size").get<int>()) + " (" +
+                    world.at("source").get<std::string>() + ")");
   return text.str();
 }
 
@@ -180,9 +153,7 @@ std::string environment_text(const nlohmann::ordered_json& json) {
 
 int run_env(const EnvCommand& command) {
   const auto json = detail::environment_json();
-  std::cout << (command.json ? json.dump() + "\n"
-                             : detail::environment_text(json))
-            << std::flush;
+  std::cout << (command.json ? json.dump() + "\n" : detail::environment_text(json)) << std::flush;
   return kExitOk;
 }
 

@@ -90,29 +90,22 @@ int64_t copied_bytes(const Shapes& shards, int64_t ranks) {
 /// and their gradients travel in, is kept from step to step: the root whole, of blocks
 /// the one that runs and the next (with zero1 and zero2 all), the largest unit's
 /// gradient, and copies of its small parameters and gradients.
-void add_shards(
-    MemoryEstimate& estimate,
-    const EstimateMemoryCommand& command,
-    const BertConfig& config,
-    const OptimizerSettings& settings) {
+void add_shards(MemoryEstimate& estimate, const EstimateMemoryCommand& command,
+                const BertConfig& config, const OptimizerSettings& settings) {
   const Shapes shapes = bert_parameter_shapes(config);
   const bool copies_beside = command.strategy == "hsdp";
   const bool gathers = copies_beside || command.strategy == "fsdp";
-  const int64_t ranks = copies_beside && command.shard_size > 0
-                            ? command.shard_size
-                            : command.nproc;
+  const int64_t ranks =
+      copies_beside && command.shard_size > 0 ? command.shard_size : command.nproc;
   const Shapes shards = shards_of(shapes, ranks);
   const int64_t rows = 4 * padded_numel(shards);
   const int64_t all = ranks * rows;
-  const int64_t block =
-      ranks * 4 * padded_numel(shards_of(bert_layer_shapes(config), ranks));
+  const int64_t block = ranks * 4 * padded_numel(shards_of(bert_layer_shapes(config), ranks));
   const int64_t root = all - config.num_hidden_layers * block;
-  const int64_t blocks = gathers
-                             ? std::min<int64_t>(2, config.num_hidden_layers)
-                             : config.num_hidden_layers;
+  const int64_t blocks =
+      gathers ? std::min<int64_t>(2, config.num_hidden_layers) : config.num_hidden_layers;
   estimate.parameters = rows + root + blocks * block / (command.bf16 ? 2 : 1);
-  const int64_t copies =
-      copied_bytes(shards_of(bert_layer_shapes(config), ranks), ranks);
+  const int64_t copies = copied_bytes(shards_of(bert_layer_shapes(config), ranks), ranks);
   if (gathers) { // parameters and gradients travel at once
     estimate.parameters += copies;
   }
@@ -120,8 +113,7 @@ void add_shards(
   if (command.strategy == "zero1" && command.gradient_accumulation_steps > 1) {
     estimate.gradients += all;
   }
-  estimate.optimizer_state =
-      optimizer_state_bytes(optimizer_name(command.optim), settings, shards);
+  estimate.optimizer_state = optimizer_state_bytes(optimizer_name(command.optim), settings, shards);
 }
 
 /// When the most is alive: in backward, with the optimizer's state beside it, which is
@@ -147,25 +139,20 @@ MemoryEstimate estimate_of(const EstimateMemoryCommand& command) {
   const int64_t buffers = several ? 4 * padded : 0;
   const int64_t own_gradients = own ? 4 * estimate.parameter_count : 0;
   estimate.gradients = buffers + own_gradients;
-  estimate.optimizer_state =
-      optimizer_state_bytes(optimizer_name(command.optim), settings, shapes);
+  estimate.optimizer_state = optimizer_state_bytes(optimizer_name(command.optim), settings, shapes);
   if (local) {
     estimate.averaging = estimate.parameters;
   }
   if (several && !local && command.strategy != "ddp") {
     add_shards(estimate, command, config, settings);
   }
-  const int64_t kept =
-      estimate.parameters + estimate.optimizer_state + estimate.averaging;
+  const int64_t kept = estimate.parameters + estimate.optimizer_state + estimate.averaging;
   if (command.rows == 0) {
     estimate.peak = kept + estimate.gradients;
     return estimate;
   }
   const BertStepMemory step = bert_step_memory(
-      config,
-      command.rows,
-      command.tokens,
-      fresh ? GradientPlace::fresh : GradientPlace::existing,
+      config, command.rows, command.tokens, fresh ? GradientPlace::fresh : GradientPlace::existing,
       command.bf16 ? at::kBFloat16 : at::kFloat);
   estimate.activations = step.activation_bytes;
   if (fresh) { // of a rank's own, what is there when the most is alive
@@ -179,46 +166,36 @@ int64_t estimated_peak_bytes(const EstimateMemoryCommand& command) {
   return estimate_of(command).peak;
 }
 
-nlohmann::json estimate_json(
-    const EstimateMemoryCommand& command, const MemoryEstimate& e) {
-  return {
-      {"model", command.model},
-      {"parameter_count", e.parameter_count},
-      {"optim", optimizer_name(command.optim)},
-      {"precision", command.bf16 ? "bf16" : "fp32"},
-      {"strategy", command.strategy},
-      {"nproc", command.nproc},
-      {"rows", command.rows},
-      {"tokens", command.tokens},
-      {"gradient_accumulation_steps", command.gradient_accumulation_steps},
-      {"bytes",
-       {{"parameters", e.parameters},
-        {"gradients", e.gradients},
-        {"optimizer_state", e.optimizer_state},
-        {"averaging", e.averaging},
-        {"activations", e.activations}}},
-      {"peak_bytes", e.peak},
-      {"host_peak_bytes", e.peak * command.nproc}};
+nlohmann::json estimate_json(const EstimateMemoryCommand& command, const MemoryEstimate& e) {
+  return {{"model", command.model},
+          {"parameter_count", e.parameter_count},
+          {"optim", optimizer_name(command.optim)},
+          {"precision", command.bf16 ? "bf16" : "fp32"},
+          {"strategy", command.strategy},
+          {"nproc", command.nproc},
+          {"rows", command.rows},
+          {"tokens", command.tokens},
+          {"gradient_accumulation_steps", command.gradient_accumulation_steps},
+          {"bytes",
+           {{"parameters", e.parameters},
+            {"gradients", e.gradients},
+            {"optimizer_state", e.optimizer_state},
+            {"averaging", e.averaging},
+            {"activations", e.activations}}},
+          {"peak_bytes", e.peak},
+          {"host_peak_bytes", e.peak * command.nproc}};
 }
 
-void print_estimate(
-    const EstimateMemoryCommand& command, const MemoryEstimate& e) {
-  std::cout << command.model << ", " << format_count(e.parameter_count)
-            << " parameters, " << optimizer_name(command.optim)
-            << (command.bf16 ? ", bf16" : "");
+void print_estimate(const EstimateMemoryCommand& command, const MemoryEstimate& e) {
+  std::cout << command.model << ", " << format_count(e.parameter_count) << " parameters, "
+            << optimizer_name(command.optim) << (command.bf16 ? ", bf16" : "");
   if (command.nproc > 1) {
-    std::cout << ", " << command.strategy << " on " << command.nproc
-              << " processes";
+    std::cout << ", " << command.strategy << " on " << command.nproc << " processes";
   }
   std::cout << "\n";
   const auto line = [&](const std::string& what, int64_t bytes) {
     char text[96];
-    std::snprintf(
-        text,
-        sizeof text,
-        "  %-28s %12s\n",
-        what.c_str(),
-        format_bytes(bytes).c_str());
+    std::snprintf(text, sizeof text, "  %-28s %12s\n", what.c_str(), format_bytes(bytes).c_str());
     std::cout << text;
   };
   line("parameters", e.parameters);
@@ -228,16 +205,12 @@ void print_estimate(
     line("averaging", e.averaging);
   }
   if (command.rows > 0) {
-    line(
-        "activations, " + std::to_string(command.rows) + " x " +
-            std::to_string(command.tokens),
-        e.activations);
+    line("activations, " + std::to_string(command.rows) + " x " + std::to_string(command.tokens),
+         e.activations);
   }
   line("peak of a process", e.peak);
   if (command.nproc > 1) {
-    line(
-        "of " + std::to_string(command.nproc) + " processes",
-        e.peak * command.nproc);
+    line("of " + std::to_string(command.nproc) + " processes", e.peak * command.nproc);
   }
   std::cout << std::flush;
 }

@@ -24,8 +24,7 @@ bool read_number_flag(const std::string& text, T& value) {
 }
 
 template <typename T>
-bool read_spelling_flag(
-    const std::string& text, const std::map<std::string, T>& known, T& value) {
+bool read_spelling_flag(const std::string& text, const std::map<std::string, T>& known, T& value) {
   const auto found = known.find(text);
   if (found == known.end()) {
     return false;
@@ -64,18 +63,10 @@ bool read_flag(const std::string& text, bool& value) {
   value = text == "true";
   return true;
 }
-bool read_flag(const std::string& text, int& value) {
-  return read_number_flag(text, value);
-}
-bool read_flag(const std::string& text, int64_t& value) {
-  return read_number_flag(text, value);
-}
-bool read_flag(const std::string& text, uint64_t& value) {
-  return read_number_flag(text, value);
-}
-bool read_flag(const std::string& text, double& value) {
-  return read_number_flag(text, value);
-}
+bool read_flag(const std::string& text, int& value) { return read_number_flag(text, value); }
+bool read_flag(const std::string& text, int64_t& value) { return read_number_flag(text, value); }
+bool read_flag(const std::string& text, uint64_t& value) { return read_number_flag(text, value); }
+bool read_flag(const std::string& text, double& value) { return read_number_flag(text, value); }
 bool read_flag(const std::string& text, GradientCheckpointing& value) {
   try {
     value = text;
@@ -139,41 +130,24 @@ std::string flag_text(int64_t value) { return std::to_string(value); }
 std::string flag_text(uint64_t value) { return std::to_string(value); }
 std::string flag_text(double value) {
   std::array<char, 32> text{};
-  const auto result =
-      std::to_chars(text.data(), text.data() + text.size(), value);
+  const auto result = std::to_chars(text.data(), text.data() + text.size(), value);
   return std::string(text.data(), result.ptr);
 }
-std::string flag_text(const GradientCheckpointing& value) {
-  return value.text();
-}
+std::string flag_text(const GradientCheckpointing& value) { return value.text(); }
 std::string flag_text(const RankStreams&) { return {}; }
-std::string flag_text(char value) {
-  return value == '\0' ? std::string() : std::string(1, value);
-}
+std::string flag_text(char value) { return value == '\0' ? std::string() : std::string(1, value); }
 std::string flag_text(IntervalStrategy value) {
   return spelling_text(interval_strategies(), value);
 }
-std::string flag_text(SchedulerType value) {
-  return spelling_text(scheduler_types(), value);
-}
-std::string flag_text(OptimizerType value) {
-  return spelling_text(optimizer_types(), value);
-}
+std::string flag_text(SchedulerType value) { return spelling_text(scheduler_types(), value); }
+std::string flag_text(OptimizerType value) { return spelling_text(optimizer_types(), value); }
 std::string flag_text(SamplingStrategy value) {
   return spelling_text(sampling_strategies(), value);
 }
-std::string flag_text(GradNormType value) {
-  return spelling_text(grad_norm_types(), value);
-}
-std::string flag_text(LogGradientNorms value) {
-  return spelling_text(log_gradient_norms(), value);
-}
-std::string flag_text(Precision value) {
-  return spelling_text(precisions(), value);
-}
-std::string flag_text(Strategy value) {
-  return spelling_text(strategies(), value);
-}
+std::string flag_text(GradNormType value) { return spelling_text(grad_norm_types(), value); }
+std::string flag_text(LogGradientNorms value) { return spelling_text(log_gradient_norms(), value); }
+std::string flag_text(Precision value) { return spelling_text(precisions(), value); }
+std::string flag_text(Strategy value) { return spelling_text(strategies(), value); }
 
 std::string flag_expectation(const GradientCheckpointing&) {
   return "none, full, every:K with K >= 1, ops, or budget:B with B bytes (2GB) "
@@ -185,37 +159,25 @@ std::string flag_expectation(const RankStreams&) {
 std::string flag_expectation(IntervalStrategy) {
   return spelling_expectation(interval_strategies());
 }
-std::string flag_expectation(SchedulerType) {
-  return spelling_expectation(scheduler_types());
-}
-std::string flag_expectation(OptimizerType) {
-  return spelling_expectation(optimizer_types());
-}
+std::string flag_expectation(SchedulerType) { return spelling_expectation(scheduler_types()); }
+std::string flag_expectation(OptimizerType) { return spelling_expectation(optimizer_types()); }
 std::string flag_expectation(SamplingStrategy) {
   return spelling_expectation(sampling_strategies());
 }
-std::string flag_expectation(GradNormType) {
-  return spelling_expectation(grad_norm_types());
-}
+std::string flag_expectation(GradNormType) { return spelling_expectation(grad_norm_types()); }
 std::string flag_expectation(LogGradientNorms) {
   return spelling_expectation(log_gradient_norms());
 }
-std::string flag_expectation(Precision) {
-  return spelling_expectation(precisions());
-}
-std::string flag_expectation(Strategy) {
-  return spelling_expectation(strategies());
-}
+std::string flag_expectation(Precision) { return spelling_expectation(precisions()); }
+std::string flag_expectation(Strategy) { return spelling_expectation(strategies()); }
 
 template <typename T>
-std::string spelling_fix(
-    const std::string& text, const std::map<std::string, T>& known) {
+std::string spelling_fix(const std::string& text, const std::map<std::string, T>& known) {
   std::vector<std::string> names;
   for (const auto& [name, value] : known) {
     names.push_back(name);
   }
-  const std::string near =
-      nearest_name(text, names.data(), names.data() + names.size());
+  const std::string near = nearest_name(text, names.data(), names.data() + names.size());
   return near.empty() ? near : "write " + near;
 }
 std::string flag_fix(const std::string& text, SchedulerType) {
@@ -227,9 +189,7 @@ std::string flag_fix(const std::string& text, OptimizerType) {
 std::string flag_fix(const std::string& text, Precision) {
   return spelling_fix(text, precisions());
 }
-std::string flag_fix(const std::string& text, Strategy) {
-  return spelling_fix(text, strategies());
-}
+std::string flag_fix(const std::string& text, Strategy) { return spelling_fix(text, strategies()); }
 
 std::string wrap_text(const std::string& text, size_t indent, size_t width) {
   std::istringstream words(text);
@@ -252,8 +212,7 @@ std::string wrap_text(const std::string& text, size_t indent, size_t width) {
   return lines;
 }
 
-FlagTable::FlagTable(CommandText text)
-    : text_(std::move(text)), app_("", "hasten " + text_.name) {
+FlagTable::FlagTable(CommandText text) : text_(std::move(text)), app_("", "hasten " + text_.name) {
   app_.set_help_flag("-h,--help");
   app_.get_help_ptr()->group("");
   app_.allow_extras();
@@ -276,25 +235,16 @@ void FlagTable::note_names(const std::string& names) {
   }
 }
 
-void FlagTable::add_config_entry(
-    const std::string& names,
-    ConfigKind kind,
-    bool nullable,
-    std::function<bool(const std::string&)> read,
-    std::function<std::string()> expected) {
+void FlagTable::add_config_entry(const std::string& names, ConfigKind kind, bool nullable,
+                                 std::function<bool(const std::string&)> read,
+                                 std::function<std::string()> expected) {
   config_entries_.push_back(
-      {split_names(names),
-       kind,
-       nullable,
-       std::move(read),
-       std::move(expected)});
+      {split_names(names), kind, nullable, std::move(read), std::move(expected)});
 }
 
-CLI::Option* FlagTable::declare(
-    const std::string& names,
-    const std::string& unit,
-    const std::string& help,
-    std::function<void(const std::string&)> read) {
+CLI::Option* FlagTable::declare(const std::string& names, const std::string& unit,
+                                const std::string& help,
+                                std::function<void(const std::string&)> read) {
   note_names(names);
   last_ = app_.add_option(
       names,
@@ -309,28 +259,20 @@ CLI::Option* FlagTable::declare(
   return last_;
 }
 
-void FlagTable::values(
-    const std::string& names,
-    std::vector<std::string>& field,
-    const std::string& unit,
-    const std::string& help) {
+void FlagTable::values(const std::string& names, std::vector<std::string>& field,
+                       const std::string& unit, const std::string& help) {
   const std::string first = names.substr(0, names.find(','));
-  declare(
-      names,
-      unit,
-      help,
-      [this, first, &field, begun = false](const std::string& text) mutable {
-        if (!std::exchange(begun, true) && configured(first)) {
-          field.clear(); // the file's
-        }
-        field.push_back(text);
-      })
+  declare(names, unit, help,
+          [this, first, &field, begun = false](const std::string& text) mutable {
+            if (!std::exchange(begun, true) && configured(first)) {
+              field.clear(); // the file's
+            }
+            field.push_back(text);
+          })
       ->take_all()
       ->allow_extra_args(false);
   add_config_entry(
-      names,
-      ConfigKind::texts,
-      false,
+      names, ConfigKind::texts, false,
       [&field](const std::string& text) {
         field.push_back(text);
         return true;
@@ -338,49 +280,37 @@ void FlagTable::values(
       [] { return std::string("a value"); });
 }
 
-void FlagTable::flag(
-    const std::string& names, bool& field, const std::string& help) {
+void FlagTable::flag(const std::string& names, bool& field, const std::string& help) {
   note_names(names);
   last_ = app_.add_flag(names, field, help)->group(group_);
   add_config_entry(
-      names,
-      ConfigKind::boolean,
-      false,
+      names, ConfigKind::boolean, false,
       [&field](const std::string& text) { return read_flag(text, field); },
       [] { return std::string("true or false"); });
 }
 
 void FlagTable::required() { required_.push_back(last_); }
 
-bool FlagTable::given(const std::string& name) const {
-  return written(name) || configured(name);
-}
+bool FlagTable::given(const std::string& name) const { return written(name) || configured(name); }
 
 void FlagTable::refuse_unknown(const std::string& argument) const {
   const std::string name = argument.substr(0, argument.find('='));
-  const std::string near =
-      nearest_name(name, names_.data(), names_.data() + names_.size());
-  throw InputError(
-      where(),
-      "unknown flag: " + name,
-      {},
-      near.empty() ? "see hasten " + text_.name + " --help" : "write " + near);
+  const std::string near = nearest_name(name, names_.data(), names_.data() + names_.size());
+  throw InputError(where(), "unknown flag: " + name, {},
+                   near.empty() ? "see hasten " + text_.name + " --help" : "write " + near);
 }
 
 bool FlagTable::parse(std::vector<std::string> arguments) {
   const auto words = parse_words(std::move(arguments), false);
   if (words && !words->empty()) {
-    throw InputError(
-        where(),
-        "not a flag: \"" + words->front() + "\"",
-        {},
-        "see hasten " + text_.name + " --help");
+    throw InputError(where(), "not a flag: \"" + words->front() + "\"", {},
+                     "see hasten " + text_.name + " --help");
   }
   return words.has_value();
 }
 
-std::optional<std::vector<std::string>> FlagTable::parse_words(
-    std::vector<std::string> arguments, bool stop_at_word) {
+std::optional<std::vector<std::string>> FlagTable::parse_words(std::vector<std::string> arguments,
+                                                               bool stop_at_word) {
   if (stop_at_word) {
     app_.prefix_command();
   }
@@ -393,12 +323,11 @@ std::optional<std::vector<std::string>> FlagTable::parse_words(
     for (const CLI::Option* option : app_.get_options()) {
       const std::string name = option->get_name();
       if (std::string(error.what()).rfind(name + ":", 0) == 0) {
-        throw InputError(
-            where(),
-            option->count() > 1 ? name + " is given " +
-                                      std::to_string(option->count()) + " times"
-                                : name + " has no value",
-            name + " " + option->get_type_name());
+        throw InputError(where(),
+                         option->count() > 1
+                             ? name + " is given " + std::to_string(option->count()) + " times"
+                             : name + " has no value",
+                         name + " " + option->get_type_name());
       }
     }
     throw InputError(where(), error.what());
@@ -406,8 +335,7 @@ std::optional<std::vector<std::string>> FlagTable::parse_words(
     throw InputError(where(), error.what());
   }
   std::vector<std::string> words = app_.remaining();
-  const size_t checked =
-      stop_at_word ? std::min<size_t>(1, words.size()) : words.size();
+  const size_t checked = stop_at_word ? std::min<size_t>(1, words.size()) : words.size();
   for (size_t i = 0; i < checked; ++i) {
     if (words[i].size() > 1 && words[i][0] == '-') {
       refuse_unknown(words[i]);
@@ -416,19 +344,16 @@ std::optional<std::vector<std::string>> FlagTable::parse_words(
   for (const CLI::Option* option : required_) {
     if (option->count() == 0 && !configured(option->get_name())) {
       const std::string name = option->get_name();
-      throw InputError(
-          where(),
-          name + " is missing",
-          name + " " + option->get_type_name(),
-          "see hasten " + text_.name + " --help");
+      throw InputError(where(), name + " is missing", name + " " + option->get_type_name(),
+                       "see hasten " + text_.name + " --help");
     }
   }
   return words;
 }
 
 std::string FlagTable::help() const {
-  std::string text = "hasten " + text_.name + ": " + text_.summary + "\n\n" +
-                     "Usage: hasten " + text_.name + " " + text_.usage + "\n";
+  std::string text = "hasten " + text_.name + ": " + text_.summary + "\n\n" + "Usage: hasten " +
+                     text_.name + " " + text_.usage + "\n";
   if (!text_.notes.empty()) {
     text += "\n" + wrap_text(text_.notes, 0, kHelpWidth);
   }
@@ -449,8 +374,7 @@ std::string FlagTable::help() const {
       left += " " + option->get_type_name();
     }
     std::string right = option->get_description();
-    if (std::find(required_.begin(), required_.end(), option) !=
-        required_.end()) {
+    if (std::find(required_.begin(), required_.end(), option) != required_.end()) {
       right += " (required)";
     } else if (!option->get_default_str().empty()) {
       right += " [" + option->get_default_str() + "]";
@@ -467,8 +391,7 @@ std::string FlagTable::help() const {
     text += "  " + example + "\n";
   }
   return text +
-         "\nExit codes: 0 ok, 1 training failed, 2 bad input, 128+n signal n "
-         "(130: Ctrl-C)\n";
+         "\nExit codes: 0 ok, 1 training failed, 2 bad input, 128+n signal n (130: Ctrl-C)\n";
 }
 
 std::string FlagTable::with_flag_names(std::string message) const {
@@ -484,8 +407,7 @@ std::string FlagTable::with_flag_names(std::string message) const {
     for (size_t at = message.find(field); at != std::string::npos;
          at = message.find(field, at + name.size())) {
       const size_t end = at + field.size();
-      if ((at > 0 && is_word(message[at - 1])) ||
-          (end < message.size() && is_word(message[end]))) {
+      if ((at > 0 && is_word(message[at - 1])) || (end < message.size() && is_word(message[end]))) {
         continue;
       }
       message.replace(at, field.size(), name);
@@ -494,82 +416,47 @@ std::string FlagTable::with_flag_names(std::string message) const {
   return message;
 }
 
-void require_flag(
-    const FlagTable& flags,
-    bool good,
-    const std::string& flag_and_value,
-    const std::string& expected) {
+void require_flag(const FlagTable& flags, bool good, const std::string& flag_and_value,
+                  const std::string& expected) {
   if (!good) {
     throw InputError(flags.where(), flag_and_value, expected);
   }
 }
 
-void declare_processes(
-    FlagTable& flags, int& nproc, bool& oversubscribe, bool required) {
-  flags.value(
-      "--nproc,--nproc-per-node",
-      nproc,
-      "N",
-      "processes on this machine",
-      kProcesses);
+void declare_processes(FlagTable& flags, int& nproc, bool& oversubscribe, bool required) {
+  flags.value("--nproc,--nproc-per-node", nproc, "N", "processes on this machine", kProcesses);
   if (required) {
     flags.required();
   }
-  flags.flag(
-      "--oversubscribe", oversubscribe, "allow more than 16 processes a core");
+  flags.flag("--oversubscribe", oversubscribe, "allow more than 16 processes a core");
 }
 
 void declare_shard_size(FlagTable& flags, int64_t& shard_size) {
-  flags.value(
-      "--shard-size",
-      shard_size,
-      "N",
-      "of hsdp: processes that hold a copy together (default: all of one "
-      "host)");
+  flags.value("--shard-size", shard_size, "N",
+              "of hsdp: processes that hold a copy together (default: all of one host)");
 }
 
-void require_shard_size(
-    const FlagTable& flags, int64_t shard_size, bool hsdp, int nproc) {
-  require_flag(
-      flags,
-      shard_size == 0 || (hsdp && shard_size > 0 && nproc % shard_size == 0),
-      "--shard-size=" + std::to_string(shard_size),
-      "with strategy hsdp a divisor of --nproc");
+void require_shard_size(const FlagTable& flags, int64_t shard_size, bool hsdp, int nproc) {
+  require_flag(flags, shard_size == 0 || (hsdp && shard_size > 0 && nproc % shard_size == 0),
+               "--shard-size=" + std::to_string(shard_size),
+               "with strategy hsdp a divisor of --nproc");
 }
 
 void declare_table(FlagTable& flags, TableFlags& table, bool labels) {
-  flags.value(
-      "--text-column", table.text_column, "NAME", "column with the text");
+  flags.value("--text-column", table.text_column, "NAME", "column with the text");
   if (labels) {
-    flags.value(
-        "--label-column", table.label_column, "NAME", "column with the label");
-    flags.value(
-        "--label-columns",
-        table.label_columns,
-        "NAME,NAME",
-        "several labels a row: columns that hold 0 or 1, named like the "
-        "labels");
-    flags.value(
-        "--label-separator",
-        table.label_separator,
-        "TEXT",
-        "several labels a row: what stands between them in the label column");
+    flags.value("--label-column", table.label_column, "NAME", "column with the label");
+    flags.value("--label-columns", table.label_columns, "NAME,NAME",
+                "several labels a row: columns that hold 0 or 1, named like the labels");
+    flags.value("--label-separator", table.label_separator, "TEXT",
+                "several labels a row: what stands between them in the label column");
   }
-  flags.value(
-      "--delimiter",
-      table.delimiter,
-      "CHAR",
-      "between fields; a character or tab (default: tab for .tsv and .tab, "
-      "else comma)");
-  flags.flag(
-      "--no-header",
-      table.no_header,
-      "the first record is data; columns are named 0, 1, ...");
-  flags.values(
-      "--filter",
-      table.filters,
-      "COLUMN=VALUE",
-      "only rows whose column holds the value; several must all hold");
+  flags.value("--delimiter", table.delimiter, "CHAR",
+              "between fields; a character or tab (default: tab for .tsv and .tab, else comma)");
+  flags.flag("--no-header", table.no_header,
+             "the first record is data; columns are named 0, 1, ...");
+  flags.values("--filter", table.filters, "COLUMN=VALUE",
+               "only rows whose column holds the value; several must all hold");
 }
 
 void check_columns(const FlagTable& flags, const TableFlags& table) {
@@ -580,13 +467,11 @@ void check_columns(const FlagTable& flags, const TableFlags& table) {
   names.push_back(table.text_column);
   std::sort(names.begin(), names.end());
   const auto twice = std::adjacent_find(names.begin(), names.end());
-  require_flag(
-      flags,
-      twice == names.end(),
-      "column " + (twice == names.end() ? "" : *twice) +
-          " is named twice by --text-column and " +
-          (table.label_columns.empty() ? "--label-column" : "--label-columns"),
-      "each column once");
+  require_flag(flags, twice == names.end(),
+               "column " + (twice == names.end() ? "" : *twice) +
+                   " is named twice by --text-column and " +
+                   (table.label_columns.empty() ? "--label-column" : "--label-columns"),
+               "each column once");
 }
 
 } // namespace hasten::detail

@@ -124,9 +124,7 @@ struct NumberRange {
   int64_t most = 0;
 
   bool holds(int64_t value) const { return value >= least && value <= most; }
-  std::string text() const {
-    return std::to_string(least) + " to " + std::to_string(most);
-  }
+  std::string text() const { return std::to_string(least) + " to " + std::to_string(most); }
 };
 
 // Ranges that several flags have; TrainingArguments::validate() has its own.
@@ -158,12 +156,8 @@ class FlagTable {
   /// A flag with a value. `names`: "--a,--b"; the first is the one messages
   /// use. `unit` stands for the value in help: "N", "FILE".
   template <typename T>
-  void value(
-      const std::string& names,
-      T& field,
-      const std::string& unit,
-      const std::string& help,
-      const std::optional<NumberRange>& range = {}) {
+  void value(const std::string& names, T& field, const std::string& unit, const std::string& help,
+             const std::optional<NumberRange>& range = {}) {
     const std::string first = names.substr(0, names.find(','));
     const auto read = [&field, range](const std::string& text) {
       T given = field;
@@ -177,26 +171,18 @@ class FlagTable {
     const auto expected = [&field, range] {
       return range ? range->text() : flag_expectation(field);
     };
-    auto* option = declare(
-        names,
-        unit,
-        help,
-        [this, first, &field, read, expected](const std::string& text) {
+    auto* option =
+        declare(names, unit, help, [this, first, &field, read, expected](const std::string& text) {
           if (!read(text)) {
-            throw InputError(
-                where(), first + "=" + text, expected(), flag_fix(text, field));
+            throw InputError(where(), first + "=" + text, expected(), flag_fix(text, field));
           }
         });
     option->default_str(flag_text(field));
-    add_config_entry(
-        names, ConfigType<T>::kind, ConfigType<T>::nullable, read, expected);
+    add_config_entry(names, ConfigType<T>::kind, ConfigType<T>::nullable, read, expected);
   }
   /// A flag that may be given several times.
-  void values(
-      const std::string& names,
-      std::vector<std::string>& field,
-      const std::string& unit,
-      const std::string& help);
+  void values(const std::string& names, std::vector<std::string>& field, const std::string& unit,
+              const std::string& help);
   /// A flag without a value.
   void flag(const std::string& names, bool& field, const std::string& help);
   /// The flag declared last must be given.
@@ -221,8 +207,8 @@ class FlagTable {
   bool parse(std::vector<std::string> arguments);
   /// Returns the arguments that are no flags, in order; with `stop_at_word`
   /// everything from the first of them on. Nothing where --help was among them.
-  std::optional<std::vector<std::string>> parse_words(
-      std::vector<std::string> arguments, bool stop_at_word);
+  std::optional<std::vector<std::string>> parse_words(std::vector<std::string> arguments,
+                                                      bool stop_at_word);
 
   std::string help() const;
   /// `message` with the names of fields (learning_rate) as flags
@@ -230,18 +216,12 @@ class FlagTable {
   std::string with_flag_names(std::string message) const;
 
  private:
-  CLI::Option* declare(
-      const std::string& names,
-      const std::string& unit,
-      const std::string& help,
-      std::function<void(const std::string&)> read);
+  CLI::Option* declare(const std::string& names, const std::string& unit, const std::string& help,
+                       std::function<void(const std::string&)> read);
   void note_names(const std::string& names);
-  void add_config_entry(
-      const std::string& names,
-      ConfigKind kind,
-      bool nullable,
-      std::function<bool(const std::string&)> read,
-      std::function<std::string()> expected);
+  void add_config_entry(const std::string& names, ConfigKind kind, bool nullable,
+                        std::function<bool(const std::string&)> read,
+                        std::function<std::string()> expected);
   bool configured(const std::string& name) const;
   void refuse_unknown(const std::string& argument) const;
 
@@ -256,18 +236,13 @@ class FlagTable {
 };
 
 /// Throws InputError "[cli::<command>] --flag=value. Expected …" unless `good`.
-void require_flag(
-    const FlagTable& flags,
-    bool good,
-    const std::string& flag_and_value,
-    const std::string& expected);
+void require_flag(const FlagTable& flags, bool good, const std::string& flag_and_value,
+                  const std::string& expected);
 /// --nproc and --oversubscribe, for the commands that start processes.
-void declare_processes(
-    FlagTable& flags, int& nproc, bool& oversubscribe, bool required = false);
+void declare_processes(FlagTable& flags, int& nproc, bool& oversubscribe, bool required = false);
 /// --shard-size, for a command that knows whether `hsdp` is asked for.
 void declare_shard_size(FlagTable& flags, int64_t& shard_size);
-void require_shard_size(
-    const FlagTable& flags, int64_t shard_size, bool hsdp, int nproc);
+void require_shard_size(const FlagTable& flags, int64_t shard_size, bool hsdp, int nproc);
 
 /// Where the output of processes goes, for the commands that start some.
 void declare_logs(FlagTable& flags, LogsSpecs& logs);
@@ -283,8 +258,7 @@ void declare_checkpointing(FlagTable& flags, TrainingArguments& arguments);
 /// A bare --gradient-checkpointing becomes one with the value full.
 void complete_checkpointing(std::vector<std::string>& arguments);
 /// TrainingArguments' own checks, in the words of the command line.
-void validate_arguments(
-    const FlagTable& flags, const TrainingArguments& arguments);
+void validate_arguments(const FlagTable& flags, const TrainingArguments& arguments);
 /// `arguments` without the program's and the command's name.
 Command parse_train(std::vector<std::string> arguments);
 Command parse_compare(std::vector<std::string> arguments);

@@ -29,11 +29,8 @@ std::string worker_program() {
   const auto self = std::filesystem::read_symlink("/proc/self/exe", error);
   const auto worker = self.parent_path() / "hasten-worker";
   if (error || ::access(worker.c_str(), X_OK) != 0) {
-    throw Error(
-        "cli::hasten",
-        "hasten-worker is not beside this program: " + worker.string(),
-        "both programs in one folder",
-        "build or install hasten-worker too");
+    throw Error("cli::hasten", "hasten-worker is not beside this program: " + worker.string(),
+                "both programs in one folder", "build or install hasten-worker too");
   }
   return worker.string();
 }
@@ -47,8 +44,7 @@ std::string worker_program() {
   }
   argv.push_back(nullptr);
   ::execv(worker.c_str(), argv.data());
-  throw Error(
-      "cli::hasten", "cannot start " + worker + ": " + std::strerror(errno));
+  throw Error("cli::hasten", "cannot start " + worker + ": " + std::strerror(errno));
 }
 
 /// Says once why the ranks did not end well. Of ranks of our own (`ours`) the first
@@ -62,11 +58,10 @@ int report(const LaunchResult& result, const LogsSpecs& logs, bool ours) {
     return result.exit_code;
   }
   const int first = result.first_failed_rank;
-  const bool shown = first < 0 || !logs.redirects.has(first, Std::err) ||
-                     logs.tee.has(first, Std::err);
+  const bool shown =
+      first < 0 || !logs.redirects.has(first, Std::err) || logs.tee.has(first, Std::err);
   if (!ours || !shown || !result.shown) {
-    log_error(
-        result.reason + (result.message.empty() ? "" : ": " + result.message));
+    log_error(result.reason + (result.message.empty() ? "" : ": " + result.message));
     std::string after;
     for (const std::string& consequence : result.consequences) {
       after += (after.empty() ? "after it: " : ", ") + consequence;
@@ -108,8 +103,7 @@ void use_secret_file(const std::string& file) {
 class Hasten {
  public:
   /// `arguments` as they were given: the worker reads them again.
-  explicit Hasten(const std::vector<std::string>& arguments)
-      : arguments_(arguments) {}
+  explicit Hasten(const std::vector<std::string>& arguments) : arguments_(arguments) {}
 
   int operator()(const Answer& answer) {
     std::cout << answer.text << std::flush;
@@ -119,11 +113,7 @@ class Hasten {
     const World world = world_from_environment();
     use_secret_file(command.secret_file);
     if (command.nproc_given || world.world_size == 1) {
-      check_nproc(
-          "train",
-          command.nproc,
-          command.oversubscribe || command.dry_run,
-          world);
+      check_nproc("train", command.nproc, command.oversubscribe || command.dry_run, world);
     }
     check_logs_outside("train", command.logs, world);
     if (world.world_size > 1) {
@@ -144,11 +134,8 @@ class Hasten {
     if (std::filesystem::is_regular_file(command.train_file, error)) {
       check_lines(command.train_file, command.nproc);
     }
-    const LaunchResult result = launch_workers(
-        command.nproc,
-        {},
-        with_prefix(command.logs),
-        from_seconds(command.arguments.heartbeat_timeout));
+    const LaunchResult result = launch_workers(command.nproc, {}, with_prefix(command.logs),
+                                               from_seconds(command.arguments.heartbeat_timeout));
     return report(result, command.logs, true);
   }
   int operator()(const PredictCommand& command) {
@@ -168,16 +155,11 @@ class Hasten {
     become_worker(arguments_);
   }
   int operator()(const CompareCommand& command) {
-    check_nproc(
-        "compare",
-        command.nproc,
-        command.oversubscribe,
-        world_from_environment());
+    check_nproc("compare", command.nproc, command.oversubscribe, world_from_environment());
     check_compare_inputs(command);
     try {
       return compare_strategies(command, [&](const std::string& task) {
-        return launch_workers(
-            command.nproc, {{CompareTask::kVariable, task}}, {});
+        return launch_workers(command.nproc, {{CompareTask::kVariable, task}}, {});
       });
     } catch (const WorldFailed& failed) {
       return report(failed.result, {}, true);
@@ -194,11 +176,7 @@ class Hasten {
   int operator()(const SynthCommand&) { become_worker(arguments_); }
   int operator()(const EnvCommand&) { become_worker(arguments_); }
   int operator()(const LaunchCommand& command) {
-    check_nproc(
-        "launch",
-        command.nproc,
-        command.oversubscribe,
-        world_from_environment());
+    check_nproc("launch", command.nproc, command.oversubscribe, world_from_environment());
     LaunchOptions options;
     options.logs = with_prefix(command.logs);
     options.nproc = command.nproc;
@@ -210,11 +188,8 @@ class Hasten {
  private:
   /// Ranks of our own, which tell what happens; only how it ended is told here.
   LaunchResult launch_workers(
-      int nproc,
-      std::vector<std::pair<std::string, std::string>> environment,
-      LogsSpecs logs,
-      std::chrono::milliseconds heartbeat_timeout =
-          default_heartbeat_timeout()) const {
+      int nproc, std::vector<std::pair<std::string, std::string>> environment, LogsSpecs logs,
+      std::chrono::milliseconds heartbeat_timeout = default_heartbeat_timeout()) const {
     LaunchOptions options;
     options.heartbeat_timeout = heartbeat_timeout;
     options.nproc = nproc;
@@ -241,9 +216,7 @@ int main(int argc, char** argv) {
   ::setenv("OMP_WAIT_POLICY", "passive", /*overwrite=*/0);
   return hasten::exit_code_of(0, 1, [&] {
     try {
-      return std::visit(
-          hasten::detail::Hasten(arguments),
-          hasten::parse_command_line(arguments));
+      return std::visit(hasten::detail::Hasten(arguments), hasten::parse_command_line(arguments));
     } catch (const hasten::InputError&) {
       if (!hasten::detail::says_what_all_are_told()) {
         throw hasten::SilentExit(hasten::kExitBadInput);

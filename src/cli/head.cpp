@@ -13,21 +13,16 @@ namespace hasten::detail {
 Head head_of(const BertConfig& config) {
   const std::string& type = config.problem_type;
   if (!type.empty() && type != problem_type_of(Head::single_label) &&
-      type != problem_type_of(Head::multi_label) &&
-      type != problem_type_of(Head::regression)) {
-    throw InputError(
-        "cli::model",
-        "config.json: problem_type=" + type.substr(0, 80),
-        "single_label_classification, regression or "
-        "multi_label_classification");
+      type != problem_type_of(Head::multi_label) && type != problem_type_of(Head::regression)) {
+    throw InputError("cli::model", "config.json: problem_type=" + type.substr(0, 80),
+                     "single_label_classification, regression or multi_label_classification");
   }
   if (config.problem_type == "regression" ||
       (config.problem_type.empty() && config.num_labels() == 1)) {
     return Head::regression;
   }
-  return config.problem_type == "multi_label_classification"
-             ? Head::multi_label
-             : Head::single_label;
+  return config.problem_type == "multi_label_classification" ? Head::multi_label
+                                                             : Head::single_label;
 }
 
 Head head_of(const TrainCommand& command) {
@@ -40,8 +35,7 @@ Head head_of(const TrainCommand& command) {
       return Head::single_label;
     }
     const auto& classes = config.architectures;
-    if (std::find(
-            classes.begin(), classes.end(), "BertForSequenceClassification") ==
+    if (std::find(classes.begin(), classes.end(), "BertForSequenceClassification") ==
         classes.end()) {
       return Head::single_label; // a bare encoder, which says nothing of labels
     }
@@ -60,16 +54,14 @@ LossFunction head_loss(BertForSequenceClassification model, Head head) {
     return classification_loss(std::move(model));
   }
   return [model = std::move(model), head](const Batch& batch) mutable {
-    const at::Tensor logits =
-        model->forward(batch["input_ids"], batch["attention_mask"]);
+    const at::Tensor logits = model->forward(batch["input_ids"], batch["attention_mask"]);
     if (!batch.has("labels")) {
       LossOutput result;
       result.outputs = head == Head::regression ? logits.squeeze(1) : logits;
       return result;
     }
-    return head == Head::regression
-               ? mse_output(logits, batch["labels"])
-               : bce_with_logits_output(logits, batch["labels"]);
+    return head == Head::regression ? mse_output(logits, batch["labels"])
+                                    : bce_with_logits_output(logits, batch["labels"]);
   };
 }
 
@@ -79,10 +71,8 @@ ComputeMetrics head_metrics(Head head, int64_t num_labels) {
                                      : classification_metrics(num_labels);
 }
 
-TextTargetsOptions target_options(
-    const TableFlags& table,
-    Head head,
-    const std::vector<std::string>& model_labels) {
+TextTargetsOptions target_options(const TableFlags& table, Head head,
+                                  const std::vector<std::string>& model_labels) {
   TextTargetsOptions options;
   options.table = table_options(table);
   if (head == Head::regression) {
@@ -98,19 +88,16 @@ TextTargetsOptions target_options(
     return options;
   }
   for (size_t at = 0; at <= table.label_columns.size();) {
-    const size_t comma =
-        std::min(table.label_columns.find(',', at), table.label_columns.size());
+    const size_t comma = std::min(table.label_columns.find(',', at), table.label_columns.size());
     options.label_columns.push_back(table.label_columns.substr(at, comma - at));
     at = comma + 1;
   }
   return options;
 }
 
-TargetRows read_eval_targets(
-    const EvalCommand& command, const TextClassifier& classifier) {
+TargetRows read_eval_targets(const EvalCommand& command, const TextClassifier& classifier) {
   const Head head = head_of(classifier.bert.config);
-  TextTargetsOptions options =
-      target_options(command.table, head, classifier.labels());
+  TextTargetsOptions options = target_options(command.table, head, classifier.labels());
   if (!options.label_columns.empty()) {
     auto asked = options.label_columns;
     auto known = classifier.labels();
@@ -121,16 +108,13 @@ TargetRows read_eval_targets(
       for (const std::string& name : classifier.labels()) {
         names += (names.empty() ? "" : ",") + name;
       }
-      throw InputError(
-          "cli::eval",
-          "--label-columns=" + command.table.label_columns,
-          "the model's labels: " + names);
+      throw InputError("cli::eval", "--label-columns=" + command.table.label_columns,
+                       "the model's labels: " + names);
     }
     options.label_columns = classifier.labels(); // in the model's order
   }
   options.max_train_rows = command.max_rows;
-  TargetTexts rows =
-      read_text_targets(command.file, options, classifier.labels());
+  TargetTexts rows = read_text_targets(command.file, options, classifier.labels());
   return {std::move(rows.texts), std::move(rows.targets)};
 }
 

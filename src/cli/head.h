@@ -28,10 +28,8 @@ ComputeMetrics head_metrics(Head head, int64_t num_labels);
 
 /// Which columns hold labels and how, of a table whose labels are numbers.
 /// `model_labels` names the columns where the flags do not.
-TextTargetsOptions target_options(
-    const TableFlags& table,
-    Head head,
-    const std::vector<std::string>& model_labels);
+TextTargetsOptions target_options(const TableFlags& table, Head head,
+                                  const std::vector<std::string>& model_labels);
 
 /// hasten train for regressions and several labels a row.
 int run_train_targets(const TrainCommand& command, Head head);
@@ -41,11 +39,9 @@ struct TargetRows {
   std::vector<std::string> texts{};
   std::vector<float> targets{};
 };
-TargetRows read_eval_targets(
-    const EvalCommand& command, const TextClassifier& classifier);
+TargetRows read_eval_targets(const EvalCommand& command, const TextClassifier& classifier);
 
 /// bytes that the output folder holds at most, for a model like this.
-int64_t bytes_on_disk(
-    const TrainingArguments& arguments, const torch::nn::Module& model);
+int64_t bytes_on_disk(const TrainingArguments& arguments, const torch::nn::Module& model);
 
 } // namespace hasten::detail

@@ -22,16 +22,13 @@ namespace detail {
 std::string plan_lines(const ActivationPlan& plan) {
   std::string text;
   for (const PlanRegion& region : plan.regions) {
-    const auto name = [&](int64_t block) {
-      return plan.blocks[static_cast<size_t>(block)];
-    };
+    const auto name = [&](int64_t block) { return plan.blocks[static_cast<size_t>(block)]; };
     text += "  " + name(region.first);
     if (region.last - region.first > 1) {
       text += " to " + name(region.last - 1);
     }
-    text += region.choice == BlockChoice::keep_ops
-                ? ": keep products and attention\n"
-                : ": recompute\n";
+    text += region.choice == BlockChoice::keep_ops ? ": keep products and attention\n"
+                                                   : ": recompute\n";
   }
   return text.empty() ? "  keep everything\n" : text;
 }
@@ -49,21 +46,17 @@ int run_plan(const PlanCommand& command) {
   if (command.tokens > loaded.config.max_position_embeddings) {
     throw InputError(
         "cli::plan",
-        "--batch=" + std::to_string(command.rows) + "x" +
-            std::to_string(command.tokens),
-        "at most the model's " +
-            std::to_string(loaded.config.max_position_embeddings) +
+        "--batch=" + std::to_string(command.rows) + "x" + std::to_string(command.tokens),
+        "at most the model's " + std::to_string(loaded.config.max_position_embeddings) +
             " tokens a row");
   }
-  const at::Tensor ids = at::randint(
-      1, loaded.config.vocab_size, {command.rows, command.tokens}, at::kLong);
+  const at::Tensor ids =
+      at::randint(1, loaded.config.vocab_size, {command.rows, command.tokens}, at::kLong);
   // One row with padding, so that blocks get a mask as in training.
   at::Tensor mask = at::ones({command.rows, command.tokens}, at::kLong);
   mask[command.rows - 1][command.tokens - 1].zero_();
   const at::Tensor labels = at::zeros({command.rows}, at::kLong);
-  const auto loss = [&] {
-    return at::cross_entropy_loss(model->forward(ids, mask), labels);
-  };
+  const auto loss = [&] { return at::cross_entropy_loss(model->forward(ids, mask), labels); };
   loss().backward(); // allocations and caches of a first step
   const ChainProfile profile = profile_activations(model.ptr(), loss);
   const auto plans = pareto_plans(profile);

@@ -68,8 +68,7 @@ struct Predictions {
   }
   float value(int64_t row) const { return logits.const_data_ptr<float>()[row]; }
   float probability(int64_t row, int64_t label) const {
-    return probabilities
-        .const_data_ptr<float>()[row * probabilities.size(1) + label];
+    return probabilities.const_data_ptr<float>()[row * probabilities.size(1) + label];
   }
 };
 
@@ -115,8 +114,7 @@ std::string predictions_jsonl(const Predictions& all, bool with_logits) {
     } else {
       json["label"] = all.label(row);
     }
-    for (int64_t label = 0; label < labels && all.head != Head::regression;
-         ++label) {
+    for (int64_t label = 0; label < labels && all.head != Head::regression; ++label) {
       auto& probabilities = json["probabilities"];
       // Six digits: a float's further ones say nothing.
       probabilities[all.labels[static_cast<size_t>(label)]] =
@@ -140,10 +138,8 @@ std::string predictions_csv(const Predictions& all) {
   }
   text += "\n";
   for (int64_t row = 0; row < all.size(); ++row) {
-    text += csv_field(all.texts[static_cast<size_t>(row)]) + "," +
-            csv_field(all.label(row));
-    for (int64_t label = 0; probabilities && label < all.logits.size(1);
-         ++label) {
+    text += csv_field(all.texts[static_cast<size_t>(row)]) + "," + csv_field(all.label(row));
+    for (int64_t label = 0; probabilities && label < all.logits.size(1); ++label) {
       text += "," + number_text(all.probability(row, label));
     }
     text += "\n";
@@ -182,8 +178,7 @@ std::string predictions_table(const Predictions& all) {
   }
   const bool regression = all.head == Head::regression;
   std::string text = pad(regression ? "value" : "label", label_width, true);
-  const bool all_columns =
-      labels <= kMostColumns || all.head == Head::multi_label;
+  const bool all_columns = labels <= kMostColumns || all.head == Head::multi_label;
   if (regression) {
     // the value says it all
   } else if (all_columns) {
@@ -205,25 +200,21 @@ std::string predictions_table(const Predictions& all) {
       // as above
     } else if (all_columns) {
       for (int64_t label = 0; label < labels; ++label) {
-        add(label,
-            std::max<size_t>(6, all.labels[static_cast<size_t>(label)].size()));
+        add(label, std::max<size_t>(6, all.labels[static_cast<size_t>(label)].size()));
       }
     } else {
       add(all.best.const_data_ptr<int64_t>()[row], 11);
     }
-    text +=
-        "  " + one_line(all.texts[static_cast<size_t>(row)], kTextWidth) + "\n";
+    text += "  " + one_line(all.texts[static_cast<size_t>(row)], kTextWidth) + "\n";
   }
   return text;
 }
 
-void write_predictions(
-    const PredictCommand& command, const Predictions& predictions) {
+void write_predictions(const PredictCommand& command, const Predictions& predictions) {
   const std::string& output = command.output;
   if (output.empty()) {
-    std::cout
-        << (command.json ? predictions_jsonl(predictions, command.with_logits)
-                         : predictions_table(predictions));
+    std::cout << (command.json ? predictions_jsonl(predictions, command.with_logits)
+                               : predictions_table(predictions));
     std::cout.flush();
     if (!std::cout) {
       throw Error("cli::predict", "cannot write to stdout");
@@ -231,10 +222,8 @@ void write_predictions(
     return;
   }
   const bool csv = output.compare(output.size() - 4, 4, ".csv") == 0;
-  write_file_atomically(
-      output,
-      csv ? predictions_csv(predictions)
-          : predictions_jsonl(predictions, command.with_logits));
+  write_file_atomically(output, csv ? predictions_csv(predictions)
+                                    : predictions_jsonl(predictions, command.with_logits));
   log_info(format_count(predictions.size()) + " rows in " + output);
 }
 
@@ -245,46 +234,27 @@ int run_predict(const PredictCommand& command) {
   const detail::TextClassifier classifier =
       detail::load_text_classifier(command.model, command.max_length);
   const auto texts = detail::prediction_texts(command);
-  const TokenizedTexts tokens = tokenize_texts(
-      classifier.tokenizer,
-      texts,
-      classifier.max_length,
-      detail::tokenizer_threads());
-  const std::string cut =
-      detail::truncation_line(tokens, texts.size(), classifier.max_length);
+  const TokenizedTexts tokens = tokenize_texts(classifier.tokenizer, texts, classifier.max_length,
+                                               detail::tokenizer_threads());
+  const std::string cut = detail::truncation_line(tokens, texts.size(), classifier.max_length);
   if (!cut.empty()) {
     log_warning(cut);
   }
   const auto trainer = detail::make_evaluator(classifier, command.batch_size);
   if (!command.output.empty() || !command.file.empty()) {
-    trainer->add_callback(
-        std::make_shared<ProgressCallback>("", BannerLines{}, "predict"));
+    trainer->add_callback(std::make_shared<ProgressCallback>("", BannerLines{}, "predict"));
   }
   const auto dataset = detail::make_dataset(tokens, {}, classifier.tokenizer);
-  at::Tensor logits =
-      trainer->predict(*dataset).outputs.to(at::kFloat).contiguous();
-  detail::require_finite_logits(
-      classifier,
-      logits,
-      "cli::predict",
-      command.file.empty() ? "the texts" : command.file);
+  at::Tensor logits = trainer->predict(*dataset).outputs.to(at::kFloat).contiguous();
+  detail::require_finite_logits(classifier, logits, "cli::predict",
+                                command.file.empty() ? "the texts" : command.file);
   const detail::Head head = detail::head_of(classifier.bert.config);
-  logits = logits.view(
-      {static_cast<int64_t>(texts.size()), -1}); // a regression's are [row]
+  logits = logits.view({static_cast<int64_t>(texts.size()), -1}); // a regression's are [row]
   at::Tensor probabilities =
-      (head == detail::Head::multi_label ? logits.sigmoid()
-                                         : at::softmax(logits, 1))
-          .contiguous();
+      (head == detail::Head::multi_label ? logits.sigmoid() : at::softmax(logits, 1)).contiguous();
   at::Tensor best = logits.argmax(1).contiguous();
   detail::write_predictions(
-      command,
-      {texts,
-       tokens.ids,
-       classifier.labels(),
-       logits,
-       probabilities,
-       best,
-       head});
+      command, {texts, tokens.ids, classifier.labels(), logits, probabilities, best, head});
   return kExitOk;
 }
 

@@ -22,8 +22,7 @@ std::string shape_text(const nlohmann::json& shape) {
 }
 
 void print_state(const nlohmann::json& state) {
-  std::cout << "saved by " << state.at("world_size")
-            << " process(es), strategy "
+  std::cout << "saved by " << state.at("world_size") << " process(es), strategy "
             << state.at("strategy").get<std::string>() << ", behind "
             << state.at("windows_completed") << " windows\n";
   size_t widest = 0;
@@ -33,8 +32,7 @@ void print_state(const nlohmann::json& state) {
   for (const auto& tensor : state.at("tensors")) {
     const auto name = tensor.at("name").get<std::string>();
     std::cout << "  " << name << std::string(widest - name.size() + 2, ' ')
-              << tensor.at("dtype").get<std::string>() << " "
-              << shape_text(tensor.at("shape"));
+              << tensor.at("dtype").get<std::string>() << " " << shape_text(tensor.at("shape"));
     if (!tensor.at("rows").is_null()) {
       std::cout << ", rows by rank:";
       for (const auto& rows : tensor.at("rows")) {

@@ -12,13 +12,11 @@
 namespace hasten {
 
 int run_synth(const SynthCommand& command) {
-  const std::string extension =
-      std::filesystem::path(command.output).extension();
-  const std::string table = synthetic_reviews_table(
-      {.rows = command.rows, .seed = command.seed},
-      extension == ".jsonl" ? '\0'
-      : extension == ".tsv" ? '\t'
-                            : ',');
+  const std::string extension = std::filesystem::path(command.output).extension();
+  const std::string table = synthetic_reviews_table({.rows = command.rows, .seed = command.seed},
+                                                    extension == ".jsonl" ? '\0'
+                                                    : extension == ".tsv" ? '\t'
+                                                                          : ',');
   if (command.output.empty()) {
     std::cout << table << std::flush;
     if (!std::cout) {

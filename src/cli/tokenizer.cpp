@@ -25,8 +25,7 @@ namespace detail {
 
 bool holds_table(const std::filesystem::path& file) {
   const std::string extension = file.extension();
-  for (const char* table :
-       {".csv", ".tsv", ".tab", ".jsonl", ".ndjson", ".json"}) {
+  for (const char* table : {".csv", ".tsv", ".tab", ".jsonl", ".ndjson", ".json"}) {
     if (extension == table) {
       return true;
     }
@@ -35,10 +34,8 @@ bool holds_table(const std::filesystem::path& file) {
 }
 
 /// Calls `add` for each text of the file, which is read once.
-void for_each_text(
-    const std::string& path,
-    const std::string& text_column,
-    const std::function<void(std::string_view, int64_t bytes_read)>& add) {
+void for_each_text(const std::string& path, const std::string& text_column,
+                   const std::function<void(std::string_view, int64_t bytes_read)>& add) {
   const auto file = TextFile::open(path, "cli::tokenizer");
   if (holds_table(path)) {
     TextTableOptions options;
@@ -62,15 +59,14 @@ int encode_texts(const TokenizerCommand& command) {
   const auto tokenizer = WordPieceTokenizer::load(command.tokenizer);
   std::string out;
   for (const std::string& file : command.files) {
-    for_each_text(
-        file, command.text_column, [&](std::string_view text, int64_t) {
-          throw_if_interrupted();
-          const auto ids = tokenizer.encode(text, command.max_length).ids;
-          out += nlohmann::json{{"input_ids", ids}}.dump() + "\n";
-          if (out.size() > size_t{1} << 20) {
-            std::cout << std::exchange(out, {});
-          }
-        });
+    for_each_text(file, command.text_column, [&](std::string_view text, int64_t) {
+      throw_if_interrupted();
+      const auto ids = tokenizer.encode(text, command.max_length).ids;
+      out += nlohmann::json{{"input_ids", ids}}.dump() + "\n";
+      if (out.size() > size_t{1} << 20) {
+        std::cout << std::exchange(out, {});
+      }
+    });
   }
   std::cout << out << std::flush;
   if (!std::cout) {
@@ -95,44 +91,38 @@ int learn_tokenizer(const TokenizerCommand& command) {
   for (const std::string& file : command.files) {
     int64_t line = 0;
     int64_t read = 0;
-    for_each_text(
-        file, command.text_column, [&](std::string_view text, int64_t at) {
-          ++line;
-          throw_if_interrupted();
-          try {
-            learner.add(text);
-          } catch (const InputError&) {
-            const size_t bad = invalid_utf8_position(text);
-            throw InputError(
-                "cli::tokenizer",
-                file + ":" + std::to_string(line) +
-                    ": invalid UTF-8: " + byte_name(text[bad]) + " at byte " +
-                    std::to_string(bad + 1) + " of the line",
-                "UTF-8");
-          }
-          read = at;
-          bar.update(before + read);
-        });
+    for_each_text(file, command.text_column, [&](std::string_view text, int64_t at) {
+      ++line;
+      throw_if_interrupted();
+      try {
+        learner.add(text);
+      } catch (const InputError&) {
+        const size_t bad = invalid_utf8_position(text);
+        throw InputError("cli::tokenizer",
+                         file + ":" + std::to_string(line) +
+                             ": invalid UTF-8: " + byte_name(text[bad]) + " at byte " +
+                             std::to_string(bad + 1) + " of the line",
+                         "UTF-8");
+      }
+      read = at;
+      bar.update(before + read);
+    });
     before += read;
   }
   bar.finish();
-  const WordPieceTokenizer tokenizer(
-      learner.learn(
-          {.vocab_size = command.vocab_size,
-           .min_frequency = command.min_frequency,
-           .limit_alphabet = command.limit_alphabet}),
-      options);
+  const WordPieceTokenizer tokenizer(learner.learn({.vocab_size = command.vocab_size,
+                                                    .min_frequency = command.min_frequency,
+                                                    .limit_alphabet = command.limit_alphabet}),
+                                     options);
   std::error_code missing;
-  FolderCommit commit(
-      command.output,
-      std::filesystem::exists(command.output, missing) ? CommitMode::merge
-                                                       : CommitMode::create);
+  FolderCommit commit(command.output, std::filesystem::exists(command.output, missing)
+                                          ? CommitMode::merge
+                                          : CommitMode::create);
   tokenizer.save(commit.folder());
   commit.commit();
-  log_info(
-      format_count(tokenizer.vocab_size()) + " pieces from " +
-      format_count(learner.texts()) + " texts with " +
-      format_count(learner.words()) + " distinct words, in " + command.output);
+  log_info(format_count(tokenizer.vocab_size()) + " pieces from " + format_count(learner.texts()) +
+           " texts with " + format_count(learner.words()) + " distinct words, in " +
+           command.output);
   return kExitOk;
 }
 

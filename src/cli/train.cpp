@@ -42,9 +42,7 @@ std::vector<std::string> label_names_of_model(const std::string& model) {
   // is a classifier is said by its architecture.
   BertConfig config = read_bert_config(model);
   const auto& classes = config.architectures;
-  return std::find(
-             classes.begin(), classes.end(), "BertForSequenceClassification") ==
-                 classes.end()
+  return std::find(classes.begin(), classes.end(), "BertForSequenceClassification") == classes.end()
              ? std::vector<std::string>()
              : std::move(config.id2label);
 }
@@ -55,16 +53,13 @@ class TokenizeBar {
   explicit TokenizeBar(bool enabled) : enabled_(enabled) {}
 
   void update(const TokenizeProgress& progress) {
-    if (!enabled_ ||
-        std::chrono::steady_clock::now() - start_ < std::chrono::seconds(1)) {
+    if (!enabled_ || std::chrono::steady_clock::now() - start_ < std::chrono::seconds(1)) {
       return;
     }
     if (!bar_ || progress.waiting != waiting_) {
       waiting_ = progress.waiting;
-      bar_.emplace(
-          waiting_ ? "wait for another process to tokenise" : "tokenise",
-          std::max<int64_t>(1, progress.total),
-          true);
+      bar_.emplace(waiting_ ? "wait for another process to tokenise" : "tokenise",
+                   std::max<int64_t>(1, progress.total), true);
     }
     bar_->update(progress.done);
   }
@@ -72,13 +67,11 @@ class TokenizeBar {
  private:
   bool enabled_;
   bool waiting_ = false;
-  std::chrono::steady_clock::time_point start_ =
-      std::chrono::steady_clock::now();
+  std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
   std::optional<ProgressBar> bar_{};
 };
 
-TokenizedClassificationOptions tokenize_options(
-    const TrainCommand& command, TrainInputs& inputs) {
+TokenizedClassificationOptions tokenize_options(const TrainCommand& command, TrainInputs& inputs) {
   TokenizedClassificationOptions options;
   options.texts.eval_split = command.eval_split;
   options.texts.seed = command.arguments.seed;
@@ -104,10 +97,9 @@ TokenizedClassificationOptions tokenize_options(
       inputs.vocabulary = "learned from the training texts";
     }
   }
-  inputs.max_length = options.max_length = allowed_length(
-      command.arguments.max_length,
-      config,
-      options.tokenizer ? options.tokenizer->options() : options.learned);
+  inputs.max_length = options.max_length =
+      allowed_length(command.arguments.max_length, config,
+                     options.tokenizer ? options.tokenizer->options() : options.learned);
   options.threads = tokenizer_threads();
   options.cache_dir = cache_folder(command.cache_dir);
   return options;
@@ -115,45 +107,33 @@ TokenizedClassificationOptions tokenize_options(
 
 /// Where ids were to be kept and are not, once; where a file was damaged, by
 /// whoever made it again.
-void tell_of_cache(
-    const TokenCacheReport& report,
-    const std::filesystem::path& cache_dir,
-    bool is_main) {
+void tell_of_cache(const TokenCacheReport& report, const std::filesystem::path& cache_dir,
+                   bool is_main) {
   if (!report.rebuilt.empty()) {
-    log_warning(
-        "token ids were made again: " + report.path.string() + ": " +
-        report.rebuilt);
+    log_warning("token ids were made again: " + report.path.string() + ": " + report.rebuilt);
   }
   if (is_main && (!report.not_kept.empty() || cache_dir.empty())) {
-    log_warning(
-        "token ids are not kept for later runs: " +
-        (cache_dir.empty() ? "neither HOME nor HASTEN_CACHE is set"
-                           : report.not_kept) +
-        "; --cache-dir names another folder");
+    log_warning("token ids are not kept for later runs: " +
+                (cache_dir.empty() ? "neither HOME nor HASTEN_CACHE is set" : report.not_kept) +
+                "; --cache-dir names another folder");
   }
 }
 
-TokenizedClassification read_train_data(
-    const TrainCommand& command, TrainInputs& inputs, bool is_main) {
+TokenizedClassification read_train_data(const TrainCommand& command, TrainInputs& inputs,
+                                        bool is_main) {
   auto options = tokenize_options(command, inputs);
   TokenizeBar bar(is_main);
-  options.progress = [&bar](const TokenizeProgress& progress) {
-    bar.update(progress);
-  };
+  options.progress = [&bar](const TokenizeProgress& progress) { bar.update(progress); };
   constexpr const char* kWhere = "cli::train";
   auto data = tokenize_text_classification(
       command.train_file.empty()
-          ? TextFile::of_text(
-                "synthetic reviews.csv", synthetic_reviews_table())
+          ? TextFile::of_text("synthetic reviews.csv", synthetic_reviews_table())
           : TextFile::open(command.train_file, kWhere),
-      command.eval_file.empty() ? nullptr
-                                : TextFile::open(command.eval_file, kWhere),
-      options);
+      command.eval_file.empty() ? nullptr : TextFile::open(command.eval_file, kWhere), options);
   tell_of_cache(data.cache, options.cache_dir, is_main);
   if (data.label_names.size() == 1) {
     // One number out means regression to every reader of config.json.
-    data.label_names.push_back(
-        data.label_names[0] == "other" ? "other_2" : "other");
+    data.label_names.push_back(data.label_names[0] == "other" ? "other_2" : "other");
   }
   return data;
 }
@@ -168,17 +148,15 @@ std::string train_data_checksum(const TokenizedClassification& data) {
 }
 
 // Checkpoints hold two moments beside the weights, and one is in the making.
-int64_t bytes_on_disk(
-    const TrainingArguments& arguments, const torch::nn::Module& model) {
+int64_t bytes_on_disk(const TrainingArguments& arguments, const torch::nn::Module& model) {
   int64_t bytes = 0;
   for (const auto& parameter : model.parameters()) {
     bytes += static_cast<int64_t>(parameter.nbytes());
   }
   int64_t saves = 0;
   if (arguments.save_strategy == IntervalStrategy::epoch) {
-    saves = arguments.max_steps > 0
-                ? 1
-                : static_cast<int64_t>(std::ceil(arguments.num_train_epochs));
+    saves =
+        arguments.max_steps > 0 ? 1 : static_cast<int64_t>(std::ceil(arguments.num_train_epochs));
   } else if (arguments.save_strategy == IntervalStrategy::steps) {
     saves = std::max<int64_t>(1, arguments.save_total_limit);
   }
@@ -190,8 +168,7 @@ int64_t bytes_on_disk(
 }
 
 /// Local; touches nothing. Throws InputError for anything wrong with the input.
-TrainInputs read_train_inputs(
-    const TrainCommand& command, int world_size, bool is_main) {
+TrainInputs read_train_inputs(const TrainCommand& command, int world_size, bool is_main) {
   check_train_inputs(command);
   TrainInputs inputs;
   inputs.data = read_train_data(command, inputs, is_main);
@@ -204,9 +181,8 @@ TrainInputs read_train_inputs(
   options.pad_token_id = tokenizer.pad_id();
   inputs.bert = load_bert_classifier(command.model, options);
   check_vocabulary(command.model, inputs.bert.config, tokenizer);
-  check_free_space(
-      command.arguments.output_dir,
-      bytes_on_disk(command.arguments, *inputs.bert.model));
+  check_free_space(command.arguments.output_dir,
+                   bytes_on_disk(command.arguments, *inputs.bert.model));
   return inputs;
 }
 
@@ -214,12 +190,10 @@ std::string cache_line(const TokenCacheReport& cache) {
   using Source = TokenCacheReport::Source;
   // What a peer made while this rank started is not an earlier run's.
   std::error_code error;
-  const bool earlier =
-      std::filesystem::last_write_time(cache.path, error) < kProgramStart;
-  return cache.source == Source::memory ? "in memory"
-         : cache.source == Source::read && earlier && !error
-             ? "read from " + cache.path.string()
-             : "kept in " + cache.path.string();
+  const bool earlier = std::filesystem::last_write_time(cache.path, error) < kProgramStart;
+  return cache.source == Source::memory                      ? "in memory"
+         : cache.source == Source::read && earlier && !error ? "read from " + cache.path.string()
+                                                             : "kept in " + cache.path.string();
 }
 
 BannerLines banner_facts(const TrainCommand& command, const TrainInputs& in) {
@@ -227,19 +201,14 @@ BannerLines banner_facts(const TrainCommand& command, const TrainInputs& in) {
   for (const std::string& line : in.data->report.lines(in.data->label_names)) {
     lines.emplace_back("data", line);
   }
-  const auto rows = static_cast<int64_t>(
-      in.data->train.rows.size() + in.data->eval.rows.size());
-  lines.emplace_back(
-      "texts",
-      std::to_string(in.data->tokens / std::max<int64_t>(1, rows)) +
-          " tokens on average, " + format_count(in.data->truncated) +
-          " cut to " + std::to_string(in.max_length));
+  const auto rows = static_cast<int64_t>(in.data->train.rows.size() + in.data->eval.rows.size());
+  lines.emplace_back("texts", std::to_string(in.data->tokens / std::max<int64_t>(1, rows)) +
+                                  " tokens on average, " + format_count(in.data->truncated) +
+                                  " cut to " + std::to_string(in.max_length));
   lines.emplace_back("token ids", cache_line(in.data->cache));
   if (!in.vocabulary.empty()) {
-    lines.emplace_back(
-        "vocabulary",
-        format_count(in.data->tokenizer.vocab_size()) + " pieces, " +
-            in.vocabulary);
+    lines.emplace_back("vocabulary",
+                       format_count(in.data->tokenizer.vocab_size()) + " pieces, " + in.vocabulary);
   }
   add_model_facts(lines, command, in.bert);
   return lines;
@@ -247,25 +216,22 @@ BannerLines banner_facts(const TrainCommand& command, const TrainInputs& in) {
 
 int run_train_classes(const TrainCommand& command) {
   return run_training(command, [&](int world_size, bool is_main) {
-    const auto in = std::make_shared<const TrainInputs>(
-        read_train_inputs(command, world_size, is_main));
+    const auto in =
+        std::make_shared<const TrainInputs>(read_train_inputs(command, world_size, is_main));
     const auto dataset_of = [&](const TokenTable& rows) {
       return std::make_shared<const TokenizedDataset>(
           rows, PaddingOptions{.pad_id = in->data->tokenizer.pad_id()});
     };
     return TrainingInputs{
         .train = dataset_of(in->data->train),
-        .eval =
-            in->data->eval.rows.empty() ? nullptr : dataset_of(in->data->eval),
+        .eval = in->data->eval.rows.empty() ? nullptr : dataset_of(in->data->eval),
         .bert = in->bert,
         .loss = classification_loss(in->bert.model),
         .metrics = classification_metrics(in->bert.config.num_labels()),
         .files = classifier_files(in->bert.model, in->data->tokenizer),
         .max_length = in->max_length,
-        .learns = command.train_file.empty() ? "synthetic reviews"
-                                             : command.train_file,
-        .hint = " Try: hasten predict --model " + command.arguments.output_dir +
-                " \"some text\"",
+        .learns = command.train_file.empty() ? "synthetic reviews" : command.train_file,
+        .hint = " Try: hasten predict --model " + command.arguments.output_dir + " \"some text\"",
         .facts = [&command, in] { return banner_facts(command, *in); },
         .checksum = [in] { return train_data_checksum(*in->data); },
         .warnings = in->data->report.warnings};
@@ -278,9 +244,8 @@ int run_train(const TrainCommand& command) {
   install_interrupt_handlers();
   install_memory_meter();
   const auto head = detail::head_of(command);
-  return head == detail::Head::single_label
-             ? detail::run_train_classes(command)
-             : detail::run_train_targets(command, head);
+  return head == detail::Head::single_label ? detail::run_train_classes(command)
+                                            : detail::run_train_targets(command, head);
 }
 
 } // namespace hasten

@@ -15,22 +15,16 @@
 
 namespace hasten::detail {
 
-void add_model_facts(
-    BannerLines& lines, const TrainCommand& command, const LoadedBert& bert) {
-  lines.emplace_back(
-      "model",
-      command.model + ": " + std::to_string(bert.config.num_hidden_layers) +
-          " layers, " + std::to_string(bert.config.hidden_size) + " wide");
+void add_model_facts(BannerLines& lines, const TrainCommand& command, const LoadedBert& bert) {
+  lines.emplace_back("model", command.model + ": " + std::to_string(bert.config.num_hidden_layers) +
+                                  " layers, " + std::to_string(bert.config.hidden_size) + " wide");
   for (const std::string& line : bert.report) {
     lines.emplace_back("model", line);
   }
   if (is_model_shape(command.model)) {
     char rate[48];
-    std::snprintf(
-        rate,
-        sizeof rate,
-        "learning rate %g (--learning-rate)",
-        command.arguments.learning_rate);
+    std::snprintf(rate, sizeof rate, "learning rate %g (--learning-rate)",
+                  command.arguments.learning_rate);
     lines.emplace_back("model", rate);
   }
 }
@@ -38,21 +32,17 @@ void add_model_facts(
 void require_class_weights(const TrainCommand& command, int64_t labels) {
   const auto weights = class_weight_numbers(command.arguments.class_weights);
   if (!weights.empty() && std::ssize(weights) != labels) {
-    throw InputError(
-        "cli::train",
-        "--class-weights=" + command.arguments.class_weights,
-        std::to_string(labels) + " numbers, one a label");
+    throw InputError("cli::train", "--class-weights=" + command.arguments.class_weights,
+                     std::to_string(labels) + " numbers, one a label");
   }
 }
 
 void require_row_each(int64_t rows, int world_size) {
   if (rows < world_size) {
-    throw InputError(
-        "cli::train",
-        "more processes than rows: processes=" + std::to_string(world_size) +
-            ", training rows=" + std::to_string(rows),
-        "at least one row a process",
-        "lower --nproc");
+    throw InputError("cli::train",
+                     "more processes than rows: processes=" + std::to_string(world_size) +
+                         ", training rows=" + std::to_string(rows),
+                     "at least one row a process", "lower --nproc");
   }
 }
 
@@ -70,45 +60,32 @@ static int dry_run(const TrainCommand& command, const ReadInputs& read) {
   for (int64_t row = 0; row < in.train->size(); ++row) {
     longest = std::max(longest, in.train->length(row));
   }
-  print_dry_run(
-      command,
-      {.world_size = ranks,
-       .facts = in.facts(),
-       .train = in.train,
-       .eval_rows = in.eval ? in.eval->size() : 0,
-       .model = in.bert.model,
-       .longest = longest,
-       .disk_bytes = bytes_on_disk(command.arguments, *in.bert.model)});
+  print_dry_run(command, {.world_size = ranks,
+                          .facts = in.facts(),
+                          .train = in.train,
+                          .eval_rows = in.eval ? in.eval->size() : 0,
+                          .model = in.bert.model,
+                          .longest = longest,
+                          .disk_bytes = bytes_on_disk(command.arguments, *in.bert.model)});
   return kExitOk;
 }
 
 // False where the run was finished before.
-static bool train(
-    const TrainCommand& command,
-    const TrainingInputs& in,
-    const std::shared_ptr<Accelerator>& accelerator) {
+static bool train(const TrainCommand& command, const TrainingInputs& in,
+                  const std::shared_ptr<Accelerator>& accelerator) {
   TrainingArguments arguments = command.arguments;
   arguments.max_length = in.max_length; // what predict and eval cut to
-  Trainer trainer(
-      in.bert.model.ptr(),
-      in.loss,
-      arguments,
-      in.train,
-      in.eval,
-      in.metrics,
-      accelerator);
+  Trainer trainer(in.bert.model.ptr(), in.loss, arguments, in.train, in.eval, in.metrics,
+                  accelerator);
   trainer.set_model_files(in.files);
   if (accelerator->is_main_process()) {
-    trainer.set_run_facts(
-        described_inputs(command), {{"train_data", in.checksum()}});
+    trainer.set_run_facts(described_inputs(command), {{"train_data", in.checksum()}});
     for (const std::string& warning : in.warnings) {
       log_warning(warning);
     }
     if (!arguments.disable_tqdm) {
       trainer.add_callback(std::make_shared<ProgressCallback>(
-          "hasten " HASTEN_VERSION ": " + command.model + " learns " +
-              in.learns,
-          in.facts()));
+          "hasten " HASTEN_VERSION ": " + command.model + " learns " + in.learns, in.facts()));
     }
   }
   return !trainer.train().already_finished;
@@ -119,8 +96,7 @@ int run_training(const TrainCommand& command, const ReadInputs& read) {
     return dry_run(command, read);
   }
   const auto accelerator = std::make_shared<Accelerator>(AcceleratorOptions{
-      .gradient_accumulation_steps =
-          command.arguments.gradient_accumulation_steps,
+      .gradient_accumulation_steps = command.arguments.gradient_accumulation_steps,
       .seed = command.arguments.seed,
       .strategy = command.arguments.strategy,
       .shard_size = static_cast<int>(command.arguments.shard_size),
@@ -128,9 +104,8 @@ int run_training(const TrainCommand& command, const ReadInputs& read) {
       .heartbeat_timeout = from_seconds(command.arguments.heartbeat_timeout)});
   Communicator& communicator = *accelerator->communicator();
   TrainingInputs inputs;
-  agree_on(communicator, "cli: read the input", [&] {
-    inputs = read(accelerator->num_processes(), accelerator->is_main_process());
-  });
+  agree_on(communicator, "cli: read the input",
+           [&] { inputs = read(accelerator->num_processes(), accelerator->is_main_process()); });
   bool trained = false;
   try {
     trained = train(command, inputs, accelerator);
@@ -140,9 +115,8 @@ int run_training(const TrainCommand& command, const ReadInputs& read) {
     throw;
   }
   if (accelerator->is_main_process()) {
-    log_info(
-        (trained ? std::string() : finished_line(command) + " ") + "Model in " +
-        command.arguments.output_dir + "." + inputs.hint);
+    log_info((trained ? std::string() : finished_line(command) + " ") + "Model in " +
+             command.arguments.output_dir + "." + inputs.hint);
   }
   accelerator->finish();
   return kExitOk;

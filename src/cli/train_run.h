@@ -42,8 +42,7 @@ using ReadInputs = std::function<TrainingInputs(int world_size, bool is_main)>;
 /// Trains, or with --dry-run says the plan. The exit code.
 int run_training(const TrainCommand& command, const ReadInputs& read);
 
-void add_model_facts(
-    BannerLines& lines, const TrainCommand& command, const LoadedBert& bert);
+void add_model_facts(BannerLines& lines, const TrainCommand& command, const LoadedBert& bert);
 /// Throws InputError where --class-weights has another number of them.
 void require_class_weights(const TrainCommand& command, int64_t labels);
 void require_row_each(int64_t rows, int world_size);

@@ -12,14 +12,10 @@ struct RunCommand {
   int operator()(const PredictCommand& command) { return run_predict(command); }
   int operator()(const EvalCommand& command) { return run_eval(command); }
   int operator()(const PlanCommand& command) { return run_plan(command); }
-  int operator()(const EstimateMemoryCommand& command) {
-    return run_estimate_memory(command);
-  }
+  int operator()(const EstimateMemoryCommand& command) { return run_estimate_memory(command); }
   int operator()(const CompareCommand& command) { return run_compare(command); }
   int operator()(const StateCommand& command) { return run_state(command); }
-  int operator()(const TokenizerCommand& command) {
-    return run_tokenizer(command);
-  }
+  int operator()(const TokenizerCommand& command) { return run_tokenizer(command); }
   int operator()(const SynthCommand& command) { return run_synth(command); }
   int operator()(const EnvCommand& command) { return run_env(command); }
   template <typename T>
@@ -36,7 +32,6 @@ struct RunCommand {
 int main(int argc, char** argv) {
   const std::vector<std::string> arguments(argv + 1, argv + argc);
   return hasten::record([&] {
-    return std::visit(
-        hasten::detail::RunCommand{}, hasten::parse_command_line(arguments));
+    return std::visit(hasten::detail::RunCommand{}, hasten::parse_command_line(arguments));
   });
 }

@@ -18,9 +18,7 @@ namespace hasten::detail {
 /// nobody. Does nothing to a thread for which the user has chosen another class.
 class BatchThreads {
  public:
-  BatchThreads() : chosen_(::sched_getscheduler(0) != SCHED_OTHER) {
-    set(SCHED_BATCH);
-  }
+  BatchThreads() : chosen_(::sched_getscheduler(0) != SCHED_OTHER) { set(SCHED_BATCH); }
   ~BatchThreads() { set(SCHED_OTHER); }
   BatchThreads(const BatchThreads&) = delete;
   BatchThreads& operator=(const BatchThreads&) = delete;

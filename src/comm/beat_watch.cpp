@@ -8,17 +8,15 @@ namespace hasten::detail {
 using std::chrono::milliseconds;
 
 BeatWatch::BeatWatch(int rank, int size, milliseconds limit, Time now)
-    : interval_(std::max(
-          std::clamp(limit / 20, milliseconds(50), milliseconds(1000)),
-          milliseconds(size))),
+    : interval_(std::max(std::clamp(limit / 20, milliseconds(50), milliseconds(1000)),
+                         milliseconds(size))),
       limit_(std::max(limit, 5 * interval_)),
       seen_(static_cast<size_t>(size), Seen{"", now, now}),
       last_merge_(now) {
   for (int i = 1; i < size; ++i) {
     all_.push_back((rank + i) % size);
   }
-  neighbours_.assign(
-      all_.begin(), all_.begin() + std::min(kNeighbours, size - 1));
+  neighbours_.assign(all_.begin(), all_.begin() + std::min(kNeighbours, size - 1));
 }
 
 const std::vector<int>& BeatWatch::due(bool all, Time now) {
@@ -29,8 +27,7 @@ const std::vector<int>& BeatWatch::due(bool all, Time now) {
   return all_;
 }
 
-void BeatWatch::merge(
-    const std::vector<int>& ranks, std::vector<std::string> beats, Time now) {
+void BeatWatch::merge(const std::vector<int>& ranks, std::vector<std::string> beats, Time now) {
   // After a pause of this very process nobody's silence means anything.
   const bool slept = now - last_merge_ > 2 * interval_ + milliseconds(500);
   for (Seen& seen : seen_) {

@@ -28,14 +28,11 @@ class BeatWatch {
   /// Ranks to read now; `all`: everybody.
   const std::vector<int>& due(bool all, Time now);
   /// What was read of them.
-  void merge(
-      const std::vector<int>& ranks, std::vector<std::string> beats, Time now);
+  void merge(const std::vector<int>& ranks, std::vector<std::string> beats, Time now);
   /// Empty where it was not read so far.
   const std::string& beat(int rank) const { return of(rank).beat; }
   /// How long the beat had been the same when it was last read.
-  CommClock::duration silence(int rank) const {
-    return of(rank).read - of(rank).changed;
-  }
+  CommClock::duration silence(int rank) const { return of(rank).read - of(rank).changed; }
 
  private:
   struct Seen {

@@ -48,18 +48,15 @@ void register_group(const std::shared_ptr<GlooGroup>& group) {
   (void)installed;
   GroupRegistry& registry = group_registry();
   const std::lock_guard<std::mutex> lock(registry.mutex);
-  std::erase_if(registry.groups, [](const std::weak_ptr<GlooGroup>& known) {
-    return known.expired();
-  });
+  std::erase_if(registry.groups,
+                [](const std::weak_ptr<GlooGroup>& known) { return known.expired(); });
   registry.groups.push_back(group);
 }
 
 /// An exchange of rows, summed by the first wait that sees it through.
 struct RowSum final : CommHandle::State {
   RowSum(CommHandle exchange_in, at::Tensor output_in, at::Tensor rows_in)
-      : exchange(std::move(exchange_in)),
-        output(std::move(output_in)),
-        rows(std::move(rows_in)) {}
+      : exchange(std::move(exchange_in)), output(std::move(output_in)), rows(std::move(rows_in)) {}
 
   void wait() override {
     exchange.wait();
@@ -70,9 +67,7 @@ struct RowSum final : CommHandle::State {
     }
   }
   bool done() const noexcept override { return exchange.done(); }
-  std::chrono::steady_clock::time_point ended() const noexcept override {
-    return exchange.ended();
-  }
+  std::chrono::steady_clock::time_point ended() const noexcept override { return exchange.ended(); }
 
  private:
   void add_rows() {
@@ -95,12 +90,10 @@ struct RowSum final : CommHandle::State {
 };
 
 void check_world(const World& world, const CommunicatorOptions& options) {
-  if (world.world_size < 1 || world.rank < 0 ||
-      world.rank >= world.world_size) {
+  if (world.world_size < 1 || world.rank < 0 || world.rank >= world.world_size) {
     throw InputError(
         "comm::create",
-        "rank=" + std::to_string(world.rank) +
-            ", world_size=" + std::to_string(world.world_size),
+        "rank=" + std::to_string(world.rank) + ", world_size=" + std::to_string(world.world_size),
         "0 <= rank < world_size");
   }
   const std::chrono::milliseconds longest = from_seconds(1e7);
@@ -109,18 +102,14 @@ void check_world(const World& world, const CommunicatorOptions& options) {
       throw InputError(
           "comm::create",
           "timeout=" + std::to_string(options.timeout.count()) +
-              " ms, heartbeat_timeout=" +
-              std::to_string(options.heartbeat_timeout.count()) + " ms",
+              " ms, heartbeat_timeout=" + std::to_string(options.heartbeat_timeout.count()) + " ms",
           "1 ms to 1e7 s each");
     }
   }
   if (world.world_size > 1 && world.store_file.empty() &&
       (world.master_port < 1 || world.master_port > 65535)) {
-    throw InputError(
-        "comm::create",
-        "master_port=" + std::to_string(world.master_port),
-        "1 to 65535",
-        "set MASTER_PORT, or start with hasten launch");
+    throw InputError("comm::create", "master_port=" + std::to_string(world.master_port),
+                     "1 to 65535", "set MASTER_PORT, or start with hasten launch");
   }
 }
 
@@ -138,33 +127,31 @@ std::chrono::steady_clock::time_point CommHandle::ended() const {
 
 bool CommHandle::done() const { return !state_ || state_->done(); }
 
-std::shared_ptr<Communicator> Communicator::create(
-    const World& world, const CommunicatorOptions& options) {
+std::shared_ptr<Communicator> Communicator::create(const World& world,
+                                                   const CommunicatorOptions& options) {
   detail::check_world(world, options);
   if (world.world_size == 1) {
     return detail::make_local_group(options);
   }
   set_error_rank(world.rank, world.world_size);
   set_log_rank(world.rank, world.world_size);
-  auto group = std::make_shared<detail::GlooGroup>(
-      detail::WorldLink::join(world, options), options);
+  auto group =
+      std::make_shared<detail::GlooGroup>(detail::WorldLink::join(world, options), options);
   detail::register_group(group);
   return group;
 }
 
 std::optional<Survivors> Communicator::shrink() { return std::nullopt; }
 
-std::shared_ptr<Communicator> detail::GlooGroup::duplicate(
-    const CommunicatorOptions& options) {
+std::shared_ptr<Communicator> detail::GlooGroup::duplicate(const CommunicatorOptions& options) {
   core_->check(operation_label("create", options.name));
-  auto group =
-      std::make_shared<GlooGroup>(core_->link, options, core_->members);
+  auto group = std::make_shared<GlooGroup>(core_->link, options, core_->members);
   register_group(group);
   return group;
 }
 
-std::shared_ptr<Communicator> detail::GlooGroup::new_group(
-    const std::vector<int>& ranks, const CommunicatorOptions& options) {
+std::shared_ptr<Communicator> detail::GlooGroup::new_group(const std::vector<int>& ranks,
+                                                           const CommunicatorOptions& options) {
   check_members(ranks, rank(), world_size());
   core_->check(operation_label("create", options.name));
   if (ranks.size() == 1) {
@@ -174,26 +161,21 @@ std::shared_ptr<Communicator> detail::GlooGroup::new_group(
   for (const int rank : ranks) {
     members.push_back(core_->members[static_cast<size_t>(rank)]);
   }
-  auto group =
-      std::make_shared<GlooGroup>(core_->link, options, std::move(members));
+  auto group = std::make_shared<GlooGroup>(core_->link, options, std::move(members));
   register_group(group);
   return group;
 }
 
-CommHandle Communicator::reduce_scatter_async(
-    at::Tensor output,
-    at::Tensor input,
-    std::string_view name,
-    at::Tensor scratch) {
+CommHandle Communicator::reduce_scatter_async(at::Tensor output, at::Tensor input,
+                                              std::string_view name, at::Tensor scratch) {
   detail::check_scattered(output, input, world_size());
   if (!scratch.defined()) {
     scratch = at::empty_like(input);
   }
   CommHandle exchange = all_to_all_async(scratch, input, name);
-  return CommHandle(std::make_shared<detail::RowSum>(
-      std::move(exchange),
-      output.detach().view({output.numel()}),
-      scratch.detach().view({world_size(), output.numel()})));
+  return CommHandle(
+      std::make_shared<detail::RowSum>(std::move(exchange), output.detach().view({output.numel()}),
+                                       scratch.detach().view({world_size(), output.numel()})));
 }
 
 } // namespace hasten

@@ -63,8 +63,7 @@ struct GlooOperation final : CommHandle::State {
 
   void wait() override {
     std::unique_lock<std::mutex> lock(mutex);
-    while (
-        !changed.wait_for(lock, milliseconds(50), [&] { return completed; })) {
+    while (!changed.wait_for(lock, milliseconds(50), [&] { return completed; })) {
       lock.unlock();
       core->poll(operation);
       if (overdue()) {
@@ -88,8 +87,7 @@ struct GlooOperation final : CommHandle::State {
   bool overdue() const {
     const std::lock_guard<std::mutex> lock(core->mutex);
     const auto since = std::max(submitted, core->last_completion);
-    return CommClock::now() - since >
-           core->options.timeout + milliseconds(2000);
+    return CommClock::now() - since > core->options.timeout + milliseconds(2000);
   }
 
   [[noreturn]] void raise_from(const std::exception_ptr& failure) {
@@ -101,14 +99,12 @@ struct GlooOperation final : CommHandle::State {
     } catch (...) {
       text = "unknown error";
     }
-    core->diagnose(
-        operation, sequence, text, text.find("Timed out") != std::string::npos);
+    core->diagnose(operation, sequence, text, text.find("Timed out") != std::string::npos);
   }
 };
 
 /// Groups of different ranks may have one name.
-std::string group_key(
-    const std::string& name, const std::vector<int>& members, int world_size) {
+std::string group_key(const std::string& name, const std::vector<int>& members, int world_size) {
   std::string key = name;
   if (std::ssize(members) < world_size) {
     for (const int member : members) {
@@ -126,22 +122,18 @@ std::vector<int> members_or_all(std::vector<int> members, int world_size) {
   return members;
 }
 
-GroupCore::GroupCore(
-    std::shared_ptr<WorldLink> world_link,
-    const CommunicatorOptions& group,
-    std::vector<int> of)
+GroupCore::GroupCore(std::shared_ptr<WorldLink> world_link, const CommunicatorOptions& group,
+                     std::vector<int> of)
     : link(std::move(world_link)),
       options(group),
       members(members_or_all(std::move(of), link->world().world_size)),
       key(group_key(group.name, members, link->world().world_size)),
-      rank(static_cast<int>(
-          std::find(members.begin(), members.end(), link->world().rank) -
-          members.begin())),
+      rank(static_cast<int>(std::find(members.begin(), members.end(), link->world().rank) -
+                            members.begin())),
       world_size(static_cast<int>(members.size())),
       progress(link->liveness().add_group(key)) {}
 
-uint64_t GroupCore::enter(
-    const std::string& operation, const std::string& tensors) {
+uint64_t GroupCore::enter(const std::string& operation, const std::string& tensors) {
   check(operation);
   const std::lock_guard<std::mutex> lock(progress->mutex);
   progress->operation = operation;
@@ -153,9 +145,8 @@ void GroupCore::check(const std::string& operation) {
   {
     const std::lock_guard<std::mutex> lock(mutex);
     if (!error && closed) {
-      throw CommunicationError(
-          "comm::" + operation.substr(0, operation.find(' ')),
-          operation + ": the group is closed: name=" + options.name);
+      throw CommunicationError("comm::" + operation.substr(0, operation.find(' ')),
+                               operation + ": the group is closed: name=" + options.name);
     }
     if (!error && !link->liveness().failed()) {
       return;
@@ -199,37 +190,28 @@ void GroupCore::raise(const std::string& operation) {
     if (!error) {
       error = link->liveness().cause();
       if (!error->operation.empty() && error->operation != operation) {
-        error->text = "rank " + std::to_string(error->found_by) +
-                      " gave up on " + error->operation + ": " + error->text;
+        error->text = "rank " + std::to_string(error->found_by) + " gave up on " +
+                      error->operation + ": " + error->text;
       }
       error->operation = operation;
     }
     first = *error;
   }
   set_said_by_peer(first.said_by_peer);
-  throw CommunicationError(
-      "comm::" + first.operation.substr(0, first.operation.find(' ')),
-      first.operation + ": " + first.text,
-      {},
-      first.fix);
+  throw CommunicationError("comm::" + first.operation.substr(0, first.operation.find(' ')),
+                           first.operation + ": " + first.text, {}, first.fix);
 }
 
-void GroupCore::fail(
-    const std::string& operation, std::string text, std::string fix) {
-  link->liveness().fail(
-      {link->launch_rank(), operation, std::move(text), std::move(fix)},
-      milliseconds(500));
+void GroupCore::fail(const std::string& operation, std::string text, std::string fix) {
+  link->liveness().fail({link->launch_rank(), operation, std::move(text), std::move(fix)},
+                        milliseconds(500));
   raise(operation);
 }
 
-void GroupCore::diagnose(
-    const std::string& operation,
-    uint64_t sequence,
-    const std::string& text,
-    bool timed_out) {
+void GroupCore::diagnose(const std::string& operation, uint64_t sequence, const std::string& text,
+                         bool timed_out) {
   Liveness& liveness = link->liveness();
-  const CommClock::time_point until =
-      CommClock::now() + options.heartbeat_timeout;
+  const CommClock::time_point until = CommClock::now() + options.heartbeat_timeout;
   // The rank that broke the connection need not be the one to blame: it may
   // itself have lost a third one, or have given up, and says so soon.
   while (!timed_out && !liveness.failed() && CommClock::now() < until) {
@@ -243,37 +225,26 @@ void GroupCore::diagnose(
     liveness.look(milliseconds(200));
     const std::vector<int> left = liveness.left_ranks();
     if (!liveness.failed() && !left.empty()) {
-      fail(
-          operation,
-          "rank " + std::to_string(link->launch_rank(left[0])) +
-              " has left the world",
-          "let every rank do the same operations before close()");
+      fail(operation, "rank " + std::to_string(link->launch_rank(left[0])) + " has left the world",
+           "let every rank do the same operations before close()");
     }
     std::this_thread::sleep_for(milliseconds(10));
   }
   if (timed_out && !liveness.failed()) {
     liveness.look(milliseconds(1000));
     char limit[32];
-    std::snprintf(
-        limit, sizeof limit, "%.1f s", double(options.timeout.count()) / 1000);
-    fail(
-        operation,
-        std::string("timed out after ") + limit + ": " +
-            liveness.describe_missing(key, members, sequence, operation),
-        "see what that rank is doing, or raise the timeout");
+    std::snprintf(limit, sizeof limit, "%.1f s", double(options.timeout.count()) / 1000);
+    fail(operation,
+         std::string("timed out after ") + limit + ": " +
+             liveness.describe_missing(key, members, sequence, operation),
+         "see what that rank is doing, or raise the timeout");
   }
   check(operation); // throws for a failed world and for a closed group
-  fail(
-      operation,
-      "the connection to a peer broke (" + text.substr(0, text.find('\n')) +
-          ")",
-      "");
+  fail(operation, "the connection to a peer broke (" + text.substr(0, text.find('\n')) + ")", "");
 }
 
-GlooGroup::GlooGroup(
-    std::shared_ptr<WorldLink> link,
-    CommunicatorOptions options,
-    std::vector<int> members) {
+GlooGroup::GlooGroup(std::shared_ptr<WorldLink> link, CommunicatorOptions options,
+                     std::vector<int> members) {
   const char* check = std::getenv("HASTEN_COMM_CHECK");
   if (check != nullptr && std::string_view(check) == "0") {
     if (options.check_shapes == ShapeCheck::first) {
@@ -284,8 +255,7 @@ GlooGroup::GlooGroup(
   }
   members = members_or_all(std::move(members), link->world().world_size);
   link->add_group(group_key(options.name, members, link->world().world_size));
-  core_ =
-      std::make_shared<GroupCore>(std::move(link), options, std::move(members));
+  core_ = std::make_shared<GroupCore>(std::move(link), options, std::move(members));
   try {
     connect();
   } catch (...) {
@@ -309,28 +279,18 @@ void GlooGroup::connect() {
   const std::string operation = operation_label("create", core_->options.name);
   const uint64_t sequence = core_->enter(operation);
   allow_descriptors(4 * static_cast<rlim_t>(world_size()) + 256);
-  const auto gloo_options =
-      c10d::ProcessGroupGloo::Options::create(core_->options.timeout);
-  gloo_options->devices.push_back(
-      core_->link->device(core_->options.interface_address));
+  const auto gloo_options = c10d::ProcessGroupGloo::Options::create(core_->options.timeout);
+  gloo_options->devices.push_back(core_->link->device(core_->options.interface_address));
   std::future<Gloo> future = core_->link->store().post<Gloo>(
-      [gloo_options,
-       rank = rank(),
-       size = world_size(),
-       prefix = "group/" + core_->key](
+      [gloo_options, rank = rank(), size = world_size(), prefix = "group/" + core_->key](
           c10d::Store& store, const std::atomic<bool>&) {
         const BatchThreads batch;
         return c10::make_intrusive<c10d::ProcessGroupGloo>(
-            c10::make_intrusive<c10d::PrefixStore>(
-                prefix, StorePtr::reclaim_copy(&store)),
-            rank,
-            size,
-            gloo_options);
+            c10::make_intrusive<c10d::PrefixStore>(prefix, StorePtr::reclaim_copy(&store)), rank,
+            size, gloo_options);
       });
-  const bool connected =
-      await_future(future, CommClock::now() + core_->options.timeout, [&] {
-        core_->poll(operation);
-      });
+  const bool connected = await_future(future, CommClock::now() + core_->options.timeout,
+                                      [&] { core_->poll(operation); });
   if (!connected) {
     core_->diagnose(operation, sequence, "", true);
   }
@@ -340,20 +300,15 @@ void GlooGroup::connect() {
     core_->diagnose(operation, sequence, error.what(), false);
   }
   if (const auto uid = core_->link->stranger()) {
-    core_->fail(
-        operation,
-        "a process of another user (uid " + std::to_string(*uid) +
-            ") is connected to rank " +
-            std::to_string(core_->link->launch_rank()),
-        "see what that user runs on this host, and start again");
+    core_->fail(operation,
+                "a process of another user (uid " + std::to_string(*uid) +
+                    ") is connected to rank " + std::to_string(core_->link->launch_rank()),
+                "see what that user runs on this host, and start again");
   }
 }
 
-CommHandle GlooGroup::submit(
-    std::string operation,
-    uint64_t sequence,
-    const Start& start,
-    std::function<void()> finish) {
+CommHandle GlooGroup::submit(std::string operation, uint64_t sequence, const Start& start,
+                             std::function<void()> finish) {
   Gloo gloo;
   {
     const std::lock_guard<std::mutex> lock(gloo_mutex_);
@@ -383,18 +338,16 @@ void GlooGroup::abandon(std::string_view reason) noexcept {
     Liveness& liveness = core_->link->liveness();
     const WorldLink& link = *core_->link;
     const bool first = !liveness.failed();
-    liveness.fail(
-        {link.launch_rank(),
-         "",
-         "rank " + std::to_string(link.launch_rank()) +
-             " failed: " + std::string(reason),
-         "see what that rank said",
-         {link.world().rank}},
-        milliseconds(500));
+    liveness.fail({link.launch_rank(),
+                   "",
+                   "rank " + std::to_string(link.launch_rank()) + " failed: " + std::string(reason),
+                   "see what that rank said",
+                   {link.world().rank}},
+                  milliseconds(500));
     // The store goes with rank 0: the others must have read it.
     const CommClock::time_point until = CommClock::now() + milliseconds(1000);
-    while (first && serves_store(core_->link->world()) &&
-           !liveness.everybody_knows() && CommClock::now() < until) {
+    while (first && serves_store(core_->link->world()) && !liveness.everybody_knows() &&
+           CommClock::now() < until) {
       liveness.look(milliseconds(100));
       std::this_thread::sleep_for(milliseconds(10));
     }
@@ -404,8 +357,8 @@ void GlooGroup::abandon(std::string_view reason) noexcept {
 
 bool GlooGroup::wait_idle(CommClock::time_point until) {
   std::unique_lock<std::mutex> lock(core_->mutex);
-  while (core_->in_flight > 0 && CommClock::now() < until &&
-         !core_->link->liveness().failed() && interrupt_signal() == 0) {
+  while (core_->in_flight > 0 && CommClock::now() < until && !core_->link->liveness().failed() &&
+         interrupt_signal() == 0) {
     core_->idle.wait_for(lock, milliseconds(50));
   }
   return core_->in_flight == 0;
@@ -418,9 +371,8 @@ void GlooGroup::close() noexcept {
       return;
     }
   }
-  leave(
-      !core_->link->liveness().failed() &&
-      wait_idle(CommClock::now() + core_->options.heartbeat_timeout));
+  leave(!core_->link->liveness().failed() &&
+        wait_idle(CommClock::now() + core_->options.heartbeat_timeout));
 }
 
 void GlooGroup::leave(bool orderly) noexcept {

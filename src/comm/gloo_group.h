@@ -29,16 +29,12 @@ namespace detail {
 
 /// What to do where ranks are in different operations.
 inline constexpr const char* kSameOperations =
-    "let all ranks do the same operations on tensors of one shape and dtype, "
-    "in one "
-    "order";
+    "let all ranks do the same operations on tensors of one shape and dtype, in one order";
 
 struct GroupCore {
   /// `members`: ranks of the world.
-  GroupCore(
-      std::shared_ptr<WorldLink> world_link,
-      const CommunicatorOptions& group,
-      std::vector<int> members);
+  GroupCore(std::shared_ptr<WorldLink> world_link, const CommunicatorOptions& group,
+            std::vector<int> members);
 
   // Set at construction.
   const std::shared_ptr<WorldLink> link;
@@ -59,12 +55,10 @@ struct GroupCore {
   std::optional<FailureCause> error;
 
   // Of the thread that issues operations.
-  std::unordered_set<uint64_t>
-      known; // hashes of what the group has done before
+  std::unordered_set<uint64_t> known; // hashes of what the group has done before
   uint64_t compared_at = 0; // the operation whose peers were last looked at
   CommClock::time_point compared{}; // and when
-  uint64_t apart_at =
-      0; // the operation in which a peer was last seen elsewhere
+  uint64_t apart_at = 0; // the operation in which a peer was last seen elsewhere
   CommClock::time_point together{}; // when it was not yet
 
   /// Throws where the group is closed or dead, else enters the next operation
@@ -81,63 +75,42 @@ struct GroupCore {
   /// the world's cause.
   [[noreturn]] void raise(const std::string& operation);
   /// Reports `text` to the world as the failure, then raises it.
-  [[noreturn]] void fail(
-      const std::string& operation, std::string text, std::string fix);
+  [[noreturn]] void fail(const std::string& operation, std::string text, std::string fix);
   /// An operation broke with `text`: finds out who is to blame and raises.
-  [[noreturn]] void diagnose(
-      const std::string& operation,
-      uint64_t sequence,
-      const std::string& text,
-      bool timed_out);
+  [[noreturn]] void diagnose(const std::string& operation, uint64_t sequence,
+                             const std::string& text, bool timed_out);
 };
 
 class GlooGroup final : public Communicator {
  public:
   /// Collective. Empty `members`: all ranks of the world.
-  GlooGroup(
-      std::shared_ptr<WorldLink> link,
-      CommunicatorOptions options,
-      std::vector<int> members = {});
+  GlooGroup(std::shared_ptr<WorldLink> link, CommunicatorOptions options,
+            std::vector<int> members = {});
   /// Lets go without a word to the peers.
   ~GlooGroup() override;
 
   int rank() const override { return core_->rank; }
   int world_size() const override { return core_->world_size; }
   const CommunicatorOptions& options() const override { return core_->options; }
-  CommHandle all_reduce_async(
-      at::Tensor tensor, ReduceOp op, std::string_view name) override;
-  CommHandle broadcast_async(
-      at::Tensor tensor, int source, std::string_view name) override;
-  CommHandle all_gather_async(
-      at::Tensor output, at::Tensor input, std::string_view name) override;
-  CommHandle gather_async(
-      at::Tensor output,
-      at::Tensor input,
-      int root,
-      std::string_view name) override;
-  CommHandle all_to_all_async(
-      at::Tensor output, at::Tensor input, std::string_view name) override;
-  CommHandle reduce_async(
-      at::Tensor tensor, int root, ReduceOp op, std::string_view name) override;
-  CommHandle scatter_async(
-      at::Tensor output,
-      at::Tensor input,
-      int root,
-      std::string_view name) override;
-  at::Tensor all_gather_rows(
-      const at::Tensor& rows, std::string_view name) override;
-  std::vector<nlohmann::json> gather_json(
-      const nlohmann::json& value, std::string_view name) override;
-  nlohmann::json broadcast_json(
-      const nlohmann::json& value, std::string_view name) override;
+  CommHandle all_reduce_async(at::Tensor tensor, ReduceOp op, std::string_view name) override;
+  CommHandle broadcast_async(at::Tensor tensor, int source, std::string_view name) override;
+  CommHandle all_gather_async(at::Tensor output, at::Tensor input, std::string_view name) override;
+  CommHandle gather_async(at::Tensor output, at::Tensor input, int root,
+                          std::string_view name) override;
+  CommHandle all_to_all_async(at::Tensor output, at::Tensor input, std::string_view name) override;
+  CommHandle reduce_async(at::Tensor tensor, int root, ReduceOp op, std::string_view name) override;
+  CommHandle scatter_async(at::Tensor output, at::Tensor input, int root,
+                           std::string_view name) override;
+  at::Tensor all_gather_rows(const at::Tensor& rows, std::string_view name) override;
+  std::vector<nlohmann::json> gather_json(const nlohmann::json& value,
+                                          std::string_view name) override;
+  nlohmann::json broadcast_json(const nlohmann::json& value, std::string_view name) override;
   void barrier(std::string_view name) override;
   void abandon(std::string_view reason) noexcept override;
   void close() noexcept override;
-  std::shared_ptr<Communicator> duplicate(
-      const CommunicatorOptions& options) override;
-  std::shared_ptr<Communicator> new_group(
-      const std::vector<int>& ranks,
-      const CommunicatorOptions& options) override;
+  std::shared_ptr<Communicator> duplicate(const CommunicatorOptions& options) override;
+  std::shared_ptr<Communicator> new_group(const std::vector<int>& ranks,
+                                          const CommunicatorOptions& options) override;
   std::optional<Survivors> shrink() override;
 
   /// Lets go of everything without communicating; bounded. For the end of the
@@ -146,55 +119,36 @@ class GlooGroup final : public Communicator {
 
  private:
   using Gloo = c10::intrusive_ptr<c10d::ProcessGroupGloo>;
-  using Start =
-      std::function<c10::intrusive_ptr<c10d::Work>(c10d::ProcessGroupGloo&)>;
+  using Start = std::function<c10::intrusive_ptr<c10d::Work>(c10d::ProcessGroupGloo&)>;
 
   void connect();
   /// Leaves the world it was in.
   void replace_world(std::shared_ptr<WorldLink> link);
   /// Starts an operation entered as `sequence`; `finish` runs once, in the
   /// first wait that sees it through.
-  CommHandle submit(
-      std::string operation,
-      uint64_t sequence,
-      const Start& start,
-      std::function<void()> finish);
+  CommHandle submit(std::string operation, uint64_t sequence, const Start& start,
+                    std::function<void()> finish);
   /// all_gather and all_to_all, which differ in Gloo's call.
-  CommHandle exchange_rows(
-      std::string operation,
-      const at::Tensor& output,
-      const at::Tensor& input,
-      c10::intrusive_ptr<c10d::Work> (*start)(
-          c10d::ProcessGroupGloo&, at::Tensor& to, at::Tensor& from));
+  CommHandle exchange_rows(std::string operation, const at::Tensor& output, const at::Tensor& input,
+                           c10::intrusive_ptr<c10d::Work> (*start)(c10d::ProcessGroupGloo&,
+                                                                   at::Tensor& to,
+                                                                   at::Tensor& from));
   /// Every rank's value, [rank]. A rank's n-th exchange meets the n-th of all others;
   /// where these are not one operation, it throws on all.
-  std::vector<nlohmann::json> exchange(
-      const std::string& operation,
-      uint64_t sequence,
-      const nlohmann::json& value);
+  std::vector<nlohmann::json> exchange(const std::string& operation, uint64_t sequence,
+                                       const nlohmann::json& value);
   /// Enters an operation that is about `tensors`. Where options.check_shapes says so,
   /// throws on all ranks where a rank's operation or tensors are others.
-  uint64_t enter_equal(
-      const std::string& operation, const std::string& tensors);
-  void check_equal(
-      const std::string& operation,
-      uint64_t sequence,
-      const std::string& tensors);
+  uint64_t enter_equal(const std::string& operation, const std::string& tensors);
+  void check_equal(const std::string& operation, uint64_t sequence, const std::string& tensors);
   /// all_reduce and reduce, which differ in Gloo's call. `keep`: the result is
   /// wanted here.
   CommHandle reduce_with(
-      std::string operation,
-      const at::Tensor& tensor,
-      ReduceOp op,
-      std::string tensors,
-      bool keep,
+      std::string operation, const at::Tensor& tensor, ReduceOp op, std::string tensors, bool keep,
       const std::function<c10::intrusive_ptr<c10d::Work>(
-          c10d::ProcessGroupGloo&,
-          std::vector<at::Tensor>& buffer,
-          c10d::ReduceOp op)>& start);
+          c10d::ProcessGroupGloo&, std::vector<at::Tensor>& buffer, c10d::ReduceOp op)>& start);
   /// Fails unless all ranks' texts are equal.
-  void require_equal(
-      const std::string& operation, const std::vector<std::string>& texts);
+  void require_equal(const std::string& operation, const std::vector<std::string>& texts);
   bool wait_idle(CommClock::time_point until);
   void leave(bool orderly) noexcept;
 
@@ -204,8 +158,7 @@ class GlooGroup final : public Communicator {
 };
 
 /// Makes the world's first group, or the group of a world of one.
-std::shared_ptr<Communicator> make_local_group(
-    const CommunicatorOptions& options);
+std::shared_ptr<Communicator> make_local_group(const CommunicatorOptions& options);
 
 /// Every Gloo group is known here until it is closed, so that none outlives
 /// main: what is left is released before static destructors run.

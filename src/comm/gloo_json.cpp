@@ -21,24 +21,21 @@ using StoreBytes = std::vector<uint8_t>;
 class ByteExchange {
  public:
   ByteExchange(std::string prefix, int rank, int world_size, StoreBytes value)
-      : prefix_(std::move(prefix)),
-        rank_(static_cast<size_t>(rank)),
-        value_(std::move(value)) {
+      : prefix_(std::move(prefix)), rank_(static_cast<size_t>(rank)), value_(std::move(value)) {
     for (int i = 0; i < world_size; ++i) {
       keys_.push_back(prefix_ + "/" + std::to_string(i));
     }
   }
 
   /// Nothing while a value is missing; no value where cancelled.
-  std::optional<std::vector<StoreBytes>> attempt(
-      c10d::Store& store, const std::atomic<bool>& cancelled) {
+  std::optional<std::vector<StoreBytes>> attempt(c10d::Store& store,
+                                                 const std::atomic<bool>& cancelled) {
     if (!written_) {
       store.set(keys_[rank_], value_);
       written_ = true;
     }
     if (!store.check(keys_)) {
-      return cancelled ? std::optional(std::vector<StoreBytes>())
-                       : std::nullopt;
+      return cancelled ? std::optional(std::vector<StoreBytes>()) : std::nullopt;
     }
     std::vector<StoreBytes> values = store.multiGet(keys_);
     if (store.add(prefix_, 1) == std::ssize(keys_) && !cancelled) {
@@ -58,10 +55,8 @@ class ByteExchange {
   bool written_ = false;
 };
 
-std::vector<nlohmann::json> GlooGroup::exchange(
-    const std::string& operation,
-    uint64_t sequence,
-    const nlohmann::json& value) {
+std::vector<nlohmann::json> GlooGroup::exchange(const std::string& operation, uint64_t sequence,
+                                                const nlohmann::json& value) {
   uint64_t number = 0;
   {
     const std::lock_guard<std::mutex> lock(core_->progress->mutex);
@@ -69,9 +64,7 @@ std::vector<nlohmann::json> GlooGroup::exchange(
   }
   // CBOR, since JSON text has no NaN and no infinity.
   const auto bytes = std::make_shared<ByteExchange>(
-      "values/" + core_->key + "/" + std::to_string(number),
-      rank(),
-      world_size(),
+      "values/" + core_->key + "/" + std::to_string(number), rank(), world_size(),
       nlohmann::json::to_cbor({operation, sequence, value}));
   std::future<std::vector<StoreBytes>> future =
       core_->link->store().post_until<std::vector<StoreBytes>>(
@@ -80,10 +73,8 @@ std::vector<nlohmann::json> GlooGroup::exchange(
           });
   bool arrived = false;
   try {
-    arrived =
-        await_future(future, CommClock::now() + core_->options.timeout, [&] {
-          core_->poll_together(operation, sequence);
-        });
+    arrived = await_future(future, CommClock::now() + core_->options.timeout,
+                           [&] { core_->poll_together(operation, sequence); });
   } catch (...) { // a failure or Ctrl-C: nobody will read the value
     core_->link->store().cancel();
     throw;
@@ -107,8 +98,7 @@ std::vector<nlohmann::json> GlooGroup::exchange(
   for (const StoreBytes& bytes : all) {
     nlohmann::json sent = nlohmann::json::from_cbor(bytes);
     operations.push_back(sent[0]);
-    numbered.push_back(
-        operations.back() + " as its operation " + sent[1].dump());
+    numbered.push_back(operations.back() + " as its operation " + sent[1].dump());
     values.push_back(std::move(sent[2]));
   }
   require_equal(operation, operations);
@@ -116,29 +106,23 @@ std::vector<nlohmann::json> GlooGroup::exchange(
   return values;
 }
 
-void GlooGroup::require_equal(
-    const std::string& operation, const std::vector<std::string>& texts) {
-  const auto other =
-      std::find_if(texts.begin(), texts.end(), [&](const std::string& text) {
-        return text != texts[0];
-      });
+void GlooGroup::require_equal(const std::string& operation, const std::vector<std::string>& texts) {
+  const auto other = std::find_if(texts.begin(), texts.end(),
+                                  [&](const std::string& text) { return text != texts[0]; });
   if (other != texts.end()) {
-    core_->fail(
-        operation,
-        "rank " +
-            std::to_string(core_->link->launch_rank(
-                core_->members[static_cast<size_t>(other - texts.begin())])) +
-            " has " + *other + ", rank " +
-            std::to_string(core_->link->launch_rank(core_->members[0])) +
-            " has " + texts[0],
-        kSameOperations);
+    core_->fail(operation,
+                "rank " +
+                    std::to_string(core_->link->launch_rank(
+                        core_->members[static_cast<size_t>(other - texts.begin())])) +
+                    " has " + *other + ", rank " +
+                    std::to_string(core_->link->launch_rank(core_->members[0])) + " has " +
+                    texts[0],
+                kSameOperations);
   }
 }
 
-void GlooGroup::check_equal(
-    const std::string& operation,
-    uint64_t sequence,
-    const std::string& tensors) {
+void GlooGroup::check_equal(const std::string& operation, uint64_t sequence,
+                            const std::string& tensors) {
   std::vector<std::string> texts;
   for (nlohmann::json& value : exchange(operation, sequence, tensors)) {
     texts.push_back(value);
@@ -146,23 +130,18 @@ void GlooGroup::check_equal(
   require_equal(operation, texts);
 }
 
-std::vector<nlohmann::json> GlooGroup::gather_json(
-    const nlohmann::json& value, std::string_view name) {
+std::vector<nlohmann::json> GlooGroup::gather_json(const nlohmann::json& value,
+                                                   std::string_view name) {
   const std::string operation = operation_label("gather_json", name);
   return exchange(operation, core_->enter(operation), value);
 }
 
-nlohmann::json GlooGroup::broadcast_json(
-    const nlohmann::json& value, std::string_view name) {
+nlohmann::json GlooGroup::broadcast_json(const nlohmann::json& value, std::string_view name) {
   const std::string operation = operation_label("broadcast_json", name);
-  return exchange(
-      operation,
-      core_->enter(operation),
-      rank() == 0 ? value : nlohmann::json())[0];
+  return exchange(operation, core_->enter(operation), rank() == 0 ? value : nlohmann::json())[0];
 }
 
-at::Tensor GlooGroup::all_gather_rows(
-    const at::Tensor& rows, std::string_view name) {
+at::Tensor GlooGroup::all_gather_rows(const at::Tensor& rows, std::string_view name) {
   check_rows(rows);
   // How many rows, and a hash of their form: all in one small tensor, past the store.
   const std::string row_text = "rows of " + rows_text(rows);

@@ -15,8 +15,7 @@ namespace hasten::detail {
 // a rank of the world. 40 bytes each.
 constexpr size_t kKnownOperations = 1 << 20;
 
-uint64_t GlooGroup::enter_equal(
-    const std::string& operation, const std::string& tensors) {
+uint64_t GlooGroup::enter_equal(const std::string& operation, const std::string& tensors) {
   const uint64_t sequence = core_->enter(operation, tensors);
   bool compare = core_->options.check_shapes == ShapeCheck::always;
   if (core_->options.check_shapes == ShapeCheck::first) {
@@ -34,35 +33,25 @@ uint64_t GlooGroup::enter_equal(
 }
 
 CommHandle GlooGroup::reduce_with(
-    std::string operation,
-    const at::Tensor& tensor,
-    ReduceOp op,
-    std::string tensors,
-    bool keep,
+    std::string operation, const at::Tensor& tensor, ReduceOp op, std::string tensors, bool keep,
     const std::function<c10::intrusive_ptr<c10d::Work>(
-        c10d::ProcessGroupGloo&,
-        std::vector<at::Tensor>& buffer,
-        c10d::ReduceOp op)>& start) {
-  const uint64_t sequence = enter_equal(
-      operation, std::string(reduce_op_name(op)) + " of " + tensors);
+        c10d::ProcessGroupGloo&, std::vector<at::Tensor>& buffer, c10d::ReduceOp op)>& start) {
+  const uint64_t sequence =
+      enter_equal(operation, std::string(reduce_op_name(op)) + " of " + tensors);
   const at::Tensor target = tensor.detach();
   const bool adds = op != ReduceOp::max && op != ReduceOp::min;
   const bool widen = adds && target.element_size() == 2;
-  std::vector<at::Tensor> buffer{
-      widen  ? target.to(at::kFloat)
-      : keep ? target
-             : target.clone()}; // Gloo's reduce writes on every rank
+  std::vector<at::Tensor> buffer{widen  ? target.to(at::kFloat)
+                                 : keep ? target
+                                        : target.clone()}; // Gloo's reduce writes on every rank
   const double divisor = op == ReduceOp::mean ? world_size() : 1;
   const auto gloo_op = op == ReduceOp::max       ? c10d::ReduceOp::MAX
                        : op == ReduceOp::min     ? c10d::ReduceOp::MIN
                        : op == ReduceOp::product ? c10d::ReduceOp::PRODUCT
                                                  : c10d::ReduceOp::SUM;
   return submit(
-      std::move(operation),
-      sequence,
-      [&](c10d::ProcessGroupGloo& gloo) {
-        return start(gloo, buffer, gloo_op);
-      },
+      std::move(operation), sequence,
+      [&](c10d::ProcessGroupGloo& gloo) { return start(gloo, buffer, gloo_op); },
       [target, buffer, widen, divisor, keep] {
         at::Tensor reduced = buffer[0];
         if (keep && divisor != 1) {
@@ -74,38 +63,25 @@ CommHandle GlooGroup::reduce_with(
       });
 }
 
-CommHandle GlooGroup::all_reduce_async(
-    at::Tensor tensor, ReduceOp op, std::string_view name) {
+CommHandle GlooGroup::all_reduce_async(at::Tensor tensor, ReduceOp op, std::string_view name) {
   check_reducible("all_reduce", tensor, op);
   return reduce_with(
-      operation_label("all_reduce", name),
-      tensor,
-      op,
-      tensor_text(tensor),
-      true,
-      [](c10d::ProcessGroupGloo& gloo,
-         std::vector<at::Tensor>& buffer,
-         c10d::ReduceOp how) {
+      operation_label("all_reduce", name), tensor, op, tensor_text(tensor), true,
+      [](c10d::ProcessGroupGloo& gloo, std::vector<at::Tensor>& buffer, c10d::ReduceOp how) {
         c10d::AllreduceOptions options;
         options.reduceOp = std::move(how);
         return gloo.allreduce(buffer, options);
       });
 }
 
-CommHandle GlooGroup::reduce_async(
-    at::Tensor tensor, int root, ReduceOp op, std::string_view name) {
+CommHandle GlooGroup::reduce_async(at::Tensor tensor, int root, ReduceOp op,
+                                   std::string_view name) {
   check_reducible("reduce", tensor, op);
   check_root("reduce", root, world_size());
   return reduce_with(
-      operation_label("reduce", name),
-      tensor,
-      op,
-      tensor_text(tensor) + " to rank " + std::to_string(root),
-      rank() == root,
-      [root](
-          c10d::ProcessGroupGloo& gloo,
-          std::vector<at::Tensor>& buffer,
-          c10d::ReduceOp how) {
+      operation_label("reduce", name), tensor, op,
+      tensor_text(tensor) + " to rank " + std::to_string(root), rank() == root,
+      [root](c10d::ProcessGroupGloo& gloo, std::vector<at::Tensor>& buffer, c10d::ReduceOp how) {
         c10d::ReduceOptions options;
         options.reduceOp = std::move(how);
         options.rootRank = root;
@@ -113,17 +89,15 @@ CommHandle GlooGroup::reduce_async(
       });
 }
 
-CommHandle GlooGroup::broadcast_async(
-    at::Tensor tensor, int source, std::string_view name) {
+CommHandle GlooGroup::broadcast_async(at::Tensor tensor, int source, std::string_view name) {
   check_tensor("broadcast", tensor);
   check_root("broadcast", source, world_size());
   std::string operation = operation_label("broadcast", name);
-  const uint64_t sequence = enter_equal(
-      operation, tensor_text(tensor) + " from rank " + std::to_string(source));
+  const uint64_t sequence =
+      enter_equal(operation, tensor_text(tensor) + " from rank " + std::to_string(source));
   std::vector<at::Tensor> bytes{bytes_of(tensor)};
   return submit(
-      std::move(operation),
-      sequence,
+      std::move(operation), sequence,
       [&](c10d::ProcessGroupGloo& gloo) {
         c10d::BroadcastOptions options;
         options.rootRank = source;
@@ -132,36 +106,29 @@ CommHandle GlooGroup::broadcast_async(
       nullptr);
 }
 
-CommHandle GlooGroup::exchange_rows(
-    std::string operation,
-    const at::Tensor& output,
-    const at::Tensor& input,
-    c10::intrusive_ptr<c10d::Work> (*start)(
-        c10d::ProcessGroupGloo&, at::Tensor& to, at::Tensor& from)) {
+CommHandle GlooGroup::exchange_rows(std::string operation, const at::Tensor& output,
+                                    const at::Tensor& input,
+                                    c10::intrusive_ptr<c10d::Work> (*start)(c10d::ProcessGroupGloo&,
+                                                                            at::Tensor& to,
+                                                                            at::Tensor& from)) {
   const uint64_t sequence = enter_equal(operation, tensor_text(input));
   at::Tensor to = bytes_of(output);
   at::Tensor from = bytes_of(input);
   return submit(
-      std::move(operation),
-      sequence,
-      [&](c10d::ProcessGroupGloo& gloo) { return start(gloo, to, from); },
-      nullptr);
+      std::move(operation), sequence,
+      [&](c10d::ProcessGroupGloo& gloo) { return start(gloo, to, from); }, nullptr);
 }
 
-CommHandle GlooGroup::all_gather_async(
-    at::Tensor output, at::Tensor input, std::string_view name) {
+CommHandle GlooGroup::all_gather_async(at::Tensor output, at::Tensor input, std::string_view name) {
   check_gathered("all_gather", output, input, world_size());
-  return exchange_rows(
-      operation_label("all_gather", name),
-      output,
-      input,
-      [](c10d::ProcessGroupGloo& gloo, at::Tensor& to, at::Tensor& from) {
-        return gloo._allgather_base(to, from, {});
-      });
+  return exchange_rows(operation_label("all_gather", name), output, input,
+                       [](c10d::ProcessGroupGloo& gloo, at::Tensor& to, at::Tensor& from) {
+                         return gloo._allgather_base(to, from, {});
+                       });
 }
 
-CommHandle GlooGroup::gather_async(
-    at::Tensor output, at::Tensor input, int root, std::string_view name) {
+CommHandle GlooGroup::gather_async(at::Tensor output, at::Tensor input, int root,
+                                   std::string_view name) {
   check_root("gather", root, world_size());
   if (rank() == root) {
     check_gathered("gather", output, input, world_size());
@@ -169,16 +136,15 @@ CommHandle GlooGroup::gather_async(
     check_tensor("gather", input);
   }
   std::string operation = operation_label("gather", name);
-  const uint64_t sequence = enter_equal(
-      operation, tensor_text(input) + " to rank " + std::to_string(root));
+  const uint64_t sequence =
+      enter_equal(operation, tensor_text(input) + " to rank " + std::to_string(root));
   std::vector<at::Tensor> from{bytes_of(input)};
   std::vector<std::vector<at::Tensor>> to;
   if (rank() == root) {
     to.push_back(rows_of(output));
   }
   return submit(
-      std::move(operation),
-      sequence,
+      std::move(operation), sequence,
       [&](c10d::ProcessGroupGloo& gloo) {
         c10d::GatherOptions options;
         options.rootRank = root;
@@ -188,8 +154,8 @@ CommHandle GlooGroup::gather_async(
       nullptr);
 }
 
-CommHandle GlooGroup::scatter_async(
-    at::Tensor output, at::Tensor input, int root, std::string_view name) {
+CommHandle GlooGroup::scatter_async(at::Tensor output, at::Tensor input, int root,
+                                    std::string_view name) {
   check_root("scatter", root, world_size());
   if (rank() == root) {
     check_gathered("scatter", input, output, world_size());
@@ -197,16 +163,15 @@ CommHandle GlooGroup::scatter_async(
     check_tensor("scatter", output);
   }
   std::string operation = operation_label("scatter", name);
-  const uint64_t sequence = enter_equal(
-      operation, tensor_text(output) + " from rank " + std::to_string(root));
+  const uint64_t sequence =
+      enter_equal(operation, tensor_text(output) + " from rank " + std::to_string(root));
   std::vector<at::Tensor> to{bytes_of(output)};
   std::vector<std::vector<at::Tensor>> from;
   if (rank() == root) {
     from.push_back(rows_of(input));
   }
   return submit(
-      std::move(operation),
-      sequence,
+      std::move(operation), sequence,
       [&](c10d::ProcessGroupGloo& gloo) {
         c10d::ScatterOptions options;
         options.rootRank = root;
@@ -215,17 +180,13 @@ CommHandle GlooGroup::scatter_async(
       nullptr);
 }
 
-CommHandle GlooGroup::all_to_all_async(
-    at::Tensor output, at::Tensor input, std::string_view name) {
+CommHandle GlooGroup::all_to_all_async(at::Tensor output, at::Tensor input, std::string_view name) {
   check_exchanged(output, input, world_size());
-  return exchange_rows(
-      operation_label("all_to_all", name),
-      output,
-      input,
-      [](c10d::ProcessGroupGloo& gloo, at::Tensor& to, at::Tensor& from) {
-        std::vector<int64_t> even;
-        return gloo.alltoall_base(to, from, even, even, {});
-      });
+  return exchange_rows(operation_label("all_to_all", name), output, input,
+                       [](c10d::ProcessGroupGloo& gloo, at::Tensor& to, at::Tensor& from) {
+                         std::vector<int64_t> even;
+                         return gloo.alltoall_base(to, from, even, even, {});
+                       });
 }
 
 void GlooGroup::barrier(std::string_view name) {
@@ -233,10 +194,8 @@ void GlooGroup::barrier(std::string_view name) {
   const uint64_t sequence = enter_equal(operation, "");
   std::vector<at::Tensor> token{at::ones({1}, at::kInt)};
   submit(
-      std::move(operation),
-      sequence,
-      [&](c10d::ProcessGroupGloo& gloo) { return gloo.allreduce(token, {}); },
-      nullptr)
+      std::move(operation), sequence,
+      [&](c10d::ProcessGroupGloo& gloo) { return gloo.allreduce(token, {}); }, nullptr)
       .wait();
 }
 

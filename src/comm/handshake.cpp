@@ -36,18 +36,17 @@ Hello own_hello(const World& world, const std::string& device_kind) {
 }
 
 nlohmann::json to_json(const Hello& hello) {
-  return {
-      {"rank", hello.rank},
-      {"launch_rank", hello.launch_rank},
-      {"world_size", hello.world_size},
-      {"hasten", hello.hasten_version},
-      {"torch", hello.torch_version},
-      {"device", hello.device_kind},
-      {"process_host", hello.process_host},
-      {"network_host", hello.network_host},
-      {"store_address", hello.store_address},
-      {"pid", hello.pid},
-      {"start_time", hello.start_time}};
+  return {{"rank", hello.rank},
+          {"launch_rank", hello.launch_rank},
+          {"world_size", hello.world_size},
+          {"hasten", hello.hasten_version},
+          {"torch", hello.torch_version},
+          {"device", hello.device_kind},
+          {"process_host", hello.process_host},
+          {"network_host", hello.network_host},
+          {"store_address", hello.store_address},
+          {"pid", hello.pid},
+          {"start_time", hello.start_time}};
 }
 
 Hello hello_from_json(const nlohmann::json& value) {
@@ -86,9 +85,8 @@ std::string first_difference(const std::vector<std::optional<Hello>>& hellos) {
     const auto expected = fields(*hellos[0]);
     for (size_t i = 0; i < own.size(); ++i) {
       if (own[i].second != expected[i].second) {
-        return std::string(own[i].first) + ": rank " +
-               std::to_string(hello->rank) + " has " + own[i].second +
-               ", rank 0 has " + expected[i].second;
+        return std::string(own[i].first) + ": rank " + std::to_string(hello->rank) + " has " +
+               own[i].second + ", rank 0 has " + expected[i].second;
       }
     }
   }

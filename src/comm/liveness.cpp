@@ -20,8 +20,8 @@ using std::chrono::milliseconds;
 
 std::string seconds_text(CommClock::duration duration) {
   std::ostringstream text;
-  text << std::fixed << std::setprecision(1)
-       << std::chrono::duration<double>(duration).count() << " s";
+  text << std::fixed << std::setprecision(1) << std::chrono::duration<double>(duration).count()
+       << " s";
   return text.str();
 }
 
@@ -62,89 +62,61 @@ struct Liveness::Shared {
   void loop();
   std::string beat_text();
   void exchange(const std::string& beat);
-  void merge(
-      const std::vector<int>& ranks,
-      const std::vector<std::vector<uint8_t>>& values);
+  void merge(const std::vector<int>& ranks, const std::vector<std::vector<uint8_t>>& values);
   void find_stopped();
   void adopt(FailureCause new_cause);
   void store_lost(const std::string& why);
   StorePtr& store() { return config.store; }
   bool process_is(ProcessState state, int peer) const {
     return watched[static_cast<size_t>(peer)] &&
-           process_state(
-               pid(peer), config.peers[static_cast<size_t>(peer)].start_time) ==
-               state;
+           process_state(pid(peer), config.peers[static_cast<size_t>(peer)].start_time) == state;
   }
-  bool process_ended(int peer) const {
-    return process_is(ProcessState::ended, peer);
-  }
-  int pid(int peer) const {
-    return config.peers[static_cast<size_t>(peer)].pid;
-  }
+  bool process_ended(int peer) const { return process_is(ProcessState::ended, peer); }
+  int pid(int peer) const { return config.peers[static_cast<size_t>(peer)].pid; }
   /// What cannot be read as one is the cause word by word.
   FailureCause read_cause(const std::string& text) const {
     try {
       const nlohmann::json record = nlohmann::json::parse(text);
-      return {
-          record.at("by"),
-          record.at("operation"),
-          record.at("text"),
-          record.at("fix"),
-          record.at("lost")};
+      return {record.at("by"), record.at("operation"), record.at("text"), record.at("fix"),
+              record.at("lost")};
     } catch (const nlohmann::json::exception&) {
       return {own_name(), "", "a rank failed and wrote: " + text, ""};
     }
   }
   /// What messages call a rank.
-  int name(int peer) const {
-    return config.peers[static_cast<size_t>(peer)].launch_rank;
-  }
+  int name(int peer) const { return config.peers[static_cast<size_t>(peer)].launch_rank; }
   int own_name() const { return name(rank); }
   FailureCause death(int peer) const {
-    return {
-        own_name(),
-        "",
-        "rank " + std::to_string(name(peer)) + " died (process " +
-            std::to_string(pid(peer)) + " ended)",
-        "see what that rank said last, and start again from the last saved "
-        "state",
-        {peer}};
+    return {own_name(),
+            "",
+            "rank " + std::to_string(name(peer)) + " died (process " + std::to_string(pid(peer)) +
+                " ended)",
+            "see what that rank said last, and start again from the last saved state",
+            {peer}};
   }
 };
 
-std::string Liveness::beat_key(int rank) {
-  return "beat/" + std::to_string(rank);
-}
+std::string Liveness::beat_key(int rank) { return "beat/" + std::to_string(rank); }
 
-Liveness::Liveness(LivenessConfig config)
-    : shared_(std::make_shared<Shared>()) {
+Liveness::Liveness(LivenessConfig config) : shared_(std::make_shared<Shared>()) {
   Shared& s = *shared_;
   s.config = std::move(config);
   s.rank = s.config.world.rank;
-  s.watch.emplace(
-      s.rank,
-      s.config.world.world_size,
-      s.config.heartbeat_timeout,
-      CommClock::now());
+  s.watch.emplace(s.rank, s.config.world.world_size, s.config.heartbeat_timeout, CommClock::now());
   const Hello& own = s.config.peers[static_cast<size_t>(s.rank)];
   for (const Hello& peer : s.config.peers) {
     // What /proc hides from this user is watched by its beats.
-    const bool visible =
-        process_state(peer.pid, peer.start_time) != ProcessState::ended ||
-        (kill(peer.pid, 0) != 0 && errno == ESRCH);
-    s.watched.push_back(
-        peer.rank != s.rank && peer.process_host == own.process_host &&
-        own.start_time != 0 && visible);
-    s.beside.push_back(
-        s.watched.back() && peer.network_host == own.network_host);
+    const bool visible = process_state(peer.pid, peer.start_time) != ProcessState::ended ||
+                         (kill(peer.pid, 0) != 0 && errno == ESRCH);
+    s.watched.push_back(peer.rank != s.rank && peer.process_host == own.process_host &&
+                        own.start_time != 0 && visible);
+    s.beside.push_back(s.watched.back() && peer.network_host == own.network_host);
   }
   s.peers.resize(s.config.peers.size());
   // One of this host that does not answer is frozen: an end breaks the connection.
-  const bool local_store = launcher_serves(s.config.world)
-                               ? !s.config.world.agent_store
-                               : s.rank == 0 || s.beside[0];
-  s.store()->setTimeout(
-      local_store ? std::chrono::hours(24) : s.config.heartbeat_timeout);
+  const bool local_store =
+      launcher_serves(s.config.world) ? !s.config.world.agent_store : s.rank == 0 || s.beside[0];
+  s.store()->setTimeout(local_store ? std::chrono::hours(24) : s.config.heartbeat_timeout);
   std::thread([shared = shared_] { run(shared); }).detach();
 }
 
@@ -161,9 +133,7 @@ void Liveness::run(const std::shared_ptr<Shared>& shared) {
 
 void Liveness::Shared::loop() {
   std::unique_lock<std::mutex> lock(mutex);
-  const auto wanted = [this] {
-    return stopping || leaving || report || looks_wanted > looks_done;
-  };
+  const auto wanted = [this] { return stopping || leaving || report || looks_wanted > looks_done; };
   while (true) {
     const uint64_t look = looks_wanted;
     const bool last = leaving;
@@ -196,8 +166,8 @@ std::string Liveness::Shared::beat_text() {
   nlohmann::json operations = nlohmann::json::object();
   for (const std::shared_ptr<GroupProgress>& group : groups) {
     const std::lock_guard<std::mutex> lock(group->mutex);
-    operations[group->group] = {
-        group->sequence, group->operation, group->tensors, group->exchanges};
+    operations[group->group] = {group->sequence, group->operation, group->tensors,
+                                group->exchanges};
   }
   const char* state = leaving ? "l " : failed ? "s " : "a ";
   return state + std::to_string(++beats) + " " + json_text(operations);
@@ -234,12 +204,11 @@ void Liveness::Shared::exchange(const std::string& beat) {
     c10d::Store& s = *store();
     s.set(beat_key(rank), beat);
     if (post) {
-      const nlohmann::json record = {
-          {"by", post->found_by},
-          {"operation", post->operation},
-          {"text", post->text},
-          {"fix", post->fix},
-          {"lost", post->lost}};
+      const nlohmann::json record = {{"by", post->found_by},
+                                     {"operation", post->operation},
+                                     {"text", post->text},
+                                     {"fix", post->fix},
+                                     {"lost", post->lost}};
       s.compareSet(kFailureKey, std::string(kNoFailure), json_text(record));
     }
     values = s.multiGet(keys);
@@ -258,9 +227,8 @@ void Liveness::Shared::exchange(const std::string& beat) {
   }
 }
 
-void Liveness::Shared::merge(
-    const std::vector<int>& ranks,
-    const std::vector<std::vector<uint8_t>>& values) {
+void Liveness::Shared::merge(const std::vector<int>& ranks,
+                             const std::vector<std::vector<uint8_t>>& values) {
   const std::lock_guard<std::mutex> lock(mutex);
   std::vector<std::string> beats;
   for (size_t i = 0; i < ranks.size(); ++i) {
@@ -271,8 +239,7 @@ void Liveness::Shared::merge(
     Peer& peer = peers[static_cast<size_t>(i)];
     peer.left = watch->beat(i)[0] == 'l';
     peer.knows_failure = watch->beat(i)[0] == 's';
-    peer.silent =
-        !beside[static_cast<size_t>(i)] && watch->silence(i) > watch->limit();
+    peer.silent = !beside[static_cast<size_t>(i)] && watch->silence(i) > watch->limit();
   }
   const std::string failure(values.back().begin(), values.back().end());
   if (failure != kNoFailure) {
@@ -282,15 +249,14 @@ void Liveness::Shared::merge(
     const auto at = static_cast<size_t>(i);
     if (!failed && !departing && !beside[at] && !peers[at].left &&
         watch->silence(i) > watch->limit() * 4 / 5) {
-      report = FailureCause{
-          own_name(),
-          "",
-          "rank " + std::to_string(name(i)) +
-              " died or cannot be reached: no sign of life for " +
-              seconds_text(watch->silence(i)),
-          "see that rank's host, and start again from the last saved state; "
-          "HASTEN_HEARTBEAT_TIMEOUT sets the limit",
-          {i}};
+      report = FailureCause{own_name(),
+                            "",
+                            "rank " + std::to_string(name(i)) +
+                                " died or cannot be reached: no sign of life for " +
+                                seconds_text(watch->silence(i)),
+                            "see that rank's host, and start again from the last saved state; "
+                            "HASTEN_HEARTBEAT_TIMEOUT sets the limit",
+                            {i}};
       adopt(*report);
     }
   }
@@ -303,8 +269,7 @@ void Liveness::Shared::find_stopped() {
     return;
   }
   // After a pause of this very process nobody's counts.
-  const bool slept =
-      now - last_look > 2 * watch->interval() + milliseconds(500);
+  const bool slept = now - last_look > 2 * watch->interval() + milliseconds(500);
   last_look = now;
   for (int i = 0; i < config.world.world_size; ++i) {
     auto& since = peers[static_cast<size_t>(i)].stopped;
@@ -312,17 +277,14 @@ void Liveness::Shared::find_stopped() {
       since = {};
     } else if (slept || since == CommClock::time_point{}) {
       since = now;
-    } else if (
-        !failed && !departing && now - since > config.heartbeat_timeout) {
-      report = FailureCause{
-          own_name(),
-          "",
-          "rank " + std::to_string(name(i)) + " is stopped by a signal since " +
-              seconds_text(now - since) + " (process " +
-              std::to_string(pid(i)) + ")",
-          "see who stopped it (SIGSTOP); HASTEN_HEARTBEAT_TIMEOUT sets the "
-          "limit",
-          {i}};
+    } else if (!failed && !departing && now - since > config.heartbeat_timeout) {
+      report =
+          FailureCause{own_name(),
+                       "",
+                       "rank " + std::to_string(name(i)) + " is stopped by a signal since " +
+                           seconds_text(now - since) + " (process " + std::to_string(pid(i)) + ")",
+                       "see who stopped it (SIGSTOP); HASTEN_HEARTBEAT_TIMEOUT sets the limit",
+                       {i}};
       adopt(*report);
     }
   }
@@ -360,27 +322,17 @@ void Liveness::Shared::store_lost(const std::string& why) {
   if (departing || leaving || stopping) {
     return;
   }
-  const std::string what =
-      "store at " + world.master_addr + ":" +
-      std::to_string(world.master_port) + " is gone" +
-      (why.empty() ? "" : " (" + why.substr(0, why.find('\n')) + ")");
+  const std::string what = "store at " + world.master_addr + ":" +
+                           std::to_string(world.master_port) + " is gone" +
+                           (why.empty() ? "" : " (" + why.substr(0, why.find('\n')) + ")");
   if (rank_ended) {
     adopt(death(0));
   } else if (rank_serves) {
-    adopt(
-        {own_name(),
-         "",
-         "rank 0 died or left: its " + what,
-         "see what rank 0 said last",
-         {0}});
+    adopt({own_name(), "", "rank 0 died or left: its " + what, "see what rank 0 said last", {0}});
   } else if (!launcher_serves(world)) {
     adopt({own_name(), "", "this process's own " + what, ""});
   } else {
-    adopt(
-        {own_name(),
-         "",
-         "the launcher's " + what,
-         "see what the launcher said last"});
+    adopt({own_name(), "", "the launcher's " + what, "see what the launcher said last"});
   }
 }
 
@@ -423,18 +375,16 @@ void Liveness::poll_store() {
     s.silent_for = {};
     s.polled_beat = s.beats;
   } else {
-    s.silent_for +=
-        std::min<CommClock::duration>(now - s.last_poll, milliseconds(100));
+    s.silent_for += std::min<CommClock::duration>(now - s.last_poll, milliseconds(100));
   }
   s.last_poll = now;
   if (s.silent_for > s.config.heartbeat_timeout) {
-    s.adopt(
-        {s.own_name(),
-         "",
-         "rank 0 died or cannot be reached: its store has not answered for " +
-             seconds_text(s.silent_for),
-         "see rank 0's host",
-         {0}});
+    s.adopt({s.own_name(),
+             "",
+             "rank 0 died or cannot be reached: its store has not answered for " +
+                 seconds_text(s.silent_for),
+             "see rank 0's host",
+             {0}});
   }
 }
 
@@ -444,13 +394,11 @@ bool Liveness::look(milliseconds limit) {
   // The look in progress may have read before the call.
   const uint64_t look = ++s.looks_wanted;
   s.changed.notify_all();
-  s.changed.wait_for(
-      lock, limit, [&] { return s.looks_done >= look || s.ended; });
+  s.changed.wait_for(lock, limit, [&] { return s.looks_done >= look || s.ended; });
   return s.looks_done >= look;
 }
 
-Liveness::Entered Liveness::entered(
-    const std::string& beat, const std::string& group) {
+Liveness::Entered Liveness::entered(const std::string& beat, const std::string& group) {
   if (beat.empty()) { // not read so far
     return {};
   }
@@ -463,8 +411,8 @@ Liveness::Entered Liveness::entered(
   return {last[0], last[1], last[2], last[3]};
 }
 
-std::string Liveness::describe_other(
-    const GroupProgress& own, const std::vector<int>& members) const {
+std::string Liveness::describe_other(const GroupProgress& own,
+                                     const std::vector<int>& members) const {
   Shared& s = *shared_;
   const std::lock_guard<std::mutex> lock(s.mutex);
   const std::lock_guard<std::mutex> own_lock(own.mutex);
@@ -473,28 +421,21 @@ std::string Liveness::describe_other(
   };
   for (const int member : members) {
     const Entered last = entered(s.watch->beat(member), own.group);
-    const bool other =
-        last.sequence == own.sequence &&
-        (last.operation != own.operation || last.tensors != own.tensors);
+    const bool other = last.sequence == own.sequence &&
+                       (last.operation != own.operation || last.tensors != own.tensors);
     // One that has exchanged as often took this rank's value with it, or will.
-    const bool gone_on =
-        last.sequence > own.sequence && last.exchanges < own.exchanges;
+    const bool gone_on = last.sequence > own.sequence && last.exchanges < own.exchanges;
     if (member != s.rank && (other || gone_on)) {
-      return "rank " + std::to_string(s.name(member)) +
-             (other ? " has " : " has gone on to ") +
-             with(last.operation, last.tensors) + ", rank " +
-             std::to_string(s.own_name()) + " has " +
-             with(own.operation, own.tensors);
+      return "rank " + std::to_string(s.name(member)) + (other ? " has " : " has gone on to ") +
+             with(last.operation, last.tensors) + ", rank " + std::to_string(s.own_name()) +
+             " has " + with(own.operation, own.tensors);
     }
   }
   return {};
 }
 
-std::string Liveness::describe_missing(
-    const std::string& group,
-    const std::vector<int>& members,
-    uint64_t sequence,
-    const std::string& operation) const {
+std::string Liveness::describe_missing(const std::string& group, const std::vector<int>& members,
+                                       uint64_t sequence, const std::string& operation) const {
   Shared& s = *shared_;
   const std::lock_guard<std::mutex> lock(s.mutex);
   std::string text;
@@ -511,16 +452,14 @@ std::string Liveness::describe_missing(
       about = " has left the world";
     } else if (last.sequence < sequence) {
       about = " has not entered it";
-      about +=
-          last.operation.empty() ? "" : " (its last is " + last.operation + ")";
+      about += last.operation.empty() ? "" : " (its last is " + last.operation + ")";
     } else if (last.sequence == sequence && last.operation != operation) {
       about = " is in " + last.operation + " instead";
     }
     if (s.process_is(ProcessState::stopped, member)) {
       about += about.empty() ? "" : " and";
       about += " is stopped (process " + std::to_string(s.pid(member)) + ")";
-    } else if (
-        silence > std::max(milliseconds(1000), 4 * s.watch->interval())) {
+    } else if (silence > std::max(milliseconds(1000), 4 * s.watch->interval())) {
       about += about.empty() ? "" : " and";
       about += " has shown no sign of life for " + seconds_text(silence);
     }
@@ -553,10 +492,9 @@ std::vector<bool> Liveness::lost() const {
     const int rank = static_cast<int>(i);
     const bool frozen = peer.stopped != CommClock::time_point{} &&
                         now - peer.stopped > shared_->config.heartbeat_timeout;
-    lost.push_back(
-        peer.left || peer.ended || peer.silent || frozen ||
-        shared_->process_ended(rank) ||
-        std::find(named.begin(), named.end(), rank) != named.end());
+    lost.push_back(peer.left || peer.ended || peer.silent || frozen ||
+                   shared_->process_ended(rank) ||
+                   std::find(named.begin(), named.end(), rank) != named.end());
   }
   return lost;
 }
@@ -565,8 +503,7 @@ bool Liveness::everybody_knows() const {
   const std::lock_guard<std::mutex> lock(shared_->mutex);
   for (size_t i = 0; i < shared_->peers.size(); ++i) {
     const Peer& peer = shared_->peers[i];
-    if (static_cast<int>(i) != shared_->rank && !peer.left &&
-        !peer.knows_failure && !peer.ended) {
+    if (static_cast<int>(i) != shared_->rank && !peer.left && !peer.knows_failure && !peer.ended) {
       return false;
     }
   }

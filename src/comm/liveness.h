@@ -94,16 +94,12 @@ class Liveness {
   /// Why `operation`, the group's `sequence`-th, is not through: who has not
   /// entered it, is stopped or silent, of the group's members. As known by the
   /// last look.
-  std::string describe_missing(
-      const std::string& group,
-      const std::vector<int>& members,
-      uint64_t sequence,
-      const std::string& operation) const;
+  std::string describe_missing(const std::string& group, const std::vector<int>& members,
+                               uint64_t sequence, const std::string& operation) const;
   /// Whether a member does another thing as the operation in which this rank waits for
   /// values, or has gone past it without: "rank 1 has all_reduce "x" of …"; empty where
   /// none does. As known by the last look.
-  std::string describe_other(
-      const GroupProgress& own, const std::vector<int>& members) const;
+  std::string describe_other(const GroupProgress& own, const std::vector<int>& members) const;
   /// Ranks that have left the world by close().
   std::vector<int> left_ranks() const;
   /// True where each peer has left, ended, or seen the failure.

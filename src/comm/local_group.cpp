@@ -16,25 +16,20 @@ namespace hasten::detail {
 struct LocalOperation final : CommHandle::State {
   void wait() override {}
   bool done() const noexcept override { return true; }
-  std::chrono::steady_clock::time_point ended() const noexcept override {
-    return made;
-  }
-  const std::chrono::steady_clock::time_point made =
-      std::chrono::steady_clock::now();
+  std::chrono::steady_clock::time_point ended() const noexcept override { return made; }
+  const std::chrono::steady_clock::time_point made = std::chrono::steady_clock::now();
 };
 
 class LocalGroup final : public Communicator {
  public:
-  LocalGroup(
-      CommunicatorOptions options, std::shared_ptr<std::set<std::string>> names)
+  LocalGroup(CommunicatorOptions options, std::shared_ptr<std::set<std::string>> names)
       : options_(std::move(options)),
         names_(std::move(names)),
         done_(std::make_shared<LocalOperation>()) {
     if (!names_->insert(options_.name).second) {
-      throw InputError(
-          "comm::create",
-          "a group of this world has this name already: name=" + options_.name,
-          "a name of its own for every group");
+      throw InputError("comm::create",
+                       "a group of this world has this name already: name=" + options_.name,
+                       "a name of its own for every group");
     }
   }
 
@@ -42,78 +37,63 @@ class LocalGroup final : public Communicator {
   int world_size() const override { return 1; }
   const CommunicatorOptions& options() const override { return options_; }
 
-  CommHandle all_reduce_async(
-      at::Tensor tensor, ReduceOp op, std::string_view name) override {
+  CommHandle all_reduce_async(at::Tensor tensor, ReduceOp op, std::string_view name) override {
     check_reducible("all_reduce", tensor, op);
     check("all_reduce", name);
     return CommHandle(done_);
   }
-  CommHandle broadcast_async(
-      at::Tensor tensor, int source, std::string_view name) override {
+  CommHandle broadcast_async(at::Tensor tensor, int source, std::string_view name) override {
     check_tensor("broadcast", tensor);
     check_root("broadcast", source, 1);
     check("broadcast", name);
     return CommHandle(done_);
   }
-  CommHandle all_gather_async(
-      at::Tensor output, at::Tensor input, std::string_view name) override {
+  CommHandle all_gather_async(at::Tensor output, at::Tensor input, std::string_view name) override {
     check_gathered("all_gather", output, input, 1);
     check("all_gather", name);
     output.detach()[0].copy_(input.detach());
     return CommHandle(done_);
   }
-  CommHandle gather_async(
-      at::Tensor output,
-      at::Tensor input,
-      int root,
-      std::string_view name) override {
+  CommHandle gather_async(at::Tensor output, at::Tensor input, int root,
+                          std::string_view name) override {
     check_root("gather", root, 1);
     check_gathered("gather", output, input, 1);
     check("gather", name);
     output.detach()[0].copy_(input.detach());
     return CommHandle(done_);
   }
-  CommHandle all_to_all_async(
-      at::Tensor output, at::Tensor input, std::string_view name) override {
+  CommHandle all_to_all_async(at::Tensor output, at::Tensor input, std::string_view name) override {
     check_exchanged(output, input, 1);
     check("all_to_all", name);
     output.detach().copy_(input.detach());
     return CommHandle(done_);
   }
-  CommHandle reduce_async(
-      at::Tensor tensor,
-      int root,
-      ReduceOp op,
-      std::string_view name) override {
+  CommHandle reduce_async(at::Tensor tensor, int root, ReduceOp op,
+                          std::string_view name) override {
     check_reducible("reduce", tensor, op);
     check_root("reduce", root, 1);
     check("reduce", name);
     return CommHandle(done_);
   }
-  CommHandle scatter_async(
-      at::Tensor output,
-      at::Tensor input,
-      int root,
-      std::string_view name) override {
+  CommHandle scatter_async(at::Tensor output, at::Tensor input, int root,
+                           std::string_view name) override {
     check_root("scatter", root, 1);
     check_gathered("scatter", input, output, 1);
     check("scatter", name);
     output.detach().copy_(input.detach()[0]);
     return CommHandle(done_);
   }
-  at::Tensor all_gather_rows(
-      const at::Tensor& rows, std::string_view name) override {
+  at::Tensor all_gather_rows(const at::Tensor& rows, std::string_view name) override {
     check_rows(rows);
     check("all_gather_rows", name);
     return rows.detach().clone();
   }
-  std::vector<nlohmann::json> gather_json(
-      const nlohmann::json& value, std::string_view name) override {
+  std::vector<nlohmann::json> gather_json(const nlohmann::json& value,
+                                          std::string_view name) override {
     check("gather_json", name);
     return std::vector<nlohmann::json>(1, value);
   }
-  nlohmann::json broadcast_json(
-      const nlohmann::json& value, std::string_view name) override {
+  nlohmann::json broadcast_json(const nlohmann::json& value, std::string_view name) override {
     check("broadcast_json", name);
     return value;
   }
@@ -129,14 +109,12 @@ class LocalGroup final : public Communicator {
   }
   void close() noexcept override { closed_ = true; }
 
-  std::shared_ptr<Communicator> duplicate(
-      const CommunicatorOptions& options) override {
+  std::shared_ptr<Communicator> duplicate(const CommunicatorOptions& options) override {
     check("duplicate", options.name);
     return std::make_shared<LocalGroup>(options, names_);
   }
-  std::shared_ptr<Communicator> new_group(
-      const std::vector<int>& ranks,
-      const CommunicatorOptions& options) override {
+  std::shared_ptr<Communicator> new_group(const std::vector<int>& ranks,
+                                          const CommunicatorOptions& options) override {
     check_members(ranks, 0, 1);
     return duplicate(options);
   }
@@ -146,12 +124,10 @@ class LocalGroup final : public Communicator {
     if (!error_.empty() || closed_) {
       const std::string label = operation_label(operation, name) + ": ";
       if (error_.empty()) {
-        throw CommunicationError(
-            "comm::" + std::string(operation),
-            label + "the group is closed: name=" + options_.name);
+        throw CommunicationError("comm::" + std::string(operation),
+                                 label + "the group is closed: name=" + options_.name);
       }
-      throw CommunicationError(
-          "comm::" + std::string(operation), label + error_);
+      throw CommunicationError("comm::" + std::string(operation), label + error_);
     }
   }
 
@@ -162,10 +138,8 @@ class LocalGroup final : public Communicator {
   bool closed_ = false;
 };
 
-std::shared_ptr<Communicator> make_local_group(
-    const CommunicatorOptions& options) {
-  return std::make_shared<LocalGroup>(
-      options, std::make_shared<std::set<std::string>>());
+std::shared_ptr<Communicator> make_local_group(const CommunicatorOptions& options) {
+  return std::make_shared<LocalGroup>(options, std::make_shared<std::set<std::string>>());
 }
 
 } // namespace hasten::detail

@@ -18,17 +18,14 @@ namespace hasten::detail {
 std::set<int> listening_ports() {
   std::set<int> ports;
   std::error_code error;
-  for (const auto& entry :
-       std::filesystem::directory_iterator("/proc/self/fd", error)) {
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd", error)) {
     const int fd = std::atoi(entry.path().filename().c_str());
     int listening = 0;
     socklen_t size = sizeof listening;
     sockaddr_in6 address{};
     socklen_t address_size = sizeof address;
-    if (::getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listening, &size) == 0 &&
-        listening != 0 &&
-        ::getsockname(
-            fd, reinterpret_cast<sockaddr*>(&address), &address_size) == 0 &&
+    if (::getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listening, &size) == 0 && listening != 0 &&
+        ::getsockname(fd, reinterpret_cast<sockaddr*>(&address), &address_size) == 0 &&
         (address.sin6_family == AF_INET || address.sin6_family == AF_INET6)) {
       ports.insert(ntohs(address.sin6_port)); // where IPv4 has its own
     }
@@ -62,8 +59,7 @@ std::optional<unsigned> stranger_at(const std::set<int>& ports) {
     const auto& [local, remote] = ends;
     const auto port = std::stoi(local.substr(local.find(':') + 1), nullptr, 16);
     const auto other = users.find({remote, local});
-    if (ports.contains(port) && other != users.end() &&
-        !own_or_root(other->second)) {
+    if (ports.contains(port) && other != users.end() && !own_or_root(other->second)) {
       return other->second;
     }
   }

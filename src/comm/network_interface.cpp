@@ -26,8 +26,7 @@ bool is_loopback_address(const std::string& host) {
 }
 
 std::string socket_address_text(const sockaddr* address) {
-  const socklen_t size = address->sa_family == AF_INET ? sizeof(sockaddr_in)
-                                                       : sizeof(sockaddr_in6);
+  const socklen_t size = address->sa_family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6);
   char text[NI_MAXHOST] = "";
   getnameinfo(address, size, text, sizeof text, nullptr, 0, NI_NUMERICHOST);
   return text;
@@ -46,8 +45,8 @@ std::string address_towards(const std::string& target) {
   sockaddr_storage own{};
   socklen_t size = sizeof own;
   auto* const address = reinterpret_cast<sockaddr*>(&own);
-  const bool found = connect(fd, to->ai_addr, to->ai_addrlen) == 0 &&
-                     getsockname(fd, address, &size) == 0;
+  const bool found =
+      connect(fd, to->ai_addr, to->ai_addrlen) == 0 && getsockname(fd, address, &size) == 0;
   freeaddrinfo(to);
   ::close(fd);
   return found ? socket_address_text(address) : "";
@@ -64,8 +63,7 @@ std::string interface_address(const std::string& name, std::string& names) {
       if (i->ifa_addr == nullptr || i->ifa_addr->sa_family != family) {
         continue;
       }
-      if (name.empty() ? (i->ifa_flags & (IFF_UP | IFF_LOOPBACK)) == IFF_UP
-                       : name == i->ifa_name) {
+      if (name.empty() ? (i->ifa_flags & (IFF_UP | IFF_LOOPBACK)) == IFF_UP : name == i->ifa_name) {
         return socket_address_text(i->ifa_addr);
       }
       names += (names.empty() ? "" : ", ") + std::string(i->ifa_name);
@@ -74,8 +72,7 @@ std::string interface_address(const std::string& name, std::string& names) {
   return {};
 }
 
-std::string reachable_address(
-    const std::string& interface, const std::string& target) {
+std::string reachable_address(const std::string& interface, const std::string& target) {
   const char* variable = std::getenv("GLOO_SOCKET_IFNAME");
   const std::string name = interface.empty() && variable ? variable : interface;
   if (is_address(name)) {
@@ -88,11 +85,10 @@ std::string reachable_address(
   }
   const std::string address = interface_address(name, names);
   if (address.empty() && !name.empty()) {
-    throw InputError(
-        "comm::create",
-        (interface.empty() ? "GLOO_SOCKET_IFNAME=" : "interface_address=") +
-            name + " is no interface with an address",
-        "one of this host's: " + names);
+    throw InputError("comm::create",
+                     (interface.empty() ? "GLOO_SOCKET_IFNAME=" : "interface_address=") + name +
+                         " is no interface with an address",
+                     "one of this host's: " + names);
   }
   return address.empty() ? target : address;
 }
@@ -100,12 +96,10 @@ std::string reachable_address(
 std::string store_address_of(const std::vector<Hello>& hellos, int rank) {
   const Hello& own = hellos[static_cast<size_t>(rank)];
   const auto reaches = [](const Hello& hello) {
-    return !hello.store_address.empty() &&
-           !is_loopback_address(hello.store_address);
+    return !hello.store_address.empty() && !is_loopback_address(hello.store_address);
   };
   for (const Hello& other : hellos) {
-    if (!reaches(own) && other.network_host != own.network_host &&
-        reaches(other)) {
+    if (!reaches(own) && other.network_host != own.network_host && reaches(other)) {
       return other.store_address;
     }
   }

@@ -15,8 +15,7 @@ class SealedStore final : public c10d::PrefixStore {
   using Store::compareSet;
   using Store::set;
 
-  SealedStore(
-      std::string prefix, c10::intrusive_ptr<Store> store, const StoreKey& key)
+  SealedStore(std::string prefix, c10::intrusive_ptr<Store> store, const StoreKey& key)
       : PrefixStore(std::move(prefix), std::move(store)), key_(key) {}
 
   c10::intrusive_ptr<Store> clone() override {
@@ -25,23 +24,18 @@ class SealedStore final : public c10d::PrefixStore {
   void set(const std::string& key, const std::vector<uint8_t>& value) override {
     PrefixStore::set(key, sealed(key, value));
   }
-  std::vector<uint8_t> compareSet(
-      const std::string& key,
-      const std::vector<uint8_t>& expected,
-      const std::vector<uint8_t>& desired) override;
+  std::vector<uint8_t> compareSet(const std::string& key, const std::vector<uint8_t>& expected,
+                                  const std::vector<uint8_t>& desired) override;
   std::vector<uint8_t> get(const std::string& key) override {
     return opened(key, PrefixStore::get(key));
   }
-  std::vector<std::vector<uint8_t>> multiGet(
-      const std::vector<std::string>& keys) override;
+  std::vector<std::vector<uint8_t>> multiGet(const std::vector<std::string>& keys) override;
   /// Gloo would append, which no hash can follow, and set several at once.
   bool hasExtendedApi() const override { return false; }
 
  private:
-  std::vector<uint8_t> sealed(
-      const std::string& key, const std::vector<uint8_t>& value);
-  std::vector<uint8_t> opened(
-      const std::string& key, const std::vector<uint8_t>& value);
+  std::vector<uint8_t> sealed(const std::string& key, const std::vector<uint8_t>& value);
+  std::vector<uint8_t> opened(const std::string& key, const std::vector<uint8_t>& value);
 
   const StoreKey key_;
 };

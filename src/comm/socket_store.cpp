@@ -15,9 +15,7 @@ std::string_view text_of(const StoreValue& value) {
   return {reinterpret_cast<const char*>(value.data()), value.size()};
 }
 
-StoreValue value_of(std::string_view text) {
-  return {text.begin(), text.end()};
-}
+StoreValue value_of(std::string_view text) { return {text.begin(), text.end()}; }
 
 /// What follows a request's number.
 struct SocketStore::Call {
@@ -36,17 +34,14 @@ struct SocketStore::Call {
   StoreWriter writer{};
 };
 
-SocketStore::SocketStore(
-    StoreAddress address,
-    StoreClock::time_point deadline,
-    const std::atomic<bool>& cancelled)
-    : address_(std::move(address)),
-      channel_(connect_store(address_, deadline, cancelled)) {}
+SocketStore::SocketStore(StoreAddress address, StoreClock::time_point deadline,
+                         const std::atomic<bool>& cancelled)
+    : address_(std::move(address)), channel_(connect_store(address_, deadline, cancelled)) {}
 
 c10::intrusive_ptr<c10d::Store> SocketStore::clone() {
   static const std::atomic<bool> never{false};
-  auto copy = c10::make_intrusive<SocketStore>(
-      address_, StoreClock::now() + std::chrono::seconds(30), never);
+  auto copy = c10::make_intrusive<SocketStore>(address_,
+                                               StoreClock::now() + std::chrono::seconds(30), never);
   copy->setTimeout(timeout_);
   return copy;
 }
@@ -57,14 +52,12 @@ std::string SocketStore::request(const Call& call, milliseconds timeout) {
   frame.number(++requests_);
   frame.bytes += call.writer.bytes;
   if (frame.bytes.size() > StoreChannel::kMaxFrame) {
-    throw InputError(
-        "comm::store",
-        "a message of " + std::to_string(frame.bytes.size()) + " bytes",
-        "at most " + std::to_string(StoreChannel::kMaxFrame),
-        "send data by a collective");
+    throw InputError("comm::store", "a message of " + std::to_string(frame.bytes.size()) + " bytes",
+                     "at most " + std::to_string(StoreChannel::kMaxFrame),
+                     "send data by a collective");
   }
-  const auto deadline = timeout == kNoTimeout ? StoreClock::time_point::max()
-                                              : StoreClock::now() + timeout;
+  const auto deadline =
+      timeout == kNoTimeout ? StoreClock::time_point::max() : StoreClock::now() + timeout;
   if (channel_ && !channel_->send(frame.bytes)) {
     channel_.reset();
   }
@@ -72,10 +65,8 @@ std::string SocketStore::request(const Call& call, milliseconds timeout) {
   while (channel_) {
     const StoreChannel::Next next = channel_->wait(answer, deadline);
     if (next == StoreChannel::Next::none) {
-      C10_THROW_ERROR(
-          DistStoreError,
-          "no answer of the store at " + address_.text() + " within " +
-              std::to_string(timeout.count()) + " ms");
+      C10_THROW_ERROR(DistStoreError, "no answer of the store at " + address_.text() + " within " +
+                                          std::to_string(timeout.count()) + " ms");
     }
     if (next == StoreChannel::Next::broken) {
       channel_.reset();
@@ -90,27 +81,21 @@ std::string SocketStore::request(const Call& call, milliseconds timeout) {
     }
     return std::string(reader.rest);
   }
-  C10_THROW_ERROR(
-      DistNetworkError, "the store at " + address_.text() + " is gone");
+  C10_THROW_ERROR(DistNetworkError, "the store at " + address_.text() + " is gone");
 }
 
 void SocketStore::set(const std::string& key, const StoreValue& value) {
   request({StoreOp::set, {key, text_of(value)}}, timeout_);
 }
 
-StoreValue SocketStore::compareSet(
-    const std::string& key,
-    const StoreValue& expected,
-    const StoreValue& desired) {
-  const std::string answer = request(
-      {StoreOp::compare_set, {key, text_of(expected), text_of(desired)}},
-      timeout_);
+StoreValue SocketStore::compareSet(const std::string& key, const StoreValue& expected,
+                                   const StoreValue& desired) {
+  const std::string answer =
+      request({StoreOp::compare_set, {key, text_of(expected), text_of(desired)}}, timeout_);
   return value_of(StoreReader{answer}.text());
 }
 
-StoreValue SocketStore::get(const std::string& key) {
-  return std::move(multiGet({key})[0]);
-}
+StoreValue SocketStore::get(const std::string& key) { return std::move(multiGet({key})[0]); }
 
 int64_t SocketStore::add(const std::string& key, int64_t value) {
   Call call(StoreOp::add, {key});
@@ -137,12 +122,9 @@ int64_t SocketStore::getNumKeys() {
   return StoreReader{answer}.number();
 }
 
-void SocketStore::wait(const std::vector<std::string>& keys) {
-  wait(keys, timeout_);
-}
+void SocketStore::wait(const std::vector<std::string>& keys) { wait(keys, timeout_); }
 
-void SocketStore::wait(
-    const std::vector<std::string>& keys, const milliseconds& timeout) {
+void SocketStore::wait(const std::vector<std::string>& keys, const milliseconds& timeout) {
   request({StoreOp::wait, keys}, timeout);
 }
 
@@ -150,8 +132,7 @@ void SocketStore::append(const std::string& key, const StoreValue& value) {
   request({StoreOp::append, {key, text_of(value)}}, timeout_);
 }
 
-std::vector<StoreValue> SocketStore::multiGet(
-    const std::vector<std::string>& keys) {
+std::vector<StoreValue> SocketStore::multiGet(const std::vector<std::string>& keys) {
   const std::string answer = request({StoreOp::get, keys}, timeout_);
   StoreReader reader{answer};
   std::vector<StoreValue> values;
@@ -161,11 +142,9 @@ std::vector<StoreValue> SocketStore::multiGet(
   return values;
 }
 
-void SocketStore::multiSet(
-    const std::vector<std::string>& keys,
-    const std::vector<StoreValue>& values) {
-  TORCH_CHECK_VALUE(
-      keys.size() == values.size(), "multiSet: a value for each key");
+void SocketStore::multiSet(const std::vector<std::string>& keys,
+                           const std::vector<StoreValue>& values) {
+  TORCH_CHECK_VALUE(keys.size() == values.size(), "multiSet: a value for each key");
   Call call(StoreOp::set);
   for (size_t i = 0; i < keys.size(); ++i) {
     call.writer.text(keys[i]);

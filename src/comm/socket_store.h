@@ -22,33 +22,25 @@ class SocketStore final : public c10d::Store {
   using Store::set;
 
   /// Connects as connect_store() does.
-  SocketStore(
-      StoreAddress address,
-      StoreClock::time_point deadline,
-      const std::atomic<bool>& cancelled);
+  SocketStore(StoreAddress address, StoreClock::time_point deadline,
+              const std::atomic<bool>& cancelled);
 
   c10::intrusive_ptr<Store> clone() override;
   void set(const std::string& key, const std::vector<uint8_t>& value) override;
-  std::vector<uint8_t> compareSet(
-      const std::string& key,
-      const std::vector<uint8_t>& expected,
-      const std::vector<uint8_t>& desired) override;
+  std::vector<uint8_t> compareSet(const std::string& key, const std::vector<uint8_t>& expected,
+                                  const std::vector<uint8_t>& desired) override;
   std::vector<uint8_t> get(const std::string& key) override;
   int64_t add(const std::string& key, int64_t value) override;
   bool deleteKey(const std::string& key) override;
   bool check(const std::vector<std::string>& keys) override;
   int64_t getNumKeys() override;
   void wait(const std::vector<std::string>& keys) override;
-  void wait(
-      const std::vector<std::string>& keys,
-      const std::chrono::milliseconds& timeout) override;
-  void append(
-      const std::string& key, const std::vector<uint8_t>& value) override;
-  std::vector<std::vector<uint8_t>> multiGet(
-      const std::vector<std::string>& keys) override;
-  void multiSet(
-      const std::vector<std::string>& keys,
-      const std::vector<std::vector<uint8_t>>& values) override;
+  void wait(const std::vector<std::string>& keys,
+            const std::chrono::milliseconds& timeout) override;
+  void append(const std::string& key, const std::vector<uint8_t>& value) override;
+  std::vector<std::vector<uint8_t>> multiGet(const std::vector<std::string>& keys) override;
+  void multiSet(const std::vector<std::string>& keys,
+                const std::vector<std::vector<uint8_t>>& values) override;
   bool hasExtendedApi() const override { return true; }
 
  private:

@@ -28,16 +28,9 @@ std::string listening_address(const std::string& host, int port) {
   sockaddr_storage address{};
   socklen_t size = sizeof address;
   char text[NI_MAXHOST] = "";
-  if (fd >= 0 &&
-      getpeername(fd, reinterpret_cast<sockaddr*>(&address), &size) == 0) {
-    getnameinfo(
-        reinterpret_cast<sockaddr*>(&address),
-        size,
-        text,
-        sizeof text,
-        nullptr,
-        0,
-        NI_NUMERICHOST);
+  if (fd >= 0 && getpeername(fd, reinterpret_cast<sockaddr*>(&address), &size) == 0) {
+    getnameinfo(reinterpret_cast<sockaddr*>(&address), size, text, sizeof text, nullptr, 0,
+                NI_NUMERICHOST);
   }
   ::close(fd);
   return text;
@@ -90,17 +83,13 @@ QuietStore::~QuietStore() {
   }
 }
 
-bool world_on_one_host(const World& world) {
-  return world.local_world_size == world.world_size;
-}
+bool world_on_one_host(const World& world) { return world.local_world_size == world.world_size; }
 
 bool launcher_serves(const World& world) {
   return world.agent_store || !launcher_socket(world).empty();
 }
 
-bool serves_store(const World& world) {
-  return world.rank == 0 && !launcher_serves(world);
-}
+bool serves_store(const World& world) { return world.rank == 0 && !launcher_serves(world); }
 
 StoreAddress store_address(const World& world) {
   StoreAddress address{.socket = launcher_socket(world)};
@@ -109,8 +98,8 @@ StoreAddress store_address(const World& world) {
   const bool loopback = host == "localhost" || is_loopback_address(host);
   if (address.socket.empty() &&
       (world_on_one_host(world) || (loopback && world.store_file.empty()))) {
-    address.socket = "hasten1-" + std::to_string(geteuid()) + "-" +
-                     std::to_string(world.master_port);
+    address.socket =
+        "hasten1-" + std::to_string(geteuid()) + "-" + std::to_string(world.master_port);
   } else if (address.socket.empty()) {
     address.host = host;
     address.port = world.master_port;
@@ -134,22 +123,16 @@ std::shared_ptr<StoreServer> serve_store(const World& world) {
 }
 
 /// The store that torchrun's agent serves.
-StorePtr open_agent_store(
-    const World& world,
-    CommClock::time_point deadline,
-    const std::atomic<bool>& cancelled) {
-  const StoreAddress place{
-      .host = world.master_addr, .port = world.master_port};
+StorePtr open_agent_store(const World& world, CommClock::time_point deadline,
+                          const std::atomic<bool>& cancelled) {
+  const StoreAddress place{.host = world.master_addr, .port = world.master_port};
   // TCPStore's own first attempt would, while nobody listens, print a stack and sleep
   // a second.
   std::string host;
   while ((host = listening_address(place.host, place.port)).empty()) {
     if (cancelled || CommClock::now() > deadline) {
-      throw CommunicationError(
-          "comm::create",
-          "no store answers at " + place.text(),
-          "the launcher to serve it",
-          "check MASTER_ADDR and MASTER_PORT");
+      throw CommunicationError("comm::create", "no store answers at " + place.text(),
+                               "the launcher to serve it", "check MASTER_ADDR and MASTER_PORT");
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
   }
@@ -165,35 +148,27 @@ StorePtr open_agent_store(
     const std::string text = error.what();
     throw CommunicationError(
         "comm::create",
-        "cannot reach the store at " + place.text() + " (" +
-            text.substr(0, text.find('\n')) + ")",
-        {},
-        "check MASTER_ADDR and MASTER_PORT");
+        "cannot reach the store at " + place.text() + " (" + text.substr(0, text.find('\n')) + ")",
+        {}, "check MASTER_ADDR and MASTER_PORT");
   }
 }
 
-StorePtr open_store(
-    const World& world,
-    const StoreAddress& address,
-    int generation,
-    CommClock::time_point deadline,
-    const std::atomic<bool>& cancelled) {
+StorePtr open_store(const World& world, const StoreAddress& address, int generation,
+                    CommClock::time_point deadline, const std::atomic<bool>& cancelled) {
   StorePtr store;
   std::optional<StoreKey> key;
   std::string prefix = std::to_string(generation);
   if (world.agent_store) { // it outlives a restart of its workers
     const char* attempt = std::getenv("TORCHELASTIC_RESTART_COUNT");
-    prefix = std::string("hasten/") + (attempt != nullptr ? attempt : "0") +
-             "/" + prefix;
+    prefix = std::string("hasten/") + (attempt != nullptr ? attempt : "0") + "/" + prefix;
     key = store_key_from_environment();
     store = open_agent_store(world, deadline, cancelled);
   } else {
     store = c10::make_intrusive<SocketStore>(address, deadline, cancelled);
   }
-  store->setTimeout(std::max(
-      std::chrono::milliseconds(1000),
-      std::chrono::duration_cast<std::chrono::milliseconds>(
-          deadline - CommClock::now())));
+  store->setTimeout(
+      std::max(std::chrono::milliseconds(1000),
+               std::chrono::duration_cast<std::chrono::milliseconds>(deadline - CommClock::now())));
   if (key) {
     return c10::make_intrusive<SealedStore>(prefix, std::move(store), *key);
   }
@@ -201,9 +176,7 @@ StorePtr open_store(
 }
 
 StoreThread::StoreThread(Open open) : shared_(std::make_shared<Shared>()) {
-  std::thread([shared = shared_, open = std::move(open)] {
-    run(shared, open);
-  }).detach();
+  std::thread([shared = shared_, open = std::move(open)] { run(shared, open); }).detach();
 }
 
 StoreThread::~StoreThread() { stop(std::chrono::milliseconds(0)); }
@@ -217,8 +190,7 @@ void StoreThread::run(const std::shared_ptr<Shared>& shared, const Open& open) {
   }
   std::unique_lock<std::mutex> lock(shared->mutex);
   while (true) {
-    shared->changed.wait(
-        lock, [&] { return shared->stopping || !shared->queue.empty(); });
+    shared->changed.wait(lock, [&] { return shared->stopping || !shared->queue.empty(); });
     if (shared->stopping) {
       break;
     }

@@ -54,12 +54,8 @@ std::shared_ptr<StoreServer> serve_store(const World& world);
 /// Blocks until then, until `deadline` or until `cancelled`. The store's own
 /// timeout is the time until `deadline`, at least a second.
 /// Throws as connect_store().
-StorePtr open_store(
-    const World& world,
-    const StoreAddress& address,
-    int generation,
-    CommClock::time_point deadline,
-    const std::atomic<bool>& cancelled);
+StorePtr open_store(const World& world, const StoreAddress& address, int generation,
+                    CommClock::time_point deadline, const std::atomic<bool>& cancelled);
 
 /// While one lives, c10d does not print a stack for a connection that breaks:
 /// it breaks for every peer when a run ends early, and is reported by an
@@ -112,8 +108,7 @@ class StoreThread {
   /// Queues `f(store, cancelled)`. `f` owns what it touches: the caller may be
   /// gone before it ends. It returns soon after `cancelled` becomes true.
   template <typename T>
-  std::future<T> post(
-      std::function<T(c10d::Store&, const std::atomic<bool>&)> f) {
+  std::future<T> post(std::function<T(c10d::Store&, const std::atomic<bool>&)> f) {
     auto promise = std::make_shared<std::promise<T>>();
     std::future<T> future = promise->get_future();
     Shared* shared = shared_.get();
@@ -140,14 +135,11 @@ class StoreThread {
   /// turn in between, so that waiting for peers here holds up nothing.
   template <typename T>
   std::future<T> post_until(
-      std::function<std::optional<T>(c10d::Store&, const std::atomic<bool>&)>
-          f) {
+      std::function<std::optional<T>(c10d::Store&, const std::atomic<bool>&)> f) {
     auto poll = std::make_shared<Poll<T>>();
     poll->attempt = std::move(f);
     std::future<T> future = poll->promise.get_future();
-    enqueue(shared_.get(), [shared = shared_.get(), poll] {
-      poll_once(shared, poll);
-    });
+    enqueue(shared_.get(), [shared = shared_.get(), poll] { poll_once(shared, poll); });
     return future;
   }
 
@@ -169,8 +161,7 @@ class StoreThread {
   };
   template <typename T>
   struct Poll {
-    std::function<std::optional<T>(c10d::Store&, const std::atomic<bool>&)>
-        attempt;
+    std::function<std::optional<T>(c10d::Store&, const std::atomic<bool>&)> attempt;
     std::promise<T> promise;
     StorePause pause{};
   };
@@ -182,8 +173,7 @@ class StoreThread {
       if (shared->open_error) {
         std::rethrow_exception(shared->open_error);
       }
-      if (std::optional<T> value =
-              poll->attempt(*shared->store, shared->cancelled)) {
+      if (std::optional<T> value = poll->attempt(*shared->store, shared->cancelled)) {
         poll->promise.set_value(std::move(*value));
         return;
       }

@@ -22,12 +22,8 @@ namespace hasten::detail {
 // the port.
 constexpr const char* kStoreFileMark = "hasten-store";
 
-StoreFile::StoreFile(
-    const World& world,
-    const std::string& address,
-    int generation,
-    CommClock::time_point deadline,
-    const StoreServer* server)
+StoreFile::StoreFile(const World& world, const std::string& address, int generation,
+                     CommClock::time_point deadline, const StoreServer* server)
     : world_(world) {
   if (server != nullptr) {
     store_ = server->address();
@@ -53,12 +49,11 @@ StoreFile::~StoreFile() {
 void StoreFile::serve(const std::string& address, int generation) {
   world_.master_port = store_.port;
   // An address of the Internet that nobody has: on the default route.
-  world_.master_addr = store_.socket.empty()
-                           ? reachable_address(address, "198.51.100.1")
-                           : "@" + store_.socket;
+  world_.master_addr =
+      store_.socket.empty() ? reachable_address(address, "198.51.100.1") : "@" + store_.socket;
   std::ostringstream text;
-  text << kStoreFileMark << ' ' << generation << ' ' << world_.master_addr
-       << ' ' << store_.port << '\n';
+  text << kStoreFileMark << ' ' << generation << ' ' << world_.master_addr << ' ' << store_.port
+       << '\n';
   write_file_atomically(world_.store_file, text.str());
   written_ = text.str();
 }
@@ -75,9 +70,8 @@ void StoreFile::find(int generation, CommClock::time_point deadline) {
     int port = 0;
     if (stream >> mark >> number >> address >> port && mark == kStoreFileMark &&
         number == generation) {
-      store_ = address[0] == '@'
-                   ? StoreAddress{.socket = address.substr(1)}
-                   : StoreAddress{.host = address, .port = port, .key = key};
+      store_ = address[0] == '@' ? StoreAddress{.socket = address.substr(1)}
+                                 : StoreAddress{.host = address, .port = port, .key = key};
       const int fd = try_connect(store_);
       ::close(fd);
       if (fd >= 0) {
@@ -89,12 +83,11 @@ void StoreFile::find(int generation, CommClock::time_point deadline) {
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
   }
-  throw CommunicationError(
-      "comm::create",
-      "rank 0 has not written the store file in time: store_file=" +
-          world_.store_file + " (" + found + ")",
-      "one path that every rank sees, and rank 0 to start",
-      "start rank 0, and check HASTEN_STORE_FILE");
+  throw CommunicationError("comm::create",
+                           "rank 0 has not written the store file in time: store_file=" +
+                               world_.store_file + " (" + found + ")",
+                           "one path that every rank sees, and rank 0 to start",
+                           "start rank 0, and check HASTEN_STORE_FILE");
 }
 
 } // namespace hasten::detail

@@ -15,12 +15,8 @@ class StoreFile {
   /// null. Blocks until `deadline`; SIGINT ends it
   /// with Interrupted. Throws InputError where the file cannot be written,
   /// CommunicationError where no rank 0 comes.
-  StoreFile(
-      const World& world,
-      const std::string& address,
-      int generation,
-      CommClock::time_point deadline,
-      const StoreServer* server);
+  StoreFile(const World& world, const std::string& address, int generation,
+            CommClock::time_point deadline, const StoreServer* server);
   ~StoreFile();
   StoreFile(const StoreFile&) = delete;
   StoreFile& operator=(const StoreFile&) = delete;

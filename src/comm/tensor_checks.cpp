@@ -40,11 +40,8 @@ std::string rows_text(const at::Tensor& tensor) {
 void check_rows(const at::Tensor& rows) {
   check_tensor("all_gather_rows", rows);
   if (rows.dim() == 0) {
-    throw InputError(
-        "comm::all_gather_rows",
-        "the tensor has no dimension",
-        "rows along dimension 0",
-        "call .unsqueeze(0)");
+    throw InputError("comm::all_gather_rows", "the tensor has no dimension",
+                     "rows along dimension 0", "call .unsqueeze(0)");
   }
 }
 
@@ -56,98 +53,79 @@ void check_tensor(std::string_view operation, const at::Tensor& tensor) {
   if (tensor.layout() != at::kStrided || !tensor.device().is_cpu()) {
     throw InputError(
         where,
-        "device=" + tensor.device().str() +
-            (tensor.layout() == at::kStrided ? "" : ", not dense"),
+        "device=" + tensor.device().str() + (tensor.layout() == at::kStrided ? "" : ", not dense"),
         "a dense tensor on the CPU, where this group communicates",
-        "with an Accelerator set AcceleratorOptions::cpu, else copy it with "
-        ".to(\"cpu\")");
+        "with an Accelerator set AcceleratorOptions::cpu, else copy it with .to(\"cpu\")");
   }
   if (!tensor.is_contiguous()) {
     std::ostringstream text;
     text << "the tensor is not contiguous: sizes=" << tensor.sizes()
          << ", strides=" << tensor.strides();
-    throw InputError(
-        where, text.str(), "contiguous data", "call .contiguous()");
+    throw InputError(where, text.str(), "contiguous data", "call .contiguous()");
   }
 }
 
-void check_reducible(
-    std::string_view operation, const at::Tensor& tensor, ReduceOp op) {
+void check_reducible(std::string_view operation, const at::Tensor& tensor, ReduceOp op) {
   check_tensor(operation, tensor);
   const at::ScalarType type = tensor.scalar_type();
-  const bool floating = type == at::kFloat || type == at::kDouble ||
-                        type == at::kHalf || type == at::kBFloat16;
-  const bool integer = type == at::kLong || type == at::kInt ||
-                       type == at::kChar || type == at::kByte;
+  const bool floating =
+      type == at::kFloat || type == at::kDouble || type == at::kHalf || type == at::kBFloat16;
+  const bool integer =
+      type == at::kLong || type == at::kInt || type == at::kChar || type == at::kByte;
   if (!floating && !(integer && op != ReduceOp::mean)) {
     throw InputError(
         "comm::" + std::string(operation),
-        "cannot take the " + std::string(reduce_op_name(op)) +
-            " of dtype=" + c10::toString(type),
-        "float, double, half or bfloat16; for all but mean also int64, int32, "
-        "int8 or uint8",
+        "cannot take the " + std::string(reduce_op_name(op)) + " of dtype=" + c10::toString(type),
+        "float, double, half or bfloat16; for all but mean also int64, int32, int8 or uint8",
         "convert the tensor first");
   }
 }
 
-void check_gathered(
-    std::string_view operation,
-    const at::Tensor& all,
-    const at::Tensor& one,
-    int world_size) {
+void check_gathered(std::string_view operation, const at::Tensor& all, const at::Tensor& one,
+                    int world_size) {
   check_tensor(operation, one);
   check_tensor(operation, all);
   std::vector<int64_t> sizes = one.sizes().vec();
   sizes.insert(sizes.begin(), world_size);
-  if (all.sizes() != at::IntArrayRef(sizes) ||
-      all.scalar_type() != one.scalar_type()) {
+  if (all.sizes() != at::IntArrayRef(sizes) || all.scalar_type() != one.scalar_type()) {
     const bool scatter = operation == "scatter";
     std::ostringstream expected;
     expected << one.scalar_type() << ' ' << at::IntArrayRef(sizes);
-    throw InputError(
-        "comm::" + std::string(operation),
-        std::string(scatter ? "input is " : "output is ") + tensor_text(all) +
-            (scatter ? " for an output " : " for an input ") + tensor_text(one),
-        expected.str());
+    throw InputError("comm::" + std::string(operation),
+                     std::string(scatter ? "input is " : "output is ") + tensor_text(all) +
+                         (scatter ? " for an output " : " for an input ") + tensor_text(one),
+                     expected.str());
   }
 }
 
-void check_exchanged(
-    const at::Tensor& output, const at::Tensor& input, int world_size) {
+void check_exchanged(const at::Tensor& output, const at::Tensor& input, int world_size) {
   check_tensor("all_to_all", input);
   check_tensor("all_to_all", output);
-  if (input.dim() == 0 || input.size(0) != world_size ||
-      output.sizes() != input.sizes() ||
+  if (input.dim() == 0 || input.size(0) != world_size || output.sizes() != input.sizes() ||
       output.scalar_type() != input.scalar_type()) {
-    throw InputError(
-        "comm::all_to_all",
-        "output is " + tensor_text(output) + " for an input " +
-            tensor_text(input),
-        "two tensors of one shape and dtype with a row for each of " +
-            std::to_string(world_size) + " ranks");
+    throw InputError("comm::all_to_all",
+                     "output is " + tensor_text(output) + " for an input " + tensor_text(input),
+                     "two tensors of one shape and dtype with a row for each of " +
+                         std::to_string(world_size) + " ranks");
   }
 }
 
-void check_scattered(
-    const at::Tensor& output, const at::Tensor& input, int world_size) {
+void check_scattered(const at::Tensor& output, const at::Tensor& input, int world_size) {
   check_tensor("reduce_scatter", input);
   check_tensor("reduce_scatter", output);
   if (input.dim() == 0 || input.size(0) != world_size ||
-      output.numel() * world_size != input.numel() ||
-      !at::isFloatingType(input.scalar_type()) ||
+      output.numel() * world_size != input.numel() || !at::isFloatingType(input.scalar_type()) ||
       !at::isFloatingType(output.scalar_type())) {
-    throw InputError(
-        "comm::reduce_scatter",
-        "output is " + tensor_text(output) + " for an input " +
-            tensor_text(input),
-        "floating-point tensors: an input with a row for each of " +
-            std::to_string(world_size) + " ranks, an output of one row");
+    throw InputError("comm::reduce_scatter",
+                     "output is " + tensor_text(output) + " for an input " + tensor_text(input),
+                     "floating-point tensors: an input with a row for each of " +
+                         std::to_string(world_size) + " ranks, an output of one row");
   }
 }
 
 void check_members(const std::vector<int>& ranks, int rank, int world_size) {
-  bool good = std::find(ranks.begin(), ranks.end(), rank) != ranks.end() &&
-              ranks.front() >= 0 && ranks.back() < world_size;
+  bool good = std::find(ranks.begin(), ranks.end(), rank) != ranks.end() && ranks.front() >= 0 &&
+              ranks.back() < world_size;
   for (size_t i = 1; i < ranks.size(); ++i) {
     good = good && ranks[i - 1] < ranks[i];
   }
@@ -158,19 +136,16 @@ void check_members(const std::vector<int>& ranks, int rank, int world_size) {
   for (const int member : ranks) {
     list += (list.empty() ? "" : ", ") + std::to_string(member);
   }
-  throw InputError(
-      "comm::new_group",
-      "ranks=" + list,
-      "ascending ranks from 0 to " + std::to_string(world_size - 1) +
-          ", this rank " + std::to_string(rank) + " among them");
+  throw InputError("comm::new_group", "ranks=" + list,
+                   "ascending ranks from 0 to " + std::to_string(world_size - 1) + ", this rank " +
+                       std::to_string(rank) + " among them");
 }
 
 void check_root(std::string_view operation, int root, int world_size) {
   if (root < 0 || root >= world_size) {
     throw InputError(
         "comm::" + std::string(operation),
-        "no such rank: " +
-            std::string(operation == "broadcast" ? "source=" : "root=") +
+        "no such rank: " + std::string(operation == "broadcast" ? "source=" : "root=") +
             std::to_string(root),
         "0 to " + std::to_string(world_size - 1));
   }

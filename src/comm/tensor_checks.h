@@ -25,21 +25,15 @@ std::string rows_text(const at::Tensor& tensor);
 /// CPU.
 void check_tensor(std::string_view operation, const at::Tensor& tensor);
 /// The same, and a dtype that `op` can reduce.
-void check_reducible(
-    std::string_view operation, const at::Tensor& tensor, ReduceOp op);
+void check_reducible(std::string_view operation, const at::Tensor& tensor, ReduceOp op);
 /// `all` has a row like `one` for each rank.
-void check_gathered(
-    std::string_view operation,
-    const at::Tensor& all,
-    const at::Tensor& one,
-    int world_size);
+void check_gathered(std::string_view operation, const at::Tensor& all, const at::Tensor& one,
+                    int world_size);
 /// all_gather_rows' own: at least one dimension.
 void check_rows(const at::Tensor& rows);
-void check_exchanged(
-    const at::Tensor& output, const at::Tensor& input, int world_size);
+void check_exchanged(const at::Tensor& output, const at::Tensor& input, int world_size);
 /// `output` is the sum of `input`'s rows of one rank.
-void check_scattered(
-    const at::Tensor& output, const at::Tensor& input, int world_size);
+void check_scattered(const at::Tensor& output, const at::Tensor& input, int world_size);
 void check_root(std::string_view operation, int root, int world_size);
 /// Ascending ranks of a group, `rank` among them.
 void check_members(const std::vector<int>& ranks, int rank, int world_size);

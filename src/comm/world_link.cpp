@@ -34,21 +34,13 @@ int next_world_generation() {
 
 /// Runs in the store's thread. Returns all hellos; throws InputError at the
 /// first difference.
-std::vector<Hello> exchange_hellos(
-    c10d::Store& store,
-    const std::atomic<bool>& cancelled,
-    Hello own,
-    const World& world,
-    HandshakeProgress& progress) {
-  const auto hello_key = [](size_t rank) {
-    return "hello/" + std::to_string(rank);
-  };
+std::vector<Hello> exchange_hellos(c10d::Store& store, const std::atomic<bool>& cancelled,
+                                   Hello own, const World& world, HandshakeProgress& progress) {
+  const auto hello_key = [](size_t rank) { return "hello/" + std::to_string(rank); };
   if (store.add("taken/" + std::to_string(own.rank), 1) > 1) {
-    throw InputError(
-        "comm::create",
-        "two processes have RANK=" + std::to_string(own.rank),
-        "each rank once",
-        "give every process its own RANK, or start with hasten launch");
+    throw InputError("comm::create", "two processes have RANK=" + std::to_string(own.rank),
+                     "each rank once",
+                     "give every process its own RANK, or start with hasten launch");
   }
   if (!world_on_one_host(world)) {
     own.store_address = listening_address(world.master_addr, world.master_port);
@@ -63,8 +55,7 @@ std::vector<Hello> exchange_hellos(
     size_t arrived = 0;
     for (size_t i = 0; i < progress.hellos.size(); ++i) {
       if (!progress.hellos[i] && store.check({hello_key(i)})) {
-        const Hello hello = hello_from_json(
-            nlohmann::json::parse(store.get_to_str(hello_key(i))));
+        const Hello hello = hello_from_json(nlohmann::json::parse(store.get_to_str(hello_key(i))));
         const std::lock_guard<std::mutex> lock(progress.mutex);
         progress.hellos[i] = hello;
       }
@@ -76,17 +67,13 @@ std::vector<Hello> exchange_hellos(
       // The store must last until all have seen the difference, those that
       // start a little later too.
       const CommClock::time_point until = CommClock::now() + milliseconds(5000);
-      while (!difference.empty() && serves_store(world) && !cancelled &&
-             CommClock::now() < until &&
+      while (!difference.empty() && serves_store(world) && !cancelled && CommClock::now() < until &&
              store.add("greeted", 0) < own.world_size) {
         std::this_thread::sleep_for(milliseconds(10));
       }
       if (!difference.empty()) {
-        throw InputError(
-            "comm::create",
-            difference,
-            "the same on all ranks",
-            "start every rank from one build with one command line");
+        throw InputError("comm::create", difference, "the same on all ranks",
+                         "start every rank from one build with one command line");
       }
       break;
     }
@@ -99,12 +86,8 @@ std::vector<Hello> exchange_hellos(
   return hellos;
 }
 
-WorldLink::WorldLink(
-    const World& world,
-    const CommunicatorOptions& options,
-    int generation,
-    StoreAddress address,
-    std::shared_ptr<StoreServer> server)
+WorldLink::WorldLink(const World& world, const CommunicatorOptions& options, int generation,
+                     StoreAddress address, std::shared_ptr<StoreServer> server)
     : world_(world),
       first_world_(world),
       generation_(generation),
@@ -115,13 +98,9 @@ WorldLink::WorldLink(
       server_(std::move(server)),
       watch_store_(std::make_shared<StorePtr>()) {
   store_ = std::make_shared<StoreThread>(
-      [world,
-       address = store_address_,
-       generation = generation_,
-       deadline = deadline_,
+      [world, address = store_address_, generation = generation_, deadline = deadline_,
        watch = watch_store_](const std::atomic<bool>& cancelled) {
-        StorePtr store =
-            open_store(world, address, generation, deadline, cancelled);
+        StorePtr store = open_store(world, address, generation, deadline, cancelled);
         // Before this rank says hello: where connecting is slow the start is,
         // and nobody takes a late connection for a store that is gone.
         *watch = open_store(world, address, generation, deadline, cancelled);
@@ -131,38 +110,30 @@ WorldLink::WorldLink(
 
 WorldLink::~WorldLink() = default;
 
-std::shared_ptr<WorldLink> WorldLink::join(
-    const World& world, const CommunicatorOptions& options) {
+std::shared_ptr<WorldLink> WorldLink::join(const World& world, const CommunicatorOptions& options) {
   static std::weak_ptr<WorldLink> latest; // threads do not join side by side
   const auto open = latest.lock();
-  if (open && open->open_groups_ > 0 && !world.agent_store &&
-      world.store_file.empty() && world.rank == open->world_.rank &&
-      world.master_port == open->world_.master_port) {
-    throw InputError(
-        "comm::create",
-        "this process is in the world of " + std::to_string(world.world_size) +
-            " ranks at " + world.master_addr + ":" +
-            std::to_string(world.master_port) + " already",
-        "one world at a time from one environment",
-        "go on in it: Accelerator b({}, a.communicator()), or "
-        "communicator->duplicate(); or close it first");
+  if (open && open->open_groups_ > 0 && !world.agent_store && world.store_file.empty() &&
+      world.rank == open->world_.rank && world.master_port == open->world_.master_port) {
+    throw InputError("comm::create",
+                     "this process is in the world of " + std::to_string(world.world_size) +
+                         " ranks at " + world.master_addr + ":" +
+                         std::to_string(world.master_port) + " already",
+                     "one world at a time from one environment",
+                     "go on in it: Accelerator b({}, a.communicator()), or "
+                     "communicator->duplicate(); or close it first");
   }
   const int generation = next_world_generation();
-  if (world.rank == 0 && !world_on_one_host(world) &&
-      !store_key_from_environment()) {
+  if (world.rank == 0 && !world_on_one_host(world) && !store_key_from_environment()) {
     log_warning(
         "this world has no secret: whoever reaches its network can join it. "
         "Fix: set HASTEN_SECRET_FILE on all hosts.");
   }
   const std::shared_ptr<StoreServer> server = serve_store(world);
   const StoreFile file( // until all have found the store
-      world,
-      options.interface_address,
-      generation,
-      CommClock::now() + options.timeout,
+      world, options.interface_address, generation, CommClock::now() + options.timeout,
       server.get());
-  auto link = std::make_shared<WorldLink>(
-      file.world(), options, generation, file.store(), server);
+  auto link = std::make_shared<WorldLink>(file.world(), options, generation, file.store(), server);
   link->shake_hands(options);
   link->start_watch();
   latest = link;
@@ -170,16 +141,13 @@ std::shared_ptr<WorldLink> WorldLink::join(
 }
 
 void WorldLink::start_watch() {
-  liveness_ = std::make_shared<Liveness>(LivenessConfig{
-      world_,
-      std::move(*watch_store_),
-      hellos_,
-      liveness_limit_,
-      [store = std::weak_ptr<StoreThread>(store_)] {
-        if (const auto alive = store.lock()) {
-          alive->cancel();
-        }
-      }});
+  liveness_ = std::make_shared<Liveness>(
+      LivenessConfig{world_, std::move(*watch_store_), hellos_, liveness_limit_,
+                     [store = std::weak_ptr<StoreThread>(store_)] {
+                       if (const auto alive = store.lock()) {
+                         alive->cancel();
+                       }
+                     }});
 }
 
 void WorldLink::shake_hands(const CommunicatorOptions& options) {
@@ -187,8 +155,7 @@ void WorldLink::shake_hands(const CommunicatorOptions& options) {
   progress->hellos.resize(static_cast<size_t>(world_.world_size));
   const Hello own = own_hello(world_, options.device_kind);
   std::future<std::vector<Hello>> future = store_->post<std::vector<Hello>>(
-      [own, progress, world = world_](
-          c10d::Store& store, const std::atomic<bool>& cancelled) {
+      [own, progress, world = world_](c10d::Store& store, const std::atomic<bool>& cancelled) {
         return exchange_hellos(store, cancelled, own, world, *progress);
       });
   // A second more, so that the store's own error, if any, comes first.
@@ -214,30 +181,25 @@ void WorldLink::shake_hands(const CommunicatorOptions& options) {
     for (size_t i = 0; i < progress->hellos.size(); ++i) {
       if (!progress->hellos[i]) {
         absent += (absent.empty() ? "" : ", ") + std::to_string(i);
-      } else if (
-          static_cast<int>(i) < own.rank &&
-          progress->hellos[i]->process_host == own.process_host) {
+      } else if (static_cast<int>(i) < own.rank &&
+                 progress->hellos[i]->process_host == own.process_host) {
         set_said_by_peer(true);
       }
     }
   }
   throw CommunicationError(
       "comm::create",
-      "not all of " + std::to_string(world_.world_size) +
-          " ranks have arrived within " +
+      "not all of " + std::to_string(world_.world_size) + " ranks have arrived within " +
           std::to_string(options.timeout.count()) + " ms: missing " + absent,
-      "every rank to start within the timeout",
-      "see what the missing ranks said");
+      "every rank to start within the timeout", "see what the missing ranks said");
 }
 
-std::shared_ptr<gloo::transport::Device> WorldLink::device(
-    const std::string& address) {
+std::shared_ptr<gloo::transport::Device> WorldLink::device(const std::string& address) {
   std::string host = address;
   if (!is_address(address)) {
-    const bool one_host =
-        std::all_of(hellos_.begin(), hellos_.end(), [this](const Hello& hello) {
-          return hello.network_host == hellos_[0].network_host;
-        });
+    const bool one_host = std::all_of(hellos_.begin(), hellos_.end(), [this](const Hello& hello) {
+      return hello.network_host == hellos_[0].network_host;
+    });
     host = "127.0.0.1";
     if (!one_host || !address.empty()) {
       host = reachable_address(address, store_address_of(hellos_, world_.rank));
@@ -266,16 +228,13 @@ std::optional<unsigned> WorldLink::stranger() {
 void WorldLink::add_group(const std::string& name) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!names_.insert(name).second) {
-    throw InputError(
-        "comm::create",
-        "a group of this world has this name already: name=" + name,
-        "a name of its own for every group");
+    throw InputError("comm::create", "a group of this world has this name already: name=" + name,
+                     "a name of its own for every group");
   }
   ++open_groups_;
 }
 
-void WorldLink::remove_group(
-    c10::intrusive_ptr<c10d::Backend> connections, bool orderly) {
+void WorldLink::remove_group(c10::intrusive_ptr<c10d::Backend> connections, bool orderly) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (connections) {
@@ -293,14 +252,13 @@ void WorldLink::remove_group(
   }
   disconnect(milliseconds(300));
   if (orderly && interrupt_signal() != 0) {
-    liveness_->fail(
-        {launch_rank(),
-         "",
-         "rank " + std::to_string(launch_rank()) + " was stopped by signal " +
-             std::to_string(interrupt_signal()),
-         "",
-         {world_.rank}},
-        milliseconds(300));
+    liveness_->fail({launch_rank(),
+                     "",
+                     "rank " + std::to_string(launch_rank()) + " was stopped by signal " +
+                         std::to_string(interrupt_signal()),
+                     "",
+                     {world_.rank}},
+                    milliseconds(300));
   }
   if (serves_store(world_) && liveness_->failed() && !shrunk_) {
     const CommClock::time_point until = CommClock::now() + milliseconds(1000);
@@ -322,9 +280,9 @@ bool WorldLink::meet() {
     keys.push_back("close/" + std::to_string(i));
   }
   auto enough = std::make_shared<std::atomic<bool>>(false);
-  std::future<void> future = store_->post<void>(
-      [keys, enough, own = keys[static_cast<size_t>(world_.rank)]](
-          c10d::Store& store, const std::atomic<bool>& cancelled) {
+  std::future<void> future =
+      store_->post<void>([keys, enough, own = keys[static_cast<size_t>(world_.rank)]](
+                             c10d::Store& store, const std::atomic<bool>& cancelled) {
         store.set(own, std::string("1"));
         StorePause pause;
         while (!cancelled && !*enough && !store.check(keys)) {
@@ -370,9 +328,9 @@ void WorldLink::disconnect(milliseconds limit) {
 void WorldLink::part() {
   liveness_->expect_departures();
   liveness_->leave(milliseconds(1000));
-  std::future<void> gone = store_->post<void>(
-      [others = world_.world_size - 1, last = world_.rank == 0](
-          c10d::Store& store, const std::atomic<bool>& cancelled) {
+  std::future<void> gone =
+      store_->post<void>([others = world_.world_size - 1, last = world_.rank == 0](
+                             c10d::Store& store, const std::atomic<bool>& cancelled) {
         if (!last) {
           store.add("gone", 1);
         }

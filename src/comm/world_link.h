@@ -23,10 +23,8 @@ namespace hasten::detail {
 /// Waits for `future`, calling `poll` (which may throw) about every 20 ms.
 /// False once `deadline` has passed.
 template <typename T, typename Poll>
-bool await_future(
-    std::future<T>& future, CommClock::time_point deadline, const Poll& poll) {
-  while (future.wait_for(std::chrono::milliseconds(20)) !=
-         std::future_status::ready) {
+bool await_future(std::future<T>& future, CommClock::time_point deadline, const Poll& poll) {
+  while (future.wait_for(std::chrono::milliseconds(20)) != std::future_status::ready) {
     poll();
     if (CommClock::now() > deadline) {
       return false;
@@ -38,32 +36,22 @@ bool await_future(
 class WorldLink {
  public:
   /// Meets the peers and verifies that all are of one kind.
-  static std::shared_ptr<WorldLink> join(
-      const World& world, const CommunicatorOptions& options);
+  static std::shared_ptr<WorldLink> join(const World& world, const CommunicatorOptions& options);
   /// `generation` counts the worlds that this process has joined. The store is at
   /// `store`; `server` is it on the rank that serves it.
-  WorldLink(
-      const World& world,
-      const CommunicatorOptions& options,
-      int generation,
-      StoreAddress store,
-      std::shared_ptr<StoreServer> server);
+  WorldLink(const World& world, const CommunicatorOptions& options, int generation,
+            StoreAddress store, std::shared_ptr<StoreServer> server);
   /// The world of some of `before`'s ranks, behind `store`, in which the watch's
   /// keys exist.
-  WorldLink(
-      const WorldLink& before,
-      const std::vector<int>& members,
-      std::shared_ptr<StoreThread> store,
-      std::shared_ptr<StorePtr> watch_store);
+  WorldLink(const WorldLink& before, const std::vector<int>& members,
+            std::shared_ptr<StoreThread> store, std::shared_ptr<StorePtr> watch_store);
   ~WorldLink();
 
   const World& world() const { return world_; }
   Liveness& liveness() { return *liveness_; }
   StoreThread& store() { return *store_; }
   /// What messages call a rank: its number when the first world began.
-  int launch_rank(int rank) const {
-    return hellos_[static_cast<size_t>(rank)].launch_rank;
-  }
+  int launch_rank(int rank) const { return hellos_[static_cast<size_t>(rank)].launch_rank; }
   int launch_rank() const { return launch_rank(world_.rank); }
 
   /// After a failure: the world of those that are left, `members` of this one's
@@ -87,8 +75,7 @@ class WorldLink {
   /// peers up to the timeout, others for the liveness limit. After a failure
   /// rank 0 stays up to a second, so that the reason reaches all. Else lets go
   /// at once.
-  void remove_group(
-      c10::intrusive_ptr<c10d::Backend> connections, bool orderly);
+  void remove_group(c10::intrusive_ptr<c10d::Backend> connections, bool orderly);
 
  private:
   void shake_hands(const CommunicatorOptions& options);

@@ -27,25 +27,22 @@ using std::chrono::milliseconds;
 constexpr const char* kShrinkWhere = "comm::shrink";
 constexpr const char* kShrinkMembers = "members";
 
-World world_of_members(
-    const World& before,
-    const std::vector<int>& members,
-    const std::vector<Hello>& hellos) {
+World world_of_members(const World& before, const std::vector<int>& members,
+                       const std::vector<Hello>& hellos) {
   World world = before;
-  const std::string& host =
-      hellos[static_cast<size_t>(before.rank)].process_host;
-  world.rank = static_cast<int>(
-      std::find(members.begin(), members.end(), before.rank) - members.begin());
+  const std::string& host = hellos[static_cast<size_t>(before.rank)].process_host;
+  world.rank =
+      static_cast<int>(std::find(members.begin(), members.end(), before.rank) - members.begin());
   world.world_size = static_cast<int>(members.size());
-  world.local_world_size = static_cast<int>(
-      std::count_if(members.begin(), members.end(), [&](int member) {
+  world.local_world_size =
+      static_cast<int>(std::count_if(members.begin(), members.end(), [&](int member) {
         return hellos[static_cast<size_t>(member)].process_host == host;
       }));
   return world;
 }
 
-std::vector<Hello> hellos_of_members(
-    const std::vector<int>& members, const std::vector<Hello>& hellos) {
+std::vector<Hello> hellos_of_members(const std::vector<int>& members,
+                                     const std::vector<Hello>& hellos) {
   std::vector<Hello> left;
   for (const int member : members) {
     Hello hello = hellos[static_cast<size_t>(member)];
@@ -57,12 +54,9 @@ std::vector<Hello> hellos_of_members(
 }
 
 /// Runs in the store's thread. The members; nothing where cancelled.
-std::vector<int> decide_members(
-    c10d::Store& store,
-    const std::atomic<bool>& cancelled,
-    const Liveness& liveness,
-    int rank,
-    CommClock::time_point deadline) {
+std::vector<int> decide_members(c10d::Store& store, const std::atomic<bool>& cancelled,
+                                const Liveness& liveness, int rank,
+                                CommClock::time_point deadline) {
   const auto here_key = [](size_t i) { return "here/" + std::to_string(i); };
   store.set(here_key(static_cast<size_t>(rank)), std::string("1"));
   std::vector<bool> here(liveness.lost().size());
@@ -82,8 +76,7 @@ std::vector<int> decide_members(
       }
     }
     if (complete || CommClock::now() > deadline) {
-      store.compareSet(
-          kShrinkMembers, std::string(), nlohmann::json(members).dump());
+      store.compareSet(kShrinkMembers, std::string(), nlohmann::json(members).dump());
       continue; // whoever was first decides
     }
     pause();
@@ -91,11 +84,8 @@ std::vector<int> decide_members(
   return {};
 }
 
-WorldLink::WorldLink(
-    const WorldLink& before,
-    const std::vector<int>& members,
-    std::shared_ptr<StoreThread> store,
-    std::shared_ptr<StorePtr> watch_store)
+WorldLink::WorldLink(const WorldLink& before, const std::vector<int>& members,
+                     std::shared_ptr<StoreThread> store, std::shared_ptr<StorePtr> watch_store)
     : world_(world_of_members(before.world_, members, before.hellos_)),
       first_world_(before.first_world_),
       generation_(before.generation_),
@@ -117,16 +107,14 @@ std::vector<int> WorldLink::agree_on_members(StoreThread& store) {
       throw CommunicationError(
           kShrinkWhere,
           liveness_->cause().text +
-              "; the ranks that are left cannot go on without rank 0, which "
-              "serves their store",
-          "rank 0 to live",
-          "start again from the last saved state");
+              "; the ranks that are left cannot go on without rank 0, which serves their store",
+          "rank 0 to live", "start again from the last saved state");
     }
   };
   refuse_without_store();
-  std::future<std::vector<int>> future = store.post<std::vector<int>>(
-      [liveness = liveness_, rank = world_.rank, deadline](
-          c10d::Store& s, const std::atomic<bool>& cancelled) {
+  std::future<std::vector<int>> future =
+      store.post<std::vector<int>>([liveness = liveness_, rank = world_.rank, deadline](
+                                       c10d::Store& s, const std::atomic<bool>& cancelled) {
         return decide_members(s, cancelled, *liveness, rank, deadline);
       });
   std::vector<int> members;
@@ -143,23 +131,20 @@ std::vector<int> WorldLink::agree_on_members(StoreThread& store) {
     why = why.substr(0, why.find('\n'));
   }
   if (members.empty()) {
-    throw CommunicationError(
-        kShrinkWhere,
-        "the ranks that are left have not met within " +
-            std::to_string(timeout_.count()) + " ms (" + why + ")");
+    throw CommunicationError(kShrinkWhere, "the ranks that are left have not met within " +
+                                               std::to_string(timeout_.count()) + " ms (" + why +
+                                               ")");
   }
-  const bool own =
-      std::find(members.begin(), members.end(), world_.rank) != members.end();
+  const bool own = std::find(members.begin(), members.end(), world_.rank) != members.end();
   if (!own || (!launcher_serves(world_) && members[0] != 0)) {
-    throw CommunicationError(
-        kShrinkWhere,
-        own ? "rank 0, which serves the store, has not come within " +
-                  std::to_string(timeout_.count()) + " ms"
-            : "the other ranks go on without rank " +
-                  std::to_string(launch_rank()) +
-                  ": it came too late, or looked dead to them",
-        "every rank that lives to call shrink() within the timeout",
-        "see what that rank was doing, or raise the timeout");
+    throw CommunicationError(kShrinkWhere,
+                             own ? "rank 0, which serves the store, has not come within " +
+                                       std::to_string(timeout_.count()) + " ms"
+                                 : "the other ranks go on without rank " +
+                                       std::to_string(launch_rank()) +
+                                       ": it came too late, or looked dead to them",
+                             "every rank that lives to call shrink() within the timeout",
+                             "see what that rank was doing, or raise the timeout");
   }
   return members;
 }
@@ -167,16 +152,12 @@ std::vector<int> WorldLink::agree_on_members(StoreThread& store) {
 std::shared_ptr<WorldLink> WorldLink::shrink(std::vector<int>& members) {
   auto watch = std::make_shared<StorePtr>();
   auto store = std::make_shared<StoreThread>(
-      [world = first_world_,
-       generation = generation_,
-       prefix = "world " + std::to_string(revision_ + 1),
-       deadline = CommClock::now() + timeout_,
-       address = store_address_,
-       watch](const std::atomic<bool>& cancelled) {
+      [world = first_world_, generation = generation_,
+       prefix = "world " + std::to_string(revision_ + 1), deadline = CommClock::now() + timeout_,
+       address = store_address_, watch](const std::atomic<bool>& cancelled) {
         const auto open = [&] {
           return c10::make_intrusive<c10d::PrefixStore>(
-              prefix,
-              open_store(world, address, generation, deadline, cancelled));
+              prefix, open_store(world, address, generation, deadline, cancelled));
         };
         StorePtr own = open();
         *watch = open();
@@ -191,24 +172,20 @@ std::shared_ptr<WorldLink> WorldLink::shrink(std::vector<int>& members) {
   if (std::ssize(members) == world_.world_size) {
     return nullptr;
   }
-  std::future<void> keys = store->post<void>(
-      [size = members.size()](c10d::Store& s, const std::atomic<bool>&) {
+  std::future<void> keys =
+      store->post<void>([size = members.size()](c10d::Store& s, const std::atomic<bool>&) {
         const std::string none; // where there is none: never over another's
         for (size_t i = 0; i < size; ++i) {
-          s.compareSet(
-              Liveness::beat_key(static_cast<int>(i)),
-              none,
-              std::string(Liveness::kFirstBeat));
+          s.compareSet(Liveness::beat_key(static_cast<int>(i)), none,
+                       std::string(Liveness::kFirstBeat));
         }
-        s.compareSet(
-            Liveness::kFailureKey, none, std::string(Liveness::kNoFailure));
+        s.compareSet(Liveness::kFailureKey, none, std::string(Liveness::kNoFailure));
       });
   if (!await_future(keys, CommClock::now() + timeout_, throw_if_interrupted)) {
     throw CommunicationError(kShrinkWhere, "the store does not answer");
   }
   keys.get();
-  auto link =
-      std::make_shared<WorldLink>(*this, members, std::move(store), watch);
+  auto link = std::make_shared<WorldLink>(*this, members, std::move(store), watch);
   link->start_watch();
   shrunk_ = true;
   return link;
@@ -219,11 +196,9 @@ std::optional<Survivors> GlooGroup::shrink() {
   if (world_size() < link->world().world_size) {
     throw InputError(
         kShrinkWhere,
-        "name=" + core_->options.name + ", a group of " +
-            std::to_string(world_size()) + " of the world's " +
-            std::to_string(link->world().world_size) + " ranks",
-        "a group of all ranks",
-        "shrink the world's own group, and make new groups of it");
+        "name=" + core_->options.name + ", a group of " + std::to_string(world_size()) +
+            " of the world's " + std::to_string(link->world().world_size) + " ranks",
+        "a group of all ranks", "shrink the world's own group, and make new groups of it");
   }
   if (!link->liveness().failed()) {
     return std::nullopt;
@@ -262,8 +237,7 @@ std::optional<Survivors> GlooGroup::shrink() {
 void GlooGroup::replace_world(std::shared_ptr<WorldLink> link) {
   release();
   link->add_group(core_->options.name);
-  core_ = std::make_shared<GroupCore>(
-      std::move(link), core_->options, std::vector<int>{});
+  core_ = std::make_shared<GroupCore>(std::move(link), core_->options, std::vector<int>{});
 }
 
 } // namespace hasten::detail

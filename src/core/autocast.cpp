@@ -43,28 +43,20 @@ void AutocastState::restore() const {
 }
 
 bool AutocastState::enabled() const {
-  return std::any_of(
-      std::begin(devices_), std::end(devices_), [](const OnDevice& on) {
-        return on.enabled;
-      });
+  return std::any_of(std::begin(devices_), std::end(devices_),
+                     [](const OnDevice& on) { return on.enabled; });
 }
 
-Autocast::Autocast(const AutocastOptions& options)
-    : before_(AutocastState::now()) {
-  const at::ScalarType dtype = options.dtype.value_or(
-      options.device == at::kCPU ? at::kBFloat16 : at::kHalf);
+Autocast::Autocast(const AutocastOptions& options) : before_(AutocastState::now()) {
+  const at::ScalarType dtype =
+      options.dtype.value_or(options.device == at::kCPU ? at::kBFloat16 : at::kHalf);
   if (dtype != at::kBFloat16 && dtype != at::kHalf) {
-    throw InputError(
-        "core::Autocast",
-        std::string("dtype=") + c10::toString(dtype),
-        "BFloat16 or Half",
-        "leave Autocast out, or set enabled=false, for fp32");
+    throw InputError("core::Autocast", std::string("dtype=") + c10::toString(dtype),
+                     "BFloat16 or Half", "leave Autocast out, or set enabled=false, for fp32");
   }
   if (options.device != at::kCPU && options.device != at::kCUDA) {
-    throw InputError(
-        "core::Autocast",
-        "device=" + c10::DeviceTypeName(options.device, true),
-        "cpu or cuda");
+    throw InputError("core::Autocast", "device=" + c10::DeviceTypeName(options.device, true),
+                     "cpu or cuda");
   }
   detail::register_fp32_ops();
   at::autocast::set_autocast_enabled(options.device, options.enabled);

@@ -15,14 +15,13 @@ void set_fp32_ops(Fp32Ops ops) { current_fp32_ops = ops; }
 // that they take what they get: 16 bits behind a matrix product. These kernels are
 // those that torch has under AutocastCUDA: convert, then the operator itself, with
 // autocast off for what it consists of.
-constexpr c10::DispatchKeySet kBelowAutocast(
-    c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::AutocastCPU);
+constexpr c10::DispatchKeySet kBelowAutocast(c10::DispatchKeySet::FULL_AFTER,
+                                             c10::DispatchKey::AutocastCPU);
 
 template <typename Op, typename... Args>
 auto call_in_fp32(const Args&... args) {
   const c10::impl::ExcludeDispatchKeyGuard below(c10::DispatchKey::AutocastCPU);
-  return Op::call(
-      at::autocast::cached_cast(at::kFloat, args, at::DeviceType::CPU)...);
+  return Op::call(at::autocast::cached_cast(at::kFloat, args, at::DeviceType::CPU)...);
 }
 
 template <typename Op, typename Schema = typename Op::schema>
@@ -31,16 +30,13 @@ struct InFp32;
 template <typename Op, typename Result, typename... Args>
 struct InFp32<Op, Result(Args...)> {
   static Result call(c10::DispatchKeySet keys, Args... args) {
-    return fp32_ops() == Fp32Ops::torch_list
-               ? Op::redispatch(keys & kBelowAutocast, args...)
-               : call_in_fp32<Op>(args...);
+    return fp32_ops() == Fp32Ops::torch_list ? Op::redispatch(keys & kBelowAutocast, args...)
+                                             : call_in_fp32<Op>(args...);
   }
 };
 
 // Whoever names a type of the result gets it.
-static bool names_dtype(const std::optional<at::ScalarType>& dtype) {
-  return dtype.has_value();
-}
+static bool names_dtype(const std::optional<at::ScalarType>& dtype) { return dtype.has_value(); }
 template <typename Other>
 bool names_dtype(const Other& /*unused*/) {
   return false;
@@ -71,8 +67,7 @@ struct LstmInFp32<Op, Result(Args...)> {
   }
 };
 
-#define HASTEN_FP32(name, op) \
-  library.impl(name, TORCH_FN((&InFp32<at::_ops::op>::call)))
+#define HASTEN_FP32(name, op) library.impl(name, TORCH_FN((&InFp32<at::_ops::op>::call)))
 #define HASTEN_FP32_UNLESS_NAMED(name, op) \
   library.impl(name, TORCH_FN((&InFp32UnlessNamed<at::_ops::op>::call)))
 
@@ -99,8 +94,7 @@ static void register_normalisations(torch::Library& library) {
   HASTEN_FP32_UNLESS_NAMED("cumprod", cumprod);
   HASTEN_FP32_UNLESS_NAMED("linalg_vector_norm", linalg_vector_norm);
   HASTEN_FP32_UNLESS_NAMED("linalg_matrix_norm", linalg_matrix_norm);
-  HASTEN_FP32_UNLESS_NAMED(
-      "linalg_matrix_norm.str_ord", linalg_matrix_norm_str_ord);
+  HASTEN_FP32_UNLESS_NAMED("linalg_matrix_norm.str_ord", linalg_matrix_norm_str_ord);
 }
 
 static void register_functions(torch::Library& library) {
@@ -129,16 +123,11 @@ static void register_functions(torch::Library& library) {
 
 void register_fp32_ops() {
   static const torch::Library library = [] {
-    torch::Library made(
-        torch::Library::IMPL,
-        "aten",
-        c10::DispatchKey::AutocastCPU,
-        __FILE__,
-        __LINE__);
+    torch::Library made(torch::Library::IMPL, "aten", c10::DispatchKey::AutocastCPU, __FILE__,
+                        __LINE__);
     register_normalisations(made);
     register_functions(made);
-    made.impl(
-        "lstm.input", TORCH_FN((&LstmInFp32<at::_ops::lstm_input>::call)));
+    made.impl("lstm.input", TORCH_FN((&LstmInFp32<at::_ops::lstm_input>::call)));
     return made;
   }();
 }

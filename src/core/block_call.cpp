@@ -37,8 +37,7 @@ BlockRegistry& block_registry() {
 
 // Moves entries of dead blocks into `dead`, whose destructor runs outside the
 // lock: an interceptor's destructor may come back here. The lock is held.
-void sweep_block_registry(
-    BlockRegistry& registry, std::vector<BlockEntry>& dead) {
+void sweep_block_registry(BlockRegistry& registry, std::vector<BlockEntry>& dead) {
   for (auto it = registry.entries.begin(); it != registry.entries.end();) {
     if (it->second.block.expired()) {
       attached_blocks -= static_cast<int64_t>(it->second.links.size());
@@ -50,8 +49,7 @@ void sweep_block_registry(
   }
 }
 
-std::shared_ptr<const BlockChain> find_block_chain(
-    const torch::nn::Module* block) {
+std::shared_ptr<const BlockChain> find_block_chain(const torch::nn::Module* block) {
   BlockRegistry& registry = block_registry();
   std::shared_lock lock(registry.mutex);
   const auto it = registry.entries.find(block);
@@ -62,34 +60,27 @@ std::shared_ptr<const BlockChain> find_block_chain(
   if (!alive) {
     return nullptr;
   }
-  return std::make_shared<const BlockChain>(
-      BlockChain{std::move(alive), it->second.links});
+  return std::make_shared<const BlockChain>(BlockChain{std::move(alive), it->second.links});
 }
 
-Forward block_chain_forward(
-    std::shared_ptr<const BlockChain> chain, size_t link, Forward last) {
+Forward block_chain_forward(std::shared_ptr<const BlockChain> chain, size_t link, Forward last) {
   if (link == chain->links.size()) {
     return last;
   }
   Forward next = block_chain_forward(chain, link + 1, std::move(last));
-  return [chain = std::move(chain), link, next = std::move(next)](
-             std::vector<at::Tensor> inputs) {
+  return [chain = std::move(chain), link, next = std::move(next)](std::vector<at::Tensor> inputs) {
     const BlockLink& here = chain->links[link];
-    return here.interceptor->intercept(
-        BlockCall{chain->block, here.stage}, std::move(inputs), next);
+    return here.interceptor->intercept(BlockCall{chain->block, here.stage}, std::move(inputs),
+                                       next);
   };
 }
 
-std::vector<at::Tensor> run_block_chain(
-    std::shared_ptr<const BlockChain> chain,
-    std::vector<at::Tensor> inputs,
-    Forward block_forward) {
-  return block_chain_forward(
-      std::move(chain), 0, std::move(block_forward))(std::move(inputs));
+std::vector<at::Tensor> run_block_chain(std::shared_ptr<const BlockChain> chain,
+                                        std::vector<at::Tensor> inputs, Forward block_forward) {
+  return block_chain_forward(std::move(chain), 0, std::move(block_forward))(std::move(inputs));
 }
 
-RecomputeNotice::RecomputeNotice(const torch::nn::Module* block)
-    : chain_(find_block_chain(block)) {
+RecomputeNotice::RecomputeNotice(const torch::nn::Module* block) : chain_(find_block_chain(block)) {
   for (; chain_ && told_ < chain_->links.size() &&
          chain_->links[told_].stage < BlockStage::checkpoint;
        ++told_) {
@@ -105,31 +96,23 @@ RecomputeNotice::~RecomputeNotice() {
   }
 }
 
-void throw_tensor_count(
-    const BlockChain& chain,
-    std::string_view what,
-    size_t got,
-    size_t expected) {
-  throw InputError(
-      "core::call_block",
-      "an interceptor of block " + chain.block->name() + " passed on " +
-          std::string(what) + "=" + std::to_string(got) + " tensors",
-      std::to_string(expected) + ", as many as the call has",
-      "return one tensor for each, and call forward at least once where the "
-      "result is not plain tensors");
+void throw_tensor_count(const BlockChain& chain, std::string_view what, size_t got,
+                        size_t expected) {
+  throw InputError("core::call_block",
+                   "an interceptor of block " + chain.block->name() + " passed on " +
+                       std::string(what) + "=" + std::to_string(got) + " tensors",
+                   std::to_string(expected) + ", as many as the call has",
+                   "return one tensor for each, and call forward at least once where the "
+                   "result is not plain tensors");
 }
 
 } // namespace detail
 
-BlockAttachment attach_block(
-    const std::shared_ptr<torch::nn::Module>& block,
-    BlockStage stage,
-    std::shared_ptr<BlockInterceptor> interceptor) {
+BlockAttachment attach_block(const std::shared_ptr<torch::nn::Module>& block, BlockStage stage,
+                             std::shared_ptr<BlockInterceptor> interceptor) {
   if (!block || !interceptor) {
-    throw InputError(
-        "core::attach_block",
-        block ? "interceptor=null" : "block=null",
-        "a live block and an interceptor");
+    throw InputError("core::attach_block", block ? "interceptor=null" : "block=null",
+                     "a live block and an interceptor");
   }
   detail::BlockRegistry& registry = detail::block_registry();
   std::vector<detail::BlockEntry> dead;
@@ -137,24 +120,18 @@ BlockAttachment attach_block(
   detail::sweep_block_registry(registry, dead);
   auto& entry = registry.entries[block.get()];
   entry.block = block;
-  const auto place = std::find_if(
-      entry.links.begin(), entry.links.end(), [stage](const auto& link) {
-        return link.stage >= stage;
-      });
+  const auto place = std::find_if(entry.links.begin(), entry.links.end(),
+                                  [stage](const auto& link) { return link.stage >= stage; });
   if (place != entry.links.end() && place->stage == stage) {
-    throw InputError(
-        "core::attach_block",
-        "block " + block->name() + " has an interceptor for " +
-            (stage == BlockStage::shard ? "sharding" : "checkpointing") +
-            " already",
-        "one of a kind",
-        "detach the first one");
+    throw InputError("core::attach_block",
+                     "block " + block->name() + " has an interceptor for " +
+                         (stage == BlockStage::shard ? "sharding" : "checkpointing") + " already",
+                     "one of a kind", "detach the first one");
   }
   BlockAttachment attachment;
   attachment.block_ = block.get();
   attachment.id_ = ++registry.last_id;
-  entry.links.insert(
-      place, detail::BlockLink{stage, std::move(interceptor), attachment.id_});
+  entry.links.insert(place, detail::BlockLink{stage, std::move(interceptor), attachment.id_});
   ++detail::attached_blocks;
   return attachment;
 }
@@ -186,8 +163,8 @@ void BlockAttachment::detach() noexcept {
     return; // swept: the block died
   }
   auto& links = it->second.links;
-  const auto link = std::find_if(
-      links.begin(), links.end(), [&](const detail::BlockLink& candidate) {
+  const auto link =
+      std::find_if(links.begin(), links.end(), [&](const detail::BlockLink& candidate) {
         return candidate.id == id_; // another block may live here by now
       });
   if (link == links.end()) {

@@ -25,17 +25,9 @@ constexpr size_t kDeferredPiece = 256 << 10;
 // Their first argument's former values do not matter.
 static bool overwrites_first(const std::string& name) {
   static const std::unordered_set<std::string> names = {
-      "aten::copy_",
-      "aten::fill_",
-      "aten::zero_",
-      "aten::uniform_",
-      "aten::normal_",
-      "aten::random_",
-      "aten::bernoulli_",
-      "aten::exponential_",
-      "aten::geometric_",
-      "aten::cauchy_",
-      "aten::log_normal_"};
+      "aten::copy_",      "aten::fill_",   "aten::zero_",      "aten::uniform_",
+      "aten::normal_",    "aten::random_", "aten::bernoulli_", "aten::exponential_",
+      "aten::geometric_", "aten::cauchy_", "aten::log_normal_"};
   return names.count(name) > 0;
 }
 
@@ -58,15 +50,12 @@ static DeferredRange range_of(const at::Tensor& tensor, size_t storage) {
   for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
     last += static_cast<size_t>((tensor.size(dim) - 1) * tensor.stride(dim));
   }
-  return {
-      storage,
-      static_cast<size_t>(tensor.storage_offset()) * tensor.itemsize(),
-      (last + 1) * tensor.itemsize()};
+  return {storage, static_cast<size_t>(tensor.storage_offset()) * tensor.itemsize(),
+          (last + 1) * tensor.itemsize()};
 }
 
 static bool covers_storage(const at::Tensor& tensor) {
-  return tensor.is_non_overlapping_and_dense() &&
-         tensor.nbytes() == tensor.storage().nbytes();
+  return tensor.is_non_overlapping_and_dense() && tensor.nbytes() == tensor.storage().nbytes();
 }
 
 static std::vector<GeneratorState> generator_states(const OpPassing& passing) {
@@ -88,18 +77,13 @@ static std::vector<GeneratorState> generator_states(const OpPassing& passing) {
 }
 
 // Those that have moved on since.
-static std::vector<GeneratorState> used_generators(
-    std::vector<GeneratorState> before) {
+static std::vector<GeneratorState> used_generators(std::vector<GeneratorState> before) {
   const auto unused = [](const GeneratorState& then) {
     const at::Tensor now = state_now(then.generator).state;
     return now.nbytes() == then.state.nbytes() &&
-           std::memcmp(
-               now.const_data_ptr(),
-               then.state.const_data_ptr(),
-               now.nbytes()) == 0;
+           std::memcmp(now.const_data_ptr(), then.state.const_data_ptr(), now.nbytes()) == 0;
   };
-  before.erase(
-      std::remove_if(before.begin(), before.end(), unused), before.end());
+  before.erase(std::remove_if(before.begin(), before.end(), unused), before.end());
   return before;
 }
 
@@ -136,8 +120,7 @@ class DeferredRecorder final : public OpObserver {
   };
 
   Passing describe(const OpPassing& passing);
-  at::Tensor describe_tensor(
-      const at::Tensor& tensor, bool write, Passing& described);
+  at::Tensor describe_tensor(const at::Tensor& tensor, bool write, Passing& described);
   std::optional<size_t> find(const at::Tensor& tensor) const;
   void bring(const Passing& described);
   void note_results(const OpPassing& passing, Passing& described);
@@ -168,9 +151,8 @@ std::optional<size_t> DeferredRecorder::find(const at::Tensor& tensor) const {
 
 static uint64_t hash_piece(const c10::StorageImpl& real, size_t piece) {
   const size_t begin = piece * kDeferredPiece;
-  return XXH3_64bits(
-      static_cast<const char*>(real.data()) + begin,
-      std::min(kDeferredPiece, real.nbytes() - begin));
+  return XXH3_64bits(static_cast<const char*>(real.data()) + begin,
+                     std::min(kDeferredPiece, real.nbytes() - begin));
 }
 
 void DeferredRecorder::hash(size_t storage, size_t begin, size_t end) {
@@ -180,16 +162,14 @@ void DeferredRecorder::hash(size_t storage, size_t begin, size_t end) {
     return;
   }
   const size_t pieces = (real->nbytes() + kDeferredPiece - 1) / kDeferredPiece;
-  if (pieces != tracked.hashes.size() ||
-      tracked.bytes != static_cast<int64_t>(real->nbytes())) {
+  if (pieces != tracked.hashes.size() || tracked.bytes != static_cast<int64_t>(real->nbytes())) {
     resident_ += static_cast<int64_t>(real->nbytes()) - tracked.bytes;
     tracked.bytes = static_cast<int64_t>(real->nbytes());
     tracked.hashes.resize(pieces);
     begin = 0;
     end = real->nbytes();
   }
-  for (size_t piece = begin / kDeferredPiece;
-       piece < pieces && piece * kDeferredPiece < end;
+  for (size_t piece = begin / kDeferredPiece; piece < pieces && piece * kDeferredPiece < end;
        ++piece) {
     tracked.hashes[piece] = hash_piece(*real, piece);
   }
@@ -199,8 +179,7 @@ void DeferredRecorder::verify(size_t storage, size_t begin, size_t end) {
   const auto real = log_->find(storage);
   const Tracked& tracked = tracked_[storage];
   for (size_t piece = begin / kDeferredPiece;
-       piece < tracked.hashes.size() && piece * kDeferredPiece < end;
-       ++piece) {
+       piece < tracked.hashes.size() && piece * kDeferredPiece < end; ++piece) {
     if (tracked.hashes[piece] != hash_piece(*real, piece)) {
       keep_contents(storage, *real);
       return;
@@ -213,15 +192,15 @@ void DeferredRecorder::keep_contents(size_t storage, c10::StorageImpl& real) {
   op.writes = {storage};
   op.overwrites = storage;
   op.overwritten_bytes = real.nbytes();
-  op.contents = at::detail::empty_cpu(
-      {static_cast<int64_t>(real.nbytes())}, at::TensorOptions(at::kByte));
+  op.contents =
+      at::detail::empty_cpu({static_cast<int64_t>(real.nbytes())}, at::TensorOptions(at::kByte));
   std::memcpy(op.contents.mutable_data_ptr(), real.data(), real.nbytes());
   log_->append(std::move(op));
   hash(storage, 0, real.nbytes());
 }
 
-at::Tensor DeferredRecorder::describe_tensor(
-    const at::Tensor& tensor, bool write, Passing& described) {
+at::Tensor DeferredRecorder::describe_tensor(const at::Tensor& tensor, bool write,
+                                             Passing& described) {
   if (const auto storage = find(tensor)) {
     const DeferredRange range = range_of(tensor, *storage);
     described.reads.push_back(range);
@@ -257,25 +236,18 @@ DeferredRecorder::Passing DeferredRecorder::describe(const OpPassing& passing) {
   const OpInfo& info = op_info(passing.op);
   const size_t first = passing.stack.size() - passing.arguments();
   for (size_t i = 0; i < passing.arguments(); ++i) {
-    const bool write = std::find(info.writes.begin(), info.writes.end(), i) !=
-                       info.writes.end();
-    op.arguments.push_back(
-        map_tensors(passing.stack[first + i], [&](const at::Tensor& tensor) {
-          return describe_tensor(tensor, write, described);
-        }));
+    const bool write = std::find(info.writes.begin(), info.writes.end(), i) != info.writes.end();
+    op.arguments.push_back(map_tensors(passing.stack[first + i], [&](const at::Tensor& tensor) {
+      return describe_tensor(tensor, write, described);
+    }));
   }
-  const c10::IValue* target =
-      passing.arguments() > 0 ? &passing.stack[first] : nullptr;
+  const c10::IValue* target = passing.arguments() > 0 ? &passing.stack[first] : nullptr;
   if (overwrites_first(info.name) && target != nullptr && target->isTensor() &&
       find(target->toTensor()) && covers_storage(target->toTensor())) {
     const size_t storage = *find(target->toTensor());
-    const auto itself = [&](const DeferredRange& range) {
-      return range.storage == storage;
-    };
-    if (std::count_if(described.reads.begin(), described.reads.end(), itself) ==
-        1) {
-      described.reads.erase(
-          std::find_if(described.reads.begin(), described.reads.end(), itself));
+    const auto itself = [&](const DeferredRange& range) { return range.storage == storage; };
+    if (std::count_if(described.reads.begin(), described.reads.end(), itself) == 1) {
+      described.reads.erase(std::find_if(described.reads.begin(), described.reads.end(), itself));
       op.overwrites = storage;
       op.overwritten_bytes = target->toTensor().storage().nbytes();
     }
@@ -313,19 +285,14 @@ void DeferredRecorder::bring(const Passing& described) {
   }
 }
 
-void DeferredRecorder::note_results(
-    const OpPassing& passing, Passing& described) {
+void DeferredRecorder::note_results(const OpPassing& passing, Passing& described) {
   size_t number = 0;
   const size_t results = passing.op.schema().returns().size();
-  for (size_t i = passing.stack.size() - results; i < passing.stack.size();
-       ++i) {
+  for (size_t i = passing.stack.size() - results; i < passing.stack.size(); ++i) {
     map_tensors(passing.stack[i], [&](const at::Tensor& tensor) {
-      const auto is_alias = [&](const at::Tensor& other) {
-        return same_storage(other, tensor);
-      };
+      const auto is_alias = [&](const at::Tensor& other) { return same_storage(other, tensor); };
       if (is_deferrable(tensor) && !find(tensor) &&
-          std::none_of(
-              described.outside.begin(), described.outside.end(), is_alias)) {
+          std::none_of(described.outside.begin(), described.outside.end(), is_alias)) {
         const size_t storage = log_->add(tensor);
         known_[tensor.storage().unsafeGetStorageImpl()] = storage;
         tracked_.push_back({});
@@ -415,10 +382,8 @@ void DeferredRecorder::finish(const torch::nn::Module& module) {
 
 DeferredScope::DeferredScope(const DeferredInitOptions& options) {
   if (options.resident_bytes < 0) {
-    throw InputError(
-        "core::deferred_init",
-        "resident_bytes=" + std::to_string(options.resident_bytes),
-        "0 or more");
+    throw InputError("core::deferred_init",
+                     "resident_bytes=" + std::to_string(options.resident_bytes), "0 or more");
   }
   if (!deferred_scope_open) {
     recorder_ = std::make_unique<DeferredRecorder>(options);
@@ -434,8 +399,7 @@ DeferredScope::~DeferredScope() {
 
 void DeferredScope::finish(const torch::nn::Module* module) {
   if (module == nullptr) {
-    throw InputError(
-        "core::deferred_init", "the function gave null", "a module");
+    throw InputError("core::deferred_init", "the function gave null", "a module");
   }
   if (recorder_) {
     recorder_->finish(*module);
@@ -481,18 +445,14 @@ static std::vector<at::Tensor> tensors_of(const torch::nn::Module& module) {
 
 } // namespace detail
 
-bool is_deferred(const at::Tensor& tensor) {
-  return detail::deferred_place(tensor) != nullptr;
-}
+bool is_deferred(const at::Tensor& tensor) { return detail::deferred_place(tensor) != nullptr; }
 
 bool in_deferred_init() { return detail::deferred_scope_open; }
 
 bool is_deferred(const torch::nn::Module& module) {
   const auto tensors = detail::tensors_of(module);
-  return std::any_of(
-      tensors.begin(), tensors.end(), [](const at::Tensor& tensor) {
-        return is_deferred(tensor);
-      });
+  return std::any_of(tensors.begin(), tensors.end(),
+                     [](const at::Tensor& tensor) { return is_deferred(tensor); });
 }
 
 void materialize(const std::vector<at::Tensor>& tensors) {
@@ -502,8 +462,6 @@ void materialize(const std::vector<at::Tensor>& tensors) {
   }
 }
 
-void materialize(const torch::nn::Module& module) {
-  materialize(detail::tensors_of(module));
-}
+void materialize(const torch::nn::Module& module) { materialize(detail::tensors_of(module)); }
 
 } // namespace hasten

@@ -17,20 +17,16 @@
 namespace hasten::detail {
 
 constexpr const char* kDeferredRead =
-    "[core::deferred_init] a tensor of a deferred model is read or written: it "
-    "has a "
+    "[core::deferred_init] a tensor of a deferred model is read or written: it has a "
     "shape, but no values yet. Fix: hasten::materialize(model) first, or "
     "accelerator.prepare(model), Ddp or FullyShard, which do so.";
 
-static void free_place(void* place) {
-  delete static_cast<DeferredPlace*>(place);
-}
+static void free_place(void* place) { delete static_cast<DeferredPlace*>(place); }
 
 const DeferredPlace* deferred_place(c10::StorageImpl& storage) {
   const c10::DataPtr& data = storage._mutable_data_ptr_no_checks();
-  return data.get_deleter() == &free_place
-             ? static_cast<const DeferredPlace*>(data.get_context())
-             : nullptr;
+  return data.get_deleter() == &free_place ? static_cast<const DeferredPlace*>(data.get_context())
+                                           : nullptr;
 }
 
 const DeferredPlace* deferred_place(const at::Tensor& tensor) {
@@ -44,9 +40,8 @@ GeneratorState state_now(at::Generator generator) {
   return {generator, generator.get_state()};
 }
 
-c10::IValue map_tensors(
-    const c10::IValue& value,
-    const std::function<at::Tensor(const at::Tensor&)>& change) {
+c10::IValue map_tensors(const c10::IValue& value,
+                        const std::function<at::Tensor(const at::Tensor&)>& change) {
   if (value.isTensor()) {
     return value.toTensor().defined() ? change(value.toTensor()) : value;
   }
@@ -62,8 +57,7 @@ c10::IValue map_tensors(
 
 at::Tensor without_graph(const at::Tensor& tensor) {
   const at::TensorImpl* impl = tensor.unsafeGetTensorImpl();
-  const auto version =
-      tensor.is_inference() ? c10::VariableVersion() : impl->version_counter();
+  const auto version = tensor.is_inference() ? c10::VariableVersion() : impl->version_counter();
   return at::Tensor(impl->shallow_copy_and_detach(version, true));
 }
 
@@ -81,28 +75,21 @@ static void give_memory(c10::StorageImpl& storage, size_t bytes) {
 size_t DeferredLog::add(const at::Tensor& tensor) {
   storages_.push_back(
       {tensor.storage().getWeakStorageImpl(),
-       c10::make_intrusive<c10::StorageImpl>(
-           c10::StorageImpl::use_byte_size_t(),
-           c10::SymInt(0),
-           c10::DataPtr(nullptr, c10::Device(c10::kCPU)),
-           c10::GetCPUAllocator(),
-           true)});
+       c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), c10::SymInt(0),
+                                             c10::DataPtr(nullptr, c10::Device(c10::kCPU)),
+                                             c10::GetCPUAllocator(), true)});
   return storages_.size() - 1;
 }
 
-at::Tensor DeferredLog::on_twin(
-    const at::Tensor& tensor, size_t storage) const {
-  auto impl = tensor.unsafeGetTensorImpl()->shallow_copy_and_detach(
-      c10::VariableVersion(0), true);
+at::Tensor DeferredLog::on_twin(const at::Tensor& tensor, size_t storage) const {
+  auto impl = tensor.unsafeGetTensorImpl()->shallow_copy_and_detach(c10::VariableVersion(0), true);
   impl->set_storage_keep_dtype(c10::Storage(storages_[storage].twin));
   return at::Tensor(std::move(impl));
 }
 
 void DeferredLog::before_change(const at::Tensor& outside) {
   for (DeferredOp& op : ops_) {
-    const auto meant = [&](const auto& entry) {
-      return same_storage(entry.first, outside);
-    };
+    const auto meant = [&](const auto& entry) { return same_storage(entry.first, outside); };
     if (std::none_of(op.outside.begin(), op.outside.end(), meant)) {
       continue;
     }
@@ -128,11 +115,8 @@ void DeferredLog::before_change(const at::Tensor& outside) {
 
 void DeferredLog::evict(size_t storage) {
   const auto real = find(storage);
-  real->set_data_ptr_noswap(
-      {nullptr,
-       new DeferredPlace{shared_from_this(), storage},
-       &free_place,
-       c10::Device(c10::kCPU)});
+  real->set_data_ptr_noswap({nullptr, new DeferredPlace{shared_from_this(), storage}, &free_place,
+                             c10::Device(c10::kCPU)});
   real->release_data_and_set_meta_custom_data_ptr_error_msg_(kDeferredRead);
 }
 
@@ -148,8 +132,7 @@ void DeferredLog::allocate(size_t storage) {
 }
 
 // Backwards: an entry counts if it makes contents that something after it needs.
-std::vector<DeferredLog::Step> DeferredLog::slice_of(
-    const std::vector<size_t>& storages) const {
+std::vector<DeferredLog::Step> DeferredLog::slice_of(const std::vector<size_t>& storages) const {
   std::vector<Step> steps;
   std::unordered_set<size_t> needed(storages.begin(), storages.end());
   std::unordered_set<size_t> used;
@@ -157,9 +140,8 @@ std::vector<DeferredLog::Step> DeferredLog::slice_of(
     const DeferredOp& op = ops_[i];
     const auto is_needed = [&](size_t s) { return needed.count(s) > 0; };
     if (std::none_of(op.writes.begin(), op.writes.end(), is_needed) &&
-        std::none_of(op.creates.begin(), op.creates.end(), [&](const auto& c) {
-          return is_needed(c.second);
-        })) {
+        std::none_of(op.creates.begin(), op.creates.end(),
+                     [&](const auto& c) { return is_needed(c.second); })) {
       continue;
     }
     Step& step = steps.emplace_back();
@@ -168,8 +150,7 @@ std::vector<DeferredLog::Step> DeferredLog::slice_of(
       if (used.insert(s).second) {
         step.done.push_back(s);
       }
-      before ? static_cast<void>(needed.insert(s))
-             : static_cast<void>(needed.erase(s));
+      before ? static_cast<void>(needed.insert(s)) : static_cast<void>(needed.erase(s));
     };
     for (const auto& [result, s] : op.creates) {
       use(s, false);
@@ -197,10 +178,9 @@ class GeneratorGuard {
     }
   }
   void set(const GeneratorState& then) {
-    const bool known = std::any_of(
-        before_.begin(), before_.end(), [&](const GeneratorState& other) {
-          return other.generator == then.generator;
-        });
+    const bool known =
+        std::any_of(before_.begin(), before_.end(),
+                    [&](const GeneratorState& other) { return other.generator == then.generator; });
     if (!known) {
       before_.push_back(state_now(then.generator));
     }
@@ -227,8 +207,7 @@ class ReplayGuard {
  private:
   caffe2::TypeMeta dtype_ = c10::get_default_dtype();
   at::AutoDispatchBelowADInplaceOrView below_{};
-  c10::impl::ExcludeDispatchKeyGuard no_autocast_{
-      c10::autocast_dispatch_keyset};
+  c10::impl::ExcludeDispatchKeyGuard no_autocast_{c10::autocast_dispatch_keyset};
   UnseenOps unseen_{};
 };
 
@@ -282,20 +261,17 @@ void DeferredLog::run(DeferredOp& op) {
     give_memory(*storages_[*op.overwrites].twin, op.overwritten_bytes);
   }
   if (!op.op) {
-    std::memcpy(
-        storages_[*op.overwrites].twin->mutable_data(),
-        op.contents.const_data_ptr(),
-        op.overwritten_bytes);
+    std::memcpy(storages_[*op.overwrites].twin->mutable_data(), op.contents.const_data_ptr(),
+                op.overwritten_bytes);
     return;
   }
   for (const auto& [tensor, version] : op.outside) {
     if (version_of(tensor) != version) {
-      throw InputError(
-          "core::materialize",
-          "a tensor from outside deferred_init has changed since " +
-              op.op->operator_name().name + " read it there",
-          "what values are made of as it was",
-          "materialize the model before it changes, or give a copy");
+      throw InputError("core::materialize",
+                       "a tensor from outside deferred_init has changed since " +
+                           op.op->operator_name().name + " read it there",
+                       "what values are made of as it was",
+                       "materialize the model before it changes, or give a copy");
     }
   }
   c10::set_default_dtype(op.default_dtype);
@@ -303,10 +279,9 @@ void DeferredLog::run(DeferredOp& op) {
   for (const c10::IValue& argument : op.arguments) {
     // An operator may change sizes of a tensor that it is given.
     stack.push_back(map_tensors(argument, [&](const at::Tensor& tensor) {
-      const bool changes = std::any_of(
-          op.changes.begin(), op.changes.end(), [&](const at::Tensor& other) {
-            return other.is_same(tensor);
-          });
+      const bool changes =
+          std::any_of(op.changes.begin(), op.changes.end(),
+                      [&](const at::Tensor& other) { return other.is_same(tensor); });
       return changes ? tensor.clone() : without_graph(tensor);
     }));
   }
@@ -314,15 +289,12 @@ void DeferredLog::run(DeferredOp& op) {
   take_results(op, stack);
 }
 
-void DeferredLog::take_results(
-    const DeferredOp& op, const torch::jit::Stack& results) {
+void DeferredLog::take_results(const DeferredOp& op, const torch::jit::Stack& results) {
   size_t number = 0;
   for (const c10::IValue& value : results) {
     map_tensors(value, [&](const at::Tensor& tensor) {
-      const auto made = std::find_if(
-          op.creates.begin(), op.creates.end(), [&](const auto& create) {
-            return create.first == number;
-          });
+      const auto made = std::find_if(op.creates.begin(), op.creates.end(),
+                                     [&](const auto& create) { return create.first == number; });
       ++number;
       if (made == op.creates.end()) {
         return tensor;
@@ -330,8 +302,7 @@ void DeferredLog::take_results(
       c10::StorageImpl& result = *tensor.storage().unsafeGetStorageImpl();
       c10::StorageImpl& twin = *storages_[made->second].twin;
       if (tensor.use_count() == 1 && tensor.storage().use_count() == 1) {
-        twin.set_data_ptr_noswap(
-            std::move(result._mutable_data_ptr_no_checks()));
+        twin.set_data_ptr_noswap(std::move(result._mutable_data_ptr_no_checks()));
         twin.set_nbytes(result.nbytes());
       } else {
         give_memory(twin, result.nbytes());

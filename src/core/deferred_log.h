@@ -99,15 +99,13 @@ const DeferredPlace* deferred_place(const at::Tensor& tensor);
 const DeferredPlace* deferred_place(c10::StorageImpl& storage);
 
 /// The value with change(tensor) in each tensor's place, in lists, too.
-c10::IValue map_tensors(
-    const c10::IValue& value,
-    const std::function<at::Tensor(const at::Tensor&)>& change);
+c10::IValue map_tensors(const c10::IValue& value,
+                        const std::function<at::Tensor(const at::Tensor&)>& change);
 
 /// Tensor::is_alias_of would ask a deferred one for its pointer.
 inline bool same_storage(const at::Tensor& a, const at::Tensor& b) {
   return a.has_storage() && b.has_storage() &&
-         a.storage().unsafeGetStorageImpl() ==
-             b.storage().unsafeGetStorageImpl();
+         a.storage().unsafeGetStorageImpl() == b.storage().unsafeGetStorageImpl();
 }
 
 /// The tensor without autograd, sharing its version.
@@ -115,9 +113,8 @@ at::Tensor without_graph(const at::Tensor& tensor);
 inline uint32_t version_of(const at::Tensor& tensor) {
   return tensor.is_inference()
              ? 0
-             : static_cast<uint32_t>(tensor.unsafeGetTensorImpl()
-                                         ->version_counter()
-                                         .current_version());
+             : static_cast<uint32_t>(
+                   tensor.unsafeGetTensorImpl()->version_counter().current_version());
 }
 
 } // namespace hasten::detail

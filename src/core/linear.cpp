@@ -22,12 +22,8 @@
 // out = beta out + alpha a b, of any strides. Its header is not among LibTorch's;
 // a LibTorch without it leaves the name null.
 namespace at::native {
-__attribute__((weak)) void mkldnn_matmul(
-    const Tensor& a,
-    const Tensor& b,
-    const Tensor& out,
-    float beta,
-    float alpha);
+__attribute__((weak)) void mkldnn_matmul(const Tensor& a, const Tensor& b, const Tensor& out,
+                                         float beta, float alpha);
 } // namespace at::native
 
 namespace hasten {
@@ -45,8 +41,7 @@ constexpr int64_t kFewestColumns = 16;
 
 static bool find_onednn() {
 #if defined(__x86_64__) && defined(__GNUC__)
-  return at::hasMKLDNN() && at::hasMKL() &&
-         at::native::mkldnn_matmul != nullptr &&
+  return at::hasMKLDNN() && at::hasMKL() && at::native::mkldnn_matmul != nullptr &&
          __builtin_cpu_supports("avx512f") && !__builtin_cpu_is("intel");
 #else
   return false;
@@ -57,8 +52,7 @@ static bool find_onednn() {
 static bool find_onednn_bf16() {
 #if defined(__x86_64__) && defined(__GNUC__)
   return at::hasMKLDNN() && at::native::mkldnn_matmul != nullptr &&
-         __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512vl") &&
+         __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
          __builtin_cpu_supports("avx512dq");
 #else
   return false;
@@ -78,10 +72,8 @@ static int64_t next_piece(int64_t rows) {
 /// a b (+ bias) for a [rows, k] and b [k, n] of any strides; rows >= kFewestRows.
 /// A piece shorter than the fewest reaches back over rows already made, which get
 /// the same values again.
-static at::Tensor onednn_product(
-    const at::Tensor& a,
-    const at::Tensor& b,
-    const std::optional<at::Tensor>& bias) {
+static at::Tensor onednn_product(const at::Tensor& a, const at::Tensor& b,
+                                 const std::optional<at::Tensor>& bias) {
   const at::AutoDispatchBelowADInplaceOrView below;
   const int64_t rows = a.size(0);
   at::Tensor out = at::empty({rows, b.size(1)}, a.options());
@@ -92,8 +84,7 @@ static at::Tensor onednn_product(
     if (bias) {
       part.copy_(bias->expand_as(part));
     }
-    at::native::mkldnn_matmul(
-        a.narrow(0, done, piece), b, part, bias ? 1.0f : 0.0f, 1.0f);
+    at::native::mkldnn_matmul(a.narrow(0, done, piece), b, part, bias ? 1.0f : 0.0f, 1.0f);
     done += piece;
   }
   return out;
@@ -102,12 +93,10 @@ static at::Tensor onednn_product(
 /// a^T b in fp32, summed over the rows of a [rows, m] and b [rows, n]; the last rows
 /// are filled up with zeros. Each piece of 16-bit rows is rounded to 16 bits, their
 /// sum is not.
-static at::Tensor onednn_sum_over_rows(
-    const at::Tensor& a, const at::Tensor& b) {
+static at::Tensor onednn_sum_over_rows(const at::Tensor& a, const at::Tensor& b) {
   const at::AutoDispatchBelowADInplaceOrView below;
   const int64_t rows = a.size(0);
-  at::Tensor out =
-      at::empty({a.size(1), b.size(1)}, a.options().dtype(at::kFloat));
+  at::Tensor out = at::empty({a.size(1), b.size(1)}, a.options().dtype(at::kFloat));
   at::Tensor narrow;
   if (a.scalar_type() != at::kFloat) {
     narrow = at::empty(out.sizes(), a.options());
@@ -147,27 +136,19 @@ static at::Tensor column_sums(const at::Tensor& a) {
   const int64_t rows = std::max<int64_t>(1, kPiece / a.size(1));
   at::Tensor sums = at::zeros({a.size(1)}, a.options().dtype(at::kFloat));
   for (int64_t done = 0; done < a.size(0); done += rows) {
-    sums.add_(at::sum(
-        a.narrow(0, done, std::min(rows, a.size(0) - done)),
-        {0},
-        false,
-        at::kFloat));
+    sums.add_(at::sum(a.narrow(0, done, std::min(rows, a.size(0) - done)), {0}, false, at::kFloat));
   }
   return sums;
 }
 
 // The product as an operator, so that whoever watches operators (to keep what is
 // expensive, to count) sees it.
-static at::Tensor linear_operator(
-    const at::Tensor& a,
-    const at::Tensor& b,
-    const std::optional<at::Tensor>& bias) {
+static at::Tensor linear_operator(const at::Tensor& a, const at::Tensor& b,
+                                  const std::optional<at::Tensor>& bias) {
   static const auto handle = c10::Dispatcher::singleton()
                                  .findSchemaOrThrow("hasten::linear", "")
-                                 .typed<at::Tensor(
-                                     const at::Tensor&,
-                                     const at::Tensor&,
-                                     const std::optional<at::Tensor>&)>();
+                                 .typed<at::Tensor(const at::Tensor&, const at::Tensor&,
+                                                   const std::optional<at::Tensor>&)>();
   const at::AutoDispatchBelowADInplaceOrView below;
   return handle.call(a, b, bias);
 }
@@ -183,11 +164,9 @@ class LinearNode final : public torch::autograd::Node {
   LinearNode(bool narrow, const at::Tensor& x, at::ScalarType x_type)
       : narrow_(narrow), x_type_(x_type), x_(x, /*is_output=*/false) {}
 
-  static at::Tensor run(
-      bool narrow,
-      const at::Tensor& x, // [rows, in]; fp32 or bf16 where narrow
-      const at::Tensor& weight,
-      const std::optional<at::Tensor>& bias) {
+  static at::Tensor run(bool narrow,
+                        const at::Tensor& x, // [rows, in]; fp32 or bf16 where narrow
+                        const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
     const auto in = [&](const at::Tensor& tensor) {
       return narrow ? tensor.to(at::kBFloat16) : tensor;
     };
@@ -196,19 +175,15 @@ class LinearNode final : public torch::autograd::Node {
     {
       const at::NoGradGuard no_grad;
       kept = in(x);
-      product = linear_operator(
-          kept,
-          in(weight).t(),
-          bias ? std::optional<at::Tensor>(in(*bias)) : std::nullopt);
+      product = linear_operator(kept, in(weight).t(),
+                                bias ? std::optional<at::Tensor>(in(*bias)) : std::nullopt);
     }
     const at::Tensor none;
     const at::Tensor& bias_or_none = bias ? *bias : none;
     if (torch::autograd::compute_requires_grad(x, weight, bias_or_none)) {
-      const auto node = c10::make_intrusive<LinearNode>(
-          narrow, narrow ? kept : x, x.scalar_type());
+      const auto node = c10::make_intrusive<LinearNode>(narrow, narrow ? kept : x, x.scalar_type());
       node->weight_ = torch::autograd::SavedVariable(weight, false);
-      node->set_next_edges(
-          torch::autograd::collect_next_edges(x, weight, bias_or_none));
+      node->set_next_edges(torch::autograd::collect_next_edges(x, weight, bias_or_none));
       torch::autograd::set_history(product, node);
     }
     return product;
@@ -222,8 +197,7 @@ class LinearNode final : public torch::autograd::Node {
   }
 
  protected:
-  torch::autograd::variable_list apply(
-      torch::autograd::variable_list&& gradients) override {
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
     torch::autograd::variable_list made(3); // of x, weight, bias
     if (!gradients[0].defined()) {
       return made;
@@ -238,21 +212,18 @@ class LinearNode final : public torch::autograd::Node {
     // A gradient of the gradient needs operators that can be differentiated.
     const bool again = at::GradMode::is_enabled();
     if (task_should_compute_output(1)) {
-      made[1] =
-          (again ? at::mm(gradient.t(), x) : onednn_sum_over_rows(gradient, x))
-              .to(weight.scalar_type());
+      made[1] = (again ? at::mm(gradient.t(), x) : onednn_sum_over_rows(gradient, x))
+                    .to(weight.scalar_type());
     }
     if (task_should_compute_output(2)) {
-      made[2] = (again ? at::sum(gradient, {0}, false, at::kFloat)
-                       : column_sums(gradient))
+      made[2] = (again ? at::sum(gradient, {0}, false, at::kFloat) : column_sums(gradient))
                     .to(weight.scalar_type());
     }
     x.reset();
     if (task_should_compute_output(0)) {
       const at::Tensor w = narrow_ ? weight.to(at::kBFloat16) : weight;
-      made[0] = (again ? at::mm(gradient, w)
-                       : onednn_product(gradient, w, std::nullopt))
-                    .to(x_type_);
+      made[0] =
+          (again ? at::mm(gradient, w) : onednn_product(gradient, w, std::nullopt)).to(x_type_);
     }
     return made;
   }
@@ -265,8 +236,7 @@ class LinearNode final : public torch::autograd::Node {
 };
 
 static bool plain(const at::Tensor& tensor, at::ScalarType type) {
-  return tensor.is_cpu() && tensor.scalar_type() == type &&
-         tensor.layout() == at::kStrided;
+  return tensor.is_cpu() && tensor.scalar_type() == type && tensor.layout() == at::kStrided;
 }
 
 static bool gains(int64_t rows, int64_t in, int64_t out) {
@@ -274,13 +244,11 @@ static bool gains(int64_t rows, int64_t in, int64_t out) {
 }
 
 /// Shapes and types of products that gain, whichever they are.
-static bool fits_onednn(
-    const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
+static bool fits_onednn(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
   const at::ScalarType type = weight.scalar_type();
-  return at::globalContext().userEnabledMkldnn() && plain(weight, type) &&
-         weight.dim() == 2 &&
-         (!bias.defined() || (plain(bias, type) && bias.dim() == 1 &&
-                              bias.size(0) == weight.size(0))) &&
+  return at::globalContext().userEnabledMkldnn() && plain(weight, type) && weight.dim() == 2 &&
+         (!bias.defined() ||
+          (plain(bias, type) && bias.dim() == 1 && bias.size(0) == weight.size(0))) &&
          x.dim() >= 2 && x.size(-1) == weight.size(1) &&
          gains(x.numel() / weight.size(1), weight.size(1), weight.size(0));
 }
@@ -290,13 +258,9 @@ static bool float_or_bf16(const at::Tensor& tensor) {
 }
 
 /// x [..., in] as [rows, in], and back.
-static at::Tensor linear_by_rows(
-    bool narrow,
-    const at::Tensor& x,
-    const at::Tensor& weight,
-    const std::optional<at::Tensor>& bias) {
-  const at::Tensor product =
-      LinearNode::run(narrow, x.reshape({-1, x.size(-1)}), weight, bias);
+static at::Tensor linear_by_rows(bool narrow, const at::Tensor& x, const at::Tensor& weight,
+                                 const std::optional<at::Tensor>& bias) {
+  const at::Tensor product = LinearNode::run(narrow, x.reshape({-1, x.size(-1)}), weight, bias);
   std::vector<int64_t> shape = x.sizes().vec();
   shape.back() = weight.size(0);
   return product.view(shape);
@@ -304,14 +268,13 @@ static at::Tensor linear_by_rows(
 
 } // namespace detail
 
-at::Tensor fast_linear(
-    const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
+at::Tensor fast_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
   const std::optional<at::Tensor> maybe_bias =
       bias.defined() ? std::optional<at::Tensor>(bias) : std::nullopt;
   const auto narrow = autocast_dtype(at::kCPU);
   if (detail::fits_onednn(x, weight, bias)) {
-    if (narrow == at::kBFloat16 && linear_uses_bf16() &&
-        detail::float_or_bf16(x) && detail::float_or_bf16(weight)) {
+    if (narrow == at::kBFloat16 && linear_uses_bf16() && detail::float_or_bf16(x) &&
+        detail::float_or_bf16(weight)) {
       return detail::linear_by_rows(true, x, weight, maybe_bias);
     }
     if (!narrow && linear_uses_onednn() && detail::plain(x, at::kFloat) &&
@@ -345,6 +308,5 @@ bool linear_uses_bf16(int64_t rows, int64_t in, int64_t out) {
 // a [rows, k] times b [k, n], plus bias.
 TORCH_LIBRARY(hasten, library) {
   library.def("linear(Tensor a, Tensor b, Tensor? bias) -> Tensor");
-  library.impl(
-      "linear", c10::DispatchKey::CPU, &hasten::detail::onednn_product);
+  library.impl("linear", c10::DispatchKey::CPU, &hasten::detail::onednn_product);
 }

@@ -51,16 +51,14 @@ void MemoryLimits::change(int64_t limit, bool add) {
   } else {
     bytes.erase(bytes.find(limit));
   }
-  memory_counters().limit =
-      bytes.empty() ? std::numeric_limits<int64_t>::max() : *bytes.begin();
+  memory_counters().limit = bytes.empty() ? std::numeric_limits<int64_t>::max() : *bytes.begin();
 }
 
 [[noreturn]] void refuse_memory(int64_t bytes, int64_t live, int64_t limit) {
-  throw c10::OutOfMemoryError(
-      {__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
-      "out of memory: " + std::to_string(bytes) +
-          " bytes for a CPU tensor beside " + std::to_string(live) +
-          " bytes of others, above the limit of " + std::to_string(limit));
+  throw c10::OutOfMemoryError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
+                              "out of memory: " + std::to_string(bytes) +
+                                  " bytes for a CPU tensor beside " + std::to_string(live) +
+                                  " bytes of others, above the limit of " + std::to_string(limit));
 }
 
 // Keeps torch's alignment: c10 hands out 64-byte aligned memory.
@@ -146,8 +144,7 @@ void reset_peak_memory() {
 
 MemoryLimit::MemoryLimit(int64_t bytes) : bytes_(bytes) {
   if (bytes <= 0) {
-    throw InputError(
-        "core::MemoryLimit", "bytes=" + std::to_string(bytes), "above 0");
+    throw InputError("core::MemoryLimit", "bytes=" + std::to_string(bytes), "above 0");
   }
   install_memory_meter();
   detail::memory_limits().change(bytes, true);
@@ -161,8 +158,7 @@ bool is_out_of_memory(const std::exception& error) {
     return true;
   }
   return dynamic_cast<const c10::Error*>(&error) != nullptr &&
-         std::string_view(error.what())
-                 .find("DefaultCPUAllocator: can't allocate memory") !=
+         std::string_view(error.what()).find("DefaultCPUAllocator: can't allocate memory") !=
              std::string_view::npos;
 }
 

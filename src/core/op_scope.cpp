@@ -10,12 +10,9 @@ namespace hasten::detail {
 
 static thread_local OpObserver* op_observer = nullptr;
 
-static void observe_op(
-    const c10::OperatorHandle& op,
-    c10::DispatchKeySet keys,
-    torch::jit::Stack* stack) {
-  const auto below =
-      keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kOpKey);
+static void observe_op(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                       torch::jit::Stack* stack) {
+  const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kOpKey);
   // What the kernel calls is the kernel's own business.
   const c10::impl::ExcludeDispatchKeyGuard not_inside(kOpKey);
   if (op_observer == nullptr) {
@@ -28,8 +25,7 @@ static void observe_op(
 static void register_op_fallback() {
   // Never destroyed: operators may run in static destructors.
   [[gnu::used]] static torch::Library* const library = [] {
-    auto* made = new torch::Library(
-        torch::Library::IMPL, "_", kOpKey, __FILE__, __LINE__);
+    auto* made = new torch::Library(torch::Library::IMPL, "_", kOpKey, __FILE__, __LINE__);
     made->fallback(torch::CppFunction::makeFromBoxedFunction<&observe_op>());
     return made;
   }();
@@ -40,8 +36,7 @@ static OpObserver* swap_op_observer(OpObserver* observer) {
   return std::exchange(op_observer, observer);
 }
 
-OpScope::OpScope(OpObserver* observer)
-    : include_(kOpKey), before_(swap_op_observer(observer)) {}
+OpScope::OpScope(OpObserver* observer) : include_(kOpKey), before_(swap_op_observer(observer)) {}
 OpScope::~OpScope() { op_observer = before_; }
 
 OpObserver* current_op_observer() { return op_observer; }
@@ -58,9 +53,7 @@ static OpInfo make_op_info(const c10::OperatorHandle& op) {
   }
   // These change running statistics that their schemas call inputs.
   for (const char* norm :
-       {"aten::native_batch_norm",
-        "aten::cudnn_batch_norm",
-        "aten::miopen_batch_norm"}) {
+       {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}) {
     if (info.name == norm && info.writes.empty()) {
       info.writes = {3, 4};
     }
@@ -69,11 +62,8 @@ static OpInfo make_op_info(const c10::OperatorHandle& op) {
     info.fresh = info.fresh && result.alias_info() == nullptr;
   }
   // Views that their schemas do not call views.
-  for (const char* view :
-       {"aten::_unsafe_view",
-        "aten::unsafe_chunk",
-        "aten::unsafe_split",
-        "aten::unsafe_split_with_sizes"}) {
+  for (const char* view : {"aten::_unsafe_view", "aten::unsafe_chunk", "aten::unsafe_split",
+                           "aten::unsafe_split_with_sizes"}) {
     info.fresh = info.fresh && info.name != view;
   }
   info.ignored = info.name == "aten::detach" || info.name == "aten::alias";
@@ -86,9 +76,7 @@ static OpInfo make_op_info(const c10::OperatorHandle& op) {
 
 const OpInfo& op_info(const c10::OperatorHandle& op) {
   // By thread: no lock on the way. A schema lives as long as its operator.
-  static thread_local std::
-      unordered_map<const c10::FunctionSchema*, std::unique_ptr<OpInfo>>
-          known;
+  static thread_local std::unordered_map<const c10::FunctionSchema*, std::unique_ptr<OpInfo>> known;
   std::unique_ptr<OpInfo>& info = known[&op.schema()];
   if (!info) {
     info = std::make_unique<OpInfo>(make_op_info(op));

@@ -26,12 +26,9 @@ constexpr int64_t kProbeWidth = 512;
 double probe_seconds(std::optional<at::ScalarType> dtype, int rounds) {
   const at::AutoGradMode grad(true);
   const AutocastState outside = AutocastState::now();
-  const Autocast autocast(
-      {.dtype = dtype.value_or(at::kBFloat16), .enabled = dtype.has_value()});
-  const at::Tensor x =
-      at::full({kProbeRows, kProbeWidth}, 0.5).requires_grad_();
-  const at::Tensor weight =
-      at::full({kProbeWidth, kProbeWidth}, 0.5).requires_grad_();
+  const Autocast autocast({.dtype = dtype.value_or(at::kBFloat16), .enabled = dtype.has_value()});
+  const at::Tensor x = at::full({kProbeRows, kProbeWidth}, 0.5).requires_grad_();
+  const at::Tensor weight = at::full({kProbeWidth, kProbeWidth}, 0.5).requires_grad_();
   double shortest = std::numeric_limits<double>::infinity();
   for (int round = -1; round < rounds; ++round) { // the first is not counted
     const auto start = std::chrono::steady_clock::now();
@@ -40,8 +37,7 @@ double probe_seconds(std::optional<at::ScalarType> dtype, int rounds) {
       const Autocast backward(outside);
       y.backward(y.detach());
     }
-    const std::chrono::duration<double> time =
-        std::chrono::steady_clock::now() - start;
+    const std::chrono::duration<double> time = std::chrono::steady_clock::now() - start;
     if (round >= 0) {
       shortest = std::min(shortest, time.count());
     }
@@ -59,8 +55,7 @@ double precision_speedup(at::ScalarType dtype) {
   if (const auto found = known.find(key); found != known.end()) {
     return found->second;
   }
-  const double narrow =
-      detail::probe_seconds(dtype, dtype == at::kHalf ? 1 : 5);
+  const double narrow = detail::probe_seconds(dtype, dtype == at::kHalf ? 1 : 5);
   const double wide = detail::probe_seconds(std::nullopt, 5);
   return known[key] = wide / narrow;
 }
@@ -74,17 +69,14 @@ std::string why_no_precision(Precision precision) {
     const at::Tensor weight = at::full({16, 16}, 0.125).requires_grad_();
     at::Tensor loss;
     {
-      const Autocast autocast(
-          {.dtype = precision == Precision::bf16 ? at::kBFloat16 : at::kHalf});
+      const Autocast autocast({.dtype = precision == Precision::bf16 ? at::kBFloat16 : at::kHalf});
       const at::Tensor y = at::gelu(at::linear(at::ones({32, 16}), weight));
-      loss = at::mse_loss(
-          at::layer_norm(at::matmul(y, at::softmax(y, -1).t()), {32}),
-          at::ones({32, 32}));
+      loss = at::mse_loss(at::layer_norm(at::matmul(y, at::softmax(y, -1).t()), {32}),
+                          at::ones({32, 32}));
     }
     loss.backward();
-    return weight.grad().isfinite().all().item<bool>()
-               ? ""
-               : "a small layer's gradient is not finite";
+    return weight.grad().isfinite().all().item<bool>() ? ""
+                                                       : "a small layer's gradient is not finite";
   } catch (const c10::Error& error) {
     const std::string text = error.what_without_backtrace();
     return text.substr(0, text.find('\n'));

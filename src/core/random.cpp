@@ -17,8 +17,7 @@ void append_little_endian(std::string& bytes, uint64_t value) {
 
 } // namespace detail
 
-uint64_t stream_seed(
-    std::string_view name, uint64_t seed, uint64_t a, uint64_t b) {
+uint64_t stream_seed(std::string_view name, uint64_t seed, uint64_t a, uint64_t b) {
   std::string bytes(name);
   bytes += '\0'; // so that no name is another's prefix
   detail::append_little_endian(bytes, seed);
@@ -30,12 +29,10 @@ uint64_t stream_seed(
 void set_seed(uint64_t seed) { at::manual_seed(stream_seed("init", seed)); }
 
 void seed_dropout(uint64_t seed, int data_rank) {
-  at::manual_seed(
-      stream_seed("dropout", seed, static_cast<uint64_t>(data_rank)));
+  at::manual_seed(stream_seed("dropout", seed, static_cast<uint64_t>(data_rank)));
 }
 
-OrderRng::OrderRng(uint64_t seed, uint64_t epoch)
-    : state_(stream_seed("order", seed, epoch)) {}
+OrderRng::OrderRng(uint64_t seed, uint64_t epoch) : state_(stream_seed("order", seed, epoch)) {}
 
 uint64_t OrderRng::next() {
   // SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number

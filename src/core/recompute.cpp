@@ -21,16 +21,14 @@ OncePlace& once_place() {
   return place;
 }
 
-OnceScope::OnceScope(OncePlace place)
-    : before_(std::exchange(once_place(), std::move(place))) {}
+OnceScope::OnceScope(OncePlace place) : before_(std::exchange(once_place(), std::move(place))) {}
 OnceScope::~OnceScope() { once_place() = std::move(before_); }
 
 } // namespace detail
 
 bool in_recompute() { return detail::recompute_depth > 0; }
 
-std::vector<at::Tensor> run_once(
-    const std::function<std::vector<at::Tensor>()>& make) {
+std::vector<at::Tensor> run_once(const std::function<std::vector<at::Tensor>()>& make) {
   detail::OncePlace& place = detail::once_place();
   if (!place.store) {
     const at::NoGradGuard no_grad;
@@ -39,11 +37,9 @@ std::vector<at::Tensor> run_once(
   if (place.replays && place.next >= place.store->values.size()) {
     throw Error(
         "core::run_once",
-        "call " + std::to_string(place.next + 1) +
-            " of a recomputation, where forward made " +
+        "call " + std::to_string(place.next + 1) + " of a recomputation, where forward made " +
             std::to_string(place.store->values.size()),
-        "the same calls in both",
-        "let nothing but the region's inputs decide what it calls");
+        "the same calls in both", "let nothing but the region's inputs decide what it calls");
   }
   if (!place.replays) {
     const std::shared_ptr<detail::OnceStore> store = place.store;
@@ -64,8 +60,8 @@ std::vector<at::Tensor> run_once(
 }
 
 at::Tensor run_once(const std::function<at::Tensor()>& make) {
-  return run_once(std::function<std::vector<at::Tensor>()>(
-      [&] { return std::vector<at::Tensor>{make()}; }))[0];
+  return run_once(
+      std::function<std::vector<at::Tensor>()>([&] { return std::vector<at::Tensor>{make()}; }))[0];
 }
 
 } // namespace hasten

@@ -11,12 +11,12 @@ enum class BertChar : uint8_t { letter, space, punctuation, removed };
 constexpr std::array<BertChar, 128> bert_ascii_table() {
   std::array<BertChar, 128> table{};
   for (int c = 0; c < 128; ++c) {
-    const bool alphanumeric = (c >= '0' && c <= '9') ||
-                              (c >= 'A' && c <= 'Z') || (c >= 'a' && c <= 'z');
+    const bool alphanumeric =
+        (c >= '0' && c <= '9') || (c >= 'A' && c <= 'Z') || (c >= 'a' && c <= 'z');
     table[c] = c == ' ' || c == '\t' || c == '\n' || c == '\r' ? BertChar::space
-               : c < 32 || c == 127 ? BertChar::removed
-               : alphanumeric       ? BertChar::letter
-                                    : BertChar::punctuation;
+               : c < 32 || c == 127                            ? BertChar::removed
+               : alphanumeric                                  ? BertChar::letter
+                                                               : BertChar::punctuation;
   }
   return table;
 }
@@ -25,14 +25,10 @@ constexpr auto kBertAscii = bert_ascii_table();
 
 // The ranges of BERT, among them its 2B920 where Unicode has 2B820.
 bool is_bert_cjk(int32_t code) {
-  return (code >= 0x4E00 && code <= 0x9FFF) ||
-         (code >= 0x3400 && code <= 0x4DBF) ||
-         (code >= 0x20000 && code <= 0x2A6DF) ||
-         (code >= 0x2A700 && code <= 0x2B73F) ||
-         (code >= 0x2B740 && code <= 0x2B81F) ||
-         (code >= 0x2B920 && code <= 0x2CEAF) ||
-         (code >= 0xF900 && code <= 0xFAFF) ||
-         (code >= 0x2F800 && code <= 0x2FA1F);
+  return (code >= 0x4E00 && code <= 0x9FFF) || (code >= 0x3400 && code <= 0x4DBF) ||
+         (code >= 0x20000 && code <= 0x2A6DF) || (code >= 0x2A700 && code <= 0x2B73F) ||
+         (code >= 0x2B740 && code <= 0x2B81F) || (code >= 0x2B920 && code <= 0x2CEAF) ||
+         (code >= 0xF900 && code <= 0xFAFF) || (code >= 0x2F800 && code <= 0x2FA1F);
 }
 
 // Class of a code point. Separators are BERT's white space. Unassigned code points
@@ -66,8 +62,7 @@ BertChar bert_class(int32_t code) {
 
 class BertWordSplitter {
  public:
-  BertWordSplitter(const BertWordOptions& options, BertWords& out)
-      : options_(options), out_(out) {
+  BertWordSplitter(const BertWordOptions& options, BertWords& out) : options_(options), out_(out) {
     out_.text.clear();
     out_.words.clear();
     out_.run.clear();
@@ -105,9 +100,8 @@ class BertWordSplitter {
   void put_ascii(char c, BertChar kind) {
     switch (kind) {
       case BertChar::letter:
-        out_.text += options_.lower_case && c >= 'A' && c <= 'Z'
-                         ? static_cast<char>(c + ('a' - 'A'))
-                         : c;
+        out_.text +=
+            options_.lower_case && c >= 'A' && c <= 'Z' ? static_cast<char>(c + ('a' - 'A')) : c;
         ++characters_;
         break;
       case BertChar::punctuation:
@@ -163,15 +157,10 @@ class BertWordSplitter {
     const auto size = static_cast<utf8proc_ssize_t>(run.size());
     std::vector<utf8proc_int32_t> codes(out_.run.size() * 4);
     auto count = utf8proc_decompose(
-        bytes,
-        size,
-        codes.data(),
-        static_cast<utf8proc_ssize_t>(codes.size()),
-        UTF8PROC_DECOMPOSE);
+        bytes, size, codes.data(), static_cast<utf8proc_ssize_t>(codes.size()), UTF8PROC_DECOMPOSE);
     if (count > static_cast<utf8proc_ssize_t>(codes.size())) {
       codes.resize(static_cast<size_t>(count));
-      count = utf8proc_decompose(
-          bytes, size, codes.data(), count, UTF8PROC_DECOMPOSE);
+      count = utf8proc_decompose(bytes, size, codes.data(), count, UTF8PROC_DECOMPOSE);
     }
     for (utf8proc_ssize_t i = 0; i < count; ++i) {
       if (utf8proc_category(codes[i]) != UTF8PROC_CATEGORY_MN) {
@@ -207,8 +196,7 @@ class BertWordSplitter {
   static void append(std::string& text, int32_t code) {
     utf8proc_uint8_t bytes[4];
     const auto count = utf8proc_encode_char(code, bytes);
-    text.append(
-        reinterpret_cast<const char*>(bytes), static_cast<size_t>(count));
+    text.append(reinterpret_cast<const char*>(bytes), static_cast<size_t>(count));
   }
 
   void end_word() {
@@ -225,8 +213,7 @@ class BertWordSplitter {
   int64_t characters_ = 0; // in it
 };
 
-void split_bert_words(
-    std::string_view text, const BertWordOptions& options, BertWords& words) {
+void split_bert_words(std::string_view text, const BertWordOptions& options, BertWords& words) {
   BertWordSplitter(options, words).split(text);
 }
 

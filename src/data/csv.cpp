@@ -15,11 +15,9 @@ constexpr const char* kCsvReader = "data::CsvReader";
 
 char csv_delimiter(const std::filesystem::path& path, char given) {
   if (given == '"' || given == '\n' || given == '\r') {
-    throw InputError(
-        kCsvReader,
-        "delimiter=" + byte_name(given),
-        "a character that is neither a quote nor a line break",
-        "pass a comma, a semicolon or a tab");
+    throw InputError(kCsvReader, "delimiter=" + byte_name(given),
+                     "a character that is neither a quote nor a line break",
+                     "pass a comma, a semicolon or a tab");
   }
   if (given != '\0') {
     return given;
@@ -51,15 +49,11 @@ CsvReader::CsvReader(std::shared_ptr<const TextFile> file, CsvOptions options)
       next_(file_->mark_bytes()) {
   cr_ends_lines_ = detail::lacks_line_feeds(window_);
   if (!read_record()) {
-    throw InputError(
-        detail::kCsvReader,
-        "file=" + path().string() + " is empty",
-        "records of text");
+    throw InputError(detail::kCsvReader, "file=" + path().string() + " is empty",
+                     "records of text");
   }
   for (size_t i = 0; i < fields_.size(); ++i) {
-    columns_.push_back(
-        options.has_header ? std::string(trimmed(fields_[i]))
-                           : std::to_string(i));
+    columns_.push_back(options.has_header ? std::string(trimmed(fields_[i])) : std::to_string(i));
   }
   pending_ = !options.has_header;
 }
@@ -69,11 +63,9 @@ size_t CsvReader::column(std::string_view name, std::string_view flag) const {
   const std::string asked = std::string(flag) + "=" + std::string(name);
   if (found != columns_.end()) {
     if (std::find(found + 1, columns_.end(), name) != columns_.end()) {
-      throw InputError(
-          detail::kCsvReader,
-          asked + " is the name of two columns of " + path().string(),
-          "one column of that name",
-          "rename one of them in the file");
+      throw InputError(detail::kCsvReader,
+                       asked + " is the name of two columns of " + path().string(),
+                       "one column of that name", "rename one of them in the file");
     }
     return static_cast<size_t>(found - columns_.begin());
   }
@@ -87,8 +79,7 @@ size_t CsvReader::column(std::string_view name, std::string_view flag) const {
     // The unknown column is said first; the record's own error comes when the
     // file is read.
   }
-  detail::fail_unknown_column(
-      detail::kCsvReader, asked, path(), columns_, samples);
+  detail::fail_unknown_column(detail::kCsvReader, asked, path(), columns_, samples);
 }
 
 bool CsvReader::next() {
@@ -167,11 +158,9 @@ bool CsvReader::read_quoted(size_t& at) {
       if (!window_.reaches_end()) {
         return false;
       }
-      fail(
-          open,
-          "a quote opens here and is never closed",
-          "a closing quote before the end of the file",
-          "close it, or double quotes that are part of the text");
+      fail(open, "a quote opens here and is never closed",
+           "a closing quote before the end of the file",
+           "close it, or double quotes that are part of the text");
     }
     at = quote + 1;
     const bool doubled = at < text_.size() && text_[at] == '"';
@@ -195,11 +184,8 @@ bool CsvReader::read_quoted(size_t& at) {
     begin = at + 1;
   }
   if (!at_field_end(at)) {
-    fail(
-        at,
-        "text follows a closing quote",
-        "a delimiter or the end of the line",
-        "double quotes that are part of a quoted text");
+    fail(at, "text follows a closing quote", "a delimiter or the end of the line",
+         "double quotes that are part of a quoted text");
   }
   return true;
 }
@@ -215,9 +201,7 @@ bool CsvReader::read_record() {
 
 // Whether what ends at `end` ends there whatever lies behind the window: a CR at
 // its end may have its LF there.
-bool CsvReader::is_whole(size_t end) const {
-  return end < text_.size() || window_.reaches_end();
-}
+bool CsvReader::is_whole(size_t end) const { return end < text_.size() || window_.reaches_end(); }
 
 // False where the record may go on behind the window. No fields: the file's end.
 bool CsvReader::read_record_in_window() {
@@ -237,8 +221,7 @@ bool CsvReader::read_record_in_window() {
   size_t at = next_;
   for (;;) {
     const size_t begin = at;
-    if (at < text_.size() && text_[at] == '"' &&
-        (delimiter_ != '\t' || closes_on_its_line(at))) {
+    if (at < text_.size() && text_[at] == '"' && (delimiter_ != '\t' || closes_on_its_line(at))) {
       const size_t used = unescaped_used_;
       if (!read_quoted(at)) {
         return false;
@@ -274,22 +257,16 @@ bool CsvReader::read_record_in_window() {
 
 void CsvReader::check_text(size_t begin, size_t end) const {
   const auto record = text_.substr(begin, end - begin);
-  if (const size_t bad = invalid_utf8_position(record);
-      bad != std::string_view::npos) {
-    fail(
-        begin + bad,
-        "invalid UTF-8: " + byte_name(record[bad]) + " at offset " +
-            std::to_string(window_.begin() + begin + bad) + " of the file",
-        "UTF-8",
-        "convert the file, for example with iconv -f WINDOWS-1252 -t UTF-8");
+  if (const size_t bad = invalid_utf8_position(record); bad != std::string_view::npos) {
+    fail(begin + bad,
+         "invalid UTF-8: " + byte_name(record[bad]) + " at offset " +
+             std::to_string(window_.begin() + begin + bad) + " of the file",
+         "UTF-8", "convert the file, for example with iconv -f WINDOWS-1252 -t UTF-8");
   }
   if (const size_t nul = record.find('\0'); nul != std::string_view::npos) {
-    fail(
-        begin + nul,
-        "a NUL byte at offset " +
-            std::to_string(window_.begin() + begin + nul) + " of the file",
-        "text",
-        "check that the file is text and not cut or padded");
+    fail(begin + nul,
+         "a NUL byte at offset " + std::to_string(window_.begin() + begin + nul) + " of the file",
+         "text", "check that the file is text and not cut or padded");
   }
 }
 
@@ -301,45 +278,32 @@ void CsvReader::check_width() const {
   if (fields_.size() == 1 || columns_.size() == 1) {
     fix += ", or name the delimiter with --delimiter";
   }
-  throw InputError(
-      detail::kCsvReader,
-      position() + ": the record has fields=" + std::to_string(fields_.size()) +
-          ", starting with \"" + detail::table_sample(fields_[0]) + "\"",
-      std::to_string(columns_.size()) +
-          " fields, as in the file's first record",
-      fix);
+  throw InputError(detail::kCsvReader,
+                   position() + ": the record has fields=" + std::to_string(fields_.size()) +
+                       ", starting with \"" + detail::table_sample(fields_[0]) + "\"",
+                   std::to_string(columns_.size()) + " fields, as in the file's first record", fix);
 }
 
-std::string CsvReader::position() const {
-  return path().string() + ":" + std::to_string(line_);
-}
+std::string CsvReader::position() const { return path().string() + ":" + std::to_string(line_); }
 
 // Names the physical line and the character in it of byte `at`, and the line the
 // record starts at where that is another one.
-void CsvReader::fail(
-    size_t at,
-    std::string_view what,
-    std::string_view expected,
-    std::string_view fix) const {
+void CsvReader::fail(size_t at, std::string_view what, std::string_view expected,
+                     std::string_view fix) const {
   size_t line_begin = start_;
   const int64_t line = line_ + count_lines(start_, at, line_begin);
-  const size_t column =
-      utf8_length(text_.substr(line_begin, at - line_begin)) + 1;
-  std::string where = path().string() + ":" + std::to_string(line) + ":" +
-                      std::to_string(column);
+  const size_t column = utf8_length(text_.substr(line_begin, at - line_begin)) + 1;
+  std::string where = path().string() + ":" + std::to_string(line) + ":" + std::to_string(column);
   if (line != line_) {
     where += " (record from line " + std::to_string(line_) + ")";
   }
-  throw InputError(
-      detail::kCsvReader, where + ": " + std::string(what), expected, fix);
+  throw InputError(detail::kCsvReader, where + ": " + std::string(what), expected, fix);
 }
 
 std::string csv_field(std::string_view value, char delimiter) {
   const char special[] = {'"', '\n', '\r', delimiter};
-  const bool blank_end =
-      !value.empty() && (value.front() == ' ' || value.back() == ' ');
-  if (!blank_end && value.find_first_of(std::string_view(special, 4)) ==
-                        std::string_view::npos) {
+  const bool blank_end = !value.empty() && (value.front() == ' ' || value.back() == ' ');
+  if (!blank_end && value.find_first_of(std::string_view(special, 4)) == std::string_view::npos) {
     return std::string(value);
   }
   std::string field = "\"";

@@ -11,10 +11,8 @@ const at::Tensor& Batch::operator[](const std::string& name) const {
     for (const auto& [other, tensor] : tensors) {
       names += (names.empty() ? "" : ", ") + other;
     }
-    throw InputError(
-        "data::Batch",
-        "no tensor name=" + name,
-        "one of: " + (names.empty() ? "(the batch has none)" : names));
+    throw InputError("data::Batch", "no tensor name=" + name,
+                     "one of: " + (names.empty() ? "(the batch has none)" : names));
   }
   return found->second;
 }

@@ -29,10 +29,8 @@ JsonlReader::JsonlReader(std::shared_ptr<const TextFile> file)
     : file_(std::move(file)), window_(file_), next_(file_->mark_bytes()) {
   std::string_view line;
   if (!find_line(line)) {
-    throw InputError(
-        detail::kJsonlReader,
-        "file=" + path().string() + " is empty",
-        detail::kJsonlExpected);
+    throw InputError(detail::kJsonlReader, "file=" + path().string() + " is empty",
+                     detail::kJsonlExpected);
   }
   const nlohmann::json first = parse(line);
   for (const auto& [key, value] : first.items()) {
@@ -46,12 +44,8 @@ JsonlReader::JsonlReader(std::shared_ptr<const TextFile> file)
 
 size_t JsonlReader::column(std::string_view name, std::string_view flag) {
   if (std::find(columns_.begin(), columns_.end(), name) == columns_.end()) {
-    detail::fail_unknown_column(
-        detail::kJsonlReader,
-        std::string(flag) + "=" + std::string(name),
-        path(),
-        columns_,
-        samples_);
+    detail::fail_unknown_column(detail::kJsonlReader, std::string(flag) + "=" + std::string(name),
+                                path(), columns_, samples_);
   }
   const auto found = std::find(wanted_.begin(), wanted_.end(), name);
   if (found != wanted_.end()) {
@@ -75,10 +69,8 @@ bool JsonlReader::next() {
           detail::kJsonlReader,
           position() + (value == object.end()
                             ? ": the object has no \"" + wanted_[i] + "\""
-                            : ": \"" + wanted_[i] + "\" is " +
-                                  detail::table_sample(value->dump())),
-          "\"" + wanted_[i] +
-              "\" with a text or a number in every line, as in the first one");
+                            : ": \"" + wanted_[i] + "\" is " + detail::table_sample(value->dump())),
+          "\"" + wanted_[i] + "\" with a text or a number in every line, as in the first one");
     }
     fields_[i] = detail::json_as_text(*value);
   }
@@ -101,16 +93,12 @@ nlohmann::json JsonlReader::parse(std::string_view line) const {
     throw InputError(
         detail::kJsonlReader,
         position() + ": byte " + std::to_string(byte) + " of the line (byte " +
-            std::to_string(
-                window_.begin() +
-                static_cast<size_t>(line.data() - window_.text().data()) +
-                byte) +
+            std::to_string(window_.begin() +
+                           static_cast<size_t>(line.data() - window_.text().data()) + byte) +
             " of the file): " + what,
-        detail::kJsonlExpected,
-        "correct the line, or leave it out");
+        detail::kJsonlExpected, "correct the line, or leave it out");
   };
-  if (const size_t bad = invalid_utf8_position(line);
-      bad != std::string_view::npos) {
+  if (const size_t bad = invalid_utf8_position(line); bad != std::string_view::npos) {
     fail(bad + 1, "invalid UTF-8: " + byte_name(line[bad]));
   }
   ParsedJson parsed = try_parse_json(line);
@@ -119,15 +107,12 @@ nlohmann::json JsonlReader::parse(std::string_view line) const {
   }
   nlohmann::json& value = parsed.value;
   if (!value.is_object()) {
-    fail(
-        line.find_first_not_of(" \t\r") + 1,
-        "no object, but " + detail::table_sample(value.dump()));
+    fail(line.find_first_not_of(" \t\r") + 1,
+         "no object, but " + detail::table_sample(value.dump()));
   }
   return std::move(value);
 }
 
-std::string JsonlReader::position() const {
-  return path().string() + ":" + std::to_string(line_);
-}
+std::string JsonlReader::position() const { return path().string() + ":" + std::to_string(line_); }
 
 } // namespace hasten

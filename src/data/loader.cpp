@@ -26,18 +26,14 @@ struct EpochOrder {
   std::vector<int64_t> lengths{}; // [row number]; empty without grouping
 
   void sort_longest_first(int64_t begin, int64_t end) {
-    std::stable_sort(
-        rows.begin() + begin, rows.begin() + end, [&](int64_t a, int64_t b) {
-          return lengths[a] > lengths[b];
-        });
+    std::stable_sort(rows.begin() + begin, rows.begin() + end,
+                     [&](int64_t a, int64_t b) { return lengths[a] > lengths[b]; });
   }
 
   // The row to run first: where its batch fits in memory, all do.
   int64_t longest(int64_t count) const {
-    return std::max_element(
-               rows.begin(),
-               rows.begin() + count,
-               [&](int64_t a, int64_t b) { return lengths[a] < lengths[b]; }) -
+    return std::max_element(rows.begin(), rows.begin() + count,
+                            [&](int64_t a, int64_t b) { return lengths[a] < lengths[b]; }) -
            rows.begin();
   }
 
@@ -45,14 +41,12 @@ struct EpochOrder {
   // The rows of a smaller last batch are taken before sorting, so that none are
   // more likely to be in it (or, dropped, to be lost) than others.
   void group(int64_t global_batch, OrderRng& rng) {
-    const int64_t full =
-        static_cast<int64_t>(rows.size()) / global_batch * global_batch;
+    const int64_t full = static_cast<int64_t>(rows.size()) / global_batch * global_batch;
     if (full == 0) {
       sort_longest_first(0, static_cast<int64_t>(rows.size()));
       return;
     }
-    if (const int64_t at = longest(static_cast<int64_t>(rows.size()));
-        at >= full) {
+    if (const int64_t at = longest(static_cast<int64_t>(rows.size())); at >= full) {
       std::swap(rows[at], rows[0]);
     }
     const int64_t group_rows = length_group_rows(full, global_batch);
@@ -70,19 +64,14 @@ struct EpochOrder {
     rng.shuffle(order.data() + 1, order.size() - 1);
     const std::vector<int64_t> sorted = rows;
     for (int64_t i = 0; i < batches; ++i) {
-      std::copy_n(
-          sorted.begin() + order[i] * global_batch,
-          global_batch,
-          rows.begin() + i * global_batch);
+      std::copy_n(sorted.begin() + order[i] * global_batch, global_batch,
+                  rows.begin() + i * global_batch);
     }
   }
 };
 
-EpochOrder epoch_order(
-    const Dataset& dataset,
-    const LoaderOptions& options,
-    uint64_t epoch,
-    int64_t global_batch) {
+EpochOrder epoch_order(const Dataset& dataset, const LoaderOptions& options, uint64_t epoch,
+                       int64_t global_batch) {
   EpochOrder order;
   order.rows.resize(dataset.size());
   std::iota(order.rows.begin(), order.rows.end(), 0);
@@ -91,8 +80,7 @@ EpochOrder epoch_order(
     rng.shuffle(order.rows.data(), order.rows.size());
   }
   if (options.drop_last) {
-    const int64_t drop =
-        options.drop_batch > 0 ? options.drop_batch : global_batch;
+    const int64_t drop = options.drop_batch > 0 ? options.drop_batch : global_batch;
     order.rows.resize(dataset.size() / drop * drop);
   }
   if (options.group_by_length && !order.rows.empty()) {
@@ -101,8 +89,7 @@ EpochOrder epoch_order(
       order.lengths[row] = dataset.length(row);
     }
     if (options.shuffle) {
-      order.group(
-          options.group_batch > 0 ? options.group_batch : global_batch, rng);
+      order.group(options.group_batch > 0 ? options.group_batch : global_batch, rng);
     } else {
       order.sort_longest_first(0, static_cast<int64_t>(order.rows.size()));
     }
@@ -122,48 +109,36 @@ int64_t global_batch_rows(const LoaderOptions& options, int world_size) {
   return options.batch_size * (options.split_batches ? 1 : world_size);
 }
 
-void check_loader(
-    const LoaderOptions& options, int rank = 0, int world_size = 1) {
+void check_loader(const LoaderOptions& options, int rank = 0, int world_size = 1) {
   if (options.batch_size < 1) {
-    throw InputError(
-        "data::DataLoader",
-        "batch_size=" + std::to_string(options.batch_size),
-        "at least 1");
+    throw InputError("data::DataLoader", "batch_size=" + std::to_string(options.batch_size),
+                     "at least 1");
   }
   if (options.num_workers < 0 || options.prefetch_factor < 1) {
-    throw InputError(
-        "data::DataLoader",
-        "num_workers=" + std::to_string(options.num_workers) +
-            ", prefetch_factor=" + std::to_string(options.prefetch_factor),
-        "at least 0, and at least 1");
+    throw InputError("data::DataLoader",
+                     "num_workers=" + std::to_string(options.num_workers) +
+                         ", prefetch_factor=" + std::to_string(options.prefetch_factor),
+                     "at least 0, and at least 1");
   }
   if (world_size < 1 || rank < 0 || rank >= world_size) {
-    throw InputError(
-        "data::DataLoader",
-        "rank=" + std::to_string(rank) +
-            ", world_size=" + std::to_string(world_size),
-        "0 <= rank < world_size");
+    throw InputError("data::DataLoader",
+                     "rank=" + std::to_string(rank) + ", world_size=" + std::to_string(world_size),
+                     "0 <= rank < world_size");
   }
-  if (options.even_batches && options.split_batches &&
-      options.batch_size % world_size != 0) {
-    throw InputError(
-        "data::DataLoader",
-        "batch_size=" + std::to_string(options.batch_size) + " on " +
-            std::to_string(world_size) + " ranks",
-        "with split_batches and even_batches: a multiple of the ranks",
-        "change batch_size, or leave even_batches off");
+  if (options.even_batches && options.split_batches && options.batch_size % world_size != 0) {
+    throw InputError("data::DataLoader",
+                     "batch_size=" + std::to_string(options.batch_size) + " on " +
+                         std::to_string(world_size) + " ranks",
+                     "with split_batches and even_batches: a multiple of the ranks",
+                     "change batch_size, or leave even_batches off");
   }
 }
 
 } // namespace detail
 
-std::vector<std::vector<int64_t>> rank_batches(
-    const Dataset& dataset,
-    const LoaderOptions& options,
-    uint64_t epoch,
-    int rank,
-    int world_size,
-    int64_t first_row) {
+std::vector<std::vector<int64_t>> rank_batches(const Dataset& dataset, const LoaderOptions& options,
+                                               uint64_t epoch, int rank, int world_size,
+                                               int64_t first_row) {
   detail::check_loader(options, rank, world_size);
   const int64_t global_batch = detail::global_batch_rows(options, world_size);
   const auto order = detail::epoch_order(dataset, options, epoch, global_batch);
@@ -172,13 +147,11 @@ std::vector<std::vector<int64_t>> rank_batches(
   batches.reserve((total + global_batch - 1) / global_batch);
   for (int64_t begin = first_row; begin < total; begin += global_batch) {
     const bool fill = options.even_batches && world_size > 1;
-    const int64_t count =
-        fill ? global_batch : std::min(global_batch, total - begin);
+    const int64_t count = fill ? global_batch : std::min(global_batch, total - begin);
     auto& batch = batches.emplace_back();
     batch.reserve(std::min(options.batch_size, count));
     for (int64_t i = 0; i < count; ++i) {
-      if (detail::rank_of_place(i, world_size, options.group_by_length) ==
-          rank) {
+      if (detail::rank_of_place(i, world_size, options.group_by_length) == rank) {
         batch.push_back(order.rows[(begin + i) % total]);
       }
     }
@@ -186,8 +159,7 @@ std::vector<std::vector<int64_t>> rank_batches(
   return batches;
 }
 
-DataLoader::DataLoader(
-    std::shared_ptr<const Dataset> dataset, LoaderOptions options)
+DataLoader::DataLoader(std::shared_ptr<const Dataset> dataset, LoaderOptions options)
     : dataset_(std::move(dataset)),
       options_(options),
       given_even_(options.even_batches),
@@ -207,10 +179,8 @@ void DataLoader::set_epoch(uint64_t epoch) {
 
 void DataLoader::set_cursor(int64_t rows) {
   if (rows < 0 || rows > epoch_rows()) {
-    throw InputError(
-        "data::DataLoader",
-        "cursor=" + std::to_string(rows),
-        "0 to " + std::to_string(epoch_rows()) + ", the rows of an epoch");
+    throw InputError("data::DataLoader", "cursor=" + std::to_string(rows),
+                     "0 to " + std::to_string(epoch_rows()) + ", the rows of an epoch");
   }
   *start_ = *cursor_ = rows;
 }
@@ -219,22 +189,16 @@ int64_t DataLoader::epoch_rows() const {
   if (!options_.drop_last) {
     return dataset_->size();
   }
-  const int64_t drop =
-      options_.drop_batch > 0 ? options_.drop_batch : global_batch();
+  const int64_t drop = options_.drop_batch > 0 ? options_.drop_batch : global_batch();
   return dataset_->size() / drop * drop;
 }
 
 void DataLoader::skip_first_batches(int64_t batches) {
   if (batches < 0) {
-    throw InputError(
-        "data::DataLoader",
-        "batches to skip=" + std::to_string(batches),
-        "0 or more");
+    throw InputError("data::DataLoader", "batches to skip=" + std::to_string(batches), "0 or more");
   }
   const int64_t left = epoch_rows() - *start_;
-  set_cursor(
-      batches > left / global_batch() ? epoch_rows()
-                                      : *start_ + batches * global_batch());
+  set_cursor(batches > left / global_batch() ? epoch_rows() : *start_ + batches * global_batch());
 }
 
 int64_t DataLoader::global_batch() const {
@@ -247,17 +211,14 @@ void DataLoader::shard(int rank, int world_size) {
   world_size_ = world_size;
 }
 
-int64_t DataLoader::size() const {
-  return (epoch_rows() + global_batch() - 1) / global_batch();
-}
+int64_t DataLoader::size() const { return (epoch_rows() + global_batch() - 1) / global_batch(); }
 
 DataLoader::iterator DataLoader::begin() const {
   iterator first;
   first.first_row_ = std::exchange(*start_, 0);
   *cursor_ = first.first_row_;
-  first.batches_ =
-      std::make_shared<const std::vector<std::vector<int64_t>>>(rank_batches(
-          *dataset_, options_, epoch_, rank_, world_size_, first.first_row_));
+  first.batches_ = std::make_shared<const std::vector<std::vector<int64_t>>>(
+      rank_batches(*dataset_, options_, epoch_, rank_, world_size_, first.first_row_));
   if (!first.batches_->empty()) {
     first.loader_ = this;
     first.position_ = 0;
@@ -266,8 +227,7 @@ DataLoader::iterator DataLoader::begin() const {
           [dataset = dataset_, batches = first.batches_](int64_t batch) {
             return dataset->collate((*batches)[batch]);
           },
-          static_cast<int64_t>(first.batches_->size()),
-          static_cast<int>(options_.num_workers),
+          static_cast<int64_t>(first.batches_->size()), static_cast<int>(options_.num_workers),
           options_.num_workers * options_.prefetch_factor);
     }
     first.load();
@@ -286,9 +246,7 @@ DataLoader::iterator& DataLoader::iterator::operator++() {
 }
 
 int64_t DataLoader::iterator::cursor() const {
-  return std::min(
-      first_row_ + (position_ + 1) * loader_->global_batch(),
-      loader_->epoch_rows());
+  return std::min(first_row_ + (position_ + 1) * loader_->global_batch(), loader_->epoch_rows());
 }
 
 int64_t DataLoader::iterator::repeated_rows() const {
@@ -301,8 +259,7 @@ int64_t DataLoader::iterator::repeated_rows() const {
   auto repeated = static_cast<int64_t>((*batches_)[position_].size());
   for (int64_t i = 0; i < std::min(last_rows, loader_->global_batch()); ++i) {
     repeated -=
-        detail::rank_of_place(
-            i, loader_->world_size_, options.group_by_length) == loader_->rank_
+        detail::rank_of_place(i, loader_->world_size_, options.group_by_length) == loader_->rank_
             ? 1
             : 0;
   }
@@ -310,15 +267,12 @@ int64_t DataLoader::iterator::repeated_rows() const {
 }
 
 void DataLoader::iterator::load() {
-  batch_ = workers_ ? *workers_->next()
-                    : loader_->dataset_->collate((*batches_)[position_]);
+  batch_ = workers_ ? *workers_->next() : loader_->dataset_->collate((*batches_)[position_]);
   *loader_->cursor_ = cursor();
 }
 
 void DataLoader::save_state(NamedTensors&, nlohmann::json& values) const {
-  const auto or_global = [this](int64_t rows) {
-    return rows > 0 ? rows : global_batch();
-  };
+  const auto or_global = [this](int64_t rows) { return rows > 0 ? rows : global_batch(); };
   values["epoch"] = epoch_;
   values["cursor"] = cursor_->load();
   values["rows"] = dataset_->size();
@@ -337,12 +291,9 @@ void DataLoader::load_state(const NamedTensors&, const nlohmann::json& values) {
   save_state(none, mine);
   for (const auto& [name, value] : mine.items()) {
     const auto saved = values.find(name);
-    if (saved == values.end() ||
-        saved->type_name() != std::string(value.type_name())) {
-      throw InputError(
-          kWhere,
-          "the state lacks " + name + ", or it is no " + value.type_name(),
-          "a state that save_state() wrote");
+    if (saved == values.end() || saved->type_name() != std::string(value.type_name())) {
+      throw InputError(kWhere, "the state lacks " + name + ", or it is no " + value.type_name(),
+                       "a state that save_state() wrote");
     }
   }
   const auto cursor = values.at("cursor").get<int64_t>();
@@ -351,21 +302,16 @@ void DataLoader::load_state(const NamedTensors&, const nlohmann::json& values) {
   options.drop_batch = values.at("drop_batch").get<int64_t>();
   if (options.group_batch < 1 || options.drop_batch < 1 || cursor < 0 ||
       cursor > values.at("rows").get<int64_t>()) {
-    throw InputError(
-        kWhere,
-        "the state's numbers contradict each other: " + values.dump(),
-        "a state that save_state() wrote");
+    throw InputError(kWhere, "the state's numbers contradict each other: " + values.dump(),
+                     "a state that save_state() wrote");
   }
-  for (const char* name :
-       {"rows", "seed", "shuffle", "group_by_length", "drop_last"}) {
+  for (const char* name : {"rows", "seed", "shuffle", "group_by_length", "drop_last"}) {
     if (cursor > 0 && values.at(name) != mine.at(name)) {
-      throw InputError(
-          kWhere,
-          std::string("the state is in the middle of an epoch with ") + name +
-              "=" + values.at(name).dump() + ", here it is " +
-              mine.at(name).dump(),
-          "the same rows in the same order, so that each is seen once",
-          "give the loader what it had, or resume from the end of an epoch");
+      throw InputError(kWhere,
+                       std::string("the state is in the middle of an epoch with ") + name + "=" +
+                           values.at(name).dump() + ", here it is " + mine.at(name).dump(),
+                       "the same rows in the same order, so that each is seen once",
+                       "give the loader what it had, or resume from the end of an epoch");
     }
   }
   options_ = options;

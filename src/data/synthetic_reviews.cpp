@@ -37,60 +37,54 @@ const std::vector<ReviewedProduct>& reviewed_products() {
 
 // What words say of a thing; polarity 0 is bad, 1 is good.
 const Phrases& adjectives(int polarity) {
-  static const Phrases bad{"awful",    "flimsy",    "poor",     "disappointing",
-                           "useless",  "dreadful",  "shoddy",   "unreliable",
-                           "terrible", "cheap",     "annoying", "crude",
-                           "weak",     "horrible",  "clumsy",   "worthless",
-                           "careless", "miserable", "inferior", "faulty"};
-  static const Phrases good{
-      "excellent", "sturdy",   "lovely",     "great",    "reliable",
-      "superb",    "solid",    "brilliant",  "pleasant", "wonderful",
-      "fantastic", "clever",   "impressive", "perfect",  "outstanding",
-      "flawless",  "splendid", "practical",  "elegant",  "delightful"};
+  static const Phrases bad{"awful",     "flimsy",   "poor",       "disappointing", "useless",
+                           "dreadful",  "shoddy",   "unreliable", "terrible",      "cheap",
+                           "annoying",  "crude",    "weak",       "horrible",      "clumsy",
+                           "worthless", "careless", "miserable",  "inferior",      "faulty"};
+  static const Phrases good{"excellent", "sturdy",   "lovely",     "great",    "reliable",
+                            "superb",    "solid",    "brilliant",  "pleasant", "wonderful",
+                            "fantastic", "clever",   "impressive", "perfect",  "outstanding",
+                            "flawless",  "splendid", "practical",  "elegant",  "delightful"};
   return polarity == 1 ? good : bad;
 }
 
 const Phrases& verdicts(int polarity) {
-  static const Phrases bad{
-      "I would not buy it again.",
-      "It goes back to the shop tomorrow.",
-      "I wish I could recommend it.",
-      "Save your money.",
-      "I cannot see why anybody would keep it.",
-      "One week was enough for me."};
-  static const Phrases good{
-      "I would buy it again.",
-      "It will not go back to the shop.",
-      "I cannot recommend it enough.",
-      "Money well spent.",
-      "I cannot see why anybody would return it.",
-      "I have since bought a second one."};
+  static const Phrases bad{"I would not buy it again.",
+                           "It goes back to the shop tomorrow.",
+                           "I wish I could recommend it.",
+                           "Save your money.",
+                           "I cannot see why anybody would keep it.",
+                           "One week was enough for me."};
+  static const Phrases good{"I would buy it again.",
+                            "It will not go back to the shop.",
+                            "I cannot recommend it enough.",
+                            "Money well spent.",
+                            "I cannot see why anybody would return it.",
+                            "I have since bought a second one."};
   return polarity == 1 ? good : bad;
 }
 
 // Sentences that say nothing either way.
 const Phrases& openings() {
-  static const Phrases phrases{
-      "I bought this {product} three weeks ago.",
-      "My sister gave me the {product} for my birthday.",
-      "Ordered on Monday, and it was here on Thursday.",
-      "This is my second {product} in four years.",
-      "I compared several shops before I chose this {product}.",
-      "I have used the {product} every day for a month.",
-      "We needed a new {product} before the holidays.",
-      "The colour is the one in the picture.",
-      "I do not write many reviews."};
+  static const Phrases phrases{"I bought this {product} three weeks ago.",
+                               "My sister gave me the {product} for my birthday.",
+                               "Ordered on Monday, and it was here on Thursday.",
+                               "This is my second {product} in four years.",
+                               "I compared several shops before I chose this {product}.",
+                               "I have used the {product} every day for a month.",
+                               "We needed a new {product} before the holidays.",
+                               "The colour is the one in the picture.",
+                               "I do not write many reviews."};
   return phrases;
 }
 
 const Phrases& asides() {
-  static const Phrases phrases{
-      "It comes in a plain brown box.",
-      "There is a blue one as well.",
-      "The manual has forty pages.",
-      "My neighbour has the larger model.",
-      "It weighs about as much as the one before.",
-      "A second set of screws is in the bag."};
+  static const Phrases phrases{"It comes in a plain brown box.",
+                               "There is a blue one as well.",
+                               "The manual has forty pages.",
+                               "My neighbour has the larger model.",
+                               "It weighs about as much as the one before.",
+                               "A second set of screws is in the bag."};
   return phrases;
 }
 
@@ -123,32 +117,23 @@ class ReviewWriter {
     if (chance(20)) {
       add(std::string(pick(verdicts(label))));
     }
-    return {
-        std::move(text),
-        label == 1 ? "positive" : "negative",
-        std::string(product_->name)};
+    return {std::move(text), label == 1 ? "positive" : "negative", std::string(product_->name)};
   }
 
  private:
   bool chance(uint64_t percent) { return rng_.below(100) < percent; }
-  std::string_view pick(const Phrases& phrases) {
-    return phrases[rng_.below(phrases.size())];
-  }
+  std::string_view pick(const Phrases& phrases) { return phrases[rng_.below(phrases.size())]; }
   std::string filled(std::string_view phrase) const {
     std::string text(phrase);
     const size_t at = text.find("{product}");
     return at == std::string::npos ? text : text.replace(at, 9, product_->name);
   }
 
-  std::string adjective(int polarity) {
-    return std::string(pick(adjectives(polarity)));
-  }
+  std::string adjective(int polarity) { return std::string(pick(adjectives(polarity))); }
   std::string part() { return "the " + std::string(pick(product_->parts)); }
 
   static std::string with_article(const std::string& word) {
-    return (std::string("aeiou").find(word[0]) == std::string::npos ? "a "
-                                                                    : "an ") +
-           word;
+    return (std::string("aeiou").find(word[0]) == std::string::npos ? "a " : "an ") + word;
   }
 
   // "the strap is really sturdy", or the same by way of its opposite.
@@ -169,8 +154,7 @@ class ReviewWriter {
           return "there is nothing " + other + " about " + thing;
       }
     }
-    static const Phrases degrees{
-        "", "", "really ", "very ", "simply ", "quite "};
+    static const Phrases degrees{"", "", "really ", "very ", "simply ", "quite "};
     const std::string degree(pick(degrees));
     const std::string word = adjective(polarity);
     switch (rng_.below(4)) {
@@ -203,10 +187,9 @@ class ReviewWriter {
     if (form < 3) {
       const std::string yields = clause(1 - polarity);
       const std::string counts = clause(polarity);
-      return sentence(
-          form == 0   ? "although " + yields + ", " + counts
-          : form == 1 ? yields + ", but " + counts
-                      : counts + ", even though " + yields);
+      return sentence(form == 0   ? "although " + yields + ", " + counts
+                      : form == 1 ? yields + ", but " + counts
+                                  : counts + ", even though " + yields);
     }
     const std::string before = adjective(1 - polarity);
     const std::string now = adjective(polarity);
@@ -214,16 +197,12 @@ class ReviewWriter {
       case 3:
         return sentence("my old one was " + before + ", this one is " + now);
       case 4:
-        return sentence(
-            "other reviews call it " + before + ", I call it " + now);
+        return sentence("other reviews call it " + before + ", I call it " + now);
       case 5:
-        return sentence(
-            "I was told to expect something " + before +
-            ", and what I got is " + now);
+        return sentence("I was told to expect something " + before + ", and what I got is " + now);
       default:
-        return sentence(
-            "for all the " + before + " packing it is " + with_article(now) +
-            " " + std::string(product_->name) + ", and " + clause(polarity));
+        return sentence("for all the " + before + " packing it is " + with_article(now) + " " +
+                        std::string(product_->name) + ", and " + clause(polarity));
     }
   }
 
@@ -233,26 +212,21 @@ class ReviewWriter {
 
 } // namespace detail
 
-std::vector<SyntheticReview> synthetic_reviews(
-    const SyntheticReviewsOptions& options) {
+std::vector<SyntheticReview> synthetic_reviews(const SyntheticReviewsOptions& options) {
   if (options.rows < 1) {
-    throw InputError(
-        "data::synthetic_reviews",
-        "rows=" + std::to_string(options.rows),
-        "at least 1");
+    throw InputError("data::synthetic_reviews", "rows=" + std::to_string(options.rows),
+                     "at least 1");
   }
   const uint64_t seed = stream_seed("synthetic_reviews", options.seed);
   std::vector<SyntheticReview> reviews;
   reviews.reserve(static_cast<size_t>(options.rows));
   for (int64_t row = 0; row < options.rows; ++row) {
-    reviews.push_back(
-        detail::ReviewWriter(seed, static_cast<uint64_t>(row)).write());
+    reviews.push_back(detail::ReviewWriter(seed, static_cast<uint64_t>(row)).write());
   }
   return reviews;
 }
 
-std::string synthetic_reviews_table(
-    const SyntheticReviewsOptions& options, char delimiter) {
+std::string synthetic_reviews_table(const SyntheticReviewsOptions& options, char delimiter) {
   const auto reviews = synthetic_reviews(options);
   std::string table;
   if (delimiter != '\0') {
@@ -262,13 +236,11 @@ std::string synthetic_reviews_table(
     if (delimiter == '\0') {
       table +=
           nlohmann::ordered_json{
-              {"text", review.text},
-              {"label", review.label},
-              {"product", review.product}}
+              {"text", review.text}, {"label", review.label}, {"product", review.product}}
               .dump();
     } else {
-      table += csv_field(review.text, delimiter) + delimiter + review.label +
-               delimiter + csv_field(review.product, delimiter);
+      table += csv_field(review.text, delimiter) + delimiter + review.label + delimiter +
+               csv_field(review.product, delimiter);
     }
     table += "\n";
   }

@@ -13,11 +13,9 @@ std::string table_sample(std::string_view value, size_t limit = 40);
 
 /// "`asked` is not a column of …" with the columns there are, a value of each,
 /// and the nearest name to what follows the "=" in `asked`.
-[[noreturn]] void fail_unknown_column(
-    const char* where,
-    const std::string& asked,
-    const std::filesystem::path& path,
-    const std::vector<std::string>& columns,
-    const std::vector<std::string>& samples);
+[[noreturn]] void fail_unknown_column(const char* where, const std::string& asked,
+                                      const std::filesystem::path& path,
+                                      const std::vector<std::string>& columns,
+                                      const std::vector<std::string>& samples);
 
 } // namespace hasten::detail

@@ -22,24 +22,19 @@ constexpr const char* kLoadTexts = "data::load_text_classification";
 // How many rows of each label go to evaluation: `share` of all rows, spread over
 // labels by largest remainder; one at least of each label with two rows or more,
 // and never all of them.
-std::vector<int64_t> stratified_counts(
-    const std::vector<int64_t>& label_rows, double share) {
-  const int64_t rows =
-      std::accumulate(label_rows.begin(), label_rows.end(), int64_t{0});
+std::vector<int64_t> stratified_counts(const std::vector<int64_t>& label_rows, double share) {
+  const int64_t rows = std::accumulate(label_rows.begin(), label_rows.end(), int64_t{0});
   const auto wanted = std::llround(share * static_cast<double>(rows));
   std::vector<int64_t> counts(label_rows.size());
   std::vector<std::pair<double, size_t>> remainders;
   for (size_t label = 0; label < label_rows.size(); ++label) {
     const double exact = share * static_cast<double>(label_rows[label]);
-    counts[label] = std::clamp<int64_t>(
-        static_cast<int64_t>(exact),
-        label_rows[label] >= 2 ? 1 : 0,
-        std::max<int64_t>(label_rows[label] - 1, 0));
+    counts[label] = std::clamp<int64_t>(static_cast<int64_t>(exact), label_rows[label] >= 2 ? 1 : 0,
+                                        std::max<int64_t>(label_rows[label] - 1, 0));
     remainders.emplace_back(static_cast<double>(counts[label]) - exact, label);
   }
   std::sort(remainders.begin(), remainders.end()); // most underserved first
-  int64_t missing =
-      wanted - std::accumulate(counts.begin(), counts.end(), int64_t{0});
+  int64_t missing = wanted - std::accumulate(counts.begin(), counts.end(), int64_t{0});
   for (const auto& [remainder, label] : remainders) {
     if (missing > 0 && remainder < 0 && counts[label] + 1 < label_rows[label]) {
       ++counts[label];
@@ -50,11 +45,8 @@ std::vector<int64_t> stratified_counts(
 }
 
 // Whether each row is for evaluation; seeded, by label.
-std::vector<char> draw_eval_split(
-    const std::vector<int32_t>& labels,
-    size_t num_labels,
-    double share,
-    uint64_t seed) {
+std::vector<char> draw_eval_split(const std::vector<int32_t>& labels, size_t num_labels,
+                                  double share, uint64_t seed) {
   std::vector<std::vector<int64_t>> rows(num_labels); // [label][k]
   for (size_t row = 0; row < labels.size(); ++row) {
     rows[labels[row]].push_back(static_cast<int64_t>(row));
@@ -96,8 +88,7 @@ ScannedRows scan_rows(TextRowReader& reader, bool with_hashes) {
   std::string label;
   while (reader.next()) {
     label = reader.label();
-    const auto [entry, fresh] =
-        numbers.emplace(label, static_cast<int32_t>(rows.names.size()));
+    const auto [entry, fresh] = numbers.emplace(label, static_cast<int32_t>(rows.names.size()));
     if (fresh) {
       rows.names.push_back(label);
       rows.positions.push_back(reader.position());
@@ -112,10 +103,8 @@ ScannedRows scan_rows(TextRowReader& reader, bool with_hashes) {
 }
 
 // Replaces numbers in order of appearance by those of `names`.
-void number_labels(
-    ScannedRows& rows,
-    const std::vector<std::string>& names,
-    const std::string& owner) {
+void number_labels(ScannedRows& rows, const std::vector<std::string>& names,
+                   const std::string& owner) {
   const auto numbers = numbers_of_labels(rows.names, names);
   std::vector<std::string> unknown;
   size_t first = 0;
@@ -126,8 +115,7 @@ void number_labels(
     }
   }
   if (!unknown.empty()) {
-    fail_unknown_label(
-        rows.positions[first], rows.names[first], unknown, names, owner);
+    fail_unknown_label(rows.positions[first], rows.names[first], unknown, names, owner);
   }
   for (int32_t& label : rows.labels) {
     label = static_cast<int32_t>(numbers[label]);
@@ -142,8 +130,8 @@ void add_counts(const TextRowCounts& counts, TextClassificationReport& report) {
 }
 
 // Hashes of the training side, sorted.
-std::vector<TextHash> training_hashes(
-    const TextSelection& selection, const std::vector<TextHash>& hashes) {
+std::vector<TextHash> training_hashes(const TextSelection& selection,
+                                      const std::vector<TextHash>& hashes) {
   std::vector<TextHash> sorted;
   for (size_t row = 0; row < hashes.size(); ++row) {
     if (!selection.for_eval[row]) {
@@ -155,36 +143,25 @@ std::vector<TextHash> training_hashes(
 }
 
 // A drawn row whose text also is on the training side stays there.
-void split_rows(
-    const std::vector<TextHash>& hashes,
-    const TextClassificationOptions& options,
-    TextSelection& selection) {
-  selection.for_eval = draw_eval_split(
-      selection.train_labels,
-      selection.label_names.size(),
-      options.eval_split,
-      options.seed);
+void split_rows(const std::vector<TextHash>& hashes, const TextClassificationOptions& options,
+                TextSelection& selection) {
+  selection.for_eval = draw_eval_split(selection.train_labels, selection.label_names.size(),
+                                       options.eval_split, options.seed);
   const auto train = training_hashes(selection, hashes);
   for (size_t row = 0; row < hashes.size(); ++row) {
-    if (selection.for_eval[row] &&
-        std::binary_search(train.begin(), train.end(), hashes[row])) {
+    if (selection.for_eval[row] && std::binary_search(train.begin(), train.end(), hashes[row])) {
       selection.for_eval[row] = 0;
       ++selection.report.duplicates;
     }
   }
 }
 
-void add_eval_rows(
-    const std::vector<TextHash>& train_hashes,
-    const TextClassificationOptions& options,
-    TextSelection& selection) {
+void add_eval_rows(const std::vector<TextHash>& train_hashes,
+                   const TextClassificationOptions& options, TextSelection& selection) {
   TextRowReader reader(selection.eval_file, selection.eval_table);
   ScannedRows rows = scan_rows(reader, true);
-  number_labels(
-      rows,
-      selection.label_names,
-      selection.label_names == options.label_names ? "the model"
-                                                   : "the training data");
+  number_labels(rows, selection.label_names,
+                selection.label_names == options.label_names ? "the model" : "the training data");
   const auto train = training_hashes(selection, train_hashes);
   selection.eval_labels = std::move(rows.labels);
   for (size_t row = 0; row < rows.hashes.size(); ++row) {
@@ -201,9 +178,8 @@ void count_selected_labels(TextSelection& selection) {
   report.train_counts.assign(selection.label_names.size(), 0);
   report.eval_counts = report.train_counts;
   for (size_t row = 0; row < selection.train_labels.size(); ++row) {
-    ++(selection.for_eval[row]
-           ? report.eval_counts
-           : report.train_counts)[selection.train_labels[row]];
+    ++(selection.for_eval[row] ? report.eval_counts
+                               : report.train_counts)[selection.train_labels[row]];
   }
   for (const int32_t label : selection.eval_labels) {
     if (label >= 0) {
@@ -216,62 +192,46 @@ void count_selected_labels(TextSelection& selection) {
 std::vector<std::string> label_warnings(const TextSelection& data) {
   const auto& counts = data.report.train_counts;
   std::vector<std::string> warnings;
-  const auto classes = std::count_if(
-      counts.begin(), counts.end(), [](int64_t count) { return count > 0; });
+  const auto classes =
+      std::count_if(counts.begin(), counts.end(), [](int64_t count) { return count > 0; });
   if (classes == 1) {
-    const size_t only = static_cast<size_t>(
-        std::max_element(counts.begin(), counts.end()) - counts.begin());
-    warnings.push_back(
-        "the training data has one class only, label=" +
-        data.label_names[only] +
-        ": the model cannot learn to tell labels apart");
+    const size_t only =
+        static_cast<size_t>(std::max_element(counts.begin(), counts.end()) - counts.begin());
+    warnings.push_back("the training data has one class only, label=" + data.label_names[only] +
+                       ": the model cannot learn to tell labels apart");
   }
   return warnings;
 }
 
 void check_text_options(const TextClassificationOptions& options) {
   if (!(options.eval_split >= 0 && options.eval_split < 1)) {
-    throw InputError(
-        kLoadTexts,
-        "eval_split=" + std::to_string(options.eval_split),
-        "a share of rows, at least 0 and less than 1");
+    throw InputError(kLoadTexts, "eval_split=" + std::to_string(options.eval_split),
+                     "a share of rows, at least 0 and less than 1");
   }
   if (options.table.label_column.empty()) {
-    throw InputError(
-        kLoadTexts,
-        "label_column= is empty",
-        "the column that holds the labels",
-        "name it with --label-column");
+    throw InputError(kLoadTexts, "label_column= is empty", "the column that holds the labels",
+                     "name it with --label-column");
   }
   if (options.eval_split > 0 && !options.eval_file.empty()) {
-    throw InputError(
-        kLoadTexts,
-        "eval_file=" + options.eval_file.string() +
-            " together with eval_split=" + std::to_string(options.eval_split),
-        "one of the two",
-        "leave eval_split out");
+    throw InputError(kLoadTexts,
+                     "eval_file=" + options.eval_file.string() +
+                         " together with eval_split=" + std::to_string(options.eval_split),
+                     "one of the two", "leave eval_split out");
   }
 }
 
 // "1234 rows: neg 617 (50.0 %), pos 617 (50.0 %)"; the largest shares of many.
-std::string label_share_line(
-    const std::vector<int64_t>& counts,
-    const std::vector<std::string>& label_names) {
+std::string label_share_line(const std::vector<int64_t>& counts,
+                             const std::vector<std::string>& label_names) {
   constexpr size_t kShown = 12;
-  const int64_t rows =
-      std::accumulate(counts.begin(), counts.end(), int64_t{0});
+  const int64_t rows = std::accumulate(counts.begin(), counts.end(), int64_t{0});
   std::string line = std::to_string(rows) + " rows";
   for (size_t i = 0; i < std::min(counts.size(), kShown); ++i) {
     char share[32];
     std::snprintf(
-        share,
-        sizeof(share),
-        " (%.1f %%)",
-        rows == 0 ? 0.0
-                  : 100.0 * static_cast<double>(counts[i]) /
-                        static_cast<double>(rows));
-    line += (i == 0 ? ": " : ", ") + label_names[i] + " " +
-            std::to_string(counts[i]) + share;
+        share, sizeof(share), " (%.1f %%)",
+        rows == 0 ? 0.0 : 100.0 * static_cast<double>(counts[i]) / static_cast<double>(rows));
+    line += (i == 0 ? ": " : ", ") + label_names[i] + " " + std::to_string(counts[i]) + share;
   }
   if (counts.size() > kShown) {
     line += ", and " + std::to_string(counts.size() - kShown) + " more labels";
@@ -283,14 +243,11 @@ std::string label_share_line(
 
 std::vector<std::string> TextClassificationReport::lines(
     const std::vector<std::string>& label_names) const {
-  std::vector<std::string> text{
-      "training data: " + detail::label_share_line(train_counts, label_names)};
-  if (std::any_of(eval_counts.begin(), eval_counts.end(), [](int64_t count) {
-        return count > 0;
-      })) {
-    text.push_back(
-        "evaluation data: " +
-        detail::label_share_line(eval_counts, label_names));
+  std::vector<std::string> text{"training data: " +
+                                detail::label_share_line(train_counts, label_names)};
+  if (std::any_of(eval_counts.begin(), eval_counts.end(),
+                  [](int64_t count) { return count > 0; })) {
+    text.push_back("evaluation data: " + detail::label_share_line(eval_counts, label_names));
   }
   std::string left_out;
   const auto say = [&](int64_t count, const char* what) {
@@ -303,17 +260,14 @@ std::vector<std::string> TextClassificationReport::lines(
   say(empty_label, " with empty label");
   say(duplicates, " kept out of evaluation (same text in training)");
   if (!left_out.empty()) {
-    text.push_back(
-        "of " + std::to_string(rows_read) +
-        " rows read, left out: " + left_out);
+    text.push_back("of " + std::to_string(rows_read) + " rows read, left out: " + left_out);
   }
   return text;
 }
 
-TextSelection select_text_rows(
-    std::shared_ptr<const TextFile> train_file,
-    std::shared_ptr<const TextFile> eval_file,
-    const TextClassificationOptions& options) {
+TextSelection select_text_rows(std::shared_ptr<const TextFile> train_file,
+                               std::shared_ptr<const TextFile> eval_file,
+                               const TextClassificationOptions& options) {
   detail::check_text_options(options);
   const bool evaluates = options.eval_split > 0 || eval_file != nullptr;
   TextSelection selection;
@@ -327,8 +281,7 @@ TextSelection select_text_rows(
   detail::add_counts(reader.counts(), selection.report);
   selection.label_names = options.label_names;
   if (selection.label_names.empty() ||
-      (options.replace_label_names &&
-       !knows_labels(selection.label_names, rows.names))) {
+      (options.replace_label_names && !knows_labels(selection.label_names, rows.names))) {
     selection.label_names = distinct_labels(rows.names);
   }
   detail::number_labels(rows, selection.label_names, "the model");
@@ -345,33 +298,26 @@ TextSelection select_text_rows(
     return std::accumulate(counts.begin(), counts.end(), int64_t{0});
   };
   if (evaluates && rows_of(report.eval_counts) == 0) {
-    throw InputError(
-        detail::kLoadTexts,
-        "no row is left for evaluation: training rows=" +
-            std::to_string(rows_of(report.train_counts)) +
-            ", rows whose text training has=" +
-            std::to_string(report.duplicates),
-        "at least one row",
-        "use more rows, a larger eval_split, or another eval_file");
+    throw InputError(detail::kLoadTexts,
+                     "no row is left for evaluation: training rows=" +
+                         std::to_string(rows_of(report.train_counts)) +
+                         ", rows whose text training has=" + std::to_string(report.duplicates),
+                     "at least one row",
+                     "use more rows, a larger eval_split, or another eval_file");
   }
   report.warnings = detail::label_warnings(selection);
   return selection;
 }
 
-TextClassificationData load_text_classification(
-    const TextClassificationOptions& options) {
+TextClassificationData load_text_classification(const TextClassificationOptions& options) {
   detail::check_text_options(options);
   TextSelection selection = select_text_rows(
       TextFile::open(options.train_file, detail::kLoadTexts),
-      options.eval_file.empty()
-          ? nullptr
-          : TextFile::open(options.eval_file, detail::kLoadTexts),
+      options.eval_file.empty() ? nullptr : TextFile::open(options.eval_file, detail::kLoadTexts),
       options);
   TextClassificationData data;
-  const auto add = [](const TextRowReader& reader,
-                      const std::shared_ptr<const TextFile>& file,
-                      int64_t label,
-                      LabelledTexts& side) {
+  const auto add = [](const TextRowReader& reader, const std::shared_ptr<const TextFile>& file,
+                      int64_t label, LabelledTexts& side) {
     side.path = file->path();
     side.texts.emplace_back(reader.text());
     side.labels.push_back(label);
@@ -379,9 +325,7 @@ TextClassificationData load_text_classification(
   };
   TextRowReader train(selection.train_file, selection.train_table);
   for (size_t row = 0; train.next(); ++row) {
-    add(train,
-        selection.train_file,
-        selection.train_labels[row],
+    add(train, selection.train_file, selection.train_labels[row],
         selection.for_eval[row] ? data.eval : data.train);
   }
   if (selection.eval_file != nullptr) {

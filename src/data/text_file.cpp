@@ -24,31 +24,20 @@ struct NotText {
   const char* fix;
 };
 constexpr NotText kNotTexts[] = {
-    {"\xFF\xFE",
-     "UTF-16",
-     "save it as UTF-8, for example with iconv -f UTF-16 -t UTF-8"},
-    {"\xFE\xFF",
-     "UTF-16",
-     "save it as UTF-8, for example with iconv -f UTF-16 -t UTF-8"},
-    {"PAR1",
-     "a Parquet file",
-     "convert it, for example with pandas.read_parquet(file).to_csv(…)"},
-    {"ARROW1",
-     "an Arrow file",
-     "convert it, for example with pandas.read_feather(file).to_csv(…)"},
-    {"\xFF\xFF\xFF\xFF",
-     "an Arrow stream, as Hugging Face's datasets keep them",
+    {"\xFF\xFE", "UTF-16", "save it as UTF-8, for example with iconv -f UTF-16 -t UTF-8"},
+    {"\xFE\xFF", "UTF-16", "save it as UTF-8, for example with iconv -f UTF-16 -t UTF-8"},
+    {"PAR1", "a Parquet file", "convert it, for example with pandas.read_parquet(file).to_csv(…)"},
+    {"ARROW1", "an Arrow file", "convert it, for example with pandas.read_feather(file).to_csv(…)"},
+    {"\xFF\xFF\xFF\xFF", "an Arrow stream, as Hugging Face's datasets keep them",
      "convert it, for example with Dataset.from_file(file).to_csv(…)"},
-    {"PK\x03\x04",
-     "a zip archive or an Excel sheet",
+    {"PK\x03\x04", "a zip archive or an Excel sheet",
      "unpack it, or save the sheet as CSV in UTF-8"},
     {"\x1F\x8B", "compressed by gzip", "unpack it with gunzip"},
     {"\x28\xB5\x2F\xFD", "compressed by zstd", "unpack it with unzstd"},
 };
 
 int64_t modified_ns(const struct stat& status) {
-  return static_cast<int64_t>(status.st_mtim.tv_sec) * 1'000'000'000 +
-         status.st_mtim.tv_nsec;
+  return static_cast<int64_t>(status.st_mtim.tv_sec) * 1'000'000'000 + status.st_mtim.tv_nsec;
 }
 
 } // namespace detail
@@ -61,15 +50,13 @@ TextFile::~TextFile() {
   }
 }
 
-std::shared_ptr<const TextFile> TextFile::open(
-    const std::filesystem::path& path, const char* where) {
+std::shared_ptr<const TextFile> TextFile::open(const std::filesystem::path& path,
+                                               const char* where) {
   std::shared_ptr<TextFile> file(new TextFile(path));
   file->file_ = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
   if (file->file_ < 0) {
-    throw InputError(
-        where,
-        "file=" + path.string() + " cannot be opened: " + std::strerror(errno),
-        "a file that exists and may be read");
+    throw InputError(where, "file=" + path.string() + " cannot be opened: " + std::strerror(errno),
+                     "a file that exists and may be read");
   }
   struct stat status {};
   std::string problem;
@@ -84,17 +71,13 @@ std::shared_ptr<const TextFile> TextFile::open(
     problem = file->drain(std::exchange(file->file_, -1));
   }
   if (!problem.empty()) {
-    throw InputError(
-        where,
-        "file=" + path.string() + " cannot be read: " + problem,
-        "a text file");
+    throw InputError(where, "file=" + path.string() + " cannot be read: " + problem, "a text file");
   }
   file->check_start(where);
   return file;
 }
 
-std::shared_ptr<const TextFile> TextFile::of_text(
-    std::filesystem::path name, std::string text) {
+std::shared_ptr<const TextFile> TextFile::of_text(std::filesystem::path name, std::string text) {
   std::shared_ptr<TextFile> file(new TextFile(std::move(name)));
   file->size_ = text.size();
   file->read_ = std::move(text);
@@ -127,12 +110,9 @@ void TextFile::check_start(const char* where) {
   mark_bytes_ = start.starts_with("\xEF\xBB\xBF") ? 3 : 0;
   for (const auto& known : detail::kNotTexts) {
     if (start.starts_with(known.start)) {
-      throw InputError(
-          where,
-          "file=" + path_.string() + " is " + known.name +
-              ", by its first bytes",
-          "text in UTF-8: CSV, TSV or JSON lines",
-          known.fix);
+      throw InputError(where,
+                       "file=" + path_.string() + " is " + known.name + ", by its first bytes",
+                       "text in UTF-8: CSV, TSV or JSON lines", known.fix);
     }
   }
 }
@@ -144,8 +124,7 @@ void TextFile::read(size_t at, char* to, size_t bytes) const {
   }
   ssize_t count = 0;
   for (size_t done = 0; done < bytes; done += static_cast<size_t>(count)) {
-    count =
-        ::pread(file_, to + done, bytes - done, static_cast<off_t>(at + done));
+    count = ::pread(file_, to + done, bytes - done, static_cast<off_t>(at + done));
     if (count < 0 && errno == EINTR) {
       count = 0;
     } else if (count <= 0) {
@@ -154,26 +133,20 @@ void TextFile::read(size_t at, char* to, size_t bytes) const {
   }
   const int error = count < 0 ? errno : 0;
   struct stat status {};
-  if (error == 0 && ::fstat(file_, &status) == 0 &&
-      static_cast<size_t>(status.st_size) == size_ &&
+  if (error == 0 && ::fstat(file_, &status) == 0 && static_cast<size_t>(status.st_size) == size_ &&
       detail::modified_ns(status) == changed_ns_) {
     return;
   }
-  throw InputError(
-      "data::TextFile",
-      "file=" + path_.string() +
-          (error != 0
-               ? std::string(" cannot be read: ") + std::strerror(error)
-               : " changed while it was read: it had " + std::to_string(size_) +
-                     " bytes and has " + std::to_string(status.st_size)),
-      "a file that stays as it is until training has begun",
-      error != 0 ? "" : "read a copy, or replace it by a rename");
+  throw InputError("data::TextFile",
+                   "file=" + path_.string() +
+                       (error != 0 ? std::string(" cannot be read: ") + std::strerror(error)
+                                   : " changed while it was read: it had " + std::to_string(size_) +
+                                         " bytes and has " + std::to_string(status.st_size)),
+                   "a file that stays as it is until training has begun",
+                   error != 0 ? "" : "read a copy, or replace it by a rename");
 }
 
-TextWindow::TextWindow(std::shared_ptr<const TextFile> file)
-    : file_(std::move(file)) {
-  move(0);
-}
+TextWindow::TextWindow(std::shared_ptr<const TextFile> file) : file_(std::move(file)) { move(0); }
 
 void TextWindow::move(size_t bytes) {
   begin_ += bytes;

@@ -21,18 +21,15 @@ constexpr const char* kTextTable = "data::read_text_table";
 
 bool is_jsonl(const std::filesystem::path& path) {
   const auto extension = path.extension();
-  return extension == ".jsonl" || extension == ".ndjson" ||
-         extension == ".json";
+  return extension == ".jsonl" || extension == ".ndjson" || extension == ".json";
 }
 
-void check_jsonl_options(
-    const std::filesystem::path& path, const TextTableOptions& options) {
+void check_jsonl_options(const std::filesystem::path& path, const TextTableOptions& options) {
   if (options.delimiter != '\0' || !options.has_header) {
     throw InputError(
         kTextTable,
         path.string() + " is read as JSON lines: " +
-            (options.has_header ? "delimiter=" + byte_name(options.delimiter)
-                                : "has_header=false"),
+            (options.has_header ? "delimiter=" + byte_name(options.delimiter) : "has_header=false"),
         "neither for JSON lines, which name their columns in each line",
         "leave it out, or give the file another ending");
   }
@@ -46,19 +43,16 @@ bool parse_label_integer(std::string_view text, int64_t& value) {
 
 // The number of a label that is not a name: i where the names are the
 // placeholders LABEL_0, LABEL_1, … and the label is "i", else -1.
-int64_t placeholder_number(
-    const std::string& label, const std::vector<std::string>& names) {
+int64_t placeholder_number(const std::string& label, const std::vector<std::string>& names) {
   int64_t number = -1;
   if (!parse_label_integer(label, number) || number < 0 ||
-      number >= static_cast<int64_t>(names.size()) ||
-      names[number] != "LABEL_" + label) {
+      number >= static_cast<int64_t>(names.size()) || names[number] != "LABEL_" + label) {
     return -1;
   }
   return number;
 }
 
-std::string joined_labels(
-    const std::vector<std::string>& names, size_t limit = 20) {
+std::string joined_labels(const std::vector<std::string>& names, size_t limit = 20) {
   std::string text;
   for (size_t i = 0; i < std::min(names.size(), limit); ++i) {
     text += (i == 0 ? "" : ", ") + names[i];
@@ -81,18 +75,14 @@ struct TextRowReader::Format {
   std::optional<JsonlReader> jsonl{};
   std::shared_ptr<const TextFile> file;
 
-  Format(
-      std::shared_ptr<const TextFile> opened, const TextTableOptions& options)
+  Format(std::shared_ptr<const TextFile> opened, const TextTableOptions& options)
       : file(std::move(opened)) {
     if (detail::is_jsonl(file->path())) {
       detail::check_jsonl_options(file->path(), options);
       jsonl.emplace(file);
     } else {
-      csv.emplace(
-          file,
-          CsvOptions{
-              .delimiter = options.delimiter,
-              .has_header = options.has_header});
+      csv.emplace(file,
+                  CsvOptions{.delimiter = options.delimiter, .has_header = options.has_header});
     }
   }
 
@@ -105,27 +95,21 @@ struct TextRowReader::Format {
   }
 };
 
-TextRowReader::TextRowReader(
-    std::shared_ptr<const TextFile> file, const TextTableOptions& options)
+TextRowReader::TextRowReader(std::shared_ptr<const TextFile> file, const TextTableOptions& options)
     : options_(options),
       format_(std::make_unique<Format>(std::move(file), options)),
       text_column_(format_->column(options.text_column, "text_column")),
-      label_column_(
-          options.label_column.empty()
-              ? 0
-              : format_->column(options.label_column, "label_column")) {
+      label_column_(options.label_column.empty()
+                        ? 0
+                        : format_->column(options.label_column, "label_column")) {
   for (const auto& filter : options.filters) {
     const size_t equals = filter.find('=');
     if (equals == std::string::npos || equals == 0) {
-      throw InputError(
-          detail::kTextTable,
-          "filter=" + filter,
-          "column=value",
-          "for example source=imdb");
+      throw InputError(detail::kTextTable, "filter=" + filter, "column=value",
+                       "for example source=imdb");
     }
-    filters_.emplace_back(
-        format_->column(filter.substr(0, equals), "filter column"),
-        filter.substr(equals + 1));
+    filters_.emplace_back(format_->column(filter.substr(0, equals), "filter column"),
+                          filter.substr(equals + 1));
   }
 }
 
@@ -134,16 +118,13 @@ TextRowReader::TextRowReader(TextRowReader&&) noexcept = default;
 
 bool TextRowReader::next() {
   const bool labelled = !options_.label_column.empty();
-  while ((options_.max_rows == 0 || passed_ < options_.max_rows) &&
-         format_->next()) {
+  while ((options_.max_rows == 0 || passed_ < options_.max_rows) && format_->next()) {
     ++counts_.rows_read;
-    const bool passes =
-        std::all_of(filters_.begin(), filters_.end(), [&](const auto& filter) {
-          return format_->field(filter.first) == filter.second;
-        });
+    const bool passes = std::all_of(filters_.begin(), filters_.end(), [&](const auto& filter) {
+      return format_->field(filter.first) == filter.second;
+    });
     text_ = format_->field(text_column_);
-    label_ =
-        labelled ? trimmed(format_->field(label_column_)) : std::string_view();
+    label_ = labelled ? trimmed(format_->field(label_column_)) : std::string_view();
     if (!passes) {
       ++counts_.filtered_out;
     } else if (is_blank(text_) && !options_.keep_empty_text) {
@@ -167,27 +148,24 @@ std::string TextRowReader::position() const {
 }
 
 int64_t TextRowReader::bytes_read() const {
-  return static_cast<int64_t>(
-      format_->csv ? format_->csv->bytes_read() : format_->jsonl->bytes_read());
+  return static_cast<int64_t>(format_->csv ? format_->csv->bytes_read()
+                                           : format_->jsonl->bytes_read());
 }
 
 void TextRowReader::require_rows() const {
   if (passed_ > 0) {
     return;
   }
-  throw InputError(
-      detail::kTextTable,
-      "no row of " + format_->file->path().string() +
-          " is left: rows=" + std::to_string(counts_.rows_read) +
-          ", left out by filters " + std::to_string(counts_.filtered_out) +
-          ", empty text " + std::to_string(counts_.empty_text) +
-          ", empty label " + std::to_string(counts_.empty_label),
-      "at least one row with a text and a label",
-      "check the columns and the filters");
+  throw InputError(detail::kTextTable,
+                   "no row of " + format_->file->path().string() +
+                       " is left: rows=" + std::to_string(counts_.rows_read) +
+                       ", left out by filters " + std::to_string(counts_.filtered_out) +
+                       ", empty text " + std::to_string(counts_.empty_text) + ", empty label " +
+                       std::to_string(counts_.empty_label),
+                   "at least one row with a text and a label", "check the columns and the filters");
 }
 
-TextTable read_text_table(
-    const std::filesystem::path& path, const TextTableOptions& options) {
+TextTable read_text_table(const std::filesystem::path& path, const TextTableOptions& options) {
   TextRowReader reader(TextFile::open(path, detail::kTextTable), options);
   TextTable table{.path = path};
   while (reader.next()) {
@@ -204,8 +182,7 @@ TextTable read_text_table(
   return table;
 }
 
-std::vector<std::string> distinct_labels(
-    const std::vector<std::string>& labels) {
+std::vector<std::string> distinct_labels(const std::vector<std::string>& labels) {
   const std::set<std::string> distinct(labels.begin(), labels.end());
   std::vector<std::pair<int64_t, std::string>> numbered;
   for (const auto& label : distinct) {
@@ -225,24 +202,18 @@ std::vector<std::string> distinct_labels(
 
 namespace detail {
 
-void fail_unknown_label(
-    const std::string& position,
-    const std::string& label,
-    const std::vector<std::string>& all_unknown,
-    const std::vector<std::string>& names,
-    const std::string& owner) {
-  throw InputError(
-      "data::label_numbers",
-      position + ": label=" + label + " is unknown to " + owner +
-          " (unknown altogether: " +
-          joined_labels(distinct_labels(all_unknown)) + ")",
-      "one of: " + joined_labels(names),
-      "leave such rows out with a filter, or train with them");
+void fail_unknown_label(const std::string& position, const std::string& label,
+                        const std::vector<std::string>& all_unknown,
+                        const std::vector<std::string>& names, const std::string& owner) {
+  throw InputError("data::label_numbers",
+                   position + ": label=" + label + " is unknown to " + owner +
+                       " (unknown altogether: " + joined_labels(distinct_labels(all_unknown)) + ")",
+                   "one of: " + joined_labels(names),
+                   "leave such rows out with a filter, or train with them");
 }
 
-std::vector<int64_t> numbers_of_labels(
-    const std::vector<std::string>& labels,
-    const std::vector<std::string>& names) {
+std::vector<int64_t> numbers_of_labels(const std::vector<std::string>& labels,
+                                       const std::vector<std::string>& names) {
   std::unordered_map<std::string, int64_t> numbers;
   for (size_t i = 0; i < names.size(); ++i) {
     numbers.emplace(names[i], static_cast<int64_t>(i));
@@ -251,27 +222,20 @@ std::vector<int64_t> numbers_of_labels(
   found.reserve(labels.size());
   for (const auto& label : labels) {
     const auto number = numbers.find(label);
-    found.push_back(
-        number != numbers.end() ? number->second
-                                : placeholder_number(label, names));
+    found.push_back(number != numbers.end() ? number->second : placeholder_number(label, names));
   }
   return found;
 }
 
 } // namespace detail
 
-bool knows_labels(
-    const std::vector<std::string>& names,
-    const std::vector<std::string>& labels) {
-  const auto numbers =
-      detail::numbers_of_labels(distinct_labels(labels), names);
+bool knows_labels(const std::vector<std::string>& names, const std::vector<std::string>& labels) {
+  const auto numbers = detail::numbers_of_labels(distinct_labels(labels), names);
   return std::find(numbers.begin(), numbers.end(), -1) == numbers.end();
 }
 
-std::vector<int64_t> label_numbers(
-    const TextTable& table,
-    const std::vector<std::string>& names,
-    const std::string& owner) {
+std::vector<int64_t> label_numbers(const TextTable& table, const std::vector<std::string>& names,
+                                   const std::string& owner) {
   auto found = detail::numbers_of_labels(table.labels, names);
   std::vector<std::string> unknown;
   int64_t first_unknown = -1;
@@ -282,12 +246,8 @@ std::vector<int64_t> label_numbers(
     }
   }
   if (first_unknown >= 0) {
-    detail::fail_unknown_label(
-        table.position(first_unknown),
-        table.labels[first_unknown],
-        unknown,
-        names,
-        owner);
+    detail::fail_unknown_label(table.position(first_unknown), table.labels[first_unknown], unknown,
+                               names, owner);
   }
   return found;
 }

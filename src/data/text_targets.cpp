@@ -26,24 +26,19 @@ bool is_regression(const TextTargetsOptions& options) {
   return options.label_columns.empty() && options.label_separator.empty();
 }
 
-[[noreturn]] void refuse_label(
-    const std::filesystem::path& path,
-    int64_t line,
-    const std::string& column,
-    const std::string& label,
-    const std::string& expected) {
-  throw InputError(
-      kTextTargets,
-      path.string() + ":" + std::to_string(line) + ": " + column + "=" + label,
-      expected);
+[[noreturn]] void refuse_label(const std::filesystem::path& path, int64_t line,
+                               const std::string& column, const std::string& label,
+                               const std::string& expected) {
+  throw InputError(kTextTargets,
+                   path.string() + ":" + std::to_string(line) + ": " + column + "=" + label,
+                   expected);
 }
 
 /// A column's labels by the line at which their row starts; rows without one are not
 /// there.
-std::unordered_map<int64_t, std::string> labels_by_line(
-    const std::filesystem::path& path,
-    const TextTargetsOptions& options,
-    const std::string& column) {
+std::unordered_map<int64_t, std::string> labels_by_line(const std::filesystem::path& path,
+                                                        const TextTargetsOptions& options,
+                                                        const std::string& column) {
   TextTableOptions table = options.table;
   table.label_column = column;
   table.max_rows = 0;
@@ -56,8 +51,7 @@ std::unordered_map<int64_t, std::string> labels_by_line(
 }
 
 /// The parts of "a|b", trimmed of spaces; none of an empty text.
-std::vector<std::string> split_label(
-    const std::string& text, const std::string& separator) {
+std::vector<std::string> split_label(const std::string& text, const std::string& separator) {
   std::vector<std::string> parts;
   for (size_t at = 0; at <= text.size();) {
     const size_t end = std::min(text.find(separator, at), text.size());
@@ -72,11 +66,8 @@ std::vector<std::string> split_label(
   return parts;
 }
 
-float read_real(
-    const std::filesystem::path& path,
-    int64_t line,
-    const std::string& column,
-    const std::string& text) {
+float read_real(const std::filesystem::path& path, int64_t line, const std::string& column,
+                const std::string& text) {
   float value = 0;
   const char* end = text.data() + text.size();
   const auto result = std::from_chars(text.data(), end, value);
@@ -86,11 +77,8 @@ float read_real(
   return value;
 }
 
-float read_flag_label(
-    const std::filesystem::path& path,
-    int64_t line,
-    const std::string& column,
-    const std::string& text) {
+float read_flag_label(const std::filesystem::path& path, int64_t line, const std::string& column,
+                      const std::string& text) {
   for (const char* yes : {"1", "1.0", "true", "True"}) {
     if (text == yes) {
       return 1;
@@ -111,8 +99,8 @@ struct LabelledLines {
   std::vector<std::string> columns{};
 };
 
-LabelledLines read_labelled_lines(
-    const std::filesystem::path& path, const TextTargetsOptions& options) {
+LabelledLines read_labelled_lines(const std::filesystem::path& path,
+                                  const TextTargetsOptions& options) {
   LabelledLines read;
   read.columns = options.label_columns.empty()
                      ? std::vector<std::string>{options.table.label_column}
@@ -127,8 +115,7 @@ LabelledLines read_labelled_lines(
   return read;
 }
 
-std::vector<std::string> names_in(
-    const LabelledLines& read, const std::string& separator) {
+std::vector<std::string> names_in(const LabelledLines& read, const std::string& separator) {
   std::set<std::string> names;
   for (const auto& [line, text] : read.labels[0]) {
     for (std::string& name : split_label(text, separator)) {
@@ -139,22 +126,15 @@ std::vector<std::string> names_in(
 }
 
 /// The row's targets into `row`; false where it has no label and must have one.
-bool read_targets(
-    const LabelledLines& read,
-    int64_t line,
-    const TextTargetsOptions& options,
-    const std::vector<std::string>& names,
-    std::vector<float>& row) {
+bool read_targets(const LabelledLines& read, int64_t line, const TextTargetsOptions& options,
+                  const std::vector<std::string>& names, std::vector<float>& row) {
   const auto& path = read.table.path;
   row.assign(names.size(), 0.0f);
   if (!options.label_columns.empty()) {
     for (size_t i = 0; i < read.columns.size(); ++i) {
       const auto label = read.labels[i].find(line);
-      row[i] = read_flag_label(
-          path,
-          line,
-          read.columns[i],
-          label == read.labels[i].end() ? std::string() : label->second);
+      row[i] = read_flag_label(path, line, read.columns[i],
+                               label == read.labels[i].end() ? std::string() : label->second);
     }
     return true;
   }
@@ -166,8 +146,7 @@ bool read_targets(
     row[0] = read_real(path, line, read.columns[0], label->second);
     return true;
   }
-  for (const std::string& name :
-       split_label(label->second, options.label_separator)) {
+  for (const std::string& name : split_label(label->second, options.label_separator)) {
     const auto found = std::find(names.begin(), names.end(), name);
     if (found == names.end()) {
       std::string known;
@@ -181,11 +160,8 @@ bool read_targets(
   return true;
 }
 
-TargetTexts targets_of(
-    LabelledLines& read,
-    const TextTargetsOptions& options,
-    const std::vector<std::string>& names,
-    int64_t max_rows) {
+TargetTexts targets_of(LabelledLines& read, const TextTargetsOptions& options,
+                       const std::vector<std::string>& names, int64_t max_rows) {
   TargetTexts texts;
   std::vector<float> row;
   for (size_t i = 0; i < read.table.texts.size(); ++i) {
@@ -203,15 +179,13 @@ TargetTexts targets_of(
   if (texts.size() == 0) {
     throw InputError(
         kTextTargets,
-        "no row of " + read.table.path.string() +
-            " has a label in column=" + read.columns[0],
+        "no row of " + read.table.path.string() + " has a label in column=" + read.columns[0],
         "at least one row with a text and a label");
   }
   return texts;
 }
 
-void append_row(
-    TargetTexts& side, TargetTexts& all, int64_t row, int64_t targets) {
+void append_row(TargetTexts& side, TargetTexts& all, int64_t row, int64_t targets) {
   const auto at = static_cast<size_t>(row);
   side.texts.push_back(std::move(all.texts[at]));
   side.lines.push_back(all.lines[at]);
@@ -220,17 +194,15 @@ void append_row(
 }
 
 /// Draws the rows of evaluation; a text that training has too stays in training.
-void split_targets(
-    TargetTexts all, const TextTargetsOptions& options, TextTargets& data) {
+void split_targets(TargetTexts all, const TextTargetsOptions& options, TextTargets& data) {
   const int64_t rows = all.size();
   std::vector<int64_t> order(static_cast<size_t>(rows));
   std::iota(order.begin(), order.end(), 0);
   OrderRng rng(stream_seed("eval_split", options.seed), 0);
   rng.shuffle(order.data(), order.size());
-  const auto wanted = std::clamp<int64_t>(
-      std::llround(options.eval_split * static_cast<double>(rows)),
-      rows >= 2 ? 1 : 0,
-      std::max<int64_t>(rows - 1, 0));
+  const auto wanted =
+      std::clamp<int64_t>(std::llround(options.eval_split * static_cast<double>(rows)),
+                          rows >= 2 ? 1 : 0, std::max<int64_t>(rows - 1, 0));
   std::vector<char> for_eval(static_cast<size_t>(rows), 0);
   for (int64_t i = 0; i < wanted; ++i) {
     for_eval[static_cast<size_t>(order[static_cast<size_t>(i)])] = 1;
@@ -248,21 +220,17 @@ void split_targets(
     }
   }
   for (int64_t row = 0; row < rows; ++row) {
-    append_row(
-        for_eval[static_cast<size_t>(row)] ? data.eval : data.train,
-        all,
-        row,
-        data.targets_per_row());
+    append_row(for_eval[static_cast<size_t>(row)] ? data.eval : data.train, all, row,
+               data.targets_per_row());
   }
 }
 
 void add_eval_targets(const TextTargetsOptions& options, TextTargets& data) {
   TextTargetsOptions eval = options;
   eval.max_train_rows = options.max_eval_rows;
-  TargetTexts all =
-      read_text_targets(options.eval_file, eval, data.label_names);
-  const std::unordered_set<std::string> train_texts(
-      data.train.texts.begin(), data.train.texts.end());
+  TargetTexts all = read_text_targets(options.eval_file, eval, data.label_names);
+  const std::unordered_set<std::string> train_texts(data.train.texts.begin(),
+                                                    data.train.texts.end());
   for (int64_t row = 0; row < all.size(); ++row) {
     if (train_texts.count(all.texts[static_cast<size_t>(row)]) > 0) {
       ++data.duplicates;
@@ -272,25 +240,15 @@ void add_eval_targets(const TextTargetsOptions& options, TextTargets& data) {
   }
 }
 
-std::string side_line(
-    const char* what, const TargetTexts& side, const TextTargets& data) {
-  std::string line =
-      std::string(what) + ": " + std::to_string(side.size()) + " rows";
+std::string side_line(const char* what, const TargetTexts& side, const TextTargets& data) {
+  std::string line = std::string(what) + ": " + std::to_string(side.size()) + " rows";
   const int64_t targets = data.targets_per_row();
   char text[96];
   if (data.regression) {
-    const auto [least, most] =
-        std::minmax_element(side.targets.begin(), side.targets.end());
-    const double mean =
-        std::accumulate(side.targets.begin(), side.targets.end(), 0.0) /
-        static_cast<double>(side.size());
-    std::snprintf(
-        text,
-        sizeof text,
-        " from %.4g to %.4g, mean %.4g",
-        *least,
-        *most,
-        mean);
+    const auto [least, most] = std::minmax_element(side.targets.begin(), side.targets.end());
+    const double mean = std::accumulate(side.targets.begin(), side.targets.end(), 0.0) /
+                        static_cast<double>(side.size());
+    std::snprintf(text, sizeof text, " from %.4g to %.4g, mean %.4g", *least, *most, mean);
     return line + ", " + data.label_names[0] + text;
   }
   for (int64_t label = 0; label < std::min<int64_t>(targets, 12); ++label) {
@@ -298,42 +256,31 @@ std::string side_line(
     for (int64_t row = 0; row < side.size(); ++row) {
       count += side.targets[static_cast<size_t>(row * targets + label)] > 0;
     }
-    std::snprintf(
-        text,
-        sizeof text,
-        " %lld (%.1f %%)",
-        static_cast<long long>(count),
-        100.0 * static_cast<double>(count) / static_cast<double>(side.size()));
-    line += (label == 0 ? ": " : ", ") +
-            data.label_names[static_cast<size_t>(label)] + text;
+    std::snprintf(text, sizeof text, " %lld (%.1f %%)", static_cast<long long>(count),
+                  100.0 * static_cast<double>(count) / static_cast<double>(side.size()));
+    line += (label == 0 ? ": " : ", ") + data.label_names[static_cast<size_t>(label)] + text;
   }
-  return targets > 12
-             ? line + ", and " + std::to_string(targets - 12) + " more labels"
-             : line;
+  return targets > 12 ? line + ", and " + std::to_string(targets - 12) + " more labels" : line;
 }
 
 } // namespace detail
 
 std::vector<std::string> TextTargets::lines() const {
-  std::vector<std::string> text{
-      detail::side_line("training data", train, *this)};
+  std::vector<std::string> text{detail::side_line("training data", train, *this)};
   if (eval.size() > 0) {
     text.push_back(detail::side_line("evaluation data", eval, *this));
   }
   if (left_out + duplicates > 0) {
-    text.push_back(
-        "left out: " + std::to_string(left_out) +
-        " rows without text or value or by filters, kept out of evaluation "
-        "(same text in training): " +
-        std::to_string(duplicates));
+    text.push_back("left out: " + std::to_string(left_out) +
+                   " rows without text or value or by filters, kept out of evaluation "
+                   "(same text in training): " +
+                   std::to_string(duplicates));
   }
   return text;
 }
 
-TargetTexts read_text_targets(
-    const std::filesystem::path& path,
-    const TextTargetsOptions& options,
-    const std::vector<std::string>& label_names) {
+TargetTexts read_text_targets(const std::filesystem::path& path, const TextTargetsOptions& options,
+                              const std::vector<std::string>& label_names) {
   auto read = detail::read_labelled_lines(path, options);
   return detail::targets_of(read, options, label_names, options.max_train_rows);
 }
@@ -341,25 +288,21 @@ TargetTexts read_text_targets(
 TextTargets load_text_targets(const TextTargetsOptions& options) {
   if (!(options.eval_split >= 0 && options.eval_split < 1) ||
       (options.eval_split > 0 && !options.eval_file.empty())) {
-    throw InputError(
-        detail::kTextTargets,
-        "eval_split=" + std::to_string(options.eval_split) +
-            ", eval_file=" + options.eval_file.string(),
-        "one of the two, the split at least 0 and less than 1");
+    throw InputError(detail::kTextTargets,
+                     "eval_split=" + std::to_string(options.eval_split) +
+                         ", eval_file=" + options.eval_file.string(),
+                     "one of the two, the split at least 0 and less than 1");
   }
   TextTargets data;
   data.regression = detail::is_regression(options);
   auto read = detail::read_labelled_lines(options.train_file, options);
   data.label_names = !options.label_columns.empty() ? options.label_columns
-                     : data.regression
-                         ? std::vector<std::string>{options.table.label_column}
+                     : data.regression ? std::vector<std::string>{options.table.label_column}
                      : !options.label_names.empty()
                          ? options.label_names
                          : detail::names_in(read, options.label_separator);
-  TargetTexts all = detail::targets_of(
-      read, options, data.label_names, options.max_train_rows);
-  data.left_out =
-      read.table.filtered_out + read.table.empty_text + read.table.empty_label;
+  TargetTexts all = detail::targets_of(read, options, data.label_names, options.max_train_rows);
+  data.left_out = read.table.filtered_out + read.table.empty_text + read.table.empty_label;
   if (options.eval_split > 0) {
     detail::split_targets(std::move(all), options, data);
   } else {
@@ -368,34 +311,27 @@ TextTargets load_text_targets(const TextTargetsOptions& options) {
   if (!options.eval_file.empty()) {
     detail::add_eval_targets(options, data);
   }
-  if ((options.eval_split > 0 || !options.eval_file.empty()) &&
-      data.eval.size() == 0) {
+  if ((options.eval_split > 0 || !options.eval_file.empty()) && data.eval.size() == 0) {
     throw InputError(
         detail::kTextTargets,
-        "no row is left for evaluation: training rows=" +
-            std::to_string(data.train.size()) +
+        "no row is left for evaluation: training rows=" + std::to_string(data.train.size()) +
             ", rows whose text training has=" + std::to_string(data.duplicates),
-        "at least one row",
-        "use more rows, a larger eval_split, or another eval_file");
+        "at least one row", "use more rows, a larger eval_split, or another eval_file");
   }
   return data;
 }
 
-TargetDataset::TargetDataset(
-    std::shared_ptr<const Dataset> rows,
-    std::vector<float> targets,
-    int64_t targets_per_row,
-    bool squeeze)
+TargetDataset::TargetDataset(std::shared_ptr<const Dataset> rows, std::vector<float> targets,
+                             int64_t targets_per_row, bool squeeze)
     : rows_(std::move(rows)),
       targets_(std::move(targets)),
       targets_per_row_(targets_per_row),
       squeeze_(squeeze && targets_per_row == 1) {
-  if (targets_per_row < 1 || static_cast<int64_t>(targets_.size()) !=
-                                 rows_->size() * targets_per_row) {
+  if (targets_per_row < 1 ||
+      static_cast<int64_t>(targets_.size()) != rows_->size() * targets_per_row) {
     throw InputError(
         "data::TargetDataset",
-        "targets=" + std::to_string(targets_.size()) +
-            " for rows=" + std::to_string(rows_->size()),
+        "targets=" + std::to_string(targets_.size()) + " for rows=" + std::to_string(rows_->size()),
         std::to_string(targets_per_row) + " a row");
   }
 }
@@ -403,15 +339,12 @@ TargetDataset::TargetDataset(
 Batch TargetDataset::collate(const std::vector<int64_t>& indices) const {
   Batch batch = rows_->collate(indices);
   const auto count = static_cast<int64_t>(indices.size());
-  const at::Tensor labels =
-      at::empty({count, targets_per_row_}, at::TensorOptions(at::kFloat));
+  const at::Tensor labels = at::empty({count, targets_per_row_}, at::TensorOptions(at::kFloat));
   auto* out = labels.mutable_data_ptr<float>();
   for (const int64_t row : indices) {
-    out = std::copy_n(
-        targets_.begin() + row * targets_per_row_, targets_per_row_, out);
+    out = std::copy_n(targets_.begin() + row * targets_per_row_, targets_per_row_, out);
   }
-  batch.tensors.insert_or_assign(
-      "labels", squeeze_ ? labels.view({count}) : labels);
+  batch.tensors.insert_or_assign("labels", squeeze_ ? labels.view({count}) : labels);
   return batch;
 }
 

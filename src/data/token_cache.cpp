@@ -36,18 +36,15 @@ class TextHasher {
   std::string hex() const {
     const XXH128_hash_t hash = XXH3_128bits_digest(state_.get());
     char digits[33];
-    std::snprintf(
-        digits,
-        sizeof(digits),
-        "%016llx%016llx",
-        static_cast<unsigned long long>(hash.high64),
-        static_cast<unsigned long long>(hash.low64));
+    std::snprintf(digits, sizeof(digits), "%016llx%016llx",
+                  static_cast<unsigned long long>(hash.high64),
+                  static_cast<unsigned long long>(hash.low64));
     return digits;
   }
 
  private:
-  std::unique_ptr<XXH3_state_t, decltype(&XXH3_freeState)> state_{
-      XXH3_createState(), &XXH3_freeState};
+  std::unique_ptr<XXH3_state_t, decltype(&XXH3_freeState)> state_{XXH3_createState(),
+                                                                  &XXH3_freeState};
 };
 
 std::string text_hash_hex(std::string_view text) {
@@ -57,26 +54,19 @@ std::string text_hash_hex(std::string_view text) {
 }
 
 nlohmann::json described_words(const WordPieceOptions& options) {
-  return {
-      {"do_lower_case", options.do_lower_case},
-      {"strip_accents", options.strip_accents.value_or(options.do_lower_case)},
-      {"tokenize_chinese_chars", options.tokenize_chinese_chars},
-      {"special",
-       {options.unk_token,
-        options.sep_token,
-        options.pad_token,
-        options.cls_token,
-        options.mask_token}}};
+  return {{"do_lower_case", options.do_lower_case},
+          {"strip_accents", options.strip_accents.value_or(options.do_lower_case)},
+          {"tokenize_chinese_chars", options.tokenize_chinese_chars},
+          {"special",
+           {options.unk_token, options.sep_token, options.pad_token, options.cls_token,
+            options.mask_token}}};
 }
 
-nlohmann::json described_tokenizer(
-    const TokenizedClassificationOptions& options) {
+nlohmann::json described_tokenizer(const TokenizedClassificationOptions& options) {
   if (!options.tokenizer) {
     auto described = described_words(options.learned);
-    described["learned"] = {
-        options.vocab.vocab_size,
-        options.vocab.min_frequency,
-        options.vocab.limit_alphabet};
+    described["learned"] = {options.vocab.vocab_size, options.vocab.min_frequency,
+                            options.vocab.limit_alphabet};
     return described;
   }
   auto described = described_words(options.tokenizer->options());
@@ -106,24 +96,19 @@ nlohmann::json described_file(const std::shared_ptr<const TextFile>& file) {
 }
 
 // All that the ids depend on.
-std::string token_cache_key(
-    const std::shared_ptr<const TextFile>& train_file,
-    const std::shared_ptr<const TextFile>& eval_file,
-    const TokenizedClassificationOptions& options) {
+std::string token_cache_key(const std::shared_ptr<const TextFile>& train_file,
+                            const std::shared_ptr<const TextFile>& eval_file,
+                            const TokenizedClassificationOptions& options) {
   const TextClassificationOptions& texts = options.texts;
   const nlohmann::json described{
       {"rules", kTokenRules},
       {"unicode", utf8proc_unicode_version()},
       {"train", described_file(train_file)},
       {"eval", described_file(eval_file)},
-      {"split",
-       {texts.eval_split, texts.eval_split > 0 ? texts.seed : uint64_t{0}}},
+      {"split", {texts.eval_split, texts.eval_split > 0 ? texts.seed : uint64_t{0}}},
       {"columns",
-       {texts.table.text_column,
-        texts.table.label_column,
-        static_cast<int>(texts.table.delimiter),
-        texts.table.has_header,
-        texts.table.keep_empty_text}},
+       {texts.table.text_column, texts.table.label_column, static_cast<int>(texts.table.delimiter),
+        texts.table.has_header, texts.table.keep_empty_text}},
       {"filters", texts.table.filters},
       {"rows", {texts.max_train_rows, texts.max_eval_rows}},
       {"labels", texts.label_names},
@@ -131,20 +116,14 @@ std::string token_cache_key(
       {"tokenizer", described_tokenizer(options)},
       {"max_length", options.max_length}};
   // Flags may hold bytes that are no UTF-8.
-  return text_hash_hex(
-      described.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace));
+  return text_hash_hex(described.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace));
 }
 
 nlohmann::json report_as_json(const TextClassificationReport& report) {
-  return {
-      {"rows_read", report.rows_read},
-      {"filtered_out", report.filtered_out},
-      {"empty_text", report.empty_text},
-      {"empty_label", report.empty_label},
-      {"duplicates", report.duplicates},
-      {"train_counts", report.train_counts},
-      {"eval_counts", report.eval_counts},
-      {"warnings", report.warnings}};
+  return {{"rows_read", report.rows_read},     {"filtered_out", report.filtered_out},
+          {"empty_text", report.empty_text},   {"empty_label", report.empty_label},
+          {"duplicates", report.duplicates},   {"train_counts", report.train_counts},
+          {"eval_counts", report.eval_counts}, {"warnings", report.warnings}};
 }
 
 TextClassificationReport report_from_json(const nlohmann::json& json) {
@@ -174,55 +153,40 @@ class MemorySink : public TokenSink {
 // Makes the ids of both files, in order, into a sink.
 class TokenMaker {
  public:
-  TokenMaker(
-      const std::shared_ptr<const TextFile>& train_file,
-      const std::shared_ptr<const TextFile>& eval_file,
-      const TokenizedClassificationOptions& options,
-      std::function<void(int64_t, int64_t)> tell)
+  TokenMaker(const std::shared_ptr<const TextFile>& train_file,
+             const std::shared_ptr<const TextFile>& eval_file,
+             const TokenizedClassificationOptions& options,
+             std::function<void(int64_t, int64_t)> tell)
       : options_(options),
         tell_(std::move(tell)),
-        total_(static_cast<int64_t>(
-            train_file->size() + (eval_file ? eval_file->size() : 0))),
+        total_(static_cast<int64_t>(train_file->size() + (eval_file ? eval_file->size() : 0))),
         selection_(select_text_rows(train_file, eval_file, options.texts)),
-        tokenizer_(
-            options.tokenizer ? *options.tokenizer : learned_tokenizer()) {}
+        tokenizer_(options.tokenizer ? *options.tokenizer : learned_tokenizer()) {}
 
   void make(TokenSink& sink) {
     train_.clear();
     eval_.clear();
     checksum_ = {};
     ids_ = tokens_ = truncated_ = 0;
-    read_file(
-        selection_.train_file,
-        selection_.train_table,
-        0,
-        sink,
-        [&](size_t row) {
-          return Place{
-              selection_.train_labels[row],
-              selection_.for_eval[row] ? &eval_ : &train_};
-        });
+    read_file(selection_.train_file, selection_.train_table, 0, sink, [&](size_t row) {
+      return Place{selection_.train_labels[row], selection_.for_eval[row] ? &eval_ : &train_};
+    });
     if (selection_.eval_file != nullptr) {
-      read_file(
-          selection_.eval_file,
-          selection_.eval_table,
-          static_cast<int64_t>(selection_.train_file->size()),
-          sink,
-          [&](size_t row) {
-            const int32_t label = selection_.eval_labels[row];
-            return Place{label, label < 0 ? nullptr : &eval_};
-          });
+      read_file(selection_.eval_file, selection_.eval_table,
+                static_cast<int64_t>(selection_.train_file->size()), sink, [&](size_t row) {
+                  const int32_t label = selection_.eval_labels[row];
+                  return Place{label, label < 0 ? nullptr : &eval_};
+                });
     }
   }
 
   // Behind make(), with the ids that went into the sink.
   nlohmann::json values() const {
-    nlohmann::json values{
-        {"label_names", selection_.label_names},
-        {"report", report_as_json(selection_.report)},
-        {"tokens", tokens_},
-        {"truncated", truncated_},
-        {"train_checksum", checksum_.hex()}};
+    nlohmann::json values{{"label_names", selection_.label_names},
+                          {"report", report_as_json(selection_.report)},
+                          {"tokens", tokens_},
+                          {"truncated", truncated_},
+                          {"train_checksum", checksum_.hex()}};
     if (!options_.tokenizer) {
       values["vocab"] = tokenizer_.vocab();
     }
@@ -255,12 +219,8 @@ class TokenMaker {
   }
 
   template <typename PlaceOf>
-  void read_file(
-      const std::shared_ptr<const TextFile>& file,
-      const TextTableOptions& table,
-      int64_t before,
-      TokenSink& sink,
-      const PlaceOf& place_of) {
+  void read_file(const std::shared_ptr<const TextFile>& file, const TextTableOptions& table,
+                 int64_t before, TokenSink& sink, const PlaceOf& place_of) {
     constexpr size_t kChunkRows = 16384;
     constexpr size_t kChunkBytes = size_t{4} << 20;
     TextRowReader reader(file, table);
@@ -284,22 +244,19 @@ class TokenMaker {
   }
 
   void take(Chunk& chunk, TokenSink& sink) {
-    const TokenizedTexts encoded = tokenize_texts(
-        tokenizer_, chunk.texts, options_.max_length, options_.threads);
+    const TokenizedTexts encoded =
+        tokenize_texts(tokenizer_, chunk.texts, options_.max_length, options_.threads);
     std::vector<int32_t> ids;
     for (size_t i = 0; i < encoded.ids.size(); ++i) {
       const auto& row = encoded.ids[i];
       const Place& place = chunk.places[i];
       if (place.side == &train_) {
-        checksum_.add(
-            {reinterpret_cast<const char*>(row.data()),
-             row.size() * sizeof(row[0])});
+        checksum_.add({reinterpret_cast<const char*>(row.data()), row.size() * sizeof(row[0])});
         checksum_.add("," + std::to_string(place.label) + ";");
       }
-      place.side->push_back(
-          {.begin = ids_ + static_cast<int64_t>(ids.size()),
-           .tokens = static_cast<int32_t>(row.size()),
-           .label = place.label});
+      place.side->push_back({.begin = ids_ + static_cast<int64_t>(ids.size()),
+                             .tokens = static_cast<int32_t>(row.size()),
+                             .label = place.label});
       ids.insert(ids.end(), row.begin(), row.end());
     }
     sink.add(ids);
@@ -322,17 +279,16 @@ class TokenMaker {
   int64_t truncated_ = 0;
 };
 
-TokenizedClassification tokenized_from(
-    const TokenFile& file, const TokenizedClassificationOptions& options) {
+TokenizedClassification tokenized_from(const TokenFile& file,
+                                       const TokenizedClassificationOptions& options) {
   const auto& values = file.values;
   TokenizedClassification result{
       .train = file.train,
       .eval = file.eval,
       .tokenizer = options.tokenizer
                        ? *options.tokenizer
-                       : WordPieceTokenizer(
-                             values.at("vocab").get<std::vector<std::string>>(),
-                             options.learned)};
+                       : WordPieceTokenizer(values.at("vocab").get<std::vector<std::string>>(),
+                                            options.learned)};
   values.at("label_names").get_to(result.label_names);
   result.report = report_from_json(values.at("report"));
   values.at("tokens").get_to(result.tokens);
@@ -341,14 +297,13 @@ TokenizedClassification tokenized_from(
   return result;
 }
 
-TokenizedClassification tokenized_in_memory(
-    TokenMaker& maker, const TokenizedClassificationOptions& options) {
+TokenizedClassification tokenized_in_memory(TokenMaker& maker,
+                                            const TokenizedClassificationOptions& options) {
   const auto stored = std::make_shared<StoredTokens>();
   MemorySink sink(stored->ids);
   maker.make(sink);
   stored->rows = maker.train();
-  stored->rows.insert(
-      stored->rows.end(), maker.eval().begin(), maker.eval().end());
+  stored->rows.insert(stored->rows.end(), maker.eval().begin(), maker.eval().end());
   const std::span<const TokenRow> rows(stored->rows);
   const size_t train = maker.train().size();
   TokenFile made;
@@ -361,10 +316,9 @@ TokenizedClassification tokenized_in_memory(
 // One call for these files and options.
 class TokenCache {
  public:
-  TokenCache(
-      const std::shared_ptr<const TextFile>& train_file,
-      const std::shared_ptr<const TextFile>& eval_file,
-      const TokenizedClassificationOptions& options)
+  TokenCache(const std::shared_ptr<const TextFile>& train_file,
+             const std::shared_ptr<const TextFile>& eval_file,
+             const TokenizedClassificationOptions& options)
       : train_file_(train_file), eval_file_(eval_file), options_(options) {}
 
   TokenizedClassification get() {
@@ -395,8 +349,7 @@ class TokenCache {
       return std::move(*found);
     }
     if (turn == TokenLock::Turn::done) {
-      return in_memory(
-          path_.string() + ": the process that was to write it could not");
+      return in_memory(path_.string() + ": the process that was to write it could not");
     }
     return make(lock, problem);
   }
@@ -419,10 +372,9 @@ class TokenCache {
   }
 
   TokenizedClassification make(TokenLock& lock, const std::string& problem) {
-    TokenMaker maker(
-        train_file_, eval_file_, options_, [&](int64_t done, int64_t total) {
-          report({.done = done, .total = total}, &lock);
-        });
+    TokenMaker maker(train_file_, eval_file_, options_, [&](int64_t done, int64_t total) {
+      report({.done = done, .total = total}, &lock);
+    });
     std::string unable;
     remove_unfinished();
     try {
@@ -445,8 +397,7 @@ class TokenCache {
     const std::string start = path_.filename().string() + ".tmp-";
     std::vector<std::filesystem::path> found;
     std::error_code ignored;
-    for (const auto& entry :
-         std::filesystem::directory_iterator(path_.parent_path(), ignored)) {
+    for (const auto& entry : std::filesystem::directory_iterator(path_.parent_path(), ignored)) {
       if (entry.path().filename().string().starts_with(start)) {
         found.push_back(entry.path());
       }
@@ -456,14 +407,11 @@ class TokenCache {
     }
   }
 
-  TokenizedClassification in_memory(
-      const std::string& unable, TokenMaker* maker = nullptr) {
+  TokenizedClassification in_memory(const std::string& unable, TokenMaker* maker = nullptr) {
     std::optional<TokenMaker> own;
     if (maker == nullptr) {
-      own.emplace(
-          train_file_, eval_file_, options_, [&](int64_t done, int64_t total) {
-            report({.done = done, .total = total});
-          });
+      own.emplace(train_file_, eval_file_, options_,
+                  [&](int64_t done, int64_t total) { report({.done = done, .total = total}); });
       maker = &*own;
     }
     auto result = tokenized_in_memory(*maker, options_);
@@ -510,8 +458,7 @@ std::filesystem::path cache_folder(const std::filesystem::path& given) {
     return own;
   }
   // A relative one counts as none, by the XDG specification.
-  if (auto xdg = detail::environment_folder("XDG_CACHE_HOME");
-      xdg.is_absolute()) {
+  if (auto xdg = detail::environment_folder("XDG_CACHE_HOME"); xdg.is_absolute()) {
     return xdg / "hasten";
   }
   const auto home = detail::environment_folder("HOME");

@@ -41,12 +41,11 @@ std::array<char, 32> key_bytes(const std::string& key) {
 }
 
 struct TokenFileWriter::Hash {
-  std::unique_ptr<XXH3_state_t, decltype(&XXH3_freeState)> state{
-      XXH3_createState(), &XXH3_freeState};
+  std::unique_ptr<XXH3_state_t, decltype(&XXH3_freeState)> state{XXH3_createState(),
+                                                                 &XXH3_freeState};
 };
 
-TokenFileWriter::TokenFileWriter(
-    std::filesystem::path target, const std::string& key)
+TokenFileWriter::TokenFileWriter(std::filesystem::path target, const std::string& key)
     : target_(std::move(target)),
       key_(key),
       temporary_(target_.string() + ".tmp-XXXXXX"),
@@ -79,14 +78,10 @@ void TokenFileWriter::add(std::span<const int32_t> ids) {
   write(ids.data(), ids.size_bytes());
 }
 
-void TokenFileWriter::finish(
-    std::span<const TokenRow> train,
-    std::span<const TokenRow> eval,
-    nlohmann::json values) {
+void TokenFileWriter::finish(std::span<const TokenRow> train, std::span<const TokenRow> eval,
+                             nlohmann::json values) {
   const std::array<char, sizeof(TokenRow)> zeros{};
-  write(
-      zeros.data(),
-      (sizeof(TokenRow) - bytes_ % sizeof(TokenRow)) % sizeof(TokenRow));
+  write(zeros.data(), (sizeof(TokenRow) - bytes_ % sizeof(TokenRow)) % sizeof(TokenRow));
   write(train.data(), train.size_bytes());
   write(eval.data(), eval.size_bytes());
   values["ids"] = ids_;
@@ -121,10 +116,8 @@ void TokenFileWriter::write(const void* data, size_t bytes) {
 
 void TokenFileWriter::flush() {
   XXH3_64bits_update(hash_->state.get(), buffer_.data(), buffer_.size());
-  write_at(
-      buffer_.data(),
-      buffer_.size(),
-      static_cast<off_t>(sizeof(TokenFileHeader) + bytes_ - buffer_.size()));
+  write_at(buffer_.data(), buffer_.size(),
+           static_cast<off_t>(sizeof(TokenFileHeader) + bytes_ - buffer_.size()));
   buffer_.clear();
 }
 
@@ -150,11 +143,7 @@ void TokenFileWriter::write_at(const void* data, size_t bytes, off_t at) {
 class TokenFileIds : public TokenIds {
  public:
   // Takes the descriptor, and verifies the whole file.
-  TokenFileIds(
-      const std::filesystem::path& path,
-      int file,
-      size_t bytes,
-      const std::string& key)
+  TokenFileIds(const std::filesystem::path& path, int file, size_t bytes, const std::string& key)
       : path_(path), file_(file), bytes_(bytes) {
     problem_ = find_problem(key);
   }
@@ -168,10 +157,8 @@ class TokenFileIds : public TokenIds {
   void set_size(uint64_t ids) { ids_ = static_cast<int64_t>(ids); }
   int64_t size() const override { return ids_; }
   void read(int64_t begin, std::span<int32_t> ids) const override {
-    read_bytes(
-        sizeof(TokenFileHeader) + static_cast<size_t>(begin) * sizeof(int32_t),
-        ids.data(),
-        ids.size_bytes());
+    read_bytes(sizeof(TokenFileHeader) + static_cast<size_t>(begin) * sizeof(int32_t), ids.data(),
+               ids.size_bytes());
   }
 
   // What the file had there when it was opened. Throws Error.
@@ -180,22 +167,18 @@ class TokenFileIds : public TokenIds {
       return;
     }
     const size_t first = at / kTokenBlock;
-    std::vector<char> blocks(
-        (at + bytes + kTokenBlock - 1) / kTokenBlock * kTokenBlock -
-        first * kTokenBlock);
+    std::vector<char> blocks((at + bytes + kTokenBlock - 1) / kTokenBlock * kTokenBlock -
+                             first * kTokenBlock);
     const size_t begin = first * kTokenBlock;
     const size_t count = std::min(blocks.size(), bytes_ - begin);
     bool good = read_all(begin, blocks.data(), count);
     for (size_t done = 0; good && done < count; done += kTokenBlock) {
-      good = block_hash(blocks.data() + done, count - done) ==
-             hashes_[first + done / kTokenBlock];
+      good = block_hash(blocks.data() + done, count - done) == hashes_[first + done / kTokenBlock];
     }
     if (!good) {
-      throw Error(
-          "data::token_cache",
-          path_.string() + " changed while its token ids were in use",
-          "a file that stays as it is until the run ends",
-          "start again: the file is made anew");
+      throw Error("data::token_cache", path_.string() + " changed while its token ids were in use",
+                  "a file that stays as it is until the run ends",
+                  "start again: the file is made anew");
     }
     std::memcpy(to, blocks.data() + (at - begin), bytes);
   }
@@ -227,8 +210,8 @@ class TokenFileIds : public TokenIds {
     if (bytes_ < sizeof(header) + sizeof(uint64_t)) {
       return bytes_ == 0 ? "it is empty" : "it is cut off";
     }
-    const std::unique_ptr<XXH3_state_t, decltype(&XXH3_freeState)> state(
-        XXH3_createState(), &XXH3_freeState);
+    const std::unique_ptr<XXH3_state_t, decltype(&XXH3_freeState)> state(XXH3_createState(),
+                                                                         &XXH3_freeState);
     XXH3_64bits_reset(state.get());
     std::vector<char> piece(kTokenWriteBuffer);
     for (size_t at = 0; at < bytes_; at += piece.size()) {
@@ -249,24 +232,19 @@ class TokenFileIds : public TokenIds {
       XXH3_64bits_update(state.get(), piece.data() + skipped, count - skipped);
       throw_if_interrupted();
     }
-    return header.checksum == XXH3_64bits_digest(state.get())
-               ? ""
-               : "its checksum is wrong";
+    return header.checksum == XXH3_64bits_digest(state.get()) ? "" : "its checksum is wrong";
   }
 
-  std::string header_problem(
-      const TokenFileHeader& header, const std::string& key) const {
-    if (header.magic != TokenFileHeader{}.magic ||
-        header.format != kTokenFormat) {
+  std::string header_problem(const TokenFileHeader& header, const std::string& key) const {
+    if (header.magic != TokenFileHeader{}.magic || header.format != kTokenFormat) {
       return "it is no token file of this version";
     }
     if (header.key != key_bytes(key)) {
       return "it is of other data";
     }
-    return header.file_bytes == bytes_
-               ? ""
-               : "it has " + std::to_string(bytes_) + " of " +
-                     std::to_string(header.file_bytes) + " bytes";
+    return header.file_bytes == bytes_ ? ""
+                                       : "it has " + std::to_string(bytes_) + " of " +
+                                             std::to_string(header.file_bytes) + " bytes";
   }
 
   std::filesystem::path path_;
@@ -278,8 +256,7 @@ class TokenFileIds : public TokenIds {
 };
 
 // The parts of a file whose bytes are whole; null where they contradict each other.
-std::unique_ptr<TokenFile> token_file_parts(
-    const std::shared_ptr<TokenFileIds>& all) {
+std::unique_ptr<TokenFile> token_file_parts(const std::shared_ptr<TokenFileIds>& all) {
   const size_t begin = sizeof(TokenFileHeader);
   const size_t end = all->bytes() - sizeof(uint64_t);
   uint64_t text_bytes = 0;
@@ -293,32 +270,27 @@ std::unique_ptr<TokenFile> token_file_parts(
   file->values = try_parse_json(text).value;
   const auto number = [&](const char* name) {
     const auto value = file->values.find(name);
-    return value != file->values.end() && value->is_number_unsigned()
-               ? value->get<uint64_t>()
-               : ~uint64_t{0};
+    return value != file->values.end() && value->is_number_unsigned() ? value->get<uint64_t>()
+                                                                      : ~uint64_t{0};
   };
   if (!file->values.is_object()) {
     return nullptr;
   }
   const uint64_t most = all->bytes();
-  const uint64_t ids = number("ids"), train = number("train"),
-                 eval = number("eval");
+  const uint64_t ids = number("ids"), train = number("train"), eval = number("eval");
   if (ids > most || train > most || eval > most) {
     return nullptr;
   }
-  const uint64_t id_bytes = (ids * sizeof(int32_t) + sizeof(TokenRow) - 1) /
-                            sizeof(TokenRow) * sizeof(TokenRow);
-  if (id_bytes + (train + eval) * sizeof(TokenRow) + text_bytes !=
-      end - begin) {
+  const uint64_t id_bytes =
+      (ids * sizeof(int32_t) + sizeof(TokenRow) - 1) / sizeof(TokenRow) * sizeof(TokenRow);
+  if (id_bytes + (train + eval) * sizeof(TokenRow) + text_bytes != end - begin) {
     return nullptr;
   }
   all->set_size(ids);
   const auto rows_of = [&](uint64_t first, uint64_t count) {
     const auto rows = std::make_shared<std::vector<TokenRow>>(count);
-    all->read_bytes(
-        begin + id_bytes + first * sizeof(TokenRow),
-        rows->data(),
-        count * sizeof(TokenRow));
+    all->read_bytes(begin + id_bytes + first * sizeof(TokenRow), rows->data(),
+                    count * sizeof(TokenRow));
     return TokenTable{.ids = all, .rows = *rows, .owner = rows};
   };
   file->train = rows_of(0, train);
@@ -326,10 +298,8 @@ std::unique_ptr<TokenFile> token_file_parts(
   return file;
 }
 
-std::unique_ptr<TokenFile> open_token_file(
-    const std::filesystem::path& path,
-    const std::string& key,
-    std::string& problem) {
+std::unique_ptr<TokenFile> open_token_file(const std::filesystem::path& path,
+                                           const std::string& key, std::string& problem) {
   const int descriptor = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
   if (descriptor < 0) {
     if (errno != ENOENT) {
@@ -343,8 +313,8 @@ std::unique_ptr<TokenFile> open_token_file(
     problem = "it is no file";
     return nullptr;
   }
-  const auto ids = std::make_shared<TokenFileIds>(
-      path, descriptor, static_cast<size_t>(status.st_size), key);
+  const auto ids =
+      std::make_shared<TokenFileIds>(path, descriptor, static_cast<size_t>(status.st_size), key);
   problem = ids->problem();
   if (!problem.empty()) {
     return nullptr;

@@ -56,10 +56,8 @@ class TokenFileWriter : public TokenSink {
   TokenFileWriter& operator=(const TokenFileWriter&) = delete;
 
   void add(std::span<const int32_t> ids) override;
-  void finish(
-      std::span<const TokenRow> train,
-      std::span<const TokenRow> eval,
-      nlohmann::json values);
+  void finish(std::span<const TokenRow> train, std::span<const TokenRow> eval,
+              nlohmann::json values);
 
  private:
   struct Hash;
@@ -87,9 +85,7 @@ struct TokenFile {
 /// Opens a file and verifies all of it: one pass over its bytes. Returns nothing
 /// where there is none, or, with `problem` set, where it is damaged or another's.
 /// Memory: 16 bytes a row, and 8 for 4 KiB of the file.
-std::unique_ptr<TokenFile> open_token_file(
-    const std::filesystem::path& path,
-    const std::string& key,
-    std::string& problem);
+std::unique_ptr<TokenFile> open_token_file(const std::filesystem::path& path,
+                                           const std::string& key, std::string& problem);
 
 } // namespace hasten::detail

@@ -27,8 +27,7 @@ TokenLock::~TokenLock() {
   }
 }
 
-TokenLock::Turn TokenLock::acquire(
-    const std::function<void(int64_t, int64_t)>& waiting) {
+TokenLock::Turn TokenLock::acquire(const std::function<void(int64_t, int64_t)>& waiting) {
   for (;;) {
     file_ = ::open(path_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666);
     if (file_ < 0) {

@@ -22,40 +22,26 @@ namespace detail {
 constexpr const char* kTokenizedDataset = "data::TokenizedDataset";
 
 // Encodes rows [begin, end) into `out`.
-void tokenize_rows(
-    const WordPieceTokenizer& tokenizer,
-    const std::vector<std::string>& texts,
-    int64_t max_length,
-    size_t begin,
-    size_t end,
-    std::vector<Encoding>& out) {
+void tokenize_rows(const WordPieceTokenizer& tokenizer, const std::vector<std::string>& texts,
+                   int64_t max_length, size_t begin, size_t end, std::vector<Encoding>& out) {
   for (size_t row = begin; row < end; ++row) {
     try {
       out[row] = tokenizer.encode(texts[row], max_length);
     } catch (const InputError& error) {
-      throw InputError(
-          "data::tokenize_texts",
-          "row=" + std::to_string(row) + ": " + error.what());
+      throw InputError("data::tokenize_texts", "row=" + std::to_string(row) + ": " + error.what());
     }
   }
 }
 
-std::vector<Encoding> tokenize_parallel(
-    const WordPieceTokenizer& tokenizer,
-    const std::vector<std::string>& texts,
-    int64_t max_length,
-    size_t parts) {
+std::vector<Encoding> tokenize_parallel(const WordPieceTokenizer& tokenizer,
+                                        const std::vector<std::string>& texts, int64_t max_length,
+                                        size_t parts) {
   std::vector<Encoding> encodings(texts.size());
   std::vector<std::exception_ptr> errors(parts); // [part]
   const auto run_part = [&](size_t part) {
     try {
-      tokenize_rows(
-          tokenizer,
-          texts,
-          max_length,
-          texts.size() * part / parts,
-          texts.size() * (part + 1) / parts,
-          encodings);
+      tokenize_rows(tokenizer, texts, max_length, texts.size() * part / parts,
+                    texts.size() * (part + 1) / parts, encodings);
     } catch (...) {
       errors[part] = std::current_exception();
     }
@@ -74,36 +60,26 @@ std::vector<Encoding> tokenize_parallel(
   return encodings;
 }
 
-int32_t as_int32(
-    int64_t value, size_t row, const char* what, int64_t smallest) {
+int32_t as_int32(int64_t value, size_t row, const char* what, int64_t smallest) {
   if (value < smallest || value > std::numeric_limits<int32_t>::max()) {
     throw InputError(
         kTokenizedDataset,
-        "row=" + std::to_string(row) + " has " + what + "=" +
-            std::to_string(value),
-        std::to_string(smallest) + " to " +
-            std::to_string(std::numeric_limits<int32_t>::max()));
+        "row=" + std::to_string(row) + " has " + what + "=" + std::to_string(value),
+        std::to_string(smallest) + " to " + std::to_string(std::numeric_limits<int32_t>::max()));
   }
   return static_cast<int32_t>(value);
 }
 
 } // namespace detail
 
-TokenizedTexts tokenize_texts(
-    const WordPieceTokenizer& tokenizer,
-    const std::vector<std::string>& texts,
-    int64_t max_length,
-    int threads) {
+TokenizedTexts tokenize_texts(const WordPieceTokenizer& tokenizer,
+                              const std::vector<std::string>& texts, int64_t max_length,
+                              int threads) {
   if (threads < 1) {
-    throw InputError(
-        "data::tokenize_texts",
-        "threads=" + std::to_string(threads),
-        "at least 1");
+    throw InputError("data::tokenize_texts", "threads=" + std::to_string(threads), "at least 1");
   }
-  const size_t parts =
-      std::clamp<size_t>(texts.size() / 16, 1, static_cast<size_t>(threads));
-  auto encodings =
-      detail::tokenize_parallel(tokenizer, texts, max_length, parts);
+  const size_t parts = std::clamp<size_t>(texts.size() / 16, 1, static_cast<size_t>(threads));
+  auto encodings = detail::tokenize_parallel(tokenizer, texts, max_length, parts);
   TokenizedTexts result;
   result.ids.reserve(texts.size());
   for (auto& encoding : encodings) {
@@ -114,16 +90,13 @@ TokenizedTexts tokenize_texts(
   return result;
 }
 
-TokenizedDataset::TokenizedDataset(
-    const std::vector<std::vector<int64_t>>& ids,
-    std::vector<int64_t> labels,
-    PaddingOptions padding)
+TokenizedDataset::TokenizedDataset(const std::vector<std::vector<int64_t>>& ids,
+                                   std::vector<int64_t> labels, PaddingOptions padding)
     : padding_(padding) {
   if (!labels.empty() && labels.size() != ids.size()) {
     throw InputError(
         detail::kTokenizedDataset,
-        "rows=" + std::to_string(ids.size()) +
-            ", labels=" + std::to_string(labels.size()),
+        "rows=" + std::to_string(ids.size()) + ", labels=" + std::to_string(labels.size()),
         "one label a row, or none");
   }
   const auto stored = std::make_shared<detail::StoredTokens>();
@@ -132,17 +105,12 @@ TokenizedDataset::TokenizedDataset(
     stored->rows.push_back(
         {.begin = static_cast<int64_t>(stored->ids.size()),
          .tokens = static_cast<int32_t>(ids[row].size()),
-         .label = detail::as_int32(
-             labels.empty() ? 0 : labels[row], row, "label", INT32_MIN)});
+         .label = detail::as_int32(labels.empty() ? 0 : labels[row], row, "label", INT32_MIN)});
     for (const int64_t id : ids[row]) {
       stored->ids.push_back(detail::as_int32(id, row, "id", 0));
     }
   }
-  table_ = {
-      .ids = stored,
-      .rows = stored->rows,
-      .has_labels = !labels.empty(),
-      .owner = stored};
+  table_ = {.ids = stored, .rows = stored->rows, .has_labels = !labels.empty(), .owner = stored};
   check();
 }
 
@@ -153,32 +121,27 @@ TokenizedDataset::TokenizedDataset(TokenTable table, PaddingOptions padding)
 
 void TokenizedDataset::check() {
   if (padding_.pad_to_multiple_of < 1 || padding_.pad_to_length < 0) {
-    throw InputError(
-        detail::kTokenizedDataset,
-        "pad_to_multiple_of=" + std::to_string(padding_.pad_to_multiple_of) +
-            ", pad_to_length=" + std::to_string(padding_.pad_to_length),
-        "at least 1, and at least 0");
+    throw InputError(detail::kTokenizedDataset,
+                     "pad_to_multiple_of=" + std::to_string(padding_.pad_to_multiple_of) +
+                         ", pad_to_length=" + std::to_string(padding_.pad_to_length),
+                     "at least 1, and at least 0");
   }
   const int64_t ids = table_.ids ? table_.ids->size() : 0;
   for (size_t i = 0; i < table_.rows.size(); ++i) {
     const TokenRow& row = table_.rows[i];
     if (row.tokens <= 0 || row.begin < 0 || row.begin > ids - row.tokens ||
         (padding_.pad_to_length > 0 && row.tokens > padding_.pad_to_length)) {
-      throw InputError(
-          detail::kTokenizedDataset,
-          "row=" + std::to_string(i) +
-              " has tokens=" + std::to_string(row.tokens),
-          padding_.pad_to_length > 0
-              ? "1 to pad_to_length=" + std::to_string(padding_.pad_to_length)
-              : "at least 1, among the table's ids");
+      throw InputError(detail::kTokenizedDataset,
+                       "row=" + std::to_string(i) + " has tokens=" + std::to_string(row.tokens),
+                       padding_.pad_to_length > 0
+                           ? "1 to pad_to_length=" + std::to_string(padding_.pad_to_length)
+                           : "at least 1, among the table's ids");
     }
     tokens_ += row.tokens;
   }
 }
 
-int64_t TokenizedDataset::size() const {
-  return static_cast<int64_t>(table_.rows.size());
-}
+int64_t TokenizedDataset::size() const { return static_cast<int64_t>(table_.rows.size()); }
 
 const TokenRow& TokenizedDataset::row(int64_t index) const {
   if (index < 0 || index >= size()) {
@@ -187,9 +150,7 @@ const TokenRow& TokenizedDataset::row(int64_t index) const {
   return table_.rows[static_cast<size_t>(index)];
 }
 
-int64_t TokenizedDataset::length(int64_t index) const {
-  return row(index).tokens;
-}
+int64_t TokenizedDataset::length(int64_t index) const { return row(index).tokens; }
 
 int64_t TokenizedDataset::label(int64_t index) const {
   if (!has_labels()) {
@@ -221,9 +182,7 @@ Batch TokenizedDataset::collate(const std::vector<int64_t>& indices) const {
     std::copy_n(ids.begin(), tokens, id_out + i * longest);
     std::fill_n(mask_out + i * longest, tokens, 1);
   }
-  Batch batch{
-      .tensors = {{"input_ids", input_ids}, {"attention_mask", mask}},
-      .indices = indices};
+  Batch batch{.tensors = {{"input_ids", input_ids}, {"attention_mask", mask}}, .indices = indices};
   if (has_labels()) {
     const auto labels = at::empty({rows}, at::kLong);
     auto* label_out = labels.mutable_data_ptr<int64_t>();
@@ -241,9 +200,7 @@ TokenCount count_tokens(const Batch& batch) {
   }
   const int64_t padded = batch["input_ids"].numel();
   return {
-      .real = batch.has("attention_mask")
-                  ? batch["attention_mask"].sum().item<int64_t>()
-                  : padded,
+      .real = batch.has("attention_mask") ? batch["attention_mask"].sum().item<int64_t>() : padded,
       .padded = padded};
 }
 

@@ -42,16 +42,12 @@ class PieceTrie {
     for (size_t id = 0; id < vocab.size(); ++id) {
       const std::string_view piece = vocab[id];
       const bool inside = piece.size() > 2 && piece.substr(0, 2) == "##";
-      insert(
-          inside ? kInside : kStart,
-          inside ? piece.substr(2) : piece,
-          static_cast<int32_t>(id));
+      insert(inside ? kInside : kStart, inside ? piece.substr(2) : piece, static_cast<int32_t>(id));
     }
   }
 
   // Id of the longest piece that `text` starts with, and its bytes; -1 for none.
-  std::pair<int32_t, size_t> longest(
-      std::string_view text, int32_t node) const {
+  std::pair<int32_t, size_t> longest(std::string_view text, int32_t node) const {
     std::pair<int32_t, size_t> best{-1, 0};
     for (size_t i = 0; i < text.size(); ++i) {
       const size_t slot = find(key(node, text[i]));
@@ -96,8 +92,7 @@ class PieceTrie {
 
   std::vector<uint64_t> keys_{}; // [slot]
   std::vector<int32_t> nodes_{}; // [slot]
-  std::vector<int32_t>
-      piece_{}; // [node] id of the piece that ends there, or -1
+  std::vector<int32_t> piece_{}; // [node] id of the piece that ends there, or -1
   int shift_ = 64;
 };
 
@@ -116,53 +111,35 @@ struct WordPieceTokenizer::Impl {
   int64_t sep = 0;
   int64_t pad = 0;
 
-  Impl(
-      std::vector<std::string> pieces,
-      WordPieceOptions given,
-      std::vector<AddedToken> tokens)
+  Impl(std::vector<std::string> pieces, WordPieceOptions given, std::vector<AddedToken> tokens)
       : vocab(std::move(pieces)),
         options(std::move(given)),
         added(std::move(tokens)),
-        words{
-            .lower_case = options.do_lower_case,
-            .strip_accents =
-                options.strip_accents.value_or(options.do_lower_case),
-            .tokenize_chinese_chars = options.tokenize_chinese_chars},
+        words{.lower_case = options.do_lower_case,
+              .strip_accents = options.strip_accents.value_or(options.do_lower_case),
+              .tokenize_chinese_chars = options.tokenize_chinese_chars},
         trie(vocab) {
     for (size_t id = 0; id < vocab.size(); ++id) {
       ids[vocab[id]] = static_cast<int64_t>(id);
     }
-    std::erase_if(
-        added, [](const AddedToken& token) { return token.content.empty(); });
+    std::erase_if(added, [](const AddedToken& token) { return token.content.empty(); });
     unk = special(options.unk_token, "unk_token");
     cls = special(options.cls_token, "cls_token");
     sep = special(options.sep_token, "sep_token");
     pad = special(options.pad_token, "pad_token");
-    for (const auto& token :
-         {options.unk_token,
-          options.sep_token,
-          options.pad_token,
-          options.cls_token,
-          options.mask_token}) {
-      if (const auto found = ids.find(token);
-          !token.empty() && found != ids.end()) {
+    for (const auto& token : {options.unk_token, options.sep_token, options.pad_token,
+                              options.cls_token, options.mask_token}) {
+      if (const auto found = ids.find(token); !token.empty() && found != ids.end()) {
         added.push_back({token, found->second, true});
       }
     }
-    std::stable_sort(
-        added.begin(), added.end(), [](const auto& a, const auto& b) {
-          return a.content.size() > b.content.size() ||
-                 (a.content.size() == b.content.size() &&
-                  a.content < b.content);
-        });
-    added.erase(
-        std::unique(
-            added.begin(),
-            added.end(),
-            [](const auto& a, const auto& b) {
-              return a.content == b.content;
-            }),
-        added.end());
+    std::stable_sort(added.begin(), added.end(), [](const auto& a, const auto& b) {
+      return a.content.size() > b.content.size() ||
+             (a.content.size() == b.content.size() && a.content < b.content);
+    });
+    added.erase(std::unique(added.begin(), added.end(),
+                            [](const auto& a, const auto& b) { return a.content == b.content; }),
+                added.end());
     for (const auto& token : added) {
       ids[token.content] = token.id;
       starts_added[static_cast<unsigned char>(token.content[0])] = true;
@@ -177,11 +154,10 @@ struct WordPieceTokenizer::Impl {
     }
     const auto found = ids.find(token);
     if (token.empty() || found == ids.end()) {
-      throw InputError(
-          detail::kTokenizer,
-          std::string("the vocabulary lacks ") + name + "=" + token,
-          "[UNK], [CLS], [SEP] and [PAD] among its pieces",
-          "use the vocabulary the model was trained with");
+      throw InputError(detail::kTokenizer,
+                       std::string("the vocabulary lacks ") + name + "=" + token,
+                       "[UNK], [CLS], [SEP] and [PAD] among its pieces",
+                       "use the vocabulary the model was trained with");
     }
     return found->second;
   }
@@ -197,17 +173,12 @@ struct WordPieceTokenizer::Impl {
   }
 
   // Appends the ids of `text`; stops once there are more than `limit`.
-  void append_text(
-      std::string_view text,
-      size_t limit,
-      detail::BertWords& scratch,
-      std::vector<int64_t>& out) const {
+  void append_text(std::string_view text, size_t limit, detail::BertWords& scratch,
+                   std::vector<int64_t>& out) const {
     size_t begin = 0;
     for (size_t at = 0; at < text.size();) {
       const AddedToken* token =
-          starts_added[static_cast<unsigned char>(text[at])]
-              ? added_at(text, at)
-              : nullptr;
+          starts_added[static_cast<unsigned char>(text[at])] ? added_at(text, at) : nullptr;
       if (token == nullptr) {
         ++at;
         continue;
@@ -220,11 +191,8 @@ struct WordPieceTokenizer::Impl {
     append_words(text.substr(begin), limit, scratch, out);
   }
 
-  void append_words(
-      std::string_view text,
-      size_t limit,
-      detail::BertWords& scratch,
-      std::vector<int64_t>& out) const {
+  void append_words(std::string_view text, size_t limit, detail::BertWords& scratch,
+                    std::vector<int64_t>& out) const {
     if (text.empty() || out.size() > limit) {
       return;
     }
@@ -234,10 +202,7 @@ struct WordPieceTokenizer::Impl {
     }
   }
 
-  void append_pieces(
-      std::string_view word,
-      int64_t characters,
-      std::vector<int64_t>& out) const {
+  void append_pieces(std::string_view word, int64_t characters, std::vector<int64_t>& out) const {
     const size_t before = out.size();
     bool known = characters <= detail::kMaxWordCharacters;
     int32_t node = detail::PieceTrie::kStart;
@@ -257,37 +222,28 @@ struct WordPieceTokenizer::Impl {
   }
 
   void check_utf8(std::string_view text) const {
-    if (const size_t bad = invalid_utf8_position(text);
-        bad != std::string_view::npos) {
-      throw InputError(
-          detail::kTokenizer,
-          "invalid UTF-8 in the text: " + byte_name(text[bad]) +
-              " at position=" + std::to_string(bad),
-          "UTF-8",
-          "convert the text");
+    if (const size_t bad = invalid_utf8_position(text); bad != std::string_view::npos) {
+      throw InputError(detail::kTokenizer,
+                       "invalid UTF-8 in the text: " + byte_name(text[bad]) +
+                           " at position=" + std::to_string(bad),
+                       "UTF-8", "convert the text");
     }
   }
 };
 
-WordPieceTokenizer::WordPieceTokenizer(
-    std::vector<std::string> vocab,
-    WordPieceOptions options,
-    std::vector<AddedToken> added_tokens)
-    : impl_(std::make_shared<const Impl>(
-          std::move(vocab), std::move(options), std::move(added_tokens))) {}
+WordPieceTokenizer::WordPieceTokenizer(std::vector<std::string> vocab, WordPieceOptions options,
+                                       std::vector<AddedToken> added_tokens)
+    : impl_(std::make_shared<const Impl>(std::move(vocab), std::move(options),
+                                         std::move(added_tokens))) {}
 
-Encoding WordPieceTokenizer::encode(
-    std::string_view text, int64_t max_length) const {
+Encoding WordPieceTokenizer::encode(std::string_view text, int64_t max_length) const {
   if (max_length < 0 || max_length == 1) {
-    throw InputError(
-        detail::kTokenizer,
-        "max_length=" + std::to_string(max_length),
-        "at least 2 ([CLS] and [SEP]), or 0 for no limit");
+    throw InputError(detail::kTokenizer, "max_length=" + std::to_string(max_length),
+                     "at least 2 ([CLS] and [SEP]), or 0 for no limit");
   }
   impl_->check_utf8(text);
   // [CLS] is in the list already: more than limit ids are too many.
-  const size_t limit =
-      max_length == 0 ? ~size_t{0} - 1 : static_cast<size_t>(max_length) - 1;
+  const size_t limit = max_length == 0 ? ~size_t{0} - 1 : static_cast<size_t>(max_length) - 1;
   detail::BertWords scratch;
   Encoding encoding{.ids = {impl_->cls}};
   impl_->append_text(text, limit, scratch, encoding.ids);
@@ -299,8 +255,7 @@ Encoding WordPieceTokenizer::encode(
   return encoding;
 }
 
-std::vector<std::string> WordPieceTokenizer::tokenize(
-    std::string_view text) const {
+std::vector<std::string> WordPieceTokenizer::tokenize(std::string_view text) const {
   impl_->check_utf8(text);
   detail::BertWords scratch;
   std::vector<int64_t> ids;
@@ -312,9 +267,7 @@ std::vector<std::string> WordPieceTokenizer::tokenize(
   return pieces;
 }
 
-int64_t WordPieceTokenizer::vocab_size() const {
-  return static_cast<int64_t>(impl_->vocab.size());
-}
+int64_t WordPieceTokenizer::vocab_size() const { return static_cast<int64_t>(impl_->vocab.size()); }
 
 const std::string& WordPieceTokenizer::token(int64_t id) const {
   if (id >= 0 && id < vocab_size()) {
@@ -325,10 +278,8 @@ const std::string& WordPieceTokenizer::token(int64_t id) const {
       return token.content;
     }
   }
-  throw InputError(
-      detail::kTokenizer,
-      "no piece has id=" + std::to_string(id),
-      "0 to " + std::to_string(vocab_size() - 1));
+  throw InputError(detail::kTokenizer, "no piece has id=" + std::to_string(id),
+                   "0 to " + std::to_string(vocab_size() - 1));
 }
 
 int64_t WordPieceTokenizer::id(std::string_view token) const {
@@ -336,18 +287,12 @@ int64_t WordPieceTokenizer::id(std::string_view token) const {
   return found == impl_->ids.end() ? -1 : found->second;
 }
 
-const std::vector<std::string>& WordPieceTokenizer::vocab() const {
-  return impl_->vocab;
-}
-const std::vector<AddedToken>& WordPieceTokenizer::added_tokens() const {
-  return impl_->added;
-}
+const std::vector<std::string>& WordPieceTokenizer::vocab() const { return impl_->vocab; }
+const std::vector<AddedToken>& WordPieceTokenizer::added_tokens() const { return impl_->added; }
 int64_t WordPieceTokenizer::unk_id() const { return impl_->unk; }
 int64_t WordPieceTokenizer::cls_id() const { return impl_->cls; }
 int64_t WordPieceTokenizer::sep_id() const { return impl_->sep; }
 int64_t WordPieceTokenizer::pad_id() const { return impl_->pad; }
-const WordPieceOptions& WordPieceTokenizer::options() const {
-  return impl_->options;
-}
+const WordPieceOptions& WordPieceTokenizer::options() const { return impl_->options; }
 
 } // namespace hasten

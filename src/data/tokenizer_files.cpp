@@ -22,11 +22,8 @@ constexpr const char* kLoadTokenizer = "data::WordPieceTokenizer::load";
 // Sequences that HF writes for "no limit known" are this long or longer.
 constexpr double kNoMaxLength = 1e9;
 
-[[noreturn]] void fail_tokenizer_file(
-    const std::filesystem::path& path,
-    const std::string& what,
-    const std::string& expected,
-    const std::string& fix = "") {
+[[noreturn]] void fail_tokenizer_file(const std::filesystem::path& path, const std::string& what,
+                                      const std::string& expected, const std::string& fix = "") {
   throw InputError(kLoadTokenizer, path.string() + ": " + what, expected, fix);
 }
 
@@ -39,8 +36,7 @@ nlohmann::json read_tokenizer_json(const std::filesystem::path& path) {
 }
 
 // The member, or null where the object or the member is missing.
-const nlohmann::json& tokenizer_member(
-    const nlohmann::json& json, const char* name) {
+const nlohmann::json& tokenizer_member(const nlohmann::json& json, const char* name) {
   static const nlohmann::json kNull;
   const auto found = json.is_object() ? json.find(name) : json.end();
   return found == json.end() ? kNull : *found;
@@ -52,8 +48,7 @@ void read_flag(const nlohmann::json& json, const char* name, bool& value) {
   }
 }
 
-void read_flag(
-    const nlohmann::json& json, const char* name, std::optional<bool>& value) {
+void read_flag(const nlohmann::json& json, const char* name, std::optional<bool>& value) {
   if (const auto& member = tokenizer_member(json, name); member.is_boolean()) {
     value = member.get<bool>();
   } else if (json.is_object() && json.contains(name)) {
@@ -62,11 +57,9 @@ void read_flag(
 }
 
 // A token is a string, or an object with its content.
-void read_token(
-    const nlohmann::json& json, const char* name, std::string& value) {
+void read_token(const nlohmann::json& json, const char* name, std::string& value) {
   const auto& member = tokenizer_member(json, name);
-  const auto& content =
-      member.is_object() ? tokenizer_member(member, "content") : member;
+  const auto& content = member.is_object() ? tokenizer_member(member, "content") : member;
   if (content.is_string()) {
     value = content.get<std::string>();
   }
@@ -74,12 +67,9 @@ void read_token(
 
 std::vector<std::string> read_vocab_txt(const std::filesystem::path& path) {
   const std::string text = read_file(path);
-  if (const size_t bad = invalid_utf8_position(text);
-      bad != std::string::npos) {
+  if (const size_t bad = invalid_utf8_position(text); bad != std::string::npos) {
     fail_tokenizer_file(
-        path,
-        "invalid UTF-8: " + byte_name(text[bad]) + " at offset " +
-            std::to_string(bad),
+        path, "invalid UTF-8: " + byte_name(text[bad]) + " at offset " + std::to_string(bad),
         "one piece a line in UTF-8");
   }
   std::vector<std::string> vocab;
@@ -95,30 +85,25 @@ std::vector<std::string> read_vocab_txt(const std::filesystem::path& path) {
   return vocab;
 }
 
-std::vector<std::string> read_json_vocab(
-    const std::filesystem::path& path, const nlohmann::json& json) {
+std::vector<std::string> read_json_vocab(const std::filesystem::path& path,
+                                         const nlohmann::json& json) {
   const auto& model = tokenizer_member(json, "model");
   const auto& entries = tokenizer_member(model, "vocab");
-  const std::string type =
-      tokenizer_member(model, "type").is_string()
-          ? tokenizer_member(model, "type").get<std::string>()
-      : entries.is_object() && !model.contains("merges") ? "WordPiece"
-                                                         : "(none)";
+  const std::string type = tokenizer_member(model, "type").is_string()
+                               ? tokenizer_member(model, "type").get<std::string>()
+                           : entries.is_object() && !model.contains("merges") ? "WordPiece"
+                                                                              : "(none)";
   if (type != "WordPiece" || !entries.is_object()) {
-    fail_tokenizer_file(
-        path,
-        "model.type=" + type,
-        "WordPiece with a vocabulary, the only kind there is here",
-        "use a BERT model");
+    fail_tokenizer_file(path, "model.type=" + type,
+                        "WordPiece with a vocabulary, the only kind there is here",
+                        "use a BERT model");
   }
   std::vector<std::string> vocab(entries.size());
   for (const auto& [piece, id] : entries.items()) {
     const int64_t number = id.is_number_integer() ? id.get<int64_t>() : -1;
     if (number < 0 || number >= static_cast<int64_t>(vocab.size())) {
-      fail_tokenizer_file(
-          path,
-          "the piece " + piece + " has id=" + id.dump(),
-          "a number from 0 to " + std::to_string(vocab.size() - 1));
+      fail_tokenizer_file(path, "the piece " + piece + " has id=" + id.dump(),
+                          "a number from 0 to " + std::to_string(vocab.size() - 1));
     }
     vocab[number] = piece;
   }
@@ -126,8 +111,7 @@ std::vector<std::string> read_json_vocab(
 }
 
 // The normalizer of tokenizer.json first; what tokenizer_config.json says wins.
-WordPieceOptions tokenizer_options(
-    const nlohmann::json& json, const nlohmann::json& config) {
+WordPieceOptions tokenizer_options(const nlohmann::json& json, const nlohmann::json& config) {
   WordPieceOptions options;
   const auto& normalizer = tokenizer_member(json, "normalizer");
   read_flag(normalizer, "lowercase", options.do_lower_case);
@@ -149,10 +133,7 @@ WordPieceOptions tokenizer_options(
 }
 
 // One entry of added_tokens (tokenizer.json) or added_tokens_decoder (config).
-AddedToken added_token(
-    const std::filesystem::path& path,
-    const nlohmann::json& entry,
-    int64_t id) {
+AddedToken added_token(const std::filesystem::path& path, const nlohmann::json& entry, int64_t id) {
   AddedToken token{.id = id};
   read_token(entry, "content", token.content);
   read_flag(entry, "special", token.special);
@@ -160,26 +141,22 @@ AddedToken added_token(
     bool set = false;
     read_flag(entry, name, set);
     if (set) {
-      fail_tokenizer_file(
-          path,
-          "the added token " + token.content + " has " + name + "=true",
-          "added tokens that stand for their own characters alone",
-          "set it to false");
+      fail_tokenizer_file(path, "the added token " + token.content + " has " + name + "=true",
+                          "added tokens that stand for their own characters alone",
+                          "set it to false");
     }
   }
   return token;
 }
 
-std::vector<AddedToken> read_added_tokens(
-    const std::filesystem::path& folder,
-    const nlohmann::json& json,
-    const nlohmann::json& config) {
+std::vector<AddedToken> read_added_tokens(const std::filesystem::path& folder,
+                                          const nlohmann::json& json,
+                                          const nlohmann::json& config) {
   std::vector<AddedToken> tokens;
   for (const auto& entry : tokenizer_member(json, "added_tokens")) {
     const auto& id = tokenizer_member(entry, "id");
     if (id.is_number_integer()) {
-      tokens.push_back(
-          added_token(folder / "tokenizer.json", entry, id.get<int64_t>()));
+      tokens.push_back(added_token(folder / "tokenizer.json", entry, id.get<int64_t>()));
     }
   }
   if (!tokens.empty()) {
@@ -191,8 +168,7 @@ std::vector<AddedToken> read_added_tokens(
     try {
       tokens.push_back(added_token(path, entry, std::stoll(id)));
     } catch (const std::logic_error&) {
-      fail_tokenizer_file(
-          path, "added_tokens_decoder has the key \"" + id + "\"", "a number");
+      fail_tokenizer_file(path, "added_tokens_decoder has the key \"" + id + "\"", "a number");
     }
   }
   return tokens;
@@ -200,36 +176,25 @@ std::vector<AddedToken> read_added_tokens(
 
 // The vocabulary itself must have them, under the numbers that the folder's other
 // files give: added tokens beside a vocabulary that was cut would hide it.
-void check_special_tokens(
-    const std::filesystem::path& path,
-    const std::vector<std::string>& vocab,
-    const WordPieceOptions& options,
-    const std::vector<AddedToken>& added) {
+void check_special_tokens(const std::filesystem::path& path, const std::vector<std::string>& vocab,
+                          const WordPieceOptions& options, const std::vector<AddedToken>& added) {
   for (const auto& token :
-       {options.unk_token,
-        options.cls_token,
-        options.sep_token,
-        options.pad_token}) {
+       {options.unk_token, options.cls_token, options.sep_token, options.pad_token}) {
     for (const AddedToken& other : added) {
       const auto id = static_cast<size_t>(other.id);
-      if (other.content == token &&
-          (id >= vocab.size() || vocab[id] != token)) {
-        fail_tokenizer_file(
-            path,
-            "the vocabulary of pieces=" + std::to_string(vocab.size()) +
-                " has no " + token + " at number " + std::to_string(other.id) +
-                ", where the folder's added tokens have it",
-            "the vocabulary the model was trained with, whole",
-            "copy it from the model again");
+      if (other.content == token && (id >= vocab.size() || vocab[id] != token)) {
+        fail_tokenizer_file(path,
+                            "the vocabulary of pieces=" + std::to_string(vocab.size()) +
+                                " has no " + token + " at number " + std::to_string(other.id) +
+                                ", where the folder's added tokens have it",
+                            "the vocabulary the model was trained with, whole",
+                            "copy it from the model again");
       }
     }
     if (std::find(vocab.begin(), vocab.end(), token) == vocab.end()) {
       fail_tokenizer_file(
-          path,
-          "the vocabulary of pieces=" + std::to_string(vocab.size()) +
-              " lacks " + token,
-          "[UNK], [CLS], [SEP] and [PAD], or what tokenizer_config.json calls "
-          "them",
+          path, "the vocabulary of pieces=" + std::to_string(vocab.size()) + " lacks " + token,
+          "[UNK], [CLS], [SEP] and [PAD], or what tokenizer_config.json calls them",
           "use the vocabulary the model was trained with");
     }
   }
@@ -251,9 +216,7 @@ TokenizerJson added_token_json(const AddedToken& token, bool with_id) {
 
 std::vector<AddedToken> added_by_id(const WordPieceTokenizer& tokenizer) {
   auto tokens = tokenizer.added_tokens();
-  std::sort(tokens.begin(), tokens.end(), [](const auto& a, const auto& b) {
-    return a.id < b.id;
-  });
+  std::sort(tokens.begin(), tokens.end(), [](const auto& a, const auto& b) { return a.id < b.id; });
   return tokens;
 }
 
@@ -262,8 +225,7 @@ std::string tokenizer_config_text(const WordPieceTokenizer& tokenizer) {
   TokenizerJson config;
   config["added_tokens_decoder"] = TokenizerJson::object();
   for (const auto& token : added_by_id(tokenizer)) {
-    config["added_tokens_decoder"][std::to_string(token.id)] =
-        added_token_json(token, false);
+    config["added_tokens_decoder"][std::to_string(token.id)] = added_token_json(token, false);
   }
   config["clean_up_tokenization_spaces"] = true;
   config["cls_token"] = options.cls_token;
@@ -286,8 +248,7 @@ std::string tokenizer_config_text(const WordPieceTokenizer& tokenizer) {
   return config.dump(2) + "\n";
 }
 
-TokenizerJson template_piece(
-    const char* kind, const std::string& id, int type) {
+TokenizerJson template_piece(const char* kind, const std::string& id, int type) {
   return {{kind, {{"id", id}, {"type_id", type}}}};
 }
 
@@ -296,10 +257,8 @@ TokenizerJson post_processor_json(const WordPieceTokenizer& tokenizer) {
   const auto& sep = tokenizer.options().sep_token;
   TokenizerJson json;
   json["type"] = "TemplateProcessing";
-  json["single"] = {
-      template_piece("SpecialToken", cls, 0),
-      template_piece("Sequence", "A", 0),
-      template_piece("SpecialToken", sep, 0)};
+  json["single"] = {template_piece("SpecialToken", cls, 0), template_piece("Sequence", "A", 0),
+                    template_piece("SpecialToken", sep, 0)};
   json["pair"] = json["single"];
   json["pair"].push_back(template_piece("Sequence", "B", 1));
   json["pair"].push_back(template_piece("SpecialToken", sep, 1));
@@ -321,24 +280,21 @@ std::string tokenizer_json_text(const WordPieceTokenizer& tokenizer) {
   for (const auto& token : added_by_id(tokenizer)) {
     json["added_tokens"].push_back(added_token_json(token, true));
   }
-  json["normalizer"] = {
-      {"type", "BertNormalizer"},
-      {"clean_text", true},
-      {"handle_chinese_chars", options.tokenize_chinese_chars},
-      {"strip_accents", nullptr},
-      {"lowercase", options.do_lower_case}};
+  json["normalizer"] = {{"type", "BertNormalizer"},
+                        {"clean_text", true},
+                        {"handle_chinese_chars", options.tokenize_chinese_chars},
+                        {"strip_accents", nullptr},
+                        {"lowercase", options.do_lower_case}};
   if (options.strip_accents) {
     json["normalizer"]["strip_accents"] = *options.strip_accents;
   }
   json["pre_tokenizer"] = {{"type", "BertPreTokenizer"}};
   json["post_processor"] = post_processor_json(tokenizer);
-  json["decoder"] = {
-      {"type", "WordPiece"}, {"prefix", "##"}, {"cleanup", true}};
-  json["model"] = {
-      {"type", "WordPiece"},
-      {"unk_token", options.unk_token},
-      {"continuing_subword_prefix", "##"},
-      {"max_input_chars_per_word", 100}};
+  json["decoder"] = {{"type", "WordPiece"}, {"prefix", "##"}, {"cleanup", true}};
+  json["model"] = {{"type", "WordPiece"},
+                   {"unk_token", options.unk_token},
+                   {"continuing_subword_prefix", "##"},
+                   {"max_input_chars_per_word", 100}};
   // ordered_json looks keys up one by one: 30,000 of them are appended instead.
   auto vocab = TokenizerJson::object();
   std::vector<std::pair<const std::string, TokenizerJson>>& entries =
@@ -355,8 +311,7 @@ std::string tokenizer_json_text(const WordPieceTokenizer& tokenizer) {
 
 } // namespace detail
 
-WordPieceTokenizer WordPieceTokenizer::load(
-    const std::filesystem::path& folder) {
+WordPieceTokenizer WordPieceTokenizer::load(const std::filesystem::path& folder) {
   const auto vocab_path = folder / "vocab.txt";
   const auto json_path = folder / "tokenizer.json";
   const auto config_path = folder / "tokenizer_config.json";
@@ -373,18 +328,16 @@ WordPieceTokenizer WordPieceTokenizer::load(
     detail::fail_tokenizer_file(
         folder,
         std::filesystem::exists(folder / "merges.txt")
-            ? "the vocabulary is of byte pairs (vocab.json, merges.txt), as "
-              "GPT-2 and RoBERTa have it"
+            ? "the vocabulary is of byte pairs (vocab.json, merges.txt), as GPT-2 and RoBERTa have it"
             : "the folder has no vocabulary",
         "WordPiece, in vocab.txt or tokenizer.json",
         "copy it from the model that these weights come from");
   }
-  auto vocab = has_text ? detail::read_vocab_txt(vocab_path)
-                        : detail::read_json_vocab(json_path, json);
+  auto vocab =
+      has_text ? detail::read_vocab_txt(vocab_path) : detail::read_json_vocab(json_path, json);
   const auto options = detail::tokenizer_options(json, config);
   auto added = detail::read_added_tokens(folder, json, config);
-  detail::check_special_tokens(
-      has_text ? vocab_path : json_path, vocab, options, added);
+  detail::check_special_tokens(has_text ? vocab_path : json_path, vocab, options, added);
   return WordPieceTokenizer(std::move(vocab), options, std::move(added));
 }
 
@@ -394,10 +347,8 @@ void WordPieceTokenizer::save(const std::filesystem::path& folder) const {
     text += piece + "\n";
   }
   write_file_atomically(folder / "vocab.txt", text);
-  write_file_atomically(
-      folder / "tokenizer_config.json", detail::tokenizer_config_text(*this));
-  write_file_atomically(
-      folder / "tokenizer.json", detail::tokenizer_json_text(*this));
+  write_file_atomically(folder / "tokenizer_config.json", detail::tokenizer_config_text(*this));
+  write_file_atomically(folder / "tokenizer.json", detail::tokenizer_json_text(*this));
 }
 
 } // namespace hasten

@@ -26,8 +26,7 @@ size_t invalid_utf8_position(std::string_view text) {
   size_t at = 0;
   while (at < text.size()) {
     if (static_cast<unsigned char>(text[at]) < 0x80) {
-      while (at + 8 <= text.size() &&
-             detail::eight_ascii_bytes(text.data() + at)) {
+      while (at + 8 <= text.size() && detail::eight_ascii_bytes(text.data() + at)) {
         at += 8;
       }
       while (at < text.size() && static_cast<unsigned char>(text[at]) < 0x80) {
@@ -36,10 +35,8 @@ size_t invalid_utf8_position(std::string_view text) {
       continue;
     }
     utf8proc_int32_t code = 0;
-    const auto bytes = utf8proc_iterate(
-        reinterpret_cast<const utf8proc_uint8_t*>(text.data() + at),
-        static_cast<utf8proc_ssize_t>(text.size() - at),
-        &code);
+    const auto bytes = utf8proc_iterate(reinterpret_cast<const utf8proc_uint8_t*>(text.data() + at),
+                                        static_cast<utf8proc_ssize_t>(text.size() - at), &code);
     if (bytes <= 0) {
       return at;
     }
@@ -49,10 +46,9 @@ size_t invalid_utf8_position(std::string_view text) {
 }
 
 size_t utf8_length(std::string_view text) {
-  return static_cast<size_t>(
-      std::count_if(text.begin(), text.end(), [](char c) {
-        return (static_cast<unsigned char>(c) & 0xC0) != 0x80;
-      }));
+  return static_cast<size_t>(std::count_if(text.begin(), text.end(), [](char c) {
+    return (static_cast<unsigned char>(c) & 0xC0) != 0x80;
+  }));
 }
 
 std::string byte_name(char byte) {

@@ -31,16 +31,14 @@ using WordCounts = std::vector<std::pair<std::string, int64_t>>;
 // Bytes of the character that starts at `at`.
 size_t character_bytes(std::string_view text, size_t at) {
   size_t end = at + 1;
-  while (end < text.size() &&
-         (static_cast<unsigned char>(text[end]) & 0xC0) == 0x80) {
+  while (end < text.size() && (static_cast<unsigned char>(text[end]) & 0xC0) == 0x80) {
     ++end;
   }
   return end - at;
 }
 
 // The most frequent characters, sorted.
-std::vector<std::string> learned_alphabet(
-    const WordCounts& words, int64_t limit) {
+std::vector<std::string> learned_alphabet(const WordCounts& words, int64_t limit) {
   std::map<std::string, int64_t> counts;
   for (const auto& [word, count] : words) {
     for (size_t at = 0; at < word.size();) {
@@ -66,10 +64,7 @@ std::vector<std::string> learned_alphabet(
 // See Note [Joining pairs].
 class PairJoiner {
  public:
-  PairJoiner(
-      std::vector<std::string> vocab,
-      const WordCounts& words,
-      int64_t min_frequency)
+  PairJoiner(std::vector<std::string> vocab, const WordCounts& words, int64_t min_frequency)
       : vocab_(std::move(vocab)), min_frequency_(min_frequency) {
     for (size_t id = 0; id < vocab_.size(); ++id) {
       ids_.emplace(vocab_[id], static_cast<int32_t>(id));
@@ -127,8 +122,7 @@ class PairJoiner {
     Word word{.count = count};
     for (size_t at = 0; at < text.size();) {
       const size_t bytes = character_bytes(text, at);
-      const auto found =
-          ids_.find((at == 0 ? "" : "##") + text.substr(at, bytes));
+      const auto found = ids_.find((at == 0 ? "" : "##") + text.substr(at, bytes));
       if (found == ids_.end()) {
         return;
       }
@@ -148,8 +142,7 @@ class PairJoiner {
     const auto left = static_cast<int32_t>(pair >> 32);
     const auto right = static_cast<int32_t>(pair & 0xFFFFFFFFu);
     const std::string piece = vocab_[left] + vocab_[right].substr(2);
-    const auto [entry, fresh] =
-        ids_.emplace(piece, static_cast<int32_t>(vocab_.size()));
+    const auto [entry, fresh] = ids_.emplace(piece, static_cast<int32_t>(vocab_.size()));
     if (fresh) {
       vocab_.push_back(piece);
     }
@@ -161,15 +154,13 @@ class PairJoiner {
     }
     pairs_[pair].count = 0;
     std::sort(changed_.begin(), changed_.end());
-    changed_.erase(
-        std::unique(changed_.begin(), changed_.end()), changed_.end());
+    changed_.erase(std::unique(changed_.begin(), changed_.end()), changed_.end());
     for (const Pair grown : changed_) {
       queue_.push({pairs_[grown].count, grown});
     }
   }
 
-  void join_in_word(
-      int32_t index, int32_t left, int32_t right, int32_t joined) {
+  void join_in_word(int32_t index, int32_t left, int32_t right, int32_t joined) {
     Word& word = words_[index];
     auto& pieces = word.pieces;
     for (size_t i = 0; i + 1 < pieces.size(); ++i) {
@@ -217,10 +208,9 @@ struct WordPieceLearner::Counts {
 
 WordPieceLearner::WordPieceLearner(WordPieceOptions options)
     : options_(std::move(options)), counts_(std::make_unique<Counts>()) {
-  counts_->words = {
-      .lower_case = options_.do_lower_case,
-      .strip_accents = options_.strip_accents.value_or(options_.do_lower_case),
-      .tokenize_chinese_chars = options_.tokenize_chinese_chars};
+  counts_->words = {.lower_case = options_.do_lower_case,
+                    .strip_accents = options_.strip_accents.value_or(options_.do_lower_case),
+                    .tokenize_chinese_chars = options_.tokenize_chinese_chars};
 }
 
 WordPieceLearner::~WordPieceLearner() = default;
@@ -228,13 +218,11 @@ WordPieceLearner::WordPieceLearner(WordPieceLearner&&) noexcept = default;
 
 void WordPieceLearner::add(std::string_view text) {
   Counts& c = *counts_;
-  if (const size_t bad = invalid_utf8_position(text);
-      bad != std::string_view::npos) {
-    throw InputError(
-        detail::kBuildVocab,
-        "text=" + std::to_string(c.texts) + " has invalid UTF-8: " +
-            byte_name(text[bad]) + " at position " + std::to_string(bad),
-        "UTF-8");
+  if (const size_t bad = invalid_utf8_position(text); bad != std::string_view::npos) {
+    throw InputError(detail::kBuildVocab,
+                     "text=" + std::to_string(c.texts) + " has invalid UTF-8: " +
+                         byte_name(text[bad]) + " at position " + std::to_string(bad),
+                     "UTF-8");
   }
   ++c.texts;
   detail::split_bert_words(text, c.words, c.split);
@@ -247,58 +235,43 @@ void WordPieceLearner::add(std::string_view text) {
 }
 
 int64_t WordPieceLearner::texts() const { return counts_->texts; }
-int64_t WordPieceLearner::words() const {
-  return static_cast<int64_t>(counts_->counts.size());
-}
+int64_t WordPieceLearner::words() const { return static_cast<int64_t>(counts_->counts.size()); }
 
-std::vector<std::string> WordPieceLearner::learn(
-    const WordPieceVocabOptions& vocab_options) const {
+std::vector<std::string> WordPieceLearner::learn(const WordPieceVocabOptions& vocab_options) const {
   if (vocab_options.min_frequency < 1 || vocab_options.limit_alphabet < 1) {
-    throw InputError(
-        detail::kBuildVocab,
-        "min_frequency=" + std::to_string(vocab_options.min_frequency) +
-            ", limit_alphabet=" + std::to_string(vocab_options.limit_alphabet),
-        "at least 1 each");
+    throw InputError(detail::kBuildVocab,
+                     "min_frequency=" + std::to_string(vocab_options.min_frequency) +
+                         ", limit_alphabet=" + std::to_string(vocab_options.limit_alphabet),
+                     "at least 1 each");
   }
   detail::WordCounts words(counts_->counts.begin(), counts_->counts.end());
   std::sort(words.begin(), words.end());
   if (words.empty()) {
-    throw InputError(
-        detail::kBuildVocab,
-        "texts=" + std::to_string(texts()) + " hold no word",
-        "texts to learn a vocabulary from");
+    throw InputError(detail::kBuildVocab, "texts=" + std::to_string(texts()) + " hold no word",
+                     "texts to learn a vocabulary from");
   }
-  std::vector<std::string> vocab{
-      options_.pad_token,
-      options_.unk_token,
-      options_.cls_token,
-      options_.sep_token,
-      options_.mask_token};
-  const auto alphabet =
-      detail::learned_alphabet(words, vocab_options.limit_alphabet);
+  std::vector<std::string> vocab{options_.pad_token, options_.unk_token, options_.cls_token,
+                                 options_.sep_token, options_.mask_token};
+  const auto alphabet = detail::learned_alphabet(words, vocab_options.limit_alphabet);
   const size_t least = vocab.size() + 2 * alphabet.size();
   if (vocab_options.vocab_size < static_cast<int64_t>(least)) {
-    throw InputError(
-        detail::kBuildVocab,
-        "vocab_size=" + std::to_string(vocab_options.vocab_size),
-        "at least " + std::to_string(least) + ": 5 special tokens and " +
-            std::to_string(alphabet.size()) + " characters in two forms",
-        "raise it, or lower limit_alphabet");
+    throw InputError(detail::kBuildVocab, "vocab_size=" + std::to_string(vocab_options.vocab_size),
+                     "at least " + std::to_string(least) + ": 5 special tokens and " +
+                         std::to_string(alphabet.size()) + " characters in two forms",
+                     "raise it, or lower limit_alphabet");
   }
   for (const char* prefix : {"", "##"}) {
     for (const auto& character : alphabet) {
       vocab.push_back(prefix + character);
     }
   }
-  return detail::PairJoiner(
-             std::move(vocab), words, vocab_options.min_frequency)
+  return detail::PairJoiner(std::move(vocab), words, vocab_options.min_frequency)
       .join_until(static_cast<size_t>(vocab_options.vocab_size));
 }
 
-std::vector<std::string> build_wordpiece_vocab(
-    const std::vector<std::string>& texts,
-    const WordPieceOptions& options,
-    const WordPieceVocabOptions& vocab_options) {
+std::vector<std::string> build_wordpiece_vocab(const std::vector<std::string>& texts,
+                                               const WordPieceOptions& options,
+                                               const WordPieceVocabOptions& vocab_options) {
   WordPieceLearner learner(options);
   for (const auto& text : texts) {
     learner.add(text);

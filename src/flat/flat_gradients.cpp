@@ -17,9 +17,8 @@ namespace detail {
 bool flat_copy_bytes(const at::Tensor& to, const at::Tensor& from) {
   constexpr size_t kSmall = 1 << 14; // bytes; above it copy_ costs no more
   if (from.nbytes() > kSmall || !from.device().is_cpu() || from.is_sparse() ||
-      from.scalar_type() != to.scalar_type() || from.is_conj() ||
-      from.is_neg() || !from.is_contiguous() || !to.is_contiguous() ||
-      !to.device().is_cpu()) {
+      from.scalar_type() != to.scalar_type() || from.is_conj() || from.is_neg() ||
+      !from.is_contiguous() || !to.is_contiguous() || !to.device().is_cpu()) {
     return false;
   }
   std::memcpy(to.mutable_data_ptr(), from.const_data_ptr(), from.nbytes());
@@ -57,8 +56,8 @@ void FlatGradients::allocate() const {
   }
   at::NoGradGuard no_grad;
   for (const FlatGroup& group : layout_.groups()) {
-    buffers_.push_back(allocator_(
-        group.numel, at::TensorOptions(group.dtype).device(group.device)));
+    buffers_.push_back(
+        allocator_(group.numel, at::TensorOptions(group.dtype).device(group.device)));
     zero_versions_.push_back(buffers_.back()._version());
   }
   for (size_t slot = 0; slot < layout_.slots().size(); ++slot) {
@@ -85,9 +84,7 @@ at::Tensor FlatGradients::make_view(int64_t slot) const {
   // The parameter's own strides, so that kernels over parameter and gradient walk
   // both in one pass. detach(): a view as such would make
   // Optimizer::zero_grad(false) throw.
-  return buffer
-      .as_strided(s.sizes, s.strides, buffer.storage_offset() + s.offset)
-      .detach();
+  return buffer.as_strided(s.sizes, s.strides, buffer.storage_offset() + s.offset).detach();
 }
 
 bool FlatGradients::installed(int64_t slot) const {
@@ -95,9 +92,8 @@ bool FlatGradients::installed(int64_t slot) const {
   const at::Tensor& grad = layout_.slots()[i].parameter.grad();
   return !addresses_.empty() && grad.defined() && !grad.is_sparse() &&
          grad.const_data_ptr() == addresses_[i] &&
-         (grad.is_same(views_[i]) ||
-          (grad.scalar_type() == views_[i].scalar_type() &&
-           grad.strides() == views_[i].strides())) &&
+         (grad.is_same(views_[i]) || (grad.scalar_type() == views_[i].scalar_type() &&
+                                      grad.strides() == views_[i].strides())) &&
          grad.sizes() == views_[i].sizes();
 }
 
@@ -115,8 +111,8 @@ void FlatGradients::install_slot(int64_t slot) {
   if (grad.defined()) {
     if (grad.sizes() != views_[i].sizes()) {
       std::ostringstream what;
-      what << "the gradient of parameter \"" << layout_.slots()[i].name
-           << "\" has shape " << grad.sizes();
+      what << "the gradient of parameter \"" << layout_.slots()[i].name << "\" has shape "
+           << grad.sizes();
       std::ostringstream expected;
       expected << "its parameter's shape, " << views_[i].sizes();
       throw InputError("flat::FlatGradients", what.str(), expected.str());
@@ -197,10 +193,9 @@ void FlatGradients::reorder(std::vector<int64_t> order) {
   for (size_t i = 0; i < views_.size(); ++i) {
     const FlatSlot& slot = layout_.slots()[i];
     in_place.push_back(installed(static_cast<int64_t>(i)));
-    values.push_back(
-        zero ? at::Tensor()
-             : old[static_cast<size_t>(slot.group)].narrow(
-                   0, slot.offset, slot.numel));
+    values.push_back(zero
+                         ? at::Tensor()
+                         : old[static_cast<size_t>(slot.group)].narrow(0, slot.offset, slot.numel));
   }
   layout_.reorder(std::move(order));
   if (!zero) {
@@ -209,9 +204,7 @@ void FlatGradients::reorder(std::vector<int64_t> order) {
   for (size_t i = 0; i < views_.size(); ++i) {
     const FlatSlot& slot = layout_.slots()[i];
     if (!zero) {
-      buffers_[static_cast<size_t>(slot.group)]
-          .narrow(0, slot.offset, slot.numel)
-          .copy_(values[i]);
+      buffers_[static_cast<size_t>(slot.group)].narrow(0, slot.offset, slot.numel).copy_(values[i]);
     }
     views_[i] = make_view(static_cast<int64_t>(i));
     addresses_[i] = views_[i].const_data_ptr();
@@ -253,8 +246,8 @@ bool FlatGradients::all_zero() {
   for (const at::Tensor& buffer : buffers_) {
     // The largest magnitude; NaN if there is one, which is not zero either.
     if (buffer.numel() > 0 &&
-        at::linalg_vector_norm(buffer, std::numeric_limits<double>::infinity())
-                .item<double>() != 0) {
+        at::linalg_vector_norm(buffer, std::numeric_limits<double>::infinity()).item<double>() !=
+            0) {
       return false;
     }
   }
@@ -272,9 +265,8 @@ bool FlatGradients::cleared() {
   }
   for (const FlatSlot& slot : layout_.slots()) {
     const at::Tensor& grad = slot.parameter.grad();
-    if (grad.defined() && (grad.is_sparse() ? grad._values() : grad)
-                                  .count_nonzero()
-                                  .item<int64_t>() != 0) {
+    if (grad.defined() &&
+        (grad.is_sparse() ? grad._values() : grad).count_nonzero().item<int64_t>() != 0) {
       return false;
     }
   }

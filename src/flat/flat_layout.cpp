@@ -10,21 +10,18 @@ namespace hasten {
 
 namespace detail {
 
-constexpr int64_t kFlatAlignment =
-    64; // bytes: a cache line, an AVX-512 register
+constexpr int64_t kFlatAlignment = 64; // bytes: a cache line, an AVX-512 register
 
 int64_t flat_padded(int64_t numel, at::ScalarType dtype) {
-  const auto unit =
-      kFlatAlignment / static_cast<int64_t>(c10::elementSize(dtype));
+  const auto unit = kFlatAlignment / static_cast<int64_t>(c10::elementSize(dtype));
   return (numel + unit - 1) / unit * unit;
 }
 
 } // namespace detail
 
 at::ScalarType flat_gradient_dtype(at::ScalarType parameter_dtype) {
-  return parameter_dtype == at::kHalf || parameter_dtype == at::kBFloat16
-             ? at::kFloat
-             : parameter_dtype;
+  return parameter_dtype == at::kHalf || parameter_dtype == at::kBFloat16 ? at::kFloat
+                                                                          : parameter_dtype;
 }
 
 FlatLayout::FlatLayout(const NamedParameters& parameters) {
@@ -50,28 +47,21 @@ FlatLayout::FlatLayout(const NamedParameters& parameters) {
       groups_.push_back({dtype, parameter.device(), 0, 0, 0});
       group = groups_.end() - 1;
     }
-    slots_.push_back(
-        {name,
-         parameter,
-         parameter.sizes().vec(),
-         (parameter.is_non_overlapping_and_dense()
-              ? parameter.strides()
-              : at::IntArrayRef(c10::contiguous_strides(parameter.sizes())))
-             .vec(),
-         parameter.scalar_type(),
-         group - groups_.begin(),
-         group->numel,
-         parameter.numel()});
+    slots_.push_back({name, parameter, parameter.sizes().vec(),
+                      (parameter.is_non_overlapping_and_dense()
+                           ? parameter.strides()
+                           : at::IntArrayRef(c10::contiguous_strides(parameter.sizes())))
+                          .vec(),
+                      parameter.scalar_type(), group - groups_.begin(), group->numel,
+                      parameter.numel()});
     group->numel += detail::flat_padded(parameter.numel(), group->dtype);
   }
   // Slots come by group, the order keeps the sequence over all of them.
   std::vector<int64_t> by_group(slots_.size());
   std::iota(by_group.begin(), by_group.end(), 0);
-  std::stable_sort(
-      by_group.begin(), by_group.end(), [this](int64_t a, int64_t b) {
-        return slots_[static_cast<size_t>(a)].group <
-               slots_[static_cast<size_t>(b)].group;
-      });
+  std::stable_sort(by_group.begin(), by_group.end(), [this](int64_t a, int64_t b) {
+    return slots_[static_cast<size_t>(a)].group < slots_[static_cast<size_t>(b)].group;
+  });
   std::vector<FlatSlot> sorted;
   order_.resize(slots_.size());
   for (size_t i = 0; i < by_group.size(); ++i) {
@@ -97,10 +87,8 @@ void FlatLayout::reorder(std::vector<int64_t> order) {
     permutation = sorted[i] == static_cast<int64_t>(i);
   }
   if (!permutation) {
-    throw InputError(
-        "flat::FlatLayout",
-        "an order of " + std::to_string(order.size()) + " slots",
-        "each of the " + std::to_string(slots_.size()) + " slots once");
+    throw InputError("flat::FlatLayout", "an order of " + std::to_string(order.size()) + " slots",
+                     "each of the " + std::to_string(slots_.size()) + " slots once");
   }
   std::vector<int64_t> end(groups_.size(), 0);
   for (const int64_t index : order) {

@@ -34,29 +34,23 @@ struct GradHookSlot : torch::autograd::PostAccumulateGradHook {
 };
 
 GradHookSlot* find_grad_hook_slot(const at::Tensor& parameter) {
-  return dynamic_cast<GradHookSlot*>(
-      torch::autograd::impl::post_acc_grad_hooks(parameter).get());
+  return dynamic_cast<GradHookSlot*>(torch::autograd::impl::post_acc_grad_hooks(parameter).get());
 }
 
 // A slot around whatever is in torch's now.
-void install_grad_hook_slot(
-    const at::Tensor& parameter, std::shared_ptr<GradHook::List> list) {
+void install_grad_hook_slot(const at::Tensor& parameter, std::shared_ptr<GradHook::List> list) {
   auto slot = std::make_unique<GradHookSlot>();
   slot->list = std::move(list);
-  slot->foreign =
-      std::move(torch::autograd::impl::post_acc_grad_hooks(parameter));
+  slot->foreign = std::move(torch::autograd::impl::post_acc_grad_hooks(parameter));
   torch::autograd::impl::set_post_acc_grad_hooks(parameter, std::move(slot));
 }
 
 } // namespace detail
 
 GradHook add_grad_hook(const at::Tensor& parameter, GradHookFunction function) {
-  if (!parameter.defined() || !parameter.is_leaf() ||
-      !parameter.requires_grad()) {
-    throw InputError(
-        "flat::add_grad_hook",
-        "parameter is no leaf that requires grad",
-        "a trainable parameter: on other tensors the hook would never run");
+  if (!parameter.defined() || !parameter.is_leaf() || !parameter.requires_grad()) {
+    throw InputError("flat::add_grad_hook", "parameter is no leaf that requires grad",
+                     "a trainable parameter: on other tensors the hook would never run");
   }
   GradHook hook;
   if (auto* slot = detail::find_grad_hook_slot(parameter)) {
@@ -86,9 +80,7 @@ void GradHook::ensure_installed() {
 }
 
 GradHook::GradHook(GradHook&& other) noexcept
-    : parameter_(std::move(other.parameter_)),
-      list_(std::move(other.list_)),
-      id_(other.id_) {}
+    : parameter_(std::move(other.parameter_)), list_(std::move(other.list_)), id_(other.id_) {}
 
 GradHook& GradHook::operator=(GradHook&& other) noexcept {
   if (this != &other) {
@@ -102,12 +94,9 @@ GradHook& GradHook::operator=(GradHook&& other) noexcept {
 GradHook::~GradHook() {
   if (list_) {
     auto& functions = list_->functions;
-    functions.erase(
-        std::remove_if(
-            functions.begin(),
-            functions.end(),
-            [this](const auto& entry) { return entry.first == id_; }),
-        functions.end());
+    functions.erase(std::remove_if(functions.begin(), functions.end(),
+                                   [this](const auto& entry) { return entry.first == id_; }),
+                    functions.end());
   }
 }
 

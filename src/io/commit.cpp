@@ -26,8 +26,8 @@ constexpr const char* kCommitWhere = "io::FolderCommit";
 constexpr const char* kManifestWhere = "io::verify_manifest";
 
 ManifestEntry describe_file(const std::filesystem::path& path) {
-  const std::unique_ptr<XXH3_state_t, decltype(&XXH3_freeState)> state(
-      XXH3_createState(), &XXH3_freeState);
+  const std::unique_ptr<XXH3_state_t, decltype(&XXH3_freeState)> state(XXH3_createState(),
+                                                                       &XXH3_freeState);
   XXH3_64bits_reset(state.get());
   ManifestEntry entry;
   std::ifstream file(path, std::ios::binary);
@@ -42,11 +42,8 @@ ManifestEntry describe_file(const std::filesystem::path& path) {
     throw InputError(kManifestWhere, path.string() + ": cannot be read");
   }
   char text[17];
-  std::snprintf(
-      text,
-      sizeof text,
-      "%016llx",
-      static_cast<unsigned long long>(XXH3_64bits_digest(state.get())));
+  std::snprintf(text, sizeof text, "%016llx",
+                static_cast<unsigned long long>(XXH3_64bits_digest(state.get())));
   entry.xxh3 = text;
   return entry;
 }
@@ -54,8 +51,7 @@ ManifestEntry describe_file(const std::filesystem::path& path) {
 // Relative paths of all regular files below `folder`, sorted.
 std::vector<std::string> files_below(const std::filesystem::path& folder) {
   std::vector<std::string> names;
-  for (const auto& entry :
-       std::filesystem::recursive_directory_iterator(folder)) {
+  for (const auto& entry : std::filesystem::recursive_directory_iterator(folder)) {
     if (entry.is_regular_file()) {
       names.push_back(entry.path().lexically_relative(folder).string());
     }
@@ -72,22 +68,15 @@ std::string manifest_text(const std::map<std::string, ManifestEntry>& files) {
   return json.dump(2) + "\n";
 }
 
-void rename_or_throw(
-    const std::filesystem::path& from, const std::filesystem::path& to) {
+void rename_or_throw(const std::filesystem::path& from, const std::filesystem::path& to) {
   if (::rename(from.c_str(), to.c_str()) != 0) {
     throw_file_error(kCommitWhere, to, errno);
   }
 }
 
 // Puts `folder` where `target` is and removes the old one.
-void exchange_folders(
-    const std::filesystem::path& folder, const std::filesystem::path& target) {
-  if (::renameat2(
-          AT_FDCWD,
-          folder.c_str(),
-          AT_FDCWD,
-          target.c_str(),
-          RENAME_EXCHANGE) == 0) {
+void exchange_folders(const std::filesystem::path& folder, const std::filesystem::path& target) {
+  if (::renameat2(AT_FDCWD, folder.c_str(), AT_FDCWD, target.c_str(), RENAME_EXCHANGE) == 0) {
     return; // `folder` is the old one now, and its owner removes it
   }
   if (errno != EINVAL && errno != ENOSYS) {
@@ -129,24 +118,20 @@ FolderCommit::FolderCommit(std::filesystem::path target, CommitMode mode)
     target_ = std::filesystem::weakly_canonical(target_, error);
   }
   const auto status = std::filesystem::status(target_, error);
-  if (std::filesystem::exists(status) &&
-      !std::filesystem::is_directory(status)) {
+  if (std::filesystem::exists(status) && !std::filesystem::is_directory(status)) {
     detail::throw_file_error(detail::kCommitWhere, target_, ENOTDIR);
   }
   if (mode_ == CommitMode::create && std::filesystem::exists(status) &&
       !std::filesystem::is_empty(target_, error)) {
-    throw InputError(
-        detail::kCommitWhere,
-        target_.string() + ": the folder exists and holds files",
-        "a folder that is new or empty",
-        "name another folder, or ask for it to be overwritten");
+    throw InputError(detail::kCommitWhere, target_.string() + ": the folder exists and holds files",
+                     "a folder that is new or empty",
+                     "name another folder, or ask for it to be overwritten");
   }
   std::filesystem::create_directories(detail::parent_of(target_), error);
   const int failed =
-      error ? error.value()
-            : make_beside(target_, ".tmp-", folder_, [](const auto& name) {
-                return ::mkdir(name.c_str(), 0777) == 0 ? 0 : errno;
-              });
+      error ? error.value() : make_beside(target_, ".tmp-", folder_, [](const auto& name) {
+        return ::mkdir(name.c_str(), 0777) == 0 ? 0 : errno;
+      });
   if (failed != 0) {
     detail::throw_file_error(detail::kCommitWhere, target_, failed);
   }
@@ -185,23 +170,20 @@ void FolderCommit::commit() {
       }
     }
     std::error_code ignored;
-    if (mode_ == CommitMode::merge &&
-        std::filesystem::exists(target_ / kManifestFile, ignored)) {
+    if (mode_ == CommitMode::merge && std::filesystem::exists(target_ / kManifestFile, ignored)) {
       for (auto& [name, entry] : read_manifest(target_)) {
         files.emplace(name, std::move(entry)); // keeps what is new
       }
     }
     write(kManifestFile, detail::manifest_text(files));
-    for (const auto& entry :
-         std::filesystem::recursive_directory_iterator(folder_)) {
+    for (const auto& entry : std::filesystem::recursive_directory_iterator(folder_)) {
       if (entry.is_directory()) {
         sync_path(entry.path());
       }
     }
     sync_path(folder_);
   } catch (const std::filesystem::filesystem_error& error) {
-    detail::throw_file_error(
-        detail::kCommitWhere, target_, error.code().value());
+    detail::throw_file_error(detail::kCommitWhere, target_, error.code().value());
   }
   if (mode_ == CommitMode::merge) {
     commit_files();
@@ -214,8 +196,7 @@ void FolderCommit::commit() {
 
 void FolderCommit::commit_folder() {
   std::error_code ignored;
-  if (mode_ == CommitMode::replace &&
-      std::filesystem::exists(target_, ignored)) {
+  if (mode_ == CommitMode::replace && std::filesystem::exists(target_, ignored)) {
     detail::exchange_folders(folder_, target_);
   } else {
     // rename() replaces an empty folder and refuses a filled one.
@@ -234,8 +215,7 @@ void FolderCommit::commit_files() {
   std::filesystem::remove(target_ / kManifestFile, error);
   for (const auto& name : names) {
     if (name != kManifestFile) {
-      std::filesystem::create_directories(
-          (target_ / name).parent_path(), error);
+      std::filesystem::create_directories((target_ / name).parent_path(), error);
       detail::rename_or_throw(folder_ / name, target_ / name);
       sync_path((target_ / name).parent_path());
     }
@@ -244,35 +224,26 @@ void FolderCommit::commit_files() {
   sync_path(target_);
 }
 
-std::map<std::string, ManifestEntry> read_manifest(
-    const std::filesystem::path& folder) {
+std::map<std::string, ManifestEntry> read_manifest(const std::filesystem::path& folder) {
   const std::filesystem::path path = folder / kManifestFile;
   std::error_code ignored;
   if (!std::filesystem::exists(path, ignored)) {
-    throw InputError(
-        detail::kManifestWhere,
-        path.string() + ": the file is missing",
-        "the manifest of a folder that was saved completely",
-        "use an earlier save");
+    throw InputError(detail::kManifestWhere, path.string() + ": the file is missing",
+                     "the manifest of a folder that was saved completely", "use an earlier save");
   }
   std::map<std::string, ManifestEntry> files;
   try {
     const auto json = read_json_file(detail::kManifestWhere, path);
     if (json.at("format") != 1) {
-      throw InputError(
-          detail::kManifestWhere,
-          path.string() + ": format=" + json.at("format").dump(),
-          "1",
-          "read it with the version that wrote it");
+      throw InputError(detail::kManifestWhere,
+                       path.string() + ": format=" + json.at("format").dump(), "1",
+                       "read it with the version that wrote it");
     }
     for (const auto& [name, entry] : json.at("files").items()) {
-      files[name] = {
-          entry.at("size").get<uint64_t>(),
-          entry.at("xxh3").get<std::string>()};
+      files[name] = {entry.at("size").get<uint64_t>(), entry.at("xxh3").get<std::string>()};
     }
   } catch (const nlohmann::json::exception& error) {
-    throw InputError(
-        detail::kManifestWhere, path.string() + ": " + error.what());
+    throw InputError(detail::kManifestWhere, path.string() + ": " + error.what());
   }
   return files;
 }
@@ -283,21 +254,15 @@ void verify_manifest(const std::filesystem::path& folder) {
     std::error_code error;
     const auto size = std::filesystem::file_size(path, error);
     if (error) {
-      throw InputError(
-          detail::kManifestWhere, path.string() + ": " + error.message());
+      throw InputError(detail::kManifestWhere, path.string() + ": " + error.message());
     }
     if (size != entry.size) {
-      throw InputError(
-          detail::kManifestWhere,
-          path.string() + ": size=" + std::to_string(size),
-          std::to_string(entry.size) + " bytes, as saved");
+      throw InputError(detail::kManifestWhere, path.string() + ": size=" + std::to_string(size),
+                       std::to_string(entry.size) + " bytes, as saved");
     }
-    if (const auto found = detail::describe_file(path);
-        found.xxh3 != entry.xxh3) {
-      throw InputError(
-          detail::kManifestWhere,
-          path.string() + ": xxh3=" + found.xxh3,
-          entry.xxh3 + ", as saved");
+    if (const auto found = detail::describe_file(path); found.xxh3 != entry.xxh3) {
+      throw InputError(detail::kManifestWhere, path.string() + ": xxh3=" + found.xxh3,
+                       entry.xxh3 + ", as saved");
     }
   }
 }

@@ -39,8 +39,7 @@ inline constexpr std::array<SafetensorsDtype, 19> kSafetensorsDtypes = {{
 /// Place in the table; its size where the dtype is not in it.
 constexpr size_t safetensors_dtype_rank(at::ScalarType dtype) {
   size_t rank = 0;
-  while (rank < kSafetensorsDtypes.size() &&
-         kSafetensorsDtypes[rank].dtype != dtype) {
+  while (rank < kSafetensorsDtypes.size() && kSafetensorsDtypes[rank].dtype != dtype) {
     ++rank;
   }
   return rank;

@@ -24,16 +24,12 @@ constexpr uint64_t kMaxHeaderBytes = 100'000'000; // as the reference
 constexpr const char* kReaderFix =
     "fetch or write the file again; it is damaged or no safetensors file";
 
-[[noreturn]] void throw_bad_file(
-    const std::filesystem::path& path,
-    const std::string& what,
-    const std::string& expected = {}) {
-  throw InputError(
-      kReaderWhere, path.string() + ": " + what, expected, kReaderFix);
+[[noreturn]] void throw_bad_file(const std::filesystem::path& path, const std::string& what,
+                                 const std::string& expected = {}) {
+  throw InputError(kReaderWhere, path.string() + ": " + what, expected, kReaderFix);
 }
 
-std::optional<std::vector<uint64_t>> unsigned_numbers(
-    const nlohmann::json& value) {
+std::optional<std::vector<uint64_t>> unsigned_numbers(const nlohmann::json& value) {
   if (!value.is_array()) {
     return std::nullopt;
   }
@@ -48,8 +44,7 @@ std::optional<std::vector<uint64_t>> unsigned_numbers(
 }
 
 // Bytes of shape and dtype; nothing where the product leaves 63 bits.
-std::optional<uint64_t> extent_bytes(
-    const std::vector<uint64_t>& shape, uint64_t item_bytes) {
+std::optional<uint64_t> extent_bytes(const std::vector<uint64_t>& shape, uint64_t item_bytes) {
   constexpr uint64_t kLimit = uint64_t{1} << 62;
   uint64_t bytes = item_bytes;
   bool empty = false;
@@ -73,67 +68,49 @@ std::string shape_text(const std::vector<int64_t>& shape) {
   return text + "]";
 }
 
-SafetensorsEntry parse_entry(
-    const std::filesystem::path& path,
-    const std::string& name,
-    const nlohmann::json& value,
-    uint64_t data_bytes) {
+SafetensorsEntry parse_entry(const std::filesystem::path& path, const std::string& name,
+                             const nlohmann::json& value, uint64_t data_bytes) {
   const std::string subject = "tensor \"" + name + "\"";
   if (!value.is_object() || value.size() != 3 || !value.contains("dtype") ||
-      !value["dtype"].is_string() || !value.contains("shape") ||
-      !value.contains("data_offsets")) {
-    throw_bad_file(
-        path,
-        subject + " is described by " + value.dump().substr(0, 200),
-        "{\"dtype\", \"shape\", \"data_offsets\"}");
+      !value["dtype"].is_string() || !value.contains("shape") || !value.contains("data_offsets")) {
+    throw_bad_file(path, subject + " is described by " + value.dump().substr(0, 200),
+                   "{\"dtype\", \"shape\", \"data_offsets\"}");
   }
   const auto& dtype = value["dtype"].get_ref<const std::string&>();
-  const auto known = std::find_if(
-      kSafetensorsDtypes.begin(),
-      kSafetensorsDtypes.end(),
-      [&](const SafetensorsDtype& candidate) {
-        return candidate.name == dtype;
-      });
+  const auto known =
+      std::find_if(kSafetensorsDtypes.begin(), kSafetensorsDtypes.end(),
+                   [&](const SafetensorsDtype& candidate) { return candidate.name == dtype; });
   if (known == kSafetensorsDtypes.end()) {
-    throw InputError(
-        kReaderWhere,
-        path.string() + ": " + subject + " has an unknown dtype=" + dtype,
-        "BOOL, U8 … F32, F64, I64, U64",
-        "convert the file to one of these");
+    throw InputError(kReaderWhere,
+                     path.string() + ": " + subject + " has an unknown dtype=" + dtype,
+                     "BOOL, U8 … F32, F64, I64, U64", "convert the file to one of these");
   }
   const auto shape = unsigned_numbers(value["shape"]);
   const auto offsets = unsigned_numbers(value["data_offsets"]);
   if (!shape || shape->size() > 64) {
-    throw_bad_file(
-        path,
-        subject + " has shape=" + value["shape"].dump().substr(0, 200),
-        "an array of whole numbers from 0");
+    throw_bad_file(path, subject + " has shape=" + value["shape"].dump().substr(0, 200),
+                   "an array of whole numbers from 0");
   }
   if (!offsets || offsets->size() != 2 || (*offsets)[0] > (*offsets)[1]) {
-    throw_bad_file(
-        path,
-        subject +
-            " has data_offsets=" + value["data_offsets"].dump().substr(0, 200),
-        "[begin, end] with begin <= end");
+    throw_bad_file(path,
+                   subject + " has data_offsets=" + value["data_offsets"].dump().substr(0, 200),
+                   "[begin, end] with begin <= end");
   }
   SafetensorsEntry entry;
   entry.dtype = known->dtype;
   entry.begin = (*offsets)[0];
   entry.end = (*offsets)[1];
   if (entry.end > data_bytes) {
-    throw_bad_file(
-        path,
-        subject + " ends at byte " + std::to_string(entry.end) +
-            " of a data section of " + std::to_string(data_bytes) + " bytes",
-        "data within the file (is it truncated?)");
+    throw_bad_file(path,
+                   subject + " ends at byte " + std::to_string(entry.end) +
+                       " of a data section of " + std::to_string(data_bytes) + " bytes",
+                   "data within the file (is it truncated?)");
   }
   const auto bytes = extent_bytes(*shape, c10::elementSize(entry.dtype));
   if (!bytes || *bytes != entry.end - entry.begin) {
-    throw_bad_file(
-        path,
-        subject + " takes " + std::to_string(entry.end - entry.begin) +
-            " bytes, its shape " + value["shape"].dump() + " of " + dtype +
-            " needs " + (bytes ? std::to_string(*bytes) : "too many"));
+    throw_bad_file(path, subject + " takes " + std::to_string(entry.end - entry.begin) +
+                             " bytes, its shape " + value["shape"].dump() + " of " + dtype +
+                             " needs " + (bytes ? std::to_string(*bytes) : "too many"));
   }
   for (const uint64_t size : *shape) {
     // Beside an empty dimension the others are not bounded by the file.
@@ -149,8 +126,7 @@ SafetensorsEntry parse_entry(
 
 // A private mapping: pages that are written are copied, the file never changes.
 struct SafetensorsReader::Mapping {
-  Mapping(const std::filesystem::path& path)
-      : fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC)) {
+  Mapping(const std::filesystem::path& path) : fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC)) {
     if (fd < 0) {
       throw_missing(path, errno);
     }
@@ -162,13 +138,8 @@ struct SafetensorsReader::Mapping {
     }
     bytes = static_cast<uint64_t>(status.st_size);
     if (bytes > 0) {
-      base = static_cast<char*>(::mmap(
-          nullptr,
-          bytes,
-          PROT_READ | PROT_WRITE,
-          MAP_PRIVATE | MAP_NORESERVE,
-          fd,
-          0));
+      base = static_cast<char*>(
+          ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, fd, 0));
     }
     if (base == MAP_FAILED) {
       const int error = errno;
@@ -184,11 +155,7 @@ struct SafetensorsReader::Mapping {
   }
 
   // Without the mapping, whose pages are no more where the file shrank.
-  void read(
-      const std::filesystem::path& path,
-      uint64_t at,
-      void* to,
-      uint64_t count) const {
+  void read(const std::filesystem::path& path, uint64_t at, void* to, uint64_t count) const {
     auto* out = static_cast<char*>(to);
     while (count > 0) {
       const ssize_t got = ::pread(fd, out, count, static_cast<off_t>(at));
@@ -198,11 +165,9 @@ struct SafetensorsReader::Mapping {
       if (got == 0) {
         throw InputError(
             detail::kReaderWhere,
-            path.string() + " shrank while it was read: it had " +
-                std::to_string(bytes) + " bytes and ends at byte " +
-                std::to_string(at),
-            "a file that stays as it is until it is read",
-            "read it again when it is whole");
+            path.string() + " shrank while it was read: it had " + std::to_string(bytes) +
+                " bytes and ends at byte " + std::to_string(at),
+            "a file that stays as it is until it is read", "read it again when it is whole");
       }
       const auto done = static_cast<uint64_t>(std::max<ssize_t>(got, 0));
       at += done;
@@ -213,8 +178,7 @@ struct SafetensorsReader::Mapping {
   Mapping(const Mapping&) = delete;
   Mapping& operator=(const Mapping&) = delete;
 
-  [[noreturn]] static void throw_missing(
-      const std::filesystem::path& path, int error) {
+  [[noreturn]] static void throw_missing(const std::filesystem::path& path, int error) {
     detail::throw_file_error(detail::kReaderWhere, path, error);
   }
 
@@ -227,10 +191,8 @@ SafetensorsReader::SafetensorsReader(const std::filesystem::path& path)
     : path_(path), mapping_(std::make_shared<Mapping>(path)) {
   const uint64_t file_bytes = mapping_->bytes;
   if (file_bytes < 8) {
-    detail::throw_bad_file(
-        path_,
-        "the file has " + std::to_string(file_bytes) + " bytes",
-        "at least the 8 bytes of the header's length");
+    detail::throw_bad_file(path_, "the file has " + std::to_string(file_bytes) + " bytes",
+                           "at least the 8 bytes of the header's length");
   }
   unsigned char length[8];
   mapping_->read(path_, 0, length, sizeof(length));
@@ -243,8 +205,7 @@ SafetensorsReader::SafetensorsReader(const std::filesystem::path& path)
         path_,
         "header length=" + std::to_string(header_bytes) + " in a file of " +
             std::to_string(file_bytes) + " bytes",
-        "at most " +
-            std::to_string(std::min(detail::kMaxHeaderBytes, file_bytes - 8)));
+        "at most " + std::to_string(std::min(detail::kMaxHeaderBytes, file_bytes - 8)));
   }
   std::string header(header_bytes, '\0');
   mapping_->read(path_, 8, header.data(), header_bytes);
@@ -255,19 +216,15 @@ SafetensorsReader::SafetensorsReader(const std::filesystem::path& path)
   parse_header(header, file_bytes - data_start_);
 }
 
-void SafetensorsReader::parse_header(
-    std::string_view header, uint64_t data_bytes) {
-  const ParsedJson parsed =
-      try_parse_json(header, {.max_depth = 3, .unique_keys = true});
+void SafetensorsReader::parse_header(std::string_view header, uint64_t data_bytes) {
+  const ParsedJson parsed = try_parse_json(header, {.max_depth = 3, .unique_keys = true});
   if (!parsed.problem.empty()) {
-    detail::throw_bad_file(
-        path_, "the header is no JSON of its kind: " + parsed.problem);
+    detail::throw_bad_file(path_, "the header is no JSON of its kind: " + parsed.problem);
   }
   const nlohmann::json& json = parsed.value;
   for (const auto& [name, value] : json.items()) {
     if (name != "__metadata__") {
-      entries_.emplace(
-          name, detail::parse_entry(path_, name, value, data_bytes));
+      entries_.emplace(name, detail::parse_entry(path_, name, value, data_bytes));
       names_.push_back(name);
       continue;
     }
@@ -276,8 +233,7 @@ void SafetensorsReader::parse_header(
     }
     for (const auto& [key, text] : value.items()) {
       if (!text.is_string()) {
-        detail::throw_bad_file(
-            path_, "__metadata__ \"" + key + "\" is no string");
+        detail::throw_bad_file(path_, "__metadata__ \"" + key + "\" is no string");
       }
       metadata_.emplace(key, text.get<std::string>());
     }
@@ -293,17 +249,15 @@ void SafetensorsReader::parse_header(
     if (entry.begin != at) {
       detail::throw_bad_file(
           path_,
-          "tensor \"" + name + "\" starts at byte " +
-              std::to_string(entry.begin) + " of the data",
+          "tensor \"" + name + "\" starts at byte " + std::to_string(entry.begin) + " of the data",
           std::to_string(at) + ", where the one before it ends");
     }
     at = entry.end;
   }
   if (at != data_bytes) {
-    detail::throw_bad_file(
-        path_,
-        "the tensors take " + std::to_string(at) + " bytes of a data section " +
-            "of " + std::to_string(data_bytes));
+    detail::throw_bad_file(path_, "the tensors take " + std::to_string(at) +
+                                      " bytes of a data section " + "of " +
+                                      std::to_string(data_bytes));
   }
 }
 
@@ -320,19 +274,15 @@ const std::string* SafetensorsReader::find(std::string_view name) const {
   return kept == entries_.end() ? nullptr : &kept->first;
 }
 
-bool SafetensorsReader::contains(std::string_view name) const {
-  return find(name) != nullptr;
-}
+bool SafetensorsReader::contains(std::string_view name) const { return find(name) != nullptr; }
 
 const SafetensorsEntry& SafetensorsReader::entry(std::string_view name) const {
   const std::string* stored = find(name);
   if (stored == nullptr) {
-    const std::string nearest =
-        nearest_name(name, names_.data(), names_.data() + names_.size());
-    throw InputError(
-        detail::kReaderWhere,
-        path_.string() + ": no tensor \"" + std::string(name) + "\"",
-        nearest.empty() ? std::string{} : "\"" + nearest + "\" perhaps");
+    const std::string nearest = nearest_name(name, names_.data(), names_.data() + names_.size());
+    throw InputError(detail::kReaderWhere,
+                     path_.string() + ": no tensor \"" + std::string(name) + "\"",
+                     nearest.empty() ? std::string{} : "\"" + nearest + "\" perhaps");
   }
   return entries_.at(*stored);
 }
@@ -346,8 +296,7 @@ at::Tensor SafetensorsReader::tensor(std::string_view name) const {
   char* data = mapping_->base + data_start_ + found.begin;
   if (reinterpret_cast<uintptr_t>(data) % c10::elementSize(found.dtype) != 0) {
     at::Tensor copy = at::empty(found.shape, options);
-    std::copy_n(
-        data, found.end - found.begin, static_cast<char*>(copy.data_ptr()));
+    std::copy_n(data, found.end - found.begin, static_cast<char*>(copy.data_ptr()));
     return copy;
   }
   return at::from_blob(data, found.shape, [keep = mapping_](void*) {}, options);
@@ -355,13 +304,8 @@ at::Tensor SafetensorsReader::tensor(std::string_view name) const {
 
 at::Tensor SafetensorsReader::read(std::string_view name) const {
   const SafetensorsEntry& found = entry(name);
-  at::Tensor copy =
-      at::empty(found.shape, at::TensorOptions().dtype(found.dtype));
-  mapping_->read(
-      path_,
-      data_start_ + found.begin,
-      copy.data_ptr(),
-      found.end - found.begin);
+  at::Tensor copy = at::empty(found.shape, at::TensorOptions().dtype(found.dtype));
+  mapping_->read(path_, data_start_ + found.begin, copy.data_ptr(), found.end - found.begin);
   return copy;
 }
 

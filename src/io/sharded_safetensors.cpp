@@ -18,8 +18,7 @@ constexpr const char* kIndexEnding = ".safetensors.index.json";
 // All that is wrong with an index, for one message.
 class IndexProblems {
  public:
-  explicit IndexProblems(std::filesystem::path index)
-      : index_(std::move(index)) {}
+  explicit IndexProblems(std::filesystem::path index) : index_(std::move(index)) {}
 
   void add(const std::string& problem) {
     constexpr int kShown = 8;
@@ -29,13 +28,11 @@ class IndexProblems {
   }
   void throw_if_any() const {
     if (count_ > 0) {
-      throw InputError(
-          kShardedWhere,
-          index_.string() + ": " + text_ +
-              (count_ > 8 ? "; and " + std::to_string(count_ - 8) + " more"
-                          : ""),
-          "every tensor of weight_map in the shard it names, and no other",
-          "fetch or save the whole folder again");
+      throw InputError(kShardedWhere,
+                       index_.string() + ": " + text_ +
+                           (count_ > 8 ? "; and " + std::to_string(count_ - 8) + " more" : ""),
+                       "every tensor of weight_map in the shard it names, and no other",
+                       "fetch or save the whole folder again");
     }
   }
 
@@ -53,48 +50,37 @@ bool is_numbered_shard(const std::string& file, const std::string& base) {
       file.compare(file.size() - ending.size(), ending.size(), ending) != 0) {
     return false;
   }
-  const std::string numbers = file.substr(
-      base.size() + 1, file.size() - base.size() - 1 - ending.size());
+  const std::string numbers =
+      file.substr(base.size() + 1, file.size() - base.size() - 1 - ending.size());
   const size_t of = numbers.find("-of-");
   const auto digits = [](const std::string& text) {
-    return !text.empty() &&
-           text.find_first_not_of("0123456789") == std::string::npos;
+    return !text.empty() && text.find_first_not_of("0123456789") == std::string::npos;
   };
-  return of != std::string::npos && digits(numbers.substr(0, of)) &&
-         digits(numbers.substr(of + 4));
+  return of != std::string::npos && digits(numbers.substr(0, of)) && digits(numbers.substr(of + 4));
 }
 
 // File of each tensor, by name.
-std::map<std::string, std::string> read_weight_map(
-    const std::filesystem::path& index) {
-  const nlohmann::json json =
-      read_json_file(kShardedWhere, index, {.unique_keys = true});
+std::map<std::string, std::string> read_weight_map(const std::filesystem::path& index) {
+  const nlohmann::json json = read_json_file(kShardedWhere, index, {.unique_keys = true});
   const auto map = json.find("weight_map");
   if (!json.is_object() || map == json.end() || !map->is_object()) {
-    throw InputError(
-        kShardedWhere,
-        index.string() + ": no \"weight_map\"",
-        "an object with the file of each tensor");
+    throw InputError(kShardedWhere, index.string() + ": no \"weight_map\"",
+                     "an object with the file of each tensor");
   }
   std::map<std::string, std::string> files;
   for (const auto& [name, file] : map->items()) {
-    const std::string text =
-        file.is_string() ? file.get<std::string>() : std::string();
+    const std::string text = file.is_string() ? file.get<std::string>() : std::string();
     if (text.empty() || text.find('/') != std::string::npos) {
-      throw InputError(
-          kShardedWhere,
-          index.string() + ": \"" + name + "\" is in " + file.dump(),
-          "the name of a file in the same folder");
+      throw InputError(kShardedWhere, index.string() + ": \"" + name + "\" is in " + file.dump(),
+                       "the name of a file in the same folder");
     }
     files.emplace(name, text);
   }
   return files;
 }
 
-void find_extra_shards(
-    const std::filesystem::path& index,
-    const std::map<std::string, size_t>& known,
-    IndexProblems& problems) {
+void find_extra_shards(const std::filesystem::path& index,
+                       const std::map<std::string, size_t>& known, IndexProblems& problems) {
   std::string base = index.filename().string();
   const std::string ending = kIndexEnding;
   if (base.size() <= ending.size() ||
@@ -107,8 +93,7 @@ void find_extra_shards(
   for (std::filesystem::directory_iterator
            entry(std::filesystem::absolute(index).parent_path(), error),
        end;
-       !error && entry != end;
-       entry.increment(error)) {
+       !error && entry != end; entry.increment(error)) {
     const std::string file = entry->path().filename().string();
     if (is_numbered_shard(file, base) && !known.contains(file)) {
       extra.push_back(file);
@@ -116,15 +101,13 @@ void find_extra_shards(
   }
   std::sort(extra.begin(), extra.end());
   for (const std::string& file : extra) {
-    problems.add(
-        "the shard " + file + " is in the folder but not in the index");
+    problems.add("the shard " + file + " is in the folder but not in the index");
   }
 }
 
 } // namespace detail
 
-ShardedSafetensorsReader::ShardedSafetensorsReader(
-    const std::filesystem::path& index)
+ShardedSafetensorsReader::ShardedSafetensorsReader(const std::filesystem::path& index)
     : path_(index) {
   const auto map = detail::read_weight_map(index);
   detail::IndexProblems problems(index);
@@ -155,12 +138,9 @@ ShardedSafetensorsReader::ShardedSafetensorsReader(
     for (const std::string& name : shards_[number].names()) {
       const auto mapped = map.find(name);
       if (mapped == map.end()) {
-        problems.add(
-            "\"" + name + "\" is in " + file + " but not in the index");
+        problems.add("\"" + name + "\" is in " + file + " but not in the index");
       } else if (mapped->second != file) {
-        problems.add(
-            "\"" + name + "\" is in " + file + ", the index says " +
-            mapped->second);
+        problems.add("\"" + name + "\" is in " + file + ", the index says " + mapped->second);
       }
     }
   }
@@ -179,23 +159,19 @@ bool ShardedSafetensorsReader::contains(std::string_view name) const {
   return shard_.find(name) != shard_.end();
 }
 
-const SafetensorsReader& ShardedSafetensorsReader::shard_of(
-    std::string_view name) const {
+const SafetensorsReader& ShardedSafetensorsReader::shard_of(std::string_view name) const {
   const auto found = shard_.find(name);
   if (found == shard_.end()) {
     const auto all = names();
-    const std::string near =
-        nearest_name(name, all.data(), all.data() + all.size());
-    throw InputError(
-        detail::kShardedWhere,
-        path_.string() + ": no tensor \"" + std::string(name) + "\"",
-        near.empty() ? std::string() : "\"" + near + "\" perhaps");
+    const std::string near = nearest_name(name, all.data(), all.data() + all.size());
+    throw InputError(detail::kShardedWhere,
+                     path_.string() + ": no tensor \"" + std::string(name) + "\"",
+                     near.empty() ? std::string() : "\"" + near + "\" perhaps");
   }
   return shards_[found->second];
 }
 
-const SafetensorsEntry& ShardedSafetensorsReader::entry(
-    std::string_view name) const {
+const SafetensorsEntry& ShardedSafetensorsReader::entry(std::string_view name) const {
   return shard_of(name).entry(name);
 }
 

@@ -24,25 +24,20 @@ constexpr auto kLaunchSecondSignal = std::chrono::seconds(1);
 void check_launch_options(const LaunchOptions& options) {
   constexpr const char* kWhere = "launch::launch";
   if (options.nproc < 1) {
-    throw InputError(
-        kWhere, "nproc=" + std::to_string(options.nproc), "1 or more");
+    throw InputError(kWhere, "nproc=" + std::to_string(options.nproc), "1 or more");
   }
   if (options.argv.empty()) {
     throw InputError(kWhere, "no program to start", "a program after nproc");
   }
   const World outer = world_from_environment();
   if (outer.world_size > 1) {
-    throw InputError(
-        kWhere,
-        "nproc=" + std::to_string(options.nproc) +
-            " inside a world of WORLD_SIZE=" +
-            std::to_string(outer.world_size) + " by " + outer.source +
-            " (RANK=" + std::to_string(outer.rank) + ")",
-        "one launcher",
-        "leave nproc out, or start without " + outer.source);
+    throw InputError(kWhere,
+                     "nproc=" + std::to_string(options.nproc) +
+                         " inside a world of WORLD_SIZE=" + std::to_string(outer.world_size) +
+                         " by " + outer.source + " (RANK=" + std::to_string(outer.rank) + ")",
+                     "one launcher", "leave nproc out, or start without " + outer.source);
   }
-  const std::string warning =
-      oversubscription(options.nproc, threads_per_rank(options.nproc));
+  const std::string warning = oversubscription(options.nproc, threads_per_rank(options.nproc));
   if (!warning.empty()) {
     log_warning(warning);
   }
@@ -61,14 +56,12 @@ struct RankFailure {
 /// Decides when the ranks are told to end and when they are made to.
 class LaunchJudge {
  public:
-  LaunchJudge(
-      const LaunchOptions& options, RankGroup& group, RankOutput& output)
+  LaunchJudge(const LaunchOptions& options, RankGroup& group, RankOutput& output)
       : options_(options), group_(group), output_(output) {}
 
   LaunchResult run() {
     while (!group_.all_ended() && !given_up_) {
-      for (const RankEvent& event :
-           group_.wait(std::min(time_left(), look_interval_))) {
+      for (const RankEvent& event : group_.wait(std::min(time_left(), look_interval_))) {
         if (event.rank >= 0) {
           on_end(event.rank);
         } else {
@@ -88,8 +81,7 @@ class LaunchJudge {
     if (next == kLaunchNever) {
       return std::chrono::hours(1);
     }
-    return std::chrono::ceil<std::chrono::milliseconds>(
-        next - LaunchClock::now());
+    return std::chrono::ceil<std::chrono::milliseconds>(next - LaunchClock::now());
   }
 
   void on_end(int rank) {
@@ -98,9 +90,8 @@ class LaunchJudge {
       return;
     }
     if (options_.keep_going && rank != 0) {
-      log_warning(
-          "rank " + std::to_string(rank) + " " + describe(end) +
-          (group_.all_ended() ? "" : "; the other ranks may go on without it"));
+      log_warning("rank " + std::to_string(rank) + " " + describe(end) +
+                  (group_.all_ended() ? "" : "; the other ranks may go on without it"));
       return;
     }
     RankFailure failure{rank, std::chrono::system_clock::now(), told_, {}};
@@ -117,18 +108,16 @@ class LaunchJudge {
     failures_.push_back(failure);
     if (failures_.size() == 1 && !group_.all_ended()) {
       if (!failure.follows) { // else the rank it follows from is named first
-        log_info(
-            "rank " + std::to_string(failure.rank) + " " + how +
-            "; the other ranks are stopped");
+        log_info("rank " + std::to_string(failure.rank) + " " + how +
+                 "; the other ranks are stopped");
       }
       terminate_at_ = LaunchClock::now() + options_.settle;
     }
   }
 
   bool failed(int rank) const {
-    return std::any_of(failures_.begin(), failures_.end(), [&](const auto& f) {
-      return f.rank == rank;
-    });
+    return std::any_of(failures_.begin(), failures_.end(),
+                       [&](const auto& f) { return f.rank == rank; });
   }
 
   /// A rank that a signal has stopped takes no part, and SIGTERM does not end it.
@@ -146,8 +135,7 @@ class LaunchJudge {
       since = slept || since == kLaunchNever ? now : since;
       if (signal_ == 0 && !told_ && !failed(rank) &&
           now - since >= options_.heartbeat_timeout * 4 / 5) {
-        on_frozen(
-            rank, std::chrono::ceil<std::chrono::milliseconds>(now - since));
+        on_frozen(rank, std::chrono::ceil<std::chrono::milliseconds>(now - since));
       }
     }
   }
@@ -155,8 +143,7 @@ class LaunchJudge {
   void on_frozen(int rank, std::chrono::milliseconds stopped_for) {
     const std::string what =
         "process " + std::to_string(group_.pid(rank)) +
-        " has been stopped by a signal (SIGSTOP) for " +
-        std::to_string(stopped_for.count()) +
+        " has been stopped by a signal (SIGSTOP) for " + std::to_string(stopped_for.count()) +
         " ms. Fix: see who stopped it; HASTEN_HEARTBEAT_TIMEOUT sets the limit";
     if (options_.keep_going && rank != 0) {
       log_warning("rank " + std::to_string(rank) + " froze: " + what);
@@ -236,39 +223,35 @@ class LaunchJudge {
   LaunchResult result() const {
     LaunchResult result;
     for (int rank = 0; rank < group_.size(); ++rank) {
-      result.ends.push_back(
-          group_.ended(rank) ? group_.end(rank)
-                             : ProcessEnd{128 + SIGKILL, SIGKILL});
+      result.ends.push_back(group_.ended(rank) ? group_.end(rank)
+                                               : ProcessEnd{128 + SIGKILL, SIGKILL});
     }
     if (!failures_.empty()) {
       auto failures = failures_;
-      std::stable_sort(
-          failures.begin(), failures.end(), [](const auto& a, const auto& b) {
-            return std::tie(a.follows, a.time) < std::tie(b.follows, b.time);
-          });
+      std::stable_sort(failures.begin(), failures.end(), [](const auto& a, const auto& b) {
+        return std::tie(a.follows, a.time) < std::tie(b.follows, b.time);
+      });
       const int first = failures[0].rank;
       const ProcessEnd& end = group_.end(first);
       result.first_failed_rank = first;
       const bool froze = failures[0].froze;
       result.exit_code = froze ? 1 : end.code;
-      result.reason = "rank " + std::to_string(first) + " " +
-                      (froze ? "froze" : describe(end));
+      result.reason = "rank " + std::to_string(first) + " " + (froze ? "froze" : describe(end));
       result.shown = failures[0].shown;
       if (group_.size() > 1) {
         result.reason += " first";
       }
-      result.message = failures[0].message.empty() ? output_.stderr_tail(first)
-                                                   : failures[0].message;
+      result.message =
+          failures[0].message.empty() ? output_.stderr_tail(first) : failures[0].message;
       for (size_t i = 1; i < failures.size(); ++i) {
-        result.consequences.push_back(
-            "rank " + std::to_string(failures[i].rank) + " " +
-            describe(group_.end(failures[i].rank)));
+        result.consequences.push_back("rank " + std::to_string(failures[i].rank) + " " +
+                                      describe(group_.end(failures[i].rank)));
       }
     } else if (signal_ != 0) {
       const char* name = ::sigdescr_np(signal_);
       result.exit_code = 128 + signal_;
-      result.reason = "stopped by signal " + std::to_string(signal_) + " (" +
-                      (name ? name : "unknown") + ")";
+      result.reason =
+          "stopped by signal " + std::to_string(signal_) + " (" + (name ? name : "unknown") + ")";
     }
     return result;
   }
@@ -283,14 +266,12 @@ class LaunchJudge {
   bool given_up_ = false;
   LaunchClock::time_point terminate_at_ = kLaunchNever;
   LaunchClock::time_point kill_at_ = kLaunchNever;
-  const std::chrono::milliseconds look_interval_ = std::clamp(
-      options_.heartbeat_timeout / 20,
-      std::chrono::milliseconds(20),
-      std::chrono::milliseconds(250));
+  const std::chrono::milliseconds look_interval_ =
+      std::clamp(options_.heartbeat_timeout / 20, std::chrono::milliseconds(20),
+                 std::chrono::milliseconds(250));
   LaunchClock::time_point looked_ = LaunchClock::now();
-  std::vector<LaunchClock::time_point> stopped_since_ =
-      std::vector<LaunchClock::time_point>(
-          static_cast<size_t>(group_.size()), kLaunchNever); // [rank]
+  std::vector<LaunchClock::time_point> stopped_since_ = std::vector<LaunchClock::time_point>(
+      static_cast<size_t>(group_.size()), kLaunchNever); // [rank]
 };
 
 } // namespace detail

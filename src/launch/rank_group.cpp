@@ -25,9 +25,7 @@ constexpr unsigned long kLaunchSignalTag = ~0UL;
 constexpr int kLaunchPollMs = 10;
 
 [[noreturn]] void throw_launch_error(const char* what) {
-  throw Error(
-      "launch::launch",
-      std::string(what) + ": " + std::generic_category().message(errno));
+  throw Error("launch::launch", std::string(what) + ": " + std::generic_category().message(errno));
 }
 
 sigset_t launch_signals() {
@@ -46,12 +44,10 @@ sigset_t launch_signals() {
 }
 
 /// The variables of one rank, in torchrun's words.
-std::vector<std::pair<std::string, std::string>> rank_environment(
-    const LaunchOptions& options,
-    int rank,
-    int port,
-    const std::string& store_socket,
-    const std::string& error_file) {
+std::vector<std::pair<std::string, std::string>> rank_environment(const LaunchOptions& options,
+                                                                  int rank, int port,
+                                                                  const std::string& store_socket,
+                                                                  const std::string& error_file) {
   const std::string r = std::to_string(rank);
   const std::string n = std::to_string(options.nproc);
   std::vector<std::pair<std::string, std::string>> environment = {
@@ -71,10 +67,7 @@ std::vector<std::pair<std::string, std::string>> rank_environment(
       {"HASTEN_LAUNCHER", "1"}, // it says what ranks record
       {"HASTEN_STORE_SOCKET", store_socket},
       {"OMP_NUM_THREADS", std::to_string(threads_per_rank(options.nproc))}};
-  environment.insert(
-      environment.end(),
-      options.environment.begin(),
-      options.environment.end());
+  environment.insert(environment.end(), options.environment.begin(), options.environment.end());
   return environment;
 }
 
@@ -134,12 +127,8 @@ void RankGroup::start(const LaunchOptions& options, RankOutput& output) {
   try {
     for (int rank = 0; rank < options.nproc; ++rank) {
       SpawnOptions spawn;
-      spawn.environment = rank_environment(
-          options,
-          rank,
-          port,
-          address.socket,
-          output.error_file(rank).string());
+      spawn.environment =
+          rank_environment(options, rank, port, address.socket, output.error_file(rank).string());
       spawn.stdin_fd = rank == 0 && has_input ? -1 : nothing;
       spawn.stdout_fd = output.descriptor(rank, 1);
       spawn.stderr_fd = output.descriptor(rank, 2);
@@ -149,8 +138,7 @@ void RankGroup::start(const LaunchOptions& options, RankOutput& output) {
       ++living_;
       // Tells of a rank's end in the order in which ranks end, which waitpid
       // does not. Old kernels and some containers have no pidfd.
-      ranks_.back().pid_fd =
-          static_cast<int>(::syscall(SYS_pidfd_open, member.pid, 0));
+      ranks_.back().pid_fd = static_cast<int>(::syscall(SYS_pidfd_open, member.pid, 0));
       if (ranks_.back().pid_fd >= 0) {
         ::fcntl(ranks_.back().pid_fd, F_SETFD, FD_CLOEXEC);
         watch(ranks_.back().pid_fd, static_cast<unsigned long>(rank));
@@ -179,8 +167,7 @@ bool RankGroup::reap(Member& member) {
   // Left unreaped for a moment, so that its number stays its own group's.
   siginfo_t info{};
   const auto id = static_cast<id_t>(member.pid);
-  if (::waitid(P_PID, id, &info, WEXITED | WNOHANG | WNOWAIT) != 0 ||
-      info.si_pid == 0) {
+  if (::waitid(P_PID, id, &info, WEXITED | WNOHANG | WNOWAIT) != 0 || info.si_pid == 0) {
     return false;
   }
   ::kill(-member.pid, SIGKILL);
@@ -201,14 +188,11 @@ bool RankGroup::reap(Member& member) {
 }
 
 std::vector<RankEvent> RankGroup::wait(std::chrono::milliseconds timeout) {
-  const bool must_ask =
-      std::any_of(ranks_.begin(), ranks_.end(), [](const Member& member) {
-        return !member.ended && member.pid_fd < 0;
-      });
-  int milliseconds =
-      static_cast<int>(std::clamp<long long>(timeout.count(), 0, 3'600'000));
-  milliseconds =
-      must_ask ? std::min(milliseconds, kLaunchPollMs) : milliseconds;
+  const bool must_ask = std::any_of(ranks_.begin(), ranks_.end(), [](const Member& member) {
+    return !member.ended && member.pid_fd < 0;
+  });
+  int milliseconds = static_cast<int>(std::clamp<long long>(timeout.count(), 0, 3'600'000));
+  milliseconds = must_ask ? std::min(milliseconds, kLaunchPollMs) : milliseconds;
   epoll_event ready[16];
   const int count = ::epoll_wait(epoll_fd_, ready, 16, milliseconds);
   std::vector<RankEvent> events;

@@ -39,9 +39,7 @@ class RankGroup {
   int pid(int rank) const { return ranks_[static_cast<size_t>(rank)].pid; }
   bool all_ended() const { return living_ == 0; }
   bool ended(int rank) const { return ranks_[static_cast<size_t>(rank)].ended; }
-  const ProcessEnd& end(int rank) const {
-    return ranks_[static_cast<size_t>(rank)].end;
-  }
+  const ProcessEnd& end(int rank) const { return ranks_[static_cast<size_t>(rank)].end; }
   int size() const { return static_cast<int>(ranks_.size()); }
 
  private:

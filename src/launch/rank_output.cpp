@@ -29,8 +29,7 @@ bool RankStreams::has(int rank, Std stream) const {
 }
 
 bool RankStreams::any() const {
-  return others != Std::none ||
-         std::any_of(ranks.begin(), ranks.end(), [](const auto& entry) {
+  return others != Std::none || std::any_of(ranks.begin(), ranks.end(), [](const auto& entry) {
            return entry.second != Std::none;
          });
 }
@@ -38,15 +37,11 @@ bool RankStreams::any() const {
 RankStreams parse_rank_streams(const std::string& text) {
   const auto number = [&](std::string_view part, int most) {
     int value = -1;
-    const auto [end, error] =
-        std::from_chars(part.data(), part.data() + part.size(), value);
-    if (error != std::errc() || end != part.data() + part.size() || value < 0 ||
-        value > most) {
+    const auto [end, error] = std::from_chars(part.data(), part.data() + part.size(), value);
+    if (error != std::errc() || end != part.data() + part.size() || value < 0 || value > most) {
       throw InputError(
-          "launch::parse_rank_streams",
-          "streams=" + text,
-          "0, 1 (stdout), 2 (stderr) or 3 (both), or RANK:STREAMS for some "
-          "ranks, like 0:3,1:2");
+          "launch::parse_rank_streams", "streams=" + text,
+          "0, 1 (stdout), 2 (stderr) or 3 (both), or RANK:STREAMS for some ranks, like 0:3,1:2");
     }
     return value;
   };
@@ -75,13 +70,11 @@ constexpr size_t kTailBytes = 4096;
 constexpr int kTailLines = 10;
 
 std::string log_line_prefix(const std::string& text, int rank) {
-  const std::pair<std::string, std::string> names[] = {
-      {"rank", std::to_string(rank)},
-      {"local_rank", std::to_string(rank)},
-      {"role_name", "default"}};
+  const std::pair<std::string, std::string> names[] = {{"rank", std::to_string(rank)},
+                                                       {"local_rank", std::to_string(rank)},
+                                                       {"role_name", "default"}};
   const auto in_name = [](char c) {
-    return c == '_' || (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') ||
-           (c >= '0' && c <= '9');
+    return c == '_' || (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9');
   };
   std::string prefix;
   for (size_t at = 0; at < text.size(); ++at) {
@@ -98,14 +91,10 @@ std::string log_line_prefix(const std::string& text, int rank) {
     while (end < text.size() && in_name(text[end])) {
       ++end;
     }
-    const std::string name =
-        text.substr(at + (braces ? 2 : 1), end - at - (braces ? 2 : 1));
-    const auto* found = std::find_if(
-        std::begin(names), std::end(names), [&](const auto& known) {
-          return known.first == name;
-        });
-    if (found == std::end(names) ||
-        (braces && (end == text.size() || text[end] != '}'))) {
+    const std::string name = text.substr(at + (braces ? 2 : 1), end - at - (braces ? 2 : 1));
+    const auto* found = std::find_if(std::begin(names), std::end(names),
+                                     [&](const auto& known) { return known.first == name; });
+    if (found == std::end(names) || (braces && (end == text.size() || text[end] != '}'))) {
       prefix += text[at]; // stays as it is
       continue;
     }
@@ -167,8 +156,7 @@ int write_everything(int fd, std::string_view bytes) {
 void write_lines(TeedStream& stream, bool all) {
   std::string text;
   size_t at = 0;
-  for (size_t end = 0; (end = stream.line.find('\n', at)) != std::string::npos;
-       at = end + 1) {
+  for (size_t end = 0; (end = stream.line.find('\n', at)) != std::string::npos; at = end + 1) {
     text += stream.prefix;
     text.append(stream.line, at, end + 1 - at);
   }
@@ -191,12 +179,9 @@ bool copy_some(TeedStream& stream) {
   }
   if (got > 0) {
     const std::string_view bytes(block, static_cast<size_t>(got));
-    const int error =
-        stream.file >= 0 ? write_everything(stream.file, bytes) : 0;
+    const int error = stream.file >= 0 ? write_everything(stream.file, bytes) : 0;
     if (error != 0) {
-      log_warning(
-          stream.path +
-          " ends here: " + std::generic_category().message(error));
+      log_warning(stream.path + " ends here: " + std::generic_category().message(error));
       ::close(std::exchange(stream.file, -1));
     }
     stream.line += bytes;
@@ -242,39 +227,32 @@ void copy_streams(std::vector<TeedStream>& streams, int wake) {
         copy_some(*of[i]);
       }
     }
-    draining =
-        draining || (ready.back().fd == wake && ready.back().revents != 0);
+    draining = draining || (ready.back().fd == wake && ready.back().revents != 0);
   }
 }
 
 /// The file, open for appending. Throws InputError.
 int open_log(const std::filesystem::path& path) {
-  const int fd =
-      ::open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
+  const int fd = ::open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
   if (fd < 0) {
-    throw InputError(
-        "launch::launch",
-        "log_dir: " + path.string() + ": " +
-            std::generic_category().message(errno),
-        "a folder that may be written");
+    throw InputError("launch::launch",
+                     "log_dir: " + path.string() + ": " + std::generic_category().message(errno),
+                     "a folder that may be written");
   }
   return fd;
 }
 
 void check_logs(const LogsSpecs& logs, int nproc) {
   if (logs.redirects.any() && logs.log_dir.empty()) {
-    throw InputError(
-        "launch::launch",
-        "redirects without log_dir",
-        "a folder for the files (--log-dir)");
+    throw InputError("launch::launch", "redirects without log_dir",
+                     "a folder for the files (--log-dir)");
   }
   for (const RankStreams* streams : {&logs.redirects, &logs.tee}) {
     if (!streams->ranks.empty() && streams->ranks.rbegin()->first >= nproc) {
-      throw InputError(
-          "launch::launch",
-          "streams of rank " + std::to_string(streams->ranks.rbegin()->first) +
-              " with nproc=" + std::to_string(nproc),
-          "ranks below nproc");
+      throw InputError("launch::launch",
+                       "streams of rank " + std::to_string(streams->ranks.rbegin()->first) +
+                           " with nproc=" + std::to_string(nproc),
+                       "ranks below nproc");
     }
   }
 }
@@ -308,18 +286,16 @@ void RankOutput::open_rank(int rank) {
     std::error_code error;
     std::filesystem::create_directories(folder(rank), error);
     if (error) {
-      throw InputError(
-          "launch::launch",
-          "log_dir: " + folder(rank).string() + ": " + error.message(),
-          "a folder that may be written");
+      throw InputError("launch::launch",
+                       "log_dir: " + folder(rank).string() + ": " + error.message(),
+                       "a folder that may be written");
     }
     std::filesystem::remove(error_file(rank), error); // of an earlier run
   }
   for (const int stream : {1, 2}) {
     const Std bit = stream == 1 ? Std::out : Std::err;
     const bool teed = logs_.tee.has(rank, bit);
-    int& descriptor = descriptors_[static_cast<size_t>(rank)]
-                                  [static_cast<size_t>(stream - 1)];
+    int& descriptor = descriptors_[static_cast<size_t>(rank)][static_cast<size_t>(stream - 1)];
     int file = -1;
     const auto path = log_file(rank, stream);
     if (!logs_.log_dir.empty() && (teed || logs_.redirects.has(rank, bit))) {
@@ -329,19 +305,16 @@ void RankOutput::open_rank(int rank) {
       descriptor = file;
       continue;
     }
-    shared_->streams.push_back(
-        {-1,
-         file,
-         stream,
-         path.string(),
-         log_line_prefix(logs_.log_line_prefix_template, rank),
-         {}});
+    shared_->streams.push_back({-1,
+                                file,
+                                stream,
+                                path.string(),
+                                log_line_prefix(logs_.log_line_prefix_template, rank),
+                                {}});
     int ends[2];
     if (::pipe2(ends, O_CLOEXEC) != 0) {
-      throw Error(
-          "launch::launch",
-          "no pipe for rank " + std::to_string(rank) + ": " +
-              std::generic_category().message(errno));
+      throw Error("launch::launch", "no pipe for rank " + std::to_string(rank) + ": " +
+                                        std::generic_category().message(errno));
     }
     shared_->streams.back().pipe = ends[0];
     ::fcntl(ends[0], F_SETFL, O_NONBLOCK);
@@ -366,13 +339,11 @@ void RankOutput::close_all() noexcept {
 }
 
 int RankOutput::descriptor(int rank, int stream) const {
-  return descriptors_[static_cast<size_t>(rank)]
-                     [static_cast<size_t>(stream - 1)];
+  return descriptors_[static_cast<size_t>(rank)][static_cast<size_t>(stream - 1)];
 }
 
 std::filesystem::path RankOutput::folder(int rank) const {
-  return (logs_.log_dir.empty() ? temporary_
-                                : std::filesystem::absolute(logs_.log_dir)) /
+  return (logs_.log_dir.empty() ? temporary_ : std::filesystem::absolute(logs_.log_dir)) /
          std::to_string(rank);
 }
 
@@ -423,8 +394,7 @@ void RankOutput::drain() {
 
 bool RankOutput::drained(std::chrono::milliseconds limit) {
   std::unique_lock lock(shared_->mutex);
-  return shared_->changed.wait_for(
-      lock, limit, [this] { return !shared_->running; });
+  return shared_->changed.wait_for(lock, limit, [this] { return !shared_->running; });
 }
 
 std::string RankOutput::stderr_tail(int rank) const {

@@ -44,8 +44,7 @@ class RankOutput {
   std::filesystem::path log_file(int rank, int stream) const;
 
   LogsSpecs logs_;
-  std::filesystem::path
-      temporary_{}; // of error files, where there is no log_dir
+  std::filesystem::path temporary_{}; // of error files, where there is no log_dir
   std::vector<std::array<int, 2>> descriptors_{}; // [rank][stream - 1]
   std::shared_ptr<Shared> shared_; // outlives this where a console is stuck
 };

@@ -42,23 +42,20 @@ AurocSums auroc_sums(const at::Tensor& counts) {
 
 Auroc::Auroc(AurocOptions options) : options_(options) {
   if (options.bins < 2) {
-    throw InputError(
-        detail::kAuroc, "bins=" + std::to_string(options.bins), "at least 2");
+    throw InputError(detail::kAuroc, "bins=" + std::to_string(options.bins), "at least 2");
   }
   counts_.tensor = at::zeros({2, options.bins + 1}, at::kLong);
 }
 
 void Auroc::update(const at::Tensor& scores, const at::Tensor& labels) {
   const bool columns = scores.dim() == 2 && scores.size(1) == 2;
-  if (!(columns || scores.dim() == 1) || !scores.is_floating_point() ||
-      labels.dim() != 1 || labels.size(0) != scores.size(0) ||
+  if (!(columns || scores.dim() == 1) || !scores.is_floating_point() || labels.dim() != 1 ||
+      labels.size(0) != scores.size(0) ||
       !at::isIntegralType(labels.scalar_type(), /*includeBool=*/true)) {
     throw InputError(
         detail::kAuroc,
-        "scores=" + detail::form_text(scores) +
-            ", labels=" + detail::form_text(labels),
-        "scores [B] or [B, 2] of a float type and labels [B] of an integer "
-        "type");
+        "scores=" + detail::form_text(scores) + ", labels=" + detail::form_text(labels),
+        "scores [B] or [B, 2] of a float type and labels [B] of an integer type");
   }
   const auto truth = labels.detach().to(at::kCPU, at::kLong);
   const auto kept = truth.ne(detail::kIgnoredLabel);
@@ -67,11 +64,10 @@ void Auroc::update(const at::Tensor& scores, const at::Tensor& labels) {
     return;
   }
   if (rows.lt(0).logical_or(rows.gt(1)).any().item<bool>()) {
-    throw InputError(
-        detail::kAuroc,
-        "labels from " + std::to_string(rows.min().item<int64_t>()) + " to " +
-            std::to_string(rows.max().item<int64_t>()),
-        "0 and 1, or -100 to skip a row");
+    throw InputError(detail::kAuroc,
+                     "labels from " + std::to_string(rows.min().item<int64_t>()) + " to " +
+                         std::to_string(rows.max().item<int64_t>()),
+                     "0 and 1, or -100 to skip a row");
   }
   const auto all = scores.detach().to(at::kCPU, at::kDouble);
   auto logits = !columns               ? all
@@ -80,23 +76,19 @@ void Auroc::update(const at::Tensor& scores, const at::Tensor& labels) {
   logits = logits.masked_select(kept);
   if (!options_.from_logits) {
     if (logits.lt(0).logical_or(logits.gt(1)).any().item<bool>()) {
-      throw InputError(
-          detail::kAuroc,
-          "scores from " + std::to_string(logits.min().item<double>()) +
-              " to " + std::to_string(logits.max().item<double>()),
-          "probabilities, 0 to 1",
-          "set from_logits");
+      throw InputError(detail::kAuroc,
+                       "scores from " + std::to_string(logits.min().item<double>()) + " to " +
+                           std::to_string(logits.max().item<double>()),
+                       "probabilities, 0 to 1", "set from_logits");
     }
     logits = logits.log() - logits.neg().log1p();
   }
-  const double scale =
-      static_cast<double>(options_.bins) / (2 * detail::kLogitRange);
-  const auto bins =
-      ((logits + detail::kLogitRange) * scale)
-          .floor()
-          .clamp(0, static_cast<double>(options_.bins - 1))
-          .masked_fill(logits.isnan(), static_cast<double>(options_.bins))
-          .to(at::kLong);
+  const double scale = static_cast<double>(options_.bins) / (2 * detail::kLogitRange);
+  const auto bins = ((logits + detail::kLogitRange) * scale)
+                        .floor()
+                        .clamp(0, static_cast<double>(options_.bins - 1))
+                        .masked_fill(logits.isnan(), static_cast<double>(options_.bins))
+                        .to(at::kLong);
   const int64_t row = options_.bins + 1;
   counts_.tensor += at::bincount(rows * row + bins, {}, 2 * row).view({2, row});
 }

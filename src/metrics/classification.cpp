@@ -15,9 +15,7 @@ namespace detail {
 
 constexpr const char* kClassificationMetrics = "metrics::ClassificationMetrics";
 
-double ratio_or_zero(double part, double whole) {
-  return whole == 0 ? 0 : part / whole;
-}
+double ratio_or_zero(double part, double whole) { return whole == 0 ? 0 : part / whole; }
 
 // Throws InputError unless every value is in 0 … count - 1.
 void check_labels(const at::Tensor& values, int64_t count, const char* what) {
@@ -27,41 +25,32 @@ void check_labels(const at::Tensor& values, int64_t count, const char* what) {
   const int64_t least = values.min().item<int64_t>();
   const int64_t most = values.max().item<int64_t>();
   if (least < 0 || most >= count) {
-    throw InputError(
-        kClassificationMetrics,
-        std::string(what) + "=" + std::to_string(least < 0 ? least : most),
-        "0 to " + std::to_string(count - 1) + ", or -100 to skip a row");
+    throw InputError(kClassificationMetrics,
+                     std::string(what) + "=" + std::to_string(least < 0 ? least : most),
+                     "0 to " + std::to_string(count - 1) + ", or -100 to skip a row");
   }
 }
 
 } // namespace detail
 
-ClassificationMetrics::ClassificationMetrics(int64_t num_labels)
-    : num_labels_(num_labels) {
+ClassificationMetrics::ClassificationMetrics(int64_t num_labels) : num_labels_(num_labels) {
   if (num_labels < 2) {
-    throw InputError(
-        detail::kClassificationMetrics,
-        "num_labels=" + std::to_string(num_labels),
-        "at least 2");
+    throw InputError(detail::kClassificationMetrics, "num_labels=" + std::to_string(num_labels),
+                     "at least 2");
   }
   confusion_.tensor = at::zeros({num_labels, num_labels}, at::kLong);
 }
 
-void ClassificationMetrics::update(
-    const at::Tensor& predictions, const at::Tensor& labels) {
-  const bool chosen =
-      predictions.dim() == 1 &&
-      at::isIntegralType(predictions.scalar_type(), /*includeBool=*/false);
-  const bool logits = predictions.dim() == 2 &&
-                      predictions.size(1) == num_labels_ &&
+void ClassificationMetrics::update(const at::Tensor& predictions, const at::Tensor& labels) {
+  const bool chosen = predictions.dim() == 1 &&
+                      at::isIntegralType(predictions.scalar_type(), /*includeBool=*/false);
+  const bool logits = predictions.dim() == 2 && predictions.size(1) == num_labels_ &&
                       predictions.is_floating_point();
-  if (!(chosen || logits) || labels.dim() != 1 ||
-      labels.size(0) != predictions.size(0) ||
+  if (!(chosen || logits) || labels.dim() != 1 || labels.size(0) != predictions.size(0) ||
       !at::isIntegralType(labels.scalar_type(), /*includeBool=*/false)) {
     throw InputError(
         detail::kClassificationMetrics,
-        "predictions=" + detail::form_text(predictions) +
-            ", labels=" + detail::form_text(labels),
+        "predictions=" + detail::form_text(predictions) + ", labels=" + detail::form_text(labels),
         "logits [B, " + std::to_string(num_labels_) +
             "] or predicted labels [B], and labels [B] of an integer type");
   }
@@ -70,35 +59,29 @@ void ClassificationMetrics::update(
   }
   const auto truth = labels.detach().to(at::kCPU, at::kLong);
   const auto predicted =
-      (logits ? predictions.detach().argmax(1) : predictions.detach())
-          .to(at::kCPU, at::kLong);
+      (logits ? predictions.detach().argmax(1) : predictions.detach()).to(at::kCPU, at::kLong);
   const auto kept = truth.ne(detail::kIgnoredLabel);
   const auto rows = truth.masked_select(kept);
   const auto columns = predicted.masked_select(kept);
   detail::check_labels(rows, num_labels_, "label");
   detail::check_labels(columns, num_labels_, "predicted label");
-  confusion_.tensor +=
-      at::bincount(rows * num_labels_ + columns, {}, num_labels_ * num_labels_)
-          .view({num_labels_, num_labels_});
+  confusion_.tensor += at::bincount(rows * num_labels_ + columns, {}, num_labels_ * num_labels_)
+                           .view({num_labels_, num_labels_});
 }
 
 void ClassificationMetrics::reset() { confusion_.tensor.zero_(); }
 
 void ClassificationMetrics::set_state(const at::Tensor& state) {
-  detail::check_metric_state(
-      detail::kClassificationMetrics, state, confusion_.tensor);
+  detail::check_metric_state(detail::kClassificationMetrics, state, confusion_.tensor);
   confusion_.tensor.copy_(state);
 }
 
 void ClassificationMetrics::merge_state(const at::Tensor& other) {
-  detail::check_metric_state(
-      detail::kClassificationMetrics, other, confusion_.tensor);
+  detail::check_metric_state(detail::kClassificationMetrics, other, confusion_.tensor);
   confusion_.tensor += other;
 }
 
-int64_t ClassificationMetrics::rows() const {
-  return confusion_.tensor.sum().item<int64_t>();
-}
+int64_t ClassificationMetrics::rows() const { return confusion_.tensor.sum().item<int64_t>(); }
 
 std::vector<ClassScores> ClassificationMetrics::per_class() const {
   const auto cells = confusion_.tensor.accessor<int64_t, 2>();
@@ -111,13 +94,10 @@ std::vector<ClassScores> ClassificationMetrics::per_class() const {
       predicted += cells[other][label];
     }
     const auto right = static_cast<double>(cells[label][label]);
-    scores[label] = {
-        .precision =
-            detail::ratio_or_zero(right, static_cast<double>(predicted)),
-        .recall = detail::ratio_or_zero(right, static_cast<double>(truth)),
-        .f1 = detail::ratio_or_zero(
-            2 * right, static_cast<double>(truth + predicted)),
-        .support = truth};
+    scores[label] = {.precision = detail::ratio_or_zero(right, static_cast<double>(predicted)),
+                     .recall = detail::ratio_or_zero(right, static_cast<double>(truth)),
+                     .f1 = detail::ratio_or_zero(2 * right, static_cast<double>(truth + predicted)),
+                     .support = truth};
   }
   return scores;
 }
@@ -127,13 +107,11 @@ std::map<std::string, double> ClassificationMetrics::compute() const {
 }
 
 double ClassificationMetrics::accuracy() const {
-  return detail::ratio_or_zero(
-      static_cast<double>(confusion_.tensor.trace().item<int64_t>()),
-      static_cast<double>(rows()));
+  return detail::ratio_or_zero(static_cast<double>(confusion_.tensor.trace().item<int64_t>()),
+                               static_cast<double>(rows()));
 }
 
-double ClassificationMetrics::average_of(
-    double ClassScores::*score, Average average) const {
+double ClassificationMetrics::average_of(double ClassScores::*score, Average average) const {
   if (average == Average::micro) {
     return accuracy(); // one label a row: every error is missed and wrong once
   }
@@ -144,8 +122,7 @@ double ClassificationMetrics::average_of(
   for (int64_t label = 0; label < num_labels_; ++label) {
     const auto support = static_cast<double>(scores[label].support);
     const bool occurs = support > 0 || predicted[label].item<int64_t>() > 0;
-    const double weight =
-        average == Average::weighted ? support : (occurs ? 1 : 0);
+    const double weight = average == Average::weighted ? support : (occurs ? 1 : 0);
     sum += weight * (scores[label].*score);
     weights += weight;
   }
@@ -169,8 +146,7 @@ double ClassificationMetrics::matthews_corrcoef() const {
   const auto truth = matrix.sum(1);
   const auto predicted = matrix.sum(0);
   const double n = matrix.sum().item<double>();
-  const double covariance =
-      matrix.trace().item<double>() * n - truth.dot(predicted).item<double>();
+  const double covariance = matrix.trace().item<double>() * n - truth.dot(predicted).item<double>();
   const double of_truth = n * n - truth.dot(truth).item<double>();
   const double of_predicted = n * n - predicted.dot(predicted).item<double>();
   return of_truth == 0 || of_predicted == 0

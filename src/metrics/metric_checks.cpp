@@ -17,33 +17,23 @@ std::string form_text(const at::Tensor& tensor) {
   return text.str();
 }
 
-void check_metric_state(
-    const char* where, const at::Tensor& state, const at::Tensor& own) {
+void check_metric_state(const char* where, const at::Tensor& state, const at::Tensor& own) {
   if (!state.defined() || state.sizes() != own.sizes() ||
       state.scalar_type() != own.scalar_type()) {
-    throw InputError(
-        where,
-        "state=" + form_text(state),
-        form_text(own),
-        "merge metrics with equal options");
+    throw InputError(where, "state=" + form_text(state), form_text(own),
+                     "merge metrics with equal options");
   }
 }
 
-RegressionBatch regression_batch(
-    const char* where,
-    const at::Tensor& predictions,
-    const at::Tensor& targets,
-    bool one_value) {
-  const bool rows = !one_value || predictions.dim() == 1 ||
-                    (predictions.dim() == 2 && predictions.size(1) == 1);
-  if (predictions.sizes() != targets.sizes() || !rows ||
-      predictions.is_complex() || targets.is_complex()) {
+RegressionBatch regression_batch(const char* where, const at::Tensor& predictions,
+                                 const at::Tensor& targets, bool one_value) {
+  const bool rows =
+      !one_value || predictions.dim() == 1 || (predictions.dim() == 2 && predictions.size(1) == 1);
+  if (predictions.sizes() != targets.sizes() || !rows || predictions.is_complex() ||
+      targets.is_complex()) {
     throw InputError(
-        where,
-        "predictions=" + form_text(predictions) +
-            ", targets=" + form_text(targets),
-        one_value ? "real numbers of one shape, [B] or [B, 1]"
-                  : "real numbers of one shape",
+        where, "predictions=" + form_text(predictions) + ", targets=" + form_text(targets),
+        one_value ? "real numbers of one shape, [B] or [B, 1]" : "real numbers of one shape",
         "squeeze or unsqueeze one of them: shapes are not broadcast");
   }
   const auto flat = [](const at::Tensor& tensor) {

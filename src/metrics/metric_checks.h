@@ -22,10 +22,7 @@ struct RegressionBatch {
 };
 /// Throws InputError unless both are real and of one shape; with `one_value`,
 /// also unless each row is one number: [B] or [B, 1].
-RegressionBatch regression_batch(
-    const char* where,
-    const at::Tensor& predictions,
-    const at::Tensor& targets,
-    bool one_value);
+RegressionBatch regression_batch(const char* where, const at::Tensor& predictions,
+                                 const at::Tensor& targets, bool one_value);
 
 } // namespace hasten::detail

@@ -13,9 +13,9 @@ constexpr const char* kMultiLabelMetrics = "metrics::MultiLabelMetrics";
 
 /// 2 tp / (predicted + true), 0 where that is 0 / 0.
 double f1_of(int64_t hits, int64_t predicted, int64_t truth) {
-  return predicted + truth == 0 ? 0.0
-                                : 2.0 * static_cast<double>(hits) /
-                                      static_cast<double>(predicted + truth);
+  return predicted + truth == 0
+             ? 0.0
+             : 2.0 * static_cast<double>(hits) / static_cast<double>(predicted + truth);
 }
 
 } // namespace detail
@@ -23,39 +23,28 @@ double f1_of(int64_t hits, int64_t predicted, int64_t truth) {
 MultiLabelMetrics::MultiLabelMetrics(int64_t num_labels, double threshold)
     : num_labels_(num_labels), threshold_(threshold) {
   if (num_labels < 1) {
-    throw InputError(
-        detail::kMultiLabelMetrics,
-        "num_labels=" + std::to_string(num_labels),
-        "at least 1");
+    throw InputError(detail::kMultiLabelMetrics, "num_labels=" + std::to_string(num_labels),
+                     "at least 1");
   }
   counts_.tensor = at::zeros({3 * num_labels + 2}, at::kLong);
 }
 
-void MultiLabelMetrics::update(
-    const at::Tensor& logits, const at::Tensor& labels) {
+void MultiLabelMetrics::update(const at::Tensor& logits, const at::Tensor& labels) {
   const bool fits = logits.dim() == 2 && logits.size(1) == num_labels_ &&
-                    logits.is_floating_point() &&
-                    labels.sizes() == logits.sizes();
-  const at::Tensor truth =
-      fits ? labels.detach().to(at::kCPU, at::kDouble) : at::Tensor();
+                    logits.is_floating_point() && labels.sizes() == logits.sizes();
+  const at::Tensor truth = fits ? labels.detach().to(at::kCPU, at::kDouble) : at::Tensor();
   if (!fits || !truth.eq(0).logical_or(truth.eq(1)).all().item<bool>()) {
-    throw InputError(
-        detail::kMultiLabelMetrics,
-        "logits=" + detail::form_text(logits) +
-            ", labels=" + detail::form_text(labels) +
-            (fits ? " with other values than 0 and 1" : ""),
-        "logits and labels [B, " + std::to_string(num_labels_) +
-            "], labels 0 or 1");
+    throw InputError(detail::kMultiLabelMetrics,
+                     "logits=" + detail::form_text(logits) +
+                         ", labels=" + detail::form_text(labels) +
+                         (fits ? " with other values than 0 and 1" : ""),
+                     "logits and labels [B, " + std::to_string(num_labels_) + "], labels 0 or 1");
   }
   const at::Tensor has = truth.gt(0);
   const at::Tensor said = logits.detach().cpu().gt(threshold_);
   const at::Tensor right = has.eq(said).all(1).sum().reshape({1});
-  counts_.tensor += at::cat(
-      {has.logical_and(said).sum(0),
-       said.sum(0),
-       has.sum(0),
-       at::full({1}, labels.size(0), at::kLong),
-       right});
+  counts_.tensor += at::cat({has.logical_and(said).sum(0), said.sum(0), has.sum(0),
+                             at::full({1}, labels.size(0), at::kLong), right});
 }
 
 void MultiLabelMetrics::set_state(const at::Tensor& state) {
@@ -70,14 +59,11 @@ void MultiLabelMetrics::merge_state(const at::Tensor& other) {
 
 void MultiLabelMetrics::reset() { counts_.tensor.zero_(); }
 
-int64_t MultiLabelMetrics::rows() const {
-  return counts_.tensor[3 * num_labels_].item<int64_t>();
-}
+int64_t MultiLabelMetrics::rows() const { return counts_.tensor[3 * num_labels_].item<int64_t>(); }
 
 double MultiLabelMetrics::accuracy() const {
   const auto right = counts_.tensor[3 * num_labels_ + 1].item<int64_t>();
-  return rows() == 0 ? 0.0
-                     : static_cast<double>(right) / static_cast<double>(rows());
+  return rows() == 0 ? 0.0 : static_cast<double>(right) / static_cast<double>(rows());
 }
 
 double MultiLabelMetrics::f1(Average average) const {
@@ -107,9 +93,7 @@ double MultiLabelMetrics::f1(Average average) const {
 
 std::map<std::string, double> MultiLabelMetrics::compute() const {
   return {
-      {"accuracy", accuracy()},
-      {"f1_micro", f1(Average::micro)},
-      {"f1_macro", f1(Average::macro)}};
+      {"accuracy", accuracy()}, {"f1_micro", f1(Average::micro)}, {"f1_macro", f1(Average::macro)}};
 }
 
 } // namespace hasten

@@ -23,8 +23,7 @@ void Perplexity::update(const at::Tensor& logits, const at::Tensor& labels) {
       labels.scalar_type() != at::kLong) {
     throw InputError(
         detail::kPerplexity,
-        "logits=" + detail::form_text(logits) +
-            ", labels=" + detail::form_text(labels),
+        "logits=" + detail::form_text(logits) + ", labels=" + detail::form_text(labels),
         "logits [..., vocabulary] of a float type and labels [...] of int64");
   }
   const auto flat = logits.detach().reshape({-1, logits.size(-1)});
@@ -37,27 +36,21 @@ void Perplexity::update(const at::Tensor& logits, const at::Tensor& labels) {
   const int64_t least = tokens.min().item<int64_t>();
   const int64_t most = tokens.max().item<int64_t>();
   if (least < 0 || most >= logits.size(-1)) {
-    throw InputError(
-        detail::kPerplexity,
-        "label=" + std::to_string(least < 0 ? least : most),
-        "0 to " + std::to_string(logits.size(-1) - 1) + ", or " +
-            std::to_string(ignore_index_) + " to skip a token");
+    throw InputError(detail::kPerplexity, "label=" + std::to_string(least < 0 ? least : most),
+                     "0 to " + std::to_string(logits.size(-1) - 1) + ", or " +
+                         std::to_string(ignore_index_) + " to skip a token");
   }
-  const auto type =
-      logits.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const auto type = logits.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   const auto losses = at::log_softmax(flat, 1, type)
                           .gather(1, truth.masked_fill(~kept, 0).unsqueeze(1))
                           .squeeze(1)
                           .masked_select(kept);
-  update(
-      -losses.sum(at::kDouble).item<double>(),
-      static_cast<double>(tokens.numel()));
+  update(-losses.sum(at::kDouble).item<double>(), static_cast<double>(tokens.numel()));
 }
 
 void Perplexity::update(double loss_sum, double tokens) {
   if (!(tokens >= 0)) {
-    throw InputError(
-        detail::kPerplexity, "tokens=" + std::to_string(tokens), "at least 0");
+    throw InputError(detail::kPerplexity, "tokens=" + std::to_string(tokens), "at least 0");
   }
   loss_sum_ += loss_sum;
   tokens_ += tokens;
@@ -67,9 +60,7 @@ double Perplexity::compute() const {
   return std::exp(loss_sum_ / tokens_); // 0 / 0 is NaN
 }
 
-at::Tensor Perplexity::state() const {
-  return at::tensor({loss_sum_, tokens_}, at::kDouble);
-}
+at::Tensor Perplexity::state() const { return at::tensor({loss_sum_, tokens_}, at::kDouble); }
 
 void Perplexity::set_state(const at::Tensor& state) {
   detail::check_metric_state(detail::kPerplexity, state, this->state());

@@ -57,9 +57,7 @@ void Moments::merge(const Moments& other) {
   count = total;
 }
 
-at::Tensor MeanError::state() const {
-  return at::tensor({sum_, count_}, at::kDouble);
-}
+at::Tensor MeanError::state() const { return at::tensor({sum_, count_}, at::kDouble); }
 
 void MeanError::set_state(const at::Tensor& state) {
   check_metric_state("metrics::MeanError", state, this->state());
@@ -77,10 +75,9 @@ void MeanError::reset() { sum_ = count_ = 0; }
 
 } // namespace detail
 
-void MeanSquaredError::update(
-    const at::Tensor& predictions, const at::Tensor& targets) {
-  const auto batch = detail::regression_batch(
-      "metrics::MeanSquaredError", predictions, targets, false);
+void MeanSquaredError::update(const at::Tensor& predictions, const at::Tensor& targets) {
+  const auto batch =
+      detail::regression_batch("metrics::MeanSquaredError", predictions, targets, false);
   sum_ += (batch.predictions - batch.targets).square().sum().item<double>();
   count_ += static_cast<double>(batch.targets.numel());
 }
@@ -90,10 +87,9 @@ double MeanSquaredError::compute() const {
   return squared_ ? mean : std::sqrt(mean);
 }
 
-void MeanAbsoluteError::update(
-    const at::Tensor& predictions, const at::Tensor& targets) {
-  const auto batch = detail::regression_batch(
-      "metrics::MeanAbsoluteError", predictions, targets, false);
+void MeanAbsoluteError::update(const at::Tensor& predictions, const at::Tensor& targets) {
+  const auto batch =
+      detail::regression_batch("metrics::MeanAbsoluteError", predictions, targets, false);
   sum_ += (batch.predictions - batch.targets).abs().sum().item<double>();
   count_ += static_cast<double>(batch.targets.numel());
 }
@@ -101,11 +97,9 @@ void MeanAbsoluteError::update(
 double MeanAbsoluteError::compute() const { return sum_ / count_; }
 
 void R2Score::update(const at::Tensor& predictions, const at::Tensor& targets) {
-  const auto batch =
-      detail::regression_batch("metrics::R2Score", predictions, targets, true);
+  const auto batch = detail::regression_batch("metrics::R2Score", predictions, targets, true);
   targets_.merge(detail::moments_of(batch.targets, batch.targets));
-  squared_errors_ +=
-      (batch.predictions - batch.targets).square().sum().item<double>();
+  squared_errors_ += (batch.predictions - batch.targets).square().sum().item<double>();
 }
 
 double R2Score::compute() const {
@@ -120,11 +114,7 @@ double R2Score::compute() const {
 
 at::Tensor R2Score::state() const {
   return at::tensor(
-      {targets_.count,
-       targets_.first_x,
-       targets_.mean_x,
-       targets_.xx,
-       squared_errors_},
+      {targets_.count, targets_.first_x, targets_.mean_x, targets_.xx, squared_errors_},
       at::kDouble);
 }
 
@@ -148,10 +138,9 @@ void R2Score::merge_state(const at::Tensor& other) {
 
 void R2Score::reset() { *this = R2Score(); }
 
-void PearsonCorrCoef::update(
-    const at::Tensor& predictions, const at::Tensor& targets) {
-  const auto batch = detail::regression_batch(
-      "metrics::PearsonCorrCoef", predictions, targets, true);
+void PearsonCorrCoef::update(const at::Tensor& predictions, const at::Tensor& targets) {
+  const auto batch =
+      detail::regression_batch("metrics::PearsonCorrCoef", predictions, targets, true);
   moments_.merge(detail::moments_of(batch.predictions, batch.targets));
 }
 
@@ -159,22 +148,14 @@ double PearsonCorrCoef::compute() const {
   if (moments_.count < 2 || moments_.xx == 0 || moments_.yy == 0) {
     return detail::kNoValue;
   }
-  const double r =
-      moments_.xy / (std::sqrt(moments_.xx) * std::sqrt(moments_.yy));
+  const double r = moments_.xy / (std::sqrt(moments_.xx) * std::sqrt(moments_.yy));
   return std::clamp(r, -1.0, 1.0);
 }
 
 at::Tensor PearsonCorrCoef::state() const {
-  return at::tensor(
-      {moments_.count,
-       moments_.first_x,
-       moments_.first_y,
-       moments_.mean_x,
-       moments_.mean_y,
-       moments_.xx,
-       moments_.yy,
-       moments_.xy},
-      at::kDouble);
+  return at::tensor({moments_.count, moments_.first_x, moments_.first_y, moments_.mean_x,
+                     moments_.mean_y, moments_.xx, moments_.yy, moments_.xy},
+                    at::kDouble);
 }
 
 void PearsonCorrCoef::set_state(const at::Tensor& state) {
@@ -186,15 +167,14 @@ void PearsonCorrCoef::set_state(const at::Tensor& state) {
 void PearsonCorrCoef::merge_state(const at::Tensor& other) {
   detail::check_metric_state("metrics::PearsonCorrCoef", other, state());
   const auto values = other.accessor<double, 1>();
-  moments_.merge(
-      {.count = values[0],
-       .first_x = values[1],
-       .first_y = values[2],
-       .mean_x = values[3],
-       .mean_y = values[4],
-       .xx = values[5],
-       .yy = values[6],
-       .xy = values[7]});
+  moments_.merge({.count = values[0],
+                  .first_x = values[1],
+                  .first_y = values[2],
+                  .mean_x = values[3],
+                  .mean_y = values[4],
+                  .xx = values[5],
+                  .yy = values[6],
+                  .xy = values[7]});
 }
 
 void PearsonCorrCoef::reset() { moments_ = {}; }

@@ -20,20 +20,17 @@ constexpr const char* kSpearman = "metrics::SpearmanCorrCoef";
 
 // Rank of each value among all, each counted `counts` times; equal ones share the
 // mean of their ranks. From 1.
-std::vector<double> mean_ranks(
-    const std::vector<double>& values, const std::vector<double>& counts) {
+std::vector<double> mean_ranks(const std::vector<double>& values,
+                               const std::vector<double>& counts) {
   std::vector<size_t> order(values.size());
   std::iota(order.begin(), order.end(), size_t{0});
-  std::sort(order.begin(), order.end(), [&](size_t a, size_t b) {
-    return values[a] < values[b];
-  });
+  std::sort(order.begin(), order.end(), [&](size_t a, size_t b) { return values[a] < values[b]; });
   std::vector<double> ranks(values.size());
   double before = 0;
   for (size_t begin = 0; begin < order.size();) {
     size_t end = begin;
     double count = 0;
-    for (; end < order.size() && values[order[end]] == values[order[begin]];
-         ++end) {
+    for (; end < order.size() && values[order[end]] == values[order[begin]]; ++end) {
       count += counts[order[end]];
     }
     for (size_t i = begin; i < end; ++i) {
@@ -49,17 +46,12 @@ std::vector<double> mean_ranks(
 
 SpearmanCorrCoef::SpearmanCorrCoef(int64_t capacity) : capacity_(capacity) {
   if (capacity < 2) {
-    throw InputError(
-        detail::kSpearman,
-        "capacity=" + std::to_string(capacity),
-        "at least 2");
+    throw InputError(detail::kSpearman, "capacity=" + std::to_string(capacity), "at least 2");
   }
 }
 
-void SpearmanCorrCoef::update(
-    const at::Tensor& predictions, const at::Tensor& targets) {
-  const auto batch =
-      detail::regression_batch(detail::kSpearman, predictions, targets, true);
+void SpearmanCorrCoef::update(const at::Tensor& predictions, const at::Tensor& targets) {
+  const auto batch = detail::regression_batch(detail::kSpearman, predictions, targets, true);
   const auto x = batch.predictions.contiguous();
   const auto y = batch.targets.contiguous();
   const auto* px = x.const_data_ptr<double>();
@@ -77,14 +69,13 @@ void SpearmanCorrCoef::update(
 void SpearmanCorrCoef::add(double x, double y, double count) {
   x += 0.0; // -0 and 0 are one value
   y += 0.0;
-  const uint64_t hash = stream_seed(
-      "spearman", 0, std::bit_cast<uint64_t>(x), std::bit_cast<uint64_t>(y));
+  const uint64_t hash =
+      stream_seed("spearman", 0, std::bit_cast<uint64_t>(x), std::bit_cast<uint64_t>(y));
   if (full_ && hash > kept_.back().hash) {
     return;
   }
   pending_.push_back({hash, x, y, count});
-  if (static_cast<int64_t>(pending_.size()) >=
-      std::max<int64_t>(capacity_, 1024)) {
+  if (static_cast<int64_t>(pending_.size()) >= std::max<int64_t>(capacity_, 1024)) {
     compact();
   }
 }
@@ -96,12 +87,9 @@ void SpearmanCorrCoef::compact() const {
   }
   kept_.insert(kept_.end(), pending_.begin(), pending_.end());
   pending_.clear();
-  const auto key = [](const Pair& pair) {
-    return std::tie(pair.hash, pair.x, pair.y);
-  };
-  std::sort(kept_.begin(), kept_.end(), [&](const Pair& a, const Pair& b) {
-    return key(a) < key(b);
-  });
+  const auto key = [](const Pair& pair) { return std::tie(pair.hash, pair.x, pair.y); };
+  std::sort(kept_.begin(), kept_.end(),
+            [&](const Pair& a, const Pair& b) { return key(a) < key(b); });
   size_t used = 0;
   for (size_t i = 1; i < kept_.size(); ++i) {
     if (key(kept_[i]) == key(kept_[used])) {
@@ -174,8 +162,7 @@ void SpearmanCorrCoef::set_state(const at::Tensor& state) {
 }
 
 void SpearmanCorrCoef::merge_state(const at::Tensor& other) {
-  detail::check_metric_state(
-      detail::kSpearman, other, at::empty({capacity_ + 1, 3}, at::kDouble));
+  detail::check_metric_state(detail::kSpearman, other, at::empty({capacity_ + 1, 3}, at::kDouble));
   const auto values = other.accessor<double, 2>();
   for (int64_t i = 1; i <= capacity_ && values[i][2] > 0; ++i) {
     add(values[i][0], values[i][1], values[i][2]);

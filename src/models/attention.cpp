@@ -9,13 +9,8 @@
 
 namespace hasten::detail {
 
-at::Tensor self_attention(
-    const at::Tensor& q,
-    const at::Tensor& k,
-    const at::Tensor& v,
-    const at::Tensor& mask,
-    int64_t heads,
-    double dropout) {
+at::Tensor self_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                          const at::Tensor& mask, int64_t heads, double dropout) {
   if (takes_narrow_attention(q, k, v)) {
     return narrow_attention(q, k, v, mask, heads, dropout);
   }
@@ -31,17 +26,14 @@ at::Tensor self_attention(
     if (mask.defined()) {
       bias = mask.expand({rows, heads, queries, k.size(1)});
     }
-    context = at::scaled_dot_product_attention(
-        by_head(q), by_head(k), by_head(v), bias);
+    context = at::scaled_dot_product_attention(by_head(q), by_head(k), by_head(v), bias);
   } else {
     const double scale = 1.0 / std::sqrt(static_cast<double>(width));
-    at::Tensor scores =
-        at::matmul(by_head(q) * scale, by_head(k).transpose(2, 3));
+    at::Tensor scores = at::matmul(by_head(q) * scale, by_head(k).transpose(2, 3));
     if (mask.defined()) {
       scores = scores + mask;
     }
-    context = at::matmul(
-        dropout_add(at::softmax(scores, -1), {}, dropout), by_head(v));
+    context = at::matmul(dropout_add(at::softmax(scores, -1), {}, dropout), by_head(v));
   }
   return context.transpose(1, 2).reshape({rows, queries, heads * width});
 }

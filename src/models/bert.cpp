@@ -27,8 +27,8 @@ torch::nn::Linear make_bert_linear(int64_t in, int64_t out) {
   return linear;
 }
 
-torch::nn::Embedding make_bert_embedding(
-    int64_t rows, int64_t width, std::optional<int64_t> padding = {}) {
+torch::nn::Embedding make_bert_embedding(int64_t rows, int64_t width,
+                                         std::optional<int64_t> padding = {}) {
   auto options = torch::nn::EmbeddingOptions(rows, width);
   options._weight(at::empty({rows, width}));
   options.padding_idx(padding);
@@ -36,8 +36,8 @@ torch::nn::Embedding make_bert_embedding(
 }
 
 torch::nn::LayerNorm make_bert_norm(const BertConfig& config) {
-  return torch::nn::LayerNorm(torch::nn::LayerNormOptions({config.hidden_size})
-                                  .eps(config.layer_norm_eps));
+  return torch::nn::LayerNorm(
+      torch::nn::LayerNormOptions({config.hidden_size}).eps(config.layer_norm_eps));
 }
 
 void draw_bert_linear(torch::nn::LinearImpl& linear, double range) {
@@ -70,13 +70,10 @@ BertLayerImpl::BertLayerImpl(const BertConfig& config)
     : query(detail::make_bert_linear(config.hidden_size, config.hidden_size)),
       key(detail::make_bert_linear(config.hidden_size, config.hidden_size)),
       value(detail::make_bert_linear(config.hidden_size, config.hidden_size)),
-      attention_output(
-          detail::make_bert_linear(config.hidden_size, config.hidden_size)),
+      attention_output(detail::make_bert_linear(config.hidden_size, config.hidden_size)),
       attention_norm(detail::make_bert_norm(config)),
-      intermediate(detail::make_bert_linear(
-          config.hidden_size, config.intermediate_size)),
-      output(detail::make_bert_linear(
-          config.intermediate_size, config.hidden_size)),
+      intermediate(detail::make_bert_linear(config.hidden_size, config.intermediate_size)),
+      output(detail::make_bert_linear(config.intermediate_size, config.hidden_size)),
       output_norm(detail::make_bert_norm(config)),
       heads_(config.num_attention_heads),
       hidden_dropout_(config.hidden_dropout_prob),
@@ -99,27 +96,18 @@ BertLayerImpl::BertLayerImpl(const BertConfig& config)
   last->register_module("LayerNorm", output_norm);
 }
 
-at::Tensor BertLayerImpl::attend(
-    const at::Tensor& asking,
-    const at::Tensor& hidden,
-    const at::Tensor& mask) {
+at::Tensor BertLayerImpl::attend(const at::Tensor& asking, const at::Tensor& hidden,
+                                 const at::Tensor& mask) {
   const at::Tensor read = autocast_cast(hidden); // once for all
-  return detail::self_attention(
-      detail::bert_linear(query, asking.is_same(hidden) ? read : asking),
-      detail::bert_linear(key, read),
-      detail::bert_linear(value, read),
-      mask,
-      heads_,
-      is_training() ? attention_dropout_ : 0.0);
+  return detail::self_attention(detail::bert_linear(query, asking.is_same(hidden) ? read : asking),
+                                detail::bert_linear(key, read), detail::bert_linear(value, read),
+                                mask, heads_, is_training() ? attention_dropout_ : 0.0);
 }
 
-at::Tensor BertLayerImpl::forward(
-    at::Tensor hidden, at::Tensor mask, bool first_token_only) {
+at::Tensor BertLayerImpl::forward(at::Tensor hidden, at::Tensor mask, bool first_token_only) {
   const double p = is_training() ? hidden_dropout_ : 0.0;
-  const at::Tensor asking =
-      first_token_only ? hidden.narrow(1, 0, 1).contiguous() : hidden;
-  const at::Tensor context =
-      detail::bert_linear(attention_output, attend(asking, hidden, mask));
+  const at::Tensor asking = first_token_only ? hidden.narrow(1, 0, 1).contiguous() : hidden;
+  const at::Tensor context = detail::bert_linear(attention_output, attend(asking, hidden, mask));
   hidden = attention_norm->forward(detail::dropout_add(context, asking, p));
   at::Tensor wide = detail::bert_linear(intermediate, hidden);
   if (activation_ == "relu") {
@@ -127,17 +115,16 @@ at::Tensor BertLayerImpl::forward(
   } else {
     wide = at::gelu(wide, activation_ == "gelu" ? "none" : "tanh");
   }
-  return output_norm->forward(
-      detail::dropout_add(detail::bert_linear(output, wide), hidden, p));
+  return output_norm->forward(detail::dropout_add(detail::bert_linear(output, wide), hidden, p));
 }
 
 BertModelImpl::BertModelImpl(const BertConfig& config)
-    : word_embeddings(detail::make_bert_embedding(
-          config.vocab_size, config.hidden_size, config.pad_token_id)),
-      position_embeddings(detail::make_bert_embedding(
-          config.max_position_embeddings, config.hidden_size)),
-      token_type_embeddings(detail::make_bert_embedding(
-          config.type_vocab_size, config.hidden_size)),
+    : word_embeddings(
+          detail::make_bert_embedding(config.vocab_size, config.hidden_size, config.pad_token_id)),
+      position_embeddings(
+          detail::make_bert_embedding(config.max_position_embeddings, config.hidden_size)),
+      token_type_embeddings(
+          detail::make_bert_embedding(config.type_vocab_size, config.hidden_size)),
       embedding_norm(detail::make_bert_norm(config)),
       pooler(detail::make_bert_linear(config.hidden_size, config.hidden_size)),
       hidden_dropout_(config.hidden_dropout_prob) {
@@ -153,38 +140,30 @@ BertModelImpl::BertModelImpl(const BertConfig& config)
     layers.emplace_back(config);
     list->push_back(layers.back());
   }
-  register_module("pooler", std::make_shared<Module>())
-      ->register_module("dense", pooler);
+  register_module("pooler", std::make_shared<Module>())->register_module("dense", pooler);
 }
 
-at::Tensor BertModelImpl::embed(
-    const at::Tensor& input_ids, const at::Tensor& types) {
+at::Tensor BertModelImpl::embed(const at::Tensor& input_ids, const at::Tensor& types) {
   const int64_t tokens = input_ids.size(1);
   const int64_t limit = position_embeddings->options.num_embeddings();
   if (tokens > limit) {
-    throw InputError(
-        "models::BertModel",
-        "tokens in a row=" + std::to_string(tokens),
-        "at most max_position_embeddings=" + std::to_string(limit),
-        "truncate the texts (max_length)");
+    throw InputError("models::BertModel", "tokens in a row=" + std::to_string(tokens),
+                     "at most max_position_embeddings=" + std::to_string(limit),
+                     "truncate the texts (max_length)");
   }
   const at::Tensor words = word_embeddings->forward(input_ids);
   // Positions are the rows from 0: a slice needs no lookup. So does the one type
   // that texts without pairs have.
   const at::Tensor positions = position_embeddings->weight.slice(0, 0, tokens);
-  const at::Tensor sum =
-      types.defined()
-          ? words + token_type_embeddings->forward(types) + positions
-          : words + (positions + token_type_embeddings->weight.select(0, 0));
-  return detail::dropout_add(
-      embedding_norm->forward(sum), {}, is_training() ? hidden_dropout_ : 0.0);
+  const at::Tensor sum = types.defined()
+                             ? words + token_type_embeddings->forward(types) + positions
+                             : words + (positions + token_type_embeddings->weight.select(0, 0));
+  return detail::dropout_add(embedding_norm->forward(sum), {},
+                             is_training() ? hidden_dropout_ : 0.0);
 }
 
-at::Tensor BertModelImpl::forward(
-    at::Tensor input_ids,
-    at::Tensor attention_mask,
-    at::Tensor token_type_ids,
-    bool first_token_only) {
+at::Tensor BertModelImpl::forward(at::Tensor input_ids, at::Tensor attention_mask,
+                                  at::Tensor token_type_ids, bool first_token_only) {
   at::Tensor hidden = embed(input_ids, token_type_ids);
   at::Tensor mask;
   if (attention_mask.defined()) {
@@ -192,11 +171,9 @@ at::Tensor BertModelImpl::forward(
     // Asking a GPU would make it wait; there the mask stays.
     if (!padding.is_cpu() || padding.any().item<bool>()) {
       mask = at::zeros(padding.sizes(), hidden.options());
-      mask.masked_fill_(
-          padding,
-          hidden.scalar_type() == at::kHalf
-              ? -65504.0
-              : static_cast<double>(std::numeric_limits<float>::lowest()));
+      mask.masked_fill_(padding, hidden.scalar_type() == at::kHalf
+                                     ? -65504.0
+                                     : static_cast<double>(std::numeric_limits<float>::lowest()));
       mask = mask.view({padding.size(0), 1, 1, padding.size(1)});
     }
   }
@@ -211,35 +188,28 @@ at::Tensor BertModelImpl::pool(const at::Tensor& hidden) {
   return at::tanh(detail::bert_linear(pooler, hidden.select(1, 0)));
 }
 
-BertForSequenceClassificationImpl::BertForSequenceClassificationImpl(
-    BertConfig config, bool initialize)
+BertForSequenceClassificationImpl::BertForSequenceClassificationImpl(BertConfig config,
+                                                                     bool initialize)
     : config_(std::move(config)) {
   config_.validate();
   bert = register_module("bert", BertModel(config_));
-  classifier = register_module(
-      "classifier",
-      detail::make_bert_linear(config_.hidden_size, config_.num_labels()));
+  classifier = register_module("classifier",
+                               detail::make_bert_linear(config_.hidden_size, config_.num_labels()));
   if (initialize) {
     detail::draw_bert_weights(*bert, config_.initializer_range);
     reset_classifier();
   }
 }
 
-at::Tensor BertForSequenceClassificationImpl::forward(
-    at::Tensor input_ids,
-    at::Tensor attention_mask,
-    at::Tensor token_type_ids) {
+at::Tensor BertForSequenceClassificationImpl::forward(at::Tensor input_ids,
+                                                      at::Tensor attention_mask,
+                                                      at::Tensor token_type_ids) {
   // The classifier reads the first token alone, so the last block makes no other:
   // a sixth to a quarter of the work of shallow models, and the same logits.
-  const at::Tensor hidden = bert->forward(
-      std::move(input_ids),
-      std::move(attention_mask),
-      std::move(token_type_ids),
-      true);
+  const at::Tensor hidden = bert->forward(std::move(input_ids), std::move(attention_mask),
+                                          std::move(token_type_ids), true);
   const double p =
-      is_training()
-          ? config_.classifier_dropout.value_or(config_.hidden_dropout_prob)
-          : 0.0;
+      is_training() ? config_.classifier_dropout.value_or(config_.hidden_dropout_prob) : 0.0;
   return classifier->forward(detail::dropout_add(bert->pool(hidden), {}, p));
 }
 

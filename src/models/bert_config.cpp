@@ -24,32 +24,25 @@ constexpr std::array<BertShape, 4> kBertShapes = {{
     {"bert-base", 12, 768},
 }};
 
-[[noreturn]] void throw_bad_config(
-    std::string_view source,
-    const std::string& what,
-    const std::string& expected) {
+[[noreturn]] void throw_bad_config(std::string_view source, const std::string& what,
+                                   const std::string& expected) {
   throw InputError(kConfigWhere, std::string(source) + ": " + what, expected);
 }
 
 // Takes `key` out of `json` into `value`; null counts as absent.
 template <typename T>
-void take_key(
-    nlohmann::json& json,
-    std::string_view source,
-    const char* key,
-    T& value,
-    const char* expected) {
+void take_key(nlohmann::json& json, std::string_view source, const char* key, T& value,
+              const char* expected) {
   const auto found = json.find(key);
   if (found == json.end()) {
     return;
   }
   if (!found->is_null()) {
     const bool fits = std::is_same_v<T, std::string> ? found->is_string()
-                      : std::is_same_v<T, int64_t> ? found->is_number_integer()
-                                                   : found->is_number();
+                      : std::is_same_v<T, int64_t>   ? found->is_number_integer()
+                                                     : found->is_number();
     if (!fits) {
-      throw_bad_config(
-          source, std::string(key) + "=" + found->dump(), expected);
+      throw_bad_config(source, std::string(key) + "=" + found->dump(), expected);
     }
     value = found->template get<T>();
   }
@@ -57,13 +50,11 @@ void take_key(
 }
 
 // {"0": "negative", "1": "positive"} -> names by id.
-std::vector<std::string> take_labels(
-    nlohmann::json& json, std::string_view source) {
+std::vector<std::string> take_labels(nlohmann::json& json, std::string_view source) {
   int64_t count = 2;
   take_key(json, source, "num_labels", count, "a whole number");
   if (count < 1 || count > 1'000'000) {
-    throw_bad_config(
-        source, "num_labels=" + std::to_string(count), "1 to 1000000");
+    throw_bad_config(source, "num_labels=" + std::to_string(count), "1 to 1000000");
   }
   const nlohmann::json map = json.value("id2label", nlohmann::json());
   json.erase("id2label");
@@ -83,29 +74,22 @@ std::vector<std::string> take_labels(
     names.push_back(found->get<std::string>());
   }
   if (!map.is_object() || map.empty() || names.size() != map.size()) {
-    throw_bad_config(
-        source,
-        "id2label=" + map.dump().substr(0, 200),
-        "{\"0\": \"name\", \"1\": \"name\", …} without gaps");
+    throw_bad_config(source, "id2label=" + map.dump().substr(0, 200),
+                     "{\"0\": \"name\", \"1\": \"name\", …} without gaps");
   }
   return names;
 }
 
 // What would silently give other numbers than the file's author had.
-void refuse_other_architectures(
-    const nlohmann::json& json, std::string_view source) {
+void refuse_other_architectures(const nlohmann::json& json, std::string_view source) {
   const auto type = json.find("model_type");
   if (type == json.end() || *type != "bert") {
-    throw_bad_config(
-        source,
-        type == json.end() ? "no model_type" : "model_type=" + type->dump(),
-        "one that hasten has: \"bert\"");
+    throw_bad_config(source, type == json.end() ? "no model_type" : "model_type=" + type->dump(),
+                     "one that hasten has: \"bert\"");
   }
   const auto position = json.find("position_embedding_type");
-  if (position != json.end() && !position->is_null() &&
-      *position != "absolute") {
-    throw_bad_config(
-        source, "position_embedding_type=" + position->dump(), "\"absolute\"");
+  if (position != json.end() && !position->is_null() && *position != "absolute") {
+    throw_bad_config(source, "position_embedding_type=" + position->dump(), "\"absolute\"");
   }
   for (const char* key : {"is_decoder", "add_cross_attention"}) {
     if (json.contains(key) && json[key] == true) {
@@ -116,8 +100,7 @@ void refuse_other_architectures(
 
 } // namespace detail
 
-BertConfig BertConfig::from_json(
-    const nlohmann::json& json, std::string_view source) {
+BertConfig BertConfig::from_json(const nlohmann::json& json, std::string_view source) {
   if (!json.is_object()) {
     detail::throw_bad_config(source, "no JSON object", "a configuration");
   }
@@ -140,10 +123,7 @@ BertConfig BertConfig::from_json(
   take("pad_token_id", config.pad_token_id, kWhole);
   take("hidden_act", config.hidden_act, kText);
   take("hidden_dropout_prob", config.hidden_dropout_prob, kNumber);
-  take(
-      "attention_probs_dropout_prob",
-      config.attention_probs_dropout_prob,
-      kNumber);
+  take("attention_probs_dropout_prob", config.attention_probs_dropout_prob, kNumber);
   double classifier_dropout = -1;
   take("classifier_dropout", classifier_dropout, kNumber);
   if (classifier_dropout >= 0) {
@@ -182,10 +162,8 @@ BertConfig BertConfig::from_shape(std::string_view shape, int64_t vocab_size) {
       return config;
     }
   }
-  throw InputError(
-      detail::kConfigWhere,
-      "unknown shape=" + std::string(shape),
-      "one of " + shapes_text() + ", or a model folder");
+  throw InputError(detail::kConfigWhere, "unknown shape=" + std::string(shape),
+                   "one of " + shapes_text() + ", or a model folder");
 }
 
 std::string BertConfig::shapes_text() {
@@ -197,15 +175,12 @@ std::string BertConfig::shapes_text() {
 }
 
 bool BertConfig::is_shape(std::string_view name) {
-  return std::any_of(
-      detail::kBertShapes.begin(),
-      detail::kBertShapes.end(),
-      [&](const auto& shape) { return shape.name == name; });
+  return std::any_of(detail::kBertShapes.begin(), detail::kBertShapes.end(),
+                     [&](const auto& shape) { return shape.name == name; });
 }
 
 nlohmann::json BertConfig::to_json() const {
-  nlohmann::json json =
-      parse_json(detail::kConfigWhere, "other_keys", other_keys);
+  nlohmann::json json = parse_json(detail::kConfigWhere, "other_keys", other_keys);
   nlohmann::json ids = nlohmann::json::object();
   nlohmann::json names = nlohmann::json::object();
   for (size_t i = 0; i < id2label.size(); ++i) {
@@ -232,9 +207,8 @@ nlohmann::json BertConfig::to_json() const {
       {"label2id", names},
       {"dtype", dtype},
   });
-  json["classifier_dropout"] = classifier_dropout
-                                   ? nlohmann::json(*classifier_dropout)
-                                   : nlohmann::json();
+  json["classifier_dropout"] =
+      classifier_dropout ? nlohmann::json(*classifier_dropout) : nlohmann::json();
   if (!problem_type.empty()) {
     json["problem_type"] = problem_type;
   }
@@ -245,10 +219,8 @@ void BertConfig::validate(std::string_view source) const {
   const auto at_least = [&](const char* key, int64_t value, int64_t least) {
     // The limit keeps products of two sizes far from overflow.
     if (value < least || value > 100'000'000) {
-      detail::throw_bad_config(
-          source,
-          key + ("=" + std::to_string(value)),
-          std::to_string(least) + " to 100000000");
+      detail::throw_bad_config(source, key + ("=" + std::to_string(value)),
+                               std::to_string(least) + " to 100000000");
     }
   };
   at_least("vocab_size", vocab_size, 1);
@@ -260,40 +232,32 @@ void BertConfig::validate(std::string_view source) const {
   at_least("type_vocab_size", type_vocab_size, 1);
   at_least("number of labels", num_labels(), 1);
   if (hidden_size % num_attention_heads != 0) {
-    detail::throw_bad_config(
-        source,
-        "hidden_size=" + std::to_string(hidden_size) +
-            ", num_attention_heads=" + std::to_string(num_attention_heads),
-        "a width that the number of heads divides");
+    detail::throw_bad_config(source,
+                             "hidden_size=" + std::to_string(hidden_size) +
+                                 ", num_attention_heads=" + std::to_string(num_attention_heads),
+                             "a width that the number of heads divides");
   }
   if (pad_token_id < 0 || pad_token_id >= vocab_size) {
-    detail::throw_bad_config(
-        source,
-        "pad_token_id=" + std::to_string(pad_token_id),
-        "an id below vocab_size=" + std::to_string(vocab_size));
+    detail::throw_bad_config(source, "pad_token_id=" + std::to_string(pad_token_id),
+                             "an id below vocab_size=" + std::to_string(vocab_size));
   }
-  if (hidden_act != "gelu" && hidden_act != "gelu_new" &&
-      hidden_act != "relu") {
-    detail::throw_bad_config(
-        source,
-        "hidden_act=\"" + hidden_act + "\"",
-        "\"gelu\", \"gelu_new\" or \"relu\"");
+  if (hidden_act != "gelu" && hidden_act != "gelu_new" && hidden_act != "relu") {
+    detail::throw_bad_config(source, "hidden_act=\"" + hidden_act + "\"",
+                             "\"gelu\", \"gelu_new\" or \"relu\"");
   }
   const auto probability = [&](const char* key, double value) {
     if (!(value >= 0 && value < 1)) {
-      detail::throw_bad_config(
-          source, key + ("=" + std::to_string(value)), "from 0 to below 1");
+      detail::throw_bad_config(source, key + ("=" + std::to_string(value)), "from 0 to below 1");
     }
   };
   probability("hidden_dropout_prob", hidden_dropout_prob);
   probability("attention_probs_dropout_prob", attention_probs_dropout_prob);
   probability("classifier_dropout", classifier_dropout.value_or(0));
   if (!(initializer_range >= 0 && layer_norm_eps > 0)) {
-    detail::throw_bad_config(
-        source,
-        "initializer_range=" + std::to_string(initializer_range) +
-            ", layer_norm_eps=" + std::to_string(layer_norm_eps),
-        "positive numbers");
+    detail::throw_bad_config(source,
+                             "initializer_range=" + std::to_string(initializer_range) +
+                                 ", layer_norm_eps=" + std::to_string(layer_norm_eps),
+                             "positive numbers");
   }
 }
 

@@ -88,8 +88,7 @@ void layer_backward(MemoryTape& tape, const LayerSizes& s) {
   tape.give(of_sum);
   tape.take(s.w()); // of intermediate
   tape.give(2 * s.w()); // of the activation; its saved input
-  linear_backward(
-      tape, s.asking, s.hidden, s.wide); // of the first norm's output
+  linear_backward(tape, s.asking, s.hidden, s.wide); // of the first norm's output
   tape.give(s.w() + s.a()); // of intermediate; into the residual's
   norm_backward(tape, s);
   linear_backward(tape, s.asking, s.hidden, s.hidden); // of the context
@@ -107,8 +106,7 @@ void layer_backward(MemoryTape& tape, const LayerSizes& s) {
     tape.give(s.scores + s.a() + s.n()); // both saved
   } else {
     tape.take(s.a() + 2 * s.n()); // of queries, keys, values
-    tape.give(
-        2 * s.a() + s.heads_asking + 2 * s.n()); // of the context; all saved
+    tape.give(2 * s.a() + s.heads_asking + 2 * s.n()); // of the context; all saved
   }
   // Beside the residual's gradient, which becomes the input's. Query, key, value: back
   // from heads, contiguous; the input's part, added.
@@ -127,8 +125,7 @@ void layer_backward(MemoryTape& tape, const LayerSizes& s) {
 }
 
 /// Pooler and classifier, forward and backward; returns what is alive between.
-int64_t head_of_step(
-    MemoryTape& tape, int64_t rows, int64_t h, int64_t labels, bool narrow) {
+int64_t head_of_step(MemoryTape& tape, int64_t rows, int64_t h, int64_t labels, bool narrow) {
   if (!narrow) {
     tape.take(3 * rows * h); // pooler, its tanh, dropout
     const int64_t saved = tape.live();
@@ -159,50 +156,38 @@ std::vector<std::vector<int64_t>> bert_layer_shapes(const BertConfig& config) {
     shapes.push_back({h, h});
     shapes.push_back({h});
   }
-  shapes.insert(
-      shapes.end(),
-      {{h}, {h}, {i, h}, {i}, {h, i}, {h}, {h}, {h}}); // with both norms
+  shapes.insert(shapes.end(), {{h}, {h}, {i, h}, {i}, {h, i}, {h}, {h}, {h}}); // with both norms
   return shapes;
 }
 
-std::vector<std::vector<int64_t>> bert_parameter_shapes(
-    const BertConfig& config) {
+std::vector<std::vector<int64_t>> bert_parameter_shapes(const BertConfig& config) {
   const int64_t h = config.hidden_size;
-  std::vector<std::vector<int64_t>> shapes = {
-      {config.vocab_size, h},
-      {config.max_position_embeddings, h},
-      {config.type_vocab_size, h},
-      {h},
-      {h}};
+  std::vector<std::vector<int64_t>> shapes = {{config.vocab_size, h},
+                                              {config.max_position_embeddings, h},
+                                              {config.type_vocab_size, h},
+                                              {h},
+                                              {h}};
   for (int64_t layer = 0; layer < config.num_hidden_layers; ++layer) {
     const auto of_layer = bert_layer_shapes(config);
     shapes.insert(shapes.end(), of_layer.begin(), of_layer.end());
   }
-  shapes.insert(
-      shapes.end(),
-      {{h, h}, {h}, {config.num_labels(), h}, {config.num_labels()}});
+  shapes.insert(shapes.end(), {{h, h}, {h}, {config.num_labels(), h}, {config.num_labels()}});
   return shapes;
 }
 
-BertStepMemory bert_step_memory(
-    const BertConfig& config,
-    int64_t rows,
-    int64_t tokens,
-    GradientPlace gradients,
-    at::ScalarType compute_dtype) {
+BertStepMemory bert_step_memory(const BertConfig& config, int64_t rows, int64_t tokens,
+                                GradientPlace gradients, at::ScalarType compute_dtype) {
   if (compute_dtype != at::kFloat && compute_dtype != at::kBFloat16) {
-    throw InputError(
-        "models::bert_step_memory",
-        std::string("compute_dtype=") + c10::toString(compute_dtype),
-        "Float or BFloat16");
+    throw InputError("models::bert_step_memory",
+                     std::string("compute_dtype=") + c10::toString(compute_dtype),
+                     "Float or BFloat16");
   }
   const bool narrow = compute_dtype == at::kBFloat16;
   if (rows < 1 || tokens < 1 || tokens > config.max_position_embeddings) {
-    throw InputError(
-        "models::bert_step_memory",
-        "rows=" + std::to_string(rows) + ", tokens=" + std::to_string(tokens),
-        "1 or more, and at most the model's " +
-            std::to_string(config.max_position_embeddings) + " tokens");
+    throw InputError("models::bert_step_memory",
+                     "rows=" + std::to_string(rows) + ", tokens=" + std::to_string(tokens),
+                     "1 or more, and at most the model's " +
+                         std::to_string(config.max_position_embeddings) + " tokens");
   }
   const int64_t h = config.hidden_size;
   detail::LayerSizes all{};
@@ -238,12 +223,11 @@ BertStepMemory bert_step_memory(
   }
   const int64_t layers = config.num_hidden_layers;
   for (int64_t layer = 0; layer < layers; ++layer) {
-    (narrow ? detail::layer_forward_bf16 : detail::layer_forward)(
-        tape, layer + 1 == layers ? last : all);
+    (narrow ? detail::layer_forward_bf16 : detail::layer_forward)(tape,
+                                                                  layer + 1 == layers ? last : all);
   }
   BertStepMemory memory;
-  memory.saved_bytes =
-      detail::head_of_step(tape, rows, h, config.num_labels(), narrow);
+  memory.saved_bytes = detail::head_of_step(tape, rows, h, config.num_labels(), narrow);
   // The gradient of the last layer's output takes the place of that output.
   for (int64_t layer = layers - 1; layer >= 0; --layer) {
     (narrow ? detail::layer_backward_bf16 : detail::layer_backward)(

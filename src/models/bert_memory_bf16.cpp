@@ -10,8 +10,7 @@ static bool keeps_weight(int64_t rows, int64_t in, int64_t out) {
   return !linear_uses_bf16(rows, in, out);
 }
 
-void linear_forward_bf16(
-    MemoryTape& tape, int64_t rows, int64_t in, int64_t out, bool converts_x) {
+void linear_forward_bf16(MemoryTape& tape, int64_t rows, int64_t in, int64_t out, bool converts_x) {
   if (converts_x) {
     tape.take16(rows * in); // saved
   }
@@ -22,8 +21,7 @@ void linear_forward_bf16(
   }
 }
 
-void linear_backward_bf16(
-    MemoryTape& tape, int64_t rows, int64_t in, int64_t out, bool x_is_fp32) {
+void linear_backward_bf16(MemoryTape& tape, int64_t rows, int64_t in, int64_t out, bool x_is_fp32) {
   if (keeps_weight(rows, in, out)) {
     tape.take16(rows * in); // of x
     tape.take16(in * out); // of the converted weight
@@ -64,9 +62,8 @@ static void attend_forward_bf16(MemoryTape& tape, const LayerSizes& s) {
     tape.give16(s.padded_a());
   }
   tape.give16(s.padded_scores + dropped);
-  tape.give16(
-      (s.one_asks ? 0 : s.a()) +
-      2 * s.n()); // queries, keys, values as the products gave them
+  tape.give16((s.one_asks ? 0 : s.a()) +
+              2 * s.n()); // queries, keys, values as the products gave them
 }
 
 void layer_forward_bf16(MemoryTape& tape, const LayerSizes& s) {

@@ -11,8 +11,7 @@ namespace hasten::detail {
 // What is alive, step by step, in numbers of fp32 (4 bytes) and, …16, of 2 bytes.
 class MemoryTape {
  public:
-  explicit MemoryTape(GradientPlace gradients)
-      : stays_(gradients == GradientPlace::fresh) {}
+  explicit MemoryTape(GradientPlace gradients) : stays_(gradients == GradientPlace::fresh) {}
   void take(int64_t numbers) { take_bytes(4 * numbers); }
   void give(int64_t numbers) { live_ -= 4 * numbers; }
   void take16(int64_t numbers) { take_bytes(2 * numbers); }
@@ -82,10 +81,8 @@ void layer_forward_bf16(MemoryTape& tape, const LayerSizes& s);
 /// that of its input (all tokens), both fp32.
 void layer_backward_bf16(MemoryTape& tape, const LayerSizes& s);
 /// x [rows, in] in fp32 or 16 bits through a linear layer; without the product.
-void linear_forward_bf16(
-    MemoryTape& tape, int64_t rows, int64_t in, int64_t out, bool converts_x);
+void linear_forward_bf16(MemoryTape& tape, int64_t rows, int64_t in, int64_t out, bool converts_x);
 /// From the product's gradient to x's, which is alive behind it, in fp32 where x is.
-void linear_backward_bf16(
-    MemoryTape& tape, int64_t rows, int64_t in, int64_t out, bool x_is_fp32);
+void linear_backward_bf16(MemoryTape& tape, int64_t rows, int64_t in, int64_t out, bool x_is_fp32);
 
 } // namespace hasten::detail

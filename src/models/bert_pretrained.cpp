@@ -22,8 +22,7 @@ namespace detail {
 constexpr const char* kLoadWhere = "models::load_bert_classifier";
 
 // The files of a folder's weights, opened.
-std::vector<SafetensorsReader> open_weights(
-    const std::filesystem::path& folder) {
+std::vector<SafetensorsReader> open_weights(const std::filesystem::path& folder) {
   std::error_code ignored;
   std::vector<SafetensorsReader> readers;
   const auto single = folder / "model.safetensors";
@@ -33,18 +32,15 @@ std::vector<SafetensorsReader> open_weights(
   } else if (std::filesystem::exists(index, ignored)) {
     readers = ShardedSafetensorsReader(index).shards();
   } else {
-    const bool pickle =
-        std::filesystem::exists(folder / "pytorch_model.bin", ignored) ||
-        std::filesystem::exists(
-            folder / "pytorch_model.bin.index.json", ignored);
-    throw InputError(
-        kLoadWhere,
-        single.string() + ": the file is missing" +
-            (pickle ? ", only pytorch_model.bin (a pickle) is there" : ""),
-        "weights as safetensors",
-        pickle ? "convert them once in Python: AutoModel"
-                 ".from_pretrained(folder).save_pretrained(folder)"
-               : "name a folder that save_pretrained or hasten wrote");
+    const bool pickle = std::filesystem::exists(folder / "pytorch_model.bin", ignored) ||
+                        std::filesystem::exists(folder / "pytorch_model.bin.index.json", ignored);
+    throw InputError(kLoadWhere,
+                     single.string() + ": the file is missing" +
+                         (pickle ? ", only pytorch_model.bin (a pickle) is there" : ""),
+                     "weights as safetensors",
+                     pickle ? "convert them once in Python: AutoModel"
+                              ".from_pretrained(folder).save_pretrained(folder)"
+                            : "name a folder that save_pretrained or hasten wrote");
   }
   return readers;
 }
@@ -53,8 +49,7 @@ bool has_prefix(const std::string& name, std::string_view prefix) {
   return name.compare(0, prefix.size(), prefix) == 0;
 }
 
-void replace_suffix(
-    std::string& name, std::string_view suffix, std::string_view by) {
+void replace_suffix(std::string& name, std::string_view suffix, std::string_view by) {
   if (name.size() >= suffix.size() &&
       name.compare(name.size() - suffix.size(), suffix.size(), suffix) == 0) {
     name.replace(name.size() - suffix.size(), suffix.size(), by);
@@ -92,15 +87,12 @@ FoundWeights find_weights(const std::vector<SafetensorsReader>& readers) {
           current == "bert.embeddings.token_type_ids") {
         continue; // buffers of old files, not parameters
       }
-      if (!has_prefix(current, "bert.") &&
-          !has_prefix(current, "classifier.")) {
+      if (!has_prefix(current, "bert.") && !has_prefix(current, "classifier.")) {
         found.left_out.push_back(name);
-      } else if (!found.tensors.emplace(current, FoundTensor{&reader, name})
-                      .second) {
-        throw InputError(
-            kLoadWhere,
-            reader.path().string() + ": \"" + current +
-                "\" is there twice, under old and new names or in two files");
+      } else if (!found.tensors.emplace(current, FoundTensor{&reader, name}).second) {
+        throw InputError(kLoadWhere,
+                         reader.path().string() + ": \"" + current +
+                             "\" is there twice, under old and new names or in two files");
       }
     }
   }
@@ -125,10 +117,8 @@ std::string shape_of(at::IntArrayRef sizes) {
 
 // Before anything of the sizes that config.json says is allocated: they may make a
 // model of about what the weights are, which check_weights() compares one by one.
-void check_size(
-    const std::filesystem::path& folder,
-    const BertConfig& config,
-    const std::map<std::string, FoundTensor>& found) {
+void check_size(const std::filesystem::path& folder, const BertConfig& config,
+                const std::map<std::string, FoundTensor>& found) {
   // In 16 bits, perhaps, and with some missing, which are named then.
   double there = 1e6;
   for (const auto& [name, tensor] : found) {
@@ -136,26 +126,23 @@ void check_size(
     there += 4.0 * static_cast<double>(entry.end - entry.begin);
   }
   // The classifier may be new.
-  double needed =
-      1e3 * static_cast<double>(config.num_hidden_layers) -
-      4.0 * static_cast<double>(config.num_labels() * config.hidden_size);
+  double needed = 1e3 * static_cast<double>(config.num_hidden_layers) -
+                  4.0 * static_cast<double>(config.num_labels() * config.hidden_size);
   if (needed <= there) {
     for (const auto& shape : bert_parameter_shapes(config)) {
-      needed += std::accumulate(
-          shape.begin(), shape.end(), 4.0, std::multiplies<double>());
+      needed += std::accumulate(shape.begin(), shape.end(), 4.0, std::multiplies<double>());
     }
   }
   if (needed > there) {
     throw InputError(
         kLoadWhere,
         (folder / "config.json").string() +
-            ": its sizes make a model larger than the weights beside it: " +
-            "vocab_size=" + std::to_string(config.vocab_size) +
+            ": its sizes make a model larger than the weights beside it: " + "vocab_size=" +
+            std::to_string(config.vocab_size) +
             ", hidden_size=" + std::to_string(config.hidden_size) +
             ", num_hidden_layers=" + std::to_string(config.num_hidden_layers) +
             ", intermediate_size=" + std::to_string(config.intermediate_size) +
-            ", max_position_embeddings=" +
-            std::to_string(config.max_position_embeddings) +
+            ", max_position_embeddings=" + std::to_string(config.max_position_embeddings) +
             ", type_vocab_size=" + std::to_string(config.type_vocab_size),
         "the configuration that the weights were saved with");
   }
@@ -163,19 +150,16 @@ void check_size(
 
 // Compares names and shapes; throws with all that is wrong at once.
 // `optional`: prefixes that may be missing, as a whole.
-void check_weights(
-    const std::filesystem::path& folder,
-    const BertForSequenceClassificationImpl& model,
-    const std::map<std::string, FoundTensor>& found,
-    const std::vector<std::string>& optional) {
+void check_weights(const std::filesystem::path& folder,
+                   const BertForSequenceClassificationImpl& model,
+                   const std::map<std::string, FoundTensor>& found,
+                   const std::vector<std::string>& optional) {
   std::vector<std::string> missing, unexpected, wrong;
   const auto parameters = model.named_parameters();
   for (const auto& parameter : parameters) {
     const std::string& name = parameter.key();
-    const bool may_lack =
-        std::any_of(optional.begin(), optional.end(), [&](const auto& prefix) {
-          return has_prefix(name, prefix);
-        });
+    const bool may_lack = std::any_of(optional.begin(), optional.end(),
+                                      [&](const auto& prefix) { return has_prefix(name, prefix); });
     const auto match = found.find(name);
     if (match == found.end()) {
       if (!may_lack) {
@@ -186,10 +170,8 @@ void check_weights(
     const auto& entry = match->second.reader->entry(match->second.name);
     if (at::IntArrayRef(entry.shape) != parameter.value().sizes() ||
         !at::isFloatingType(entry.dtype)) {
-      wrong.push_back(
-          name + " " + std::string(safetensors_dtype_name(entry.dtype)) +
-          shape_of(entry.shape) + " instead of " +
-          shape_of(parameter.value().sizes()));
+      wrong.push_back(name + " " + std::string(safetensors_dtype_name(entry.dtype)) +
+                      shape_of(entry.shape) + " instead of " + shape_of(parameter.value().sizes()));
     }
   }
   for (const auto& [name, tensor] : found) {
@@ -199,34 +181,27 @@ void check_weights(
   }
   std::string what;
   for (const auto& [kind, names] :
-       {std::pair("missing", &missing),
-        std::pair("unexpected", &unexpected),
+       {std::pair("missing", &missing), std::pair("unexpected", &unexpected),
         std::pair("wrongly shaped", &wrong)}) {
     if (!names->empty()) {
-      what += (what.empty() ? "" : "; ") + std::string(kind) + ": " +
-              listed(*names);
+      what += (what.empty() ? "" : "; ") + std::string(kind) + ": " + listed(*names);
     }
   }
   if (!what.empty()) {
-    throw InputError(
-        kLoadWhere,
-        folder.string() + ": the weights do not fit config.json: " + what,
-        "the tensors of a BERT of that configuration");
+    throw InputError(kLoadWhere, folder.string() + ": the weights do not fit config.json: " + what,
+                     "the tensors of a BERT of that configuration");
   }
 }
 
-bool has_weights_of(
-    const std::map<std::string, FoundTensor>& found,
-    const std::string& prefix) {
+bool has_weights_of(const std::map<std::string, FoundTensor>& found, const std::string& prefix) {
   const auto first = found.lower_bound(prefix);
   return first != found.end() && has_prefix(first->first, prefix);
 }
 
 // Row i of the result is the row of the folder's label `wanted[i]`; nothing
 // where the names differ.
-std::optional<std::vector<int64_t>> label_order(
-    const std::vector<std::string>& wanted,
-    const std::vector<std::string>& folder) {
+std::optional<std::vector<int64_t>> label_order(const std::vector<std::string>& wanted,
+                                                const std::vector<std::string>& folder) {
   std::vector<int64_t> order;
   for (const auto& name : wanted) {
     const auto at = std::find(folder.begin(), folder.end(), name);
@@ -251,14 +226,12 @@ struct BertFolder {
   std::optional<std::vector<int64_t>> rows{}; // of the classifier, in order
 };
 
-void decide_classifier(
-    BertFolder& folder, const LoadBertOptions& options, LoadedBert& loaded) {
+void decide_classifier(BertFolder& folder, const LoadBertOptions& options, LoadedBert& loaded) {
   const auto names_there = folder.config.id2label;
   const auto& wanted = options.id2label ? *options.id2label : names_there;
   folder.rows = label_order(wanted, names_there);
   folder.config.id2label = wanted;
-  folder.config.problem_type =
-      options.problem_type.value_or(folder.config.problem_type);
+  folder.config.problem_type = options.problem_type.value_or(folder.config.problem_type);
   std::string reason;
   if (!has_weights_of(folder.found.tensors, "classifier.")) {
     reason = "the folder has none";
@@ -269,22 +242,18 @@ void decide_classifier(
   }
   if (!reason.empty()) {
     loaded.fresh_classifier = true;
-    loaded.report.push_back(
-        "the classifier is new, with random weights: " + reason);
+    loaded.report.push_back("the classifier is new, with random weights: " + reason);
   }
   if (!has_weights_of(folder.found.tensors, "bert.pooler.")) {
     loaded.fresh_pooler = true;
-    loaded.report.push_back(
-        "the pooler is new, with random weights: the folder has none");
+    loaded.report.push_back("the pooler is new, with random weights: the folder has none");
   }
   if (!folder.found.left_out.empty()) {
-    loaded.report.push_back(
-        "left out, of other tasks: " + listed(folder.found.left_out));
+    loaded.report.push_back("left out, of other tasks: " + listed(folder.found.left_out));
   }
 }
 
-void copy_weights(
-    const BertFolder& folder, BertForSequenceClassificationImpl& model) {
+void copy_weights(const BertFolder& folder, BertForSequenceClassificationImpl& model) {
   const at::NoGradGuard no_grad;
   for (auto& parameter : model.named_parameters()) {
     const auto match = folder.found.tensors.find(parameter.key());
@@ -292,8 +261,7 @@ void copy_weights(
       continue;
     }
     const auto& [reader, name] = match->second;
-    at::Tensor weights =
-        in_deferred_init() ? reader->tensor(name) : reader->read(name);
+    at::Tensor weights = in_deferred_init() ? reader->tensor(name) : reader->read(name);
     if (folder.rows && has_prefix(parameter.key(), "classifier.")) {
       weights = weights.index_select(0, at::tensor(*folder.rows, at::kLong));
     }
@@ -301,12 +269,10 @@ void copy_weights(
   }
 }
 
-LoadedBert bert_from_shape(
-    const std::string& shape, const LoadBertOptions& options) {
+LoadedBert bert_from_shape(const std::string& shape, const LoadBertOptions& options) {
   LoadedBert loaded;
-  loaded.config = options.vocab_size > 0
-                      ? BertConfig::from_shape(shape, options.vocab_size)
-                      : BertConfig::from_shape(shape);
+  loaded.config = options.vocab_size > 0 ? BertConfig::from_shape(shape, options.vocab_size)
+                                         : BertConfig::from_shape(shape);
   loaded.config.pad_token_id = options.pad_token_id;
   if (options.id2label) {
     loaded.config.id2label = *options.id2label;
@@ -323,20 +289,15 @@ LoadedBert bert_from_shape(
 BertConfig read_bert_config(const std::filesystem::path& folder) {
   std::error_code ignored;
   const auto path = folder / "config.json";
-  if (!std::filesystem::is_directory(folder, ignored) ||
-      !std::filesystem::exists(path, ignored)) {
+  if (!std::filesystem::is_directory(folder, ignored) || !std::filesystem::exists(path, ignored)) {
     throw InputError(
-        detail::kLoadWhere,
-        path.string() + ": the file is missing",
-        "a Hugging Face model folder, or one of the shapes " +
-            BertConfig::shapes_text());
+        detail::kLoadWhere, path.string() + ": the file is missing",
+        "a Hugging Face model folder, or one of the shapes " + BertConfig::shapes_text());
   }
-  return BertConfig::from_json(
-      read_json_file(detail::kLoadWhere, path), path.string());
+  return BertConfig::from_json(read_json_file(detail::kLoadWhere, path), path.string());
 }
 
-LoadedBert load_bert_classifier(
-    const std::string& model, const LoadBertOptions& options) {
+LoadedBert load_bert_classifier(const std::string& model, const LoadBertOptions& options) {
   std::error_code ignored;
   if (BertConfig::is_shape(model) && !std::filesystem::exists(model, ignored)) {
     return detail::bert_from_shape(model, options);
@@ -352,8 +313,7 @@ LoadedBert load_bert_classifier(
   folder.config.dtype = "float32";
   loaded.config = folder.config;
   loaded.model = BertForSequenceClassification(
-      std::make_shared<BertForSequenceClassificationImpl>(
-          folder.config, /*initialize=*/false));
+      std::make_shared<BertForSequenceClassificationImpl>(folder.config, /*initialize=*/false));
   std::vector<std::string> optional;
   if (loaded.fresh_classifier) {
     optional.push_back("classifier.");
@@ -361,8 +321,7 @@ LoadedBert load_bert_classifier(
   if (loaded.fresh_pooler) {
     optional.push_back("bert.pooler.");
   }
-  detail::check_weights(
-      folder.path, *loaded.model, folder.found.tensors, optional);
+  detail::check_weights(folder.path, *loaded.model, folder.found.tensors, optional);
   if (loaded.fresh_pooler) {
     loaded.model->reset_pooler();
   }
@@ -373,15 +332,13 @@ LoadedBert load_bert_classifier(
   return loaded;
 }
 
-void save_bert_classifier(
-    const std::filesystem::path& folder,
-    BertForSequenceClassificationImpl& model) {
+void save_bert_classifier(const std::filesystem::path& folder,
+                          BertForSequenceClassificationImpl& model) {
   NamedTensors weights;
   for (const auto& parameter : model.named_parameters()) {
     weights[parameter.key()] = parameter.value().detach();
   }
-  write_file_atomically(
-      folder / "config.json", model.config().to_json().dump(2) + "\n");
+  write_file_atomically(folder / "config.json", model.config().to_json().dump(2) + "\n");
   write_safetensors(folder / "model.safetensors", weights);
 }
 

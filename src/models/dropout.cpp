@@ -15,8 +15,7 @@
 // Clones for wider vectors are chosen when the library is loaded.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && \
     !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
-#define HASTEN_VECTOR_CLONES \
-  __attribute__((target_clones("avx512f", "avx2", "default")))
+#define HASTEN_VECTOR_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
 #define HASTEN_VECTOR_CLONES
 #endif
@@ -36,15 +35,8 @@ uint64_t dropout_block_key(uint64_t seed, uint64_t block) {
 // A 32-bit hash of the counter decides: integer multiplies and shifts alone, so
 // that the loop runs on whole vectors.
 HASTEN_VECTOR_CLONES
-void dropout_block(
-    const float* in,
-    const float* residual,
-    float* out,
-    int32_t count,
-    uint32_t key0,
-    uint32_t key1,
-    uint32_t threshold,
-    float scale) {
+void dropout_block(const float* in, const float* residual, float* out, int32_t count, uint32_t key0,
+                   uint32_t key1, uint32_t threshold, float scale) {
   for (int32_t i = 0; i < count; ++i) {
     uint32_t h = static_cast<uint32_t>(i) * 0x9E3779B9u + key0;
     h = (h ^ (h >> 16)) * 0x21F0AAADu;
@@ -74,8 +66,7 @@ void narrow_block(const float* in, uint16_t* out, int32_t count) {
   for (int32_t i = 0; i < count; ++i) {
     const auto bits = std::bit_cast<uint32_t>(in[i]);
     const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    out[i] = static_cast<uint16_t>(
-        (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded); // NaN
+    out[i] = static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded); // NaN
   }
 }
 
@@ -96,48 +87,30 @@ struct DropoutNumbers {
   bool narrow;
 };
 
-static void apply_dropout(
-    const DropoutNumbers& in,
-    const DropoutNumbers& residual,
-    const DropoutNumbers& out,
-    int64_t first,
-    int64_t count,
-    uint64_t seed,
-    double p) {
-  const auto threshold = static_cast<uint32_t>(
-      std::min(std::round(p * 4294967296.0), 4294967295.0));
+static void apply_dropout(const DropoutNumbers& in, const DropoutNumbers& residual,
+                          const DropoutNumbers& out, int64_t first, int64_t count, uint64_t seed,
+                          double p) {
+  const auto threshold =
+      static_cast<uint32_t>(std::min(std::round(p * 4294967296.0), 4294967295.0));
   const auto scale = static_cast<float>(1.0 / (1.0 - p));
   alignas(64) float in_buffer[kDropoutBlock];
   alignas(64) float residual_buffer[kDropoutBlock];
   alignas(64) float out_buffer[kDropoutBlock];
   for (int64_t at = first; at < first + count; at += kDropoutBlock) {
-    const auto size =
-        static_cast<int32_t>(std::min(kDropoutBlock, first + count - at));
-    const uint64_t key =
-        dropout_block_key(seed, static_cast<uint64_t>(at / kDropoutBlock));
-    float* target =
-        out.narrow ? out_buffer : static_cast<float*>(out.data) + at;
-    dropout_block(
-        in.read(at, size, in_buffer),
-        residual.read(at, size, residual_buffer),
-        target,
-        size,
-        static_cast<uint32_t>(key),
-        static_cast<uint32_t>(key >> 32),
-        threshold,
-        scale);
+    const auto size = static_cast<int32_t>(std::min(kDropoutBlock, first + count - at));
+    const uint64_t key = dropout_block_key(seed, static_cast<uint64_t>(at / kDropoutBlock));
+    float* target = out.narrow ? out_buffer : static_cast<float*>(out.data) + at;
+    dropout_block(in.read(at, size, in_buffer), residual.read(at, size, residual_buffer), target,
+                  size, static_cast<uint32_t>(key), static_cast<uint32_t>(key >> 32), threshold,
+                  scale);
     if (out.narrow) {
       narrow_block(out_buffer, static_cast<uint16_t*>(out.data) + at, size);
     }
   }
 }
 
-static at::Tensor dropout_tensor(
-    const at::Tensor& x,
-    const at::Tensor& residual,
-    at::ScalarType type,
-    uint64_t seed,
-    double p) {
+static at::Tensor dropout_tensor(const at::Tensor& x, const at::Tensor& residual,
+                                 at::ScalarType type, uint64_t seed, double p) {
   const at::Tensor in = x.contiguous();
   const at::Tensor add = residual.defined() ? residual.contiguous() : residual;
   at::Tensor out = at::empty_like(in, in.options().dtype(type));
@@ -148,75 +121,55 @@ static at::Tensor dropout_tensor(
   const int64_t blocks = (count + kDropoutBlock - 1) / kDropoutBlock;
   at::parallel_for(0, blocks, 8, [&](int64_t begin, int64_t end) {
     const int64_t first = begin * kDropoutBlock;
-    apply_dropout(
-        in_data,
-        add_data,
-        out_data,
-        first,
-        std::min(end * kDropoutBlock, count) - first,
-        seed,
-        p);
+    apply_dropout(in_data, add_data, out_data, first, std::min(end * kDropoutBlock, count) - first,
+                  seed, p);
   });
   return out;
 }
 
 class DropoutAdd : public torch::autograd::Function<DropoutAdd> {
  public:
-  static at::Tensor forward(
-      torch::autograd::AutogradContext* context,
-      const at::Tensor& x,
-      const std::optional<at::Tensor>& residual,
-      double p) {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x,
+                            const std::optional<at::Tensor>& residual, double p) {
     const uint64_t seed = draw_dropout_seed();
     const at::Tensor add = residual.value_or(at::Tensor());
     context->saved_data["seed"] = static_cast<int64_t>(seed);
     context->saved_data["p"] = p;
     context->saved_data["x"] = x.scalar_type();
     context->saved_data["adds"] = residual.has_value();
-    context->saved_data["residual"] =
-        add.defined() ? add.scalar_type() : x.scalar_type();
+    context->saved_data["residual"] = add.defined() ? add.scalar_type() : x.scalar_type();
     const at::ScalarType type =
-        add.defined() ? c10::promoteTypes(x.scalar_type(), add.scalar_type())
-                      : x.scalar_type();
+        add.defined() ? c10::promoteTypes(x.scalar_type(), add.scalar_type()) : x.scalar_type();
     return dropout_tensor(x, add, type, seed, p);
   }
 
-  static torch::autograd::variable_list backward(
-      torch::autograd::AutogradContext* context,
-      torch::autograd::variable_list gradients) {
-    const auto seed =
-        static_cast<uint64_t>(context->saved_data["seed"].toInt());
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list gradients) {
+    const auto seed = static_cast<uint64_t>(context->saved_data["seed"].toInt());
     const double p = context->saved_data["p"].toDouble();
-    return {
-        dropout_tensor(
-            gradients[0], {}, context->saved_data["x"].toScalarType(), seed, p),
-        context->saved_data["adds"].toBool()
-            ? gradients[0].to(context->saved_data["residual"].toScalarType())
-            : at::Tensor(),
-        at::Tensor()};
+    return {dropout_tensor(gradients[0], {}, context->saved_data["x"].toScalarType(), seed, p),
+            context->saved_data["adds"].toBool()
+                ? gradients[0].to(context->saved_data["residual"].toScalarType())
+                : at::Tensor(),
+            at::Tensor()};
   }
 };
 
 static bool takes_dropout(const at::Tensor& x) {
-  return x.is_cpu() &&
-         (x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16);
+  return x.is_cpu() && (x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16);
 }
 
-at::Tensor dropout_add(
-    const at::Tensor& x, const at::Tensor& residual, double p) {
+at::Tensor dropout_add(const at::Tensor& x, const at::Tensor& residual, double p) {
   if (p <= 0) {
     return residual.defined() ? at::add(residual, x) : x;
   }
   if (!takes_dropout(x) ||
-      (residual.defined() &&
-       (!takes_dropout(residual) || residual.sizes() != x.sizes()))) {
+      (residual.defined() && (!takes_dropout(residual) || residual.sizes() != x.sizes()))) {
     const at::Tensor dropped = at::dropout(x, p, true);
     return residual.defined() ? at::add(residual, dropped) : dropped;
   }
   return DropoutAdd::apply(
-      x,
-      residual.defined() ? std::optional<at::Tensor>(residual) : std::nullopt,
-      p);
+      x, residual.defined() ? std::optional<at::Tensor>(residual) : std::nullopt, p);
 }
 
 } // namespace hasten::detail

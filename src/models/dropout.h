@@ -13,8 +13,7 @@ namespace hasten::detail {
 /// One 64-bit number is drawn from torch's default CPU generator. p = 0 draws
 /// nothing. x and residual fp32 or bf16: the sum is fp32 unless both are bf16. Other
 /// devices and dtypes than these on a CPU take torch's dropout.
-at::Tensor dropout_add(
-    const at::Tensor& x, const at::Tensor& residual, double p);
+at::Tensor dropout_add(const at::Tensor& x, const at::Tensor& residual, double p);
 
 /// A fresh seed from torch's default CPU generator.
 uint64_t draw_dropout_seed();

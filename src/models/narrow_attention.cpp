@@ -17,8 +17,7 @@
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && \
     !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
-#define HASTEN_ROW_CLONES \
-  __attribute__((target_clones("avx512f", "avx2", "default")))
+#define HASTEN_ROW_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
 #define HASTEN_ROW_CLONES
 #endif
@@ -42,8 +41,7 @@ static inline float row_number(uint16_t bits) {
 static inline uint16_t row_bits(float value) {
   const auto bits = std::bit_cast<uint32_t>(value);
   const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  return static_cast<uint16_t>(
-      (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded); // NaN
+  return static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded); // NaN
 }
 
 // e^x for x <= 0, relative error 2e-7: 2^n times a polynomial in [-1/2, 1/2]
@@ -75,13 +73,8 @@ static inline float row_keep(const RowDropout& dropout, uint32_t column) {
 /// softmax(scale scores + mask) of `count` columns; `work` has room for them, rounded
 /// up to kStrands.
 HASTEN_ROW_CLONES
-void softmax_row(
-    const uint16_t* scores,
-    const float* mask,
-    float scale,
-    int64_t count,
-    float* work,
-    uint16_t* out) {
+void softmax_row(const uint16_t* scores, const float* mask, float scale, int64_t count, float* work,
+                 uint16_t* out) {
   const int64_t padded = (count + kStrands - 1) / kStrands * kStrands;
   for (int64_t i = 0; i < count; ++i) {
     work[i] = row_number(scores[i]) * scale;
@@ -121,36 +114,25 @@ void softmax_row(
 }
 
 HASTEN_ROW_CLONES
-void drop_row(
-    const uint16_t* in,
-    const RowDropout& dropout,
-    int64_t count,
-    uint16_t* out) {
+void drop_row(const uint16_t* in, const RowDropout& dropout, int64_t count, uint16_t* out) {
   for (int64_t i = 0; i < count; ++i) {
-    out[i] = row_bits(
-        row_number(in[i]) * row_keep(dropout, static_cast<uint32_t>(i)));
+    out[i] = row_bits(row_number(in[i]) * row_keep(dropout, static_cast<uint32_t>(i)));
   }
 }
 
 /// The scores' gradient from that of the dropped probabilities:
 /// p (g - sum(g p)) scale, g = gradient * kept.
 HASTEN_ROW_CLONES
-void softmax_backward_row(
-    const uint16_t* probabilities,
-    const uint16_t* gradient,
-    const RowDropout& dropout,
-    float scale,
-    int64_t count,
-    float* work,
-    uint16_t* out) {
+void softmax_backward_row(const uint16_t* probabilities, const uint16_t* gradient,
+                          const RowDropout& dropout, float scale, int64_t count, float* work,
+                          uint16_t* out) {
   if (dropout.threshold == 0) {
     for (int64_t i = 0; i < count; ++i) {
       work[i] = row_number(gradient[i]);
     }
   } else {
     for (int64_t i = 0; i < count; ++i) {
-      work[i] =
-          row_number(gradient[i]) * row_keep(dropout, static_cast<uint32_t>(i));
+      work[i] = row_number(gradient[i]) * row_keep(dropout, static_cast<uint32_t>(i));
     }
   }
   float strand[kStrands];
@@ -180,12 +162,9 @@ static RowDropout row_dropout(uint64_t seed, int64_t row, double p) {
     return {};
   }
   const uint64_t key = dropout_block_key(seed, static_cast<uint64_t>(row));
-  return {
-      static_cast<uint32_t>(key),
-      static_cast<uint32_t>(key >> 32),
-      static_cast<uint32_t>(
-          std::min(std::round(p * 4294967296.0), 4294967295.0)),
-      static_cast<float>(1.0 / (1.0 - p))};
+  return {static_cast<uint32_t>(key), static_cast<uint32_t>(key >> 32),
+          static_cast<uint32_t>(std::min(std::round(p * 4294967296.0), 4294967295.0)),
+          static_cast<float>(1.0 / (1.0 - p))};
 }
 
 static uint16_t* narrow_data(const at::Tensor& tensor) {
@@ -201,8 +180,7 @@ struct Extent {
 /// function(row, offset, work) for each row of x [matrices, rows, columns] that is no
 /// padding; rows are counted without it.
 template <typename Function>
-void for_rows(
-    const at::Tensor& x, const Extent& extent, const Function& function) {
+void for_rows(const at::Tensor& x, const Extent& extent, const Function& function) {
   const int64_t rows = x.size(0) * extent.rows;
   at::parallel_for(0, rows, 64, [&](int64_t begin, int64_t end) {
     std::vector<float> work(static_cast<size_t>(x.size(2) + kStrands));
@@ -237,8 +215,7 @@ static at::Tensor by_head(const at::Tensor& x, int64_t heads) {
   if (padded == tokens) {
     y = y.contiguous();
   } else {
-    const at::Tensor whole =
-        at::empty({x.size(0), heads, padded, width}, x.options());
+    const at::Tensor whole = at::empty({x.size(0), heads, padded, width}, x.options());
     whole.narrow(2, 0, tokens).copy_(y);
     whole.narrow(2, tokens, padded - tokens).zero_();
     y = whole;
@@ -246,8 +223,7 @@ static at::Tensor by_head(const at::Tensor& x, int64_t heads) {
   return y.view({x.size(0) * heads, padded, width});
 }
 
-static at::Tensor from_heads(
-    const at::Tensor& x, int64_t heads, int64_t tokens) {
+static at::Tensor from_heads(const at::Tensor& x, int64_t heads, int64_t tokens) {
   const int64_t rows = x.size(0) / heads;
   return x.view({rows, heads, x.size(1), x.size(2)})
       .narrow(2, 0, tokens)
@@ -255,19 +231,15 @@ static at::Tensor from_heads(
       .reshape({rows, tokens, heads * x.size(2)});
 }
 
-static at::Tensor dropped(
-    const at::Tensor& p, const Extent& extent, uint64_t seed, double dropout) {
+static at::Tensor dropped(const at::Tensor& p, const Extent& extent, uint64_t seed,
+                          double dropout) {
   if (dropout <= 0) {
     return p;
   }
   at::Tensor out = at::empty_like(p);
   for_rows(p, extent, [&](int64_t row, int64_t offset, float* /*work*/) {
     uint16_t* to = narrow_data(out) + offset;
-    drop_row(
-        narrow_data(p) + offset,
-        row_dropout(seed, row, dropout),
-        extent.columns,
-        to);
+    drop_row(narrow_data(p) + offset, row_dropout(seed, row, dropout), extent.columns, to);
     std::fill(to + extent.columns, to + p.size(2), uint16_t{0});
   });
   zero_padding_rows(out, extent);
@@ -276,19 +248,13 @@ static at::Tensor dropped(
 
 class NarrowAttention : public torch::autograd::Function<NarrowAttention> {
  public:
-  static at::Tensor forward(
-      torch::autograd::AutogradContext* context,
-      const at::Tensor& q_in,
-      const at::Tensor& k_in,
-      const at::Tensor& v_in,
-      const std::optional<at::Tensor>& mask,
-      int64_t heads,
-      double dropout) {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& q_in,
+                            const at::Tensor& k_in, const at::Tensor& v_in,
+                            const std::optional<at::Tensor>& mask, int64_t heads, double dropout) {
     const at::Tensor q = by_head(q_in, heads);
     const at::Tensor k = by_head(k_in, heads);
     const at::Tensor v = by_head(v_in, heads);
-    const auto scale =
-        static_cast<float>(1.0 / std::sqrt(static_cast<double>(q.size(2))));
+    const auto scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(q.size(2))));
     const at::Tensor scores = at::bmm(q, k.transpose(1, 2)).contiguous();
     // Not in place: whoever watches operators may keep the product's result.
     const at::Tensor p = at::empty_like(scores);
@@ -297,14 +263,9 @@ class NarrowAttention : public torch::autograd::Function<NarrowAttention> {
     const float* masks = mask ? mask->const_data_ptr<float>() : nullptr;
     for_rows(scores, extent, [&](int64_t row, int64_t offset, float* work) {
       uint16_t* to = narrow_data(p) + offset;
-      softmax_row(
-          narrow_data(scores) + offset,
-          masks == nullptr ? nullptr
-                           : masks + row / rows_of_text * extent.columns,
-          scale,
-          extent.columns,
-          work,
-          to);
+      softmax_row(narrow_data(scores) + offset,
+                  masks == nullptr ? nullptr : masks + row / rows_of_text * extent.columns, scale,
+                  extent.columns, work, to);
       std::fill(to + extent.columns, to + p.size(2), uint16_t{0});
     });
     zero_padding_rows(p, extent);
@@ -315,62 +276,43 @@ class NarrowAttention : public torch::autograd::Function<NarrowAttention> {
     context->saved_data["seed"] = static_cast<int64_t>(seed);
     context->saved_data["queries"] = extent.rows;
     context->saved_data["tokens"] = extent.columns;
-    return from_heads(
-        at::bmm(dropped(p, extent, seed, dropout), v), heads, extent.rows);
+    return from_heads(at::bmm(dropped(p, extent, seed, dropout), v), heads, extent.rows);
   }
 
-  static torch::autograd::variable_list backward(
-      torch::autograd::AutogradContext* context,
-      torch::autograd::variable_list gradients) {
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list gradients) {
     if (at::GradMode::is_enabled()) {
-      throw InputError(
-          "models::attention",
-          "a gradient of a gradient through attention in bf16",
-          "one backward",
-          "compute the forward in fp32");
+      throw InputError("models::attention", "a gradient of a gradient through attention in bf16",
+                       "one backward", "compute the forward in fp32");
     }
     const int64_t heads = context->saved_data["heads"].toInt();
     const double dropout = context->saved_data["dropout"].toDouble();
-    const auto seed =
-        static_cast<uint64_t>(context->saved_data["seed"].toInt());
+    const auto seed = static_cast<uint64_t>(context->saved_data["seed"].toInt());
     const auto saved = context->get_saved_variables();
     const at::Tensor &q = saved[0], &k = saved[1], &v = saved[2], &p = saved[3];
-    const Extent extent{
-        context->saved_data["queries"].toInt(),
-        context->saved_data["tokens"].toInt()};
-    const auto scale =
-        static_cast<float>(1.0 / std::sqrt(static_cast<double>(q.size(2))));
-    const at::Tensor gradient =
-        by_head(gradients[0].to(at::kBFloat16).contiguous(), heads);
+    const Extent extent{context->saved_data["queries"].toInt(),
+                        context->saved_data["tokens"].toInt()};
+    const auto scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(q.size(2))));
+    const at::Tensor gradient = by_head(gradients[0].to(at::kBFloat16).contiguous(), heads);
     const at::Tensor v_gradient =
         at::bmm(dropped(p, extent, seed, dropout).transpose(1, 2), gradient);
-    const at::Tensor p_gradient =
-        at::bmm(gradient, v.transpose(1, 2)).contiguous();
+    const at::Tensor p_gradient = at::bmm(gradient, v.transpose(1, 2)).contiguous();
     // Padding is 0 already: a product with the zeros of gradient or v.
     for_rows(p, extent, [&](int64_t row, int64_t offset, float* work) {
       uint16_t* in_place = narrow_data(p_gradient) + offset;
-      softmax_backward_row(
-          narrow_data(p) + offset,
-          in_place,
-          row_dropout(seed, row, dropout),
-          scale,
-          extent.columns,
-          work,
-          in_place);
+      softmax_backward_row(narrow_data(p) + offset, in_place, row_dropout(seed, row, dropout),
+                           scale, extent.columns, work, in_place);
     });
-    return {
-        from_heads(at::bmm(p_gradient, k), heads, extent.rows),
-        from_heads(
-            at::bmm(p_gradient.transpose(1, 2), q), heads, extent.columns),
-        from_heads(v_gradient, heads, extent.columns),
-        at::Tensor(),
-        at::Tensor(),
-        at::Tensor()};
+    return {from_heads(at::bmm(p_gradient, k), heads, extent.rows),
+            from_heads(at::bmm(p_gradient.transpose(1, 2), q), heads, extent.columns),
+            from_heads(v_gradient, heads, extent.columns),
+            at::Tensor(),
+            at::Tensor(),
+            at::Tensor()};
   }
 };
 
-bool takes_narrow_attention(
-    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+bool takes_narrow_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
   for (const at::Tensor& x : {q, k, v}) {
     if (!x.is_cpu() || x.scalar_type() != at::kBFloat16 || x.numel() == 0) {
       return false;
@@ -379,22 +321,12 @@ bool takes_narrow_attention(
   return true;
 }
 
-at::Tensor narrow_attention(
-    const at::Tensor& q,
-    const at::Tensor& k,
-    const at::Tensor& v,
-    const at::Tensor& mask,
-    int64_t heads,
-    double dropout) {
+at::Tensor narrow_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                            const at::Tensor& mask, int64_t heads, double dropout) {
   return NarrowAttention::apply(
-      q,
-      k,
-      v,
-      mask.defined()
-          ? std::optional<at::Tensor>(mask.to(at::kFloat).contiguous())
-          : std::nullopt,
-      heads,
-      dropout);
+      q, k, v,
+      mask.defined() ? std::optional<at::Tensor>(mask.to(at::kFloat).contiguous()) : std::nullopt,
+      heads, dropout);
 }
 
 } // namespace hasten::detail

@@ -19,61 +19,40 @@ void check_options(const AdafactorOptions& options) {
   constexpr const char* where = kAdafactorName;
   const auto [eps, least_rms] = options.eps();
   require_not_negative(where, "lr", options.lr());
-  require_option(
-      eps > 0 && std::isfinite(eps), where, "eps[0]", eps, "above 0");
+  require_option(eps > 0 && std::isfinite(eps), where, "eps[0]", eps, "above 0");
   require_not_negative(where, "eps[1]", least_rms);
-  require_option(
-      options.clip_threshold() > 0,
-      where,
-      "clip_threshold",
-      options.clip_threshold(),
-      "above 0");
-  require_option(
-      options.decay_rate() < 0 && std::isfinite(options.decay_rate()),
-      where,
-      "decay_rate",
-      options.decay_rate(),
-      "below 0");
+  require_option(options.clip_threshold() > 0, where, "clip_threshold", options.clip_threshold(),
+                 "above 0");
+  require_option(options.decay_rate() < 0 && std::isfinite(options.decay_rate()), where,
+                 "decay_rate", options.decay_rate(), "below 0");
   if (options.beta1()) {
     require_beta(where, "beta1", *options.beta1());
   }
   require_not_negative(where, "weight_decay", options.weight_decay());
   if (options.warmup_init() && !options.relative_step()) {
-    throw InputError(
-        where, "warmup_init=true with relative_step=false", "both or neither");
+    throw InputError(where, "warmup_init=true with relative_step=false", "both or neither");
   }
 }
 
 class AdafactorRules final : public StepRules {
  public:
   const char* where() const override { return kAdafactorName; }
-  void check(const Options& options) const override {
-    check_options(own(options));
-  }
-  int64_t state_kind(const Options& options) const override {
-    return own(options).beta1() ? 1 : 0;
-  }
+  void check(const Options& options) const override { check_options(own(options)); }
+  int64_t state_kind(const Options& options) const override { return own(options).beta1() ? 1 : 0; }
   bool by_elements() const override { return false; }
   bool by_rows() const override { return true; }
   bool rounds_moments() const override { return false; }
-  StateParts parts(const at::Tensor& parameter, std::unique_ptr<State>& slot)
-      const override {
+  StateParts parts(const at::Tensor& parameter, std::unique_ptr<State>& slot) const override {
     auto& state = state_in<AdafactorParamState>(slot);
-    return {
-        &state.step(),
-        &state.master(),
-        {parameter.dim() >= 2 ? &state.exp_avg_sq_row() : &state.exp_avg_sq(),
-         &state.exp_avg_sq_col(),
-         &state.exp_avg()}};
+    return {&state.step(),
+            &state.master(),
+            {parameter.dim() >= 2 ? &state.exp_avg_sq_row() : &state.exp_avg_sq(),
+             &state.exp_avg_sq_col(), &state.exp_avg()}};
   }
-  at::Tensor make_moment(
-      int which,
-      const at::Tensor& parameter,
-      const Options& options,
-      at::ScalarType dtype) const override {
+  at::Tensor make_moment(int which, const at::Tensor& parameter, const Options& options,
+                         at::ScalarType dtype) const override {
     if (which == 2) {
-      return own(options).beta1() ? at::zeros_like(parameter, dtype)
-                                  : at::Tensor();
+      return own(options).beta1() ? at::zeros_like(parameter, dtype) : at::Tensor();
     }
     auto shape = parameter.sizes().vec();
     if (shape.size() >= 2) {
@@ -83,15 +62,13 @@ class AdafactorRules final : public StepRules {
     }
     return at::zeros(shape, parameter.options().dtype(dtype));
   }
-  StepNumbers numbers(
-      const Options& options, int64_t step, bool) const override {
+  StepNumbers numbers(const Options& options, int64_t step, bool) const override {
     const AdafactorOptions& o = own(options);
     const auto k = static_cast<double>(step);
     StepNumbers numbers;
     numbers.lr = o.lr();
     if (o.relative_step()) {
-      numbers.lr =
-          std::min(o.warmup_init() ? 1e-6 * k : 1e-2, 1 / std::sqrt(k));
+      numbers.lr = std::min(o.warmup_init() ? 1e-6 * k : 1e-2, 1 / std::sqrt(k));
     }
     numbers.weight_decay = o.weight_decay();
     numbers.keep = 1 - o.weight_decay(); // times the rate, in the kernel
@@ -102,12 +79,8 @@ class AdafactorRules final : public StepRules {
     numbers.scale_parameter = o.scale_parameter();
     return numbers;
   }
-  void run(
-      const StepArrays& arrays,
-      const StepNumbers& numbers,
-      const StepPass& pass,
-      int64_t,
-      int64_t) const override {
+  void run(const StepArrays& arrays, const StepNumbers& numbers, const StepPass& pass, int64_t,
+           int64_t) const override {
     adafactor_step(arrays, numbers, pass);
   }
   void run(StepTensors& t, const StepNumbers& k) const override {
@@ -124,8 +97,7 @@ class AdafactorRules final : public StepRules {
       at::Tensor& column = t.moments[1];
       row.mul_(k.beta2).add_(update.mean(-1), 1 - k.beta2);
       column.mul_(k.beta2).add_(update.mean(-2), 1 - k.beta2);
-      update = (row / row.mean(-1, true)).rsqrt_().unsqueeze(-1) *
-               column.unsqueeze(-2).rsqrt();
+      update = (row / row.mean(-1, true)).rsqrt_().unsqueeze(-1) * column.unsqueeze(-2).rsqrt();
       update.mul_(t.gradient);
     } else {
       row.mul_(k.beta2).add_(update, 1 - k.beta2);
@@ -158,8 +130,7 @@ void AdafactorOptions::serialize(torch::serialize::InputArchive& archive) {
   _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(bool, warmup_init);
   _TORCH_OPTIM_DESERIALIZE_TORCH_ARG_OPTIONAL(double, beta1);
 }
-void AdafactorOptions::serialize(
-    torch::serialize::OutputArchive& archive) const {
+void AdafactorOptions::serialize(torch::serialize::OutputArchive& archive) const {
   _TORCH_OPTIM_SERIALIZE_TORCH_ARG(lr);
   _TORCH_OPTIM_SERIALIZE_TORCH_ARG(eps);
   _TORCH_OPTIM_SERIALIZE_TORCH_ARG(clip_threshold);
@@ -178,8 +149,7 @@ void AdafactorParamState::serialize(torch::serialize::InputArchive& archive) {
   _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(at::Tensor, exp_avg);
   _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(at::Tensor, master);
 }
-void AdafactorParamState::serialize(
-    torch::serialize::OutputArchive& archive) const {
+void AdafactorParamState::serialize(torch::serialize::OutputArchive& archive) const {
   _TORCH_OPTIM_SERIALIZE_TORCH_ARG(step);
   _TORCH_OPTIM_SERIALIZE_TORCH_ARG(exp_avg_sq_row);
   _TORCH_OPTIM_SERIALIZE_TORCH_ARG(exp_avg_sq_col);
@@ -188,37 +158,26 @@ void AdafactorParamState::serialize(
   _TORCH_OPTIM_SERIALIZE_TORCH_ARG(master);
 }
 
-Adafactor::Adafactor(
-    const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
-    AdafactorOptions defaults,
-    FusedOptions fused)
-    : SteppedByEngine(
-          param_groups,
-          std::make_unique<AdafactorOptions>(
-              detail::checked_options<AdafactorOptions>(
-                  defaults, detail::check_options))) {
+Adafactor::Adafactor(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
+                     AdafactorOptions defaults, FusedOptions fused)
+    : SteppedByEngine(param_groups,
+                      std::make_unique<AdafactorOptions>(detail::checked_options<AdafactorOptions>(
+                          defaults, detail::check_options))) {
   detail::use_group_options<AdafactorOptions>(*this, param_groups);
-  engine_ = std::make_shared<detail::StepEngine>(
-      std::make_unique<detail::AdafactorRules>(), fused);
+  engine_ = std::make_shared<detail::StepEngine>(std::make_unique<detail::AdafactorRules>(), fused);
   engine_->check(*this);
 }
 
-Adafactor::Adafactor(
-    std::vector<at::Tensor> parameters,
-    AdafactorOptions defaults,
-    FusedOptions fused)
-    : Adafactor(
-          {torch::optim::OptimizerParamGroup(std::move(parameters))},
-          std::move(defaults),
-          fused) {}
+Adafactor::Adafactor(std::vector<at::Tensor> parameters, AdafactorOptions defaults,
+                     FusedOptions fused)
+    : Adafactor({torch::optim::OptimizerParamGroup(std::move(parameters))}, std::move(defaults),
+                fused) {}
 
 void Adafactor::save(torch::serialize::OutputArchive& archive) const {
-  torch::optim::serialize<AdafactorParamState, AdafactorOptions>(
-      archive, *this);
+  torch::optim::serialize<AdafactorParamState, AdafactorOptions>(archive, *this);
 }
 void Adafactor::load(torch::serialize::InputArchive& archive) {
-  torch::optim::serialize<AdafactorParamState, AdafactorOptions>(
-      archive, *this);
+  torch::optim::serialize<AdafactorParamState, AdafactorOptions>(archive, *this);
 }
 
 } // namespace hasten

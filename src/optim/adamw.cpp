@@ -19,8 +19,7 @@ template <typename Options>
 constexpr bool kDecoupled = std::is_same_v<Options, torch::optim::AdamWOptions>;
 
 template <typename Options>
-constexpr const char* kAdamName =
-    kDecoupled<Options> ? "optim::AdamW" : "optim::Adam";
+constexpr const char* kAdamName = kDecoupled<Options> ? "optim::AdamW" : "optim::Adam";
 
 template <typename Options>
   requires requires(Options& o) { o.amsgrad(); }
@@ -37,31 +36,21 @@ template <typename OwnOptions, typename OwnState, typename TorchState>
 class AdamRules final : public StepRules {
  public:
   const char* where() const override { return kAdamName<OwnOptions>; }
-  void check(const Options& options) const override {
-    check_options(own(options));
-  }
+  void check(const Options& options) const override { check_options(own(options)); }
   int64_t state_kind(const Options& options) const override {
     return own(options).amsgrad() ? 1 : 0;
   }
-  StateParts parts(
-      const at::Tensor&, std::unique_ptr<State>& slot) const override {
+  StateParts parts(const at::Tensor&, std::unique_ptr<State>& slot) const override {
     auto& state = state_in<OwnState, TorchState>(slot);
-    return {
-        &state.step(),
-        &state.master(),
-        {&state.exp_avg(), &state.exp_avg_sq(), &state.max_exp_avg_sq()}};
+    return {&state.step(),
+            &state.master(),
+            {&state.exp_avg(), &state.exp_avg_sq(), &state.max_exp_avg_sq()}};
   }
-  at::Tensor make_moment(
-      int which,
-      const at::Tensor& parameter,
-      const Options& options,
-      at::ScalarType dtype) const override {
-    return which == 2 && !own(options).amsgrad()
-               ? at::Tensor()
-               : at::zeros_like(parameter, dtype);
+  at::Tensor make_moment(int which, const at::Tensor& parameter, const Options& options,
+                         at::ScalarType dtype) const override {
+    return which == 2 && !own(options).amsgrad() ? at::Tensor() : at::zeros_like(parameter, dtype);
   }
-  StepNumbers numbers(
-      const Options& options, int64_t step, bool) const override {
+  StepNumbers numbers(const Options& options, int64_t step, bool) const override {
     const OwnOptions& o = own(options);
     const auto [beta1, beta2] = o.betas();
     const auto k = static_cast<double>(step);
@@ -78,38 +67,22 @@ class AdamRules final : public StepRules {
     numbers.amsgrad = o.amsgrad();
     return numbers;
   }
-  void run(
-      const StepArrays& arrays,
-      const StepNumbers& numbers,
-      const StepPass& pass,
-      int64_t begin,
-      int64_t end) const override {
+  void run(const StepArrays& arrays, const StepNumbers& numbers, const StepPass& pass,
+           int64_t begin, int64_t end) const override {
     adam_step(arrays, numbers, pass, begin, end);
   }
   void run(StepTensors& t, const StepNumbers& k) const override {
-    const auto step = at::full(
-        {},
-        static_cast<double>(t.step),
-        t.parameter.options().dtype(at::kFloat));
+    const auto step =
+        at::full({}, static_cast<double>(t.step), t.parameter.options().dtype(at::kFloat));
     std::vector<at::Tensor> largest;
     if (k.amsgrad) {
       largest.push_back(t.moments[2]);
     }
     const auto fused = [&](auto operation) {
-      operation(
-          at::TensorList(t.parameter),
-          at::TensorList(t.gradient),
-          at::TensorList(t.moments[0]),
-          at::TensorList(t.moments[1]),
-          at::TensorList(largest),
-          at::TensorList(step),
-          k.lr,
-          k.beta1,
-          k.beta2,
-          k.weight_decay,
-          k.eps,
-          k.amsgrad,
-          /*maximize=*/false);
+      operation(at::TensorList(t.parameter), at::TensorList(t.gradient),
+                at::TensorList(t.moments[0]), at::TensorList(t.moments[1]), at::TensorList(largest),
+                at::TensorList(step), k.lr, k.beta1, k.beta2, k.weight_decay, k.eps, k.amsgrad,
+                /*maximize=*/false);
     };
     if constexpr (kDecoupled<OwnOptions>) {
       fused([](auto... arguments) { at::_fused_adamw_(arguments...); });
@@ -124,77 +97,51 @@ class AdamRules final : public StepRules {
   }
 };
 
-using AdamWRules = AdamRules<
-    torch::optim::AdamWOptions,
-    AdamWParamState,
-    torch::optim::AdamWParamState>;
-using PlainAdamRules = AdamRules<
-    torch::optim::AdamOptions,
-    AdamParamState,
-    torch::optim::AdamParamState>;
+using AdamWRules =
+    AdamRules<torch::optim::AdamWOptions, AdamWParamState, torch::optim::AdamWParamState>;
+using PlainAdamRules =
+    AdamRules<torch::optim::AdamOptions, AdamParamState, torch::optim::AdamParamState>;
 
 } // namespace detail
 
-AdamW::AdamW(
-    const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
-    torch::optim::AdamWOptions defaults,
-    FusedOptions fused)
-    : SteppedByEngine(
-          param_groups,
-          detail::checked_options<torch::optim::AdamWOptions>(
-              defaults, detail::check_options)) {
-  engine_ = std::make_shared<detail::StepEngine>(
-      std::make_unique<detail::AdamWRules>(), fused);
+AdamW::AdamW(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
+             torch::optim::AdamWOptions defaults, FusedOptions fused)
+    : SteppedByEngine(param_groups, detail::checked_options<torch::optim::AdamWOptions>(
+                                        defaults, detail::check_options)) {
+  engine_ = std::make_shared<detail::StepEngine>(std::make_unique<detail::AdamWRules>(), fused);
   engine_->check(*this);
 }
 
-AdamW::AdamW(
-    std::vector<at::Tensor> parameters,
-    torch::optim::AdamWOptions defaults,
-    FusedOptions fused)
-    : AdamW(
-          {torch::optim::OptimizerParamGroup(std::move(parameters))},
-          std::move(defaults),
-          fused) {}
+AdamW::AdamW(std::vector<at::Tensor> parameters, torch::optim::AdamWOptions defaults,
+             FusedOptions fused)
+    : AdamW({torch::optim::OptimizerParamGroup(std::move(parameters))}, std::move(defaults),
+            fused) {}
 
 void AdamW::save(torch::serialize::OutputArchive& archive) const {
-  torch::optim::serialize<AdamWParamState, torch::optim::AdamWOptions>(
-      archive, *this);
+  torch::optim::serialize<AdamWParamState, torch::optim::AdamWOptions>(archive, *this);
 }
 void AdamW::load(torch::serialize::InputArchive& archive) {
-  torch::optim::serialize<AdamWParamState, torch::optim::AdamWOptions>(
-      archive, *this);
+  torch::optim::serialize<AdamWParamState, torch::optim::AdamWOptions>(archive, *this);
 }
 
-Adam::Adam(
-    const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
-    torch::optim::AdamOptions defaults,
-    FusedOptions fused)
-    : SteppedByEngine(
-          param_groups,
-          detail::checked_options<torch::optim::AdamOptions>(
-              defaults, detail::check_options)) {
-  engine_ = std::make_shared<detail::StepEngine>(
-      std::make_unique<detail::PlainAdamRules>(), fused);
+Adam::Adam(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
+           torch::optim::AdamOptions defaults, FusedOptions fused)
+    : SteppedByEngine(param_groups, detail::checked_options<torch::optim::AdamOptions>(
+                                        defaults, detail::check_options)) {
+  engine_ = std::make_shared<detail::StepEngine>(std::make_unique<detail::PlainAdamRules>(), fused);
   engine_->check(*this);
 }
 
-Adam::Adam(
-    std::vector<at::Tensor> parameters,
-    torch::optim::AdamOptions defaults,
-    FusedOptions fused)
-    : Adam(
-          {torch::optim::OptimizerParamGroup(std::move(parameters))},
-          std::move(defaults),
-          fused) {}
+Adam::Adam(std::vector<at::Tensor> parameters, torch::optim::AdamOptions defaults,
+           FusedOptions fused)
+    : Adam({torch::optim::OptimizerParamGroup(std::move(parameters))}, std::move(defaults), fused) {
+}
 
 void Adam::save(torch::serialize::OutputArchive& archive) const {
-  torch::optim::serialize<AdamParamState, torch::optim::AdamOptions>(
-      archive, *this);
+  torch::optim::serialize<AdamParamState, torch::optim::AdamOptions>(archive, *this);
 }
 void Adam::load(torch::serialize::InputArchive& archive) {
-  torch::optim::serialize<AdamParamState, torch::optim::AdamOptions>(
-      archive, *this);
+  torch::optim::serialize<AdamParamState, torch::optim::AdamOptions>(archive, *this);
 }
 
 } // namespace hasten

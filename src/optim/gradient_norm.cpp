@@ -16,46 +16,36 @@ constexpr const char* kNormWhere = "optim::gradient_norm";
 
 double tensor_norm(const at::Tensor& tensor, double p) {
   const bool known = p == 1 || p == 2 || std::isinf(p);
-  const bool walks = tensor.is_cpu() && tensor.layout() == at::kStrided &&
-                     tensor.is_non_overlapping_and_dense();
+  const bool walks =
+      tensor.is_cpu() && tensor.layout() == at::kStrided && tensor.is_non_overlapping_and_dense();
   const auto dtype = tensor.scalar_type();
-  const bool has_type = dtype == at::kFloat || dtype == at::kDouble ||
-                        dtype == at::kBFloat16 || dtype == at::kHalf;
+  const bool has_type =
+      dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf;
   if (tensor.numel() == 0) {
     return 0;
   }
   if (!known || !walks || !has_type) {
-    return at::linalg_vector_norm(
-               tensor.is_sparse() ? tensor.coalesce().values() : tensor,
-               p,
-               std::nullopt,
-               false,
-               at::kDouble)
+    return at::linalg_vector_norm(tensor.is_sparse() ? tensor.coalesce().values() : tensor, p,
+                                  std::nullopt, false, at::kDouble)
         .item<double>();
   }
   const StepType type = dtype == at::kFloat      ? StepType::f32
                         : dtype == at::kDouble   ? StepType::f64
                         : dtype == at::kBFloat16 ? StepType::bf16
                                                  : StepType::f16;
-  const double sum = norm_sum(
-      tensor.const_data_ptr(),
-      type,
-      tensor.numel(),
-      p == 1   ? NormKind::l1
-      : p == 2 ? NormKind::l2
-               : NormKind::max);
+  const double sum = norm_sum(tensor.const_data_ptr(), type, tensor.numel(),
+                              p == 1   ? NormKind::l1
+                              : p == 2 ? NormKind::l2
+                                       : NormKind::max);
   return p == 2 ? std::sqrt(sum) : sum;
 }
 
 } // namespace detail
 
-std::vector<double> tensor_norms(
-    const std::vector<at::Tensor>& tensors, double norm_type) {
+std::vector<double> tensor_norms(const std::vector<at::Tensor>& tensors, double norm_type) {
   if (!(norm_type > 0)) {
-    throw InputError(
-        detail::kNormWhere,
-        "norm_type=" + c10::str(norm_type),
-        "a number above 0, or infinity");
+    throw InputError(detail::kNormWhere, "norm_type=" + c10::str(norm_type),
+                     "a number above 0, or infinity");
   }
   std::vector<double> norms;
   norms.reserve(tensors.size());
@@ -71,15 +61,12 @@ double norm_of_norms(const std::vector<double>& norms, double norm_type) {
     if (std::isinf(norm_type)) {
       sum = sum >= norm || std::isnan(sum) ? sum : norm;
     } else {
-      sum += norm_type == 2   ? norm * norm
-             : norm_type == 1 ? norm
-                              : std::pow(norm, norm_type);
+      sum += norm_type == 2 ? norm * norm : norm_type == 1 ? norm : std::pow(norm, norm_type);
     }
   }
-  return norm_type == 2 ? std::sqrt(sum)
-         : norm_type == 1 || std::isinf(norm_type)
-             ? sum
-             : std::pow(sum, 1 / norm_type);
+  return norm_type == 2                            ? std::sqrt(sum)
+         : norm_type == 1 || std::isinf(norm_type) ? sum
+                                                   : std::pow(sum, 1 / norm_type);
 }
 
 double gradient_norm(const std::vector<at::Tensor>& tensors, double norm_type) {
@@ -88,10 +75,8 @@ double gradient_norm(const std::vector<at::Tensor>& tensors, double norm_type) {
 
 void clip_by_value_(const std::vector<at::Tensor>& tensors, double clip_value) {
   if (!(clip_value > 0)) {
-    throw InputError(
-        "optim::clip_by_value_",
-        "clip_value=" + c10::str(clip_value),
-        "a number above 0");
+    throw InputError("optim::clip_by_value_", "clip_value=" + c10::str(clip_value),
+                     "a number above 0");
   }
   const at::NoGradGuard no_grad;
   for (const at::Tensor& tensor : tensors) {

@@ -25,19 +25,12 @@ void check_options(const LambOptions& options) {
 class LambRules final : public StepRules {
  public:
   const char* where() const override { return kLambName; }
-  void check(const Options& options) const override {
-    check_options(own(options));
-  }
-  StateParts parts(
-      const at::Tensor&, std::unique_ptr<State>& slot) const override {
+  void check(const Options& options) const override { check_options(own(options)); }
+  StateParts parts(const at::Tensor&, std::unique_ptr<State>& slot) const override {
     auto& state = state_in<LambParamState>(slot);
-    return {
-        &state.step(),
-        &state.master(),
-        {&state.exp_avg(), &state.exp_avg_sq()}};
+    return {&state.step(), &state.master(), {&state.exp_avg(), &state.exp_avg_sq()}};
   }
-  StepNumbers numbers(
-      const Options& options, int64_t step, bool) const override {
+  StepNumbers numbers(const Options& options, int64_t step, bool) const override {
     const LambOptions& o = own(options);
     const auto k = static_cast<double>(step);
     StepNumbers numbers;
@@ -50,12 +43,8 @@ class LambRules final : public StepRules {
     return numbers;
   }
   bool by_elements() const override { return false; }
-  void run(
-      const StepArrays& arrays,
-      const StepNumbers& numbers,
-      const StepPass& pass,
-      int64_t,
-      int64_t) const override {
+  void run(const StepArrays& arrays, const StepNumbers& numbers, const StepPass& pass, int64_t,
+           int64_t) const override {
     lamb_step(arrays, numbers, pass);
   }
   void run(StepTensors& t, const StepNumbers& k) const override {
@@ -64,13 +53,11 @@ class LambRules final : public StepRules {
     mean.lerp_(t.gradient, 1 - k.beta1);
     square.mul_(k.beta2).addcmul_(t.gradient, t.gradient, 1 - k.beta2);
     const at::Tensor direction =
-        (mean * k.unbias)
-            .div_(square.sqrt().mul_(k.root).add_(k.eps))
-            .add_(t.parameter, k.l2);
+        (mean * k.unbias).div_(square.sqrt().mul_(k.root).add_(k.eps)).add_(t.parameter, k.l2);
     const at::Tensor size = t.parameter.norm();
     const at::Tensor length = direction.norm();
-    const at::Tensor ratio = at::where(
-        (size > 0).logical_and(length > 0), size / length, at::ones_like(size));
+    const at::Tensor ratio =
+        at::where((size > 0).logical_and(length > 0), size / length, at::ones_like(size));
     t.parameter.sub_(direction.mul(ratio), k.lr);
   }
 
@@ -107,28 +94,19 @@ void LambParamState::serialize(torch::serialize::OutputArchive& archive) const {
   _TORCH_OPTIM_SERIALIZE_TORCH_ARG(master);
 }
 
-Lamb::Lamb(
-    const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
-    LambOptions defaults,
-    FusedOptions fused)
-    : SteppedByEngine(
-          param_groups,
-          std::make_unique<LambOptions>(detail::checked_options<LambOptions>(
-              defaults, detail::check_options))) {
+Lamb::Lamb(const std::vector<torch::optim::OptimizerParamGroup>& param_groups, LambOptions defaults,
+           FusedOptions fused)
+    : SteppedByEngine(param_groups,
+                      std::make_unique<LambOptions>(
+                          detail::checked_options<LambOptions>(defaults, detail::check_options))) {
   detail::use_group_options<LambOptions>(*this, param_groups);
-  engine_ = std::make_shared<detail::StepEngine>(
-      std::make_unique<detail::LambRules>(), fused);
+  engine_ = std::make_shared<detail::StepEngine>(std::make_unique<detail::LambRules>(), fused);
   engine_->check(*this);
 }
 
-Lamb::Lamb(
-    std::vector<at::Tensor> parameters,
-    LambOptions defaults,
-    FusedOptions fused)
-    : Lamb(
-          {torch::optim::OptimizerParamGroup(std::move(parameters))},
-          std::move(defaults),
-          fused) {}
+Lamb::Lamb(std::vector<at::Tensor> parameters, LambOptions defaults, FusedOptions fused)
+    : Lamb({torch::optim::OptimizerParamGroup(std::move(parameters))}, std::move(defaults), fused) {
+}
 
 void Lamb::save(torch::serialize::OutputArchive& archive) const {
   torch::optim::serialize<LambParamState, LambOptions>(archive, *this);

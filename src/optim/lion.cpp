@@ -23,11 +23,8 @@ void check_options(const LionOptions& options) {
 class LionRules final : public StepRules {
  public:
   const char* where() const override { return kLionName; }
-  void check(const Options& options) const override {
-    check_options(own(options));
-  }
-  StateParts parts(
-      const at::Tensor&, std::unique_ptr<State>& slot) const override {
+  void check(const Options& options) const override { check_options(own(options)); }
+  StateParts parts(const at::Tensor&, std::unique_ptr<State>& slot) const override {
     auto& state = state_in<LionParamState>(slot);
     return {&state.step(), &state.master(), {&state.exp_avg()}};
   }
@@ -39,12 +36,8 @@ class LionRules final : public StepRules {
     std::tie(numbers.beta1, numbers.beta2) = o.betas();
     return numbers;
   }
-  void run(
-      const StepArrays& arrays,
-      const StepNumbers& numbers,
-      const StepPass& pass,
-      int64_t begin,
-      int64_t end) const override {
+  void run(const StepArrays& arrays, const StepNumbers& numbers, const StepPass& pass,
+           int64_t begin, int64_t end) const override {
     lion_step(arrays, numbers, pass, begin, end);
   }
   void run(StepTensors& t, const StepNumbers& k) const override {
@@ -84,28 +77,19 @@ void LionParamState::serialize(torch::serialize::OutputArchive& archive) const {
   _TORCH_OPTIM_SERIALIZE_TORCH_ARG(master);
 }
 
-Lion::Lion(
-    const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
-    LionOptions defaults,
-    FusedOptions fused)
-    : SteppedByEngine(
-          param_groups,
-          std::make_unique<LionOptions>(detail::checked_options<LionOptions>(
-              defaults, detail::check_options))) {
+Lion::Lion(const std::vector<torch::optim::OptimizerParamGroup>& param_groups, LionOptions defaults,
+           FusedOptions fused)
+    : SteppedByEngine(param_groups,
+                      std::make_unique<LionOptions>(
+                          detail::checked_options<LionOptions>(defaults, detail::check_options))) {
   detail::use_group_options<LionOptions>(*this, param_groups);
-  engine_ = std::make_shared<detail::StepEngine>(
-      std::make_unique<detail::LionRules>(), fused);
+  engine_ = std::make_shared<detail::StepEngine>(std::make_unique<detail::LionRules>(), fused);
   engine_->check(*this);
 }
 
-Lion::Lion(
-    std::vector<at::Tensor> parameters,
-    LionOptions defaults,
-    FusedOptions fused)
-    : Lion(
-          {torch::optim::OptimizerParamGroup(std::move(parameters))},
-          std::move(defaults),
-          fused) {}
+Lion::Lion(std::vector<at::Tensor> parameters, LionOptions defaults, FusedOptions fused)
+    : Lion({torch::optim::OptimizerParamGroup(std::move(parameters))}, std::move(defaults), fused) {
+}
 
 void Lion::save(torch::serialize::OutputArchive& archive) const {
   torch::optim::serialize<LionParamState, LionOptions>(archive, *this);

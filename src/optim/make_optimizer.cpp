@@ -30,8 +30,7 @@ class OptimizerArgs {
       std::erase(item, ' ');
       const size_t equals = item.find('=');
       if (equals == std::string::npos || equals == 0) {
-        throw InputError(
-            kMakeOptimizer, "optim_args=" + text, "name=value,name=value");
+        throw InputError(kMakeOptimizer, "optim_args=" + text, "name=value,name=value");
       }
       values_[item.substr(0, equals)] = item.substr(equals + 1);
       at = comma + 1;
@@ -42,8 +41,7 @@ class OptimizerArgs {
     if (const std::string* text = find(name)) {
       const char* end = text->data() + text->size();
       const auto read = std::from_chars(text->data(), end, field);
-      require(
-          read.ec == std::errc() && read.ptr == end, name, *text, "a number");
+      require(read.ec == std::errc() && read.ptr == end, name, *text, "a number");
     }
   }
   void take(const char* name, std::optional<double>& field) {
@@ -55,12 +53,8 @@ class OptimizerArgs {
   }
   void take(const char* name, bool& field) {
     if (const std::string* text = find(name)) {
-      require(
-          *text == "true" || *text == "True" || *text == "false" ||
-              *text == "False",
-          name,
-          *text,
-          "true or false");
+      require(*text == "true" || *text == "True" || *text == "false" || *text == "False", name,
+              *text, "true or false");
       field = *text == "true" || *text == "True";
     }
   }
@@ -68,11 +62,7 @@ class OptimizerArgs {
     if (const std::string* text = find(name)) {
       const char* end = text->data() + text->size();
       const auto read = std::from_chars(text->data(), end, field);
-      require(
-          read.ec == std::errc() && read.ptr == end,
-          name,
-          *text,
-          "a whole number, 0 or more");
+      require(read.ec == std::errc() && read.ptr == end, name, *text, "a whole number, 0 or more");
     }
   }
 
@@ -80,12 +70,8 @@ class OptimizerArgs {
     if (values_.empty()) {
       return;
     }
-    refuse_name(
-        kMakeOptimizer,
-        "optim_args",
-        values_.begin()->first,
-        known_,
-        "of " + optimizer + ": " + joined_names(known_));
+    refuse_name(kMakeOptimizer, "optim_args", values_.begin()->first, known_,
+                "of " + optimizer + ": " + joined_names(known_));
   }
 
  private:
@@ -100,13 +86,9 @@ class OptimizerArgs {
     values_.erase(found);
     return &taken_;
   }
-  static void require(
-      bool good, const char* name, const std::string& text, const char* what) {
+  static void require(bool good, const char* name, const std::string& text, const char* what) {
     if (!good) {
-      throw InputError(
-          kMakeOptimizer,
-          std::string("optim_args: ") + name + "=" + text,
-          what);
+      throw InputError(kMakeOptimizer, std::string("optim_args: ") + name + "=" + text, what);
     }
   }
 
@@ -118,8 +100,7 @@ class OptimizerArgs {
 /// The optimizer of `groups`, each with exactly the options that it should have.
 template <typename Optimizer, typename Options>
 std::unique_ptr<torch::optim::Optimizer> made_of(
-    const std::vector<torch::optim::OptimizerParamGroup>& groups,
-    const Options& defaults,
+    const std::vector<torch::optim::OptimizerParamGroup>& groups, const Options& defaults,
     const FusedOptions& fused) {
   std::vector<torch::optim::OptimizerParamGroup> bare;
   std::vector<Options> wanted;
@@ -129,13 +110,10 @@ std::unique_ptr<torch::optim::Optimizer> made_of(
     if (!group.has_options()) {
       continue;
     }
-    const auto* own =
-        dynamic_cast<const torch::optim::AdamWOptions*>(&group.options());
+    const auto* own = dynamic_cast<const torch::optim::AdamWOptions*>(&group.options());
     if (own == nullptr) {
-      throw InputError(
-          kMakeOptimizer,
-          "a parameter group has options of another kind",
-          "torch::optim::AdamWOptions, as decay_groups() makes them, or none");
+      throw InputError(kMakeOptimizer, "a parameter group has options of another kind",
+                       "torch::optim::AdamWOptions, as decay_groups() makes them, or none");
     }
     options.weight_decay(own->weight_decay());
     if (own->lr() != torch::optim::AdamWOptions().lr()) {
@@ -168,8 +146,7 @@ Options adam_options(OptimizerArgs& args, const OptimizerSettings& settings) {
   return options;
 }
 
-AdafactorOptions adafactor_options(
-    OptimizerArgs& args, const OptimizerSettings& settings) {
+AdafactorOptions adafactor_options(OptimizerArgs& args, const OptimizerSettings& settings) {
   AdafactorOptions options(settings.learning_rate);
   options.weight_decay(settings.weight_decay);
   options.scale_parameter(false);
@@ -187,23 +164,16 @@ AdafactorOptions adafactor_options(
 
 /// use.template operator()<Optimizer>(options, fused) for the one of that name.
 template <typename Use>
-auto with_named_optimizer(
-    const std::string& name,
-    const OptimizerSettings& settings,
-    const Use& use) {
+auto with_named_optimizer(const std::string& name, const OptimizerSettings& settings,
+                          const Use& use) {
   const auto& names = optimizer_names();
   if (std::find(names.begin(), names.end(), name) == names.end()) {
-    const std::string near =
-        nearest_name(name, names.data(), names.data() + names.size());
+    const std::string near = nearest_name(name, names.data(), names.data() + names.size());
     std::string all;
     for (const std::string& known : names) {
       all += (all.empty() ? "one of " : ", ") + known;
     }
-    throw InputError(
-        kMakeOptimizer,
-        "optim=" + name,
-        all,
-        near.empty() ? "" : "write " + near);
+    throw InputError(kMakeOptimizer, "optim=" + name, all, near.empty() ? "" : "write " + near);
   }
   OptimizerArgs args(settings.args);
   FusedOptions fused;
@@ -219,12 +189,10 @@ auto with_named_optimizer(
         adam_options<torch::optim::AdamOptions>(args, settings));
   }
   if (name == "lamb") {
-    return finish.template operator()<Lamb>(
-        adam_options<LambOptions>(args, settings));
+    return finish.template operator()<Lamb>(adam_options<LambOptions>(args, settings));
   }
   if (name == "adafactor") {
-    return finish.template operator()<Adafactor>(
-        adafactor_options(args, settings));
+    return finish.template operator()<Adafactor>(adafactor_options(args, settings));
   }
   if (name == "sgd") {
     torch::optim::SGDOptions options(settings.learning_rate);
@@ -247,8 +215,7 @@ auto with_named_optimizer(
 
 /// Numbers in the moments of one parameter.
 template <typename Optimizer, typename Options>
-int64_t moment_numbers(
-    const Options& options, const std::vector<int64_t>& shape) {
+int64_t moment_numbers(const Options& options, const std::vector<int64_t>& shape) {
   int64_t numel = 1;
   for (const int64_t size : shape) {
     numel *= size;
@@ -260,8 +227,7 @@ int64_t moment_numbers(
   } else if constexpr (std::is_same_v<Optimizer, Adafactor>) {
     const bool factored = shape.size() >= 2 && numel > 0;
     const int64_t squares =
-        !factored ? numel
-                  : numel / shape.back() + numel / shape[shape.size() - 2];
+        !factored ? numel : numel / shape.back() + numel / shape[shape.size() - 2];
     return squares + (options.beta1() ? numel : 0);
   } else {
     bool amsgrad = false;
@@ -276,46 +242,30 @@ int64_t moment_numbers(
 
 const std::vector<std::string>& optimizer_names() {
   static const std::vector<std::string> names = {
-      "adamw_torch",
-      "adamw_torch_fused",
-      "adamw",
-      "adam",
-      "sgd",
-      "adafactor",
-      "lion",
-      "lamb"};
+      "adamw_torch", "adamw_torch_fused", "adamw", "adam", "sgd", "adafactor", "lion", "lamb"};
   return names;
 }
 
-void check_optimizer(
-    const std::string& name, const OptimizerSettings& settings) {
+void check_optimizer(const std::string& name, const OptimizerSettings& settings) {
   make_optimizer(name, {torch::optim::OptimizerParamGroup({})}, settings);
 }
 
 std::unique_ptr<torch::optim::Optimizer> make_optimizer(
-    const std::string& name,
-    const std::vector<torch::optim::OptimizerParamGroup>& groups,
+    const std::string& name, const std::vector<torch::optim::OptimizerParamGroup>& groups,
     const OptimizerSettings& settings) {
   return detail::with_named_optimizer(
-      name,
-      settings,
-      [&]<typename Optimizer>(const auto& options, const FusedOptions& fused) {
+      name, settings, [&]<typename Optimizer>(const auto& options, const FusedOptions& fused) {
         return detail::made_of<Optimizer>(groups, options, fused);
       });
 }
 
-int64_t optimizer_state_bytes(
-    const std::string& name,
-    const OptimizerSettings& settings,
-    const std::vector<std::vector<int64_t>>& shapes,
-    at::ScalarType dtype) {
+int64_t optimizer_state_bytes(const std::string& name, const OptimizerSettings& settings,
+                              const std::vector<std::vector<int64_t>>& shapes,
+                              at::ScalarType dtype) {
   return detail::with_named_optimizer(
-      name,
-      settings,
-      [&]<typename Optimizer>(const auto& options, const FusedOptions& fused) {
+      name, settings, [&]<typename Optimizer>(const auto& options, const FusedOptions& fused) {
         const bool half = dtype == at::kBFloat16 || dtype == at::kHalf;
-        const bool rounds =
-            fused.bf16_moments && !std::is_same_v<Optimizer, Adafactor>;
+        const bool rounds = fused.bf16_moments && !std::is_same_v<Optimizer, Adafactor>;
         const int64_t moment = dtype == at::kDouble ? 8 : rounds ? 2 : 4;
         int64_t bytes = 0;
         for (const auto& shape : shapes) {

@@ -23,18 +23,15 @@ class ScheduleKwargs {
       left_ = nlohmann::json::object();
     }
     if (!left_.is_object()) {
-      throw InputError(
-          kMakeSchedule,
-          "lr_scheduler_kwargs=" + kwargs.dump(),
-          "an object, like {\"num_cycles\": 2}");
+      throw InputError(kMakeSchedule, "lr_scheduler_kwargs=" + kwargs.dump(),
+                       "an object, like {\"num_cycles\": 2}");
     }
   }
 
   /// True where it was given.
   bool take(const char* name, double& field) {
-    return take(name, field, "a number", [](const nlohmann::json& value) {
-      return value.is_number();
-    });
+    return take(name, field, "a number",
+                [](const nlohmann::json& value) { return value.is_number(); });
   }
   bool take(const char* name, int64_t& field) {
     return take(name, field, "a whole number", [](const nlohmann::json& value) {
@@ -43,64 +40,46 @@ class ScheduleKwargs {
     });
   }
   bool take(const char* name, bool& field) {
-    return take(name, field, "true or false", [](const nlohmann::json& value) {
-      return value.is_boolean();
-    });
+    return take(name, field, "true or false",
+                [](const nlohmann::json& value) { return value.is_boolean(); });
   }
   /// The position of the spelling given; `otherwise` without one.
-  int64_t take_one_of(
-      const char* name,
-      const std::vector<std::string>& spellings,
-      int64_t otherwise) {
+  int64_t take_one_of(const char* name, const std::vector<std::string>& spellings,
+                      int64_t otherwise) {
     const std::string all = "one of " + joined_names(spellings);
     std::string text;
     const auto is_one = [&](const nlohmann::json& value) {
-      return value.is_string() &&
-             std::find(
-                 spellings.begin(),
-                 spellings.end(),
-                 value.get<std::string>()) != spellings.end();
+      return value.is_string() && std::find(spellings.begin(), spellings.end(),
+                                            value.get<std::string>()) != spellings.end();
     };
     return take(name, text, all.c_str(), is_one)
-               ? std::find(spellings.begin(), spellings.end(), text) -
-                     spellings.begin()
+               ? std::find(spellings.begin(), spellings.end(), text) - spellings.begin()
                : otherwise;
   }
   [[noreturn]] void lacks(const std::string& name) const {
     throw InputError(
-        kMakeSchedule,
-        "lr_scheduler_kwargs of " + schedule_ + " lack " + name,
-        {},
-        "give it, like --lr-scheduler-kwargs '{\"" +
-            name.substr(0, name.find(' ')) + "\": …}'");
+        kMakeSchedule, "lr_scheduler_kwargs of " + schedule_ + " lack " + name, {},
+        "give it, like --lr-scheduler-kwargs '{\"" + name.substr(0, name.find(' ')) + "\": …}'");
   }
   void refuse_others() const {
     if (left_.empty()) {
       return;
     }
-    refuse_name(
-        kMakeSchedule,
-        "lr_scheduler_kwargs",
-        left_.begin().key(),
-        known_,
-        schedule_ +
-            (known_.empty() ? " has none" : " has " + joined_names(known_)));
+    refuse_name(kMakeSchedule, "lr_scheduler_kwargs", left_.begin().key(), known_,
+                schedule_ + (known_.empty() ? " has none" : " has " + joined_names(known_)));
   }
 
  private:
   template <typename T, typename IsGood>
-  bool take(
-      const char* name, T& field, const char* expected, const IsGood& good) {
+  bool take(const char* name, T& field, const char* expected, const IsGood& good) {
     known_.emplace_back(name);
     const auto found = left_.find(name);
     if (found == left_.end()) {
       return false;
     }
     if (!good(*found)) {
-      throw InputError(
-          kMakeSchedule,
-          std::string("lr_scheduler_kwargs: ") + name + "=" + found->dump(),
-          expected);
+      throw InputError(kMakeSchedule,
+                       std::string("lr_scheduler_kwargs: ") + name + "=" + found->dump(), expected);
     }
     field = found->template get<T>();
     left_.erase(found);
@@ -112,8 +91,7 @@ class ScheduleKwargs {
   std::vector<std::string> known_{};
 };
 
-Schedule make_min_lr_schedule(
-    ScheduleKwargs& kwargs, int64_t warmup, int64_t total, double peak) {
+Schedule make_min_lr_schedule(ScheduleKwargs& kwargs, int64_t warmup, int64_t total, double peak) {
   double cycles = 0.5, least = 0, rate = 0;
   kwargs.take("num_cycles", cycles);
   const bool has_least = kwargs.take("min_lr", least);
@@ -122,12 +100,10 @@ Schedule make_min_lr_schedule(
   if (has_least == has_rate) {
     kwargs.lacks("min_lr or min_lr_rate (one of them)");
   }
-  return cosine_with_min_lr_schedule(
-      warmup, total, has_rate ? rate : least / peak, cycles);
+  return cosine_with_min_lr_schedule(warmup, total, has_rate ? rate : least / peak, cycles);
 }
 
-Schedule make_stable_schedule(
-    ScheduleKwargs& kwargs, int64_t warmup, int64_t total) {
+Schedule make_stable_schedule(ScheduleKwargs& kwargs, int64_t warmup, int64_t total) {
   WarmupStableDecayOptions options;
   options.warmup_steps = warmup;
   if (!kwargs.take("num_decay_steps", options.decay_steps)) {
@@ -138,18 +114,15 @@ Schedule make_stable_schedule(
     if (options.stable_steps < 0) {
       throw InputError(
           kMakeSchedule,
-          "lr_scheduler_kwargs: num_decay_steps=" +
-              std::to_string(options.decay_steps) +
+          "lr_scheduler_kwargs: num_decay_steps=" + std::to_string(options.decay_steps) +
               " behind warmup_steps=" + std::to_string(warmup) +
               " are more than the run's updates=" + std::to_string(total),
           "at most " + std::to_string(std::max<int64_t>(0, total - warmup)));
     }
   }
   const std::vector<std::string> shapes = {"linear", "cosine", "1-sqrt"};
-  options.warmup_type =
-      static_cast<PhaseShape>(kwargs.take_one_of("warmup_type", shapes, 0));
-  options.decay_type =
-      static_cast<PhaseShape>(kwargs.take_one_of("decay_type", shapes, 1));
+  options.warmup_type = static_cast<PhaseShape>(kwargs.take_one_of("warmup_type", shapes, 0));
+  options.decay_type = static_cast<PhaseShape>(kwargs.take_one_of("decay_type", shapes, 1));
   kwargs.take("min_lr_ratio", options.min_lr_ratio);
   kwargs.take("num_cycles", options.num_cycles);
   kwargs.refuse_others();
@@ -160,8 +133,7 @@ Schedule make_one_cycle_schedule(ScheduleKwargs& kwargs, int64_t total) {
   OneCycleOptions options;
   options.total_steps = total;
   kwargs.take("pct_start", options.pct_start);
-  options.cosine =
-      kwargs.take_one_of("anneal_strategy", {"cos", "linear"}, 0) == 0;
+  options.cosine = kwargs.take_one_of("anneal_strategy", {"cos", "linear"}, 0) == 0;
   kwargs.take("div_factor", options.div_factor);
   kwargs.take("final_div_factor", options.final_div_factor);
   kwargs.take("three_phase", options.three_phase);
@@ -172,34 +144,27 @@ Schedule make_one_cycle_schedule(ScheduleKwargs& kwargs, int64_t total) {
 } // namespace detail
 
 const std::vector<std::string>& schedule_names() {
-  static const std::vector<std::string> names = {
-      "linear",
-      "cosine",
-      "cosine_with_restarts",
-      "cosine_with_min_lr",
-      "polynomial",
-      "constant",
-      "constant_with_warmup",
-      "inverse_sqrt",
-      "warmup_stable_decay",
-      "reduce_lr_on_plateau",
-      "one_cycle"};
+  static const std::vector<std::string> names = {"linear",
+                                                 "cosine",
+                                                 "cosine_with_restarts",
+                                                 "cosine_with_min_lr",
+                                                 "polynomial",
+                                                 "constant",
+                                                 "constant_with_warmup",
+                                                 "inverse_sqrt",
+                                                 "warmup_stable_decay",
+                                                 "reduce_lr_on_plateau",
+                                                 "one_cycle"};
   return names;
 }
 
-Schedule make_schedule(
-    const std::string& name,
-    int64_t warmup,
-    int64_t total,
-    double peak,
-    const nlohmann::json& kwargs) {
+Schedule make_schedule(const std::string& name, int64_t warmup, int64_t total, double peak,
+                       const nlohmann::json& kwargs) {
   detail::ScheduleKwargs given(name, kwargs);
   if (warmup > total) {
-    throw InputError(
-        detail::kMakeSchedule,
-        "warmup_steps=" + std::to_string(warmup),
-        "at most the run's updates=" + std::to_string(total),
-        "warm up over fewer updates, or train longer");
+    throw InputError(detail::kMakeSchedule, "warmup_steps=" + std::to_string(warmup),
+                     "at most the run's updates=" + std::to_string(total),
+                     "warm up over fewer updates, or train longer");
   }
   if (name == "reduce_lr_on_plateau") {
     plateau_options(kwargs, false); // verifies
@@ -249,17 +214,12 @@ Schedule make_schedule(
     return inverse_sqrt_schedule(warmup, timescale);
   }
   const auto& names = schedule_names();
-  const std::string near =
-      nearest_name(name, names.data(), names.data() + names.size());
-  throw InputError(
-      detail::kMakeSchedule,
-      "lr_scheduler_type=" + name,
-      "a name of schedule_names()",
-      near.empty() ? "" : "write " + near);
+  const std::string near = nearest_name(name, names.data(), names.data() + names.size());
+  throw InputError(detail::kMakeSchedule, "lr_scheduler_type=" + name, "a name of schedule_names()",
+                   near.empty() ? "" : "write " + near);
 }
 
-ReduceLrOnPlateauOptions plateau_options(
-    const nlohmann::json& kwargs, bool greater_is_better) {
+ReduceLrOnPlateauOptions plateau_options(const nlohmann::json& kwargs, bool greater_is_better) {
   detail::ScheduleKwargs given("reduce_lr_on_plateau", kwargs);
   ReduceLrOnPlateauOptions options;
   options.greater_is_better =
@@ -267,8 +227,7 @@ ReduceLrOnPlateauOptions plateau_options(
   given.take("factor", options.factor);
   given.take("patience", options.patience);
   given.take("threshold", options.threshold);
-  options.relative =
-      given.take_one_of("threshold_mode", {"rel", "abs"}, 0) == 0;
+  options.relative = given.take_one_of("threshold_mode", {"rel", "abs"}, 0) == 0;
   given.take("cooldown", options.cooldown);
   given.take("min_lr", options.min_lr);
   given.take("eps", options.eps);

@@ -92,8 +92,7 @@ void visit_group_options(Options& options, const Visit& visit) {
     double beta1 = options.beta1().value_or(-1); // below 0: none
     visit("beta1", beta1);
     if constexpr (!std::is_const_v<Options>) {
-      options.beta1(
-          beta1 < 0 ? std::optional<double>() : std::optional<double>(beta1));
+      options.beta1(beta1 < 0 ? std::optional<double>() : std::optional<double>(beta1));
     }
   }
 }
@@ -108,11 +107,9 @@ struct OptimizerKind {
 
 // Calls use(kind) with the kind the optimizer is of.
 template <typename Use>
-auto with_optimizer_kind(
-    const torch::optim::Optimizer& optimizer, const Use& use) {
+auto with_optimizer_kind(const torch::optim::Optimizer& optimizer, const Use& use) {
   namespace torchs = torch::optim;
-  const auto own = [&]<typename Optimizer, typename State, typename Options>(
-                       const char* name) {
+  const auto own = [&]<typename Optimizer, typename State, typename Options>(const char* name) {
     const auto* found = dynamic_cast<const Optimizer*>(&optimizer);
     if (found != nullptr) {
       use(OptimizerKind<State, Options>{name, &found->engine()});
@@ -120,48 +117,38 @@ auto with_optimizer_kind(
     return found != nullptr;
   };
   const auto of_torch =
-      [&]<typename Optimizer, typename State, typename Options>(
-          const char* name) {
-        const bool found =
-            dynamic_cast<const Optimizer*>(&optimizer) != nullptr;
+      [&]<typename Optimizer, typename State, typename Options>(const char* name) {
+        const bool found = dynamic_cast<const Optimizer*>(&optimizer) != nullptr;
         if (found) {
           use(OptimizerKind<State, Options>{name});
         }
         return found;
       };
-#define HASTEN_OWN(name, options) \
-  own.template operator()<name, name##ParamState, options>(#name)
-#define HASTEN_OF_TORCH(name)                                                \
-  of_torch.template                                                          \
-  operator()<torchs::name, torchs::name##ParamState, torchs::name##Options>( \
-      #name)
-  const bool known =
-      HASTEN_OWN(AdamW, torchs::AdamWOptions) ||
-      HASTEN_OWN(Adam, torchs::AdamOptions) ||
-      HASTEN_OWN(SGD, torchs::SGDOptions) || HASTEN_OWN(Lion, LionOptions) ||
-      HASTEN_OWN(Lamb, LambOptions) ||
-      HASTEN_OWN(Adafactor, AdafactorOptions) || HASTEN_OF_TORCH(AdamW) ||
-      HASTEN_OF_TORCH(Adam) || HASTEN_OF_TORCH(SGD) ||
-      HASTEN_OF_TORCH(RMSprop) || HASTEN_OF_TORCH(Adagrad);
+#define HASTEN_OWN(name, options) own.template operator()<name, name##ParamState, options>(#name)
+#define HASTEN_OF_TORCH(name) \
+  of_torch.template operator()<torchs::name, torchs::name##ParamState, torchs::name##Options>(#name)
+  const bool known = HASTEN_OWN(AdamW, torchs::AdamWOptions) ||
+                     HASTEN_OWN(Adam, torchs::AdamOptions) || HASTEN_OWN(SGD, torchs::SGDOptions) ||
+                     HASTEN_OWN(Lion, LionOptions) || HASTEN_OWN(Lamb, LambOptions) ||
+                     HASTEN_OWN(Adafactor, AdafactorOptions) || HASTEN_OF_TORCH(AdamW) ||
+                     HASTEN_OF_TORCH(Adam) || HASTEN_OF_TORCH(SGD) || HASTEN_OF_TORCH(RMSprop) ||
+                     HASTEN_OF_TORCH(Adagrad);
 #undef HASTEN_OWN
 #undef HASTEN_OF_TORCH
   if (!known) {
     throw InputError(
         kOptimizerStateWhere,
         "an optimizer of unknown type: what its state is made of is not known",
-        "one of hasten's, or torch's Adam, AdamW, SGD, RMSprop, Adagrad or one "
-        "derived from them",
+        "one of hasten's, or torch's Adam, AdamW, SGD, RMSprop, Adagrad or one derived from them",
         "derive it from hasten::Stateful as well");
   }
 }
 
-const std::string& parameter_name(
-    const ParameterNames& names, const at::Tensor& parameter) {
+const std::string& parameter_name(const ParameterNames& names, const at::Tensor& parameter) {
   return names.at(parameter.unsafeGetTensorImpl());
 }
 
-[[noreturn]] void refuse_optimizer_state(
-    const std::string& what, const std::string& expected) {
+[[noreturn]] void refuse_optimizer_state(const std::string& what, const std::string& expected) {
   throw InputError(kOptimizerStateWhere, what, expected);
 }
 
@@ -171,8 +158,7 @@ struct LoadedMoments {
   std::unique_ptr<torch::optim::OptimizerParamState> state{};
 };
 
-std::vector<int64_t> moment_shape(
-    std::string_view moment, const at::Tensor& parameter) {
+std::vector<int64_t> moment_shape(std::string_view moment, const at::Tensor& parameter) {
   auto shape = parameter.sizes().vec();
   if (shape.size() >= 2 && moment == "exp_avg_sq_row") {
     shape.erase(shape.end() - 1);
@@ -183,12 +169,9 @@ std::vector<int64_t> moment_shape(
 }
 
 template <typename State>
-std::unique_ptr<State> read_moments(
-    const at::Tensor& parameter,
-    const std::string& name,
-    const NamedTensors& tensors,
-    const nlohmann::json& steps,
-    bool any_dtype) {
+std::unique_ptr<State> read_moments(const at::Tensor& parameter, const std::string& name,
+                                    const NamedTensors& tensors, const nlohmann::json& steps,
+                                    bool any_dtype) {
   auto state = std::make_unique<State>();
   bool any = false;
   visit_moments(*state, [&](const char* moment, at::Tensor& target) {
@@ -199,20 +182,17 @@ std::unique_ptr<State> read_moments(
     const at::Tensor& saved = found->second;
     const auto shape = moment_shape(moment, parameter);
     if (saved.sizes() != at::IntArrayRef(shape) ||
-        (any_dtype ? !saved.is_floating_point()
-                   : saved.scalar_type() != parameter.scalar_type())) {
-      refuse_optimizer_state(
-          found->first + " has shape " + c10::str(saved.sizes()) + " " +
-              c10::toString(saved.scalar_type()),
-          "the parameter's " + c10::str(at::IntArrayRef(shape)) + " " +
-              c10::toString(parameter.scalar_type()));
+        (any_dtype ? !saved.is_floating_point() : saved.scalar_type() != parameter.scalar_type())) {
+      refuse_optimizer_state(found->first + " has shape " + c10::str(saved.sizes()) + " " +
+                                 c10::toString(saved.scalar_type()),
+                             "the parameter's " + c10::str(at::IntArrayRef(shape)) + " " +
+                                 c10::toString(parameter.scalar_type()));
     }
     const auto options = parameter.options().dtype(saved.scalar_type());
-    target =
-        (saved.sizes() == parameter.sizes() ? at::empty_like(parameter, options)
-                                            : at::empty(shape, options))
-            .detach()
-            .copy_(saved);
+    target = (saved.sizes() == parameter.sizes() ? at::empty_like(parameter, options)
+                                                 : at::empty(shape, options))
+                 .detach()
+                 .copy_(saved);
     any = true;
   });
   if constexpr (requires { state->step(); }) {
@@ -224,9 +204,8 @@ std::unique_ptr<State> read_moments(
   return any ? std::move(state) : nullptr;
 }
 
-std::vector<std::string> group_names(
-    const torch::optim::OptimizerParamGroup& group,
-    const ParameterNames& names) {
+std::vector<std::string> group_names(const torch::optim::OptimizerParamGroup& group,
+                                     const ParameterNames& names) {
   std::vector<std::string> list;
   for (const at::Tensor& parameter : group.params()) {
     list.push_back(parameter_name(names, parameter));
@@ -236,46 +215,35 @@ std::vector<std::string> group_names(
   return list;
 }
 
-void check_groups(
-    const torch::optim::Optimizer& optimizer,
-    const ParameterNames& names,
-    const char* kind,
-    const nlohmann::json& values) {
+void check_groups(const torch::optim::Optimizer& optimizer, const ParameterNames& names,
+                  const char* kind, const nlohmann::json& values) {
   if (values.at("kind") != kind) {
-    refuse_optimizer_state(
-        "the state is of optimizer=" + values.at("kind").dump(),
-        std::string("this optimizer's kind, ") + kind);
+    refuse_optimizer_state("the state is of optimizer=" + values.at("kind").dump(),
+                           std::string("this optimizer's kind, ") + kind);
   }
   const auto& groups = optimizer.param_groups();
   if (values.at("groups").size() != groups.size()) {
-    refuse_optimizer_state(
-        "the state has groups=" + std::to_string(values.at("groups").size()),
-        "the optimizer's " + std::to_string(groups.size()));
+    refuse_optimizer_state("the state has groups=" + std::to_string(values.at("groups").size()),
+                           "the optimizer's " + std::to_string(groups.size()));
   }
   for (size_t i = 0; i < groups.size(); ++i) {
-    const auto saved = values.at("groups")
-                           .at(i)
-                           .at("parameters")
-                           .get<std::vector<std::string>>();
+    const auto saved = values.at("groups").at(i).at("parameters").get<std::vector<std::string>>();
     const auto mine = group_names(groups[i], names);
-    const auto [a, b] =
-        std::mismatch(saved.begin(), saved.end(), mine.begin(), mine.end());
+    const auto [a, b] = std::mismatch(saved.begin(), saved.end(), mine.begin(), mine.end());
     if (a != saved.end() || b != mine.end()) {
-      refuse_optimizer_state(
-          "parameter group " + std::to_string(i) + " of the state has " +
-              (a == saved.end() ? "no " + *b : *a),
-          a == saved.end()  ? "the optimizer's parameters"
-          : b == mine.end() ? "no more parameters there"
-                            : *b + " there");
+      refuse_optimizer_state("parameter group " + std::to_string(i) + " of the state has " +
+                                 (a == saved.end() ? "no " + *b : *a),
+                             a == saved.end()  ? "the optimizer's parameters"
+                             : b == mine.end() ? "no more parameters there"
+                                               : *b + " there");
     }
   }
 }
 
 // One of the states, or none.
 template <typename... States>
-bool visit_state_as(
-    torch::optim::OptimizerParamState& state,
-    const std::function<void(at::Tensor&)>& use) {
+bool visit_state_as(torch::optim::OptimizerParamState& state,
+                    const std::function<void(at::Tensor&)>& use) {
   const auto try_as = [&]<typename State>(State* as) {
     if (as != nullptr) {
       visit_moments(*as, [&](const char*, at::Tensor& tensor) {
@@ -291,28 +259,17 @@ bool visit_state_as(
 
 } // namespace detail
 
-bool visit_state_tensors(
-    torch::optim::OptimizerParamState& state,
-    const std::function<void(at::Tensor&)>& use) {
-  return detail::visit_state_as<
-      AdamWParamState,
-      AdamParamState,
-      SGDParamState,
-      LionParamState,
-      LambParamState,
-      AdafactorParamState,
-      torch::optim::AdamWParamState,
-      torch::optim::AdamParamState,
-      torch::optim::SGDParamState,
-      torch::optim::RMSpropParamState,
-      torch::optim::AdagradParamState>(state, use);
+bool visit_state_tensors(torch::optim::OptimizerParamState& state,
+                         const std::function<void(at::Tensor&)>& use) {
+  return detail::visit_state_as<AdamWParamState, AdamParamState, SGDParamState, LionParamState,
+                                LambParamState, AdafactorParamState, torch::optim::AdamWParamState,
+                                torch::optim::AdamParamState, torch::optim::SGDParamState,
+                                torch::optim::RMSpropParamState, torch::optim::AdagradParamState>(
+      state, use);
 }
 
-void save_optimizer_state(
-    const torch::optim::Optimizer& optimizer,
-    const ParameterNames& names,
-    NamedTensors& tensors,
-    nlohmann::json& values) {
+void save_optimizer_state(const torch::optim::Optimizer& optimizer, const ParameterNames& names,
+                          NamedTensors& tensors, nlohmann::json& values) {
   detail::with_optimizer_kind(optimizer, [&]<typename Kind>(Kind kind) {
     values["kind"] = kind.name;
     if (kind.engine != nullptr) {
@@ -321,38 +278,31 @@ void save_optimizer_state(
     values["steps"] = nlohmann::json::object();
     values["groups"] = nlohmann::json::array();
     for (const auto& group : optimizer.param_groups()) {
-      nlohmann::json saved = {
-          {"parameters", detail::group_names(group, names)}};
+      nlohmann::json saved = {{"parameters", detail::group_names(group, names)}};
       // options() of a const group lacks the typed accessors' const versions.
-      const auto& options =
-          static_cast<const typename Kind::Options&>(group.options());
+      const auto& options = static_cast<const typename Kind::Options&>(group.options());
       detail::visit_group_options(
-          options,
-          [&](const char* name, const auto& value) { saved[name] = value; });
+          options, [&](const char* name, const auto& value) { saved[name] = value; });
       values["groups"].push_back(std::move(saved));
       for (const at::Tensor& parameter : group.params()) {
-        const auto entry =
-            optimizer.state().find(parameter.unsafeGetTensorImpl());
+        const auto entry = optimizer.state().find(parameter.unsafeGetTensorImpl());
         if (entry == optimizer.state().end() || !entry->second) {
           continue;
         }
         const std::string& name = detail::parameter_name(names, parameter);
-        const auto* state =
-            dynamic_cast<const typename Kind::State*>(entry->second.get());
+        const auto* state = dynamic_cast<const typename Kind::State*>(entry->second.get());
         if (state == nullptr) {
-          throw Error(
-              detail::kOptimizerStateWhere,
-              "the state of parameter=" + name + " is not this optimizer's");
+          throw Error(detail::kOptimizerStateWhere,
+                      "the state of parameter=" + name + " is not this optimizer's");
         }
-        detail::visit_moments(
-            *state, [&](const char* moment, const at::Tensor& tensor) {
-              if (tensor.defined()) {
-                std::string key = moment; // += : + trips g++ 12's bounds check
-                key += '.';
-                key += name;
-                tensors[key] = tensor;
-              }
-            });
+        detail::visit_moments(*state, [&](const char* moment, const at::Tensor& tensor) {
+          if (tensor.defined()) {
+            std::string key = moment; // += : + trips g++ 12's bounds check
+            key += '.';
+            key += name;
+            tensors[key] = tensor;
+          }
+        });
         if constexpr (requires { state->step(); }) {
           values["steps"][name] = state->step();
         }
@@ -361,11 +311,10 @@ void save_optimizer_state(
   });
 }
 
-std::function<void()> prepare_optimizer_load(
-    torch::optim::Optimizer& optimizer,
-    const ParameterNames& names,
-    const NamedTensors& tensors,
-    const nlohmann::json& values) {
+std::function<void()> prepare_optimizer_load(torch::optim::Optimizer& optimizer,
+                                             const ParameterNames& names,
+                                             const NamedTensors& tensors,
+                                             const nlohmann::json& values) {
   using Loaded = std::vector<detail::LoadedMoments>;
   auto loaded = std::make_shared<Loaded>();
   std::vector<std::unique_ptr<torch::optim::OptimizerOptions>> options;
@@ -379,24 +328,19 @@ std::function<void()> prepare_optimizer_load(
       const nlohmann::json& saved = values.at("groups").at(i);
       auto target = std::make_unique<typename Kind::Options>(
           static_cast<const typename Kind::Options&>(group.options()));
-      detail::visit_group_options(*target, [&](const char* name, auto& value) {
-        saved.at(name).get_to(value);
-      });
+      detail::visit_group_options(
+          *target, [&](const char* name, auto& value) { saved.at(name).get_to(value); });
       options.push_back(std::move(target));
       for (const at::Tensor& parameter : group.params()) {
         auto state = detail::read_moments<typename Kind::State>(
-            parameter,
-            detail::parameter_name(names, parameter),
-            tensors,
-            values.at("steps"),
+            parameter, detail::parameter_name(names, parameter), tensors, values.at("steps"),
             kind.engine != nullptr);
         loaded->push_back({parameter.unsafeGetTensorImpl(), std::move(state)});
       }
     }
   });
   const uint64_t seed =
-      engine == nullptr ? 0
-                        : values.value("rounding_seed", engine->options().seed);
+      engine == nullptr ? 0 : values.value("rounding_seed", engine->options().seed);
   auto shared_options = std::make_shared<decltype(options)>(std::move(options));
   return [&optimizer, loaded, shared_options, engine, seed] {
     if (engine != nullptr) {

@@ -12,25 +12,17 @@
 namespace hasten::detail {
 
 /// Throws InputError "name=value" unless `good`.
-inline void require_option(
-    bool good,
-    const char* where,
-    const char* name,
-    double value,
-    const char* expected) {
+inline void require_option(bool good, const char* where, const char* name, double value,
+                           const char* expected) {
   if (!good) {
-    throw InputError(
-        where, std::string(name) + "=" + c10::str(value), expected);
+    throw InputError(where, std::string(name) + "=" + c10::str(value), expected);
   }
 }
-inline void require_not_negative(
-    const char* where, const char* name, double value) {
-  require_option(
-      value >= 0 && std::isfinite(value), where, name, value, "0 or more");
+inline void require_not_negative(const char* where, const char* name, double value) {
+  require_option(value >= 0 && std::isfinite(value), where, name, value, "0 or more");
 }
 inline void require_beta(const char* where, const char* name, double value) {
-  require_option(
-      value >= 0 && value < 1, where, name, value, "0 or more, below 1");
+  require_option(value >= 0 && value < 1, where, name, value, "0 or more, below 1");
 }
 
 /// "a, b, c".
@@ -43,19 +35,12 @@ inline std::string joined_names(const std::vector<std::string>& names) {
 }
 
 /// Throws InputError for a `name` in `argument` that is none of `known`.
-[[noreturn]] inline void refuse_name(
-    const char* where,
-    const char* argument,
-    const std::string& name,
-    const std::vector<std::string>& known,
-    const std::string& expected) {
-  const std::string near =
-      nearest_name(name, known.data(), known.data() + known.size());
-  throw InputError(
-      where,
-      std::string("unknown name in ") + argument + ": " + name,
-      expected,
-      near.empty() ? "leave it out" : "write " + near);
+[[noreturn]] inline void refuse_name(const char* where, const char* argument,
+                                     const std::string& name, const std::vector<std::string>& known,
+                                     const std::string& expected) {
+  const std::string near = nearest_name(name, known.data(), known.data() + known.size());
+  throw InputError(where, std::string("unknown name in ") + argument + ": " + name, expected,
+                   near.empty() ? "leave it out" : "write " + near);
 }
 
 } // namespace hasten::detail

@@ -15,9 +15,8 @@ namespace detail {
 
 bool name_forbids_decay(const std::string& dotted_name) {
   std::string name = dotted_name;
-  std::transform(name.begin(), name.end(), name.begin(), [](unsigned char c) {
-    return static_cast<char>(std::tolower(c));
-  });
+  std::transform(name.begin(), name.end(), name.begin(),
+                 [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
   for (const char* part : {"bias", "layernorm", "rmsnorm"}) {
     if (name.find(part) != std::string::npos) {
       return true;
@@ -43,16 +42,12 @@ struct DecaySplit {
 /// Depth first in registration order, own parameters before children, as
 /// named_parameters() goes. A LayerNorm at the root is no child of anything
 /// and goes by its names, as in the original.
-void split_by_decay(
-    const torch::nn::Module& module,
-    const std::string& prefix,
-    bool inside_layer_norm,
-    std::unordered_set<const void*>& seen,
-    DecaySplit& split) {
+void split_by_decay(const torch::nn::Module& module, const std::string& prefix,
+                    bool inside_layer_norm, std::unordered_set<const void*>& seen,
+                    DecaySplit& split) {
   for (const auto& entry : module.named_parameters(/*recurse=*/false)) {
     const at::Tensor& parameter = entry.value();
-    if (!parameter.requires_grad() ||
-        !seen.insert(parameter.unsafeGetTensorImpl()).second) {
+    if (!parameter.requires_grad() || !seen.insert(parameter.unsafeGetTensorImpl()).second) {
       continue;
     }
     const std::string name = prefix + entry.key();
@@ -64,14 +59,10 @@ void split_by_decay(
     }
   }
   for (const auto& child : module.named_children()) {
-    const bool is_layer_norm = dynamic_cast<const torch::nn::LayerNormImpl*>(
-                                   child.value().get()) != nullptr;
-    split_by_decay(
-        *child.value(),
-        prefix + child.key() + ".",
-        inside_layer_norm || is_layer_norm,
-        seen,
-        split);
+    const bool is_layer_norm =
+        dynamic_cast<const torch::nn::LayerNormImpl*>(child.value().get()) != nullptr;
+    split_by_decay(*child.value(), prefix + child.key() + ".", inside_layer_norm || is_layer_norm,
+                   seen, split);
   }
 }
 
@@ -84,23 +75,19 @@ DecaySplit split_by_decay(const torch::nn::Module& model) {
 
 } // namespace detail
 
-std::vector<torch::optim::OptimizerParamGroup> decay_groups(
-    const torch::nn::Module& model, double weight_decay) {
+std::vector<torch::optim::OptimizerParamGroup> decay_groups(const torch::nn::Module& model,
+                                                            double weight_decay) {
   detail::DecaySplit split = detail::split_by_decay(model);
   std::vector<torch::optim::OptimizerParamGroup> groups;
-  groups.emplace_back(
-      std::move(split.decayed),
-      std::make_unique<torch::optim::AdamWOptions>(
-          torch::optim::AdamWOptions().weight_decay(weight_decay)));
-  groups.emplace_back(
-      std::move(split.rest),
-      std::make_unique<torch::optim::AdamWOptions>(
-          torch::optim::AdamWOptions().weight_decay(0.0)));
+  groups.emplace_back(std::move(split.decayed),
+                      std::make_unique<torch::optim::AdamWOptions>(
+                          torch::optim::AdamWOptions().weight_decay(weight_decay)));
+  groups.emplace_back(std::move(split.rest), std::make_unique<torch::optim::AdamWOptions>(
+                                                 torch::optim::AdamWOptions().weight_decay(0.0)));
   return groups;
 }
 
-std::vector<std::string> decayed_parameter_names(
-    const torch::nn::Module& model) {
+std::vector<std::string> decayed_parameter_names(const torch::nn::Module& model) {
   return detail::split_by_decay(model).decayed_names;
 }
 

@@ -9,16 +9,15 @@
 
 namespace hasten {
 
-ReduceLrOnPlateau::ReduceLrOnPlateau(
-    torch::optim::Optimizer& optimizer, ReduceLrOnPlateauOptions options)
+ReduceLrOnPlateau::ReduceLrOnPlateau(torch::optim::Optimizer& optimizer,
+                                     ReduceLrOnPlateauOptions options)
     : optimizer_(optimizer), options_(options) {
   const auto check = [](bool good, const char* name, const char* expected) {
     if (!good) {
       throw InputError("optim::ReduceLrOnPlateau", name, expected);
     }
   };
-  check(
-      options_.factor > 0 && options_.factor < 1, "factor", "above 0, below 1");
+  check(options_.factor > 0 && options_.factor < 1, "factor", "above 0, below 1");
   check(options_.patience >= 0, "patience", "0 or above");
   check(options_.threshold >= 0, "threshold", "0 or above");
   check(options_.cooldown >= 0, "cooldown", "0 or above");
@@ -34,9 +33,8 @@ bool ReduceLrOnPlateau::improved(double metric) const {
     return true;
   }
   const double sign = options_.greater_is_better ? 1 : -1;
-  const double bound = options_.relative
-                           ? best_ * (1 + sign * options_.threshold)
-                           : best_ + sign * options_.threshold;
+  const double bound = options_.relative ? best_ * (1 + sign * options_.threshold)
+                                         : best_ + sign * options_.threshold;
   return options_.greater_is_better ? metric > bound : metric < bound;
 }
 
@@ -73,8 +71,7 @@ bool ReduceLrOnPlateau::reduce() {
   return reduced;
 }
 
-void ReduceLrOnPlateau::save_state(
-    NamedTensors&, nlohmann::json& values) const {
+void ReduceLrOnPlateau::save_state(NamedTensors&, nlohmann::json& values) const {
   values["best"] = any_ ? nlohmann::json(best_) : nlohmann::json();
   values["num_bad_epochs"] = num_bad_epochs_;
   values["cooldown_counter"] = cooldown_counter_;
@@ -84,24 +81,18 @@ void ReduceLrOnPlateau::save_state(
   }
 }
 
-void ReduceLrOnPlateau::load_state(
-    const NamedTensors&, const nlohmann::json& values) {
-  for (const char* name :
-       {"best", "num_bad_epochs", "cooldown_counter", "lrs"}) {
+void ReduceLrOnPlateau::load_state(const NamedTensors&, const nlohmann::json& values) {
+  for (const char* name : {"best", "num_bad_epochs", "cooldown_counter", "lrs"}) {
     if (!values.contains(name)) {
-      throw InputError(
-          "optim::ReduceLrOnPlateau",
-          std::string("the state lacks ") + name,
-          "a state that save_state() wrote");
+      throw InputError("optim::ReduceLrOnPlateau", std::string("the state lacks ") + name,
+                       "a state that save_state() wrote");
     }
   }
   const auto lrs = values.at("lrs").get<std::vector<double>>();
   if (lrs.size() != optimizer_.param_groups().size()) {
-    throw InputError(
-        "optim::ReduceLrOnPlateau",
-        "the state has lrs of " + std::to_string(lrs.size()) +
-            " parameter groups",
-        "the optimizer's " + std::to_string(optimizer_.param_groups().size()));
+    throw InputError("optim::ReduceLrOnPlateau",
+                     "the state has lrs of " + std::to_string(lrs.size()) + " parameter groups",
+                     "the optimizer's " + std::to_string(optimizer_.param_groups().size()));
   }
   any_ = !values.at("best").is_null();
   best_ = any_ ? values.at("best").get<double>() : 0;

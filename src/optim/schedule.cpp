@@ -23,10 +23,9 @@ void LrScheduler::step() {
 
 void LrScheduler::set_base_lrs(std::vector<double> base_lrs) {
   if (base_lrs.size() != base_lrs_.size()) {
-    throw InputError(
-        "optim::LrScheduler",
-        "base_lrs of " + std::to_string(base_lrs.size()) + " parameter groups",
-        "the optimizer's " + std::to_string(base_lrs_.size()));
+    throw InputError("optim::LrScheduler",
+                     "base_lrs of " + std::to_string(base_lrs.size()) + " parameter groups",
+                     "the optimizer's " + std::to_string(base_lrs_.size()));
   }
   base_lrs_ = std::move(base_lrs);
   apply();
@@ -46,14 +45,11 @@ void LrScheduler::save_state(NamedTensors&, nlohmann::json& values) const {
   values["base_lrs"] = base_lrs_;
 }
 
-void LrScheduler::load_state(
-    const NamedTensors&, const nlohmann::json& values) {
+void LrScheduler::load_state(const NamedTensors&, const nlohmann::json& values) {
   for (const char* name : {"completed_updates", "base_lrs"}) {
     if (!values.contains(name)) {
-      throw InputError(
-          "optim::LrScheduler",
-          std::string("the state lacks ") + name,
-          "a state that save_state() wrote");
+      throw InputError("optim::LrScheduler", std::string("the state lacks ") + name,
+                       "a state that save_state() wrote");
     }
   }
   auto base_lrs = values.at("base_lrs").get<std::vector<double>>();
@@ -61,8 +57,7 @@ void LrScheduler::load_state(
     throw InputError(
         "optim::LrScheduler",
         "the state has base_lrs of " + std::to_string(base_lrs.size()) +
-            " parameter groups, the optimizer has groups=" +
-            std::to_string(base_lrs_.size()),
+            " parameter groups, the optimizer has groups=" + std::to_string(base_lrs_.size()),
         "the same groups");
   }
   completed_updates_ = values.at("completed_updates").get<int64_t>();

@@ -11,28 +11,22 @@ namespace hasten {
 
 namespace detail {
 
-void check_schedule(
-    bool good, const char* name, double value, const char* expected) {
+void check_schedule(bool good, const char* name, double value, const char* expected) {
   require_option(good, "optim::schedule", name, value, expected);
 }
 
 void check_steps(int64_t warmup, int64_t total) {
-  check_schedule(
-      total >= 0, "total_steps", static_cast<double>(total), "0 or above");
-  check_schedule(
-      warmup >= 0, "warmup_steps", static_cast<double>(warmup), "0 or above");
+  check_schedule(total >= 0, "total_steps", static_cast<double>(total), "0 or above");
+  check_schedule(warmup >= 0, "warmup_steps", static_cast<double>(warmup), "0 or above");
   if (warmup > total) {
-    throw InputError(
-        "optim::schedule",
-        "warmup_steps=" + std::to_string(warmup),
-        "at most total_steps=" + std::to_string(total),
-        "warm up over fewer updates, or train longer");
+    throw InputError("optim::schedule", "warmup_steps=" + std::to_string(warmup),
+                     "at most total_steps=" + std::to_string(total),
+                     "warm up over fewer updates, or train longer");
   }
 }
 
 double risen(int64_t completed, int64_t warmup) {
-  return static_cast<double>(completed) /
-         static_cast<double>(std::max<int64_t>(1, warmup));
+  return static_cast<double>(completed) / static_cast<double>(std::max<int64_t>(1, warmup));
 }
 
 // Of what follows the warm-up, the share that is done.
@@ -82,14 +76,10 @@ double down(PhaseShape shape, double x, double num_cycles) {
 
 Schedule linear_schedule(int64_t warmup_steps, int64_t total_steps) {
   detail::check_steps(warmup_steps, total_steps);
-  return detail::after_warmup(
-      warmup_steps, [warmup_steps, total_steps](int64_t completed) {
-        return std::max(
-            0.0,
-            static_cast<double>(total_steps - completed) /
-                static_cast<double>(
-                    std::max<int64_t>(1, total_steps - warmup_steps)));
-      });
+  return detail::after_warmup(warmup_steps, [warmup_steps, total_steps](int64_t completed) {
+    return std::max(0.0, static_cast<double>(total_steps - completed) /
+                             static_cast<double>(std::max<int64_t>(1, total_steps - warmup_steps)));
+  });
 }
 
 Schedule constant_schedule() {
@@ -101,36 +91,27 @@ Schedule constant_schedule_with_warmup(int64_t warmup_steps) {
   return detail::after_warmup(warmup_steps, [](int64_t) { return 1.0; });
 }
 
-Schedule cosine_schedule(
-    int64_t warmup_steps, int64_t total_steps, double num_cycles) {
-  return cosine_with_min_lr_schedule(
-      warmup_steps, total_steps, 0.0, num_cycles);
+Schedule cosine_schedule(int64_t warmup_steps, int64_t total_steps, double num_cycles) {
+  return cosine_with_min_lr_schedule(warmup_steps, total_steps, 0.0, num_cycles);
 }
 
-Schedule cosine_with_min_lr_schedule(
-    int64_t warmup_steps,
-    int64_t total_steps,
-    double min_lr_rate,
-    double num_cycles) {
+Schedule cosine_with_min_lr_schedule(int64_t warmup_steps, int64_t total_steps, double min_lr_rate,
+                                     double num_cycles) {
   detail::check_steps(warmup_steps, total_steps);
   detail::check_schedule(num_cycles > 0, "num_cycles", num_cycles, "above 0");
-  detail::check_schedule(
-      min_lr_rate >= 0 && min_lr_rate <= 1,
-      "min_lr_rate",
-      min_lr_rate,
-      "a share of the peak, 0 to 1");
+  detail::check_schedule(min_lr_rate >= 0 && min_lr_rate <= 1, "min_lr_rate", min_lr_rate,
+                         "a share of the peak, 0 to 1");
   return detail::after_warmup(warmup_steps, [=](int64_t completed) {
-    const double wave = detail::cosine_wave(
-        num_cycles, detail::progress(completed, warmup_steps, total_steps));
+    const double wave =
+        detail::cosine_wave(num_cycles, detail::progress(completed, warmup_steps, total_steps));
     return std::max(0.0, wave * (1.0 - min_lr_rate) + min_lr_rate);
   });
 }
 
-Schedule cosine_with_restarts_schedule(
-    int64_t warmup_steps, int64_t total_steps, int64_t num_cycles) {
+Schedule cosine_with_restarts_schedule(int64_t warmup_steps, int64_t total_steps,
+                                       int64_t num_cycles) {
   detail::check_steps(warmup_steps, total_steps);
-  detail::check_schedule(
-      num_cycles >= 1, "num_cycles", static_cast<double>(num_cycles), ">= 1");
+  detail::check_schedule(num_cycles >= 1, "num_cycles", static_cast<double>(num_cycles), ">= 1");
   return detail::after_warmup(warmup_steps, [=](int64_t completed) {
     const double p = detail::progress(completed, warmup_steps, total_steps);
     if (p >= 1.0) {
@@ -141,76 +122,51 @@ Schedule cosine_with_restarts_schedule(
   });
 }
 
-Schedule polynomial_schedule(
-    int64_t warmup_steps, int64_t total_steps, double end_rate, double power) {
+Schedule polynomial_schedule(int64_t warmup_steps, int64_t total_steps, double end_rate,
+                             double power) {
   detail::check_steps(warmup_steps, total_steps);
-  detail::check_schedule(
-      warmup_steps < total_steps,
-      "warmup_steps",
-      static_cast<double>(warmup_steps),
-      "below total_steps");
-  detail::check_schedule(
-      end_rate >= 0 && end_rate < 1,
-      "end_rate",
-      end_rate,
-      "lr_end / peak, at least 0 and below 1");
+  detail::check_schedule(warmup_steps < total_steps, "warmup_steps",
+                         static_cast<double>(warmup_steps), "below total_steps");
+  detail::check_schedule(end_rate >= 0 && end_rate < 1, "end_rate", end_rate,
+                         "lr_end / peak, at least 0 and below 1");
   detail::check_schedule(power > 0, "power", power, "above 0");
   return detail::after_warmup(warmup_steps, [=](int64_t completed) {
     if (completed > total_steps) {
       return end_rate;
     }
-    const double left =
-        1.0 - detail::progress(completed, warmup_steps, total_steps);
+    const double left = 1.0 - detail::progress(completed, warmup_steps, total_steps);
     return (1.0 - end_rate) * std::pow(left, power) + end_rate;
   });
 }
 
 Schedule inverse_sqrt_schedule(int64_t warmup_steps, int64_t timescale) {
   detail::check_steps(warmup_steps, warmup_steps);
-  detail::check_schedule(
-      timescale >= 0,
-      "timescale",
-      static_cast<double>(timescale),
-      "updates, or 0 for the warm-up's");
-  const int64_t t = timescale > 0      ? timescale
-                    : warmup_steps > 0 ? warmup_steps
-                                       : 10'000;
+  detail::check_schedule(timescale >= 0, "timescale", static_cast<double>(timescale),
+                         "updates, or 0 for the warm-up's");
+  const int64_t t = timescale > 0 ? timescale : warmup_steps > 0 ? warmup_steps : 10'000;
   return detail::after_warmup(warmup_steps, [=](int64_t completed) {
-    return 1.0 / std::sqrt(
-                     static_cast<double>(completed + t - warmup_steps) /
-                     static_cast<double>(t));
+    return 1.0 /
+           std::sqrt(static_cast<double>(completed + t - warmup_steps) / static_cast<double>(t));
   });
 }
 
 Schedule warmup_stable_decay_schedule(const WarmupStableDecayOptions& options) {
-  detail::check_steps(
-      options.warmup_steps,
-      options.warmup_steps + options.stable_steps + options.decay_steps);
-  detail::check_schedule(
-      options.stable_steps >= 0,
-      "stable_steps",
-      static_cast<double>(options.stable_steps),
-      "0 or above");
-  detail::check_schedule(
-      options.decay_steps >= 0,
-      "decay_steps",
-      static_cast<double>(options.decay_steps),
-      "0 or above");
-  detail::check_schedule(
-      options.min_lr_ratio >= 0 && options.min_lr_ratio <= 1,
-      "min_lr_ratio",
-      options.min_lr_ratio,
-      "a share of the peak, 0 to 1");
-  detail::check_schedule(
-      options.num_cycles > 0, "num_cycles", options.num_cycles, "above 0");
+  detail::check_steps(options.warmup_steps,
+                      options.warmup_steps + options.stable_steps + options.decay_steps);
+  detail::check_schedule(options.stable_steps >= 0, "stable_steps",
+                         static_cast<double>(options.stable_steps), "0 or above");
+  detail::check_schedule(options.decay_steps >= 0, "decay_steps",
+                         static_cast<double>(options.decay_steps), "0 or above");
+  detail::check_schedule(options.min_lr_ratio >= 0 && options.min_lr_ratio <= 1, "min_lr_ratio",
+                         options.min_lr_ratio, "a share of the peak, 0 to 1");
+  detail::check_schedule(options.num_cycles > 0, "num_cycles", options.num_cycles, "above 0");
   return [o = options](int64_t completed) {
     const int64_t decays_from = o.warmup_steps + o.stable_steps;
     const auto above_least = [&o](double share) {
       return std::max(0.0, share * (1.0 - o.min_lr_ratio) + o.min_lr_ratio);
     };
     if (completed < o.warmup_steps) {
-      return above_least(
-          detail::up(o.warmup_type, detail::risen(completed, o.warmup_steps)));
+      return above_least(detail::up(o.warmup_type, detail::risen(completed, o.warmup_steps)));
     }
     if (completed < decays_from) {
       return 1.0;
@@ -225,21 +181,13 @@ Schedule warmup_stable_decay_schedule(const WarmupStableDecayOptions& options) {
 
 Schedule one_cycle_schedule(const OneCycleOptions& options) {
   const auto n = static_cast<double>(options.total_steps);
+  detail::check_schedule(options.total_steps >= 2, "total_steps", n, "2 or more updates");
   detail::check_schedule(
-      options.total_steps >= 2, "total_steps", n, "2 or more updates");
-  detail::check_schedule(
-      options.pct_start > 0 &&
-          options.pct_start < (options.three_phase ? 0.5 : 1.0),
-      "pct_start",
-      options.pct_start,
-      options.three_phase ? "above 0, below 0.5" : "above 0, below 1");
-  detail::check_schedule(
-      options.div_factor > 0, "div_factor", options.div_factor, "above 0");
-  detail::check_schedule(
-      options.final_div_factor > 0,
-      "final_div_factor",
-      options.final_div_factor,
-      "above 0");
+      options.pct_start > 0 && options.pct_start < (options.three_phase ? 0.5 : 1.0), "pct_start",
+      options.pct_start, options.three_phase ? "above 0, below 0.5" : "above 0, below 1");
+  detail::check_schedule(options.div_factor > 0, "div_factor", options.div_factor, "above 0");
+  detail::check_schedule(options.final_div_factor > 0, "final_div_factor", options.final_div_factor,
+                         "above 0");
   struct Phase {
     double end = 0; // updates
     double from = 0;
@@ -258,8 +206,8 @@ Schedule one_cycle_schedule(const OneCycleOptions& options) {
     for (const Phase& phase : phases) {
       if (k <= phase.end) {
         const double x = (k - begin) / (phase.end - begin);
-        return cosine ? phase.to + (phase.from - phase.to) / 2.0 *
-                                       (1.0 + std::cos(std::numbers::pi * x))
+        return cosine ? phase.to +
+                            (phase.from - phase.to) / 2.0 * (1.0 + std::cos(std::numbers::pi * x))
                       : phase.from + (phase.to - phase.from) * x;
       }
       begin = phase.end;

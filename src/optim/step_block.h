@@ -10,8 +10,7 @@
 // Clones for wider vectors are chosen when the library is loaded.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && \
     !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
-#define HASTEN_STEP_CLONES \
-  __attribute__((target_clones("avx512f", "avx2", "default")))
+#define HASTEN_STEP_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
 #define HASTEN_STEP_CLONES
 #endif
@@ -20,20 +19,16 @@
 namespace hasten::detail {
 
 // Any type to and from the one a kernel computes in; n <= kStepBlock.
-void load_numbers(
-    const void* in, StepType type, float* out, int64_t n, double factor);
-void load_numbers(
-    const void* in, StepType type, double* out, int64_t n, double factor);
+void load_numbers(const void* in, StepType type, float* out, int64_t n, double factor);
+void load_numbers(const void* in, StepType type, double* out, int64_t n, double factor);
 void store_numbers(const float* in, void* out, StepType type, int64_t n);
 void store_numbers(const double* in, void* out, StepType type, int64_t n);
 /// Rounds at random to bf16, so that the mean is exact; `values` becomes what is
 /// stored. n <= kStepBlock.
-void store_bf16_at_random(
-    float* values, uint16_t* out, int32_t n, uint32_t key0, uint32_t key1);
+void store_bf16_at_random(float* values, uint16_t* out, int32_t n, uint32_t key0, uint32_t key1);
 /// Where a 16-bit parameter is not what its fp32 copy rounds to, somebody has
 /// written it: the copy follows. n <= kStepBlock.
-void follow_parameter(
-    const void* parameter, StepType type, float* master, int64_t n);
+void follow_parameter(const void* parameter, StepType type, float* master, int64_t n);
 /// Sum of squares of n <= kStepBlock numbers.
 double block_square_sum(const float* x, int64_t n);
 double block_square_sum(const double* x, int64_t n);
@@ -49,8 +44,7 @@ inline const void* element(const void* data, StepType type, int64_t at) {
 }
 
 template <typename T>
-constexpr StepType kTypeOf =
-    std::is_same_v<T, double> ? StepType::f64 : StepType::f32;
+constexpr StepType kTypeOf = std::is_same_v<T, double> ? StepType::f64 : StepType::f32;
 
 /// Reads kStepBlock numbers at a time in T, in place where they are T, and writes
 /// them back.
@@ -64,9 +58,8 @@ class StepBlock {
   }
   /// All is T and nothing happens to the gradient: one call for everything.
   bool plain() const {
-    return moments_direct_ && parameter_direct_ && gradient_direct_ &&
-           a_.master == nullptr && pass_.factor == 1 &&
-           pass_.after == GradientAfter::keep;
+    return moments_direct_ && parameter_direct_ && gradient_direct_ && a_.master == nullptr &&
+           pass_.factor == 1 && pass_.after == GradientAfter::keep;
   }
 
   T* parameter(int64_t at, int64_t n) {
@@ -83,11 +76,7 @@ class StepBlock {
   }
   void store_parameter(const T* p, int64_t at, int64_t n) const {
     if (a_.master != nullptr || !parameter_direct_) {
-      store_numbers(
-          p,
-          element(a_.parameter, a_.parameter_type, at),
-          a_.parameter_type,
-          n);
+      store_numbers(p, element(a_.parameter, a_.parameter_type, at), a_.parameter_type, n);
     }
   }
 
@@ -96,15 +85,13 @@ class StepBlock {
   const T* gradient(int64_t at, int64_t n, bool last = true) {
     void* data = element(a_.gradient, a_.gradient_type, at);
     const T* values = static_cast<const T*>(data);
-    if (!gradient_direct_ || pass_.factor != 1 ||
-        (last && pass_.after == GradientAfter::zero)) {
+    if (!gradient_direct_ || pass_.factor != 1 || (last && pass_.after == GradientAfter::zero)) {
       load_numbers(data, a_.gradient_type, gradient_, n, pass_.factor);
       values = gradient_;
     }
     if (last && pass_.after == GradientAfter::zero) {
       std::memset(data, 0, static_cast<size_t>(n * bytes_of(a_.gradient_type)));
-    } else if (
-        last && pass_.factor != 1 && pass_.after == GradientAfter::scaled) {
+    } else if (last && pass_.factor != 1 && pass_.after == GradientAfter::scaled) {
       store_numbers(values, data, a_.gradient_type, n);
     }
     return values;
@@ -121,15 +108,11 @@ class StepBlock {
   void store_moment(int which, T* values, int64_t at, int64_t n) const {
     if constexpr (std::is_same_v<T, float>) {
       if (!moments_direct_) {
-        const uint64_t key = mix_step_key(
-            a_.rounding_key + static_cast<uint64_t>(which),
-            static_cast<uint64_t>(at / kStepBlock));
-        store_bf16_at_random(
-            values,
-            static_cast<uint16_t*>(a_.moments[which]) + at,
-            static_cast<int32_t>(n),
-            static_cast<uint32_t>(key),
-            static_cast<uint32_t>(key >> 32));
+        const uint64_t key = mix_step_key(a_.rounding_key + static_cast<uint64_t>(which),
+                                          static_cast<uint64_t>(at / kStepBlock));
+        store_bf16_at_random(values, static_cast<uint16_t*>(a_.moments[which]) + at,
+                             static_cast<int32_t>(n), static_cast<uint32_t>(key),
+                             static_cast<uint32_t>(key >> 32));
       }
     }
   }
@@ -145,15 +128,10 @@ class StepBlock {
 
 /// kernel(p, g, m0, m1, m2, n) over [begin, end).
 template <typename T, typename Kernel>
-void over_blocks(
-    const StepArrays& a,
-    const StepPass& pass,
-    int64_t begin,
-    int64_t end,
-    const Kernel& kernel) {
+void over_blocks(const StepArrays& a, const StepPass& pass, int64_t begin, int64_t end,
+                 const Kernel& kernel) {
   StepBlock<T> block(a, pass);
-  const int64_t step =
-      block.plain() ? std::max<int64_t>(end - begin, 1) : kStepBlock;
+  const int64_t step = block.plain() ? std::max<int64_t>(end - begin, 1) : kStepBlock;
   for (int64_t at = begin; at < end; at += step) {
     const int64_t n = std::min(step, end - at);
     T* p = block.parameter(at, n);

@@ -29,21 +29,15 @@ StepType step_type_of(const at::Tensor& tensor, const char* where) {
     default:
       throw InputError(
           where,
-          "a parameter or gradient has dtype=" +
-              std::string(c10::toString(tensor.scalar_type())),
+          "a parameter or gradient has dtype=" + std::string(c10::toString(tensor.scalar_type())),
           "Float, Double, BFloat16 or Half");
   }
 }
 
-bool is_16_bit(StepType type) {
-  return type == StepType::bf16 || type == StepType::f16;
-}
+bool is_16_bit(StepType type) { return type == StepType::bf16 || type == StepType::f16; }
 
-at::Tensor StepRules::make_moment(
-    int,
-    const at::Tensor& parameter,
-    const Options&,
-    at::ScalarType dtype) const {
+at::Tensor StepRules::make_moment(int, const at::Tensor& parameter, const Options&,
+                                  at::ScalarType dtype) const {
   return at::zeros_like(parameter, dtype);
 }
 
@@ -76,21 +70,17 @@ void StepEngine::find_entries(torch::optim::Optimizer& optimizer) {
     const auto& params = groups[g].params();
     const auto& entries = groups_[g].entries;
     same = params.size() == entries.size() &&
-           std::equal(
-               params.begin(),
-               params.end(),
-               entries.begin(),
-               [](const at::Tensor& parameter, const Entry& entry) {
-                 return parameter.unsafeGetTensorImpl() == entry.parameter;
-               });
+           std::equal(params.begin(), params.end(), entries.begin(),
+                      [](const at::Tensor& parameter, const Entry& entry) {
+                        return parameter.unsafeGetTensorImpl() == entry.parameter;
+                      });
   }
   if (!same) {
     rebuild(optimizer);
   }
 }
 
-void StepEngine::update(
-    torch::optim::Optimizer& optimizer, const StepPass& pass) {
+void StepEngine::update(torch::optim::Optimizer& optimizer, const StepPass& pass) {
   const at::NoGradGuard no_grad;
   find_entries(optimizer);
   work_.clear();
@@ -129,20 +119,14 @@ void StepEngine::take_gradient(Work& work) const {
   const at::Tensor& gradient = work.entry->parameter->grad();
   const char* where = rules_->where();
   if (gradient.layout() != at::kStrided) {
-    throw InputError(
-        where,
-        "a gradient is sparse: shape=" + c10::str(gradient.sizes()),
-        "dense gradients",
-        "build the embedding with sparse=false");
+    throw InputError(where, "a gradient is sparse: shape=" + c10::str(gradient.sizes()),
+                     "dense gradients", "build the embedding with sparse=false");
   }
-  if (gradient.numel() != parameter.numel() ||
-      gradient.device() != parameter.device()) {
+  if (gradient.numel() != parameter.numel() || gradient.device() != parameter.device()) {
     throw InputError(
         where,
-        "a gradient has shape=" + c10::str(gradient.sizes()) + " on " +
-            gradient.device().str(),
-        "its parameter's " + c10::str(parameter.sizes()) + " on " +
-            parameter.device().str());
+        "a gradient has shape=" + c10::str(gradient.sizes()) + " on " + gradient.device().str(),
+        "its parameter's " + c10::str(parameter.sizes()) + " on " + parameter.device().str());
   }
   StepArrays& arrays = work.entry->arrays;
   const StepType type = step_type_of(parameter, where);
@@ -157,58 +141,49 @@ void StepEngine::take_gradient(Work& work) const {
     if (!parameter.is_non_overlapping_and_dense()) {
       throw InputError(
           where,
-          "a parameter's memory has holes or overlaps: strides=" +
-              c10::str(parameter.strides()),
-          "a dense tensor",
-          "make it contiguous() before it is registered");
+          "a parameter's memory has holes or overlaps: strides=" + c10::str(parameter.strides()),
+          "a dense tensor", "make it contiguous() before it is registered");
     }
     if (rules_->by_rows() && !parameter.is_contiguous()) {
       work.by_tensors = true;
     } else if (parameter.strides() != gradient.strides()) {
-      work.copy =
-          at::empty_like(parameter, gradient.scalar_type()).copy_(gradient);
+      work.copy = at::empty_like(parameter, gradient.scalar_type()).copy_(gradient);
     }
   }
   if (!work.by_tensors) {
     arrays.parameter = parameter.mutable_data_ptr();
-    arrays.gradient = work.copy.defined() ? work.copy.mutable_data_ptr()
-                                          : gradient.mutable_data_ptr();
+    arrays.gradient =
+        work.copy.defined() ? work.copy.mutable_data_ptr() : gradient.mutable_data_ptr();
   }
 }
 
-void StepEngine::take_state(
-    torch::optim::Optimizer& optimizer, Work& work) const {
+void StepEngine::take_state(torch::optim::Optimizer& optimizer, Work& work) const {
   Entry& entry = *work.entry;
   const auto found = optimizer.state().find(entry.parameter);
   bool known = entry.state != nullptr && found != optimizer.state().end() &&
                found->second.get() == entry.state;
   for (size_t i = 0; known && i < 4; ++i) {
-    const at::Tensor* tensor =
-        i < 3 ? entry.parts.moments[i] : entry.parts.master;
-    known =
-        tensor == nullptr || tensor->unsafeGetTensorImpl() == entry.known[i];
+    const at::Tensor* tensor = i < 3 ? entry.parts.moments[i] : entry.parts.master;
+    known = tensor == nullptr || tensor->unsafeGetTensorImpl() == entry.known[i];
   }
   if (!known) {
     look_at_state(optimizer, work);
   }
 }
 
-void StepEngine::look_at_state(
-    torch::optim::Optimizer& optimizer, Work& work) const {
+void StepEngine::look_at_state(torch::optim::Optimizer& optimizer, Work& work) const {
   Entry& entry = *work.entry;
   StepArrays& arrays = entry.arrays;
   const at::Tensor& parameter = *work.parameter;
   auto& slot = optimizer.state()[entry.parameter];
   entry.parts = rules_->parts(parameter, slot);
   entry.state = slot.get();
-  arrays.moment_type = arrays.parameter_type == StepType::f64 ? StepType::f64
-                       : options_.bf16_moments && rules_->rounds_moments()
-                           ? StepType::bf16
-                           : StepType::f32;
-  const at::ScalarType dtype = arrays.moment_type == StepType::f64 ? at::kDouble
-                               : arrays.moment_type == StepType::bf16
-                                   ? at::kBFloat16
-                                   : at::kFloat;
+  arrays.moment_type = arrays.parameter_type == StepType::f64              ? StepType::f64
+                       : options_.bf16_moments && rules_->rounds_moments() ? StepType::bf16
+                                                                           : StepType::f32;
+  const at::ScalarType dtype = arrays.moment_type == StepType::f64    ? at::kDouble
+                               : arrays.moment_type == StepType::bf16 ? at::kBFloat16
+                                                                      : at::kFloat;
   for (int i = 0; i < 3; ++i) {
     const auto at = static_cast<size_t>(i);
     at::Tensor* moment = entry.parts.moments[at];
@@ -220,17 +195,13 @@ void StepEngine::look_at_state(
       *moment = rules_->make_moment(i, parameter, *work.options, dtype);
       entry.fresh = entry.fresh || (i == 0 && moment->defined());
     } else if (!rules_->by_rows() && moment->sizes() != parameter.sizes()) {
-      throw InputError(
-          rules_->where(),
-          "the state of a parameter has shape=" + c10::str(moment->sizes()),
-          "the parameter's " + c10::str(parameter.sizes()));
-    } else if (
-        moment->scalar_type() != dtype ||
-        moment->device() != parameter.device() ||
-        (!rules_->by_rows() && moment->strides() != parameter.strides())) {
-      *moment = (rules_->by_rows()
-                     ? at::empty_like(*moment, parameter.options().dtype(dtype))
-                     : at::empty_like(parameter, dtype))
+      throw InputError(rules_->where(),
+                       "the state of a parameter has shape=" + c10::str(moment->sizes()),
+                       "the parameter's " + c10::str(parameter.sizes()));
+    } else if (moment->scalar_type() != dtype || moment->device() != parameter.device() ||
+               (!rules_->by_rows() && moment->strides() != parameter.strides())) {
+      *moment = (rules_->by_rows() ? at::empty_like(*moment, parameter.options().dtype(dtype))
+                                   : at::empty_like(parameter, dtype))
                     .copy_(*moment);
     }
     entry.known[at] = moment->unsafeGetTensorImpl();
@@ -246,8 +217,7 @@ void StepEngine::look_at_state(
       const at::Tensor from = master.defined() ? master : parameter;
       master = at::empty_like(parameter, at::kFloat).copy_(from);
     }
-    arrays.master =
-        work.by_tensors ? nullptr : master.mutable_data_ptr<float>();
+    arrays.master = work.by_tensors ? nullptr : master.mutable_data_ptr<float>();
   }
   entry.known[3] = master.unsafeGetTensorImpl();
   const bool factored = rules_->by_rows() && parameter.dim() >= 2;
@@ -283,9 +253,7 @@ void StepEngine::run(const StepPass& pass) {
     work.numbers = numbers_of(work);
     if (arrays.moment_type == StepType::bf16) {
       arrays.rounding_key = mix_step_key(
-          mix_step_key(
-              options_.seed, static_cast<uint64_t>(*work.entry->parts.step)),
-          work.index);
+          mix_step_key(options_.seed, static_cast<uint64_t>(*work.entry->parts.step)), work.index);
     }
     if (work.by_tensors) {
       run_by_tensors(work, pass);
@@ -298,52 +266,41 @@ void StepEngine::run(const StepPass& pass) {
       }
     }
   }
-  at::parallel_for(
-      0, static_cast<int64_t>(tasks.size()), 1, [&](int64_t from, int64_t to) {
-        for (int64_t i = from; i < to; ++i) {
-          const Task& task = tasks[static_cast<size_t>(i)];
-          rules_->run(
-              task.work->entry->arrays,
-              numbers_[task.work->numbers],
-              pass,
-              task.begin,
-              task.end);
-        }
-      });
+  at::parallel_for(0, static_cast<int64_t>(tasks.size()), 1, [&](int64_t from, int64_t to) {
+    for (int64_t i = from; i < to; ++i) {
+      const Task& task = tasks[static_cast<size_t>(i)];
+      rules_->run(task.work->entry->arrays, numbers_[task.work->numbers], pass, task.begin,
+                  task.end);
+    }
+  });
 }
 
 void StepEngine::run_by_tensors(const Work& work, const StepPass& pass) const {
   const Entry& entry = *work.entry;
   const at::Tensor& parameter = *work.parameter;
-  const auto dtype =
-      entry.arrays.parameter_type == StepType::f64 ? at::kDouble : at::kFloat;
+  const auto dtype = entry.arrays.parameter_type == StepType::f64 ? at::kDouble : at::kFloat;
   StepTensors tensors;
   tensors.step = *entry.parts.step;
   if (is_16_bit(entry.arrays.parameter_type) && options_.master_weights) {
     at::Tensor& master = *entry.parts.master;
-    master.copy_(at::where(
-        master.to(parameter.scalar_type()) == parameter,
-        master,
-        parameter.to(at::kFloat)));
+    master.copy_(at::where(master.to(parameter.scalar_type()) == parameter, master,
+                           parameter.to(at::kFloat)));
     tensors.parameter = master;
   } else {
     tensors.parameter = parameter.to(dtype);
   }
-  tensors.gradient =
-      (work.copy.defined() ? work.copy : entry.parameter->grad()).to(dtype);
+  tensors.gradient = (work.copy.defined() ? work.copy : entry.parameter->grad()).to(dtype);
   if (pass.factor != 1) {
     tensors.gradient = tensors.gradient.mul(pass.factor);
   }
   for (size_t i = 0; i < 3; ++i) {
-    if (entry.parts.moments[i] != nullptr &&
-        entry.parts.moments[i]->defined()) {
+    if (entry.parts.moments[i] != nullptr && entry.parts.moments[i]->defined()) {
       tensors.moments[i] = entry.parts.moments[i]->to(dtype);
     }
   }
   rules_->run(tensors, numbers_[work.numbers]);
   for (size_t i = 0; i < 3; ++i) {
-    if (tensors.moments[i].defined() &&
-        !tensors.moments[i].is_same(*entry.parts.moments[i])) {
+    if (tensors.moments[i].defined() && !tensors.moments[i].is_same(*entry.parts.moments[i])) {
       entry.parts.moments[i]->copy_(tensors.moments[i]);
     }
   }
@@ -357,9 +314,8 @@ void StepEngine::finish(const StepPass& pass) const {
     work.entry->fresh = false;
     // Kernels, ours and ATen's, leave version counters alone (LibTorch 2.13).
     torch::autograd::impl::bump_version(*work.parameter);
-    const bool writes =
-        pass.after == GradientAfter::zero ||
-        (pass.after == GradientAfter::scaled && pass.factor != 1);
+    const bool writes = pass.after == GradientAfter::zero ||
+                        (pass.after == GradientAfter::scaled && pass.factor != 1);
     if (!writes) {
       continue;
     }
@@ -374,10 +330,8 @@ void StepEngine::finish(const StepPass& pass) const {
   }
 }
 
-at::Tensor engine_step(
-    StepEngine& engine,
-    torch::optim::Optimizer& optimizer,
-    const torch::optim::Optimizer::LossClosure& closure) {
+at::Tensor engine_step(StepEngine& engine, torch::optim::Optimizer& optimizer,
+                       const torch::optim::Optimizer::LossClosure& closure) {
   at::Tensor loss;
   if (closure) {
     const at::AutoGradMode grad_mode(true);
@@ -387,13 +341,11 @@ at::Tensor engine_step(
   return loss;
 }
 
-void engine_step_scaled(
-    StepEngine& engine, torch::optim::Optimizer& optimizer, double factor) {
+void engine_step_scaled(StepEngine& engine, torch::optim::Optimizer& optimizer, double factor) {
   engine.update(optimizer, {.factor = factor, .after = GradientAfter::scaled});
 }
 
-void engine_step_and_zero(
-    StepEngine& engine, torch::optim::Optimizer& optimizer, double factor) {
+void engine_step_and_zero(StepEngine& engine, torch::optim::Optimizer& optimizer, double factor) {
   engine.update(optimizer, {.factor = factor, .after = GradientAfter::zero});
 }
 
@@ -401,23 +353,17 @@ void engine_check(StepEngine& engine, torch::optim::Optimizer& optimizer) {
   engine.check(optimizer);
 }
 
-void engine_force_tensor_operations(StepEngine& engine) {
-  engine.force_tensor_operations();
-}
+void engine_force_tensor_operations(StepEngine& engine) { engine.force_tensor_operations(); }
 
-void write_state_tensor(
-    torch::serialize::OutputArchive& archive,
-    const char* name,
-    const at::Tensor& tensor) {
+void write_state_tensor(torch::serialize::OutputArchive& archive, const char* name,
+                        const at::Tensor& tensor) {
   if (tensor.defined()) {
     archive.write(name, tensor, /*is_buffer=*/true);
   }
 }
 
-void read_state_tensor(
-    torch::serialize::InputArchive& archive,
-    const char* name,
-    at::Tensor& tensor) {
+void read_state_tensor(torch::serialize::InputArchive& archive, const char* name,
+                       at::Tensor& tensor) {
   archive.try_read(name, tensor, /*is_buffer=*/true);
 }
 

@@ -41,29 +41,20 @@ class StepRules {
   /// Which moments there are under these options: another number, other ones.
   virtual int64_t state_kind(const Options&) const { return 0; }
   /// Makes the state, or what it lacks to be this optimizer's, except tensors.
-  virtual StateParts parts(
-      const at::Tensor& parameter, std::unique_ptr<State>& slot) const = 0;
+  virtual StateParts parts(const at::Tensor& parameter, std::unique_ptr<State>& slot) const = 0;
   /// Moment `which` at 0, of `dtype`; undefined where there is none. Like the
   /// parameter, unless said otherwise.
-  virtual at::Tensor make_moment(
-      int which,
-      const at::Tensor& parameter,
-      const Options& options,
-      at::ScalarType dtype) const;
+  virtual at::Tensor make_moment(int which, const at::Tensor& parameter, const Options& options,
+                                 at::ScalarType dtype) const;
   /// `fresh`: moment 0 was made for this step.
-  virtual StepNumbers numbers(
-      const Options& options, int64_t step, bool fresh) const = 0;
+  virtual StepNumbers numbers(const Options& options, int64_t step, bool fresh) const = 0;
   /// False: a whole tensor at a time, and numel > 0.
   virtual bool by_elements() const { return true; }
   /// The kernel looks at rows and columns.
   virtual bool by_rows() const { return false; }
   virtual bool rounds_moments() const { return true; }
-  virtual void run(
-      const StepArrays& arrays,
-      const StepNumbers& numbers,
-      const StepPass& pass,
-      int64_t begin,
-      int64_t end) const = 0;
+  virtual void run(const StepArrays& arrays, const StepNumbers& numbers, const StepPass& pass,
+                   int64_t begin, int64_t end) const = 0;
   virtual void run(StepTensors& tensors, const StepNumbers& numbers) const = 0;
 };
 

@@ -8,14 +8,9 @@ namespace hasten::detail {
 // --- Adam, AdamW --------------------------------------------------------------------
 
 template <typename T, bool kAmsgrad>
-HASTEN_STEP_INLINE void adam_of(
-    T* __restrict p,
-    const T* __restrict g,
-    T* __restrict m,
-    T* __restrict v,
-    T* __restrict x,
-    int64_t n,
-    const AdamNumbers<T> k) {
+HASTEN_STEP_INLINE void adam_of(T* __restrict p, const T* __restrict g, T* __restrict m,
+                                T* __restrict v, T* __restrict x, int64_t n,
+                                const AdamNumbers<T> k) {
   for (int64_t i = 0; i < n; ++i) {
     const T gradient = g[i] + k.l2 * p[i];
     const T mean = m[i] + (gradient - m[i]) * k.share1;
@@ -27,46 +22,29 @@ HASTEN_STEP_INLINE void adam_of(
       under = x[i] > square ? x[i] : square;
       x[i] = under;
     }
-    p[i] = p[i] * k.keep -
-           k.step_size * mean / (std::sqrt(under) * k.root + k.eps);
+    p[i] = p[i] * k.keep - k.step_size * mean / (std::sqrt(under) * k.root + k.eps);
   }
 }
 
-#define HASTEN_ADAM_LOOP(T)                                               \
-  HASTEN_STEP_CLONES void adam_loop(                                      \
-      T* p, const T* g, T* m, T* v, int64_t n, const AdamNumbers<T>& k) { \
-    adam_of<T, false>(p, g, m, v, nullptr, n, k);                         \
-  }                                                                       \
-  HASTEN_STEP_CLONES void amsgrad_loop(                                   \
-      T* p,                                                               \
-      const T* g,                                                         \
-      T* m,                                                               \
-      T* v,                                                               \
-      T* x,                                                               \
-      int64_t n,                                                          \
-      const AdamNumbers<T>& k) {                                          \
-    adam_of<T, true>(p, g, m, v, x, n, k);                                \
+#define HASTEN_ADAM_LOOP(T)                                                           \
+  HASTEN_STEP_CLONES void adam_loop(T* p, const T* g, T* m, T* v, int64_t n,          \
+                                    const AdamNumbers<T>& k) {                        \
+    adam_of<T, false>(p, g, m, v, nullptr, n, k);                                     \
+  }                                                                                   \
+  HASTEN_STEP_CLONES void amsgrad_loop(T* p, const T* g, T* m, T* v, T* x, int64_t n, \
+                                       const AdamNumbers<T>& k) {                     \
+    adam_of<T, true>(p, g, m, v, x, n, k);                                            \
   }
 HASTEN_ADAM_LOOP(float)
 HASTEN_ADAM_LOOP(double)
 
-void adam_step(
-    const StepArrays& a,
-    const StepNumbers& numbers,
-    const StepPass& pass,
-    int64_t begin,
-    int64_t end) {
+void adam_step(const StepArrays& a, const StepNumbers& numbers, const StepPass& pass, int64_t begin,
+               int64_t end) {
   in_step_type(a, [&]<typename T>(T) {
     const AdamNumbers<T> k(numbers);
-    over_blocks<T>(
-        a,
-        pass,
-        begin,
-        end,
-        [&](T* p, const T* g, T* m, T* v, T* x, int64_t n) {
-          numbers.amsgrad ? amsgrad_loop(p, g, m, v, x, n, k)
-                          : adam_loop(p, g, m, v, n, k);
-        });
+    over_blocks<T>(a, pass, begin, end, [&](T* p, const T* g, T* m, T* v, T* x, int64_t n) {
+      numbers.amsgrad ? amsgrad_loop(p, g, m, v, x, n, k) : adam_loop(p, g, m, v, n, k);
+    });
   });
 }
 
@@ -78,19 +56,15 @@ struct SgdNumbers {
 };
 
 template <typename T>
-HASTEN_STEP_INLINE void sgd_of(
-    T* __restrict p, const T* __restrict g, int64_t n, const SgdNumbers<T> k) {
+HASTEN_STEP_INLINE void sgd_of(T* __restrict p, const T* __restrict g, int64_t n,
+                               const SgdNumbers<T> k) {
   for (int64_t i = 0; i < n; ++i) {
     p[i] -= k.lr * (g[i] + k.l2 * p[i]);
   }
 }
 template <typename T, bool kNesterov>
-HASTEN_STEP_INLINE void sgd_momentum_of(
-    T* __restrict p,
-    const T* __restrict g,
-    T* __restrict b,
-    int64_t n,
-    const SgdNumbers<T> k) {
+HASTEN_STEP_INLINE void sgd_momentum_of(T* __restrict p, const T* __restrict g, T* __restrict b,
+                                        int64_t n, const SgdNumbers<T> k) {
   for (int64_t i = 0; i < n; ++i) {
     const T gradient = g[i] + k.l2 * p[i];
     const T buffer = b[i] * k.momentum + gradient * k.share;
@@ -99,46 +73,37 @@ HASTEN_STEP_INLINE void sgd_momentum_of(
   }
 }
 
-#define HASTEN_SGD_LOOP(T)                                         \
-  HASTEN_STEP_CLONES void sgd_loop(                                \
-      T* p, const T* g, int64_t n, const SgdNumbers<T>& k) {       \
-    sgd_of<T>(p, g, n, k);                                         \
-  }                                                                \
-  HASTEN_STEP_CLONES void sgd_momentum_loop(                       \
-      T* p, const T* g, T* b, int64_t n, const SgdNumbers<T>& k) { \
-    sgd_momentum_of<T, false>(p, g, b, n, k);                      \
-  }                                                                \
-  HASTEN_STEP_CLONES void sgd_nesterov_loop(                       \
-      T* p, const T* g, T* b, int64_t n, const SgdNumbers<T>& k) { \
-    sgd_momentum_of<T, true>(p, g, b, n, k);                       \
+#define HASTEN_SGD_LOOP(T)                                                                \
+  HASTEN_STEP_CLONES void sgd_loop(T* p, const T* g, int64_t n, const SgdNumbers<T>& k) { \
+    sgd_of<T>(p, g, n, k);                                                                \
+  }                                                                                       \
+  HASTEN_STEP_CLONES void sgd_momentum_loop(T* p, const T* g, T* b, int64_t n,            \
+                                            const SgdNumbers<T>& k) {                     \
+    sgd_momentum_of<T, false>(p, g, b, n, k);                                             \
+  }                                                                                       \
+  HASTEN_STEP_CLONES void sgd_nesterov_loop(T* p, const T* g, T* b, int64_t n,            \
+                                            const SgdNumbers<T>& k) {                     \
+    sgd_momentum_of<T, true>(p, g, b, n, k);                                              \
   }
 HASTEN_SGD_LOOP(float)
 HASTEN_SGD_LOOP(double)
 
-void sgd_step(
-    const StepArrays& a,
-    const StepNumbers& numbers,
-    const StepPass& pass,
-    int64_t begin,
-    int64_t end) {
+void sgd_step(const StepArrays& a, const StepNumbers& numbers, const StepPass& pass, int64_t begin,
+              int64_t end) {
   in_step_type(a, [&]<typename T>(T) {
-    const SgdNumbers<T> k{
-        static_cast<T>(numbers.lr),
-        static_cast<T>(numbers.l2),
-        static_cast<T>(numbers.momentum),
-        static_cast<T>(numbers.share),
+    const SgdNumbers<T> k{static_cast<T>(numbers.lr), static_cast<T>(numbers.l2),
+                          static_cast<T>(numbers.momentum), static_cast<T>(numbers.share),
         // The look-ahead's own momentum, also where the buffer begins.
-        static_cast<T>(numbers.beta1)};
-    over_blocks<T>(
-        a, pass, begin, end, [&](T* p, const T* g, T* b, T*, T*, int64_t n) {
-          if (b == nullptr) {
-            sgd_loop(p, g, n, k);
-          } else if (numbers.nesterov) {
-            sgd_nesterov_loop(p, g, b, n, k);
-          } else {
-            sgd_momentum_loop(p, g, b, n, k);
-          }
-        });
+                          static_cast<T>(numbers.beta1)};
+    over_blocks<T>(a, pass, begin, end, [&](T* p, const T* g, T* b, T*, T*, int64_t n) {
+      if (b == nullptr) {
+        sgd_loop(p, g, n, k);
+      } else if (numbers.nesterov) {
+        sgd_nesterov_loop(p, g, b, n, k);
+      } else {
+        sgd_momentum_loop(p, g, b, n, k);
+      }
+    });
   });
 }
 
@@ -150,12 +115,8 @@ struct LionNumbers {
 };
 
 template <typename T>
-HASTEN_STEP_INLINE void lion_of(
-    T* __restrict p,
-    const T* __restrict g,
-    T* __restrict m,
-    int64_t n,
-    const LionNumbers<T> k) {
+HASTEN_STEP_INLINE void lion_of(T* __restrict p, const T* __restrict g, T* __restrict m, int64_t n,
+                                const LionNumbers<T> k) {
   for (int64_t i = 0; i < n; ++i) {
     const T mixed = m[i] + (g[i] - m[i]) * k.share1;
     // A number that is none has no sign: it must not pass for 0.
@@ -165,30 +126,20 @@ HASTEN_STEP_INLINE void lion_of(
   }
 }
 
-#define HASTEN_LION_LOOP(T)                                         \
-  HASTEN_STEP_CLONES void lion_loop(                                \
-      T* p, const T* g, T* m, int64_t n, const LionNumbers<T>& k) { \
-    lion_of<T>(p, g, m, n, k);                                      \
+#define HASTEN_LION_LOOP(T)                                                                       \
+  HASTEN_STEP_CLONES void lion_loop(T* p, const T* g, T* m, int64_t n, const LionNumbers<T>& k) { \
+    lion_of<T>(p, g, m, n, k);                                                                    \
   }
 HASTEN_LION_LOOP(float)
 HASTEN_LION_LOOP(double)
 
-void lion_step(
-    const StepArrays& a,
-    const StepNumbers& numbers,
-    const StepPass& pass,
-    int64_t begin,
-    int64_t end) {
+void lion_step(const StepArrays& a, const StepNumbers& numbers, const StepPass& pass, int64_t begin,
+               int64_t end) {
   in_step_type(a, [&]<typename T>(T) {
-    const LionNumbers<T> k{
-        static_cast<T>(numbers.lr),
-        static_cast<T>(numbers.keep),
-        static_cast<T>(1 - numbers.beta1),
-        static_cast<T>(1 - numbers.beta2)};
-    over_blocks<T>(
-        a, pass, begin, end, [&](T* p, const T* g, T* m, T*, T*, int64_t n) {
-          lion_loop(p, g, m, n, k);
-        });
+    const LionNumbers<T> k{static_cast<T>(numbers.lr), static_cast<T>(numbers.keep),
+                           static_cast<T>(1 - numbers.beta1), static_cast<T>(1 - numbers.beta2)};
+    over_blocks<T>(a, pass, begin, end,
+                   [&](T* p, const T* g, T* m, T*, T*, int64_t n) { lion_loop(p, g, m, n, k); });
   });
 }
 

@@ -64,32 +64,19 @@ struct StepNumbers {
 constexpr int64_t kStepBlock = 1024;
 
 /// Moments: mean, mean square, with amsgrad the largest mean square.
-void adam_step(
-    const StepArrays& a,
-    const StepNumbers& k,
-    const StepPass& pass,
-    int64_t begin,
-    int64_t end);
+void adam_step(const StepArrays& a, const StepNumbers& k, const StepPass& pass, int64_t begin,
+               int64_t end);
 /// Moment: momentum, null for none. momentum 0 in `k` (with share 1) begins it.
-void sgd_step(
-    const StepArrays& a,
-    const StepNumbers& k,
-    const StepPass& pass,
-    int64_t begin,
-    int64_t end);
+void sgd_step(const StepArrays& a, const StepNumbers& k, const StepPass& pass, int64_t begin,
+              int64_t end);
 /// Moment: mean.
-void lion_step(
-    const StepArrays& a,
-    const StepNumbers& k,
-    const StepPass& pass,
-    int64_t begin,
-    int64_t end);
+void lion_step(const StepArrays& a, const StepNumbers& k, const StepPass& pass, int64_t begin,
+               int64_t end);
 /// Moments: mean, mean square. Whole tensors, in two passes.
 void lamb_step(const StepArrays& a, const StepNumbers& k, const StepPass& pass);
 /// Moments: mean square by row, by column (not factored: mean square, null), mean
 /// (null without beta1). Whole tensors, in three passes.
-void adafactor_step(
-    const StepArrays& a, const StepNumbers& k, const StepPass& pass);
+void adafactor_step(const StepArrays& a, const StepNumbers& k, const StepPass& pass);
 
 /// A key of its own for each part.
 uint64_t mix_step_key(uint64_t key, uint64_t part);

@@ -9,12 +9,8 @@ namespace hasten::detail {
 // --- LAMB ---------------------------------------------------------------------------
 
 template <typename T>
-HASTEN_STEP_INLINE void lamb_moments_of(
-    const T* __restrict g,
-    T* __restrict m,
-    T* __restrict v,
-    int64_t n,
-    const AdamNumbers<T> k) {
+HASTEN_STEP_INLINE void lamb_moments_of(const T* __restrict g, T* __restrict m, T* __restrict v,
+                                        int64_t n, const AdamNumbers<T> k) {
   for (int64_t i = 0; i < n; ++i) {
     m[i] += (g[i] - m[i]) * k.share1;
     v[i] = v[i] * k.beta2 + g[i] * g[i] * k.share2;
@@ -22,48 +18,37 @@ HASTEN_STEP_INLINE void lamb_moments_of(
 }
 // The direction; l2 is the decay's share in it.
 template <typename T>
-HASTEN_STEP_INLINE void lamb_direction_of(
-    const T* __restrict p,
-    const T* __restrict m,
-    const T* __restrict v,
-    T* __restrict out,
-    int64_t n,
-    const AdamNumbers<T> k) {
+HASTEN_STEP_INLINE void lamb_direction_of(const T* __restrict p, const T* __restrict m,
+                                          const T* __restrict v, T* __restrict out, int64_t n,
+                                          const AdamNumbers<T> k) {
   for (int64_t i = 0; i < n; ++i) {
     out[i] = k.unbias * m[i] / (std::sqrt(v[i]) * k.root + k.eps) + k.l2 * p[i];
   }
 }
 template <typename T>
-HASTEN_STEP_INLINE void add_scaled_of(
-    T* __restrict p, const T* __restrict u, int64_t n, T by) {
+HASTEN_STEP_INLINE void add_scaled_of(T* __restrict p, const T* __restrict u, int64_t n, T by) {
   for (int64_t i = 0; i < n; ++i) {
     p[i] += by * u[i];
   }
 }
 
-#define HASTEN_LAMB_LOOP(T)                                                    \
-  HASTEN_STEP_CLONES void lamb_moments_loop(                                   \
-      const T* g, T* m, T* v, int64_t n, const AdamNumbers<T>& k) {            \
-    lamb_moments_of<T>(g, m, v, n, k);                                         \
-  }                                                                            \
-  HASTEN_STEP_CLONES void lamb_direction_loop(                                 \
-      const T* p,                                                              \
-      const T* m,                                                              \
-      const T* v,                                                              \
-      T* out,                                                                  \
-      int64_t n,                                                               \
-      const AdamNumbers<T>& k) {                                               \
-    lamb_direction_of<T>(p, m, v, out, n, k);                                  \
-  }                                                                            \
-  HASTEN_STEP_CLONES void add_scaled_loop(T* p, const T* u, int64_t n, T by) { \
-    add_scaled_of<T>(p, u, n, by);                                             \
+#define HASTEN_LAMB_LOOP(T)                                                               \
+  HASTEN_STEP_CLONES void lamb_moments_loop(const T* g, T* m, T* v, int64_t n,            \
+                                            const AdamNumbers<T>& k) {                    \
+    lamb_moments_of<T>(g, m, v, n, k);                                                    \
+  }                                                                                       \
+  HASTEN_STEP_CLONES void lamb_direction_loop(const T* p, const T* m, const T* v, T* out, \
+                                              int64_t n, const AdamNumbers<T>& k) {       \
+    lamb_direction_of<T>(p, m, v, out, n, k);                                             \
+  }                                                                                       \
+  HASTEN_STEP_CLONES void add_scaled_loop(T* p, const T* u, int64_t n, T by) {            \
+    add_scaled_of<T>(p, u, n, by);                                                        \
   }
 HASTEN_LAMB_LOOP(float)
 HASTEN_LAMB_LOOP(double)
 
 template <typename T>
-void lamb_step_as(
-    const StepArrays& a, const StepNumbers& numbers, const StepPass& pass) {
+void lamb_step_as(const StepArrays& a, const StepNumbers& numbers, const StepPass& pass) {
   const AdamNumbers<T> k(numbers);
   StepBlock<T> block(a, pass);
   alignas(64) T direction[kStepBlock];
@@ -87,48 +72,35 @@ void lamb_step_as(
   for (int64_t at = 0; at < a.count; at += kStepBlock) {
     const int64_t n = std::min(kStepBlock, a.count - at);
     T* p = block.parameter(at, n);
-    lamb_direction_loop(
-        p, block.moment(0, at, n), block.moment(1, at, n), direction, n, k);
+    lamb_direction_loop(p, block.moment(0, at, n), block.moment(1, at, n), direction, n, k);
     add_scaled_loop(p, direction, n, static_cast<T>(-numbers.lr * ratio));
     block.store_parameter(p, at, n);
   }
 }
 
-void lamb_step(
-    const StepArrays& a, const StepNumbers& k, const StepPass& pass) {
+void lamb_step(const StepArrays& a, const StepNumbers& k, const StepPass& pass) {
   in_step_type(a, [&]<typename T>(T) { lamb_step_as<T>(a, k, pass); });
 }
 
 // --- Adafactor ----------------------------------------------------------------------
 
 template <typename T>
-HASTEN_STEP_INLINE void add_squares_of(
-    const T* __restrict g, double* __restrict sums, int64_t n) {
+HASTEN_STEP_INLINE void add_squares_of(const T* __restrict g, double* __restrict sums, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     sums[i] += static_cast<double>(g[i]) * static_cast<double>(g[i]);
   }
 }
 template <typename T>
-HASTEN_STEP_INLINE void multiply_of(
-    const T* __restrict g,
-    const T* __restrict by,
-    T* __restrict out,
-    int64_t n,
-    T factor) {
+HASTEN_STEP_INLINE void multiply_of(const T* __restrict g, const T* __restrict by,
+                                    T* __restrict out, int64_t n, T factor) {
   for (int64_t i = 0; i < n; ++i) {
     out[i] = g[i] * (by[i] * factor);
   }
 }
 // v is the mean square; out = g / sqrt(v).
 template <typename T>
-HASTEN_STEP_INLINE void over_root_of(
-    const T* __restrict g,
-    T* __restrict v,
-    T* __restrict out,
-    int64_t n,
-    T beta,
-    T share,
-    T eps) {
+HASTEN_STEP_INLINE void over_root_of(const T* __restrict g, T* __restrict v, T* __restrict out,
+                                     int64_t n, T beta, T share, T eps) {
   for (int64_t i = 0; i < n; ++i) {
     v[i] = v[i] * beta + (g[i] * g[i] + eps) * share;
     out[i] = g[i] / std::sqrt(v[i]);
@@ -136,14 +108,8 @@ HASTEN_STEP_INLINE void over_root_of(
 }
 // p <- keep p - m, m <- beta m + share u; without m, p <- keep p - share u.
 template <typename T>
-HASTEN_STEP_INLINE void adafactor_apply_of(
-    T* __restrict p,
-    const T* __restrict u,
-    T* __restrict m,
-    int64_t n,
-    T keep,
-    T beta,
-    T share) {
+HASTEN_STEP_INLINE void adafactor_apply_of(T* __restrict p, const T* __restrict u, T* __restrict m,
+                                           int64_t n, T keep, T beta, T share) {
   if (m == nullptr) {
     for (int64_t i = 0; i < n; ++i) {
       p[i] = p[i] * keep - u[i] * share;
@@ -156,22 +122,20 @@ HASTEN_STEP_INLINE void adafactor_apply_of(
   }
 }
 
-#define HASTEN_ADAFACTOR_LOOP(T)                                     \
-  HASTEN_STEP_CLONES void add_squares_loop(                          \
-      const T* g, double* sums, int64_t n) {                         \
-    add_squares_of<T>(g, sums, n);                                   \
-  }                                                                  \
-  HASTEN_STEP_CLONES void multiply_loop(                             \
-      const T* g, const T* by, T* out, int64_t n, T factor) {        \
-    multiply_of<T>(g, by, out, n, factor);                           \
-  }                                                                  \
-  HASTEN_STEP_CLONES void over_root_loop(                            \
-      const T* g, T* v, T* out, int64_t n, T beta, T share, T eps) { \
-    over_root_of<T>(g, v, out, n, beta, share, eps);                 \
-  }                                                                  \
-  HASTEN_STEP_CLONES void adafactor_apply_loop(                      \
-      T* p, const T* u, T* m, int64_t n, T keep, T beta, T share) {  \
-    adafactor_apply_of<T>(p, u, m, n, keep, beta, share);            \
+#define HASTEN_ADAFACTOR_LOOP(T)                                                                  \
+  HASTEN_STEP_CLONES void add_squares_loop(const T* g, double* sums, int64_t n) {                 \
+    add_squares_of<T>(g, sums, n);                                                                \
+  }                                                                                               \
+  HASTEN_STEP_CLONES void multiply_loop(const T* g, const T* by, T* out, int64_t n, T factor) {   \
+    multiply_of<T>(g, by, out, n, factor);                                                        \
+  }                                                                                               \
+  HASTEN_STEP_CLONES void over_root_loop(const T* g, T* v, T* out, int64_t n, T beta, T share,    \
+                                         T eps) {                                                 \
+    over_root_of<T>(g, v, out, n, beta, share, eps);                                              \
+  }                                                                                               \
+  HASTEN_STEP_CLONES void adafactor_apply_loop(T* p, const T* u, T* m, int64_t n, T keep, T beta, \
+                                               T share) {                                         \
+    adafactor_apply_of<T>(p, u, m, n, keep, beta, share);                                         \
   }
 HASTEN_ADAFACTOR_LOOP(float)
 HASTEN_ADAFACTOR_LOOP(double)
@@ -199,8 +163,7 @@ class AdafactorStep {
       }
       rms = std::sqrt(rms / static_cast<double>(a_.count));
     }
-    const double lr =
-        k_.lr * (k_.scale_parameter ? std::max(k_.eps_scale, rms) : 1.0);
+    const double lr = k_.lr * (k_.scale_parameter ? std::max(k_.eps_scale, rms) : 1.0);
     if (a_.columns > 0) {
       row_factors_.resize(static_cast<size_t>(matrices_ * rows_));
       column_factors_.resize(static_cast<size_t>(matrices_ * columns_));
@@ -209,11 +172,7 @@ class AdafactorStep {
       }
     }
     double squares = 0;
-    walk(
-        [&](int64_t, const T* u, int64_t n) {
-          squares += block_square_sum(u, n);
-        },
-        false);
+    walk([&](int64_t, const T* u, int64_t n) { squares += block_square_sum(u, n); }, false);
     const double length = std::sqrt(squares / static_cast<double>(a_.count));
     const double size = lr / std::max(1.0, length / k_.clip_threshold);
     const bool mean = a_.moments[2] != nullptr;
@@ -222,14 +181,8 @@ class AdafactorStep {
         [&](int64_t at, const T* u, int64_t n) {
           T* p = block_.parameter(at, n);
           T* m = mean ? block_.moment(2, at, n) : nullptr;
-          adafactor_apply_loop(
-              p,
-              u,
-              m,
-              n,
-              keep,
-              static_cast<T>(k_.beta1),
-              static_cast<T>(mean ? (1 - k_.beta1) * size : size));
+          adafactor_apply_loop(p, u, m, n, keep, static_cast<T>(k_.beta1),
+                               static_cast<T>(mean ? (1 - k_.beta1) * size : size));
           block_.store_parameter(p, at, n);
         },
         true);
@@ -248,29 +201,25 @@ class AdafactorStep {
       double sum = 0;
       for (int64_t column = 0; column < columns_; column += kStepBlock) {
         const int64_t n = std::min(kStepBlock, columns_ - column);
-        const T* g = block_.gradient(
-            (matrix * rows_ + row) * columns_ + column, n, false);
+        const T* g = block_.gradient((matrix * rows_ + row) * columns_ + column, n, false);
         sum += block_square_sum(g, n);
         add_squares_loop(g, column_sums_.data() + column, n);
       }
       const double square = sum / static_cast<double>(columns_) + k_.eps;
-      row_moments[row] =
-          row_moments[row] * beta2_ + static_cast<T>(square) * share2_;
+      row_moments[row] = row_moments[row] * beta2_ + static_cast<T>(square) * share2_;
       mean_of_rows += static_cast<double>(row_moments[row]);
     }
     mean_of_rows /= static_cast<double>(rows_);
     for (int64_t row = 0; row < rows_; ++row) {
-      row_factors[row] = static_cast<T>(
-          std::sqrt(mean_of_rows / static_cast<double>(row_moments[row])));
+      row_factors[row] =
+          static_cast<T>(std::sqrt(mean_of_rows / static_cast<double>(row_moments[row])));
     }
     for (int64_t column = 0; column < columns_; ++column) {
-      const double square = column_sums_[static_cast<size_t>(column)] /
-                                static_cast<double>(rows_) +
-                            k_.eps;
-      column_moments[column] =
-          column_moments[column] * beta2_ + static_cast<T>(square) * share2_;
-      column_factors[column] = static_cast<T>(
-          1 / std::sqrt(static_cast<double>(column_moments[column])));
+      const double square =
+          column_sums_[static_cast<size_t>(column)] / static_cast<double>(rows_) + k_.eps;
+      column_moments[column] = column_moments[column] * beta2_ + static_cast<T>(square) * share2_;
+      column_factors[column] =
+          static_cast<T>(1 / std::sqrt(static_cast<double>(column_moments[column])));
     }
   }
 
@@ -286,21 +235,11 @@ class AdafactorStep {
         const T* g = block_.gradient(at, n, last);
         if (a_.columns > 0) {
           const int64_t matrix = row / rows_;
-          multiply_loop(
-              g,
-              column_factors_.data() + matrix * columns_ + column,
-              update,
-              n,
-              row_factors_[static_cast<size_t>(row)]);
+          multiply_loop(g, column_factors_.data() + matrix * columns_ + column, update, n,
+                        row_factors_[static_cast<size_t>(row)]);
         } else {
-          over_root_loop(
-              g,
-              static_cast<T*>(a_.moments[0]) + at,
-              update,
-              n,
-              last ? T(1) : beta2_,
-              last ? T(0) : share2_,
-              last ? T(0) : eps_);
+          over_root_loop(g, static_cast<T*>(a_.moments[0]) + at, update, n, last ? T(1) : beta2_,
+                         last ? T(0) : share2_, last ? T(0) : eps_);
         }
         use(at, update, n);
       }
@@ -316,8 +255,7 @@ class AdafactorStep {
   std::vector<T> row_factors_{}, column_factors_{};
 };
 
-void adafactor_step(
-    const StepArrays& a, const StepNumbers& k, const StepPass& pass) {
+void adafactor_step(const StepArrays& a, const StepNumbers& k, const StepPass& pass) {
   in_step_type(a, [&]<typename T>(T) { AdafactorStep<T>(a, k, pass).run(); });
 }
 

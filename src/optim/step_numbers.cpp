@@ -24,8 +24,7 @@ HASTEN_STEP_INLINE uint16_t to_bf16_at_random(float x, uint32_t random) {
   return static_cast<uint16_t>(x != x ? 0x7fc0u : rounded);
 }
 
-HASTEN_STEP_CLONES void load_bf16(
-    const uint16_t* in, float* out, int64_t n, float factor) {
+HASTEN_STEP_CLONES void load_bf16(const uint16_t* in, float* out, int64_t n, float factor) {
   for (int64_t i = 0; i < n; ++i) {
     out[i] = from_bf16(in[i]) * factor;
   }
@@ -37,8 +36,7 @@ HASTEN_STEP_CLONES void store_bf16(const float* in, uint16_t* out, int64_t n) {
 }
 // Random bits are a 32-bit hash of the index.
 HASTEN_STEP_CLONES
-void store_bf16_at_random(
-    float* values, uint16_t* out, int32_t n, uint32_t key0, uint32_t key1) {
+void store_bf16_at_random(float* values, uint16_t* out, int32_t n, uint32_t key0, uint32_t key1) {
   for (int32_t i = 0; i < n; ++i) {
     uint32_t h = static_cast<uint32_t>(i) * 0x9E3779B9u + key0;
     h = (h ^ (h >> 16)) * 0x21F0AAADu;
@@ -48,8 +46,7 @@ void store_bf16_at_random(
     values[i] = from_bf16(out[i]);
   }
 }
-HASTEN_STEP_CLONES void load_f16(
-    const uint16_t* in, float* out, int64_t n, float factor) {
+HASTEN_STEP_CLONES void load_f16(const uint16_t* in, float* out, int64_t n, float factor) {
   for (int64_t i = 0; i < n; ++i) {
     out[i] = c10::detail::fp16_ieee_to_fp32_value(in[i]) * factor;
   }
@@ -59,15 +56,13 @@ HASTEN_STEP_CLONES void store_f16(const float* in, uint16_t* out, int64_t n) {
     out[i] = c10::detail::fp16_ieee_from_fp32_value(in[i]);
   }
 }
-HASTEN_STEP_CLONES void scale_floats(
-    const float* in, float* out, int64_t n, float factor) {
+HASTEN_STEP_CLONES void scale_floats(const float* in, float* out, int64_t n, float factor) {
   for (int64_t i = 0; i < n; ++i) {
     out[i] = in[i] * factor;
   }
 }
 
-void load_numbers(
-    const void* in, StepType type, float* out, int64_t n, double factor) {
+void load_numbers(const void* in, StepType type, float* out, int64_t n, double factor) {
   const auto f = static_cast<float>(factor);
   switch (type) {
     case StepType::f32:
@@ -83,8 +78,7 @@ void load_numbers(
     out[i] = static_cast<float>(static_cast<const double*>(in)[i] * factor);
   }
 }
-void load_numbers(
-    const void* in, StepType type, double* out, int64_t n, double factor) {
+void load_numbers(const void* in, StepType type, double* out, int64_t n, double factor) {
   if (type == StepType::f64) {
     for (int64_t i = 0; i < n; ++i) {
       out[i] = static_cast<const double*>(in)[i] * factor;
@@ -117,19 +111,16 @@ void store_numbers(const double* in, void* out, StepType type, int64_t n) {
     return;
   }
   float narrow[kStepBlock];
-  std::transform(
-      in, in + n, narrow, [](double x) { return static_cast<float>(x); });
+  std::transform(in, in + n, narrow, [](double x) { return static_cast<float>(x); });
   store_numbers(narrow, out, type, n);
 }
 
-HASTEN_STEP_CLONES void follow_bf16(
-    const uint16_t* p, float* master, int64_t n) {
+HASTEN_STEP_CLONES void follow_bf16(const uint16_t* p, float* master, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     master[i] = to_bf16(master[i]) == p[i] ? master[i] : from_bf16(p[i]);
   }
 }
-void follow_parameter(
-    const void* parameter, StepType type, float* master, int64_t n) {
+void follow_parameter(const void* parameter, StepType type, float* master, int64_t n) {
   const auto* p = static_cast<const uint16_t*>(parameter);
   if (type == StepType::bf16) {
     return follow_bf16(p, master, n);
@@ -201,8 +192,7 @@ HASTEN_SUM_LOOP(float)
 HASTEN_SUM_LOOP(double)
 
 template <typename T>
-double norm_sum_as(
-    const void* data, StepType type, int64_t count, NormKind kind) {
+double norm_sum_as(const void* data, StepType type, int64_t count, NormKind kind) {
   alignas(64) T buffer[kStepBlock];
   double sum = 0;
   for (int64_t at = 0; at < count; at += kStepBlock) {

@@ -18,14 +18,11 @@ Options checked_options(Options options, void (*check)(const Options&)) {
 }
 
 template <typename Options>
-const Options& options_as(
-    const torch::optim::OptimizerOptions& options, const char* where) {
+const Options& options_as(const torch::optim::OptimizerOptions& options, const char* where) {
   const auto* own = dynamic_cast<const Options*>(&options);
   if (own == nullptr) {
-    throw InputError(
-        where,
-        "a parameter group has options of another optimizer",
-        "options of this one, or none");
+    throw InputError(where, "a parameter group has options of another optimizer",
+                     "options of this one, or none");
   }
   return *own;
 }
@@ -49,9 +46,8 @@ State& state_in(std::unique_ptr<torch::optim::OptimizerParamState>& slot) {
 
 /// LibTorch merges the options of groups for its own optimizers only.
 template <typename Options>
-void use_group_options(
-    torch::optim::Optimizer& optimizer,
-    const std::vector<torch::optim::OptimizerParamGroup>& groups) {
+void use_group_options(torch::optim::Optimizer& optimizer,
+                       const std::vector<torch::optim::OptimizerParamGroup>& groups) {
   for (size_t i = 0; i < groups.size(); ++i) {
     if (groups[i].has_options()) {
       optimizer.param_groups()[i].set_options(groups[i].options().clone());

@@ -30,22 +30,18 @@ void check_averager_options(const AveragerOptions& options) {
     refuse("alpha=" + std::to_string(*options.alpha), "from 0, below 1");
   }
   if (options.sync == SyncStrategy::driver && options.comm_hook) {
-    refuse(
-        "sync=driver with a hook",
-        "one of them: hooks reduce over all ranks alike");
+    refuse("sync=driver with a hook", "one of them: hooks reduce over all ranks alike");
   }
-  if (!options.transactional &&
-      (options.outer || options.comm_hook || options.fragments > 1 ||
-       options.sync == SyncStrategy::driver)) {
-    refuse(
-        "transactional=false with an outer step, a hook, fragments or a driver",
-        "one of them: these need the buffers that transactions have");
+  if (!options.transactional && (options.outer || options.comm_hook || options.fragments > 1 ||
+                                 options.sync == SyncStrategy::driver)) {
+    refuse("transactional=false with an outer step, a hook, fragments or a driver",
+           "one of them: these need the buffers that transactions have");
   }
 }
 
 void check_averaged_tensor(const std::string& name, const at::Tensor& tensor) {
-  const bool dense = tensor.defined() && !tensor.is_sparse() &&
-                     tensor.is_non_overlapping_and_dense();
+  const bool dense =
+      tensor.defined() && !tensor.is_sparse() && tensor.is_non_overlapping_and_dense();
   if (dense && tensor.is_floating_point()) {
     return;
   }
@@ -57,16 +53,13 @@ void check_averaged_tensor(const std::string& name, const at::Tensor& tensor) {
     what << "is " << tensor.sizes() << " " << tensor.scalar_type()
          << (dense ? "" : ", with gaps or overlaps in memory");
   }
-  throw InputError(
-      kAveragerWhere, what.str(), "floating-point tensors, dense in memory");
+  throw InputError(kAveragerWhere, what.str(), "floating-point tensors, dense in memory");
 }
 
 } // namespace detail
 
-Averager::Impl::Impl(
-    std::shared_ptr<Communicator> group,
-    const NamedTensorList& tensors,
-    AveragerOptions settings)
+Averager::Impl::Impl(std::shared_ptr<Communicator> group, const NamedTensorList& tensors,
+                     AveragerOptions settings)
     : communicator(std::move(group)), options(std::move(settings)) {
   detail::check_averager_options(options);
   add_entries(tensors);
@@ -79,8 +72,7 @@ void Averager::Impl::add_entries(const NamedTensorList& tensors) {
   std::unordered_set<const void*> seen;
   for (const auto& [name, tensor] : tensors) {
     detail::check_averaged_tensor(name, tensor);
-    if (tensor.numel() == 0 ||
-        !seen.insert(tensor.unsafeGetTensorImpl()).second) {
+    if (tensor.numel() == 0 || !seen.insert(tensor.unsafeGetTensorImpl()).second) {
       continue;
     }
     Entry entry;
@@ -91,13 +83,11 @@ void Averager::Impl::add_entries(const NamedTensorList& tensors) {
     entry.sizes = tensor.sizes().vec();
     entry.strides = tensor.strides().vec();
     if (!tensor.is_cpu()) {
-      entry.staging =
-          at::empty_like(tensor, tensor.options().device(at::kCPU)).detach();
+      entry.staging = at::empty_like(tensor, tensor.options().device(at::kCPU)).detach();
     }
-    entry.direct =
-        !options.transactional && tensor.is_cpu() &&
-        (entry.dtype == at::kFloat || entry.dtype == at::kDouble) &&
-        static_cast<int64_t>(tensor.nbytes()) >= detail::kTravelsAlone;
+    entry.direct = !options.transactional && tensor.is_cpu() &&
+                   (entry.dtype == at::kFloat || entry.dtype == at::kDouble) &&
+                   static_cast<int64_t>(tensor.nbytes()) >= detail::kTravelsAlone;
     entries.push_back(std::move(entry));
   }
 }
@@ -107,24 +97,20 @@ void Averager::Impl::lay_out() {
   for (const Entry& entry : entries) {
     total += entry.numel;
   }
-  fragment_count =
-      std::max<int64_t>(1, std::min(options.fragments, std::ssize(entries)));
+  fragment_count = std::max<int64_t>(1, std::min(options.fragments, std::ssize(entries)));
   int64_t before = 0;
   int64_t last = -1;
   for (Entry& entry : entries) {
     // Where the tensor's middle falls, and never a fragment without tensors in
     // between.
-    const int64_t wanted = (before + entry.numel / 2) * fragment_count /
-                           std::max<int64_t>(1, total);
+    const int64_t wanted =
+        (before + entry.numel / 2) * fragment_count / std::max<int64_t>(1, total);
     entry.fragment = std::min({wanted, last + 1, fragment_count - 1});
     last = entry.fragment;
     before += entry.numel;
-    const at::ScalarType dtype =
-        entry.dtype == at::kDouble ? at::kDouble : at::kFloat;
-    auto group =
-        std::find_if(groups.begin(), groups.end(), [&](const Group& g) {
-          return g.dtype == dtype;
-        });
+    const at::ScalarType dtype = entry.dtype == at::kDouble ? at::kDouble : at::kFloat;
+    auto group = std::find_if(groups.begin(), groups.end(),
+                              [&](const Group& g) { return g.dtype == dtype; });
     if (group == groups.end()) {
       groups.push_back({dtype});
       group = groups.end() - 1;
@@ -142,9 +128,8 @@ void Averager::Impl::lay_out() {
 void Averager::Impl::make_buffers() {
   for (Group& group : groups) {
     const auto tensor_options = at::TensorOptions().dtype(group.dtype);
-    group.buffer = options.allocator
-                       ? options.allocator(group.numel, tensor_options)
-                       : at::zeros({group.numel}, tensor_options);
+    group.buffer = options.allocator ? options.allocator(group.numel, tensor_options)
+                                     : at::zeros({group.numel}, tensor_options);
   }
 }
 
@@ -157,10 +142,8 @@ void Averager::Impl::cut_slices() {
   for (int64_t fragment = 0; fragment < fragment_count; ++fragment) {
     for (size_t g = 0; g < groups.size(); ++g) {
       const auto limit = std::max<int64_t>(
-          1,
-          static_cast<int64_t>(
-              options.slice_mb * (1 << 20) /
-              static_cast<double>(c10::elementSize(groups[g].dtype))));
+          1, static_cast<int64_t>(options.slice_mb * (1 << 20) /
+                                  static_cast<double>(c10::elementSize(groups[g].dtype))));
       Slice open;
       const auto close = [&] {
         if (open.count > 0) {
@@ -181,16 +164,14 @@ void Averager::Impl::cut_slices() {
             begin += count;
             continue;
           }
-          const int64_t room =
-              options.comm_hook ? entry.numel : limit - open.count;
+          const int64_t room = options.comm_hook ? entry.numel : limit - open.count;
           const int64_t count = std::min(room, entry.numel - begin);
           if (open.count == 0) {
             open.group = g;
             open.fragment = fragment;
             open.begin = entry.offset + begin;
           }
-          open.pieces.push_back(
-              {static_cast<int64_t>(i), begin, count, fragment});
+          open.pieces.push_back({static_cast<int64_t>(i), begin, count, fragment});
           open.count += count;
           begin += count;
           if (open.count >= limit) {
@@ -209,38 +190,29 @@ void Averager::Impl::compare_ranks() {
   }
   auto mine = nlohmann::json::array();
   for (const Entry& entry : entries) {
-    mine.push_back(
-        {"tensor \"" + entry.name + "\"",
-         detail::describe_tensor(entry.tensor, false) +
-             detail::describe_strides(entry.tensor)});
+    mine.push_back({"tensor \"" + entry.name + "\"", detail::describe_tensor(entry.tensor, false) +
+                                                         detail::describe_strides(entry.tensor)});
   }
   std::ostringstream how;
-  how << "slices of " << options.slice_mb << " MiB, " << fragment_count
-      << " fragments" << (options.transactional ? "" : ", not transactional")
-      << (drives() ? ", by a driver" : "")
+  how << "slices of " << options.slice_mb << " MiB, " << fragment_count << " fragments"
+      << (options.transactional ? "" : ", not transactional") << (drives() ? ", by a driver" : "")
       << (options.measure_spread ? "" : ", without spread")
       << (options.alpha ? ", alpha=" + std::to_string(*options.alpha) : "")
       << (options.outer ? ", " + options.outer->description() : "")
       << (options.comm_hook ? ", " + options.comm_hook->description() : "");
   mine.push_back({"the settings", how.str()});
-  detail::require_equal_lists(
-      *communicator,
-      mine,
-      detail::kAveragerWhere,
-      "list",
-      "the same tensors and settings on every rank",
-      "build models and options from the same values everywhere");
+  detail::require_equal_lists(*communicator, mine, detail::kAveragerWhere, "list",
+                              "the same tensors and settings on every rank",
+                              "build models and options from the same values everywhere");
 }
 
 char* Averager::Impl::data_of(const Entry& entry) const {
-  const at::Tensor& where =
-      entry.staging.defined() ? entry.staging : entry.tensor;
+  const at::Tensor& where = entry.staging.defined() ? entry.staging : entry.tensor;
   return static_cast<char*>(where.data_ptr());
 }
 
 char* Averager::Impl::address(const at::Tensor& buffer, int64_t element) const {
-  return static_cast<char*>(buffer.data_ptr()) +
-         element * buffer.element_size();
+  return static_cast<char*>(buffer.data_ptr()) + element * buffer.element_size();
 }
 
 void Averager::Impl::check_tensors() const {
@@ -249,28 +221,23 @@ void Averager::Impl::check_tensors() const {
         entry.tensor.strides() != at::IntArrayRef(entry.strides) ||
         entry.tensor.scalar_type() != entry.dtype) {
       std::ostringstream what;
-      what << "tensor \"" << entry.name << "\" is " << entry.tensor.sizes()
-           << " " << entry.tensor.scalar_type() << " now, and was "
-           << at::IntArrayRef(entry.sizes) << " " << entry.dtype;
-      throw InputError(
-          detail::kAveragerWhere, what.str(), "the tensors of its beginning");
+      what << "tensor \"" << entry.name << "\" is " << entry.tensor.sizes() << " "
+           << entry.tensor.scalar_type() << " now, and was " << at::IntArrayRef(entry.sizes) << " "
+           << entry.dtype;
+      throw InputError(detail::kAveragerWhere, what.str(), "the tensors of its beginning");
     }
   }
 }
 
-Averager::Averager(
-    std::shared_ptr<Communicator> communicator,
-    const NamedTensorList& tensors,
-    AveragerOptions options)
-    : impl_(std::make_unique<Impl>(
-          std::move(communicator), tensors, std::move(options))) {
+Averager::Averager(std::shared_ptr<Communicator> communicator, const NamedTensorList& tensors,
+                   AveragerOptions options)
+    : impl_(std::make_unique<Impl>(std::move(communicator), tensors, std::move(options))) {
   reset_anchor();
 }
 
 Averager::~Averager() = default;
 
-const AverageReport& Averager::average(
-    double weight, double learning_rate, int64_t fragment) {
+const AverageReport& Averager::average(double weight, double learning_rate, int64_t fragment) {
   impl_->begin(weight, learning_rate, fragment, false);
   impl_->complete();
   return impl_->report;
@@ -282,8 +249,7 @@ void Averager::start(double weight, double learning_rate, int64_t fragment) {
 
 const AverageReport& Averager::finish() {
   if (!impl_->round.open) {
-    throw InputError(
-        "parallel::Averager", "finish() without start()", "start() before it");
+    throw InputError("parallel::Averager", "finish() without start()", "start() before it");
   }
   impl_->complete();
   return impl_->report;
@@ -293,10 +259,9 @@ bool Averager::started() const { return impl_->round.open; }
 
 bool Averager::ready() const {
   const auto& operations = impl_->round.operations;
-  return std::all_of(
-      operations.begin(), operations.end(), [](const auto& operation) {
-        return !operation.step && operation.handle.done();
-      });
+  return std::all_of(operations.begin(), operations.end(), [](const auto& operation) {
+    return !operation.step && operation.handle.done();
+  });
 }
 
 const AverageReport& Averager::report() {
@@ -345,12 +310,9 @@ void Averager::reset_anchor() {
   }
   for (const auto& slice : impl_->all_slices) {
     const auto& anchor = impl_->groups[slice.group].anchor;
-    impl_->for_pieces(
-        slice,
-        [&](const auto& entry, char* data, int64_t offset, int64_t count) {
-          detail::load_elements(
-              data, entry.dtype, impl_->address(anchor, offset), count, 1);
-        });
+    impl_->for_pieces(slice, [&](const auto& entry, char* data, int64_t offset, int64_t count) {
+      detail::load_elements(data, entry.dtype, impl_->address(anchor, offset), count, 1);
+    });
   }
 }
 

@@ -70,10 +70,8 @@ struct Averager::Impl {
     std::vector<Operation> operations{};
   };
 
-  Impl(
-      std::shared_ptr<Communicator> group,
-      const NamedTensorList& tensors,
-      AveragerOptions settings);
+  Impl(std::shared_ptr<Communicator> group, const NamedTensorList& tensors,
+       AveragerOptions settings);
 
   void add_entries(const NamedTensorList& tensors);
   void lay_out();

@@ -54,12 +54,8 @@ bool is_power_of_two(double value) {
   return std::frexp(value, &exponent) == 0.5;
 }
 
-void load_elements(
-    const void* source,
-    c10::ScalarType dtype,
-    void* buffer,
-    int64_t count,
-    double scale) {
+void load_elements(const void* source, c10::ScalarType dtype, void* buffer, int64_t count,
+                   double scale) {
   with_pass_type(dtype, [&]<typename T>(T*) {
     using B = PassBuffer<T>;
     const T* from = static_cast<const T*>(source);
@@ -67,10 +63,7 @@ void load_elements(
     const B factor = static_cast<B>(scale);
     by_pass_blocks(count, [=](int64_t, int64_t begin, int64_t end) {
       if (std::is_same_v<T, B> && scale == 1) {
-        std::memcpy(
-            to + begin,
-            from + begin,
-            static_cast<size_t>(end - begin) * sizeof(B));
+        std::memcpy(to + begin, from + begin, static_cast<size_t>(end - begin) * sizeof(B));
         return;
       }
 #pragma omp simd
@@ -81,8 +74,7 @@ void load_elements(
   });
 }
 
-void divide_elements(
-    void* buffer, c10::ScalarType dtype, int64_t count, double divisor) {
+void divide_elements(void* buffer, c10::ScalarType dtype, int64_t count, double divisor) {
   with_pass_type(dtype, [&]<typename T>(T*) {
     using B = PassBuffer<T>;
     B* values = static_cast<B*>(buffer);
@@ -98,12 +90,8 @@ void divide_elements(
 
 // Squares are summed in the buffer's type over a few hundred, then in fp64.
 template <typename T, bool kStore, bool kExact, bool kMeasure>
-PassSums store_block(
-    T* target,
-    const PassBuffer<T>* sum,
-    int64_t begin,
-    int64_t end,
-    PassBuffer<T> by) {
+PassSums store_block(T* target, const PassBuffer<T>* sum, int64_t begin, int64_t end,
+                     PassBuffer<T> by) {
   using B = PassBuffer<T>;
   constexpr int64_t kRun = 512;
   PassSums sums;
@@ -130,13 +118,11 @@ PassSums store_block(
 }
 
 template <typename T, bool kStore, bool kMeasure>
-PassSums store_all(
-    T* target, const PassBuffer<T>* sum, int64_t count, double divisor) {
+PassSums store_all(T* target, const PassBuffer<T>* sum, int64_t count, double divisor) {
   using B = PassBuffer<T>;
   const bool exact = is_power_of_two(divisor); // then 1 / divisor is
   const B by = static_cast<B>(exact ? 1 / divisor : divisor);
-  std::vector<PassSums> parts(
-      static_cast<size_t>((count + kPassBlock - 1) / kPassBlock));
+  std::vector<PassSums> parts(static_cast<size_t>((count + kPassBlock - 1) / kPassBlock));
   by_pass_blocks(count, [&, target, sum](int64_t block, int64_t b, int64_t e) {
     parts[static_cast<size_t>(block)] =
         exact ? store_block<T, kStore, true, kMeasure>(target, sum, b, e, by)
@@ -150,13 +136,8 @@ PassSums store_all(
   return total;
 }
 
-PassSums store_elements(
-    void* target,
-    c10::ScalarType dtype,
-    const void* buffer,
-    int64_t count,
-    double divisor,
-    bool measure) {
+PassSums store_elements(void* target, c10::ScalarType dtype, const void* buffer, int64_t count,
+                        double divisor, bool measure) {
   return with_pass_type(dtype, [&]<typename T>(T*) {
     const auto* sum = static_cast<const PassBuffer<T>*>(buffer);
     T* to = static_cast<T*>(target);
@@ -165,26 +146,16 @@ PassSums store_elements(
   });
 }
 
-PassSums measure_elements(
-    const void* target,
-    c10::ScalarType dtype,
-    const void* mean,
-    int64_t count) {
+PassSums measure_elements(const void* target, c10::ScalarType dtype, const void* mean,
+                          int64_t count) {
   return with_pass_type(dtype, [&]<typename T>(T*) {
-    return store_all<T, false, true>(
-        static_cast<T*>(const_cast<void*>(target)),
-        static_cast<const PassBuffer<T>*>(mean),
-        count,
-        1.0);
+    return store_all<T, false, true>(static_cast<T*>(const_cast<void*>(target)),
+                                     static_cast<const PassBuffer<T>*>(mean), count, 1.0);
   });
 }
 
-void correct_elements(
-    void* target,
-    c10::ScalarType dtype,
-    const void* mean,
-    const void* snapshot,
-    int64_t count) {
+void correct_elements(void* target, c10::ScalarType dtype, const void* mean, const void* snapshot,
+                      int64_t count) {
   with_pass_type(dtype, [&]<typename T>(T*) {
     using B = PassBuffer<T>;
     T* to = static_cast<T*>(target);
@@ -199,12 +170,8 @@ void correct_elements(
   });
 }
 
-void mix_elements(
-    void* target,
-    c10::ScalarType dtype,
-    const void* mean,
-    double alpha,
-    int64_t count) {
+void mix_elements(void* target, c10::ScalarType dtype, const void* mean, double alpha,
+                  int64_t count) {
   with_pass_type(dtype, [&]<typename T>(T*) {
     using B = PassBuffer<T>;
     T* to = static_cast<T*>(target);

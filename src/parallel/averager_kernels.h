@@ -15,44 +15,26 @@ struct PassSums {
 
 // buffer = source * scale. `dtype` is the source's; the buffer is fp64 for fp64,
 // else fp32. On the CPU.
-void load_elements(
-    const void* source,
-    c10::ScalarType dtype,
-    void* buffer,
-    int64_t count,
-    double scale);
+void load_elements(const void* source, c10::ScalarType dtype, void* buffer, int64_t count,
+                   double scale);
 
 // mean = sum / divisor, in the buffer; nothing is written to the tensor.
-void divide_elements(
-    void* buffer, c10::ScalarType dtype, int64_t count, double divisor);
+void divide_elements(void* buffer, c10::ScalarType dtype, int64_t count, double divisor);
 
 // target = sum / divisor.
-PassSums store_elements(
-    void* target,
-    c10::ScalarType dtype,
-    const void* buffer,
-    int64_t count,
-    double divisor,
-    bool measure);
+PassSums store_elements(void* target, c10::ScalarType dtype, const void* buffer, int64_t count,
+                        double divisor, bool measure);
 
 // Sums alone.
-PassSums measure_elements(
-    const void* target, c10::ScalarType dtype, const void* mean, int64_t count);
+PassSums measure_elements(const void* target, c10::ScalarType dtype, const void* mean,
+                          int64_t count);
 
 // target += mean - snapshot.
-void correct_elements(
-    void* target,
-    c10::ScalarType dtype,
-    const void* mean,
-    const void* snapshot,
-    int64_t count);
+void correct_elements(void* target, c10::ScalarType dtype, const void* mean, const void* snapshot,
+                      int64_t count);
 
 // target = alpha target + (1 - alpha) mean.
-void mix_elements(
-    void* target,
-    c10::ScalarType dtype,
-    const void* mean,
-    double alpha,
-    int64_t count);
+void mix_elements(void* target, c10::ScalarType dtype, const void* mean, double alpha,
+                  int64_t count);
 
 } // namespace hasten::detail

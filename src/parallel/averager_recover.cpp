@@ -18,15 +18,11 @@ namespace hasten {
 RoundOutcome Averager::Impl::recover() {
   constexpr const char* where = "parallel::Averager";
   if (!options.transactional) {
-    throw InputError(
-        where,
-        "recover() with transactional=false",
-        "transactional=true: a broken round has left half-made sums behind");
+    throw InputError(where, "recover() with transactional=false",
+                     "transactional=true: a broken round has left half-made sums behind");
   }
   const auto all = communicator->gather_json(
-      {{"rounds", rounds},
-       {"total", last_total},
-       {"unsettled", round.open || dropped}},
+      {{"rounds", rounds}, {"total", last_total}, {"unsettled", round.open || dropped}},
       "how far the ranks are with an average");
   int64_t most = rounds;
   double total = 0;
@@ -46,12 +42,11 @@ RoundOutcome Averager::Impl::recover() {
   RoundOutcome outcome = RoundOutcome::none;
   if (rounds < most) {
     if (!round.open || !round.whole || rounds + 1 < most) {
-      throw CommunicationError(
-          where,
-          "this rank has made " + std::to_string(rounds) +
-              " rounds, another one " + std::to_string(most),
-          "ranks that are in one round",
-          "call recover() on all ranks that are left");
+      throw CommunicationError(where,
+                               "this rank has made " + std::to_string(rounds) +
+                                   " rounds, another one " + std::to_string(most),
+                               "ranks that are in one round",
+                               "call recover() on all ranks that are left");
     }
     at::NoGradGuard no_grad;
     round.total = total;

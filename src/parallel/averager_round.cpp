@@ -13,8 +13,7 @@ namespace hasten {
 namespace detail {
 
 double seconds_since(std::chrono::steady_clock::time_point start) {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start)
-      .count();
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
 } // namespace detail
@@ -40,27 +39,20 @@ void Averager::Impl::stage_out() {
   }
 }
 
-void Averager::Impl::begin(
-    double weight, double learning_rate, int64_t fragment, bool later) {
+void Averager::Impl::begin(double weight, double learning_rate, int64_t fragment, bool later) {
   constexpr const char* where = "parallel::Averager";
   if (round.open) {
     throw InputError(where, "a round is under way", "finish() before the next");
   }
   if (!std::isfinite(weight) || weight < 0) {
-    throw InputError(
-        where,
-        "weight=" + std::to_string(weight),
-        "a finite number, 0 or above");
+    throw InputError(where, "weight=" + std::to_string(weight), "a finite number, 0 or above");
   }
   if (fragment != kAll && (fragment < 0 || fragment >= fragment_count)) {
-    throw InputError(
-        where,
-        "fragment=" + std::to_string(fragment),
-        "below " + std::to_string(fragment_count));
+    throw InputError(where, "fragment=" + std::to_string(fragment),
+                     "below " + std::to_string(fragment_count));
   }
   if (later && !options.transactional) {
-    throw InputError(
-        where, "start() with transactional=false", "transactional=true");
+    throw InputError(where, "start() with transactional=false", "transactional=true");
   }
   check_tensors();
   settle_spread();
@@ -100,26 +92,21 @@ void Averager::Impl::load(const Slice& slice) {
   if (round.corrects && !group.snapshot.defined()) {
     group.snapshot = at::empty_like(group.buffer);
   }
-  for_pieces(
-      slice,
-      [&](const Entry& entry, char* data, int64_t offset, int64_t count) {
-        if (slice.direct) {
-          if (round.weight != 1) {
-            detail::load_elements(data, entry.dtype, data, count, round.weight);
-          }
-          return;
-        }
-        const bool plain = !round.corrects && !options.comm_hook;
-        char* buffer = address(group.buffer, offset);
-        detail::load_elements(
-            data, entry.dtype, buffer, count, plain ? round.weight : 1);
-        if (round.corrects) {
-          std::memcpy(
-              address(group.snapshot, offset),
-              buffer,
-              static_cast<size_t>(count * group.buffer.element_size()));
-        }
-      });
+  for_pieces(slice, [&](const Entry& entry, char* data, int64_t offset, int64_t count) {
+    if (slice.direct) {
+      if (round.weight != 1) {
+        detail::load_elements(data, entry.dtype, data, count, round.weight);
+      }
+      return;
+    }
+    const bool plain = !round.corrects && !options.comm_hook;
+    char* buffer = address(group.buffer, offset);
+    detail::load_elements(data, entry.dtype, buffer, count, plain ? round.weight : 1);
+    if (round.corrects) {
+      std::memcpy(address(group.snapshot, offset), buffer,
+                  static_cast<size_t>(count * group.buffer.element_size()));
+    }
+  });
   if (!slice.direct && (round.corrects || options.comm_hook)) {
     at::Tensor range = group.buffer.narrow(0, slice.begin, slice.count);
     if (options.comm_hook) {
@@ -141,13 +128,10 @@ void Averager::Impl::launch(size_t index) {
   operation.slice = index;
   operation.range =
       slice.direct
-          ? entries[static_cast<size_t>(slice.pieces[0].tensor)]
-                .tensor.as_strided(
-                    {slice.count},
-                    {1},
-                    entries[static_cast<size_t>(slice.pieces[0].tensor)]
-                            .tensor.storage_offset() +
-                        slice.begin)
+          ? entries[static_cast<size_t>(slice.pieces[0].tensor)].tensor.as_strided(
+                {slice.count}, {1},
+                entries[static_cast<size_t>(slice.pieces[0].tensor)].tensor.storage_offset() +
+                    slice.begin)
           : groups[slice.group].buffer.narrow(0, slice.begin, slice.count);
   if (options.comm_hook) {
     GradientBucket bucket;
@@ -158,26 +142,20 @@ void Averager::Impl::launch(size_t index) {
     for (const Piece& piece : slice.pieces) {
       const Entry& entry = entries[static_cast<size_t>(piece.tensor)];
       bucket.gradients.push_back(
-          {entry.name,
-           operation.range.narrow(0, offset, piece.count).view(entry.sizes)});
+          {entry.name, operation.range.narrow(0, offset, piece.count).view(entry.sizes)});
       offset += piece.count;
     }
     operation.step = options.comm_hook->reduce(*communicator, bucket);
   } else if (drives()) {
     if (communicator->rank() == 0) {
-      operation.gathered = at::empty(
-          {communicator->world_size(), slice.count}, operation.range.options());
+      operation.gathered =
+          at::empty({communicator->world_size(), slice.count}, operation.range.options());
     }
-    operation.handle = communicator->gather_async(
-        operation.gathered,
-        operation.range,
-        0,
-        "average slice " + std::to_string(index));
+    operation.handle = communicator->gather_async(operation.gathered, operation.range, 0,
+                                                  "average slice " + std::to_string(index));
   } else {
-    operation.handle = communicator->all_reduce_async(
-        operation.range,
-        ReduceOp::sum,
-        "average slice " + std::to_string(index));
+    operation.handle = communicator->all_reduce_async(operation.range, ReduceOp::sum,
+                                                      "average slice " + std::to_string(index));
   }
   round.operations.push_back(std::move(operation));
 }
@@ -240,8 +218,7 @@ void Averager::Impl::drive() {
     if (options.outer && communicator->rank() == 0) {
       parameters.copy_(range(*slice, group.anchor));
     }
-    handles.push_back(communicator->broadcast_async(
-        parameters, 0, "parameters of the driver"));
+    handles.push_back(communicator->broadcast_async(parameters, 0, "parameters of the driver"));
   }
   for (CommHandle& handle : handles) {
     handle.wait();
@@ -271,17 +248,14 @@ void Averager::Impl::vote() {
   }
   const auto number = static_cast<double>(rounds % 65536);
   const auto part = static_cast<double>((round.fragment + 1) % 65536);
-  ballot = at::tensor(
-      {round.weight, number, number * number, part, part * part}, at::kDouble);
+  ballot = at::tensor({round.weight, number, number * number, part, part * part}, at::kDouble);
   communicator->all_reduce(ballot, ReduceOp::sum, "vote on an average");
   const double* sums = ballot.const_data_ptr<double>();
   const int ranks = communicator->world_size();
-  if (sums[1] * sums[1] != ranks * sums[2] ||
-      sums[3] * sums[3] != ranks * sums[4]) {
+  if (sums[1] * sums[1] != ranks * sums[2] || sums[3] * sums[3] != ranks * sums[4]) {
     throw CommunicationError(
         "parallel::Averager",
-        "ranks are in different rounds: this one in round " +
-            std::to_string(rounds + 1),
+        "ranks are in different rounds: this one in round " + std::to_string(rounds + 1),
         "the same rounds on every rank",
         "look for a branch around average() that depends on the rank");
   }
@@ -338,46 +312,37 @@ void Averager::Impl::commit() {
   }
   detail::PassSums sums;
   // With an outer step only the driver has had the mean, and nobody has it now.
-  const bool measurable =
-      options.measure_spread && !(driven() && options.outer);
+  const bool measurable = options.measure_spread && !(driven() && options.outer);
   const bool measure = measurable && !anchored && !round.corrects;
   for (const Slice& slice : all_slices) {
     if (!takes_part(slice)) {
       continue;
     }
     Group& group = groups[slice.group];
-    for_pieces(
-        slice,
-        [&](const Entry& entry, char* data, int64_t offset, int64_t count) {
-          char* mean = address(anchored ? group.anchor : group.buffer, offset);
-          if (round.corrects) {
-            if (!anchored) {
-              detail::divide_elements(mean, group.dtype, count, total);
-            }
-            if (measurable && !anchored) {
-              const auto part = detail::measure_elements(
-                  address(group.snapshot, offset), group.dtype, mean, count);
-              sums.difference += part.difference;
-              sums.norm += part.norm;
-            }
-            if (options.alpha) {
-              detail::mix_elements(
-                  data, entry.dtype, mean, *options.alpha, count);
-            } else {
-              detail::correct_elements(
-                  data,
-                  entry.dtype,
-                  mean,
-                  address(group.snapshot, offset),
-                  count);
-            }
-            return;
-          }
-          const auto part = detail::store_elements(
-              data, entry.dtype, mean, count, anchored ? 1 : total, measure);
+    for_pieces(slice, [&](const Entry& entry, char* data, int64_t offset, int64_t count) {
+      char* mean = address(anchored ? group.anchor : group.buffer, offset);
+      if (round.corrects) {
+        if (!anchored) {
+          detail::divide_elements(mean, group.dtype, count, total);
+        }
+        if (measurable && !anchored) {
+          const auto part =
+              detail::measure_elements(address(group.snapshot, offset), group.dtype, mean, count);
           sums.difference += part.difference;
           sums.norm += part.norm;
-        });
+        }
+        if (options.alpha) {
+          detail::mix_elements(data, entry.dtype, mean, *options.alpha, count);
+        } else {
+          detail::correct_elements(data, entry.dtype, mean, address(group.snapshot, offset), count);
+        }
+        return;
+      }
+      const auto part =
+          detail::store_elements(data, entry.dtype, mean, count, anchored ? 1 : total, measure);
+      sums.difference += part.difference;
+      sums.norm += part.norm;
+    });
   }
   stage_out();
   round.copy_seconds += detail::seconds_since(start);
@@ -405,20 +370,16 @@ void Averager::Impl::step_outer() {
       if (options.comm_hook) {
         mean.add_(group.anchor.narrow(0, slice.begin, slice.count));
       }
-      for_pieces(
-          slice,
-          [&](const Entry& entry, char* data, int64_t offset, int64_t count) {
-            if (!options.measure_spread) {
-              return;
-            }
-            const auto part = detail::measure_elements(
-                round.corrects ? address(group.snapshot, offset) : data,
-                round.corrects ? group.dtype : entry.dtype,
-                address(group.buffer, offset),
-                count);
-            sums.difference += part.difference;
-            sums.norm += part.norm;
-          });
+      for_pieces(slice, [&](const Entry& entry, char* data, int64_t offset, int64_t count) {
+        if (!options.measure_spread) {
+          return;
+        }
+        const auto part = detail::measure_elements(
+            round.corrects ? address(group.snapshot, offset) : data,
+            round.corrects ? group.dtype : entry.dtype, address(group.buffer, offset), count);
+        sums.difference += part.difference;
+        sums.norm += part.norm;
+      });
     }
     if (begin < 0) {
       continue;
@@ -426,8 +387,7 @@ void Averager::Impl::step_outer() {
     if (options.outer) {
       outer_pieces(g);
     } else {
-      group.anchor.narrow(0, begin, end - begin)
-          .copy_(group.buffer.narrow(0, begin, end - begin));
+      group.anchor.narrow(0, begin, end - begin).copy_(group.buffer.narrow(0, begin, end - begin));
     }
   }
   send_spread(sums, options.measure_spread);
@@ -445,11 +405,9 @@ void Averager::Impl::outer_pieces(size_t g) {
       }
     }
     if (from >= 0) {
-      options.outer->step(
-          f * static_cast<int64_t>(groups.size()) + static_cast<int64_t>(g),
-          groups[g].anchor.narrow(0, from, to - from),
-          groups[g].buffer.narrow(0, from, to - from),
-          round.learning_rate);
+      options.outer->step(f * static_cast<int64_t>(groups.size()) + static_cast<int64_t>(g),
+                          groups[g].anchor.narrow(0, from, to - from),
+                          groups[g].buffer.narrow(0, from, to - from), round.learning_rate);
     }
   }
 }
@@ -462,21 +420,14 @@ void Averager::Impl::commit_direct() {
     operation.handle.wait();
     const auto start = Clock::now();
     const Slice& slice = all_slices[operation.slice];
-    for_pieces(
-        slice,
-        [&](const Entry& entry, char* data, int64_t offset, int64_t count) {
-          if (slice.direct) {
-            detail::divide_elements(data, entry.dtype, count, round.total);
-          } else {
-            detail::store_elements(
-                data,
-                entry.dtype,
-                address(groups[slice.group].buffer, offset),
-                count,
-                round.total,
-                false);
-          }
-        });
+    for_pieces(slice, [&](const Entry& entry, char* data, int64_t offset, int64_t count) {
+      if (slice.direct) {
+        detail::divide_elements(data, entry.dtype, count, round.total);
+      } else {
+        detail::store_elements(data, entry.dtype, address(groups[slice.group].buffer, offset),
+                               count, round.total, false);
+      }
+    });
     round.copy_seconds += detail::seconds_since(start);
   }
   stage_out();
@@ -492,8 +443,7 @@ void Averager::Impl::send_spread(const detail::PassSums& sums, bool measured) {
   report.spread = 0;
   spread = at::full({1}, sums.difference, at::kDouble);
   if (communicator->world_size() > 1) {
-    spread_handle = communicator->all_reduce_async(
-        spread, ReduceOp::sum, "spread of an average");
+    spread_handle = communicator->all_reduce_async(spread, ReduceOp::sum, "spread of an average");
   }
 }
 
@@ -512,19 +462,14 @@ int64_t Averager::Impl::bytes_of_round() const {
   double bytes = 0;
   for (const Slice& slice : all_slices) {
     if (takes_part(slice)) {
-      bytes +=
-          (static_cast<double>(slice.count) *
-           (options.comm_hook && groups[slice.group].dtype == at::kFloat
-                ? options.comm_hook->bytes_per_number()
-                : static_cast<double>(
-                      c10::elementSize(groups[slice.group].dtype))));
+      bytes += (static_cast<double>(slice.count) *
+                (options.comm_hook && groups[slice.group].dtype == at::kFloat
+                     ? options.comm_hook->bytes_per_number()
+                     : static_cast<double>(c10::elementSize(groups[slice.group].dtype))));
     }
   }
   if (drives()) { // rank 0 sends to all, the others to rank 0
-    return static_cast<int64_t>(
-        n == 1                      ? 0
-        : communicator->rank() == 0 ? (n - 1) * bytes
-                                    : bytes);
+    return static_cast<int64_t>(n == 1 ? 0 : communicator->rank() == 0 ? (n - 1) * bytes : bytes);
   }
   return static_cast<int64_t>(2 * (n - 1) / n * bytes);
 }

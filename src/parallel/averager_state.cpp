@@ -9,8 +9,7 @@ namespace hasten {
 
 namespace detail {
 
-NamedTensors averager_tensors_below(
-    const NamedTensors& tensors, const std::string& prefix) {
+NamedTensors averager_tensors_below(const NamedTensors& tensors, const std::string& prefix) {
   NamedTensors below;
   for (const auto& [name, tensor] : tensors) {
     if (name.starts_with(prefix)) {
@@ -20,22 +19,17 @@ NamedTensors averager_tensors_below(
   return below;
 }
 
-void check_saved_round(
-    int ranks, int ranks_here, int64_t fragment, int64_t fragments_here) {
+void check_saved_round(int ranks, int ranks_here, int64_t fragment, int64_t fragments_here) {
   if (ranks != ranks_here) {
-    throw InputError(
-        "parallel::Averager",
-        "the state has a round under way of " + std::to_string(ranks) +
-            " ranks",
-        std::to_string(ranks_here) + " ranks, as here",
-        "go on with as many ranks, or save between rounds");
+    throw InputError("parallel::Averager",
+                     "the state has a round under way of " + std::to_string(ranks) + " ranks",
+                     std::to_string(ranks_here) + " ranks, as here",
+                     "go on with as many ranks, or save between rounds");
   }
   if (fragment < Averager::kAll || fragment >= fragments_here) {
-    throw InputError(
-        "parallel::Averager",
-        "the state has a round under way of fragment=" +
-            std::to_string(fragment),
-        "below " + std::to_string(fragments_here));
+    throw InputError("parallel::Averager",
+                     "the state has a round under way of fragment=" + std::to_string(fragment),
+                     "below " + std::to_string(fragments_here));
   }
 }
 
@@ -82,41 +76,37 @@ void Averager::save_state(NamedTensors& tensors, nlohmann::json& values) const {
   }
 }
 
-void Averager::load_state(
-    const NamedTensors& tensors, const nlohmann::json& values) {
+void Averager::load_state(const NamedTensors& tensors, const nlohmann::json& values) {
   constexpr const char* where = "parallel::Averager";
   const bool open = values.at("open").get<bool>();
   const int ranks = impl_->communicator->world_size();
   const bool sent = open && (ranks > 1 || impl_->has_anchor());
   const auto fragment = values.at("fragment").get<int64_t>();
   if (open) {
-    detail::check_saved_round(
-        values.at("ranks").get<int>(), ranks, fragment, impl_->fragment_count);
+    detail::check_saved_round(values.at("ranks").get<int>(), ranks, fragment,
+                              impl_->fragment_count);
   }
   const auto find = [&](const std::string& name, size_t g) {
     const auto found = tensors.find(name + "." + std::to_string(g));
     const int64_t numel = impl_->groups[g].numel;
     if (found == tensors.end() || found->second.numel() != numel ||
         found->second.scalar_type() != impl_->groups[g].dtype) {
-      throw InputError(
-          where,
-          "\"" + name + "." + std::to_string(g) + "\" in the state " +
-              (found == tensors.end() ? "is missing" : "has another size"),
-          std::to_string(numel) + " elements",
-          "go on with the model and settings that it was saved with");
+      throw InputError(where,
+                       "\"" + name + "." + std::to_string(g) + "\" in the state " +
+                           (found == tensors.end() ? "is missing" : "has another size"),
+                       std::to_string(numel) + " elements",
+                       "go on with the model and settings that it was saved with");
     }
     return found->second;
   };
   for (const char* part : {"outer", "hook"}) {
-    const bool here = std::string_view(part) == "outer"
-                          ? impl_->options.outer != nullptr
-                          : impl_->options.comm_hook != nullptr;
+    const bool here = std::string_view(part) == "outer" ? impl_->options.outer != nullptr
+                                                        : impl_->options.comm_hook != nullptr;
     if (values.contains(part) != here) {
-      throw InputError(
-          where,
-          std::string("the state has ") + (here ? "no " : "an ") + part +
-              ", the options have " + (here ? "one" : "none"),
-          "the options that it was saved with");
+      throw InputError(where,
+                       std::string("the state has ") + (here ? "no " : "an ") + part +
+                           ", the options have " + (here ? "one" : "none"),
+                       "the options that it was saved with");
     }
   }
   for (size_t g = 0; g < impl_->groups.size(); ++g) { // all is looked at first
@@ -129,12 +119,12 @@ void Averager::load_state(
     }
   }
   if (impl_->options.outer) {
-    impl_->options.outer->load_state(
-        detail::averager_tensors_below(tensors, "outer."), values["outer"]);
+    impl_->options.outer->load_state(detail::averager_tensors_below(tensors, "outer."),
+                                     values["outer"]);
   }
   if (impl_->options.comm_hook) {
-    impl_->options.comm_hook->load_state(
-        detail::averager_tensors_below(tensors, "hook."), values["hook"]);
+    impl_->options.comm_hook->load_state(detail::averager_tensors_below(tensors, "hook."),
+                                         values["hook"]);
   }
   at::NoGradGuard no_grad;
   if (!impl_->round.operations.empty()) { // they may still write into the old

@@ -10,39 +10,31 @@ namespace hasten {
 
 namespace detail {
 
-CommHook::Step plain_reduce(
-    Communicator& communicator, const GradientBucket& bucket) {
+CommHook::Step plain_reduce(Communicator& communicator, const GradientBucket& bucket) {
   CommHandle handle = communicator.all_reduce_async(
-      bucket.buffer,
-      ReduceOp::sum,
-      "gradient bucket " + std::to_string(bucket.index));
+      bucket.buffer, ReduceOp::sum, "gradient bucket " + std::to_string(bucket.index));
   return [handle]() mutable {
     handle.wait();
     return false;
   };
 }
 
-bool has_16_bits(const at::Tensor& buffer) {
-  return buffer.element_size() == 2;
-}
+bool has_16_bits(const at::Tensor& buffer) { return buffer.element_size() == 2; }
 
 // Note [Wire type]
 // An all-reduce of 16-bit data adds in 16 bits on its way. Here each rank gets
 // its part of every rank's bucket (all-to-all), adds these in fp32 and sends the
 // rounded sum to all: 2 (W - 1) / W 16-bit numbers a gradient, one rounding of
 // what is sent and one of the sum.
-CommHook::Step compressed_reduce(
-    Communicator& communicator,
-    const GradientBucket& bucket,
-    at::ScalarType wire) {
+CommHook::Step compressed_reduce(Communicator& communicator, const GradientBucket& bucket,
+                                 at::ScalarType wire) {
   if (has_16_bits(bucket.buffer)) {
     return plain_reduce(communicator, bucket);
   }
   const int64_t world = communicator.world_size();
   const int64_t count = bucket.buffer.numel();
   const int64_t part = (count + world - 1) / world;
-  const at::Tensor all =
-      at::empty({world, part}, bucket.buffer.options().dtype(wire));
+  const at::Tensor all = at::empty({world, part}, bucket.buffer.options().dtype(wire));
   const at::Tensor flat = all.view({-1});
   flat.narrow(0, 0, count).copy_(bucket.buffer);
   flat.narrow(0, count, world * part - count).zero_();
@@ -70,13 +62,11 @@ CommHook::Step compressed_reduce(
 
 } // namespace detail
 
-CommHook::Step Fp16CompressHook::reduce(
-    Communicator& communicator, const GradientBucket& bucket) {
+CommHook::Step Fp16CompressHook::reduce(Communicator& communicator, const GradientBucket& bucket) {
   return detail::compressed_reduce(communicator, bucket, at::kHalf);
 }
 
-CommHook::Step Bf16CompressHook::reduce(
-    Communicator& communicator, const GradientBucket& bucket) {
+CommHook::Step Bf16CompressHook::reduce(Communicator& communicator, const GradientBucket& bucket) {
   return detail::compressed_reduce(communicator, bucket, at::kBFloat16);
 }
 

@@ -13,10 +13,8 @@
 
 namespace hasten {
 
-Ddp::Ddp(
-    std::shared_ptr<Communicator> communicator,
-    std::shared_ptr<torch::nn::Module> module,
-    DdpOptions options)
+Ddp::Ddp(std::shared_ptr<Communicator> communicator, std::shared_ptr<torch::nn::Module> module,
+         DdpOptions options)
     : communicator_(std::move(communicator)),
       alone_(communicator_->world_size() == 1),
       module_(std::move(module)),
@@ -25,20 +23,18 @@ Ddp::Ddp(
       module_buffers_(detail::unique_tensors(module_->named_buffers())),
       gradients_((verify_and_broadcast(), FlatLayout(parameters_))) {
   if (!(options_.bucket_cap_mb > 0) || !(options_.first_bucket_mb > 0)) {
-    throw InputError(
-        "parallel::Ddp",
-        "bucket_cap_mb=" + std::to_string(options_.bucket_cap_mb) +
-            ", first_bucket_mb=" + std::to_string(options_.first_bucket_mb),
-        "both above 0");
+    throw InputError("parallel::Ddp",
+                     "bucket_cap_mb=" + std::to_string(options_.bucket_cap_mb) +
+                         ", first_bucket_mb=" + std::to_string(options_.first_bucket_mb),
+                     "both above 0");
   }
   make_buckets();
   buffer_versions_ = detail::versions_of(module_buffers_);
   const auto& slots = gradients_.layout().slots();
   for (size_t slot = 0; slot < slots.size(); ++slot) {
-    hooks_.push_back(
-        add_grad_hook(slots[slot].parameter, [this, slot](const at::Tensor&) {
-          gradient_ready(static_cast<int64_t>(slot));
-        }));
+    hooks_.push_back(add_grad_hook(slots[slot].parameter, [this, slot](const at::Tensor&) {
+      gradient_ready(static_cast<int64_t>(slot));
+    }));
   }
 }
 
@@ -56,33 +52,26 @@ void Ddp::make_buckets() {
   bucket_of_.assign(layout.slots().size(), 0);
   const auto close = [&](size_t g) {
     for (const int64_t slot : open[g].slots) {
-      bucket_of_[static_cast<size_t>(slot)] =
-          static_cast<int64_t>(buckets_.size());
+      bucket_of_[static_cast<size_t>(slot)] = static_cast<int64_t>(buckets_.size());
     }
     const int64_t numel = open[g].end - open[g].begin;
     buckets_.push_back(
         {numel,
          alone_ ? at::Tensor()
-                : gradients_.buffer(static_cast<int64_t>(g))
-                      .narrow(0, open[g].begin, numel),
-         std::move(open[g].slots),
-         0});
+                : gradients_.buffer(static_cast<int64_t>(g)).narrow(0, open[g].begin, numel),
+         std::move(open[g].slots), 0});
     open[g] = {{}, open[g].end, open[g].end};
   };
   std::vector<size_t> last_come; // groups, by their last slot
   for (const int64_t index : layout.order()) {
     const FlatSlot& slot = layout.slots()[static_cast<size_t>(index)];
     const auto g = static_cast<size_t>(slot.group);
-    const auto bytes =
-        static_cast<double>(c10::elementSize(layout.groups()[g].dtype));
+    const auto bytes = static_cast<double>(c10::elementSize(layout.groups()[g].dtype));
     open[g].slots.push_back(index);
     open[g].end += detail::flat_padded(slot.numel, layout.groups()[g].dtype);
-    const double mb =
-        static_cast<double>(open[g].end - open[g].begin) * bytes / (1 << 20);
-    last_come.erase(
-        std::remove(last_come.begin(), last_come.end(), g), last_come.end());
-    if (mb >= (buckets_.empty() ? options_.first_bucket_mb
-                                : options_.bucket_cap_mb)) {
+    const double mb = static_cast<double>(open[g].end - open[g].begin) * bytes / (1 << 20);
+    last_come.erase(std::remove(last_come.begin(), last_come.end(), g), last_come.end());
+    if (mb >= (buckets_.empty() ? options_.first_bucket_mb : options_.bucket_cap_mb)) {
       close(g);
     } else {
       last_come.push_back(g);
@@ -107,30 +96,22 @@ void Ddp::check_parameters() const {
     if (slot < 0) {
       if (parameter.requires_grad()) {
         throw InputError(
-            "parallel::Ddp",
-            "parameter \"" + name + "\" was unfrozen after it was prepared",
-            "the trainable parameters of that time",
-            "call requires_grad_(true) before prepare()");
+            "parallel::Ddp", "parameter \"" + name + "\" was unfrozen after it was prepared",
+            "the trainable parameters of that time", "call requires_grad_(true) before prepare()");
       }
       continue;
     }
-    const FlatSlot& was =
-        gradients_.layout().slots()[static_cast<size_t>(slot)];
-    const FlatGroup& group =
-        gradients_.layout().groups()[static_cast<size_t>(was.group)];
-    if (parameter.sizes() != was.sizes ||
-        parameter.scalar_type() != was.dtype ||
+    const FlatSlot& was = gradients_.layout().slots()[static_cast<size_t>(slot)];
+    const FlatGroup& group = gradients_.layout().groups()[static_cast<size_t>(was.group)];
+    if (parameter.sizes() != was.sizes || parameter.scalar_type() != was.dtype ||
         parameter.device() != group.device) {
       std::ostringstream what;
       what << "parameter \"" << name << "\" is " << parameter.sizes() << " "
-           << parameter.scalar_type() << " on " << parameter.device()
-           << " now, and was " << at::IntArrayRef(was.sizes) << " " << was.dtype
-           << " on " << group.device << " when it was prepared";
-      throw InputError(
-          "parallel::Ddp",
-          what.str(),
-          "the same shape, dtype and device",
-          "convert or move the model before prepare()");
+           << parameter.scalar_type() << " on " << parameter.device() << " now, and was "
+           << at::IntArrayRef(was.sizes) << " " << was.dtype << " on " << group.device
+           << " when it was prepared";
+      throw InputError("parallel::Ddp", what.str(), "the same shape, dtype and device",
+                       "convert or move the model before prepare()");
     }
   }
 }
@@ -142,8 +123,7 @@ std::string Ddp::replaced_parameter() const {
     known.insert(entry.second.unsafeGetTensorImpl());
   }
   for (const auto& item : module_->named_parameters()) {
-    if (item.value().defined() &&
-        known.count(item.value().unsafeGetTensorImpl()) == 0) {
+    if (item.value().defined() && known.count(item.value().unsafeGetTensorImpl()) == 0) {
       return item.key();
     }
   }
@@ -152,21 +132,17 @@ std::string Ddp::replaced_parameter() const {
 
 void Ddp::register_comm_hook(std::shared_ptr<CommHook> hook) {
   if (begun_) {
-    throw InputError(
-        "parallel::register_comm_hook",
-        "a window is open",
-        "to be called between windows");
+    throw InputError("parallel::register_comm_hook", "a window is open",
+                     "to be called between windows");
   }
   const std::string mine = hook ? hook->description() : "none";
   const auto all = communicator_->gather_json(mine, "communication hook");
   for (size_t rank = 0; rank < all.size(); ++rank) {
     if (all[rank] != all[0]) {
-      throw InputError(
-          "parallel::register_comm_hook",
-          "rank " + std::to_string(rank) + " has " +
-              all[rank].get<std::string>() + ", rank 0 has " +
-              all[0].get<std::string>(),
-          "the same hook with the same settings on every rank");
+      throw InputError("parallel::register_comm_hook",
+                       "rank " + std::to_string(rank) + " has " + all[rank].get<std::string>() +
+                           ", rank 0 has " + all[0].get<std::string>(),
+                       "the same hook with the same settings on every rank");
     }
   }
   hook_ = std::move(hook);
@@ -205,8 +181,7 @@ void Ddp::begin(bool keep, bool in_place) {
     begin_alone(in_place);
   } else {
     for (size_t slot = 0; slot < count; ++slot) {
-      defined_[slot] =
-          gradients_.layout().slots()[slot].parameter.grad().defined();
+      defined_[slot] = gradients_.layout().slots()[slot].parameter.grad().defined();
     }
     gradients_.install();
     const bool zero = gradients_.all_zero();
@@ -229,16 +204,14 @@ void Ddp::begin(bool keep, bool in_place) {
 // multiplies them there. Only what must be set aside goes through the buffers.
 void Ddp::begin_alone(bool in_place) {
   for (size_t slot = 0; slot < defined_.size(); ++slot) {
-    defined_[slot] =
-        gradients_.layout().slots()[slot].parameter.grad().defined();
+    defined_[slot] = gradients_.layout().slots()[slot].parameter.grad().defined();
   }
   foreign_ = foreign_ && in_place && !gradients_.cleared();
 }
 
 void Ddp::set_local(bool local) {
   if (begun_) {
-    throw InputError(
-        "parallel::Ddp", "a window is open", "to be called between windows");
+    throw InputError("parallel::Ddp", "a window is open", "to be called between windows");
   }
   alone_ = local || communicator_->world_size() == 1;
 }
@@ -299,8 +272,7 @@ void Ddp::apply_pending_factor() {
   std::vector<at::Tensor> gradients;
   bool in_place = true;
   for (size_t slot = 0; slot < hooks_.size(); ++slot) {
-    const at::Tensor& gradient =
-        gradients_.layout().slots()[slot].parameter.grad();
+    const at::Tensor& gradient = gradients_.layout().slots()[slot].parameter.grad();
     in_place = in_place && gradients_.installed(static_cast<int64_t>(slot));
     if (gradient.defined()) {
       gradients.push_back(gradient);
@@ -318,17 +290,14 @@ void Ddp::apply_pending_factor() {
 }
 
 bool Ddp::evens_out_buffers(bool any_dtype) const {
-  return !alone_ &&
-         detail::to_even_out(module_buffers_, options_.buffers, any_dtype);
+  return !alone_ && detail::to_even_out(module_buffers_, options_.buffers, any_dtype);
 }
 
 void Ddp::sync_buffers(const DdpRanks& ranks) {
-  if (alone_ || module_buffers_.empty() ||
-      options_.buffers == BufferPolicy::leave) {
+  if (alone_ || module_buffers_.empty() || options_.buffers == BufferPolicy::leave) {
     return;
   }
-  detail::even_out_buffers(
-      *communicator_, module_buffers_, options_.buffers, ranks);
+  detail::even_out_buffers(*communicator_, module_buffers_, options_.buffers, ranks);
   buffer_versions_ = detail::versions_of(module_buffers_);
 }
 
@@ -378,13 +347,10 @@ void Ddp::keep_aside(const std::vector<int64_t>& slots) {
     aside_.push_back(at::zeros_like(group));
   }
   for (const int64_t slot : slots) {
-    const FlatSlot& entry =
-        gradients_.layout().slots()[static_cast<size_t>(slot)];
+    const FlatSlot& entry = gradients_.layout().slots()[static_cast<size_t>(slot)];
     const auto g = static_cast<size_t>(entry.group);
     const int64_t numel = entry.parameter.numel();
-    aside_[g]
-        .narrow(0, entry.offset, numel)
-        .copy_(all[g].narrow(0, entry.offset, numel));
+    aside_[g].narrow(0, entry.offset, numel).copy_(all[g].narrow(0, entry.offset, numel));
   }
 }
 

@@ -15,8 +15,7 @@ namespace hasten {
 namespace detail {
 
 // Slots whose parameters the loss depends on.
-std::vector<char> reachable_slots(
-    const at::Tensor& loss, const FlatLayout& layout) {
+std::vector<char> reachable_slots(const at::Tensor& loss, const FlatLayout& layout) {
   std::vector<char> reachable(layout.slots().size(), 0);
   std::vector<torch::autograd::Node*> open;
   std::unordered_set<const torch::autograd::Node*> seen;
@@ -45,15 +44,13 @@ std::vector<char> reachable_slots(
 // Rows of the agreement.
 enum AgreementRow { kUsed, kMissing, kFrozen, kDefined, kAgreementRows };
 
-std::string quoted_names(
-    const std::vector<std::string>& names, size_t most = 8) {
+std::string quoted_names(const std::vector<std::string>& names, size_t most = 8) {
   std::string text;
   for (size_t i = 0; i < std::min(names.size(), most); ++i) {
     text += (i > 0 ? ", \"" : "\"") + names[i] + "\"";
   }
-  return names.size() > most
-             ? text + " and " + std::to_string(names.size() - most) + " more"
-             : text;
+  return names.size() > most ? text + " and " + std::to_string(names.size() - most) + " more"
+                             : text;
 }
 
 } // namespace detail
@@ -128,33 +125,26 @@ void Ddp::gradient_ready(int64_t slot) {
       gradients_.mark_written();
       return;
     }
-    throw InputError(
-        "parallel::Ddp",
-        "loss.backward() inside a window reached parameter \"" + entry.name +
-            "\"",
-        "accelerator.backward(loss), which weighs the loss",
-        "use that, or torch::autograd::grad for a gradient of your own");
+    throw InputError("parallel::Ddp",
+                     "loss.backward() inside a window reached parameter \"" + entry.name + "\"",
+                     "accelerator.backward(loss), which weighs the loss",
+                     "use that, or torch::autograd::grad for a gradient of your own");
   }
   if (entry.parameter.grad().requires_grad()) {
     throw InputError(
         "parallel::Ddp",
-        "the gradient of parameter \"" + entry.name +
-            "\" was made with create_graph",
+        "the gradient of parameter \"" + entry.name + "\" was made with create_graph",
         "a gradient that needs no graph: it is summed in a buffer",
-        "take it by torch::autograd::grad(…, create_graph) and add what is "
-        "made of it to the loss");
+        "take it by torch::autograd::grad(…, create_graph) and add what is made of it to the loss");
   }
-  const bool late =
-      reducing_ && static_cast<size_t>(bucket_of_[i]) < next_bucket_;
+  const bool late = reducing_ && static_cast<size_t>(bucket_of_[i]) < next_bucket_;
   if (late) {
     throw InputError(
         "parallel::Ddp",
-        "parameter \"" + entry.name +
-            "\" got a gradient after its bucket was on its way",
-        options_.static_graph
-            ? "the parameters that the first backward used (static_graph)"
-            : "one gradient a parameter and backward, and no parameter used in "
-              "a part of the graph that is built during backward",
+        "parameter \"" + entry.name + "\" got a gradient after its bucket was on its way",
+        options_.static_graph ? "the parameters that the first backward used (static_graph)"
+                              : "one gradient a parameter and backward, and no parameter used in "
+                                "a part of the graph that is built during backward",
         options_.static_graph ? "leave static_graph off" : "");
   }
   if (!alone_ || entry.parameter.grad().is_sparse()) {
@@ -168,9 +158,7 @@ void Ddp::gradient_ready(int64_t slot) {
   if (learned_.empty()) {
     ready_order_.push_back(slot);
   }
-  if (waits_[i] &&
-      --buckets_[static_cast<size_t>(bucket_of_[i])].pending == 0 &&
-      !backward_.hold) {
+  if (waits_[i] && --buckets_[static_cast<size_t>(bucket_of_[i])].pending == 0 && !backward_.hold) {
     launch_ready_buckets(false);
   }
 }
@@ -192,17 +180,14 @@ void Ddp::launch(size_t index) {
     gradients.buffer = bucket.range;
     for (const int64_t slot : bucket.slots) {
       gradients.gradients.push_back(
-          {gradients_.layout().slots()[static_cast<size_t>(slot)].name,
-           gradients_.view(slot)});
+          {gradients_.layout().slots()[static_cast<size_t>(slot)].name, gradients_.view(slot)});
     }
     operation.started = Clock::now();
     operation.step = hook_->reduce(*communicator_, gradients);
   } else {
     operation.started = Clock::now();
-    operation.handle = communicator_->all_reduce_async(
-        bucket.range,
-        ReduceOp::sum,
-        "gradient bucket " + std::to_string(index));
+    operation.handle = communicator_->all_reduce_async(bucket.range, ReduceOp::sum,
+                                                       "gradient bucket " + std::to_string(index));
   }
   report_.buckets += 1;
   report_.bytes += static_cast<int64_t>(bucket.range.nbytes());
@@ -212,8 +197,7 @@ void Ddp::launch(size_t index) {
 // In the buckets' order only, so that every rank's group sees one sequence. The
 // mutex is held.
 void Ddp::launch_ready_buckets(bool all) {
-  while (next_bucket_ < buckets_.size() &&
-         (all || buckets_[next_bucket_].pending == 0)) {
+  while (next_bucket_ < buckets_.size() && (all || buckets_[next_bucket_].pending == 0)) {
     launch(next_bucket_);
     ++next_bucket_;
     report_.overlapped += !all;
@@ -230,14 +214,12 @@ void Ddp::finish_backward() {
     launch_ready_buckets(true);
     check_static_graph();
     start_agreement();
-  } else if (
-      reduce_ && std::find(used_.begin(), used_.end(), 0) != used_.end()) {
+  } else if (reduce_ && std::find(used_.begin(), used_.end(), 0) != used_.end()) {
     const std::string replaced = replaced_parameter();
     if (!replaced.empty()) {
       throw InputError(
           "parallel::Ddp",
-          "parameter \"" + replaced +
-              "\" is another tensor than when the model was prepared",
+          "parameter \"" + replaced + "\" is another tensor than when the model was prepared",
           "the parameters of that time",
           "copy values in with copy_(), or prepare the model afterwards");
     }
@@ -255,10 +237,10 @@ void Ddp::check_static_graph() {
   }
   for (size_t slot = 0; slot < ready_.size(); ++slot) {
     if (ready_[slot] != static_ready_[slot]) {
-      violation_ = "parameter \"" + gradients_.layout().slots()[slot].name +
-                   (ready_[slot] ? "\" has a gradient, and had none"
-                                 : "\" has no gradient, and had one") +
-                   " in the first backward";
+      violation_ =
+          "parameter \"" + gradients_.layout().slots()[slot].name +
+          (ready_[slot] ? "\" has a gradient, and had none" : "\" has no gradient, and had one") +
+          " in the first backward";
       return;
     }
   }
@@ -284,8 +266,7 @@ void Ddp::start_agreement() {
   agreement_ = at::zeros({kAgreementRows * count + 1}, at::kByte);
   auto* rows = agreement_.mutable_data_ptr<uint8_t>();
   // A rank whose batch had no rows made no gradient at all: it misses none.
-  const bool strict = !options_.find_unused_parameters &&
-                      !options_.static_graph && !further_ &&
+  const bool strict = !options_.find_unused_parameters && !options_.static_graph && !further_ &&
                       std::find(used_.begin(), used_.end(), 1) != used_.end();
   missing_.clear();
   for (int64_t i = 0; i < count && !backward_.joined; ++i) {
@@ -299,10 +280,8 @@ void Ddp::start_agreement() {
     rows[kFrozen * count + i] = !trainable;
     rows[kDefined * count + i] = static_cast<uint8_t>(defined_[slot]);
   }
-  rows[kAgreementRows * count] =
-      detail::versions_of(module_buffers_) != buffer_versions_;
-  send(communicator_->all_reduce_async(
-      agreement_, ReduceOp::max, "parameters in use"));
+  rows[kAgreementRows * count] = detail::versions_of(module_buffers_) != buffer_versions_;
+  send(communicator_->all_reduce_async(agreement_, ReduceOp::max, "parameters in use"));
   if (learned_.empty()) {
     order_ = at::zeros({count + 1}, at::kInt);
     if (communicator_->rank() == 0) {
@@ -382,11 +361,9 @@ void Ddp::settle_agreement() {
     order_ = at::Tensor();
   }
   if (!violation_.empty()) {
-    throw InputError(
-        "parallel::Ddp",
-        std::exchange(violation_, {}),
-        "the same parameters in every backward (static_graph)",
-        "leave static_graph off");
+    throw InputError("parallel::Ddp", std::exchange(violation_, {}),
+                     "the same parameters in every backward (static_graph)",
+                     "leave static_graph off");
   }
   const at::Tensor agreed = std::exchange(agreement_, at::Tensor());
   const auto* rows = agreed.const_data_ptr<uint8_t>();
@@ -396,14 +373,11 @@ void Ddp::settle_agreement() {
     used_[slot] = static_cast<char>(rows[kUsed * count + i]);
     defined_[slot] = static_cast<char>(rows[kDefined * count + i]);
     missing = missing || rows[kMissing * count + i] != 0;
-    if (rows[kFrozen * count + i] != 0 &&
-        (used_[slot] || rows[kMissing * count + i] != 0)) {
+    if (rows[kFrozen * count + i] != 0 && (used_[slot] || rows[kMissing * count + i] != 0)) {
       throw InputError(
           "parallel::Ddp",
-          "parameter \"" + slots[slot].name +
-              "\" is frozen on some ranks and trainable on others",
-          "the same on every rank",
-          "set requires_grad alike everywhere");
+          "parameter \"" + slots[slot].name + "\" is frozen on some ranks and trainable on others",
+          "the same on every rank", "set requires_grad alike everywhere");
     }
   }
   if (missing) {
@@ -424,25 +398,21 @@ void Ddp::throw_unused() {
   for (size_t rank = 0; rank < all.size(); ++rank) {
     if (all[rank].contains("unused")) {
       what += (what.empty() ? "" : "; ") + ("rank " + std::to_string(rank)) +
-              ": no gradient came for parameter " +
-              all[rank]["unused"].get<std::string>();
+              ": no gradient came for parameter " + all[rank]["unused"].get<std::string>();
       const auto other = all[rank]["replaced"].get<std::string>();
       if (!other.empty()) {
-        what += ", and parameter \"" + other +
-                "\" is another tensor than when the model was prepared";
+        what +=
+            ", and parameter \"" + other + "\" is another tensor than when the model was prepared";
         replaced = true;
       }
     }
   }
-  throw InputError(
-      "parallel::Ddp",
-      what,
-      "every window's losses to depend on every trainable parameter, on every "
-      "rank",
-      replaced ? "copy values in with copy_(), or prepare the model afterwards"
-               : "set find_unused_parameters, or freeze them before prepare() "
-                 "(requires_grad_(false)); where further losses of the batch "
-                 "follow, pass {.last = false} before the last");
+  throw InputError("parallel::Ddp", what,
+                   "every window's losses to depend on every trainable parameter, on every rank",
+                   replaced ? "copy values in with copy_(), or prepare the model afterwards"
+                            : "set find_unused_parameters, or freeze them before prepare() "
+                              "(requires_grad_(false)); where further losses of the batch "
+                              "follow, pass {.last = false} before the last");
 }
 
 } // namespace hasten

@@ -13,16 +13,14 @@ namespace hasten {
 namespace detail {
 
 // The part of a group's flat buffer that belongs to a slot, in its view's shape.
-at::Tensor slot_of_buffer(
-    const at::Tensor& buffer, const FlatSlot& slot, const at::Tensor& view) {
+at::Tensor slot_of_buffer(const at::Tensor& buffer, const FlatSlot& slot, const at::Tensor& view) {
   const at::Tensor part = buffer.narrow(0, slot.offset, slot.numel);
   return part.as_strided(view.sizes(), view.strides(), part.storage_offset());
 }
 
 // Throws unless every gradient in a state is one of the layout's; `others`: how
 // many further tensors it has.
-void check_saved_gradients(
-    const NamedTensors& tensors, const FlatLayout& layout, size_t others) {
+void check_saved_gradients(const NamedTensors& tensors, const FlatLayout& layout, size_t others) {
   const auto& slots = layout.slots();
   size_t known = 0;
   for (const FlatSlot& slot : slots) {
@@ -34,18 +32,16 @@ void check_saved_gradients(
       ++known;
       if (saved->second.sizes() != slot.parameter.sizes() ||
           saved->second.scalar_type() != flat_gradient_dtype(slot.dtype)) {
-        throw InputError(
-            "parallel::Ddp",
-            saved->first + " has shape " + c10::str(saved->second.sizes()),
-            "the parameter's " + c10::str(slot.parameter.sizes()));
+        throw InputError("parallel::Ddp",
+                         saved->first + " has shape " + c10::str(saved->second.sizes()),
+                         "the parameter's " + c10::str(slot.parameter.sizes()));
       }
     }
   }
   if (known + others != tensors.size()) {
-    throw InputError(
-        "parallel::Ddp",
-        "the state has gradients of parameters that are not trained here",
-        "the same trainable parameters");
+    throw InputError("parallel::Ddp",
+                     "the state has gradients of parameters that are not trained here",
+                     "the same trainable parameters");
   }
 }
 
@@ -87,16 +83,13 @@ void Ddp::save_state(NamedTensors& tensors, nlohmann::json& values) const {
   for (size_t i = 0; i < slots.size(); ++i) {
     const auto index = static_cast<int64_t>(i);
     const at::Tensor& gradient = slots[i].parameter.grad();
-    if (gradient.defined() &&
-        !(gradients_.known_zero() && gradients_.installed(index))) {
+    if (gradient.defined() && !(gradients_.known_zero() && gradients_.installed(index))) {
       tensors["grad." + slots[i].name] =
           gradient.is_sparse() ? gradient.to_dense() : gradient.detach();
     }
     if (!aside_.empty()) {
       tensors["aside." + slots[i].name] = detail::slot_of_buffer(
-          aside_[static_cast<size_t>(slots[i].group)],
-          slots[i],
-          gradients_.view(index));
+          aside_[static_cast<size_t>(slots[i].group)], slots[i], gradients_.view(index));
     }
   }
 }
@@ -112,25 +105,22 @@ std::vector<int64_t> Ddp::saved_order(const nlohmann::json& names) const {
   for (const auto& name : names) {
     const auto it = by_name.find(name.get<std::string>());
     if (it == by_name.end()) {
-      throw InputError(
-          "parallel::Ddp",
-          "the state has a parameter \"" + name.get<std::string>() + "\"",
-          "the trainable parameters of this model");
+      throw InputError("parallel::Ddp",
+                       "the state has a parameter \"" + name.get<std::string>() + "\"",
+                       "the trainable parameters of this model");
     }
     order.push_back(it->second);
     by_name.erase(it);
   }
   if (!order.empty() && !by_name.empty()) {
-    throw InputError(
-        "parallel::Ddp",
-        "the state has no parameter \"" + by_name.begin()->first + "\"",
-        "every trainable parameter of this model");
+    throw InputError("parallel::Ddp",
+                     "the state has no parameter \"" + by_name.begin()->first + "\"",
+                     "every trainable parameter of this model");
   }
   return order;
 }
 
-void Ddp::load_state(
-    const NamedTensors& tensors, const nlohmann::json& values) {
+void Ddp::load_state(const NamedTensors& tensors, const nlohmann::json& values) {
   const std::string prefix = "comm_hook.";
   NamedTensors of_hook;
   for (const auto& [name, tensor] : tensors) {
@@ -140,11 +130,10 @@ void Ddp::load_state(
   }
   const std::string hook = hook_ ? hook_->description() : "none";
   if (values.at("comm_hook") != hook) {
-    throw InputError(
-        "parallel::Ddp",
-        "the state was saved with the communication hook " +
-            values.at("comm_hook").get<std::string>() + ", there is " + hook,
-        "the same hook, registered before loading");
+    throw InputError("parallel::Ddp",
+                     "the state was saved with the communication hook " +
+                         values.at("comm_hook").get<std::string>() + ", there is " + hook,
+                     "the same hook, registered before loading");
   }
   std::vector<int64_t> order = saved_order(values.at("bucket_order"));
   detail::check_saved_gradients(tensors, gradients_.layout(), of_hook.size());
@@ -157,8 +146,7 @@ void Ddp::load_state(
   const auto marks = [&slots](const nlohmann::json& names) {
     std::vector<char> marked(slots.size(), 0);
     for (size_t slot = 0; slot < slots.size(); ++slot) {
-      marked[slot] = std::find(names.begin(), names.end(), slots[slot].name) !=
-                     names.end();
+      marked[slot] = std::find(names.begin(), names.end(), slots[slot].name) != names.end();
     }
     return marked;
   };
@@ -177,23 +165,19 @@ void Ddp::load_state(
   const at::NoGradGuard no_grad;
   if (aside) {
     for (size_t g = 0; g < gradients_.layout().groups().size(); ++g) {
-      aside_.push_back(
-          at::zeros_like(gradients_.buffer(static_cast<int64_t>(g))));
+      aside_.push_back(at::zeros_like(gradients_.buffer(static_cast<int64_t>(g))));
     }
   }
   for (size_t i = 0; i < slots.size(); ++i) {
     const auto index = static_cast<int64_t>(i);
-    if (const auto saved = tensors.find("grad." + slots[i].name);
-        saved != tensors.end()) {
+    if (const auto saved = tensors.find("grad." + slots[i].name); saved != tensors.end()) {
       gradients_.install_slot(index);
       at::Tensor(gradients_.view(index)).copy_(saved->second);
     }
     if (const auto saved = tensors.find("aside." + slots[i].name);
         aside && saved != tensors.end()) {
-      detail::slot_of_buffer(
-          aside_[static_cast<size_t>(slots[i].group)],
-          slots[i],
-          gradients_.view(index))
+      detail::slot_of_buffer(aside_[static_cast<size_t>(slots[i].group)], slots[i],
+                             gradients_.view(index))
           .copy_(saved->second);
     }
   }

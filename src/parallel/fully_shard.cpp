@@ -14,8 +14,7 @@
 
 namespace hasten {
 
-ForwardScope::ForwardScope(
-    const std::shared_ptr<detail::ShardSchedule>& schedule)
+ForwardScope::ForwardScope(const std::shared_ptr<detail::ShardSchedule>& schedule)
     : schedule_(schedule),
       forward_(schedule->open_forward()),
       exceptions_(std::uncaught_exceptions()) {}
@@ -39,8 +38,7 @@ FullyShard::~FullyShard() {
 }
 
 detail::ShardFlat& FullyShard::flat_of(size_t parameter) const {
-  return schedule_->units()[parameters_[parameter].unit]
-      ->flats()[places_[parameter].first];
+  return schedule_->units()[parameters_[parameter].unit]->flats()[places_[parameter].first];
 }
 
 detail::ShardTensor& FullyShard::tensor_of(size_t parameter) const {
@@ -58,14 +56,12 @@ bool FullyShard::reshard() {
 void FullyShard::join_forward() { schedule_->replay_forward(); }
 
 [[noreturn]] static void throw_changed(const std::string& name) {
-  throw InputError(
-      "parallel::FullyShard",
-      "parameter \"" + name +
-          "\" is another tensor, or was moved or converted, since it was "
-          "sharded",
-      "the parameters of that time",
-      "copy values in with copy_() or load_parameter(); convert or move the "
-      "model before it is sharded");
+  throw InputError("parallel::FullyShard",
+                   "parameter \"" + name +
+                       "\" is another tensor, or was moved or converted, since it was sharded",
+                   "the parameters of that time",
+                   "copy values in with copy_() or load_parameter(); convert or move the "
+                   "model before it is sharded");
 }
 
 // One that got no gradient may have another in its place.
@@ -80,8 +76,7 @@ void FullyShard::check_unused() const {
     return;
   }
   for (const auto& item : module_->named_parameters()) {
-    if (item.value().defined() &&
-        known.count(item.value().unsafeGetTensorImpl()) == 0) {
+    if (item.value().defined() && known.count(item.value().unsafeGetTensorImpl()) == 0) {
       throw_changed(item.key());
     }
   }
@@ -99,10 +94,8 @@ void FullyShard::check_parameters() const {
     if (parameters_[i].parameter.requires_grad() && !tensor_of(i).trainable) {
       throw InputError(
           "parallel::FullyShard",
-          "parameter \"" + parameters_[i].name +
-              "\" was unfrozen after it was sharded",
-          "the trainable parameters of that time",
-          "call requires_grad_(true) before");
+          "parameter \"" + parameters_[i].name + "\" was unfrozen after it was sharded",
+          "the trainable parameters of that time", "call requires_grad_(true) before");
     }
   }
 }
@@ -135,9 +128,7 @@ void FullyShard::set_aside() {
     }
     detail::ShardTensor& tensor = tensor_of(i);
     const at::Tensor& flat = flat_of(i).gradient;
-    tensor.aside = flat.defined() && grad.is_alias_of(flat)
-                       ? grad.detach().clone()
-                       : grad.detach();
+    tensor.aside = flat.defined() && grad.is_alias_of(flat) ? grad.detach().clone() : grad.detach();
     grad.reset();
   }
   for (const auto& unit : schedule_->units()) {
@@ -147,10 +138,8 @@ void FullyShard::set_aside() {
 
 void FullyShard::start_backward(bool reduce, DdpBackward backward) {
   if (!begun_ && !final_) {
-    throw InputError(
-        "parallel::FullyShard",
-        "start_backward() without a sum",
-        "begin() before the forward");
+    throw InputError("parallel::FullyShard", "start_backward() without a sum",
+                     "begin() before the forward");
   }
   if (final_) {
     set_aside();
@@ -165,9 +154,8 @@ void FullyShard::start_backward(bool reduce, DdpBackward backward) {
 void FullyShard::gradient_ready(size_t parameter) {
   const ShardedParameter& entry = parameters_[parameter];
   detail::ShardUnit& unit = *schedule_->units()[entry.unit];
-  const bool whole =
-      unit.state() == detail::ShardUnit::State::whole &&
-      entry.parameter.grad().sizes() == at::IntArrayRef(entry.sizes);
+  const bool whole = unit.state() == detail::ShardUnit::State::whole &&
+                     entry.parameter.grad().sizes() == at::IntArrayRef(entry.sizes);
   if (!schedule_->in_backward() || !whole) {
     entry.parameter.mutable_grad().reset();
     throw InputError(
@@ -175,19 +163,16 @@ void FullyShard::gradient_ready(size_t parameter) {
         "a gradient reached parameter \"" + entry.name + "\" " +
             (whole ? "outside start_backward() and finish_backward()"
                    : "while it is a shard: it was used outside its block"),
-        whole ? "the backward between the two"
-              : "blocks to be called through call_block, and their parameters "
-                "to be used in them alone",
+        whole
+            ? "the backward between the two"
+            : "blocks to be called through call_block, and their parameters to be used in them alone",
         whole ? "use accelerator.backward(loss)"
-              : "leave the block out of the sharded ones, which makes its "
-                "parameters the root's");
+              : "leave the block out of the sharded ones, which makes its parameters the root's");
   }
   if (entry.parameter.grad().requires_grad()) {
-    throw InputError(
-        "parallel::FullyShard",
-        "the gradient of parameter \"" + entry.name +
-            "\" was made with create_graph",
-        "a gradient that needs no graph: it is summed over ranks");
+    throw InputError("parallel::FullyShard",
+                     "the gradient of parameter \"" + entry.name + "\" was made with create_graph",
+                     "a gradient that needs no graph: it is summed over ranks");
   }
   unit.take(places_[parameter].first, places_[parameter].second);
 }
@@ -220,13 +205,11 @@ void FullyShard::start_agreement() {
     return; // the replicas' turn comes when it is settled
   }
   for (int64_t i = 0; i < 8; ++i) {
-    const auto byte =
-        static_cast<uint8_t>(schedule_->fingerprint() >> (8 * i) & 0xff);
+    const auto byte = static_cast<uint8_t>(schedule_->fingerprint() >> (8 * i) & 0xff);
     bytes[count + i] = byte;
     bytes[count + 8 + i] = static_cast<uint8_t>(255 - byte);
   }
-  agreed_ = reductions_->all_reduce_async(
-      agreement_, ReduceOp::max, "parameters in use");
+  agreed_ = reductions_->all_reduce_async(agreement_, ReduceOp::max, "parameters in use");
 }
 
 void FullyShard::settle_agreement() {
@@ -240,8 +223,7 @@ void FullyShard::settle_agreement() {
         throw CommunicationError(
             "parallel::FullyShard",
             "ranks gathered or reduced different units, or in another order",
-            "the same blocks in the same order on every rank, recomputation "
-            "included",
+            "the same blocks in the same order on every rank, recomputation included",
             "see what depends on the rank or its data in the model's forward");
       }
     }
@@ -278,17 +260,14 @@ void FullyShard::finish(double factor, const DdpRanks& ranks) {
     const detail::ShardFlat& flat = flat_of(i);
     at::Tensor gradient;
     if (tensor.used) {
-      gradient =
-          schedule_->units()[parameters_[i].unit]->gradient_of(flat, tensor);
+      gradient = schedule_->units()[parameters_[i].unit]->gradient_of(flat, tensor);
     }
     if (tensor.aside.defined()) {
-      gradient = gradient.defined() ? gradient.add_(tensor.aside)
-                                    : std::move(tensor.aside);
+      gradient = gradient.defined() ? gradient.add_(tensor.aside) : std::move(tensor.aside);
       tensor.aside.reset();
     }
     // Optimizer::zero_grad detaches in place, which views do not allow.
-    parameters_[i].parameter.mutable_grad() =
-        gradient.defined() ? gradient.detach() : gradient;
+    parameters_[i].parameter.mutable_grad() = gradient.defined() ? gradient.detach() : gradient;
   }
   begun_ = false;
   final_ = true;
@@ -307,24 +286,18 @@ void FullyShard::sync_buffers(const DdpRanks& ranks) {
     return;
   }
   const bool together = replicas() != nullptr && options_.everyone;
-  detail::even_out_buffers(
-      together ? *options_.everyone : *communicator_,
-      module_buffers_,
-      options_.buffers,
-      ranks);
+  detail::even_out_buffers(together ? *options_.everyone : *communicator_, module_buffers_,
+                           options_.buffers, ranks);
   if (replicas() != nullptr && !together) {
-    detail::even_out_buffers(
-        *replicas(), module_buffers_, options_.buffers, {});
+    detail::even_out_buffers(*replicas(), module_buffers_, options_.buffers, {});
   }
   buffer_versions_ = detail::versions_of(module_buffers_);
 }
 
 void FullyShard::set_local(bool local) {
   if (begun_) {
-    throw InputError(
-        "parallel::FullyShard",
-        "set_local() in the middle of a sum",
-        "a sum that is final, or none yet");
+    throw InputError("parallel::FullyShard", "set_local() in the middle of a sum",
+                     "a sum that is final, or none yet");
   }
   local_ = local;
   schedule_->set_replicas(local ? nullptr : options_.replicas);

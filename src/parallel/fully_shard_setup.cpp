@@ -26,18 +26,12 @@ class ShardLink final : public BlockInterceptor {
  public:
   ShardLink(std::shared_ptr<ShardSchedule> schedule, size_t unit)
       : schedule_(std::move(schedule)), unit_(unit) {}
-  std::vector<at::Tensor> intercept(
-      const BlockCall&,
-      std::vector<at::Tensor> inputs,
-      Forward forward) override {
+  std::vector<at::Tensor> intercept(const BlockCall&, std::vector<at::Tensor> inputs,
+                                    Forward forward) override {
     return schedule_->call(unit_, std::move(inputs), forward);
   }
-  void before_recompute(const BlockCall&) override {
-    schedule_->enter_recompute(unit_);
-  }
-  void after_recompute(const BlockCall&) noexcept override {
-    schedule_->exit_recompute(unit_);
-  }
+  void before_recompute(const BlockCall&) override { schedule_->enter_recompute(unit_); }
+  void after_recompute(const BlockCall&) noexcept override { schedule_->exit_recompute(unit_); }
 
  private:
   std::shared_ptr<ShardSchedule> schedule_;
@@ -47,8 +41,7 @@ class ShardLink final : public BlockInterceptor {
 // An entry of a Sequential, called as a block.
 class SequentialEntry final : public torch::nn::Module {
  public:
-  explicit SequentialEntry(torch::nn::AnyModule entry)
-      : entry_(std::move(entry)) {}
+  explicit SequentialEntry(torch::nn::AnyModule entry) : entry_(std::move(entry)) {}
   at::Tensor forward(at::Tensor x) {
     Forward run = [entry = entry_](std::vector<at::Tensor> inputs) mutable {
       return std::vector<at::Tensor>{entry.forward(std::move(inputs[0]))};
@@ -70,8 +63,7 @@ static std::vector<std::shared_ptr<torch::nn::SequentialImpl>> sequentials_in(
   std::vector<std::shared_ptr<torch::nn::SequentialImpl>> found;
   std::unordered_set<const torch::nn::Module*> seen;
   for (const auto& visited : module.modules()) {
-    auto container =
-        std::dynamic_pointer_cast<torch::nn::SequentialImpl>(visited);
+    auto container = std::dynamic_pointer_cast<torch::nn::SequentialImpl>(visited);
     if (container && seen.insert(container.get()).second) {
       found.push_back(std::move(container));
     }
@@ -80,29 +72,24 @@ static std::vector<std::shared_ptr<torch::nn::SequentialImpl>> sequentials_in(
 }
 
 // Throws where an entry that is a block is called as something else.
-static void check_entries(
-    torch::nn::SequentialImpl& container, const BlockNumbers& blocks) {
+static void check_entries(torch::nn::SequentialImpl& container, const BlockNumbers& blocks) {
   for (const auto& child : container.named_children()) {
-    const bool called = std::any_of(
-        container.begin(), container.end(), [&](torch::nn::AnyModule& entry) {
-          return entry.ptr() == child.value();
-        });
+    const bool called =
+        std::any_of(container.begin(), container.end(),
+                    [&](torch::nn::AnyModule& entry) { return entry.ptr() == child.value(); });
     if (blocks.count(child.value().get()) > 0 && !called) {
-      throw InputError(
-          "parallel::FullyShard",
-          "entry \"" + child.key() + "\" of a Sequential is wrapped already",
-          "the model's own entries",
-          "call gradient_checkpointing_enable after the model is sharded");
+      throw InputError("parallel::FullyShard",
+                       "entry \"" + child.key() + "\" of a Sequential is wrapped already",
+                       "the model's own entries",
+                       "call gradient_checkpointing_enable after the model is sharded");
     }
   }
 }
 
 // Wraps the entries that are blocks; what puts them back.
 static std::function<void()> wrap_entries(
-    const std::shared_ptr<torch::nn::SequentialImpl>& container,
-    const BlockNumbers& blocks) {
-  std::vector<torch::nn::AnyModule> before(
-      container->begin(), container->end());
+    const std::shared_ptr<torch::nn::SequentialImpl>& container, const BlockNumbers& blocks) {
+  std::vector<torch::nn::AnyModule> before(container->begin(), container->end());
   for (torch::nn::AnyModule& entry : *container) {
     if (blocks.count(entry.ptr().get()) > 0) {
       entry = torch::nn::AnyModule(std::make_shared<SequentialEntry>(entry));
@@ -117,28 +104,21 @@ static std::function<void()> wrap_entries(
 
 // Every module once, with its name and the block that it belongs to; -1: none.
 template <typename Visit>
-void visit_modules(
-    torch::nn::Module& module,
-    const std::string& prefix,
-    int64_t unit,
-    const BlockNumbers& blocks,
-    const Visit& visit) {
+void visit_modules(torch::nn::Module& module, const std::string& prefix, int64_t unit,
+                   const BlockNumbers& blocks, const Visit& visit) {
   if (const auto own = blocks.find(&module); own != blocks.end()) {
     unit = static_cast<int64_t>(own->second);
   }
   visit(module, prefix, unit);
   for (const auto& child : module.named_children()) {
-    visit_modules(
-        *child.value(), prefix + child.key() + ".", unit, blocks, visit);
+    visit_modules(*child.value(), prefix + child.key() + ".", unit, blocks, visit);
   }
 }
 
 static bool has_parameters(const torch::nn::Module& module) {
   const auto parameters = module.parameters();
-  return std::any_of(
-      parameters.begin(), parameters.end(), [](const at::Tensor& parameter) {
-        return parameter.defined();
-      });
+  return std::any_of(parameters.begin(), parameters.end(),
+                     [](const at::Tensor& parameter) { return parameter.defined(); });
 }
 
 // Groups of one world need names of their own; those of one rank list have rank 0's.
@@ -147,19 +127,16 @@ static std::shared_ptr<Communicator> own_group(Communicator& communicator) {
   CommunicatorOptions options = communicator.options();
   options.name +=
       " shards " +
-      std::to_string(communicator.broadcast_json(made++, "group of shards")
-                         .get<int64_t>());
+      std::to_string(communicator.broadcast_json(made++, "group of shards").get<int64_t>());
   return communicator.duplicate(options);
 }
 
 } // namespace detail
 
-std::vector<std::shared_ptr<torch::nn::Module>> repeated_blocks(
-    const torch::nn::Module& module) {
+std::vector<std::shared_ptr<torch::nn::Module>> repeated_blocks(const torch::nn::Module& module) {
   std::vector<std::shared_ptr<torch::nn::Module>> blocks;
-  const bool repeats =
-      dynamic_cast<const torch::nn::SequentialImpl*>(&module) != nullptr ||
-      dynamic_cast<const torch::nn::ModuleListImpl*>(&module) != nullptr;
+  const bool repeats = dynamic_cast<const torch::nn::SequentialImpl*>(&module) != nullptr ||
+                       dynamic_cast<const torch::nn::ModuleListImpl*>(&module) != nullptr;
   for (const auto& child : module.children()) {
     if (!repeats) {
       const auto inside = repeated_blocks(*child);
@@ -171,11 +148,10 @@ std::vector<std::shared_ptr<torch::nn::Module>> repeated_blocks(
   return blocks;
 }
 
-FullyShard::FullyShard(
-    std::shared_ptr<Communicator> communicator,
-    std::shared_ptr<torch::nn::Module> module,
-    const std::vector<std::shared_ptr<torch::nn::Module>>& blocks,
-    FullyShardOptions options)
+FullyShard::FullyShard(std::shared_ptr<Communicator> communicator,
+                       std::shared_ptr<torch::nn::Module> module,
+                       const std::vector<std::shared_ptr<torch::nn::Module>>& blocks,
+                       FullyShardOptions options)
     : communicator_(std::move(communicator)),
       module_(std::move(module)),
       options_(std::move(options)),
@@ -190,20 +166,15 @@ FullyShard::FullyShard(
 }
 
 void FullyShard::check_options() const {
-  const bool two_dimensional =
-      options_.replicas && options_.replicas->world_size() < 1;
+  const bool two_dimensional = options_.replicas && options_.replicas->world_size() < 1;
   if (options_.prefetch < 0 || options_.prefetch > 1 || two_dimensional) {
-    throw InputError(
-        "parallel::FullyShard",
-        "prefetch=" + std::to_string(options_.prefetch),
-        "0 or 1");
+    throw InputError("parallel::FullyShard", "prefetch=" + std::to_string(options_.prefetch),
+                     "0 or 1");
   }
   const auto check = [](std::optional<at::ScalarType> dtype, const char* what) {
     if (dtype && !at::isFloatingType(*dtype)) {
-      throw InputError(
-          "parallel::FullyShard",
-          std::string(what) + "=" + c10::toString(*dtype),
-          "a floating-point type");
+      throw InputError("parallel::FullyShard", std::string(what) + "=" + c10::toString(*dtype),
+                       "a floating-point type");
     }
   };
   const auto check_all = [&](const ShardPrecision& precision) {
@@ -217,39 +188,30 @@ void FullyShard::check_options() const {
   }
 }
 
-void FullyShard::make_units(
-    const std::vector<std::shared_ptr<torch::nn::Module>>& blocks) {
+void FullyShard::make_units(const std::vector<std::shared_ptr<torch::nn::Module>>& blocks) {
   detail::BlockNumbers numbers;
   for (const auto& block : blocks) {
     if (!block || block == module_) {
       throw InputError(
-          "parallel::FullyShard",
-          block ? "a block is the model itself" : "a block is null",
-          "blocks inside the model",
-          "leave it out: what is in no block is the root unit");
+          "parallel::FullyShard", block ? "a block is the model itself" : "a block is null",
+          "blocks inside the model", "leave it out: what is in no block is the root unit");
     }
     numbers.emplace(block.get(), numbers.size());
   }
   std::vector<std::string> names(numbers.size());
   std::vector<char> found(numbers.size(), 0);
-  detail::visit_modules(
-      *module_,
-      "",
-      -1,
-      numbers,
-      [&](torch::nn::Module& visited, const std::string& prefix, int64_t) {
-        const auto own = numbers.find(&visited);
-        if (own != numbers.end() && !found[own->second]) {
-          found[own->second] = 1;
-          names[own->second] = prefix.substr(0, prefix.size() - 1);
-        }
-      });
+  detail::visit_modules(*module_, "", -1, numbers,
+                        [&](torch::nn::Module& visited, const std::string& prefix, int64_t) {
+                          const auto own = numbers.find(&visited);
+                          if (own != numbers.end() && !found[own->second]) {
+                            found[own->second] = 1;
+                            names[own->second] = prefix.substr(0, prefix.size() - 1);
+                          }
+                        });
   for (const auto& block : blocks) {
     if (!found[numbers.at(block.get())]) {
-      throw InputError(
-          "parallel::FullyShard",
-          "block " + block->name() + " is not in the model",
-          "modules that are registered in it");
+      throw InputError("parallel::FullyShard", "block " + block->name() + " is not in the model",
+                       "modules that are registered in it");
     }
   }
   for (const auto& container : detail::sequentials_in(*module_)) {
@@ -258,20 +220,15 @@ void FullyShard::make_units(
   names.emplace_back(); // the root
   for (const auto& [name, precision] : options_.unit_precision) {
     if (std::find(names.begin(), names.end(), name) == names.end()) {
-      throw InputError(
-          "parallel::FullyShard",
-          "unit_precision names \"" + name + "\"",
-          "a block's name, or \"\" for the root");
+      throw InputError("parallel::FullyShard", "unit_precision names \"" + name + "\"",
+                       "a block's name, or \"\" for the root");
     }
   }
   for (const std::string& name : names) {
     const auto own = options_.unit_precision.find(name);
     units_.push_back(std::make_unique<detail::ShardUnit>(
-        name,
-        own == options_.unit_precision.end() ? options_.precision : own->second,
-        buffers_,
-        communicator_->rank(),
-        communicator_->world_size()));
+        name, own == options_.unit_precision.end() ? options_.precision : own->second, buffers_,
+        communicator_->rank(), communicator_->world_size()));
   }
   assign_parameters(numbers);
 }
@@ -281,32 +238,26 @@ void FullyShard::assign_parameters(
     const std::unordered_map<const torch::nn::Module*, size_t>& blocks) {
   std::unordered_map<const void*, size_t> seen; // TensorImpl -> parameter
   detail::visit_modules(
-      *module_,
-      "",
-      -1,
-      blocks,
+      *module_, "", -1, blocks,
       [&](torch::nn::Module& visited, const std::string& prefix, int64_t unit) {
-        const size_t of =
-            unit < 0 ? units_.size() - 1 : static_cast<size_t>(unit);
+        const size_t of = unit < 0 ? units_.size() - 1 : static_cast<size_t>(unit);
         for (const auto& item : visited.named_parameters(false)) {
           if (!item.value().defined()) {
             continue;
           }
-          const auto [tied, fresh] = seen.emplace(
-              item.value().unsafeGetTensorImpl(), parameters_.size());
+          const auto [tied, fresh] =
+              seen.emplace(item.value().unsafeGetTensorImpl(), parameters_.size());
           const std::string name = prefix + item.key();
           if (fresh) {
-            parameters_.push_back(
-                {name, item.value(), item.value().sizes().vec(), 0, 0, of});
+            parameters_.push_back({name, item.value(), item.value().sizes().vec(), 0, 0, of});
           } else if (parameters_[tied->second].unit != of) {
             const auto& first = parameters_[tied->second];
-            throw InputError(
-                "parallel::FullyShard",
-                "parameters \"" + first.name + "\" of unit \"" +
-                    units_[first.unit]->name() + "\" and \"" + name +
-                    "\" of unit \"" + units_[of]->name() + "\" are one tensor",
-                "tied parameters in one unit",
-                "leave one of the blocks out, or name a block that has both");
+            throw InputError("parallel::FullyShard",
+                             "parameters \"" + first.name + "\" of unit \"" +
+                                 units_[first.unit]->name() + "\" and \"" + name + "\" of unit \"" +
+                                 units_[of]->name() + "\" are one tensor",
+                             "tied parameters in one unit",
+                             "leave one of the blocks out, or name a block that has both");
           }
         }
       });
@@ -316,24 +267,18 @@ void FullyShard::assign_parameters(
 void FullyShard::verify() const {
   auto mine = nlohmann::json::array();
   for (const ShardedParameter& entry : parameters_) {
-    mine.push_back(
-        {"parameter \"" + entry.name + "\"",
-         detail::describe_tensor(entry.parameter, true) + " in unit \"" +
-             units_[entry.unit]->name() + "\""});
+    mine.push_back({"parameter \"" + entry.name + "\"",
+                    detail::describe_tensor(entry.parameter, true) + " in unit \"" +
+                        units_[entry.unit]->name() + "\""});
   }
   for (const auto& [name, buffer] : module_buffers_) {
-    mine.push_back(
-        {"buffer \"" + name + "\"", detail::describe_tensor(buffer, false)});
+    mine.push_back({"buffer \"" + name + "\"", detail::describe_tensor(buffer, false)});
   }
   for (Communicator* group : {communicator_.get(), options_.replicas.get()}) {
     if (group != nullptr && group->world_size() > 1) {
-      detail::require_equal_lists(
-          *group,
-          mine,
-          "parallel::FullyShard",
-          "model",
-          "the same model and blocks on every rank",
-          "build it from the same options everywhere");
+      detail::require_equal_lists(*group, mine, "parallel::FullyShard", "model",
+                                  "the same model and blocks on every rank",
+                                  "build it from the same options everywhere");
     }
   }
   int64_t rows = 0;
@@ -341,11 +286,9 @@ void FullyShard::verify() const {
     rows = std::max(rows, entry.sizes.empty() ? int64_t{1} : entry.sizes[0]);
   }
   if (rows < communicator_->world_size() && !parameters_.empty()) {
-    log_warning(
-        "no parameter has as many rows as there are ranks to shard over (" +
-        std::to_string(rows) + " < " +
-        std::to_string(communicator_->world_size()) +
-        "): the last ranks hold nothing");
+    log_warning("no parameter has as many rows as there are ranks to shard over (" +
+                std::to_string(rows) + " < " + std::to_string(communicator_->world_size()) +
+                "): the last ranks hold nothing");
   }
 }
 
@@ -370,10 +313,8 @@ void FullyShard::shard_units() {
   std::unordered_map<const void*, size_t> numbers;
   std::vector<FlatLayout::NamedParameters> parameters(units_.size());
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    parameters[parameters_[i].unit].emplace_back(
-        parameters_[i].name, parameters_[i].parameter);
-    units_[parameters_[i].unit]->add(
-        parameters_[i].name, parameters_[i].parameter);
+    parameters[parameters_[i].unit].emplace_back(parameters_[i].name, parameters_[i].parameter);
+    units_[parameters_[i].unit]->add(parameters_[i].name, parameters_[i].parameter);
     numbers[parameters_[i].parameter.unsafeGetTensorImpl()] = i;
   }
   places_.resize(parameters_.size());
@@ -386,8 +327,7 @@ void FullyShard::shard_units() {
     for (size_t f = 0; f < unit->flats().size(); ++f) {
       for (size_t i = 0; i < unit->flats()[f].tensors.size(); ++i) {
         const detail::ShardTensor& tensor = unit->flats()[f].tensors[i];
-        const size_t number =
-            numbers.at(tensor.parameter.unsafeGetTensorImpl());
+        const size_t number = numbers.at(tensor.parameter.unsafeGetTensorImpl());
         places_[number] = {f, i};
         parameters_[number].first_row = tensor.first_row;
         parameters_[number].rows = tensor.own_rows;
@@ -400,26 +340,20 @@ void FullyShard::shard_units() {
   settings.gathers = detail::own_group(*communicator_);
   settings.reductions = reductions_;
   settings.replicas = options_.replicas;
-  settings.reshard_after_forward =
-      options_.reshard_after_forward.value_or(!whole);
+  settings.reshard_after_forward = options_.reshard_after_forward.value_or(!whole);
   settings.reduce_each =
-      options_.sync.value_or(late ? GradientSync::last : GradientSync::each) ==
-      GradientSync::each;
+      options_.sync.value_or(late ? GradientSync::last : GradientSync::each) == GradientSync::each;
   settings.prefetch = options_.prefetch;
-  schedule_ = std::make_shared<detail::ShardSchedule>(
-      std::move(units_), std::move(settings));
+  schedule_ = std::make_shared<detail::ShardSchedule>(std::move(units_), std::move(settings));
 }
 
-void FullyShard::attach(
-    const std::vector<std::shared_ptr<torch::nn::Module>>& blocks) {
+void FullyShard::attach(const std::vector<std::shared_ptr<torch::nn::Module>>& blocks) {
   detail::BlockNumbers numbers;
   for (const auto& block : blocks) {
     if (numbers.emplace(block.get(), numbers.size()).second) {
-      attachments_.push_back(attach_block(
-          block,
-          BlockStage::shard,
-          std::make_shared<detail::ShardLink>(
-              schedule_, numbers.at(block.get()))));
+      attachments_.push_back(
+          attach_block(block, BlockStage::shard,
+                       std::make_shared<detail::ShardLink>(schedule_, numbers.at(block.get()))));
     }
   }
   for (const auto& container : detail::sequentials_in(*module_)) {
@@ -427,9 +361,8 @@ void FullyShard::attach(
   }
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (parameters_[i].parameter.requires_grad()) {
-      hooks_.push_back(add_grad_hook(
-          parameters_[i].parameter,
-          [this, i](const at::Tensor&) { gradient_ready(i); }));
+      hooks_.push_back(add_grad_hook(parameters_[i].parameter,
+                                     [this, i](const at::Tensor&) { gradient_ready(i); }));
     }
   }
 }

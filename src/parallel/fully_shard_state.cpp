@@ -26,12 +26,10 @@ double FullyShard::grad_norm(double norm_type) {
 
 // Powers are added up; of the largest number NaN travels beside it, since a maximum
 // may lose it.
-void FullyShard::reduce_norms(
-    std::vector<double>& norms, double norm_type) const {
+void FullyShard::reduce_norms(std::vector<double>& norms, double norm_type) const {
   const auto count = static_cast<int64_t>(norms.size());
   const bool largest = std::isinf(norm_type);
-  const at::Tensor all =
-      at::zeros({largest ? 2 * count : count}, at::TensorOptions(at::kDouble));
+  const at::Tensor all = at::zeros({largest ? 2 * count : count}, at::TensorOptions(at::kDouble));
   auto* values = all.mutable_data_ptr<double>();
   for (int64_t i = 0; i < count; ++i) {
     const double norm = norms[static_cast<size_t>(i)];
@@ -42,11 +40,9 @@ void FullyShard::reduce_norms(
       values[i] = std::pow(norm, norm_type);
     }
   }
-  communicator_->all_reduce(
-      all, largest ? ReduceOp::max : ReduceOp::sum, "norms of shards");
+  communicator_->all_reduce(all, largest ? ReduceOp::max : ReduceOp::sum, "norms of shards");
   for (int64_t i = 0; i < count; ++i) {
-    norms[static_cast<size_t>(i)] = !largest
-                                        ? std::pow(values[i], 1 / norm_type)
+    norms[static_cast<size_t>(i)] = !largest                 ? std::pow(values[i], 1 / norm_type)
                                     : values[count + i] != 0 ? std::nan("")
                                                              : values[i];
   }
@@ -58,26 +54,20 @@ size_t FullyShard::find(const std::string& name) const {
       return i;
     }
   }
-  throw InputError(
-      "parallel::FullyShard",
-      "the model has no parameter \"" + name + "\"",
-      "a name of parameters(): of tied ones the first");
+  throw InputError("parallel::FullyShard", "the model has no parameter \"" + name + "\"",
+                   "a name of parameters(): of tied ones the first");
 }
 
-at::Tensor FullyShard::own_slice(
-    size_t parameter, const at::Tensor& whole) const {
+at::Tensor FullyShard::own_slice(size_t parameter, const at::Tensor& whole) const {
   const ShardedParameter& entry = parameters_[parameter];
   const detail::ShardTensor& tensor = tensor_of(parameter);
   if (whole.sizes() != at::IntArrayRef(entry.sizes)) {
-    throw InputError(
-        "parallel::FullyShard",
-        "parameter \"" + entry.name + "\" is given as " +
-            c10::str(whole.sizes()),
-        "its whole shape " + c10::str(at::IntArrayRef(entry.sizes)));
+    throw InputError("parallel::FullyShard",
+                     "parameter \"" + entry.name + "\" is given as " + c10::str(whole.sizes()),
+                     "its whole shape " + c10::str(at::IntArrayRef(entry.sizes)));
   }
   const at::Tensor rows = whole.dim() == 0 ? whole.unsqueeze(0) : whole;
-  return rows.narrow(0, entry.first_row, entry.rows)
-      .reshape(tensor.shard_sizes);
+  return rows.narrow(0, entry.first_row, entry.rows).reshape(tensor.shard_sizes);
 }
 
 at::Tensor FullyShard::gather_like(size_t parameter, const at::Tensor& shard) {
@@ -87,8 +77,7 @@ at::Tensor FullyShard::gather_like(size_t parameter, const at::Tensor& shard) {
   if (shard.sizes() != at::IntArrayRef(tensor.shard_sizes)) {
     throw InputError(
         "parallel::FullyShard",
-        "a shard of parameter \"" + entry.name + "\" has shape " +
-            c10::str(shard.sizes()),
+        "a shard of parameter \"" + entry.name + "\" has shape " + c10::str(shard.sizes()),
         c10::str(at::IntArrayRef(tensor.shard_sizes)));
   }
   const int64_t ranks = communicator_->world_size();
@@ -99,11 +88,8 @@ at::Tensor FullyShard::gather_like(size_t parameter, const at::Tensor& shard) {
     sent.narrow(0, 0, own.numel()).copy_(own);
   }
   at::Tensor chunks = at::empty({ranks, tensor.chunk()}, sent.options());
-  communicator_->all_gather_async(chunks, sent, "whole of " + entry.name)
-      .wait();
-  return chunks.view({-1})
-      .narrow(0, 0, tensor.dim0 * tensor.inner)
-      .view(entry.sizes);
+  communicator_->all_gather_async(chunks, sent, "whole of " + entry.name).wait();
+  return chunks.view({-1}).narrow(0, 0, tensor.dim0 * tensor.inner).view(entry.sizes);
 }
 
 at::Tensor FullyShard::gather_parameter(const std::string& name) {
@@ -112,15 +98,13 @@ at::Tensor FullyShard::gather_parameter(const std::string& name) {
 }
 
 void FullyShard::for_each_full_parameter(
-    const std::function<void(const std::string&, const at::Tensor&)>&
-        function) {
+    const std::function<void(const std::string&, const at::Tensor&)>& function) {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     function(parameters_[i].name, gather_like(i, tensor_of(i).shard));
   }
 }
 
-void FullyShard::load_parameter(
-    const std::string& name, const at::Tensor& whole) {
+void FullyShard::load_parameter(const std::string& name, const at::Tensor& whole) {
   const at::NoGradGuard no_grad;
   const size_t parameter = find(name);
   at::Tensor(tensor_of(parameter).shard).copy_(own_slice(parameter, whole));
@@ -131,8 +115,8 @@ int64_t FullyShard::unsharded_gradient_bytes() const {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const detail::ShardTensor& tensor = tensor_of(i);
     if (tensor.trainable) {
-      bytes += tensor.dim0 * tensor.inner *
-               static_cast<int64_t>(c10::elementSize(flat_of(i).summed));
+      bytes +=
+          tensor.dim0 * tensor.inner * static_cast<int64_t>(c10::elementSize(flat_of(i).summed));
     }
   }
   return bytes;
@@ -170,8 +154,7 @@ void FullyShard::reset_report() {
   }
 }
 
-void FullyShard::save_state(
-    NamedTensors& tensors, nlohmann::json& values) const {
+void FullyShard::save_state(NamedTensors& tensors, nlohmann::json& values) const {
   // The last reduction of a backward may be under way.
   schedule_->wait();
   values["begun"] = begun_;
@@ -179,15 +162,13 @@ void FullyShard::save_state(
   values["used"] = nlohmann::json::array();
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const detail::ShardTensor& tensor = tensor_of(i);
-    const at::Tensor sum = schedule_->units()[parameters_[i].unit]->gradient_of(
-        flat_of(i), tensor);
+    const at::Tensor sum = schedule_->units()[parameters_[i].unit]->gradient_of(flat_of(i), tensor);
     if (tensor.used) {
       values["used"].push_back(tensor.name);
     }
     if (!begun_) {
       if (parameters_[i].parameter.grad().defined()) {
-        tensors["grad." + tensor.name] =
-            parameters_[i].parameter.grad().detach();
+        tensors["grad." + tensor.name] = parameters_[i].parameter.grad().detach();
       }
       continue;
     }
@@ -203,8 +184,7 @@ void FullyShard::save_state(
   }
 }
 
-void FullyShard::load_state(
-    const NamedTensors& tensors, const nlohmann::json& values) {
+void FullyShard::load_state(const NamedTensors& tensors, const nlohmann::json& values) {
   const at::NoGradGuard no_grad;
   const auto saved = [&](const char* kind, const detail::ShardTensor& tensor) {
     const auto found = tensors.find(kind + tensor.name);
@@ -218,21 +198,18 @@ void FullyShard::load_state(
       const bool whole = std::string(kind) == "sum.";
       if (found.defined() &&
           (!tensor.trainable ||
-           found.sizes() !=
-               at::IntArrayRef(whole ? tensor.sizes : tensor.shard_sizes))) {
-        throw InputError(
-            "parallel::FullyShard",
-            kind + tensor.name + " has shape " + c10::str(found.sizes()),
-            "this rank's part of the same model on as many ranks");
+           found.sizes() != at::IntArrayRef(whole ? tensor.sizes : tensor.shard_sizes))) {
+        throw InputError("parallel::FullyShard",
+                         kind + tensor.name + " has shape " + c10::str(found.sizes()),
+                         "this rank's part of the same model on as many ranks");
       }
       known += found.defined();
     }
   }
   if (known != tensors.size()) {
-    throw InputError(
-        "parallel::FullyShard",
-        "the state has gradients of parameters that are not trained here",
-        "the same trainable parameters");
+    throw InputError("parallel::FullyShard",
+                     "the state has gradients of parameters that are not trained here",
+                     "the same trainable parameters");
   }
   const bool begun = values.at("begun").get<bool>();
   const bool final = values.at("final").get<bool>();
@@ -246,8 +223,7 @@ void FullyShard::load_state(
   }
   for (size_t i = 0; i < parameters_.size(); ++i) {
     detail::ShardTensor& tensor = tensor_of(i);
-    tensor.used =
-        std::find(used.begin(), used.end(), tensor.name) != used.end();
+    tensor.used = std::find(used.begin(), used.end(), tensor.name) != used.end();
     const at::Tensor grad = saved("grad.", tensor);
     const at::Tensor sum = saved("sum.", tensor);
     const at::Tensor aside = saved("aside.", tensor);
@@ -261,9 +237,7 @@ void FullyShard::load_state(
     } else if (communicator_->world_size() == 1) {
       tensor.sum = grad.clone();
     } else {
-      schedule_->units()[parameters_[i].unit]
-          ->gradient_of(flat_of(i), tensor)
-          .copy_(grad);
+      schedule_->units()[parameters_[i].unit]->gradient_of(flat_of(i), tensor).copy_(grad);
     }
   }
   begun_ = begun;

@@ -41,9 +41,7 @@ void quantize_blocks(float* values, int8_t* bytes, int64_t blocks) {
     for (int64_t i = 0; i < kInt8Block; ++i) {
       // The scale of a subnormal block is coarse: its numbers may be up to 190 of it.
       const float q =
-          any && scale > 0
-              ? std::clamp(std::nearbyint(v[i] / scale), -127.0f, 127.0f)
-              : 0;
+          any && scale > 0 ? std::clamp(std::nearbyint(v[i] / scale), -127.0f, 127.0f) : 0;
       out[4 + i] = static_cast<int8_t>(q);
       v[i] = any ? v[i] - q * scale : 0;
     }
@@ -51,8 +49,7 @@ void quantize_blocks(float* values, int8_t* bytes, int64_t blocks) {
 }
 
 // values += (or =) what `bytes` say.
-void dequantize_blocks(
-    const int8_t* bytes, float* values, int64_t blocks, bool add) {
+void dequantize_blocks(const int8_t* bytes, float* values, int64_t blocks, bool add) {
   for (int64_t b = 0; b < blocks; ++b) {
     const int8_t* in = bytes + b * kInt8BlockBytes;
     float* v = values + b * kInt8Block;
@@ -72,10 +69,8 @@ uint64_t layout_of(const GradientBucket& bucket, int64_t world) {
   for (const BucketGradient& entry : bucket.gradients) {
     text += entry.name + '\n' + std::to_string(entry.gradient.numel()) + '\n';
   }
-  return stream_seed(
-      text,
-      static_cast<uint64_t>(bucket.buffer.numel()),
-      static_cast<uint64_t>(world));
+  return stream_seed(text, static_cast<uint64_t>(bucket.buffer.numel()),
+                     static_cast<uint64_t>(world));
 }
 
 } // namespace detail
@@ -85,8 +80,7 @@ uint64_t layout_of(const GradientBucket& bucket, int64_t world) {
 // fp32 and sends the sum to all, rounded once more. What either rounding loses
 // stays where it was made and is added to the next bucket of that index and layout, so
 // that over rounds nothing is lost (error feedback).
-CommHook::Step Int8CompressHook::reduce(
-    Communicator& communicator, const GradientBucket& bucket) {
+CommHook::Step Int8CompressHook::reduce(Communicator& communicator, const GradientBucket& bucket) {
   if (bucket.buffer.scalar_type() != at::kFloat) {
     return detail::plain_reduce(communicator, bucket);
   }
@@ -104,72 +98,52 @@ CommHook::Step Int8CompressHook::reduce(
   const at::Tensor lost = kept.numbers.narrow(0, 0, world * part);
   const at::Tensor lost_of_sum = kept.numbers.narrow(0, world * part, part);
   lost.narrow(0, 0, count).add_(bucket.buffer);
-  const at::Tensor all = at::empty(
-      {world, blocks * detail::kInt8BlockBytes},
-      at::TensorOptions().dtype(at::kChar));
-  detail::quantize_blocks(
-      lost.mutable_data_ptr<float>(),
-      all.mutable_data_ptr<int8_t>(),
-      world * blocks);
+  const at::Tensor all =
+      at::empty({world, blocks * detail::kInt8BlockBytes}, at::TensorOptions().dtype(at::kChar));
+  detail::quantize_blocks(lost.mutable_data_ptr<float>(), all.mutable_data_ptr<int8_t>(),
+                          world * blocks);
   const at::Tensor parts = at::empty_like(all);
   const std::string name = "gradient bucket " + std::to_string(bucket.index);
   CommHandle handle = communicator.all_to_all_async(parts, all, name);
   bool summed = false;
-  return [=,
-          &communicator,
-          buffer = bucket.buffer,
-          error = lost_of_sum]() mutable {
+  return [=, &communicator, buffer = bucket.buffer, error = lost_of_sum]() mutable {
     handle.wait();
     if (!summed) {
       for (int64_t rank = 0; rank < world; ++rank) {
-        detail::dequantize_blocks(
-            parts[rank].const_data_ptr<int8_t>(),
-            error.mutable_data_ptr<float>(),
-            blocks,
-            true);
+        detail::dequantize_blocks(parts[rank].const_data_ptr<int8_t>(),
+                                  error.mutable_data_ptr<float>(), blocks, true);
       }
       at::Tensor mine = parts[0];
-      detail::quantize_blocks(
-          error.mutable_data_ptr<float>(),
-          mine.mutable_data_ptr<int8_t>(),
-          blocks);
+      detail::quantize_blocks(error.mutable_data_ptr<float>(), mine.mutable_data_ptr<int8_t>(),
+                              blocks);
       handle = communicator.all_gather_async(all, mine, name);
       summed = true;
       return true;
     }
     const at::Tensor values = at::empty({world * part}, floats);
-    detail::dequantize_blocks(
-        all.const_data_ptr<int8_t>(),
-        values.mutable_data_ptr<float>(),
-        world * blocks,
-        false);
+    detail::dequantize_blocks(all.const_data_ptr<int8_t>(), values.mutable_data_ptr<float>(),
+                              world * blocks, false);
     buffer.copy_(values.narrow(0, 0, count));
     return false;
   };
 }
 
-void Int8CompressHook::save_state(
-    NamedTensors& tensors, nlohmann::json&) const {
+void Int8CompressHook::save_state(NamedTensors& tensors, nlohmann::json&) const {
   for (const auto& [index, lost] : errors_) {
-    tensors.emplace(
-        "error." + std::to_string(index) + "." + std::to_string(lost.layout),
-        lost.numbers);
+    tensors.emplace("error." + std::to_string(index) + "." + std::to_string(lost.layout),
+                    lost.numbers);
   }
 }
 
-void Int8CompressHook::load_state(
-    const NamedTensors& tensors, const nlohmann::json&) {
+void Int8CompressHook::load_state(const NamedTensors& tensors, const nlohmann::json&) {
   errors_.clear();
   for (const auto& [name, error] : tensors) {
     int64_t index = 0;
     uint64_t layout = 0;
-    if (std::sscanf(
-            name.c_str(), "error.%" SCNd64 ".%" SCNu64, &index, &layout) != 2 ||
+    if (std::sscanf(name.c_str(), "error.%" SCNd64 ".%" SCNu64, &index, &layout) != 2 ||
         error.scalar_type() != at::kFloat) {
-      throw InputError(
-          "parallel::Int8CompressHook",
-          "tensor \"" + name + "\" in the state",
-          "the state of this hook");
+      throw InputError("parallel::Int8CompressHook", "tensor \"" + name + "\" in the state",
+                       "the state of this hook");
     }
     errors_[index] = {layout, error.clone()};
   }

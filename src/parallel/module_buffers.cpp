@@ -14,8 +14,7 @@ FlatLayout::NamedParameters unique_tensors(
   std::unordered_set<const void*> seen;
   FlatLayout::NamedParameters unique;
   for (const auto& item : named) {
-    if (item.value().defined() &&
-        seen.insert(item.value().unsafeGetTensorImpl()).second) {
+    if (item.value().defined() && seen.insert(item.value().unsafeGetTensorImpl()).second) {
       unique.emplace_back(item.key(), item.value());
     }
   }
@@ -23,16 +22,11 @@ FlatLayout::NamedParameters unique_tensors(
 }
 
 // Torch's batch norm writes running statistics unseen; integers nobody does.
-bool to_even_out(
-    const FlatLayout::NamedParameters& buffers,
-    BufferPolicy policy,
-    bool any_dtype) {
+bool to_even_out(const FlatLayout::NamedParameters& buffers, BufferPolicy policy, bool any_dtype) {
   return policy != BufferPolicy::leave &&
-         std::any_of(
-             buffers.begin(), buffers.end(), [any_dtype](const auto& entry) {
-               return any_dtype || entry.second.is_floating_point() ||
-                      entry.second.is_complex();
-             });
+         std::any_of(buffers.begin(), buffers.end(), [any_dtype](const auto& entry) {
+           return any_dtype || entry.second.is_floating_point() || entry.second.is_complex();
+         });
 }
 
 std::vector<uint32_t> versions_of(const FlatLayout::NamedParameters& buffers) {
@@ -43,11 +37,8 @@ std::vector<uint32_t> versions_of(const FlatLayout::NamedParameters& buffers) {
   return versions;
 }
 
-void even_out_buffers(
-    Communicator& communicator,
-    const FlatLayout::NamedParameters& named,
-    BufferPolicy policy,
-    const DdpRanks& ranks) {
+void even_out_buffers(Communicator& communicator, const FlatLayout::NamedParameters& named,
+                      BufferPolicy policy, const DdpRanks& ranks) {
   at::NoGradGuard no_grad;
   std::map<at::ScalarType, std::vector<at::Tensor>> by_dtype;
   for (const auto& entry : named) {
@@ -59,8 +50,7 @@ void even_out_buffers(
       pieces.push_back(buffer.detach().reshape({-1}));
     }
     at::Tensor flat = at::cat(pieces);
-    const bool average =
-        policy == BufferPolicy::average && at::isFloatingType(dtype);
+    const bool average = policy == BufferPolicy::average && at::isFloatingType(dtype);
     if (average) {
       if (!ranks.here) {
         flat.zero_();
@@ -74,8 +64,7 @@ void even_out_buffers(
       int64_t offset = 0;
       for (at::Tensor buffer : buffers) {
         const int64_t numel = buffer.numel();
-        buffer.detach().copy_(
-            flat.narrow(0, offset, numel).view(buffer.sizes()));
+        buffer.detach().copy_(flat.narrow(0, offset, numel).view(buffer.sizes()));
         offset += numel;
       }
     }

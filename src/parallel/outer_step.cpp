@@ -13,20 +13,16 @@ namespace hasten {
 
 namespace detail {
 
-void check_outer_option(
-    const char* where, const char* name, double value, bool good) {
+void check_outer_option(const char* where, const char* name, double value, bool good) {
   if (!good) {
-    throw InputError(
-        where,
-        std::string(name) + "=" + std::to_string(value),
-        "a rate above 0, a momentum from 0 to below 1");
+    throw InputError(where, std::string(name) + "=" + std::to_string(value),
+                     "a rate above 0, a momentum from 0 to below 1");
   }
 }
 
 std::string outer_number(double value) { return nlohmann::json(value).dump(); }
 
-void save_pieces(
-    const std::map<int64_t, at::Tensor>& pieces, NamedTensors& tensors) {
+void save_pieces(const std::map<int64_t, at::Tensor>& pieces, NamedTensors& tensors) {
   for (const auto& [piece, tensor] : pieces) {
     tensors.emplace("momentum." + std::to_string(piece), tensor);
   }
@@ -37,10 +33,8 @@ std::map<int64_t, at::Tensor> load_pieces(const NamedTensors& tensors) {
   std::map<int64_t, at::Tensor> pieces;
   for (const auto& [name, tensor] : tensors) {
     if (!name.starts_with(prefix)) {
-      throw InputError(
-          "parallel::OuterStep",
-          "tensor \"" + name + "\" in the state",
-          "the state of an outer step of this kind");
+      throw InputError("parallel::OuterStep", "tensor \"" + name + "\" in the state",
+                       "the state of an outer step of this kind");
     }
     pieces.emplace(std::stoll(name.substr(prefix.size())), tensor.clone());
   }
@@ -51,19 +45,15 @@ std::map<int64_t, at::Tensor> load_pieces(const NamedTensors& tensors) {
 
 SlowMo::SlowMo(SlowMoOptions options) : options_(options) {
   constexpr const char* where = "parallel::SlowMo";
-  detail::check_outer_option(
-      where, "beta", options.beta, options.beta >= 0 && options.beta < 1);
-  detail::check_outer_option(
-      where, "slow_lr", options.slow_lr, options.slow_lr > 0);
+  detail::check_outer_option(where, "beta", options.beta, options.beta >= 0 && options.beta < 1);
+  detail::check_outer_option(where, "slow_lr", options.slow_lr, options.slow_lr > 0);
 }
 
-void SlowMo::step(
-    int64_t piece, at::Tensor anchor, at::Tensor mean, double learning_rate) {
+void SlowMo::step(int64_t piece, at::Tensor anchor, at::Tensor mean, double learning_rate) {
   if (!(learning_rate > 0)) {
     throw InputError(
         "parallel::SlowMo",
-        "learning_rate=" + std::to_string(learning_rate) +
-            " at the beginning of a round",
+        "learning_rate=" + std::to_string(learning_rate) + " at the beginning of a round",
         "above 0: the slow momentum is measured in it",
         "end a warm-up from 0 before the first round, or use DiLoCo");
   }
@@ -92,11 +82,8 @@ void SlowMo::load_state(const NamedTensors& tensors, const nlohmann::json&) {
 DiLoCo::DiLoCo(DiLoCoOptions options) : options_(options) {
   constexpr const char* where = "parallel::DiLoCo";
   detail::check_outer_option(where, "lr", options.lr, options.lr > 0);
-  detail::check_outer_option(
-      where,
-      "momentum",
-      options.momentum,
-      options.momentum >= 0 && options.momentum < 1);
+  detail::check_outer_option(where, "momentum", options.momentum,
+                             options.momentum >= 0 && options.momentum < 1);
 }
 
 void DiLoCo::step(int64_t piece, at::Tensor anchor, at::Tensor mean, double) {
@@ -140,15 +127,12 @@ void DiLoCo::load_state(const NamedTensors& tensors, const nlohmann::json&) {
 OuterOptimizer::OuterOptimizer(Factory make, std::string description)
     : make_(std::move(make)), description_(std::move(description)) {
   if (!make_) {
-    throw InputError(
-        "parallel::OuterOptimizer",
-        "make=null",
-        "a function that makes an optimizer of the given parameters");
+    throw InputError("parallel::OuterOptimizer", "make=null",
+                     "a function that makes an optimizer of the given parameters");
   }
 }
 
-OuterOptimizer::Piece& OuterOptimizer::piece_of(
-    int64_t index, const at::Tensor& anchor) {
+OuterOptimizer::Piece& OuterOptimizer::piece_of(int64_t index, const at::Tensor& anchor) {
   Piece& piece = pieces_[index];
   if (piece.optimizer && piece.parameter.data_ptr() == anchor.data_ptr()) {
     return piece;
@@ -162,11 +146,9 @@ OuterOptimizer::Piece& OuterOptimizer::piece_of(
   return piece;
 }
 
-void OuterOptimizer::step(
-    int64_t index, at::Tensor anchor, at::Tensor mean, double) {
+void OuterOptimizer::step(int64_t index, at::Tensor anchor, at::Tensor mean, double) {
   Piece& piece = piece_of(index, anchor);
-  if (const auto values = loaded_values_.find(index);
-      values != loaded_values_.end()) {
+  if (const auto values = loaded_values_.find(index); values != loaded_values_.end()) {
     NamedTensors own;
     const std::string prefix = std::to_string(index) + ".";
     for (const auto& [name, tensor] : loaded_) {
@@ -174,11 +156,9 @@ void OuterOptimizer::step(
         own.emplace(name.substr(prefix.size()), tensor);
       }
     }
-    prepare_optimizer_load(
-        *piece.optimizer,
-        {{piece.parameter.unsafeGetTensorImpl(), "anchor"}},
-        own,
-        parse_json("parallel::OuterOptimizer", "the state", values->second))();
+    prepare_optimizer_load(*piece.optimizer, {{piece.parameter.unsafeGetTensorImpl(), "anchor"}},
+                           own,
+                           parse_json("parallel::OuterOptimizer", "the state", values->second))();
     loaded_values_.erase(values);
   }
   piece.parameter.mutable_grad() = mean.sub_(anchor).neg_();
@@ -186,16 +166,12 @@ void OuterOptimizer::step(
   piece.parameter.mutable_grad().reset();
 }
 
-void OuterOptimizer::save_state(
-    NamedTensors& tensors, nlohmann::json& values) const {
+void OuterOptimizer::save_state(NamedTensors& tensors, nlohmann::json& values) const {
   for (const auto& [index, piece] : pieces_) {
     NamedTensors own;
     nlohmann::json value;
-    save_optimizer_state(
-        *piece.optimizer,
-        {{piece.parameter.unsafeGetTensorImpl(), "anchor"}},
-        own,
-        value);
+    save_optimizer_state(*piece.optimizer, {{piece.parameter.unsafeGetTensorImpl(), "anchor"}}, own,
+                         value);
     for (const auto& [name, tensor] : own) {
       tensors.emplace(std::to_string(index) + "." + name, tensor);
     }
@@ -212,8 +188,7 @@ void OuterOptimizer::save_state(
   }
 }
 
-void OuterOptimizer::load_state(
-    const NamedTensors& tensors, const nlohmann::json& values) {
+void OuterOptimizer::load_state(const NamedTensors& tensors, const nlohmann::json& values) {
   pieces_.clear();
   loaded_.clear();
   loaded_values_.clear();

@@ -8,8 +8,7 @@
 namespace hasten::detail {
 
 /// The bucket's sum over ranks, as without a hook.
-CommHook::Step plain_reduce(
-    Communicator& communicator, const GradientBucket& bucket);
+CommHook::Step plain_reduce(Communicator& communicator, const GradientBucket& bucket);
 bool has_16_bits(const at::Tensor& buffer);
 
 } // namespace hasten::detail

@@ -41,8 +41,7 @@ void orthonormalize_(at::Tensor matrix) {
       }
       return std::sqrt(std::inner_product(own, own + rows, own, 0.0));
     };
-    double least =
-        1e-7 * std::sqrt(std::inner_product(own, own + rows, own, 0.0));
+    double least = 1e-7 * std::sqrt(std::inner_product(own, own + rows, own, 0.0));
     double norm = norm_outside();
     for (int64_t unit = 0; !(norm > least) && unit < rows; ++unit) {
       std::fill(own, own + rows, 0.0);
@@ -88,21 +87,16 @@ PowerSgdHook::PowerSgdHook(PowerSgdOptions options) : options_(options) {
     throw InputError("parallel::PowerSgdHook", what, expected);
   };
   if (options_.matrix_approximation_rank < 1) {
-    refuse(
-        "matrix_approximation_rank=" +
-            std::to_string(options_.matrix_approximation_rank),
-        "1 or more");
+    refuse("matrix_approximation_rank=" + std::to_string(options_.matrix_approximation_rank),
+           "1 or more");
   }
   if (!(options_.min_compression_rate > 0)) {
-    refuse(
-        "min_compression_rate=" + std::to_string(options_.min_compression_rate),
-        "above 0");
+    refuse("min_compression_rate=" + std::to_string(options_.min_compression_rate), "above 0");
   }
   const bool remembers = options_.use_error_feedback || options_.warm_start;
   if (options_.start_powerSGD_iter < (remembers ? 2 : 0)) {
-    refuse(
-        "start_powerSGD_iter=" + std::to_string(options_.start_powerSGD_iter),
-        "2 or more with error feedback or warm start, else 0 or more");
+    refuse("start_powerSGD_iter=" + std::to_string(options_.start_powerSGD_iter),
+           "2 or more with error feedback or warm start, else 0 or more");
   }
 }
 
@@ -115,18 +109,14 @@ void PowerSgdHook::reset() {
 std::string PowerSgdHook::description() const {
   std::ostringstream text;
   text << "powerSGD, rank " << options_.matrix_approximation_rank << ", start "
-       << options_.start_powerSGD_iter << ", rate "
-       << options_.min_compression_rate
+       << options_.start_powerSGD_iter << ", rate " << options_.min_compression_rate
        << (options_.use_error_feedback ? ", error feedback" : "")
-       << (options_.warm_start ? ", warm start" : "") << ", seed "
-       << options_.random_seed;
+       << (options_.warm_start ? ", warm start" : "") << ", seed " << options_.random_seed;
   return text.str();
 }
 
 double PowerSgdHook::compression_rate() const {
-  return sent_ == 0
-             ? 1
-             : static_cast<double>(numbers_) / static_cast<double>(sent_);
+  return sent_ == 0 ? 1 : static_cast<double>(numbers_) / static_cast<double>(sent_);
 }
 
 bool PowerSgdHook::compresses(const at::Tensor& gradient) const {
@@ -135,16 +125,14 @@ bool PowerSgdHook::compresses(const at::Tensor& gradient) const {
   }
   const int64_t rows = gradient.size(0);
   const int64_t columns = gradient.numel() / rows;
-  return static_cast<double>(
-             (rows + columns) * options_.matrix_approximation_rank) *
+  return static_cast<double>((rows + columns) * options_.matrix_approximation_rank) *
              options_.min_compression_rate <
          static_cast<double>(gradient.numel());
 }
 
-CommHook::Step PowerSgdHook::reduce(
-    Communicator& communicator, const GradientBucket& bucket) {
-  const bool plain = iteration_ < options_.start_powerSGD_iter ||
-                     detail::has_16_bits(bucket.buffer);
+CommHook::Step PowerSgdHook::reduce(Communicator& communicator, const GradientBucket& bucket) {
+  const bool plain =
+      iteration_ < options_.start_powerSGD_iter || detail::has_16_bits(bucket.buffer);
   Step step;
   if (plain) {
     numbers_ += bucket.buffer.numel();
@@ -186,14 +174,10 @@ PowerSgdHook::Matrix PowerSgdHook::make_matrix(const BucketGradient& entry) {
   const auto check = [&](const at::Tensor& kept, at::IntArrayRef sizes) {
     if (kept.sizes() != sizes) {
       std::ostringstream what, expected;
-      what << "the state kept for parameter \"" << entry.name << "\" is "
-           << kept.sizes();
+      what << "the state kept for parameter \"" << entry.name << "\" is " << kept.sizes();
       expected << sizes;
-      throw InputError(
-          "parallel::PowerSgdHook",
-          what.str(),
-          expected.str(),
-          "use one hook a model, and its own state");
+      throw InputError("parallel::PowerSgdHook", what.str(), expected.str(),
+                       "use one hook a model, and its own state");
     }
   };
   if (options_.use_error_feedback) {
@@ -204,21 +188,16 @@ PowerSgdHook::Matrix PowerSgdHook::make_matrix(const BucketGradient& entry) {
     }
   }
   const int64_t columns = matrix.m.size(1);
-  const int64_t rank =
-      std::min({options_.matrix_approximation_rank, matrix.m.size(0), columns});
+  const int64_t rank = std::min({options_.matrix_approximation_rank, matrix.m.size(0), columns});
   const auto kept = factors_.find(entry.name);
   if (options_.warm_start && kept != factors_.end()) {
     check(kept->second, {columns, rank});
     matrix.q = kept->second;
   } else {
-    const uint64_t seed = stream_seed(
-        "powerSGD " + entry.name,
-        options_.random_seed,
-        static_cast<uint64_t>(iteration_));
-    matrix.q = at::randn(
-        {columns, rank},
-        at::make_generator<at::CPUGeneratorImpl>(seed),
-        matrix.m.options());
+    const uint64_t seed = stream_seed("powerSGD " + entry.name, options_.random_seed,
+                                      static_cast<uint64_t>(iteration_));
+    matrix.q = at::randn({columns, rank}, at::make_generator<at::CPUGeneratorImpl>(seed),
+                         matrix.m.options());
   }
   detail::orthonormalize_(matrix.q);
   return matrix;
@@ -233,8 +212,7 @@ void PowerSgdHook::start(Communicator& communicator, Pending& pending) {
     }
     pending.plain = at::cat(pieces);
     sent_ += pending.plain.numel();
-    pending.plain_sum = communicator.all_reduce_async(
-        pending.plain, ReduceOp::sum, pending.name);
+    pending.plain_sum = communicator.all_reduce_async(pending.plain, ReduceOp::sum, pending.name);
   }
   if (pending.matrices.empty()) {
     return;
@@ -255,14 +233,13 @@ void PowerSgdHook::start(Communicator& communicator, Pending& pending) {
     at::mm_out(matrix.p, matrix.m, matrix.q);
     offset += rows * rank;
   }
-  pending.factor_sum = communicator.all_reduce_async(
-      pending.first, ReduceOp::sum, pending.name + ", P");
+  pending.factor_sum =
+      communicator.all_reduce_async(pending.first, ReduceOp::sum, pending.name + ", P");
 }
 
 // False where there is nothing to send. The sum of P is equal on all ranks, to
 // the bit, and so is what is decided from it.
-bool PowerSgdHook::send_second_factor(
-    Communicator& communicator, Pending& pending) {
+bool PowerSgdHook::send_second_factor(Communicator& communicator, Pending& pending) {
   if (pending.matrices.empty()) {
     return false;
   }
@@ -279,8 +256,7 @@ bool PowerSgdHook::send_second_factor(
   for (Matrix& matrix : pending.matrices) {
     detail::orthonormalize_(matrix.p);
     const int64_t columns = matrix.q.size(0), rank = matrix.q.size(1);
-    matrix.q =
-        pending.second.narrow(0, offset, columns * rank).view({columns, rank});
+    matrix.q = pending.second.narrow(0, offset, columns * rank).view({columns, rank});
     at::mm_out(matrix.q, matrix.m.t(), matrix.p);
     offset += columns * rank;
     if (options_.use_error_feedback) {
@@ -293,8 +269,8 @@ bool PowerSgdHook::send_second_factor(
       at::addmm_out(error, matrix.m, matrix.p, matrix.q.t(), 1, -1);
     }
   }
-  pending.factor_sum = communicator.all_reduce_async(
-      pending.second, ReduceOp::sum, pending.name + ", Q");
+  pending.factor_sum =
+      communicator.all_reduce_async(pending.second, ReduceOp::sum, pending.name + ", Q");
   return true;
 }
 
@@ -303,8 +279,7 @@ void PowerSgdHook::finish(Pending& pending) {
     pending.plain_sum.wait();
     int64_t offset = 0;
     for (at::Tensor& gradient : pending.others) {
-      gradient.copy_(pending.plain.narrow(0, offset, gradient.numel())
-                         .view(gradient.sizes()));
+      gradient.copy_(pending.plain.narrow(0, offset, gradient.numel()).view(gradient.sizes()));
       offset += gradient.numel();
     }
   }
@@ -313,16 +288,15 @@ void PowerSgdHook::finish(Pending& pending) {
   }
   pending.factor_sum.wait();
   for (Matrix& matrix : pending.matrices) {
-    matrix.gradient.copy_(detail::product_of_factors(matrix.p, matrix.q)
-                              .view(matrix.gradient.sizes()));
+    matrix.gradient.copy_(
+        detail::product_of_factors(matrix.p, matrix.q).view(matrix.gradient.sizes()));
     if (options_.warm_start) {
       factors_[matrix.name] = matrix.q.clone();
     }
   }
 }
 
-void PowerSgdHook::save_state(
-    NamedTensors& tensors, nlohmann::json& values) const {
+void PowerSgdHook::save_state(NamedTensors& tensors, nlohmann::json& values) const {
   values["iteration"] = iteration_;
   values["numbers"] = numbers_;
   values["sent"] = sent_;
@@ -334,15 +308,12 @@ void PowerSgdHook::save_state(
   }
 }
 
-void PowerSgdHook::load_state(
-    const NamedTensors& tensors, const nlohmann::json& values) {
+void PowerSgdHook::load_state(const NamedTensors& tensors, const nlohmann::json& values) {
   const auto number = [&](const char* key) {
-    if (!values.is_object() || !values.contains(key) ||
-        !values[key].is_number_integer()) {
-      throw InputError(
-          "parallel::PowerSgdHook",
-          std::string("the state has no number \"") + key + "\"",
-          "the state of such a hook");
+    if (!values.is_object() || !values.contains(key) || !values[key].is_number_integer()) {
+      throw InputError("parallel::PowerSgdHook",
+                       std::string("the state has no number \"") + key + "\"",
+                       "the state of such a hook");
     }
     return values[key].get<int64_t>();
   };

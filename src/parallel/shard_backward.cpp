@@ -13,9 +13,7 @@ namespace hasten::detail {
 // Only those that a backward has been through: which others still have a graph may
 // depend on what a rank's loss reaches.
 void ShardSchedule::forget_dead_calls() {
-  std::erase_if(calls_, [](const Call& call) {
-    return call.spent && call.graph.expired();
-  });
+  std::erase_if(calls_, [](const Call& call) { return call.spent && call.graph.expired(); });
 }
 
 void ShardSchedule::open_backward(bool last) {
@@ -37,22 +35,17 @@ void ShardSchedule::open_backward(bool last) {
 
 void ShardSchedule::reach(int64_t id) {
   if (!in_backward_) {
-    throw InputError(
-        "parallel::FullyShard",
-        "loss.backward() outside start_backward() and finish_backward()",
-        "the backward between the two: ranks gather and reduce in it",
-        "use accelerator.backward(loss), or call them around it");
+    throw InputError("parallel::FullyShard",
+                     "loss.backward() outside start_backward() and finish_backward()",
+                     "the backward between the two: ranks gather and reduce in it",
+                     "use accelerator.backward(loss), or call them around it");
   }
   const auto found =
-      std::find_if(calls_.begin(), calls_.end(), [id](const Call& call) {
-        return call.id == id;
-      });
+      std::find_if(calls_.begin(), calls_.end(), [id](const Call& call) { return call.id == id; });
   if (found == calls_.end()) {
-    throw InputError(
-        "parallel::FullyShard",
-        "a backward through a forward that was given up, or of a window before",
-        "the forwards of the window that is open",
-        "run forward again");
+    throw InputError("parallel::FullyShard",
+                     "a backward through a forward that was given up, or of a window before",
+                     "the forwards of the window that is open", "run forward again");
   }
   if (found->reached) {
     return;
@@ -84,12 +77,10 @@ void ShardSchedule::advance(Call& call) {
 
 void ShardSchedule::let_others_go(const Call& call) {
   for (size_t unit = 0; unit < root(); ++unit) {
-    const bool around =
-        std::any_of(calls_.begin(), calls_.end(), [&](const Call& outer) {
-          return outer.unit == unit && outer.reached &&
-                 outer.forward == call.forward &&
-                 outer.entered < call.entered && outer.left > call.left;
-        });
+    const bool around = std::any_of(calls_.begin(), calls_.end(), [&](const Call& outer) {
+      return outer.unit == unit && outer.reached && outer.forward == call.forward &&
+             outer.entered < call.entered && outer.left > call.left;
+    });
     if (unit != call.unit && !around && !keeps(unit) && !recomputing_[unit]) {
       units_[unit]->let_go();
     }
@@ -163,9 +154,7 @@ void ShardSchedule::end_reduction() {
 void ShardSchedule::close_backward() {
   if (touched_.empty()) {
     const auto latest =
-        std::find_if(calls_.rbegin(), calls_.rend(), [](const Call& call) {
-          return !call.spent;
-        });
+        std::find_if(calls_.rbegin(), calls_.rend(), [](const Call& call) { return !call.spent; });
     if (latest != calls_.rend()) {
       touched_.insert(latest->forward);
     }

@@ -42,12 +42,11 @@ c10::DataPtr ShardBuffers::take_memory(size_t bytes, at::Device device) {
     std::shared_ptr<ShardBuffers> owner;
     at::Tensor buffer;
   };
-  auto lent = std::make_unique<Lent>(
-      Lent{shared_from_this(), find(static_cast<int64_t>(bytes), device)});
+  auto lent =
+      std::make_unique<Lent>(Lent{shared_from_this(), find(static_cast<int64_t>(bytes), device)});
   void* data = lent->buffer.mutable_data_ptr();
   return c10::DataPtr(
-      data,
-      lent.release(),
+      data, lent.release(),
       [](void* context) {
         const std::unique_ptr<Lent> back(static_cast<Lent*>(context));
         back->owner->give_back(std::move(back->buffer));
@@ -55,16 +54,12 @@ c10::DataPtr ShardBuffers::take_memory(size_t bytes, at::Device device) {
       device);
 }
 
-at::Tensor ShardBuffers::take(
-    at::IntArrayRef sizes, const at::TensorOptions& options) {
-  const size_t bytes =
-      static_cast<size_t>(c10::multiply_integers(sizes)) *
-      c10::elementSize(c10::typeMetaToScalarType(options.dtype()));
-  auto memory =
-      std::make_shared<c10::DataPtr>(take_memory(bytes, options.device()));
+at::Tensor ShardBuffers::take(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  const size_t bytes = static_cast<size_t>(c10::multiply_integers(sizes)) *
+                       c10::elementSize(c10::typeMetaToScalarType(options.dtype()));
+  auto memory = std::make_shared<c10::DataPtr>(take_memory(bytes, options.device()));
   void* data = memory->get();
-  return at::from_blob(
-      data, sizes, [memory](void*) mutable { memory.reset(); }, options);
+  return at::from_blob(data, sizes, [memory](void*) mutable { memory.reset(); }, options);
 }
 
 void ShardBuffers::give_back(at::Tensor buffer) {

@@ -19,8 +19,7 @@ void ShardUnit::take(size_t flat, size_t index) {
 }
 
 // A gradient, dense, in the type that it is summed in.
-static at::Tensor dense_gradient(
-    const at::Tensor& gradient, at::ScalarType dtype) {
+static at::Tensor dense_gradient(const at::Tensor& gradient, at::ScalarType dtype) {
   return (gradient.is_sparse() ? gradient.to_dense() : gradient).to(dtype);
 }
 
@@ -43,18 +42,15 @@ void ShardUnit::keep_taken() {
 
 // A whole gradient cut into chunks, zeros behind its last row and where there is
 // none. `chunks` is [ranks, chunk], its rows anywhere.
-static void put_chunks(
-    const at::Tensor& chunks,
-    const at::Tensor& gradient,
-    const ShardTensor& of) {
+static void put_chunks(const at::Tensor& chunks, const at::Tensor& gradient,
+                       const ShardTensor& of) {
   if (!gradient.defined() || of.chunk() == 0) {
     at::Tensor(chunks).zero_();
     return;
   }
   const at::Tensor rows = gradient.reshape({of.dim0, of.inner});
   const int64_t full = of.dim0 / of.rows; // ranks whose chunk is full
-  chunks.narrow(0, 0, full)
-      .copy_(rows.narrow(0, 0, full * of.rows).reshape({full, of.chunk()}));
+  chunks.narrow(0, 0, full).copy_(rows.narrow(0, 0, full * of.rows).reshape({full, of.chunk()}));
   if (full == chunks.size(0)) {
     return;
   }
@@ -83,21 +79,17 @@ at::Tensor ShardUnit::rows_to_send(ShardFlat& flat, const ShardPiece& piece) {
     gradients.push_back(std::move(gradient));
   }
   if (piece.direct && gradients[0].defined() && gradients[0].is_contiguous() &&
-      gradients[0].scalar_type() == flat.wire &&
-      gradients[0].numel() == ranks_ * piece.numel) {
+      gradients[0].scalar_type() == flat.wire && gradients[0].numel() == ranks_ * piece.numel) {
     return gradients[0].view({ranks_, piece.numel});
   }
-  at::Tensor rows = buffers_->take(
-      {ranks_, piece.numel}, flat.shard.options().dtype(flat.wire));
+  at::Tensor rows = buffers_->take({ranks_, piece.numel}, flat.shard.options().dtype(flat.wire));
   for (size_t i = 0; i < gradients.size(); ++i) {
     const ShardTensor& tensor = flat.tensors[piece.tensors[i]];
     const int64_t begin = tensor.offset - piece.begin;
-    const int64_t end = i + 1 < gradients.size()
-                            ? flat.tensors[piece.tensors[i + 1]].offset
-                            : piece.begin + piece.numel;
+    const int64_t end = i + 1 < gradients.size() ? flat.tensors[piece.tensors[i + 1]].offset
+                                                 : piece.begin + piece.numel;
     put_chunks(rows.narrow(1, begin, tensor.chunk()), gradients[i], tensor);
-    rows.narrow(1, begin + tensor.chunk(), end - tensor.offset - tensor.chunk())
-        .zero_();
+    rows.narrow(1, begin + tensor.chunk(), end - tensor.offset - tensor.chunk()).zero_();
   }
   return rows;
 }
@@ -111,8 +103,7 @@ void ShardUnit::start_reduction(Communicator& communicator) {
     }
     any = true;
     if (!flat.gradient.defined()) {
-      flat.gradient =
-          at::zeros({flat.trainable}, flat.shard.options().dtype(flat.summed));
+      flat.gradient = at::zeros({flat.trainable}, flat.shard.options().dtype(flat.summed));
     }
     for (const ShardPiece& piece : flat.pieces) {
       if (!piece.trainable) {
@@ -125,9 +116,7 @@ void ShardUnit::start_reduction(Communicator& communicator) {
         reduction.part = buffers_->take({piece.numel}, flat.gradient.options());
       }
       reduction.handle = communicator.reduce_scatter_async(
-          summed_ ? reduction.part : reduction.to,
-          rows,
-          "gradients of " + name_,
+          summed_ ? reduction.part : reduction.to, rows, "gradients of " + name_,
           buffers_->take(rows.sizes(), rows.options()));
       report_.reduced_bytes += static_cast<int64_t>(rows.nbytes());
       reductions_.push_back(std::move(reduction));
@@ -155,8 +144,8 @@ std::vector<CommHandle> ShardUnit::sum_over(Communicator& replicas) {
   const at::NoGradGuard no_grad;
   std::vector<CommHandle> handles;
   const auto sum = [&](const at::Tensor& gradient) {
-    handles.push_back(replicas.all_reduce_async(
-        gradient, ReduceOp::sum, "replicas' gradients of " + name_));
+    handles.push_back(
+        replicas.all_reduce_async(gradient, ReduceOp::sum, "replicas' gradients of " + name_));
   };
   for (ShardFlat& flat : flats_) {
     if (ranks_ > 1) {
@@ -167,11 +156,9 @@ std::vector<CommHandle> ShardUnit::sum_over(Communicator& replicas) {
     }
     for (ShardTensor& tensor : flat.tensors) {
       if (tensor.trainable) {
-        tensor.sum =
-            tensor.sum.defined()
-                ? tensor.sum.contiguous()
-                : at::zeros(
-                      tensor.sizes, tensor.shard.options().dtype(flat.summed));
+        tensor.sum = tensor.sum.defined()
+                         ? tensor.sum.contiguous()
+                         : at::zeros(tensor.sizes, tensor.shard.options().dtype(flat.summed));
         sum(tensor.sum);
       }
     }
@@ -179,16 +166,14 @@ std::vector<CommHandle> ShardUnit::sum_over(Communicator& replicas) {
   return handles;
 }
 
-at::Tensor ShardUnit::gradient_of(
-    const ShardFlat& flat, const ShardTensor& tensor) const {
+at::Tensor ShardUnit::gradient_of(const ShardFlat& flat, const ShardTensor& tensor) const {
   if (ranks_ == 1) {
     return tensor.sum;
   }
   if (!summed_ || !tensor.trainable) {
     return {};
   }
-  return flat.gradient.narrow(0, tensor.offset, tensor.own_numel())
-      .view(tensor.shard_sizes);
+  return flat.gradient.narrow(0, tensor.offset, tensor.own_numel()).view(tensor.shard_sizes);
 }
 
 void ShardUnit::scale_gradients(double factor) {
@@ -235,8 +220,7 @@ void ShardUnit::reset_gradients() {
 void ShardUnit::restore_sum() {
   for (ShardFlat& flat : flats_) {
     if (ranks_ > 1 && flat.trainable > 0) {
-      flat.gradient =
-          at::zeros({flat.trainable}, flat.shard.options().dtype(flat.summed));
+      flat.gradient = at::zeros({flat.trainable}, flat.shard.options().dtype(flat.summed));
     }
   }
   summed_ = ranks_ > 1;

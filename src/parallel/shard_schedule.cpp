@@ -11,8 +11,7 @@
 
 namespace hasten::detail {
 
-ShardSchedule::ShardSchedule(
-    std::vector<std::unique_ptr<ShardUnit>> units, ShardSettings settings)
+ShardSchedule::ShardSchedule(std::vector<std::unique_ptr<ShardUnit>> units, ShardSettings settings)
     : units_(std::move(units)),
       settings_(std::move(settings)),
       complete_(units_.size(), 0),
@@ -20,8 +19,7 @@ ShardSchedule::ShardSchedule(
 
 void ShardSchedule::note(char operation, size_t unit) {
   fingerprint_ =
-      (fingerprint_ ^ (unit * 4 + static_cast<unsigned char>(operation))) *
-      0x100000001b3ull;
+      (fingerprint_ ^ (unit * 4 + static_cast<unsigned char>(operation))) * 0x100000001b3ull;
 }
 
 void ShardSchedule::gather_ahead(size_t unit) {
@@ -46,11 +44,8 @@ bool ShardSchedule::keeps(size_t unit) const {
 
 int64_t ShardSchedule::open_forward() {
   if (open_) {
-    throw InputError(
-        "parallel::FullyShard",
-        "a forward scope is open already",
-        "one at a time",
-        "let it end before the next begins");
+    throw InputError("parallel::FullyShard", "a forward scope is open already", "one at a time",
+                     "let it end before the next begins");
   }
   forget_dead_calls();
   open_ = true;
@@ -68,8 +63,7 @@ void ShardSchedule::close_forward(int64_t number, bool failed) {
   if (failed) {
     open_ = false;
     give_up(0);
-    std::erase_if(
-        calls_, [&](const Call& call) { return call.forward == forward_; });
+    std::erase_if(calls_, [&](const Call& call) { return call.forward == forward_; });
     return;
   }
   // Backward needs no word of the root: it is there from begin to end.
@@ -100,8 +94,7 @@ void ShardSchedule::enter(size_t unit) {
     ++next_step_;
   }
   ++next_step_;
-  for (size_t i = next_step_; settings_.prefetch > 0 && i < before.size();
-       ++i) {
+  for (size_t i = next_step_; settings_.prefetch > 0 && i < before.size(); ++i) {
     if (before[i].enters) {
       gather_ahead(before[i].unit);
       break;
@@ -117,23 +110,12 @@ void ShardSchedule::leave(const std::shared_ptr<void>& graph) {
     steps_.push_back({call.unit, false, graph != nullptr});
   }
   if (graph) {
-    calls_.push_back(
-        {clock_ + 1,
-         call.unit,
-         forward_,
-         call.time,
-         clock_ + 1,
-         false,
-         false,
-         graph});
+    calls_.push_back({clock_ + 1, call.unit, forward_, call.time, clock_ + 1, false, false, graph});
   }
   ++clock_;
-  const bool inside =
-      std::any_of(entered_.begin(), entered_.end(), [&](const Entered& outer) {
-        return outer.unit == call.unit;
-      });
-  const bool waits =
-      graph || (call.unit == root() && at::GradMode::is_enabled());
+  const bool inside = std::any_of(entered_.begin(), entered_.end(),
+                                  [&](const Entered& outer) { return outer.unit == call.unit; });
+  const bool waits = graph || (call.unit == root() && at::GradMode::is_enabled());
   if (!call.was_whole && !inside && !(waits && keeps(call.unit))) {
     units_[call.unit]->let_go();
   }
@@ -151,8 +133,8 @@ void ShardSchedule::give_up(size_t entered) {
 }
 
 // Hooks on what the call made. What it only hands on belongs to an earlier call.
-std::shared_ptr<void> ShardSchedule::watch(
-    const std::vector<at::Tensor>& outputs, uint64_t first_node) {
+std::shared_ptr<void> ShardSchedule::watch(const std::vector<at::Tensor>& outputs,
+                                           uint64_t first_node) {
   std::shared_ptr<void> graph;
   const int64_t id = clock_ + 1; // leave()'s
   for (const at::Tensor& output : outputs) {
@@ -163,19 +145,17 @@ std::shared_ptr<void> ShardSchedule::watch(
     if (!graph) {
       graph = std::make_shared<char>();
     }
-    output.register_hook(
-        [weak = weak_from_this(), id, graph](const at::Tensor& gradient) {
-          const auto self = weak.lock();
-          if (self && gradient.defined()) {
-            self->reach(id);
-          }
-        });
+    output.register_hook([weak = weak_from_this(), id, graph](const at::Tensor& gradient) {
+      const auto self = weak.lock();
+      if (self && gradient.defined()) {
+        self->reach(id);
+      }
+    });
   }
   return graph;
 }
 
-static void cast_floats(
-    std::vector<at::Tensor>& tensors, std::optional<at::ScalarType> dtype) {
+static void cast_floats(std::vector<at::Tensor>& tensors, std::optional<at::ScalarType> dtype) {
   for (at::Tensor& tensor : tensors) {
     if (dtype && tensor.defined() && tensor.is_floating_point()) {
       tensor = tensor.to(*dtype);
@@ -183,8 +163,8 @@ static void cast_floats(
   }
 }
 
-std::vector<at::Tensor> ShardSchedule::call(
-    size_t unit, std::vector<at::Tensor> inputs, const Forward& forward) {
+std::vector<at::Tensor> ShardSchedule::call(size_t unit, std::vector<at::Tensor> inputs,
+                                            const Forward& forward) {
   const ShardPrecision& precision = units_[unit]->precision();
   if (precision.cast_forward_inputs) {
     cast_floats(inputs, precision.param_dtype);
@@ -227,11 +207,9 @@ void ShardSchedule::exit_recompute(size_t unit) {
 void ShardSchedule::replay_forward() {
   const std::vector<Step> steps = last_steps_[at::GradMode::is_enabled()];
   if (steps.empty()) {
-    throw InputError(
-        "parallel::join_forward",
-        "this rank has not run such a forward before",
-        "one with a batch, whose order it keeps to",
-        "give every rank a batch at first");
+    throw InputError("parallel::join_forward", "this rank has not run such a forward before",
+                     "one with a batch, whose order it keeps to",
+                     "give every rank a batch at first");
   }
   const int64_t number = open_forward();
   replayed_.push_back(std::make_shared<char>());

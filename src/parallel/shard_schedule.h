@@ -48,13 +48,10 @@ struct ShardSettings {
 class ShardSchedule : public std::enable_shared_from_this<ShardSchedule> {
  public:
   /// The root is last.
-  ShardSchedule(
-      std::vector<std::unique_ptr<ShardUnit>> units, ShardSettings settings);
+  ShardSchedule(std::vector<std::unique_ptr<ShardUnit>> units, ShardSettings settings);
 
   std::vector<std::unique_ptr<ShardUnit>>& units() { return units_; }
-  const std::vector<std::unique_ptr<ShardUnit>>& units() const {
-    return units_;
-  }
+  const std::vector<std::unique_ptr<ShardUnit>>& units() const { return units_; }
 
   // Forward.
 
@@ -65,8 +62,7 @@ class ShardSchedule : public std::enable_shared_from_this<ShardSchedule> {
   bool forward_is_open() const { return open_; }
   int64_t forward() const { return forward_; }
   /// A call of a block, forward or in a recomputation.
-  std::vector<at::Tensor> call(
-      size_t unit, std::vector<at::Tensor> inputs, const Forward& forward);
+  std::vector<at::Tensor> call(size_t unit, std::vector<at::Tensor> inputs, const Forward& forward);
   void enter_recompute(size_t unit);
   void exit_recompute(size_t unit);
   /// The gathers of the last forward of the same grad mode.
@@ -124,8 +120,7 @@ class ShardSchedule : public std::enable_shared_from_this<ShardSchedule> {
   void enter(size_t unit);
   void leave(const std::shared_ptr<void>& graph);
   void give_up(size_t entered);
-  std::shared_ptr<void> watch(
-      const std::vector<at::Tensor>& outputs, uint64_t first_node);
+  std::shared_ptr<void> watch(const std::vector<at::Tensor>& outputs, uint64_t first_node);
   void reach(int64_t id);
   void advance(Call& call);
   void let_others_go(const Call& call);

@@ -23,12 +23,8 @@ void put_data(const at::Tensor& tensor, const at::Tensor& data) {
   tensor.unsafeGetTensorImpl()->shallow_copy_from(data.getIntrusivePtr());
 }
 
-ShardUnit::ShardUnit(
-    std::string name,
-    ShardPrecision precision,
-    std::shared_ptr<ShardBuffers> buffers,
-    int rank,
-    int ranks)
+ShardUnit::ShardUnit(std::string name, ShardPrecision precision,
+                     std::shared_ptr<ShardBuffers> buffers, int rank, int ranks)
     : name_(std::move(name)),
       precision_(precision),
       buffers_(std::move(buffers)),
@@ -40,8 +36,7 @@ ShardUnit::ShardUnit(
 void ShardUnit::add(const std::string& name, const at::Tensor& parameter) {
   const at::ScalarType dtype = parameter.scalar_type();
   auto flat = std::find_if(flats_.begin(), flats_.end(), [&](const auto& f) {
-    return f.dtype == dtype &&
-           f.tensors.front().parameter.device() == parameter.device();
+    return f.dtype == dtype && f.tensors.front().parameter.device() == parameter.device();
   });
   if (flat == flats_.end()) {
     flat = flats_.emplace(flats_.end());
@@ -69,8 +64,7 @@ void ShardUnit::place(ShardTensor& tensor) const {
   }
   tensor.rows = (tensor.dim0 + ranks_ - 1) / ranks_;
   tensor.first_row = std::min(tensor.dim0, rank_ * tensor.rows);
-  tensor.own_rows =
-      std::min(tensor.dim0, (rank_ + 1) * tensor.rows) - tensor.first_row;
+  tensor.own_rows = std::min(tensor.dim0, (rank_ + 1) * tensor.rows) - tensor.first_row;
   tensor.shard_sizes = tensor.sizes;
   if (ranks_ > 1 && tensor.sizes.empty()) {
     tensor.shard_sizes = {tensor.own_rows};
@@ -83,17 +77,12 @@ void ShardUnit::place(ShardTensor& tensor) const {
 // message.
 void ShardUnit::lay_out(ShardFlat& flat) const {
   const auto is_direct = [&](const ShardTensor& tensor) {
-    return tensor.chunk() *
-               static_cast<int64_t>(c10::elementSize(flat.dtype)) >=
-           kTravelsAlone;
+    return tensor.chunk() * static_cast<int64_t>(c10::elementSize(flat.dtype)) >= kTravelsAlone;
   };
-  std::stable_sort(
-      flat.tensors.begin(),
-      flat.tensors.end(),
-      [&](const ShardTensor& a, const ShardTensor& b) {
-        return a.trainable != b.trainable ? a.trainable
-                                          : is_direct(a) < is_direct(b);
-      });
+  std::stable_sort(flat.tensors.begin(), flat.tensors.end(),
+                   [&](const ShardTensor& a, const ShardTensor& b) {
+                     return a.trainable != b.trainable ? a.trainable : is_direct(a) < is_direct(b);
+                   });
   for (size_t i = 0; i < flat.tensors.size(); ++i) {
     ShardTensor& tensor = flat.tensors[i];
     tensor.offset = flat.numel;
@@ -113,8 +102,7 @@ void ShardUnit::lay_out(ShardFlat& flat) const {
 }
 
 // The whole of a parameter as the ranks' chunks: [ranks, chunk].
-at::Tensor ShardUnit::whole_chunks(
-    const ShardFlat& flat, const ShardTensor& tensor) const {
+at::Tensor ShardUnit::whole_chunks(const ShardFlat& flat, const ShardTensor& tensor) const {
   return flat.whole.narrow(0, ranks_ * tensor.offset, ranks_ * tensor.chunk())
       .view({ranks_, tensor.chunk()});
 }
@@ -128,22 +116,18 @@ void ShardUnit::shard() {
 }
 
 // Its storage's memory comes with the first gather.
-static at::Tensor without_memory(
-    int64_t numel, const at::TensorOptions& options) {
+static at::Tensor without_memory(int64_t numel, const at::TensorOptions& options) {
   at::Tensor made = at::empty({0}, options);
   made.unsafeGetTensorImpl()->set_sizes_contiguous({numel});
-  made.storage().unsafeGetStorageImpl()->set_nbytes(
-      static_cast<size_t>(numel) * made.itemsize());
+  made.storage().unsafeGetStorageImpl()->set_nbytes(static_cast<size_t>(numel) * made.itemsize());
   return made;
 }
 
 void ShardUnit::make_shards(ShardFlat& flat) {
-  const at::TensorOptions options =
-      flat.tensors.front().parameter.options().requires_grad(false);
+  const at::TensorOptions options = flat.tensors.front().parameter.options().requires_grad(false);
   if (!flat.in_place) {
     flat.shard = at::zeros({flat.numel}, options);
-    flat.whole =
-        without_memory(ranks_ * flat.numel, options.dtype(flat.compute));
+    flat.whole = without_memory(ranks_ * flat.numel, options.dtype(flat.compute));
   }
   for (ShardTensor& tensor : flat.tensors) {
     const at::Tensor data = tensor.parameter.detach();
@@ -155,16 +139,12 @@ void ShardUnit::make_shards(ShardFlat& flat) {
       tensor.shard = tensor.whole = data;
       continue;
     }
-    const auto numel =
-        static_cast<int64_t>(c10::multiply_integers(tensor.sizes));
-    tensor.whole =
-        flat.whole.narrow(0, ranks_ * tensor.offset, numel).view(tensor.sizes);
-    tensor.shard = flat.shard.narrow(0, tensor.offset, tensor.own_numel())
-                       .view(tensor.shard_sizes);
-    tensor.shard.view({-1}).copy_(
-        data.reshape({tensor.dim0, tensor.inner})
-            .narrow(0, tensor.first_row, tensor.own_rows)
-            .reshape({-1}));
+    const auto numel = static_cast<int64_t>(c10::multiply_integers(tensor.sizes));
+    tensor.whole = flat.whole.narrow(0, ranks_ * tensor.offset, numel).view(tensor.sizes);
+    tensor.shard = flat.shard.narrow(0, tensor.offset, tensor.own_numel()).view(tensor.shard_sizes);
+    tensor.shard.view({-1}).copy_(data.reshape({tensor.dim0, tensor.inner})
+                                      .narrow(0, tensor.first_row, tensor.own_rows)
+                                      .reshape({-1}));
     put_data(tensor.parameter, tensor.shard);
   }
   if (!flat.in_place) {
@@ -177,8 +157,7 @@ std::string ShardUnit::changed_parameter() const {
   for (const ShardFlat& flat : flats_) {
     for (const ShardTensor& tensor : flat.tensors) {
       const at::Tensor& now = tensor.parameter;
-      if (now.sizes() != tensor.shard.sizes() ||
-          now.scalar_type() != flat.dtype ||
+      if (now.sizes() != tensor.shard.sizes() || now.scalar_type() != flat.dtype ||
           now.device() != tensor.shard.device() ||
           now.const_data_ptr() != tensor.shard.const_data_ptr()) {
         return tensor.name;
@@ -194,8 +173,7 @@ void ShardUnit::wait(CommHandle& handle) {
   }
   const auto from = Clock::now();
   handle.wait();
-  report_.exposed_seconds +=
-      std::chrono::duration<double>(Clock::now() - from).count();
+  report_.exposed_seconds += std::chrono::duration<double>(Clock::now() - from).count();
 }
 
 void ShardUnit::start_gather(Communicator& communicator) {
@@ -215,11 +193,9 @@ void ShardUnit::start_gather(Communicator& communicator) {
 
 void ShardUnit::gather(size_t index, Communicator& communicator) {
   ShardFlat& flat = flats_[index];
-  const auto bytes =
-      static_cast<size_t>(flat.whole.numel()) * c10::elementSize(flat.compute);
+  const auto bytes = static_cast<size_t>(flat.whole.numel()) * c10::elementSize(flat.compute);
   c10::StorageImpl* storage = flat.whole.storage().unsafeGetStorageImpl();
-  storage->set_data_ptr_noswap(
-      buffers_->take_memory(bytes, flat.shard.device()));
+  storage->set_data_ptr_noswap(buffers_->take_memory(bytes, flat.shard.device()));
   storage->set_nbytes(bytes);
   if (ranks_ == 1) {
     flat.whole.copy_(flat.shard);
@@ -232,17 +208,15 @@ void ShardUnit::gather(size_t index, Communicator& communicator) {
     const std::string what = "parameters of " + name_;
     if (!piece.direct) {
       gather.rows = buffers_->take({ranks_, piece.numel}, flat.whole.options());
-      gather.handles.push_back(communicator.all_gather_async(
-          gather.rows, own.to(flat.compute), what));
+      gather.handles.push_back(
+          communicator.all_gather_async(gather.rows, own.to(flat.compute), what));
       continue;
     }
     // Gloo's broadcast works in place; its all-gather goes through a copy of all.
-    const at::Tensor chunks =
-        whole_chunks(flat, flat.tensors[piece.tensors[0]]);
+    const at::Tensor chunks = whole_chunks(flat, flat.tensors[piece.tensors[0]]);
     chunks[rank_].copy_(own);
     for (int rank = 0; rank < ranks_; ++rank) {
-      gather.handles.push_back(
-          communicator.broadcast_async(chunks[rank], rank, what));
+      gather.handles.push_back(communicator.broadcast_async(chunks[rank], rank, what));
     }
   }
   report_.gathered_bytes += static_cast<int64_t>(bytes);
@@ -266,8 +240,7 @@ void ShardUnit::finish_gather() {
     for (const size_t i : piece.tensors) {
       const ShardTensor& tensor = flat.tensors[i];
       whole_chunks(flat, tensor)
-          .copy_(gather.rows.narrow(
-              1, tensor.offset - piece.begin, tensor.chunk()));
+          .copy_(gather.rows.narrow(1, tensor.offset - piece.begin, tensor.chunk()));
     }
   }
   gathers_.clear();
@@ -302,8 +275,7 @@ void ShardUnit::let_go() {
 int64_t ShardUnit::whole_bytes() const {
   int64_t bytes = 0;
   for (const ShardFlat& flat : flats_) {
-    bytes +=
-        flat.in_place ? 0 : static_cast<int64_t>(flat.whole.storage().nbytes());
+    bytes += flat.in_place ? 0 : static_cast<int64_t>(flat.whole.storage().nbytes());
   }
   return bytes;
 }

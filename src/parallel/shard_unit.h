@@ -87,12 +87,8 @@ class ShardUnit {
  public:
   enum class State { sharded, gathering, whole };
 
-  ShardUnit(
-      std::string name,
-      ShardPrecision precision,
-      std::shared_ptr<ShardBuffers> buffers,
-      int rank,
-      int ranks);
+  ShardUnit(std::string name, ShardPrecision precision, std::shared_ptr<ShardBuffers> buffers,
+            int rank, int ranks);
 
   /// Before shard(). Returns where: flat and index in it may change until then.
   void add(const std::string& name, const at::Tensor& parameter);
@@ -125,8 +121,7 @@ class ShardUnit {
   /// Sums shards' gradients over replicas, in place.
   std::vector<CommHandle> sum_over(Communicator& replicas);
   /// This rank's gradient of a sum: a shard's; undefined where there is none.
-  at::Tensor gradient_of(
-      const ShardFlat& flat, const ShardTensor& tensor) const;
+  at::Tensor gradient_of(const ShardFlat& flat, const ShardTensor& tensor) const;
   void scale_gradients(double factor);
   /// The sum is zero again; what was set aside stays.
   void restart_sum();
@@ -159,8 +154,7 @@ class ShardUnit {
   void lay_out(ShardFlat& flat) const;
   void place(ShardTensor& tensor) const;
   void make_shards(ShardFlat& flat);
-  at::Tensor whole_chunks(
-      const ShardFlat& flat, const ShardTensor& tensor) const;
+  at::Tensor whole_chunks(const ShardFlat& flat, const ShardTensor& tensor) const;
   void gather(size_t index, Communicator& communicator);
   at::Tensor rows_to_send(ShardFlat& flat, const ShardPiece& piece);
   void wait(CommHandle& handle);

@@ -22,8 +22,7 @@ template <typename Layer>
 std::string describe_batch_norm(const Layer& layer) {
   const auto& options = layer.options;
   std::ostringstream text;
-  text << "num_features=" << options.num_features() << " eps=" << options.eps()
-       << " momentum=";
+  text << "num_features=" << options.num_features() << " eps=" << options.eps() << " momentum=";
   if (options.momentum()) {
     text << *options.momentum();
   } else {
@@ -47,26 +46,19 @@ struct FoundBatchNorm {
 };
 
 template <typename Layer>
-bool find_batch_norm(
-    const std::string& name,
-    const std::shared_ptr<torch::nn::Module>& module,
-    std::vector<FoundBatchNorm>& found) {
+bool find_batch_norm(const std::string& name, const std::shared_ptr<torch::nn::Module>& module,
+                     std::vector<FoundBatchNorm>& found) {
   const auto* layer = dynamic_cast<const Layer*>(module.get());
   if (layer == nullptr) {
     return false;
   }
-  found.push_back(
-      {name,
-       module,
-       layer->options.num_features(),
-       describe_batch_norm(*layer),
-       layer->running_mean.defined() ? layer->running_mean : layer->weight});
+  found.push_back({name, module, layer->options.num_features(), describe_batch_norm(*layer),
+                   layer->running_mean.defined() ? layer->running_mean : layer->weight});
   return true;
 }
 
 // Each once, also where a module is registered under several names.
-static std::vector<FoundBatchNorm> find_batch_norms(
-    const torch::nn::Module& model) {
+static std::vector<FoundBatchNorm> find_batch_norms(const torch::nn::Module& model) {
   using namespace torch::nn;
   std::vector<FoundBatchNorm> found;
   std::unordered_set<const Module*> seen;
@@ -82,33 +74,21 @@ static std::vector<FoundBatchNorm> find_batch_norms(
 
 constexpr const char* kConvert = "parallel::convert_sync_batchnorm";
 
-static void compare_layers(
-    Communicator& communicator,
-    const nlohmann::json& mine,
-    const char* where,
-    const std::string& subject) {
-  require_equal_lists(
-      communicator,
-      mine,
-      where,
-      subject,
-      "the same layers on every rank",
-      "build the model from the same options everywhere");
+static void compare_layers(Communicator& communicator, const nlohmann::json& mine,
+                           const char* where, const std::string& subject) {
+  require_equal_lists(communicator, mine, where, subject, "the same layers on every rank",
+                      "build the model from the same options everywhere");
 }
 
-static std::string quoted_layer(const std::string& name) {
-  return "batch norm \"" + name + "\"";
-}
+static std::string quoted_layer(const std::string& name) { return "batch norm \"" + name + "\""; }
 
 } // namespace detail
 
-SyncBatchNormImpl::SyncBatchNormImpl(
-    const torch::nn::BatchNormOptions& options,
-    std::shared_ptr<Communicator> communicator)
+SyncBatchNormImpl::SyncBatchNormImpl(const torch::nn::BatchNormOptions& options,
+                                     std::shared_ptr<Communicator> communicator)
     : NormImplBase(options) {
   if (!communicator) {
-    throw InputError(
-        detail::kSyncBatchNorm, "communicator=null", "a communicator");
+    throw InputError(detail::kSyncBatchNorm, "communicator=null", "a communicator");
   }
   detail::SyncLayer layer;
   layer.communicator = std::move(communicator);
@@ -117,8 +97,7 @@ SyncBatchNormImpl::SyncBatchNormImpl(
   if (layer.communicator->world_size() > 1) {
     auto described = nlohmann::json::array();
     described.push_back({layer.name, detail::describe_batch_norm(*this)});
-    detail::compare_layers(
-        *layer.communicator, described, detail::kSyncBatchNorm, "layer");
+    detail::compare_layers(*layer.communicator, described, detail::kSyncBatchNorm, "layer");
   }
   layer_ = std::make_shared<const detail::SyncLayer>(std::move(layer));
 }
@@ -138,19 +117,11 @@ at::Tensor SyncBatchNormImpl::forward(const at::Tensor& x) {
   }
   if (is_training() && layer_->communicator->world_size() > 1) {
     return detail::sync_batch_norm(
-        x,
-        {weight, bias, running_mean, running_var, momentum, options.eps()},
-        layer_);
+        x, {weight, bias, running_mean, running_var, momentum, options.eps()}, layer_);
   }
-  return torch::nn::functional::detail::batch_norm(
-      x,
-      running_mean,
-      running_var,
-      weight,
-      bias,
-      is_training() || !running_mean.defined(),
-      momentum,
-      options.eps());
+  return torch::nn::functional::detail::batch_norm(x, running_mean, running_var, weight, bias,
+                                                   is_training() || !running_mean.defined(),
+                                                   momentum, options.eps());
 }
 
 void SyncBatchNormImpl::pretty_print(std::ostream& stream) const {
@@ -158,10 +129,8 @@ void SyncBatchNormImpl::pretty_print(std::ostream& stream) const {
          << ", ranks=" << layer_->communicator->world_size() << ")";
 }
 
-SyncBatchNormConversion::SyncBatchNormConversion(
-    SyncBatchNormConversion&& other) noexcept
-    : layers_(std::move(other.layers_)),
-      marks_(std::exchange(other.marks_, {})) {}
+SyncBatchNormConversion::SyncBatchNormConversion(SyncBatchNormConversion&& other) noexcept
+    : layers_(std::move(other.layers_)), marks_(std::exchange(other.marks_, {})) {}
 
 SyncBatchNormConversion& SyncBatchNormConversion::operator=(
     SyncBatchNormConversion&& other) noexcept {
@@ -182,15 +151,12 @@ void SyncBatchNormConversion::remove() noexcept {
   marks_.clear();
 }
 
-SyncBatchNormConversion convert_sync_batchnorm(
-    const std::shared_ptr<torch::nn::Module>& model,
-    std::shared_ptr<Communicator> communicator,
-    ConvertSyncBatchNormOptions options) {
+SyncBatchNormConversion convert_sync_batchnorm(const std::shared_ptr<torch::nn::Module>& model,
+                                               std::shared_ptr<Communicator> communicator,
+                                               ConvertSyncBatchNormOptions options) {
   if (!model || !communicator) {
-    throw InputError(
-        detail::kConvert,
-        model ? "communicator=null" : "model=null",
-        "a model and a communicator");
+    throw InputError(detail::kConvert, model ? "communicator=null" : "model=null",
+                     "a model and a communicator");
   }
   const auto found = detail::find_batch_norms(*model);
   SyncBatchNormConversion conversion;
@@ -207,26 +173,17 @@ SyncBatchNormConversion convert_sync_batchnorm(
     if (!layer.identity.defined()) {
       throw InputError(
           detail::kConvert,
-          detail::quoted_layer(layer.name) +
-              " has neither running statistics nor a weight",
+          detail::quoted_layer(layer.name) + " has neither running statistics nor a weight",
           "a tensor that it is known by",
-          "track_running_stats(true), affine(true), or hasten::SyncBatchNorm "
-          "in the model");
+          "track_running_stats(true), affine(true), or hasten::SyncBatchNorm in the model");
     }
     const uint64_t mark = detail::mark_batch_norm(
-        layer.identity,
-        layer.module,
+        layer.identity, layer.module,
         std::make_shared<const detail::SyncLayer>(detail::SyncLayer{
-            communicator,
-            detail::quoted_layer(layer.name),
-            layer.channels,
-            options.rows_count}));
+            communicator, detail::quoted_layer(layer.name), layer.channels, options.rows_count}));
     if (mark == 0) {
-      throw InputError(
-          detail::kConvert,
-          detail::quoted_layer(layer.name) + " is converted already",
-          "one conversion at a time",
-          "keep the first, or remove() it");
+      throw InputError(detail::kConvert, detail::quoted_layer(layer.name) + " is converted already",
+                       "one conversion at a time", "keep the first, or remove() it");
     }
     conversion.marks_.push_back(mark);
   }

@@ -28,9 +28,7 @@ namespace hasten::detail {
 
 // fp64 numbers on the CPU, which every rank sends whatever it computes in: lengths
 // depend on C alone.
-static at::TensorOptions numbers() {
-  return at::TensorOptions(at::kDouble).device(at::kCPU);
-}
+static at::TensorOptions numbers() { return at::TensorOptions(at::kDouble).device(at::kCPU); }
 
 // What statistics are made in.
 static at::ScalarType wide_type(const at::Tensor& x) {
@@ -42,8 +40,8 @@ static at::Tensor wide(const at::Tensor& tensor, const at::Tensor& x) {
 }
 
 void check_sync_input(const SyncLayer& layer, const at::Tensor& x) {
-  const bool right = x.defined() && x.dim() >= 2 && x.dim() <= 5 &&
-                     x.size(1) == layer.channels && x.is_floating_point();
+  const bool right = x.defined() && x.dim() >= 2 && x.dim() <= 5 && x.size(1) == layer.channels &&
+                     x.is_floating_point();
   if (right) {
     return;
   }
@@ -55,28 +53,22 @@ void check_sync_input(const SyncLayer& layer, const at::Tensor& x) {
     what << "is undefined";
   }
   throw InputError(
-      kSyncBatchNorm,
-      what.str(),
-      "floating-point [N, " + std::to_string(layer.channels) +
-          ", ...] of 2 to 5 dimensions");
+      kSyncBatchNorm, what.str(),
+      "floating-point [N, " + std::to_string(layer.channels) + ", ...] of 2 to 5 dimensions");
 }
 
 // [2 C + 1]: mean and variance of this rank's values, and their number.
-static at::Tensor own_statistics(
-    const SyncLayer& layer, const at::Tensor& x, bool counts) {
+static at::Tensor own_statistics(const SyncLayer& layer, const at::Tensor& x, bool counts) {
   at::Tensor mine = at::zeros({2 * layer.channels + 1}, numbers());
   if (!counts || x.numel() == 0) {
     return mine;
   }
   // The kernel wants running statistics to see which type to make its own in.
-  const at::Tensor unused =
-      at::zeros({layer.channels}, x.options().dtype(wide_type(x)));
-  const auto [mean, var] =
-      at::batch_norm_update_stats(x, unused, unused.clone(), 0);
+  const at::Tensor unused = at::zeros({layer.channels}, x.options().dtype(wide_type(x)));
+  const auto [mean, var] = at::batch_norm_update_stats(x, unused, unused.clone(), 0);
   mine.narrow(0, 0, layer.channels).copy_(mean);
   mine.narrow(0, layer.channels, layer.channels).copy_(var);
-  mine[2 * layer.channels].fill_(
-      static_cast<double>(x.numel() / layer.channels));
+  mine[2 * layer.channels].fill_(static_cast<double>(x.numel() / layer.channels));
   return mine;
 }
 
@@ -87,25 +79,20 @@ struct JoinedStatistics {
 };
 
 // All ranks have all statistics, so each says the same.
-[[noreturn]] static void refuse_non_finite_input(
-    const SyncLayer& layer, const at::Tensor& all) {
+[[noreturn]] static void refuse_non_finite_input(const SyncLayer& layer, const at::Tensor& all) {
   const at::Tensor finite = all.isfinite().all(1).contiguous();
   const auto* of_rank = finite.const_data_ptr<bool>();
   const auto rank = std::find(of_rank, of_rank + finite.numel(), false);
-  throw InputError(
-      kSyncBatchNorm,
-      layer.name + ": the input of rank " + std::to_string(rank - of_rank) +
-          " has no finite mean or variance",
-      "inputs without NaN and infinity on every rank",
-      "look at that rank's batch, and at what the layers before make of it");
+  throw InputError(kSyncBatchNorm,
+                   layer.name + ": the input of rank " + std::to_string(rank - of_rank) +
+                       " has no finite mean or variance",
+                   "inputs without NaN and infinity on every rank",
+                   "look at that rank's batch, and at what the layers before make of it");
 }
 
-static JoinedStatistics join_statistics(
-    const SyncLayer& layer, const at::Tensor& mine) {
-  at::Tensor all =
-      at::empty({layer.communicator->world_size(), mine.size(0)}, numbers());
-  layer.communicator->all_gather_async(all, mine, layer.name + " statistics")
-      .wait();
+static JoinedStatistics join_statistics(const SyncLayer& layer, const at::Tensor& mine) {
+  at::Tensor all = at::empty({layer.communicator->world_size(), mine.size(0)}, numbers());
+  layer.communicator->all_gather_async(all, mine, layer.name + " statistics").wait();
   const int64_t c = layer.channels;
   const at::Tensor counts = all.narrow(1, 2 * c, 1);
   JoinedStatistics joined;
@@ -118,8 +105,7 @@ static JoinedStatistics join_statistics(
   const at::Tensor share = counts / joined.count;
   const at::Tensor means = all.narrow(1, 0, c);
   joined.mean = (means * share).sum(0);
-  joined.var =
-      ((all.narrow(1, c, c) + (means - joined.mean).square()) * share).sum(0);
+  joined.var = ((all.narrow(1, c, c) + (means - joined.mean).square()) * share).sum(0);
   if (!joined.var.isfinite().all().item<bool>()) {
     refuse_non_finite_input(layer, all);
   }
@@ -127,13 +113,11 @@ static JoinedStatistics join_statistics(
 }
 
 // The running variance is the one over n - 1.
-static void update_running(
-    const SyncNormArguments& arguments, const JoinedStatistics& joined) {
+static void update_running(const SyncNormArguments& arguments, const JoinedStatistics& joined) {
   const auto move = [&](at::Tensor running, const at::Tensor& value) {
     if (running.defined()) {
       const at::Tensor before = running.detach().to(numbers());
-      running.detach().copy_(
-          before * (1 - arguments.momentum) + value * arguments.momentum);
+      running.detach().copy_(before * (1 - arguments.momentum) + value * arguments.momentum);
     }
   };
   move(arguments.running_mean, joined.mean);
@@ -142,43 +126,31 @@ static void update_running(
 
 // Mean, variance (both of the wide type, on x's device), and on the CPU [2] fp64: n
 // and whether this rank's rows are in it.
-static std::vector<at::Tensor> statistics(
-    const SyncLayer& layer,
-    const at::Tensor& x,
-    const SyncNormArguments& arguments) {
+static std::vector<at::Tensor> statistics(const SyncLayer& layer, const at::Tensor& x,
+                                          const SyncNormArguments& arguments) {
   const bool counts = !layer.rows_count || layer.rows_count();
-  const JoinedStatistics joined =
-      join_statistics(layer, own_statistics(layer, x, counts));
+  const JoinedStatistics joined = join_statistics(layer, own_statistics(layer, x, counts));
   if (joined.count == 1) {
-    throw InputError(
-        kSyncBatchNorm,
-        layer.name + ": the batch of all ranks has one value per channel",
-        "more than one in training",
-        "give larger batches, or leave out the last one of a single row");
+    throw InputError(kSyncBatchNorm,
+                     layer.name + ": the batch of all ranks has one value per channel",
+                     "more than one in training",
+                     "give larger batches, or leave out the last one of a single row");
   }
   if (joined.count > 0) {
     update_running(arguments, joined);
   }
   const auto options = x.options().dtype(wide_type(x));
-  return {
-      joined.mean.to(options),
-      joined.var.to(options),
-      at::tensor({joined.count, counts ? 1.0 : 0.0}, numbers())};
+  return {joined.mean.to(options), joined.var.to(options),
+          at::tensor({joined.count, counts ? 1.0 : 0.0}, numbers())};
 }
 
 // (x - mean) / sqrt(var + eps) * weight + bias, per channel, of x's type.
-static at::Tensor normalise(
-    const at::Tensor& x,
-    const at::Tensor& weight,
-    const at::Tensor& bias,
-    const at::Tensor& mean,
-    const at::Tensor& var,
-    double eps) {
+static at::Tensor normalise(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
+                            const at::Tensor& mean, const at::Tensor& var, double eps) {
   if (x.numel() == 0) {
     return at::empty_like(x);
   }
-  return std::get<0>(at::native_batch_norm(
-      x, weight, bias, mean, var, /*training=*/false, 0, eps));
+  return std::get<0>(at::native_batch_norm(x, weight, bias, mean, var, /*training=*/false, 0, eps));
 }
 
 // [C] as it is added to x.
@@ -189,8 +161,7 @@ static at::Tensor by_channel(const at::Tensor& values, const at::Tensor& x) {
 }
 
 struct SyncLayerHolder final : torch::CustomClassHolder {
-  explicit SyncLayerHolder(std::shared_ptr<const SyncLayer> of)
-      : layer(std::move(of)) {}
+  explicit SyncLayerHolder(std::shared_ptr<const SyncLayer> of) : layer(std::move(of)) {}
   std::shared_ptr<const SyncLayer> layer;
 };
 
@@ -199,14 +170,11 @@ class SyncNorm : public torch::autograd::Function<SyncNorm> {
   using Context = torch::autograd::AutogradContext;
   using Tensors = torch::autograd::variable_list;
 
-  static at::Tensor forward(
-      Context* context,
-      const at::Tensor& x,
-      const std::optional<at::Tensor>& weight,
-      const std::optional<at::Tensor>& bias,
-      const Tensors& made, // by statistics()
-      double eps,
-      const std::shared_ptr<const SyncLayer>& layer) {
+  static at::Tensor forward(Context* context, const at::Tensor& x,
+                            const std::optional<at::Tensor>& weight,
+                            const std::optional<at::Tensor>& bias,
+                            const Tensors& made, // by statistics()
+                            double eps, const std::shared_ptr<const SyncLayer>& layer) {
     const at::Tensor w = weight.value_or(at::Tensor());
     const double* figures = made[2].const_data_ptr<double>();
     context->save_for_backward({x, w, made[0], made[1]});
@@ -216,34 +184,24 @@ class SyncNorm : public torch::autograd::Function<SyncNorm> {
     data["eps"] = eps;
     data["derives_x"] = x.requires_grad();
     data["has_bias"] = bias.has_value();
-    data["layer"] =
-        c10::IValue::make_capsule(c10::make_intrusive<SyncLayerHolder>(layer));
-    return normalise(
-        x,
-        wide(w, x),
-        wide(bias.value_or(at::Tensor()), x),
-        made[0],
-        made[1],
-        eps);
+    data["layer"] = c10::IValue::make_capsule(c10::make_intrusive<SyncLayerHolder>(layer));
+    return normalise(x, wide(w, x), wide(bias.value_or(at::Tensor()), x), made[0], made[1], eps);
   }
 
   static Tensors backward(Context* context, Tensors gradients) {
     auto& data = context->saved_data;
-    const auto holder = c10::static_intrusive_pointer_cast<SyncLayerHolder>(
-        data["layer"].toCapsule());
+    const auto holder =
+        c10::static_intrusive_pointer_cast<SyncLayerHolder>(data["layer"].toCapsule());
     const SyncLayer& layer = *holder->layer;
     if (at::GradMode::is_enabled()) {
-      throw InputError(
-          kSyncBatchNorm,
-          layer.name + ": backward with create_graph",
-          "one derivative: sums over ranks have none of their own",
-          "leave create_graph off, or the layer unsynchronised");
+      throw InputError(kSyncBatchNorm, layer.name + ": backward with create_graph",
+                       "one derivative: sums over ranks have none of their own",
+                       "leave create_graph off, or the layer unsynchronised");
     }
     const auto saved = context->get_saved_variables();
     const at::Tensor &x = saved[0], &weight = saved[1];
     const Moments moments{saved[2], saved[3], data["eps"].toDouble()};
-    const at::Tensor dy =
-        gradients[0].to(x.scalar_type()).contiguous(x.suggest_memory_format());
+    const at::Tensor dy = gradients[0].to(x.scalar_type()).contiguous(x.suggest_memory_format());
     const Sums own = own_sums(x, dy, moments);
     Tensors result(6);
     if (weight.defined()) {
@@ -273,47 +231,32 @@ class SyncNorm : public torch::autograd::Function<SyncNorm> {
     at::Tensor dy_xhat;
   };
 
-  static Sums own_sums(
-      const at::Tensor& x, const at::Tensor& dy, const Moments& moments) {
+  static Sums own_sums(const at::Tensor& x, const at::Tensor& dy, const Moments& moments) {
     if (x.numel() == 0) {
       return {at::zeros_like(moments.mean), at::zeros_like(moments.mean)};
     }
     // The derivative of evaluation has these two sums in one pass.
     const auto of_weight_and_bias = at::native_batch_norm_backward(
-        dy,
-        x,
-        at::ones_like(moments.mean),
-        moments.mean,
-        moments.var,
-        {},
-        {},
-        /*train=*/false,
-        moments.eps,
-        {false, true, true});
+        dy, x, at::ones_like(moments.mean), moments.mean, moments.var, {}, {},
+        /*train=*/false, moments.eps, {false, true, true});
     return {std::get<2>(of_weight_and_bias), std::get<1>(of_weight_and_bias)};
   }
 
-  static Sums joined_sums(
-      const SyncLayer& layer, const Sums& own, bool counts) {
+  static Sums joined_sums(const SyncLayer& layer, const Sums& own, bool counts) {
     at::Tensor both = at::zeros({2, layer.channels}, numbers());
     if (counts) {
       both[0].copy_(own.dy);
       both[1].copy_(own.dy_xhat);
     }
-    layer.communicator->all_reduce(
-        both, ReduceOp::sum, layer.name + " gradient sums");
+    layer.communicator->all_reduce(both, ReduceOp::sum, layer.name + " gradient sums");
     both = both.to(own.dy.options());
     return {both[0], both[1]};
   }
 
   // n = 0: the rows have no part in the mean.
-  static at::Tensor input_gradient(
-      const at::Tensor& x,
-      const at::Tensor& dy,
-      const at::Tensor& weight,
-      const Moments& moments,
-      const Sums& sums,
-      double n) {
+  static at::Tensor input_gradient(const at::Tensor& x, const at::Tensor& dy,
+                                   const at::Tensor& weight, const Moments& moments,
+                                   const Sums& sums, double n) {
     const at::Tensor inverse = (moments.var + moments.eps).rsqrt();
     const at::Tensor slope = weight.defined() ? weight * inverse : inverse;
     const at::ScalarType type = moments.mean.scalar_type();
@@ -321,35 +264,22 @@ class SyncNorm : public torch::autograd::Function<SyncNorm> {
       return (dy.to(type) * by_channel(slope, x)).to(x.scalar_type());
     }
     // In fp32 also for 16 bits: rounded once.
-    at::Tensor dx = normalise(
-        x.to(type),
-        slope * sums.dy_xhat / -n,
-        slope * sums.dy / -n,
-        moments.mean,
-        moments.var,
-        moments.eps);
+    at::Tensor dx = normalise(x.to(type), slope * sums.dy_xhat / -n, slope * sums.dy / -n,
+                              moments.mean, moments.var, moments.eps);
     dx.addcmul_(dy.to(type), by_channel(slope, x));
     return dx.to(x.scalar_type());
   }
 };
 
-at::Tensor sync_batch_norm(
-    const at::Tensor& x,
-    const SyncNormArguments& arguments,
-    const std::shared_ptr<const SyncLayer>& layer) {
+at::Tensor sync_batch_norm(const at::Tensor& x, const SyncNormArguments& arguments,
+                           const std::shared_ptr<const SyncLayer>& layer) {
   check_sync_input(*layer, x);
-  const auto made =
-      run_once([&] { return statistics(*layer, x.detach(), arguments); });
+  const auto made = run_once([&] { return statistics(*layer, x.detach(), arguments); });
   const auto given = [](const at::Tensor& tensor) {
     return tensor.defined() ? std::optional<at::Tensor>(tensor) : std::nullopt;
   };
-  return SyncNorm::apply(
-      x,
-      given(arguments.weight),
-      given(arguments.bias),
-      made,
-      arguments.eps,
-      layer);
+  return SyncNorm::apply(x, given(arguments.weight), given(arguments.bias), made, arguments.eps,
+                         layer);
 }
 
 } // namespace hasten::detail

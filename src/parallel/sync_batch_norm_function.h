@@ -23,8 +23,7 @@ struct SyncLayer {
 struct SyncNormArguments {
   at::Tensor weight{}; // [C] or undefined, and the bias
   at::Tensor bias{};
-  at::Tensor
-      running_mean{}; // [C] or undefined, and running_var; changed in place
+  at::Tensor running_mean{}; // [C] or undefined, and running_var; changed in place
   at::Tensor running_var{};
   double momentum = 0;
   double eps = 0;
@@ -37,9 +36,7 @@ constexpr const char* kSyncBatchNorm = "parallel::SyncBatchNorm";
 void check_sync_input(const SyncLayer& layer, const at::Tensor& x);
 
 // Collective. Differentiable in x, weight and bias.
-at::Tensor sync_batch_norm(
-    const at::Tensor& x,
-    const SyncNormArguments& arguments,
-    const std::shared_ptr<const SyncLayer>& layer);
+at::Tensor sync_batch_norm(const at::Tensor& x, const SyncNormArguments& arguments,
+                           const std::shared_ptr<const SyncLayer>& layer);
 
 } // namespace hasten::detail

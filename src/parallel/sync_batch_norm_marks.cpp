@@ -38,12 +38,10 @@ static BatchNormMarks& batch_norm_marks() {
 // Null: torch's own. A layer without running statistics says "training" in evaluation
 // too, so the module is asked.
 static std::shared_ptr<const SyncLayer> synced_layer(
-    const std::optional<at::Tensor>& weight,
-    const std::optional<at::Tensor>& running_mean) {
-  const at::Tensor* identity = running_mean && running_mean->defined()
-                                   ? &*running_mean
-                               : weight && weight->defined() ? &*weight
-                                                             : nullptr;
+    const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& running_mean) {
+  const at::Tensor* identity = running_mean && running_mean->defined() ? &*running_mean
+                               : weight && weight->defined()           ? &*weight
+                                                                       : nullptr;
   if (identity == nullptr) {
     return nullptr;
   }
@@ -57,40 +55,24 @@ static std::shared_ptr<const SyncLayer> synced_layer(
   return module && module->is_training() ? found->second.layer : nullptr;
 }
 
-static at::Tensor batch_norm_kernel(
-    const at::Tensor& input,
-    const std::optional<at::Tensor>& weight,
-    const std::optional<at::Tensor>& bias,
-    const std::optional<at::Tensor>& running_mean,
-    const std::optional<at::Tensor>& running_var,
-    bool training,
-    double momentum,
-    double eps,
-    bool cudnn_enabled) {
+static at::Tensor batch_norm_kernel(const at::Tensor& input,
+                                    const std::optional<at::Tensor>& weight,
+                                    const std::optional<at::Tensor>& bias,
+                                    const std::optional<at::Tensor>& running_mean,
+                                    const std::optional<at::Tensor>& running_var, bool training,
+                                    double momentum, double eps, bool cudnn_enabled) {
   if (training) {
     if (const auto layer = synced_layer(weight, running_mean)) {
       const at::Tensor none;
       return sync_batch_norm(
           input,
-          {weight.value_or(none),
-           bias.value_or(none),
-           running_mean.value_or(none),
-           running_var.value_or(none),
-           momentum,
-           eps},
+          {weight.value_or(none), bias.value_or(none), running_mean.value_or(none),
+           running_var.value_or(none), momentum, eps},
           layer);
     }
   }
-  return at::native::batch_norm(
-      input,
-      weight,
-      bias,
-      running_mean,
-      running_var,
-      training,
-      momentum,
-      eps,
-      cudnn_enabled);
+  return at::native::batch_norm(input, weight, bias, running_mean, running_var, training, momentum,
+                                eps, cudnn_enabled);
 }
 
 // Note [One override]
@@ -100,8 +82,7 @@ static at::Tensor batch_norm_kernel(
 static void register_batch_norm() {
   static const auto libraries = [] {
     std::vector<torch::Library> made;
-    for (const auto key :
-         {c10::DispatchKey::AutogradCPU, c10::DispatchKey::AutogradCUDA}) {
+    for (const auto key : {c10::DispatchKey::AutogradCPU, c10::DispatchKey::AutogradCUDA}) {
       made.emplace_back(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
       made.back().impl("batch_norm", TORCH_FN(batch_norm_kernel));
     }
@@ -110,34 +91,25 @@ static void register_batch_norm() {
   static_cast<void>(libraries);
 }
 
-uint64_t mark_batch_norm(
-    const at::Tensor& identity,
-    const std::shared_ptr<torch::nn::Module>& module,
-    std::shared_ptr<const SyncLayer> layer) {
+uint64_t mark_batch_norm(const at::Tensor& identity,
+                         const std::shared_ptr<torch::nn::Module>& module,
+                         std::shared_ptr<const SyncLayer> layer) {
   register_batch_norm();
   BatchNormMarks& marks = batch_norm_marks();
   const std::unique_lock lock(marks.mutex);
-  std::erase_if(
-      marks.by_tensor, [](const auto& entry) { return !entry.second.alive(); });
-  BatchNormMark mark{
-      c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(
-          identity.getIntrusivePtr()),
-      module,
-      std::move(layer),
-      marks.next_id};
+  std::erase_if(marks.by_tensor, [](const auto& entry) { return !entry.second.alive(); });
+  BatchNormMark mark{c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(
+                         identity.getIntrusivePtr()),
+                     module, std::move(layer), marks.next_id};
   const bool fresh =
-      marks.by_tensor
-          .try_emplace(identity.unsafeGetTensorImpl(), std::move(mark))
-          .second;
+      marks.by_tensor.try_emplace(identity.unsafeGetTensorImpl(), std::move(mark)).second;
   return fresh ? marks.next_id++ : 0;
 }
 
 void unmark_batch_norm(uint64_t id) noexcept {
   BatchNormMarks& marks = batch_norm_marks();
   const std::unique_lock lock(marks.mutex);
-  std::erase_if(marks.by_tensor, [id](const auto& entry) {
-    return entry.second.id == id;
-  });
+  std::erase_if(marks.by_tensor, [id](const auto& entry) { return entry.second.id == id; });
 }
 
 } // namespace hasten::detail

@@ -37,15 +37,13 @@ std::string describe_strides(const at::Tensor& tensor) {
 }
 
 // Gradients lie by their parameters' strides in the buffers that are summed.
-nlohmann::json describe_tensors(
-    const FlatLayout::NamedParameters& parameters,
-    const FlatLayout::NamedParameters& buffers) {
+nlohmann::json describe_tensors(const FlatLayout::NamedParameters& parameters,
+                                const FlatLayout::NamedParameters& buffers) {
   auto list = nlohmann::json::array();
   for (const auto& [name, tensor] : parameters) {
     list.push_back(
         {"parameter \"" + name + "\"",
-         describe_tensor(tensor, true) +
-             (tensor.requires_grad() ? describe_strides(tensor) : "")});
+         describe_tensor(tensor, true) + (tensor.requires_grad() ? describe_strides(tensor) : "")});
   }
   for (const auto& [name, tensor] : buffers) {
     list.push_back({"buffer \"" + name + "\"", describe_tensor(tensor, false)});
@@ -54,50 +52,39 @@ nlohmann::json describe_tensors(
 }
 
 // How `mine` differs first from rank 0's; empty where it does not.
-std::string first_difference(
-    const nlohmann::json& mine, const nlohmann::json& main) {
+std::string first_difference(const nlohmann::json& mine, const nlohmann::json& main) {
   for (size_t i = 0; i < std::max(mine.size(), main.size()); ++i) {
     if (i >= mine.size()) {
       return "has no " + main[i][0].get<std::string>() + ", rank 0 has";
     }
     if (i >= main.size() || mine[i][0] != main[i][0]) {
       return "has " + mine[i][0].get<std::string>() + ", rank 0 has " +
-             (i < main.size() ? main[i][0].get<std::string>() : "no more") +
-             " in its place";
+             (i < main.size() ? main[i][0].get<std::string>() : "no more") + " in its place";
     }
     if (mine[i][1] != main[i][1]) {
-      return "has " + mine[i][0].get<std::string>() + " as " +
-             mine[i][1].get<std::string>() + ", rank 0 as " +
-             main[i][1].get<std::string>();
+      return "has " + mine[i][0].get<std::string>() + " as " + mine[i][1].get<std::string>() +
+             ", rank 0 as " + main[i][1].get<std::string>();
     }
   }
   return {};
 }
 
-void require_equal_lists(
-    Communicator& communicator,
-    const nlohmann::json& mine,
-    const char* where,
-    const std::string& subject,
-    const char* expected,
-    const char* fix) {
+void require_equal_lists(Communicator& communicator, const nlohmann::json& mine, const char* where,
+                         const std::string& subject, const char* expected, const char* fix) {
   const auto main = communicator.broadcast_json(mine, subject + " of rank 0");
-  const auto differences = communicator.gather_json(
-      first_difference(mine, main), subject + " differences");
+  const auto differences =
+      communicator.gather_json(first_difference(mine, main), subject + " differences");
   for (size_t rank = 0; rank < differences.size(); ++rank) {
     if (!differences[rank].get<std::string>().empty()) {
-      throw InputError(
-          where,
-          "rank " + std::to_string(rank) + "'s " + subject + " " +
-              differences[rank].get<std::string>(),
-          expected,
-          fix);
+      throw InputError(where,
+                       "rank " + std::to_string(rank) + "'s " + subject + " " +
+                           differences[rank].get<std::string>(),
+                       expected, fix);
     }
   }
 }
 
-void materialize_start(
-    const FlatLayout::NamedParameters& tensors, bool with_values) {
+void materialize_start(const FlatLayout::NamedParameters& tensors, bool with_values) {
   std::vector<at::Tensor> deferred;
   for (const auto& [name, tensor] : tensors) {
     deferred.push_back(tensor);
@@ -127,8 +114,7 @@ struct Pack {
   CommHandle handle{};
 
   bool takes(const at::Tensor& other) const {
-    return bytes + other.nbytes() <= kPack &&
-           tensors[0].device() == other.device();
+    return bytes + other.nbytes() <= kPack && tensors[0].device() == other.device();
   }
   void add(const at::Tensor& tensor) {
     tensors.push_back(tensor.detach());
@@ -165,10 +151,8 @@ struct Pack {
   }
 };
 
-void broadcast_tensors(
-    Communicator& communicator,
-    const FlatLayout::NamedParameters& tensors,
-    const std::string& what) {
+void broadcast_tensors(Communicator& communicator, const FlatLayout::NamedParameters& tensors,
+                       const std::string& what) {
   const at::NoGradGuard no_grad;
   std::vector<Pack> packs;
   std::optional<size_t> open; // the pack that small tensors go into
@@ -197,11 +181,8 @@ void Ddp::verify_and_broadcast() {
   const bool alone = communicator_->world_size() == 1;
   if (!alone) {
     detail::require_equal_lists(
-        *communicator_,
-        detail::describe_tensors(parameters_, module_buffers_),
-        "parallel::Ddp",
-        "model",
-        "the same model on every rank",
+        *communicator_, detail::describe_tensors(parameters_, module_buffers_), "parallel::Ddp",
+        "model", "the same model on every rank",
         "build it from the same options everywhere; convert the memory format "
         "(channels_last) on every rank or on none");
   }

@@ -26,25 +26,17 @@ std::string describe_strides(const at::Tensor& tensor);
 // `mine` is an array of [name, description]; the same on all ranks, or every rank
 // throws an InputError of `where` that names the first entry that differs from
 // rank 0's: "rank 1's model has …" for subject "model". Collective, blocking.
-void require_equal_lists(
-    Communicator& communicator,
-    const nlohmann::json& mine,
-    const char* where,
-    const std::string& subject,
-    const char* expected,
-    const char* fix);
+void require_equal_lists(Communicator& communicator, const nlohmann::json& mine, const char* where,
+                         const std::string& subject, const char* expected, const char* fix);
 
 // Deferred tensors get memory, and their values where those are what all ranks get.
-void materialize_start(
-    const FlatLayout::NamedParameters& tensors, bool with_values);
+void materialize_start(const FlatLayout::NamedParameters& tensors, bool with_values);
 
 // Rank 0's values on every rank, blocking: the same shapes and dtypes everywhere, any
 // dtype, contiguous or not. Small tensors travel together; memory: a copy of those.
 // `what` is the operations' name, one for all, so that what is of one shape is
 // compared over the ranks once.
-void broadcast_tensors(
-    Communicator& communicator,
-    const FlatLayout::NamedParameters& tensors,
-    const std::string& what);
+void broadcast_tensors(Communicator& communicator, const FlatLayout::NamedParameters& tensors,
+                       const std::string& what);
 
 } // namespace hasten::detail

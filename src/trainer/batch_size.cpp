@@ -40,8 +40,7 @@ class TrialState {
   TrialState(const TrialState&) = delete;
   TrialState& operator=(const TrialState&) = delete;
   ~TrialState() {
-    for (auto entry = gradients_.rbegin(); entry != gradients_.rend();
-         ++entry) {
+    for (auto entry = gradients_.rbegin(); entry != gradients_.rend(); ++entry) {
       entry->first.mutable_grad() = entry->second; // a tied one's first is last
     }
     const at::NoGradGuard no_grad;
@@ -53,10 +52,7 @@ class TrialState {
   }
 
  private:
-  TrialState(
-      torch::nn::Module& model,
-      const at::Device& device,
-      std::vector<at::Tensor> random)
+  TrialState(torch::nn::Module& model, const at::Device& device, std::vector<at::Tensor> random)
       : model_(model),
         training_(model.is_training()),
         device_(device),
@@ -77,18 +73,15 @@ int64_t kept_bytes(const TrainerParts& parts) {
   int64_t weights = 0;
   at::ScalarType dtype = at::kFloat;
   for (const at::Tensor& parameter : parts.model->parameters()) {
-    if (parameter.requires_grad() &&
-        seen.insert(parameter.unsafeGetTensorImpl()).second) {
+    if (parameter.requires_grad() && seen.insert(parameter.unsafeGetTensorImpl()).second) {
       shapes.push_back(parameter.sizes().vec());
       weights += static_cast<int64_t>(parameter.nbytes());
       dtype = parameter.scalar_type();
     }
   }
   const TrainingArguments& a = parts.arguments;
-  const bool averages =
-      a.local_sgd_steps > 0 && parts.accelerator->num_processes() > 1;
-  return optimizer_state_bytes(
-             optimizer_name_of(a), optimizer_settings_of(a), shapes, dtype) +
+  const bool averages = a.local_sgd_steps > 0 && parts.accelerator->num_processes() > 1;
+  return optimizer_state_bytes(optimizer_name_of(a), optimizer_settings_of(a), shapes, dtype) +
          (averages ? 2 * weights : 0); // snapshot; buffers of gradients
 }
 
@@ -111,8 +104,7 @@ void find_batch_size(TrainerParts& parts, int64_t first) {
   enable_checkpointing(parts);
   Accelerator& accelerator = *parts.accelerator;
   const at::Device device = accelerator.device();
-  const int64_t rows =
-      a.per_device_train_batch_size * a.gradient_accumulation_steps;
+  const int64_t rows = a.per_device_train_batch_size * a.gradient_accumulation_steps;
   FindBatchSizeOptions options;
   options.starting_batch_size = first;
   options.effective_batch_size = rows;
@@ -122,11 +114,8 @@ void find_batch_size(TrainerParts& parts, int64_t first) {
   const int64_t size = find_executable_batch_size(
       [&](int64_t batch_size) {
         const TrialState state(*parts.model, device);
-        const at::Tensor reserved =
-            at::empty({kept}, at::TensorOptions(device).dtype(at::kByte));
-        const Batch batch =
-            parts.train->collate(longest_rows(*parts.train, batch_size))
-                .to(device);
+        const at::Tensor reserved = at::empty({kept}, at::TensorOptions(device).dtype(at::kByte));
+        const Batch batch = parts.train->collate(longest_rows(*parts.train, batch_size)).to(device);
         for (int i = 0; i < 2; ++i) { // caches of a first step; then as always
           LossOutput loss;
           {
@@ -137,20 +126,17 @@ void find_batch_size(TrainerParts& parts, int64_t first) {
           loss.loss_sum.backward();
         }
       },
-      options,
-      &accelerator);
+      options, &accelerator);
   if (size == a.per_device_train_batch_size) {
     return;
   }
   if (parts.is_main()) {
-    log_info(
-        "auto_find_batch_size: " + std::to_string(size) + " rows x " +
-        std::to_string(rows / size) + " accumulation for " +
-        std::to_string(a.per_device_train_batch_size) + " x " +
-        std::to_string(a.gradient_accumulation_steps) +
-        (options.memory_limit_bytes > 0
-             ? ", within " + format_bytes(limit) + " a process"
-             : std::string()));
+    log_info("auto_find_batch_size: " + std::to_string(size) + " rows x " +
+             std::to_string(rows / size) + " accumulation for " +
+             std::to_string(a.per_device_train_batch_size) + " x " +
+             std::to_string(a.gradient_accumulation_steps) +
+             (options.memory_limit_bytes > 0 ? ", within " + format_bytes(limit) + " a process"
+                                             : std::string()));
   }
   a.per_device_train_batch_size = size;
   a.gradient_accumulation_steps = rows / size;

@@ -17,15 +17,9 @@ std::vector<int64_t> longest_rows(const Dataset& data, int64_t count) {
   std::vector<int64_t> rows(static_cast<size_t>(data.size()));
   std::iota(rows.begin(), rows.end(), 0);
   count = std::min(count, data.size());
-  std::partial_sort(
-      rows.begin(),
-      rows.begin() + count,
-      rows.end(),
-      [&](int64_t a, int64_t b) {
-        return data.length(a) != data.length(b)
-                   ? data.length(a) > data.length(b)
-                   : a < b;
-      });
+  std::partial_sort(rows.begin(), rows.begin() + count, rows.end(), [&](int64_t a, int64_t b) {
+    return data.length(a) != data.length(b) ? data.length(a) > data.length(b) : a < b;
+  });
   rows.resize(static_cast<size_t>(count));
   return rows;
 }
@@ -41,9 +35,7 @@ void enable_checkpointing(TrainerParts& parts) {
     return;
   }
   const Batch batch =
-      parts.train
-          ->collate(longest_rows(
-              *parts.train, parts.arguments.per_device_train_batch_size))
+      parts.train->collate(longest_rows(*parts.train, parts.arguments.per_device_train_batch_size))
           .to(parts.accelerator->device());
   auto plan = enable_within_budget(
       parts.model,
@@ -55,19 +47,16 @@ void enable_checkpointing(TrainerParts& parts) {
       },
       how);
   if (parts.accelerator->num_processes() > 1) { // measured times differ
-    plan = std::make_shared<ActivationPlan>(
-        ActivationPlan::from_json(parts.communicator().broadcast_json(
-            plan->to_json(), "plan of activations")));
+    plan = std::make_shared<ActivationPlan>(ActivationPlan::from_json(
+        parts.communicator().broadcast_json(plan->to_json(), "plan of activations")));
     gradient_checkpointing_enable(parts.model, {.plan = plan});
   }
   parts.checkpointing = {.plan = plan};
   if (parts.is_main()) {
-    log_info(
-        "gradient_checkpointing=" + how.text() + ": " +
-        std::to_string(plan->regions.size()) + " regions over " +
-        std::to_string(plan->blocks.size()) + " blocks, peak of activations " +
-        format_bytes(plan->observed_peak_bytes) + " of " +
-        format_bytes(plan->budget_bytes) + " on the longest batch");
+    log_info("gradient_checkpointing=" + how.text() + ": " + std::to_string(plan->regions.size()) +
+             " regions over " + std::to_string(plan->blocks.size()) +
+             " blocks, peak of activations " + format_bytes(plan->observed_peak_bytes) + " of " +
+             format_bytes(plan->budget_bytes) + " on the longest batch");
   }
 }
 

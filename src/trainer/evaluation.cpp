@@ -41,36 +41,29 @@ struct RankOutputs {
 };
 
 /// All ranks' outputs in the order of the dataset, on the CPU. Collective.
-at::Tensor outputs_in_order(
-    TrainerParts& parts, RankOutputs mine, int64_t dataset_rows) {
+at::Tensor outputs_in_order(TrainerParts& parts, RankOutputs mine, int64_t dataset_rows) {
   Communicator& communicator = parts.communicator();
   // A rank without rows does not know what a row looks like.
   nlohmann::json form;
   if (!mine.rows.empty()) {
     const at::Tensor& first = mine.rows.front();
-    form = {
-        {"dtype", static_cast<int>(first.scalar_type())},
-        {"sizes", first.sizes().slice(1).vec()}};
+    form = {{"dtype", static_cast<int>(first.scalar_type())},
+            {"sizes", first.sizes().slice(1).vec()}};
   }
   const auto forms = communicator.gather_json(form, "form of the outputs");
-  const auto known = std::find_if(
-      forms.begin(), forms.end(), [](const auto& f) { return !f.is_null(); });
+  const auto known =
+      std::find_if(forms.begin(), forms.end(), [](const auto& f) { return !f.is_null(); });
   auto sizes = known->at("sizes").get<std::vector<int64_t>>();
   sizes.insert(sizes.begin(), 0);
-  const at::Tensor none = at::empty(
-      sizes,
-      at::TensorOptions(parts.accelerator->device())
-          .dtype(static_cast<at::ScalarType>(known->at("dtype").get<int>())));
+  const at::Tensor none =
+      at::empty(sizes, at::TensorOptions(parts.accelerator->device())
+                           .dtype(static_cast<at::ScalarType>(known->at("dtype").get<int>())));
   const at::Tensor rows = mine.rows.empty() ? none : at::cat(mine.rows);
-  const at::Tensor indices =
-      at::tensor(mine.indices, at::kLong).to(parts.accelerator->device());
-  const at::Tensor all_rows =
-      communicator.all_gather_rows(rows.contiguous(), "outputs").cpu();
-  const at::Tensor all_indices =
-      communicator.all_gather_rows(indices, "rows of the outputs").cpu();
+  const at::Tensor indices = at::tensor(mine.indices, at::kLong).to(parts.accelerator->device());
+  const at::Tensor all_rows = communicator.all_gather_rows(rows.contiguous(), "outputs").cpu();
+  const at::Tensor all_indices = communicator.all_gather_rows(indices, "rows of the outputs").cpu();
   sizes[0] = dataset_rows;
-  return at::empty(sizes, all_rows.options())
-      .index_copy_(0, all_indices, all_rows);
+  return at::empty(sizes, all_rows.options()).index_copy_(0, all_indices, all_rows);
 }
 
 double rounded(double value, int digits) {
@@ -86,11 +79,8 @@ struct EvaluationPass {
   int64_t steps = 0; // batches of a rank
 };
 
-EvaluationPass evaluate_share(
-    TrainerParts& parts,
-    const Dataset& dataset,
-    EvaluationMetrics* metrics,
-    RankOutputs* outputs) {
+EvaluationPass evaluate_share(TrainerParts& parts, const Dataset& dataset,
+                              EvaluationMetrics* metrics, RankOutputs* outputs) {
   const Accelerator& accelerator = *parts.accelerator;
   LoaderOptions options;
   options.batch_size = parts.arguments.per_device_eval_batch_size;
@@ -98,14 +88,11 @@ EvaluationPass evaluate_share(
   options.group_by_length = true; // longest first: least padding
   options.num_workers = parts.arguments.dataloader_num_workers;
   options.prefetch_factor = parts.arguments.dataloader_prefetch_factor;
-  DataLoader loader(
-      std::shared_ptr<const Dataset>(std::shared_ptr<void>(), &dataset),
-      options);
+  DataLoader loader(std::shared_ptr<const Dataset>(std::shared_ptr<void>(), &dataset), options);
   loader.shard(accelerator.process_index(), accelerator.num_processes());
   EvaluationPass pass;
   pass.steps = loader.size();
-  pass.loss_sum =
-      at::zeros({}, at::TensorOptions(accelerator.device()).dtype(at::kDouble));
+  pass.loss_sum = at::zeros({}, at::TensorOptions(accelerator.device()).dtype(at::kDouble));
   int64_t done = 0;
   const ForwardGuard forward = accelerator.forward_scope(parts.model);
   const auto run = [&](const Batch& batch) {
@@ -132,23 +119,18 @@ EvaluationPass evaluate_share(
       }
       if (outputs != nullptr) {
         outputs->rows.push_back(output.outputs);
-        outputs->indices.insert(
-            outputs->indices.end(), batch.indices.begin(), batch.indices.end());
+        outputs->indices.insert(outputs->indices.end(), batch.indices.begin(), batch.indices.end());
       }
       pass.rows += batch.rows();
     }
     ++done;
-    parts.notify(
-        [&](TrainerCallback& c) { c.on_prediction_step(done, pass.steps); });
+    parts.notify([&](TrainerCallback& c) { c.on_prediction_step(done, pass.steps); });
   }
   return pass;
 }
 
-nlohmann::json evaluate_dataset(
-    TrainerParts& parts,
-    const Dataset& dataset,
-    const std::string& prefix,
-    at::Tensor* outputs) {
+nlohmann::json evaluate_dataset(TrainerParts& parts, const Dataset& dataset,
+                                const std::string& prefix, at::Tensor* outputs) {
   if (dataset.size() < 1) {
     throw InputError("trainer::evaluate", "rows=0", "at least one row");
   }
@@ -156,19 +138,16 @@ nlohmann::json evaluate_dataset(
   const Stopwatch time;
   const at::NoGradGuard no_grad;
   const EvaluationMode evaluation_mode(*parts.model);
-  const auto metrics =
-      parts.compute_metrics ? parts.compute_metrics() : nullptr;
+  const auto metrics = parts.compute_metrics ? parts.compute_metrics() : nullptr;
   parts.accelerator->sync_buffers();
   RankOutputs mine;
-  const EvaluationPass pass = evaluate_share(
-      parts, dataset, metrics.get(), outputs != nullptr ? &mine : nullptr);
+  const EvaluationPass pass =
+      evaluate_share(parts, dataset, metrics.get(), outputs != nullptr ? &mine : nullptr);
 
   Accelerator& accelerator = *parts.accelerator;
-  at::Tensor sums = at::stack(
-      {pass.loss_sum,
-       at::scalar_tensor(pass.weight, pass.loss_sum.options()),
-       at::scalar_tensor(
-           static_cast<double>(pass.rows), pass.loss_sum.options())});
+  at::Tensor sums =
+      at::stack({pass.loss_sum, at::scalar_tensor(pass.weight, pass.loss_sum.options()),
+                 at::scalar_tensor(static_cast<double>(pass.rows), pass.loss_sum.options())});
   sums = accelerator.reduce(sums).cpu();
   if (metrics) {
     for (Metric* metric : metrics->metrics()) {
@@ -181,10 +160,7 @@ nlohmann::json evaluate_dataset(
   const double weight = sums[1].item<double>();
   const auto rows = static_cast<int64_t>(sums[2].item<double>());
   const double seconds =
-      accelerator
-          .reduce(
-              at::scalar_tensor(time.seconds(), pass.loss_sum.options()),
-              ReduceOp::max)
+      accelerator.reduce(at::scalar_tensor(time.seconds(), pass.loss_sum.options()), ReduceOp::max)
           .item<double>();
   nlohmann::json record;
   if (weight > 0) {
@@ -196,10 +172,8 @@ nlohmann::json evaluate_dataset(
     }
   }
   record[prefix + "_runtime"] = rounded(seconds, 4);
-  record[prefix + "_samples_per_second"] =
-      rounded(static_cast<double>(rows) / seconds, 3);
-  record[prefix + "_steps_per_second"] =
-      rounded(static_cast<double>(pass.steps) / seconds, 3);
+  record[prefix + "_samples_per_second"] = rounded(static_cast<double>(rows) / seconds, 3);
+  record[prefix + "_steps_per_second"] = rounded(static_cast<double>(pass.steps) / seconds, 3);
   return record;
 }
 
@@ -217,8 +191,7 @@ class CountedEvaluation final : public EvaluationMetrics {
   }
   std::vector<Metric*> metrics() override { return {&metrics_}; }
   std::map<std::string, double> compute() const override {
-    return metrics_.rows() > 0 ? metrics_.compute()
-                               : std::map<std::string, double>{};
+    return metrics_.rows() > 0 ? metrics_.compute() : std::map<std::string, double>{};
   }
 
  private:
@@ -228,33 +201,27 @@ class CountedEvaluation final : public EvaluationMetrics {
 
 } // namespace detail
 
-ComputeMetrics classification_metrics(
-    int64_t num_labels, std::string labels_name) {
+ComputeMetrics classification_metrics(int64_t num_labels, std::string labels_name) {
   return detail::NamedFactory{
       {"accuracy", "f1"}, [num_labels, labels_name = std::move(labels_name)] {
-        return std::make_unique<
-            detail::CountedEvaluation<ClassificationMetrics>>(
-            num_labels, labels_name);
+        return std::make_unique<detail::CountedEvaluation<ClassificationMetrics>>(num_labels,
+                                                                                  labels_name);
       }};
 }
 
-ComputeMetrics multi_label_metrics(
-    int64_t num_labels, std::string labels_name) {
+ComputeMetrics multi_label_metrics(int64_t num_labels, std::string labels_name) {
   return detail::NamedFactory{
-      {"f1_micro", "f1_macro", "accuracy"},
-      [num_labels, labels_name = std::move(labels_name)] {
-        return std::make_unique<detail::CountedEvaluation<MultiLabelMetrics>>(
-            num_labels, labels_name);
+      {"f1_micro", "f1_macro", "accuracy"}, [num_labels, labels_name = std::move(labels_name)] {
+        return std::make_unique<detail::CountedEvaluation<MultiLabelMetrics>>(num_labels,
+                                                                              labels_name);
       }};
 }
 
 ComputeMetrics regression_metrics(std::string labels_name) {
-  return named_metrics(
-      std::move(labels_name),
-      std::pair("mse", MeanSquaredError()),
-      std::pair("mae", MeanAbsoluteError()),
-      std::pair("pearson", PearsonCorrCoef()),
-      std::pair("spearman", SpearmanCorrCoef()));
+  return named_metrics(std::move(labels_name), std::pair("mse", MeanSquaredError()),
+                       std::pair("mae", MeanAbsoluteError()),
+                       std::pair("pearson", PearsonCorrCoef()),
+                       std::pair("spearman", SpearmanCorrCoef()));
 }
 
 } // namespace hasten

@@ -17,16 +17,13 @@ namespace detail {
 constexpr const char* kLossesWhere = "trainer::losses";
 
 std::string tensor_form(const at::Tensor& tensor) {
-  return tensor.defined() ? c10::str(tensor.scalar_type(), " ", tensor.sizes())
-                          : "undefined";
+  return tensor.defined() ? c10::str(tensor.scalar_type(), " ", tensor.sizes()) : "undefined";
 }
 
-[[noreturn]] void refuse_loss_inputs(
-    const at::Tensor& logits, const at::Tensor& labels, const char* expected) {
-  throw InputError(
-      kLossesWhere,
-      "outputs=" + tensor_form(logits) + ", labels=" + tensor_form(labels),
-      expected);
+[[noreturn]] void refuse_loss_inputs(const at::Tensor& logits, const at::Tensor& labels,
+                                     const char* expected) {
+  throw InputError(kLossesWhere,
+                   "outputs=" + tensor_form(logits) + ", labels=" + tensor_form(labels), expected);
 }
 
 /// Losses of 16-bit outputs are computed in fp32.
@@ -34,22 +31,18 @@ at::Tensor wide(const at::Tensor& logits) {
   return logits.element_size() < 4 ? logits.to(at::kFloat) : logits;
 }
 
-at::Tensor weights_of(
-    const std::vector<double>& weights, const at::Tensor& like) {
+at::Tensor weights_of(const std::vector<double>& weights, const at::Tensor& like) {
   return at::tensor(weights, at::kDouble).to(like.device(), like.scalar_type());
 }
 
-LossFunction with_objective(
-    LossFunction inner, ClassificationLossOptions how, bool balanced) {
-  return [inner = std::move(inner), how = std::move(how), balanced](
-             const Batch& batch) {
+LossFunction with_objective(LossFunction inner, ClassificationLossOptions how, bool balanced) {
+  return [inner = std::move(inner), how = std::move(how), balanced](const Batch& batch) {
     LossOutput output = inner(batch);
     if (!output.loss_sum.defined() || !batch.has("labels")) {
       return output;
     }
     const at::Tensor& labels = batch["labels"];
-    if (labels.is_floating_point() && labels.dim() == 2 &&
-        how.label_smoothing == 0) {
+    if (labels.is_floating_point() && labels.dim() == 2 && how.label_smoothing == 0) {
       return bce_with_logits_output(output.outputs, labels, how.class_weights);
     }
     if (!balanced) {
@@ -57,25 +50,19 @@ LossFunction with_objective(
     }
     ClassificationLossOptions padded = how; // labels without a row count 1
     padded.class_weights.resize(
-        std::max(
-            padded.class_weights.size(),
-            static_cast<size_t>(output.outputs.size(-1))),
-        1.0);
+        std::max(padded.class_weights.size(), static_cast<size_t>(output.outputs.size(-1))), 1.0);
     return cross_entropy_output(output.outputs, labels, padded);
   };
 }
 
 } // namespace detail
 
-LossOutput cross_entropy_output(
-    const at::Tensor& logits,
-    const at::Tensor& labels,
-    const ClassificationLossOptions& options) {
-  if (!logits.defined() || !labels.defined() || logits.dim() < 2 ||
-      !logits.is_floating_point() || labels.scalar_type() != at::kLong ||
+LossOutput cross_entropy_output(const at::Tensor& logits, const at::Tensor& labels,
+                                const ClassificationLossOptions& options) {
+  if (!logits.defined() || !labels.defined() || logits.dim() < 2 || !logits.is_floating_point() ||
+      labels.scalar_type() != at::kLong ||
       logits.sizes().slice(0, logits.dim() - 1) != labels.sizes()) {
-    detail::refuse_loss_inputs(
-        logits, labels, "logits [..., classes] and int64 labels [...]");
+    detail::refuse_loss_inputs(logits, labels, "logits [..., classes] and int64 labels [...]");
   }
   const int64_t classes = logits.size(-1);
   LossOutput result;
@@ -87,92 +74,68 @@ LossOutput cross_entropy_output(
     result.weight = static_cast<double>(numbers.ne(-100).sum().item<int64_t>());
   } else {
     if (static_cast<int64_t>(options.class_weights.size()) != classes) {
-      throw InputError(
-          detail::kLossesWhere,
-          "class_weights of " + std::to_string(options.class_weights.size()) +
-              " labels for a model with " + std::to_string(classes),
-          "one number a label");
+      throw InputError(detail::kLossesWhere,
+                       "class_weights of " + std::to_string(options.class_weights.size()) +
+                           " labels for a model with " + std::to_string(classes),
+                       "one number a label");
     }
     weights = detail::weights_of(options.class_weights, flat);
     const at::Tensor kept = numbers.masked_select(numbers.ne(-100));
-    result.weight =
-        detail::weights_of(options.class_weights, at::empty({}, at::kDouble))
-            .index_select(0, kept.cpu())
-            .sum()
-            .item<double>();
+    result.weight = detail::weights_of(options.class_weights, at::empty({}, at::kDouble))
+                        .index_select(0, kept.cpu())
+                        .sum()
+                        .item<double>();
   }
-  result.loss_sum = at::cross_entropy_loss(
-      flat,
-      numbers,
-      weights,
-      at::Reduction::Sum,
-      /*ignore_index=*/-100,
-      options.label_smoothing);
+  result.loss_sum = at::cross_entropy_loss(flat, numbers, weights, at::Reduction::Sum,
+                                           /*ignore_index=*/-100, options.label_smoothing);
   return result;
 }
 
 LossOutput mse_output(const at::Tensor& logits, const at::Tensor& labels) {
   const bool column = logits.dim() == 2 && logits.size(1) == 1;
-  if (!(column || logits.dim() == 1) || labels.dim() != 1 ||
-      labels.size(0) != logits.size(0) || !labels.is_floating_point()) {
-    detail::refuse_loss_inputs(
-        logits, labels, "one output a row and floating-point labels [B]");
+  if (!(column || logits.dim() == 1) || labels.dim() != 1 || labels.size(0) != logits.size(0) ||
+      !labels.is_floating_point()) {
+    detail::refuse_loss_inputs(logits, labels, "one output a row and floating-point labels [B]");
   }
   LossOutput result;
   result.outputs = detail::wide(column ? logits.squeeze(1) : logits);
-  result.loss_sum = at::mse_loss(
-      result.outputs,
-      labels.to(result.outputs.scalar_type()),
-      at::Reduction::Sum);
+  result.loss_sum =
+      at::mse_loss(result.outputs, labels.to(result.outputs.scalar_type()), at::Reduction::Sum);
   result.weight = static_cast<double>(labels.size(0));
   return result;
 }
 
-LossOutput bce_with_logits_output(
-    const at::Tensor& logits,
-    const at::Tensor& labels,
-    const std::vector<double>& pos_weight) {
-  if (logits.dim() != 2 || labels.sizes() != logits.sizes() ||
-      !labels.is_floating_point()) {
-    detail::refuse_loss_inputs(
-        logits, labels, "logits and floating-point labels [B, labels]");
+LossOutput bce_with_logits_output(const at::Tensor& logits, const at::Tensor& labels,
+                                  const std::vector<double>& pos_weight) {
+  if (logits.dim() != 2 || labels.sizes() != logits.sizes() || !labels.is_floating_point()) {
+    detail::refuse_loss_inputs(logits, labels, "logits and floating-point labels [B, labels]");
   }
-  if (!pos_weight.empty() &&
-      static_cast<int64_t>(pos_weight.size()) != logits.size(1)) {
-    throw InputError(
-        detail::kLossesWhere,
-        "pos_weight of " + std::to_string(pos_weight.size()) +
-            " labels for a model with " + std::to_string(logits.size(1)),
-        "one number a label");
+  if (!pos_weight.empty() && static_cast<int64_t>(pos_weight.size()) != logits.size(1)) {
+    throw InputError(detail::kLossesWhere,
+                     "pos_weight of " + std::to_string(pos_weight.size()) +
+                         " labels for a model with " + std::to_string(logits.size(1)),
+                     "one number a label");
   }
   LossOutput result;
   result.outputs = detail::wide(logits);
   result.loss_sum =
       at::binary_cross_entropy_with_logits(
-          result.outputs,
-          labels.to(result.outputs.scalar_type()),
-          {},
-          pos_weight.empty() ? at::Tensor()
-                             : detail::weights_of(pos_weight, result.outputs),
+          result.outputs, labels.to(result.outputs.scalar_type()), {},
+          pos_weight.empty() ? at::Tensor() : detail::weights_of(pos_weight, result.outputs),
           at::Reduction::Sum) /
       static_cast<double>(logits.size(1));
   result.weight = static_cast<double>(logits.size(0));
   return result;
 }
 
-std::vector<double> resolve_class_weights(
-    const std::string& class_weights,
-    const Dataset* train,
-    const std::string& labels_name) {
+std::vector<double> resolve_class_weights(const std::string& class_weights, const Dataset* train,
+                                          const std::string& labels_name) {
   if (class_weights != "balanced") {
     return class_weight_numbers(class_weights);
   }
   const auto refuse = [](const std::string& why) {
-    throw InputError(
-        detail::kLossesWhere,
-        "class_weights=balanced " + why,
-        "training data whose labels are class numbers",
-        "give the weights as numbers");
+    throw InputError(detail::kLossesWhere, "class_weights=balanced " + why,
+                     "training data whose labels are class numbers", "give the weights as numbers");
   };
   if (train == nullptr) {
     refuse("without training data");
@@ -180,36 +143,29 @@ std::vector<double> resolve_class_weights(
   constexpr int64_t kRowsAtOnce = 1024;
   std::vector<int64_t> counts;
   for (int64_t row = 0; row < train->size(); row += kRowsAtOnce) {
-    std::vector<int64_t> rows(
-        static_cast<size_t>(std::min(kRowsAtOnce, train->size() - row)));
+    std::vector<int64_t> rows(static_cast<size_t>(std::min(kRowsAtOnce, train->size() - row)));
     std::iota(rows.begin(), rows.end(), row);
     const Batch batch = train->collate(rows);
-    if (!batch.has(labels_name) ||
-        batch[labels_name].scalar_type() != at::kLong) {
-      refuse(
-          batch.has(labels_name)
-              ? "with labels of type " + detail::tensor_form(batch[labels_name])
-              : "with batches that lack " + labels_name);
+    if (!batch.has(labels_name) || batch[labels_name].scalar_type() != at::kLong) {
+      refuse(batch.has(labels_name)
+                 ? "with labels of type " + detail::tensor_form(batch[labels_name])
+                 : "with batches that lack " + labels_name);
     }
     const at::Tensor labels = batch[labels_name].reshape({-1}).contiguous();
     const auto* label = labels.const_data_ptr<int64_t>();
     for (int64_t i = 0; i < labels.numel(); ++i) {
       if (label[i] >= 0) {
-        counts.resize(
-            std::max(counts.size(), static_cast<size_t>(label[i]) + 1));
+        counts.resize(std::max(counts.size(), static_cast<size_t>(label[i]) + 1));
         ++counts[static_cast<size_t>(label[i])];
       }
     }
   }
   const auto total = std::accumulate(counts.begin(), counts.end(), int64_t{0});
-  const auto present = std::count_if(
-      counts.begin(), counts.end(), [](int64_t n) { return n > 0; });
+  const auto present = std::count_if(counts.begin(), counts.end(), [](int64_t n) { return n > 0; });
   std::vector<double> weights;
   for (const int64_t count : counts) {
     weights.push_back(
-        count == 0 ? 1.0
-                   : static_cast<double>(total) /
-                         static_cast<double>(present * count));
+        count == 0 ? 1.0 : static_cast<double>(total) / static_cast<double>(present * count));
   }
   return weights;
 }

@@ -9,7 +9,6 @@ namespace hasten::detail {
 /// of its loss where the batch has labels, as transformers' Trainer does it; with
 /// several labels a row bce_with_logits_output(class_weights). `balanced`: classes
 /// behind the last weight count 1.
-LossFunction with_objective(
-    LossFunction inner, ClassificationLossOptions how, bool balanced);
+LossFunction with_objective(LossFunction inner, ClassificationLossOptions how, bool balanced);
 
 } // namespace hasten::detail

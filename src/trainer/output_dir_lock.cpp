@@ -28,13 +28,8 @@ std::string lock_holder(int fd) {
     return {};
   }
   char wanted[64];
-  std::snprintf(
-      wanted,
-      sizeof wanted,
-      "%02x:%02x:%llu",
-      major(info.st_dev),
-      minor(info.st_dev),
-      static_cast<unsigned long long>(info.st_ino));
+  std::snprintf(wanted, sizeof wanted, "%02x:%02x:%llu", major(info.st_dev), minor(info.st_dev),
+                static_cast<unsigned long long>(info.st_ino));
   std::ifstream locks("/proc/locks");
   for (std::string line; std::getline(locks, line);) {
     // 1: FLOCK  ADVISORY  WRITE 1234 08:01:5678 0 EOF
@@ -73,18 +68,16 @@ int lock_folder(const std::filesystem::path& folder, int kind) {
     return fd;
   }
   ::close(fd);
-  throw InputError(
-      "trainer::output_folder",
-      "output_dir=" + folder.string() + " is being written by another run" +
-          (holder.empty() ? "" : " (" + holder + ")"),
-      "a folder that no other run is writing",
-      "choose another folder, or wait for that run to end");
+  throw InputError("trainer::output_folder",
+                   "output_dir=" + folder.string() + " is being written by another run" +
+                       (holder.empty() ? "" : " (" + holder + ")"),
+                   "a folder that no other run is writing",
+                   "choose another folder, or wait for that run to end");
 }
 
 } // namespace detail
 
-OutputDirLock::OutputDirLock(const std::filesystem::path& folder)
-    : folder_(folder) {
+OutputDirLock::OutputDirLock(const std::filesystem::path& folder) : folder_(folder) {
   if (folder.empty()) {
     return;
   }
@@ -113,19 +106,15 @@ void OutputDirLock::require_in_place() const {
     return;
   }
   std::error_code error;
-  const std::string now = std::filesystem::read_symlink(
-                              "/proc/self/fd/" + std::to_string(fd_), error)
-                              .string();
+  const std::string now =
+      std::filesystem::read_symlink("/proc/self/fd/" + std::to_string(fd_), error).string();
   const bool removed = held.st_nlink == 0 || now.empty();
   throw Error(
       "trainer::output_folder",
-      "output_dir=" + folder_.string() + " was " +
-          (removed ? "removed" : "moved to " + now) +
-          " while this run wrote it" +
-          (found ? ", and another folder stands in its place" : ""),
+      "output_dir=" + folder_.string() + " was " + (removed ? "removed" : "moved to " + now) +
+          " while this run wrote it" + (found ? ", and another folder stands in its place" : ""),
       "one folder from the beginning of a run to its end",
-      removed ? "begin the run again"
-              : "move it back, and go on with resume_from_checkpoint=auto");
+      removed ? "begin the run again" : "move it back, and go on with resume_from_checkpoint=auto");
 }
 
 void require_unlocked_output_dir(const std::filesystem::path& folder) {

@@ -17,11 +17,9 @@ namespace fs = std::filesystem;
 
 constexpr std::string_view kCheckpointPrefix = "checkpoint-";
 /// Records of a run: removed by clear_output_dir.
-constexpr const char* kRunRecords[] = {
-    "metrics.jsonl", "trainer_state.json", kRunFile};
+constexpr const char* kRunRecords[] = {"metrics.jsonl", "trainer_state.json", kRunFile};
 /// Also shows a model that training would write over.
-constexpr const char* kModelTraces[] = {
-    "model.safetensors", "training_args.json"};
+constexpr const char* kModelTraces[] = {"model.safetensors", "training_args.json"};
 
 /// N of "checkpoint-N", nothing for other names.
 std::optional<int64_t> checkpoint_number(const std::string& name) {
@@ -42,9 +40,8 @@ void remove_tree(const fs::path& path) {
   std::error_code error;
   fs::remove_all(path, error);
   if (error) {
-    throw Error(
-        "trainer::output_folder",
-        "cannot remove path=" + path.string() + " (" + error.message() + ")");
+    throw Error("trainer::output_folder",
+                "cannot remove path=" + path.string() + " (" + error.message() + ")");
   }
 }
 
@@ -60,20 +57,17 @@ void remove_checkpoint(const fs::path& path) {
 
 } // namespace detail
 
-std::vector<CheckpointFolder> checkpoint_folders(
-    const std::filesystem::path& folder) {
+std::vector<CheckpointFolder> checkpoint_folders(const std::filesystem::path& folder) {
   std::vector<CheckpointFolder> found;
   std::error_code error;
   for (const auto& entry : std::filesystem::directory_iterator(folder, error)) {
-    const auto number =
-        detail::checkpoint_number(entry.path().filename().string());
+    const auto number = detail::checkpoint_number(entry.path().filename().string());
     if (number && entry.is_directory(error)) {
       found.push_back({*number, entry.path()});
     }
   }
-  std::sort(found.begin(), found.end(), [](const auto& a, const auto& b) {
-    return a.global_step < b.global_step;
-  });
+  std::sort(found.begin(), found.end(),
+            [](const auto& a, const auto& b) { return a.global_step < b.global_step; });
   return found;
 }
 
@@ -101,19 +95,15 @@ void require_free_output_dir(const TrainingArguments& arguments) {
     return;
   }
   std::error_code error;
-  if (std::filesystem::exists(folder, error) &&
-      !std::filesystem::is_directory(folder, error)) {
-    throw InputError(
-        "trainer::output_folder",
-        "output_dir=" + folder.string() + " is a file",
-        "a folder, or a path where one can be made");
+  if (std::filesystem::exists(folder, error) && !std::filesystem::is_directory(folder, error)) {
+    throw InputError("trainer::output_folder", "output_dir=" + folder.string() + " is a file",
+                     "a folder, or a path where one can be made");
   }
   const auto trace = trace_of_a_run(folder);
   if (!trace.empty() && !arguments.overwrite_output_dir) {
     throw InputError(
         "trainer::output_folder",
-        "output_dir=" + folder.string() + " holds another run (" +
-            trace.filename().string() + ")",
+        "output_dir=" + folder.string() + " holds another run (" + trace.filename().string() + ")",
         "a new or empty folder",
         "choose another folder, or set overwrite_output_dir "
         "(--overwrite-output-dir) to replace that run");
@@ -124,11 +114,9 @@ void clear_output_dir(const std::filesystem::path& folder) {
   std::error_code error;
   std::filesystem::create_directories(folder, error);
   if (error) {
-    throw InputError(
-        "trainer::output_folder",
-        "cannot make output_dir=" + folder.string() + " (" + error.message() +
-            ")",
-        "a path where this user may make a folder");
+    throw InputError("trainer::output_folder",
+                     "cannot make output_dir=" + folder.string() + " (" + error.message() + ")",
+                     "a path where this user may make a folder");
   }
   for (const CheckpointFolder& checkpoint : checkpoint_folders(folder)) {
     detail::remove_checkpoint(checkpoint.path);
@@ -151,8 +139,7 @@ void remove_unfinished_saves(const std::filesystem::path& folder) {
   for (const auto& in : {real, real.parent_path()}) {
     for (const auto& entry : std::filesystem::directory_iterator(in, error)) {
       const std::string name = entry.path().filename().string();
-      if (is_temporary_name(name) &&
-          (in == real || name.rfind(beside, 0) == 0)) {
+      if (is_temporary_name(name) && (in == real || name.rfind(beside, 0) == 0)) {
         found.push_back(entry.path());
       }
     }
@@ -162,10 +149,9 @@ void remove_unfinished_saves(const std::filesystem::path& folder) {
   }
 }
 
-std::vector<std::filesystem::path> rotate_checkpoints(
-    const std::filesystem::path& folder,
-    int64_t limit,
-    std::optional<int64_t> best_step) {
+std::vector<std::filesystem::path> rotate_checkpoints(const std::filesystem::path& folder,
+                                                      int64_t limit,
+                                                      std::optional<int64_t> best_step) {
   std::vector<std::filesystem::path> removed;
   if (limit <= 0) {
     return removed;

@@ -17,14 +17,8 @@ struct EpochColumn {
   int width;
 };
 constexpr EpochColumn kEpochColumns[] = {
-    {"epoch", 7},
-    {"train loss", 10},
-    {"eval loss", 9},
-    {"", 8}, // the evaluation's two metrics
-    {"", 8},
-    {"samples/s", 9},
-    {"tokens/s", 10},
-    {"peak memory", 11},
+    {"epoch", 7},     {"train loss", 10}, {"eval loss", 9}, {"", 8}, // the evaluation's two metrics
+    {"", 8},          {"samples/s", 9},   {"tokens/s", 10}, {"peak memory", 11},
     {"time left", 9},
 };
 
@@ -33,8 +27,7 @@ std::string epoch_row(const std::vector<std::string>& cells) {
   size_t column = 0;
   for (const EpochColumn& format : kEpochColumns) {
     char cell[32];
-    std::snprintf(
-        cell, sizeof cell, "%*s", format.width, cells[column].c_str());
+    std::snprintf(cell, sizeof cell, "%*s", format.width, cells[column].c_str());
     line += (column++ == 0 ? "" : "  ") + std::string(cell);
   }
   return line;
@@ -57,13 +50,9 @@ struct MetricColumn {
 /// What the table has of an evaluation: what its kind of head is judged by, else the
 /// first two of its metrics.
 std::array<MetricColumn, 2> metric_columns(const EpochReport& epoch) {
-  static const MetricColumn known[] = {
-      {"MSE", "eval_mse"},
-      {"pearson", "eval_pearson"},
-      {"micro-F1", "eval_f1_micro"},
-      {"macro-F1", "eval_f1_macro"},
-      {"accuracy", "eval_accuracy"},
-      {"macro-F1", "eval_f1"}};
+  static const MetricColumn known[] = {{"MSE", "eval_mse"},           {"pearson", "eval_pearson"},
+                                       {"micro-F1", "eval_f1_micro"}, {"macro-F1", "eval_f1_macro"},
+                                       {"accuracy", "eval_accuracy"}, {"macro-F1", "eval_f1"}};
   std::vector<MetricColumn> columns;
   for (const MetricColumn& column : known) {
     if (epoch.evaluation.count(column.name) > 0) {
@@ -88,8 +77,7 @@ std::string epoch_header(const EpochReport& epoch) {
   size_t metric = 0;
   for (const detail::EpochColumn& column : detail::kEpochColumns) {
     const bool named = column.title[0] != '\0';
-    titles.emplace_back(
-        named ? column.title : detail::metric_columns(epoch)[metric].title);
+    titles.emplace_back(named ? column.title : detail::metric_columns(epoch)[metric].title);
     metric += named ? 0 : 1;
   }
   return detail::epoch_row(titles);
@@ -98,19 +86,15 @@ std::string epoch_header(const EpochReport& epoch) {
 std::string epoch_line(const EpochReport& epoch) {
   const auto metric = [&](const std::string& name) {
     const auto found = epoch.evaluation.find(name);
-    return found == epoch.evaluation.end()
-               ? std::string("-")
-               : detail::fixed_text(found->second, 4);
+    return found == epoch.evaluation.end() ? std::string("-")
+                                           : detail::fixed_text(found->second, 4);
   };
   return detail::epoch_row(
       {std::to_string(epoch.epoch) + "/" + std::to_string(epoch.epochs),
-       detail::fixed_text(epoch.training_loss, 4),
-       metric("eval_loss"),
-       metric(detail::metric_columns(epoch)[0].name),
-       metric(detail::metric_columns(epoch)[1].name),
+       detail::fixed_text(epoch.training_loss, 4), metric("eval_loss"),
+       metric(detail::metric_columns(epoch)[0].name), metric(detail::metric_columns(epoch)[1].name),
        detail::fixed_text(epoch.samples_per_second, 1),
-       format_count(std::llround(epoch.tokens_per_second)),
-       format_bytes(epoch.peak_resident_bytes),
+       format_count(std::llround(epoch.tokens_per_second)), format_bytes(epoch.peak_resident_bytes),
        format_duration(epoch.seconds_left)});
 }
 
@@ -129,34 +113,27 @@ BannerLines run_lines(const RunDescription& run) {
   }
   BannerLines lines{
       {"parameters", parameters},
-      {"ranks",
-       std::to_string(run.world_size) + " x " + std::to_string(run.threads) +
-           (run.threads == 1 ? " thread, " : " threads, ") + run.device +
-           (run.world_size == 1 ? ""
-                                : std::string(", strategy ") +
-                                      strategy_name(run.arguments.strategy))},
-      {"precision",
-       run.precision == "fp32"
-           ? "fp32 (--precision auto takes bf16 where that is quicker)"
-           : run.precision + " products, fp32 weights"},
-      {"activations",
-       run.arguments.gradient_checkpointing
-           ? "recomputed in backward (gradient checkpointing " +
-                 run.arguments.gradient_checkpointing.text() + ")"
-           : "kept for backward (no gradient checkpointing)"},
-      {"batch",
-       number(run.batch_per_rank) + " rows a rank x " +
-           std::to_string(run.world_size) +
-           (run.world_size == 1 ? " rank x " : " ranks x ") +
-           number(run.gradient_accumulation_steps) +
-           " accumulation = " + number(run.total_batch) + " rows an update"},
+      {"ranks", std::to_string(run.world_size) + " x " + std::to_string(run.threads) +
+                    (run.threads == 1 ? " thread, " : " threads, ") + run.device +
+                    (run.world_size == 1
+                         ? ""
+                         : std::string(", strategy ") + strategy_name(run.arguments.strategy))},
+      {"precision", run.precision == "fp32"
+                        ? "fp32 (--precision auto takes bf16 where that is quicker)"
+                        : run.precision + " products, fp32 weights"},
+      {"activations", run.arguments.gradient_checkpointing
+                          ? "recomputed in backward (gradient checkpointing " +
+                                run.arguments.gradient_checkpointing.text() + ")"
+                          : "kept for backward (no gradient checkpointing)"},
+      {"batch", number(run.batch_per_rank) + " rows a rank x " + std::to_string(run.world_size) +
+                    (run.world_size == 1 ? " rank x " : " ranks x ") +
+                    number(run.gradient_accumulation_steps) +
+                    " accumulation = " + number(run.total_batch) + " rows an update"},
       {"updates", updates},
   };
   if (run.local_sgd_steps > 0) {
-    lines.emplace_back(
-        "local sgd",
-        "weights are averaged every " + number(run.local_sgd_steps) +
-            " updates of a rank's own");
+    lines.emplace_back("local sgd", "weights are averaged every " + number(run.local_sgd_steps) +
+                                        " updates of a rank's own");
   }
   if (!run.output_dir.empty()) {
     lines.emplace_back("output", run.output_dir.string());
@@ -165,8 +142,8 @@ BannerLines run_lines(const RunDescription& run) {
   return lines;
 }
 
-ProgressCallback::ProgressCallback(
-    std::string title, BannerLines facts, std::string prediction_label)
+ProgressCallback::ProgressCallback(std::string title, BannerLines facts,
+                                   std::string prediction_label)
     : title_(title.empty() ? "hasten " HASTEN_VERSION : std::move(title)),
       facts_(std::move(facts)),
       prediction_label_(std::move(prediction_label)) {}
@@ -185,8 +162,7 @@ void ProgressCallback::on_train_begin(const RunDescription& run) {
   for (const auto& [name, text] : lines) {
     char label[24];
     // Lines of one kind carry their name once.
-    std::snprintf(
-        label, sizeof label, "  %-11s ", name == before ? "" : name.c_str());
+    std::snprintf(label, sizeof label, "  %-11s ", name == before ? "" : name.c_str());
     log_info(label + text);
     before = name;
   }
@@ -195,15 +171,12 @@ void ProgressCallback::on_train_begin(const RunDescription& run) {
 
 void ProgressCallback::on_step_end(const StepProgress& progress) {
   if (bar_) {
-    bar_->update(
-        progress.global_step,
-        "epoch " + detail::fixed_text(progress.epoch, 2) + loss_);
+    bar_->update(progress.global_step, "epoch " + detail::fixed_text(progress.epoch, 2) + loss_);
   }
 }
 
 void ProgressCallback::on_log(const nlohmann::json& record) {
-  if (const auto loss = record.find("loss");
-      loss != record.end() && loss->is_number()) {
+  if (const auto loss = record.find("loss"); loss != record.end() && loss->is_number()) {
     loss_ = " loss " + detail::fixed_text(loss->get<double>(), 4);
   }
 }
@@ -236,19 +209,14 @@ void ProgressCallback::on_train_end(const nlohmann::json& record) {
     bar_.reset();
   }
   const double seconds = record.value("train_runtime", 0.0);
-  if (const auto best = record.find("best_model_checkpoint");
-      best != record.end()) {
-    log_info(
-        "The final model is the best one, " + best->get<std::string>() +
-        ", with a metric of " +
-        detail::fixed_text(record.at("best_metric").get<double>(), 4));
+  if (const auto best = record.find("best_model_checkpoint"); best != record.end()) {
+    log_info("The final model is the best one, " + best->get<std::string>() +
+             ", with a metric of " + detail::fixed_text(record.at("best_metric").get<double>(), 4));
   }
-  log_info(
-      "Trained in " + format_duration(seconds) + ": " +
-      detail::fixed_text(record.value("train_samples_per_second", 0.0), 1) +
-      " samples/s over the whole run, evaluation and saving included, "
-      "training loss " +
-      detail::fixed_text(record.value("train_loss", NAN), 4));
+  log_info("Trained in " + format_duration(seconds) + ": " +
+           detail::fixed_text(record.value("train_samples_per_second", 0.0), 1) +
+           " samples/s over the whole run, evaluation and saving included, training loss " +
+           detail::fixed_text(record.value("train_loss", NAN), 4));
 }
 
 } // namespace hasten

@@ -23,24 +23,21 @@ void check_file_sizes(const std::filesystem::path& folder) {
     std::error_code error;
     const auto size = std::filesystem::file_size(folder / name, error);
     if (error || size != entry.size) {
-      throw InputError(
-          kResumeWhere,
-          (folder / name).string() + ": " +
-              (error ? error.message() : "size=" + std::to_string(size)),
-          std::to_string(entry.size) + " bytes, as saved");
+      throw InputError(kResumeWhere,
+                       (folder / name).string() + ": " +
+                           (error ? error.message() : "size=" + std::to_string(size)),
+                       std::to_string(entry.size) + " bytes, as saved");
     }
   }
 }
 
 /// Empty where a run can go on from the folder.
-std::string why_not_resumable(
-    const std::filesystem::path& folder, bool verify_checksums) {
+std::string why_not_resumable(const std::filesystem::path& folder, bool verify_checksums) {
   try {
     verify_checksums ? verify_manifest(folder) : check_file_sizes(folder);
     std::error_code error;
     if (!std::filesystem::exists(folder / kStateFile, error)) {
-      return "it holds a model without its training state (" +
-             std::string(kStateFile) +
+      return "it holds a model without its training state (" + std::string(kStateFile) +
              " is missing), as save_only_model leaves it";
     }
     read_saved_run(folder);
@@ -73,8 +70,7 @@ std::string joined_lines(const std::vector<std::string>& lines) {
 
 } // namespace detail
 
-ResumePoint find_resume_point(
-    const TrainingArguments& arguments, bool verify_checksums) {
+ResumePoint find_resume_point(const TrainingArguments& arguments, bool verify_checksums) {
   const std::string& asked = arguments.resume_from_checkpoint;
   const std::filesystem::path output_dir = arguments.output_dir;
   const std::string said = "resume_from_checkpoint=" + asked;
@@ -83,13 +79,10 @@ ResumePoint find_resume_point(
     return point;
   }
   if (asked != "auto" && asked != "latest") {
-    const std::string reason =
-        detail::why_not_resumable(asked, verify_checksums);
+    const std::string reason = detail::why_not_resumable(asked, verify_checksums);
     if (!reason.empty()) {
-      throw InputError(
-          detail::kResumeWhere,
-          said + " cannot be resumed from: " + reason,
-          "a complete checkpoint-N folder, auto or latest");
+      throw InputError(detail::kResumeWhere, said + " cannot be resumed from: " + reason,
+                       "a complete checkpoint-N folder, auto or latest");
     }
     point.folder = asked;
     return point;
@@ -98,45 +91,37 @@ ResumePoint find_resume_point(
   auto checkpoints = checkpoint_folders(output_dir);
   std::reverse(checkpoints.begin(), checkpoints.end());
   for (const CheckpointFolder& checkpoint : checkpoints) {
-    const std::string reason =
-        detail::why_not_resumable(checkpoint.path, verify_checksums);
+    const std::string reason = detail::why_not_resumable(checkpoint.path, verify_checksums);
     if (reason.empty()) {
       point.folder = checkpoint.path;
       break;
     }
-    point.skipped.push_back(
-        checkpoint.path.filename().string() + ": " + reason);
+    point.skipped.push_back(checkpoint.path.filename().string() + ": " + reason);
   }
   if (point.finished || !point.folder.empty()) {
     return point;
   }
   if (!point.skipped.empty()) {
-    throw InputError(
-        detail::kResumeWhere,
-        said + ": no checkpoint in " + output_dir.string() +
-            " can be resumed from: " + detail::joined_lines(point.skipped),
-        "a complete checkpoint-N",
-        "look at them; to begin again use another output_dir, or "
-        "overwrite_output_dir without resume_from_checkpoint");
+    throw InputError(detail::kResumeWhere,
+                     said + ": no checkpoint in " + output_dir.string() +
+                         " can be resumed from: " + detail::joined_lines(point.skipped),
+                     "a complete checkpoint-N",
+                     "look at them; to begin again use another output_dir, or "
+                     "overwrite_output_dir without resume_from_checkpoint");
   }
   if (asked == "latest") {
     throw InputError(
-        detail::kResumeWhere,
-        said + ": there is no checkpoint-N in " + output_dir.string(),
-        "a run that was saved there",
-        "use auto, which starts afresh where there is none");
+        detail::kResumeWhere, said + ": there is no checkpoint-N in " + output_dir.string(),
+        "a run that was saved there", "use auto, which starts afresh where there is none");
   }
   const auto trace = trace_of_a_run(output_dir);
   std::error_code error;
-  if (!trace.empty() &&
-      !std::filesystem::exists(output_dir / "metrics.jsonl", error) &&
+  if (!trace.empty() && !std::filesystem::exists(output_dir / "metrics.jsonl", error) &&
       !std::filesystem::exists(output_dir / kRunFile, error)) {
-    throw InputError(
-        detail::kResumeWhere,
-        said + ": " + output_dir.string() + " holds a model (" +
-            trace.filename().string() + ") but no run",
-        "a new folder, or that of a run",
-        "choose another output_dir");
+    throw InputError(detail::kResumeWhere,
+                     said + ": " + output_dir.string() + " holds a model (" +
+                         trace.filename().string() + ") but no run",
+                     "a new folder, or that of a run", "choose another output_dir");
   }
   return point;
 }
@@ -146,8 +131,7 @@ SavedRun read_saved_run(const std::filesystem::path& folder) {
     const auto path = folder / name;
     nlohmann::json json = read_json_file(detail::kResumeWhere, path);
     if (!json.is_object()) {
-      throw InputError(
-          detail::kResumeWhere, path.string() + ": no JSON object");
+      throw InputError(detail::kResumeWhere, path.string() + ": no JSON object");
     }
     return json;
   };
@@ -158,35 +142,27 @@ SavedRun read_saved_run(const std::filesystem::path& folder) {
     int64_t least = 0; // of a number
   };
   constexpr Field kFields[] = {
-      {"global_step", "number"},
-      {"epoch_index", "number"},
-      {"epoch_rows_seen", "number"},
-      {"drop_batch", "number", 1},
-      {"total_batch", "number", 1},
-      {"gradient_accumulation_steps", "number", 1},
-      {"world_size", "number", 1},
-      {"at_epoch_end", "boolean"},
-      {"finished", "boolean"},
-      {"facts", "object"}};
+      {"global_step", "number"},     {"epoch_index", "number"},
+      {"epoch_rows_seen", "number"}, {"drop_batch", "number", 1},
+      {"total_batch", "number", 1},  {"gradient_accumulation_steps", "number", 1},
+      {"world_size", "number", 1},   {"at_epoch_end", "boolean"},
+      {"finished", "boolean"},       {"facts", "object"}};
   for (const auto& [name, expected, least] : kFields) {
     const nlohmann::json value = saved.run.value(name, nlohmann::json());
     if (value.type_name() != std::string_view(expected) ||
-        (value.is_number() &&
-         !(value.is_number_integer() && value >= least &&
-           value <= std::numeric_limits<int64_t>::max()))) {
-      throw InputError(
-          detail::kResumeWhere,
-          (folder / kRunFile).string() + ": " + name + "=" + value.dump(),
-          std::string("a ") + expected +
-              ", whole and in range, as a run of "
-              "this version writes it");
+        (value.is_number() && !(value.is_number_integer() && value >= least &&
+                                value <= std::numeric_limits<int64_t>::max()))) {
+      throw InputError(detail::kResumeWhere,
+                       (folder / kRunFile).string() + ": " + name + "=" + value.dump(),
+                       std::string("a ") + expected +
+                           ", whole and in range, as a run of this version writes it");
     }
   }
   return saved;
 }
 
-std::vector<ArgumentChange> changed_arguments(
-    const SavedRun& saved, const TrainingArguments& now, int64_t total_batch) {
+std::vector<ArgumentChange> changed_arguments(const SavedRun& saved, const TrainingArguments& now,
+                                              int64_t total_batch) {
   // What may differ without another course of the parameters, or another choice
   // of the best model.
   static const std::vector<std::string> harmless = {
@@ -210,24 +186,16 @@ std::vector<ArgumentChange> changed_arguments(
       "save_only_model",
       "load_best_model_at_end"};
   static const std::vector<std::string> left_out = {
-      "output_dir",
-      "overwrite_output_dir",
-      "resume_from_checkpoint",
-      "allow_changed_arguments",
-      "disable_tqdm",
-      "ddp_timeout",
-      "heartbeat_timeout",
+      "output_dir",   "overwrite_output_dir", "resume_from_checkpoint", "allow_changed_arguments",
+      "disable_tqdm", "ddp_timeout",          "heartbeat_timeout",
       "bf16", // precision says it
       "fp16"};
-  const auto among = [](const std::vector<std::string>& names,
-                        const std::string& name) {
+  const auto among = [](const std::vector<std::string>& names, const std::string& name) {
     return std::find(names.begin(), names.end(), name) != names.end();
   };
   std::vector<ArgumentChange> changes;
-  const auto compare = [&](const std::string& name,
-                           const nlohmann::json& before,
-                           const nlohmann::json& value,
-                           bool alters) {
+  const auto compare = [&](const std::string& name, const nlohmann::json& before,
+                           const nlohmann::json& value, bool alters) {
     if (before != value) {
       changes.push_back({name, before.dump(), value.dump(), alters});
     }
@@ -247,31 +215,25 @@ std::vector<ArgumentChange> changed_arguments(
   return changes;
 }
 
-std::string describe_changes(
-    const std::vector<ArgumentChange>& changes, bool only_altering) {
+std::string describe_changes(const std::vector<ArgumentChange>& changes, bool only_altering) {
   std::string text;
   for (const ArgumentChange& change : changes) {
     if (change.alters_trajectory || !only_altering) {
-      text += (text.empty() ? "" : ", ") + change.name + ": " + change.before +
-              " -> " + change.now;
+      text += (text.empty() ? "" : ", ") + change.name + ": " + change.before + " -> " + change.now;
     }
   }
   return text;
 }
 
-void require_same_trajectory(
-    const std::filesystem::path& folder,
-    const std::vector<ArgumentChange>& changes,
-    bool allowed) {
+void require_same_trajectory(const std::filesystem::path& folder,
+                             const std::vector<ArgumentChange>& changes, bool allowed) {
   const std::string text = describe_changes(changes, true);
   if (!text.empty() && !allowed) {
-    throw InputError(
-        detail::kResumeWhere,
-        "the run in " + folder.string() +
-            " was begun with other arguments: " + text,
-        "those it was begun with",
-        "give them again, or set allow_changed_arguments "
-        "(--allow-changed-arguments) to go on with the new ones");
+    throw InputError(detail::kResumeWhere,
+                     "the run in " + folder.string() + " was begun with other arguments: " + text,
+                     "those it was begun with",
+                     "give them again, or set allow_changed_arguments "
+                     "(--allow-changed-arguments) to go on with the new ones");
   }
 }
 
@@ -308,16 +270,14 @@ void set_aside(const std::filesystem::path& folder) {
     }
   }
   if (error) {
-    throw Error(
-        kResumeWhere,
-        "cannot rename path=" + folder.string() + " (" + error.message() + ")");
+    throw Error(kResumeWhere,
+                "cannot rename path=" + folder.string() + " (" + error.message() + ")");
   }
 }
 
 } // namespace detail
 
-void prepare_resumed_dir(
-    const std::filesystem::path& output_dir, int64_t global_step) {
+void prepare_resumed_dir(const std::filesystem::path& output_dir, int64_t global_step) {
   for (const CheckpointFolder& checkpoint : checkpoint_folders(output_dir)) {
     if (checkpoint.global_step > global_step) {
       detail::set_aside(checkpoint.path);
@@ -330,8 +290,7 @@ void prepare_resumed_dir(
   }
   const auto metrics = output_dir / "metrics.jsonl";
   if (std::filesystem::exists(metrics, error)) {
-    write_file_atomically(
-        metrics, detail::records_until(read_file(metrics), global_step));
+    write_file_atomically(metrics, detail::records_until(read_file(metrics), global_step));
   }
 }
 

@@ -54,20 +54,16 @@ void TrainingRun::compare_callbacks() {
   if (parts_.accelerator->num_processes() == 1) {
     return;
   }
-  for (const auto& theirs :
-       parts_.communicator().gather_json(names, "callbacks")) {
+  for (const auto& theirs : parts_.communicator().gather_json(names, "callbacks")) {
     for (size_t i = 0; i < names.size(); ++i) {
-      common_[i] =
-          common_[i] &&
-          std::find(theirs.begin(), theirs.end(), names[i]) != theirs.end();
+      common_[i] = common_[i] && std::find(theirs.begin(), theirs.end(), names[i]) != theirs.end();
     }
   }
 }
 
 void TrainingRun::take_controls(bool common) {
   for (size_t i = 0; i < parts_.callbacks.size(); ++i) {
-    const TrainerControl control =
-        std::exchange(parts_.callbacks[i]->control(), TrainerControl{});
+    const TrainerControl control = std::exchange(parts_.callbacks[i]->control(), TrainerControl{});
     const bool alike = common && common_[i] && !control.any_rank;
     ask(request_bits(control), alike);
     if (!control.learning_rate) {
@@ -76,8 +72,7 @@ void TrainingRun::take_controls(bool common) {
     if (!alike) {
       throw InputError(
           "trainer::train",
-          "a callback set control().learning_rate=" +
-              std::to_string(*control.learning_rate) +
+          "a callback set control().learning_rate=" + std::to_string(*control.learning_rate) +
               (control.any_rank ? " with any_rank"
                : common_[i]     ? " inside an update"
                                 : " that not every rank has"),
@@ -105,23 +100,17 @@ void TrainingRun::ask(uint32_t bits, bool common) {
 
 void TrainingRun::set_learning_rate(double learning_rate) {
   if (!(learning_rate >= 0) || !std::isfinite(learning_rate)) {
-    throw InputError(
-        "trainer::train",
-        "control().learning_rate=" + std::to_string(learning_rate),
-        "0 or more");
+    throw InputError("trainer::train", "control().learning_rate=" + std::to_string(learning_rate),
+                     "0 or more");
   }
-  lr_scheduler_->set_base_lrs(
-      std::vector<double>(lr_scheduler_->base_lrs().size(), learning_rate));
+  lr_scheduler_->set_base_lrs(std::vector<double>(lr_scheduler_->base_lrs().size(), learning_rate));
   next_learning_rate_ = lr_scheduler_->get_last_lr().at(0);
   own_learning_rate_ = true;
 }
 
 StepProgress TrainingRun::step_progress() const {
-  return {
-      state_.global_step,
-      plan_.max_steps,
-      state_.epoch,
-      state_.global_step > 0 ? seconds_left() : 0};
+  return {state_.global_step, plan_.max_steps, state_.epoch,
+          state_.global_step > 0 ? seconds_left() : 0};
 }
 
 void TrainingRun::heed_signals() {
@@ -132,9 +121,7 @@ void TrainingRun::heed_signals() {
 }
 
 void TrainingRun::agree_on_requests(bool epoch_ended) {
-  if (!is_local() ||
-      (!epoch_ended &&
-       state_.global_step % parts_.arguments.local_sgd_steps != 0)) {
+  if (!is_local() || (!epoch_ended && state_.global_step % parts_.arguments.local_sgd_steps != 0)) {
     return;
   }
   at::Tensor counts = at::zeros({kWindowRequests}, at::kDouble);
@@ -142,8 +129,7 @@ void TrainingRun::agree_on_requests(bool epoch_ended) {
     counts[bit] = static_cast<double>((unheard_ >> bit) & 1u);
   }
   unheard_ = 0;
-  counts =
-      parts_.accelerator->reduce(counts.to(parts_.accelerator->device())).cpu();
+  counts = parts_.accelerator->reduce(counts.to(parts_.accelerator->device())).cpu();
   uint32_t heard = 0;
   for (int bit = 0; bit < kWindowRequests; ++bit) {
     heard |= counts[bit].item<double>() > 0 ? 1u << bit : 0u;
@@ -163,11 +149,9 @@ void TrainingRun::terminate() {
     local_sgd_->abandon(); // it was averaged above
   }
   if (parts_.is_main()) {
-    log_info(
-        "SIGTERM: saved behind update " + std::to_string(state_.global_step) +
-        " of " + std::to_string(plan_.max_steps) + " in " +
-        (output_dir_ / ("checkpoint-" + std::to_string(state_.global_step)))
-            .string());
+    log_info("SIGTERM: saved behind update " + std::to_string(state_.global_step) + " of " +
+             std::to_string(plan_.max_steps) + " in " +
+             (output_dir_ / ("checkpoint-" + std::to_string(state_.global_step))).string());
   }
   try {
     // No rank closes the group before all are here.

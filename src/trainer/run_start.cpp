@@ -13,23 +13,19 @@
 namespace hasten::detail {
 
 int64_t total_batch(const TrainerParts& parts) {
-  return parts.arguments.per_device_train_batch_size *
-         parts.arguments.gradient_accumulation_steps *
+  return parts.arguments.per_device_train_batch_size * parts.arguments.gradient_accumulation_steps *
          parts.accelerator->num_processes();
 }
 
 /// Facts are compared like arguments.
-std::vector<ArgumentChange> changes_since(
-    const SavedRun& saved, const TrainerParts& parts) {
+std::vector<ArgumentChange> changes_since(const SavedRun& saved, const TrainerParts& parts) {
   auto changes = changed_arguments(saved, parts.arguments, total_batch(parts));
   for (const auto& [facts, alters] :
-       {std::pair(&parts.listed_facts, false),
-        std::pair(&parts.altering_facts, true)}) {
-    const auto before = saved.run.at("facts").value(
-        alters ? "altering" : "listed", nlohmann::json::object());
+       {std::pair(&parts.listed_facts, false), std::pair(&parts.altering_facts, true)}) {
+    const auto before =
+        saved.run.at("facts").value(alters ? "altering" : "listed", nlohmann::json::object());
     for (const auto& [name, value] : facts->items()) {
-      if (const auto found = before.find(name);
-          found != before.end() && *found != value) {
+      if (const auto found = before.find(name); found != before.end() && *found != value) {
         changes.push_back({name, found->dump(), value.dump(), alters});
       }
     }
@@ -67,18 +63,15 @@ RunStart look_for_start(const TrainerParts& parts) {
     if (point.folder.empty()) {
       throw InputError(
           "trainer::resume",
-          "the run in " + a.output_dir +
-              " is finished and left no checkpoint to go on from",
-          "a checkpoint-N, which save_strategy writes",
-          "choose another output_dir");
+          "the run in " + a.output_dir + " is finished and left no checkpoint to go on from",
+          "a checkpoint-N, which save_strategy writes", "choose another output_dir");
     }
   }
   for (const std::string& skipped : point.skipped) {
     start.notes.push_back("passed over " + skipped);
   }
   if (point.folder.empty()) {
-    start.notes.push_back(
-        "no checkpoint in " + a.output_dir + ": the run starts afresh");
+    start.notes.push_back("no checkpoint in " + a.output_dir + ": the run starts afresh");
     return start;
   }
   std::error_code error;
@@ -96,28 +89,23 @@ RunStart look_for_start(const TrainerParts& parts) {
   if (a.dataloader_drop_last) {
     start.drop_batch = saved.run.at("drop_batch").get<int64_t>();
   }
-  start.notes.push_back(
-      "goes on from " + point.folder.string() + ", behind update " +
-      saved.run.at("global_step").dump());
-  if (const std::string text = describe_changes(changes, false);
-      !text.empty()) {
+  start.notes.push_back("goes on from " + point.folder.string() + ", behind update " +
+                        saved.run.at("global_step").dump());
+  if (const std::string text = describe_changes(changes, false); !text.empty()) {
     start.notes.push_back("changed since: " + text);
   }
   const auto then = saved.run.at("world_size").get<int>();
   if (then != parts.accelerator->num_processes()) {
-    start.notes.push_back(
-        "saved by " + std::to_string(then) +
-        (then == 1 ? " process" : " processes") +
-        ": the same rows follow, dropout draws other numbers");
+    start.notes.push_back("saved by " + std::to_string(then) +
+                          (then == 1 ? " process" : " processes") +
+                          ": the same rows follow, dropout draws other numbers");
   }
   return start;
 }
 
 /// What rank 0 found out, or why it refuses, on every rank. Collective.
-nlohmann::json agreed_with_main(
-    TrainerParts& parts,
-    const char* what,
-    const std::function<nlohmann::json()>& look) {
+nlohmann::json agreed_with_main(TrainerParts& parts, const char* what,
+                                const std::function<nlohmann::json()>& look) {
   std::exception_ptr error;
   nlohmann::json told;
   if (parts.is_main()) {
@@ -133,9 +121,8 @@ nlohmann::json agreed_with_main(
     std::rethrow_exception(error);
   }
   if (told.contains("refusal")) {
-    throw PeerInputError(
-        "trainer::train",
-        "refused by rank 0: " + told.at("refusal").get<std::string>());
+    throw PeerInputError("trainer::train",
+                         "refused by rank 0: " + told.at("refusal").get<std::string>());
   }
   return told;
 }
@@ -159,14 +146,13 @@ RunStart decide_start(TrainerParts& parts) {
           parts.altering_facts["train_data"] = data_checksum(*parts.train);
         }
         start = look_for_start(parts);
-        return {
-            {"folder", start.folder.string()},
-            {"own_folder", start.own_folder},
-            {"finished", start.finished},
-            {"run", start.run},
-            {"notes", start.notes},
-            {"precision", start.precision},
-            {"drop_batch", start.drop_batch}};
+        return {{"folder", start.folder.string()},
+                {"own_folder", start.own_folder},
+                {"finished", start.finished},
+                {"run", start.run},
+                {"notes", start.notes},
+                {"precision", start.precision},
+                {"drop_batch", start.drop_batch}};
       });
   start.folder = told.at("folder").get<std::string>();
   told.at("own_folder").get_to(start.own_folder);
@@ -180,8 +166,7 @@ RunStart decide_start(TrainerParts& parts) {
 
 int64_t first_batch_size(const TrainerParts& parts, const RunStart& start) {
   const TrainingArguments& a = parts.arguments;
-  const int64_t rows =
-      a.per_device_train_batch_size * a.gradient_accumulation_steps;
+  const int64_t rows = a.per_device_train_batch_size * a.gradient_accumulation_steps;
   if (!a.auto_find_batch_size || start.folder.empty()) {
     return a.per_device_train_batch_size;
   }
@@ -190,11 +175,8 @@ int64_t first_batch_size(const TrainerParts& parts, const RunStart& start) {
                           : a.per_device_train_batch_size;
 }
 
-int64_t step_shift_of(
-    const RunStart& start,
-    const TrainingPlan& plan,
-    const TrainerParts& parts,
-    int64_t epoch_rows) {
+int64_t step_shift_of(const RunStart& start, const TrainingPlan& plan, const TrainerParts& parts,
+                      int64_t epoch_rows) {
   if (start.folder.empty()) {
     return 0;
   }
@@ -203,12 +185,9 @@ int64_t step_shift_of(
   const auto step = start.run.at("global_step").get<int64_t>();
   int64_t left = 0; // updates of the epoch under way
   if (!start.run.at("at_epoch_end").get<bool>()) {
-    const int64_t rows =
-        epoch_rows - start.run.at("epoch_rows_seen").get<int64_t>();
+    const int64_t rows = epoch_rows - start.run.at("epoch_rows_seen").get<int64_t>();
     const int64_t batches = ceil_of(
-        rows,
-        parts.arguments.per_device_train_batch_size *
-            parts.accelerator->num_processes());
+        rows, parts.arguments.per_device_train_batch_size * parts.accelerator->num_processes());
     left = ceil_of(batches, parts.arguments.gradient_accumulation_steps);
   }
   return (epoch + 1) * plan.updates_per_epoch - step - left;

@@ -48,10 +48,7 @@ int64_t first_batch_size(const TrainerParts& parts, const RunStart& start);
 
 /// TrainingPlan::step_shift of a run that goes on from `start` with updates of
 /// this size.
-int64_t step_shift_of(
-    const RunStart& start,
-    const TrainingPlan& plan,
-    const TrainerParts& parts,
-    int64_t epoch_rows);
+int64_t step_shift_of(const RunStart& start, const TrainingPlan& plan, const TrainerParts& parts,
+                      int64_t epoch_rows);
 
 } // namespace hasten::detail

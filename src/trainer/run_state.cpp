@@ -26,35 +26,31 @@ void RunState::load_state(const NamedTensors&, const nlohmann::json& values) {
   }
 }
 
-nlohmann::json loss_total_json(const LossTotal& total) {
-  return {total.loss_sum, total.weight};
-}
+nlohmann::json loss_total_json(const LossTotal& total) { return {total.loss_sum, total.weight}; }
 
 nlohmann::json TrainingRun::progress() const {
   nlohmann::json evaluation = nlohmann::json::object();
   for (const auto& [name, value] : epoch_evaluation_) {
     evaluation[name] = value;
   }
-  return {
-      {"state", try_parse_json(trainer_state_json(state_)).value},
-      {"epoch_index", epoch_},
-      {"epoch_ended", epoch_ended_},
-      {"windows_counted", windows_counted_},
-      {"since_record", loss_total_json(since_record_)},
-      {"of_epoch", loss_total_json(of_epoch_)},
-      {"of_run", loss_total_json(of_run_)},
-      {"samples", samples_},
-      {"samples_before_epoch", samples_before_epoch_},
-      {"tokens", {tokens_.real, tokens_.padded}},
-      {"tokens_before_epoch",
-       {tokens_before_epoch_.real, tokens_before_epoch_.padded}},
-      {"epoch_evaluation", finite_json(std::move(evaluation))},
-      {"run_seconds", run_seconds()},
-      {"seconds_aside", seconds_aside_},
-      {"seconds_trained_before_epoch", seconds_trained_before_epoch_},
-      {"stopping", stopping_},
-      {"own_learning_rate", own_learning_rate_},
-      {"evaluated_step", last_evaluated_step_}};
+  return {{"state", try_parse_json(trainer_state_json(state_)).value},
+          {"epoch_index", epoch_},
+          {"epoch_ended", epoch_ended_},
+          {"windows_counted", windows_counted_},
+          {"since_record", loss_total_json(since_record_)},
+          {"of_epoch", loss_total_json(of_epoch_)},
+          {"of_run", loss_total_json(of_run_)},
+          {"samples", samples_},
+          {"samples_before_epoch", samples_before_epoch_},
+          {"tokens", {tokens_.real, tokens_.padded}},
+          {"tokens_before_epoch", {tokens_before_epoch_.real, tokens_before_epoch_.padded}},
+          {"epoch_evaluation", finite_json(std::move(evaluation))},
+          {"run_seconds", run_seconds()},
+          {"seconds_aside", seconds_aside_},
+          {"seconds_trained_before_epoch", seconds_trained_before_epoch_},
+          {"stopping", stopping_},
+          {"own_learning_rate", own_learning_rate_},
+          {"evaluated_step", last_evaluated_step_}};
 }
 
 void TrainingRun::restore(const nlohmann::json& values) {
@@ -68,12 +64,8 @@ void TrainingRun::restore(const nlohmann::json& values) {
     const auto& pair = values.at(name);
     return Tokens{pair.at(0).get<int64_t>(), pair.at(1).get<int64_t>()};
   };
-  const auto read_number = [&](const char* name) {
-    return values.at(name).get<double>();
-  };
-  const auto read_count = [&](const char* name) {
-    return values.at(name).get<int64_t>();
-  };
+  const auto read_number = [&](const char* name) { return values.at(name).get<double>(); };
+  const auto read_count = [&](const char* name) { return values.at(name).get<int64_t>(); };
   const LossTotal since_record = read_total("since_record");
   const LossTotal of_epoch = read_total("of_epoch");
   const LossTotal of_run = read_total("of_run");
@@ -151,8 +143,7 @@ void TrainingRun::load_checkpoint() {
     windows_counted_ = parts_.accelerator->last_window().number;
   }
   if (state_.best_global_step) { // the folder may have been moved
-    const auto best = output_dir_ / ("checkpoint-" +
-                                     std::to_string(*state_.best_global_step));
+    const auto best = output_dir_ / ("checkpoint-" + std::to_string(*state_.best_global_step));
     std::error_code error;
     if (std::filesystem::exists(best, error)) {
       state_.best_model_checkpoint = best.string();
@@ -167,66 +158,53 @@ void TrainingRun::open_output_dir() {
   } else {
     clear_output_dir(output_dir_);
   }
-  metrics_file_.open(
-      output_dir_ / "metrics.jsonl", goes_on ? std::ios::app : std::ios::trunc);
+  metrics_file_.open(output_dir_ / "metrics.jsonl", goes_on ? std::ios::app : std::ios::trunc);
   if (!metrics_file_) {
-    throw InputError(
-        "trainer::train",
-        "cannot write path=" + (output_dir_ / "metrics.jsonl").string(),
-        "a folder this user may write to");
+    throw InputError("trainer::train",
+                     "cannot write path=" + (output_dir_ / "metrics.jsonl").string(),
+                     "a folder this user may write to");
   }
   if (!start_.folder.empty()) {
-    append_record(
-        "resume",
-        {{"step", state_.global_step},
-         {"epoch", state_.epoch},
-         {"from", start_.folder.string()},
-         {"world_size", parts_.accelerator->num_processes()}});
+    append_record("resume", {{"step", state_.global_step},
+                             {"epoch", state_.epoch},
+                             {"from", start_.folder.string()},
+                             {"world_size", parts_.accelerator->num_processes()}});
   }
 }
 
 nlohmann::json TrainingRun::run_json(bool finished) const {
   const bool at_epoch_end = state_.global_step == epochs_last_step(epoch_);
   const int64_t drop = data_loader_->options().drop_batch;
-  return {
-      {"format", 1},
-      {"hasten_version", HASTEN_VERSION},
-      {"finished", finished},
-      {"world_size", parts_.accelerator->num_processes()},
-      {"gradient_accumulation_steps",
-       parts_.arguments.gradient_accumulation_steps},
-      {"total_batch", total_batch(parts_)},
-      {"updates_per_epoch", plan_.updates_per_epoch},
-      {"train_rows", parts_.train->size()},
-      {"global_step", state_.global_step},
-      {"epoch_index", epoch_},
-      {"at_epoch_end", at_epoch_end},
-      {"epoch_rows_seen",
-       at_epoch_end ? data_loader_->epoch_rows() : loader_->cursor()},
-      {"drop_batch",
-       drop > 0 ? drop
-                : parts_.arguments.per_device_train_batch_size *
-                      parts_.accelerator->num_processes()},
-      {"facts",
-       {{"listed", parts_.listed_facts}, {"altering", parts_.altering_facts}}},
-      {"samples_seen", samples_},
-      {"tokens_seen", tokens_.real},
-      {"padded_tokens_seen", tokens_.padded},
-      {"train_loss", of_run_.mean()},
-      {"class_weights", parts_.class_weights}};
+  return {{"format", 1},
+          {"hasten_version", HASTEN_VERSION},
+          {"finished", finished},
+          {"world_size", parts_.accelerator->num_processes()},
+          {"gradient_accumulation_steps", parts_.arguments.gradient_accumulation_steps},
+          {"total_batch", total_batch(parts_)},
+          {"updates_per_epoch", plan_.updates_per_epoch},
+          {"train_rows", parts_.train->size()},
+          {"global_step", state_.global_step},
+          {"epoch_index", epoch_},
+          {"at_epoch_end", at_epoch_end},
+          {"epoch_rows_seen", at_epoch_end ? data_loader_->epoch_rows() : loader_->cursor()},
+          {"drop_batch", drop > 0 ? drop
+                                  : parts_.arguments.per_device_train_batch_size *
+                                        parts_.accelerator->num_processes()},
+          {"facts", {{"listed", parts_.listed_facts}, {"altering", parts_.altering_facts}}},
+          {"samples_seen", samples_},
+          {"tokens_seen", tokens_.real},
+          {"padded_tokens_seen", tokens_.padded},
+          {"train_loss", of_run_.mean()},
+          {"class_weights", parts_.class_weights}};
 }
 
 /// The model's own files and the records, into a folder in the making.
-void TrainingRun::write_model_folder(
-    const std::filesystem::path& folder, bool finished) const {
+void TrainingRun::write_model_folder(const std::filesystem::path& folder, bool finished) const {
   parts_.files.save(folder);
-  write_file_atomically(
-      folder / "trainer_state.json", trainer_state_json(state_));
-  write_file_atomically(
-      folder / kRunFile, finite_json(run_json(finished)).dump(2) + "\n");
-  write_file_atomically(
-      folder / "training_args.json",
-      nlohmann::json(parts_.arguments).dump(2) + "\n");
+  write_file_atomically(folder / "trainer_state.json", trainer_state_json(state_));
+  write_file_atomically(folder / kRunFile, finite_json(run_json(finished)).dump(2) + "\n");
+  write_file_atomically(folder / "training_args.json",
+                        nlohmann::json(parts_.arguments).dump(2) + "\n");
 }
 
 void TrainingRun::save_checkpoint() {
@@ -236,8 +214,7 @@ void TrainingRun::save_checkpoint() {
   last_saved_step_ = state_.global_step;
   collect_tokens();
   parts_.require_output_dir();
-  const auto folder =
-      output_dir_ / ("checkpoint-" + std::to_string(state_.global_step));
+  const auto folder = output_dir_ / ("checkpoint-" + std::to_string(state_.global_step));
   if (state_.best_global_step == state_.global_step) {
     state_.best_model_checkpoint = folder.string();
   }
@@ -250,19 +227,14 @@ void TrainingRun::save_checkpoint() {
         },
         parts_.model);
   } else {
-    parts_.accelerator->save_state(
-        folder,
-        {.also_write =
-             [this](const std::filesystem::path& place) {
-               write_model_folder(place, false);
-             },
-         .replace_any = true});
+    parts_.accelerator->save_state(folder, {.also_write =
+                                                [this](const std::filesystem::path& place) {
+                                                  write_model_folder(place, false);
+                                                },
+                                            .replace_any = true});
   }
   if (parts_.is_main()) { // the new one is there: old ones may go
-    rotate_checkpoints(
-        output_dir_,
-        parts_.arguments.save_total_limit,
-        state_.best_global_step);
+    rotate_checkpoints(output_dir_, parts_.arguments.save_total_limit, state_.best_global_step);
   }
   parts_.accelerator->wait_for_everyone();
   notify([&](TrainerCallback& c) { c.on_save(folder); });

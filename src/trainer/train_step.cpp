@@ -34,8 +34,7 @@ void require_loss(const LossOutput& loss) {
         "trainer::train",
         loss.loss_sum.defined() ? "loss_sum has no graph: requires_grad=false"
                                 : "loss_sum=undefined",
-        "the sum of the loss over the batch, computed from parameters that "
-        "are trained",
+        "the sum of the loss over the batch, computed from parameters that are trained",
         "give labels to the training data, and leave some parameters unfrozen");
   }
 }
@@ -96,8 +95,7 @@ void TrainingRun::stop_at_loss(const WindowReport& window) {
   const double mine = window_loss_.item<double>();
   std::string who;
   const auto blame = [&](size_t rank, const std::string& loss) {
-    who += (who.empty() ? "rank " : ", rank ") + std::to_string(rank) +
-           " (loss=" + loss + ")";
+    who += (who.empty() ? "rank " : ", rank ") + std::to_string(rank) + " (loss=" + loss + ")";
   };
   if (window.joined > 0 || is_local()) {
     // Ranks without a row in this window wait in it and cannot answer, those of
@@ -108,9 +106,9 @@ void TrainingRun::stop_at_loss(const WindowReport& window) {
   } else {
     // Every rank is here; which of them are to blame they know themselves.
     Communicator& communicator = parts_.communicator();
-    const auto losses = communicator.gather_json(
-        {{"finite", std::isfinite(mine)}, {"loss", std::to_string(mine)}},
-        "ranks whose loss is not finite");
+    const auto losses =
+        communicator.gather_json({{"finite", std::isfinite(mine)}, {"loss", std::to_string(mine)}},
+                                 "ranks whose loss is not finite");
     for (size_t rank = 0; rank < losses.size(); ++rank) {
       if (!losses[rank].at("finite").get<bool>()) {
         blame(rank, losses[rank].at("loss").get<std::string>());
@@ -123,15 +121,13 @@ void TrainingRun::stop_at_loss(const WindowReport& window) {
       // A peer went first. This rank knows all it needs.
     }
   }
-  throw TrainingError(
-      "trainer::train",
-      "the loss is not finite in update " +
-          std::to_string(state_.global_step + 1) + " of " +
-          std::to_string(plan_.max_steps) + ", on " +
-          (who.empty() ? "another rank, or only in the sum" : who),
-      "a finite loss",
-      "lower learning_rate, lengthen the warm-up, or look for rows the model "
-      "cannot take; the parameters are as they were before this update");
+  throw TrainingError("trainer::train",
+                      "the loss is not finite in update " + std::to_string(state_.global_step + 1) +
+                          " of " + std::to_string(plan_.max_steps) + ", on " +
+                          (who.empty() ? "another rank, or only in the sum" : who),
+                      "a finite loss",
+                      "lower learning_rate, lengthen the warm-up, or look for rows the model "
+                      "cannot take; the parameters are as they were before this update");
 }
 
 void TrainingRun::note_gradient_norms() {
@@ -154,17 +150,13 @@ void TrainingRun::clip_gradients() {
   Accelerator& accelerator = *parts_.accelerator;
   try {
     if (a.max_grad_norm > 0) {
-      grad_norm_ = accelerator.clip_grad_norm_(
-          parts_.model,
-          a.max_grad_norm,
-          norm_type_of(a.grad_norm_type),
-          /*error_if_nonfinite=*/!scales_losses());
+      grad_norm_ =
+          accelerator.clip_grad_norm_(parts_.model, a.max_grad_norm, norm_type_of(a.grad_norm_type),
+                                      /*error_if_nonfinite=*/!scales_losses());
     }
     if (a.max_grad_value > 0) {
-      accelerator.clip_grad_value_(
-          parts_.model,
-          a.max_grad_value,
-          /*error_if_nonfinite=*/!scales_losses());
+      accelerator.clip_grad_value_(parts_.model, a.max_grad_value,
+                                   /*error_if_nonfinite=*/!scales_losses());
     }
   } catch (const TrainingError&) {
     stop_at_gradient();
@@ -187,24 +179,19 @@ void TrainingRun::note_overflow() {
 void TrainingRun::stop_at_gradient() const {
   const GradientNorms norms = parts_.accelerator->gradient_norms(
       parts_.model,
-      {.norm_type = norm_type_of(parts_.arguments.grad_norm_type),
-       .of = NormsOf::parameter});
+      {.norm_type = norm_type_of(parts_.arguments.grad_norm_type), .of = NormsOf::parameter});
   throw TrainingError(
       "trainer::train",
-      "the gradient is not finite in update " +
-          std::to_string(state_.global_step + 1) + " of " +
-          std::to_string(plan_.max_steps) +
-          ": grad_norm=" + std::to_string(norms.total) +
+      "the gradient is not finite in update " + std::to_string(state_.global_step + 1) + " of " +
+          std::to_string(plan_.max_steps) + ": grad_norm=" + std::to_string(norms.total) +
           (scales_losses()
-               ? " with loss_scale=" +
-                     std::to_string(parts_.accelerator->loss_scale().value())
+               ? " with loss_scale=" + std::to_string(parts_.accelerator->loss_scale().value())
                : "") +
           (is_local() ? " on this rank" : " on every rank") +
-          (norms.non_finite == 0
-               ? std::string(", of parameters that are each finite")
-               : ", first in " + norms.first_non_finite + ", in " +
-                     std::to_string(norms.non_finite) + " of " +
-                     std::to_string(norms.names.size()) + " parameters"),
+          (norms.non_finite == 0 ? std::string(", of parameters that are each finite")
+                                 : ", first in " + norms.first_non_finite + ", in " +
+                                       std::to_string(norms.non_finite) + " of " +
+                                       std::to_string(norms.names.size()) + " parameters"),
       "a finite gradient of a finite loss",
       "lower learning_rate, or look for operations whose derivative overflows");
 }

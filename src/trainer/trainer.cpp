@@ -34,18 +34,16 @@ NamedTensors named_state(const torch::nn::Module& model) {
   return tensors;
 }
 
-void load_weights(
-    torch::nn::Module& model, const std::filesystem::path& folder) {
+void load_weights(torch::nn::Module& model, const std::filesystem::path& folder) {
   const SafetensorsReader reader(folder / kWeightsFile);
   NamedTensors targets = named_state(model);
   for (const auto& [name, target] : targets) { // all is checked, then copied
     const SafetensorsEntry& entry = reader.entry(name);
     if (target.sizes() != at::IntArrayRef(entry.shape)) {
-      throw InputError(
-          "trainer::load_model",
-          "tensor " + name + " in " + (folder / kWeightsFile).string() +
-              " has shape=" + c10::str(at::IntArrayRef(entry.shape)),
-          "the model's " + c10::str(target.sizes()));
+      throw InputError("trainer::load_model",
+                       "tensor " + name + " in " + (folder / kWeightsFile).string() +
+                           " has shape=" + c10::str(at::IntArrayRef(entry.shape)),
+                       "the model's " + c10::str(target.sizes()));
     }
   }
   const at::NoGradGuard no_grad;
@@ -68,8 +66,8 @@ void move_model(torch::nn::Module& model, const at::Device& device) {
 TrainOutput output_of_finished_run(TrainerParts& parts) {
   TrainOutput output;
   output.already_finished = true;
-  parts.state = read_trainer_state(
-      std::filesystem::path(parts.arguments.output_dir) / "trainer_state.json");
+  parts.state =
+      read_trainer_state(std::filesystem::path(parts.arguments.output_dir) / "trainer_state.json");
   output.global_step = parts.state.global_step;
   if (!parts.state.log_history.empty()) {
     output.metrics = parts.state.log_history.back();
@@ -96,8 +94,7 @@ void settle_precision(TrainerParts& parts, const std::string& kept) {
     accelerator.set_mixed_precision(wanted);
   }
   a.precision = accelerator.mixed_precision();
-  if (a.precision == Precision::fp16 && accelerator.device().is_cpu() &&
-      parts.is_main()) {
+  if (a.precision == Precision::fp16 && accelerator.device().is_cpu() && parts.is_main()) {
     log_warning(
         "fp16 on a CPU is many times slower than fp32 and bf16; hasten env "
         "times them on this machine");
@@ -110,24 +107,20 @@ void require_precision(const TrainerParts& parts) {
   const Precision asked = parts.arguments.effective_precision();
   const Precision given = parts.accelerator->options().mixed_precision;
   if (given != Precision::no && asked != Precision::no && asked != given) {
-    throw InputError(
-        "trainer::Trainer",
-        std::string("precision=") + precision_name(asked) +
-            " in the arguments and " + precision_name(given) +
-            " in the accelerator",
-        "the same in both, or in one of them");
+    throw InputError("trainer::Trainer",
+                     std::string("precision=") + precision_name(asked) + " in the arguments and " +
+                         precision_name(given) + " in the accelerator",
+                     "the same in both, or in one of them");
   }
 }
 
 void require_strategy(const TrainerParts& parts) {
   const Strategy given = parts.accelerator->options().strategy;
   if (parts.arguments.strategy != given) {
-    throw InputError(
-        "trainer::Trainer",
-        std::string("strategy=") + strategy_name(parts.arguments.strategy) +
-            " in the arguments and " + strategy_name(given) +
-            " in the accelerator",
-        "the same in both");
+    throw InputError("trainer::Trainer",
+                     std::string("strategy=") + strategy_name(parts.arguments.strategy) +
+                         " in the arguments and " + strategy_name(given) + " in the accelerator",
+                     "the same in both");
   }
 }
 
@@ -138,11 +131,8 @@ bool needs_metric(const TrainingArguments& a) {
 }
 
 /// Refuses a metric that no evaluation will have before anything is trained.
-void require_known_metric(
-    const TrainingArguments& a, std::vector<std::string> names) {
-  names.insert(
-      names.begin(),
-      {"loss", "runtime", "samples_per_second", "steps_per_second"});
+void require_known_metric(const TrainingArguments& a, std::vector<std::string> names) {
+  names.insert(names.begin(), {"loss", "runtime", "samples_per_second", "steps_per_second"});
   const std::string wanted = a.best_metric_name().substr(5); // "eval_"
   if (std::find(names.begin(), names.end(), wanted) != names.end()) {
     return;
@@ -151,13 +141,10 @@ void require_known_metric(
   for (const std::string& name : names) {
     known += (known.empty() ? "one of " : ", ") + name;
   }
-  const std::string near =
-      nearest_name(wanted, names.data(), names.data() + names.size());
+  const std::string near = nearest_name(wanted, names.data(), names.data() + names.size());
   throw InputError(
       "trainer::Trainer",
-      "metric_for_best_model=" + a.metric_for_best_model +
-          " is no metric of the evaluation",
-      known,
+      "metric_for_best_model=" + a.metric_for_best_model + " is no metric of the evaluation", known,
       near.empty() ? near : "write " + near);
 }
 
@@ -166,22 +153,18 @@ void refuse_metric(const std::string& metric, const nlohmann::json& record) {
   for (const auto& entry : record.items()) {
     names += (names.empty() ? "" : ", ") + entry.key();
   }
-  throw InputError(
-      "trainer::train",
-      "the evaluation record lacks metric_for_best_model=" + metric,
-      "one of " + names);
+  throw InputError("trainer::train", "the evaluation record lacks metric_for_best_model=" + metric,
+                   "one of " + names);
 }
 
 /// Puts what the arguments say of the loss around the loss function.
 void set_objective(TrainerParts& parts) {
   const TrainingArguments& a = parts.arguments;
-  parts.class_weights =
-      resolve_class_weights(a.class_weights, parts.train.get());
+  parts.class_weights = resolve_class_weights(a.class_weights, parts.train.get());
   if (a.label_smoothing_factor > 0 || !a.class_weights.empty()) {
     parts.loss_function = with_objective(
         std::move(parts.loss_function),
-        {.label_smoothing = a.label_smoothing_factor,
-         .class_weights = parts.class_weights},
+        {.label_smoothing = a.label_smoothing_factor, .class_weights = parts.class_weights},
         a.class_weights == "balanced");
   }
 }
@@ -189,26 +172,20 @@ void set_objective(TrainerParts& parts) {
 void require_parts(const TrainerParts& parts) {
   parts.arguments.validate();
   if (!parts.model || !parts.loss_function) {
-    throw InputError(
-        "trainer::Trainer",
-        std::string(parts.model ? "loss_function" : "model") + "=null",
-        "a model and a function that runs it");
+    throw InputError("trainer::Trainer",
+                     std::string(parts.model ? "loss_function" : "model") + "=null",
+                     "a model and a function that runs it");
   }
   const TrainingArguments& a = parts.arguments;
   if (a.load_best_model_at_end && !parts.eval) {
-    throw InputError(
-        "trainer::Trainer",
-        "load_best_model_at_end=true without evaluation data",
-        {},
-        "give evaluation data, or unset load_best_model_at_end");
+    throw InputError("trainer::Trainer", "load_best_model_at_end=true without evaluation data", {},
+                     "give evaluation data, or unset load_best_model_at_end");
   }
   if (a.early_stopping_patience > 0 && parts.train && !parts.eval) {
-    throw InputError(
-        "trainer::Trainer",
-        "early_stopping_patience=" + std::to_string(a.early_stopping_patience) +
-            " without evaluation data",
-        {},
-        "give evaluation data, or unset early_stopping_patience");
+    throw InputError("trainer::Trainer",
+                     "early_stopping_patience=" + std::to_string(a.early_stopping_patience) +
+                         " without evaluation data",
+                     {}, "give evaluation data, or unset early_stopping_patience");
   }
   const auto* named = parts.compute_metrics.target<NamedFactory>();
   if (parts.eval && needs_metric(a) && (named || !parts.compute_metrics)) {
@@ -221,8 +198,7 @@ void require_parts(const TrainerParts& parts) {
 ModelFiles default_model_files(std::shared_ptr<torch::nn::Module> model) {
   ModelFiles files;
   files.save = [model](const std::filesystem::path& folder) {
-    write_safetensors(
-        folder / detail::kWeightsFile, detail::named_state(*model));
+    write_safetensors(folder / detail::kWeightsFile, detail::named_state(*model));
   };
   files.load = [model](const std::filesystem::path& folder) {
     detail::load_weights(*model, folder);
@@ -235,14 +211,10 @@ struct Trainer::Impl {
   std::unique_ptr<detail::TrainingRun> run{}; // kept: the accelerator borrows
 };
 
-Trainer::Trainer(
-    std::shared_ptr<torch::nn::Module> model,
-    LossFunction loss_function,
-    TrainingArguments arguments,
-    std::shared_ptr<const Dataset> train,
-    std::shared_ptr<const Dataset> eval,
-    ComputeMetrics compute_metrics,
-    std::shared_ptr<Accelerator> accelerator)
+Trainer::Trainer(std::shared_ptr<torch::nn::Module> model, LossFunction loss_function,
+                 TrainingArguments arguments, std::shared_ptr<const Dataset> train,
+                 std::shared_ptr<const Dataset> eval, ComputeMetrics compute_metrics,
+                 std::shared_ptr<Accelerator> accelerator)
     : impl_(std::make_unique<Impl>()) {
   detail::TrainerParts& parts = impl_->parts;
   parts.model = std::move(model);
@@ -265,13 +237,12 @@ Trainer::Trainer(
     accelerator = std::make_shared<Accelerator>(options);
   }
   if (accelerator->options().gradient_accumulation_steps != window) {
-    throw InputError(
-        "trainer::Trainer",
-        "gradient_accumulation_steps=" + std::to_string(window) +
-            " in the arguments and " +
-            std::to_string(accelerator->options().gradient_accumulation_steps) +
-            " in the accelerator",
-        "the same number in both");
+    throw InputError("trainer::Trainer",
+                     "gradient_accumulation_steps=" + std::to_string(window) +
+                         " in the arguments and " +
+                         std::to_string(accelerator->options().gradient_accumulation_steps) +
+                         " in the accelerator",
+                     "the same number in both");
   }
   parts.accelerator = std::move(accelerator);
   detail::require_precision(parts);
@@ -285,19 +256,15 @@ Trainer::Trainer(
 
 Trainer::~Trainer() = default;
 
-void Trainer::set_model_files(ModelFiles files) {
-  impl_->parts.files = std::move(files);
-}
+void Trainer::set_model_files(ModelFiles files) { impl_->parts.files = std::move(files); }
 
-void Trainer::add_callback(
-    std::shared_ptr<TrainerCallback> callback, std::string state_name) {
+void Trainer::add_callback(std::shared_ptr<TrainerCallback> callback, std::string state_name) {
   if (!state_name.empty()) {
     auto stateful = std::dynamic_pointer_cast<Stateful>(callback);
     if (!stateful) {
-      throw InputError(
-          "trainer::add_callback",
-          "state_name=" + state_name + " of a callback that has no state",
-          "a callback that is a hasten::Stateful too");
+      throw InputError("trainer::add_callback",
+                       "state_name=" + state_name + " of a callback that has no state",
+                       "a callback that is a hasten::Stateful too");
     }
     impl_->parts.stateful_callbacks[state_name] = std::move(stateful);
   }
@@ -306,9 +273,7 @@ void Trainer::add_callback(
     return std::dynamic_pointer_cast<ProgressCallback>(c) != nullptr;
   };
   if (shows(callback)) {
-    callbacks.erase(
-        std::remove_if(callbacks.begin(), callbacks.end(), shows),
-        callbacks.end());
+    callbacks.erase(std::remove_if(callbacks.begin(), callbacks.end(), shows), callbacks.end());
     if (!impl_->parts.is_main()) {
       return;
     }
@@ -324,23 +289,18 @@ void Trainer::set_run_facts(nlohmann::json listed, nlohmann::json altering) {
 TrainOutput Trainer::train() {
   detail::TrainerParts& parts = impl_->parts;
   if (impl_->run) {
-    throw InputError(
-        "trainer::train",
-        "train() was called before",
-        "one run a Trainer",
-        "make a new Trainer around the same model");
+    throw InputError("trainer::train", "train() was called before", "one run a Trainer",
+                     "make a new Trainer around the same model");
   }
   if (!parts.train) {
     throw InputError("trainer::train", "train=null", "training data");
   }
   const int world_size = parts.accelerator->num_processes();
   if (parts.train->size() < world_size) {
-    throw InputError(
-        "trainer::train",
-        "rows=" + std::to_string(parts.train->size()) +
-            " of training data for processes=" + std::to_string(world_size),
-        "at least one row a process",
-        "use fewer processes or more rows");
+    throw InputError("trainer::train",
+                     "rows=" + std::to_string(parts.train->size()) +
+                         " of training data for processes=" + std::to_string(world_size),
+                     "at least one row a process", "use fewer processes or more rows");
   }
   const detail::OutputDirHold hold = detail::hold_output_dir(parts);
   parts.output_lock = hold.get();
@@ -351,25 +311,19 @@ TrainOutput Trainer::train() {
   }
   detail::settle_precision(parts, start.precision);
   detail::find_batch_size(parts, detail::first_batch_size(parts, start));
-  DataLoader counted(
-      parts.train,
-      detail::train_loader_options(
-          parts.arguments, world_size, start.drop_batch));
+  DataLoader counted(parts.train,
+                     detail::train_loader_options(parts.arguments, world_size, start.drop_batch));
   counted.shard(parts.accelerator->process_index(), world_size);
   TrainingPlan plan = make_training_plan(parts.arguments, counted.size());
-  plan = make_training_plan(
-      parts.arguments,
-      counted.size(),
-      detail::step_shift_of(start, plan, parts, counted.epoch_rows()));
+  plan = make_training_plan(parts.arguments, counted.size(),
+                            detail::step_shift_of(start, plan, parts, counted.epoch_rows()));
   if (parts.arguments.early_stopping_patience > 0) {
     add_callback(
         std::make_shared<EarlyStoppingCallback>(EarlyStoppingOptions{
-            parts.arguments.early_stopping_patience,
-            parts.arguments.early_stopping_threshold}),
+            parts.arguments.early_stopping_patience, parts.arguments.early_stopping_threshold}),
         "early_stopping");
   }
-  impl_->run =
-      std::make_unique<detail::TrainingRun>(parts, plan, std::move(start));
+  impl_->run = std::make_unique<detail::TrainingRun>(parts, plan, std::move(start));
   TrainOutput output = impl_->run->run();
   parts.output_lock = nullptr;
   if (impl_->run->terminated()) {
@@ -378,8 +332,7 @@ TrainOutput Trainer::train() {
   return output;
 }
 
-nlohmann::json Trainer::evaluate(
-    const Dataset& dataset, const std::string& prefix) {
+nlohmann::json Trainer::evaluate(const Dataset& dataset, const std::string& prefix) {
   return detail::evaluate_dataset(impl_->parts, dataset, prefix);
 }
 
@@ -392,16 +345,12 @@ nlohmann::json Trainer::evaluate() {
 
 PredictionOutput Trainer::predict(const Dataset& dataset) {
   PredictionOutput result;
-  result.metrics =
-      detail::evaluate_dataset(impl_->parts, dataset, "test", &result.outputs);
-  impl_->parts.notify(
-      [&](TrainerCallback& c) { c.on_predict(result.metrics); });
+  result.metrics = detail::evaluate_dataset(impl_->parts, dataset, "test", &result.outputs);
+  impl_->parts.notify([&](TrainerCallback& c) { c.on_predict(result.metrics); });
   return result;
 }
 
-const TrainingArguments& Trainer::arguments() const {
-  return impl_->parts.arguments;
-}
+const TrainingArguments& Trainer::arguments() const { return impl_->parts.arguments; }
 
 const TrainerState& Trainer::state() const { return impl_->parts.state; }
 

@@ -58,16 +58,12 @@ struct TrainerParts {
 };
 
 /// The evaluation record lacks the metric that something depends on.
-[[noreturn]] void refuse_metric(
-    const std::string& metric, const nlohmann::json& record);
+[[noreturn]] void refuse_metric(const std::string& metric, const nlohmann::json& record);
 
 /// Loss, metrics and times of every row once; the rows' outputs too where
 /// `outputs` is given. Collective. Leaves the model in the mode it was in.
-nlohmann::json evaluate_dataset(
-    TrainerParts& parts,
-    const Dataset& dataset,
-    const std::string& prefix,
-    at::Tensor* outputs = nullptr);
+nlohmann::json evaluate_dataset(TrainerParts& parts, const Dataset& dataset,
+                                const std::string& prefix, at::Tensor* outputs = nullptr);
 
 /// What arguments.gradient_checkpointing says, unless the model has a choice of its
 /// own. Before prepare(); a budget runs the model on the longest rows, and rank 0's

@@ -34,10 +34,9 @@ std::string trainer_state_json(const TrainerState& state) {
   const nlohmann::json json = {
       {"best_global_step", detail::json_or_null(state.best_global_step)},
       {"best_metric", detail::json_or_null(state.best_metric)},
-      {"best_model_checkpoint",
-       state.best_model_checkpoint.empty()
-           ? nlohmann::json(nullptr)
-           : nlohmann::json(state.best_model_checkpoint)},
+      {"best_model_checkpoint", state.best_model_checkpoint.empty()
+                                    ? nlohmann::json(nullptr)
+                                    : nlohmann::json(state.best_model_checkpoint)},
       {"epoch", state.epoch},
       {"eval_steps", state.eval_steps},
       {"global_step", state.global_step},
@@ -61,8 +60,7 @@ std::string trainer_state_json(const TrainerState& state) {
 TrainerState trainer_state_from(const nlohmann::json& json) {
   TrainerState state;
   const auto number = [&](const char* name, auto& field) {
-    if (const auto entry = json.find(name);
-        entry != json.end() && !entry->is_null()) {
+    if (const auto entry = json.find(name); entry != json.end() && !entry->is_null()) {
       entry->get_to(field);
     }
   };
@@ -77,12 +75,10 @@ TrainerState trainer_state_from(const nlohmann::json& json) {
   number("train_batch_size", state.train_batch_size);
   number("num_input_tokens_seen", state.num_input_tokens_seen);
   number("best_model_checkpoint", state.best_model_checkpoint);
-  if (const auto best = json.find("best_metric");
-      best != json.end() && best->is_number()) {
+  if (const auto best = json.find("best_metric"); best != json.end() && best->is_number()) {
     state.best_metric = best->get<double>();
   }
-  if (const auto best = json.find("best_global_step");
-      best != json.end() && best->is_number()) {
+  if (const auto best = json.find("best_global_step"); best != json.end() && best->is_number()) {
     state.best_global_step = best->get<int64_t>();
   }
   return state;
@@ -90,13 +86,10 @@ TrainerState trainer_state_from(const nlohmann::json& json) {
 
 TrainerState read_trainer_state(const std::filesystem::path& file) {
   try {
-    return trainer_state_from(
-        read_json_file("trainer::read_trainer_state", file));
+    return trainer_state_from(read_json_file("trainer::read_trainer_state", file));
   } catch (const nlohmann::json::exception& error) {
-    throw InputError(
-        "trainer::read_trainer_state",
-        "file=" + file.string() + ": " + error.what(),
-        "a trainer_state.json");
+    throw InputError("trainer::read_trainer_state", "file=" + file.string() + ": " + error.what(),
+                     "a trainer_state.json");
   }
 }
 

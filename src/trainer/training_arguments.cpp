@@ -12,10 +12,9 @@
 namespace hasten {
 
 const std::map<std::string, IntervalStrategy>& interval_strategies() {
-  static const std::map<std::string, IntervalStrategy> names = {
-      {"no", IntervalStrategy::no},
-      {"steps", IntervalStrategy::steps},
-      {"epoch", IntervalStrategy::epoch}};
+  static const std::map<std::string, IntervalStrategy> names = {{"no", IntervalStrategy::no},
+                                                                {"steps", IntervalStrategy::steps},
+                                                                {"epoch", IntervalStrategy::epoch}};
   return names;
 }
 
@@ -58,9 +57,7 @@ const std::map<std::string, SamplingStrategy>& sampling_strategies() {
 
 const std::map<std::string, GradNormType>& grad_norm_types() {
   static const std::map<std::string, GradNormType> names = {
-      {"1", GradNormType::l1},
-      {"2", GradNormType::l2},
-      {"inf", GradNormType::inf}};
+      {"1", GradNormType::l1}, {"2", GradNormType::l2}, {"inf", GradNormType::inf}};
   return names;
 }
 
@@ -161,29 +158,19 @@ void visit_arguments(Arguments& a, Visit&& visit) {
 const std::map<std::string, IntervalStrategy>& spellings(IntervalStrategy) {
   return interval_strategies();
 }
-const std::map<std::string, SchedulerType>& spellings(SchedulerType) {
-  return scheduler_types();
-}
-const std::map<std::string, OptimizerType>& spellings(OptimizerType) {
-  return optimizer_types();
-}
+const std::map<std::string, SchedulerType>& spellings(SchedulerType) { return scheduler_types(); }
+const std::map<std::string, OptimizerType>& spellings(OptimizerType) { return optimizer_types(); }
 const std::map<std::string, SamplingStrategy>& spellings(SamplingStrategy) {
   return sampling_strategies();
 }
-const std::map<std::string, GradNormType>& spellings(GradNormType) {
-  return grad_norm_types();
-}
+const std::map<std::string, GradNormType>& spellings(GradNormType) { return grad_norm_types(); }
 const std::map<std::string, LogGradientNorms>& spellings(LogGradientNorms) {
   return log_gradient_norms();
 }
 
-const std::map<std::string, Precision>& spellings(Precision) {
-  return precisions();
-}
+const std::map<std::string, Precision>& spellings(Precision) { return precisions(); }
 
-const std::map<std::string, Strategy>& spellings(Strategy) {
-  return strategies();
-}
+const std::map<std::string, Strategy>& spellings(Strategy) { return strategies(); }
 
 template <typename T>
 nlohmann::json argument_json(const T& value) {
@@ -198,21 +185,15 @@ nlohmann::json argument_json(const T& value) {
     return value;
   }
 }
-nlohmann::json argument_json(const GradientCheckpointing& value) {
-  return value.text();
-}
+nlohmann::json argument_json(const GradientCheckpointing& value) { return value.text(); }
 template <typename T>
 nlohmann::json argument_json(const std::optional<T>& value) {
   return value ? nlohmann::json(*value) : nlohmann::json(nullptr);
 }
 
-[[noreturn]] void refuse_value(
-    const char* name,
-    const nlohmann::json& value,
-    const std::string& expected,
-    const std::string& fix = {}) {
-  throw InputError(
-      kArgumentsPlace, std::string(name) + "=" + value.dump(), expected, fix);
+[[noreturn]] void refuse_value(const char* name, const nlohmann::json& value,
+                               const std::string& expected, const std::string& fix = {}) {
+  throw InputError(kArgumentsPlace, std::string(name) + "=" + value.dump(), expected, fix);
 }
 
 void read_argument(const char* name, const nlohmann::json& json, bool& field) {
@@ -221,17 +202,13 @@ void read_argument(const char* name, const nlohmann::json& json, bool& field) {
   }
   field = json.get<bool>();
 }
-void read_argument(
-    const char* name, const nlohmann::json& json, std::string& field) {
+void read_argument(const char* name, const nlohmann::json& json, std::string& field) {
   if (!json.is_string()) {
     refuse_value(name, json, "a string");
   }
   field = json.get<std::string>();
 }
-void read_argument(
-    const char* name,
-    const nlohmann::json& json,
-    GradientCheckpointing& field) {
+void read_argument(const char* name, const nlohmann::json& json, GradientCheckpointing& field) {
   if (json.is_boolean()) {
     field = json.get<bool>();
   } else if (json.is_string()) {
@@ -240,30 +217,26 @@ void read_argument(
     refuse_value(name, json, "true, false, or how: full, every:2, budget:50%");
   }
 }
-void read_argument(
-    const char* name, const nlohmann::json& json, double& field) {
+void read_argument(const char* name, const nlohmann::json& json, double& field) {
   if (!json.is_number()) {
     refuse_value(name, json, "a number");
   }
   field = json.get<double>();
 }
-void read_argument(
-    const char* name, const nlohmann::json& json, int64_t& field) {
+void read_argument(const char* name, const nlohmann::json& json, int64_t& field) {
   if (!json.is_number_integer()) {
     refuse_value(name, json, "a whole number");
   }
   field = json.get<int64_t>();
 }
-void read_argument(
-    const char* name, const nlohmann::json& json, uint64_t& field) {
+void read_argument(const char* name, const nlohmann::json& json, uint64_t& field) {
   if (!json.is_number_unsigned()) {
     refuse_value(name, json, "a whole number, 0 or more");
   }
   field = json.get<uint64_t>();
 }
 template <typename T>
-void read_argument(
-    const char* name, const nlohmann::json& json, std::optional<T>& field) {
+void read_argument(const char* name, const nlohmann::json& json, std::optional<T>& field) {
   if (json.is_null()) {
     field.reset();
     return;
@@ -285,100 +258,68 @@ void read_argument(const char* name, const nlohmann::json& json, T& field) {
     }
     known += (known.empty() ? "one of " : ", ") + spelling;
   }
-  const std::string near = json.is_string() ? nearest_name(
-                                                  json.get<std::string>(),
-                                                  names.data(),
-                                                  names.data() + names.size())
+  const std::string near = json.is_string() ? nearest_name(json.get<std::string>(), names.data(),
+                                                           names.data() + names.size())
                                             : "";
   refuse_value(name, json, known, near.empty() ? near : "write " + near);
 }
 
 /// Throws unless `good`: "field=value. Expected expected."
 template <typename T>
-void require_argument(
-    bool good, const char* name, const T& value, const char* expected) {
+void require_argument(bool good, const char* name, const T& value, const char* expected) {
   if (!good) {
-    throw InputError(
-        kArgumentsPlace,
-        std::string(name) + "=" + argument_json(value).dump(),
-        expected);
+    throw InputError(kArgumentsPlace, std::string(name) + "=" + argument_json(value).dump(),
+                     expected);
   }
 }
 
 /// Updates, or a share of all of them.
 void require_interval(const char* name, double value) {
-  require_argument(
-      value > 0 && std::isfinite(value) &&
-          (value < 1 || value == std::floor(value)),
-      name,
-      value,
-      "a whole number of updates, or a share of all updates above 0 and below "
-      "1");
+  require_argument(value > 0 && std::isfinite(value) && (value < 1 || value == std::floor(value)),
+                   name, value,
+                   "a whole number of updates, or a share of all updates above 0 and below 1");
 }
 
 void validate_precision(const TrainingArguments& a) {
   const auto contradicts = [&](bool set, Precision meant) {
     return set && a.precision != Precision::no && a.precision != meant;
   };
-  const std::string precision =
-      std::string("precision=") + precision_name(a.precision);
+  const std::string precision = std::string("precision=") + precision_name(a.precision);
   if (a.bf16 && a.fp16) {
-    throw InputError(
-        kArgumentsPlace,
-        "bf16=true and fp16=true exclude each other",
-        "one of them",
-        "leave fp16 out: bf16 needs no loss scale");
+    throw InputError(kArgumentsPlace, "bf16=true and fp16=true exclude each other", "one of them",
+                     "leave fp16 out: bf16 needs no loss scale");
   }
-  if (contradicts(a.bf16, Precision::bf16) ||
-      contradicts(a.fp16, Precision::fp16)) {
-    throw InputError(
-        kArgumentsPlace,
-        std::string(a.bf16 ? "bf16" : "fp16") + "=true with " + precision,
-        "one choice of precision",
-        "leave one of them out");
+  if (contradicts(a.bf16, Precision::bf16) || contradicts(a.fp16, Precision::fp16)) {
+    throw InputError(kArgumentsPlace,
+                     std::string(a.bf16 ? "bf16" : "fp16") + "=true with " + precision,
+                     "one choice of precision", "leave one of them out");
   }
 }
 
 void validate_strategy(const TrainingArguments& a) {
   require_argument(
-      a.strategy == Strategy::ddp || a.strategy == Strategy::hsdp ||
-          a.local_sgd_steps == 0,
-      "local_sgd_steps",
-      a.local_sgd_steps,
+      a.strategy == Strategy::ddp || a.strategy == Strategy::hsdp || a.local_sgd_steps == 0,
+      "local_sgd_steps", a.local_sgd_steps,
       "0 unless strategy=ddp or hsdp: it averages copies of a model");
-  require_argument(
-      a.shard_size == 0 || (a.shard_size > 0 && a.strategy == Strategy::hsdp),
-      "shard_size",
-      a.shard_size,
-      "0, or with strategy=hsdp the number of ranks that hold a copy together");
+  require_argument(a.shard_size == 0 || (a.shard_size > 0 && a.strategy == Strategy::hsdp),
+                   "shard_size", a.shard_size,
+                   "0, or with strategy=hsdp the number of ranks that hold a copy together");
 }
 
 void validate_schedule(const TrainingArguments& a) {
-  require_argument(
-      a.warmup_steps < 1 || a.warmup_steps == std::floor(a.warmup_steps),
-      "warmup_steps",
-      a.warmup_steps,
-      "a whole number of updates, or a share below 1");
-  require_argument(
-      a.warmup_ratio >= 0 && a.warmup_ratio <= 1,
-      "warmup_ratio",
-      a.warmup_ratio,
-      "a share of all updates, 0 to 1");
+  require_argument(a.warmup_steps < 1 || a.warmup_steps == std::floor(a.warmup_steps),
+                   "warmup_steps", a.warmup_steps, "a whole number of updates, or a share below 1");
+  require_argument(a.warmup_ratio >= 0 && a.warmup_ratio <= 1, "warmup_ratio", a.warmup_ratio,
+                   "a share of all updates, 0 to 1");
   if (!a.lr_scheduler_kwargs.empty()) {
-    require_argument(
-        try_parse_json(a.lr_scheduler_kwargs).value.is_object(),
-        "lr_scheduler_kwargs",
-        a.lr_scheduler_kwargs,
-        "a JSON object, like {\"num_cycles\": 2}");
+    require_argument(try_parse_json(a.lr_scheduler_kwargs).value.is_object(), "lr_scheduler_kwargs",
+                     a.lr_scheduler_kwargs, "a JSON object, like {\"num_cycles\": 2}");
   }
   if (a.lr_scheduler_type == SchedulerType::reduce_lr_on_plateau &&
       a.eval_strategy == IntervalStrategy::no) {
-    throw InputError(
-        kArgumentsPlace,
-        "lr_scheduler_type=reduce_lr_on_plateau without evaluation: "
-        "eval_strategy=no",
-        {},
-        "set eval_strategy to epoch or steps");
+    throw InputError(kArgumentsPlace,
+                     "lr_scheduler_type=reduce_lr_on_plateau without evaluation: eval_strategy=no",
+                     {}, "set eval_strategy to epoch or steps");
   }
 }
 
@@ -390,21 +331,18 @@ void validate_memory(const TrainingArguments& a) {
     } catch (const InputError&) {
       // below
     }
-    require_argument(
-        bytes > 0, "memory_limit", a.memory_limit, "bytes above 0, like 2GB");
+    require_argument(bytes > 0, "memory_limit", a.memory_limit, "bytes above 0, like 2GB");
     if (!a.auto_find_batch_size) {
-      throw InputError(
-          kArgumentsPlace,
-          "memory_limit=" + a.memory_limit + " without auto_find_batch_size",
-          "both or neither");
+      throw InputError(kArgumentsPlace,
+                       "memory_limit=" + a.memory_limit + " without auto_find_batch_size",
+                       "both or neither");
     }
   }
   if (a.auto_find_batch_size &&
       a.gradient_checkpointing.mode() == GradientCheckpointing::Mode::budget) {
     throw InputError(
         kArgumentsPlace,
-        "auto_find_batch_size=true with gradient_checkpointing=" +
-            a.gradient_checkpointing.text(),
+        "auto_find_batch_size=true with gradient_checkpointing=" + a.gradient_checkpointing.text(),
         "one of them: a budget is planned for a batch size that is known",
         "set gradient_checkpointing to full, every:K or ops");
   }
@@ -412,21 +350,16 @@ void validate_memory(const TrainingArguments& a) {
 
 void validate_best_model(const TrainingArguments& a) {
   const auto contradiction = [](const std::string& what, const char* fix) {
-    throw InputError(
-        kArgumentsPlace, "load_best_model_at_end=true " + what, {}, fix);
+    throw InputError(kArgumentsPlace, "load_best_model_at_end=true " + what, {}, fix);
   };
   if (a.eval_strategy == IntervalStrategy::no) {
-    contradiction(
-        "without evaluation: eval_strategy=no",
-        "set eval_strategy to epoch or steps");
+    contradiction("without evaluation: eval_strategy=no", "set eval_strategy to epoch or steps");
   }
   if (a.eval_strategy != a.save_strategy) {
-    contradiction(
-        "needs a save for each evaluation: eval_strategy=" +
-            argument_json(a.eval_strategy).get<std::string>() +
-            ", save_strategy=" +
-            argument_json(a.save_strategy).get<std::string>(),
-        "make the two strategies equal");
+    contradiction("needs a save for each evaluation: eval_strategy=" +
+                      argument_json(a.eval_strategy).get<std::string>() +
+                      ", save_strategy=" + argument_json(a.save_strategy).get<std::string>(),
+                  "make the two strategies equal");
   }
   if (a.eval_strategy != IntervalStrategy::steps) {
     return;
@@ -434,11 +367,10 @@ void validate_best_model(const TrainingArguments& a) {
   const double ratio = a.save_steps / a.eval_steps;
   const bool mixed = (a.save_steps < 1) != (a.eval_steps < 1);
   if (mixed || ratio < 1 || std::abs(ratio - std::round(ratio)) > 1e-9) {
-    contradiction(
-        "needs save_steps to be a multiple of eval_steps: save_steps=" +
-            argument_json(a.save_steps).dump() +
-            ", eval_steps=" + argument_json(a.eval_steps).dump(),
-        "make save_steps a multiple of eval_steps");
+    contradiction("needs save_steps to be a multiple of eval_steps: save_steps=" +
+                      argument_json(a.save_steps).dump() +
+                      ", eval_steps=" + argument_json(a.eval_steps).dump(),
+                  "make save_steps a multiple of eval_steps");
   }
 }
 
@@ -447,59 +379,38 @@ void validate_best_model(const TrainingArguments& a) {
 void TrainingArguments::validate() const {
   using detail::require_argument;
   const auto not_negative = [](const char* name, double value) {
-    require_argument(
-        value >= 0 && std::isfinite(value), name, value, "0 or more");
+    require_argument(value >= 0 && std::isfinite(value), name, value, "0 or more");
   };
-  require_argument(
-      max_steps > 0 ||
-          (num_train_epochs > 0 && std::isfinite(num_train_epochs)),
-      "num_train_epochs",
-      num_train_epochs,
-      "a number above 0");
-  require_argument(
-      max_steps > 0 || max_steps == -1,
-      "max_steps",
-      max_steps,
-      "1 or more, or -1 to count epochs");
+  require_argument(max_steps > 0 || (num_train_epochs > 0 && std::isfinite(num_train_epochs)),
+                   "num_train_epochs", num_train_epochs, "a number above 0");
+  require_argument(max_steps > 0 || max_steps == -1, "max_steps", max_steps,
+                   "1 or more, or -1 to count epochs");
   detail::validate_ranges(*this);
   check_timeout(detail::kArgumentsPlace, "ddp_timeout", ddp_timeout);
-  check_timeout(
-      detail::kArgumentsPlace, "heartbeat_timeout", heartbeat_timeout);
+  check_timeout(detail::kArgumentsPlace, "heartbeat_timeout", heartbeat_timeout);
   not_negative("learning_rate", learning_rate);
   not_negative("weight_decay", weight_decay);
   not_negative("adam_epsilon", adam_epsilon);
   not_negative("max_grad_norm", max_grad_norm);
   not_negative("max_grad_value", max_grad_value);
   const auto beta = [](const char* name, double value) {
-    require_argument(
-        value >= 0 && value < 1, name, value, "0 or more, below 1");
+    require_argument(value >= 0 && value < 1, name, value, "0 or more, below 1");
   };
   beta("adam_beta1", adam_beta1);
   beta("adam_beta2", adam_beta2);
   detail::require_interval("logging_steps", logging_steps);
   detail::require_interval("eval_steps", eval_steps);
   detail::require_interval("save_steps", save_steps);
+  require_argument(!output_dir.empty() || save_strategy == IntervalStrategy::no, "output_dir",
+                   output_dir, "a folder, or save_strategy=no");
   require_argument(
-      !output_dir.empty() || save_strategy == IntervalStrategy::no,
-      "output_dir",
-      output_dir,
-      "a folder, or save_strategy=no");
-  require_argument(
-      resume_from_checkpoint.empty() || !overwrite_output_dir,
-      "resume_from_checkpoint",
+      resume_from_checkpoint.empty() || !overwrite_output_dir, "resume_from_checkpoint",
       resume_from_checkpoint,
-      "overwrite_output_dir=false: one goes on with the run in the folder, the "
-      "other removes it");
-  require_argument(
-      resume_from_checkpoint.empty() || !output_dir.empty(),
-      "resume_from_checkpoint",
-      resume_from_checkpoint,
-      "an output_dir");
-  require_argument(
-      !metric_for_best_model.empty(),
-      "metric_for_best_model",
-      metric_for_best_model,
-      "the name of a value in the evaluation record");
+      "overwrite_output_dir=false: one goes on with the run in the folder, the other removes it");
+  require_argument(resume_from_checkpoint.empty() || !output_dir.empty(), "resume_from_checkpoint",
+                   resume_from_checkpoint, "an output_dir");
+  require_argument(!metric_for_best_model.empty(), "metric_for_best_model", metric_for_best_model,
+                   "the name of a value in the evaluation record");
   require_utf8(detail::kArgumentsPlace, nlohmann::json(*this));
   detail::validate_precision(*this);
   detail::validate_strategy(*this);
@@ -516,15 +427,13 @@ Precision TrainingArguments::effective_precision() const {
 }
 
 std::string TrainingArguments::best_metric_name() const {
-  return metric_for_best_model.rfind("eval_", 0) == 0
-             ? metric_for_best_model
-             : "eval_" + metric_for_best_model;
+  return metric_for_best_model.rfind("eval_", 0) == 0 ? metric_for_best_model
+                                                      : "eval_" + metric_for_best_model;
 }
 
 bool TrainingArguments::best_is_greater() const {
   const std::string& name = metric_for_best_model;
-  const bool is_loss =
-      name.size() >= 4 && name.compare(name.size() - 4, 4, "loss") == 0;
+  const bool is_loss = name.size() >= 4 && name.compare(name.size() - 4, 4, "loss") == 0;
   return greater_is_better.value_or(!is_loss);
 }
 
@@ -543,10 +452,9 @@ void from_json(const nlohmann::json& given, TrainingArguments& arguments) {
     json.erase("activation_checkpointing");
   }
   if (!json.is_object()) {
-    throw InputError(
-        detail::kArgumentsPlace,
-        std::string("the arguments are a JSON ") + json.type_name(),
-        "an object of names and values");
+    throw InputError(detail::kArgumentsPlace,
+                     std::string("the arguments are a JSON ") + json.type_name(),
+                     "an object of names and values");
   }
   std::vector<std::string> names;
   TrainingArguments read = arguments;
@@ -558,13 +466,9 @@ void from_json(const nlohmann::json& given, TrainingArguments& arguments) {
   });
   for (const auto& [name, value] : json.items()) {
     if (std::find(names.begin(), names.end(), name) == names.end()) {
-      const std::string near =
-          nearest_name(name, names.data(), names.data() + names.size());
-      throw InputError(
-          detail::kArgumentsPlace,
-          "unknown name: " + name + "=" + value.dump(),
-          {},
-          near.empty() ? "leave it out" : "write " + near);
+      const std::string near = nearest_name(name, names.data(), names.data() + names.size());
+      throw InputError(detail::kArgumentsPlace, "unknown name: " + name + "=" + value.dump(), {},
+                       near.empty() ? "leave it out" : "write " + near);
     }
   }
   arguments = read;

@@ -11,24 +11,20 @@ namespace detail {
 
 /// A count of updates, or below 1 a share of `total`.
 int64_t updates_of(double count_or_share, int64_t total) {
-  const double updates =
-      count_or_share < 1.0
-          ? std::ceil(count_or_share * static_cast<double>(total))
-          : count_or_share;
+  const double updates = count_or_share < 1.0
+                             ? std::ceil(count_or_share * static_cast<double>(total))
+                             : count_or_share;
   return static_cast<int64_t>(updates);
 }
 
 } // namespace detail
 
-TrainingPlan make_training_plan(
-    const TrainingArguments& arguments,
-    int64_t batches_per_epoch,
-    int64_t step_shift) {
+TrainingPlan make_training_plan(const TrainingArguments& arguments, int64_t batches_per_epoch,
+                                int64_t step_shift) {
   if (batches_per_epoch < 1) {
     throw InputError(
         "trainer::plan",
-        "the training data gives no batch: batches=" +
-            std::to_string(batches_per_epoch),
+        "the training data gives no batch: batches=" + std::to_string(batches_per_epoch),
         "at least one batch a rank",
         "use more rows, a smaller per_device_train_batch_size, fewer "
         "processes, or dataloader_drop_last=false");
@@ -40,33 +36,28 @@ TrainingPlan make_training_plan(
   if (arguments.max_steps > 0) {
     plan.max_steps = arguments.max_steps;
   } else {
-    const double updates = std::ceil(
-        arguments.num_train_epochs *
-        static_cast<double>(plan.updates_per_epoch));
+    const double updates =
+        std::ceil(arguments.num_train_epochs * static_cast<double>(plan.updates_per_epoch));
     if (!(updates <= static_cast<double>(kMaxUpdates))) {
-      throw InputError(
-          "trainer::plan",
-          "num_train_epochs=" + std::to_string(arguments.num_train_epochs) +
-              " of " + std::to_string(plan.updates_per_epoch) + " updates",
-          "at most " + std::to_string(kMaxUpdates) + " updates altogether");
+      throw InputError("trainer::plan",
+                       "num_train_epochs=" + std::to_string(arguments.num_train_epochs) + " of " +
+                           std::to_string(plan.updates_per_epoch) + " updates",
+                       "at most " + std::to_string(kMaxUpdates) + " updates altogether");
     }
     plan.max_steps = static_cast<int64_t>(updates) - step_shift;
   }
   plan.max_steps = std::max<int64_t>(1, plan.max_steps);
-  plan.epochs = (plan.max_steps + step_shift + plan.updates_per_epoch - 1) /
-                plan.updates_per_epoch;
-  const double warmup = arguments.warmup_steps > 0 ? arguments.warmup_steps
-                                                   : arguments.warmup_ratio;
+  plan.epochs = (plan.max_steps + step_shift + plan.updates_per_epoch - 1) / plan.updates_per_epoch;
+  const double warmup =
+      arguments.warmup_steps > 0 ? arguments.warmup_steps : arguments.warmup_ratio;
   // A ratio of exactly 1 is a share, a count of 1 is not.
   plan.warmup_steps = arguments.warmup_steps <= 0 && warmup == 1.0
                           ? plan.max_steps
                           : detail::updates_of(warmup, plan.max_steps);
   if (plan.warmup_steps > plan.max_steps) {
-    throw InputError(
-        "trainer::plan",
-        "warmup_steps=" + std::to_string(plan.warmup_steps),
-        "at most the run's updates=" + std::to_string(plan.max_steps),
-        "warm up over fewer updates, or train longer");
+    throw InputError("trainer::plan", "warmup_steps=" + std::to_string(plan.warmup_steps),
+                     "at most the run's updates=" + std::to_string(plan.max_steps),
+                     "warm up over fewer updates, or train longer");
   }
   const auto interval = [&](double steps) {
     return std::max<int64_t>(1, detail::updates_of(steps, plan.max_steps));

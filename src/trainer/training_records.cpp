@@ -18,17 +18,11 @@ void TrainingRun::collect_losses() {
   }
   const LocalSgdReport rounds = local_sgd_->report();
   const bool has_norm = std::isfinite(grad_norm_);
-  at::Tensor sums = at::tensor(
-      {uncollected_losses_.loss_sum,
-       uncollected_losses_.weight,
-       static_cast<double>(uncollected_rows_),
-       has_norm ? grad_norm_ : 0.0,
-       has_norm ? 1.0 : 0.0,
-       rounds.seconds,
-       rounds.communication_share},
-      at::kDouble);
-  sums =
-      parts_.accelerator->reduce(sums.to(parts_.accelerator->device())).cpu();
+  at::Tensor sums = at::tensor({uncollected_losses_.loss_sum, uncollected_losses_.weight,
+                                static_cast<double>(uncollected_rows_), has_norm ? grad_norm_ : 0.0,
+                                has_norm ? 1.0 : 0.0, rounds.seconds, rounds.communication_share},
+                               at::kDouble);
+  sums = parts_.accelerator->reduce(sums.to(parts_.accelerator->device())).cpu();
   const double* sum = sums.const_data_ptr<double>();
   for (LossTotal* total : {&since_record_, &of_epoch_, &of_run_}) {
     total->loss_sum += sum[0];
@@ -67,8 +61,7 @@ void TrainingRun::describe_gradient_norms(nlohmann::json& record) {
     // A rank whose window had no row has none.
     std::map<std::string, std::pair<double, int>> sums;
     for (const auto& theirs : parts_.communicator().gather_json(
-             {{"names", norms.names}, {"norms", norms.norms}},
-             "gradient norms")) {
+             {{"names", norms.names}, {"norms", norms.norms}}, "gradient norms")) {
       for (size_t i = 0; i < theirs.at("names").size(); ++i) {
         auto& [sum, ranks] = sums[theirs["names"][i].get<std::string>()];
         sum += theirs["norms"][i].get<double>();
@@ -88,11 +81,10 @@ void TrainingRun::describe_gradient_norms(nlohmann::json& record) {
 void TrainingRun::log_training() {
   collect_losses();
   last_logged_step_ = state_.global_step;
-  nlohmann::json record = {
-      {"loss", since_record_.mean()},
-      {"learning_rate", learning_rate_},
-      {"epoch", state_.epoch},
-      {"step", state_.global_step}};
+  nlohmann::json record = {{"loss", since_record_.mean()},
+                           {"learning_rate", learning_rate_},
+                           {"epoch", state_.epoch},
+                           {"step", state_.global_step}};
   if (scales_losses()) {
     record["loss_scale"] = parts_.accelerator->loss_scale().value();
     record["overflows"] = overflows_;
@@ -143,8 +135,7 @@ void TrainingRun::step_plateau(const nlohmann::json& record) {
   }
 }
 
-void TrainingRun::consider_best(
-    const nlohmann::json& record, bool will_be_saved) {
+void TrainingRun::consider_best(const nlohmann::json& record, bool will_be_saved) {
   const TrainingArguments& a = parts_.arguments;
   const std::string name = a.best_metric_name();
   const auto value = record.find(name);
@@ -159,17 +150,15 @@ void TrainingRun::consider_best(
     return;
   }
   const auto metric = value->get<double>();
-  const bool better = !state_.best_metric ||
-                      (a.best_is_greater() ? metric > *state_.best_metric
-                                           : metric < *state_.best_metric);
+  const bool better = !state_.best_metric || (a.best_is_greater() ? metric > *state_.best_metric
+                                                                  : metric < *state_.best_metric);
   if (better && std::isfinite(metric)) {
     state_.best_metric = metric;
     state_.best_global_step = state_.global_step;
   }
 }
 
-void TrainingRun::append_record(
-    const char* type, const nlohmann::json& record) {
+void TrainingRun::append_record(const char* type, const nlohmann::json& record) {
   if (!metrics_file_.is_open()) {
     return; // another rank's, or nothing is written
   }
@@ -178,22 +167,17 @@ void TrainingRun::append_record(
   line["type"] = type;
   metrics_file_ << line.dump() << '\n' << std::flush;
   std::error_code error;
-  if (!metrics_file_ ||
-      !std::filesystem::exists(output_dir_ / "metrics.jsonl", error)) {
-    throw Error(
-        "trainer::train",
-        "cannot write path=" + (output_dir_ / "metrics.jsonl").string(),
-        "space on the disk, the right to write, and a file that nobody "
-        "removes while the run lasts");
+  if (!metrics_file_ || !std::filesystem::exists(output_dir_ / "metrics.jsonl", error)) {
+    throw Error("trainer::train", "cannot write path=" + (output_dir_ / "metrics.jsonl").string(),
+                "space on the disk, the right to write, and a file that nobody "
+                "removes while the run lasts");
   }
 }
 
 void TrainingRun::collect_tokens() {
-  at::Tensor sums = at::tensor(
-      {uncollected_.real, uncollected_.padded},
-      at::TensorOptions().dtype(at::kLong));
-  sums =
-      parts_.accelerator->reduce(sums.to(parts_.accelerator->device())).cpu();
+  at::Tensor sums =
+      at::tensor({uncollected_.real, uncollected_.padded}, at::TensorOptions().dtype(at::kLong));
+  sums = parts_.accelerator->reduce(sums.to(parts_.accelerator->device())).cpu();
   uncollected_ = {};
   tokens_.real += sums[0].item<int64_t>();
   tokens_.padded += sums[1].item<int64_t>();
@@ -206,8 +190,7 @@ void TrainingRun::load_best() {
   }
   if (state_.best_global_step != state_.global_step) {
     parts_.accelerator->load_full_parameters(
-        [this] { parts_.files.load(state_.best_model_checkpoint); },
-        parts_.model);
+        [this] { parts_.files.load(state_.best_model_checkpoint); }, parts_.model);
   }
   if (parts_.is_main() && parts_.arguments.save_total_limit == 1) {
     keep_only_checkpoint(output_dir_, *state_.best_global_step);

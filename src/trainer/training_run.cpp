@@ -25,10 +25,8 @@ namespace hasten::detail {
 
 template <typename T>
 const std::string& spelling_of(const std::map<std::string, T>& names, T value) {
-  return std::find_if(
-             names.begin(),
-             names.end(),
-             [value](const auto& entry) { return entry.second == value; })
+  return std::find_if(names.begin(), names.end(),
+                      [value](const auto& entry) { return entry.second == value; })
       ->first;
 }
 
@@ -37,12 +35,8 @@ nlohmann::json schedule_kwargs(const TrainingArguments& a) {
 }
 
 Schedule schedule_of(const TrainingArguments& a, const TrainingPlan& plan) {
-  return make_schedule(
-      spelling_of(scheduler_types(), a.lr_scheduler_type),
-      plan.warmup_steps,
-      plan.max_steps,
-      a.learning_rate,
-      schedule_kwargs(a));
+  return make_schedule(spelling_of(scheduler_types(), a.lr_scheduler_type), plan.warmup_steps,
+                       plan.max_steps, a.learning_rate, schedule_kwargs(a));
 }
 
 std::string optimizer_name_of(const TrainingArguments& a) {
@@ -50,24 +44,20 @@ std::string optimizer_name_of(const TrainingArguments& a) {
 }
 
 OptimizerSettings optimizer_settings_of(const TrainingArguments& a) {
-  return {
-      .learning_rate = a.learning_rate,
-      .weight_decay = a.weight_decay,
-      .adam_beta1 = a.adam_beta1,
-      .adam_beta2 = a.adam_beta2,
-      .adam_epsilon = a.adam_epsilon,
-      .args = a.optim_args};
+  return {.learning_rate = a.learning_rate,
+          .weight_decay = a.weight_decay,
+          .adam_beta1 = a.adam_beta1,
+          .adam_beta2 = a.adam_beta2,
+          .adam_epsilon = a.adam_epsilon,
+          .args = a.optim_args};
 }
 
-LoaderOptions train_loader_options(
-    const TrainingArguments& a, int world_size, int64_t drop_batch) {
+LoaderOptions train_loader_options(const TrainingArguments& a, int world_size, int64_t drop_batch) {
   LoaderOptions options;
   options.batch_size = a.per_device_train_batch_size;
   options.shuffle = a.train_sampling_strategy != SamplingStrategy::sequential;
-  options.group_by_length =
-      a.train_sampling_strategy == SamplingStrategy::group_by_length;
-  options.group_batch = a.per_device_train_batch_size *
-                        a.gradient_accumulation_steps * world_size;
+  options.group_by_length = a.train_sampling_strategy == SamplingStrategy::group_by_length;
+  options.group_batch = a.per_device_train_batch_size * a.gradient_accumulation_steps * world_size;
   options.drop_last = a.dataloader_drop_last;
   options.drop_batch = drop_batch;
   options.seed = a.order_seed();
@@ -87,8 +77,7 @@ int64_t numbers_in(const std::vector<at::Tensor>& tensors) {
   return numbers;
 }
 
-TrainingRun::TrainingRun(
-    TrainerParts& parts, const TrainingPlan& plan, RunStart start)
+TrainingRun::TrainingRun(TrainerParts& parts, const TrainingPlan& plan, RunStart start)
     : parts_(parts),
       state_(parts.state),
       plan_(plan),
@@ -96,18 +85,13 @@ TrainingRun::TrainingRun(
       run_state_(std::make_shared<RunState>(this)),
       output_dir_(parts.arguments.output_dir),
       groups_(decay_groups(*parts.model, parts.arguments.weight_decay)),
-      torch_optimizer_(make_optimizer(
-          optimizer_name_of(parts.arguments),
-          groups_,
-          optimizer_settings_of(parts.arguments))),
-      lr_scheduler_(std::make_shared<LrScheduler>(
-          *torch_optimizer_, schedule_of(parts.arguments, plan))),
+      torch_optimizer_(make_optimizer(optimizer_name_of(parts.arguments), groups_,
+                                      optimizer_settings_of(parts.arguments))),
+      lr_scheduler_(
+          std::make_shared<LrScheduler>(*torch_optimizer_, schedule_of(parts.arguments, plan))),
       data_loader_(std::make_shared<DataLoader>(
-          parts.train,
-          train_loader_options(
-              parts.arguments,
-              parts.accelerator->num_processes(),
-              start_.drop_batch))) {
+          parts.train, train_loader_options(parts.arguments, parts.accelerator->num_processes(),
+                                            start_.drop_batch))) {
   const TrainingArguments& a = parts.arguments;
   // Before prepare(), which may leave a rank its rows alone.
   whole_model_.parameters = numbers_in(parts.model->parameters());
@@ -116,8 +100,7 @@ TrainingRun::TrainingRun(
       whole_model_.decayed_parameters + numbers_in(groups_[1].params());
   if (a.lr_scheduler_type == SchedulerType::reduce_lr_on_plateau) {
     plateau_ = std::make_shared<ReduceLrOnPlateau>(
-        *torch_optimizer_,
-        plateau_options(schedule_kwargs(a), a.best_is_greater()));
+        *torch_optimizer_, plateau_options(schedule_kwargs(a), a.best_is_greater()));
   }
 }
 
@@ -128,8 +111,7 @@ TrainOutput TrainingRun::run() {
     if (parts_.saves_when_terminated) { // peers wait for the update's end
       deferral.emplace();
     }
-    if (epoch_ended_ &&
-        (last_update() || state_.global_step == epochs_last_step(epoch_))) {
+    if (epoch_ended_ && (last_update() || state_.global_step == epochs_last_step(epoch_))) {
       end_epoch(); // the state was saved before the report
       ++epoch_;
     }
@@ -159,30 +141,26 @@ void TrainingRun::begin() {
   parts_.model->train();
   enable_checkpointing(parts_);
   // Sharding wraps a Sequential's own entries, regions whatever they find.
-  const bool after = accelerator.options().strategy != Strategy::ddp &&
-                     parts_.checkpointing.has_value();
+  const bool after =
+      accelerator.options().strategy != Strategy::ddp && parts_.checkpointing.has_value();
   if (after) {
     gradient_checkpointing_disable(parts_.model);
   }
-  auto handles = accelerator.prepare(
-      parts_.model, torch_optimizer_, data_loader_, lr_scheduler_);
+  auto handles = accelerator.prepare(parts_.model, torch_optimizer_, data_loader_, lr_scheduler_);
   if (after) {
     gradient_checkpointing_enable(parts_.model, *parts_.checkpointing);
   }
   optimizer_.emplace(std::get<1>(std::move(handles)));
   loader_.emplace(std::get<2>(std::move(handles)));
   scheduler_.emplace(std::get<3>(std::move(handles)));
-  window_loss_ =
-      at::zeros({}, at::TensorOptions(accelerator.device()).dtype(at::kDouble));
+  window_loss_ = at::zeros({}, at::TensorOptions(accelerator.device()).dtype(at::kDouble));
   state_ = TrainerState{};
   if (!output_dir_.empty()) {
     register_states();
   }
   if (parts_.arguments.local_sgd_steps > 0) {
-    local_sgd_.emplace(
-        accelerator,
-        parts_.model,
-        LocalSgdOptions{.steps = parts_.arguments.local_sgd_steps});
+    local_sgd_.emplace(accelerator, parts_.model,
+                       LocalSgdOptions{.steps = parts_.arguments.local_sgd_steps});
   }
   run_time_.restart();
   if (!start_.folder.empty()) {
@@ -214,8 +192,7 @@ RunDescription TrainingRun::describe() const {
   d.threads = at::get_num_threads();
   d.batch_per_rank = a.per_device_train_batch_size;
   d.gradient_accumulation_steps = a.gradient_accumulation_steps;
-  d.total_batch =
-      d.batch_per_rank * d.gradient_accumulation_steps * d.world_size;
+  d.total_batch = d.batch_per_rank * d.gradient_accumulation_steps * d.world_size;
   d.local_sgd_steps = is_local() ? a.local_sgd_steps : 0;
   d.plan = plan_;
   d.device = parts_.accelerator->device().str();
@@ -280,10 +257,8 @@ void TrainingRun::run_epoch() {
 
 void TrainingRun::count_update() {
   const WindowReport& window = parts_.accelerator->last_window();
-  const bool has_rows =
-      std::exchange(windows_counted_, window.number) < window.number;
-  learning_rate_ =
-      std::exchange(next_learning_rate_, lr_scheduler_->get_last_lr().at(0));
+  const bool has_rows = std::exchange(windows_counted_, window.number) < window.number;
+  learning_rate_ = std::exchange(next_learning_rate_, lr_scheduler_->get_last_lr().at(0));
   if (!is_local()) {
     since_record_.add(window);
     of_epoch_.add(window);
@@ -299,13 +274,11 @@ void TrainingRun::count_update() {
   }
   window_open_ = false;
   ++state_.global_step;
-  if (parts_.checkpointing && !std::exchange(blocks_looked_for_, true) &&
-      parts_.is_main() && !gradient_checkpointing_called(parts_.model)) {
+  if (parts_.checkpointing && !std::exchange(blocks_looked_for_, true) && parts_.is_main() &&
+      !gradient_checkpointing_called(parts_.model)) {
     log_warning(
-        "gradient_checkpointing=" +
-        parts_.arguments.gradient_checkpointing.text() +
-        " recomputes nothing: the model calls no block. Call its layers by "
-        "hasten::call_block");
+        "gradient_checkpointing=" + parts_.arguments.gradient_checkpointing.text() +
+        " recomputes nothing: the model calls no block. Call its layers by hasten::call_block");
   }
   state_.epoch = static_cast<double>(state_.global_step + plan_.step_shift) /
                  static_cast<double>(plan_.updates_per_epoch);
@@ -329,18 +302,15 @@ void TrainingRun::after_update(bool epoch_ended) {
   };
   agree_on_requests(epoch_ended);
   const bool log = take(kRequestLog) || last_update();
-  if ((record_due(state_.global_step) || log) &&
-      last_logged_step_ != state_.global_step) {
+  if ((record_due(state_.global_step) || log) && last_logged_step_ != state_.global_step) {
     log_training();
   }
   const Stopwatch aside;
   const auto save_due = [&] {
-    return (take(kRequestSave) && !output_dir_.empty()) ||
-           due(a.save_strategy, plan_.save_steps);
+    return (take(kRequestSave) && !output_dir_.empty()) || due(a.save_strategy, plan_.save_steps);
   };
-  const bool evaluate =
-      (take(kRequestEvaluate) || due(a.eval_strategy, plan_.eval_steps)) &&
-      parts_.eval && last_evaluated_step_ != state_.global_step;
+  const bool evaluate = (take(kRequestEvaluate) || due(a.eval_strategy, plan_.eval_steps)) &&
+                        parts_.eval && last_evaluated_step_ != state_.global_step;
   bool save = save_due();
   if (local_sgd_ && (save || evaluate)) {
     local_sgd_->synchronize(); // one model is evaluated and saved
@@ -358,9 +328,7 @@ void TrainingRun::after_update(bool epoch_ended) {
   seconds_aside_ += aside.seconds();
 }
 
-double TrainingRun::seconds_trained() const {
-  return run_seconds() - seconds_aside_;
-}
+double TrainingRun::seconds_trained() const { return run_seconds() - seconds_aside_; }
 
 double TrainingRun::seconds_left() const {
   const auto done = static_cast<double>(state_.global_step);
@@ -372,11 +340,9 @@ void TrainingRun::end_epoch() {
   collect_tokens();
   collect_losses();
   at::Tensor peaks = at::tensor(
-      {static_cast<double>(memory_stats().peak_bytes),
-       static_cast<double>(peak_resident_bytes())},
+      {static_cast<double>(memory_stats().peak_bytes), static_cast<double>(peak_resident_bytes())},
       at::kDouble);
-  peaks = parts_.accelerator->reduce(
-      peaks.to(parts_.accelerator->device()), ReduceOp::max);
+  peaks = parts_.accelerator->reduce(peaks.to(parts_.accelerator->device()), ReduceOp::max);
   peaks = peaks.cpu();
 
   EpochReport report;
@@ -387,8 +353,7 @@ void TrainingRun::end_epoch() {
   report.evaluation = std::exchange(epoch_evaluation_, {});
   report.samples = samples_ - std::exchange(samples_before_epoch_, samples_);
   const double trained = seconds_trained();
-  report.train_seconds =
-      trained - std::exchange(seconds_trained_before_epoch_, trained);
+  report.train_seconds = trained - std::exchange(seconds_trained_before_epoch_, trained);
   const Tokens before = std::exchange(tokens_before_epoch_, tokens_);
   const auto real = static_cast<double>(tokens_.real - before.real);
   const auto padded = static_cast<double>(tokens_.padded - before.padded);
@@ -402,19 +367,18 @@ void TrainingRun::end_epoch() {
   report.seconds_left = seconds_left();
   of_epoch_ = {};
 
-  nlohmann::json record = {
-      {"epoch", report.epoch},
-      {"step", report.global_step},
-      {"training_loss", report.training_loss},
-      {"samples", report.samples},
-      {"train_seconds", report.train_seconds},
-      {"samples_per_second", report.samples_per_second},
-      {"tokens_per_second", report.tokens_per_second},
-      {"padded_tokens_per_second", report.padded_tokens_per_second},
-      {"padding_waste", report.padding_waste},
-      {"peak_tensor_bytes", report.peak_tensor_bytes},
-      {"peak_resident_bytes", report.peak_resident_bytes},
-      {"seconds_left", report.seconds_left}};
+  nlohmann::json record = {{"epoch", report.epoch},
+                           {"step", report.global_step},
+                           {"training_loss", report.training_loss},
+                           {"samples", report.samples},
+                           {"train_seconds", report.train_seconds},
+                           {"samples_per_second", report.samples_per_second},
+                           {"tokens_per_second", report.tokens_per_second},
+                           {"padded_tokens_per_second", report.padded_tokens_per_second},
+                           {"padding_waste", report.padding_waste},
+                           {"peak_tensor_bytes", report.peak_tensor_bytes},
+                           {"peak_resident_bytes", report.peak_resident_bytes},
+                           {"seconds_left", report.seconds_left}};
   record.update(nlohmann::json(report.evaluation));
   append_record("epoch", record);
   notify([&](TrainerCallback& c) { c.on_epoch_end(report); });
@@ -430,8 +394,7 @@ TrainOutput TrainingRun::finish() {
   nlohmann::json record = {
       {"train_runtime", seconds},
       {"train_samples_per_second", static_cast<double>(samples_) / seconds},
-      {"train_steps_per_second",
-       static_cast<double>(state_.global_step) / seconds},
+      {"train_steps_per_second", static_cast<double>(state_.global_step) / seconds},
       {"train_loss", of_run_.mean()},
       {"epoch", state_.epoch},
       {"step", state_.global_step}};
@@ -440,9 +403,7 @@ TrainOutput TrainingRun::finish() {
     if (!state_.best_model_checkpoint.empty()) {
       // Its name: the folder may be moved.
       record["best_model_checkpoint"] =
-          std::filesystem::path(state_.best_model_checkpoint)
-              .filename()
-              .string();
+          std::filesystem::path(state_.best_model_checkpoint).filename().string();
       record["best_metric"] = *state_.best_metric;
     }
   }

@@ -19,9 +19,7 @@ namespace hasten::detail {
 /// Seconds since it was made or restarted.
 class Stopwatch {
  public:
-  double seconds() const {
-    return std::chrono::duration<double>(Clock::now() - start_).count();
-  }
+  double seconds() const { return std::chrono::duration<double>(Clock::now() - start_).count(); }
   void restart() { start_ = Clock::now(); }
 
  private:
@@ -45,8 +43,8 @@ void require_loss(const LossOutput& loss);
 
 /// Equal updates for equal arguments.per_device_train_batch_size *
 /// gradient_accumulation_steps * world_size.
-LoaderOptions train_loader_options(
-    const TrainingArguments& arguments, int world_size, int64_t drop_batch = 0);
+LoaderOptions train_loader_options(const TrainingArguments& arguments, int world_size,
+                                   int64_t drop_batch = 0);
 
 /// The optimizer that the arguments name, and with which settings.
 std::string optimizer_name_of(const TrainingArguments& arguments);
@@ -77,8 +75,7 @@ class RunState final : public Stateful {
   explicit RunState(TrainingRun* run) : run_(run) {}
   void detach() { run_ = nullptr; }
   void save_state(NamedTensors& tensors, nlohmann::json& values) const override;
-  void load_state(
-      const NamedTensors& tensors, const nlohmann::json& values) override;
+  void load_state(const NamedTensors& tensors, const nlohmann::json& values) override;
 
  private:
   TrainingRun* run_;
@@ -125,9 +122,7 @@ class TrainingRun {
   double seconds_left() const;
   double seconds_trained() const;
   /// Those of the run's earlier parts included.
-  double run_seconds() const {
-    return run_seconds_before_ + run_time_.seconds();
-  }
+  double run_seconds() const { return run_seconds_before_ + run_time_.seconds(); }
   int64_t epochs_last_step(int64_t epoch) const {
     return (epoch + 1) * plan_.updates_per_epoch - plan_.step_shift;
   }
@@ -174,18 +169,14 @@ class TrainingRun {
   void load_checkpoint();
   void open_output_dir();
   nlohmann::json run_json(bool finished) const;
-  void write_model_folder(
-      const std::filesystem::path& folder, bool finished) const;
+  void write_model_folder(const std::filesystem::path& folder, bool finished) const;
   void save_checkpoint();
   void save_final();
 
   bool is_local() const { return local_sgd_ && local_sgd_->active(); }
-  bool last_update() const {
-    return stopping_ || state_.global_step >= plan_.max_steps;
-  }
+  bool last_update() const { return stopping_ || state_.global_step >= plan_.max_steps; }
   bool record_due(int64_t global_step) const {
-    return global_step % plan_.logging_steps == 0 ||
-           global_step >= plan_.max_steps;
+    return global_step % plan_.logging_steps == 0 || global_step >= plan_.max_steps;
   }
   /// Takes the bit out of what is to be done behind this update.
   bool take(uint32_t bit) {
@@ -207,8 +198,7 @@ class TrainingRun {
   bool blocks_looked_for_ = false; // that checkpointing is about
   std::shared_ptr<torch::optim::Optimizer> torch_optimizer_;
   std::shared_ptr<LrScheduler> lr_scheduler_;
-  std::shared_ptr<ReduceLrOnPlateau>
-      plateau_{}; // or null; the above is constant
+  std::shared_ptr<ReduceLrOnPlateau> plateau_{}; // or null; the above is constant
   std::shared_ptr<DataLoader> data_loader_;
   std::optional<PreparedOptimizer<torch::optim::Optimizer>> optimizer_{};
   std::optional<PreparedLoader<DataLoader>> loader_{};

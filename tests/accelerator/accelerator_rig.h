@@ -24,9 +24,7 @@ struct NetImpl : torch::nn::Module {
     second = register_module("second", torch::nn::Linear(8, 3));
     to(torch::kDouble);
   }
-  Tensor forward(const Tensor& x) {
-    return second->forward(torch::tanh(first->forward(x)));
-  }
+  Tensor forward(const Tensor& x) { return second->forward(torch::tanh(first->forward(x))); }
   torch::nn::Linear first{nullptr}, second{nullptr};
 };
 TORCH_MODULE(Net);
@@ -42,27 +40,23 @@ inline std::vector<Pair> make_batches(int64_t count) {
   for (int64_t b = 0; b < count; ++b) {
     auto generator = torch::make_generator<at::CPUGeneratorImpl>(77 + b);
     const int64_t n = 1 + (3 * b) % 4;
-    batches.emplace_back(
-        torch::randn({n, 5}, generator, torch::kDouble),
-        torch::randint(0, 3, {n}, generator, torch::kLong));
+    batches.emplace_back(torch::randn({n, 5}, generator, torch::kDouble),
+                         torch::randint(0, 3, {n}, generator, torch::kLong));
   }
   return batches;
 }
 
 inline Tensor mean_loss(Net& net, const Pair& batch) {
-  return torch::nn::functional::cross_entropy(
-      net->forward(batch.first), batch.second);
+  return torch::nn::functional::cross_entropy(net->forward(batch.first), batch.second);
 }
 
 // A scheduler as users write them: the rate after n ticks is base / (1 + n).
 struct Decay {
   explicit Decay(torch::optim::Optimizer& optimizer)
-      : optimizer(optimizer),
-        base(optimizer.param_groups()[0].options().get_lr()) {}
+      : optimizer(optimizer), base(optimizer.param_groups()[0].options().get_lr()) {}
   void step() {
     ++ticks;
-    optimizer.param_groups()[0].options().set_lr(
-        base / (1 + static_cast<double>(ticks)));
+    optimizer.param_groups()[0].options().set_lr(base / (1 + static_cast<double>(ticks)));
   }
   torch::optim::Optimizer& optimizer;
   double base;
@@ -70,8 +64,8 @@ struct Decay {
 };
 
 // The batches of window w: k a rank, dealt round-robin over `world` ranks.
-inline std::vector<Pair> joined_window(
-    const std::vector<Pair>& batches, int world, int64_t k, int64_t w) {
+inline std::vector<Pair> joined_window(const std::vector<Pair>& batches, int world, int64_t k,
+                                       int64_t w) {
   std::vector<Pair> joined;
   for (int rank = 0; rank < world; ++rank) {
     for (int64_t turn = w * k; turn < (w + 1) * k; ++turn) {
@@ -92,12 +86,8 @@ struct PlainRun {
 
 // Epochs of windows, clipping at 0.2, one tick a step.
 template <typename Optimizer, typename Options>
-PlainRun plain_run(
-    const std::vector<Pair>& batches,
-    const Options& options,
-    int world,
-    int64_t k,
-    int epochs) {
+PlainRun plain_run(const std::vector<Pair>& batches, const Options& options, int world, int64_t k,
+                   int epochs) {
   PlainRun run;
   run.net = net_of_seed(1);
   Optimizer optimizer(run.net->parameters(), options);
@@ -117,8 +107,7 @@ PlainRun plain_run(
       const Tensor loss = mean_loss(run.net, {torch::cat(x), torch::cat(y)});
       loss.backward();
       run.losses.push_back(loss.item<double>());
-      run.norms.push_back(
-          torch::nn::utils::clip_grad_norm_(run.net->parameters(), 0.2));
+      run.norms.push_back(torch::nn::utils::clip_grad_norm_(run.net->parameters(), 0.2));
       optimizer.step();
       decay.step();
     }
@@ -126,8 +115,7 @@ PlainRun plain_run(
   return run;
 }
 
-inline double largest_difference(
-    const torch::nn::Module& a, const torch::nn::Module& b) {
+inline double largest_difference(const torch::nn::Module& a, const torch::nn::Module& b) {
   double largest = 0;
   const auto pa = a.parameters(), pb = b.parameters();
   for (size_t i = 0; i < pa.size(); ++i) {

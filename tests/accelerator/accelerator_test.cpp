@@ -27,25 +27,18 @@ Net different_net(const Accelerator& accelerator) {
 }
 
 template <typename Optimizer, typename Options>
-void expect_plain_run(
-    int64_t batch_count,
-    int64_t k,
-    int epochs,
-    const Options& options,
-    bool zero_by_torch = false) {
-  SCOPED_TRACE(
-      testing::Message() << batch_count << " batches, accumulation " << k);
+void expect_plain_run(int64_t batch_count, int64_t k, int epochs, const Options& options,
+                      bool zero_by_torch = false) {
+  SCOPED_TRACE(testing::Message() << batch_count << " batches, accumulation " << k);
   auto accelerator = make_accelerator(k);
   const int world = accelerator.num_processes();
   auto batches = make_batches(batch_count);
-  const PlainRun plain =
-      plain_run<Optimizer>(batches, options, world, k, epochs);
+  const PlainRun plain = plain_run<Optimizer>(batches, options, world, k, epochs);
 
   Net net = different_net(accelerator);
   Optimizer sgd(net->parameters(), options);
   Decay decay(sgd);
-  auto [scheduler, model, loader, optimizer] =
-      accelerator.prepare(decay, net, batches, sgd);
+  auto [scheduler, model, loader, optimizer] = accelerator.prepare(decay, net, batches, sgd);
   size_t window = 0;
   for (int epoch = 0; epoch < epochs; ++epoch) {
     for (const auto& batch : loader) {
@@ -59,8 +52,7 @@ void expect_plain_run(
       if (accelerator.sync_gradients()) {
         ASSERT_LT(window, plain.losses.size());
         EXPECT_NEAR(norm, plain.norms[window], 1e-10);
-        EXPECT_NEAR(
-            accelerator.last_window().loss, plain.losses[window], 1e-10);
+        EXPECT_NEAR(accelerator.last_window().loss, plain.losses[window], 1e-10);
         ++window;
       }
       if (!zero_by_torch) {
@@ -69,8 +61,7 @@ void expect_plain_run(
         sgd.zero_grad();
       }
     }
-    window = plain.losses.size() / static_cast<size_t>(epochs) *
-             static_cast<size_t>(epoch + 1);
+    window = plain.losses.size() / static_cast<size_t>(epochs) * static_cast<size_t>(epoch + 1);
   }
   EXPECT_LE(largest_difference(*net, *plain.net), 1e-10);
   EXPECT_EQ(decay.ticks, static_cast<int>(plain.losses.size()));
@@ -99,8 +90,7 @@ TEST(Accelerator, ARankAloneWithWholeBatchesIsBitwiseTorch) {
   auto accelerator = make_accelerator();
   auto batches = make_batches(8);
   Net net = net_of_seed(1), plain = net_of_seed(1);
-  torch::optim::SGD sgd(net->parameters(), 0.3),
-      other(plain->parameters(), 0.3);
+  torch::optim::SGD sgd(net->parameters(), 0.3), other(plain->parameters(), 0.3);
   auto [model, optimizer, loader] = accelerator.prepare(net, sgd, batches);
   for (const auto& batch : loader) {
     auto window = accelerator.accumulate(model);
@@ -128,8 +118,7 @@ TEST(Accelerator, RanksThatLeaveByBreakGoOnTogether) {
       optimizer.step();
       optimizer.zero_grad();
       // In mid-window, and earlier on the last rank.
-      const bool is_last =
-          accelerator.process_index() + 1 == accelerator.num_processes();
+      const bool is_last = accelerator.process_index() + 1 == accelerator.num_processes();
       if (++turn == (is_last ? 1 : 3)) {
         break;
       }
@@ -147,8 +136,7 @@ TEST(Accelerator, HandlesDoNothingInsideAWindow) {
   Net net = different_net(accelerator);
   torch::optim::SGD sgd(net->parameters(), 0.3);
   Decay decay(sgd);
-  auto [model, optimizer, loader, scheduler] =
-      accelerator.prepare(net, sgd, batches, decay);
+  auto [model, optimizer, loader, scheduler] = accelerator.prepare(net, sgd, batches, decay);
   auto it = loader.begin();
   {
     auto window = accelerator.accumulate(model);
@@ -186,8 +174,7 @@ TEST(Accelerator, ModelsAndAcceleratorsDoNotDisturbEachOther) {
   auto second = make_accelerator(1);
   const int world = first.num_processes();
   auto batches = make_batches(6 * world);
-  Net a = different_net(first), b = different_net(first),
-      c = different_net(first);
+  Net a = different_net(first), b = different_net(first), c = different_net(first);
   torch::optim::SGD sgd_a(a->parameters(), 0.3), sgd_b(b->parameters(), 0.1),
       sgd_c(c->parameters(), 0.3);
   auto [model_a, optimizer_a, loader] = first.prepare(a, sgd_a, batches);
@@ -242,8 +229,7 @@ TEST(Accelerator, PeersLearnOfAnExceptionInsideAWindow) {
   Net net = different_net(accelerator);
   torch::optim::SGD sgd(net->parameters(), 0.3);
   auto [model, optimizer, loader] = accelerator.prepare(net, sgd, batches);
-  const bool fails =
-      accelerator.process_index() + 1 == accelerator.num_processes();
+  const bool fails = accelerator.process_index() + 1 == accelerator.num_processes();
   int turn = 0;
   try {
     for (const auto& batch : loader) {
@@ -258,9 +244,7 @@ TEST(Accelerator, PeersLearnOfAnExceptionInsideAWindow) {
     FAIL() << "must throw on every rank";
   } catch (const CommunicationError& error) {
     EXPECT_FALSE(fails);
-    EXPECT_NE(
-        std::string(error.what()).find("an exception left the window"),
-        std::string::npos)
+    EXPECT_NE(std::string(error.what()).find("an exception left the window"), std::string::npos)
         << error.what();
   } catch (const std::runtime_error& error) {
     EXPECT_TRUE(fails) << error.what();
@@ -280,15 +264,12 @@ TEST(Accelerator, ABackwardThatThrowsTellsPeersWhatItWas) {
     auto window = accelerator.accumulate(model);
     const Tensor hidden = net->first->forward(it->first);
     if (fails) {
-      hidden.register_hook([](const Tensor&) -> Tensor {
-        throw std::runtime_error("overheated");
-      });
+      hidden.register_hook([](const Tensor&) -> Tensor { throw std::runtime_error("overheated"); });
     }
     accelerator.backward(hidden.sum() + mean_loss(model, *it));
     FAIL() << "must throw on every rank";
   } catch (const std::exception& error) {
-    EXPECT_NE(std::string(error.what()).find("overheated"), std::string::npos)
-        << error.what();
+    EXPECT_NE(std::string(error.what()).find("overheated"), std::string::npos) << error.what();
   }
   if (accelerator.num_processes() == 1) { // nobody was waiting: it goes on
     auto window = accelerator.accumulate(model);

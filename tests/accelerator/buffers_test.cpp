@@ -18,10 +18,8 @@ struct NotedImpl : torch::nn::Module {
 TORCH_MODULE(Noted);
 
 struct NotedRun {
-  explicit NotedRun(
-      BufferPolicy policy, int64_t steps = 2, int64_t more_batches = 0)
-      : accelerator(accelerator_of(
-            {.gradient_accumulation_steps = steps, .buffers = policy})),
+  explicit NotedRun(BufferPolicy policy, int64_t steps = 2, int64_t more_batches = 0)
+      : accelerator(accelerator_of({.gradient_accumulation_steps = steps, .buffers = policy})),
         world(accelerator.num_processes()),
         rank(accelerator.process_index()),
         batches(make_batches(2 * world + more_batches)),
@@ -33,8 +31,8 @@ struct NotedRun {
   }
   double note() { return net->note[1].item<double>(); }
   void backward(const Pair& batch) {
-    const Tensor loss = torch::nn::functional::cross_entropy(
-        net->forward(batch.first), batch.second);
+    const Tensor loss =
+        torch::nn::functional::cross_entropy(net->forward(batch.first), batch.second);
     const auto rows = static_cast<double>(batch.second.numel());
     accelerator.backward(loss * rows, rows);
   }
@@ -45,10 +43,9 @@ struct NotedRun {
   std::vector<Pair> batches;
   Noted net{};
   torch::optim::SGD sgd;
-  decltype(std::declval<Accelerator&>().prepare(
-      std::declval<Noted&>(),
-      std::declval<torch::optim::SGD&>(),
-      std::declval<std::vector<Pair>&>())) handles;
+  decltype(std::declval<Accelerator&>().prepare(std::declval<Noted&>(),
+                                                std::declval<torch::optim::SGD&>(),
+                                                std::declval<std::vector<Pair>&>())) handles;
 };
 
 TEST(Buffers, AreRankZerosFromTheFirstForwardOfAWindow) {
@@ -158,23 +155,17 @@ TORCH_MODULE(Counting);
 // Integers and booleans, without a floating-point buffer beside them.
 TEST(Buffers, OfEveryDtypeAreRankZerosUnderEveryStrategy) {
   for (const Strategy strategy :
-       {Strategy::ddp,
-        Strategy::zero1,
-        Strategy::zero2,
-        Strategy::fsdp,
-        Strategy::hsdp}) {
+       {Strategy::ddp, Strategy::zero1, Strategy::zero2, Strategy::fsdp, Strategy::hsdp}) {
     for (const bool static_graph : {false, true}) {
-      SCOPED_TRACE(
-          std::string(strategy_name(strategy)) +
-          (static_graph ? ", static graph" : ""));
+      SCOPED_TRACE(std::string(strategy_name(strategy)) + (static_graph ? ", static graph" : ""));
       const int world = testing_support::test_world().world_size;
       if (strategy == Strategy::hsdp && world == 3) {
         continue; // no halves
       }
-      auto accelerator = accelerator_of(
-          {.static_graph = static_graph,
-           .strategy = strategy,
-           .shard_size = strategy == Strategy::hsdp ? (world + 1) / 2 : 0});
+      auto accelerator =
+          accelerator_of({.static_graph = static_graph,
+                          .strategy = strategy,
+                          .shard_size = strategy == Strategy::hsdp ? (world + 1) / 2 : 0});
       Counting net;
       torch::optim::SGD sgd(net->parameters(), 0.1);
       std::vector<Pair> batches = make_batches(3 * world);
@@ -191,8 +182,7 @@ TEST(Buffers, OfEveryDtypeAreRankZerosUnderEveryStrategy) {
         auto window = accelerator.accumulate(net);
         expect_rank_zeros();
         const Tensor loss = torch::nn::functional::cross_entropy(
-            net->forward(batch.first, accelerator.process_index()),
-            batch.second);
+            net->forward(batch.first, accelerator.process_index()), batch.second);
         ++turn;
         accelerator.backward(loss);
         expect_rank_zeros();
@@ -212,8 +202,7 @@ TEST(Buffers, OfEveryDtypeAreEqualInAnEvaluationInsideAWindow) {
   torch::optim::SGD sgd(net->parameters(), 0.1);
   std::vector<Pair> batches = make_batches(2 * world);
   std::vector<Pair> held_out = make_batches(world);
-  auto [model, optimizer, loader, evaluation] =
-      accelerator.prepare(net, sgd, batches, held_out);
+  auto [model, optimizer, loader, evaluation] = accelerator.prepare(net, sgd, batches, held_out);
   int64_t turn = 0;
   for (const auto& batch : loader) {
     auto window = accelerator.accumulate(net);

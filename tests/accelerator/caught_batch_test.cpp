@@ -28,11 +28,9 @@ Net train_caught(const CaughtRun& run) {
   const int world = accelerator.num_processes();
   auto batches = even_batches(kTurnsARank * world);
   Net net = net_of_rank(accelerator);
-  torch::optim::SGD sgd(
-      net->parameters(), torch::optim::SGDOptions(0.3).momentum(0.9));
+  torch::optim::SGD sgd(net->parameters(), torch::optim::SGDOptions(0.3).momentum(0.9));
   Decay decay(sgd);
-  auto [model, optimizer, loader, scheduler] =
-      accelerator.prepare(net, sgd, batches, decay);
+  auto [model, optimizer, loader, scheduler] = accelerator.prepare(net, sgd, batches, decay);
   for (int epoch = 0; epoch < 2; ++epoch) {
     int64_t turn = 0;
     for (const auto& batch : loader) {
@@ -61,8 +59,7 @@ Net train_caught(const CaughtRun& run) {
 Net plain_caught(const CaughtRun& run, int world) {
   const auto batches = even_batches(kTurnsARank * world);
   Net net = net_of_seed(1);
-  torch::optim::SGD sgd(
-      net->parameters(), torch::optim::SGDOptions(0.3).momentum(0.9));
+  torch::optim::SGD sgd(net->parameters(), torch::optim::SGDOptions(0.3).momentum(0.9));
   Decay decay(sgd);
   for (int epoch = 0; epoch < 2; ++epoch) {
     std::vector<Pair> good;
@@ -89,18 +86,15 @@ TEST(CaughtBatch, ALastOneLeavesTheWindowsOthersAsTheyAre) {
   for (const auto caught : {Caught::goes_on, Caught::next}) {
     for (const bool everywhere : {false, true}) {
       for (const int64_t k : {3, 5}) {
-        SCOPED_TRACE(
-            testing::Message()
-            << (caught == Caught::next ? "next batch" : "goes on")
-            << (everywhere ? ", on every rank" : ", on one rank")
-            << ", accumulation " << k);
+        SCOPED_TRACE(testing::Message() << (caught == Caught::next ? "next batch" : "goes on")
+                                        << (everywhere ? ", on every rank" : ", on one rank")
+                                        << ", accumulation " << k);
         if (k == 5 && caught == Caught::next) {
           continue; // that rank has not stepped before
         }
         const CaughtRun run{k, caught, everywhere};
         const Net net = train_caught(run);
-        const Net plain =
-            plain_caught(run, testing_support::test_world().world_size);
+        const Net plain = plain_caught(run, testing_support::test_world().world_size);
         EXPECT_LE(largest_difference(*net, *plain), 1e-12);
       }
     }
@@ -110,12 +104,10 @@ TEST(CaughtBatch, ALastOneLeavesTheWindowsOthersAsTheyAre) {
 // What is to be done with the window is known to nobody.
 TEST(CaughtBatch, WhereARankHasNeverSteppedItIsAnErrorEverywhere) {
   for (const bool everywhere : {false, true}) {
-    expect_says(
-        message_of<std::exception>([&] {
-          train_caught(
-              {.k = 5, .caught = Caught::next, .everywhere = everywhere});
-        }),
-        "the last batch of the data had no backward");
+    expect_says(message_of<std::exception>([&] {
+                  train_caught({.k = 5, .caught = Caught::next, .everywhere = everywhere});
+                }),
+                "the last batch of the data had no backward");
   }
 }
 
@@ -123,9 +115,8 @@ TEST(CaughtBatch, WhereARankHasNeverSteppedItIsAnErrorEverywhere) {
 TEST(CaughtBatch, OfAModelThatCommunicatesInForwardItIsAnErrorEverywhere) {
   using namespace sharded_test;
   for (const auto caught : {Caught::goes_on, Caught::next}) {
-    Accelerator accelerator(
-        options_of({.strategy = Strategy::fsdp, .accumulation = 2}),
-        testing_support::fresh_communicator());
+    Accelerator accelerator(options_of({.strategy = Strategy::fsdp, .accumulation = 2}),
+                            testing_support::fresh_communicator());
     const int world = accelerator.num_processes();
     if (world == 1) {
       continue;
@@ -134,21 +125,20 @@ TEST(CaughtBatch, OfAModelThatCommunicatesInForwardItIsAnErrorEverywhere) {
     torch::optim::SGD sgd(stack->parameters(), 0.1);
     auto data = sharded_test::batches(4 * world);
     auto [model, optimizer, loader] = accelerator.prepare(stack, sgd, data);
-    const std::string said =
-        message_of<std::exception>([&, &model = model, &loader = loader] {
-          int turn = 0;
-          for (const auto& rows : loader) {
-            auto window = accelerator.accumulate(model);
-            const Tensor loss = loss_of(stack, rows);
-            if (++turn < 4 || accelerator.process_index() + 1 < world) {
-              accelerator.backward(loss);
-            } else if (caught == Caught::next) {
-              continue;
-            }
-            optimizer.step();
-            optimizer.zero_grad();
-          }
-        });
+    const std::string said = message_of<std::exception>([&, &model = model, &loader = loader] {
+      int turn = 0;
+      for (const auto& rows : loader) {
+        auto window = accelerator.accumulate(model);
+        const Tensor loss = loss_of(stack, rows);
+        if (++turn < 4 || accelerator.process_index() + 1 < world) {
+          accelerator.backward(loss);
+        } else if (caught == Caught::next) {
+          continue;
+        }
+        optimizer.step();
+        optimizer.zero_grad();
+      }
+    });
     expect_says(said, "the last batch of a window had no backward");
   }
 }

@@ -24,9 +24,8 @@ struct TrainedChain {
   std::vector<int> hooks{}; // calls of each parameter's
 };
 
-static TrainedChain train_chain(
-    const std::function<void(Straight&)>& enable,
-    const ChainTraining& how = {}) {
+static TrainedChain train_chain(const std::function<void(Straight&)>& enable,
+                                const ChainTraining& how = {}) {
   AcceleratorOptions options;
   options.mixed_precision = how.precision;
   options.gradient_accumulation_steps = 3;
@@ -40,9 +39,8 @@ static TrainedChain train_chain(
   std::vector<std::pair<Tensor, Tensor>> rows;
   for (int64_t b = 0; b < 5 * accelerator.num_processes(); ++b) {
     auto generator = torch::make_generator<at::CPUGeneratorImpl>(70 + b);
-    rows.emplace_back(
-        torch::randn({2, 8}, generator),
-        torch::randint(0, 2, {2}, generator, torch::kLong));
+    rows.emplace_back(torch::randn({2, 8}, generator),
+                      torch::randint(0, 2, {2}, generator, torch::kLong));
   }
   auto [model, optimizer, loader] = accelerator.prepare(chain, sgd, rows);
   TrainedChain result;
@@ -51,21 +49,17 @@ static TrainedChain train_chain(
     const auto parameters = chain->parameters();
     result.hooks.resize(parameters.size());
     for (size_t i = 0; i < parameters.size(); ++i) {
-      hooks.push_back(add_grad_hook(
-          parameters[i],
-          [&calls = result.hooks[i]](const Tensor&) { ++calls; }));
+      hooks.push_back(
+          add_grad_hook(parameters[i], [&calls = result.hooks[i]](const Tensor&) { ++calls; }));
     }
   }
   LocalSgd local_sgd(
-      accelerator,
-      model,
-      {.steps = std::max<int64_t>(1, how.local_sgd_steps),
-       .enabled = how.local_sgd_steps > 0});
+      accelerator, model,
+      {.steps = std::max<int64_t>(1, how.local_sgd_steps), .enabled = how.local_sgd_steps > 0});
   for (int epoch = 0; epoch < 2; ++epoch) {
     for (const auto& [x, y] : loader) {
       auto window = accelerator.accumulate(model);
-      const Tensor loss =
-          torch::nn::functional::cross_entropy(model->forward(x), y);
+      const Tensor loss = torch::nn::functional::cross_entropy(model->forward(x), y);
       result.losses.push_back(loss.item<double>());
       accelerator.backward(loss);
       optimizer.step();
@@ -100,17 +94,15 @@ TEST(CheckpointWorld, TrainingIsTheSameToTheBitWhateverIsRecomputed) {
     EXPECT_GT(counted.count(), 0) << mode;
   }
   expect_same_training(plain, train_chain([](Straight& chain) {
-                         gradient_checkpointing_enable(
-                             chain,
-                             {.plan = plan_of(*chain, {{0, 4}, {0, 2}})});
+                         gradient_checkpointing_enable(chain,
+                                                       {.plan = plan_of(*chain, {{0, 4}, {0, 2}})});
                        }));
 }
 
 TEST(CheckpointWorld, SoItIsWithLocalSgdAndInSixteenBits) {
-  for (const ChainTraining& how :
-       {ChainTraining{.local_sgd_steps = 2},
-        {.precision = Precision::bf16},
-        {.local_sgd_steps = 2, .precision = Precision::bf16}}) {
+  for (const ChainTraining& how : {ChainTraining{.local_sgd_steps = 2},
+                                   {.precision = Precision::bf16},
+                                   {.local_sgd_steps = 2, .precision = Precision::bf16}}) {
     const TrainedChain plain = train_chain([](Straight&) {}, how);
     for (const char* mode : {"full", "ops"}) {
       const Recomputes counted;
@@ -126,8 +118,8 @@ TEST(CheckpointWorld, SoItIsWithLocalSgdAndInSixteenBits) {
 TEST(CheckpointWorld, HooksFireOnceForEachBackward) {
   const ChainTraining how{.count_hooks = true};
   const TrainedChain plain = train_chain([](Straight&) {}, how);
-  const TrainedChain region = train_chain(
-      [](Straight& chain) { gradient_checkpointing_enable(chain); }, how);
+  const TrainedChain region =
+      train_chain([](Straight& chain) { gradient_checkpointing_enable(chain); }, how);
   EXPECT_EQ(plain.hooks, region.hooks);
   EXPECT_GT(plain.hooks[0], 0);
   expect_same_training(plain, region);
@@ -137,8 +129,8 @@ TEST(CheckpointWorld, RanksMayRecomputeDifferently) {
   const TrainedChain plain = train_chain([](Straight&) {});
   const int rank = fresh_communicator()->rank();
   expect_same_training(plain, train_chain([&](Straight& chain) {
-                         gradient_checkpointing_enable(
-                             chain, {.mode = rank % 2 == 0 ? "full" : "none"});
+                         gradient_checkpointing_enable(chain,
+                                                       {.mode = rank % 2 == 0 ? "full" : "none"});
                        }));
 }
 

@@ -37,8 +37,7 @@ std::string error_of(Function function) {
   }
   return "nothing was thrown";
 }
-#define EXPECT_SAYS(text, part) \
-  EXPECT_NE((text).find(part), std::string::npos) << (text)
+#define EXPECT_SAYS(text, part) EXPECT_NE((text).find(part), std::string::npos) << (text)
 
 struct Outputs { // a struct of tensors alone needs nothing
   Tensor logits;
@@ -71,17 +70,14 @@ TEST(Collect, OneRowOfAWiderTensorTravels) {
     const int rank = accelerator.process_index();
     const int world = accelerator.num_processes();
     for (const auto dtype : {torch::kFloat, torch::kDouble, torch::kLong}) {
-      const Tensor logits =
-          (torch::arange(3) + 10 * rank).to(dtype).reshape({1, 3});
+      const Tensor logits = (torch::arange(3) + 10 * rank).to(dtype).reshape({1, 3});
       const Tensor own = logits.select(1, 1); // [1], stride 3
       const Tensor wanted = (10 * torch::arange(world) + 1).to(dtype);
       EXPECT_TRUE(torch::equal(accelerator.gather(own), wanted));
       EXPECT_TRUE(torch::equal(accelerator.gather_for_metrics(own), wanted));
       accelerator.broadcast(own, world - 1);
       EXPECT_EQ(own.item().toDouble(), 10 * (world - 1) + 1);
-      EXPECT_EQ(
-          accelerator.reduce(own).item().toDouble(),
-          world * (10.0 * (world - 1) + 1));
+      EXPECT_EQ(accelerator.reduce(own).item().toDouble(), world * (10.0 * (world - 1) + 1));
     }
     accelerator.finish();
   }
@@ -92,23 +88,20 @@ TEST(Collect, GatherJoinsInRankOrderWhateverHoldsTheTensors) {
   const int rank = accelerator.process_index();
   const int world = accelerator.num_processes();
   const Tensor own = torch::full({2, 3}, rank, torch::kInt).t(); // [3, 2]
-  const Tensor joined = torch::arange(world, torch::kInt)
-                            .repeat_interleave(3)
-                            .unsqueeze(1)
-                            .expand({3 * world, 2});
+  const Tensor joined =
+      torch::arange(world, torch::kInt).repeat_interleave(3).unsqueeze(1).expand({3 * world, 2});
   EXPECT_TRUE(torch::equal(accelerator.gather(own), joined));
   EXPECT_EQ(accelerator.gather(torch::tensor(rank)).size(0), world);
   const auto [logits, labels] = accelerator.gather(Outputs{own, own.eq(0)});
   EXPECT_TRUE(torch::equal(logits, joined));
   EXPECT_TRUE(torch::equal(labels, joined.eq(0)));
-  const auto named = accelerator.gather(
-      std::map<std::string, Tensor>{{"a", own}, {"b", own.to(torch::kHalf)}});
+  const auto named =
+      accelerator.gather(std::map<std::string, Tensor>{{"a", own}, {"b", own.to(torch::kHalf)}});
   EXPECT_TRUE(torch::equal(named.at("b"), joined.to(torch::kHalf)));
   const auto pair = accelerator.gather_for_metrics(
       std::make_pair(torch::full({rank}, rank), own)); // rank 0 has none
   EXPECT_EQ(pair.first.size(0), world * (world - 1) / 2);
-  EXPECT_SAYS(
-      error_of([&] { accelerator.gather(std::vector<int>{1}); }), "no tensor");
+  EXPECT_SAYS(error_of([&] { accelerator.gather(std::vector<int>{1}); }), "no tensor");
 }
 
 TEST(Collect, ReduceOfHalfDoesNotOverflowOnTheWay) {
@@ -116,9 +109,8 @@ TEST(Collect, ReduceOfHalfDoesNotOverflowOnTheWay) {
   const double rank = accelerator.process_index();
   const double world = accelerator.num_processes();
   const Tensor large = torch::full({3}, 60000, torch::kHalf);
-  for (const Tensor& mean :
-       {accelerator.reduce(large, ReduceOp::mean),
-        accelerator.reduce(large, ReduceOp::sum, 1 / world)}) {
+  for (const Tensor& mean : {accelerator.reduce(large, ReduceOp::mean),
+                             accelerator.reduce(large, ReduceOp::sum, 1 / world)}) {
     EXPECT_EQ(mean.scalar_type(), torch::kHalf);
     EXPECT_TRUE(torch::equal(mean, large)) << mean;
   }
@@ -138,8 +130,7 @@ TEST(Collect, BroadcastWritesIntoViewsToo) {
   const int last = accelerator.num_processes() - 1;
   const Tensor whole = torch::full({4, 4}, accelerator.process_index());
   accelerator.broadcast(whole.select(1, 2), last);
-  EXPECT_TRUE(torch::equal(
-      whole.select(1, 2), torch::full({4}, last, whole.options())));
+  EXPECT_TRUE(torch::equal(whole.select(1, 2), torch::full({4}, last, whole.options())));
   EXPECT_EQ(whole[0][0].item<int64_t>(), accelerator.process_index());
 }
 
@@ -154,16 +145,12 @@ TEST(Collect, PadAcrossProcessesPadsToTheLargest) {
   EXPECT_EQ(behind.eq(1).sum().item<int64_t>(), 2 * (rank + 1));
   EXPECT_TRUE(torch::equal(behind.flip(1), before));
   EXPECT_EQ(behind[0][0].item<int64_t>(), 1);
-  EXPECT_TRUE(
-      behind[0][world - 1].item<int64_t>() == (rank + 1 == world ? 1 : -100));
+  EXPECT_TRUE(behind[0][world - 1].item<int64_t>() == (rank + 1 == world ? 1 : -100));
   accelerator.gather(behind); // now of one shape
   EXPECT_TRUE(torch::equal(accelerator.pad_across_processes(own, 5), own));
   if (world > 1) {
-    EXPECT_SAYS(
-        error_of([&] {
-          accelerator.pad_across_processes(rank == 0 ? own : own[0], 0);
-        }),
-        "rank 1 has sizes [2], rank 0 has [2,1]");
+    EXPECT_SAYS(error_of([&] { accelerator.pad_across_processes(rank == 0 ? own : own[0], 0); }),
+                "rank 1 has sizes [2], rank 0 has [2,1]");
   }
 }
 
@@ -171,13 +158,12 @@ TEST(Collect, ObjectsKeepEveryBitAndAnySize) {
   auto accelerator = make_accelerator();
   const int rank = accelerator.process_index();
   const int last = accelerator.num_processes() - 1;
-  const nlohmann::json object = {
-      {"rank", rank},
-      {"nan", std::numeric_limits<double>::quiet_NaN()},
-      {"third", 1.0 / 3},
-      {"text", std::string(static_cast<size_t>(1 << 20) + rank, 'x')}};
-  const auto sent = accelerator.broadcast_object(
-      rank == last ? object : nlohmann::json("mine"), last);
+  const nlohmann::json object = {{"rank", rank},
+                                 {"nan", std::numeric_limits<double>::quiet_NaN()},
+                                 {"third", 1.0 / 3},
+                                 {"text", std::string(static_cast<size_t>(1 << 20) + rank, 'x')}};
+  const auto sent =
+      accelerator.broadcast_object(rank == last ? object : nlohmann::json("mine"), last);
   EXPECT_EQ(sent["rank"], last);
   EXPECT_TRUE(std::isnan(sent["nan"].get<double>()));
   EXPECT_EQ(sent["third"].get<double>(), 1.0 / 3);
@@ -186,9 +172,8 @@ TEST(Collect, ObjectsKeepEveryBitAndAnySize) {
   ASSERT_EQ(all.size(), static_cast<size_t>(last) + 1);
   for (int r = 0; r <= last; ++r) {
     EXPECT_EQ(all[static_cast<size_t>(r)]["rank"], r);
-    EXPECT_EQ(
-        all[static_cast<size_t>(r)]["text"].get<std::string>().size(),
-        static_cast<size_t>(r));
+    EXPECT_EQ(all[static_cast<size_t>(r)]["text"].get<std::string>().size(),
+              static_cast<size_t>(r));
   }
 }
 
@@ -200,20 +185,17 @@ TEST(Collect, SplitGivesBlocksInRankOrderAndPadsWithTheLast) {
     std::iota(values.begin(), values.end(), 0);
     const auto part = accelerator.split_between_processes(values);
     const Tensor rows = torch::arange(count);
-    EXPECT_TRUE(torch::equal(
-        accelerator.split_between_processes(rows),
-        torch::tensor(part, torch::kLong)));
-    EXPECT_TRUE(torch::equal(
-        accelerator.gather_for_metrics(torch::tensor(part, torch::kLong)),
-        rows));
+    EXPECT_TRUE(
+        torch::equal(accelerator.split_between_processes(rows), torch::tensor(part, torch::kLong)));
+    EXPECT_TRUE(
+        torch::equal(accelerator.gather_for_metrics(torch::tensor(part, torch::kLong)), rows));
     const auto sizes = accelerator.gather_object(part.size());
     EXPECT_LE(sizes.front().get<int>() - sizes.back().get<int>(), 1);
     const auto padded = accelerator.split_between_processes(values, true);
     const auto even = static_cast<size_t>((count + world - 1) / world);
     EXPECT_EQ(padded.size(), even);
-    EXPECT_TRUE(torch::equal(
-        accelerator.split_between_processes(rows, true),
-        torch::tensor(padded, torch::kLong)));
+    EXPECT_TRUE(torch::equal(accelerator.split_between_processes(rows, true),
+                             torch::tensor(padded, torch::kLong)));
     if (padded.size() > part.size()) {
       EXPECT_EQ(padded.back(), part.empty() ? count - 1 : part.back());
     }
@@ -223,9 +205,7 @@ TEST(Collect, SplitGivesBlocksInRankOrderAndPadsWithTheLast) {
 TEST(Collect, TheMainProcessIsThroughBeforeTheOthersStart) {
   auto accelerator = make_accelerator();
   const int rank = accelerator.process_index();
-  const auto clock = [] {
-    return std::chrono::steady_clock::now().time_since_epoch().count();
-  };
+  const auto clock = [] { return std::chrono::steady_clock::now().time_since_epoch().count(); };
   const auto span = accelerator.main_process_first([&] {
     const auto begin = clock();
     std::this_thread::sleep_for(std::chrono::milliseconds(rank == 0 ? 60 : 1));
@@ -312,14 +292,11 @@ TEST(Collect, InDebugModeRanksThatDifferGetAnErrorInsteadOfHanging) {
   const std::string named = "rank 1 has Float [2, 3], rank 0 has Float [2, 4]";
   EXPECT_SAYS(error_of([&] { accelerator.gather(own); }), named);
   EXPECT_SAYS(error_of([&] { accelerator.reduce(own); }), named);
-  EXPECT_SAYS(
-      error_of([&] { accelerator.broadcast(own); }), "rank 1 has Float [2, 3]");
-  EXPECT_SAYS(
-      error_of([&] { accelerator.reduce(ClassificationMetrics(rank + 2)); }),
-      "rank 1 has Long [3, 3], rank 0 has Long [2, 2]");
-  EXPECT_EQ(
-      accelerator.gather(torch::ones({1})).size(0),
-      accelerator.num_processes()); // the group lives on
+  EXPECT_SAYS(error_of([&] { accelerator.broadcast(own); }), "rank 1 has Float [2, 3]");
+  EXPECT_SAYS(error_of([&] { accelerator.reduce(ClassificationMetrics(rank + 2)); }),
+              "rank 1 has Long [3, 3], rank 0 has Long [2, 2]");
+  EXPECT_EQ(accelerator.gather(torch::ones({1})).size(0),
+            accelerator.num_processes()); // the group lives on
 }
 
 TEST(Collect, ReducedMetricsAreThoseOfAllRows) {
@@ -332,8 +309,7 @@ TEST(Collect, ReducedMetricsAreThoseOfAllRows) {
   const Tensor labels = targets.gt(0).to(torch::kLong);
   // The first of several ranks has no rows.
   const int64_t parts = std::max(world - 1, 1);
-  const Tensor mine =
-      torch::arange(101).remainder(parts).eq(world == 1 ? 0 : rank - 1);
+  const Tensor mine = torch::arange(101).remainder(parts).eq(world == 1 ? 0 : rank - 1);
   const auto check = [&](const auto& empty, const Tensor& second) {
     auto whole = empty, part = empty;
     whole.update(predictions, second);

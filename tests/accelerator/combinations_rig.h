@@ -23,11 +23,9 @@ struct NetImpl : torch::nn::Module {
       norm = register_module("norm", torch::nn::BatchNorm1d(3));
     }
     if (features.count("channels last") > 0) {
-      conv = register_module(
-          "conv",
-          torch::nn::Conv2d(torch::nn::Conv2dOptions(3, 3, 3).padding(1)));
-      conv->weight.set_data(
-          conv->weight.detach().contiguous(at::MemoryFormat::ChannelsLast));
+      conv =
+          register_module("conv", torch::nn::Conv2d(torch::nn::Conv2dOptions(3, 3, 3).padding(1)));
+      conv->weight.set_data(conv->weight.detach().contiguous(at::MemoryFormat::ChannelsLast));
     }
   }
   void add_integer_buffers() {
@@ -58,11 +56,9 @@ TORCH_MODULE(Net);
 inline std::vector<Rows> rows_of(int world, const Features& features) {
   std::vector<Rows> all;
   for (int64_t b = 0; b < 6 * world; ++b) {
-    auto generator = torch::make_generator<at::CPUGeneratorImpl>(
-        static_cast<uint64_t>(300 + b));
-    all.emplace_back(
-        torch::randint(0, 13, {2, 4}, generator, torch::kLong),
-        torch::randint(0, 3, {2}, generator, torch::kLong));
+    auto generator = torch::make_generator<at::CPUGeneratorImpl>(static_cast<uint64_t>(300 + b));
+    all.emplace_back(torch::randint(0, 13, {2, 4}, generator, torch::kLong),
+                     torch::randint(0, 3, {2}, generator, torch::kLong));
     if (features.count("empty rank") > 0 && b % 5 == 4) {
       all.back().second.fill_(kNoLabel);
     }
@@ -79,14 +75,10 @@ struct SingleRows : torch::data::datasets::BatchDataset<SingleRows, Rows> {
     }
   }
   Rows get_batch(at::ArrayRef<size_t> rows) override {
-    const Tensor index =
-        torch::tensor(std::vector<int64_t>(rows.begin(), rows.end()));
-    return {
-        all.first.index_select(0, index), all.second.index_select(0, index)};
+    const Tensor index = torch::tensor(std::vector<int64_t>(rows.begin(), rows.end()));
+    return {all.first.index_select(0, index), all.second.index_select(0, index)};
   }
-  torch::optional<size_t> size() const override {
-    return static_cast<size_t>(all.second.size(0));
-  }
+  torch::optional<size_t> size() const override { return static_cast<size_t>(all.second.size(0)); }
   Rows all{torch::empty({0, 4}, torch::kLong), torch::empty({0}, torch::kLong)};
 };
 

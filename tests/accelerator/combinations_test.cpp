@@ -15,30 +15,18 @@
 namespace hasten::combinations_test {
 
 const std::vector<std::string> kFeatures = {
-    "accumulation",
-    "checkpointing",
-    "bf16",
-    "fp16",
-    "ddp",
-    "zero1",
-    "zero2",
-    "fsdp",
-    "hsdp",
-    "Local SGD",
-    "SyncBatchNorm",
-    "static graph",
-    "channels last",
-    "integer buffers",
-    "torch's loader",
-    "resume",
+    "accumulation",  "checkpointing",   "bf16",           "fp16",
+    "ddp",           "zero1",           "zero2",          "fsdp",
+    "hsdp",          "Local SGD",       "SyncBatchNorm",  "static graph",
+    "channels last", "integer buffers", "torch's loader", "resume",
     "empty rank"};
 
 // Of Local SGD, in the full stacks alone: who adds up, and sums that come a step late.
 const std::vector<std::string> kRoundFeatures = {"driver", "delay"};
 
 // One of these at a time.
-const std::vector<Features> kChoices = {
-    {"bf16", "fp16"}, {"ddp", "zero1", "zero2", "fsdp", "hsdp"}};
+const std::vector<Features> kChoices = {{"bf16", "fp16"},
+                                        {"ddp", "zero1", "zero2", "fsdp", "hsdp"}};
 
 // What is refused on several ranks, and what the refusal says.
 struct Refusal {
@@ -55,8 +43,7 @@ const std::vector<Refusal> kRefused = {
 struct Run {
   Run(const Features& features, std::shared_ptr<Communicator> communicator)
       : features(features),
-        accelerator(
-            options_for(features, communicator->world_size()), communicator),
+        accelerator(options_for(features, communicator->world_size()), communicator),
         net(made(accelerator.process_index())),
         own(net->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9)) {}
 
@@ -74,12 +61,8 @@ struct Run {
   }
 
   // Epochs [first, last); saved at the end, or loaded at the beginning.
-  void train(
-      std::vector<Rows> data,
-      int first,
-      int last,
-      const std::filesystem::path& load,
-      const std::filesystem::path& save) {
+  void train(std::vector<Rows> data, int first, int last, const std::filesystem::path& load,
+             const std::filesystem::path& save) {
     if (features.count("torch's loader") > 0) { // RandomSampler: its default
       const auto batch = static_cast<size_t>(data[0].second.size(0));
       auto drawn = torch::data::make_data_loader(SingleRows(data), batch);
@@ -89,23 +72,16 @@ struct Run {
     }
   }
   template <typename Range>
-  void train_on(
-      Range& data,
-      int first,
-      int last,
-      const std::filesystem::path& load,
-      const std::filesystem::path& save) {
+  void train_on(Range& data, int first, int last, const std::filesystem::path& load,
+                const std::filesystem::path& save) {
     auto [model, optimizer, loader] = accelerator.prepare(net, own, data);
-    LocalSgd local(
-        accelerator,
-        model,
-        {.steps = 3,
-         .enabled = features.count("Local SGD") > 0,
-         .delay = features.count("delay") > 0 ? 1 : 0,
-         .delay_only_if_it_pays = false,
-         .average = {
-             .sync = features.count("driver") > 0 ? SyncStrategy::driver
-                                                  : SyncStrategy::all_reduce}});
+    LocalSgd local(accelerator, model,
+                   {.steps = 3,
+                    .enabled = features.count("Local SGD") > 0,
+                    .delay = features.count("delay") > 0 ? 1 : 0,
+                    .delay_only_if_it_pays = false,
+                    .average = {.sync = features.count("driver") > 0 ? SyncStrategy::driver
+                                                                     : SyncStrategy::all_reduce}});
     if (!load.empty()) {
       accelerator.load_state(load);
     }
@@ -116,8 +92,8 @@ struct Run {
         auto window = features.count("empty rank") > 0
                           ? accelerator.accumulate(loader, labels, model)
                           : accelerator.accumulate(model);
-        const Tensor loss = torch::nn::functional::cross_entropy(
-            net->forward(rows.first), rows.second);
+        const Tensor loss =
+            torch::nn::functional::cross_entropy(net->forward(rows.first), rows.second);
         accelerator.backward(loss);
         if (accelerator.sync_gradients()) {
           losses.push_back(accelerator.last_window().loss);
@@ -161,11 +137,9 @@ struct Trained {
   std::vector<double> losses{}; // of the second epoch
 };
 
-Trained train(
-    const Features& features,
-    const std::vector<Rows>& data,
-    const std::shared_ptr<Communicator>& communicator,
-    const std::filesystem::path& place = {}) {
+Trained train(const Features& features, const std::vector<Rows>& data,
+              const std::shared_ptr<Communicator>& communicator,
+              const std::filesystem::path& place = {}) {
   Trained result;
   if (features.count("resume") == 0) {
     Run run(features, communicator);
@@ -185,25 +159,15 @@ Trained train(
 // together: one, or with Local SGD one for each copy.
 class Reference {
  public:
-  explicit Reference(std::shared_ptr<Communicator> everyone)
-      : everyone_(std::move(everyone)) {}
+  explicit Reference(std::shared_ptr<Communicator> everyone) : everyone_(std::move(everyone)) {}
 
   const Trained& of(const Features& features) {
     const int world = everyone_->world_size();
     const bool copies = features.count("hsdp") > 0 && world > 1;
     const int ranks = features.count("Local SGD") == 0 ? 1 : copies ? 2 : world;
     Features kept;
-    for (const char* name :
-         {"accumulation",
-          "bf16",
-          "fp16",
-          "Local SGD",
-          "SyncBatchNorm",
-          "delay",
-          "channels last",
-          "integer buffers",
-          "torch's loader",
-          "empty rank"}) {
+    for (const char* name : {"accumulation", "bf16", "fp16", "Local SGD", "SyncBatchNorm", "delay",
+                             "channels last", "integer buffers", "torch's loader", "empty rank"}) {
       if (features.count(name) > 0) {
         kept.insert(name);
       }
@@ -211,9 +175,7 @@ class Reference {
     const auto key = std::pair(kept, ranks);
     if (known_.count(key) == 0 && everyone_->rank() < ranks) {
       known_[key] = ::hasten::combinations_test::train(
-          kept,
-          joined(rows_of(world, kept), static_cast<size_t>(world / ranks)),
-          group(ranks));
+          kept, joined(rows_of(world, kept), static_cast<size_t>(world / ranks)), group(ranks));
     }
     return known_[key];
   }
@@ -250,11 +212,8 @@ std::string text_of(const Features& features) {
 
 std::string refusal_of(const Features& features, int world) {
   for (const Refusal& refusal : kRefused) {
-    if (world > 1 && std::includes(
-                         features.begin(),
-                         features.end(),
-                         refusal.features.begin(),
-                         refusal.features.end())) {
+    if (world > 1 && std::includes(features.begin(), features.end(), refusal.features.begin(),
+                                   refusal.features.end())) {
       return refusal.says;
     }
   }
@@ -262,63 +221,51 @@ std::string refusal_of(const Features& features, int world) {
 }
 
 bool possible(const Features& features) {
-  return std::all_of(
-      kChoices.begin(), kChoices.end(), [&](const Features& choice) {
-        return std::count_if(
-                   choice.begin(), choice.end(), [&](const std::string& name) {
-                     return features.count(name) > 0;
-                   }) <= 1;
-      });
+  return std::all_of(kChoices.begin(), kChoices.end(), [&](const Features& choice) {
+    return std::count_if(choice.begin(), choice.end(),
+                         [&](const std::string& name) { return features.count(name) > 0; }) <= 1;
+  });
 }
 
 // What is found goes where tools/combinations.py looks.
 void note(const Features& features, int world, const std::string& found) {
   const char* folder = std::getenv("HASTEN_COMBINATIONS");
   if (folder != nullptr && testing_support::test_world().rank == 0) {
-    std::ofstream(
-        std::filesystem::path(folder) / "accelerator.jsonl", std::ios::app)
-        << nlohmann::
-               json{{"features", text_of(features)}, {"world", world}, {"found", found}}
-                   .dump()
+    std::ofstream(std::filesystem::path(folder) / "accelerator.jsonl", std::ios::app)
+        << nlohmann::json{{"features", text_of(features)}, {"world", world}, {"found", found}}
+               .dump()
         << "\n";
   }
 }
 
-void expect_combination(
-    const Features& features,
-    Reference& reference,
-    const std::shared_ptr<Communicator>& everyone,
-    const std::filesystem::path& folder) {
+void expect_combination(const Features& features, Reference& reference,
+                        const std::shared_ptr<Communicator>& everyone,
+                        const std::filesystem::path& folder) {
   SCOPED_TRACE(text_of(features));
   const int world = everyone->world_size();
   const std::string refused = refusal_of(features, world);
   if (!refused.empty()) {
-    const std::string error = state_test::input_error(
-        [&] { train(features, rows_of(world, features), everyone); });
+    const std::string error =
+        state_test::input_error([&] { train(features, rows_of(world, features), everyone); });
     EXPECT_NE(error.find(refused), std::string::npos) << error;
     note(features, world, "refused");
     return;
   }
   const Trained& expected = reference.of(features);
-  const Trained found = train(
-      features, rows_of(world, features), everyone, folder / text_of(features));
+  const Trained found =
+      train(features, rows_of(world, features), everyone, folder / text_of(features));
   const double most = narrow(features) ? 2e-2 : 1e-10;
   double apart = 0;
   if (everyone->rank() == 0) {
     ASSERT_EQ(found.parameters.size(), expected.parameters.size());
     for (size_t i = 0; i < found.parameters.size(); ++i) {
-      apart = std::max(
-          apart,
-          (found.parameters[i] - expected.parameters[i])
-              .abs()
-              .max()
-              .item<double>());
+      apart = std::max(apart,
+                       (found.parameters[i] - expected.parameters[i]).abs().max().item<double>());
     }
     EXPECT_LE(apart, most);
   }
   const bool local = features.count("Local SGD") > 0 && world > 1;
-  for (size_t i = 0; !local && everyone->rank() == 0 && i < found.losses.size();
-       ++i) {
+  for (size_t i = 0; !local && everyone->rank() == 0 && i < found.losses.size(); ++i) {
     EXPECT_NEAR(found.losses[i], expected.losses[i], most) << i;
   }
   note(features, world, apart <= most ? "equal" : "differs");
@@ -329,8 +276,7 @@ void expect_combination(
 // is made; else theirs are the full stacks.
 void expect_pairs_with(std::initializer_list<size_t> features) {
   const auto everyone = testing_support::fresh_communicator();
-  if (everyone->world_size() > 2 &&
-      std::getenv("HASTEN_COMBINATIONS") == nullptr) {
+  if (everyone->world_size() > 2 && std::getenv("HASTEN_COMBINATIONS") == nullptr) {
     return;
   }
   const auto folder = state_test::common_folder();
@@ -351,9 +297,7 @@ TEST(Combinations, Bf16WithEachOther) { expect_pairs_with({2}); }
 TEST(Combinations, Fp16WithEachOther) { expect_pairs_with({3}); }
 TEST(Combinations, CopiesWithTheRest) { expect_pairs_with({4, 8}); }
 TEST(Combinations, ShardsWithTheRest) { expect_pairs_with({5, 6, 7}); }
-TEST(Combinations, LocalSgdAndSyncBatchNormWithTheRest) {
-  expect_pairs_with({9, 10});
-}
+TEST(Combinations, LocalSgdAndSyncBatchNormWithTheRest) { expect_pairs_with({9, 10}); }
 TEST(Combinations, GraphsFormatsBuffersLoadersAndResumeWithEachOther) {
   expect_pairs_with({11, 12, 13, 14, 15, 16});
 }
@@ -366,41 +310,16 @@ TEST(Combinations, TheFullStacks) {
   const auto folder = state_test::common_folder();
   Reference reference(everyone);
   for (const Features& features :
-       {Features{
-            "accumulation",
-            "checkpointing",
-            "bf16",
-            "hsdp",
-            "Local SGD",
-            "resume"},
-        Features{
-            "accumulation",
-            "checkpointing",
-            "fp16",
-            "fsdp",
-            "SyncBatchNorm",
-            "resume"},
+       {Features{"accumulation", "checkpointing", "bf16", "hsdp", "Local SGD", "resume"},
+        Features{"accumulation", "checkpointing", "fp16", "fsdp", "SyncBatchNorm", "resume"},
         Features{"accumulation", "checkpointing", "ddp", "Local SGD", "resume"},
-        Features{
-            "accumulation",
-            "ddp",
-            "static graph",
-            "channels last",
-            "integer buffers",
-            "torch's loader",
-            "resume"},
+        Features{"accumulation", "ddp", "static graph", "channels last", "integer buffers",
+                 "torch's loader", "resume"},
         Features{"accumulation", "checkpointing", "hsdp", "SyncBatchNorm"},
         // Saved between the two parts of a round.
         Features{"Local SGD", "resume", "driver", "delay"},
         Features{"Local SGD", "resume", "delay"},
-        Features{
-            "accumulation",
-            "bf16",
-            "hsdp",
-            "Local SGD",
-            "resume",
-            "driver",
-            "delay"}}) {
+        Features{"accumulation", "bf16", "hsdp", "Local SGD", "resume", "driver", "delay"}}) {
     expect_combination(features, reference, everyone, folder);
   }
 }

@@ -16,11 +16,9 @@ const auto kMomentum = torch::optim::SGDOptions(0.2).momentum(0.9);
 
 // Batch `turn` of rank r; it has r + 1 of them.
 Pair batch_of(int rank, int turn) {
-  auto generator =
-      torch::make_generator<at::CPUGeneratorImpl>(300 + 10 * rank + turn);
-  return {
-      torch::randn({1 + (rank + turn) % 3, 5}, generator, torch::kDouble),
-      torch::randint(0, 3, {1 + (rank + turn) % 3}, generator, torch::kLong)};
+  auto generator = torch::make_generator<at::CPUGeneratorImpl>(300 + 10 * rank + turn);
+  return {torch::randn({1 + (rank + turn) % 3, 5}, generator, torch::kDouble),
+          torch::randint(0, 3, {1 + (rank + turn) % 3}, generator, torch::kLong)};
 }
 
 Net joined_reference(int world) {
@@ -56,9 +54,7 @@ void expect_uneven_is_joined(std::shared_ptr<CommHook> hook, double tolerance) {
     optimizer.zero_grad();
   }
   accelerator.join_uneven_inputs();
-  EXPECT_LE(
-      largest_difference(*net, *joined_reference(communicator->world_size())),
-      tolerance);
+  EXPECT_LE(largest_difference(*net, *joined_reference(communicator->world_size())), tolerance);
   if (communicator->world_size() > 1) {
     EXPECT_GT(accelerator.last_window().communication_seconds, 0);
   }
@@ -93,9 +89,7 @@ TEST(AcceleratorDdp, UnusedParametersAreNamedUnlessAllowed) {
       EXPECT_EQ(what, "");
       EXPECT_FALSE(net->second->weight.grad().defined());
     } else {
-      EXPECT_NE(
-          what.find("\"second.bias\", \"second.weight\""), std::string::npos)
-          << what;
+      EXPECT_NE(what.find("\"second.bias\", \"second.weight\""), std::string::npos) << what;
     }
   }
 }
@@ -117,8 +111,7 @@ TEST(AcceleratorDdp, AStaticGraphThatChangesOnOneRankIsNamedOnAll) {
       auto window = accelerator.accumulate(model);
       const Tensor x = batch_of(rank, turn).first;
       const bool odd = rank == last && turn == 3;
-      accelerator.backward(
-          (odd ? net->first->forward(x) : net->forward(x)).square().sum(), 1.0);
+      accelerator.backward((odd ? net->first->forward(x) : net->forward(x)).square().sum(), 1.0);
       net->zero_grad();
       ++done;
     }
@@ -129,8 +122,7 @@ TEST(AcceleratorDdp, AStaticGraphThatChangesOnOneRankIsNamedOnAll) {
     EXPECT_EQ(what, "") << "nothing is reduced";
     return;
   }
-  EXPECT_NE(what.find("\" has no gradient, and had one"), std::string::npos)
-      << what;
+  EXPECT_NE(what.find("\" has no gradient, and had one"), std::string::npos) << what;
   EXPECT_NE(what.find("static_graph"), std::string::npos) << what;
   EXPECT_LE(done, rank == last ? 3 : 5);
   EXPECT_GE(done, 3);

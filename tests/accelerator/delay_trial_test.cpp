@@ -30,9 +30,7 @@ TEST(DelayTrial, AResumedTrialDecidesByWhatItHasTimed) {
         late.push_back(trial.next_is_delayed(*communicator, now));
         now += std::chrono::milliseconds(late.back() == pays ? 100 : 300);
       }
-      EXPECT_EQ(
-          late,
-          (std::vector<bool>{false, false, true, true, pays, pays, pays}));
+      EXPECT_EQ(late, (std::vector<bool>{false, false, true, true, pays, pays, pays}));
       EXPECT_FALSE(trial.undecided());
     }
   }

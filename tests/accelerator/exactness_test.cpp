@@ -27,9 +27,7 @@ namespace hasten::exactness_test {
 
 enum class Rows { even, ragged, empty_rank };
 const char* text_of(Rows rows) {
-  return rows == Rows::even     ? "even"
-         : rows == Rows::ragged ? "ragged"
-                                : "one empty rank";
+  return rows == Rows::even ? "even" : rows == Rows::ragged ? "ragged" : "one empty rank";
 }
 
 // masked: the mean of a batch's first row alone, and on the last rank, now and then, of
@@ -49,10 +47,9 @@ constexpr int64_t kBatch = 2; // rows of a full batch on a rank
 // whose batches differ by rank; with an empty rank the last one has none in it.
 int64_t row_count(Rows rows, int64_t k, int64_t world) {
   const int64_t full = kBatch * world * k;
-  return rows == Rows::even ? 2 * full
-         : rows == Rows::ragged
-             ? full + kBatch * world + (world == 1 ? 1 : world + 1)
-             : full + std::max<int64_t>(1, world - 1);
+  return rows == Rows::even     ? 2 * full
+         : rows == Rows::ragged ? full + kBatch * world + (world == 1 ? 1 : world + 1)
+                                : full + std::max<int64_t>(1, world - 1);
 }
 
 struct Bert {
@@ -63,11 +60,8 @@ struct Bert {
     auto generator = torch::make_generator<at::CPUGeneratorImpl>(11);
     for (int64_t row = 0; row < rows; ++row) {
       const int64_t length = 3 + row * 7 % 8;
-      const Tensor ids =
-          torch::randint(5, 60, {length}, generator, torch::kLong);
-      texts.emplace_back(
-          ids.const_data_ptr<int64_t>(),
-          ids.const_data_ptr<int64_t>() + length);
+      const Tensor ids = torch::randint(5, 60, {length}, generator, torch::kLong);
+      texts.emplace_back(ids.const_data_ptr<int64_t>(), ids.const_data_ptr<int64_t>() + length);
       labels.push_back(row % 3);
     }
     dataset = std::make_shared<TokenizedDataset>(texts, labels);
@@ -82,27 +76,20 @@ struct Bert {
     model->to(torch::kDouble);
     return model;
   }
-  static Tensor losses(
-      Model& model,
-      const Tensor& ids,
-      const Tensor& mask,
-      const Tensor& labels) { // [B]
+  static Tensor losses(Model& model, const Tensor& ids, const Tensor& mask,
+                       const Tensor& labels) { // [B]
     return torch::nn::functional::cross_entropy(
-        model->forward(ids, mask),
-        labels,
-        torch::nn::functional::CrossEntropyFuncOptions().reduction(
-            torch::kNone));
+        model->forward(ids, mask), labels,
+        torch::nn::functional::CrossEntropyFuncOptions().reduction(torch::kNone));
   }
   static Tensor losses(Model& model, const Batch& batch) {
-    return losses(
-        model, batch["input_ids"], batch["attention_mask"], batch["labels"]);
+    return losses(model, batch["input_ids"], batch["attention_mask"], batch["labels"]);
   }
   static Tensor tokens(const Batch& batch) {
     return batch["attention_mask"].sum(1).to(torch::kDouble);
   }
   // Losses and tokens of the rows, padded by hand to the longest of all.
-  std::pair<Tensor, Tensor> terms(
-      Model& model, const std::vector<int64_t>& rows) const {
+  std::pair<Tensor, Tensor> terms(Model& model, const std::vector<int64_t>& rows) const {
     const auto count = static_cast<int64_t>(rows.size());
     const Tensor ids = torch::zeros({count, 12}, torch::kLong);
     const Tensor of_rows = torch::zeros({count}, torch::kLong);
@@ -125,9 +112,7 @@ struct Images : Dataset {
   explicit Images(int64_t rows) {
     auto generator = torch::make_generator<at::CPUGeneratorImpl>(12);
     x = torch::randn({rows, 1, kSide, kSide}, generator, torch::kDouble);
-    y = torch::stack(
-            {x.mean({1, 2, 3}), x.std({1, 2, 3}), x.amax({1, 2, 3})}, 1)
-            .sin();
+    y = torch::stack({x.mean({1, 2, 3}), x.std({1, 2, 3}), x.amax({1, 2, 3})}, 1).sin();
   }
   int64_t size() const override { return y.size(0); }
   Batch collate(const std::vector<int64_t>& indices) const override {
@@ -144,8 +129,7 @@ struct Images : Dataset {
 struct Conv {
   static constexpr const char* kName = "convnet of examples/adopt";
   using Model = DiscNet;
-  explicit Conv(int64_t rows)
-      : images(std::make_shared<Images>(rows)), dataset(images) {}
+  explicit Conv(int64_t rows) : images(std::make_shared<Images>(rows)), dataset(images) {}
   static Model make(uint64_t seed) {
     torch::manual_seed(seed);
     Model model;
@@ -165,12 +149,9 @@ struct Conv {
     return losses(model, batch["x"], batch["y"]);
   }
   // Any weight will do: pixels above 0.
-  static Tensor bright(const Tensor& x) {
-    return 1 + (x > 0).flatten(1).sum(1).to(torch::kDouble);
-  }
+  static Tensor bright(const Tensor& x) { return 1 + (x > 0).flatten(1).sum(1).to(torch::kDouble); }
   static Tensor tokens(const Batch& batch) { return bright(batch["x"]); }
-  std::pair<Tensor, Tensor> terms(
-      Model& model, const std::vector<int64_t>& rows) const {
+  std::pair<Tensor, Tensor> terms(Model& model, const std::vector<int64_t>& rows) const {
     const Tensor index = torch::tensor(rows, torch::kLong);
     const Tensor x = images->x.index_select(0, index);
     return {losses(model, x, images->y.index_select(0, index)), bright(x)};
@@ -184,12 +165,8 @@ struct Outcome : Trained {
 };
 
 template <typename Case, typename Range>
-Outcome with_accelerator(
-    const Case& data,
-    Range& batches,
-    const AcceleratorOptions& options,
-    Kind kind,
-    bool channels_last = false) {
+Outcome with_accelerator(const Case& data, Range& batches, const AcceleratorOptions& options,
+                         Kind kind, bool channels_last = false) {
   const int64_t k = options.gradient_accumulation_steps;
   auto accelerator = accelerator_test::accelerator_of(options);
   const int world = accelerator.num_processes();
@@ -200,8 +177,7 @@ Outcome with_accelerator(
       p.set_data(p.detach().contiguous(at::MemoryFormat::ChannelsLast));
     }
   }
-  torch::optim::SGD sgd(
-      net->parameters(), torch::optim::SGDOptions(0.05).momentum(0.9));
+  torch::optim::SGD sgd(net->parameters(), torch::optim::SGDOptions(0.05).momentum(0.9));
   auto [model, optimizer, loader] = accelerator.prepare(net, sgd, batches);
   Outcome outcome;
   int64_t turn = 0;
@@ -219,8 +195,7 @@ Outcome with_accelerator(
     }
     const auto counted = static_cast<int64_t>(rows.size());
     auto window = kind == Kind::masked
-                      ? accelerator.accumulate(
-                            loader, static_cast<double>(counted), model)
+                      ? accelerator.accumulate(loader, static_cast<double>(counted), model)
                       : accelerator.accumulate(model);
     const Tensor losses = data.losses(model, batch);
     const Tensor tokens = data.tokens(batch);
@@ -229,11 +204,9 @@ Outcome with_accelerator(
         throw std::runtime_error("a bad batch");
       }
       if (kind == Kind::tokens) {
-        accelerator.backward(
-            (losses * tokens).sum(), tokens.sum().template item<double>());
+        accelerator.backward((losses * tokens).sum(), tokens.sum().template item<double>());
       } else {
-        accelerator.backward(
-            losses.narrow(0, 0, std::min(counted, losses.size(0))).mean());
+        accelerator.backward(losses.narrow(0, 0, std::min(counted, losses.size(0))).mean());
       }
     } catch (const std::runtime_error&) {
     }
@@ -253,8 +226,8 @@ Outcome with_accelerator(
       pairs.insert(pairs.end(), {static_cast<int64_t>(w), row});
     }
   }
-  const Tensor all = accelerator.gather_for_metrics(
-      torch::tensor(pairs, torch::kLong).reshape({-1, 2}));
+  const Tensor all =
+      accelerator.gather_for_metrics(torch::tensor(pairs, torch::kLong).reshape({-1, 2}));
   outcome.windows.clear();
   for (int64_t i = 0; i < all.size(0); ++i) {
     const auto step = static_cast<size_t>(all[i][0].item<int64_t>());
@@ -271,12 +244,9 @@ Outcome with_accelerator(
 template <typename Case>
 Trained with_torch(const Case& data, const Windows& windows, Kind kind) {
   return train_plainly(
-      Case::make(1),
-      windows,
-      [&](typename Case::Model& net, const std::vector<int64_t>& rows) {
+      Case::make(1), windows, [&](typename Case::Model& net, const std::vector<int64_t>& rows) {
         auto [losses, tokens] = data.terms(net, rows);
-        return std::pair(
-            losses, kind == Kind::tokens ? tokens : torch::ones_like(losses));
+        return std::pair(losses, kind == Kind::tokens ? tokens : torch::ones_like(losses));
       });
 }
 
@@ -298,15 +268,12 @@ void check_table() {
     for (const Rows rows : {Rows::even, Rows::ragged, Rows::empty_rank}) {
       const int64_t count = row_count(rows, k, world);
       const Case data(count);
-      for (const Kind kind :
-           {Kind::mean, Kind::tokens, Kind::masked, Kind::caught}) {
-        SCOPED_TRACE(
-            testing::Message() << "accumulation " << k << ", " << text_of(rows)
-                               << ", " << text_of(kind));
-        DataLoader batches(
-            data.dataset, {.batch_size = kBatch, .group_by_length = true});
-        const Outcome ours = with_accelerator(
-            data, batches, {.gradient_accumulation_steps = k}, kind);
+      for (const Kind kind : {Kind::mean, Kind::tokens, Kind::masked, Kind::caught}) {
+        SCOPED_TRACE(testing::Message()
+                     << "accumulation " << k << ", " << text_of(rows) << ", " << text_of(kind));
+        DataLoader batches(data.dataset, {.batch_size = kBatch, .group_by_length = true});
+        const Outcome ours =
+            with_accelerator(data, batches, {.gradient_accumulation_steps = k}, kind);
         const Trained plain = with_torch(data, ours.windows, kind);
         size_t seen = 0;
         for (const auto& window : ours.windows) {
@@ -314,29 +281,22 @@ void check_table() {
         }
         if (kind == Kind::mean || kind == Kind::tokens) {
           EXPECT_EQ(static_cast<int64_t>(seen), count);
-          ASSERT_EQ(
-              ours.windows.size(), rows == Rows::ragged && k == 1 ? 3u : 2u);
+          ASSERT_EQ(ours.windows.size(), rows == Rows::ragged && k == 1 ? 3u : 2u);
         }
         const double gradient =
-            ((ours.first_gradient - plain.first_gradient).norm() /
-             plain.first_gradient.norm())
+            ((ours.first_gradient - plain.first_gradient).norm() / plain.first_gradient.norm())
                 .template item<double>();
         double parameters = 0;
         for (size_t p = 0; p < plain.parameters.size(); ++p) {
           parameters = std::max(
               parameters,
-              (ours.parameters[p] - plain.parameters[p])
-                  .abs()
-                  .max()
-                  .template item<double>());
+              (ours.parameters[p] - plain.parameters[p]).abs().max().template item<double>());
         }
         EXPECT_LE(gradient, 1e-12);
         EXPECT_LE(parameters, 1e-10);
-        table << k << "  " << std::left << std::setw(14) << text_of(rows)
-              << "  " << std::setw(6) << text_of(kind) << "  " << std::setw(5)
-              << ours.windows.size() << "  " << std::scientific
-              << std::setprecision(1) << gradient << "   " << parameters
-              << '\n';
+        table << k << "  " << std::left << std::setw(14) << text_of(rows) << "  " << std::setw(6)
+              << text_of(kind) << "  " << std::setw(5) << ours.windows.size() << "  "
+              << std::scientific << std::setprecision(1) << gradient << "   " << parameters << '\n';
       }
     }
   }
@@ -353,9 +313,7 @@ struct ByTorch : torch::data::datasets::BatchDataset<ByTorch, Batch> {
   Batch get_batch(at::ArrayRef<size_t> indices) override {
     return rows->collate({indices.begin(), indices.end()});
   }
-  torch::optional<size_t> size() const override {
-    return static_cast<size_t>(rows->size());
-  }
+  torch::optional<size_t> size() const override { return static_cast<size_t>(rows->size()); }
   std::shared_ptr<Dataset> rows;
 };
 
@@ -366,11 +324,7 @@ TEST(Exactness, TorchsLoaderMemoryFormatsAndStaticGraphsAreTheJoinedBatch) {
     const Conv data(row_count(Rows::ragged, 3, world));
     auto batches = torch::data::make_data_loader(ByTorch(data.dataset), kBatch);
     const Outcome ours = with_accelerator(
-        data,
-        *batches,
-        {.gradient_accumulation_steps = 3, .static_graph = true},
-        kind,
-        true);
+        data, *batches, {.gradient_accumulation_steps = 3, .static_graph = true}, kind, true);
     const Trained plain = with_torch(data, ours.windows, kind);
     std::vector<int64_t> seen;
     for (const auto& window : ours.windows) {
@@ -382,15 +336,11 @@ TEST(Exactness, TorchsLoaderMemoryFormatsAndStaticGraphsAreTheJoinedBatch) {
       EXPECT_EQ(seen[row], static_cast<int64_t>(row));
     }
     EXPECT_EQ(std::ssize(seen), data.dataset->size());
-    EXPECT_LE(
-        ((ours.first_gradient - plain.first_gradient).norm() /
-         plain.first_gradient.norm())
-            .item<double>(),
-        1e-12);
+    EXPECT_LE(((ours.first_gradient - plain.first_gradient).norm() / plain.first_gradient.norm())
+                  .item<double>(),
+              1e-12);
     for (size_t p = 0; p < plain.parameters.size(); ++p) {
-      EXPECT_LE(
-          (ours.parameters[p] - plain.parameters[p]).abs().max().item<double>(),
-          1e-10);
+      EXPECT_LE((ours.parameters[p] - plain.parameters[p]).abs().max().item<double>(), 1e-10);
     }
   }
 }

@@ -15,10 +15,8 @@ namespace hasten::accelerator_test {
 struct Attempts {
   Attempts() {
     install_memory_meter();
-    net = torch::nn::Sequential(
-        torch::nn::Linear(16, 512),
-        torch::nn::Tanh(),
-        torch::nn::Linear(512, 1));
+    net = torch::nn::Sequential(torch::nn::Linear(16, 512), torch::nn::Tanh(),
+                                torch::nn::Linear(512, 1));
   }
   void operator()(int64_t rows) {
     tried.push_back(rows);
@@ -50,8 +48,7 @@ TEST(FindBatchSize, HalvesUntilAStepFitsAndLeavesNothingBehind) {
   attempts.tried.clear();
   const int64_t before = memory_stats().live_bytes;
   const int64_t size = find_executable_batch_size(
-      std::ref(attempts),
-      {.starting_batch_size = 100, .memory_limit_bytes = before + room},
+      std::ref(attempts), {.starting_batch_size = 100, .memory_limit_bytes = before + room},
       &accelerator);
   EXPECT_EQ(size, 12);
   EXPECT_EQ(attempts.tried, (std::vector<int64_t>{100, 50, 25, 12}));
@@ -74,8 +71,7 @@ TEST(FindBatchSize, OneRanksShortageLowersAll) {
           torch::empty({int64_t{1} << 60}, torch::kByte);
         }
       },
-      {.starting_batch_size = 32},
-      &accelerator);
+      {.starting_batch_size = 32}, &accelerator);
   EXPECT_EQ(size, 4);
   EXPECT_EQ(tried, (std::vector<int64_t>{32, 16, 8, 4})) << "on every rank";
   accelerator.finish();
@@ -111,8 +107,7 @@ TEST(FindBatchSize, WhereNotEvenOneRowFitsTheRankIsNamed) {
             throw std::bad_alloc();
           }
         },
-        {.starting_batch_size = 2},
-        &accelerator);
+        {.starting_batch_size = 2}, &accelerator);
   };
   const std::string text = message_of(find);
   expect_says(text, "no batch size fits into memory, not even 1 row");
@@ -132,19 +127,15 @@ TEST(FindBatchSize, OtherErrorsComeOutAndThePeersAreTold) {
             throw std::runtime_error("row 7 is bad");
           }
         },
-        {},
-        &accelerator);
+        {}, &accelerator);
     FAIL() << "found";
   } catch (const std::runtime_error& error) {
     expect_says(error.what(), "row 7 is bad");
-    EXPECT_EQ(
-        dynamic_cast<const CommunicationError*>(&error) == nullptr,
-        accelerator.process_index() == culprit);
+    EXPECT_EQ(dynamic_cast<const CommunicationError*>(&error) == nullptr,
+              accelerator.process_index() == culprit);
   }
   expect_says(
-      message_of([] {
-        find_executable_batch_size([](int64_t) {}, {.starting_batch_size = 0});
-      }),
+      message_of([] { find_executable_batch_size([](int64_t) {}, {.starting_batch_size = 0}); }),
       "starting_batch_size=0. Expected 1 or more");
 }
 
@@ -158,8 +149,7 @@ TEST(FindBatchSize, AccumulationMayBeSetBetweenWindows) {
   std::vector<std::vector<Pair>> steps(4);
   for (const int64_t turn : {0, 1, 2, 3, 4, 5}) {
     for (const Pair& batch : round_of(batches, world, turn)) {
-      steps[static_cast<size_t>(turn < 2 ? turn : turn / 2 + 1)].push_back(
-          batch);
+      steps[static_cast<size_t>(turn < 2 ? turn : turn / 2 + 1)].push_back(batch);
     }
   }
   int64_t turn = 0;
@@ -167,9 +157,8 @@ TEST(FindBatchSize, AccumulationMayBeSetBetweenWindows) {
     {
       auto window = accelerator.accumulate(model);
       if (turn == 2) {
-        expect_says(
-            message_of([&] { accelerator.set_gradient_accumulation_steps(3); }),
-            "steps=3 inside a window");
+        expect_says(message_of([&] { accelerator.set_gradient_accumulation_steps(3); }),
+                    "steps=3 inside a window");
       }
       accelerator.backward(mean_loss(model, batch));
       optimizer.step();
@@ -189,8 +178,7 @@ TEST(FindBatchSize, AccumulationMayBeSetBetweenWindows) {
 // A rank that runs out of memory in a backward leaves nobody waiting.
 TEST(FindBatchSize, AnAttemptMayBeABackwardUnderNoSync) {
   auto accelerator = accelerator_of();
-  const bool last =
-      accelerator.process_index() + 1 == accelerator.num_processes();
+  const bool last = accelerator.process_index() + 1 == accelerator.num_processes();
   Net net = net_of_rank(accelerator);
   auto model = accelerator.prepare(net);
   const int64_t size = find_executable_batch_size(
@@ -207,8 +195,7 @@ TEST(FindBatchSize, AnAttemptMayBeABackwardUnderNoSync) {
           parameter.mutable_grad().reset();
         }
       },
-      {.starting_batch_size = 8},
-      &accelerator);
+      {.starting_batch_size = 8}, &accelerator);
   EXPECT_EQ(size, 2);
   accelerator.backward(net->forward(torch::ones({2, 5}, torch::kDouble)).sum());
   accelerator.finish();

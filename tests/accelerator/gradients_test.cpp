@@ -27,8 +27,7 @@ struct ClippedRun {
 };
 
 template <typename Optimizer>
-ClippedRun clipped_plain_run(
-    const std::vector<Pair>& batches, int world, double norm_type) {
+ClippedRun clipped_plain_run(const std::vector<Pair>& batches, int world, double norm_type) {
   ClippedRun run;
   Optimizer optimizer(run.net->parameters(), 0.1);
   for (int64_t w = 0;; ++w) {
@@ -40,20 +39,17 @@ ClippedRun clipped_plain_run(
     mean_loss(run.net, joined(batch)).backward();
     run.largest.push_back(largest_of(*run.net));
     torch::nn::utils::clip_grad_value_(run.net->parameters(), 0.03);
-    run.norms.push_back(torch::nn::utils::clip_grad_norm_(
-        run.net->parameters(), 0.05, norm_type));
+    run.norms.push_back(torch::nn::utils::clip_grad_norm_(run.net->parameters(), 0.05, norm_type));
     optimizer.step();
   }
 }
 
 template <typename Optimizer>
-void expect_clipped_as_by_torch(
-    int64_t batches_left_out, double norm_type, bool scale_in_step) {
-  auto accelerator = accelerator_of(
-      {.gradient_accumulation_steps = 2, .scale_in_step = scale_in_step});
+void expect_clipped_as_by_torch(int64_t batches_left_out, double norm_type, bool scale_in_step) {
+  auto accelerator =
+      accelerator_of({.gradient_accumulation_steps = 2, .scale_in_step = scale_in_step});
   const int world = accelerator.num_processes();
-  auto batches = make_batches(
-      std::max<int64_t>(1, 5 * world - batches_left_out * world - 1));
+  auto batches = make_batches(std::max<int64_t>(1, 5 * world - batches_left_out * world - 1));
   const auto expected = clipped_plain_run<Optimizer>(batches, world, norm_type);
   Net net = net_of_rank(accelerator);
   Optimizer own(net->parameters(), 0.1);
@@ -102,15 +98,13 @@ TEST(Gradients, ClipsChosenParametersAlone) {
   Net net = net_of_rank(accelerator);
   torch::optim::SGD own(net->parameters(), 0.1);
   auto [model, optimizer, loader] = accelerator.prepare(net, own, batches);
-  const auto wanted = plain_gradients(
-      [&](Net& plain) { return mean_loss(plain, joined(batches)); });
+  const auto wanted =
+      plain_gradients([&](Net& plain) { return mean_loss(plain, joined(batches)); });
   for (const auto& batch : loader) {
     auto guard = accelerator.accumulate(model);
     accelerator.backward(mean_loss(model, batch));
-    EXPECT_NEAR(
-        accelerator.clip_grad_value_({net->first->weight}, 1e-3),
-        wanted[0].abs().max().item<double>(),
-        1e-12);
+    EXPECT_NEAR(accelerator.clip_grad_value_({net->first->weight}, 1e-3),
+                wanted[0].abs().max().item<double>(), 1e-12);
   }
   auto clipped = wanted;
   clipped[0] = wanted[0].clamp(-1e-3, 1e-3);
@@ -123,8 +117,8 @@ struct Deep : torch::nn::Module {
     embed = register_module("embed", torch::nn::Linear(5, 6));
     blocks = register_module("blocks", torch::nn::ModuleList());
     for (int i = 0; i < 2; ++i) {
-      blocks->push_back(torch::nn::Sequential(
-          torch::nn::Linear(6, 6), torch::nn::Tanh(), torch::nn::Linear(6, 6)));
+      blocks->push_back(torch::nn::Sequential(torch::nn::Linear(6, 6), torch::nn::Tanh(),
+                                              torch::nn::Linear(6, 6)));
     }
     scale = register_parameter("scale", torch::ones({1}));
     to(torch::kDouble);
@@ -143,8 +137,8 @@ struct Deep : torch::nn::Module {
 
 TEST(Gradients, NormsByParameterModuleAndLayer) {
   for (const bool scale_in_step : {false, true}) {
-    auto accelerator = accelerator_of(
-        {.gradient_accumulation_steps = 2, .scale_in_step = scale_in_step});
+    auto accelerator =
+        accelerator_of({.gradient_accumulation_steps = 2, .scale_in_step = scale_in_step});
     auto batches = even_batches(2 * accelerator.num_processes(), 3);
     torch::manual_seed(3);
     auto plain = std::make_shared<Deep>();
@@ -181,26 +175,15 @@ TEST(Gradients, NormsByParameterModuleAndLayer) {
         EXPECT_NEAR(by_parameter.total, norm(plain->parameters()), 1e-12);
         EXPECT_EQ(by_parameter.non_finite, 0);
         const auto by_module = norms_of(NormsOf::module);
-        EXPECT_EQ(
-            by_module.names,
-            (std::vector<std::string>{
-                "",
-                "embed",
-                "blocks.0.0",
-                "blocks.0.2",
-                "blocks.1.0",
-                "blocks.1.2"}));
-        EXPECT_NEAR(
-            by_module.norms[1], norm(plain->embed->parameters()), 1e-12);
+        EXPECT_EQ(by_module.names,
+                  (std::vector<std::string>{"", "embed", "blocks.0.0", "blocks.0.2", "blocks.1.0",
+                                            "blocks.1.2"}));
+        EXPECT_NEAR(by_module.norms[1], norm(plain->embed->parameters()), 1e-12);
         const auto by_layer = norms_of(NormsOf::layer);
-        EXPECT_EQ(
-            by_layer.names,
-            (std::vector<std::string>{"", "embed", "blocks.0", "blocks.1"}));
-        EXPECT_NEAR(
-            by_layer.norms[3], norm(plain->blocks[1]->parameters()), 1e-12);
+        EXPECT_EQ(by_layer.names, (std::vector<std::string>{"", "embed", "blocks.0", "blocks.1"}));
+        EXPECT_NEAR(by_layer.norms[3], norm(plain->blocks[1]->parameters()), 1e-12);
       }
-      EXPECT_THROW(
-          accelerator.gradient_norms(model, {.norm_type = 0}), InputError);
+      EXPECT_THROW(accelerator.gradient_norms(model, {.norm_type = 0}), InputError);
     }
     accelerator.finish();
   }
@@ -219,23 +202,18 @@ TEST(Gradients, EveryRankNamesTheFirstParameterThatIsNotFinite) {
   for (const auto& batch : loader) {
     auto guard = accelerator.accumulate(model);
     accelerator.backward(mean_loss(model, batch));
-    const std::string text = message_of<TrainingError>(
-        [&] { accelerator.clip_grad_norm_(model, 1.0, 2.0, true); });
+    const std::string text =
+        message_of<TrainingError>([&] { accelerator.clip_grad_norm_(model, 1.0, 2.0, true); });
     expect_says(text, "first in first.weight (largest |g|=nan)");
     expect_says(text, "in 1 of 4 parameters");
-    expect_says(
-        message_of<TrainingError>([&] {
-          accelerator.clip_grad_norm_(
-              {net->second->weight, net->first->weight}, 1.0, 2.0, true);
-        }),
-        "in 1 of 2 parameters");
-    expect_says(
-        message_of<TrainingError>(
-            [&] { accelerator.clip_grad_value_(model, 0.01, true); }),
-        "clip_grad_value_] the gradient is not finite: norm=nan, first in "
-        "first.weight");
-    EXPECT_TRUE(net->second->weight.grad().isfinite().all().item<bool>())
-        << "left as they were";
+    expect_says(message_of<TrainingError>([&] {
+                  accelerator.clip_grad_norm_({net->second->weight, net->first->weight}, 1.0, 2.0,
+                                              true);
+                }),
+                "in 1 of 2 parameters");
+    expect_says(message_of<TrainingError>([&] { accelerator.clip_grad_value_(model, 0.01, true); }),
+                "clip_grad_value_] the gradient is not finite: norm=nan, first in first.weight");
+    EXPECT_TRUE(net->second->weight.grad().isfinite().all().item<bool>()) << "left as they were";
     const GradientNorms norms = accelerator.gradient_norms(model);
     EXPECT_EQ(norms.first_non_finite, "first.weight");
     EXPECT_EQ(norms.non_finite, 1);
@@ -256,8 +234,7 @@ TEST(Gradients, ClippingInLocalSgdIsOfTheRanksOwnGradients) {
   Net net = net_of_rank(accelerator);
   torch::optim::SGD own(net->parameters(), 0.1);
   auto [model, optimizer, loader] = accelerator.prepare(net, own, batches);
-  auto wanted = plain_gradients(
-      [&](Net& plain) { return mean_loss(plain, batches[mine]); });
+  auto wanted = plain_gradients([&](Net& plain) { return mean_loss(plain, batches[mine]); });
   double largest = 0;
   for (Tensor& gradient : wanted) {
     largest = std::max(largest, gradient.abs().max().item<double>());
@@ -280,15 +257,11 @@ TEST(Gradients, NumbersThatAreNotAboveZeroAreRefused) {
   auto accelerator = accelerator_of();
   Net net = net_of_rank(accelerator);
   auto model = accelerator.prepare(net);
-  expect_says(
-      message_of([&] { accelerator.clip_grad_value_(model, 0); }),
-      "clip_value=0.000000. Expected above 0");
-  expect_says(
-      message_of([&] { accelerator.clip_grad_value_(model, std::nan("")); }),
-      "clip_value=nan");
-  expect_says(
-      message_of([&] { accelerator.clip_grad_norm_(model, -1.0); }),
-      "max_norm=-1");
+  expect_says(message_of([&] { accelerator.clip_grad_value_(model, 0); }),
+              "clip_value=0.000000. Expected above 0");
+  expect_says(message_of([&] { accelerator.clip_grad_value_(model, std::nan("")); }),
+              "clip_value=nan");
+  expect_says(message_of([&] { accelerator.clip_grad_norm_(model, -1.0); }), "max_norm=-1");
   accelerator.finish();
 }
 

@@ -19,9 +19,7 @@ std::vector<int> shard_sizes(int world) {
 
 Training copies_of(int shard_size) {
   Training run{.strategy = Strategy::hsdp};
-  run.change = [shard_size](AcceleratorOptions& o) {
-    o.shard_size = shard_size;
-  };
+  run.change = [shard_size](AcceleratorOptions& o) { o.shard_size = shard_size; };
   return run;
 }
 
@@ -40,8 +38,7 @@ TEST(Hsdp, TrainingIsThatOfWholeCopies) {
 using Rows = std::pair<Tensor, Tensor>;
 
 // What the ranks of a copy read in a window, as one batch: copies in turn.
-std::vector<Rows> joined_for_copies(
-    const std::vector<Rows>& all, size_t shard_size) {
+std::vector<Rows> joined_for_copies(const std::vector<Rows>& all, size_t shard_size) {
   std::vector<Rows> joined;
   for (size_t first = 0; first < all.size(); first += shard_size) {
     std::vector<Tensor> ids;
@@ -62,11 +59,8 @@ struct Averaged {
   int ranks_per_copy = 0;
 };
 
-Averaged train_locally(
-    const Training& run,
-    const std::vector<Rows>& data,
-    const LocalSgdOptions& how,
-    std::shared_ptr<Communicator> communicator) {
+Averaged train_locally(const Training& run, const std::vector<Rows>& data,
+                       const LocalSgdOptions& how, std::shared_ptr<Communicator> communicator) {
   Accelerator accelerator(options_of(run), std::move(communicator));
   Stack stack = make_stack(run, accelerator.process_index());
   const auto own = optimizer_of(run, stack);
@@ -87,21 +81,15 @@ Averaged train_locally(
   }
   local.finish();
   const LocalSgdReport report = local.report();
-  Averaged result{
-      whole_parameters(accelerator, stack),
-      report.steps,
-      report.rounds,
-      report.ranks_per_copy};
+  Averaged result{whole_parameters(accelerator, stack), report.steps, report.rounds,
+                  report.ranks_per_copy};
   accelerator.finish();
   return result;
 }
 
 // One rank that reads what a copy's ranks read is the reference.
-void expect_copies_equal_ranks(
-    int shard_size,
-    bool adamw,
-    LocalSgdOptions how,
-    const std::function<std::shared_ptr<OuterStep>()>& outer = {}) {
+void expect_copies_equal_ranks(int shard_size, bool adamw, LocalSgdOptions how,
+                               const std::function<std::shared_ptr<OuterStep>()>& outer = {}) {
   const auto everyone = testing_support::fresh_communicator();
   const int copies = everyone->world_size() / shard_size;
   const auto data = batches(22);
@@ -121,19 +109,11 @@ void expect_copies_equal_ranks(
     const auto group = again->new_group(ranks, options);
     how.average.outer = outer ? outer() : nullptr; // it has momentum of its own
     const Averaged whole = train_locally(
-        {.adamw = adamw},
-        joined_for_copies(data, static_cast<size_t>(shard_size)),
-        how,
-        group);
+        {.adamw = adamw}, joined_for_copies(data, static_cast<size_t>(shard_size)), how, group);
     EXPECT_EQ(sharded.steps, whole.steps);
     EXPECT_EQ(sharded.rounds, whole.rounds);
     for (size_t i = 0; again->rank() == 0 && i < whole.parameters.size(); ++i) {
-      EXPECT_LE(
-          (sharded.parameters[i] - whole.parameters[i])
-              .abs()
-              .max()
-              .item<double>(),
-          1e-10)
+      EXPECT_LE((sharded.parameters[i] - whole.parameters[i]).abs().max().item<double>(), 1e-10)
           << i;
     }
     group->close();
@@ -150,23 +130,15 @@ TEST(Hsdp, CopiesUnderLocalSgdAreRanksThatReadTheirRows) {
     SCOPED_TRACE(size);
     expect_copies_equal_ranks(size, false, {.steps = 2});
     expect_copies_equal_ranks(
-        size,
-        true,
-        {.steps = 2,
-         .weigh_by_samples = true,
-         .moments = MomentPolicy::average});
-    expect_copies_equal_ranks(
-        size, false, {.steps = 3, .delay = 1, .delay_only_if_it_pays = false});
-    expect_copies_equal_ranks(
-        size, false, {.steps = 2, .post_local_start = 2}, [] {
-          return std::make_shared<DiLoCo>();
-        });
+        size, true, {.steps = 2, .weigh_by_samples = true, .moments = MomentPolicy::average});
+    expect_copies_equal_ranks(size, false,
+                              {.steps = 3, .delay = 1, .delay_only_if_it_pays = false});
+    expect_copies_equal_ranks(size, false, {.steps = 2, .post_local_start = 2},
+                              [] { return std::make_shared<DiLoCo>(); });
   }
 }
 
-std::string refused(const std::function<void()>& call) {
-  return state_test::input_error(call);
-}
+std::string refused(const std::function<void()>& call) { return state_test::input_error(call); }
 
 TEST(Hsdp, WhatCannotBeIsRefused) {
   const auto everyone = testing_support::fresh_communicator();
@@ -185,13 +157,10 @@ TEST(Hsdp, WhatCannotBeIsRefused) {
       local.finish();
     });
   };
-  EXPECT_NE(
-      open(world + 1, {}).find("shard_size=" + std::to_string(world + 1)),
-      std::string::npos);
+  EXPECT_NE(open(world + 1, {}).find("shard_size=" + std::to_string(world + 1)), std::string::npos);
   EXPECT_NE(open(world, {}).find("parts of one copy"), std::string::npos);
-  EXPECT_NE(
-      open(1, {.on_peer_failure = PeerFailure::survivors}).find("survivors"),
-      std::string::npos);
+  EXPECT_NE(open(1, {.on_peer_failure = PeerFailure::survivors}).find("survivors"),
+            std::string::npos);
   EXPECT_EQ(open(1, {}), "nothing was thrown");
 }
 
@@ -202,17 +171,13 @@ TEST(Hsdp, AStateSavedInsideAScopeGoesOn) {
     return;
   }
   const auto folder = state_test::common_folder();
-  const auto steps = [&](Accelerator& accelerator,
-                         Stack& stack,
-                         PreparedOptimizer<torch::optim::Optimizer>& optimizer,
-                         LocalSgd& local,
-                         size_t from,
-                         size_t to) {
+  const auto steps = [&](Accelerator& accelerator, Stack& stack,
+                         PreparedOptimizer<torch::optim::Optimizer>& optimizer, LocalSgd& local,
+                         size_t from, size_t to) {
     const auto rows = batches(24);
     for (size_t i = from; i < to; ++i) {
       auto window = accelerator.accumulate(stack);
-      const size_t mine =
-          4 * i + static_cast<size_t>(accelerator.process_index());
+      const size_t mine = 4 * i + static_cast<size_t>(accelerator.process_index());
       accelerator.backward(loss_of(stack, rows[mine]), 1);
       optimizer.step();
       optimizer.zero_grad();
@@ -223,8 +188,7 @@ TEST(Hsdp, AStateSavedInsideAScopeGoesOn) {
   for (const bool loads : {false, true}) {
     Training run = copies_of(2);
     run.adamw = true;
-    Accelerator accelerator(
-        options_of(run), testing_support::fresh_communicator());
+    Accelerator accelerator(options_of(run), testing_support::fresh_communicator());
     Stack stack = make_stack(run, 0);
     const auto own = optimizer_of(run, stack);
     auto [model, optimizer] = accelerator.prepare(stack, *own);

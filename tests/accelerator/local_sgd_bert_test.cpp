@@ -22,8 +22,7 @@ Tensor sampled_parameters(const torch::nn::Module& model) {
   std::vector<Tensor> values;
   for (const auto& [name, parameter] : by_name) {
     const Tensor flat = parameter.detach().flatten();
-    values.push_back(flat.index_select(
-        0, (torch::arange(8) * (flat.numel() - 1)).div(7, "floor")));
+    values.push_back(flat.index_select(0, (torch::arange(8) * (flat.numel() - 1)).div(7, "floor")));
   }
   return torch::cat(values);
 }
@@ -35,28 +34,23 @@ TEST(LocalSgdBert, TrajectoryIsThatOfTransformersWithAdamW) {
     GTEST_SKIP() << "two replicas made the golden file";
   }
   const bool first = accelerator.process_index() == 0;
-  const auto batches =
-      SafetensorsReader(folder + "/golden.safetensors").read_all();
+  const auto batches = SafetensorsReader(folder + "/golden.safetensors").read_all();
   auto bert = load_bert_classifier(folder).model;
   bert->to(torch::kDouble);
   bert->train();
-  AdamW inner(
-      bert->parameters(), torch::optim::AdamWOptions(1e-3).weight_decay(0.01));
+  AdamW inner(bert->parameters(), torch::optim::AdamWOptions(1e-3).weight_decay(0.01));
   auto [model, optimizer] = accelerator.prepare(bert, inner);
   LocalSgd local_sgd(accelerator, model, {.steps = 4});
   for (int epoch = 0; epoch < 2; ++epoch) {
     for (int step = 0; step < (first ? 10 : 9); ++step) {
       const auto rows = [&](const char* key) {
-        return batches.at("step" + std::to_string(step) + "." + key)
-            .narrow(0, first ? 0 : 2, 2);
+        return batches.at("step" + std::to_string(step) + "." + key).narrow(0, first ? 0 : 2, 2);
       };
       auto window = accelerator.accumulate(model);
       accelerator.backward(
           torch::nn::functional::cross_entropy(
-              model->forward(rows("input_ids"), rows("attention_mask")),
-              rows("labels"),
-              torch::nn::functional::CrossEntropyFuncOptions().reduction(
-                  torch::kSum)),
+              model->forward(rows("input_ids"), rows("attention_mask")), rows("labels"),
+              torch::nn::functional::CrossEntropyFuncOptions().reduction(torch::kSum)),
           2);
       optimizer.step();
       optimizer.zero_grad();
@@ -65,9 +59,8 @@ TEST(LocalSgdBert, TrajectoryIsThatOfTransformersWithAdamW) {
     accelerator.join_uneven_inputs();
   }
   local_sgd.finish();
-  const Tensor golden = SafetensorsReader(folder + "/local_sgd.safetensors")
-                            .read_all()
-                            .at("parameters");
+  const Tensor golden =
+      SafetensorsReader(folder + "/local_sgd.safetensors").read_all().at("parameters");
   const Tensor ours = sampled_parameters(*bert);
   ASSERT_EQ(ours.sizes(), golden.sizes());
   EXPECT_LE((ours - golden).abs().max().item<double>(), 1e-9);

@@ -35,9 +35,7 @@ class Line {
     optimizer_.zero_grad();
   }
   double value() const { return model->w.item<double>(); }
-  void set_rate(double rate) {
-    inner_.param_groups()[0].options().set_lr(rate);
-  }
+  void set_rate(double rate) { inner_.param_groups()[0].options().set_lr(rate); }
   OneNumber model;
 
  private:
@@ -59,13 +57,10 @@ TEST(LocalSgdClosedForm, OuterStepsBeginWherePlainTrainingEnded) {
   const double c = mean_c(accelerator);
   Line line(accelerator);
   LocalSgd scope(
-      accelerator,
-      line.model,
+      accelerator, line.model,
       {.steps = 2,
        .post_local_start = 3,
-       .average = {
-           .outer = std::make_shared<DiLoCo>(
-               DiLoCoOptions{.lr = 0.5, .momentum = 0})}});
+       .average = {.outer = std::make_shared<DiLoCo>(DiLoCoOptions{.lr = 0.5, .momentum = 0})}});
   for (int step = 0; step < 5; ++step) {
     line.step();
     scope.step();
@@ -86,14 +81,12 @@ TEST(LocalSgdClosedForm, SamplesCountSinceTheLastAverageOfTheirKind) {
   }
   const bool first = accelerator.process_index() == 0;
   Line line(accelerator);
-  LocalSgd scope(
-      accelerator,
-      line.model,
-      {.steps = 4,
-       .post_local_start = 1,
-       .inner_steps = 2,
-       .group = "all",
-       .weigh_by_samples = true});
+  LocalSgd scope(accelerator, line.model,
+                 {.steps = 4,
+                  .post_local_start = 1,
+                  .inner_steps = 2,
+                  .group = "all",
+                  .weigh_by_samples = true});
   // Of the ranks' c where rank 0 counts `weight` times.
   const auto weighed = [&](double weight) {
     double sum = weight;
@@ -115,10 +108,7 @@ TEST(LocalSgdClosedForm, SamplesCountSinceTheLastAverageOfTheirKind) {
   expected -= 2 * weighed(2.5);
   EXPECT_NEAR(line.value(), expected, 1e-12);
   step(1);
-  EXPECT_NEAR(
-      line.value(),
-      expected - (first ? 1 : 1 + accelerator.process_index()),
-      1e-12);
+  EXPECT_NEAR(line.value(), expected - (first ? 1 : 1 + accelerator.process_index()), 1e-12);
   {
     const torch::NoGradGuard no_grad;
     line.model->level.fill_(1 + accelerator.process_index());
@@ -164,12 +154,9 @@ TEST(LocalSgdClosedForm, SlowMomentumIsMeasuredInTheRateOfTheRoundsBeginning) {
   const double c = mean_c(accelerator);
   Line line(accelerator);
   LocalSgd scope(
-      accelerator,
-      line.model,
+      accelerator, line.model,
       {.steps = 1,
-       .average = {
-           .outer = std::make_shared<SlowMo>(
-               SlowMoOptions{.beta = 0.5, .slow_lr = 1})}});
+       .average = {.outer = std::make_shared<SlowMo>(SlowMoOptions{.beta = 0.5, .slow_lr = 1})}});
   double anchor = 0;
   double momentum = 0;
   double rate = 1; // of the round that goes on
@@ -195,8 +182,7 @@ TEST(LocalSgdClosedForm, AScheduleBelowOneIsAnError) {
   Line line(accelerator);
   std::string error;
   try {
-    LocalSgd scope(
-        accelerator, line.model, {.schedule = [](int64_t) { return 0; }});
+    LocalSgd scope(accelerator, line.model, {.schedule = [](int64_t) { return 0; }});
     line.step();
     scope.step();
   } catch (const InputError& e) {
@@ -211,10 +197,8 @@ TEST(LocalSgdClosedForm, AWholeRoundStepsEachFragmentOnce) {
   const auto rounds = [&](int64_t fragments) {
     Tensor a = torch::zeros({30}, torch::kDouble);
     Tensor b = torch::ones({30}, torch::kDouble);
-    Averager averager(
-        communicator,
-        {{"a", a}, {"b", b}},
-        {.outer = std::make_shared<DiLoCo>(), .fragments = fragments});
+    Averager averager(communicator, {{"a", a}, {"b", b}},
+                      {.outer = std::make_shared<DiLoCo>(), .fragments = fragments});
     for (int round = 0; round < 3; ++round) {
       a.add_(1 + communicator->rank());
       b.sub_(2 + communicator->rank());

@@ -20,9 +20,8 @@ using testing_support::spawn;
 HASTEN_RANK_FUNCTION(TrainsByLocalSgd) {
   AcceleratorOptions options;
   options.timeout = std::chrono::seconds(20);
-  Accelerator accelerator(
-      options,
-      Communicator::create(rank.world(), {.timeout = options.timeout}));
+  Accelerator accelerator(options,
+                          Communicator::create(rank.world(), {.timeout = options.timeout}));
   torch::nn::Linear net(3, 1);
   torch::optim::SGD inner(net->parameters(), 0.1);
   auto [model, optimizer] = accelerator.prepare(net, inner);
@@ -44,10 +43,8 @@ HASTEN_RANK_FUNCTION(TrainsByLocalSgd) {
 HASTEN_RANK_FUNCTION(AveragesInHosts) {
   const int own = rank.world().rank;
   const std::string name = "host" + std::to_string(own / 2);
-  const bool named = ::unshare(CLONE_NEWUTS) == 0 &&
-                     ::sethostname(name.data(), name.size()) == 0;
-  auto world =
-      Communicator::create(rank.world(), {.timeout = std::chrono::seconds(20)});
+  const bool named = ::unshare(CLONE_NEWUTS) == 0 && ::sethostname(name.data(), name.size()) == 0;
+  auto world = Communicator::create(rank.world(), {.timeout = std::chrono::seconds(20)});
   for (const auto& other : world->gather_json(named, "may have names")) {
     if (!other.get<bool>()) {
       rank.report("unnamed", true);
@@ -65,9 +62,7 @@ HASTEN_RANK_FUNCTION(AveragesInHosts) {
     optimizer.zero_grad();
     local_sgd.step();
     const auto all = accelerator.gather(net->bias.detach()); // [4]
-    const auto equal = [&](int a, int b) {
-      return all[a].item<float>() == all[b].item<float>();
-    };
+    const auto equal = [&](int a, int b) { return all[a].item<float>() == all[b].item<float>(); };
     EXPECT_EQ(equal(0, 1), step % 2 == 1) << step;
     EXPECT_EQ(equal(2, 3), step % 2 == 1) << step;
     EXPECT_EQ(equal(1, 2), step == 3) << step;
@@ -91,20 +86,15 @@ static void expect_error_naming(FaultKind kind, const std::string& text) {
   for (const size_t survivor : {size_t{0}, size_t{2}}) {
     EXPECT_FALSE(ranks[survivor].timed_out);
     EXPECT_EQ(ranks[survivor].error_type, "hasten::CommunicationError");
-    EXPECT_NE(ranks[survivor].error.find(text), std::string::npos)
-        << ranks[survivor].error;
+    EXPECT_NE(ranks[survivor].error.find(text), std::string::npos) << ranks[survivor].error;
     EXPECT_LT(ranks[survivor].seconds_after_fault, 5);
   }
 }
 
 TEST(LocalSgdFault, AnExceptionInsideEndsThePeersWithAnErrorThatNamesTheRank) {
-  expect_error_naming(
-      FaultKind::fail,
-      "rank 1 failed: an exception left the scope of LocalSgd");
+  expect_error_naming(FaultKind::fail, "rank 1 failed: an exception left the scope of LocalSgd");
 }
 
-TEST(LocalSgdFault, AKilledRankIsNamed) {
-  expect_error_naming(FaultKind::kill, "rank 1 died");
-}
+TEST(LocalSgdFault, AKilledRankIsNamed) { expect_error_naming(FaultKind::kill, "rank 1 died"); }
 
 } // namespace hasten

@@ -17,8 +17,7 @@ void expect_in(const std::string& text, const std::string& part) {
 
 struct Scoped {
   explicit Scoped(Accelerator& accelerator)
-      : inner(net->parameters(), 0.1),
-        handles(accelerator.prepare(net, inner)) {}
+      : inner(net->parameters(), 0.1), handles(accelerator.prepare(net, inner)) {}
   void step(Accelerator& accelerator) {
     accelerator.backward(mean_loss(net, make_batches(2)[1]));
     std::get<1>(handles).step();
@@ -33,15 +32,12 @@ TEST(LocalSgdMisuse, IsNamed) {
   auto accelerator = local_accelerator(2);
   const bool alone = accelerator.num_processes() == 1;
   Net stranger;
-  expect_in(
-      input_error([&] { LocalSgd(accelerator, stranger, {}); }),
-      "a model that was not prepared");
+  expect_in(input_error([&] { LocalSgd(accelerator, stranger, {}); }),
+            "a model that was not prepared");
   Net without = net_of_seed(1);
   accelerator.prepare(without);
   Scoped scoped(accelerator);
-  expect_in(
-      input_error([&] { LocalSgd(accelerator, scoped.net, {.steps = 0}); }),
-      "steps=0");
+  expect_in(input_error([&] { LocalSgd(accelerator, scoped.net, {.steps = 0}); }), "steps=0");
   const std::vector<std::pair<LocalSgdOptions, std::string>> bad{
       {{.post_local_start = -1}, "post_local_start=-1"},
       {{.steps = 4, .inner_steps = 3}, "inner_steps=3"},
@@ -50,35 +46,27 @@ TEST(LocalSgdMisuse, IsNamed) {
       {{.delay = 1, .average = {.transactional = false}}, "delay=1"},
       {{.steps = 2, .average = {.fragments = 3}}, "fragments=3"}};
   for (const auto& [options, text] : bad) {
-    expect_in(
-        input_error([&] { LocalSgd(accelerator, scoped.net, options); }), text);
+    expect_in(input_error([&] { LocalSgd(accelerator, scoped.net, options); }), text);
   }
-  expect_in(
-      input_error([&] {
-        LocalSgd(accelerator, scoped.net, {.average = {.slice_mb = -1}});
-        if (alone) {
-          throw InputError("x", "slice_mb=-1"); // nothing is averaged
-        }
-      }),
-      "slice_mb=-1");
+  expect_in(input_error([&] {
+              LocalSgd(accelerator, scoped.net, {.average = {.slice_mb = -1}});
+              if (alone) {
+                throw InputError("x", "slice_mb=-1"); // nothing is averaged
+              }
+            }),
+            "slice_mb=-1");
   if (alone) {
     return;
   }
-  expect_in(
-      input_error([&] { LocalSgd(accelerator, without, {}); }),
-      "no prepared optimizer has parameters of the model");
-  expect_in(
-      input_error([&] {
-        LocalSgd(
-            accelerator,
-            scoped.net,
-            {.steps = accelerator.process_index() + 2});
-      }),
-      "rank 1 opens a scope with");
+  expect_in(input_error([&] { LocalSgd(accelerator, without, {}); }),
+            "no prepared optimizer has parameters of the model");
+  expect_in(input_error([&] {
+              LocalSgd(accelerator, scoped.net, {.steps = accelerator.process_index() + 2});
+            }),
+            "rank 1 opens a scope with");
   LocalSgd open(accelerator, scoped.net, {.steps = 2});
-  expect_in(
-      input_error([&] { LocalSgd(accelerator, scoped.net, {}); }),
-      "a scope of this accelerator is open already");
+  expect_in(input_error([&] { LocalSgd(accelerator, scoped.net, {}); }),
+            "a scope of this accelerator is open already");
   {
     auto window = accelerator.accumulate(scoped.net);
     accelerator.backward(mean_loss(scoped.net, make_batches(2)[1]), 4.0);
@@ -88,9 +76,8 @@ TEST(LocalSgdMisuse, IsNamed) {
   accelerator.backward(mean_loss(scoped.net, make_batches(2)[1]), 4.0);
   torch::optim::SGD other(scoped.net->parameters(), 0.1);
   accelerator.prepare(other);
-  expect_in(
-      input_error([&] { open.step(); }),
-      "an optimizer of the model was prepared inside the scope");
+  expect_in(input_error([&] { open.step(); }),
+            "an optimizer of the model was prepared inside the scope");
   open.finish();
 }
 

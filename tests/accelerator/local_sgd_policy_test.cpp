@@ -10,8 +10,7 @@
 namespace hasten::accelerator_test {
 
 // 24 or 22 batches: even, and uneven on worlds of 3 and 4.
-void expect_policy(
-    const Simulation& how, const LocalSgdOptions& options, double tolerance) {
+void expect_policy(const Simulation& how, const LocalSgdOptions& options, double tolerance) {
   const auto rate = torch::optim::SGDOptions(0.3).momentum(0.9);
   for (const int64_t count : {24, 22}) {
     SCOPED_TRACE(testing::Message() << count << " batches");
@@ -20,10 +19,9 @@ void expect_policy(
       return;
     }
     const auto batches = make_batches(count);
-    const auto simulated = simulate_local_sgd<torch::optim::SGD>(
-        batches, rate, accelerator.num_processes(), how);
-    Net net = train_local_sgd<torch::optim::SGD>(
-        accelerator, batches, rate, how.epochs, options);
+    const auto simulated =
+        simulate_local_sgd<torch::optim::SGD>(batches, rate, accelerator.num_processes(), how);
+    Net net = train_local_sgd<torch::optim::SGD>(accelerator, batches, rate, how.epochs, options);
     EXPECT_LE(largest_difference(*net, *simulated[0]->net), tolerance);
     expect_equal_on_ranks(accelerator, net);
     accelerator.finish();
@@ -38,30 +36,22 @@ TEST(LocalSgdPolicy, HFollowsItsSchedule) {
 TEST(LocalSgdPolicy, PostLocalBeginsWithPlainTraining) {
   const auto h = [](int64_t) { return 3; };
   for (const int64_t start : {1, 5, 8}) { // 8: in the second epoch
-    expect_policy(
-        {.accumulation = 2, .epochs = 3, .h = h, .start = start},
-        {.steps = 3, .post_local_start = start},
-        1e-10);
+    expect_policy({.accumulation = 2, .epochs = 3, .h = h, .start = start},
+                  {.steps = 3, .post_local_start = start}, 1e-10);
   }
 }
 
 TEST(LocalSgdPolicy, SamplesWeighRanks) {
   const auto h = [](int64_t) { return 2; };
-  expect_policy(
-      {.accumulation = 2, .epochs = 3, .h = h, .by_rows = true},
-      {.steps = 2, .weigh_by_samples = true},
-      1e-10);
+  expect_policy({.accumulation = 2, .epochs = 3, .h = h, .by_rows = true},
+                {.steps = 2, .weigh_by_samples = true}, 1e-10);
 }
 
 // What is corrected later keeps what was done meanwhile. Even data: a rank that
 // has run out would be corrected at another step of its own.
 TEST(LocalSgdPolicy, DelayedAveragesCorrectLater) {
   const std::vector<std::pair<int64_t, std::optional<double>>> cases{
-      {1, std::nullopt},
-      {3, std::nullopt},
-      {4, std::nullopt},
-      {2, 0},
-      {3, 0.5}};
+      {1, std::nullopt}, {3, std::nullopt}, {4, std::nullopt}, {2, 0}, {3, 0.5}};
   for (const auto& [delay, alpha] : cases) {
     auto accelerator = local_accelerator();
     if (accelerator.num_processes() == 1) {
@@ -70,22 +60,11 @@ TEST(LocalSgdPolicy, DelayedAveragesCorrectLater) {
     const auto rate = torch::optim::SGDOptions(0.3).momentum(0.9);
     const auto batches = make_batches(24);
     const auto simulated = simulate_local_sgd<torch::optim::SGD>(
-        batches,
-        rate,
-        accelerator.num_processes(),
-        {.epochs = 3,
-         .h = [](int64_t) { return 4; },
-         .delay = delay,
-         .alpha = alpha});
+        batches, rate, accelerator.num_processes(),
+        {.epochs = 3, .h = [](int64_t) { return 4; }, .delay = delay, .alpha = alpha});
     Net net = train_local_sgd<torch::optim::SGD>(
-        accelerator,
-        batches,
-        rate,
-        3,
-        {.steps = 4,
-         .delay = delay,
-         .delay_only_if_it_pays = false,
-         .average = {.alpha = alpha}});
+        accelerator, batches, rate, 3,
+        {.steps = 4, .delay = delay, .delay_only_if_it_pays = false, .average = {.alpha = alpha}});
     EXPECT_LE(largest_difference(*net, *simulated[0]->net), 1e-10) << delay;
     expect_equal_on_ranks(accelerator, net);
     accelerator.finish();
@@ -100,15 +79,10 @@ TEST(LocalSgdPolicy, ADelayThatDoesNotPayIsLeftOutAndTheLogSaysSo) {
   std::string lines;
   set_log_sink([&](LogLevel, std::string_view line) { lines += line; });
   Net net = train_local_sgd<torch::optim::SGD>(
-      accelerator,
-      make_batches(24),
-      torch::optim::SGDOptions(0.1),
-      6,
-      {.steps = 2, .delay = 1});
+      accelerator, make_batches(24), torch::optim::SGDOptions(0.1), 6, {.steps = 2, .delay = 1});
   set_log_sink({});
   if (accelerator.is_main_process()) {
-    EXPECT_NE(lines.find("local sgd: a round takes"), std::string::npos)
-        << lines;
+    EXPECT_NE(lines.find("local sgd: a round takes"), std::string::npos) << lines;
   }
   expect_equal_on_ranks(accelerator, net);
   accelerator.finish();
@@ -131,8 +105,7 @@ TEST(LocalSgdPolicy, GroupsAverageMoreOftenThanAll) {
   for (int step = 1; step <= 8; ++step) {
     for (int rank = 0; rank < world; ++rank) {
       auto& mine = *all[static_cast<size_t>(rank)];
-      const Pair rows =
-          rows_of_window(batches, world, 1, step - 1, rank, rank + 1);
+      const Pair rows = rows_of_window(batches, world, 1, step - 1, rank, rank + 1);
       mine.optimizer.zero_grad();
       mean_loss(mine.net, rows).backward();
       torch::nn::utils::clip_grad_norm_(mine.net->parameters(), 0.2);
@@ -158,13 +131,8 @@ TEST(LocalSgdPolicy, GroupsAverageMoreOftenThanAll) {
     }
   }
   Net net = train_local_sgd<torch::optim::SGD>(
-      accelerator,
-      batches,
-      rate,
-      1,
-      {.steps = 4,
-       .inner_steps = 2,
-       .group = std::to_string(accelerator.process_index() % 2)});
+      accelerator, batches, rate, 1,
+      {.steps = 4, .inner_steps = 2, .group = std::to_string(accelerator.process_index() % 2)});
   EXPECT_LE(largest_difference(*net, *all[0]->net), 1e-10);
   expect_equal_on_ranks(accelerator, net);
   accelerator.finish();
@@ -183,8 +151,7 @@ TEST(LocalSgdPolicy, WithoutANameAGroupIsAHost) {
   LocalSgd local_sgd(accelerator, model, {.steps = 6, .inner_steps = 2});
   const auto batches = make_batches(6 * world);
   for (int step = 1; step <= 6; ++step) {
-    const auto b =
-        static_cast<size_t>((step - 1) * world + accelerator.process_index());
+    const auto b = static_cast<size_t>((step - 1) * world + accelerator.process_index());
     accelerator.backward(mean_loss(model, batches[b]));
     optimizer.step();
     optimizer.zero_grad();
@@ -209,32 +176,27 @@ TEST(LocalSgdPolicy, FragmentsHaveTurnsWithinAPeriod) {
   Net net = net_of_seed(1);
   torch::optim::SGD inner(net->parameters(), 0.1);
   auto [model, optimizer] = accelerator.prepare(net, inner);
-  LocalSgd local_sgd(
-      accelerator, model, {.steps = 4, .average = {.fragments = 2}});
+  LocalSgd local_sgd(accelerator, model, {.steps = 4, .average = {.fragments = 2}});
   const auto batches = make_batches(32);
   const auto equal = [&] { // which parameters are rank 0's
     std::vector<bool> all;
     for (const auto& parameter : net->parameters()) {
       Tensor first = parameter.detach().clone();
       accelerator.communicator()->broadcast(first, 0, "rank 0's");
-      const Tensor same =
-          torch::tensor(torch::equal(first, parameter) ? 1 : 0, torch::kLong);
+      const Tensor same = torch::tensor(torch::equal(first, parameter) ? 1 : 0, torch::kLong);
       accelerator.communicator()->all_reduce(same, ReduceOp::min, "same");
       all.push_back(same.item<int64_t>() == 1);
     }
     return all;
   };
   // first.weight 40, first.bias 8, second.weight 24, second.bias 3: two parts.
-  const std::vector<std::vector<bool>> wanted{
-      {false, false, false, false},
-      {true, false, false, false},
-      {false, false, false, false},
-      {false, true, true, true}};
+  const std::vector<std::vector<bool>> wanted{{false, false, false, false},
+                                              {true, false, false, false},
+                                              {false, false, false, false},
+                                              {false, true, true, true}};
   for (int64_t step = 0; step < 8; ++step) {
     accelerator.backward(mean_loss(
-        model,
-        batches[static_cast<size_t>(
-            4 * (step % 8) + accelerator.process_index())]));
+        model, batches[static_cast<size_t>(4 * (step % 8) + accelerator.process_index())]));
     optimizer.step();
     optimizer.zero_grad();
     EXPECT_EQ(local_sgd.step(), step % 2 == 1);
@@ -255,16 +217,12 @@ TEST(LocalSgdPolicy, MomentsCanBeAveragedInEveryRound) {
     torch::optim::AdamW inner(net->parameters(), 0.02);
     auto [model, optimizer] = accelerator.prepare(net, inner);
     LocalSgd local_sgd(
-        accelerator,
-        model,
-        {.steps = 2,
-         .moments = average ? MomentPolicy::average : MomentPolicy::keep});
+        accelerator, model,
+        {.steps = 2, .moments = average ? MomentPolicy::average : MomentPolicy::keep});
     const auto batches = make_batches(16);
     for (size_t step = 0; step < 4; ++step) {
-      accelerator.backward(mean_loss(
-          model,
-          batches
-              [4 * step + static_cast<size_t>(accelerator.process_index())]));
+      accelerator.backward(
+          mean_loss(model, batches[4 * step + static_cast<size_t>(accelerator.process_index())]));
       optimizer.step();
       optimizer.zero_grad();
       local_sgd.step();
@@ -273,9 +231,7 @@ TEST(LocalSgdPolicy, MomentsCanBeAveragedInEveryRound) {
         *inner.state().at(net->first->weight.unsafeGetTensorImpl()));
     Tensor first = state.exp_avg().clone();
     accelerator.communicator()->broadcast(first, 0, "rank 0's moments");
-    EXPECT_EQ(
-        torch::equal(first, state.exp_avg()),
-        average || accelerator.is_main_process());
+    EXPECT_EQ(torch::equal(first, state.exp_avg()), average || accelerator.is_main_process());
     local_sgd.finish();
     accelerator.finish();
   }
@@ -310,10 +266,7 @@ TORCH_MODULE(GoldenNet);
 Tensor golden_rows(int64_t replica, int64_t turn) {
   const int64_t count = 1 + (turn + replica) % 3;
   const int64_t start = 100 * replica + 10 * turn;
-  return torch::arange(start, start + count * 4)
-      .to(torch::kDouble)
-      .sin()
-      .view({count, 4});
+  return torch::arange(start, start + count * 4).to(torch::kDouble).sin().view({count, 4});
 }
 
 struct GoldenCase {
@@ -324,10 +277,8 @@ struct GoldenCase {
 };
 
 template <typename Optimizer, typename Options>
-void expect_golden(
-    const std::vector<double>& golden,
-    const Options& options,
-    const GoldenCase& how) {
+void expect_golden(const std::vector<double>& golden, const Options& options,
+                   const GoldenCase& how) {
   auto accelerator = local_accelerator(how.normed ? 1 : how.accumulation);
   if (accelerator.num_processes() != 2) {
     return;
@@ -347,10 +298,8 @@ void expect_golden(
         auto window = accelerator.accumulate(model);
         accelerator.backward(
             torch::nn::functional::mse_loss(
-                model->forward(x),
-                y,
-                torch::nn::functional::MSELossFuncOptions().reduction(
-                    torch::kSum)),
+                model->forward(x), y,
+                torch::nn::functional::MSELossFuncOptions().reduction(torch::kSum)),
             static_cast<double>(x.size(0)));
         optimizer.step();
         optimizer.zero_grad();
@@ -358,10 +307,8 @@ void expect_golden(
       };
       const int64_t turn = 5 * epoch + step;
       if (how.normed) {
-        train(torch::cat(
-            {golden_rows(rank, turn),
-             golden_rows(rank, turn + 50),
-             golden_rows(rank, turn + 100)}));
+        train(torch::cat({golden_rows(rank, turn), golden_rows(rank, turn + 50),
+                          golden_rows(rank, turn + 100)}));
         continue;
       }
       for (int64_t a = 0; a < how.accumulation; ++a) {
@@ -383,12 +330,7 @@ void expect_golden(
   }
   const Tensor values = torch::cat(flat);
   ASSERT_EQ(values.numel(), std::ssize(golden));
-  EXPECT_LE(
-      (values - torch::tensor(golden, torch::kDouble))
-          .abs()
-          .max()
-          .item<double>(),
-      1e-10);
+  EXPECT_LE((values - torch::tensor(golden, torch::kDouble)).abs().max().item<double>(), 1e-10);
   accelerator.finish();
 }
 
@@ -400,12 +342,9 @@ TEST(LocalSgdPolicy, TrajectoriesAreThoseThatPythonMade) {
   using torch::optim::SGD;
   expect_golden<SGD>(golden::kSgdEvery1, sgd, {.h = 1});
   expect_golden<SGD>(golden::kSgdEvery3, sgd, {.h = 3});
-  expect_golden<SGD>(
-      golden::kSgdEvery4Accumulated, sgd, {.h = 4, .accumulation = 2});
-  expect_golden<AdamW>(
-      golden::kAdamWEvery3Uneven, adamw, {.h = 3, .uneven = true});
-  expect_golden<AdamW>(
-      golden::kAdamWEvery2Normed, adamw, {.h = 2, .normed = true});
+  expect_golden<SGD>(golden::kSgdEvery4Accumulated, sgd, {.h = 4, .accumulation = 2});
+  expect_golden<AdamW>(golden::kAdamWEvery3Uneven, adamw, {.h = 3, .uneven = true});
+  expect_golden<AdamW>(golden::kAdamWEvery2Normed, adamw, {.h = 2, .normed = true});
 }
 
 } // namespace hasten::accelerator_test

@@ -51,8 +51,7 @@ std::vector<Tensor> take_mean(Replicas<Optimizer>& all, bool by_rows) {
   std::vector<Tensor> means;
   double total = 0;
   for (const auto& replica : all) {
-    replica->weight =
-        by_rows ? replica->weight : static_cast<double>(replica->weight > 0);
+    replica->weight = by_rows ? replica->weight : static_cast<double>(replica->weight > 0);
     total += replica->weight;
   }
   for (size_t p = 0; total > 0 && p < all[0]->net->parameters().size(); ++p) {
@@ -80,8 +79,7 @@ void average_replicas(Replicas<Optimizer>& all, bool by_rows) {
 }
 
 template <typename Optimizer>
-void mix_replicas(
-    Replicas<Optimizer>& all, const std::vector<Tensor>& means, double alpha) {
+void mix_replicas(Replicas<Optimizer>& all, const std::vector<Tensor>& means, double alpha) {
   torch::NoGradGuard no_grad;
   for (const auto& replica : all) {
     for (size_t p = 0; p < means.size(); ++p) {
@@ -92,13 +90,8 @@ void mix_replicas(
 }
 
 // Rows of window w on these ranks, joined; undefined where there are none.
-inline Pair rows_of_window(
-    const std::vector<Pair>& batches,
-    int world,
-    int64_t k,
-    int64_t w,
-    int first,
-    int last) {
+inline Pair rows_of_window(const std::vector<Pair>& batches, int world, int64_t k, int64_t w,
+                           int first, int last) {
   std::vector<Tensor> x, y;
   for (int rank = first; rank < last; ++rank) {
     for (int64_t turn = w * k; turn < (w + 1) * k; ++turn) {
@@ -115,11 +108,8 @@ inline Pair rows_of_window(
 // Windows of batches dealt round-robin, clipping at 0.2, an average after every H
 // steps of the rank with most, and at the end. [rank]
 template <typename Optimizer, typename Options>
-Replicas<Optimizer> simulate_local_sgd(
-    const std::vector<Pair>& batches,
-    const Options& options,
-    int world,
-    const Simulation& how) {
+Replicas<Optimizer> simulate_local_sgd(const std::vector<Pair>& batches, const Options& options,
+                                       int world, const Simulation& how) {
   Replicas<Optimizer> all;
   for (int rank = 0; rank < world; ++rank) {
     all.push_back(std::make_unique<Replica<Optimizer>>(options));
@@ -129,17 +119,11 @@ Replicas<Optimizer> simulate_local_sgd(
   int64_t correct_at = -1;
   std::vector<Tensor> means;
   for (int epoch = 0; epoch < how.epochs; ++epoch) {
-    for (int64_t w = 0; w * how.accumulation * world < std::ssize(batches);
-         ++w) {
+    for (int64_t w = 0; w * how.accumulation * world < std::ssize(batches); ++w) {
       const bool joined = clock < how.start;
       for (int rank = 0; rank < world; ++rank) {
-        const Pair rows = rows_of_window(
-            batches,
-            world,
-            how.accumulation,
-            w,
-            joined ? 0 : rank,
-            joined ? world : rank + 1);
+        const Pair rows = rows_of_window(batches, world, how.accumulation, w, joined ? 0 : rank,
+                                         joined ? world : rank + 1);
         if (!rows.first.defined()) {
           continue;
         }
@@ -159,9 +143,8 @@ Replicas<Optimizer> simulate_local_sgd(
         for (const auto& replica : all) {
           for (size_t p = 0; p < means.size(); ++p) {
             Tensor parameter = replica->net->parameters()[p];
-            parameter.copy_(
-                how.alpha ? *how.alpha * parameter + (1 - *how.alpha) * means[p]
-                          : parameter + means[p] - replica->snapshot[p]);
+            parameter.copy_(how.alpha ? *how.alpha * parameter + (1 - *how.alpha) * means[p]
+                                      : parameter + means[p] - replica->snapshot[p]);
           }
         }
       }
@@ -202,18 +185,13 @@ Replicas<Optimizer> simulate_local_sgd(
 
 // The same by a scope; the loop of its header.
 template <typename Optimizer, typename Options>
-Net train_local_sgd(
-    Accelerator& accelerator,
-    const std::vector<Pair>& batches,
-    const Options& options,
-    int epochs,
-    LocalSgdOptions local) {
+Net train_local_sgd(Accelerator& accelerator, const std::vector<Pair>& batches,
+                    const Options& options, int epochs, LocalSgdOptions local) {
   Net net = net_of_seed(static_cast<uint64_t>(accelerator.process_index()) + 1);
   Optimizer inner(net->parameters(), options);
   Decay decay(inner);
   auto range = batches;
-  auto [scheduler, model, loader, optimizer] =
-      accelerator.prepare(decay, net, range, inner);
+  auto [scheduler, model, loader, optimizer] = accelerator.prepare(decay, net, range, inner);
   LocalSgd local_sgd(accelerator, model, std::move(local));
   for (int epoch = 0; epoch < epochs; ++epoch) {
     for (const auto& batch : loader) {

@@ -16,24 +16,19 @@ struct LocalSession : state_test::Session {
   using Hook = std::function<void(int64_t step)>; // at the end of a loop's body
 
   // `before_step`: called, or loaded, between backward and optimizer.step().
-  void run(
-      LocalSgdOptions options,
-      const std::filesystem::path& load,
-      const Hook& at = {},
-      const Hook& before_step = {},
-      bool loads_before_step = false) {
+  void run(LocalSgdOptions options, const std::filesystem::path& load, const Hook& at = {},
+           const Hook& before_step = {}, bool loads_before_step = false) {
     auto [model, optimizer, batches, scheduler] = prepared();
     LocalSgd local_sgd(accelerator, model, std::move(options));
-    const auto finish_body =
-        [&, &optimizer = optimizer, &scheduler = scheduler] {
-          optimizer.step();
-          if (between) {
-            between(); // not counted by the scope yet
-          }
-          scheduler.step();
-          optimizer.zero_grad();
-          local_sgd.step();
-        };
+    const auto finish_body = [&, &optimizer = optimizer, &scheduler = scheduler] {
+      optimizer.step();
+      if (between) {
+        between(); // not counted by the scope yet
+      }
+      scheduler.step();
+      optimizer.zero_grad();
+      local_sgd.step();
+    };
     if (!load.empty()) {
       accelerator.load_state(load);
       if (loads_before_step) {
@@ -41,14 +36,12 @@ struct LocalSession : state_test::Session {
       }
     }
     int64_t step = 0;
-    for (auto epoch = static_cast<int64_t>(batches.epoch());
-         epoch < state_test::kEpochs;
-         ++epoch) {
+    for (auto epoch = static_cast<int64_t>(batches.epoch()); epoch < state_test::kEpochs; ++epoch) {
       batches.set_epoch(static_cast<uint64_t>(epoch));
       for (const Batch& batch : batches) {
         auto window = accelerator.accumulate(model);
-        accelerator.backward(torch::nn::functional::cross_entropy(
-            model->forward(batch["x"]), batch["y"]));
+        accelerator.backward(
+            torch::nn::functional::cross_entropy(model->forward(batch["x"]), batch["y"]));
         ++step;
         if (before_step) {
           before_step(step);
@@ -64,16 +57,11 @@ struct LocalSession : state_test::Session {
   std::function<void()> between{};
 };
 
-void expect_exact_resumes(
-    const std::shared_ptr<Communicator>& communicator,
-    const std::filesystem::path& folder,
-    const std::function<LocalSgdOptions()>& options,
-    int64_t accumulation,
-    int64_t rows,
-    const std::vector<int64_t>& places) {
-  const auto name = [&](int64_t place) {
-    return folder / ("state-" + std::to_string(place));
-  };
+void expect_exact_resumes(const std::shared_ptr<Communicator>& communicator,
+                          const std::filesystem::path& folder,
+                          const std::function<LocalSgdOptions()>& options, int64_t accumulation,
+                          int64_t rows, const std::vector<int64_t>& places) {
+  const auto name = [&](int64_t place) { return folder / ("state-" + std::to_string(place)); };
   LocalSession saving(communicator, accumulation, rows);
   saving.run(options(), {}, [&](int64_t step) {
     if (std::count(places.begin(), places.end(), step) > 0) {
@@ -96,32 +84,22 @@ TEST(LocalSgdState, ResumedInMidRoundItIsTheUninterruptedRunBitForBit) {
   // An outer step with momentum; a difference that is on its way when the state is
   // written.
   const std::vector<std::function<LocalSgdOptions()>> kinds{
-      [] {
-        return LocalSgdOptions{
-            .steps = 5, .average = {.outer = std::make_shared<DiLoCo>()}};
-      },
-      [] {
-        return LocalSgdOptions{
-            .steps = 5, .delay = 3, .delay_only_if_it_pays = false};
-      },
+      [] { return LocalSgdOptions{.steps = 5, .average = {.outer = std::make_shared<DiLoCo>()}}; },
+      [] { return LocalSgdOptions{.steps = 5, .delay = 3, .delay_only_if_it_pays = false}; },
       // Saved before and after plain training has ended, with moments averaged.
       [] {
-        return LocalSgdOptions{
-            .steps = 3,
-            .post_local_start = 8,
-            .moments = MomentPolicy::average};
+        return LocalSgdOptions{.steps = 3, .post_local_start = 8, .moments = MomentPolicy::average};
       }};
   for (size_t kind = 0; kind < kinds.size(); ++kind) {
     SCOPED_TRACE(kind);
     // Whole windows, and half.
-    expect_exact_resumes(
-        communicator, folder, kinds[kind], 2, rows, {15, 16, 18, 19});
+    expect_exact_resumes(communicator, folder, kinds[kind], 2, rows, {15, 16, 18, 19});
   }
   if (communicator->world_size() > 1) {
     LocalSession outside(communicator, 2, rows);
     outside.prepared();
-    const auto text = state_test::input_error(
-        [&] { outside.accelerator.load_state(folder / "state-16"); });
+    const auto text =
+        state_test::input_error([&] { outside.accelerator.load_state(folder / "state-16"); });
     EXPECT_NE(text.find("inside a LocalSgd scope"), std::string::npos) << text;
   }
 }
@@ -133,32 +111,27 @@ TEST(LocalSgdState, SavedAfterAnyStepOfAnyKindOfRoundItGoesOnBitForBit) {
   const auto communicator = testing_support::fresh_communicator();
   const auto folder = state_test::common_folder();
   const int64_t rows = 6 * communicator->world_size(); // 9 steps
-  for (const SyncStrategy sync :
-       {SyncStrategy::driver, SyncStrategy::all_reduce}) {
+  for (const SyncStrategy sync : {SyncStrategy::driver, SyncStrategy::all_reduce}) {
     for (const int64_t delay : {0, 2}) {
       for (const int64_t fragments : {1, 2}) {
         for (const bool trial : {false, true}) {
           if (trial && delay == 0) {
             continue; // there is nothing to try
           }
-          SCOPED_TRACE(
-              testing::Message()
-              << (sync == SyncStrategy::driver ? "driver" : "all") << " delay="
-              << delay << " fragments=" << fragments << " trial=" << trial);
+          SCOPED_TRACE(testing::Message()
+                       << (sync == SyncStrategy::driver ? "driver" : "all") << " delay=" << delay
+                       << " fragments=" << fragments << " trial=" << trial);
           const auto options = [&] {
             return LocalSgdOptions{
                 .steps = 4,
                 .delay = delay,
                 .delay_only_if_it_pays = trial,
                 .weigh_by_samples = true,
-                .average = {
-                    .outer =
-                        fragments > 1 ? std::make_shared<DiLoCo>() : nullptr,
-                    .sync = sync,
-                    .fragments = fragments}};
+                .average = {.outer = fragments > 1 ? std::make_shared<DiLoCo>() : nullptr,
+                            .sync = sync,
+                            .fragments = fragments}};
           };
-          expect_exact_resumes(
-              communicator, folder, options, 1, rows, {1, 2, 3, 4, 5, 6, 7, 8});
+          expect_exact_resumes(communicator, folder, options, 1, rows, {1, 2, 3, 4, 5, 6, 7, 8});
         }
       }
     }
@@ -191,8 +164,8 @@ TEST(LocalSgdState, AStepThatTheScopeHasNotCountedIsNotSaved) {
   const auto folder = state_test::common_folder();
   LocalSession saving(communicator, 1, 6 * communicator->world_size());
   saving.between = [&] {
-    const auto text = state_test::input_error(
-        [&] { saving.accelerator.save_state(folder / "state"); });
+    const auto text =
+        state_test::input_error([&] { saving.accelerator.save_state(folder / "state"); });
     EXPECT_NE(text.find("has not counted the step"), std::string::npos) << text;
     EXPECT_FALSE(std::filesystem::exists(folder / "state"));
   };

@@ -41,8 +41,8 @@ struct Scenario {
 };
 
 /// A communicator that plays one rank's part of a scenario.
-inline std::shared_ptr<Communicator> doomed(
-    std::shared_ptr<Communicator> inner, const Scenario& scenario, int own) {
+inline std::shared_ptr<Communicator> doomed(std::shared_ptr<Communicator> inner,
+                                            const Scenario& scenario, int own) {
   auto watched = std::make_shared<testing_support::WatchedCommunicator>(inner);
   struct Counts {
     int announced = 0, voted = 0, sliced = 0, shrunk = 0, ended = 0;
@@ -68,11 +68,9 @@ inline std::shared_ptr<Communicator> doomed(
     }
     counts->ended += name == "steps of the ranks";
     for (const Death& death : scenario.deaths) {
-      const bool vote = death.phase == Phase::after_vote &&
-                        name == "vote on an average" &&
+      const bool vote = death.phase == Phase::after_vote && name == "vote on an average" &&
                         death.round == counts->voted;
-      const bool end = death.phase == Phase::after_end &&
-                       name == "steps of the ranks" &&
+      const bool end = death.phase == Phase::after_end && name == "steps of the ranks" &&
                        death.round == counts->ended;
       if (vote || end) {
         handle.wait();
@@ -87,10 +85,8 @@ inline std::shared_ptr<Communicator> doomed(
   return watched;
 }
 
-inline const Pair& batch_of(
-    const std::vector<Pair>& batches, int world, int64_t step, int rank) {
-  return batches[static_cast<size_t>(
-      (step * world + rank) % std::ssize(batches))];
+inline const Pair& batch_of(const std::vector<Pair>& batches, int world, int64_t step, int rank) {
+  return batches[static_cast<size_t>((step * world + rank) % std::ssize(batches))];
 }
 
 struct SurvivorsSimulation {
@@ -101,20 +97,16 @@ struct SurvivorsSimulation {
 /// Without delay and fragments: H steps of each, then the mean of those that live;
 /// who dies behind the vote of a round is in its mean. With an outer step: SGD
 /// with momentum on anchor - mean.
-inline SurvivorsSimulation simulate_survivors(
-    const Scenario& how,
-    const std::vector<Pair>& batches,
-    double rate,
-    double outer_lr = 0,
-    double outer_momentum = 0) {
+inline SurvivorsSimulation simulate_survivors(const Scenario& how, const std::vector<Pair>& batches,
+                                              double rate, double outer_lr = 0,
+                                              double outer_momentum = 0) {
   SurvivorsSimulation all;
   std::vector<std::unique_ptr<torch::optim::SGD>> optimizers;
   for (int rank = 0; rank < how.world; ++rank) {
     all.nets.push_back(net_of_seed(1));
     all.living.push_back(rank);
     optimizers.push_back(std::make_unique<torch::optim::SGD>(
-        all.nets.back()->parameters(),
-        torch::optim::SGDOptions(rate).momentum(0.9)));
+        all.nets.back()->parameters(), torch::optim::SGDOptions(rate).momentum(0.9)));
   }
   std::vector<Tensor> anchor, velocity;
   for (const auto& parameter : net_of_seed(1)->parameters()) {
@@ -152,19 +144,14 @@ inline SurvivorsSimulation simulate_survivors(
     for (const int rank : all.living) {
       const auto r = static_cast<size_t>(rank);
       optimizers[r]->zero_grad();
-      mean_loss(all.nets[r], batch_of(batches, how.world, step, rank))
-          .backward();
+      mean_loss(all.nets[r], batch_of(batches, how.world, step, rank)).backward();
       optimizers[r]->step();
     }
     stepped = true;
     if ((step + 1) % how.options.steps == 0) {
       ++round;
-      bury(
-          round,
-          {Phase::before_snapshot,
-           Phase::mid_reduce,
-           Phase::before_vote,
-           Phase::at_recovery});
+      bury(round,
+           {Phase::before_snapshot, Phase::mid_reduce, Phase::before_vote, Phase::at_recovery});
       average();
       bury(round, {Phase::after_vote, Phase::between_rounds});
       stepped = false;
@@ -178,11 +165,9 @@ inline SurvivorsSimulation simulate_survivors(
 
 /// The loop of a rank of the scenario; throws what the scope throws.
 struct SurvivorsRun {
-  explicit SurvivorsRun(
-      testing_support::FaultRank& fault_rank, const Scenario& scenario)
+  explicit SurvivorsRun(testing_support::FaultRank& fault_rank, const Scenario& scenario)
       : rank(fault_rank.world().rank),
-        world(Communicator::create(
-            fault_rank.world(), {.timeout = std::chrono::seconds(20)})),
+        world(Communicator::create(fault_rank.world(), {.timeout = std::chrono::seconds(20)})),
         how(scenario),
         batches(make_batches(24)) {}
 
@@ -190,8 +175,7 @@ struct SurvivorsRun {
     AcceleratorOptions options;
     options.seed.reset();
     accelerator.emplace(options, doomed(world, how, rank));
-    torch::optim::SGD inner(
-        net->parameters(), torch::optim::SGDOptions(rate).momentum(0.9));
+    torch::optim::SGD inner(net->parameters(), torch::optim::SGDOptions(rate).momentum(0.9));
     auto [model, optimizer] = accelerator->prepare(net, inner);
     LocalSgd local_sgd(*accelerator, model, how.options);
     for (int64_t step = 0; step < how.steps; ++step) {
@@ -201,8 +185,7 @@ struct SurvivorsRun {
           std::raise(SIGKILL);
         }
       }
-      accelerator->backward(
-          mean_loss(model, batch_of(batches, how.world, step, rank)));
+      accelerator->backward(mean_loss(model, batch_of(batches, how.world, step, rank)));
       optimizer.step();
       optimizer.zero_grad();
       own = copies();

@@ -22,30 +22,23 @@ static LocalSgdOptions every_third(PeerFailure failure) {
 static std::map<std::string, Scenario> survivor_scenarios() {
   const LocalSgdOptions plain = every_third(PeerFailure::survivors);
   LocalSgdOptions outer = plain;
-  outer.average.outer = std::make_shared<DiLoCo>(
-      DiLoCoOptions{.lr = 0.7, .momentum = 0.5, .nesterov = false});
+  outer.average.outer =
+      std::make_shared<DiLoCo>(DiLoCoOptions{.lr = 0.7, .momentum = 0.5, .nesterov = false});
   using enum Phase;
   return {
       {"one after the other",
        {.world = 4,
-        .deaths =
-            {{3, 1, before_snapshot}, {1, 2, mid_reduce}, {2, 3, before_vote}},
+        .deaths = {{3, 1, before_snapshot}, {1, 2, mid_reduce}, {2, 3, before_vote}},
         .options = plain,
         .steps = 14}},
       {"unheard commit",
-       {.world = 3,
-        .deaths = {{1, 2, after_vote}, {2, 3, between_rounds}},
-        .options = plain}},
+       {.world = 3, .deaths = {{1, 2, after_vote}, {2, 3, between_rounds}}, .options = plain}},
       {"unheard commit, outer step",
        {.world = 3, .deaths = {{1, 2, after_vote}}, .options = outer}},
-      {"outer step",
-       {.world = 3, .deaths = {{2, 2, mid_reduce}}, .options = outer}},
+      {"outer step", {.world = 3, .deaths = {{2, 2, mid_reduce}}, .options = outer}},
       {"two at once",
-       {.world = 4,
-        .deaths = {{1, 2, mid_reduce}, {2, 1, at_recovery}},
-        .options = plain}},
-      {"one is left",
-       {.world = 2, .deaths = {{1, 2, mid_reduce}}, .options = plain}},
+       {.world = 4, .deaths = {{1, 2, mid_reduce}, {2, 1, at_recovery}}, .options = plain}},
+      {"one is left", {.world = 2, .deaths = {{1, 2, mid_reduce}}, .options = plain}},
   };
 }
 
@@ -59,36 +52,24 @@ HASTEN_RANK_FUNCTION(SurvivesAScenario) {
     how.deaths[1].round = 2; // it is its first recovery
   }
   const bool outer = how.options.average.outer != nullptr;
-  const auto simulated = simulate_survivors(
-      how, run.batches, 0.3, outer ? 0.7 : 0, outer ? 0.5 : 0);
-  const auto own =
-      std::find(simulated.living.begin(), simulated.living.end(), run.rank);
+  const auto simulated =
+      simulate_survivors(how, run.batches, 0.3, outer ? 0.7 : 0, outer ? 0.5 : 0);
+  const auto own = std::find(simulated.living.begin(), simulated.living.end(), run.rank);
   ASSERT_NE(own, simulated.living.end());
-  EXPECT_LE(
-      largest_difference(
-          *run.net, *simulated.nets[static_cast<size_t>(run.rank)]),
-      1e-10);
+  EXPECT_LE(largest_difference(*run.net, *simulated.nets[static_cast<size_t>(run.rank)]), 1e-10);
   expect_equal_on_ranks(*run.accelerator, run.net);
-  EXPECT_EQ(
-      run.accelerator->num_processes(),
-      static_cast<int>(simulated.living.size()));
-  EXPECT_EQ(
-      run.accelerator->process_index(),
-      static_cast<int>(own - simulated.living.begin()));
+  EXPECT_EQ(run.accelerator->num_processes(), static_cast<int>(simulated.living.size()));
+  EXPECT_EQ(run.accelerator->process_index(), static_cast<int>(own - simulated.living.begin()));
   EXPECT_EQ(run.report.rounds, (how.steps + 2) / 3);
   run.accelerator->finish();
   run.world->close();
   rank.report("ended", true);
 }
 
-static void expect_survived(
-    const std::string& scenario, const std::string& save_to = "") {
+static void expect_survived(const std::string& scenario, const std::string& save_to = "") {
   const Scenario how = survivor_scenarios().at(scenario);
-  const auto ranks = spawn(
-      how.world,
-      "SurvivesAScenario",
-      {},
-      {.environment = {{"SCENARIO", scenario}, {"FOLDER", save_to}}});
+  const auto ranks = spawn(how.world, "SurvivesAScenario", {},
+                           {.environment = {{"SCENARIO", scenario}, {"FOLDER", save_to}}});
   std::set<int> dead;
   for (const Death& death : how.deaths) {
     dead.insert(death.rank);
@@ -125,11 +106,10 @@ TEST(LocalSgdSurvivors, TwoDeathsInOneRoundAndARankOfItsOwn) {
 // that are left, at the step where they should.
 HASTEN_RANK_FUNCTION(SurvivesInOtherForms) {
   const std::string form = std::getenv("SCENARIO");
-  Scenario how{
-      .world = 4,
-      .deaths = {{3, 2, Phase::before_vote}},
-      .options = every_third(PeerFailure::survivors),
-      .steps = 16};
+  Scenario how{.world = 4,
+               .deaths = {{3, 2, Phase::before_vote}},
+               .options = every_third(PeerFailure::survivors),
+               .steps = 16};
   if (form == "delay") {
     how.options.delay = 2;
     how.options.delay_only_if_it_pays = false;
@@ -167,15 +147,8 @@ HASTEN_RANK_FUNCTION(SurvivesInOtherForms) {
 
 TEST(LocalSgdSurvivors, EveryFormOfARoundGoesOnAndEndsEqual) {
   for (const char* form :
-       {"delay",
-        "delay, death at the start",
-        "trial",
-        "fragments",
-        "groups",
-        "int8",
-        "moments"}) {
-    const auto ranks = spawn(
-        4, "SurvivesInOtherForms", {}, {.environment = {{"SCENARIO", form}}});
+       {"delay", "delay, death at the start", "trial", "fragments", "groups", "int8", "moments"}) {
+    const auto ranks = spawn(4, "SurvivesInOtherForms", {}, {.environment = {{"SCENARIO", form}}});
     for (size_t i = 0; i < 3; ++i) {
       EXPECT_TRUE(ranks[i].values.value("ended", false))
           << form << ", rank " << i << ": " << ranks[i].error;
@@ -189,11 +162,8 @@ TEST(LocalSgdSurvivors, EveryFormOfARoundGoesOnAndEndsEqual) {
 // dealt over those that are left; rank 0 has begun one where it heard of the end.
 HASTEN_RANK_FUNCTION(SurvivesWithALoader) {
   const bool at_end = std::string(std::getenv("SCENARIO")) == "end";
-  Scenario how{
-      .deaths =
-          {at_end ? Death{1, 1, Phase::after_end}
-                  : Death{1, 3, Phase::before_vote}},
-      .options = every_third(PeerFailure::survivors)};
+  Scenario how{.deaths = {at_end ? Death{1, 1, Phase::after_end} : Death{1, 3, Phase::before_vote}},
+               .options = every_third(PeerFailure::survivors)};
   SurvivorsRun run(rank, how);
   AcceleratorOptions options;
   options.seed.reset();
@@ -201,8 +171,7 @@ HASTEN_RANK_FUNCTION(SurvivesWithALoader) {
   torch::optim::SGD inner(run.net->parameters(), 0.1);
   Decay decay(inner);
   auto batches = make_batches(26); // 9, 9 and 8, then 13 and 13
-  auto [model, optimizer, loader, scheduler] =
-      accelerator.prepare(run.net, inner, batches, decay);
+  auto [model, optimizer, loader, scheduler] = accelerator.prepare(run.net, inner, batches, decay);
   LocalSgd local_sgd(accelerator, model, how.options);
   std::vector<int> seen;
   for (int epoch = 0; epoch < 2; ++epoch) {
@@ -227,8 +196,7 @@ HASTEN_RANK_FUNCTION(SurvivesWithALoader) {
 
 TEST(LocalSgdSurvivors, TheNextPassIsDealtOverThoseThatAreLeft) {
   for (const char* place : {"round", "end"}) {
-    const auto ranks = spawn(
-        3, "SurvivesWithALoader", {}, {.environment = {{"SCENARIO", place}}});
+    const auto ranks = spawn(3, "SurvivesWithALoader", {}, {.environment = {{"SCENARIO", place}}});
     SCOPED_TRACE(place);
     ASSERT_EQ(ranks[0].error + ranks[2].error, "");
     const int second = std::string(place) == "end" ? 9 : 13;
@@ -241,16 +209,13 @@ TEST(LocalSgdSurvivors, TheNextPassIsDealtOverThoseThatAreLeft) {
 
 HASTEN_RANK_FUNCTION(StopsInAScenario) {
   const auto phase = static_cast<Phase>(std::atoi(std::getenv("PHASE")));
-  const Scenario how{
-      .world = rank.world().world_size,
-      .deaths = {{1, 2, phase}},
-      .options = every_third(PeerFailure::stop),
-      .deaf = rank.world().world_size - 1};
+  const Scenario how{.world = rank.world().world_size,
+                     .deaths = {{1, 2, phase}},
+                     .options = every_third(PeerFailure::stop),
+                     .deaf = rank.world().world_size - 1};
   SurvivorsRun run(rank, how);
   const auto committed = simulate_survivors( // with all
-      {.world = how.world, .options = how.options, .steps = 6},
-      run.batches,
-      0.3);
+      {.world = how.world, .options = how.options, .steps = 6}, run.batches, 0.3);
   std::string error;
   try {
     run.train(0.3);
@@ -262,9 +227,7 @@ HASTEN_RANK_FUNCTION(StopsInAScenario) {
   bool mean = !run.second.empty();
   for (size_t p = 0; p < run.own.size(); ++p) {
     own = own && torch::equal(run.net->parameters()[p], run.own[p]);
-    mean = mean &&
-           torch::allclose(
-               run.second[p], committed.nets[0]->parameters()[p], 1e-12, 1e-12);
+    mean = mean && torch::allclose(run.second[p], committed.nets[0]->parameters()[p], 1e-12, 1e-12);
   }
   rank.report("own", own);
   rank.report("mean", mean);
@@ -275,34 +238,22 @@ HASTEN_RANK_FUNCTION(StopsInAScenario) {
 TEST(LocalSgdSurvivors, WhoStopsHasItsOwnParametersOrTheLastAverage) {
   using enum Phase;
   const std::vector<std::pair<Phase, int>> cases{
-      {before_snapshot, 2},
-      {before_snapshot, 4},
-      {mid_reduce, 2},
-      {mid_reduce, 3},
-      {mid_reduce, 4},
-      {before_vote, 3},
-      {after_vote, 3},
-      {after_vote, 4},
-      {between_rounds, 3}};
+      {before_snapshot, 2}, {before_snapshot, 4}, {mid_reduce, 2},
+      {mid_reduce, 3},      {mid_reduce, 4},      {before_vote, 3},
+      {after_vote, 3},      {after_vote, 4},      {between_rounds, 3}};
   for (const auto& [phase, world] : cases) {
     const auto number = std::to_string(static_cast<int>(phase));
-    const auto ranks = spawn(
-        world, "StopsInAScenario", {}, {.environment = {{"PHASE", number}}});
+    const auto ranks = spawn(world, "StopsInAScenario", {}, {.environment = {{"PHASE", number}}});
     for (int i = 0; i < world; ++i) {
       if (i == 1) {
         continue;
       }
       const RankReport& report = ranks[static_cast<size_t>(i)];
-      SCOPED_TRACE(
-          testing::Message()
-          << "phase " << number << ", rank " << i << " of " << world);
+      SCOPED_TRACE(testing::Message() << "phase " << number << ", rank " << i << " of " << world);
       EXPECT_FALSE(report.timed_out);
-      EXPECT_NE(
-          report.values.value("error", "").find("rank 1 died"),
-          std::string::npos)
+      EXPECT_NE(report.values.value("error", "").find("rank 1 died"), std::string::npos)
           << report.values.value("error", "");
-      const bool heard =
-          phase == between_rounds || (phase == after_vote && i != world - 1);
+      const bool heard = phase == between_rounds || (phase == after_vote && i != world - 1);
       EXPECT_TRUE(report.values.value("own", false));
       EXPECT_EQ(report.values.value("mean", false), heard);
     }

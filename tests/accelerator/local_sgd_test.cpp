@@ -11,26 +11,17 @@
 namespace hasten::accelerator_test {
 
 template <typename Optimizer, typename Options>
-void expect_simulation(
-    int64_t batch_count,
-    int64_t k,
-    int64_t h,
-    int epochs,
-    const Options& options,
-    AveragerOptions average = {}) {
-  SCOPED_TRACE(
-      testing::Message() << batch_count << " batches, accumulation " << k
-                         << ", H " << h);
+void expect_simulation(int64_t batch_count, int64_t k, int64_t h, int epochs,
+                       const Options& options, AveragerOptions average = {}) {
+  SCOPED_TRACE(testing::Message() << batch_count << " batches, accumulation " << k << ", H " << h);
   auto accelerator = local_accelerator(k);
   const auto batches = make_batches(batch_count);
   const auto simulated = simulate_local_sgd<Optimizer>(
-      batches,
-      options,
-      accelerator.num_processes(),
+      batches, options, accelerator.num_processes(),
       {.accumulation = k, .epochs = epochs, .h = [h](int64_t) { return h; }});
   average.slice_mb = 1e-4;
-  Net net = train_local_sgd<Optimizer>(
-      accelerator, batches, options, epochs, {.steps = h, .average = average});
+  Net net = train_local_sgd<Optimizer>(accelerator, batches, options, epochs,
+                                       {.steps = h, .average = average});
   EXPECT_LE(largest_difference(*net, *simulated[0]->net), 1e-10);
   expect_equal_on_ranks(accelerator, net);
   accelerator.finish();
@@ -48,16 +39,12 @@ TEST(LocalSgd, RanksEqualTheAlgorithmInTorchsOperators) {
   expect_simulation<torch::optim::SGD>(1, 1, 2, 5, sgd);
   expect_simulation<torch::optim::AdamW>(24, 1, 4, 2, adamw);
   expect_simulation<torch::optim::AdamW>(15, 3, 2, 3, adamw);
-  expect_simulation<torch::optim::AdamW>(
-      13, 1, 2, 3, adamw, {.transactional = false});
+  expect_simulation<torch::optim::AdamW>(13, 1, 2, 3, adamw, {.transactional = false});
 }
 
 template <typename Optimizer, typename Options>
-Net train_ddp(
-    Accelerator& accelerator,
-    const std::vector<Pair>& batches,
-    const Options& options,
-    std::optional<LocalSgdOptions> local) {
+Net train_ddp(Accelerator& accelerator, const std::vector<Pair>& batches, const Options& options,
+              std::optional<LocalSgdOptions> local) {
   if (local) {
     return train_local_sgd<Optimizer>(accelerator, batches, options, 1, *local);
   }
@@ -65,8 +52,7 @@ Net train_ddp(
   Optimizer inner(net->parameters(), options);
   Decay decay(inner);
   auto range = batches;
-  auto [scheduler, model, loader, optimizer] =
-      accelerator.prepare(decay, net, range, inner);
+  auto [scheduler, model, loader, optimizer] = accelerator.prepare(decay, net, range, inner);
   for (const auto& batch : loader) {
     auto window = accelerator.accumulate(model);
     accelerator.backward(mean_loss(model, batch));
@@ -84,13 +70,9 @@ TEST(LocalSgd, DisabledOrAloneItIsPlainTraining) {
   const bool alone = accelerator.num_processes() == 1;
   const auto batches = make_batches(11);
   auto plain_accelerator = local_accelerator();
-  Net plain = train_ddp<torch::optim::SGD>(
-      plain_accelerator, batches, options, std::nullopt);
-  Net net = train_ddp<torch::optim::SGD>(
-      accelerator,
-      batches,
-      options,
-      LocalSgdOptions{.steps = 3, .enabled = alone});
+  Net plain = train_ddp<torch::optim::SGD>(plain_accelerator, batches, options, std::nullopt);
+  Net net = train_ddp<torch::optim::SGD>(accelerator, batches, options,
+                                         LocalSgdOptions{.steps = 3, .enabled = alone});
   EXPECT_EQ(largest_difference(*net, *plain), 0);
   accelerator.finish();
   plain_accelerator.finish();
@@ -128,10 +110,7 @@ TEST(LocalSgd, WithHOneAndPlainSgdItIsDdp) {
       const Tensor a = local->parameters()[p];
       const Tensor b = ddp->parameters()[p];
       const double tolerance = steps == 1 ? 2 * 2.3e-16 : 1e-6;
-      EXPECT_LE(
-          ((a - b).abs() / b.abs().clamp_min(0.05)).max().item<double>(),
-          tolerance)
-          << steps;
+      EXPECT_LE(((a - b).abs() / b.abs().clamp_min(0.05)).max().item<double>(), tolerance) << steps;
     }
     accelerator.finish();
     plain_accelerator.finish();
@@ -180,14 +159,9 @@ TEST(LocalSgd, StatisticsArePooledAndIntegersAreRankZeros) {
       means += mean / world;
       seconds += (own->running_var.to(torch::kDouble) + mean.square()) / world;
     }
-    EXPECT_LT(
-        (net->norm->running_mean - means).abs().max().item<double>(), 1e-6);
-    EXPECT_LT(
-        (net->norm->running_var - (seconds - means.square()))
-            .abs()
-            .max()
-            .item<double>(),
-        1e-5);
+    EXPECT_LT((net->norm->running_mean - means).abs().max().item<double>(), 1e-6);
+    EXPECT_LT((net->norm->running_var - (seconds - means.square())).abs().max().item<double>(),
+              1e-5);
     EXPECT_EQ(net->marks[1].item<int64_t>(), 10);
     EXPECT_EQ(net->norm->num_batches_tracked.item<int64_t>(), 2);
   }
@@ -233,8 +207,7 @@ TEST(LocalSgd, PlainTrainingGoesOnBehindIt) {
   auto range = batches;
   auto [model, loader, optimizer] = accelerator.prepare(net, range, inner);
   for (int epoch = 0; epoch < 4; ++epoch) {
-    LocalSgd local_sgd(
-        accelerator, model, {.steps = 2, .enabled = epoch % 2 == 0});
+    LocalSgd local_sgd(accelerator, model, {.steps = 2, .enabled = epoch % 2 == 0});
     for (const auto& batch : loader) {
       auto window = accelerator.accumulate(model);
       accelerator.backward(mean_loss(model, batch));
@@ -256,10 +229,8 @@ TEST(LocalSgd, ReportsItsRounds) {
   LocalSgd local_sgd(accelerator, model, {.steps = 2});
   const auto batches = make_batches(16);
   for (int step = 0; step < 4; ++step) {
-    accelerator.backward(mean_loss(
-        model,
-        batches[static_cast<size_t>(
-            4 * step + accelerator.process_index() % 4)]));
+    accelerator.backward(
+        mean_loss(model, batches[static_cast<size_t>(4 * step + accelerator.process_index() % 4)]));
     optimizer.step();
     optimizer.zero_grad();
     local_sgd.step();
@@ -291,9 +262,7 @@ TEST(LocalSgd, ASpreadThatGrowsFromRoundToRoundIsAWarning) {
       lines += level == LogLevel::warning ? std::string(line) + "\n" : "";
     });
     struct Point : torch::nn::Module {
-      Point() {
-        w = register_parameter("w", torch::full({10}, 5.0, torch::kDouble));
-      }
+      Point() { w = register_parameter("w", torch::full({10}, 5.0, torch::kDouble)); }
       Tensor w;
     };
     auto point = std::make_shared<Point>();
@@ -314,9 +283,7 @@ TEST(LocalSgd, ASpreadThatGrowsFromRoundToRoundIsAWarning) {
     set_log_sink({});
     const std::string text = "local sgd: the ranks drift apart";
     const size_t first = lines.find(text);
-    EXPECT_EQ(
-        first != std::string::npos,
-        growth > 1 && world > 1 && accelerator.is_main_process())
+    EXPECT_EQ(first != std::string::npos, growth > 1 && world > 1 && accelerator.is_main_process())
         << lines;
     if (first != std::string::npos) { // once
       EXPECT_EQ(lines.find(text, first + 1), std::string::npos);
@@ -338,25 +305,21 @@ TEST(LocalSgd, StationaryVarianceIsTheClosedForm) {
     auto accelerator = local_accelerator();
     const double m = accelerator.num_processes();
     struct Points : torch::nn::Module {
-      Points() {
-        w = register_parameter("w", torch::zeros({20000}, torch::kDouble));
-      }
+      Points() { w = register_parameter("w", torch::zeros({20000}, torch::kDouble)); }
       Tensor w;
     };
     auto points = std::make_shared<Points>();
     torch::optim::SGD inner(points->parameters(), a);
     auto [model, optimizer] = accelerator.prepare(points, inner);
     LocalSgd local_sgd(accelerator, model, {.steps = period});
-    auto generator = torch::make_generator<at::CPUGeneratorImpl>(
-        900 + accelerator.process_index());
+    auto generator = torch::make_generator<at::CPUGeneratorImpl>(900 + accelerator.process_index());
     double mean_square = 0;
     int64_t samples = 0;
     for (int step = 1; step <= 96; ++step) {
       const Tensor xi = torch::randn({20000}, generator, torch::kDouble);
       const Tensor zeta = torch::randn({20000}, generator, torch::kDouble);
       // Its gradient is w + beta w xi + sigma zeta.
-      const Tensor gradient =
-          points->w.detach() * (1 + beta * xi) + sigma * zeta;
+      const Tensor gradient = points->w.detach() * (1 + beta * xi) + sigma * zeta;
       accelerator.backward((points->w * gradient).sum());
       optimizer.step();
       optimizer.zero_grad();
@@ -369,11 +332,9 @@ TEST(LocalSgd, StationaryVarianceIsTheClosedForm) {
     mean_square /= static_cast<double>(samples);
     const double q = (1 - a) * (1 - a) + a * a * beta * beta;
     const double qk = std::pow(q, period);
-    const double expected =
-        a * a * sigma * sigma / m * (1 - qk) / (1 - q) /
-        (1 - qk / m - (1 - 1 / m) * std::pow(1 - a, 2 * period));
-    EXPECT_NEAR(mean_square / expected, 1, 0.035)
-        << "K=" << period << ", M=" << m;
+    const double expected = a * a * sigma * sigma / m * (1 - qk) / (1 - q) /
+                            (1 - qk / m - (1 - 1 / m) * std::pow(1 - a, 2 * period));
+    EXPECT_NEAR(mean_square / expected, 1, 0.035) << "K=" << period << ", M=" << m;
     local_sgd.finish();
     accelerator.finish();
   }

@@ -25,20 +25,8 @@ void fused_adamw(Net& net) {
       steps.push_back(torch::ones({}));
     }
   }
-  at::_fused_adamw_(
-      parameters,
-      gradients,
-      averages,
-      squares,
-      {},
-      steps,
-      0.1,
-      0.9,
-      0.999,
-      0.01,
-      1e-8,
-      false,
-      false);
+  at::_fused_adamw_(parameters, gradients, averages, squares, {}, steps, 0.1, 0.9, 0.999, 0.01,
+                    1e-8, false, false);
 }
 
 // By what is named: the first gradient, or the first parameter.
@@ -51,48 +39,26 @@ struct Culprit {
 std::vector<Culprit> culprits() {
   const std::string stepped = "] parameter \"";
   const std::string written = "] the gradient of parameter \"";
-  return {
-      {"SGD",
-       step_of<torch::optim::SGD>(torch::optim::SGDOptions(0.1)),
-       stepped},
-      {"Adam",
-       step_of<torch::optim::Adam>(torch::optim::AdamOptions(0.1)),
-       stepped},
-      {"AdamW",
-       step_of<torch::optim::AdamW>(torch::optim::AdamWOptions(0.1)),
-       stepped},
-      {"hasten's AdamW",
-       step_of<AdamW>(torch::optim::AdamWOptions(0.1)),
-       stepped},
-      {"_fused_adamw_", fused_adamw, stepped},
-      {"clip_grad_norm_",
-       [](Net& net) {
-         torch::nn::utils::clip_grad_norm_(net->parameters(), 1e-3);
-       },
-       written},
-      {"clip_grad_value_",
-       [](Net& net) {
-         torch::nn::utils::clip_grad_value_(net->parameters(), 1e-4);
-       },
-       written},
-      {"model->zero_grad()", [](Net& net) { net->zero_grad(); }, written},
-      {"model->zero_grad(false)",
-       [](Net& net) { net->zero_grad(false); },
-       written},
-      {"optimizer->zero_grad()",
-       [](Net& net) { torch::optim::SGD(net->parameters(), 1).zero_grad(); },
-       written},
-      {"optimizer->zero_grad(false)",
-       [](Net& net) {
-         torch::optim::SGD(net->parameters(), 1).zero_grad(false);
-       },
-       written}};
+  return {{"SGD", step_of<torch::optim::SGD>(torch::optim::SGDOptions(0.1)), stepped},
+          {"Adam", step_of<torch::optim::Adam>(torch::optim::AdamOptions(0.1)), stepped},
+          {"AdamW", step_of<torch::optim::AdamW>(torch::optim::AdamWOptions(0.1)), stepped},
+          {"hasten's AdamW", step_of<AdamW>(torch::optim::AdamWOptions(0.1)), stepped},
+          {"_fused_adamw_", fused_adamw, stepped},
+          {"clip_grad_norm_",
+           [](Net& net) { torch::nn::utils::clip_grad_norm_(net->parameters(), 1e-3); }, written},
+          {"clip_grad_value_",
+           [](Net& net) { torch::nn::utils::clip_grad_value_(net->parameters(), 1e-4); }, written},
+          {"model->zero_grad()", [](Net& net) { net->zero_grad(); }, written},
+          {"model->zero_grad(false)", [](Net& net) { net->zero_grad(false); }, written},
+          {"optimizer->zero_grad()",
+           [](Net& net) { torch::optim::SGD(net->parameters(), 1).zero_grad(); }, written},
+          {"optimizer->zero_grad(false)",
+           [](Net& net) { torch::optim::SGD(net->parameters(), 1).zero_grad(false); }, written}};
 }
 
 // `act` behind the first of two batches, before the second or between its forward and
 // its backward.
-std::string said_of(
-    const Act& act, bool inside_batch, AcceleratorOptions options = {}) {
+std::string said_of(const Act& act, bool inside_batch, AcceleratorOptions options = {}) {
   options.gradient_accumulation_steps = 2;
   auto accelerator = accelerator_of(options);
   Net net = net_of_rank(accelerator);
@@ -141,9 +107,7 @@ TEST(MidWindow, AGradientZeroedBehindAccumulateIsFoundByTheBackward) {
 TEST(MidWindow, TheOptionTurnsItOff) {
   for (const Culprit& culprit : culprits()) {
     SCOPED_TRACE(culprit.name);
-    EXPECT_EQ(
-        said_of(culprit.act, false, {.check_accumulation = false}),
-        "nothing was thrown");
+    EXPECT_EQ(said_of(culprit.act, false, {.check_accumulation = false}), "nothing was thrown");
   }
 }
 

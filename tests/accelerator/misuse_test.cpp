@@ -17,11 +17,10 @@ TEST(Misuse, AReplacedParameterIsNamed) {
   auto batches = even_batches(2 * accelerator.num_processes());
   Ready r(accelerator);
   auto [model, optimizer, loader] = accelerator.prepare(r.net, r.sgd, batches);
-  r.net->second->bias = r.net->second->register_parameter(
-      "bias2", torch::zeros({3}, torch::kDouble));
-  expect_says(
-      message_of([&] { auto window = accelerator.accumulate(model); }),
-      "\"second.bias2\" is another tensor than when the model was prepared");
+  r.net->second->bias =
+      r.net->second->register_parameter("bias2", torch::zeros({3}, torch::kDouble));
+  expect_says(message_of([&] { auto window = accelerator.accumulate(model); }),
+              "\"second.bias2\" is another tensor than when the model was prepared");
   expect_says(message_of([&] { loader.begin(); }), "second.bias2");
 }
 
@@ -31,12 +30,8 @@ TEST(Misuse, ABackwardOfTorchsIsRefusedAtTheStep) {
   auto [model, optimizer] = accelerator.prepare(r.net, r.sgd);
   const Pair batch = make_batches(2)[1];
   mean_loss(model, batch).backward();
-  expect_says(
-      message_of([&] { optimizer.step(); }),
-      "come from a backward that was not");
-  expect_says(
-      message_of([&] { accelerator.clip_grad_norm_(model, 1.0); }),
-      "name every model");
+  expect_says(message_of([&] { optimizer.step(); }), "come from a backward that was not");
+  expect_says(message_of([&] { accelerator.clip_grad_norm_(model, 1.0); }), "name every model");
   accelerator.backward(mean_loss(model, batch)); // on top of it
   EXPECT_THROW(optimizer.step(), InputError);
   optimizer.zero_grad();
@@ -53,9 +48,8 @@ TEST(Misuse, ParametersAddedToAnOptimizerMustBePrepared) {
   auto [model, optimizer] = accelerator.prepare(r.net, r.sgd);
   const Tensor stray = torch::zeros({4}, torch::requires_grad());
   r.sgd.add_param_group(torch::optim::OptimizerParamGroup({stray}));
-  expect_says(
-      message_of([&] { optimizer.step(); }),
-      "parameter 4 [4] belongs to no prepared model");
+  expect_says(message_of([&] { optimizer.step(); }),
+              "parameter 4 [4] belongs to no prepared model");
 }
 
 TEST(Misuse, AStepWithGradientsThatAreNotReduced) {
@@ -66,15 +60,13 @@ TEST(Misuse, AStepWithGradientsThatAreNotReduced) {
   {
     auto quiet = accelerator.no_sync(model);
     accelerator.backward(mean_loss(model, batch));
-    expect_says(
-        message_of([&] { optimizer.step(); }),
-        "1 backward calls under no_sync() are not reduced yet");
+    expect_says(message_of([&] { optimizer.step(); }),
+                "1 backward calls under no_sync() are not reduced yet");
   }
   EXPECT_THROW(optimizer.step(), InputError);
   EXPECT_THROW(optimizer.zero_grad(), InputError);
-  expect_says(
-      message_of([&] { auto window = accelerator.accumulate(model); }),
-      "wait under no_sync() to be reduced");
+  expect_says(message_of([&] { auto window = accelerator.accumulate(model); }),
+              "wait under no_sync() to be reduced");
   accelerator.backward(mean_loss(model, batch));
   EXPECT_TRUE(optimizer.step());
 }
@@ -86,16 +78,14 @@ TEST(Misuse, AGuardThatDoesNotLiveUntilBackward) {
   auto [model, optimizer, loader] = accelerator.prepare(r.net, r.sgd, batches);
   auto it = loader.begin();
   { auto gone = accelerator.accumulate(model); }
-  expect_says(
-      message_of([&] { accelerator.backward(mean_loss(model, *it)); }),
-      "was closed before its backward");
+  expect_says(message_of([&] { accelerator.backward(mean_loss(model, *it)); }),
+              "was closed before its backward");
   {
     auto window = accelerator.accumulate(model);
     accelerator.backward(mean_loss(model, *it));
   }
   expect_says( // a batch of the window without accumulate()
-      message_of([&] { accelerator.backward(mean_loss(model, *it)); }),
-      "has 1 of 2 batches");
+      message_of([&] { accelerator.backward(mean_loss(model, *it)); }), "has 1 of 2 batches");
 }
 
 // A count of a rank's own batches differs where data is uneven.
@@ -121,10 +111,9 @@ TEST(Misuse, StepsThatDependOnARanksOwnBatches) {
     accelerator.finish();
   };
   const std::string text = message_of<CommunicationError>(run);
-  EXPECT_TRUE(
-      text.find("stepped different optimizers") != std::string::npos ||
-      text.find("same optimizer steps") != std::string::npos ||
-      text.find("different optimizer steps") != std::string::npos)
+  EXPECT_TRUE(text.find("stepped different optimizers") != std::string::npos ||
+              text.find("same optimizer steps") != std::string::npos ||
+              text.find("different optimizer steps") != std::string::npos)
       << text;
 }
 
@@ -139,9 +128,8 @@ TEST(Misuse, AStepOfOneRankAloneIsFoundAtTheEnd) {
   if (accelerator.is_main_process()) {
     optimizer.step();
   }
-  expect_says(
-      message_of<CommunicationError>([&] { accelerator.finish(); }),
-      "different optimizer steps");
+  expect_says(message_of<CommunicationError>([&] { accelerator.finish(); }),
+              "different optimizer steps");
 }
 
 TEST(Misuse, AStepOfOneRankAloneIsFoundInTheNextWindow) {
@@ -158,8 +146,7 @@ TEST(Misuse, AStepOfOneRankAloneIsFoundInTheNextWindow) {
   }
   optimizer.zero_grad();
   expect_says(
-      message_of<CommunicationError>(
-          [&] { accelerator.backward(mean_loss(model, batch)); }),
+      message_of<CommunicationError>([&] { accelerator.backward(mean_loss(model, batch)); }),
       "stepped different optimizers before it");
 }
 
@@ -177,10 +164,8 @@ TEST(Debug, NamesTheFirstCollectiveThatDiffers) {
       Tensor loss = torch::ones({1}), correct = torch::ones({1});
       for (const bool first : {true, false}) {
         const bool of_loss = first != swapped;
-        accelerator.communicator()->all_reduce(
-            of_loss ? loss : correct,
-            ReduceOp::sum,
-            of_loss ? "loss" : "correct");
+        accelerator.communicator()->all_reduce(of_loss ? loss : correct, ReduceOp::sum,
+                                               of_loss ? "loss" : "correct");
       }
       accelerator.backward(mean_loss(model, batch));
       optimizer.step();
@@ -194,8 +179,7 @@ TEST(Debug, NamesTheFirstCollectiveThatDiffers) {
   }
   const std::string text = message_of<CommunicationError>(loop);
   expect_says(text, "rank 1's collective ");
-  expect_says(
-      text, "was all_reduce \"loss\" of Float [1], rank 0's all_reduce ");
+  expect_says(text, "was all_reduce \"loss\" of Float [1], rank 0's all_reduce ");
 }
 
 TEST(Debug, NamesTheFirstParameterThatDiffers) {
@@ -222,9 +206,8 @@ TEST(Debug, NamesTheFirstParameterThatDiffers) {
     loop();
     return;
   }
-  expect_says(
-      message_of<CommunicationError>(loop),
-      "rank 1's parameter \"second.bias\" of model 0 differs from rank 0's");
+  expect_says(message_of<CommunicationError>(loop),
+              "rank 1's parameter \"second.bias\" of model 0 differs from rank 0's");
 }
 
 // create_graph belongs into autograd::grad; its gradient penalty is weighed too.
@@ -244,9 +227,8 @@ TEST(Misuse, AGradientPenaltyIsInTheJoinedGradient) {
     auto window = accelerator.accumulate(model);
     accelerator.backward(penalised(model, batch));
   }
-  expect_gradients(*r.net, plain_gradients([&](Net& plain) {
-    return penalised(plain, joined(batches));
-  }));
+  expect_gradients(*r.net,
+                   plain_gradients([&](Net& plain) { return penalised(plain, joined(batches)); }));
 }
 
 // A gradient set by the user after the window is what is clipped and stepped with.

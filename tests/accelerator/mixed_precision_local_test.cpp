@@ -7,23 +7,20 @@ namespace hasten::precision_test {
 
 TEST(MixedPrecisionLocalSgd, ASkippedStepCountsForTheNextAverage) {
   for (const auto precision : {Precision::fp16, Precision::bf16}) {
-    auto accelerator = accelerator_with(
-        {.mixed_precision = precision, .grad_scaler = {.init_scale = 2048}});
+    auto accelerator =
+        accelerator_with({.mixed_precision = precision, .grad_scaler = {.init_scale = 2048}});
     const int world = accelerator.num_processes();
-    const bool guilty = accelerator.process_index() + 1 == world &&
-                        precision == Precision::fp16;
+    const bool guilty = accelerator.process_index() + 1 == world && precision == Precision::fp16;
     Learner learner(accelerator, true);
     for (int64_t step = 0; step < 2; ++step) {
-      learner.learn(
-          accelerator, 90 + step, false, Clip::norm); // the rate was 0
+      learner.learn(accelerator, 90 + step, false, Clip::norm); // the rate was 0
     }
     LocalSgd local(accelerator, learner.net, {.steps = 2});
     for (int64_t step = 1; step <= 4; ++step) {
       const auto before = copies(learner.net->parameters());
       const double rate = learner.rate();
       const bool overflows = guilty && step == 2;
-      const StepResult result =
-          learner.learn(accelerator, step, overflows, Clip::norm);
+      const StepResult result = learner.learn(accelerator, step, overflows, Clip::norm);
       EXPECT_EQ(bool(result), !overflows) << step;
       EXPECT_EQ(same_bits(before, learner.net->parameters()), overflows);
       EXPECT_EQ(learner.rate() == rate, overflows);
@@ -32,11 +29,9 @@ TEST(MixedPrecisionLocalSgd, ASkippedStepCountsForTheNextAverage) {
         expect_equal_on_ranks(accelerator, learner.net->parameters());
       }
     }
-    EXPECT_EQ(
-        accelerator.loss_scale().value(),
-        precision == Precision::bf16 ? 1
-        : guilty                     ? 1024
-                                     : 2048);
+    EXPECT_EQ(accelerator.loss_scale().value(), precision == Precision::bf16 ? 1
+                                                : guilty                     ? 1024
+                                                                             : 2048);
     local.finish();
     if (precision == Precision::fp16) { // the smallest, on all of them
       EXPECT_EQ(accelerator.loss_scale().value(), 1024);

@@ -9,15 +9,13 @@ namespace hasten::precision_test {
 
 static AcceleratorOptions options_of(Precision precision, int64_t steps = 1) {
   // The first window's weight is a guess where there are several ranks.
-  return {
-      .gradient_accumulation_steps = steps,
-      .mixed_precision = precision,
-      .grad_scaler = {.init_scale = 2048}};
+  return {.gradient_accumulation_steps = steps,
+          .mixed_precision = precision,
+          .grad_scaler = {.init_scale = 2048}};
 }
 
 // The gradient of the joined batch, by torch's own autocast and no scale.
-static std::vector<Tensor> joined_gradients(
-    Precision precision, int64_t first, int64_t batches) {
+static std::vector<Tensor> joined_gradients(Precision precision, int64_t first, int64_t batches) {
   WideNet net = same_net();
   std::vector<Tensor> x, y;
   for (int64_t b = first; b < first + batches; ++b) {
@@ -29,9 +27,8 @@ static std::vector<Tensor> joined_gradients(
   {
     std::optional<Autocast> autocast;
     if (precision != Precision::no) {
-      autocast.emplace(AutocastOptions{
-          .dtype =
-              precision == Precision::fp16 ? torch::kHalf : torch::kBFloat16});
+      autocast.emplace(
+          AutocastOptions{.dtype = precision == Precision::fp16 ? torch::kHalf : torch::kBFloat16});
     }
     loss = sum_of_losses(forward, {torch::cat(x), torch::cat(y)});
   }
@@ -49,24 +46,20 @@ TEST(MixedPrecision, WindowsGiveTheJoinedBatchsGradientWithoutTheScale) {
       auto [model, optimizer] = accelerator.prepare(net, own);
       const auto forward = [&](const Tensor& x) {
         return checkpoint
-                   ? activation_checkpoint(
-                         [&](const Tensor& in) { return net->forward(in); }, x)
+                   ? activation_checkpoint([&](const Tensor& in) { return net->forward(in); }, x)
                    : net->forward(x);
       };
       std::vector<Tensor> before = copies(net->parameters());
       for (int64_t step = 0; step < 2; ++step) {
         auto window = accelerator.accumulate(model);
-        const Tensor loss = sum_of_losses(
-            forward, rows_of(2 * accelerator.process_index() + step));
+        const Tensor loss = sum_of_losses(forward, rows_of(2 * accelerator.process_index() + step));
         EXPECT_EQ(loss.scalar_type(), torch::kFloat);
         accelerator.backward(loss, 6);
       }
       const auto mine = gradients_of(*net);
       const double unit = precision == Precision::bf16 ? 0x1p-8 : 0x1p-11;
-      const double off =
-          distance(mine, joined_gradients(precision, 0, 2 * world));
-      const double rounding =
-          distance(mine, joined_gradients(Precision::no, 0, 2 * world));
+      const double off = distance(mine, joined_gradients(precision, 0, 2 * world));
+      const double rounding = distance(mine, joined_gradients(Precision::no, 0, 2 * world));
       EXPECT_LT(off, 2 * unit) << precision_name(precision);
       EXPECT_LT(rounding, 4 * unit);
       EXPECT_GT(rounding, unit / 64) << "it was computed in 16 bits";
@@ -90,8 +83,7 @@ TEST(MixedPrecision, CheckpointedRegionsGiveTheSameBits) {
         return checkpoint ? activation_checkpoint(plain, x) : plain(x);
       };
       auto window = accelerator.accumulate(net);
-      accelerator.backward(
-          sum_of_losses(forward, rows_of(accelerator.process_index())), 6);
+      accelerator.backward(sum_of_losses(forward, rows_of(accelerator.process_index())), 6);
       gradients.push_back(gradients_of(*net));
       accelerator.finish();
     }
@@ -108,8 +100,7 @@ TEST(MixedPrecision, SmallGradientsSurviveInFp16) {
     WideNet net = same_net();
     accelerator.prepare(net);
     auto window = accelerator.accumulate(net);
-    accelerator.backward(
-        net->forward(rows_of(0).first).sum() * 1e-9, 1); // 6 rows
+    accelerator.backward(net->forward(rows_of(0).first).sum() * 1e-9, 1); // 6 rows
     const double size = net->second->bias.grad().abs().sum().item<double>();
     EXPECT_NEAR(size, enabled ? 4 * 6e-9 : 0, 5e-10);
     accelerator.finish();
@@ -131,8 +122,8 @@ TEST(MixedPrecision, AnInfinityOnOneRankLeavesEveryRankAsItWas) {
           const auto moments = learner.moments();
           const double rate = learner.rate();
           const double scale = accelerator.loss_scale().value();
-          const StepResult result = learner.learn(
-              accelerator, 1, accelerator.process_index() == guilty, clip);
+          const StepResult result =
+              learner.learn(accelerator, 1, accelerator.process_index() == guilty, clip);
           EXPECT_TRUE(result.was_skipped());
           EXPECT_TRUE(same_bits(before, learner.net->parameters()));
           EXPECT_TRUE(same_bits(moments, learner.moments()));
@@ -177,10 +168,9 @@ TEST(MixedPrecision, ALossThatIsNotFiniteIsNoOverflow) {
   const auto before = copies(learner.net->parameters());
   {
     auto window = accelerator.accumulate(learner.net);
-    const Tensor loss = sum_of_losses(
-        [&](const Tensor& x) { return learner.net->forward(x); }, rows_of(0));
-    const bool last =
-        accelerator.process_index() + 1 == accelerator.num_processes();
+    const Tensor loss =
+        sum_of_losses([&](const Tensor& x) { return learner.net->forward(x); }, rows_of(0));
+    const bool last = accelerator.process_index() + 1 == accelerator.num_processes();
     accelerator.backward(last ? loss / 0.0 : loss, 6);
     EXPECT_TRUE(learner.optimizer->step().was_skipped());
     learner.optimizer->zero_grad();
@@ -188,8 +178,7 @@ TEST(MixedPrecision, ALossThatIsNotFiniteIsNoOverflow) {
   set_log_sink({});
   EXPECT_TRUE(same_bits(before, learner.net->parameters()));
   EXPECT_EQ(accelerator.loss_scale().value(), 2048);
-  EXPECT_NE(lines.find("not finite before it is scaled"), std::string::npos)
-      << lines;
+  EXPECT_NE(lines.find("not finite before it is scaled"), std::string::npos) << lines;
   EXPECT_TRUE(learner.learn(accelerator, 1, false, Clip::none));
   accelerator.finish();
 }
@@ -205,9 +194,7 @@ TEST(MixedPrecision, BackwardByHandAddsGradientsWithoutTheScale) {
       const auto backward = [&] {
         const auto autocast = accelerator.autocast();
         accelerator.backward(
-            sum_of_losses(
-                [&](const Tensor& x) { return net->forward(x); }, rows_of(b)) /
-            12);
+            sum_of_losses([&](const Tensor& x) { return net->forward(x); }, rows_of(b)) / 12);
       };
       if (quiet && b == 0) {
         auto silence = accelerator.no_sync(model);
@@ -216,9 +203,7 @@ TEST(MixedPrecision, BackwardByHandAddsGradientsWithoutTheScale) {
         backward();
       }
     }
-    EXPECT_LT(
-        distance(gradients_of(*net), joined_gradients(Precision::fp16, 0, 2)),
-        2 * 0x1p-11);
+    EXPECT_LT(distance(gradients_of(*net), joined_gradients(Precision::fp16, 0, 2)), 2 * 0x1p-11);
     EXPECT_TRUE(optimizer.step());
     accelerator.finish();
   }
@@ -233,8 +218,7 @@ TEST(MixedPrecision, AutocastIsOnFromABatchToItsBackward) {
   {
     auto window = accelerator.accumulate(net);
     EXPECT_TRUE(is_on());
-    accelerator.backward(
-        net->forward(rows_of(0).first).sum(), 6, {.last = false});
+    accelerator.backward(net->forward(rows_of(0).first).sum(), 6, {.last = false});
     EXPECT_TRUE(is_on()) << "another follows";
     const Tensor loss = net->forward(rows_of(0).first).sum();
     loss.register_hook([](const Tensor&) { EXPECT_FALSE(is_on()); });
@@ -268,9 +252,8 @@ TEST(MixedPrecision, AutocastIsOnFromABatchToItsBackward) {
 TEST(MixedPrecision, StatesKeepTheScaleAndItsCount) {
   auto accelerator = accelerator_with(options_of(Precision::fp16));
   const testing_support::TemporaryFolder own; // rank 0's for all
-  const auto folder = accelerator.communicator()
-                          ->broadcast_json(own.path().string(), "folder")
-                          .get<std::string>();
+  const auto folder =
+      accelerator.communicator()->broadcast_json(own.path().string(), "folder").get<std::string>();
   Learner learner(accelerator, true);
   learner.learn(accelerator, 0, true, Clip::norm);
   learner.learn(accelerator, 1, false, Clip::norm);
@@ -292,14 +275,11 @@ TEST(MixedPrecision, RanksAgreeOnTheirPrecision) {
   if (accelerator.num_processes() > 1) {
     const bool first = accelerator.is_main_process();
     try {
-      accelerator.set_mixed_precision(
-          first ? Precision::fp16 : Precision::bf16);
+      accelerator.set_mixed_precision(first ? Precision::fp16 : Precision::bf16);
       ADD_FAILURE() << "they asked for different ones";
     } catch (const InputError& error) {
-      EXPECT_NE(
-          std::string(error.what())
-              .find("rank 1 asks for bf16, rank 0 for fp16"),
-          std::string::npos)
+      EXPECT_NE(std::string(error.what()).find("rank 1 asks for bf16, rank 0 for fp16"),
+                std::string::npos)
           << error.what();
     }
   }
@@ -321,15 +301,12 @@ TEST(MixedPrecision, SixteenBitParametersHaveFp32GradientsAndMasters) {
     other->to(torch::kBFloat16);
     const auto [x, y] = rows_of(batch);
     torch::nn::functional::cross_entropy(
-        other->forward(x.to(torch::kBFloat16)).to(torch::kFloat),
-        y,
+        other->forward(x.to(torch::kBFloat16)).to(torch::kFloat), y,
         torch::nn::functional::CrossEntropyFuncOptions().reduction(torch::kSum))
         .backward();
     for (size_t i = 0; i < other->parameters().size(); ++i) {
-      const Tensor part =
-          other->parameters()[i].grad().to(torch::kDouble) / (18.0 * world);
-      batch == 0 ? expected.push_back(part)
-                 : static_cast<void>(expected[i].add_(part));
+      const Tensor part = other->parameters()[i].grad().to(torch::kDouble) / (18.0 * world);
+      batch == 0 ? expected.push_back(part) : static_cast<void>(expected[i].add_(part));
     }
   }
   AdamW own(net->parameters(), torch::optim::AdamWOptions(1e-6));
@@ -339,19 +316,16 @@ TEST(MixedPrecision, SixteenBitParametersHaveFp32GradientsAndMasters) {
     const auto [x, y] = rows_of(3 * accelerator.process_index() + step);
     accelerator.backward(
         torch::nn::functional::cross_entropy(
-            net->forward(x.to(torch::kBFloat16)).to(torch::kFloat),
-            y,
-            torch::nn::functional::CrossEntropyFuncOptions().reduction(
-                torch::kSum)),
+            net->forward(x.to(torch::kBFloat16)).to(torch::kFloat), y,
+            torch::nn::functional::CrossEntropyFuncOptions().reduction(torch::kSum)),
         6);
   }
   const auto parameters = net->parameters();
   for (size_t i = 0; i < parameters.size(); ++i) {
     const Tensor& grad = parameters[i].grad();
     ASSERT_EQ(grad.scalar_type(), torch::kFloat);
-    EXPECT_LT(
-        (grad.to(torch::kDouble) - expected[i]).abs().max().item<double>(),
-        1e-6 * expected[i].abs().max().item<double>())
+    EXPECT_LT((grad.to(torch::kDouble) - expected[i]).abs().max().item<double>(),
+              1e-6 * expected[i].abs().max().item<double>())
         << i;
   }
   EXPECT_TRUE(optimizer.step());

@@ -15,11 +15,9 @@ ByHand train_by_hand(int64_t k, bool window, bool quiet) {
   auto batches = even_batches(6 * accelerator.num_processes());
   ByHand run;
   run.net = net_of_rank(accelerator);
-  torch::optim::SGD sgd(
-      run.net->parameters(), torch::optim::SGDOptions(0.3).momentum(0.9));
+  torch::optim::SGD sgd(run.net->parameters(), torch::optim::SGDOptions(0.3).momentum(0.9));
   Decay decay(sgd);
-  auto [model, optimizer, loader, scheduler] =
-      accelerator.prepare(run.net, sgd, batches, decay);
+  auto [model, optimizer, loader, scheduler] = accelerator.prepare(run.net, sgd, batches, decay);
   int64_t i = 0;
   for (const auto& batch : loader) {
     if (window) {
@@ -96,16 +94,14 @@ TEST(Outside, OneProcessIsBitwiseTorch) {
   auto accelerator = accelerator_of();
   auto batches = make_batches(6);
   Net net = net_of_seed(1), plain = net_of_seed(1);
-  torch::optim::SGD sgd(net->parameters(), 0.3),
-      other(plain->parameters(), 0.3);
+  torch::optim::SGD sgd(net->parameters(), 0.3), other(plain->parameters(), 0.3);
   auto [model, optimizer, loader] = accelerator.prepare(net, sgd, batches);
   int64_t i = 0;
   for (const auto& batch : loader) {
     accelerator.backward(mean_loss(model, batch) / 3);
     (mean_loss(plain, batch) / 3).backward();
     for (size_t p = 0; p < net->parameters().size(); ++p) {
-      EXPECT_TRUE(torch::equal(
-          net->parameters()[p].grad(), plain->parameters()[p].grad()));
+      EXPECT_TRUE(torch::equal(net->parameters()[p].grad(), plain->parameters()[p].grad()));
     }
     if (++i % 3 == 0) {
       optimizer.step();
@@ -144,11 +140,9 @@ TEST(Outside, RanksThatRanOutTakePartInStepsByHand) {
   for (const int64_t count : {2 * world + 1, std::max(1, world - 1)}) {
     auto batches = make_batches(count);
     Net net = net_of_rank(accelerator);
-    torch::optim::SGD sgd(
-        net->parameters(), torch::optim::SGDOptions(0.3).momentum(0.9));
+    torch::optim::SGD sgd(net->parameters(), torch::optim::SGDOptions(0.3).momentum(0.9));
     Decay decay(sgd);
-    auto [model, optimizer, loader, scheduler] =
-        accelerator.prepare(net, sgd, batches, decay);
+    auto [model, optimizer, loader, scheduler] = accelerator.prepare(net, sgd, batches, decay);
     for (int epoch = 0; epoch < 2; ++epoch) {
       for (const auto& batch : loader) {
         accelerator.backward(mean_loss(model, batch));
@@ -159,8 +153,7 @@ TEST(Outside, RanksThatRanOutTakePartInStepsByHand) {
       }
     }
     const auto options = torch::optim::SGDOptions(0.3).momentum(0.9);
-    const PlainRun plain =
-        plain_run<torch::optim::SGD>(batches, options, world, 1, 2);
+    const PlainRun plain = plain_run<torch::optim::SGD>(batches, options, world, 1, 2);
     EXPECT_LE(largest_difference(*net, *plain.net), 1e-10);
     EXPECT_EQ(decay.ticks, static_cast<int>(plain.losses.size()));
   }
@@ -177,10 +170,9 @@ TEST(Outside, OnlyModelsThatTheLossDependsOnTakePart) {
   b->to(torch::kDouble);
   accelerator.prepare(a, b);
   const auto mine = static_cast<size_t>(accelerator.process_index());
-  const auto chain =
-      [](Net& first, torch::nn::Linear& second, const Pair& batch) {
-        return second->forward(first->forward(batch.first)).square().mean();
-      };
+  const auto chain = [](Net& first, torch::nn::Linear& second, const Pair& batch) {
+    return second->forward(first->forward(batch.first)).square().mean();
+  };
   accelerator.backward(mean_loss(a, batches[mine]));
   EXPECT_FALSE(b->weight.grad().defined());
   accelerator.backward(chain(a, b, batches[mine]));
@@ -202,9 +194,7 @@ TEST(NoSync, TheNextBackwardReducesWhatHasGathered) {
   auto batches = even_batches(3 * world);
   Net net = net_of_rank(accelerator);
   accelerator.prepare(net);
-  const auto own = [&](int64_t turn) {
-    return batches[static_cast<size_t>(turn * world + rank)];
-  };
+  const auto own = [&](int64_t turn) { return batches[static_cast<size_t>(turn * world + rank)]; };
   const auto sum_of_rounds = [&](int64_t rounds) {
     return plain_gradients([&](Net& plain) {
       Tensor sum = torch::zeros({}, torch::kDouble);
@@ -239,22 +229,17 @@ TEST(NoSync, SumsAreTheTotalOverTheTotalWeight) {
   Net net = net_of_rank(accelerator);
   accelerator.prepare(net);
   const auto own = [&](int64_t turn) {
-    return batches[static_cast<size_t>(
-        turn * world + accelerator.process_index())];
+    return batches[static_cast<size_t>(turn * world + accelerator.process_index())];
   };
   {
     auto quiet = accelerator.no_sync(net);
-    accelerator.backward(
-        sum_loss(net, own(0)), static_cast<double>(own(0).second.numel()));
+    accelerator.backward(sum_loss(net, own(0)), static_cast<double>(own(0).second.numel()));
   }
-  expect_says(
-      message_of([&] { accelerator.backward(mean_loss(net, own(1))); }),
-      "a mean after 1 sum losses");
-  accelerator.backward(
-      sum_loss(net, own(1)), static_cast<double>(own(1).second.numel()));
-  expect_gradients(*net, plain_gradients([&](Net& plain) {
-    return mean_loss(plain, joined(batches));
-  }));
+  expect_says(message_of([&] { accelerator.backward(mean_loss(net, own(1))); }),
+              "a mean after 1 sum losses");
+  accelerator.backward(sum_loss(net, own(1)), static_cast<double>(own(1).second.numel()));
+  expect_gradients(*net,
+                   plain_gradients([&](Net& plain) { return mean_loss(plain, joined(batches)); }));
 }
 
 TEST(NoSync, InsideAWindowItsLastBackwardReduces) {

@@ -7,12 +7,8 @@
 namespace hasten::accelerator_test {
 
 // The batches of steps [first, last) of an epoch, k rounds each.
-std::vector<std::vector<Pair>> steps_of(
-    const std::vector<Pair>& batches,
-    int world,
-    int64_t k,
-    int64_t first,
-    int64_t last) {
+std::vector<std::vector<Pair>> steps_of(const std::vector<Pair>& batches, int world, int64_t k,
+                                        int64_t first, int64_t last) {
   std::vector<std::vector<Pair>> steps;
   for (int64_t w = first; w < last; ++w) {
     steps.push_back(joined_window(batches, world, k, w));
@@ -44,8 +40,7 @@ TEST(Phase, BreakAndNestedEvaluationDoNotShiftIt) {
       int64_t rows = 0; // in mid-window too, and left by break itself
       for (const auto& other : evaluation) {
         torch::NoGradGuard no_grad;
-        rows +=
-            accelerator.gather_for_metrics(model->forward(other.first)).size(0);
+        rows += accelerator.gather_for_metrics(model->forward(other.first)).size(0);
         if (epoch == 2 && rows > 2) {
           break;
         }
@@ -71,8 +66,7 @@ TEST(Phase, ASecondLoadersEndLeavesTheFirstsWindowOpen) {
   auto few = even_batches(4 * world, 2);
   Net a = net_of_rank(accelerator), b = net_of_rank(accelerator);
   torch::optim::SGD sgd_a(a->parameters(), 0.3), sgd_b(b->parameters(), 0.1);
-  auto [model_a, optimizer_a, loader_a] =
-      accelerator.prepare(a, sgd_a, batches);
+  auto [model_a, optimizer_a, loader_a] = accelerator.prepare(a, sgd_a, batches);
   auto [model_b, optimizer_b, loader_b] = accelerator.prepare(b, sgd_b, few);
   std::vector<std::vector<Pair>> steps_b;
   int turn = 0;
@@ -99,10 +93,7 @@ TEST(Phase, ASecondLoadersEndLeavesTheFirstsWindowOpen) {
     append(steps_b, steps_of(few, world, 3, 0, turn == 4 ? 0 : 2));
   }
   accelerator.finish();
-  EXPECT_LE(
-      largest_difference(
-          *a, *plain_steps(steps_of(batches, world, 3, 0, 2), 0.3)),
-      1e-10);
+  EXPECT_LE(largest_difference(*a, *plain_steps(steps_of(batches, world, 3, 0, 2), 0.3)), 1e-10);
   EXPECT_LE(largest_difference(*b, *plain_steps(steps_b, 0.1)), 1e-10);
 }
 
@@ -117,8 +108,8 @@ TEST(Phase, AnOptimizerThatStepsEverySecondIterationGathersTwo) {
   auto [model_a, model_b, optimizer_a, optimizer_b, loader] =
       accelerator.prepare(a, b, sgd_a, adam_b, batches);
   const auto both = [](Net& x, Net& y, const Pair& batch) {
-    return torch::nn::functional::cross_entropy(
-        x->forward(batch.first) + y->forward(batch.first), batch.second);
+    return torch::nn::functional::cross_entropy(x->forward(batch.first) + y->forward(batch.first),
+                                                batch.second);
   };
   for (const bool window : {true, false}) {
     int turn = 0;
@@ -199,10 +190,7 @@ TEST(Phase, EvaluationBeforeTrainingLeavesGradientsShared) {
     optimizer.step();
     optimizer.zero_grad();
   }
-  EXPECT_LE(
-      largest_difference(
-          *net, *plain_steps(steps_of(batches, world, 1, 0, 2), 0.3)),
-      1e-10);
+  EXPECT_LE(largest_difference(*net, *plain_steps(steps_of(batches, world, 1, 0, 2), 0.3)), 1e-10);
 }
 
 // 2 of 4 micro-batches, and ranks whose batches differ in tokens by a factor.
@@ -213,33 +201,24 @@ TEST(Weights, AShortLastWindowOfUnevenTokensIsTheJoinedBatch) {
   Net net = net_of_rank(accelerator);
   torch::optim::SGD sgd(net->parameters(), 0.3);
   auto [model, optimizer, loader] = accelerator.prepare(net, sgd, batches);
-  const auto tokens = [](const Tensor& y) {
-    return (y * 5 + 1).to(torch::kDouble);
-  };
+  const auto tokens = [](const Tensor& y) { return (y * 5 + 1).to(torch::kDouble); };
   const auto token_loss = [&](Net& m, const Pair& batch) {
     const Tensor each = torch::nn::functional::cross_entropy(
-        m->forward(batch.first),
-        batch.second,
-        torch::nn::functional::CrossEntropyFuncOptions().reduction(
-            torch::kNone));
+        m->forward(batch.first), batch.second,
+        torch::nn::functional::CrossEntropyFuncOptions().reduction(torch::kNone));
     return (each * tokens(batch.second)).sum();
   };
   for (const auto& batch : loader) {
     auto window = accelerator.accumulate(model);
-    accelerator.backward(
-        token_loss(model, batch), tokens(batch.second).sum().item<double>());
+    accelerator.backward(token_loss(model, batch), tokens(batch.second).sum().item<double>());
   }
   const Pair all = joined(batches);
   const double total = tokens(all.second).sum().item<double>();
-  expect_gradients(*net, plain_gradients([&](Net& plain) {
-    return token_loss(plain, all) / total;
-  }));
+  expect_gradients(*net,
+                   plain_gradients([&](Net& plain) { return token_loss(plain, all) / total; }));
   EXPECT_EQ(accelerator.last_window().weight, total);
   Net plain = net_of_seed(1);
-  EXPECT_NEAR(
-      accelerator.last_window().loss,
-      token_loss(plain, all).item<double>() / total,
-      1e-12);
+  EXPECT_NEAR(accelerator.last_window().loss, token_loss(plain, all).item<double>() / total, 1e-12);
 }
 
 TEST(Weights, TheEvaluationLossOfRaggedDataIsThatOfOneProcess) {
@@ -260,8 +239,7 @@ TEST(Weights, TheEvaluationLossOfRaggedDataIsThatOfOneProcess) {
 
 TEST(Weights, MeanOfMeansCountsEveryBatchTheSame) {
   auto accelerator = accelerator_of(
-      {.gradient_accumulation_steps = 2,
-       .loss_weighting = LossWeighting::mean_of_means});
+      {.gradient_accumulation_steps = 2, .loss_weighting = LossWeighting::mean_of_means});
   const int world = accelerator.num_processes();
   auto batches = make_batches(3 * world);
   Net net = net_of_rank(accelerator);
@@ -291,23 +269,18 @@ TEST(Weights, MeanOfMeansCountsEveryBatchTheSame) {
     ++turn;
   }
   accelerator.backward(mean_loss(model, batches[0]));
-  expect_gradients(*net, plain_gradients([&](Net& plain) {
-    return mean_loss(plain, batches[0]);
-  }));
+  expect_gradients(*net, plain_gradients([&](Net& plain) { return mean_loss(plain, batches[0]); }));
 }
 
 TEST(Schedule, TicksOncePerOptimizerStepWhateverTheWorld) {
-  for (const auto unit :
-       {SchedulerTicks::per_optimizer_step, SchedulerTicks::per_process}) {
-    auto accelerator = accelerator_of(
-        {.gradient_accumulation_steps = 2, .scheduler_ticks = unit});
+  for (const auto unit : {SchedulerTicks::per_optimizer_step, SchedulerTicks::per_process}) {
+    auto accelerator = accelerator_of({.gradient_accumulation_steps = 2, .scheduler_ticks = unit});
     const int world = accelerator.num_processes();
     auto batches = make_batches(5 * world);
     Net net = net_of_rank(accelerator);
     torch::optim::SGD sgd(net->parameters(), 0.3);
     Decay decay(sgd);
-    auto [model, optimizer, loader, scheduler] =
-        accelerator.prepare(net, sgd, batches, decay);
+    auto [model, optimizer, loader, scheduler] = accelerator.prepare(net, sgd, batches, decay);
     for (const auto& batch : loader) {
       auto window = accelerator.accumulate(model);
       accelerator.backward(mean_loss(model, batch));
@@ -328,8 +301,7 @@ TEST(Schedule, ASkippedStepDoesNotAdvanceIt) {
     Net net = net_of_rank(accelerator);
     torch::optim::SGD sgd(net->parameters(), 0.3);
     Decay decay(sgd);
-    auto [model, optimizer, loader, scheduler] =
-        accelerator.prepare(net, sgd, batches, decay);
+    auto [model, optimizer, loader, scheduler] = accelerator.prepare(net, sgd, batches, decay);
     int turn = 0;
     const auto body = [&](const Pair& batch) {
       const bool bad = turn++ == 1;

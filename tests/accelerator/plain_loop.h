@@ -16,9 +16,7 @@ using Windows = std::vector<std::vector<int64_t>>; // [step][row of the data]
 inline Tensor flat_gradient(const torch::nn::Module& module) {
   std::vector<Tensor> parts;
   for (const Tensor& p : module.parameters()) {
-    parts.push_back(
-        p.grad().defined() ? p.grad().flatten()
-                           : torch::zeros_like(p).flatten());
+    parts.push_back(p.grad().defined() ? p.grad().flatten() : torch::zeros_like(p).flatten());
   }
   return torch::cat(parts).clone();
 }
@@ -32,8 +30,7 @@ struct Trained {
 // takes the weighted mean's gradient.
 template <typename Net, typename Terms>
 Trained train_plainly(Net net, const Windows& windows, const Terms& terms) {
-  torch::optim::SGD sgd(
-      net->parameters(), torch::optim::SGDOptions(0.05).momentum(0.9));
+  torch::optim::SGD sgd(net->parameters(), torch::optim::SGDOptions(0.05).momentum(0.9));
   Trained trained;
   for (const auto& rows : windows) {
     sgd.zero_grad();

@@ -33,9 +33,8 @@ inline std::vector<Pair> even_batches(int64_t count, int64_t rows = 4) {
   std::vector<Pair> batches;
   for (int64_t b = 0; b < count; ++b) {
     auto generator = torch::make_generator<at::CPUGeneratorImpl>(500 + b);
-    batches.emplace_back(
-        torch::randn({rows, 5}, generator, torch::kDouble),
-        torch::randint(0, 3, {rows}, generator, torch::kLong));
+    batches.emplace_back(torch::randn({rows, 5}, generator, torch::kDouble),
+                         torch::randint(0, 3, {rows}, generator, torch::kLong));
   }
   return batches;
 }
@@ -50,15 +49,13 @@ inline Pair joined(const std::vector<Pair>& batches) {
 }
 
 // The batches that all ranks are dealt in round `turn`.
-inline std::vector<Pair> round_of(
-    const std::vector<Pair>& batches, int world, int64_t turn) {
+inline std::vector<Pair> round_of(const std::vector<Pair>& batches, int world, int64_t turn) {
   return joined_window(batches, world, 1, turn);
 }
 
 inline Tensor sum_loss(Net& net, const Pair& batch) {
   return torch::nn::functional::cross_entropy(
-      net->forward(batch.first),
-      batch.second,
+      net->forward(batch.first), batch.second,
       torch::nn::functional::CrossEntropyFuncOptions().reduction(torch::kSum));
 }
 
@@ -74,26 +71,20 @@ std::vector<Tensor> plain_gradients(Loss loss, uint64_t seed = 1) {
   return gradients;
 }
 
-inline void expect_gradients(
-    const torch::nn::Module& module,
-    const std::vector<Tensor>& wanted,
-    double times = 1) {
+inline void expect_gradients(const torch::nn::Module& module, const std::vector<Tensor>& wanted,
+                             double times = 1) {
   const auto parameters = module.parameters();
   ASSERT_EQ(parameters.size(), wanted.size());
   for (size_t i = 0; i < parameters.size(); ++i) {
     ASSERT_TRUE(parameters[i].grad().defined());
-    EXPECT_LE(
-        (parameters[i].grad() - wanted[i] * times).abs().max().item<double>(),
-        1e-12)
+    EXPECT_LE((parameters[i].grad() - wanted[i] * times).abs().max().item<double>(), 1e-12)
         << "parameter " << i;
   }
 }
 
 // One SGD step for each list of batches, with their joined mean gradient.
-inline Net plain_steps(
-    const std::vector<std::vector<Pair>>& steps,
-    double rate,
-    uint64_t seed = 1) {
+inline Net plain_steps(const std::vector<std::vector<Pair>>& steps, double rate,
+                       uint64_t seed = 1) {
   Net net = net_of_seed(seed);
   torch::optim::SGD sgd(net->parameters(), rate);
   for (const auto& step : steps) {

@@ -28,8 +28,7 @@ using at::Tensor;
 struct WideNetImpl : torch::nn::Module {
   WideNetImpl() {
     first = register_module("first", torch::nn::Linear(16, 32));
-    norm =
-        register_module("norm", torch::nn::LayerNorm(std::vector<int64_t>{32}));
+    norm = register_module("norm", torch::nn::LayerNorm(std::vector<int64_t>{32}));
     second = register_module("second", torch::nn::Linear(32, 4));
   }
   Tensor forward(const Tensor& x) {
@@ -52,22 +51,17 @@ inline Accelerator accelerator_with(AcceleratorOptions options) {
 
 // Rows and classes of batch `number`.
 inline std::pair<Tensor, Tensor> rows_of(int64_t number, int64_t count = 6) {
-  auto generator = torch::make_generator<at::CPUGeneratorImpl>(
-      static_cast<uint64_t>(500 + number));
-  return {
-      torch::randn({count, 16}, generator),
-      torch::randint(0, 4, {count}, generator, torch::kLong)};
+  auto generator = torch::make_generator<at::CPUGeneratorImpl>(static_cast<uint64_t>(500 + number));
+  return {torch::randn({count, 16}, generator),
+          torch::randint(0, 4, {count}, generator, torch::kLong)};
 }
 
-inline Tensor sum_of_losses(
-    const std::function<Tensor(const Tensor&)>& forward,
-    const std::pair<Tensor, Tensor>& rows,
-    bool overflows = false) {
+inline Tensor sum_of_losses(const std::function<Tensor(const Tensor&)>& forward,
+                            const std::pair<Tensor, Tensor>& rows, bool overflows = false) {
   const Tensor logits = forward(rows.first);
   if (overflows) {
-    logits.register_hook([](const Tensor& gradient) {
-      return gradient * std::numeric_limits<double>::infinity();
-    });
+    logits.register_hook(
+        [](const Tensor& gradient) { return gradient * std::numeric_limits<double>::infinity(); });
   }
   return torch::cross_entropy_loss(logits, rows.second, {}, at::Reduction::Sum);
 }
@@ -88,8 +82,7 @@ inline std::vector<Tensor> gradients_of(const torch::nn::Module& module) {
   return result;
 }
 
-inline bool same_bits(
-    const std::vector<Tensor>& a, const std::vector<Tensor>& b) {
+inline bool same_bits(const std::vector<Tensor>& a, const std::vector<Tensor>& b) {
   bool same = a.size() == b.size();
   for (size_t i = 0; same && i < a.size(); ++i) {
     same = torch::equal(a[i], b[i]);
@@ -98,8 +91,7 @@ inline bool same_bits(
 }
 
 // |a - b| over |b|, as one vector each.
-inline double distance(
-    const std::vector<Tensor>& a, const std::vector<Tensor>& b) {
+inline double distance(const std::vector<Tensor>& a, const std::vector<Tensor>& b) {
   double difference = 0, size = 0;
   for (size_t i = 0; i < a.size(); ++i) {
     difference += (a[i] - b[i]).to(torch::kDouble).pow(2).sum().item<double>();
@@ -109,11 +101,10 @@ inline double distance(
 }
 
 // Sums of bits, equal on all ranks.
-inline void expect_equal_on_ranks(
-    Accelerator& accelerator, const std::vector<Tensor>& tensors) {
+inline void expect_equal_on_ranks(Accelerator& accelerator, const std::vector<Tensor>& tensors) {
   for (const Tensor& tensor : tensors) {
-    const Tensor all = accelerator.gather(
-        tensor.detach().to(torch::kDouble).flatten().unsqueeze(0));
+    const Tensor all =
+        accelerator.gather(tensor.detach().to(torch::kDouble).flatten().unsqueeze(0));
     for (int64_t rank = 1; rank < all.size(0); ++rank) {
       EXPECT_TRUE(torch::equal(all[0], all[rank]));
     }
@@ -133,33 +124,28 @@ struct Learner {
   static Schedule linear() { return linear_schedule(2, 20); }
   torch::optim::Optimizer& make_optimizer(bool fused) {
     if (fused) {
-      own = std::make_shared<AdamW>(
-          net->parameters(), torch::optim::AdamWOptions(0.01));
+      own = std::make_shared<AdamW>(net->parameters(), torch::optim::AdamWOptions(0.01));
     } else {
-      own = std::make_shared<torch::optim::AdamW>(
-          net->parameters(), torch::optim::AdamWOptions(0.01));
+      own = std::make_shared<torch::optim::AdamW>(net->parameters(),
+                                                  torch::optim::AdamWOptions(0.01));
     }
     return *own;
   }
   std::vector<Tensor> moments() const {
     std::vector<Tensor> result;
     for (const auto& entry : own->state()) {
-      const auto& state =
-          static_cast<torch::optim::AdamWParamState&>(*entry.second);
+      const auto& state = static_cast<torch::optim::AdamWParamState&>(*entry.second);
       result.push_back(state.exp_avg().clone());
       result.push_back(torch::tensor(state.step()));
     }
     return result;
   }
   // A window of one batch; whether it stepped.
-  StepResult learn(
-      Accelerator& accelerator, int64_t number, bool overflows, Clip clip) {
+  StepResult learn(Accelerator& accelerator, int64_t number, bool overflows, Clip clip) {
     auto window = accelerator.accumulate(net);
     accelerator.backward(
-        sum_of_losses(
-            [&](const Tensor& x) { return net->forward(x); },
-            rows_of(number + 100 * accelerator.process_index()),
-            overflows),
+        sum_of_losses([&](const Tensor& x) { return net->forward(x); },
+                      rows_of(number + 100 * accelerator.process_index()), overflows),
         6);
     if (clip == Clip::norm) {
       accelerator.clip_grad_norm_(net, 0.5);

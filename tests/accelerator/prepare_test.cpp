@@ -39,13 +39,11 @@ std::string input_error(Function function) {
   }
   return "nothing was thrown";
 }
-#define EXPECT_SAYS(text, part) \
-  EXPECT_NE((text).find(part), std::string::npos) << (text)
+#define EXPECT_SAYS(text, part) EXPECT_NE((text).find(part), std::string::npos) << (text)
 
 // What it does not take: tests/checks/refused_arguments_test.py.
 template <typename T>
-concept Prepares =
-    requires(Accelerator a, T object) { a.prepare(std::forward<T>(object)); };
+concept Prepares = requires(Accelerator a, T object) { a.prepare(std::forward<T>(object)); };
 static_assert(Prepares<torch::optim::SGD&>);
 static_assert(Prepares<std::shared_ptr<torch::optim::SGD>>);
 static_assert(Prepares<std::vector<Pair>&>);
@@ -56,12 +54,9 @@ TEST(Prepare, RefusesAnOptimizerOfAnotherModel) {
   auto accelerator = make_accelerator();
   Net net = net_of_seed(1), other = net_of_seed(2);
   torch::optim::SGD sgd(other->parameters(), 0.1);
-  const auto text =
-      input_error([&] { auto handles = accelerator.prepare(net, sgd); });
+  const auto text = input_error([&] { auto handles = accelerator.prepare(net, sgd); });
   EXPECT_SAYS(text, "parameter 0 [8, 5] belongs to no prepared model");
-  EXPECT_SAYS(
-      input_error([&] { auto window = accelerator.accumulate(other); }),
-      "not prepared");
+  EXPECT_SAYS(input_error([&] { auto window = accelerator.accumulate(other); }), "not prepared");
 }
 
 TEST(Prepare, NamesTheFirstParameterThatDiffersOnEveryRank) {
@@ -72,21 +67,17 @@ TEST(Prepare, NamesTheFirstParameterThatDiffersOnEveryRank) {
   }
   auto model = std::make_shared<torch::nn::Module>();
   model->register_parameter("same", torch::zeros({2}));
-  model->register_parameter(
-      "weight",
-      torch::zeros({accelerator.process_index() == last ? 64 : 32, 10}));
+  model->register_parameter("weight",
+                            torch::zeros({accelerator.process_index() == last ? 64 : 32, 10}));
   const auto text = input_error([&] { accelerator.prepare(model); });
-  EXPECT_SAYS(
-      text,
-      "rank " + std::to_string(last) +
-          "'s model has parameter \"weight\" as [64, 10]");
+  EXPECT_SAYS(text,
+              "rank " + std::to_string(last) + "'s model has parameter \"weight\" as [64, 10]");
   EXPECT_SAYS(text, "rank 0 as [32, 10]");
   // Refused by all: the group lives on.
   Net net = net_of_seed(static_cast<uint64_t>(accelerator.process_index()));
   accelerator.prepare(net);
   const Tensor own = net->first->weight.detach().reshape({1, -1});
-  EXPECT_TRUE(torch::equal(
-      accelerator.gather(own), own.expand({last + 1, -1}).contiguous()));
+  EXPECT_TRUE(torch::equal(accelerator.gather(own), own.expand({last + 1, -1}).contiguous()));
 }
 
 TEST(Prepare, GivesEveryRankTheBuffersOfRankZero) {
@@ -112,38 +103,30 @@ TEST(Prepare, GivesEveryRankTheBuffersOfRankZero) {
 }
 
 TEST(Prepare, RefusesWhatCannotWork) {
-  EXPECT_SAYS(
-      input_error(
-          [] { Accelerator({.gradient_accumulation_steps = 0}, nullptr); }),
-      "gradient_accumulation_steps=0");
+  EXPECT_SAYS(input_error([] { Accelerator({.gradient_accumulation_steps = 0}, nullptr); }),
+              "gradient_accumulation_steps=0");
   auto accelerator = make_accelerator();
   Net net = net_of_seed(1);
   net->second->bias.set_requires_grad(false);
   accelerator.prepare(net);
   auto shares = std::make_shared<torch::nn::Module>();
   shares->register_parameter("alias", net->first->weight);
-  EXPECT_SAYS(
-      input_error([&] { accelerator.prepare(shares); }),
-      "\"alias\" is also \"first.weight\"");
+  EXPECT_SAYS(input_error([&] { accelerator.prepare(shares); }),
+              "\"alias\" is also \"first.weight\"");
   net->second->bias.set_requires_grad(true);
-  EXPECT_SAYS(
-      input_error([&] { auto window = accelerator.accumulate(net); }),
-      "\"second.bias\" was unfrozen");
+  EXPECT_SAYS(input_error([&] { auto window = accelerator.accumulate(net); }),
+              "\"second.bias\" was unfrozen");
   net->second->bias.set_requires_grad(false);
   {
     auto window = accelerator.accumulate(net);
     const Pair batch = make_batches(1)[0];
-    EXPECT_SAYS(
-        input_error([&] { accelerator.backward(mean_loss(net, batch)); }),
-        "does not tell its rows");
-    EXPECT_SAYS(
-        input_error(
-            [&] { accelerator.backward(net->forward(batch.first), 1); }),
-        "loss has shape");
+    EXPECT_SAYS(input_error([&] { accelerator.backward(mean_loss(net, batch)); }),
+                "does not tell its rows");
+    EXPECT_SAYS(input_error([&] { accelerator.backward(net->forward(batch.first), 1); }),
+                "loss has shape");
   }
   EXPECT_THROW(accelerator.clip_grad_norm_(net, 0), InputError);
-  EXPECT_THROW(
-      accelerator.clip_grad_norm_({torch::zeros({1})}, 1.0), InputError);
+  EXPECT_THROW(accelerator.clip_grad_norm_({torch::zeros({1})}, 1.0), InputError);
 }
 
 // Rows are their own numbers: what is gathered must be each exactly once.
@@ -167,10 +150,7 @@ TEST(Prepare, EvaluationCountsEveryRowOnce) {
       }
     }
     EXPECT_EQ(static_cast<int64_t>(seen.size()), next);
-    EXPECT_EQ(
-        static_cast<int64_t>(
-            std::set<int64_t>(seen.begin(), seen.end()).size()),
-        next);
+    EXPECT_EQ(static_cast<int64_t>(std::set<int64_t>(seen.begin(), seen.end()).size()), next);
   }
   const Tensor rank = torch::tensor(1.0 + accelerator.process_index());
   const double sum = accelerator.reduce(rank).item<double>();
@@ -186,8 +166,7 @@ struct Numbers : Dataset {
     const auto n = static_cast<int64_t>(indices.size());
     Batch batch;
     batch.indices = indices;
-    batch.tensors["x"] =
-        torch::tensor(indices, torch::kDouble).reshape({n, 1}).expand({n, 5});
+    batch.tensors["x"] = torch::tensor(indices, torch::kDouble).reshape({n, 1}).expand({n, 5});
     batch.tensors["y"] = torch::tensor(indices, torch::kLong).remainder(3);
     return batch;
   }
@@ -195,9 +174,8 @@ struct Numbers : Dataset {
 
 TEST(Prepare, ADataLoaderDealsItselfAndEveryEpochHasItsOrder) {
   auto accelerator = make_accelerator();
-  DataLoader batches(
-      std::make_shared<Numbers>(),
-      {.batch_size = 2, .shuffle = true, .group_by_length = false});
+  DataLoader batches(std::make_shared<Numbers>(),
+                     {.batch_size = 2, .shuffle = true, .group_by_length = false});
   Net net = net_of_seed(1);
   torch::optim::SGD sgd(net->parameters(), 0.01);
   auto [model, optimizer, loader] = accelerator.prepare(net, sgd, batches);
@@ -212,11 +190,9 @@ TEST(Prepare, ADataLoaderDealsItselfAndEveryEpochHasItsOrder) {
       optimizer.step();
       optimizer.zero_grad();
       weight += accelerator.last_window().weight;
-      orders.back().insert(
-          orders.back().end(), batch.indices.begin(), batch.indices.end());
+      orders.back().insert(orders.back().end(), batch.indices.begin(), batch.indices.end());
     }
-    const Tensor all =
-        accelerator.gather_for_metrics(torch::tensor(orders.back()));
+    const Tensor all = accelerator.gather_for_metrics(torch::tensor(orders.back()));
     EXPECT_EQ(all.numel(), 11);
     EXPECT_EQ(std::get<0>(at::_unique(all)).numel(), 11);
     EXPECT_LE(weight, 11);

@@ -33,17 +33,13 @@ Rows range_of(int64_t begin, int64_t end) {
 }
 Rows values(const Tensor& tensor) {
   const Tensor flat = tensor.to(torch::kLong).contiguous().reshape({-1});
-  return Rows(
-      flat.const_data_ptr<int64_t>(),
-      flat.const_data_ptr<int64_t>() + flat.numel());
+  return Rows(flat.const_data_ptr<int64_t>(), flat.const_data_ptr<int64_t>() + flat.numel());
 }
 Rows sorted(Rows rows) {
   std::sort(rows.begin(), rows.end());
   return rows;
 }
-void append(Rows& to, const Rows& rows) {
-  to.insert(to.end(), rows.begin(), rows.end());
-}
+void append(Rows& to, const Rows& rows) { to.insert(to.end(), rows.begin(), rows.end()); }
 
 // The row numbers of any batch.
 Tensor numbers(const Tensor& batch) { return batch; }
@@ -79,10 +75,8 @@ template <typename Value>
 struct Stream {
   int64_t rows = 0;
   int64_t throws_at = -1; // batch
-  std::shared_ptr<std::atomic<int>> made =
-      std::make_shared<std::atomic<int>>(0);
-  std::shared_ptr<std::atomic<int>> begun =
-      std::make_shared<std::atomic<int>>(0);
+  std::shared_ptr<std::atomic<int>> made = std::make_shared<std::atomic<int>>(0);
+  std::shared_ptr<std::atomic<int>> begun = std::make_shared<std::atomic<int>>(0);
 
   static Value make(const Tensor& row) {
     if constexpr (std::is_same_v<Value, Tensor>) {
@@ -111,9 +105,7 @@ struct Stream {
       ++batch;
       return *this;
     }
-    bool operator==(std::default_sentinel_t) const {
-      return batch * 3 >= stream->rows;
-    }
+    bool operator==(std::default_sentinel_t) const { return batch * 3 >= stream->rows; }
   };
   iterator begin() const {
     ++*begun;
@@ -129,9 +121,7 @@ struct NumberRows : Dataset {
   int64_t size() const override { return rows; }
   Batch collate(const std::vector<int64_t>& indices) const override {
     ++collated;
-    return {
-        .tensors = {{"row", torch::tensor(indices, torch::kLong)}},
-        .indices = indices};
+    return {.tensors = {{"row", torch::tensor(indices, torch::kLong)}}, .indices = indices};
   }
 };
 
@@ -162,12 +152,11 @@ Pass run(Accelerator& accelerator, Loader& loader) {
   Pass pass;
   for (const auto& batch : loader) {
     pass.mine.push_back(values(numbers(batch)));
-    pass.gathered.push_back(
-        values(accelerator.gather_for_metrics(numbers(batch))));
+    pass.gathered.push_back(values(accelerator.gather_for_metrics(numbers(batch))));
   }
   // Every rank took as many turns.
-  const Rows turns = values(accelerator.gather(
-      torch::tensor(static_cast<int64_t>(pass.mine.size()))));
+  const Rows turns =
+      values(accelerator.gather(torch::tensor(static_cast<int64_t>(pass.mine.size()))));
   EXPECT_EQ(std::set<int64_t>(turns.begin(), turns.end()).size(), 1u);
   return pass;
 }
@@ -176,17 +165,15 @@ Pass run(Accelerator& accelerator, Loader& loader) {
 std::vector<DataLoaderConfiguration> configurations() {
   std::vector<DataLoaderConfiguration> all;
   for (int i = 0; i < 16; ++i) {
-    all.push_back(
-        {.split_batches = (i & 1) != 0,
-         .dispatch_batches = (i & 2) != 0,
-         .even_batches = (i & 4) != 0,
-         .prefetch = (i & 8) != 0 ? 2 : 0});
+    all.push_back({.split_batches = (i & 1) != 0,
+                   .dispatch_batches = (i & 2) != 0,
+                   .even_batches = (i & 4) != 0,
+                   .prefetch = (i & 8) != 0 ? 2 : 0});
   }
   return all;
 }
 std::string text(const DataLoaderConfiguration& c) {
-  return std::string(c.split_batches ? "split " : "") +
-         (c.dispatch_batches ? "dispatch " : "") +
+  return std::string(c.split_batches ? "split " : "") + (c.dispatch_batches ? "dispatch " : "") +
          (c.even_batches ? "even " : "") + (c.prefetch > 0 ? "prefetch" : "");
 }
 bool fits(const DataLoaderConfiguration& c, int64_t batch, int world) {
@@ -194,8 +181,7 @@ bool fits(const DataLoaderConfiguration& c, int64_t batch, int world) {
 }
 
 template <typename Range>
-void expect_every_row_once(
-    Accelerator& accelerator, Range& range, int64_t rows, int64_t batch) {
+void expect_every_row_once(Accelerator& accelerator, Range& range, int64_t rows, int64_t batch) {
   for (const auto& config : configurations()) {
     if (!fits(config, batch, accelerator.num_processes())) {
       continue;
@@ -219,29 +205,23 @@ TEST(PreparedLoader, EveryRowOnceFromAnyRangeInAnyConfiguration) {
     expect_every_row_once(accelerator, tensors, rows, 3);
     Stream<Sample> structs{rows};
     expect_every_row_once(accelerator, structs, rows, 3);
-    DataLoader own(
-        std::make_shared<NumberRows>(rows),
-        {.batch_size = 4, .shuffle = true, .group_by_length = false});
+    DataLoader own(std::make_shared<NumberRows>(rows),
+                   {.batch_size = 4, .shuffle = true, .group_by_length = false});
     expect_every_row_once(accelerator, own, rows, 4);
   }
   Stream<Sentence> sentences{10};
   expect_every_row_once(accelerator, sentences, 10, 3);
-  auto stacked =
-      torch::data::make_data_loader<torch::data::samplers::RandomSampler>(
-          TorchRows(10).map(torch::data::transforms::Stack<>()), 3);
+  auto stacked = torch::data::make_data_loader<torch::data::samplers::RandomSampler>(
+      TorchRows(10).map(torch::data::transforms::Stack<>()), 3);
   // Its order is drawn from torch's generator, which ranks do not share here.
-  expect_every_row_once(
-      accelerator,
-      *torch::data::make_data_loader<torch::data::samplers::SequentialSampler>(
-          TorchRows(10).map(torch::data::transforms::Stack<>()), 3),
-      10,
-      3);
-  auto shuffled =
-      accelerator.prepare_data_loader(*stacked, {.dispatch_batches = true});
+  expect_every_row_once(accelerator,
+                        *torch::data::make_data_loader<torch::data::samplers::SequentialSampler>(
+                            TorchRows(10).map(torch::data::transforms::Stack<>()), 3),
+                        10, 3);
+  auto shuffled = accelerator.prepare_data_loader(*stacked, {.dispatch_batches = true});
   EXPECT_EQ(sorted(run(accelerator, shuffled).all()), range_of(0, 10));
   auto rows =
-      torch::data::make_data_loader<torch::data::samplers::SequentialSampler>(
-          TorchRows(10), 3);
+      torch::data::make_data_loader<torch::data::samplers::SequentialSampler>(TorchRows(10), 3);
   expect_every_row_once(accelerator, *rows, 10, 3);
 }
 
@@ -249,8 +229,7 @@ TEST(PreparedLoader, DispatchTouchesTheRangeOfRankZeroAlone) {
   auto accelerator = make_accelerator();
   const bool main = accelerator.is_main_process();
   Stream<Sample> range{main ? 10 : 0, -1};
-  auto loader = accelerator.prepare_data_loader(
-      range, {.dispatch_batches = true, .prefetch = 1});
+  auto loader = accelerator.prepare_data_loader(range, {.dispatch_batches = true, .prefetch = 1});
   EXPECT_EQ(run(accelerator, loader).all(), range_of(0, 10));
   EXPECT_EQ(*range.made, main ? 4 : 0);
   EXPECT_EQ(*range.begun, main ? 1 : 0);
@@ -259,11 +238,9 @@ TEST(PreparedLoader, DispatchTouchesTheRangeOfRankZeroAlone) {
   auto dealt = accelerator.prepare_data_loader(same, {});
   EXPECT_EQ(run(accelerator, loader).mine, run(accelerator, dealt).mine);
   // A named batch keeps names and numbers.
-  DataLoader named(
-      std::make_shared<NumberRows>(main ? 7 : 0),
-      {.batch_size = 2, .shuffle = false, .group_by_length = false});
-  auto sent =
-      accelerator.prepare_data_loader(named, {.dispatch_batches = true});
+  DataLoader named(std::make_shared<NumberRows>(main ? 7 : 0),
+                   {.batch_size = 2, .shuffle = false, .group_by_length = false});
+  auto sent = accelerator.prepare_data_loader(named, {.dispatch_batches = true});
   for (const Batch& batch : sent) {
     EXPECT_EQ(batch.indices, values(batch["row"]));
   }
@@ -273,8 +250,8 @@ TEST(PreparedLoader, WhatRankZeroCannotReadIsThrownOnEveryRank) {
   auto accelerator = make_accelerator();
   for (const int64_t prefetch : {0, 2}) {
     Stream<Tensor> range{30, 5};
-    auto loader = accelerator.prepare_data_loader(
-        range, {.dispatch_batches = true, .prefetch = prefetch});
+    auto loader =
+        accelerator.prepare_data_loader(range, {.dispatch_batches = true, .prefetch = prefetch});
     try {
       for (const auto& batch : loader) {
         (void)batch;
@@ -298,23 +275,20 @@ TEST(PreparedLoader, EvenBatchesWrapRoundToTheFirstRows) {
   Rows tail{last - 1};
   append(tail, range_of(0, 3 * world - 1));
   const auto expect_tail = [&](auto& range, int64_t stride) {
-    auto loader =
-        accelerator.prepare_data_loader(range, {.even_batches = true});
+    auto loader = accelerator.prepare_data_loader(range, {.even_batches = true});
     const Pass pass = run(accelerator, loader);
     ASSERT_EQ(pass.mine.size(), 2u);
     Rows expected;
     for (int64_t i = 0; i < 3; ++i) {
-      expected.push_back(tail[static_cast<size_t>(
-          stride == 1 ? rank * 3 + i : rank + i * world)]);
+      expected.push_back(tail[static_cast<size_t>(stride == 1 ? rank * 3 + i : rank + i * world)]);
     }
     EXPECT_EQ(pass.mine[1], expected);
     EXPECT_EQ(pass.gathered[1], Rows{last - 1});
   };
   Stream<Tensor> stream{last};
   expect_tail(stream, 1); // blocks
-  DataLoader own(
-      std::make_shared<NumberRows>(last),
-      {.batch_size = 3, .shuffle = false, .group_by_length = false});
+  DataLoader own(std::make_shared<NumberRows>(last),
+                 {.batch_size = 3, .shuffle = false, .group_by_length = false});
   expect_tail(own, world); // in turns
   // What is not one per row cannot be told apart from the repeated ones.
   auto loader = accelerator.prepare_data_loader(stream, {.even_batches = true});
@@ -330,9 +304,8 @@ TEST(PreparedLoader, EvenBatchesWrapRoundToTheFirstRows) {
 TEST(PreparedLoader, SplitBatchesHoldTheSameRowsOnAnyNumberOfRanks) {
   auto accelerator = make_accelerator();
   Stream<Tensor> stream{10};
-  DataLoader own(
-      std::make_shared<NumberRows>(10),
-      {.batch_size = 3, .shuffle = false, .group_by_length = false});
+  DataLoader own(std::make_shared<NumberRows>(10),
+                 {.batch_size = 3, .shuffle = false, .group_by_length = false});
   const auto expect = [&](auto& range) {
     for (const bool dispatch : {false, true}) {
       auto loader = accelerator.prepare_data_loader(
@@ -340,9 +313,8 @@ TEST(PreparedLoader, SplitBatchesHoldTheSameRowsOnAnyNumberOfRanks) {
       const Pass pass = run(accelerator, loader);
       ASSERT_EQ(pass.gathered.size(), 4u);
       for (int64_t turn = 0; turn < 4; ++turn) {
-        EXPECT_EQ(
-            sorted(pass.gathered[static_cast<size_t>(turn)]),
-            range_of(3 * turn, std::min<int64_t>(3 * turn + 3, 10)));
+        EXPECT_EQ(sorted(pass.gathered[static_cast<size_t>(turn)]),
+                  range_of(3 * turn, std::min<int64_t>(3 * turn + 3, 10)));
       }
     }
   };
@@ -367,12 +339,9 @@ TEST(PreparedLoader, GatherForMetricsAfterSkippingGivesTheRowsThatAreLeft) {
         Pass rest;
         rest = run(accelerator, accelerator.skip_first_batches(loader, skip));
         const int64_t done = skip * batch * (config.split_batches ? 1 : world);
-        EXPECT_EQ(
-            static_cast<int64_t>(rest.all().size()),
-            std::max<int64_t>(rows - done, 0));
+        EXPECT_EQ(static_cast<int64_t>(rest.all().size()), std::max<int64_t>(rows - done, 0));
         Rows expected;
-        for (size_t i = static_cast<size_t>(skip); i < whole.gathered.size();
-             ++i) {
+        for (size_t i = static_cast<size_t>(skip); i < whole.gathered.size(); ++i) {
           append(expected, whole.gathered[i]);
         }
         EXPECT_EQ(sorted(rest.all()), sorted(expected));
@@ -383,9 +352,8 @@ TEST(PreparedLoader, GatherForMetricsAfterSkippingGivesTheRowsThatAreLeft) {
   };
   Stream<Sample> stream{29};
   expect(stream, 3, 29);
-  DataLoader own(
-      std::make_shared<NumberRows>(29),
-      {.batch_size = 2, .shuffle = true, .group_by_length = false});
+  DataLoader own(std::make_shared<NumberRows>(29),
+                 {.batch_size = 2, .shuffle = true, .group_by_length = false});
   expect(own, 2, 29);
 }
 
@@ -427,8 +395,7 @@ TEST(PreparedLoader, LoopsInsideLoopsAndBreakKeepMetricsApart) {
       break; // in the turn that has repeated rows
     }
   }
-  EXPECT_EQ(
-      accelerator.gather_for_metrics(torch::ones({3})).size(0), 3 * world);
+  EXPECT_EQ(accelerator.gather_for_metrics(torch::ones({3})).size(0), 3 * world);
 }
 
 TEST(PreparedLoader, BreakStopsThePrefetchAndTheNextLoopStartsAfresh) {
@@ -440,8 +407,7 @@ TEST(PreparedLoader, BreakStopsThePrefetchAndTheNextLoopStartsAfresh) {
     break;
   }
   EXPECT_EQ(run(accelerator, loader).all(), range_of(0, 90));
-  EXPECT_THROW(
-      accelerator.prepare_data_loader(stream, {.prefetch = -1}), InputError);
+  EXPECT_THROW(accelerator.prepare_data_loader(stream, {.prefetch = -1}), InputError);
 }
 
 // Rows with weights of their own: the joined run is one process over all rows.
@@ -450,8 +416,8 @@ TEST(PreparedLoader, TrainingIsThatOfOneProcessInEveryConfiguration) {
   using accelerator_test::net_of_seed;
   auto accelerator = make_accelerator();
   const int world = accelerator.num_processes();
-  const Tensor x = torch::randn(
-      {24, 5}, torch::make_generator<at::CPUGeneratorImpl>(4), torch::kDouble);
+  const Tensor x =
+      torch::randn({24, 5}, torch::make_generator<at::CPUGeneratorImpl>(4), torch::kDouble);
   const auto loss_of = [&](Net& net, const Tensor& rows) {
     return net->forward(x.index_select(0, rows)).square().sum(1).mean();
   };
@@ -476,9 +442,7 @@ TEST(PreparedLoader, TrainingIsThatOfOneProcessInEveryConfiguration) {
       const int64_t step = 3 * (config.split_batches ? 1 : world);
       for (int64_t begin = 0; begin < 22; begin += step) {
         plain_sgd.zero_grad();
-        loss_of(
-            plain, torch::arange(begin, std::min<int64_t>(begin + step, 22)))
-            .backward();
+        loss_of(plain, torch::arange(begin, std::min<int64_t>(begin + step, 22))).backward();
         plain_sgd.step();
       }
     }

@@ -22,9 +22,8 @@ struct Numbers : torch::data::Dataset<Numbers> {
   explicit Numbers(size_t rows) : rows(rows) {}
   size_t rows;
   torch::data::Example<> get(size_t index) override {
-    return {
-        torch::full({1}, static_cast<double>(index), torch::kDouble),
-        torch::tensor(static_cast<int64_t>(index))};
+    return {torch::full({1}, static_cast<double>(index), torch::kDouble),
+            torch::tensor(static_cast<int64_t>(index))};
   }
   torch::optional<size_t> size() const override { return rows; }
 };
@@ -58,15 +57,11 @@ struct Lazy : torch::data::samplers::Sampler<> {
 };
 
 constexpr size_t kRows = 50;
-auto numbers() {
-  return Numbers(kRows).map(torch::data::transforms::Stack<>());
-}
+auto numbers() { return Numbers(kRows).map(torch::data::transforms::Stack<>()); }
 auto random_loader() { // RandomSampler, as by default
   return torch::data::make_data_loader(numbers(), 4);
 }
-auto lazy_loader() {
-  return torch::data::make_data_loader(numbers(), Lazy(kRows), 4);
-}
+auto lazy_loader() { return torch::data::make_data_loader(numbers(), Lazy(kRows), 4); }
 
 Accelerator make_accelerator(std::optional<uint64_t> seed = 42) {
   AcceleratorOptions options;
@@ -78,9 +73,7 @@ Accelerator make_accelerator(std::optional<uint64_t> seed = 42) {
 }
 
 Rows values(const Tensor& tensor) {
-  return Rows(
-      tensor.const_data_ptr<int64_t>(),
-      tensor.const_data_ptr<int64_t>() + tensor.numel());
+  return Rows(tensor.const_data_ptr<int64_t>(), tensor.const_data_ptr<int64_t>() + tensor.numel());
 }
 
 // Rows of all ranks, round by round.
@@ -107,8 +100,7 @@ TEST(RangeOrder, TorchsSamplersYieldEachRowOnceOverTheRanks) {
     auto accelerator = make_accelerator(seed);
     for (const int64_t prefetch : {0, 2}) {
       auto random = random_loader();
-      auto loader =
-          accelerator.prepare_data_loader(*random, {.prefetch = prefetch});
+      auto loader = accelerator.prepare_data_loader(*random, {.prefetch = prefetch});
       const Rows first = one_pass(accelerator, loader);
       const Rows second = one_pass(accelerator, loader);
       expect_each_once(first);
@@ -151,8 +143,7 @@ TEST(RangeOrder, WhatARangeDrawsNobodyElseMisses) {
     return drawn;
   };
   const auto plain = draws_beside(
-      torch::data::make_data_loader<torch::data::samplers::SequentialSampler>(
-          numbers(), 4));
+      torch::data::make_data_loader<torch::data::samplers::SequentialSampler>(numbers(), 4));
   EXPECT_EQ(draws_beside(random_loader()), plain);
   EXPECT_EQ(draws_beside(lazy_loader()), plain);
 }
@@ -171,9 +162,7 @@ struct TrainingRun {
   }
   template <typename Range>
   void run(
-      Range& range,
-      const std::function<bool(int64_t turn)>& after =
-          [](int64_t) { return true; },
+      Range& range, const std::function<bool(int64_t turn)>& after = [](int64_t) { return true; },
       const std::filesystem::path& state = {}) {
     auto [model, optimizer, loader] = accelerator.prepare(net, sgd, range);
     if (!state.empty()) {
@@ -226,14 +215,12 @@ TEST(RangeOrder, APassGoesOnWithTheSameRowsAfterAResume) {
 }
 
 // Batch `odd` has other numbers on the last rank.
-std::vector<torch::data::Example<>> batches_of(
-    int rank, int world, size_t odd) {
+std::vector<torch::data::Example<>> batches_of(int rank, int world, size_t odd) {
   std::vector<torch::data::Example<>> batches;
   for (size_t b = 0; b < 4 * static_cast<size_t>(world); ++b) {
     const bool other = b == odd && rank == world - 1;
-    batches.emplace_back(
-        torch::full({2, 1}, static_cast<double>(b), torch::kDouble),
-        torch::arange(2) + (other ? 100 : static_cast<int64_t>(b)));
+    batches.emplace_back(torch::full({2, 1}, static_cast<double>(b), torch::kDouble),
+                         torch::arange(2) + (other ? 100 : static_cast<int64_t>(b)));
   }
   return batches;
 }
@@ -248,17 +235,15 @@ TEST(RangeOrder, AnotherBatchOnOneRankIsAnErrorThatNamesTheRange) {
   for (const size_t odd : {size_t{0}, last}) {
     for (const bool trains : {false, true}) {
       for (const bool compare : {true, false}) {
-        SCOPED_TRACE(
-            testing::Message() << "batch " << odd << (trains ? ", trains" : "")
-                               << (compare ? ", compared" : ""));
+        SCOPED_TRACE(testing::Message() << "batch " << odd << (trains ? ", trains" : "")
+                                        << (compare ? ", compared" : ""));
         auto batches = batches_of(rank, world, odd);
         int64_t turns = 0;
         std::string text;
         try {
           TrainingRun run({.compare_batches = compare});
           if (trains) {
-            run.run(
-                batches, [&](int64_t turn) { return turns = turn + 1, true; });
+            run.run(batches, [&](int64_t turn) { return turns = turn + 1, true; });
           } else {
             auto loader = run.accelerator.prepare(batches);
             for (const auto& batch : loader) {
@@ -273,8 +258,7 @@ TEST(RangeOrder, AnotherBatchOnOneRankIsAnErrorThatNamesTheRange) {
         EXPECT_EQ(text.empty(), !compare) << text;
         EXPECT_EQ(turns, compare && odd == 0 ? 0 : compare && !trains ? 3 : 4);
         if (compare) {
-          EXPECT_NE(text.find("loader 1 (std::vector)"), std::string::npos)
-              << text;
+          EXPECT_NE(text.find("loader 1 (std::vector)"), std::string::npos) << text;
           EXPECT_NE(text.find("compare_batches"), std::string::npos) << text;
         }
       }

@@ -13,8 +13,7 @@ struct ScaledRun {
 
 template <typename Optimizer>
 ScaledRun scaled_run(bool in_step, at::ScalarType dtype) {
-  auto accelerator = accelerator_of(
-      {.gradient_accumulation_steps = 2, .scale_in_step = in_step});
+  auto accelerator = accelerator_of({.gradient_accumulation_steps = 2, .scale_in_step = in_step});
   auto batches = make_batches(7 * accelerator.num_processes() - 1);
   for (Pair& batch : batches) {
     batch.first = batch.first.to(dtype);
@@ -38,9 +37,8 @@ ScaledRun scaled_run(bool in_step, at::ScalarType dtype) {
       for (const Tensor& p : net->parameters()) {
         run.stepped_gradients.push_back(p.grad().clone());
       }
-      run.finished = std::max(
-          run.finished,
-          (run.stepped_gradients[0] - before).abs().max().item<double>());
+      run.finished =
+          std::max(run.finished, (run.stepped_gradients[0] - before).abs().max().item<double>());
       optimizer.zero_grad();
     }
   }
@@ -51,8 +49,7 @@ ScaledRun scaled_run(bool in_step, at::ScalarType dtype) {
   return run;
 }
 
-void expect_near(
-    const std::vector<Tensor>& a, const std::vector<Tensor>& b, double most) {
+void expect_near(const std::vector<Tensor>& a, const std::vector<Tensor>& b, double most) {
   ASSERT_EQ(a.size(), b.size());
   for (size_t i = 0; i < a.size(); ++i) {
     EXPECT_LE((a[i] - b[i]).abs().max().item<double>(), most) << i;
@@ -88,8 +85,7 @@ TEST(ScaleInStep, HasNoEffectWhereAnOptimizerCannot) {
 TEST(ScaleInStep, AGradientThatIsNotSteppedIsFinishedBeforeOthersAreAdded) {
   std::vector<Tensor> sums[2];
   for (const bool in_step : {false, true}) {
-    auto accelerator = accelerator_of(
-        {.gradient_accumulation_steps = 2, .scale_in_step = in_step});
+    auto accelerator = accelerator_of({.gradient_accumulation_steps = 2, .scale_in_step = in_step});
     auto batches = make_batches(8 * accelerator.num_processes());
     Net net = net_of_rank(accelerator);
     AdamW own(net->parameters(), 0.01);

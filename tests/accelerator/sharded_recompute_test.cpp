@@ -15,8 +15,7 @@ TEST(ShardedRecompute, CheckpointedBlocksGiveTheSameBits) {
     for (Awkward& block : net->blocks) {
       block->drops = true;
     }
-    FullyShard sharded(
-        communicator, net.ptr(), blocks_of(net), {.prefetch = prefetch});
+    FullyShard sharded(communicator, net.ptr(), blocks_of(net), {.prefetch = prefetch});
     if (checkpoint) {
       gradient_checkpointing_enable(net);
     }
@@ -25,8 +24,7 @@ TEST(ShardedRecompute, CheckpointedBlocksGiveTheSameBits) {
       sharded.reset_report();
       shard_step(sharded, net, rank, turn, 2);
       descend(net);
-      EXPECT_EQ(
-          gathers_of(sharded), alone ? Counts(4, 0) : Counts({4, 4, 4, 2}));
+      EXPECT_EQ(gathers_of(sharded), alone ? Counts(4, 0) : Counts({4, 4, 4, 2}));
     }
     EXPECT_EQ(net->blocks[1]->calls, checkpoint ? 12 : 6);
     std::vector<Tensor> shards;
@@ -70,14 +68,12 @@ TEST(ShardedRecompute, ARegionOverSeveralUnitsGathersThemOnceMore) {
 
 TEST(ShardedRecompute, IsEnabledAfterAModelIsSharded) {
   auto communicator = fresh_communicator();
-  torch::nn::Sequential net(
-      torch::nn::Linear(4, 4), torch::nn::Tanh(), torch::nn::Linear(4, 4));
+  torch::nn::Sequential net(torch::nn::Linear(4, 4), torch::nn::Tanh(), torch::nn::Linear(4, 4));
   const auto blocks = repeated_blocks(*net);
   ASSERT_EQ(blocks.size(), 2u) << "those that have parameters";
   gradient_checkpointing_enable(net);
-  EXPECT_TRUE(says(
-      what_of([&] { FullyShard sharded(communicator, net.ptr(), blocks); }),
-      "after the model is sharded"));
+  EXPECT_TRUE(says(what_of([&] { FullyShard sharded(communicator, net.ptr(), blocks); }),
+                   "after the model is sharded"));
   gradient_checkpointing_disable(net);
   // The other way round both work, and the net is left as it was.
   const Tensor x = torch::randn({3, 4});
@@ -94,9 +90,8 @@ TEST(ShardedRecompute, IsEnabledAfterAModelIsSharded) {
     loss.backward();
     sharded.finish_backward();
     sharded.finish(1);
-    EXPECT_EQ(
-        gathers_of(sharded),
-        communicator->world_size() > 1 ? Counts({2, 2, 0}) : Counts(3, 0));
+    EXPECT_EQ(gathers_of(sharded),
+              communicator->world_size() > 1 ? Counts({2, 2, 0}) : Counts(3, 0));
     gradient_checkpointing_disable(net);
   }
   EXPECT_EQ(net->ptr(0), blocks[0]);

@@ -26,17 +26,13 @@ using at::Tensor;
 struct BlockImpl : torch::nn::Module {
   BlockImpl() {
     up = register_module("up", torch::nn::Linear(6, 11));
-    norm =
-        register_module("norm", torch::nn::LayerNorm(std::vector<int64_t>{11}));
+    norm = register_module("norm", torch::nn::LayerNorm(std::vector<int64_t>{11}));
     down = register_module("down", torch::nn::Linear(11, 6));
     gain = register_parameter("gain", torch::ones({}));
   }
   Tensor forward(const Tensor& x) {
-    return x +
-           gain * torch::dropout(
-                      down->forward(torch::gelu(norm->forward(up->forward(x)))),
-                      dropout,
-                      is_training());
+    return x + gain * torch::dropout(down->forward(torch::gelu(norm->forward(up->forward(x)))),
+                                     dropout, is_training());
   }
   torch::nn::Linear up{nullptr}, down{nullptr};
   torch::nn::LayerNorm norm{nullptr};
@@ -74,12 +70,10 @@ TORCH_MODULE(Stack);
 inline std::vector<std::pair<Tensor, Tensor>> batches(int64_t count) {
   std::vector<std::pair<Tensor, Tensor>> all;
   for (int64_t b = 0; b < count; ++b) {
-    auto generator = torch::make_generator<at::CPUGeneratorImpl>(
-        static_cast<uint64_t>(900 + b));
+    auto generator = torch::make_generator<at::CPUGeneratorImpl>(static_cast<uint64_t>(900 + b));
     const int64_t rows = 1 + b % 3;
-    all.emplace_back(
-        torch::randint(0, 13, {rows, 4}, generator, torch::kLong),
-        torch::randint(0, 3, {rows}, generator, torch::kLong));
+    all.emplace_back(torch::randint(0, 13, {rows, 4}, generator, torch::kLong),
+                     torch::randint(0, 3, {rows}, generator, torch::kLong));
   }
   return all;
 }
@@ -118,8 +112,7 @@ inline Stack make_stack(const Training& run, int rank) {
   return stack;
 }
 
-inline std::vector<Tensor> whole_parameters(
-    Accelerator& accelerator, Stack& stack) {
+inline std::vector<Tensor> whole_parameters(Accelerator& accelerator, Stack& stack) {
   std::vector<Tensor> result;
   accelerator.with_full_parameters(
       [&] {
@@ -132,8 +125,7 @@ inline std::vector<Tensor> whole_parameters(
 }
 
 inline Tensor loss_of(Stack& stack, const std::pair<Tensor, Tensor>& rows) {
-  return torch::nn::functional::cross_entropy(
-      stack->forward(rows.first), rows.second);
+  return torch::nn::functional::cross_entropy(stack->forward(rows.first), rows.second);
 }
 
 inline AcceleratorOptions options_of(const Training& run) {
@@ -149,19 +141,16 @@ inline AcceleratorOptions options_of(const Training& run) {
   return options;
 }
 
-inline std::unique_ptr<torch::optim::Optimizer> optimizer_of(
-    const Training& run, Stack& stack) {
+inline std::unique_ptr<torch::optim::Optimizer> optimizer_of(const Training& run, Stack& stack) {
   if (run.adamw) {
-    return std::make_unique<AdamW>(
-        stack->parameters(), torch::optim::AdamWOptions(0.01));
+    return std::make_unique<AdamW>(stack->parameters(), torch::optim::AdamWOptions(0.01));
   }
-  return std::make_unique<torch::optim::SGD>(
-      stack->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+  return std::make_unique<torch::optim::SGD>(stack->parameters(),
+                                             torch::optim::SGDOptions(0.1).momentum(0.9));
 }
 
 inline Result train(const Training& run) {
-  Accelerator accelerator(
-      options_of(run), testing_support::fresh_communicator());
+  Accelerator accelerator(options_of(run), testing_support::fresh_communicator());
   Stack stack = make_stack(run, accelerator.process_index());
   const auto own = optimizer_of(run, stack);
   auto data = batches(run.batches);
@@ -201,9 +190,7 @@ inline void expect_close(const Result& a, const Result& b, double tolerance) {
   ASSERT_EQ(a.parameters.size(), b.parameters.size());
   for (size_t i = 0; i < a.parameters.size(); ++i) {
     ASSERT_EQ(a.parameters[i].sizes(), b.parameters[i].sizes());
-    EXPECT_LE(
-        (a.parameters[i] - b.parameters[i]).abs().max().item<double>(),
-        tolerance)
+    EXPECT_LE((a.parameters[i] - b.parameters[i]).abs().max().item<double>(), tolerance)
         << "parameter " << i;
   }
 }

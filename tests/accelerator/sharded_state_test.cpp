@@ -15,8 +15,7 @@ struct Learner {
             .adamw = true,
             .change =
                 [](AcceleratorOptions& o) {
-                  o.shard_size =
-                      testing_support::test_world().world_size % 2 == 0 ? 2 : 0;
+                  o.shard_size = testing_support::test_world().world_size % 2 == 0 ? 2 : 0;
                 }},
         accelerator(options_of(run), std::move(communicator)),
         stack(make_stack(run, accelerator.process_index())),
@@ -25,8 +24,7 @@ struct Learner {
   // A step on the same rows on every rank: the mean is that of one.
   void step(int64_t number) {
     auto window = accelerator.accumulate(stack);
-    accelerator.backward(
-        loss_of(stack, batches(number + 1)[static_cast<size_t>(number)]), 1);
+    accelerator.backward(loss_of(stack, batches(number + 1)[static_cast<size_t>(number)]), 1);
     optimizer.step();
     optimizer.zero_grad();
   }
@@ -39,8 +37,7 @@ struct Learner {
   PreparedOptimizer<torch::optim::Optimizer> optimizer;
 };
 
-void expect_same(
-    const std::vector<Tensor>& a, const std::vector<Tensor>& b, double most) {
+void expect_same(const std::vector<Tensor>& a, const std::vector<Tensor>& b, double most) {
   ASSERT_EQ(a.size(), b.size());
   for (size_t i = 0; i < a.size(); ++i) {
     EXPECT_LE((a[i] - b[i]).abs().max().item<double>(), most) << i;
@@ -50,8 +47,7 @@ void expect_same(
 TEST(ShardedState, AnyStrategyGoesOnFromAny) {
   const auto folder = state_test::common_folder();
   const auto everyone = testing_support::fresh_communicator();
-  const auto all = {
-      Strategy::ddp, Strategy::zero1, Strategy::fsdp, Strategy::hsdp};
+  const auto all = {Strategy::ddp, Strategy::zero1, Strategy::fsdp, Strategy::hsdp};
   for (const Strategy before : all) {
     const auto place = folder / strategy_name(before);
     Learner saving(before, everyone);
@@ -62,8 +58,7 @@ TEST(ShardedState, AnyStrategyGoesOnFromAny) {
     saving.step(2);
     const auto later = saving.whole();
     for (const Strategy after : all) {
-      SCOPED_TRACE(
-          std::string(strategy_name(before)) + " to " + strategy_name(after));
+      SCOPED_TRACE(std::string(strategy_name(before)) + " to " + strategy_name(after));
       Learner then(after, everyone);
       then.step(5); // something else
       then.accelerator.load_state(place);
@@ -132,19 +127,13 @@ TEST(ShardedState, EachRankWritesItsRows) {
   }
   int64_t rows = 0;
   for (int rank = 0; rank < world; ++rank) {
-    const SafetensorsReader file(
-        folder / "state" /
-        ("state_rank_" + std::to_string(rank) + ".safetensors"));
+    const SafetensorsReader file(folder / "state" /
+                                 ("state_rank_" + std::to_string(rank) + ".safetensors"));
     const Tensor words = file.tensor("sharded.model.0.words.weight");
-    EXPECT_EQ(
-        words.size(0),
-        std::clamp<int64_t>(
-            13 - rank * ((13 + world - 1) / world),
-            0,
-            (13 + world - 1) / world));
-    EXPECT_EQ(
-        file.tensor("sharded.optimizer.0.exp_avg.model.0.words.weight").sizes(),
-        words.sizes());
+    EXPECT_EQ(words.size(0), std::clamp<int64_t>(13 - rank * ((13 + world - 1) / world), 0,
+                                                 (13 + world - 1) / world));
+    EXPECT_EQ(file.tensor("sharded.optimizer.0.exp_avg.model.0.words.weight").sizes(),
+              words.sizes());
     rows += words.size(0);
   }
   EXPECT_EQ(rows, 13);
@@ -163,14 +152,12 @@ TEST(ShardedState, AFileThatLacksRowsIsNamedAndNothingChanged) {
   everyone->barrier("saved");
   const std::string file = "state_rank_1.safetensors";
   if (everyone->is_main()) {
-    std::filesystem::resize_file(
-        place / file, std::filesystem::file_size(place / file) / 2);
+    std::filesystem::resize_file(place / file, std::filesystem::file_size(place / file) / 2);
   }
   everyone->barrier("cut");
   Learner then(Strategy::fsdp, everyone);
   const auto before = then.whole();
-  const std::string error =
-      state_test::input_error([&] { then.accelerator.load_state(place); });
+  const std::string error = state_test::input_error([&] { then.accelerator.load_state(place); });
   EXPECT_NE(error.find(file), std::string::npos) << error;
   expect_same(then.whole(), before, 0);
 }
@@ -186,8 +173,7 @@ TEST(ShardedState, InsideAForwardItIsRefusedBeforeAnythingIsWritten) {
     learner.accelerator.save_state(place / "before");
     const auto expect_refusal = [&](const std::function<void()>& call) {
       const std::string said = state_test::input_error(call);
-      EXPECT_EQ(said.find("a forward of a sharded model") != said.npos, refused)
-          << said;
+      EXPECT_EQ(said.find("a forward of a sharded model") != said.npos, refused) << said;
     };
     {
       const auto forward = learner.accelerator.forward_scope(learner.stack);

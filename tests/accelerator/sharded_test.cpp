@@ -8,8 +8,7 @@
 
 namespace hasten::sharded_test {
 
-constexpr Strategy kSharded[] = {
-    Strategy::zero1, Strategy::zero2, Strategy::fsdp};
+constexpr Strategy kSharded[] = {Strategy::zero1, Strategy::zero2, Strategy::fsdp};
 
 // fp64: sums in another order differ by less than 1e-10 after all steps.
 TEST(Sharded, TrainingIsThatOfWholeCopies) {
@@ -21,13 +20,9 @@ TEST(Sharded, TrainingIsThatOfWholeCopies) {
 }
 
 TEST(Sharded, ADeferredModelTrainsAsOneThatWasWhole) {
-  for (const Strategy strategy :
-       {Strategy::ddp, Strategy::zero1, Strategy::fsdp}) {
+  for (const Strategy strategy : {Strategy::ddp, Strategy::zero1, Strategy::fsdp}) {
     SCOPED_TRACE(strategy_name(strategy));
-    expect_close(
-        train({.strategy = strategy}),
-        train({.strategy = strategy, .deferred = true}),
-        0);
+    expect_close(train({.strategy = strategy}), train({.strategy = strategy, .deferred = true}), 0);
   }
 }
 
@@ -50,8 +45,7 @@ TEST(Sharded, SoItIsWithAccumulationCheckpointingAndDropout) {
 
 // AdamW in fp32 by loss: 1e-5. 16-bit products of the same fp32 weights.
 TEST(Sharded, SoItIsWithAdamWAndInSixteenBits) {
-  for (const Precision precision :
-       {Precision::no, Precision::bf16, Precision::fp16}) {
+  for (const Precision precision : {Precision::no, Precision::bf16, Precision::fp16}) {
     SCOPED_TRACE(precision_name(precision));
     Training run{.precision = precision, .dtype = at::kFloat, .adamw = true};
     run.batches = 12;
@@ -60,10 +54,7 @@ TEST(Sharded, SoItIsWithAdamWAndInSixteenBits) {
     const Result sharded = train(run);
     ASSERT_EQ(whole.losses.size(), sharded.losses.size());
     for (size_t i = 0; i < whole.losses.size(); ++i) {
-      EXPECT_NEAR(
-          whole.losses[i],
-          sharded.losses[i],
-          precision == Precision::no ? 1e-5 : 1e-2);
+      EXPECT_NEAR(whole.losses[i], sharded.losses[i], precision == Precision::no ? 1e-5 : 1e-2);
     }
   }
 }
@@ -72,8 +63,7 @@ TEST(Sharded, AnInfinityInOneRanksRowsLeavesEveryRankAsItWas) {
   Training run{.strategy = Strategy::fsdp, .precision = Precision::fp16};
   run.dtype = at::kFloat;
   run.change = [](AcceleratorOptions& o) { o.grad_scaler.init_scale = 1024; };
-  Accelerator accelerator(
-      options_of(run), testing_support::fresh_communicator());
+  Accelerator accelerator(options_of(run), testing_support::fresh_communicator());
   Stack stack = make_stack(run, accelerator.process_index());
   AdamW adamw(stack->parameters(), torch::optim::AdamWOptions(0.01));
   auto [model, optimizer] = accelerator.prepare(stack, adamw);
@@ -84,15 +74,12 @@ TEST(Sharded, AnInfinityInOneRanksRowsLeavesEveryRankAsItWas) {
     const auto rows = batches(1)[0];
     Tensor logits = stack->forward(rows.first);
     if (guilty == accelerator.process_index()) {
-      logits.register_hook(
-          [](const Tensor& gradient) { return gradient * INFINITY; });
+      logits.register_hook([](const Tensor& gradient) { return gradient * INFINITY; });
     }
-    accelerator.backward(
-        torch::nn::functional::cross_entropy(logits, rows.second), 1);
+    accelerator.backward(torch::nn::functional::cross_entropy(logits, rows.second), 1);
     EXPECT_EQ(bool(optimizer.step().was_skipped()), guilty >= 0);
     optimizer.zero_grad();
-    EXPECT_EQ(
-        accelerator.loss_scale().value(), guilty >= 0 ? scale / 2 : scale);
+    EXPECT_EQ(accelerator.loss_scale().value(), guilty >= 0 ? scale / 2 : scale);
     const std::vector<Tensor> after = whole_parameters(accelerator, stack);
     for (size_t i = 0; i + 1 < after.size(); ++i) { // the last is frozen
       EXPECT_EQ(torch::equal(before[i], after[i]), guilty >= 0) << i;
@@ -104,17 +91,15 @@ TEST(Sharded, AnInfinityInOneRanksRowsLeavesEveryRankAsItWas) {
 TEST(Sharded, NormsAreThoseOfTheWhole) {
   const auto norms = [](Strategy strategy) {
     const Training run{.strategy = strategy};
-    Accelerator accelerator(
-        options_of(run), testing_support::fresh_communicator());
+    Accelerator accelerator(options_of(run), testing_support::fresh_communicator());
     Stack stack = make_stack(run, accelerator.process_index());
     accelerator.prepare(stack);
     auto window = accelerator.accumulate(stack);
     accelerator.backward(loss_of(stack, batches(3)[2]), 3);
     std::vector<double> result;
-    for (const double type :
-         {1.0, 2.0, std::numeric_limits<double>::infinity()}) {
-      const GradientNorms found = accelerator.gradient_norms(
-          stack, {.norm_type = type, .of = NormsOf::parameter});
+    for (const double type : {1.0, 2.0, std::numeric_limits<double>::infinity()}) {
+      const GradientNorms found =
+          accelerator.gradient_norms(stack, {.norm_type = type, .of = NormsOf::parameter});
       result.insert(result.end(), found.norms.begin(), found.norms.end());
       result.push_back(found.total);
       result.push_back(accelerator.clip_grad_norm_(stack, 1e6, type));
@@ -136,8 +121,7 @@ TEST(Sharded, NormsAreThoseOfTheWhole) {
 TEST(Sharded, AnOptimizerThatHasSteppedBeforeGoesOn) {
   const auto train_on = [](Strategy strategy) {
     const Training run{.strategy = strategy, .adamw = true};
-    Accelerator accelerator(
-        options_of(run), testing_support::fresh_communicator());
+    Accelerator accelerator(options_of(run), testing_support::fresh_communicator());
     Stack stack = make_stack(run, 0);
     const auto own = optimizer_of(run, stack);
     const auto rows = batches(6);
@@ -177,9 +161,8 @@ TEST(Sharded, TrainsUnderALimitThatWholeCopiesExceed) {
   install_memory_meter();
   const auto fits = [](Strategy strategy) {
     const int64_t before = memory_stats().live_bytes;
-    Accelerator accelerator(
-        {.cpu = true, .strategy = strategy},
-        testing_support::fresh_communicator());
+    Accelerator accelerator({.cpu = true, .strategy = strategy},
+                            testing_support::fresh_communicator());
     torch::nn::Sequential model;
     for (int i = 0; i < 8; ++i) {
       model->push_back(torch::nn::Linear(192, 192));
@@ -190,8 +173,7 @@ TEST(Sharded, TrainsUnderALimitThatWholeCopiesExceed) {
     try {
       for (int step = 0; step < 3; ++step) {
         auto window = accelerator.accumulate(prepared);
-        accelerator.backward(
-            model->forward(torch::ones({4, 192})).square().mean(), 4);
+        accelerator.backward(model->forward(torch::ones({4, 192})).square().mean(), 4);
         optimizer.step();
         optimizer.zero_grad();
       }
@@ -219,8 +201,7 @@ std::string refusal(const std::function<void()>& call) {
 
 TEST(Sharded, WhatNeedsWholeParametersIsRefused) {
   const Training run{.strategy = Strategy::fsdp};
-  Accelerator accelerator(
-      options_of(run), testing_support::fresh_communicator());
+  Accelerator accelerator(options_of(run), testing_support::fresh_communicator());
   if (accelerator.num_processes() == 1) {
     accelerator.finish();
     return; // a rank alone has whole parameters
@@ -229,29 +210,21 @@ TEST(Sharded, WhatNeedsWholeParametersIsRefused) {
   Lamb lamb(stack->parameters());
   Adafactor adafactor(stack->parameters());
   accelerator.prepare(stack);
+  EXPECT_NE(refusal([&] { accelerator.prepare(lamb); }).find("optimizer=Lamb"), std::string::npos);
+  EXPECT_NE(refusal([&] {
+              accelerator.prepare(adafactor);
+            }).find("optimizer=Adafactor with strategy=fsdp"),
+            std::string::npos);
+  EXPECT_NE(refusal([&] {
+              accelerator.register_comm_hook(stack, std::make_shared<Bf16CompressHook>());
+            }).find("FullyShard"),
+            std::string::npos);
   EXPECT_NE(
-      refusal([&] { accelerator.prepare(lamb); }).find("optimizer=Lamb"),
-      std::string::npos);
-  EXPECT_NE(
-      refusal([&] {
-        accelerator.prepare(adafactor);
-      }).find("optimizer=Adafactor with strategy=fsdp"),
-      std::string::npos);
-  EXPECT_NE(
-      refusal([&] {
-        accelerator.register_comm_hook(
-            stack, std::make_shared<Bf16CompressHook>());
-      }).find("FullyShard"),
-      std::string::npos);
-  EXPECT_NE(
-      refusal([&] {
-        LocalSgd local(accelerator, stack, {.steps = 2});
-      }).find("parts of one copy"),
+      refusal([&] { LocalSgd local(accelerator, stack, {.steps = 2}); }).find("parts of one copy"),
       std::string::npos);
   const Tensor loss = stack->words->weight.sum();
-  EXPECT_NE(
-      refusal([&] { accelerator.backward(loss); }).find("outside accumulate()"),
-      std::string::npos);
+  EXPECT_NE(refusal([&] { accelerator.backward(loss); }).find("outside accumulate()"),
+            std::string::npos);
   accelerator.finish();
 }
 

@@ -10,11 +10,8 @@ enum class StandInLoss { mean, sum, window };
 // torch's own clipping and optimizer, and a counter: nobody repeats them for a rank
 // that is not there.
 template <typename Backward>
-void train_with_own_code(
-    Net& net,
-    torch::optim::SGD& sgd,
-    int64_t& turns,
-    const Backward& backward) {
+void train_with_own_code(Net& net, torch::optim::SGD& sgd, int64_t& turns,
+                         const Backward& backward) {
   net->zero_grad();
   backward();
   torch::nn::utils::clip_grad_norm_(net->parameters(), 0.2);
@@ -24,13 +21,11 @@ void train_with_own_code(
 }
 
 TEST(StandIns, TheLoopsBodyRunsEquallyOftenOnEveryRankWhateverItDoes) {
-  for (const auto kind :
-       {StandInLoss::mean, StandInLoss::sum, StandInLoss::window}) {
+  for (const auto kind : {StandInLoss::mean, StandInLoss::sum, StandInLoss::window}) {
     SCOPED_TRACE(static_cast<int>(kind));
     auto accelerator = accelerator_of();
     const int world = accelerator.num_processes();
-    auto batches =
-        make_batches(2 * world + 1); // the last turn is rank 0's alone
+    auto batches = make_batches(2 * world + 1); // the last turn is rank 0's alone
     int64_t rows = 0;
     for (const Pair& batch : batches) {
       rows += batch.second.numel();
@@ -73,9 +68,8 @@ TEST(StandIns, TheLoopsBodyRunsEquallyOftenOnEveryRankWhateverItDoes) {
           x.push_back(batch.first);
           y.push_back(batch.second);
         }
-        train_with_own_code(plain, plain_sgd, plain_turns, [&] {
-          mean_loss(plain, {torch::cat(x), torch::cat(y)}).backward();
-        });
+        train_with_own_code(plain, plain_sgd, plain_turns,
+                            [&] { mean_loss(plain, {torch::cat(x), torch::cat(y)}).backward(); });
       }
     }
     EXPECT_LE(largest_difference(*net, *plain), 1e-12);
@@ -110,9 +104,8 @@ TEST(StandIns, BehindASkippedBeginningToo) {
   auto accelerator = accelerator_of();
   const int world = accelerator.num_processes();
   auto batches = make_batches(2 * world + 1);
-  DataLoader rows(
-      std::make_shared<state_test::RowsOfLengths>(2 * (2 * world + 1)),
-      {.batch_size = 2, .shuffle = true, .group_by_length = false});
+  DataLoader rows(std::make_shared<state_test::RowsOfLengths>(2 * (2 * world + 1)),
+                  {.batch_size = 2, .shuffle = true, .group_by_length = false});
   Net net = net_of_rank(accelerator);
   torch::optim::SGD sgd(net->parameters(), 0.1), other(net->parameters(), 0.1);
   auto [model, optimizer, pairs] = accelerator.prepare(net, sgd, batches);
@@ -122,16 +115,13 @@ TEST(StandIns, BehindASkippedBeginningToo) {
     for (const auto& batch : accelerator.skip_first_batches(loader, 2)) {
       EXPECT_TRUE(has_rows(batch));
       auto window = accelerator.accumulate(loader, net);
-      accelerator.backward(
-          net->forward(torch::ones({1, 5}, torch::kDouble)).sum());
+      accelerator.backward(net->forward(torch::ones({1, 5}, torch::kDouble)).sum());
       EXPECT_GT(accelerator.last_window().weight, 0);
       ++count;
     }
     return count;
   };
-  const auto in_pair = [](const Pair& batch) {
-    return batch.first.size(0) > 0;
-  };
+  const auto in_pair = [](const Pair& batch) { return batch.first.size(0) > 0; };
   const auto in_batch = [](const Batch& batch) {
     return batch.tensors.begin()->second.size(0) > 0;
   };
@@ -175,8 +165,7 @@ TEST(StandIns, TriggerSyncInTheLastTurnReducesOnEveryRank) {
   torch::optim::SGD sgd(net->parameters(), 0.0);
   auto [model, optimizer, loader] = accelerator.prepare(net, sgd, batches);
   const auto both = [](Net& of, const Pair& batch) {
-    return std::pair{
-        mean_loss(of, batch), of->forward(batch.first).square().mean()};
+    return std::pair{mean_loss(of, batch), of->forward(batch.first).square().mean()};
   };
   uint64_t windows = 0;
   for (const auto& batch : loader) {
@@ -191,9 +180,7 @@ TEST(StandIns, TriggerSyncInTheLastTurnReducesOnEveryRank) {
       ++windows;
       const auto wanted = plain_gradients([&](Net& plain) {
         const auto [a, b] = both(
-            plain,
-            joined(joined_window(
-                batches, world, 2, static_cast<int64_t>(windows) - 1)));
+            plain, joined(joined_window(batches, world, 2, static_cast<int64_t>(windows) - 1)));
         return a + b;
       });
       expect_gradients(*net, wanted);
@@ -231,8 +218,7 @@ void expect_halves_are_plain(bool stand_ins) {
       continue;
     }
     for (int64_t t = 0; t < 3; ++t) {
-      const auto mine =
-          static_cast<size_t>(t * world + accelerator.process_index());
+      const auto mine = static_cast<size_t>(t * world + accelerator.process_index());
       if (mine < batches.size()) {
         turn(model, batches[mine]);
       }
@@ -280,9 +266,7 @@ TEST(Joining, ModelsChangedBesideTheHandlesAreAnErrorAndNotSilence) {
   } catch (const CommunicationError& error) {
     said = error.what();
   }
-  EXPECT_EQ(
-      said.find("step by prepared optimizers") != said.npos,
-      accelerator.num_processes() > 1)
+  EXPECT_EQ(said.find("step by prepared optimizers") != said.npos, accelerator.num_processes() > 1)
       << said;
 }
 

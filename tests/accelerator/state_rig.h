@@ -51,8 +51,7 @@ struct DropNetImpl : torch::nn::Module {
   }
   at::Tensor forward(const at::Tensor& x) {
     seen.add_(x.detach().sum());
-    return second->forward(
-        torch::dropout(torch::tanh(first->forward(x)), 0.3, is_training()));
+    return second->forward(torch::dropout(torch::tanh(first->forward(x)), 0.3, is_training()));
   }
   torch::nn::Linear first{nullptr}, second{nullptr};
   at::Tensor seen{};
@@ -75,30 +74,22 @@ struct Place {
 };
 
 struct Session {
-  Session(
-      std::shared_ptr<Communicator> communicator,
-      int64_t steps,
-      int64_t rows,
-      uint64_t weights = 3,
-      StateScope scope = StateScope::per_rank)
+  Session(std::shared_ptr<Communicator> communicator, int64_t steps, int64_t rows,
+          uint64_t weights = 3, StateScope scope = StateScope::per_rank)
       : accelerator(session_options(steps), std::move(communicator)),
         net((torch::manual_seed(weights), DropNet())),
         adamw(net->parameters(), torch::optim::AdamWOptions(0.05)),
         schedule(adamw, linear_schedule(2, 60)),
-        loader(
-            std::make_shared<RowsOfLengths>(rows),
-            {.batch_size = 2, .group_batch = 12}) {
+        loader(std::make_shared<RowsOfLengths>(rows), {.batch_size = 2, .group_batch = 12}) {
     accelerator.register_for_checkpointing("notes", notes, scope);
   }
 
   struct Notes : Stateful {
-    void save_state(
-        NamedTensors& tensors, nlohmann::json& values) const override {
+    void save_state(NamedTensors& tensors, nlohmann::json& values) const override {
       values["losses"] = losses;
       tensors["last"] = torch::tensor(losses, torch::kDouble);
     }
-    void load_state(
-        const NamedTensors& tensors, const nlohmann::json& values) override {
+    void load_state(const NamedTensors& tensors, const nlohmann::json& values) override {
       if (tensors.count("last") == 0) {
         throw InputError("test::Notes", "no tensor last");
       }
@@ -113,16 +104,15 @@ struct Session {
   /// the end of each turn's body and behind each epoch.
   void train(const std::function<void(Place)>& at = {}) {
     auto [model, optimizer, batches, scheduler] = prepared();
-    for (auto epoch = static_cast<int64_t>(batches.epoch()); epoch < kEpochs;
-         ++epoch) {
+    for (auto epoch = static_cast<int64_t>(batches.epoch()); epoch < kEpochs; ++epoch) {
       batches.set_epoch(static_cast<uint64_t>(epoch));
       int64_t turn = first_turn;
       first_turn = 0;
       for (const Batch& batch : batches) {
         auto window = accelerator.accumulate(model);
         rows.insert(rows.end(), batch.indices.begin(), batch.indices.end());
-        accelerator.backward(torch::nn::functional::cross_entropy(
-            model->forward(batch["x"]), batch["y"]));
+        accelerator.backward(
+            torch::nn::functional::cross_entropy(model->forward(batch["x"]), batch["y"]));
         accelerator.clip_grad_norm_(model, 0.5);
         if (optimizer.step()) {
           notes.losses.push_back(accelerator.last_window().loss);
@@ -141,9 +131,7 @@ struct Session {
   }
 
   using Handles = decltype(std::declval<Accelerator&>().prepare(
-      std::declval<DropNet&>(),
-      std::declval<AdamW&>(),
-      std::declval<DataLoader&>(),
+      std::declval<DropNet&>(), std::declval<AdamW&>(), std::declval<DataLoader&>(),
       std::declval<LrScheduler&>()));
   Handles& prepared() {
     if (!handles) {
@@ -162,8 +150,7 @@ struct Session {
       all.push_back(parameter.detach().clone());
       const auto found = adamw.state().find(parameter.unsafeGetTensorImpl());
       if (found != adamw.state().end()) {
-        auto& state =
-            static_cast<torch::optim::AdamWParamState&>(*found->second);
+        auto& state = static_cast<torch::optim::AdamWParamState&>(*found->second);
         all.push_back(state.exp_avg().clone());
         all.push_back(state.exp_avg_sq().clone());
         all.push_back(torch::tensor(state.step()));
@@ -188,8 +175,7 @@ struct Session {
   std::vector<int64_t> rows{}; // this rank's, in order
 };
 
-inline void expect_equal_bits(
-    const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
+inline void expect_equal_bits(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
   ASSERT_EQ(a.size(), b.size());
   for (size_t i = 0; i < a.size(); ++i) {
     EXPECT_TRUE(torch::equal(a[i], b[i])) << i << "\n" << a[i] << "\n" << b[i];

@@ -18,8 +18,7 @@ namespace hasten::state_test {
 namespace files = std::filesystem;
 
 std::string place_name(Place place) {
-  return "state-" + std::to_string(place.epoch) + "-" +
-         std::to_string(place.turn);
+  return "state-" + std::to_string(place.epoch) + "-" + std::to_string(place.turn);
 }
 
 TEST(AcceleratorState, RunResumedAnywhereEqualsTheUninterruptedOneBitForBit) {
@@ -34,8 +33,7 @@ TEST(AcceleratorState, RunResumedAnywhereEqualsTheUninterruptedOneBitForBit) {
 
   Session saving(communicator, 3, 49);
   const int64_t turns = (49 + 2 * world - 1) / (2 * world);
-  const std::vector<Place> places{
-      {0, 0}, {0, 1}, {1, 2}, {1, turns - 1}, {1, -1}};
+  const std::vector<Place> places{{0, 0}, {0, 1}, {1, 2}, {1, turns - 1}, {1, -1}};
   saving.train([&](Place here) {
     for (const Place place : places) {
       if (place.epoch == here.epoch && place.turn == here.turn) {
@@ -49,14 +47,11 @@ TEST(AcceleratorState, RunResumedAnywhereEqualsTheUninterruptedOneBitForBit) {
     SCOPED_TRACE(place_name(place));
     Session resumed(communicator, 3, 49, /*weights=*/99);
     resumed.prepared();
-    const LoadedState loaded =
-        resumed.accelerator.load_state(folder / place_name(place));
+    const LoadedState loaded = resumed.accelerator.load_state(folder / place_name(place));
     EXPECT_EQ(loaded.world_size, world);
     resumed.train();
     expect_equal_bits(resumed.everything(), expected);
-    EXPECT_EQ(
-        resumed.accelerator.last_window().loss,
-        plain.accelerator.last_window().loss);
+    EXPECT_EQ(resumed.accelerator.last_window().loss, plain.accelerator.last_window().loss);
   }
 }
 
@@ -87,11 +82,9 @@ TEST(AcceleratorState, ARunUnderPowerSgdGoesOnWithEveryRanksError) {
     if (world > 1) {
       std::vector<at::Tensor> errors;
       for (int rank = 0; rank < world; ++rank) {
-        const SafetensorsReader file(
-            folder / place_name(place) /
-            ("state_rank_" + std::to_string(rank) + ".safetensors"));
-        errors.push_back(
-            file.tensor("gradients.0.comm_hook.error.first.weight").clone());
+        const SafetensorsReader file(folder / place_name(place) /
+                                     ("state_rank_" + std::to_string(rank) + ".safetensors"));
+        errors.push_back(file.tensor("gradients.0.comm_hook.error.first.weight").clone());
         EXPECT_GT(errors.back().abs().sum().item<double>(), 0);
       }
       EXPECT_FALSE(torch::equal(errors.front(), errors.back()));
@@ -105,19 +98,17 @@ TEST(AcceleratorState, ARunUnderPowerSgdGoesOnWithEveryRanksError) {
   }
   Session without(communicator, 2, 49);
   without.prepared();
-  const auto text = input_error(
-      [&] { without.accelerator.load_state(folder / place_name(places[0])); });
+  const auto text =
+      input_error([&] { without.accelerator.load_state(folder / place_name(places[0])); });
   EXPECT_NE(text.find("powerSGD"), text.npos) << text;
 }
 
 /// Rows seen by all ranks of `communicator`, sorted.
-std::vector<int64_t> rows_of_all(
-    Communicator& communicator, const std::vector<int64_t>& mine) {
-  const at::Tensor all = communicator.all_gather_rows(
-      torch::tensor(mine, torch::kLong), "rows seen");
-  std::vector<int64_t> rows(
-      all.const_data_ptr<int64_t>(),
-      all.const_data_ptr<int64_t>() + all.numel());
+std::vector<int64_t> rows_of_all(Communicator& communicator, const std::vector<int64_t>& mine) {
+  const at::Tensor all =
+      communicator.all_gather_rows(torch::tensor(mine, torch::kLong), "rows seen");
+  std::vector<int64_t> rows(all.const_data_ptr<int64_t>(),
+                            all.const_data_ptr<int64_t>() + all.numel());
   std::sort(rows.begin(), rows.end());
   return rows;
 }
@@ -191,14 +182,10 @@ TEST(AcceleratorState, OpenWindowAtAnotherWorldSizeIsRefusedByName) {
   });
   Session then(Communicator::create(World{}), 3, 50);
   then.prepared();
-  const auto text =
-      input_error([&] { then.accelerator.load_state(folder / "open"); });
-  EXPECT_NE(
-      text.find(
-          "state.json: it was saved in the middle of an accumulation "
-          "window by " +
-          std::to_string(everyone->world_size()) + " processes"),
-      text.npos)
+  const auto text = input_error([&] { then.accelerator.load_state(folder / "open"); });
+  EXPECT_NE(text.find("state.json: it was saved in the middle of an accumulation window by " +
+                      std::to_string(everyone->world_size()) + " processes"),
+            text.npos)
       << text;
   everyone->barrier("looked");
 }
@@ -215,10 +202,8 @@ TEST(AcceleratorState, AnOpenWindowGoesOnToRefuseABackwardThatIsNotWeighed) {
   Session then(communicator, 3, 50, 99);
   then.prepared();
   then.accelerator.load_state(folder / "open");
-  const auto text = input_error(
-      [&] { then.net->forward(torch::ones({1, 5})).sum().backward(); });
-  EXPECT_NE(text.find("inside a window reached parameter \"second."), text.npos)
-      << text;
+  const auto text = input_error([&] { then.net->forward(torch::ones({1, 5})).sum().backward(); });
+  EXPECT_NE(text.find("inside a window reached parameter \"second."), text.npos) << text;
 }
 
 TEST(AcceleratorState, DamagedStateIsRefusedByFileAndNothingChanges) {
@@ -231,8 +216,7 @@ TEST(AcceleratorState, DamagedStateIsRefusedByFileAndNothingChanges) {
     }
   });
   const auto expected = first.everything();
-  const auto damage = [&](const std::string& name,
-                          const std::string& file,
+  const auto damage = [&](const std::string& name, const std::string& file,
                           const std::function<void(std::string&)>& change) {
     if (communicator->is_main()) {
       files::copy(folder / "good", folder / name);
@@ -281,8 +265,7 @@ TEST(AcceleratorState, StateOfAnotherModelOrOtherObjectsIsRefused) {
   first.prepared();
   first.accelerator.save_state(folder / "a"); // before the first step, too
   const auto says = [&](Accelerator& accelerator, const std::string& part) {
-    const auto text =
-        input_error([&] { accelerator.load_state(folder / "a"); });
+    const auto text = input_error([&] { accelerator.load_state(folder / "a"); });
     EXPECT_NE(text.find(part), text.npos) << text;
   };
   {
@@ -292,11 +275,8 @@ TEST(AcceleratorState, StateOfAnotherModelOrOtherObjectsIsRefused) {
     const at::Tensor weight = wide->first->weight.detach().clone();
     auto handles = other.prepare(wide, adamw);
     const at::Tensor mine = wide->first->weight.detach().clone();
-    says(
-        other,
-        (folder / "a" / "model.safetensors").string() +
-            ": tensor \"first.bias\" has shape [8] Float. Expected the model's "
-            "[16] Float");
+    says(other, (folder / "a" / "model.safetensors").string() +
+                    ": tensor \"first.bias\" has shape [8] Float. Expected the model's [16] Float");
     EXPECT_TRUE(torch::equal(wide->first->weight, mine));
   }
   {
@@ -315,8 +295,8 @@ TEST(AcceleratorState, StateOfAnotherModelOrOtherObjectsIsRefused) {
     more.prepared();
     more.accelerator.register_for_checkpointing("more", notes);
     says(more.accelerator, "lacks the state of \"more\"");
-    const auto text = input_error(
-        [&] { more.accelerator.register_for_checkpointing("more", others); });
+    const auto text =
+        input_error([&] { more.accelerator.register_for_checkpointing("more", others); });
     EXPECT_NE(text.find("name=\"more\" is taken"), text.npos) << text;
   }
   if (communicator->is_main()) {
@@ -324,8 +304,7 @@ TEST(AcceleratorState, StateOfAnotherModelOrOtherObjectsIsRefused) {
     write_file_atomically(folder / "home" / "diary.txt", "mine");
   }
   communicator->barrier("made");
-  const auto text =
-      input_error([&] { first.accelerator.save_state(folder / "home"); });
+  const auto text = input_error([&] { first.accelerator.save_state(folder / "home"); });
   EXPECT_NE(text.find("holds something else than a state"), text.npos) << text;
   EXPECT_TRUE(files::exists(folder / "home" / "diary.txt"));
   communicator->barrier("looked");
@@ -333,9 +312,7 @@ TEST(AcceleratorState, StateOfAnotherModelOrOtherObjectsIsRefused) {
 
 /// Takes no state; and counts in tensors of its own.
 struct Stubborn : Stateful {
-  void save_state(NamedTensors&, nlohmann::json& values) const override {
-    values["rank"] = rank;
-  }
+  void save_state(NamedTensors&, nlohmann::json& values) const override { values["rank"] = rank; }
   void load_state(const NamedTensors&, const nlohmann::json& values) override {
     if (refuses) {
       throw InputError("test::Stubborn", "I will not");
@@ -353,8 +330,7 @@ TEST(AcceleratorState, ObjectThatRefusesUndoesTheOthersOnEveryRank) {
   Stubborn saved;
   saved.rank = communicator->rank();
   Session first(communicator, 1, 20);
-  first.accelerator.register_for_checkpointing(
-      "mine", saved, StateScope::per_rank);
+  first.accelerator.register_for_checkpointing("mine", saved, StateScope::per_rank);
   first.train();
   first.accelerator.save_state(folder / "a");
   const auto expected = first.everything();
@@ -362,13 +338,11 @@ TEST(AcceleratorState, ObjectThatRefusesUndoesTheOthersOnEveryRank) {
   Session then(communicator, 1, 20, 99);
   Stubborn loaded;
   loaded.refuses = communicator->rank() == last;
-  then.accelerator.register_for_checkpointing(
-      "mine", loaded, StateScope::per_rank);
+  then.accelerator.register_for_checkpointing("mine", loaded, StateScope::per_rank);
   then.prepared();
   const at::Tensor random = detail::random_state();
   const auto before = then.everything();
-  const auto text =
-      input_error([&] { then.accelerator.load_state(folder / "a"); });
+  const auto text = input_error([&] { then.accelerator.load_state(folder / "a"); });
   EXPECT_NE(text.find("I will not"), text.npos) << text;
   EXPECT_EQ(loaded.rank, -1);
   detail::set_random_state(random);
@@ -412,8 +386,7 @@ TEST(AcceleratorState, TorchsOptimizersSchedulersAndAnyRangeGoOnToo) {
     for (int64_t i = 0; i < 22; i += 2) {
       range.all.push_back(rows.collate({i, i + 1}));
     }
-    auto [model, optimizer, batches, scheduler] =
-        accelerator.prepare(net, sgd, range, decay);
+    auto [model, optimizer, batches, scheduler] = accelerator.prepare(net, sgd, range, decay);
     if (!from.empty()) {
       accelerator.load_state(folder / from);
     }
@@ -422,8 +395,8 @@ TEST(AcceleratorState, TorchsOptimizersSchedulersAndAnyRangeGoOnToo) {
       int turn = 0;
       for (const Batch& batch : batches) {
         auto window = accelerator.accumulate(model);
-        accelerator.backward(torch::nn::functional::cross_entropy(
-            model->forward(batch["x"]), batch["y"]));
+        accelerator.backward(
+            torch::nn::functional::cross_entropy(model->forward(batch["x"]), batch["y"]));
         optimizer.step();
         scheduler.step();
         optimizer.zero_grad();

@@ -37,18 +37,15 @@ NormedNet normed_net(uint64_t seed) {
 
 Tensor normed_loss(NormedNet& net, const Pair& batch) {
   return torch::nn::functional::cross_entropy(
-      net->forward(batch.first),
-      batch.second,
+      net->forward(batch.first), batch.second,
       torch::nn::functional::CrossEntropyFuncOptions().reduction(torch::kSum));
 }
 
 // Turns of `k` a step: the statistics are those of a turn's rows on all ranks, the
 // gradient is the mean over the step's.
-NormedNet plain_normed(
-    const std::vector<Pair>& batches, int world, int64_t k, int epochs) {
+NormedNet plain_normed(const std::vector<Pair>& batches, int world, int64_t k, int epochs) {
   NormedNet net = normed_net(1);
-  torch::optim::SGD sgd(
-      net->parameters(), torch::optim::SGDOptions(0.2).momentum(0.9));
+  torch::optim::SGD sgd(net->parameters(), torch::optim::SGDOptions(0.2).momentum(0.9));
   const int64_t count = static_cast<int64_t>(batches.size());
   const int64_t turns = (count + world - 1) / world;
   for (int epoch = 0; epoch < epochs; ++epoch) {
@@ -69,14 +66,11 @@ NormedNet plain_normed(
   return net;
 }
 
-double largest_buffer_difference(
-    const torch::nn::Module& a, const torch::nn::Module& b) {
+double largest_buffer_difference(const torch::nn::Module& a, const torch::nn::Module& b) {
   double largest = 0;
   const auto of_a = a.buffers(), of_b = b.buffers();
   for (size_t i = 0; i < of_a.size(); ++i) {
-    largest = std::max(
-        largest,
-        (of_a[i] - of_b[i]).to(torch::kDouble).abs().max().item<double>());
+    largest = std::max(largest, (of_a[i] - of_b[i]).to(torch::kDouble).abs().max().item<double>());
   }
   return largest;
 }
@@ -85,14 +79,11 @@ enum class NormedLoop { windows, outside };
 
 // Five turns and one more that is rank 0's alone; two epochs.
 void expect_one_process(NormedLoop loop, int64_t k) {
-  auto accelerator = accelerator_of(
-      {.gradient_accumulation_steps = k, .sync_batchnorm = true});
+  auto accelerator = accelerator_of({.gradient_accumulation_steps = k, .sync_batchnorm = true});
   const int world = accelerator.num_processes();
   auto batches = make_batches(5 * world + 1);
-  NormedNet net =
-      normed_net(static_cast<uint64_t>(accelerator.process_index()) + 1);
-  torch::optim::SGD sgd(
-      net->parameters(), torch::optim::SGDOptions(0.2).momentum(0.9));
+  NormedNet net = normed_net(static_cast<uint64_t>(accelerator.process_index()) + 1);
+  torch::optim::SGD sgd(net->parameters(), torch::optim::SGDOptions(0.2).momentum(0.9));
   auto [model, optimizer, loader] = accelerator.prepare(net, sgd, batches);
   for (int epoch = 0; epoch < 2; ++epoch) {
     for (const auto& batch : loader) {
@@ -115,9 +106,7 @@ void expect_one_process(NormedLoop loop, int64_t k) {
   EXPECT_LE(largest_buffer_difference(*net, *plain), 1e-10);
 }
 
-TEST(SyncBatchNormRuns, AreThoseOfOneProcess) {
-  expect_one_process(NormedLoop::windows, 1);
-}
+TEST(SyncBatchNormRuns, AreThoseOfOneProcess) { expect_one_process(NormedLoop::windows, 1); }
 
 TEST(SyncBatchNormRuns, AreThoseOfOneProcessWithoutWindowsToo) {
   expect_one_process(NormedLoop::outside, 1);
@@ -164,16 +153,15 @@ TEST(SyncBatchNormRuns, ARankThatFailsInItsForwardEndsTheOthers) {
   torch::optim::SGD sgd(net->parameters(), 0.1);
   auto [model, optimizer, loader] = accelerator.prepare(net, sgd, batches);
   const auto start = std::chrono::steady_clock::now();
-  const std::string said =
-      message_of<std::exception>([&, &model = model, &loader = loader] {
-        for (const auto& batch : loader) {
-          auto window = accelerator.accumulate(model);
-          if (accelerator.process_index() == world - 1) {
-            throw std::runtime_error("planted failure");
-          }
-          accelerator.backward(normed_loss(model, batch), 1);
-        }
-      });
+  const std::string said = message_of<std::exception>([&, &model = model, &loader = loader] {
+    for (const auto& batch : loader) {
+      auto window = accelerator.accumulate(model);
+      if (accelerator.process_index() == world - 1) {
+        throw std::runtime_error("planted failure");
+      }
+      accelerator.backward(normed_loss(model, batch), 1);
+    }
+  });
   if (accelerator.process_index() == world - 1) {
     EXPECT_EQ(said, "planted failure");
   } else {
@@ -190,11 +178,8 @@ TEST(SyncBatchNormRuns, AreNotForLocalSgd) {
   NormedNet net = normed_net(1);
   torch::optim::SGD sgd(net->parameters(), 0.1);
   auto [model, optimizer] = accelerator.prepare(net, sgd);
-  expect_says(
-      message_of([&, &model = model] {
-        const LocalSgd scope(accelerator, model, {});
-      }),
-      "synchronised batch norm");
+  expect_says(message_of([&, &model = model] { const LocalSgd scope(accelerator, model, {}); }),
+              "synchronised batch norm");
   accelerator.finish();
 }
 
@@ -205,10 +190,9 @@ TEST(SyncBatchNormRuns, RefuseOtherModelsOnOtherRanksEverywhere) {
     return;
   }
   const bool last = accelerator.process_index() + 1 == world;
-  torch::nn::Sequential net(
-      torch::nn::Linear(4, 4),
-      torch::nn::BatchNorm1d(torch::nn::BatchNormOptions(4).eps(
-          last ? 1e-3 : 1e-5))); // Ddp would not see it
+  torch::nn::Sequential net(torch::nn::Linear(4, 4),
+                            torch::nn::BatchNorm1d(torch::nn::BatchNormOptions(4).eps(
+                                last ? 1e-3 : 1e-5))); // Ddp would not see it
   expect_says(message_of([&] { accelerator.prepare(net); }), "eps=0.001");
   accelerator.finish();
 }
@@ -216,9 +200,7 @@ TEST(SyncBatchNormRuns, RefuseOtherModelsOnOtherRanksEverywhere) {
 // A buffer of another kind is still made equal; running statistics are without it.
 TEST(SyncBatchNormRuns, LeaveOtherBuffersToTheirPolicy) {
   struct NotedNormImpl : NormedNetImpl {
-    NotedNormImpl() {
-      note = register_buffer("note", torch::zeros({1}, torch::kDouble));
-    }
+    NotedNormImpl() { note = register_buffer("note", torch::zeros({1}, torch::kDouble)); }
     Tensor note;
   };
   auto accelerator = accelerator_of({.sync_batchnorm = true});
@@ -241,11 +223,9 @@ struct CheckpointedNorm {
   int forwards = 0, backwards = 0;
 };
 
-CheckpointedNorm run_normed(
-    const std::shared_ptr<Communicator>& communicator,
-    const std::function<Tensor(NormedNet&, const Tensor&)>& forward) {
-  auto watched =
-      std::make_shared<testing_support::WatchedCommunicator>(communicator);
+CheckpointedNorm run_normed(const std::shared_ptr<Communicator>& communicator,
+                            const std::function<Tensor(NormedNet&, const Tensor&)>& forward) {
+  auto watched = std::make_shared<testing_support::WatchedCommunicator>(communicator);
   NormedNet net = normed_net(1);
   const auto conversion = convert_sync_batchnorm(net, watched);
   CheckpointedNorm run;
@@ -253,8 +233,7 @@ CheckpointedNorm run_normed(
     const bool gradient = name.find("gradient") != std::string_view::npos;
     ++(gradient ? run.backwards : run.forwards);
   };
-  auto generator =
-      torch::make_generator<at::CPUGeneratorImpl>(7 + watched->rank());
+  auto generator = torch::make_generator<at::CPUGeneratorImpl>(7 + watched->rank());
   const Tensor x = torch::randn({3, 5}, generator, torch::kDouble);
   forward(net, x).square().sum().backward();
   for (const Tensor& parameter : net->parameters()) {
@@ -267,20 +246,14 @@ CheckpointedNorm run_normed(
 TEST(SyncBatchNormRuns, ARecomputedForwardSendsNothingAndCountsNoBatch) {
   const auto communicator = testing_support::fresh_communicator();
   const int sent = communicator->world_size() > 1 ? 1 : 0;
-  const auto plain = run_normed(
-      communicator,
-      [](NormedNet& net, const Tensor& x) { return net->forward(x); });
-  for (const auto& policy :
-       {std::shared_ptr<const OpPolicy>(),
-        OpPolicy::keep_expensive(),
-        OpPolicy::keep({"aten::mul", "aten::sum", "aten::add"})}) {
-    const auto run =
-        run_normed(communicator, [&](NormedNet& net, const Tensor& x) {
-          return activation_checkpoint(
-              [&](const Tensor& in) { return net->forward(in * 1); },
-              x,
-              ActivationCheckpointOptions{.policy = policy});
-        });
+  const auto plain =
+      run_normed(communicator, [](NormedNet& net, const Tensor& x) { return net->forward(x); });
+  for (const auto& policy : {std::shared_ptr<const OpPolicy>(), OpPolicy::keep_expensive(),
+                             OpPolicy::keep({"aten::mul", "aten::sum", "aten::add"})}) {
+    const auto run = run_normed(communicator, [&](NormedNet& net, const Tensor& x) {
+      return activation_checkpoint([&](const Tensor& in) { return net->forward(in * 1); }, x,
+                                   ActivationCheckpointOptions{.policy = policy});
+    });
     EXPECT_EQ(run.forwards, sent);
     EXPECT_EQ(run.backwards, sent);
     for (size_t i = 0; i < plain.gradients.size(); ++i) {

@@ -49,23 +49,19 @@ TORCH_MODULE(Net);
 std::vector<std::pair<Tensor, Tensor>> ids_and_labels(int64_t count) {
   std::vector<std::pair<Tensor, Tensor>> all;
   for (int64_t b = 0; b < count; ++b) {
-    auto generator = torch::make_generator<at::CPUGeneratorImpl>(
-        static_cast<uint64_t>(600 + b));
+    auto generator = torch::make_generator<at::CPUGeneratorImpl>(static_cast<uint64_t>(600 + b));
     Tensor labels = torch::randint(0, 3, {3}, generator, torch::kLong);
-    const Tensor mask = b % 3 == 1
-                            ? torch::zeros({3}, torch::kLong)
-                            : torch::tensor({int64_t{1}, b % 2, int64_t{1}});
-    all.emplace_back(
-        torch::randint(0, 13, {3, 4}, generator, torch::kLong),
-        torch::stack({labels, mask}, 1)); // [3, 2]
+    const Tensor mask = b % 3 == 1 ? torch::zeros({3}, torch::kLong)
+                                   : torch::tensor({int64_t{1}, b % 2, int64_t{1}});
+    all.emplace_back(torch::randint(0, 13, {3, 4}, generator, torch::kLong),
+                     torch::stack({labels, mask}, 1)); // [3, 2]
   }
   return all;
 }
 
 Tensor losses(const Tensor& logits, const Tensor& labels) {
   return torch::nn::functional::cross_entropy(
-      logits,
-      labels.select(1, 0),
+      logits, labels.select(1, 0),
       torch::nn::functional::CrossEntropyFuncOptions().reduction(torch::kNone));
 }
 
@@ -104,22 +100,20 @@ Result train(const Way& way, std::shared_ptr<Communicator> communicator) {
   if (!way.checkpointing.empty()) {
     gradient_checkpointing_enable(net, {.mode = way.checkpointing});
   }
-  torch::optim::SGD sgd(
-      net->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+  torch::optim::SGD sgd(net->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
   auto data = ids_and_labels((kTurns - 1) * world + 1);
   auto [model, optimizer, loader] = accelerator.prepare(net, sgd, data);
   for (int epoch = 0; epoch < 2; ++epoch) {
     int64_t turn = 0;
     for (const auto& [ids, labels] : loader) {
-      const bool stands_in =
-          ++turn == kTurns && accelerator.process_index() > 0;
+      const bool stands_in = ++turn == kTurns && accelerator.process_index() > 0;
       const Tensor mask = labels.select(1, 1).to(torch::kDouble);
       const double weight = mask.sum().item<double>();
       auto window = accelerator.accumulate(loader, weight, model);
       const Tensor each = losses(net->forward(ids), labels);
       // Infinite and undefined derivatives, inside and at the end.
-      Tensor loss = weight > 0 ? (each * mask).sum() / mask.sum()
-                               : (each / mask / mask).sum() / mask.sum();
+      Tensor loss =
+          weight > 0 ? (each * mask).sum() / mask.sum() : (each / mask / mask).sum() / mask.sum();
       if (stands_in) {
         loss = loss * kNan;
       }
@@ -148,8 +142,7 @@ Result train(const Way& way, std::shared_ptr<Communicator> communicator) {
 Result plain(int world, bool synced, int64_t accumulation) {
   const auto data = ids_and_labels((kTurns - 1) * world + 1);
   Net net = net_of(1, synced);
-  torch::optim::SGD sgd(
-      net->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+  torch::optim::SGD sgd(net->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
   for (int epoch = 0; epoch < 2; ++epoch) {
     double weight = 0;
     sgd.zero_grad();
@@ -166,9 +159,7 @@ Result plain(int world, bool synced, int64_t accumulation) {
       const Tensor counted = all.select(1, 1).nonzero().view({-1});
       weight += static_cast<double>(counted.numel());
       if (counted.numel() > 0) {
-        losses(logits.index_select(0, counted), all.index_select(0, counted))
-            .sum()
-            .backward();
+        losses(logits.index_select(0, counted), all.index_select(0, counted)).sum().backward();
       }
       if ((turn + 1) % accumulation == 0) {
         for (const Tensor& parameter : net->parameters()) {
@@ -200,23 +191,17 @@ void expect_joined_batch(bool synced, const std::string& checkpointing) {
   for (const int64_t accumulation : {1, 2}) {
     const Result wanted = plain(world, synced, accumulation);
     for (const Strategy strategy :
-         {Strategy::ddp,
-          Strategy::zero1,
-          Strategy::zero2,
-          Strategy::fsdp,
-          Strategy::hsdp}) {
+         {Strategy::ddp, Strategy::zero1, Strategy::zero2, Strategy::fsdp, Strategy::hsdp}) {
       if (strategy == Strategy::hsdp && world % 2 != 0) {
         continue;
       }
-      SCOPED_TRACE(
-          std::string(strategy_name(strategy)) + ", accumulation " +
-          std::to_string(accumulation));
-      const Result found = train(
-          {.strategy = strategy,
-           .checkpointing = checkpointing,
-           .synced = synced,
-           .accumulation = accumulation},
-          everyone);
+      SCOPED_TRACE(std::string(strategy_name(strategy)) + ", accumulation " +
+                   std::to_string(accumulation));
+      const Result found = train({.strategy = strategy,
+                                  .checkpointing = checkpointing,
+                                  .synced = synced,
+                                  .accumulation = accumulation},
+                                 everyone);
       if (everyone->rank() == 0) {
         EXPECT_LE(apart(found.parameters, wanted.parameters), 1e-10);
       }
@@ -247,13 +232,11 @@ TEST(WeightZero, ASumOverNoTermsIsNotLookedAt) {
   using accelerator_test::expect_gradients;
   using accelerator_test::sum_loss;
   const auto batches = accelerator_test::even_batches(2);
-  const auto wanted =
-      accelerator_test::plain_gradients([&](accelerator_test::Net& net) {
-        return sum_loss(net, batches[0]) / 4;
-      });
+  const auto wanted = accelerator_test::plain_gradients(
+      [&](accelerator_test::Net& net) { return sum_loss(net, batches[0]) / 4; });
   for (const bool inside : {true, false}) {
-    auto accelerator = accelerator_test::accelerator_of(
-        {.gradient_accumulation_steps = inside ? 2 : 1});
+    auto accelerator =
+        accelerator_test::accelerator_of({.gradient_accumulation_steps = inside ? 2 : 1});
     const bool first = accelerator.is_main_process();
     auto net = accelerator_test::net_of_rank(accelerator);
     auto model = accelerator.prepare(net);
@@ -283,8 +266,7 @@ TEST(WeightZero, ASumOverNoTermsIsNotLookedAt) {
 // Not so for what goes into the statistics.
 TEST(WeightZero, InputsOfSynchronisedBatchNormThatAreNotFiniteNameTheRank) {
   for (const double bad : {kNan, std::numeric_limits<double>::infinity()}) {
-    auto accelerator =
-        accelerator_test::accelerator_of({.sync_batchnorm = true});
+    auto accelerator = accelerator_test::accelerator_of({.sync_batchnorm = true});
     const int world = accelerator.num_processes();
     if (world == 1) {
       continue;

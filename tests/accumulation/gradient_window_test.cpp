@@ -26,26 +26,20 @@ struct Rig {
         rank(communicator->rank()),
         net(net_of_seed(static_cast<uint64_t>(rank) + 1)),
         ddp(std::make_shared<Ddp>(
-            communicator,
-            net.ptr(),
+            communicator, net.ptr(),
             DdpOptions{
-                .bucket_cap_mb = 2e-4,
-                .first_bucket_mb = 1e-4,
-                .find_unused_parameters = true})),
+                .bucket_cap_mb = 2e-4, .first_bucket_mb = 1e-4, .find_unused_parameters = true})),
         exchange(std::make_shared<WindowExchange>()),
         window(communicator, {ddp}, 1, {.steps = 2}, at::kCPU, exchange) {
     exchange->record = [] { return nlohmann::json::object(); };
     exchange->replay = [](const nlohmann::json&) {};
   }
 
-  Tensor loss(const Rows& batch) {
-    return loss_mean(net->forward(batch.x), batch.y);
-  }
+  Tensor loss(const Rows& batch) { return loss_mean(net->forward(batch.x), batch.y); }
   void open(const Rows& batch, bool data_ends = false) {
-    window.open(
-        {.data_ends = data_ends,
-         .weight = static_cast<double>(batch.count()),
-         .rows = batch.count()});
+    window.open({.data_ends = data_ends,
+                 .weight = static_cast<double>(batch.count()),
+                 .rows = batch.count()});
   }
   // One batch of this rank, mean loss.
   void micro(int64_t number, int64_t index, bool data_ends = false) {
@@ -83,11 +77,9 @@ struct Rig {
       ASSERT_GE(slot, 0) << item.key();
       if (world > 1) { // a rank alone leaves them where autograd puts them
         ASSERT_TRUE(flat.installed(slot)) << item.key();
-        EXPECT_EQ(
-            reinterpret_cast<uintptr_t>(p.grad().const_data_ptr()) % 64, 0u);
+        EXPECT_EQ(reinterpret_cast<uintptr_t>(p.grad().const_data_ptr()) % 64, 0u);
       }
-      EXPECT_LE((p.grad() - mean * times).abs().max().item<double>(), 1e-12)
-          << item.key();
+      EXPECT_LE((p.grad() - mean * times).abs().max().item<double>(), 1e-12) << item.key();
     }
   }
 
@@ -112,9 +104,7 @@ TEST(GradientWindow, IsTheJoinedBatchWhoeverZeroesTheGradients) {
         rig.ddp->gradients().install();
         rig.ddp->gradients().zero_();
       },
-      [&] {
-        rig.net->first->weight.mutable_grad().reset(), sgd.zero_grad(false);
-      },
+      [&] { rig.net->first->weight.mutable_grad().reset(), sgd.zero_grad(false); },
   };
   int64_t number = 0;
   for (const auto& zero_grad : ways) {
@@ -140,8 +130,8 @@ TEST(GradientWindow, IgnoresAutogradGradInMidWindow) {
   Rig rig;
   rig.micro(0, 0);
   const Rows other = make_rows(9, rig.rank, 0);
-  const auto aside = torch::autograd::grad(
-      {rig.loss(other)}, {rig.net->first->weight, rig.net->tied});
+  const auto aside =
+      torch::autograd::grad({rig.loss(other)}, {rig.net->first->weight, rig.net->tied});
   EXPECT_GT(aside[1].abs().sum().item<double>(), 0);
   const Rows batch = make_rows(0, rig.rank, 1);
   rig.open(batch);
@@ -165,9 +155,7 @@ TEST(GradientWindow, AddsUpTwoBackwardsOfABatch) {
       rig.window.backward(loss_mean(logits, batch.y), std::nullopt, options);
       EXPECT_EQ(rig.window.is_complete(), m == 1 && !together);
       rig.window.backward(logits.square().mean(), std::nullopt, {});
-      EXPECT_THROW(
-          rig.window.backward(logits.sum(), batch.count() + 1.0, {}),
-          InputError);
+      EXPECT_THROW(rig.window.backward(logits.sum(), batch.count() + 1.0, {}), InputError);
       rig.window.close();
     }
     rig.expect(joined_gradient(rig.joined(0), true));
@@ -188,11 +176,9 @@ struct Boom : std::runtime_error {
 };
 // Throws in backward, on the way to everything before it.
 struct Thrower : torch::autograd::Function<Thrower> {
-  static Tensor forward(torch::autograd::AutogradContext*, Tensor x) {
-    return x.clone();
-  }
-  static torch::autograd::variable_list backward(
-      torch::autograd::AutogradContext*, torch::autograd::variable_list) {
+  static Tensor forward(torch::autograd::AutogradContext*, Tensor x) { return x.clone(); }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
+                                                 torch::autograd::variable_list) {
     throw Boom();
   }
 };
@@ -296,9 +282,7 @@ TEST(GradientWindow, RefusesAnUnweighedBackwardAndNamesTheParameter) {
     rig.loss(make_rows(0, rig.rank, 1)).backward();
     FAIL() << "must throw";
   } catch (const InputError& error) {
-    EXPECT_NE(
-        std::string(error.what()).find("reached parameter \"last."),
-        std::string::npos)
+    EXPECT_NE(std::string(error.what()).find("reached parameter \"last."), std::string::npos)
         << error.what();
   }
   // It has left a part of its gradient: that window is given up.

@@ -34,8 +34,7 @@ struct TiedNetImpl : torch::nn::Module {
     x = torch::tanh(torch::linear(x, tied)); // the same tensor again
     return last->forward(torch::tanh(frozen->forward(x)));
   }
-  torch::nn::Linear first{nullptr}, middle{nullptr}, frozen{nullptr},
-      last{nullptr};
+  torch::nn::Linear first{nullptr}, middle{nullptr}, frozen{nullptr}, last{nullptr};
   Tensor tied, unused;
 };
 TORCH_MODULE(TiedNet);
@@ -48,18 +47,15 @@ struct Rows {
 // A function of its arguments alone; 1 … 4 rows.
 inline Rows make_rows(int64_t window, int64_t rank, int64_t micro) {
   const int64_t n = 1 + (window + 2 * rank + 3 * micro) % 4;
-  auto generator = torch::make_generator<at::CPUGeneratorImpl>(
-      1000 + 100 * window + 10 * rank + micro);
-  return {
-      torch::randn({n, 5}, generator, torch::kDouble),
-      torch::randint(0, 3, {n}, generator, torch::kLong)};
+  auto generator =
+      torch::make_generator<at::CPUGeneratorImpl>(1000 + 100 * window + 10 * rank + micro);
+  return {torch::randn({n, 5}, generator, torch::kDouble),
+          torch::randint(0, 3, {n}, generator, torch::kLong)};
 }
 
 inline Tensor loss_sum(const Tensor& logits, const Tensor& y) {
   return torch::nn::functional::cross_entropy(
-      logits,
-      y,
-      torch::nn::functional::CrossEntropyFuncOptions().reduction(torch::kSum));
+      logits, y, torch::nn::functional::CrossEntropyFuncOptions().reduction(torch::kSum));
 }
 inline Tensor loss_mean(const Tensor& logits, const Tensor& y) {
   return torch::nn::functional::cross_entropy(logits, y);
@@ -72,8 +68,8 @@ inline TiedNet net_of_seed(uint64_t seed) {
 
 // The joined batch's mean gradient by name, on rank 0's weights (seed 1).
 // `extra` is added to each batch's loss sum.
-inline std::map<std::string, Tensor> joined_gradient(
-    const std::vector<Rows>& batches, bool twice = false) {
+inline std::map<std::string, Tensor> joined_gradient(const std::vector<Rows>& batches,
+                                                     bool twice = false) {
   TiedNet net = net_of_seed(1);
   Tensor sum = torch::zeros({}, torch::kDouble);
   int64_t rows = 0;

@@ -54,12 +54,11 @@ inline std::vector<int> calls_of(ChainImpl& chain) {
 
 template <typename Model>
 Derived derive_model(Model& model, const Tensor& x) {
-  return derive(
-      model->parameters(), [&] { return model->forward(x).square().sum(); });
+  return derive(model->parameters(), [&] { return model->forward(x).square().sum(); });
 }
 
-inline std::shared_ptr<const ActivationPlan> plan_of(
-    ChainImpl& chain, std::vector<PlanRegion> regions) {
+inline std::shared_ptr<const ActivationPlan> plan_of(ChainImpl& chain,
+                                                     std::vector<PlanRegion> regions) {
   auto plan = std::make_shared<ActivationPlan>();
   for (size_t i = 0; i < chain.blocks.size(); ++i) {
     plan->blocks.push_back("block" + std::to_string(i));

@@ -14,12 +14,11 @@ TEST(GradientCheckpointing, RunsTheBlocksItNamesAgainAndNoOther) {
   const Tensor x = torch::randn({4, 8});
   const Derived plain = derive_model(chain, x);
   calls_of(*chain);
-  const std::vector<std::pair<std::string, std::vector<int>>> modes{
-      {"none", {1, 1, 1, 1, 1}},
-      {"full", {2, 2, 2, 2, 2}},
-      {"every:2", {2, 1, 2, 1, 2}},
-      {"every:3", {2, 1, 1, 2, 1}},
-      {"ops", {2, 2, 2, 2, 2}}};
+  const std::vector<std::pair<std::string, std::vector<int>>> modes{{"none", {1, 1, 1, 1, 1}},
+                                                                    {"full", {2, 2, 2, 2, 2}},
+                                                                    {"every:2", {2, 1, 2, 1, 2}},
+                                                                    {"every:3", {2, 1, 1, 2, 1}},
+                                                                    {"ops", {2, 2, 2, 2, 2}}};
   for (const auto& [mode, calls] : modes) {
     gradient_checkpointing_enable(chain, {.mode = mode});
     EXPECT_EQ(gradient_checkpointing_enabled(chain.ptr()), mode != "none");
@@ -35,11 +34,8 @@ TEST(GradientCheckpointing, RunsTheBlocksItNamesAgainAndNoOther) {
   EXPECT_FALSE(gradient_checkpointing_enabled(chain.ptr()));
   expect_same_bits(plain, derive_model(chain, x));
   EXPECT_EQ(calls_of(*chain), (std::vector<int>{1, 1, 1, 1, 1}));
-  expect_says(
-      error_of([&] {
-        gradient_checkpointing_enable(chain, {.mode = "budget:50%"});
-      }),
-      {"budget:50%", "enable_within_budget"});
+  expect_says(error_of([&] { gradient_checkpointing_enable(chain, {.mode = "budget:50%"}); }),
+              {"budget:50%", "enable_within_budget"});
 }
 
 TEST(GradientCheckpointing, BertGivesTheSameBitsAndKeepsLess) {
@@ -51,9 +47,7 @@ TEST(GradientCheckpointing, BertGivesTheSameBitsAndKeepsLess) {
   Tensor mask = torch::ones({4, 24}, torch::kLong);
   mask[1].slice(0, 10).zero_();
   const auto run = [&] {
-    return derive(model->parameters(), [&] {
-      return model->forward(ids, mask).square().sum();
-    });
+    return derive(model->parameters(), [&] { return model->forward(ids, mask).square().sum(); });
   };
   const auto kept = [&] {
     const LiveBytes bytes;
@@ -84,18 +78,11 @@ TORCH_MODULE(Pair);
 
 TEST(GradientCheckpointing, ASequentialNeedsNoEdit) {
   torch::manual_seed(6);
-  torch::nn::Sequential net(
-      Pair(),
-      Pair(),
-      torch::nn::Linear(6, 6),
-      torch::nn::ReLU(),
-      torch::nn::Dropout(0.3),
-      torch::nn::Linear(6, 6),
-      torch::nn::Tanh());
+  torch::nn::Sequential net(Pair(), Pair(), torch::nn::Linear(6, 6), torch::nn::ReLU(),
+                            torch::nn::Dropout(0.3), torch::nn::Linear(6, 6), torch::nn::Tanh());
   const Tensor x = torch::randn({5, 6});
   const auto run = [&] {
-    return derive(
-        net->parameters(), [&] { return net->forward(x).square().sum(); });
+    return derive(net->parameters(), [&] { return net->forward(x).square().sum(); });
   };
   run();
   const auto buffers = net->named_buffers(); // after one batch
@@ -124,9 +111,7 @@ struct OuterImpl : torch::nn::Module {
 };
 TORCH_MODULE(Outer);
 struct SharingImpl : torch::nn::Module {
-  SharingImpl() : block(register_module("block", Outer())) {
-    register_module("again", block);
-  }
+  SharingImpl() : block(register_module("block", Outer())) { register_module("again", block); }
   Tensor forward(const Tensor& x) {
     return call_block(block, call_block(block, call_block(block, x)));
   }
@@ -154,8 +139,8 @@ TEST(GradientCheckpointing, ABlockInsideABlockIsPartOfIt) {
 // Who shards must have the parameters there: told around every run in backward that
 // does not come through it, also where it ends early.
 struct CountingShard : BlockInterceptor {
-  std::vector<Tensor> intercept(
-      const BlockCall&, std::vector<Tensor> inputs, Forward forward) override {
+  std::vector<Tensor> intercept(const BlockCall&, std::vector<Tensor> inputs,
+                                Forward forward) override {
     ++forwards;
     return forward(std::move(inputs));
   }
@@ -178,8 +163,7 @@ TEST(GradientCheckpointing, TellsWhoShardsAboutEveryFurtherRun) {
   std::vector<BlockAttachment> attachments;
   for (Mlp& block : chain->blocks) {
     shards.push_back(std::make_shared<CountingShard>());
-    attachments.push_back(
-        attach_block(block.ptr(), BlockStage::shard, shards.back()));
+    attachments.push_back(attach_block(block.ptr(), BlockStage::shard, shards.back()));
   }
   const auto expect_counts = [&](std::vector<int> recomputes) {
     for (size_t i = 0; i < 3; ++i) {
@@ -194,8 +178,7 @@ TEST(GradientCheckpointing, TellsWhoShardsAboutEveryFurtherRun) {
   expect_counts({1, 1, 1});
   // One region over all three with one over the first two inside it: these run
   // once more.
-  gradient_checkpointing_enable(
-      chain, {.plan = plan_of(*chain, {{0, 3}, {0, 2}})});
+  gradient_checkpointing_enable(chain, {.plan = plan_of(*chain, {{0, 3}, {0, 2}})});
   expect_same_bits(plain, derive_model(chain, x));
   expect_counts({2, 2, 1});
 }
@@ -208,19 +191,10 @@ TEST(CheckpointSpec, ReadsItsWordsAndNamesWhatIsNone) {
   EXPECT_EQ(GradientCheckpointing("budget:1.5MB").budget_bytes(), 1'500'000);
   EXPECT_DOUBLE_EQ(GradientCheckpointing("budget:30%").budget_share(), 0.3);
   EXPECT_EQ(GradientCheckpointing("budget:30%").text(), "budget:30%");
-  for (const char* wrong :
-       {"",
-        "some",
-        "every:0",
-        "every:x",
-        "budget:",
-        "budget:0",
-        "budget:150%",
-        "budget:-1",
-        "budget:5XB"}) {
-    expect_says(
-        error_of([&] { GradientCheckpointing spec{std::string(wrong)}; }),
-        {"gradient_checkpointing=" + std::string(wrong), "every:K"});
+  for (const char* wrong : {"", "some", "every:0", "every:x", "budget:", "budget:0", "budget:150%",
+                            "budget:-1", "budget:5XB"}) {
+    expect_says(error_of([&] { GradientCheckpointing spec{std::string(wrong)}; }),
+                {"gradient_checkpointing=" + std::string(wrong), "every:K"});
   }
 }
 

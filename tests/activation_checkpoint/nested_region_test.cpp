@@ -7,20 +7,15 @@ namespace hasten::checkpoint_test {
 using namespace testing_support;
 
 // Blocks [first, last) as a tree of regions: halves in regions of their own.
-static Tensor run_tree(
-    std::vector<Mlp>& blocks, size_t first, size_t last, const Tensor& x) {
+static Tensor run_tree(std::vector<Mlp>& blocks, size_t first, size_t last, const Tensor& x) {
   if (last - first == 1) {
     return activation_checkpoint(
-        [&blocks, first](const Tensor& in) {
-          return blocks[first]->forward(in);
-        },
-        x);
+        [&blocks, first](const Tensor& in) { return blocks[first]->forward(in); }, x);
   }
   const size_t middle = (first + last) / 2;
   return activation_checkpoint(
       [&blocks, first, middle, last](const Tensor& in) {
-        return run_tree(
-            blocks, middle, last, run_tree(blocks, first, middle, in));
+        return run_tree(blocks, middle, last, run_tree(blocks, first, middle, in));
       },
       x);
 }
@@ -43,9 +38,8 @@ TEST(NestedRegions, GiveTheSameBitsAtAnyDepth) {
       block->calls = 0;
     }
     const Recomputes counted;
-    expect_same_bits(plain, derive(leaves, [&] {
-                       return run_tree(blocks, 0, 4, x).square().sum();
-                     }));
+    expect_same_bits(plain,
+                     derive(leaves, [&] { return run_tree(blocks, 0, 4, x).square().sum(); }));
     // Outer, two halves, four blocks. A region whose last part is a region stops
     // when that part's inputs are there, without running it.
     EXPECT_EQ(counted.count(), 7);
@@ -62,23 +56,19 @@ TEST(NestedRegions, TwoChildrenOneGraphAndOtherThings) {
       return std::make_pair(t.sin().pow(power).exp(), power + 1);
     };
     auto [a, two] = region ? activation_checkpoint(child, in, 1) : child(in, 1);
-    auto [b, three] =
-        region ? activation_checkpoint(child, a, two) : child(a, two);
+    auto [b, three] = region ? activation_checkpoint(child, a, two) : child(a, two);
     return (a * b).cos() * three; // both children's outputs, and around them
   };
   const auto second = [&](bool region) {
-    const Tensor y =
-        region ? activation_checkpoint(
-                     [&](const Tensor& in) { return fn(true, in); }, x)
-               : fn(false, x);
+    const Tensor y = region
+                         ? activation_checkpoint([&](const Tensor& in) { return fn(true, in); }, x)
+                         : fn(false, x);
     const Tensor g = torch::autograd::grad({y.sum()}, {x}, {}, true, true)[0];
     return torch::autograd::grad({g.exp().sum()}, {x})[0];
   };
   EXPECT_TRUE(torch::equal(second(false), second(true)));
   // The same graph derived twice.
-  const Tensor y =
-      activation_checkpoint([&](const Tensor& in) { return fn(true, in); }, x)
-          .sum();
+  const Tensor y = activation_checkpoint([&](const Tensor& in) { return fn(true, in); }, x).sum();
   const Tensor first = torch::autograd::grad({y}, {x}, {}, true)[0];
   EXPECT_TRUE(torch::equal(first, torch::autograd::grad({y}, {x})[0]));
 }
@@ -107,9 +97,7 @@ TEST(NestedRegions, AndGradientsInEveryOrder) {
     return x.sin();
   };
   const Function children = [&](const Tensor& x) { return cosine(wave(x)); };
-  const Function in_regions = [&](const Tensor& x) {
-    return c(cosine)(c(wave)(x));
-  };
+  const Function in_regions = [&](const Tensor& x) { return c(cosine)(c(wave)(x)); };
   const std::vector<std::pair<Function, Function>> functions{
       {wave, wave}, {derives_inside, derives_inside}, {children, in_regions}};
   const Tensor x = torch::randn({3, 3}, torch::kDouble).requires_grad_();
@@ -123,15 +111,13 @@ TEST(NestedRegions, AndGradientsInEveryOrder) {
           {g(g(g(plain))), {g(c(g(g(c(f))))), g(c(g(c(g(c(f))))))}}};
       for (const auto& [expected_of, actuals_of] : orders) {
         const Tensor expected = expected_of(x);
-        const Tensor expected_next =
-            torch::autograd::grad({expected.sum()}, {x}, {}, true)[0];
+        const Tensor expected_next = torch::autograd::grad({expected.sum()}, {x}, {}, true)[0];
         for (const Function& actual_of : actuals_of) {
           const LiveBytes bytes;
           {
             const Tensor actual = actual_of(x);
             EXPECT_TRUE(torch::equal(actual, expected));
-            EXPECT_TRUE(torch::equal(
-                torch::autograd::grad({actual.sum()}, {x})[0], expected_next));
+            EXPECT_TRUE(torch::equal(torch::autograd::grad({actual.sum()}, {x})[0], expected_next));
           }
           EXPECT_EQ(bytes.extra(), 0) << "the graph is gone";
           actual_of(x);
@@ -174,9 +160,7 @@ TEST(NestedRegions, BackwardInsideAnOuterRegionGoesThroughAnInnerOne) {
   };
   expect_same_bits(
       derive({x}, [&] { return fn(false, x).sum(); }), derive({x}, [&] {
-        return activation_checkpoint(
-                   [&](const Tensor& in) { return fn(true, in); }, x)
-            .sum();
+        return activation_checkpoint([&](const Tensor& in) { return fn(true, in); }, x).sum();
       }));
 }
 
@@ -186,8 +170,7 @@ TEST(NestedRegions, ADetachedChildIsNeverRecomputed) {
   Tensor y = activation_checkpoint(
       [&](const Tensor& in) {
         const Tensor still =
-            activation_checkpoint(
-                [&](const Tensor& t) { return blocks[0]->forward(t); }, in)
+            activation_checkpoint([&](const Tensor& t) { return blocks[0]->forward(t); }, in)
                 .detach();
         return blocks[1]->forward(still + in);
       },

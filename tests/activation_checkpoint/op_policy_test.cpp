@@ -11,15 +11,11 @@ namespace hasten::checkpoint_test {
 using namespace testing_support;
 
 // Live bytes that a region's forward leaves, its loss aside.
-static int64_t bytes_after_forward(
-    const std::function<Tensor(const Tensor&)>& fn,
-    const Tensor& x,
-    std::shared_ptr<const OpPolicy> policy,
-    Tensor* output) {
+static int64_t bytes_after_forward(const std::function<Tensor(const Tensor&)>& fn, const Tensor& x,
+                                   std::shared_ptr<const OpPolicy> policy, Tensor* output) {
   *output = Tensor();
   const LiveBytes bytes;
-  *output =
-      activation_checkpoint(fn, x, Options{.policy = std::move(policy)}).sum();
+  *output = activation_checkpoint(fn, x, Options{.policy = std::move(policy)}).sum();
   return bytes.extra() - 4; // the sum
 }
 
@@ -33,9 +29,8 @@ TEST(OpPolicy, KeepsTheProductAndRecomputesTheRest) {
     return product.sin();
   };
   const auto run = [&](std::shared_ptr<const OpPolicy> policy) {
-    return derive({x, w}, [&] {
-      return activation_checkpoint(fn, x, Options{.policy = policy}).sum();
-    });
+    return derive({x, w},
+                  [&] { return activation_checkpoint(fn, x, Options{.policy = policy}).sum(); });
   };
   const Derived plain = derive({x, w}, [&] { return fn(x).sum(); });
   expect_same_bits(plain, run(nullptr));
@@ -47,19 +42,13 @@ TEST(OpPolicy, KeepsTheProductAndRecomputesTheRest) {
   // The region's output of 32 * 32 floats stays in every case; the kept product
   // is as large.
   const int64_t none = bytes_after_forward(fn, x, nullptr, &y);
-  EXPECT_EQ(
-      bytes_after_forward(fn, x, OpPolicy::keep_expensive(), &y) - none,
-      32 * 32 * 4);
-  EXPECT_EQ(
-      bytes_after_forward(
-          fn, x, OpPolicy::keep({"aten::cos", "aten::mm"}), &y) -
-          none,
-      32 * 32 * 4 + 32 * 16 * 4);
+  EXPECT_EQ(bytes_after_forward(fn, x, OpPolicy::keep_expensive(), &y) - none, 32 * 32 * 4);
+  EXPECT_EQ(bytes_after_forward(fn, x, OpPolicy::keep({"aten::cos", "aten::mm"}), &y) - none,
+            32 * 32 * 4 + 32 * 16 * 4);
   int asked = 0;
   const auto decide = [&](const OpCall& call) {
     ++asked;
-    return call.name == "aten::mm" && call.index == 0 &&
-           call.bytes == 32 * 32 * 4;
+    return call.name == "aten::mm" && call.index == 0 && call.bytes == 32 * 32 * 4;
   };
   bytes_after_forward(fn, x, OpPolicy::keep_if(decide), &y);
   const int in_forward = asked;
@@ -80,22 +69,20 @@ TEST(OpPolicy, AProductThatABiasIsAddedToIsNotAddedTwice) {
   leaves.push_back(x);
   const Derived plain = derive(leaves, [&] { return fn(x).sum(); });
   for (const bool retain : {false, true}) {
-    expect_same_bits(
-        plain, derive(leaves, [&] {
-          const Tensor y = activation_checkpoint(
-              fn, x, Options{.policy = OpPolicy::keep_expensive()});
-          if (retain) {
-            torch::autograd::grad({y.sum()}, {x}, {}, true);
-          }
-          return y.sum();
-        }));
+    expect_same_bits(plain, derive(leaves, [&] {
+                       const Tensor y = activation_checkpoint(
+                           fn, x, Options{.policy = OpPolicy::keep_expensive()});
+                       if (retain) {
+                         torch::autograd::grad({y.sum()}, {x}, {}, true);
+                       }
+                       return y.sum();
+                     }));
   }
   // That it is kept: without, it would cost nothing.
   Tensor y;
-  EXPECT_EQ(
-      bytes_after_forward(fn, x, OpPolicy::keep_expensive(), &y) -
-          bytes_after_forward(fn, x, nullptr, &y),
-      6 * (16 + 8) * 4);
+  EXPECT_EQ(bytes_after_forward(fn, x, OpPolicy::keep_expensive(), &y) -
+                bytes_after_forward(fn, x, nullptr, &y),
+            6 * (16 + 8) * 4);
 }
 
 // Nothing after it is saved, so recomputation stops before it.
@@ -107,23 +94,17 @@ TEST(OpPolicy, AProductThatNothingNeedsIsNotKept) {
   const auto run = [&](bool early_stop) {
     return derive({x, a->weight, b->weight}, [&] {
       return activation_checkpoint(
-                 fn,
-                 x,
-                 Options{
-                     .early_stop = early_stop,
-                     .policy = OpPolicy::keep_expensive()})
+                 fn, x, Options{.early_stop = early_stop, .policy = OpPolicy::keep_expensive()})
           .sum();
     });
   };
-  const Derived plain =
-      derive({x, a->weight, b->weight}, [&] { return fn(x).sum(); });
+  const Derived plain = derive({x, a->weight, b->weight}, [&] { return fn(x).sum(); });
   expect_same_bits(plain, run(true));
   expect_same_bits(plain, run(false));
   Tensor y;
-  EXPECT_EQ(
-      bytes_after_forward(fn, x, OpPolicy::keep_expensive(), &y) -
-          bytes_after_forward(fn, x, nullptr, &y),
-      6 * 16 * 4);
+  EXPECT_EQ(bytes_after_forward(fn, x, OpPolicy::keep_expensive(), &y) -
+                bytes_after_forward(fn, x, nullptr, &y),
+            6 * 16 * 4);
 }
 
 TEST(OpPolicy, AKeptValueChangedLaterIsRecomputed) {
@@ -138,9 +119,7 @@ TEST(OpPolicy, AKeptValueChangedLaterIsRecomputed) {
   };
   expect_same_bits(
       derive({x}, [&] { return fn(x).sum(); }), derive({x}, [&] {
-        return activation_checkpoint(
-                   fn, x, Options{.policy = OpPolicy::keep_expensive()})
-            .sum();
+        return activation_checkpoint(fn, x, Options{.policy = OpPolicy::keep_expensive()}).sum();
       }));
   // After the region nobody could know: an error.
   auto [y, sine] = activation_checkpoint(
@@ -148,12 +127,10 @@ TEST(OpPolicy, AKeptValueChangedLaterIsRecomputed) {
         const Tensor product = in.exp().mm(in);
         return std::make_pair(product, product.sin());
       },
-      x,
-      Options{.policy = OpPolicy::keep_expensive()});
+      x, Options{.policy = OpPolicy::keep_expensive()});
   y.mul_(2);
-  expect_says(
-      error_of([&, loss = sine.sum()] { loss.backward(); }),
-      {"aten::mm", "changed in place after its region"});
+  expect_says(error_of([&, loss = sine.sum()] { loss.backward(); }),
+              {"aten::mm", "changed in place after its region"});
 }
 
 TEST(OpPolicy, FastLinearIsAnExpensiveOperator) {
@@ -164,37 +141,29 @@ TEST(OpPolicy, FastLinearIsAnExpensiveOperator) {
   const Tensor w = torch::randn({48, 32}).requires_grad_();
   const auto fn = [&](const Tensor& in) { return fast_linear(in, w).relu(); };
   Tensor y;
-  EXPECT_EQ(
-      bytes_after_forward(fn, x, OpPolicy::keep_expensive(), &y) -
-          bytes_after_forward(fn, x, nullptr, &y),
-      64 * 48 * 4);
+  EXPECT_EQ(bytes_after_forward(fn, x, OpPolicy::keep_expensive(), &y) -
+                bytes_after_forward(fn, x, nullptr, &y),
+            64 * 48 * 4);
   expect_same_bits(
       derive({x, w}, [&] { return fn(x).sum(); }), derive({x, w}, [&] {
-        return activation_checkpoint(
-                   fn, x, Options{.policy = OpPolicy::keep_expensive()})
-            .sum();
+        return activation_checkpoint(fn, x, Options{.policy = OpPolicy::keep_expensive()}).sum();
       }));
 }
 
 TEST(OpPolicy, AnOperatorThatDrawsMayBeKept) {
   const Tensor x = torch::randn({64}).requires_grad_();
   const auto fn = [](const Tensor& in) {
-    return (in.exp() * at::bernoulli(torch::full({64}, 0.5))).sin() *
-           at::rand({64});
+    return (in.exp() * at::bernoulli(torch::full({64}, 0.5))).sin() * at::rand({64});
   };
-  expect_same_bits(
-      derive({x}, [&] { return fn(x).sum(); }), derive({x}, [&] {
-        return activation_checkpoint(
-                   fn,
-                   x,
-                   Options{.policy = OpPolicy::keep({"aten::bernoulli"})})
-            .sum();
-      }));
+  expect_same_bits(derive({x}, [&] { return fn(x).sum(); }), derive({x}, [&] {
+                     return activation_checkpoint(
+                                fn, x, Options{.policy = OpPolicy::keep({"aten::bernoulli"})})
+                         .sum();
+                   }));
   Tensor y;
-  EXPECT_EQ(
-      bytes_after_forward(fn, x, OpPolicy::keep({"aten::bernoulli"}), &y) -
-          bytes_after_forward(fn, x, nullptr, &y),
-      64 * 4);
+  EXPECT_EQ(bytes_after_forward(fn, x, OpPolicy::keep({"aten::bernoulli"}), &y) -
+                bytes_after_forward(fn, x, nullptr, &y),
+            64 * 4);
 }
 
 // Two outputs, two backward calls: the first takes the kept results with it.
@@ -205,8 +174,7 @@ TEST(OpPolicy, ASecondBackwardNeedsARetainedGraph) {
     return std::make_pair(product.sin(), product.cos());
   };
   for (const bool retain : {true, false}) {
-    auto [u, v] = activation_checkpoint(
-        fn, x, Options{.policy = OpPolicy::keep_expensive()});
+    auto [u, v] = activation_checkpoint(fn, x, Options{.policy = OpPolicy::keep_expensive()});
     u.sum().backward({}, retain);
     const std::string error = error_of([&] { v.sum().backward(); });
     EXPECT_EQ(error.empty(), retain) << error;
@@ -227,24 +195,21 @@ TEST(OpPolicy, ManyResultsAndNestedRegionsInEveryCombination) {
     return std::get<0>(normed).exp() * indices;
   };
   const auto everything = OpPolicy::keep_if([](const OpCall&) { return true; });
-  const std::vector<std::shared_ptr<const OpPolicy>> policies{
-      nullptr, OpPolicy::keep_expensive(), everything};
-  const Derived plain = derive(
-      leaves, [&] { return blocks[1]->forward(child(x)).square().sum(); });
+  const std::vector<std::shared_ptr<const OpPolicy>> policies{nullptr, OpPolicy::keep_expensive(),
+                                                              everything};
+  const Derived plain = derive(leaves, [&] { return blocks[1]->forward(child(x)).square().sum(); });
   for (const auto& outer : policies) {
     for (const auto& inner : policies) {
-      expect_same_bits(
-          plain, derive(leaves, [&] {
-            return activation_checkpoint(
-                       [&](const Tensor& in) {
-                         return blocks[1]->forward(activation_checkpoint(
-                             child, in, Options{.policy = inner}));
-                       },
-                       x,
-                       Options{.policy = outer})
-                .square()
-                .sum();
-          }));
+      expect_same_bits(plain, derive(leaves, [&] {
+                         return activation_checkpoint(
+                                    [&](const Tensor& in) {
+                                      return blocks[1]->forward(activation_checkpoint(
+                                          child, in, Options{.policy = inner}));
+                                    },
+                                    x, Options{.policy = outer})
+                             .square()
+                             .sum();
+                       }));
     }
   }
 }
@@ -256,11 +221,9 @@ TEST(OpPolicy, AnOperatorThatForwardDidNotCallIsNamed) {
     const Tensor y = calls++ == 0 ? in.exp() : in.exp().tan();
     return y.mm(in).sin();
   };
-  const Tensor y = activation_checkpoint(
-      fn, x, Options{.policy = OpPolicy::keep_expensive()});
+  const Tensor y = activation_checkpoint(fn, x, Options{.policy = OpPolicy::keep_expensive()});
   expect_says(error_of([&] { y.sum().backward(); }), {"aten::tan", "0 times"});
-  expect_says(
-      error_of([] { OpPolicy::keep({"mm"}); }), {"operator=mm", "aten::mm"});
+  expect_says(error_of([] { OpPolicy::keep({"mm"}); }), {"operator=mm", "aten::mm"});
   expect_says(error_of([] { OpPolicy::keep_if({}); }), {"decide"});
 }
 
@@ -284,9 +247,8 @@ TEST(OpPolicy, KeptResultsGoWithTheGraphOrWithItsBackward) {
   EXPECT_EQ(bytes.extra(), 3 * kOne);
   sine.sum().backward();
   EXPECT_EQ(bytes.extra(), 2 * kOne) << "the outputs";
-  expect_says(
-      error_of([&] { tanh.sum().backward(); }),
-      {"a second backward", "aten::exp", "retain"});
+  expect_says(error_of([&] { tanh.sum().backward(); }),
+              {"a second backward", "aten::exp", "retain"});
   sine = tanh = Tensor();
   EXPECT_EQ(bytes.extra(), 0);
 }
@@ -303,17 +265,12 @@ TEST(OpPolicy, InsideAnotherRegionResultsAreKeptInItsRecomputationAlone) {
     return kept.sin().tanh();
   };
   const auto outer = [&](const Tensor& in) {
-    return activation_checkpoint(
-               inner,
-               in.sin(),
-               Options{.policy = OpPolicy::keep({"aten::mul"})})
+    return activation_checkpoint(inner, in.sin(), Options{.policy = OpPolicy::keep({"aten::mul"})})
         .cos();
   };
-  const Derived plain = derive(
-      {x}, [&] { return (x.sin().cos().mul(3) + 1).sin().tanh().cos().sum(); });
-  expect_same_bits(plain, derive({x}, [&] {
-                     return activation_checkpoint(outer, x).sum();
-                   }));
+  const Derived plain =
+      derive({x}, [&] { return (x.sin().cos().mul(3) + 1).sin().tanh().cos().sum(); });
+  expect_same_bits(plain, derive({x}, [&] { return activation_checkpoint(outer, x).sum(); }));
   x.mutable_grad() = torch::zeros_like(x);
   const LiveBytes bytes;
   products = 0;
@@ -334,17 +291,13 @@ TEST(OpPolicy, ViewsOfIntegersAreNoObstacle) {
   const auto fn = [](const Tensor& a, const Tensor& b) {
     return std::make_pair(a.view({-1}), b.sin().cos());
   };
-  expect_same_bits(
-      derive({x}, [&] { return fn(numbers, x).second.sum(); }),
-      derive({x}, [&] {
-        auto [flat, y] = activation_checkpoint(
-            fn,
-            numbers,
-            x,
-            Options{.policy = OpPolicy::keep({"aten::view", "aten::sin"})});
-        EXPECT_TRUE(torch::equal(flat, torch::arange(6)));
-        return y.sum();
-      }));
+  expect_same_bits(derive({x}, [&] { return fn(numbers, x).second.sum(); }), derive({x}, [&] {
+                     auto [flat, y] = activation_checkpoint(
+                         fn, numbers, x,
+                         Options{.policy = OpPolicy::keep({"aten::view", "aten::sin"})});
+                     EXPECT_TRUE(torch::equal(flat, torch::arange(6)));
+                     return y.sum();
+                   }));
 }
 
 // An operator of one's own, one of whose results is no tensor.
@@ -358,21 +311,18 @@ TORCH_LIBRARY_FRAGMENT(hasten_test, library) {
   library.impl("sine_and_number", c10::DispatchKey::CPU, &sine_and_number);
 }
 struct SineAndNumber : torch::autograd::Function<SineAndNumber> {
-  static Tensor forward(
-      torch::autograd::AutogradContext* context, const Tensor& x) {
-    static const auto handle =
-        c10::Dispatcher::singleton()
-            .findSchemaOrThrow("hasten_test::sine_and_number", "")
-            .typed<std::tuple<Tensor, int64_t>(const Tensor&)>();
+  static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& x) {
+    static const auto handle = c10::Dispatcher::singleton()
+                                   .findSchemaOrThrow("hasten_test::sine_and_number", "")
+                                   .typed<std::tuple<Tensor, int64_t>(const Tensor&)>();
     context->save_for_backward({x});
     const at::AutoDispatchBelowADInplaceOrView below;
     const auto [y, number] = handle.call(x);
     EXPECT_EQ(number, 2);
     return y;
   }
-  static torch::autograd::variable_list backward(
-      torch::autograd::AutogradContext* context,
-      torch::autograd::variable_list gradients) {
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list gradients) {
     return {gradients[0] * context->get_saved_variables()[0].cos()};
   }
 };
@@ -388,12 +338,9 @@ TEST(OpPolicy, ResultsThatAreNoTensorsAreKeptToo) {
     expect_same_bits(
         plain, derive({x}, [&] {
           return activation_checkpoint(
-                     fn,
-                     x,
-                     Options{
-                         .policy = kept ? OpPolicy::keep(
-                                              {"hasten_test::sine_and_number"})
-                                        : nullptr})
+                     fn, x,
+                     Options{.policy =
+                                 kept ? OpPolicy::keep({"hasten_test::sine_and_number"}) : nullptr})
               .sum();
         }));
     EXPECT_EQ(sines, kept ? 1 : 2);
@@ -410,39 +357,33 @@ TORCH_LIBRARY_FRAGMENT(_c10d_functional, library) {
   library.def("hasten_test_reduce(Tensor x) -> Tensor");
   library.impl("hasten_test_reduce", c10::DispatchKey::CPU, &fake_reduction);
   library.def("hasten_test_reduce_(Tensor(a!) x) -> ()");
-  library.impl(
-      "hasten_test_reduce_", c10::DispatchKey::CPU, &fake_reduction_in_place);
+  library.impl("hasten_test_reduce_", c10::DispatchKey::CPU, &fake_reduction_in_place);
 }
 static Tensor call_reduction(const Tensor& x) {
-  static const auto handle =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow("_c10d_functional::hasten_test_reduce", "")
-          .typed<Tensor(const Tensor&)>();
+  static const auto handle = c10::Dispatcher::singleton()
+                                 .findSchemaOrThrow("_c10d_functional::hasten_test_reduce", "")
+                                 .typed<Tensor(const Tensor&)>();
   return handle.call(x.detach());
 }
 
 TEST(OpPolicy, ACollectiveIsNeverRunAgain) {
   const Tensor x = torch::randn({4}).requires_grad_();
-  const auto fn = [](const Tensor& in) {
-    return in.exp().sin() * call_reduction(in);
-  };
+  const auto fn = [](const Tensor& in) { return in.exp().sin() * call_reduction(in); };
   const Derived plain = derive({x}, [&] { return fn(x).sum(); });
   reductions = 0;
-  expect_same_bits(plain, derive({x}, [&] {
-                     return activation_checkpoint(
-                                fn, x, Options{.policy = OpPolicy::keep({})})
-                         .sum();
-                   }));
+  expect_same_bits(
+      plain, derive({x}, [&] {
+        return activation_checkpoint(fn, x, Options{.policy = OpPolicy::keep({})}).sum();
+      }));
   EXPECT_EQ(reductions, 1);
 }
 
 TEST(OpPolicy, ByCostKeepsTheMostTimeForEachByte) {
-  const std::vector<OpCost> costs{
-      {"aten::mm", 0, 100, 1.0},
-      {"aten::exp", 0, 100, 0.1},
-      {"aten::mm", 1, 1000, 5.0},
-      {"aten::sum", 0, 4, 0.01},
-      {"aten::view", 0, 0, 1.0}};
+  const std::vector<OpCost> costs{{"aten::mm", 0, 100, 1.0},
+                                  {"aten::exp", 0, 100, 0.1},
+                                  {"aten::mm", 1, 1000, 5.0},
+                                  {"aten::sum", 0, 4, 0.01},
+                                  {"aten::view", 0, 0, 1.0}};
   const auto policy = OpPolicy::keep_by_cost(costs, 210);
   EXPECT_TRUE(policy->keeps({"aten::mm", 0, 0}));
   EXPECT_FALSE(policy->keeps({"aten::mm", 1, 0})) << "does not fit";
@@ -454,8 +395,7 @@ TEST(OpPolicy, ByCostKeepsTheMostTimeForEachByte) {
   const Tensor x = torch::randn({256, 64});
   const auto before = at::detail::getDefaultCPUGenerator().get_state();
   const auto measured = measure_ops([&] { blocks[0]->forward(x); });
-  EXPECT_TRUE(
-      torch::equal(before, at::detail::getDefaultCPUGenerator().get_state()));
+  EXPECT_TRUE(torch::equal(before, at::detail::getDefaultCPUGenerator().get_state()));
   double products = 0;
   double all = 0;
   int64_t bytes = 0;

@@ -54,8 +54,8 @@ struct AlternatingImpl : torch::nn::Module {
 };
 TORCH_MODULE(Alternating);
 
-static std::shared_ptr<const ActivationPlan> plan_for_alternating(
-    const Alternating& model, std::vector<PlanRegion> regions) {
+static std::shared_ptr<const ActivationPlan> plan_for_alternating(const Alternating& model,
+                                                                  std::vector<PlanRegion> regions) {
   auto plan = std::make_shared<ActivationPlan>();
   for (size_t i = 0; i < model->blocks.size(); ++i) {
     plan->blocks.push_back("block" + std::to_string(i));
@@ -69,9 +69,7 @@ TEST(PlannedRegions, DrawsAutocastAndRunOnceAreThoseOfForward) {
   Alternating model(5);
   const Tensor x = torch::randn({3, 8});
   const auto run = [&](int64_t count) {
-    return derive(model->parameters(), [&] {
-      return model->forward(x, count).square().sum();
-    });
+    return derive(model->parameters(), [&] { return model->forward(x, count).square().sum(); });
   };
   using Regions = std::vector<PlanRegion>;
   // A model that ends before a region does, too.
@@ -79,13 +77,11 @@ TEST(PlannedRegions, DrawsAutocastAndRunOnceAreThoseOfForward) {
     gradient_checkpointing_disable(model.ptr());
     const Derived plain = run(count);
     model->asked();
-    for (const Regions& regions :
-         {Regions{{0, 5}},
-          {{0, 3}, {0, 2}, {1, 2}, {3, 5}},
-          {{1, 5}, {2, 4}, {2, 3}},
-          {{0, 1}, {1, 2, BlockChoice::keep_ops}, {2, 5}, {2, 4}}}) {
-      gradient_checkpointing_enable(
-          model.ptr(), {.plan = plan_for_alternating(model, regions)});
+    for (const Regions& regions : {Regions{{0, 5}},
+                                   {{0, 3}, {0, 2}, {1, 2}, {3, 5}},
+                                   {{1, 5}, {2, 4}, {2, 3}},
+                                   {{0, 1}, {1, 2, BlockChoice::keep_ops}, {2, 5}, {2, 4}}}) {
+      gradient_checkpointing_enable(model.ptr(), {.plan = plan_for_alternating(model, regions)});
       for (int round = 0; round < 2; ++round) {
         expect_same_bits(plain, run(count));
         EXPECT_EQ(model->asked(), count) << regions.size();
@@ -110,13 +106,11 @@ TEST(PlannedRegions, APassThatIsLeftOffIsForgotten) {
   };
   const auto run = [&] {
     return derive(model->parameters(), [&] {
-      return pass({0, 1}) + pass({3}) + pass({0}) + pass({0, 1, 2, 3}) +
-             pass({1, 2}) + pass({1});
+      return pass({0, 1}) + pass({3}) + pass({0}) + pass({0, 1, 2, 3}) + pass({1, 2}) + pass({1});
     });
   };
   const Derived plain = run();
-  for (const auto& regions :
-       {std::vector<PlanRegion>{{0, 4}}, {{0, 2}, {1, 2}, {2, 4}}}) {
+  for (const auto& regions : {std::vector<PlanRegion>{{0, 4}}, {{0, 2}, {1, 2}, {2, 4}}}) {
     gradient_checkpointing_enable(model, {.plan = plan_of(*model, regions)});
     expect_same_bits(plain, run());
     expect_same_bits(plain, run());

@@ -53,21 +53,18 @@ TEST(PlannedRegions, SeveralGraphsPartsOfAModelAndOtherModels) {
     });
   };
   const Derived plain = run();
-  gradient_checkpointing_enable(
-      model, {.plan = plan_of(*model, {{0, 4}, {0, 2}, {2, 3}})});
+  gradient_checkpointing_enable(model, {.plan = plan_of(*model, {{0, 4}, {0, 2}, {2, 3}})});
   expect_same_bits(plain, run());
   auto other = std::make_shared<ActivationPlan>();
   other->blocks = {"layer"};
   gradient_checkpointing_enable(model, {.plan = other});
-  expect_says(
-      error_of([&] { model->forward(x); }), {"block=block0", "profile"});
+  expect_says(error_of([&] { model->forward(x); }), {"block=block0", "profile"});
   gradient_checkpointing_disable(model);
 }
 
 // ---- The solver against every plan there is. ----
 
-static ChainProfile random_chain(
-    int blocks, std::mt19937& random, bool sharded = false) {
+static ChainProfile random_chain(int blocks, std::mt19937& random, bool sharded = false) {
   const auto draw = [&](int least, int most) {
     return std::uniform_int_distribution<int>(least, most)(random);
   };
@@ -100,8 +97,7 @@ static ChainProfile random_chain(
 
 // Every plan over [first, last): blocks kept, kept by operators, or regions with
 // plans of their own. In a region the last block is kept.
-static std::vector<std::vector<PlanRegion>> every_plan(
-    int64_t first, int64_t last, bool inside) {
+static std::vector<std::vector<PlanRegion>> every_plan(int64_t first, int64_t last, bool inside) {
   if (first >= last) {
     return {{}};
   }
@@ -163,14 +159,10 @@ TEST(Planner, IsMonotoneAndNamesTheLeastBudget) {
     EXPECT_LE(plan->predicted_seconds, before + 1e-9);
     before = plan->predicted_seconds;
   }
-  EXPECT_NEAR(
-      before,
-      plan_cost(profile, keep_all_regions(12)).seconds,
-      1e-9); // everything fits
-  expect_says(
-      error_of([&] { plan_activations(profile, least - 1); }),
-      {"budget=" + std::to_string(least - 1),
-       "at least " + std::to_string(least)});
+  EXPECT_NEAR(before, plan_cost(profile, keep_all_regions(12)).seconds,
+              1e-9); // everything fits
+  expect_says(error_of([&] { plan_activations(profile, least - 1); }),
+              {"budget=" + std::to_string(least - 1), "at least " + std::to_string(least)});
 }
 
 // Bytes are rounded to slots whose size follows the budget: no budget from the
@@ -201,8 +193,7 @@ TEST(Planner, IsNeverSlowerThanASimpleRuleAtTheRulesPeak) {
       block.output_bytes = block.output_bytes * 40'961 + 13;
       block.saved_bytes = block.saved_bytes * 40'961 + 77;
     }
-    for (const auto& rule :
-         {keep_all_regions(30), sqrt_regions(30), each_block_regions(30)}) {
+    for (const auto& rule : {keep_all_regions(30), sqrt_regions(30), each_block_regions(30)}) {
       const PlanCost cost = plan_cost(profile, rule);
       const auto plan = plan_activations(profile, cost.peak_bytes);
       EXPECT_LE(plan->predicted_seconds, cost.seconds) << round;
@@ -242,9 +233,7 @@ TEST(Planner, CountsAsRevolveDoes) {
     // ranges that wait; the input of the chain is not counted.
     const int64_t bytes = 30 + 1 + checkpoints;
     // Each block once more where it is kept for its own backward.
-    EXPECT_EQ(
-        plan_whole_blocks(profile, bytes)->predicted_seconds,
-        advances + kBlocks)
+    EXPECT_EQ(plan_whole_blocks(profile, bytes)->predicted_seconds, advances + kBlocks)
         << checkpoints;
   }
 }
@@ -261,8 +250,7 @@ TEST(Planner, ProfileMeasuresBlocksAndChangesNothing) {
   }
   const auto state = at::detail::getDefaultCPUGenerator().get_state();
   const ChainProfile profile = profile_activations(model.ptr(), loss);
-  EXPECT_TRUE(
-      torch::equal(state, at::detail::getDefaultCPUGenerator().get_state()));
+  EXPECT_TRUE(torch::equal(state, at::detail::getDefaultCPUGenerator().get_state()));
   const auto parameters = model->parameters();
   for (size_t i = 0; i < before.size(); ++i) {
     EXPECT_TRUE(torch::equal(before[i], parameters[i].grad()));
@@ -283,34 +271,28 @@ TEST(Planner, ProfileMeasuresBlocksAndChangesNothing) {
   EXPECT_LE(block.recompute_seconds, 2 * block.forward_seconds);
   // Other shapes, another hash; and plans know.
   const Tensor wide = torch::randn({8, 64});
-  const ChainProfile other = profile_activations(
-      model.ptr(), [&] { return model->forward(wide).sum(); });
+  const ChainProfile other =
+      profile_activations(model.ptr(), [&] { return model->forward(wide).sum(); });
   EXPECT_NE(profile.shapes_hash, other.shapes_hash);
   const auto plan = plan_activations(profile, full_budget(profile));
   EXPECT_NO_THROW(plan->require_shapes(profile));
-  expect_says(
-      error_of([&] { plan->require_shapes(other); }),
-      {plan->shapes_hash, other.shapes_hash});
-  expect_says(
-      error_of([&] {
-        torch::nn::Linear bare(4, 4);
-        profile_activations(
-            bare.ptr(), [&] { return bare(torch::ones({2, 4})).sum(); });
-      }),
-      {"blocks=0", "call_block"});
+  expect_says(error_of([&] { plan->require_shapes(other); }),
+              {plan->shapes_hash, other.shapes_hash});
+  expect_says(error_of([&] {
+                torch::nn::Linear bare(4, 4);
+                profile_activations(bare.ptr(), [&] { return bare(torch::ones({2, 4})).sum(); });
+              }),
+              {"blocks=0", "call_block"});
 }
 
 TEST(Planner, ProfileLeavesRunningStatistics) {
-  torch::nn::Sequential model(
-      torch::nn::Linear(4, 4),
-      torch::nn::BatchNorm1d(4),
-      torch::nn::Linear(4, 4));
+  torch::nn::Sequential model(torch::nn::Linear(4, 4), torch::nn::BatchNorm1d(4),
+                              torch::nn::Linear(4, 4));
   const Tensor x = torch::randn({8, 4});
   profile_activations(model.ptr(), [&] { return model->forward(x).sum(); });
   for (const auto& buffer : model->named_buffers()) {
     const bool ones = buffer.key().ends_with("running_var");
-    EXPECT_TRUE(buffer.value().eq(ones ? 1 : 0).all().item<bool>())
-        << buffer.key();
+    EXPECT_TRUE(buffer.value().eq(ones ? 1 : 0).all().item<bool>()) << buffer.key();
   }
 }
 
@@ -322,12 +304,11 @@ TEST(Planner, KeepsWithinEveryBudgetWhenRun) {
   const Derived plain = derive_model(model, x);
   const int64_t full = observe_peak(model.ptr(), loss);
   for (const int percent : {30, 50, 80, 100}) {
-    const auto plan = enable_within_budget(
-        model.ptr(), loss, "budget:" + std::to_string(percent) + "%");
+    const auto plan =
+        enable_within_budget(model.ptr(), loss, "budget:" + std::to_string(percent) + "%");
     EXPECT_LE(plan->observed_peak_bytes, plan->budget_bytes) << percent;
-    EXPECT_GT(
-        static_cast<double>(plan->observed_peak_bytes),
-        0.5 * static_cast<double>(plan->budget_bytes))
+    EXPECT_GT(static_cast<double>(plan->observed_peak_bytes),
+              0.5 * static_cast<double>(plan->budget_bytes))
         << percent;
     EXPECT_LE(observe_peak(model.ptr(), loss), plan->budget_bytes);
     EXPECT_LE(plan->budget_bytes, full * percent / 100 + full / 50) << percent;
@@ -335,9 +316,8 @@ TEST(Planner, KeepsWithinEveryBudgetWhenRun) {
     const ActivationPlan read = ActivationPlan::from_json(plan->to_json());
     EXPECT_EQ(read.to_json(), plan->to_json());
   }
-  expect_says(
-      error_of([&] { enable_within_budget(model.ptr(), loss, "budget:1000"); }),
-      {"budget=1000", "at least"});
+  expect_says(error_of([&] { enable_within_budget(model.ptr(), loss, "budget:1000"); }),
+              {"budget=1000", "at least"});
   EXPECT_FALSE(gradient_checkpointing_enabled(model.ptr()));
 }
 
@@ -372,20 +352,17 @@ TEST(Planner, RefusesFilesThatAreNoPlans) {
   plan.blocks = {"a", "b", "c"};
   plan.regions = {{0, 2}, {1, 2}};
   EXPECT_NO_THROW(ActivationPlan::from_json(plan.to_json()));
-  for (const std::vector<PlanRegion>& regions :
-       {std::vector<PlanRegion>{{0, 4}},
-        {{1, 1}},
-        {{0, 2}, {1, 3}},
-        {{1, 2}, {0, 1}},
-        {{0, 2, BlockChoice::keep_ops}}}) {
+  for (const std::vector<PlanRegion>& regions : {std::vector<PlanRegion>{{0, 4}},
+                                                 {{1, 1}},
+                                                 {{0, 2}, {1, 3}},
+                                                 {{1, 2}, {0, 1}},
+                                                 {{0, 2, BlockChoice::keep_ops}}}) {
     plan.regions = regions;
-    expect_says(
-        error_of([&] { ActivationPlan::from_json(plan.to_json(), "p.json"); }),
-        {"p.json", "region=["});
+    expect_says(error_of([&] { ActivationPlan::from_json(plan.to_json(), "p.json"); }),
+                {"p.json", "region=["});
   }
-  expect_says(
-      error_of([] { ActivationPlan::from_json({{"version", 2}}, "p.json"); }),
-      {"p.json", "version=2"});
+  expect_says(error_of([] { ActivationPlan::from_json({{"version", 2}}, "p.json"); }),
+              {"p.json", "version=2"});
 }
 
 TEST(Planner, DrawsTheCurve) {
@@ -398,16 +375,13 @@ TEST(Planner, DrawsTheCurve) {
   }
   const std::string table = pareto_table(profile, plans);
   expect_says(table, {"keep everything", "sqrt(n) regions", "each block"});
-  expect_says(
-      pareto_svg(profile, plans), {"<svg", "<polyline", "</svg>", "peak"});
+  expect_says(pareto_svg(profile, plans), {"<svg", "<polyline", "</svg>", "peak"});
 }
 
 TEST(Planner, AShareBelowWhatNoPlanChangesIsThatAndAShareOfTheRest) {
   std::mt19937 random(3);
   ChainProfile profile = random_chain(6, random);
-  const auto full = [&] {
-    return plan_cost(profile, keep_all_regions(6)).peak_bytes;
-  };
+  const auto full = [&] { return plan_cost(profile, keep_all_regions(6)).peak_bytes; };
   EXPECT_EQ(budget_of(profile, "budget:50%"), full() / 2);
   // The gradient of a word embedding, five sixths of all.
   profile.first_peak_bytes = full() * 5 / 6;

@@ -27,8 +27,7 @@ class OtherEngineInstalled {
   }
   ~OtherEngineInstalled() {
     static Engine* back = before_;
-    torch::autograd::set_default_engine_stub(
-        +[]() -> Engine& { return *back; });
+    torch::autograd::set_default_engine_stub(+[]() -> Engine& { return *back; });
   }
 
  private:
@@ -51,22 +50,17 @@ TEST(ReentrantCheckpoint, ServesWhereTheEngineIsAnothersAndSaysSoOnce) {
   };
   const Derived plain = run(false);
   std::vector<std::string> lines;
-  set_log_sink(
-      [&](LogLevel, std::string_view line) { lines.emplace_back(line); });
+  set_log_sink([&](LogLevel, std::string_view line) { lines.emplace_back(line); });
   {
     const OtherEngineInstalled other;
     expect_same_bits(plain, run(true));
     expect_same_bits(plain, run(true));
     const Tensor leaf = torch::randn({3}).requires_grad_();
-    const Tensor y =
-        activation_checkpoint([](const Tensor& in) { return in.exp(); }, leaf);
-    expect_says(
-        error_of([&] { torch::autograd::grad({y.sum()}, {leaf}); }),
-        {"autograd::grad", "another autograd engine"});
+    const Tensor y = activation_checkpoint([](const Tensor& in) { return in.exp(); }, leaf);
+    expect_says(error_of([&] { torch::autograd::grad({y.sum()}, {leaf}); }),
+                {"autograd::grad", "another autograd engine"});
     // What was refused leaves nothing behind.
-    activation_checkpoint([](const Tensor& in) { return in.exp(); }, leaf)
-        .sum()
-        .backward();
+    activation_checkpoint([](const Tensor& in) { return in.exp(); }, leaf).sum().backward();
     EXPECT_TRUE(torch::equal(leaf.grad(), leaf.exp()));
     // A region without a gradient is no obstacle.
     leaf.mutable_grad() = Tensor();
@@ -81,8 +75,8 @@ TEST(ReentrantCheckpoint, ServesWhereTheEngineIsAnothersAndSaysSoOnce) {
     // It keeps its inputs and output alone.
     const Tensor long_leaf = torch::randn({1000}).requires_grad_();
     const LiveBytes bytes;
-    const Tensor kept = activation_checkpoint(
-        [](const Tensor& in) { return in.sin().cos().exp(); }, long_leaf);
+    const Tensor kept =
+        activation_checkpoint([](const Tensor& in) { return in.sin().cos().exp(); }, long_leaf);
     EXPECT_LT(bytes.extra(), 4000 + 100) << "and the anchor";
   }
   set_log_sink({});
@@ -118,8 +112,7 @@ TEST(ReentrantCheckpoint, APlanIsRunBlockByBlock) {
   const Tensor x = torch::randn({4, 8});
   const Derived plain = derive_model(model, x);
   calls_of(*model);
-  gradient_checkpointing_enable(
-      model, {.plan = plan_of(*model, {{1, 4}, {2, 3}})});
+  gradient_checkpointing_enable(model, {.plan = plan_of(*model, {{1, 4}, {2, 3}})});
   {
     const OtherEngineInstalled other;
     expect_same_bits(plain, derive_model(model, x));

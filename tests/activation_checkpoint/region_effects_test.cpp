@@ -12,19 +12,14 @@ using namespace testing_support;
 TEST(RegionEffects, BatchNormCountsABatchOnce) {
   torch::manual_seed(1);
   torch::nn::Sequential net(
-      torch::nn::Conv2d(torch::nn::Conv2dOptions(2, 3, 3)),
-      torch::nn::BatchNorm2d(3),
-      torch::nn::ReLU(),
-      torch::nn::Conv2d(torch::nn::Conv2dOptions(3, 2, 3)),
-      torch::nn::InstanceNorm2d(
-          torch::nn::InstanceNorm2dOptions(2).track_running_stats(true)));
-  auto other =
-      std::dynamic_pointer_cast<torch::nn::SequentialImpl>(net->clone());
+      torch::nn::Conv2d(torch::nn::Conv2dOptions(2, 3, 3)), torch::nn::BatchNorm2d(3),
+      torch::nn::ReLU(), torch::nn::Conv2d(torch::nn::Conv2dOptions(3, 2, 3)),
+      torch::nn::InstanceNorm2d(torch::nn::InstanceNorm2dOptions(2).track_running_stats(true)));
+  auto other = std::dynamic_pointer_cast<torch::nn::SequentialImpl>(net->clone());
   const Tensor x = torch::randn({4, 2, 8, 8});
   for (int batch = 0; batch < 2; ++batch) {
     net->forward(x + batch).square().sum().backward();
-    activation_checkpoint(
-        [&](const Tensor& in) { return other->forward(in); }, x + batch)
+    activation_checkpoint([&](const Tensor& in) { return other->forward(in); }, x + batch)
         .square()
         .sum()
         .backward();
@@ -32,8 +27,7 @@ TEST(RegionEffects, BatchNormCountsABatchOnce) {
   const auto expected = net->named_buffers();
   ASSERT_EQ(expected.size(), 6);
   for (const auto& buffer : other->named_buffers()) {
-    EXPECT_TRUE(torch::equal(buffer.value(), expected[buffer.key()]))
-        << buffer.key();
+    EXPECT_TRUE(torch::equal(buffer.value(), expected[buffer.key()])) << buffer.key();
   }
   EXPECT_EQ(expected["1.num_batches_tracked"].item<int64_t>(), 2);
   const auto gradients = other->parameters();
@@ -113,8 +107,7 @@ TEST(RegionEffects, RunOnceRunsOnceAlsoInNestedRegions) {
   EXPECT_EQ(calls, 4);
   calls = 0;
   const Tensor z = x.sin().mul(1).sin().mul(2).sin().mul(3) * 4;
-  EXPECT_TRUE(
-      torch::allclose(region, torch::autograd::grad({z.sum()}, {x})[0]));
+  EXPECT_TRUE(torch::allclose(region, torch::autograd::grad({z.sum()}, {x})[0]));
 }
 
 // A policy counts the calls of operators; the recomputation lacks these.
@@ -129,11 +122,8 @@ TEST(RegionEffects, WhatRunsOnceIsNoOperatorOfAPolicy) {
     expect_same_bits(
         plain, derive({x}, [&] {
           return activation_checkpoint(
-                     fn,
-                     x,
-                     Options{
-                         .policy = OpPolicy::keep({"aten::exp", "aten::mul"}),
-                         .debug = debug})
+                     fn, x,
+                     Options{.policy = OpPolicy::keep({"aten::exp", "aten::mul"}), .debug = debug})
               .sum();
         }));
   }
@@ -190,9 +180,8 @@ TEST(RegionEffects, AutocastIsThatOfForward) {
         for (int i = 0; i < 3; ++i) {
           const auto fn = [&](const Tensor& in) {
             const Tensor out = blocks[0]->forward(in);
-            EXPECT_EQ(
-                blocks[0]->up(in).scalar_type(),
-                at::kBFloat16); // in recomputation too
+            EXPECT_EQ(blocks[0]->up(in).scalar_type(),
+                      at::kBFloat16); // in recomputation too
             return out.tanh();
           };
           y = regions && i > 0 ? activation_checkpoint(fn, y) : fn(y);

@@ -11,10 +11,7 @@ using namespace testing_support;
 TEST(ActivationCheckpointErrors, ARegionWithoutATensorIsNamed) {
   const Tensor x = torch::randn({2}).requires_grad_();
   const std::string text = error_of([&] {
-    activation_checkpoint(
-        [](const Tensor& in) { return in.size(0); },
-        x,
-        Options{.name = "head"});
+    activation_checkpoint([](const Tensor& in) { return in.size(0); }, x, Options{.name = "head"});
   });
   expect_says(text, {"[activation_checkpoint]", "head", "no tensor", "Fix:"});
 }
@@ -23,47 +20,39 @@ TEST(ActivationCheckpointErrors, AnInputChangedInPlaceIsNamed) {
   const Tensor x = torch::randn({2}).requires_grad_();
   const Tensor other = torch::randn({2});
   EXPECT_THROW(
-      activation_checkpoint(
-          [](const Tensor& a, Tensor b) { return b.mul_(2) * a; }, x, other),
+      activation_checkpoint([](const Tensor& a, Tensor b) { return b.mul_(2) * a; }, x, other),
       InputError);
-  expect_says(
-      error_of([&] {
-        activation_checkpoint(
-            [](const Tensor& a, Tensor b) { return b.mul_(2) * a; }, x, other);
-      }),
-      {"input 1", "in place", "clone"});
+  expect_says(error_of([&] {
+                activation_checkpoint([](const Tensor& a, Tensor b) { return b.mul_(2) * a; }, x,
+                                      other);
+              }),
+              {"input 1", "in place", "clone"});
   // On a copy it works, though it is the region's first operator.
   const auto fn = [](const Tensor& in) { return in.clone().mul_(2).sin(); };
-  expect_same_bits(derive({x}, [&] { return fn(x).sum(); }), derive({x}, [&] {
-                     return activation_checkpoint(fn, x).sum();
-                   }));
+  expect_same_bits(derive({x}, [&] { return fn(x).sum(); }),
+                   derive({x}, [&] { return activation_checkpoint(fn, x).sum(); }));
   // After forward.
   Tensor y = x * 1;
-  const Tensor z =
-      activation_checkpoint([](const Tensor& in) { return in.sin(); }, y);
+  const Tensor z = activation_checkpoint([](const Tensor& in) { return in.sin(); }, y);
   const at::NoGradGuard no_grad;
   y.add_(1);
   const at::AutoGradMode grad(true);
-  expect_says(
-      error_of([&] { z.sum().backward(); }),
-      {"input 0", "changed in place after forward", "version=1, was 0"});
+  expect_says(error_of([&] { z.sum().backward(); }),
+              {"input 0", "changed in place after forward", "version=1, was 0"});
 }
 
 TEST(ActivationCheckpointErrors, AnOptimizerStepBeforeTheRecomputationIsNamed) {
   torch::nn::Linear layer(3, 4);
   torch::optim::SGD sgd(layer->parameters(), 0.1);
   const Tensor x = torch::randn({2, 3});
-  const Tensor loss = activation_checkpoint(
-                          [&](const Tensor& in) { return layer(in).tanh(); },
-                          x,
-                          Options{.name = "encoder.1"})
+  const Tensor loss = activation_checkpoint([&](const Tensor& in) { return layer(in).tanh(); }, x,
+                                            Options{.name = "encoder.1"})
                           .sum();
   // Only the bias: no operator saves it, so nothing else would notice.
   layer->bias.mutable_grad() = torch::ones_like(layer->bias);
   sgd.step();
-  expect_says(
-      error_of([&] { loss.backward(); }),
-      {"parameter of shape [4]", "encoder.1", "optimizer"});
+  expect_says(error_of([&] { loss.backward(); }),
+              {"parameter of shape [4]", "encoder.1", "optimizer"});
 }
 
 TEST(ActivationCheckpointErrors, TheFirstTensorThatDiffersIsNamed) {
@@ -74,9 +63,8 @@ TEST(ActivationCheckpointErrors, TheFirstTensorThatDiffersIsNamed) {
     return layer(calls++ == 0 ? in : at::cat({in, in})).relu().sum();
   };
   Tensor loss = activation_checkpoint(shape, x);
-  expect_says(
-      error_of([&] { loss.backward(); }),
-      {"saved tensor 0 of", "[4, 4] Float cpu", "[2, 4] Float cpu"});
+  expect_says(error_of([&] { loss.backward(); }),
+              {"saved tensor 0 of", "[4, 4] Float cpu", "[2, 4] Float cpu"});
   calls = 0;
   const auto dtype = [&](const Tensor& in) {
     const Tensor y = layer(in).exp();
@@ -86,8 +74,7 @@ TEST(ActivationCheckpointErrors, TheFirstTensorThatDiffersIsNamed) {
   expect_says(error_of([&] { loss.backward(); }), {"Double", "Float"});
   // Not compared: an operator of backward notices.
   calls = 0;
-  loss = activation_checkpoint(
-      shape, x, Options{.determinism_check = DeterminismCheck::none});
+  loss = activation_checkpoint(shape, x, Options{.determinism_check = DeterminismCheck::none});
   expect_says(error_of([&] { loss.backward(); }), {"must match the size"});
 }
 
@@ -120,9 +107,8 @@ TEST(ActivationCheckpointErrors, DebugNamesTheOperatorThatDiffers) {
     return (calls++ == 0 ? y.sin().cos() : y.relu()).sum();
   };
   const Tensor loss = activation_checkpoint(fn, x, Options{.debug = true});
-  expect_says(
-      error_of([&] { loss.backward(); }),
-      {"operator 1 is aten::relu, in forward it was aten::sin"});
+  expect_says(error_of([&] { loss.backward(); }),
+              {"operator 1 is aten::relu, in forward it was aten::sin"});
 }
 
 // A region that throws when it is told to.
@@ -143,9 +129,7 @@ TEST(ActivationCheckpointErrors, ExceptionsLeaveNothingBehind) {
   x.mutable_grad() = torch::zeros_like(x);
   int calls = 0;
   const LiveBytes bytes;
-  EXPECT_EQ(
-      error_of([&] { activation_checkpoint(Thrower{&calls, 1}, x); }),
-      "planned");
+  EXPECT_EQ(error_of([&] { activation_checkpoint(Thrower{&calls, 1}, x); }), "planned");
   EXPECT_EQ(bytes.extra(), 0);
   // After it, tensors are saved as usual: nothing is recomputed.
   Recomputes counted;
@@ -158,8 +142,7 @@ TEST(ActivationCheckpointErrors, ExceptionsLeaveNothingBehind) {
   Tensor y = activation_checkpoint(Thrower{&calls, 2}, x).sum();
   const auto before = at::detail::getDefaultCPUGenerator().get_state();
   EXPECT_EQ(error_of([&] { y.backward({}, true); }), "planned");
-  EXPECT_TRUE(
-      torch::equal(before, at::detail::getDefaultCPUGenerator().get_state()));
+  EXPECT_TRUE(torch::equal(before, at::detail::getDefaultCPUGenerator().get_state()));
   EXPECT_FALSE(in_recompute());
   EXPECT_FALSE(at::autocast::is_autocast_enabled(at::kCPU));
   const auto generator_bytes = static_cast<int64_t>(before.nbytes());
@@ -169,8 +152,7 @@ TEST(ActivationCheckpointErrors, ExceptionsLeaveNothingBehind) {
   torch::manual_seed(3);
   const Tensor mask = at::dropout(torch::ones({1000}), 0.5, true);
   const Tensor inner = x.detach().exp();
-  EXPECT_TRUE(torch::allclose(
-      x.grad(), -(inner.sin() * mask).sin() * mask * inner.cos() * inner));
+  EXPECT_TRUE(torch::allclose(x.grad(), -(inner.sin() * mask).sin() * mask * inner.cos() * inner));
 }
 
 } // namespace hasten::checkpoint_test

@@ -12,8 +12,7 @@ using namespace testing_support;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-static void add_post_hook(
-    torch::autograd::Node& node, const std::function<void()>& hook) {
+static void add_post_hook(torch::autograd::Node& node, const std::function<void()>& hook) {
   node.add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
       [hook](const variable_list& outputs, const variable_list&) {
         hook();
@@ -27,21 +26,17 @@ TEST(RegionGraph, ManyRegionsOfOneModuleJoinInOneBackward) {
     std::vector<Tensor> leaves = parameters_of(blocks);
     std::vector<Tensor> inputs;
     for (int i = 0; i < 50; ++i) {
-      inputs.push_back(
-          torch::rand({1, 8}).set_requires_grad(input_wants_gradient));
+      inputs.push_back(torch::rand({1, 8}).set_requires_grad(input_wants_gradient));
     }
     if (input_wants_gradient) {
       leaves.insert(leaves.end(), inputs.begin(), inputs.end());
     }
     const auto run = [&](bool regions) {
       return derive(leaves, [&] {
-        const auto fn = [&](const Tensor& in) {
-          return blocks[0]->forward(in);
-        };
+        const auto fn = [&](const Tensor& in) { return blocks[0]->forward(in); };
         std::vector<Tensor> features;
         for (const Tensor& input : inputs) {
-          features.push_back(
-              regions ? activation_checkpoint(fn, input) : fn(input));
+          features.push_back(regions ? activation_checkpoint(fn, input) : fn(input));
         }
         return at::stack(features).square().mean();
       });
@@ -61,9 +56,7 @@ TEST(RegionGraph, AParameterUsedInsideAndOutsideFiresItsHookOnce) {
   const auto fn = [&](const Tensor& in) { return w * in; };
   const Derived plain = derive({w, x}, [&] { return fn(w * x).sum(); });
   fired = 0;
-  expect_same_bits(plain, derive({w, x}, [&] {
-                     return activation_checkpoint(fn, w * x).sum();
-                   }));
+  expect_same_bits(plain, derive({w, x}, [&] { return activation_checkpoint(fn, w * x).sum(); }));
   EXPECT_EQ(fired, 1);
 }
 
@@ -148,13 +141,11 @@ TEST(RegionGraph, OutsideOfBackwardEachUnpackingRecomputes) {
 
 static const void* seen_by_backward = nullptr;
 struct SavesAnInput : torch::autograd::Function<SavesAnInput> {
-  static Tensor forward(
-      AutogradContext* context, const Tensor& x, const Tensor& scale) {
+  static Tensor forward(AutogradContext* context, const Tensor& x, const Tensor& scale) {
     context->save_for_backward({scale});
     return x * scale;
   }
-  static variable_list backward(
-      AutogradContext* context, variable_list gradients) {
+  static variable_list backward(AutogradContext* context, variable_list gradients) {
     const Tensor scale = context->get_saved_variables()[0];
     seen_by_backward = scale.const_data_ptr();
     return {gradients[0] * scale, Tensor()};
@@ -164,12 +155,8 @@ struct SavesAnInput : torch::autograd::Function<SavesAnInput> {
 TEST(RegionGraph, ASavedInputIsTheInputsOwnMemory) {
   const Tensor x = torch::randn({4}).requires_grad_();
   const Tensor scale = torch::randn({4});
-  activation_checkpoint(
-      [](const Tensor& a, const Tensor& b) {
-        return SavesAnInput::apply(a, b);
-      },
-      x,
-      scale)
+  activation_checkpoint([](const Tensor& a, const Tensor& b) { return SavesAnInput::apply(a, b); },
+                        x, scale)
       .sum()
       .backward();
   EXPECT_EQ(seen_by_backward, scale.const_data_ptr());
@@ -186,8 +173,7 @@ TEST(RegionGraph, BackwardFreesAsItGoesAlsoWhereTheGraphIsRetained) {
       for (int i = 0; i < 4; ++i) {
         y = y.square();
         if (!in_recompute() && i < 3) {
-          y.register_hook(
-              [&](const Tensor&) { steps.push_back(bytes.extra()); });
+          y.register_hook([&](const Tensor&) { steps.push_back(bytes.extra()); });
         }
       }
       return y.sum();
@@ -211,8 +197,7 @@ struct SavesItsOutput : torch::autograd::Function<SavesItsOutput> {
     context->save_for_backward({y, x});
     return y;
   }
-  static variable_list backward(
-      AutogradContext* context, variable_list gradients) {
+  static variable_list backward(AutogradContext* context, variable_list gradients) {
     return {gradients[0] * context->get_saved_variables()[0]};
   }
 };
@@ -223,9 +208,7 @@ TEST(EarlyStop, ACustomFunctionThatSavesItsOutputIsNotKept) {
   x.mutable_grad() = torch::zeros_like(x);
   const LiveBytes bytes;
   const Recomputes counted;
-  activation_checkpoint(
-      [](const Tensor& in) { return SavesItsOutput::apply(in.sin()).clone(); },
-      x)
+  activation_checkpoint([](const Tensor& in) { return SavesItsOutput::apply(in.sin()).clone(); }, x)
       .sum()
       .backward();
   EXPECT_EQ(counted.early(), 1);
@@ -237,14 +220,12 @@ TEST(EarlyStop, ACustomFunctionThatSavesItsOutputIsNotKept) {
 TEST(EarlyStop, DoesNotEndInsideABackwardOfTheRegionItself) {
   const Tensor x = torch::randn({1000}, torch::kDouble).requires_grad_();
   const auto fn = [](const Tensor& in) {
-    return torch::autograd::grad(
-        {in.exp().sin().sum()}, {in}, {}, true, true)[0];
+    return torch::autograd::grad({in.exp().sin().sum()}, {in}, {}, true, true)[0];
   };
   const Derived plain = derive({x}, [&] { return fn(x).sum(); });
   const LiveBytes bytes;
   for (int i = 0; i < 70; ++i) { // the engine's limit of depth is 60
-    expect_same_bits(
-        plain, derive({x}, [&] { return activation_checkpoint(fn, x).sum(); }));
+    expect_same_bits(plain, derive({x}, [&] { return activation_checkpoint(fn, x).sum(); }));
   }
   EXPECT_EQ(bytes.extra(), 0);
 }
@@ -259,8 +240,7 @@ TEST(EarlyStop, TheGuardOfForwardBeatsTheOption) {
           ++entered; // a copy saves nothing: backward does not need it
           return y.clone();
         },
-        x,
-        Options{.early_stop = early_stop});
+        x, Options{.early_stop = early_stop});
   };
   const auto runs = [&](const std::function<Tensor()>& forward) {
     entered = 0;
@@ -279,13 +259,12 @@ TEST(EarlyStop, TheGuardOfForwardBeatsTheOption) {
   };
   EXPECT_EQ(guarded(true, false), 1);
   EXPECT_EQ(guarded(false, true), 2);
-  EXPECT_EQ(
-      runs([&] {
-        const EarlyStopGuard outer(false);
-        const EarlyStopGuard inner(true);
-        return region(false);
-      }),
-      1);
+  EXPECT_EQ(runs([&] {
+              const EarlyStopGuard outer(false);
+              const EarlyStopGuard inner(true);
+              return region(false);
+            }),
+            1);
 }
 
 TEST(EarlyStop, RunsNoKernelThatBackwardDoesNotNeed) {
@@ -313,9 +292,7 @@ TEST(EarlyStop, RunsNoKernelThatBackwardDoesNotNeed) {
     EXPECT_EQ(calls, 2);
     // Nothing is saved, so nothing is unpacked.
     const Recomputes counted;
-    activation_checkpoint(
-        [](const Tensor& in) { return in.clone(); }, x, options)
-        .backward(ones);
+    activation_checkpoint([](const Tensor& in) { return in.clone(); }, x, options).backward(ones);
     EXPECT_EQ(counted.count(), 0);
   }
 }

@@ -48,8 +48,7 @@ struct Derived {
   double loss = 0;
   double next_random = 0;
 };
-inline Derived derive(
-    std::vector<Tensor> leaves, const std::function<Tensor()>& run) {
+inline Derived derive(std::vector<Tensor> leaves, const std::function<Tensor()>& run) {
   for (Tensor& leaf : leaves) {
     leaf.mutable_grad() = Tensor();
   }
@@ -60,8 +59,7 @@ inline Derived derive(
   result.loss = loss.item<double>();
   result.next_random = torch::rand({1}, torch::kDouble).item<double>();
   for (const Tensor& leaf : leaves) {
-    result.gradients.push_back(
-        leaf.grad().defined() ? leaf.grad().clone() : Tensor());
+    result.gradients.push_back(leaf.grad().defined() ? leaf.grad().clone() : Tensor());
   }
   return result;
 }
@@ -96,11 +94,9 @@ inline std::string error_of(const std::function<void()>& run) {
   }
   return {};
 }
-inline void expect_says(
-    const std::string& text, const std::vector<std::string>& words) {
+inline void expect_says(const std::string& text, const std::vector<std::string>& words) {
   for (const std::string& word : words) {
-    EXPECT_NE(text.find(word), std::string::npos)
-        << "\"" << word << "\" is not in: " << text;
+    EXPECT_NE(text.find(word), std::string::npos) << "\"" << word << "\" is not in: " << text;
   }
 }
 
@@ -108,12 +104,8 @@ inline void expect_says(
 class Recomputes {
  public:
   Recomputes() : before_(recompute_counts()) {}
-  int64_t count() const {
-    return recompute_counts().recomputed - before_.recomputed;
-  }
-  int64_t early() const {
-    return recompute_counts().stopped_early - before_.stopped_early;
-  }
+  int64_t count() const { return recompute_counts().recomputed - before_.recomputed; }
+  int64_t early() const { return recompute_counts().stopped_early - before_.stopped_early; }
 
  private:
   RecomputeCounts before_;

@@ -20,10 +20,7 @@ TEST(ActivationCheckpoint, GivesTheSameBitsWithDropoutAndKeepsTheStream) {
       Tensor y = x;
       for (Mlp& block : blocks) {
         y = regions ? activation_checkpoint(
-                          [block](const Tensor& in) mutable {
-                            return block->forward(in);
-                          },
-                          y)
+                          [block](const Tensor& in) mutable { return block->forward(in); }, y)
                     : block->forward(y);
       }
       return y.square().sum();
@@ -36,15 +33,12 @@ TEST(ActivationCheckpoint, GivesTheSameBitsWithDropoutAndKeepsTheStream) {
   EXPECT_EQ(counted.early(), 3);
   // Without the random state, dropout draws other masks: the test can fail.
   const Derived other = derive(leaves, [&] {
-    return activation_checkpoint(
-               [&](const Tensor& in) { return blocks[0]->forward(in); },
-               x,
-               Options{.preserve_rng_state = false})
+    return activation_checkpoint([&](const Tensor& in) { return blocks[0]->forward(in); }, x,
+                                 Options{.preserve_rng_state = false})
         .square()
         .sum();
   });
-  const Derived right =
-      derive(leaves, [&] { return blocks[0]->forward(x).square().sum(); });
+  const Derived right = derive(leaves, [&] { return blocks[0]->forward(x).square().sum(); });
   EXPECT_FALSE(torch::equal(other.gradients[0], right.gradients[0]));
 }
 
@@ -63,23 +57,15 @@ TEST(ActivationCheckpoint, TakesAnyNumberOfTensorsAndOtherThings) {
   const Tensor a = torch::randn({3}).requires_grad_();
   const Tensor b = torch::randn({3});
   const Tensor c = torch::randn({3}).requires_grad_();
-  const auto fn = [](const std::vector<Tensor>& list,
-                     std::optional<Tensor> none,
-                     std::pair<Tensor, int> scaled,
-                     const std::string& words,
+  const auto fn = [](const std::vector<Tensor>& list, std::optional<Tensor> none,
+                     std::pair<Tensor, int> scaled, const std::string& words,
                      const std::function<Tensor(const Tensor&)>& wave) {
     return std::make_tuple(
-        Mixed{
-            list[0].exp() * list[1] + scaled.first.exp() * scaled.second,
-            none,
-            words + "!"},
-        wave(list[0]),
-        7,
+        Mixed{list[0].exp() * list[1] + scaled.first.exp() * scaled.second, none, words + "!"},
+        wave(list[0]), 7,
         list[0]); // an input as it is
   };
-  const std::function<Tensor(const Tensor&)> wave = [](const Tensor& in) {
-    return in.sin();
-  };
+  const std::function<Tensor(const Tensor&)> wave = [](const Tensor& in) { return in.sin(); };
   const auto run = [&](bool region) {
     return derive({a, c}, [&] {
       const std::vector<Tensor> list{a, b};
@@ -101,9 +87,7 @@ TEST(ActivationCheckpoint, TakesAnyNumberOfTensorsAndOtherThings) {
   }
   // Tensors without memory: there is no random state to keep of their device.
   const Tensor meta = torch::randn({3}, at::kMeta).requires_grad_();
-  activation_checkpoint([](const Tensor& in) { return in.sin(); }, meta)
-      .sum()
-      .backward();
+  activation_checkpoint([](const Tensor& in) { return in.sin(); }, meta).sum().backward();
   EXPECT_TRUE(meta.grad().is_meta());
 }
 
@@ -112,22 +96,18 @@ TEST(ActivationCheckpoint, NeedsNoInputThatWantsAGradient) {
   const Tensor x = torch::randn({4, 8});
   const auto leaves = parameters_of(blocks);
   expect_same_bits(
-      derive(leaves, [&] { return blocks[0]->forward(x).exp().sum(); }),
-      derive(leaves, [&] {
-        return activation_checkpoint(
-                   [&](const Tensor& in) { return blocks[0]->forward(in); }, x)
+      derive(leaves, [&] { return blocks[0]->forward(x).exp().sum(); }), derive(leaves, [&] {
+        return activation_checkpoint([&](const Tensor& in) { return blocks[0]->forward(in); }, x)
             .exp()
             .sum();
       }));
   // Nor one at all, nor anything that does.
-  const Tensor y =
-      activation_checkpoint([](const Tensor& in) { return in.relu(); }, x);
+  const Tensor y = activation_checkpoint([](const Tensor& in) { return in.relu(); }, x);
   EXPECT_FALSE(y.requires_grad());
   const Tensor z = activation_checkpoint([&] { return blocks[0]->forward(x); });
   z.sum().backward();
   const at::NoGradGuard no_grad;
-  EXPECT_FALSE(activation_checkpoint(
-                   [&](const Tensor& in) { return blocks[0]->forward(in); }, x)
+  EXPECT_FALSE(activation_checkpoint([&](const Tensor& in) { return blocks[0]->forward(in); }, x)
                    .requires_grad());
 }
 
@@ -166,10 +146,8 @@ TEST(ActivationCheckpoint, SeveralBackwardsRecomputeEachTime) {
     return derive(leaves, [&] {
       Tensor y = x;
       for (Mlp& block : blocks) {
-        y = regions
-                ? activation_checkpoint(
-                      [&](const Tensor& in) { return block->forward(in); }, y)
-                : block->forward(y);
+        y = regions ? activation_checkpoint([&](const Tensor& in) { return block->forward(in); }, y)
+                    : block->forward(y);
       }
       const Tensor loss = y.square().sum();
       loss.backward({}, /*retain_graph=*/true);
@@ -183,8 +161,7 @@ TEST(ActivationCheckpoint, SeveralBackwardsRecomputeEachTime) {
   EXPECT_EQ(counted.count(), 6);
   // Without retaining, the second backward is torch's usual error.
   const Tensor once =
-      activation_checkpoint([&](const Tensor& in) { return blocks[0](in); }, x)
-          .sum();
+      activation_checkpoint([&](const Tensor& in) { return blocks[0](in); }, x).sum();
   once.backward();
   expect_says(error_of([&] { once.backward(); }), {"second time"});
 }
@@ -219,9 +196,7 @@ TEST(ActivationCheckpoint, CodeInsideMayDerive) {
   };
   const auto run = [&](bool region, bool early_stop) {
     return derive({x}, [&] {
-      return (region ? activation_checkpoint(
-                           fn, x, Options{.early_stop = early_stop})
-                     : fn(x))
+      return (region ? activation_checkpoint(fn, x, Options{.early_stop = early_stop}) : fn(x))
           .sum();
     });
   };
@@ -276,14 +251,12 @@ TEST(ActivationCheckpoint, ThreadsDoNotMeet) {
   EXPECT_EQ(wrong, 0);
   // One graph, derived by two threads at once.
   const Tensor x = torch::randn({64}).requires_grad_();
-  const Tensor y = activation_checkpoint(
-      [](const Tensor& in) { return in.sin().exp().cos(); }, x);
+  const Tensor y = activation_checkpoint([](const Tensor& in) { return in.sin().exp().cos(); }, x);
   const Tensor expected = torch::autograd::grad({y.sum()}, {x}, {}, true)[0];
   for (auto& thread : threads) {
     thread = std::thread([&] {
       for (int i = 0; i < 20; ++i) {
-        wrong += !torch::equal(
-            expected, torch::autograd::grad({y.sum()}, {x}, {}, true)[0]);
+        wrong += !torch::equal(expected, torch::autograd::grad({y.sum()}, {x}, {}, true)[0]);
       }
     });
   }
@@ -307,8 +280,7 @@ TEST(ActivationCheckpoint, WhatNoBackwardWillNeedIsNotKept) {
         x);
     v = Tensor();
     int64_t seen = 0;
-    const auto hook =
-        x.register_hook([&](const Tensor&) { seen = bytes.extra(); });
+    const auto hook = x.register_hook([&](const Tensor&) { seen = bytes.extra(); });
     u.sum().backward();
     x.remove_hook(hook);
     return seen;
@@ -338,10 +310,7 @@ TEST(ActivationCheckpoint, ARegionKeepsItsInputsAndNothingElse) {
   EXPECT_EQ(bytes.extra(), 4000) << "what was recomputed is gone";
   // A backward that needs a part only drops the rest at its end.
   auto [u, v] = activation_checkpoint(
-      [](const Tensor& in) {
-        return std::make_pair(in.sin().sin(), in.cos().cos());
-      },
-      x);
+      [](const Tensor& in) { return std::make_pair(in.sin().sin(), in.cos().cos()); }, x);
   u.sum().backward({}, /*retain_graph=*/true);
   EXPECT_EQ(bytes.extra(), 3 * 4000);
   y = u = v = Tensor();
@@ -353,15 +322,13 @@ TEST(ActivationCheckpoint, ARegionKeepsItsInputsAndNothingElse) {
 
 // A custom function that asks twice for what it saved.
 struct AsksTwice : torch::autograd::Function<AsksTwice> {
-  static Tensor forward(
-      torch::autograd::AutogradContext* context, const Tensor& x) {
+  static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& x) {
     const Tensor y = x.exp();
     context->save_for_backward({x, y});
     return y;
   }
-  static torch::autograd::variable_list backward(
-      torch::autograd::AutogradContext* context,
-      torch::autograd::variable_list gradients) {
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list gradients) {
     const Tensor y = context->get_saved_variables()[1];
     const Tensor x = context->get_saved_variables()[0];
     return {gradients[0] * y + 0 * x};
@@ -370,19 +337,14 @@ struct AsksTwice : torch::autograd::Function<AsksTwice> {
 
 TEST(ActivationCheckpoint, ACustomFunctionMayUnpackTwice) {
   const Tensor x = torch::randn({4}).requires_grad_();
-  const auto fn = [](const Tensor& in) {
-    return AsksTwice::apply(in.sin()).cos();
-  };
-  expect_same_bits(derive({x}, [&] { return fn(x).sum(); }), derive({x}, [&] {
-                     return activation_checkpoint(fn, x).sum();
-                   }));
+  const auto fn = [](const Tensor& in) { return AsksTwice::apply(in.sin()).cos(); };
+  expect_same_bits(derive({x}, [&] { return fn(x).sum(); }),
+                   derive({x}, [&] { return activation_checkpoint(fn, x).sum(); }));
 }
 
 TEST(ActivationCheckpoint, SharedRecomputeServesDisjointBackwards) {
   const Tensor x = torch::randn({4}).requires_grad_();
-  const auto fn = [](const Tensor& in) {
-    return std::make_pair(in.sin().sin(), in.cos().cos());
-  };
+  const auto fn = [](const Tensor& in) { return std::make_pair(in.sin().sin(), in.cos().cos()); };
   const auto run = [&](bool shared) {
     x.mutable_grad() = Tensor();
     auto [u, v] = activation_checkpoint(fn, x);
@@ -425,8 +387,7 @@ TEST(ActivationCheckpoint, SharedRecomputeServesDisjointBackwards) {
   EXPECT_TRUE(torch::equal(staged(false).first, staged(true).first));
   // The same part twice: recomputed again.
   const Tensor twice =
-      activation_checkpoint([](const Tensor& in) { return in.sin().cos(); }, x)
-          .sum();
+      activation_checkpoint([](const Tensor& in) { return in.sin().cos(); }, x).sum();
   const Recomputes counted;
   const SharedRecompute guard;
   const Tensor once = torch::autograd::grad({twice}, {x}, {}, true)[0];
@@ -438,8 +399,7 @@ TEST(ActivationCheckpointSequential, KeepsTheLastSegment) {
   auto blocks = make_mlps(7);
   std::vector<std::function<Tensor(Tensor)>> functions;
   for (Mlp& block : blocks) {
-    functions.emplace_back(
-        [block](Tensor in) mutable { return block->forward(std::move(in)); });
+    functions.emplace_back([block](Tensor in) mutable { return block->forward(std::move(in)); });
   }
   const Tensor x = torch::randn({4, 8}).requires_grad_();
   auto leaves = parameters_of(blocks);
@@ -455,10 +415,9 @@ TEST(ActivationCheckpointSequential, KeepsTheLastSegment) {
     for (Mlp& block : blocks) {
       block->calls = 0;
     }
-    expect_same_bits(
-        plain, derive(leaves, [&] {
-          return activation_checkpoint_sequential(functions, segments, x).sum();
-        }));
+    expect_same_bits(plain, derive(leaves, [&] {
+                       return activation_checkpoint_sequential(functions, segments, x).sum();
+                     }));
     int calls = 0;
     for (Mlp& block : blocks) {
       calls += block->calls;

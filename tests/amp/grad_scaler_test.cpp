@@ -20,19 +20,17 @@
 namespace hasten {
 
 static GradScalerOptions options_of(const ScalerGolden& golden) {
-  return {
-      .init_scale = golden.init_scale,
-      .growth_factor = golden.growth_factor,
-      .backoff_factor = golden.backoff_factor,
-      .growth_interval = golden.growth_interval};
+  return {.init_scale = golden.init_scale,
+          .growth_factor = golden.growth_factor,
+          .backoff_factor = golden.backoff_factor,
+          .growth_interval = golden.growth_interval};
 }
 
 template <typename Optimizer>
 static void expect_golden(const ScalerGolden& golden, bool unscale) {
   GradScaler scaler(options_of(golden));
   auto parameter = torch::tensor({1.0f, -2.0f, 3.0f}, torch::requires_grad());
-  Optimizer optimizer(
-      {parameter}, torch::optim::SGDOptions(0.125).momentum(0.5));
+  Optimizer optimizer({parameter}, torch::optim::SGDOptions(0.125).momentum(0.5));
   for (size_t i = 0; i < golden.steps.size(); ++i) {
     optimizer.zero_grad();
     scaler.scale((parameter * parameter).sum() / 4).backward();
@@ -48,9 +46,7 @@ static void expect_golden(const ScalerGolden& golden, bool unscale) {
     scaler.update();
     EXPECT_EQ(scaler.get_scale(), golden.scales[i]) << i;
     EXPECT_EQ(scaler.loss_scale().growth_tracker(), golden.trackers[i]) << i;
-    EXPECT_NEAR(
-        parameter[0].template item<double>(), golden.parameters[i], 1e-7)
-        << i;
+    EXPECT_NEAR(parameter[0].template item<double>(), golden.parameters[i], 1e-7) << i;
   }
 }
 
@@ -86,18 +82,15 @@ TEST(GradScaler, ClippingIsThatOfTheUnscaledGradients) {
       auto p = torch::ones({3}, torch::requires_grad());
       std::unique_ptr<torch::optim::Optimizer> optimizer;
       if (fused) {
-        optimizer = std::make_unique<SGD>(
-            std::vector<at::Tensor>{p}, torch::optim::SGDOptions(1));
+        optimizer = std::make_unique<SGD>(std::vector<at::Tensor>{p}, torch::optim::SGDOptions(1));
       } else {
-        optimizer = std::make_unique<torch::optim::SGD>(
-            std::vector<at::Tensor>{p}, torch::optim::SGDOptions(1));
+        optimizer = std::make_unique<torch::optim::SGD>(std::vector<at::Tensor>{p},
+                                                        torch::optim::SGDOptions(1));
       }
       scaler.scale((p * torch::tensor({3.0f, 0.0f, 4.0f})).sum()).backward();
       EXPECT_NEAR(scaler.clip_grad_norm_(*optimizer, 1.0), 5, 1e-6);
       EXPECT_TRUE(scaler.step(*optimizer));
-      EXPECT_TRUE(torch::allclose(
-          p.detach(), torch::tensor({0.4f, 1.0f, 0.2f}), 0, 1e-6))
-          << p;
+      EXPECT_TRUE(torch::allclose(p.detach(), torch::tensor({0.4f, 1.0f, 0.2f}), 0, 1e-6)) << p;
       scaler.update();
     }
   }
@@ -125,8 +118,7 @@ TEST(GradScaler, KeepsGradientsThatFp16WouldLose) {
     torch::Tensor loss;
     {
       const Autocast autocast({.dtype = torch::kHalf});
-      loss = torch::mm(torch::ones({4, 4}), weight).to(torch::kFloat).mean() *
-             1e-7;
+      loss = torch::mm(torch::ones({4, 4}), weight).to(torch::kFloat).mean() * 1e-7;
     }
     scaler.scale(loss).backward();
     scaler.unscale_(optimizer);
@@ -150,8 +142,7 @@ TEST(GradScaler, ALossThatIsNotFiniteIsNamedAsSuch) {
   for (const double bad : {double(INFINITY), double(NAN)}) {
     const auto loss = torch::full({}, bad, torch::requires_grad());
     const std::string message = message_of([&] { scaler.scale(loss); });
-    EXPECT_NE(message.find("before it is scaled"), std::string::npos)
-        << message;
+    EXPECT_NE(message.find("before it is scaled"), std::string::npos) << message;
     EXPECT_NE(message.find("no overflow"), std::string::npos) << message;
   }
   EXPECT_EQ(scaler.get_scale(), 65536);
@@ -161,28 +152,20 @@ TEST(GradScaler, RefusesToBeUsedTwiceOnOneStep) {
   GradScaler scaler;
   auto p = torch::ones({3}, torch::requires_grad());
   AdamW optimizer({p});
-  EXPECT_NE(
-      message_of([&] { scaler.update(); }).find("no optimizer was unscaled"),
-      std::string::npos);
+  EXPECT_NE(message_of([&] { scaler.update(); }).find("no optimizer was unscaled"),
+            std::string::npos);
   scaler.scale(p.sum()).backward();
   scaler.unscale_(optimizer);
-  EXPECT_NE(
-      message_of([&] {
-        scaler.unscale_(optimizer);
-      }).find("divided by the scale already"),
-      std::string::npos);
-  EXPECT_NE(
-      message_of([&] {
-        scaler.clip_grad_norm_(optimizer, 1);
-      }).find("divided by the scale already"),
-      std::string::npos);
+  EXPECT_NE(message_of([&] { scaler.unscale_(optimizer); }).find("divided by the scale already"),
+            std::string::npos);
+  EXPECT_NE(message_of([&] {
+              scaler.clip_grad_norm_(optimizer, 1);
+            }).find("divided by the scale already"),
+            std::string::npos);
   EXPECT_TRUE(scaler.step(optimizer));
   for (const auto& again : std::vector<std::function<void()>>{
-           [&] { scaler.step(optimizer); },
-           [&] { scaler.unscale_(optimizer); }}) {
-    EXPECT_NE(
-        message_of(again).find("stepped since the last update()"),
-        std::string::npos);
+           [&] { scaler.step(optimizer); }, [&] { scaler.unscale_(optimizer); }}) {
+    EXPECT_NE(message_of(again).find("stepped since the last update()"), std::string::npos);
   }
   scaler.update();
   scaler.scale(p.sum()).backward();
@@ -190,12 +173,11 @@ TEST(GradScaler, RefusesToBeUsedTwiceOnOneStep) {
 }
 
 TEST(GradScaler, RefusesNumbersOutOfRange) {
-  for (const GradScalerOptions& options : std::vector<GradScalerOptions>{
-           {.init_scale = 0},
-           {.init_scale = 1e300},
-           {.growth_factor = 1},
-           {.backoff_factor = 1},
-           {.growth_interval = 0}}) {
+  for (const GradScalerOptions& options : std::vector<GradScalerOptions>{{.init_scale = 0},
+                                                                         {.init_scale = 1e300},
+                                                                         {.growth_factor = 1},
+                                                                         {.backoff_factor = 1},
+                                                                         {.growth_interval = 0}}) {
     EXPECT_THROW(GradScaler{options}, InputError);
   }
 }

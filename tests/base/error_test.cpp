@@ -7,12 +7,9 @@
 namespace hasten {
 
 TEST(Error, MessageNamesPlaceValueExpectationAndFix) {
-  const InputError error(
-      "comm::init", "MASTER_PORT=99999 is not a port", "1..65535", "set it");
-  EXPECT_STREQ(
-      error.what(),
-      "[comm::init] MASTER_PORT=99999 is not a port. Expected 1..65535. "
-      "Fix: set it.");
+  const InputError error("comm::init", "MASTER_PORT=99999 is not a port", "1..65535", "set it");
+  EXPECT_STREQ(error.what(),
+               "[comm::init] MASTER_PORT=99999 is not a port. Expected 1..65535. Fix: set it.");
 }
 
 TEST(Error, MessageStartsWithTheRankInALargerWorld) {
@@ -36,24 +33,18 @@ TEST(Error, MessagesAreBoundedAndKeepTheirPlace) {
     words += "some words ";
   }
   for (const std::string& value : {word, words}) {
-    const InputError error(
-        "data::Reader",
-        "file.csv:7: the value " + value + " is wrong in column=12",
-        "one of: " + value,
-        "leave out " + value);
+    const InputError error("data::Reader",
+                           "file.csv:7: the value " + value + " is wrong in column=12",
+                           "one of: " + value, "leave out " + value);
     const std::string text = error.what();
     EXPECT_LE(text.size(), 8000u);
-    for (const char* part :
-         {"[data::Reader] file.csv:7: the value ",
-          " is wrong in column=12. Expected one of: ",
-          ". Fix: leave out "}) {
+    for (const char* part : {"[data::Reader] file.csv:7: the value ",
+                             " is wrong in column=12. Expected one of: ", ". Fix: leave out "}) {
       EXPECT_NE(text.find(part), std::string::npos) << part << "\n" << text;
     }
   }
   const std::string at_limit(512, 'y');
-  EXPECT_NE(
-      std::string(Error("a::b", at_limit).what()).find(at_limit),
-      std::string::npos);
+  EXPECT_NE(std::string(Error("a::b", at_limit).what()).find(at_limit), std::string::npos);
   const std::string character = "\xE2\x82\xAC"; // a character is not cut
   std::string euros;
   for (int i = 0; i < 1000; ++i) {

@@ -59,13 +59,9 @@ TEST(Record, ExceptionsAreSaidRecordedAndBecomeExitCodes) {
   };
   const Case cases[] = {
       {[] { throw InputError("part::f", "rows=0"); }, 2, "[part::f] rows=0"},
-      {[] { throw TrainingError("part::f", "loss=nan"); },
-       1,
-       "[part::f] loss=nan"},
+      {[] { throw TrainingError("part::f", "loss=nan"); }, 1, "[part::f] loss=nan"},
       {[] { throw std::runtime_error("no luck"); }, 1, "no luck"},
-      {[] { throw Error("part::f", std::strerror(ENOSPC)); },
-       2,
-       std::strerror(ENOSPC)}};
+      {[] { throw Error("part::f", std::strerror(ENOSPC)); }, 2, std::strerror(ENOSPC)}};
   for (const Case& bad : cases) {
     SCOPED_TRACE(bad.message);
     const auto run = detail::run_recorded(bad.main);
@@ -78,8 +74,7 @@ TEST(Record, ExceptionsAreSaidRecordedAndBecomeExitCodes) {
 
 TEST(Record, LibTorchsStackTraceIsLeftOut) {
   const auto run = detail::run_recorded([] {
-    throw std::runtime_error(
-        "shapes differ\nException raised from f at f.cpp:1\nframe #0");
+    throw std::runtime_error("shapes differ\nException raised from f at f.cpp:1\nframe #0");
   });
   EXPECT_EQ(run.said, "error: shapes differ\n");
 }
@@ -90,10 +85,7 @@ TEST(Record, ASignalEndsWith128AndItsNumber) {
 
 TEST(Record, AnEnvironmentThatIsNoWorldIsBadInputBeforeMain) {
   const ScopedEnvironment environment(EnvironmentValues{
-      {"RANK", "3"},
-      {"WORLD_SIZE", "2"},
-      {"MASTER_ADDR", "127.0.0.1"},
-      {"MASTER_PORT", "1"}});
+      {"RANK", "3"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", "1"}});
   bool called = false;
   const auto run = detail::run_recorded([&] { called = true; });
   EXPECT_EQ(run.code, 2);

@@ -17,8 +17,7 @@ using testing_support::TemporaryFolder;
 
 static size_t count_entries(const std::filesystem::path& folder) {
   size_t count = 0;
-  for ([[maybe_unused]] const auto& entry :
-       std::filesystem::directory_iterator(folder)) {
+  for ([[maybe_unused]] const auto& entry : std::filesystem::directory_iterator(folder)) {
     ++count;
   }
   return count;
@@ -46,9 +45,7 @@ TEST(Files, MissingFileIsNamedWithTheReason) {
     read_file("/nowhere/at/all");
     FAIL();
   } catch (const InputError& error) {
-    EXPECT_STREQ(
-        error.what(),
-        "[base::read_file] /nowhere/at/all: No such file or directory.");
+    EXPECT_STREQ(error.what(), "[base::read_file] /nowhere/at/all: No such file or directory.");
   }
   EXPECT_THROW(read_file("/proc/self"), InputError);
   EXPECT_THROW(write_file_atomically("/nowhere/at/all", "x"), InputError);
@@ -59,9 +56,7 @@ TEST(Files, TemporaryFilesOfOthersAreNotInTheWay) {
   const TemporaryFolder folder;
   constexpr int kOthers = 1000;
   for (int n = 0; n < kOthers; ++n) {
-    std::ofstream(
-        folder /
-        ("a.tmp-" + std::to_string(::getpid()) + "-" + std::to_string(n)))
+    std::ofstream(folder / ("a.tmp-" + std::to_string(::getpid()) + "-" + std::to_string(n)))
         << "other";
   }
   write_file_atomically(folder / "a", "mine");

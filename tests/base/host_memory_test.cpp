@@ -9,8 +9,7 @@
 
 namespace hasten {
 
-static void put_memory_file(
-    const std::filesystem::path& path, const std::string& text) {
+static void put_memory_file(const std::filesystem::path& path, const std::string& text) {
   std::filesystem::create_directories(path.parent_path());
   std::ofstream(path) << text;
 }
@@ -18,10 +17,8 @@ static void put_memory_file(
 TEST(HostMemory, IsWhatTheKernelCallsAvailable) {
   const testing_support::TemporaryFolder root;
   EXPECT_EQ(detail::memory_left_below(root.path()), 0);
-  put_memory_file(
-      root / "proc/meminfo",
-      "MemTotal:       32000 kB\nMemFree:  100 kB\nMemAvailable:    20000 "
-      "kB\n");
+  put_memory_file(root / "proc/meminfo",
+                  "MemTotal:       32000 kB\nMemFree:  100 kB\nMemAvailable:    20000 kB\n");
   EXPECT_EQ(detail::memory_left_below(root.path()), 20'000 * 1024);
   EXPECT_GT(available_memory_bytes(), 1 << 20);
 }
@@ -29,9 +26,8 @@ TEST(HostMemory, IsWhatTheKernelCallsAvailable) {
 TEST(HostMemory, IsLessWhereAGroupOfV2LimitsIt) {
   const testing_support::TemporaryFolder root;
   put_memory_file(root / "proc/meminfo", "MemAvailable: 20000 kB\n");
-  put_memory_file(
-      root / "proc/self/mountinfo",
-      "30 25 0:26 / /sys/fs/cgroup rw shared:4 - cgroup2 cgroup2 rw\n");
+  put_memory_file(root / "proc/self/mountinfo",
+                  "30 25 0:26 / /sys/fs/cgroup rw shared:4 - cgroup2 cgroup2 rw\n");
   put_memory_file(root / "proc/self/cgroup", "0::/jobs/run1\n");
   const auto groups = root / "sys/fs/cgroup";
   put_memory_file(groups / "jobs/run1/memory.max", "max\n");
@@ -40,9 +36,7 @@ TEST(HostMemory, IsLessWhereAGroupOfV2LimitsIt) {
   put_memory_file(groups / "jobs/memory.max", "10000\n");
   put_memory_file(groups / "jobs/memory.current", "8000\n");
   EXPECT_EQ(detail::memory_left_below(root.path()), 2000);
-  put_memory_file(
-      groups / "jobs/memory.stat",
-      "anon 5000\nactive_file 1\ninactive_file 700\n");
+  put_memory_file(groups / "jobs/memory.stat", "anon 5000\nactive_file 1\ninactive_file 700\n");
   EXPECT_EQ(detail::memory_left_below(root.path()), 2700);
   put_memory_file(groups / "jobs/memory.current", "12000\n");
   EXPECT_EQ(detail::memory_left_below(root.path()), 0);
@@ -51,9 +45,8 @@ TEST(HostMemory, IsLessWhereAGroupOfV2LimitsIt) {
 TEST(HostMemory, IsLessWhereAGroupOfV1LimitsIt) {
   const testing_support::TemporaryFolder root;
   put_memory_file(root / "proc/meminfo", "MemAvailable: 20000 kB\n");
-  put_memory_file(
-      root / "proc/self/mountinfo",
-      "30 25 0:26 / /sys/fs/cgroup/memory ro - cgroup cgroup rw,memory\n");
+  put_memory_file(root / "proc/self/mountinfo",
+                  "30 25 0:26 / /sys/fs/cgroup/memory ro - cgroup cgroup rw,memory\n");
   put_memory_file(root / "proc/self/cgroup", "4:memory:/docker/x\n");
   const auto group = root / "sys/fs/cgroup/memory";
   put_memory_file(group / "memory.limit_in_bytes", "9000\n");

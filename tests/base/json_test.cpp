@@ -18,18 +18,10 @@ std::string nested_arrays(int depth) {
 } // namespace detail
 
 TEST(Json, ValuesAreThoseOfTheParserUnderneath) {
-  for (const char* text :
-       {"1",
-        "-3",
-        "18446744073709551615",
-        "2.5e-3",
-        "\"\\u00e9 \\n\"",
-        "null",
-        "[]",
-        "{}",
-        "[[],{},[{\"a\":[1,2,{\"b\":null}]}],true]",
-        "{\"a\":{\"b\":{\"c\":[false]}},\"d\":\"e\",\"f\":[{},[]]}",
-        "{\"a\":{\"b\":1},\"a\":[2]}"}) {
+  for (const char* text : {"1", "-3", "18446744073709551615", "2.5e-3", "\"\\u00e9 \\n\"", "null",
+                           "[]", "{}", "[[],{},[{\"a\":[1,2,{\"b\":null}]}],true]",
+                           "{\"a\":{\"b\":{\"c\":[false]}},\"d\":\"e\",\"f\":[{},[]]}",
+                           "{\"a\":{\"b\":1},\"a\":[2]}"}) {
     const ParsedJson parsed = try_parse_json(text);
     EXPECT_EQ(parsed.problem, "") << text;
     EXPECT_EQ(parsed.value, nlohmann::json::parse(text)) << text;
@@ -44,9 +36,7 @@ TEST(Json, NestingUpToTheLimitIsReadAndOneMoreIsRefused) {
     EXPECT_EQ(good.value.dump(), detail::nested_arrays(limit));
     for (const int depth : {limit + 1, 1'000'000}) {
       const auto bad = try_parse_json(detail::nested_arrays(depth), rules);
-      EXPECT_EQ(
-          bad.problem,
-          "it is nested more than " + std::to_string(limit) + " deep");
+      EXPECT_EQ(bad.problem, "it is nested more than " + std::to_string(limit) + " deep");
       EXPECT_TRUE(bad.value.is_null());
     }
   }
@@ -59,9 +49,7 @@ TEST(Json, ProblemsAreNamedWithTheirPlace) {
     const char* part; // empty: none
   };
   const Case cases[] = {
-      {"[1, 1e999]",
-       {},
-       "near byte=9 (line 1): number overflow parsing '1e999'"},
+      {"[1, 1e999]", {}, "near byte=9 (line 1): number overflow parsing '1e999'"},
       {"[1, 1e308]", {}, ""},
       {"[1,\n2", {}, "near byte=6 (line 2): syntax error"},
       {"[1] 2", {}, "near byte=5 (line 1): syntax error"},

@@ -44,8 +44,7 @@ TEST_F(LogTest, SinkReceivesLinesUntilItIsTakenBack) {
   CapturedStderr captured;
   std::vector<std::string> lines;
   set_log_sink([&](LogLevel level, std::string_view line) {
-    lines.push_back(
-        std::to_string(static_cast<int>(level)) + std::string(line));
+    lines.push_back(std::to_string(static_cast<int>(level)) + std::string(line));
   });
   log_error("x");
   log(LogLevel::debug, "y");
@@ -102,8 +101,7 @@ TEST(ProgressBar, RedrawsAtMostTenTimesASecond) {
     bar.update(i);
   }
   const double seconds =
-      std::chrono::duration<double>(std::chrono::steady_clock::now() - start)
-          .count();
+      std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   const std::string text = captured.take();
   size_t draws = 0;
   for (const char c : text) {

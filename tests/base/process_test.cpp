@@ -24,8 +24,7 @@ static ProcessEnd wait_for_child(pid_t pid) {
 }
 
 // What `sh -c script` writes to stdout.
-static std::string shell_output(
-    const std::string& script, SpawnOptions options = {}) {
+static std::string shell_output(const std::string& script, SpawnOptions options = {}) {
   int ends[2];
   EXPECT_EQ(::pipe2(ends, O_CLOEXEC), 0);
   options.stdout_fd = ends[1];
@@ -43,8 +42,7 @@ static std::string shell_output(
 
 static std::set<int> open_descriptors() {
   std::set<int> fds;
-  for (const auto& entry :
-       std::filesystem::directory_iterator("/proc/self/fd")) {
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
     fds.insert(std::stoi(entry.path().filename().string()));
   }
   return fds;
@@ -55,13 +53,9 @@ TEST(Process, ChildGetsArgumentsEnvironmentAndItsOwnGroup) {
       {{"HASTEN_TEST_A", "old"}, {"HASTEN_TEST_B", "kept"}});
   SpawnOptions options;
   options.environment = {
-      {"HASTEN_TEST_A", "first"},
-      {"HASTEN_TEST_A", "n e w"},
-      {"HASTEN_TEST_C", "1"}};
-  EXPECT_EQ(
-      shell_output(
-          "echo \"$HASTEN_TEST_A,$HASTEN_TEST_B,$HASTEN_TEST_C\"", options),
-      "n e w,kept,1\n");
+      {"HASTEN_TEST_A", "first"}, {"HASTEN_TEST_A", "n e w"}, {"HASTEN_TEST_C", "1"}};
+  EXPECT_EQ(shell_output("echo \"$HASTEN_TEST_A,$HASTEN_TEST_B,$HASTEN_TEST_C\"", options),
+            "n e w,kept,1\n");
   // Field 5 of stat is the process group.
   const std::string own = "set -- $(cat /proc/$$/stat); echo $(($5 == $$))";
   EXPECT_EQ(shell_output(own), "1\n");
@@ -76,9 +70,8 @@ TEST(Process, ChildKeepsOnlyTheDescriptorsItIsGiven) {
   SpawnOptions options;
   options.keep_fds = {kept};
   const auto seen = [&](int fd) {
-    return shell_output(
-        "test -e /proc/$$/fd/" + std::to_string(fd) + " && echo yes || echo no",
-        options);
+    return shell_output("test -e /proc/$$/fd/" + std::to_string(fd) + " && echo yes || echo no",
+                        options);
   };
   EXPECT_EQ(seen(kept), "yes\n");
   EXPECT_EQ(seen(lost), "no\n");
@@ -132,12 +125,9 @@ TEST(Process, ChildStartsWithUnblockedDefaultSignals) {
 }
 
 TEST(Process, EndsAreDescribedInWords) {
-  EXPECT_EQ(
-      describe(wait_for_child(spawn_process({"sh", "-c", "exit 3"}))),
-      "exited with code 3");
-  EXPECT_EQ(
-      describe(wait_for_child(spawn_process({"sh", "-c", "kill -9 $$"}))),
-      "was killed by signal 9 (Killed)");
+  EXPECT_EQ(describe(wait_for_child(spawn_process({"sh", "-c", "exit 3"}))), "exited with code 3");
+  EXPECT_EQ(describe(wait_for_child(spawn_process({"sh", "-c", "kill -9 $$"}))),
+            "was killed by signal 9 (Killed)");
 }
 
 TEST(Process, ChildDiesWithItsParent) {
@@ -194,8 +184,7 @@ TEST(ProcessDeathTest, FirstInterruptIsRememberedTheSecondEndsTheProcess) {
         ::raise(SIGTERM);
         ::_exit(5);
       },
-      testing::ExitedWithCode(128 + SIGTERM),
-      "");
+      testing::ExitedWithCode(128 + SIGTERM), "");
 }
 
 } // namespace hasten

@@ -46,17 +46,14 @@ TEST(RecordedError, WhatFollowsFromAPeerIsMarked) {
 TEST(RecordedError, PythonsFileIsReadAndOthersAreNot) {
   const TemporaryFolder folder;
   const auto path = folder / "error.json";
-  write_file_atomically(
-      path,
-      R"({"message": {"message": "ValueError: no", "extraInfo":
+  write_file_atomically(path,
+                        R"({"message": {"message": "ValueError: no", "extraInfo":
           {"py_callstack": "Traceback", "timestamp": "1700000000"}}})");
   const auto error = read_recorded_error(path);
   ASSERT_TRUE(error);
   EXPECT_EQ(error->message, "ValueError: no");
-  EXPECT_EQ(
-      error->time,
-      std::chrono::system_clock::time_point(
-          std::chrono::seconds(1'700'000'000)));
+  EXPECT_EQ(error->time,
+            std::chrono::system_clock::time_point(std::chrono::seconds(1'700'000'000)));
   for (const char* bad : {"", "{}", "{\"message\": 3}", "not json"}) {
     write_file_atomically(path, bad);
     EXPECT_FALSE(read_recorded_error(path)) << bad;
@@ -70,11 +67,9 @@ TEST(RecordedError, WithoutALauncherNothingIsWritten) {
   const std::string no_such_folder = folder / "missing/error.json";
   for (const std::optional<std::string>& file :
        {std::optional<std::string>(), {""}, {no_such_folder}}) {
-    const ScopedEnvironment environment(
-        EnvironmentValues{{"TORCHELASTIC_ERROR_FILE", file}});
+    const ScopedEnvironment environment(EnvironmentValues{{"TORCHELASTIC_ERROR_FILE", file}});
     record_error(Error("part::f", "no luck"));
-    EXPECT_TRUE(std::filesystem::is_empty(folder.path()))
-        << file.value_or("not set");
+    EXPECT_TRUE(std::filesystem::is_empty(folder.path())) << file.value_or("not set");
   }
   std::filesystem::current_path(before);
 }

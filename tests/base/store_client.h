@@ -19,9 +19,7 @@ inline StoreClock::time_point soon(int seconds = 60) {
   return StoreClock::now() + std::chrono::seconds(seconds);
 }
 
-inline StoreAddress local_address() {
-  return {.socket = unique_socket_name("hasten-test-")};
-}
+inline StoreAddress local_address() { return {.socket = unique_socket_name("hasten-test-")}; }
 
 inline StoreAddress tcp_address(unsigned char secret) {
   StoreAddress address{.host = "127.0.0.1"};
@@ -29,8 +27,7 @@ inline StoreAddress tcp_address(unsigned char secret) {
   return address;
 }
 
-inline std::string request(
-    int64_t number, StoreOp op, std::initializer_list<const char*> texts) {
+inline std::string request(int64_t number, StoreOp op, std::initializer_list<const char*> texts) {
   StoreWriter writer;
   writer.number(number);
   writer.number(static_cast<int64_t>(op));
@@ -41,11 +38,8 @@ inline std::string request(
 }
 
 /// The answer's first text; "refused: …", "none" or "broken".
-inline std::string ask(
-    StoreChannel& channel,
-    StoreOp op,
-    std::initializer_list<const char*> texts,
-    int seconds = 60) {
+inline std::string ask(StoreChannel& channel, StoreOp op, std::initializer_list<const char*> texts,
+                       int seconds = 60) {
   channel.send(request(7, op, texts));
   std::string_view frame;
   switch (channel.wait(frame, soon(seconds))) {
@@ -59,8 +53,7 @@ inline std::string ask(
   StoreReader reader{frame};
   EXPECT_EQ(reader.number(), 7);
   const bool refused = reader.number() != 0;
-  return refused ? "refused: " + std::string(reader.text())
-                 : std::string(reader.text());
+  return refused ? "refused: " + std::string(reader.text()) : std::string(reader.text());
 }
 
 /// What the server may be asked, in both ways to it.
@@ -76,8 +69,7 @@ inline void expect_ended_by(const StoreAddress& address, int fd) {
   ASSERT_EQ(::poll(&ready, 1, 60'000), 1);
   char block[4096];
   ssize_t got = 0;
-  while ((got = ::recv(fd, block, sizeof block, 0)) > 0 ||
-         (got < 0 && errno == EAGAIN)) {
+  while ((got = ::recv(fd, block, sizeof block, 0)) > 0 || (got < 0 && errno == EAGAIN)) {
     ::poll(&ready, 1, 60'000);
   }
   ::close(fd);

@@ -37,9 +37,7 @@ TEST(StoreSecret, WhoHasAnotherOrNoneIsNotLetIn) {
       connect_store(address, soon(), kNever);
       FAIL() << "let in";
     } catch (const InputError& error) {
-      EXPECT_NE(
-          std::string(error.what()).find("has another secret"),
-          std::string::npos)
+      EXPECT_NE(std::string(error.what()).find("has another secret"), std::string::npos)
           << error.what();
     }
   }
@@ -58,8 +56,7 @@ TEST(StoreSecret, WhoHasAnotherOrNoneIsNotLetIn) {
 }
 
 /// Everything that a client has sent, as a tap on the wire sees it.
-static std::string recorded_session(
-    const StoreAddress& address, std::string& answers) {
+static std::string recorded_session(const StoreAddress& address, std::string& answers) {
   StoreServer server(address);
   // In the middle: a listener of our own that passes both ways on.
   StoreAddress middle = tcp_address(1);
@@ -112,9 +109,7 @@ TEST(StoreSecret, ARecordedSessionIsWorthNothing) {
   const std::string sent = recorded_session(tcp_address(1), answers);
   StoreServer server(tcp_address(1));
   const int fd = try_connect(server.address());
-  ASSERT_EQ(
-      ::send(fd, sent.data(), sent.size(), 0),
-      static_cast<ssize_t>(sent.size()));
+  ASSERT_EQ(::send(fd, sent.data(), sent.size(), 0), static_cast<ssize_t>(sent.size()));
   expect_ended_by(server.address(), fd);
   const auto channel = connect_store(server.address(), soon(), kNever);
   EXPECT_EQ(ask(*channel, StoreOp::wait, {"k"}, 0), "none");
@@ -128,9 +123,8 @@ struct SealedPair {
     server_fd = ends[1];
     client = std::make_unique<StoreChannel>(ends[0]);
     server = std::make_unique<StoreChannel>(ends[1]);
-    std::thread prover([this] {
-      EXPECT_EQ(client->prove(key, soon()), StoreChannel::Proof::right);
-    });
+    std::thread prover(
+        [this] { EXPECT_EQ(client->prove(key, soon()), StoreChannel::Proof::right); });
     std::string_view frame;
     while (!server->trusted()) {
       EXPECT_EQ(server->wait(frame, soon()), StoreChannel::Next::frame);
@@ -145,9 +139,7 @@ struct SealedPair {
     bytes.resize(static_cast<size_t>(std::max<ssize_t>(got, 0)));
     return bytes;
   }
-  void put(const std::string& bytes) const {
-    ::send(client->fd(), bytes.data(), bytes.size(), 0);
-  }
+  void put(const std::string& bytes) const { ::send(client->fd(), bytes.data(), bytes.size(), 0); }
 
   StoreKey key{3};
   int server_fd = -1;
@@ -181,17 +173,14 @@ TEST(StoreSecret, FramesCannotBeRepeatedReorderedReflectedOrChanged) {
       EXPECT_EQ(pair.client->wait(frame, soon()), StoreChannel::Next::broken);
       continue;
     }
-    EXPECT_EQ(
-        pair.server->wait(frame, soon()),
-        refused ? StoreChannel::Next::broken : StoreChannel::Next::frame)
+    EXPECT_EQ(pair.server->wait(frame, soon()),
+              refused ? StoreChannel::Next::broken : StoreChannel::Next::frame)
         << attack;
   }
 }
 
 TEST(StoreSecret, ConnectionsThatProveNothingAreFewAndShort) {
-  StoreServer server(
-      tcp_address(1),
-      {.strangers = 4, .proof = std::chrono::milliseconds(300)});
+  StoreServer server(tcp_address(1), {.strangers = 4, .proof = std::chrono::milliseconds(300)});
   std::vector<int> fds;
   for (int i = 0; i < 40; ++i) {
     fds.push_back(try_connect(server.address()));
@@ -208,8 +197,8 @@ TEST(StoreSecret, ItsFileIsReadOnlyWhereNobodyElseMayReadIt) {
   const std::filesystem::path file = folder / "secret";
   write_file_atomically(file, "0123456789abcdef\n");
   const auto key = [&](const char* secret, const std::string& path) {
-    const ScopedEnvironment environment(EnvironmentValues{
-        {"HASTEN_SECRET", secret}, {"HASTEN_SECRET_FILE", path}});
+    const ScopedEnvironment environment(
+        EnvironmentValues{{"HASTEN_SECRET", secret}, {"HASTEN_SECRET_FILE", path}});
     return store_key_from_environment();
   };
   EXPECT_FALSE(key("", "").has_value());
@@ -242,8 +231,7 @@ TEST(StoreStranger, AnotherUserNeitherReadsNorWrites) {
   const std::string frames = [] {
     std::string bytes;
     for (const std::string& frame :
-         {request(1, StoreOp::set, {"alive", "no"}),
-          request(2, StoreOp::get, {"alive"})}) {
+         {request(1, StoreOp::set, {"alive", "no"}), request(2, StoreOp::get, {"alive"})}) {
       const uint64_t size = frame.size();
       bytes.append(reinterpret_cast<const char*>(&size), sizeof size);
       bytes += frame;
@@ -251,18 +239,17 @@ TEST(StoreStranger, AnotherUserNeitherReadsNorWrites) {
     return bytes;
   }();
   const StoreAddress address = server.address();
-  EXPECT_EQ(
-      run_as_stranger([&] {
-        const int fd = try_connect(address);
-        ::send(fd, frames.data(), frames.size(), MSG_NOSIGNAL);
-        char byte = 0;
-        ssize_t got = 0;
-        while ((got = ::recv(fd, &byte, 1, 0)) < 0 && errno == EAGAIN) {
-          ::usleep(1000);
-        }
-        return got > 0 ? 1 : 0; // an answer
-      }),
-      0);
+  EXPECT_EQ(run_as_stranger([&] {
+              const int fd = try_connect(address);
+              ::send(fd, frames.data(), frames.size(), MSG_NOSIGNAL);
+              char byte = 0;
+              ssize_t got = 0;
+              while ((got = ::recv(fd, &byte, 1, 0)) < 0 && errno == EAGAIN) {
+                ::usleep(1000);
+              }
+              return got > 0 ? 1 : 0; // an answer
+            }),
+            0);
   const auto channel = connect_store(server.address(), soon(), kNever);
   EXPECT_EQ(ask(*channel, StoreOp::get, {"alive"}), "yes");
 }
@@ -319,9 +306,7 @@ TEST(StoreStranger, ANameThatAnotherUserTookIsAnErrorOnBothSides) {
     connect_store(address, soon(), kNever);
     FAIL() << "trusted a stranger";
   } catch (const InputError& error) {
-    EXPECT_NE(
-        std::string(error.what()).find("another user (uid 65534) listens"),
-        std::string::npos)
+    EXPECT_NE(std::string(error.what()).find("another user (uid 65534) listens"), std::string::npos)
         << error.what();
   }
   ::kill(squatter, SIGKILL);

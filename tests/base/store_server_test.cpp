@@ -50,8 +50,7 @@ TEST(StoreServer, WhatOneWroteThatIsGoneWakesTheWaiters) {
   StoreServer server(local_address());
   const auto waiter = connect_store(server.address(), soon(), kNever);
   EXPECT_EQ(ask(*waiter, StoreOp::get, {"k"}, 0), "none");
-  connect_store(server.address(), soon(), kNever)
-      ->send(request(1, StoreOp::set, {"k", "v"}));
+  connect_store(server.address(), soon(), kNever)->send(request(1, StoreOp::set, {"k", "v"}));
   std::string_view frame;
   EXPECT_EQ(waiter->wait(frame, soon()), StoreChannel::Next::frame);
 }
@@ -61,12 +60,8 @@ TEST(StoreServer, KeepsNoMoreThanItsLimitOfBytes) {
   const auto channel = connect_store(server.address(), soon(), kNever);
   const std::string fits(99, 'x');
   EXPECT_EQ(ask(*channel, StoreOp::set, {"k", fits.c_str()}), "");
-  EXPECT_EQ(
-      ask(*channel, StoreOp::set, {"l", ""}),
-      "refused: the store is full: 100 bytes");
-  EXPECT_EQ(
-      ask(*channel, StoreOp::append, {"k", "x"}),
-      "refused: the store is full: 100 bytes");
+  EXPECT_EQ(ask(*channel, StoreOp::set, {"l", ""}), "refused: the store is full: 100 bytes");
+  EXPECT_EQ(ask(*channel, StoreOp::append, {"k", "x"}), "refused: the store is full: 100 bytes");
   EXPECT_EQ(ask(*channel, StoreOp::set, {"k", "short"}), "");
   EXPECT_EQ(ask(*channel, StoreOp::set, {"l", "now it fits"}), "");
 }
@@ -76,8 +71,7 @@ TEST(StoreServer, FramesHaveALimitAndWhatIsNoRequestEndsTheConnection) {
   StoreServer tcp(tcp_address(1));
   for (const StoreServer* server : {&local, &tcp}) {
     // Before the proof a frame has at most 128 bytes.
-    const uint64_t limit =
-        server == &local ? StoreChannel::kMaxFrame : uint64_t{128};
+    const uint64_t limit = server == &local ? StoreChannel::kMaxFrame : uint64_t{128};
     for (const uint64_t size : {limit + 1, ~uint64_t{0}}) {
       const int fd = try_connect(server->address());
       ASSERT_EQ(::send(fd, &size, sizeof size, 0), ssize_t{sizeof size});
@@ -92,11 +86,9 @@ TEST(StoreServer, FramesHaveALimitAndWhatIsNoRequestEndsTheConnection) {
     ::close(fd);
     expect_serves(server->address());
   }
-  for (const std::string& bad :
-       {std::string("?"),
-        request(1, static_cast<StoreOp>(99), {}),
-        request(1, StoreOp::set, {"key without a value"}),
-        request(1, StoreOp::get, {"a"}) + "tail"}) {
+  for (const std::string& bad : {std::string("?"), request(1, static_cast<StoreOp>(99), {}),
+                                 request(1, StoreOp::set, {"key without a value"}),
+                                 request(1, StoreOp::get, {"a"}) + "tail"}) {
     const auto channel = connect_store(local.address(), soon(), kNever);
     channel->send(bad);
     std::string_view frame;
@@ -145,9 +137,7 @@ TEST(StoreServer, ServesFiveHundredConnectionsFromOneThread) {
     channels.push_back(connect_store(server.address(), soon(), kNever));
     channels.back()->send(request(i, StoreOp::wait, {"go"}));
   }
-  EXPECT_EQ(
-      std::distance(std::filesystem::directory_iterator("/proc/self/task"), {}),
-      2);
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator("/proc/self/task"), {}), 2);
   expect_serves(server.address());
   const auto writer = connect_store(server.address(), soon(), kNever);
   ask(*writer, StoreOp::set, {"go", ""});

@@ -45,14 +45,14 @@ TEST(World, WithoutVariablesThisProcessIsAlone) {
 }
 
 TEST(World, TorchrunsVariablesAreRead) {
-  const testing_support::ScopedEnvironment environment(world_variables(
-      {{"RANK", "5"},
-       {"WORLD_SIZE", "8"},
-       {"LOCAL_RANK", "1"},
-       {"LOCAL_WORLD_SIZE", "4"},
-       {"MASTER_ADDR", "node0"},
-       {"MASTER_PORT", "29500"},
-       {"TORCHELASTIC_USE_AGENT_STORE", "True"}}));
+  const testing_support::ScopedEnvironment environment(
+      world_variables({{"RANK", "5"},
+                       {"WORLD_SIZE", "8"},
+                       {"LOCAL_RANK", "1"},
+                       {"LOCAL_WORLD_SIZE", "4"},
+                       {"MASTER_ADDR", "node0"},
+                       {"MASTER_PORT", "29500"},
+                       {"TORCHELASTIC_USE_AGENT_STORE", "True"}}));
   const World world = world_from_environment();
   EXPECT_EQ(world.rank, 5);
   EXPECT_EQ(world.world_size, 8);
@@ -66,10 +66,7 @@ TEST(World, TorchrunsVariablesAreRead) {
 
 TEST(World, LocalVariablesDefaultWhenBothAreAbsent) {
   const testing_support::ScopedEnvironment environment(world_variables(
-      {{"RANK", "1"},
-       {"WORLD_SIZE", "2"},
-       {"MASTER_ADDR", "node0"},
-       {"MASTER_PORT", "29500"}}));
+      {{"RANK", "1"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "node0"}, {"MASTER_PORT", "29500"}}));
   const World world = world_from_environment();
   EXPECT_EQ(world.local_rank, 0);
   EXPECT_EQ(world.local_world_size, 1);
@@ -77,47 +74,36 @@ TEST(World, LocalVariablesDefaultWhenBothAreAbsent) {
 
 TEST(World, EveryMissingVariableIsNamed) {
   const std::string text = world_error({{"RANK", "0"}, {"LOCAL_RANK", "0"}});
-  for (const char* name :
-       {"WORLD_SIZE is not set",
-        "MASTER_ADDR is not set",
-        "MASTER_PORT is not set",
-        "LOCAL_WORLD_SIZE is not set"}) {
+  for (const char* name : {"WORLD_SIZE is not set", "MASTER_ADDR is not set",
+                           "MASTER_PORT is not set", "LOCAL_WORLD_SIZE is not set"}) {
     EXPECT_NE(text.find(name), std::string::npos) << text;
   }
   EXPECT_EQ(text.find(" RANK is not set"), std::string::npos) << text;
 }
 
 TEST(World, EveryContradictionIsNamed) {
-  const std::string text = world_error(
-      {{"RANK", "4"},
-       {"WORLD_SIZE", "4"},
-       {"LOCAL_RANK", "7"},
-       {"LOCAL_WORLD_SIZE", "6"},
-       {"MASTER_ADDR", "node0"},
-       {"MASTER_PORT", "99999"}});
+  const std::string text = world_error({{"RANK", "4"},
+                                        {"WORLD_SIZE", "4"},
+                                        {"LOCAL_RANK", "7"},
+                                        {"LOCAL_WORLD_SIZE", "6"},
+                                        {"MASTER_ADDR", "node0"},
+                                        {"MASTER_PORT", "99999"}});
   for (const char* part :
-       {"RANK=4 with WORLD_SIZE=4",
-        "LOCAL_RANK=7 with LOCAL_WORLD_SIZE=6",
-        "LOCAL_WORLD_SIZE=6 with WORLD_SIZE=4",
-        "MASTER_PORT=99999 is not in 1..65535"}) {
+       {"RANK=4 with WORLD_SIZE=4", "LOCAL_RANK=7 with LOCAL_WORLD_SIZE=6",
+        "LOCAL_WORLD_SIZE=6 with WORLD_SIZE=4", "MASTER_PORT=99999 is not in 1..65535"}) {
     EXPECT_NE(text.find(part), std::string::npos) << text;
   }
 }
 
 TEST(World, ValuesThatAreNoNumbersAreNamed) {
   const std::string text = world_error(
-      {{"RANK", "one"},
-       {"WORLD_SIZE", "2x"},
-       {"MASTER_ADDR", "node0"},
-       {"MASTER_PORT", "29500"}});
+      {{"RANK", "one"}, {"WORLD_SIZE", "2x"}, {"MASTER_ADDR", "node0"}, {"MASTER_PORT", "29500"}});
   EXPECT_NE(text.find("RANK=one is not in 0.."), std::string::npos) << text;
-  EXPECT_NE(text.find("WORLD_SIZE=2x is not in 1.."), std::string::npos)
-      << text;
+  EXPECT_NE(text.find("WORLD_SIZE=2x is not in 1.."), std::string::npos) << text;
 }
 
 TEST(World, WhereTheMasterIsSaysNotWhoOneIs) {
-  const std::string text =
-      world_error({{"MASTER_ADDR", "node0"}, {"MASTER_PORT", "29500"}});
+  const std::string text = world_error({{"MASTER_ADDR", "node0"}, {"MASTER_PORT", "29500"}});
   EXPECT_NE(text.find("RANK is not set"), std::string::npos) << text;
   EXPECT_NE(text.find("WORLD_SIZE is not set"), std::string::npos) << text;
 }
@@ -138,8 +124,7 @@ TEST(World, AFileStandsForAddressAndPort) {
     EXPECT_EQ(world.rank, 1);
     EXPECT_EQ(world.world_size, 2);
     EXPECT_EQ(world.store_file, "/shared/run 7");
-    EXPECT_NE(
-        describe(world).find("meeting by /shared/run 7"), std::string::npos);
+    EXPECT_NE(describe(world).find("meeting by /shared/run 7"), std::string::npos);
   }
   // A launcher that names a port has a store there.
   const testing_support::ScopedEnvironment environment(variables("29500"));
@@ -159,17 +144,15 @@ TEST(Cores, AllowedCoresFollowTheAffinityMask) {
   EXPECT_GE(allowed_cores(), 1);
 }
 
-static void put_cores_file(
-    const std::filesystem::path& path, const std::string& text) {
+static void put_cores_file(const std::filesystem::path& path, const std::string& text) {
   std::filesystem::create_directories(path.parent_path());
   std::ofstream(path) << text;
 }
 
 TEST(Cores, LeastQuotaOfTheV2AncestorsCounts) {
   const testing_support::TemporaryFolder root;
-  put_cores_file(
-      root / "proc/self/mountinfo",
-      "30 25 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw\n");
+  put_cores_file(root / "proc/self/mountinfo",
+                 "30 25 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw\n");
   put_cores_file(root / "proc/self/cgroup", "0::/jobs/run1\n");
   EXPECT_TRUE(std::isinf(detail::cgroup_cores(root.path())));
   put_cores_file(root / "sys/fs/cgroup/jobs/run1/cpu.max", "400000 100000\n");
@@ -183,15 +166,11 @@ TEST(Cores, QuotaOfV1IsReadAtTheMountWhenTheHostsPathIsNotVisible) {
   const testing_support::TemporaryFolder root;
   put_cores_file(
       root / "proc/self/mountinfo",
-      "30 25 0:26 /docker/x /sys/fs/cgroup/cpu,cpuacct ro - cgroup cgroup "
-      "rw,cpu,cpuacct\n"
+      "30 25 0:26 /docker/x /sys/fs/cgroup/cpu,cpuacct ro - cgroup cgroup rw,cpu,cpuacct\n"
       "31 25 0:27 / /sys/fs/cgroup/cpuset ro - cgroup cgroup rw,cpuset\n");
-  put_cores_file(
-      root / "proc/self/cgroup", "4:cpu,cpuacct:/docker/x\n3:cpuset:/\n");
-  put_cores_file(
-      root / "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us", "250000\n");
-  put_cores_file(
-      root / "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us", "100000\n");
+  put_cores_file(root / "proc/self/cgroup", "4:cpu,cpuacct:/docker/x\n3:cpuset:/\n");
+  put_cores_file(root / "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us", "250000\n");
+  put_cores_file(root / "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us", "100000\n");
   EXPECT_DOUBLE_EQ(detail::cgroup_cores(root.path()), 2.5);
   put_cores_file(root / "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us", "-1\n");
   EXPECT_TRUE(std::isinf(detail::cgroup_cores(root.path())));
@@ -206,8 +185,7 @@ TEST(Cores, ThreadsPerRankDividesUnlessTheUserDecided) {
   const testing_support::ScopedEnvironment environment(
       world_variables({{"OMP_NUM_THREADS", "7,2"}}));
   EXPECT_EQ(threads_per_rank(4), 7);
-  const testing_support::ScopedEnvironment bad(
-      EnvironmentValues{{"OMP_NUM_THREADS", "many"}});
+  const testing_support::ScopedEnvironment bad(EnvironmentValues{{"OMP_NUM_THREADS", "many"}});
   EXPECT_THROW(threads_per_rank(4), InputError);
 }
 
@@ -221,8 +199,7 @@ TEST(Cores, CpusThatSlurmGaveATaskAreItsOwn) {
   world.cpus_per_task = 1;
   world.local_world_size = 1;
   EXPECT_EQ(threads_per_rank(world), 1);
-  const testing_support::ScopedEnvironment user(
-      EnvironmentValues{{"OMP_NUM_THREADS", "3"}});
+  const testing_support::ScopedEnvironment user(EnvironmentValues{{"OMP_NUM_THREADS", "3"}});
   EXPECT_EQ(threads_per_rank(world), 3);
 }
 
@@ -233,9 +210,7 @@ TEST(Cores, MoreThreadsThanAllowedCoresAreWarnedOf) {
     CPU_SET(::sched_getcpu(), &one);
     ASSERT_EQ(::sched_setaffinity(0, sizeof one, &one), 0);
     EXPECT_EQ(oversubscription(1, 1), "");
-    EXPECT_EQ(
-        oversubscription(2, 1).rfind("2 ranks of 1 thread share 1 core ", 0),
-        0);
+    EXPECT_EQ(oversubscription(2, 1).rfind("2 ranks of 1 thread share 1 core ", 0), 0);
     const std::string text = oversubscription(1, 4);
     EXPECT_NE(text.find("unset OMP_NUM_THREADS"), std::string::npos) << text;
   })

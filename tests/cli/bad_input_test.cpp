@@ -20,21 +20,17 @@ namespace detail {
 
 int count_of(const std::string& text, const std::string& word) {
   int count = 0;
-  for (size_t at = text.find(word); at != std::string::npos;
-       at = text.find(word, at + 1)) {
+  for (size_t at = text.find(word); at != std::string::npos; at = text.find(word, at + 1)) {
     ++count;
   }
   return count;
 }
 
 /// Refused with code 2, saying `messages`, as one error, writing nothing.
-void expect_refused(
-    const TemporaryFolder& folder,
-    const std::vector<std::string>& more,
-    const std::vector<std::string>& messages,
-    const std::string& model = "bert-tiny") {
-  const ProgramRun run =
-      run_program(train_arguments(folder.path(), more, model));
+void expect_refused(const TemporaryFolder& folder, const std::vector<std::string>& more,
+                    const std::vector<std::string>& messages,
+                    const std::string& model = "bert-tiny") {
+  const ProgramRun run = run_program(train_arguments(folder.path(), more, model));
   EXPECT_EQ(run.code, 2) << run.error;
   for (const std::string& message : messages) {
     EXPECT_TRUE(run.said(message)) << message << "\n" << run.error;
@@ -43,8 +39,7 @@ void expect_refused(
   EXPECT_EQ(run.out, "");
   EXPECT_FALSE(std::filesystem::exists(folder / "out")) << messages[0];
   for (const auto& entry : std::filesystem::directory_iterator(folder.path())) {
-    EXPECT_EQ(
-        entry.path().filename().string().find("out.tmp"), std::string::npos);
+    EXPECT_EQ(entry.path().filename().string().find("out.tmp"), std::string::npos);
   }
 }
 
@@ -61,8 +56,7 @@ TEST(BadInput, TablesAreRefusedWithFileLineAndColumn) {
       {"text,label\ngood,pos\nb\xff"
        "d,neg\n",
        {"train.csv:3", "UTF-8"}},
-      {"review,label\ngood,pos\n",
-       {"text_column=text", "review (\"good\")", "label (\"pos\")"}},
+      {"review,label\ngood,pos\n", {"text_column=text", "review (\"good\")", "label (\"pos\")"}},
       {"text,label\n", {"train.csv"}},
       {"PAR1\x15\x04\x15\x10", {"train.csv is a Parquet file", "to_csv"}},
       {"\x1F\x8B\x08", {"train.csv is compressed by gzip", "gunzip"}},
@@ -77,17 +71,15 @@ TEST(BadInput, TablesAreRefusedWithFileLineAndColumn) {
 TEST(BadInput, MessagesAreShortHoweverLongTheirValuesAre) {
   const TemporaryFolder folder;
   const std::string word(3'000'000, 'x');
-  write_file_atomically(
-      folder / "train.csv", word + ",label\n" + word + ",pos\n");
+  write_file_atomically(folder / "train.csv", word + ",label\n" + word + ",pos\n");
   const ProgramRun unknown = run_program(train_arguments(folder.path(), {}));
   EXPECT_EQ(unknown.code, 2);
   EXPECT_TRUE(unknown.said("text_column=text")) << unknown.error;
   EXPECT_LT(unknown.error.size(), 10'000u);
-  write_file_atomically(
-      folder / "train.csv",
-      "text,label\ngood," + word + "\nbad,neg\nfine," + word + "\nworse,neg\n");
-  const ProgramRun labels = run_program(train_arguments(
-      folder.path(), {"--max-steps", "1", "--save-strategy", "no"}));
+  write_file_atomically(folder / "train.csv",
+                        "text,label\ngood," + word + "\nbad,neg\nfine," + word + "\nworse,neg\n");
+  const ProgramRun labels =
+      run_program(train_arguments(folder.path(), {"--max-steps", "1", "--save-strategy", "no"}));
   EXPECT_EQ(labels.code, 0);
   EXPECT_LT(labels.error.size(), 30'000u);
 }
@@ -95,26 +87,20 @@ TEST(BadInput, MessagesAreShortHoweverLongTheirValuesAre) {
 TEST(BadInput, WhatOneProcessCanReadOnceIsRefusedForSeveral) {
   const TemporaryFolder folder;
   std::filesystem::create_symlink("/dev/null", folder / "train.csv");
-  detail::expect_refused(
-      folder,
-      {"--nproc", "2"},
-      {"train.csv is no regular file, with processes=2"});
+  detail::expect_refused(folder, {"--nproc", "2"},
+                         {"train.csv is no regular file, with processes=2"});
 }
 
 TEST(BadInput, JsonNestedWithoutEndIsRefusedWithItsFile) {
   const TemporaryFolder folder;
   write_file_atomically(folder / "train.csv", small_reviews(8));
-  const std::string deep =
-      std::string(200'000, '[') + std::string(200'000, ']');
+  const std::string deep = std::string(200'000, '[') + std::string(200'000, ']');
   write_file_atomically(folder / "flags.json", "{\"seed\": " + deep + "}");
-  detail::expect_refused(
-      folder, {"--config", folder / "flags.json"}, {"flags.json", "nested"});
+  detail::expect_refused(folder, {"--config", folder / "flags.json"}, {"flags.json", "nested"});
   std::filesystem::create_directory(folder / "model");
-  write_file_atomically(
-      folder / "model/config.json",
-      "{\"model_type\": \"bert\", \"x\": " + deep + "}");
-  detail::expect_refused(
-      folder, {}, {"config.json", "nested"}, folder / "model");
+  write_file_atomically(folder / "model/config.json",
+                        "{\"model_type\": \"bert\", \"x\": " + deep + "}");
+  detail::expect_refused(folder, {}, {"config.json", "nested"}, folder / "model");
 }
 
 TEST(BadInput, NamesThatAreNoUtf8AreRefusedByTheirFlag) {
@@ -128,42 +114,36 @@ TEST(BadInput, NamesThatAreNoUtf8AreRefusedByTheirFlag) {
   }
   const ProgramRun run = run_program(arguments);
   EXPECT_EQ(run.code, 2) << run.error;
-  EXPECT_TRUE(run.said("--output-dir holds bytes that are no UTF-8"))
-      << run.error;
+  EXPECT_TRUE(run.said("--output-dir holds bytes that are no UTF-8")) << run.error;
 }
 
 TEST(BadInput, ABudgetBelowTheLeastNamesTheLeast) {
   const TemporaryFolder folder;
   write_file_atomically(folder / "train.csv", small_reviews(8));
-  detail::expect_refused(
-      folder,
-      {"--gradient-checkpointing", "budget:1000"},
-      {"budget=1000", "at least"});
+  detail::expect_refused(folder, {"--gradient-checkpointing", "budget:1000"},
+                         {"budget=1000", "at least"});
 }
 
 TEST(BadInput, ALabelThatTrainingLacksIsNamedWithItsPlace) {
   const TemporaryFolder folder;
   write_file_atomically(folder / "train.csv", small_reviews(8));
   write_file_atomically(folder / "eval.csv", "text,label\nwell,mixed\n");
-  detail::expect_refused(
-      folder, {"--eval-file", folder / "eval.csv"}, {"eval.csv:2", "mixed"});
+  detail::expect_refused(folder, {"--eval-file", folder / "eval.csv"}, {"eval.csv:2", "mixed"});
 }
 
 TEST(BadInput, MoreProcessesThanRowsIsSaidOnce) {
   const TemporaryFolder folder;
   write_file_atomically(folder / "train.csv", small_reviews(2));
-  detail::expect_refused(
-      folder,
-      {"--nproc", "3"},
-      {"more processes than rows: processes=3, training rows=2"});
+  detail::expect_refused(folder, {"--nproc", "3"},
+                         {"more processes than rows: processes=3, training rows=2"});
 }
 
 TEST(BadInput, ModelFoldersAreRefusedWithFileOrTensor) {
   namespace paths = std::filesystem;
   const TemporaryFolder made;
   write_file_atomically(made / "train.csv", small_reviews(8));
-  const ProgramRun trained = run_program(train_arguments(
-      made.path(), {"--max-steps", "1", "--save-strategy", "no"}));
+  const ProgramRun trained =
+      run_program(train_arguments(made.path(), {"--max-steps", "1", "--save-strategy", "no"}));
   ASSERT_EQ(trained.code, 0) << trained.error;
 
   using Break = std::function<void(const paths::path&)>;
@@ -199,8 +179,7 @@ TEST(BadInput, ModelFoldersAreRefusedWithFileOrTensor) {
       {"unknown type", edit_config("model_type", "gpt2"), {"gpt2", "bert"}},
       {"pickle only",
        [](const paths::path& model) {
-         paths::rename(
-             model / "model.safetensors", model / "pytorch_model.bin");
+         paths::rename(model / "model.safetensors", model / "pytorch_model.bin");
        },
        {"pytorch_model.bin"}},
       {"no [UNK]",
@@ -230,12 +209,10 @@ TEST(BadInput, LongAndEmptyTextsAreCountedNotRefused) {
   for (int word = 0; word < 50; ++word) {
     long_text += "good ";
   }
-  write_file_atomically(
-      folder / "train.csv",
-      small_reviews(6) + long_text + ",pos\n,neg\nno label,\n");
+  write_file_atomically(folder / "train.csv",
+                        small_reviews(6) + long_text + ",pos\n,neg\nno label,\n");
   const ProgramRun run = run_program(train_arguments(
-      folder.path(),
-      {"--max-steps", "1", "--max-length", "16", "--save-strategy", "no"}));
+      folder.path(), {"--max-steps", "1", "--max-length", "16", "--save-strategy", "no"}));
   EXPECT_EQ(run.code, 0) << run.error;
   EXPECT_TRUE(run.said("1 cut to 16")) << run.error;
   EXPECT_TRUE(run.said("1 with empty text, 1 with empty label")) << run.error;
@@ -245,11 +222,10 @@ TEST(BadInput, AFileThatCannotBeWrittenWholeLeavesNoModel) {
   // A limit on file sizes is what a full disk looks like to the writer.
   const TemporaryFolder folder;
   write_file_atomically(folder / "train.csv", small_reviews(8));
-  std::vector<std::string> command{
-      "/bin/sh", "-c", "trap '' XFSZ; ulimit -f 64; exec \"$@\"", "sh"};
+  std::vector<std::string> command{"/bin/sh", "-c", "trap '' XFSZ; ulimit -f 64; exec \"$@\"",
+                                   "sh"};
   auto train = train_arguments(folder.path(), {"--max-steps", "1"});
-  train[0] =
-      std::filesystem::read_symlink("/proc/self/exe").parent_path() / "hasten";
+  train[0] = std::filesystem::read_symlink("/proc/self/exe").parent_path() / "hasten";
   command.insert(command.end(), train.begin(), train.end());
   const ProgramRun run = run_program(command);
   EXPECT_EQ(run.code, 2) << run.error;

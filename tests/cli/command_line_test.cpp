@@ -36,16 +36,13 @@ std::string parse_error(const std::string& line) {
   return "no error";
 }
 
-const std::string kTrain =
-    "train --model bert-tiny --train-file t.csv --output-dir out ";
+const std::string kTrain = "train --model bert-tiny --train-file t.csv --output-dir out ";
 
 /// Each line is refused with an error that begins with its message.
-void expect_mistakes(
-    const std::vector<std::pair<std::string, std::string>>& cases) {
+void expect_mistakes(const std::vector<std::pair<std::string, std::string>>& cases) {
   for (const auto& [line, message] : cases) {
     const std::string error = parse_error(line);
-    EXPECT_EQ(error.substr(0, message.size()), message) << line << "\n"
-                                                        << error;
+    EXPECT_EQ(error.substr(0, message.size()), message) << line << "\n" << error;
   }
 }
 
@@ -66,8 +63,7 @@ TEST(CommandLine, TrainTakesEveryTrainingArgumentAsAFlag) {
 TEST(CommandLine, TrainFlagsReachTheirFields) {
   const auto command = detail::parsed<TrainCommand>(
       "train --model m --train-file t.tsv --output-dir o --text-column=c "
-      "--label-column l --delimiter tab --no-header --filter a=b --filter "
-      "c=[d] "
+      "--label-column l --delimiter tab --no-header --filter a=b --filter c=[d] "
       "--eval-split 0.25 --nproc 3 --epochs 1.5 --max-steps -1 --lr 1e-4 "
       "--batch-size 16 --eval-strategy steps --save-strategy no "
       "--train_sampling_strategy random --data-seed 7 --greater-is-better true "
@@ -146,35 +142,27 @@ TEST(CommandLine, CompareFlagsReachTheirFields) {
   EXPECT_EQ(command.steps, 7);
   EXPECT_EQ(command.json, "f");
   EXPECT_EQ(
-      detail::parsed<CompareCommand>(
-          "compare --model m --nproc 4 --strategies hsdp --shard-size 2")
+      detail::parsed<CompareCommand>("compare --model m --nproc 4 --strategies hsdp --shard-size 2")
           .arguments.shard_size,
       2);
-  EXPECT_EQ(
-      detail::parsed<CompareCommand>("compare --model m").strategies,
-      (std::vector{Strategy::ddp, Strategy::zero2, Strategy::fsdp}));
+  EXPECT_EQ(detail::parsed<CompareCommand>("compare --model m").strategies,
+            (std::vector{Strategy::ddp, Strategy::zero2, Strategy::fsdp}));
 }
 
 TEST(CommandLine, FlagsLeftOutKeepTrainingArgumentsDefaults) {
   TrainingArguments expected;
   expected.output_dir = "out";
   expected.learning_rate = 3e-4; // of a shape
-  EXPECT_EQ(
-      nlohmann::json(detail::parsed<TrainCommand>(detail::kTrain).arguments),
-      nlohmann::json(expected));
+  EXPECT_EQ(nlohmann::json(detail::parsed<TrainCommand>(detail::kTrain).arguments),
+            nlohmann::json(expected));
 }
 
 TEST(CommandLine, WithoutFilesATenthIsForEvaluationUnlessSaidOtherwise) {
   const std::string train = "train --model bert-tiny --output-dir o ";
   EXPECT_EQ(detail::parsed<TrainCommand>(train).eval_split, 0.1);
-  EXPECT_EQ(
-      detail::parsed<TrainCommand>(train + "--eval-split 0").eval_split, 0);
-  EXPECT_EQ(
-      detail::parsed<TrainCommand>(train + "--train-data t.jsonl").eval_split,
-      0);
-  EXPECT_EQ(
-      detail::parsed<TrainCommand>(train + "--train-data t.jsonl").train_file,
-      "t.jsonl");
+  EXPECT_EQ(detail::parsed<TrainCommand>(train + "--eval-split 0").eval_split, 0);
+  EXPECT_EQ(detail::parsed<TrainCommand>(train + "--train-data t.jsonl").eval_split, 0);
+  EXPECT_EQ(detail::parsed<TrainCommand>(train + "--train-data t.jsonl").train_file, "t.jsonl");
 }
 
 TEST(CommandLine, EachMistakeNamesItsFlagAndWhatWasExpected) {
@@ -188,30 +176,21 @@ TEST(CommandLine, EachMistakeNamesItsFlagAndWhatWasExpected) {
        "[cli::estimate-memory] --batch=8. Expected rows and tokens"},
       {"trian",
        "[cli::hasten] unknown command: trian. Expected train, predict, eval, "
-       "plan, estimate-memory, compare, state, tokenizer, synth, launch or "
-       "env. "
+       "plan, estimate-memory, compare, state, tokenizer, synth, launch or env. "
        "Fix: write hasten train."},
       {train + "--learning-rte 1e-4",
-       "[cli::train] unknown flag: --learning-rte. "
-       "Fix: write --learning-rate."},
+       "[cli::train] unknown flag: --learning-rte. Fix: write --learning-rate."},
       {train + "--zzzzzzzz=1",
-       "[cli::train] unknown flag: --zzzzzzzz. "
-       "Fix: see hasten train --help."},
-      {train + "stray",
-       "[cli::train] not a flag: \"stray\". Fix: see hasten train --help."},
+       "[cli::train] unknown flag: --zzzzzzzz. Fix: see hasten train --help."},
+      {train + "stray", "[cli::train] not a flag: \"stray\". Fix: see hasten train --help."},
       {train + "--seed 1 --seed 2", "[cli::train] --seed is given 2 times."},
-      {train + "--seed",
-       "[cli::train] --seed has no value. Expected --seed N."},
-      {train + "--learning-rate fast",
-       "[cli::train] --learning-rate=fast. Expected a number."},
-      {train + "--learning-rate -1",
-       "[cli::train] --learning-rate=-1.0. Expected 0 or more."},
+      {train + "--seed", "[cli::train] --seed has no value. Expected --seed N."},
+      {train + "--learning-rate fast", "[cli::train] --learning-rate=fast. Expected a number."},
+      {train + "--learning-rate -1", "[cli::train] --learning-rate=-1.0. Expected 0 or more."},
       {train + "--batch-size 0",
-       "[cli::train] --per-device-train-batch-size=0. Expected 1 to "
-       "16777216."},
+       "[cli::train] --per-device-train-batch-size=0. Expected 1 to 16777216."},
       {train + "--batch-size 1.5",
-       "[cli::train] --per-device-train-batch-size=1.5. "
-       "Expected a whole number."},
+       "[cli::train] --per-device-train-batch-size=1.5. Expected a whole number."},
       {train + "--optim adamm",
        "[cli::train] --optim=adamm. Expected one of adafactor, adam, adamw, "
        "adamw_torch, adamw_torch_fused, lamb, lion, sgd. Fix: write adam."},
@@ -221,16 +200,12 @@ TEST(CommandLine, EachMistakeNamesItsFlagAndWhatWasExpected) {
       {train + "--eval-strategy never",
        "[cli::train] --eval-strategy=never. Expected one of epoch, no, steps."},
       {train + "--load-best-model-at-end --eval-strategy no",
-       "[cli::train] --load-best-model-at-end=true without evaluation: "
-       "--eval-strategy=no."},
+       "[cli::train] --load-best-model-at-end=true without evaluation: --eval-strategy=no."},
       {train + "--nproc 0", "[cli::train] --nproc=0. Expected 1 to 65536."},
-      {train + "--eval-split 1",
-       "[cli::train] --eval-split=1. Expected a share"},
+      {train + "--eval-split 1", "[cli::train] --eval-split=1. Expected a share"},
       {train + "--eval-split 0.1 --eval-file e.csv",
-       "[cli::train] --eval-file=e.csv and --eval-split=0.1 exclude each "
-       "other."},
-      {train + "--delimiter ab",
-       "[cli::train] --delimiter=ab. Expected one character, or tab."},
+       "[cli::train] --eval-file=e.csv and --eval-split=0.1 exclude each other."},
+      {train + "--delimiter ab", "[cli::train] --delimiter=ab. Expected one character, or tab."},
       {"train --train-file t.csv --output-dir out",
        "[cli::train] --model is missing. Expected --model FOLDER|SHAPE."},
       {train + "--dataloader-num-workers -1",
@@ -240,19 +215,15 @@ TEST(CommandLine, EachMistakeNamesItsFlagAndWhatWasExpected) {
       {"train --model m --tokenizer t --train-file t.csv --output-dir o",
        "[cli::train] --tokenizer=t with --model=m."},
       {"predict --model m", "[cli::predict] no text and no --file."},
-      {"predict --model m --file f t",
-       "[cli::predict] --file=f together with a text."},
+      {"predict --model m --file f t", "[cli::predict] --file=f together with a text."},
       {"predict --model m t --output o.txt",
-       "[cli::predict] --output=o.txt. Expected a file name that ends in .csv "
-       "or .jsonl."},
-      {"predict --model m t --with-logits",
-       "[cli::predict] --with-logits without JSON."},
+       "[cli::predict] --output=o.txt. Expected a file name that ends in .csv or .jsonl."},
+      {"predict --model m t --with-logits", "[cli::predict] --with-logits without JSON."},
       {"predict --model m -x", "[cli::predict] unknown flag: -x."},
       {"eval --model m", "[cli::eval] --file is missing."},
       {"launch --nproc 2", "[cli::launch] no program."},
       {"launch program", "[cli::launch] --nproc is missing."},
-      {"launch --nprocs 2 program",
-       "[cli::launch] unknown flag: --nprocs. Fix: write --nproc."},
+      {"launch --nprocs 2 program", "[cli::launch] unknown flag: --nprocs. Fix: write --nproc."},
       {"env --jsn", "[cli::env] unknown flag: --jsn. Fix: write --json."},
   };
   detail::expect_mistakes({std::begin(cases), std::end(cases)});
@@ -263,12 +234,9 @@ TEST(CommandLine, MistakesOfTheCommandsThatMakeDataAreNamedToo) {
       {{"tokenizer", "[cli::tokenizer] no action."},
        {"tokenizer train --output o", "[cli::tokenizer] no file."},
        {"tokenizer train a.txt",
-        "[cli::tokenizer] train with --output= and --tokenizer=. Expected "
-        "--output FOLDER alone."},
-       {"tokenizer encode a.txt --output o",
-        "[cli::tokenizer] encode with --output=o"},
-       {"synth reviews --rows 0",
-        "[cli::synth] --rows=0. Expected 1 to 10000000."},
+        "[cli::tokenizer] train with --output= and --tokenizer=. Expected --output FOLDER alone."},
+       {"tokenizer encode a.txt --output o", "[cli::tokenizer] encode with --output=o"},
+       {"synth reviews --rows 0", "[cli::synth] --rows=0. Expected 1 to 10000000."},
        {"synth poems", "[cli::synth] to make: poems. Expected reviews"},
        {"synth reviews --output r.xml", "[cli::synth] --output=r.xml."}});
 }
@@ -276,8 +244,7 @@ TEST(CommandLine, MistakesOfTheCommandsThatMakeDataAreNamedToo) {
 TEST(CommandLine, CompareRefusesWhatCannotBeCompared) {
   const std::pair<std::string, std::string> cases[] = {
       {"compare --model m --strategies ddp,fsd",
-       "[cli::compare] --strategies=ddp,fsd: \"fsd\" is no strategy. Expected "
-       "one of ddp, fsdp, "},
+       "[cli::compare] --strategies=ddp,fsd: \"fsd\" is no strategy. Expected one of ddp, fsdp, "},
       {"compare --model m --strategies ddp,zero2,ddp",
        "[cli::compare] --strategies=ddp,zero2,ddp: ddp twice."},
       {"compare --model m --strategies ddp,",
@@ -288,38 +255,25 @@ TEST(CommandLine, CompareRefusesWhatCannotBeCompared) {
        "[cli::compare] --nproc=1: strategies differ only on several "
        "processes. Expected 2 or more."},
       {"compare --model m --gradient-checkpointing budget:50%",
-       "[cli::compare] --gradient-checkpointing=budget:50%: a budget is "
-       "planned"},
+       "[cli::compare] --gradient-checkpointing=budget:50%: a budget is planned"},
       {"compare --model m --shard-size 2 --nproc 4",
-       "[cli::compare] --shard-size=2. Expected with strategy hsdp a divisor "
-       "of --nproc"},
+       "[cli::compare] --shard-size=2. Expected with strategy hsdp a divisor of --nproc"},
       {"compare --model m --shard-size 2 --nproc 5 --strategies ddp,hsdp",
        "[cli::compare] --shard-size=2. Expected with strategy hsdp"},
   };
   for (const auto& [line, message] : cases) {
     const std::string error = detail::parse_error(line);
-    EXPECT_EQ(error.substr(0, message.size()), message) << line << "\n"
-                                                        << error;
+    EXPECT_EQ(error.substr(0, message.size()), message) << line << "\n" << error;
   }
 }
 
 TEST(CommandLine, PredictTextsKeepTheirOrderAndMayLookLikeFlags) {
-  const auto command = std::get<PredictCommand>(parse_command_line(
-      {"predict",
-       "[a,b]",
-       "--model",
-       "m",
-       "second text",
-       "--",
-       "--json",
-       "-"}));
-  EXPECT_EQ(
-      command.texts,
-      (std::vector<std::string>{"[a,b]", "second text", "--json", "-"}));
+  const auto command = std::get<PredictCommand>(
+      parse_command_line({"predict", "[a,b]", "--model", "m", "second text", "--", "--json", "-"}));
+  EXPECT_EQ(command.texts, (std::vector<std::string>{"[a,b]", "second text", "--json", "-"}));
   EXPECT_FALSE(command.json);
-  EXPECT_EQ(
-      detail::parsed<PredictCommand>("predict --model m -").texts,
-      std::vector<std::string>{"-"});
+  EXPECT_EQ(detail::parsed<PredictCommand>("predict --model m -").texts,
+            std::vector<std::string>{"-"});
 }
 
 TEST(CommandLine, LaunchLeavesTheProgramsOwnArgumentsAlone) {
@@ -327,17 +281,12 @@ TEST(CommandLine, LaunchLeavesTheProgramsOwnArgumentsAlone) {
     return detail::parsed<LaunchCommand>("launch " + line).program;
   };
   using Words = std::vector<std::string>;
-  EXPECT_EQ(
-      program("--nproc 2 ./p --nproc 5 --some_flag -h -- x"),
-      (Words{"./p", "--nproc", "5", "--some_flag", "-h", "--", "x"}));
+  EXPECT_EQ(program("--nproc 2 ./p --nproc 5 --some_flag -h -- x"),
+            (Words{"./p", "--nproc", "5", "--some_flag", "-h", "--", "x"}));
   EXPECT_EQ(program("--nproc=2 -- ./p -- x"), (Words{"./p", "--", "x"}));
-  EXPECT_EQ(
-      detail::parsed<LaunchCommand>("launch --nproc 4 ./p --nproc 5").nproc, 4);
-  EXPECT_TRUE(detail::parsed<LaunchCommand>("launch --nproc 4 --keep-going ./p")
-                  .keep_going);
-  EXPECT_FALSE(
-      detail::parsed<LaunchCommand>("launch --nproc 4 ./p --keep-going")
-          .keep_going);
+  EXPECT_EQ(detail::parsed<LaunchCommand>("launch --nproc 4 ./p --nproc 5").nproc, 4);
+  EXPECT_TRUE(detail::parsed<LaunchCommand>("launch --nproc 4 --keep-going ./p").keep_going);
+  EXPECT_FALSE(detail::parsed<LaunchCommand>("launch --nproc 4 ./p --keep-going").keep_going);
 }
 
 TEST(CommandLine, OutputFlagsOfLaunchAndTrainAreTorchruns) {
@@ -349,8 +298,8 @@ TEST(CommandLine, OutputFlagsOfLaunchAndTrainAreTorchruns) {
   EXPECT_TRUE(launched.logs.tee.has(0, Std::out));
   EXPECT_FALSE(launched.logs.tee.has(0, Std::err));
   EXPECT_EQ(launched.program, (std::vector<std::string>{"./p", "--", "x"}));
-  const auto trained = detail::parsed<TrainCommand>(
-      detail::kTrain + "--nproc 2 --log_dir logs --tee 2");
+  const auto trained =
+      detail::parsed<TrainCommand>(detail::kTrain + "--nproc 2 --log_dir logs --tee 2");
   EXPECT_EQ(trained.logs.log_dir, "logs");
   EXPECT_TRUE(trained.logs.tee.has(1, Std::err));
   EXPECT_FALSE(detail::parsed<TrainCommand>(detail::kTrain).logs.any());
@@ -377,8 +326,7 @@ TEST(CommandLine, GradientCheckpointingIsBareOrSaysHow) {
   EXPECT_EQ(text("--activation_checkpointing --seed 3"), "full");
   EXPECT_EQ(text("--gradient-checkpointing every:3"), "every:3");
   EXPECT_EQ(text("--gradient-checkpointing=budget:40%"), "budget:40%");
-  const std::string error =
-      detail::parse_error(detail::kTrain + "--gradient-checkpointing some");
+  const std::string error = detail::parse_error(detail::kTrain + "--gradient-checkpointing some");
   EXPECT_NE(error.find("--gradient-checkpointing=some"), std::string::npos);
   EXPECT_NE(error.find("every:K"), std::string::npos) << error;
 }
@@ -389,29 +337,22 @@ TEST(CommandLine, PlanTakesABatchAndABudget) {
   EXPECT_EQ(plan.rows, 8);
   EXPECT_EQ(plan.tokens, 128);
   EXPECT_DOUBLE_EQ(plan.budget.budget_share(), 0.5);
-  for (const auto& [flags, named] :
-       std::vector<std::pair<std::string, std::string>>{
+  for (const auto& [flags, named] : std::vector<std::pair<std::string, std::string>>{
            {"--batch 8", "--batch=8"},
            {"--batch 0x4", "--batch=0x4"},
            {"--batch 8x4 --budget 0", "--budget=0"},
            {"--batch 8x4 --json p", "--json=p without a budget"}}) {
-    const std::string error =
-        detail::parse_error("plan --model bert-tiny " + flags);
+    const std::string error = detail::parse_error("plan --model bert-tiny " + flags);
     EXPECT_NE(error.find(named), std::string::npos) << error;
   }
 }
 
 TEST(CommandLine, HelpGroupsFlagsWithDefaultUnitAndExample) {
-  for (const char* name :
-       {"train", "predict", "eval", "plan", "launch", "env"}) {
-    const std::string help =
-        detail::parsed<Answer>(std::string(name) + " --help").text;
-    EXPECT_NE(
-        help.find(std::string("Usage: hasten ") + name), std::string::npos);
+  for (const char* name : {"train", "predict", "eval", "plan", "launch", "env"}) {
+    const std::string help = detail::parsed<Answer>(std::string(name) + " --help").text;
+    EXPECT_NE(help.find(std::string("Usage: hasten ") + name), std::string::npos);
     EXPECT_NE(help.find("\nExample"), std::string::npos);
-    EXPECT_NE(
-        help.find("Exit codes: 0 ok, 1 training failed, 2 bad input"),
-        std::string::npos);
+    EXPECT_NE(help.find("Exit codes: 0 ok, 1 training failed, 2 bad input"), std::string::npos);
     std::istringstream lines(help);
     for (std::string line; std::getline(lines, line);) {
       EXPECT_LE(line.size(), 80u) << line;
@@ -420,31 +361,25 @@ TEST(CommandLine, HelpGroupsFlagsWithDefaultUnitAndExample) {
   const std::string train = detail::parsed<Answer>("train --help").text;
   EXPECT_NE(train.find("\nOptimizer and schedule:\n"), std::string::npos);
   EXPECT_NE(
-      train.find(
-          "  --learning-rate, --lr RATE  peak learning rate; 3e-4 for a shape "
-          "[5e-05]\n"),
+      train.find("  --learning-rate, --lr RATE  peak learning rate; 3e-4 for a shape [5e-05]\n"),
       std::string::npos)
       << train;
   EXPECT_NE(train.find("(required)"), std::string::npos);
-  EXPECT_EQ(
-      detail::parsed<Answer>("--version").text, "hasten " HASTEN_VERSION "\n");
-  EXPECT_EQ(
-      detail::parsed<Answer>("").text, detail::parsed<Answer>("--help").text);
+  EXPECT_EQ(detail::parsed<Answer>("--version").text, "hasten " HASTEN_VERSION "\n");
+  EXPECT_EQ(detail::parsed<Answer>("").text, detail::parsed<Answer>("--help").text);
 }
 
 TEST(CommandLine, ShardSizeSaysTheSameInEveryCommand) {
   const std::string meaning = "(default: all of one host)";
   for (const char* name : {"train", "estimate-memory", "compare"}) {
-    std::string help =
-        detail::parsed<Answer>(std::string(name) + " --help").text;
+    std::string help = detail::parsed<Answer>(std::string(name) + " --help").text;
     help.erase(0, help.find("--shard-size N"));
     help.erase(help.find("\n  --"));
     std::string joined;
     for (const std::string& word : detail::words_of(help)) {
       joined += (joined.empty() ? "" : " ") + word;
     }
-    EXPECT_NE(joined.find(meaning), std::string::npos)
-        << name << ": " << joined;
+    EXPECT_NE(joined.find(meaning), std::string::npos) << name << ": " << joined;
   }
 }
 
@@ -454,9 +389,8 @@ TEST(Checks, ADiskWithTooLittleRoomIsNamedWithWhatIsFree) {
     check_free_space("not/there/yet", int64_t{1} << 62);
     FAIL();
   } catch (const InputError& error) {
-    EXPECT_NE(
-        std::string(error.what()).find("--output-dir=not/there/yet needs "),
-        std::string::npos)
+    EXPECT_NE(std::string(error.what()).find("--output-dir=not/there/yet needs "),
+              std::string::npos)
         << error.what();
   }
 }
@@ -469,10 +403,8 @@ TEST(Checks, NprocInsideAWorldNamesBoth) {
     check_nproc("train", 2, false, world);
     FAIL();
   } catch (const InputError& error) {
-    EXPECT_NE(
-        std::string(error.what())
-            .find("--nproc=2 inside a world of several: WORLD_SIZE=4"),
-        std::string::npos)
+    EXPECT_NE(std::string(error.what()).find("--nproc=2 inside a world of several: WORLD_SIZE=4"),
+              std::string::npos)
         << error.what();
   }
 }

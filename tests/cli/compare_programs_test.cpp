@@ -17,17 +17,9 @@ using testing_support::run_program;
 using testing_support::TemporaryFolder;
 
 /// Of bert-tiny with short rows, with the folder for whatever is temporary.
-ProgramRun compare(
-    const TemporaryFolder& folder, const std::vector<std::string>& more) {
-  std::vector<std::string> command{
-      "hasten",
-      "compare",
-      "--model",
-      "bert-tiny",
-      "--max-length",
-      "32",
-      "--steps",
-      "3"};
+ProgramRun compare(const TemporaryFolder& folder, const std::vector<std::string>& more) {
+  std::vector<std::string> command{"hasten",       "compare", "--model", "bert-tiny",
+                                   "--max-length", "32",      "--steps", "3"};
   command.insert(command.end(), more.begin(), more.end());
   std::filesystem::create_directories(folder / "tmp");
   ProgramOptions options;
@@ -43,20 +35,12 @@ TEST(Compare, ShardedModelsTakeLargerBatchesUnderOneLimit) {
   using namespace compare_programs_test;
   const TemporaryFolder folder;
   const int64_t limit = int64_t{88} << 20;
-  const ProgramRun run = compare(
-      folder,
-      {"--nproc-per-node",
-       "2",
-       "--strategies",
-       "ddp,fsdp",
-       "--memory-limit",
-       "88M",
-       "--json",
-       folder / "found.json"});
+  const ProgramRun run =
+      compare(folder, {"--nproc-per-node", "2", "--strategies", "ddp,fsdp", "--memory-limit", "88M",
+                       "--json", folder / "found.json"});
   ASSERT_EQ(run.code, 0) << run.error;
   EXPECT_FALSE(run.said("error")) << run.error;
-  const auto found =
-      nlohmann::json::parse(std::ifstream(folder / "found.json"));
+  const auto found = nlohmann::json::parse(std::ifstream(folder / "found.json"));
   EXPECT_EQ(found.at("memory_limit_bytes"), limit);
   const auto& strategies = found.at("strategies");
   ASSERT_EQ(strategies.size(), 2u);
@@ -66,24 +50,18 @@ TEST(Compare, ShardedModelsTakeLargerBatchesUnderOneLimit) {
     const double rows = strategy.at("largest_batch").get<double>();
     EXPECT_GE(rows, 1);
     EXPECT_NEAR(
-        strategy.at("samples_per_second").get<double>() *
-            strategy.at("step_seconds").get<double>(),
-        2 * rows,
-        1e-6 * rows);
+        strategy.at("samples_per_second").get<double>() * strategy.at("step_seconds").get<double>(),
+        2 * rows, 1e-6 * rows);
     // Filled: another row would not have fitted.
     EXPECT_GT(strategy.at("peak_bytes").get<double>(), 0.9 * limit);
-    EXPECT_NE(
-        run.out.find("  " + strategy.at("strategy").get<std::string>() + " "),
-        std::string::npos)
+    EXPECT_NE(run.out.find("  " + strategy.at("strategy").get<std::string>() + " "),
+              std::string::npos)
         << run.out;
   }
-  EXPECT_GT(
-      strategies[1].at("largest_batch").get<int64_t>(),
-      strategies[0].at("largest_batch").get<int64_t>());
+  EXPECT_GT(strategies[1].at("largest_batch").get<int64_t>(),
+            strategies[0].at("largest_batch").get<int64_t>());
   const auto reason = found.at("reason").get<std::string>();
-  EXPECT_EQ(
-      reason.rfind("Take " + found.at("recommended").get<std::string>(), 0), 0)
-      << reason;
+  EXPECT_EQ(reason.rfind("Take " + found.at("recommended").get<std::string>(), 0), 0) << reason;
   EXPECT_NE(run.out.find(reason), std::string::npos) << run.out;
 }
 

@@ -46,12 +46,11 @@ Searched search_with(const Peaks& peak, int64_t limit, int64_t most = 1 << 20) {
 StrategyReport report_of(Strategy strategy, double samples_per_second) {
   StrategyReport report;
   report.strategy = strategy;
-  report.timing = BatchTiming{
-      .rows = 8,
-      .samples_per_second = samples_per_second,
-      .step_seconds = 0.25,
-      .exposed_share = 0.125,
-      .peak_bytes = 1 << 20};
+  report.timing = BatchTiming{.rows = 8,
+                              .samples_per_second = samples_per_second,
+                              .step_seconds = 0.25,
+                              .exposed_share = 0.125,
+                              .peak_bytes = 1 << 20};
   return report;
 }
 
@@ -87,8 +86,7 @@ TEST(BatchSearch, EndsWithTheLargestThatFitsAndTriedTheNext) {
 
 TEST(BatchSearch, OfAStraightLineNoShortageIsASurprise) {
   using namespace compare_report_test;
-  const Searched found =
-      search_with([](int64_t rows) { return 1000 + 37 * rows; }, 99999);
+  const Searched found = search_with([](int64_t rows) { return 1000 + 37 * rows; }, 99999);
   EXPECT_EQ(found.largest, (99999 - 1000) / 37);
   EXPECT_EQ(found.surprises, 0);
   EXPECT_LE(found.tried, 14);
@@ -130,58 +128,44 @@ TEST(BatchSearch, GoesOnFromItsJson) {
 
 TEST(Recommend, TakesTheFastest) {
   using namespace compare_report_test;
-  const Recommendation advice = recommend(
-      {report_of(Strategy::ddp, 90),
-       report_of(Strategy::fsdp, 100),
-       report_of(Strategy::zero2, 95)});
+  const Recommendation advice =
+      recommend({report_of(Strategy::ddp, 90), report_of(Strategy::fsdp, 100),
+                 report_of(Strategy::zero2, 95)});
   EXPECT_EQ(advice.index, 1u);
   EXPECT_EQ(advice.text, "Take fsdp: the fastest, 100.0 samples/s.");
 }
 
 TEST(Recommend, TakesTheSimplerOneOfThoseWithinThreePercent) {
   using namespace compare_report_test;
-  const Recommendation advice = recommend(
-      {report_of(Strategy::fsdp, 100),
-       report_of(Strategy::zero2, 98),
-       report_of(Strategy::ddp, 97.5)});
+  const Recommendation advice =
+      recommend({report_of(Strategy::fsdp, 100), report_of(Strategy::zero2, 98),
+                 report_of(Strategy::ddp, 97.5)});
   EXPECT_EQ(advice.index, 2u);
-  EXPECT_EQ(
-      advice.text,
-      "Take ddp: 97.5 samples/s, within 3 % of fsdp's 100.0 samples/s, and "
-      "simpler.");
-  EXPECT_EQ(
-      recommend({report_of(Strategy::fsdp, 100),
-                 report_of(Strategy::zero2, 98),
-                 report_of(Strategy::ddp, 96)})
-          .index,
-      1u);
+  EXPECT_EQ(advice.text,
+            "Take ddp: 97.5 samples/s, within 3 % of fsdp's 100.0 samples/s, and simpler.");
+  EXPECT_EQ(recommend({report_of(Strategy::fsdp, 100), report_of(Strategy::zero2, 98),
+                       report_of(Strategy::ddp, 96)})
+                .index,
+            1u);
 }
 
 TEST(Recommend, SaysWhatDoesNotFit) {
   using namespace compare_report_test;
-  const Recommendation sharded = recommend(
-      {short_of(Strategy::ddp, 100 << 20),
-       report_of(Strategy::zero2, 60),
-       report_of(Strategy::fsdp, 50)});
+  const Recommendation sharded =
+      recommend({short_of(Strategy::ddp, 100 << 20), report_of(Strategy::zero2, 60),
+                 report_of(Strategy::fsdp, 50)});
   EXPECT_EQ(sharded.index, 1u);
-  EXPECT_EQ(
-      sharded.text,
-      "Take zero2: the fastest, 60.0 samples/s; ddp does not fit, not with "
-      "one row.");
+  EXPECT_EQ(sharded.text,
+            "Take zero2: the fastest, 60.0 samples/s; ddp does not fit, not with one row.");
   const Recommendation one = recommend(
-      {short_of(Strategy::ddp, 0),
-       short_of(Strategy::zero2, 0),
-       report_of(Strategy::fsdp, 50)});
+      {short_of(Strategy::ddp, 0), short_of(Strategy::zero2, 0), report_of(Strategy::fsdp, 50)});
   EXPECT_EQ(one.index, 2u);
-  EXPECT_EQ(
-      one.text,
-      "Take fsdp: the only one that fits; ddp and zero2 do not fit, not with "
-      "one row.");
-  const Recommendation none = recommend(
-      {short_of(Strategy::ddp, 100 << 20), short_of(Strategy::fsdp, 0)});
+  EXPECT_EQ(one.text,
+            "Take fsdp: the only one that fits; ddp and zero2 do not fit, not with one row.");
+  const Recommendation none =
+      recommend({short_of(Strategy::ddp, 100 << 20), short_of(Strategy::fsdp, 0)});
   EXPECT_FALSE(none.index.has_value());
-  EXPECT_NE(none.text.find("ddp 100 MiB, fsdp more"), std::string::npos)
-      << none.text;
+  EXPECT_NE(none.text.find("ddp 100 MiB, fsdp more"), std::string::npos) << none.text;
 }
 
 } // namespace hasten

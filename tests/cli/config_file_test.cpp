@@ -18,15 +18,13 @@ struct ConfigFile {
   TemporaryFolder folder{};
   std::filesystem::path path = folder / "run.json";
 
-  TrainCommand read(
-      const std::string& text, std::vector<std::string> flags = {}) const {
+  TrainCommand read(const std::string& text, std::vector<std::string> flags = {}) const {
     write_file_atomically(path, text);
     std::vector<std::string> arguments{"train", "--config", path.string()};
     arguments.insert(arguments.end(), flags.begin(), flags.end());
     return std::get<TrainCommand>(parse_command_line(arguments));
   }
-  std::string refusal(
-      const std::string& text, std::vector<std::string> flags = {}) const {
+  std::string refusal(const std::string& text, std::vector<std::string> flags = {}) const {
     try {
       read(text, std::move(flags));
     } catch (const InputError& error) {
@@ -36,18 +34,17 @@ struct ConfigFile {
   }
 };
 
-const std::string kNeeded =
-    R"("model": "bert-tiny", "train_file": "t.csv", "output_dir": "out")";
+const std::string kNeeded = R"("model": "bert-tiny", "train_file": "t.csv", "output_dir": "out")";
 
 TEST(ConfigFile, SetsWhatTheCommandLineDoesNotAndFlagsOverrideIt) {
   const ConfigFile file;
-  const TrainCommand command = file.read(
-      "{" + kNeeded + R"(, "learning_rate": 1e-4, "epochs": 2, "seed": 7,
+  const TrainCommand command =
+      file.read("{" + kNeeded + R"(, "learning_rate": 1e-4, "epochs": 2, "seed": 7,
         "nproc": 2, "cased": true, "filter": ["a=b", "c=d"], "delimiter": "tab",
         "gradient_checkpointing": true, "lr_scheduler_type": "cosine",
         "lr_scheduler_kwargs": {"num_cycles": 1}, "data_seed": null,
         "eval_split": 0.5, "greater_is_better": true})",
-      {"--lr", "3e-4", "--seed=9", "--filter", "e=f"});
+                {"--lr", "3e-4", "--seed=9", "--filter", "e=f"});
   EXPECT_EQ(command.model, "bert-tiny");
   EXPECT_EQ(command.train_file, "t.csv");
   EXPECT_EQ(command.arguments.output_dir, "out");
@@ -64,9 +61,8 @@ TEST(ConfigFile, SetsWhatTheCommandLineDoesNotAndFlagsOverrideIt) {
   EXPECT_EQ(command.arguments.lr_scheduler_kwargs, R"({"num_cycles":1})");
   EXPECT_EQ(command.arguments.data_seed, std::nullopt);
   EXPECT_EQ(command.arguments.greater_is_better, true);
-  EXPECT_EQ(
-      file.read("{" + kNeeded + R"(, "filter": ["a=b", "c=d"]})").table.filters,
-      (std::vector<std::string>{"a=b", "c=d"}));
+  EXPECT_EQ(file.read("{" + kNeeded + R"(, "filter": ["a=b", "c=d"]})").table.filters,
+            (std::vector<std::string>{"a=b", "c=d"}));
 }
 
 TEST(ConfigFile, TrainingArgumentsOfAnEarlierRunCanBeGivenBack) {
@@ -82,10 +78,9 @@ TEST(ConfigFile, TrainingArgumentsOfAnEarlierRunCanBeGivenBack) {
   a.class_weights = "1,2.5";
   a.gradient_checkpointing = std::string("every:2");
   const std::string saved = nlohmann::json(a).dump(2);
-  const std::vector<std::string> flags{
-      "--model", "bert-tiny", "--train-file", "t.csv", "--eval-split", "0.1"};
-  EXPECT_EQ(
-      nlohmann::json(file.read(saved, flags).arguments), nlohmann::json(a));
+  const std::vector<std::string> flags{"--model", "bert-tiny",    "--train-file",
+                                       "t.csv",   "--eval-split", "0.1"};
+  EXPECT_EQ(nlohmann::json(file.read(saved, flags).arguments), nlohmann::json(a));
 
   // One word on the precision is the last one.
   auto other = flags;
@@ -95,8 +90,7 @@ TEST(ConfigFile, TrainingArgumentsOfAnEarlierRunCanBeGivenBack) {
   EXPECT_EQ(again.output_dir, "new");
   other = flags;
   other.push_back("--fp16");
-  EXPECT_EQ(
-      file.read(saved, other).arguments.effective_precision(), Precision::fp16);
+  EXPECT_EQ(file.read(saved, other).arguments.effective_precision(), Precision::fp16);
 }
 
 TEST(ConfigFile, WhatIsWrongIsNamedByPathAndWhatIsExpected) {
@@ -105,8 +99,7 @@ TEST(ConfigFile, WhatIsWrongIsNamedByPathAndWhatIsExpected) {
     std::string text;
     std::vector<std::string> said;
   } cases[] = {
-      {R"({"learning_rate": "high"})",
-       {"run.json: /learning_rate=\"high\"", "Expected a number"}},
+      {R"({"learning_rate": "high"})", {"run.json: /learning_rate=\"high\"", "Expected a number"}},
       {R"({"seed": 1.5})", {"/seed=1.5", "a whole number, 0 or more"}},
       {R"({"max_steps": true})", {"/max_steps=true", "a whole number"}},
       {R"({"bf16": 1})", {"/bf16=1", "true or false"}},
@@ -114,15 +107,12 @@ TEST(ConfigFile, WhatIsWrongIsNamedByPathAndWhatIsExpected) {
       {R"({"output_dir": null})", {"/output_dir=null", "a string"}},
       {R"({"filter": "a=b"})", {"/filter=\"a=b\"", "an array of strings"}},
       {R"({"filter": ["a=b", 2]})", {"/filter=[", "an array of strings"}},
-      {R"({"eval_strategy": "steps!"})",
-       {"/eval_strategy=\"steps!\"", "one of epoch, no, steps"}},
+      {R"({"eval_strategy": "steps!"})", {"/eval_strategy=\"steps!\"", "one of epoch, no, steps"}},
       {R"({"gradient_checkpointing": 2})",
        {"/gradient_checkpointing=2", "true, false, or a string"}},
-      {R"({"learning_rat": 1})",
-       {"/learning_rat: unknown name", "Fix: write learning_rate"}},
+      {R"({"learning_rat": 1})", {"/learning_rat: unknown name", "Fix: write learning_rate"}},
       {R"({"config": "x.json"})", {"/config: unknown name", "leave it out"}},
-      {R"({"epochs": 1, "num_train_epochs": 2})",
-       {"--num-train-epochs is given twice"}},
+      {R"({"epochs": 1, "num_train_epochs": 2})", {"--num-train-epochs is given twice"}},
       {R"(["model"])", {"run.json holds a JSON array", "an object"}},
       {"{\"model\": \n }", {"run.json: ", "line 2"}},
       {R"({"learning_rate": 0.1})", {"--model is missing"}},
@@ -130,8 +120,7 @@ TEST(ConfigFile, WhatIsWrongIsNamedByPathAndWhatIsExpected) {
   for (const auto& bad : cases) {
     const std::string error = file.refusal(bad.text);
     for (const std::string& part : bad.said) {
-      EXPECT_NE(error.find(part), std::string::npos)
-          << part << "\nin: " << error;
+      EXPECT_NE(error.find(part), std::string::npos) << part << "\nin: " << error;
     }
   }
   const std::string missing = [&] {
@@ -142,8 +131,7 @@ TEST(ConfigFile, WhatIsWrongIsNamedByPathAndWhatIsExpected) {
     }
     return std::string();
   }();
-  EXPECT_NE(missing.find("no.json cannot be read"), std::string::npos)
-      << missing;
+  EXPECT_NE(missing.find("no.json cannot be read"), std::string::npos) << missing;
 }
 
 TEST(ProblemType, FlagsThatContradictItAreRefusedByName) {
@@ -164,20 +152,17 @@ TEST(ProblemType, FlagsThatContradictItAreRefusedByName) {
        "--class-weights=balanced with several labels a row"},
       {{"--problem-type", "regression", "--metric-for-best-model", "f1"},
        "one of loss, mse, mae, pearson, spearman"},
-      {{"--early-stopping-patience", "2"},
-       "--early-stopping-patience without rows to evaluate on"},
+      {{"--early-stopping-patience", "2"}, "--early-stopping-patience without rows to evaluate on"},
       {{"--early-stopping-threshold", "0.2"}, "--early-stopping-threshold=0.2"},
       {{"--class-weights", "1,x"}, "--class-weights=\"1,x\""},
       {{"--label-smoothing-factor", "1"}, "--label-smoothing-factor=1.0"},
   };
   for (const auto& bad : cases) {
     const std::string error = file.refusal("{" + kNeeded + "}", bad.flags);
-    EXPECT_NE(error.find(bad.said), std::string::npos)
-        << bad.said << "\nin: " << error;
+    EXPECT_NE(error.find(bad.said), std::string::npos) << bad.said << "\nin: " << error;
   }
-  EXPECT_EQ(
-      file.read("{" + kNeeded + "}", {"--label-columns", "a,b"}).problem_type,
-      "multi_label_classification");
+  EXPECT_EQ(file.read("{" + kNeeded + "}", {"--label-columns", "a,b"}).problem_type,
+            "multi_label_classification");
 }
 
 } // namespace hasten::config_file_test

@@ -25,33 +25,18 @@ std::string reviews_as_jsonl(int rows) {
   while (std::getline(csv, line)) {
     const size_t comma = line.rfind(',');
     out +=
-        nlohmann::json{
-            {"text", line.substr(0, comma)}, {"label", line.substr(comma + 1)}}
-            .dump() +
+        nlohmann::json{{"text", line.substr(0, comma)}, {"label", line.substr(comma + 1)}}.dump() +
         "\n";
   }
   return out;
 }
 
 // hasten train on `file`, a few updates, its token ids in folder/cache.
-ProgramRun cached_train(
-    const TemporaryFolder& folder,
-    const std::string& file,
-    const std::string& out,
-    std::vector<std::string> more = {}) {
+ProgramRun cached_train(const TemporaryFolder& folder, const std::string& file,
+                        const std::string& out, std::vector<std::string> more = {}) {
   std::vector<std::string> arguments{
-      "hasten",
-      "train",
-      "--model",
-      "bert-tiny",
-      "--output-dir",
-      folder / out,
-      "--cache-dir",
-      folder / "cache",
-      "--save-strategy",
-      "no",
-      "--max-steps",
-      "3"};
+      "hasten",      "train",          "--model",         "bert-tiny", "--output-dir", folder / out,
+      "--cache-dir", folder / "cache", "--save-strategy", "no",        "--max-steps",  "3"};
   if (!file.empty()) {
     arguments.insert(arguments.end(), {"--train-data", folder / file});
   }
@@ -75,27 +60,19 @@ TEST(DataPrograms, JsonLinesTrainTheModelThatCsvDoes) {
   write_file_atomically(folder / "train.csv", small_reviews(20));
   write_file_atomically(folder / "train.jsonl", detail::reviews_as_jsonl(20));
   for (const char* kind : {"csv", "jsonl"}) {
-    const auto run = detail::cached_train(
-        folder, std::string("train.") + kind, kind, {"--eval-split", "0.2"});
+    const auto run =
+        detail::cached_train(folder, std::string("train.") + kind, kind, {"--eval-split", "0.2"});
     ASSERT_EQ(run.code, 0) << run.error;
   }
-  EXPECT_EQ(
-      read_file(folder / "csv/model.safetensors"),
-      read_file(folder / "jsonl/model.safetensors"));
+  EXPECT_EQ(read_file(folder / "csv/model.safetensors"),
+            read_file(folder / "jsonl/model.safetensors"));
   const auto eval = run_program(
-      {"hasten",
-       "eval",
-       "--model",
-       folder / "csv",
-       "--file",
-       folder / "train.jsonl",
-       "--json"});
+      {"hasten", "eval", "--model", folder / "csv", "--file", folder / "train.jsonl", "--json"});
   ASSERT_EQ(eval.code, 0) << eval.error;
   EXPECT_EQ(nlohmann::json::parse(eval.out).at("rows"), 20);
 
-  write_file_atomically(
-      folder / "bad.jsonl",
-      detail::reviews_as_jsonl(2) + "{\"text\": \"a\" \"label\": 1}\n");
+  write_file_atomically(folder / "bad.jsonl",
+                        detail::reviews_as_jsonl(2) + "{\"text\": \"a\" \"label\": 1}\n");
   const auto bad = detail::cached_train(folder, "bad.jsonl", "bad");
   EXPECT_EQ(bad.code, 2);
   EXPECT_TRUE(bad.said("bad.jsonl:3: byte 20 of the line")) << bad.error;
@@ -110,38 +87,33 @@ TEST(DataPrograms, ASecondRunReadsTheTokenIdsOfTheFirstAndTrainsTheSame) {
   ASSERT_EQ(first.code, 0) << first.error;
   const auto second = detail::cached_train(folder, "train.csv", "second", two);
   ASSERT_EQ(second.code, 0) << second.error;
-  EXPECT_TRUE(second.said("read from " + (folder / "cache").string()))
-      << second.error;
+  EXPECT_TRUE(second.said("read from " + (folder / "cache").string())) << second.error;
   auto workers = two;
   workers.insert(workers.end(), {"--dataloader-num-workers", "2"});
-  const auto third =
-      detail::cached_train(folder, "train.csv", "third", workers);
+  const auto third = detail::cached_train(folder, "train.csv", "third", workers);
   ASSERT_EQ(third.code, 0) << third.error;
   for (const char* out : {"second", "third"}) {
-    EXPECT_EQ(
-        read_file(folder / "first/model.safetensors"),
-        read_file(folder / out / "model.safetensors"))
+    EXPECT_EQ(read_file(folder / "first/model.safetensors"),
+              read_file(folder / out / "model.safetensors"))
         << out;
   }
   std::vector<std::filesystem::path> kept;
-  for (const auto& entry :
-       std::filesystem::directory_iterator(folder / "cache/tokens")) {
+  for (const auto& entry : std::filesystem::directory_iterator(folder / "cache/tokens")) {
     kept.push_back(entry.path());
   }
   ASSERT_EQ(kept.size(), 1U);
   write_file_atomically(kept[0], "something else");
   const auto again = detail::cached_train(folder, "train.csv", "again", two);
   ASSERT_EQ(again.code, 0) << again.error;
-  EXPECT_EQ(detail::times_said(again, "token ids were made again"), 1)
-      << again.error;
+  EXPECT_EQ(detail::times_said(again, "token ids were made again"), 1) << again.error;
 }
 
 TEST(DataPrograms, WhereNoCacheCanBeOneWarningIsSaidByAllRanksTogether) {
   const TemporaryFolder folder;
   write_file_atomically(folder / "train.csv", small_reviews(24));
   write_file_atomically(folder / "cache", "a file");
-  const auto run = detail::cached_train(
-      folder, "train.csv", "out", {"--nproc", "2", "--batch-size", "4"});
+  const auto run =
+      detail::cached_train(folder, "train.csv", "out", {"--nproc", "2", "--batch-size", "4"});
   ASSERT_EQ(run.code, 0) << run.error;
   EXPECT_EQ(detail::times_said(run, "warning:"), 1) << run.error;
   EXPECT_TRUE(run.said("not kept for later runs")) << run.error;
@@ -159,8 +131,7 @@ TEST(DataPrograms, TrainingWithoutFilesLearnsSyntheticReviews) {
 TEST(DataPrograms, SynthWritesTheSameRowsInEveryKind) {
   const TemporaryFolder folder;
   const auto synth = [&](std::vector<std::string> more) {
-    std::vector<std::string> arguments{
-        "hasten", "synth", "reviews", "--rows", "30"};
+    std::vector<std::string> arguments{"hasten", "synth", "reviews", "--rows", "30"};
     arguments.insert(arguments.end(), more.begin(), more.end());
     const auto run = run_program(arguments);
     EXPECT_EQ(run.code, 0) << run.error;
@@ -175,41 +146,30 @@ TEST(DataPrograms, SynthWritesTheSameRowsInEveryKind) {
   const std::string jsonl = read_file(folder / "r.jsonl");
   EXPECT_EQ(std::count(jsonl.begin(), jsonl.end(), '\n'), 30);
   EXPECT_EQ(run_program({"hasten", "synth", "poems"}).code, 2);
-  EXPECT_EQ(
-      run_program({"hasten", "synth", "reviews", "--output", "r.xml"}).code, 2);
+  EXPECT_EQ(run_program({"hasten", "synth", "reviews", "--output", "r.xml"}).code, 2);
 }
 
 TEST(DataPrograms, ATokenizerIsLearnedFromTextsWhateverTheirOrder) {
   const TemporaryFolder folder;
   write_file_atomically(folder / "a.csv", small_reviews(10));
   write_file_atomically(folder / "b.txt", "film number good\nbad work\n");
-  const auto learn = [&](const std::vector<std::string>& files,
-                         const std::string& out) {
+  const auto learn = [&](const std::vector<std::string>& files, const std::string& out) {
     std::vector<std::string> arguments{"hasten", "tokenizer", "train"};
     for (const auto& file : files) {
       arguments.push_back(folder / file);
     }
-    arguments.insert(
-        arguments.end(), {"--vocab-size", "70", "--output", folder / out});
+    arguments.insert(arguments.end(), {"--vocab-size", "70", "--output", folder / out});
     return run_program(arguments);
   };
   const auto run = learn({"a.csv", "b.txt"}, "one");
   ASSERT_EQ(run.code, 0) << run.error;
   EXPECT_TRUE(run.said("12 texts")) << run.error;
   ASSERT_EQ(learn({"b.txt", "a.csv"}, "two").code, 0);
-  for (const char* file :
-       {"vocab.txt", "tokenizer.json", "tokenizer_config.json"}) {
-    EXPECT_EQ(
-        read_file(folder / "one" / file), read_file(folder / "two" / file))
-        << file;
+  for (const char* file : {"vocab.txt", "tokenizer.json", "tokenizer_config.json"}) {
+    EXPECT_EQ(read_file(folder / "one" / file), read_file(folder / "two" / file)) << file;
   }
   const auto encoded = run_program(
-      {"hasten",
-       "tokenizer",
-       "encode",
-       folder / "b.txt",
-       "--tokenizer",
-       folder / "one"});
+      {"hasten", "tokenizer", "encode", folder / "b.txt", "--tokenizer", folder / "one"});
   ASSERT_EQ(encoded.code, 0) << encoded.error;
   std::istringstream lines(encoded.out);
   std::string line;
@@ -217,10 +177,9 @@ TEST(DataPrograms, ATokenizerIsLearnedFromTextsWhateverTheirOrder) {
   const auto ids = nlohmann::json::parse(line).at("input_ids");
   EXPECT_EQ(ids.front(), 2); // [CLS]
   EXPECT_EQ(ids.back(), 3); // [SEP]
-  write_file_atomically(
-      folder / "bad.txt",
-      "good\nb\xFF"
-      "d\n");
+  write_file_atomically(folder / "bad.txt",
+                        "good\nb\xFF"
+                        "d\n");
   const auto bad = learn({"bad.txt"}, "three");
   EXPECT_EQ(bad.code, 2);
   EXPECT_TRUE(bad.said("bad.txt:2")) << bad.error;

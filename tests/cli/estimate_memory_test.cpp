@@ -51,45 +51,20 @@ TEST(EstimateMemory, IsWithinThreePercentOfWhatTrainingTakes) {
       {"--nproc", "2", "--strategy", "fsdp"},
       {"--nproc", "2", "--strategy", "zero2", "--optim", "sgd"},
       {"--nproc", "2", "--local-sgd-steps", "2"},
-      {"--nproc",
-       "2",
-       "--local-sgd-steps",
-       "2",
-       "--gradient-accumulation-steps",
-       "2"}};
+      {"--nproc", "2", "--local-sgd-steps", "2", "--gradient-accumulation-steps", "2"}};
   for (const auto& more : cases) {
     const TemporaryFolder folder;
-    std::ofstream(folder / "train.csv")
-        << estimate_memory_test::long_reviews(256);
+    std::ofstream(folder / "train.csv") << estimate_memory_test::long_reviews(256);
     auto train = more;
-    train.insert(
-        train.end(),
-        {"--batch-size",
-         "32",
-         "--max-length",
-         "64",
-         "--epochs",
-         "1",
-         "--save-strategy",
-         "no",
-         "--eval-strategy",
-         "no"});
-    const ProgramRun trained =
-        run_program(train_arguments(folder.path(), train));
+    train.insert(train.end(), {"--batch-size", "32", "--max-length", "64", "--epochs", "1",
+                               "--save-strategy", "no", "--eval-strategy", "no"});
+    const ProgramRun trained = run_program(train_arguments(folder.path(), train));
     ASSERT_EQ(trained.code, 0) << trained.error;
-    const auto record =
-        estimate_memory_test::last_epoch(folder / "out" / "metrics.jsonl");
-    const auto config =
-        nlohmann::json::parse(std::ifstream(folder / "out" / "config.json"));
+    const auto record = estimate_memory_test::last_epoch(folder / "out" / "metrics.jsonl");
+    const auto config = nlohmann::json::parse(std::ifstream(folder / "out" / "config.json"));
 
-    std::vector<std::string> estimate = {
-        "hasten",
-        "estimate-memory",
-        "--json",
-        "--model",
-        folder / "out",
-        "--batch",
-        "32x64"};
+    std::vector<std::string> estimate = {"hasten",       "estimate-memory", "--json", "--model",
+                                         folder / "out", "--batch",         "32x64"};
     for (size_t i = 0; i < more.size(); ++i) {
       if (more[i] == "--local-sgd-steps") {
         estimate.insert(estimate.end(), {"--strategy", "local_sgd"});
@@ -101,46 +76,28 @@ TEST(EstimateMemory, IsWithinThreePercentOfWhatTrainingTakes) {
     const ProgramRun run = run_program(estimate);
     ASSERT_EQ(run.code, 0) << run.error;
     const auto answer = nlohmann::json::parse(run.out);
-    const double ratio = answer.at("peak_bytes").get<double>() /
-                         record.at("peak_tensor_bytes").get<double>();
+    const double ratio =
+        answer.at("peak_bytes").get<double>() / record.at("peak_tensor_bytes").get<double>();
     EXPECT_NEAR(ratio, 1, 0.03) << run.out << record.dump();
-    EXPECT_EQ(
-        answer.at("host_peak_bytes").get<int64_t>(),
-        answer.at("nproc").get<int64_t>() *
-            answer.at("peak_bytes").get<int64_t>());
+    EXPECT_EQ(answer.at("host_peak_bytes").get<int64_t>(),
+              answer.at("nproc").get<int64_t>() * answer.at("peak_bytes").get<int64_t>());
   }
 }
 
 TEST(EstimateMemory, PrintsATableOfWhatTakesTheMemory) {
-  const ProgramRun run = run_program(
-      {"hasten",
-       "estimate-memory",
-       "--model",
-       "bert-base",
-       "--optim",
-       "adamw",
-       "--bf16",
-       "--nproc",
-       "4"});
+  const ProgramRun run = run_program({"hasten", "estimate-memory", "--model", "bert-base",
+                                      "--optim", "adamw", "--bf16", "--nproc", "4"});
   EXPECT_EQ(run.code, 0) << run.error;
-  for (const char* part :
-       {"bert-base, 109,483,778 parameters, adamw, bf16, ddp on 4 processes",
-        "optimizer state",
-        "peak of a process",
-        "of 4 processes"}) {
+  for (const char* part : {"bert-base, 109,483,778 parameters, adamw, bf16, ddp on 4 processes",
+                           "optimizer state", "peak of a process", "of 4 processes"}) {
     EXPECT_NE(run.out.find(part), std::string::npos) << part << "\n" << run.out;
   }
   EXPECT_EQ(run.out.find("activations"), std::string::npos);
 }
 
 TEST(EstimateMemory, RefusesWhatTrainingRefuses) {
-  const ProgramRun run = run_program(
-      {"hasten",
-       "estimate-memory",
-       "--model",
-       "bert-tiny",
-       "--batch",
-       "8x1000"});
+  const ProgramRun run =
+      run_program({"hasten", "estimate-memory", "--model", "bert-tiny", "--batch", "8x1000"});
   EXPECT_EQ(run.code, 2);
   EXPECT_TRUE(run.said("tokens=1000")) << run.error;
 }

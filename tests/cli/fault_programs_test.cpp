@@ -19,8 +19,7 @@ namespace detail {
 
 size_t occurrences(const std::string& text, const std::string& of) {
   size_t count = 0;
-  for (size_t at = text.find(of); at != std::string::npos;
-       at = text.find(of, at + 1)) {
+  for (size_t at = text.find(of); at != std::string::npos; at = text.find(of, at + 1)) {
     ++count;
   }
   return count;
@@ -32,13 +31,10 @@ pid_t pid_of_rank(const std::filesystem::path& folder, int rank) {
     std::ifstream stream(file, std::ios::binary);
     return std::string(std::istreambuf_iterator<char>(stream), {});
   };
-  const std::string variable =
-      std::string("\0RANK=", 6) + std::to_string(rank) + '\0';
+  const std::string variable = std::string("\0RANK=", 6) + std::to_string(rank) + '\0';
   std::error_code error;
-  for (const auto& entry :
-       std::filesystem::directory_iterator("/proc", error)) {
-    if (bytes(entry.path() / "cmdline").find(folder.string()) !=
-            std::string::npos &&
+  for (const auto& entry : std::filesystem::directory_iterator("/proc", error)) {
+    if (bytes(entry.path() / "cmdline").find(folder.string()) != std::string::npos &&
         bytes(entry.path() / "environ").find(variable) != std::string::npos) {
       return std::atoi(entry.path().filename().c_str());
     }
@@ -46,40 +42,34 @@ pid_t pid_of_rank(const std::filesystem::path& folder, int rank) {
   return 0;
 }
 
-const std::vector<std::string> kEndless{
-    "--max-steps", "1000000", "--save-strategy", "no"};
+const std::vector<std::string> kEndless{"--max-steps", "1000000", "--save-strategy", "no"};
 
 /// `command`, whose rank `rank` gets `signal` once training has begun.
-ProgramRun run_with_fault(
-    const TemporaryFolder& folder,
-    const std::vector<std::string>& command,
-    int rank,
-    int signal,
-    std::vector<std::pair<std::string, std::string>> environment = {}) {
+ProgramRun run_with_fault(const TemporaryFolder& folder, const std::vector<std::string>& command,
+                          int rank, int signal,
+                          std::vector<std::pair<std::string, std::string>> environment = {}) {
   write_file_atomically(folder / "train.csv", small_reviews(40));
   environment.emplace_back("DIR", folder.path().string());
   bool sent = false;
-  ProgramRun run = run_program(
-      command,
-      {.environment = std::move(environment),
-       .deadline = std::chrono::seconds(120),
-       .watch = [&](pid_t, const std::string& said) {
-         if (!sent && said.find("metrics.jsonl") != std::string::npos) {
-           const pid_t pid = pid_of_rank(folder.path(), rank);
-           sent = pid > 0 && ::kill(pid, signal) == 0;
-         }
-       }});
+  ProgramRun run =
+      run_program(command, {.environment = std::move(environment),
+                            .deadline = std::chrono::seconds(120),
+                            .watch = [&](pid_t, const std::string& said) {
+                              if (!sent && said.find("metrics.jsonl") != std::string::npos) {
+                                const pid_t pid = pid_of_rank(folder.path(), rank);
+                                sent = pid > 0 && ::kill(pid, signal) == 0;
+                              }
+                            }});
   EXPECT_TRUE(sent) << run.error;
   EXPECT_FALSE(run.timed_out) << run.error;
   return run;
 }
 
-std::vector<std::string> endless_training(
-    const TemporaryFolder& folder, std::vector<std::string> more = {}) {
+std::vector<std::string> endless_training(const TemporaryFolder& folder,
+                                          std::vector<std::string> more = {}) {
   more.insert(more.end(), kEndless.begin(), kEndless.end());
   auto words = train_arguments(folder.path(), more);
-  const auto bin =
-      std::filesystem::read_symlink("/proc/self/exe").parent_path();
+  const auto bin = std::filesystem::read_symlink("/proc/self/exe").parent_path();
   words[0] = (bin / "hasten").string();
   return words;
 }
@@ -90,15 +80,11 @@ TEST(FaultPrograms, AFrozenRankIsNamedOnceByTrain) {
   for (const int rank : {0, 1}) {
     const TemporaryFolder folder;
     const ProgramRun run = detail::run_with_fault(
-        folder,
-        detail::endless_training(
-            folder, {"--nproc", "2", "--heartbeat-timeout", "1"}),
-        rank,
-        SIGSTOP);
+        folder, detail::endless_training(folder, {"--nproc", "2", "--heartbeat-timeout", "1"}),
+        rank, SIGSTOP);
     EXPECT_EQ(run.code, 1);
     EXPECT_EQ(detail::occurrences(run.error, "error:"), 1u) << run.error;
-    EXPECT_TRUE(run.said(
-        "error: rank " + std::to_string(rank) + " froze first: process "))
+    EXPECT_TRUE(run.said("error: rank " + std::to_string(rank) + " froze first: process "))
         << run.error;
   }
 }
@@ -108,8 +94,8 @@ TEST(FaultPrograms, AFrozenRankIsNamedOnceByLaunch) {
   std::vector<std::string> command{"hasten", "launch", "--nproc", "2"};
   const auto training = detail::endless_training(folder);
   command.insert(command.end(), training.begin(), training.end());
-  const ProgramRun run = detail::run_with_fault(
-      folder, command, 0, SIGSTOP, {{"HASTEN_HEARTBEAT_TIMEOUT", "1"}});
+  const ProgramRun run =
+      detail::run_with_fault(folder, command, 0, SIGSTOP, {{"HASTEN_HEARTBEAT_TIMEOUT", "1"}});
   EXPECT_EQ(run.code, 1);
   EXPECT_EQ(detail::occurrences(run.error, "error:"), 1u) << run.error;
   EXPECT_TRUE(run.said("error: rank 0 froze first: ")) << run.error;
@@ -130,22 +116,18 @@ TEST(FaultPrograms, WithoutALauncherOneOfTheRanksThatAreLeftSaysTheCause) {
     const TemporaryFolder folder;
     auto command = detail::endless_training(folder);
     const std::vector<std::string> shell{
-        "/bin/sh",
-        "-c",
-        "run() { n=$1; shift; RANK=$n WORLD_SIZE=3 "
-        "HASTEN_STORE_FILE=$DIR/store "
+        "/bin/sh", "-c",
+        "run() { n=$1; shift; RANK=$n WORLD_SIZE=3 HASTEN_STORE_FILE=$DIR/store "
         "HASTEN_HEARTBEAT_TIMEOUT=1 \"$@\"; }; "
         "run 0 \"$@\" & run 1 \"$@\" & one=$!; run 2 \"$@\" & two=$!; "
-        "wait $one; echo $? > $DIR/code1; wait $two; echo $? > $DIR/code2; "
-        "exit 0",
+        "wait $one; echo $? > $DIR/code1; wait $two; echo $? > $DIR/code2; exit 0",
         "sh"};
     command.insert(command.begin(), shell.begin(), shell.end());
     const ProgramRun run = detail::run_with_fault(folder, command, 0, signal);
     EXPECT_EQ(read_file(folder / "code1"), "1\n");
     EXPECT_EQ(read_file(folder / "code2"), "1\n");
     EXPECT_EQ(detail::occurrences(run.error, "error:"), 1u) << run.error;
-    EXPECT_TRUE(run.said(
-        signal == SIGKILL ? "rank 0 died" : "rank 0 is stopped by a signal"))
+    EXPECT_TRUE(run.said(signal == SIGKILL ? "rank 0 died" : "rank 0 is stopped by a signal"))
         << run.error;
     const pid_t left = detail::pid_of_rank(folder.path(), 0);
     if (left > 0) { // frozen
@@ -159,16 +141,15 @@ TEST(FaultPrograms, TimeoutsOutsideTheirRangeAreRefused) {
   write_file_atomically(folder / "train.csv", small_reviews(8));
   for (const char* flag : {"--ddp-timeout", "--heartbeat-timeout"}) {
     for (const char* value : {"0", "-1", "0.09", "1.1e7", "nan", "1e300"}) {
-      const ProgramRun run =
-          run_program(train_arguments(folder.path(), {flag, value}));
+      const ProgramRun run = run_program(train_arguments(folder.path(), {flag, value}));
       EXPECT_EQ(run.code, 2) << flag << " " << value;
       EXPECT_TRUE(run.said(flag)) << run.error;
     }
   }
   for (const char* name : {"HASTEN_DDP_TIMEOUT", "HASTEN_HEARTBEAT_TIMEOUT"}) {
     for (const char* value : {"0", "5 s", "1e8"}) {
-      const ProgramRun run = run_program(
-          train_arguments(folder.path()), {.environment = {{name, value}}});
+      const ProgramRun run =
+          run_program(train_arguments(folder.path()), {.environment = {{name, value}}});
       EXPECT_EQ(run.code, 2) << name << " " << value;
       EXPECT_TRUE(run.said(std::string(name) + "=")) << run.error;
     }

@@ -46,22 +46,17 @@ export MASTER_ADDR=master MASTER_PORT=29511
 )";
 
 /// Runs `script` behind that; where it cannot be, `skipped` says why.
-ProgramRun on_two_hosts(
-    const TemporaryFolder& folder,
-    const std::string& script,
-    std::vector<std::pair<std::string, std::string>> environment,
-    std::string& skipped) {
+ProgramRun on_two_hosts(const TemporaryFolder& folder, const std::string& script,
+                        std::vector<std::pair<std::string, std::string>> environment,
+                        std::string& skipped) {
   write_file_atomically(folder / "train.csv", small_reviews(24));
   write_file_atomically(folder / "hosts.sh", kTwoHosts);
-  const auto bin =
-      std::filesystem::read_symlink("/proc/self/exe").parent_path();
+  const auto bin = std::filesystem::read_symlink("/proc/self/exe").parent_path();
   environment.emplace_back("DIR", folder.path().string());
   environment.emplace_back("PROGRAM", (bin / "hasten").string());
   const auto run = [&](const std::string& what) {
     return run_program(
-        {"/bin/sh",
-         "-c",
-         "exec unshare --mount --net sh -c '. $DIR/hosts.sh\n" + what + "'"},
+        {"/bin/sh", "-c", "exec unshare --mount --net sh -c '. $DIR/hosts.sh\n" + what + "'"},
         {.environment = environment, .deadline = std::chrono::seconds(120)});
   };
   const ProgramRun trial = run("on a true");
@@ -85,36 +80,28 @@ TEST(Hosts, TwoTrainWhereTheMastersNameIsLoopbackAtHomeAndDocker0ComesFirst) {
   const TemporaryFolder folder;
   std::string skipped;
   const ProgramRun run = detail::on_two_hosts(
-      folder,
-      "rank a 0 & rank b 1; echo $? > $DIR/code1; wait $!; echo $? > "
-      "$DIR/code0",
-      {{"FLAGS", "--max-steps 3 --ddp-timeout 60"}},
-      skipped);
+      folder, "rank a 0 & rank b 1; echo $? > $DIR/code1; wait $!; echo $? > $DIR/code0",
+      {{"FLAGS", "--max-steps 3 --ddp-timeout 60"}}, skipped);
   if (!skipped.empty()) {
     GTEST_SKIP() << skipped;
   }
-  EXPECT_EQ(detail::text_of(folder, "code0"), "0\n")
-      << detail::text_of(folder, "err0");
-  EXPECT_EQ(detail::text_of(folder, "code1"), "0\n")
-      << detail::text_of(folder, "err1");
+  EXPECT_EQ(detail::text_of(folder, "code0"), "0\n") << detail::text_of(folder, "err0");
+  EXPECT_EQ(detail::text_of(folder, "code1"), "0\n") << detail::text_of(folder, "err1");
 }
 
 TEST(Hosts, AnInterfaceThatTheVariableNamesIsTaken) {
   const TemporaryFolder folder;
   std::string skipped;
-  const ProgramRun run = detail::on_two_hosts(
-      folder,
-      "rank a 0 & rank b 1; wait $!",
-      {{"FLAGS", "--max-steps 3"}, {"GLOO_SOCKET_IFNAME", "eth9"}},
-      skipped);
+  const ProgramRun run =
+      detail::on_two_hosts(folder, "rank a 0 & rank b 1; wait $!",
+                           {{"FLAGS", "--max-steps 3"}, {"GLOO_SOCKET_IFNAME", "eth9"}}, skipped);
   if (!skipped.empty()) {
     GTEST_SKIP() << skipped;
   }
   for (const char* file : {"err0", "err1"}) {
     const std::string text = detail::text_of(folder, file);
-    EXPECT_NE(
-        text.find("GLOO_SOCKET_IFNAME=eth9 is no interface with an address"),
-        std::string::npos)
+    EXPECT_NE(text.find("GLOO_SOCKET_IFNAME=eth9 is no interface with an address"),
+              std::string::npos)
         << text;
   }
 }
@@ -127,11 +114,9 @@ TEST(Hosts, ALostLinkIsNamedOnBothWithinTheHeartbeatLimit) {
   const ProgramRun run = detail::on_two_hosts(
       folder,
       "set +e; rank a 0 & zero=$!; rank b 1 & one=$!; "
-      "while ! grep -q metrics.jsonl $DIR/err0; do sleep 0.05; done; "
-      "ip -n a link set eth0 down; "
+      "while ! grep -q metrics.jsonl $DIR/err0; do sleep 0.05; done; ip -n a link set eth0 down; "
       "wait $zero; echo $? > $DIR/code0; wait $one; echo $? > $DIR/code1",
-      {{"FLAGS", "--max-steps 1000000"}, {"HASTEN_HEARTBEAT_TIMEOUT", "2"}},
-      skipped);
+      {{"FLAGS", "--max-steps 1000000"}, {"HASTEN_HEARTBEAT_TIMEOUT", "2"}}, skipped);
   if (!skipped.empty()) {
     GTEST_SKIP() << skipped;
   }
@@ -139,10 +124,8 @@ TEST(Hosts, ALostLinkIsNamedOnBothWithinTheHeartbeatLimit) {
     const std::string number = std::to_string(rank);
     const std::string text = detail::text_of(folder, ("err" + number).c_str());
     EXPECT_EQ(detail::text_of(folder, ("code" + number).c_str()), "1\n");
-    EXPECT_NE(
-        text.find(
-            "rank " + std::to_string(1 - rank) + " died or cannot be reached"),
-        std::string::npos)
+    EXPECT_NE(text.find("rank " + std::to_string(1 - rank) + " died or cannot be reached"),
+              std::string::npos)
         << text;
   }
 }
@@ -150,15 +133,14 @@ TEST(Hosts, ALostLinkIsNamedOnBothWithinTheHeartbeatLimit) {
 TEST(Hosts, AKilledRankZeroIsNamedOnceOnTheHostThatIsLeft) {
   const TemporaryFolder folder;
   std::string skipped;
-  const ProgramRun run = detail::on_two_hosts(
-      folder,
-      "set +e; rank a 0 & rank b 1 & one=$!; "
-      "while ! grep -q metrics.jsonl $DIR/err0; do sleep 0.05; done; "
-      "for p in $(ip netns pids a); do "
-      "grep -qs hasten-worker /proc/$p/cmdline && kill -KILL $p; done; "
-      "wait $one; echo $? > $DIR/code1",
-      {{"FLAGS", "--max-steps 1000000"}},
-      skipped);
+  const ProgramRun run =
+      detail::on_two_hosts(folder,
+                           "set +e; rank a 0 & rank b 1 & one=$!; "
+                           "while ! grep -q metrics.jsonl $DIR/err0; do sleep 0.05; done; "
+                           "for p in $(ip netns pids a); do "
+                           "grep -qs hasten-worker /proc/$p/cmdline && kill -KILL $p; done; "
+                           "wait $one; echo $? > $DIR/code1",
+                           {{"FLAGS", "--max-steps 1000000"}}, skipped);
   if (!skipped.empty()) {
     GTEST_SKIP() << skipped;
   }

@@ -47,11 +47,8 @@ Words short_training(const TemporaryFolder& folder, const Words& more = {}) {
   write_file_atomically(folder / "train.csv", small_reviews(24));
   Words words = train_arguments(
       folder.path(),
-      with(
-          {"--max-steps", "3", "--batch-size", "4", "--save-strategy", "no"},
-          more));
-  const auto bin =
-      std::filesystem::read_symlink("/proc/self/exe").parent_path();
+      with({"--max-steps", "3", "--batch-size", "4", "--save-strategy", "no"}, more));
+  const auto bin = std::filesystem::read_symlink("/proc/self/exe").parent_path();
   words[0] = (bin / "hasten").string();
   return words;
 }
@@ -64,8 +61,7 @@ std::string weights(const TemporaryFolder& folder) {
 const std::string& weights_of_two_ranks() {
   static const std::string bytes = [] {
     const TemporaryFolder folder;
-    const ProgramRun run =
-        run_program(short_training(folder, {"--nproc", "2"}));
+    const ProgramRun run = run_program(short_training(folder, {"--nproc", "2"}));
     EXPECT_EQ(run.code, 0) << run.error;
     return weights(folder);
   }();
@@ -73,13 +69,10 @@ const std::string& weights_of_two_ranks() {
 }
 
 /// `launcher` starts two ranks of a training, which become one world.
-void expect_members(
-    const Words& launcher,
-    const std::string& source,
-    const ProgramOptions& options = {}) {
+void expect_members(const Words& launcher, const std::string& source,
+                    const ProgramOptions& options = {}) {
   const TemporaryFolder folder;
-  const ProgramRun run =
-      run_program(with(launcher, short_training(folder)), options);
+  const ProgramRun run = run_program(with(launcher, short_training(folder)), options);
   ASSERT_EQ(run.code, 0) << run.error;
   EXPECT_TRUE(run.said("world of 2 ranks by " + source)) << run.error;
   // Rank 0 alone speaks, and nobody started ranks of his own.
@@ -90,11 +83,10 @@ void expect_members(
 /// For an mpirun that counts cores and minds who runs it.
 ProgramOptions for_mpirun() {
   ProgramOptions options;
-  options.environment = {
-      {"OMPI_ALLOW_RUN_AS_ROOT", "1"},
-      {"OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"},
-      {"OMPI_MCA_rmaps_base_oversubscribe", "1"},
-      {"PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe"}};
+  options.environment = {{"OMPI_ALLOW_RUN_AS_ROOT", "1"},
+                         {"OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"},
+                         {"OMPI_MCA_rmaps_base_oversubscribe", "1"},
+                         {"PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe"}};
   return options;
 }
 
@@ -103,8 +95,7 @@ const char* kSlurmStep =
     "run() { n=$1; shift; SLURM_JOB_ID=$$ SLURM_STEP_ID=0 "
     "SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NODELIST=node7 "
     "SLURM_STEP_TASKS_PER_NODE=2 SLURM_NODEID=0 SLURM_PROCID=$n "
-    "SLURM_LOCALID=$n SLURM_NTASKS=2 \"$@\"; }; "
-    "run 1 \"$@\" & run 0 \"$@\" && wait $!";
+    "SLURM_LOCALID=$n SLURM_NTASKS=2 \"$@\"; }; run 1 \"$@\" & run 0 \"$@\" && wait $!";
 
 } // namespace detail
 
@@ -114,12 +105,12 @@ TEST(LauncherPrograms, TasksOfASlurmStepTrainAsHastensOwnRanksDo) {
 
 TEST(LauncherPrograms, RanksOfOpenMpisMpirunTrainAsHastensOwnRanksDo) {
   const std::string mpirun = detail::installed({"mpirun.openmpi", "mpirun"});
-  if (mpirun.empty() || run_program({mpirun, "--version"}, detail::for_mpirun())
-                                .out.find("Open MPI") == std::string::npos) {
+  if (mpirun.empty() ||
+      run_program({mpirun, "--version"}, detail::for_mpirun()).out.find("Open MPI") ==
+          std::string::npos) {
     GTEST_SKIP() << "no mpirun of Open MPI in PATH (Debian: openmpi-bin)";
   }
-  detail::expect_members(
-      {mpirun, "-np", "2"}, "Open MPI", detail::for_mpirun());
+  detail::expect_members({mpirun, "-np", "2"}, "Open MPI", detail::for_mpirun());
 }
 
 TEST(LauncherPrograms, RanksOfMpichsMpiexecTrainAsHastensOwnRanksDo) {
@@ -135,9 +126,8 @@ TEST(LauncherPrograms, RanksOfTorchrunTrainAsHastensOwnRanksDo) {
   if (torchrun.empty()) {
     GTEST_SKIP() << "no torchrun in PATH (pip: torch)";
   }
-  detail::expect_members(
-      {torchrun, "--standalone", "--nproc-per-node", "2", "--no-python"},
-      "torchrun");
+  detail::expect_members({torchrun, "--standalone", "--nproc-per-node", "2", "--no-python"},
+                         "torchrun");
 }
 
 TEST(LauncherPrograms, TorchrunShowsWhatTheRankThatFailedRecorded) {
@@ -148,26 +138,22 @@ TEST(LauncherPrograms, TorchrunShowsWhatTheRankThatFailedRecorded) {
   const TemporaryFolder folder;
   auto training = detail::short_training(folder);
   write_file_atomically(folder / "train.csv", "text,label\ngood,pos\nbad\n");
-  const ProgramRun run = run_program(detail::with(
-      {torchrun, "--standalone", "--nproc-per-node", "2", "--no-python"},
-      training));
+  const ProgramRun run = run_program(
+      detail::with({torchrun, "--standalone", "--nproc-per-node", "2", "--no-python"}, training));
   EXPECT_NE(run.code, 0);
   const size_t summary = run.error.find("Root Cause");
   ASSERT_NE(summary, std::string::npos) << run.error;
-  EXPECT_NE(run.error.find("train.csv:3", summary), std::string::npos)
-      << run.error;
+  EXPECT_NE(run.error.find("train.csv:3", summary), std::string::npos) << run.error;
 }
 
 TEST(LauncherPrograms, HalfSlurmAndHalfTorchrunIsRefusedBeforeAnythingStarts) {
   const TemporaryFolder folder;
   for (const char* nproc : {"1", "2"}) {
-    const ProgramRun run = run_program(
-        detail::short_training(folder, {"--nproc", nproc}),
-        {.environment = {
-             {"RANK", "0"},
-             {"WORLD_SIZE", "2"},
-             {"SLURM_STEP_NUM_TASKS", "2"},
-             {"SLURM_PROCID", "0"}}});
+    const ProgramRun run = run_program(detail::short_training(folder, {"--nproc", nproc}),
+                                       {.environment = {{"RANK", "0"},
+                                                        {"WORLD_SIZE", "2"},
+                                                        {"SLURM_STEP_NUM_TASKS", "2"},
+                                                        {"SLURM_PROCID", "0"}}});
     EXPECT_EQ(run.code, 2);
     EXPECT_TRUE(run.said("torchrun: MASTER_ADDR is not set")) << run.error;
     EXPECT_TRUE(run.said("Slurm: SLURM_LOCALID is not set")) << run.error;
@@ -178,9 +164,8 @@ TEST(LauncherPrograms, HalfSlurmAndHalfTorchrunIsRefusedBeforeAnythingStarts) {
 
 TEST(LauncherPrograms, OutputFlagsInsideAWorldBelongToItsLauncher) {
   const TemporaryFolder folder;
-  const ProgramRun run = run_program(detail::with(
-      {"/bin/sh", "-c", detail::kSlurmStep, "sh"},
-      detail::short_training(folder, {"--tee", "3"})));
+  const ProgramRun run = run_program(detail::with({"/bin/sh", "-c", detail::kSlurmStep, "sh"},
+                                                  detail::short_training(folder, {"--tee", "3"})));
   EXPECT_EQ(run.code, 2);
   EXPECT_TRUE(run.said("--tee inside a world of several")) << run.error;
   EXPECT_TRUE(run.said("WORLD_SIZE=2 by Slurm")) << run.error;
@@ -189,8 +174,8 @@ TEST(LauncherPrograms, OutputFlagsInsideAWorldBelongToItsLauncher) {
 
 TEST(LauncherPrograms, TrainingWithALogFolderKeepsWhatEachRankSaid) {
   const TemporaryFolder folder;
-  const ProgramRun run = run_program(detail::short_training(
-      folder, {"--nproc", "2", "--log-dir", folder / "logs"}));
+  const ProgramRun run =
+      run_program(detail::short_training(folder, {"--nproc", "2", "--log-dir", folder / "logs"}));
   ASSERT_EQ(run.code, 0) << run.error;
   EXPECT_TRUE(run.said("[rank0]: ")) << run.error;
   EXPECT_EQ(run.out.rfind("[rank0]: ", 0), 0u) << run.out;
@@ -204,8 +189,7 @@ TEST(LauncherPrograms, TrainingWithALogFolderKeepsWhatEachRankSaid) {
 TEST(LauncherPrograms, AFailureInARedirectedRankIsShownWithItsFile) {
   const TemporaryFolder folder;
   auto training = detail::short_training(
-      folder,
-      {"--nproc", "2", "--log-dir", folder / "logs", "--redirects", "3"});
+      folder, {"--nproc", "2", "--log-dir", folder / "logs", "--redirects", "3"});
   write_file_atomically(folder / "train.csv", "text,label\ngood,pos\nbad\n");
   const ProgramRun run = run_program(training);
   EXPECT_EQ(run.code, 2);

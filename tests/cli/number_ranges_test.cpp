@@ -67,10 +67,7 @@ const FlagRange kFlagRanges[] = {
     {kTrainLine, "--eval-steps", 1, kTrillion},
     {kTrainLine, "--save-steps", 1, kTrillion},
     {kTrainLine, "--save-total-limit", 0, kTrillion},
-    {kTrainLine + "--eval-split 0.5 ",
-     "--early-stopping-patience",
-     0,
-     kTrillion},
+    {kTrainLine + "--eval-split 0.5 ", "--early-stopping-patience", 0, kTrillion},
     {kTrainLine + "--strategy hsdp ", "--shard-size", 0, 65536},
     {kTrainLine, "--max-length", 1, 1'048'576},
     {kTrainLine, "--max-train-rows", 0, kTrillion},
@@ -90,10 +87,7 @@ const FlagRange kFlagRanges[] = {
     {kTokenizerLine, "--vocab-size", 6, 16'777'216},
     {kTokenizerLine, "--min-frequency", 1, kTrillion},
     {kTokenizerLine, "--limit-alphabet", 1, 1'114'112},
-    {"state consolidate f --output a.safetensors ",
-     "--model-index",
-     0,
-     1'000'000},
+    {"state consolidate f --output a.safetensors ", "--model-index", 0, 1'000'000},
     {"synth reviews ", "--rows", 1, 10'000'000},
 };
 
@@ -102,16 +96,13 @@ const FlagRange kFlagRanges[] = {
 TEST(NumberRanges, EndsAreTakenAndWhatLiesBeyondIsRefusedByName) {
   for (const detail::FlagRange& range : detail::kFlagRanges) {
     const auto refusal = [&](int64_t value) {
-      return detail::refusal_of(
-          range.command + range.flag + "=" + std::to_string(value));
+      return detail::refusal_of(range.command + range.flag + "=" + std::to_string(value));
     };
     EXPECT_EQ(refusal(range.least), "");
     EXPECT_EQ(refusal(range.most), "");
     for (const int64_t beyond : {range.least - 1, range.most + 1}) {
       const std::string text = refusal(beyond);
-      EXPECT_NE(
-          text.find(range.flag + "=" + std::to_string(beyond)),
-          std::string::npos)
+      EXPECT_NE(text.find(range.flag + "=" + std::to_string(beyond)), std::string::npos)
           << range.command << range.flag << ": " << text;
       EXPECT_NE(text.find("Expected"), std::string::npos) << text;
     }
@@ -137,8 +128,8 @@ TEST(NumberRanges, NoProductOfNumbersThatAreTakenOverflows) {
   EXPECT_THROW(make_training_plan(a, 1'000'001), InputError);
   // Rows of an update, as everybody computes them.
   int64_t rows = 0;
-  EXPECT_FALSE(__builtin_mul_overflow(
-      int64_t{16'777'216} * 1'048'576, int64_t{kMaxWorldSize}, &rows));
+  EXPECT_FALSE(
+      __builtin_mul_overflow(int64_t{16'777'216} * 1'048'576, int64_t{kMaxWorldSize}, &rows));
 }
 
 TEST(NumberRanges, ProcessesOfAWorldAreBoundedInTheEnvironmentToo) {
@@ -146,10 +137,7 @@ TEST(NumberRanges, ProcessesOfAWorldAreBoundedInTheEnvironmentToo) {
   using testing_support::ScopedEnvironment;
   const auto refused = [](const std::string& size) {
     const ScopedEnvironment environment(EnvironmentValues{
-        {"RANK", "0"},
-        {"WORLD_SIZE", size},
-        {"MASTER_ADDR", "127.0.0.1"},
-        {"MASTER_PORT", "1"}});
+        {"RANK", "0"}, {"WORLD_SIZE", size}, {"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", "1"}});
     try {
       world_from_environment();
       return std::string();
@@ -158,11 +146,8 @@ TEST(NumberRanges, ProcessesOfAWorldAreBoundedInTheEnvironmentToo) {
     }
   };
   EXPECT_EQ(refused("65536"), "");
-  EXPECT_NE(
-      refused("65537").find("WORLD_SIZE=65537 is not in 1..65536"),
-      std::string::npos);
-  EXPECT_NE(
-      refused("1000000000").find("WORLD_SIZE=1000000000"), std::string::npos);
+  EXPECT_NE(refused("65537").find("WORLD_SIZE=65537 is not in 1..65536"), std::string::npos);
+  EXPECT_NE(refused("1000000000").find("WORLD_SIZE=1000000000"), std::string::npos);
 }
 
 TEST(NumberRanges, SixteenProcessesACoreAndMoreOnlyIfAskedFor) {
@@ -173,8 +158,7 @@ TEST(NumberRanges, SixteenProcessesACoreAndMoreOnlyIfAskedFor) {
     check_nproc("launch", most + 1, false, {});
     ADD_FAILURE();
   } catch (const InputError& error) {
-    EXPECT_NE(
-        std::string(error.what()).find("--oversubscribe"), std::string::npos);
+    EXPECT_NE(std::string(error.what()).find("--oversubscribe"), std::string::npos);
   }
 }
 

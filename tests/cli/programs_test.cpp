@@ -17,9 +17,8 @@ using testing_support::train_arguments;
 
 TEST(Programs, HastenDoesNotMapLibTorch) {
   // Reads the loader's own list of what it would map.
-  const ProgramRun run = run_program(
-      {"hasten", "--version"},
-      {.environment = {{"LD_TRACE_LOADED_OBJECTS", "1"}}});
+  const ProgramRun run =
+      run_program({"hasten", "--version"}, {.environment = {{"LD_TRACE_LOADED_OBJECTS", "1"}}});
   EXPECT_NE(run.out.find("libc.so"), std::string::npos) << run.out;
   EXPECT_EQ(run.out.find("torch"), std::string::npos) << run.out;
   EXPECT_EQ(run.out.find("c10"), std::string::npos) << run.out;
@@ -27,12 +26,11 @@ TEST(Programs, HastenDoesNotMapLibTorch) {
 
 TEST(Programs, HelpAnswersOnStdoutWithCodeZeroWithin50Milliseconds) {
   using Arguments = std::vector<std::string>;
-  for (const Arguments& arguments :
-       {Arguments{"hasten"},
-        {"hasten", "--help"},
-        {"hasten", "--version"},
-        {"hasten", "train", "--help"},
-        {"hasten", "launch", "--help"}}) {
+  for (const Arguments& arguments : {Arguments{"hasten"},
+                                     {"hasten", "--help"},
+                                     {"hasten", "--version"},
+                                     {"hasten", "train", "--help"},
+                                     {"hasten", "launch", "--help"}}) {
     double best = 1;
     for (int attempt = 0; attempt < 5; ++attempt) { // others use the machine
       const ProgramRun run = run_program(arguments);
@@ -49,12 +47,10 @@ TEST(Programs, MistakesOnTheCommandLineEndWithCode2AndOneLine) {
   const ProgramRun unknown = run_program({"hasten", "trian"});
   EXPECT_EQ(unknown.code, 2);
   EXPECT_EQ(unknown.out, "");
-  EXPECT_EQ(
-      unknown.error,
-      "error: [cli::hasten] unknown command: trian. Expected train, predict, "
-      "eval, plan, estimate-memory, compare, state, tokenizer, synth, launch "
-      "or "
-      "env. Fix: write hasten train.\n");
+  EXPECT_EQ(unknown.error,
+            "error: [cli::hasten] unknown command: trian. Expected train, predict, "
+            "eval, plan, estimate-memory, compare, state, tokenizer, synth, launch or "
+            "env. Fix: write hasten train.\n");
   EXPECT_EQ(run_program({"hasten", "env", "--jsn"}).code, 2);
 }
 
@@ -70,15 +66,8 @@ TEST(Programs, InputThatNeedsNoTorchIsRefusedBeforeAnythingIsWritten) {
   };
   const std::string train = folder / "train.csv";
   const auto with = [&](const std::string& file, const std::string& model) {
-    return std::vector<std::string>{
-        "hasten",
-        "train",
-        "--train-file",
-        file,
-        "--model",
-        model,
-        "--output-dir",
-        folder / "out"};
+    return std::vector<std::string>{"hasten",  "train", "--train-file", file,
+                                    "--model", model,   "--output-dir", folder / "out"};
   };
   const Case cases[] = {
       {with(folder / "none.csv", "bert-tiny"), "none.csv does not exist"},
@@ -88,26 +77,13 @@ TEST(Programs, InputThatNeedsNoTorchIsRefusedBeforeAnythingIsWritten) {
       {with(train, folder / "weights"), "is a folder without config.json"},
       {train_arguments(folder.path(), {"--eval-file", folder / "none.tsv"}),
        "--eval-file=" + (folder / "none.tsv").string() + " does not exist"},
-      {{"hasten",
-        "train",
-        "--train-file",
-        train,
-        "--model",
-        "bert-tiny",
-        "--output-dir",
+      {{"hasten", "train", "--train-file", train, "--model", "bert-tiny", "--output-dir",
         folder / "old"},
        "old holds another run: checkpoint-7"},
-      {{"hasten",
-        "train",
-        "--train-file",
-        train,
-        "--model",
-        "bert-tiny",
-        "--output-dir",
+      {{"hasten", "train", "--train-file", train, "--model", "bert-tiny", "--output-dir",
         train + "/out"},
        "lies below a file"},
-      {{"hasten", "predict", "--model", folder / "out", "a text"},
-       "out does not exist"},
+      {{"hasten", "predict", "--model", folder / "out", "a text"}, "out does not exist"},
       {{"hasten", "eval", "--model", folder / "weights", "--file", train},
        "is a folder without config.json"},
   };
@@ -123,29 +99,16 @@ TEST(Programs, InputThatNeedsNoTorchIsRefusedBeforeAnythingIsWritten) {
 
 TEST(Programs, PlanPrintsTheCurveAndWritesPlanAndPicture) {
   const TemporaryFolder folder;
-  const ProgramRun run = run_program(
-      {"hasten",
-       "plan",
-       "--model",
-       "bert-tiny",
-       "--batch",
-       "2x16",
-       "--budget",
-       "20MB",
-       "--json",
-       folder / "plan.json",
-       "--svg",
-       folder / "curve.svg"});
+  const ProgramRun run =
+      run_program({"hasten", "plan", "--model", "bert-tiny", "--batch", "2x16", "--budget", "20MB",
+                   "--json", folder / "plan.json", "--svg", folder / "curve.svg"});
   EXPECT_EQ(run.code, 0) << run.error;
-  for (const char* line :
-       {"keep everything", "sqrt(n) regions", "each block", "observed"}) {
+  for (const char* line : {"keep everything", "sqrt(n) regions", "each block", "observed"}) {
     EXPECT_NE(run.out.find(line), std::string::npos) << run.out;
   }
   const auto plan = nlohmann::json::parse(read_file(folder / "plan.json"));
   EXPECT_EQ(plan.at("blocks").size(), 2);
-  EXPECT_LE(
-      plan.at("observed_peak_bytes").get<int64_t>(),
-      plan.at("budget_bytes").get<int64_t>());
+  EXPECT_LE(plan.at("observed_peak_bytes").get<int64_t>(), plan.at("budget_bytes").get<int64_t>());
   EXPECT_EQ(read_file(folder / "curve.svg").rfind("<svg", 0), 0);
 }
 
@@ -153,60 +116,36 @@ TEST(Programs, NprocInsideAWorldNamesBothOnce) {
   const TemporaryFolder folder;
   write_file_atomically(folder / "train.csv", small_reviews(4));
   for (const auto& [local_rank, lines] : {std::pair("0", 1), {"1", 0}}) {
-    const ProgramRun run = run_program(
-        train_arguments(folder.path(), {"--nproc", "2"}),
-        {.environment = {
-             {"RANK", local_rank},
-             {"WORLD_SIZE", "2"},
-             {"LOCAL_RANK", local_rank},
-             {"LOCAL_WORLD_SIZE", "2"},
-             {"MASTER_ADDR", "127.0.0.1"},
-             {"MASTER_PORT", "1"}}});
+    const ProgramRun run = run_program(train_arguments(folder.path(), {"--nproc", "2"}),
+                                       {.environment = {{"RANK", local_rank},
+                                                        {"WORLD_SIZE", "2"},
+                                                        {"LOCAL_RANK", local_rank},
+                                                        {"LOCAL_WORLD_SIZE", "2"},
+                                                        {"MASTER_ADDR", "127.0.0.1"},
+                                                        {"MASTER_PORT", "1"}}});
     EXPECT_EQ(run.code, 2);
-    EXPECT_EQ(
-        run.said("--nproc=2 inside a world of several: WORLD_SIZE=2"),
-        lines == 1);
+    EXPECT_EQ(run.said("--nproc=2 inside a world of several: WORLD_SIZE=2"), lines == 1);
     EXPECT_EQ(std::count(run.error.begin(), run.error.end(), '\n'), lines);
   }
 }
 
 TEST(Programs, LaunchGivesEachRankItsPlaceAndTheFirstFailuresCode) {
-  const ProgramRun good = run_program(
-      {"hasten",
-       "launch",
-       "--nproc",
-       "2",
-       "/bin/sh",
-       "-c",
-       "printf '%s\\n' \"$RANK/$WORLD_SIZE\""});
+  const ProgramRun good = run_program({"hasten", "launch", "--nproc", "2", "/bin/sh", "-c",
+                                       "printf '%s\\n' \"$RANK/$WORLD_SIZE\""});
   EXPECT_EQ(good.code, 0) << good.error;
   EXPECT_NE(good.out.find("0/2\n"), std::string::npos) << good.out;
   EXPECT_NE(good.out.find("1/2\n"), std::string::npos) << good.out;
-  const ProgramRun failed = run_program(
-      {"hasten",
-       "launch",
-       "--nproc",
-       "2",
-       "/bin/sh",
-       "-c",
-       "[ $RANK = 0 ] && exec sleep 1; exit 7"});
+  const ProgramRun failed = run_program({"hasten", "launch", "--nproc", "2", "/bin/sh", "-c",
+                                         "[ $RANK = 0 ] && exec sleep 1; exit 7"});
   EXPECT_EQ(failed.code, 7);
   EXPECT_TRUE(failed.said("rank 1 exited with code 7 first")) << failed.error;
 }
 
 TEST(Programs, WaitingThreadsSleepUnlessTheUserSaysOtherwise) {
   const std::vector<std::string> show = {
-      "hasten",
-      "launch",
-      "--nproc",
-      "1",
-      "/bin/sh",
-      "-c",
-      "echo $OMP_WAIT_POLICY"};
+      "hasten", "launch", "--nproc", "1", "/bin/sh", "-c", "echo $OMP_WAIT_POLICY"};
   EXPECT_EQ(run_program(show).out, "passive\n");
-  EXPECT_EQ(
-      run_program(show, {.environment = {{"OMP_WAIT_POLICY", "active"}}}).out,
-      "active\n");
+  EXPECT_EQ(run_program(show, {.environment = {{"OMP_WAIT_POLICY", "active"}}}).out, "active\n");
 }
 
 } // namespace hasten

@@ -18,25 +18,24 @@ using testing_support::small_reviews;
 using testing_support::TemporaryFolder;
 using testing_support::train_arguments;
 
-std::vector<std::string> requeued_command(
-    const files::path& folder, const std::vector<std::string>& more = {}) {
-  std::vector<std::string> flags{
-      "--nproc",
-      "2",
-      "--epochs",
-      "4",
-      "--batch-size",
-      "4",
-      "--lr",
-      "2e-3",
-      "--eval-split",
-      "0.2",
-      "--save-strategy",
-      "steps",
-      "--save-steps",
-      "1",
-      "--resume-from-checkpoint",
-      "auto"};
+std::vector<std::string> requeued_command(const files::path& folder,
+                                          const std::vector<std::string>& more = {}) {
+  std::vector<std::string> flags{"--nproc",
+                                 "2",
+                                 "--epochs",
+                                 "4",
+                                 "--batch-size",
+                                 "4",
+                                 "--lr",
+                                 "2e-3",
+                                 "--eval-split",
+                                 "0.2",
+                                 "--save-strategy",
+                                 "steps",
+                                 "--save-steps",
+                                 "1",
+                                 "--resume-from-checkpoint",
+                                 "auto"};
   flags.insert(flags.end(), more.begin(), more.end());
   return train_arguments(folder, flags);
 }
@@ -48,9 +47,8 @@ void wait_for_the_end_of_all(const files::path& folder) {
     std::error_code error;
     for (const auto& entry : files::directory_iterator("/proc", error)) {
       std::ifstream file(entry.path() / "cmdline", std::ios::binary);
-      const std::string line(
-          (std::istreambuf_iterator<char>(file)),
-          std::istreambuf_iterator<char>());
+      const std::string line((std::istreambuf_iterator<char>(file)),
+                             std::istreambuf_iterator<char>());
       any = any || line.find(folder.string()) != std::string::npos;
     }
     if (!any) {
@@ -80,14 +78,14 @@ TEST(ResumedPrograms, KilledRunStartedAgainLeavesTheModelOfAnUninterruptedOne) {
   EXPECT_TRUE(first.said("the run starts afresh")) << first.error;
 
   bool sent = false;
-  const ProgramRun cut = run_program(
-      requeued_command(killed.path()), {.watch = [&](pid_t pid, const auto&) {
+  const ProgramRun cut =
+      run_program(requeued_command(killed.path()), {.watch = [&](pid_t pid, const auto&) {
         // In mid-epoch: 5 updates make one.
-        if (!sent && files::exists(killed / "out/checkpoint-7")) {
-          ::kill(pid, SIGKILL); // its ranks die with it
-          sent = true;
-        }
-      }});
+                    if (!sent && files::exists(killed / "out/checkpoint-7")) {
+                      ::kill(pid, SIGKILL); // its ranks die with it
+                      sent = true;
+                    }
+                  }});
   ASSERT_TRUE(sent);
   ASSERT_NE(cut.code, 0);
   ASSERT_FALSE(files::exists(killed / "out/model.safetensors"));
@@ -95,22 +93,17 @@ TEST(ResumedPrograms, KilledRunStartedAgainLeavesTheModelOfAnUninterruptedOne) {
   wait_for_the_end_of_all(killed.path());
   const ProgramRun again = run_program(requeued_command(killed.path()));
   ASSERT_EQ(again.code, 0) << again.error;
-  EXPECT_TRUE(
-      again.said("goes on from " + (killed / "out/checkpoint-").string()))
-      << again.error;
-  EXPECT_EQ(
-      read_file(killed / "out/model.safetensors"),
-      read_file(whole / "out/model.safetensors"));
+  EXPECT_TRUE(again.said("goes on from " + (killed / "out/checkpoint-").string())) << again.error;
+  EXPECT_EQ(read_file(killed / "out/model.safetensors"),
+            read_file(whole / "out/model.safetensors"));
 
   const ProgramRun finished = run_program(requeued_command(killed.path()));
   EXPECT_EQ(finished.code, 0) << finished.error;
-  EXPECT_TRUE(finished.said("is finished: there is nothing to do"))
-      << finished.error;
+  EXPECT_TRUE(finished.said("is finished: there is nothing to do")) << finished.error;
   const ProgramRun changed =
       run_program(requeued_command(killed.path(), {"--weight-decay", "0.1"}));
   EXPECT_EQ(changed.code, 2);
-  EXPECT_EQ(times_said(changed, "weight_decay: 0.0 -> 0.1"), 1)
-      << changed.error;
+  EXPECT_EQ(times_said(changed, "weight_decay: 0.0 -> 0.1"), 1) << changed.error;
   EXPECT_TRUE(changed.said("--allow-changed-arguments")) << changed.error;
 
   // What only the ranks find is said once as well: the run is not finished, and
@@ -123,29 +116,23 @@ TEST(ResumedPrograms, KilledRunStartedAgainLeavesTheModelOfAnUninterruptedOne) {
 
   // A checkpoint is a model folder, too.
   const ProgramRun predicted = run_program(
-      {"hasten",
-       "predict",
-       "--model",
-       killed / "out/checkpoint-20",
-       "film number 2 was good fun"});
+      {"hasten", "predict", "--model", killed / "out/checkpoint-20", "film number 2 was good fun"});
   EXPECT_EQ(predicted.code, 0) << predicted.error;
 }
 
 TEST(ResumedPrograms, LatestWithoutACheckpointAndABadPathAreRefusedByName) {
   const TemporaryFolder folder;
   write_file_atomically(folder / "train.csv", small_reviews(20));
-  const ProgramRun latest = run_program(
-      train_arguments(folder.path(), {"--resume-from-checkpoint", "latest"}));
+  const ProgramRun latest =
+      run_program(train_arguments(folder.path(), {"--resume-from-checkpoint", "latest"}));
   EXPECT_EQ(latest.code, 2);
   EXPECT_TRUE(latest.said("there is no checkpoint-N in")) << latest.error;
-  const ProgramRun path = run_program(train_arguments(
-      folder.path(), {"--resume-from-checkpoint", folder / "nowhere"}));
+  const ProgramRun path =
+      run_program(train_arguments(folder.path(), {"--resume-from-checkpoint", folder / "nowhere"}));
   EXPECT_EQ(path.code, 2);
-  EXPECT_TRUE(path.said((folder / "nowhere/manifest.json").string()))
-      << path.error;
+  EXPECT_TRUE(path.said((folder / "nowhere/manifest.json").string())) << path.error;
   const ProgramRun both = run_program(train_arguments(
-      folder.path(),
-      {"--resume-from-checkpoint", "auto", "--overwrite-output-dir"}));
+      folder.path(), {"--resume-from-checkpoint", "auto", "--overwrite-output-dir"}));
   EXPECT_EQ(both.code, 2);
   EXPECT_TRUE(both.said("--overwrite-output-dir")) << both.error;
   EXPECT_FALSE(files::exists(folder / "out"));

@@ -26,9 +26,7 @@ struct ProgramRun {
   double seconds = 0;
   bool timed_out = false;
 
-  bool said(const std::string& text) const {
-    return error.find(text) != std::string::npos;
-  }
+  bool said(const std::string& text) const { return error.find(text) != std::string::npos; }
 };
 
 struct ProgramOptions {
@@ -41,11 +39,9 @@ struct ProgramOptions {
 };
 
 /// `argv` is searched in the folder of this test program (build/<preset>/bin).
-inline ProgramRun run_program(
-    std::vector<std::string> argv, const ProgramOptions& options = {}) {
+inline ProgramRun run_program(std::vector<std::string> argv, const ProgramOptions& options = {}) {
   const TemporaryFolder folder;
-  const auto bin =
-      std::filesystem::read_symlink("/proc/self/exe").parent_path();
+  const auto bin = std::filesystem::read_symlink("/proc/self/exe").parent_path();
   if (argv.at(0).find('/') == std::string::npos) {
     argv[0] = (bin / argv[0]).string();
   }
@@ -56,10 +52,8 @@ inline ProgramRun run_program(
   SpawnOptions spawn;
   // Token ids of a test's rows are no use to anybody else.
   spawn.environment = {{"HASTEN_CACHE", folder / "cache"}};
-  spawn.environment.insert(
-      spawn.environment.end(),
-      options.environment.begin(),
-      options.environment.end());
+  spawn.environment.insert(spawn.environment.end(), options.environment.begin(),
+                           options.environment.end());
   // One thread and no output of a run under test is a terminal's.
   spawn.environment.emplace_back("OMP_NUM_THREADS", "1");
   spawn.stdin_fd = open_file("in", options.input);
@@ -81,9 +75,7 @@ inline ProgramRun run_program(
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
   }
-  run.seconds =
-      std::chrono::duration<double>(std::chrono::steady_clock::now() - start)
-          .count();
+  run.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   run.code = process_end(status).code;
   run.out = read_file(folder / "out");
   run.error = read_file(folder / "error");

@@ -16,8 +16,7 @@ using testing_support::small_reviews;
 using testing_support::TemporaryFolder;
 using testing_support::train_arguments;
 
-ProgramRun run_reviews(
-    const TemporaryFolder& folder, std::vector<std::string> more) {
+ProgramRun run_reviews(const TemporaryFolder& folder, std::vector<std::string> more) {
   if (!std::filesystem::exists(folder / "train.csv")) {
     write_file_atomically(folder / "train.csv", small_reviews(24));
   }
@@ -26,8 +25,7 @@ ProgramRun run_reviews(
 
 std::string line_of(const std::string& text, const std::string& word) {
   const size_t at = text.find(word);
-  return at == std::string::npos ? ""
-                                 : text.substr(at, text.find('\n', at) - at);
+  return at == std::string::npos ? "" : text.substr(at, text.find('\n', at) - at);
 }
 
 /// The first number of a tensor in the file becomes NaN.
@@ -44,30 +42,21 @@ void put_nan(const std::filesystem::path& file, const std::string& tensor) {
 
 TEST(SaidPrograms, AModelOfNansIsAnErrorThatNamesRowAndWeight) {
   const TemporaryFolder folder;
-  const ProgramRun trained =
-      run_reviews(folder, {"--max-steps", "1", "--save-strategy", "no"});
+  const ProgramRun trained = run_reviews(folder, {"--max-steps", "1", "--save-strategy", "no"});
   ASSERT_EQ(trained.code, 0) << trained.error;
   put_nan(folder / "out/model.safetensors", "classifier.weight");
   write_file_atomically(folder / "before.csv", "kept");
   const std::string csv = folder / "train.csv";
-  for (const std::vector<std::string>& command :
-       std::vector<std::vector<std::string>>{
+  for (const std::vector<std::string>& command : std::vector<std::vector<std::string>>{
            {"hasten", "predict", "--model", folder / "out", "a", "b"},
-           {"hasten",
-            "predict",
-            "--model",
-            folder / "out",
-            "--file",
-            csv,
-            "--output",
+           {"hasten", "predict", "--model", folder / "out", "--file", csv, "--output",
             folder / "before.csv"},
            {"hasten", "eval", "--model", folder / "out", "--file", csv}}) {
     const ProgramRun run = run_program(command);
     EXPECT_EQ(run.code, 2) << run.out << run.error;
     EXPECT_EQ(run.out, "");
     EXPECT_TRUE(run.said("row=1 of ")) << run.error;
-    EXPECT_TRUE(run.said("weight classifier.weight is not finite"))
-        << run.error;
+    EXPECT_TRUE(run.said("weight classifier.weight is not finite")) << run.error;
   }
   EXPECT_EQ(read_file(folder / "before.csv"), "kept");
 }
@@ -96,51 +85,31 @@ TEST(SaidPrograms, ADryRunCountsShardsOfTheirSizeAndSixteenBitsAsSuch) {
 
 TEST(SaidPrograms, ADryRunOfTheMostUpdatesAnswersAndMoreAreRefused) {
   const TemporaryFolder folder;
-  const ProgramRun most =
-      run_reviews(folder, {"--dry-run", "--max-steps", "1000000000000"});
+  const ProgramRun most = run_reviews(folder, {"--dry-run", "--max-steps", "1000000000000"});
   EXPECT_EQ(most.code, 0) << most.error;
-  EXPECT_NE(most.out.find("0.0003 at update 1,"), std::string::npos)
-      << most.out;
-  const ProgramRun endless =
-      run_reviews(folder, {"--num-train-epochs", "1e300"});
+  EXPECT_NE(most.out.find("0.0003 at update 1,"), std::string::npos) << most.out;
+  const ProgramRun endless = run_reviews(folder, {"--num-train-epochs", "1e300"});
   EXPECT_EQ(endless.code, 2);
   EXPECT_TRUE(endless.said("--num-train-epochs=1e+300")) << endless.error;
 }
 
 TEST(SaidPrograms, TheLargestBatchAndTheMostWorkersTrain) {
   const TemporaryFolder folder;
-  const ProgramRun run = run_reviews(
-      folder,
-      {"--max-steps",
-       "1",
-       "--save-strategy",
-       "no",
-       "--per-device-train-batch-size",
-       "16777216",
-       "--dataloader-num-workers",
-       "1024",
-       "--dataloader-prefetch-factor",
-       "1024"});
+  const ProgramRun run =
+      run_reviews(folder, {"--max-steps", "1", "--save-strategy", "no",
+                           "--per-device-train-batch-size", "16777216", "--dataloader-num-workers",
+                           "1024", "--dataloader-prefetch-factor", "1024"});
   EXPECT_EQ(run.code, 0) << run.error;
 }
 
 TEST(SaidPrograms, TheBannerIsOfTheWholeModelAndNamesHowItIsTrained) {
   const TemporaryFolder folder;
-  const ProgramRun one =
-      run_reviews(folder, {"--max-steps", "1", "--save-strategy", "no"});
+  const ProgramRun one = run_reviews(folder, {"--max-steps", "1", "--save-strategy", "no"});
   ASSERT_EQ(one.code, 0) << one.error;
   const TemporaryFolder sharded;
-  const ProgramRun two = run_reviews(
-      sharded,
-      {"--max-steps",
-       "1",
-       "--save-strategy",
-       "no",
-       "--nproc",
-       "2",
-       "--strategy",
-       "fsdp",
-       "--gradient-checkpointing"});
+  const ProgramRun two =
+      run_reviews(sharded, {"--max-steps", "1", "--save-strategy", "no", "--nproc", "2",
+                            "--strategy", "fsdp", "--gradient-checkpointing"});
   ASSERT_EQ(two.code, 0) << two.error;
   EXPECT_NE(line_of(one.error, "parameters"), "");
   EXPECT_EQ(line_of(one.error, "parameters"), line_of(two.error, "parameters"));
@@ -148,23 +117,18 @@ TEST(SaidPrograms, TheBannerIsOfTheWholeModelAndNamesHowItIsTrained) {
   EXPECT_TRUE(two.said("gradient checkpointing full")) << two.error;
   EXPECT_TRUE(one.said("no gradient checkpointing")) << one.error;
   // Nobody had made the ids before.
-  EXPECT_EQ(
-      line_of(two.error, "token ids").find("read from"), std::string::npos)
-      << two.error;
+  EXPECT_EQ(line_of(two.error, "token ids").find("read from"), std::string::npos) << two.error;
 }
 
 TEST(SaidPrograms, RandomWeightsGetARateThatTheyLearnAt) {
   const TemporaryFolder folder;
-  const ProgramRun run =
-      run_reviews(folder, {"--max-steps", "1", "--save-strategy", "no"});
+  const ProgramRun run = run_reviews(folder, {"--max-steps", "1", "--save-strategy", "no"});
   ASSERT_EQ(run.code, 0) << run.error;
   EXPECT_TRUE(run.said("learning rate 0.0003")) << run.error;
   const TemporaryFolder next;
   std::filesystem::copy(folder / "train.csv", next / "train.csv");
-  const ProgramRun tuned = run_program(train_arguments(
-      next.path(),
-      {"--max-steps", "1", "--save-strategy", "no"},
-      folder / "out"));
+  const ProgramRun tuned = run_program(
+      train_arguments(next.path(), {"--max-steps", "1", "--save-strategy", "no"}, folder / "out"));
   ASSERT_EQ(tuned.code, 0) << tuned.error;
   const auto rate = [](const TemporaryFolder& of) {
     return nlohmann::json::parse(read_file(of / "out/training_args.json"))
@@ -178,16 +142,10 @@ TEST(SaidPrograms, RandomWeightsGetARateThatTheyLearnAt) {
 TEST(SaidPrograms, TheBestModelIsNamedAndSixteenBitsOnACpuAreWarnedOf) {
   const TemporaryFolder folder;
   const ProgramRun run = run_reviews(
-      folder,
-      {"--epochs",
-       "2",
-       "--eval-split",
-       "0.2",
-       "--load-best-model-at-end",
-       "--fp16"});
+      folder, {"--epochs", "2", "--eval-split", "0.2", "--load-best-model-at-end", "--fp16"});
   ASSERT_EQ(run.code, 0) << run.error;
-  EXPECT_TRUE(std::regex_search(
-      run.error, std::regex("The final model is the best one, .*checkpoint-")))
+  EXPECT_TRUE(
+      std::regex_search(run.error, std::regex("The final model is the best one, .*checkpoint-")))
       << run.error;
   EXPECT_TRUE(run.said("warning: fp16 on a CPU")) << run.error;
 }
@@ -208,14 +166,12 @@ TEST(SaidPrograms, ColumnsTwiceAndUnknownHeadsAreRefused) {
   const ProgramRun text = run_reviews(folder, {"--label-column", "text"});
   EXPECT_EQ(text.code, 2);
   EXPECT_TRUE(text.said("column text is named twice")) << text.error;
-  const ProgramRun trained =
-      run_reviews(folder, {"--max-steps", "1", "--save-strategy", "no"});
+  const ProgramRun trained = run_reviews(folder, {"--max-steps", "1", "--save-strategy", "no"});
   ASSERT_EQ(trained.code, 0) << trained.error;
   auto config = nlohmann::json::parse(read_file(folder / "out/config.json"));
   config["problem_type"] = "xx";
   write_file_atomically(folder / "out/config.json", config.dump());
-  const ProgramRun unknown =
-      run_program({"hasten", "predict", "--model", folder / "out", "a"});
+  const ProgramRun unknown = run_program({"hasten", "predict", "--model", folder / "out", "a"});
   EXPECT_EQ(unknown.code, 2) << unknown.out;
   EXPECT_TRUE(unknown.said("problem_type=xx")) << unknown.error;
 }

@@ -16,23 +16,12 @@ using testing_support::ProgramRun;
 using testing_support::run_program;
 using testing_support::TemporaryFolder;
 
-std::filesystem::path train(
-    const std::filesystem::path& folder, const std::string& strategy) {
+std::filesystem::path train(const std::filesystem::path& folder, const std::string& strategy) {
   std::filesystem::create_directories(folder / strategy);
-  std::ofstream(folder / strategy / "train.csv")
-      << testing_support::small_reviews(66);
+  std::ofstream(folder / strategy / "train.csv") << testing_support::small_reviews(66);
   const ProgramRun run = run_program(testing_support::train_arguments(
-      folder / strategy,
-      {"--nproc",
-       "2",
-       "--strategy",
-       strategy,
-       "--epochs",
-       "1",
-       "--eval-split",
-       "0.1",
-       "--batch-size",
-       "7"}));
+      folder / strategy, {"--nproc", "2", "--strategy", strategy, "--epochs", "1", "--eval-split",
+                          "0.1", "--batch-size", "7"}));
   EXPECT_EQ(run.code, 0) << run.error;
   return folder / strategy / "out";
 }
@@ -75,8 +64,7 @@ TEST(ShardedPrograms, TrainAsWholeCopiesDoAndArePutTogether) {
   }
 
   const auto checkpoint = checkpoint_in(sharded);
-  const ProgramRun inspect =
-      run_program({"hasten", "state", "inspect", checkpoint, "--json"});
+  const ProgramRun inspect = run_program({"hasten", "state", "inspect", checkpoint, "--json"});
   ASSERT_EQ(inspect.code, 0) << inspect.error;
   const auto state = nlohmann::json::parse(inspect.out);
   EXPECT_EQ(state.at("world_size"), 2);
@@ -88,36 +76,22 @@ TEST(ShardedPrograms, TrainAsWholeCopiesDoAndArePutTogether) {
       continue;
     }
     ++shards;
-    EXPECT_EQ(
-        rows[0][2].get<int64_t>() + rows[1][2].get<int64_t>(),
-        tensor.at("shape")[0].get<int64_t>());
+    EXPECT_EQ(rows[0][2].get<int64_t>() + rows[1][2].get<int64_t>(),
+              tensor.at("shape")[0].get<int64_t>());
   }
   EXPECT_GT(shards, 100); // parameters and two moments each
 
   // The checkpoint has the model whole, too, for transformers: the same bytes.
   const ProgramRun consolidate = run_program(
-      {"hasten",
-       "state",
-       "consolidate",
-       checkpoint,
-       "--output",
-       folder / "whole.safetensors"});
+      {"hasten", "state", "consolidate", checkpoint, "--output", folder / "whole.safetensors"});
   ASSERT_EQ(consolidate.code, 0) << consolidate.error;
-  EXPECT_EQ(
-      read_file(folder / "whole.safetensors"),
-      read_file(checkpoint / "model.safetensors"));
+  EXPECT_EQ(read_file(folder / "whole.safetensors"), read_file(checkpoint / "model.safetensors"));
 
   std::filesystem::resize_file(checkpoint / "state_rank_1.safetensors", 1000);
   const ProgramRun damaged = run_program(
-      {"hasten",
-       "state",
-       "consolidate",
-       checkpoint,
-       "--output",
-       folder / "none.safetensors"});
+      {"hasten", "state", "consolidate", checkpoint, "--output", folder / "none.safetensors"});
   EXPECT_EQ(damaged.code, 2);
-  EXPECT_NE(damaged.error.find("state_rank_1.safetensors"), std::string::npos)
-      << damaged.error;
+  EXPECT_NE(damaged.error.find("state_rank_1.safetensors"), std::string::npos) << damaged.error;
   EXPECT_FALSE(std::filesystem::exists(folder / "none.safetensors"));
 }
 

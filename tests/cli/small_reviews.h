@@ -20,19 +20,12 @@ inline std::string small_reviews(int rows, int first = 0) {
 }
 
 /// hasten train on folder/train.csv into folder/out, with `more` after it.
-inline std::vector<std::string> train_arguments(
-    const std::filesystem::path& folder,
-    const std::vector<std::string>& more = {},
-    const std::string& model = "bert-tiny") {
-  std::vector<std::string> arguments{
-      "hasten",
-      "train",
-      "--model",
-      model,
-      "--train-file",
-      folder / "train.csv",
-      "--output-dir",
-      folder / "out"};
+inline std::vector<std::string> train_arguments(const std::filesystem::path& folder,
+                                                const std::vector<std::string>& more = {},
+                                                const std::string& model = "bert-tiny") {
+  std::vector<std::string> arguments{"hasten",       "train",        "--model",
+                                     model,          "--train-file", folder / "train.csv",
+                                     "--output-dir", folder / "out"};
   arguments.insert(arguments.end(), more.begin(), more.end());
   return arguments;
 }

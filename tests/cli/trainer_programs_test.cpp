@@ -20,20 +20,9 @@ using testing_support::train_arguments;
 
 /// Sixty updates on two ranks with an evaluation at each epoch's end.
 std::vector<std::string> stopped_command(const files::path& folder) {
-  return train_arguments(
-      folder,
-      {"--nproc",
-       "2",
-       "--epochs",
-       "20",
-       "--batch-size",
-       "4",
-       "--lr",
-       "2e-3",
-       "--eval-split",
-       "0.2",
-       "--resume-from-checkpoint",
-       "auto"});
+  return train_arguments(folder,
+                         {"--nproc", "2", "--epochs", "20", "--batch-size", "4", "--lr", "2e-3",
+                          "--eval-split", "0.2", "--resume-from-checkpoint", "auto"});
 }
 
 int64_t updates_done(const files::path& out) {
@@ -62,97 +51,59 @@ TEST(TrainerPrograms, SigtermSavesAndTheNextStartEndsAsIfNothingHadHappened) {
 
   bool sent = false;
   std::string second_job;
-  const ProgramRun cut = run_program(
-      stopped_command(stopped.path()), {.watch = [&](pid_t pid, const auto&) {
-        if (!sent && updates_done(stopped / "out") >= 2) {
-          second_job = run_program(stopped_command(stopped.path())).error;
-          ::kill(pid, SIGTERM);
-          sent = true;
-        }
-      }});
+  const ProgramRun cut =
+      run_program(stopped_command(stopped.path()), {.watch = [&](pid_t pid, const auto&) {
+                    if (!sent && updates_done(stopped / "out") >= 2) {
+                      second_job = run_program(stopped_command(stopped.path())).error;
+                      ::kill(pid, SIGTERM);
+                      sent = true;
+                    }
+                  }});
   ASSERT_TRUE(sent);
   EXPECT_EQ(cut.code, 128 + SIGTERM) << cut.error;
   EXPECT_TRUE(cut.said("SIGTERM: saved behind update")) << cut.error;
-  EXPECT_NE(
-      second_job.find("is being written by another run"), std::string::npos)
-      << second_job;
+  EXPECT_NE(second_job.find("is being written by another run"), std::string::npos) << second_job;
   EXPECT_FALSE(files::exists(stopped / "out/model.safetensors"));
 
   const ProgramRun again = run_program(stopped_command(stopped.path()));
   ASSERT_EQ(again.code, 0) << again.error;
   EXPECT_TRUE(again.said("goes on from")) << again.error;
-  EXPECT_EQ(
-      read_file(stopped / "out/model.safetensors"),
-      read_file(whole / "out/model.safetensors"));
+  EXPECT_EQ(read_file(stopped / "out/model.safetensors"),
+            read_file(whole / "out/model.safetensors"));
 
   // The arguments of the run, given back, begin it anew elsewhere.
-  const ProgramRun given_back = run_program(
-      {"hasten",
-       "train",
-       "--config",
-       whole / "out/training_args.json",
-       "--model",
-       "bert-tiny",
-       "--train-file",
-       whole / "train.csv",
-       "--eval-split",
-       "0.2",
-       "--nproc",
-       "2",
-       "--output-dir",
-       whole / "again"});
+  const ProgramRun given_back =
+      run_program({"hasten", "train", "--config", whole / "out/training_args.json", "--model",
+                   "bert-tiny", "--train-file", whole / "train.csv", "--eval-split", "0.2",
+                   "--nproc", "2", "--output-dir", whole / "again"});
   ASSERT_EQ(given_back.code, 0) << given_back.error;
-  EXPECT_EQ(
-      read_file(whole / "again/model.safetensors"),
-      read_file(whole / "out/model.safetensors"));
+  EXPECT_EQ(read_file(whole / "again/model.safetensors"),
+            read_file(whole / "out/model.safetensors"));
 }
 
 TEST(TrainerPrograms, ADryRunSaysThePlanAndLeavesNothing) {
   const TemporaryFolder folder;
   write_file_atomically(folder / "train.csv", small_reviews(50));
   const ProgramRun run = run_program(train_arguments(
-      folder.path(),
-      {"--dry-run",
-       "--nproc",
-       "2",
-       "--batch-size",
-       "4",
-       "--eval-split",
-       "0.2",
-       "--warmup-steps",
-       "3",
-       "--load-best-model-at-end",
-       "--metric-for-best-model",
-       "f1",
-       "--early-stopping-patience",
-       "2"}));
+      folder.path(), {"--dry-run", "--nproc", "2", "--batch-size", "4", "--eval-split", "0.2",
+                      "--warmup-steps", "3", "--load-best-model-at-end", "--metric-for-best-model",
+                      "f1", "--early-stopping-patience", "2"}));
   ASSERT_EQ(run.code, 0) << run.error;
   for (const char* part :
-       {"Dry run: nothing is trained or written.",
-        "40 rows",
+       {"Dry run: nothing is trained or written.", "40 rows",
         "4 rows a rank x 2 ranks x 1 accumulation = 8 rows an update",
-        "15 (3 epochs of 5), the first 3 warm up",
-        "linear: 0 at update 1, 0.0003 at update 4, ",
-        "at each epoch's end: 3, on 10 rows; training ends after 2 without a "
-        "better eval_f1",
+        "15 (3 epochs of 5), the first 3 warm up", "linear: 0 at update 1, 0.0003 at update 4, ",
+        "at each epoch's end: 3, on 10 rows; training ends after 2 without a better eval_f1",
         "the final model is the best by eval_f1 (greater)",
-        "of tensors a process on the longest rows",
-        "warmup_steps=3.0"}) {
+        "of tensors a process on the longest rows", "warmup_steps=3.0"}) {
     EXPECT_NE(run.out.find(part), std::string::npos) << part << "\n" << run.out;
   }
   EXPECT_FALSE(files::exists(folder / "out"));
 }
 
-nlohmann::json evaluated(
-    const files::path& folder, std::vector<std::string> more = {}) {
+nlohmann::json evaluated(const files::path& folder, std::vector<std::string> more = {}) {
   std::vector<std::string> arguments{
-      "hasten",
-      "eval",
-      "--model",
-      folder / "out",
-      "--file",
-      folder / "train.csv",
-      "--json"};
+      "hasten", "eval", "--model", folder / "out", "--file", folder / "train.csv", "--json"};
   arguments.insert(arguments.end(), more.begin(), more.end());
   const ProgramRun run = run_program(arguments);
   EXPECT_EQ(run.code, 0) << run.error;
@@ -161,13 +112,7 @@ nlohmann::json evaluated(
 
 std::vector<nlohmann::json> predicted(const files::path& folder) {
   const ProgramRun run = run_program(
-      {"hasten",
-       "predict",
-       "--model",
-       folder / "out",
-       "--file",
-       folder / "train.csv",
-       "--json"});
+      {"hasten", "predict", "--model", folder / "out", "--file", folder / "train.csv", "--json"});
   EXPECT_EQ(run.code, 0) << run.error;
   std::istringstream lines(run.out);
   std::vector<nlohmann::json> rows;
@@ -186,40 +131,20 @@ TEST(TrainerPrograms, ARegressionLearnsNumbersAndSaysThem) {
   }
   write_file_atomically(folder / "train.csv", text);
   const ProgramRun run = run_program(train_arguments(
-      folder.path(),
-      {"--problem-type",
-       "regression",
-       "--label-column",
-       "stars",
-       "--epochs",
-       "10",
-       "--nproc",
-       "2",
-       "--batch-size",
-       "4",
-       "--lr",
-       "2e-3",
-       "--eval-split",
-       "0.25",
-       "--load-best-model-at-end",
-       "--metric-for-best-model",
-       "pearson"}));
+      folder.path(), {"--problem-type", "regression", "--label-column", "stars", "--epochs", "10",
+                      "--nproc", "2", "--batch-size", "4", "--lr", "2e-3", "--eval-split", "0.25",
+                      "--load-best-model-at-end", "--metric-for-best-model", "pearson"}));
   ASSERT_EQ(run.code, 0) << run.error;
   EXPECT_NE(run.out.find("pearson"), std::string::npos) << run.out;
   EXPECT_TRUE(run.said("stars from -1.5 to 4.5, mean ")) << run.error;
-  const auto config =
-      nlohmann::json::parse(read_file(folder / "out/config.json"));
+  const auto config = nlohmann::json::parse(read_file(folder / "out/config.json"));
   EXPECT_EQ(config.at("problem_type"), "regression");
   EXPECT_EQ(config.at("id2label"), (nlohmann::json{{"0", "stars"}}));
 
-  const nlohmann::json values =
-      evaluated(folder.path(), {"--label-column", "stars"});
+  const nlohmann::json values = evaluated(folder.path(), {"--label-column", "stars"});
   EXPECT_EQ(values.at("rows"), 64);
   EXPECT_GT(values.at("eval_pearson").get<double>(), 0.9) << values;
-  EXPECT_NEAR(
-      values.at("eval_loss").get<double>(),
-      values.at("eval_mse").get<double>(),
-      1e-5);
+  EXPECT_NEAR(values.at("eval_loss").get<double>(), values.at("eval_mse").get<double>(), 1e-5);
   const auto rows = predicted(folder.path());
   ASSERT_EQ(rows.size(), 64u);
   double error = 0;
@@ -230,22 +155,12 @@ TEST(TrainerPrograms, ARegressionLearnsNumbersAndSaysThem) {
   EXPECT_NEAR(error, values.at("eval_mse").get<double>(), 1e-3);
 
   // The model says what it is for.
-  write_file_atomically(
-      folder / "bad.csv", "text,stars\na film,4.5\nb film,two\n");
-  const ProgramRun bad = run_program(
-      {"hasten",
-       "train",
-       "--model",
-       folder / "out",
-       "--train-file",
-       folder / "bad.csv",
-       "--label-column",
-       "stars",
-       "--output-dir",
-       folder / "more"});
+  write_file_atomically(folder / "bad.csv", "text,stars\na film,4.5\nb film,two\n");
+  const ProgramRun bad =
+      run_program({"hasten", "train", "--model", folder / "out", "--train-file", folder / "bad.csv",
+                   "--label-column", "stars", "--output-dir", folder / "more"});
   EXPECT_EQ(bad.code, 2);
-  EXPECT_TRUE(bad.said("bad.csv:3: stars=two. Expected a finite number"))
-      << bad.error;
+  EXPECT_TRUE(bad.said("bad.csv:3: stars=two. Expected a finite number")) << bad.error;
 }
 
 TEST(TrainerPrograms, SeveralLabelsARowFromColumnsOrOneField) {
@@ -266,30 +181,21 @@ TEST(TrainerPrograms, SeveralLabelsARowFromColumnsOrOneField) {
   }
   write_file_atomically(columns / "train.csv", by_column);
   write_file_atomically(field / "train.csv", by_field);
-  const std::vector<std::string> common{
-      "--epochs",
-      "30",
-      "--batch-size",
-      "4",
-      "--lr",
-      "5e-4",
-      "--save-strategy",
-      "no"};
-  const auto train = [&](const TemporaryFolder& folder,
-                         std::vector<std::string> labels) {
+  const std::vector<std::string> common{"--epochs", "30",   "--batch-size",    "4",
+                                        "--lr",     "5e-4", "--save-strategy", "no"};
+  const auto train = [&](const TemporaryFolder& folder, std::vector<std::string> labels) {
     labels.insert(labels.end(), common.begin(), common.end());
     const ProgramRun run = run_program(train_arguments(folder.path(), labels));
     ASSERT_EQ(run.code, 0) << run.error;
   };
   train(columns, {"--label-columns", "fun,long"});
   train(field, {"--label-separator", "|", "--label-column", "tags"});
-  EXPECT_EQ(
-      read_file(columns / "out/model.safetensors"),
-      read_file(field / "out/model.safetensors"));
+  EXPECT_EQ(read_file(columns / "out/model.safetensors"),
+            read_file(field / "out/model.safetensors"));
   const nlohmann::json values = evaluated(columns.path());
   EXPECT_EQ(values, [&] {
-    nlohmann::json other = evaluated(
-        field.path(), {"--label-separator", "|", "--label-column", "tags"});
+    nlohmann::json other =
+        evaluated(field.path(), {"--label-separator", "|", "--label-column", "tags"});
     for (const auto& [name, value] : values.items()) {
       if (name.find("runtime") != std::string::npos ||
           name.find("per_second") != std::string::npos) {
@@ -307,13 +213,8 @@ TEST(TrainerPrograms, SeveralLabelsARowFromColumnsOrOneField) {
   EXPECT_GT(both, 1.2); // each by itself, not shares of one
 
   write_file_atomically(columns / "bad.csv", "text,fun,long\na film,1,maybe\n");
-  const ProgramRun bad = run_program(
-      {"hasten",
-       "eval",
-       "--model",
-       columns / "out",
-       "--file",
-       columns / "bad.csv"});
+  const ProgramRun bad =
+      run_program({"hasten", "eval", "--model", columns / "out", "--file", columns / "bad.csv"});
   EXPECT_EQ(bad.code, 2);
   EXPECT_TRUE(bad.said("bad.csv:2: long=maybe. Expected 0 or 1")) << bad.error;
 }

@@ -38,9 +38,8 @@ std::vector<pid_t> processes_of(const paths::path& folder) {
   for (const auto& entry : paths::directory_iterator("/proc", error)) {
     const pid_t pid = std::atoi(entry.path().filename().c_str());
     std::ifstream file(entry.path() / "cmdline", std::ios::binary);
-    const std::string line(
-        (std::istreambuf_iterator<char>(file)),
-        std::istreambuf_iterator<char>());
+    const std::string line((std::istreambuf_iterator<char>(file)),
+                           std::istreambuf_iterator<char>());
     if (pid > 0 && line.find(folder.string()) != std::string::npos) {
       found.push_back(pid);
     }
@@ -66,18 +65,9 @@ class TrainedPrograms : public testing::Test {
     folder_ = new TemporaryFolder;
     write_file_atomically(*folder_ / "train.csv", small_reviews(40));
     write_file_atomically(*folder_ / "eval.csv", small_reviews(15, 100));
-    run_ = new ProgramRun(run_program(train_arguments(
-        folder_->path(),
-        {"--eval-file",
-         *folder_ / "eval.csv",
-         "--nproc",
-         "2",
-         "--epochs",
-         "2",
-         "--batch-size",
-         "4",
-         "--lr",
-         "2e-3"})));
+    run_ = new ProgramRun(run_program(
+        train_arguments(folder_->path(), {"--eval-file", *folder_ / "eval.csv", "--nproc", "2",
+                                          "--epochs", "2", "--batch-size", "4", "--lr", "2e-3"})));
   }
   static void TearDownTestSuite() {
     delete run_;
@@ -94,73 +84,49 @@ ProgramRun* TrainedPrograms::run_ = nullptr;
 
 TEST_F(TrainedPrograms, TwoProcessesLeaveAWholeModelFolder) {
   for (const char* name :
-       {"config.json",
-        "model.safetensors",
-        "vocab.txt",
-        "tokenizer_config.json",
-        "tokenizer.json",
-        "training_args.json",
-        "trainer_state.json",
-        "metrics.jsonl"}) {
+       {"config.json", "model.safetensors", "vocab.txt", "tokenizer_config.json", "tokenizer.json",
+        "training_args.json", "trainer_state.json", "metrics.jsonl"}) {
     EXPECT_TRUE(detail::paths::exists(model() / name)) << name;
   }
   const auto config = nlohmann::json::parse(read_file(model() / "config.json"));
-  EXPECT_EQ(
-      config.at("id2label"), nlohmann::json({{"0", "neg"}, {"1", "pos"}}));
+  EXPECT_EQ(config.at("id2label"), nlohmann::json({{"0", "neg"}, {"1", "pos"}}));
 }
 
 TEST_F(TrainedPrograms, TheTableOfEpochsIsOnStdoutAndTheBannerOnStderr) {
   std::istringstream lines(run_->out);
   std::string line;
   std::getline(lines, line);
-  EXPECT_EQ(
-      line,
-      "  epoch  train loss  eval loss  accuracy  macro-F1  samples/s    "
-      "tokens/s  peak memory  time left");
+  EXPECT_EQ(line,
+            "  epoch  train loss  eval loss  accuracy  macro-F1  samples/s    "
+            "tokens/s  peak memory  time left");
   for (const char* epoch : {"    1/2  ", "    2/2  "}) {
     std::getline(lines, line);
     EXPECT_EQ(line.substr(0, 9), epoch) << run_->out;
     EXPECT_EQ(line.find('-'), std::string::npos) << line;
   }
   EXPECT_FALSE(std::getline(lines, line)) << line;
-  for (const char* said :
-       {"40 rows",
-        "15 rows",
-        "2 x 1 thread, cpu",
-        "4 rows a rank x 2 ranks x 1 accumulation = 8 rows an update",
-        "10 (2 epochs of 5)",
-        "metrics.jsonl"}) {
+  for (const char* said : {"40 rows", "15 rows", "2 x 1 thread, cpu",
+                           "4 rows a rank x 2 ranks x 1 accumulation = 8 rows an update",
+                           "10 (2 epochs of 5)", "metrics.jsonl"}) {
     EXPECT_TRUE(run_->said(said)) << said << "\n" << run_->error;
   }
 }
 
 TEST_F(TrainedPrograms, MetricsFileHoldsEveryRecordAndEveryEpoch) {
-  const auto state =
-      nlohmann::json::parse(read_file(model() / "trainer_state.json"));
+  const auto state = nlohmann::json::parse(read_file(model() / "trainer_state.json"));
   const auto lines = detail::json_lines(read_file(model() / "metrics.jsonl"));
-  const auto epochs =
-      std::count_if(lines.begin(), lines.end(), [](const auto& line) {
-        return line.at("type") == "epoch";
-      });
+  const auto epochs = std::count_if(lines.begin(), lines.end(),
+                                    [](const auto& line) { return line.at("type") == "epoch"; });
   EXPECT_EQ(epochs, 2);
   EXPECT_EQ(lines.size() - 2, state.at("log_history").size());
 }
 
 TEST_F(TrainedPrograms, EvalEqualsTheLastEvaluationOfTheRun) {
-  const ProgramRun run = run_program(
-      {"hasten",
-       "eval",
-       "--model",
-       model(),
-       "--file",
-       *folder_ / "eval.csv",
-       "--batch-size",
-       "3",
-       "--json"});
+  const ProgramRun run = run_program({"hasten", "eval", "--model", model(), "--file",
+                                      *folder_ / "eval.csv", "--batch-size", "3", "--json"});
   ASSERT_EQ(run.code, 0) << run.error;
   const auto result = nlohmann::json::parse(run.out);
-  const auto state =
-      nlohmann::json::parse(read_file(model() / "trainer_state.json"));
+  const auto state = nlohmann::json::parse(read_file(model() / "trainer_state.json"));
   nlohmann::json last;
   for (const auto& record : state.at("log_history")) {
     if (record.contains("eval_loss")) {
@@ -169,39 +135,23 @@ TEST_F(TrainedPrograms, EvalEqualsTheLastEvaluationOfTheRun) {
   }
   EXPECT_EQ(result.at("rows"), 15);
   for (const char* name : {"eval_loss", "eval_accuracy", "eval_f1"}) {
-    EXPECT_NEAR(
-        result.at(name).get<double>(), last.at(name).get<double>(), 1e-5)
-        << name;
+    EXPECT_NEAR(result.at(name).get<double>(), last.at(name).get<double>(), 1e-5) << name;
   }
 }
 
 TEST_F(TrainedPrograms, PredictKeepsRowsInOrderAndEachIsThatTextsOwnAnswer) {
   const TemporaryFolder work;
   const std::vector<std::string> texts{
-      "a long film, number 3 was bad work and it went on, and on, and on",
-      "good",
-      "",
-      "film number 2\nwas good fun",
-      "film number 9 was bad work"};
+      "a long film, number 3 was bad work and it went on, and on, and on", "good", "",
+      "film number 2\nwas good fun", "film number 9 was bad work"};
   std::string csv = "id,review\n";
   for (size_t row = 0; row < texts.size(); ++row) {
     csv += std::to_string(row) + ",\"" + texts[row] + "\"\n";
   }
   write_file_atomically(work / "new.csv", csv);
-  const ProgramRun run = run_program(
-      {"hasten",
-       "predict",
-       "--model",
-       model(),
-       "--file",
-       work / "new.csv",
-       "--text-column",
-       "review",
-       "--output",
-       work / "preds.jsonl",
-       "--with-logits",
-       "--batch-size",
-       "2"});
+  const ProgramRun run = run_program({"hasten", "predict", "--model", model(), "--file",
+                                      work / "new.csv", "--text-column", "review", "--output",
+                                      work / "preds.jsonl", "--with-logits", "--batch-size", "2"});
   ASSERT_EQ(run.code, 0) << run.error;
   EXPECT_EQ(run.out, "");
   const auto rows = detail::json_lines(read_file(work / "preds.jsonl"));
@@ -210,21 +160,13 @@ TEST_F(TrainedPrograms, PredictKeepsRowsInOrderAndEachIsThatTextsOwnAnswer) {
   for (const size_t row : {0, 1, 4}) {
     EXPECT_EQ(rows[row].at("text"), texts[row]);
     const ProgramRun alone = run_program(
-        {"hasten",
-         "predict",
-         "--model",
-         model(),
-         texts[row],
-         "--json",
-         "--with-logits"});
+        {"hasten", "predict", "--model", model(), texts[row], "--json", "--with-logits"});
     const auto answer = nlohmann::json::parse(alone.out);
     EXPECT_EQ(answer.at("label"), rows[row].at("label"));
     EXPECT_EQ(answer.at("input_ids"), rows[row].at("input_ids"));
     for (const size_t label : {0, 1}) {
-      EXPECT_NEAR(
-          answer.at("logits")[label].get<double>(),
-          rows[row].at("logits")[label].get<double>(),
-          1e-5);
+      EXPECT_NEAR(answer.at("logits")[label].get<double>(),
+                  rows[row].at("logits")[label].get<double>(), 1e-5);
     }
   }
   EXPECT_EQ(rows[3].at("text"), texts[3]);
@@ -232,15 +174,9 @@ TEST_F(TrainedPrograms, PredictKeepsRowsInOrderAndEachIsThatTextsOwnAnswer) {
 
 TEST_F(TrainedPrograms, PredictReadsStdinAndWritesCsv) {
   const TemporaryFolder work;
-  const ProgramRun run = run_program(
-      {"hasten",
-       "predict",
-       "--model",
-       model(),
-       "-",
-       "--output",
-       work / "p.csv"},
-      {.input = "film number 2 was good fun\r\nwas \"bad\", work\n"});
+  const ProgramRun run =
+      run_program({"hasten", "predict", "--model", model(), "-", "--output", work / "p.csv"},
+                  {.input = "film number 2 was good fun\r\nwas \"bad\", work\n"});
   ASSERT_EQ(run.code, 0) << run.error;
   std::istringstream lines(read_file(work / "p.csv"));
   std::string line;
@@ -250,41 +186,34 @@ TEST_F(TrainedPrograms, PredictReadsStdinAndWritesCsv) {
   EXPECT_EQ(line.rfind("film number 2 was good fun,", 0), 0u) << line;
   std::getline(lines, line);
   EXPECT_EQ(line.rfind("\"was \"\"bad\"\", work\",", 0), 0u) << line;
-  const ProgramRun table = run_program(
-      {"hasten", "predict", "--model", model(), "film number 2 was good fun"});
-  EXPECT_EQ(table.out.rfind("label     neg     pos  text\n", 0), 0u)
-      << table.out;
+  const ProgramRun table =
+      run_program({"hasten", "predict", "--model", model(), "film number 2 was good fun"});
+  EXPECT_EQ(table.out.rfind("label     neg     pos  text\n", 0), 0u) << table.out;
   EXPECT_EQ(std::count(table.out.begin(), table.out.end(), '\n'), 2);
 }
 
 TEST_F(TrainedPrograms, ASecondRunIntoTheFolderNeedsOverwrite) {
-  const ProgramRun refused =
-      run_program(train_arguments(folder_->path(), {"--max-steps", "1"}));
+  const ProgramRun refused = run_program(train_arguments(folder_->path(), {"--max-steps", "1"}));
   EXPECT_EQ(refused.code, 2);
   EXPECT_TRUE(refused.said("holds another run")) << refused.error;
   const TemporaryFolder copy;
-  detail::paths::copy(
-      model(), copy / "out", detail::paths::copy_options::recursive);
+  detail::paths::copy(model(), copy / "out", detail::paths::copy_options::recursive);
   write_file_atomically(copy / "train.csv", small_reviews(8));
-  const ProgramRun run = run_program(train_arguments(
-      copy.path(), {"--max-steps", "1", "--overwrite-output-dir"}));
+  const ProgramRun run =
+      run_program(train_arguments(copy.path(), {"--max-steps", "1", "--overwrite-output-dir"}));
   EXPECT_EQ(run.code, 0) << run.error;
-  EXPECT_EQ(
-      detail::names_in(copy / "out").front(), "checkpoint-1"); // none older
+  EXPECT_EQ(detail::names_in(copy / "out").front(), "checkpoint-1"); // none older
 }
 
 TEST_F(TrainedPrograms, TheModelsOwnLabelNumbersWinWhereItHasThem) {
   const TemporaryFolder work;
   // Of the labels only one occurs: by itself it would become number 0.
-  write_file_atomically(
-      work / "train.csv", "text,label\nwas good fun,pos\nso good,pos\n");
-  const ProgramRun run =
-      run_program(train_arguments(work.path(), {"--max-steps", "1"}, model()));
+  write_file_atomically(work / "train.csv", "text,label\nwas good fun,pos\nso good,pos\n");
+  const ProgramRun run = run_program(train_arguments(work.path(), {"--max-steps", "1"}, model()));
   ASSERT_EQ(run.code, 0) << run.error;
   EXPECT_TRUE(run.said("one class only")) << run.error;
   EXPECT_FALSE(run.said("is new")) << run.error;
-  const auto config =
-      nlohmann::json::parse(read_file(work / "out/config.json"));
+  const auto config = nlohmann::json::parse(read_file(work / "out/config.json"));
   EXPECT_EQ(config.at("id2label").at("1"), "pos");
 }
 
@@ -294,14 +223,8 @@ TEST(StoppedPrograms, CtrlCStopsAllRanksWithCode130AndNoOrphans) {
     write_file_atomically(folder / "train.csv", small_reviews(40));
     bool sent = false;
     const ProgramRun run = run_program(
-        train_arguments(
-            folder.path(),
-            {"--nproc",
-             nproc,
-             "--max-steps",
-             "1000000",
-             "--save-strategy",
-             "no"}),
+        train_arguments(folder.path(),
+                        {"--nproc", nproc, "--max-steps", "1000000", "--save-strategy", "no"}),
         {.watch = [&](pid_t pid, const std::string& said) {
           if (!sent && said.find("metrics.jsonl") != std::string::npos) {
             ::kill(pid, SIGINT);
@@ -327,19 +250,15 @@ TEST(StoppedPrograms, AKilledRankIsNamedAndTheOthersEnd) {
   write_file_atomically(folder / "train.csv", small_reviews(40));
   bool killed = false;
   const ProgramRun run = run_program(
-      train_arguments(
-          folder.path(),
-          {"--nproc", "2", "--max-steps", "1000000", "--save-strategy", "no"}),
+      train_arguments(folder.path(),
+                      {"--nproc", "2", "--max-steps", "1000000", "--save-strategy", "no"}),
       {.watch = [&](pid_t pid, const std::string& said) {
         if (!killed && said.find("metrics.jsonl") != std::string::npos) {
           for (const pid_t rank : detail::processes_of(folder.path())) {
-            std::ifstream file(
-                "/proc/" + std::to_string(rank) + "/environ", std::ios::binary);
-            const std::string environment(
-                (std::istreambuf_iterator<char>(file)),
-                std::istreambuf_iterator<char>());
-            if (rank != pid && environment.find(std::string("\0RANK=1", 7)) !=
-                                   std::string::npos) {
+            std::ifstream file("/proc/" + std::to_string(rank) + "/environ", std::ios::binary);
+            const std::string environment((std::istreambuf_iterator<char>(file)),
+                                          std::istreambuf_iterator<char>());
+            if (rank != pid && environment.find(std::string("\0RANK=1", 7)) != std::string::npos) {
               ::kill(rank, SIGKILL);
               killed = true;
             }

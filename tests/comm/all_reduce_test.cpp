@@ -21,32 +21,22 @@ static torch::Tensor ramp_of_rank(int rank, torch::ScalarType type) {
 TEST(AllReduce, SumAddsTheTensorsOfAllRanks) {
   const auto comm = fresh_communicator();
   const int world = comm->world_size();
-  for (const auto type :
-       {torch::kFloat,
-        torch::kDouble,
-        torch::kHalf,
-        torch::kBFloat16,
-        torch::kLong,
-        torch::kInt,
-        torch::kChar,
-        torch::kByte}) {
+  for (const auto type : {torch::kFloat, torch::kDouble, torch::kHalf, torch::kBFloat16,
+                          torch::kLong, torch::kInt, torch::kChar, torch::kByte}) {
     torch::Tensor tensor = ramp_of_rank(comm->rank(), type);
     comm->all_reduce(tensor, ReduceOp::sum, c10::toString(type));
     const int total = world * (world + 1) / 2;
-    EXPECT_TRUE(torch::equal(
-        tensor, (torch::arange(1, 8, torch::kDouble) * total).to(type)))
+    EXPECT_TRUE(torch::equal(tensor, (torch::arange(1, 8, torch::kDouble) * total).to(type)))
         << tensor;
   }
 }
 
 TEST(AllReduce, MaxAndMinTakeTheExtremesOfAllRanks) {
   const auto comm = fresh_communicator();
-  for (const auto type :
-       {torch::kFloat, torch::kHalf, torch::kBFloat16, torch::kLong}) {
+  for (const auto type : {torch::kFloat, torch::kHalf, torch::kBFloat16, torch::kLong}) {
     torch::Tensor tensor = ramp_of_rank(comm->rank(), type);
     comm->all_reduce(tensor, ReduceOp::max, "max");
-    EXPECT_TRUE(
-        torch::equal(tensor, ramp_of_rank(comm->world_size() - 1, type)));
+    EXPECT_TRUE(torch::equal(tensor, ramp_of_rank(comm->world_size() - 1, type)));
     tensor = ramp_of_rank(comm->rank() + 1, type);
     comm->all_reduce(tensor, ReduceOp::min, "min");
     EXPECT_TRUE(torch::equal(tensor, ramp_of_rank(1, type)));
@@ -68,11 +58,10 @@ TEST(AllReduce, MeanIsTheSumDividedByTheWorldSizeToTheLastBit) {
 // 256 + 1 is 256 again in bfloat16, whose numbers lie two apart there.
 TEST(AllReduce, SixteenBitSumsAreRoundedOnceAtTheEnd) {
   const auto comm = fresh_communicator();
-  torch::Tensor tensor =
-      torch::full({3}, comm->rank() == 0 ? 256 : 1, torch::kBFloat16);
+  torch::Tensor tensor = torch::full({3}, comm->rank() == 0 ? 256 : 1, torch::kBFloat16);
   comm->all_reduce(tensor, ReduceOp::sum, "bf16");
-  EXPECT_TRUE(torch::equal(
-      tensor, torch::full({3}, 255 + comm->world_size()).to(torch::kBFloat16)));
+  EXPECT_TRUE(
+      torch::equal(tensor, torch::full({3}, 255 + comm->world_size()).to(torch::kBFloat16)));
   // The largest half is 65504: the sum overflows it, the mean does not.
   torch::Tensor large = torch::full({3}, 60000, torch::kHalf);
   comm->all_reduce(large, ReduceOp::mean, "fp16");
@@ -98,8 +87,8 @@ TEST(AllReduce, ScalarsEmptyTensorsAndParametersWork) {
   torch::Tensor empty = torch::empty({0, 3});
   comm->all_reduce(empty, ReduceOp::mean, "empty");
   EXPECT_EQ(empty.numel(), 0);
-  torch::Tensor parameter = torch::full(
-      {4}, comm->rank(), torch::requires_grad().dtype(torch::kHalf));
+  torch::Tensor parameter =
+      torch::full({4}, comm->rank(), torch::requires_grad().dtype(torch::kHalf));
   comm->all_reduce(parameter, ReduceOp::max, "parameter");
   EXPECT_EQ(parameter.sum().item<double>(), 4 * (comm->world_size() - 1));
   EXPECT_TRUE(parameter.is_leaf());
@@ -122,20 +111,15 @@ TEST(AllReduce, WrongTensorsAreRefusedBeforeAnythingIsSent) {
     comm->all_reduce(std::move(tensor), op, "wrong");
   };
   EXPECT_THROW(reduce(torch::ones({3, 4}).t(), ReduceOp::sum), InputError);
-  EXPECT_THROW(
-      reduce(torch::ones({4}).slice(0, 0, 4, 2), ReduceOp::sum), InputError);
-  EXPECT_THROW(
-      reduce(torch::ones({3}, torch::kLong), ReduceOp::mean), InputError);
-  EXPECT_THROW(
-      reduce(torch::ones({3}, torch::kBool), ReduceOp::sum), InputError);
-  EXPECT_THROW(
-      reduce(torch::ones({3}, torch::kShort), ReduceOp::max), InputError);
+  EXPECT_THROW(reduce(torch::ones({4}).slice(0, 0, 4, 2), ReduceOp::sum), InputError);
+  EXPECT_THROW(reduce(torch::ones({3}, torch::kLong), ReduceOp::mean), InputError);
+  EXPECT_THROW(reduce(torch::ones({3}, torch::kBool), ReduceOp::sum), InputError);
+  EXPECT_THROW(reduce(torch::ones({3}, torch::kShort), ReduceOp::max), InputError);
   EXPECT_THROW(reduce(torch::Tensor(), ReduceOp::sum), InputError);
   try {
     reduce(torch::ones({3, 4}).t(), ReduceOp::sum);
   } catch (const InputError& error) {
-    EXPECT_NE(std::string(error.what()).find("sizes=[4, 3]"), std::string::npos)
-        << error.what();
+    EXPECT_NE(std::string(error.what()).find("sizes=[4, 3]"), std::string::npos) << error.what();
   }
   torch::Tensor tensor = torch::ones({3});
   comm->all_reduce(tensor, ReduceOp::sum, "right");
@@ -148,8 +132,8 @@ TEST(AllReduce, HandlesMayBeWaitedForInAnyOrderTwiceAndElsewhere) {
   std::vector<CommHandle> handles;
   for (int i = 0; i < 20; ++i) {
     tensors.push_back(torch::full({1 + 50 * i}, double(comm->rank() + i)));
-    handles.push_back(comm->all_reduce_async(
-        tensors.back(), ReduceOp::mean, "bucket " + std::to_string(i)));
+    handles.push_back(
+        comm->all_reduce_async(tensors.back(), ReduceOp::mean, "bucket " + std::to_string(i)));
   }
   std::thread([&] { handles[3].wait(); }).join();
   for (int i = 19; i >= 0; --i) {
@@ -158,8 +142,7 @@ TEST(AllReduce, HandlesMayBeWaitedForInAnyOrderTwiceAndElsewhere) {
     handle.wait(); // divides once
     EXPECT_TRUE(handle.done());
     const double mean = i + (comm->world_size() - 1) / 2.0;
-    EXPECT_FLOAT_EQ(
-        tensors[static_cast<size_t>(i)][0].item<float>(), float(mean));
+    EXPECT_FLOAT_EQ(tensors[static_cast<size_t>(i)][0].item<float>(), float(mean));
   }
 }
 
@@ -172,8 +155,7 @@ TEST(AllReduce, HandlesWithoutAnOperationAreDone) {
 
 TEST(AllReduce, DoneTurnsTrueByItself) {
   const auto comm = fresh_communicator();
-  CommHandle handle =
-      comm->all_reduce_async(torch::ones({10}), ReduceOp::sum, "polled");
+  CommHandle handle = comm->all_reduce_async(torch::ones({10}), ReduceOp::sum, "polled");
   for (int i = 0; i < 2000 && !handle.done(); ++i) {
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
   }

@@ -31,11 +31,9 @@ static void simulate(SimulatedWorld& world, milliseconds length) {
   std::vector<uint64_t> beats(static_cast<size_t>(world.size), 0);
   std::map<int, BeatWatch> watches;
   for (int i = 0; i < 8; ++i) {
-    for (const int rank :
-         {i * world.size / 8, (std::max(world.dead, 0) + world.size - 1 - i)}) {
-      watches.emplace(
-          rank % world.size,
-          BeatWatch(rank % world.size, world.size, seconds(5), start));
+    for (const int rank : {i * world.size / 8, (std::max(world.dead, 0) + world.size - 1 - i)}) {
+      watches.emplace(rank % world.size,
+                      BeatWatch(rank % world.size, world.size, seconds(5), start));
     }
   }
   const milliseconds interval = watches.begin()->second.interval();
@@ -82,9 +80,8 @@ TEST(BeatWatch, WorldsOfManyRanksThatLiveAreNotDeclaredDead) {
   for (const int size : {2, 64, 512, 1024, 2048}) {
     SimulatedWorld world{.size = size};
     simulate(world, seconds(120));
-    EXPECT_TRUE(world.named.empty())
-        << size << " ranks: rank " << world.named.begin()->first << " after "
-        << world.named.begin()->second.count() << " ms";
+    EXPECT_TRUE(world.named.empty()) << size << " ranks: rank " << world.named.begin()->first
+                                     << " after " << world.named.begin()->second.count() << " ms";
     EXPECT_LE(world.most_read, 63u) << size;
     EXPECT_LE(world.read_per_second, 70'000) << size;
   }
@@ -92,16 +89,14 @@ TEST(BeatWatch, WorldsOfManyRanksThatLiveAreNotDeclaredDead) {
 
 TEST(BeatWatch, OneThatFallsSilentIsNamedAloneWithinTheLimitOfItsWorld) {
   for (const int size : {2, 64, 512, 1024, 2048}) {
-    SimulatedWorld world{
-        .size = size, .dead = size / 2, .dead_at = seconds(30)};
+    SimulatedWorld world{.size = size, .dead = size / 2, .dead_at = seconds(30)};
     simulate(world, seconds(120));
     ASSERT_EQ(world.named.size(), 1u) << size;
     EXPECT_EQ(world.named.begin()->first, world.dead);
     const auto after = world.named.begin()->second - world.dead_at;
     const BeatWatch watch(0, size, seconds(5), {});
     EXPECT_LE(after, watch.limit() + 2 * watch.interval()) << size;
-    EXPECT_LE(
-        watch.limit(), std::max(milliseconds(5000), milliseconds(5) * size));
+    EXPECT_LE(watch.limit(), std::max(milliseconds(5000), milliseconds(5) * size));
   }
 }
 

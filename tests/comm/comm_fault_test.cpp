@@ -20,11 +20,9 @@ using testing_support::FaultRank;
 using testing_support::RankReport;
 using testing_support::spawn;
 
-static std::shared_ptr<Communicator> comm_of(
-    const FaultRank& rank,
-    milliseconds timeout,
-    ShapeCheck check = ShapeCheck::first,
-    milliseconds heartbeat_timeout = milliseconds(5'000)) {
+static std::shared_ptr<Communicator> comm_of(const FaultRank& rank, milliseconds timeout,
+                                             ShapeCheck check = ShapeCheck::first,
+                                             milliseconds heartbeat_timeout = milliseconds(5'000)) {
   CommunicatorOptions options;
   options.timeout = timeout;
   options.heartbeat_timeout = heartbeat_timeout;
@@ -55,8 +53,7 @@ HASTEN_RANK_FUNCTION(CommReducesWithinThreeSeconds) {
 }
 
 HASTEN_RANK_FUNCTION(CommReducesWithShortBeats) {
-  const auto comm = comm_of(
-      rank, milliseconds(60'000), ShapeCheck::first, milliseconds(1'000));
+  const auto comm = comm_of(rank, milliseconds(60'000), ShapeCheck::first, milliseconds(1'000));
   rank.fault_here();
   sum_once(*comm);
   comm->close();
@@ -84,11 +81,8 @@ HASTEN_RANK_FUNCTION(CommCreatesTwoGroups) {
 
 /// `text` occurs in the error of every rank but `faulty`, each of which ended
 /// by itself within `limit` seconds of the fault.
-static void expect_named(
-    const std::vector<RankReport>& ranks,
-    size_t faulty,
-    const std::string& text,
-    double limit) {
+static void expect_named(const std::vector<RankReport>& ranks, size_t faulty,
+                         const std::string& text, double limit) {
   for (size_t i = 0; i < ranks.size(); ++i) {
     if (i == faulty) {
       continue;
@@ -103,80 +97,51 @@ static void expect_named(
 }
 
 TEST(CommFault, KilledRankIsNamedWithinFiveSecondsWhateverTheTimeout) {
-  expect_named(
-      spawn(3, "CommReduces", {.kind = FaultKind::kill, .rank = 1}),
-      1,
-      "all_reduce \"bucket 3\": rank 1 died",
-      5);
+  expect_named(spawn(3, "CommReduces", {.kind = FaultKind::kill, .rank = 1}), 1,
+               "all_reduce \"bucket 3\": rank 1 died", 5);
 }
 
 TEST(CommFault, KilledRankZeroIsNamedThoughTheStoreGoesWithIt) {
-  expect_named(
-      spawn(3, "CommReduces", {.kind = FaultKind::kill, .rank = 0}),
-      0,
-      "all_reduce \"bucket 3\": rank 0 died",
-      5);
+  expect_named(spawn(3, "CommReduces", {.kind = FaultKind::kill, .rank = 0}), 0,
+               "all_reduce \"bucket 3\": rank 0 died", 5);
 }
 
 TEST(CommFault, KilledRankIsNamedByThoseWhoWaitForSmallValues) {
-  expect_named(
-      spawn(3, "CommGathersJson", {.kind = FaultKind::kill, .rank = 2}),
-      2,
-      "gather_json \"shapes\": rank 2 died",
-      5);
+  expect_named(spawn(3, "CommGathersJson", {.kind = FaultKind::kill, .rank = 2}), 2,
+               "gather_json \"shapes\": rank 2 died", 5);
 }
 
 TEST(CommFault, KilledRankIsNamedByThoseWhoMakeAGroup) {
-  expect_named(
-      spawn(2, "CommCreatesTwoGroups", {.kind = FaultKind::kill, .rank = 1}),
-      1,
-      "create \"second\": rank 1 died",
-      5);
+  expect_named(spawn(2, "CommCreatesTwoGroups", {.kind = FaultKind::kill, .rank = 1}), 1,
+               "create \"second\": rank 1 died", 5);
 }
 
 TEST(CommFault, KilledRankIsNamedAtTheNextCallOfThoseThatCompute) {
-  expect_named(
-      spawn(
-          2, "CommNoticesAtTheNextCall", {.kind = FaultKind::kill, .rank = 1}),
-      1,
-      "all_reduce \"bucket 3\": rank 1 died",
-      5);
+  expect_named(spawn(2, "CommNoticesAtTheNextCall", {.kind = FaultKind::kill, .rank = 1}), 1,
+               "all_reduce \"bucket 3\": rank 1 died", 5);
 }
 
 // Long before the timeout of 60 s; SpawnWorldOptions::deadline is 30 s.
 TEST(CommFault, FrozenRankIsNamedWithinTheHeartbeatLimitWhateverTheTimeout) {
   for (const size_t frozen : {1, 0}) { // rank 0 serves the store
-    const auto ranks = spawn(
-        3,
-        "CommReducesWithShortBeats",
-        {.kind = FaultKind::freeze, .rank = static_cast<int>(frozen)});
-    expect_named(
-        ranks,
-        frozen,
-        "rank " + std::to_string(frozen) + " is stopped by a signal since",
-        25);
+    const auto ranks = spawn(3, "CommReducesWithShortBeats",
+                             {.kind = FaultKind::freeze, .rank = static_cast<int>(frozen)});
+    expect_named(ranks, frozen, "rank " + std::to_string(frozen) + " is stopped by a signal since",
+                 25);
   }
 }
 
 TEST(CommFault, LateRankIsNamedAtTheTimeout) {
-  const auto ranks = spawn(
-      3,
-      "CommReducesWithinThreeSeconds",
-      {.kind = FaultKind::late, .rank = 1, .delay = milliseconds(8'000)});
-  expect_named(
-      ranks,
-      1,
-      "all_reduce \"bucket 3\": timed out after 3.0 s: rank 1 has not entered "
-      "it",
-      25);
+  const auto ranks = spawn(3, "CommReducesWithinThreeSeconds",
+                           {.kind = FaultKind::late, .rank = 1, .delay = milliseconds(8'000)});
+  expect_named(ranks, 1,
+               "all_reduce \"bucket 3\": timed out after 3.0 s: rank 1 has not entered it", 25);
   EXPECT_GE(ranks[0].seconds_after_fault, 2.9);
 }
 
 TEST(CommFault, LateRankIsWaitedFor) {
-  const auto ranks = spawn(
-      2,
-      "CommReducesWithinThreeSeconds",
-      {.kind = FaultKind::late, .rank = 1, .delay = milliseconds(1'500)});
+  const auto ranks = spawn(2, "CommReducesWithinThreeSeconds",
+                           {.kind = FaultKind::late, .rank = 1, .delay = milliseconds(1'500)});
   for (const RankReport& report : ranks) {
     EXPECT_EQ(report.error, "");
     EXPECT_EQ(report.end.code, 0);
@@ -197,14 +162,9 @@ HASTEN_RANK_FUNCTION(CommAbandonsWhatFails) {
 TEST(CommFault, AFailingRanksReasonReachesItsPeers) {
   for (int faulty = 0; faulty < 2; ++faulty) {
     expect_named(
-        spawn(
-            2,
-            "CommAbandonsWhatFails",
-            {.kind = FaultKind::fail, .rank = faulty}),
+        spawn(2, "CommAbandonsWhatFails", {.kind = FaultKind::fail, .rank = faulty}),
         static_cast<size_t>(faulty),
-        "all_reduce \"bucket 3\": rank " + std::to_string(faulty) +
-            " failed: planted failure",
-        3);
+        "all_reduce \"bucket 3\": rank " + std::to_string(faulty) + " failed: planted failure", 3);
   }
 }
 
@@ -213,8 +173,7 @@ HASTEN_RANK_FUNCTION(CommThrowsWithAHandleInFlight) {
   const auto comm = comm_of(rank, milliseconds(60'000), ShapeCheck::never);
   torch::Tensor tensor = torch::ones({1'000'000});
   if (rank.is_faulty()) {
-    CommHandle handle =
-        comm->all_reduce_async(tensor, ReduceOp::sum, "bucket 3");
+    CommHandle handle = comm->all_reduce_async(tensor, ReduceOp::sum, "bucket 3");
     rank.fault_here();
   }
   // The others never enter it: the faulty rank's operation stays open.
@@ -222,8 +181,8 @@ HASTEN_RANK_FUNCTION(CommThrowsWithAHandleInFlight) {
 }
 
 TEST(CommFault, AnExceptionWithAHandleInFlightEndsTheRankAtOnce) {
-  const auto ranks = spawn(
-      2, "CommThrowsWithAHandleInFlight", {.kind = FaultKind::fail, .rank = 1});
+  const auto ranks =
+      spawn(2, "CommThrowsWithAHandleInFlight", {.kind = FaultKind::fail, .rank = 1});
   EXPECT_EQ(ranks[1].error, "planted failure");
   EXPECT_FALSE(ranks[1].timed_out);
   EXPECT_EQ(ranks[1].end.signal, 0);
@@ -249,8 +208,7 @@ TEST(CommFault, DifferentOperationsAreNamedLongBeforeTheTimeout) {
   const auto ranks = spawn(2, "CommEntersDifferentOperations");
   for (const RankReport& report : ranks) {
     for (const char* part :
-         {"rank 0 has all_reduce \"bucket 3\"",
-          "rank 1 has gather_json \"shapes\""}) {
+         {"rank 0 has all_reduce \"bucket 3\"", "rank 1 has gather_json \"shapes\""}) {
       EXPECT_NE(report.error.find(part), std::string::npos) << report.error;
     }
   }

@@ -25,9 +25,7 @@ HASTEN_RANK_FUNCTION(CommOfMixedDevices) {
 TEST(CommStart, RanksOfAnotherDeviceKindAreNamedOnAllRanks) {
   for (const RankReport& report : spawn(3, "CommOfMixedDevices")) {
     EXPECT_EQ(report.error_type, "hasten::InputError");
-    EXPECT_NE(
-        report.error.find("device kind: rank 1 has cuda, rank 0 has cpu"),
-        std::string::npos)
+    EXPECT_NE(report.error.find("device kind: rank 1 has cuda, rank 0 has cpu"), std::string::npos)
         << report.error;
   }
 }
@@ -43,9 +41,7 @@ HASTEN_RANK_FUNCTION(CommOfMixedWorldSizes) {
 
 TEST(CommStart, AnotherWorldSizeIsNamedAtOnce) {
   for (const RankReport& report : spawn(2, "CommOfMixedWorldSizes")) {
-    EXPECT_NE(
-        report.error.find("world size: rank 1 has 3, rank 0 has 2"),
-        std::string::npos)
+    EXPECT_NE(report.error.find("world size: rank 1 has 3, rank 0 has 2"), std::string::npos)
         << report.error;
   }
 }
@@ -61,8 +57,7 @@ HASTEN_RANK_FUNCTION(CommWithoutOneRank) {
 TEST(CommStart, RanksThatDoNotArriveAreNamedAtTheTimeout) {
   const auto ranks = spawn(3, "CommWithoutOneRank");
   for (const size_t rank : {0, 2}) {
-    EXPECT_NE(
-        ranks[rank].error.find("within 1000 ms: missing 1"), std::string::npos)
+    EXPECT_NE(ranks[rank].error.find("within 1000 ms: missing 1"), std::string::npos)
         << ranks[rank].error;
   }
 }
@@ -75,10 +70,9 @@ HASTEN_RANK_FUNCTION(CommRankZeroComesLate) {
 }
 
 TEST(CommStart, RankZeroMayStartLast) {
-  for (const RankReport& report : spawn(
-           2,
-           "CommRankZeroComesLate",
-           {.kind = FaultKind::late, .rank = 0, .delay = milliseconds(800)})) {
+  for (const RankReport& report :
+       spawn(2, "CommRankZeroComesLate",
+             {.kind = FaultKind::late, .rank = 0, .delay = milliseconds(800)})) {
     EXPECT_EQ(report.error, "");
   }
 }
@@ -94,8 +88,7 @@ HASTEN_RANK_FUNCTION(CommBothAreRankOne) {
 TEST(CommStart, TwoProcessesWithOneRankAreAnError) {
   const auto ranks = spawn(3, "CommBothAreRankOne");
   const auto refused = [&](size_t process) {
-    return ranks[process].error.find("two processes have RANK=1") !=
-           std::string::npos;
+    return ranks[process].error.find("two processes have RANK=1") != std::string::npos;
   };
   // Whichever came second.
   EXPECT_NE(refused(1), refused(2)) << ranks[1].error << "\n" << ranks[2].error;
@@ -117,10 +110,8 @@ TEST(CommStart, ASecondWorldBesideTheFirstIsRefusedWithWhatToDo) {
   for (const RankReport& report : spawn(2, "CommCreatesASecondWorld")) {
     EXPECT_EQ(report.error, "");
     const std::string error = report.values.value("error", "");
-    for (const char* part :
-         {"this process is in the world of 2 ranks at ",
-          "already",
-          "Accelerator b({}, a.communicator())"}) {
+    for (const char* part : {"this process is in the world of 2 ranks at ", "already",
+                             "Accelerator b({}, a.communicator())"}) {
       EXPECT_NE(error.find(part), std::string::npos) << error;
     }
   }
@@ -145,10 +136,8 @@ HASTEN_RANK_FUNCTION(CommClosesInAnyOrder) {
 
 TEST(CommEnd, GroupsCloseInAnyOrderAndRankZeroWaitsForTheLate) {
   for (const int late : {0, 2}) {
-    const auto ranks = spawn(
-        3,
-        "CommClosesInAnyOrder",
-        {.kind = FaultKind::late, .rank = late, .delay = milliseconds(700)});
+    const auto ranks = spawn(3, "CommClosesInAnyOrder",
+                             {.kind = FaultKind::late, .rank = late, .delay = milliseconds(700)});
     for (const RankReport& report : ranks) {
       EXPECT_EQ(report.error, "");
       EXPECT_EQ(report.end.code, 0);
@@ -189,9 +178,7 @@ HASTEN_RANK_FUNCTION(CommLeavesEarly) {
 
 TEST(CommEnd, ARankThatLeftIsNamedByThoseThatStillCommunicate) {
   const auto ranks = spawn(2, "CommLeavesEarly");
-  EXPECT_NE(
-      ranks[0].error.find("all_reduce \"sum\": rank 1 has left the world"),
-      std::string::npos)
+  EXPECT_NE(ranks[0].error.find("all_reduce \"sum\": rank 1 has left the world"), std::string::npos)
       << ranks[0].error;
 }
 

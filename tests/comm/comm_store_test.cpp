@@ -34,21 +34,13 @@ static std::atomic<int> first_slow_lookup{1'000'000}; // from 0
 static int port_of(const sockaddr* address) {
   const auto* inet = reinterpret_cast<const sockaddr_in*>(address);
   const auto* inet6 = reinterpret_cast<const sockaddr_in6*>(address);
-  return ntohs(
-      address->sa_family == AF_INET6 ? inet6->sin6_port : inet->sin_port);
+  return ntohs(address->sa_family == AF_INET6 ? inet6->sin6_port : inet->sin_port);
 }
 
 /// Stands in for libc's in the whole test program.
-extern "C" int getnameinfo(
-    const sockaddr* address,
-    socklen_t size,
-    char* host,
-    socklen_t host_size,
-    char* service,
-    socklen_t service_size,
-    int flags) {
-  if (watched_port != 0 && (flags & NI_NUMERICHOST) == 0 &&
-      port_of(address) == watched_port) {
+extern "C" int getnameinfo(const sockaddr* address, socklen_t size, char* host, socklen_t host_size,
+                           char* service, socklen_t service_size, int flags) {
+  if (watched_port != 0 && (flags & NI_NUMERICHOST) == 0 && port_of(address) == watched_port) {
     const bool fresh = (_res.options & RES_INIT) == 0; // all servers allowed
     lookups_at_name_servers += fresh || _res.nscount > 0;
     if (lookups++ >= first_slow_lookup) {
@@ -56,30 +48,24 @@ extern "C" int getnameinfo(
     }
     flags |= NI_NUMERICHOST; // answered: after an error c10d asks no more
   }
-  static const auto libc = reinterpret_cast<decltype(&getnameinfo)>(
-      ::dlsym(RTLD_NEXT, "getnameinfo"));
+  static const auto libc =
+      reinterpret_cast<decltype(&getnameinfo)>(::dlsym(RTLD_NEXT, "getnameinfo"));
   return libc(address, size, host, host_size, service, service_size, flags);
 }
 
 /// The ranks of a world whose store this process serves.
-static std::vector<RankReport> spawn_with_agent(
-    int world_size,
-    const std::string& function,
-    const testing_support::Fault& fault = {},
-    const std::string& secret = "") {
+static std::vector<RankReport> spawn_with_agent(int world_size, const std::string& function,
+                                                const testing_support::Fault& fault = {},
+                                                const std::string& secret = "") {
   c10d::TCPStoreOptions options;
   options.isServer = true;
   options.port = 0;
   options.waitWorkers = false;
   const c10d::TCPStore agent("127.0.0.1", options);
-  return spawn(
-      world_size,
-      function,
-      fault,
-      {.environment = {
-           {"MASTER_PORT", std::to_string(agent.getPort())},
-           {"TORCHELASTIC_USE_AGENT_STORE", "True"},
-           {"HASTEN_SECRET", secret}}});
+  return spawn(world_size, function, fault,
+               {.environment = {{"MASTER_PORT", std::to_string(agent.getPort())},
+                                {"TORCHELASTIC_USE_AGENT_STORE", "True"},
+                                {"HASTEN_SECRET", secret}}});
 }
 
 static std::shared_ptr<Communicator> watched_comm(const FaultRank& rank) {
@@ -108,11 +94,10 @@ HASTEN_RANK_FUNCTION(CommConnectsTheWatchSlowly) {
 }
 
 TEST(CommStore, SlowConnectionDelaysTheStartAndIsNotTakenForALostStore) {
-  const auto ranks = spawn_with_agent(
-      2, "CommConnectsTheWatchSlowly", {.kind = FaultKind::fail, .rank = 0});
-  EXPECT_NE(
-      ranks[1].error.find("barrier \"work\": rank 0 failed: planted failure"),
-      std::string::npos)
+  const auto ranks =
+      spawn_with_agent(2, "CommConnectsTheWatchSlowly", {.kind = FaultKind::fail, .rank = 0});
+  EXPECT_NE(ranks[1].error.find("barrier \"work\": rank 0 failed: planted failure"),
+            std::string::npos)
       << ranks[1].error;
   EXPECT_EQ(ranks[1].values.value("lookups", 0), 2);
 }
@@ -137,8 +122,7 @@ HASTEN_RANK_FUNCTION(CommReadsAStrangeFailure) {
     c10d::TCPStoreOptions options;
     options.port = static_cast<uint16_t>(rank.world().master_port);
     const std::string record = "{\"text\": 7\x1b[31m";
-    c10d::TCPStore("127.0.0.1", options)
-        .set("hasten/0/0/failure", {record.begin(), record.end()});
+    c10d::TCPStore("127.0.0.1", options).set("hasten/0/0/failure", {record.begin(), record.end()});
   }
   comm->gather_json(rank.world().rank, "first");
   std::this_thread::sleep_for(milliseconds(500));
@@ -146,27 +130,22 @@ HASTEN_RANK_FUNCTION(CommReadsAStrangeFailure) {
 }
 
 TEST(CommStore, FailureThatCannotBeReadIsToldAsItIs) {
-  for (const RankReport& report :
-       spawn_with_agent(2, "CommReadsAStrangeFailure")) {
+  for (const RankReport& report : spawn_with_agent(2, "CommReadsAStrangeFailure")) {
     EXPECT_EQ(report.error_type, "hasten::CommunicationError");
-    EXPECT_NE(
-        report.error.find("a rank failed and wrote: {\"text\": 7?[31m"),
-        std::string::npos)
+    EXPECT_NE(report.error.find("a rank failed and wrote: {\"text\": 7?[31m"), std::string::npos)
         << report.error;
   }
 }
 
 TEST(CommStore, WithASecretWhatAStrangerWroteIsRefused) {
-  for (const RankReport& report : spawn_with_agent(
-           2, "CommReadsAStrangeFailure", {}, "0123456789abcdef")) {
+  for (const RankReport& report :
+       spawn_with_agent(2, "CommReadsAStrangeFailure", {}, "0123456789abcdef")) {
     EXPECT_EQ(report.error_type, "hasten::CommunicationError");
-    EXPECT_NE(
-        report.error.find("was written by somebody without this run's secret"),
-        std::string::npos)
+    EXPECT_NE(report.error.find("was written by somebody without this run's secret"),
+              std::string::npos)
         << report.error;
   }
-  for (const RankReport& report :
-       spawn_with_agent(2, "CommConnects", {}, "0123456789abcdef")) {
+  for (const RankReport& report : spawn_with_agent(2, "CommConnects", {}, "0123456789abcdef")) {
     EXPECT_EQ(report.error, "");
   }
 }

@@ -16,19 +16,12 @@ using testing_support::fresh_communicator;
 
 TEST(Broadcast, EveryRankGetsTheSourcesValuesInEveryDtype) {
   const auto comm = fresh_communicator();
-  for (const auto type :
-       {torch::kFloat,
-        torch::kBFloat16,
-        torch::kBool,
-        torch::kShort,
-        torch::kLong,
-        torch::kComplexFloat}) {
+  for (const auto type : {torch::kFloat, torch::kBFloat16, torch::kBool, torch::kShort,
+                          torch::kLong, torch::kComplexFloat}) {
     for (int source = 0; source < comm->world_size(); ++source) {
-      torch::Tensor tensor =
-          torch::tensor({comm->rank() % 2, comm->rank(), 7}).to(type);
+      torch::Tensor tensor = torch::tensor({comm->rank() % 2, comm->rank(), 7}).to(type);
       comm->broadcast(tensor, source, "values");
-      EXPECT_TRUE(torch::equal(
-          tensor, torch::tensor({source % 2, source, 7}).to(type)));
+      EXPECT_TRUE(torch::equal(tensor, torch::tensor({source % 2, source, 7}).to(type)));
     }
   }
   torch::Tensor tensor = torch::ones({2});
@@ -56,13 +49,11 @@ TEST(Gather, OneRankGetsEveryRanksTensor) {
 TEST(AllGather, RowsComeInRankOrder) {
   const auto comm = fresh_communicator();
   for (const auto type : {torch::kFloat, torch::kBool, torch::kLong}) {
-    const torch::Tensor mine =
-        torch::tensor({{comm->rank(), 1}, {0, comm->rank() + 1}}).to(type);
+    const torch::Tensor mine = torch::tensor({{comm->rank(), 1}, {0, comm->rank() + 1}}).to(type);
     torch::Tensor all = torch::zeros({comm->world_size(), 2, 2}, type);
     comm->all_gather_async(all, mine, "rows").wait();
     for (int rank = 0; rank < comm->world_size(); ++rank) {
-      EXPECT_TRUE(torch::equal(
-          all[rank], torch::tensor({{rank, 1}, {0, rank + 1}}).to(type)));
+      EXPECT_TRUE(torch::equal(all[rank], torch::tensor({{rank, 1}, {0, rank + 1}}).to(type)));
     }
   }
 }
@@ -74,16 +65,14 @@ TEST(AllGather, OutputsOfAnotherShapeOrDtypeAreRefused) {
     comm->all_gather_async(std::move(output), mine, "x").wait();
   };
   EXPECT_THROW(gather(torch::ones({comm->world_size() * 2})), InputError);
-  EXPECT_THROW(
-      gather(torch::ones({comm->world_size(), 2}, torch::kDouble)), InputError);
+  EXPECT_THROW(gather(torch::ones({comm->world_size(), 2}, torch::kDouble)), InputError);
 }
 
 // Row t of rank f's input: {f, t}.
 TEST(AllToAll, EachRankGetsItsRowOfEveryRanks) {
   const auto comm = fresh_communicator();
   const int world = comm->world_size();
-  for (const auto type :
-       {torch::kFloat, torch::kBFloat16, torch::kBool, torch::kLong}) {
+  for (const auto type : {torch::kFloat, torch::kBFloat16, torch::kBool, torch::kLong}) {
     torch::Tensor mine = torch::empty({world, 2}, torch::kLong);
     torch::Tensor wanted = torch::empty({world, 2}, torch::kLong);
     for (int other = 0; other < world; ++other) {
@@ -105,17 +94,14 @@ TEST(AllToAll, EachRankGetsItsRowOfEveryRanks) {
   for (const int64_t width : {0, 1, 3000}) {
     results.push_back(torch::zeros({world, width}));
     handles.push_back(comm->all_to_all_async(
-        results.back(),
-        torch::full({world, width}, static_cast<float>(comm->rank())),
-        "many"));
+        results.back(), torch::full({world, width}, static_cast<float>(comm->rank())), "many"));
   }
   for (CommHandle& handle : handles) {
     handle.wait();
   }
   for (const torch::Tensor& result : results) {
     EXPECT_TRUE(torch::equal(
-        result,
-        torch::arange(world).to(torch::kFloat).unsqueeze(1).expand_as(result)));
+        result, torch::arange(world).to(torch::kFloat).unsqueeze(1).expand_as(result)));
   }
 }
 
@@ -130,9 +116,7 @@ TEST(AllToAll, TensorsWithoutARowForEachRankAreRefused) {
   EXPECT_THROW(exchange(rows(world), rows(world).to(torch::kLong)), InputError);
   EXPECT_THROW(exchange(rows(world), torch::ones({world, 3})), InputError);
   EXPECT_THROW(exchange(torch::ones({}), torch::ones({})), InputError);
-  EXPECT_THROW(
-      exchange(rows(world), torch::ones({world, 4}).slice(1, 0, 4, 2)),
-      InputError);
+  EXPECT_THROW(exchange(rows(world), torch::ones({world, 4}).slice(1, 0, 4, 2)), InputError);
 }
 
 TEST(AllGatherRows, RanksMayHaveDifferentNumbersOfRowsAndNone) {
@@ -160,15 +144,13 @@ TEST(AllGatherRows, AnotherRowShapeOnOneRankIsAnErrorOnAll) {
     return;
   }
   try {
-    comm->all_gather_rows(
-        torch::ones({2, comm->rank() == 1 ? 4 : 3}), "logits");
+    comm->all_gather_rows(torch::ones({2, comm->rank() == 1 ? 4 : 3}), "logits");
     ADD_FAILURE() << "no error";
   } catch (const CommunicationError& error) {
     const std::string text = error.what();
-    EXPECT_NE(
-        text.find("all_gather_rows \"logits\": rank 1 has rows of Float [4], "
-                  "rank 0 has rows of Float [3]"),
-        std::string::npos)
+    EXPECT_NE(text.find("all_gather_rows \"logits\": rank 1 has rows of Float [4], "
+                        "rank 0 has rows of Float [3]"),
+              std::string::npos)
         << text;
   }
 }
@@ -176,8 +158,8 @@ TEST(AllGatherRows, AnotherRowShapeOnOneRankIsAnErrorOnAll) {
 TEST(GatherJson, ValuesOfAllRanksArriveInOrderAndUnchanged) {
   const auto comm = fresh_communicator();
   for (int i = 0; i < 30; ++i) {
-    const auto all = comm->gather_json(
-        {{"rank", comm->rank()}, {"i", i}, {"loss", std::nan("")}}, "values");
+    const auto all =
+        comm->gather_json({{"rank", comm->rank()}, {"i", i}, {"loss", std::nan("")}}, "values");
     ASSERT_EQ(all.size(), static_cast<size_t>(comm->world_size()));
     for (int rank = 0; rank < comm->world_size(); ++rank) {
       const nlohmann::json& value = all[static_cast<size_t>(rank)];
@@ -190,9 +172,7 @@ TEST(GatherJson, ValuesOfAllRanksArriveInOrderAndUnchanged) {
 
 TEST(BroadcastJson, EveryRankGetsRankZerosValue) {
   const auto comm = fresh_communicator();
-  EXPECT_EQ(
-      comm->broadcast_json({"of", comm->rank()}, "value"),
-      (nlohmann::json{"of", 0}));
+  EXPECT_EQ(comm->broadcast_json({"of", comm->rank()}, "value"), (nlohmann::json{"of", 0}));
 }
 
 TEST(Barrier, NobodyLeavesBeforeTheLastHasEntered) {
@@ -204,8 +184,7 @@ TEST(Barrier, NobodyLeavesBeforeTheLastHasEntered) {
     std::this_thread::sleep_for(std::chrono::milliseconds(300));
   }
   comm->barrier("late");
-  EXPECT_GE(
-      std::chrono::steady_clock::now() - start, std::chrono::milliseconds(250))
+  EXPECT_GE(std::chrono::steady_clock::now() - start, std::chrono::milliseconds(250))
       << (comm->world_size() == 1);
 }
 
@@ -214,10 +193,9 @@ TEST(ReduceScatter, EachRankGetsTheSumOfItsRowOfEveryRank) {
   const auto comm = fresh_communicator();
   const int world = comm->world_size();
   for (const auto type : {torch::kFloat, torch::kDouble, torch::kBFloat16}) {
-    const torch::Tensor rows =
-        (torch::arange(world, torch::kDouble).unsqueeze(1) +
-         100 * comm->rank() + torch::zeros({1, 3}, torch::kDouble))
-            .to(type);
+    const torch::Tensor rows = (torch::arange(world, torch::kDouble).unsqueeze(1) +
+                                100 * comm->rank() + torch::zeros({1, 3}, torch::kDouble))
+                                   .to(type);
     const auto sum_type = type == torch::kBFloat16 ? torch::kFloat : type;
     torch::Tensor wanted = torch::zeros({3}, sum_type);
     for (int rank = 0; rank < world; ++rank) {
@@ -225,8 +203,8 @@ TEST(ReduceScatter, EachRankGetsTheSumOfItsRowOfEveryRank) {
     }
     for (const bool scratch : {false, true}) {
       torch::Tensor sum = torch::full({3, 1}, -1, sum_type);
-      CommHandle handle = comm->reduce_scatter_async(
-          sum, rows, "rows", scratch ? rows.clone() : torch::Tensor());
+      CommHandle handle =
+          comm->reduce_scatter_async(sum, rows, "rows", scratch ? rows.clone() : torch::Tensor());
       handle.wait();
       handle.wait(); // sums once
       EXPECT_TRUE(torch::equal(sum.view({3}), wanted)) << sum << wanted;
@@ -241,13 +219,9 @@ TEST(ReduceScatter, OutputsOfAnotherSizeAndIntegersAreRefused) {
     comm->reduce_scatter_async(std::move(output), std::move(input), "x").wait();
   };
   EXPECT_THROW(reduce(torch::ones({3}), torch::ones({world, 2})), InputError);
-  EXPECT_THROW(
-      reduce(torch::ones({2}), torch::ones({world + 1, 2})), InputError);
-  EXPECT_THROW(
-      reduce(
-          torch::ones({2}, torch::kLong),
-          torch::ones({world, 2}, torch::kLong)),
-      InputError);
+  EXPECT_THROW(reduce(torch::ones({2}), torch::ones({world + 1, 2})), InputError);
+  EXPECT_THROW(reduce(torch::ones({2}, torch::kLong), torch::ones({world, 2}, torch::kLong)),
+               InputError);
 }
 
 } // namespace hasten

@@ -37,8 +37,7 @@ static void expect_part(const std::string& text, const std::string& part) {
 // Threads of this process, by what they do with SIGPIPE.
 static std::map<std::string, bool> threads_without_sigpipe() {
   std::map<std::string, bool> blocked;
-  for (const auto& entry :
-       std::filesystem::directory_iterator("/proc/self/task")) {
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/task")) {
     std::ifstream status(entry.path() / "status");
     for (std::string line; std::getline(status, line);) {
       if (line.rfind("SigBlk:", 0) == 0) {
@@ -77,8 +76,7 @@ TEST(Group, GlooThreadsInterruptNobody) {
   const auto comm = fresh_communicator();
   comm->barrier("all are connected");
   int gloo = 0;
-  for (const auto& entry :
-       std::filesystem::directory_iterator("/proc/self/task")) {
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/task")) {
     std::string name;
     std::ifstream(entry.path() / "comm") >> name;
     if (name.find("gloo") != std::string::npos) {
@@ -167,8 +165,7 @@ TEST(Group, PartsOfAWorldTalkAmongThemselves) {
   again->close();
   comm->barrier("the world goes on");
   EXPECT_THROW(comm->new_group({comm->rank() + 1}, {.name = "x"}), InputError);
-  EXPECT_THROW(
-      comm->new_group({comm->rank(), comm->rank()}, {.name = "x"}), InputError);
+  EXPECT_THROW(comm->new_group({comm->rank(), comm->rank()}, {.name = "x"}), InputError);
   part->close();
 }
 
@@ -178,9 +175,8 @@ TEST(Group, ClosedGroupsRefuseOperationsAndCloseAgain) {
   comm->all_reduce(tensor, ReduceOp::sum, "before");
   comm->close();
   comm->close();
-  expect_part(
-      message_of([&] { comm->barrier("after"); }),
-      "barrier \"after\": the group is closed");
+  expect_part(message_of([&] { comm->barrier("after"); }),
+              "barrier \"after\": the group is closed");
 }
 
 TEST(Group, CloseWaitsForOperationsUnderWay) {
@@ -189,15 +185,12 @@ TEST(Group, CloseWaitsForOperationsUnderWay) {
   CommHandle handle = comm->all_reduce_async(tensor, ReduceOp::sum, "large");
   comm->close();
   handle.wait();
-  EXPECT_EQ(
-      tensor[-1].item<int>(),
-      comm->world_size() * (comm->world_size() + 1) / 2);
+  EXPECT_EQ(tensor[-1].item<int>(), comm->world_size() * (comm->world_size() + 1) / 2);
 }
 
 TEST(Group, WorldsFollowOneAnotherInOneProcess) {
   for (int i = 0; i < 3; ++i) {
-    const auto comm =
-        Communicator::create(testing_support::fresh_world(), {.name = "again"});
+    const auto comm = Communicator::create(testing_support::fresh_world(), {.name = "again"});
     torch::Tensor tensor = torch::ones({3});
     comm->all_reduce(tensor, ReduceOp::sum, "sum");
     EXPECT_EQ(tensor[0].item<int>(), comm->world_size());
@@ -254,12 +247,9 @@ TEST(GroupCheck, ATensorOfAnotherShapeIsAnErrorThatNamesBothRanks) {
     return;
   }
   torch::Tensor wrong = torch::ones({comm->rank() == 1 ? 4 : 3});
-  const std::string first =
-      message_of([&] { comm->all_reduce(wrong, ReduceOp::sum, "wrong"); });
-  expect_part(
-      first,
-      "all_reduce \"wrong\": rank 1 has sum of Float [4], rank 0 has sum of "
-      "Float [3]");
+  const std::string first = message_of([&] { comm->all_reduce(wrong, ReduceOp::sum, "wrong"); });
+  expect_part(first,
+              "all_reduce \"wrong\": rank 1 has sum of Float [4], rank 0 has sum of Float [3]");
   EXPECT_EQ(message_of([&] { comm->barrier("later"); }), first);
 }
 
@@ -270,15 +260,14 @@ TEST(GroupCheck, AnotherOperationIsAnErrorThatNamesBothRanks) {
     return;
   }
   torch::Tensor tensor = torch::ones({3});
-  expect_part(
-      message_of([&] {
-        if (comm->rank() == 1) {
-          comm->broadcast(tensor, 0, "x");
-        } else {
-          comm->all_reduce(tensor, ReduceOp::sum, "x");
-        }
-      }),
-      "rank 1 has broadcast \"x\", rank 0 has all_reduce \"x\"");
+  expect_part(message_of([&] {
+                if (comm->rank() == 1) {
+                  comm->broadcast(tensor, 0, "x");
+                } else {
+                  comm->all_reduce(tensor, ReduceOp::sum, "x");
+                }
+              }),
+              "rank 1 has broadcast \"x\", rank 0 has all_reduce \"x\"");
 }
 
 // The others have no reason to compare: they have done it before.
@@ -327,9 +316,7 @@ TEST(GroupCheck, WithTheOptionEveryOperationIsCompared) {
   comm->all_reduce(one, ReduceOp::sum, "x");
   comm->all_reduce(other, ReduceOp::sum, "x");
   expect_part(
-      message_of([&] {
-        comm->all_reduce(comm->rank() == 1 ? one : other, ReduceOp::sum, "x");
-      }),
+      message_of([&] { comm->all_reduce(comm->rank() == 1 ? one : other, ReduceOp::sum, "x"); }),
       "rank 1 has sum of Float [3], rank 0 has sum of Float [4]");
 }
 

@@ -21,31 +21,24 @@ static std::vector<std::optional<Hello>> three_equal_hellos() {
   return hellos;
 }
 
-TEST(Handshake, RanksOfOneKindAgree) {
-  EXPECT_EQ(first_difference(three_equal_hellos()), "");
-}
+TEST(Handshake, RanksOfOneKindAgree) { EXPECT_EQ(first_difference(three_equal_hellos()), ""); }
 
 TEST(Handshake, EachDifferenceIsNamedWithBothRanksAndValues) {
   auto hellos = three_equal_hellos();
   hellos[2]->torch_version = "2.11.0";
-  EXPECT_EQ(
-      first_difference(hellos),
-      "torch version: rank 2 has 2.11.0, rank 0 has " +
-          hellos[0]->torch_version);
+  EXPECT_EQ(first_difference(hellos),
+            "torch version: rank 2 has 2.11.0, rank 0 has " + hellos[0]->torch_version);
   hellos = three_equal_hellos();
   hellos[1]->hasten_version = "9.9";
-  EXPECT_EQ(
-      first_difference(hellos),
-      "hasten version: rank 1 has 9.9, rank 0 has " +
-          hellos[0]->hasten_version);
+  EXPECT_EQ(first_difference(hellos),
+            "hasten version: rank 1 has 9.9, rank 0 has " + hellos[0]->hasten_version);
   hellos = three_equal_hellos();
   hellos[1]->world_size = 4;
   hellos[2].reset(); // has not arrived
   EXPECT_EQ(first_difference(hellos), "world size: rank 1 has 4, rank 0 has 3");
   hellos = three_equal_hellos();
   hellos[1]->device_kind = "cuda";
-  EXPECT_EQ(
-      first_difference(hellos), "device kind: rank 1 has cuda, rank 0 has cpu");
+  EXPECT_EQ(first_difference(hellos), "device kind: rank 1 has cuda, rank 0 has cpu");
   hellos[0].reset(); // nothing to compare with yet
   EXPECT_EQ(first_difference(hellos), "");
 }

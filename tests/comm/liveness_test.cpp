@@ -41,8 +41,8 @@ static Ranks three_ranks() {
     world.rank = rank;
     world.world_size = 3;
     world.agent_store = true;
-    ranks.push_back(std::make_unique<Liveness>(
-        LivenessConfig{world, store, hellos, milliseconds(800), [] {}}));
+    ranks.push_back(
+        std::make_unique<Liveness>(LivenessConfig{world, store, hellos, milliseconds(800), [] {}}));
   }
   return ranks;
 }
@@ -55,9 +55,7 @@ TEST(Liveness, TellsWhoIsLostBehindAFailureToo) {
 
   ranks[2]->stop(milliseconds(1000)); // silent from here on
   ASSERT_TRUE(comes_true([&] { return ranks[0]->failed(); }));
-  EXPECT_NE(
-      ranks[0]->cause().text.find("rank 12 died or cannot be reached"),
-      std::string::npos)
+  EXPECT_NE(ranks[0]->cause().text.find("rank 12 died or cannot be reached"), std::string::npos)
       << ranks[0]->cause().text;
   EXPECT_TRUE(comes_true([&] { return ranks[1]->failed(); }));
   EXPECT_EQ(ranks[1]->cause().lost, std::vector<int>{2});
@@ -66,8 +64,7 @@ TEST(Liveness, TellsWhoIsLostBehindAFailureToo) {
   EXPECT_EQ(ranks[1]->lost(), (Lost{false, false, true}));
 
   ranks[1]->stop(milliseconds(1000));
-  EXPECT_TRUE(
-      comes_true([&] { return ranks[0]->lost() == Lost{false, true, true}; }));
+  EXPECT_TRUE(comes_true([&] { return ranks[0]->lost() == Lost{false, true, true}; }));
 }
 
 // A rank whose thread is held up may find its peers well past what it still waits for:
@@ -78,18 +75,18 @@ TEST(Liveness, APeerThatHasExchangedAsOftenMayHaveGoneOn) {
   for (const auto& rank : ranks) {
     groups.push_back(rank->add_group("world"));
   }
-  const auto other_than_mine =
-      [&](uint64_t sequence, const std::string& operation, uint64_t exchanges) {
-        {
-          const std::lock_guard<std::mutex> lock(groups[1]->mutex);
-          groups[1]->sequence = sequence;
-          groups[1]->operation = operation;
-          groups[1]->exchanges = exchanges;
-        }
-        EXPECT_TRUE(ranks[1]->look(milliseconds(5000)));
-        EXPECT_TRUE(ranks[0]->look(milliseconds(5000)));
-        return ranks[0]->describe_other(*groups[0], {0, 1, 2});
-      };
+  const auto other_than_mine = [&](uint64_t sequence, const std::string& operation,
+                                   uint64_t exchanges) {
+    {
+      const std::lock_guard<std::mutex> lock(groups[1]->mutex);
+      groups[1]->sequence = sequence;
+      groups[1]->operation = operation;
+      groups[1]->exchanges = exchanges;
+    }
+    EXPECT_TRUE(ranks[1]->look(milliseconds(5000)));
+    EXPECT_TRUE(ranks[0]->look(milliseconds(5000)));
+    return ranks[0]->describe_other(*groups[0], {0, 1, 2});
+  };
   groups[0]->sequence = 7;
   groups[0]->operation = "gather_json \"mine\"";
   groups[0]->exchanges = 3;
@@ -97,13 +94,10 @@ TEST(Liveness, APeerThatHasExchangedAsOftenMayHaveGoneOn) {
   EXPECT_EQ(other_than_mine(7, "gather_json \"mine\"", 3), "");
   EXPECT_EQ(other_than_mine(9, "barrier \"later\"", 3), "");
   EXPECT_EQ(other_than_mine(9, "gather_json \"later\"", 4), "");
-  EXPECT_EQ(
-      other_than_mine(9, "barrier \"later\"", 2),
-      "rank 11 has gone on to barrier \"later\", rank 10 has gather_json "
-      "\"mine\"");
-  EXPECT_EQ(
-      other_than_mine(7, "barrier \"other\"", 2),
-      "rank 11 has barrier \"other\", rank 10 has gather_json \"mine\"");
+  EXPECT_EQ(other_than_mine(9, "barrier \"later\"", 2),
+            "rank 11 has gone on to barrier \"later\", rank 10 has gather_json \"mine\"");
+  EXPECT_EQ(other_than_mine(7, "barrier \"other\"", 2),
+            "rank 11 has barrier \"other\", rank 10 has gather_json \"mine\"");
 }
 
 } // namespace hasten::detail

@@ -19,22 +19,18 @@ static Hello at(const std::string& host, const std::string& store_address) {
 
 TEST(NetworkInterface, TheMastersOwnHostTakesTheAddressThatOthersReach) {
   // Ranks 0 and 1 know their host by Debian's 127.0.1.1.
-  const std::vector<Hello> hellos{
-      at("a", "127.0.1.1"), at("a", "127.0.1.1"), at("b", "10.77.0.1")};
+  const std::vector<Hello> hellos{at("a", "127.0.1.1"), at("a", "127.0.1.1"), at("b", "10.77.0.1")};
   for (int rank = 0; rank < 3; ++rank) {
     EXPECT_EQ(store_address_of(hellos, rank), "10.77.0.1") << rank;
   }
-  EXPECT_EQ(
-      store_address_of({at("a", "fe00::1"), at("b", "10.1.1.1")}, 0),
-      "fe00::1");
+  EXPECT_EQ(store_address_of({at("a", "fe00::1"), at("b", "10.1.1.1")}, 0), "fe00::1");
   EXPECT_EQ(store_address_of({at("a", "::1"), at("b", "127.0.0.1")}, 1), "");
 }
 
 TEST(NetworkInterface, LoopbackIsKnownInBothFamilies) {
   EXPECT_TRUE(is_loopback_address("127.0.1.1"));
   EXPECT_TRUE(is_loopback_address("::1"));
-  for (const char* other :
-       {"10.0.0.127", "fe80::1", "localhost", "127.example.org", ""}) {
+  for (const char* other : {"10.0.0.127", "fe80::1", "localhost", "127.example.org", ""}) {
     EXPECT_FALSE(is_loopback_address(other)) << other;
   }
 }
@@ -42,22 +38,17 @@ TEST(NetworkInterface, LoopbackIsKnownInBothFamilies) {
 TEST(NetworkInterface, AnOptionIsAnAddressOrANameAndComesBeforeTheVariable) {
   EXPECT_EQ(reachable_address("10.9.8.7", "127.0.0.1"), "10.9.8.7");
   const testing_support::ScopedEnvironment variable(
-      testing_support::EnvironmentValues{
-          {std::string("GLOO_SOCKET_IFNAME"), "lo"}});
+      testing_support::EnvironmentValues{{std::string("GLOO_SOCKET_IFNAME"), "lo"}});
   EXPECT_EQ(reachable_address("", "198.51.100.1"), "127.0.0.1");
   EXPECT_EQ(reachable_address("10.9.8.7", "127.0.0.1"), "10.9.8.7");
   const testing_support::ScopedEnvironment none(
-      testing_support::EnvironmentValues{
-          {std::string("GLOO_SOCKET_IFNAME"), "eth77"}});
+      testing_support::EnvironmentValues{{std::string("GLOO_SOCKET_IFNAME"), "eth77"}});
   try {
     reachable_address("", "198.51.100.1");
     FAIL() << "eth77 was found";
   } catch (const InputError& error) {
     const std::string text = error.what();
-    EXPECT_NE(
-        text.find("GLOO_SOCKET_IFNAME=eth77 is no interface"),
-        std::string::npos)
-        << text;
+    EXPECT_NE(text.find("GLOO_SOCKET_IFNAME=eth77 is no interface"), std::string::npos) << text;
     EXPECT_NE(text.find("lo"), std::string::npos) << text;
   }
 }
@@ -70,8 +61,7 @@ TEST(TensorChecks, ATensorOfAnotherDeviceIsRefusedWithTheOptionThatHelps) {
   } catch (const InputError& error) {
     const std::string text = error.what();
     EXPECT_NE(text.find("device=meta"), std::string::npos) << text;
-    EXPECT_NE(text.find("set AcceleratorOptions::cpu"), std::string::npos)
-        << text;
+    EXPECT_NE(text.find("set AcceleratorOptions::cpu"), std::string::npos) << text;
   }
 }
 

@@ -30,27 +30,18 @@ static torch::Tensor reduced(int world, torch::ScalarType type, ReduceOp op) {
   return result.to(type);
 }
 
-static const ReduceOp kReduceOps[] = {
-    ReduceOp::sum,
-    ReduceOp::mean,
-    ReduceOp::max,
-    ReduceOp::min,
-    ReduceOp::product};
+static const ReduceOp kReduceOps[] = {ReduceOp::sum, ReduceOp::mean, ReduceOp::max, ReduceOp::min,
+                                      ReduceOp::product};
 
-static const torch::ScalarType kReducedTypes[] = {
-    torch::kFloat,
-    torch::kDouble,
-    torch::kHalf,
-    torch::kBFloat16,
-    torch::kLong};
+static const torch::ScalarType kReducedTypes[] = {torch::kFloat, torch::kDouble, torch::kHalf,
+                                                  torch::kBFloat16, torch::kLong};
 
 TEST(AllReduce, ProductsAreThoseOfAllRanksInEveryDtype) {
   const auto comm = fresh_communicator();
   for (const auto type : kReducedTypes) {
     torch::Tensor tensor = reduced_values(comm->rank(), type);
     comm->all_reduce(tensor, ReduceOp::product, "products");
-    EXPECT_TRUE(torch::equal(
-        tensor, reduced(comm->world_size(), type, ReduceOp::product)))
+    EXPECT_TRUE(torch::equal(tensor, reduced(comm->world_size(), type, ReduceOp::product)))
         << tensor;
   }
 }
@@ -65,10 +56,9 @@ TEST(Reduce, TheRootAloneGetsTheResultAndTheOthersKeepTheirs) {
       for (int root = 0; root < comm->world_size(); ++root) {
         torch::Tensor tensor = reduced_values(comm->rank(), type);
         comm->reduce_async(tensor, root, op, "to one").wait();
-        EXPECT_TRUE(torch::equal(
-            tensor,
-            comm->rank() == root ? reduced(comm->world_size(), type, op)
-                                 : reduced_values(comm->rank(), type)))
+        EXPECT_TRUE(torch::equal(tensor, comm->rank() == root
+                                             ? reduced(comm->world_size(), type, op)
+                                             : reduced_values(comm->rank(), type)))
             << tensor << " on rank " << comm->rank() << " to " << root;
       }
     }
@@ -95,17 +85,12 @@ TEST(Scatter, EachRankGetsItsRowOfTheRoots) {
     for (int root = 0; root < world; ++root) {
       torch::Tensor rows;
       if (comm->rank() == root) {
-        rows =
-            torch::arange(world * 6).view({world, 2, 3}).remainder(5).to(type);
+        rows = torch::arange(world * 6).view({world, 2, 3}).remainder(5).to(type);
       }
       torch::Tensor mine = torch::zeros({2, 3}, type);
       comm->scatter_async(mine, rows, root, "rows").wait();
       EXPECT_TRUE(torch::equal(
-          mine,
-          torch::arange(world * 6)
-              .view({world, 2, 3})[comm->rank()]
-              .remainder(5)
-              .to(type)))
+          mine, torch::arange(world * 6).view({world, 2, 3})[comm->rank()].remainder(5).to(type)))
           << mine;
     }
   }
@@ -120,12 +105,9 @@ TEST(Scatter, RowsThatDoNotFitAreRefusedOnTheRoot) {
   const int64_t world = comm->world_size();
   EXPECT_THROW(scatter(torch::ones({world, 4}), comm->rank()), InputError);
   EXPECT_THROW(scatter(torch::ones({world + 1, 3}), comm->rank()), InputError);
-  EXPECT_THROW(
-      scatter(torch::ones({world, 3}, torch::kDouble), comm->rank()),
-      InputError);
+  EXPECT_THROW(scatter(torch::ones({world, 3}, torch::kDouble), comm->rank()), InputError);
   EXPECT_THROW(scatter({}, comm->rank()), InputError);
-  EXPECT_THROW(
-      scatter(torch::ones({world, 3}), comm->world_size()), InputError);
+  EXPECT_THROW(scatter(torch::ones({world, 3}), comm->world_size()), InputError);
 }
 
 } // namespace hasten

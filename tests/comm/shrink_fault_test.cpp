@@ -24,8 +24,7 @@ using testing_support::FaultKind;
 using testing_support::FaultRank;
 using testing_support::spawn;
 
-static std::shared_ptr<Communicator> shrinking_world(
-    const FaultRank& rank, milliseconds timeout) {
+static std::shared_ptr<Communicator> shrinking_world(const FaultRank& rank, milliseconds timeout) {
   auto comm = Communicator::create(rank.world(), {.timeout = timeout});
   comm->barrier("meet");
   return comm;
@@ -39,8 +38,7 @@ static void use_until_it_fails(Communicator& comm) {
 }
 
 /// Every kind of operation, among exactly `launched` (their ranks at the start).
-static void expect_world_of(
-    Communicator& comm, int own, const std::vector<int>& launched) {
+static void expect_world_of(Communicator& comm, int own, const std::vector<int>& launched) {
   const auto size = static_cast<int>(launched.size());
   ASSERT_EQ(comm.world_size(), size);
   EXPECT_EQ(launched[static_cast<size_t>(comm.rank())], own);
@@ -64,12 +62,8 @@ static void expect_world_of(
     EXPECT_EQ(rows[i][2].item<int>(), launched[static_cast<size_t>(i)]);
   }
   const torch::Tensor swapped = torch::empty({size, 2}, torch::kLong);
-  comm.all_to_all_async(
-          swapped, torch::full({size, 2}, own, torch::kLong), "swapped")
-      .wait();
-  EXPECT_EQ(
-      swapped.sum().item<int64_t>(),
-      2 * rows.select(1, 0).sum().item<int64_t>());
+  comm.all_to_all_async(swapped, torch::full({size, 2}, own, torch::kLong), "swapped").wait();
+  EXPECT_EQ(swapped.sum().item<int64_t>(), 2 * rows.select(1, 0).sum().item<int64_t>());
   comm.duplicate({.name = "another " + std::to_string(size)})->barrier("meet");
   comm.barrier("done");
 }
@@ -77,8 +71,7 @@ static void expect_world_of(
 HASTEN_RANK_FUNCTION(ShrinksOnce) {
   const auto comm = shrinking_world(rank, milliseconds(20'000));
   const auto other = comm->duplicate({.name = "other"});
-  other->barrier(
-      "made"); // by all: one that dies now does not die while it is made
+  other->barrier("made"); // by all: one that dies now does not die while it is made
   EXPECT_FALSE(comm->shrink()); // nothing has failed
   const int victim = rank.world().world_size / 2;
   try {
@@ -95,9 +88,7 @@ HASTEN_RANK_FUNCTION(ShrinksOnce) {
     }
   }
   EXPECT_EQ(left->ranks, expected);
-  EXPECT_NE(
-      left->cause.find("rank " + std::to_string(victim) + " died"),
-      std::string::npos)
+  EXPECT_NE(left->cause.find("rank " + std::to_string(victim) + " died"), std::string::npos)
       << left->cause;
   expect_world_of(*comm, rank.world().rank, expected);
   EXPECT_THROW(other->barrier("of the old world"), CommunicationError);
@@ -107,8 +98,7 @@ HASTEN_RANK_FUNCTION(ShrinksOnce) {
 
 TEST(ShrinkFault, ThoseThatAreLeftAreAWorldOfTheirOwn) {
   for (const int world : {2, 3, 4}) {
-    const auto ranks = spawn(
-        world, "ShrinksOnce", {.kind = FaultKind::kill, .rank = world / 2});
+    const auto ranks = spawn(world, "ShrinksOnce", {.kind = FaultKind::kill, .rank = world / 2});
     for (const auto& report : ranks) {
       EXPECT_FALSE(report.timed_out) << world;
       EXPECT_EQ(report.error, "") << world;
@@ -137,8 +127,7 @@ HASTEN_RANK_FUNCTION(ShrinksThreeTimes) {
     }
     use_until_it_fails(*comm);
   } catch (const CommunicationError& error) { // by the name it has always had
-    EXPECT_NE(std::string(error.what()).find("rank 2 died"), std::string::npos)
-        << error.what();
+    EXPECT_NE(std::string(error.what()).find("rank 2 died"), std::string::npos) << error.what();
   }
   EXPECT_EQ(comm->shrink()->ranks, (std::vector<int>{0}));
   expect_world_of(*comm, own, {0});
@@ -147,8 +136,7 @@ HASTEN_RANK_FUNCTION(ShrinksThreeTimes) {
 }
 
 TEST(ShrinkFault, DeathsInARowLeaveOneRank) {
-  const auto ranks =
-      spawn(4, "ShrinksThreeTimes", {.kind = FaultKind::kill, .rank = 3});
+  const auto ranks = spawn(4, "ShrinksThreeTimes", {.kind = FaultKind::kill, .rank = 3});
   EXPECT_EQ(ranks[0].error, "");
   EXPECT_TRUE(ranks[0].values.value("ended", false));
 }
@@ -162,8 +150,7 @@ HASTEN_RANK_FUNCTION(ShrinksOnALaunchersStore) {
     options.isServer = true;
     options.port = 0;
     options.waitWorkers = false;
-    const auto store =
-        c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
+    const auto store = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
     write_file_atomically(file, std::to_string(store->getPort()));
     while (store->add("finished", 0) < 2) {
       std::this_thread::sleep_for(milliseconds(10));
@@ -178,8 +165,7 @@ HASTEN_RANK_FUNCTION(ShrinksOnALaunchersStore) {
   world.master_addr = "127.0.0.1";
   world.master_port = std::stoi(read_file(file));
   world.agent_store = true;
-  const auto comm =
-      Communicator::create(world, {.timeout = milliseconds(20'000)});
+  const auto comm = Communicator::create(world, {.timeout = milliseconds(20'000)});
   comm->barrier("meet");
   try {
     rank.fault_here();
@@ -197,11 +183,8 @@ HASTEN_RANK_FUNCTION(ShrinksOnALaunchersStore) {
 
 TEST(ShrinkFault, WithALaunchersStoreRankZeroMayDie) {
   const testing_support::TemporaryFolder scratch;
-  const auto ranks = spawn(
-      4,
-      "ShrinksOnALaunchersStore",
-      {.kind = FaultKind::kill, .rank = 0},
-      {.environment = {{"PORT_FILE", (scratch / "port").string()}}});
+  const auto ranks = spawn(4, "ShrinksOnALaunchersStore", {.kind = FaultKind::kill, .rank = 0},
+                           {.environment = {{"PORT_FILE", (scratch / "port").string()}}});
   for (const size_t i : {size_t{1}, size_t{2}, size_t{3}}) {
     EXPECT_EQ(ranks[i].error, "");
     EXPECT_FALSE(ranks[i].timed_out);
@@ -223,15 +206,10 @@ HASTEN_RANK_FUNCTION(ShrinksBehindRankZero) {
 // This test plays hasten launch.
 TEST(ShrinkFault, TheStoreOfHastenLaunchOutlivesRankZero) {
   const detail::StoreServer server(
-      {.socket =
-           detail::unique_socket_name(detail::launcher_socket_start(29'999))});
-  const auto ranks = spawn(
-      3,
-      "ShrinksBehindRankZero",
-      {.kind = FaultKind::kill, .rank = 0},
-      {.environment = {
-           {"MASTER_PORT", "29999"},
-           {"HASTEN_STORE_SOCKET", server.address().socket}}});
+      {.socket = detail::unique_socket_name(detail::launcher_socket_start(29'999))});
+  const auto ranks = spawn(3, "ShrinksBehindRankZero", {.kind = FaultKind::kill, .rank = 0},
+                           {.environment = {{"MASTER_PORT", "29999"},
+                                            {"HASTEN_STORE_SOCKET", server.address().socket}}});
   for (const size_t i : {size_t{1}, size_t{2}}) {
     EXPECT_EQ(ranks[i].error, "");
     EXPECT_FALSE(ranks[i].timed_out);
@@ -255,20 +233,16 @@ HASTEN_RANK_FUNCTION(ShrinksAndEnds) {
 }
 
 TEST(ShrinkFault, WithoutRankZeroNobodyGoesOn) {
-  const auto ranks =
-      spawn(3, "ShrinksAndEnds", {.kind = FaultKind::kill, .rank = 0});
+  const auto ranks = spawn(3, "ShrinksAndEnds", {.kind = FaultKind::kill, .rank = 0});
   for (const size_t i : {size_t{1}, size_t{2}}) {
-    EXPECT_NE(ranks[i].error.find("rank 0 died"), std::string::npos)
-        << ranks[i].error;
-    EXPECT_NE(ranks[i].error.find("cannot go on without"), std::string::npos)
-        << ranks[i].error;
+    EXPECT_NE(ranks[i].error.find("rank 0 died"), std::string::npos) << ranks[i].error;
+    EXPECT_NE(ranks[i].error.find("cannot go on without"), std::string::npos) << ranks[i].error;
     EXPECT_LT(ranks[i].seconds_after_fault, 5);
   }
 }
 
 TEST(ShrinkFault, ARankThatSaysItFailsIsNotWaitedFor) {
-  const auto ranks =
-      spawn(3, "ShrinksAndEnds", {.kind = FaultKind::fail, .rank = 1});
+  const auto ranks = spawn(3, "ShrinksAndEnds", {.kind = FaultKind::fail, .rank = 1});
   for (const size_t i : {size_t{0}, size_t{2}}) {
     EXPECT_EQ(ranks[i].values.value("size", 0), 2) << ranks[i].error;
   }
@@ -295,10 +269,8 @@ HASTEN_RANK_FUNCTION(ShrinksWithALateRank) {
 }
 
 TEST(ShrinkFault, NobodyIsLostWhereALateRankComes) {
-  const auto ranks = spawn(
-      3,
-      "ShrinksWithALateRank",
-      {.kind = FaultKind::late, .rank = 1, .delay = milliseconds(2'200)});
+  const auto ranks = spawn(3, "ShrinksWithALateRank",
+                           {.kind = FaultKind::late, .rank = 1, .delay = milliseconds(2'200)});
   for (const auto& report : ranks) {
     EXPECT_EQ(report.error, "");
     EXPECT_FALSE(report.values.value("shrunk", true));
@@ -306,14 +278,11 @@ TEST(ShrinkFault, NobodyIsLostWhereALateRankComes) {
 }
 
 TEST(ShrinkFault, ARankThatComesTooLateLearnsThatItWasLeftBehind) {
-  const auto ranks = spawn(
-      3,
-      "ShrinksWithALateRank",
-      {.kind = FaultKind::late, .rank = 1, .delay = milliseconds(4'000)});
+  const auto ranks = spawn(3, "ShrinksWithALateRank",
+                           {.kind = FaultKind::late, .rank = 1, .delay = milliseconds(4'000)});
   EXPECT_TRUE(ranks[0].values.value("shrunk", false)) << ranks[0].error;
   EXPECT_TRUE(ranks[2].values.value("shrunk", false)) << ranks[2].error;
-  EXPECT_NE(ranks[1].error.find("go on without rank 1"), std::string::npos)
-      << ranks[1].error;
+  EXPECT_NE(ranks[1].error.find("go on without rank 1"), std::string::npos) << ranks[1].error;
 }
 
 } // namespace hasten

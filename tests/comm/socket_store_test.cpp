@@ -19,8 +19,8 @@ using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
 static StorePtr connect_to(const StoreServer& server) {
   static const std::atomic<bool> never{false};
-  return c10::make_intrusive<SocketStore>(
-      server.address(), StoreClock::now() + std::chrono::seconds(60), never);
+  return c10::make_intrusive<SocketStore>(server.address(),
+                                          StoreClock::now() + std::chrono::seconds(60), never);
 }
 
 static StoreAddress test_address(bool tcp) {
@@ -42,9 +42,7 @@ static StorePtr own_tcp_store() {
   return c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
 }
 
-static std::string text(const std::vector<uint8_t>& bytes) {
-  return {bytes.begin(), bytes.end()};
-}
+static std::string text(const std::vector<uint8_t>& bytes) { return {bytes.begin(), bytes.end()}; }
 
 /// What each call of a script came to.
 static std::vector<std::string> transcript(c10d::Store& s) {
@@ -118,8 +116,7 @@ TEST(SocketStore, DoesWhatC10dsStoresDo) {
     EXPECT_EQ(transcript(*connect_to(server)), expected);
     c10d::PrefixStore one("one", connect_to(server));
     one.set("a", "of one");
-    const auto two =
-        c10::make_intrusive<c10d::PrefixStore>("two", one.getUnderlyingStore());
+    const auto two = c10::make_intrusive<c10d::PrefixStore>("two", one.getUnderlyingStore());
     EXPECT_FALSE(two->check({"a"}));
     EXPECT_EQ(connect_to(server)->get_to_str("one/a"), "of one");
   }
@@ -191,10 +188,8 @@ TEST(SocketStore, SixteenMegabytesGoThroughAndTooMuchIsRefused) {
       store->set(key, large);
     }
     EXPECT_EQ(store->get("2"), large);
-    EXPECT_THROW(
-        store->set("5", std::vector<uint8_t>(StoreChannel::kMaxFrame)), Error);
-    EXPECT_THROW(
-        store->multiGet({"1", "2", "3", "4"}), Error); // 64 MiB and heads
+    EXPECT_THROW(store->set("5", std::vector<uint8_t>(StoreChannel::kMaxFrame)), Error);
+    EXPECT_THROW(store->multiGet({"1", "2", "3", "4"}), Error); // 64 MiB and heads
     EXPECT_TRUE(store->check({"4"}));
     EXPECT_FALSE(store->check({"5"}));
   }

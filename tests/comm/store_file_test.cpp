@@ -52,17 +52,14 @@ TEST(StoreFile, RanksMeetByItAgainAndAgainAndItIsGoneBehindThem) {
 TEST(StoreFile, WhatAKilledRunOrAnotherProgramLeftIsWaitedOver) {
   const TemporaryFolder folder;
   const std::string path = shared_path(folder);
-  for (const char* left :
-       {"hasten-store 0 127.0.0.1 9\n", "hasten-store", "something else\n"}) {
+  for (const char* left : {"hasten-store 0 127.0.0.1 9\n", "hasten-store", "something else\n"}) {
     if (test_world().is_main()) {
       std::ofstream(path) << left;
     }
     test_store()->add(std::string("left ") + left, 1);
-    while (test_store()->add(std::string("left ") + left, 0) <
-           test_world().world_size) {
+    while (test_store()->add(std::string("left ") + left, 0) < test_world().world_size) {
     }
-    const auto comm =
-        Communicator::create(world_by_file(path, test_world().world_size));
+    const auto comm = Communicator::create(world_by_file(path, test_world().world_size));
     torch::Tensor tensor = torch::ones({2});
     comm->all_reduce(tensor, ReduceOp::sum, "ones");
     EXPECT_EQ(tensor[0].item<int>(), test_world().world_size);
@@ -78,8 +75,7 @@ TEST(StoreFile, WithoutRankZeroTheOthersSayWhatTheyWaitedFor) {
   if (test_world().is_main()) {
     if (test_world().world_size > 1) { // a folder that is not there
       EXPECT_THROW(
-          Communicator::create(
-              world_by_file(path + "/a/b", test_world().world_size), options),
+          Communicator::create(world_by_file(path + "/a/b", test_world().world_size), options),
           InputError);
     }
     return;
@@ -88,8 +84,7 @@ TEST(StoreFile, WithoutRankZeroTheOthersSayWhatTheyWaitedFor) {
     Communicator::create(world_by_file(path, test_world().world_size), options);
     FAIL() << "met nobody";
   } catch (const CommunicationError& error) {
-    EXPECT_NE(
-        std::string(error.what()).find("store_file=" + path), std::string::npos)
+    EXPECT_NE(std::string(error.what()).find("store_file=" + path), std::string::npos)
         << error.what();
   }
 }

@@ -82,9 +82,8 @@ HASTEN_RANK_FUNCTION(TrainsAmongStrangers) {
   std::optional<KilledAtTheEnd> flood;
   const auto comm = Communicator::create(world, {});
   if (world.rank == 0) {
-    const detail::StoreAddress store{
-        .socket = "hasten1-" + std::to_string(::geteuid()) + "-" +
-                  std::to_string(world.master_port)};
+    const detail::StoreAddress store{.socket = "hasten1-" + std::to_string(::geteuid()) + "-" +
+                                               std::to_string(world.master_port)};
     const int fd = detail::try_connect(store);
     EXPECT_GE(fd, 0); // it is there
     ::close(fd);
@@ -95,13 +94,11 @@ HASTEN_RANK_FUNCTION(TrainsAmongStrangers) {
       while (true) {
         for (int i = 0; i < 100; ++i) {
           const int at_store = detail::try_connect(store);
-          ::send(
-              at_store, junk.data(), junk.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+          ::send(at_store, junk.data(), junk.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
           ::close(at_store);
         }
         for (const int port : ports) {
-          const int at_gloo =
-              detail::try_connect({.host = "127.0.0.1", .port = port});
+          const int at_gloo = detail::try_connect({.host = "127.0.0.1", .port = port});
           ::send(at_gloo, junk.data(), 100, MSG_NOSIGNAL | MSG_DONTWAIT);
           ::close(at_gloo);
         }
@@ -116,11 +113,8 @@ TEST(Stranger, AnothersFloodDoesNotHoldUpTraining) {
   if (!testing_support::can_be_a_stranger()) {
     GTEST_SKIP() << "needs root, to become another user";
   }
-  for (const RankReport& report : spawn(
-           2,
-           "TrainsAmongStrangers",
-           {},
-           {.deadline = std::chrono::seconds(120)})) {
+  for (const RankReport& report :
+       spawn(2, "TrainsAmongStrangers", {}, {.deadline = std::chrono::seconds(120)})) {
     EXPECT_EQ(report.error, "");
     EXPECT_FALSE(report.timed_out);
   }
@@ -156,9 +150,8 @@ TEST(Stranger, OneThatIsConnectedToGlooEndsTheStartOnAllRanks) {
     GTEST_SKIP() << "needs root, to become another user";
   }
   for (const RankReport& report : spawn(2, "StartsAGroupBesideAStranger")) {
-    EXPECT_NE(
-        report.error.find("a process of another user (uid 65534) is connected"),
-        std::string::npos)
+    EXPECT_NE(report.error.find("a process of another user (uid 65534) is connected"),
+              std::string::npos)
         << report.error;
     EXPECT_FALSE(report.timed_out);
   }
@@ -175,19 +168,15 @@ HASTEN_RANK_FUNCTION(MeetsOverTcp) {
       secret != nullptr && world.rank == 1) {
     ::setenv("HASTEN_SECRET", secret, 1);
   }
-  const auto comm =
-      Communicator::create(world, {.timeout = milliseconds(10'000)});
+  const auto comm = Communicator::create(world, {.timeout = milliseconds(10'000)});
   train(*comm, 5);
   comm->close();
 }
 
 TEST(StoreOverTcp, RanksMeetWithOneSecretAndWithNone) {
   for (const char* secret : {"0123456789abcdef", ""}) {
-    for (const RankReport& report : spawn(
-             3,
-             "MeetsOverTcp",
-             {},
-             {.environment = {{"HASTEN_SECRET", secret}}})) {
+    for (const RankReport& report :
+         spawn(3, "MeetsOverTcp", {}, {.environment = {{"HASTEN_SECRET", secret}}})) {
       EXPECT_EQ(report.error, "");
     }
   }
@@ -196,20 +185,12 @@ TEST(StoreOverTcp, RanksMeetWithOneSecretAndWithNone) {
 TEST(StoreOverTcp, ARankWithAnotherSecretOrNoneIsRefused) {
   for (const char* other : {"fedcba9876543210", ""}) {
     const auto ranks = spawn(
-        2,
-        "MeetsOverTcp",
-        {},
+        2, "MeetsOverTcp", {},
         {.deadline = std::chrono::seconds(60),
-         .environment = {
-             {"HASTEN_SECRET", "0123456789abcdef"},
-             {"SECRET_OF_RANK_ONE", other}}});
-    EXPECT_NE(ranks[0].error.find("missing 1"), std::string::npos)
-        << ranks[0].error;
-    EXPECT_NE(ranks[1].error.find("has another secret"), std::string::npos)
-        << ranks[1].error;
-    EXPECT_EQ(
-        ranks[1].error.find(other[0] != '\0' ? other : "0123456789"),
-        std::string::npos);
+         .environment = {{"HASTEN_SECRET", "0123456789abcdef"}, {"SECRET_OF_RANK_ONE", other}}});
+    EXPECT_NE(ranks[0].error.find("missing 1"), std::string::npos) << ranks[0].error;
+    EXPECT_NE(ranks[1].error.find("has another secret"), std::string::npos) << ranks[1].error;
+    EXPECT_EQ(ranks[1].error.find(other[0] != '\0' ? other : "0123456789"), std::string::npos);
   }
 }
 

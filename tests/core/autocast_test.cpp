@@ -14,9 +14,7 @@
 
 namespace hasten {
 
-static torch::Tensor product() {
-  return torch::mm(torch::ones({4, 4}), torch::ones({4, 4}));
-}
+static torch::Tensor product() { return torch::mm(torch::ones({4, 4}), torch::ones({4, 4})); }
 
 static torch::ScalarType product_type() { return product().scalar_type(); }
 
@@ -43,9 +41,7 @@ TEST(Autocast, ScopesNestOnAndOffAndEndWithWhatWasThere) {
 
 TEST(Autocast, AnExceptionPutsBackTooAndDropsConvertedWeights) {
   const auto weight = torch::ones({4, 4}, torch::requires_grad());
-  const auto result = [&] {
-    return torch::mm(torch::ones({4, 4}), weight).sum().item<double>();
-  };
+  const auto result = [&] { return torch::mm(torch::ones({4, 4}), weight).sum().item<double>(); };
   EXPECT_THROW(
       {
         const Autocast outer;
@@ -66,9 +62,7 @@ TEST(Autocast, AnExceptionPutsBackTooAndDropsConvertedWeights) {
 TEST(Autocast, DroppedCastsSeeAWeightThatChangedInTheScope) {
   const Autocast autocast;
   const auto weight = torch::ones({4, 4}, torch::requires_grad());
-  const auto result = [&] {
-    return torch::mm(torch::ones({4, 4}), weight).sum().item<double>();
-  };
+  const auto result = [&] { return torch::mm(torch::ones({4, 4}), weight).sum().item<double>(); };
   EXPECT_EQ(result(), 64);
   {
     const torch::NoGradGuard no_grad;
@@ -84,8 +78,7 @@ TEST(Autocast, RefusesADtypeThatIsNotOf16Bits) {
     const Autocast autocast({.dtype = torch::kDouble});
     FAIL();
   } catch (const InputError& error) {
-    EXPECT_NE(std::string(error.what()).find("dtype=Double"), std::string::npos)
-        << error.what();
+    EXPECT_NE(std::string(error.what()).find("dtype=Double"), std::string::npos) << error.what();
   }
   EXPECT_EQ(product_type(), torch::kFloat);
 }
@@ -96,24 +89,22 @@ TEST(Autocast, NormalisationsAndLossesAreInFp32AsOnGpus) {
     const auto x = torch::randn({6, 8}).to(dtype);
     const auto labels = torch::zeros({6}, torch::kLong);
     const auto types = [&] {
-      return std::vector<torch::ScalarType>{
-          torch::softmax(x, -1).scalar_type(),
-          torch::log_softmax(x, -1).scalar_type(),
-          torch::layer_norm(x, {8}).scalar_type(),
-          torch::group_norm(x, 2).scalar_type(),
-          torch::rms_norm(x, {8}).scalar_type(),
-          x.norm().scalar_type(),
-          x.sum().scalar_type(),
-          x.exp().scalar_type(),
-          x.pow(2).scalar_type(),
-          x.logsumexp(-1).scalar_type()};
+      return std::vector<torch::ScalarType>{torch::softmax(x, -1).scalar_type(),
+                                            torch::log_softmax(x, -1).scalar_type(),
+                                            torch::layer_norm(x, {8}).scalar_type(),
+                                            torch::group_norm(x, 2).scalar_type(),
+                                            torch::rms_norm(x, {8}).scalar_type(),
+                                            x.norm().scalar_type(),
+                                            x.sum().scalar_type(),
+                                            x.exp().scalar_type(),
+                                            x.pow(2).scalar_type(),
+                                            x.logsumexp(-1).scalar_type()};
     };
     const auto losses = [&] {
       return std::vector<torch::ScalarType>{
           torch::cross_entropy_loss(x, labels).scalar_type(),
           torch::mse_loss(x, torch::zeros({6, 8})).scalar_type(),
-          torch::binary_cross_entropy_with_logits(x, torch::ones({6, 8}))
-              .scalar_type()};
+          torch::binary_cross_entropy_with_logits(x, torch::ones({6, 8})).scalar_type()};
     };
     const std::vector<torch::ScalarType> fp32(10, torch::kFloat);
     {
@@ -127,8 +118,7 @@ TEST(Autocast, NormalisationsAndLossesAreInFp32AsOnGpus) {
         EXPECT_EQ(torch::softmax(x, -1).scalar_type(), dtype);
       }
     }
-    const Autocast torch_list(
-        {.dtype = dtype, .fp32_ops = Fp32Ops::torch_list});
+    const Autocast torch_list({.dtype = dtype, .fp32_ops = Fp32Ops::torch_list});
     EXPECT_EQ(types(), std::vector<torch::ScalarType>(10, dtype));
     EXPECT_EQ(losses(), std::vector(3, torch::kFloat));
   }
@@ -157,8 +147,7 @@ TEST(Autocast, LstmsRunInFp32WhereTheCpuHasNoneInFp16) {
       const Autocast autocast({.dtype = dtype});
       output = std::get<0>(lstm->forward(before(torch::ones({3, 2, 4}))));
     }
-    EXPECT_EQ(
-        output.scalar_type(), dtype == torch::kHalf ? torch::kFloat : dtype);
+    EXPECT_EQ(output.scalar_type(), dtype == torch::kHalf ? torch::kFloat : dtype);
     output.to(torch::kFloat).sum().backward();
     for (const auto& parameter : lstm->parameters()) {
       EXPECT_TRUE(parameter.grad().isfinite().all().item<bool>());
@@ -189,18 +178,16 @@ TEST(Autocast, ThreadsBeginWithoutAndTakeASettingThatIsGiven) {
 
 TEST(Autocast, BackwardInAnotherThreadGivesTheSameGradients) {
   torch::manual_seed(3);
-  torch::nn::Sequential model(
-      torch::nn::Linear(32, 32),
-      torch::nn::LayerNorm(std::vector<int64_t>{32}),
-      torch::nn::Linear(32, 4));
+  torch::nn::Sequential model(torch::nn::Linear(32, 32),
+                              torch::nn::LayerNorm(std::vector<int64_t>{32}),
+                              torch::nn::Linear(32, 4));
   const auto gradients = [&](bool elsewhere) {
     model->zero_grad();
     torch::Tensor loss;
     {
       const Autocast autocast;
-      loss = torch::cross_entropy_loss(
-          model->forward(torch::ones({64, 32})),
-          torch::zeros({64}, torch::kLong));
+      loss = torch::cross_entropy_loss(model->forward(torch::ones({64, 32})),
+                                       torch::zeros({64}, torch::kLong));
     }
     if (elsewhere) {
       const int threads = at::get_num_threads(); // sums depend on their number
@@ -232,8 +219,7 @@ TEST(Autocast, FastLinearIsTheProductOfTheRoundedNumbers) {
   const auto rounded = [](const torch::Tensor& x) {
     return x.to(torch::kBFloat16).to(torch::kFloat);
   };
-  for (const int64_t rows :
-       {int64_t{32}, int64_t{33}, int64_t{200}, int64_t{1100}}) {
+  for (const int64_t rows : {int64_t{32}, int64_t{33}, int64_t{200}, int64_t{1100}}) {
     const auto x = torch::randn({rows, 48}, torch::requires_grad());
     const auto weight = torch::randn({24, 48}, torch::requires_grad());
     const auto bias = torch::randn({24}, torch::requires_grad());
@@ -245,23 +231,15 @@ TEST(Autocast, FastLinearIsTheProductOfTheRoundedNumbers) {
     ASSERT_EQ(y.scalar_type(), torch::kBFloat16);
     const auto g = rounded(torch::randn({rows, 24}));
     y.backward(g.to(torch::kBFloat16));
-    const auto expect_near = [&](const torch::Tensor& mine,
-                                 const torch::Tensor& reference,
+    const auto expect_near = [&](const torch::Tensor& mine, const torch::Tensor& reference,
                                  double units) {
       const double largest = reference.abs().max().item<double>();
       EXPECT_EQ(mine.scalar_type(), torch::kFloat);
-      EXPECT_LE(
-          (mine - reference).abs().max().item<double>(),
-          units * 0x1p-9 * largest)
-          << rows;
+      EXPECT_LE((mine - reference).abs().max().item<double>(), units * 0x1p-9 * largest) << rows;
     };
     expect_near(
         y.detach().to(torch::kFloat),
-        torch::linear(
-            rounded(x.detach()),
-            rounded(weight.detach()),
-            rounded(bias.detach())),
-        2.02);
+        torch::linear(rounded(x.detach()), rounded(weight.detach()), rounded(bias.detach())), 2.02);
     expect_near(x.grad(), g.mm(rounded(weight.detach())), 2.02);
     // Rounded once for each piece of rows, of which there are at most five.
     expect_near(weight.grad(), g.t().mm(rounded(x.detach())), 5);
@@ -282,8 +260,7 @@ TEST(Autocast, CastGivesWhatAProductWouldTake) {
 }
 
 TEST(PrecisionProbe, ThisMachineComputesInEveryPrecisionAndSaysHowQuickly) {
-  for (const auto precision :
-       {Precision::no, Precision::bf16, Precision::fp16}) {
+  for (const auto precision : {Precision::no, Precision::bf16, Precision::fp16}) {
     EXPECT_EQ(why_no_precision(precision), "") << precision_name(precision);
   }
   const double speedup = precision_speedup(torch::kBFloat16);

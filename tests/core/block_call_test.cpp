@@ -39,25 +39,19 @@ TORCH_MODULE(Scale);
 
 // Every kind of argument and result that holds tensors.
 struct MixedImpl : Module {
-  Output forward(
-      const std::vector<Tensor>& list,
-      std::optional<Tensor> mask,
-      std::tuple<Tensor, int64_t> pair,
-      const std::string& name) {
+  Output forward(const std::vector<Tensor>& list, std::optional<Tensor> mask,
+                 std::tuple<Tensor, int64_t> pair, const std::string& name) {
     Tensor sum = list[0] + list[1] + std::get<0>(pair);
     return {sum, mask, static_cast<int64_t>(name.size()) + std::get<1>(pair)};
   }
 };
 TORCH_MODULE(Mixed);
 
-using Step = std::function<std::vector<Tensor>(
-    const BlockCall&, std::vector<Tensor>, Forward)>;
+using Step = std::function<std::vector<Tensor>(const BlockCall&, std::vector<Tensor>, Forward)>;
 struct Interceptor : BlockInterceptor {
   explicit Interceptor(Step step) : step(std::move(step)) {}
-  std::vector<Tensor> intercept(
-      const BlockCall& call,
-      std::vector<Tensor> inputs,
-      Forward forward) override {
+  std::vector<Tensor> intercept(const BlockCall& call, std::vector<Tensor> inputs,
+                                Forward forward) override {
     return step(call, std::move(inputs), std::move(forward));
   }
   Step step;
@@ -75,10 +69,9 @@ TEST(BlockCall, IsThePlainForwardUntilSomethingIsAttached) {
   EXPECT_EQ(value(call_block(block.ptr(), scalar(2))), 6);
   EXPECT_EQ(value(call_block(*block, scalar(2))), 6);
   Scale other(1.0);
-  auto hold = attach_block(
-      other.ptr(), BlockStage::shard, make([](auto&, auto, Forward forward) {
-        return forward({scalar(100)});
-      }));
+  auto hold =
+      attach_block(other.ptr(), BlockStage::shard,
+                   make([](auto&, auto, Forward forward) { return forward({scalar(100)}); }));
   EXPECT_EQ(value(call_block(block, scalar(2))), 6);
   EXPECT_EQ(value(call_block(other, scalar(2))), 100);
   hold.detach();
@@ -115,8 +108,7 @@ TEST(BlockCall, ShardIsOutsideCheckpointWhateverTheOrderOfAttachment) {
     EXPECT_EQ(value(call_block(block, scalar(1), 0.5)), 200);
     EXPECT_EQ(block->calls, 2);
     EXPECT_EQ(order, (std::vector<std::string>{"shard", "checkpoint"}));
-    EXPECT_THROW(
-        attach_block(block.ptr(), BlockStage::shard, shard), InputError);
+    EXPECT_THROW(attach_block(block.ptr(), BlockStage::shard, shard), InputError);
   }
   EXPECT_EQ(detail::attached_blocks, 0);
 }
@@ -125,37 +117,27 @@ TEST(BlockCall, FlattensVectorsOptionalsTuplesAndStructs) {
   Mixed block;
   size_t seen = 0;
   bool mask_defined = false;
-  auto hold = attach_block(
-      block.ptr(),
-      BlockStage::shard,
-      make([&](auto&, auto inputs, Forward forward) {
-        seen = inputs.size();
-        mask_defined = inputs[2].defined();
-        inputs[1] = scalar(20);
-        auto outputs = forward(inputs);
-        EXPECT_EQ(outputs.size(), 2u);
-        outputs[0] = outputs[0] + 1000;
-        return outputs;
-      }));
+  auto hold =
+      attach_block(block.ptr(), BlockStage::shard, make([&](auto&, auto inputs, Forward forward) {
+                     seen = inputs.size();
+                     mask_defined = inputs[2].defined();
+                     inputs[1] = scalar(20);
+                     auto outputs = forward(inputs);
+                     EXPECT_EQ(outputs.size(), 2u);
+                     outputs[0] = outputs[0] + 1000;
+                     return outputs;
+                   }));
   std::vector<Tensor> list{scalar(1), scalar(2)};
-  Output output = call_block(
-      block,
-      list,
-      std::optional<Tensor>(),
-      std::make_tuple(scalar(300), int64_t{4}),
-      "abc");
+  Output output = call_block(block, list, std::optional<Tensor>(),
+                             std::make_tuple(scalar(300), int64_t{4}), "abc");
   EXPECT_EQ(seen, 4u);
   EXPECT_FALSE(mask_defined);
   EXPECT_EQ(value(output.logits), 1321);
   EXPECT_FALSE(output.loss.has_value());
   EXPECT_EQ(output.layers, 7);
   EXPECT_EQ(value(list[1]), 2) << "the caller's own tensors stay";
-  output = call_block(
-      block,
-      list,
-      std::optional<Tensor>(scalar(5)),
-      std::make_tuple(scalar(0), int64_t{0}),
-      std::string("a"));
+  output = call_block(block, list, std::optional<Tensor>(scalar(5)),
+                      std::make_tuple(scalar(0), int64_t{0}), std::string("a"));
   EXPECT_TRUE(mask_defined);
   EXPECT_EQ(value(*output.loss), 5);
 }
@@ -171,8 +153,7 @@ TEST(BlockCall, AnExceptionPassesThroughBothInterceptors) {
     } count{unwound};
     return forward(inputs);
   });
-  auto thrower = make(
-      [&](auto&, auto, Forward) -> std::vector<Tensor> { throw EarlyStop{}; });
+  auto thrower = make([&](auto&, auto, Forward) -> std::vector<Tensor> { throw EarlyStop{}; });
   auto outer = attach_block(block.ptr(), BlockStage::shard, pass);
   {
     auto inner = attach_block(block.ptr(), BlockStage::checkpoint, thrower);
@@ -188,11 +169,10 @@ TEST(BlockCall, AnExceptionPassesThroughBothInterceptors) {
 TEST(BlockCall, ADeadBlockLeavesNothingToTheNextAtItsAddress) {
   alignas(ScaleImpl) static std::byte place[sizeof(ScaleImpl)];
   auto build = [&](double factor) {
-    return std::shared_ptr<ScaleImpl>(
-        new (place) ScaleImpl(factor), [](ScaleImpl* p) { p->~ScaleImpl(); });
+    return std::shared_ptr<ScaleImpl>(new (place) ScaleImpl(factor),
+                                      [](ScaleImpl* p) { p->~ScaleImpl(); });
   };
-  auto hundred =
-      make([](auto&, auto, Forward forward) { return forward({scalar(100)}); });
+  auto hundred = make([](auto&, auto, Forward forward) { return forward({scalar(100)}); });
   auto block = build(2);
   auto hold = attach_block(block, BlockStage::shard, hundred);
   EXPECT_EQ(value(call_block(block, scalar(1))), 200);
@@ -209,14 +189,12 @@ TEST(BlockCall, ADeadBlockLeavesNothingToTheNextAtItsAddress) {
 TEST(BlockCall, ABlockMayDieDuringItsCallAndForwardOutlivesIt) {
   Scale block(2.0);
   Forward kept;
-  auto hold = attach_block(
-      block.ptr(),
-      BlockStage::checkpoint,
-      make([&](auto&, auto inputs, Forward forward) {
-        block = nullptr;
-        kept = forward;
-        return forward(inputs);
-      }));
+  auto hold = attach_block(block.ptr(), BlockStage::checkpoint,
+                           make([&](auto&, auto inputs, Forward forward) {
+                             block = nullptr;
+                             kept = forward;
+                             return forward(inputs);
+                           }));
   EXPECT_EQ(value(call_block(block.ptr(), scalar(4), 1.0)), 9);
   EXPECT_EQ(value(kept({scalar(5)})[0]), 11) << "as a recompute in backward";
   EXPECT_THROW(kept({}), InputError);
@@ -225,13 +203,11 @@ TEST(BlockCall, ABlockMayDieDuringItsCallAndForwardOutlivesIt) {
 TEST(BlockCall, AForwardHeldForBackwardKeepsNoTensorOfTheCall) {
   Scale block(2.0);
   std::vector<Forward> kept;
-  auto hold = attach_block(
-      block.ptr(),
-      BlockStage::checkpoint,
-      make([&](auto&, auto inputs, Forward forward) {
-        kept.push_back(forward);
-        return forward(std::move(inputs));
-      }));
+  auto hold = attach_block(block.ptr(), BlockStage::checkpoint,
+                           make([&](auto&, auto inputs, Forward forward) {
+                             kept.push_back(forward);
+                             return forward(std::move(inputs));
+                           }));
   Tensor input = torch::ones({3});
   Tensor output = call_block(block, input);
   kept[0]({torch::ones({3})});
@@ -241,17 +217,15 @@ TEST(BlockCall, AForwardHeldForBackwardKeepsNoTensorOfTheCall) {
 
 TEST(BlockCall, RefusesAnotherNumberOfOutputs) {
   Scale block(2.0);
-  auto hold = attach_block(
-      block.ptr(), BlockStage::shard, make([](auto&, auto inputs, Forward) {
-        inputs.push_back(inputs[0]);
-        return inputs;
-      }));
+  auto hold = attach_block(block.ptr(), BlockStage::shard, make([](auto&, auto inputs, Forward) {
+                             inputs.push_back(inputs[0]);
+                             return inputs;
+                           }));
   try {
     call_block(block, scalar(1));
     FAIL() << "must throw";
   } catch (const InputError& error) {
-    EXPECT_NE(std::string(error.what()).find("outputs=2"), std::string::npos)
-        << error.what();
+    EXPECT_NE(std::string(error.what()).find("outputs=2"), std::string::npos) << error.what();
   }
 }
 
@@ -270,8 +244,7 @@ TEST(BlockCall, AttachesWhileOtherThreadsCall) {
       }
     });
   }
-  auto hundred =
-      make([](auto&, auto, Forward forward) { return forward({scalar(100)}); });
+  auto hundred = make([](auto&, auto, Forward forward) { return forward({scalar(100)}); });
   while (calls < 500) {
     auto hold = attach_block(block.ptr(), BlockStage::shard, hundred);
     Scale dead(1.0);

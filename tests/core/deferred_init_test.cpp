@@ -19,16 +19,11 @@ struct MixedImpl : torch::nn::Module {
   explicit MixedImpl(const Tensor& given) {
     linear = register_module("linear", torch::nn::Linear(70, 90));
     words = register_module(
-        "words",
-        torch::nn::Embedding(
-            torch::nn::EmbeddingOptions(20, 6).padding_idx(3)));
-    register_module(
-        "convolution",
-        torch::nn::Conv2d(torch::nn::Conv2dOptions(3, 4, 3).groups(1)));
+        "words", torch::nn::Embedding(torch::nn::EmbeddingOptions(20, 6).padding_idx(3)));
+    register_module("convolution", torch::nn::Conv2d(torch::nn::Conv2dOptions(3, 4, 3).groups(1)));
     register_module("norm", torch::nn::LayerNorm(std::vector<int64_t>{9}));
     register_module("batch_norm", torch::nn::BatchNorm2d(4));
-    register_module(
-        "lstm", torch::nn::LSTM(torch::nn::LSTMOptions(5, 6).num_layers(2)));
+    register_module("lstm", torch::nn::LSTM(torch::nn::LSTMOptions(5, 6).num_layers(2)));
     register_module("wide", torch::nn::Linear(4, 4))->to(torch::kDouble);
     register_parameter("head", words->weight); // tied
     const auto add = [this](const char* name, Tensor value) {
@@ -69,19 +64,16 @@ struct MixedImpl : torch::nn::Module {
 TORCH_MODULE(Mixed);
 
 static bool same(const Tensor& a, const Tensor& b) {
-  return a.sizes() == b.sizes() && a.strides() == b.strides() &&
-         a.dtype() == b.dtype() && torch::equal(a, b);
+  return a.sizes() == b.sizes() && a.strides() == b.strides() && a.dtype() == b.dtype() &&
+         torch::equal(a, b);
 }
 
-static void expect_same(
-    const torch::nn::Module& a, const torch::nn::Module& b) {
+static void expect_same(const torch::nn::Module& a, const torch::nn::Module& b) {
   for (const auto& item : a.named_parameters()) {
-    EXPECT_TRUE(same(item.value(), b.named_parameters()[item.key()]))
-        << item.key();
+    EXPECT_TRUE(same(item.value(), b.named_parameters()[item.key()])) << item.key();
   }
   for (const auto& item : a.named_buffers()) {
-    EXPECT_TRUE(same(item.value(), b.named_buffers()[item.key()]))
-        << item.key();
+    EXPECT_TRUE(same(item.value(), b.named_buffers()[item.key()])) << item.key();
   }
 }
 
@@ -90,8 +82,7 @@ static Mixed plain_mixed(const Tensor& given) {
   return Mixed(given);
 }
 
-static Mixed deferred_mixed(
-    const Tensor& given, const DeferredInitOptions& options = {}) {
+static Mixed deferred_mixed(const Tensor& given, const DeferredInitOptions& options = {}) {
   torch::manual_seed(5);
   return deferred_init([&] { return Mixed(given); }, options);
 }
@@ -130,12 +121,10 @@ TEST(DeferredInit, ValuesAndRandomStateAreThoseOfPlainConstruction) {
     const Tensor state = at::detail::getDefaultCPUGenerator().get_state();
     materialize(*deferred);
     EXPECT_FALSE(is_deferred(*deferred));
-    EXPECT_TRUE(
-        torch::equal(state, at::detail::getDefaultCPUGenerator().get_state()));
+    EXPECT_TRUE(torch::equal(state, at::detail::getDefaultCPUGenerator().get_state()));
     expect_same(*plain, *deferred);
     for (const Tensor& tensor : deferred->parameters()) { // the tied one too
-      EXPECT_NE(tensor.storage().data_ptr().get_context(), nullptr)
-          << "its memory is nobody's";
+      EXPECT_NE(tensor.storage().data_ptr().get_context(), nullptr) << "its memory is nobody's";
     }
   }
 }
@@ -192,8 +181,7 @@ TEST(DeferredInit, ReadingAnUnmadeValueSaysWhatToDo) {
   Mixed deferred = deferred_mixed(torch::randn({2, 3}));
   const Tensor x = torch::randn({1, 70});
   for (const auto& use : std::vector<std::function<void()>>{
-           [&] { deferred->forward(x); },
-           [&] { deferred->linear->bias.abs().max().item<float>(); },
+           [&] { deferred->forward(x); }, [&] { deferred->linear->bias.abs().max().item<float>(); },
            [&] { deferred->linear->bias.data_ptr<float>(); },
            [&] { deferred->linear->bias.detach().fill_(1); },
            [&] { deferred->to(torch::kDouble); }}) {
@@ -207,24 +195,22 @@ TEST(DeferredInit, AnErrorInTheConstructorLeavesNothingBehind) {
   install_memory_meter();
   const int64_t before = memory_stats().live_bytes;
   for (int i = 0; i < 2; ++i) {
-    EXPECT_THROW(
-        deferred_init(
-            [] {
-              torch::nn::Linear made(300, 300);
-              throw std::runtime_error("the constructor's own");
-              return made;
-            },
-            {.resident_bytes = 0}),
-        std::runtime_error);
+    EXPECT_THROW(deferred_init(
+                     [] {
+                       torch::nn::Linear made(300, 300);
+                       throw std::runtime_error("the constructor's own");
+                       return made;
+                     },
+                     {.resident_bytes = 0}),
+                 std::runtime_error);
     EXPECT_EQ(memory_stats().live_bytes, before);
   }
   torch::nn::Linear after(3, 3);
   EXPECT_FALSE(is_deferred(*after));
-  EXPECT_TRUE(says(
-      deferred_error([] {
-        deferred_init([] { return std::shared_ptr<torch::nn::LinearImpl>(); });
-      }),
-      "null"));
+  EXPECT_TRUE(says(deferred_error([] {
+                     deferred_init([] { return std::shared_ptr<torch::nn::LinearImpl>(); });
+                   }),
+                   "null"));
 }
 
 TEST(DeferredInit, OutsideTensorsAreReadAsTheyWere) {
@@ -251,15 +237,13 @@ TEST(DeferredInit, OneInsideAnotherIsPartOfIt) {
   const auto make_both = [&](bool nested) {
     torch::manual_seed(2);
     torch::nn::Linear first(3, 3);
-    torch::nn::Linear second =
-        nested ? deferred_init(make_second) : make_second();
+    torch::nn::Linear second = nested ? deferred_init(make_second) : make_second();
     second->weight.detach().add_(first->weight.detach());
     torch::nn::Sequential both(first, second);
     return both;
   };
   const auto plain = make_both(false);
-  const auto deferred =
-      deferred_init([&] { return make_both(true); }, {.resident_bytes = 0});
+  const auto deferred = deferred_init([&] { return make_both(true); }, {.resident_bytes = 0});
   materialize(*deferred);
   expect_same(*plain, *deferred);
 }

@@ -9,8 +9,7 @@ namespace hasten {
 
 static double relative_difference(const at::Tensor& a, const at::Tensor& b) {
   const double size = at::linalg_vector_norm(b).item<double>();
-  const double distance =
-      at::linalg_vector_norm(a.to(at::kDouble) - b).item<double>();
+  const double distance = at::linalg_vector_norm(a.to(at::kDouble) - b).item<double>();
   return size > 0 ? distance / size : distance;
 }
 
@@ -18,10 +17,7 @@ static double relative_difference(const at::Tensor& a, const at::Tensor& b) {
 struct LinearReference {
   at::Tensor output, x, weight, bias;
 
-  LinearReference(
-      const at::Tensor& x32,
-      const at::Tensor& weight32,
-      const at::Tensor& bias32)
+  LinearReference(const at::Tensor& x32, const at::Tensor& weight32, const at::Tensor& bias32)
       : x(x32.detach().to(at::kDouble).requires_grad_()),
         weight(weight32.detach().to(at::kDouble).requires_grad_()),
         bias(bias32.detach().to(at::kDouble).requires_grad_()) {
@@ -58,20 +54,12 @@ TEST_P(LinearShapes, OutputAndGradientsEqualTorchsInDouble) {
   EXPECT_TRUE(fast_linear(x, weight, bias).equal(output));
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    All,
-    LinearShapes,
-    testing::Values(
-        LinearCase{{3}, 5, 7},
-        LinearCase{{64}, 32, 48},
-        LinearCase{{1, 1}, 64, 64},
-        LinearCase{{4, 33}, 64, 96},
-        LinearCase{{1000}, 64, 96},
-        LinearCase{{1151}, 32, 64},
-        LinearCase{{31}, 64, 96},
-        LinearCase{{2, 3, 17}, 128, 32},
-        LinearCase{{0}, 32, 32},
-        LinearCase{{20}, 32, 2}));
+INSTANTIATE_TEST_SUITE_P(All, LinearShapes,
+                         testing::Values(LinearCase{{3}, 5, 7}, LinearCase{{64}, 32, 48},
+                                         LinearCase{{1, 1}, 64, 64}, LinearCase{{4, 33}, 64, 96},
+                                         LinearCase{{1000}, 64, 96}, LinearCase{{1151}, 32, 64},
+                                         LinearCase{{31}, 64, 96}, LinearCase{{2, 3, 17}, 128, 32},
+                                         LinearCase{{0}, 32, 32}, LinearCase{{20}, 32, 2}));
 
 TEST(Linear, TakesStridedInputAndNoBias) {
   torch::manual_seed(2);
@@ -95,16 +83,12 @@ TEST(Linear, CanBeDifferentiatedTwice) {
   auto x = torch::randn({32, 32}).requires_grad_();
   auto weight = torch::randn({32, 32}).requires_grad_();
   const auto norm_of_gradient = [&](const at::Tensor& output) {
-    const auto gradient =
-        torch::autograd::grad({output.pow(2).sum()}, {x}, {}, true, true)[0];
+    const auto gradient = torch::autograd::grad({output.pow(2).sum()}, {x}, {}, true, true)[0];
     return torch::autograd::grad({gradient.pow(2).sum()}, {weight})[0];
   };
-  const auto expected =
-      norm_of_gradient(torch::nn::functional::linear(x, weight));
-  EXPECT_LT(
-      relative_difference(
-          norm_of_gradient(fast_linear(x, weight)), expected.to(at::kDouble)),
-      1e-5);
+  const auto expected = norm_of_gradient(torch::nn::functional::linear(x, weight));
+  EXPECT_LT(relative_difference(norm_of_gradient(fast_linear(x, weight)), expected.to(at::kDouble)),
+            1e-5);
 }
 
 // The largest moment of a block's backward: x and its gradient are not there together.
@@ -120,8 +104,7 @@ TEST(Linear, BackwardLetsGoOfItsInputBeforeItMakesTheInputsGradient) {
   constexpr int64_t kOutput = 256 * 128 * 4;
   for (const bool retain : {false, true}) {
     // Nobody but the product keeps the clone; its backward makes nothing large.
-    const at::Tensor loss =
-        fast_linear(row.expand({256, 1024}).clone(), weight).sum();
+    const at::Tensor loss = fast_linear(row.expand({256, 1024}).clone(), weight).sum();
     const int64_t before = memory_stats().live_bytes;
     reset_peak_memory();
     loss.backward({}, retain);
@@ -145,8 +128,7 @@ TEST(Linear, AWeightChangedBeforeBackwardIsAnError) {
 TEST(Linear, OtherDtypesAreTorchsOwn) {
   const auto x = torch::randn({32, 32}, at::kDouble);
   const auto weight = torch::randn({32, 32}, at::kDouble);
-  EXPECT_TRUE(
-      fast_linear(x, weight).equal(torch::nn::functional::linear(x, weight)));
+  EXPECT_TRUE(fast_linear(x, weight).equal(torch::nn::functional::linear(x, weight)));
 }
 
 } // namespace hasten

@@ -22,12 +22,8 @@ class MemoryMeter : public testing::Test {
     reset_peak_memory();
     before_ = memory_stats();
   }
-  int64_t live() const {
-    return memory_stats().live_bytes - before_.live_bytes;
-  }
-  int64_t peak() const {
-    return memory_stats().peak_bytes - before_.live_bytes;
-  }
+  int64_t live() const { return memory_stats().live_bytes - before_.live_bytes; }
+  int64_t peak() const { return memory_stats().peak_bytes - before_.live_bytes; }
 
   MemoryStats before_;
 };
@@ -114,8 +110,7 @@ TEST_F(MemoryMeter, FreesOnAnotherThreadAreCounted) {
 }
 
 TEST_F(MemoryMeter, CountsWhatBackwardAllocates) {
-  const torch::Tensor x =
-      torch::ones({1000}, torch::requires_grad().dtype(torch::kFloat));
+  const torch::Tensor x = torch::ones({1000}, torch::requires_grad().dtype(torch::kFloat));
   x.mul(2).sum().backward();
   EXPECT_EQ(live(), 8000); // x and its gradient
   EXPECT_GE(peak(), 8000);
@@ -131,9 +126,7 @@ TEST_F(MemoryMeter, ALimitRefusesWhatWouldExceedItAndNothingElse) {
       FAIL() << "not refused";
     } catch (const std::exception& error) {
       EXPECT_TRUE(is_out_of_memory(error)) << error.what();
-      EXPECT_NE(
-          std::string(error.what()).find("out of memory: 4 bytes"),
-          std::string::npos)
+      EXPECT_NE(std::string(error.what()).find("out of memory: 4 bytes"), std::string::npos)
           << error.what();
     }
     EXPECT_EQ(live(), 4000) << "a refusal counts nothing";
@@ -164,8 +157,8 @@ TEST_F(MemoryMeter, OfNestedLimitsTheLeastHolds) {
 
 // What an attempt that failed in forward or backward leaves behind: nothing.
 TEST_F(MemoryMeter, AStepThatRanOutOfMemoryLeavesNothingBehind) {
-  torch::nn::Sequential net(
-      torch::nn::Linear(64, 64), torch::nn::Tanh(), torch::nn::Linear(64, 64));
+  torch::nn::Sequential net(torch::nn::Linear(64, 64), torch::nn::Tanh(),
+                            torch::nn::Linear(64, 64));
   const torch::Tensor x = torch::randn({256, 64});
   const int64_t before = live();
   reset_peak_memory();
@@ -178,8 +171,7 @@ TEST_F(MemoryMeter, AStepThatRanOutOfMemoryLeavesNothingBehind) {
   int64_t failures = 0;
   for (int64_t tenths = 1; tenths < 10; ++tenths) {
     const MemoryLimit limit(memory_stats().live_bytes + needed * tenths / 10);
-    EXPECT_THROW(
-        net->forward(x).square().sum().backward(), c10::OutOfMemoryError);
+    EXPECT_THROW(net->forward(x).square().sum().backward(), c10::OutOfMemoryError);
     ++failures;
     for (const torch::Tensor& p : net->parameters()) {
       p.mutable_grad().reset();

@@ -22,8 +22,7 @@ struct CsvCase {
   TemporaryFolder folder{};
   std::filesystem::path path{};
 
-  explicit CsvCase(
-      const std::string& bytes, const std::string& name = "data.csv")
+  explicit CsvCase(const std::string& bytes, const std::string& name = "data.csv")
       : path(folder / name) {
     std::ofstream(path, std::ios::binary) << bytes;
   }
@@ -58,16 +57,13 @@ TEST(Csv, QuotedFieldsHoldDelimitersLineBreaksAndDoubledQuotes) {
       "4,\"\"\"\"\n"
       "\"5\",\"\"\n"
       "6,5\" disk\n");
-  EXPECT_EQ(
-      file.records(),
-      (std::vector<Record>{
-          {"id", "text"},
-          {"1", "a, b"},
-          {"2", "line one\nline two\r\nline three"},
-          {"3", "she said \"no\""},
-          {"4", "\""},
-          {"5", ""},
-          {"6", "5\" disk"}}));
+  EXPECT_EQ(file.records(), (std::vector<Record>{{"id", "text"},
+                                                 {"1", "a, b"},
+                                                 {"2", "line one\nline two\r\nline three"},
+                                                 {"3", "she said \"no\""},
+                                                 {"4", "\""},
+                                                 {"5", ""},
+                                                 {"6", "5\" disk"}}));
 }
 
 TEST(Csv, LineEndsAndByteOrderMarkDoNotChangeTheRecords) {
@@ -102,22 +98,18 @@ TEST(Csv, InTabSeparatedFilesAQuoteCountsOnlyIfItClosesOnItsLine) {
       "say \"x\"\t0\n"
       "\"\t1\n",
       "x.tsv");
-  EXPECT_EQ(
-      file.records(),
-      (std::vector<Record>{
-          {"text", "label"},
-          {"\"an open quote", "1"},
-          {"\"half\" quoted", "0"},
-          {"closed\t\"tab\"", "1"},
-          {"say \"x\"", "0"},
-          {"\"", "1"}}));
+  EXPECT_EQ(file.records(), (std::vector<Record>{{"text", "label"},
+                                                 {"\"an open quote", "1"},
+                                                 {"\"half\" quoted", "0"},
+                                                 {"closed\t\"tab\"", "1"},
+                                                 {"say \"x\"", "0"},
+                                                 {"\"", "1"}}));
 }
 
 TEST(Csv, WithoutHeaderColumnsAreNumbersAndTheFirstRecordCounts) {
   const CsvCase file("good\t1\nbad\t0\n", "x.tsv");
-  EXPECT_EQ(
-      file.records({.has_header = false}),
-      (std::vector<Record>{{"0", "1"}, {"good", "1"}, {"bad", "0"}}));
+  EXPECT_EQ(file.records({.has_header = false}),
+            (std::vector<Record>{{"0", "1"}, {"good", "1"}, {"bad", "0"}}));
 }
 
 TEST(Csv, LineIsThePhysicalLineWhereTheRecordStarts) {
@@ -135,24 +127,17 @@ TEST(Csv, BadRecordsAreNamedByLineAndColumn) {
   const auto starts = [](const std::string& text, const std::string& prefix) {
     EXPECT_EQ(text.substr(0, prefix.size()), prefix) << text;
   };
-  starts(
-      CsvCase("a,b\n1,2\n1,2,3\n").error(),
-      ":3: the record has fields=3, starting with \"1\". Expected 2 fields");
+  starts(CsvCase("a,b\n1,2\n1,2,3\n").error(),
+         ":3: the record has fields=3, starting with \"1\". Expected 2 fields");
   starts(CsvCase("a,b\n1\n").error(), ":2: the record has fields=1");
-  starts(
-      CsvCase("a,b\n1,2\n3,\"never\nclosed\n").error(),
-      ":3:3: a quote opens here and is never closed");
-  starts(
-      CsvCase("a,b\n1,\"x\"y\n").error(), ":2:6: text follows a closing quote");
-  starts(
-      CsvCase("a,b\n\xC3\xA9t\xE9,2\n").error(),
-      ":2:3: invalid UTF-8: byte 0xE9 at offset 7 of the file");
-  starts(
-      CsvCase("a,b\n1,\"two\nli\xFFnes\"\n").error(),
-      ":3:3 (record from line 2): invalid UTF-8: byte 0xFF");
-  starts(
-      CsvCase(std::string("a,b\n1,x\0y\n", 10)).error(),
-      ":2:4: a NUL byte at offset 7");
+  starts(CsvCase("a,b\n1,2\n3,\"never\nclosed\n").error(),
+         ":3:3: a quote opens here and is never closed");
+  starts(CsvCase("a,b\n1,\"x\"y\n").error(), ":2:6: text follows a closing quote");
+  starts(CsvCase("a,b\n\xC3\xA9t\xE9,2\n").error(),
+         ":2:3: invalid UTF-8: byte 0xE9 at offset 7 of the file");
+  starts(CsvCase("a,b\n1,\"two\nli\xFFnes\"\n").error(),
+         ":3:3 (record from line 2): invalid UTF-8: byte 0xFF");
+  starts(CsvCase(std::string("a,b\n1,x\0y\n", 10)).error(), ":2:4: a NUL byte at offset 7");
 }
 
 TEST(Csv, UnusableFilesAreNamed) {
@@ -162,13 +147,11 @@ TEST(Csv, UnusableFilesAreNamed) {
   contains(CsvCase("").error(), " is empty");
   contains(CsvCase("\n\r\n").error(), " is empty");
   contains(CsvCase("\xEF\xBB\xBF").error(), " is empty");
-  contains(
-      CsvCase(std::string(
-                  "\xFF\xFE"
-                  "a\0",
-                  4))
-          .error(),
-      "UTF-16");
+  contains(CsvCase(std::string("\xFF\xFE"
+                               "a\0",
+                               4))
+               .error(),
+           "UTF-16");
   CsvCase missing("x");
   missing.path = missing.folder / "missing.csv";
   contains(missing.error(), "No such file");
@@ -212,8 +195,8 @@ TEST(Csv, RecordsAreTheSameWhereverAPieceOfTheFileEnds) {
     }
     for (size_t shift = 0; shift < unit.size(); shift += 3) {
       const char delimiter = kind[0] == 't' ? '\t' : ',';
-      const std::string text = std::string(shift + 1, 'h') + delimiter + "b" +
-                               (kind[0] == 'c' ? "\r" : "\n") + body;
+      const std::string text =
+          std::string(shift + 1, 'h') + delimiter + "b" + (kind[0] == 'c' ? "\r" : "\n") + body;
       const CsvCase file(text, kind);
       CsvReader pieces(file.path);
       CsvReader whole(TextFile::of_text(kind, text));
@@ -232,15 +215,13 @@ TEST(Csv, RecordsAreTheSameWhereverAPieceOfTheFileEnds) {
 
 TEST(Csv, ARecordMayBeLongerThanManyPieces) {
   const std::string longest(3'000'000, 'x');
-  const CsvCase file(
-      "a,b\n1,\"" + longest + "\n\"\n2,y\n3,\"never\n" + longest);
+  const CsvCase file("a,b\n1,\"" + longest + "\n\"\n2,y\n3,\"never\n" + longest);
   CsvReader reader(file.path);
   ASSERT_TRUE(reader.next());
   EXPECT_EQ(reader.fields()[1], longest + "\n");
   ASSERT_TRUE(reader.next());
   EXPECT_EQ(reader.position(), file.path.string() + ":4");
-  EXPECT_EQ(
-      file.error().rfind(":5:3: a quote opens here and is never closed", 0), 0u)
+  EXPECT_EQ(file.error().rfind(":5:3: a quote opens here and is never closed", 0), 0u)
       << file.error();
 }
 
@@ -264,9 +245,7 @@ TEST(Csv, AFileThatShrinksOrChangesUnderAReaderIsNamed) {
       FAIL() << "read to the end";
     } catch (const InputError& error) {
       const std::string message = error.what();
-      EXPECT_NE(
-          message.find("file=" + file.path.string() + " changed while"),
-          std::string::npos)
+      EXPECT_NE(message.find("file=" + file.path.string() + " changed while"), std::string::npos)
           << message;
     }
   }
@@ -284,8 +263,7 @@ TEST(Csv, AListOfManyOrLongColumnsIsShort) {
   } catch (const InputError& error) {
     const std::string message = error.what();
     EXPECT_LT(message.size(), 3000u);
-    for (const char* part :
-         {"text_column=text", "wide.csv", "and 99981 more"}) {
+    for (const char* part : {"text_column=text", "wide.csv", "and 99981 more"}) {
       EXPECT_NE(message.find(part), std::string::npos) << message;
     }
   }
@@ -301,9 +279,7 @@ TEST(Csv, AnUnknownColumnListsTheColumnsWithSamples) {
   } catch (const InputError& error) {
     const std::string text = error.what();
     EXPECT_NE(text.find("label_column=lable is not a column"), text.npos);
-    EXPECT_NE(
-        text.find("text (\"so good\"), label (\"pos\"), source (\"imdb\")"),
-        text.npos)
+    EXPECT_NE(text.find("text (\"so good\"), label (\"pos\"), source (\"imdb\")"), text.npos)
         << text;
     EXPECT_NE(text.find("did you mean label?"), text.npos);
   }
@@ -355,9 +331,7 @@ TEST(Csv, ReadsFiftyMegabytesASecond) {
     }
     EXPECT_GT(records, 1000);
     best = std::min(
-        best,
-        std::chrono::duration<double>(std::chrono::steady_clock::now() - start)
-            .count());
+        best, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
   }
   const double megabytes = static_cast<double>(bytes.size()) / 1e6;
   RecordProperty("megabytes_per_second", std::to_string(megabytes / best));

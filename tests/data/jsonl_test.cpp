@@ -33,12 +33,9 @@ std::string jsonl_error(const std::string& text) {
 
 TEST(Jsonl, RowsEqualThoseOfTheSameTableAsCsv) {
   const auto csv = TextFile::of_text(
-      "rows.csv",
-      "text,label,stars\n\"a "
-      "\"\"b\"\"\nc\",pos,5\n,neg,1\nd,,2\n\xC3\xA9,neg,1\n");
+      "rows.csv", "text,label,stars\n\"a \"\"b\"\"\nc\",pos,5\n,neg,1\nd,,2\n\xC3\xA9,neg,1\n");
   const auto jsonl = detail::jsonl_text(
-      "\xEF\xBB\xBF{\"text\": \"a \\\"b\\\"\\nc\", \"label\": \"pos\", "
-      "\"stars\": 5}\r\n\n"
+      "\xEF\xBB\xBF{\"text\": \"a \\\"b\\\"\\nc\", \"label\": \"pos\", \"stars\": 5}\r\n\n"
       "{\"label\": \"neg\", \"text\": null, \"stars\": 1}\n"
       "{\"text\": \"d\", \"label\": \"\", \"stars\": 2, \"more\": [1]}\n"
       "  {\"text\": \"\\u00e9\", \"label\": \"neg\", \"stars\": 1}");
@@ -63,8 +60,7 @@ TEST(Jsonl, RowsEqualThoseOfTheSameTableAsCsv) {
 
 TEST(Jsonl, NumbersAndTruthValuesAreLabels) {
   TextRowReader reader(
-      detail::jsonl_text("{\"text\": \"a\", \"label\": 1}\n{\"text\": \"b\", "
-                         "\"label\": true}\n"
+      detail::jsonl_text("{\"text\": \"a\", \"label\": 1}\n{\"text\": \"b\", \"label\": true}\n"
                          "{\"text\": \"c\", \"label\": 0.5}\n"),
       {});
   for (const char* label : {"1", "true", "0.5"}) {
@@ -88,8 +84,7 @@ TEST(Jsonl, MalformedLinesAreNamedByLineAndByte) {
       {"{\"text\": \"\xFF\", \"label\": 1}",
        {"rows.jsonl:3: byte 11 of the line", "UTF-8", "0xFF"}},
       {"{\"text\": \"a\"}", {"rows.jsonl:3", "no \"label\""}},
-      {"{\"text\": {\"en\": \"a\"}, \"label\": 1}",
-       {"rows.jsonl:3", "\"text\" is {"}},
+      {"{\"text\": {\"en\": \"a\"}, \"label\": 1}", {"rows.jsonl:3", "\"text\" is {"}},
       {"{\"text\": \"a\", \"label\": 1e999}", {"rows.jsonl:3"}},
   };
   for (const Case& bad : cases) {
@@ -98,8 +93,7 @@ TEST(Jsonl, MalformedLinesAreNamedByLineAndByte) {
       EXPECT_NE(error.find(part), std::string::npos) << part << "\n" << error;
     }
   }
-  const std::string error =
-      detail::jsonl_error("{\"txt\": \"a\", \"label\": \"x\"}\n");
+  const std::string error = detail::jsonl_error("{\"txt\": \"a\", \"label\": \"x\"}\n");
   EXPECT_NE(error.find("text_column=text"), std::string::npos) << error;
   EXPECT_NE(error.find("did you mean txt?"), std::string::npos) << error;
   EXPECT_NE(detail::jsonl_error("\n \n").find("is empty"), std::string::npos);
@@ -114,11 +108,9 @@ TEST(Jsonl, NestingIsReadUpToTheLimitAndNamedByItsLineAboveIt) {
   EXPECT_EQ(detail::jsonl_error(row(99) + row(99)), "(no error)");
   for (const int depth : {100, 200'000}) {
     const std::string error = detail::jsonl_error(row(1) + row(depth));
-    EXPECT_NE(error.find("rows.jsonl:2: byte 1 of the line"), std::string::npos)
-        << error;
+    EXPECT_NE(error.find("rows.jsonl:2: byte 1 of the line"), std::string::npos) << error;
     EXPECT_NE(error.find("nested more than 100 deep"), std::string::npos);
-    EXPECT_NE(
-        detail::jsonl_error(row(depth)).find("nested"), std::string::npos);
+    EXPECT_NE(detail::jsonl_error(row(depth)).find("nested"), std::string::npos);
   }
 }
 

@@ -18,9 +18,7 @@ struct LengthsDataset : Dataset {
   int64_t size() const override { return static_cast<int64_t>(lengths.size()); }
   int64_t length(int64_t index) const override { return lengths[index]; }
   Batch collate(const std::vector<int64_t>& indices) const override {
-    return {
-        .tensors = {{"row", at::tensor(at::IntArrayRef(indices))}},
-        .indices = indices};
+    return {.tensors = {{"row", at::tensor(at::IntArrayRef(indices))}}, .indices = indices};
   }
 };
 
@@ -30,18 +28,18 @@ LengthsDataset lognormal_lengths(int64_t rows) {
   OrderRng rng(7, 0);
   const auto uniform = [&] { return (rng.below(1 << 30) + 1) / 1073741825.0; };
   for (int64_t i = 0; i < rows; ++i) {
-    const double normal = std::sqrt(-2 * std::log(uniform())) *
-                          std::cos(2 * std::numbers::pi * uniform());
-    dataset.lengths.push_back(std::clamp<int64_t>(
-        std::llround(std::exp(std::log(60.0) + 0.7 * normal)), 3, 256));
+    const double normal =
+        std::sqrt(-2 * std::log(uniform())) * std::cos(2 * std::numbers::pi * uniform());
+    dataset.lengths.push_back(
+        std::clamp<int64_t>(std::llround(std::exp(std::log(60.0) + 0.7 * normal)), 3, 256));
   }
   return dataset;
 }
 
 using Batches = std::vector<std::vector<int64_t>>;
 
-std::vector<Batches> batches_of_ranks(
-    const Dataset& dataset, LoaderOptions options, int epoch, int world_size) {
+std::vector<Batches> batches_of_ranks(const Dataset& dataset, LoaderOptions options, int epoch,
+                                      int world_size) {
   std::vector<Batches> all;
   for (int rank = 0; rank < world_size; ++rank) {
     all.push_back(rank_batches(dataset, options, epoch, rank, world_size));
@@ -49,8 +47,7 @@ std::vector<Batches> batches_of_ranks(
   return all;
 }
 
-int64_t longest_of(
-    const LengthsDataset& dataset, const std::vector<int64_t>& batch) {
+int64_t longest_of(const LengthsDataset& dataset, const std::vector<int64_t>& batch) {
   int64_t longest = 0;
   for (const int64_t row : batch) {
     longest = std::max(longest, dataset.lengths[row]);
@@ -63,8 +60,8 @@ double padding_waste(const LengthsDataset& dataset, LoaderOptions options) {
   double padded = 0;
   for (const auto& batches : batches_of_ranks(dataset, options, 0, 2)) {
     for (const auto& batch : batches) {
-      padded += static_cast<double>(
-          longest_of(dataset, batch) * static_cast<int64_t>(batch.size()));
+      padded +=
+          static_cast<double>(longest_of(dataset, batch) * static_cast<int64_t>(batch.size()));
       for (const int64_t row : batch) {
         real += static_cast<double>(dataset.lengths[row]);
       }
@@ -79,9 +76,7 @@ TEST(DataLoader, EveryRowOccursOnceOverAllRanks) {
     for (const int world_size : {1, 2, 3, 4}) {
       for (const int kind : {0, 1, 2, 3}) {
         const LoaderOptions options{
-            .batch_size = 4,
-            .shuffle = (kind & 1) != 0,
-            .group_by_length = (kind & 2) != 0};
+            .batch_size = 4, .shuffle = (kind & 1) != 0, .group_by_length = (kind & 2) != 0};
         const auto ranks = batches_of_ranks(dataset, options, 1, world_size);
         std::multiset<int64_t> seen;
         for (const auto& batches : ranks) {
@@ -106,14 +101,10 @@ TEST(DataLoader, EveryRowOccursOnceOverAllRanks) {
 TEST(DataLoader, GlobalBatchesDoNotDependOnTheWorld) {
   const auto dataset = lognormal_lengths(203);
   for (const bool group : {false, true}) {
-    const auto one = rank_batches(
-        dataset, {.batch_size = 12, .group_by_length = group}, 3, 0, 1);
+    const auto one = rank_batches(dataset, {.batch_size = 12, .group_by_length = group}, 3, 0, 1);
     for (const int world_size : {2, 3, 4}) {
       const auto ranks = batches_of_ranks(
-          dataset,
-          {.batch_size = 12 / world_size, .group_by_length = group},
-          3,
-          world_size);
+          dataset, {.batch_size = 12 / world_size, .group_by_length = group}, 3, world_size);
       for (size_t i = 0; i < one.size(); ++i) {
         std::multiset<int64_t> joined;
         for (const auto& batches : ranks) {
@@ -137,9 +128,7 @@ TEST(DataLoader, OrderFollowsSeedAndEpochAlone) {
 
 TEST(DataLoader, GroupingByLengthLeavesLittlePadding) {
   const auto dataset = lognormal_lengths(3000);
-  EXPECT_GT(
-      padding_waste(dataset, {.batch_size = 16, .group_by_length = false}),
-      0.4);
+  EXPECT_GT(padding_waste(dataset, {.batch_size = 16, .group_by_length = false}), 0.4);
   EXPECT_LT(padding_waste(dataset, {.batch_size = 16}), 0.1);
   EXPECT_LT(padding_waste(dataset, {.batch_size = 16, .shuffle = false}), 0.02);
 }
@@ -149,10 +138,7 @@ TEST(DataLoader, TheLongestRowIsInTheFirstBatch) {
     auto dataset = lognormal_lengths(101);
     dataset.lengths[epoch] = 1000;
     const auto ranks = batches_of_ranks(dataset, {.batch_size = 5}, epoch, 2);
-    EXPECT_EQ(
-        std::max(
-            longest_of(dataset, ranks[0][0]), longest_of(dataset, ranks[1][0])),
-        1000);
+    EXPECT_EQ(std::max(longest_of(dataset, ranks[0][0]), longest_of(dataset, ranks[1][0])), 1000);
   }
 }
 
@@ -161,8 +147,7 @@ TEST(DataLoader, BatchesOfOneEpochAreNotSortedByLength) {
   const auto batches = rank_batches(dataset, {.batch_size = 10}, 0, 0, 1);
   int64_t longer = 0;
   for (size_t i = 2; i < batches.size(); ++i) {
-    longer +=
-        longest_of(dataset, batches[i]) > longest_of(dataset, batches[i - 1]);
+    longer += longest_of(dataset, batches[i]) > longest_of(dataset, batches[i - 1]);
   }
   EXPECT_GT(longer, 60);
   EXPECT_LT(longer, 140);
@@ -186,9 +171,8 @@ TEST(DataLoader, RanksOfOneStepHaveSimilarWork) {
     }
     EXPECT_LT(most, 1.25 * least + 20) << "step " << step;
   }
-  EXPECT_LT(
-      *std::max_element(tokens.begin(), tokens.end()),
-      1.01 * *std::min_element(tokens.begin(), tokens.end()));
+  EXPECT_LT(*std::max_element(tokens.begin(), tokens.end()),
+            1.01 * *std::min_element(tokens.begin(), tokens.end()));
 }
 
 TEST(DataLoader, DropLastLeavesOutOtherRowsEachEpoch) {
@@ -216,8 +200,7 @@ TEST(DataLoader, DropLastLeavesOutOtherRowsEachEpoch) {
 
 TEST(DataLoader, WithoutShuffleAndGroupingTurnsGoRound) {
   const auto dataset = lognormal_lengths(5);
-  const LoaderOptions options{
-      .batch_size = 2, .shuffle = false, .group_by_length = false};
+  const LoaderOptions options{.batch_size = 2, .shuffle = false, .group_by_length = false};
   EXPECT_EQ(rank_batches(dataset, options, 0, 0, 2), (Batches{{0, 2}, {4}}));
   EXPECT_EQ(rank_batches(dataset, options, 0, 1, 2), (Batches{{1, 3}, {}}));
 }
@@ -250,8 +233,7 @@ TEST(Batch, AMissingTensorIsAnErrorThatListsThoseThereAre) {
     batch["label"];
     FAIL();
   } catch (const InputError& error) {
-    EXPECT_NE(
-        std::string(error.what()).find("one of: labels"), std::string::npos);
+    EXPECT_NE(std::string(error.what()).find("one of: labels"), std::string::npos);
   }
 }
 
@@ -259,9 +241,7 @@ TEST(DataLoader, WorkersGiveTheSameBatchesInTheSameOrderAndPlaces) {
   const auto dataset = std::make_shared<LengthsDataset>(lognormal_lengths(103));
   using Place = std::pair<std::vector<int64_t>, int64_t>;
   const auto epoch = [&](int64_t workers, int64_t start) {
-    DataLoader loader(
-        dataset,
-        {.batch_size = 4, .num_workers = workers, .prefetch_factor = 3});
+    DataLoader loader(dataset, {.batch_size = 4, .num_workers = workers, .prefetch_factor = 3});
     loader.set_epoch(1);
     loader.set_cursor(start);
     std::vector<Place> places;

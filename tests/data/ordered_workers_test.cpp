@@ -17,9 +17,7 @@ TEST(OrderedWorkers, KeepTheOrderWhateverTheirNumberAndTheTimeValuesTake) {
           std::this_thread::sleep_for(milliseconds((i * 7) % 5));
           return i * i;
         },
-        40,
-        workers,
-        6);
+        40, workers, 6);
     for (int64_t i = 0; i < 40; ++i) {
       EXPECT_EQ(ahead.next(), i * i);
     }
@@ -39,9 +37,7 @@ TEST(OrderedWorkers, WorkAtOnceAndNoFurtherAheadThanTheirDepth) {
         }
         return i;
       },
-      50,
-      3,
-      4);
+      50, 3, 4);
   const auto until = std::chrono::steady_clock::now() + milliseconds(5000);
   while (begun < 3 && std::chrono::steady_clock::now() < until) {
     std::this_thread::yield();
@@ -61,9 +57,7 @@ TEST(OrderedWorkers, AnExceptionComesAtItsValuesTurnAndIsTheEnd) {
         }
         return i;
       },
-      100,
-      4,
-      8);
+      100, 4, 8);
   EXPECT_EQ(ahead.next(), 0);
   EXPECT_EQ(ahead.next(), 1);
   EXPECT_THROW(ahead.next(), std::runtime_error);

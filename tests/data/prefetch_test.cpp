@@ -13,9 +13,7 @@ using std::chrono::milliseconds;
 TEST(Prefetcher, KeepsTheOrderAndReadsNoFurtherThanItsDepth) {
   std::atomic<int> made{0};
   Prefetcher<int> ahead(
-      [&]() -> std::optional<int> {
-        return made < 50 ? std::optional<int>(made++) : std::nullopt;
-      },
+      [&]() -> std::optional<int> { return made < 50 ? std::optional<int>(made++) : std::nullopt; },
       3);
   for (int i = 0; i < 50; ++i) {
     EXPECT_EQ(ahead.next(), i);

@@ -23,10 +23,9 @@ TEST(SyntheticReviews, ASeedGivesTheSameRowsAndMoreRowsBeginWithThem) {
   // The rows are a promise to other machines, versions and compilers.
   const auto promised = synthetic_reviews({.rows = 1000});
   EXPECT_EQ(promised[2].text, "I would never say that the burr is unreliable.");
-  EXPECT_EQ(
-      promised[999].text,
-      "Nobody could call the pole set reliable, and the zip turned out to be "
-      "unreliable. One week was enough for me.");
+  EXPECT_EQ(promised[999].text,
+            "Nobody could call the pole set reliable, and the zip turned out to be "
+            "unreliable. One week was enough for me.");
   EXPECT_EQ(promised[999].product, "tent");
   EXPECT_THROW(synthetic_reviews({.rows = 0}), InputError);
 }
@@ -56,13 +55,10 @@ TEST(SyntheticReviews, LabelsAreHalvesAndLengthsAndProductsVary) {
 
 TEST(SyntheticReviews, TablesOfAllKindsHoldTheSameRows) {
   const auto reviews = synthetic_reviews({.rows = 100});
-  const std::pair<char, const char*> kinds[] = {
-      {',', "r.csv"}, {'\t', "r.tsv"}, {'\0', "r.jsonl"}};
+  const std::pair<char, const char*> kinds[] = {{',', "r.csv"}, {'\t', "r.tsv"}, {'\0', "r.jsonl"}};
   for (const auto& [delimiter, name] : kinds) {
-    TextRowReader reader(
-        TextFile::of_text(
-            name, synthetic_reviews_table({.rows = 100}, delimiter)),
-        {});
+    TextRowReader reader(TextFile::of_text(name, synthetic_reviews_table({.rows = 100}, delimiter)),
+                         {});
     for (const auto& review : reviews) {
       ASSERT_TRUE(reader.next());
       EXPECT_EQ(reader.text(), review.text);

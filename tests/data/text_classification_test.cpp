@@ -16,8 +16,7 @@ using Names = std::vector<std::string>;
 
 struct TextFiles {
   testing_support::TemporaryFolder folder{};
-  std::filesystem::path write(
-      const std::string& name, const std::string& text) {
+  std::filesystem::path write(const std::string& name, const std::string& text) {
     std::ofstream(folder / name) << text;
     return folder / name;
   }
@@ -44,8 +43,7 @@ std::string rows_of_labels(const std::vector<int>& counts) {
   int row = 0;
   for (size_t label = 0; label < counts.size(); ++label) {
     for (int i = 0; i < counts[label]; ++i) {
-      text += "review " + std::to_string(row++) + ",c" + std::to_string(label) +
-              "\n";
+      text += "review " + std::to_string(row++) + ",c" + std::to_string(label) + "\n";
     }
   }
   return text;
@@ -53,10 +51,10 @@ std::string rows_of_labels(const std::vector<int>& counts) {
 
 TEST(TextTable, SkipsAndCountsEmptyAndFilteredRows) {
   TextFiles files;
-  const auto path = files.write(
-      "r.csv",
-      "text,label,source\na,pos,x\n,pos,x\n  \xC2\xA0,neg,x\nb,,x\nc, neg ,x\n"
-      "d,pos,y\n");
+  const auto path =
+      files.write("r.csv",
+                  "text,label,source\na,pos,x\n,pos,x\n  \xC2\xA0,neg,x\nb,,x\nc, neg ,x\n"
+                  "d,pos,y\n");
   const auto table = read_text_table(path, {.filters = {"source=x"}});
   EXPECT_EQ(table.texts, (Names{"a", "c"}));
   EXPECT_EQ(table.labels, (Names{"pos", "neg"}));
@@ -70,23 +68,19 @@ TEST(TextTable, SkipsAndCountsEmptyAndFilteredRows) {
 
 TEST(TextTable, MaxRowsTakesTheFirstThatPass) {
   TextFiles files;
-  const auto path =
-      files.write("r.tsv", "a\t1\tx\nb\t0\ty\n\t1\tx\nc\t1\tx\nd\t0\tx\n");
-  const auto table = read_text_table(
-      path,
-      {.text_column = "0",
-       .label_column = "1",
-       .has_header = false,
-       .filters = {"2=x"},
-       .max_rows = 2});
+  const auto path = files.write("r.tsv", "a\t1\tx\nb\t0\ty\n\t1\tx\nc\t1\tx\nd\t0\tx\n");
+  const auto table = read_text_table(path, {.text_column = "0",
+                                            .label_column = "1",
+                                            .has_header = false,
+                                            .filters = {"2=x"},
+                                            .max_rows = 2});
   EXPECT_EQ(table.texts, (Names{"a", "c"}));
 }
 
 TEST(TextTable, PredictionKeepsEveryRow) {
   TextFiles files;
   const auto path = files.write("r.csv", "n,text\n1,a\n2,\n3,c\n");
-  const auto table =
-      read_text_table(path, {.label_column = "", .keep_empty_text = true});
+  const auto table = read_text_table(path, {.label_column = "", .keep_empty_text = true});
   EXPECT_EQ(table.texts, (Names{"a", "", "c"}));
 }
 
@@ -96,15 +90,12 @@ TEST(TextTable, WhatCannotBeReadIsNamed) {
   const auto error = [&](TextTableOptions options) {
     return input_error([&] { read_text_table(path, options); });
   };
-  expect_parts(
-      error({.text_column = "review"}),
-      {"text_column=review", "text (\"a\"), label (\"pos\")"});
-  expect_parts(
-      error({.filters = {"source"}}), {"filter=source", "column=value"});
+  expect_parts(error({.text_column = "review"}),
+               {"text_column=review", "text (\"a\"), label (\"pos\")"});
+  expect_parts(error({.filters = {"source"}}), {"filter=source", "column=value"});
   expect_parts(error({.filters = {"sauce=x"}}), {"filter column=sauce"});
-  expect_parts(
-      error({.filters = {"source=x"}}),
-      {"no row of " + path.string(), "left out by filters 1"});
+  expect_parts(error({.filters = {"source=x"}}),
+               {"no row of " + path.string(), "left out by filters 1"});
 }
 
 TEST(Labels, IntegersAreSortedAsNumbersAndNamesByBytes) {
@@ -114,44 +105,35 @@ TEST(Labels, IntegersAreSortedAsNumbersAndNamesByBytes) {
 
 TEST(Labels, PlaceholderNamesOfAModelTakeNumbers) {
   const TextTable table{.path = "f", .texts = {"a", "b"}, .labels = {"1", "0"}};
-  EXPECT_EQ(
-      label_numbers(table, {"LABEL_0", "LABEL_1"}, "the model"),
-      (std::vector<int64_t>{1, 0}));
+  EXPECT_EQ(label_numbers(table, {"LABEL_0", "LABEL_1"}, "the model"),
+            (std::vector<int64_t>{1, 0}));
 }
 
 TEST(TextClassification, NamesOfTheModelWinAndForeignLabelsAreListed) {
   TextFiles files;
-  const auto path =
-      files.write("r.csv", "text,label\na,neg\nb,pos\nc,meh\nd,odd\n");
-  TextClassificationOptions options{
-      .train_file = path, .label_names = {"pos", "odd", "neg", "meh"}};
-  EXPECT_EQ(
-      load_text_classification(options).train.labels,
-      (std::vector<int64_t>{2, 0, 3, 1}));
+  const auto path = files.write("r.csv", "text,label\na,neg\nb,pos\nc,meh\nd,odd\n");
+  TextClassificationOptions options{.train_file = path,
+                                    .label_names = {"pos", "odd", "neg", "meh"}};
+  EXPECT_EQ(load_text_classification(options).train.labels, (std::vector<int64_t>{2, 0, 3, 1}));
   options.label_names = {"pos", "neg"};
-  expect_parts(
-      input_error([&] { load_text_classification(options); }),
-      {path.string() + ":4: label=meh is unknown to the model",
-       "unknown altogether: meh, odd",
-       "one of: pos, neg"});
+  expect_parts(input_error([&] { load_text_classification(options); }),
+               {path.string() + ":4: label=meh is unknown to the model",
+                "unknown altogether: meh, odd", "one of: pos, neg"});
 }
 
 TEST(TextClassification, NamesOfTheModelGiveWayToTheDatasWhereThatIsAskedFor) {
   TextFiles files;
   const auto path = files.write("r.csv", "text,label\na,neg\nb,pos\nc,neg\n");
   TextClassificationOptions options{
-      .train_file = path,
-      .label_names = {"pos", "odd", "neg"},
-      .replace_label_names = true};
+      .train_file = path, .label_names = {"pos", "odd", "neg"}, .replace_label_names = true};
   EXPECT_EQ(load_text_classification(options).label_names, options.label_names);
   options.label_names = {"pos", "odd"};
   const auto data = load_text_classification(options);
   EXPECT_EQ(data.label_names, (Names{"neg", "pos"}));
   EXPECT_EQ(data.train.labels, (std::vector<int64_t>{0, 1, 0}));
   options.eval_file = files.write("e.csv", "text,label\nd,odd\n");
-  expect_parts(
-      input_error([&] { load_text_classification(options); }),
-      {"label=odd is unknown to the training data"});
+  expect_parts(input_error([&] { load_text_classification(options); }),
+               {"label=odd is unknown to the training data"});
 }
 
 TEST(TextClassification, AnEvaluationLabelThatTrainingLacksIsNamedWithItsLine) {
@@ -159,19 +141,15 @@ TEST(TextClassification, AnEvaluationLabelThatTrainingLacksIsNamedWithItsLine) {
   const auto train = files.write("t.csv", "text,label\na,0\nb,1\n");
   const auto eval = files.write("e.csv", "text,label\n\"c\n\",1\nd,2\n");
   expect_parts(
-      input_error([&] {
-        load_text_classification({.train_file = train, .eval_file = eval});
-      }),
-      {eval.string() + ":4: label=2 is unknown to the training data",
-       "one of: 0, 1"});
+      input_error([&] { load_text_classification({.train_file = train, .eval_file = eval}); }),
+      {eval.string() + ":4: label=2 is unknown to the training data", "one of: 0, 1"});
 }
 
 TEST(TextClassification, SplitIsSeededAndStratified) {
   TextFiles files;
   const auto path = files.write("r.csv", rows_of_labels({70, 25, 4, 1}));
   const auto load = [&](uint64_t seed) {
-    return load_text_classification(
-        {.train_file = path, .eval_split = 0.2, .seed = seed});
+    return load_text_classification({.train_file = path, .eval_split = 0.2, .seed = seed});
   };
   const auto data = load(1);
   EXPECT_EQ(data.eval.size(), 20);
@@ -189,8 +167,7 @@ TEST(TextClassification, EverySideHasRowsOfEveryLabelForAnyShare) {
   TextFiles files;
   const auto path = files.write("r.csv", rows_of_labels({30, 2, 2}));
   for (const double share : {0.001, 0.5, 0.999}) {
-    const auto data =
-        load_text_classification({.train_file = path, .eval_split = share});
+    const auto data = load_text_classification({.train_file = path, .eval_split = share});
     for (int label = 0; label < 3; ++label) {
       EXPECT_GE(data.report.train_counts[label], 1);
       EXPECT_GE(data.report.eval_counts[label], 1);
@@ -202,23 +179,18 @@ TEST(TextClassification, TextsOfTrainingAreKeptOutOfEvaluation) {
   TextFiles files;
   std::string text = "text,label\n";
   for (int row = 0; row < 200; ++row) {
-    text += "review " + std::to_string(row % 120) + "," +
-            std::to_string(row % 2) + "\n";
+    text += "review " + std::to_string(row % 120) + "," + std::to_string(row % 2) + "\n";
   }
   const auto path = files.write("r.csv", text);
-  const auto split =
-      load_text_classification({.train_file = path, .eval_split = 0.3});
+  const auto split = load_text_classification({.train_file = path, .eval_split = 0.3});
   EXPECT_GT(split.report.duplicates, 10);
   EXPECT_EQ(split.eval.size(), 60 - split.report.duplicates);
   EXPECT_EQ(split.train.size() + split.eval.size(), 200);
   for (const auto& seen : split.eval.texts) {
-    EXPECT_EQ(
-        std::count(split.train.texts.begin(), split.train.texts.end(), seen),
-        0);
+    EXPECT_EQ(std::count(split.train.texts.begin(), split.train.texts.end(), seen), 0);
   }
   const auto eval = files.write("e.csv", "text,label\nreview 7,1\nnew,0\n");
-  const auto two =
-      load_text_classification({.train_file = path, .eval_file = eval});
+  const auto two = load_text_classification({.train_file = path, .eval_file = eval});
   EXPECT_EQ(two.eval.texts, Names{"new"});
   EXPECT_EQ(two.eval.lines, std::vector<int64_t>{3});
   EXPECT_EQ(two.report.duplicates, 1);
@@ -231,11 +203,9 @@ TEST(TextClassification, OneClassIsAWarningAndTheReportSaysWhatWasLeftOut) {
   const auto data = load_text_classification({.train_file = path});
   ASSERT_EQ(data.report.warnings.size(), 1u);
   expect_parts(data.report.warnings[0], {"one class only, label=pos"});
-  EXPECT_EQ(
-      data.report.lines(data.label_names),
-      (Names{
-          "training data: 2 rows: pos 2 (100.0 %)",
-          "of 3 rows read, left out: 1 with empty text"}));
+  EXPECT_EQ(data.report.lines(data.label_names),
+            (Names{"training data: 2 rows: pos 2 (100.0 %)",
+                   "of 3 rows read, left out: 1 with empty text"}));
 }
 
 TEST(TextClassification, ContradictoryOptionsAreNamed) {
@@ -245,18 +215,12 @@ TEST(TextClassification, ContradictoryOptionsAreNamed) {
     return input_error([&] { load_text_classification(options); });
   };
   for (const double share : {-0.1, 1.0, 2.0}) {
-    expect_parts(
-        error({.train_file = path, .eval_split = share}), {"eval_split="});
+    expect_parts(error({.train_file = path, .eval_split = share}), {"eval_split="});
   }
-  expect_parts(
-      error({.train_file = path, .eval_file = path, .eval_split = 0.1}),
-      {"eval_file=", "together with eval_split"});
-  expect_parts(
-      error({.train_file = path, .table = {.label_column = ""}}),
-      {"label_column"});
-  expect_parts(
-      error({.train_file = path, .eval_split = 0.5}),
-      {"no row is left for evaluation"});
+  expect_parts(error({.train_file = path, .eval_file = path, .eval_split = 0.1}),
+               {"eval_file=", "together with eval_split"});
+  expect_parts(error({.train_file = path, .table = {.label_column = ""}}), {"label_column"});
+  expect_parts(error({.train_file = path, .eval_split = 0.5}), {"no row is left for evaluation"});
 }
 
 } // namespace hasten

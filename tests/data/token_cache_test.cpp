@@ -46,19 +46,16 @@ struct CachedReviews {
     options.cache_dir = folder / "cache";
     return options;
   }
-  TokenizedClassification get(
-      const TokenizedClassificationOptions& options) const {
+  TokenizedClassification get(const TokenizedClassificationOptions& options) const {
     return tokenize_text_classification(
         TextFile::of_text(name, text),
-        eval_text.empty() ? nullptr : TextFile::of_text("eval.csv", eval_text),
-        options);
+        eval_text.empty() ? nullptr : TextFile::of_text("eval.csv", eval_text), options);
   }
   TokenizedClassification get() const { return get(options()); }
 
   std::vector<std::filesystem::path> files() const {
     std::vector<std::filesystem::path> found;
-    for (const auto& entry :
-         std::filesystem::directory_iterator(folder / "cache" / "tokens")) {
+    for (const auto& entry : std::filesystem::directory_iterator(folder / "cache" / "tokens")) {
       found.push_back(entry.path());
     }
     return found;
@@ -67,8 +64,8 @@ struct CachedReviews {
 
 // All that later parts use, as one text.
 std::string described_tokens(const TokenizedClassification& data) {
-  std::string text = data.train_checksum + " " + std::to_string(data.tokens) +
-                     " " + std::to_string(data.truncated);
+  std::string text = data.train_checksum + " " + std::to_string(data.tokens) + " " +
+                     std::to_string(data.truncated);
   for (const auto* side : {&data.train, &data.eval}) {
     const TokenizedDataset dataset(*side);
     for (int64_t row = 0; row < dataset.size(); ++row) {
@@ -121,11 +118,10 @@ TEST(TokenCache, IdsEqualThoseOfTheWholeTableInMemory) {
   const auto data = reviews.get(options);
   options.texts.train_file = reviews.folder / "train.csv";
   const auto table = load_text_classification(options.texts);
-  EXPECT_EQ(
-      data.tokenizer.vocab(),
-      build_wordpiece_vocab(table.train.texts, options.learned, options.vocab));
-  const std::pair<const TokenTable*, const LabelledTexts*> sides[] = {
-      {&data.train, &table.train}, {&data.eval, &table.eval}};
+  EXPECT_EQ(data.tokenizer.vocab(),
+            build_wordpiece_vocab(table.train.texts, options.learned, options.vocab));
+  const std::pair<const TokenTable*, const LabelledTexts*> sides[] = {{&data.train, &table.train},
+                                                                      {&data.eval, &table.eval}};
   for (const auto& [side, texts] : sides) {
     ASSERT_EQ(side->rows.size(), texts->texts.size());
     for (size_t row = 0; row < side->rows.size(); ++row) {
@@ -143,33 +139,28 @@ TEST(TokenCache, IdsEqualThoseOfTheWholeTableInMemory) {
 TEST(TokenCache, WhatIdsDependOnNamesTheFileAndNothingElseDoes) {
   CachedReviews reviews;
   reviews.get();
-  const auto source =
-      [&](const std::function<void(TokenizedClassificationOptions&)>& change) {
-        auto options = reviews.options();
-        change(options);
-        return reviews.get(options).cache.source;
-      };
+  const auto source = [&](const std::function<void(TokenizedClassificationOptions&)>& change) {
+    auto options = reviews.options();
+    change(options);
+    return reviews.get(options).cache.source;
+  };
   EXPECT_EQ(source([](auto& o) { o.threads = 3; }), Source::read);
   EXPECT_EQ(source([](auto& o) { o.max_length = 7; }), Source::made);
   EXPECT_EQ(source([](auto& o) { o.texts.seed = 43; }), Source::made);
   EXPECT_EQ(source([](auto& o) { o.vocab.vocab_size = 79; }), Source::made);
-  EXPECT_EQ(
-      source([](auto& o) { o.learned.do_lower_case = false; }), Source::made);
+  EXPECT_EQ(source([](auto& o) { o.learned.do_lower_case = false; }), Source::made);
   EXPECT_EQ(source([](auto& o) { o.texts.max_train_rows = 30; }), Source::made);
-  EXPECT_EQ(
-      source([](auto& o) { o.texts.label_names = {"pos", "neg"}; }),
-      Source::made);
+  EXPECT_EQ(source([](auto& o) { o.texts.label_names = {"pos", "neg"}; }), Source::made);
   const auto tokenizer = reviews.get().tokenizer;
   EXPECT_EQ(source([&](auto& o) { o.tokenizer = tokenizer; }), Source::made);
   EXPECT_EQ(source([&](auto& o) { o.tokenizer = tokenizer; }), Source::read);
   // Without a split its seed says nothing.
   EXPECT_EQ(source([](auto& o) { o.texts.eval_split = 0; }), Source::made);
-  EXPECT_EQ(
-      source([](auto& o) {
-        o.texts.eval_split = 0;
-        o.texts.seed = 43;
-      }),
-      Source::read);
+  EXPECT_EQ(source([](auto& o) {
+              o.texts.eval_split = 0;
+              o.texts.seed = 43;
+            }),
+            Source::read);
   reviews.name = "elsewhere/other.csv";
   EXPECT_EQ(reviews.get().cache.source, Source::read);
   reviews.text[reviews.text.size() - 8] = 'x';
@@ -185,13 +176,12 @@ TEST(TokenCache, ADamagedOrForeignFileIsMadeAgainAndSaid) {
   flipped[good.size() / 2] = static_cast<char>(~flipped[good.size() / 2]);
   std::string other_key = good;
   other_key[20] = other_key[20] == 'a' ? 'b' : 'a';
-  const std::pair<std::string, const char*> damages[] = {
-      {flipped, "checksum"},
-      {good.substr(0, good.size() - 1), "bytes"},
-      {good.substr(0, 40), "cut off"},
-      {"", "empty"},
-      {std::string(4096, 'x'), "no token file"},
-      {other_key, "other data"}};
+  const std::pair<std::string, const char*> damages[] = {{flipped, "checksum"},
+                                                         {good.substr(0, good.size() - 1), "bytes"},
+                                                         {good.substr(0, 40), "cut off"},
+                                                         {"", "empty"},
+                                                         {std::string(4096, 'x'), "no token file"},
+                                                         {other_key, "other data"}};
   for (const auto& [bytes, said] : damages) {
     write_file_atomically(path, bytes);
     const auto again = reviews.get();
@@ -229,9 +219,7 @@ TEST(TokenCache, AFileThatIsZeroedOrCutUnderARunIsAnErrorThatNamesIt) {
         EXPECT_TRUE(dataset.collate({row})["input_ids"].equal(rows[row]));
       } catch (const Error& error) {
         ++errors;
-        EXPECT_NE(
-            std::string(error.what()).find(path.string() + " changed"),
-            std::string::npos)
+        EXPECT_NE(std::string(error.what()).find(path.string() + " changed"), std::string::npos)
             << error.what();
       }
     }
@@ -289,8 +277,7 @@ TEST(TokenCache, WhereNothingCanBeKeptIdsAreInMemoryAndTheReasonIsSaid) {
   ::setrlimit(RLIMIT_FSIZE, &before);
   std::signal(SIGXFSZ, handler);
   EXPECT_EQ(full.cache.source, Source::memory);
-  EXPECT_NE(full.cache.not_kept.find("too large"), std::string::npos)
-      << full.cache.not_kept;
+  EXPECT_NE(full.cache.not_kept.find("too large"), std::string::npos) << full.cache.not_kept;
   EXPECT_EQ(reviews.files().size(), 1U); // the first call's
   EXPECT_EQ(described_tokens(full), described_tokens(reviews.get()));
 }
@@ -338,11 +325,8 @@ TEST(TokenCache, TheOthersGoOnWhereTheMakerFails) {
     throw std::runtime_error("stopped");
   };
   auto waiter = reviews.options();
-  waiter.progress = [&](const TokenizeProgress& progress) {
-    waited = waited || progress.waiting;
-  };
-  std::jthread first(
-      [&] { EXPECT_THROW(reviews.get(maker), std::runtime_error); });
+  waiter.progress = [&](const TokenizeProgress& progress) { waited = waited || progress.waiting; };
+  std::jthread first([&] { EXPECT_THROW(reviews.get(maker), std::runtime_error); });
   while (!making) {
     std::this_thread::yield();
   }
@@ -353,8 +337,7 @@ TEST(TokenCache, TheOthersGoOnWhereTheMakerFails) {
   // A lock that a killed process left behind holds nobody up.
   EXPECT_TRUE(reviews.files().empty());
   const auto made = reviews.get();
-  const auto lock = made.cache.path.parent_path() /
-                    (made.cache.path.stem().string() + ".lock");
+  const auto lock = made.cache.path.parent_path() / (made.cache.path.stem().string() + ".lock");
   std::filesystem::remove(made.cache.path);
   std::ofstream(lock) << "";
   EXPECT_EQ(reviews.get().cache.source, Source::made);
@@ -378,8 +361,7 @@ TEST(TokenCache, TheFolderIsGivenOrTheEnvironments) {
   EXPECT_EQ(cache_folder(), "/own");
   EXPECT_EQ(cache_folder("given"), "given");
   for (size_t i = 0; i < before.size(); ++i) {
-    before[i] ? ::setenv(names[i], before[i]->c_str(), 1)
-              : ::unsetenv(names[i]);
+    before[i] ? ::setenv(names[i], before[i]->c_str(), 1) : ::unsetenv(names[i]);
   }
 }
 

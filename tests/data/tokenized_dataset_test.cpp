@@ -13,15 +13,13 @@ at::Tensor longs(const std::vector<int64_t>& values, at::IntArrayRef shape) {
   return at::tensor(at::IntArrayRef(values), at::kLong).view(shape);
 }
 
-const std::vector<std::vector<int64_t>> kRows{
-    {2, 7, 3}, {2, 3}, {2, 7, 8, 9, 3}};
+const std::vector<std::vector<int64_t>> kRows{{2, 7, 3}, {2, 3}, {2, 7, 8, 9, 3}};
 
 TEST(TokenizedDataset, PadsToTheLongestRowOfTheBatch) {
   const TokenizedDataset dataset(kRows, {1, 0, 1}, {.pad_id = 6});
   const auto batch = dataset.collate({1, 0});
   EXPECT_TRUE(at::equal(batch["input_ids"], longs({2, 3, 6, 2, 7, 3}, {2, 3})));
-  EXPECT_TRUE(
-      at::equal(batch["attention_mask"], longs({1, 1, 0, 1, 1, 1}, {2, 3})));
+  EXPECT_TRUE(at::equal(batch["attention_mask"], longs({1, 1, 0, 1, 1, 1}, {2, 3})));
   EXPECT_TRUE(at::equal(batch["labels"], longs({0, 1}, {2})));
   EXPECT_EQ(batch.indices, (std::vector<int64_t>{1, 0}));
   const auto count = count_tokens(batch);
@@ -33,9 +31,7 @@ TEST(TokenizedDataset, PadsToTheLongestRowOfTheBatch) {
 
 TEST(TokenizedDataset, PaddingOptionsSetTheLength) {
   const auto length = [](PaddingOptions padding) {
-    return TokenizedDataset(kRows, {}, padding)
-        .collate({0, 2})["input_ids"]
-        .size(1);
+    return TokenizedDataset(kRows, {}, padding).collate({0, 2})["input_ids"].size(1);
   };
   EXPECT_EQ(length({}), 5);
   EXPECT_EQ(length({.pad_to_multiple_of = 8}), 8);
@@ -51,8 +47,7 @@ TEST(TokenizedDataset, ABatchOfNoRowsHasShapes) {
 }
 
 TEST(TokenizedDataset, LoaderGroupsItsRowsByTokens) {
-  auto dataset =
-      std::make_shared<TokenizedDataset>(kRows, std::vector<int64_t>{});
+  auto dataset = std::make_shared<TokenizedDataset>(kRows, std::vector<int64_t>{});
   const DataLoader loader(dataset, {.batch_size = 1, .shuffle = false});
   std::vector<int64_t> order;
   for (const Batch& batch : loader) {
@@ -69,8 +64,7 @@ TEST(TokenizedDataset, WrongRowsAreNamed) {
 }
 
 TEST(TokenizeTexts, ThreadsDoNotChangeTheResult) {
-  const WordPieceTokenizer tokenizer(
-      {"[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "b"}, {});
+  const WordPieceTokenizer tokenizer({"[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "b"}, {});
   std::vector<std::string> texts;
   for (int row = 0; row < 100; ++row) {
     texts.push_back(std::string(row % 7, ' ') + (row % 3 ? "a b" : "a a b b"));

@@ -15,21 +15,8 @@ namespace hasten {
 using testing_support::TemporaryFolder;
 using Pieces = std::vector<std::string>;
 
-const Pieces kSmallVocab{
-    "[PAD]",
-    "[UNK]",
-    "[CLS]",
-    "[SEP]",
-    "[MASK]",
-    "un",
-    "##aff",
-    "##able",
-    "the",
-    "caf\xC3\xA9",
-    "cafe",
-    "Good",
-    "good",
-    "!"};
+const Pieces kSmallVocab{"[PAD]",  "[UNK]", "[CLS]",       "[SEP]", "[MASK]", "un",   "##aff",
+                         "##able", "the",   "caf\xC3\xA9", "cafe",  "Good",   "good", "!"};
 
 void write_text(const std::filesystem::path& path, const std::string& text) {
   std::ofstream(path, std::ios::binary) << text;
@@ -52,14 +39,12 @@ std::string load_error(const std::filesystem::path& folder) {
   }
 }
 
-#define EXPECT_PART(text, part) \
-  EXPECT_NE((text).find(part), std::string::npos) << (text)
+#define EXPECT_PART(text, part) EXPECT_NE((text).find(part), std::string::npos) << (text)
 
 TEST(Tokenizer, TakesTheLongestPieceAndUnkForAWordThatDoesNotFit) {
   const WordPieceTokenizer tokenizer(kSmallVocab, {});
-  EXPECT_EQ(
-      tokenizer.tokenize("Unaffable unaffx THE! Caf\xC3\xA9"),
-      (Pieces{"un", "##aff", "##able", "[UNK]", "the", "!", "cafe"}));
+  EXPECT_EQ(tokenizer.tokenize("Unaffable unaffx THE! Caf\xC3\xA9"),
+            (Pieces{"un", "##aff", "##able", "[UNK]", "the", "!", "cafe"}));
   EXPECT_EQ(tokenizer.encode("the").ids, (std::vector<int64_t>{2, 8, 3}));
 }
 
@@ -87,14 +72,13 @@ TEST(Tokenizer, InvalidUtf8AndLengthsAreNamed) {
 TEST(Tokenizer, SaveAndLoadGiveTheSameTokenizer) {
   Pieces vocab = kSmallVocab;
   vocab[0] = "<pad>";
-  const WordPieceTokenizer saved(
-      vocab,
-      {.do_lower_case = false,
-       .strip_accents = true,
-       .tokenize_chinese_chars = false,
-       .model_max_length = 77,
-       .pad_token = "<pad>"},
-      {{.content = "<user>", .id = 14, .special = false}});
+  const WordPieceTokenizer saved(vocab,
+                                 {.do_lower_case = false,
+                                  .strip_accents = true,
+                                  .tokenize_chinese_chars = false,
+                                  .model_max_length = 77,
+                                  .pad_token = "<pad>"},
+                                 {{.content = "<user>", .id = 14, .special = false}});
   const std::string text = "Good good the<user> Caf\xC3\xA9 [MASK]!";
   const std::vector<int64_t> ids{2, 11, 12, 8, 14, 1, 4, 13, 3};
   EXPECT_EQ(saved.encode(text).ids, ids);
@@ -119,19 +103,16 @@ TEST(Tokenizer, OptionsComeFromTheConfigThenFromTheNormalizer) {
   const TemporaryFolder folder;
   write_text(folder / "vocab.txt", vocab_text(kSmallVocab, "\r\n"));
   EXPECT_TRUE(WordPieceTokenizer::load(folder.path()).options().do_lower_case);
-  write_text(
-      folder / "tokenizer.json", R"({"normalizer": {"lowercase": false}})");
+  write_text(folder / "tokenizer.json", R"({"normalizer": {"lowercase": false}})");
   EXPECT_FALSE(WordPieceTokenizer::load(folder.path()).options().do_lower_case);
-  write_text(
-      folder / "tokenizer_config.json",
-      R"({"do_lower_case": true, "strip_accents": false,
+  write_text(folder / "tokenizer_config.json",
+             R"({"do_lower_case": true, "strip_accents": false,
           "model_max_length": 1000000000000000019884624838656,
           "cls_token": {"content": "[CLS]", "lstrip": false}})");
   const auto tokenizer = WordPieceTokenizer::load(folder.path());
   EXPECT_TRUE(tokenizer.options().do_lower_case);
   EXPECT_EQ(tokenizer.options().model_max_length, 0);
-  EXPECT_EQ(
-      tokenizer.tokenize("Caf\xC3\x89 GOOD"), (Pieces{"caf\xC3\xA9", "good"}));
+  EXPECT_EQ(tokenizer.tokenize("Caf\xC3\x89 GOOD"), (Pieces{"caf\xC3\xA9", "good"}));
 }
 
 TEST(Tokenizer, AFolderThatCannotBeUsedIsNamedWithItsFile) {
@@ -143,17 +124,13 @@ TEST(Tokenizer, AFolderThatCannotBeUsedIsNamedWithItsFile) {
   EXPECT_PART(load_error(folder.path()), "vocab.txt: the vocabulary");
   EXPECT_PART(load_error(folder.path()), "lacks [UNK]");
   write_text(folder / "tokenizer_config.json", "{\"do_lower_case\": tru");
-  EXPECT_PART(
-      load_error(folder.path()), "tokenizer_config.json: not JSON near byte=");
+  EXPECT_PART(load_error(folder.path()), "tokenizer_config.json: not JSON near byte=");
   std::filesystem::remove(folder / "vocab.txt");
   std::filesystem::remove(folder / "tokenizer_config.json");
-  write_text(
-      folder / "tokenizer.json",
-      R"({"model": {"type": "BPE", "vocab": {}, "merges": []}})");
+  write_text(folder / "tokenizer.json", R"({"model": {"type": "BPE", "vocab": {}, "merges": []}})");
   EXPECT_PART(load_error(folder.path()), "model.type=BPE");
-  write_text(
-      folder / "tokenizer.json",
-      R"({"model": {"type": "WordPiece", "vocab": {"a": 0, "b": 7}}})");
+  write_text(folder / "tokenizer.json",
+             R"({"model": {"type": "WordPiece", "vocab": {"a": 0, "b": 7}}})");
   EXPECT_PART(load_error(folder.path()), "has id=7");
   write_text(folder / "vocab.txt", "[PAD]\nbad \xFF\n");
   write_text(folder / "tokenizer.json", "{}");
@@ -165,9 +142,7 @@ TEST(Tokenizer, AFolderThatCannotBeUsedIsNamedWithItsFile) {
 TEST(Tokenizer, AVocabularyThatWasCutIsRefusedByName) {
   const TemporaryFolder folder;
   WordPieceTokenizer(kSmallVocab, {}).save(folder.path());
-  EXPECT_EQ(
-      WordPieceTokenizer::load(folder.path()).vocab().size(),
-      kSmallVocab.size());
+  EXPECT_EQ(WordPieceTokenizer::load(folder.path()).vocab().size(), kSmallVocab.size());
   const Pieces without_unk(kSmallVocab.begin() + 2, kSmallVocab.end());
   const Pieces first(kSmallVocab.begin(), kSmallVocab.begin() + 1);
   for (const Pieces& vocab : {Pieces{}, without_unk, first}) {
@@ -188,46 +163,37 @@ TEST(Tokenizer, WhatFilesAreIsSaidWithTheirNames) {
   write_text(folder / "vocab.json", "{}");
   write_text(folder / "merges.txt", "a b");
   EXPECT_PART(load_error(folder.path()), "the vocabulary is of byte pairs");
-  write_text(
-      folder / "tokenizer.json",
-      R"({"model": {"type": "WordPiece", "vocab": {"a": 1e999}}})");
+  write_text(folder / "tokenizer.json",
+             R"({"model": {"type": "WordPiece", "vocab": {"a": 1e999}}})");
   EXPECT_PART(load_error(folder.path()), "tokenizer.json: not JSON near byte");
   EXPECT_PART(load_error(folder.path()), "1e999");
-  write_text(
-      folder / "tokenizer.json",
-      "{\"model\": " + std::string(100'000, '[') + std::string(100'000, ']') +
-          "}");
+  write_text(folder / "tokenizer.json",
+             "{\"model\": " + std::string(100'000, '[') + std::string(100'000, ']') + "}");
   EXPECT_PART(load_error(folder.path()), "tokenizer.json: it is nested more");
 }
 
 TEST(Tokenizer, AddedTokensThatStripSpacesAreRefused) {
   const TemporaryFolder folder;
   write_text(folder / "vocab.txt", vocab_text(kSmallVocab));
-  write_text(
-      folder / "tokenizer_config.json",
-      R"({"added_tokens_decoder": {"4": {"content": "[MASK]", "lstrip": true}}})");
+  write_text(folder / "tokenizer_config.json",
+             R"({"added_tokens_decoder": {"4": {"content": "[MASK]", "lstrip": true}}})");
   EXPECT_PART(load_error(folder.path()), "[MASK] has lstrip=true");
 }
 
 TEST(WordPieceVocab, JoinsTheMostFrequentPairsFirst) {
-  const auto vocab = build_wordpiece_vocab(
-      {"low low low low low lower lower newest newest newest newest newest "
-       "newest widest widest widest"},
-      {},
-      {.vocab_size = 5 + 2 * 10 + 4});
+  const auto vocab =
+      build_wordpiece_vocab({"low low low low low lower lower newest newest newest newest newest "
+                             "newest widest widest widest"},
+                            {}, {.vocab_size = 5 + 2 * 10 + 4});
   // 10 characters: d e i l n o r s t w. The most frequent pairs: ##e ##s (9),
   // then ##es ##t (9), then l ##o (7), lo ##w (7).
-  EXPECT_EQ(
-      Pieces(vocab.begin(), vocab.begin() + 6),
-      (Pieces{"[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "d"}));
-  EXPECT_EQ(
-      Pieces(vocab.end() - 4, vocab.end()),
-      (Pieces{"##es", "##est", "lo", "low"}));
+  EXPECT_EQ(Pieces(vocab.begin(), vocab.begin() + 6),
+            (Pieces{"[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "d"}));
+  EXPECT_EQ(Pieces(vocab.end() - 4, vocab.end()), (Pieces{"##es", "##est", "lo", "low"}));
 }
 
 TEST(WordPieceVocab, DoesNotDependOnTheOrderOfTheTexts) {
-  const Pieces texts{
-      "the movie was good", "the film was bad", "aaaa aaa abab", "Good good"};
+  const Pieces texts{"the movie was good", "the film was bad", "aaaa aaa abab", "Good good"};
   const Pieces turned(texts.rbegin(), texts.rend());
   const auto vocab = build_wordpiece_vocab(texts, {}, {.vocab_size = 60});
   EXPECT_EQ(build_wordpiece_vocab(turned, {}, {.vocab_size = 60}), vocab);
@@ -240,11 +206,9 @@ TEST(WordPieceVocab, DoesNotDependOnTheOrderOfTheTexts) {
 
 TEST(WordPieceVocab, RareCharactersAndTooSmallSizesAreHandled) {
   const Pieces texts{"aaa aab \xE4\xB8\xAD b"};
-  const auto vocab =
-      build_wordpiece_vocab(texts, {}, {.vocab_size = 40, .limit_alphabet = 2});
+  const auto vocab = build_wordpiece_vocab(texts, {}, {.vocab_size = 40, .limit_alphabet = 2});
   EXPECT_EQ(std::count(vocab.begin(), vocab.end(), "\xE4\xB8\xAD"), 0);
-  EXPECT_THROW(
-      build_wordpiece_vocab(texts, {}, {.vocab_size = 10}), InputError);
+  EXPECT_THROW(build_wordpiece_vocab(texts, {}, {.vocab_size = 10}), InputError);
   EXPECT_THROW(build_wordpiece_vocab({" "}, {}), InputError);
   EXPECT_THROW(build_wordpiece_vocab({"\xFF"}, {}), InputError);
 }
@@ -260,9 +224,7 @@ TEST(Tokenizer, EncodesSeveralMegabytesASecond) {
     const auto start = std::chrono::steady_clock::now();
     EXPECT_GT(tokenizer.encode(text).ids.size(), 100'000u);
     best = std::min(
-        best,
-        std::chrono::duration<double>(std::chrono::steady_clock::now() - start)
-            .count());
+        best, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
   }
   const double rate = static_cast<double>(text.size()) / 1e6 / best;
   RecordProperty("megabytes_per_second", std::to_string(rate));

@@ -10,18 +10,14 @@ namespace {
 using namespace testing_support;
 
 // Every tensor of a file of torch::save(), by its path in the archive.
-void collect_tensors(
-    torch::serialize::InputArchive& archive,
-    const std::string& prefix,
-    NamedTensors& tensors) {
+void collect_tensors(torch::serialize::InputArchive& archive, const std::string& prefix,
+                     NamedTensors& tensors) {
   for (const std::string& key : archive.keys()) {
     at::Tensor tensor;
     torch::serialize::InputArchive inside;
     if (archive.try_read(key, inside)) {
       collect_tensors(inside, prefix + key + "/", tensors);
-    } else if (
-        archive.try_read(key, tensor) ||
-        archive.try_read(key, tensor, /*is_buffer=*/true)) {
+    } else if (archive.try_read(key, tensor) || archive.try_read(key, tensor, /*is_buffer=*/true)) {
       tensors[prefix + key] = tensor;
     }
   }
@@ -33,18 +29,11 @@ struct DiscsRun {
 };
 
 // Of `batch` rows over all processes.
-DiscsRun run_discs(
-    const std::string& program,
-    int nproc,
-    int64_t batch,
-    const std::vector<std::string>& flags) {
+DiscsRun run_discs(const std::string& program, int nproc, int64_t batch,
+                   const std::vector<std::string>& flags) {
   const TemporaryFolder folder;
-  std::vector<std::string> command{
-      program,
-      "--batch",
-      std::to_string(batch / nproc),
-      "--save",
-      folder / "discs"};
+  std::vector<std::string> command{program, "--batch", std::to_string(batch / nproc), "--save",
+                                   folder / "discs"};
   command.insert(command.end(), flags.begin(), flags.end());
   DiscsRun run;
   run.out = run_example(nproc, command).out;
@@ -61,13 +50,11 @@ TEST(Adopt, SixLinesOfTheProgramChanged) {
   const auto after = example_lines("adopt/discs_adopted.cpp");
   EXPECT_GE(before.size(), 300);
   // Longest common subsequence: what diff keeps.
-  std::vector<std::vector<size_t>> kept(
-      before.size() + 1, std::vector<size_t>(after.size() + 1));
+  std::vector<std::vector<size_t>> kept(before.size() + 1, std::vector<size_t>(after.size() + 1));
   for (size_t i = 1; i <= before.size(); ++i) {
     for (size_t j = 1; j <= after.size(); ++j) {
-      kept[i][j] = before[i - 1] == after[j - 1]
-                       ? kept[i - 1][j - 1] + 1
-                       : std::max(kept[i - 1][j], kept[i][j - 1]);
+      kept[i][j] = before[i - 1] == after[j - 1] ? kept[i - 1][j - 1] + 1
+                                                 : std::max(kept[i - 1][j], kept[i][j - 1]);
     }
   }
   const size_t same = kept[before.size()][after.size()];
@@ -98,14 +85,12 @@ TEST(Adopt, OneProcessGivesTheOriginalsBits) {
 TEST(Adopt, AnyNumberOfProcessesEqualsTheOriginalOnTheJoinedBatch) {
   for (const int64_t batch : {64, 63}) {
     for (const char* images : {"200", "194"}) {
-      const std::vector<std::string> flags{
-          "--epochs", "2", "--images", images, "--freeze-norm"};
+      const std::vector<std::string> flags{"--epochs", "2", "--images", images, "--freeze-norm"};
       const DiscsRun before = run_discs("discs", 1, batch, flags);
       for (const int nproc : batch == 64 ? std::vector{2, 4} : std::vector{3}) {
         const DiscsRun after = run_discs("discs_adopted", nproc, batch, flags);
         // fp32, some ten steps of SGD with momentum and half as many of Adam.
-        EXPECT_LE(distance(before.models, after.models), 1e-5)
-            << images << " images on " << nproc;
+        EXPECT_LE(distance(before.models, after.models), 1e-5) << images << " images on " << nproc;
       }
     }
   }
@@ -114,24 +99,14 @@ TEST(Adopt, AnyNumberOfProcessesEqualsTheOriginalOnTheJoinedBatch) {
 TEST(Adopt, GoesOnFromWhatTheOriginalSaved) {
   const TemporaryFolder folder;
   const std::string saved = folder / "before";
-  run_example(
-      1,
-      {"discs",
-       "--images",
-       "128",
-       "--epochs",
-       "1",
-       "--freeze-norm",
-       "--save",
-       saved});
-  const std::vector<std::string> flags{
-      "--images", "128", "--epochs", "1", "--freeze-norm", "--load", saved};
+  run_example(1, {"discs", "--images", "128", "--epochs", "1", "--freeze-norm", "--save", saved});
+  const std::vector<std::string> flags{"--images",      "128",    "--epochs", "1",
+                                       "--freeze-norm", "--load", saved};
   const DiscsRun before = run_discs("discs", 1, 64, flags);
   const DiscsRun after = run_discs("discs_adopted", 2, 64, flags);
   EXPECT_LE(distance(before.models, after.models), 1e-5);
   // It was read: from nothing, one epoch gives something else.
-  const DiscsRun fresh =
-      run_discs("discs", 1, 64, {flags.begin(), flags.end() - 2});
+  const DiscsRun fresh = run_discs("discs", 1, 64, {flags.begin(), flags.end() - 2});
   EXPECT_GT(distance(before.models, fresh.models), 1e-3);
 }
 

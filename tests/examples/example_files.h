@@ -41,10 +41,9 @@ inline void write_reviews(const std::filesystem::path& path, int rows) {
     file << "take " << row;
     for (uint64_t word = 3 + below(10); word > 0; --word) {
       const uint64_t kind = below(8);
-      file
-          << (kind == 0   ? (good ? " warm" : " cold")
-              : kind == 1 ? (good ? " quick" : " slow")
-                          : " word" + std::to_string(below(60)));
+      file << (kind == 0   ? (good ? " warm" : " cold")
+               : kind == 1 ? (good ? " quick" : " slow")
+                           : " word" + std::to_string(below(60)));
     }
     file << (good ? ",good\n" : ",bad\n");
   }
@@ -53,12 +52,9 @@ inline void write_reviews(const std::filesystem::path& path, int rows) {
 // hasten launch --nproc N PROGRAM …; alone without the launcher.
 inline ProgramRun run_example(int nproc, std::vector<std::string> command) {
   if (nproc > 1) {
-    const auto bin =
-        std::filesystem::read_symlink("/proc/self/exe").parent_path();
+    const auto bin = std::filesystem::read_symlink("/proc/self/exe").parent_path();
     command[0] = (bin / command[0]).string();
-    command.insert(
-        command.begin(),
-        {"hasten", "launch", "--nproc", std::to_string(nproc)});
+    command.insert(command.begin(), {"hasten", "launch", "--nproc", std::to_string(nproc)});
   }
   ProgramRun run = run_program(command);
   EXPECT_EQ(run.code, 0) << command.back() << '\n' << run.error;
@@ -80,8 +76,7 @@ inline double distance(const NamedTensors& a, const NamedTensors& b) {
     apart += (x - y).square().sum().item<double>();
     size += x.square().sum().item<double>();
   }
-  return alike ? std::sqrt(apart / size)
-               : std::numeric_limits<double>::infinity();
+  return alike ? std::sqrt(apart / size) : std::numeric_limits<double>::infinity();
 }
 
 } // namespace hasten::testing_support

@@ -18,8 +18,8 @@ std::string without_comment(const std::string& line) {
 // Lines of `name` that are in none of `before` and say of no step that it brought
 // them: by "// 03" at the end of the statement, or as a piece of their own, as in
 // "// [trainer]".
-std::vector<std::string> unmarked_lines(
-    const std::string& name, const std::vector<std::string>& before) {
+std::vector<std::string> unmarked_lines(const std::string& name,
+                                        const std::vector<std::string>& before) {
   static const std::regex mark("// (0[2-8]|10)\\b"), comment("\\s*//.*");
   static const std::regex piece("\\s*// \\[(/?)(\\w+)\\]");
   std::multiset<std::string> known;
@@ -34,8 +34,7 @@ std::vector<std::string> unmarked_lines(
   for (const std::string& line : example_lines(name)) {
     std::smatch found;
     if (std::regex_match(line, found, piece)) {
-      own_piece =
-          found[1].length() == 0 && found[2] != "loop" && found[2] != "batch";
+      own_piece = found[1].length() == 0 && found[2] != "loop" && found[2] != "batch";
     }
     if (own_piece || line.empty() || std::regex_match(line, comment)) {
       continue;
@@ -58,21 +57,17 @@ TEST(Ladder, EveryLineAStepBringsIsMarked) {
       {"02_accumulation_by_hand", {"01_plain_loop.cpp"}},
       {"03_accelerator", {"01_plain_loop.cpp"}},
       {"04_accumulate", {"03_accelerator.cpp"}},
-      {"04b_accumulate_by_hand",
-       {"02_accumulation_by_hand.cpp", "03_accelerator.cpp"}},
+      {"04b_accumulate_by_hand", {"02_accumulation_by_hand.cpp", "03_accelerator.cpp"}},
       {"05_trainer", {"04_accumulate.cpp"}},
       {"06_local_sgd", {"03_accelerator.cpp"}},
       {"07_local_sgd_accumulate", {"04_accumulate.cpp"}},
       {"08a_checkpointed_trainer", {"05_trainer.cpp"}},
       {"08b_checkpointed_loop", {"04_accumulate.cpp"}},
-      {"08c_whole_loop",
-       {"07_local_sgd_accumulate.cpp", "08b_checkpointed_loop.cpp"}},
+      {"08c_whole_loop", {"07_local_sgd_accumulate.cpp", "08b_checkpointed_loop.cpp"}},
       {"10a_fsdp", {"04_accumulate.cpp"}},
-      {"10b_fsdp_checkpointed_bf16",
-       {"08b_checkpointed_loop.cpp", "10a_fsdp.cpp"}}};
+      {"10b_fsdp_checkpointed_bf16", {"08b_checkpointed_loop.cpp", "10a_fsdp.cpp"}}};
   for (const auto& [name, before] : steps) {
-    EXPECT_EQ(unmarked_lines(name + ".cpp", before), std::vector<std::string>())
-        << name;
+    EXPECT_EQ(unmarked_lines(name + ".cpp", before), std::vector<std::string>()) << name;
   }
 }
 
@@ -84,12 +79,10 @@ struct LadderRun {
 LadderRun run_step(const std::string& name, int rows, int nproc = 1) {
   const TemporaryFolder folder;
   write_reviews(folder / "reviews.csv", rows);
-  const auto run = run_example(
-      nproc, {name, folder / "reviews.csv", folder / "model.safetensors"});
+  const auto run = run_example(nproc, {name, folder / "reviews.csv", folder / "model.safetensors"});
   LadderRun result;
   if (run.code == 0) {
-    result.parameters =
-        SafetensorsReader(folder / "model.safetensors").read_all();
+    result.parameters = SafetensorsReader(folder / "model.safetensors").read_all();
   }
   std::istringstream out(run.out);
   for (std::string line; std::getline(out, line);) {
@@ -100,8 +93,7 @@ LadderRun run_step(const std::string& name, int rows, int nproc = 1) {
 
 double number_after(const std::string& line, const std::string& word) {
   const size_t at = line.find(word + " ");
-  return at == std::string::npos ? -1
-                                 : std::stod(line.substr(at + word.size()));
+  return at == std::string::npos ? -1 : std::stod(line.substr(at + word.size()));
 }
 
 // 262 rows: 210 for training, 13 batches of 16 and one of 2; of the windows of
@@ -114,17 +106,15 @@ constexpr int kLonelyRows = 251;
 constexpr double kSame = 1e-6;
 
 TEST(Ladder, EveryStepLearnsAndPrintsTheSameNumbersOnTwoProcesses) {
-  for (const auto& [name, reference] : std::map<std::string, std::string>{
-           {"03_accelerator", "01_plain_loop"},
-           {"04_accumulate", "02_accumulation_by_hand"},
-           {"04b_accumulate_by_hand", "02_accumulation_by_hand"},
-           {"10a_fsdp", "02_accumulation_by_hand"},
-           {"05_trainer", "02_accumulation_by_hand"}}) {
+  for (const auto& [name, reference] :
+       std::map<std::string, std::string>{{"03_accelerator", "01_plain_loop"},
+                                          {"04_accumulate", "02_accumulation_by_hand"},
+                                          {"04b_accumulate_by_hand", "02_accumulation_by_hand"},
+                                          {"10a_fsdp", "02_accumulation_by_hand"},
+                                          {"05_trainer", "02_accumulation_by_hand"}}) {
     const LadderRun plain = run_step(reference, kRaggedRows);
     ASSERT_EQ(plain.lines.size(), 6) << reference;
-    EXPECT_LT(
-        number_after(plain.lines[5], "loss"),
-        0.9 * number_after(plain.lines[0], "loss"));
+    EXPECT_LT(number_after(plain.lines[5], "loss"), 0.9 * number_after(plain.lines[0], "loss"));
     EXPECT_GT(number_after(plain.lines[5], "accuracy"), 0.7);
     for (const int nproc : {1, 2}) {
       const LadderRun run = run_step(name, kRaggedRows, nproc);
@@ -132,10 +122,8 @@ TEST(Ladder, EveryStepLearnsAndPrintsTheSameNumbersOnTwoProcesses) {
       for (size_t epoch = 0; epoch < 6; ++epoch) {
         for (const char* word : {"epoch", "loss", "accuracy"}) {
           // Printed to four places.
-          EXPECT_NEAR(
-              number_after(run.lines[epoch], word),
-              number_after(plain.lines[epoch], word),
-              1.01e-4)
+          EXPECT_NEAR(number_after(run.lines[epoch], word), number_after(plain.lines[epoch], word),
+                      1.01e-4)
               << name << " on " << nproc << ": " << run.lines[epoch];
         }
       }
@@ -147,34 +135,30 @@ TEST(Ladder, TheAcceleratorOnTwoProcessesGivesThePlainLoopsParameters) {
   for (const int rows : {kRaggedRows, kLonelyRows}) {
     const auto plain = run_step("01_plain_loop", rows).parameters;
     for (const int nproc : {1, 2}) {
-      EXPECT_LE(
-          distance(plain, run_step("03_accelerator", rows, nproc).parameters),
-          kSame)
+      EXPECT_LE(distance(plain, run_step("03_accelerator", rows, nproc).parameters), kSame)
           << nproc << " processes, " << rows << " rows";
     }
   }
 }
 
 TEST(Ladder, CheckpointingChangesNoBit) {
-  for (const auto& [name, reference] : std::map<std::string, std::string>{
-           {"08a_checkpointed_trainer", "05_trainer"},
-           {"08b_checkpointed_loop", "04_accumulate"},
-           {"08c_whole_loop", "07_local_sgd_accumulate"}}) {
+  for (const auto& [name, reference] :
+       std::map<std::string, std::string>{{"08a_checkpointed_trainer", "05_trainer"},
+                                          {"08b_checkpointed_loop", "04_accumulate"},
+                                          {"08c_whole_loop", "07_local_sgd_accumulate"}}) {
     for (const int nproc : {1, 2}) {
       const LadderRun plain = run_step(reference, kRaggedRows, nproc);
       const LadderRun run = run_step(name, kRaggedRows, nproc);
       EXPECT_EQ(run.lines, plain.lines) << name << " on " << nproc;
       ASSERT_EQ(plain.parameters.size(), run.parameters.size());
-      EXPECT_EQ(distance(plain.parameters, run.parameters), 0)
-          << name << " on " << nproc;
+      EXPECT_EQ(distance(plain.parameters, run.parameters), 0) << name << " on " << nproc;
     }
   }
 }
 
 TEST(Ladder, ShardedCheckpointedAndInSixteenBitsItLearns) {
   for (const int nproc : {1, 2}) {
-    const LadderRun run =
-        run_step("10b_fsdp_checkpointed_bf16", kRaggedRows, nproc);
+    const LadderRun run = run_step("10b_fsdp_checkpointed_bf16", kRaggedRows, nproc);
     ASSERT_EQ(run.lines.size(), 6) << nproc;
     EXPECT_GT(number_after(run.lines[5], "accuracy"), 0.7) << nproc;
   }
@@ -187,22 +171,18 @@ TEST(Ladder, WhatIsStoredIsWhatTheGuideSays) {
   for (std::string line; std::getline(out, line);) {
     stored.push_back(line.substr(29, line.find(", gradient") - 29));
   }
-  EXPECT_EQ(
-      stored,
-      (std::vector<std::string>{
-          "2 tensors stored, forward runs once",
-          "0 tensors stored, forward runs again",
-          "1 tensors stored, forward runs again",
-          "1 tensors stored, forward runs again"}));
+  EXPECT_EQ(stored,
+            (std::vector<std::string>{
+                "2 tensors stored, forward runs once", "0 tensors stored, forward runs again",
+                "1 tensors stored, forward runs again", "1 tensors stored, forward runs again"}));
 }
 
 TEST(Ladder, SixteenBitsHoldWhatTheGuideSays) {
   for (const int nproc : {1, 2}) {
     const auto run = run_example(nproc, {"09_mixed_precision"});
     const auto says = [&](const char* text) {
-      EXPECT_NE(run.out.find(text), std::string::npos)
-          << text << " on " << nproc << " processes:\n"
-          << run.out;
+      EXPECT_NE(run.out.find(text), std::string::npos) << text << " on " << nproc << " processes:\n"
+                                                       << run.out;
     };
     says("70000                  inf          70144");
     says("1e-08                  0            1.001171768e-08");
@@ -212,8 +192,7 @@ TEST(Ladder, SixteenBitsHoldWhatTheGuideSays) {
     says("fp16 window 2: out is Half");
     says("scale 512, step left out");
     says("fp16 window 8: out is Half");
-    EXPECT_EQ(
-        run.out.find("window 8: out is Half, loss nan"), std::string::npos);
+    EXPECT_EQ(run.out.find("window 8: out is Half, loss nan"), std::string::npos);
   }
 }
 
@@ -222,8 +201,7 @@ TEST(Ladder, SynchronisedBatchNormOnTwoProcessesIsThatOfOne) {
   const auto two = run_example(2, {"11_sync_batch_norm"});
   const auto line_of = [](const std::string& out, const std::string& start) {
     const size_t at = out.find(start);
-    return at == std::string::npos ? ""
-                                   : out.substr(at, out.find('\n', at) - at);
+    return at == std::string::npos ? "" : out.substr(at, out.find('\n', at) - at);
   };
   const std::string alone = line_of(one.out, "of own rows:");
   const std::string own = line_of(two.out, "of own rows:");
@@ -234,22 +212,15 @@ TEST(Ladder, SynchronisedBatchNormOnTwoProcessesIsThatOfOne) {
   }
   EXPECT_LT(number_after(joined, "loss"), 0.2) << two.out;
   EXPECT_GT(number_after(own, "loss"), 0.4) << two.out;
-  EXPECT_GT(
-      number_after(joined, "running variance"),
-      number_after(own, "running variance"));
+  EXPECT_GT(number_after(joined, "running variance"), number_after(own, "running variance"));
 }
 
 TEST(Ladder, EveryWayOfAccumulatingGivesTheSameParameters) {
   for (const int rows : {kRaggedRows, kLonelyRows}) {
     const auto by_hand = run_step("02_accumulation_by_hand", rows).parameters;
     // It does accumulate: not the steps of every batch.
-    EXPECT_GT(
-        distance(by_hand, run_step("01_plain_loop", rows).parameters), 0.05);
-    for (const char* name :
-         {"04_accumulate",
-          "04b_accumulate_by_hand",
-          "05_trainer",
-          "10a_fsdp"}) {
+    EXPECT_GT(distance(by_hand, run_step("01_plain_loop", rows).parameters), 0.05);
+    for (const char* name : {"04_accumulate", "04b_accumulate_by_hand", "05_trainer", "10a_fsdp"}) {
       for (const int nproc : {1, 2}) {
         const auto run = run_step(name, rows, nproc).parameters;
         EXPECT_LE(distance(by_hand, run), kSame)
@@ -262,23 +233,17 @@ TEST(Ladder, EveryWayOfAccumulatingGivesTheSameParameters) {
 // One process has nobody to average with; two go ways of their own in between,
 // learn as well and end with one model.
 TEST(Ladder, LocalSgdIsPlainTrainingAloneAndLearnsOnTwoProcesses) {
-  for (const auto& [name, reference] : std::map<std::string, std::string>{
-           {"06_local_sgd", "01_plain_loop"},
-           {"07_local_sgd_accumulate", "02_accumulation_by_hand"}}) {
+  for (const auto& [name, reference] :
+       std::map<std::string, std::string>{{"06_local_sgd", "01_plain_loop"},
+                                          {"07_local_sgd_accumulate", "02_accumulation_by_hand"}}) {
     const LadderRun plain = run_step(reference, kLonelyRows);
-    EXPECT_LE(
-        distance(plain.parameters, run_step(name, kLonelyRows).parameters),
-        kSame)
-        << name;
+    EXPECT_LE(distance(plain.parameters, run_step(name, kLonelyRows).parameters), kSame) << name;
     const LadderRun two = run_step(name, kLonelyRows, 2);
     ASSERT_EQ(two.lines.size(), 6) << name;
     const double apart = distance(plain.parameters, two.parameters);
     EXPECT_GT(apart, 1e-3) << name << ": gradients were averaged";
     EXPECT_LT(apart, 0.5) << name;
-    EXPECT_LT(
-        number_after(two.lines[5], "loss"),
-        0.9 * number_after(two.lines[0], "loss"))
-        << name;
+    EXPECT_LT(number_after(two.lines[5], "loss"), 0.9 * number_after(two.lines[0], "loss")) << name;
     EXPECT_GT(number_after(two.lines[5], "accuracy"), 0.7) << name;
   }
 }

@@ -48,8 +48,7 @@ TEST(GradHooks, KeepForeignHooksAndTakeTheSlotBack) {
   Tensor p = parameter({3});
   std::string order;
   const auto set_foreign = [&] {
-    torch::autograd::impl::set_post_acc_grad_hooks(
-        p, std::make_unique<Foreign>(&order));
+    torch::autograd::impl::set_post_acc_grad_hooks(p, std::make_unique<Foreign>(&order));
   };
   set_foreign();
   GradHook a = add_grad_hook(p, [&](const Tensor&) { order += 'a'; });
@@ -70,11 +69,10 @@ TEST(GradHooks, KeepForeignHooksAndTakeTheSlotBack) {
 }
 
 TEST(FlatLayout, ReversesAlignsAndLeavesOutTiedAndFrozen) {
-  Tensor a = parameter({3, 5}), b = parameter({7}, at::kDouble),
-         c = parameter({}), frozen = parameter({4});
+  Tensor a = parameter({3, 5}), b = parameter({7}, at::kDouble), c = parameter({}),
+         frozen = parameter({4});
   frozen.set_requires_grad(false);
-  const FlatLayout layout(
-      {{"a", a}, {"b", b}, {"frozen", frozen}, {"again", a}, {"c", c}});
+  const FlatLayout layout({{"a", a}, {"b", b}, {"frozen", frozen}, {"again", a}, {"c", c}});
   ASSERT_EQ(layout.slots().size(), 3u);
   ASSERT_EQ(layout.groups().size(), 2u);
   EXPECT_EQ(layout.slots()[0].name, "c");
@@ -90,10 +88,7 @@ TEST(FlatLayout, ReversesAlignsAndLeavesOutTiedAndFrozen) {
 }
 
 struct Pair {
-  Pair()
-      : a(parameter({3, 5})),
-        b(parameter({7})),
-        flat(FlatLayout({{"a", a}, {"b", b}})) {
+  Pair() : a(parameter({3, 5})), b(parameter({7})), flat(FlatLayout({{"a", a}, {"b", b}})) {
     flat.install();
   }
   void backward() {
@@ -109,10 +104,8 @@ TEST(FlatGradients, AutogradAccumulatesInPlace) {
   pair.backward();
   pair.backward();
   EXPECT_TRUE(pair.flat.installed(0) && pair.flat.installed(1));
-  EXPECT_TRUE(
-      torch::equal(pair.flat.buffer(0).narrow(0, 0, 7), torch::full({7}, 6.0)));
-  EXPECT_TRUE(torch::equal(
-      pair.flat.buffer(0).narrow(0, 16, 15), torch::full({15}, 4.0)));
+  EXPECT_TRUE(torch::equal(pair.flat.buffer(0).narrow(0, 0, 7), torch::full({7}, 6.0)));
+  EXPECT_TRUE(torch::equal(pair.flat.buffer(0).narrow(0, 16, 15), torch::full({15}, 4.0)));
   EXPECT_EQ(pair.flat.buffer(0).sum().item<float>(), 6 * 7 + 4 * 15);
 }
 
@@ -156,24 +149,21 @@ TEST(FlatGradients, AnyZeroGradIsLegal) {
 TEST(FlatGradients, SparseAndChannelsLastGradientsStayInTheBuffer) {
   torch::nn::Embedding table(torch::nn::EmbeddingOptions(10, 4).sparse(true));
   torch::nn::Conv2d conv(torch::nn::Conv2dOptions(3, 8, 3));
-  conv->weight.set_data(
-      conv->weight.contiguous(at::MemoryFormat::ChannelsLast));
-  FlatGradients flat(FlatLayout(
-      {{"table", table->weight}, {"conv", conv->weight}, {"b", conv->bias}}));
+  conv->weight.set_data(conv->weight.contiguous(at::MemoryFormat::ChannelsLast));
+  FlatGradients flat(
+      FlatLayout({{"table", table->weight}, {"conv", conv->weight}, {"b", conv->bias}}));
   flat.install();
   EXPECT_EQ(conv->weight.grad().strides(), conv->weight.strides());
   flat.mark_written();
   const auto image = torch::randn({2, 3, 8, 8});
-  (table->forward(torch::tensor({1, 2, 2})).sum() + conv->forward(image).sum())
-      .backward();
+  (table->forward(torch::tensor({1, 2, 2})).sum() + conv->forward(image).sum()).backward();
   for (int64_t slot = 0; slot < 3; ++slot) {
     EXPECT_TRUE(flat.installed(slot)) << slot;
   }
   EXPECT_EQ(table->weight.grad()[2][0].item<float>(), 2);
   torch::nn::Conv2d plain(torch::nn::Conv2dOptions(3, 8, 3));
   plain->forward(image).sum().backward();
-  EXPECT_TRUE(
-      torch::allclose(conv->weight.grad(), plain->weight.grad(), 1e-5, 1e-5));
+  EXPECT_TRUE(torch::allclose(conv->weight.grad(), plain->weight.grad(), 1e-5, 1e-5));
 }
 
 TEST(FlatGradients, HandedOverGradientsAreCopiedInOnce) {
@@ -211,12 +201,10 @@ TEST(FlatGradients, ReorderMovesWhatLiesThere) {
   EXPECT_EQ(flat.layout().slots()[static_cast<size_t>(at_a)].offset, 32);
   EXPECT_TRUE(flat.installed(at_a) && flat.installed(at_b));
   EXPECT_FALSE(c.grad().defined());
-  EXPECT_TRUE(
-      torch::equal(flat.buffer(0).narrow(0, 0, 7), torch::full({7}, 3.0)));
+  EXPECT_TRUE(torch::equal(flat.buffer(0).narrow(0, 0, 7), torch::full({7}, 3.0)));
   EXPECT_TRUE(torch::equal(a.grad(), torch::full({3, 5}, 2.0)));
   flat.install();
-  EXPECT_EQ(flat.buffer(0).sum().item<float>(), 7 * 3 + 15 * 2)
-      << "padding and c are zero";
+  EXPECT_EQ(flat.buffer(0).sum().item<float>(), 7 * 3 + 15 * 2) << "padding and c are zero";
   EXPECT_THROW(flat.reorder({0, 1, 1}), InputError);
   EXPECT_THROW(flat.reorder({0, 1}), InputError);
 }
@@ -224,11 +212,9 @@ TEST(FlatGradients, ReorderMovesWhatLiesThere) {
 TEST(FlatGradients, TheAllocatorOwnsTheMemory) {
   Tensor a = parameter({3, 5});
   Tensor memory;
-  FlatGradients flat(
-      FlatLayout({{"a", a}}),
-      [&](int64_t numel, const at::TensorOptions& options) {
-        return memory = torch::zeros({numel}, options);
-      });
+  FlatGradients flat(FlatLayout({{"a", a}}), [&](int64_t numel, const at::TensorOptions& options) {
+    return memory = torch::zeros({numel}, options);
+  });
   flat.install();
   a.sum().backward();
   EXPECT_FALSE(flat.known_zero()) << "torch's writes are noticed";

@@ -70,9 +70,8 @@ TEST(FolderCommit, NothingIsThereBeforeCommitAndAllAfter) {
   put(commit.folder() / "by_hand", "b");
   EXPECT_FALSE(std::filesystem::exists(target));
   commit.commit();
-  EXPECT_EQ(
-      entries_of(target),
-      (std::set<std::string>{"config.json", "sub", "by_hand", kManifestFile}));
+  EXPECT_EQ(entries_of(target),
+            (std::set<std::string>{"config.json", "sub", "by_hand", kManifestFile}));
   EXPECT_EQ(entries_of(folder / "deep"), (std::set<std::string>{"model"}));
   const auto manifest = read_manifest(target);
   EXPECT_EQ(manifest.size(), 3u);
@@ -94,8 +93,7 @@ TEST(FolderCommit, WithoutCommitTheTemporaryFolderGoes) {
 TEST(FolderCommit, TemporaryFoldersAndFilesOfOthersStayAndAreNotInTheWay) {
   const TemporaryFolder folder;
   const auto other = [&](const std::string& name, int n) {
-    return folder / (name + ".tmp-" + std::to_string(::getpid()) + "-" +
-                     std::to_string(n));
+    return folder / (name + ".tmp-" + std::to_string(::getpid()) + "-" + std::to_string(n));
   };
   constexpr int kOthers = 1000;
   for (int n = 0; n < kOthers; ++n) {
@@ -141,9 +139,7 @@ TEST(FolderCommit, ReplaceLeavesOnlyTheNewFiles) {
     commit.write(name, name);
     commit.commit();
   }
-  EXPECT_EQ(
-      entries_of(folder / "model"),
-      (std::set<std::string>{"second", kManifestFile}));
+  EXPECT_EQ(entries_of(folder / "model"), (std::set<std::string>{"second", kManifestFile}));
   EXPECT_EQ(entries_of(folder.path()), (std::set<std::string>{"model"}));
 }
 
@@ -166,10 +162,8 @@ TEST(FolderCommit, MergeKeepsOtherFilesAndTheirManifestEntries) {
     commit.write(name, name + std::to_string(commit.folder().string().size()));
     commit.commit();
   }
-  EXPECT_EQ(
-      entries_of(folder / "out"),
-      (std::set<std::string>{
-          "metrics.jsonl", "config.json", "vocab.txt", kManifestFile}));
+  EXPECT_EQ(entries_of(folder / "out"),
+            (std::set<std::string>{"metrics.jsonl", "config.json", "vocab.txt", kManifestFile}));
   EXPECT_EQ(read_manifest(folder / "out").size(), 2u);
   verify_manifest(folder / "out");
   EXPECT_EQ(entries_of(folder.path()), (std::set<std::string>{"out"}));
@@ -178,8 +172,7 @@ TEST(FolderCommit, MergeKeepsOtherFilesAndTheirManifestEntries) {
 TEST(FolderCommit, FullDiskIsNamedAndTheTargetIsUntouched) {
   const TemporaryFolder folder;
   const auto big = torch::zeros({10'000});
-  for (const auto mode :
-       {CommitMode::create, CommitMode::replace, CommitMode::merge}) {
+  for (const auto mode : {CommitMode::create, CommitMode::replace, CommitMode::merge}) {
     const auto target = folder / ("model" + std::to_string(int(mode)));
     if (mode != CommitMode::create) {
       FolderCommit commit(target);
@@ -218,17 +211,11 @@ TEST(FolderCommit, DamageIsFoundByTheManifest) {
   put(target / "not_listed", "x");
   verify_manifest(target);
   put(target / "b", "123");
-  EXPECT_NE(
-      error_of([&] { verify_manifest(target); }).find("b: size=3"),
-      std::string::npos);
+  EXPECT_NE(error_of([&] { verify_manifest(target); }).find("b: size=3"), std::string::npos);
   put(target / "b", "1235");
-  EXPECT_NE(
-      error_of([&] { verify_manifest(target); }).find("b: xxh3="),
-      std::string::npos);
+  EXPECT_NE(error_of([&] { verify_manifest(target); }).find("b: xxh3="), std::string::npos);
   std::filesystem::remove(target / "a");
-  EXPECT_NE(
-      error_of([&] { verify_manifest(target); }).find("/a: No such file"),
-      std::string::npos);
+  EXPECT_NE(error_of([&] { verify_manifest(target); }).find("/a: No such file"), std::string::npos);
   put(target / kManifestFile, "[1]");
   EXPECT_THROW(verify_manifest(target), InputError);
   std::filesystem::remove(target / kManifestFile);

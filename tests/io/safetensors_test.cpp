@@ -32,9 +32,7 @@ static std::string open_error(const std::string& bytes) {
   try {
     SafetensorsReader reader(folder / "weights.safetensors");
   } catch (const InputError& error) {
-    EXPECT_NE(
-        std::string(error.what()).find("weights.safetensors"),
-        std::string::npos);
+    EXPECT_NE(std::string(error.what()).find("weights.safetensors"), std::string::npos);
     return error.what();
   }
   return {};
@@ -97,17 +95,15 @@ TEST(Safetensors, ViewsAreNoCopiesAndWritingOneLeavesTheFile) {
   auto x = reader.tensor("x");
   EXPECT_EQ(x.data_ptr(), reader.tensor("x").data_ptr());
   x.fill_(5);
-  EXPECT_TRUE(torch::equal(
-      SafetensorsReader(folder / "a").tensor("x"), torch::ones({4})));
+  EXPECT_TRUE(torch::equal(SafetensorsReader(folder / "a").tensor("x"), torch::ones({4})));
 }
 
 TEST(Safetensors, TiedTensorsAreStoredOnceAndFoundUnderBothNames) {
   const TemporaryFolder folder;
   const auto weight = torch::randn({100, 10});
   // A view of the same memory with another shape is a tensor of its own.
-  write_safetensors(
-      folder / "a",
-      {{"head", weight}, {"embed", weight}, {"flat", weight.view({-1})}});
+  write_safetensors(folder / "a",
+                    {{"head", weight}, {"embed", weight}, {"flat", weight.view({-1})}});
   const SafetensorsReader reader(folder / "a");
   EXPECT_EQ(reader.names(), (std::vector<std::string>{"embed", "flat"}));
   EXPECT_EQ(reader.metadata().at("head"), "embed");
@@ -120,8 +116,7 @@ TEST(Safetensors, TiedTensorsAreStoredOnceAndFoundUnderBothNames) {
 TEST(Safetensors, StridedTensorsAreWrittenInRowOrder) {
   const TemporaryFolder folder;
   const auto base = torch::randn({4, 6});
-  write_safetensors(
-      folder / "a", {{"t", base.t()}, {"s", base.slice(1, 1, 6, 2)}});
+  write_safetensors(folder / "a", {{"t", base.t()}, {"s", base.slice(1, 1, 6, 2)}});
   const SafetensorsReader reader(folder / "a");
   EXPECT_TRUE(torch::equal(reader.tensor("t"), base.t()));
   EXPECT_TRUE(torch::equal(reader.tensor("s"), base.slice(1, 1, 6, 2)));
@@ -129,17 +124,15 @@ TEST(Safetensors, StridedTensorsAreWrittenInRowOrder) {
 
 TEST(Safetensors, BadlyAlignedDataIsRead) {
   // 5 bytes of "b" push the floats of "f" to an odd address.
-  const std::string header =
-      R"({"b":{"dtype":"U8","shape":[5],"data_offsets":[0,5]},)"
-      R"("f":{"dtype":"F32","shape":[2],"data_offsets":[5,13]}})";
+  const std::string header = R"({"b":{"dtype":"U8","shape":[5],"data_offsets":[0,5]},)"
+                             R"("f":{"dtype":"F32","shape":[2],"data_offsets":[5,13]}})";
   const TemporaryFolder folder;
   std::string bytes = safetensors_bytes(header, 13);
   const float values[2] = {1.5f, -2.0f};
   bytes.replace(bytes.size() - 8, 8, reinterpret_cast<const char*>(values), 8);
   write_file_atomically(folder / "a", bytes);
-  EXPECT_TRUE(torch::equal(
-      SafetensorsReader(folder / "a").tensor("f"),
-      torch::tensor({1.5f, -2.0f})));
+  EXPECT_TRUE(
+      torch::equal(SafetensorsReader(folder / "a").tensor("f"), torch::tensor({1.5f, -2.0f})));
 }
 
 TEST(Safetensors, LyingFilesAreNamedWithTheTensor) {
@@ -147,10 +140,10 @@ TEST(Safetensors, LyingFilesAreNamedWithTheTensor) {
     return open_error(safetensors_bytes("{\"w\":" + entry + "}", data_bytes));
   };
   const auto both = [](const std::string& a, const std::string& b) {
-    return open_error(safetensors_bytes(
-        R"({"a":{"dtype":"U8","shape":[4],"data_offsets":)" + a +
-            R"(},"b":{"dtype":"U8","shape":[4],"data_offsets":)" + b + "}}",
-        8));
+    return open_error(safetensors_bytes(R"({"a":{"dtype":"U8","shape":[4],"data_offsets":)" + a +
+                                            R"(},"b":{"dtype":"U8","shape":[4],"data_offsets":)" +
+                                            b + "}}",
+                                        8));
   };
   const auto good = R"({"dtype":"F32","shape":[2],"data_offsets":[0,8]})";
   EXPECT_EQ(one(good, 8), "");
@@ -168,10 +161,8 @@ TEST(Safetensors, LyingFilesAreNamedWithTheTensor) {
       {one(good, 9), "take 8 bytes of a data section of 9"},
       {one(R"({"dtype":"F31","shape":[2],"data_offsets":[0,8]})", 8),
        "\"w\" has an unknown dtype=F31"},
-      {one(R"({"dtype":"F32","shape":[3],"data_offsets":[0,8]})", 8),
-       "\"w\" takes 8 bytes"},
-      {one(R"({"dtype":"F32","shape":[-2],"data_offsets":[0,8]})", 8),
-       "\"w\" has shape=[-2]"},
+      {one(R"({"dtype":"F32","shape":[3],"data_offsets":[0,8]})", 8), "\"w\" takes 8 bytes"},
+      {one(R"({"dtype":"F32","shape":[-2],"data_offsets":[0,8]})", 8), "\"w\" has shape=[-2]"},
       {one(R"({"dtype":"F32","shape":[2],"data_offsets":[8,0]})", 8),
        "\"w\" has data_offsets=[8,0]"},
       {one(R"({"dtype":"F32","shape":[4294967296,4294967296,4],)"
@@ -182,18 +173,13 @@ TEST(Safetensors, LyingFilesAreNamedWithTheTensor) {
       {one("3", 8), "\"w\" is described by"},
       {both("[0,4]", "[0,4]"), "\"b\" starts at byte 0"},
       {both("[0,4]", "[3,7]"), "\"b\" starts at byte 3"},
-      {open_error(safetensors_bytes(
-           std::string("{\"w\":") + good + ",\"w\":" + good + "}", 8)),
+      {open_error(safetensors_bytes(std::string("{\"w\":") + good + ",\"w\":" + good + "}", 8)),
        "\"w\" occurs twice"},
-      {open_error(safetensors_bytes("{\"__metadata__\":{\"a\":1}}", 0)),
-       "__metadata__ \"a\""},
-      {open_error(
-           safetensors_bytes("{\"a\":" + std::string(100'000, '[') + "}", 0)),
-       "nested"},
+      {open_error(safetensors_bytes("{\"__metadata__\":{\"a\":1}}", 0)), "__metadata__ \"a\""},
+      {open_error(safetensors_bytes("{\"a\":" + std::string(100'000, '[') + "}", 0)), "nested"},
   };
   for (const auto& [message, part] : cases) {
-    EXPECT_NE(message.find(part), std::string::npos)
-        << part << " in: " << message;
+    EXPECT_NE(message.find(part), std::string::npos) << part << " in: " << message;
   }
 }
 
@@ -201,8 +187,8 @@ TEST(Safetensors, MutatedFilesAreRefusedOrReadWithinTheirBounds) {
   const TemporaryFolder folder;
   write_safetensors(folder / "good", golden_tensors());
   const std::string good = read_file(folder / "good");
-  const size_t header_bytes = static_cast<unsigned char>(good[0]) +
-                              256u * static_cast<unsigned char>(good[1]);
+  const size_t header_bytes =
+      static_cast<unsigned char>(good[0]) + 256u * static_cast<unsigned char>(good[1]);
   std::mt19937 random(7);
   const auto below = [&](size_t bound) { return random() % bound; };
   int refused = 0;
@@ -278,8 +264,7 @@ TEST(Safetensors, AFileThatShrinksBeforeItIsReadIsNamed) {
     FAIL();
   } catch (const InputError& error) {
     const std::string message = error.what();
-    EXPECT_NE(message.find(path.string() + " shrank"), std::string::npos)
-        << message;
+    EXPECT_NE(message.find(path.string() + " shrank"), std::string::npos) << message;
   }
 }
 
@@ -290,9 +275,7 @@ TEST(Safetensors, UnknownNamesOfferTheNearest) {
     SafetensorsReader(folder / "a").tensor("layer.weigth");
     FAIL();
   } catch (const InputError& error) {
-    EXPECT_NE(
-        std::string(error.what()).find("\"layer.weight\" perhaps"),
-        std::string::npos);
+    EXPECT_NE(std::string(error.what()).find("\"layer.weight\" perhaps"), std::string::npos);
   }
   EXPECT_THROW(SafetensorsReader(folder / "missing"), InputError);
   EXPECT_THROW(SafetensorsReader{folder.path()}, InputError);
@@ -300,10 +283,8 @@ TEST(Safetensors, UnknownNamesOfferTheNearest) {
 
 TEST(Safetensors, WhatTheFormatLacksIsRefusedByName) {
   const TemporaryFolder folder;
-  for (const auto& tensor :
-       {torch::zeros({2}, torch::kComplexDouble),
-        torch::zeros({2, 2}).to_sparse(),
-        torch::Tensor()}) {
+  for (const auto& tensor : {torch::zeros({2}, torch::kComplexDouble),
+                             torch::zeros({2, 2}).to_sparse(), torch::Tensor()}) {
     try {
       write_safetensors(folder / "a", {{"odd", tensor}});
       FAIL();

@@ -19,9 +19,8 @@ constexpr const char* kSecond = "model-00002-of-00002.safetensors";
 // Three tensors in two shards, and their index.
 struct ShardedModel {
   testing_support::TemporaryFolder folder{};
-  NamedTensors first{
-      {"a", torch::arange(6, torch::kFloat).view({2, 3})},
-      {"c", torch::tensor({7}, torch::kLong)}};
+  NamedTensors first{{"a", torch::arange(6, torch::kFloat).view({2, 3})},
+                     {"c", torch::tensor({7}, torch::kLong)}};
   NamedTensors second{{"b", torch::ones({4}, torch::kBFloat16)}};
   nlohmann::json map{{"a", kFirst}, {"b", kSecond}, {"c", kFirst}};
 
@@ -31,8 +30,7 @@ struct ShardedModel {
   }
   ShardedSafetensorsReader open() const {
     const auto index = folder / "model.safetensors.index.json";
-    std::ofstream(index) << nlohmann::json{
-        {"metadata", {{"total_size", 40}}}, {"weight_map", map}};
+    std::ofstream(index) << nlohmann::json{{"metadata", {{"total_size", 40}}}, {"weight_map", map}};
     return ShardedSafetensorsReader(index);
   }
   // What opening throws holds all parts.
@@ -82,8 +80,7 @@ TEST(ShardedSafetensors, AnExtraShardIsNamedAndOtherFilesAreNot) {
   const ShardedModel model;
   write_safetensors(model.folder / "adapter.safetensors", model.second);
   EXPECT_NO_THROW(model.open());
-  write_safetensors(
-      model.folder / "model-00003-of-00003.safetensors", model.second);
+  write_safetensors(model.folder / "model-00003-of-00003.safetensors", model.second);
   model.expect_error({"model-00003-of-00003.safetensors", "not in the index"});
 }
 
@@ -91,25 +88,18 @@ TEST(ShardedSafetensors, MissingAndExtraKeysAreNamedTogether) {
   ShardedModel model;
   model.map.erase("c");
   model.map["d"] = kSecond;
-  model.expect_error(
-      {"\"d\" is missing in " + std::string(kSecond),
-       "\"c\" is in " + std::string(kFirst) + " but not in the index"});
+  model.expect_error({"\"d\" is missing in " + std::string(kSecond),
+                      "\"c\" is in " + std::string(kFirst) + " but not in the index"});
   model.map = {{"a", kSecond}, {"b", kSecond}, {"c", kFirst}};
-  model.expect_error(
-      {"\"a\" is missing in",
-       "\"a\" is in " + std::string(kFirst) + ", the index says " +
-           std::string(kSecond)});
+  model.expect_error({"\"a\" is missing in", "\"a\" is in " + std::string(kFirst) +
+                                                 ", the index says " + std::string(kSecond)});
 }
 
 TEST(ShardedSafetensors, IndexesThatAreNoneAreRefused) {
   ShardedModel model;
   const auto index = model.folder / "model.safetensors.index.json";
   for (const char* text :
-       {"{",
-        "[]",
-        "{}",
-        R"({"weight_map": 1})",
-        R"({"weight_map": {"a": "x", "a": "y"}})",
+       {"{", "[]", "{}", R"({"weight_map": 1})", R"({"weight_map": {"a": "x", "a": "y"}})",
         R"({"weight_map": {"a": "../x"}})"}) {
     std::ofstream(index) << text;
     EXPECT_THROW(ShardedSafetensorsReader{index}, InputError) << text;

@@ -23,15 +23,13 @@ static LaunchOptions frozen_options(const std::string& script) {
 TEST(LaunchFrozen, ARankThatASignalStopsIsNamedAndTheWorldEnds) {
   for (const int frozen : {0, 1}) {
     const std::string rank = std::to_string(frozen);
-    const LaunchResult result = launch(frozen_options(
-        "trap 'exit 0' TERM; if [ $RANK = " + rank +
-        " ]; then kill -STOP $$; fi; while :; do sleep 0.05; done"));
+    const LaunchResult result =
+        launch(frozen_options("trap 'exit 0' TERM; if [ $RANK = " + rank +
+                              " ]; then kill -STOP $$; fi; while :; do sleep 0.05; done"));
     EXPECT_EQ(result.exit_code, 1);
     EXPECT_EQ(result.first_failed_rank, frozen);
     EXPECT_EQ(result.reason, "rank " + rank + " froze first");
-    EXPECT_NE(
-        result.message.find("has been stopped by a signal (SIGSTOP) for"),
-        std::string::npos)
+    EXPECT_NE(result.message.find("has been stopped by a signal (SIGSTOP) for"), std::string::npos)
         << result.message;
     EXPECT_FALSE(result.shown);
     EXPECT_EQ(result.ends[frozen].signal, SIGKILL);
@@ -41,16 +39,14 @@ TEST(LaunchFrozen, ARankThatASignalStopsIsNamedAndTheWorldEnds) {
 
 TEST(LaunchFrozen, ARankThatIsLetGoOnInTimeIsNot) {
   LaunchOptions options = frozen_options(
-      "if [ $RANK = 0 ]; then (sleep 0.3; kill -CONT $$) & kill -STOP $$; "
-      "wait; "
-      "fi; exit 0");
+      "if [ $RANK = 0 ]; then (sleep 0.3; kill -CONT $$) & kill -STOP $$; wait; fi; exit 0");
   options.heartbeat_timeout = std::chrono::seconds(60);
   EXPECT_EQ(launch(options).exit_code, 0);
 }
 
 TEST(LaunchFrozen, WhereTheOthersMayGoOnOnlyTheFrozenOneEnds) {
-  LaunchOptions options = frozen_options(
-      "if [ $RANK = 1 ]; then kill -STOP $$; fi; sleep 2; exit 0");
+  LaunchOptions options =
+      frozen_options("if [ $RANK = 1 ]; then kill -STOP $$; fi; sleep 2; exit 0");
   options.keep_going = true;
   const LaunchResult result = launch(options);
   EXPECT_EQ(result.exit_code, 0);

@@ -32,11 +32,8 @@ struct LaunchedOutput {
 };
 
 // Runs `script` as every rank and keeps what comes to this process's own streams.
-static LaunchedOutput launch_and_read(
-    int nproc,
-    const TemporaryFolder& folder,
-    const std::string& script,
-    const LogsSpecs& logs = {}) {
+static LaunchedOutput launch_and_read(int nproc, const TemporaryFolder& folder,
+                                      const std::string& script, const LogsSpecs& logs = {}) {
   LaunchOptions options;
   options.nproc = nproc;
   options.argv = {"sh", "-c", script};
@@ -46,8 +43,7 @@ static LaunchedOutput launch_and_read(
   options.logs = logs;
   const auto file = folder / "console";
   const int saved = ::dup(1);
-  const int console =
-      ::open(file.c_str(), O_CREAT | O_TRUNC | O_WRONLY | O_APPEND, 0600);
+  const int console = ::open(file.c_str(), O_CREAT | O_TRUNC | O_WRONLY | O_APPEND, 0600);
   ::dup2(console, 1);
   LaunchedOutput output;
   {
@@ -76,8 +72,7 @@ TEST(LaunchOutput, TeedLinesCarryTheirRankAndTheFilesDoNot) {
   LogsSpecs logs;
   logs.log_dir = folder / "logs";
   logs.tee = parse_rank_streams("3");
-  const auto run = launch_and_read(
-      2, folder, "echo one; echo oops >&2; printf 'no end'", logs);
+  const auto run = launch_and_read(2, folder, "echo one; echo oops >&2; printf 'no end'", logs);
   EXPECT_EQ(run.result.exit_code, 0);
   for (const char* rank : {"0", "1"}) {
     const std::string prefix = "[rank" + std::string(rank) + "]: ";
@@ -95,11 +90,9 @@ TEST(LaunchOutput, NoLineIsLostOrTornHoweverManyThereAre) {
   LogsSpecs logs;
   logs.tee = parse_rank_streams("1");
   logs.log_line_prefix_template = "<${role_name}$local_rank $$ $other ${rank> ";
-  const auto run = launch_and_read(
-      3, folder, "seq -f 'line %.0f of this rank' 1 20000", logs);
+  const auto run = launch_and_read(3, folder, "seq -f 'line %.0f of this rank' 1 20000", logs);
   for (const char* rank : {"0", "1", "2"}) {
-    const std::string prefix =
-        "<default" + std::string(rank) + " $ $other ${rank> line ";
+    const std::string prefix = "<default" + std::string(rank) + " $ $other ${rank> line ";
     EXPECT_EQ(lines_that_start(run.out, prefix), 20000);
     EXPECT_EQ(lines_that_start(run.out, prefix + "20000 of this rank"), 1);
   }
@@ -137,12 +130,10 @@ TEST(LaunchOutput, AProcessThatKeepsAPipeOpenDoesNotHoldUpTheLaunch) {
   LogsSpecs logs;
   logs.tee = parse_rank_streams("3");
   const auto start = std::chrono::steady_clock::now();
-  const auto run = launch_and_read(
-      1,
-      folder,
-      "setsid sh -c 'echo $$ > $DIR/pid; exec sleep 60' & "
-      "while [ ! -s $DIR/pid ]; do sleep 0.01; done; printf last",
-      logs);
+  const auto run = launch_and_read(1, folder,
+                                   "setsid sh -c 'echo $$ > $DIR/pid; exec sleep 60' & "
+                                   "while [ ! -s $DIR/pid ]; do sleep 0.01; done; printf last",
+                                   logs);
   EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(30));
   EXPECT_EQ(run.out, "[rank0]: last\n");
   ::kill(std::stoi(read_file(folder / "pid")), SIGKILL);
@@ -174,14 +165,13 @@ static const std::string kRecord =
 
 TEST(LaunchCause, ARankThatEndsAfterThoseItTookDownIsStillTheFirst) {
   const TemporaryFolder folder;
-  const auto run = launch_and_read(
-      3,
-      folder,
-      kRecord +
-          "if [ $RANK = 1 ]; then record 'no memory' $(date +%s%6N) false; "
-          "touch $DIR/failed; sleep 0.5; exit 3; fi; "
-          "while [ ! -e $DIR/failed ]; do sleep 0.01; done; "
-          "record 'rank 1 failed' $(date +%s%6N) true; exit 1");
+  const auto run =
+      launch_and_read(3, folder,
+                      kRecord +
+                          "if [ $RANK = 1 ]; then record 'no memory' $(date +%s%6N) false; "
+                          "touch $DIR/failed; sleep 0.5; exit 3; fi; "
+                          "while [ ! -e $DIR/failed ]; do sleep 0.01; done; "
+                          "record 'rank 1 failed' $(date +%s%6N) true; exit 1");
   EXPECT_EQ(run.result.first_failed_rank, 1);
   EXPECT_EQ(run.result.exit_code, 3);
   EXPECT_EQ(run.result.reason, "rank 1 exited with code 3 first");
@@ -194,12 +184,11 @@ TEST(LaunchCause, ARankThatEndsAfterThoseItTookDownIsStillTheFirst) {
 
 TEST(LaunchCause, APeersErrorIsNeverFirstWhereAnotherRankHasItsOwn) {
   const TemporaryFolder folder;
-  const auto run = launch_and_read(
-      2,
-      folder,
-      kRecord +
-          "if [ $RANK = 1 ]; then record 'a clock behind' 5 true; exit 1; fi; "
-          "record own $(date +%s%6N) false; sleep 0.3; exit 4");
+  const auto run =
+      launch_and_read(2, folder,
+                      kRecord +
+                          "if [ $RANK = 1 ]; then record 'a clock behind' 5 true; exit 1; fi; "
+                          "record own $(date +%s%6N) false; sleep 0.3; exit 4");
   EXPECT_EQ(run.result.first_failed_rank, 0);
   EXPECT_EQ(run.result.message, "own");
 }
@@ -210,8 +199,7 @@ TEST(LaunchCause, EachEndIsToldOnce) {
   const TemporaryFolder folder;
   for (int time = 0; time < 5; ++time) {
     const auto run = launch_and_read(12, folder, "exit 3");
-    std::set<std::string> told(
-        run.result.consequences.begin(), run.result.consequences.end());
+    std::set<std::string> told(run.result.consequences.begin(), run.result.consequences.end());
     EXPECT_EQ(told.size(), 11u);
     EXPECT_EQ(run.result.consequences.size(), 11u);
   }
@@ -219,13 +207,10 @@ TEST(LaunchCause, EachEndIsToldOnce) {
 
 TEST(LaunchCause, RanksThatTheLauncherEndedFollow) {
   const TemporaryFolder folder;
-  const auto run =
-      launch_and_read(2, folder, "[ $RANK = 0 ] && exit 3; exec sleep 60");
+  const auto run = launch_and_read(2, folder, "[ $RANK = 0 ] && exit 3; exec sleep 60");
   EXPECT_EQ(run.result.first_failed_rank, 0);
   ASSERT_EQ(run.result.consequences.size(), 1u);
-  EXPECT_EQ(
-      run.result.consequences[0],
-      "rank 1 was killed by signal 15 (Terminated)");
+  EXPECT_EQ(run.result.consequences[0], "rank 1 was killed by signal 15 (Terminated)");
 }
 
 TEST(LaunchCause, TheEndOfARedirectedStderrIsShown) {
@@ -233,8 +218,7 @@ TEST(LaunchCause, TheEndOfARedirectedStderrIsShown) {
   LogsSpecs logs;
   logs.log_dir = folder / "logs";
   logs.redirects = parse_rank_streams("3");
-  const auto run = launch_and_read(
-      1, folder, "seq 1 100 >&2; echo 'no luck' >&2; exit 3", logs);
+  const auto run = launch_and_read(1, folder, "seq 1 100 >&2; echo 'no luck' >&2; exit 3", logs);
   const std::string& message = run.result.message;
   EXPECT_NE(message.find("logs/0/stderr.log"), std::string::npos) << message;
   EXPECT_NE(message.find("\n92\n"), std::string::npos) << message;
@@ -244,17 +228,13 @@ TEST(LaunchCause, TheEndOfARedirectedStderrIsShown) {
 
 TEST(LaunchCause, ErrorFilesLeaveNothingBehind) {
   const TemporaryFolder folder;
-  const ScopedEnvironment environment(
-      EnvironmentValues{{"TMPDIR", (folder / "tmp").string()}});
+  const ScopedEnvironment environment(EnvironmentValues{{"TMPDIR", (folder / "tmp").string()}});
   std::filesystem::create_directories(folder / "tmp");
   launch_and_read(
-      2,
-      folder,
-      "echo $TORCHELASTIC_ERROR_FILE > $DIR/file$RANK; "
-      "echo x > $TORCHELASTIC_ERROR_FILE");
+      2, folder,
+      "echo $TORCHELASTIC_ERROR_FILE > $DIR/file$RANK; echo x > $TORCHELASTIC_ERROR_FILE");
   EXPECT_NE(read_file(folder / "file0"), read_file(folder / "file1"));
-  EXPECT_EQ(
-      read_file(folder / "file0").rfind((folder / "tmp").string(), 0), 0u);
+  EXPECT_EQ(read_file(folder / "file0").rfind((folder / "tmp").string(), 0), 0u);
   EXPECT_TRUE(std::filesystem::is_empty(folder / "tmp"));
 }
 
@@ -266,8 +246,7 @@ TEST(LaunchThreads, OversubscriptionIsWarnedOfAndAFitIsNot) {
     const auto run = launch_and_read(1, folder, "exit 0");
     EXPECT_EQ(run.error, "warning: " + oversubscription(1, 1 << 12) + "\n");
   }
-  const ScopedEnvironment environment(
-      EnvironmentValues{{"OMP_NUM_THREADS", std::nullopt}});
+  const ScopedEnvironment environment(EnvironmentValues{{"OMP_NUM_THREADS", std::nullopt}});
   EXPECT_EQ(launch_and_read(1, folder, "exit 0").error, "");
 }
 
@@ -284,8 +263,7 @@ TEST(LaunchOutput, LogsThatCannotBeAreRefused) {
   options.logs.log_dir = folder / "logs";
   options.logs.tee = parse_rank_streams("2:1");
   EXPECT_THROW(launch(options), InputError); // of rank 2
-  for (const char* bad :
-       {"", "4", "x", "0:4", "0:", ":1", "0:1,", "-1", "3,3"}) {
+  for (const char* bad : {"", "4", "x", "0:4", "0:", ":1", "0:1,", "-1", "3,3"}) {
     EXPECT_THROW(parse_rank_streams(bad), InputError) << bad;
   }
 }

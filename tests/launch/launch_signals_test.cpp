@@ -21,8 +21,7 @@ using testing_support::TemporaryFolder;
 // `touch $DIR/ready$RANK`; the constructor waits for ranks 0 and 1.
 class LauncherProcess {
  public:
-  explicit LauncherProcess(
-      const std::string& script, void (*prepare)() = nullptr, int nproc = 2) {
+  explicit LauncherProcess(const std::string& script, void (*prepare)() = nullptr, int nproc = 2) {
     pid_ = ::fork();
     if (pid_ == 0) {
       ::dup2(::open("/dev/null", O_WRONLY | O_CLOEXEC), STDERR_FILENO);
@@ -47,14 +46,10 @@ class LauncherProcess {
   LauncherProcess(const LauncherProcess&) = delete;
   LauncherProcess& operator=(const LauncherProcess&) = delete;
 
-  bool exists(const char* file) const {
-    return std::filesystem::exists(folder_ / file);
-  }
+  bool exists(const char* file) const { return std::filesystem::exists(folder_ / file); }
   std::string read(const char* file) const { return read_file(folder_ / file); }
   void send(int signal) const { ::kill(pid_, signal); }
-  void touch(const char* file) const {
-    write_file_atomically(folder_ / file, "");
-  }
+  void touch(const char* file) const { write_file_atomically(folder_ / file, ""); }
   void wait_until_stopped() const {
     int status = 0;
     EXPECT_EQ(::waitpid(pid_, &status, WUNTRACED), pid_);
@@ -93,9 +88,8 @@ TEST(LaunchSignals, OneSignalReachesEveryRankAndDecidesTheExitCode) {
 }
 
 TEST(LaunchSignals, HangupsThatAreIgnoredStayIgnored) {
-  const LauncherProcess launcher(
-      "touch $DIR/ready$RANK; sleep 0.5; touch $DIR/end$RANK",
-      [] { std::signal(SIGHUP, SIG_IGN); });
+  const LauncherProcess launcher("touch $DIR/ready$RANK; sleep 0.5; touch $DIR/end$RANK",
+                                 [] { std::signal(SIGHUP, SIG_IGN); });
   launcher.send(SIGHUP);
   EXPECT_EQ(launcher.wait().code, 0);
   EXPECT_TRUE(launcher.exists("end0"));
@@ -124,8 +118,7 @@ TEST(LaunchSignals, PausedLauncherPausesItsRanksUntilItGoesOn) {
     const std::string rank = std::to_string(std::stoi(launcher.read(file)));
     bool stopped = false;
     for (int i = 0; i < 200 && !stopped; ++i) {
-      stopped = read_file("/proc/" + rank + "/stat").find(") T ") !=
-                std::string::npos;
+      stopped = read_file("/proc/" + rank + "/stat").find(") T ") != std::string::npos;
       ::usleep(10'000);
     }
     EXPECT_TRUE(stopped) << file;
@@ -145,24 +138,18 @@ TEST(LaunchSignals, FirstFailureIsFoundAlsoWhenTheLauncherLooksLate) {
   // Rank 2 fails, then rank 0, while the launcher is stopped; rank 1 lets it on.
   // Half a second before: the launcher watches all three by then.
   const LauncherProcess launcher(
-      "touch $DIR/ready$RANK; "
-      "stopped() { grep -q stopped /proc/$PPID/status; }; "
-      "case $RANK in "
-      "2) sleep 0.5; kill -STOP $PPID; while ! stopped; do sleep 0.01; done; "
-      "exit 12;; "
+      "touch $DIR/ready$RANK; stopped() { grep -q stopped /proc/$PPID/status; }; case $RANK in "
+      "2) sleep 0.5; kill -STOP $PPID; while ! stopped; do sleep 0.01; done; exit 12;; "
       "0) while ! stopped; do sleep 0.01; done; sleep 0.3; exit 10;; "
-      "1) while ! stopped; do sleep 0.01; done; sleep 0.8; kill -CONT $PPID;; "
-      "esac",
-      nullptr,
-      3);
+      "1) while ! stopped; do sleep 0.01; done; sleep 0.8; kill -CONT $PPID;; esac",
+      nullptr, 3);
   EXPECT_EQ(launcher.wait().code, 12);
 }
 
 TEST(LaunchSignals, RanksDieWithAKilledLauncher) {
   // The orphans come to us, so that their end can be waited for.
   ASSERT_EQ(::prctl(PR_SET_CHILD_SUBREAPER, 1), 0);
-  const LauncherProcess launcher(
-      "echo $$ > $DIR/pid$RANK; touch $DIR/ready$RANK; exec sleep 300");
+  const LauncherProcess launcher("echo $$ > $DIR/pid$RANK; touch $DIR/ready$RANK; exec sleep 300");
   launcher.send(SIGKILL);
   EXPECT_EQ(launcher.wait().signal, SIGKILL);
   for (const char* file : {"pid0", "pid1"}) {

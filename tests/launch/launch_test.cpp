@@ -25,8 +25,8 @@ using testing_support::ScopedEnvironment;
 using testing_support::TemporaryFolder;
 
 // Every rank runs `script`, with the folder's path in $DIR.
-static LaunchOptions shell_ranks(
-    int nproc, const TemporaryFolder& folder, const std::string& script) {
+static LaunchOptions shell_ranks(int nproc, const TemporaryFolder& folder,
+                                 const std::string& script) {
   LaunchOptions options;
   options.nproc = nproc;
   options.argv = {"sh", "-c", script};
@@ -43,33 +43,27 @@ static LaunchResult quiet_launch(const LaunchOptions& options) {
 }
 
 static double seconds_since(std::chrono::steady_clock::time_point start) {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start)
-      .count();
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
 TEST(Launch, RanksGetTorchrunsVariables) {
-  const ScopedEnvironment environment(
-      EnvironmentValues{{"OMP_NUM_THREADS", std::nullopt}});
+  const ScopedEnvironment environment(EnvironmentValues{{"OMP_NUM_THREADS", std::nullopt}});
   const TemporaryFolder folder;
-  const auto result = launch(shell_ranks(
-      3,
-      folder,
-      "echo $RANK $WORLD_SIZE $LOCAL_RANK $LOCAL_WORLD_SIZE $GROUP_RANK "
-      "$GROUP_WORLD_SIZE $MASTER_ADDR $OMP_NUM_THREADS > $DIR/$RANK"));
+  const auto result =
+      launch(shell_ranks(3, folder,
+                         "echo $RANK $WORLD_SIZE $LOCAL_RANK $LOCAL_WORLD_SIZE $GROUP_RANK "
+                         "$GROUP_WORLD_SIZE $MASTER_ADDR $OMP_NUM_THREADS > $DIR/$RANK"));
   EXPECT_EQ(result.exit_code, 0);
   EXPECT_EQ(result.reason, "");
   EXPECT_EQ(result.ends.size(), 3u);
   for (const char* rank : {"0", "1", "2"}) {
-    EXPECT_EQ(
-        read_file(folder / rank),
-        std::string(rank) + " 3 " + rank + " 3 0 1 127.0.0.1 " +
-            std::to_string(threads_per_rank(3)) + "\n");
+    EXPECT_EQ(read_file(folder / rank), std::string(rank) + " 3 " + rank + " 3 0 1 127.0.0.1 " +
+                                            std::to_string(threads_per_rank(3)) + "\n");
   }
 }
 
 TEST(Launch, ThreadsTheUserAskedForStay) {
-  const ScopedEnvironment environment(
-      EnvironmentValues{{"OMP_NUM_THREADS", "5"}});
+  const ScopedEnvironment environment(EnvironmentValues{{"OMP_NUM_THREADS", "5"}});
   const TemporaryFolder folder;
   launch(shell_ranks(1, folder, "echo $OMP_NUM_THREADS > $DIR/threads"));
   EXPECT_EQ(read_file(folder / "threads"), "5\n");
@@ -77,13 +71,12 @@ TEST(Launch, ThreadsTheUserAskedForStay) {
 
 TEST(Launch, RanksMeetAtASocketOfTheLaunchersAndThePortIsFree) {
   const TemporaryFolder folder;
-  const auto result = launch(shell_ranks(
-      2,
-      folder,
-      "grep -c \"@$HASTEN_STORE_SOCKET\\$\" /proc/net/unix > $DIR/there$RANK; "
-      "echo $HASTEN_STORE_SOCKET $MASTER_PORT > $DIR/name$RANK; "
-      "awk -v p=$(printf ':%04X' $MASTER_PORT) "
-      "  '$4 == \"0A\" && $2 ~ p' /proc/net/tcp > $DIR/tcp$RANK"));
+  const auto result =
+      launch(shell_ranks(2, folder,
+                         "grep -c \"@$HASTEN_STORE_SOCKET\\$\" /proc/net/unix > $DIR/there$RANK; "
+                         "echo $HASTEN_STORE_SOCKET $MASTER_PORT > $DIR/name$RANK; "
+                         "awk -v p=$(printf ':%04X' $MASTER_PORT) "
+                         "  '$4 == \"0A\" && $2 ~ p' /proc/net/tcp > $DIR/tcp$RANK"));
   EXPECT_EQ(result.exit_code, 0);
   EXPECT_EQ(read_file(folder / "there0"), "1\n");
   EXPECT_EQ(read_file(folder / "there1"), "1\n");
@@ -94,8 +87,7 @@ TEST(Launch, RanksMeetAtASocketOfTheLaunchersAndThePortIsFree) {
   World world;
   name >> socket >> world.master_port;
   // It counts for the world of that port alone, and goes with the launcher.
-  const ScopedEnvironment environment(
-      EnvironmentValues{{"HASTEN_STORE_SOCKET", socket}});
+  const ScopedEnvironment environment(EnvironmentValues{{"HASTEN_STORE_SOCKET", socket}});
   EXPECT_EQ(detail::launcher_socket(world), socket);
   EXPECT_EQ(detail::try_connect({.socket = socket}), -1);
   world.master_port += 1;
@@ -105,8 +97,8 @@ TEST(Launch, RanksMeetAtASocketOfTheLaunchersAndThePortIsFree) {
 TEST(Launch, FirstFailingRankIsNamedAndTheOthersEnd) {
   const TemporaryFolder folder;
   const auto start = std::chrono::steady_clock::now();
-  const auto result = quiet_launch(shell_ranks(
-      3, folder, "if [ $RANK = 1 ]; then exit 3; fi; exec sleep 60"));
+  const auto result =
+      quiet_launch(shell_ranks(3, folder, "if [ $RANK = 1 ]; then exit 3; fi; exec sleep 60"));
   EXPECT_EQ(result.exit_code, 3);
   EXPECT_EQ(result.first_failed_rank, 1);
   EXPECT_EQ(result.reason, "rank 1 exited with code 3 first");
@@ -118,10 +110,8 @@ TEST(Launch, FirstFailingRankIsNamedAndTheOthersEnd) {
 // Rank 1 fails at once, the others end well half a second later.
 TEST(Launch, KeepGoingEndsWithRankZeroAlone) {
   const TemporaryFolder folder;
-  auto options = shell_ranks(
-      3,
-      folder,
-      "if [ $RANK = 1 ]; then exit 3; fi; sleep 1; touch $DIR/$RANK");
+  auto options =
+      shell_ranks(3, folder, "if [ $RANK = 1 ]; then exit 3; fi; sleep 1; touch $DIR/$RANK");
   options.keep_going = true;
   options.settle = options.grace = std::chrono::milliseconds(1);
   CapturedStderr captured;
@@ -131,9 +121,7 @@ TEST(Launch, KeepGoingEndsWithRankZeroAlone) {
   EXPECT_EQ(result.reason, "");
   EXPECT_EQ(result.ends[1].code, 3);
   EXPECT_TRUE(std::filesystem::exists(folder / "2"));
-  EXPECT_NE(
-      said.find("rank 1 exited with code 3; the other ranks may go"),
-      std::string::npos)
+  EXPECT_NE(said.find("rank 1 exited with code 3; the other ranks may go"), std::string::npos)
       << said;
 
   options.argv.back() = "if [ $RANK = 0 ]; then exit 4; fi; exec sleep 60";
@@ -145,10 +133,7 @@ TEST(Launch, KeepGoingEndsWithRankZeroAlone) {
 TEST(Launch, PeersOfAFailedRankHaveTimeToSayWhatTheySaw) {
   const TemporaryFolder folder;
   const auto result = quiet_launch(shell_ranks(
-      2,
-      folder,
-      "if [ $RANK = 1 ]; then exit 3; fi; "
-      "sleep 0.2; echo seen > $DIR/peer; exit 1"));
+      2, folder, "if [ $RANK = 1 ]; then exit 3; fi; sleep 0.2; echo seen > $DIR/peer; exit 1"));
   EXPECT_EQ(result.exit_code, 3);
   EXPECT_EQ(result.ends[0].code, 1);
   EXPECT_EQ(read_file(folder / "peer"), "seen\n");
@@ -156,8 +141,8 @@ TEST(Launch, PeersOfAFailedRankHaveTimeToSayWhatTheySaw) {
 
 TEST(Launch, KilledRankGives128PlusTheSignal) {
   const TemporaryFolder folder;
-  const auto result = quiet_launch(
-      shell_ranks(2, folder, "[ $RANK = 0 ] && kill -9 $$; exec sleep 60"));
+  const auto result =
+      quiet_launch(shell_ranks(2, folder, "[ $RANK = 0 ] && kill -9 $$; exec sleep 60"));
   EXPECT_EQ(result.exit_code, 137);
   EXPECT_EQ(result.reason, "rank 0 was killed by signal 9 (Killed) first");
 }
@@ -165,12 +150,11 @@ TEST(Launch, KilledRankGives128PlusTheSignal) {
 TEST(Launch, StoppedRankEndsWhenAnotherFails) {
   const TemporaryFolder folder;
   const auto start = std::chrono::steady_clock::now();
-  const auto result = quiet_launch(shell_ranks(
-      2,
-      folder,
-      "if [ $RANK = 0 ]; then echo $$ > $DIR/pid; kill -STOP $$; fi; "
-      "while ! grep -q stopped /proc/$(cat $DIR/pid)/status; do sleep 0.01; "
-      "done 2> $DIR/errors; exit 4"));
+  const auto result = quiet_launch(
+      shell_ranks(2, folder,
+                  "if [ $RANK = 0 ]; then echo $$ > $DIR/pid; kill -STOP $$; fi; "
+                  "while ! grep -q stopped /proc/$(cat $DIR/pid)/status; do sleep 0.01; "
+                  "done 2> $DIR/errors; exit 4"));
   EXPECT_EQ(result.exit_code, 4);
   EXPECT_EQ(result.first_failed_rank, 1);
   EXPECT_EQ(result.ends[0].signal, SIGTERM);
@@ -180,18 +164,14 @@ TEST(Launch, StoppedRankEndsWhenAnotherFails) {
 TEST(Launch, RankThatIgnoresSigtermIsKilledAfterTheGracePeriod) {
   const TemporaryFolder folder;
   const auto result = quiet_launch(shell_ranks(
-      2,
-      folder,
-      "trap '' TERM; if [ $RANK = 1 ]; then exit 5; fi; "
-      "while :; do sleep 0.1; done"));
+      2, folder, "trap '' TERM; if [ $RANK = 1 ]; then exit 5; fi; while :; do sleep 0.1; done"));
   EXPECT_EQ(result.exit_code, 5);
   EXPECT_EQ(result.ends[0].signal, SIGKILL);
 }
 
 TEST(Launch, RankThatEndsWellDoesNotEndTheOthers) {
   const TemporaryFolder folder;
-  const auto result = launch(
-      shell_ranks(2, folder, "[ $RANK = 0 ] && exit 0; sleep 0.3; exit 0"));
+  const auto result = launch(shell_ranks(2, folder, "[ $RANK = 0 ] && exit 0; sleep 0.3; exit 0"));
   EXPECT_EQ(result.exit_code, 0);
 }
 
@@ -219,10 +199,8 @@ TEST(Launch, NothingOfARanksGroupOutlivesIt) {
 TEST(Launch, LinesOfRanksAreNotTorn) {
   const TemporaryFolder folder;
   const std::string line(300, 'x');
-  LaunchOptions options = shell_ranks(
-      3,
-      folder,
-      "i=0; while [ $i -lt 100 ]; do echo " + line + "; i=$((i+1)); done");
+  LaunchOptions options =
+      shell_ranks(3, folder, "i=0; while [ $i -lt 100 ]; do echo " + line + "; i=$((i+1)); done");
   const int saved = ::dup(1);
   const int file = ::open((folder / "out").c_str(), O_CREAT | O_WRONLY, 0600);
   ::dup2(file, 1);
@@ -260,10 +238,7 @@ TEST(Launch, InputGoesToRankZeroAlone) {
 
 TEST(Launch, InsideALargerWorldItNamesBoth) {
   const ScopedEnvironment environment(
-      {{"RANK", "1"},
-       {"WORLD_SIZE", "4"},
-       {"MASTER_ADDR", "127.0.0.1"},
-       {"MASTER_PORT", "29500"}});
+      {{"RANK", "1"}, {"WORLD_SIZE", "4"}, {"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", "29500"}});
   LaunchOptions options;
   options.nproc = 2;
   options.argv = {"true"};

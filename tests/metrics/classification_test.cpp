@@ -43,11 +43,9 @@ TEST(ClassificationMetrics, EqualScikitLearn) {
 TEST(ClassificationMetrics, SumOfStatesEqualsTheJoinedRows) {
   ClassificationMetrics joined(4);
   joined.update(logits_for(kPredicted, 4), torch::tensor(kTruth));
-  ClassificationMetrics parts[2] = {
-      ClassificationMetrics(4), ClassificationMetrics(4)};
+  ClassificationMetrics parts[2] = {ClassificationMetrics(4), ClassificationMetrics(4)};
   for (size_t row = 0; row < kTruth.size(); ++row) {
-    parts[row % 3 == 0].update(
-        logits_for({kPredicted[row]}, 4), torch::tensor({kTruth[row]}));
+    parts[row % 3 == 0].update(logits_for({kPredicted[row]}, 4), torch::tensor({kTruth[row]}));
   }
   parts[0].update(torch::zeros({0, 4}), torch::zeros({0}, torch::kLong));
   ClassificationMetrics sum(4);
@@ -62,9 +60,8 @@ TEST(ClassificationMetrics, IgnoredRowsDoNotCountAndNoRowsGiveZeros) {
   ClassificationMetrics metrics(2);
   EXPECT_EQ(metrics.compute().at("accuracy"), 0);
   EXPECT_EQ(metrics.compute().at("f1"), 0);
-  metrics.update(
-      logits_for({1, 0, 1}, 2).to(torch::kBFloat16),
-      torch::tensor({1, -100, -100}, torch::kInt));
+  metrics.update(logits_for({1, 0, 1}, 2).to(torch::kBFloat16),
+                 torch::tensor({1, -100, -100}, torch::kInt));
   EXPECT_EQ(metrics.rows(), 1);
   EXPECT_EQ(metrics.compute().at("accuracy"), 1);
   metrics.reset();
@@ -83,8 +80,7 @@ TEST(ClassificationMetrics, WrongShapesAndLabelsAreNamed) {
   EXPECT_THROW(metrics.update(torch::zeros({2, 2}), labels), InputError);
   EXPECT_THROW(metrics.update(torch::zeros({2, 3}), labels), InputError);
   EXPECT_THROW(metrics.update(torch::zeros({3, 2}), labels), InputError);
-  EXPECT_THROW(
-      metrics.update(torch::zeros({2, 2}), torch::zeros({2})), InputError);
+  EXPECT_THROW(metrics.update(torch::zeros({2, 2}), torch::zeros({2})), InputError);
   EXPECT_THROW(metrics.set_state(torch::zeros({2, 2})), InputError);
   EXPECT_THROW(ClassificationMetrics(1), InputError);
   EXPECT_EQ(metrics.rows(), 0);

@@ -17,12 +17,8 @@ namespace hasten::metrics_test {
 
 using at::Tensor;
 
-Tensor doubles(const std::vector<double>& values) {
-  return torch::tensor(values, torch::kDouble);
-}
-Tensor integers(const std::vector<int64_t>& values) {
-  return torch::tensor(values, torch::kLong);
-}
+Tensor doubles(const std::vector<double>& values) { return torch::tensor(values, torch::kDouble); }
+Tensor integers(const std::vector<int64_t>& values) { return torch::tensor(values, torch::kLong); }
 
 #define EXPECT_SAME(value, expected)                          \
   if (std::isnan(expected)) {                                 \
@@ -49,11 +45,10 @@ double of_pieces(const M& empty, Tensor first, Tensor second, int seed) {
   second = second.index_select(0, order);
   std::vector<M> ranks(4, empty);
   for (int64_t begin = 0; begin < rows;) {
-    const int64_t count = std::min<int64_t>(
-        rows - begin, torch::randint(0, 6, {}).item<int64_t>());
+    const int64_t count = std::min<int64_t>(rows - begin, torch::randint(0, 6, {}).item<int64_t>());
     const auto rank = torch::randint(0, 3, {}).item<int64_t>(); // 3 has none
-    ranks[static_cast<size_t>(rank)].update(
-        first.narrow(0, begin, count), second.narrow(0, begin, count));
+    ranks[static_cast<size_t>(rank)].update(first.narrow(0, begin, count),
+                                            second.narrow(0, begin, count));
     begin += count;
   }
   M joined = empty;
@@ -73,8 +68,7 @@ double of_pieces(const M& empty, Tensor first, Tensor second, int seed) {
 
 TEST(ClassificationMetrics, AveragesAreScikitLearns) {
   ClassificationMetrics metrics(5);
-  metrics.update(
-      integers(golden::kPredicted).to(torch::kInt), integers(golden::kLabels));
+  metrics.update(integers(golden::kPredicted).to(torch::kInt), integers(golden::kLabels));
   EXPECT_DOUBLE_EQ(metrics.accuracy(), golden::kAccuracy);
   EXPECT_DOUBLE_EQ(metrics.matthews_corrcoef(), golden::kMatthews);
   EXPECT_DOUBLE_EQ(metrics.precision(Average::micro), golden::kMicroPrecision);
@@ -83,12 +77,10 @@ TEST(ClassificationMetrics, AveragesAreScikitLearns) {
   EXPECT_DOUBLE_EQ(metrics.precision(), golden::kMacroPrecision);
   EXPECT_DOUBLE_EQ(metrics.recall(), golden::kMacroRecall);
   EXPECT_DOUBLE_EQ(metrics.f1(), golden::kMacroF1);
-  EXPECT_DOUBLE_EQ(
-      metrics.precision(Average::weighted), golden::kWeightedPrecision);
+  EXPECT_DOUBLE_EQ(metrics.precision(Average::weighted), golden::kWeightedPrecision);
   EXPECT_DOUBLE_EQ(metrics.recall(Average::weighted), golden::kWeightedRecall);
   EXPECT_DOUBLE_EQ(metrics.f1(Average::weighted), golden::kWeightedF1);
-  EXPECT_TRUE(torch::equal(
-      metrics.confusion_matrix().flatten(), integers(golden::kConfusion)));
+  EXPECT_TRUE(torch::equal(metrics.confusion_matrix().flatten(), integers(golden::kConfusion)));
 }
 
 TEST(ClassificationMetrics, ACopyCountsForItself) {
@@ -113,10 +105,8 @@ TEST(Metrics, EqualScikitLearnAndScipy) {
   EXPECT_SAME(of_all(R2Score(), p, t), golden::kR2);
   EXPECT_SAME(of_all(PearsonCorrCoef(), p, t), golden::kPearson);
   EXPECT_SAME(of_all(SpearmanCorrCoef(), p, t), golden::kSpearman);
-  EXPECT_SAME(
-      of_all(
-          Auroc(), doubles(golden::kScores), integers(golden::kBinaryLabels)),
-      golden::kAuroc);
+  EXPECT_SAME(of_all(Auroc(), doubles(golden::kScores), integers(golden::kBinaryLabels)),
+              golden::kAuroc);
 }
 
 TEST(Metrics, EveryEdgeIsWhatScikitLearnAndScipyGive) {
@@ -128,16 +118,13 @@ TEST(Metrics, EveryEdgeIsWhatScikitLearnAndScipyGive) {
   EXPECT_SAME(of_all(R2Score(), rising, alike / 5), golden::kR2AlikeWrong);
   EXPECT_SAME(of_all(R2Score(), doubles({2}), doubles({1})), golden::kR2OneRow);
   EXPECT_SAME(of_all(PearsonCorrCoef(), alike, rising), golden::kPearsonAlike);
-  EXPECT_SAME(
-      of_all(SpearmanCorrCoef(), alike, rising), golden::kSpearmanAlike);
-  EXPECT_SAME(
-      of_all(Auroc(), rising, integers({1, 1, 1})), golden::kAurocOneClass);
+  EXPECT_SAME(of_all(SpearmanCorrCoef(), alike, rising), golden::kSpearmanAlike);
+  EXPECT_SAME(of_all(Auroc(), rising, integers({1, 1, 1})), golden::kAurocOneClass);
   // No rows, and NaN inside.
   const Tensor none = torch::empty({0}, torch::kDouble);
   const Tensor nan = doubles({0.1, golden::kNan, 0.5});
   const auto is_nan = [&](auto metric) {
-    return std::isnan(of_all(metric, none, none)) &&
-           std::isnan(of_all(metric, nan, rising)) &&
+    return std::isnan(of_all(metric, none, none)) && std::isnan(of_all(metric, nan, rising)) &&
            std::isnan(of_all(metric, rising, nan));
   };
   EXPECT_TRUE(is_nan(MeanSquaredError()));
@@ -194,10 +181,10 @@ TEST(Auroc, IsWithinItsBoundOfAllPairsCompared) {
   const Tensor logits = torch::randn({2000}) + labels;
   const Tensor positive = logits.masked_select(labels.eq(1)).unsqueeze(1);
   const Tensor negative = logits.masked_select(labels.eq(0)).unsqueeze(0);
-  const double exact = (positive.gt(negative).to(torch::kDouble) +
-                        positive.eq(negative).to(torch::kDouble) / 2)
-                           .mean()
-                           .item<double>();
+  const double exact =
+      (positive.gt(negative).to(torch::kDouble) + positive.eq(negative).to(torch::kDouble) / 2)
+          .mean()
+          .item<double>();
   for (const int64_t bins : {20, 16384}) {
     Auroc metric({.bins = bins, .from_logits = true});
     metric.update(logits, labels);
@@ -207,8 +194,7 @@ TEST(Auroc, IsWithinItsBoundOfAllPairsCompared) {
   // Probabilities, as one column or two, of any float type.
   Auroc one, two;
   one.update(torch::sigmoid(logits.to(torch::kDouble)), labels);
-  two.update(
-      torch::softmax(torch::stack({-logits / 2, logits / 2}, 1), 1), labels);
+  two.update(torch::softmax(torch::stack({-logits / 2, logits / 2}, 1), 1), labels);
   EXPECT_NEAR(one.compute(), exact, one.error_bound());
   EXPECT_NEAR(two.compute(), exact, two.error_bound());
 }
@@ -237,10 +223,9 @@ TEST(Perplexity, IsOverAllTokensWhateverTheBatches) {
   const Tensor logits = torch::randn({6, 5, 11});
   const Tensor labels = torch::randint(0, 11, {6, 5}, torch::kLong);
   labels.narrow(0, 4, 2).narrow(1, 1, 4).fill_(-100); // short rows
-  const double loss =
-      torch::nn::functional::cross_entropy(
-          logits.to(torch::kDouble).view({30, 11}), labels.view({30}))
-          .item<double>();
+  const double loss = torch::nn::functional::cross_entropy(logits.to(torch::kDouble).view({30, 11}),
+                                                           labels.view({30}))
+                          .item<double>();
   EXPECT_NEAR(of_all(Perplexity(), logits, labels), std::exp(loss), 1e-5);
   EXPECT_NEAR(of_pieces(Perplexity(), logits, labels, 3), std::exp(loss), 1e-5);
   Perplexity by_sum;
@@ -252,16 +237,14 @@ TEST(Metrics, WrongShapesLabelsAndStatesAreNamed) {
   MeanSquaredError mse;
   EXPECT_THROW(mse.update(torch::zeros({3, 1}), torch::zeros({3})), InputError);
   PearsonCorrCoef pearson;
-  EXPECT_THROW(
-      pearson.update(torch::zeros({3, 2}), torch::zeros({3, 2})), InputError);
+  EXPECT_THROW(pearson.update(torch::zeros({3, 2}), torch::zeros({3, 2})), InputError);
   EXPECT_THROW(pearson.set_state(mse.state()), InputError);
   Auroc auroc;
   EXPECT_THROW(auroc.update(doubles({1.5}), integers({1})), InputError);
   EXPECT_THROW(auroc.update(doubles({0.5}), integers({2})), InputError);
   EXPECT_THROW(auroc.merge_state(Auroc({.bins = 4}).state()), InputError);
   Perplexity perplexity;
-  EXPECT_THROW(
-      perplexity.update(torch::zeros({2, 3}), integers({0, 3})), InputError);
+  EXPECT_THROW(perplexity.update(torch::zeros({2, 3}), integers({0, 3})), InputError);
   EXPECT_THROW(SpearmanCorrCoef(1), InputError);
 }
 

@@ -44,8 +44,7 @@ TEST(BertStepMemory, IsWithinThreePercentOfTheMeter) {
   install_memory_meter();
   const auto cpu = at::cpu::get_cpu_capabilities();
   const auto narrow_products = cpu.find("avx512_bf16");
-  const bool has_narrow =
-      narrow_products != cpu.end() && narrow_products->second.toBool();
+  const bool has_narrow = narrow_products != cpu.end() && narrow_products->second.toBool();
   for (const MemoryCase& c : memory_cases()) {
     for (const bool fresh : {true, false}) {
       for (const bool narrow : {false, true}) {
@@ -64,10 +63,8 @@ TEST(BertStepMemory, IsWithinThreePercentOfTheMeter) {
           const at::Tensor loss = [&] {
             const Autocast autocast({.enabled = narrow});
             return torch::nn::functional::cross_entropy(
-                model->forward(ids, mask),
-                torch::zeros({c.rows}, torch::kLong),
-                torch::nn::functional::CrossEntropyFuncOptions().reduction(
-                    torch::kSum));
+                model->forward(ids, mask), torch::zeros({c.rows}, torch::kLong),
+                torch::nn::functional::CrossEntropyFuncOptions().reduction(torch::kSum));
           }();
           const int64_t saved = memory_stats().live_bytes - before;
           loss.backward();
@@ -77,10 +74,7 @@ TEST(BertStepMemory, IsWithinThreePercentOfTheMeter) {
         const int64_t saved = step();
         const int64_t peak = memory_stats().peak_bytes - before;
         const BertStepMemory formula = bert_step_memory(
-            c.config,
-            c.rows,
-            c.tokens,
-            fresh ? GradientPlace::fresh : GradientPlace::existing,
+            c.config, c.rows, c.tokens, fresh ? GradientPlace::fresh : GradientPlace::existing,
             narrow ? at::kBFloat16 : at::kFloat);
         SCOPED_TRACE(c.name);
         const auto share = [](int64_t a, int64_t b) {
@@ -88,10 +82,7 @@ TEST(BertStepMemory, IsWithinThreePercentOfTheMeter) {
         };
         EXPECT_NEAR(share(formula.saved_bytes, saved), 1, 0.01)
             << formula.saved_bytes << " " << saved;
-        EXPECT_NEAR(
-            share(formula.peak_bytes, peak),
-            1,
-            narrow && !has_narrow ? 0.1 : 0.03)
+        EXPECT_NEAR(share(formula.peak_bytes, peak), 1, narrow && !has_narrow ? 0.1 : 0.03)
             << formula.peak_bytes << " " << peak << (fresh ? " fresh" : "")
             << (narrow ? " bf16" : "");
         EXPECT_LE(formula.activation_bytes, formula.peak_bytes);
@@ -115,11 +106,8 @@ TEST(BertStepMemory, ParameterShapesAreTheModels) {
 
 TEST(BertStepMemory, RefusesBatchesThatTheModelDoes) {
   const BertConfig config = BertConfig::from_shape("bert-tiny");
-  for (const auto& [rows, tokens] :
-       {std::pair<int64_t, int64_t>{0, 8}, {8, 0}, {1, 513}}) {
-    EXPECT_THROW(
-        bert_step_memory(config, rows, tokens, GradientPlace::fresh),
-        InputError);
+  for (const auto& [rows, tokens] : {std::pair<int64_t, int64_t>{0, 8}, {8, 0}, {1, 513}}) {
+    EXPECT_THROW(bert_step_memory(config, rows, tokens, GradientPlace::fresh), InputError);
   }
 }
 

@@ -23,23 +23,17 @@ using testing_support::kBertGoldenFolder;
 using testing_support::TemporaryFolder;
 
 static NamedTensors golden_weights() {
-  return SafetensorsReader(
-             std::string(kBertGoldenFolder) + "/model.safetensors")
-      .read_all();
+  return SafetensorsReader(std::string(kBertGoldenFolder) + "/model.safetensors").read_all();
 }
 
 // A folder with the golden configuration and `weights`.
 class BertFolderOnDisk {
  public:
   explicit BertFolderOnDisk(const NamedTensors& weights) {
-    std::filesystem::copy(
-        std::string(kBertGoldenFolder) + "/config.json",
-        folder_ / "config.json");
+    std::filesystem::copy(std::string(kBertGoldenFolder) + "/config.json", folder_ / "config.json");
     write_safetensors(folder_ / "model.safetensors", weights);
   }
-  std::filesystem::path operator/(const std::string& name) const {
-    return folder_ / name;
-  }
+  std::filesystem::path operator/(const std::string& name) const { return folder_ / name; }
   LoadedBert load(const LoadBertOptions& options = {}) const {
     return load_bert_classifier(folder_.path().string(), options);
   }
@@ -60,14 +54,11 @@ static void expect_contains(const std::string& text, const std::string& part) {
   EXPECT_NE(text.find(part), std::string::npos) << part << " in: " << text;
 }
 
-static void expect_equal_weights(
-    BertForSequenceClassification model,
-    const NamedTensors& weights,
-    bool classifier = true) {
+static void expect_equal_weights(BertForSequenceClassification model, const NamedTensors& weights,
+                                 bool classifier = true) {
   for (const auto& parameter : model->named_parameters()) {
     if (classifier || parameter.key().find("classifier") == std::string::npos) {
-      EXPECT_TRUE(torch::equal(parameter.value(), weights.at(parameter.key())))
-          << parameter.key();
+      EXPECT_TRUE(torch::equal(parameter.value(), weights.at(parameter.key()))) << parameter.key();
     }
   }
 }
@@ -83,11 +74,9 @@ TEST(BertPretrained, SavedFolderIsTheLoadedOneByteForByte) {
   commit.commit();
   verify_manifest(folder / "model");
   const std::string golden = kBertGoldenFolder;
-  EXPECT_EQ(
-      read_file(folder / "model" / "model.safetensors"),
-      read_file(golden + "/model.safetensors"));
-  auto ours =
-      nlohmann::json::parse(read_file(folder / "model" / "config.json"));
+  EXPECT_EQ(read_file(folder / "model" / "model.safetensors"),
+            read_file(golden + "/model.safetensors"));
+  auto ours = nlohmann::json::parse(read_file(folder / "model" / "config.json"));
   auto theirs = nlohmann::json::parse(read_file(golden + "/config.json"));
   theirs.erase("transformers_version"); // which did not write ours
   EXPECT_EQ(ours, theirs);
@@ -101,8 +90,7 @@ TEST(BertPretrained, BareEncoderWithLegacyNamesGetsAFreshClassifier) {
       name = name.substr(5);
       const auto at = name.find("LayerNorm.");
       if (at != std::string::npos) {
-        name = name.substr(0, at + 10) +
-               (name.substr(at + 10) == "weight" ? "gamma" : "beta");
+        name = name.substr(0, at + 10) + (name.substr(at + 10) == "weight" ? "gamma" : "beta");
       }
       weights[name] = tensor;
     }
@@ -129,22 +117,19 @@ TEST(BertPretrained, DeferredModelsHaveTheSameWeights) {
   const BertFolderOnDisk partial(weights);
   const std::vector<std::function<LoadedBert()>> loads = {
       [] { return load_bert_classifier("bert-mini", {.vocab_size = 300}); },
-      [] { return load_bert_classifier(kBertGoldenFolder); },
-      [&] { return partial.load(); }};
+      [] { return load_bert_classifier(kBertGoldenFolder); }, [&] { return partial.load(); }};
   for (const auto& load : loads) {
     set_seed(4);
     const auto plain = load().model;
     const at::Tensor next = torch::rand({3});
     set_seed(4);
-    const auto deferred =
-        deferred_init([&] { return load().model; }, {.resident_bytes = 0});
+    const auto deferred = deferred_init([&] { return load().model; }, {.resident_bytes = 0});
     EXPECT_TRUE(torch::equal(next, torch::rand({3})));
     EXPECT_TRUE(is_deferred(deferred->classifier->weight));
     materialize(*deferred);
     const auto wanted = plain->named_parameters();
     for (const auto& parameter : deferred->named_parameters()) {
-      EXPECT_TRUE(torch::equal(parameter.value(), wanted[parameter.key()]))
-          << parameter.key();
+      EXPECT_TRUE(torch::equal(parameter.value(), wanted[parameter.key()])) << parameter.key();
     }
   }
 }
@@ -168,8 +153,7 @@ TEST(BertPretrained, OtherLabelsGetAFreshClassifierAndReorderedOnesTheirRows) {
   EXPECT_TRUE(a.fresh_classifier);
   expect_contains(a.report.at(0), "bad, fair, good");
   EXPECT_EQ(a.config.id2label.size(), 2u);
-  EXPECT_TRUE(
-      torch::equal(a.model->classifier->weight, b.model->classifier->weight));
+  EXPECT_TRUE(torch::equal(a.model->classifier->weight, b.model->classifier->weight));
 
   const auto turned = folder.load({.id2label = {{"good", "bad", "fair"}}});
   EXPECT_FALSE(turned.fresh_classifier);
@@ -188,13 +172,9 @@ TEST(BertPretrained, SizesAreComparedBeforeAnythingIsAllocated) {
     const char* part;
   };
   const Case cases[] = {
-      {"vocab_size",
-       4'000'000,
-       "larger than the weights beside it: vocab_size=4"},
+      {"vocab_size", 4'000'000, "larger than the weights beside it: vocab_size=4"},
       {"vocab_size", 100'000'000, "beside it: vocab_size=100000000"},
-      {"vocab_size",
-       100'000'001,
-       "vocab_size=100000001. Expected 1 to 100000000"},
+      {"vocab_size", 100'000'001, "vocab_size=100000001. Expected 1 to 100000000"},
       {"intermediate_size", 4'000'000, "intermediate_size=4000000"},
       {"max_position_embeddings", 4'000'000, "larger than the weights"},
       {"type_vocab_size", 4'000'000, "larger than the weights"},
@@ -222,14 +202,9 @@ TEST(BertPretrained, EveryMissingUnexpectedAndWronglyShapedTensorIsNamed) {
   weights[layer + "intermediate.dense.weight"] = torch::zeros({32, 64});
   weights[layer + "intermediate.dense.bias"] = torch::zeros({64}, torch::kInt);
   const auto message = BertFolderOnDisk(weights).error();
-  expect_contains(
-      message,
-      "missing: " + layer + "output.dense.bias, bert.pooler.dense.bias");
-  expect_contains(
-      message, "unexpected: bert.encoder.layer.3.output.dense.bias");
-  expect_contains(
-      message,
-      layer + "intermediate.dense.weight F32[32, 64] instead of [64, 32]");
+  expect_contains(message, "missing: " + layer + "output.dense.bias, bert.pooler.dense.bias");
+  expect_contains(message, "unexpected: bert.encoder.layer.3.output.dense.bias");
+  expect_contains(message, layer + "intermediate.dense.weight F32[32, 64] instead of [64, 32]");
   expect_contains(message, layer + "intermediate.dense.bias I32[64]");
 
   weights = golden_weights();
@@ -245,8 +220,7 @@ TEST(BertPretrained, HalfWeightsBecomeFloat) {
   const auto loaded = BertFolderOnDisk(weights).load();
   for (const auto& parameter : loaded.model->named_parameters()) {
     EXPECT_EQ(parameter.value().scalar_type(), torch::kFloat);
-    EXPECT_TRUE(torch::equal(
-        parameter.value(), weights.at(parameter.key()).to(torch::kFloat)));
+    EXPECT_TRUE(torch::equal(parameter.value(), weights.at(parameter.key()).to(torch::kFloat)));
   }
   EXPECT_EQ(loaded.config.dtype, "float32");
 }
@@ -262,8 +236,7 @@ TEST(BertPretrained, ShardedFilesAreJoined) {
     map[name] = "part" + std::to_string(part) + ".safetensors";
   }
   for (int part = 0; part < 2; ++part) {
-    write_safetensors(
-        folder / ("part" + std::to_string(part) + ".safetensors"), parts[part]);
+    write_safetensors(folder / ("part" + std::to_string(part) + ".safetensors"), parts[part]);
   }
   const auto index = folder / "model.safetensors.index.json";
   std::ofstream(index) << nlohmann::json({{"weight_map", map}});
@@ -302,8 +275,8 @@ TEST(BertPretrained, FoldersThatAreNoModelSayWhatToDo) {
 
 TEST(BertPretrained, ShapesGiveRandomModelsOfTheCallersVocabulary) {
   set_seed(3);
-  const auto loaded = load_bert_classifier(
-      "bert-tiny", {.id2label = {{"x", "y", "z"}}, .vocab_size = 77});
+  const auto loaded =
+      load_bert_classifier("bert-tiny", {.id2label = {{"x", "y", "z"}}, .vocab_size = 77});
   EXPECT_EQ(loaded.model->bert->word_embeddings->weight.size(0), 77);
   EXPECT_EQ(loaded.model->classifier->weight.size(0), 3);
   EXPECT_TRUE(loaded.fresh_classifier);

@@ -18,8 +18,7 @@ using testing_support::kBertGoldenFolder;
 
 static const NamedTensors& bert_golden() {
   static const NamedTensors golden =
-      SafetensorsReader(std::string(kBertGoldenFolder) + "/golden.safetensors")
-          .read_all();
+      SafetensorsReader(std::string(kBertGoldenFolder) + "/golden.safetensors").read_all();
   return golden;
 }
 
@@ -59,45 +58,33 @@ TEST(Bert, LogitsOnAPaddedBatchEqualTransformers) {
   const auto& golden = bert_golden();
   const auto& ids = golden.at("input_ids");
   const auto& mask = golden.at("attention_mask");
-  EXPECT_LE(
-      max_difference(model->bert->forward(ids, mask), golden.at("hidden")),
-      1e-5);
-  EXPECT_LE(
-      max_difference(model->forward(ids, mask), golden.at("logits")), 1e-5);
-  EXPECT_LE(
-      max_difference(
-          model->forward(ids, mask, golden.at("token_type_ids")),
-          golden.at("logits_with_types")),
-      1e-5);
-  EXPECT_GT(
-      max_difference(golden.at("logits_with_types"), golden.at("logits")),
-      1e-2);
+  EXPECT_LE(max_difference(model->bert->forward(ids, mask), golden.at("hidden")), 1e-5);
+  EXPECT_LE(max_difference(model->forward(ids, mask), golden.at("logits")), 1e-5);
+  EXPECT_LE(max_difference(model->forward(ids, mask, golden.at("token_type_ids")),
+                           golden.at("logits_with_types")),
+            1e-5);
+  EXPECT_GT(max_difference(golden.at("logits_with_types"), golden.at("logits")), 1e-2);
 }
 
 TEST(Bert, TenAdamWStepsHaveTheLossesOfTransformers) {
   auto model = golden_bert();
   model->train(); // its dropout is 0
-  torch::optim::AdamW optimizer(
-      model->parameters(), torch::optim::AdamWOptions(1e-3).weight_decay(0.01));
+  torch::optim::AdamW optimizer(model->parameters(),
+                                torch::optim::AdamWOptions(1e-3).weight_decay(0.01));
   const auto& golden = bert_golden();
   for (int step = 0; step < 10; ++step) {
     const std::string name = "step" + std::to_string(step) + ".";
     const auto loss = torch::nn::functional::cross_entropy(
-        model->forward(
-            golden.at(name + "input_ids"), golden.at(name + "attention_mask")),
+        model->forward(golden.at(name + "input_ids"), golden.at(name + "attention_mask")),
         golden.at(name + "labels"));
-    EXPECT_NEAR(
-        loss.item<double>(), golden.at("losses")[step].item<double>(), 1e-5)
-        << step;
+    EXPECT_NEAR(loss.item<double>(), golden.at("losses")[step].item<double>(), 1e-5) << step;
     optimizer.zero_grad();
     loss.backward();
     for (const auto& parameter : model->named_parameters()) {
       const auto expected = golden.find("gradient." + parameter.key());
       if (step == 0 && expected != golden.end()) {
         const double largest = expected->second.abs().max().item<double>();
-        EXPECT_LE(
-            max_difference(parameter.value().grad(), expected->second),
-            1e-5 * largest)
+        EXPECT_LE(max_difference(parameter.value().grad(), expected->second), 1e-5 * largest)
             << parameter.key();
       }
     }
@@ -117,31 +104,23 @@ TEST(Bert, PaddingFurtherChangesNoLogit) {
     model->train(training);
     const auto logits = model->forward(ids, mask);
     // Whatever stands in the padding.
-    EXPECT_LE(
-        max_difference(logits, model->forward(pad(ids, 7), pad(mask, 0))),
-        1e-6);
+    EXPECT_LE(max_difference(logits, model->forward(pad(ids, 7), pad(mask, 0))), 1e-6);
     // A row alone, without mask, equals the row among others; its last block is
     // a product with one vector, which sums in another order.
     EXPECT_LE(
-        max_difference(
-            logits.slice(0, 1, 2),
-            model->forward(ids.slice(0, 1, 2).slice(1, 0, 3))),
+        max_difference(logits.slice(0, 1, 2), model->forward(ids.slice(0, 1, 2).slice(1, 0, 3))),
         2e-6);
   }
 }
 
 TEST(Bert, ParameterNamesAndShapesAreThoseOfTheFile) {
-  const BertForSequenceClassification model(
-      read_bert_config(kBertGoldenFolder));
-  const SafetensorsReader file(
-      std::string(kBertGoldenFolder) + "/model.safetensors");
+  const BertForSequenceClassification model(read_bert_config(kBertGoldenFolder));
+  const SafetensorsReader file(std::string(kBertGoldenFolder) + "/model.safetensors");
   const auto parameters = model->named_parameters();
   EXPECT_EQ(parameters.size(), file.names().size());
   for (const auto& parameter : parameters) {
     ASSERT_TRUE(file.contains(parameter.key())) << parameter.key();
-    EXPECT_EQ(
-        at::IntArrayRef(file.entry(parameter.key()).shape),
-        parameter.value().sizes());
+    EXPECT_EQ(at::IntArrayRef(file.entry(parameter.key()).shape), parameter.value().sizes());
   }
   EXPECT_TRUE(model->named_buffers().is_empty());
 }
@@ -188,10 +167,8 @@ TEST(Bert, DropoutDependsOnTheGeneratorAndOnTrainingMode) {
 
 class CountingInterceptor : public BlockInterceptor {
  public:
-  std::vector<at::Tensor> intercept(
-      const BlockCall&,
-      std::vector<at::Tensor> inputs,
-      Forward forward) override {
+  std::vector<at::Tensor> intercept(const BlockCall&, std::vector<at::Tensor> inputs,
+                                    Forward forward) override {
     ++calls;
     return forward(std::move(inputs));
   }
@@ -205,8 +182,7 @@ TEST(Bert, EveryBlockIsCalledOncePerForward) {
   const auto& golden = bert_golden();
   for (const auto& block : model->blocks()) {
     counters.push_back(std::make_shared<CountingInterceptor>());
-    attachments.push_back(
-        attach_block(block.ptr(), BlockStage::checkpoint, counters.back()));
+    attachments.push_back(attach_block(block.ptr(), BlockStage::checkpoint, counters.back()));
   }
   model->eval();
   for (const auto& mask : {golden.at("attention_mask"), at::Tensor()}) {
@@ -226,8 +202,8 @@ TEST(Bert, LongRowsAreRefusedByNumber) {
 TEST(BertConfig, ShapesAreThoseOfTheirNames) {
   const auto count = [](const std::string& shape) {
     int64_t numbers = 0;
-    const BertForSequenceClassificationImpl model(
-        BertConfig::from_shape(shape), /*initialize=*/false);
+    const BertForSequenceClassificationImpl model(BertConfig::from_shape(shape),
+                                                  /*initialize=*/false);
     for (const auto& parameter : model.parameters()) {
       numbers += parameter.numel();
     }
@@ -245,9 +221,7 @@ TEST(BertConfig, UnknownKeysComeBackAndKnownOnesAreWritten) {
   EXPECT_EQ(config.id2label, (std::vector<std::string>{"bad", "fair", "good"}));
   EXPECT_EQ(config.problem_type, "single_label_classification");
   EXPECT_FALSE(config.classifier_dropout);
-  EXPECT_EQ(
-      config.architectures,
-      std::vector<std::string>{"BertForSequenceClassification"});
+  EXPECT_EQ(config.architectures, std::vector<std::string>{"BertForSequenceClassification"});
   config.id2label = {"no", "yes"};
   const auto json = config.to_json();
   EXPECT_EQ(json["a_key_of_somebody_else"], nlohmann::json({{"kept", {1, 2}}}));
@@ -283,8 +257,7 @@ TEST(BertConfig, WhatNoModelCanHaveIsNamed) {
       {with("layer_norm_eps", 0), "layer_norm_eps="},
   };
   for (const auto& [message, part] : cases) {
-    EXPECT_NE(message.find(part), std::string::npos)
-        << part << " in: " << message;
+    EXPECT_NE(message.find(part), std::string::npos) << part << " in: " << message;
   }
 }
 

@@ -20,20 +20,13 @@ TEST(Dropout, ElementsAreKeptIndependentlyWithTheirProbability) {
     const auto a = zero - rate;
     // Neighbours, far ones and whole blocks apart are uncorrelated.
     for (const int64_t lag : {1, 2, 3, 16, 64, 256, 4096, 8192}) {
-      const double correlation = (a.slice(0, 0, kCount - lag) * a.slice(0, lag))
-                                     .mean()
-                                     .item<double>() /
-                                 (p * (1 - p));
+      const double correlation =
+          (a.slice(0, 0, kCount - lag) * a.slice(0, lag)).mean().item<double>() / (p * (1 - p));
       EXPECT_NEAR(correlation, 0, 5 / std::sqrt(kCount)) << p << " " << lag;
     }
     // As are two calls.
-    const auto b =
-        (dropout_add(torch::ones({kCount}), {}, p) == 0).to(torch::kDouble) -
-        rate;
-    EXPECT_NEAR(
-        (a * b).mean().item<double>() / (p * (1 - p)),
-        0,
-        5 / std::sqrt(kCount));
+    const auto b = (dropout_add(torch::ones({kCount}), {}, p) == 0).to(torch::kDouble) - rate;
+    EXPECT_NEAR((a * b).mean().item<double>() / (p * (1 - p)), 0, 5 / std::sqrt(kCount));
   }
 }
 
@@ -63,13 +56,11 @@ TEST(Dropout, SeedThreadsAndStridesDecideNothingElse) {
   EXPECT_TRUE(torch::equal(one, run(x.t().contiguous().t(), 2)));
   at::set_num_threads(before);
   // Other dtypes go to torch; p = 0 draws nothing.
-  EXPECT_NEAR(
-      (dropout_add(torch::ones({100'000}, torch::kDouble), {}, 0.3) == 0)
-          .to(torch::kDouble)
-          .mean()
-          .item<double>(),
-      0.3,
-      0.01);
+  EXPECT_NEAR((dropout_add(torch::ones({100'000}, torch::kDouble), {}, 0.3) == 0)
+                  .to(torch::kDouble)
+                  .mean()
+                  .item<double>(),
+              0.3, 0.01);
   torch::manual_seed(4);
   const auto expected = torch::rand({1});
   torch::manual_seed(4);

@@ -25,57 +25,40 @@ struct AttentionCase {
 
 static Tensor narrow(const Tensor& x) { return x.to(at::kBFloat16); }
 
-static Tensor reference_attention(
-    const Tensor& q,
-    const Tensor& k,
-    const Tensor& v,
-    const Tensor& mask,
-    int64_t heads) {
+static Tensor reference_attention(const Tensor& q, const Tensor& k, const Tensor& v,
+                                  const Tensor& mask, int64_t heads) {
   const auto split = [&](const Tensor& x) {
-    return x.view({x.size(0), x.size(1), heads, x.size(2) / heads})
-        .transpose(1, 2);
+    return x.view({x.size(0), x.size(1), heads, x.size(2) / heads}).transpose(1, 2);
   };
-  auto scores = split(q).matmul(split(k).transpose(2, 3)) /
-                std::sqrt(static_cast<double>(q.size(2) / heads));
+  auto scores =
+      split(q).matmul(split(k).transpose(2, 3)) / std::sqrt(static_cast<double>(q.size(2) / heads));
   if (mask.defined()) {
     scores = scores + mask;
   }
-  return torch::softmax(scores, -1)
-      .matmul(split(v))
-      .transpose(1, 2)
-      .reshape(q.sizes());
+  return torch::softmax(scores, -1).matmul(split(v)).transpose(1, 2).reshape(q.sizes());
 }
 
 static double relative(const Tensor& a, const Tensor& b) {
-  return ((a.to(at::kDouble) - b.to(at::kDouble)).norm() /
-          b.to(at::kDouble).norm())
-      .item<double>();
+  return ((a.to(at::kDouble) - b.to(at::kDouble)).norm() / b.to(at::kDouble).norm()).item<double>();
 }
 
 TEST(NarrowAttention, IsThatOfTheRoundedNumbers) {
   torch::manual_seed(2);
-  for (const AttentionCase& c :
-       {AttentionCase{2, 5, 5, 2, 8},
-        AttentionCase{3, 1, 37, 4, 16},
-        AttentionCase{2, 64, 64, 3, 32}}) {
+  for (const AttentionCase& c : {AttentionCase{2, 5, 5, 2, 8}, AttentionCase{3, 1, 37, 4, 16},
+                                 AttentionCase{2, 64, 64, 3, 32}}) {
     for (const bool masked : {false, true}) {
       std::vector<Tensor> own, wide;
       for (const int64_t length : {c.queries, c.tokens, c.tokens}) {
-        own.push_back(narrow(torch::randn({c.rows, length, c.heads * c.width}))
-                          .requires_grad_());
+        own.push_back(narrow(torch::randn({c.rows, length, c.heads * c.width})).requires_grad_());
         wide.push_back(own.back().detach().to(at::kDouble).requires_grad_());
       }
       Tensor mask;
       if (masked) {
         mask = torch::zeros({c.rows, 1, 1, c.tokens});
-        mask[0][0][0]
-            .slice(0, c.tokens - 2)
-            .fill_(std::numeric_limits<float>::lowest());
+        mask[0][0][0].slice(0, c.tokens - 2).fill_(std::numeric_limits<float>::lowest());
       }
-      const Tensor mine =
-          detail::self_attention(own[0], own[1], own[2], mask, c.heads, 0);
-      const Tensor theirs =
-          reference_attention(wide[0], wide[1], wide[2], mask, c.heads);
+      const Tensor mine = detail::self_attention(own[0], own[1], own[2], mask, c.heads, 0);
+      const Tensor theirs = reference_attention(wide[0], wide[1], wide[2], mask, c.heads);
       ASSERT_EQ(mine.scalar_type(), at::kBFloat16);
       EXPECT_LT(relative(mine, theirs), 0x1p-7);
       const Tensor gradient = narrow(torch::randn(mine.sizes()));
@@ -90,21 +73,15 @@ TEST(NarrowAttention, IsThatOfTheRoundedNumbers) {
 
 TEST(NarrowAttention, ARowOfWhichAllIsMaskedAwayIsFinite) {
   const Tensor x = narrow(torch::randn({1, 4, 8}));
-  const Tensor mask =
-      torch::full({1, 1, 1, 4}, std::numeric_limits<float>::lowest());
-  EXPECT_TRUE(detail::self_attention(x, x, x, mask, 2, 0)
-                  .isfinite()
-                  .all()
-                  .item<bool>());
+  const Tensor mask = torch::full({1, 1, 1, 4}, std::numeric_limits<float>::lowest());
+  EXPECT_TRUE(detail::self_attention(x, x, x, mask, 2, 0).isfinite().all().item<bool>());
 }
 
 // out = P v is linear in v: sum(out g) = sum(v dv) only if backward drops what forward
 // dropped.
 TEST(NarrowAttention, DropsTheSameInBackward) {
   torch::manual_seed(4);
-  const auto input = [] {
-    return narrow(torch::randn({4, 45, 32})).requires_grad_();
-  };
+  const auto input = [] { return narrow(torch::randn({4, 45, 32})).requires_grad_(); };
   const Tensor q = input(), k = input(), v = input();
   const Tensor out = detail::self_attention(q, k, v, {}, 4, 0.3);
   const Tensor other = detail::self_attention(q, k, v, {}, 4, 0.3);
@@ -112,9 +89,7 @@ TEST(NarrowAttention, DropsTheSameInBackward) {
   const Tensor g = out.detach();
   out.backward(g);
   const auto inner = [](const Tensor& a, const Tensor& b) {
-    return (a.detach().to(at::kDouble) * b.detach().to(at::kDouble))
-        .sum()
-        .item<double>();
+    return (a.detach().to(at::kDouble) * b.detach().to(at::kDouble)).sum().item<double>();
   };
   const double size = std::sqrt(inner(out, out) * inner(g, g));
   EXPECT_NEAR(inner(out, g), inner(v, v.grad()), 0x1p-7 * size);

@@ -15,15 +15,12 @@ namespace detail {
 std::vector<at::Tensor> optim_parameters(at::ScalarType dtype) {
   torch::manual_seed(3);
   std::vector<at::Tensor> parameters;
-  for (const auto& shape : std::vector<std::vector<int64_t>>{
-           {17, 5}, {33}, {}, {0}, {4, 3, 2, 2}}) {
-    parameters.push_back(
-        torch::randn(shape, at::TensorOptions(dtype)).requires_grad_());
+  for (const auto& shape :
+       std::vector<std::vector<int64_t>>{{17, 5}, {33}, {}, {0}, {4, 3, 2, 2}}) {
+    parameters.push_back(torch::randn(shape, at::TensorOptions(dtype)).requires_grad_());
   }
-  parameters.back() = parameters.back()
-                          .detach()
-                          .contiguous(at::MemoryFormat::ChannelsLast)
-                          .requires_grad_();
+  parameters.back() =
+      parameters.back().detach().contiguous(at::MemoryFormat::ChannelsLast).requires_grad_();
   return parameters;
 }
 
@@ -31,18 +28,15 @@ std::vector<at::Tensor> optim_parameters(at::ScalarType dtype) {
 std::vector<torch::optim::OptimizerParamGroup> optim_groups(
     const std::vector<at::Tensor>& parameters, bool amsgrad) {
   std::vector<torch::optim::OptimizerParamGroup> groups;
-  groups.emplace_back(
-      std::vector<at::Tensor>(parameters.begin(), parameters.begin() + 2),
-      std::make_unique<torch::optim::AdamWOptions>(
-          torch::optim::AdamWOptions(3e-2)
-              .betas({0.8, 0.95})
-              .eps(1e-6)
-              .weight_decay(0.2)
-              .amsgrad(amsgrad)));
+  groups.emplace_back(std::vector<at::Tensor>(parameters.begin(), parameters.begin() + 2),
+                      std::make_unique<torch::optim::AdamWOptions>(torch::optim::AdamWOptions(3e-2)
+                                                                       .betas({0.8, 0.95})
+                                                                       .eps(1e-6)
+                                                                       .weight_decay(0.2)
+                                                                       .amsgrad(amsgrad)));
   groups.emplace_back(
       std::vector<at::Tensor>(parameters.begin() + 2, parameters.end()),
-      std::make_unique<torch::optim::AdamWOptions>(
-          torch::optim::AdamWOptions().weight_decay(0.0)));
+      std::make_unique<torch::optim::AdamWOptions>(torch::optim::AdamWOptions().weight_decay(0.0)));
   return groups;
 }
 
@@ -50,20 +44,17 @@ std::vector<torch::optim::OptimizerParamGroup> optim_groups(
 void set_gradients(std::vector<at::Tensor>& parameters, int step) {
   for (size_t i = 0; i < parameters.size(); ++i) {
     torch::manual_seed(100 * step + static_cast<int>(i));
-    parameters[i].mutable_grad() =
-        i == 1 && step % 3 == 0
-            ? at::Tensor()
-            : torch::randn(parameters[i].sizes(), parameters[i].dtype());
+    parameters[i].mutable_grad() = i == 1 && step % 3 == 0
+                                       ? at::Tensor()
+                                       : torch::randn(parameters[i].sizes(), parameters[i].dtype());
   }
 }
 
-double largest_difference(
-    const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
+double largest_difference(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
   double largest = 0;
   for (size_t i = 0; i < a.size(); ++i) {
     if (a[i].numel() > 0) {
-      largest = std::max(
-          largest, (a[i] - b[i]).abs().max().to(at::kDouble).item<double>());
+      largest = std::max(largest, (a[i] - b[i]).abs().max().to(at::kDouble).item<double>());
     }
   }
   return largest;
@@ -79,8 +70,7 @@ TEST(AdamW, TwentyStepsEqualTorchsOwn) {
       auto theirs = detail::optim_parameters(dtype);
       const auto start = detail::optim_parameters(dtype);
       AdamW optimizer(detail::optim_groups(ours, amsgrad), {1e-2});
-      torch::optim::AdamW reference(
-          detail::optim_groups(theirs, amsgrad), {1e-2});
+      torch::optim::AdamW reference(detail::optim_groups(theirs, amsgrad), {1e-2});
       for (int step = 1; step <= 20; ++step) {
         detail::set_gradients(ours, step);
         detail::set_gradients(theirs, step);

@@ -15,10 +15,8 @@ TEST(GradientNorm, EqualsTheNormInFp64OfAllTogether) {
   constexpr double kInf = std::numeric_limits<double>::infinity();
   for (const auto dtype : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf}) {
     const std::vector<at::Tensor> tensors = {
-        torch::randn({300, 1500}).to(dtype),
-        torch::randn({33}).to(dtype),
-        torch::randn({0}).to(dtype),
-        torch::randn({7, 8}).to(dtype).t(),
+        torch::randn({300, 1500}).to(dtype), torch::randn({33}).to(dtype),
+        torch::randn({0}).to(dtype), torch::randn({7, 8}).to(dtype).t(),
         torch::randn({7, 8}).to(dtype).narrow(1, 2, 3)};
     std::vector<at::Tensor> flat;
     for (const at::Tensor& tensor : tensors) {
@@ -27,14 +25,10 @@ TEST(GradientNorm, EqualsTheNormInFp64OfAllTogether) {
     const auto all = torch::cat(flat);
     for (const double p : {1.0, 2.0, 3.0, kInf}) {
       const double expected = torch::linalg_vector_norm(all, p).item<double>();
-      EXPECT_NEAR(gradient_norm(tensors, p), expected, 1e-7 * expected)
-          << dtype << " " << p;
+      EXPECT_NEAR(gradient_norm(tensors, p), expected, 1e-7 * expected) << dtype << " " << p;
       const auto each = tensor_norms(tensors, p);
       ASSERT_EQ(each.size(), tensors.size());
-      EXPECT_NEAR(
-          each[1],
-          torch::linalg_vector_norm(flat[1], p).item<double>(),
-          1e-6 * each[1]);
+      EXPECT_NEAR(each[1], torch::linalg_vector_norm(flat[1], p).item<double>(), 1e-6 * each[1]);
       EXPECT_EQ(each[2], 0);
     }
   }
@@ -62,8 +56,7 @@ TEST(GradientNorm, WhatIsNotFiniteShowsInItsTensor) {
 TEST(GradientNorm, ClipByValue) {
   auto tensor = torch::tensor({-3.F, 0.5F, 2.F, NAN});
   clip_by_value_({tensor}, 1.5);
-  EXPECT_TRUE(
-      torch::equal(tensor.slice(0, 0, 3), torch::tensor({-1.5F, 0.5F, 1.5F})));
+  EXPECT_TRUE(torch::equal(tensor.slice(0, 0, 3), torch::tensor({-1.5F, 0.5F, 1.5F})));
   EXPECT_TRUE(std::isnan(tensor[3].item<float>()));
   EXPECT_THROW(clip_by_value_({tensor}, 0), InputError);
 }

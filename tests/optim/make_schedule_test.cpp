@@ -26,27 +26,20 @@ TEST(MakeSchedule, NamesAndKeywordsReachTheSchedules) {
       {"cosine", {}, cosine_schedule(w, n)},
       {"cosine", {{"num_cycles", 1.5}}, cosine_schedule(w, n, 1.5)},
       {"cosine_with_restarts", {}, cosine_with_restarts_schedule(w, n, 1)},
-      {"cosine_with_restarts",
-       {{"num_cycles", 2}},
-       cosine_with_restarts_schedule(w, n, 2)},
+      {"cosine_with_restarts", {{"num_cycles", 2}}, cosine_with_restarts_schedule(w, n, 2)},
       {"cosine_with_min_lr",
        {{"min_lr", 2e-4}, {"num_cycles", 1}},
        cosine_with_min_lr_schedule(w, n, 0.1, 1)},
-      {"cosine_with_min_lr",
-       {{"min_lr_rate", 0.2}},
-       cosine_with_min_lr_schedule(w, n, 0.2)},
+      {"cosine_with_min_lr", {{"min_lr_rate", 0.2}}, cosine_with_min_lr_schedule(w, n, 0.2)},
       {"polynomial", {}, polynomial_schedule(w, n, 1e-7 / peak)},
-      {"polynomial",
-       {{"lr_end", 1e-4}, {"power", 2}},
-       polynomial_schedule(w, n, 0.05, 2)},
+      {"polynomial", {{"lr_end", 1e-4}, {"power", 2}}, polynomial_schedule(w, n, 0.05, 2)},
       {"constant", {}, constant_schedule()},
       {"constant_with_warmup", {}, constant_schedule_with_warmup(w)},
       {"inverse_sqrt", {}, inverse_sqrt_schedule(w)},
       {"inverse_sqrt", {{"timescale", 7}}, inverse_sqrt_schedule(w, 7)},
       {"warmup_stable_decay",
        {{"num_decay_steps", 5}},
-       warmup_stable_decay_schedule(
-           {.warmup_steps = w, .stable_steps = 12, .decay_steps = 5})},
+       warmup_stable_decay_schedule({.warmup_steps = w, .stable_steps = 12, .decay_steps = 5})},
       {"warmup_stable_decay",
        {{"num_decay_steps", 5},
         {"num_stable_steps", 4},
@@ -54,14 +47,13 @@ TEST(MakeSchedule, NamesAndKeywordsReachTheSchedules) {
         {"decay_type", "1-sqrt"},
         {"min_lr_ratio", 0.1},
         {"num_cycles", 0.25}},
-       warmup_stable_decay_schedule(
-           {.warmup_steps = w,
-            .stable_steps = 4,
-            .decay_steps = 5,
-            .warmup_type = PhaseShape::cosine,
-            .decay_type = PhaseShape::one_minus_sqrt,
-            .min_lr_ratio = 0.1,
-            .num_cycles = 0.25})},
+       warmup_stable_decay_schedule({.warmup_steps = w,
+                                     .stable_steps = 4,
+                                     .decay_steps = 5,
+                                     .warmup_type = PhaseShape::cosine,
+                                     .decay_type = PhaseShape::one_minus_sqrt,
+                                     .min_lr_ratio = 0.1,
+                                     .num_cycles = 0.25})},
       {"reduce_lr_on_plateau", {{"patience", 2}}, constant_schedule()},
       {"one_cycle", {}, one_cycle_schedule({.total_steps = n})},
       {"one_cycle",
@@ -70,32 +62,29 @@ TEST(MakeSchedule, NamesAndKeywordsReachTheSchedules) {
         {"div_factor", 10},
         {"final_div_factor", 100},
         {"three_phase", true}},
-       one_cycle_schedule(
-           {.total_steps = n,
-            .pct_start = 0.4,
-            .cosine = false,
-            .div_factor = 10,
-            .final_div_factor = 100,
-            .three_phase = true})}};
+       one_cycle_schedule({.total_steps = n,
+                           .pct_start = 0.4,
+                           .cosine = false,
+                           .div_factor = 10,
+                           .final_div_factor = 100,
+                           .three_phase = true})}};
   for (const Case& c : cases) {
     const Schedule made = make_schedule(c.name, w, n, peak, c.kwargs);
     for (int64_t k = 0; k < n; ++k) {
-      EXPECT_DOUBLE_EQ(made(k), c.expected(k))
-          << c.name << " " << c.kwargs << " " << k;
+      EXPECT_DOUBLE_EQ(made(k), c.expected(k)) << c.name << " " << c.kwargs << " " << k;
     }
   }
 }
 
 TEST(MakeSchedule, PlateauHasItsKeywords) {
-  const auto o = plateau_options(
-      {{"factor", 0.5},
-       {"patience", 2},
-       {"threshold", 0.01},
-       {"threshold_mode", "abs"},
-       {"cooldown", 3},
-       {"min_lr", 1e-6},
-       {"eps", 1e-9}},
-      true);
+  const auto o = plateau_options({{"factor", 0.5},
+                                  {"patience", 2},
+                                  {"threshold", 0.01},
+                                  {"threshold_mode", "abs"},
+                                  {"cooldown", 3},
+                                  {"min_lr", 1e-6},
+                                  {"eps", 1e-9}},
+                                 true);
   EXPECT_TRUE(o.greater_is_better);
   EXPECT_FALSE(o.relative);
   EXPECT_EQ(o.factor, 0.5);
@@ -108,26 +97,19 @@ TEST(MakeSchedule, PlateauHasItsKeywords) {
 }
 
 TEST(MakeSchedule, WhatIsWrongIsNamed) {
-  const auto says = [](const char* name,
-                       int64_t warmup,
-                       const Json& kwargs,
+  const auto says = [](const char* name, int64_t warmup, const Json& kwargs,
                        const std::string& text) {
     try {
       make_schedule(name, warmup, 20, 1e-3, kwargs);
       ADD_FAILURE() << name << " took " << kwargs;
     } catch (const InputError& error) {
-      EXPECT_NE(std::string(error.what()).find(text), std::string::npos)
-          << error.what();
+      EXPECT_NE(std::string(error.what()).find(text), std::string::npos) << error.what();
     }
   };
   for (const std::string& name : schedule_names()) {
     const bool needs = name == "warmup_stable_decay";
-    says(
-        name.c_str(),
-        3,
-        needs ? Json{{"num_decay_steps", 1}, {"no_such", 1}}
-              : Json{{"no_such", 1}},
-        "no_such");
+    says(name.c_str(), 3,
+         needs ? Json{{"num_decay_steps", 1}, {"no_such", 1}} : Json{{"no_such", 1}}, "no_such");
     says(name.c_str(), 21, {}, "warmup_steps=21");
   }
   says("cosine", 3, {{"num_cycle", 2}}, "write num_cycles");
@@ -135,17 +117,11 @@ TEST(MakeSchedule, WhatIsWrongIsNamed) {
   says("cosine_with_min_lr", 3, {}, "min_lr");
   says("cosine_with_min_lr", 3, {{"min_lr", 0}, {"min_lr_rate", 0}}, "min_lr");
   says("warmup_stable_decay", 3, {}, "num_decay_steps");
-  says(
-      "warmup_stable_decay",
-      3,
-      {{"num_decay_steps", 18}},
-      "num_decay_steps=18 behind warmup_steps=3 are more than the run's "
-      "updates=20. Expected at most 17");
-  says(
-      "warmup_stable_decay",
-      3,
-      {{"num_decay_steps", 5}, {"decay_type", "sqrt"}},
-      "decay_type=\"sqrt\"");
+  says("warmup_stable_decay", 3, {{"num_decay_steps", 18}},
+       "num_decay_steps=18 behind warmup_steps=3 are more than the run's "
+       "updates=20. Expected at most 17");
+  says("warmup_stable_decay", 3, {{"num_decay_steps", 5}, {"decay_type", "sqrt"}},
+       "decay_type=\"sqrt\"");
   says("reduce_lr_on_plateau", 3, {{"factor", "x"}}, "factor=\"x\"");
   says("cosin", 3, {}, "write cosine");
   says("linear", 3, Json::array({1}), "lr_scheduler_kwargs=[1]");

@@ -10,20 +10,18 @@ namespace hasten {
 
 TEST(OptimizerStateBytes, IsWhatTheFirstStepAllocates) {
   install_memory_meter();
-  const std::vector<std::vector<int64_t>> shapes = {
-      {30, 7}, {7}, {}, {2, 3, 5}, {0}, {64, 1}};
-  const std::pair<std::string, std::string> cases[] = {
-      {"adamw_torch", ""},
-      {"adamw", "bf16_moments=true"},
-      {"adamw", "amsgrad=true"},
-      {"adam", "master_weights=false"},
-      {"sgd", ""},
-      {"sgd", "momentum=0.9"},
-      {"adafactor", ""},
-      {"adafactor", "beta1=0.9"},
-      {"lion", ""},
-      {"lion", "bf16_moments=true"},
-      {"lamb", ""}};
+  const std::vector<std::vector<int64_t>> shapes = {{30, 7}, {7}, {}, {2, 3, 5}, {0}, {64, 1}};
+  const std::pair<std::string, std::string> cases[] = {{"adamw_torch", ""},
+                                                       {"adamw", "bf16_moments=true"},
+                                                       {"adamw", "amsgrad=true"},
+                                                       {"adam", "master_weights=false"},
+                                                       {"sgd", ""},
+                                                       {"sgd", "momentum=0.9"},
+                                                       {"adafactor", ""},
+                                                       {"adafactor", "beta1=0.9"},
+                                                       {"lion", ""},
+                                                       {"lion", "bf16_moments=true"},
+                                                       {"lamb", ""}};
   for (const auto& [name, args] : cases) {
     for (const auto dtype : {at::kFloat, at::kBFloat16, at::kDouble}) {
       OptimizerSettings settings;
@@ -34,12 +32,11 @@ TEST(OptimizerStateBytes, IsWhatTheFirstStepAllocates) {
         parameters.back().mutable_grad() = torch::ones(shape, dtype);
       }
       const int64_t before = memory_stats().live_bytes;
-      const auto optimizer = make_optimizer(
-          name, {torch::optim::OptimizerParamGroup(parameters)}, settings);
+      const auto optimizer =
+          make_optimizer(name, {torch::optim::OptimizerParamGroup(parameters)}, settings);
       optimizer->step();
-      EXPECT_EQ(
-          optimizer_state_bytes(name, settings, shapes, dtype),
-          memory_stats().live_bytes - before)
+      EXPECT_EQ(optimizer_state_bytes(name, settings, shapes, dtype),
+                memory_stats().live_bytes - before)
           << name << " " << args << " " << dtype;
     }
   }

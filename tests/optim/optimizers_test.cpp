@@ -45,27 +45,20 @@ const std::map<std::string, Make>& makers() {
   using torch::optim::AdamWOptions;
   using torch::optim::SGDOptions;
   static const std::map<std::string, Make> all = {
-      {"adamw",
-       maker<AdamW>(
-           AdamWOptions(0.02).betas({0.8, 0.95}).eps(1e-6).weight_decay(0.1))},
-      {"adamw_amsgrad",
-       maker<AdamW>(AdamWOptions(0.02).weight_decay(0.1).amsgrad(true))},
+      {"adamw", maker<AdamW>(AdamWOptions(0.02).betas({0.8, 0.95}).eps(1e-6).weight_decay(0.1))},
+      {"adamw_amsgrad", maker<AdamW>(AdamWOptions(0.02).weight_decay(0.1).amsgrad(true))},
       {"adam", maker<Adam>(AdamOptions(0.02).weight_decay(0.05))},
       {"sgd", maker<SGD>(SGDOptions(0.1).weight_decay(0.05))},
-      {"sgd_momentum",
-       maker<SGD>(SGDOptions(0.05).momentum(0.9).dampening(0.2))},
+      {"sgd_momentum", maker<SGD>(SGDOptions(0.05).momentum(0.9).dampening(0.2))},
       {"sgd_nesterov",
-       maker<SGD>(
-           SGDOptions(0.05).momentum(0.9).nesterov(true).weight_decay(0.05))},
+       maker<SGD>(SGDOptions(0.05).momentum(0.9).nesterov(true).weight_decay(0.05))},
       {"adafactor_relative", maker<Adafactor>(AdafactorOptions())},
-      {"adafactor_warmup_beta1",
-       maker<Adafactor>(AdafactorOptions().warmup_init(true).beta1(0.9))},
-      {"adafactor_lr",
-       maker<Adafactor>(AdafactorOptions(0.02)
-                            .relative_step(false)
-                            .scale_parameter(false)
-                            .weight_decay(0.1)
-                            .clip_threshold(0.7))},
+      {"adafactor_warmup_beta1", maker<Adafactor>(AdafactorOptions().warmup_init(true).beta1(0.9))},
+      {"adafactor_lr", maker<Adafactor>(AdafactorOptions(0.02)
+                                            .relative_step(false)
+                                            .scale_parameter(false)
+                                            .weight_decay(0.1)
+                                            .clip_threshold(0.7))},
       {"lion", maker<Lion>(LionOptions(0.01).weight_decay(0.1))},
       {"lamb", maker<Lamb>(LambOptions(0.02).weight_decay(0.1))}};
   return all;
@@ -84,9 +77,7 @@ Tensors mlp(at::ScalarType dtype) {
   Tensors parameters;
   for (size_t i = 0; i < shapes.size(); ++i) {
     parameters.push_back(
-        (0.5 * waves(shapes[i], 1.3, 0.7 + static_cast<double>(i)))
-            .to(dtype)
-            .requires_grad_());
+        (0.5 * waves(shapes[i], 1.3, 0.7 + static_cast<double>(i))).to(dtype).requires_grad_());
   }
   return parameters;
 }
@@ -98,20 +89,16 @@ void mlp_gradients(Tensors& p) {
   for (at::Tensor& parameter : p) {
     parameter.mutable_grad() = at::Tensor();
   }
-  (torch::tanh(x.mm(p[0].t()) + p[1]).mm(p[2].t()) + p[3] - y)
-      .square()
-      .mean()
-      .backward();
+  (torch::tanh(x.mm(p[0].t()) + p[1]).mm(p[2].t()) + p[3] - y).square().mean().backward();
 }
 
 /// Of any shapes and layouts: matrices of more than one block, a stack of them, a
 /// vector, a scalar, nothing, and channels last.
 Tensors many(at::ScalarType dtype) {
   Tensors made;
-  for (const auto& shape : std::vector<std::vector<int64_t>>{
-           {3, 1500}, {2, 4, 3}, {2100}, {}, {0}, {4, 3, 2, 2}}) {
-    made.push_back(
-        waves(shape, 0.37, 0.1 * static_cast<double>(made.size())).to(dtype));
+  for (const auto& shape :
+       std::vector<std::vector<int64_t>>{{3, 1500}, {2, 4, 3}, {2100}, {}, {0}, {4, 3, 2, 2}}) {
+    made.push_back(waves(shape, 0.37, 0.1 * static_cast<double>(made.size())).to(dtype));
   }
   made.back() = made.back().contiguous(at::MemoryFormat::ChannelsLast);
   for (at::Tensor& parameter : made) {
@@ -120,14 +107,12 @@ Tensors many(at::ScalarType dtype) {
   return made;
 }
 
-void set_gradients(
-    Tensors& parameters, int step, at::ScalarType dtype, double factor = 1) {
+void set_gradients(Tensors& parameters, int step, at::ScalarType dtype, double factor = 1) {
   for (size_t i = 0; i < parameters.size(); ++i) {
     const double phase = step + 0.3 * static_cast<double>(i);
-    parameters[i].mutable_grad() =
-        (waves(parameters[i].sizes().vec(), 1.7, phase) * factor)
-            .to(dtype)
-            .contiguous(parameters[i].suggest_memory_format());
+    parameters[i].mutable_grad() = (waves(parameters[i].sizes().vec(), 1.7, phase) * factor)
+                                       .to(dtype)
+                                       .contiguous(parameters[i].suggest_memory_format());
   }
 }
 
@@ -145,8 +130,7 @@ double difference(const Tensors& a, const Tensors& b) {
 
 TEST(Optimizers, TwentyStepsOnAnMlpEqualTheReferences) {
   for (const auto& [name, make] : makers()) {
-    for (const auto& [dtype, most] :
-         {std::pair(at::kDouble, 1e-13), std::pair(at::kFloat, 1e-6)}) {
+    for (const auto& [dtype, most] : {std::pair(at::kDouble, 1e-13), std::pair(at::kFloat, 1e-6)}) {
       for (const bool by_tensors : {false, true}) {
         Tensors parameters = mlp(dtype);
         const Made made = make(parameters, {});
@@ -161,8 +145,8 @@ TEST(Optimizers, TwentyStepsOnAnMlpEqualTheReferences) {
         for (const at::Tensor& parameter : parameters) {
           flat.push_back(parameter.detach().flatten());
         }
-        const auto expected = torch::tensor(
-            golden::kOptimizers.at(name), at::TensorOptions(at::kDouble));
+        const auto expected =
+            torch::tensor(golden::kOptimizers.at(name), at::TensorOptions(at::kDouble));
         EXPECT_LE(difference({torch::cat(flat)}, {expected}), most)
             << name << " " << dtype << (by_tensors ? " by tensors" : "");
       }
@@ -173,8 +157,7 @@ TEST(Optimizers, TwentyStepsOnAnMlpEqualTheReferences) {
 // In all layouts, over several blocks, with 16-bit parameters and gradients.
 TEST(Optimizers, KernelsEqualAtensOperations) {
   for (const auto& [name, make] : makers()) {
-    for (const auto dtype :
-         {at::kDouble, at::kFloat, at::kBFloat16, at::kHalf}) {
+    for (const auto dtype : {at::kDouble, at::kFloat, at::kBFloat16, at::kHalf}) {
       for (const bool master : {true, false}) {
         Tensors ours = many(dtype), theirs = many(dtype);
         const Made kernels = make(ours, {.master_weights = master});
@@ -190,11 +173,9 @@ TEST(Optimizers, KernelsEqualAtensOperations) {
         const bool narrow = dtype == at::kBFloat16 || dtype == at::kHalf;
         const double unit = dtype == at::kBFloat16 ? 0x1p-7 : 0x1p-9;
         // A sign may turn where a mean is next to 0.
-        EXPECT_LE(
-            difference(ours, theirs),
-            dtype == at::kDouble ? 1e-13
-            : narrow             ? unit
-                                 : 3e-6)
+        EXPECT_LE(difference(ours, theirs), dtype == at::kDouble ? 1e-13
+                                            : narrow             ? unit
+                                                                 : 3e-6)
             << name << " " << dtype << " master " << master;
         EXPECT_GT(difference(ours, many(dtype)), 1e-6) << name;
       }
@@ -276,21 +257,18 @@ TEST(Optimizers, SixteenBitParametersFollowAnFp32CopyAndItFollowsThem) {
 
 TEST(Optimizers, MomentsInBf16AreRoundedWithoutBias) {
   auto parameter = torch::zeros({20000}).requires_grad_();
-  SGD optimizer(
-      Tensors{parameter},
-      torch::optim::SGDOptions(1.0).momentum(0.9),
-      {.bf16_moments = true, .seed = 3});
+  SGD optimizer(Tensors{parameter}, torch::optim::SGDOptions(1.0).momentum(0.9),
+                {.bf16_moments = true, .seed = 3});
   // Between two neighbours of bf16, 1 and 1 + 2^-7, a quarter of the way up.
   parameter.mutable_grad() = torch::full({20000}, 1 + 0x1p-9);
   optimizer.step();
-  const auto& state = static_cast<const SGDParamState&>(
-      *optimizer.state().at(parameter.unsafeGetTensorImpl()));
+  const auto& state =
+      static_cast<const SGDParamState&>(*optimizer.state().at(parameter.unsafeGetTensorImpl()));
   const auto moment = state.momentum_buffer();
   ASSERT_EQ(moment.scalar_type(), at::kBFloat16);
   const double up = (moment > 1).to(at::kDouble).mean().item<double>();
   EXPECT_NEAR(up, 0.25, 0.013); // four standard deviations
-  EXPECT_EQ(
-      ((moment == 1) + (moment == 1 + 0x1p-7)).sum().item<int64_t>(), 20000);
+  EXPECT_EQ(((moment == 1) + (moment == 1 + 0x1p-7)).sum().item<int64_t>(), 20000);
 }
 
 ParameterNames names_of(const Tensors& parameters) {
@@ -327,11 +305,8 @@ TEST(Optimizers, GoOnFromSavedStateBitForBit) {
       FusedOptions other = options;
       other.seed = 7; // the state's counts
       const Made second = make(two, other);
-      prepare_optimizer_load(
-          *second.optimizer,
-          names_of(two),
-          tensors,
-          nlohmann::json::parse(values.dump()))();
+      prepare_optimizer_load(*second.optimizer, names_of(two), tensors,
+                             nlohmann::json::parse(values.dump()))();
       advance(first, one, 3, 6);
       advance(second, two, 3, 6);
       EXPECT_EQ(difference(one, two), 0) << name << " " << dtype;
@@ -354,10 +329,8 @@ TEST(Optimizers, GoOnFromSavedStateBitForBit) {
 
 TEST(Optimizers, LeaveAloneWhatHasNoGradientAndCountWhatTheyWrite) {
   for (const auto& [name, make] : makers()) {
-    Tensors p = {
-        torch::ones({3}).requires_grad_(),
-        torch::ones({3}).requires_grad_(),
-        torch::ones({3})};
+    Tensors p = {torch::ones({3}).requires_grad_(), torch::ones({3}).requires_grad_(),
+                 torch::ones({3})};
     p.push_back(p[0]); // tied
     const Made made = make(p, {});
     Tensors once = {torch::ones({3}).requires_grad_()};
@@ -389,8 +362,7 @@ void expect_says(const std::function<void()>& act, const std::string& text) {
     act();
     ADD_FAILURE() << "nothing was thrown: " << text;
   } catch (const InputError& error) {
-    EXPECT_NE(std::string(error.what()).find(text), std::string::npos)
-        << error.what();
+    EXPECT_NE(std::string(error.what()).find(text), std::string::npos) << error.what();
   }
 }
 
@@ -428,25 +400,21 @@ TEST(Optimizers, OptionsOutOfRangeAreNamed) {
   adamw.param_groups()[0].options().set_lr(nan);
   expect_says([&] { adamw.step(); }, "lr=nan");
   std::vector<torch::optim::OptimizerParamGroup> groups;
-  groups.emplace_back(
-      p, std::make_unique<LionOptions>(LionOptions(0.1).weight_decay(-1)));
+  groups.emplace_back(p, std::make_unique<LionOptions>(LionOptions(0.1).weight_decay(-1)));
   expect_says([&] { Lion lion(groups); }, "weight_decay=-1");
 }
 
 TEST(Optimizers, ByNameHaveTheirGroupsDecayAndArguments) {
   for (const std::string& name : optimizer_names()) {
-    const Tensors p = {
-        torch::ones({3}).requires_grad_(), torch::ones({3}).requires_grad_()};
+    const Tensors p = {torch::ones({3}).requires_grad_(), torch::ones({3}).requires_grad_()};
     std::vector<torch::optim::OptimizerParamGroup> groups;
     // 0.01 is what torch takes for unset.
     for (const double decay : {0.01, 0.0}) {
-      groups.emplace_back(
-          Tensors{p[decay == 0]},
-          std::make_unique<torch::optim::AdamWOptions>(
-              torch::optim::AdamWOptions().weight_decay(decay)));
+      groups.emplace_back(Tensors{p[decay == 0]},
+                          std::make_unique<torch::optim::AdamWOptions>(
+                              torch::optim::AdamWOptions().weight_decay(decay)));
     }
-    const auto optimizer =
-        make_optimizer(name, groups, {.learning_rate = 0.5, .weight_decay = 3});
+    const auto optimizer = make_optimizer(name, groups, {.learning_rate = 0.5, .weight_decay = 3});
     nlohmann::json values;
     NamedTensors tensors;
     save_optimizer_state(*optimizer, names_of(p), tensors, values);
@@ -456,12 +424,10 @@ TEST(Optimizers, ByNameHaveTheirGroupsDecayAndArguments) {
     EXPECT_NE(dynamic_cast<FusedOptimizer*>(optimizer.get()), nullptr) << name;
   }
   const Tensors p = {torch::ones({3}).requires_grad_()};
-  const auto sgd = make_optimizer(
-      "sgd",
-      {torch::optim::OptimizerParamGroup(p)},
-      {.args = "momentum=0.5, nesterov=true"});
-  const auto& options = static_cast<const torch::optim::SGDOptions&>(
-      sgd->param_groups()[0].options());
+  const auto sgd = make_optimizer("sgd", {torch::optim::OptimizerParamGroup(p)},
+                                  {.args = "momentum=0.5, nesterov=true"});
+  const auto& options =
+      static_cast<const torch::optim::SGDOptions&>(sgd->param_groups()[0].options());
   EXPECT_EQ(options.momentum(), 0.5);
   EXPECT_TRUE(options.nesterov());
 }

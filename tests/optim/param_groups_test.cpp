@@ -30,8 +30,7 @@ std::shared_ptr<torch::nn::Module> golden_tree() {
       const auto* child = children.find(elements[i]);
       parent = child != nullptr
                    ? *child
-                   : parent->register_module(
-                         elements[i], std::make_shared<EmptyModule>());
+                   : parent->register_module(elements[i], std::make_shared<EmptyModule>());
     }
     if (parent->named_children().contains(elements.back())) {
       continue;
@@ -42,9 +41,8 @@ std::shared_ptr<torch::nn::Module> golden_tree() {
     } else if (kind == "Linear") {
       parent->register_module(elements.back(), torch::nn::Linear(2, 2));
     } else {
-      parent->register_module(
-          elements.back(),
-          torch::nn::LayerNorm(torch::nn::LayerNormOptions({2})));
+      parent->register_module(elements.back(),
+                              torch::nn::LayerNorm(torch::nn::LayerNormOptions({2})));
     }
   }
   return root;
@@ -54,15 +52,12 @@ std::shared_ptr<torch::nn::Module> golden_tree() {
 
 TEST(DecayGroups, DecayTheParametersHuggingFaceDecays) {
   const auto model = detail::golden_tree();
-  const std::vector<std::string> expected(
-      golden::kDecayed.begin(), golden::kDecayed.end());
+  const std::vector<std::string> expected(golden::kDecayed.begin(), golden::kDecayed.end());
   EXPECT_EQ(decayed_parameter_names(*model), expected);
   const auto groups = decay_groups(*model, 0.1);
   ASSERT_EQ(groups.size(), 2u);
   EXPECT_EQ(groups[0].params().size(), expected.size());
-  EXPECT_EQ(
-      groups[0].params().size() + groups[1].params().size(),
-      model->parameters().size());
+  EXPECT_EQ(groups[0].params().size() + groups[1].params().size(), model->parameters().size());
 }
 
 // What a LayerNorm of one's own has inside is the LayerNorm's, whatever its name.
@@ -78,14 +73,12 @@ TEST(DecayGroups, TakeAllInsideALayerNormForIts) {
       register_module("last", torch::nn::Linear(3, 1));
     }
   };
-  EXPECT_EQ(
-      decayed_parameter_names(Net()), std::vector<std::string>{"last.weight"});
+  EXPECT_EQ(decayed_parameter_names(Net()), std::vector<std::string>{"last.weight"});
 }
 
 TEST(DecayGroups, LeaveFrozenParametersOutAndCountTiedOnesOnce) {
   auto model = std::make_shared<detail::EmptyModule>();
-  auto embedding =
-      model->register_module("embedding", torch::nn::Embedding(3, 2));
+  auto embedding = model->register_module("embedding", torch::nn::Embedding(3, 2));
   auto head = model->register_module("head", torch::nn::Linear(2, 2));
   model->register_parameter("tied_norm", embedding->weight);
   head->weight.requires_grad_(false);
@@ -102,9 +95,8 @@ TEST(DecayGroups, LeaveFrozenParametersOutAndCountTiedOnesOnce) {
 TEST(DecayGroups, KeepTheirDecayInsideAnOptimizer) {
   const auto model = detail::golden_tree();
   for (const double decay : {0.0, 0.01, 0.3}) {
-    const AdamW optimizer(
-        decay_groups(*model, decay),
-        torch::optim::AdamWOptions(1e-3).weight_decay(decay));
+    const AdamW optimizer(decay_groups(*model, decay),
+                          torch::optim::AdamWOptions(1e-3).weight_decay(decay));
     const auto decay_of = [&](size_t group) {
       return static_cast<const torch::optim::AdamWOptions&>(
                  optimizer.param_groups()[group].options())

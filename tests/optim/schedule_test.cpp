@@ -21,47 +21,37 @@ namespace detail {
 
 Schedule golden_schedule(const golden::ScheduleCase& c) {
   const auto stable = [&c](PhaseShape up, PhaseShape down, double least) {
-    return warmup_stable_decay_schedule(
-        {.warmup_steps = c.warmup,
-         .stable_steps = c.total - c.warmup - 4,
-         .decay_steps = 4,
-         .warmup_type = up,
-         .decay_type = down,
-         .min_lr_ratio = least});
+    return warmup_stable_decay_schedule({.warmup_steps = c.warmup,
+                                         .stable_steps = c.total - c.warmup - 4,
+                                         .decay_steps = 4,
+                                         .warmup_type = up,
+                                         .decay_type = down,
+                                         .min_lr_ratio = least});
   };
   using enum PhaseShape;
   const int64_t w = c.warmup, n = c.total;
   const std::map<std::string, std::function<Schedule()>> makers = {
       {"linear", [=] { return linear_schedule(w, n); }},
       {"constant", [] { return constant_schedule(); }},
-      {"constant_with_warmup",
-       [=] { return constant_schedule_with_warmup(w); }},
+      {"constant_with_warmup", [=] { return constant_schedule_with_warmup(w); }},
       {"cosine", [=] { return cosine_schedule(w, n); }},
       {"cosine, 1.25 cycles", [=] { return cosine_schedule(w, n, 1.25); }},
       {"restarts", [=] { return cosine_with_restarts_schedule(w, n); }},
-      {"restarts, 3 cycles",
-       [=] { return cosine_with_restarts_schedule(w, n, 3); }},
+      {"restarts, 3 cycles", [=] { return cosine_with_restarts_schedule(w, n, 3); }},
       {"least 0.1", [=] { return cosine_with_min_lr_schedule(w, n, 0.1); }},
       {"polynomial", [=] { return polynomial_schedule(w, n, 1e-7 / 2e-3); }},
-      {"polynomial, power 2, to 0.05",
-       [=] { return polynomial_schedule(w, n, 0.05, 2); }},
+      {"polynomial, power 2, to 0.05", [=] { return polynomial_schedule(w, n, 0.05, 2); }},
       {"inverse root", [=] { return inverse_sqrt_schedule(w); }},
       {"inverse root, scale 50", [=] { return inverse_sqrt_schedule(w, 50); }},
       {"stable", [=] { return stable(linear, cosine, 0); }},
-      {"stable, cosine up, linear down, to 0.1",
-       [=] { return stable(cosine, linear, 0.1); }},
-      {"stable, root, to 0.1",
-       [=] { return stable(one_minus_sqrt, one_minus_sqrt, 0.1); }},
+      {"stable, cosine up, linear down, to 0.1", [=] { return stable(cosine, linear, 0.1); }},
+      {"stable, root, to 0.1", [=] { return stable(one_minus_sqrt, one_minus_sqrt, 0.1); }},
       {"one cycle", [=] { return one_cycle_schedule({.total_steps = n}); }},
       {"one cycle, straight",
-       [=] {
-         return one_cycle_schedule(
-             {.total_steps = n, .pct_start = 0.4, .cosine = false});
-       }},
+       [=] { return one_cycle_schedule({.total_steps = n, .pct_start = 0.4, .cosine = false}); }},
       {"one cycle, three phases",
        [=] {
-         return one_cycle_schedule(
-             {.total_steps = n, .div_factor = 10, .three_phase = true});
+         return one_cycle_schedule({.total_steps = n, .div_factor = 10, .three_phase = true});
        }},
   };
   return makers.at(c.name)();
@@ -76,9 +66,7 @@ TEST(LrScheduler, LearningRatesEqualTransformersAtEveryUpdate) {
     for (size_t k = 0; k < c.learning_rates.size(); ++k) {
       EXPECT_NEAR(scheduler.get_last_lr()[0], c.learning_rates[k], 1e-15)
           << c.name << " " << c.warmup << "/" << c.total << " at " << k;
-      EXPECT_EQ(
-          optimizer.param_groups()[0].options().get_lr(),
-          scheduler.get_last_lr()[0]);
+      EXPECT_EQ(optimizer.param_groups()[0].options().get_lr(), scheduler.get_last_lr()[0]);
       scheduler.step();
     }
   }
@@ -86,8 +74,7 @@ TEST(LrScheduler, LearningRatesEqualTransformersAtEveryUpdate) {
 
 // One group of rate 2e-3.
 struct PlateauRig {
-  explicit PlateauRig(ReduceLrOnPlateauOptions options)
-      : scheduler(optimizer, options) {}
+  explicit PlateauRig(ReduceLrOnPlateauOptions options) : scheduler(optimizer, options) {}
   double rate() const { return optimizer.param_groups()[0].options().get_lr(); }
   torch::optim::SGD optimizer{{torch::zeros({1})}, 2e-3};
   ReduceLrOnPlateau scheduler;
@@ -97,18 +84,14 @@ TEST(ReduceLrOnPlateau, RatesEqualTorchsAlsoAfterAResume) {
   const std::vector<ReduceLrOnPlateauOptions> cases = {
       {.factor = 0.5, .patience = 1},
       {.factor = 0.1, .patience = 0, .cooldown = 2, .min_lr = 1e-4},
-      {.greater_is_better = true,
-       .patience = 2,
-       .threshold = 0.05,
-       .relative = false}};
+      {.greater_is_better = true, .patience = 2, .threshold = 0.05, .relative = false}};
   ASSERT_EQ(cases.size(), golden::kPlateauRates.size());
   for (size_t c = 0; c < cases.size(); ++c) {
     auto rig = std::make_unique<PlateauRig>(cases[c]);
     for (size_t i = 0; i < golden::kPlateauMetrics.size(); ++i) {
       const double before = rig->rate();
       const bool reduced = rig->scheduler.step(golden::kPlateauMetrics[i]);
-      EXPECT_NEAR(rig->rate(), golden::kPlateauRates[c][i], 1e-18)
-          << c << " at " << i;
+      EXPECT_NEAR(rig->rate(), golden::kPlateauRates[c][i], 1e-18) << c << " at " << i;
       EXPECT_EQ(reduced, rig->rate() < before);
       NamedTensors tensors;
       nlohmann::json values;
@@ -174,9 +157,7 @@ TEST(Schedules, NumbersOutOfRangeAreNamed) {
   expect([] { inverse_sqrt_schedule(1, -2); }, "timescale=-2");
   expect([] { warmup_stable_decay_schedule({.decay_steps = -1}); }, "_steps=");
   expect([] { one_cycle_schedule({.total_steps = 1}); }, "total_steps=1");
-  expect(
-      [] { one_cycle_schedule({.total_steps = 9, .pct_start = 1}); },
-      "pct_start=1");
+  expect([] { one_cycle_schedule({.total_steps = 9, .pct_start = 1}); }, "pct_start=1");
 }
 
 TEST(LrScheduler, NewPeaksCountAtOnce) {
@@ -193,9 +174,8 @@ TEST(LrScheduler, EachGroupKeepsItsOwnPeakAndStateGoesOnWhereItWas) {
   const auto make = [] {
     std::vector<torch::optim::OptimizerParamGroup> groups;
     for (const double lr : {1.0, 0.5}) {
-      groups.emplace_back(
-          std::vector<at::Tensor>{torch::zeros({1})},
-          std::make_unique<torch::optim::SGDOptions>(lr));
+      groups.emplace_back(std::vector<at::Tensor>{torch::zeros({1})},
+                          std::make_unique<torch::optim::SGDOptions>(lr));
     }
     return groups;
   };

@@ -19,10 +19,9 @@ using testing_support::WatchedCommunicator;
 
 /// The planted fault, before an operation of this name or ("after …") right after
 /// it has been started.
-static std::shared_ptr<WatchedCommunicator> faulty_communicator(
-    std::shared_ptr<Communicator> inner,
-    FaultRank& rank,
-    const std::string& phase) {
+static std::shared_ptr<WatchedCommunicator> faulty_communicator(std::shared_ptr<Communicator> inner,
+                                                                FaultRank& rank,
+                                                                const std::string& phase) {
   auto faulty = std::make_shared<WatchedCommunicator>(std::move(inner));
   faulty->before = [&rank, phase](std::string_view name) {
     if (name == phase) {
@@ -39,15 +38,13 @@ static std::shared_ptr<WatchedCommunicator> faulty_communicator(
 
 /// Rank r's tensors hold r + 1, their mean over 3 ranks is 2.
 static void average_in_phase(FaultRank& rank, const std::string& phase) {
-  auto world = Communicator::create(
-      rank.world(), {.timeout = std::chrono::milliseconds(20'000)});
+  auto world = Communicator::create(rank.world(), {.timeout = std::chrono::milliseconds(20'000)});
   world->barrier("meet");
   auto faulty = faulty_communicator(world, rank, phase);
   Averager::NamedTensorList list;
   for (int i = 0; i < 6; ++i) {
-    list.emplace_back(
-        "t" + std::to_string(i),
-        torch::full({300'000}, world->rank() + 1, torch::kFloat));
+    list.emplace_back("t" + std::to_string(i),
+                      torch::full({300'000}, world->rank() + 1, torch::kFloat));
   }
   Averager averager(faulty, list, {.slice_mb = 1});
   try {
@@ -64,24 +61,14 @@ static void average_in_phase(FaultRank& rank, const std::string& phase) {
   rank.report("values", std::vector<float>(values.begin(), values.end()));
 }
 
-HASTEN_RANK_FUNCTION(AveragesDeadAtFirstSlice) {
-  average_in_phase(rank, "average slice 0");
-}
+HASTEN_RANK_FUNCTION(AveragesDeadAtFirstSlice) { average_in_phase(rank, "average slice 0"); }
 HASTEN_RANK_FUNCTION(AveragesDeadAfterFirstSlice) {
   average_in_phase(rank, "after average slice 0");
 }
-HASTEN_RANK_FUNCTION(AveragesDeadAtMiddleSlice) {
-  average_in_phase(rank, "average slice 4");
-}
-HASTEN_RANK_FUNCTION(AveragesDeadAtVote) {
-  average_in_phase(rank, "vote on an average");
-}
-HASTEN_RANK_FUNCTION(AveragesDeadAfterVote) {
-  average_in_phase(rank, "after vote on an average");
-}
-HASTEN_RANK_FUNCTION(AveragesDeadAtSpread) {
-  average_in_phase(rank, "spread of an average");
-}
+HASTEN_RANK_FUNCTION(AveragesDeadAtMiddleSlice) { average_in_phase(rank, "average slice 4"); }
+HASTEN_RANK_FUNCTION(AveragesDeadAtVote) { average_in_phase(rank, "vote on an average"); }
+HASTEN_RANK_FUNCTION(AveragesDeadAfterVote) { average_in_phase(rank, "after vote on an average"); }
+HASTEN_RANK_FUNCTION(AveragesDeadAtSpread) { average_in_phase(rank, "spread of an average"); }
 
 /// What the survivors hold: their own, or the mean where that is `allowed` too.
 static void expect_whole(const std::string& function, bool own, bool mean) {
@@ -92,13 +79,10 @@ static void expect_whole(const std::string& function, bool own, bool mean) {
     const auto values = report.values.at("values");
     ASSERT_EQ(values.size(), 1) << function << ": a mixture " << values;
     const float value = values[0].get<float>();
-    EXPECT_TRUE(
-        (own && value == static_cast<float>(survivor + 1)) ||
-        (mean && value == 2))
+    EXPECT_TRUE((own && value == static_cast<float>(survivor + 1)) || (mean && value == 2))
         << function << ", rank " << survivor << " has " << value;
     const std::string error = report.values.value("error", "");
-    EXPECT_NE(error.find("rank 1 died"), std::string::npos)
-        << function << ": " << error;
+    EXPECT_NE(error.find("rank 1 died"), std::string::npos) << function << ": " << error;
   }
 }
 
@@ -120,22 +104,18 @@ TEST(AveragerFault, BehindTheVoteEverySurvivorHasTheMean) {
 /// Rank r's tensors hold (r + 1)^2: 1, 4, 9. The second average is of those that
 /// are left, by a driver with an outer step that halves the way.
 static void recover_in_phase(FaultRank& rank, const std::string& phase) {
-  auto world = Communicator::create(
-      rank.world(), {.timeout = std::chrono::milliseconds(20'000)});
+  auto world = Communicator::create(rank.world(), {.timeout = std::chrono::milliseconds(20'000)});
   auto faulty = faulty_communicator(world, rank, phase);
-  const float own =
-      static_cast<float>((world->rank() + 1) * (world->rank() + 1));
+  const float own = static_cast<float>((world->rank() + 1) * (world->rank() + 1));
   Averager::NamedTensorList list;
   for (int i = 0; i < 3; ++i) {
     list.emplace_back("t" + std::to_string(i), torch::zeros({100'000}));
   }
-  Averager averager(
-      faulty,
-      list,
-      {.slice_mb = 0.25,
-       .outer = std::make_shared<DiLoCo>(
-           DiLoCoOptions{.lr = 0.5, .momentum = 0.9, .nesterov = false}),
-       .sync = SyncStrategy::driver}); // its anchor: 0
+  Averager averager(faulty, list,
+                    {.slice_mb = 0.25,
+                     .outer = std::make_shared<DiLoCo>(
+                         DiLoCoOptions{.lr = 0.5, .momentum = 0.9, .nesterov = false}),
+                     .sync = SyncStrategy::driver}); // its anchor: 0
   for (auto& [name, tensor] : list) {
     tensor.fill_(own);
   }
@@ -159,17 +139,14 @@ static void recover_in_phase(FaultRank& rank, const std::string& phase) {
   world->close();
 }
 
-HASTEN_RANK_FUNCTION(RecoversFromTheFirstVote) {
-  recover_in_phase(rank, "vote on an average");
-}
+HASTEN_RANK_FUNCTION(RecoversFromTheFirstVote) { recover_in_phase(rank, "vote on an average"); }
 HASTEN_RANK_FUNCTION(RecoversFromTheDriversSending) {
   recover_in_phase(rank, "parameters of the driver");
 }
 
 // Mean of 1 and 9, half the way from 0; a second round goes on from there.
 TEST(AveragerFault, ADroppedDriversRoundIsMadeAgainFromTheOldAnchor) {
-  for (const char* phase :
-       {"RecoversFromTheFirstVote", "RecoversFromTheDriversSending"}) {
+  for (const char* phase : {"RecoversFromTheFirstVote", "RecoversFromTheDriversSending"}) {
     const auto ranks = spawn(3, phase, {.kind = FaultKind::kill, .rank = 1});
     for (const size_t survivor : {size_t{0}, size_t{2}}) {
       const auto& values = ranks[survivor].values;

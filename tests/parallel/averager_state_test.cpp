@@ -36,12 +36,9 @@ Saved saved(const Averager& averager) {
 // counted in moments, the averager is made anew from its state, twice.
 struct Rounds {
   Rounds(std::shared_ptr<Communicator> group, Options make, bool late, int stop)
-      : communicator(std::move(group)),
-        options(std::move(make)),
-        stop_at(stop) {
+      : communicator(std::move(group)), options(std::move(make)), stop_at(stop) {
     for (const int64_t size : {700, 30, 9}) {
-      list.emplace_back(
-          "p" + std::to_string(size), torch::full({size}, 0.5, at::kFloat));
+      list.emplace_back("p" + std::to_string(size), torch::full({size}, 0.5, at::kFloat));
     }
     averager = std::make_unique<Averager>(communicator, list, options());
     for (int turn = 0; turn < 4; ++turn) {
@@ -93,38 +90,31 @@ struct Rounds {
 TEST(AveragerState, SavedAtAnyMomentOfAnyKindOfRoundItGoesOnBitForBit) {
   const auto communicator = fresh_communicator();
   const std::vector<std::function<std::shared_ptr<OuterStep>()>> outers{
-      [] { return nullptr; },
-      [] { return std::make_shared<DiLoCo>(); },
+      [] { return nullptr; }, [] { return std::make_shared<DiLoCo>(); },
       [] {
         return std::make_shared<OuterOptimizer>(
             [](auto parameters) {
-              return std::make_shared<torch::optim::Adam>(
-                  parameters, torch::optim::AdamOptions(0.1));
+              return std::make_shared<torch::optim::Adam>(parameters,
+                                                          torch::optim::AdamOptions(0.1));
             },
             "adam 0.1");
       }};
-  for (const SyncStrategy sync :
-       {SyncStrategy::driver, SyncStrategy::all_reduce}) {
+  for (const SyncStrategy sync : {SyncStrategy::driver, SyncStrategy::all_reduce}) {
     for (size_t outer = 0; outer < outers.size(); ++outer) {
       for (const int64_t fragments : {1, 2}) {
         for (const bool late : {false, true}) {
-          SCOPED_TRACE(
-              testing::Message()
-              << (sync == SyncStrategy::driver ? "driver" : "all") << " outer="
-              << outer << " fragments=" << fragments << " late=" << late);
+          SCOPED_TRACE(testing::Message()
+                       << (sync == SyncStrategy::driver ? "driver" : "all") << " outer=" << outer
+                       << " fragments=" << fragments << " late=" << late);
           const Options options = [&] {
             return AveragerOptions{
-                .slice_mb = 0.001,
-                .outer = outers[outer](),
-                .sync = sync,
-                .fragments = fragments};
+                .slice_mb = 0.001, .outer = outers[outer](), .sync = sync, .fragments = fragments};
           };
           const Rounds whole(communicator, options, late, /*stop=*/-1);
           for (int stop = 0; stop < whole.moments; ++stop) {
             const Rounds resumed(communicator, options, late, stop);
             for (size_t i = 0; i < whole.list.size(); ++i) {
-              EXPECT_TRUE(
-                  torch::equal(whole.list[i].second, resumed.list[i].second))
+              EXPECT_TRUE(torch::equal(whole.list[i].second, resumed.list[i].second))
                   << "moment " << stop << ", " << whole.list[i].first;
             }
           }
@@ -171,8 +161,7 @@ TEST(AveragerState, ARoundUnderWayOfOtherRanksOrFragmentsIsRefused) {
     return "nothing was thrown";
   };
   const int world = communicator->world_size();
-  for (const auto& [name, value, says] :
-       std::vector<std::tuple<const char*, int64_t, const char*>>{
+  for (const auto& [name, value, says] : std::vector<std::tuple<const char*, int64_t, const char*>>{
            {"ranks", world + 1, "a round under way of"},
            {"fragment", 1, "fragment=1"},
            {"fragment", -2, "fragment=-2"}}) {
@@ -188,11 +177,7 @@ TEST(AveragerState, RoundsAreTheSameRoundHoweverManyThereHaveBeen) {
   Averager::NamedTensorList list{{"x", torch::zeros({3})}};
   Averager averager(communicator, list);
   for (const int64_t rounds :
-       {int64_t{65535},
-        int64_t{1482914},
-        int64_t{1482915},
-        int64_t{94906267},
-        int64_t{1} << 40}) {
+       {int64_t{65535}, int64_t{1482914}, int64_t{1482915}, int64_t{94906267}, int64_t{1} << 40}) {
     Saved state = saved(averager);
     state.values["rounds"] = rounds;
     averager.load_state(state.tensors, state.values);
@@ -211,12 +196,9 @@ TEST(AveragerState, WhatIsNotMeasuredIsNotANumber) {
     return; // no driver
   }
   for (const bool late : {false, true}) {
-    Averager::NamedTensorList list{
-        {"x", torch::full({3}, communicator->rank(), at::kFloat)}};
-    Averager driven(
-        communicator,
-        list,
-        {.outer = std::make_shared<DiLoCo>(), .sync = SyncStrategy::driver});
+    Averager::NamedTensorList list{{"x", torch::full({3}, communicator->rank(), at::kFloat)}};
+    Averager driven(communicator, list,
+                    {.outer = std::make_shared<DiLoCo>(), .sync = SyncStrategy::driver});
     Averager plain(communicator, list, {.sync = SyncStrategy::driver});
     const auto round = [&](Averager& averager, double weight) {
       if (late) {

@@ -33,10 +33,8 @@ List rank_list(int rank) {
   list.emplace_back("bias", numbers({7}, rank));
   list.emplace_back("double", numbers({33, 5}, rank).to(torch::kDouble));
   list.emplace_back("half", numbers({65}, rank).to(torch::kBFloat16));
-  list.emplace_back(
-      "image",
-      numbers({2, 3, 5, 4}, rank)
-          .contiguous(torch::MemoryFormat::ChannelsLast));
+  list.emplace_back("image",
+                    numbers({2, 3, 5, 4}, rank).contiguous(torch::MemoryFormat::ChannelsLast));
   list.emplace_back("scalar", numbers({}, rank));
   list.emplace_back("tied", list[1].second);
   return list;
@@ -58,11 +56,9 @@ Tensor plain_mean(size_t entry, const std::vector<double>& weights) {
 void expect_mean(const List& list, const std::vector<double>& weights) {
   for (size_t i = 0; i < list.size(); ++i) {
     const Tensor wanted = plain_mean(i, weights);
-    const double tolerance =
-        list[i].second.scalar_type() == torch::kBFloat16 ? 8e-3 : 1e-6;
-    EXPECT_LE(
-        (list[i].second.to(torch::kDouble) - wanted).abs().max().item<double>(),
-        tolerance * (1 + wanted.abs().max().item<double>()))
+    const double tolerance = list[i].second.scalar_type() == torch::kBFloat16 ? 8e-3 : 1e-6;
+    EXPECT_LE((list[i].second.to(torch::kDouble) - wanted).abs().max().item<double>(),
+              tolerance * (1 + wanted.abs().max().item<double>()))
         << list[i].first;
   }
 }
@@ -87,8 +83,7 @@ TEST(Averager, EveryTensorIsTheRanksMeanWhereItLies) {
     }
     const Tensor view = list[0].second.view({-1});
     const auto version = list[0].second._version();
-    Averager averager(
-        communicator, list, {.transactional = transactional, .slice_mb = 0.1});
+    Averager averager(communicator, list, {.transactional = transactional, .slice_mb = 0.1});
     averager.average();
     expect_mean(list, std::vector<double>(static_cast<size_t>(world), 1));
     for (size_t i = 0; i < list.size(); ++i) {
@@ -116,8 +111,7 @@ TEST(Averager, WeightsAreDividedByThoseWhoContribute) {
       weights.push_back(rank == 0 && world > 1 ? 0 : 1.5 * rank + 1);
     }
     List list = rank_list(communicator->rank());
-    Averager averager(
-        communicator, list, {.transactional = transactional, .slice_mb = 0.1});
+    Averager averager(communicator, list, {.transactional = transactional, .slice_mb = 0.1});
     averager.average(weights[static_cast<size_t>(communicator->rank())]);
     expect_mean(list, weights);
     const Tensor before = list[0].second.clone();
@@ -136,10 +130,8 @@ TEST(Averager, SpreadIsTheRootMeanSquareDistanceToTheMean) {
     const Tensor mean = plain_mean(i, equal);
     norm += mean.square().sum().item<double>();
     for (int rank = 0; rank < world; ++rank) {
-      squares += (rank_list(rank)[i].second.to(torch::kDouble) - mean)
-                     .square()
-                     .sum()
-                     .item<double>();
+      squares +=
+          (rank_list(rank)[i].second.to(torch::kDouble) - mean).square().sum().item<double>();
     }
   }
   List list = rank_list(communicator->rank());
@@ -150,11 +142,8 @@ TEST(Averager, SpreadIsTheRootMeanSquareDistanceToTheMean) {
   EXPECT_NEAR(report.spread, std::sqrt(squares / world), 1e-3);
   if (world > 1) {
     EXPECT_NEAR(report.norm, std::sqrt(norm), 1e-2);
-    EXPECT_EQ(
-        report.bytes,
-        static_cast<int64_t>(
-            2.0 * (world - 1) / world *
-            (4.0 * (300 * 700 + 7 + 65 + 120 + 1) + 8 * 165)));
+    EXPECT_EQ(report.bytes, static_cast<int64_t>(2.0 * (world - 1) / world *
+                                                 (4.0 * (300 * 700 + 7 + 65 + 120 + 1) + 8 * 165)));
   }
   averager.average();
   EXPECT_LT(averager.report().spread, 1e-3 * std::sqrt(squares + 1));
@@ -166,8 +155,7 @@ TEST(Averager, EveryElementIsInExactlyOneSlice) {
   const auto communicator = Communicator::create(World{});
   auto generator = torch::make_generator<at::CPUGeneratorImpl>(5);
   const auto random = [&](int64_t below) {
-    return torch::randint(0, below, {1}, generator, torch::kLong)
-        .item<int64_t>();
+    return torch::randint(0, below, {1}, generator, torch::kLong).item<int64_t>();
   };
   for (int turn = 0; turn < 100; ++turn) {
     List list;
@@ -200,8 +188,7 @@ TEST(Averager, EveryElementIsInExactlyOneSlice) {
         elements += piece.count;
         fragment_of[static_cast<size_t>(piece.tensor)] = piece.fragment;
       }
-      EXPECT_LE(
-          elements, std::max<int64_t>(1, options.slice_mb * (1 << 20) / 4));
+      EXPECT_LE(elements, std::max<int64_t>(1, options.slice_mb * (1 << 20) / 4));
     }
     for (const auto& counts : seen) {
       for (const int count : counts) {
@@ -223,8 +210,7 @@ TEST(Averager, FragmentsLeaveTheOthersAlone) {
   Averager averager(communicator, list, {.fragments = 2});
   ASSERT_EQ(averager.fragments(), 2);
   averager.average(1, 0, 1);
-  EXPECT_TRUE(
-      torch::equal(list[0].second, rank_list(communicator->rank())[0].second));
+  EXPECT_TRUE(torch::equal(list[0].second, rank_list(communicator->rank())[0].second));
   averager.average(1, 0, 0);
   expect_mean(list, std::vector<double>(static_cast<size_t>(world), 1));
 }
@@ -233,8 +219,7 @@ TEST(Averager, WhatWasDoneBetweenStartAndFinishIsKept) {
   const auto communicator = fresh_communicator();
   const int world = communicator->world_size();
   const int rank = communicator->rank();
-  const Tensor mean =
-      plain_mean(0, std::vector<double>(static_cast<size_t>(world), 1));
+  const Tensor mean = plain_mean(0, std::vector<double>(static_cast<size_t>(world), 1));
   for (const bool resumed : {false, true}) {
     List list = rank_list(rank);
     Averager averager(communicator, list, {.slice_mb = 0.1});
@@ -257,10 +242,8 @@ TEST(Averager, WhatWasDoneBetweenStartAndFinishIsKept) {
     } else {
       averager.finish();
     }
-    const double apart = (list[0].second.to(torch::kDouble) - (mean + progress))
-                             .abs()
-                             .max()
-                             .item<double>();
+    const double apart =
+        (list[0].second.to(torch::kDouble) - (mean + progress)).abs().max().item<double>();
     EXPECT_LT(apart, 2e-6) << resumed;
     if (resumed) {
       list = rank_list(rank); // the round of the first is not needed any more
@@ -277,10 +260,8 @@ TEST(Averager, AHookCompressesTheChangesSinceTheLastAverage) {
   const int rank = communicator->rank();
   const Tensor start = numbers({50, 20}, 99) + 1000;
   List list{{"x", start.clone()}};
-  Averager averager(
-      communicator,
-      list,
-      {.slice_mb = 0.001, .comm_hook = std::make_shared<Bf16CompressHook>()});
+  Averager averager(communicator, list,
+                    {.slice_mb = 0.001, .comm_hook = std::make_shared<Bf16CompressHook>()});
   Tensor common = start.to(torch::kDouble);
   for (int round = 0; round < 2; ++round) {
     Tensor mean = torch::zeros_like(common);
@@ -293,8 +274,7 @@ TEST(Averager, AHookCompressesTheChangesSinceTheLastAverage) {
     mean /= total;
     list[0].second.add_(numbers({50, 20}, rank, round));
     averager.average(rank + 1);
-    EXPECT_LE(
-        (list[0].second - mean).abs().max().item<double>(), 5 * 0x1p-8 + 1e-3);
+    EXPECT_LE((list[0].second - mean).abs().max().item<double>(), 5 * 0x1p-8 + 1e-3);
     common = list[0].second.to(torch::kDouble);
   }
 }
@@ -311,8 +291,7 @@ TEST(Averager, RanksInDifferentRoundsAreToldSoAndKeepTheirNumbers) {
   Averager averager(communicator, list, {.fragments = 2});
   ASSERT_EQ(averager.fragments(), 2);
   const auto text = what_of([&] { averager.average(1, 0, rank == 0 ? 0 : 1); });
-  EXPECT_NE(text.find("ranks are in different rounds"), std::string::npos)
-      << text;
+  EXPECT_NE(text.find("ranks are in different rounds"), std::string::npos) << text;
   EXPECT_TRUE(torch::equal(list[0].second, numbers({40, 40}, rank)));
   EXPECT_TRUE(torch::equal(list[1].second, numbers({40, 40}, rank, 1)));
 }
@@ -331,18 +310,12 @@ TEST(Averager, AlphaKeepsAShareOfTheOwnParametersInALateCommit) {
   averager.finish();
   for (size_t i = 0; i < list.size() - 1; ++i) {
     const Tensor wanted =
-        world == 1
-            ? own[i].second * 2
-            : 0.25 * (own[i].second * 2).to(torch::kDouble) +
-                  0.75 *
-                      plain_mean(
-                          i,
-                          std::vector<double>(static_cast<size_t>(world), 1));
-    EXPECT_TRUE(torch::allclose(
-        list[i].second.to(torch::kDouble),
-        wanted.to(torch::kDouble),
-        i == 3 ? 0.01 : 1e-6, // bfloat16
-        i == 3 ? 0.01 : 1e-6))
+        world == 1 ? own[i].second * 2
+                   : 0.25 * (own[i].second * 2).to(torch::kDouble) +
+                         0.75 * plain_mean(i, std::vector<double>(static_cast<size_t>(world), 1));
+    EXPECT_TRUE(torch::allclose(list[i].second.to(torch::kDouble), wanted.to(torch::kDouble),
+                                i == 3 ? 0.01 : 1e-6, // bfloat16
+                                i == 3 ? 0.01 : 1e-6))
         << list[i].first;
   }
 }
@@ -358,17 +331,12 @@ TEST(Averager, ListsThatDifferAreNamedOnEveryRank) {
     list.emplace_back("b", last ? torch::zeros({2, 2}) : torch::zeros({4}));
     Averager averager(communicator, list);
   });
-  EXPECT_NE(
-      text.find(
-          "rank " + std::to_string(communicator->world_size() - 1) +
-          "'s list has tensor \"b\" as [2, 2] Float"),
-      std::string::npos)
+  EXPECT_NE(text.find("rank " + std::to_string(communicator->world_size() - 1) +
+                      "'s list has tensor \"b\" as [2, 2] Float"),
+            std::string::npos)
       << text;
   const auto settings = what_of([&] {
-    Averager averager(
-        communicator,
-        {{"a", torch::zeros({3})}},
-        {.slice_mb = last ? 2.0 : 1.0});
+    Averager averager(communicator, {{"a", torch::zeros({3})}}, {.slice_mb = last ? 2.0 : 1.0});
   });
   EXPECT_NE(settings.find("the settings"), std::string::npos) << settings;
 }
@@ -378,29 +346,19 @@ TEST(Averager, RefusesWhatItCannotAverage) {
   const auto refused = [&](const List& list, AveragerOptions options = {}) {
     return what_of([&] { Averager(communicator, list, options); });
   };
-  EXPECT_NE(
-      refused({{"n", torch::zeros({2}, torch::kLong)}}).find("tensor \"n\""),
-      std::string::npos);
-  EXPECT_NE(
-      refused({{"g", torch::zeros({4, 4}).slice(1, 0, 4, 2)}}).find("gaps"),
-      std::string::npos);
+  EXPECT_NE(refused({{"n", torch::zeros({2}, torch::kLong)}}).find("tensor \"n\""),
+            std::string::npos);
+  EXPECT_NE(refused({{"g", torch::zeros({4, 4}).slice(1, 0, 4, 2)}}).find("gaps"),
+            std::string::npos);
   EXPECT_NE(refused({}, {.slice_mb = 0}).find("slice_mb=0"), std::string::npos);
   Averager averager(communicator, {{"a", torch::zeros({2})}});
-  EXPECT_NE(
-      what_of([&] { averager.average(-1); }).find("weight=-1"),
-      std::string::npos);
-  EXPECT_NE(
-      what_of([&] { averager.average(std::nan("")); }).find("weight="),
-      std::string::npos);
-  EXPECT_NE(
-      what_of([&] { averager.finish(); }).find("without start()"),
-      std::string::npos);
+  EXPECT_NE(what_of([&] { averager.average(-1); }).find("weight=-1"), std::string::npos);
+  EXPECT_NE(what_of([&] { averager.average(std::nan("")); }).find("weight="), std::string::npos);
+  EXPECT_NE(what_of([&] { averager.finish(); }).find("without start()"), std::string::npos);
   List moved{{"m", torch::zeros({2})}};
   Averager other(communicator, moved);
   moved[0].second.resize_({3});
-  EXPECT_NE(
-      what_of([&] { other.average(); }).find("\"m\" is [3]"),
-      std::string::npos);
+  EXPECT_NE(what_of([&] { other.average(); }).find("\"m\" is [3]"), std::string::npos);
 }
 
 } // namespace hasten::averager_test

@@ -18,8 +18,7 @@ namespace hasten::ddp_test {
 // Rank r's gradients of turn t: a matrix [12, 10] and a vector [7], whose padding
 // lies in the bucket too.
 Tensor matrix_of(int rank, int turn) {
-  auto generator =
-      torch::make_generator<at::CPUGeneratorImpl>(900 + rank + 50 * turn);
+  auto generator = torch::make_generator<at::CPUGeneratorImpl>(900 + rank + 50 * turn);
   return torch::randn({12, 10}, generator, torch::kFloat);
 }
 Tensor vector_of(int rank, int turn) {
@@ -32,8 +31,7 @@ struct TwoImpl : torch::nn::Module {
     vector = register_parameter("vector", torch::zeros({7}));
   }
   Tensor loss(int rank, int turn) {
-    return (matrix * matrix_of(rank, turn)).sum() +
-           (vector * vector_of(rank, turn)).sum();
+    return (matrix * matrix_of(rank, turn)).sum() + (vector * vector_of(rank, turn)).sum();
   }
   Tensor matrix, vector;
 };
@@ -95,12 +93,10 @@ void expect_wire(at::ScalarType wire) {
       }
       return sum.to(wire).to(torch::kFloat);
     };
-    EXPECT_TRUE(torch::equal(rig.net->matrix.grad(), rounded([&](int r) {
-                               return matrix_of(r, turn);
-                             })));
-    EXPECT_TRUE(torch::equal(rig.net->vector.grad(), rounded([&](int r) {
-                               return vector_of(r, turn);
-                             })));
+    EXPECT_TRUE(
+        torch::equal(rig.net->matrix.grad(), rounded([&](int r) { return matrix_of(r, turn); })));
+    EXPECT_TRUE(
+        torch::equal(rig.net->vector.grad(), rounded([&](int r) { return vector_of(r, turn); })));
   }
 }
 
@@ -117,8 +113,8 @@ TEST(CommHook, RanksMustRegisterTheSame) {
   Ddp ddp(communicator, net.ptr());
   const auto rank = static_cast<uint64_t>(communicator->rank());
   const std::string what = what_of([&] {
-    ddp.register_comm_hook(std::make_shared<PowerSgdHook>(
-        PowerSgdOptions{.random_seed = rank == 0 ? 0u : 1u}));
+    ddp.register_comm_hook(
+        std::make_shared<PowerSgdHook>(PowerSgdOptions{.random_seed = rank == 0 ? 0u : 1u}));
   });
   EXPECT_EQ(what.empty(), communicator->world_size() == 1) << what;
 }
@@ -128,50 +124,32 @@ TEST(CommHook, RanksMustRegisterTheSame) {
 TEST(PowerSgd, OrthonormalizesTheSameWayOnEveryProcessor) {
   Tensor square = torch::tensor({{3.0f, 1.0f}, {4.0f, 0.0f}});
   detail::orthonormalize_(square);
-  EXPECT_TRUE(
-      torch::equal(square, torch::tensor({{0.6f, 0.8f}, {0.8f, -0.6f}})))
-      << square;
+  EXPECT_TRUE(torch::equal(square, torch::tensor({{0.6f, 0.8f}, {0.8f, -0.6f}}))) << square;
   Tensor dependent = torch::tensor(
-      {{0.0f, 0.0f, 0.0f},
-       {2.0f, 4.0f, 0.0f},
-       {0.0f, 0.0f, 0.0f},
-       {0.0f, 0.0f, 0.0f}});
+      {{0.0f, 0.0f, 0.0f}, {2.0f, 4.0f, 0.0f}, {0.0f, 0.0f, 0.0f}, {0.0f, 0.0f, 0.0f}});
   detail::orthonormalize_(dependent);
   EXPECT_TRUE(torch::equal(
       dependent,
       torch::tensor(
-          {{0.0f, 1.0f, 0.0f},
-           {1.0f, 0.0f, 0.0f},
-           {0.0f, 0.0f, 1.0f},
-           {0.0f, 0.0f, 0.0f}})))
+          {{0.0f, 1.0f, 0.0f}, {1.0f, 0.0f, 0.0f}, {0.0f, 0.0f, 1.0f}, {0.0f, 0.0f, 0.0f}})))
       << dependent;
   auto generator = torch::make_generator<at::CPUGeneratorImpl>(4);
   Tensor tall = torch::randn({300, 3}, generator, torch::kDouble);
   tall = torch::cat({tall, tall.sum(1, true)}, 1);
   const Tensor space = tall.clone();
   detail::orthonormalize_(tall);
-  EXPECT_LE(
-      (torch::mm(tall.t(), tall) - torch::eye(4, torch::kDouble))
-          .abs()
-          .max()
-          .item<double>(),
-      1e-12);
-  EXPECT_LE(
-      (space - torch::mm(tall, torch::mm(tall.t(), space)))
-          .abs()
-          .max()
-          .item<double>(),
-      1e-12);
+  EXPECT_LE((torch::mm(tall.t(), tall) - torch::eye(4, torch::kDouble)).abs().max().item<double>(),
+            1e-12);
+  EXPECT_LE((space - torch::mm(tall, torch::mm(tall.t(), space))).abs().max().item<double>(),
+            1e-12);
 }
 
 TEST(PowerSgd, RefusesOptionsOutOfRange) {
   EXPECT_THROW(PowerSgdHook({.matrix_approximation_rank = 0}), InputError);
   EXPECT_THROW(PowerSgdHook({.start_powerSGD_iter = 1}), InputError);
   EXPECT_THROW(PowerSgdHook({.min_compression_rate = 0}), InputError);
-  EXPECT_NO_THROW(PowerSgdHook(
-      {.start_powerSGD_iter = 0,
-       .use_error_feedback = false,
-       .warm_start = false}));
+  EXPECT_NO_THROW(
+      PowerSgdHook({.start_powerSGD_iter = 0, .use_error_feedback = false, .warm_start = false}));
 }
 
 // The projection of the sum of (gradient + error) on the factor's space, and what
@@ -180,9 +158,7 @@ TEST(PowerSgd, RefusesOptionsOutOfRange) {
 // power iteration from the last factor gives.
 TEST(PowerSgd, IsThePowerIterationWithErrorFeedback) {
   auto hook = std::make_shared<PowerSgdHook>(PowerSgdOptions{
-      .matrix_approximation_rank = 2,
-      .start_powerSGD_iter = 2,
-      .min_compression_rate = 1});
+      .matrix_approximation_rank = 2, .start_powerSGD_iter = 2, .min_compression_rate = 1});
   HookRig rig(hook);
   if (rig.world == 1) {
     rig.reduce(0);
@@ -194,13 +170,10 @@ TEST(PowerSgd, IsThePowerIterationWithErrorFeedback) {
   for (int turn = 0; turn < 6; ++turn) {
     rig.reduce(turn, 0.5);
     rig.expect_equal_on_all_ranks();
-    const Tensor plain =
-        0.5 * rig.sum([&](int r) { return matrix_of(r, turn); });
+    const Tensor plain = 0.5 * rig.sum([&](int r) { return matrix_of(r, turn); });
     const Tensor mine = rig.net->matrix.grad().to(torch::kDouble);
     EXPECT_LE(
-        largest(rig.net->vector.grad() - 0.5 * rig.sum([&](int r) {
-          return vector_of(r, turn);
-        })),
+        largest(rig.net->vector.grad() - 0.5 * rig.sum([&](int r) { return vector_of(r, turn); })),
         1e-5)
         << "a vector is never compressed";
     if (turn < 2) { // warm-up
@@ -214,8 +187,7 @@ TEST(PowerSgd, IsThePowerIterationWithErrorFeedback) {
     } else {
       const Tensor q = std::get<0>(torch::linalg_qr(factor));
       const Tensor p = std::get<0>(torch::linalg_qr(torch::mm(wanted, q)));
-      EXPECT_LE(largest(mine - torch::mm(p, torch::mm(p.t(), wanted))), 2e-5)
-          << turn;
+      EXPECT_LE(largest(mine - torch::mm(p, torch::mm(p.t(), wanted))), 2e-5) << turn;
     }
     error = wanted - mine;
     // The result is P Q^T with orthonormal P: its row space is Q's.
@@ -244,8 +216,7 @@ TEST(PowerSgd, CountsSumsWhateverTheBuckets) {
 }
 
 TEST(PowerSgd, GoesOnFromItsSavedStateBitForBit) {
-  const PowerSgdOptions options{
-      .start_powerSGD_iter = 2, .min_compression_rate = 1};
+  const PowerSgdOptions options{.start_powerSGD_iter = 2, .min_compression_rate = 1};
   HookRig rig(std::make_shared<PowerSgdHook>(options));
   for (int turn = 0; turn < 4; ++turn) {
     rig.reduce(turn);
@@ -261,9 +232,7 @@ TEST(PowerSgd, GoesOnFromItsSavedStateBitForBit) {
   const Tensor wanted = rig.net->matrix.grad().clone();
 
   Ddp again(rig.communicator, rig.net.ptr());
-  EXPECT_NE(
-      what_of([&] { again.load_state(tensors, values); }).find("powerSGD"),
-      std::string::npos)
+  EXPECT_NE(what_of([&] { again.load_state(tensors, values); }).find("powerSGD"), std::string::npos)
       << "a hook's state needs that hook";
   again.register_comm_hook(std::make_shared<PowerSgdHook>(options));
   again.load_state(tensors, values);
@@ -280,8 +249,7 @@ TEST(PowerSgd, AnInfiniteGradientIsSeenAndForgotten) {
   HookRig rig(std::make_shared<PowerSgdHook>(
       PowerSgdOptions{.start_powerSGD_iter = 2, .min_compression_rate = 1}));
   for (int turn = 0; turn < 5; ++turn) {
-    const double factor =
-        turn == 3 ? std::numeric_limits<double>::infinity() : 1;
+    const double factor = turn == 3 ? std::numeric_limits<double>::infinity() : 1;
     rig.reduce(turn, factor);
     EXPECT_EQ(rig.net->matrix.grad().isfinite().all().item<bool>(), turn != 3);
   }

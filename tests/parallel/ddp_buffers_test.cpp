@@ -43,11 +43,9 @@ struct BufferRig {
     ddp.finish(1, ranks);
   }
   void expect(double statistics, int64_t counter) {
-    EXPECT_TRUE(torch::equal(
-        net->statistics, torch::full({2, 3}, statistics, torch::kFloat)))
+    EXPECT_TRUE(torch::equal(net->statistics, torch::full({2, 3}, statistics, torch::kFloat)))
         << net->statistics;
-    EXPECT_TRUE(
-        torch::equal(net->half, torch::full({2}, statistics, torch::kBFloat16)))
+    EXPECT_TRUE(torch::equal(net->half, torch::full({2}, statistics, torch::kBFloat16)))
         << net->half;
     EXPECT_EQ(net->counter.item<int64_t>(), counter);
   }
@@ -107,8 +105,7 @@ TEST(DdpBuffers, IntegersAloneAreSentOnceTheyChange) {
     if (turn == 1 && communicator->rank() == communicator->world_size() - 1) {
       net->positions.fill_(7);
     }
-    reduce_once(
-        ddp, communicator->rank(), [&](int) { return net->weight.sum(); });
+    reduce_once(ddp, communicator->rank(), [&](int) { return net->weight.sum(); });
     const int64_t last = communicator->world_size() == 1 && turn > 0 ? 7 : 3;
     EXPECT_EQ(net->positions[3].item<int64_t>(), last) << turn;
   }

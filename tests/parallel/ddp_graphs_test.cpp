@@ -18,20 +18,17 @@ TEST(DdpUnused, AnErrorNamesThemOnEveryRank) {
   Parts net = parts_of(*communicator);
   Ddp ddp(communicator, net.ptr(), kTinyBuckets);
   const auto loss = [&](int r) { // the last rank leaves part1 out
-    return net->loss(
-        rows_of(r, 6),
-        r == world - 1 ? std::vector<int>{0, 2} : std::vector<int>{0, 1, 2});
+    return net->loss(rows_of(r, 6),
+                     r == world - 1 ? std::vector<int>{0, 2} : std::vector<int>{0, 1, 2});
   };
-  const std::string what =
-      what_of([&] { reduce_once(ddp, communicator->rank(), loss); });
+  const std::string what = what_of([&] { reduce_once(ddp, communicator->rank(), loss); });
   if (world == 1) {
     EXPECT_EQ(what, "") << "as in a plain loop";
     EXPECT_FALSE(net->parts[1]->weight.grad().defined());
     return;
   }
-  EXPECT_NE(
-      what.find("rank " + std::to_string(world - 1) + ": no gradient came"),
-      std::string::npos)
+  EXPECT_NE(what.find("rank " + std::to_string(world - 1) + ": no gradient came"),
+            std::string::npos)
       << what;
   EXPECT_NE(what.find("\"part1.bias\""), std::string::npos) << what;
   EXPECT_NE(what.find("\"part1.weight\""), std::string::npos) << what;
@@ -55,9 +52,8 @@ TEST(DdpUnused, AllowedTheyAreAsInOneProcess) {
     Parts plain(1);
     const auto loss_of = [](Parts& model, int turn) {
       return [&model, turn](int r) {
-        return model->loss(
-            rows_of(r, 6, turn),
-            r == 0 ? std::vector<int>{1, 0} : std::vector<int>{0});
+        return model->loss(rows_of(r, 6, turn),
+                           r == 0 ? std::vector<int>{1, 0} : std::vector<int>{0});
       };
     };
     const auto sgd = torch::optim::SGDOptions(0.1).weight_decay(0.5);
@@ -65,12 +61,10 @@ TEST(DdpUnused, AllowedTheyAreAsInOneProcess) {
     torch::optim::SGD reference(plain->parameters(), sgd);
     for (int turn = 0; turn < 4; ++turn) {
       reduce_once(ddp, rank, loss_of(net, turn));
-      expect_equal_gradients(
-          *net, plain_gradient(*plain, world, loss_of(plain, turn)));
+      expect_equal_gradients(*net, plain_gradient(*plain, world, loss_of(plain, turn)));
       EXPECT_FALSE(net->parts[2]->weight.grad().defined());
       if (world > 1 && turn > 0) {
-        EXPECT_EQ(ddp.overlapped_buckets(), 6)
-            << "no bucket waits for what will not come";
+        EXPECT_EQ(ddp.overlapped_buckets(), 6) << "no bucket waits for what will not come";
       }
       optimizer.step();
       reference.step();
@@ -78,12 +72,7 @@ TEST(DdpUnused, AllowedTheyAreAsInOneProcess) {
       reference.zero_grad();
     }
     for (size_t i = 0; i < 6; ++i) {
-      EXPECT_LE(
-          (net->parameters()[i] - plain->parameters()[i])
-              .abs()
-              .max()
-              .item<double>(),
-          1e-12);
+      EXPECT_LE((net->parameters()[i] - plain->parameters()[i]).abs().max().item<double>(), 1e-12);
     }
   }
 }
@@ -96,11 +85,8 @@ TEST(DdpUnused, AGradientNobodyZeroedStays) {
   Ddp ddp(communicator, net.ptr(), options);
   net->parts[2]->bias.mutable_grad() = torch::full({6}, 3.0, torch::kDouble);
   net->parts[1]->bias.mutable_grad() = torch::zeros({6}, torch::kDouble);
-  reduce_once(ddp, communicator->rank(), [&](int r) {
-    return net->loss(rows_of(r, 6), {0});
-  });
-  EXPECT_TRUE(torch::equal(
-      net->parts[2]->bias.grad(), torch::full({6}, 3.0, torch::kDouble)));
+  reduce_once(ddp, communicator->rank(), [&](int r) { return net->loss(rows_of(r, 6), {0}); });
+  EXPECT_TRUE(torch::equal(net->parts[2]->bias.grad(), torch::full({6}, 3.0, torch::kDouble)));
   EXPECT_EQ(net->parts[1]->bias.grad().abs().sum().item<double>(), 0);
   EXPECT_FALSE(net->parts[1]->weight.grad().defined());
 }
@@ -113,9 +99,7 @@ TEST(DdpStaticGraph, AnotherGraphIsAnErrorThatNamesTheParameter) {
   Ddp ddp(communicator, net.ptr(), options);
   const auto run = [&](std::vector<int> use) {
     return what_of([&] {
-      reduce_once(ddp, communicator->rank(), [&](int r) {
-        return net->loss(rows_of(r, 6), use);
-      });
+      reduce_once(ddp, communicator->rank(), [&](int r) { return net->loss(rows_of(r, 6), use); });
       net->zero_grad();
     });
   };
@@ -142,9 +126,8 @@ TEST(DdpFrozen, FreezingBetweenStepsWorksAndUnfreezingIsRefused) {
       }
       (*model)->zero_grad();
     }
-    reduce_once(ddp, communicator->rank(), [&](int r) {
-      return net->loss(rows_of(r, 6, turn), {0, 1, 2});
-    });
+    reduce_once(ddp, communicator->rank(),
+                [&](int r) { return net->loss(rows_of(r, 6, turn), {0, 1, 2}); });
     expect_equal_gradients(*net, plain_gradient(*plain, world, [&](int r) {
       return plain->loss(rows_of(r, 6, turn), {0, 1, 2});
     }));
@@ -153,9 +136,7 @@ TEST(DdpFrozen, FreezingBetweenStepsWorksAndUnfreezingIsRefused) {
     }
   }
   net->parts[2]->bias.set_requires_grad(true);
-  EXPECT_NE(
-      what_of([&] { ddp.begin(); }).find("\"part2.bias\" was unfrozen"),
-      std::string::npos);
+  EXPECT_NE(what_of([&] { ddp.begin(); }).find("\"part2.bias\" was unfrozen"), std::string::npos);
 }
 
 TEST(DdpFrozen, OnSomeRanksOnlyIsAnErrorOnAll) {
@@ -164,15 +145,11 @@ TEST(DdpFrozen, OnSomeRanksOnlyIsAnErrorOnAll) {
   Ddp ddp(communicator, net.ptr(), kTinyBuckets);
   net->parts[1]->weight.set_requires_grad(communicator->rank() == 0);
   const std::string what = what_of([&] {
-    reduce_once(ddp, communicator->rank(), [&](int r) {
-      return net->loss(rows_of(r, 6), {0, 1, 2});
-    });
+    reduce_once(ddp, communicator->rank(),
+                [&](int r) { return net->loss(rows_of(r, 6), {0, 1, 2}); });
   });
   if (communicator->world_size() > 1) {
-    EXPECT_NE(
-        what.find("\"part1.weight\" is frozen on some ranks"),
-        std::string::npos)
-        << what;
+    EXPECT_NE(what.find("\"part1.weight\" is frozen on some ranks"), std::string::npos) << what;
   }
 }
 
@@ -183,18 +160,15 @@ TEST(DdpParameters, ReplacedOrConvertedOnesAreNamed) {
   net->parts[1] = torch::nn::Linear(6, 6);
   net->parts[1]->to(torch::kDouble);
   net->replace_module("part1", net->parts[1]);
-  EXPECT_NE(
-      what_of([&] {
-        reduce_once(ddp, communicator->rank(), [&](int r) {
-          return net->loss(rows_of(r, 6), {0, 1, 2});
-        });
-      }).find("parameter \"part1.weight\" is another tensor"),
-      std::string::npos);
+  EXPECT_NE(what_of([&] {
+              reduce_once(ddp, communicator->rank(),
+                          [&](int r) { return net->loss(rows_of(r, 6), {0, 1, 2}); });
+            }).find("parameter \"part1.weight\" is another tensor"),
+            std::string::npos);
   ddp.cancel();
   net->parts[0]->to(torch::kFloat);
   const std::string what = what_of([&] { ddp.begin(); });
-  EXPECT_NE(what.find("\"part0.weight\" is [6, 6] Float"), std::string::npos)
-      << what;
+  EXPECT_NE(what.find("\"part0.weight\" is [6, 6] Float"), std::string::npos) << what;
 }
 
 // fp64 and fp32 in turns, a table with sparse gradients, a tied weight used by two
@@ -202,18 +176,15 @@ TEST(DdpParameters, ReplacedOrConvertedOnesAreNamed) {
 struct MixedImpl : torch::nn::Module {
   explicit MixedImpl(uint64_t seed) {
     torch::manual_seed(seed);
-    table = register_module(
-        "table",
-        torch::nn::Embedding(torch::nn::EmbeddingOptions(9, 6).sparse(true)));
+    table = register_module("table",
+                            torch::nn::Embedding(torch::nn::EmbeddingOptions(9, 6).sparse(true)));
     twice = register_module("twice", torch::nn::Linear(6, 6));
     single = register_module("single", torch::nn::Linear(6, 6));
-    conv = register_module(
-        "conv", torch::nn::Conv2d(torch::nn::Conv2dOptions(2, 4, 3)));
+    conv = register_module("conv", torch::nn::Conv2d(torch::nn::Conv2dOptions(2, 4, 3)));
     tied = register_parameter("tied", table->weight);
     to(torch::kDouble);
     single->to(torch::kFloat);
-    conv->weight.set_data(
-        conv->weight.contiguous(at::MemoryFormat::ChannelsLast));
+    conv->weight.set_data(conv->weight.contiguous(at::MemoryFormat::ChannelsLast));
   }
   Tensor loss(int rank) {
     const Tensor rows = rows_of(rank, 6);
@@ -222,8 +193,7 @@ struct MixedImpl : torch::nn::Module {
     x = torch::tanh(twice->forward(torch::tanh(twice->forward(x))));
     x = single->forward(x.to(torch::kFloat)).to(torch::kDouble);
     const Tensor image = rows_of(rank, 2 * 5 * 5, 3).view({-1, 2, 5, 5});
-    return torch::linear(x, tied).square().sum() +
-           conv->forward(image).square().sum();
+    return torch::linear(x, tied).square().sum() + conv->forward(image).square().sum();
   }
   torch::nn::Embedding table{nullptr};
   torch::nn::Linear twice{nullptr}, single{nullptr};
@@ -242,10 +212,9 @@ TEST(DdpParameters, MixedTiedTwiceUsedAndSparseOnesAreTheJoinedBatch) {
     net->zero_grad();
     plain->zero_grad();
     reduce_once(ddp, communicator->rank(), [&](int r) { return net->loss(r); });
-    expect_equal_gradients(
-        *net,
-        plain_gradient(*plain, world, [&](int r) { return plain->loss(r); }),
-        2e-5); // the fp32 layer's rounding; the fp64 ones are far below
+    expect_equal_gradients(*net,
+                           plain_gradient(*plain, world, [&](int r) { return plain->loss(r); }),
+                           2e-5); // the fp32 layer's rounding; the fp64 ones are far below
     EXPECT_FALSE(net->table->weight.grad().is_sparse());
   }
 }
@@ -282,9 +251,8 @@ TEST(DdpGraphs, ARanksOwnGradientOfAnotherShapeIsNamed) {
   Parts net = parts_of(*communicator);
   Ddp ddp(communicator, net.ptr(), kTinyBuckets);
   net->parts[1]->bias.mutable_grad() = torch::ones({1}, torch::kDouble);
-  EXPECT_NE(
-      what_of([&] { ddp.begin(); }).find("parameter \"part1.bias\" has shape"),
-      std::string::npos);
+  EXPECT_NE(what_of([&] { ddp.begin(); }).find("parameter \"part1.bias\" has shape"),
+            std::string::npos);
 }
 
 } // namespace hasten::ddp_test

@@ -20,8 +20,7 @@ using testing_support::fresh_communicator;
 
 // rank + 1 rows of `width`, a function of rank and turn alone.
 inline Tensor rows_of(int rank, int64_t width, int turn = 0) {
-  auto generator =
-      torch::make_generator<at::CPUGeneratorImpl>(50 + rank + 100 * turn);
+  auto generator = torch::make_generator<at::CPUGeneratorImpl>(50 + rank + 100 * turn);
   return torch::randn({rank + 1, width}, generator, torch::kDouble);
 }
 
@@ -41,8 +40,8 @@ void reduce_once(Ddp& ddp, int rank, const Loss& loss, double factor = 1) {
 // By name: sum over ranks of loss(rank), derived by plain torch; undefined where
 // no loss depends on the parameter.
 template <typename Loss>
-std::vector<std::pair<std::string, Tensor>> plain_gradient(
-    torch::nn::Module& plain, int world, const Loss& loss) {
+std::vector<std::pair<std::string, Tensor>> plain_gradient(torch::nn::Module& plain, int world,
+                                                           const Loss& loss) {
   Tensor sum;
   for (int rank = 0; rank < world; ++rank) {
     const Tensor of_rank = loss(rank);
@@ -58,19 +57,15 @@ std::vector<std::pair<std::string, Tensor>> plain_gradient(
   return gradients;
 }
 
-inline void expect_equal_gradients(
-    const torch::nn::Module& module,
-    const std::vector<std::pair<std::string, Tensor>>& wanted,
-    double tolerance = 1e-12) {
+inline void expect_equal_gradients(const torch::nn::Module& module,
+                                   const std::vector<std::pair<std::string, Tensor>>& wanted,
+                                   double tolerance = 1e-12) {
   const auto parameters = module.named_parameters();
   for (const auto& [name, gradient] : wanted) {
     const Tensor mine = parameters[name].grad();
     ASSERT_EQ(mine.defined(), gradient.defined()) << name;
     if (mine.defined()) {
-      EXPECT_LE(
-          (mine - gradient).abs().max().to(torch::kDouble).item<double>(),
-          tolerance)
-          << name;
+      EXPECT_LE((mine - gradient).abs().max().to(torch::kDouble).item<double>(), tolerance) << name;
     }
   }
 }
@@ -90,8 +85,7 @@ struct PartsImpl : torch::nn::Module {
   explicit PartsImpl(uint64_t seed) {
     torch::manual_seed(seed);
     for (int i = 0; i < 3; ++i) {
-      parts.push_back(
-          register_module("part" + std::to_string(i), torch::nn::Linear(6, 6)));
+      parts.push_back(register_module("part" + std::to_string(i), torch::nn::Linear(6, 6)));
     }
     to(torch::kDouble);
   }
@@ -108,7 +102,6 @@ struct PartsImpl : torch::nn::Module {
 TORCH_MODULE(Parts);
 
 // Every tensor of Parts in a bucket of its own.
-constexpr DdpOptions kTinyBuckets{
-    .bucket_cap_mb = 1e-5, .first_bucket_mb = 1e-5};
+constexpr DdpOptions kTinyBuckets{.bucket_cap_mb = 1e-5, .first_bucket_mb = 1e-5};
 
 } // namespace hasten::ddp_test

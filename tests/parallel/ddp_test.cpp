@@ -23,8 +23,7 @@ torch::nn::Sequential deep_net(uint64_t seed) {
 }
 
 // 33 KiB of fp64 a layer's weight, so that each goes alone.
-constexpr DdpOptions kSmallBuckets{
-    .bucket_cap_mb = 8.0 / 1024, .first_bucket_mb = 4.0 / 1024};
+constexpr DdpOptions kSmallBuckets{.bucket_cap_mb = 8.0 / 1024, .first_bucket_mb = 4.0 / 1024};
 
 TEST(Ddp, NRanksEqualOneRankOnTheJoinedBatch) {
   auto communicator = fresh_communicator();
@@ -34,9 +33,8 @@ TEST(Ddp, NRanksEqualOneRankOnTheJoinedBatch) {
   Ddp ddp(communicator, net.ptr(), kSmallBuckets);
   ASSERT_GE(ddp.bucket_sizes().size(), 6u);
   auto plain = deep_net(1);
-  const auto wanted = plain_gradient(*plain, world, [&](int r) {
-    return plain->forward(rows_of(r, 32)).square().sum();
-  });
+  const auto wanted = plain_gradient(
+      *plain, world, [&](int r) { return plain->forward(rows_of(r, 32)).square().sum(); });
   for (int turn = 0; turn < 3; ++turn) { // the learned order from the second on
     net->zero_grad();
     ddp.begin();
@@ -89,17 +87,12 @@ TEST(Ddp, ReducesInOneOrderWhatEachRankUses) {
 TEST(Ddp, FirstBucketIsSmallAndAllCoverTheBuffers) {
   auto communicator = fresh_communicator();
   auto net = deep_net(1);
-  Ddp ddp(
-      communicator,
-      net.ptr(),
-      {.bucket_cap_mb = 16.0 / 1024, .first_bucket_mb = 1.0 / 1024});
+  Ddp ddp(communicator, net.ptr(), {.bucket_cap_mb = 16.0 / 1024, .first_bucket_mb = 1.0 / 1024});
   const auto sizes = ddp.bucket_sizes();
-  EXPECT_EQ(sizes.front(), 32 + 1024)
-      << "the last layer's bias, then its weight";
+  EXPECT_EQ(sizes.front(), 32 + 1024) << "the last layer's bias, then its weight";
   EXPECT_EQ(sizes[1], 2 * (32 + 1024));
-  EXPECT_EQ(
-      std::accumulate(sizes.begin(), sizes.end(), int64_t{0}),
-      ddp.gradients().buffer(0).numel());
+  EXPECT_EQ(std::accumulate(sizes.begin(), sizes.end(), int64_t{0}),
+            ddp.gradients().buffer(0).numel());
 }
 
 // Registered in the order of use, backward comes the other way round; here it is
@@ -116,11 +109,10 @@ TEST(Ddp, LearnsTheBucketOrderFromRankZerosFirstBackward) {
     return r == 0 ? std::vector<int>{2, 0, 1} : std::vector<int>{1, 0, 2};
   };
   Parts plain(1);
-  const auto wanted = plain_gradient(
-      *plain, world, [&](int r) { return plain->loss(rows_of(r, 6), use(r)); });
+  const auto wanted =
+      plain_gradient(*plain, world, [&](int r) { return plain->loss(rows_of(r, 6), use(r)); });
   for (int turn = 0; turn < 3; ++turn) {
-    reduce_once(
-        ddp, rank, [&](int r) { return net->loss(rows_of(r, 6), use(r)); });
+    reduce_once(ddp, rank, [&](int r) { return net->loss(rows_of(r, 6), use(r)); });
     expect_equal_gradients(*net, wanted);
     net->zero_grad();
   }
@@ -137,8 +129,7 @@ TEST(Ddp, LearnsTheBucketOrderFromRankZerosFirstBackward) {
     const std::vector<std::string> parts{"part1", "part0", "part2"};
     EXPECT_EQ(names[i].substr(0, 5), parts[i / 2]) << i;
   }
-  EXPECT_EQ(
-      layout.slots()[static_cast<size_t>(layout.order()[1])].offset % 8, 0);
+  EXPECT_EQ(layout.slots()[static_cast<size_t>(layout.order()[1])].offset % 8, 0);
 
   // Another process that loads the order starts with it.
   NamedTensors tensors;
@@ -149,25 +140,20 @@ TEST(Ddp, LearnsTheBucketOrderFromRankZerosFirstBackward) {
   resumed.load_state(tensors, values);
   EXPECT_EQ(resumed.gradients().layout().order(), layout.order())
       << "at once: a window under way is laid out in it";
-  reduce_once(
-      resumed, rank, [&](int r) { return again->loss(rows_of(r, 6), use(r)); });
+  reduce_once(resumed, rank, [&](int r) { return again->loss(rows_of(r, 6), use(r)); });
   EXPECT_EQ(resumed.gradients().layout().order(), layout.order());
   expect_equal_gradients(*again, wanted);
   values["bucket_order"][0] = "part9.weight";
-  EXPECT_NE(
-      what_of([&] {
-        resumed.load_state(tensors, values);
-      }).find("part9.weight"),
-      std::string::npos);
+  EXPECT_NE(what_of([&] { resumed.load_state(tensors, values); }).find("part9.weight"),
+            std::string::npos);
 }
 
 TEST(Ddp, ReportsHowMuchCommunicationWasExposed) {
   auto communicator = fresh_communicator();
   Parts net(1);
   Ddp ddp(communicator, net.ptr(), kTinyBuckets);
-  reduce_once(ddp, communicator->rank(), [&](int r) {
-    return net->loss(rows_of(r, 6), {0, 1, 2});
-  });
+  reduce_once(ddp, communicator->rank(),
+              [&](int r) { return net->loss(rows_of(r, 6), {0, 1, 2}); });
   const ReductionReport& report = ddp.reduction();
   if (communicator->world_size() == 1) {
     EXPECT_EQ(report.buckets, 0);
@@ -190,15 +176,12 @@ struct ImagesImpl : torch::nn::Module {
     to(torch::kDouble);
     if (last) {
       const torch::NoGradGuard no_grad;
-      conv->weight.set_data(
-          conv->weight.contiguous(at::MemoryFormat::ChannelsLast));
+      conv->weight.set_data(conv->weight.contiguous(at::MemoryFormat::ChannelsLast));
     }
   }
   Tensor loss(int rank) {
     auto generator = torch::make_generator<at::CPUGeneratorImpl>(70 + rank);
-    return conv->forward(torch::randn({2, 3, 5, 5}, generator, torch::kDouble))
-        .square()
-        .sum();
+    return conv->forward(torch::randn({2, 3, 5, 5}, generator, torch::kDouble)).square().sum();
   }
   torch::nn::Conv2d conv{nullptr};
 };
@@ -210,9 +193,7 @@ TEST(Ddp, ChannelsLastOnEveryRankIsTheJoinedBatch) {
   Ddp ddp(communicator, net.ptr());
   Images plain(false);
   const auto wanted =
-      plain_gradient(*plain, communicator->world_size(), [&](int r) {
-        return plain->loss(r);
-      });
+      plain_gradient(*plain, communicator->world_size(), [&](int r) { return plain->loss(r); });
   for (int turn = 0; turn < 3; ++turn) { // the learned order from the second on
     net->zero_grad();
     reduce_once(ddp, communicator->rank(), [&](int r) { return net->loss(r); });
@@ -231,10 +212,7 @@ TEST(Ddp, StridesThatDifferBetweenRanksAreRefusedByName) {
   }
   Images net(communicator->rank() == 1);
   const std::string what = what_of([&] { Ddp(communicator, net.ptr()); });
-  EXPECT_NE(
-      what.find("rank 1's model has parameter \"conv.weight\""),
-      std::string::npos)
-      << what;
+  EXPECT_NE(what.find("rank 1's model has parameter \"conv.weight\""), std::string::npos) << what;
   EXPECT_NE(what.find("strides"), std::string::npos) << what;
 }
 
@@ -250,9 +228,7 @@ TEST(Ddp, StridesOfTheFirstDayStay) {
   }
   Images plain(false);
   const auto wanted =
-      plain_gradient(*plain, communicator->world_size(), [&](int r) {
-        return plain->loss(r);
-      });
+      plain_gradient(*plain, communicator->world_size(), [&](int r) { return plain->loss(r); });
   for (int turn = 0; turn < 3; ++turn) {
     net->zero_grad();
     reduce_once(ddp, communicator->rank(), [&](int r) { return net->loss(r); });
@@ -276,15 +252,12 @@ TEST(Ddp, EveryRankStartsWithRankZerosTensors) {
       register_parameter("large", ramp({700, 401}, torch::kFloat));
       const Tensor scattered = ramp({6, 4}, torch::kFloat).t();
       register_parameter( // of one shape on all ranks, scattered on rank 0
-          "scattered",
-          first == 0 ? scattered : scattered.contiguous(),
-          false);
+          "scattered", first == 0 ? scattered : scattered.contiguous(), false);
       register_buffer("counter", ramp({}, torch::kLong));
       register_buffer("empty", ramp({0, 2}, torch::kFloat));
       register_parameter("half", ramp({7}, torch::kBFloat16));
       for (int i = 0; i < 20; ++i) { // 4.8 MB
-        register_parameter(
-            "middle" + std::to_string(i), ramp({60'000 - i}, torch::kFloat));
+        register_parameter("middle" + std::to_string(i), ramp({60'000 - i}, torch::kFloat));
       }
     }
   };
@@ -292,16 +265,12 @@ TEST(Ddp, EveryRankStartsWithRankZerosTensors) {
   const Ddp ddp(communicator, net);
   const Mixed wanted(0);
   for (const auto& item : wanted.named_parameters()) {
-    EXPECT_TRUE(torch::equal(net->named_parameters()[item.key()], item.value()))
-        << item.key();
+    EXPECT_TRUE(torch::equal(net->named_parameters()[item.key()], item.value())) << item.key();
   }
   for (const auto& item : wanted.named_buffers()) {
-    EXPECT_TRUE(torch::equal(net->named_buffers()[item.key()], item.value()))
-        << item.key();
+    EXPECT_TRUE(torch::equal(net->named_buffers()[item.key()], item.value())) << item.key();
   }
-  EXPECT_EQ(
-      net->named_parameters()["scattered"].is_contiguous(),
-      communicator->rank() > 0);
+  EXPECT_EQ(net->named_parameters()["scattered"].is_contiguous(), communicator->rank() > 0);
 }
 
 } // namespace hasten::ddp_test

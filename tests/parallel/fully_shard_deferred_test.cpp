@@ -12,22 +12,16 @@ static Net deferred_net(uint64_t seed, int depth) {
 }
 
 TEST(FullyShard, TenStepsOfADeferredModelEqualThoseOfOneThatWasWhole) {
-  for (const auto strategy :
-       {ShardingStrategy::fsdp, ShardingStrategy::zero1}) {
-    auto communicator = fresh_communicator(
-        {.timeout = std::chrono::seconds(20),
-         .name = "deferred" + std::to_string(static_cast<int>(strategy))});
+  for (const auto strategy : {ShardingStrategy::fsdp, ShardingStrategy::zero1}) {
+    auto communicator =
+        fresh_communicator({.timeout = std::chrono::seconds(20),
+                            .name = "deferred" + std::to_string(static_cast<int>(strategy))});
     const int rank = communicator->rank();
     const auto seed = static_cast<uint64_t>(rank) + 1;
     Net whole(seed, 3);
     Net deferred = deferred_net(seed, 3);
-    FullyShard plain(
-        communicator, whole.ptr(), blocks_of(whole), {.strategy = strategy});
-    FullyShard sharded(
-        communicator,
-        deferred.ptr(),
-        blocks_of(deferred),
-        {.strategy = strategy});
+    FullyShard plain(communicator, whole.ptr(), blocks_of(whole), {.strategy = strategy});
+    FullyShard sharded(communicator, deferred.ptr(), blocks_of(deferred), {.strategy = strategy});
     EXPECT_FALSE(is_deferred(*deferred));
     for (int turn = 0; turn < 10; ++turn) {
       const double loss = shard_step(plain, whole, rank, turn, 2);
@@ -36,8 +30,7 @@ TEST(FullyShard, TenStepsOfADeferredModelEqualThoseOfOneThatWasWhole) {
       descend(deferred, 0.01);
     }
     for (size_t i = 0; i < plain.parameters().size(); ++i) {
-      EXPECT_TRUE(torch::equal(
-          plain.parameters()[i].parameter, sharded.parameters()[i].parameter))
+      EXPECT_TRUE(torch::equal(plain.parameters()[i].parameter, sharded.parameters()[i].parameter))
           << plain.parameters()[i].name;
     }
   }
@@ -54,8 +47,7 @@ TEST(FullyShard, ADeferredModelIsNeverWholeOnARank) {
   const auto make = [] {
     torch::nn::Sequential net;
     for (int i = 0; i < 8; ++i) {
-      net->push_back(
-          torch::nn::Linear(torch::nn::LinearOptions(256, 256).bias(false)));
+      net->push_back(torch::nn::Linear(torch::nn::LinearOptions(256, 256).bias(false)));
     }
     return net;
   };
@@ -87,8 +79,7 @@ TEST(Ddp, ADeferredModelGetsRankZerosValues) {
   Ddp ddp(communicator, net.ptr());
   Net wanted(1, 2);
   for (const auto& item : wanted->named_parameters()) {
-    EXPECT_TRUE(torch::equal(item.value(), net->named_parameters()[item.key()]))
-        << item.key();
+    EXPECT_TRUE(torch::equal(item.value(), net->named_parameters()[item.key()])) << item.key();
   }
 }
 

@@ -15,30 +15,24 @@ TEST(FullyShardInput, ModelsThatDifferAreNamed) {
   if (last) {
     net->blocks[1]->register_parameter("more", torch::zeros({3}));
   }
-  EXPECT_TRUE(says(
-      what_of(
-          [&] { FullyShard sharded(communicator, net.ptr(), blocks_of(net)); }),
-      "\"blocks.1.more\""));
+  EXPECT_TRUE(says(what_of([&] { FullyShard sharded(communicator, net.ptr(), blocks_of(net)); }),
+                   "\"blocks.1.more\""));
   Net other(1, 2);
   auto blocks = blocks_of(other);
   if (last) {
     blocks.pop_back();
   }
-  EXPECT_TRUE(says(
-      what_of([&] { FullyShard sharded(communicator, other.ptr(), blocks); }),
-      "in unit \"\""));
+  EXPECT_TRUE(says(what_of([&] { FullyShard sharded(communicator, other.ptr(), blocks); }),
+                   "in unit \"\""));
 }
 
 TEST(FullyShardInput, UnitsAndOptionsThatCannotBe) {
   auto communicator = fresh_communicator();
   Net net(1, 2);
-  const auto make =
-      [&](const std::vector<std::shared_ptr<torch::nn::Module>>& blocks,
-          FullyShardOptions options = {}) {
-        return what_of([&] {
-          FullyShard sharded(communicator, net.ptr(), blocks, options);
-        });
-      };
+  const auto make = [&](const std::vector<std::shared_ptr<torch::nn::Module>>& blocks,
+                        FullyShardOptions options = {}) {
+    return what_of([&] { FullyShard sharded(communicator, net.ptr(), blocks, options); });
+  };
   EXPECT_TRUE(says(make({nullptr}), "null"));
   EXPECT_TRUE(says(make({net.ptr()}), "the model itself"));
   EXPECT_TRUE(says(make({Awkward().ptr()}), "is not in the model"));
@@ -51,9 +45,7 @@ TEST(FullyShardInput, UnitsAndOptionsThatCannotBe) {
   EXPECT_TRUE(says(make({}, options), "\"blocks.7\""));
   net->blocks[1]->register_parameter("tied", net->blocks[0]->gain);
   const std::string tied = make(blocks_of(net));
-  EXPECT_TRUE(
-      says(tied, "\"blocks.0.gain\"") && says(tied, "\"blocks.1.tied\""))
-      << tied;
+  EXPECT_TRUE(says(tied, "\"blocks.0.gain\"") && says(tied, "\"blocks.1.tied\"")) << tied;
 }
 
 TEST(FullyShardInput, ChangedParametersAreNamedWhenASumBegins) {
@@ -76,9 +68,8 @@ TEST(FullyShardInput, ChangedParametersAreNamedWhenASumBegins) {
     torch::nn::Linear other(kWide, 10);
     other->to(torch::kDouble);
     net->blocks[1]->up = net->blocks[1]->replace_module("up", other);
-    EXPECT_TRUE(says(
-        what_of([&] { shard_step(sharded, net, communicator->rank(), 0); }),
-        "\"blocks.1.up.weight\""));
+    EXPECT_TRUE(says(what_of([&] { shard_step(sharded, net, communicator->rank(), 0); }),
+                     "\"blocks.1.up.weight\""));
   }
 }
 
@@ -87,8 +78,7 @@ TEST(FullyShardInput, ParametersAreForTheirBlockAndBackwardForItsPlace) {
   const int rank = communicator->rank();
   Net net(1, 2);
   FullyShard sharded(communicator, net.ptr(), blocks_of(net));
-  EXPECT_TRUE(
-      says(what_of([&] { sharded.start_backward(true); }), "without a sum"));
+  EXPECT_TRUE(says(what_of([&] { sharded.start_backward(true); }), "without a sum"));
   const bool alone = communicator->world_size() == 1; // a shard is the whole
   const auto run = [&](bool penalty) {
     const auto scope = sharded.forward_scope();
@@ -104,14 +94,11 @@ TEST(FullyShardInput, ParametersAreForTheirBlockAndBackwardForItsPlace) {
   sharded.begin();
   const Tensor loss = run(true);
   sharded.start_backward(true);
-  EXPECT_TRUE(
-      says(what_of([&] { loss.backward(); }), "used outside its block"));
+  EXPECT_TRUE(says(what_of([&] { loss.backward(); }), "used outside its block"));
   sharded.cancel();
   {
     const auto scope = sharded.forward_scope();
-    EXPECT_TRUE(says(
-        what_of([&] { const auto inner = sharded.forward_scope(); }),
-        "open already"));
+    EXPECT_TRUE(says(what_of([&] { const auto inner = sharded.forward_scope(); }), "open already"));
   }
   shard_step(sharded, net, rank, 0);
 }

@@ -16,31 +16,27 @@ TEST(FullyShardOrder, GathersAndReductionsAreTheTables) {
     int64_t root_gathers;
     int64_t reductions;
   };
-  const std::vector<Row> rows{
-      {{}, 1, 2, 1, 1},
-      {{}, 3, 6, 3, 3},
-      {{.prefetch = 0}, 3, 6, 3, 3},
-      {{.sync = GradientSync::last}, 3, 6, 3, 1},
-      {{.reshard_after_forward = false}, 3, 1, 1, 3},
-      {{.strategy = ShardingStrategy::zero2}, 1, 1, 1, 1},
-      {{.strategy = ShardingStrategy::zero1}, 3, 1, 1, 1}};
+  const std::vector<Row> rows{{{}, 1, 2, 1, 1},
+                              {{}, 3, 6, 3, 3},
+                              {{.prefetch = 0}, 3, 6, 3, 3},
+                              {{.sync = GradientSync::last}, 3, 6, 3, 1},
+                              {{.reshard_after_forward = false}, 3, 1, 1, 3},
+                              {{.strategy = ShardingStrategy::zero2}, 1, 1, 1, 1},
+                              {{.strategy = ShardingStrategy::zero1}, 3, 1, 1, 1}};
   for (size_t i = 0; i < rows.size(); ++i) {
-    auto communicator = fresh_communicator(
-        {.timeout = std::chrono::seconds(20), .name = std::to_string(i)});
+    auto communicator =
+        fresh_communicator({.timeout = std::chrono::seconds(20), .name = std::to_string(i)});
     const bool alone = communicator->world_size() == 1;
     Net net(1, 3);
-    FullyShard sharded(
-        communicator, net.ptr(), blocks_of(net), rows[i].options);
+    FullyShard sharded(communicator, net.ptr(), blocks_of(net), rows[i].options);
     for (int turn = 0; turn < 2; ++turn) { // the second asks ahead
       sharded.reset_report();
       shard_step(sharded, net, communicator->rank(), turn, rows[i].micro);
       const ShardReport report = sharded.report();
       ASSERT_EQ(report.units.size(), 4u);
       for (size_t unit = 0; unit < 4; ++unit) {
-        const int64_t wanted =
-            unit < 3 ? rows[i].gathers : rows[i].root_gathers;
-        EXPECT_EQ(report.units[unit].gathers, alone ? 0 : wanted)
-            << i << " " << unit;
+        const int64_t wanted = unit < 3 ? rows[i].gathers : rows[i].root_gathers;
+        EXPECT_EQ(report.units[unit].gathers, alone ? 0 : wanted) << i << " " << unit;
         EXPECT_EQ(report.units[unit].reductions, alone ? 0 : rows[i].reductions)
             << i << " " << unit;
       }
@@ -60,8 +56,7 @@ TEST(FullyShardOrder, AUnitMayBeCalledTwiceAndInAnyOrder) {
   Net net(static_cast<uint64_t>(rank) + 1, 3);
   Net plain(1, 3);
   FullyShard sharded(communicator, net.ptr(), blocks_of(net));
-  const std::vector<std::vector<int>> orders{
-      {0, 1, 0, 2}, {1, 1, 2}, {2, 0, 1}, {0, 1, 2}};
+  const std::vector<std::vector<int>> orders{{0, 1, 0, 2}, {1, 1, 2}, {2, 0, 1}, {0, 1, 2}};
   for (size_t turn = 0; turn < orders.size(); ++turn) {
     const Loss loss = [&](NetImpl& of, const Tensor& rows) {
       return of.forward(rows, orders[turn]).square().sum();
@@ -78,9 +73,8 @@ TEST(FullyShardOrder, AUnitMayBeCalledTwiceAndInAnyOrder) {
 // The second batch leaves the last block out, the third the first.
 TEST(FullyShardOrder, BatchesOfAWindowMayUseOtherUnits) {
   for (const GradientSync sync : {GradientSync::each, GradientSync::last}) {
-    auto communicator = fresh_communicator(
-        {.timeout = std::chrono::seconds(20),
-         .name = sync == GradientSync::each ? "each" : "last"});
+    auto communicator = fresh_communicator({.timeout = std::chrono::seconds(20),
+                                            .name = sync == GradientSync::each ? "each" : "last"});
     const int rank = communicator->rank();
     Net net(static_cast<uint64_t>(rank) + 1, 3);
     Net plain(1, 3);
@@ -88,9 +82,7 @@ TEST(FullyShardOrder, BatchesOfAWindowMayUseOtherUnits) {
     int calls = 0;
     const Loss loss = [&](NetImpl& of, const Tensor& rows) {
       const std::vector<std::vector<int>> orders{{0, 1, 2}, {0, 1}, {1, 2}};
-      return of.forward(rows, orders[static_cast<size_t>(calls++ % 3)])
-          .square()
-          .sum();
+      return of.forward(rows, orders[static_cast<size_t>(calls++ % 3)]).square().sum();
     };
     shard_step(sharded, net, rank, 0, 3, loss);
     calls = 0;
@@ -146,9 +138,7 @@ TEST(FullyShardOrder, BlocksMayBeInsideBlocks) {
     loss.backward();
     sharded.finish_backward();
     sharded.finish(1);
-    EXPECT_EQ(
-        gathers_of(sharded),
-        alone ? Counts(7, 0) : Counts({2, 2, 2, 2, 2, 2, 0}));
+    EXPECT_EQ(gathers_of(sharded), alone ? Counts(7, 0) : Counts({2, 2, 2, 2, 2, 2, 0}));
     plain->zero_grad();
     for (int r = 0; r < communicator->world_size(); ++r) {
       plain->forward(rows_of(r, turn, kWide)).square().sum().backward();
@@ -175,8 +165,7 @@ TEST(FullyShardOrder, SeveralForwardsMayComeBeforeTheirBackward) {
         const auto bytes = [](const ShardUnitReport& unit) {
           return unit.gathered_bytes / std::max<int64_t>(1, unit.gathers);
         };
-        EXPECT_LE(
-            sharded.gathered_bytes(), bytes(units[3]) + 2 * bytes(units[0]))
+        EXPECT_LE(sharded.gathered_bytes(), bytes(units[3]) + 2 * bytes(units[0]))
             << "the root and two blocks";
       };
       for (int m = 0; m < 2; ++m) {
@@ -237,8 +226,7 @@ TEST(FullyShardOrder, UnitsThatALossDoesNotReachAreMadeUpFor) {
   const auto loss_of = [](NetImpl& of, int r, int turn) {
     std::vector<Tensor> hidden{of.hidden(rows_of(r, turn), {})};
     for (int i = 0; i < 3; ++i) {
-      hidden.push_back(
-          call_block(of.blocks[static_cast<size_t>(i)], hidden.back()));
+      hidden.push_back(call_block(of.blocks[static_cast<size_t>(i)], hidden.back()));
     }
     return hidden[r % 2 == 1 ? 2 : 1].square().sum();
   };
@@ -270,8 +258,7 @@ TEST(FullyShardOrder, ARankWithoutABatchJoins) {
   Net net(static_cast<uint64_t>(rank) + 1, 3);
   Net plain(1, 3);
   FullyShard sharded(communicator, net.ptr(), blocks_of(net));
-  EXPECT_TRUE(says(
-      what_of([&] { sharded.join_forward(); }), "has not run such a forward"));
+  EXPECT_TRUE(says(what_of([&] { sharded.join_forward(); }), "has not run such a forward"));
   shard_step(sharded, net, rank, 0);
   plain_step(plain, world, 0);
   descend(net);
@@ -317,8 +304,7 @@ TEST(FullyShardOrder, AForwardThatThrowsLeavesTheNextStepRight) {
     if (turn == 1) {
       sharded.cancel();
     }
-    EXPECT_EQ(
-        net->blocks[1]->up->weight.size(0), sharded.parameters()[11].rows);
+    EXPECT_EQ(net->blocks[1]->up->weight.size(0), sharded.parameters()[11].rows);
   }
   // In the middle of a window: the batch is lost, the others count.
   sharded.begin();
@@ -365,9 +351,7 @@ TEST(FullyShardOrder, EvaluationGathersAndLetsGo) {
   EXPECT_LE((evaluate() - wanted).abs().max().item<double>(), 1e-12);
   {
     const auto scope = sharded.forward_scope();
-    EXPECT_LE(
-        (net->forward(rows_of(rank, 0)) - wanted).abs().max().item<double>(),
-        1e-12);
+    EXPECT_LE((net->forward(rows_of(rank, 0)) - wanted).abs().max().item<double>(), 1e-12);
   }
   EXPECT_EQ(sharded.gathered_bytes(), 0) << "an optimizer may step";
   plain_step(plain, communicator->world_size(), 1);
@@ -388,8 +372,7 @@ TEST(FullyShardOrder, WholeParametersTakeAFewUnitsWhateverTheDepth) {
     for (int i = 0; i < depth; ++i) {
       net->push_back(torch::nn::Linear(256, 256)); // 257 KiB
     }
-    FullyShard sharded(
-        communicator, net.ptr(), repeated_blocks(*net), {.prefetch = prefetch});
+    FullyShard sharded(communicator, net.ptr(), repeated_blocks(*net), {.prefetch = prefetch});
     const Tensor x = torch::randn({2, 256});
     const int64_t unit = 4 * 257 * 256;
     int64_t most = 0;

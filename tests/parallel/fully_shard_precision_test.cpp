@@ -14,18 +14,14 @@ Net float_net(uint64_t seed, int depth) {
 }
 
 Tensor float_loss(NetImpl& net, const Tensor& rows) {
-  return net.forward(rows.to(net.weight.scalar_type()))
-      .to(torch::kFloat)
-      .square()
-      .mean();
+  return net.forward(rows.to(net.weight.scalar_type())).to(torch::kFloat).square().mean();
 }
 
 std::vector<Tensor> once_each(const torch::nn::Module& module) {
   std::vector<Tensor> tensors;
   for (const Tensor& tensor : module.parameters()) {
-    if (std::none_of(tensors.begin(), tensors.end(), [&](const Tensor& known) {
-          return known.is_same(tensor);
-        })) {
+    if (std::none_of(tensors.begin(), tensors.end(),
+                     [&](const Tensor& known) { return known.is_same(tensor); })) {
       tensors.push_back(tensor);
     }
   }
@@ -40,11 +36,10 @@ TEST(FullyShardPrecision, LossesUnderAdamWAreThoseOfDdp) {
   Net copy = float_net(static_cast<uint64_t>(rank) + 11, 3);
   FullyShard sharded(communicator, net.ptr(), blocks_of(net));
   const auto target = copy->named_parameters();
-  sharded.for_each_full_parameter(
-      [&](const std::string& name, const Tensor& whole) {
-        const torch::NoGradGuard no_grad;
-        Tensor(target[name]).copy_(whole);
-      });
+  sharded.for_each_full_parameter([&](const std::string& name, const Tensor& whole) {
+    const torch::NoGradGuard no_grad;
+    Tensor(target[name]).copy_(whole);
+  });
   Ddp ddp(communicator, copy.ptr());
   const auto options = torch::optim::AdamWOptions(0.01).weight_decay(0.1);
   torch::optim::AdamW mine(once_each(*net), options);
@@ -71,10 +66,8 @@ TEST(FullyShardPrecision, LossesUnderAdamWAreThoseOfDdp) {
     ddp.finish(1 / world);
     theirs.step();
     theirs.zero_grad();
-    EXPECT_NEAR(
-        loss.item<double>(),
-        other.item<double>(),
-        1e-5 * (1 + std::abs(other.item<double>())))
+    EXPECT_NEAR(loss.item<double>(), other.item<double>(),
+                1e-5 * (1 + std::abs(other.item<double>())))
         << turn;
   }
 }
@@ -97,13 +90,11 @@ TEST(FullyShardPrecision, ComputesInBf16OverFp32Shards) {
       {
         const auto scope = sharded.forward_scope();
         EXPECT_EQ(net->weight.scalar_type(), torch::kBFloat16);
-        const Tensor hidden =
-            net->hidden(rows_of(rank, turn).to(torch::kBFloat16), {0});
+        const Tensor hidden = net->hidden(rows_of(rank, turn).to(torch::kBFloat16), {0});
         EXPECT_EQ(hidden.scalar_type(), torch::kBFloat16);
         const Tensor wide = call_block(net->blocks[1], hidden);
         EXPECT_EQ(wide.scalar_type(), torch::kFloat) << "its own precision";
-        loss =
-            call_block(net->blocks[2], wide).to(torch::kFloat).square().sum();
+        loss = call_block(net->blocks[2], wide).to(torch::kFloat).square().sum();
       }
       sharded.start_backward(last);
       loss.backward();
@@ -113,10 +104,7 @@ TEST(FullyShardPrecision, ComputesInBf16OverFp32Shards) {
     EXPECT_EQ(net->weight.scalar_type(), torch::kFloat);
     plain->zero_grad();
     for (int r = 0; r < communicator->world_size(); ++r) {
-      plain->hidden(rows_of(r, turn).to(torch::kFloat), {0, 1, 2})
-          .square()
-          .sum()
-          .backward();
+      plain->hidden(rows_of(r, turn).to(torch::kFloat), {0, 1, 2}).square().sum().backward();
     }
     double difference = 0;
     double size = 0;
@@ -142,8 +130,7 @@ TEST(FullyShardPrecision, SumsIn32BitsWhatTravelsIn16) {
   auto communicator = fresh_communicator();
   const int rank = communicator->rank();
   const int world = communicator->world_size();
-  torch::nn::Sequential net(
-      torch::nn::Linear(torch::nn::LinearOptions(3, 4).bias(false)));
+  torch::nn::Sequential net(torch::nn::Linear(torch::nn::LinearOptions(3, 4).bias(false)));
   FullyShardOptions options;
   options.precision.reduce_dtype = torch::kBFloat16;
   FullyShard sharded(communicator, net.ptr(), repeated_blocks(*net), options);
@@ -157,10 +144,8 @@ TEST(FullyShardPrecision, SumsIn32BitsWhatTravelsIn16) {
   loss.backward();
   sharded.finish_backward();
   sharded.finish(1);
-  const Tensor whole =
-      sharded.gather_like(0, sharded.parameters()[0].parameter.grad());
-  EXPECT_TRUE(torch::equal(
-      whole, torch::full({4, 3}, 1 + static_cast<float>(world - 1) / 512)));
+  const Tensor whole = sharded.gather_like(0, sharded.parameters()[0].parameter.grad());
+  EXPECT_TRUE(torch::equal(whole, torch::full({4, 3}, 1 + static_cast<float>(world - 1) / 512)));
 }
 
 TEST(FullyShardPrecision, SixteenBitParametersHaveFp32Gradients) {
@@ -182,8 +167,7 @@ TEST(FullyShardPrecision, SixteenBitParametersHaveFp32Gradients) {
     EXPECT_EQ(entry.parameter.scalar_type(), torch::kBFloat16);
     ASSERT_EQ(entry.parameter.grad().scalar_type(), torch::kFloat);
     EXPECT_TRUE(
-        torch::all(entry.parameter.grad() == 2.0 * communicator->world_size())
-            .item<bool>());
+        torch::all(entry.parameter.grad() == 2.0 * communicator->world_size()).item<bool>());
   }
 }
 
@@ -205,13 +189,11 @@ TEST(FullyShardPrecision, ReplicasOfShardsAddUpToo) {
   options.name += " shard";
   auto shard = world->new_group(group, options);
   options.name += " replicas";
-  auto replicas =
-      world->new_group({rank % of_group, rank % of_group + of_group}, options);
+  auto replicas = world->new_group({rank % of_group, rank % of_group + of_group}, options);
   {
     Net net(static_cast<uint64_t>(rank) + 1, 3);
     Net plain(1, 3);
-    FullyShard sharded(
-        shard, net.ptr(), blocks_of(net), {.replicas = replicas});
+    FullyShard sharded(shard, net.ptr(), blocks_of(net), {.replicas = replicas});
     for (int turn = 0; turn < 3; ++turn) {
       shard_step(sharded, net, rank, turn, 2);
       plain_step(plain, ranks, turn, 2);

@@ -94,15 +94,13 @@ struct NetImpl : torch::nn::Module {
 };
 TORCH_MODULE(Net);
 
-inline std::vector<std::shared_ptr<torch::nn::Module>> blocks_of(
-    const Net& net) {
+inline std::vector<std::shared_ptr<torch::nn::Module>> blocks_of(const Net& net) {
   return repeated_blocks(*net);
 }
 
 // rank + 1 rows, a function of rank and turn alone.
 inline Tensor rows_of(int rank, int turn, int64_t width = kIn) {
-  auto generator =
-      torch::make_generator<at::CPUGeneratorImpl>(50 + rank + 100 * turn);
+  auto generator = torch::make_generator<at::CPUGeneratorImpl>(50 + rank + 100 * turn);
   return torch::randn({rank + 1, width}, generator, torch::kDouble);
 }
 
@@ -112,13 +110,8 @@ inline Tensor square_loss(NetImpl& net, const Tensor& rows) {
 }
 
 // One sum over `micro` batches of every rank; gradients are final after it.
-inline double shard_step(
-    FullyShard& sharded,
-    Net net,
-    int rank,
-    int turn,
-    int micro = 1,
-    const Loss& loss_of = square_loss) {
+inline double shard_step(FullyShard& sharded, Net net, int rank, int turn, int micro = 1,
+                         const Loss& loss_of = square_loss) {
   double sum = 0;
   sharded.begin();
   for (int m = 0; m < micro; ++m) {
@@ -136,12 +129,8 @@ inline double shard_step(
   return sum;
 }
 
-inline void plain_step(
-    Net net,
-    int world,
-    int turn,
-    int micro = 1,
-    const Loss& loss_of = square_loss) {
+inline void plain_step(Net net, int world, int turn, int micro = 1,
+                       const Loss& loss_of = square_loss) {
   Tensor sum = torch::zeros({}, torch::kDouble);
   for (int rank = 0; rank < world; ++rank) {
     for (int m = 0; m < micro; ++m) {
@@ -162,32 +151,25 @@ inline void descend(Net net, double rate = 0.1) {
   }
 }
 
-inline void expect_equal_parameters(
-    FullyShard& sharded,
-    const torch::nn::Module& plain,
-    double tolerance,
-    const std::string& where = {}) {
+inline void expect_equal_parameters(FullyShard& sharded, const torch::nn::Module& plain,
+                                    double tolerance, const std::string& where = {}) {
   const auto wanted = plain.named_parameters();
-  sharded.for_each_full_parameter(
-      [&](const std::string& name, const Tensor& whole) {
-        ASSERT_EQ(whole.sizes(), wanted[name].sizes()) << name;
-        EXPECT_LE((whole - wanted[name]).abs().max().item<double>(), tolerance)
-            << where << " " << name;
-      });
+  sharded.for_each_full_parameter([&](const std::string& name, const Tensor& whole) {
+    ASSERT_EQ(whole.sizes(), wanted[name].sizes()) << name;
+    EXPECT_LE((whole - wanted[name]).abs().max().item<double>(), tolerance) << where << " " << name;
+  });
 }
 
-inline void expect_equal_gradients(
-    FullyShard& sharded, const torch::nn::Module& plain, double tolerance) {
+inline void expect_equal_gradients(FullyShard& sharded, const torch::nn::Module& plain,
+                                   double tolerance) {
   const auto wanted = plain.named_parameters();
   for (size_t i = 0; i < sharded.parameters().size(); ++i) {
     const ShardedParameter& entry = sharded.parameters()[i];
     const Tensor gradient = wanted[entry.name].grad();
-    ASSERT_EQ(entry.parameter.grad().defined(), gradient.defined())
-        << entry.name;
+    ASSERT_EQ(entry.parameter.grad().defined(), gradient.defined()) << entry.name;
     if (gradient.defined()) {
       const Tensor whole = sharded.gather_like(i, entry.parameter.grad());
-      EXPECT_LE((whole - gradient).abs().max().item<double>(), tolerance)
-          << entry.name;
+      EXPECT_LE((whole - gradient).abs().max().item<double>(), tolerance) << entry.name;
     }
   }
 }

@@ -13,13 +13,12 @@ struct Variant {
 };
 
 std::vector<Variant> variants() {
-  return {
-      {"fsdp", {}},
-      {"no prefetch", {.prefetch = 0}},
-      {"no reshard", {.reshard_after_forward = false}},
-      {"zero2", {.strategy = ShardingStrategy::zero2}},
-      {"zero1", {.strategy = ShardingStrategy::zero1}},
-      {"sync last", {.sync = GradientSync::last}}};
+  return {{"fsdp", {}},
+          {"no prefetch", {.prefetch = 0}},
+          {"no reshard", {.reshard_after_forward = false}},
+          {"zero2", {.strategy = ShardingStrategy::zero2}},
+          {"zero1", {.strategy = ShardingStrategy::zero1}},
+          {"sync last", {.sync = GradientSync::last}}};
 }
 
 TEST(FullyShard, TenStepsEqualOneProcessOnTheJoinedBatch) {
@@ -29,13 +28,11 @@ TEST(FullyShard, TenStepsEqualOneProcessOnTheJoinedBatch) {
         continue;
       }
       auto communicator = fresh_communicator(
-          {.timeout = std::chrono::seconds(20),
-           .name = variant.name + std::to_string(micro)});
+          {.timeout = std::chrono::seconds(20), .name = variant.name + std::to_string(micro)});
       const int rank = communicator->rank();
       Net net(static_cast<uint64_t>(rank) + 1, 3);
       Net plain(1, 3);
-      FullyShard sharded(
-          communicator, net.ptr(), blocks_of(net), variant.options);
+      FullyShard sharded(communicator, net.ptr(), blocks_of(net), variant.options);
       for (int turn = 0; turn < 10; ++turn) {
         shard_step(sharded, net, rank, turn, micro);
         plain_step(plain, communicator->world_size(), turn, micro);
@@ -71,8 +68,7 @@ TEST(FullyShard, ParametersAreShardsAtRestAndWholeInTheirBlock) {
     EXPECT_EQ(entry.rows, std::min(all, (rank + 1) * chunk) - entry.first_row);
     if (world > 1) {
       EXPECT_EQ(entry.parameter.size(0), entry.rows) << entry.name;
-      EXPECT_EQ(
-          entry.parameter.dim(), std::max<int64_t>(1, entry.sizes.size()));
+      EXPECT_EQ(entry.parameter.dim(), std::max<int64_t>(1, entry.sizes.size()));
     }
     rows += entry.name == "blocks.0.mix" ? entry.rows : 0;
     places += entry.name == "blocks.1.gain" ? entry.rows : 0;
@@ -104,8 +100,7 @@ TEST(FullyShard, ParametersAreShardsAtRestAndWholeInTheirBlock) {
   sharded.finish(1);
   for (const ShardedParameter& entry : sharded.parameters()) {
     if (entry.parameter.requires_grad()) {
-      EXPECT_EQ(entry.parameter.grad().sizes(), entry.parameter.sizes())
-          << entry.name;
+      EXPECT_EQ(entry.parameter.grad().sizes(), entry.parameter.sizes()) << entry.name;
     } else {
       EXPECT_FALSE(entry.parameter.grad().defined()) << entry.name;
     }
@@ -118,8 +113,7 @@ TEST(FullyShard, LargeParametersTravelAloneAndExactly) {
   // Rows that 2, 3 and 4 divide, and rows that they do not.
   const auto make = [](uint64_t seed) {
     torch::manual_seed(seed);
-    torch::nn::Sequential net(
-        torch::nn::Linear(400, 1200), torch::nn::Linear(1200, 401));
+    torch::nn::Sequential net(torch::nn::Linear(400, 1200), torch::nn::Linear(1200, 401));
     net->to(torch::kDouble);
     return net;
   };
@@ -131,15 +125,12 @@ TEST(FullyShard, LargeParametersTravelAloneAndExactly) {
   FullyShardOptions options;
   options.precision.param_dtype = torch::kFloat;
   options.precision.output_dtype = torch::kDouble;
-  FullyShard cast(
-      communicator, narrow.ptr(), repeated_blocks(*narrow), options);
+  FullyShard cast(communicator, narrow.ptr(), repeated_blocks(*narrow), options);
   {
     const torch::NoGradGuard no_grad;
     const auto scope = cast.forward_scope();
     const Tensor x = rows_of(0, 7, 400);
-    EXPECT_LE(
-        (narrow->forward(x) - plain->forward(x)).abs().max().item<double>(),
-        1e-4);
+    EXPECT_LE((narrow->forward(x) - plain->forward(x)).abs().max().item<double>(), 1e-4);
   }
   for (int turn = 0; turn < 2; ++turn) {
     sharded.begin();
@@ -162,19 +153,15 @@ TEST(FullyShard, LargeParametersTravelAloneAndExactly) {
 }
 
 TEST(FullyShard, RunningStatisticsAreEqualWhenASumIsComplete) {
-  for (const BufferPolicy policy :
-       {BufferPolicy::broadcast, BufferPolicy::average}) {
-    auto communicator = fresh_communicator(
-        {.timeout = std::chrono::seconds(20),
-         .name = policy == BufferPolicy::average ? "average" : "broadcast"});
+  for (const BufferPolicy policy : {BufferPolicy::broadcast, BufferPolicy::average}) {
+    auto communicator =
+        fresh_communicator({.timeout = std::chrono::seconds(20),
+                            .name = policy == BufferPolicy::average ? "average" : "broadcast"});
     const int world = communicator->world_size();
     torch::nn::Sequential net(torch::nn::BatchNorm1d(6));
     net->to(torch::kDouble);
-    FullyShard sharded(
-        communicator, net.ptr(), repeated_blocks(*net), {.buffers = policy});
-    const auto rows = [](int rank) {
-      return torch::full({2, 6}, rank + 1, torch::kDouble);
-    };
+    FullyShard sharded(communicator, net.ptr(), repeated_blocks(*net), {.buffers = policy});
+    const auto rows = [](int rank) { return torch::full({2, 6}, rank + 1, torch::kDouble); };
     sharded.begin();
     Tensor loss;
     {
@@ -187,10 +174,7 @@ TEST(FullyShard, RunningStatisticsAreEqualWhenASumIsComplete) {
     sharded.finish(1);
     // A momentum of 0.1 from 0 towards the batch's mean.
     const double mean = policy == BufferPolicy::average ? (world + 1) / 2.0 : 1;
-    EXPECT_NEAR(
-        net->named_buffers()["0.running_mean"].mean().item<double>(),
-        0.1 * mean,
-        1e-12);
+    EXPECT_NEAR(net->named_buffers()["0.running_mean"].mean().item<double>(), 0.1 * mean, 1e-12);
   }
 }
 
@@ -221,9 +205,8 @@ TEST(FullyShard, GradientsAddToWhatNobodyZeroed) {
 
 TEST(FullyShard, AWindowThatIsSavedGoesOnToTheLastBit) {
   for (const GradientSync sync : {GradientSync::each, GradientSync::last}) {
-    auto communicator = fresh_communicator(
-        {.timeout = std::chrono::seconds(20),
-         .name = sync == GradientSync::each ? "each" : "last"});
+    auto communicator = fresh_communicator({.timeout = std::chrono::seconds(20),
+                                            .name = sync == GradientSync::each ? "each" : "last"});
     const int rank = communicator->rank();
     Net net(1, 2);
     FullyShard sharded(communicator, net.ptr(), blocks_of(net), {.sync = sync});
@@ -251,8 +234,7 @@ TEST(FullyShard, AWindowThatIsSavedGoesOnToTheLastBit) {
     sharded.finish(0.5);
 
     Net again(1, 2);
-    FullyShard resumed(
-        communicator, again.ptr(), blocks_of(again), {.sync = sync});
+    FullyShard resumed(communicator, again.ptr(), blocks_of(again), {.sync = sync});
     resumed.load_state(saved, values);
     batch(resumed, again, 2, true);
     resumed.finish(0.5);
@@ -260,12 +242,10 @@ TEST(FullyShard, AWindowThatIsSavedGoesOnToTheLastBit) {
       const Tensor mine = sharded.parameters()[i].parameter.grad();
       const Tensor other = resumed.parameters()[i].parameter.grad();
       ASSERT_EQ(mine.defined(), other.defined());
-      EXPECT_TRUE(!mine.defined() || torch::equal(mine, other))
-          << sharded.parameters()[i].name;
+      EXPECT_TRUE(!mine.defined() || torch::equal(mine, other)) << sharded.parameters()[i].name;
     }
     saved["grad.nowhere"] = torch::zeros({1});
-    EXPECT_TRUE(says(
-        what_of([&] { resumed.load_state(saved, values); }), "not trained"));
+    EXPECT_TRUE(says(what_of([&] { resumed.load_state(saved, values); }), "not trained"));
   }
 }
 
@@ -274,25 +254,19 @@ TEST(FullyShard, WholeParametersComeAndGoOneByOne) {
   Net net(1, 2);
   FullyShard sharded(communicator, net.ptr(), blocks_of(net));
   std::vector<std::string> names;
-  sharded.for_each_full_parameter(
-      [&](const std::string& name, const Tensor& whole) {
-        names.push_back(name);
-        sharded.load_parameter(name, torch::ones_like(whole) * 3);
-      });
+  sharded.for_each_full_parameter([&](const std::string& name, const Tensor& whole) {
+    names.push_back(name);
+    sharded.load_parameter(name, torch::ones_like(whole) * 3);
+  });
   EXPECT_EQ(names[0], "weight") << "tied: once, under its first name";
   EXPECT_EQ(names.size(), 1u + 2 * 7);
   EXPECT_EQ(sharded.gather_parameter("blocks.1.gain").item<double>(), 3);
   for (const auto& parameter : net->parameters()) {
     EXPECT_TRUE(torch::all(parameter == 3).item<bool>());
   }
-  EXPECT_TRUE(says(
-      what_of([&] { sharded.load_parameter("weight", torch::ones({2})); }),
-      "[6, 5]"));
-  EXPECT_TRUE(
-      says(what_of([&] { (void)sharded.gather_parameter("no"); }), "\"no\""));
-  EXPECT_EQ(
-      sharded.unsharded_gradient_bytes(),
-      8 * (30 + 2 * (60 + 10 + 60 + 6 + 1 + 12)));
+  EXPECT_TRUE(says(what_of([&] { sharded.load_parameter("weight", torch::ones({2})); }), "[6, 5]"));
+  EXPECT_TRUE(says(what_of([&] { (void)sharded.gather_parameter("no"); }), "\"no\""));
+  EXPECT_EQ(sharded.unsharded_gradient_bytes(), 8 * (30 + 2 * (60 + 10 + 60 + 6 + 1 + 12)));
 }
 
 TEST(FullyShard, NormsAndOverflowsAreThoseOfTheWholeGradient) {
@@ -313,11 +287,7 @@ TEST(FullyShard, NormsAndOverflowsAreThoseOfTheWholeGradient) {
   const Tensor joined = torch::cat(all);
   const double infinity = std::numeric_limits<double>::infinity();
   for (const double p : {1.0, 2.0, 3.0, infinity}) {
-    EXPECT_NEAR(
-        sharded.grad_norm(p),
-        joined.norm(p).item<double>(),
-        1e-6 * joined.numel())
-        << p;
+    EXPECT_NEAR(sharded.grad_norm(p), joined.norm(p).item<double>(), 1e-6 * joined.numel()) << p;
   }
   const int last = communicator->world_size() - 1;
   for (const double p : {2.0, infinity}) {

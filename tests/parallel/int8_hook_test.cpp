@@ -25,10 +25,7 @@ Tensor change(int rank, int world) {
 struct Rounds {
   Rounds(std::shared_ptr<Communicator> group, std::shared_ptr<CommHook> hook)
       : communicator(std::move(group)),
-        averager(
-            communicator,
-            {{"p", parameter}, {"q", other}},
-            {.comm_hook = std::move(hook)}) {}
+        averager(communicator, {{"p", parameter}, {"q", other}}, {.comm_hook = std::move(hook)}) {}
   void run(int rounds) {
     for (int round = 0; round < rounds; ++round) {
       parameter.add_(change(communicator->rank(), communicator->world_size()));
@@ -68,9 +65,7 @@ TEST(Int8Hook, ErrorFeedbackLosesNothingOverRounds) {
     communicator->broadcast(first, 0, "rank 0's");
     EXPECT_TRUE(torch::equal(first, rounds->parameter));
   }
-  EXPECT_LT(
-      with.averager.report().bytes,
-      2.0 * (world - 1) / world * (1000 * 1.02 + 3 * 8) + 1);
+  EXPECT_LT(with.averager.report().bytes, 2.0 * (world - 1) / world * (1000 * 1.02 + 3 * 8) + 1);
 }
 
 TEST(Int8Hook, ErrorsAreStateAndGoOnBitForBit) {
@@ -101,8 +96,7 @@ TEST(Int8Hook, ANumberThatIsNotFiniteIsSeenAndForgotten) {
   const auto reduce = [&](double value) {
     Tensor buffer = torch::full({600}, 1.0);
     buffer[300].fill_(communicator->rank() == 0 ? value : 1.0);
-    CommHook::Step step =
-        hook.reduce(*communicator, {0, true, buffer, {{"g", buffer}}});
+    CommHook::Step step = hook.reduce(*communicator, {0, true, buffer, {{"g", buffer}}});
     while (step()) {
     }
     return buffer;
@@ -112,17 +106,12 @@ TEST(Int8Hook, ANumberThatIsNotFiniteIsSeenAndForgotten) {
   EXPECT_NEAR(reduce(1)[300].item<double>(), communicator->world_size(), 0.1);
 }
 
-Tensor reduce_bucket(
-    Int8CompressHook& hook,
-    Communicator& communicator,
-    int64_t index,
-    const std::vector<std::string>& names,
-    Tensor buffer) {
+Tensor reduce_bucket(Int8CompressHook& hook, Communicator& communicator, int64_t index,
+                     const std::vector<std::string>& names, Tensor buffer) {
   GradientBucket bucket{index, true, buffer, {}};
   const int64_t each = buffer.numel() / std::ssize(names);
   for (size_t i = 0; i < names.size(); ++i) {
-    bucket.gradients.push_back(
-        {names[i], buffer.narrow(0, static_cast<int64_t>(i) * each, each)});
+    bucket.gradients.push_back({names[i], buffer.narrow(0, static_cast<int64_t>(i) * each, each)});
   }
   CommHook::Step step = hook.reduce(communicator, bucket);
   while (step()) {
@@ -138,18 +127,12 @@ TEST(Int8Hook, WhatOneGradientLostIsNotAddedToAnother) {
   reduce_bucket(hook, *communicator, 0, {"a", "b"}, lossy.clone());
   const Tensor zeros = torch::zeros({600});
   EXPECT_GT(
-      reduce_bucket(hook, *communicator, 0, {"a", "b"}, zeros.clone())
-          .abs()
-          .max()
-          .item<double>(),
+      reduce_bucket(hook, *communicator, 0, {"a", "b"}, zeros.clone()).abs().max().item<double>(),
       0)
       << "the same gradients get it";
   reduce_bucket(hook, *communicator, 0, {"a", "b"}, lossy.clone());
   EXPECT_EQ(
-      reduce_bucket(hook, *communicator, 0, {"a", "c"}, zeros.clone())
-          .abs()
-          .max()
-          .item<double>(),
+      reduce_bucket(hook, *communicator, 0, {"a", "c"}, zeros.clone()).abs().max().item<double>(),
       0);
 }
 
@@ -160,18 +143,8 @@ TEST(Int8Hook, NamesThatLookAlikeShareNothing) {
     for (const int64_t index : {0, 1}) {
       const auto values = torch::linspace(0.001, 1 + turn, 500 + 300 * index);
       EXPECT_TRUE(torch::equal(
-          reduce_bucket(
-              hook,
-              *communicator,
-              index,
-              {index == 0 ? "x" : "x.sum"},
-              values.clone()),
-          reduce_bucket(
-              plain,
-              *communicator,
-              index,
-              {index == 0 ? "one" : "two"},
-              values.clone())))
+          reduce_bucket(hook, *communicator, index, {index == 0 ? "x" : "x.sum"}, values.clone()),
+          reduce_bucket(plain, *communicator, index, {index == 0 ? "one" : "two"}, values.clone())))
           << turn << ", " << index;
     }
   }
@@ -185,8 +158,7 @@ TEST(Int8Hook, SubnormalNumbersStayInEightBits) {
   }
   Int8CompressHook hook;
   const float least = std::numeric_limits<float>::denorm_min();
-  const Tensor sum = reduce_bucket(
-      hook, *communicator, 0, {"g"}, torch::full({256}, 190 * least));
+  const Tensor sum = reduce_bucket(hook, *communicator, 0, {"g"}, torch::full({256}, 190 * least));
   const float all = static_cast<float>(communicator->world_size()) * least;
   EXPECT_GE(sum.min().item<float>(), 127 * all);
   EXPECT_LE(sum.max().item<float>(), 190 * all);

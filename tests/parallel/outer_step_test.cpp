@@ -15,21 +15,14 @@ using testing_support::fresh_communicator;
 
 // What local training does in a round, by rank.
 Tensor change(int rank, int round) {
-  auto generator =
-      torch::make_generator<at::CPUGeneratorImpl>(100 + 10 * round + rank);
+  auto generator = torch::make_generator<at::CPUGeneratorImpl>(100 + 10 * round + rank);
   return torch::randn({40, 5}, generator, torch::kDouble) * 0.1;
 }
 
 struct Rounds {
-  Rounds(
-      std::shared_ptr<Communicator> group,
-      std::shared_ptr<OuterStep> outer,
-      double lr = 0.25)
+  Rounds(std::shared_ptr<Communicator> group, std::shared_ptr<OuterStep> outer, double lr = 0.25)
       : communicator(std::move(group)),
-        averager(
-            communicator,
-            {{"p", parameter}},
-            {.slice_mb = 0.0002, .outer = std::move(outer)}),
+        averager(communicator, {{"p", parameter}}, {.slice_mb = 0.0002, .outer = std::move(outer)}),
         lr(lr) {}
   void run(int from, int to) {
     for (int round = from; round < to; ++round) {
@@ -63,62 +56,45 @@ void expect_near(const Tensor& a, const Tensor& b) {
 
 TEST(OuterStep, DiLoCoIsNesterovOnTheRanksMeanChange) {
   for (const bool nesterov : {true, false}) {
-    Rounds ours(
-        fresh_communicator(),
-        std::make_shared<DiLoCo>(
-            DiLoCoOptions{.lr = 0.7, .momentum = 0.9, .nesterov = nesterov}));
+    Rounds ours(fresh_communicator(), std::make_shared<DiLoCo>(DiLoCoOptions{
+                                          .lr = 0.7, .momentum = 0.9, .nesterov = nesterov}));
     ours.run(0, 4);
     Tensor velocity;
-    expect_near(
-        ours.parameter,
-        plain_rounds(
-            ours.communicator->world_size(),
-            4,
-            [&](const Tensor& anchor, const Tensor& delta) {
-              velocity =
-                  velocity.defined() ? 0.9 * velocity + delta : delta.clone();
-              return anchor -
-                     0.7 * (nesterov ? delta + 0.9 * velocity : velocity);
-            }));
+    expect_near(ours.parameter,
+                plain_rounds(ours.communicator->world_size(), 4,
+                             [&](const Tensor& anchor, const Tensor& delta) {
+                               velocity =
+                                   velocity.defined() ? 0.9 * velocity + delta : delta.clone();
+                               return anchor - 0.7 * (nesterov ? delta + 0.9 * velocity : velocity);
+                             }));
   }
 }
 
 TEST(OuterStep, SlowMoIsItsAlgorithm) {
-  Rounds ours(
-      fresh_communicator(),
-      std::make_shared<SlowMo>(SlowMoOptions{.beta = 0.6}));
+  Rounds ours(fresh_communicator(), std::make_shared<SlowMo>(SlowMoOptions{.beta = 0.6}));
   ours.run(0, 4);
   Tensor slow = torch::zeros({40, 5}, torch::kDouble);
-  expect_near(
-      ours.parameter,
-      plain_rounds(
-          ours.communicator->world_size(),
-          4,
-          [&](const Tensor& anchor, const Tensor& delta) {
-            slow = 0.6 * slow + delta / 0.25;
-            return anchor - 1.0 * 0.25 * slow;
-          }));
+  expect_near(ours.parameter, plain_rounds(ours.communicator->world_size(), 4,
+                                           [&](const Tensor& anchor, const Tensor& delta) {
+                                             slow = 0.6 * slow + delta / 0.25;
+                                             return anchor - 1.0 * 0.25 * slow;
+                                           }));
 }
 
 TEST(OuterStep, AnyOptimizerStepsOnTheChange) {
   const auto make = [](std::vector<Tensor> parameters) {
-    return std::make_shared<torch::optim::Adam>(
-        parameters, torch::optim::AdamOptions(0.1).eps(1e-3));
+    return std::make_shared<torch::optim::Adam>(parameters,
+                                                torch::optim::AdamOptions(0.1).eps(1e-3));
   };
-  Rounds ours(
-      fresh_communicator(), std::make_shared<OuterOptimizer>(make, "adam 0.1"));
+  Rounds ours(fresh_communicator(), std::make_shared<OuterOptimizer>(make, "adam 0.1"));
   ours.run(0, 4);
   Tensor parameter = torch::ones({40, 5}, torch::kDouble);
-  torch::optim::Adam adam(
-      {parameter}, torch::optim::AdamOptions(0.1).eps(1e-3));
-  plain_rounds(
-      ours.communicator->world_size(),
-      4,
-      [&](const Tensor&, const Tensor& delta) {
-        parameter.mutable_grad() = delta;
-        adam.step();
-        return parameter;
-      });
+  torch::optim::Adam adam({parameter}, torch::optim::AdamOptions(0.1).eps(1e-3));
+  plain_rounds(ours.communicator->world_size(), 4, [&](const Tensor&, const Tensor& delta) {
+    parameter.mutable_grad() = delta;
+    adam.step();
+    return parameter;
+  });
   expect_near(ours.parameter, parameter);
 }
 
@@ -141,10 +117,8 @@ TEST(OuterStep, ADriversRoundsAreThoseOfAnAllReduce) {
       }
       const int64_t world = communicator->world_size();
       if (sync == SyncStrategy::driver) {
-        EXPECT_EQ(
-            averager.report().bytes,
-            (communicator->rank() == 0 ? world - 1 : 1) *
-                (world > 1 ? 1600 : 0));
+        EXPECT_EQ(averager.report().bytes,
+                  (communicator->rank() == 0 ? world - 1 : 1) * (world > 1 ? 1600 : 0));
       }
       return parameter;
     };
@@ -155,9 +129,7 @@ TEST(OuterStep, ADriversRoundsAreThoseOfAnAllReduce) {
 // Identities: to the last bit.
 TEST(OuterStep, DiLoCoWithRateOneAndNoMomentumIsPlainAveraging) {
   const auto communicator = fresh_communicator();
-  Rounds outer(
-      communicator,
-      std::make_shared<DiLoCo>(DiLoCoOptions{.lr = 1, .momentum = 0}));
+  Rounds outer(communicator, std::make_shared<DiLoCo>(DiLoCoOptions{.lr = 1, .momentum = 0}));
   Rounds plain(communicator, nullptr);
   outer.run(0, 3);
   plain.run(0, 3);
@@ -166,13 +138,11 @@ TEST(OuterStep, DiLoCoWithRateOneAndNoMomentumIsPlainAveraging) {
 
 TEST(OuterStep, StateGoesOnWhereItWas) {
   const auto make_adam = [](std::vector<Tensor> parameters) {
-    return std::make_shared<torch::optim::Adam>(
-        parameters, torch::optim::AdamOptions(0.1));
+    return std::make_shared<torch::optim::Adam>(parameters, torch::optim::AdamOptions(0.1));
   };
   const auto communicator = fresh_communicator();
   const std::vector<std::function<std::shared_ptr<OuterStep>()>> kinds{
-      [] { return std::make_shared<DiLoCo>(); },
-      [] { return std::make_shared<SlowMo>(); },
+      [] { return std::make_shared<DiLoCo>(); }, [] { return std::make_shared<SlowMo>(); },
       [&] { return std::make_shared<OuterOptimizer>(make_adam, "adam"); }};
   for (const auto& kind : kinds) {
     Rounds whole(communicator, kind());
@@ -188,11 +158,8 @@ TEST(OuterStep, StateGoesOnWhereItWas) {
     resumed.averager.load_state(tensors, nlohmann::json::parse(values.dump()));
     whole.run(2, 4);
     resumed.run(2, 4);
-    EXPECT_TRUE(torch::equal(whole.parameter, resumed.parameter))
-        << kind()->description();
-    EXPECT_THROW(
-        Rounds(communicator, nullptr).averager.load_state(tensors, values),
-        InputError);
+    EXPECT_TRUE(torch::equal(whole.parameter, resumed.parameter)) << kind()->description();
+    EXPECT_THROW(Rounds(communicator, nullptr).averager.load_state(tensors, values), InputError);
   }
 }
 

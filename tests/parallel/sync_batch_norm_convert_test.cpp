@@ -8,12 +8,9 @@ using testing_support::fresh_communicator;
 using torch::nn::BatchNormOptions;
 
 struct SmallNetImpl : torch::nn::Cloneable<SmallNetImpl> {
-  explicit SmallNetImpl(int64_t channels = 4) : width(channels) {
-    SmallNetImpl::reset();
-  }
+  explicit SmallNetImpl(int64_t channels = 4) : width(channels) { SmallNetImpl::reset(); }
   void reset() override {
-    conv = register_module(
-        "conv", torch::nn::Conv2d(torch::nn::Conv2dOptions(2, width, 3)));
+    conv = register_module("conv", torch::nn::Conv2d(torch::nn::Conv2dOptions(2, width, 3)));
     first = register_module("first", torch::nn::BatchNorm2d(width));
     linear = register_module("linear", torch::nn::Linear(width * 4, 6));
     second = register_module("second", torch::nn::BatchNorm1d(6));
@@ -61,12 +58,8 @@ TEST(ConvertSyncBatchNorm, AModelEqualsOneProcessOnTheJoinedBatch) {
     const Tensor x = images(split, call);
     Norms wanted = run_layer(plain, x, x.flatten(1).narrow(1, 0, 6));
     const Tensor mine = rows_of(x, split, rank);
-    expect_joined(
-        *communicator,
-        run_layer(net, mine, mine.flatten(1).narrow(1, 0, 6)),
-        wanted,
-        split,
-        1e-12);
+    expect_joined(*communicator, run_layer(net, mine, mine.flatten(1).narrow(1, 0, 6)), wanted,
+                  split, 1e-12);
   }
 }
 
@@ -113,11 +106,10 @@ TEST(ConvertSyncBatchNorm, LastsAsLongAsItsHandle) {
     auto first = convert_sync_batchnorm(net, counted.watched);
     EXPECT_EQ(forward(), sent);
     if (sent > 0) {
-      EXPECT_NE(
-          error_of([&] {
-            static_cast<void>(convert_sync_batchnorm(net, counted.watched));
-          }).find("converted already"),
-          std::string::npos);
+      EXPECT_NE(error_of([&] {
+                  static_cast<void>(convert_sync_batchnorm(net, counted.watched));
+                }).find("converted already"),
+                std::string::npos);
     }
     EXPECT_EQ(forward(), sent) << "what was refused left the first as it was";
     SyncBatchNormConversion moved = std::move(first);
@@ -139,8 +131,8 @@ TEST(ConvertSyncBatchNorm, LastsAsLongAsItsHandle) {
 TEST(ConvertSyncBatchNorm, ALayerThatTracksNothingIsKnownByItsWeight) {
   CountedCommunicator counted(fresh_communicator());
   const int world = counted.watched->world_size();
-  torch::nn::Sequential net(torch::nn::BatchNorm1d(
-      BatchNormOptions(kChannels).track_running_stats(false)));
+  torch::nn::Sequential net(
+      torch::nn::BatchNorm1d(BatchNormOptions(kChannels).track_running_stats(false)));
   const auto conversion = convert_sync_batchnorm(net, counted.watched);
   const Tensor x = torch::randn({4, kChannels});
   counted.reset();
@@ -150,14 +142,13 @@ TEST(ConvertSyncBatchNorm, ALayerThatTracksNothingIsKnownByItsWeight) {
   net->eval(); // torch takes the batch's statistics there: this rank's
   EXPECT_LE(largest(net->forward(x).mean(0)), 1e-5);
   EXPECT_EQ(counted.forwards, 0);
-  torch::nn::Sequential bare(torch::nn::BatchNorm1d(
-      BatchNormOptions(kChannels).track_running_stats(false).affine(false)));
+  torch::nn::Sequential bare(
+      torch::nn::BatchNorm1d(BatchNormOptions(kChannels).track_running_stats(false).affine(false)));
   if (world > 1) {
-    EXPECT_NE(
-        error_of([&] {
-          static_cast<void>(convert_sync_batchnorm(bare, counted.watched));
-        }).find("batch norm \"0\" has neither"),
-        std::string::npos);
+    EXPECT_NE(error_of([&] {
+                static_cast<void>(convert_sync_batchnorm(bare, counted.watched));
+              }).find("batch norm \"0\" has neither"),
+              std::string::npos);
   }
 }
 
@@ -173,29 +164,24 @@ TEST(ConvertSyncBatchNorm, RowsThatDoNotCountChangeNothingForOthers) {
   counted.back() = 0;
   torch::nn::BatchNorm1d norm{BatchNormOptions(kChannels)};
   give_values(norm, torch::kDouble);
-  const auto conversion = convert_sync_batchnorm(
-      norm, communicator, {.rows_count = [&] { return counts; }});
+  const auto conversion =
+      convert_sync_batchnorm(norm, communicator, {.rows_count = [&] { return counts; }});
   OneProcess plain(3, BatchNormOptions(kChannels));
   const Tensor x = joined_values(counted, {5}, 8);
   const Tensor dy = joined_values(counted, {5}, 9) - 20;
   const Norms wanted = plain.run(x, dy, torch::kDouble);
-  Norms mine =
-      counts ? run_layer(
-                   norm, rows_of(x, counted, rank), rows_of(dy, counted, rank))
-             : run_layer(
-                   norm,
-                   joined_values({4}, {5}, 99),
-                   torch::zeros({4, kChannels, 5}, torch::kDouble));
+  Norms mine = counts ? run_layer(norm, rows_of(x, counted, rank), rows_of(dy, counted, rank))
+                      : run_layer(norm, joined_values({4}, {5}, 99),
+                                  torch::zeros({4, kChannels, 5}, torch::kDouble));
   if (!counts) {
     EXPECT_EQ(largest(mine.tensors.at("dx")), 0);
-    const Tensor variance = (norm->running_var - 0.9) / 0.1 *
-                                (20 * (world - 1) - 1) / (20 * (world - 1)) +
-                            1e-5; // the joined variance, from the first update
-    const Tensor wanted_y = (joined_values({4}, {5}, 99) -
-                             (norm->running_mean * 10).view({1, 3, 1})) /
-                                variance.sqrt().view({1, 3, 1}) *
-                                norm->weight.view({1, 3, 1}) +
-                            norm->bias.view({1, 3, 1});
+    const Tensor variance =
+        (norm->running_var - 0.9) / 0.1 * (20 * (world - 1) - 1) / (20 * (world - 1)) +
+        1e-5; // the joined variance, from the first update
+    const Tensor wanted_y =
+        (joined_values({4}, {5}, 99) - (norm->running_mean * 10).view({1, 3, 1})) /
+            variance.sqrt().view({1, 3, 1}) * norm->weight.view({1, 3, 1}) +
+        norm->bias.view({1, 3, 1});
     EXPECT_LE(largest(mine.tensors.at("y") - wanted_y), 1e-9);
     const auto no_rows = torch::zeros({0, kChannels, 5}, torch::kDouble);
     mine.tensors["y"] = mine.tensors["dx"] = no_rows;
@@ -210,24 +196,18 @@ TEST(ConvertSyncBatchNorm, RefusesAnotherModelOnAnotherRankEverywhere) {
   }
   const bool last = communicator->rank() + 1 == communicator->world_size();
   const auto refusal = [&](const std::shared_ptr<torch::nn::Module>& model) {
-    return error_of([&] {
-      static_cast<void>(convert_sync_batchnorm(model, communicator));
-    });
+    return error_of([&] { static_cast<void>(convert_sync_batchnorm(model, communicator)); });
   };
   const std::string wide = refusal(SmallNet(last ? 5 : 4).ptr());
-  EXPECT_NE(wide.find("batch norm \"first\" as num_features=5"), wide.npos)
-      << wide;
+  EXPECT_NE(wide.find("batch norm \"first\" as num_features=5"), wide.npos) << wide;
   torch::nn::Sequential one(torch::nn::BatchNorm1d(4));
-  torch::nn::Sequential two(
-      torch::nn::BatchNorm1d(4), torch::nn::BatchNorm1d(4));
+  torch::nn::Sequential two(torch::nn::BatchNorm1d(4), torch::nn::BatchNorm1d(4));
   const std::string more = refusal(last ? two.ptr() : one.ptr());
   EXPECT_NE(more.find("batch norm \"1\""), more.npos) << more;
   two->to(torch::kDouble);
   const std::string typed = refusal(
       last ? two.ptr()
-           : torch::nn::Sequential(
-                 torch::nn::BatchNorm1d(4), torch::nn::BatchNorm1d(4))
-                 .ptr());
+           : torch::nn::Sequential(torch::nn::BatchNorm1d(4), torch::nn::BatchNorm1d(4)).ptr());
   EXPECT_NE(typed.find("Double"), typed.npos) << typed;
 }
 

@@ -45,8 +45,7 @@ inline int64_t joined_rows(const Split& split) {
 }
 
 /// The same on all ranks. Means are large beside the deviations.
-inline Tensor joined_values(
-    const Split& split, std::vector<int64_t> tail, uint64_t seed) {
+inline Tensor joined_values(const Split& split, std::vector<int64_t> tail, uint64_t seed) {
   auto generator = torch::make_generator<at::CPUGeneratorImpl>(seed);
   std::vector<int64_t> shape{joined_rows(split), kChannels};
   shape.insert(shape.end(), tail.begin(), tail.end());
@@ -54,8 +53,7 @@ inline Tensor joined_values(
 }
 
 inline Tensor rows_of(const Tensor& joined, const Split& split, int rank) {
-  const auto first =
-      std::accumulate(split.begin(), split.begin() + rank, int64_t{0});
+  const auto first = std::accumulate(split.begin(), split.begin() + rank, int64_t{0});
   return joined.narrow(0, first, split[static_cast<size_t>(rank)]).clone();
 }
 
@@ -114,8 +112,7 @@ struct OneProcess : torch::nn::Module {
                  : run_in(three, x, dy, type);
   }
   template <typename Layer>
-  Norms run_in(
-      Layer& layer, const Tensor& x, const Tensor& dy, at::ScalarType type) {
+  Norms run_in(Layer& layer, const Tensor& x, const Tensor& dy, at::ScalarType type) {
     if (!ready) {
       give_values(layer, type);
       ready = true;
@@ -129,18 +126,12 @@ struct OneProcess : torch::nn::Module {
 };
 
 inline double largest(const Tensor& difference) {
-  return difference.numel() == 0
-             ? 0
-             : difference.to(torch::kDouble).abs().max().item<double>();
+  return difference.numel() == 0 ? 0 : difference.to(torch::kDouble).abs().max().item<double>();
 }
 
 /// `mine` of this rank against what one process makes of all rows.
-inline void expect_joined(
-    Communicator& communicator,
-    const Norms& mine,
-    const Norms& joined,
-    const Split& split,
-    double tolerance) {
+inline void expect_joined(Communicator& communicator, const Norms& mine, const Norms& joined,
+                          const Split& split, double tolerance) {
   for (const auto& [name, wanted] : joined.tensors) {
     ASSERT_EQ(mine.tensors.count(name), 1) << name;
     Tensor found = mine.tensors.at(name).to(torch::kDouble).contiguous();
@@ -150,9 +141,8 @@ inline void expect_joined(
     } else if (name.find("gradient") != std::string::npos) {
       communicator.all_reduce(found, ReduceOp::sum, name);
     } else { // the same bits on every rank
-      Tensor all = torch::empty(
-          {communicator.world_size(), std::max<int64_t>(found.numel(), 1)},
-          torch::kDouble);
+      Tensor all = torch::empty({communicator.world_size(), std::max<int64_t>(found.numel(), 1)},
+                                torch::kDouble);
       communicator.all_gather_async(all, found.reshape({-1}), name).wait();
       for (int rank = 0; rank < communicator.world_size(); ++rank) {
         EXPECT_TRUE(torch::equal(all[rank], all[0])) << name;

@@ -7,8 +7,7 @@ namespace hasten::sync_norm_test {
 using testing_support::fresh_communicator;
 using torch::nn::BatchNormOptions;
 
-const std::vector<std::vector<int64_t>> kTails{
-    {}, {6}, {3, 2}, {2, 3, 2}}; // behind [N, C]
+const std::vector<std::vector<int64_t>> kTails{{}, {6}, {3, 2}, {2, 3, 2}}; // behind [N, C]
 
 TEST(SyncBatchNorm, EqualsOneProcessOnTheJoinedBatch) {
   auto communicator = fresh_communicator();
@@ -17,18 +16,14 @@ TEST(SyncBatchNorm, EqualsOneProcessOnTheJoinedBatch) {
       SCOPED_TRACE(testing::Message() << split[0] << " rows, " << tail.size());
       SyncBatchNorm norm(BatchNormOptions(kChannels), communicator);
       give_values(norm, torch::kDouble);
-      OneProcess plain(
-          static_cast<int64_t>(tail.size()) + 2, BatchNormOptions(kChannels));
+      OneProcess plain(static_cast<int64_t>(tail.size()) + 2, BatchNormOptions(kChannels));
       for (uint64_t call = 0; call < 2; ++call) {
         const Tensor x = joined_values(split, tail, 10 + call);
         const Tensor dy = joined_values(split, tail, 20 + call) - 20;
         const int rank = communicator->rank();
-        expect_joined(
-            *communicator,
-            run_layer(norm, rows_of(x, split, rank), rows_of(dy, split, rank)),
-            plain.run(x, dy, torch::kDouble),
-            split,
-            1e-12);
+        expect_joined(*communicator,
+                      run_layer(norm, rows_of(x, split, rank), rows_of(dy, split, rank)),
+                      plain.run(x, dy, torch::kDouble), split, 1e-12);
       }
     }
   }
@@ -47,13 +42,11 @@ TEST(SyncBatchNorm, IsAsPreciseAsItsTypes) {
     OneProcess plain(4, BatchNormOptions(kChannels));
     const Tensor x = joined_values(split, {5, 4}, 3).to(type);
     const Tensor dy = (joined_values(split, {5, 4}, 4) - 20).to(type);
-    const Norms mine =
-        run_layer(norm, rows_of(x, split, rank), rows_of(dy, split, rank));
+    const Norms mine = run_layer(norm, rows_of(x, split, rank), rows_of(dy, split, rank));
     EXPECT_EQ(mine.tensors.at("y").scalar_type(), type);
     EXPECT_EQ(mine.tensors.at("dx").scalar_type(), type);
     EXPECT_EQ(mine.tensors.at("weight gradient").scalar_type(), torch::kFloat);
-    Norms wanted =
-        plain.run(x.to(torch::kDouble), dy.to(torch::kDouble), torch::kDouble);
+    Norms wanted = plain.run(x.to(torch::kDouble), dy.to(torch::kDouble), torch::kDouble);
     // Of many terms.
     wanted.tensors.erase("weight gradient");
     wanted.tensors.erase("bias gradient");
@@ -67,20 +60,17 @@ TEST(SyncBatchNorm, ChannelsLastStaysChannelsLast) {
   for (const Split& split : splits(communicator->world_size())) {
     for (const int64_t dims : {4, 5}) {
       const std::vector<int64_t> tail(static_cast<size_t>(dims - 2), 4);
-      const auto format = dims == 4 ? at::MemoryFormat::ChannelsLast
-                                    : at::MemoryFormat::ChannelsLast3d;
+      const auto format =
+          dims == 4 ? at::MemoryFormat::ChannelsLast : at::MemoryFormat::ChannelsLast3d;
       SyncBatchNorm norm(BatchNormOptions(kChannels), communicator);
       give_values(norm, torch::kDouble);
       OneProcess plain(dims, BatchNormOptions(kChannels));
       const Tensor x = joined_values(split, tail, 5);
       const Tensor dy = joined_values(split, tail, 6) - 20;
-      const Norms mine = run_layer(
-          norm,
-          rows_of(x, split, rank).contiguous(format),
-          rows_of(dy, split, rank)); // of another layout than x
+      const Norms mine = run_layer(norm, rows_of(x, split, rank).contiguous(format),
+                                   rows_of(dy, split, rank)); // of another layout than x
       EXPECT_TRUE(mine.tensors.at("y").is_contiguous(format));
-      expect_joined(
-          *communicator, mine, plain.run(x, dy, torch::kDouble), split, 1e-12);
+      expect_joined(*communicator, mine, plain.run(x, dy, torch::kDouble), split, 1e-12);
       if (communicator->world_size() > 1) { // a leaf's would be made so anyway
         const Tensor in = rows_of(x, split, rank).contiguous(format);
         const Tensor inner = in.requires_grad_() * 1;
@@ -105,12 +95,9 @@ TEST(SyncBatchNorm, TakesTheMeanOfAllBatchesWhereMomentumIsNone) {
   for (uint64_t call = 0; call < 3; ++call) {
     const Tensor x = joined_values(split, {4}, call);
     const int rank = communicator->rank();
-    expect_joined(
-        *communicator,
-        run_layer(norm, rows_of(x, split, rank), rows_of(x, split, rank)),
-        plain.run(x, x, torch::kDouble),
-        split,
-        1e-9); // dy of 20: sums of 1e3
+    expect_joined(*communicator, run_layer(norm, rows_of(x, split, rank), rows_of(x, split, rank)),
+                  plain.run(x, x, torch::kDouble), split,
+                  1e-9); // dy of 20: sums of 1e3
   }
 }
 
@@ -142,18 +129,8 @@ TEST(SyncBatchNorm, SendsTwiceALayerAndNothingInEvaluation) {
   y.sum().backward();
   EXPECT_EQ(counted.forwards + counted.backwards, 0);
   EXPECT_TRUE(torch::equal(before, norm->running_mean));
-  EXPECT_TRUE(torch::equal(
-      y,
-      torch::batch_norm(
-          x,
-          norm->weight,
-          norm->bias,
-          norm->running_mean,
-          norm->running_var,
-          false,
-          0.1,
-          1e-5,
-          false)));
+  EXPECT_TRUE(torch::equal(y, torch::batch_norm(x, norm->weight, norm->bias, norm->running_mean,
+                                                norm->running_var, false, 0.1, 1e-5, false)));
 }
 
 TEST(SyncBatchNorm, AloneIsTorchsToTheBit) {
@@ -187,12 +164,8 @@ TEST(SyncBatchNorm, JoinsTheRanksOfItsGroupAlone) {
   OneProcess plain(3, BatchNormOptions(kChannels));
   const Tensor x = joined_values(split, {4}, 30 + rank % 2);
   const Tensor mine = rows_of(x, split, group->rank());
-  expect_joined(
-      *group,
-      run_layer(norm, mine, mine - 20),
-      plain.run(x, x - 20, torch::kDouble),
-      split,
-      1e-11);
+  expect_joined(*group, run_layer(norm, mine, mine - 20), plain.run(x, x - 20, torch::kDouble),
+                split, 1e-11);
   group->close();
 }
 
@@ -200,29 +173,22 @@ TEST(SyncBatchNorm, RefusesWhatItCannotNormalise) {
   auto communicator = fresh_communicator();
   const int world = communicator->world_size();
   SyncBatchNorm norm(BatchNormOptions(kChannels), communicator);
-  for (const Tensor& wrong :
-       {torch::ones({4}),
-        torch::ones({4, 2}),
-        torch::ones({2, 3, 1, 1, 1, 1}),
-        torch::ones({2, 3}, torch::kLong)}) {
-    EXPECT_NE(
-        error_of([&] { norm->forward(wrong); }).find("[N, 3, ...]"),
-        std::string::npos);
+  for (const Tensor& wrong : {torch::ones({4}), torch::ones({4, 2}),
+                              torch::ones({2, 3, 1, 1, 1, 1}), torch::ones({2, 3}, torch::kLong)}) {
+    EXPECT_NE(error_of([&] { norm->forward(wrong); }).find("[N, 3, ...]"), std::string::npos);
   }
   if (world > 1) { // one row of all ranks
     const int64_t rows = communicator->rank() == 0 ? 1 : 0;
-    EXPECT_NE(
-        error_of([&] {
-          norm->forward(torch::ones({rows, kChannels}));
-        }).find("one value per channel"),
-        std::string::npos);
+    EXPECT_NE(error_of([&] {
+                norm->forward(torch::ones({rows, kChannels}));
+              }).find("one value per channel"),
+              std::string::npos);
     const Tensor x = torch::randn({2, kChannels}).requires_grad_();
     const Tensor y = norm->forward(x).square().sum();
-    EXPECT_NE(
-        error_of([&] {
-          torch::autograd::grad({y}, {x}, {}, std::nullopt, true);
-        }).find("create_graph"),
-        std::string::npos);
+    EXPECT_NE(error_of([&] {
+                torch::autograd::grad({y}, {x}, {}, std::nullopt, true);
+              }).find("create_graph"),
+              std::string::npos);
   }
   // All ranks are without rows: nothing to see, nothing to hang on.
   if (world > 1) {
@@ -240,11 +206,9 @@ TEST(SyncBatchNorm, RefusesOtherOptionsOnAnotherRankEverywhere) {
     return;
   }
   const bool last = communicator->rank() + 1 == communicator->world_size();
-  const auto expect_refused = [&](const BatchNormOptions& other,
-                                  const char* what) {
-    const std::string error = error_of([&] {
-      SyncBatchNorm(last ? other : BatchNormOptions(kChannels), communicator);
-    });
+  const auto expect_refused = [&](const BatchNormOptions& other, const char* what) {
+    const std::string error =
+        error_of([&] { SyncBatchNorm(last ? other : BatchNormOptions(kChannels), communicator); });
     EXPECT_NE(error.find(what), std::string::npos) << error;
   };
   expect_refused(BatchNormOptions(4), "num_features=4");

@@ -11,8 +11,7 @@ std::shared_ptr<Communicator> fresh_communicator() {
   return fresh_communicator(options);
 }
 
-std::shared_ptr<Communicator> fresh_communicator(
-    const CommunicatorOptions& options) {
+std::shared_ptr<Communicator> fresh_communicator(const CommunicatorOptions& options) {
   auto communicator = Communicator::create(fresh_world(), options);
   at_case_end([communicator] { communicator->close(); });
   return communicator;

@@ -13,7 +13,6 @@ namespace hasten::testing_support {
 std::shared_ptr<Communicator> fresh_communicator();
 
 /// The same with options of the caller.
-std::shared_ptr<Communicator> fresh_communicator(
-    const CommunicatorOptions& options);
+std::shared_ptr<Communicator> fresh_communicator(const CommunicatorOptions& options);
 
 } // namespace hasten::testing_support

@@ -12,30 +12,16 @@
 namespace hasten::testing_support {
 
 /// Values by name; nothing unsets the variable.
-using EnvironmentValues =
-    std::vector<std::pair<std::string, std::optional<std::string>>>;
+using EnvironmentValues = std::vector<std::pair<std::string, std::optional<std::string>>>;
 
 /// Takes away every variable by which a launcher says who this process is.
 inline EnvironmentValues without_launchers() {
   EnvironmentValues values{
-      {"RANK", {}},
-      {"WORLD_SIZE", {}},
-      {"MASTER_ADDR", {}},
-      {"MASTER_PORT", {}}};
+      {"RANK", {}}, {"WORLD_SIZE", {}}, {"MASTER_ADDR", {}}, {"MASTER_PORT", {}}};
   for (char** entry = environ; *entry != nullptr; ++entry) {
     const std::string text = *entry;
-    for (const char* start :
-         {"LOCAL_",
-          "GROUP_",
-          "ROLE_",
-          "TORCHELASTIC_",
-          "HASTEN_STORE_SOCKET",
-          "HASTEN_STORE_FILE",
-          "OMPI_",
-          "PMIX_",
-          "PMI_",
-          "MPI_",
-          "SLURM_"}) {
+    for (const char* start : {"LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "HASTEN_STORE_SOCKET",
+                              "HASTEN_STORE_FILE", "OMPI_", "PMIX_", "PMI_", "MPI_", "SLURM_"}) {
       if (text.rfind(start, 0) == 0) {
         values.emplace_back(text.substr(0, text.find('=')), std::nullopt);
       }
@@ -49,8 +35,7 @@ class ScopedEnvironment {
   explicit ScopedEnvironment(const EnvironmentValues& values) {
     for (const auto& [name, value] : values) {
       const char* old = std::getenv(name.c_str());
-      old_.emplace_back(
-          name, old ? std::optional<std::string>(old) : std::nullopt);
+      old_.emplace_back(name, old ? std::optional<std::string>(old) : std::nullopt);
       put(name, value);
     }
   }
@@ -63,8 +48,7 @@ class ScopedEnvironment {
   ScopedEnvironment& operator=(const ScopedEnvironment&) = delete;
 
  private:
-  static void put(
-      const std::string& name, const std::optional<std::string>& value) {
+  static void put(const std::string& name, const std::optional<std::string>& value) {
     if (value) {
       ::setenv(name.c_str(), value->c_str(), 1);
     } else {

@@ -18,10 +18,8 @@ namespace hasten::testing_support {
 
 static constexpr const char* kReportVariable = "HASTEN_TEST_REPORT_FD";
 
-std::vector<RankProcess> start_ranks(
-    int world_size,
-    const std::vector<std::string>& argv,
-    const EnvironmentList& environment) {
+std::vector<RankProcess> start_ranks(int world_size, const std::vector<std::string>& argv,
+                                     const EnvironmentList& environment) {
   // Nobody else has this port, and so the name of the store, until the ranks have begun.
   const auto [port_fd, port] = listen_on_loopback();
   const auto [store_fd, store_port] = listen_on_loopback();
@@ -32,24 +30,21 @@ std::vector<RankProcess> start_ranks(
       throw std::runtime_error("no pipe for a rank");
     }
     SpawnOptions options;
-    options.environment = {
-        {"RANK", std::to_string(rank)},
-        {"WORLD_SIZE", std::to_string(world_size)},
-        {"LOCAL_RANK", std::to_string(rank)},
-        {"LOCAL_WORLD_SIZE", std::to_string(world_size)},
-        {"MASTER_ADDR", "127.0.0.1"},
-        {"MASTER_PORT", std::to_string(port)},
-        {"OMP_NUM_THREADS", "1"},
-        {"HASTEN_TEST_STORE_PORT", std::to_string(store_port)},
-        {kReportVariable, std::to_string(ends[1])}};
+    options.environment = {{"RANK", std::to_string(rank)},
+                           {"WORLD_SIZE", std::to_string(world_size)},
+                           {"LOCAL_RANK", std::to_string(rank)},
+                           {"LOCAL_WORLD_SIZE", std::to_string(world_size)},
+                           {"MASTER_ADDR", "127.0.0.1"},
+                           {"MASTER_PORT", std::to_string(port)},
+                           {"OMP_NUM_THREADS", "1"},
+                           {"HASTEN_TEST_STORE_PORT", std::to_string(store_port)},
+                           {kReportVariable, std::to_string(ends[1])}};
     options.keep_fds = {ends[1]};
     if (rank == 0) {
-      options.environment.emplace_back(
-          "HASTEN_TEST_STORE_FD", std::to_string(store_fd));
+      options.environment.emplace_back("HASTEN_TEST_STORE_FD", std::to_string(store_fd));
       options.keep_fds.push_back(store_fd);
     }
-    options.environment.insert(
-        options.environment.end(), environment.begin(), environment.end());
+    options.environment.insert(options.environment.end(), environment.begin(), environment.end());
     RankProcess process;
     process.pid = spawn_process(argv, options);
     process.reports_fd = ends[0];
@@ -99,8 +94,7 @@ void wait_for_reports(const std::vector<RankProcess>& ranks, int milliseconds) {
   std::vector<pollfd> waiting;
   for (const RankProcess& rank : ranks) {
     if (rank.reports_fd >= 0) {
-      waiting.push_back(
-          {.fd = rank.reports_fd, .events = POLLIN, .revents = 0});
+      waiting.push_back({.fd = rank.reports_fd, .events = POLLIN, .revents = 0});
     }
   }
   ::poll(waiting.data(), waiting.size(), milliseconds);
@@ -110,8 +104,7 @@ bool is_stopped(const RankProcess& rank) {
   if (rank.ended) {
     return false;
   }
-  const std::string stat =
-      read_file("/proc/" + std::to_string(rank.pid) + "/stat");
+  const std::string stat = read_file("/proc/" + std::to_string(rank.pid) + "/stat");
   const size_t state = stat.rfind(") "); // "12 (name) T …"
   return state != std::string::npos && stat[state + 2] == 'T';
 }
@@ -125,9 +118,8 @@ void kill_rank(RankProcess& rank) {
 }
 
 bool all_ended(const std::vector<RankProcess>& ranks) {
-  return std::all_of(ranks.begin(), ranks.end(), [](const RankProcess& rank) {
-    return rank.ended;
-  });
+  return std::all_of(ranks.begin(), ranks.end(),
+                     [](const RankProcess& rank) { return rank.ended; });
 }
 
 ReportWriter::ReportWriter() {
@@ -141,8 +133,7 @@ ReportWriter::ReportWriter() {
 
 void ReportWriter::send(const nlohmann::json& report) {
   const std::string line =
-      report.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) +
-      "\n";
+      report.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
   const std::unique_lock lock(mutex_, std::chrono::seconds(1));
   for (size_t sent = 0; sent < line.size();) {
     const ssize_t n = ::write(fd_, line.data() + sent, line.size() - sent);
@@ -156,9 +147,7 @@ void ReportWriter::send(const nlohmann::json& report) {
 bool is_rank_process() { return std::getenv(kReportVariable) != nullptr; }
 
 double machine_seconds() {
-  return std::chrono::duration<double>(
-             std::chrono::steady_clock::now().time_since_epoch())
-      .count();
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
 } // namespace hasten::testing_support

@@ -29,10 +29,8 @@ struct RankProcess {
 /// OpenMP thread each, their own process groups and a report pipe; they die with
 /// the calling thread. Rank 0 alone gets descriptors that already listen: one
 /// for MASTER_PORT and one for the harness's own store.
-std::vector<RankProcess> start_ranks(
-    int world_size,
-    const std::vector<std::string>& argv,
-    const EnvironmentList& environment);
+std::vector<RankProcess> start_ranks(int world_size, const std::vector<std::string>& argv,
+                                     const EnvironmentList& environment);
 
 /// Reads what has come. Returns whole lines as JSON; closes the pipe at its end
 /// and waits for the process then.

@@ -29,8 +29,7 @@ bool register_rank_function(const char* name, RankFunction function) {
 
 static std::string type_name(const std::exception& error) {
   const std::unique_ptr<char, void (*)(void*)> name(
-      abi::__cxa_demangle(typeid(error).name(), nullptr, nullptr, nullptr),
-      std::free);
+      abi::__cxa_demangle(typeid(error).name(), nullptr, nullptr, nullptr), std::free);
   return name ? name.get() : typeid(error).name();
 }
 
@@ -47,8 +46,7 @@ class SpawnedRank : public FaultRank {
   const World& world() const override { return world_; }
 
   bool is_faulty() const override {
-    return fault_.at("rank") == world_.rank &&
-           fault_.at("kind") != FaultKind::none;
+    return fault_.at("rank") == world_.rank && fault_.at("kind") != FaultKind::none;
   }
 
   void fault_here() override {
@@ -75,8 +73,7 @@ class SpawnedRank : public FaultRank {
   }
 
   void report(const std::string& key, nlohmann::json value) override {
-    reports_.send(
-        {{"event", "value"}, {"key", key}, {"value", std::move(value)}});
+    reports_.send({{"event", "value"}, {"key", key}, {"value", std::move(value)}});
   }
 
   ReportWriter& reports() { return reports_; }
@@ -97,11 +94,10 @@ class SpawnedRankListener : public testing::EmptyTestEventListener {
   void OnTestPartResult(const testing::TestPartResult& result) override {
     if (result.failed()) {
       failed_ = true;
-      reports_.send(
-          {{"event", "failure"},
-           {"file", result.file_name() ? result.file_name() : ""},
-           {"line", result.line_number()},
-           {"message", result.message()}});
+      reports_.send({{"event", "failure"},
+                     {"file", result.file_name() ? result.file_name() : ""},
+                     {"line", result.line_number()},
+                     {"message", result.message()}});
     }
   }
 
@@ -120,10 +116,7 @@ int run_rank_function() {
     rank_functions().at(std::getenv("HASTEN_TEST_FUNCTION"))(rank);
   } catch (const std::exception& error) {
     threw = true;
-    rank.reports().send(
-        {{"event", "error"},
-         {"what", error.what()},
-         {"type", type_name(error)}});
+    rank.reports().send({{"event", "error"}, {"what", error.what()}, {"type", type_name(error)}});
   }
   rank.reports().send({{"event", "end"}, {"at", machine_seconds()}});
   const bool failed = listener->failed();
@@ -134,10 +127,8 @@ int run_rank_function() {
 /// The test's side: what has come in so far.
 class SpawnedWorld {
  public:
-  SpawnedWorld(
-      int world_size, const std::string& function, const EnvironmentList& extra)
-      : ranks_(start_ranks(
-            world_size, {"/proc/self/exe"}, environment(function, extra))),
+  SpawnedWorld(int world_size, const std::string& function, const EnvironmentList& extra)
+      : ranks_(start_ranks(world_size, {"/proc/self/exe"}, environment(function, extra))),
         reports_(ranks_.size()),
         ends_(ranks_.size(), -1) {}
 
@@ -163,8 +154,7 @@ class SpawnedWorld {
         living += !ranks_[rank].ended;
       }
       const auto faulty = static_cast<size_t>(fault.rank);
-      if (living == 1 && fault.kind == FaultKind::freeze &&
-          is_stopped(ranks_.at(faulty))) {
+      if (living == 1 && fault.kind == FaultKind::freeze && is_stopped(ranks_.at(faulty))) {
         kill_rank(ranks_[faulty]);
       }
       if (machine_seconds() > limit) {
@@ -181,11 +171,7 @@ class SpawnedWorld {
       reports_[rank].end = ranks_[rank].end;
       if (ends_[rank] < 0 && !reports_[rank].timed_out) {
         // Not for the planted fault alone: who reads the log sees who else died.
-        std::fprintf(
-            stderr,
-            "rank %zu %s\n",
-            rank,
-            describe(reports_[rank].end).c_str());
+        std::fprintf(stderr, "rank %zu %s\n", rank, describe(reports_[rank].end).c_str());
       }
       if (fault_at_ > 0 && ends_[rank] > 0) {
         reports_[rank].seconds_after_fault = ends_[rank] - fault_at_;
@@ -195,8 +181,7 @@ class SpawnedWorld {
   }
 
  private:
-  static EnvironmentList environment(
-      const std::string& function, EnvironmentList extra) {
+  static EnvironmentList environment(const std::string& function, EnvironmentList extra) {
     extra.emplace_back("HASTEN_TEST_FUNCTION", function);
     return extra;
   }
@@ -213,10 +198,8 @@ class SpawnedWorld {
       reports_[rank].error = report.at("what");
       reports_[rank].error_type = report.at("type");
     } else if (event == "failure") {
-      ADD_FAILURE_AT(
-          std::string(report.at("file")).c_str(), report.at("line").get<int>())
-          << "[rank " << rank << "/" << ranks_.size() << "] "
-          << std::string(report.at("message"));
+      ADD_FAILURE_AT(std::string(report.at("file")).c_str(), report.at("line").get<int>())
+          << "[rank " << rank << "/" << ranks_.size() << "] " << std::string(report.at("message"));
     }
   }
 
@@ -226,27 +209,19 @@ class SpawnedWorld {
   double fault_at_ = -1; // machine_seconds()
 };
 
-std::vector<RankReport> spawn(
-    int world_size,
-    const std::string& function,
-    const Fault& fault,
-    const SpawnWorldOptions& options) {
+std::vector<RankReport> spawn(int world_size, const std::string& function, const Fault& fault,
+                              const SpawnWorldOptions& options) {
   if (rank_functions().count(function) == 0) {
     throw InputError("spawn", "no rank function is named " + function);
   }
   if (fault.rank < 0 || fault.rank >= world_size) {
-    throw InputError(
-        "spawn",
-        "fault.rank=" + std::to_string(fault.rank),
-        "0.." + std::to_string(world_size - 1));
+    throw InputError("spawn", "fault.rank=" + std::to_string(fault.rank),
+                     "0.." + std::to_string(world_size - 1));
   }
   EnvironmentList environment = options.environment;
   environment.emplace_back(
       "HASTEN_TEST_FAULT",
-      nlohmann::json{
-          {"kind", fault.kind},
-          {"rank", fault.rank},
-          {"delay_ms", fault.delay.count()}}
+      nlohmann::json{{"kind", fault.kind}, {"rank", fault.rank}, {"delay_ms", fault.delay.count()}}
           .dump());
   SpawnedWorld world(world_size, function, environment);
   world.run(fault, static_cast<double>(options.deadline.count()));

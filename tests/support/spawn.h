@@ -75,11 +75,8 @@ class FaultRank {
 /// Runs the function registered as `function` on `world_size` ranks; blocks
 /// until all have ended. EXPECTs that failed in ranks fail the calling test.
 /// Leaves no process behind.
-std::vector<RankReport> spawn(
-    int world_size,
-    const std::string& function,
-    const Fault& fault = {},
-    const SpawnWorldOptions& options = {});
+std::vector<RankReport> spawn(int world_size, const std::string& function, const Fault& fault = {},
+                              const SpawnWorldOptions& options = {});
 
 using RankFunction = void (*)(FaultRank&);
 
@@ -90,12 +87,10 @@ bool register_rank_function(const char* name, RankFunction function);
 int run_rank_function();
 
 /// Defines a function that spawn() can run, with a parameter `rank`.
-#define HASTEN_RANK_FUNCTION(name)                                         \
-  static void rank_function_##name(::hasten::testing_support::FaultRank&); \
-  [[maybe_unused]] static const bool rank_function_registered_##name =     \
-      ::hasten::testing_support::register_rank_function(                   \
-          #name, &rank_function_##name);                                   \
-  static void rank_function_##name(                                        \
-      [[maybe_unused]] ::hasten::testing_support::FaultRank& rank)
+#define HASTEN_RANK_FUNCTION(name)                                                     \
+  static void rank_function_##name(::hasten::testing_support::FaultRank&);             \
+  [[maybe_unused]] static const bool rank_function_registered_##name =                 \
+      ::hasten::testing_support::register_rank_function(#name, &rank_function_##name); \
+  static void rank_function_##name([[maybe_unused]] ::hasten::testing_support::FaultRank& rank)
 
 } // namespace hasten::testing_support

@@ -11,9 +11,7 @@ namespace hasten::testing_support {
 class TemporaryFolder {
  public:
   TemporaryFolder() {
-    std::string pattern =
-        (std::filesystem::temp_directory_path() / "hasten-test-XXXXXX")
-            .string();
+    std::string pattern = (std::filesystem::temp_directory_path() / "hasten-test-XXXXXX").string();
     if (::mkdtemp(pattern.data()) == nullptr) {
       throw std::runtime_error("mkdtemp failed for " + pattern);
     }
@@ -27,9 +25,7 @@ class TemporaryFolder {
   TemporaryFolder& operator=(const TemporaryFolder&) = delete;
 
   const std::filesystem::path& path() const { return path_; }
-  std::filesystem::path operator/(const std::string& name) const {
-    return path_ / name;
-  }
+  std::filesystem::path operator/(const std::string& name) const { return path_ / name; }
 
  private:
   std::filesystem::path path_;

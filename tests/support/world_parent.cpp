@@ -55,8 +55,7 @@ class WorldLife {
         }
       }
       // A rank's own watchdog is quicker, unless the rank is frozen.
-      if (machine_seconds() >
-          last_progress + case_seconds() + grace_seconds()) {
+      if (machine_seconds() > last_progress + case_seconds() + grace_seconds()) {
         stop_all("did not end in time, and its watchdog is silent");
       } else if (failing_ && machine_seconds() > failed_at_ + grace_seconds()) {
         stop_all("was ended by the harness after another rank had failed");
@@ -70,9 +69,7 @@ class WorldLife {
   bool hopeless() const { return hopeless_; }
   int planned() const { return plans_[0]; }
   const std::vector<std::string>& order() const { return order_; }
-  const CaseState& state(const std::string& name) const {
-    return cases_.at(name);
-  }
+  const CaseState& state(const std::string& name) const { return cases_.at(name); }
   bool finished(const std::string& name) const {
     const CaseState& state = cases_.at(name);
     return !state.problems.empty() || state.ended.size() == ranks_.size();
@@ -98,8 +95,7 @@ class WorldLife {
       state.started.insert(rank);
     } else if (event == "failure") {
       const std::string at = report.value("at", "");
-      problem(
-          rank, (at.empty() ? "" : at + " ") + std::string(report["message"]));
+      problem(rank, (at.empty() ? "" : at + " ") + std::string(report["message"]));
     } else if (event == "skip") {
       cases_[current_[index]].skipped = true;
       cases_[current_[index]].skip_reason = report.at("reason");
@@ -116,11 +112,8 @@ class WorldLife {
     CaseState& state = cases_[name];
     state.ended.insert(rank);
     if (state.ended.size() == ranks_.size() && state.problems.empty()) {
-      std::printf(
-          "[%s] %s (%.0f ms)\n",
-          state.skipped ? "  SKIPPED " : "       OK ",
-          name.c_str(),
-          (machine_seconds() - state.start) * 1000);
+      std::printf("[%s] %s (%.0f ms)\n", state.skipped ? "  SKIPPED " : "       OK ", name.c_str(),
+                  (machine_seconds() - state.start) * 1000);
       std::fflush(stdout);
     }
   }
@@ -167,10 +160,8 @@ class WorldLife {
     for (int rank = 0; rank < size() && !failing_; ++rank) {
       const auto index = static_cast<size_t>(rank);
       if (done_[index] != plans_[index]) {
-        problem(
-            rank,
-            "ran " + std::to_string(done_[index]) + " of " +
-                std::to_string(plans_[index]) + " cases");
+        problem(rank, "ran " + std::to_string(done_[index]) + " of " +
+                          std::to_string(plans_[index]) + " cases");
       }
     }
   }
@@ -183,10 +174,8 @@ class WorldLife {
       const int plan = plans_[static_cast<size_t>(rank)];
       if (plan != plans_[0]) {
         current_[static_cast<size_t>(rank)].clear();
-        problem(
-            rank,
-            "has " + std::to_string(plan) + " cases, rank 0 has " +
-                std::to_string(plans_[0]));
+        problem(rank,
+                "has " + std::to_string(plan) + " cases, rank 0 has " + std::to_string(plans_[0]));
       }
     }
   }
@@ -203,26 +192,19 @@ class WorldLife {
 };
 
 /// "[rank 0,2/4] Ddp.X: message".
-static void print_problems(
-    const std::string& name, const CaseState& state, int world_size) {
+static void print_problems(const std::string& name, const CaseState& state, int world_size) {
   for (const auto& [message, ranks] : state.problems) {
     std::string who;
     for (const int rank : ranks) {
       who += (who.empty() ? "" : ",") + std::to_string(rank);
     }
-    std::printf(
-        "[rank %s/%d] %s: %s\n",
-        who.c_str(),
-        world_size,
-        name.c_str(),
-        message.c_str());
+    std::printf("[rank %s/%d] %s: %s\n", who.c_str(), world_size, name.c_str(), message.c_str());
   }
   std::printf("[  FAILED  ] %s\n", name.c_str());
 }
 
 /// `filter` without the cases that have run already.
-static std::string filter_without(
-    std::string filter, const std::vector<std::string>& finished) {
+static std::string filter_without(std::string filter, const std::vector<std::string>& finished) {
   bool negative = filter.find('-') != std::string::npos;
   for (const std::string& name : finished) {
     filter += (negative ? ":" : "-") + name;
@@ -270,19 +252,12 @@ static int print_totals(const WorldTotals& totals, int world_size) {
   const auto ran = static_cast<int>(totals.finished.size());
   const bool complete = ran == totals.planned;
   if (!complete) {
-    std::printf(
-        "[  FAILED  ] %d of %d planned cases were run\n", ran, totals.planned);
+    std::printf("[  FAILED  ] %d of %d planned cases were run\n", ran, totals.planned);
   }
-  std::printf(
-      "[==========] %d cases ran on %d ranks: %d passed, %d failed, "
-      "%d skipped.\n",
-      ran,
-      world_size,
-      std::max(
-          0,
-          ran - static_cast<int>(totals.failed.size() + totals.skipped.size())),
-      static_cast<int>(totals.failed.size()),
-      static_cast<int>(totals.skipped.size()));
+  std::printf("[==========] %d cases ran on %d ranks: %d passed, %d failed, %d skipped.\n", ran,
+              world_size,
+              std::max(0, ran - static_cast<int>(totals.failed.size() + totals.skipped.size())),
+              static_cast<int>(totals.failed.size()), static_cast<int>(totals.skipped.size()));
   return totals.failed.empty() && complete ? 0 : 1;
 }
 
@@ -303,15 +278,13 @@ int run_as_parent(int world_size, const std::vector<std::string>& argv) {
   rank_argv.emplace_back();
   WorldTotals totals;
   while (true) {
-    rank_argv.back() =
-        "--gtest_filter=" + filter_without(filter, totals.finished);
+    rank_argv.back() = "--gtest_filter=" + filter_without(filter, totals.finished);
     WorldLife life(world_size, rank_argv);
     life.run();
     const size_t before = totals.finished.size();
     totals.add(life);
     const bool stuck = totals.finished.size() == before;
-    const bool complete =
-        static_cast<int>(totals.finished.size()) >= totals.planned;
+    const bool complete = static_cast<int>(totals.finished.size()) >= totals.planned;
     if (!life.failing() || life.hopeless() || stuck || complete) {
       break;
     }

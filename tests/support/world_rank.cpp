@@ -34,24 +34,19 @@ using c10::intrusive_ptr;
 static void* main_frames[64];
 static std::atomic<int> main_frame_count{-1};
 
-static void take_main_frames(int) {
-  main_frame_count = ::backtrace(main_frames, 64);
-}
+static void take_main_frames(int) { main_frame_count = ::backtrace(main_frames, 64); }
 
 /// A line for each frame of the main thread, down to what gtest called.
 static std::string main_backtrace() {
   std::string text;
   const int count = main_frame_count;
-  char** symbols =
-      count > 0 ? ::backtrace_symbols(main_frames, count) : nullptr;
+  char** symbols = count > 0 ? ::backtrace_symbols(main_frames, count) : nullptr;
   for (int i = 2; symbols != nullptr && i < count; ++i) { // 0, 1: the signal's
     const std::string symbol = symbols[i]; // "file(mangled+0x1) [0x2]"
     const size_t begin = symbol.find('(') + 1;
-    const std::string mangled =
-        symbol.substr(begin, symbol.find_first_of("+)", begin) - begin);
+    const std::string mangled = symbol.substr(begin, symbol.find_first_of("+)", begin) - begin);
     const std::unique_ptr<char, void (*)(void*)> name(
-        abi::__cxa_demangle(mangled.c_str(), nullptr, nullptr, nullptr),
-        std::free);
+        abi::__cxa_demangle(mangled.c_str(), nullptr, nullptr, nullptr), std::free);
     const std::string frame = name ? name.get() : symbol;
     if (frame.find("testing::internal::") != std::string::npos ||
         frame.find("testing::TestInfo::Run") != std::string::npos) {
@@ -62,14 +57,12 @@ static std::string main_backtrace() {
   return text;
 }
 
-static constexpr const char* kWaitingPhase =
-    "waiting for the other ranks at its end";
+static constexpr const char* kWaitingPhase = "waiting for the other ranks at its end";
 
 /// Ends the process when a case does not end in time. Own thread.
 class Watchdog {
  public:
-  explicit Watchdog(ReportWriter& reports)
-      : reports_(reports), main_(::pthread_self()) {
+  explicit Watchdog(ReportWriter& reports) : reports_(reports), main_(::pthread_self()) {
     void* warm[1];
     ::backtrace(warm, 1); // loads what the handler must not load
     std::signal(SIGUSR2, take_main_frames);
@@ -119,8 +112,7 @@ class Rank {
     set_error_rank(world_.rank, world_.world_size);
     set_log_rank(world_.rank, world_.world_size);
     c10d::TCPStoreOptions options;
-    options.port =
-        static_cast<uint16_t>(std::atoi(std::getenv("HASTEN_TEST_STORE_PORT")));
+    options.port = static_cast<uint16_t>(std::atoi(std::getenv("HASTEN_TEST_STORE_PORT")));
     options.isServer = world_.is_main();
     options.waitWorkers = false;
     options.timeout = std::chrono::seconds(60);
@@ -158,9 +150,7 @@ class Rank {
       const char* base = std::strrchr(file, '/');
       reports_.send(
           {{"event", "failure"},
-           {"at",
-            std::string(base ? base + 1 : file) + ":" +
-                std::to_string(result.line_number())},
+           {"at", std::string(base ? base + 1 : file) + ":" + std::to_string(result.line_number())},
            {"message", result.message()}});
     }
   }
@@ -202,8 +192,7 @@ class Rank {
         return;
       }
       const double limit = machine_seconds() + 2;
-      while (store_->add("bye", 0) < world_.world_size - 1 &&
-             machine_seconds() < limit) {
+      while (store_->add("bye", 0) < world_.world_size - 1 && machine_seconds() < limit) {
         std::this_thread::sleep_for(std::chrono::milliseconds(2));
       }
     } catch (const std::exception&) { // the parent sees what is wrong
@@ -220,8 +209,8 @@ class Rank {
   }
 
   World fresh_world() {
-    const std::string key = "fresh/" + std::to_string(case_index_) + "/" +
-                            std::to_string(fresh_worlds_++);
+    const std::string key =
+        "fresh/" + std::to_string(case_index_) + "/" + std::to_string(fresh_worlds_++);
     if (world_.is_main()) {
       const auto [fd, port] = listen_on_loopback();
       at_end_.push_back([fd = fd] { ::close(fd); }); // nobody else has the port
@@ -234,16 +223,13 @@ class Rank {
   }
 
   intrusive_ptr<c10d::Store> case_store() const {
-    return c10::make_intrusive<c10d::PrefixStore>(
-        "test/" + std::to_string(case_index_), store_);
+    return c10::make_intrusive<c10d::PrefixStore>("test/" + std::to_string(case_index_), store_);
   }
 
   const World& world() const { return world_; }
   const std::string& case_name() const { return case_name_; }
   ReportWriter& reports() { return reports_; }
-  void at_end(std::function<void()> function) {
-    at_end_.push_back(std::move(function));
-  }
+  void at_end(std::function<void()> function) { at_end_.push_back(std::move(function)); }
 
  private:
   /// How long processes take to start is no part of the first case's time.
@@ -260,8 +246,7 @@ class Rank {
       function();
     } catch (const std::exception& error) {
       reports_.send(
-          {{"event", "failure"},
-           {"message", std::string("after the case: ") + error.what()}});
+          {{"event", "failure"}, {"message", std::string("after the case: ") + error.what()}});
     }
   }
 
@@ -279,8 +264,7 @@ class Rank {
       // A peer's failure is its own to report; a disagreement is nobody's.
       if (others.find(" fail; ") == std::string::npos) {
         reports_.send(
-            {{"event", "failure"},
-             {"message", "ranks disagree: here " + mine + "; " + others}});
+            {{"event", "failure"}, {"message", "ranks disagree: here " + mine + "; " + others}});
       }
       echo_ = true;
       ADD_FAILURE() << others;
@@ -304,16 +288,12 @@ static Rank* this_rank = nullptr;
 
 class RankListener : public testing::EmptyTestEventListener {
   void OnTestProgramStart(const testing::UnitTest& unit) override {
-    this_rank->reports().send(
-        {{"event", "plan"}, {"cases", unit.test_to_run_count()}});
+    this_rank->reports().send({{"event", "plan"}, {"cases", unit.test_to_run_count()}});
   }
   void OnTestStart(const testing::TestInfo& info) override {
-    this_rank->start_case(
-        std::string(info.test_suite_name()) + "." + info.name());
+    this_rank->start_case(std::string(info.test_suite_name()) + "." + info.name());
   }
-  void OnTestPartResult(const testing::TestPartResult& result) override {
-    this_rank->part(result);
-  }
+  void OnTestPartResult(const testing::TestPartResult& result) override { this_rank->part(result); }
   void OnTestEnd(const testing::TestInfo& info) override {
     this_rank->end_case(info.result()->Failed());
   }
@@ -338,9 +318,7 @@ c10::intrusive_ptr<c10d::Store> test_store() { return this_rank->case_store(); }
 
 std::string case_name() { return this_rank->case_name(); }
 
-void at_case_end(std::function<void()> function) {
-  this_rank->at_end(std::move(function));
-}
+void at_case_end(std::function<void()> function) { this_rank->at_end(std::move(function)); }
 
 double case_seconds() {
   const char* text = std::getenv("HASTEN_TEST_CASE_SECONDS");

@@ -97,14 +97,8 @@ class RegisteredLate : public testing::Test {
   const char* rank = std::getenv("RANK");
   const char* wanted = std::getenv("HASTEN_PLANT_EXTRA_CASE");
   if (rank != nullptr && wanted != nullptr && std::string(rank) == wanted) {
-    testing::RegisterTest(
-        "Planted",
-        "OnlyHere",
-        nullptr,
-        nullptr,
-        __FILE__,
-        __LINE__,
-        []() -> RegisteredLate* { return new RegisteredLate; });
+    testing::RegisterTest("Planted", "OnlyHere", nullptr, nullptr, __FILE__, __LINE__,
+                          []() -> RegisteredLate* { return new RegisteredLate; });
   }
   return true;
 }();

@@ -49,8 +49,7 @@ TEST(Spawn, RanksReturnTheirValues) {
 }
 
 TEST(Spawn, KilledRankEndsBySignalAndOthersGoOn) {
-  const auto ranks =
-      spawn(2, "SpawnSelfSaysItsRank", {.kind = FaultKind::kill, .rank = 1});
+  const auto ranks = spawn(2, "SpawnSelfSaysItsRank", {.kind = FaultKind::kill, .rank = 1});
   EXPECT_EQ(ranks[0].end.code, 0);
   EXPECT_EQ(ranks[1].end.signal, SIGKILL);
   EXPECT_FALSE(ranks[1].timed_out);
@@ -58,25 +57,21 @@ TEST(Spawn, KilledRankEndsBySignalAndOthersGoOn) {
 }
 
 TEST(Spawn, FrozenRankIsKilledOnceTheOthersHaveEnded) {
-  const auto ranks =
-      spawn(2, "SpawnSelfWaits", {.kind = FaultKind::freeze, .rank = 0});
+  const auto ranks = spawn(2, "SpawnSelfWaits", {.kind = FaultKind::freeze, .rank = 0});
   EXPECT_EQ(ranks[0].end.signal, SIGKILL);
   EXPECT_FALSE(ranks[0].timed_out);
   EXPECT_EQ(ranks[1].end.code, 0);
 }
 
 TEST(Spawn, LateRankIsLateByTheDelay) {
-  const auto ranks = spawn(
-      1,
-      "SpawnSelfSaysItsRank",
-      {.kind = FaultKind::late, .delay = std::chrono::milliseconds(200)});
+  const auto ranks = spawn(1, "SpawnSelfSaysItsRank",
+                           {.kind = FaultKind::late, .delay = std::chrono::milliseconds(200)});
   EXPECT_GE(ranks[0].seconds_after_fault, 0.2);
   EXPECT_EQ(ranks[0].values.at("after"), true);
 }
 
 TEST(Spawn, ExceptionsArriveWithTypeAndText) {
-  const auto planted =
-      spawn(2, "SpawnSelfSaysItsRank", {.kind = FaultKind::fail, .rank = 1});
+  const auto planted = spawn(2, "SpawnSelfSaysItsRank", {.kind = FaultKind::fail, .rank = 1});
   EXPECT_EQ(planted[0].error, "");
   EXPECT_EQ(planted[1].error, "planted failure");
   EXPECT_EQ(planted[1].end.code, 1);
@@ -86,8 +81,7 @@ TEST(Spawn, ExceptionsArriveWithTypeAndText) {
 }
 
 TEST(Spawn, RankThatNeverEndsIsKilledAtTheDeadline) {
-  const auto ranks =
-      spawn(2, "SpawnSelfNeverEnds", {}, {.deadline = std::chrono::seconds(3)});
+  const auto ranks = spawn(2, "SpawnSelfNeverEnds", {}, {.deadline = std::chrono::seconds(3)});
   EXPECT_FALSE(ranks[0].timed_out);
   EXPECT_TRUE(ranks[1].timed_out);
   EXPECT_EQ(ranks[1].end.signal, SIGKILL);
@@ -95,9 +89,7 @@ TEST(Spawn, RankThatNeverEndsIsKilledAtTheDeadline) {
 
 TEST(Spawn, UnknownFunctionsAndRanksAreRefused) {
   EXPECT_THROW(spawn(2, "NoSuchFunction"), InputError);
-  EXPECT_THROW(
-      spawn(2, "SpawnSelfWaits", {.kind = FaultKind::kill, .rank = 2}),
-      InputError);
+  EXPECT_THROW(spawn(2, "SpawnSelfWaits", {.kind = FaultKind::kill, .rank = 2}), InputError);
 }
 
 } // namespace hasten

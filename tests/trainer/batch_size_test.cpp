@@ -32,25 +32,20 @@ struct SizedRun {
     install_memory_meter();
     AcceleratorOptions options;
     options.gradient_accumulation_steps = arguments.gradient_accumulation_steps;
-    const auto accelerator = std::make_shared<Accelerator>(
-        options, testing_support::fresh_communicator());
+    const auto accelerator =
+        std::make_shared<Accelerator>(options, testing_support::fresh_communicator());
     trainer = std::make_unique<Trainer>(
         model,
         [this, hungry](const Batch& batch) {
           calls.push_back(batch.rows());
-          const at::Tensor scratch = torch::empty(
-              {hungry ? kRowBytes * batch.rows() : 0}, torch::kByte);
+          const at::Tensor scratch =
+              torch::empty({hungry ? kRowBytes * batch.rows() : 0}, torch::kByte);
           LossOutput output = toy::loss_function(model)(batch);
-          output.loss_sum = output.loss_sum +
-                            torch::dropout(model->head->bias, 0.5, true).sum();
+          output.loss_sum = output.loss_sum + torch::dropout(model->head->bias, 0.5, true).sum();
           return output;
         },
-        arguments,
-        std::make_shared<toy::Texts>(
-            24 * testing_support::test_world().world_size),
-        nullptr,
-        ComputeMetrics{},
-        accelerator);
+        arguments, std::make_shared<toy::Texts>(24 * testing_support::test_world().world_size),
+        nullptr, ComputeMetrics{}, accelerator);
     trainer->add_callback(peaks);
   }
   std::shared_ptr<toy::Classifier> model = std::make_shared<toy::Classifier>();
@@ -84,17 +79,13 @@ TEST(AutoFindBatchSize, TheRunIsThatOfTheSizeFound) {
   run.trainer->train();
   EXPECT_EQ(run.trainer->arguments().per_device_train_batch_size, 2);
   EXPECT_EQ(run.trainer->arguments().gradient_accumulation_steps, 4);
-  EXPECT_EQ(
-      run.trainer->accelerator().options().gradient_accumulation_steps, 4);
+  EXPECT_EQ(run.trainer->accelerator().options().gradient_accumulation_steps, 4);
   // 8 and 4 fail at once, 2 is run twice; the rest is training.
   ASSERT_GE(run.calls.size(), 5U);
-  EXPECT_EQ(
-      std::vector<int64_t>(run.calls.begin(), run.calls.begin() + 5),
-      (std::vector<int64_t>{8, 4, 2, 2, 2}));
+  EXPECT_EQ(std::vector<int64_t>(run.calls.begin(), run.calls.begin() + 5),
+            (std::vector<int64_t>{8, 4, 2, 2, 2}));
   EXPECT_EQ(toy::largest_difference(*run.model, *expected.model), 0);
-  EXPECT_EQ(
-      toy::history(*run.trainer, "loss"),
-      toy::history(*expected.trainer, "loss"));
+  EXPECT_EQ(toy::history(*run.trainer, "loss"), toy::history(*expected.trainer, "loss"));
   // The largest of any rank; their limits differ by little.
   EXPECT_LE(run.peaks->peak, std::stoll(a.memory_limit) + kRowBytes / 4);
   EXPECT_GT(run.peaks->peak, before);

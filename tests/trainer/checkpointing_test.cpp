@@ -21,13 +21,12 @@ class Rows : public Dataset {
       auto generator = torch::make_generator<at::CPUGeneratorImpl>(index);
       x.push_back(torch::randn({16, 8}, generator));
     }
-    return {
-        {{"x", at::stack(x)}, {"labels", at::tensor(indices) % 2}}, indices};
+    return {{{"x", at::stack(x)}, {"labels", at::tensor(indices) % 2}}, indices};
   }
 };
 
-static std::pair<std::vector<Tensor>, std::vector<int>> train_rows(
-    GradientCheckpointing how, bool model_decides = false) {
+static std::pair<std::vector<Tensor>, std::vector<int>> train_rows(GradientCheckpointing how,
+                                                                   bool model_decides = false) {
   torch::manual_seed(1);
   Straight chain(4);
   if (model_decides) {
@@ -41,21 +40,13 @@ static std::pair<std::vector<Tensor>, std::vector<int>> train_rows(
   arguments.gradient_checkpointing = std::move(how);
   const auto loss = [chain](const Batch& batch) mutable {
     const Tensor logits = chain->forward(batch["x"]).mean(1);
-    return LossOutput{
-        at::cross_entropy_loss(logits, batch["labels"], {}, at::Reduction::Sum),
-        static_cast<double>(batch.rows()),
-        logits};
+    return LossOutput{at::cross_entropy_loss(logits, batch["labels"], {}, at::Reduction::Sum),
+                      static_cast<double>(batch.rows()), logits};
   };
   AcceleratorOptions options;
   options.gradient_accumulation_steps = 2;
-  Trainer trainer(
-      chain.ptr(),
-      loss,
-      arguments,
-      std::make_shared<Rows>(),
-      nullptr,
-      {},
-      std::make_shared<Accelerator>(options, Communicator::create(World{})));
+  Trainer trainer(chain.ptr(), loss, arguments, std::make_shared<Rows>(), nullptr, {},
+                  std::make_shared<Accelerator>(options, Communicator::create(World{})));
   trainer.train();
   std::vector<Tensor> parameters;
   for (const Tensor& parameter : chain->parameters()) {
@@ -70,8 +61,7 @@ TEST(TrainerCheckpointing, EveryFormGivesTheSameParameters) {
   const auto plain = train_rows(false);
   EXPECT_EQ(plain.second[0], 6);
   std::vector<std::string> lines;
-  set_log_sink(
-      [&](LogLevel, std::string_view line) { lines.emplace_back(line); });
+  set_log_sink([&](LogLevel, std::string_view line) { lines.emplace_back(line); });
   for (const char* how : {"full", "every:2", "ops", "budget:60%"}) {
     const auto run = train_rows(how);
     for (size_t i = 0; i < plain.first.size(); ++i) {
@@ -96,8 +86,7 @@ TEST(TrainerCheckpointing, JsonTakesBothNamesAndBothForms) {
   nlohmann::json json = arguments;
   EXPECT_EQ(json["gradient_checkpointing"], "budget:2GB");
   EXPECT_FALSE(json.contains("activation_checkpointing"));
-  EXPECT_THROW(
-      from_json({{"gradient_checkpointing", 3}}, arguments), InputError);
+  EXPECT_THROW(from_json({{"gradient_checkpointing", 3}}, arguments), InputError);
 }
 
 } // namespace hasten::checkpoint_test

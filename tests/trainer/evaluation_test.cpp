@@ -18,8 +18,7 @@ namespace hasten::evaluation_test {
 std::shared_ptr<Accelerator> accelerator_of(int64_t window) {
   AcceleratorOptions options;
   options.gradient_accumulation_steps = window;
-  return std::make_shared<Accelerator>(
-      options, testing_support::fresh_communicator());
+  return std::make_shared<Accelerator>(options, testing_support::fresh_communicator());
 }
 
 // Logits near 0: a sum that is not divided, or divided once too little, shows at
@@ -41,31 +40,20 @@ TEST(TrainerEvaluation, TwoClassesStartAtTheLogarithmOfTwoOnAnySplit) {
     arguments.max_steps = 1;
     arguments.warmup_steps = 0;
     const auto loss_of = [bert](const Batch& rows) mutable {
-      const at::Tensor logits =
-          bert->forward(rows["input_ids"], rows["attention_mask"]);
+      const at::Tensor logits = bert->forward(rows["input_ids"], rows["attention_mask"]);
       const at::Tensor loss = torch::nn::functional::cross_entropy(
-          logits,
-          rows["labels"] % 2,
-          torch::nn::functional::CrossEntropyFuncOptions().reduction(
-              torch::kSum));
+          logits, rows["labels"] % 2,
+          torch::nn::functional::CrossEntropyFuncOptions().reduction(torch::kSum));
       return LossOutput{loss, static_cast<double>(rows.rows()), logits};
     };
-    Trainer trainer(
-        bert.ptr(),
-        loss_of,
-        arguments,
-        texts,
-        texts,
-        ComputeMetrics{},
-        accelerator_of(window));
-    EXPECT_NEAR(
-        trainer.evaluate().at("eval_loss").get<double>(), std::log(2.0), 0.02);
+    Trainer trainer(bert.ptr(), loss_of, arguments, texts, texts, ComputeMetrics{},
+                    accelerator_of(window));
+    EXPECT_NEAR(trainer.evaluate().at("eval_loss").get<double>(), std::log(2.0), 0.02);
     std::vector<int64_t> first(static_cast<size_t>(2 * window * world_size));
     std::iota(first.begin(), first.end(), 0);
     const double plain = [&] {
       const at::NoGradGuard no_grad;
-      return LossFunction(loss_of)(texts->collate(first))
-                 .loss_sum.item<double>() /
+      return LossFunction(loss_of)(texts->collate(first)).loss_sum.item<double>() /
              static_cast<double>(first.size());
     }();
     trainer.train();
@@ -82,8 +70,7 @@ TEST(TrainerEvaluation, AnyMetricOfAnEvaluationIsThatOfAllRows) {
   const toy::Texts texts(29);
   auto model = std::make_shared<toy::Classifier>();
   const auto score = [model](const Batch& batch) { // [B]
-    return model->forward(batch["input_ids"], batch["attention_mask"])
-        .select(1, 0);
+    return model->forward(batch["input_ids"], batch["attention_mask"]).select(1, 0);
   };
   TrainingArguments arguments = toy::arguments();
   arguments.per_device_eval_batch_size = 3;
@@ -91,20 +78,12 @@ TEST(TrainerEvaluation, AnyMetricOfAnEvaluationIsThatOfAllRows) {
       model,
       [&](const Batch& batch) {
         const at::Tensor error = score(batch) - batch["labels"];
-        return LossOutput{
-            error.square().sum(),
-            static_cast<double>(batch.rows()),
-            score(batch)};
+        return LossOutput{error.square().sum(), static_cast<double>(batch.rows()), score(batch)};
       },
-      arguments,
-      nullptr,
-      nullptr,
-      named_metrics(
-          "labels",
-          std::pair("mse", MeanSquaredError()),
-          std::pair("r2", R2Score()),
-          std::pair("pearson", PearsonCorrCoef()),
-          std::pair("spearman", SpearmanCorrCoef(64))),
+      arguments, nullptr, nullptr,
+      named_metrics("labels", std::pair("mse", MeanSquaredError()), std::pair("r2", R2Score()),
+                    std::pair("pearson", PearsonCorrCoef()),
+                    std::pair("spearman", SpearmanCorrCoef(64))),
       accelerator_of(1));
   std::vector<int64_t> all(29);
   std::iota(all.begin(), all.end(), 0);
@@ -122,8 +101,7 @@ TEST(TrainerEvaluation, AnyMetricOfAnEvaluationIsThatOfAllRows) {
     EXPECT_NEAR(mse, record.at("eval_loss").get<double>(), 1e-12);
     EXPECT_NEAR(record.at("eval_r2"), value_of(R2Score()), 1e-12);
     EXPECT_NEAR(record.at("eval_pearson"), value_of(PearsonCorrCoef()), 1e-12);
-    EXPECT_NEAR(
-        record.at("eval_spearman"), value_of(SpearmanCorrCoef(64)), 1e-12);
+    EXPECT_NEAR(record.at("eval_spearman"), value_of(SpearmanCorrCoef(64)), 1e-12);
   }
 }
 

@@ -17,20 +17,14 @@
 namespace hasten::gradient_options_test {
 
 struct GradientRun {
-  explicit GradientRun(
-      const TrainingArguments& arguments, int64_t rows, LossFunction loss = {})
+  explicit GradientRun(const TrainingArguments& arguments, int64_t rows, LossFunction loss = {})
       : texts(std::make_shared<toy::Texts>(rows)) {
     AcceleratorOptions options;
     options.gradient_accumulation_steps = arguments.gradient_accumulation_steps;
     trainer = std::make_unique<Trainer>(
-        model,
-        loss ? std::move(loss) : toy::loss_function(model),
-        arguments,
-        texts,
-        nullptr,
+        model, loss ? std::move(loss) : toy::loss_function(model), arguments, texts, nullptr,
         ComputeMetrics{},
-        std::make_shared<Accelerator>(
-            options, testing_support::fresh_communicator()));
+        std::make_shared<Accelerator>(options, testing_support::fresh_communicator()));
   }
   std::shared_ptr<toy::Texts> texts;
   std::shared_ptr<toy::Classifier> model = std::make_shared<toy::Classifier>();
@@ -85,11 +79,7 @@ TEST(TrainerGradients, ValuesAreClippedWithoutANormToo) {
 TEST(TrainerGradients, RecordsHaveTheNormsOfTheirUpdateBeforeClipping) {
   const std::map<LogGradientNorms, std::vector<std::string>> names{
       {LogGradientNorms::parameter,
-       {"LayerNorm.bias",
-        "LayerNorm.weight",
-        "embedding.weight",
-        "head.bias",
-        "head.weight"}},
+       {"LayerNorm.bias", "LayerNorm.weight", "embedding.weight", "head.bias", "head.weight"}},
       {LogGradientNorms::module, {"LayerNorm", "embedding", "head"}},
       {LogGradientNorms::layer, {"LayerNorm", "embedding", "head"}}};
   for (const auto& [what, wanted] : names) {
@@ -113,8 +103,7 @@ TEST(TrainerGradients, RecordsHaveTheNormsOfTheirUpdateBeforeClipping) {
         }
       }
       EXPECT_EQ(found, wanted);
-      EXPECT_NEAR(
-          std::sqrt(squares), record.at("grad_norm").get<double>(), 1e-12);
+      EXPECT_NEAR(std::sqrt(squares), record.at("grad_norm").get<double>(), 1e-12);
       EXPECT_GT(std::sqrt(squares), a.max_grad_norm) << "before clipping";
     }
     EXPECT_EQ(records, 3);
@@ -136,15 +125,12 @@ TEST(TrainerGradients, RecordsOfLocalSgdHaveTheRanksMeanNorms) {
   GradientRun run(a, 2 * world + 1);
   double mean = 0;
   for (int rank = 0; rank < world; ++rank) {
-    DataLoader loader(
-        run.texts,
-        {.batch_size = 2, .shuffle = false, .group_by_length = false});
+    DataLoader loader(run.texts, {.batch_size = 2, .shuffle = false, .group_by_length = false});
     loader.shard(rank, world);
     toy::Classifier model;
     const Batch batch = *loader.begin();
-    torch::nn::functional::cross_entropy(
-        model.forward(batch["input_ids"], batch["attention_mask"]),
-        batch["labels"])
+    torch::nn::functional::cross_entropy(model.forward(batch["input_ids"], batch["attention_mask"]),
+                                         batch["labels"])
         .backward();
     mean += model.head->weight.grad().norm().item<double>() / world;
   }
@@ -170,8 +156,7 @@ TEST(TrainerGradients, AGradientThatIsNotFiniteNamesItsParameterOnEveryRank) {
       LossOutput output = toy::loss_function(run.model)(batch);
       if (++calls == 2 && world.rank == world.world_size - 1) {
         const at::Tensor& bias = run.model->head->bias;
-        output.loss_sum =
-            output.loss_sum + (bias - bias.detach()).sqrt().sum() * 0;
+        output.loss_sum = output.loss_sum + (bias - bias.detach()).sqrt().sum() * 0;
       }
       return output;
     });
@@ -181,9 +166,7 @@ TEST(TrainerGradients, AGradientThatIsNotFiniteNamesItsParameterOnEveryRank) {
     } catch (const TrainingError& error) {
       const std::string text = error.what();
       EXPECT_NE(text.find("update 2 of 12"), text.npos) << text;
-      EXPECT_NE(
-          text.find("first in head.bias, in 1 of 5 parameters"), text.npos)
-          << text;
+      EXPECT_NE(text.find("first in head.bias, in 1 of 5 parameters"), text.npos) << text;
     }
     EXPECT_EQ(run.trainer->state().global_step, 1);
     for (const at::Tensor& parameter : run.model->parameters()) {

@@ -28,14 +28,9 @@ struct LocalRun {
     AcceleratorOptions options;
     options.gradient_accumulation_steps = arguments.gradient_accumulation_steps;
     trainer = std::make_unique<Trainer>(
-        model,
-        toy::loss_function(model),
-        arguments,
-        texts,
-        std::make_shared<toy::Texts>(9),
+        model, toy::loss_function(model), arguments, texts, std::make_shared<toy::Texts>(9),
         ComputeMetrics{},
-        std::make_shared<Accelerator>(
-            options, testing_support::fresh_communicator()));
+        std::make_shared<Accelerator>(options, testing_support::fresh_communicator()));
     trainer->train();
   }
   std::shared_ptr<toy::Texts> texts;
@@ -49,30 +44,23 @@ struct Replica {
       : optimizer(groups(a)) {
     DataLoader loader(
         std::shared_ptr<const Dataset>(std::shared_ptr<void>(), &texts),
-        {.batch_size = a.per_device_train_batch_size,
-         .shuffle = false,
-         .group_by_length = false});
+        {.batch_size = a.per_device_train_batch_size, .shuffle = false, .group_by_length = false});
     loader.shard(rank, n);
     for (const Batch& batch : loader) {
       batches.push_back(batch);
     }
   }
-  std::vector<torch::optim::OptimizerParamGroup> groups(
-      const TrainingArguments& a) {
+  std::vector<torch::optim::OptimizerParamGroup> groups(const TrainingArguments& a) {
     const auto options = [&](double decay) {
       return std::make_unique<torch::optim::AdamWOptions>(
           torch::optim::AdamWOptions(a.learning_rate).weight_decay(decay));
     };
     std::vector<torch::optim::OptimizerParamGroup> result;
-    result.emplace_back(
-        std::vector<at::Tensor>{model->embedding->weight, model->head->weight},
-        options(a.weight_decay));
-    result.emplace_back(
-        std::vector<at::Tensor>{
-            model->LayerNorm->weight,
-            model->LayerNorm->bias,
-            model->head->bias},
-        options(0.0));
+    result.emplace_back(std::vector<at::Tensor>{model->embedding->weight, model->head->weight},
+                        options(a.weight_decay));
+    result.emplace_back(std::vector<at::Tensor>{model->LayerNorm->weight, model->LayerNorm->bias,
+                                                model->head->bias},
+                        options(0.0));
     return result;
   }
   void step(const Batch& batch, const TrainingArguments& a, double rate) {
@@ -80,8 +68,7 @@ struct Replica {
       group.options().set_lr(rate);
     }
     const at::Tensor loss = torch::nn::functional::cross_entropy(
-        model->forward(batch["input_ids"], batch["attention_mask"]),
-        batch["labels"]);
+        model->forward(batch["input_ids"], batch["attention_mask"]), batch["labels"]);
     optimizer.zero_grad();
     loss.backward();
     loss_sum += loss.item<double>() * static_cast<double>(batch.rows());
@@ -131,8 +118,7 @@ TEST(TrainerLocalSgd, EqualsReplicasInTorchsOperators) {
   const auto total = static_cast<double>(2 * per_epoch);
   for (size_t update = 0; update < 2 * per_epoch; ++update) {
     const auto k = static_cast<double>(update);
-    const double rate =
-        a.learning_rate * (k < 2 ? k / 2 : (total - k) / (total - 2));
+    const double rate = a.learning_rate * (k < 2 ? k / 2 : (total - k) / (total - 2));
     for (const auto& replica : all) {
       const Batch& batch = replica->batches[update % per_epoch];
       if (batch.rows() > 0) {
@@ -152,10 +138,8 @@ TEST(TrainerLocalSgd, EqualsReplicasInTorchsOperators) {
     loss += replica->loss_sum;
   }
   const auto& records = run.trainer->state().log_history;
-  EXPECT_NEAR(
-      records.back().at("train_loss").get<double>(),
-      loss / static_cast<double>(2 * rows),
-      1e-9);
+  EXPECT_NEAR(records.back().at("train_loss").get<double>(), loss / static_cast<double>(2 * rows),
+              1e-9);
   if (world > 1) {
     const auto& last = records[records.size() - 2];
     EXPECT_EQ(last.at("local_sgd_rounds"), (2 * per_epoch) / 2);
@@ -187,11 +171,9 @@ TEST(TrainerLocalSgd, ResumedItIsTheUninterruptedRun) {
   a.resume_from_checkpoint = (folder / "whole" / "checkpoint-4").string();
   const LocalRun rest(a, rows);
   EXPECT_EQ(toy::largest_difference(*whole.model, *rest.model), 0);
-  EXPECT_EQ(
-      whole.trainer->evaluate()["eval_loss"],
-      rest.trainer->state()
-          .log_history[rest.trainer->state().log_history.size() - 2]
-          .at("eval_loss"));
+  EXPECT_EQ(whole.trainer->evaluate()["eval_loss"],
+            rest.trainer->state().log_history[rest.trainer->state().log_history.size() - 2].at(
+                "eval_loss"));
 }
 
 } // namespace hasten::local_sgd_trainer_test

@@ -17,10 +17,9 @@
 namespace hasten::precision_trainer_test {
 
 struct PrecisionRun {
-  std::shared_ptr<toy::Classifier> model =
-      std::make_shared<toy::Classifier>(at::kFloat);
-  std::shared_ptr<Accelerator> accelerator = std::make_shared<Accelerator>(
-      AcceleratorOptions{.cpu = true}, Communicator::create(World{}));
+  std::shared_ptr<toy::Classifier> model = std::make_shared<toy::Classifier>(at::kFloat);
+  std::shared_ptr<Accelerator> accelerator =
+      std::make_shared<Accelerator>(AcceleratorOptions{.cpu = true}, Communicator::create(World{}));
   std::vector<at::ScalarType> types{}; // of the logits, as they came
   int64_t calls = 0;
   int64_t overflow_at = 0; // call of the loss function in training
@@ -28,39 +27,29 @@ struct PrecisionRun {
 
   LossFunction loss() {
     return [this](const Batch& batch) {
-      const at::Tensor logits =
-          model->forward(batch["input_ids"], batch["attention_mask"]);
+      const at::Tensor logits = model->forward(batch["input_ids"], batch["attention_mask"]);
       types.push_back(logits.scalar_type());
       if (model->is_training() && ++calls == overflow_at) {
         logits.register_hook([](const at::Tensor& gradient) {
           return gradient * std::numeric_limits<double>::infinity();
         });
       }
-      return LossOutput{
-          at::cross_entropy_loss(
-              logits, batch["labels"], {}, at::Reduction::Sum),
-          static_cast<double>(batch.rows()),
-          logits};
+      return LossOutput{at::cross_entropy_loss(logits, batch["labels"], {}, at::Reduction::Sum),
+                        static_cast<double>(batch.rows()), logits};
     };
   }
   TrainOutput train(TrainingArguments arguments) {
     arguments.per_device_train_batch_size = 4;
-    trainer = std::make_unique<Trainer>(
-        model,
-        loss(),
-        arguments,
-        std::make_shared<toy::Texts>(24),
-        std::make_shared<toy::Texts>(6),
-        ComputeMetrics{},
-        accelerator);
+    trainer =
+        std::make_unique<Trainer>(model, loss(), arguments, std::make_shared<toy::Texts>(24),
+                                  std::make_shared<toy::Texts>(6), ComputeMetrics{}, accelerator);
     return trainer->train();
   }
 };
 
 TEST(TrainerPrecision, TrainsAndEvaluatesInWhatTheArgumentsSay) {
   for (const auto& [precision, type] :
-       {std::pair(Precision::no, at::kFloat),
-        std::pair(Precision::bf16, at::kBFloat16),
+       {std::pair(Precision::no, at::kFloat), std::pair(Precision::bf16, at::kBFloat16),
         std::pair(Precision::fp16, at::kHalf)}) {
     TrainingArguments a = toy::arguments();
     a.bf16 = precision == Precision::bf16;
@@ -114,10 +103,7 @@ TEST(TrainerPrecision, GradientsThatOverflowWithoutAScaleEndTheRun) {
           run.overflow_at = run.calls + 1; // every time
           return loss(batch);
         },
-        a,
-        std::make_shared<toy::Texts>(24),
-        std::make_shared<toy::Texts>(6),
-        ComputeMetrics{},
+        a, std::make_shared<toy::Texts>(24), std::make_shared<toy::Texts>(6), ComputeMetrics{},
         run.accelerator);
     trainer.train();
   };
@@ -125,8 +111,7 @@ TEST(TrainerPrecision, GradientsThatOverflowWithoutAScaleEndTheRun) {
     train();
     FAIL();
   } catch (const TrainingError& error) {
-    EXPECT_NE(std::string(error.what()).find("loss_scale="), std::string::npos)
-        << error.what();
+    EXPECT_NE(std::string(error.what()).find("loss_scale="), std::string::npos) << error.what();
   }
 }
 
@@ -143,8 +128,7 @@ TEST(TrainerPrecision, ARunThatGoesOnKeepsWhatWasChosen) {
     PrecisionRun run;
     run.train(first);
   }
-  const auto saved =
-      nlohmann::json::parse(read_file(folder / "run" / "training_args.json"));
+  const auto saved = nlohmann::json::parse(read_file(folder / "run" / "training_args.json"));
   EXPECT_EQ(saved.at("precision"), "bf16");
   EXPECT_EQ(saved.at("bf16"), true);
   EXPECT_EQ(saved.at("fp16"), false);
@@ -169,8 +153,7 @@ TEST(TrainerPrecision, RefusesContradictions) {
       a.validate();
       ADD_FAILURE() << what;
     } catch (const InputError& error) {
-      EXPECT_NE(std::string(error.what()).find(what), std::string::npos)
-          << error.what();
+      EXPECT_NE(std::string(error.what()).find(what), std::string::npos) << error.what();
     }
   };
   TrainingArguments both = toy::arguments();
@@ -185,8 +168,7 @@ TEST(TrainerPrecision, RefusesContradictions) {
     nlohmann::json{{"precision", "bf166"}}.get_to(read);
     ADD_FAILURE();
   } catch (const InputError& error) {
-    EXPECT_NE(std::string(error.what()).find("write bf16"), std::string::npos)
-        << error.what();
+    EXPECT_NE(std::string(error.what()).find("write bf16"), std::string::npos) << error.what();
   }
 }
 

@@ -29,14 +29,9 @@ TrainedRun train(TrainingArguments arguments) {
   arguments.per_device_train_batch_size = kBatch;
   TrainedRun run;
   run.trainer = std::make_unique<Trainer>(
-      run.model,
-      toy::loss_function(run.model),
-      arguments,
-      std::make_shared<toy::Texts>(kRows),
-      std::make_shared<toy::Texts>(6),
-      ComputeMetrics{},
-      std::make_shared<Accelerator>(
-          AcceleratorOptions{}, Communicator::create(World{})));
+      run.model, toy::loss_function(run.model), arguments, std::make_shared<toy::Texts>(kRows),
+      std::make_shared<toy::Texts>(6), ComputeMetrics{},
+      std::make_shared<Accelerator>(AcceleratorOptions{}, Communicator::create(World{})));
   run.trainer->train();
   return run;
 }
@@ -55,11 +50,8 @@ TEST(TrainerOptimizer, EachNameTrainsAsAPlainLoopOverItDoes) {
     const auto model = std::make_shared<toy::Classifier>();
     const auto loss_function = toy::loss_function(model);
     const auto optimizer = make_optimizer(
-        name,
-        decay_groups(*model, a.weight_decay),
-        {.learning_rate = a.learning_rate,
-         .adam_beta2 = a.adam_beta2,
-         .args = a.optim_args});
+        name, decay_groups(*model, a.weight_decay),
+        {.learning_rate = a.learning_rate, .adam_beta2 = a.adam_beta2, .args = a.optim_args});
     const int64_t updates = 2 * kRows / kBatch;
     LrScheduler schedule(*optimizer, linear_schedule(2, updates));
     for (int64_t update = 0; update < updates; ++update) {
@@ -97,18 +89,13 @@ TEST(TrainerOptimizer, EachScheduleGivesItsRates) {
     a.eval_strategy = IntervalStrategy::epoch;
     const TrainedRun run = train(a);
     const auto rates = toy::history(*run.trainer, "learning_rate");
-    const auto expected = make_schedule(
-        name,
-        2,
-        12,
-        a.learning_rate,
-        a.lr_scheduler_kwargs.empty()
-            ? nlohmann::json()
-            : nlohmann::json::parse(a.lr_scheduler_kwargs));
+    const auto expected =
+        make_schedule(name, 2, 12, a.learning_rate,
+                      a.lr_scheduler_kwargs.empty() ? nlohmann::json()
+                                                    : nlohmann::json::parse(a.lr_scheduler_kwargs));
     ASSERT_EQ(rates.size(), 12U) << name;
     for (int64_t k = 0; k < 12; ++k) {
-      EXPECT_NEAR(rates[static_cast<size_t>(k)], 0.05 * expected(k), 1e-15)
-          << name << " " << k;
+      EXPECT_NEAR(rates[static_cast<size_t>(k)], 0.05 * expected(k), 1e-15) << name << " " << k;
     }
   }
 }
@@ -154,8 +141,7 @@ TEST(TrainerOptimizer, WhatIsWrongIsSaidBeforeAnythingStarts) {
       train(a);
       ADD_FAILURE() << "trained: " << text;
     } catch (const InputError& error) {
-      EXPECT_NE(std::string(error.what()).find(text), std::string::npos)
-          << error.what();
+      EXPECT_NE(std::string(error.what()).find(text), std::string::npos) << error.what();
     }
     EXPECT_FALSE(std::filesystem::exists(folder.path() / "out")) << text;
   };
@@ -167,13 +153,11 @@ TEST(TrainerOptimizer, WhatIsWrongIsSaidBeforeAnythingStarts) {
       },
       "warmup_steps=19. Expected at most the run's updates=18");
   refused([](A& a) { a.optim_args = "beta3=1"; }, "write beta1");
-  refused(
-      [](A& a) { a.lr_scheduler_kwargs = R"({"num_cycle": 1})"; },
-      "unknown name in lr_scheduler_kwargs: num_cycle");
+  refused([](A& a) { a.lr_scheduler_kwargs = R"({"num_cycle": 1})"; },
+          "unknown name in lr_scheduler_kwargs: num_cycle");
   refused([](A& a) { a.lr_scheduler_kwargs = "[1]"; }, "lr_scheduler_kwargs=");
-  refused(
-      [](A& a) { a.lr_scheduler_type = SchedulerType::reduce_lr_on_plateau; },
-      "eval_strategy=no");
+  refused([](A& a) { a.lr_scheduler_type = SchedulerType::reduce_lr_on_plateau; },
+          "eval_strategy=no");
 }
 
 } // namespace hasten::optimizer_choice_test

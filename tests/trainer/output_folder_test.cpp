@@ -21,8 +21,7 @@ namespace hasten {
 
 namespace detail {
 
-void make_checkpoints(
-    const std::filesystem::path& folder, std::initializer_list<int> steps) {
+void make_checkpoints(const std::filesystem::path& folder, std::initializer_list<int> steps) {
   for (const int step : steps) {
     const auto path = folder / ("checkpoint-" + std::to_string(step));
     std::filesystem::create_directories(path);
@@ -77,25 +76,18 @@ TEST(OutputFolder, WhatWritersThatWereKilledLeftIsRemoved) {
   detail::make_checkpoints(out, {5});
   detail::make_checkpoints(scratch / "out.tmp-71-0", {1});
   std::filesystem::create_directories(out / "checkpoint-9.tmp-71-3" / "a");
-  const char* files[] = {
-      "trainer_state.json.tmp-71-12", "notes.tmp", "notes.tmp-1", "a.tmp-x-1"};
+  const char* files[] = {"trainer_state.json.tmp-71-12", "notes.tmp", "notes.tmp-1", "a.tmp-x-1"};
   for (const char* name : files) {
     write_file_atomically(out / name, "x");
   }
   write_file_atomically(scratch / "other.tmp-71-0", "x");
   remove_unfinished_saves(out);
   for (const char* name :
-       {"out/trainer_state.json.tmp-71-12",
-        "out/checkpoint-9.tmp-71-3",
-        "out.tmp-71-0"}) {
+       {"out/trainer_state.json.tmp-71-12", "out/checkpoint-9.tmp-71-3", "out.tmp-71-0"}) {
     EXPECT_FALSE(std::filesystem::exists(scratch / name)) << name;
   }
-  for (const char* name :
-       {"out/checkpoint-5/model.safetensors",
-        "out/notes.tmp",
-        "out/notes.tmp-1",
-        "out/a.tmp-x-1",
-        "other.tmp-71-0"}) {
+  for (const char* name : {"out/checkpoint-5/model.safetensors", "out/notes.tmp", "out/notes.tmp-1",
+                           "out/a.tmp-x-1", "other.tmp-71-0"}) {
     EXPECT_TRUE(std::filesystem::exists(scratch / name)) << name;
   }
 }
@@ -111,8 +103,7 @@ TEST(OutputFolder, ACheckpointWhoseRemovalIsKilledIsNoCheckpointAnyMore) {
   const auto files_of = [](const std::filesystem::path& folder) {
     std::error_code error;
     int count = 0;
-    for (std::filesystem::directory_iterator entry(folder, error), end;
-         !error && entry != end;
+    for (std::filesystem::directory_iterator entry(folder, error), end; !error && entry != end;
          entry.increment(error)) {
       ++count;
     }
@@ -135,20 +126,13 @@ TEST(OutputFolder, ACheckpointWhoseRemovalIsKilledIsNoCheckpointAnyMore) {
 }
 
 TEST(Resume, FieldsOfAnotherTypeOrRangeAreNamedWithTheirFile) {
-  const nlohmann::json good{
-      {"global_step", 5},
-      {"epoch_index", 0},
-      {"epoch_rows_seen", 40},
-      {"at_epoch_end", false},
-      {"finished", false},
-      {"drop_batch", 8},
-      {"total_batch", 8},
-      {"gradient_accumulation_steps", 1},
-      {"world_size", 1},
-      {"facts", nlohmann::json::object()}};
+  const nlohmann::json good{{"global_step", 5},      {"epoch_index", 0},
+                            {"epoch_rows_seen", 40}, {"at_epoch_end", false},
+                            {"finished", false},     {"drop_batch", 8},
+                            {"total_batch", 8},      {"gradient_accumulation_steps", 1},
+                            {"world_size", 1},       {"facts", nlohmann::json::object()}};
   const testing_support::TemporaryFolder folder;
-  write_file_atomically(
-      folder / "training_args.json", R"({"precision": "fp32"})");
+  write_file_atomically(folder / "training_args.json", R"({"precision": "fp32"})");
   const auto error_with = [&](const char* name, const nlohmann::json& value) {
     nlohmann::json run = good;
     run[name] = value;
@@ -161,22 +145,19 @@ TEST(Resume, FieldsOfAnotherTypeOrRangeAreNamedWithTheirFile) {
     return std::string();
   };
   EXPECT_EQ(error_with("global_step", int64_t{1} << 62), "");
-  const std::pair<const char*, nlohmann::json> cases[] = {
-      {"global_step", "five"},
-      {"global_step", -1},
-      {"global_step", 18446744073709551615u},
-      {"epoch_index", 0.5},
-      {"at_epoch_end", 1},
-      {"finished", "yes"},
-      {"gradient_accumulation_steps", 0},
-      {"world_size", 0},
-      {"facts", nullptr}};
+  const std::pair<const char*, nlohmann::json> cases[] = {{"global_step", "five"},
+                                                          {"global_step", -1},
+                                                          {"global_step", 18446744073709551615u},
+                                                          {"epoch_index", 0.5},
+                                                          {"at_epoch_end", 1},
+                                                          {"finished", "yes"},
+                                                          {"gradient_accumulation_steps", 0},
+                                                          {"world_size", 0},
+                                                          {"facts", nullptr}};
   for (const auto& [name, value] : cases) {
     const std::string error = error_with(name, value);
-    EXPECT_NE(
-        error.find(
-            (folder / kRunFile).string() + ": " + name + "=" + value.dump()),
-        error.npos)
+    EXPECT_NE(error.find((folder / kRunFile).string() + ": " + name + "=" + value.dump()),
+              error.npos)
         << name << "\n"
         << error;
   }
@@ -189,14 +170,11 @@ TEST(OutputFolder, RotationGoesByNumberAndKeepsTheBestAndTheNewest) {
   std::filesystem::create_directories(scratch.path() / "checkpoint-x");
   EXPECT_EQ(rotate_checkpoints(scratch.path(), 0, {}).size(), 0u);
   rotate_checkpoints(scratch.path(), 2, 9);
-  EXPECT_EQ(
-      detail::checkpoint_steps(scratch.path()), (std::vector<int64_t>{9, 100}));
+  EXPECT_EQ(detail::checkpoint_steps(scratch.path()), (std::vector<int64_t>{9, 100}));
   rotate_checkpoints(scratch.path(), 1, 9);
-  EXPECT_EQ(
-      detail::checkpoint_steps(scratch.path()), (std::vector<int64_t>{9, 100}));
+  EXPECT_EQ(detail::checkpoint_steps(scratch.path()), (std::vector<int64_t>{9, 100}));
   rotate_checkpoints(scratch.path(), 1, {});
-  EXPECT_EQ(
-      detail::checkpoint_steps(scratch.path()), (std::vector<int64_t>{100}));
+  EXPECT_EQ(detail::checkpoint_steps(scratch.path()), (std::vector<int64_t>{100}));
   EXPECT_TRUE(std::filesystem::exists(scratch.path() / "checkpoint-x"));
 }
 
@@ -207,33 +185,31 @@ TEST(TrainerState, FileHasHuggingFacesKeysAndNoNumberThatJsonLacks) {
   state.best_metric = 0.25;
   state.best_global_step = 5;
   state.best_model_checkpoint = "out/checkpoint-5";
-  state.log_history.push_back(
-      {{"loss", std::nan("")}, {"step", 7}, {"epoch", 0.5}});
+  state.log_history.push_back({{"loss", std::nan("")}, {"step", 7}, {"epoch", 0.5}});
   const std::string text = trainer_state_json(state);
   EXPECT_EQ(text.back(), '\n');
   const nlohmann::json json = nlohmann::json::parse(text);
   // The fields of transformers.TrainerState.
-  const std::vector<std::string> expected = {
-      "best_global_step",
-      "best_metric",
-      "best_model_checkpoint",
-      "epoch",
-      "eval_steps",
-      "global_step",
-      "is_hyper_param_search",
-      "is_local_process_zero",
-      "is_world_process_zero",
-      "log_history",
-      "logging_steps",
-      "max_steps",
-      "num_input_tokens_seen",
-      "num_train_epochs",
-      "save_steps",
-      "stateful_callbacks",
-      "total_flos",
-      "train_batch_size",
-      "trial_name",
-      "trial_params"};
+  const std::vector<std::string> expected = {"best_global_step",
+                                             "best_metric",
+                                             "best_model_checkpoint",
+                                             "epoch",
+                                             "eval_steps",
+                                             "global_step",
+                                             "is_hyper_param_search",
+                                             "is_local_process_zero",
+                                             "is_world_process_zero",
+                                             "log_history",
+                                             "logging_steps",
+                                             "max_steps",
+                                             "num_input_tokens_seen",
+                                             "num_train_epochs",
+                                             "save_steps",
+                                             "stateful_callbacks",
+                                             "total_flos",
+                                             "train_batch_size",
+                                             "trial_name",
+                                             "trial_params"};
   std::vector<std::string> names;
   for (const auto& [name, value] : json.items()) {
     names.push_back(name);
@@ -243,12 +219,10 @@ TEST(TrainerState, FileHasHuggingFacesKeysAndNoNumberThatJsonLacks) {
 
   const testing_support::TemporaryFolder scratch;
   write_file_atomically(scratch.path() / "trainer_state.json", text);
-  const TrainerState again =
-      read_trainer_state(scratch.path() / "trainer_state.json");
+  const TrainerState again = read_trainer_state(scratch.path() / "trainer_state.json");
   EXPECT_EQ(trainer_state_json(again), text);
   write_file_atomically(scratch.path() / "trainer_state.json", "{\"a\": 1");
-  EXPECT_THROW(
-      read_trainer_state(scratch.path() / "trainer_state.json"), InputError);
+  EXPECT_THROW(read_trainer_state(scratch.path() / "trainer_state.json"), InputError);
 }
 
 TEST(OutputDirLock, KeepsASecondWriterOutAndNamesTheFirst) {

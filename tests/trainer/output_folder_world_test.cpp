@@ -39,10 +39,8 @@ struct Meddler : TrainerCallback {
 };
 
 /// What train() threw on this rank.
-std::string failure_with(
-    const files::path& out,
-    double logging_steps,
-    std::function<void()> meddle) {
+std::string failure_with(const files::path& out, double logging_steps,
+                         std::function<void()> meddle) {
   TrainingArguments a = toy::arguments();
   a.output_dir = out.string();
   a.max_steps = 6;
@@ -50,15 +48,9 @@ std::string failure_with(
   a.save_strategy = IntervalStrategy::epoch;
   const auto model = std::make_shared<toy::Classifier>();
   AcceleratorOptions options;
-  Trainer trainer(
-      model,
-      toy::loss_function(model),
-      a,
-      std::make_shared<toy::Texts>(64),
-      nullptr,
-      ComputeMetrics{},
-      std::make_shared<Accelerator>(
-          options, testing_support::fresh_communicator()));
+  Trainer trainer(model, toy::loss_function(model), a, std::make_shared<toy::Texts>(64), nullptr,
+                  ComputeMetrics{},
+                  std::make_shared<Accelerator>(options, testing_support::fresh_communicator()));
   if (testing_support::test_world().rank == 0) {
     trainer.add_callback(std::make_shared<Meddler>(std::move(meddle)));
   }
@@ -72,23 +64,21 @@ std::string failure_with(
 
 TEST(OutputFolderWorld, MovedRemovedOrReplacedInMidRunItEndsTheRunByName) {
   const files::path top = shared_folder();
-  for (const double logging_steps :
-       {1.0, 100.0}) { // a record, or the last save
+  for (const double logging_steps : {1.0, 100.0}) { // a record, or the last save
     const files::path out = top / "out";
     const files::path away = top / "away";
     struct Case {
       std::function<void()> meddle;
       const char* said;
     };
-    const Case cases[] = {
-        {[&] { files::rename(out, away); }, "moved to "},
-        {[&] { files::remove_all(out); }, "was removed"},
-        {[&] {
-           files::rename(out, away);
-           files::create_directory(out);
-         },
-         "another folder stands in its place"},
-        {[&] { files::remove(out / "metrics.jsonl"); }, "metrics.jsonl"}};
+    const Case cases[] = {{[&] { files::rename(out, away); }, "moved to "},
+                          {[&] { files::remove_all(out); }, "was removed"},
+                          {[&] {
+                             files::rename(out, away);
+                             files::create_directory(out);
+                           },
+                           "another folder stands in its place"},
+                          {[&] { files::remove(out / "metrics.jsonl"); }, "metrics.jsonl"}};
     for (const Case& bad : cases) {
       SCOPED_TRACE(bad.said);
       if (testing_support::test_world().rank == 0) {

@@ -28,15 +28,9 @@ Shown shown_by(bool disable_tqdm, bool terminal, Add&& add) {
   a.eval_strategy = IntervalStrategy::epoch;
   const auto model = std::make_shared<toy::Classifier>();
   AcceleratorOptions options;
-  Trainer trainer(
-      model,
-      toy::loss_function(model),
-      a,
-      std::make_shared<toy::Texts>(32),
-      std::make_shared<toy::Texts>(5),
-      classification_metrics(toy::kLabels),
-      std::make_shared<Accelerator>(
-          options, testing_support::fresh_communicator()));
+  Trainer trainer(model, toy::loss_function(model), a, std::make_shared<toy::Texts>(32),
+                  std::make_shared<toy::Texts>(5), classification_metrics(toy::kLabels),
+                  std::make_shared<Accelerator>(options, testing_support::fresh_communicator()));
   add(trainer);
   testing_support::CapturedStderr error(terminal);
   testing::internal::CaptureStdout();
@@ -44,9 +38,7 @@ Shown shown_by(bool disable_tqdm, bool terminal, Add&& add) {
   return {testing::internal::GetCapturedStdout(), error.take()};
 }
 
-int64_t lines_of(const std::string& text) {
-  return std::count(text.begin(), text.end(), '\n');
-}
+int64_t lines_of(const std::string& text) { return std::count(text.begin(), text.end(), '\n'); }
 
 TEST(ProgressCallback, IsThereByDefaultAndRankZeroAloneShowsBannerBarAndTable) {
   const Shown shown = shown_by(false, true, [](Trainer&) {});
@@ -55,8 +47,7 @@ TEST(ProgressCallback, IsThereByDefaultAndRankZeroAloneShowsBannerBarAndTable) {
     EXPECT_EQ(shown.error, "");
     return;
   }
-  for (const char* word :
-       {"parameters", "ranks", "updates", "train  ", "% [="}) {
+  for (const char* word : {"parameters", "ranks", "updates", "train  ", "% [="}) {
     EXPECT_NE(shown.error.find(word), std::string::npos) << shown.error;
   }
   EXPECT_EQ(lines_of(shown.out), 3) << shown.out; // head and two epochs
@@ -73,8 +64,8 @@ TEST(ProgressCallback, DisableTqdmShowsNothing) {
 
 TEST(ProgressCallback, OneThatIsAddedTakesItsPlaceOnRankZero) {
   const Shown shown = shown_by(false, false, [](Trainer& trainer) {
-    trainer.add_callback(std::make_shared<ProgressCallback>(
-        "my run", BannerLines{{"data", "made up"}}));
+    trainer.add_callback(
+        std::make_shared<ProgressCallback>("my run", BannerLines{{"data", "made up"}}));
   });
   const bool main = testing_support::test_world().rank == 0;
   EXPECT_EQ(lines_of(shown.out), main ? 3 : 0) << shown.out; // one table
@@ -84,11 +75,10 @@ TEST(ProgressCallback, OneThatIsAddedTakesItsPlaceOnRankZero) {
 
 TEST(ProgressCallback, TheTableHasTheMetricsThatTheEvaluationHas) {
   EpochReport epoch;
-  epoch.evaluation = {
-      {"eval_loss", 0.5},
-      {"eval_runtime", 1.0},
-      {"eval_samples_per_second", 9.0},
-      {"eval_perplexity", 2.25}};
+  epoch.evaluation = {{"eval_loss", 0.5},
+                      {"eval_runtime", 1.0},
+                      {"eval_samples_per_second", 9.0},
+                      {"eval_perplexity", 2.25}};
   EXPECT_NE(epoch_header(epoch).find("perplexi"), std::string::npos);
   EXPECT_NE(epoch_line(epoch).find("2.2500"), std::string::npos);
   EXPECT_EQ(epoch_header(epoch).size(), epoch_line(epoch).size());

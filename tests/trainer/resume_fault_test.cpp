@@ -31,11 +31,9 @@ TrainingArguments killed_arguments(const std::string& folder) {
 /// file on disk, another one while rank 0 writes.
 HASTEN_RANK_FUNCTION(TrainerKilledWhileSaving) {
   auto model = std::make_shared<toy::Classifier>();
-  Trainer trainer(
-      model,
-      toy::loss_function(model),
-      killed_arguments(std::getenv("HASTEN_TEST_FOLDER")),
-      std::make_shared<toy::Texts>(24));
+  Trainer trainer(model, toy::loss_function(model),
+                  killed_arguments(std::getenv("HASTEN_TEST_FOLDER")),
+                  std::make_shared<toy::Texts>(24));
   const ModelFiles whole = default_model_files(model);
   int saves = 0;
   struct CountSaves : TrainerCallback {
@@ -48,19 +46,17 @@ HASTEN_RANK_FUNCTION(TrainerKilledWhileSaving) {
     std::function<void()> third;
   };
   if (rank.world().rank != 0) {
-    trainer.add_callback(
-        std::make_shared<CountSaves>([&] { rank.fault_here(); }));
+    trainer.add_callback(std::make_shared<CountSaves>([&] { rank.fault_here(); }));
   }
-  trainer.set_model_files(
-      {.save =
-           [&](const std::filesystem::path& folder) {
-             whole.save(folder);
-             if (++saves == 3 && rank.is_faulty()) {
-               std::filesystem::resize_file(folder / "model.safetensors", 100);
-               rank.fault_here();
-             }
-           },
-       .load = whole.load});
+  trainer.set_model_files({.save =
+                               [&](const std::filesystem::path& folder) {
+                                 whole.save(folder);
+                                 if (++saves == 3 && rank.is_faulty()) {
+                                   std::filesystem::resize_file(folder / "model.safetensors", 100);
+                                   rank.fault_here();
+                                 }
+                               },
+                           .load = whole.load});
   trainer.train();
   rank.report("steps", trainer.state().global_step);
   rank.report("loss", toy::history(trainer, "loss"));
@@ -85,17 +81,14 @@ HASTEN_RANK_FUNCTION(TrainerKilledInALocalRound) {
         }
         return loss(batch);
       },
-      a,
-      std::make_shared<toy::Texts>(60));
+      a, std::make_shared<toy::Texts>(60));
   trainer.train();
 }
 
 TEST(TrainerFault, PeerKilledInARoundOfLocalSgdIsNamedAndNothingIsHalfWritten) {
   const testing_support::TemporaryFolder scratch;
   const auto ranks = testing_support::spawn(
-      3,
-      "TrainerKilledInALocalRound",
-      {.kind = testing_support::FaultKind::kill, .rank = 1},
+      3, "TrainerKilledInALocalRound", {.kind = testing_support::FaultKind::kill, .rank = 1},
       {.environment = {{"HASTEN_TEST_FOLDER", (scratch / "run").string()}}});
   for (const size_t survivor : {size_t{0}, size_t{2}}) {
     EXPECT_FALSE(ranks[survivor].timed_out);
@@ -106,8 +99,7 @@ TEST(TrainerFault, PeerKilledInARoundOfLocalSgdIsNamedAndNothingIsHalfWritten) {
   }
   // The save of update 6 is the last that all ranks took part in.
   std::vector<std::string> saves;
-  for (const auto& entry :
-       std::filesystem::directory_iterator(scratch / "run")) {
+  for (const auto& entry : std::filesystem::directory_iterator(scratch / "run")) {
     const std::string name = entry.path().filename().string();
     if (entry.is_directory() || name.find("tmp") != std::string::npos) {
       saves.push_back(name);
@@ -119,16 +111,12 @@ TEST(TrainerFault, PeerKilledInARoundOfLocalSgdIsNamedAndNothingIsHalfWritten) {
 
 TEST(TrainerFault, WriterKilledInASaveLeavesThePreviousCheckpointToGoOnFrom) {
   const testing_support::TemporaryFolder scratch;
-  const auto run = [&](const std::string& name,
-                       const testing_support::Fault& fault) {
+  const auto run = [&](const std::string& name, const testing_support::Fault& fault) {
     return testing_support::spawn(
-        2,
-        "TrainerKilledWhileSaving",
-        fault,
+        2, "TrainerKilledWhileSaving", fault,
         {.environment = {{"HASTEN_TEST_FOLDER", (scratch / name).string()}}});
   };
-  const auto expected =
-      run("whole", {.kind = testing_support::FaultKind::none});
+  const auto expected = run("whole", {.kind = testing_support::FaultKind::none});
   ASSERT_EQ(expected[0].values.value("steps", 0), 6) << expected[0].error;
   for (const int killed : {0, 1}) {
     SCOPED_TRACE("rank " + std::to_string(killed));
@@ -137,8 +125,7 @@ TEST(TrainerFault, WriterKilledInASaveLeavesThePreviousCheckpointToGoOnFrom) {
     const std::filesystem::path folder = scratch / name;
     EXPECT_FALSE(std::filesystem::exists(folder / "checkpoint-3"));
     EXPECT_NO_THROW(verify_manifest(folder / "checkpoint-2"));
-    const ResumePoint point =
-        find_resume_point(killed_arguments(folder.string()), true);
+    const ResumePoint point = find_resume_point(killed_arguments(folder.string()), true);
     EXPECT_EQ(point.folder, folder / "checkpoint-2");
     EXPECT_FALSE(point.finished);
     // The same command again.

@@ -23,33 +23,24 @@ namespace hasten::resume_test {
 namespace files = std::filesystem;
 
 /// Three updates an epoch of 2 x 2 rows a rank; the last has one row in all.
-int64_t train_rows() {
-  return 8 * testing_support::test_world().world_size + 1;
-}
+int64_t train_rows() { return 8 * testing_support::test_world().world_size + 1; }
 
 /// The toy's loss with dropout on the words, and the rows it has seen.
-LossFunction dropped_loss(
-    std::shared_ptr<toy::Classifier> model,
-    double p,
-    std::vector<int64_t>* seen = nullptr) {
+LossFunction dropped_loss(std::shared_ptr<toy::Classifier> model, double p,
+                          std::vector<int64_t>* seen = nullptr) {
   return [model, p, seen](const Batch& batch) {
-    const at::Tensor words = torch::dropout(
-        model->embedding->forward(batch["input_ids"]), p, model->is_training());
-    const at::Tensor weights =
-        batch["attention_mask"].unsqueeze(-1).to(words.scalar_type());
-    const at::Tensor logits = model->head->forward(
-        model->LayerNorm->forward((words * weights).sum(1) / weights.sum(1)));
+    const at::Tensor words =
+        torch::dropout(model->embedding->forward(batch["input_ids"]), p, model->is_training());
+    const at::Tensor weights = batch["attention_mask"].unsqueeze(-1).to(words.scalar_type());
+    const at::Tensor logits =
+        model->head->forward(model->LayerNorm->forward((words * weights).sum(1) / weights.sum(1)));
     if (seen != nullptr && model->is_training()) {
       seen->insert(seen->end(), batch.indices.begin(), batch.indices.end());
     }
-    return LossOutput{
-        torch::nn::functional::cross_entropy(
-            logits,
-            batch["labels"],
-            torch::nn::functional::CrossEntropyFuncOptions().reduction(
-                torch::kSum)),
-        static_cast<double>(batch.rows()),
-        logits};
+    return LossOutput{torch::nn::functional::cross_entropy(
+                          logits, batch["labels"],
+                          torch::nn::functional::CrossEntropyFuncOptions().reduction(torch::kSum)),
+                      static_cast<double>(batch.rows()), logits};
   };
 }
 
@@ -73,12 +64,8 @@ TrainingArguments resume_arguments(const files::path& folder) {
 struct CountSteps : TrainerCallback, Stateful {
   void on_train_begin(const RunDescription& run) override { begun = run; }
   void on_step_end(const StepProgress&) override { ++steps; }
-  void on_epoch_end(const EpochReport& report) override {
-    epochs.push_back(report.training_loss);
-  }
-  void save_state(NamedTensors&, nlohmann::json& values) const override {
-    values["steps"] = steps;
-  }
+  void on_epoch_end(const EpochReport& report) override { epochs.push_back(report.training_loss); }
+  void save_state(NamedTensors&, nlohmann::json& values) const override { values["steps"] = steps; }
   void load_state(const NamedTensors&, const nlohmann::json& values) override {
     values.at("steps").get_to(steps);
   }
@@ -94,20 +81,13 @@ struct WholeRun {
   std::unique_ptr<Trainer> trainer{};
   TrainOutput output{};
 
-  WholeRun(
-      const TrainingArguments& arguments,
-      std::shared_ptr<Communicator> communicator,
-      double dropout = 0.2,
-      int64_t rows = train_rows()) {
+  WholeRun(const TrainingArguments& arguments, std::shared_ptr<Communicator> communicator,
+           double dropout = 0.2, int64_t rows = train_rows()) {
     AcceleratorOptions options;
     options.gradient_accumulation_steps = arguments.gradient_accumulation_steps;
     trainer = std::make_unique<Trainer>(
-        model,
-        dropped_loss(model, dropout, &seen),
-        arguments,
-        std::make_shared<toy::Texts>(rows),
-        std::make_shared<toy::Texts>(7),
-        ComputeMetrics{},
+        model, dropped_loss(model, dropout, &seen), arguments, std::make_shared<toy::Texts>(rows),
+        std::make_shared<toy::Texts>(7), ComputeMetrics{},
         std::make_shared<Accelerator>(options, std::move(communicator)));
     trainer->add_callback(counter, "counter");
     output = trainer->train();
@@ -117,11 +97,9 @@ struct WholeRun {
   nlohmann::json history() const {
     nlohmann::json records = nlohmann::json::array();
     for (nlohmann::json record : trainer->state().log_history) {
-      std::erase_if(
-          record.get_ref<nlohmann::json::object_t&>(), [](const auto& entry) {
-            return entry.first.ends_with("_runtime") ||
-                   entry.first.ends_with("_per_second");
-          });
+      std::erase_if(record.get_ref<nlohmann::json::object_t&>(), [](const auto& entry) {
+        return entry.first.ends_with("_runtime") || entry.first.ends_with("_per_second");
+      });
       records.push_back(finite_json(std::move(record)));
     }
     return records;
@@ -130,8 +108,7 @@ struct WholeRun {
 
 void expect_same_model(const torch::nn::Module& a, const torch::nn::Module& b) {
   for (const auto& entry : a.named_parameters()) {
-    EXPECT_TRUE(torch::equal(entry.value(), b.named_parameters()[entry.key()]))
-        << entry.key();
+    EXPECT_TRUE(torch::equal(entry.value(), b.named_parameters()[entry.key()])) << entry.key();
   }
 }
 
@@ -146,19 +123,13 @@ files::path resume_folder() {
 }
 
 /// The folder of a run that was killed some time after its checkpoint `step`.
-files::path interrupted_copy(
-    Communicator& communicator,
-    const files::path& whole,
-    const std::string& name,
-    int64_t step) {
+files::path interrupted_copy(Communicator& communicator, const files::path& whole,
+                             const std::string& name, int64_t step) {
   const auto folder = whole.parent_path() / name;
   const std::string checkpoint = "checkpoint-" + std::to_string(step);
   if (communicator.is_main()) {
     files::create_directories(folder);
-    files::copy(
-        whole / checkpoint,
-        folder / checkpoint,
-        files::copy_options::recursive);
+    files::copy(whole / checkpoint, folder / checkpoint, files::copy_options::recursive);
     files::copy(whole / "metrics.jsonl", folder / "metrics.jsonl");
     files::create_directories(folder / "checkpoint-99.tmp-1-1");
   }
@@ -176,8 +147,7 @@ std::string refusal(const Function& function) {
   return "nothing was thrown";
 }
 
-#define EXPECT_HAS(text, part) \
-  EXPECT_NE((text).find(part), std::string::npos) << (text)
+#define EXPECT_HAS(text, part) EXPECT_NE((text).find(part), std::string::npos) << (text)
 
 TEST(TrainerResume, AtAnyUpdateEqualsTheUninterruptedRunBitForBit) {
   const auto communicator = testing_support::fresh_communicator();
@@ -188,30 +158,23 @@ TEST(TrainerResume, AtAnyUpdateEqualsTheUninterruptedRunBitForBit) {
   ASSERT_EQ(steps, 3 * per_epoch);
   for (const int64_t step : {int64_t{1}, per_epoch, per_epoch + 1, steps}) {
     SCOPED_TRACE("behind update " + std::to_string(step));
-    const auto copy = interrupted_copy(
-        *communicator, folder / "whole", "from-" + std::to_string(step), step);
+    const auto copy =
+        interrupted_copy(*communicator, folder / "whole", "from-" + std::to_string(step), step);
     const WholeRun resumed(resume_arguments(copy), communicator);
     EXPECT_EQ(resumed.counter->begun.resumed_step, step);
     EXPECT_EQ(resumed.output.global_step, steps);
     expect_same_model(*resumed.model, *whole.model);
     EXPECT_EQ(resumed.history(), whole.history());
-    EXPECT_EQ(
-        resumed.trainer->state().best_metric,
-        whole.trainer->state().best_metric);
+    EXPECT_EQ(resumed.trainer->state().best_metric, whole.trainer->state().best_metric);
     EXPECT_EQ(resumed.output.training_loss, whole.output.training_loss);
     EXPECT_EQ(resumed.counter->steps, steps); // a state of its own
     // The rest of the epochs' reports, the interrupted one's total included.
     ASSERT_FALSE(resumed.counter->epochs.empty());
-    EXPECT_TRUE(std::equal(
-        resumed.counter->epochs.rbegin(),
-        resumed.counter->epochs.rend(),
-        whole.counter->epochs.rbegin()));
-    EXPECT_EQ(
-        static_cast<int64_t>(resumed.counter->epochs.size()),
-        3 - (step - 1) / per_epoch);
-    EXPECT_EQ(
-        read_file(copy / "model.safetensors"),
-        read_file(folder / "whole" / "model.safetensors"));
+    EXPECT_TRUE(std::equal(resumed.counter->epochs.rbegin(), resumed.counter->epochs.rend(),
+                           whole.counter->epochs.rbegin()));
+    EXPECT_EQ(static_cast<int64_t>(resumed.counter->epochs.size()), 3 - (step - 1) / per_epoch);
+    EXPECT_EQ(read_file(copy / "model.safetensors"),
+              read_file(folder / "whole" / "model.safetensors"));
     EXPECT_FALSE(files::exists(copy / "checkpoint-99.tmp-1-1"));
     // One record of each kind and update, as if nothing had been.
     std::ifstream metrics(copy / "metrics.jsonl");
@@ -224,8 +187,7 @@ TEST(TrainerResume, AtAnyUpdateEqualsTheUninterruptedRunBitForBit) {
   }
 }
 
-TEST(
-    TrainerResume, AutoIsRightForTheFirstStartForEveryLaterOneAndWhenFinished) {
+TEST(TrainerResume, AutoIsRightForTheFirstStartForEveryLaterOneAndWhenFinished) {
   const auto communicator = testing_support::fresh_communicator();
   const auto folder = resume_folder() / "out";
   TrainingArguments a = resume_arguments(folder);
@@ -242,9 +204,7 @@ TEST(
 
   TrainingArguments latest = resume_arguments(folder.parent_path() / "none");
   latest.resume_from_checkpoint = "latest";
-  EXPECT_HAS(
-      refusal([&] { WholeRun run(latest, communicator); }),
-      "no checkpoint-N in");
+  EXPECT_HAS(refusal([&] { WholeRun run(latest, communicator); }), "no checkpoint-N in");
 }
 
 TEST(TrainerResume, ChangedArgumentsAreListedAndRefusedWhereTheyAlterTheRun) {
@@ -252,8 +212,7 @@ TEST(TrainerResume, ChangedArgumentsAreListedAndRefusedWhereTheyAlterTheRun) {
   const auto folder = resume_folder();
   TrainingArguments a = resume_arguments(folder / "whole");
   const WholeRun whole(a, communicator);
-  const auto copy =
-      interrupted_copy(*communicator, folder / "whole", "copy", 2);
+  const auto copy = interrupted_copy(*communicator, folder / "whole", "copy", 2);
   a.output_dir = copy.string();
   a.logging_steps = 1;
   TrainingArguments other = a;
@@ -264,20 +223,16 @@ TEST(TrainerResume, ChangedArgumentsAreListedAndRefusedWhereTheyAlterTheRun) {
   EXPECT_HAS(text, "seed: 42 -> 7");
   EXPECT_EQ(text.find("logging_steps"), text.npos) << text;
   EXPECT_HAS(text, "--allow-changed-arguments");
-  EXPECT_HAS(
-      refusal([&] { WholeRun run(a, communicator, 0.2, train_rows() + 1); }),
-      "train_data: ");
+  EXPECT_HAS(refusal([&] { WholeRun run(a, communicator, 0.2, train_rows() + 1); }),
+             "train_data: ");
   EXPECT_TRUE(files::exists(copy / "checkpoint-99.tmp-1-1")); // untouched
 
   const WholeRun harmless(a, communicator);
-  EXPECT_HAS(
-      harmless.counter->begun.notes.at(1),
-      "changed since: logging_steps: 3.0 -> 1.0");
+  EXPECT_HAS(harmless.counter->begun.notes.at(1), "changed since: logging_steps: 3.0 -> 1.0");
   expect_same_model(*harmless.model, *whole.model);
 
   // Another rate from update 3 on, and it is the new one that is used.
-  const auto changed =
-      interrupted_copy(*communicator, folder / "whole", "changed", 2);
+  const auto changed = interrupted_copy(*communicator, folder / "whole", "changed", 2);
   other = resume_arguments(changed);
   other.learning_rate = 0.01;
   other.weight_decay = 0;
@@ -285,26 +240,22 @@ TEST(TrainerResume, ChangedArgumentsAreListedAndRefusedWhereTheyAlterTheRun) {
   other.logging_steps = 1;
   const WholeRun allowed(other, communicator);
   const auto rates = toy::history(*allowed.trainer, "learning_rate");
-  EXPECT_NEAR(
-      rates.at(rates.size() - allowed.output.global_step + 2), 0.01, 0.004);
+  EXPECT_NEAR(rates.at(rates.size() - allowed.output.global_step + 2), 0.01, 0.004);
 }
 
 TEST(TrainerResume, DamagedCheckpointsArePassedOverNamedAndSetAside) {
   const auto communicator = testing_support::fresh_communicator();
   const auto folder = resume_folder();
   const WholeRun whole(resume_arguments(folder / "whole"), communicator);
-  const auto copy =
-      interrupted_copy(*communicator, folder / "whole", "copy", 1);
+  const auto copy = interrupted_copy(*communicator, folder / "whole", "copy", 1);
   const auto damage = [&](const files::path& file) {
     std::string bytes = read_file(file);
     bytes[bytes.size() / 2] ^= 1;
     std::ofstream(file, std::ios::binary) << bytes;
   };
   if (communicator->is_main()) {
-    files::copy(
-        folder / "whole" / "checkpoint-2",
-        copy / "checkpoint-2",
-        files::copy_options::recursive);
+    files::copy(folder / "whole" / "checkpoint-2", copy / "checkpoint-2",
+                files::copy_options::recursive);
     damage(copy / "checkpoint-2" / "state.safetensors");
   }
   communicator->barrier("damaged");
@@ -324,8 +275,7 @@ TEST(TrainerResume, DamagedCheckpointsArePassedOverNamedAndSetAside) {
     files::resize_file(bad / "checkpoint-1" / "state_rank_0.safetensors", 40);
   }
   communicator->barrier("cut");
-  const auto text =
-      refusal([&] { WholeRun run(resume_arguments(bad), communicator); });
+  const auto text = refusal([&] { WholeRun run(resume_arguments(bad), communicator); });
   EXPECT_HAS(text, "no checkpoint in " + bad.string() + " can be resumed from");
   EXPECT_HAS(text, "state_rank_0.safetensors: size=40");
   EXPECT_TRUE(files::exists(bad / "checkpoint-1"));
@@ -337,8 +287,7 @@ TEST(TrainerResume, AnotherWorldSizeWithTheSameUpdatesGivesTheSameRun) {
   const int world = communicator->world_size();
   const auto folder = resume_folder();
   const WholeRun whole(resume_arguments(folder / "whole"), communicator, 0.0);
-  const auto copy =
-      interrupted_copy(*communicator, folder / "whole", "copy", 1);
+  const auto copy = interrupted_copy(*communicator, folder / "whole", "copy", 1);
   if (communicator->is_main()) {
     TrainingArguments a = resume_arguments(copy);
     const auto alone = Communicator::create(World{});
@@ -354,25 +303,18 @@ TEST(TrainerResume, AnotherWorldSizeWithTheSameUpdatesGivesTheSameRun) {
     // Other updates: each row of the epoch is still seen once.
     const auto other = folder / "other";
     files::create_directories(other);
-    files::copy(
-        folder / "whole" / "checkpoint-1",
-        other / "checkpoint-1",
-        files::copy_options::recursive);
+    files::copy(folder / "whole" / "checkpoint-1", other / "checkpoint-1",
+                files::copy_options::recursive);
     a = resume_arguments(other);
     a.per_device_train_batch_size = 3;
     a.allow_changed_arguments = true;
     const WholeRun allowed(a, alone, 0.0);
-    const int64_t left =
-        train_rows() - std::min<int64_t>(train_rows(), 4 * world);
-    ASSERT_EQ(
-        static_cast<int64_t>(allowed.seen.size()), left + 2 * train_rows());
-    std::vector<int64_t> rest(
-        allowed.seen.begin(), allowed.seen.begin() + left);
+    const int64_t left = train_rows() - std::min<int64_t>(train_rows(), 4 * world);
+    ASSERT_EQ(static_cast<int64_t>(allowed.seen.size()), left + 2 * train_rows());
+    std::vector<int64_t> rest(allowed.seen.begin(), allowed.seen.begin() + left);
     std::sort(rest.begin(), rest.end());
     EXPECT_EQ(std::adjacent_find(rest.begin(), rest.end()), rest.end());
-    EXPECT_EQ(
-        allowed.output.global_step,
-        1 + (left + 5) / 6 + 2 * ((train_rows() + 5) / 6));
+    EXPECT_EQ(allowed.output.global_step, 1 + (left + 5) / 6 + 2 * ((train_rows() + 5) / 6));
     EXPECT_NEAR(allowed.trainer->state().epoch, 3.0, 1e-12);
   }
   communicator->barrier("compared");

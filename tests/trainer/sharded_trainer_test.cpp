@@ -50,21 +50,14 @@ Finished run(const std::filesystem::path& folder, Strategy strategy) {
   a.shard_size = shard_size_of(strategy);
   a.resume_from_checkpoint = "auto";
   auto model = std::make_shared<toy::Classifier>();
-  const auto texts = std::make_shared<toy::Texts>(
-      8 * testing_support::test_world().world_size + 1);
+  const auto texts = std::make_shared<toy::Texts>(8 * testing_support::test_world().world_size + 1);
   AcceleratorOptions options;
   options.gradient_accumulation_steps = a.gradient_accumulation_steps;
   options.strategy = strategy;
   options.shard_size = shard_size_of(strategy);
   const auto communicator = testing_support::fresh_communicator();
-  Trainer trainer(
-      model,
-      toy::loss_function(model),
-      a,
-      texts,
-      std::make_shared<toy::Texts>(9),
-      ComputeMetrics{},
-      std::make_shared<Accelerator>(options, communicator));
+  Trainer trainer(model, toy::loss_function(model), a, texts, std::make_shared<toy::Texts>(9),
+                  ComputeMetrics{}, std::make_shared<Accelerator>(options, communicator));
   trainer.train();
   communicator->barrier("written");
   Finished result;
@@ -85,22 +78,19 @@ void expect_same(const Finished& a, const Finished& b) {
   const bool knows = testing_support::test_world().rank == 0;
   ASSERT_EQ(a.history.size(), b.history.size());
   for (size_t i = 0; knows && i < a.history.size(); ++i) {
-    EXPECT_NEAR(a.history[i].get<double>(), b.history[i].get<double>(), 1e-8)
-        << "record " << i;
+    EXPECT_NEAR(a.history[i].get<double>(), b.history[i].get<double>(), 1e-8) << "record " << i;
   }
   ASSERT_EQ(a.model.size(), b.model.size());
   for (const auto& [name, tensor] : a.model) {
     ASSERT_EQ(tensor.sizes(), b.model.at(name).sizes()) << name;
-    EXPECT_LE((tensor - b.model.at(name)).abs().max().item<double>(), 1e-8)
-        << name;
+    EXPECT_LE((tensor - b.model.at(name)).abs().max().item<double>(), 1e-8) << name;
   }
 }
 
 TEST(ShardedTrainer, GivesTheRunOfWholeCopiesWithItsFiles) {
   const auto folder = common_folder();
   const Finished whole = run(folder / "ddp", Strategy::ddp);
-  for (const Strategy strategy :
-       {Strategy::zero1, Strategy::fsdp, Strategy::hsdp}) {
+  for (const Strategy strategy : {Strategy::zero1, Strategy::fsdp, Strategy::hsdp}) {
     SCOPED_TRACE(strategy_name(strategy));
     expect_same(whole, run(folder / strategy_name(strategy), strategy));
   }
@@ -109,14 +99,11 @@ TEST(ShardedTrainer, GivesTheRunOfWholeCopiesWithItsFiles) {
 TEST(ShardedTrainer, GoesOnUnderAnotherStrategy) {
   const auto folder = common_folder();
   const Finished whole = run(folder / "ddp", Strategy::ddp);
-  for (const auto& [before, after] :
-       {std::pair{Strategy::ddp, Strategy::fsdp},
-        {Strategy::fsdp, Strategy::zero2},
-        {Strategy::fsdp, Strategy::ddp}}) {
-    SCOPED_TRACE(
-        std::string(strategy_name(before)) + " to " + strategy_name(after));
-    const auto place = folder / (std::string(strategy_name(before)) + "-" +
-                                 strategy_name(after));
+  for (const auto& [before, after] : {std::pair{Strategy::ddp, Strategy::fsdp},
+                                      {Strategy::fsdp, Strategy::zero2},
+                                      {Strategy::fsdp, Strategy::ddp}}) {
+    SCOPED_TRACE(std::string(strategy_name(before)) + " to " + strategy_name(after));
+    const auto place = folder / (std::string(strategy_name(before)) + "-" + strategy_name(after));
     run(place, before);
     // As if it had been stopped behind the first epoch.
     if (testing_support::test_world().rank == 0) {

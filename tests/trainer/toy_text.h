@@ -31,9 +31,7 @@ class Texts : public Dataset {
     }
   }
   int64_t size() const override { return static_cast<int64_t>(ids_.size()); }
-  int64_t length(int64_t index) const override {
-    return static_cast<int64_t>(ids_[index].size());
-  }
+  int64_t length(int64_t index) const override { return static_cast<int64_t>(ids_[index].size()); }
   Batch collate(const std::vector<int64_t>& indices) const override {
     int64_t longest = 1;
     for (const int64_t i : indices) {
@@ -54,9 +52,7 @@ class Texts : public Dataset {
       }
       label_at[r] = row.front() % kLabels;
     }
-    return {
-        {{"input_ids", ids}, {"attention_mask", mask}, {"labels", labels}},
-        indices};
+    return {{{"input_ids", ids}, {"attention_mask", mask}, {"labels", labels}}, indices};
   }
 
  private:
@@ -68,8 +64,8 @@ struct Classifier : torch::nn::Module {
   explicit Classifier(at::ScalarType dtype = at::kDouble) {
     torch::manual_seed(11); // equal on every rank
     embedding = register_module("embedding", torch::nn::Embedding(kWords, 6));
-    LayerNorm = register_module(
-        "LayerNorm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({6})));
+    LayerNorm =
+        register_module("LayerNorm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({6})));
     head = register_module("head", torch::nn::Linear(6, kLabels));
     to(dtype);
   }
@@ -86,13 +82,10 @@ struct Classifier : torch::nn::Module {
 
 inline LossFunction loss_function(std::shared_ptr<Classifier> model) {
   return [model](const Batch& batch) {
-    const at::Tensor logits =
-        model->forward(batch["input_ids"], batch["attention_mask"]);
+    const at::Tensor logits = model->forward(batch["input_ids"], batch["attention_mask"]);
     const at::Tensor loss = torch::nn::functional::cross_entropy(
-        logits,
-        batch["labels"],
-        torch::nn::functional::CrossEntropyFuncOptions().reduction(
-            torch::kSum));
+        logits, batch["labels"],
+        torch::nn::functional::CrossEntropyFuncOptions().reduction(torch::kSum));
     return LossOutput{loss, static_cast<double>(batch.rows()), logits};
   };
 }
@@ -126,8 +119,7 @@ inline double norm_type_of(const TrainingArguments& a) {
 }
 
 /// The same training without hasten: `batch` rows an update, in order.
-inline PlainRun plain_run(
-    const Texts& texts, const TrainingArguments& a, int64_t batch) {
+inline PlainRun plain_run(const Texts& texts, const TrainingArguments& a, int64_t batch) {
   PlainRun run;
   run.model = std::make_shared<Classifier>();
   const auto options = [&](double decay) {
@@ -136,45 +128,37 @@ inline PlainRun plain_run(
   };
   std::vector<torch::optim::OptimizerParamGroup> groups;
   groups.emplace_back(
-      std::vector<at::Tensor>{
-          run.model->embedding->weight, run.model->head->weight},
+      std::vector<at::Tensor>{run.model->embedding->weight, run.model->head->weight},
       options(a.weight_decay));
-  groups.emplace_back(
-      std::vector<at::Tensor>{
-          run.model->LayerNorm->weight,
-          run.model->LayerNorm->bias,
-          run.model->head->bias},
-      options(0.0));
+  groups.emplace_back(std::vector<at::Tensor>{run.model->LayerNorm->weight,
+                                              run.model->LayerNorm->bias, run.model->head->bias},
+                      options(0.0));
   torch::optim::AdamW optimizer(groups);
   const int64_t per_epoch = (texts.size() + batch - 1) / batch;
   const auto epochs = static_cast<int64_t>(a.num_train_epochs);
   const double total = static_cast<double>(per_epoch * epochs);
   for (int64_t update = 0; update < per_epoch * epochs; ++update) {
     const auto k = static_cast<double>(update);
-    const double multiplier = k < a.warmup_steps
-                                  ? k / a.warmup_steps
-                                  : (total - k) / (total - a.warmup_steps);
+    const double multiplier =
+        k < a.warmup_steps ? k / a.warmup_steps : (total - k) / (total - a.warmup_steps);
     for (auto& group : optimizer.param_groups()) {
       group.options().set_lr(a.learning_rate * multiplier);
     }
     std::vector<int64_t> rows;
     for (int64_t i = (update % per_epoch) * batch;
-         i < std::min(texts.size(), (update % per_epoch + 1) * batch);
-         ++i) {
+         i < std::min(texts.size(), (update % per_epoch + 1) * batch); ++i) {
       rows.push_back(i);
     }
     const Batch joined = texts.collate(rows);
     const at::Tensor loss = torch::nn::functional::cross_entropy(
-        run.model->forward(joined["input_ids"], joined["attention_mask"]),
-        joined["labels"]);
+        run.model->forward(joined["input_ids"], joined["attention_mask"]), joined["labels"]);
     optimizer.zero_grad();
     loss.backward();
     run.losses.push_back(loss.item<double>());
-    run.grad_norms.push_back(torch::nn::utils::clip_grad_norm_(
-        run.model->parameters(), a.max_grad_norm, norm_type_of(a)));
+    run.grad_norms.push_back(torch::nn::utils::clip_grad_norm_(run.model->parameters(),
+                                                               a.max_grad_norm, norm_type_of(a)));
     if (a.max_grad_value > 0) {
-      torch::nn::utils::clip_grad_value_(
-          run.model->parameters(), a.max_grad_value);
+      torch::nn::utils::clip_grad_value_(run.model->parameters(), a.max_grad_value);
     }
     optimizer.step();
   }
@@ -182,8 +166,7 @@ inline PlainRun plain_run(
 }
 
 /// Values of `name` in the records that have it, in order.
-inline std::vector<double> history(
-    const Trainer& trainer, const std::string& name) {
+inline std::vector<double> history(const Trainer& trainer, const std::string& name) {
   std::vector<double> values;
   for (const auto& record : trainer.state().log_history) {
     if (record.contains(name)) {
@@ -193,14 +176,11 @@ inline std::vector<double> history(
   return values;
 }
 
-inline double largest_difference(
-    const torch::nn::Module& a, const torch::nn::Module& b) {
+inline double largest_difference(const torch::nn::Module& a, const torch::nn::Module& b) {
   double largest = 0;
   for (const auto& entry : a.named_parameters()) {
     const at::Tensor other = b.named_parameters()[entry.key()];
-    largest = std::max(
-        largest,
-        (entry.value() - other).abs().max().to(at::kDouble).item<double>());
+    largest = std::max(largest, (entry.value() - other).abs().max().to(at::kDouble).item<double>());
   }
   return largest;
 }

@@ -35,26 +35,14 @@ struct Watcher : TrainerCallback {
     heard(event + (" " + std::to_string(p.global_step)));
   }
   void on_train_begin(const RunDescription&) override { heard("train_begin"); }
-  void on_epoch_begin(const StepProgress& p) override {
-    heard("epoch_begin", p);
-  }
+  void on_epoch_begin(const StepProgress& p) override { heard("epoch_begin", p); }
   void on_step_begin(const StepProgress& p) override { heard("step_begin", p); }
-  void on_substep_end(const StepProgress& p) override {
-    heard("substep_end", p);
-  }
-  void on_pre_optimizer_step(const StepProgress& p) override {
-    heard("pre_optimizer_step", p);
-  }
-  void on_optimizer_step(const StepProgress& p) override {
-    heard("optimizer_step", p);
-  }
+  void on_substep_end(const StepProgress& p) override { heard("substep_end", p); }
+  void on_pre_optimizer_step(const StepProgress& p) override { heard("pre_optimizer_step", p); }
+  void on_optimizer_step(const StepProgress& p) override { heard("optimizer_step", p); }
   void on_step_end(const StepProgress& p) override { heard("step_end", p); }
-  void on_log(const nlohmann::json& r) override {
-    heard("log " + r.at("step").dump());
-  }
-  void on_evaluate(const nlohmann::json& r) override {
-    heard("evaluate " + r.at("step").dump());
-  }
+  void on_log(const nlohmann::json& r) override { heard("log " + r.at("step").dump()); }
+  void on_evaluate(const nlohmann::json& r) override { heard("evaluate " + r.at("step").dump()); }
   void on_predict(const nlohmann::json& r) override {
     heard(r.contains("test_loss") ? "predict" : "predict without a loss");
   }
@@ -72,17 +60,12 @@ struct WatchedRun {
   std::shared_ptr<Watcher> watcher = std::make_shared<Watcher>();
   std::unique_ptr<Trainer> trainer{};
 
-  explicit WatchedRun(
-      const TrainingArguments& arguments, ComputeMetrics metrics = {}) {
+  explicit WatchedRun(const TrainingArguments& arguments, ComputeMetrics metrics = {}) {
     AcceleratorOptions options;
     options.gradient_accumulation_steps = arguments.gradient_accumulation_steps;
     trainer = std::make_unique<Trainer>(
-        model,
-        toy::loss_function(model),
-        arguments,
-        std::make_shared<toy::Texts>(12),
-        std::make_shared<toy::Texts>(5),
-        std::move(metrics),
+        model, toy::loss_function(model), arguments, std::make_shared<toy::Texts>(12),
+        std::make_shared<toy::Texts>(5), std::move(metrics),
         std::make_shared<Accelerator>(options, Communicator::create(World{})));
     trainer->add_callback(watcher);
   }
@@ -124,26 +107,11 @@ TEST(TrainerCallbacks, EventsComeInTheOrderOfTransformers) {
   WatchedRun run(a);
   run.trainer->train();
   run.trainer->predict(toy::Texts(3));
-  EXPECT_EQ(
-      run.watcher->events,
-      (Events{
-          "train_begin",
-          "epoch_begin 0",
-          "step_begin 0",
-          "substep_end 0",
-          "pre_optimizer_step 0",
-          "optimizer_step 0",
-          "step_end 1",
-          "step_begin 1",
-          "substep_end 1",
-          "pre_optimizer_step 1",
-          "optimizer_step 1",
-          "step_end 2",
-          "log 2",
-          "evaluate 2",
-          "epoch_end 2",
-          "train_end",
-          "predict"}));
+  EXPECT_EQ(run.watcher->events,
+            (Events{"train_begin", "epoch_begin 0", "step_begin 0", "substep_end 0",
+                    "pre_optimizer_step 0", "optimizer_step 0", "step_end 1", "step_begin 1",
+                    "substep_end 1", "pre_optimizer_step 1", "optimizer_step 1", "step_end 2",
+                    "log 2", "evaluate 2", "epoch_end 2", "train_end", "predict"}));
 }
 
 TEST(TrainerCallbacks, WhatIsAskedIsDoneBehindTheUpdateThatAsked) {
@@ -158,19 +126,9 @@ TEST(TrainerCallbacks, WhatIsAskedIsDoneBehindTheUpdateThatAsked) {
   };
   const TrainOutput output = run.trainer->train();
   EXPECT_EQ(output.global_step, 5); // of 6
-  EXPECT_EQ(
-      only(
-          run.watcher->events,
-          {"log", "evaluate", "save", "epoch_end", "train_end"}),
-      (Events{
-          "save checkpoint-1",
-          "evaluate 2",
-          "save checkpoint-2",
-          "log 3",
-          "epoch_end 3",
-          "log 5",
-          "epoch_end 5",
-          "train_end"}));
+  EXPECT_EQ(only(run.watcher->events, {"log", "evaluate", "save", "epoch_end", "train_end"}),
+            (Events{"save checkpoint-1", "evaluate 2", "save checkpoint-2", "log 3", "epoch_end 3",
+                    "log 5", "epoch_end 5", "train_end"}));
   EXPECT_TRUE(std::filesystem::exists(folder / "model.safetensors"));
 }
 
@@ -180,19 +138,15 @@ TEST(TrainerCallbacks, WhatOneRankMayAskIsDoneBehindTheNextUpdate) {
     c.should_evaluate = true;
     c.any_rank = true;
   };
-  run.watcher->at = {
-      {"step_end 1", alone}, // goes with update 2
-      {"substep_end 3", alone}, // with update 4
-      {"optimizer_step 4", alone}}; // inside an update: the next, 6
+  run.watcher->at = {{"step_end 1", alone}, // goes with update 2
+                     {"substep_end 3", alone}, // with update 4
+                     {"optimizer_step 4", alone}}; // inside an update: the next, 6
   run.trainer->train();
-  EXPECT_EQ(
-      only(run.watcher->events, {"evaluate"}),
-      (Events{"evaluate 2", "evaluate 4", "evaluate 6"}));
+  EXPECT_EQ(only(run.watcher->events, {"evaluate"}),
+            (Events{"evaluate 2", "evaluate 4", "evaluate 6"}));
 }
 
-TEST(
-    TrainerCallbacks,
-    ALearningRateIsThePeakFromTheNextUpdateOnAlsoWhenResumed) {
+TEST(TrainerCallbacks, ALearningRateIsThePeakFromTheNextUpdateOnAlsoWhenResumed) {
   const TemporaryFolder folder;
   const auto rates = [&](const std::string& place, bool resume) {
     TrainingArguments a = quiet_arguments((folder / place).string());
@@ -205,26 +159,19 @@ TEST(
     a.save_total_limit = 0;
     a.resume_from_checkpoint = resume ? "auto" : "";
     WatchedRun run(a);
-    run.watcher->at = {
-        {"step_end 2", [](TrainerControl& c) { c.learning_rate = 0.006; }}};
+    run.watcher->at = {{"step_end 2", [](TrainerControl& c) { c.learning_rate = 0.006; }}};
     run.trainer->train();
     return toy::history(*run.trainer, "learning_rate");
   };
   const auto whole = rates("whole", false);
   ASSERT_EQ(whole.size(), 6u);
-  const double expected[] = {
-      0.04,
-      0.04 * 5 / 6,
-      0.006 * 4 / 6,
-      0.006 * 3 / 6,
-      0.006 * 2 / 6,
-      0.006 / 6};
+  const double expected[] = {0.04,          0.04 * 5 / 6,  0.006 * 4 / 6,
+                             0.006 * 3 / 6, 0.006 * 2 / 6, 0.006 / 6};
   for (size_t i = 0; i < 6; ++i) {
     EXPECT_NEAR(whole[i], expected[i], 1e-15) << i;
   }
   // As if it had been killed behind update 4.
-  for (const char* name :
-       {"checkpoint-5", "checkpoint-6", "hasten_state.json"}) {
+  for (const char* name : {"checkpoint-5", "checkpoint-6", "hasten_state.json"}) {
     std::filesystem::remove_all(folder / "whole" / name);
   }
   EXPECT_EQ(rates("whole", true), whole);
@@ -232,15 +179,12 @@ TEST(
 
 TEST(TrainerCallbacks, ARateThatIsNoneIsRefusedWithItsValue) {
   WatchedRun run(quiet_arguments());
-  run.watcher->at = {
-      {"step_end 1", [](TrainerControl& c) { c.learning_rate = -1; }}};
+  run.watcher->at = {{"step_end 1", [](TrainerControl& c) { c.learning_rate = -1; }}};
   try {
     run.trainer->train();
     FAIL() << "trained on";
   } catch (const InputError& error) {
-    EXPECT_NE(
-        std::string(error.what()).find("control().learning_rate=-1"),
-        std::string::npos)
+    EXPECT_NE(std::string(error.what()).find("control().learning_rate=-1"), std::string::npos)
         << error.what();
   }
 }
@@ -252,24 +196,19 @@ ComputeMetrics scripted(std::shared_ptr<std::vector<double>> scores) {
     explicit Score(double value) : value_(value) {}
     void update(const at::Tensor&, const Batch&) override {}
     std::vector<Metric*> metrics() override { return {}; }
-    std::map<std::string, double> compute() const override {
-      return {{"score", value_}};
-    }
+    std::map<std::string, double> compute() const override { return {{"score", value_}}; }
 
    private:
     double value_;
   };
-  return [scores, next = size_t{0}]() mutable {
-    return std::make_unique<Score>(scores->at(next++));
-  };
+  return
+      [scores, next = size_t{0}]() mutable { return std::make_unique<Score>(scores->at(next++)); };
 }
 
 TEST(EarlyStopping, StopsBehindTheEvaluationThatTransformersStopsAt) {
   for (const auto& golden : trainer_golden::kStoppingCases) {
-    SCOPED_TRACE(
-        std::to_string(golden.patience) + " " +
-        std::to_string(golden.threshold) + " " +
-        std::to_string(golden.values.back()));
+    SCOPED_TRACE(std::to_string(golden.patience) + " " + std::to_string(golden.threshold) + " " +
+                 std::to_string(golden.values.back()));
     TrainingArguments a = quiet_arguments();
     a.max_steps = static_cast<int64_t>(golden.values.size());
     a.eval_strategy = IntervalStrategy::steps;
@@ -278,12 +217,10 @@ TEST(EarlyStopping, StopsBehindTheEvaluationThatTransformersStopsAt) {
     a.greater_is_better = golden.greater;
     a.early_stopping_patience = golden.patience;
     a.early_stopping_threshold = golden.threshold;
-    WatchedRun run(
-        a, scripted(std::make_shared<std::vector<double>>(golden.values)));
+    WatchedRun run(a, scripted(std::make_shared<std::vector<double>>(golden.values)));
     run.trainer->train();
-    EXPECT_EQ(
-        run.trainer->state().global_step,
-        golden.stops_behind == 0 ? a.max_steps : golden.stops_behind);
+    EXPECT_EQ(run.trainer->state().global_step,
+              golden.stops_behind == 0 ? a.max_steps : golden.stops_behind);
     EXPECT_EQ(run.watcher->events.back(), "train_end");
   }
 }
@@ -299,8 +236,7 @@ TEST(EarlyStopping, PatienceIsPartOfCheckpoints) {
   a.early_stopping_patience = 3;
   a.resume_from_checkpoint = "auto";
   const auto steps_of = [&](std::vector<double> scores) {
-    WatchedRun run(
-        a, scripted(std::make_shared<std::vector<double>>(std::move(scores))));
+    WatchedRun run(a, scripted(std::make_shared<std::vector<double>>(std::move(scores))));
     run.trainer->train();
     return run.trainer->state().global_step;
   };
@@ -335,23 +271,17 @@ TEST(SaveOnlyModel, LeavesFoldersOfAModelThatARunCannotGoOnFrom) {
   a.load_best_model_at_end = true;
   a.metric_for_best_model = "score";
   a.save_only_model = true;
-  WatchedRun run(
-      a,
-      scripted(std::make_shared<std::vector<double>>(
-          std::vector<double>{0.9, 0.1})));
+  WatchedRun run(a, scripted(std::make_shared<std::vector<double>>(std::vector<double>{0.9, 0.1})));
   run.trainer->train();
   const auto best = folder / "out" / "checkpoint-3";
   for (const auto& entry : std::filesystem::directory_iterator(best)) {
     const std::string name = entry.path().filename().string();
-    EXPECT_TRUE(
-        name == "model.safetensors" || name == "trainer_state.json" ||
-        name == "hasten_state.json" || name == "training_args.json" ||
-        name == "manifest.json")
+    EXPECT_TRUE(name == "model.safetensors" || name == "trainer_state.json" ||
+                name == "hasten_state.json" || name == "training_args.json" ||
+                name == "manifest.json")
         << name;
   }
-  EXPECT_EQ(
-      read_file(best / "model.safetensors"),
-      read_file(folder / "out" / "model.safetensors"));
+  EXPECT_EQ(read_file(best / "model.safetensors"), read_file(folder / "out" / "model.safetensors"));
 
   a.output_dir = (folder / "other").string();
   a.load_best_model_at_end = false;
@@ -360,9 +290,7 @@ TEST(SaveOnlyModel, LeavesFoldersOfAModelThatARunCannotGoOnFrom) {
     WatchedRun(a).trainer->train();
     FAIL() << "resumed";
   } catch (const InputError& error) {
-    EXPECT_NE(
-        std::string(error.what()).find("save_only_model"), std::string::npos)
-        << error.what();
+    EXPECT_NE(std::string(error.what()).find("save_only_model"), std::string::npos) << error.what();
   }
 }
 
@@ -380,8 +308,7 @@ TEST(OutputDir, AFolderThatARunWritesIsRefusedToAnother) {
                         }
                       }}};
   run.trainer->train();
-  EXPECT_NE(refusal.find("is being written by another run"), std::string::npos)
-      << refusal;
+  EXPECT_NE(refusal.find("is being written by another run"), std::string::npos) << refusal;
   WatchedRun(a).trainer->train(); // it has ended
 }
 

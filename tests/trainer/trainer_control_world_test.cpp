@@ -23,8 +23,7 @@ struct Asker : TrainerCallback {
 
   void on_step_end(const StepProgress& progress) override {
     if (progress.global_step == step) {
-      (stop ? control().should_training_stop : control().should_evaluate) =
-          true;
+      (stop ? control().should_training_stop : control().should_evaluate) = true;
       control().any_rank = any_rank;
     }
   }
@@ -34,24 +33,16 @@ struct Asker : TrainerCallback {
 };
 
 struct AskedRun {
-  explicit AskedRun(
-      TrainingArguments a,
-      std::shared_ptr<TrainerCallback> callback,
-      bool add = true,
-      int64_t rows_a_rank = 8) {
+  explicit AskedRun(TrainingArguments a, std::shared_ptr<TrainerCallback> callback, bool add = true,
+                    int64_t rows_a_rank = 8) {
     AcceleratorOptions options;
     options.gradient_accumulation_steps = a.gradient_accumulation_steps;
     options.strategy = a.strategy;
     trainer = std::make_unique<Trainer>(
-        model,
-        toy::loss_function(model),
-        a,
-        std::make_shared<toy::Texts>(
-            rows_a_rank * testing_support::test_world().world_size + 1),
-        std::make_shared<toy::Texts>(5),
-        ComputeMetrics{},
-        std::make_shared<Accelerator>(
-            options, testing_support::fresh_communicator()));
+        model, toy::loss_function(model), a,
+        std::make_shared<toy::Texts>(rows_a_rank * testing_support::test_world().world_size + 1),
+        std::make_shared<toy::Texts>(5), ComputeMetrics{},
+        std::make_shared<Accelerator>(options, testing_support::fresh_communicator()));
     if (add) {
       trainer->add_callback(std::move(callback));
     }
@@ -70,9 +61,7 @@ TrainingArguments asked_arguments() {
 }
 
 int last_rank() { return testing_support::test_world().world_size - 1; }
-bool is_last_rank() {
-  return testing_support::test_world().rank == last_rank();
-}
+bool is_last_rank() { return testing_support::test_world().rank == last_rank(); }
 
 TEST(TrainerControlWorld, WhatOneRankAsksAllDoBehindTheNextUpdate) {
   // 4: goes with the epoch's last update, in which most ranks have no row.
@@ -92,8 +81,7 @@ TEST(TrainerControlWorld, ACallbackOfOneRankAloneIsHeardByAll) {
   asker->step = 2;
   asker->stop = true;
   const AskedRun run(asked_arguments(), asker, is_last_rank());
-  const int64_t expected =
-      testing_support::test_world().world_size == 1 ? 2 : 3;
+  const int64_t expected = testing_support::test_world().world_size == 1 ? 2 : 3;
   EXPECT_EQ(run.trainer->state().global_step, expected);
 }
 
@@ -129,18 +117,13 @@ TEST(TrainerControlWorld, ARateThatNotEveryRankSetsIsRefused) {
     return; // there is no other rank to be without it
   }
   struct SetRate : TrainerCallback {
-    void on_step_end(const StepProgress&) override {
-      control().learning_rate = 0.1;
-    }
+    void on_step_end(const StepProgress&) override { control().learning_rate = 0.1; }
   };
   try {
-    const AskedRun run(
-        asked_arguments(), std::make_shared<SetRate>(), is_last_rank());
+    const AskedRun run(asked_arguments(), std::make_shared<SetRate>(), is_last_rank());
     FAIL() << "trained on";
   } catch (const Error& error) {
-    EXPECT_NE(
-        std::string(error.what()).find("that not every rank has"),
-        std::string::npos)
+    EXPECT_NE(std::string(error.what()).find("that not every rank has"), std::string::npos)
         << error.what();
   }
 }
@@ -151,14 +134,11 @@ struct WeightedRun {
   std::shared_ptr<toy::Classifier> model = std::make_shared<toy::Classifier>();
 };
 
-WeightedRun joined_batches(
-    const TrainingArguments& a, int64_t rows, int64_t total) {
+WeightedRun joined_batches(const TrainingArguments& a, int64_t rows, int64_t total) {
   WeightedRun run;
   const toy::Texts texts(rows);
-  const at::Tensor weights =
-      at::tensor(class_weight_numbers(a.class_weights), at::kDouble);
-  torch::optim::SGD optimizer(
-      run.model->parameters(), torch::optim::SGDOptions(a.learning_rate));
+  const at::Tensor weights = at::tensor(class_weight_numbers(a.class_weights), at::kDouble);
+  torch::optim::SGD optimizer(run.model->parameters(), torch::optim::SGDOptions(a.learning_rate));
   for (int64_t first = 0; first < rows; first += total) {
     std::vector<int64_t> of_update;
     for (int64_t i = first; i < std::min(rows, first + total); ++i) {
@@ -167,12 +147,8 @@ WeightedRun joined_batches(
     const Batch batch = texts.collate(of_update);
     optimizer.zero_grad();
     const at::Tensor loss = at::cross_entropy_loss(
-        run.model->forward(batch["input_ids"], batch["attention_mask"]),
-        batch["labels"],
-        weights,
-        at::Reduction::Mean,
-        -100,
-        a.label_smoothing_factor);
+        run.model->forward(batch["input_ids"], batch["attention_mask"]), batch["labels"], weights,
+        at::Reduction::Mean, -100, a.label_smoothing_factor);
     loss.backward();
     optimizer.step();
     run.losses.push_back(loss.item<double>());
@@ -193,15 +169,12 @@ TEST(TrainerControlWorld, ClassWeightsAndSmoothingAreTorchsOfTheJoinedBatch) {
   const int64_t rows = 26, total = 12;
   const WeightedRun reference = joined_batches(a, rows, total);
   const int world_size = testing_support::test_world().world_size;
-  for (const Strategy strategy :
-       {Strategy::ddp, Strategy::zero1, Strategy::fsdp}) {
+  for (const Strategy strategy : {Strategy::ddp, Strategy::zero1, Strategy::fsdp}) {
     for (const int64_t window : {1, 2, 4}) {
       if (total % (window * world_size) != 0) {
         continue;
       }
-      SCOPED_TRACE(
-          std::string(strategy_name(strategy)) + " x " +
-          std::to_string(window));
+      SCOPED_TRACE(std::string(strategy_name(strategy)) + " x " + std::to_string(window));
       a.strategy = strategy;
       a.gradient_accumulation_steps = window;
       a.per_device_train_batch_size = total / (window * world_size);
@@ -209,16 +182,10 @@ TEST(TrainerControlWorld, ClassWeightsAndSmoothingAreTorchsOfTheJoinedBatch) {
       options.gradient_accumulation_steps = window;
       options.strategy = strategy;
       auto model = std::make_shared<toy::Classifier>();
-      auto accelerator = std::make_shared<Accelerator>(
-          options, testing_support::fresh_communicator());
-      Trainer trainer(
-          model,
-          toy::loss_function(model),
-          a,
-          std::make_shared<toy::Texts>(rows),
-          nullptr,
-          ComputeMetrics{},
-          accelerator);
+      auto accelerator =
+          std::make_shared<Accelerator>(options, testing_support::fresh_communicator());
+      Trainer trainer(model, toy::loss_function(model), a, std::make_shared<toy::Texts>(rows),
+                      nullptr, ComputeMetrics{}, accelerator);
       trainer.train();
       const auto losses = toy::history(trainer, "loss");
       ASSERT_EQ(losses.size(), reference.losses.size());
@@ -227,10 +194,7 @@ TEST(TrainerControlWorld, ClassWeightsAndSmoothingAreTorchsOfTheJoinedBatch) {
       }
       double difference = 0;
       accelerator->with_full_parameters(
-          [&] {
-            difference = toy::largest_difference(*model, *reference.model);
-          },
-          model);
+          [&] { difference = toy::largest_difference(*model, *reference.model); }, model);
       EXPECT_LE(difference, 1e-9);
     }
   }
@@ -252,10 +216,8 @@ TEST(TrainerControlWorld, LocalSgdSRecordsAreWeighedByClassOverAllRanks) {
   auto fresh = std::make_shared<toy::Classifier>();
   const Batch batch = toy::Texts(8 * world.world_size + 1).collate(rows);
   const double expected =
-      at::cross_entropy_loss(
-          fresh->forward(batch["input_ids"], batch["attention_mask"]),
-          batch["labels"],
-          at::tensor({0.25, 4.0, 1.5}, at::kDouble))
+      at::cross_entropy_loss(fresh->forward(batch["input_ids"], batch["attention_mask"]),
+                             batch["labels"], at::tensor({0.25, 4.0, 1.5}, at::kDouble))
           .item<double>();
   EXPECT_NEAR(losses[0], expected, 1e-10);
 }

@@ -20,8 +20,7 @@ namespace detail {
 
 /// Trains without end; the ranks in `signalled` get a SIGINT in their third
 /// micro-batch.
-void train_until_interrupted(
-    testing_support::FaultRank& rank, const std::vector<int>& signalled) {
+void train_until_interrupted(testing_support::FaultRank& rank, const std::vector<int>& signalled) {
   install_interrupt_handlers();
   auto model = std::make_shared<toy::Classifier>();
   const auto loss = toy::loss_function(model);
@@ -32,15 +31,13 @@ void train_until_interrupted(
       model,
       [&](const Batch& batch) {
         const int me = rank.world().rank;
-        if (++calls == 3 && std::find(signalled.begin(), signalled.end(), me) !=
-                                signalled.end()) {
+        if (++calls == 3 && std::find(signalled.begin(), signalled.end(), me) != signalled.end()) {
           rank.fault_here(); // the clock of seconds_after_fault starts
           std::raise(SIGINT);
         }
         return loss(batch);
       },
-      arguments,
-      std::make_shared<toy::Texts>(64));
+      arguments, std::make_shared<toy::Texts>(64));
   trainer.train();
 }
 
@@ -50,9 +47,7 @@ HASTEN_RANK_FUNCTION(TrainerInterruptedOnAllRanks) {
   detail::train_until_interrupted(rank, {0, 1});
 }
 
-HASTEN_RANK_FUNCTION(TrainerInterruptedOnRankOne) {
-  detail::train_until_interrupted(rank, {1});
-}
+HASTEN_RANK_FUNCTION(TrainerInterruptedOnRankOne) { detail::train_until_interrupted(rank, {1}); }
 
 /// SIGTERM reaches rank 1 alone, in its third micro-batch; `HASTEN_TEST_FOLDER` takes
 /// the run.
@@ -77,8 +72,7 @@ HASTEN_RANK_FUNCTION(TrainerTerminatedOnRankOne) {
         }
         return loss(batch);
       },
-      arguments,
-      std::make_shared<toy::Texts>(640));
+      arguments, std::make_shared<toy::Texts>(640));
   trainer.train();
 }
 
@@ -91,8 +85,8 @@ TEST(TrainerFault, SigtermOfOneRankMakesAllSaveBehindOneUpdate) {
     if (local) {
       environment.emplace_back("HASTEN_TEST_LOCAL_SGD", "1");
     }
-    const auto ranks = testing_support::spawn(
-        2, "TrainerTerminatedOnRankOne", {}, {.environment = environment});
+    const auto ranks =
+        testing_support::spawn(2, "TrainerTerminatedOnRankOne", {}, {.environment = environment});
     for (const auto& rank : ranks) {
       EXPECT_FALSE(rank.timed_out);
       EXPECT_NE(rank.error_type.find("Interrupted"), std::string::npos)
@@ -102,17 +96,13 @@ TEST(TrainerFault, SigtermOfOneRankMakesAllSaveBehindOneUpdate) {
     TrainingArguments arguments;
     arguments.output_dir = (folder / "out").string();
     arguments.resume_from_checkpoint = "latest";
-    const ResumePoint point =
-        find_resume_point(arguments, /*verify_checksums=*/true);
-    EXPECT_EQ(
-        point.folder.filename().string(),
-        local ? "checkpoint-3" : "checkpoint-2");
+    const ResumePoint point = find_resume_point(arguments, /*verify_checksums=*/true);
+    EXPECT_EQ(point.folder.filename().string(), local ? "checkpoint-3" : "checkpoint-2");
   }
 }
 
 TEST(TrainerFault, CtrlCStopsEveryRankWithItsSignal) {
-  const auto ranks =
-      testing_support::spawn(2, "TrainerInterruptedOnAllRanks", {});
+  const auto ranks = testing_support::spawn(2, "TrainerInterruptedOnAllRanks", {});
   for (const auto& rank : ranks) {
     EXPECT_FALSE(rank.timed_out);
     EXPECT_NE(rank.error_type.find("Interrupted"), std::string::npos)
@@ -121,13 +111,10 @@ TEST(TrainerFault, CtrlCStopsEveryRankWithItsSignal) {
 }
 
 TEST(TrainerFault, SignalThatReachesOneRankEndsTheOthersWithItsReason) {
-  const auto ranks =
-      testing_support::spawn(2, "TrainerInterruptedOnRankOne", {});
-  EXPECT_NE(ranks[1].error_type.find("Interrupted"), std::string::npos)
-      << ranks[1].error;
+  const auto ranks = testing_support::spawn(2, "TrainerInterruptedOnRankOne", {});
+  EXPECT_NE(ranks[1].error_type.find("Interrupted"), std::string::npos) << ranks[1].error;
   EXPECT_FALSE(ranks[0].timed_out);
-  EXPECT_NE(ranks[0].error.find("stopped by signal 2"), std::string::npos)
-      << ranks[0].error;
+  EXPECT_NE(ranks[0].error.find("stopped by signal 2"), std::string::npos) << ranks[0].error;
 }
 
 } // namespace hasten

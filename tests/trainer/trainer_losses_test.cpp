@@ -16,18 +16,14 @@ at::Tensor golden(const std::vector<double>& values) {
   return at::tensor(values, at::kDouble).view({7, 3});
 }
 
-double mean_of(const LossOutput& output) {
-  return output.loss_sum.item<double>() / output.weight;
-}
+double mean_of(const LossOutput& output) { return output.loss_sum.item<double>() / output.weight; }
 
 TEST(TrainerLosses, CrossEntropyIsTorchsWithWeightsAndSmoothing) {
   const at::Tensor logits = golden(kLogits);
   const at::Tensor labels = at::tensor(kLabels, at::kLong);
   const auto loss = [&](double smoothing, std::vector<double> weights) {
     return mean_of(cross_entropy_output(
-        logits,
-        labels,
-        {.label_smoothing = smoothing, .class_weights = std::move(weights)}));
+        logits, labels, {.label_smoothing = smoothing, .class_weights = std::move(weights)}));
   };
   EXPECT_NEAR(loss(0, {}), kPlain, 1e-12);
   EXPECT_NEAR(loss(0.2, {}), kSmoothed, 1e-12);
@@ -41,10 +37,9 @@ TEST(TrainerLosses, AnySplitOfTheRowsAddsUpToTheWholesLoss) {
   const at::Tensor labels = at::tensor(kLabels, at::kLong);
   double loss = 0, weight = 0;
   for (const auto& [from, to] : {std::pair(0, 1), {1, 4}, {4, 7}}) {
-    const LossOutput part = cross_entropy_output(
-        logits.slice(0, from, to),
-        labels.slice(0, from, to),
-        {.label_smoothing = 0.2, .class_weights = kClassWeights});
+    const LossOutput part =
+        cross_entropy_output(logits.slice(0, from, to), labels.slice(0, from, to),
+                             {.label_smoothing = 0.2, .class_weights = kClassWeights});
     loss += part.loss_sum.item<double>();
     weight += part.weight;
   }
@@ -55,8 +50,7 @@ TEST(TrainerLosses, TokensAreRowsOfTheirOwn) {
   const at::Tensor logits = golden(kLogits).slice(0, 0, 6);
   const at::Tensor labels = at::tensor(kLabels, at::kLong).slice(0, 0, 6);
   const LossOutput flat = cross_entropy_output(logits, labels);
-  const LossOutput shaped =
-      cross_entropy_output(logits.view({2, 3, 3}), labels.view({2, 3}));
+  const LossOutput shaped = cross_entropy_output(logits.view({2, 3, 3}), labels.view({2, 3}));
   EXPECT_EQ(mean_of(shaped), mean_of(flat));
   EXPECT_EQ(shaped.weight, 5); // one label is -100
 }
@@ -65,12 +59,9 @@ TEST(TrainerLosses, RegressionAndSeveralLabelsAreTorchs) {
   const at::Tensor logits = golden(kLogits);
   const at::Tensor targets = golden(kTargets);
   EXPECT_NEAR(mean_of(bce_with_logits_output(logits, targets)), kBce, 1e-12);
-  EXPECT_NEAR(
-      mean_of(bce_with_logits_output(logits, targets, kClassWeights)),
-      kBcePosWeight,
-      1e-12);
-  const LossOutput mse =
-      mse_output(logits.slice(1, 0, 1), targets.select(1, 1).to(at::kFloat));
+  EXPECT_NEAR(mean_of(bce_with_logits_output(logits, targets, kClassWeights)), kBcePosWeight,
+              1e-12);
+  const LossOutput mse = mse_output(logits.slice(1, 0, 1), targets.select(1, 1).to(at::kFloat));
   EXPECT_NEAR(mean_of(mse), kMse, 1e-12);
   EXPECT_EQ(mse.outputs.sizes(), (std::vector<int64_t>{7}));
 }
@@ -111,8 +102,7 @@ TEST(TrainerLosses, BalancedWeightsAreScikitLearnsAndUnseenLabelsCountOne) {
   EXPECT_DOUBLE_EQ(weights[1], 1);
   EXPECT_DOUBLE_EQ(weights[2], 3000 / (2.0 * 2700));
   EXPECT_THROW(resolve_class_weights("balanced", nullptr), InputError);
-  EXPECT_EQ(
-      resolve_class_weights("0.5,2", nullptr), (std::vector<double>{0.5, 2}));
+  EXPECT_EQ(resolve_class_weights("0.5,2", nullptr), (std::vector<double>{0.5, 2}));
   EXPECT_TRUE(resolve_class_weights("", nullptr).empty());
 }
 
@@ -127,24 +117,18 @@ TEST(TrainerLosses, WhatDoesNotFitIsRefusedWithItsForm) {
   };
   const at::Tensor logits = golden(kLogits);
   const at::Tensor labels = at::tensor(kLabels, at::kLong);
-  const std::string floats =
-      refusal([&] { cross_entropy_output(logits, labels.to(at::kDouble)); });
+  const std::string floats = refusal([&] { cross_entropy_output(logits, labels.to(at::kDouble)); });
   EXPECT_NE(floats.find("Double [7]"), std::string::npos) << floats;
-  const std::string weights = refusal(
-      [&] { cross_entropy_output(logits, labels, {.class_weights = {1, 2}}); });
-  EXPECT_NE(
-      weights.find("class_weights of 2 labels for a model with 3"),
-      std::string::npos)
+  const std::string weights =
+      refusal([&] { cross_entropy_output(logits, labels, {.class_weights = {1, 2}}); });
+  EXPECT_NE(weights.find("class_weights of 2 labels for a model with 3"), std::string::npos)
       << weights;
-  EXPECT_NE(
-      refusal([&] { mse_output(logits, logits); }).find("[7, 3]"),
-      std::string::npos);
+  EXPECT_NE(refusal([&] { mse_output(logits, logits); }).find("[7, 3]"), std::string::npos);
   for (const char* text : {"1,,2", "0,1", "-1", "balance", "1,2,", "nan"}) {
-    EXPECT_NE(
-        refusal([&] {
-          class_weight_numbers(text);
-        }).find(std::string("class_weights=\"") + text + "\""),
-        std::string::npos)
+    EXPECT_NE(refusal([&] {
+                class_weight_numbers(text);
+              }).find(std::string("class_weights=\"") + text + "\""),
+              std::string::npos)
         << text;
   }
 }

@@ -55,9 +55,7 @@ struct Recorder : TrainerCallback {
     description = d;
     events.push_back("begin");
   }
-  void on_step_end(const StepProgress& p) override {
-    steps.push_back(p.global_step);
-  }
+  void on_step_end(const StepProgress& p) override { steps.push_back(p.global_step); }
   void on_log(const nlohmann::json& record) override {
     events.push_back("log " + record.at("step").dump());
   }
@@ -82,15 +80,11 @@ struct ToyRun {
   TrainOutput output{};
 };
 
-ToyRun train_toy(
-    const TrainingArguments& arguments, int64_t rows, int64_t eval_rows = 0) {
+ToyRun train_toy(const TrainingArguments& arguments, int64_t rows, int64_t eval_rows = 0) {
   ToyRun run;
   run.model = std::make_shared<toy::Classifier>();
   run.trainer = std::make_unique<Trainer>(
-      run.model,
-      toy::loss_function(run.model),
-      arguments,
-      std::make_shared<toy::Texts>(rows),
+      run.model, toy::loss_function(run.model), arguments, std::make_shared<toy::Texts>(rows),
       eval_rows > 0 ? std::make_shared<toy::Texts>(eval_rows) : nullptr,
       classification_metrics(toy::kLabels),
       lone_accelerator(arguments.gradient_accumulation_steps));
@@ -124,15 +118,10 @@ TEST(Trainer, TrainsAPlainModuleOnADatasetOfItsOwn) {
       [model](const Batch& batch) {
         const at::Tensor logits = model->forward(batch["x"]);
         return LossOutput{
-            torch::binary_cross_entropy_with_logits(
-                logits, batch["y"], {}, {}, at::Reduction::Sum),
-            static_cast<double>(batch.rows()),
-            logits};
+            torch::binary_cross_entropy_with_logits(logits, batch["y"], {}, {}, at::Reduction::Sum),
+            static_cast<double>(batch.rows()), logits};
       },
-      arguments,
-      std::make_shared<detail::Points>(),
-      std::make_shared<detail::Points>(),
-      {},
+      arguments, std::make_shared<detail::Points>(), std::make_shared<detail::Points>(), {},
       detail::lone_accelerator());
   const double before = trainer.evaluate().at("eval_loss").get<double>();
   EXPECT_TRUE(model->is_training());
@@ -157,17 +146,8 @@ TEST(Trainer, RecordsAndFilesSayWhatHappened) {
   // 16 rows: 6 batches of 3, the last of 1; 3 updates an epoch.
   const auto run = detail::train_toy(arguments, 16, 7);
   const std::vector<std::string> events = {
-      "begin",
-      "log 2",
-      "evaluate 3",
-      "save checkpoint-3",
-      "epoch 1",
-      "log 4",
-      "log 6",
-      "evaluate 6",
-      "save checkpoint-6",
-      "epoch 2",
-      "end"};
+      "begin", "log 2",      "evaluate 3",        "save checkpoint-3", "epoch 1", "log 4",
+      "log 6", "evaluate 6", "save checkpoint-6", "epoch 2",           "end"};
   EXPECT_EQ(run.recorder->events, events);
   EXPECT_EQ(run.recorder->steps, (std::vector<int64_t>{1, 2, 3, 4, 5, 6}));
 
@@ -182,10 +162,7 @@ TEST(Trainer, RecordsAndFilesSayWhatHappened) {
   }
   for (const EpochReport& epoch : run.recorder->epochs) {
     EXPECT_EQ(epoch.samples, 16);
-    EXPECT_NEAR(
-        epoch.tokens_per_second * epoch.train_seconds,
-        static_cast<double>(tokens),
-        1e-6);
+    EXPECT_NEAR(epoch.tokens_per_second * epoch.train_seconds, static_cast<double>(tokens), 1e-6);
     EXPECT_GT(epoch.padding_waste, 0);
     EXPECT_LT(epoch.padding_waste, 1);
     EXPECT_GT(epoch.peak_resident_bytes, 1 << 20);
@@ -199,28 +176,21 @@ TEST(Trainer, RecordsAndFilesSayWhatHappened) {
   for (const auto& line : detail::json_lines(folder / "metrics.jsonl")) {
     ++types[line.at("type").get<std::string>()];
   }
-  EXPECT_EQ(
-      types,
-      (std::map<std::string, int>{
-          {"train", 3}, {"eval", 2}, {"epoch", 2}, {"end", 1}}));
+  EXPECT_EQ(types,
+            (std::map<std::string, int>{{"train", 3}, {"eval", 2}, {"epoch", 2}, {"end", 1}}));
   for (const char* place : {"", "checkpoint-3", "checkpoint-6"}) {
     for (const char* name :
-         {"model.safetensors",
-          "trainer_state.json",
-          "hasten_state.json",
-          "training_args.json"}) {
-      EXPECT_TRUE(std::filesystem::exists(folder.path() / place / name))
-          << place << " " << name;
+         {"model.safetensors", "trainer_state.json", "hasten_state.json", "training_args.json"}) {
+      EXPECT_TRUE(std::filesystem::exists(folder.path() / place / name)) << place << " " << name;
     }
   }
   const TrainerState state = read_trainer_state(folder / "trainer_state.json");
   EXPECT_EQ(state.global_step, 6);
   EXPECT_EQ(state.log_history, run.trainer->state().log_history);
-  EXPECT_EQ(
-      nlohmann::json::parse(read_file(folder / "training_args.json"))
-          .get<TrainingArguments>()
-          .logging_steps,
-      2);
+  EXPECT_EQ(nlohmann::json::parse(read_file(folder / "training_args.json"))
+                .get<TrainingArguments>()
+                .logging_steps,
+            2);
 }
 
 TEST(Trainer, LoggedLossIsTheMeanOverTheRowsSinceTheLastRecord) {
@@ -236,8 +206,7 @@ TEST(Trainer, LoggedLossIsTheMeanOverTheRowsSinceTheLastRecord) {
   ASSERT_EQ(logged.size(), 2u); // the last window is flushed
   EXPECT_NEAR(logged[0], (l[0] + l[1] + l[2] + l[3]) / 4, 1e-12);
   EXPECT_NEAR(logged[1], (4 * l[4] + 4 * l[5] + 2 * l[6]) / 10, 1e-12);
-  EXPECT_NEAR(
-      some.output.training_loss, (16 * logged[0] + 10 * logged[1]) / 26, 1e-12);
+  EXPECT_NEAR(some.output.training_loss, (16 * logged[0] + 10 * logged[1]) / 26, 1e-12);
   // The rate an update used, not the next one's: warm-up over 2 of 7 updates.
   const auto rates = toy::history(*every.trainer, "learning_rate");
   EXPECT_EQ(rates[0], 0.0);
@@ -277,24 +246,15 @@ TEST(Trainer, EvaluatesAndSavesEverySoManyUpdatesAndAtTheLast) {
   arguments.load_best_model_at_end = true;
   const auto run = detail::train_toy(arguments, 64, 5);
   const std::vector<std::string> events = {
-      "begin",
-      "evaluate 2",
-      "evaluate 4",
-      "save checkpoint-4",
-      "evaluate 6",
-      "log 7",
-      "evaluate 7",
-      "save checkpoint-7",
-      "epoch 1",
-      "end"};
+      "begin", "evaluate 2", "evaluate 4",        "save checkpoint-4", "evaluate 6",
+      "log 7", "evaluate 7", "save checkpoint-7", "epoch 1",           "end"};
   EXPECT_EQ(run.recorder->events, events);
   // Only what was saved can be the best to go back to.
   ASSERT_TRUE(run.trainer->state().best_global_step.has_value());
   const int64_t best = *run.trainer->state().best_global_step;
   EXPECT_TRUE(best == 4 || best == 7) << best;
-  EXPECT_EQ(
-      run.trainer->state().best_model_checkpoint,
-      (folder / ("checkpoint-" + std::to_string(best))).string());
+  EXPECT_EQ(run.trainer->state().best_model_checkpoint,
+            (folder / ("checkpoint-" + std::to_string(best))).string());
 }
 
 TEST(Trainer, ContradictionsAreRefusedBeforeAnythingIsWritten) {
@@ -304,14 +264,8 @@ TEST(Trainer, ContradictionsAreRefusedBeforeAnythingIsWritten) {
   const auto error = [&](int64_t accelerators_window) -> std::string {
     auto model = std::make_shared<toy::Classifier>();
     try {
-      Trainer trainer(
-          model,
-          toy::loss_function(model),
-          arguments,
-          std::make_shared<toy::Texts>(8),
-          nullptr,
-          {},
-          detail::lone_accelerator(accelerators_window));
+      Trainer trainer(model, toy::loss_function(model), arguments, std::make_shared<toy::Texts>(8),
+                      nullptr, {}, detail::lone_accelerator(accelerators_window));
     } catch (const InputError& e) {
       return e.what();
     }

@@ -26,9 +26,7 @@ std::shared_ptr<Accelerator> trainer_accelerator(int64_t window, bool alone) {
   AcceleratorOptions options;
   options.gradient_accumulation_steps = window;
   return std::make_shared<Accelerator>(
-      options,
-      alone ? Communicator::create(World{})
-            : testing_support::fresh_communicator());
+      options, alone ? Communicator::create(World{}) : testing_support::fresh_communicator());
 }
 
 struct SplitRun {
@@ -36,24 +34,15 @@ struct SplitRun {
   std::unique_ptr<Trainer> trainer{};
 };
 
-SplitRun run_split(
-    TrainingArguments arguments,
-    int64_t rows,
-    int64_t batch,
-    int64_t window,
-    bool alone) {
+SplitRun run_split(TrainingArguments arguments, int64_t rows, int64_t batch, int64_t window,
+                   bool alone) {
   arguments.per_device_train_batch_size = batch;
   arguments.gradient_accumulation_steps = window;
   SplitRun run;
   run.model = std::make_shared<toy::Classifier>();
-  run.trainer = std::make_unique<Trainer>(
-      run.model,
-      toy::loss_function(run.model),
-      arguments,
-      std::make_shared<toy::Texts>(rows),
-      nullptr,
-      ComputeMetrics{},
-      trainer_accelerator(window, alone));
+  run.trainer = std::make_unique<Trainer>(run.model, toy::loss_function(run.model), arguments,
+                                          std::make_shared<toy::Texts>(rows), nullptr,
+                                          ComputeMetrics{}, trainer_accelerator(window, alone));
   run.trainer->train();
   return run;
 }
@@ -69,10 +58,8 @@ std::vector<std::pair<int64_t, int64_t>> splits(int64_t total, int world_size) {
   return found;
 }
 
-void expect_near(
-    const std::vector<double>& values,
-    const std::vector<double>& expected,
-    double tolerance) {
+void expect_near(const std::vector<double>& values, const std::vector<double>& expected,
+                 double tolerance) {
   ASSERT_EQ(values.size(), expected.size());
   for (size_t i = 0; i < values.size(); ++i) {
     EXPECT_NEAR(values[i], expected[i], tolerance) << "record " << i;
@@ -102,16 +89,12 @@ class CountedRows : public Metric {
   int64_t rows() const { return rows_; }
   int64_t row_numbers() const { return row_numbers_; }
 
-  at::Tensor state() const override {
-    return at::tensor({rows_, row_numbers_}, at::kLong);
-  }
+  at::Tensor state() const override { return at::tensor({rows_, row_numbers_}, at::kLong); }
   void set_state(const at::Tensor& state) override {
     rows_ = state[0].item<int64_t>();
     row_numbers_ = state[1].item<int64_t>();
   }
-  void merge_state(const at::Tensor& other) override {
-    set_state(state() + other);
-  }
+  void merge_state(const at::Tensor& other) override { set_state(state() + other); }
   void reset() override { rows_ = row_numbers_ = 0; }
 
  private:
@@ -130,10 +113,9 @@ class ScriptedMetrics : public EvaluationMetrics {
   }
   std::vector<Metric*> metrics() override { return {&counted_}; }
   std::map<std::string, double> compute() const override {
-    return {
-        {"rows", static_cast<double>(counted_.rows())},
-        {"row_numbers", static_cast<double>(counted_.row_numbers())},
-        {"score", score_}};
+    return {{"rows", static_cast<double>(counted_.rows())},
+            {"row_numbers", static_cast<double>(counted_.row_numbers())},
+            {"score", score_}};
   }
 
  private:
@@ -146,20 +128,16 @@ class ScriptedMetrics : public EvaluationMetrics {
 TEST(TrainerWorld, AnySplitGivesTheUpdatesOfAPlainLoopOverTheJoinedBatch) {
   // 26 = 12 + 12 + 2: with four ranks the last update has rows on two of them.
   const int64_t rows = 26, total = 12;
-  const auto reference =
-      toy::plain_run(toy::Texts(rows), toy::arguments(), total);
+  const auto reference = toy::plain_run(toy::Texts(rows), toy::arguments(), total);
   const int world_size = testing_support::test_world().world_size;
   for (const auto& [batch, window] : detail::splits(total, world_size)) {
     SCOPED_TRACE(std::to_string(batch) + " rows x " + std::to_string(window));
-    const auto run =
-        detail::run_split(toy::arguments(), rows, batch, window, false);
+    const auto run = detail::run_split(toy::arguments(), rows, batch, window, false);
     EXPECT_LE(toy::largest_difference(*run.model, *reference.model), 1e-9);
-    detail::expect_near(
-        toy::history(*run.trainer, "loss"), reference.losses, 1e-10);
+    detail::expect_near(toy::history(*run.trainer, "loss"), reference.losses, 1e-10);
     // Ranks that had no row in an update do not know its norm.
     if (testing_support::test_world().rank == 0) {
-      detail::expect_near(
-          toy::history(*run.trainer, "grad_norm"), reference.grad_norms, 1e-10);
+      detail::expect_near(toy::history(*run.trainer, "grad_norm"), reference.grad_norms, 1e-10);
     }
   }
 }
@@ -187,11 +165,7 @@ TEST(TrainerWorld, EvaluationCountsEveryRowOnceAndPredictionKeepsTheOrder) {
     TrainingArguments arguments = toy::arguments();
     arguments.per_device_eval_batch_size = 3;
     Trainer trainer(
-        model,
-        toy::loss_function(model),
-        arguments,
-        nullptr,
-        nullptr,
+        model, toy::loss_function(model), arguments, nullptr, nullptr,
         [] { return std::make_unique<detail::ScriptedMetrics>(0); },
         detail::trainer_accelerator(1, false));
     const auto record = trainer.evaluate(texts);
@@ -203,15 +177,11 @@ TEST(TrainerWorld, EvaluationCountsEveryRowOnceAndPredictionKeepsTheOrder) {
     const Batch joined = texts.collate(all);
     model->eval();
     const LossOutput expected = toy::loss_function(model)(joined);
-    EXPECT_NEAR(
-        record.at("eval_loss").get<double>(),
-        expected.loss_sum.item<double>() / static_cast<double>(rows),
-        1e-12);
+    EXPECT_NEAR(record.at("eval_loss").get<double>(),
+                expected.loss_sum.item<double>() / static_cast<double>(rows), 1e-12);
     const PredictionOutput predicted = trainer.predict(texts);
     ASSERT_EQ(predicted.outputs.sizes(), expected.outputs.sizes());
-    EXPECT_LE(
-        (predicted.outputs - expected.outputs).abs().max().item<double>(),
-        1e-12);
+    EXPECT_LE((predicted.outputs - expected.outputs).abs().max().item<double>(), 1e-12);
     EXPECT_EQ(predicted.metrics.at("test_loss"), record.at("eval_loss"));
   }
 }
@@ -229,15 +199,11 @@ TEST(TrainerWorld, LossThatIsNotFiniteStopsAllRanksNamingUpdateAndRank) {
       [&](const Batch& batch) {
         LossOutput output = loss(batch);
         if (++calls == 2 && world.rank == culprit) {
-          output.loss_sum =
-              output.loss_sum * std::numeric_limits<double>::quiet_NaN();
+          output.loss_sum = output.loss_sum * std::numeric_limits<double>::quiet_NaN();
         }
         return output;
       },
-      arguments,
-      std::make_shared<toy::Texts>(8 * world.world_size),
-      nullptr,
-      {},
+      arguments, std::make_shared<toy::Texts>(8 * world.world_size), nullptr, {},
       detail::trainer_accelerator(1, false));
   try {
     trainer.train();
@@ -245,9 +211,7 @@ TEST(TrainerWorld, LossThatIsNotFiniteStopsAllRanksNamingUpdateAndRank) {
   } catch (const TrainingError& error) {
     const std::string text = error.what();
     EXPECT_NE(text.find("update 2 of 12"), text.npos) << text;
-    EXPECT_NE(
-        text.find("rank " + std::to_string(culprit) + " (loss="), text.npos)
-        << text;
+    EXPECT_NE(text.find("rank " + std::to_string(culprit) + " (loss="), text.npos) << text;
   }
   EXPECT_EQ(trainer.state().global_step, 1);
   for (const at::Tensor& parameter : model->parameters()) {
@@ -271,18 +235,14 @@ TEST(TrainerWorld, RankThatThrowsEndsTheOthersWithItsReason) {
         }
         return loss(batch);
       },
-      arguments,
-      std::make_shared<toy::Texts>(8 * world.world_size),
-      nullptr,
-      {},
+      arguments, std::make_shared<toy::Texts>(8 * world.world_size), nullptr, {},
       detail::trainer_accelerator(1, false));
   try {
     trainer.train();
     FAIL() << "trained on";
   } catch (const CommunicationError& error) {
     EXPECT_NE(world.rank, culprit);
-    EXPECT_NE(std::string(error.what()).find("row 7 is bad"), std::string::npos)
-        << error.what();
+    EXPECT_NE(std::string(error.what()).find("row 7 is bad"), std::string::npos) << error.what();
   } catch (const std::runtime_error& error) {
     EXPECT_EQ(world.rank, culprit) << error.what();
     EXPECT_STREQ(error.what(), "row 7 is bad");
@@ -306,14 +266,8 @@ TEST(TrainerWorld, BestModelIsLoadedOnEveryRankAndItsFolderIsKept) {
   size_t evaluation = 0;
   const auto train = std::make_shared<toy::Texts>(8 * world.world_size);
   Trainer trainer(
-      model,
-      toy::loss_function(model),
-      arguments,
-      train,
-      std::make_shared<toy::Texts>(5),
-      [&] {
-        return std::make_unique<detail::ScriptedMetrics>(scores[evaluation++]);
-      },
+      model, toy::loss_function(model), arguments, train, std::make_shared<toy::Texts>(5),
+      [&] { return std::make_unique<detail::ScriptedMetrics>(scores[evaluation++]); },
       detail::trainer_accelerator(1, false));
   struct CountFolders : TrainerCallback {
     explicit CountFolders(std::vector<size_t>& c) : counts(c) {}
@@ -340,12 +294,8 @@ TEST(TrainerWorld, BestModelIsLoadedOnEveryRankAndItsFolderIsKept) {
     const SafetensorsReader reader(path / "model.safetensors");
     double largest = 0;
     for (const auto& entry : model->named_parameters()) {
-      largest = std::max(
-          largest,
-          (reader.tensor(entry.key()) - entry.value())
-              .abs()
-              .max()
-              .item<double>());
+      largest = std::max(largest,
+                         (reader.tensor(entry.key()) - entry.value()).abs().max().item<double>());
     }
     return largest;
   };
@@ -363,14 +313,8 @@ TEST(TrainerWorld, FolderOfAnotherRunIsRefusedOnEveryRank) {
     arguments.overwrite_output_dir = overwrite;
     arguments.max_steps = 1;
     arguments.warmup_steps = 0;
-    Trainer trainer(
-        model,
-        toy::loss_function(model),
-        arguments,
-        std::make_shared<toy::Texts>(9),
-        nullptr,
-        {},
-        detail::trainer_accelerator(1, false));
+    Trainer trainer(model, toy::loss_function(model), arguments, std::make_shared<toy::Texts>(9),
+                    nullptr, {}, detail::trainer_accelerator(1, false));
     trainer.train();
     trainer.accelerator().wait_for_everyone();
   };
@@ -379,8 +323,7 @@ TEST(TrainerWorld, FolderOfAnotherRunIsRefusedOnEveryRank) {
     train(false);
     FAIL() << "not refused";
   } catch (const InputError& error) {
-    EXPECT_NE(
-        std::string(error.what()).find("holds another run"), std::string::npos)
+    EXPECT_NE(std::string(error.what()).find("holds another run"), std::string::npos)
         << error.what();
   }
   train(true);
@@ -389,22 +332,15 @@ TEST(TrainerWorld, FolderOfAnotherRunIsRefusedOnEveryRank) {
 TEST(TrainerWorld, MoreProcessesThanRowsIsAnErrorThatNamesBoth) {
   const World& world = testing_support::test_world();
   auto model = std::make_shared<toy::Classifier>();
-  Trainer trainer(
-      model,
-      toy::loss_function(model),
-      toy::arguments(),
-      std::make_shared<toy::Texts>(world.world_size - 1),
-      nullptr,
-      {},
-      detail::trainer_accelerator(1, false));
+  Trainer trainer(model, toy::loss_function(model), toy::arguments(),
+                  std::make_shared<toy::Texts>(world.world_size - 1), nullptr, {},
+                  detail::trainer_accelerator(1, false));
   try {
     trainer.train();
     FAIL() << "trained on";
   } catch (const InputError& error) {
     const std::string text = error.what();
-    EXPECT_NE(
-        text.find("processes=" + std::to_string(world.world_size)), text.npos)
-        << text;
+    EXPECT_NE(text.find("processes=" + std::to_string(world.world_size)), text.npos) << text;
   }
 }
 

@@ -32,8 +32,7 @@ TEST(TrainingArguments, DefaultsAreValidOnceThereIsAnOutputFolder) {
   EXPECT_EQ(detail::validation_error(detail::valid_arguments()), "no error");
   EXPECT_EQ(
       detail::validation_error({}),
-      "[trainer::training_arguments] output_dir=\"\". "
-      "Expected a folder, or save_strategy=no.");
+      "[trainer::training_arguments] output_dir=\"\". Expected a folder, or save_strategy=no.");
 }
 
 TEST(TrainingArguments, EachFieldOutOfRangeIsNamedWithItsValue) {
@@ -45,23 +44,18 @@ TEST(TrainingArguments, EachFieldOutOfRangeIsNamedWithItsValue) {
        [](TrainingArguments& a) { a.per_device_eval_batch_size = -1; }},
       {"gradient_accumulation_steps=0.",
        [](TrainingArguments& a) { a.gradient_accumulation_steps = 0; }},
-      {"num_train_epochs=0.0.",
-       [](TrainingArguments& a) { a.num_train_epochs = 0; }},
+      {"num_train_epochs=0.0.", [](TrainingArguments& a) { a.num_train_epochs = 0; }},
       {"max_steps=0.", [](TrainingArguments& a) { a.max_steps = 0; }},
-      {"learning_rate=-1.0.",
-       [](TrainingArguments& a) { a.learning_rate = -1; }},
+      {"learning_rate=-1.0.", [](TrainingArguments& a) { a.learning_rate = -1; }},
       {"adam_beta2=1.0.", [](TrainingArguments& a) { a.adam_beta2 = 1; }},
       {"warmup_steps=1.5.", [](TrainingArguments& a) { a.warmup_steps = 1.5; }},
       {"warmup_ratio=2.0.", [](TrainingArguments& a) { a.warmup_ratio = 2; }},
       {"logging_steps=0.0.", [](TrainingArguments& a) { a.logging_steps = 0; }},
       {"eval_steps=2.5.", [](TrainingArguments& a) { a.eval_steps = 2.5; }},
-      {"save_total_limit=-1.",
-       [](TrainingArguments& a) { a.save_total_limit = -1; }},
+      {"save_total_limit=-1.", [](TrainingArguments& a) { a.save_total_limit = -1; }},
       {"max_length=0.", [](TrainingArguments& a) { a.max_length = 0; }},
-      {"max_grad_norm=-1.0.",
-       [](TrainingArguments& a) { a.max_grad_norm = -1; }},
-      {"max_grad_value=-0.5.",
-       [](TrainingArguments& a) { a.max_grad_value = -0.5; }},
+      {"max_grad_norm=-1.0.", [](TrainingArguments& a) { a.max_grad_norm = -1; }},
+      {"max_grad_value=-0.5.", [](TrainingArguments& a) { a.max_grad_value = -0.5; }},
       {"memory_limit=\"2 TB of it\".",
        [](TrainingArguments& a) {
          a.auto_find_batch_size = true;
@@ -88,22 +82,16 @@ TEST(TrainingArguments, BestModelNeedsASaveForEachEvaluation) {
   arguments.load_best_model_at_end = true;
   EXPECT_EQ(detail::validation_error(arguments), "no error");
   arguments.save_strategy = IntervalStrategy::steps;
-  EXPECT_NE(
-      detail::validation_error(arguments).find(
-          "eval_strategy=epoch, save_strategy=steps"),
-      std::string::npos);
+  EXPECT_NE(detail::validation_error(arguments).find("eval_strategy=epoch, save_strategy=steps"),
+            std::string::npos);
   arguments.eval_strategy = IntervalStrategy::steps;
   arguments.eval_steps = 0.1;
   arguments.save_steps = 0.3;
   EXPECT_EQ(detail::validation_error(arguments), "no error");
   arguments.save_steps = 0.25;
-  EXPECT_NE(
-      detail::validation_error(arguments).find("multiple of eval_steps"),
-      std::string::npos);
+  EXPECT_NE(detail::validation_error(arguments).find("multiple of eval_steps"), std::string::npos);
   arguments.eval_strategy = IntervalStrategy::no;
-  EXPECT_NE(
-      detail::validation_error(arguments).find("eval_strategy=no"),
-      std::string::npos);
+  EXPECT_NE(detail::validation_error(arguments).find("eval_strategy=no"), std::string::npos);
 }
 
 TEST(TrainingArguments, JsonKeepsEveryFieldAndOffersTheNearestName) {
@@ -114,8 +102,7 @@ TEST(TrainingArguments, JsonKeepsEveryFieldAndOffersTheNearestName) {
   arguments.learning_rate = 3e-4;
   const nlohmann::json json = arguments;
   EXPECT_EQ(json.at("eval_strategy"), "steps");
-  const TrainingArguments again =
-      nlohmann::json::parse(json.dump()).get<TrainingArguments>();
+  const TrainingArguments again = nlohmann::json::parse(json.dump()).get<TrainingArguments>();
   EXPECT_EQ(nlohmann::json(again), json);
   EXPECT_EQ(again.order_seed(), 7u);
   EXPECT_EQ(again.greater_is_better, std::optional<bool>(false));
@@ -130,12 +117,10 @@ TEST(TrainingArguments, JsonKeepsEveryFieldAndOffersTheNearestName) {
   };
   EXPECT_EQ(
       message(R"({"learning_rte": 1})"),
-      "[trainer::training_arguments] unknown name: learning_rte=1. "
-      "Fix: write learning_rate.");
+      "[trainer::training_arguments] unknown name: learning_rte=1. Fix: write learning_rate.");
   EXPECT_EQ(
       message(R"({"save_strategy": "never"})"),
-      "[trainer::training_arguments] save_strategy=\"never\". "
-      "Expected one of epoch, no, steps.");
+      "[trainer::training_arguments] save_strategy=\"never\". Expected one of epoch, no, steps.");
   EXPECT_NE(message(R"({"seed": -1})").find("seed=-1"), std::string::npos);
   EXPECT_NE(message(R"({"max_steps": 1.5})").find("1.5"), std::string::npos);
 }

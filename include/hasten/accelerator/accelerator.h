@@ -72,10 +72,8 @@ class [[nodiscard]] AccumulateGuard {
 /// Nests: the innermost of a model decides. Never communicates.
 class [[nodiscard]] SyncGuard {
  public:
-  SyncGuard(
-      std::shared_ptr<detail::AcceleratorCore> core,
-      const std::vector<torch::nn::Module*>& models,
-      bool sync);
+  SyncGuard(std::shared_ptr<detail::AcceleratorCore> core,
+            const std::vector<torch::nn::Module*>& models, bool sync);
   SyncGuard(const SyncGuard&) = delete;
   SyncGuard& operator=(const SyncGuard&) = delete;
   ~SyncGuard();
@@ -90,9 +88,7 @@ class [[nodiscard]] SyncGuard {
 /// are put together. Costs nothing for others.
 class [[nodiscard]] ForwardGuard {
  public:
-  ForwardGuard(
-      detail::AcceleratorCore& core,
-      const std::vector<torch::nn::Module*>& models);
+  ForwardGuard(detail::AcceleratorCore& core, const std::vector<torch::nn::Module*>& models);
   ForwardGuard(ForwardGuard&&) noexcept = default;
   ForwardGuard& operator=(ForwardGuard&&) = delete;
 
@@ -111,8 +107,7 @@ class Accelerator : public Gradients {
   /// Throws InputError for contradictory variables or options < 1.
   explicit Accelerator(AcceleratorOptions options = {});
   /// The same on a group that exists already and stays the caller's to close.
-  Accelerator(
-      AcceleratorOptions options, std::shared_ptr<Communicator> communicator);
+  Accelerator(AcceleratorOptions options, std::shared_ptr<Communicator> communicator);
   Accelerator(Accelerator&&) noexcept = default;
   Accelerator& operator=(Accelerator&&) = delete;
   ~Accelerator();
@@ -134,22 +129,18 @@ class Accelerator : public Gradients {
   /// Prepares a range of batches with a configuration of its own. It becomes a
   /// training loader by accumulate(loader, model).
   template <typename Range>
-  auto prepare_data_loader(
-      Range&& range, const DataLoaderConfiguration& configuration) {
+  auto prepare_data_loader(Range&& range, const DataLoaderConfiguration& configuration) {
     static_assert(detail::argument_is_preparable<1, Range>());
     auto state = std::make_shared<detail::LoaderState>();
     state->config = configuration;
     using Held = typename detail::Lent<Range>::Object;
-    return PreparedLoader<Held>(
-        core_,
-        detail::Lent<Range>::share(std::forward<Range>(range)),
-        std::move(state));
+    return PreparedLoader<Held>(core_, detail::Lent<Range>::share(std::forward<Range>(range)),
+                                std::move(state));
   }
   /// `for (auto& batch : accelerator.skip_first_batches(loader, n))`: the loader
   /// itself, whose next loop leaves out this rank's first n batches.
   template <typename Range>
-  PreparedLoader<Range>& skip_first_batches(
-      PreparedLoader<Range>& loader, int64_t batches) {
+  PreparedLoader<Range>& skip_first_batches(PreparedLoader<Range>& loader, int64_t batches) {
     loader.skip_first_batches(batches);
     return loader;
   }
@@ -166,17 +157,14 @@ class Accelerator : public Gradients {
     return open(nullptr, std::nullopt, models...);
   }
   template <typename Range, detail::ModelHolder... Models>
-  AccumulateGuard accumulate(
-      const PreparedLoader<Range>& loader, const Models&... models) {
+  AccumulateGuard accumulate(const PreparedLoader<Range>& loader, const Models&... models) {
     return open(loader.shared_->state, std::nullopt, models...);
   }
   /// `weight` ≥ 0 is what the mean loss was divided by, if not the batch's rows.
   /// 0: the loss is not looked at; it may be NaN.
   template <typename Range, detail::ModelHolder... Models>
-  AccumulateGuard accumulate(
-      const PreparedLoader<Range>& loader,
-      double weight,
-      const Models&... models) {
+  AccumulateGuard accumulate(const PreparedLoader<Range>& loader, double weight,
+                             const Models&... models) {
     return open(loader.shared_->state, weight, models...);
   }
 
@@ -200,8 +188,7 @@ class Accelerator : public Gradients {
   /// Backward of a loss that is a sum over `weight` ≥ 0 terms (tokens). Inside
   /// accumulate() the weight belongs to the batch: a second backward in it must
   /// say the same. Outside, the sum of all ranks is divided by their weights'.
-  void backward(
-      const at::Tensor& loss_sum, double weight, BackwardOptions options = {});
+  void backward(const at::Tensor& loss_sum, double weight, BackwardOptions options = {});
 
   /// Around forwards outside accumulate(): evaluation. Puts together what no block of
   /// a sharded model holds, until the guard is gone; does nothing for other models.
@@ -220,15 +207,13 @@ class Accelerator : public Gradients {
   /// parameters of sharded models is lost. Between windows. Collective, blocking.
   /// Memory on rank 0: the models. Throws what it throws, on every rank.
   template <detail::ModelHolder... Models>
-  void with_full_parameters(
-      const std::function<void()>& use, const Models&... models) {
+  void with_full_parameters(const std::function<void()>& use, const Models&... models) {
     run_with_full_parameters(use, {detail::module_of(models).get()...});
   }
   /// Gives every rank its part of rank 0's values of parameters and buffers, which
   /// `load` sets there, whole. Otherwise as with_full_parameters().
   template <detail::ModelHolder... Models>
-  void load_full_parameters(
-      const std::function<void()>& load, const Models&... models) {
+  void load_full_parameters(const std::function<void()>& load, const Models&... models) {
     run_load_full_parameters(load, {detail::module_of(models).get()...});
   }
 
@@ -303,30 +288,22 @@ class Accelerator : public Gradients {
   /// or scheduler whose state is not known (derive it from Stateful), a folder
   /// that holds something else; Error where a rank cannot write. The folder is
   /// then as it was.
-  void save_state(
-      const std::filesystem::path& folder,
-      const SaveStateOptions& options = {});
+  void save_state(const std::filesystem::path& folder, const SaveStateOptions& options = {});
   /// Restores it, into objects that were prepared and registered in the same
   /// order as then. Call it outside loops over prepared loaders; the next one
   /// goes on where the saved one was: PreparedLoader::epoch() is its epoch.
   /// Collective, blocking. Memory: that of the optimizers' state.
   /// Throws InputError naming file and reason, on every rank, before anything was
   /// changed: incomplete, damaged, another model, other objects.
-  LoadedState load_state(
-      const std::filesystem::path& folder,
-      const LoadStateOptions& options = {});
+  LoadedState load_state(const std::filesystem::path& folder, const LoadStateOptions& options = {});
   /// Makes an object of the user's part of the state, under a name of its own.
   /// Every rank registers the same names. A reference is borrowed: it outlives
   /// the accelerator's last save or load. Throws InputError for a name taken, unless
   /// by a shared object that nobody else holds any more.
-  void register_for_checkpointing(
-      std::string name,
-      std::shared_ptr<Stateful> object,
-      StateScope scope = StateScope::shared);
-  void register_for_checkpointing(
-      std::string name,
-      Stateful& object,
-      StateScope scope = StateScope::shared);
+  void register_for_checkpointing(std::string name, std::shared_ptr<Stateful> object,
+                                  StateScope scope = StateScope::shared);
+  void register_for_checkpointing(std::string name, Stateful& object,
+                                  StateScope scope = StateScope::shared);
 
   /// Ends the run in order: joins windows that peers still have open after this
   /// rank left its loop by `break`, then closes the group if this accelerator
@@ -336,25 +313,17 @@ class Accelerator : public Gradients {
 
  private:
   template <typename... Models>
-  AccumulateGuard open(
-      std::shared_ptr<detail::LoaderState> loader,
-      std::optional<double> weight,
-      const Models&... models) {
+  AccumulateGuard open(std::shared_ptr<detail::LoaderState> loader, std::optional<double> weight,
+                       const Models&... models) {
     static_assert(sizeof...(Models) > 0, "accumulate needs a model");
-    detail::core_open(
-        *core_,
-        std::move(loader),
-        weight,
-        {detail::module_of(models).get()...});
+    detail::core_open(*core_, std::move(loader), weight, {detail::module_of(models).get()...});
     return AccumulateGuard(core_);
   }
   bool shards_module(const torch::nn::Module& model) const;
-  void run_with_full_parameters(
-      const std::function<void()>& use,
-      const std::vector<torch::nn::Module*>& models);
-  void run_load_full_parameters(
-      const std::function<void()>& load,
-      const std::vector<torch::nn::Module*>& models);
+  void run_with_full_parameters(const std::function<void()>& use,
+                                const std::vector<torch::nn::Module*>& models);
+  void run_load_full_parameters(const std::function<void()>& load,
+                                const std::vector<torch::nn::Module*>& models);
   void register_hook(torch::nn::Module& model, std::shared_ptr<CommHook> hook);
 };
 

@@ -42,9 +42,8 @@ template <typename T, size_t N = 8>
 constexpr size_t tensor_members() {
   if constexpr (!std::is_aggregate_v<T> || std::is_array_v<T> || N == 0) {
     return 0;
-  } else if constexpr (
-      sizeof(T) == N * sizeof(at::Tensor) &&
-      initialised_by_tensors<T>(std::make_index_sequence<N>())) {
+  } else if constexpr (sizeof(T) == N * sizeof(at::Tensor) &&
+                       initialised_by_tensors<T>(std::make_index_sequence<N>())) {
     return N;
   } else {
     return tensor_members<T, N - 1>();
@@ -98,9 +97,7 @@ template <typename Value, typename Visit>
 void visit_batch(Value& batch, Visit& visit) {
   if constexpr (std::is_same_v<Value, Batch>) {
     visit_batch(batch.tensors, visit);
-  } else if constexpr (std::is_same_v<
-                           Value,
-                           std::map<std::string, at::Tensor>>) {
+  } else if constexpr (std::is_same_v<Value, std::map<std::string, at::Tensor>>) {
     for (auto& entry : batch) {
       visit(entry.second);
     }
@@ -126,15 +123,13 @@ void visit_batch(Value& batch, Visit& visit) {
 // Whether tensors are found in a value of this type.
 template <typename T>
 inline constexpr bool kOwnsTensors =
-    std::is_same_v<T, at::Tensor> || std::is_same_v<T, Batch> ||
-    tensor_members<T>() > 0 ||
+    std::is_same_v<T, at::Tensor> || std::is_same_v<T, Batch> || tensor_members<T>() > 0 ||
     requires(T& value, TensorTaker& visit) { flatten(visit, value); } ||
     requires(T& value) { value.data, value.target; };
 template <typename T>
 inline constexpr bool kHasTensors = kOwnsTensors<T>;
 template <template <typename...> class C, typename... T>
-inline constexpr bool kHasTensors<C<T...>> =
-    kOwnsTensors<C<T...>> || (kHasTensors<T> || ...);
+inline constexpr bool kHasTensors<C<T...>> = kOwnsTensors<C<T...>> || (kHasTensors<T> || ...);
 
 template <typename Change>
 struct TensorChanger : TensorVisitor<TensorChanger<Change>> {
@@ -204,9 +199,8 @@ Value batch_to_device(Value batch, const at::Device& device) {
   if constexpr (requires { to_device(std::move(batch), device); }) {
     return to_device(std::move(batch), device);
   } else {
-    change_tensors(batch, [&device](const at::Tensor& tensor) {
-      return tensor_to_device(tensor, device);
-    });
+    change_tensors(
+        batch, [&device](const at::Tensor& tensor) { return tensor_to_device(tensor, device); });
     return batch;
   }
 }
@@ -227,16 +221,11 @@ PackedBatch packed_rows(const PackedBatch& batch, int64_t begin, int64_t count);
 // shapes do not fit together.
 PackedBatch packed_concat(const std::vector<PackedBatch>& batches);
 // `batch` with rows of `first` behind it, again and again, until it has `rows`.
-PackedBatch packed_filled(
-    PackedBatch batch, const std::vector<PackedBatch>& first, int64_t rows);
+PackedBatch packed_filled(PackedBatch batch, const std::vector<PackedBatch>& first, int64_t rows);
 // Rows of a full round over all ranks, by the first one; `only`: it is the last
 // one too, and so perhaps not full. Throws InputError where a full one does not
 // divide evenly.
-int64_t even_rows(
-    const std::vector<PackedBatch>& first,
-    bool split,
-    int64_t world_size,
-    bool only);
+int64_t even_rows(const std::vector<PackedBatch>& first, bool split, int64_t world_size, bool only);
 
 template <typename Value>
 PackedBatch pack_batch(Value batch) {
@@ -254,9 +243,7 @@ PackedBatch pack_batch(Value batch) {
   if constexpr (std::is_same_v<Value, Batch>) {
     packed.indices = batch.indices;
     keep_names(batch.tensors);
-  } else if constexpr (std::is_same_v<
-                           Value,
-                           std::map<std::string, at::Tensor>>) {
+  } else if constexpr (std::is_same_v<Value, std::map<std::string, at::Tensor>>) {
     keep_names(batch);
   }
   return packed;
@@ -271,9 +258,7 @@ Value unpack_batch(PackedBatch packed, Value like) {
       like.tensors[packed.names[i]] = packed.tensors[i];
     }
     like.indices = std::move(packed.indices);
-  } else if constexpr (std::is_same_v<
-                           Value,
-                           std::map<std::string, at::Tensor>>) {
+  } else if constexpr (std::is_same_v<Value, std::map<std::string, at::Tensor>>) {
     like.clear();
     for (size_t i = 0; i < packed.names.size(); ++i) {
       like[packed.names[i]] = packed.tensors[i];

@@ -39,8 +39,8 @@ class AcceleratorCore;
 
 // Values that functions below look into; a Tensor takes its own overload.
 template <typename Value>
-concept Nested = !std::is_convertible_v<const Value&, at::Tensor> &&
-                 !std::is_base_of_v<Metric, Value>;
+concept Nested =
+    !std::is_convertible_v<const Value&, at::Tensor> && !std::is_base_of_v<Metric, Value>;
 } // namespace detail
 
 class Collect {
@@ -54,9 +54,7 @@ class Collect {
   int num_processes() const;
   bool is_main_process() const { return process_index() == 0; }
   bool is_local_main_process() const { return local_process_index() == 0; }
-  bool is_last_process() const {
-    return process_index() == num_processes() - 1;
-  }
+  bool is_last_process() const { return process_index() == num_processes() - 1; }
   const std::shared_ptr<Communicator>& communicator() const;
 
   /// Every rank's tensor, joined along dim 0 in rank order, on every rank; a 0-d
@@ -78,22 +76,17 @@ class Collect {
   at::Tensor gather_for_metrics(const at::Tensor& rows);
   template <detail::Nested Value>
   Value gather_for_metrics(Value value) {
-    return map(std::move(value), [this](const auto& t) {
-      return gather_for_metrics(t);
-    });
+    return map(std::move(value), [this](const auto& t) { return gather_for_metrics(t); });
   }
 
   /// A reduced copy, times `scale`. One shape on all ranks. mean, min and max of
   /// float, double, half, bfloat16; sum, min and max also of int64, int32, int8,
   /// uint8. 16-bit types are summed in fp32 and rounded once, so neither sum nor
   /// mean overflows on the way. Every rank gets the same bits. Collective.
-  at::Tensor reduce(
-      const at::Tensor& tensor, ReduceOp op = ReduceOp::sum, double scale = 1);
+  at::Tensor reduce(const at::Tensor& tensor, ReduceOp op = ReduceOp::sum, double scale = 1);
   template <detail::Nested Value>
   Value reduce(Value value, ReduceOp op = ReduceOp::sum, double scale = 1) {
-    return map(std::move(value), [=, this](const auto& t) {
-      return reduce(t, op, scale);
-    });
+    return map(std::move(value), [=, this](const auto& t) { return reduce(t, op, scale); });
   }
   /// A copy of the metric that has seen what it has seen on all ranks:
   ///   double r = accelerator.reduce(pearson).compute();
@@ -114,26 +107,18 @@ class Collect {
   at::Tensor broadcast(at::Tensor tensor, int from = 0);
   template <detail::Nested Value>
   Value broadcast(Value value, int from = 0) {
-    return map(std::move(value), [=, this](const auto& t) {
-      return broadcast(t, from);
-    });
+    return map(std::move(value), [=, this](const auto& t) { return broadcast(t, from); });
   }
 
   /// Pads dim `dim` (negative: from the end) with `pad_index` to the largest size
   /// any rank has, behind the data or, with pad_first, before it. The other dims
   /// may differ too. A dim the tensors do not have leaves them as they are.
   /// Collective (agreed). Throws InputError where numbers of dims differ.
-  at::Tensor pad_across_processes(
-      const at::Tensor& tensor,
-      int64_t dim = 0,
-      double pad_index = 0,
-      bool pad_first = false);
+  at::Tensor pad_across_processes(const at::Tensor& tensor, int64_t dim = 0, double pad_index = 0,
+                                  bool pad_first = false);
   template <detail::Nested Value>
-  Value pad_across_processes(
-      Value value,
-      int64_t dim = 0,
-      double pad_index = 0,
-      bool pad_first = false) {
+  Value pad_across_processes(Value value, int64_t dim = 0, double pad_index = 0,
+                             bool pad_first = false) {
     return map(std::move(value), [=, this](const auto& t) {
       return pad_across_processes(t, dim, pad_index, pad_first);
     });
@@ -153,16 +138,14 @@ class Collect {
   /// of a tensor's rows (a view). With apply_padding ranks with fewer get their
   /// last one again (an empty part: the last of all), so that parts are equal.
   /// Local.
-  at::Tensor split_between_processes(
-      const at::Tensor& rows, bool apply_padding = false) const;
+  at::Tensor split_between_processes(const at::Tensor& rows, bool apply_padding = false) const;
   template <typename T>
-  std::vector<T> split_between_processes(
-      const std::vector<T>& values, bool apply_padding = false) const {
-    const auto [begin, end] =
-        split_between_processes(static_cast<int64_t>(values.size()));
+  std::vector<T> split_between_processes(const std::vector<T>& values,
+                                         bool apply_padding = false) const {
+    const auto [begin, end] = split_between_processes(static_cast<int64_t>(values.size()));
     std::vector<T> part(values.begin() + begin, values.begin() + end);
-    const auto largest = (values.size() + num_processes() - 1) /
-                         static_cast<size_t>(num_processes());
+    const auto largest =
+        (values.size() + num_processes() - 1) / static_cast<size_t>(num_processes());
     while (apply_padding && part.size() < largest) {
       part.push_back(part.empty() ? values.back() : part.back());
     }
@@ -183,8 +166,7 @@ class Collect {
   /// The same with the local main process of each host going first.
   template <typename Function>
   auto local_main_process_first(Function&& function) {
-    return in_turns(
-        is_local_main_process(), "local_main_process_first", function);
+    return in_turns(is_local_main_process(), "local_main_process_first", function);
   }
 
   /// Calls `function` on one rank alone. Returns what it returned, an empty
@@ -262,8 +244,7 @@ class Collect {
       return here ? std::optional<Result>(function()) : std::nullopt;
     }
   }
-  void take_turns(
-      bool first, const char* name, const std::function<void()>& body);
+  void take_turns(bool first, const char* name, const std::function<void()>& body);
 
   bool triggered_ = false;
 };

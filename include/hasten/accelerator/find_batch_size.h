@@ -42,9 +42,8 @@ struct FindBatchSizeOptions {
 /// behind each attempt (one small message through the store). Collective then.
 /// Throws InputError on every rank where size 1 (the least divisor) does not fit;
 /// what else an attempt throws, of which the peers are told.
-int64_t find_executable_batch_size(
-    const std::function<void(int64_t batch_size)>& attempt,
-    const FindBatchSizeOptions& options = {},
-    Collect* ranks = nullptr);
+int64_t find_executable_batch_size(const std::function<void(int64_t batch_size)>& attempt,
+                                   const FindBatchSizeOptions& options = {},
+                                   Collect* ranks = nullptr);
 
 } // namespace hasten

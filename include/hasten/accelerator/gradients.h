@@ -57,20 +57,13 @@ class Gradients : public Collect {
   /// Throws TrainingError with `error_if_nonfinite` where the norm is not finite,
   /// naming the first such parameter; the gradients are as they were.
   template <detail::ModelHolder Model>
-  double clip_grad_norm_(
-      const Model& model,
-      double max_norm,
-      double norm_type = 2.0,
-      bool error_if_nonfinite = false) {
-    return clip_norm(
-        *detail::module_of(model), max_norm, norm_type, error_if_nonfinite);
+  double clip_grad_norm_(const Model& model, double max_norm, double norm_type = 2.0,
+                         bool error_if_nonfinite = false) {
+    return clip_norm(*detail::module_of(model), max_norm, norm_type, error_if_nonfinite);
   }
   /// The same over any of the prepared models' parameters.
-  double clip_grad_norm_(
-      const std::vector<at::Tensor>& parameters,
-      double max_norm,
-      double norm_type = 2.0,
-      bool error_if_nonfinite = false);
+  double clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_norm,
+                         double norm_type = 2.0, bool error_if_nonfinite = false);
 
   /// Limits every number to within [-clip_value, clip_value], as
   /// torch.nn.utils.clip_grad_value_ does. Returns the largest |number| before, NaN
@@ -79,21 +72,16 @@ class Gradients : public Collect {
   /// over the gradients, and one before where AcceleratorOptions::scale_in_step has
   /// left them to be multiplied.
   template <detail::ModelHolder Model>
-  double clip_grad_value_(
-      const Model& model, double clip_value, bool error_if_nonfinite = false) {
-    return clip_value_of(
-        *detail::module_of(model), clip_value, error_if_nonfinite);
+  double clip_grad_value_(const Model& model, double clip_value, bool error_if_nonfinite = false) {
+    return clip_value_of(*detail::module_of(model), clip_value, error_if_nonfinite);
   }
-  double clip_grad_value_(
-      const std::vector<at::Tensor>& parameters,
-      double clip_value,
-      bool error_if_nonfinite = false);
+  double clip_grad_value_(const std::vector<at::Tensor>& parameters, double clip_value,
+                          bool error_if_nonfinite = false);
 
   /// Norms by parameter, module or layer; call it before clipping. One pass over the
   /// gradients, which stay as they are.
   template <detail::ModelHolder Model>
-  GradientNorms gradient_norms(
-      const Model& model, const GradientNormsOptions& options = {}) const {
+  GradientNorms gradient_norms(const Model& model, const GradientNormsOptions& options = {}) const {
     return norms_of(*detail::module_of(model), options);
   }
 
@@ -103,15 +91,10 @@ class Gradients : public Collect {
   Gradients(Gradients&&) noexcept = default;
 
  private:
-  double clip_norm(
-      torch::nn::Module& model,
-      double max_norm,
-      double norm_type,
-      bool error_if_nonfinite);
-  double clip_value_of(
-      torch::nn::Module& model, double clip_value, bool error_if_nonfinite);
-  GradientNorms norms_of(
-      torch::nn::Module& model, const GradientNormsOptions& options) const;
+  double clip_norm(torch::nn::Module& model, double max_norm, double norm_type,
+                   bool error_if_nonfinite);
+  double clip_value_of(torch::nn::Module& model, double clip_value, bool error_if_nonfinite);
+  GradientNorms norms_of(torch::nn::Module& model, const GradientNormsOptions& options) const;
 };
 
 } // namespace hasten

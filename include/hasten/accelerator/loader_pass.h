@@ -112,8 +112,7 @@ class BatchDealer {
     bool last = false; // known with all_ranks and with even alone
   };
 
-  BatchDealer(
-      std::function<std::optional<Item>()> read, const DealOptions& options)
+  BatchDealer(std::function<std::optional<Item>()> read, const DealOptions& options)
       : read_(std::move(read)), options_(options) {}
 
   static PackedBatch packed(const Value& batch) {
@@ -204,13 +203,11 @@ class BatchDealer {
     for (const Item& item : taken) {
       batches.push_back(packed(*item.batch));
     }
-    PackedBatch joined =
-        batches.size() == 1 ? batches.front() : packed_concat(batches);
+    PackedBatch joined = batches.size() == 1 ? batches.front() : packed_concat(batches);
     const int64_t real = joined.rows;
     const int64_t world = options_.world_size;
     if (options_.even) {
-      const int64_t full =
-          even_rows(first_, options_.split, world, round.last && rounds_ == 1);
+      const int64_t full = even_rows(first_, options_.split, world, round.last && rounds_ == 1);
       if (round.last) {
         joined = packed_filled(std::move(joined), first_, full);
       }
@@ -223,8 +220,7 @@ class BatchDealer {
       const int64_t begin = rank * each + std::min(rank, more);
       const int64_t count = each + (rank < more ? 1 : 0);
       Item part;
-      part.batch = unpack_batch(
-          packed_rows(joined, begin, count), Value(*taken.front().batch));
+      part.batch = unpack_batch(packed_rows(joined, begin, count), Value(*taken.front().batch));
       part.repeated = count - std::clamp<int64_t>(real - begin, 0, count);
       part.position = taken.back().position;
       part.checksum = taken.back().checksum;
@@ -274,10 +270,7 @@ class LoaderPass {
   using Item = LoaderItem<Value>;
   using Round = typename BatchDealer<Value>::Round;
 
-  LoaderPass(
-      Range& range,
-      std::shared_ptr<AcceleratorCore> core,
-      const PassOptions& options)
+  LoaderPass(Range& range, std::shared_ptr<AcceleratorCore> core, const PassOptions& options)
       : core_(std::move(core)),
         options_(options),
         dealer_([this] { return reader_->read(); }, options.deal) {
@@ -307,8 +300,7 @@ class LoaderPass {
       return dispatched();
     }
     std::optional<Round> round = read();
-    return round ? std::optional<Item>(std::move(round->parts.front()))
-                 : std::nullopt;
+    return round ? std::optional<Item>(std::move(round->parts.front())) : std::nullopt;
   }
 
  private:

@@ -82,16 +82,10 @@ struct LoaderPosition {
   at::Tensor random{}; // what the range drew from at begin()
   at::Tensor start_random{}; // for the next begin()
 };
-void save_position(
-    const LoaderPosition& position,
-    const Stateful* range,
-    NamedTensors& tensors,
-    nlohmann::json& values);
-void load_position(
-    LoaderPosition& position,
-    Stateful* range,
-    const NamedTensors& tensors,
-    const nlohmann::json& values);
+void save_position(const LoaderPosition& position, const Stateful* range, NamedTensors& tensors,
+                   nlohmann::json& values);
+void load_position(LoaderPosition& position, Stateful* range, const NamedTensors& tensors,
+                   const nlohmann::json& values);
 // None: ranges draw from torch's own.
 std::optional<uint64_t> core_order_seed(const AcceleratorCore& core);
 // "loader 1 (std::vector)"; 0: one that has no number.
@@ -126,15 +120,13 @@ class RangeRandom {
 };
 // The CPU's and that of `device`, where it is another.
 std::vector<at::Tensor> random_states(const at::Device& device);
-void set_random_states(
-    const at::Device& device, const std::vector<at::Tensor>& states);
+void set_random_states(const at::Device& device, const std::vector<at::Tensor>& states);
 
 // Non-template doors into the core, so that this header needs none of it.
 void core_begin_range(AcceleratorCore& core, LoaderState& loader);
 void core_end_range(AcceleratorCore& core, LoaderState& loader);
 // Until its loop ends, `loader` is the innermost.
-void core_enter_loop(
-    AcceleratorCore& core, const std::shared_ptr<LoaderState>& loader);
+void core_enter_loop(AcceleratorCore& core, const std::shared_ptr<LoaderState>& loader);
 at::Device core_device(const AcceleratorCore& core);
 int core_rank(const AcceleratorCore& core);
 int core_world_size(const AcceleratorCore& core);

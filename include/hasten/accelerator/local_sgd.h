@@ -146,15 +146,9 @@ class LocalSgd {
   /// there is one copy, or whose window is open, no prepared optimizer has its parameters, a scope is open already,
   /// ranks that open different scopes (on every rank).
   template <detail::ModelHolder Model>
-  LocalSgd(
-      Accelerator& accelerator,
-      const Model& model,
-      LocalSgdOptions options = {})
+  LocalSgd(Accelerator& accelerator, const Model& model, LocalSgdOptions options = {})
       : LocalSgd(accelerator, *detail::module_of(model), std::move(options)) {}
-  LocalSgd(
-      Accelerator& accelerator,
-      torch::nn::Module& model,
-      LocalSgdOptions options);
+  LocalSgd(Accelerator& accelerator, torch::nn::Module& model, LocalSgdOptions options);
   /// Without finish() logs an error and leaves every rank its own parameters; while
   /// an exception is on its way tells the peers that this rank fails, so that
   /// they end with an error that names it. Never takes part in a collective.

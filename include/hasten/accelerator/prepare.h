@@ -29,32 +29,23 @@ namespace hasten {
 namespace detail {
 
 // Doors into the core for the templates below.
-void core_prepare_model(
-    AcceleratorCore& core, std::shared_ptr<torch::nn::Module> model);
+void core_prepare_model(AcceleratorCore& core, std::shared_ptr<torch::nn::Module> model);
 std::shared_ptr<OptimizerState> core_prepare_optimizer(
-    AcceleratorCore& core,
-    const std::shared_ptr<torch::optim::Optimizer>& optimizer);
+    AcceleratorCore& core, const std::shared_ptr<torch::optim::Optimizer>& optimizer);
 std::shared_ptr<SchedulerState> core_prepare_scheduler(
-    AcceleratorCore& core,
-    std::function<void()> step,
+    AcceleratorCore& core, std::function<void()> step,
     std::vector<std::shared_ptr<OptimizerState>> optimizers);
 // The number of steps of one of torch's schedulers.
 std::shared_ptr<Stateful> torch_scheduler_state(
     std::shared_ptr<torch::optim::LRScheduler> scheduler);
 // Ties the loaders of one prepare() call to its models.
-void core_tie_loaders(
-    AcceleratorCore& core,
-    const std::vector<std::shared_ptr<LoaderState>>& loaders,
-    const std::vector<torch::nn::Module*>& models,
-    bool with_optimizer);
-const DataLoaderConfiguration& core_loader_configuration(
-    const AcceleratorCore& core);
+void core_tie_loaders(AcceleratorCore& core,
+                      const std::vector<std::shared_ptr<LoaderState>>& loaders,
+                      const std::vector<torch::nn::Module*>& models, bool with_optimizer);
+const DataLoaderConfiguration& core_loader_configuration(const AcceleratorCore& core);
 // `loader` null: the one tied to the models.
-void core_open(
-    AcceleratorCore& core,
-    std::shared_ptr<LoaderState> loader,
-    std::optional<double> weight,
-    const std::vector<torch::nn::Module*>& models);
+void core_open(AcceleratorCore& core, std::shared_ptr<LoaderState> loader,
+               std::optional<double> weight, const std::vector<torch::nn::Module*>& models);
 
 // What an object given to prepare() is.
 template <typename T>
@@ -70,33 +61,27 @@ struct Borrowed<std::shared_ptr<O>> { // kept
   static std::shared_ptr<O> share(std::shared_ptr<O> object) { return object; }
 };
 template <typename T>
-using Lent = Borrowed<std::conditional_t<
-    std::is_lvalue_reference_v<T>,
-    std::conditional_t<requires(std::decay_t<T> t) {
-      { std::shared_ptr{t} } -> std::same_as<std::decay_t<T>>;
-    }, std::decay_t<T>, T>,
-    std::decay_t<T>>>;
+using Lent = Borrowed<std::conditional_t<std::is_lvalue_reference_v<T>,
+                                         std::conditional_t<requires(std::decay_t<T> t) {
+                                           { std::shared_ptr{t} } -> std::same_as<std::decay_t<T>>;
+                                         }, std::decay_t<T>, T>, std::decay_t<T>>>;
 
 template <typename T>
 concept ModelHolder = requires(const std::decay_t<T>& holder) {
   { holder.ptr() } -> std::convertible_to<std::shared_ptr<torch::nn::Module>>;
 } || std::convertible_to<std::decay_t<T>, std::shared_ptr<torch::nn::Module>>;
 template <typename T>
-concept OptimizerLike =
-    std::derived_from<typename Lent<T>::Object, torch::optim::Optimizer>;
+concept OptimizerLike = std::derived_from<typename Lent<T>::Object, torch::optim::Optimizer>;
 template <typename T>
-concept LoaderLike = requires(typename Lent<T>::Object& range) {
-  std::begin(range) != std::end(range);
-};
+concept LoaderLike =
+    requires(typename Lent<T>::Object& range) { std::begin(range) != std::end(range); };
 template <typename T>
-concept SchedulerLike =
-    !OptimizerLike<T> && requires(typename Lent<T>::Object& s) { s.step(); };
+concept SchedulerLike = !OptimizerLike<T> && requires(typename Lent<T>::Object& s) { s.step(); };
 // Lvalues and shared_ptrs are lent; models are shared by their holder.
 template <typename T>
-concept Lendable =
-    std::is_lvalue_reference_v<T> || requires(std::decay_t<T> t) {
-      { std::shared_ptr{t} } -> std::same_as<std::decay_t<T>>;
-    };
+concept Lendable = std::is_lvalue_reference_v<T> || requires(std::decay_t<T> t) {
+  { std::shared_ptr{t} } -> std::same_as<std::decay_t<T>>;
+};
 
 // True, or does not compile and says why: T is argument number `Argument`, from 1.
 template <size_t Argument, typename T>
@@ -105,29 +90,24 @@ constexpr bool argument_is_preparable() {
   constexpr bool kModel = ModelHolder<T>;
   constexpr bool kModule = std::derived_from<Object, torch::nn::Module>;
   constexpr bool kUnique = requires(Object& owner) { owner.release(); };
+  static_assert(!kModule,
+                "prepare(): this argument is a module itself. "
+                "Fix: give its holder, net instead of *net, or a std::shared_ptr");
+  static_assert(!kUnique,
+                "prepare(): this argument is a std::unique_ptr. "
+                "Fix: give what it points to, *loader, and keep the pointer");
+  static_assert(kModel || kModule || kUnique || Lendable<T>,
+                "prepare(): this argument is a temporary, which is gone too soon. "
+                "Fix: keep it in a variable, or give a std::shared_ptr");
   static_assert(
-      !kModule,
-      "prepare(): this argument is a module itself. "
-      "Fix: give its holder, net instead of *net, or a std::shared_ptr");
-  static_assert(
-      !kUnique,
-      "prepare(): this argument is a std::unique_ptr. "
-      "Fix: give what it points to, *loader, and keep the pointer");
-  static_assert(
-      kModel || kModule || kUnique || Lendable<T>,
-      "prepare(): this argument is a temporary, which is gone too soon. "
-      "Fix: keep it in a variable, or give a std::shared_ptr");
-  static_assert(
-      kModel || kModule || kUnique || OptimizerLike<T> || LoaderLike<T> ||
-          SchedulerLike<T>,
+      kModel || kModule || kUnique || OptimizerLike<T> || LoaderLike<T> || SchedulerLike<T>,
       "prepare(): this argument is no model, optimizer, scheduler (step()) "
       "or range of batches (begin() and end(), not const)");
   if constexpr (!kModel && !kModule && LoaderLike<T>) {
-    static_assert(
-        kHasTensors<RangeValue<typename Lent<T>::Object>>,
-        "prepare(): no tensor is found in this range's batches. "
-        "Fix: batches that are a Tensor, a pair, tuple, vector, map or "
-        "struct of Tensors, or a flatten(visit, batch) beside their type");
+    static_assert(kHasTensors<RangeValue<typename Lent<T>::Object>>,
+                  "prepare(): no tensor is found in this range's batches. "
+                  "Fix: batches that are a Tensor, a pair, tuple, vector, map or "
+                  "struct of Tensors, or a flatten(visit, batch) beside their type");
   }
   return true;
 }
@@ -144,8 +124,7 @@ std::shared_ptr<torch::nn::Module> module_of(const Holder& holder) {
 // One prepare() call. Models first, then optimizers, then the rest, whatever the
 // order of the arguments.
 template <typename Object, typename Call>
-auto prepare_object(
-    const std::shared_ptr<AcceleratorCore>& core, Object&& object, Call& call) {
+auto prepare_object(const std::shared_ptr<AcceleratorCore>& core, Object&& object, Call& call) {
   using T = Object&&;
   if constexpr (ModelHolder<T>) {
     return std::decay_t<Object>(object);
@@ -153,14 +132,12 @@ auto prepare_object(
     auto shared = Lent<Object>::share(std::forward<Object>(object));
     using Held = typename Lent<Object>::Object;
     if constexpr (OptimizerLike<Object>) {
-      return PreparedOptimizer<Held>(
-          core, shared, call.optimizers.at(call.next_optimizer++));
+      return PreparedOptimizer<Held>(core, shared, call.optimizers.at(call.next_optimizer++));
     } else if constexpr (LoaderLike<Object>) {
       auto state = call.loaders.at(call.next_loader++);
       return PreparedLoader<Held>(core, std::move(shared), std::move(state));
     } else {
-      auto state = core_prepare_scheduler(
-          *core, [shared] { shared->step(); }, call.optimizers);
+      auto state = core_prepare_scheduler(*core, [shared] { shared->step(); }, call.optimizers);
       if constexpr (std::derived_from<Held, Stateful>) {
         state->stateful = shared;
       } else if constexpr (std::derived_from<Held, torch::optim::LRScheduler>) {
@@ -181,8 +158,7 @@ struct PrepareCall {
 
 // Accelerator::prepare.
 template <typename... Objects>
-auto prepare_objects(
-    const std::shared_ptr<AcceleratorCore>& core, Objects&&... objects) {
+auto prepare_objects(const std::shared_ptr<AcceleratorCore>& core, Objects&&... objects) {
   static_assert(sizeof...(Objects) > 0, "prepare needs an object");
   []<size_t... I>(std::index_sequence<I...>) {
     static_assert((argument_is_preparable<I + 1, Objects>() && ...));
@@ -201,8 +177,7 @@ auto prepare_objects(
     if constexpr (ModelHolder<T>) {
       return;
     } else if constexpr (OptimizerLike<T>) {
-      call.optimizers.push_back(
-          core_prepare_optimizer(*core, Lent<T>::share(object)));
+      call.optimizers.push_back(core_prepare_optimizer(*core, Lent<T>::share(object)));
     } else if constexpr (LoaderLike<T>) {
       call.loaders.push_back(std::make_shared<LoaderState>());
       call.loaders.back()->config = core_loader_configuration(*core);
@@ -211,9 +186,8 @@ auto prepare_objects(
   (other_pass(objects), ...);
   core_tie_loaders(*core, call.loaders, call.models, !call.optimizers.empty());
   // Braces: handles are made in the order of the arguments.
-  std::tuple<decltype(prepare_object(
-      core, std::forward<Objects>(objects), call))...>
-      handles{prepare_object(core, std::forward<Objects>(objects), call)...};
+  std::tuple<decltype(prepare_object(core, std::forward<Objects>(objects), call))...> handles{
+      prepare_object(core, std::forward<Objects>(objects), call)...};
   if constexpr (sizeof...(Objects) == 1) {
     return std::get<0>(std::move(handles));
   } else {

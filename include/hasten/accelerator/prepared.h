@@ -69,8 +69,7 @@ struct SchedulerState {
 };
 
 // Non-template doors into the core, so that this header needs none of it.
-StepResult core_optimizer_step(
-    AcceleratorCore& core, OptimizerState& optimizer);
+StepResult core_optimizer_step(AcceleratorCore& core, OptimizerState& optimizer);
 void core_zero_grad(AcceleratorCore& core, OptimizerState& optimizer);
 bool core_scheduler_step(AcceleratorCore& core, SchedulerState& scheduler);
 
@@ -81,13 +80,10 @@ bool core_scheduler_step(AcceleratorCore& core, SchedulerState& scheduler);
 template <typename Optimizer>
 class PreparedOptimizer {
  public:
-  PreparedOptimizer(
-      std::shared_ptr<detail::AcceleratorCore> core,
-      std::shared_ptr<Optimizer> optimizer,
-      std::shared_ptr<detail::OptimizerState> state)
-      : core_(std::move(core)),
-        optimizer_(std::move(optimizer)),
-        state_(std::move(state)) {}
+  PreparedOptimizer(std::shared_ptr<detail::AcceleratorCore> core,
+                    std::shared_ptr<Optimizer> optimizer,
+                    std::shared_ptr<detail::OptimizerState> state)
+      : core_(std::move(core)), optimizer_(std::move(optimizer)), state_(std::move(state)) {}
 
   /// Steps if the window of its parameters is complete and it has not stepped
   /// for it; else does nothing. Local: gradients are equal on every rank by then.
@@ -116,13 +112,10 @@ class PreparedOptimizer {
 template <typename Scheduler>
 class PreparedScheduler {
  public:
-  PreparedScheduler(
-      std::shared_ptr<detail::AcceleratorCore> core,
-      std::shared_ptr<Scheduler> scheduler,
-      std::shared_ptr<detail::SchedulerState> state)
-      : core_(std::move(core)),
-        scheduler_(std::move(scheduler)),
-        state_(std::move(state)) {}
+  PreparedScheduler(std::shared_ptr<detail::AcceleratorCore> core,
+                    std::shared_ptr<Scheduler> scheduler,
+                    std::shared_ptr<detail::SchedulerState> state)
+      : core_(std::move(core)), scheduler_(std::move(scheduler)), state_(std::move(state)) {}
 
   /// Returns whether it ticked. Local.
   bool step() { return detail::core_scheduler_step(*core_, *state_); }

@@ -44,15 +44,11 @@ namespace hasten {
 template <typename Range>
 class PreparedLoader {
  public:
-  using value_type =
-      std::decay_t<decltype(*std::begin(std::declval<Range&>()))>;
+  using value_type = std::decay_t<decltype(*std::begin(std::declval<Range&>()))>;
 
-  PreparedLoader(
-      std::shared_ptr<detail::AcceleratorCore> core,
-      std::shared_ptr<Range> range,
-      std::shared_ptr<detail::LoaderState> state)
-      : shared_(std::make_shared<Shared>(
-            std::move(core), std::move(range), std::move(state))) {
+  PreparedLoader(std::shared_ptr<detail::AcceleratorCore> core, std::shared_ptr<Range> range,
+                 std::shared_ptr<detail::LoaderState> state)
+      : shared_(std::make_shared<Shared>(std::move(core), std::move(range), std::move(state))) {
     shared_->state->position = shared_;
   }
 
@@ -69,9 +65,7 @@ class PreparedLoader {
       shared_->advance();
       return *this;
     }
-    bool operator==(const iterator& other) const {
-      return at_end() == other.at_end();
-    }
+    bool operator==(const iterator& other) const { return at_end() == other.at_end(); }
 
    private:
     friend class PreparedLoader;
@@ -132,10 +126,8 @@ class PreparedLoader {
 
  private:
   friend class Accelerator;
-  static constexpr bool kShards =
-      requires(Range& range, int n) { range.shard(n, n); };
-  static constexpr bool kHasEpochs =
-      requires(Range& range, uint64_t n) { range.set_epoch(n); };
+  static constexpr bool kShards = requires(Range& range, int n) { range.shard(n, n); };
+  static constexpr bool kHasEpochs = requires(Range& range, uint64_t n) { range.set_epoch(n); };
   static constexpr bool kSeeks = requires(Range& range, int64_t n) {
     range.set_cursor(n);
     range.skip_first_batches(n);
@@ -144,10 +136,8 @@ class PreparedLoader {
   using Item = detail::LoaderItem<value_type>;
 
   struct Shared final : Stateful {
-    Shared(
-        std::shared_ptr<detail::AcceleratorCore> c,
-        std::shared_ptr<Range> r,
-        std::shared_ptr<detail::LoaderState> s)
+    Shared(std::shared_ptr<detail::AcceleratorCore> c, std::shared_ptr<Range> r,
+           std::shared_ptr<detail::LoaderState> s)
         : core(std::move(c)), range(std::move(r)), state(std::move(s)) {
       detail::check_configuration(state->config, 0);
       position.unit = kSeeks ? "rows" : kShards ? "rank batches" : "batches";
@@ -161,14 +151,12 @@ class PreparedLoader {
       dealt_over = detail::core_world_size(*core);
       options.deal.rank = detail::core_rank(*core);
       options.deal.world_size = detail::core_world_size(*core);
-      options.dispatch =
-          state->config.dispatch_batches && options.deal.world_size > 1;
-      options.pin =
-          state->config.non_blocking && detail::core_device(*core).is_cuda();
+      options.dispatch = state->config.dispatch_batches && options.deal.world_size > 1;
+      options.pin = state->config.non_blocking && detail::core_device(*core).is_cuda();
       options.prefetch = state->config.prefetch;
       options.own = kShards ? 0 : options.deal.rank;
-      options.compare = !kShards && options.deal.world_size > 1 &&
-                        !options.dispatch && state->config.compare_batches;
+      options.compare = !kShards && options.deal.world_size > 1 && !options.dispatch &&
+                        state->config.compare_batches;
       if constexpr (kShards) {
         shard();
       }
@@ -192,10 +180,8 @@ class PreparedLoader {
         range->set_split_batches(config.split_batches);
         state->even = range->even_batches();
         options.deal.split = range->split_batches();
-      } else if (
-          !options.dispatch && (config.even_batches || config.split_batches)) {
-        detail::throw_cannot_deal(
-            config.even_batches ? "even_batches" : "split_batches");
+      } else if (!options.dispatch && (config.even_batches || config.split_batches)) {
+        detail::throw_cannot_deal(config.even_batches ? "even_batches" : "split_batches");
       }
       if (options.dispatch) {
         range->shard(0, 1); // rank 0 deals for it
@@ -228,8 +214,7 @@ class PreparedLoader {
     // Behind what a loaded state had done and what is to be skipped.
     void start_pass() {
       const int64_t batches =
-          std::exchange(skip, 0) *
-          (options.deal.split ? 1 : options.deal.world_size);
+          std::exchange(skip, 0) * (options.deal.split ? 1 : options.deal.world_size);
       if constexpr (kSeeks) {
         find_stand_in(position.start + batches);
         if (!options.dispatch || options.deal.rank == 0) {
@@ -244,11 +229,9 @@ class PreparedLoader {
       options.random = std::exchange(position.start_random, at::Tensor());
       const auto seed = detail::core_order_seed(*core);
       if (!options.random.defined() && seed) {
-        options.random =
-            detail::order_state(*seed, state->index, position.epoch - 1);
+        options.random = detail::order_state(*seed, state->index, position.epoch - 1);
       }
-      position.random =
-          options.random.defined() ? options.random : detail::random_state();
+      position.random = options.random.defined() ? options.random : detail::random_state();
       position.read = options.skip = position.start + batches;
       pass.emplace(*range, core, options);
       if (!before && pass->left_out()) {
@@ -273,14 +256,12 @@ class PreparedLoader {
       }
     }
     void keep(const value_type& batch) {
-      before = detail::batch_to_device(
-          value_type(batch), detail::core_device(*core));
+      before = detail::batch_to_device(value_type(batch), detail::core_device(*core));
     }
 
     void advance() {
       if (!state->random.empty()) {
-        detail::set_random_states(
-            detail::core_device(*core), std::exchange(state->random, {}));
+        detail::set_random_states(detail::core_device(*core), std::exchange(state->random, {}));
       }
       current.reset();
       position.cursor = position.read;
@@ -324,10 +305,8 @@ class PreparedLoader {
         }
         position.read = item->position;
         state->read = item->checksum;
-        state->first_read =
-            state->first_read == 0 ? item->checksum : state->first_read;
-        if (state->training &&
-            (!item->batch || detail::batch_rows(*item->batch) == 0)) {
+        state->first_read = state->first_read == 0 ? item->checksum : state->first_read;
+        if (state->training && (!item->batch || detail::batch_rows(*item->batch) == 0)) {
           if (before) {
             item->batch = before;
             item->stand_in = true;
@@ -343,8 +322,7 @@ class PreparedLoader {
         if (!item->batch) {
           detail::throw_no_empty_batch();
         }
-        item->batch = detail::batch_to_device(
-            std::move(*item->batch), detail::core_device(*core));
+        item->batch = detail::batch_to_device(std::move(*item->batch), detail::core_device(*core));
         if (detail::core_world_size(*core) > 1) {
           before = item->batch;
         }
@@ -352,13 +330,11 @@ class PreparedLoader {
       }
     }
 
-    void save_state(
-        NamedTensors& tensors, nlohmann::json& values) const override {
+    void save_state(NamedTensors& tensors, nlohmann::json& values) const override {
       detail::save_position(position, stateful_range(), tensors, values);
     }
     // Collective by contract, so nobody waits for this rank at a pass's end.
-    void load_state(
-        const NamedTensors& tensors, const nlohmann::json& values) override {
+    void load_state(const NamedTensors& tensors, const nlohmann::json& values) override {
       detail::load_position(position, stateful_range(), tensors, values);
       state->random.clear(); // the generators are loaded too
       drop(); // ends a loop that is under way

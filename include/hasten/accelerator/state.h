@@ -76,9 +76,7 @@ nlohmann::json describe_state(const std::filesystem::path& folder);
 /// rows that each rank saved. Verifies checksums first. Local.
 /// Memory: what is put together of rows; whole tensors are mapped.
 /// Throws InputError naming the file that is missing or damaged; `file` is as it was.
-void consolidate_state(
-    const std::filesystem::path& folder,
-    const std::filesystem::path& file,
-    int64_t model = 0);
+void consolidate_state(const std::filesystem::path& folder, const std::filesystem::path& file,
+                       int64_t model = 0);
 
 } // namespace hasten

@@ -126,13 +126,10 @@ class WindowWatch;
 class GradientWindow : public Stateful {
  public:
   /// `models_mask`: bit i for model i of the accelerator, below 32.
-  GradientWindow(
-      std::shared_ptr<Communicator> communicator,
-      std::vector<std::shared_ptr<DataParallel>> models,
-      uint64_t models_mask,
-      WindowOptions options,
-      at::Device device,
-      std::shared_ptr<WindowExchange> exchange);
+  GradientWindow(std::shared_ptr<Communicator> communicator,
+                 std::vector<std::shared_ptr<DataParallel>> models, uint64_t models_mask,
+                 WindowOptions options, at::Device device,
+                 std::shared_ptr<WindowExchange> exchange);
   ~GradientWindow() override;
 
   /// Opens the next batch. Local.
@@ -146,16 +143,13 @@ class GradientWindow : public Stateful {
 
   /// Backward of a mean loss (`sum_weight` empty) or of a sum over `sum_weight`
   /// terms. Collective and blocking where it reduces, else local.
-  void backward(
-      const at::Tensor& loss,
-      std::optional<double> sum_weight,
-      const BackwardOptions& options);
+  void backward(const at::Tensor& loss, std::optional<double> sum_weight,
+                const BackwardOptions& options);
 
   /// The window's last batch is open or was closed without a backward, and batches
   /// before it had one.
   bool lacks_last_backward() const {
-    return begun_ && !complete_ && !outside_ && last_ && !had_backward_ &&
-           batches_ > 0;
+    return begun_ && !complete_ && !outside_ && last_ && !had_backward_ && batches_ > 0;
   }
   /// Completes such a window by what is there. Collective, as that backward.
   void complete_without_backward();
@@ -169,12 +163,8 @@ class GradientWindow : public Stateful {
   ///   * sums: the total over the total weight.
   /// Collective and blocking where it reduces, else local.
   /// Throws InputError in the middle of a window, or for a sum after means.
-  void backward_outside(
-      const at::Tensor& loss,
-      std::optional<double> sum_weight,
-      const WindowBatch& batch,
-      bool reduce,
-      bool retain_graph);
+  void backward_outside(const at::Tensor& loss, std::optional<double> sum_weight,
+                        const WindowBatch& batch, bool reduce, bool retain_graph);
 
   /// Takes part with weight 0 in the window the other ranks announced by
   /// `totals`. Collective.
@@ -188,8 +178,7 @@ class GradientWindow : public Stateful {
   /// Throws InputError between open() and the batch's last backward.
   void save_state(NamedTensors& tensors, nlohmann::json& values) const override;
   /// Throws InputError where another number of steps makes a window.
-  void load_state(
-      const NamedTensors& tensors, const nlohmann::json& values) override;
+  void load_state(const NamedTensors& tensors, const nlohmann::json& values) override;
 
   /// Batches of a rank that make the next window. Between windows only.
   void set_steps(int64_t steps) { options_.steps = steps; }
@@ -207,32 +196,22 @@ class GradientWindow : public Stateful {
   /// Every gradient is final. Until the next open().
   bool is_complete() const { return complete_; }
   /// Batches of backward_outside() wait for one that reduces. Their number.
-  int64_t waiting() const {
-    return begun_ && outside_ && !complete_ ? batches_ : 0;
-  }
+  int64_t waiting() const { return begun_ && outside_ && !complete_ ? batches_ : 0; }
   /// What the backward that broke the open window threw; empty: none did.
   const std::string& failure() const { return failure_; }
   const WindowReport& report() const { return report_; }
-  const std::vector<std::shared_ptr<DataParallel>>& models() const {
-    return models_;
-  }
+  const std::vector<std::shared_ptr<DataParallel>>& models() const { return models_; }
   /// Bit i: model i of the accelerator.
   uint64_t models_mask() const { return models_mask_; }
 
  private:
   void begin_window(bool in_place);
-  void begin_outside(
-      std::optional<double> sum_weight, const WindowBatch& batch, bool reduce);
+  void begin_outside(std::optional<double> sum_weight, const WindowBatch& batch, bool reduce);
   double batch_weight(std::optional<double> sum_weight);
   // `times` turns the loss into a sum; its seed is times / scale_ unless each
   // batch counts the same. 0: it runs where `always`, and adds zeros.
-  void run_backward(
-      const at::Tensor& loss,
-      double times,
-      double seed,
-      bool always,
-      bool reduce,
-      bool retain_graph);
+  void run_backward(const at::Tensor& loss, double times, double seed, bool always, bool reduce,
+                    bool retain_graph);
   void note_loss(const at::Tensor& loss, double times);
   void forget_losses();
   void start_control();
@@ -243,14 +222,11 @@ class GradientWindow : public Stateful {
   nlohmann::json exchange_records(const nlohmann::json& mine);
   void note_ranks(const WindowTotals& totals);
   bool alone() const { return communicator_->world_size() == 1; }
-  bool equal_batches() const {
-    return options_.weighting == LossWeighting::mean_of_means;
-  }
+  bool equal_batches() const { return options_.weighting == LossWeighting::mean_of_means; }
 
   // Set at construction.
   std::shared_ptr<Communicator> communicator_;
-  std::vector<std::shared_ptr<DataParallel>>
-      models_; // in the order of reduction
+  std::vector<std::shared_ptr<DataParallel>> models_; // in the order of reduction
   uint64_t models_mask_;
   WindowOptions options_;
   std::shared_ptr<WindowExchange> exchange_;

@@ -86,23 +86,18 @@ struct ActivationCheckpointOptions {
 
 namespace detail {
 
-using RegionForward =
-    std::function<std::vector<at::Tensor>(std::vector<at::Tensor>)>;
+using RegionForward = std::function<std::vector<at::Tensor>(std::vector<at::Tensor>)>;
 
 // Runs forward(inputs) as a region. Inputs may be undefined.
-std::vector<at::Tensor> run_region(
-    RegionForward forward,
-    std::vector<at::Tensor> inputs,
-    const ActivationCheckpointOptions& options);
+std::vector<at::Tensor> run_region(RegionForward forward, std::vector<at::Tensor> inputs,
+                                   const ActivationCheckpointOptions& options);
 [[noreturn]] void throw_no_tensor(const ActivationCheckpointOptions& options);
 
 template <typename Fn, typename... Args>
-auto run_region_of(
-    const ActivationCheckpointOptions& options, Fn&& fn, Args&&... args) {
-  static_assert(
-      (!kBorrows<std::decay_t<Args>> && ...),
-      "activation_checkpoint binds arguments by value: pass a std::vector or a "
-      "std::string instead of a view");
+auto run_region_of(const ActivationCheckpointOptions& options, Fn&& fn, Args&&... args) {
+  static_assert((!kBorrows<std::decay_t<Args>> && ...),
+                "activation_checkpoint binds arguments by value: pass a std::vector or a "
+                "std::string instead of a view");
   using Result = std::decay_t<std::invoke_result_t<Fn&, Args...>>;
   static_assert(!std::is_void_v<Result>, "a region returns tensors");
   using Bound = std::tuple<std::decay_t<Args>...>;
@@ -112,23 +107,20 @@ auto run_region_of(
   auto result = std::make_shared<ResultShape<Result>>();
   auto kept_fn = std::make_shared<std::decay_t<Fn>>(std::forward<Fn>(fn));
 
-  RegionForward forward =
-      [kept_fn, bound, result](std::vector<at::Tensor> tensors) {
-        Bound values = *bound;
-        TensorPutter put(std::move(tensors));
-        put(values);
-        Result output = std::apply(
-            [&](auto&... value) {
-              return std::invoke(*kept_fn, static_cast<Passed<Args>>(value)...);
-            },
-            values);
-        TensorTaker outputs;
-        outputs(output);
-        if (result->wanted) {
-          result->shape.emplace(std::move(output));
-        }
-        return std::move(outputs.tensors);
-      };
+  RegionForward forward = [kept_fn, bound, result](std::vector<at::Tensor> tensors) {
+    Bound values = *bound;
+    TensorPutter put(std::move(tensors));
+    put(values);
+    Result output = std::apply(
+        [&](auto&... value) { return std::invoke(*kept_fn, static_cast<Passed<Args>>(value)...); },
+        values);
+    TensorTaker outputs;
+    outputs(output);
+    if (result->wanted) {
+      result->shape.emplace(std::move(output));
+    }
+    return std::move(outputs.tensors);
+  };
 
   std::vector<at::Tensor> outputs =
       run_region(std::move(forward), std::move(inputs.tensors), options);
@@ -147,18 +139,16 @@ template <typename Tuple, size_t... I>
 auto run_region_with_last(Tuple&& all, std::index_sequence<I...>) {
   using All = std::decay_t<Tuple>;
   constexpr size_t last = std::tuple_size_v<All> - 1;
-  return run_region_of(
-      std::get<last>(all),
-      std::forward<std::tuple_element_t<I, All>>(std::get<I>(all))...);
+  return run_region_of(std::get<last>(all),
+                       std::forward<std::tuple_element_t<I, All>>(std::get<I>(all))...);
 }
 
 template <typename... Args>
 inline constexpr bool kEndsWithOptions = false;
 template <typename First, typename... Rest>
 inline constexpr bool kEndsWithOptions<First, Rest...> =
-    sizeof...(Rest) == 0
-        ? std::is_same_v<std::decay_t<First>, ActivationCheckpointOptions>
-        : kEndsWithOptions<Rest...>;
+    sizeof...(Rest) == 0 ? std::is_same_v<std::decay_t<First>, ActivationCheckpointOptions>
+                         : kEndsWithOptions<Rest...>;
 
 } // namespace detail
 
@@ -180,14 +170,11 @@ template <typename Fn, typename... Inputs>
 auto activation_checkpoint(Fn&& fn, Inputs&&... inputs) {
   if constexpr (detail::kEndsWithOptions<void*, Inputs...>) {
     return detail::run_region_with_last(
-        std::forward_as_tuple(
-            std::forward<Fn>(fn), std::forward<Inputs>(inputs)...),
+        std::forward_as_tuple(std::forward<Fn>(fn), std::forward<Inputs>(inputs)...),
         std::make_index_sequence<sizeof...(Inputs)>());
   } else {
-    return detail::run_region_of(
-        ActivationCheckpointOptions{},
-        std::forward<Fn>(fn),
-        std::forward<Inputs>(inputs)...);
+    return detail::run_region_of(ActivationCheckpointOptions{}, std::forward<Fn>(fn),
+                                 std::forward<Inputs>(inputs)...);
   }
 }
 
@@ -195,10 +182,8 @@ auto activation_checkpoint(Fn&& fn, Inputs&&... inputs) {
 /// the last, with the remainder, is kept as it is: backward begins there.
 /// Throws InputError unless 1 <= segments <= functions.
 at::Tensor activation_checkpoint_sequential(
-    const std::vector<std::function<at::Tensor(at::Tensor)>>& functions,
-    int64_t segments,
-    at::Tensor input,
-    const ActivationCheckpointOptions& options = {});
+    const std::vector<std::function<at::Tensor(at::Tensor)>>& functions, int64_t segments,
+    at::Tensor input, const ActivationCheckpointOptions& options = {});
 
 /// Overrides early_stop of regions whose forward runs while it lives, on this
 /// thread.

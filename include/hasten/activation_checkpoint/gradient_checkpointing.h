@@ -44,31 +44,25 @@ struct GradientCheckpointingOptions {
 /// the wrappers.
 /// Throws InputError: mode budget without a plan; a plan of another model; a block
 /// that somebody else attached a checkpoint to.
-void gradient_checkpointing_enable(
-    const std::shared_ptr<torch::nn::Module>& model,
-    const GradientCheckpointingOptions& options = {});
+void gradient_checkpointing_enable(const std::shared_ptr<torch::nn::Module>& model,
+                                   const GradientCheckpointingOptions& options = {});
 /// As before enabling. Nothing where it is not enabled.
-void gradient_checkpointing_disable(
-    const std::shared_ptr<torch::nn::Module>& model);
-bool gradient_checkpointing_enabled(
-    const std::shared_ptr<torch::nn::Module>& model);
+void gradient_checkpointing_disable(const std::shared_ptr<torch::nn::Module>& model);
+bool gradient_checkpointing_enabled(const std::shared_ptr<torch::nn::Module>& model);
 /// Whether a block has been called since: where none is, nothing is recomputed.
-bool gradient_checkpointing_called(
-    const std::shared_ptr<torch::nn::Module>& model);
+bool gradient_checkpointing_called(const std::shared_ptr<torch::nn::Module>& model);
 
 /// The same for a ModuleHolder.
 template <typename Holder>
   requires requires(const Holder& holder) { holder.ptr(); }
-void gradient_checkpointing_enable(
-    const Holder& model, const GradientCheckpointingOptions& options = {}) {
-  gradient_checkpointing_enable(
-      std::shared_ptr<torch::nn::Module>(model.ptr()), options);
+void gradient_checkpointing_enable(const Holder& model,
+                                   const GradientCheckpointingOptions& options = {}) {
+  gradient_checkpointing_enable(std::shared_ptr<torch::nn::Module>(model.ptr()), options);
 }
 template <typename Holder>
   requires requires(const Holder& holder) { holder.ptr(); }
 void gradient_checkpointing_disable(const Holder& model) {
-  gradient_checkpointing_disable(
-      std::shared_ptr<torch::nn::Module>(model.ptr()));
+  gradient_checkpointing_disable(std::shared_ptr<torch::nn::Module>(model.ptr()));
 }
 
 } // namespace hasten

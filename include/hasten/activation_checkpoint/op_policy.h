@@ -46,12 +46,11 @@ class OpPolicy {
   static std::shared_ptr<const OpPolicy> keep_expensive();
   /// Keeps what `decide` says yes to; asked after the call ran, in forward only.
   /// Throws InputError where it is empty.
-  static std::shared_ptr<const OpPolicy> keep_if(
-      std::function<bool(const OpCall&)> decide);
+  static std::shared_ptr<const OpPolicy> keep_if(std::function<bool(const OpCall&)> decide);
   /// Keeps the calls with the most measured time for each byte, as many as fit
   /// into `bytes`. `costs` are those of the same region (measure_ops).
-  static std::shared_ptr<const OpPolicy> keep_by_cost(
-      const std::vector<OpCost>& costs, int64_t bytes);
+  static std::shared_ptr<const OpPolicy> keep_by_cost(const std::vector<OpCost>& costs,
+                                                      int64_t bytes);
 
   bool keeps(const OpCall& call) const { return decide_(call); }
 

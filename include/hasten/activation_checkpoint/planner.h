@@ -117,8 +117,7 @@ class ActivationPlan {
   nlohmann::json to_json() const;
   /// Throws InputError naming `source` and what is wrong: a key, regions that
   /// overlap.
-  static ActivationPlan from_json(
-      const nlohmann::json& json, const std::string& source = "plan");
+  static ActivationPlan from_json(const nlohmann::json& json, const std::string& source = "plan");
   /// Throws InputError where the plan was made for other shapes.
   void require_shapes(const ChainProfile& profile) const;
 };
@@ -130,32 +129,30 @@ class ActivationPlan {
 /// are as before. Installs the memory meter (core/memory.h).
 /// Before prepare(): hooks on parameters would see the measuring.
 /// Throws InputError where no block is called.
-ChainProfile profile_activations(
-    const std::shared_ptr<torch::nn::Module>& model,
-    const std::function<at::Tensor()>& loss);
+ChainProfile profile_activations(const std::shared_ptr<torch::nn::Module>& model,
+                                 const std::function<at::Tensor()>& loss);
 
 /// The quickest plan within `budget_bytes`. Throws InputError naming the least
 /// budget that works.
-std::shared_ptr<const ActivationPlan> plan_activations(
-    const ChainProfile& profile, int64_t budget_bytes);
+std::shared_ptr<const ActivationPlan> plan_activations(const ChainProfile& profile,
+                                                       int64_t budget_bytes);
 /// The same with blocks kept or recomputed as a whole only.
-std::shared_ptr<const ActivationPlan> plan_whole_blocks(
-    const ChainProfile& profile, int64_t budget_bytes);
+std::shared_ptr<const ActivationPlan> plan_whole_blocks(const ChainProfile& profile,
+                                                        int64_t budget_bytes);
 
 /// Peak and time of a plan under a profile, step by step.
 struct PlanCost {
   int64_t peak_bytes = 0;
   double seconds = 0;
 };
-PlanCost plan_cost(
-    const ChainProfile& profile, const std::vector<PlanRegion>& regions);
+PlanCost plan_cost(const ChainProfile& profile, const std::vector<PlanRegion>& regions);
 
 /// Simple plans to compare with: nothing; each block; ceil(sqrt(n)) regions.
 std::vector<PlanRegion> keep_all_regions(int64_t blocks);
 std::vector<PlanRegion> each_block_regions(int64_t blocks);
 std::vector<PlanRegion> sqrt_regions(int64_t blocks);
-std::shared_ptr<const ActivationPlan> make_plan(
-    const ChainProfile& profile, std::vector<PlanRegion> regions);
+std::shared_ptr<const ActivationPlan> make_plan(const ChainProfile& profile,
+                                                std::vector<PlanRegion> regions);
 
 int64_t least_budget(const ChainProfile& profile);
 /// What keeping everything takes.
@@ -163,32 +160,27 @@ int64_t full_budget(const ChainProfile& profile);
 /// Bytes of a budget given in bytes or as a share of what keeping everything takes. A
 /// share that is below first_peak_bytes, which no plan changes, is that and a share of
 /// the rest, with a warning in the log.
-int64_t budget_of(
-    const ChainProfile& profile, const GradientCheckpointing& spec);
+int64_t budget_of(const ChainProfile& profile, const GradientCheckpointing& spec);
 
 /// Plans from the least budget to the full one, each quicker than the one before.
-std::vector<std::shared_ptr<const ActivationPlan>> pareto_plans(
-    const ChainProfile& profile, int64_t points = 24);
+std::vector<std::shared_ptr<const ActivationPlan>> pareto_plans(const ChainProfile& profile,
+                                                                int64_t points = 24);
 /// As a table, and as an SVG picture of peak against time.
-std::string pareto_table(
-    const ChainProfile& profile,
-    const std::vector<std::shared_ptr<const ActivationPlan>>& plans);
-std::string pareto_svg(
-    const ChainProfile& profile,
-    const std::vector<std::shared_ptr<const ActivationPlan>>& plans);
+std::string pareto_table(const ChainProfile& profile,
+                         const std::vector<std::shared_ptr<const ActivationPlan>>& plans);
+std::string pareto_svg(const ChainProfile& profile,
+                       const std::vector<std::shared_ptr<const ActivationPlan>>& plans);
 
 /// Peak of one forward and backward of `loss`, as budgets count. Gradients and
 /// random state are as before.
-int64_t observe_peak(
-    const std::shared_ptr<torch::nn::Module>& model,
-    const std::function<at::Tensor()>& loss);
+int64_t observe_peak(const std::shared_ptr<torch::nn::Module>& model,
+                     const std::function<at::Tensor()>& loss);
 
 /// profile, plan, enable and run: while the observed peak is above the budget, the
 /// plan is made again with less. Leaves checkpointing enabled.
 /// Throws InputError naming the least budget that works.
 std::shared_ptr<const ActivationPlan> enable_within_budget(
-    const std::shared_ptr<torch::nn::Module>& model,
-    const std::function<at::Tensor()>& loss,
+    const std::shared_ptr<torch::nn::Module>& model, const std::function<at::Tensor()>& loss,
     const GradientCheckpointing& budget);
 
 } // namespace hasten

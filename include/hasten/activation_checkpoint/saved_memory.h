@@ -66,8 +66,7 @@ struct ActivationReport {
 /// Runs one forward and backward of `loss` under what is enabled for the model and
 /// says where its memory goes. Gradients, buffers and random state are as before.
 /// Installs the memory meter. Before prepare(). Local.
-ActivationReport measure_activations(
-    const std::shared_ptr<torch::nn::Module>& model,
-    const std::function<at::Tensor()>& loss);
+ActivationReport measure_activations(const std::shared_ptr<torch::nn::Module>& model,
+                                     const std::function<at::Tensor()>& loss);
 
 } // namespace hasten

@@ -41,9 +41,8 @@ class Communicator;
 class GradScaler : public Stateful {
  public:
   /// Throws InputError for an option out of range.
-  explicit GradScaler(
-      GradScalerOptions options = {},
-      std::shared_ptr<Communicator> communicator = nullptr);
+  explicit GradScaler(GradScalerOptions options = {},
+                      std::shared_ptr<Communicator> communicator = nullptr);
 
   /// loss * scale, in fp32. Differentiable. Local.
   /// Throws TrainingError for a loss on the CPU that is not finite: no scale makes
@@ -76,8 +75,7 @@ class GradScaler : public Stateful {
 
   /// Those of LossScale, between update() and scale().
   void save_state(NamedTensors& tensors, nlohmann::json& values) const override;
-  void load_state(
-      const NamedTensors& tensors, const nlohmann::json& values) override;
+  void load_state(const NamedTensors& tensors, const nlohmann::json& values) override;
 
  private:
   // Of an optimizer since the last update().

@@ -49,8 +49,7 @@ class LossScale : public Stateful {
   /// torch.amp.GradScaler's names. Empty where disabled.
   void save_state(NamedTensors& tensors, nlohmann::json& values) const override;
   /// Throws InputError for an empty state where enabled, or a number out of range.
-  void load_state(
-      const NamedTensors& tensors, const nlohmann::json& values) override;
+  void load_state(const NamedTensors& tensors, const nlohmann::json& values) override;
 
  private:
   GradScalerOptions options_;

@@ -15,11 +15,8 @@ class Error : public std::runtime_error {
  public:
   /// `where` is "part::function"; `what` names the value that is wrong;
   /// `expected` and `fix` are sentences without their final stop, or empty.
-  Error(
-      std::string_view where,
-      std::string_view what,
-      std::string_view expected = {},
-      std::string_view fix = {});
+  Error(std::string_view where, std::string_view what, std::string_view expected = {},
+        std::string_view fix = {});
 };
 
 /// The user's files, flags, environment or arguments are wrong. Nothing was
@@ -65,7 +62,6 @@ void set_error_rank(int rank, int world_size);
 
 /// The candidate closest to `word`; empty where the edit distance is above 2
 /// (1 for words shorter than 4) and above a third of the length.
-std::string nearest_name(
-    std::string_view word, const std::string* first, const std::string* last);
+std::string nearest_name(std::string_view word, const std::string* first, const std::string* last);
 
 } // namespace hasten

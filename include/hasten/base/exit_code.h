@@ -20,9 +20,7 @@ class SilentExit : public std::exception {
  public:
   explicit SilentExit(int code) : code_(code) {}
   int code() const { return code_; }
-  const char* what() const noexcept override {
-    return "another rank says why this one ends";
-  }
+  const char* what() const noexcept override { return "another rank says why this one ends"; }
 
  private:
   int code_;
@@ -36,8 +34,7 @@ class SilentExit : public std::exception {
 /// What all ranks throw alike is said once: by the launcher where it is hasten's; else
 /// a TrainingError by the first rank of each host, a CommunicationError by the first of
 /// each host that is left.
-int exit_code_of(
-    int local_rank, int world_size, const std::function<int()>& body);
+int exit_code_of(int local_rank, int world_size, const std::function<int()>& body);
 
 namespace detail {
 int record_main(const std::function<int()>& main);

@@ -16,8 +16,7 @@ std::string read_file(const std::filesystem::path& path);
 /// file's permissions stay; of a symbolic link the file it leads to is replaced.
 /// Throws Error naming path and reason (a full disk), InputError where the path
 /// does not exist or may not be written; the old file stays.
-void write_file_atomically(
-    const std::filesystem::path& path, std::string_view bytes);
+void write_file_atomically(const std::filesystem::path& path, std::string_view bytes);
 
 /// fsync of a file or a folder. Throws Error.
 void sync_path(const std::filesystem::path& path);
@@ -30,8 +29,7 @@ namespace detail {
 /// Throws for a system call that failed with errno `error`: "path: No space left
 /// on device". A path that does not exist or may not be touched is the user's
 /// fault, an InputError; a full or failing disk is not, an Error.
-[[noreturn]] void throw_file_error(
-    const char* where, const std::filesystem::path& path, int error);
+[[noreturn]] void throw_file_error(const char* where, const std::filesystem::path& path, int error);
 
 } // namespace detail
 

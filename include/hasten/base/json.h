@@ -36,17 +36,12 @@ ParsedJson try_parse_json(std::string_view text, JsonRules rules = {});
 
 /// The same, for callers that add nothing to the message.
 /// Throws InputError from `where`: "<source>: not JSON near byte=17 (line 2): …".
-nlohmann::json parse_json(
-    std::string_view where,
-    const std::string& source,
-    std::string_view text,
-    JsonRules rules = {});
+nlohmann::json parse_json(std::string_view where, const std::string& source, std::string_view text,
+                          JsonRules rules = {});
 
 /// Reads and parses a file. Throws InputError that names it.
-nlohmann::json read_json_file(
-    std::string_view where,
-    const std::filesystem::path& path,
-    JsonRules rules = {});
+nlohmann::json read_json_file(std::string_view where, const std::filesystem::path& path,
+                              JsonRules rules = {});
 
 /// Throws InputError naming the first member with a text that JSON cannot hold, as
 /// file names may be. dump() would throw without a place.

@@ -35,8 +35,7 @@ struct SpawnOptions {
 /// makes system calls only.
 /// Throws Error when it cannot be started, InputError where argv[0] is no
 /// program; no child is left then.
-pid_t spawn_process(
-    const std::vector<std::string>& argv, const SpawnOptions& options = {});
+pid_t spawn_process(const std::vector<std::string>& argv, const SpawnOptions& options = {});
 
 /// How a child ended, from waitpid's status.
 struct ProcessEnd {

@@ -44,7 +44,6 @@ bool launcher_says_errors() noexcept;
 
 /// What record_error(), or Python's torch.distributed.elastic, wrote; nothing
 /// where there is no such file or it is not in that form. Never throws.
-std::optional<RecordedError> read_recorded_error(
-    const std::filesystem::path& path) noexcept;
+std::optional<RecordedError> read_recorded_error(const std::filesystem::path& path) noexcept;
 
 } // namespace hasten

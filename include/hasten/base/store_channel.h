@@ -42,8 +42,7 @@ using StoreKey = std::array<unsigned char, 32>;
 std::optional<StoreKey> store_key_from_environment();
 
 /// crypto_auth of libsodium over all parts.
-StoreKey keyed_hash(
-    const StoreKey& key, std::initializer_list<std::string_view> parts);
+StoreKey keyed_hash(const StoreKey& key, std::initializer_list<std::string_view> parts);
 
 /// Where a store listens.
 struct StoreAddress {
@@ -163,9 +162,8 @@ int try_connect(const StoreAddress& address);
 /// Blocks until then, until `deadline` or until `cancelled`. Throws InputError where
 /// the store is another user's or has another secret, CommunicationError where nobody
 /// listens.
-std::unique_ptr<StoreChannel> connect_store(
-    const StoreAddress& address,
-    StoreClock::time_point deadline,
-    const std::atomic<bool>& cancelled);
+std::unique_ptr<StoreChannel> connect_store(const StoreAddress& address,
+                                            StoreClock::time_point deadline,
+                                            const std::atomic<bool>& cancelled);
 
 } // namespace hasten::detail

@@ -12,17 +12,13 @@ namespace hasten {
 /// something else than EEXIST, since another process of this pid may have left that
 /// one, or be using it in another container. `made` is the last name.
 /// Returns what `make` answered: 0, or errno.
-int make_beside(
-    const std::filesystem::path& target,
-    const char* mark,
-    std::filesystem::path& made,
-    const std::function<int(const std::filesystem::path&)>& make);
+int make_beside(const std::filesystem::path& target, const char* mark, std::filesystem::path& made,
+                const std::function<int(const std::filesystem::path&)>& make);
 
 /// Whether a name ends as those that make_beside() gives with ".tmp-".
 bool is_temporary_name(std::string_view name);
 
 /// A new file, opened for writing; -1 with errno where it cannot be.
-int open_temporary(
-    const std::filesystem::path& target, std::filesystem::path& temporary);
+int open_temporary(const std::filesystem::path& target, std::filesystem::path& temporary);
 
 } // namespace hasten

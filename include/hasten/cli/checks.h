@@ -45,16 +45,11 @@ std::string finished_line(const TrainCommand& command);
 /// Throws InputError naming --nproc and WORLD_SIZE where processes are asked for
 /// inside a world of several, or for more than 16 processes a core without
 /// `oversubscribe`. `command` is "train", "compare" or "launch".
-void check_nproc(
-    const std::string& command,
-    int nproc,
-    bool oversubscribe,
-    const World& world);
+void check_nproc(const std::string& command, int nproc, bool oversubscribe, const World& world);
 /// Throws InputError where the file has fewer lines than `nproc`.
 void check_lines(const std::string& train_file, int nproc);
 /// The same for flags that say where the output of processes goes.
-void check_logs_outside(
-    const std::string& command, const LogsSpecs& logs, const World& world);
+void check_logs_outside(const std::string& command, const LogsSpecs& logs, const World& world);
 
 /// Throws InputError where the disk that holds (or will hold) `folder` has fewer
 /// than `bytes` free; what the folder holds already counts as free.

@@ -226,19 +226,9 @@ struct Answer {
   std::string text{};
 };
 
-using Command = std::variant<
-    Answer,
-    TrainCommand,
-    PredictCommand,
-    EvalCommand,
-    PlanCommand,
-    EstimateMemoryCommand,
-    CompareCommand,
-    StateCommand,
-    TokenizerCommand,
-    SynthCommand,
-    LaunchCommand,
-    EnvCommand>;
+using Command = std::variant<Answer, TrainCommand, PredictCommand, EvalCommand, PlanCommand,
+                             EstimateMemoryCommand, CompareCommand, StateCommand, TokenizerCommand,
+                             SynthCommand, LaunchCommand, EnvCommand>;
 
 /// Reads the arguments after the program's name. Flags may be spelled with "_"
 /// for "-", as Hugging Face's scripts do. Checks each value by itself and

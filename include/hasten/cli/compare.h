@@ -134,15 +134,11 @@ struct Recommendation {
 /// in Strategy.
 Recommendation recommend(const std::vector<StrategyReport>& reports);
 
-std::string comparison_table(
-    const CompareCommand& command,
-    int64_t limit_bytes,
-    const std::vector<StrategyReport>& reports,
-    const Recommendation& recommendation);
-nlohmann::json comparison_json(
-    const CompareCommand& command,
-    int64_t limit_bytes,
-    const std::vector<StrategyReport>& reports,
-    const Recommendation& recommendation);
+std::string comparison_table(const CompareCommand& command, int64_t limit_bytes,
+                             const std::vector<StrategyReport>& reports,
+                             const Recommendation& recommendation);
+nlohmann::json comparison_json(const CompareCommand& command, int64_t limit_bytes,
+                               const std::vector<StrategyReport>& reports,
+                               const Recommendation& recommendation);
 
 } // namespace hasten

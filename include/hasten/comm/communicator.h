@@ -80,8 +80,7 @@ class CommHandle {
   explicit operator bool() const { return state_ != nullptr; }
 
   struct State;
-  explicit CommHandle(std::shared_ptr<State> state)
-      : state_(std::move(state)) {}
+  explicit CommHandle(std::shared_ptr<State> state) : state_(std::move(state)) {}
 
  private:
   std::shared_ptr<State> state_;
@@ -101,8 +100,8 @@ class Communicator {
   /// Meets the peers of `world`: store, Gloo group, liveness, and a handshake
   /// that verifies world size, hasten and torch version and device kind.
   /// Collective, blocks up to options.timeout. A world of one opens no socket.
-  static std::shared_ptr<Communicator> create(
-      const World& world, const CommunicatorOptions& options = {});
+  static std::shared_ptr<Communicator> create(const World& world,
+                                              const CommunicatorOptions& options = {});
 
   virtual ~Communicator() = default;
   Communicator(const Communicator&) = delete;
@@ -122,8 +121,7 @@ class Communicator {
   /// rounded once.
   /// `name` is what an error calls it: "ddp bucket 3". Shapes must be equal on
   /// all ranks (see check_shapes).
-  virtual CommHandle all_reduce_async(
-      at::Tensor tensor, ReduceOp op, std::string_view name) = 0;
+  virtual CommHandle all_reduce_async(at::Tensor tensor, ReduceOp op, std::string_view name) = 0;
   void all_reduce(at::Tensor tensor, ReduceOp op, std::string_view name) {
     all_reduce_async(std::move(tensor), op, name).wait();
   }
@@ -131,35 +129,34 @@ class Communicator {
   /// The same, with the result on rank `root` alone: elsewhere `tensor` keeps its
   /// values and may change once this has returned. Half the volume of an all_reduce.
   /// Memory: a copy of the tensor on the other ranks while under way.
-  virtual CommHandle reduce_async(
-      at::Tensor tensor, int root, ReduceOp op, std::string_view name) = 0;
+  virtual CommHandle reduce_async(at::Tensor tensor, int root, ReduceOp op,
+                                  std::string_view name) = 0;
 
   /// Copies rank `source`'s `tensor` into every rank's, in place. Any dtype.
-  virtual CommHandle broadcast_async(
-      at::Tensor tensor, int source, std::string_view name) = 0;
+  virtual CommHandle broadcast_async(at::Tensor tensor, int source, std::string_view name) = 0;
   void broadcast(at::Tensor tensor, int source, std::string_view name) {
     broadcast_async(std::move(tensor), source, name).wait();
   }
 
   /// `output` is [world_size, …input's shape], contiguous; row r is rank r's
   /// input. Shapes and dtypes are equal on all ranks.
-  virtual CommHandle all_gather_async(
-      at::Tensor output, at::Tensor input, std::string_view name) = 0;
+  virtual CommHandle all_gather_async(at::Tensor output, at::Tensor input,
+                                      std::string_view name) = 0;
 
   /// The same on rank `root` alone; elsewhere `output` is not looked at, and may
   /// be undefined.
-  virtual CommHandle gather_async(
-      at::Tensor output, at::Tensor input, int root, std::string_view name) = 0;
+  virtual CommHandle gather_async(at::Tensor output, at::Tensor input, int root,
+                                  std::string_view name) = 0;
 
   /// Row r of rank `root`'s `input` [world_size, …output's shape], contiguous, into
   /// rank r's `output`. Elsewhere `input` is not looked at, and may be undefined.
-  virtual CommHandle scatter_async(
-      at::Tensor output, at::Tensor input, int root, std::string_view name) = 0;
+  virtual CommHandle scatter_async(at::Tensor output, at::Tensor input, int root,
+                                   std::string_view name) = 0;
 
   /// Row r of `input` goes to rank r; row r of `output` comes from rank r. Both
   /// [world_size, …] and contiguous, of one shape and dtype on all ranks.
-  virtual CommHandle all_to_all_async(
-      at::Tensor output, at::Tensor input, std::string_view name) = 0;
+  virtual CommHandle all_to_all_async(at::Tensor output, at::Tensor input,
+                                      std::string_view name) = 0;
 
   /// Sums row r of every rank's `input` [world_size, …] into rank r's `output` [any
   /// shape of a row's elements], in rank order, in output's dtype: a floating one,
@@ -167,27 +164,22 @@ class Communicator {
   /// takes what comes from the others, a tensor like `input`; made where it is
   /// undefined. Neither may change until wait() has returned, which does the sum.
   /// Half the volume of an all_reduce.
-  CommHandle reduce_scatter_async(
-      at::Tensor output,
-      at::Tensor input,
-      std::string_view name,
-      at::Tensor scratch = {});
+  CommHandle reduce_scatter_async(at::Tensor output, at::Tensor input, std::string_view name,
+                                  at::Tensor scratch = {});
 
   /// Tensors of one dtype and trailing shape, dim 0 may differ by rank (0
   /// included): concatenated over ranks in rank order, on every rank.
   /// Blocking; shapes are agreed first and a mismatch is an error on all.
   /// Memory: world_size times the longest rank's rows, twice.
-  virtual at::Tensor all_gather_rows(
-      const at::Tensor& rows, std::string_view name) = 0;
+  virtual at::Tensor all_gather_rows(const at::Tensor& rows, std::string_view name) = 0;
 
   /// Small values from every rank, on every rank, in rank order. For shapes,
   /// counts and messages, not for data. Blocking, through the store.
-  virtual std::vector<nlohmann::json> gather_json(
-      const nlohmann::json& value, std::string_view name) = 0;
+  virtual std::vector<nlohmann::json> gather_json(const nlohmann::json& value,
+                                                  std::string_view name) = 0;
 
   /// Rank 0's value on every rank. Blocking, through the store.
-  virtual nlohmann::json broadcast_json(
-      const nlohmann::json& value, std::string_view name) = 0;
+  virtual nlohmann::json broadcast_json(const nlohmann::json& value, std::string_view name) = 0;
 
   /// Blocks until every rank has entered.
   virtual void barrier(std::string_view name) = 0;
@@ -212,16 +204,15 @@ class Communicator {
 
   /// A further group of the same ranks, with its own name, timeout and order
   /// of operations. Collective.
-  virtual std::shared_ptr<Communicator> duplicate(
-      const CommunicatorOptions& options) = 0;
+  virtual std::shared_ptr<Communicator> duplicate(const CommunicatorOptions& options) = 0;
 
   /// A group of some ranks of this one, ascending, this one among them: rank i of
   /// it is ranks[i] here. Errors name ranks of the world. Groups of other ranks
   /// may have the same name. Collective over `ranks`: those of the list call it,
   /// with the same list. Throws InputError for a list that is not ascending, out
   /// of range or without this rank.
-  virtual std::shared_ptr<Communicator> new_group(
-      const std::vector<int>& ranks, const CommunicatorOptions& options) = 0;
+  virtual std::shared_ptr<Communicator> new_group(const std::vector<int>& ranks,
+                                                  const CommunicatorOptions& options) = 0;
 
   /// After a failure: goes on with the ranks that are left. They meet on the
   /// store and agree on who they are; then this group is theirs alone: ranks are

@@ -95,8 +95,7 @@ class [[nodiscard]] Autocast {
 };
 
 /// What this thread's autocast makes of inputs on the device; empty where it is off.
-std::optional<c10::ScalarType> autocast_dtype(
-    c10::DeviceType device = c10::DeviceType::CPU);
+std::optional<c10::ScalarType> autocast_dtype(c10::DeviceType device = c10::DeviceType::CPU);
 
 /// `x` as a matrix product would take it here: of autocast's type where autocast is on
 /// for its device and it is a floating-point tensor, not of fp64; else itself.

@@ -54,10 +54,8 @@ class BlockInterceptor {
   /// `inputs` are the tensors found in the arguments, in order; undefined where
   /// an optional is empty. Other arguments are bound inside `forward` by value.
   /// Returns as many tensors as the block's result holds.
-  virtual std::vector<at::Tensor> intercept(
-      const BlockCall& call,
-      std::vector<at::Tensor> inputs,
-      Forward forward) = 0;
+  virtual std::vector<at::Tensor> intercept(const BlockCall& call, std::vector<at::Tensor> inputs,
+                                            Forward forward) = 0;
   /// Around a run of the block's forward in backward that does not come through
   /// intercept(): recomputation begins inside the place of the checkpoint. For who
   /// must have the block's parameters there. Also where the run ends early.
@@ -76,10 +74,8 @@ class [[nodiscard]] BlockAttachment {
   void detach() noexcept;
 
  private:
-  friend BlockAttachment attach_block(
-      const std::shared_ptr<torch::nn::Module>&,
-      BlockStage,
-      std::shared_ptr<BlockInterceptor>);
+  friend BlockAttachment attach_block(const std::shared_ptr<torch::nn::Module>&, BlockStage,
+                                      std::shared_ptr<BlockInterceptor>);
   const torch::nn::Module* block_ = nullptr;
   uint64_t id_ = 0;
 };
@@ -88,10 +84,8 @@ class [[nodiscard]] BlockAttachment {
 /// the block, which could then never die.
 /// Throws InputError if one is attached at that stage already or an argument is
 /// empty.
-BlockAttachment attach_block(
-    const std::shared_ptr<torch::nn::Module>& block,
-    BlockStage stage,
-    std::shared_ptr<BlockInterceptor> interceptor);
+BlockAttachment attach_block(const std::shared_ptr<torch::nn::Module>& block, BlockStage stage,
+                             std::shared_ptr<BlockInterceptor> interceptor);
 
 namespace detail {
 
@@ -108,12 +102,9 @@ struct BlockChain {
   std::vector<BlockLink> links{};
 };
 // Null where nothing is attached to `block`.
-std::shared_ptr<const BlockChain> find_block_chain(
-    const torch::nn::Module* block);
-std::vector<at::Tensor> run_block_chain(
-    std::shared_ptr<const BlockChain> chain,
-    std::vector<at::Tensor> inputs,
-    Forward block_forward);
+std::shared_ptr<const BlockChain> find_block_chain(const torch::nn::Module* block);
+std::vector<at::Tensor> run_block_chain(std::shared_ptr<const BlockChain> chain,
+                                        std::vector<at::Tensor> inputs, Forward block_forward);
 // Tells the interceptors outside the checkpoint about a recomputation of the block,
 // while it lives.
 class RecomputeNotice {
@@ -127,11 +118,8 @@ class RecomputeNotice {
   std::shared_ptr<const BlockChain> chain_;
   size_t told_ = 0; // links that know
 };
-[[noreturn]] void throw_tensor_count(
-    const BlockChain& chain,
-    std::string_view what,
-    size_t got,
-    size_t expected);
+[[noreturn]] void throw_tensor_count(const BlockChain& chain, std::string_view what, size_t got,
+                                     size_t expected);
 
 // Walks every tensor inside a value; TensorTaker moves them out, TensorPutter in.
 // Members of other kinds are left alone.
@@ -181,8 +169,7 @@ struct TensorTaker : TensorVisitor<TensorTaker> {
 };
 
 struct TensorPutter : TensorVisitor<TensorPutter> {
-  explicit TensorPutter(std::vector<at::Tensor> from)
-      : tensors(std::move(from)) {}
+  explicit TensorPutter(std::vector<at::Tensor> from) : tensors(std::move(from)) {}
   std::vector<at::Tensor> tensors;
   size_t used = 0;
   void slot(at::Tensor& tensor) {
@@ -211,18 +198,14 @@ inline constexpr bool kBorrows<std::basic_string_view<T>> = true;
 
 // An argument as the caller wrote it: lvalues stay lvalues, rvalues rvalues.
 template <typename A>
-using Passed = std::conditional_t<
-    std::is_array_v<std::remove_reference_t<A>>,
-    std::decay_t<A>&,
-    A&&>;
+using Passed =
+    std::conditional_t<std::is_array_v<std::remove_reference_t<A>>, std::decay_t<A>&, A&&>;
 
 template <typename Result, typename Block, typename... Args>
-Result call_intercepted(
-    Block& block, std::shared_ptr<const BlockChain> chain, Args&&... args) {
-  static_assert(
-      (!kBorrows<std::decay_t<Args>> && ...),
-      "call_block binds arguments by value: pass a std::vector or a "
-      "std::string instead of a view");
+Result call_intercepted(Block& block, std::shared_ptr<const BlockChain> chain, Args&&... args) {
+  static_assert((!kBorrows<std::decay_t<Args>> && ...),
+                "call_block binds arguments by value: pass a std::vector or a "
+                "std::string instead of a view");
   using Bound = std::tuple<std::decay_t<Args>...>;
   auto bound = std::make_shared<Bound>(std::forward<Args>(args)...);
   TensorTaker inputs;
@@ -230,8 +213,8 @@ Result call_intercepted(
   const size_t input_count = inputs.tensors.size();
   auto result = std::make_shared<ResultShape<Result>>();
 
-  Forward block_forward = [&block, chain, bound, result, input_count](
-                              std::vector<at::Tensor> tensors) {
+  Forward block_forward = [&block, chain, bound, result,
+                           input_count](std::vector<at::Tensor> tensors) {
     if (tensors.size() != input_count) {
       throw_tensor_count(*chain, "inputs", tensors.size(), input_count);
     }
@@ -239,9 +222,7 @@ Result call_intercepted(
     TensorPutter put(std::move(tensors));
     put(values);
     Result output = std::apply(
-        [&block](auto&... value) {
-          return block.forward(static_cast<Passed<Args>>(value)...);
-        },
+        [&block](auto&... value) { return block.forward(static_cast<Passed<Args>>(value)...); },
         values);
     TensorTaker outputs;
     outputs(output);
@@ -252,8 +233,8 @@ Result call_intercepted(
   };
 
   // `block` stays alive as long as any copy of the Forward: the chain owns it.
-  std::vector<at::Tensor> outputs = run_block_chain(
-      chain, std::move(inputs.tensors), std::move(block_forward));
+  std::vector<at::Tensor> outputs =
+      run_block_chain(chain, std::move(inputs.tensors), std::move(block_forward));
   result->wanted = false;
   if (!result->shape) {
     // Nobody ran the block: only a result of plain tensors can be rebuilt.
@@ -299,8 +280,7 @@ auto& block_of(Block& block) {
 template <typename Block, typename... Args>
 auto call_block(Block&& holder, Args&&... args) {
   auto& block = detail::block_of(holder);
-  using Result =
-      std::decay_t<decltype(block.forward(std::forward<Args>(args)...))>;
+  using Result = std::decay_t<decltype(block.forward(std::forward<Args>(args)...))>;
   static_assert(!std::is_void_v<Result>, "a block returns tensors");
   if (detail::attached_blocks.load(std::memory_order_relaxed) == 0) {
     return Result(block.forward(std::forward<Args>(args)...));
@@ -309,8 +289,7 @@ auto call_block(Block&& holder, Args&&... args) {
   if (!chain) {
     return Result(block.forward(std::forward<Args>(args)...));
   }
-  return detail::call_intercepted<Result>(
-      block, std::move(chain), std::forward<Args>(args)...);
+  return detail::call_intercepted<Result>(block, std::move(chain), std::forward<Args>(args)...);
 }
 
 } // namespace hasten

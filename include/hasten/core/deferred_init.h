@@ -74,9 +74,8 @@ template <typename Make>
 auto deferred_init(Make&& make, const DeferredInitOptions& options = {}) {
   detail::DeferredScope scope(options);
   auto made = std::forward<Make>(make)();
-  static_assert(
-      std::is_convertible_v<decltype(&*made), const torch::nn::Module*>,
-      "deferred_init's function returns a module, by shared_ptr or holder");
+  static_assert(std::is_convertible_v<decltype(&*made), const torch::nn::Module*>,
+                "deferred_init's function returns a module, by shared_ptr or holder");
   const torch::nn::Module* module = nullptr;
   if (made) {
     module = &*made;

@@ -17,8 +17,7 @@ namespace hasten {
 /// weights: x is stored in bf16, no converted weight is (torch keeps them all until
 /// backward: 2 bytes a parameter), and the weight's gradient is summed in fp32. All else, other CPUs,
 /// devices, dtypes, fp16 and products too small to gain, is torch's own linear.
-at::Tensor fast_linear(
-    const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias = {});
+at::Tensor fast_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias = {});
 
 /// Whether this CPU's float products go to oneDNN.
 bool linear_uses_onednn();

@@ -13,8 +13,7 @@ namespace hasten {
 /// A 64-bit seed for the stream `name` with its coordinates: XXH64 (seed 0) of
 /// the name's bytes, a zero byte, then `seed`, `a`, `b` as little-endian 64-bit
 /// words. Same arguments, same seed, on every machine and in every version.
-uint64_t stream_seed(
-    std::string_view name, uint64_t seed, uint64_t a = 0, uint64_t b = 0);
+uint64_t stream_seed(std::string_view name, uint64_t seed, uint64_t a = 0, uint64_t b = 0);
 
 /// Seeds torch's default generators with the init stream: call before a model
 /// is built, so that all ranks start from equal weights. Not the weights that

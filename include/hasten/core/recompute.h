@@ -22,8 +22,7 @@ bool in_recompute();
 /// bit, at the cost of keeping them. For collectives, a router's decision, data
 /// read from elsewhere. Outside a region: make().
 /// Throws Error where recomputation calls it more often than forward did.
-std::vector<at::Tensor> run_once(
-    const std::function<std::vector<at::Tensor>()>& make);
+std::vector<at::Tensor> run_once(const std::function<std::vector<at::Tensor>()>& make);
 at::Tensor run_once(const std::function<at::Tensor()>& make);
 
 namespace detail {

@@ -17,12 +17,10 @@ class Stateful {
   virtual ~Stateful() = default;
   /// Adds this object's state. Tensors may alias live ones: the caller writes
   /// or clones them before anything goes on. Local.
-  virtual void save_state(
-      NamedTensors& tensors, nlohmann::json& values) const = 0;
+  virtual void save_state(NamedTensors& tensors, nlohmann::json& values) const = 0;
   /// Restores it. Throws InputError naming what is missing or has another
   /// shape, before anything of this object was changed. Local.
-  virtual void load_state(
-      const NamedTensors& tensors, const nlohmann::json& values) = 0;
+  virtual void load_state(const NamedTensors& tensors, const nlohmann::json& values) = 0;
 };
 
 } // namespace hasten

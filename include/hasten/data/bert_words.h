@@ -30,13 +30,11 @@ struct BertWords {
   std::vector<int32_t> run{}; // cleaned code points not yet normalised
 
   std::string_view operator[](size_t i) const {
-    return std::string_view(text).substr(
-        words[i].begin, words[i].end - words[i].begin);
+    return std::string_view(text).substr(words[i].begin, words[i].end - words[i].begin);
   }
 };
 
 /// Replaces the content of `words` by the words of `text`, valid UTF-8.
-void split_bert_words(
-    std::string_view text, const BertWordOptions& options, BertWords& words);
+void split_bert_words(std::string_view text, const BertWordOptions& options, BertWords& words);
 
 } // namespace hasten::detail

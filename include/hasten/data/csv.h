@@ -35,11 +35,9 @@ class CsvReader {
   /// Opens the file and reads the header.
   /// Throws InputError: the file is missing, a folder, empty or UTF-16; the
   ///   delimiter is a quote or a line break.
-  explicit CsvReader(
-      const std::filesystem::path& path, CsvOptions options = {});
+  explicit CsvReader(const std::filesystem::path& path, CsvOptions options = {});
   /// Reads a file that is open; its records may be read by several readers.
-  explicit CsvReader(
-      std::shared_ptr<const TextFile> file, CsvOptions options = {});
+  explicit CsvReader(std::shared_ptr<const TextFile> file, CsvOptions options = {});
   CsvReader(CsvReader&&) noexcept = default;
   CsvReader& operator=(CsvReader&&) noexcept = default;
 
@@ -84,11 +82,8 @@ class CsvReader {
   bool at_field_end(size_t at) const;
   void check_text(size_t begin, size_t end) const;
   void check_width() const;
-  [[noreturn]] void fail(
-      size_t at,
-      std::string_view what,
-      std::string_view expected,
-      std::string_view fix) const;
+  [[noreturn]] void fail(size_t at, std::string_view what, std::string_view expected,
+                         std::string_view fix) const;
 
   std::shared_ptr<const TextFile> file_;
   char delimiter_ = ',';

@@ -72,13 +72,9 @@ struct LoaderOptions {
 /// global batches are cut from what remains.
 /// Local. Cost: n log n of the rows.
 /// Throws InputError: batch_size < 1, or rank outside the world.
-std::vector<std::vector<int64_t>> rank_batches(
-    const Dataset& dataset,
-    const LoaderOptions& options,
-    uint64_t epoch,
-    int rank,
-    int world_size,
-    int64_t first_row = 0);
+std::vector<std::vector<int64_t>> rank_batches(const Dataset& dataset, const LoaderOptions& options,
+                                               uint64_t epoch, int rank, int world_size,
+                                               int64_t first_row = 0);
 
 /// A range of batches: `for (const Batch& batch : loader)` is one epoch.
 /// The rows a rank's turn brings may be none (see rank_batches): such a batch is
@@ -110,12 +106,8 @@ class DataLoader : public Stateful {
   /// configuration asks for beside those given here.
   bool even_batches() const { return options_.even_batches; }
   bool split_batches() const { return options_.split_batches; }
-  void set_even_batches(bool even) {
-    options_.even_batches = even || given_even_;
-  }
-  void set_split_batches(bool split) {
-    options_.split_batches = split || given_split_;
-  }
+  void set_even_batches(bool even) { options_.even_batches = even || given_even_; }
+  void set_split_batches(bool split) { options_.split_batches = split || given_split_; }
   /// Deals rows over ranks; Accelerator::prepare calls it.
   void shard(int rank, int world_size);
   /// Batches of this rank in one epoch.
@@ -129,8 +121,7 @@ class DataLoader : public Stateful {
   /// The next begin() goes on behind the cursor. Takes over order_batch and
   /// drop_batch. Throws InputError where the state is in mid-epoch and another
   /// data set, seed or order is here, naming what differs.
-  void load_state(
-      const NamedTensors& tensors, const nlohmann::json& values) override;
+  void load_state(const NamedTensors& tensors, const nlohmann::json& values) override;
 
   class iterator {
    public:
@@ -145,9 +136,7 @@ class DataLoader : public Stateful {
     int64_t cursor() const;
     /// Rows at the end of this batch that even_batches repeats.
     int64_t repeated_rows() const;
-    bool operator==(const iterator& other) const {
-      return position_ == other.position_;
-    }
+    bool operator==(const iterator& other) const { return position_ == other.position_; }
 
    private:
     friend class DataLoader;
@@ -172,8 +161,7 @@ class DataLoader : public Stateful {
   uint64_t epoch_ = 0;
   // Shared with the iterators, which move it, also from a prefetching thread;
   // begin() consumes `start_`.
-  std::shared_ptr<std::atomic<int64_t>> cursor_ =
-      std::make_shared<std::atomic<int64_t>>(0);
+  std::shared_ptr<std::atomic<int64_t>> cursor_ = std::make_shared<std::atomic<int64_t>>(0);
   std::shared_ptr<int64_t> start_ = std::make_shared<int64_t>(0);
   int rank_ = 0;
   int world_size_ = 1;

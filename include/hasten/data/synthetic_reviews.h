@@ -27,12 +27,11 @@ struct SyntheticReview {
 };
 
 /// Throws InputError: rows < 1.
-std::vector<SyntheticReview> synthetic_reviews(
-    const SyntheticReviewsOptions& options = {});
+std::vector<SyntheticReview> synthetic_reviews(const SyntheticReviewsOptions& options = {});
 
 /// The same as a table with the columns text, label and product: delimited text
 /// for ',' and '\t', JSON lines for '\0'.
-std::string synthetic_reviews_table(
-    const SyntheticReviewsOptions& options = {}, char delimiter = ',');
+std::string synthetic_reviews_table(const SyntheticReviewsOptions& options = {},
+                                    char delimiter = ',');
 
 } // namespace hasten

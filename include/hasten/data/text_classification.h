@@ -61,8 +61,7 @@ struct TextClassificationReport {
   std::vector<std::string> warnings{};
 
   /// For the start banner: rows, label shares, and what was left out and why.
-  std::vector<std::string> lines(
-      const std::vector<std::string>& label_names) const;
+  std::vector<std::string> lines(const std::vector<std::string>& label_names) const;
 };
 
 struct TextClassificationData {
@@ -97,14 +96,12 @@ struct TextSelection {
 /// Throws InputError: as TextRowReader and label_numbers; no label column;
 ///   eval_split outside [0, 1); eval_file together with eval_split; no row left
 ///   to evaluate.
-TextSelection select_text_rows(
-    std::shared_ptr<const TextFile> train_file,
-    std::shared_ptr<const TextFile> eval_file,
-    const TextClassificationOptions& options);
+TextSelection select_text_rows(std::shared_ptr<const TextFile> train_file,
+                               std::shared_ptr<const TextFile> eval_file,
+                               const TextClassificationOptions& options);
 
 /// select_text_rows() with the texts of `options`' files. Memory: the texts.
 /// Throws InputError: as it and TextFile::open.
-TextClassificationData load_text_classification(
-    const TextClassificationOptions& options);
+TextClassificationData load_text_classification(const TextClassificationOptions& options);
 
 } // namespace hasten

@@ -20,12 +20,11 @@ class TextFile {
   /// Throws InputError: the file is missing, a folder, unreadable, UTF-16, or of
   ///   a format that is not text (Parquet, Arrow, Excel, compressed), by its first
   ///   bytes.
-  static std::shared_ptr<const TextFile> open(
-      const std::filesystem::path& path, const char* where = "data::TextFile");
+  static std::shared_ptr<const TextFile> open(const std::filesystem::path& path,
+                                              const char* where = "data::TextFile");
   /// `text` under a name that messages use; its ending says what it holds, like
   /// a file's.
-  static std::shared_ptr<const TextFile> of_text(
-      std::filesystem::path name, std::string text);
+  static std::shared_ptr<const TextFile> of_text(std::filesystem::path name, std::string text);
 
   ~TextFile();
   TextFile(const TextFile&) = delete;

@@ -49,8 +49,7 @@ class TextRowReader {
   /// Throws InputError: whatever CsvReader or JsonlReader throw; an unknown column
   ///   (lists those there are, with a value each); a filter without "="; a
   ///   delimiter or has_header=false for JSON lines.
-  TextRowReader(
-      std::shared_ptr<const TextFile> file, const TextTableOptions& options);
+  TextRowReader(std::shared_ptr<const TextFile> file, const TextTableOptions& options);
   ~TextRowReader();
   TextRowReader(TextRowReader&&) noexcept;
 
@@ -107,45 +106,36 @@ struct TextTable {
 
 /// Reads a whole file. Throws InputError: as TextRowReader; no row left (says how
 /// many each rule left out).
-TextTable read_text_table(
-    const std::filesystem::path& path, const TextTableOptions& options);
+TextTable read_text_table(const std::filesystem::path& path, const TextTableOptions& options);
 
 /// Distinct labels, sorted as numbers where all are integers, else by bytes:
 /// the index of a name is its label number.
-std::vector<std::string> distinct_labels(
-    const std::vector<std::string>& labels);
+std::vector<std::string> distinct_labels(const std::vector<std::string>& labels);
 
 /// Numbers of the table's labels. Where the names are the placeholders
 /// "LABEL_0", "LABEL_1", … of a model without names, a label "1" is number 1.
 /// Throws InputError naming the first row whose label is not among `names`,
 ///   all labels the names lack, and the names. `owner` says whose names they
 ///   are: "the training data", "the model".
-std::vector<int64_t> label_numbers(
-    const TextTable& table,
-    const std::vector<std::string>& names,
-    const std::string& owner);
+std::vector<int64_t> label_numbers(const TextTable& table, const std::vector<std::string>& names,
+                                   const std::string& owner);
 
 namespace detail {
 
 /// What label_numbers() throws for the row at `position`.
-[[noreturn]] void fail_unknown_label(
-    const std::string& position,
-    const std::string& label,
-    const std::vector<std::string>& all_unknown,
-    const std::vector<std::string>& names,
-    const std::string& owner);
+[[noreturn]] void fail_unknown_label(const std::string& position, const std::string& label,
+                                     const std::vector<std::string>& all_unknown,
+                                     const std::vector<std::string>& names,
+                                     const std::string& owner);
 
 /// Number of each of `labels` by the rule of label_numbers(); -1 where the names
 /// lack it.
-std::vector<int64_t> numbers_of_labels(
-    const std::vector<std::string>& labels,
-    const std::vector<std::string>& names);
+std::vector<int64_t> numbers_of_labels(const std::vector<std::string>& labels,
+                                       const std::vector<std::string>& names);
 
 } // namespace detail
 
 /// Whether label_numbers() finds all of `labels` among `names`.
-bool knows_labels(
-    const std::vector<std::string>& names,
-    const std::vector<std::string>& labels);
+bool knows_labels(const std::vector<std::string>& names, const std::vector<std::string>& labels);
 
 } // namespace hasten

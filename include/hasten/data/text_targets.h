@@ -53,9 +53,7 @@ struct TextTargets {
   /// Of a regression the column's name. [target]
   std::vector<std::string> label_names{};
   bool regression = false;
-  int64_t targets_per_row() const {
-    return static_cast<int64_t>(label_names.size());
-  }
+  int64_t targets_per_row() const { return static_cast<int64_t>(label_names.size()); }
   /// Rows kept out of evaluation because training has the same text.
   int64_t duplicates = 0;
   int64_t left_out = 0; // rows without a text or a value
@@ -71,10 +69,8 @@ struct TextTargets {
 TextTargets load_text_targets(const TextTargetsOptions& options);
 
 /// The targets of one file whose labels are known: [row][label name].
-TargetTexts read_text_targets(
-    const std::filesystem::path& path,
-    const TextTargetsOptions& options,
-    const std::vector<std::string>& label_names);
+TargetTexts read_text_targets(const std::filesystem::path& path, const TextTargetsOptions& options,
+                              const std::vector<std::string>& label_names);
 
 /// `rows` with "labels" of floats in its batches: [B] for one target a row and
 /// `squeeze`, else [B, targets].
@@ -82,11 +78,8 @@ class TargetDataset : public Dataset {
  public:
   /// `targets` [row][target]. Throws InputError where their number is not `rows`'
   /// times `targets_per_row`.
-  TargetDataset(
-      std::shared_ptr<const Dataset> rows,
-      std::vector<float> targets,
-      int64_t targets_per_row,
-      bool squeeze);
+  TargetDataset(std::shared_ptr<const Dataset> rows, std::vector<float> targets,
+                int64_t targets_per_row, bool squeeze);
   int64_t size() const override { return rows_->size(); }
   int64_t length(int64_t index) const override { return rows_->length(index); }
   Batch collate(const std::vector<int64_t>& indices) const override;

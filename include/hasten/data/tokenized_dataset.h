@@ -22,11 +22,9 @@ struct TokenizedTexts {
 /// Encodes all texts, in order. max_length: tokens with [CLS] and [SEP]; 0 is no
 /// limit. threads ≥ 1 share the rows; the result does not depend on them.
 /// Throws what WordPieceTokenizer::encode throws, naming the row.
-TokenizedTexts tokenize_texts(
-    const WordPieceTokenizer& tokenizer,
-    const std::vector<std::string>& texts,
-    int64_t max_length,
-    int threads = 1);
+TokenizedTexts tokenize_texts(const WordPieceTokenizer& tokenizer,
+                              const std::vector<std::string>& texts, int64_t max_length,
+                              int threads = 1);
 
 /// Where a row lies among the ids of its table.
 struct TokenRow {
@@ -74,10 +72,8 @@ class TokenizedDataset : public Dataset {
   /// `labels` has one number a row, or is empty.
   /// Throws InputError: sizes differ, an id or a label outside int32, a row
   ///   without ids, a row longer than pad_to_length.
-  TokenizedDataset(
-      const std::vector<std::vector<int64_t>>& ids,
-      std::vector<int64_t> labels,
-      PaddingOptions padding = {});
+  TokenizedDataset(const std::vector<std::vector<int64_t>>& ids, std::vector<int64_t> labels,
+                   PaddingOptions padding = {});
   /// Rows that lie somewhere already; nothing is copied.
   /// Throws InputError: a row without ids, outside the ids or longer than
   ///   pad_to_length.

@@ -56,10 +56,8 @@ class WordPieceTokenizer {
   /// `vocab`: pieces by id; of two equal ones the later counts.
   /// Throws InputError: a special token (but mask_token) that the vocabulary
   ///   lacks.
-  WordPieceTokenizer(
-      std::vector<std::string> vocab,
-      WordPieceOptions options,
-      std::vector<AddedToken> added_tokens = {});
+  WordPieceTokenizer(std::vector<std::string> vocab, WordPieceOptions options,
+                     std::vector<AddedToken> added_tokens = {});
 
   /// From a Hugging Face folder: vocab.txt, or else the WordPiece model of
   /// tokenizer.json; options from tokenizer_config.json, else from the
@@ -131,8 +129,7 @@ class WordPieceLearner {
   /// The vocabulary, [id]. Cost: about a second for 100,000 distinct words.
   /// Throws InputError: no word was seen, vocab_size too small for the
   ///   characters, min_frequency or limit_alphabet below 1.
-  std::vector<std::string> learn(
-      const WordPieceVocabOptions& vocab_options = {}) const;
+  std::vector<std::string> learn(const WordPieceVocabOptions& vocab_options = {}) const;
 
   int64_t texts() const; // added so far
   int64_t words() const; // of them, distinct
@@ -144,9 +141,8 @@ class WordPieceLearner {
 };
 
 /// A WordPieceLearner on texts that are in memory.
-std::vector<std::string> build_wordpiece_vocab(
-    const std::vector<std::string>& texts,
-    const WordPieceOptions& options,
-    const WordPieceVocabOptions& vocab_options = {});
+std::vector<std::string> build_wordpiece_vocab(const std::vector<std::string>& texts,
+                                               const WordPieceOptions& options,
+                                               const WordPieceVocabOptions& vocab_options = {});
 
 } // namespace hasten

@@ -19,8 +19,7 @@
 namespace hasten {
 
 /// Makes a zeroed 1-d buffer of `numel` elements, 64-byte aligned.
-using FlatAllocator =
-    std::function<at::Tensor(int64_t numel, const at::TensorOptions& options)>;
+using FlatAllocator = std::function<at::Tensor(int64_t numel, const at::TensorOptions& options)>;
 
 class FlatGradients {
  public:
@@ -81,8 +80,7 @@ class FlatGradients {
   mutable FlatAllocator allocator_; // until it has been called
   mutable std::vector<at::Tensor> buffers_{}; // [group]
   mutable std::vector<at::Tensor> views_{}; // [slot]
-  mutable std::vector<const void*>
-      addresses_{}; // [slot] where each view begins
+  mutable std::vector<const void*> addresses_{}; // [slot] where each view begins
   // Views share their buffer's version counter, so one comparison a buffer finds
   // every write by torch.
   mutable bool known_zero_ = true;

@@ -35,8 +35,7 @@ class FolderCommit {
  public:
   /// Makes "<target>.tmp-<pid>-<n>" and the folders above the target.
   /// Throws InputError where they cannot be made, or `create` finds something.
-  explicit FolderCommit(
-      std::filesystem::path target, CommitMode mode = CommitMode::create);
+  explicit FolderCommit(std::filesystem::path target, CommitMode mode = CommitMode::create);
   /// Removes the temporary folder unless committed. Never throws.
   ~FolderCommit();
   FolderCommit(const FolderCommit&) = delete;
@@ -75,8 +74,7 @@ struct ManifestEntry {
 
 /// The manifest, by path relative to the folder. Throws InputError where it is
 /// missing (a folder that was never committed) or not one of ours.
-std::map<std::string, ManifestEntry> read_manifest(
-    const std::filesystem::path& folder);
+std::map<std::string, ManifestEntry> read_manifest(const std::filesystem::path& folder);
 
 /// Compares every listed file with its size and checksum; files that are not
 /// listed are ignored. Cost: one read of all files.

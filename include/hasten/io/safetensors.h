@@ -44,9 +44,7 @@ class SafetensorsReader {
   /// Names of the stored tensors in the order of their data.
   const std::vector<std::string>& names() const { return names_; }
   /// "__metadata__"; empty where there is none.
-  const std::map<std::string, std::string>& metadata() const {
-    return metadata_;
-  }
+  const std::map<std::string, std::string>& metadata() const { return metadata_; }
   /// Whether tensor(name) would find one: a stored tensor, or the name of a tied
   /// one that the writer left out and noted in the metadata.
   bool contains(std::string_view name) const;
@@ -79,8 +77,7 @@ class SafetensorsReader {
 };
 
 /// What Hugging Face's loaders ask to see in the metadata.
-inline const std::map<std::string, std::string> kTorchMetadata = {
-    {"format", "pt"}};
+inline const std::map<std::string, std::string> kTorchMetadata = {{"format", "pt"}};
 
 /// Writes `tensors`, byte for byte what the reference library writes: by dtype
 /// (widest first), then by name. Local. Replaces `path` in one step, synced.
@@ -90,10 +87,8 @@ inline const std::map<std::string, std::string> kTorchMetadata = {
 /// Memory: one tensor at a time, and only where it is not contiguous on a CPU.
 /// Throws InputError for a dtype or layout the format lacks, Error naming the
 /// path and the reason where writing fails; `path` is then as before.
-void write_safetensors(
-    const std::filesystem::path& path,
-    const NamedTensors& tensors,
-    const std::map<std::string, std::string>& metadata = kTorchMetadata);
+void write_safetensors(const std::filesystem::path& path, const NamedTensors& tensors,
+                       const std::map<std::string, std::string>& metadata = kTorchMetadata);
 
 /// The format's name of a dtype ("F32"); empty where it has none.
 std::string_view safetensors_dtype_name(at::ScalarType dtype);

@@ -41,8 +41,7 @@ class ShardedSafetensorsReader {
 
   std::filesystem::path path_;
   std::vector<SafetensorsReader> shards_{};
-  std::map<std::string, size_t, std::less<>>
-      shard_{}; // number of its shard [name]
+  std::map<std::string, size_t, std::less<>> shard_{}; // number of its shard [name]
 };
 
 } // namespace hasten

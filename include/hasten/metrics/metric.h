@@ -33,8 +33,7 @@ struct OwnTensor {
 };
 
 /// Throws InputError unless `state` has the sizes and dtype of `own`.
-void check_metric_state(
-    const char* where, const at::Tensor& state, const at::Tensor& own);
+void check_metric_state(const char* where, const at::Tensor& state, const at::Tensor& own);
 
 } // namespace detail
 

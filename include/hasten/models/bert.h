@@ -58,13 +58,11 @@ struct BertConfig {
   /// From config.json. `source` names the file in messages.
   /// Throws InputError naming key and value: a model_type other than "bert", a
   /// value out of range, an unsupported hidden_act, id2label with gaps.
-  static BertConfig from_json(
-      const nlohmann::json& json, std::string_view source = "config.json");
+  static BertConfig from_json(const nlohmann::json& json, std::string_view source = "config.json");
   /// A shape by name: "bert-tiny" (2 layers, 128 wide), "bert-mini" (4, 256),
   /// "bert-small" (4, 512), "bert-base" (12, 768); one head per 64 of width,
   /// intermediate_size 4 times the width. Throws InputError listing them.
-  static BertConfig from_shape(
-      std::string_view shape, int64_t vocab_size = 30522);
+  static BertConfig from_shape(std::string_view shape, int64_t vocab_size = 30522);
   /// Whether `name` is one of those.
   static bool is_shape(std::string_view name);
   /// All of them: "bert-tiny, bert-mini, …".
@@ -85,8 +83,7 @@ class BertLayerImpl : public torch::nn::Module {
   /// [B, 1, 1, T] of hidden's dtype, 0 to attend and the lowest finite value not
   /// to. Returns [B, T, H], or with first_token_only [B, 1, H], which saves the
   /// other tokens' queries and feed-forward (5/6 of a block's products).
-  at::Tensor forward(
-      at::Tensor hidden, at::Tensor mask, bool first_token_only = false);
+  at::Tensor forward(at::Tensor hidden, at::Tensor mask, bool first_token_only = false);
 
   // Names in the state dict: attention.self.query, …
   torch::nn::Linear query{nullptr}, key{nullptr}, value{nullptr};
@@ -98,10 +95,7 @@ class BertLayerImpl : public torch::nn::Module {
 
  private:
   // `asking` [B, Q, H] are the tokens whose context is wanted.
-  at::Tensor attend(
-      const at::Tensor& asking,
-      const at::Tensor& hidden,
-      const at::Tensor& mask);
+  at::Tensor attend(const at::Tensor& asking, const at::Tensor& hidden, const at::Tensor& mask);
 
   int64_t heads_;
   double hidden_dropout_;
@@ -117,11 +111,8 @@ class BertModelImpl : public torch::nn::Module {
   /// Hidden states of the last block: [B, T, H], or [B, 1, H] of the first token
   /// alone, which is what pool() reads. Other arguments as in
   /// BertForSequenceClassificationImpl::forward.
-  at::Tensor forward(
-      at::Tensor input_ids,
-      at::Tensor attention_mask = {},
-      at::Tensor token_type_ids = {},
-      bool first_token_only = false);
+  at::Tensor forward(at::Tensor input_ids, at::Tensor attention_mask = {},
+                     at::Tensor token_type_ids = {}, bool first_token_only = false);
   /// tanh(dense(hidden[:, 0])): [B, T, H] -> [B, H].
   at::Tensor pool(const at::Tensor& hidden);
 
@@ -147,17 +138,14 @@ class BertForSequenceClassificationImpl : public torch::nn::Module {
   /// LayerNorm. hasten::set_seed makes them equal on all ranks.
   /// initialize = false leaves the weights undetermined, for who loads them all.
   /// Throws InputError as BertConfig::validate.
-  explicit BertForSequenceClassificationImpl(
-      BertConfig config, bool initialize = true);
+  explicit BertForSequenceClassificationImpl(BertConfig config, bool initialize = true);
   /// `input_ids` [B, T] int64 below vocab_size; `attention_mask` [B, T] int64 or
   /// bool, 1 for tokens and 0 for padding, undefined for all ones;
   /// `token_type_ids` [B, T] int64, undefined for all zeros.
   /// Returns logits [B, L].
   /// Throws InputError where T is above max_position_embeddings.
-  at::Tensor forward(
-      at::Tensor input_ids,
-      at::Tensor attention_mask = {},
-      at::Tensor token_type_ids = {});
+  at::Tensor forward(at::Tensor input_ids, at::Tensor attention_mask = {},
+                     at::Tensor token_type_ids = {});
   /// Draws new weights for classifier (and pooler), as the constructor does.
   void reset_classifier();
   void reset_pooler();

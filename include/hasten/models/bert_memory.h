@@ -11,8 +11,7 @@
 namespace hasten {
 
 /// Shapes of BertForSequenceClassification's parameters, in no particular order.
-std::vector<std::vector<int64_t>> bert_parameter_shapes(
-    const BertConfig& config);
+std::vector<std::vector<int64_t>> bert_parameter_shapes(const BertConfig& config);
 
 /// Shapes of one of its layers' parameters: what a block of a sharded model holds.
 std::vector<std::vector<int64_t>> bert_layer_shapes(const BertConfig& config);
@@ -42,11 +41,8 @@ struct BertStepMemory {
 /// with fp32 parameters. Follows the tensors of forward and backward one by one. Not
 /// in it: scratch memory of libraries. Throws InputError for rows or tokens below 1,
 /// tokens above the model's and other types.
-BertStepMemory bert_step_memory(
-    const BertConfig& config,
-    int64_t rows,
-    int64_t tokens,
-    GradientPlace gradients,
-    c10::ScalarType compute_dtype = c10::ScalarType::Float);
+BertStepMemory bert_step_memory(const BertConfig& config, int64_t rows, int64_t tokens,
+                                GradientPlace gradients,
+                                c10::ScalarType compute_dtype = c10::ScalarType::Float);
 
 } // namespace hasten

@@ -46,8 +46,7 @@ struct LoadedBert {
 /// Memory: the model and one tensor of the file.
 /// Throws InputError listing every missing, unexpected and wrongly shaped tensor;
 /// where only pytorch_model.bin is there; where the model_type is not "bert".
-LoadedBert load_bert_classifier(
-    const std::string& model, const LoadBertOptions& options = {});
+LoadedBert load_bert_classifier(const std::string& model, const LoadBertOptions& options = {});
 
 /// config.json of a folder alone: labels and sizes before any weight is read.
 /// Throws InputError as load_bert_classifier.
@@ -56,8 +55,7 @@ BertConfig read_bert_config(const std::filesystem::path& folder);
 /// Writes config.json and model.safetensors into an existing folder; for a whole
 /// model at once make it FolderCommit::folder(), add the other files and commit.
 /// Local: one rank calls it. Throws Error naming path and reason.
-void save_bert_classifier(
-    const std::filesystem::path& folder,
-    BertForSequenceClassificationImpl& model);
+void save_bert_classifier(const std::filesystem::path& folder,
+                          BertForSequenceClassificationImpl& model);
 
 } // namespace hasten

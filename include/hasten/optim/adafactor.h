@@ -13,8 +13,7 @@
 namespace hasten {
 
 /// Names and defaults of transformers' Adafactor, but for lr.
-struct AdafactorOptions
-    : torch::optim::OptimizerCloneableOptions<AdafactorOptions> {
+struct AdafactorOptions : torch::optim::OptimizerCloneableOptions<AdafactorOptions> {
   using eps_t = std::tuple<double, double>;
   using beta1_t = std::optional<double>;
   AdafactorOptions(double lr = 1e-3) : lr_(lr) {}
@@ -45,8 +44,7 @@ struct AdafactorOptions
 };
 
 /// Of a parameter with two dimensions or more: rows and columns of the last two.
-struct AdafactorParamState final
-    : torch::optim::OptimizerCloneableParamState<AdafactorParamState> {
+struct AdafactorParamState final : torch::optim::OptimizerCloneableParamState<AdafactorParamState> {
   TORCH_ARG(int64_t, step) = 0;
   TORCH_ARG(at::Tensor, exp_avg_sq_row);
   TORCH_ARG(at::Tensor, exp_avg_sq_col);
@@ -64,14 +62,10 @@ struct AdafactorParamState final
 /// A group's own options replace the defaults as a whole.
 class Adafactor : public detail::SteppedByEngine<torch::optim::Optimizer> {
  public:
-  explicit Adafactor(
-      const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
-      AdafactorOptions defaults = {},
-      FusedOptions fused = {});
-  explicit Adafactor(
-      std::vector<at::Tensor> parameters,
-      AdafactorOptions defaults = {},
-      FusedOptions fused = {});
+  explicit Adafactor(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
+                     AdafactorOptions defaults = {}, FusedOptions fused = {});
+  explicit Adafactor(std::vector<at::Tensor> parameters, AdafactorOptions defaults = {},
+                     FusedOptions fused = {});
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
 };

@@ -22,14 +22,10 @@ namespace hasten {
 /// first step() in which it has a gradient.
 class AdamW : public detail::SteppedByEngine<torch::optim::AdamW> {
  public:
-  explicit AdamW(
-      const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
-      torch::optim::AdamWOptions defaults = {},
-      FusedOptions fused = {});
-  explicit AdamW(
-      std::vector<at::Tensor> parameters,
-      torch::optim::AdamWOptions defaults = {},
-      FusedOptions fused = {});
+  explicit AdamW(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
+                 torch::optim::AdamWOptions defaults = {}, FusedOptions fused = {});
+  explicit AdamW(std::vector<at::Tensor> parameters, torch::optim::AdamWOptions defaults = {},
+                 FusedOptions fused = {});
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
 };
@@ -39,14 +35,10 @@ class AdamW : public detail::SteppedByEngine<torch::optim::AdamW> {
 /// is 0.
 class Adam : public detail::SteppedByEngine<torch::optim::Adam> {
  public:
-  explicit Adam(
-      const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
-      torch::optim::AdamOptions defaults = {},
-      FusedOptions fused = {});
-  explicit Adam(
-      std::vector<at::Tensor> parameters,
-      torch::optim::AdamOptions defaults = {},
-      FusedOptions fused = {});
+  explicit Adam(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
+                torch::optim::AdamOptions defaults = {}, FusedOptions fused = {});
+  explicit Adam(std::vector<at::Tensor> parameters, torch::optim::AdamOptions defaults = {},
+                FusedOptions fused = {});
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
 };

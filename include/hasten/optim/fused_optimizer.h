@@ -59,14 +59,10 @@ namespace detail {
 
 class StepEngine;
 
-at::Tensor engine_step(
-    StepEngine& engine,
-    torch::optim::Optimizer& optimizer,
-    const torch::optim::Optimizer::LossClosure& closure);
-void engine_step_scaled(
-    StepEngine& engine, torch::optim::Optimizer& optimizer, double factor);
-void engine_step_and_zero(
-    StepEngine& engine, torch::optim::Optimizer& optimizer, double factor);
+at::Tensor engine_step(StepEngine& engine, torch::optim::Optimizer& optimizer,
+                       const torch::optim::Optimizer::LossClosure& closure);
+void engine_step_scaled(StepEngine& engine, torch::optim::Optimizer& optimizer, double factor);
+void engine_step_and_zero(StepEngine& engine, torch::optim::Optimizer& optimizer, double factor);
 /// Options of all groups are in range; repeated parameters go.
 void engine_check(StepEngine& engine, torch::optim::Optimizer& optimizer);
 /// ATen's operations on the CPU, too.
@@ -82,12 +78,8 @@ class SteppedByEngine : public Base, public FusedOptimizer {
   at::Tensor step(LossClosure closure = nullptr) override {
     return engine_step(*engine_, *this, closure);
   }
-  void step_scaled(double factor) override {
-    engine_step_scaled(*engine_, *this, factor);
-  }
-  void step_and_zero(double factor = 1) override {
-    engine_step_and_zero(*engine_, *this, factor);
-  }
+  void step_scaled(double factor) override { engine_step_scaled(*engine_, *this, factor); }
+  void step_and_zero(double factor = 1) override { engine_step_and_zero(*engine_, *this, factor); }
   StepEngine& engine() const { return *engine_; }
 
  protected:
@@ -95,14 +87,10 @@ class SteppedByEngine : public Base, public FusedOptimizer {
   std::shared_ptr<StepEngine> engine_{};
 };
 
-void write_state_tensor(
-    torch::serialize::OutputArchive& archive,
-    const char* name,
-    const at::Tensor& tensor);
-void read_state_tensor(
-    torch::serialize::InputArchive& archive,
-    const char* name,
-    at::Tensor& tensor);
+void write_state_tensor(torch::serialize::OutputArchive& archive, const char* name,
+                        const at::Tensor& tensor);
+void read_state_tensor(torch::serialize::InputArchive& archive, const char* name,
+                       at::Tensor& tensor);
 
 /// The state of one of torch's optimizers and the fp32 copy of a 16-bit parameter.
 template <typename State>

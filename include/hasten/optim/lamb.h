@@ -30,8 +30,7 @@ struct LambOptions : torch::optim::OptimizerCloneableOptions<LambOptions> {
   void set_lr(const double lr) override { this->lr(lr); }
 };
 
-struct LambParamState final
-    : torch::optim::OptimizerCloneableParamState<LambParamState> {
+struct LambParamState final : torch::optim::OptimizerCloneableParamState<LambParamState> {
   TORCH_ARG(int64_t, step) = 0;
   TORCH_ARG(at::Tensor, exp_avg);
   TORCH_ARG(at::Tensor, exp_avg_sq);
@@ -49,14 +48,10 @@ struct LambParamState final
 /// traffic. A group's own options replace the defaults as a whole.
 class Lamb : public detail::SteppedByEngine<torch::optim::Optimizer> {
  public:
-  explicit Lamb(
-      const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
-      LambOptions defaults = {},
-      FusedOptions fused = {});
-  explicit Lamb(
-      std::vector<at::Tensor> parameters,
-      LambOptions defaults = {},
-      FusedOptions fused = {});
+  explicit Lamb(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
+                LambOptions defaults = {}, FusedOptions fused = {});
+  explicit Lamb(std::vector<at::Tensor> parameters, LambOptions defaults = {},
+                FusedOptions fused = {});
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
 };

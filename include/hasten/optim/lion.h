@@ -28,8 +28,7 @@ struct LionOptions : torch::optim::OptimizerCloneableOptions<LionOptions> {
   void set_lr(const double lr) override { this->lr(lr); }
 };
 
-struct LionParamState final
-    : torch::optim::OptimizerCloneableParamState<LionParamState> {
+struct LionParamState final : torch::optim::OptimizerCloneableParamState<LionParamState> {
   TORCH_ARG(int64_t, step) = 0;
   TORCH_ARG(at::Tensor, exp_avg);
   TORCH_ARG(at::Tensor, master);
@@ -46,14 +45,10 @@ struct LionParamState final
 /// defaults as a whole.
 class Lion : public detail::SteppedByEngine<torch::optim::Optimizer> {
  public:
-  explicit Lion(
-      const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
-      LionOptions defaults = {},
-      FusedOptions fused = {});
-  explicit Lion(
-      std::vector<at::Tensor> parameters,
-      LionOptions defaults = {},
-      FusedOptions fused = {});
+  explicit Lion(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
+                LionOptions defaults = {}, FusedOptions fused = {});
+  explicit Lion(std::vector<at::Tensor> parameters, LionOptions defaults = {},
+                FusedOptions fused = {});
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
 };

@@ -36,25 +36,21 @@ struct OptimizerSettings {
 const std::vector<std::string>& optimizer_names();
 /// Throws InputError for a name that is none (the nearest is offered) and for args
 /// that this optimizer has not.
-void check_optimizer(
-    const std::string& name, const OptimizerSettings& settings);
+void check_optimizer(const std::string& name, const OptimizerSettings& settings);
 
 /// `groups`: as decay_groups() makes them. Of a group's options, which are
 /// AdamWOptions whatever the optimizer, count weight_decay and, unless it is torch's
 /// 1e-3 for unset, lr; exactly, without the trap in adamw.h. Throws InputError as
 /// check_optimizer() does, and for options out of range.
 std::unique_ptr<torch::optim::Optimizer> make_optimizer(
-    const std::string& name,
-    const std::vector<torch::optim::OptimizerParamGroup>& groups,
+    const std::string& name, const std::vector<torch::optim::OptimizerParamGroup>& groups,
     const OptimizerSettings& settings);
 
 /// Bytes of that optimizer's tensors (moments, fp32 copies of 16-bit parameters) from
 /// its first step on, for trained parameters of these shapes and this dtype. Exact: what
 /// it allocates. Throws InputError as check_optimizer() does.
-int64_t optimizer_state_bytes(
-    const std::string& name,
-    const OptimizerSettings& settings,
-    const std::vector<std::vector<int64_t>>& shapes,
-    at::ScalarType dtype = at::kFloat);
+int64_t optimizer_state_bytes(const std::string& name, const OptimizerSettings& settings,
+                              const std::vector<std::vector<int64_t>>& shapes,
+                              at::ScalarType dtype = at::kFloat);
 
 } // namespace hasten

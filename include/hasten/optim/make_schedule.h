@@ -33,16 +33,11 @@ const std::vector<std::string>& schedule_names();
 /// nearest is offered), a value of another type or out of range, and warm-up where
 /// there is none (constant, one_cycle, reduce_lr_on_plateau ignore it as theirs do)
 /// above the total.
-Schedule make_schedule(
-    const std::string& name,
-    int64_t warmup_steps,
-    int64_t total_steps,
-    double peak_lr,
-    const nlohmann::json& kwargs);
+Schedule make_schedule(const std::string& name, int64_t warmup_steps, int64_t total_steps,
+                       double peak_lr, const nlohmann::json& kwargs);
 
 /// Of reduce_lr_on_plateau: mode (min, max; else `greater_is_better`), factor,
 /// patience, threshold, threshold_mode (rel, abs), cooldown, min_lr, eps.
-ReduceLrOnPlateauOptions plateau_options(
-    const nlohmann::json& kwargs, bool greater_is_better);
+ReduceLrOnPlateauOptions plateau_options(const nlohmann::json& kwargs, bool greater_is_better);
 
 } // namespace hasten

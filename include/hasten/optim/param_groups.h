@@ -17,11 +17,10 @@ namespace hasten {
 /// "rmsnorm", or has an element that is "norm" or ends in "_norm".
 /// Embeddings are decayed. Give `weight_decay` in the optimizer's defaults,
 /// too: see the trap in adamw.h.
-std::vector<torch::optim::OptimizerParamGroup> decay_groups(
-    const torch::nn::Module& model, double weight_decay);
+std::vector<torch::optim::OptimizerParamGroup> decay_groups(const torch::nn::Module& model,
+                                                            double weight_decay);
 
 /// Names of the parameters of group 0, in named_parameters() order.
-std::vector<std::string> decayed_parameter_names(
-    const torch::nn::Module& model);
+std::vector<std::string> decayed_parameter_names(const torch::nn::Module& model);
 
 } // namespace hasten

@@ -33,9 +33,8 @@ struct ReduceLrOnPlateauOptions {
 class ReduceLrOnPlateau final : public Stateful {
  public:
   /// Throws InputError for options out of range.
-  explicit ReduceLrOnPlateau(
-      torch::optim::Optimizer& optimizer,
-      ReduceLrOnPlateauOptions options = {});
+  explicit ReduceLrOnPlateau(torch::optim::Optimizer& optimizer,
+                             ReduceLrOnPlateauOptions options = {});
   ReduceLrOnPlateau(const ReduceLrOnPlateau&) = delete;
   ReduceLrOnPlateau& operator=(const ReduceLrOnPlateau&) = delete;
 
@@ -48,8 +47,7 @@ class ReduceLrOnPlateau final : public Stateful {
   /// values: best, num_bad_epochs, cooldown_counter, lrs. No tensors.
   void save_state(NamedTensors& tensors, nlohmann::json& values) const override;
   /// Sets the optimizer's learning rates as well.
-  void load_state(
-      const NamedTensors& tensors, const nlohmann::json& values) override;
+  void load_state(const NamedTensors& tensors, const nlohmann::json& values) override;
 
  private:
   bool improved(double metric) const;

@@ -32,26 +32,19 @@ Schedule constant_schedule();
 Schedule constant_schedule_with_warmup(int64_t warmup_steps);
 /// Then (1 + cos(2 pi num_cycles p)) / 2, at least 0. num_cycles > 0; 0.5 falls
 /// once to 0. It rises again after N.
-Schedule cosine_schedule(
-    int64_t warmup_steps, int64_t total_steps, double num_cycles = 0.5);
+Schedule cosine_schedule(int64_t warmup_steps, int64_t total_steps, double num_cycles = 0.5);
 /// Then (1 + cos(pi frac(num_cycles p))) / 2, 0 from N on: num_cycles >= 1 falls
 /// to 0, each beginning at 1 again.
-Schedule cosine_with_restarts_schedule(
-    int64_t warmup_steps, int64_t total_steps, int64_t num_cycles = 1);
+Schedule cosine_with_restarts_schedule(int64_t warmup_steps, int64_t total_steps,
+                                       int64_t num_cycles = 1);
 /// Then cosine (1 - min_lr_rate) + min_lr_rate; 0 <= min_lr_rate <= 1 is a share
 /// of the peak.
-Schedule cosine_with_min_lr_schedule(
-    int64_t warmup_steps,
-    int64_t total_steps,
-    double min_lr_rate,
-    double num_cycles = 0.5);
+Schedule cosine_with_min_lr_schedule(int64_t warmup_steps, int64_t total_steps, double min_lr_rate,
+                                     double num_cycles = 0.5);
 /// Then (1 - end_rate) (1 - p)^power + end_rate; end_rate after N. 0 <= end_rate < 1
 /// is lr_end / peak (transformers: 1e-7 / peak), power > 0. W < N.
-Schedule polynomial_schedule(
-    int64_t warmup_steps,
-    int64_t total_steps,
-    double end_rate,
-    double power = 1.0);
+Schedule polynomial_schedule(int64_t warmup_steps, int64_t total_steps, double end_rate,
+                             double power = 1.0);
 /// Then 1 / sqrt((k + t - W) / t), t = timescale; 0: W, or 10000 where W is 0.
 Schedule inverse_sqrt_schedule(int64_t warmup_steps, int64_t timescale = 0);
 
@@ -118,8 +111,7 @@ class LrScheduler final : public Stateful {
   /// values: completed_updates, base_lrs. No tensors.
   void save_state(NamedTensors& tensors, nlohmann::json& values) const override;
   /// Sets the optimizer's learning rates as well.
-  void load_state(
-      const NamedTensors& tensors, const nlohmann::json& values) override;
+  void load_state(const NamedTensors& tensors, const nlohmann::json& values) override;
 
  private:
   void apply();

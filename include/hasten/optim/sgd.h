@@ -16,10 +16,8 @@ namespace hasten {
 class SGD : public detail::SteppedByEngine<torch::optim::SGD> {
  public:
   SGD(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
-      torch::optim::SGDOptions defaults,
-      FusedOptions fused = {});
-  SGD(std::vector<at::Tensor> parameters,
-      torch::optim::SGDOptions defaults,
+      torch::optim::SGDOptions defaults, FusedOptions fused = {});
+  SGD(std::vector<at::Tensor> parameters, torch::optim::SGDOptions defaults,
       FusedOptions fused = {});
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;

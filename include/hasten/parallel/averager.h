@@ -125,10 +125,8 @@ class Averager : public Stateful {
   /// Ranks compare names, shapes, dtypes and strides. Collective, blocking.
   /// Throws InputError, on every rank, naming the first tensor that differs; and
   /// for options out of range.
-  Averager(
-      std::shared_ptr<Communicator> communicator,
-      const NamedTensorList& tensors,
-      AveragerOptions options = {});
+  Averager(std::shared_ptr<Communicator> communicator, const NamedTensorList& tensors,
+           AveragerOptions options = {});
   ~Averager() override;
   Averager(const Averager&) = delete;
   Averager& operator=(const Averager&) = delete;
@@ -140,8 +138,8 @@ class Averager : public Stateful {
   /// Throws CommunicationError where a peer fails: tensors are then as before, and
   /// the group is dead. InputError, on this rank, for a weight below 0 or not
   /// finite and for a tensor whose shape or dtype was changed.
-  const AverageReport& average(
-      double weight = 1, double learning_rate = 0, int64_t fragment = kAll);
+  const AverageReport& average(double weight = 1, double learning_rate = 0,
+                               int64_t fragment = kAll);
   static constexpr int64_t kAll = -1;
 
   /// The same in two parts, between which this rank may go on: start() takes the
@@ -149,8 +147,7 @@ class Averager : public Stateful {
   /// so that what was done in between is kept (see AveragerOptions::alpha). Memory:
   /// one more copy.
   /// Collective; start() does not wait for peers. Throws as average() does.
-  void start(
-      double weight = 1, double learning_rate = 0, int64_t fragment = kAll);
+  void start(double weight = 1, double learning_rate = 0, int64_t fragment = kAll);
   const AverageReport& finish();
   /// Between start() and finish().
   bool started() const;
@@ -193,8 +190,7 @@ class Averager : public Stateful {
   /// the hook's state: this rank's. Between start() and finish() what was sent is
   /// sent again after loading. Local.
   void save_state(NamedTensors& tensors, nlohmann::json& values) const override;
-  void load_state(
-      const NamedTensors& tensors, const nlohmann::json& values) override;
+  void load_state(const NamedTensors& tensors, const nlohmann::json& values) override;
 
  private:
   struct Impl;

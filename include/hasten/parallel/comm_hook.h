@@ -53,8 +53,7 @@ class CommHook : public Stateful {
   /// buckets in the same order. Gradients are those of the joined batch's mean
   /// (scaled before, not after), so what a hook keeps from one step to the next
   /// has one scale.
-  virtual Step reduce(
-      Communicator& communicator, const GradientBucket& bucket) = 0;
+  virtual Step reduce(Communicator& communicator, const GradientBucket& bucket) = 0;
 
   /// Name and settings; must be the same on all ranks.
   virtual std::string description() const = 0;
@@ -80,8 +79,7 @@ class CommHook : public Stateful {
 /// 1/world fp32 copies of the buckets under way.
 class Fp16CompressHook : public CommHook {
  public:
-  Step reduce(
-      Communicator& communicator, const GradientBucket& bucket) override;
+  Step reduce(Communicator& communicator, const GradientBucket& bucket) override;
   std::string description() const override { return "fp16_compress"; }
   double bytes_per_number() const override { return 2; }
 };
@@ -93,8 +91,7 @@ class Fp16CompressHook : public CommHook {
 /// included).
 class Bf16CompressHook : public CommHook {
  public:
-  Step reduce(
-      Communicator& communicator, const GradientBucket& bucket) override;
+  Step reduce(Communicator& communicator, const GradientBucket& bucket) override;
   std::string description() const override { return "bf16_compress"; }
   double bytes_per_number() const override { return 2; }
 };
@@ -107,10 +104,8 @@ class Bf16CompressHook : public CommHook {
 /// buckets, and 1/world of one.
 class Int8CompressHook : public CommHook {
  public:
-  explicit Int8CompressHook(bool error_feedback = true)
-      : error_feedback_(error_feedback) {}
-  Step reduce(
-      Communicator& communicator, const GradientBucket& bucket) override;
+  explicit Int8CompressHook(bool error_feedback = true) : error_feedback_(error_feedback) {}
+  Step reduce(Communicator& communicator, const GradientBucket& bucket) override;
   std::string description() const override {
     return error_feedback_ ? "int8_compress" : "int8_compress without feedback";
   }
@@ -118,14 +113,12 @@ class Int8CompressHook : public CommHook {
   void reset() override { errors_.clear(); }
   /// This rank's errors.
   void save_state(NamedTensors& tensors, nlohmann::json& values) const override;
-  void load_state(
-      const NamedTensors& tensors, const nlohmann::json& values) override;
+  void load_state(const NamedTensors& tensors, const nlohmann::json& values) override;
 
  private:
   struct Lost {
     uint64_t layout = 0; // hash of the bucket's gradients and of the ranks
-    at::Tensor
-        numbers{}; // of this rank's [world * part], then of its sum [part]
+    at::Tensor numbers{}; // of this rank's [world * part], then of its sum [part]
   };
   bool error_feedback_;
   std::unordered_map<int64_t, Lost> errors_{}; // by the bucket's index
@@ -161,8 +154,7 @@ class PowerSgdHook : public CommHook {
   /// Throws InputError for options out of range.
   explicit PowerSgdHook(PowerSgdOptions options = {});
 
-  Step reduce(
-      Communicator& communicator, const GradientBucket& bucket) override;
+  Step reduce(Communicator& communicator, const GradientBucket& bucket) override;
   std::string description() const override;
 
   /// Reductions begun so far.
@@ -176,8 +168,7 @@ class PowerSgdHook : public CommHook {
 
   /// Iteration, factors and this rank's error.
   void save_state(NamedTensors& tensors, nlohmann::json& values) const override;
-  void load_state(
-      const NamedTensors& tensors, const nlohmann::json& values) override;
+  void load_state(const NamedTensors& tensors, const nlohmann::json& values) override;
 
  private:
   struct Matrix;

@@ -113,8 +113,7 @@ class DataParallel : public Stateful {
   /// the parameter, what it was. Collective.
   /// With `defer` it may leave the multiplication to whoever reads the gradients
   /// next: see pending_factor().
-  virtual void finish(
-      double factor, const DdpRanks& ranks = {}, bool defer = false) = 0;
+  virtual void finish(double factor, const DdpRanks& ranks = {}, bool defer = false) = 0;
   /// Waits for the reduction and no more. Collective.
   virtual void wait() = 0;
   /// Gives up after a backward that threw: gradients become undefined, what was
@@ -147,8 +146,7 @@ class DataParallel : public Stateful {
   /// Makes p-norms of gradients that this rank holds the whole model's, in place;
   /// equally many on every rank. Where each holds all of it: nothing to do. Else
   /// collective, one small sum.
-  virtual void reduce_norms(
-      std::vector<double>& norms, double norm_type) const = 0;
+  virtual void reduce_norms(std::vector<double>& norms, double norm_type) const = 0;
 
   /// Sums gradients by this hook from the next sum on; null: plainly again. Does
   /// nothing on a rank alone. Collective.

@@ -63,8 +63,7 @@ class Ddp : public DataParallel {
   /// Memory: one copy of the gradients; on a rank alone, whose gradients stay
   /// where autograd puts them, only once something must be set aside.
   /// Throws InputError, on every rank, naming the first that differs.
-  Ddp(std::shared_ptr<Communicator> communicator,
-      std::shared_ptr<torch::nn::Module> module,
+  Ddp(std::shared_ptr<Communicator> communicator, std::shared_ptr<torch::nn::Module> module,
       DdpOptions options = {});
   Ddp(const Ddp&) = delete;
   Ddp& operator=(const Ddp&) = delete;
@@ -74,8 +73,7 @@ class Ddp : public DataParallel {
   void finish_backward() override;
   /// Gradients are views of the flat buffers then (on a rank alone: autograd's
   /// tensors).
-  void finish(
-      double factor, const DdpRanks& ranks = {}, bool defer = false) override;
+  void finish(double factor, const DdpRanks& ranks = {}, bool defer = false) override;
   /// Throws InputError on every rank for unused parameters (see DdpOptions), or
   /// where ranks froze different ones.
   void wait() override;
@@ -102,17 +100,12 @@ class Ddp : public DataParallel {
   void save_state(NamedTensors& tensors, nlohmann::json& values) const override;
   /// Throws InputError naming the tensor or parameter that is not this model's,
   /// or the hook that is missing. Local.
-  void load_state(
-      const NamedTensors& tensors, const nlohmann::json& values) override;
+  void load_state(const NamedTensors& tensors, const nlohmann::json& values) override;
 
   FlatGradients& gradients() override { return gradients_; }
   const FlatGradients& gradients() const override { return gradients_; }
-  const std::shared_ptr<torch::nn::Module>& module() const override {
-    return module_;
-  }
-  const FlatLayout::NamedParameters& parameters() const override {
-    return parameters_;
-  }
+  const std::shared_ptr<torch::nn::Module>& module() const override { return module_; }
+  const FlatLayout::NamedParameters& parameters() const override { return parameters_; }
   /// Elements of each bucket, in the order of reduction. [bucket]
   std::vector<int64_t> bucket_sizes() const;
   /// Buckets whose reduction began before the last backward had ended.

@@ -171,8 +171,7 @@ class [[nodiscard]] ForwardScope {
 
 /// The children of a module's ModuleLists and Sequentials that have parameters, the
 /// outermost ones, in order.
-std::vector<std::shared_ptr<torch::nn::Module>> repeated_blocks(
-    const torch::nn::Module& module);
+std::vector<std::shared_ptr<torch::nn::Module>> repeated_blocks(const torch::nn::Module& module);
 
 class FullyShard : public Stateful {
  public:
@@ -188,11 +187,9 @@ class FullyShard : public Stateful {
   /// Throws InputError, on every rank, naming the first difference between ranks; for
   /// a block that is none of the module's, a parameter of two units (tied), options
   /// out of range.
-  FullyShard(
-      std::shared_ptr<Communicator> communicator,
-      std::shared_ptr<torch::nn::Module> module,
-      const std::vector<std::shared_ptr<torch::nn::Module>>& blocks,
-      FullyShardOptions options = {});
+  FullyShard(std::shared_ptr<Communicator> communicator, std::shared_ptr<torch::nn::Module> module,
+             const std::vector<std::shared_ptr<torch::nn::Module>>& blocks,
+             FullyShardOptions options = {});
   FullyShard(const FullyShard&) = delete;
   FullyShard& operator=(const FullyShard&) = delete;
   ~FullyShard() override;
@@ -251,9 +248,7 @@ class FullyShard : public Stateful {
   void reduce_norms(std::vector<double>& norms, double norm_type) const;
 
   /// In order of registration, one entry a tensor.
-  const std::vector<ShardedParameter>& parameters() const {
-    return parameters_;
-  }
+  const std::vector<ShardedParameter>& parameters() const { return parameters_; }
   /// This rank's rows of a tensor of the whole parameter's shape; a view. Local.
   at::Tensor own_slice(size_t parameter, const at::Tensor& whole) const;
   /// The whole of which each rank holds a shard like the parameter's: the parameter
@@ -264,8 +259,7 @@ class FullyShard : public Stateful {
   at::Tensor gather_parameter(const std::string& name);
   /// The whole of one parameter after the other. Collective.
   void for_each_full_parameter(
-      const std::function<
-          void(const std::string& name, const at::Tensor& whole)>& function);
+      const std::function<void(const std::string& name, const at::Tensor& whole)>& function);
   /// Takes this rank's slice. Throws InputError for another shape. Local.
   void load_parameter(const std::string& name, const at::Tensor& whole);
 
@@ -285,9 +279,7 @@ class FullyShard : public Stateful {
   ShardReport report() const;
   void reset_report();
 
-  const std::shared_ptr<Communicator>& shard_communicator() const {
-    return communicator_;
-  }
+  const std::shared_ptr<Communicator>& shard_communicator() const { return communicator_; }
   const std::shared_ptr<torch::nn::Module>& module() const { return module_; }
   const FullyShardOptions& options() const { return options_; }
 
@@ -295,15 +287,12 @@ class FullyShard : public Stateful {
   /// "grad.<name>", "sum.<name>" (whole, of GradientSync::last), "aside.<name>".
   void save_state(NamedTensors& tensors, nlohmann::json& values) const override;
   /// Throws InputError naming the tensor that is not this model's. Local.
-  void load_state(
-      const NamedTensors& tensors, const nlohmann::json& values) override;
+  void load_state(const NamedTensors& tensors, const nlohmann::json& values) override;
 
  private:
   void check_options() const;
-  void make_units(
-      const std::vector<std::shared_ptr<torch::nn::Module>>& blocks);
-  void assign_parameters(
-      const std::unordered_map<const torch::nn::Module*, size_t>& blocks);
+  void make_units(const std::vector<std::shared_ptr<torch::nn::Module>>& blocks);
+  void assign_parameters(const std::unordered_map<const torch::nn::Module*, size_t>& blocks);
   void verify() const;
   void broadcast_start(const FlatLayout::NamedParameters& tensors);
   void shard_units();
@@ -315,9 +304,7 @@ class FullyShard : public Stateful {
   detail::ShardTensor& tensor_of(size_t parameter) const;
   size_t find(const std::string& name) const;
   void set_aside();
-  Communicator* replicas() const {
-    return local_ ? nullptr : options_.replicas.get();
-  }
+  Communicator* replicas() const { return local_ ? nullptr : options_.replicas.get(); }
   void start_agreement();
   void settle_agreement();
 
@@ -332,8 +319,7 @@ class FullyShard : public Stateful {
   std::vector<uint32_t> buffer_versions_; // when they were evened out last
   bool buffers_changed_ = false; // on any rank
   std::vector<std::pair<size_t, size_t>> places_; // [parameter] flat, index
-  std::vector<std::unique_ptr<detail::ShardUnit>>
-      units_; // until the schedule's
+  std::vector<std::unique_ptr<detail::ShardUnit>> units_; // until the schedule's
   std::shared_ptr<detail::ShardSchedule> schedule_;
   std::vector<BlockAttachment> attachments_;
   std::vector<std::function<void()>> unwrap_; // Sequentials' entries

@@ -33,11 +33,7 @@ class OuterStep : public Stateful {
   /// be overwritten. `piece` names this part of the parameters: the same from
   /// round to round. `learning_rate`: the inner one at the round's beginning.
   /// Must give the same bits on every rank. Local.
-  virtual void step(
-      int64_t piece,
-      at::Tensor anchor,
-      at::Tensor mean,
-      double learning_rate) = 0;
+  virtual void step(int64_t piece, at::Tensor anchor, at::Tensor mean, double learning_rate) = 0;
   /// Name and settings; the same on all ranks.
   virtual std::string description() const = 0;
 };
@@ -58,15 +54,10 @@ class SlowMo : public OuterStep {
   /// Throws InputError for options out of range.
   explicit SlowMo(SlowMoOptions options = {});
   /// Throws InputError where learning_rate is 0.
-  void step(
-      int64_t piece,
-      at::Tensor anchor,
-      at::Tensor mean,
-      double learning_rate) override;
+  void step(int64_t piece, at::Tensor anchor, at::Tensor mean, double learning_rate) override;
   std::string description() const override;
   void save_state(NamedTensors& tensors, nlohmann::json& values) const override;
-  void load_state(
-      const NamedTensors& tensors, const nlohmann::json& values) override;
+  void load_state(const NamedTensors& tensors, const nlohmann::json& values) override;
 
  private:
   SlowMoOptions options_;
@@ -91,15 +82,10 @@ class DiLoCo : public OuterStep {
  public:
   /// Throws InputError for options out of range.
   explicit DiLoCo(DiLoCoOptions options = {});
-  void step(
-      int64_t piece,
-      at::Tensor anchor,
-      at::Tensor mean,
-      double learning_rate) override;
+  void step(int64_t piece, at::Tensor anchor, at::Tensor mean, double learning_rate) override;
   std::string description() const override;
   void save_state(NamedTensors& tensors, nlohmann::json& values) const override;
-  void load_state(
-      const NamedTensors& tensors, const nlohmann::json& values) override;
+  void load_state(const NamedTensors& tensors, const nlohmann::json& values) override;
 
  private:
   DiLoCoOptions options_;
@@ -112,21 +98,16 @@ class DiLoCo : public OuterStep {
 ///         parameters, torch::optim::AdamOptions(0.1).eps(1e-3)); }, "adam 0.1")
 class OuterOptimizer : public OuterStep {
  public:
-  using Factory = std::function<std::shared_ptr<torch::optim::Optimizer>(
-      std::vector<at::Tensor> parameters)>;
+  using Factory =
+      std::function<std::shared_ptr<torch::optim::Optimizer>(std::vector<at::Tensor> parameters)>;
   /// `make` is called once a piece, with the anchor as its one parameter.
   /// `description`: the same on all ranks, another for other settings.
   OuterOptimizer(Factory make, std::string description);
-  void step(
-      int64_t piece,
-      at::Tensor anchor,
-      at::Tensor mean,
-      double learning_rate) override;
+  void step(int64_t piece, at::Tensor anchor, at::Tensor mean, double learning_rate) override;
   std::string description() const override { return description_; }
   /// Throws InputError for an optimizer of a type whose state is not known.
   void save_state(NamedTensors& tensors, nlohmann::json& values) const override;
-  void load_state(
-      const NamedTensors& tensors, const nlohmann::json& values) override;
+  void load_state(const NamedTensors& tensors, const nlohmann::json& values) override;
 
  private:
   struct Piece {

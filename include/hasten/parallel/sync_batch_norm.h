@@ -47,16 +47,14 @@ struct SyncLayer;
 /// Parameters, buffers and their names are those of torch's BatchNorm layers, so that
 /// state dicts go both ways.
 class SyncBatchNormImpl
-    : public torch::nn::
-          NormImplBase<1, SyncBatchNormImpl, torch::nn::BatchNormOptions> {
+    : public torch::nn::NormImplBase<1, SyncBatchNormImpl, torch::nn::BatchNormOptions> {
  public:
   /// The communicator may be a group of some ranks (Communicator::new_group), and
   /// should be one of its own: nothing but such layers may use it while a backward
   /// runs. A clone() shares it. Collective over it: ranks compare options. Blocking.
   /// Throws InputError, on every rank, where they differ.
-  SyncBatchNormImpl(
-      const torch::nn::BatchNormOptions& options,
-      std::shared_ptr<Communicator> communicator);
+  SyncBatchNormImpl(const torch::nn::BatchNormOptions& options,
+                    std::shared_ptr<Communicator> communicator);
 
   /// x: [N, C] or [N, C, …] up to 5 dimensions, N ≥ 0; the result has its shape and
   /// dtype. Collective in training, local in evaluation. Blocks until every rank has
@@ -97,8 +95,7 @@ class [[nodiscard]] SyncBatchNormConversion {
 
  private:
   friend SyncBatchNormConversion convert_sync_batchnorm(
-      const std::shared_ptr<torch::nn::Module>& model,
-      std::shared_ptr<Communicator> communicator,
+      const std::shared_ptr<torch::nn::Module>& model, std::shared_ptr<Communicator> communicator,
       ConvertSyncBatchNormOptions options);
   std::vector<std::string> layers_{};
   std::vector<uint64_t> marks_{};
@@ -117,22 +114,18 @@ class [[nodiscard]] SyncBatchNormConversion {
 /// layers' names, channels, eps, momentum and dtypes. Cost: two messages.
 /// Throws InputError on every rank: for layers that differ, naming the first; for a
 /// layer that has neither running statistics nor a weight, or was converted before.
-SyncBatchNormConversion convert_sync_batchnorm(
-    const std::shared_ptr<torch::nn::Module>& model,
-    std::shared_ptr<Communicator> communicator,
-    ConvertSyncBatchNormOptions options = {});
+SyncBatchNormConversion convert_sync_batchnorm(const std::shared_ptr<torch::nn::Module>& model,
+                                               std::shared_ptr<Communicator> communicator,
+                                               ConvertSyncBatchNormOptions options = {});
 
 /// The same for a ModuleHolder.
 template <typename Holder>
   requires requires(const Holder& holder) { holder.ptr(); }
-SyncBatchNormConversion convert_sync_batchnorm(
-    const Holder& model,
-    std::shared_ptr<Communicator> communicator,
-    ConvertSyncBatchNormOptions options = {}) {
-  return convert_sync_batchnorm(
-      std::shared_ptr<torch::nn::Module>(model.ptr()),
-      std::move(communicator),
-      std::move(options));
+SyncBatchNormConversion convert_sync_batchnorm(const Holder& model,
+                                               std::shared_ptr<Communicator> communicator,
+                                               ConvertSyncBatchNormOptions options = {}) {
+  return convert_sync_batchnorm(std::shared_ptr<torch::nn::Module>(model.ptr()),
+                                std::move(communicator), std::move(options));
 }
 
 } // namespace hasten

@@ -40,8 +40,7 @@ class EarlyStoppingCallback : public TrainerCallback, public Stateful {
 
   /// values: best (null: none yet), patience_counter. No tensors.
   void save_state(NamedTensors& tensors, nlohmann::json& values) const override;
-  void load_state(
-      const NamedTensors& tensors, const nlohmann::json& values) override;
+  void load_state(const NamedTensors& tensors, const nlohmann::json& values) override;
 
  private:
   EarlyStoppingOptions options_;

@@ -40,13 +40,11 @@ using ComputeMetrics = std::function<std::unique_ptr<EvaluationMetrics>()>;
 
 /// "accuracy" and "f1" (macro) of logits [B, num_labels] against the batch's
 /// `labels_name` [B]. Batches without that tensor are not counted.
-ComputeMetrics classification_metrics(
-    int64_t num_labels, std::string labels_name = "labels");
+ComputeMetrics classification_metrics(int64_t num_labels, std::string labels_name = "labels");
 
 /// "f1_micro", "f1_macro" and "accuracy" (all labels of a row right) of logits
 /// [B, num_labels] against `labels_name` [B, num_labels] of zeros and ones.
-ComputeMetrics multi_label_metrics(
-    int64_t num_labels, std::string labels_name = "labels");
+ComputeMetrics multi_label_metrics(int64_t num_labels, std::string labels_name = "labels");
 
 /// "mse", "mae", "pearson" and "spearman" of outputs [B] against `labels_name` [B].
 ComputeMetrics regression_metrics(std::string labels_name = "labels");
@@ -64,10 +62,7 @@ struct NamedFactory {
 template <typename... M>
 class NamedMetrics final : public EvaluationMetrics {
  public:
-  NamedMetrics(
-      std::string labels_name,
-      std::vector<std::string> names,
-      std::tuple<M...> metrics)
+  NamedMetrics(std::string labels_name, std::vector<std::string> names, std::tuple<M...> metrics)
       : labels_name_(std::move(labels_name)),
         names_(std::move(names)),
         metrics_(std::move(metrics)) {}
@@ -75,24 +70,16 @@ class NamedMetrics final : public EvaluationMetrics {
   void update(const at::Tensor& outputs, const Batch& batch) override {
     if (batch.has(labels_name_)) {
       const at::Tensor& labels = batch[labels_name_];
-      std::apply(
-          [&](M&... metric) { (metric.update(outputs, labels), ...); },
-          metrics_);
+      std::apply([&](M&... metric) { (metric.update(outputs, labels), ...); }, metrics_);
     }
   }
   std::vector<Metric*> metrics() override {
-    return std::apply(
-        [](M&... metric) { return std::vector<Metric*>{&metric...}; },
-        metrics_);
+    return std::apply([](M&... metric) { return std::vector<Metric*>{&metric...}; }, metrics_);
   }
   std::map<std::string, double> compute() const override {
     std::map<std::string, double> values;
     auto name = names_.begin();
-    std::apply(
-        [&](const M&... metric) {
-          ((values[*name++] = metric.compute()), ...);
-        },
-        metrics_);
+    std::apply([&](const M&... metric) { ((values[*name++] = metric.compute()), ...); }, metrics_);
     return values;
   }
 
@@ -109,17 +96,13 @@ class NamedMetrics final : public EvaluationMetrics {
 /// function's outputs and the batch's `labels_name`; batches without that tensor
 /// are not counted.
 template <typename... M>
-ComputeMetrics named_metrics(
-    std::string labels_name, std::pair<const char*, M>... metrics) {
+ComputeMetrics named_metrics(std::string labels_name, std::pair<const char*, M>... metrics) {
   std::vector<std::string> names{metrics.first...};
-  return detail::NamedFactory{
-      names,
-      [labels_name = std::move(labels_name),
-       names,
-       fresh = std::tuple<M...>(std::move(metrics.second)...)] {
-        return std::make_unique<detail::NamedMetrics<M...>>(
-            labels_name, names, fresh);
-      }};
+  return detail::NamedFactory{names, [labels_name = std::move(labels_name), names,
+                                      fresh = std::tuple<M...>(std::move(metrics.second)...)] {
+                                return std::make_unique<detail::NamedMetrics<M...>>(labels_name,
+                                                                                    names, fresh);
+                              }};
 }
 
 } // namespace hasten

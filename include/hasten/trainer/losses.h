@@ -29,10 +29,8 @@ struct ClassificationLossOptions {
 /// tokens) with label -100 count nothing. outputs = logits. Cost: the host reads one
 /// number, the weight.
 /// Throws InputError: other shapes or types, class_weights of another number.
-LossOutput cross_entropy_output(
-    const at::Tensor& logits,
-    const at::Tensor& labels,
-    const ClassificationLossOptions& options = {});
+LossOutput cross_entropy_output(const at::Tensor& logits, const at::Tensor& labels,
+                                const ClassificationLossOptions& options = {});
 
 /// Mean squared error of a regression with one output. logits [B] or [B, 1], labels
 /// [B] of a floating type; weight = B; outputs = logits as [B].
@@ -41,19 +39,15 @@ LossOutput mse_output(const at::Tensor& logits, const at::Tensor& labels);
 /// Several labels at once: BCE with logits, the mean over a row's labels; weight = B.
 /// logits and labels [B, L], labels 0 or 1 of a floating type. `pos_weight` [label]
 /// weighs the positive rows of each, as in torch; empty: all 1. outputs = logits.
-LossOutput bce_with_logits_output(
-    const at::Tensor& logits,
-    const at::Tensor& labels,
-    const std::vector<double>& pos_weight = {});
+LossOutput bce_with_logits_output(const at::Tensor& logits, const at::Tensor& labels,
+                                  const std::vector<double>& pos_weight = {});
 
 /// class_weights of the arguments as numbers. "balanced" looks at `labels_name` of
 /// every row of `train`, which costs reading each once; labels it does not have count
 /// 1. Empty where the arguments say nothing.
 /// Throws InputError: "balanced" without training data or with labels that are no
 /// int64.
-std::vector<double> resolve_class_weights(
-    const std::string& class_weights,
-    const Dataset* train,
-    const std::string& labels_name = "labels");
+std::vector<double> resolve_class_weights(const std::string& class_weights, const Dataset* train,
+                                          const std::string& labels_name = "labels");
 
 } // namespace hasten

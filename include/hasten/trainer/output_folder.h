@@ -70,8 +70,7 @@ struct CheckpointFolder {
   int64_t global_step = 0;
   std::filesystem::path path{};
 };
-std::vector<CheckpointFolder> checkpoint_folders(
-    const std::filesystem::path& folder);
+std::vector<CheckpointFolder> checkpoint_folders(const std::filesystem::path& folder);
 
 /// Removes what writers that were killed left, in the folder and beside it: files
 /// and checkpoints in the making or half removed ("checkpoint-N.tmp-…"), and the
@@ -81,10 +80,9 @@ void remove_unfinished_saves(const std::filesystem::path& folder);
 /// Removes the oldest until `limit` are left; 0 keeps all. The newest and
 /// `best_step`'s are never removed, so that with a limit of 1 two may stay.
 /// Returns what was removed.
-std::vector<std::filesystem::path> rotate_checkpoints(
-    const std::filesystem::path& folder,
-    int64_t limit,
-    std::optional<int64_t> best_step);
+std::vector<std::filesystem::path> rotate_checkpoints(const std::filesystem::path& folder,
+                                                      int64_t limit,
+                                                      std::optional<int64_t> best_step);
 
 /// Removes all checkpoint-N folders but `step`'s, if that one is there.
 void keep_only_checkpoint(const std::filesystem::path& folder, int64_t step);

@@ -24,10 +24,8 @@ class ProgressCallback : public TrainerCallback {
   /// `title` opens the banner, by default "hasten VERSION"; `facts` are lines that the
   /// Trainer does not know. `prediction_label` stands before the bar of evaluate() and
   /// predict().
-  explicit ProgressCallback(
-      std::string title = {},
-      BannerLines facts = {},
-      std::string prediction_label = "evaluate");
+  explicit ProgressCallback(std::string title = {}, BannerLines facts = {},
+                            std::string prediction_label = "evaluate");
 
   void on_train_begin(const RunDescription& run) override;
   void on_step_end(const StepProgress& progress) override;

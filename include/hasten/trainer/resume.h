@@ -36,8 +36,7 @@ struct ResumePoint {
 /// Throws InputError: a path that is no complete checkpoint, latest without one,
 /// checkpoints of which none is complete (never a fresh start over them), auto in
 /// a folder that holds a model but no run.
-ResumePoint find_resume_point(
-    const TrainingArguments& arguments, bool verify_checksums);
+ResumePoint find_resume_point(const TrainingArguments& arguments, bool verify_checksums);
 
 /// What a checkpoint-N or a finished run says of itself.
 struct SavedRun {
@@ -62,26 +61,22 @@ struct ArgumentChange {
 /// Arguments that differ from `saved`, those that say where and how to resume left
 /// out. Batch size and accumulation alter nothing by themselves: what counts is
 /// the rows of one update over all ranks, `total_batch` now.
-std::vector<ArgumentChange> changed_arguments(
-    const SavedRun& saved, const TrainingArguments& now, int64_t total_batch);
+std::vector<ArgumentChange> changed_arguments(const SavedRun& saved, const TrainingArguments& now,
+                                              int64_t total_batch);
 
 /// "name: before -> now, …" of those that alter the trajectory, or of all.
-std::string describe_changes(
-    const std::vector<ArgumentChange>& changes, bool only_altering);
+std::string describe_changes(const std::vector<ArgumentChange>& changes, bool only_altering);
 
 /// Throws InputError naming the changes that alter the trajectory, unless
 /// `allowed`.
-void require_same_trajectory(
-    const std::filesystem::path& folder,
-    const std::vector<ArgumentChange>& changes,
-    bool allowed);
+void require_same_trajectory(const std::filesystem::path& folder,
+                             const std::vector<ArgumentChange>& changes, bool allowed);
 
 /// Makes output_dir ready to go on behind update `global_step` of its own
 /// checkpoint: later checkpoint-N folders (damaged, or of a course that is left)
 /// are renamed to "checkpoint-N.set-aside…", the marks of a finished run and what
 /// killed writers left are removed, records behind that update are cut off
 /// metrics.jsonl. Throws Error where something cannot be written.
-void prepare_resumed_dir(
-    const std::filesystem::path& output_dir, int64_t global_step);
+void prepare_resumed_dir(const std::filesystem::path& output_dir, int64_t global_step);
 
 } // namespace hasten

@@ -86,14 +86,10 @@ class Trainer {
   /// arguments.disable_tqdm.
   /// Collective where it makes the accelerator. Throws InputError: arguments
   /// out of range, load_best_model_at_end without evaluation data.
-  Trainer(
-      std::shared_ptr<torch::nn::Module> model,
-      LossFunction loss_function,
-      TrainingArguments arguments,
-      std::shared_ptr<const Dataset> train = nullptr,
-      std::shared_ptr<const Dataset> eval = nullptr,
-      ComputeMetrics compute_metrics = {},
-      std::shared_ptr<Accelerator> accelerator = nullptr);
+  Trainer(std::shared_ptr<torch::nn::Module> model, LossFunction loss_function,
+          TrainingArguments arguments, std::shared_ptr<const Dataset> train = nullptr,
+          std::shared_ptr<const Dataset> eval = nullptr, ComputeMetrics compute_metrics = {},
+          std::shared_ptr<Accelerator> accelerator = nullptr);
   ~Trainer();
   Trainer(const Trainer&) = delete;
   Trainer& operator=(const Trainer&) = delete;
@@ -104,8 +100,7 @@ class Trainer {
   /// its state is part of checkpoints. Throws InputError where it is none.
   /// A ProgressCallback takes the place of the one there is, on rank 0; other ranks
   /// leave it out.
-  void add_callback(
-      std::shared_ptr<TrainerCallback> callback, std::string state_name = {});
+  void add_callback(std::shared_ptr<TrainerCallback> callback, std::string state_name = {});
   /// What the run depends on beside the arguments, as JSON objects of name and
   /// value: where one differs when the run is resumed it is listed (`listed`), or
   /// refused as a changed argument is (`altering`; "train_data", a checksum of
@@ -129,8 +124,7 @@ class Trainer {
   /// Every row exactly once, on any world: loss, `compute_metrics`, times.
   /// Keys: prefix_loss, prefix_<metric>, prefix_runtime (s),
   /// prefix_samples_per_second, prefix_steps_per_second.
-  nlohmann::json evaluate(
-      const Dataset& dataset, const std::string& prefix = "eval");
+  nlohmann::json evaluate(const Dataset& dataset, const std::string& prefix = "eval");
   /// Of the evaluation data. Throws InputError where there is none.
   nlohmann::json evaluate();
 

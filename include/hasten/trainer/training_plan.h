@@ -35,9 +35,7 @@ struct TrainingPlan {
 /// ceil(num_train_epochs * updates_per_epoch) unless given; shares are rounded
 /// up. Throws InputError where the batches are fewer than 1, and for a warm-up above
 /// max_steps, and for more than kMaxUpdates.
-TrainingPlan make_training_plan(
-    const TrainingArguments& arguments,
-    int64_t batches_per_epoch,
-    int64_t step_shift = 0);
+TrainingPlan make_training_plan(const TrainingArguments& arguments, int64_t batches_per_epoch,
+                                int64_t step_shift = 0);
 
 } // namespace hasten
