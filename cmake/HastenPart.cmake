@@ -18,7 +18,7 @@ function(hasten_part name)
   hasten_warnings(${target})
   if(NOT PART_NO_TORCH)
     target_link_libraries(${target} PUBLIC LibTorch::cpu)
-    hasten_use_pch(${target})
+    hasten_use_pch(${target} hasten_src_pch)
   endif()
   target_link_libraries(${target} PUBLIC ${PART_DEPENDS})
   if(PART_OMP)
@@ -48,22 +48,36 @@ function(hasten_add_folders)
   endforeach()
 endfunction()
 
-# Lets a target that sees LibTorch share the one precompiled header.
+# hasten_add_pch(NAME headers…): a precompiled header that several targets share.
+function(hasten_add_pch name)
+  set(carrier "${CMAKE_BINARY_DIR}/${name}.cpp")
+  file(CONFIGURE OUTPUT "${carrier}" CONTENT "// Carrier of the precompiled header.\n")
+  add_library(${name} OBJECT "${carrier}")
+  target_link_libraries(${name} PRIVATE
+    hasten_flags LibTorch::cpu nlohmann_json::nlohmann_json)
+  hasten_warnings(${name}) # -Wpedantic changes the predefined macros
+  target_precompile_headers(${name} PRIVATE ${ARGN})
+endfunction()
+
+# hasten_use_pch(TARGET [NAME]): without a name that of tests, examples and benchmarks.
 function(hasten_use_pch target)
-  if(TARGET hasten_pch)
-    target_precompile_headers(${target} REUSE_FROM hasten_pch)
+  set(name ${ARGN} hasten_torch_pch)
+  list(GET name 0 name)
+  if(TARGET ${name})
+    target_precompile_headers(${target} REUSE_FROM ${name})
   endif()
 endfunction()
 
-# hasten_program(NAME SOURCES… DEPENDS… [NO_TORCH]): an executable in build/<preset>/bin.
+# hasten_program(NAME SOURCES… DEPENDS… [NO_TORCH] [PCH name]): an executable in
+# build/<preset>/bin.
 function(hasten_program name)
-  cmake_parse_arguments(PROGRAM "NO_TORCH;EXCLUDE_FROM_ALL" "" "SOURCES;DEPENDS" ${ARGN})
+  cmake_parse_arguments(PROGRAM "NO_TORCH;EXCLUDE_FROM_ALL" "PCH" "SOURCES;DEPENDS" ${ARGN})
   add_executable(${name} ${PROGRAM_SOURCES})
   target_link_libraries(${name} PRIVATE hasten_flags ${PROGRAM_DEPENDS})
   hasten_warnings(${name})
   if(NOT PROGRAM_NO_TORCH)
     target_link_libraries(${name} PRIVATE LibTorch::cpu)
-    hasten_use_pch(${name})
+    hasten_use_pch(${name} ${PROGRAM_PCH})
   endif()
   if(PROGRAM_EXCLUDE_FROM_ALL)
     set_target_properties(${name} PROPERTIES EXCLUDE_FROM_ALL ON)
