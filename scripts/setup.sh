@@ -37,6 +37,7 @@ missing_packages() {
     [libcli11-dev]=CLI/CLI.hpp
     [libutf8proc-dev]=utf8proc.h
     [libsodium-dev]=sodium.h
+    [libjemalloc-dev]=jemalloc/jemalloc.h
     [libxxhash-dev]=xxhash.h
   )
   command -v "${CXX:-c++}" >/dev/null || { echo "${!brings[@]}" | tr ' ' '\n'; return; }

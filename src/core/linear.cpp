@@ -31,8 +31,8 @@ namespace hasten {
 namespace detail {
 
 // oneDNN compiles a kernel of half a megabyte for every shape it meets, and rows
-// times tokens are another number in every batch. So rows are taken in pieces of
-// these sizes and powers of two between, and few kernels serve all batches.
+// times tokens are another number in every batch. So rows are taken in pieces of the
+// fewest and its multiples by powers of four, and few kernels serve all batches.
 constexpr int64_t kFewestRows = 32;
 constexpr int64_t kMostRows = 512; // for each thread
 
@@ -63,8 +63,8 @@ static bool find_onednn_bf16() {
 static int64_t next_piece(int64_t rows) {
   const int64_t most = kMostRows * at::get_num_threads();
   int64_t piece = kFewestRows;
-  while (piece * 2 <= rows && piece < most) {
-    piece *= 2;
+  while (piece * 4 <= std::min(rows, most)) {
+    piece *= 4;
   }
   return piece;
 }
