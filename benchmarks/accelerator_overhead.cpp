@@ -154,4 +154,5 @@ int main(int argc, char** argv) {
   }
   hasten::compare_bert_mini(steps);
   hasten::compare_ten_parameters(100 * steps);
+  return 0;
 }

@@ -202,4 +202,5 @@ int main(int argc, char** argv) {
                   model.ptr(),
                   [&] { return torch::nn::functional::cross_entropy(model->forward(ids), labels); },
                   rounds));
+  return 0;
 }

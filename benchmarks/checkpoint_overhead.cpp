@@ -115,4 +115,5 @@ int main(int argc, char** argv) {
   hasten::print_value("no_region_before", "us/op", 1e3 * before);
   hasten::print_value("no_region_after", "us/op", 1e3 * after);
   hasten::whole_models(smoke);
+  return 0;
 }

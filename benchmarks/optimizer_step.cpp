@@ -158,4 +158,5 @@ int main(int argc, char** argv) {
   }
   hasten::measure("small_tensors", hasten::Shapes(2000, {256}), smoke ? 2 : 20 * steps,
                   smoke ? 2 : 20);
+  return 0;
 }

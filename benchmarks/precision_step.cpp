@@ -113,4 +113,5 @@ int main(int argc, char** argv) {
   at::set_num_threads(1);
   hasten::install_memory_meter();
   hasten::measure(argc > 1 && std::strcmp(argv[1], "--smoke") == 0);
+  return 0;
 }

@@ -156,4 +156,5 @@ int main(int argc, char** argv) {
   }
   hasten::compare_bert_mini(steps);
   hasten::compare_ten_parameters(20 * steps);
+  return 0;
 }

