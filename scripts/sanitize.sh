@@ -3,13 +3,19 @@
 # io and data with those of addresses and undefined behaviour, the threads of comm and of
 # the loader with that of data races. Ends with 0 if nothing was found.
 #
-#   scripts/sanitize.sh [asan|tsan]          one of them; without, both
-#   scripts/sanitize.sh --all [asan|tsan]    all parts but the command line; not in CI, it takes long
+#   scripts/sanitize.sh                      both, if these parts changed since the commit
+#                                            that .sanitized names; nothing otherwise
+#   scripts/sanitize.sh --changed            says which files did; ends with 1 if none did
+#   scripts/sanitize.sh asan|tsan            one of them, whatever changed
+#   scripts/sanitize.sh --all [asan|tsan]    all parts but the command line; not in CI, it
+#                                            takes long. With both it writes .sanitized.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
+lower=(base launch core comm io data)
 # What --all builds: the lower layers and those above them.
-parts='base;launch;core;comm;io;data;flat;metrics;optim;models;parallel;amp'
+parts=$(IFS=';' && echo "${lower[*]}")
+parts+=';flat;metrics;optim;models;parallel;amp'
 parts+=';activation_checkpoint;accumulation;accelerator;trainer'
 # The tests that kill ranks hold them to seconds, which ranks do not keep here.
 threads='Liveness.*:Handshake.*:*Loader*:*Prefetch*:*Workers*:*Cache*'
@@ -59,10 +65,50 @@ sanitize() {
   run_tests "$tree" dist --world 2
 }
 
+# Prints the files that the runs without --all depend on and that differ from the commit in
+# .sanitized, committed or not. "everything" where that commit is not known here.
+changed_files() {
+  local commit files part watched=(tests/support cmake/Sanitizers.cmake scripts/sanitize.sh)
+  for part in "${lower[@]}"; do
+    watched+=("include/hasten/$part" "src/$part" "tests/$part")
+  done
+  commit=$(cat .sanitized 2>/dev/null) &&
+    files=$(git diff --name-only "$commit" -- "${watched[@]}" 2>/dev/null &&
+      git ls-files --others --exclude-standard -- "${watched[@]}") || files=everything
+  [[ -z $files ]] || printf '%s\n' "$files"
+}
+
+# What was run is what a commit holds, or no commit is named.
+remember() {
+  if [[ -n $(git status --porcelain --untracked-files=normal) ]]; then
+    say "--- .sanitized stays as it is: there are changes without a commit"
+  else
+    git rev-parse HEAD >.sanitized
+    say "--- .sanitized names $(cat .sanitized): commit it"
+  fi
+}
+
 cd "$root"
-all=''
-[[ ${1:-} != --all ]] || { all=all && shift; }
-for kind in ${1:-asan tsan}; do
-  [[ $kind == asan || $kind == tsan ]] || die "usage: scripts/sanitize.sh [--all] [asan|tsan]"
+all='' kinds='asan tsan'
+case ${1:-} in
+  --changed)
+    changed_files | grep .
+    exit
+    ;;
+  --all) all=all && shift ;;
+  '')
+    if ! changed_files | grep . >/dev/null; then
+      say "--- no part that sanitizers look at has changed since $(cat .sanitized)"
+      exit
+    fi
+    ;;
+esac
+[[ -z ${1:-} ]] || kinds=$1
+for kind in $kinds; do
+  [[ $kind == asan || $kind == tsan ]] ||
+    die "usage: scripts/sanitize.sh [--changed] [--all] [asan|tsan]"
   sanitize "$kind" "$all"
 done
+if [[ -n $all && $kinds == 'asan tsan' ]]; then
+  remember
+fi

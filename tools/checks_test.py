@@ -183,7 +183,7 @@ class ChecksTest(unittest.TestCase):
     def run_report(self, *tests):
         """tests: (name, label, status, output)."""
         entries = "".join(
-            f'<testcase name="{name}" status="{status}"><properties><property '
+            f'<testcase name="{name}" time="7" status="{status}"><properties><property '
             f'name="cmake_labels" value="{label}"/></properties>'
             f"<system-out>{output}</system-out></testcase>"
             for name, label, status, output in tests
@@ -200,6 +200,52 @@ class ChecksTest(unittest.TestCase):
         self.assertEqual(code, 0, output)
         for line in ("unit: 4 cases", "dist: 2 cases", "skipped: unit A.B: no disk", "skipped: world2 C.D: one rank"):
             self.assertIn(line + "\n", output)
+
+    def test_report_names_the_ten_slowest(self):
+        cases = "".join(f"[       OK ] A.B{i} ({i}00 ms)\n" for i in range(30, 42))
+        code, output = self.run_report(("unit", "unit", "run", cases), ("demo", "demo", "run", "no cases"))
+        self.assertEqual(code, 0, output)
+        slow = [line for line in output.splitlines() if line.startswith("slow: ")]
+        self.assertEqual(slow[0], "slow: 7.0 s demo")
+        self.assertEqual(slow[1:], [f"slow: {i / 10:.1f} s unit A.B{i}" for i in range(41, 32, -1)])
+
+    def run_changed(self, *changes):
+        """What sanitize.sh --changed says in a repository whose first commit was sanitized."""
+        git = ["git", "-C", self.root, "-c", "user.name=a", "-c", "user.email=a@b", "-c", "init.defaultBranch=main"]
+        for script in ("common.sh", "sanitize.sh"):
+            write(self.root, {f"scripts/{script}": (TOOLS.parent / "scripts" / script).read_text()})
+        for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
+            subprocess.run(git + command, check=True)
+        first = subprocess.run(git + ["rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout
+        write(self.root, {".sanitized": first})
+        write(self.root, dict(changes))
+        command = ["bash", self.root / "scripts/sanitize.sh", "--changed"]
+        result = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ, HOME=self.folder.name))
+        self.assertEqual(result.stderr, "")
+        return result.returncode, result.stdout
+
+    def test_sanitize_looks_at_what_changed(self):
+        for change, lower in (
+            ("src/base/a.cpp", True),
+            ("include/hasten/base/a.h", True),
+            ("tests/comm/b_test.cpp", True),
+            ("tests/support/new.h", True),
+            ("scripts/sanitize.sh", True),
+            ("src/trainer/a.cpp", False),
+            ("docs/architecture.md", False),
+        ):
+            with self.subTest(change):
+                self.setUp()
+                old = self.root / change
+                text = old.read_text() if old.exists() else ""
+                if change == "scripts/sanitize.sh":
+                    text = (TOOLS.parent / change).read_text()
+                code, output = self.run_changed((change, text + "\n"))
+                self.assertEqual((code, output), (0, change + "\n") if lower else (1, ""))
+
+    def test_sanitize_of_an_unknown_commit(self):
+        code, output = self.run_changed((".sanitized", "0" * 40 + "\n"))
+        self.assertEqual((code, output), (0, "everything\n"))
 
     def test_report_label_that_ran_nothing(self):
         none = "[==========] 0 tests from 0 test suites ran. (0 ms total)\n"

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Reads ctest's JUnit file: cases per label, every skip with its reason.
+"""Reads ctest's JUnit file: cases per label, every skip with its reason, the slowest cases.
 
 Fails if a label that ctest knows ran no case: a guard that has gone quiet. Only the
 demo may be left out, for want of a network. Usage: test_report.py <ctest.xml>
@@ -22,6 +22,9 @@ RAN = (
 SKIPPED = re.compile(r"^\[  SKIPPED \] (\S+) \(", re.M)
 # GoogleTest prints "file:line: Skipped" and the reason; the harness, both on a line.
 REASON = re.compile(r"^\S+:\d+: Skipped\n(.*)$", re.M)
+# GoogleTest's and the harness's line after a case.
+TOOK = re.compile(r"^\[       OK \] (\S+) \((\d+) ms\)", re.M)
+SLOWEST = 10
 SKIPPED_FOR = re.compile(r"^\[  SKIPPED \] (\S+): (.*)$", re.M)
 
 
@@ -38,9 +41,16 @@ def cases_in(output):
     return (sum(counts) if counts else 1) - len(skips), skips
 
 
+def times_in(test, output):
+    """[(seconds, test and case)] of one ctest entry. An entry that times no cases is one."""
+    name = test.get("name")
+    cases = [(int(milliseconds) / 1000, f"{name} {case}") for case, milliseconds in TOOK.findall(output)]
+    return cases or [(float(test.get("time") or 0), name)]
+
+
 def read(path):
-    """({label: cases}, [(test, case, reason)]) of a JUnit file."""
-    labels, skips = collections.Counter(), []
+    """({label: cases}, [(test, case, reason)], [(seconds, test and case)]) of a JUnit file."""
+    labels, skips, times = collections.Counter(), [], []
     for test in xml.etree.ElementTree.parse(path).iter("testcase"):
         output = test.findtext("system-out") or ""
         own = ["none"]
@@ -52,18 +62,21 @@ def read(path):
             ran, skipped = 0, [("", lines[-1] if lines else "no reason given")]
         else:
             ran, skipped = cases_in(output)
+            times += times_in(test, output)
         for label in own:
             labels[label] += ran
         skips += [(test.get("name"), case, reason) for case, reason in skipped]
-    return labels, skips
+    return labels, skips, times
 
 
 def main(path):
-    labels, skips = read(path)
+    labels, skips, times = read(path)
     for label, count in sorted(labels.items()):
         print(f"{label}: {count} cases")
     for test, case, reason in skips:
         print(f"skipped: {test} {case}".rstrip() + f": {reason}")
+    for seconds, name in sorted(times, reverse=True)[:SLOWEST]:
+        print(f"slow: {seconds:.1f} s {name}")
     offline = {test for test, _, reason in skips if NO_NETWORK in reason}
     empty = sorted(label for label, count in labels.items() if count == 0 and label not in offline)
     for label in empty:
