@@ -1,4 +1,5 @@
 // The rank's half: cases in step with the other ranks, reports, the watchdog.
+#include <ATen/Context.h>
 #include <c10/util/Logging.h>
 #include <cxxabi.h>
 #include <execinfo.h>
@@ -6,7 +7,6 @@
 #include <netinet/in.h>
 #include <pthread.h>
 #include <resolv.h>
-#include <torch/torch.h>
 #include <unistd.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
@@ -138,7 +138,7 @@ class Rank {
     watchdog_.set_phase("in the case");
     watchdog_.arm(case_seconds());
     reports_.send({{"event", "start"}, {"case", name}});
-    torch::manual_seed(static_cast<uint64_t>(world_.rank + 1));
+    at::manual_seed(static_cast<uint64_t>(world_.rank + 1));
   }
 
   void part(const testing::TestPartResult& result) {

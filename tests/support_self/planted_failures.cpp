@@ -1,7 +1,7 @@
 // Cases that must make the harness fail, and one between each that must not be
 // harmed by them. Run by world_failures_test.cpp, with a short case limit.
+#include <ATen/ATen.h>
 #include <gtest/gtest.h>
-#include <torch/torch.h>
 #include <unistd.h>
 
 #include <chrono>
@@ -18,15 +18,15 @@ using testing_support::test_world;
 static bool on_rank_one() { return test_world().rank == 1; }
 
 // A collective that does nothing: each rank keeps what it had.
-static void no_op_all_reduce(torch::Tensor&) {}
+static void no_op_all_reduce(at::Tensor&) {}
 
 TEST(Planted, Passes) { EXPECT_TRUE(testing_support::test_store() != nullptr); }
 
 TEST(Planted, NoOpCollective) {
-  auto tensor = torch::full({2}, test_world().rank + 1.0);
+  auto tensor = at::full({2}, test_world().rank + 1.0);
   no_op_all_reduce(tensor);
   const int n = test_world().world_size;
-  EXPECT_TRUE(torch::equal(tensor, torch::full({2}, n * (n + 1) / 2.0)));
+  EXPECT_TRUE(at::equal(tensor, at::full({2}, n * (n + 1) / 2.0)));
 }
 
 TEST(Planted, PassesAfterAFailure) { EXPECT_GE(test_world().world_size, 2); }

@@ -18,14 +18,16 @@ struct HarnessOutput {
   std::string text{};
 };
 
-/// Starts the program of planted failures; its output goes to `stdout_fd`.
+/// Starts the program of planted failures; its output goes to `stdout_fd`. A case has
+/// `seconds`; ranks that are healthy have half of that, 3 s at most, to end after a failure.
 static pid_t start_planted(const std::string& filter, int stdout_fd,
-                           std::vector<std::pair<std::string, std::string>> environment = {}) {
+                           std::vector<std::pair<std::string, std::string>> environment = {},
+                           const char* seconds = "2") {
   SpawnOptions options;
   options.stdout_fd = stdout_fd;
   options.stderr_fd = stdout_fd;
   options.environment = std::move(environment);
-  options.environment.emplace_back("HASTEN_TEST_CASE_SECONDS", "2");
+  options.environment.emplace_back("HASTEN_TEST_CASE_SECONDS", seconds);
   const auto folder = std::filesystem::read_symlink("/proc/self/exe");
   return spawn_process({(folder.parent_path() / "hasten_harness_self").string(), "--world", "2",
                         "--gtest_filter=" + filter},
@@ -34,10 +36,11 @@ static pid_t start_planted(const std::string& filter, int stdout_fd,
 
 static HarnessOutput run_planted(
     const std::string& filter,
-    const std::vector<std::pair<std::string, std::string>>& environment = {}) {
+    const std::vector<std::pair<std::string, std::string>>& environment = {},
+    const char* seconds = "2") {
   int ends[2];
   EXPECT_EQ(::pipe2(ends, O_CLOEXEC), 0);
-  const pid_t pid = start_planted(filter, ends[1], environment);
+  const pid_t pid = start_planted(filter, ends[1], environment, seconds);
   ::close(ends[1]);
   HarnessOutput output;
   char block[4096];
@@ -68,7 +71,7 @@ TEST(WorldFailures, CasesThatPassOrSkipEverywhereAreNoFailure) {
 
 TEST(WorldFailures, EveryPlantedFailureFailsItsCaseAndNoOther) {
   const auto output =
-      run_planted("Planted.*-Planted.Hangs:Planted.IsStopped:Planted.SkipsEverywhere");
+      run_planted("Planted.*-Planted.Hangs:Planted.IsStopped:Planted.SkipsEverywhere", {}, "6");
   EXPECT_EQ(output.code, 1);
   expect_lines(output,
                {"[rank 0,1/2] Planted.NoOpCollective: planted_failures.cpp:",
