@@ -31,6 +31,7 @@ constexpr std::string_view kStoreMagic = "hasten-store-1";
 constexpr size_t kStoreNonce = 32;
 constexpr size_t kLeastSecret = 16; // bytes
 constexpr auto kProofLimit = std::chrono::seconds(10);
+constexpr auto kResolveLimit = std::chrono::seconds(10); // name servers may come late
 
 std::string_view as_text(const StoreKey& key) {
   return {reinterpret_cast<const char*>(key.data()), key.size()};
@@ -379,20 +380,40 @@ std::unique_ptr<StoreChannel> proved_channel(int fd, const StoreAddress& address
   return proof == StoreChannel::Proof::right ? std::move(channel) : nullptr;
 }
 
-std::unique_ptr<StoreChannel> connect_store(const StoreAddress& address,
-                                            StoreClock::time_point deadline,
-                                            const std::atomic<bool>& cancelled) {
+int connect_to(const StoreAddress& address, StoreClock::time_point deadline,
+               const std::atomic<bool>& cancelled) {
+  const auto resolved_by = std::min(deadline, StoreClock::now() + kResolveLimit);
+  bool resolved = !address.socket.empty();
   while (!cancelled && StoreClock::now() < deadline) {
     if (const int fd = try_connect(address); fd >= 0) {
-      if (auto channel = proved_channel(fd, address, deadline)) {
-        return channel;
-      }
+      return fd;
+    }
+    resolved = resolved || host_addresses(address.host, address.port) != nullptr;
+    if (!resolved && StoreClock::now() > resolved_by) {
+      break;
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  }
+  if (!resolved && !cancelled) {
+    throw InputError(kStoreWhere, "MASTER_ADDR=" + address.host + " does not resolve",
+                     "a name or an address of rank 0's host that every host knows",
+                     "check MASTER_ADDR");
   }
   throw CommunicationError(kStoreWhere, "no store answers at " + address.text(),
                            "rank 0, or the launcher, to serve it",
                            "start rank 0, and check MASTER_ADDR and MASTER_PORT");
+}
+
+std::unique_ptr<StoreChannel> connect_store(const StoreAddress& address,
+                                            StoreClock::time_point deadline,
+                                            const std::atomic<bool>& cancelled) {
+  while (true) {
+    const int fd = connect_to(address, deadline, cancelled);
+    if (auto channel = proved_channel(fd, address, deadline)) {
+      return channel;
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  }
 }
 
 } // namespace hasten::detail

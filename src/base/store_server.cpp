@@ -82,10 +82,10 @@ int listen_at(StoreAddress& address) {
   return -1;
 }
 
-void raise_descriptor_limit() {
+void raise_descriptor_limit(size_t wanted) {
   rlimit limit{};
-  if (::getrlimit(RLIMIT_NOFILE, &limit) == 0) {
-    limit.rlim_cur = std::max(limit.rlim_cur, std::min<rlim_t>(limit.rlim_max, 65'536));
+  if (::getrlimit(RLIMIT_NOFILE, &limit) == 0 && limit.rlim_cur < wanted) {
+    limit.rlim_cur = std::min<rlim_t>(limit.rlim_max, std::max<size_t>(wanted, 65'536));
     ::setrlimit(RLIMIT_NOFILE, &limit);
   }
 }
@@ -101,7 +101,7 @@ class StoreServer::Loop {
                        "cannot listen at " + asked + " (" + std::strerror(errno) + ")",
                        "a free port", "choose another MASTER_PORT, or start with hasten launch");
     }
-    raise_descriptor_limit();
+    raise_descriptor_limit(limits_.connections);
     epoll_fd_ = ::epoll_create1(EPOLL_CLOEXEC);
     stop_fd_ = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     watch(listen_fd_, EPOLLIN, EPOLL_CTL_ADD);

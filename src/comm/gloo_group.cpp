@@ -1,7 +1,6 @@
 #include "gloo_group.h"
 
 #include <ATen/ATen.h>
-#include <sys/resource.h>
 
 #include <algorithm>
 #include <cstdio>
@@ -266,19 +265,10 @@ GlooGroup::GlooGroup(std::shared_ptr<WorldLink> link, CommunicatorOptions option
 
 GlooGroup::~GlooGroup() { release(); }
 
-/// A group is a connection to each of its ranks.
-void allow_descriptors(rlim_t wanted) {
-  rlimit limit{};
-  if (getrlimit(RLIMIT_NOFILE, &limit) == 0 && limit.rlim_cur < wanted) {
-    limit.rlim_cur = limit.rlim_max;
-    setrlimit(RLIMIT_NOFILE, &limit);
-  }
-}
-
 void GlooGroup::connect() {
   const std::string operation = operation_label("create", core_->options.name);
   const uint64_t sequence = core_->enter(operation);
-  allow_descriptors(4 * static_cast<rlim_t>(world_size()) + 256);
+  raise_descriptor_limit(4 * static_cast<size_t>(world_size()) + 256); // to each rank
   const auto gloo_options = c10d::ProcessGroupGloo::Options::create(core_->options.timeout);
   gloo_options->devices.push_back(core_->link->device(core_->options.interface_address));
   std::future<Gloo> future = core_->link->store().post<Gloo>(

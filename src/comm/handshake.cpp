@@ -35,35 +35,13 @@ Hello own_hello(const World& world, const std::string& device_kind) {
   return hello;
 }
 
-nlohmann::json to_json(const Hello& hello) {
-  return {{"rank", hello.rank},
-          {"launch_rank", hello.launch_rank},
-          {"world_size", hello.world_size},
-          {"hasten", hello.hasten_version},
-          {"torch", hello.torch_version},
-          {"device", hello.device_kind},
-          {"process_host", hello.process_host},
-          {"network_host", hello.network_host},
-          {"store_address", hello.store_address},
-          {"pid", hello.pid},
-          {"start_time", hello.start_time}};
-}
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Hello, rank, launch_rank, world_size, hasten_version,
+                                   torch_version, device_kind, process_host, network_host,
+                                   store_address, pid, start_time)
 
-Hello hello_from_json(const nlohmann::json& value) {
-  Hello hello;
-  hello.rank = value.at("rank");
-  hello.launch_rank = value.at("launch_rank");
-  hello.world_size = value.at("world_size");
-  hello.hasten_version = value.at("hasten");
-  hello.torch_version = value.at("torch");
-  hello.device_kind = value.at("device");
-  hello.process_host = value.at("process_host");
-  hello.network_host = value.at("network_host");
-  hello.store_address = value.at("store_address");
-  hello.pid = value.at("pid");
-  hello.start_time = value.at("start_time");
-  return hello;
-}
+nlohmann::json to_json(const Hello& hello) { return hello; }
+
+Hello hello_from_json(const nlohmann::json& value) { return value.get<Hello>(); }
 
 std::string first_difference(const std::vector<std::optional<Hello>>& hellos) {
   if (!hellos[0]) {

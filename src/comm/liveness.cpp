@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "broken_pipe.h"
+#include "hasten/base/json.h"
 #include "hasten/base/process.h"
 
 namespace hasten::detail {
@@ -28,6 +29,8 @@ std::string seconds_text(CommClock::duration duration) {
 std::string json_text(const nlohmann::json& value) {
   return value.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
 }
+
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(FailureCause, found_by, operation, text, fix, lost)
 
 struct Liveness::Shared {
   // Set at construction.
@@ -76,9 +79,7 @@ struct Liveness::Shared {
   /// What cannot be read as one is the cause word by word.
   FailureCause read_cause(const std::string& text) const {
     try {
-      const nlohmann::json record = nlohmann::json::parse(text);
-      return {record.at("by"), record.at("operation"), record.at("text"), record.at("fix"),
-              record.at("lost")};
+      return try_parse_json(text).value.get<FailureCause>();
     } catch (const nlohmann::json::exception&) {
       return {own_name(), "", "a rank failed and wrote: " + text, ""};
     }
@@ -204,12 +205,7 @@ void Liveness::Shared::exchange(const std::string& beat) {
     c10d::Store& s = *store();
     s.set(beat_key(rank), beat);
     if (post) {
-      const nlohmann::json record = {{"by", post->found_by},
-                                     {"operation", post->operation},
-                                     {"text", post->text},
-                                     {"fix", post->fix},
-                                     {"lost", post->lost}};
-      s.compareSet(kFailureKey, std::string(kNoFailure), json_text(record));
+      s.compareSet(kFailureKey, std::string(kNoFailure), json_text(*post));
     }
     values = s.multiGet(keys);
   } catch (const std::exception& error) {
@@ -403,7 +399,7 @@ Liveness::Entered Liveness::entered(const std::string& beat, const std::string& 
     return {};
   }
   const nlohmann::json groups =
-      nlohmann::json::parse(beat.substr(beat.find(' ', 2) + 1), nullptr, false);
+      try_parse_json(std::string_view(beat).substr(beat.find(' ', 2) + 1)).value;
   if (!groups.is_object() || !groups.contains(group)) {
     return {};
   }

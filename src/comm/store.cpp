@@ -23,8 +23,7 @@
 
 namespace hasten::detail {
 
-std::string listening_address(const std::string& host, int port) {
-  const int fd = try_connect({.host = host, .port = port});
+std::string peer_address(int fd) {
   sockaddr_storage address{};
   socklen_t size = sizeof address;
   char text[NI_MAXHOST] = "";
@@ -128,14 +127,7 @@ StorePtr open_agent_store(const World& world, CommClock::time_point deadline,
   const StoreAddress place{.host = world.master_addr, .port = world.master_port};
   // TCPStore's own first attempt would, while nobody listens, print a stack and sleep
   // a second.
-  std::string host;
-  while ((host = listening_address(place.host, place.port)).empty()) {
-    if (cancelled || CommClock::now() > deadline) {
-      throw CommunicationError("comm::create", "no store answers at " + place.text(),
-                               "the launcher to serve it", "check MASTER_ADDR and MASTER_PORT");
-    }
-    std::this_thread::sleep_for(std::chrono::milliseconds(20));
-  }
+  const std::string host = peer_address(connect_to(place, deadline, cancelled));
   c10d::TCPStoreOptions options;
   options.port = static_cast<uint16_t>(place.port);
   options.waitWorkers = false;

@@ -35,9 +35,9 @@ bool launcher_serves(const World& world);
 /// True where this process serves the store.
 bool serves_store(const World& world);
 
-/// The address of `host` where somebody listens, as digits; empty: nobody. A second
-/// an address at most.
-std::string listening_address(const std::string& host, int port);
+/// The address at the other end of the connection `fd`, which it closes, as digits; empty
+/// for -1.
+std::string peer_address(int fd);
 
 /// Where the store of a world without a store_file is, unless an agent serves it: a Unix
 /// socket where all ranks are on this host, which a loopback master_addr says too. Throws

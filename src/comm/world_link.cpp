@@ -10,6 +10,7 @@
 #include "batch_threads.h"
 #include "broken_pipe.h"
 #include "hasten/base/error.h"
+#include "hasten/base/json.h"
 #include "hasten/base/log.h"
 #include "hasten/base/process.h"
 #include "hasten/base/recorded_error.h"
@@ -43,7 +44,8 @@ std::vector<Hello> exchange_hellos(c10d::Store& store, const std::atomic<bool>& 
                      "give every process its own RANK, or start with hasten launch");
   }
   if (!world_on_one_host(world)) {
-    own.store_address = listening_address(world.master_addr, world.master_port);
+    own.store_address =
+        peer_address(try_connect({.host = world.master_addr, .port = world.master_port}));
   }
   if (own.rank == 0) {
     store.set(Liveness::kFailureKey, std::string(Liveness::kNoFailure));
@@ -55,7 +57,8 @@ std::vector<Hello> exchange_hellos(c10d::Store& store, const std::atomic<bool>& 
     size_t arrived = 0;
     for (size_t i = 0; i < progress.hellos.size(); ++i) {
       if (!progress.hellos[i] && store.check({hello_key(i)})) {
-        const Hello hello = hello_from_json(nlohmann::json::parse(store.get_to_str(hello_key(i))));
+        const std::string key = hello_key(i);
+        const Hello hello = hello_from_json(parse_json("comm::create", key, store.get_to_str(key)));
         const std::lock_guard<std::mutex> lock(progress.mutex);
         progress.hellos[i] = hello;
       }

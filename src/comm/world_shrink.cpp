@@ -16,6 +16,7 @@
 
 #include "gloo_group.h"
 #include "hasten/base/error.h"
+#include "hasten/base/json.h"
 #include "hasten/base/process.h"
 #include "tensor_checks.h"
 #include "world_link.h"
@@ -63,7 +64,7 @@ std::vector<int> decide_members(c10d::Store& store, const std::atomic<bool>& can
   StorePause pause;
   while (!cancelled) {
     if (store.check({kShrinkMembers})) {
-      return nlohmann::json::parse(store.get_to_str(kShrinkMembers));
+      return parse_json("comm::shrink", kShrinkMembers, store.get_to_str(kShrinkMembers));
     }
     const std::vector<bool> lost = liveness.lost();
     std::vector<int> members;

@@ -3,6 +3,8 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/eventfd.h>
+#include <sys/file.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -12,8 +14,10 @@
 #include <csignal>
 #include <cstdlib>
 #include <mutex>
+#include <regex>
 #include <system_error>
 #include <thread>
+#include <tuple>
 #include <utility>
 
 #include "hasten/base/error.h"
@@ -68,40 +72,20 @@ constexpr size_t kLongestLine = 64 * 1024;
 // What a report shows of a file.
 constexpr size_t kTailBytes = 4096;
 constexpr int kTailLines = 10;
+constexpr const char* kLaunchFolder = "hasten-launch-";
 
 std::string log_line_prefix(const std::string& text, int rank) {
-  const std::pair<std::string, std::string> names[] = {{"rank", std::to_string(rank)},
-                                                       {"local_rank", std::to_string(rank)},
-                                                       {"role_name", "default"}};
-  const auto in_name = [](char c) {
-    return c == '_' || (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9');
-  };
+  static const std::regex known(
+      R"(\$(\$|\{(rank|local_rank|role_name)\}|(rank|local_rank|role_name)\b))");
   std::string prefix;
-  for (size_t at = 0; at < text.size(); ++at) {
-    if (text[at] != '$' || at + 1 == text.size()) {
-      prefix += text[at];
-      continue;
-    }
-    if (text[at + 1] == '$') {
-      prefix += text[at++];
-      continue;
-    }
-    const bool braces = text[at + 1] == '{';
-    size_t end = at + (braces ? 2 : 1);
-    while (end < text.size() && in_name(text[end])) {
-      ++end;
-    }
-    const std::string name = text.substr(at + (braces ? 2 : 1), end - at - (braces ? 2 : 1));
-    const auto* found = std::find_if(std::begin(names), std::end(names),
-                                     [&](const auto& known) { return known.first == name; });
-    if (found == std::end(names) || (braces && (end == text.size() || text[end] != '}'))) {
-      prefix += text[at]; // stays as it is
-      continue;
-    }
-    prefix += found->second;
-    at = braces ? end : end - 1;
+  std::smatch found;
+  auto at = text.cbegin();
+  for (; std::regex_search(at, text.cend(), found, known); at = found[0].second) {
+    const std::string name = found[2].str() + found[3].str();
+    prefix += found.prefix();
+    prefix += name.empty() ? "$" : name == "role_name" ? "default" : std::to_string(rank);
   }
-  return prefix;
+  return prefix.append(at, text.cend());
 }
 
 /// A stream that passes through this process.
@@ -257,6 +241,46 @@ void check_logs(const LogsSpecs& logs, int nproc) {
   }
 }
 
+/// A folder whose name begins with kLaunchFolder and the descriptor that locks it as long
+/// as this process lives. Removes those of this user whose process has been killed.
+/// Nothing and -1 where it cannot be: the order of ends alone tells the first failure then.
+std::pair<std::filesystem::path, int> make_temporary_folder() {
+  std::error_code error;
+  auto base = std::filesystem::temp_directory_path(error);
+  base = error ? "/tmp" : base;
+  const auto open_locked = [](const std::filesystem::path& folder, int wait) {
+    const int fd = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    struct stat status {};
+    if (fd >= 0 && ::flock(fd, LOCK_EX | wait) == 0 && ::fstat(fd, &status) == 0 &&
+        status.st_uid == ::geteuid() && status.st_nlink > 0) {
+      return fd;
+    }
+    ::close(fd);
+    return -1;
+  };
+  std::filesystem::directory_iterator entry(base, error);
+  for (; entry != std::filesystem::directory_iterator(); entry.increment(error)) {
+    if (entry->path().filename().string().starts_with(kLaunchFolder)) {
+      if (const int fd = open_locked(entry->path(), LOCK_NB); fd >= 0) {
+        std::filesystem::remove_all(entry->path(), error);
+        ::close(fd);
+      }
+    }
+  }
+  for (int i = 0; i < 100; ++i) { // another start may have removed it before it was locked
+    std::string pattern = (base / kLaunchFolder).string() + "XXXXXX";
+    if (::mkdtemp(pattern.data()) == nullptr) {
+      break;
+    }
+    // A file system without locks does without: nobody removes it there.
+    const int fd = open_locked(pattern, 0);
+    if (fd >= 0 || std::filesystem::exists(pattern, error)) {
+      return {pattern, fd};
+    }
+  }
+  return {{}, -1};
+}
+
 RankOutput::RankOutput(const LaunchOptions& options)
     : logs_(options.logs), shared_(std::make_shared<Shared>()) {
   check_logs(logs_, options.nproc);
@@ -264,11 +288,7 @@ RankOutput::RankOutput(const LaunchOptions& options)
     logs_.tee.others = Std::all;
   }
   if (logs_.log_dir.empty()) {
-    std::error_code error;
-    const auto base = std::filesystem::temp_directory_path(error);
-    std::string pattern = ((error ? "/tmp" : base) / "hasten-XXXXXX").string();
-    // Without it the order of ends alone tells the first failure.
-    temporary_ = ::mkdtemp(pattern.data()) != nullptr ? pattern : "";
+    std::tie(temporary_, temporary_lock_) = make_temporary_folder();
   }
   descriptors_.assign(static_cast<size_t>(options.nproc), {-1, -1});
   try {
@@ -324,7 +344,7 @@ void RankOutput::open_rank(int rank) {
 
 RankOutput::~RankOutput() { close_all(); }
 
-void RankOutput::close_all() noexcept {
+void RankOutput::close_descriptors() noexcept {
   for (auto& both : descriptors_) {
     for (int& descriptor : both) {
       if (descriptor >= 0) {
@@ -332,9 +352,14 @@ void RankOutput::close_all() noexcept {
       }
     }
   }
+}
+
+void RankOutput::close_all() noexcept {
+  close_descriptors();
   std::error_code ignored;
   if (!temporary_.empty()) {
     std::filesystem::remove_all(temporary_, ignored);
+    ::close(std::exchange(temporary_lock_, -1));
   }
 }
 
@@ -360,13 +385,7 @@ std::filesystem::path RankOutput::error_file(int rank) const {
 }
 
 void RankOutput::start() {
-  for (auto& both : descriptors_) {
-    for (int& descriptor : both) {
-      if (descriptor >= 0) {
-        ::close(std::exchange(descriptor, -1));
-      }
-    }
-  }
+  close_descriptors();
   if (shared_->streams.empty()) {
     return;
   }

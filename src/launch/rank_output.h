@@ -39,12 +39,14 @@ class RankOutput {
  private:
   struct Shared;
   void open_rank(int rank);
+  void close_descriptors() noexcept;
   void close_all() noexcept;
   std::filesystem::path folder(int rank) const;
   std::filesystem::path log_file(int rank, int stream) const;
 
   LogsSpecs logs_;
   std::filesystem::path temporary_{}; // of error files, where there is no log_dir
+  int temporary_lock_ = -1;
   std::vector<std::array<int, 2>> descriptors_{}; // [rank][stream - 1]
   std::shared_ptr<Shared> shared_; // outlives this where a console is stuck
 };

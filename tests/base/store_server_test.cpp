@@ -14,6 +14,19 @@
 
 namespace hasten::detail {
 
+TEST(StoreServer, AHostThatDoesNotResolveIsAnErrorThatNamesIt) {
+  const auto start = StoreClock::now();
+  try {
+    connect_store({.host = "nowhere.invalid", .port = 29500}, soon(600), kNever);
+    FAIL() << "no error";
+  } catch (const InputError& error) {
+    EXPECT_NE(std::string(error.what()).find("MASTER_ADDR=nowhere.invalid does not resolve"),
+              std::string::npos)
+        << error.what();
+  }
+  EXPECT_LT(StoreClock::now() - start, std::chrono::seconds(40));
+}
+
 TEST(StoreServer, WaitersAreAnsweredWhenTheLastOfTheirKeysComes) {
   StoreServer server(local_address());
   const auto waiter = connect_store(server.address(), soon(), kNever);

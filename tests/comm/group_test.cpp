@@ -49,6 +49,32 @@ static std::map<std::string, bool> threads_without_sigpipe() {
   return blocked;
 }
 
+// A rank that compares an operation waits for the others before it begins.
+TEST(Group, OperationsDoneBeforeAreNotComparedHoweverManyThereAre) {
+  if (testing_support::test_world().world_size != 2) {
+    GTEST_SKIP() << "slow on many ranks";
+  }
+  constexpr int64_t kOperations = 5000;
+  const auto comm = fresh_communicator();
+  const auto other = comm->duplicate({.name = "signals"});
+  const torch::Tensor numbers = torch::ones({kOperations});
+  for (int64_t n = 1; n <= kOperations; ++n) {
+    comm->all_reduce(numbers.narrow(0, 0, n), ReduceOp::max, "sizes");
+  }
+  std::vector<CommHandle> handles;
+  for (const int turn : {0, 1}) {
+    for (int64_t n = 1; comm->rank() == turn && n <= kOperations; n += 500) {
+      handles.push_back(comm->all_reduce_async(numbers.narrow(0, 0, n), ReduceOp::max, "sizes"));
+    }
+    other->barrier("rank 0 has begun");
+  }
+  for (CommHandle& handle : handles) {
+    handle.wait();
+  }
+  other->close();
+  comm->close();
+}
+
 // A peer that dies while one writes to it is an error, not this process's end.
 TEST(Group, ThreadsThatWriteToPeersTakeNoSigpipe) {
   const auto before = threads_without_sigpipe();

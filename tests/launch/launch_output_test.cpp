@@ -238,6 +238,36 @@ TEST(LaunchCause, ErrorFilesLeaveNothingBehind) {
   EXPECT_TRUE(std::filesystem::is_empty(folder / "tmp"));
 }
 
+TEST(LaunchCause, TheFolderOfAKilledLauncherGoesWithTheNextStart) {
+  const TemporaryFolder folder;
+  const auto tmp = folder / "tmp";
+  const ScopedEnvironment environment(EnvironmentValues{{"TMPDIR", tmp.string()}});
+  std::filesystem::create_directories(tmp);
+  LaunchOptions options;
+  options.nproc = 1;
+  options.argv = {"sh", "-c",
+                  "echo $PPID > $DIR/started.new; mv $DIR/started.new $DIR/started; "
+                  "while kill -0 $PPID; do sleep 0.02; done"};
+  options.environment = {{"DIR", folder.path().string()}};
+  const pid_t launcher = ::fork();
+  if (launcher == 0) {
+    launch(options);
+    ::_exit(0);
+  }
+  while (!std::filesystem::exists(folder / "started")) {
+    ::usleep(5000);
+  }
+  const auto folders = [&] { return std::distance(std::filesystem::directory_iterator(tmp), {}); };
+  options.argv = {"true"};
+  launch(options);
+  EXPECT_EQ(folders(), 1); // of one that lives
+  ::kill(launcher, SIGKILL);
+  ::waitpid(launcher, nullptr, 0);
+  EXPECT_EQ(folders(), 1);
+  launch(options);
+  EXPECT_EQ(folders(), 0);
+}
+
 TEST(LaunchThreads, OversubscriptionIsWarnedOfAndAFitIsNot) {
   const TemporaryFolder folder;
   {

@@ -158,10 +158,14 @@ class StoreChannel {
 /// of the host at most.
 int try_connect(const StoreAddress& address);
 
-/// Connects to `address` and proves what is to be proved, as soon as somebody listens.
-/// Blocks until then, until `deadline` or until `cancelled`. Throws InputError where
-/// the store is another user's or has another secret, CommunicationError where nobody
-/// listens.
+/// Connects to `address` as soon as somebody listens there. Blocks until then, until
+/// `deadline` or until `cancelled`. Throws CommunicationError where nobody listens,
+/// InputError where the host's name has not resolved for 10 s.
+int connect_to(const StoreAddress& address, StoreClock::time_point deadline,
+               const std::atomic<bool>& cancelled);
+
+/// connect_to(), and proves what is to be proved. Throws InputError where the
+/// store is another user's or has another secret, too.
 std::unique_ptr<StoreChannel> connect_store(const StoreAddress& address,
                                             StoreClock::time_point deadline,
                                             const std::atomic<bool>& cancelled);

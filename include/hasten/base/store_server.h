@@ -23,6 +23,9 @@ struct StoreLimits {
   size_t bytes = size_t{1} << 30;
 };
 
+/// Lets this process open `wanted` descriptors, or as many as it may.
+void raise_descriptor_limit(size_t wanted);
+
 class StoreServer {
  public:
   /// Listens at `address` and serves from now on. An empty host is every interface,
