@@ -9,8 +9,7 @@
 #include "hasten/base/error.h"
 #include "hasten/base/log.h"
 #include "hasten/base/progress_bar.h"
-#include "hasten/optim/adafactor.h"
-#include "hasten/optim/lamb.h"
+#include "hasten/optim/fused_optimizer.h"
 #include "hasten/optim/optimizer_state.h"
 #include "sharded_model.h"
 
@@ -119,16 +118,14 @@ void AcceleratorCore::prepare_sharded(ModelState& state, std::shared_ptr<torch::
 // Their step needs a norm, or rows and columns, of the whole parameter.
 void AcceleratorCore::refuse_optimizer(const torch::optim::Optimizer& optimizer,
                                        const std::vector<SlotList>& lists) const {
-  const char* name = dynamic_cast<const Lamb*>(&optimizer) != nullptr        ? "Lamb"
-                     : dynamic_cast<const Adafactor*>(&optimizer) != nullptr ? "Adafactor"
-                                                                             : nullptr;
+  const auto* fused = dynamic_cast<const FusedOptimizer*>(&optimizer);
   const bool sharded = std::any_of(lists.begin(), lists.end(), [this](const SlotList& list) {
     return models_[list.model].sharded != nullptr;
   });
-  if (sharded && name != nullptr) {
+  if (sharded && fused != nullptr && !fused->by_elements()) {
     throw InputError(
         "accelerator::prepare",
-        std::string("optimizer=") + name + " with strategy=" + strategy_name(options.strategy),
+        "optimizer=" + fused->name() + " with strategy=" + strategy_name(options.strategy),
         "an optimizer whose step looks at each number by itself",
         "use AdamW, Adam, SGD or Lion, or strategy=ddp");
   }

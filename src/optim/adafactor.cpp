@@ -13,31 +13,26 @@ namespace hasten {
 
 namespace detail {
 
-constexpr const char* kAdafactorName = "optim::Adafactor";
-
-void check_options(const AdafactorOptions& options) {
-  constexpr const char* where = kAdafactorName;
-  const auto [eps, least_rms] = options.eps();
-  require_not_negative(where, "lr", options.lr());
-  require_option(eps > 0 && std::isfinite(eps), where, "eps[0]", eps, "above 0");
-  require_not_negative(where, "eps[1]", least_rms);
-  require_option(options.clip_threshold() > 0, where, "clip_threshold", options.clip_threshold(),
-                 "above 0");
-  require_option(options.decay_rate() < 0 && std::isfinite(options.decay_rate()), where,
-                 "decay_rate", options.decay_rate(), "below 0");
-  if (options.beta1()) {
-    require_beta(where, "beta1", *options.beta1());
-  }
-  require_not_negative(where, "weight_decay", options.weight_decay());
-  if (options.warmup_init() && !options.relative_step()) {
-    throw InputError(where, "warmup_init=true with relative_step=false", "both or neither");
-  }
-}
-
-class AdafactorRules final : public StepRules {
+class AdafactorRules final : public RulesOf<AdafactorOptions> {
  public:
-  const char* where() const override { return kAdafactorName; }
-  void check(const Options& options) const override { check_options(own(options)); }
+  AdafactorRules() : RulesOf("optim::Adafactor") {}
+  void check_own(const AdafactorOptions& options) const override {
+    const auto [eps, least_rms] = options.eps();
+    require_not_negative(where(), "lr", options.lr());
+    require_option(eps > 0 && std::isfinite(eps), where(), "eps[0]", eps, "above 0");
+    require_not_negative(where(), "eps[1]", least_rms);
+    require_option(options.clip_threshold() > 0, where(), "clip_threshold",
+                   options.clip_threshold(), "above 0");
+    require_option(options.decay_rate() < 0 && std::isfinite(options.decay_rate()), where(),
+                   "decay_rate", options.decay_rate(), "below 0");
+    if (options.beta1()) {
+      require_beta(where(), "beta1", *options.beta1());
+    }
+    require_not_negative(where(), "weight_decay", options.weight_decay());
+    if (options.warmup_init() && !options.relative_step()) {
+      throw InputError(where(), "warmup_init=true with relative_step=false", "both or neither");
+    }
+  }
   int64_t state_kind(const Options& options) const override { return own(options).beta1() ? 1 : 0; }
   bool by_elements() const override { return false; }
   bool by_rows() const override { return true; }
@@ -110,74 +105,14 @@ class AdafactorRules final : public StepRules {
     }
     t.parameter.sub_(t.parameter * (rate * k.weight_decay)).sub_(update);
   }
-
- private:
-  static const AdafactorOptions& own(const Options& options) {
-    return options_as<AdafactorOptions>(options, kAdafactorName);
-  }
 };
 
+template <>
+std::unique_ptr<StepRules> make_rules<AdafactorOptions>() {
+  return std::make_unique<AdafactorRules>();
+}
+template class SteppedByEngine<torch::optim::Optimizer, AdafactorOptions, AdafactorParamState>;
+
 } // namespace detail
-
-void AdafactorOptions::serialize(torch::serialize::InputArchive& archive) {
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, lr);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(eps_t, eps);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, clip_threshold);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, decay_rate);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, weight_decay);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(bool, scale_parameter);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(bool, relative_step);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(bool, warmup_init);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG_OPTIONAL(double, beta1);
-}
-void AdafactorOptions::serialize(torch::serialize::OutputArchive& archive) const {
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(lr);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(eps);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(clip_threshold);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(decay_rate);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(weight_decay);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(scale_parameter);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(relative_step);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(warmup_init);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(beta1);
-}
-void AdafactorParamState::serialize(torch::serialize::InputArchive& archive) {
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(int64_t, step);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(at::Tensor, exp_avg_sq_row);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(at::Tensor, exp_avg_sq_col);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(at::Tensor, exp_avg_sq);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(at::Tensor, exp_avg);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(at::Tensor, master);
-}
-void AdafactorParamState::serialize(torch::serialize::OutputArchive& archive) const {
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(step);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(exp_avg_sq_row);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(exp_avg_sq_col);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(exp_avg_sq);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(exp_avg);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(master);
-}
-
-Adafactor::Adafactor(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
-                     AdafactorOptions defaults, FusedOptions fused)
-    : SteppedByEngine(param_groups,
-                      std::make_unique<AdafactorOptions>(detail::checked_options<AdafactorOptions>(
-                          defaults, detail::check_options))) {
-  detail::use_group_options<AdafactorOptions>(*this, param_groups);
-  engine_ = std::make_shared<detail::StepEngine>(std::make_unique<detail::AdafactorRules>(), fused);
-  engine_->check(*this);
-}
-
-Adafactor::Adafactor(std::vector<at::Tensor> parameters, AdafactorOptions defaults,
-                     FusedOptions fused)
-    : Adafactor({torch::optim::OptimizerParamGroup(std::move(parameters))}, std::move(defaults),
-                fused) {}
-
-void Adafactor::save(torch::serialize::OutputArchive& archive) const {
-  torch::optim::serialize<AdafactorParamState, AdafactorOptions>(archive, *this);
-}
-void Adafactor::load(torch::serialize::InputArchive& archive) {
-  torch::optim::serialize<AdafactorParamState, AdafactorOptions>(archive, *this);
-}
 
 } // namespace hasten

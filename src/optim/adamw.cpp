@@ -18,27 +18,20 @@ namespace detail {
 template <typename Options>
 constexpr bool kDecoupled = std::is_same_v<Options, torch::optim::AdamWOptions>;
 
-template <typename Options>
-constexpr const char* kAdamName = kDecoupled<Options> ? "optim::AdamW" : "optim::Adam";
-
-template <typename Options>
-  requires requires(Options& o) { o.amsgrad(); }
-void check_options(const Options& options) {
-  constexpr const char* where = kAdamName<Options>;
-  require_not_negative(where, "lr", options.lr());
-  require_beta(where, "beta1", std::get<0>(options.betas()));
-  require_beta(where, "beta2", std::get<1>(options.betas()));
-  require_not_negative(where, "eps", options.eps());
-  require_not_negative(where, "weight_decay", options.weight_decay());
-}
-
 template <typename OwnOptions, typename OwnState, typename TorchState>
-class AdamRules final : public StepRules {
+class AdamRules final : public RulesOf<OwnOptions> {
  public:
-  const char* where() const override { return kAdamName<OwnOptions>; }
-  void check(const Options& options) const override { check_options(own(options)); }
+  using typename StepRules::Options;
+  using typename StepRules::State;
+  AdamRules() : RulesOf<OwnOptions>(kDecoupled<OwnOptions> ? "optim::AdamW" : "optim::Adam") {}
+  void check_own(const OwnOptions& options) const override {
+    require_not_negative(this->where(), "lr", options.lr());
+    require_betas(this->where(), options.betas());
+    require_not_negative(this->where(), "eps", options.eps());
+    require_not_negative(this->where(), "weight_decay", options.weight_decay());
+  }
   int64_t state_kind(const Options& options) const override {
-    return own(options).amsgrad() ? 1 : 0;
+    return this->own(options).amsgrad() ? 1 : 0;
   }
   StateParts parts(const at::Tensor&, std::unique_ptr<State>& slot) const override {
     auto& state = state_in<OwnState, TorchState>(slot);
@@ -48,10 +41,11 @@ class AdamRules final : public StepRules {
   }
   at::Tensor make_moment(int which, const at::Tensor& parameter, const Options& options,
                          at::ScalarType dtype) const override {
-    return which == 2 && !own(options).amsgrad() ? at::Tensor() : at::zeros_like(parameter, dtype);
+    return which == 2 && !this->own(options).amsgrad() ? at::Tensor()
+                                                       : at::zeros_like(parameter, dtype);
   }
   StepNumbers numbers(const Options& options, int64_t step, bool) const override {
-    const OwnOptions& o = own(options);
+    const OwnOptions& o = this->own(options);
     const auto [beta1, beta2] = o.betas();
     const auto k = static_cast<double>(step);
     StepNumbers numbers;
@@ -90,58 +84,21 @@ class AdamRules final : public StepRules {
       fused([](auto... arguments) { at::_fused_adam_(arguments...); });
     }
   }
-
- private:
-  const OwnOptions& own(const Options& options) const {
-    return options_as<OwnOptions>(options, where());
-  }
 };
 
-using AdamWRules =
-    AdamRules<torch::optim::AdamWOptions, AdamWParamState, torch::optim::AdamWParamState>;
-using PlainAdamRules =
-    AdamRules<torch::optim::AdamOptions, AdamParamState, torch::optim::AdamParamState>;
+template <>
+std::unique_ptr<StepRules> make_rules<torch::optim::AdamWOptions>() {
+  return std::make_unique<
+      AdamRules<torch::optim::AdamWOptions, AdamWParamState, torch::optim::AdamWParamState>>();
+}
+template <>
+std::unique_ptr<StepRules> make_rules<torch::optim::AdamOptions>() {
+  return std::make_unique<
+      AdamRules<torch::optim::AdamOptions, AdamParamState, torch::optim::AdamParamState>>();
+}
+template class SteppedByEngine<torch::optim::AdamW, torch::optim::AdamWOptions, AdamWParamState>;
+template class SteppedByEngine<torch::optim::Adam, torch::optim::AdamOptions, AdamParamState>;
 
 } // namespace detail
-
-AdamW::AdamW(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
-             torch::optim::AdamWOptions defaults, FusedOptions fused)
-    : SteppedByEngine(param_groups, detail::checked_options<torch::optim::AdamWOptions>(
-                                        defaults, detail::check_options)) {
-  engine_ = std::make_shared<detail::StepEngine>(std::make_unique<detail::AdamWRules>(), fused);
-  engine_->check(*this);
-}
-
-AdamW::AdamW(std::vector<at::Tensor> parameters, torch::optim::AdamWOptions defaults,
-             FusedOptions fused)
-    : AdamW({torch::optim::OptimizerParamGroup(std::move(parameters))}, std::move(defaults),
-            fused) {}
-
-void AdamW::save(torch::serialize::OutputArchive& archive) const {
-  torch::optim::serialize<AdamWParamState, torch::optim::AdamWOptions>(archive, *this);
-}
-void AdamW::load(torch::serialize::InputArchive& archive) {
-  torch::optim::serialize<AdamWParamState, torch::optim::AdamWOptions>(archive, *this);
-}
-
-Adam::Adam(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
-           torch::optim::AdamOptions defaults, FusedOptions fused)
-    : SteppedByEngine(param_groups, detail::checked_options<torch::optim::AdamOptions>(
-                                        defaults, detail::check_options)) {
-  engine_ = std::make_shared<detail::StepEngine>(std::make_unique<detail::PlainAdamRules>(), fused);
-  engine_->check(*this);
-}
-
-Adam::Adam(std::vector<at::Tensor> parameters, torch::optim::AdamOptions defaults,
-           FusedOptions fused)
-    : Adam({torch::optim::OptimizerParamGroup(std::move(parameters))}, std::move(defaults), fused) {
-}
-
-void Adam::save(torch::serialize::OutputArchive& archive) const {
-  torch::optim::serialize<AdamParamState, torch::optim::AdamOptions>(archive, *this);
-}
-void Adam::load(torch::serialize::InputArchive& archive) {
-  torch::optim::serialize<AdamParamState, torch::optim::AdamOptions>(archive, *this);
-}
 
 } // namespace hasten

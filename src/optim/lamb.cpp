@@ -12,20 +12,15 @@ namespace hasten {
 
 namespace detail {
 
-constexpr const char* kLambName = "optim::Lamb";
-
-void check_options(const LambOptions& options) {
-  require_not_negative(kLambName, "lr", options.lr());
-  require_beta(kLambName, "beta1", std::get<0>(options.betas()));
-  require_beta(kLambName, "beta2", std::get<1>(options.betas()));
-  require_not_negative(kLambName, "eps", options.eps());
-  require_not_negative(kLambName, "weight_decay", options.weight_decay());
-}
-
-class LambRules final : public StepRules {
+class LambRules final : public RulesOf<LambOptions> {
  public:
-  const char* where() const override { return kLambName; }
-  void check(const Options& options) const override { check_options(own(options)); }
+  LambRules() : RulesOf("optim::Lamb") {}
+  void check_own(const LambOptions& options) const override {
+    require_not_negative(where(), "lr", options.lr());
+    require_betas(where(), options.betas());
+    require_not_negative(where(), "eps", options.eps());
+    require_not_negative(where(), "weight_decay", options.weight_decay());
+  }
   StateParts parts(const at::Tensor&, std::unique_ptr<State>& slot) const override {
     auto& state = state_in<LambParamState>(slot);
     return {&state.step(), &state.master(), {&state.exp_avg(), &state.exp_avg_sq()}};
@@ -60,59 +55,14 @@ class LambRules final : public StepRules {
         at::where((size > 0).logical_and(length > 0), size / length, at::ones_like(size));
     t.parameter.sub_(direction.mul(ratio), k.lr);
   }
-
- private:
-  static const LambOptions& own(const Options& options) {
-    return options_as<LambOptions>(options, kLambName);
-  }
 };
 
+template <>
+std::unique_ptr<StepRules> make_rules<LambOptions>() {
+  return std::make_unique<LambRules>();
+}
+template class SteppedByEngine<torch::optim::Optimizer, LambOptions, LambParamState>;
+
 } // namespace detail
-
-void LambOptions::serialize(torch::serialize::InputArchive& archive) {
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, lr);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(betas_t, betas);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, eps);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, weight_decay);
-}
-void LambOptions::serialize(torch::serialize::OutputArchive& archive) const {
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(lr);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(betas);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(eps);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(weight_decay);
-}
-void LambParamState::serialize(torch::serialize::InputArchive& archive) {
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(int64_t, step);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(at::Tensor, exp_avg);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(at::Tensor, exp_avg_sq);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(at::Tensor, master);
-}
-void LambParamState::serialize(torch::serialize::OutputArchive& archive) const {
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(step);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(exp_avg);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(exp_avg_sq);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(master);
-}
-
-Lamb::Lamb(const std::vector<torch::optim::OptimizerParamGroup>& param_groups, LambOptions defaults,
-           FusedOptions fused)
-    : SteppedByEngine(param_groups,
-                      std::make_unique<LambOptions>(
-                          detail::checked_options<LambOptions>(defaults, detail::check_options))) {
-  detail::use_group_options<LambOptions>(*this, param_groups);
-  engine_ = std::make_shared<detail::StepEngine>(std::make_unique<detail::LambRules>(), fused);
-  engine_->check(*this);
-}
-
-Lamb::Lamb(std::vector<at::Tensor> parameters, LambOptions defaults, FusedOptions fused)
-    : Lamb({torch::optim::OptimizerParamGroup(std::move(parameters))}, std::move(defaults), fused) {
-}
-
-void Lamb::save(torch::serialize::OutputArchive& archive) const {
-  torch::optim::serialize<LambParamState, LambOptions>(archive, *this);
-}
-void Lamb::load(torch::serialize::InputArchive& archive) {
-  torch::optim::serialize<LambParamState, LambOptions>(archive, *this);
-}
 
 } // namespace hasten

@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <charconv>
+#include <functional>
 #include <map>
+#include <numeric>
 #include <type_traits>
 #include <utility>
 
@@ -13,6 +15,7 @@
 #include "hasten/optim/lion.h"
 #include "hasten/optim/sgd.h"
 #include "option_checks.h"
+#include "step_engine.h"
 
 namespace hasten {
 
@@ -37,12 +40,9 @@ class OptimizerArgs {
     }
   }
 
-  void take(const char* name, double& field) {
-    if (const std::string* text = find(name)) {
-      const char* end = text->data() + text->size();
-      const auto read = std::from_chars(text->data(), end, field);
-      require(read.ec == std::errc() && read.ptr == end, name, *text, "a number");
-    }
+  void take(const char* name, double& field) { take_number(name, field, "a number"); }
+  void take(const char* name, uint64_t& field) {
+    take_number(name, field, "a whole number, 0 or more");
   }
   void take(const char* name, std::optional<double>& field) {
     double value = -1;
@@ -58,13 +58,6 @@ class OptimizerArgs {
       field = *text == "true" || *text == "True";
     }
   }
-  void take(const char* name, uint64_t& field) {
-    if (const std::string* text = find(name)) {
-      const char* end = text->data() + text->size();
-      const auto read = std::from_chars(text->data(), end, field);
-      require(read.ec == std::errc() && read.ptr == end, name, *text, "a whole number, 0 or more");
-    }
-  }
 
   void refuse_others(const std::string& optimizer) const {
     if (values_.empty()) {
@@ -75,6 +68,14 @@ class OptimizerArgs {
   }
 
  private:
+  template <typename Number>
+  void take_number(const char* name, Number& field, const char* what) {
+    if (const std::string* text = find(name)) {
+      const char* end = text->data() + text->size();
+      const auto read = std::from_chars(text->data(), end, field);
+      require(read.ec == std::errc() && read.ptr == end, name, *text, what);
+    }
+  }
   // The text stays until the next call.
   const std::string* find(const char* name) {
     known_.emplace_back(name);
@@ -124,7 +125,7 @@ std::unique_ptr<torch::optim::Optimizer> made_of(
   for (size_t i = 0; i < wanted.size(); ++i) {
     static_cast<Options&>(optimizer->param_groups()[i].options()) = wanted[i];
   }
-  engine_check(optimizer->engine(), *optimizer);
+  optimizer->engine().check(*optimizer);
   return optimizer;
 }
 
@@ -169,11 +170,8 @@ auto with_named_optimizer(const std::string& name, const OptimizerSettings& sett
   const auto& names = optimizer_names();
   if (std::find(names.begin(), names.end(), name) == names.end()) {
     const std::string near = nearest_name(name, names.data(), names.data() + names.size());
-    std::string all;
-    for (const std::string& known : names) {
-      all += (all.empty() ? "one of " : ", ") + known;
-    }
-    throw InputError(kMakeOptimizer, "optim=" + name, all, near.empty() ? "" : "write " + near);
+    throw InputError(kMakeOptimizer, "optim=" + name, "one of " + joined_names(names),
+                     near.empty() ? "" : "write " + near);
   }
   OptimizerArgs args(settings.args);
   FusedOptions fused;
@@ -215,11 +213,7 @@ auto with_named_optimizer(const std::string& name, const OptimizerSettings& sett
 
 /// Numbers in the moments of one parameter.
 template <typename Optimizer, typename Options>
-int64_t moment_numbers(const Options& options, const std::vector<int64_t>& shape) {
-  int64_t numel = 1;
-  for (const int64_t size : shape) {
-    numel *= size;
-  }
+int64_t moment_numbers(const Options& options, const std::vector<int64_t>& shape, int64_t numel) {
   if constexpr (std::is_same_v<Optimizer, SGD>) {
     return options.momentum() != 0 ? numel : 0;
   } else if constexpr (std::is_same_v<Optimizer, Lion>) {
@@ -269,14 +263,10 @@ int64_t optimizer_state_bytes(const std::string& name, const OptimizerSettings& 
         const int64_t moment = dtype == at::kDouble ? 8 : rounds ? 2 : 4;
         int64_t bytes = 0;
         for (const auto& shape : shapes) {
-          bytes += moment * detail::moment_numbers<Optimizer>(options, shape);
-          if (half && fused.master_weights) {
-            int64_t numel = 1;
-            for (const int64_t size : shape) {
-              numel *= size;
-            }
-            bytes += 4 * numel;
-          }
+          const int64_t numel =
+              std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<>());
+          bytes += moment * detail::moment_numbers<Optimizer>(options, shape, numel);
+          bytes += half && fused.master_weights ? 4 * numel : 0;
         }
         return bytes;
       });

@@ -181,37 +181,30 @@ Schedule make_schedule(const std::string& name, int64_t warmup, int64_t total, d
   }
   double cycles = 0.5, lr_end = 1e-7, power = 1;
   int64_t whole_cycles = 1, timescale = 0;
-  if (name == "cosine") {
+  Schedule schedule;
+  if (name == "linear") {
+    schedule = linear_schedule(warmup, total);
+  } else if (name == "cosine") {
     given.take("num_cycles", cycles);
+    schedule = cosine_schedule(warmup, total, cycles);
   } else if (name == "cosine_with_restarts") {
     given.take("num_cycles", whole_cycles);
+    schedule = cosine_with_restarts_schedule(warmup, total, whole_cycles);
   } else if (name == "polynomial") {
     given.take("lr_end", lr_end);
     given.take("power", power);
+    schedule = polynomial_schedule(warmup, total, lr_end / peak, power);
+  } else if (name == "constant") {
+    schedule = constant_schedule();
+  } else if (name == "constant_with_warmup") {
+    schedule = constant_schedule_with_warmup(warmup);
   } else if (name == "inverse_sqrt") {
     given.take("timescale", timescale);
+    schedule = inverse_sqrt_schedule(warmup, timescale);
   }
   given.refuse_others();
-  if (name == "linear") {
-    return linear_schedule(warmup, total);
-  }
-  if (name == "cosine") {
-    return cosine_schedule(warmup, total, cycles);
-  }
-  if (name == "cosine_with_restarts") {
-    return cosine_with_restarts_schedule(warmup, total, whole_cycles);
-  }
-  if (name == "polynomial") {
-    return polynomial_schedule(warmup, total, lr_end / peak, power);
-  }
-  if (name == "constant") {
-    return constant_schedule();
-  }
-  if (name == "constant_with_warmup") {
-    return constant_schedule_with_warmup(warmup);
-  }
-  if (name == "inverse_sqrt") {
-    return inverse_sqrt_schedule(warmup, timescale);
+  if (schedule) {
+    return schedule;
   }
   const auto& names = schedule_names();
   const std::string near = nearest_name(name, names.data(), names.data() + names.size());

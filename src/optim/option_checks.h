@@ -5,6 +5,7 @@
 
 #include <cmath>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "hasten/base/error.h"
@@ -23,6 +24,10 @@ inline void require_not_negative(const char* where, const char* name, double val
 }
 inline void require_beta(const char* where, const char* name, double value) {
   require_option(value >= 0 && value < 1, where, name, value, "0 or more, below 1");
+}
+inline void require_betas(const char* where, const std::tuple<double, double>& betas) {
+  require_beta(where, "beta1", std::get<0>(betas));
+  require_beta(where, "beta2", std::get<1>(betas));
 }
 
 /// "a, b, c".

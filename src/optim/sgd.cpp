@@ -12,26 +12,22 @@ namespace hasten {
 
 namespace detail {
 
-constexpr const char* kSgdName = "optim::SGD";
-
-void check_options(const torch::optim::SGDOptions& options) {
-  require_not_negative(kSgdName, "lr", options.lr());
-  require_not_negative(kSgdName, "momentum", options.momentum());
-  require_not_negative(kSgdName, "weight_decay", options.weight_decay());
-  require_option(std::isfinite(options.dampening()), kSgdName, "dampening", options.dampening(),
-                 "a finite number");
-  if (options.nesterov()) {
-    require_option(options.momentum() > 0, kSgdName, "momentum", options.momentum(),
-                   "above 0 with nesterov=true");
-    require_option(options.dampening() == 0, kSgdName, "dampening", options.dampening(),
-                   "0 with nesterov=true");
-  }
-}
-
-class SgdRules final : public StepRules {
+class SgdRules final : public RulesOf<torch::optim::SGDOptions> {
  public:
-  const char* where() const override { return kSgdName; }
-  void check(const Options& options) const override { check_options(own(options)); }
+  SgdRules() : RulesOf("optim::SGD") {}
+  void check_own(const torch::optim::SGDOptions& options) const override {
+    require_not_negative(where(), "lr", options.lr());
+    require_not_negative(where(), "momentum", options.momentum());
+    require_not_negative(where(), "weight_decay", options.weight_decay());
+    require_option(std::isfinite(options.dampening()), where(), "dampening", options.dampening(),
+                   "a finite number");
+    if (options.nesterov()) {
+      require_option(options.momentum() > 0, where(), "momentum", options.momentum(),
+                     "above 0 with nesterov=true");
+      require_option(options.dampening() == 0, where(), "dampening", options.dampening(),
+                     "0 with nesterov=true");
+    }
+  }
   int64_t state_kind(const Options& options) const override {
     return own(options).momentum() > 0 ? 1 : 0;
   }
@@ -71,12 +67,13 @@ class SgdRules final : public StepRules {
     }
     t.parameter.sub_(direction, k.lr);
   }
-
- private:
-  static const torch::optim::SGDOptions& own(const Options& options) {
-    return options_as<torch::optim::SGDOptions>(options, kSgdName);
-  }
 };
+
+template <>
+std::unique_ptr<StepRules> make_rules<torch::optim::SGDOptions>() {
+  return std::make_unique<SgdRules>();
+}
+template class SteppedByEngine<torch::optim::SGD, torch::optim::SGDOptions, SGDParamState>;
 
 } // namespace detail
 
@@ -95,24 +92,6 @@ void SGDParamState::serialize(torch::serialize::OutputArchive& archive) const {
   torch::optim::SGDParamState::serialize(archive);
   detail::write_state_tensor(archive, "master", master());
   archive.write("step", c10::IValue(step()));
-}
-
-SGD::SGD(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
-         torch::optim::SGDOptions defaults, FusedOptions fused)
-    : SteppedByEngine(param_groups, detail::checked_options<torch::optim::SGDOptions>(
-                                        defaults, detail::check_options)) {
-  engine_ = std::make_shared<detail::StepEngine>(std::make_unique<detail::SgdRules>(), fused);
-  engine_->check(*this);
-}
-
-SGD::SGD(std::vector<at::Tensor> parameters, torch::optim::SGDOptions defaults, FusedOptions fused)
-    : SGD({torch::optim::OptimizerParamGroup(std::move(parameters))}, std::move(defaults), fused) {}
-
-void SGD::save(torch::serialize::OutputArchive& archive) const {
-  torch::optim::serialize<SGDParamState, torch::optim::SGDOptions>(archive, *this);
-}
-void SGD::load(torch::serialize::InputArchive& archive) {
-  torch::optim::serialize<SGDParamState, torch::optim::SGDOptions>(archive, *this);
 }
 
 } // namespace hasten

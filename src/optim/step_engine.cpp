@@ -330,29 +330,6 @@ void StepEngine::finish(const StepPass& pass) const {
   }
 }
 
-at::Tensor engine_step(StepEngine& engine, torch::optim::Optimizer& optimizer,
-                       const torch::optim::Optimizer::LossClosure& closure) {
-  at::Tensor loss;
-  if (closure) {
-    const at::AutoGradMode grad_mode(true);
-    loss = closure();
-  }
-  engine.update(optimizer, {});
-  return loss;
-}
-
-void engine_step_scaled(StepEngine& engine, torch::optim::Optimizer& optimizer, double factor) {
-  engine.update(optimizer, {.factor = factor, .after = GradientAfter::scaled});
-}
-
-void engine_step_and_zero(StepEngine& engine, torch::optim::Optimizer& optimizer, double factor) {
-  engine.update(optimizer, {.factor = factor, .after = GradientAfter::zero});
-}
-
-void engine_check(StepEngine& engine, torch::optim::Optimizer& optimizer) {
-  engine.check(optimizer);
-}
-
 void engine_force_tensor_operations(StepEngine& engine) { engine.force_tensor_operations(); }
 
 void write_state_tensor(torch::serialize::OutputArchive& archive, const char* name,

@@ -2,6 +2,13 @@
 #pragma once
 
 #include <ATen/ATen.h>
+#include <torch/optim/serialize.h>
+
+#include <memory>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
 
 #include "hasten/base/error.h"
 #include "option_checks.h"
@@ -9,23 +16,31 @@
 
 namespace hasten::detail {
 
-/// `options` once they are known to be good: before LibTorch looks at them, whose
-/// errors do not name them.
+/// The rules of the optimizer that has these options.
 template <typename Options>
-Options checked_options(Options options, void (*check)(const Options&)) {
-  check(options);
-  return options;
-}
+std::unique_ptr<StepRules> make_rules();
 
-template <typename Options>
-const Options& options_as(const torch::optim::OptimizerOptions& options, const char* where) {
-  const auto* own = dynamic_cast<const Options*>(&options);
-  if (own == nullptr) {
-    throw InputError(where, "a parameter group has options of another optimizer",
-                     "options of this one, or none");
+template <typename OwnOptions>
+class RulesOf : public StepRules {
+ public:
+  explicit RulesOf(const char* where) : where_(where) {}
+  const char* where() const final { return where_; }
+  void check(const Options& options) const final { check_own(own(options)); }
+
+ protected:
+  virtual void check_own(const OwnOptions& options) const = 0;
+  const OwnOptions& own(const Options& options) const {
+    const auto* own = dynamic_cast<const OwnOptions*>(&options);
+    if (own == nullptr) {
+      throw InputError(where_, "a parameter group has options of another optimizer",
+                       "options of this one, or none");
+    }
+    return *own;
   }
-  return *own;
-}
+
+ private:
+  const char* const where_;
+};
 
 /// The state in `slot` as State: made, or taken over from torch's own Base.
 template <typename State, typename Base = State>
@@ -44,15 +59,80 @@ State& state_in(std::unique_ptr<torch::optim::OptimizerParamState>& slot) {
   return state;
 }
 
-/// LibTorch merges the options of groups for its own optimizers only.
-template <typename Options>
-void use_group_options(torch::optim::Optimizer& optimizer,
-                       const std::vector<torch::optim::OptimizerParamGroup>& groups) {
-  for (size_t i = 0; i < groups.size(); ++i) {
-    if (groups[i].has_options()) {
-      optimizer.param_groups()[i].set_options(groups[i].options().clone());
+/// What `Base` is made with. Checked first: LibTorch's errors do not name options.
+template <typename Base, typename Options>
+auto base_defaults(Options options) {
+  make_rules<Options>()->check(options);
+  if constexpr (std::is_same_v<Base, torch::optim::Optimizer>) {
+    return std::make_unique<Options>(std::move(options));
+  } else {
+    return options;
+  }
+}
+
+template <typename Base, typename Options, typename State>
+SteppedByEngine<Base, Options, State>::SteppedByEngine(
+    const std::vector<torch::optim::OptimizerParamGroup>& param_groups, Options defaults,
+    FusedOptions fused)
+    : Base(param_groups, base_defaults<Base>(std::move(defaults))),
+      engine_(std::make_shared<StepEngine>(make_rules<Options>(), fused)) {
+  if constexpr (std::is_same_v<Base, torch::optim::Optimizer>) {
+    // LibTorch merges the options of groups for its own optimizers only.
+    for (size_t i = 0; i < param_groups.size(); ++i) {
+      if (param_groups[i].has_options()) {
+        this->param_groups()[i].set_options(param_groups[i].options().clone());
+      }
     }
   }
+  engine_->check(*this);
+}
+
+template <typename Base, typename Options, typename State>
+SteppedByEngine<Base, Options, State>::SteppedByEngine(std::vector<at::Tensor> parameters,
+                                                       Options defaults, FusedOptions fused)
+    : SteppedByEngine(std::vector{torch::optim::OptimizerParamGroup(std::move(parameters))},
+                      std::move(defaults), fused) {}
+
+template <typename Base, typename Options, typename State>
+at::Tensor SteppedByEngine<Base, Options, State>::step(LossClosure closure) {
+  at::Tensor loss;
+  if (closure) {
+    const at::AutoGradMode grad_mode(true);
+    loss = closure();
+  }
+  engine_->update(*this, {});
+  return loss;
+}
+
+template <typename Base, typename Options, typename State>
+void SteppedByEngine<Base, Options, State>::step_scaled(double factor) {
+  engine_->update(*this, {.factor = factor, .after = GradientAfter::scaled});
+}
+
+template <typename Base, typename Options, typename State>
+void SteppedByEngine<Base, Options, State>::step_and_zero(double factor) {
+  engine_->update(*this, {.factor = factor, .after = GradientAfter::zero});
+}
+
+template <typename Base, typename Options, typename State>
+std::string SteppedByEngine<Base, Options, State>::name() const {
+  const std::string where = engine_->rules().where();
+  return where.substr(where.rfind(':') + 1);
+}
+
+template <typename Base, typename Options, typename State>
+bool SteppedByEngine<Base, Options, State>::by_elements() const {
+  return engine_->rules().by_elements();
+}
+
+template <typename Base, typename Options, typename State>
+void SteppedByEngine<Base, Options, State>::save(torch::serialize::OutputArchive& archive) const {
+  torch::optim::serialize<State, Options>(archive, *this);
+}
+
+template <typename Base, typename Options, typename State>
+void SteppedByEngine<Base, Options, State>::load(torch::serialize::InputArchive& archive) {
+  torch::optim::serialize<State, Options>(archive, *this);
 }
 
 } // namespace hasten::detail

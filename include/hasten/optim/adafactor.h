@@ -2,8 +2,6 @@
 // fused_optimizer.h for what it shares with the other optimizers.
 #pragma once
 
-#include <torch/optim/serialize.h>
-
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -13,7 +11,7 @@
 namespace hasten {
 
 /// Names and defaults of transformers' Adafactor, but for lr.
-struct AdafactorOptions : torch::optim::OptimizerCloneableOptions<AdafactorOptions> {
+struct AdafactorOptions : detail::SavedOptions<AdafactorOptions> {
   using eps_t = std::tuple<double, double>;
   using beta1_t = std::optional<double>;
   AdafactorOptions(double lr = 1e-3) : lr_(lr) {}
@@ -37,14 +35,21 @@ struct AdafactorOptions : torch::optim::OptimizerCloneableOptions<AdafactorOptio
   TORCH_ARG(bool, warmup_init) = false;
 
  public:
-  void serialize(torch::serialize::InputArchive& archive) override;
-  void serialize(torch::serialize::OutputArchive& archive) const override;
-  double get_lr() const override { return lr(); }
-  void set_lr(const double lr) override { this->lr(lr); }
+  static void fields(auto& of, const auto& field) {
+    field("lr", of.lr());
+    field("eps", of.eps());
+    field("clip_threshold", of.clip_threshold());
+    field("decay_rate", of.decay_rate());
+    field("beta1", of.beta1());
+    field("weight_decay", of.weight_decay());
+    field("scale_parameter", of.scale_parameter());
+    field("relative_step", of.relative_step());
+    field("warmup_init", of.warmup_init());
+  }
 };
 
 /// Of a parameter with two dimensions or more: rows and columns of the last two.
-struct AdafactorParamState final : torch::optim::OptimizerCloneableParamState<AdafactorParamState> {
+struct AdafactorParamState final : detail::SavedState<AdafactorParamState> {
   TORCH_ARG(int64_t, step) = 0;
   TORCH_ARG(at::Tensor, exp_avg_sq_row);
   TORCH_ARG(at::Tensor, exp_avg_sq_col);
@@ -53,21 +58,23 @@ struct AdafactorParamState final : torch::optim::OptimizerCloneableParamState<Ad
   TORCH_ARG(at::Tensor, master);
 
  public:
-  void serialize(torch::serialize::InputArchive& archive) override;
-  void serialize(torch::serialize::OutputArchive& archive) const override;
+  static void fields(auto& of, const auto& field) {
+    field("step", of.step());
+    field("exp_avg_sq_row", of.exp_avg_sq_row());
+    field("exp_avg_sq_col", of.exp_avg_sq_col());
+    field("exp_avg_sq", of.exp_avg_sq());
+    field("exp_avg", of.exp_avg());
+    field("master", of.master());
+  }
 };
 
 /// Shazeer and Stern, arXiv 1804.04235, as transformers' Adafactor does it.
 /// Memory: rows + columns of each matrix. Cost: three passes over the gradient.
 /// A group's own options replace the defaults as a whole.
-class Adafactor : public detail::SteppedByEngine<torch::optim::Optimizer> {
+class Adafactor : public detail::SteppedByEngine<torch::optim::Optimizer, AdafactorOptions,
+                                                 AdafactorParamState> {
  public:
-  explicit Adafactor(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
-                     AdafactorOptions defaults = {}, FusedOptions fused = {});
-  explicit Adafactor(std::vector<at::Tensor> parameters, AdafactorOptions defaults = {},
-                     FusedOptions fused = {});
-  void save(torch::serialize::OutputArchive& archive) const override;
-  void load(torch::serialize::InputArchive& archive) override;
+  using SteppedByEngine::SteppedByEngine;
 };
 
 } // namespace hasten

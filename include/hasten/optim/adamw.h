@@ -11,6 +11,9 @@
 
 namespace hasten {
 
+using AdamWParamState = detail::WithMaster<torch::optim::AdamWParamState>;
+using AdamParamState = detail::WithMaster<torch::optim::AdamParamState>;
+
 /// AdamW (Loshchilov and Hutter, arXiv 1711.05101) as PyTorch defines it. Equal
 /// to torch::optim::AdamW within rounding (1e-6 after 20 steps).
 ///
@@ -20,30 +23,19 @@ namespace hasten {
 /// `defaults`; give both the same value.
 /// Memory: two tensors like each parameter (three with amsgrad), made at the
 /// first step() in which it has a gradient.
-class AdamW : public detail::SteppedByEngine<torch::optim::AdamW> {
+class AdamW : public detail::SteppedByEngine<torch::optim::AdamW, torch::optim::AdamWOptions,
+                                             AdamWParamState> {
  public:
-  explicit AdamW(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
-                 torch::optim::AdamWOptions defaults = {}, FusedOptions fused = {});
-  explicit AdamW(std::vector<at::Tensor> parameters, torch::optim::AdamWOptions defaults = {},
-                 FusedOptions fused = {});
-  void save(torch::serialize::OutputArchive& archive) const override;
-  void load(torch::serialize::InputArchive& archive) override;
+  using SteppedByEngine::SteppedByEngine;
 };
 
 /// Adam (Kingma and Ba, arXiv 1412.6980) as PyTorch defines it: weight_decay is
 /// added to the gradient. Options, memory and traps as AdamW's; its default decay
 /// is 0.
-class Adam : public detail::SteppedByEngine<torch::optim::Adam> {
+class Adam : public detail::SteppedByEngine<torch::optim::Adam, torch::optim::AdamOptions,
+                                            AdamParamState> {
  public:
-  explicit Adam(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
-                torch::optim::AdamOptions defaults = {}, FusedOptions fused = {});
-  explicit Adam(std::vector<at::Tensor> parameters, torch::optim::AdamOptions defaults = {},
-                FusedOptions fused = {});
-  void save(torch::serialize::OutputArchive& archive) const override;
-  void load(torch::serialize::InputArchive& archive) override;
+  using SteppedByEngine::SteppedByEngine;
 };
-
-using AdamWParamState = detail::WithMaster<torch::optim::AdamWParamState>;
-using AdamParamState = detail::WithMaster<torch::optim::AdamParamState>;
 
 } // namespace hasten

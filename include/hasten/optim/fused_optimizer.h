@@ -23,10 +23,13 @@
 
 #include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>
+#include <torch/serialize/archive.h>
 
 #include <cstdint>
 #include <memory>
-#include <utility>
+#include <string>
+#include <type_traits>
+#include <vector>
 
 namespace hasten {
 
@@ -40,6 +43,10 @@ class FusedOptimizer {
   /// The same, and leaves zeros in each grad() that took part: the memory stays,
   /// for gradients that lie in buffers.
   virtual void step_and_zero(double factor = 1) = 0;
+  /// "AdamW".
+  virtual std::string name() const = 0;
+  /// Whether each number is updated by itself, so that a part of a tensor will do.
+  virtual bool by_elements() const = 0;
 };
 
 struct FusedOptions {
@@ -59,31 +66,31 @@ namespace detail {
 
 class StepEngine;
 
-at::Tensor engine_step(StepEngine& engine, torch::optim::Optimizer& optimizer,
-                       const torch::optim::Optimizer::LossClosure& closure);
-void engine_step_scaled(StepEngine& engine, torch::optim::Optimizer& optimizer, double factor);
-void engine_step_and_zero(StepEngine& engine, torch::optim::Optimizer& optimizer, double factor);
-/// Options of all groups are in range; repeated parameters go.
-void engine_check(StepEngine& engine, torch::optim::Optimizer& optimizer);
 /// ATen's operations on the CPU, too.
 void engine_force_tensor_operations(StepEngine& engine);
 
-/// An optimizer of LibTorch, or its base, that steps by an engine.
-template <typename Base>
+/// An optimizer of LibTorch, or its base, that steps by an engine. Its files have
+/// torch's form.
+template <typename Base, typename Options, typename State>
 class SteppedByEngine : public Base, public FusedOptimizer {
  public:
   using LossClosure = torch::optim::Optimizer::LossClosure;
+  explicit SteppedByEngine(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
+                           Options defaults = {}, FusedOptions fused = {});
+  explicit SteppedByEngine(std::vector<at::Tensor> parameters, Options defaults = {},
+                           FusedOptions fused = {});
   /// One update; the gradients stay as they are. Returns the closure's loss, or an
   /// undefined tensor.
-  at::Tensor step(LossClosure closure = nullptr) override {
-    return engine_step(*engine_, *this, closure);
-  }
-  void step_scaled(double factor) override { engine_step_scaled(*engine_, *this, factor); }
-  void step_and_zero(double factor = 1) override { engine_step_and_zero(*engine_, *this, factor); }
+  at::Tensor step(LossClosure closure = nullptr) override;
+  void step_scaled(double factor) override;
+  void step_and_zero(double factor = 1) override;
+  std::string name() const override;
+  bool by_elements() const override;
+  void save(torch::serialize::OutputArchive& archive) const override;
+  void load(torch::serialize::InputArchive& archive) override;
   StepEngine& engine() const { return *engine_; }
 
- protected:
-  using Base::Base;
+ private:
   std::shared_ptr<StepEngine> engine_{};
 };
 
@@ -91,6 +98,43 @@ void write_state_tensor(torch::serialize::OutputArchive& archive, const char* na
                         const at::Tensor& tensor);
 void read_state_tensor(torch::serialize::InputArchive& archive, const char* name,
                        at::Tensor& tensor);
+
+template <typename T>
+void read_field(torch::serialize::InputArchive& archive, const char* name, T& value) {
+  c10::IValue saved;
+  if (archive.try_read(name, saved)) {
+    value = saved.to<T>();
+  } else {
+    constexpr bool optional = std::is_same_v<T, at::Tensor> || requires { value.has_value(); };
+    TORCH_CHECK(optional, "no ", name, " in the archive");
+  }
+}
+
+/// Options or a state, saved as Self::fields() names what it is made of.
+template <typename Self, typename Base>
+struct SavedByFields : Base {
+  void serialize(torch::serialize::InputArchive& archive) override {
+    Self::fields(static_cast<Self&>(*this),
+                 [&](const char* name, auto& value) { read_field(archive, name, value); });
+  }
+  void serialize(torch::serialize::OutputArchive& archive) const override {
+    Self::fields(static_cast<const Self&>(*this), [&](const char* name, const auto& value) {
+      const c10::IValue saved(value);
+      if (!saved.isTensor() || saved.toTensor().defined()) {
+        archive.write(name, saved);
+      }
+    });
+  }
+};
+
+template <typename Self>
+struct SavedOptions : SavedByFields<Self, torch::optim::OptimizerCloneableOptions<Self>> {
+  double get_lr() const override { return static_cast<const Self&>(*this).lr(); }
+  void set_lr(const double lr) override { static_cast<Self&>(*this).lr(lr); }
+};
+
+template <typename Self>
+using SavedState = SavedByFields<Self, torch::optim::OptimizerCloneableParamState<Self>>;
 
 /// The state of one of torch's optimizers and the fp32 copy of a 16-bit parameter.
 template <typename State>

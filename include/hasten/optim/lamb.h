@@ -2,8 +2,6 @@
 // with the other optimizers.
 #pragma once
 
-#include <torch/optim/serialize.h>
-
 #include <tuple>
 #include <vector>
 
@@ -11,7 +9,7 @@
 
 namespace hasten {
 
-struct LambOptions : torch::optim::OptimizerCloneableOptions<LambOptions> {
+struct LambOptions : detail::SavedOptions<LambOptions> {
   using betas_t = std::tuple<double, double>;
   LambOptions(double lr = 1e-3) : lr_(lr) {}
   /// >= 0.
@@ -24,21 +22,27 @@ struct LambOptions : torch::optim::OptimizerCloneableOptions<LambOptions> {
   TORCH_ARG(double, weight_decay) = 0;
 
  public:
-  void serialize(torch::serialize::InputArchive& archive) override;
-  void serialize(torch::serialize::OutputArchive& archive) const override;
-  double get_lr() const override { return lr(); }
-  void set_lr(const double lr) override { this->lr(lr); }
+  static void fields(auto& of, const auto& field) {
+    field("lr", of.lr());
+    field("betas", of.betas());
+    field("eps", of.eps());
+    field("weight_decay", of.weight_decay());
+  }
 };
 
-struct LambParamState final : torch::optim::OptimizerCloneableParamState<LambParamState> {
+struct LambParamState final : detail::SavedState<LambParamState> {
   TORCH_ARG(int64_t, step) = 0;
   TORCH_ARG(at::Tensor, exp_avg);
   TORCH_ARG(at::Tensor, exp_avg_sq);
   TORCH_ARG(at::Tensor, master);
 
  public:
-  void serialize(torch::serialize::InputArchive& archive) override;
-  void serialize(torch::serialize::OutputArchive& archive) const override;
+  static void fields(auto& of, const auto& field) {
+    field("step", of.step());
+    field("exp_avg", of.exp_avg());
+    field("exp_avg_sq", of.exp_avg_sq());
+    field("master", of.master());
+  }
 };
 
 /// You and others, arXiv 1904.00962, algorithm 2, with |x| for phi:
@@ -46,14 +50,9 @@ struct LambParamState final : torch::optim::OptimizerCloneableParamState<LambPar
 ///   p <- p - lr |p| / |r| r, for each tensor; the ratio is 1 where one is 0.
 /// Memory: two tensors like each parameter. Cost: two passes, 1.6 times AdamW's
 /// traffic. A group's own options replace the defaults as a whole.
-class Lamb : public detail::SteppedByEngine<torch::optim::Optimizer> {
+class Lamb : public detail::SteppedByEngine<torch::optim::Optimizer, LambOptions, LambParamState> {
  public:
-  explicit Lamb(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
-                LambOptions defaults = {}, FusedOptions fused = {});
-  explicit Lamb(std::vector<at::Tensor> parameters, LambOptions defaults = {},
-                FusedOptions fused = {});
-  void save(torch::serialize::OutputArchive& archive) const override;
-  void load(torch::serialize::InputArchive& archive) override;
+  using SteppedByEngine::SteppedByEngine;
 };
 
 } // namespace hasten

@@ -2,8 +2,6 @@
 // with the other optimizers.
 #pragma once
 
-#include <torch/optim/serialize.h>
-
 #include <tuple>
 #include <vector>
 
@@ -11,7 +9,7 @@
 
 namespace hasten {
 
-struct LionOptions : torch::optim::OptimizerCloneableOptions<LionOptions> {
+struct LionOptions : detail::SavedOptions<LionOptions> {
   using betas_t = std::tuple<double, double>;
   LionOptions(double lr = 1e-4) : lr_(lr) {}
   /// >= 0. A third to a tenth of AdamW's, with as much more decay.
@@ -22,20 +20,24 @@ struct LionOptions : torch::optim::OptimizerCloneableOptions<LionOptions> {
   TORCH_ARG(double, weight_decay) = 0;
 
  public:
-  void serialize(torch::serialize::InputArchive& archive) override;
-  void serialize(torch::serialize::OutputArchive& archive) const override;
-  double get_lr() const override { return lr(); }
-  void set_lr(const double lr) override { this->lr(lr); }
+  static void fields(auto& of, const auto& field) {
+    field("lr", of.lr());
+    field("betas", of.betas());
+    field("weight_decay", of.weight_decay());
+  }
 };
 
-struct LionParamState final : torch::optim::OptimizerCloneableParamState<LionParamState> {
+struct LionParamState final : detail::SavedState<LionParamState> {
   TORCH_ARG(int64_t, step) = 0;
   TORCH_ARG(at::Tensor, exp_avg);
   TORCH_ARG(at::Tensor, master);
 
  public:
-  void serialize(torch::serialize::InputArchive& archive) override;
-  void serialize(torch::serialize::OutputArchive& archive) const override;
+  static void fields(auto& of, const auto& field) {
+    field("step", of.step());
+    field("exp_avg", of.exp_avg());
+    field("master", of.master());
+  }
 };
 
 /// Chen and others, arXiv 2302.06675, algorithm 2:
@@ -43,14 +45,9 @@ struct LionParamState final : torch::optim::OptimizerCloneableParamState<LionPar
 ///   m <- beta2 m + (1 - beta2) g
 /// Memory: one tensor like each parameter. A group's own options replace the
 /// defaults as a whole.
-class Lion : public detail::SteppedByEngine<torch::optim::Optimizer> {
+class Lion : public detail::SteppedByEngine<torch::optim::Optimizer, LionOptions, LionParamState> {
  public:
-  explicit Lion(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
-                LionOptions defaults = {}, FusedOptions fused = {});
-  explicit Lion(std::vector<at::Tensor> parameters, LionOptions defaults = {},
-                FusedOptions fused = {});
-  void save(torch::serialize::OutputArchive& archive) const override;
-  void load(torch::serialize::InputArchive& archive) override;
+  using SteppedByEngine::SteppedByEngine;
 };
 
 } // namespace hasten

@@ -10,19 +10,6 @@
 
 namespace hasten {
 
-/// SGD with momentum, dampening, Nesterov's look-ahead and L2 decay as PyTorch
-/// defines them. Equal to torch::optim::SGD within rounding.
-/// Memory: one tensor like each parameter with momentum, none without.
-class SGD : public detail::SteppedByEngine<torch::optim::SGD> {
- public:
-  SGD(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
-      torch::optim::SGDOptions defaults, FusedOptions fused = {});
-  SGD(std::vector<at::Tensor> parameters, torch::optim::SGDOptions defaults,
-      FusedOptions fused = {});
-  void save(torch::serialize::OutputArchive& archive) const override;
-  void load(torch::serialize::InputArchive& archive) override;
-};
-
 /// torch's, and the updates done: only rounding at random reads them.
 struct SGDParamState final : torch::optim::SGDParamState {
   SGDParamState() = default;
@@ -33,6 +20,15 @@ struct SGDParamState final : torch::optim::SGDParamState {
   void serialize(torch::serialize::OutputArchive& archive) const override;
   TORCH_ARG(int64_t, step) = 0;
   TORCH_ARG(at::Tensor, master);
+};
+
+/// SGD with momentum, dampening, Nesterov's look-ahead and L2 decay as PyTorch
+/// defines them. Equal to torch::optim::SGD within rounding.
+/// Memory: one tensor like each parameter with momentum, none without.
+class SGD
+    : public detail::SteppedByEngine<torch::optim::SGD, torch::optim::SGDOptions, SGDParamState> {
+ public:
+  using SteppedByEngine::SteppedByEngine;
 };
 
 } // namespace hasten
