@@ -10,6 +10,7 @@
 #include "accelerator_core.h"
 #include "hasten/accelerator/collect.h"
 #include "hasten/base/error.h"
+#include "hasten/comm/agree.h"
 #include "hasten/comm/few_sizes.h"
 
 namespace hasten {
@@ -286,44 +287,12 @@ at::Tensor Collect::split_between_processes(const at::Tensor& rows, bool apply_p
 
 void Collect::take_turns(bool first, const char* name, const std::function<void()>& body) {
   for (const bool turn : {true, false}) {
-    std::exception_ptr own;
-    nlohmann::json failure;
-    if (first == turn) {
-      try {
+    detail::on_every_rank(*communicator(), std::string("accelerator::") + name, [&] {
+      if (first == turn) {
         body();
-      } catch (const std::exception& error) {
-        own = std::current_exception();
-        failure = {{"what", error.what()},
-                   {"input", dynamic_cast<const InputError*>(&error) != nullptr}};
-      } catch (...) {
-        own = std::current_exception();
-        failure = {{"what", "an unknown exception"}, {"input", false}};
       }
-    }
-    std::vector<nlohmann::json> all;
-    try {
-      all = communicator()->gather_json(failure, name);
-    } catch (...) { // the group is dead: the own reason tells more
-      if (own) {
-        std::rethrow_exception(own);
-      }
-      throw;
-    }
-    if (own) {
-      std::rethrow_exception(own);
-    }
-    for (size_t rank = 0; rank < all.size(); ++rank) {
-      if (all[rank].is_null()) {
-        continue;
-      }
-      const std::string where = std::string("accelerator::") + name;
-      const std::string what =
-          "rank " + std::to_string(rank) + " failed: " + all[rank]["what"].get<std::string>();
-      if (all[rank]["input"].get<bool>()) {
-        throw PeerInputError(where, what);
-      }
-      throw Error(where, what);
-    }
+      return nullptr;
+    });
   }
 }
 

@@ -28,74 +28,10 @@ std::string rank_file_name(int rank) {
   return "state_rank_" + std::to_string(rank) + ".safetensors";
 }
 
-NamedTensors named_model_tensors(const torch::nn::Module& module) {
-  NamedTensors tensors;
-  for (const auto& item : module.named_parameters()) {
-    tensors.emplace(item.key(), item.value().detach());
-  }
-  for (const auto& item : module.named_buffers()) {
-    if (item.value().defined()) {
-      tensors.emplace(item.key(), item.value().detach());
-    }
-  }
-  return tensors;
-}
-
-NamedTensors tensors_below(const NamedTensors& tensors, const std::string& prefix) {
-  NamedTensors below;
-  for (auto it = tensors.lower_bound(prefix); it != tensors.end() && it->first.starts_with(prefix);
-       ++it) {
-    below.emplace(it->first.substr(prefix.size()), it->second);
-  }
-  return below;
-}
-
 void put_below(NamedTensors& tensors, const std::string& prefix, const NamedTensors& more) {
   for (const auto& [name, tensor] : more) {
     tensors.emplace(prefix + name, tensor);
   }
-}
-
-std::vector<nlohmann::json> on_every_rank(Communicator& communicator, const char* stage,
-                                          const std::function<nlohmann::json()>& work) {
-  std::exception_ptr failure;
-  nlohmann::json mine = nlohmann::json::object();
-  try {
-    mine["value"] = work();
-  } catch (const CommunicationError&) {
-    throw; // there is nobody to tell
-  } catch (const std::exception& error) {
-    failure = std::current_exception();
-    mine = {{"error", error.what()}, {"input", dynamic_cast<const InputError*>(&error) != nullptr}};
-  }
-  if (communicator.world_size() == 1) {
-    if (failure) {
-      std::rethrow_exception(failure);
-    }
-    return {mine["value"]};
-  }
-  auto all = communicator.gather_json(mine, stage);
-  for (size_t rank = 0; rank < all.size(); ++rank) {
-    if (!all[rank].contains("error")) {
-      continue;
-    }
-    if (static_cast<int>(rank) == communicator.rank()) {
-      std::rethrow_exception(failure);
-    }
-    if (failure) {
-      continue; // the first rank's error is repeated by those without one
-    }
-    const std::string what =
-        "rank " + std::to_string(rank) + " failed: " + all[rank].at("error").get<std::string>();
-    if (all[rank].at("input").get<bool>()) {
-      throw PeerInputError(stage, what);
-    }
-    throw Error(stage, what);
-  }
-  for (auto& answer : all) {
-    answer = std::move(answer["value"]);
-  }
-  return all;
 }
 
 // JSON writes null for NaN and infinity: a state that lost them is not exact.

@@ -7,6 +7,7 @@
 #include "accelerator_core.h"
 #include "hasten/accelerator/loader_pass.h"
 #include "hasten/base/error.h"
+#include "hasten/comm/agree.h"
 #include "hasten/comm/few_sizes.h"
 
 namespace hasten::detail {
@@ -25,14 +26,9 @@ void throw_not_sendable() {
 void describe_failure(DispatchedRound& round, const std::exception_ptr& error) {
   round = {};
   round.last = true;
-  try {
-    std::rethrow_exception(error);
-  } catch (const std::exception& known) {
-    round.error = known.what();
-    round.is_input_error = dynamic_cast<const InputError*>(&known) != nullptr;
-  } catch (...) {
-    round.error = "an unknown exception";
-  }
+  const nlohmann::json failure = failure_of(error);
+  round.error = failure["what"];
+  round.is_input_error = failure["input"];
 }
 
 int64_t aligned_bytes(int64_t bytes) {
@@ -144,11 +140,8 @@ DispatchedRound core_dispatch(AcceleratorCore& core, DispatchedRound* round) {
   }
   DispatchedRound received = decode_round(buffer, static_cast<size_t>(core.world.rank));
   if (!received.error.empty()) {
-    const std::string what = "rank 0 could not read on: " + received.error;
-    if (received.is_input_error) {
-      throw PeerInputError("accelerator::PreparedLoader", what);
-    }
-    throw Error("accelerator::PreparedLoader", what);
+    throw_failure("accelerator::PreparedLoader", "rank 0 could not read on",
+                  {{"what", received.error}, {"input", received.is_input_error}});
   }
   return received;
 }

@@ -10,75 +10,14 @@
 
 namespace hasten::detail {
 
-void OrderCheck::note(std::string_view operation, std::string_view name) {
-  calls_.push_back(std::string(operation) + " \"" + std::string(name) + "\"");
-}
-
-void OrderCheck::note(std::string_view operation, std::string_view name, const at::Tensor& tensor) {
+void OrderCheck::entered(std::string_view operation, std::string_view name,
+                         const at::Tensor& tensor) {
   std::ostringstream text;
-  text << operation << " \"" << name << "\" of " << tensor.scalar_type() << ' ' << tensor.sizes();
+  text << operation << " \"" << name << '"';
+  if (tensor.defined()) { // shape and dtype too: equal on all ranks
+    text << " of " << tensor.scalar_type() << ' ' << tensor.sizes();
+  }
   calls_.push_back(text.str());
-}
-
-CommHandle OrderCheck::all_reduce_async(at::Tensor tensor, ReduceOp op, std::string_view name) {
-  note("all_reduce", name, tensor);
-  return inner_->all_reduce_async(std::move(tensor), op, name);
-}
-
-CommHandle OrderCheck::broadcast_async(at::Tensor tensor, int source, std::string_view name) {
-  note("broadcast", name, tensor);
-  return inner_->broadcast_async(std::move(tensor), source, name);
-}
-
-CommHandle OrderCheck::all_gather_async(at::Tensor output, at::Tensor input,
-                                        std::string_view name) {
-  note("all_gather", name, input);
-  return inner_->all_gather_async(std::move(output), std::move(input), name);
-}
-
-CommHandle OrderCheck::gather_async(at::Tensor output, at::Tensor input, int root,
-                                    std::string_view name) {
-  note("gather", name, input);
-  return inner_->gather_async(std::move(output), std::move(input), root, name);
-}
-
-CommHandle OrderCheck::all_to_all_async(at::Tensor output, at::Tensor input,
-                                        std::string_view name) {
-  note("all_to_all", name, input);
-  return inner_->all_to_all_async(std::move(output), std::move(input), name);
-}
-
-CommHandle OrderCheck::reduce_async(at::Tensor tensor, int root, ReduceOp op,
-                                    std::string_view name) {
-  note("reduce", name, tensor);
-  return inner_->reduce_async(std::move(tensor), root, op, name);
-}
-
-CommHandle OrderCheck::scatter_async(at::Tensor output, at::Tensor input, int root,
-                                     std::string_view name) {
-  note("scatter", name, output);
-  return inner_->scatter_async(std::move(output), std::move(input), root, name);
-}
-
-at::Tensor OrderCheck::all_gather_rows(const at::Tensor& rows, std::string_view name) {
-  note("all_gather_rows", name); // dim 0 may differ
-  return inner_->all_gather_rows(rows, name);
-}
-
-std::vector<nlohmann::json> OrderCheck::gather_json(const nlohmann::json& value,
-                                                    std::string_view name) {
-  note("gather_json", name);
-  return inner_->gather_json(value, name);
-}
-
-nlohmann::json OrderCheck::broadcast_json(const nlohmann::json& value, std::string_view name) {
-  note("broadcast_json", name);
-  return inner_->broadcast_json(value, name);
-}
-
-void OrderCheck::barrier(std::string_view name) {
-  note("barrier", name);
-  inner_->barrier(name);
 }
 
 void OrderCheck::compare(const nlohmann::json& more) {

@@ -4,20 +4,11 @@
 
 #include "averager_impl.h"
 #include "hasten/base/error.h"
+#include "hasten/core/named_tensors.h"
 
 namespace hasten {
 
 namespace detail {
-
-NamedTensors averager_tensors_below(const NamedTensors& tensors, const std::string& prefix) {
-  NamedTensors below;
-  for (const auto& [name, tensor] : tensors) {
-    if (name.starts_with(prefix)) {
-      below.emplace(name.substr(prefix.size()), tensor);
-    }
-  }
-  return below;
-}
 
 void check_saved_round(int ranks, int ranks_here, int64_t fragment, int64_t fragments_here) {
   if (ranks != ranks_here) {
@@ -119,12 +110,10 @@ void Averager::load_state(const NamedTensors& tensors, const nlohmann::json& val
     }
   }
   if (impl_->options.outer) {
-    impl_->options.outer->load_state(detail::averager_tensors_below(tensors, "outer."),
-                                     values["outer"]);
+    impl_->options.outer->load_state(detail::tensors_below(tensors, "outer."), values["outer"]);
   }
   if (impl_->options.comm_hook) {
-    impl_->options.comm_hook->load_state(detail::averager_tensors_below(tensors, "hook."),
-                                         values["hook"]);
+    impl_->options.comm_hook->load_state(detail::tensors_below(tensors, "hook."), values["hook"]);
   }
   at::NoGradGuard no_grad;
   if (!impl_->round.operations.empty()) { // they may still write into the old

@@ -7,6 +7,7 @@
 
 #include "hasten/base/error.h"
 #include "hasten/base/json.h"
+#include "hasten/core/named_tensors.h"
 #include "hasten/optim/optimizer_state.h"
 
 namespace hasten {
@@ -149,15 +150,8 @@ OuterOptimizer::Piece& OuterOptimizer::piece_of(int64_t index, const at::Tensor&
 void OuterOptimizer::step(int64_t index, at::Tensor anchor, at::Tensor mean, double) {
   Piece& piece = piece_of(index, anchor);
   if (const auto values = loaded_values_.find(index); values != loaded_values_.end()) {
-    NamedTensors own;
-    const std::string prefix = std::to_string(index) + ".";
-    for (const auto& [name, tensor] : loaded_) {
-      if (name.starts_with(prefix)) {
-        own.emplace(name.substr(prefix.size()), tensor);
-      }
-    }
     prepare_optimizer_load(*piece.optimizer, {{piece.parameter.unsafeGetTensorImpl(), "anchor"}},
-                           own,
+                           detail::tensors_below(loaded_, std::to_string(index) + "."),
                            parse_json("parallel::OuterOptimizer", "the state", values->second))();
     loaded_values_.erase(values);
   }
@@ -179,10 +173,8 @@ void OuterOptimizer::save_state(NamedTensors& tensors, nlohmann::json& values) c
   }
   for (const auto& [index, value] : loaded_values_) { // not stepped since
     const std::string number = std::to_string(index);
-    for (const auto& [name, tensor] : loaded_) {
-      if (name.starts_with(number + ".")) {
-        tensors.emplace(name, tensor);
-      }
+    for (const auto& [name, tensor] : detail::tensors_below(loaded_, number + ".")) {
+      tensors.emplace(number + "." + name, tensor);
     }
     values[number] = parse_json("parallel::OuterOptimizer", "the state", value);
   }

@@ -10,7 +10,7 @@
 
 #include "hasten/base/error.h"
 #include "hasten/base/log.h"
-#include "hasten/core/stateful.h"
+#include "hasten/core/named_tensors.h"
 #include "hasten/io/safetensors.h"
 #include "hasten/trainer/early_stopping.h"
 #include "hasten/trainer/progress_callback.h"
@@ -23,20 +23,9 @@ namespace detail {
 
 constexpr const char* kWeightsFile = "model.safetensors";
 
-NamedTensors named_state(const torch::nn::Module& model) {
-  NamedTensors tensors;
-  for (const auto& entry : model.named_parameters()) {
-    tensors.emplace(entry.key(), entry.value().detach());
-  }
-  for (const auto& entry : model.named_buffers()) {
-    tensors.emplace(entry.key(), entry.value());
-  }
-  return tensors;
-}
-
 void load_weights(torch::nn::Module& model, const std::filesystem::path& folder) {
   const SafetensorsReader reader(folder / kWeightsFile);
-  NamedTensors targets = named_state(model);
+  NamedTensors targets = named_model_tensors(model);
   for (const auto& [name, target] : targets) { // all is checked, then copied
     const SafetensorsEntry& entry = reader.entry(name);
     if (target.sizes() != at::IntArrayRef(entry.shape)) {
@@ -54,7 +43,7 @@ void load_weights(torch::nn::Module& model, const std::filesystem::path& folder)
 
 /// Nothing is touched where all is there already.
 void move_model(torch::nn::Module& model, const at::Device& device) {
-  for (const auto& [name, tensor] : named_state(model)) {
+  for (const auto& [name, tensor] : named_model_tensors(model)) {
     if (tensor.device() != device) {
       model.to(device);
       return;
@@ -198,7 +187,7 @@ void require_parts(const TrainerParts& parts) {
 ModelFiles default_model_files(std::shared_ptr<torch::nn::Module> model) {
   ModelFiles files;
   files.save = [model](const std::filesystem::path& folder) {
-    write_safetensors(folder / detail::kWeightsFile, detail::named_state(*model));
+    write_safetensors(folder / detail::kWeightsFile, detail::named_model_tensors(*model));
   };
   files.load = [model](const std::filesystem::path& folder) {
     detail::load_weights(*model, folder);

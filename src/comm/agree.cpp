@@ -1,0 +1,55 @@
+#include "hasten/comm/agree.h"
+
+#include "hasten/base/error.h"
+
+namespace hasten::detail {
+
+nlohmann::json failure_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::exception& known) {
+    return {{"what", known.what()}, {"input", dynamic_cast<const InputError*>(&known) != nullptr}};
+  } catch (...) {
+    return {{"what", "an unknown exception"}, {"input", false}};
+  }
+}
+
+void throw_failure(const std::string& where, const std::string& who,
+                   const nlohmann::json& failure) {
+  const std::string what = who + ": " + failure.at("what").get<std::string>();
+  if (failure.at("input").get<bool>()) {
+    throw PeerInputError(where, what);
+  }
+  throw Error(where, what);
+}
+
+std::vector<nlohmann::json> on_every_rank(Communicator& communicator, const std::string& where,
+                                          const std::function<nlohmann::json()>& work) {
+  std::exception_ptr own;
+  nlohmann::json mine;
+  try {
+    mine["value"] = work();
+  } catch (...) {
+    own = std::current_exception();
+    mine["failure"] = failure_of(own);
+  }
+  std::vector<nlohmann::json> all;
+  try {
+    all = communicator.world_size() == 1 ? std::vector<nlohmann::json>(1, mine)
+                                         : communicator.gather_json(mine, where);
+  } catch (...) { // the group is dead: the own reason tells more
+    std::rethrow_exception(own ? own : std::current_exception());
+  }
+  if (own) {
+    std::rethrow_exception(own);
+  }
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    if (all[rank].contains("failure")) {
+      throw_failure(where, "rank " + std::to_string(rank) + " failed", all[rank]["failure"]);
+    }
+    all[rank] = nlohmann::json(std::move(all[rank]["value"]));
+  }
+  return all;
+}
+
+} // namespace hasten::detail
