@@ -8,7 +8,7 @@
 #include "accelerator_core.h"
 #include "hasten/base/error.h"
 #include "hasten/base/log.h"
-#include "hasten/base/progress_bar.h"
+#include "hasten/base/text.h"
 #include "hasten/optim/fused_optimizer.h"
 #include "hasten/optim/optimizer_state.h"
 #include "sharded_model.h"

@@ -7,7 +7,7 @@
 
 #include "block_regions.h"
 #include "hasten/activation_checkpoint/saved_memory.h"
-#include "hasten/base/progress_bar.h"
+#include "hasten/base/text.h"
 #include "hasten/core/memory.h"
 
 namespace hasten {

@@ -8,7 +8,7 @@
 
 #include "hasten/activation_checkpoint/planner.h"
 #include "hasten/base/error.h"
-#include "hasten/base/progress_bar.h"
+#include "hasten/base/text.h"
 #include "plan_cost.h"
 
 namespace hasten {

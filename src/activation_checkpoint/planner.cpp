@@ -25,7 +25,7 @@
 #include "hasten/activation_checkpoint/gradient_checkpointing.h"
 #include "hasten/base/error.h"
 #include "hasten/base/log.h"
-#include "hasten/base/progress_bar.h"
+#include "hasten/base/text.h"
 #include "plan_cost.h"
 
 namespace hasten {

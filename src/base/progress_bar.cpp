@@ -1,4 +1,5 @@
 #include "hasten/base/progress_bar.h"
+#include "hasten/base/text.h"
 
 #include <sys/ioctl.h>
 #include <unistd.h>
@@ -123,45 +124,6 @@ void ProgressBar::draw(std::chrono::steady_clock::time_point now) {
   } else {
     detail::write_stderr(text(now, 0) + "\n");
   }
-}
-
-std::string format_duration(double seconds) {
-  if (!std::isfinite(seconds) || seconds < 0 || seconds > 1e12) {
-    return "--:--";
-  }
-  const auto whole = static_cast<long long>(std::llround(seconds));
-  char text[40];
-  if (whole >= 3600) {
-    std::snprintf(text, sizeof text, "%lld:%02d:%02d", whole / 3600,
-                  static_cast<int>(whole / 60 % 60), static_cast<int>(whole % 60));
-  } else {
-    std::snprintf(text, sizeof text, "%02d:%02d", static_cast<int>(whole / 60),
-                  static_cast<int>(whole % 60));
-  }
-  return text;
-}
-
-std::string format_count(int64_t value) {
-  std::string text = std::to_string(value);
-  const size_t first = value < 0 ? 1 : 0;
-  for (size_t end = text.size(); end > first + 3; end -= 3) {
-    text.insert(end - 3, ",");
-  }
-  return text;
-}
-
-std::string format_bytes(int64_t bytes) {
-  static constexpr const char* kUnits[] = {"B", "KiB", "MiB", "GiB", "TiB", "PiB"};
-  double value = static_cast<double>(bytes);
-  size_t unit = 0;
-  while (std::abs(value) >= 1024 && unit + 1 < std::size(kUnits)) {
-    value /= 1024;
-    ++unit;
-  }
-  char text[40];
-  const int digits = unit == 0 || std::abs(value) >= 100 ? 0 : 1;
-  std::snprintf(text, sizeof text, "%.*f %s", digits, value, kUnits[unit]);
-  return text;
 }
 
 } // namespace hasten

@@ -1,4 +1,4 @@
-#include "hasten/cli/checks.h"
+#include "checks.h"
 
 #include <unistd.h>
 
@@ -12,7 +12,7 @@
 
 #include "hasten/base/error.h"
 #include "hasten/base/json.h"
-#include "hasten/base/progress_bar.h"
+#include "hasten/base/text.h"
 #include "hasten/trainer/output_folder.h"
 #include "hasten/trainer/resume.h"
 
@@ -74,6 +74,21 @@ void check_model_folder(const std::string& where, const std::string& flag, const
                    expected, near.empty() || where != "cli::train" ? "" : "write " + near);
 }
 
+void check_folder_or_shape(const std::string& where, const std::string& model) {
+  if (!is_model_shape(model)) {
+    check_model_folder(where, "--model", model,
+                       "a Hugging Face folder with config.json, or one of " + model_shapes_text());
+  }
+}
+
+void check_tokenizer_folder(const std::string& where, const std::string& folder) {
+  std::error_code error;
+  if (!files::is_directory(folder, error)) {
+    throw InputError(where, "--tokenizer=" + folder + " is no folder",
+                     "a folder with vocab.txt or tokenizer.json");
+  }
+}
+
 /// `folder` or the first folder above it that exists: what must let us write.
 files::path nearest_existing(const files::path& folder) {
   std::error_code error;
@@ -122,19 +137,11 @@ void check_output_dir(const TrainCommand& command) {
 
 } // namespace detail
 
-void check_train_inputs(const TrainCommand& command) {
+void check_inputs(const TrainCommand& command) {
   constexpr const char* kWhere = "cli::train";
-  if (!is_model_shape(command.model)) {
-    detail::check_model_folder(
-        kWhere, "--model", command.model,
-        "a Hugging Face folder with config.json, or one of " + model_shapes_text());
-  }
+  detail::check_folder_or_shape(kWhere, command.model);
   if (!command.tokenizer.empty()) {
-    std::error_code error;
-    if (!std::filesystem::is_directory(command.tokenizer, error)) {
-      throw InputError(kWhere, "--tokenizer=" + command.tokenizer + " is no folder",
-                       "a folder with vocab.txt or tokenizer.json");
-    }
+    detail::check_tokenizer_folder(kWhere, command.tokenizer);
   }
   require_utf8(kWhere, described_inputs(command));
   const int processes = std::max(command.nproc, world_from_environment().world_size);
@@ -189,7 +196,7 @@ std::string finished_line(const TrainCommand& command) {
   return "The run in " + command.arguments.output_dir + " is finished: there is nothing to do.";
 }
 
-void check_predict_inputs(const PredictCommand& command) {
+void check_inputs(const PredictCommand& command) {
   constexpr const char* kWhere = "cli::predict";
   detail::check_model_folder(kWhere, "--model", command.model,
                              "a Hugging Face folder with config.json");
@@ -198,33 +205,22 @@ void check_predict_inputs(const PredictCommand& command) {
   }
 }
 
-void check_eval_inputs(const EvalCommand& command) {
+void check_inputs(const EvalCommand& command) {
   constexpr const char* kWhere = "cli::eval";
   detail::check_model_folder(kWhere, "--model", command.model,
                              "a Hugging Face folder with config.json");
   detail::check_readable_file(kWhere, "--file", command.file);
 }
 
-namespace detail {
-
-void check_folder_or_shape(const std::string& where, const std::string& model) {
-  if (!is_model_shape(model)) {
-    check_model_folder(where, "--model", model,
-                       "a Hugging Face folder with config.json, or one of " + model_shapes_text());
-  }
-}
-
-} // namespace detail
-
-void check_plan_inputs(const PlanCommand& command) {
+void check_inputs(const PlanCommand& command) {
   detail::check_folder_or_shape("cli::plan", command.model);
 }
 
-void check_estimate_memory_inputs(const EstimateMemoryCommand& command) {
+void check_inputs(const EstimateMemoryCommand& command) {
   detail::check_folder_or_shape("cli::estimate-memory", command.model);
 }
 
-void check_compare_inputs(const CompareCommand& command) {
+void check_inputs(const CompareCommand& command) {
   detail::check_folder_or_shape("cli::compare", command.model);
   if (command.json.empty()) {
     return;
@@ -237,7 +233,7 @@ void check_compare_inputs(const CompareCommand& command) {
   }
 }
 
-void check_state_inputs(const StateCommand& command) {
+void check_inputs(const StateCommand& command) {
   std::error_code error;
   const auto path = detail::files::path(command.folder) / "state.json";
   if (!detail::files::is_regular_file(path, error)) {
@@ -247,18 +243,14 @@ void check_state_inputs(const StateCommand& command) {
   }
 }
 
-void check_tokenizer_inputs(const TokenizerCommand& command) {
+void check_inputs(const TokenizerCommand& command) {
   constexpr const char* kWhere = "cli::tokenizer";
   for (const std::string& file : command.files) {
     detail::check_readable_file(kWhere, "FILE", file);
   }
   std::error_code error;
   if (command.action == "encode") {
-    if (!detail::files::is_directory(command.tokenizer, error)) {
-      throw InputError(kWhere, "--tokenizer=" + command.tokenizer + " is no folder",
-                       "a folder with vocab.txt or tokenizer.json");
-    }
-    return;
+    return detail::check_tokenizer_folder(kWhere, command.tokenizer);
   }
   const auto existing = detail::nearest_existing(command.output);
   if (!detail::files::is_directory(existing, error) ||

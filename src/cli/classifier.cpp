@@ -1,16 +1,17 @@
 #include "classifier.h"
 
-#include <ATen/core/grad_mode.h>
-#include <ATen/ops/cross_entropy_loss.h>
+#include <ATen/ATen.h>
 
 #include <algorithm>
 #include <nlohmann/json.hpp>
+#include <numeric>
 #include <system_error>
 
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
 #include "hasten/base/json.h"
-#include "hasten/base/progress_bar.h"
+#include "hasten/base/log.h"
+#include "hasten/base/text.h"
 #include "hasten/base/world.h"
 #include "hasten/trainer/output_folder.h"
 #include "head.h"
@@ -41,10 +42,9 @@ int64_t trained_length(const nlohmann::json& arguments) {
 /// What that run evaluated in; fp32 where it does not say.
 Precision trained_precision(const nlohmann::json& arguments) {
   const auto entry = arguments.find("precision");
-  const auto found = entry != arguments.end() && entry->is_string()
-                         ? precisions().find(entry->get<std::string>())
-                         : precisions().end();
-  return found == precisions().end() ? Precision::no : found->second;
+  return entry != arguments.end() && entry->is_string()
+             ? spelled<Precision>(entry->get<std::string>()).value_or(Precision::no)
+             : Precision::no;
 }
 
 /// As numbers, which hasten_state.json has, also where they were balanced; 1 for labels
@@ -124,6 +124,17 @@ LossFunction classification_loss(BertForSequenceClassification model) {
   };
 }
 
+Batch made_up_batch(const BertConfig& config, int64_t rows, int64_t tokens) {
+  Batch batch;
+  batch.indices.resize(static_cast<size_t>(rows));
+  std::iota(batch.indices.begin(), batch.indices.end(), 0);
+  batch.tensors["input_ids"] = at::randint(1, config.vocab_size, {rows, tokens}, at::kLong);
+  batch.tensors["attention_mask"] = at::ones({rows, tokens}, at::kLong);
+  batch.tensors["attention_mask"][rows - 1][tokens - 1].zero_();
+  batch.tensors["labels"] = at::randint(config.num_labels(), {rows}, at::kLong);
+  return batch;
+}
+
 ModelFiles classifier_files(BertForSequenceClassification model, WordPieceTokenizer tokenizer) {
   ModelFiles files;
   files.save = [model, tokenizer](const std::filesystem::path& folder) mutable {
@@ -160,12 +171,14 @@ TextTableOptions table_options(const TableFlags& flags) {
   return options;
 }
 
-std::string truncation_line(const TokenizedTexts& texts, size_t rows, int64_t max_length) {
-  if (texts.truncated == 0) {
-    return {};
+TokenizedTexts tokens_of(const TextClassifier& classifier, const std::vector<std::string>& texts) {
+  TokenizedTexts tokens =
+      tokenize_texts(classifier.tokenizer, texts, classifier.max_length, tokenizer_threads());
+  if (tokens.truncated > 0) {
+    log_warning(format_count(tokens.truncated) + " of " + format_count(std::ssize(texts)) +
+                " texts cut to " + std::to_string(classifier.max_length) + " tokens");
   }
-  return format_count(texts.truncated) + " of " + format_count(static_cast<int64_t>(rows)) +
-         " texts cut to " + std::to_string(max_length) + " tokens";
+  return tokens;
 }
 
 std::unique_ptr<Trainer> make_evaluator(const TextClassifier& classifier, int64_t batch_size) {

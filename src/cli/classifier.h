@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "hasten/cli/commands.h"
+#include "commands.h"
 #include "hasten/data/text_classification.h"
 #include "hasten/data/tokenized_dataset.h"
 #include "hasten/data/tokenizer.h"
@@ -47,6 +47,10 @@ void check_vocabulary(const std::string& folder, const BertConfig& config,
 /// without labels give logits alone.
 LossFunction classification_loss(BertForSequenceClassification model);
 
+/// Rows of made-up tokens as long as they may be, the last with some padding, so that
+/// blocks get a mask as in training.
+Batch made_up_batch(const BertConfig& config, int64_t rows, int64_t tokens);
+
 /// config.json, model.safetensors and the tokenizer's files.
 ModelFiles classifier_files(BertForSequenceClassification model, WordPieceTokenizer tokenizer);
 
@@ -60,8 +64,8 @@ int tokenizer_threads();
 
 TextTableOptions table_options(const TableFlags& flags);
 
-/// "12 of 300 texts were cut to 128 tokens"; empty where none was.
-std::string truncation_line(const TokenizedTexts& texts, size_t rows, int64_t max_length);
+/// Token ids of the texts; warns of those that were cut.
+TokenizedTexts tokens_of(const TextClassifier& classifier, const std::vector<std::string>& texts);
 
 /// Throws InputError where a row's logits are not finite: names the first row of
 /// `source`, and a weight that is not finite.

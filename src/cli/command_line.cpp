@@ -1,46 +1,11 @@
 #include <algorithm>
 
+#include "commands.h"
 #include "flags.h"
-#include "hasten/cli/commands.h"
 
 namespace hasten {
 
 namespace detail {
-
-constexpr const char* kProgramHelp =
-    "hasten " HASTEN_VERSION
-    ": train LibTorch models over several processes\n"
-    "\n"
-    "Usage: hasten COMMAND [flags]\n"
-    "\n"
-    "Commands:\n"
-    "  train    fine-tune a BERT-family classifier on CSV, TSV, JSON lines\n"
-    "  predict  label texts with a trained model\n"
-    "  eval     loss, accuracy and F1 of a model on a labelled file\n"
-    "  plan     what to recompute in backward under a budget of memory\n"
-    "  estimate-memory\n"
-    "           what training a model takes, from formulas\n"
-    "  compare  strategies: largest batch and samples/s in so much memory\n"
-    "  state    look into a checkpoint, put a model together from its rows\n"
-    "  tokenizer\n"
-    "           learn a WordPiece vocabulary from texts\n"
-    "  synth    customer reviews made from a seed\n"
-    "  launch   run a program as N processes of one world\n"
-    "  env      versions, cores, threads and back ends of this machine\n"
-    "\n"
-    "Flags:\n"
-    "  -h --help     this text; hasten COMMAND --help has a command's flags\n"
-    "  --version     the version\n"
-    "\n"
-    "Results go to stdout, progress and messages to stderr.\n"
-    "Exit codes: 0 ok, 1 training failed, 2 bad input, 128+n signal n (130: Ctrl-C)\n";
-
-const std::vector<std::string>& command_names() {
-  static const std::vector<std::string> names{"train",           "predict", "eval",  "plan",
-                                              "estimate-memory", "compare", "state", "tokenizer",
-                                              "synth",           "launch",  "env"};
-  return names;
-}
 
 // What predict and eval have in common. C: the command.
 
@@ -88,11 +53,8 @@ Command parse_predict(std::vector<std::string> arguments, const std::vector<std:
                    .notes = "Prints a label and probabilities for each text, in the order of "
                             "the input; - reads one text a line from stdin."});
   declare_predict(flags, command);
-  auto words = flags.parse_words(std::move(arguments), false);
-  if (!words) {
-    return Answer{flags.help()};
-  }
-  command.texts = std::move(*words);
+  auto words = flags.parse_words(std::move(arguments));
+  command.texts = std::move(words);
   command.texts.insert(command.texts.end(), rest.begin(), rest.end());
   if (command.texts.empty() == command.file.empty()) {
     throw InputError(flags.where(),
@@ -128,9 +90,7 @@ Command parse_eval(std::vector<std::string> arguments) {
   flags.group("Output");
   flags.flag("--json", command.json, "print one JSON object");
   declare_batches(flags, command);
-  if (!flags.parse(std::move(arguments))) {
-    return Answer{flags.help()};
-  }
+  flags.parse(std::move(arguments));
   check_columns(flags, command.table);
   return command;
 }
@@ -180,10 +140,7 @@ Command parse_launch(std::vector<std::string> arguments, const std::vector<std::
       "let the others go on when one fails that is not rank 0: for programs that survive it");
   declare_logs(flags, command.logs);
   auto words = flags.parse_words(std::move(arguments), true);
-  if (!words) {
-    return Answer{flags.help()};
-  }
-  command.program = std::move(*words);
+  command.program = std::move(words);
   command.program.insert(command.program.end(), rest.begin(), rest.end());
   check_logs(flags, command.logs, command.nproc);
   require_flag(flags, !command.program.empty(), "no program",
@@ -215,22 +172,15 @@ Command parse_state(std::vector<std::string> arguments) {
   flags.value("--model-index", command.model, "N", "of consolidate: which of several models",
               NumberRange{0, 1'000'000});
   flags.flag("--json", command.json, "of inspect: print one JSON object");
-  const auto words = flags.parse_words(std::move(arguments), false);
-  if (!words) {
-    return Answer{flags.help()};
-  }
-  const bool known =
-      words->size() == 2 && ((*words)[0] == "inspect" || (*words)[0] == "consolidate");
+  auto words = flags.parse_words(std::move(arguments));
+  const bool known = words.size() == 2 && (words[0] == "inspect" || words[0] == "consolidate");
   if (!known) {
-    std::string given;
-    for (const std::string& word : *words) {
-      given += (given.empty() ? "" : " ") + word;
-    }
+    const std::string given = joined(words, " ");
     throw InputError(flags.where(), given.empty() ? "no action and no folder" : given,
                      "inspect FOLDER or consolidate FOLDER");
   }
-  command.action = (*words)[0];
-  command.folder = (*words)[1];
+  command.action = words[0];
+  command.folder = words[1];
   require_flag(flags, (command.action == "consolidate") != command.output.empty(),
                "--output=" + command.output + " with " + command.action,
                "a file with consolidate, none with inspect");
@@ -259,9 +209,7 @@ Command parse_plan(std::vector<std::string> arguments) {
   flags.group("Output");
   flags.value("--json", command.json, "FILE", "receives the plan");
   flags.value("--svg", command.svg, "FILE", "receives a picture of peak against time");
-  if (!flags.parse(std::move(arguments))) {
-    return Answer{flags.help()};
-  }
+  flags.parse(std::move(arguments));
   require_flag(flags, read_batch(batch, command.rows, command.tokens), "--batch=" + batch,
                "rows and tokens, both above 0: 8x128");
   if (!budget.empty()) {
@@ -278,7 +226,7 @@ void require_estimate(const FlagTable& flags, const std::string& batch,
                       EstimateMemoryCommand& command) {
   require_flag(flags, batch.empty() || read_batch(batch, command.rows, command.tokens),
                "--batch=" + batch, "rows and tokens, both above 0: 8x128");
-  require_flag(flags, command.strategy == "local_sgd" || strategies().count(command.strategy) > 0,
+  require_flag(flags, command.strategy == "local_sgd" || spelled<Strategy>(command.strategy),
                "--strategy=" + command.strategy, "ddp, zero1, zero2, fsdp, hsdp or local_sgd");
   require_shard_size(flags, command.shard_size, command.strategy == "hsdp", command.nproc);
 }
@@ -315,9 +263,7 @@ Command parse_estimate_memory(std::vector<std::string> arguments) {
   flags.value("--nproc", command.nproc, "N", "processes on this machine", kProcesses);
   flags.group("Output");
   flags.flag("--json", command.json, "print one JSON object");
-  if (!flags.parse(std::move(arguments))) {
-    return Answer{flags.help()};
-  }
+  flags.parse(std::move(arguments));
   require_estimate(flags, batch, command);
   return command;
 }
@@ -331,9 +277,7 @@ Command parse_env(std::vector<std::string> arguments) {
                    .notes = {}});
   flags.group("Output");
   flags.flag("--json", command.json, "print one JSON object");
-  if (!flags.parse(std::move(arguments))) {
-    return Answer{flags.help()};
-  }
+  flags.parse(std::move(arguments));
   return command;
 }
 
@@ -352,6 +296,73 @@ std::string with_dashes(std::string argument) {
   return argument;
 }
 
+using Words = std::vector<std::string>;
+
+/// A command without words: what follows "--" is refused.
+template <Command (*parse)(Words)>
+Command flags_alone(Words flags, const Words& rest) {
+  flags.insert(flags.end(), rest.begin(), rest.end());
+  return parse(std::move(flags));
+}
+
+struct CommandEntry {
+  const char* name;
+  const char* help;
+  /// Flags and words; what follows "--".
+  Command (*parse)(Words, const Words&);
+};
+
+constexpr CommandEntry kCommands[] = {
+    {"train", "fine-tune a BERT-family classifier on CSV, TSV, JSON lines",
+     flags_alone<parse_train>},
+    {"predict", "label texts with a trained model", parse_predict},
+    {"eval", "loss, accuracy and F1 of a model on a labelled file", flags_alone<parse_eval>},
+    {"plan", "what to recompute in backward under a budget of memory", flags_alone<parse_plan>},
+    {"estimate-memory", "what training a model takes, from formulas",
+     flags_alone<parse_estimate_memory>},
+    {"compare", "strategies: largest batch and samples/s in so much memory",
+     flags_alone<parse_compare>},
+    {"state", "look into a checkpoint, put a model together from its rows",
+     flags_alone<parse_state>},
+    {"tokenizer", "learn a WordPiece vocabulary from texts", flags_alone<parse_tokenizer>},
+    {"synth", "customer reviews made from a seed", flags_alone<parse_synth>},
+    {"launch", "run a program as N processes of one world", parse_launch},
+    {"env", "versions, cores, threads and back ends of this machine", flags_alone<parse_env>}};
+
+std::string program_help() {
+  std::string text = "hasten " HASTEN_VERSION
+                     ": train LibTorch models over several processes\n\n"
+                     "Usage: hasten COMMAND [flags]\n\nCommands:\n";
+  for (const auto& [name, help, parse] : kCommands) {
+    const std::string line = std::string("  ") + name;
+    text += line + (line.size() < 10 ? "" : "\n") +
+            std::string(line.size() < 10 ? 11 - line.size() : 11, ' ') + help + "\n";
+  }
+  return text +
+         "\n"
+         "Flags:\n"
+         "  -h --help     this text; hasten COMMAND --help has a command's flags\n"
+         "  --version     the version\n"
+         "\n"
+         "Results go to stdout, progress and messages to stderr.\n"
+         "Exit codes: 0 ok, 1 training failed, 2 bad input, 128+n signal n (130: Ctrl-C)\n";
+}
+
+const CommandEntry& command_named(const std::string& name) {
+  Words names;
+  for (const CommandEntry& entry : kCommands) {
+    if (name == entry.name) {
+      return entry;
+    }
+    names.emplace_back(entry.name);
+  }
+  const std::string near = nearest_name(name, names.data(), names.data() + names.size());
+  const std::string last = std::exchange(names.back(), {});
+  names.pop_back();
+  throw InputError("cli::hasten", "unknown command: " + name, joined(names) + " or " + last,
+                   near.empty() ? "see hasten --help" : "write hasten " + near);
+}
+
 } // namespace detail
 
 const std::vector<std::string>& model_shapes() {
@@ -359,13 +370,7 @@ const std::vector<std::string>& model_shapes() {
   return shapes;
 }
 
-std::string model_shapes_text() {
-  std::string text;
-  for (const std::string& shape : model_shapes()) {
-    text += (text.empty() ? "" : ", ") + shape;
-  }
-  return text;
-}
+std::string model_shapes_text() { return joined(model_shapes()); }
 
 bool is_model_shape(const std::string& model) {
   const auto& shapes = model_shapes();
@@ -374,12 +379,12 @@ bool is_model_shape(const std::string& model) {
 
 Command parse_command_line(const std::vector<std::string>& arguments) {
   if (arguments.empty() || arguments[0] == "--help" || arguments[0] == "-h") {
-    return Answer{detail::kProgramHelp};
+    return Answer{detail::program_help()};
   }
-  const std::string& name = arguments[0];
-  if (name == "--version") {
+  if (arguments[0] == "--version") {
     return Answer{"hasten " HASTEN_VERSION "\n"};
   }
+  const detail::CommandEntry& command = detail::command_named(arguments[0]);
   // What follows "--" is never a flag of ours.
   const auto mark = std::find(arguments.begin() + 1, arguments.end(), "--");
   std::vector<std::string> flags(arguments.begin() + 1, mark);
@@ -387,7 +392,7 @@ Command parse_command_line(const std::vector<std::string>& arguments) {
   if (mark != arguments.end()) {
     rest.assign(mark + 1, arguments.end());
   }
-  if (name == "launch") {
+  if (command.parse == detail::parse_launch) {
     // A "--" among the program's own arguments is the program's.
     const bool program_before =
         std::any_of(flags.begin(), flags.end(), [&](const std::string& flag) {
@@ -397,46 +402,14 @@ Command parse_command_line(const std::vector<std::string>& arguments) {
     if (program_before) {
       rest.insert(rest.begin(), mark, mark == arguments.end() ? mark : mark + 1);
     }
-    return detail::parse_launch(std::move(flags), rest);
+  } else {
+    std::transform(flags.begin(), flags.end(), flags.begin(), detail::with_dashes);
   }
-  std::transform(flags.begin(), flags.end(), flags.begin(), detail::with_dashes);
-  if (name == "predict") {
-    return detail::parse_predict(std::move(flags), rest);
+  try {
+    return command.parse(std::move(flags), rest);
+  } catch (const detail::HelpAsked& help) {
+    return Answer{help.text};
   }
-  flags.insert(flags.end(), rest.begin(), rest.end()); // refused by each
-  if (name == "train") {
-    return detail::parse_train(std::move(flags));
-  }
-  if (name == "eval") {
-    return detail::parse_eval(std::move(flags));
-  }
-  if (name == "plan") {
-    return detail::parse_plan(std::move(flags));
-  }
-  if (name == "estimate-memory") {
-    return detail::parse_estimate_memory(std::move(flags));
-  }
-  if (name == "compare") {
-    return detail::parse_compare(std::move(flags));
-  }
-  if (name == "state") {
-    return detail::parse_state(std::move(flags));
-  }
-  if (name == "tokenizer") {
-    return detail::parse_tokenizer(std::move(flags));
-  }
-  if (name == "synth") {
-    return detail::parse_synth(std::move(flags));
-  }
-  if (name == "env") {
-    return detail::parse_env(std::move(flags));
-  }
-  const auto& names = detail::command_names();
-  const std::string near = nearest_name(name, names.data(), names.data() + names.size());
-  throw InputError("cli::hasten", "unknown command: " + name,
-                   "train, predict, eval, plan, estimate-memory, compare, state, tokenizer, "
-                   "synth, launch or env",
-                   near.empty() ? "see hasten --help" : "write hasten " + near);
 }
 
 } // namespace hasten

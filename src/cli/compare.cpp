@@ -5,12 +5,13 @@
 #include <chrono>
 #include <cstdlib>
 #include <nlohmann/json.hpp>
-#include <numeric>
 #include <optional>
 #include <string_view>
 
 #include "agreement.h"
+#include "checks.h"
 #include "classifier.h"
+#include "compare.h"
 #include "hasten/accelerator/accelerator.h"
 #include "hasten/activation_checkpoint/gradient_checkpointing.h"
 #include "hasten/base/error.h"
@@ -18,12 +19,10 @@
 #include "hasten/base/files.h"
 #include "hasten/base/json.h"
 #include "hasten/base/process.h"
-#include "hasten/cli/checks.h"
-#include "hasten/cli/compare.h"
-#include "hasten/cli/run.h"
 #include "hasten/core/memory.h"
 #include "hasten/optim/make_optimizer.h"
 #include "hasten/optim/param_groups.h"
+#include "run.h"
 
 namespace hasten {
 
@@ -39,28 +38,10 @@ CompareTask compare_task() {
   return parse_json("cli::compare", CompareTask::kVariable, text).get<CompareTask>();
 }
 
-/// Rows as long as they may be, the last with some padding, so that blocks get a mask
-/// as in training.
-Batch made_up_batch(const BertConfig& config, int64_t rows, int64_t tokens) {
-  Batch batch;
-  batch.indices.resize(static_cast<size_t>(rows));
-  std::iota(batch.indices.begin(), batch.indices.end(), 0);
-  batch.tensors["input_ids"] = at::randint(1, config.vocab_size, {rows, tokens}, at::kLong);
-  batch.tensors["attention_mask"] = at::ones({rows, tokens}, at::kLong);
-  batch.tensors["attention_mask"][rows - 1][tokens - 1].zero_();
-  batch.tensors["labels"] = at::randint(config.num_labels(), {rows}, at::kLong);
-  return batch;
-}
-
 std::unique_ptr<torch::optim::Optimizer> compared_optimizer(const TrainingArguments& arguments,
                                                             const torch::nn::Module& model) {
-  const auto& types = optimizer_types();
-  const auto name = std::find_if(types.begin(), types.end(),
-                                 [&](const auto& type) { return type.second == arguments.optim; });
-  return make_optimizer(name->first, decay_groups(model, arguments.weight_decay),
-                        {.learning_rate = arguments.learning_rate,
-                         .weight_decay = arguments.weight_decay,
-                         .args = arguments.optim_args});
+  return make_optimizer(spelling(arguments.optim), decay_groups(model, arguments.weight_decay),
+                        optimizer_settings(arguments));
 }
 
 double median_of(std::vector<double> values) {
@@ -69,17 +50,16 @@ double median_of(std::vector<double> values) {
 }
 
 AcceleratorOptions compared_options(const CompareCommand& command, Strategy strategy) {
-  return {.gradient_accumulation_steps = command.arguments.gradient_accumulation_steps,
-          .mixed_precision = command.arguments.effective_precision(),
-          .seed = command.arguments.seed,
-          .cpu = true, // where the meter counts
-          .strategy = strategy,
-          .shard_size =
-              strategy == Strategy::hsdp ? static_cast<int>(command.arguments.shard_size) : 0};
+  AcceleratorOptions options = accelerator_options(command.arguments);
+  options.mixed_precision = command.arguments.effective_precision();
+  options.cpu = true; // where the meter counts
+  options.strategy = strategy;
+  options.shard_size = strategy == Strategy::hsdp ? options.shard_size : 0;
+  return options;
 }
 
 LoadedBert compared_model(const CompareCommand& command) {
-  check_compare_inputs(command);
+  check_inputs(command);
   LoadBertOptions options;
   options.vocab_size = command.vocab_size;
   LoadedBert bert = load_bert_classifier(command.model, options);
@@ -231,7 +211,7 @@ void train_compared(const CompareCommand& command, const CompareTask& task,
 
 } // namespace detail
 
-int run_compare(const CompareCommand& command) {
+int run_command(const CompareCommand& command) {
   const CompareTask task = detail::compare_task();
   install_interrupt_handlers();
   const MemoryLimit limit(task.limit_bytes);

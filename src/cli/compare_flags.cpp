@@ -7,9 +7,7 @@ namespace hasten::detail {
 /// Any spelling of --strategy, several with commas between.
 std::vector<Strategy> read_strategies(const FlagTable& flags, const std::string& text) {
   std::vector<Strategy> found;
-  for (size_t at = 0; at <= text.size();) {
-    const size_t comma = std::min(text.find(',', at), text.size());
-    const std::string name = text.substr(at, comma - at);
+  for (const std::string& name : split(text)) {
     Strategy strategy{};
     if (!read_flag(name, strategy)) {
       throw InputError(flags.where(), "--strategies=" + text + ": \"" + name + "\" is no strategy",
@@ -18,7 +16,6 @@ std::vector<Strategy> read_strategies(const FlagTable& flags, const std::string&
     require_flag(flags, std::find(found.begin(), found.end(), strategy) == found.end(),
                  "--strategies=" + text + ": " + name + " twice", "each strategy once");
     found.push_back(strategy);
-    at = comma + 1;
   }
   return found;
 }
@@ -95,9 +92,7 @@ Command parse_compare(std::vector<std::string> arguments) {
               "what each process holds of the model, as in hasten train --strategy");
   declare_shard_size(flags, command.arguments.shard_size);
   declare_compared_training(flags, command, memory_limit);
-  if (!flags.parse(std::move(arguments))) {
-    return Answer{flags.help()};
-  }
+  flags.parse(std::move(arguments));
   command.strategies = read_strategies(flags, strategies);
   if (!memory_limit.empty()) {
     try {

@@ -1,10 +1,10 @@
-#include "hasten/cli/compare.h"
+#include "compare.h"
 
 #include <algorithm>
 #include <cstdio>
 #include <nlohmann/json.hpp>
 
-#include "hasten/base/progress_bar.h"
+#include "hasten/base/text.h"
 
 namespace hasten {
 
@@ -13,33 +13,20 @@ namespace detail {
 /// Share of the fastest's samples a second that a simpler strategy may lack.
 constexpr double kTie = 0.03;
 
-std::string fixed_number(double value, int digits) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%.*f", digits, value);
-  return text;
-}
-
 /// "ddp", "ddp and zero1", "ddp, zero1 and zero2".
 std::string names_in_words(const std::vector<std::string>& names) {
-  std::string text;
-  for (size_t i = 0; i < names.size(); ++i) {
-    text += i == 0 ? "" : i + 1 == names.size() ? " and " : ", ";
-    text += names[i];
-  }
-  return text;
-}
-
-std::string least_text(const StrategyReport& report) {
-  return report.least_bytes > 0 ? format_bytes(report.least_bytes) : "more than the host has";
+  const std::vector<std::string> before(names.begin(), names.end() - 1);
+  return joined(before) + (before.empty() ? "" : " and ") + names.back();
 }
 
 Recommendation recommend_none(const std::vector<StrategyReport>& reports) {
-  std::string least;
+  std::vector<std::string> least;
   for (const StrategyReport& report : reports) {
-    least += (least.empty() ? "" : ", ") + std::string(strategy_name(report.strategy)) + " " +
-             least_text(report);
+    least.push_back(
+        spelling(report.strategy) + " " +
+        (report.least_bytes > 0 ? format_bytes(report.least_bytes) : "more than the host has"));
   }
-  return {{}, "No strategy fits, not with one row, which takes: " + least};
+  return {{}, "No strategy fits, not with one row, which takes: " + joined(least)};
 }
 
 nlohmann::json report_json(const StrategyReport& report) {
@@ -146,23 +133,22 @@ void to_json(nlohmann::json& json, const CompareTask& task) {
 }
 
 void from_json(const nlohmann::json& json, CompareTask& task) {
-  task.strategy = strategies().at(json.at("strategy").get<std::string>());
+  task.strategy = spelled<Strategy>(json.at("strategy").get<std::string>()).value();
   task.limit_bytes = json.at("limit_bytes").get<int64_t>();
   task.folder = json.at("folder").get<std::string>();
   json.at("search").get_to(task.search);
 }
+
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(BatchTiming, rows, samples_per_second, step_seconds,
+                                   exposed_share, peak_bytes)
 
 void to_json(nlohmann::json& json, const CompareOutcome& outcome) {
   json = {{"search", outcome.search},
           {"ran_out_rows", outcome.ran_out_rows},
           {"peak_bytes", outcome.peak_bytes},
           {"failure", outcome.failure}};
-  if (const auto& timing = outcome.timing) {
-    json["timing"] = {{"rows", timing->rows},
-                      {"samples_per_second", timing->samples_per_second},
-                      {"step_seconds", timing->step_seconds},
-                      {"exposed_share", timing->exposed_share},
-                      {"peak_bytes", timing->peak_bytes}};
+  if (outcome.timing) {
+    json["timing"] = *outcome.timing;
   }
 }
 
@@ -173,13 +159,7 @@ void from_json(const nlohmann::json& json, CompareOutcome& outcome) {
   json.at("peak_bytes").get_to(outcome.peak_bytes);
   json.at("failure").get_to(outcome.failure);
   if (json.contains("timing")) {
-    const auto& timing = json.at("timing");
-    outcome.timing =
-        BatchTiming{.rows = timing.at("rows").get<int64_t>(),
-                    .samples_per_second = timing.at("samples_per_second").get<double>(),
-                    .step_seconds = timing.at("step_seconds").get<double>(),
-                    .exposed_share = timing.at("exposed_share").get<double>(),
-                    .peak_bytes = timing.at("peak_bytes").get<int64_t>()};
+    json.at("timing").get_to(outcome.timing.emplace());
   }
 }
 
@@ -206,7 +186,7 @@ Recommendation recommend(const std::vector<StrategyReport>& reports) {
     }
   }
   const auto speed = [](const StrategyReport& report) {
-    return detail::fixed_number(report.timing->samples_per_second, 1) + " samples/s";
+    return format_fixed(report.timing->samples_per_second, 1) + " samples/s";
   };
   std::string text = std::string("Take ") + strategy_name(chosen->strategy);
   if (left_out.size() + 1 == reports.size()) {
@@ -243,8 +223,8 @@ std::string comparison_table(const CompareCommand& command, int64_t limit_bytes,
     const BatchTiming& timing = *report.timing;
     text += detail::table_row(
         {name, format_count(timing.rows) + (report.tried_no_more ? " or more" : ""),
-         format_bytes(timing.peak_bytes), detail::fixed_number(timing.samples_per_second, 1),
-         detail::fixed_number(100 * timing.exposed_share, 0) + " %"});
+         format_bytes(timing.peak_bytes), format_fixed(timing.samples_per_second, 1),
+         format_fixed(100 * timing.exposed_share, 0) + " %"});
   }
   return text + recommendation.text + "\n";
 }

@@ -7,14 +7,14 @@
 #include <nlohmann/json.hpp>
 #include <system_error>
 
+#include "compare.h"
 #include "hasten/base/error.h"
 #include "hasten/base/exit_code.h"
 #include "hasten/base/files.h"
 #include "hasten/base/host_memory.h"
 #include "hasten/base/json.h"
 #include "hasten/base/log.h"
-#include "hasten/base/progress_bar.h"
-#include "hasten/cli/compare.h"
+#include "hasten/base/text.h"
 
 namespace hasten::detail {
 

@@ -5,7 +5,7 @@
 #include <functional>
 #include <string>
 
-#include "hasten/cli/commands.h"
+#include "commands.h"
 #include "hasten/launch/launch.h"
 
 namespace hasten::detail {

@@ -19,7 +19,7 @@ std::string config_key(const std::string& flag) {
 }
 
 std::string config_expectation(const ConfigEntry& entry) {
-  const std::string values = entry.expected();
+  const std::string values = entry.expected ? entry.expected() : std::string();
   const bool any_text = values == "a value";
   switch (entry.kind) {
     case ConfigKind::boolean:
@@ -124,9 +124,8 @@ void FlagTable::read_config(const std::vector<std::string>& arguments) {
                              [&](const std::string& name) { return config_key(name) == k; });
         });
     if (entry == config_entries_.end() || key == "config") {
-      const std::string near = nearest_name(key, keys.data(), keys.data() + keys.size());
-      refuse(key, ": unknown name", {},
-             near.empty() || near == "config" ? "leave it out" : "write " + near);
+      const std::string fix = write_nearest(key, keys, "leave it out");
+      refuse(key, ": unknown name", {}, fix == "write config" ? "leave it out" : fix);
     }
     if (!seen.insert(entry->names.front()).second) {
       refuse(key, ": " + entry->names.front() + " is given twice", "one of them");

@@ -16,23 +16,25 @@ namespace hasten::detail {
 enum class ConfigKind { boolean, number, text, boolean_or_text, texts };
 
 template <typename T>
-struct ConfigType {
-  static constexpr ConfigKind kind = std::is_same_v<T, bool> ? ConfigKind::boolean
-                                     : std::is_arithmetic_v<T> && !std::is_same_v<T, char>
-                                         ? ConfigKind::number
-                                         : ConfigKind::text;
-  static constexpr bool nullable = false;
-};
-template <>
-struct ConfigType<GradientCheckpointing> {
-  static constexpr ConfigKind kind = ConfigKind::boolean_or_text;
-  static constexpr bool nullable = false;
-};
+constexpr ConfigKind config_kind(const T&) {
+  return std::is_same_v<T, bool>                               ? ConfigKind::boolean
+         : std::is_same_v<T, GradientCheckpointing>            ? ConfigKind::boolean_or_text
+         : std::is_arithmetic_v<T> && !std::is_same_v<T, char> ? ConfigKind::number
+                                                               : ConfigKind::text;
+}
 template <typename T>
-struct ConfigType<std::optional<T>> {
-  static constexpr ConfigKind kind = ConfigType<T>::kind;
-  static constexpr bool nullable = true;
-};
+constexpr ConfigKind config_kind(const std::optional<T>&) {
+  return config_kind(T{});
+}
+
+template <typename T>
+constexpr bool is_optional(const T&) {
+  return false;
+}
+template <typename T>
+constexpr bool is_optional(const std::optional<T>&) {
+  return true;
+}
 
 /// A flag as a configuration file may set it.
 struct ConfigEntry {

@@ -39,15 +39,12 @@ Command parse_tokenizer(std::vector<std::string> arguments) {
                             "transformers reads too; equal texts give equal files. encode prints "
                             "one JSON object a text."});
   declare_tokenizer(flags, command);
-  auto words = flags.parse_words(std::move(arguments), false);
-  if (!words) {
-    return Answer{flags.help()};
-  }
-  require_flag(flags, !words->empty() && (words->front() == "train" || words->front() == "encode"),
-               words->empty() ? "no action" : "action=" + words->front(),
+  auto words = flags.parse_words(std::move(arguments));
+  require_flag(flags, !words.empty() && (words.front() == "train" || words.front() == "encode"),
+               words.empty() ? "no action" : "action=" + words.front(),
                "train FILE... --output FOLDER or encode FILE... --tokenizer FOLDER");
-  command.action = words->front();
-  command.files.assign(words->begin() + 1, words->end());
+  command.action = words.front();
+  command.files.assign(words.begin() + 1, words.end());
   require_flag(flags, !command.files.empty(), "no file", "FILE...");
   const bool train = command.action == "train";
   require_flag(
@@ -76,12 +73,9 @@ Command parse_synth(std::vector<std::string> arguments) {
   flags.value("--seed", command.seed, "N", "of all that is drawn");
   flags.group("Output");
   flags.value("--output", command.output, "FILE", ".csv, .tsv or .jsonl (default: CSV on stdout)");
-  auto words = flags.parse_words(std::move(arguments), false);
-  if (!words) {
-    return Answer{flags.help()};
-  }
-  require_flag(flags, words->size() == 1 && words->front() == "reviews",
-               words->empty() ? "nothing to make" : "to make: " + words->back(),
+  auto words = flags.parse_words(std::move(arguments));
+  require_flag(flags, words.size() == 1 && words.front() == "reviews",
+               words.empty() ? "nothing to make" : "to make: " + words.back(),
                "reviews, and nothing else");
   const std::string extension = std::filesystem::path(command.output).extension();
   require_flag(

@@ -3,7 +3,6 @@
 #include <ATen/Version.h>
 #include <torch/version.h>
 
-#include <cstdio>
 #include <cstdlib>
 #include <fstream>
 #include <iostream>
@@ -14,11 +13,11 @@
 #include <utility>
 
 #include "hasten/base/exit_code.h"
-#include "hasten/base/progress_bar.h"
+#include "hasten/base/text.h"
 #include "hasten/base/world.h"
-#include "hasten/cli/run.h"
 #include "hasten/core/linear.h"
 #include "hasten/core/precision_probe.h"
+#include "run.h"
 
 namespace hasten {
 
@@ -116,12 +115,11 @@ std::string environment_text(const nlohmann::ordered_json& json) {
   line("CPU features", features);
   line("cores", std::to_string(json.at("allowed_cores").get<int>()) + " allowed of " +
                     std::to_string(json.at("cores").get<int>()));
-  std::string threads;
+  std::vector<std::string> threads;
   for (const auto& [ranks, count] : json.at("threads_per_rank").items()) {
-    threads += (threads.empty() ? "" : ", ") + std::to_string(count.get<int>()) + " with " + ranks +
-               (ranks == "1" ? " rank" : " ranks");
+    threads.push_back(count.dump() + " with " + ranks + (ranks == "1" ? " rank" : " ranks"));
   }
-  line("threads per rank", threads);
+  line("threads per rank", joined(threads));
   line("OMP_NUM_THREADS", json.at("OMP_NUM_THREADS").is_null()
                               ? "not set"
                               : json.at("OMP_NUM_THREADS").get<std::string>());
@@ -132,9 +130,7 @@ std::string environment_text(const nlohmann::ordered_json& json) {
                       json.at("float_products").get<std::string>());
   const auto speed = [&](const char* name) {
     const double factor = json.at("speed_of_fp32").at(name).get<double>();
-    char number[32];
-    std::snprintf(number, sizeof number, "%.2g", factor);
-    return std::string(name) + " " + number + " times" +
+    return std::string(name) + " " + format_digits(factor, 2) + " times" +
            (factor >= kWorthwhileSpeedup ? ""
             : factor > 0.5               ? " (no gain)"
                                          : " (for trying out alone)");
@@ -151,7 +147,7 @@ std::string environment_text(const nlohmann::ordered_json& json) {
 
 } // namespace detail
 
-int run_env(const EnvCommand& command) {
+int run_command(const EnvCommand& command) {
   const auto json = detail::environment_json();
   std::cout << (command.json ? json.dump() + "\n" : detail::environment_text(json)) << std::flush;
   return kExitOk;

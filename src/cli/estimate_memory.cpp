@@ -1,19 +1,18 @@
 #include <algorithm>
-#include <cstdio>
+#include <iomanip>
 #include <iostream>
 #include <nlohmann/json.hpp>
 #include <utility>
 #include <vector>
 
-#include "estimate_memory.h"
+#include "checks.h"
 #include "hasten/base/exit_code.h"
-#include "hasten/base/progress_bar.h"
-#include "hasten/cli/checks.h"
-#include "hasten/cli/run.h"
+#include "hasten/base/text.h"
 #include "hasten/flat/flat_layout.h"
 #include "hasten/models/bert_memory.h"
 #include "hasten/models/bert_pretrained.h"
 #include "hasten/optim/make_optimizer.h"
+#include "run.h"
 
 namespace hasten {
 
@@ -37,15 +36,6 @@ BertConfig config_of(const EstimateMemoryCommand& command) {
   BertConfig config = BertConfig::from_shape(command.model, command.vocab_size);
   config.id2label.resize(static_cast<size_t>(command.num_labels));
   return config;
-}
-
-std::string optimizer_name(OptimizerType optim) {
-  for (const auto& [name, type] : optimizer_types()) {
-    if (type == optim) {
-      return name;
-    }
-  }
-  return {};
 }
 
 using Shapes = std::vector<std::vector<int64_t>>;
@@ -113,7 +103,7 @@ void add_shards(MemoryEstimate& estimate, const EstimateMemoryCommand& command,
   if (command.strategy == "zero1" && command.gradient_accumulation_steps > 1) {
     estimate.gradients += all;
   }
-  estimate.optimizer_state = optimizer_state_bytes(optimizer_name(command.optim), settings, shards);
+  estimate.optimizer_state = optimizer_state_bytes(spelling(command.optim), settings, shards);
 }
 
 /// When the most is alive: in backward, with the optimizer's state beside it, which is
@@ -139,7 +129,7 @@ MemoryEstimate estimate_of(const EstimateMemoryCommand& command) {
   const int64_t buffers = several ? 4 * padded : 0;
   const int64_t own_gradients = own ? 4 * estimate.parameter_count : 0;
   estimate.gradients = buffers + own_gradients;
-  estimate.optimizer_state = optimizer_state_bytes(optimizer_name(command.optim), settings, shapes);
+  estimate.optimizer_state = optimizer_state_bytes(spelling(command.optim), settings, shapes);
   if (local) {
     estimate.averaging = estimate.parameters;
   }
@@ -162,14 +152,10 @@ MemoryEstimate estimate_of(const EstimateMemoryCommand& command) {
   return estimate;
 }
 
-int64_t estimated_peak_bytes(const EstimateMemoryCommand& command) {
-  return estimate_of(command).peak;
-}
-
 nlohmann::json estimate_json(const EstimateMemoryCommand& command, const MemoryEstimate& e) {
   return {{"model", command.model},
           {"parameter_count", e.parameter_count},
-          {"optim", optimizer_name(command.optim)},
+          {"optim", spelling(command.optim)},
           {"precision", command.bf16 ? "bf16" : "fp32"},
           {"strategy", command.strategy},
           {"nproc", command.nproc},
@@ -188,15 +174,14 @@ nlohmann::json estimate_json(const EstimateMemoryCommand& command, const MemoryE
 
 void print_estimate(const EstimateMemoryCommand& command, const MemoryEstimate& e) {
   std::cout << command.model << ", " << format_count(e.parameter_count) << " parameters, "
-            << optimizer_name(command.optim) << (command.bf16 ? ", bf16" : "");
+            << spelling(command.optim) << (command.bf16 ? ", bf16" : "");
   if (command.nproc > 1) {
     std::cout << ", " << command.strategy << " on " << command.nproc << " processes";
   }
   std::cout << "\n";
   const auto line = [&](const std::string& what, int64_t bytes) {
-    char text[96];
-    std::snprintf(text, sizeof text, "  %-28s %12s\n", what.c_str(), format_bytes(bytes).c_str());
-    std::cout << text;
+    std::cout << "  " << std::left << std::setw(28) << what << " " << std::right << std::setw(12)
+              << format_bytes(bytes) << "\n";
   };
   line("parameters", e.parameters);
   line("gradients", e.gradients);
@@ -217,8 +202,12 @@ void print_estimate(const EstimateMemoryCommand& command, const MemoryEstimate& 
 
 } // namespace detail
 
-int run_estimate_memory(const EstimateMemoryCommand& command) {
-  check_estimate_memory_inputs(command);
+int64_t estimated_peak_bytes(const EstimateMemoryCommand& command) {
+  return detail::estimate_of(command).peak;
+}
+
+int run_command(const EstimateMemoryCommand& command) {
+  check_inputs(command);
   const detail::MemoryEstimate estimate = detail::estimate_of(command);
   if (command.json) {
     std::cout << detail::estimate_json(command, estimate).dump(2) << std::endl;

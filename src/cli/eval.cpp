@@ -1,38 +1,28 @@
 #include <cmath>
-#include <cstdio>
+#include <iomanip>
 #include <iostream>
 #include <nlohmann/json.hpp>
 
+#include "checks.h"
 #include "classifier.h"
 #include "hasten/base/error.h"
 #include "hasten/base/exit_code.h"
 #include "hasten/base/log.h"
-#include "hasten/cli/checks.h"
-#include "hasten/cli/run.h"
+#include "hasten/base/text.h"
 #include "hasten/trainer/progress_callback.h"
 #include "head.h"
+#include "run.h"
 
 namespace hasten {
 
 namespace detail {
-
-TokenizedTexts eval_tokens(const TextClassifier& classifier,
-                           const std::vector<std::string>& texts) {
-  TokenizedTexts tokens =
-      tokenize_texts(classifier.tokenizer, texts, classifier.max_length, tokenizer_threads());
-  const std::string cut = truncation_line(tokens, texts.size(), classifier.max_length);
-  if (!cut.empty()) {
-    log_warning(cut);
-  }
-  return tokens;
-}
 
 std::shared_ptr<const Dataset> read_eval_rows(const EvalCommand& command,
                                               const TextClassifier& classifier) {
   const Head head = head_of(classifier.bert.config);
   if (head != Head::single_label) {
     TargetRows rows = read_eval_targets(command, classifier);
-    const TokenizedTexts tokens = eval_tokens(classifier, rows.texts);
+    const TokenizedTexts tokens = tokens_of(classifier, rows.texts);
     return std::make_shared<const TargetDataset>(
         make_dataset(tokens, {}, classifier.tokenizer), std::move(rows.targets),
         classifier.bert.config.num_labels(), head == Head::regression);
@@ -41,7 +31,7 @@ std::shared_ptr<const Dataset> read_eval_rows(const EvalCommand& command,
   options.max_rows = command.max_rows;
   const TextTable table = read_text_table(command.file, options);
   auto labels = label_numbers(table, classifier.labels(), "the model");
-  const TokenizedTexts tokens = eval_tokens(classifier, table.texts);
+  const TokenizedTexts tokens = tokens_of(classifier, table.texts);
   if (const int64_t skipped = table.empty_text + table.empty_label; skipped > 0) {
     log_warning(format_count(skipped) + " rows skipped for an empty text or label");
   }
@@ -50,8 +40,8 @@ std::shared_ptr<const Dataset> read_eval_rows(const EvalCommand& command,
 
 } // namespace detail
 
-int run_eval(const EvalCommand& command) {
-  check_eval_inputs(command);
+int run_command(const EvalCommand& command) {
+  check_inputs(command);
   const detail::TextClassifier classifier =
       detail::load_text_classifier(command.model, command.max_length);
   const auto rows = detail::read_eval_rows(command, classifier);
@@ -75,15 +65,11 @@ int run_eval(const EvalCommand& command) {
     return kExitOk;
   }
   for (const auto& [name, value] : result.items()) {
-    char line[96];
-    if (value.is_number_integer()) {
-      std::snprintf(line, sizeof line, "%-24s %s\n", name.c_str(),
-                    format_count(value.get<int64_t>()).c_str());
-    } else {
-      std::snprintf(line, sizeof line, "%-24s %.6g\n", name.c_str(),
-                    value.is_number() ? value.get<double>() : NAN);
-    }
-    std::cout << line;
+    std::cout << std::left << std::setw(24) << name << " "
+              << (value.is_number_integer()
+                      ? format_count(value.get<int64_t>())
+                      : format_digits(value.is_number() ? value.get<double>() : NAN))
+              << "\n";
   }
   std::cout.flush();
   return kExitOk;

@@ -1,8 +1,6 @@
 #include "flags.h"
 
 #include <algorithm>
-#include <array>
-#include <charconv>
 #include <sstream>
 #include <utility>
 
@@ -11,185 +9,23 @@ namespace hasten::detail {
 constexpr size_t kHelpWidth = 80;
 constexpr size_t kHelpColumn = 30;
 
-template <typename T>
-bool read_number_flag(const std::string& text, T& value) {
-  T read{};
-  const char* end = text.data() + text.size();
-  const auto result = std::from_chars(text.data(), end, read);
-  if (result.ec != std::errc() || result.ptr != end) {
-    return false;
-  }
-  value = read;
-  return true;
-}
-
-template <typename T>
-bool read_spelling_flag(const std::string& text, const std::map<std::string, T>& known, T& value) {
-  const auto found = known.find(text);
-  if (found == known.end()) {
-    return false;
-  }
-  value = found->second;
-  return true;
-}
-
-template <typename T>
-std::string spelling_text(const std::map<std::string, T>& known, T value) {
-  for (const auto& [name, candidate] : known) {
-    if (candidate == value) {
-      return name;
-    }
-  }
-  return {};
-}
-
-template <typename T>
-std::string spelling_expectation(const std::map<std::string, T>& known) {
-  std::string all = "one of ";
-  for (const auto& [name, value] : known) {
-    all += (all.back() == ' ' ? "" : ", ") + name;
-  }
-  return all;
-}
-
-bool read_flag(const std::string& text, std::string& value) {
-  value = text;
-  return true;
-}
-bool read_flag(const std::string& text, bool& value) {
-  if (text != "true" && text != "false") {
-    return false;
-  }
-  value = text == "true";
-  return true;
-}
-bool read_flag(const std::string& text, int& value) { return read_number_flag(text, value); }
-bool read_flag(const std::string& text, int64_t& value) { return read_number_flag(text, value); }
-bool read_flag(const std::string& text, uint64_t& value) { return read_number_flag(text, value); }
-bool read_flag(const std::string& text, double& value) { return read_number_flag(text, value); }
-bool read_flag(const std::string& text, GradientCheckpointing& value) {
+/// Whether `read` took the text.
+template <typename Read>
+bool takes(const Read& read) {
   try {
-    value = text;
+    read();
     return true;
   } catch (const InputError&) {
     return false;
   }
+}
+
+bool read_flag(const std::string& text, GradientCheckpointing& value) {
+  return takes([&] { value = text; });
 }
 bool read_flag(const std::string& text, RankStreams& value) {
-  try {
-    value = parse_rank_streams(text);
-    return true;
-  } catch (const InputError&) {
-    return false;
-  }
+  return takes([&] { value = parse_rank_streams(text); });
 }
-bool read_flag(const std::string& text, std::filesystem::path& value) {
-  value = text;
-  return !text.empty();
-}
-bool read_flag(const std::string& text, char& value) {
-  if (text == "tab" || text == "\\t") {
-    value = '\t';
-    return true;
-  }
-  if (text.size() != 1) {
-    return false;
-  }
-  value = text[0];
-  return true;
-}
-bool read_flag(const std::string& text, IntervalStrategy& value) {
-  return read_spelling_flag(text, interval_strategies(), value);
-}
-bool read_flag(const std::string& text, SchedulerType& value) {
-  return read_spelling_flag(text, scheduler_types(), value);
-}
-bool read_flag(const std::string& text, OptimizerType& value) {
-  return read_spelling_flag(text, optimizer_types(), value);
-}
-bool read_flag(const std::string& text, SamplingStrategy& value) {
-  return read_spelling_flag(text, sampling_strategies(), value);
-}
-bool read_flag(const std::string& text, GradNormType& value) {
-  return read_spelling_flag(text, grad_norm_types(), value);
-}
-bool read_flag(const std::string& text, LogGradientNorms& value) {
-  return read_spelling_flag(text, log_gradient_norms(), value);
-}
-bool read_flag(const std::string& text, Precision& value) {
-  return read_spelling_flag(text, precisions(), value);
-}
-bool read_flag(const std::string& text, Strategy& value) {
-  return read_spelling_flag(text, strategies(), value);
-}
-
-std::string flag_text(const std::string& value) { return value; }
-std::string flag_text(bool value) { return value ? "true" : "false"; }
-std::string flag_text(int value) { return std::to_string(value); }
-std::string flag_text(int64_t value) { return std::to_string(value); }
-std::string flag_text(uint64_t value) { return std::to_string(value); }
-std::string flag_text(double value) {
-  std::array<char, 32> text{};
-  const auto result = std::to_chars(text.data(), text.data() + text.size(), value);
-  return std::string(text.data(), result.ptr);
-}
-std::string flag_text(const GradientCheckpointing& value) { return value.text(); }
-std::string flag_text(const RankStreams&) { return {}; }
-std::string flag_text(char value) { return value == '\0' ? std::string() : std::string(1, value); }
-std::string flag_text(IntervalStrategy value) {
-  return spelling_text(interval_strategies(), value);
-}
-std::string flag_text(SchedulerType value) { return spelling_text(scheduler_types(), value); }
-std::string flag_text(OptimizerType value) { return spelling_text(optimizer_types(), value); }
-std::string flag_text(SamplingStrategy value) {
-  return spelling_text(sampling_strategies(), value);
-}
-std::string flag_text(GradNormType value) { return spelling_text(grad_norm_types(), value); }
-std::string flag_text(LogGradientNorms value) { return spelling_text(log_gradient_norms(), value); }
-std::string flag_text(Precision value) { return spelling_text(precisions(), value); }
-std::string flag_text(Strategy value) { return spelling_text(strategies(), value); }
-
-std::string flag_expectation(const GradientCheckpointing&) {
-  return "none, full, every:K with K >= 1, ops, or budget:B with B bytes (2GB) "
-         "or a share (50%)";
-}
-std::string flag_expectation(const RankStreams&) {
-  return "0, 1 (stdout), 2 (stderr) or 3 (both), or some ranks' like 0:3,1:2";
-}
-std::string flag_expectation(IntervalStrategy) {
-  return spelling_expectation(interval_strategies());
-}
-std::string flag_expectation(SchedulerType) { return spelling_expectation(scheduler_types()); }
-std::string flag_expectation(OptimizerType) { return spelling_expectation(optimizer_types()); }
-std::string flag_expectation(SamplingStrategy) {
-  return spelling_expectation(sampling_strategies());
-}
-std::string flag_expectation(GradNormType) { return spelling_expectation(grad_norm_types()); }
-std::string flag_expectation(LogGradientNorms) {
-  return spelling_expectation(log_gradient_norms());
-}
-std::string flag_expectation(Precision) { return spelling_expectation(precisions()); }
-std::string flag_expectation(Strategy) { return spelling_expectation(strategies()); }
-
-template <typename T>
-std::string spelling_fix(const std::string& text, const std::map<std::string, T>& known) {
-  std::vector<std::string> names;
-  for (const auto& [name, value] : known) {
-    names.push_back(name);
-  }
-  const std::string near = nearest_name(text, names.data(), names.data() + names.size());
-  return near.empty() ? near : "write " + near;
-}
-std::string flag_fix(const std::string& text, SchedulerType) {
-  return spelling_fix(text, scheduler_types());
-}
-std::string flag_fix(const std::string& text, OptimizerType) {
-  return spelling_fix(text, optimizer_types());
-}
-std::string flag_fix(const std::string& text, Precision) {
-  return spelling_fix(text, precisions());
-}
-std::string flag_fix(const std::string& text, Strategy) { return spelling_fix(text, strategies()); }
 
 std::string wrap_text(const std::string& text, size_t indent, size_t width) {
   std::istringstream words(text);
@@ -219,27 +55,9 @@ FlagTable::FlagTable(CommandText text) : text_(std::move(text)), app_("", "haste
   names_.push_back("--help");
 }
 
-std::vector<std::string> split_names(const std::string& names) {
-  std::vector<std::string> split;
-  for (size_t at = 0; at < names.size();) {
-    const size_t comma = std::min(names.find(',', at), names.size());
-    split.push_back(names.substr(at, comma - at));
-    at = comma + 1;
-  }
-  return split;
-}
-
 void FlagTable::note_names(const std::string& names) {
-  for (std::string& name : split_names(names)) {
-    names_.push_back(std::move(name));
-  }
-}
-
-void FlagTable::add_config_entry(const std::string& names, ConfigKind kind, bool nullable,
-                                 std::function<bool(const std::string&)> read,
-                                 std::function<std::string()> expected) {
-  config_entries_.push_back(
-      {split_names(names), kind, nullable, std::move(read), std::move(expected)});
+  const auto added = split(names);
+  names_.insert(names_.end(), added.begin(), added.end());
 }
 
 CLI::Option* FlagTable::declare(const std::string& names, const std::string& unit,
@@ -271,22 +89,18 @@ void FlagTable::values(const std::string& names, std::vector<std::string>& field
           })
       ->take_all()
       ->allow_extra_args(false);
-  add_config_entry(
-      names, ConfigKind::texts, false,
-      [&field](const std::string& text) {
-        field.push_back(text);
-        return true;
-      },
-      [] { return std::string("a value"); });
+  const auto read = [&field](const std::string& text) {
+    field.push_back(text);
+    return true;
+  };
+  config_entries_.push_back({split(names), ConfigKind::texts, false, read, {}});
 }
 
 void FlagTable::flag(const std::string& names, bool& field, const std::string& help) {
   note_names(names);
   last_ = app_.add_flag(names, field, help)->group(group_);
-  add_config_entry(
-      names, ConfigKind::boolean, false,
-      [&field](const std::string& text) { return read_flag(text, field); },
-      [] { return std::string("true or false"); });
+  const auto read = [&field](const std::string& text) { return read_flag(text, field); };
+  config_entries_.push_back({split(names), ConfigKind::boolean, false, read, {}});
 }
 
 void FlagTable::required() { required_.push_back(last_); }
@@ -295,22 +109,20 @@ bool FlagTable::given(const std::string& name) const { return written(name) || c
 
 void FlagTable::refuse_unknown(const std::string& argument) const {
   const std::string name = argument.substr(0, argument.find('='));
-  const std::string near = nearest_name(name, names_.data(), names_.data() + names_.size());
   throw InputError(where(), "unknown flag: " + name, {},
-                   near.empty() ? "see hasten " + text_.name + " --help" : "write " + near);
+                   write_nearest(name, names_, "see hasten " + text_.name + " --help"));
 }
 
-bool FlagTable::parse(std::vector<std::string> arguments) {
-  const auto words = parse_words(std::move(arguments), false);
-  if (words && !words->empty()) {
-    throw InputError(where(), "not a flag: \"" + words->front() + "\"", {},
+void FlagTable::parse(std::vector<std::string> arguments) {
+  const auto words = parse_words(std::move(arguments));
+  if (!words.empty()) {
+    throw InputError(where(), "not a flag: \"" + words.front() + "\"", {},
                      "see hasten " + text_.name + " --help");
   }
-  return words.has_value();
 }
 
-std::optional<std::vector<std::string>> FlagTable::parse_words(std::vector<std::string> arguments,
-                                                               bool stop_at_word) {
+std::vector<std::string> FlagTable::parse_words(std::vector<std::string> arguments,
+                                                bool stop_at_word) {
   if (stop_at_word) {
     app_.prefix_command();
   }
@@ -318,7 +130,7 @@ std::optional<std::vector<std::string>> FlagTable::parse_words(std::vector<std::
   try {
     app_.parse(std::move(arguments));
   } catch (const CLI::CallForHelp&) {
-    return std::nullopt;
+    throw HelpAsked{help()};
   } catch (const CLI::ArgumentMismatch& error) {
     for (const CLI::Option* option : app_.get_options()) {
       const std::string name = option->get_name();
@@ -460,10 +272,9 @@ void declare_table(FlagTable& flags, TableFlags& table, bool labels) {
 }
 
 void check_columns(const FlagTable& flags, const TableFlags& table) {
-  std::vector<std::string> names = split_names(table.label_columns);
-  if (names.empty()) {
-    names.push_back(table.label_column);
-  }
+  std::vector<std::string> names = table.label_columns.empty()
+                                       ? std::vector<std::string>{table.label_column}
+                                       : split(table.label_columns);
   names.push_back(table.text_column);
   std::sort(names.begin(), names.end());
   const auto twice = std::adjacent_find(names.begin(), names.end());

@@ -6,6 +6,7 @@
 #include <CLI/Config.hpp>
 #include <CLI/Formatter.hpp>
 
+#include <charconv>
 #include <cstdint>
 #include <filesystem>
 #include <functional>
@@ -14,62 +15,67 @@
 #include <type_traits>
 #include <vector>
 
+#include "commands.h"
 #include "config_file.h"
 #include "hasten/base/error.h"
 #include "hasten/base/limits.h"
-#include "hasten/cli/commands.h"
+#include "hasten/base/spelling.h"
 #include "hasten/trainer/training_arguments.h"
 
 namespace hasten::detail {
 
-/// Reads `text` into `value`; false, and `value` unchanged, where it is no T.
-bool read_flag(const std::string& text, std::string& value);
-bool read_flag(const std::string& text, bool& value);
-bool read_flag(const std::string& text, int& value);
-bool read_flag(const std::string& text, int64_t& value);
-bool read_flag(const std::string& text, uint64_t& value);
-bool read_flag(const std::string& text, double& value);
-/// A delimiter: one character, "tab" or "\t".
-bool read_flag(const std::string& text, char& value);
-bool read_flag(const std::string& text, IntervalStrategy& value);
-bool read_flag(const std::string& text, SchedulerType& value);
-bool read_flag(const std::string& text, OptimizerType& value);
-bool read_flag(const std::string& text, SamplingStrategy& value);
-bool read_flag(const std::string& text, GradNormType& value);
-bool read_flag(const std::string& text, LogGradientNorms& value);
-bool read_flag(const std::string& text, Precision& value);
-bool read_flag(const std::string& text, Strategy& value);
+/// Reads `text` into `value`; false where it is no T. An enumeration is read by its
+/// spelling, a character is one, "tab" or "\t".
+template <typename T>
+bool read_flag(const std::string& text, T& value) {
+  if constexpr (std::is_enum_v<T>) {
+    const std::optional<T> found = spelled<T>(text);
+    value = found.value_or(value);
+    return found.has_value();
+  } else if constexpr (std::is_same_v<T, bool>) {
+    value = text == "true";
+    return value || text == "false";
+  } else if constexpr (std::is_same_v<T, char>) {
+    const bool tab = text == "tab" || text == "\\t";
+    value = tab || text.empty() ? '\t' : text[0];
+    return tab || text.size() == 1;
+  } else if constexpr (std::is_arithmetic_v<T>) {
+    const char* end = text.data() + text.size();
+    const auto result = std::from_chars(text.data(), end, value);
+    return result.ec == std::errc() && result.ptr == end;
+  } else {
+    value = text;
+    return !std::is_same_v<T, std::filesystem::path> || !text.empty();
+  }
+}
 bool read_flag(const std::string& text, GradientCheckpointing& value);
 bool read_flag(const std::string& text, RankStreams& value);
-bool read_flag(const std::string& text, std::filesystem::path& value);
 template <typename T>
 bool read_flag(const std::string& text, std::optional<T>& value) {
-  T read{};
-  if (!read_flag(text, read)) {
-    return false;
-  }
-  value = read;
-  return true;
+  return read_flag(text, value.emplace());
 }
 
 /// The value as help shows it; empty shows no default.
-std::string flag_text(const std::string& value);
-std::string flag_text(bool value);
-std::string flag_text(int value);
-std::string flag_text(int64_t value);
-std::string flag_text(uint64_t value);
-std::string flag_text(double value);
-std::string flag_text(char value);
-std::string flag_text(IntervalStrategy value);
-std::string flag_text(SchedulerType value);
-std::string flag_text(OptimizerType value);
-std::string flag_text(SamplingStrategy value);
-std::string flag_text(GradNormType value);
-std::string flag_text(LogGradientNorms value);
-std::string flag_text(Precision value);
-std::string flag_text(Strategy value);
-std::string flag_text(const GradientCheckpointing& value);
-std::string flag_text(const RankStreams& value);
+template <typename T>
+std::string flag_text(const T& value) {
+  if constexpr (std::is_enum_v<T>) {
+    return spelling(value);
+  } else if constexpr (std::is_same_v<T, bool>) {
+    return value ? "true" : "false";
+  } else if constexpr (std::is_same_v<T, char>) {
+    return value == '\0' ? std::string() : std::string(1, value);
+  } else if constexpr (std::is_same_v<T, double>) {
+    return format_exact(value);
+  } else if constexpr (std::is_integral_v<T>) {
+    return std::to_string(value);
+  } else if constexpr (std::is_same_v<T, GradientCheckpointing>) {
+    return value.text();
+  } else if constexpr (std::is_same_v<T, RankStreams>) {
+    return {};
+  } else {
+    return value;
+  }
+}
 template <typename T>
 std::string flag_text(const std::optional<T>& value) {
   return value ? flag_text(*value) : std::string();
@@ -77,32 +83,23 @@ std::string flag_text(const std::optional<T>& value) {
 
 /// "Expected …" for a value that is no T.
 template <typename T>
-std::string flag_expectation(const T& value) {
-  if constexpr (std::is_same_v<T, bool>) {
-    return "true or false";
-  } else if constexpr (std::is_same_v<T, double>) {
-    return "a number";
-  } else if constexpr (std::is_same_v<T, uint64_t>) {
-    return "a whole number, 0 or more";
-  } else if constexpr (std::is_integral_v<T> && !std::is_same_v<T, char>) {
-    return "a whole number";
-  } else if constexpr (std::is_same_v<T, char>) {
-    return "one character, or tab";
+std::string flag_expectation(const T&) {
+  if constexpr (std::is_enum_v<T>) {
+    return any_spelling<T>();
+  } else if constexpr (std::is_same_v<T, GradientCheckpointing>) {
+    return "none, full, every:K with K >= 1, ops, or budget:B with B bytes (2GB) "
+           "or a share (50%)";
+  } else if constexpr (std::is_same_v<T, RankStreams>) {
+    return "0, 1 (stdout), 2 (stderr) or 3 (both), or some ranks' like 0:3,1:2";
   } else {
-    (void)value;
-    return "a value";
+    return std::is_same_v<T, bool>       ? "true or false"
+           : std::is_same_v<T, double>   ? "a number"
+           : std::is_same_v<T, uint64_t> ? "a whole number, 0 or more"
+           : std::is_same_v<T, char>     ? "one character, or tab"
+           : std::is_integral_v<T>       ? "a whole number"
+                                         : "a value";
   }
 }
-std::string flag_expectation(IntervalStrategy value);
-std::string flag_expectation(SchedulerType value);
-std::string flag_expectation(OptimizerType value);
-std::string flag_expectation(SamplingStrategy value);
-std::string flag_expectation(GradNormType value);
-std::string flag_expectation(LogGradientNorms value);
-std::string flag_expectation(Precision value);
-std::string flag_expectation(Strategy value);
-std::string flag_expectation(const GradientCheckpointing& value);
-std::string flag_expectation(const RankStreams& value);
 template <typename T>
 std::string flag_expectation(const std::optional<T>&) {
   return flag_expectation(T{});
@@ -110,13 +107,13 @@ std::string flag_expectation(const std::optional<T>&) {
 
 /// "Fix": the spelling next to `text`, where a value has spellings.
 template <typename T>
-std::string flag_fix(const std::string&, const T&) {
-  return {};
+std::string flag_fix(const std::string& text, const T&) {
+  if constexpr (std::is_enum_v<T>) {
+    return write_nearest(text, spelling_names<T>());
+  } else {
+    return {};
+  }
 }
-std::string flag_fix(const std::string& text, SchedulerType value);
-std::string flag_fix(const std::string& text, OptimizerType value);
-std::string flag_fix(const std::string& text, Precision value);
-std::string flag_fix(const std::string& text, Strategy value);
 
 /// What a whole number may be, both ends included.
 struct NumberRange {
@@ -144,6 +141,11 @@ struct CommandText {
   std::vector<std::string> examples{};
   /// Printed above the flags; may be empty.
   std::string notes{};
+};
+
+/// --help was among the arguments; the text is the answer.
+struct HelpAsked {
+  std::string text{};
 };
 
 class FlagTable {
@@ -178,7 +180,8 @@ class FlagTable {
           }
         });
     option->default_str(flag_text(field));
-    add_config_entry(names, ConfigType<T>::kind, ConfigType<T>::nullable, read, expected);
+    config_entries_.push_back(
+        {split(names), config_kind(field), is_optional(field), read, expected});
   }
   /// A flag that may be given several times.
   void values(const std::string& names, std::vector<std::string>& field, const std::string& unit,
@@ -202,13 +205,13 @@ class FlagTable {
   ///   nearest is offered); a value of another type, by its path and what is expected.
   void read_config(const std::vector<std::string>& arguments);
 
-  /// Reads the arguments of a command that takes flags only. False where --help
-  /// was among them.
-  bool parse(std::vector<std::string> arguments);
-  /// Returns the arguments that are no flags, in order; with `stop_at_word`
-  /// everything from the first of them on. Nothing where --help was among them.
-  std::optional<std::vector<std::string>> parse_words(std::vector<std::string> arguments,
-                                                      bool stop_at_word);
+  /// Reads the arguments of a command that takes flags only. Throws HelpAsked where
+  /// --help is among them.
+  void parse(std::vector<std::string> arguments);
+  /// The same for a command that takes words, too: returns them, in order; with
+  /// `stop_at_word` everything from the first of them on.
+  std::vector<std::string> parse_words(std::vector<std::string> arguments,
+                                       bool stop_at_word = false);
 
   std::string help() const;
   /// `message` with the names of fields (learning_rate) as flags
@@ -219,9 +222,6 @@ class FlagTable {
   CLI::Option* declare(const std::string& names, const std::string& unit, const std::string& help,
                        std::function<void(const std::string&)> read);
   void note_names(const std::string& names);
-  void add_config_entry(const std::string& names, ConfigKind kind, bool nullable,
-                        std::function<bool(const std::string&)> read,
-                        std::function<std::string()> expected);
   bool configured(const std::string& name) const;
   void refuse_unknown(const std::string& argument) const;
 
@@ -259,7 +259,7 @@ void declare_checkpointing(FlagTable& flags, TrainingArguments& arguments);
 void complete_checkpointing(std::vector<std::string>& arguments);
 /// TrainingArguments' own checks, in the words of the command line.
 void validate_arguments(const FlagTable& flags, const TrainingArguments& arguments);
-/// `arguments` without the program's and the command's name.
+/// `arguments` without the program's and the command's name. Throws HelpAsked.
 Command parse_train(std::vector<std::string> arguments);
 Command parse_compare(std::vector<std::string> arguments);
 Command parse_tokenizer(std::vector<std::string> arguments);

@@ -10,15 +10,16 @@
 #include <iostream>
 #include <system_error>
 
+#include "checks.h"
+#include "commands.h"
+#include "compare.h"
 #include "compare_worlds.h"
 #include "hasten/base/error.h"
 #include "hasten/base/exit_code.h"
 #include "hasten/base/log.h"
 #include "hasten/base/store_channel.h"
+#include "hasten/base/text.h"
 #include "hasten/base/world.h"
-#include "hasten/cli/checks.h"
-#include "hasten/cli/commands.h"
-#include "hasten/cli/compare.h"
 #include "hasten/launch/launch.h"
 
 namespace hasten::detail {
@@ -62,12 +63,8 @@ int report(const LaunchResult& result, const LogsSpecs& logs, bool ours) {
       first < 0 || !logs.redirects.has(first, Std::err) || logs.tee.has(first, Std::err);
   if (!ours || !shown || !result.shown) {
     log_error(result.reason + (result.message.empty() ? "" : ": " + result.message));
-    std::string after;
-    for (const std::string& consequence : result.consequences) {
-      after += (after.empty() ? "after it: " : ", ") + consequence;
-    }
-    if (!after.empty()) {
-      log_info(after);
+    if (!result.consequences.empty()) {
+      log_info("after it: " + joined(result.consequences));
     }
   }
   return result.exit_code;
@@ -119,7 +116,7 @@ class Hasten {
     if (world.world_size > 1) {
       become_worker(arguments_); // another launcher's rank; they check together
     }
-    check_train_inputs(command);
+    check_inputs(command);
     if (command.dry_run) {
       become_worker(arguments_); // one process counts for all
     }
@@ -138,25 +135,9 @@ class Hasten {
                                                from_seconds(command.arguments.heartbeat_timeout));
     return report(result, command.logs, true);
   }
-  int operator()(const PredictCommand& command) {
-    check_predict_inputs(command);
-    become_worker(arguments_);
-  }
-  int operator()(const EvalCommand& command) {
-    check_eval_inputs(command);
-    become_worker(arguments_);
-  }
-  int operator()(const PlanCommand& command) {
-    check_plan_inputs(command);
-    become_worker(arguments_);
-  }
-  int operator()(const EstimateMemoryCommand& command) {
-    check_estimate_memory_inputs(command);
-    become_worker(arguments_);
-  }
   int operator()(const CompareCommand& command) {
     check_nproc("compare", command.nproc, command.oversubscribe, world_from_environment());
-    check_compare_inputs(command);
+    check_inputs(command);
     try {
       return compare_strategies(command, [&](const std::string& task) {
         return launch_workers(command.nproc, {{CompareTask::kVariable, task}}, {});
@@ -165,16 +146,6 @@ class Hasten {
       return report(failed.result, {}, true);
     }
   }
-  int operator()(const StateCommand& command) {
-    check_state_inputs(command);
-    become_worker(arguments_);
-  }
-  int operator()(const TokenizerCommand& command) {
-    check_tokenizer_inputs(command);
-    become_worker(arguments_);
-  }
-  int operator()(const SynthCommand&) { become_worker(arguments_); }
-  int operator()(const EnvCommand&) { become_worker(arguments_); }
   int operator()(const LaunchCommand& command) {
     check_nproc("launch", command.nproc, command.oversubscribe, world_from_environment());
     LaunchOptions options;
@@ -183,6 +154,14 @@ class Hasten {
     options.argv = command.program;
     options.keep_going = command.keep_going;
     return report(launch(options), command.logs, false);
+  }
+  /// The worker alone has the answer.
+  template <typename C>
+  int operator()(const C& command) {
+    if constexpr (requires { check_inputs(command); }) {
+      check_inputs(command);
+    }
+    become_worker(arguments_);
   }
 
  private:

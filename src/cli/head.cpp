@@ -1,28 +1,27 @@
 #include "head.h"
 
 #include <algorithm>
+#include <optional>
 #include <system_error>
 #include <utility>
 
+#include "checks.h"
 #include "hasten/base/error.h"
-#include "hasten/cli/checks.h"
+#include "hasten/base/text.h"
 #include "hasten/trainer/losses.h"
 
 namespace hasten::detail {
 
 Head head_of(const BertConfig& config) {
-  const std::string& type = config.problem_type;
-  if (!type.empty() && type != problem_type_of(Head::single_label) &&
-      type != problem_type_of(Head::multi_label) && type != problem_type_of(Head::regression)) {
-    throw InputError("cli::model", "config.json: problem_type=" + type.substr(0, 80),
+  if (config.problem_type.empty()) {
+    return config.num_labels() == 1 ? Head::regression : Head::single_label;
+  }
+  const std::optional<Head> head = spelled<Head>(config.problem_type);
+  if (!head) {
+    throw InputError("cli::model", "config.json: problem_type=" + config.problem_type.substr(0, 80),
                      "single_label_classification, regression or multi_label_classification");
   }
-  if (config.problem_type == "regression" ||
-      (config.problem_type.empty() && config.num_labels() == 1)) {
-    return Head::regression;
-  }
-  return config.problem_type == "multi_label_classification" ? Head::multi_label
-                                                             : Head::single_label;
+  return *head;
 }
 
 Head head_of(const TrainCommand& command) {
@@ -41,12 +40,6 @@ Head head_of(const TrainCommand& command) {
     }
   }
   return head_of(config);
-}
-
-const char* problem_type_of(Head head) {
-  return head == Head::regression    ? "regression"
-         : head == Head::multi_label ? "multi_label_classification"
-                                     : "single_label_classification";
 }
 
 LossFunction head_loss(BertForSequenceClassification model, Head head) {
@@ -87,11 +80,7 @@ TextTargetsOptions target_options(const TableFlags& table, Head head,
     options.label_columns = model_labels;
     return options;
   }
-  for (size_t at = 0; at <= table.label_columns.size();) {
-    const size_t comma = std::min(table.label_columns.find(',', at), table.label_columns.size());
-    options.label_columns.push_back(table.label_columns.substr(at, comma - at));
-    at = comma + 1;
-  }
+  options.label_columns = split(table.label_columns);
   return options;
 }
 
@@ -104,12 +93,8 @@ TargetRows read_eval_targets(const EvalCommand& command, const TextClassifier& c
     std::sort(asked.begin(), asked.end());
     std::sort(known.begin(), known.end());
     if (asked != known) {
-      std::string names;
-      for (const std::string& name : classifier.labels()) {
-        names += (names.empty() ? "" : ",") + name;
-      }
       throw InputError("cli::eval", "--label-columns=" + command.table.label_columns,
-                       "the model's labels: " + names);
+                       "the model's labels: " + joined(classifier.labels(), ","));
     }
     options.label_columns = classifier.labels(); // in the model's order
   }

@@ -11,15 +11,11 @@
 
 namespace hasten::detail {
 
-/// config.json's problem_type.
-enum class Head { single_label, regression, multi_label };
-
 /// As transformers reads it: one label and no word is a regression.
 Head head_of(const BertConfig& config);
 /// As the flags say, else the model. Never throws: a folder that cannot be read is
 /// refused where it is read.
 Head head_of(const TrainCommand& command);
-const char* problem_type_of(Head head);
 
 /// The loss of this head. Batches without labels give outputs alone: logits, of a
 /// regression [B].

@@ -1,18 +1,16 @@
-#include <ATen/ATen.h>
-
 #include <iostream>
 #include <nlohmann/json.hpp>
 
+#include "checks.h"
+#include "classifier.h"
 #include "hasten/activation_checkpoint/planner.h"
 #include "hasten/base/error.h"
 #include "hasten/base/exit_code.h"
 #include "hasten/base/files.h"
-#include "hasten/base/progress_bar.h"
-#include "hasten/cli/checks.h"
-#include "hasten/cli/run.h"
+#include "hasten/base/text.h"
 #include "hasten/core/memory.h"
 #include "hasten/core/random.h"
-#include "hasten/models/bert_pretrained.h"
+#include "run.h"
 
 namespace hasten {
 
@@ -35,8 +33,8 @@ std::string plan_lines(const ActivationPlan& plan) {
 
 } // namespace detail
 
-int run_plan(const PlanCommand& command) {
-  check_plan_inputs(command);
+int run_command(const PlanCommand& command) {
+  check_inputs(command);
   install_memory_meter();
   set_seed(42);
   LoadBertOptions options;
@@ -50,13 +48,9 @@ int run_plan(const PlanCommand& command) {
         "at most the model's " + std::to_string(loaded.config.max_position_embeddings) +
             " tokens a row");
   }
-  const at::Tensor ids =
-      at::randint(1, loaded.config.vocab_size, {command.rows, command.tokens}, at::kLong);
-  // One row with padding, so that blocks get a mask as in training.
-  at::Tensor mask = at::ones({command.rows, command.tokens}, at::kLong);
-  mask[command.rows - 1][command.tokens - 1].zero_();
-  const at::Tensor labels = at::zeros({command.rows}, at::kLong);
-  const auto loss = [&] { return at::cross_entropy_loss(model->forward(ids, mask), labels); };
+  const Batch batch = detail::made_up_batch(loaded.config, command.rows, command.tokens);
+  const LossFunction sum = detail::classification_loss(model);
+  const auto loss = [&] { return sum(batch).loss_sum; };
   loss().backward(); // allocations and caches of a first step
   const ChainProfile profile = profile_activations(model.ptr(), loss);
   const auto plans = pareto_plans(profile);

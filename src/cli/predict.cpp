@@ -2,35 +2,25 @@
 #include <ATen/ops/softmax.h>
 
 #include <cmath>
-#include <cstdio>
 #include <iostream>
 #include <nlohmann/json.hpp>
 #include <numeric>
-#include <sstream>
 
+#include "checks.h"
 #include "classifier.h"
 #include "hasten/base/error.h"
 #include "hasten/base/exit_code.h"
 #include "hasten/base/files.h"
 #include "hasten/base/log.h"
-#include "hasten/base/progress_bar.h"
-#include "hasten/cli/checks.h"
-#include "hasten/cli/run.h"
+#include "hasten/base/text.h"
 #include "hasten/data/csv.h"
 #include "hasten/trainer/progress_callback.h"
 #include "head.h"
+#include "run.h"
 
 namespace hasten {
 
 namespace detail {
-
-/// Shortest decimal that reads back as the same float.
-std::string number_text(float value) {
-  std::ostringstream text;
-  text.precision(6);
-  text << value;
-  return text.str();
-}
 
 /// All rows' answers, in the order of the input.
 struct Predictions {
@@ -46,16 +36,12 @@ struct Predictions {
   /// The likeliest label; those that are likelier than not, "a|b"; the value.
   std::string label(int64_t row) const {
     if (head == Head::regression) {
-      return number_text(value(row));
+      return format_digits(value(row));
     }
     if (head == Head::single_label) {
       return labels[static_cast<size_t>(best.const_data_ptr<int64_t>()[row])];
     }
-    std::string text;
-    for (const std::string& name : labels_of(row)) {
-      text += (text.empty() ? "" : "|") + name;
-    }
-    return text;
+    return joined(labels_of(row), "|");
   }
   std::vector<std::string> labels_of(int64_t row) const {
     std::vector<std::string> names;
@@ -140,7 +126,7 @@ std::string predictions_csv(const Predictions& all) {
   for (int64_t row = 0; row < all.size(); ++row) {
     text += csv_field(all.texts[static_cast<size_t>(row)]) + "," + csv_field(all.label(row));
     for (int64_t label = 0; probabilities && label < all.logits.size(1); ++label) {
-      text += "," + number_text(all.probability(row, label));
+      text += "," + format_digits(all.probability(row, label));
     }
     text += "\n";
   }
@@ -192,9 +178,7 @@ std::string predictions_table(const Predictions& all) {
   for (int64_t row = 0; row < all.size(); ++row) {
     text += pad(all.label(row), label_width, true);
     const auto add = [&](int64_t label, size_t width) {
-      char number[16];
-      std::snprintf(number, sizeof number, "%.4f", all.probability(row, label));
-      text += "  " + pad(number, width, false);
+      text += "  " + pad(format_fixed(all.probability(row, label), 4), width, false);
     };
     if (regression) {
       // as above
@@ -229,17 +213,12 @@ void write_predictions(const PredictCommand& command, const Predictions& predict
 
 } // namespace detail
 
-int run_predict(const PredictCommand& command) {
-  check_predict_inputs(command);
+int run_command(const PredictCommand& command) {
+  check_inputs(command);
   const detail::TextClassifier classifier =
       detail::load_text_classifier(command.model, command.max_length);
   const auto texts = detail::prediction_texts(command);
-  const TokenizedTexts tokens = tokenize_texts(classifier.tokenizer, texts, classifier.max_length,
-                                               detail::tokenizer_threads());
-  const std::string cut = detail::truncation_line(tokens, texts.size(), classifier.max_length);
-  if (!cut.empty()) {
-    log_warning(cut);
-  }
+  const TokenizedTexts tokens = detail::tokens_of(classifier, texts);
   const auto trainer = detail::make_evaluator(classifier, command.batch_size);
   if (!command.output.empty() || !command.file.empty()) {
     trainer->add_callback(std::make_shared<ProgressCallback>("", BannerLines{}, "predict"));
@@ -248,10 +227,10 @@ int run_predict(const PredictCommand& command) {
   at::Tensor logits = trainer->predict(*dataset).outputs.to(at::kFloat).contiguous();
   detail::require_finite_logits(classifier, logits, "cli::predict",
                                 command.file.empty() ? "the texts" : command.file);
-  const detail::Head head = detail::head_of(classifier.bert.config);
+  const Head head = detail::head_of(classifier.bert.config);
   logits = logits.view({static_cast<int64_t>(texts.size()), -1}); // a regression's are [row]
   at::Tensor probabilities =
-      (head == detail::Head::multi_label ? logits.sigmoid() : at::softmax(logits, 1)).contiguous();
+      (head == Head::multi_label ? logits.sigmoid() : at::softmax(logits, 1)).contiguous();
   at::Tensor best = logits.argmax(1).contiguous();
   detail::write_predictions(
       command, {texts, tokens.ids, classifier.labels(), logits, probabilities, best, head});

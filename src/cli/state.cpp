@@ -4,10 +4,10 @@
 #include <iostream>
 #include <nlohmann/json.hpp>
 
+#include "checks.h"
 #include "hasten/base/exit_code.h"
 #include "hasten/base/log.h"
-#include "hasten/cli/checks.h"
-#include "hasten/cli/run.h"
+#include "run.h"
 
 namespace hasten {
 
@@ -46,8 +46,8 @@ void print_state(const nlohmann::json& state) {
 
 } // namespace detail
 
-int run_state(const StateCommand& command) {
-  check_state_inputs(command);
+int run_command(const StateCommand& command) {
+  check_inputs(command);
   if (command.action == "consolidate") {
     consolidate_state(command.folder, command.output, command.model);
     log_info("wrote " + command.output);

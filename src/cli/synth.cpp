@@ -5,13 +5,13 @@
 #include "hasten/base/exit_code.h"
 #include "hasten/base/files.h"
 #include "hasten/base/log.h"
-#include "hasten/base/progress_bar.h"
-#include "hasten/cli/run.h"
+#include "hasten/base/text.h"
 #include "hasten/data/synthetic_reviews.h"
+#include "run.h"
 
 namespace hasten {
 
-int run_synth(const SynthCommand& command) {
+int run_command(const SynthCommand& command) {
   const std::string extension = std::filesystem::path(command.output).extension();
   const std::string table = synthetic_reviews_table({.rows = command.rows, .seed = command.seed},
                                                     extension == ".jsonl" ? '\0'

@@ -7,17 +7,18 @@
 #include <nlohmann/json.hpp>
 #include <utility>
 
+#include "checks.h"
 #include "hasten/base/error.h"
 #include "hasten/base/exit_code.h"
 #include "hasten/base/log.h"
 #include "hasten/base/process.h"
 #include "hasten/base/progress_bar.h"
-#include "hasten/cli/checks.h"
-#include "hasten/cli/run.h"
+#include "hasten/base/text.h"
 #include "hasten/data/text_table.h"
 #include "hasten/data/utf8.h"
 #include "hasten/io/commit.h"
 #include "hasten/models/bert.h"
+#include "run.h"
 
 namespace hasten {
 
@@ -128,9 +129,9 @@ int learn_tokenizer(const TokenizerCommand& command) {
 
 } // namespace detail
 
-int run_tokenizer(const TokenizerCommand& command) {
+int run_command(const TokenizerCommand& command) {
   install_interrupt_handlers();
-  check_tokenizer_inputs(command);
+  check_inputs(command);
   return command.action == "encode" ? detail::encode_texts(command)
                                     : detail::learn_tokenizer(command);
 }

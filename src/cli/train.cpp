@@ -5,18 +5,19 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 
+#include "checks.h"
 #include "classifier.h"
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
 #include "hasten/base/log.h"
 #include "hasten/base/process.h"
 #include "hasten/base/progress_bar.h"
-#include "hasten/cli/checks.h"
-#include "hasten/cli/run.h"
+#include "hasten/base/text.h"
 #include "hasten/core/memory.h"
 #include "hasten/data/synthetic_reviews.h"
 #include "hasten/data/token_cache.h"
 #include "head.h"
+#include "run.h"
 #include "train_run.h"
 
 namespace hasten {
@@ -73,11 +74,8 @@ class TokenizeBar {
 
 TokenizedClassificationOptions tokenize_options(const TrainCommand& command, TrainInputs& inputs) {
   TokenizedClassificationOptions options;
-  options.texts.eval_split = command.eval_split;
-  options.texts.seed = command.arguments.seed;
+  set_rows(command, options.texts);
   options.texts.table = table_options(command.table);
-  options.texts.max_train_rows = command.max_train_rows;
-  options.texts.max_eval_rows = command.max_eval_rows;
   options.texts.label_names = label_names_of_model(command.model);
   // By a new classifier; the loader's report says so.
   options.texts.replace_label_names = true;
@@ -169,7 +167,7 @@ int64_t bytes_on_disk(const TrainingArguments& arguments, const torch::nn::Modul
 
 /// Local; touches nothing. Throws InputError for anything wrong with the input.
 TrainInputs read_train_inputs(const TrainCommand& command, int world_size, bool is_main) {
-  check_train_inputs(command);
+  check_inputs(command);
   TrainInputs inputs;
   inputs.data = read_train_data(command, inputs, is_main);
   require_row_each(std::ssize(inputs.data->train.rows), world_size);
@@ -240,12 +238,12 @@ int run_train_classes(const TrainCommand& command) {
 
 } // namespace detail
 
-int run_train(const TrainCommand& command) {
+int run_command(const TrainCommand& command) {
   install_interrupt_handlers();
   install_memory_meter();
   const auto head = detail::head_of(command);
-  return head == detail::Head::single_label ? detail::run_train_classes(command)
-                                            : detail::run_train_targets(command, head);
+  return head == Head::single_label ? detail::run_train_classes(command)
+                                    : detail::run_train_targets(command, head);
 }
 
 } // namespace hasten

@@ -248,13 +248,8 @@ void require_metric_of(const FlagTable& flags, const TrainingArguments& argument
   names.insert(names.end(), of_problem.begin(), of_problem.end());
   const std::string wanted = arguments.best_metric_name().substr(5);
   if (std::find(names.begin(), names.end(), wanted) == names.end()) {
-    std::string known = "loss";
-    for (const std::string& name : of_problem) {
-      known += ", " + name;
-    }
-    const std::string near = nearest_name(wanted, names.data(), names.data() + names.size());
     throw InputError(flags.where(), "--metric-for-best-model=" + arguments.metric_for_best_model,
-                     "one of " + known, near.empty() ? near : "write " + near);
+                     "one of loss, " + joined(of_problem), write_nearest(wanted, names));
   }
 }
 
@@ -263,13 +258,10 @@ void check_problem(const FlagTable& flags, TrainCommand& command) {
   const bool several =
       !command.table.label_columns.empty() || !command.table.label_separator.empty();
   std::string& problem = command.problem_type;
-  const std::vector<std::string> known{"single_label_classification", "regression",
-                                       "multi_label_classification"};
+  const std::vector<std::string> known(kSpellings<Head>.begin(), kSpellings<Head>.end());
   if (!problem.empty() && std::find(known.begin(), known.end(), problem) == known.end()) {
-    const std::string near = nearest_name(problem, known.data(), known.data() + known.size());
-    throw InputError(flags.where(), "--problem-type=" + problem,
-                     "one of " + known[0] + ", " + known[1] + ", " + known[2],
-                     near.empty() ? near : "write " + near);
+    throw InputError(flags.where(), "--problem-type=" + problem, "one of " + joined(known),
+                     write_nearest(problem, known));
   }
   if (several) {
     require_flag(flags, problem.empty() || problem == known[2],
@@ -313,9 +305,7 @@ Command parse_train(std::vector<std::string> arguments) {
   declare_optimizer(flags, command.arguments);
   declare_reports(flags, command.arguments);
   flags.read_config(arguments);
-  if (!flags.parse(std::move(arguments))) {
-    return Answer{flags.help()};
-  }
+  flags.parse(std::move(arguments));
   command.nproc_given = flags.written("--nproc");
   settle_config(flags, command);
   check_problem(flags, command);

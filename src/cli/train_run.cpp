@@ -1,15 +1,14 @@
 #include "train_run.h"
 
 #include <algorithm>
-#include <cstdio>
 #include <string_view>
 
 #include "agreement.h"
-#include "dry_run.h"
 #include "hasten/accelerator/accelerator.h"
 #include "hasten/base/error.h"
 #include "hasten/base/exit_code.h"
 #include "hasten/base/log.h"
+#include "hasten/base/text.h"
 #include "hasten/trainer/losses.h"
 #include "head.h"
 
@@ -22,10 +21,8 @@ void add_model_facts(BannerLines& lines, const TrainCommand& command, const Load
     lines.emplace_back("model", line);
   }
   if (is_model_shape(command.model)) {
-    char rate[48];
-    std::snprintf(rate, sizeof rate, "learning rate %g (--learning-rate)",
-                  command.arguments.learning_rate);
-    lines.emplace_back("model", rate);
+    lines.emplace_back("model", "learning rate " + format_digits(command.arguments.learning_rate) +
+                                    " (--learning-rate)");
   }
 }
 
@@ -46,6 +43,13 @@ void require_row_each(int64_t rows, int world_size) {
   }
 }
 
+void set_rows(const TrainCommand& command, TextClassificationOptions& options) {
+  options.eval_split = command.eval_split;
+  options.seed = command.arguments.seed;
+  options.max_train_rows = command.max_train_rows;
+  options.max_eval_rows = command.max_eval_rows;
+}
+
 static int dry_run(const TrainCommand& command, const ReadInputs& read) {
   const World world = world_from_environment();
   const int ranks = world.world_size > 1 ? world.world_size : command.nproc;
@@ -56,17 +60,7 @@ static int dry_run(const TrainCommand& command, const ReadInputs& read) {
   for (const std::string& warning : in.warnings) {
     log_warning(warning);
   }
-  int64_t longest = 0;
-  for (int64_t row = 0; row < in.train->size(); ++row) {
-    longest = std::max(longest, in.train->length(row));
-  }
-  print_dry_run(command, {.world_size = ranks,
-                          .facts = in.facts(),
-                          .train = in.train,
-                          .eval_rows = in.eval ? in.eval->size() : 0,
-                          .model = in.bert.model,
-                          .longest = longest,
-                          .disk_bytes = bytes_on_disk(command.arguments, *in.bert.model)});
+  print_dry_run(command, in, ranks);
   return kExitOk;
 }
 
@@ -95,13 +89,7 @@ int run_training(const TrainCommand& command, const ReadInputs& read) {
   if (command.dry_run) {
     return dry_run(command, read);
   }
-  const auto accelerator = std::make_shared<Accelerator>(AcceleratorOptions{
-      .gradient_accumulation_steps = command.arguments.gradient_accumulation_steps,
-      .seed = command.arguments.seed,
-      .strategy = command.arguments.strategy,
-      .shard_size = static_cast<int>(command.arguments.shard_size),
-      .timeout = from_seconds(command.arguments.ddp_timeout),
-      .heartbeat_timeout = from_seconds(command.arguments.heartbeat_timeout)});
+  const auto accelerator = std::make_shared<Accelerator>(accelerator_options(command.arguments));
   Communicator& communicator = *accelerator->communicator();
   TrainingInputs inputs;
   agree_on(communicator, "cli: read the input",

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "classifier.h"
-#include "hasten/cli/commands.h"
+#include "commands.h"
 #include "hasten/data/dataset.h"
 #include "hasten/trainer/progress_callback.h"
 
@@ -39,9 +39,15 @@ struct TrainingInputs {
 /// Reads the files for that many ranks. Local; touches nothing.
 using ReadInputs = std::function<TrainingInputs(int world_size, bool is_main)>;
 
+/// Prints the plan to stdout (--dry-run). Throws InputError where the arguments
+/// contradict the number of updates, as the run would.
+void print_dry_run(const TrainCommand& command, const TrainingInputs& in, int world_size);
+
 /// Trains, or with --dry-run says the plan. The exit code.
 int run_training(const TrainCommand& command, const ReadInputs& read);
 
+/// Which rows of the files train and evaluate.
+void set_rows(const TrainCommand& command, TextClassificationOptions& options);
 void add_model_facts(BannerLines& lines, const TrainCommand& command, const LoadedBert& bert);
 /// Throws InputError where --class-weights has another number of them.
 void require_class_weights(const TrainCommand& command, int64_t labels);

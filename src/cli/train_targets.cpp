@@ -3,9 +3,9 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 
+#include "checks.h"
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
-#include "hasten/cli/checks.h"
 #include "head.h"
 #include "train_run.h"
 
@@ -41,7 +41,7 @@ LoadedBert target_model(const TrainCommand& command, const TargetInputs& in) {
   if (!keeps_head) {
     options.id2label = in.data.label_names;
   }
-  options.problem_type = problem_type_of(in.head);
+  options.problem_type = spelling(in.head);
   options.vocab_size = in.tokenizer->vocab_size();
   options.pad_token_id = in.tokenizer->pad_id();
   return load_bert_classifier(command.model, options);
@@ -57,7 +57,7 @@ std::shared_ptr<const Dataset> target_dataset(const TargetInputs& in, const Toke
 
 /// Local; touches nothing. Throws InputError for anything wrong with the input.
 TargetInputs read_target_inputs(const TrainCommand& command, Head head, int world_size) {
-  check_train_inputs(command);
+  check_inputs(command);
   TargetInputs in;
   in.head = head;
   TextTargetsOptions options = target_options(command.table, head, {});
@@ -68,10 +68,7 @@ TargetInputs read_target_inputs(const TrainCommand& command, Head head, int worl
   }
   options.train_file = command.train_file;
   options.eval_file = command.eval_file;
-  options.eval_split = command.eval_split;
-  options.seed = command.arguments.seed;
-  options.max_train_rows = command.max_train_rows;
-  options.max_eval_rows = command.max_eval_rows;
+  set_rows(command, options);
   in.data = load_text_targets(options);
   require_row_each(in.data.train.size(), world_size);
   require_class_weights(command, in.data.targets_per_row());
@@ -89,7 +86,7 @@ TargetInputs read_target_inputs(const TrainCommand& command, Head head, int worl
 
 BannerLines target_facts(const TrainCommand& command, const TargetInputs& in) {
   BannerLines lines;
-  lines.emplace_back("head", problem_type_of(in.head));
+  lines.emplace_back("head", spelling(in.head));
   for (const std::string& line : in.data.lines()) {
     lines.emplace_back("data", line);
   }

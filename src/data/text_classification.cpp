@@ -4,13 +4,13 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
 #include <numeric>
 #include <string_view>
 #include <unordered_map>
 #include <utility>
 
 #include "hasten/base/error.h"
+#include "hasten/base/text.h"
 #include "hasten/core/random.h"
 
 namespace hasten {
@@ -44,7 +44,6 @@ std::vector<int64_t> stratified_counts(const std::vector<int64_t>& label_rows, d
   return counts;
 }
 
-// Whether each row is for evaluation; seeded, by label.
 std::vector<char> draw_eval_split(const std::vector<int32_t>& labels, size_t num_labels,
                                   double share, uint64_t seed) {
   std::vector<std::vector<int64_t>> rows(num_labels); // [label][k]
@@ -220,18 +219,19 @@ void check_text_options(const TextClassificationOptions& options) {
   }
 }
 
-// "1234 rows: neg 617 (50.0 %), pos 617 (50.0 %)"; the largest shares of many.
-std::string label_share_line(const std::vector<int64_t>& counts,
+int64_t rows_of(const std::vector<int64_t>& counts) {
+  return std::accumulate(counts.begin(), counts.end(), int64_t{0});
+}
+
+std::string label_share_line(int64_t rows, const std::vector<int64_t>& counts,
                              const std::vector<std::string>& label_names) {
   constexpr size_t kShown = 12;
-  const int64_t rows = std::accumulate(counts.begin(), counts.end(), int64_t{0});
   std::string line = std::to_string(rows) + " rows";
   for (size_t i = 0; i < std::min(counts.size(), kShown); ++i) {
-    char share[32];
-    std::snprintf(
-        share, sizeof(share), " (%.1f %%)",
-        rows == 0 ? 0.0 : 100.0 * static_cast<double>(counts[i]) / static_cast<double>(rows));
-    line += (i == 0 ? ": " : ", ") + label_names[i] + " " + std::to_string(counts[i]) + share;
+    const double percent =
+        100.0 * static_cast<double>(counts[i]) / static_cast<double>(std::max<int64_t>(1, rows));
+    line += (i == 0 ? ": " : ", ") + label_names[i] + " " + std::to_string(counts[i]) + " (" +
+            format_fixed(percent, 1) + " %)";
   }
   if (counts.size() > kShown) {
     line += ", and " + std::to_string(counts.size() - kShown) + " more labels";
@@ -243,16 +243,18 @@ std::string label_share_line(const std::vector<int64_t>& counts,
 
 std::vector<std::string> TextClassificationReport::lines(
     const std::vector<std::string>& label_names) const {
-  std::vector<std::string> text{"training data: " +
-                                detail::label_share_line(train_counts, label_names)};
+  std::vector<std::string> text{
+      "training data: " +
+      detail::label_share_line(detail::rows_of(train_counts), train_counts, label_names)};
   if (std::any_of(eval_counts.begin(), eval_counts.end(),
                   [](int64_t count) { return count > 0; })) {
-    text.push_back("evaluation data: " + detail::label_share_line(eval_counts, label_names));
+    text.push_back("evaluation data: " + detail::label_share_line(detail::rows_of(eval_counts),
+                                                                  eval_counts, label_names));
   }
-  std::string left_out;
+  std::vector<std::string> left_out;
   const auto say = [&](int64_t count, const char* what) {
     if (count > 0) {
-      left_out += (left_out.empty() ? "" : ", ") + std::to_string(count) + what;
+      left_out.push_back(std::to_string(count) + what);
     }
   };
   say(filtered_out, " by filters");
@@ -260,7 +262,7 @@ std::vector<std::string> TextClassificationReport::lines(
   say(empty_label, " with empty label");
   say(duplicates, " kept out of evaluation (same text in training)");
   if (!left_out.empty()) {
-    text.push_back("of " + std::to_string(rows_read) + " rows read, left out: " + left_out);
+    text.push_back("of " + std::to_string(rows_read) + " rows read, left out: " + joined(left_out));
   }
   return text;
 }
@@ -294,13 +296,10 @@ TextSelection select_text_rows(std::shared_ptr<const TextFile> train_file,
   }
   detail::count_selected_labels(selection);
   auto& report = selection.report;
-  const auto rows_of = [](const std::vector<int64_t>& counts) {
-    return std::accumulate(counts.begin(), counts.end(), int64_t{0});
-  };
-  if (evaluates && rows_of(report.eval_counts) == 0) {
+  if (evaluates && detail::rows_of(report.eval_counts) == 0) {
     throw InputError(detail::kLoadTexts,
                      "no row is left for evaluation: training rows=" +
-                         std::to_string(rows_of(report.train_counts)) +
+                         std::to_string(detail::rows_of(report.train_counts)) +
                          ", rows whose text training has=" + std::to_string(report.duplicates),
                      "at least one row",
                      "use more rows, a larger eval_split, or another eval_file");

@@ -167,18 +167,15 @@ void TextRowReader::require_rows() const {
 
 TextTable read_text_table(const std::filesystem::path& path, const TextTableOptions& options) {
   TextRowReader reader(TextFile::open(path, detail::kTextTable), options);
-  TextTable table{.path = path};
+  TextTable table;
+  table.path = path;
   while (reader.next()) {
     table.texts.emplace_back(reader.text());
     table.labels.emplace_back(reader.label());
     table.lines.push_back(reader.line());
   }
   reader.require_rows();
-  const TextRowCounts& counts = reader.counts();
-  table.rows_read = counts.rows_read;
-  table.filtered_out = counts.filtered_out;
-  table.empty_text = counts.empty_text;
-  table.empty_label = counts.empty_label;
+  static_cast<TextRowCounts&>(table) = reader.counts();
   return table;
 }
 

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <charconv>
 #include <cmath>
-#include <cstdio>
 #include <numeric>
 #include <set>
 #include <string_view>
@@ -14,7 +13,7 @@
 #include <utility>
 
 #include "hasten/base/error.h"
-#include "hasten/core/random.h"
+#include "hasten/base/text.h"
 
 namespace hasten {
 
@@ -53,15 +52,12 @@ std::unordered_map<int64_t, std::string> labels_by_line(const std::filesystem::p
 /// The parts of "a|b", trimmed of spaces; none of an empty text.
 std::vector<std::string> split_label(const std::string& text, const std::string& separator) {
   std::vector<std::string> parts;
-  for (size_t at = 0; at <= text.size();) {
-    const size_t end = std::min(text.find(separator, at), text.size());
-    std::string part = text.substr(at, end - at);
+  for (std::string& part : split(text, separator)) {
     part.erase(0, part.find_first_not_of(" \t"));
     part.erase(part.find_last_not_of(" \t") + 1);
     if (!part.empty()) {
       parts.push_back(std::move(part));
     }
-    at = end + separator.size();
   }
   return parts;
 }
@@ -149,11 +145,7 @@ bool read_targets(const LabelledLines& read, int64_t line, const TextTargetsOpti
   for (const std::string& name : split_label(label->second, options.label_separator)) {
     const auto found = std::find(names.begin(), names.end(), name);
     if (found == names.end()) {
-      std::string known;
-      for (const std::string& each : names) {
-        known += (known.empty() ? "one of " : ", ") + each;
-      }
-      refuse_label(path, line, read.columns[0], name, known);
+      refuse_label(path, line, read.columns[0], name, "one of " + joined(names));
     }
     row[static_cast<size_t>(found - names.begin())] = 1;
   }
@@ -196,17 +188,8 @@ void append_row(TargetTexts& side, TargetTexts& all, int64_t row, int64_t target
 /// Draws the rows of evaluation; a text that training has too stays in training.
 void split_targets(TargetTexts all, const TextTargetsOptions& options, TextTargets& data) {
   const int64_t rows = all.size();
-  std::vector<int64_t> order(static_cast<size_t>(rows));
-  std::iota(order.begin(), order.end(), 0);
-  OrderRng rng(stream_seed("eval_split", options.seed), 0);
-  rng.shuffle(order.data(), order.size());
-  const auto wanted =
-      std::clamp<int64_t>(std::llround(options.eval_split * static_cast<double>(rows)),
-                          rows >= 2 ? 1 : 0, std::max<int64_t>(rows - 1, 0));
-  std::vector<char> for_eval(static_cast<size_t>(rows), 0);
-  for (int64_t i = 0; i < wanted; ++i) {
-    for_eval[static_cast<size_t>(order[static_cast<size_t>(i)])] = 1;
-  }
+  std::vector<char> for_eval = draw_eval_split(std::vector<int32_t>(static_cast<size_t>(rows)), 1,
+                                               options.eval_split, options.seed);
   std::unordered_set<std::string> train_texts;
   for (size_t row = 0; row < for_eval.size(); ++row) {
     if (!for_eval[row]) {
@@ -240,35 +223,29 @@ void add_eval_targets(const TextTargetsOptions& options, TextTargets& data) {
   }
 }
 
-std::string side_line(const char* what, const TargetTexts& side, const TextTargets& data) {
-  std::string line = std::string(what) + ": " + std::to_string(side.size()) + " rows";
-  const int64_t targets = data.targets_per_row();
-  char text[96];
+std::string side_line(const TargetTexts& side, const TextTargets& data) {
+  const auto targets = static_cast<size_t>(data.targets_per_row());
   if (data.regression) {
     const auto [least, most] = std::minmax_element(side.targets.begin(), side.targets.end());
     const double mean = std::accumulate(side.targets.begin(), side.targets.end(), 0.0) /
                         static_cast<double>(side.size());
-    std::snprintf(text, sizeof text, " from %.4g to %.4g, mean %.4g", *least, *most, mean);
-    return line + ", " + data.label_names[0] + text;
+    return std::to_string(side.size()) + " rows, " + data.label_names[0] + " from " +
+           format_digits(*least, 4) + " to " + format_digits(*most, 4) + ", mean " +
+           format_digits(mean, 4);
   }
-  for (int64_t label = 0; label < std::min<int64_t>(targets, 12); ++label) {
-    int64_t count = 0;
-    for (int64_t row = 0; row < side.size(); ++row) {
-      count += side.targets[static_cast<size_t>(row * targets + label)] > 0;
-    }
-    std::snprintf(text, sizeof text, " %lld (%.1f %%)", static_cast<long long>(count),
-                  100.0 * static_cast<double>(count) / static_cast<double>(side.size()));
-    line += (label == 0 ? ": " : ", ") + data.label_names[static_cast<size_t>(label)] + text;
+  std::vector<int64_t> counts(targets);
+  for (size_t i = 0; i < side.targets.size(); ++i) {
+    counts[i % targets] += side.targets[i] > 0;
   }
-  return targets > 12 ? line + ", and " + std::to_string(targets - 12) + " more labels" : line;
+  return label_share_line(side.size(), counts, data.label_names);
 }
 
 } // namespace detail
 
 std::vector<std::string> TextTargets::lines() const {
-  std::vector<std::string> text{detail::side_line("training data", train, *this)};
+  std::vector<std::string> text{"training data: " + detail::side_line(train, *this)};
   if (eval.size() > 0) {
-    text.push_back(detail::side_line("evaluation data", eval, *this));
+    text.push_back("evaluation data: " + detail::side_line(eval, *this));
   }
   if (left_out + duplicates > 0) {
     text.push_back("left out: " + std::to_string(left_out) +

@@ -17,6 +17,9 @@
 
 namespace hasten {
 
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(TextClassificationReport, rows_read, filtered_out, empty_text,
+                                   empty_label, duplicates, train_counts, eval_counts, warnings)
+
 namespace detail {
 
 // To be raised with any change of what the same files and options give.
@@ -119,26 +122,6 @@ std::string token_cache_key(const std::shared_ptr<const TextFile>& train_file,
   return text_hash_hex(described.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace));
 }
 
-nlohmann::json report_as_json(const TextClassificationReport& report) {
-  return {{"rows_read", report.rows_read},     {"filtered_out", report.filtered_out},
-          {"empty_text", report.empty_text},   {"empty_label", report.empty_label},
-          {"duplicates", report.duplicates},   {"train_counts", report.train_counts},
-          {"eval_counts", report.eval_counts}, {"warnings", report.warnings}};
-}
-
-TextClassificationReport report_from_json(const nlohmann::json& json) {
-  TextClassificationReport report;
-  json.at("rows_read").get_to(report.rows_read);
-  json.at("filtered_out").get_to(report.filtered_out);
-  json.at("empty_text").get_to(report.empty_text);
-  json.at("empty_label").get_to(report.empty_label);
-  json.at("duplicates").get_to(report.duplicates);
-  json.at("train_counts").get_to(report.train_counts);
-  json.at("eval_counts").get_to(report.eval_counts);
-  json.at("warnings").get_to(report.warnings);
-  return report;
-}
-
 class MemorySink : public TokenSink {
  public:
   explicit MemorySink(std::vector<int32_t>& ids) : ids_(ids) {}
@@ -183,7 +166,7 @@ class TokenMaker {
   // Behind make(), with the ids that went into the sink.
   nlohmann::json values() const {
     nlohmann::json values{{"label_names", selection_.label_names},
-                          {"report", report_as_json(selection_.report)},
+                          {"report", selection_.report},
                           {"tokens", tokens_},
                           {"truncated", truncated_},
                           {"train_checksum", checksum_.hex()}};
@@ -290,7 +273,7 @@ TokenizedClassification tokenized_from(const TokenFile& file,
                        : WordPieceTokenizer(values.at("vocab").get<std::vector<std::string>>(),
                                             options.learned)};
   values.at("label_names").get_to(result.label_names);
-  result.report = report_from_json(values.at("report"));
+  values.at("report").get_to(result.report);
   values.at("tokens").get_to(result.tokens);
   values.at("truncated").get_to(result.truncated);
   values.at("train_checksum").get_to(result.train_checksum);

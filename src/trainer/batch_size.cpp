@@ -10,7 +10,7 @@
 #include "hasten/activation_checkpoint/checkpoint_spec.h"
 #include "hasten/base/host_memory.h"
 #include "hasten/base/log.h"
-#include "hasten/base/progress_bar.h"
+#include "hasten/base/text.h"
 #include "hasten/base/world.h"
 #include "hasten/core/memory.h"
 #include "training_run.h"
@@ -81,7 +81,7 @@ int64_t kept_bytes(const TrainerParts& parts) {
   }
   const TrainingArguments& a = parts.arguments;
   const bool averages = a.local_sgd_steps > 0 && parts.accelerator->num_processes() > 1;
-  return optimizer_state_bytes(optimizer_name_of(a), optimizer_settings_of(a), shapes, dtype) +
+  return optimizer_state_bytes(spelling(a.optim), optimizer_settings(a), shapes, dtype) +
          (averages ? 2 * weights : 0); // snapshot; buffers of gradients
 }
 

@@ -8,7 +8,7 @@
 #include "hasten/activation_checkpoint/gradient_checkpointing.h"
 #include "hasten/activation_checkpoint/planner.h"
 #include "hasten/base/log.h"
-#include "hasten/base/progress_bar.h"
+#include "hasten/base/text.h"
 #include "training_run.h"
 
 namespace hasten::detail {

@@ -1,13 +1,13 @@
 #include "objective_arguments.h"
 
-#include <algorithm>
 #include <charconv>
 #include <cmath>
 #include <nlohmann/json.hpp>
-#include <string_view>
+#include <string>
 
 #include "hasten/base/error.h"
 #include "hasten/base/limits.h"
+#include "hasten/base/text.h"
 #include "hasten/trainer/training_plan.h"
 
 namespace hasten {
@@ -78,10 +78,7 @@ std::vector<double> class_weight_numbers(const std::string& class_weights) {
   if (class_weights.empty() || class_weights == "balanced") {
     return numbers;
   }
-  std::string_view rest = class_weights;
-  while (true) {
-    const size_t comma = std::min(rest.find(','), rest.size());
-    const std::string_view item = rest.substr(0, comma);
+  for (const std::string& item : split(class_weights)) {
     double number = 0;
     const char* end = item.data() + item.size();
     const auto read = std::from_chars(item.data(), end, number);
@@ -91,11 +88,8 @@ std::vector<double> class_weight_numbers(const std::string& class_weights) {
                        "numbers above 0 by label, like 0.5,2, or balanced");
     }
     numbers.push_back(number);
-    if (comma == rest.size()) {
-      return numbers;
-    }
-    rest.remove_prefix(comma + 1);
   }
+  return numbers;
 }
 
 } // namespace hasten

@@ -1,5 +1,6 @@
 #include "hasten/trainer/progress_callback.h"
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstdio>
@@ -7,6 +8,7 @@
 #include <nlohmann/json.hpp>
 
 #include "hasten/base/log.h"
+#include "hasten/base/text.h"
 
 namespace hasten {
 
@@ -34,12 +36,7 @@ std::string epoch_row(const std::vector<std::string>& cells) {
 }
 
 std::string fixed_text(double value, int digits) {
-  if (!std::isfinite(value)) {
-    return "-";
-  }
-  char text[32];
-  std::snprintf(text, sizeof text, "%.*f", digits, value);
-  return text;
+  return std::isfinite(value) ? format_fixed(value, digits) : "-";
 }
 
 struct MetricColumn {
@@ -142,6 +139,18 @@ BannerLines run_lines(const RunDescription& run) {
   return lines;
 }
 
+std::vector<std::string> banner_text(const BannerLines& lines) {
+  std::vector<std::string> texts;
+  std::string before;
+  for (const auto& [name, text] : lines) { // lines of one kind carry their name once
+    const std::string label = name == before ? "" : name;
+    texts.push_back("  " + label + std::string(12 - std::min<size_t>(11, label.size()), ' ') +
+                    text);
+    before = name;
+  }
+  return texts;
+}
+
 ProgressCallback::ProgressCallback(std::string title, BannerLines facts,
                                    std::string prediction_label)
     : title_(title.empty() ? "hasten " HASTEN_VERSION : std::move(title)),
@@ -158,13 +167,8 @@ void ProgressCallback::on_train_begin(const RunDescription& run) {
     lines.push_back(std::move(line));
   }
   log_info(title_);
-  std::string before;
-  for (const auto& [name, text] : lines) {
-    char label[24];
-    // Lines of one kind carry their name once.
-    std::snprintf(label, sizeof label, "  %-11s ", name == before ? "" : name.c_str());
-    log_info(label + text);
-    before = name;
+  for (const std::string& line : banner_text(lines)) {
+    log_info(line);
   }
   bar_.emplace("train", run.plan.max_steps, true);
 }

@@ -9,6 +9,7 @@
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
 #include "hasten/base/json.h"
+#include "hasten/base/text.h"
 #include "hasten/io/commit.h"
 #include "hasten/trainer/output_folder.h"
 
@@ -60,14 +61,6 @@ bool is_finished_run(const std::filesystem::path& output_dir) {
   }
 }
 
-std::string joined_lines(const std::vector<std::string>& lines) {
-  std::string text;
-  for (const std::string& line : lines) {
-    text += (text.empty() ? "" : "; ") + line;
-  }
-  return text;
-}
-
 } // namespace detail
 
 ResumePoint find_resume_point(const TrainingArguments& arguments, bool verify_checksums) {
@@ -104,7 +97,7 @@ ResumePoint find_resume_point(const TrainingArguments& arguments, bool verify_ch
   if (!point.skipped.empty()) {
     throw InputError(detail::kResumeWhere,
                      said + ": no checkpoint in " + output_dir.string() +
-                         " can be resumed from: " + detail::joined_lines(point.skipped),
+                         " can be resumed from: " + joined(point.skipped, "; "),
                      "a complete checkpoint-N",
                      "look at them; to begin again use another output_dir, or "
                      "overwrite_output_dir without resume_from_checkpoint");

@@ -72,9 +72,8 @@ void settle_precision(TrainerParts& parts, const std::string& kept) {
   TrainingArguments& a = parts.arguments;
   Precision wanted = a.effective_precision();
   if (wanted == Precision::automatic) {
-    const auto found = precisions().find(kept);
-    if (found != precisions().end()) {
-      wanted = found->second;
+    if (const auto found = spelled<Precision>(kept)) {
+      wanted = *found;
       log_info("precision: " + kept + ", as the run was begun with");
     }
   }
@@ -126,24 +125,19 @@ void require_known_metric(const TrainingArguments& a, std::vector<std::string> n
   if (std::find(names.begin(), names.end(), wanted) != names.end()) {
     return;
   }
-  std::string known;
-  for (const std::string& name : names) {
-    known += (known.empty() ? "one of " : ", ") + name;
-  }
-  const std::string near = nearest_name(wanted, names.data(), names.data() + names.size());
   throw InputError(
       "trainer::Trainer",
-      "metric_for_best_model=" + a.metric_for_best_model + " is no metric of the evaluation", known,
-      near.empty() ? near : "write " + near);
+      "metric_for_best_model=" + a.metric_for_best_model + " is no metric of the evaluation",
+      "one of " + joined(names), write_nearest(wanted, names));
 }
 
 void refuse_metric(const std::string& metric, const nlohmann::json& record) {
-  std::string names;
+  std::vector<std::string> names;
   for (const auto& entry : record.items()) {
-    names += (names.empty() ? "" : ", ") + entry.key();
+    names.push_back(entry.key());
   }
   throw InputError("trainer::train", "the evaluation record lacks metric_for_best_model=" + metric,
-                   "one of " + names);
+                   "one of " + joined(names));
 }
 
 /// Puts what the arguments say of the loss around the loss function.
@@ -184,6 +178,15 @@ void require_parts(const TrainerParts& parts) {
 
 } // namespace detail
 
+AcceleratorOptions accelerator_options(const TrainingArguments& arguments) {
+  return {.gradient_accumulation_steps = arguments.gradient_accumulation_steps,
+          .seed = arguments.seed,
+          .strategy = arguments.strategy,
+          .shard_size = static_cast<int>(arguments.shard_size),
+          .timeout = from_seconds(arguments.ddp_timeout),
+          .heartbeat_timeout = from_seconds(arguments.heartbeat_timeout)};
+}
+
 ModelFiles default_model_files(std::shared_ptr<torch::nn::Module> model) {
   ModelFiles files;
   files.save = [model](const std::filesystem::path& folder) {
@@ -216,14 +219,7 @@ Trainer::Trainer(std::shared_ptr<torch::nn::Module> model, LossFunction loss_fun
   detail::set_objective(parts);
   const int64_t window = parts.arguments.gradient_accumulation_steps;
   if (!accelerator) {
-    AcceleratorOptions options;
-    options.gradient_accumulation_steps = window;
-    options.seed = parts.arguments.seed;
-    options.strategy = parts.arguments.strategy;
-    options.shard_size = static_cast<int>(parts.arguments.shard_size);
-    options.timeout = from_seconds(parts.arguments.ddp_timeout);
-    options.heartbeat_timeout = from_seconds(parts.arguments.heartbeat_timeout);
-    accelerator = std::make_shared<Accelerator>(options);
+    accelerator = std::make_shared<Accelerator>(accelerator_options(parts.arguments));
   }
   if (accelerator->options().gradient_accumulation_steps != window) {
     throw InputError("trainer::Trainer",

@@ -11,84 +11,6 @@
 
 namespace hasten {
 
-const std::map<std::string, IntervalStrategy>& interval_strategies() {
-  static const std::map<std::string, IntervalStrategy> names = {{"no", IntervalStrategy::no},
-                                                                {"steps", IntervalStrategy::steps},
-                                                                {"epoch", IntervalStrategy::epoch}};
-  return names;
-}
-
-const std::map<std::string, SchedulerType>& scheduler_types() {
-  static const std::map<std::string, SchedulerType> names = {
-      {"linear", SchedulerType::linear},
-      {"cosine", SchedulerType::cosine},
-      {"cosine_with_restarts", SchedulerType::cosine_with_restarts},
-      {"cosine_with_min_lr", SchedulerType::cosine_with_min_lr},
-      {"polynomial", SchedulerType::polynomial},
-      {"constant", SchedulerType::constant},
-      {"constant_with_warmup", SchedulerType::constant_with_warmup},
-      {"inverse_sqrt", SchedulerType::inverse_sqrt},
-      {"warmup_stable_decay", SchedulerType::warmup_stable_decay},
-      {"reduce_lr_on_plateau", SchedulerType::reduce_lr_on_plateau},
-      {"one_cycle", SchedulerType::one_cycle}};
-  return names;
-}
-
-const std::map<std::string, OptimizerType>& optimizer_types() {
-  static const std::map<std::string, OptimizerType> names = {
-      {"adamw_torch", OptimizerType::adamw_torch},
-      {"adamw_torch_fused", OptimizerType::adamw_torch_fused},
-      {"adamw", OptimizerType::adamw},
-      {"adam", OptimizerType::adam},
-      {"sgd", OptimizerType::sgd},
-      {"adafactor", OptimizerType::adafactor},
-      {"lion", OptimizerType::lion},
-      {"lamb", OptimizerType::lamb}};
-  return names;
-}
-
-const std::map<std::string, SamplingStrategy>& sampling_strategies() {
-  static const std::map<std::string, SamplingStrategy> names = {
-      {"random", SamplingStrategy::random},
-      {"sequential", SamplingStrategy::sequential},
-      {"group_by_length", SamplingStrategy::group_by_length}};
-  return names;
-}
-
-const std::map<std::string, GradNormType>& grad_norm_types() {
-  static const std::map<std::string, GradNormType> names = {
-      {"1", GradNormType::l1}, {"2", GradNormType::l2}, {"inf", GradNormType::inf}};
-  return names;
-}
-
-const std::map<std::string, LogGradientNorms>& log_gradient_norms() {
-  static const std::map<std::string, LogGradientNorms> names = {
-      {"no", LogGradientNorms::no},
-      {"layer", LogGradientNorms::layer},
-      {"module", LogGradientNorms::module},
-      {"parameter", LogGradientNorms::parameter}};
-  return names;
-}
-
-const std::map<std::string, Precision>& precisions() {
-  static const std::map<std::string, Precision> names = {
-      {precision_name(Precision::no), Precision::no},
-      {precision_name(Precision::bf16), Precision::bf16},
-      {precision_name(Precision::fp16), Precision::fp16},
-      {precision_name(Precision::automatic), Precision::automatic}};
-  return names;
-}
-
-const std::map<std::string, Strategy>& strategies() {
-  static const std::map<std::string, Strategy> names = {
-      {strategy_name(Strategy::ddp), Strategy::ddp},
-      {strategy_name(Strategy::zero1), Strategy::zero1},
-      {strategy_name(Strategy::zero2), Strategy::zero2},
-      {strategy_name(Strategy::fsdp), Strategy::fsdp},
-      {strategy_name(Strategy::hsdp), Strategy::hsdp}};
-  return names;
-}
-
 namespace detail {
 
 constexpr const char* kArgumentsPlace = "trainer::training_arguments";
@@ -155,32 +77,10 @@ void visit_arguments(Arguments& a, Visit&& visit) {
   visit("max_length", a.max_length);
 }
 
-const std::map<std::string, IntervalStrategy>& spellings(IntervalStrategy) {
-  return interval_strategies();
-}
-const std::map<std::string, SchedulerType>& spellings(SchedulerType) { return scheduler_types(); }
-const std::map<std::string, OptimizerType>& spellings(OptimizerType) { return optimizer_types(); }
-const std::map<std::string, SamplingStrategy>& spellings(SamplingStrategy) {
-  return sampling_strategies();
-}
-const std::map<std::string, GradNormType>& spellings(GradNormType) { return grad_norm_types(); }
-const std::map<std::string, LogGradientNorms>& spellings(LogGradientNorms) {
-  return log_gradient_norms();
-}
-
-const std::map<std::string, Precision>& spellings(Precision) { return precisions(); }
-
-const std::map<std::string, Strategy>& spellings(Strategy) { return strategies(); }
-
 template <typename T>
 nlohmann::json argument_json(const T& value) {
   if constexpr (std::is_enum_v<T>) {
-    for (const auto& [name, candidate] : spellings(value)) {
-      if (candidate == value) {
-        return name;
-      }
-    }
-    return nullptr;
+    return spelling(value);
   } else {
     return value;
   }
@@ -191,77 +91,60 @@ nlohmann::json argument_json(const std::optional<T>& value) {
   return value ? nlohmann::json(*value) : nlohmann::json(nullptr);
 }
 
-[[noreturn]] void refuse_value(const char* name, const nlohmann::json& value,
-                               const std::string& expected, const std::string& fix = {}) {
-  throw InputError(kArgumentsPlace, std::string(name) + "=" + value.dump(), expected, fix);
+/// What JSON must hold to be a T.
+template <typename T>
+std::string expected_json() {
+  if constexpr (std::is_enum_v<T>) {
+    return any_spelling<T>();
+  } else if constexpr (std::is_same_v<T, GradientCheckpointing>) {
+    return "true, false, or how: full, every:2, budget:50%";
+  } else {
+    return std::is_same_v<T, bool>          ? "true or false"
+           : std::is_same_v<T, std::string> ? "a string"
+           : std::is_same_v<T, double>      ? "a number"
+           : std::is_same_v<T, uint64_t>    ? "a whole number, 0 or more"
+                                            : "a whole number";
+  }
 }
 
-void read_argument(const char* name, const nlohmann::json& json, bool& field) {
-  if (!json.is_boolean()) {
-    refuse_value(name, json, "true or false");
-  }
-  field = json.get<bool>();
-}
-void read_argument(const char* name, const nlohmann::json& json, std::string& field) {
-  if (!json.is_string()) {
-    refuse_value(name, json, "a string");
-  }
-  field = json.get<std::string>();
-}
-void read_argument(const char* name, const nlohmann::json& json, GradientCheckpointing& field) {
-  if (json.is_boolean()) {
-    field = json.get<bool>();
-  } else if (json.is_string()) {
-    field = json.get<std::string>();
+/// The T that JSON holds; none where it holds something else.
+template <typename T>
+std::optional<T> read_json(const nlohmann::json& json) {
+  if constexpr (std::is_enum_v<T>) {
+    return json.is_string() ? spelled<T>(json.get<std::string>()) : std::nullopt;
+  } else if constexpr (std::is_same_v<T, GradientCheckpointing>) {
+    return json.is_boolean()  ? std::optional<T>(json.get<bool>())
+           : json.is_string() ? std::optional<T>(json.get<std::string>())
+                              : std::nullopt;
   } else {
-    refuse_value(name, json, "true, false, or how: full, every:2, budget:50%");
+    const bool good = std::is_same_v<T, bool>          ? json.is_boolean()
+                      : std::is_same_v<T, std::string> ? json.is_string()
+                      : std::is_same_v<T, double>      ? json.is_number()
+                      : std::is_same_v<T, uint64_t>    ? json.is_number_unsigned()
+                                                       : json.is_number_integer();
+    return good ? std::optional<T>(json.get<T>()) : std::nullopt;
   }
 }
-void read_argument(const char* name, const nlohmann::json& json, double& field) {
-  if (!json.is_number()) {
-    refuse_value(name, json, "a number");
+
+template <typename T>
+void read_argument(const char* name, const nlohmann::json& json, T& field) {
+  const std::optional<T> value = read_json<T>(json);
+  if (!value) {
+    std::string fix;
+    if constexpr (std::is_enum_v<T>) {
+      fix = json.is_string() ? write_nearest(json.get<std::string>(), spelling_names<T>()) : fix;
+    }
+    throw InputError(kArgumentsPlace, std::string(name) + "=" + json.dump(), expected_json<T>(),
+                     fix);
   }
-  field = json.get<double>();
-}
-void read_argument(const char* name, const nlohmann::json& json, int64_t& field) {
-  if (!json.is_number_integer()) {
-    refuse_value(name, json, "a whole number");
-  }
-  field = json.get<int64_t>();
-}
-void read_argument(const char* name, const nlohmann::json& json, uint64_t& field) {
-  if (!json.is_number_unsigned()) {
-    refuse_value(name, json, "a whole number, 0 or more");
-  }
-  field = json.get<uint64_t>();
+  field = *value;
 }
 template <typename T>
 void read_argument(const char* name, const nlohmann::json& json, std::optional<T>& field) {
-  if (json.is_null()) {
-    field.reset();
-    return;
+  field.reset();
+  if (!json.is_null()) {
+    read_argument(name, json, field.emplace());
   }
-  T value{};
-  read_argument(name, json, value);
-  field = value;
-}
-template <typename T>
-  requires std::is_enum_v<T>
-void read_argument(const char* name, const nlohmann::json& json, T& field) {
-  std::string known;
-  std::vector<std::string> names;
-  for (const auto& [spelling, value] : spellings(field)) {
-    names.push_back(spelling);
-    if (json.is_string() && json.get<std::string>() == spelling) {
-      field = value;
-      return;
-    }
-    known += (known.empty() ? "one of " : ", ") + spelling;
-  }
-  const std::string near = json.is_string() ? nearest_name(json.get<std::string>(), names.data(),
-                                                           names.data() + names.size())
-                                            : "";
-  refuse_value(name, json, known, near.empty() ? near : "write " + near);
 }
 
 /// Throws unless `good`: "field=value. Expected expected."
@@ -356,9 +239,8 @@ void validate_best_model(const TrainingArguments& a) {
     contradiction("without evaluation: eval_strategy=no", "set eval_strategy to epoch or steps");
   }
   if (a.eval_strategy != a.save_strategy) {
-    contradiction("needs a save for each evaluation: eval_strategy=" +
-                      argument_json(a.eval_strategy).get<std::string>() +
-                      ", save_strategy=" + argument_json(a.save_strategy).get<std::string>(),
+    contradiction("needs a save for each evaluation: eval_strategy=" + spelling(a.eval_strategy) +
+                      ", save_strategy=" + spelling(a.save_strategy),
                   "make the two strategies equal");
   }
   if (a.eval_strategy != IntervalStrategy::steps) {
@@ -466,9 +348,8 @@ void from_json(const nlohmann::json& given, TrainingArguments& arguments) {
   });
   for (const auto& [name, value] : json.items()) {
     if (std::find(names.begin(), names.end(), name) == names.end()) {
-      const std::string near = nearest_name(name, names.data(), names.data() + names.size());
       throw InputError(detail::kArgumentsPlace, "unknown name: " + name + "=" + value.dump(), {},
-                       near.empty() ? "leave it out" : "write " + near);
+                       write_nearest(name, names, "leave it out"));
     }
   }
   arguments = read;

@@ -21,35 +21,61 @@
 #include "hasten/optim/param_groups.h"
 #include "hasten/trainer/output_folder.h"
 
-namespace hasten::detail {
+namespace hasten {
 
-template <typename T>
-const std::string& spelling_of(const std::map<std::string, T>& names, T value) {
-  return std::find_if(names.begin(), names.end(),
-                      [value](const auto& entry) { return entry.second == value; })
-      ->first;
-}
-
-nlohmann::json schedule_kwargs(const TrainingArguments& a) {
-  return try_parse_json(a.lr_scheduler_kwargs).value;
-}
-
-Schedule schedule_of(const TrainingArguments& a, const TrainingPlan& plan) {
-  return make_schedule(spelling_of(scheduler_types(), a.lr_scheduler_type), plan.warmup_steps,
-                       plan.max_steps, a.learning_rate, schedule_kwargs(a));
-}
-
-std::string optimizer_name_of(const TrainingArguments& a) {
-  return spelling_of(optimizer_types(), a.optim);
-}
-
-OptimizerSettings optimizer_settings_of(const TrainingArguments& a) {
+OptimizerSettings optimizer_settings(const TrainingArguments& a) {
   return {.learning_rate = a.learning_rate,
           .weight_decay = a.weight_decay,
           .adam_beta1 = a.adam_beta1,
           .adam_beta2 = a.adam_beta2,
           .adam_epsilon = a.adam_epsilon,
           .args = a.optim_args};
+}
+
+namespace detail {
+
+int64_t numbers_in(const std::vector<at::Tensor>& tensors) {
+  std::unordered_set<const void*> seen;
+  int64_t numbers = 0;
+  for (const at::Tensor& tensor : tensors) {
+    if (seen.insert(tensor.unsafeGetTensorImpl()).second) {
+      numbers += tensor.numel();
+    }
+  }
+  return numbers;
+}
+
+} // namespace detail
+
+RunDescription describe_run(const TrainingArguments& a, const TrainingPlan& plan,
+                            const torch::nn::Module& model, int world_size) {
+  RunDescription d;
+  d.world_size = world_size;
+  d.batch_per_rank = a.per_device_train_batch_size;
+  d.gradient_accumulation_steps = a.gradient_accumulation_steps;
+  d.total_batch = d.batch_per_rank * d.gradient_accumulation_steps * world_size;
+  d.local_sgd_steps = world_size > 1 ? a.local_sgd_steps : 0;
+  d.plan = plan;
+  const auto groups = decay_groups(model, a.weight_decay);
+  d.parameters = detail::numbers_in(model.parameters());
+  d.decayed_parameters = detail::numbers_in(groups[0].params());
+  d.trainable_parameters = d.decayed_parameters + detail::numbers_in(groups[1].params());
+  d.precision = precision_name(a.effective_precision());
+  d.output_dir = a.output_dir;
+  d.metrics_file = a.output_dir.empty() ? std::filesystem::path() : d.output_dir / "metrics.jsonl";
+  d.arguments = a;
+  return d;
+}
+
+namespace detail {
+
+nlohmann::json schedule_kwargs(const TrainingArguments& a) {
+  return try_parse_json(a.lr_scheduler_kwargs).value;
+}
+
+Schedule schedule_of(const TrainingArguments& a, const TrainingPlan& plan) {
+  return make_schedule(spelling(a.lr_scheduler_type), plan.warmup_steps, plan.max_steps,
+                       a.learning_rate, schedule_kwargs(a));
 }
 
 LoaderOptions train_loader_options(const TrainingArguments& a, int world_size, int64_t drop_batch) {
@@ -66,17 +92,6 @@ LoaderOptions train_loader_options(const TrainingArguments& a, int world_size, i
   return options;
 }
 
-int64_t numbers_in(const std::vector<at::Tensor>& tensors) {
-  std::unordered_set<const void*> seen;
-  int64_t numbers = 0;
-  for (const at::Tensor& tensor : tensors) {
-    if (seen.insert(tensor.unsafeGetTensorImpl()).second) {
-      numbers += tensor.numel();
-    }
-  }
-  return numbers;
-}
-
 TrainingRun::TrainingRun(TrainerParts& parts, const TrainingPlan& plan, RunStart start)
     : parts_(parts),
       state_(parts.state),
@@ -85,8 +100,8 @@ TrainingRun::TrainingRun(TrainerParts& parts, const TrainingPlan& plan, RunStart
       run_state_(std::make_shared<RunState>(this)),
       output_dir_(parts.arguments.output_dir),
       groups_(decay_groups(*parts.model, parts.arguments.weight_decay)),
-      torch_optimizer_(make_optimizer(optimizer_name_of(parts.arguments), groups_,
-                                      optimizer_settings_of(parts.arguments))),
+      torch_optimizer_(make_optimizer(spelling(parts.arguments.optim), groups_,
+                                      optimizer_settings(parts.arguments))),
       lr_scheduler_(
           std::make_shared<LrScheduler>(*torch_optimizer_, schedule_of(parts.arguments, plan))),
       data_loader_(std::make_shared<DataLoader>(
@@ -94,10 +109,7 @@ TrainingRun::TrainingRun(TrainerParts& parts, const TrainingPlan& plan, RunStart
                                             start_.drop_batch))) {
   const TrainingArguments& a = parts.arguments;
   // Before prepare(), which may leave a rank its rows alone.
-  whole_model_.parameters = numbers_in(parts.model->parameters());
-  whole_model_.decayed_parameters = numbers_in(groups_[0].params());
-  whole_model_.trainable_parameters =
-      whole_model_.decayed_parameters + numbers_in(groups_[1].params());
+  description_ = describe_run(a, plan, *parts.model, parts.accelerator->num_processes());
   if (a.lr_scheduler_type == SchedulerType::reduce_lr_on_plateau) {
     plateau_ = std::make_shared<ReduceLrOnPlateau>(
         *torch_optimizer_, plateau_options(schedule_kwargs(a), a.best_is_greater()));
@@ -184,26 +196,14 @@ void TrainingRun::begin() {
 }
 
 RunDescription TrainingRun::describe() const {
-  const TrainingArguments& a = parts_.arguments;
-  RunDescription d = whole_model_;
+  RunDescription d = description_;
   d.train_rows = parts_.train->size();
   d.eval_rows = parts_.eval ? parts_.eval->size() : 0;
-  d.world_size = parts_.accelerator->num_processes();
   d.threads = at::get_num_threads();
-  d.batch_per_rank = a.per_device_train_batch_size;
-  d.gradient_accumulation_steps = a.gradient_accumulation_steps;
-  d.total_batch = d.batch_per_rank * d.gradient_accumulation_steps * d.world_size;
-  d.local_sgd_steps = is_local() ? a.local_sgd_steps : 0;
-  d.plan = plan_;
+  d.local_sgd_steps = is_local() ? d.local_sgd_steps : 0;
   d.device = parts_.accelerator->device().str();
-  d.precision = precision_name(a.precision);
-  d.output_dir = output_dir_;
-  if (!output_dir_.empty()) {
-    d.metrics_file = output_dir_ / "metrics.jsonl";
-  }
   d.resumed_step = start_.folder.empty() ? 0 : state_.global_step;
   d.notes = start_.notes;
-  d.arguments = a;
   return d;
 }
 
@@ -416,4 +416,6 @@ TrainOutput TrainingRun::finish() {
   return {state_.global_step, of_run_.mean(), std::move(record)};
 }
 
-} // namespace hasten::detail
+} // namespace detail
+
+} // namespace hasten

@@ -46,10 +46,6 @@ void require_loss(const LossOutput& loss);
 LoaderOptions train_loader_options(const TrainingArguments& arguments, int world_size,
                                    int64_t drop_batch = 0);
 
-/// The optimizer that the arguments name, and with which settings.
-std::string optimizer_name_of(const TrainingArguments& arguments);
-OptimizerSettings optimizer_settings_of(const TrainingArguments& arguments);
-
 /// With auto_find_batch_size: lowers the arguments' batch size until a step on the
 /// longest rows fits, and raises the accumulation. `first`: size tried first.
 /// Collective.
@@ -194,7 +190,7 @@ class TrainingRun {
 
   // Borrowed by the handles below, so they come first.
   std::vector<torch::optim::OptimizerParamGroup> groups_;
-  RunDescription whole_model_{}; // its counts of parameters
+  RunDescription description_{}; // made before the model may be split
   bool blocks_looked_for_ = false; // that checkpointing is about
   std::shared_ptr<torch::optim::Optimizer> torch_optimizer_;
   std::shared_ptr<LrScheduler> lr_scheduler_;

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "hasten/base/progress_bar.h"
+#include "hasten/base/text.h"
 #include "support/captured_stderr.h"
 
 namespace hasten {

@@ -3,10 +3,10 @@
 #include <nlohmann/json.hpp>
 #include <sstream>
 
+#include "checks.h"
+#include "commands.h"
 #include "hasten/base/error.h"
 #include "hasten/base/world.h"
-#include "hasten/cli/checks.h"
-#include "hasten/cli/commands.h"
 
 namespace hasten {
 

@@ -5,7 +5,7 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
-#include "hasten/cli/compare.h"
+#include "compare.h"
 
 namespace hasten {
 

@@ -5,9 +5,9 @@
 #include <string>
 #include <vector>
 
+#include "commands.h"
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
-#include "hasten/cli/commands.h"
 #include "support/temporary_folder.h"
 
 namespace hasten::config_file_test {

@@ -2,7 +2,7 @@
 
 #include <variant>
 
-#include "hasten/cli/commands.h"
+#include "commands.h"
 #include "hasten/models/bert.h"
 
 namespace hasten {

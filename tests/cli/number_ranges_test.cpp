@@ -4,12 +4,12 @@
 
 #include <sstream>
 
+#include "checks.h"
+#include "commands.h"
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
 #include "hasten/base/limits.h"
 #include "hasten/base/world.h"
-#include "hasten/cli/checks.h"
-#include "hasten/cli/commands.h"
 #include "hasten/trainer/training_plan.h"
 #include "support/environment.h"
 #include "support/temporary_folder.h"

@@ -104,7 +104,9 @@ TEST(Labels, IntegersAreSortedAsNumbersAndNamesByBytes) {
 }
 
 TEST(Labels, PlaceholderNamesOfAModelTakeNumbers) {
-  const TextTable table{.path = "f", .texts = {"a", "b"}, .labels = {"1", "0"}};
+  TextTable table;
+  table.texts = {"a", "b"};
+  table.labels = {"1", "0"};
   EXPECT_EQ(label_numbers(table, {"LABEL_0", "LABEL_1"}, "the model"),
             (std::vector<int64_t>{1, 0}));
 }

@@ -44,7 +44,7 @@ TrainingArguments twelve_an_update() {
 }
 
 TEST(TrainerGradients, AnyNormAndValueClipAsAPlainLoopOverTheJoinedBatch) {
-  for (const auto& [name, type] : grad_norm_types()) {
+  for (const auto& [name, type] : spellings<GradNormType>()) {
     SCOPED_TRACE(name);
     TrainingArguments a = twelve_an_update();
     a.grad_norm_type = type;

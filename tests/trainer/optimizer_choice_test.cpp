@@ -38,7 +38,7 @@ TrainedRun train(TrainingArguments arguments) {
 
 TEST(TrainerOptimizer, EachNameTrainsAsAPlainLoopOverItDoes) {
   toy::Texts texts(kRows);
-  for (const auto& [name, type] : optimizer_types()) {
+  for (const auto& [name, type] : spellings<OptimizerType>()) {
     TrainingArguments a = toy::arguments();
     a.num_train_epochs = 2;
     a.max_grad_norm = 0;
@@ -80,8 +80,8 @@ TEST(TrainerOptimizer, EachScheduleGivesItsRates) {
       {"cosine_with_min_lr", R"({"min_lr": 0.005})"},
       {"polynomial", R"({"power": 2, "lr_end": 0.01})"},
       {"warmup_stable_decay", R"({"num_decay_steps": 3})"}};
-  ASSERT_EQ(scheduler_types().size(), schedule_names().size());
-  for (const auto& [name, type] : scheduler_types()) {
+  ASSERT_EQ(spellings<SchedulerType>().size(), schedule_names().size());
+  for (const auto& [name, type] : spellings<SchedulerType>()) {
     TrainingArguments a = toy::arguments();
     a.num_train_epochs = 2;
     a.lr_scheduler_type = type;

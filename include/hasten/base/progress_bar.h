@@ -44,11 +44,4 @@ class ProgressBar {
   std::chrono::steady_clock::time_point last_draw_;
 };
 
-/// "1:02:03" or "02:03" from seconds; "--:--" where it is not finite.
-std::string format_duration(double seconds);
-/// "33,530".
-std::string format_count(int64_t value);
-/// "1.3 GiB".
-std::string format_bytes(int64_t bytes);
-
 } // namespace hasten

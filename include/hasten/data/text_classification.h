@@ -47,11 +47,8 @@ struct LabelledTexts {
   int64_t size() const { return static_cast<int64_t>(texts.size()); }
 };
 
-struct TextClassificationReport {
-  int64_t rows_read = 0; // of both files
-  int64_t filtered_out = 0;
-  int64_t empty_text = 0;
-  int64_t empty_label = 0;
+/// Its counts of rows are of both files.
+struct TextClassificationReport : TextRowCounts {
   /// Rows kept out of evaluation because training has the same text. Those of
   /// an eval_file are left out; those of a split stay in training.
   int64_t duplicates = 0;
@@ -103,5 +100,16 @@ TextSelection select_text_rows(std::shared_ptr<const TextFile> train_file,
 /// select_text_rows() with the texts of `options`' files. Memory: the texts.
 /// Throws InputError: as it and TextFile::open.
 TextClassificationData load_text_classification(const TextClassificationOptions& options);
+
+namespace detail {
+
+/// Whether each row is for evaluation; seeded, by label.
+std::vector<char> draw_eval_split(const std::vector<int32_t>& labels, size_t num_labels,
+                                  double share, uint64_t seed);
+/// "1234 rows: neg 617 (50.0 %), pos 617 (50.0 %)"; the first shares of many.
+std::string label_share_line(int64_t rows, const std::vector<int64_t>& counts,
+                             const std::vector<std::string>& label_names);
+
+} // namespace detail
 
 } // namespace hasten

@@ -86,18 +86,13 @@ class TextRowReader {
 };
 
 /// The rows of one file that passed. Memory: the texts and labels.
-struct TextTable {
+struct TextTable : TextRowCounts {
   std::filesystem::path path{};
   std::vector<std::string> texts{}; // [row]
   /// As in the file without surrounding white space; empty strings without a
   /// label column. [row]
   std::vector<std::string> labels{};
   std::vector<int64_t> lines{}; // where the row starts in the file [row]
-
-  int64_t rows_read = 0; // as in TextRowCounts
-  int64_t filtered_out = 0;
-  int64_t empty_text = 0;
-  int64_t empty_label = 0;
 
   int64_t size() const { return static_cast<int64_t>(texts.size()); }
   /// "path:line" of a row.

@@ -16,28 +16,15 @@
 
 namespace hasten {
 
-struct TextTargetsOptions {
-  std::filesystem::path train_file{};
-  /// Rows for evaluation. Empty: part of train_file, by eval_split.
-  std::filesystem::path eval_file{};
-  /// Share of train_file's rows, 0 … 1 exclusive, drawn by `seed`; 0 none. Not
-  /// together with eval_file.
-  double eval_split = 0.0;
-  uint64_t seed = 42;
-  /// Of both files; label_column is the one column of a regression or of
-  /// label_separator. max_rows is not read.
-  TextTableOptions table{};
-  /// First rows that pass and have labels; 0 takes all.
-  int64_t max_train_rows = 0;
-  int64_t max_eval_rows = 0;
+/// eval_split draws rows whatever their labels are; replace_label_names is not read.
+/// table.label_column is the one column of a regression or of label_separator;
+/// label_names those of label_separator.
+struct TextTargetsOptions : TextClassificationOptions {
   /// Columns of 0 and 1 (or false and true), one a label, which they name.
   std::vector<std::string> label_columns{};
   /// Else, if not empty: label_column names a row's labels with this between them;
   /// a row without any has none of the labels.
   std::string label_separator{};
-  /// With label_separator: names the model already has, by number; empty makes them
-  /// from the training data.
-  std::vector<std::string> label_names{};
 };
 
 struct TargetTexts {

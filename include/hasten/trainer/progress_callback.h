@@ -46,6 +46,8 @@ class ProgressCallback : public TrainerCallback {
 
 /// The banner's lines that come from the Trainer.
 BannerLines run_lines(const RunDescription& run);
+/// One text a line, names aligned.
+std::vector<std::string> banner_text(const BannerLines& lines);
 /// One line of the table of epochs, and the line above them. Beside losses and speed it
 /// has two metrics of the evaluation.
 std::string epoch_header(const EpochReport& epoch);

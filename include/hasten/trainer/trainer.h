@@ -25,6 +25,8 @@
 namespace hasten {
 
 class Accelerator;
+struct AcceleratorOptions;
+struct OptimizerSettings;
 
 /// What a loss function says about one micro-batch. The Trainer does all
 /// normalisation: the loss of an update is the sum of loss_sum over the sum of
@@ -56,6 +58,14 @@ struct ModelFiles {
 /// model.safetensors with the names of named_parameters() and named_buffers(),
 /// tied tensors once. What a Trainer uses unless it is told otherwise.
 ModelFiles default_model_files(std::shared_ptr<torch::nn::Module> model);
+
+/// What the arguments say of an accelerator, but for mixed_precision; of the optimizer
+/// that spelling(arguments.optim) names; and of a run of this plan. A description lacks
+/// what the run alone knows: rows, device, threads, and how it began.
+AcceleratorOptions accelerator_options(const TrainingArguments& arguments);
+OptimizerSettings optimizer_settings(const TrainingArguments& arguments);
+RunDescription describe_run(const TrainingArguments& arguments, const TrainingPlan& plan,
+                            const torch::nn::Module& model, int world_size);
 
 struct TrainOutput {
   int64_t global_step = 0;

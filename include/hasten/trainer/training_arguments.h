@@ -21,14 +21,15 @@
 // it. Threading: none needed.
 #pragma once
 
+#include <array>
 #include <cstdint>
-#include <map>
 #include <nlohmann/json_fwd.hpp>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "hasten/activation_checkpoint/checkpoint_spec.h"
+#include "hasten/base/spelling.h"
 #include "hasten/base/timeouts.h"
 #include "hasten/core/precision.h"
 #include "hasten/parallel/strategy.h"
@@ -72,15 +73,39 @@ enum class GradNormType { l1, l2, inf };
 /// accelerator/gradients.h.
 enum class LogGradientNorms { no, layer, module, parameter };
 
-/// The spellings users write, for flags and JSON.
-const std::map<std::string, IntervalStrategy>& interval_strategies();
-const std::map<std::string, SchedulerType>& scheduler_types();
-const std::map<std::string, OptimizerType>& optimizer_types();
-const std::map<std::string, SamplingStrategy>& sampling_strategies();
-const std::map<std::string, GradNormType>& grad_norm_types();
-const std::map<std::string, LogGradientNorms>& log_gradient_norms();
-const std::map<std::string, Precision>& precisions();
-const std::map<std::string, Strategy>& strategies();
+template <>
+inline constexpr auto kSpellings<IntervalStrategy> = std::array{"no", "steps", "epoch"};
+template <>
+inline constexpr auto kSpellings<SchedulerType> = std::array{"linear",
+                                                             "cosine",
+                                                             "cosine_with_restarts",
+                                                             "cosine_with_min_lr",
+                                                             "polynomial",
+                                                             "constant",
+                                                             "constant_with_warmup",
+                                                             "inverse_sqrt",
+                                                             "warmup_stable_decay",
+                                                             "reduce_lr_on_plateau",
+                                                             "one_cycle"};
+template <>
+inline constexpr auto kSpellings<OptimizerType> = std::array{
+    "adamw_torch", "adamw_torch_fused", "adamw", "adam", "sgd", "adafactor", "lion", "lamb"};
+template <>
+inline constexpr auto kSpellings<SamplingStrategy> =
+    std::array{"random", "sequential", "group_by_length"};
+template <>
+inline constexpr auto kSpellings<GradNormType> = std::array{"1", "2", "inf"};
+template <>
+inline constexpr auto kSpellings<LogGradientNorms> =
+    std::array{"no", "layer", "module", "parameter"};
+template <>
+inline constexpr auto kSpellings<Precision> =
+    std::array{precision_name(Precision::no), precision_name(Precision::bf16),
+               precision_name(Precision::fp16), precision_name(Precision::automatic)};
+template <>
+inline constexpr auto kSpellings<Strategy> = std::array{
+    strategy_name(Strategy::ddp), strategy_name(Strategy::zero1), strategy_name(Strategy::zero2),
+    strategy_name(Strategy::fsdp), strategy_name(Strategy::hsdp)};
 
 struct TrainingArguments {
   // Where.

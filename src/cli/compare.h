@@ -15,7 +15,7 @@
 #include <string>
 #include <vector>
 
-#include "hasten/cli/commands.h"
+#include "commands.h"
 #include "hasten/parallel/strategy.h"
 
 namespace hasten {

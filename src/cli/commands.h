@@ -30,6 +30,12 @@ struct TableFlags {
   std::vector<std::string> filters{};
 };
 
+/// What a head is for, as config.json's problem_type says it.
+enum class Head { single_label, regression, multi_label };
+template <>
+inline constexpr auto kSpellings<Head> =
+    std::array{"single_label_classification", "regression", "multi_label_classification"};
+
 /// hasten train: fine-tunes a text classifier.
 struct TrainCommand {
   /// A Hugging Face folder, or the name of a shape (model_shapes()).

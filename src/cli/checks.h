@@ -10,8 +10,8 @@
 #include <nlohmann/json_fwd.hpp>
 #include <string>
 
+#include "commands.h"
 #include "hasten/base/world.h"
-#include "hasten/cli/commands.h"
 
 namespace hasten {
 
@@ -20,17 +20,17 @@ namespace hasten {
 /// nor a shape; an output folder that holds another run (unless
 /// overwrite_output_dir, or resume_from_checkpoint finds its checkpoint there) or
 /// cannot be written.
-void check_train_inputs(const TrainCommand& command);
-void check_predict_inputs(const PredictCommand& command);
-void check_eval_inputs(const EvalCommand& command);
-void check_plan_inputs(const PlanCommand& command);
-void check_estimate_memory_inputs(const EstimateMemoryCommand& command);
-void check_compare_inputs(const CompareCommand& command);
+void check_inputs(const TrainCommand& command);
+void check_inputs(const PredictCommand& command);
+void check_inputs(const EvalCommand& command);
+void check_inputs(const PlanCommand& command);
+void check_inputs(const EstimateMemoryCommand& command);
+void check_inputs(const CompareCommand& command);
 /// A folder without state.json.
-void check_state_inputs(const StateCommand& command);
+void check_inputs(const StateCommand& command);
 
 /// Files as above; a tokenizer that is no folder; an output that cannot be one.
-void check_tokenizer_inputs(const TokenizerCommand& command);
+void check_inputs(const TokenizerCommand& command);
 
 /// Flags that say what is learned from what, for the record of a run. An object.
 nlohmann::json described_inputs(const TrainCommand& command);

@@ -1,0 +1,59 @@
+// How users spell the values of an enumeration: in flags, JSON and messages.
+// Threading: free functions.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "hasten/base/text.h"
+
+namespace hasten {
+
+/// The spellings of E in the order of its values, which count from 0. Each enumeration
+/// that users spell has a specialisation: a std::array of texts.
+template <typename E>
+inline constexpr std::array<const char*, 0> kSpellings{};
+
+template <typename E>
+std::string spelling(E value) {
+  return kSpellings<E>.at(static_cast<size_t>(value));
+}
+
+/// All values by their spelling.
+template <typename E>
+std::map<std::string, E> spellings() {
+  std::map<std::string, E> all;
+  for (size_t i = 0; i < kSpellings<E>.size(); ++i) {
+    all.emplace(kSpellings<E>[i], static_cast<E>(i));
+  }
+  return all;
+}
+
+/// The value that `text` spells; none where it spells none.
+template <typename E>
+std::optional<E> spelled(const std::string& text) {
+  const auto all = spellings<E>();
+  const auto found = all.find(text);
+  return found == all.end() ? std::nullopt : std::optional<E>(found->second);
+}
+
+template <typename E>
+std::vector<std::string> spelling_names() {
+  std::vector<std::string> names;
+  for (const auto& [name, value] : spellings<E>()) {
+    names.push_back(name);
+  }
+  return names;
+}
+
+/// "one of a, b, c": what is expected.
+template <typename E>
+std::string any_spelling() {
+  return "one of " + joined(spelling_names<E>());
+}
+
+} // namespace hasten

@@ -1,0 +1,90 @@
+#include "hasten/base/text.h"
+
+#include <array>
+#include <charconv>
+#include <cmath>
+#include <cstdio>
+#include <iterator>
+
+#include "hasten/base/error.h"
+
+namespace hasten {
+
+std::string joined(const std::vector<std::string>& parts, std::string_view between) {
+  std::string text;
+  for (size_t i = 0; i < parts.size(); ++i) {
+    text.append(i == 0 ? std::string_view() : between).append(parts[i]);
+  }
+  return text;
+}
+
+std::vector<std::string> split(std::string_view text, std::string_view separator) {
+  std::vector<std::string> parts;
+  for (size_t at = 0; at <= text.size();) {
+    const size_t end = std::min(text.find(separator, at), text.size());
+    parts.emplace_back(text.substr(at, end - at));
+    at = end + separator.size();
+  }
+  return parts;
+}
+
+std::string write_nearest(std::string_view word, const std::vector<std::string>& names,
+                          const std::string& otherwise) {
+  const std::string near = nearest_name(word, names.data(), names.data() + names.size());
+  return near.empty() ? otherwise : "write " + near;
+}
+
+std::string format_fixed(double value, int digits) {
+  std::array<char, 400> text{}; // the largest double has 309 digits
+  std::snprintf(text.data(), text.size(), "%.*f", digits, value);
+  return text.data();
+}
+
+std::string format_digits(double value, int digits) {
+  std::array<char, 48> text{};
+  std::snprintf(text.data(), text.size(), "%.*g", digits, value);
+  return text.data();
+}
+
+std::string format_exact(double value) {
+  std::array<char, 32> text{};
+  return {text.data(), std::to_chars(text.data(), text.data() + text.size(), value).ptr};
+}
+
+std::string format_duration(double seconds) {
+  if (!std::isfinite(seconds) || seconds < 0 || seconds > 1e12) {
+    return "--:--";
+  }
+  const auto whole = static_cast<long long>(std::llround(seconds));
+  char text[40];
+  if (whole >= 3600) {
+    std::snprintf(text, sizeof text, "%lld:%02d:%02d", whole / 3600,
+                  static_cast<int>(whole / 60 % 60), static_cast<int>(whole % 60));
+  } else {
+    std::snprintf(text, sizeof text, "%02d:%02d", static_cast<int>(whole / 60),
+                  static_cast<int>(whole % 60));
+  }
+  return text;
+}
+
+std::string format_count(int64_t value) {
+  std::string text = std::to_string(value);
+  const size_t first = value < 0 ? 1 : 0;
+  for (size_t end = text.size(); end > first + 3; end -= 3) {
+    text.insert(end - 3, ",");
+  }
+  return text;
+}
+
+std::string format_bytes(int64_t bytes) {
+  static constexpr const char* kUnits[] = {"B", "KiB", "MiB", "GiB", "TiB", "PiB"};
+  double value = static_cast<double>(bytes);
+  size_t unit = 0;
+  while (std::abs(value) >= 1024 && unit + 1 < std::size(kUnits)) {
+    value /= 1024;
+    ++unit;
+  }
+  return format_fixed(value, unit == 0 || std::abs(value) >= 100 ? 0 : 1) + " " + kUnits[unit];
+}
+
+} // namespace hasten

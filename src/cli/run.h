@@ -1,0 +1,27 @@
+// The commands that need LibTorch, as `hasten-worker` runs them.
+// Each returns an exit code or throws what exit_code_of() understands. Results
+// go to stdout, everything else to the log. Threading: main thread.
+#pragma once
+
+#include "commands.h"
+
+namespace hasten {
+
+/// Collective: every rank of the world in the environment calls it. Rank 0
+/// prints and writes.
+int run_command(const TrainCommand& command);
+/// Collective: the ranks of a world that `hasten` started for one strategy.
+int run_command(const CompareCommand& command);
+/// Local: a world of one.
+int run_command(const PredictCommand& command);
+int run_command(const EvalCommand& command);
+int run_command(const PlanCommand& command);
+int run_command(const EstimateMemoryCommand& command);
+/// Bytes of one process at its fullest.
+int64_t estimated_peak_bytes(const EstimateMemoryCommand& command);
+int run_command(const StateCommand& command);
+int run_command(const TokenizerCommand& command);
+int run_command(const SynthCommand& command);
+int run_command(const EnvCommand& command);
+
+} // namespace hasten
