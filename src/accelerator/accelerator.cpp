@@ -89,6 +89,16 @@ void throw_no_empty_batch() {
                    "their type to make one without rows from",
                    "a batch type with tensors, or with flatten(visit, batch)");
 }
+void core_refuse_no_row(AcceleratorCore& core, const std::string& range) {
+  const InputError error(
+      "accelerator::PreparedLoader",
+      "this rank has no row to train on: rank=" + std::to_string(core.world.rank) + " of " + range +
+          ", world_size=" + std::to_string(core.world.world_size),
+      "a row of the first batch on every rank, from the range's shard()",
+      "start fewer ranks, give more data, or set even_batches or dispatch_batches");
+  core.communicator->abandon(error.what()); // peers wait for this rank
+  throw error;
+}
 void throw_cannot_deal(const char* option) {
   throw InputError("accelerator::PreparedLoader",
                    std::string(option) + " for a range that deals itself",
@@ -171,7 +181,7 @@ void Accelerator::register_hook(torch::nn::Module& model, std::shared_ptr<CommHo
   core_->register_comm_hook(&model, std::move(hook));
 }
 
-void Accelerator::join_uneven_inputs() { core_->join_ranges(nullptr); }
+void Accelerator::join_uneven_inputs() { core_->end_ranges(nullptr, true); }
 
 void Accelerator::sync_buffers() { core_->sync_buffers(); }
 

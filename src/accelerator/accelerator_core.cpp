@@ -37,12 +37,10 @@ AcceleratorCore::AcceleratorCore(AcceleratorOptions o, World w, std::shared_ptr<
       owns_communicator(owns),
       device(accelerator_device(o, world.local_rank)),
       loss_scale_(o.grad_scaler),
-      exchange_(std::make_shared<WindowExchange>()),
+      shared_(std::make_shared<WindowShared>()),
       control_(communicator, device) {
-  exchange_->record = [this] { return record(); };
-  exchange_->replay = [this](const nlohmann::json& value) { replay(value); };
   if (order_check) {
-    exchange_->check = [this] { compare_ranks(); };
+    shared_->check = [this] { compare_ranks(); };
   }
   choose_precision(options.mixed_precision);
   if (options.seed) {
@@ -159,7 +157,7 @@ bool AcceleratorCore::announce_models(uint64_t models) {
   WindowTotals mine;
   mine.buffers = true;
   mine.models = models;
-  mine.history = exchange_->history;
+  mine.steps = shared_->steps;
   WindowControl& control = control_of(models);
   control.start(mine, at::Tensor());
   return control.wait().finished > 0;
@@ -170,14 +168,7 @@ void AcceleratorCore::sync_announced(uint64_t models, bool joined, bool here) {
   DdpRanks ranks;
   if (joined) {
     refuse_joined(models);
-    ranks = {.first = -1, .count = 0, .here = here};
-    const auto all = communicator->gather_json(here, "ranks with batches");
-    for (size_t rank = 0; rank < all.size(); ++rank) {
-      if (all[rank].get<bool>()) {
-        ranks.first = ranks.count == 0 ? static_cast<int>(rank) : ranks.first;
-        ++ranks.count;
-      }
-    }
+    ranks = ranks_with_batches(*communicator, here);
   }
   for (const size_t i : models_in(models)) {
     models_[i].parallel->sync_buffers(ranks);
@@ -280,7 +271,7 @@ GradientWindow& AcceleratorCore::window_at(uint64_t key) {
   }
   return windows_
       .try_emplace(key, window_communicator(key), std::move(models), mask, window_options(), device,
-                   exchange_)
+                   shared_)
       .first->second;
 }
 
@@ -393,8 +384,7 @@ void AcceleratorCore::backward(const at::Tensor& loss, std::optional<double> sum
 
 void AcceleratorCore::completed(GradientWindow& done, bool outside) {
   ++serial_;
-  actions_ = nlohmann::json::array();
-  joined_in_range_ = joined_in_range_ || report.joined > 0;
+  done_.clear();
   fed_by_.erase(window_key(done.models_mask()));
   for (ModelState& model : models_) {
     if (model.window == &done) {

@@ -70,9 +70,6 @@ struct GradientClip {
   bool error_if_nonfinite = false;
 };
 
-// Of a record's action (AcceleratorCore::record).
-std::pair<std::vector<SlotList>, GradientClip> clip_of(const nlohmann::json& action);
-
 // Moves the moments of torch's optimizers, and of those derived from them.
 void move_optimizer_state(torch::optim::Optimizer& optimizer, const at::Device& device);
 
@@ -106,7 +103,7 @@ class AcceleratorCore {
   void open(std::shared_ptr<LoaderState> loader, std::optional<double> weight,
             const std::vector<torch::nn::Module*>& modules);
   void close(bool unwinding) noexcept;
-  void request(uint32_t bits) { exchange_->requests |= bits; }
+  void request(uint32_t bits) { shared_->requests |= bits; }
   void backward(const at::Tensor& loss, std::optional<double> sum_weight,
                 const BackwardOptions& options);
   uint64_t push_sync(const std::vector<torch::nn::Module*>& models, bool sync);
@@ -119,8 +116,10 @@ class AcceleratorCore {
   // Of those of these models that have some to even out. `forward`: also says that a
   // forward of synchronised ones comes.
   void even_out_buffers(uint64_t models, bool forward = false);
-  // `loader` null: of all loaders.
-  void join_ranges(const LoaderState* loader);
+  // accelerator_uneven.cpp
+  // This rank's batches have ended: of `loader`, null: of all. `joins`: takes part in
+  // what the others still do, else they must end as well. Collective, blocking.
+  void end_ranges(const LoaderState* loader, bool joins);
 
   void zero_grad(OptimizerState& optimizer);
   bool scheduler_step(SchedulerState& scheduler);
@@ -248,6 +247,11 @@ class AcceleratorCore {
     uint64_t models = 0; // mask
     bool sync = false;
   };
+  // Something done with a window's gradients.
+  struct Done {
+    std::function<void()> again;
+    int64_t optimizer = -1; // whose step it was; below 0: none
+  };
   // What a handle does with the gradients of its parameters.
   enum class Acts { in_window, once, always };
 
@@ -315,13 +319,14 @@ class AcceleratorCore {
   // a model is sharded.
   double norm_of(const std::vector<SlotList>& lists, const Gathered& all, double norm_type);
   double clip_now(const std::vector<SlotList>& lists, const GradientClip& how);
-  void replay_clip(const nlohmann::json& action);
   [[noreturn]] void refuse_non_finite(const std::vector<SlotList>& lists, const char* where,
                                       double norm) const;
-  void exchange_last_record();
-  void compare_models();
-  nlohmann::json undefined_gradients() const;
-  void drop_gradients(const nlohmann::json& models);
+  // What a rank that trained on has, to the stale ranks. Collective, blocking.
+  void share_learners();
+  bool is_shared(const OptimizerState& optimizer) const;
+  nlohmann::json collect_trained(NamedTensors& tensors) const;
+  void take_trained(const NamedTensors& tensors, const nlohmann::json& values);
+  void take_model(size_t index, const NamedTensors& tensors, const nlohmann::json& values);
   uint64_t window_key(uint64_t mask) const;
   void refuse_mixed(uint64_t mask, const char* where) const;
   void align_clocks();
@@ -349,8 +354,7 @@ class AcceleratorCore {
   void publish_loss_scale();
   bool overflowed(ModelState& model);
   void note_norm(const std::vector<SlotList>& lists, double norm);
-  bool leaves_out_step(const std::vector<SlotList>& lists, uint64_t complete, bool local);
-  void replay_overflow(bool found);
+  bool leaves_out_step(const std::vector<SlotList>& lists, uint64_t complete);
   nlohmann::json saved_loss_scale() const;
   void plan_loss_scale(StateLoad& load);
   // A window whose last batch had no backward: by now, or when its data has ended.
@@ -359,8 +363,9 @@ class AcceleratorCore {
   void complete_without_backward(GradientWindow& last);
   bool feeds(uint64_t key, const LoaderState* loader) const;
   void drop_unfinished(const LoaderState* loader);
-  void take_part(const LoaderState* loader);
-  void serve_peers(const LoaderState* loader, bool& survivable);
+  void take_part(const LoaderState* loader, bool joins);
+  void serve_peers(const LoaderState* loader, bool joins, bool& survivable);
+  void join_window(const WindowTotals& totals);
   void end_with_copy(const LoaderState* loader);
   void sync_announced(uint64_t models, bool joined, bool here);
   // accelerator_sync_norm.cpp
@@ -379,8 +384,6 @@ class AcceleratorCore {
   bool rows_count(size_t model);
   void refuse_joined(uint64_t mask) const;
   void check_steps();
-  nlohmann::json record();
-  void replay(const nlohmann::json& record);
 
   bool seeded_ = false;
   Precision precision_ = Precision::no;
@@ -408,7 +411,7 @@ class AcceleratorCore {
   bool last_batch_completed_ = true;
   bool accumulates_ = false; // accumulate() was called
   uint64_t closed_without_backward_ = 0; // mask: the last guard was
-  std::shared_ptr<WindowExchange> exchange_;
+  std::shared_ptr<WindowShared> shared_;
   std::shared_ptr<Communicator> alone_; // a world of one, for local windows
   std::shared_ptr<Communicator> sync_norms_; // for forwards; null: none needed
   // hsdp: ranks that hold a copy together, and those that hold the same rows; null
@@ -421,8 +424,8 @@ class AcceleratorCore {
   WindowControl control_;
   uint64_t serial_ = 0; // complete windows
   bool warned_of_steps_ = false;
-  bool joined_in_range_ = false; // since the last end every rank agreed on
-  nlohmann::json actions_ = nlohmann::json::array(); // since the last window
+  bool stale_ = false; // this rank joined windows since it was equal to the others
+  std::vector<Done> done_; // with the last complete window, in order
 };
 
 } // namespace hasten::detail

@@ -5,8 +5,6 @@
 #include <algorithm>
 #include <cctype>
 #include <cmath>
-#include <cstdio>
-#include <cstdlib>
 
 #include "accelerator_core.h"
 #include "hasten/base/error.h"
@@ -15,16 +13,6 @@
 namespace hasten {
 
 namespace detail {
-
-// JSON has no infinity, and a clip must be repeated to the last bit.
-std::string exact_double(double value) {
-  char text[40];
-  std::snprintf(text, sizeof text, "%a", value);
-  return text;
-}
-double read_exact(const nlohmann::json& text) {
-  return std::strtod(text.get<std::string>().c_str(), nullptr);
-}
 
 double AcceleratorCore::clip(const std::vector<SlotList>& lists, const GradientClip& how) {
   const bool by_value = how.clip_value > 0;
@@ -45,14 +33,7 @@ double AcceleratorCore::clip(const std::vector<SlotList>& lists, const GradientC
     ModelState& model = models_[list.model];
     model.non_finite = model.non_finite || !std::isfinite(norm);
   }
-  auto models = nlohmann::json::array();
-  for (const SlotList& list : lists) {
-    models.push_back({list.model, list.all, list.slots});
-  }
-  actions_.push_back({{"clip", std::move(models)},
-                      {"max_norm", exact_double(how.max_norm)},
-                      {"norm_type", exact_double(how.norm_type)},
-                      {"clip_value", exact_double(how.clip_value)}});
+  done_.push_back({[this, lists, how] { clip(lists, how); }});
   return norm;
 }
 
@@ -139,25 +120,6 @@ double AcceleratorCore::clip_now(const std::vector<SlotList>& lists, const Gradi
     }
   }
   return norm;
-}
-
-// What and how, of a record's action.
-std::pair<std::vector<SlotList>, GradientClip> clip_of(const nlohmann::json& action) {
-  std::vector<SlotList> lists;
-  for (const auto& list : action.at("clip")) {
-    lists.push_back(
-        {list[0].get<size_t>(), list[1].get<bool>(), list[2].get<std::vector<int64_t>>()});
-  }
-  GradientClip how;
-  how.max_norm = read_exact(action.at("max_norm"));
-  how.norm_type = read_exact(action.at("norm_type"));
-  how.clip_value = read_exact(action.at("clip_value"));
-  return {std::move(lists), how};
-}
-
-void AcceleratorCore::replay_clip(const nlohmann::json& action) {
-  const auto [lists, how] = clip_of(action);
-  clip_now(lists, how);
 }
 
 void AcceleratorCore::refuse_non_finite(const std::vector<SlotList>& lists, const char* where,

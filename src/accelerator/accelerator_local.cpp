@@ -116,10 +116,10 @@ void AcceleratorCore::announce_round(uint64_t number, int64_t kind) {
   mine.round = kind;
   mine.number = number;
   mine.models = uint64_t{1} << local_scope_->model();
-  mine.history = exchange_->history;
+  mine.steps = shared_->steps;
   control_.start(mine, at::Tensor());
-  if (control_.wait().finished > 0) {
-    exchange_last_record(); // of a window before the scope became local
+  if (control_.wait().stale > 0) {
+    share_learners(); // of a window before the scope became local
   }
 }
 

@@ -120,8 +120,8 @@ const LoaderState* AcceleratorCore::current_loader(uint64_t mask) const {
 
 // The next window's control vector compares it.
 void AcceleratorCore::note_reading(const LoaderState* loader) {
-  exchange_->read = loader != nullptr ? loader->first_read : 0;
-  exchange_->range = loader != nullptr ? loader->range : "";
+  shared_->read = loader != nullptr ? loader->first_read : 0;
+  shared_->range = loader != nullptr ? loader->range : "";
 }
 
 void AcceleratorCore::check_parameters(const ModelState& model) const {
@@ -252,34 +252,6 @@ void AcceleratorCore::refuse_local_gradients(const std::vector<SlotList>& lists,
                        "accelerator.backward(loss), or gradients that were zeroed",
                        "use that instead of loss.backward(); name every model that the loss "
                        "depends on in accumulate(), or detach() what it is not to train");
-    }
-  }
-}
-
-// Ranks that joined did what the handles told them. What a loop did beside those
-// they cannot know: better said than trained on with models that differ.
-void AcceleratorCore::compare_models() {
-  auto sums = nlohmann::json::array();
-  for (const ModelState& model : models_) {
-    if (model.local || model.sharded) { // ranks are to differ
-      continue;
-    }
-    int64_t sum = 0;
-    for (const auto& entry : model.parallel->parameters()) {
-      sum = sum * 31 + bit_sum(entry.second);
-    }
-    sums.push_back(sum);
-  }
-  const auto ranks = communicator->gather_json(sums, "models after joining");
-  for (size_t rank = 0; rank < ranks.size(); ++rank) {
-    if (ranks[rank] != ranks[0]) {
-      throw CommunicationError(
-          "accelerator::PreparedLoader",
-          "the parameters of rank " + std::to_string(rank) +
-              " are not those of rank 0, after windows in which a rank had no batch",
-          "steps that every rank does",
-          "step by prepared optimizers and clip by clip_grad_norm_, or give "
-          "every rank at least one batch");
     }
   }
 }

@@ -120,7 +120,7 @@ void AcceleratorCore::end_autocast(bool batch_closes) noexcept {
 
 bool AcceleratorCore::scales() const { return loss_scale_.options().enabled; }
 
-void AcceleratorCore::publish_loss_scale() { exchange_->loss_scale = loss_scale_.value(); }
+void AcceleratorCore::publish_loss_scale() { shared_->loss_scale = loss_scale_.value(); }
 
 // Note [Who finds an overflow]
 // Gradients are looked at when a window is complete: reduced by a sum, in which an
@@ -156,8 +156,7 @@ void AcceleratorCore::note_norm(const std::vector<SlotList>& lists, double norm)
 
 // Whether an optimizer over these must not step. The first one of a window also
 // decides about the scale, from all models of that window.
-bool AcceleratorCore::leaves_out_step(const std::vector<SlotList>& lists, uint64_t complete,
-                                      bool local) {
+bool AcceleratorCore::leaves_out_step(const std::vector<SlotList>& lists, uint64_t complete) {
   if (!scales()) {
     return false;
   }
@@ -180,19 +179,11 @@ bool AcceleratorCore::leaves_out_step(const std::vector<SlotList>& lists, uint64
     } else {
       loss_scale_.update(found);
       publish_loss_scale();
-      if (!local) {
-        actions_.push_back({{"overflow", found}});
-      }
     }
   }
   return std::any_of(lists.begin(), lists.end(), [&](const SlotList& list) {
     return overflowed(models_[list.model]) || models_[list.model].bad_loss;
   });
-}
-
-void AcceleratorCore::replay_overflow(bool found) {
-  loss_scale_.update(found);
-  publish_loss_scale();
 }
 
 // The ranks of a LocalSgd scope left out steps of their own: they had scales, and

@@ -128,7 +128,7 @@ void AcceleratorCore::collect_windows(StateParts& parts) const {
                                 {"outside", model.outside},
                                 {"non_finite", model.non_finite}});
   }
-  shared["step_history"] = exchange_->history;
+  shared["step_history"] = shared_->steps;
   shared["accumulates"] = accumulates_;
   shared["loss_scale"] = saved_loss_scale();
   if (local_scope_ != nullptr && scales()) {
@@ -317,9 +317,8 @@ void AcceleratorCore::write_state(const std::filesystem::path* folder,
 
 // Note [Saving while peers have run out]
 // A rank whose batches have ended waits in its loader's end for what the others
-// still do. A control vector without models tells it that a state is to be saved.
-// It is behind by the last window's step, so the record that would have come with
-// the next window comes now; then it takes part.
+// still do. A control vector without models says that a state is to be saved. Stale
+// ranks get what the others have; then all take part.
 void AcceleratorCore::save_state(const std::filesystem::path& folder,
                                  const SaveStateOptions& request) {
   bool in_pass = false;
@@ -329,9 +328,10 @@ void AcceleratorCore::save_state(const std::filesystem::path& folder,
   bool joined = false;
   if (in_pass && communicator->world_size() > 1) {
     control_.start({}, at::Tensor());
-    joined = control_.wait().finished > 0;
-    if (joined) {
-      exchange_last_record();
+    const WindowTotals totals = control_.wait();
+    joined = totals.finished > 0;
+    if (totals.stale > 0) {
+      share_learners();
     }
   }
   sync_announced(~uint64_t{0}, joined, true);
@@ -339,7 +339,6 @@ void AcceleratorCore::save_state(const std::filesystem::path& folder,
 }
 
 void AcceleratorCore::save_with_peers() {
-  exchange_last_record();
   sync_announced(~uint64_t{0}, true, false);
   try {
     write_state(nullptr, nullptr);

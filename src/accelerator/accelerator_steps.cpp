@@ -1,5 +1,4 @@
-// What happens to gradients when a window is complete, here and, for ranks that
-// ran out of batches, by record and replay (Note [Joining]).
+// What happens to gradients when a window is complete.
 #include <ATen/ATen.h>
 #include <torch/nn/module.h>
 #include <torch/optim.h>
@@ -49,8 +48,8 @@ void AcceleratorCore::update_slots(OptimizerState& optimizer) {
 }
 
 void AcceleratorCore::note_step(const OptimizerState& optimizer) {
-  exchange_->history =
-      exchange_->history * 0x9e3779b97f4a7c15ull + static_cast<uint64_t>(optimizer.index) + 1;
+  shared_->steps =
+      shared_->steps * 0x9e3779b97f4a7c15ull + static_cast<uint64_t>(optimizer.index) + 1;
 }
 
 StepResult AcceleratorCore::optimizer_step(OptimizerState& optimizer) {
@@ -73,7 +72,7 @@ StepResult AcceleratorCore::optimizer_step(OptimizerState& optimizer) {
   }
   const auto non_finite = [this](const SlotList& list) { return models_[list.model].non_finite; };
   optimizer.skipped =
-      (!nothing && leaves_out_step(lists, complete, local)) ||
+      (!nothing && leaves_out_step(lists, complete)) ||
       (options.skip_non_finite_steps && std::any_of(lists.begin(), lists.end(), non_finite));
   if (optimizer.skipped) {
     return StepResult::skipped;
@@ -85,7 +84,7 @@ StepResult AcceleratorCore::optimizer_step(OptimizerState& optimizer) {
   step_scaled(optimizer, lists);
   if (!local) { // ranks need not have equally many
     note_step(optimizer);
-    actions_.push_back({{"step", optimizer.index}});
+    done_.push_back({[this, &optimizer] { optimizer_step(optimizer); }, optimizer.index});
   }
   return StepResult::stepped;
 }
@@ -139,7 +138,7 @@ bool AcceleratorCore::scheduler_step(SchedulerState& scheduler) {
   scheduler.step();
   scheduler.stepped = stepped;
   ++scheduler.ticks;
-  actions_.push_back({{"tick", scheduler.index}});
+  done_.push_back({[this, &scheduler] { scheduler_step(scheduler); }});
   return true;
 }
 
@@ -168,54 +167,13 @@ void AcceleratorCore::zero_grad(OptimizerState& optimizer) {
   }
 }
 
-nlohmann::json AcceleratorCore::record() {
-  auto cleared = nlohmann::json::array();
-  for (size_t i = 0; i < models_.size(); ++i) {
-    if (models_[i].parallel->gradients().cleared()) {
-      cleared.push_back(i);
-    }
-  }
-  return {{"actions", actions_}, {"cleared", std::move(cleared)}, {"history", exchange_->history}};
-}
-
-void AcceleratorCore::replay(const nlohmann::json& record) {
-  for (const auto& action : record.at("actions")) {
-    if (action.contains("step")) {
-      OptimizerState& optimizer = *optimizers_.at(action["step"].get<size_t>());
-      optimizer.step();
-      note_step(optimizer);
-      drop_autocast_casts();
-    } else if (action.contains("overflow")) {
-      replay_overflow(action["overflow"].get<bool>());
-    } else if (action.contains("tick")) {
-      SchedulerState& scheduler = *schedulers_.at(action["tick"].get<size_t>());
-      scheduler.step();
-      ++scheduler.ticks;
-    } else {
-      replay_clip(action);
-    }
-  }
-  for (const auto& model : record.at("cleared")) {
-    FlatGradients& gradients = models_.at(model.get<size_t>()).parallel->gradients();
-    gradients.reset();
-  }
-  if (record.at("history").get<uint64_t>() != exchange_->history) {
-    throw CommunicationError("accelerator::PreparedLoader",
-                             "this rank, which ran out of batches first, has not done the same "
-                             "optimizer steps as the others",
-                             "the same steps on every rank",
-                             "do not decide to step by a count of this rank's own batches: use "
-                             "accumulate(), or (i + 1) % k == 0 || i + 1 == loader.size()");
-  }
-}
-
 void AcceleratorCore::begin_range(LoaderState& loader) {
   if (!loader.training) {
     begin_evaluation();
     return;
   }
   if (loader.open) {
-    join_ranges(&loader); // left by break
+    end_ranges(&loader, false); // left by break
   }
   for (ModelState& model : models_) {
     check_parameters(model);
@@ -243,7 +201,7 @@ void AcceleratorCore::begin_evaluation() {
 
 void AcceleratorCore::end_range(LoaderState& loader) {
   if (loader.open) {
-    join_ranges(&loader);
+    end_ranges(&loader, false);
     loader.open = false;
   }
 }
@@ -280,20 +238,20 @@ void AcceleratorCore::complete_at_end(const LoaderState* loader) {
   for (auto& [key, last] : windows_) {
     const auto models = models_in(last.models_mask());
     if (!last.lacks_last_backward() || !feeds(key, loader) ||
-        models_[models.front()].local) { // of which no record is kept
+        models_[models.front()].local) { // whose steps are not kept
       continue;
     }
-    const nlohmann::json done = std::exchange(actions_, nlohmann::json::array());
+    const std::vector<Done> done = std::exchange(done_, {});
     std::vector<size_t> zeroed; // before this window, and so behind it
     for (const size_t i : models) {
-      if (models_[i].parallel->kept_slots().empty()) {
+      if (!models_[i].parallel->has_aside()) {
         zeroed.push_back(i);
       }
     }
-    const auto steps_with_it = [&](const nlohmann::json& action) {
-      return action.contains("step") &&
+    const auto steps_with_it = [&](const Done& action) {
+      return action.optimizer >= 0 &&
              std::ranges::any_of(
-                 optimizer_slots_.at(action["step"].get<size_t>()),
+                 optimizer_slots_.at(static_cast<size_t>(action.optimizer)),
                  [&](const SlotList& list) { return models_[list.model].window == &last; });
     };
     if (std::none_of(done.begin(), done.end(), steps_with_it)) {
@@ -305,15 +263,8 @@ void AcceleratorCore::complete_at_end(const LoaderState* loader) {
                        "call optimizer.step() for a batch that is left out, too");
     }
     complete_without_backward(last);
-    for (const auto& action : done) {
-      if (action.contains("step")) {
-        optimizer_step(*optimizers_.at(action["step"].get<size_t>()));
-      } else if (action.contains("tick")) {
-        scheduler_step(*schedulers_.at(action["tick"].get<size_t>()));
-      } else if (action.contains("clip")) {
-        const auto [lists, how] = clip_of(action);
-        clip(lists, how);
-      }
+    for (const Done& action : done) {
+      action.again();
     }
     for (const size_t i : zeroed) {
       models_[i].parallel->gradients().reset();
@@ -346,213 +297,6 @@ void AcceleratorCore::drop_unfinished(const LoaderState* loader) {
         model.window = nullptr;
       }
     }
-  }
-}
-
-// What ranks that finish must agree on, below 2^16: which loader ended, and the
-// optimizer steps so far. 0, which agrees with all: the end of the run.
-uint64_t end_of_data(const LoaderState* loader, uint64_t history) {
-  if (loader == nullptr) {
-    return 0;
-  }
-  const uint64_t mixed = (history * 0x9e3779b97f4a7c15ull + loader->index) * 0x9e3779b97f4a7c15ull;
-  return (mixed >> 49) + 1;
-}
-
-// Says "finished" until every rank does, taking part in what the others still do.
-void AcceleratorCore::join_ranges(const LoaderState* loader) {
-  try {
-    complete_at_end(loader);
-    drop_unfinished(loader);
-    if (communicator->world_size() > 1) {
-      take_part(loader);
-    }
-  } catch (const std::exception& error) {
-    if (communicator->world_size() > 1) {
-      communicator->abandon(error.what()); // peers may wait for this rank
-    }
-    throw;
-  }
-}
-
-// A peer may be lost in between: where a scope of LocalSgd goes on without it, so
-// does this.
-void AcceleratorCore::take_part(const LoaderState* loader) {
-  end_with_copy(loader);
-  for (;;) {
-    bool survivable = true;
-    try {
-      serve_peers(loader, survivable);
-      return;
-    } catch (const CommunicationError&) {
-      if (!survivable || local_scope_ == nullptr || !local_scope_->recover()) {
-        throw;
-      }
-      if (local_scope_->ended_in_recovery()) {
-        return;
-      }
-    }
-  }
-}
-
-// Inside a LocalSgd scope the ranks that hold a copy together end together, without a
-// word to the others.
-void AcceleratorCore::end_with_copy(const LoaderState* loader) {
-  const uint64_t all = ~uint64_t{0};
-  if (local_scope_ == nullptr || &control_of(all) == &control_) {
-    return;
-  }
-  WindowTotals mine;
-  mine.finished = 1;
-  mine.data = end_of_data(loader, exchange_->history);
-  control_of(all).start(mine, at::Tensor());
-  if (control_of(all).wait().finished != shard_group_->world_size()) {
-    refuse_joined(all);
-  }
-}
-
-void AcceleratorCore::serve_peers(const LoaderState* loader, bool& survivable) {
-  WindowTotals mine;
-  mine.finished = 1;
-  for (;;) {
-    // Ranks that joined a window have its steps still to do.
-    mine.data = end_of_data(loader, joined_in_range_ ? 0 : exchange_->history);
-    mine.read = loader != nullptr ? loader->read : 0;
-    mine.range = loader != nullptr ? loader->range : "";
-    control_.start(mine, at::Tensor());
-    const WindowTotals totals = control_.wait();
-    if (totals.finished == communicator->world_size()) {
-      break;
-    }
-    if (totals.round != 0) {
-      exchange_last_record();
-      local_scope_->join_round(totals.round);
-      continue;
-    }
-    survivable = false; // those with batches do not survive it either
-    if (totals.buffers) {
-      sync_announced(totals.models, true, false);
-      survivable = true;
-      continue;
-    }
-    if (totals.models == 0) { // no window: they save a state
-      save_with_peers();
-      survivable = true;
-      continue;
-    }
-    joined_in_range_ = true;
-    GradientWindow& theirs = window_of(totals.models);
-    theirs.join(totals);
-    report = theirs.report();
-    for (size_t i = 0; i < models_.size(); ++i) {
-      if ((totals.models >> i & 1) != 0) {
-        models_[i].window = &theirs;
-        models_[i].completed = 0;
-        models_[i].outside = false;
-      }
-    }
-    if (totals.outside) {
-      completed(theirs, true);
-    }
-    survivable = true;
-  }
-  if (std::exchange(joined_in_range_, false)) {
-    exchange_last_record();
-    compare_models();
-  }
-  if (local_scope_ != nullptr) {
-    align_clocks();
-  }
-}
-
-// Slots by model that somebody zeroed since the last window, and not others.
-nlohmann::json AcceleratorCore::undefined_gradients() const {
-  auto models = nlohmann::json::array();
-  for (const ModelState& model : models_) {
-    auto undefined = nlohmann::json::array();
-    const auto& slots = model.parallel->gradients().layout().slots();
-    for (size_t slot = 0; slot < slots.size(); ++slot) {
-      if (!slots[slot].parameter.grad().defined()) {
-        undefined.push_back(slot);
-      }
-    }
-    models.push_back(std::move(undefined));
-  }
-  return models;
-}
-
-void AcceleratorCore::drop_gradients(const nlohmann::json& models) {
-  for (size_t i = 0; i < models_.size(); ++i) {
-    const auto& slots = models_[i].parallel->gradients().layout().slots();
-    for (const auto& slot : models.at(i)) {
-      slots.at(slot.get<size_t>()).parameter.mutable_grad().reset();
-    }
-  }
-}
-
-// The last window's record, where nobody's next window brings it in time.
-void AcceleratorCore::exchange_last_record() {
-  const bool pending = std::exchange(exchange_->pending, false);
-  nlohmann::json mine;
-  if (!pending) {
-    mine = record();
-    mine["undefined"] = undefined_gradients();
-  }
-  for (const auto& theirs : communicator->gather_json(mine, "window record")) {
-    if (pending && !theirs.is_null()) {
-      replay(theirs);
-      drop_gradients(theirs.at("undefined"));
-      break;
-    }
-  }
-  if (pending) {
-    actions_ = nlohmann::json::array();
-    for (ModelState& model : models_) {
-      if (!model.outside) { // stepped by replay: nothing is left to step for
-        model.window = nullptr;
-        model.completed = 0;
-      }
-    }
-  }
-}
-
-// A last step outside the loops is compared by nobody else.
-void AcceleratorCore::check_steps() {
-  if (communicator->world_size() == 1) {
-    return;
-  }
-  LoaderState end_of_run;
-  WindowTotals mine;
-  mine.finished = 1;
-  mine.data = end_of_data(&end_of_run, exchange_->history);
-  control_.start(mine, at::Tensor());
-  control_.wait();
-}
-
-void AcceleratorCore::finish() {
-  if (std::exchange(finished, true)) {
-    return;
-  }
-  bool open = false;
-  for (const auto& loader : training_) {
-    open = std::exchange(loader->open, false) || open;
-  }
-  if (open) {
-    join_ranges(nullptr);
-  }
-  check_steps();
-  for (const ModelState& model : models_) {
-    if (model.sharded) {
-      model.sharded->close();
-    }
-  }
-  for (const auto& group : {sync_norms_, replicas_, shard_group_}) {
-    if (group) {
-      group->close();
-    }
-  }
-  if (owns_communicator) {
-    communicator->close();
   }
 }
 

@@ -86,11 +86,10 @@ void AcceleratorCore::refuse_joined(uint64_t mask) const {
     return;
   }
   throw InputError("accelerator::accumulate",
-                   "a rank has no batch left while others train a model that communicates in "
-                   "forward: it is sharded, or its batch norm layers are synchronised",
+                   "a rank is in join_uneven_inputs() while others train a model that communicates "
+                   "in forward: it is sharded, or its batch norm layers are synchronised",
                    "a batch on every rank until the data of all has ended",
-                   "give every rank at least one row of each epoch, from a prepared loader, and "
-                   "leave its loop on all ranks alike");
+                   "prepare() the loader: a rank without rows gets stand-ins");
 }
 
 } // namespace hasten::detail

@@ -81,7 +81,7 @@ at::Tensor encode_round(const DispatchedRound& round) {
   return buffer;
 }
 
-DispatchedRound decode_round(const at::Tensor& buffer, size_t rank) {
+DispatchedRound decode_round(const at::Tensor& buffer, size_t rank, size_t world) {
   const auto* bytes = buffer.const_data_ptr<uint8_t>();
   int64_t header_bytes = 0;
   std::memcpy(&header_bytes, bytes, sizeof header_bytes);
@@ -96,26 +96,31 @@ DispatchedRound decode_round(const at::Tensor& buffer, size_t rank) {
   if (header["parts"].empty()) {
     return round;
   }
-  const auto& part = header["parts"].at(rank);
-  PackedBatch batch;
-  batch.names = part["names"].get<std::vector<std::string>>();
-  batch.indices = part["indices"].get<std::vector<int64_t>>();
-  batch.rows = part["rows"].get<int64_t>();
-  batch.lists_rows = part["lists"].get<bool>();
-  for (const auto& form : part["tensors"]) {
-    if (form.is_null()) {
-      batch.tensors.emplace_back();
-      continue;
+  const auto add = [&](const nlohmann::json& part) {
+    PackedBatch batch;
+    batch.names = part["names"].get<std::vector<std::string>>();
+    batch.indices = part["indices"].get<std::vector<int64_t>>();
+    batch.rows = part["rows"].get<int64_t>();
+    batch.lists_rows = part["lists"].get<bool>();
+    for (const auto& form : part["tensors"]) {
+      if (form.is_null()) {
+        batch.tensors.emplace_back();
+        continue;
+      }
+      at::Tensor tensor = at::empty(form[1].get<std::vector<int64_t>>(),
+                                    static_cast<at::ScalarType>(form[0].get<int>()));
+      if (tensor.nbytes() > 0) { // a copy: the buffer holds all ranks' rows
+        std::memcpy(tensor.mutable_data_ptr(), data + form[2].get<int64_t>(), tensor.nbytes());
+      }
+      batch.tensors.push_back(std::move(tensor));
     }
-    at::Tensor tensor = at::empty(form[1].get<std::vector<int64_t>>(),
-                                  static_cast<at::ScalarType>(form[0].get<int>()));
-    if (tensor.nbytes() > 0) { // a copy: the buffer holds all ranks' rows
-      std::memcpy(tensor.mutable_data_ptr(), data + form[2].get<int64_t>(), tensor.nbytes());
-    }
-    batch.tensors.push_back(std::move(tensor));
+    round.parts.push_back(std::move(batch));
+    round.repeated.push_back(part["repeated"].get<int64_t>());
+  };
+  add(header["parts"].at(rank));
+  if (header["parts"].size() > world) {
+    add(header["parts"].at(world));
   }
-  round.parts.push_back(std::move(batch));
-  round.repeated.push_back(part["repeated"].get<int64_t>());
   return round;
 }
 
@@ -138,7 +143,8 @@ DispatchedRound core_dispatch(AcceleratorCore& core, DispatchedRound* round) {
   if (round != nullptr) {
     return {};
   }
-  DispatchedRound received = decode_round(buffer, static_cast<size_t>(core.world.rank));
+  DispatchedRound received = decode_round(buffer, static_cast<size_t>(core.world.rank),
+                                          static_cast<size_t>(core.world.world_size));
   if (!received.error.empty()) {
     throw_failure("accelerator::PreparedLoader", "rank 0 could not read on",
                   {{"what", received.error}, {"input", received.is_input_error}});

@@ -246,7 +246,7 @@ void AcceleratorCore::plan_windows(StateLoad& load) {
     if (!load.own.at("windows").contains(std::to_string(key))) {
       // As it is before its first batch.
       GradientWindow fresh(window_communicator(key), window.models(), window.models_mask(),
-                           window_options(), device, exchange_);
+                           window_options(), device, shared_);
       NamedTensors tensors;
       nlohmann::json values;
       fresh.save_state(tensors, values);
@@ -287,11 +287,11 @@ void AcceleratorCore::plan_models(StateLoad& load) {
     standing.push_back({model.at("window").get<uint64_t>(), model.at("completed").get<uint64_t>(),
                         model.at("outside").get<bool>(), model.at("non_finite").get<bool>()});
   }
-  const auto history = load.shared.at("step_history").get<uint64_t>();
+  const auto steps = load.shared.at("step_history").get<uint64_t>();
   const bool accumulates = load.shared.at("accumulates").get<bool>();
-  load.apply.push_back([this, standing, serial, history, accumulates, per_rank] {
+  load.apply.push_back([this, standing, serial, steps, accumulates, per_rank] {
     serial_ = serial;
-    exchange_->history = history;
+    shared_->steps = steps;
     accumulates_ = accumulates;
     last_batch_completed_ = !per_rank;
     closed_without_backward_ = 0;
@@ -307,9 +307,8 @@ void AcceleratorCore::plan_models(StateLoad& load) {
         report = found->second.report();
       }
     }
-    joined_in_range_ = false;
-    exchange_->pending = false;
-    actions_ = nlohmann::json::array();
+    stale_ = false;
+    done_.clear();
     seeded_ = true;
   });
 }

@@ -170,8 +170,7 @@ bool LocalSgd::Impl::count_step() {
   return true;
 }
 
-// Gradients have been averaged so far: all ranks are equal, those that ran out of
-// batches too once they have done the last window's step.
+// Gradients have been averaged so far: all ranks are equal.
 void LocalSgd::Impl::begin_local() {
   core->set_local(true);
   local = true;

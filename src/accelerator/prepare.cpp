@@ -57,11 +57,11 @@ std::shared_ptr<OptimizerState> AcceleratorCore::prepare_optimizer(
 }
 
 void AcceleratorCore::decide_who_scales() {
-  exchange_->steps_scale = options.scale_in_step && !optimizers_.empty();
+  shared_->steps_scale = options.scale_in_step && !optimizers_.empty();
   for (const auto& optimizer : optimizers_) {
     const auto& lists = optimizer_slots_[static_cast<size_t>(optimizer->index)];
-    exchange_->steps_scale =
-        exchange_->steps_scale && optimizer->fused != nullptr &&
+    shared_->steps_scale =
+        shared_->steps_scale && optimizer->fused != nullptr &&
         std::all_of(lists.begin(), lists.end(), [](const SlotList& list) { return list.all; });
   }
 }

@@ -24,15 +24,7 @@ ShardedModel::ShardedModel(std::shared_ptr<Communicator> communicator,
       parameters_(shards_of(sharded_)),
       gradients_(FlatLayout(parameters_)) {}
 
-void ShardedModel::begin(bool keep, bool) {
-  if (keep) {
-    throw InputError("accelerator::accumulate",
-                     "this rank has run out of batches, and a sharded model is trained on",
-                     "every rank to run every forward, whose messages it needs",
-                     "prepare the loader: a rank without rows gets stand-ins");
-  }
-  sharded_.begin();
-}
+void ShardedModel::begin(bool) { sharded_.begin(); }
 
 void ShardedModel::start_backward(bool reduce, DdpBackward backward) {
   const ShardUnitReport before = sharded_.report().total;

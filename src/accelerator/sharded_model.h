@@ -21,7 +21,7 @@ class ShardedModel final : public DataParallel {
   FullyShard& shards() { return sharded_; }
   const FullyShard& shards() const { return sharded_; }
 
-  void begin(bool keep, bool in_place) override;
+  void begin(bool in_place) override;
   void start_backward(bool reduce, DdpBackward backward) override;
   void finish_backward() override { sharded_.finish_backward(); }
   void finish(double factor, const DdpRanks& ranks, bool defer) override;
@@ -30,9 +30,7 @@ class ShardedModel final : public DataParallel {
   double pending_factor() const override { return 1; }
   void set_pending_factor(double factor) override;
   void apply_pending_factor() override {}
-  void swap_aside() override {}
-  std::vector<int64_t> kept_slots() const override { return {}; }
-  void keep_aside(const std::vector<int64_t>&) override {}
+  bool has_aside() const override { return false; }
   bool has_foreign_gradients() override { return false; } // an error at once
   bool sharded() const override { return true; }
   void reduce_norms(std::vector<double>& norms, double norm_type) const override {

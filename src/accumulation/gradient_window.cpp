@@ -49,17 +49,29 @@ std::vector<std::shared_ptr<DataParallel>> in_reduction_order(
   return models;
 }
 
+DdpRanks ranks_with_batches(Communicator& communicator, bool here) {
+  const auto all = communicator.gather_json(here, "ranks with batches");
+  DdpRanks ranks{.first = 0, .count = 0, .here = here};
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    if (all[rank].get<bool>() && ranks.count++ == 0) {
+      ranks.first = static_cast<int>(rank);
+    }
+  }
+  ranks.here = here || ranks.count == 0; // stand-ins on all
+  return ranks;
+}
+
 } // namespace detail
 
 GradientWindow::GradientWindow(std::shared_ptr<Communicator> communicator,
                                std::vector<std::shared_ptr<DataParallel>> models,
                                uint64_t models_mask, WindowOptions options, at::Device device,
-                               std::shared_ptr<WindowExchange> exchange)
+                               std::shared_ptr<WindowShared> shared)
     : communicator_(std::move(communicator)),
       models_(detail::in_reduction_order(std::move(models))),
       models_mask_(models_mask),
       options_(options),
-      exchange_(std::move(exchange)),
+      shared_(std::move(shared)),
       control_(communicator_, device),
       device_(device),
       watch_(std::make_unique<detail::WindowWatch>()),
@@ -68,7 +80,7 @@ GradientWindow::GradientWindow(std::shared_ptr<Communicator> communicator,
 
 void GradientWindow::begin_window(bool in_place) {
   for (auto& model : models_) {
-    model->begin(false, in_place);
+    model->begin(in_place);
   }
   watch_->forget();
   begun_ = true;
@@ -77,7 +89,7 @@ void GradientWindow::begin_window(bool in_place) {
   batches_ = 0;
   idle_ = true;
   scale_ = 0;
-  loss_scale_ = exchange_->loss_scale;
+  loss_scale_ = shared_->loss_scale;
   weight_ = 0;
   rows_ = 0;
   forget_losses();
@@ -162,7 +174,7 @@ double GradientWindow::batch_weight(std::optional<double> sum_weight) {
 // and equal on all ranks, so that sums stay near the gradient's size (16-bit wires
 // neither overflow nor lose small terms) and dividing by it is exact. A rank alone
 // whose window is one batch knows W beforehand: n0 = W, and nothing is multiplied.
-// The multiplication is left to the optimizer's kernel (WindowExchange::steps_scale)
+// The multiplication is left to the optimizer's kernel (WindowShared::steps_scale)
 // only where the user asked for it: gradients are not final then when backward
 // returns, which torch's clip and optimizers and a user's logging rely on, for one
 // pass over memory out of the dozen of a step. A loss scale (fp16) goes the same way:
@@ -202,7 +214,7 @@ void GradientWindow::begin_outside(std::optional<double> sum_weight, const Windo
                                    bool reduce) {
   const bool sums = sum_weight.has_value();
   // A rank alone adds mean losses as they are.
-  begin_window(alone() && exchange_->loss_scale == 1 && (!sums || reduce || equal_batches()));
+  begin_window(alone() && shared_->loss_scale == 1 && (!sums || reduce || equal_batches()));
   outside_ = true;
   outside_sums_ = sums;
   if (!sums) {
@@ -345,12 +357,12 @@ void GradientWindow::start_control() {
   mine.models = models_mask_;
   mine.number = report_.number + (complete_ ? 0 : 1);
   mine.outside = outside_;
-  mine.history = exchange_->history;
-  mine.read = exchange_->read;
-  mine.range = exchange_->range;
+  mine.steps = shared_->steps;
+  mine.read = shared_->read;
+  mine.range = shared_->range;
   mine.loss_scale = loss_scale_;
   if (!complete_) {
-    mine.requests = std::exchange(exchange_->requests, 0u);
+    mine.requests = std::exchange(shared_->requests, 0u);
   }
   control_.start(mine, loss_stats_);
 }
@@ -374,7 +386,7 @@ void GradientWindow::complete() {
     for (auto& model : models_) {
       model->wait();
     }
-    note_ranks(totals);
+    note_ranks(totals, !idle_);
   } else {
     totals.loss = host_losses_;
     totals.non_finite = host_non_finite_;
@@ -386,32 +398,22 @@ void GradientWindow::complete() {
     totals.weight = complete_ ? 0 : weight_;
     totals.rows = complete_ ? 0 : rows_;
     totals.extra = complete_;
-    totals.requests = complete_ ? 0u : std::exchange(exchange_->requests, 0u);
+    totals.requests = complete_ ? 0u : std::exchange(shared_->requests, 0u);
   }
   settle(totals);
-  if (exchange_->check && !alone()) {
-    exchange_->check();
+  if (shared_->check && !alone() && totals.finished == 0) {
+    shared_->check();
   }
 }
 
-// Ranks that joined learn what is done with windows; whose buffers are taken may
-// depend on who had a row.
-void GradientWindow::note_ranks(const WindowTotals& totals) {
-  const bool uneven = totals.idle > 0 &&
-                      std::any_of(models_.begin(), models_.end(),
-                                  [](const auto& model) { return model->evens_out_buffers(true); });
-  if (totals.extra || (totals.finished == 0 && !uneven)) {
-    return;
+// Whose buffers are taken may depend on who had a row.
+void GradientWindow::note_ranks(const WindowTotals& totals, bool here) {
+  const bool even_out = std::any_of(models_.begin(), models_.end(), [](const auto& model) {
+    return model->evens_out_buffers(true);
+  });
+  if (even_out && !totals.extra && totals.finished + totals.idle > 0) {
+    ranks_ = detail::ranks_with_batches(*communicator_, here);
   }
-  nlohmann::json record;
-  if (!idle_) {
-    record = exchange_->record();
-    auto& kept = record["kept"];
-    for (const auto& model : models_) {
-      kept.push_back(model->kept_slots());
-    }
-  }
-  exchange_records(record);
 }
 
 void GradientWindow::settle(const WindowTotals& totals) {
@@ -434,9 +436,7 @@ void GradientWindow::settle(const WindowTotals& totals) {
   forget_losses(); // a further backward tells what it adds
   report_.communication_seconds = report_.exposed_seconds = 0;
   for (auto& model : models_) {
-    // Where ranks have joined, they repeat the others' steps with the gradients
-    // as they are.
-    model->finish(factor_, ranks_, exchange_->steps_scale && !totals.extra && totals.finished == 0);
+    model->finish(factor_, ranks_, shared_->steps_scale && !totals.extra);
     report_.communication_seconds += model->reduction().communication_seconds;
     report_.exposed_seconds += model->reduction().exposed_seconds;
   }
@@ -444,14 +444,10 @@ void GradientWindow::settle(const WindowTotals& totals) {
 }
 
 // Note [Joining]
-// A rank that ran out of batches keeps every collective company with zeros, so
-// that the others can go on. What they do with a window's gradients happens in
-// user code it does not run: they tell it, one window later (or when all have
-// finished), when their code has run, and it does the same with that window's
-// gradients, which are set aside while the next window is being reduced. The
-// telling costs a round through the store, in windows that are joined only.
+// A rank in join_uneven_inputs() keeps every collective company with zeros. What the
+// others do with a window's gradients it does not do: its parameters are stale until
+// all have ended (AcceleratorCore::share_learners).
 void GradientWindow::join(const WindowTotals& totals) {
-  const bool replay = exchange_->pending && !totals.extra;
   if (begun_ && !complete_) {
     throw InputError("accumulation::join",
                      "the data of this rank has ended in the middle of a window of models "
@@ -461,11 +457,12 @@ void GradientWindow::join(const WindowTotals& totals) {
                      "call accumulate() with the loader whose batch it is");
   }
   if (!totals.extra) {
+    ranks_ = {};
     for (auto& model : models_) {
-      model->begin(replay);
+      model->begin();
     }
     scale_ = next_scale_;
-    loss_scale_ = totals.loss_scale;
+    loss_scale_ = shared_->loss_scale;
   }
   const double factor = factor_of(totals);
   for (auto& model : models_) {
@@ -475,44 +472,13 @@ void GradientWindow::join(const WindowTotals& totals) {
   for (auto& model : models_) {
     model->wait();
   }
-  if (!totals.extra) {
-    const nlohmann::json record = exchange_records(nullptr);
-    if (replay) {
-      for (auto& model : models_) {
-        model->swap_aside();
-      }
-      exchange_->replay(record);
-      for (size_t i = 0; i < models_.size(); ++i) {
-        models_[i]->swap_aside();
-        models_[i]->keep_aside(record.at("kept").at(i).get<std::vector<int64_t>>());
-      }
-    }
-    exchange_->pending = true;
-  }
+  note_ranks(totals, false);
   settle(totals);
+  for (auto& model : models_) {
+    model->gradients().reset();
+  }
   begun_ = true;
   last_ = had_backward_ = false;
-  if (exchange_->check) {
-    exchange_->check();
-  }
-}
-
-// Also learns which ranks had batches: those that record.
-nlohmann::json GradientWindow::exchange_records(const nlohmann::json& mine) {
-  const auto records = communicator_->gather_json(mine, "window record");
-  nlohmann::json found = nullptr;
-  ranks_ = {.first = 0, .count = 0, .here = !mine.is_null()};
-  for (size_t rank = 0; rank < records.size(); ++rank) {
-    if (!records[rank].is_null()) {
-      if (found.is_null()) {
-        found = records[rank];
-        ranks_.first = static_cast<int>(rank);
-      }
-      ++ranks_.count;
-    }
-  }
-  ranks_.here = ranks_.here || ranks_.count == 0; // stand-ins on all
-  return found;
 }
 
 int64_t GradientWindow::drop() {

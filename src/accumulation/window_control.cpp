@@ -20,22 +20,21 @@ enum WindowField {
   kWindowLoss,
   kWindowNonFinite, // beside the loss: both come from the device
   kWindowFinished,
+  kWindowLeft, // finished ranks that do not join
+  kWindowLeftBits, // 2^rank of each of them
+  kWindowStale,
   kWindowIdle,
   kWindowExtra,
-  kWindowOutside,
   kWindowBuffers,
   kWindowRound,
   kWindowModels,
   kWindowPrint, // fingerprint of what must be equal, < 2^16
   kWindowPrintSquared,
-  kWindowLossScale,
   kWindowDataKnown, // finished ranks whose data is not 0
   kWindowData,
   kWindowDataSquared,
-  // Ranks that read something to compare, its print and square; of finished ones.
-  kWindowRead,
-  kWindowReadAll = kWindowRead + 3,
-  kWindowRequest = kWindowReadAll + 3, // the first of kWindowRequests: ranks that have the bit
+  kWindowRead, // ranks that read something to compare, its print and square
+  kWindowRequest = kWindowRead + 3, // the first of kWindowRequests: ranks that have the bit
   kWindowFields = kWindowRequest + kWindowRequests
 };
 
@@ -44,7 +43,7 @@ enum WindowField {
 double window_fingerprint(const WindowTotals& window) {
   uint64_t value = window.number * 8 + (window.extra ? 1 : 0) + (window.outside ? 2 : 0) +
                    (window.buffers ? 4 : 0);
-  for (const uint64_t next : {window.models, window.history, static_cast<uint64_t>(window.round),
+  for (const uint64_t next : {window.models, window.steps, static_cast<uint64_t>(window.round),
                               std::bit_cast<uint64_t>(window.loss_scale)}) {
     value = (value * 0x9e3779b97f4a7c15ull) ^ next;
   }
@@ -67,6 +66,29 @@ void throw_other_batches(const std::string& range) {
       "begin() and prefetch is on, see DataLoaderConfiguration::compare_batches");
 }
 
+// Ranks whose bits are exact in a sum.
+constexpr int kNamedRanks = 52;
+
+[[noreturn]] void throw_left(uint64_t bits, int64_t count, int world_size) {
+  std::string ranks;
+  for (int rank = 0; rank < kNamedRanks; ++rank) {
+    if ((bits >> rank & 1) != 0) {
+      ranks += (ranks.empty() ? "" : ", ") + std::to_string(rank);
+      --count;
+    }
+  }
+  if (count > 0) {
+    ranks += (ranks.empty() ? "" : " and ") + std::to_string(count) + " more";
+  }
+  throw CommunicationError(
+      "accumulation::GradientWindow",
+      "some ranks have ended their loop and others train on: ended=" + ranks +
+          ", world_size=" + std::to_string(world_size),
+      "equally many batches on every rank",
+      "prepare() the loader; or call join_uneven_inputs() after a loop over data of your "
+      "own, on every rank; or let all ranks break alike, see check_trigger()");
+}
+
 } // namespace detail
 
 WindowControl::WindowControl(std::shared_ptr<Communicator> communicator, at::Device device)
@@ -78,7 +100,7 @@ void WindowControl::start(const WindowTotals& mine, const at::Tensor& loss_stats
   range_ = mine.range;
   if (mine.read != 0) {
     const auto print = static_cast<double>(mine.read >> 48);
-    double* of_read = &host[mine.finished == 0 ? kWindowRead : kWindowReadAll];
+    double* of_read = &host[kWindowRead];
     of_read[0] = 1;
     of_read[1] = print;
     of_read[2] = print * print;
@@ -93,10 +115,8 @@ void WindowControl::start(const WindowTotals& mine, const at::Tensor& loss_stats
     host[kWindowIdle] = mine.idle;
     host[kWindowBuffers] = mine.buffers ? 1 : 0;
     host[kWindowExtra] = mine.extra ? 1 : 0;
-    host[kWindowOutside] = mine.outside ? 1 : 0;
     host[kWindowRound] = static_cast<double>(mine.round);
     host[kWindowModels] = static_cast<double>(mine.models);
-    host[kWindowLossScale] = mine.loss_scale;
     host[kWindowPrint] = print;
     host[kWindowPrintSquared] = print * print;
     for (int bit = 0; bit < kWindowRequests; ++bit) {
@@ -104,6 +124,10 @@ void WindowControl::start(const WindowTotals& mine, const at::Tensor& loss_stats
     }
   } else {
     const auto data = static_cast<double>(mine.data);
+    host[kWindowLeft] = mine.joins ? 0 : 1;
+    host[kWindowLeftBits] =
+        mine.joins || communicator_->rank() >= kNamedRanks ? 0 : std::exp2(communicator_->rank());
+    host[kWindowStale] = mine.stale;
     host[kWindowDataKnown] = mine.data != 0 ? 1 : 0;
     host[kWindowData] = data;
     host[kWindowDataSquared] = data * data;
@@ -127,7 +151,12 @@ WindowTotals WindowControl::wait() {
   totals.loss = sum[kWindowLoss];
   totals.non_finite = sum[kWindowNonFinite];
   totals.finished = static_cast<int>(std::lround(sum[kWindowFinished]));
+  totals.stale = static_cast<int>(std::lround(sum[kWindowStale]));
   const double active = communicator_->world_size() - totals.finished;
+  if (active > 0 && sum[kWindowLeft] > 0) {
+    throw_left(static_cast<uint64_t>(sum[kWindowLeftBits]), std::lround(sum[kWindowLeft]),
+               communicator_->world_size());
+  }
   const auto compare_read = [&](const double* read) {
     if (!equal_on_ranks(read[0], read[1], read[2])) {
       throw_other_batches(range_);
@@ -142,16 +171,14 @@ WindowTotals WindowControl::wait() {
           "do not step by a count of a rank's own batches; give loaders that "
           "are used inside each other equally many batches on every rank");
     }
-    compare_read(sum + kWindowReadAll);
+    compare_read(sum + kWindowRead);
     return totals;
   }
   totals.idle = static_cast<int>(std::lround(sum[kWindowIdle]));
   totals.buffers = sum[kWindowBuffers] > 0;
   totals.extra = sum[kWindowExtra] > 0;
-  totals.outside = sum[kWindowOutside] > 0;
   totals.models = static_cast<uint64_t>(sum[kWindowModels] / active);
   totals.round = static_cast<int64_t>(sum[kWindowRound] / active);
-  totals.loss_scale = sum[kWindowLossScale] / active; // exact: fp32 numbers
   for (int bit = 0; bit < kWindowRequests; ++bit) {
     totals.requests |= sum[kWindowRequest + bit] > 0 ? 1u << bit : 0u;
   }

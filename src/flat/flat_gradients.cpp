@@ -141,16 +141,6 @@ void FlatGradients::install() {
   }
 }
 
-void FlatGradients::attach() {
-  allocate();
-  for (size_t i = 0; i < views_.size(); ++i) {
-    if (views_[i].const_data_ptr() != addresses_[i]) {
-      views_[i] = make_view(static_cast<int64_t>(i));
-    }
-    layout_.slots()[i].parameter.mutable_grad() = views_[i];
-  }
-}
-
 void FlatGradients::reset() {
   for (const FlatSlot& slot : layout_.slots()) {
     slot.parameter.mutable_grad().reset();

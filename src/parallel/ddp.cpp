@@ -162,7 +162,7 @@ void Ddp::use_learned_order() {
   learned_in_use_ = true;
 }
 
-void Ddp::begin(bool keep, bool in_place) {
+void Ddp::begin(bool in_place) {
   apply_pending_factor();
   check_parameters();
   for (GradHook& hook : hooks_) {
@@ -170,14 +170,13 @@ void Ddp::begin(bool keep, bool in_place) {
   }
   use_learned_order();
   const size_t count = hooks_.size();
-  final_ = further_ = aside_in_place_ = false;
+  final_ = further_ = false;
   aside_.clear();
   used_.assign(count, 0);
   defined_.assign(count, 0);
-  carried_ = false;
-  if (!keep && gradients_.release()) {
+  if (gradients_.release()) {
     foreign_ = false;
-  } else if (alone_ && !keep && (in_place || gradients_.cleared())) {
+  } else if (alone_ && (in_place || gradients_.cleared())) {
     begin_alone(in_place);
   } else {
     for (size_t slot = 0; slot < count; ++slot) {
@@ -186,15 +185,13 @@ void Ddp::begin(bool keep, bool in_place) {
     gradients_.install();
     const bool zero = gradients_.all_zero();
     foreign_ = foreign_ && !zero;
-    carried_ = keep || (!in_place && !zero);
-    if (carried_) {
+    if (!in_place && !zero) {
       set_aside();
     }
     if (!in_place) {
       gradients_.reset();
     }
   }
-  aside_defined_ = defined_;
   begun_ = true;
 }
 
@@ -304,54 +301,6 @@ void Ddp::sync_buffers(const DdpRanks& ranks) {
 bool Ddp::has_foreign_gradients() {
   foreign_ = foreign_ && !gradients_.cleared();
   return foreign_;
-}
-
-void Ddp::swap_aside() {
-  at::NoGradGuard no_grad;
-  for (size_t g = 0; g < aside_.size(); ++g) {
-    at::Tensor buffer = gradients_.buffer(static_cast<int64_t>(g));
-    const at::Tensor kept = buffer.clone();
-    buffer.copy_(aside_[g]);
-    aside_[g].copy_(kept);
-  }
-  aside_in_place_ = !aside_in_place_;
-  gradients_.attach();
-  for (size_t slot = 0; aside_in_place_ && slot < used_.size(); ++slot) {
-    if (!aside_defined_[slot]) {
-      gradients_.layout().slots()[slot].parameter.mutable_grad().reset();
-    }
-  }
-}
-
-std::vector<int64_t> Ddp::kept_slots() const {
-  std::vector<int64_t> kept;
-  const auto& slots = gradients_.layout().slots();
-  for (size_t i = 0; !aside_.empty() && i < slots.size(); ++i) {
-    if (aside_[static_cast<size_t>(slots[i].group)]
-            .narrow(0, slots[i].offset, slots[i].parameter.numel())
-            .any()
-            .item<bool>()) {
-      kept.push_back(static_cast<int64_t>(i));
-    }
-  }
-  return kept;
-}
-
-void Ddp::keep_aside(const std::vector<int64_t>& slots) {
-  if (slots.empty()) {
-    aside_.clear();
-    return;
-  }
-  const std::vector<at::Tensor> all = std::exchange(aside_, {});
-  for (const at::Tensor& group : all) {
-    aside_.push_back(at::zeros_like(group));
-  }
-  for (const int64_t slot : slots) {
-    const FlatSlot& entry = gradients_.layout().slots()[static_cast<size_t>(slot)];
-    const auto g = static_cast<size_t>(entry.group);
-    const int64_t numel = entry.parameter.numel();
-    aside_[g].narrow(0, entry.offset, numel).copy_(all[g].narrow(0, entry.offset, numel));
-  }
 }
 
 void Ddp::cancel() noexcept {

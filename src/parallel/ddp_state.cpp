@@ -50,7 +50,6 @@ void check_saved_gradients(const NamedTensors& tensors, const FlatLayout& layout
 void Ddp::save_state(NamedTensors& tensors, nlohmann::json& values) const {
   values["begun"] = begun_;
   values["final"] = final_;
-  values["carried"] = carried_;
   values["pending_factor"] = pending_factor_;
   values["aside"] = !aside_.empty();
   const auto& slots = gradients_.layout().slots();
@@ -65,7 +64,6 @@ void Ddp::save_state(NamedTensors& tensors, nlohmann::json& values) const {
   };
   values["used"] = names(used_);
   values["defined"] = names(defined_);
-  values["aside_defined"] = names(aside_defined_);
   values["order_in_use"] = learned_in_use_;
   values["bucket_order"] = nlohmann::json::array();
   for (const int64_t slot : learned_) {
@@ -140,7 +138,6 @@ void Ddp::load_state(const NamedTensors& tensors, const nlohmann::json& values) 
   const auto& slots = gradients_.layout().slots();
   const bool begun = values.at("begun").get<bool>();
   const bool final = values.at("final").get<bool>();
-  const bool carried = values.at("carried").get<bool>();
   const bool aside = values.at("aside").get<bool>();
 
   const auto marks = [&slots](const nlohmann::json& names) {
@@ -161,7 +158,6 @@ void Ddp::load_state(const NamedTensors& tensors, const nlohmann::json& values) 
   }
   used_ = marks(values.at("used"));
   defined_ = marks(values.at("defined"));
-  aside_defined_ = marks(values.at("aside_defined"));
   const at::NoGradGuard no_grad;
   if (aside) {
     for (size_t g = 0; g < gradients_.layout().groups().size(); ++g) {
@@ -183,7 +179,6 @@ void Ddp::load_state(const NamedTensors& tensors, const nlohmann::json& values) 
   }
   begun_ = begun;
   final_ = final;
-  carried_ = carried;
   pending_factor_ = values.at("pending_factor").get<double>();
 }
 

@@ -68,7 +68,7 @@ bool TrainingRun::train_step(const Batch& batch) {
     // From here on all ranks hold the same gradients.
     const WindowReport& report = accelerator.last_window();
     if (report.non_finite > 0 || !std::isfinite(report.loss)) {
-      stop_at_loss(report);
+      stop_at_loss();
     }
     note_gradient_norms();
     clip_gradients();
@@ -91,15 +91,14 @@ bool TrainingRun::train_step(const Batch& batch) {
   }
 }
 
-void TrainingRun::stop_at_loss(const WindowReport& window) {
+void TrainingRun::stop_at_loss() {
   const double mine = window_loss_.item<double>();
   std::string who;
   const auto blame = [&](size_t rank, const std::string& loss) {
     who += (who.empty() ? "rank " : ", rank ") + std::to_string(rank) + " (loss=" + loss + ")";
   };
-  if (window.joined > 0 || is_local()) {
-    // Ranks without a row in this window wait in it and cannot answer, those of
-    // Local SGD are elsewhere; they learn from the failure that is posted.
+  if (is_local()) {
+    // The others are elsewhere; they learn from the failure that is posted.
     if (!std::isfinite(mine)) {
       blame(parts_.accelerator->process_index(), std::to_string(mine));
     }

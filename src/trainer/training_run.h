@@ -96,7 +96,7 @@ class TrainingRun {
   /// One micro-batch; true where it completed an update.
   bool train_step(const Batch& batch);
   /// On every rank, where some rank's loss was not finite: names them.
-  [[noreturn]] void stop_at_loss(const WindowReport& window);
+  [[noreturn]] void stop_at_loss();
   [[noreturn]] void stop_at_gradient() const;
   /// Clips the complete window's gradients, as the arguments say.
   void clip_gradients();

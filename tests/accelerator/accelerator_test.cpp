@@ -104,32 +104,6 @@ TEST(Accelerator, ARankAloneWithWholeBatchesIsBitwiseTorch) {
   EXPECT_EQ(largest_difference(*net, *plain), 0);
 }
 
-TEST(Accelerator, RanksThatLeaveByBreakGoOnTogether) {
-  auto accelerator = make_accelerator(2);
-  auto batches = make_batches(16);
-  Net net = different_net(accelerator);
-  torch::optim::SGD sgd(net->parameters(), 0.3);
-  auto [model, optimizer, loader] = accelerator.prepare(net, sgd, batches);
-  for (int epoch = 0; epoch < 3; ++epoch) {
-    int turn = 0;
-    for (const auto& batch : loader) {
-      auto window = accelerator.accumulate(model);
-      accelerator.backward(mean_loss(model, batch));
-      optimizer.step();
-      optimizer.zero_grad();
-      // In mid-window, and earlier on the last rank.
-      const bool is_last = accelerator.process_index() + 1 == accelerator.num_processes();
-      if (++turn == (is_last ? 1 : 3)) {
-        break;
-      }
-    }
-  }
-  accelerator.finish();
-  const Tensor weight = net->first->weight.detach().reshape({1, -1});
-  const Tensor all = accelerator.gather(weight);
-  EXPECT_EQ((all - weight).abs().max().item<double>(), 0);
-}
-
 TEST(Accelerator, HandlesDoNothingInsideAWindow) {
   auto accelerator = make_accelerator(2);
   auto batches = make_batches(4 * accelerator.num_processes());

@@ -87,7 +87,7 @@ TEST(Gradients, ClippingIsTheSameWhereTheStepScales) {
   expect_clipped_as_by_torch<SGD>(0, 2, true);
 }
 
-// The last rank never has a row (of several): it repeats what the others clipped.
+// The last rank never has a row (of several).
 TEST(Gradients, ARankWithoutBatchesClipsAsTheOthersDo) {
   expect_clipped_as_by_torch<torch::optim::SGD>(4, 2, false);
 }

@@ -139,7 +139,7 @@ TEST(MixedPrecision, AnInfinityOnOneRankLeavesEveryRankAsItWas) {
   }
 }
 
-// Rank 0's batches end first: it repeats what the others do, overflows too.
+// Rank 0's batches end first.
 TEST(MixedPrecision, RanksThatRanOutFollowTheScale) {
   auto accelerator = accelerator_with(options_of(Precision::fp16));
   const int rank = accelerator.process_index();

@@ -244,30 +244,8 @@ TEST(StandIns, TwoOptimizersOfOneModelOneZeroedAreThoseOfOneProcess) {
   expect_halves_are_plain(true);
 }
 
-TEST(Joining, TwoOptimizersOfOneModelOneZeroedAreThoseOfOneProcess) {
+TEST(UnevenData, TwoOptimizersOfOneModelOneZeroedAreThoseOfOneProcess) {
   expect_halves_are_plain(false);
-}
-
-// The others never had a row: nothing can stand in, and nobody tells them.
-TEST(Joining, ModelsChangedBesideTheHandlesAreAnErrorAndNotSilence) {
-  auto accelerator = accelerator_of();
-  auto batches = make_batches(1);
-  Net net = net_of_rank(accelerator);
-  torch::optim::SGD sgd(net->parameters(), 0.3);
-  auto [model, optimizer, loader] = accelerator.prepare(net, sgd, batches);
-  std::string said;
-  try {
-    for (const auto& batch : loader) {
-      auto window = accelerator.accumulate(model);
-      accelerator.backward(mean_loss(model, batch));
-      sgd.step(); // not the handle
-    }
-    accelerator.finish();
-  } catch (const CommunicationError& error) {
-    said = error.what();
-  }
-  EXPECT_EQ(said.find("step by prepared optimizers") != said.npos, accelerator.num_processes() > 1)
-      << said;
 }
 
 } // namespace hasten::accelerator_test

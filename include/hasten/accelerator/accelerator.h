@@ -246,10 +246,14 @@ class Accelerator : public Gradients {
   void sync_buffers();
 
   /// For a loop over data of one's own: this rank has no batch left. Takes part
-  /// with weight 0 in the windows that others complete, and does what they do
-  /// with them, until every rank has called it. Prepared loaders do it by
-  /// themselves. A window left in the middle is dropped with a warning.
-  /// Collective, blocking.
+  /// with weight 0 in the windows that others complete, until every rank has called
+  /// it. Then a rank that trained to the end sends parameters, gradients, optimizer
+  /// state, schedulers' ticks and the loss scale to the ranks that did not: all are
+  /// equal bit for bit. Loops over prepared loaders need no call. A window left in the
+  /// middle is dropped with a warning. Collective, blocking.
+  /// Throws InputError, on every rank, where the others train a sharded model or one
+  /// with synchronised batch norm, or an optimizer's state is not known (derive it
+  /// from Stateful); CommunicationError where a rank ends its loop without the call.
   void join_uneven_inputs();
 
   /// True where optimizers step after this batch's backward: in a batch that
@@ -282,8 +286,8 @@ class Accelerator : public Gradients {
   /// (also one that is not complete), torch's generators of every rank, registered
   /// objects. Between batches, or at the end of the loop's body. A loop left by
   /// `break` counts as still in its epoch. Files and sizes:
-  /// hasten/accelerator/state.h. Collective, blocking; ranks that ran out of
-  /// batches take part from the loader's end.
+  /// hasten/accelerator/state.h. Collective, blocking; ranks in
+  /// join_uneven_inputs() take part from there.
   /// Throws InputError, on every rank: a batch without its backward, an optimizer
   /// or scheduler whose state is not known (derive it from Stateful), a folder
   /// that holds something else; Error where a rank cannot write. The folder is
@@ -305,10 +309,9 @@ class Accelerator : public Gradients {
   void register_for_checkpointing(std::string name, Stateful& object,
                                   StateScope scope = StateScope::shared);
 
-  /// Ends the run in order: joins windows that peers still have open after this
-  /// rank left its loop by `break`, then closes the group if this accelerator
-  /// made it. Collective. Later collective calls throw. A second call does
-  /// nothing.
+  /// Ends the run in order: compares the ranks' steps, then closes the group if this
+  /// accelerator made it. Collective. Later collective calls throw. A second call does
+  /// nothing. Throws CommunicationError, on every rank, where other ranks train on.
   void finish();
 
  private:

@@ -103,8 +103,8 @@ struct AcceleratorOptions {
   /// BatchNorm1d, 2d and 3d of models take mean and variance from the rows of all
   /// ranks (hasten/parallel/sync_batch_norm.h): a batch on n ranks trains as on one.
   /// Costs two messages a layer that ranks wait for, and a small one a batch. Every
-  /// rank needs a batch whenever one has: where one has run out, stand-ins aside, it
-  /// is an error on all. Not inside LocalSgd. Nothing on a rank alone.
+  /// rank needs a batch whenever one has, if only a stand-in: else it is an error on
+  /// all. Not inside LocalSgd. Nothing on a rank alone.
   bool sync_batchnorm = false;
   /// How loaders are shared out over ranks (hasten/accelerator/prepared_loader.h).
   DataLoaderConfiguration dataloader_config{};

@@ -19,80 +19,12 @@
 
 #include "hasten/accelerator/batch.h"
 #include "hasten/accelerator/loader_state.h"
+#include "hasten/accelerator/range_reader.h"
 #include "hasten/data/prefetch.h"
 
 namespace hasten::detail {
 
 class AcceleratorCore;
-
-template <typename Range>
-using RangeValue = std::decay_t<decltype(*std::begin(std::declval<Range&>()))>;
-
-// A batch on its way to a rank.
-template <typename Value>
-struct LoaderItem {
-  // Nothing: the round has none for this rank, and none without rows can be made.
-  std::optional<Value> batch{};
-  int64_t repeated = 0; // rows at its end that are in the epoch before
-  int64_t position = 0; // of the range, behind all batches of the round
-  uint64_t checksum = 0; // of all that was read up to there; 0: not kept
-  bool optional = true; // a training loop may leave it out if it has no rows
-  bool stand_in = false; // a batch of before, where this rank has no row
-};
-
-// Reads on when it is asked to, never before.
-template <typename Range>
-class RangeReader {
- public:
-  using Item = LoaderItem<RangeValue<Range>>;
-  // `random`: what the range draws from, in this thread. `sums`: keeps checksums.
-  RangeReader(Range& range, at::Tensor random, bool sums)
-      : random_(std::move(random)),
-        first_(begin_of(range)),
-        last_(std::end(range)),
-        sum_(sums ? 1 : 0) {}
-  // In a thread of its own, from here on, draws are torch's: all threads share them.
-  void read_in_thread(bool own) { random_ = own ? at::Tensor() : random_; }
-  std::optional<Item> read() {
-    const RangeRandom random(random_);
-    if (started_ && !ended_) {
-      ++first_;
-    }
-    started_ = true;
-    ended_ = ended_ || !(first_ != last_);
-    if (ended_) {
-      return std::nullopt;
-    }
-    Item item;
-    item.batch.emplace(*first_);
-    if constexpr (requires { first_.repeated_rows(); }) {
-      item.repeated = first_.repeated_rows();
-    }
-    if constexpr (requires { first_.cursor(); }) {
-      item.position = first_.cursor();
-    } else {
-      item.position = ++reads_;
-    }
-    if (sum_ != 0) {
-      item.checksum = sum_ = batch_checksum(sum_, *item.batch) | 1;
-    }
-    return item;
-  }
-
- private:
-  auto begin_of(Range& range) {
-    const RangeRandom random(random_);
-    return std::begin(range);
-  }
-
-  at::Tensor random_;
-  decltype(std::begin(std::declval<Range&>())) first_;
-  decltype(std::end(std::declval<Range&>())) last_;
-  uint64_t sum_;
-  int64_t reads_ = 0;
-  bool started_ = false;
-  bool ended_ = false;
-};
 
 struct DealOptions {
   int rank = 0;
@@ -139,6 +71,7 @@ class BatchDealer {
       return round;
     }
     const int64_t position = taken.back().position;
+    const std::optional<Value> lent = lend(taken);
     for (int rank = 0; rank < options_.world_size; ++rank) {
       if (!options_.all_ranks && rank != options_.rank) {
         continue;
@@ -152,12 +85,31 @@ class BatchDealer {
       }
       part.position = position;
       part.checksum = taken.back().checksum;
-      round.parts.push_back(std::move(part));
+      add(round, std::move(part), lent);
     }
     return round;
   }
 
  private:
+  static bool has_rows(const std::optional<Value>& batch) {
+    return batch && batch_rows(*batch) != 0;
+  }
+  // Once: the first batch with rows, for ranks that have none in its round.
+  std::optional<Value> lend(const std::vector<Item>& taken) {
+    for (size_t i = 0; !lent_ && i < taken.size(); ++i) {
+      if (has_rows(taken[i].batch)) {
+        lent_ = true;
+        return taken[i].batch;
+      }
+    }
+    return std::nullopt;
+  }
+  void add(Round& round, Item part, const std::optional<Value>& lent) {
+    if (!has_rows(part.batch)) {
+      part.lent = lent;
+    }
+    round.parts.push_back(std::move(part));
+  }
   std::vector<Item> take_round() {
     std::vector<Item> taken;
     const int wanted = options_.split ? 1 : options_.world_size;
@@ -170,7 +122,7 @@ class BatchDealer {
       if (!form_ && options_.world_size > 1) {
         form_ = batch_without_rows(*item->batch);
       }
-      if (!keep_all && static_cast<int>(taken.size()) != options_.rank) {
+      if (!keep_all && lent_ && static_cast<int>(taken.size()) != options_.rank) {
         item->batch.reset(); // another rank's
       }
       taken.push_back(std::move(*item));
@@ -212,6 +164,7 @@ class BatchDealer {
         joined = packed_filled(std::move(joined), first_, full);
       }
     }
+    const std::optional<Value> lent = lend(taken);
     for (int64_t rank = 0; rank < world; ++rank) {
       if (!options_.all_ranks && rank != options_.rank) {
         continue;
@@ -224,7 +177,7 @@ class BatchDealer {
       part.repeated = count - std::clamp<int64_t>(real - begin, 0, count);
       part.position = taken.back().position;
       part.checksum = taken.back().checksum;
-      round.parts.push_back(std::move(part));
+      add(round, std::move(part), lent);
     }
   }
 
@@ -232,13 +185,14 @@ class BatchDealer {
   DealOptions options_;
   std::optional<Item> ahead_{};
   std::optional<Value> form_{}; // a batch without rows
+  bool lent_ = false;
   int64_t rounds_ = 0;
   std::vector<PackedBatch> first_{}; // the first round, where tails are filled
 };
 
 // What rank 0 sends of one round.
 struct DispatchedRound {
-  std::vector<PackedBatch> parts{}; // [rank]; none: the end
+  std::vector<PackedBatch> parts{}; // [rank], then what is lent, if any; none: the end
   std::vector<int64_t> repeated{}; // [rank]
   int64_t position = 0;
   bool last = false;
@@ -246,7 +200,7 @@ struct DispatchedRound {
   bool is_input_error = false;
 };
 // Gives every rank its part: `round` is rank 0's, null on the others. Returns the
-// round with this rank's part alone (none on rank 0). Collective. Throws what rank
+// round with this rank's part, and what is lent, alone (none on rank 0). Collective. Throws what rank
 // 0 could not read, on the others.
 DispatchedRound core_dispatch(AcceleratorCore& core, DispatchedRound* round);
 [[noreturn]] void throw_not_sendable();
@@ -348,14 +302,16 @@ class LoaderPass {
         if constexpr (std::default_initializable<Value>) {
           mine->batch = unpack_batch(std::move(sent.parts.front()), Value());
         }
+        if constexpr (std::default_initializable<Value>) {
+          if (sent.parts.size() > 1) {
+            mine->lent = unpack_batch(std::move(sent.parts.back()), Value());
+          }
+        }
         mine->repeated = sent.repeated.front();
         mine->position = sent.position;
       }
     }
     ended_ = sent.last;
-    if (mine) {
-      mine->optional = sent.last; // else all ranks go on together
-    }
     return mine;
   }
 
@@ -374,6 +330,11 @@ class LoaderPass {
       }
       sent.parts.push_back(BatchDealer<Value>::packed(*part.batch));
       sent.repeated.push_back(part.repeated);
+    }
+    const auto lends = [](const Item& part) { return part.lent.has_value(); };
+    if (const auto part = std::ranges::find_if(round->parts, lends); part != round->parts.end()) {
+      sent.parts.push_back(BatchDealer<Value>::packed(*part->lent));
+      sent.repeated.push_back(0);
     }
     sent.position = round->parts.front().position;
     return std::move(round->parts.front());

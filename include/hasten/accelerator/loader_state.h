@@ -131,6 +131,8 @@ at::Device core_device(const AcceleratorCore& core);
 int core_rank(const AcceleratorCore& core);
 int core_world_size(const AcceleratorCore& core);
 [[noreturn]] void throw_no_empty_batch();
+// This rank has no row of `range` to train on: ends the others, too.
+[[noreturn]] void core_refuse_no_row(AcceleratorCore& core, const std::string& range);
 [[noreturn]] void throw_cannot_deal(const char* option);
 void check_configuration(const DataLoaderConfiguration& config, int64_t skip);
 

@@ -34,9 +34,11 @@ namespace hasten {
 /// rank that has no row left gets one of its batches again, as a stand-in that
 /// counts nowhere: not in gradients, reports and gather_for_metrics (a
 /// hasten::Batch then has tensors, but no rows()); torch's generators are put back
-/// behind it. Memory: that one batch; behind a loaded position DataLoader reads one
-/// more for it. A rank that never had a row hands out nothing and joins the others'
-/// windows. Reaching the end is collective.
+/// after it. Memory: that one batch; after a loaded position DataLoader reads one
+/// more for it. A rank that never had a row gets another rank's first batch. Reaching
+/// the end is collective; it throws CommunicationError, on every rank, where other
+/// ranks train on, and InputError where a range with a shard() of its own gives a rank
+/// no row.
 /// Any other loader hands out equally many batches on every rank, some without
 /// rows, so that gather_for_metrics in the loop's body meets on every rank. Begun
 /// inside a training loop and a window, it makes the models' buffers equal: there
@@ -239,10 +241,19 @@ class PreparedLoader {
       }
     }
 
+    // Some rank may have no row of the whole epoch.
+    bool few_rows() const {
+      if constexpr (requires { range->epoch_rows() + range->options().batch_size; }) {
+        const int64_t world = detail::core_world_size(*core);
+        const int64_t batch = range->options().batch_size;
+        return range->epoch_rows() < batch * world || batch < world;
+      }
+      return false;
+    }
     // A pass that begins late may have no row for this rank.
     void find_stand_in(int64_t left_out) {
-      if (std::exchange(began, true) || left_out == 0 || !state->training ||
-          detail::core_world_size(*core) == 1) {
+      if (std::exchange(began, true) || !state->training || detail::core_world_size(*core) == 1 ||
+          (left_out == 0 && !few_rows())) {
         return;
       }
       if (!options.dispatch || options.deal.rank == 0) {
@@ -250,9 +261,20 @@ class PreparedLoader {
       }
       detail::PassOptions first = options;
       first.prefetch = 0;
-      const auto item = detail::LoaderPass<Range>(*range, core, first).next();
-      if (item && item->batch && detail::batch_rows(*item->batch) != 0) {
-        keep(*item->batch);
+      const auto read = [&] {
+        const auto item = detail::LoaderPass<Range>(*range, core, first).next();
+        if (item && item->batch && detail::batch_rows(*item->batch) != 0) {
+          keep(*item->batch);
+        } else if (item && item->lent) {
+          keep(*item->lent);
+        }
+      };
+      read();
+      if (!before && !options.dispatch) { // another rank's
+        range->shard(0, 1);
+        range->set_cursor(0);
+        read();
+        range->shard(detail::core_rank(*core), detail::core_world_size(*core));
       }
     }
     void keep(const value_type& batch) {
@@ -307,17 +329,21 @@ class PreparedLoader {
         state->read = item->checksum;
         state->first_read = state->first_read == 0 ? item->checksum : state->first_read;
         if (state->training && (!item->batch || detail::batch_rows(*item->batch) == 0)) {
-          if (before) {
-            item->batch = before;
-            item->stand_in = true;
-            if constexpr (std::is_same_v<value_type, Batch>) {
-              item->batch->indices.clear();
-            }
-            return item;
+          if (!before && item->lent) {
+            keep(*item->lent);
           }
-          if (item->optional) {
-            continue;
+          if (!before && kShards && !options.dispatch && detail::core_world_size(*core) > 1) {
+            detail::core_refuse_no_row(*core, state->range);
           }
+          if (!before) {
+            continue; // no rank has a row of this round
+          }
+          item->batch = before;
+          item->stand_in = true;
+          if constexpr (std::is_same_v<value_type, Batch>) {
+            item->batch->indices.clear();
+          }
+          return item;
         }
         if (!item->batch) {
           detail::throw_no_empty_batch();

@@ -53,9 +53,9 @@ struct WindowReport {
   double loss = 0;
   /// Losses that were not finite, over all ranks.
   int64_t non_finite = 0;
-  /// Ranks that had run out of batches and joined with weight 0.
+  /// Ranks in Accelerator::join_uneven_inputs(), which took part with weight 0.
   int joined = 0;
-  /// Bits that any rank asked for (WindowExchange::requests).
+  /// Bits that any rank asked for (WindowShared::requests).
   uint32_t requests = 0;
   /// Of the window's last reduction, all models together: time in which
   /// gradients travelled, and the part of it that this rank waited for after
@@ -89,27 +89,17 @@ struct WindowBatch {
   bool backward_communicates = false;
 };
 
-/// How ranks that ran out of batches learn what the others do with a window's
-/// gradients (clip, step, tick), to do the same.
-struct WindowExchange {
-  /// On ranks with batches: what was done since the last complete window. An
-  /// object; "kept" is added to it: slots by model whose gradients were left for
-  /// the next to add to.
-  std::function<nlohmann::json()> record{};
-  /// On the others: do it, with that window's gradients in place.
-  std::function<void(const nlohmann::json&)> replay{};
-  /// On all, when a window's reduction is over and what they do is equal again:
-  /// a check that communicates. Empty: none.
+/// What all windows of an accelerator share.
+struct WindowShared {
+  /// A check that communicates, when a window's reduction is over. Empty: none.
   std::function<void()> check{};
-  /// A joined window's record has not been replayed yet.
-  bool pending = false;
   /// Stands for the optimizer steps done so far and their order: ranks must agree
   /// when a window is complete.
-  uint64_t history = 0;
+  uint64_t steps = 0;
   /// WindowTotals::read and range of the batch at hand.
   uint64_t read = 0;
   std::string range{};
-  /// Whoever steps multiplies the gradients: finish() may leave it to them.
+  /// The optimizer's step multiplies the gradients: finish() may leave it to that.
   bool steps_scale = false;
   /// What losses of windows to come are multiplied by before their backward; the
   /// gradients are divided by it again when a window is complete. Equal on all ranks.
@@ -121,6 +111,8 @@ struct WindowExchange {
 
 namespace detail {
 class WindowWatch;
+/// The ranks that are `here`. Collective, blocking, through the store.
+DdpRanks ranks_with_batches(Communicator& communicator, bool here);
 } // namespace detail
 
 class GradientWindow : public Stateful {
@@ -128,8 +120,7 @@ class GradientWindow : public Stateful {
   /// `models_mask`: bit i for model i of the accelerator, below 32.
   GradientWindow(std::shared_ptr<Communicator> communicator,
                  std::vector<std::shared_ptr<DataParallel>> models, uint64_t models_mask,
-                 WindowOptions options, at::Device device,
-                 std::shared_ptr<WindowExchange> exchange);
+                 WindowOptions options, at::Device device, std::shared_ptr<WindowShared> shared);
   ~GradientWindow() override;
 
   /// Opens the next batch. Local.
@@ -167,7 +158,8 @@ class GradientWindow : public Stateful {
                         const WindowBatch& batch, bool reduce, bool retain_graph);
 
   /// Takes part with weight 0 in the window the other ranks announced by
-  /// `totals`. Collective.
+  /// `totals`, and drops its gradients. Collective, blocking.
+  /// Throws InputError in the middle of a window.
   void join(const WindowTotals& totals);
   /// Forgets a window that has batches but is not complete. Returns their number.
   int64_t drop();
@@ -219,8 +211,7 @@ class GradientWindow : public Stateful {
   void complete();
   void settle(const WindowTotals& totals);
   void fail(const char* what);
-  nlohmann::json exchange_records(const nlohmann::json& mine);
-  void note_ranks(const WindowTotals& totals);
+  void note_ranks(const WindowTotals& totals, bool here);
   bool alone() const { return communicator_->world_size() == 1; }
   bool equal_batches() const { return options_.weighting == LossWeighting::mean_of_means; }
 
@@ -229,7 +220,7 @@ class GradientWindow : public Stateful {
   std::vector<std::shared_ptr<DataParallel>> models_; // in the order of reduction
   uint64_t models_mask_;
   WindowOptions options_;
-  std::shared_ptr<WindowExchange> exchange_;
+  std::shared_ptr<WindowShared> shared_;
   WindowControl control_;
   at::Device device_;
   std::unique_ptr<detail::WindowWatch> watch_; // of a window under way
@@ -243,7 +234,7 @@ class GradientWindow : public Stateful {
   bool idle_ = true; // all of them are stand-ins
   double scale_ = 0; // n0; 0 until the window's first backward
   double next_scale_; // n0 of the next window
-  double loss_scale_ = 1; // WindowExchange::loss_scale, for the whole window
+  double loss_scale_ = 1; // WindowShared::loss_scale, for the whole window
   double factor_ = 1; // n0 / W / loss_scale_
   DdpRanks ranks_{}; // that had batches
   double weight_ = 0; // of this rank so far

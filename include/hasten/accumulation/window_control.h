@@ -24,8 +24,13 @@ struct WindowTotals {
   /// Sum of losses, and how many were not finite.
   double loss = 0;
   double non_finite = 0;
-  /// Ranks without batches left: 1 for such a rank.
+  /// Ranks whose loop has ended: 1 for such a rank.
   int finished = 0;
+  /// A finished rank takes part in what the others still do. Else they must be
+  /// finished as well.
+  bool joins = false;
+  /// Finished ranks that took part in a window since: 1 for such a rank.
+  int stale = 0;
   /// What finished ranks must agree on: which data ended, and after what. Below
   /// 2^16; 0 agrees with all.
   uint64_t data = 0;
@@ -41,16 +46,15 @@ struct WindowTotals {
   uint64_t number = 0;
   /// Not 0: no window, but a round of Local SGD over these models, of this kind.
   int64_t round = 0;
-  /// It was not opened, but is one of GradientWindow::backward_outside.
+  /// It was not opened, but is one of GradientWindow::backward_outside. Agreed on.
   bool outside = false;
-  /// WindowExchange::history. Agreed on by the ranks that have batches.
-  uint64_t history = 0;
+  /// WindowShared::steps. Agreed on by the ranks that have batches.
+  uint64_t steps = 0;
   /// Checksum of what this rank read of a range that all read alike: of the first round,
   /// or, from a finished rank, of all. 0 agrees with all. `range` names it.
   uint64_t read = 0;
   std::string range{};
-  /// What losses are multiplied by beside their weights. The same on ranks that have
-  /// batches, theirs coming out.
+  /// What losses are multiplied by in addition to their weights. Agreed on.
   double loss_scale = 1;
   /// Bits below kWindowRequests; coming out those that any rank with batches had.
   uint32_t requests = 0;
@@ -70,9 +74,10 @@ class WindowControl {
   /// A finished rank's other figures are 0. Collective.
   void start(const WindowTotals& mine, const at::Tensor& loss_stats);
   /// Waits. Collective.
-  /// Throws CommunicationError where ranks with batches are not in the same
-  /// window of the same models, all are finished, but with different data, or they
-  /// read different batches.
+  /// Throws CommunicationError, on every rank, where some ranks are finished, do not
+  /// join, and others are not finished; where ranks with batches are not in the same
+  /// window of the same models; where all are finished, but with different data; or
+  /// where they read different batches.
   WindowTotals wait();
 
  private:

@@ -43,8 +43,6 @@ class FlatGradients {
   /// The same for one. Throws InputError naming the parameter where the gradient
   /// has another shape.
   void install_slot(int64_t slot);
-  /// Makes every grad() its view, whatever lies there.
-  void attach();
 
   /// Makes every grad() undefined, without a look at the buffers: the next
   /// backward hands over tensors of its own, which install_slot() copies in. One

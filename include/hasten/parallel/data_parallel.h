@@ -91,13 +91,13 @@ class DataParallel : public Stateful {
  public:
   /// Start of a sum. Gradients are undefined until a backward makes them. What
   /// was there and not zero (nobody zeroed it) is set aside and added back by
-  /// finish(), as torch would accumulate on top of it; with `keep`, zeros too.
+  /// finish(), as torch would accumulate on top of it.
   /// With `in_place` it stays where it is and the sum is added to it: for a sum
   /// that nothing is reduced into and whose factor is 1. Until finish() a backward
   /// without start_backward throws: its loss would not be weighted. Local.
   /// Throws InputError for a parameter that was unfrozen, moved, reshaped or
   /// converted after construction.
-  virtual void begin(bool keep = false, bool in_place = false) = 0;
+  virtual void begin(bool in_place = false) = 0;
 
   /// Before a backward. With `reduce`, gradients are reduced while it runs; if a
   /// sum is final already, this backward's is reduced alone, and finish() adds the
@@ -129,12 +129,9 @@ class DataParallel : public Stateful {
   /// Multiplies. One pass over the gradients, none where it is 1. Local.
   virtual void apply_pending_factor() = 0;
 
-  /// Exchanges what was set aside and what the gradients hold. Local.
-  virtual void swap_aside() = 0;
-  /// Slots for which something but zeros was set aside. Looks at all of it.
-  virtual std::vector<int64_t> kept_slots() const = 0;
-  /// Drops what was set aside for others than these.
-  virtual void keep_aside(const std::vector<int64_t>& slots) = 0;
+  /// Something but zeros was set aside by begin() or by a further backward, and is
+  /// still to be added.
+  virtual bool has_aside() const = 0;
 
   /// True where a backward outside begin() … finish() left gradients that are
   /// this rank's alone and that nobody has zeroed since. Looks only if there was

@@ -68,7 +68,7 @@ class Ddp : public DataParallel {
   Ddp(const Ddp&) = delete;
   Ddp& operator=(const Ddp&) = delete;
 
-  void begin(bool keep = false, bool in_place = false) override;
+  void begin(bool in_place = false) override;
   void start_backward(bool reduce, DdpBackward backward = {}) override;
   void finish_backward() override;
   /// Gradients are views of the flat buffers then (on a rank alone: autograd's
@@ -81,9 +81,7 @@ class Ddp : public DataParallel {
   double pending_factor() const override { return pending_factor_; }
   void set_pending_factor(double factor) override { pending_factor_ = factor; }
   void apply_pending_factor() override;
-  void swap_aside() override;
-  std::vector<int64_t> kept_slots() const override;
-  void keep_aside(const std::vector<int64_t>& slots) override;
+  bool has_aside() const override { return !aside_.empty(); }
   bool has_foreign_gradients() override;
   bool sharded() const override { return false; }
   void reduce_norms(std::vector<double>&, double) const override {}
@@ -173,12 +171,9 @@ class Ddp : public DataParallel {
 
   // One sum. All [slot].
   bool begun_ = false;
-  bool carried_ = false;
   bool final_ = false;
   double pending_factor_ = 1;
   std::vector<at::Tensor> aside_; // [group]; empty: nothing set aside
-  std::vector<char> aside_defined_; // grad() was, where it was set aside
-  bool aside_in_place_ = false; // between two swaps
   std::vector<char> defined_; // grad() was, at the begin: here, then anywhere
   std::vector<char> used_; // got a gradient: here, then anywhere
 

@@ -1,0 +1,266 @@
+// Ranks with unequally many batches: right, or an error on every rank that says what
+// to do. Worlds 1 to 4, fp64.
+#include "accelerator/plain_steps.h"
+#include "accelerator/state_rig.h"
+
+namespace hasten::accelerator_test {
+
+void expect_equal_on_ranks(Accelerator& accelerator, const std::vector<Tensor>& tensors) {
+  for (const Tensor& tensor : tensors) {
+    const Tensor flat = tensor.detach().reshape({1, -1}).to(torch::kDouble);
+    EXPECT_TRUE(torch::equal(accelerator.gather(flat).amax(0, true), flat));
+    EXPECT_TRUE(torch::equal(accelerator.gather(flat).amin(0, true), flat));
+  }
+}
+
+std::vector<Tensor> moments_of(const torch::optim::Optimizer& optimizer) {
+  std::vector<Tensor> moments;
+  for (const auto& group : optimizer.param_groups()) {
+    for (const Tensor& parameter : group.params()) {
+      const auto found = optimizer.state().find(parameter.unsafeGetTensorImpl());
+      if (found != optimizer.state().end()) {
+        const auto& state = static_cast<const torch::optim::AdamWParamState&>(*found->second);
+        moments.insert(moments.end(), {state.exp_avg(), state.exp_avg_sq(),
+                                       torch::full({1}, static_cast<double>(state.step()))});
+      }
+    }
+  }
+  return moments;
+}
+
+// One batch, which rank 0 gets; or one row in it. The loop clips and steps by torch.
+TEST(UnevenData, ARankThatNeverHadARowGetsAStandIn) {
+  enum class Deal { in_turn, dispatched, split };
+  for (const Deal deal : {Deal::in_turn, Deal::dispatched, Deal::split}) {
+    SCOPED_TRACE(static_cast<int>(deal));
+    auto accelerator =
+        accelerator_of({.dataloader_config = {.split_batches = deal == Deal::split,
+                                              .dispatch_batches = deal == Deal::dispatched}});
+    std::vector<Pair> batches = make_batches(1);
+    EXPECT_EQ(batches[0].second.numel(), 1);
+    Net net = net_of_rank(accelerator);
+    torch::optim::SGD sgd(net->parameters(), 0.3);
+    auto [model, optimizer, loader] = accelerator.prepare(net, sgd, batches);
+    int64_t turns = 0;
+    for (int epoch = 0; epoch < 2; ++epoch) {
+      for (const auto& batch : loader) {
+        net->zero_grad();
+        auto window = accelerator.accumulate(model);
+        EXPECT_GT(batch.second.numel(), 0);
+        accelerator.backward(mean_loss(model, batch));
+        torch::nn::utils::clip_grad_norm_(net->parameters(), 0.2);
+        sgd.step();
+        EXPECT_EQ(accelerator.last_window().rows, 1);
+        ++turns;
+      }
+    }
+    accelerator.finish();
+    EXPECT_EQ(turns, 2);
+    const PlainRun plain =
+        plain_run<torch::optim::SGD>(batches, torch::optim::SGDOptions(0.3), 1, 1, 0);
+    torch::optim::SGD other(plain.net->parameters(), 0.3);
+    Net wanted = plain.net;
+    for (int epoch = 0; epoch < 2; ++epoch) {
+      wanted->zero_grad();
+      mean_loss(wanted, batches[0]).backward();
+      torch::nn::utils::clip_grad_norm_(wanted->parameters(), 0.2);
+      other.step();
+    }
+    EXPECT_LE(largest_difference(*net, *wanted), 1e-12);
+  }
+}
+
+// The range deals itself.
+TEST(UnevenData, ARankThatNeverHadARowOfADataLoaderGetsAStandIn) {
+  for (const int64_t prefetch : {0, 2}) {
+    auto accelerator = accelerator_of({.dataloader_config = {.prefetch = prefetch}});
+    DataLoader rows(std::make_shared<state_test::RowsOfLengths>(1), {.batch_size = 2});
+    Net net = net_of_rank(accelerator);
+    torch::optim::SGD sgd(net->parameters(), 0.1);
+    auto [model, optimizer, loader] = accelerator.prepare(net, sgd, rows);
+    int64_t turns = 0;
+    for (int epoch = 0; epoch < 2; ++epoch) {
+      for (const Batch& batch : loader) {
+        EXPECT_GT(batch.tensors.begin()->second.size(0), 0);
+        auto window = accelerator.accumulate(model);
+        accelerator.backward(net->forward(torch::ones({1, 5}, torch::kDouble)).sum());
+        optimizer.step();
+        optimizer.zero_grad();
+        EXPECT_EQ(accelerator.last_window().weight, 1);
+        ++turns;
+      }
+    }
+    EXPECT_EQ(turns, 2);
+    expect_equal_on_ranks(accelerator, net->parameters());
+    accelerator.finish();
+  }
+}
+
+// Gives rank 0 all there is, and the others not even a batch without rows.
+struct RankZerosRange {
+  void shard(int rank, int) { batches.resize(rank == 0 ? 2 : 0); }
+  auto begin() const { return batches.begin(); }
+  auto end() const { return batches.end(); }
+  std::vector<Pair> batches = even_batches(2);
+};
+
+TEST(UnevenData, ARangeThatDealsItselfUnevenlyIsAnErrorOnAll) {
+  auto accelerator = accelerator_of();
+  if (accelerator.num_processes() == 1) {
+    return;
+  }
+  RankZerosRange batches;
+  Net net = net_of_rank(accelerator);
+  torch::optim::SGD sgd(net->parameters(), 0.1);
+  auto [model, optimizer, loader] = accelerator.prepare(net, sgd, batches);
+  const std::string said = message_of<CommunicationError>([&, &model = model, &loader = loader] {
+    for (const auto& batch : loader) {
+      auto window = accelerator.accumulate(model);
+      accelerator.backward(mean_loss(model, batch));
+    }
+  });
+  expect_says(said, "some ranks have ended their loop and others train on: ended=1");
+}
+
+// Rank `early` breaks after the first of three turns; alike: all do.
+std::string said_after_break(bool alike) {
+  auto accelerator = accelerator_of();
+  const int world = accelerator.num_processes();
+  auto batches = even_batches(3 * world);
+  Net net = net_of_rank(accelerator);
+  torch::optim::SGD sgd(net->parameters(), 0.1);
+  auto [model, optimizer, loader] = accelerator.prepare(net, sgd, batches);
+  return message_of<CommunicationError>(
+      [&, &model = model, &optimizer = optimizer, &loader = loader] {
+        for (int epoch = 0; epoch < 2; ++epoch) {
+          for (const auto& batch : loader) {
+            auto window = accelerator.accumulate(model);
+            accelerator.backward(mean_loss(model, batch));
+            optimizer.step();
+            optimizer.zero_grad();
+            if (epoch == 1 && (alike || accelerator.process_index() + 1 == world)) {
+              break;
+            }
+          }
+        }
+        expect_equal_on_ranks(accelerator, alike ? net->parameters() : std::vector<Tensor>());
+        accelerator.finish();
+      });
+}
+
+TEST(UnevenData, ABreakOnOneRankIsAnErrorOnAll) {
+  const int world = testing_support::test_world().world_size;
+  if (world == 1) {
+    return;
+  }
+  const std::string said = said_after_break(false);
+  expect_says(said, "others train on: ended=" + std::to_string(world - 1) + ", world_size=");
+  expect_says(said, "let all ranks break alike");
+}
+
+TEST(UnevenData, ABreakOnAllRanksAlikeIsRight) {
+  EXPECT_EQ(said_after_break(true), "nothing was thrown");
+}
+
+// Rank r has r + 1 batches of its own.
+template <typename Turn>
+void own_loop(const Accelerator& accelerator, const Turn& turn) {
+  const int rank = accelerator.process_index();
+  for (int64_t b = 0; b <= rank; ++b) {
+    turn(even_batches(10)[static_cast<size_t>(3 * rank + b)]);
+  }
+}
+
+TEST(UnevenData, AnUnevenLoopOverDataOfOnesOwnIsAnErrorOnAll) {
+  for (const bool windows : {true, false}) {
+    auto accelerator = accelerator_of();
+    if (accelerator.num_processes() == 1) {
+      return;
+    }
+    Net net = net_of_rank(accelerator);
+    torch::optim::SGD sgd(net->parameters(), 0.1);
+    auto [model, optimizer] = accelerator.prepare(net, sgd);
+    const std::string said =
+        message_of<CommunicationError>([&, &model = model, &optimizer = optimizer] {
+          own_loop(accelerator, [&](const Pair& batch) {
+            if (windows) {
+              auto window = accelerator.accumulate(model);
+              accelerator.backward(mean_loss(model, batch) * 4, 4);
+            } else {
+              accelerator.backward(mean_loss(model, batch));
+            }
+            optimizer.step();
+            optimizer.zero_grad();
+          });
+          accelerator.finish();
+        });
+    expect_says(said, "others train on: ended=0, world_size=");
+    expect_says(said, "join_uneven_inputs()");
+  }
+}
+
+TEST(UnevenData, JoinUnevenInputsLeavesRanksEqualBitForBit) {
+  for (const bool windows : {true, false}) {
+    SCOPED_TRACE(windows);
+    auto accelerator = accelerator_of();
+    Net net = net_of_rank(accelerator);
+    torch::optim::AdamW adamw(net->parameters(), torch::optim::AdamWOptions(0.01));
+    Decay decay(adamw);
+    auto [model, optimizer, scheduler] = accelerator.prepare(net, adamw, decay);
+    for (int epoch = 0; epoch < 2; ++epoch) {
+      own_loop(accelerator, [&, &model = model, &optimizer = optimizer,
+                             &scheduler = scheduler](const Pair& batch) {
+        if (windows) {
+          auto window = accelerator.accumulate(model);
+          accelerator.backward(mean_loss(model, batch) * 4, 4);
+        } else {
+          accelerator.backward(mean_loss(model, batch) * 4, 4);
+        }
+        torch::nn::utils::clip_grad_norm_(net->parameters(), 0.1); // by torch
+        optimizer.step();
+        scheduler.step();
+        net->second->zero_grad(); // the first layer's gradients gather
+      });
+      accelerator.join_uneven_inputs();
+      const int steps = (epoch + 1) * accelerator.num_processes();
+      EXPECT_EQ(decay.ticks, steps);
+      EXPECT_EQ(adamw.param_groups()[0].options().get_lr(), 0.01 / (1 + steps));
+      EXPECT_EQ(moments_of(adamw).size(), 12u);
+      EXPECT_TRUE(net->first->weight.grad().defined());
+      auto all = net->parameters();
+      const auto moments = moments_of(adamw);
+      all.insert(all.end(), moments.begin(), moments.end());
+      all.insert(all.end(), {net->first->weight.grad(), net->first->bias.grad()});
+      expect_equal_on_ranks(accelerator, all);
+      EXPECT_EQ(accelerator.last_window().number, static_cast<uint64_t>(steps));
+    }
+    accelerator.finish();
+  }
+}
+
+TEST(UnevenData, ARankThatDoesNotJoinIsAnErrorOnAll) {
+  auto accelerator = accelerator_of();
+  const int world = accelerator.num_processes();
+  if (world == 1) {
+    return;
+  }
+  Net net = net_of_rank(accelerator);
+  torch::optim::SGD sgd(net->parameters(), 0.1);
+  auto [model, optimizer] = accelerator.prepare(net, sgd);
+  const std::string said =
+      message_of<CommunicationError>([&, &model = model, &optimizer = optimizer] {
+        for (int turn = 0; turn <= 2 * accelerator.process_index(); ++turn) {
+          auto window = accelerator.accumulate(model);
+          accelerator.backward(mean_loss(model, even_batches(1)[0]) * 4, 4);
+          optimizer.step();
+          optimizer.zero_grad();
+        }
+        if (accelerator.process_index() > 0) {
+          accelerator.join_uneven_inputs();
+        }
+        accelerator.finish();
+      });
+  expect_says(said, "others train on: ended=0, world_size=");
+}
+
+} // namespace hasten::accelerator_test
