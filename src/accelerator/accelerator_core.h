@@ -362,6 +362,7 @@ class AcceleratorCore {
   void complete_at_end(const LoaderState* loader);
   void complete_without_backward(GradientWindow& last);
   bool feeds(uint64_t key, const LoaderState* loader) const;
+  bool left_out_last(const LoaderState* loader) const;
   void drop_unfinished(const LoaderState* loader);
   void take_part(const LoaderState* loader, bool joins);
   void serve_peers(const LoaderState* loader, bool joins, bool& survivable);

@@ -25,10 +25,12 @@ uint64_t end_of_data(const LoaderState* loader, uint64_t steps) {
 void AcceleratorCore::end_ranges(const LoaderState* loader, bool joins) {
   try {
     complete_at_end(loader);
+    // Other ranks complete a window that had only its last batch here. Inside a LocalSgd
+    // scope each rank has windows of its own.
+    joins = joins || local_scope_ != nullptr || left_out_last(loader);
     drop_unfinished(loader);
     if (communicator->world_size() > 1) {
-      // Inside a LocalSgd scope ranks go ways of their own.
-      take_part(loader, joins || local_scope_ != nullptr);
+      take_part(loader, joins);
     }
   } catch (const std::exception& error) {
     if (communicator->world_size() > 1) {
@@ -36,6 +38,12 @@ void AcceleratorCore::end_ranges(const LoaderState* loader, bool joins) {
     }
     throw;
   }
+}
+
+bool AcceleratorCore::left_out_last(const LoaderState* loader) const {
+  return std::ranges::any_of(windows_, [&](const auto& entry) {
+    return entry.second.left_out_last() && feeds(entry.first, loader);
+  });
 }
 
 // A peer may be lost in between: where a scope of LocalSgd goes on without it, so
@@ -77,7 +85,13 @@ void AcceleratorCore::serve_peers(const LoaderState* loader, bool joins, bool& s
   WindowTotals mine;
   mine.finished = 1;
   mine.joins = joins;
-  mine.data = end_of_data(loader, joins ? 0 : shared_->steps);
+  // A rank that joins may have steps still to take part in. Inside a LocalSgd scope steps
+  // are each rank's own.
+  if (local_scope_ != nullptr) {
+    mine.data = end_of_data(loader, 0);
+  } else if (!joins) {
+    mine.data = end_of_data(loader, shared_->steps);
+  }
   mine.read = loader != nullptr ? loader->read : 0;
   mine.range = loader != nullptr ? loader->range : "";
   WindowTotals totals;

@@ -167,7 +167,7 @@ template <typename Turn>
 void own_loop(const Accelerator& accelerator, const Turn& turn) {
   const int rank = accelerator.process_index();
   for (int64_t b = 0; b <= rank; ++b) {
-    turn(even_batches(10)[static_cast<size_t>(3 * rank + b)]);
+    turn(even_batches(16)[static_cast<size_t>(3 * rank + b)]);
   }
 }
 

@@ -142,7 +142,12 @@ class GradientWindow : public Stateful {
   bool lacks_last_backward() const {
     return begun_ && !complete_ && !outside_ && last_ && !had_backward_ && batches_ > 0;
   }
-  /// Completes such a window by what is there. Collective, as that backward.
+  /// The data's last batch was alone in its window on this rank and was closed without
+  /// a backward.
+  bool left_out_last() const {
+    return begun_ && !complete_ && !outside_ && batch_.data_ends && !had_backward_ && batches_ == 0;
+  }
+  /// Completes a window that lacks its last backward by what is there. Collective, as that backward.
   void complete_without_backward();
 
   /// Backward without a batch being open: a window of its own, whose gradient is
