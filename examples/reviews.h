@@ -12,7 +12,7 @@
 #include "hasten/base/exit_code.h"
 #include "hasten/core/block_call.h"
 #include "hasten/data/loader.h"
-#include "hasten/data/text_classification.h"
+#include "hasten/data/token_cache.h"
 #include "hasten/data/tokenized_dataset.h"
 #include "hasten/io/safetensors.h"
 
@@ -27,15 +27,12 @@ struct Reviews {
 
 // A CSV with columns text and label. The vocabulary is learnt from the texts.
 inline Reviews read_reviews(const std::string& path) {
-  const auto data =
-      hasten::load_text_classification({.train_file = path, .eval_split = 0.2, .table = {}});
-  const hasten::WordPieceTokenizer tokenizer(hasten::build_wordpiece_vocab(data.train.texts, {}),
-                                             {});
-  const auto dataset = [&](const hasten::LabelledTexts& rows) {
-    return std::make_shared<hasten::TokenizedDataset>(
-        hasten::tokenize_texts(tokenizer, rows.texts, /*max_length=*/128).ids, rows.labels);
+  const auto data = hasten::tokenize_text_classification(
+      hasten::TextFile::open(path), nullptr, {.texts = {.eval_split = 0.2}, .max_length = 128});
+  const auto dataset = [](const hasten::TokenTable& rows) {
+    return std::make_shared<hasten::TokenizedDataset>(rows);
   };
-  return {dataset(data.train), dataset(data.eval), tokenizer.vocab_size(),
+  return {dataset(data.train), dataset(data.eval), data.tokenizer.vocab_size(),
           static_cast<int64_t>(data.label_names.size())};
 }
 

@@ -152,10 +152,9 @@ ModelFiles classifier_files(BertForSequenceClassification model, WordPieceTokeni
   return files;
 }
 
-std::shared_ptr<const TokenizedDataset> make_dataset(const TokenizedTexts& texts,
-                                                     std::vector<int64_t> labels,
+std::shared_ptr<const TokenizedDataset> make_dataset(const TokenTable& rows,
                                                      const WordPieceTokenizer& tokenizer) {
-  return std::make_shared<const TokenizedDataset>(texts.ids, std::move(labels),
+  return std::make_shared<const TokenizedDataset>(rows,
                                                   PaddingOptions{.pad_id = tokenizer.pad_id()});
 }
 
@@ -171,14 +170,11 @@ TextTableOptions table_options(const TableFlags& flags) {
   return options;
 }
 
-TokenizedTexts tokens_of(const TextClassifier& classifier, const std::vector<std::string>& texts) {
-  TokenizedTexts tokens =
-      tokenize_texts(classifier.tokenizer, texts, classifier.max_length, tokenizer_threads());
-  if (tokens.truncated > 0) {
-    log_warning(format_count(tokens.truncated) + " of " + format_count(std::ssize(texts)) +
-                " texts cut to " + std::to_string(classifier.max_length) + " tokens");
+void tell_of_cut_texts(const TextClassifier& classifier, int64_t truncated, int64_t texts) {
+  if (truncated > 0) {
+    log_warning(format_count(truncated) + " of " + format_count(texts) + " texts cut to " +
+                std::to_string(classifier.max_length) + " tokens");
   }
-  return tokens;
 }
 
 std::unique_ptr<Trainer> make_evaluator(const TextClassifier& classifier, int64_t batch_size) {

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "commands.h"
-#include "hasten/data/text_classification.h"
+#include "hasten/data/text_table.h"
 #include "hasten/data/tokenized_dataset.h"
 #include "hasten/data/tokenizer.h"
 #include "hasten/models/bert_pretrained.h"
@@ -55,8 +55,7 @@ Batch made_up_batch(const BertConfig& config, int64_t rows, int64_t tokens);
 ModelFiles classifier_files(BertForSequenceClassification model, WordPieceTokenizer tokenizer);
 
 /// Rows as a dataset, padded with the tokenizer's pad id.
-std::shared_ptr<const TokenizedDataset> make_dataset(const TokenizedTexts& texts,
-                                                     std::vector<int64_t> labels,
+std::shared_ptr<const TokenizedDataset> make_dataset(const TokenTable& rows,
                                                      const WordPieceTokenizer& tokenizer);
 
 /// Threads this rank may tokenise with.
@@ -64,8 +63,8 @@ int tokenizer_threads();
 
 TextTableOptions table_options(const TableFlags& flags);
 
-/// Token ids of the texts; warns of those that were cut.
-TokenizedTexts tokens_of(const TextClassifier& classifier, const std::vector<std::string>& texts);
+/// Warns of texts that were cut.
+void tell_of_cut_texts(const TextClassifier& classifier, int64_t truncated, int64_t texts);
 
 /// Throws InputError where a row's logits are not finite: names the first row of
 /// `source`, and a weight that is not finite.

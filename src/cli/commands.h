@@ -10,6 +10,7 @@
 #include <variant>
 #include <vector>
 
+#include "hasten/data/problem_type.h"
 #include "hasten/launch/launch.h"
 #include "hasten/trainer/training_arguments.h"
 
@@ -30,11 +31,8 @@ struct TableFlags {
   std::vector<std::string> filters{};
 };
 
-/// What a head is for, as config.json's problem_type says it.
-enum class Head { single_label, regression, multi_label };
-template <>
-inline constexpr auto kSpellings<Head> =
-    std::array{"single_label_classification", "regression", "multi_label_classification"};
+/// What a model's head is for.
+using Head = ProblemType;
 
 /// hasten train: fine-tunes a text classifier.
 struct TrainCommand {

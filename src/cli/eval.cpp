@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cmath>
 #include <iomanip>
 #include <iostream>
@@ -9,6 +10,7 @@
 #include "hasten/base/exit_code.h"
 #include "hasten/base/log.h"
 #include "hasten/base/text.h"
+#include "hasten/data/token_cache.h"
 #include "hasten/trainer/progress_callback.h"
 #include "head.h"
 #include "run.h"
@@ -17,25 +19,37 @@ namespace hasten {
 
 namespace detail {
 
+TextClassificationOptions eval_options(const EvalCommand& command,
+                                       const TextClassifier& classifier) {
+  TextClassificationOptions options;
+  options.label_names = classifier.labels();
+  options.max_train_rows = command.max_rows;
+  options.table =
+      labelled_table(command.table, head_of(classifier.bert.config), classifier.labels());
+  auto& asked = options.table.label_columns;
+  if (!asked.empty()) {
+    if (!std::is_permutation(asked.begin(), asked.end(), options.label_names.begin(),
+                             options.label_names.end())) {
+      throw InputError("cli::eval", "--label-columns=" + command.table.label_columns,
+                       "the model's labels: " + joined(classifier.labels(), ","));
+    }
+    asked = classifier.labels(); // in the model's order
+  }
+  return options;
+}
+
 std::shared_ptr<const Dataset> read_eval_rows(const EvalCommand& command,
                                               const TextClassifier& classifier) {
-  const Head head = head_of(classifier.bert.config);
-  if (head != Head::single_label) {
-    TargetRows rows = read_eval_targets(command, classifier);
-    const TokenizedTexts tokens = tokens_of(classifier, rows.texts);
-    return std::make_shared<const TargetDataset>(
-        make_dataset(tokens, {}, classifier.tokenizer), std::move(rows.targets),
-        classifier.bert.config.num_labels(), head == Head::regression);
-  }
-  TextTableOptions options = table_options(command.table);
-  options.max_rows = command.max_rows;
-  const TextTable table = read_text_table(command.file, options);
-  auto labels = label_numbers(table, classifier.labels(), "the model");
-  const TokenizedTexts tokens = tokens_of(classifier, table.texts);
-  if (const int64_t skipped = table.empty_text + table.empty_label; skipped > 0) {
+  const auto rows = tokenize_text_classification(TextFile::open(command.file, "cli::eval"), nullptr,
+                                                 {.texts = eval_options(command, classifier),
+                                                  .tokenizer = classifier.tokenizer,
+                                                  .max_length = classifier.max_length,
+                                                  .threads = tokenizer_threads()});
+  tell_of_cut_texts(classifier, rows.truncated, std::ssize(rows.train.rows));
+  if (const int64_t skipped = rows.report.empty_text + rows.report.empty_label; skipped > 0) {
     log_warning(format_count(skipped) + " rows skipped for an empty text or label");
   }
-  return make_dataset(tokens, std::move(labels), classifier.tokenizer);
+  return make_dataset(rows.train, classifier.tokenizer);
 }
 
 } // namespace detail

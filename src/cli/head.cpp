@@ -2,10 +2,8 @@
 
 #include <algorithm>
 #include <optional>
-#include <system_error>
 #include <utility>
 
-#include "checks.h"
 #include "hasten/base/error.h"
 #include "hasten/base/text.h"
 #include "hasten/trainer/losses.h"
@@ -64,43 +62,17 @@ ComputeMetrics head_metrics(Head head, int64_t num_labels) {
                                      : classification_metrics(num_labels);
 }
 
-TextTargetsOptions target_options(const TableFlags& table, Head head,
-                                  const std::vector<std::string>& model_labels) {
-  TextTargetsOptions options;
-  options.table = table_options(table);
-  if (head == Head::regression) {
-    return options;
-  }
-  options.label_separator = table.label_separator;
-  if (!options.label_separator.empty()) {
-    options.label_names = model_labels;
-    return options;
-  }
-  if (table.label_columns.empty()) {
-    options.label_columns = model_labels;
-    return options;
-  }
-  options.label_columns = split(table.label_columns);
-  return options;
-}
-
-TargetRows read_eval_targets(const EvalCommand& command, const TextClassifier& classifier) {
-  const Head head = head_of(classifier.bert.config);
-  TextTargetsOptions options = target_options(command.table, head, classifier.labels());
-  if (!options.label_columns.empty()) {
-    auto asked = options.label_columns;
-    auto known = classifier.labels();
-    std::sort(asked.begin(), asked.end());
-    std::sort(known.begin(), known.end());
-    if (asked != known) {
-      throw InputError("cli::eval", "--label-columns=" + command.table.label_columns,
-                       "the model's labels: " + joined(classifier.labels(), ","));
+TextTableOptions labelled_table(const TableFlags& flags, Head head,
+                                const std::vector<std::string>& model_labels) {
+  TextTableOptions table = table_options(flags);
+  table.problem_type = head;
+  if (head == Head::multi_label) {
+    table.label_separator = flags.label_separator;
+    if (table.label_separator.empty()) {
+      table.label_columns = flags.label_columns.empty() ? model_labels : split(flags.label_columns);
     }
-    options.label_columns = classifier.labels(); // in the model's order
   }
-  options.max_train_rows = command.max_rows;
-  TargetTexts rows = read_text_targets(command.file, options, classifier.labels());
-  return {std::move(rows.texts), std::move(rows.targets)};
+  return table;
 }
 
 } // namespace hasten::detail

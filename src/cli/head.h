@@ -1,5 +1,5 @@
-// What a model's head is for: its loss, its metrics, and the runs of heads whose labels
-// are numbers. Private to src/cli.
+// What a model's head is for: its loss, its metrics and its labels in a table. Private to
+// src/cli.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "classifier.h"
-#include "hasten/data/text_targets.h"
+#include "hasten/data/text_table.h"
 
 namespace hasten::detail {
 
@@ -22,20 +22,10 @@ Head head_of(const TrainCommand& command);
 LossFunction head_loss(BertForSequenceClassification model, Head head);
 ComputeMetrics head_metrics(Head head, int64_t num_labels);
 
-/// Which columns hold labels and how, of a table whose labels are numbers.
-/// `model_labels` names the columns where the flags do not.
-TextTargetsOptions target_options(const TableFlags& table, Head head,
-                                  const std::vector<std::string>& model_labels);
-
-/// hasten train for regressions and several labels a row.
-int run_train_targets(const TrainCommand& command, Head head);
-
-/// The rows of hasten eval's file for these heads.
-struct TargetRows {
-  std::vector<std::string> texts{};
-  std::vector<float> targets{};
-};
-TargetRows read_eval_targets(const EvalCommand& command, const TextClassifier& classifier);
+/// How a table with labels is read. `model_labels` names the columns of several labels
+/// a row where the flags do not.
+TextTableOptions labelled_table(const TableFlags& flags, Head head,
+                                const std::vector<std::string>& model_labels = {});
 
 /// bytes that the output folder holds at most, for a model like this.
 int64_t bytes_on_disk(const TrainingArguments& arguments, const torch::nn::Module& model);

@@ -75,7 +75,13 @@ std::vector<std::string> prediction_texts(const PredictCommand& command) {
     options.label_column.clear();
     options.max_rows = command.max_rows;
     options.keep_empty_text = true;
-    return read_text_table(command.file, options).texts;
+    TextRowReader reader(TextFile::open(command.file, "cli::predict"), options);
+    std::vector<std::string> texts;
+    while (reader.next()) {
+      texts.emplace_back(reader.text());
+    }
+    reader.require_rows();
+    return texts;
   }
   if (command.texts.size() == 1 && command.texts[0] == "-") {
     std::vector<std::string> lines = read_lines(std::cin);
@@ -218,13 +224,15 @@ int run_command(const PredictCommand& command) {
   const detail::TextClassifier classifier =
       detail::load_text_classifier(command.model, command.max_length);
   const auto texts = detail::prediction_texts(command);
-  const TokenizedTexts tokens = detail::tokens_of(classifier, texts);
+  const TokenizedTexts tokens = tokenize_texts(classifier.tokenizer, texts, classifier.max_length,
+                                               detail::tokenizer_threads());
+  detail::tell_of_cut_texts(classifier, tokens.truncated, std::ssize(texts));
   const auto trainer = detail::make_evaluator(classifier, command.batch_size);
   if (!command.output.empty() || !command.file.empty()) {
     trainer->add_callback(std::make_shared<ProgressCallback>("", BannerLines{}, "predict"));
   }
-  const auto dataset = detail::make_dataset(tokens, {}, classifier.tokenizer);
-  at::Tensor logits = trainer->predict(*dataset).outputs.to(at::kFloat).contiguous();
+  const TokenizedDataset dataset(tokens.ids, {}, {.pad_id = classifier.tokenizer.pad_id()});
+  at::Tensor logits = trainer->predict(dataset).outputs.to(at::kFloat).contiguous();
   detail::require_finite_logits(classifier, logits, "cli::predict",
                                 command.file.empty() ? "the texts" : command.file);
   const Head head = detail::head_of(classifier.bert.config);

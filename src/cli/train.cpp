@@ -27,6 +27,7 @@ namespace detail {
 const auto kProgramStart = std::filesystem::file_time_type::clock::now();
 
 struct TrainInputs {
+  Head head = Head::single_label;
   std::optional<TokenizedClassification> data{};
   /// Where the vocabulary is from, for the banner.
   std::string vocabulary{};
@@ -74,11 +75,16 @@ class TokenizeBar {
 
 TokenizedClassificationOptions tokenize_options(const TrainCommand& command, TrainInputs& inputs) {
   TokenizedClassificationOptions options;
-  set_rows(command, options.texts);
-  options.texts.table = table_options(command.table);
-  options.texts.label_names = label_names_of_model(command.model);
-  // By a new classifier; the loader's report says so.
-  options.texts.replace_label_names = true;
+  options.texts.eval_split = command.eval_split;
+  options.texts.seed = command.arguments.seed;
+  options.texts.max_train_rows = command.max_train_rows;
+  options.texts.max_eval_rows = command.max_eval_rows;
+  options.texts.table = labelled_table(command.table, inputs.head);
+  if (inputs.head == Head::single_label) {
+    options.texts.label_names = label_names_of_model(command.model);
+    // By a new classifier; the loader's report says so.
+    options.texts.replace_label_names = true;
+  }
   BertConfig config;
   if (!is_model_shape(command.model)) {
     options.tokenizer = WordPieceTokenizer::load(command.model);
@@ -129,7 +135,7 @@ TokenizedClassification read_train_data(const TrainCommand& command, TrainInputs
           : TextFile::open(command.train_file, kWhere),
       command.eval_file.empty() ? nullptr : TextFile::open(command.eval_file, kWhere), options);
   tell_of_cache(data.cache, options.cache_dir, is_main);
-  if (data.label_names.size() == 1) {
+  if (inputs.head == Head::single_label && data.label_names.size() == 1) {
     // One number out means regression to every reader of config.json.
     data.label_names.push_back(data.label_names[0] == "other" ? "other_2" : "other");
   }
@@ -165,20 +171,66 @@ int64_t bytes_on_disk(const TrainingArguments& arguments, const torch::nn::Modul
   return bytes * (saves > 0 ? 1 + each * (saves + 1) : 2);
 }
 
+LoadedBert train_model(const TrainCommand& command, const TrainInputs& inputs) {
+  LoadBertOptions options;
+  // A folder's regression keeps its head, whatever the column is called.
+  const bool keeps_head = inputs.head == Head::regression && !is_model_shape(command.model) &&
+                          head_of(read_bert_config(command.model)) == Head::regression;
+  if (!keeps_head) {
+    options.id2label = inputs.data->label_names;
+  }
+  if (inputs.head != Head::single_label) {
+    options.problem_type = spelling(inputs.head);
+  }
+  options.vocab_size = inputs.data->tokenizer.vocab_size();
+  options.pad_token_id = inputs.data->tokenizer.pad_id();
+  return load_bert_classifier(command.model, options);
+}
+
+void add_model_facts(BannerLines& lines, const TrainCommand& command, const LoadedBert& bert) {
+  lines.emplace_back("model", command.model + ": " + std::to_string(bert.config.num_hidden_layers) +
+                                  " layers, " + std::to_string(bert.config.hidden_size) + " wide");
+  for (const std::string& line : bert.report) {
+    lines.emplace_back("model", line);
+  }
+  if (is_model_shape(command.model)) {
+    lines.emplace_back("model", "learning rate " + format_digits(command.arguments.learning_rate) +
+                                    " (--learning-rate)");
+  }
+}
+
+void require_class_weights(const TrainCommand& command, int64_t labels) {
+  const auto weights = class_weight_numbers(command.arguments.class_weights);
+  if (!weights.empty() && std::ssize(weights) != labels) {
+    throw InputError("cli::train", "--class-weights=" + command.arguments.class_weights,
+                     std::to_string(labels) + " numbers, one a label");
+  }
+}
+
+void require_row_each(int64_t rows, int world_size) {
+  if (rows < world_size) {
+    throw InputError("cli::train",
+                     "more processes than rows: processes=" + std::to_string(world_size) +
+                         ", training rows=" + std::to_string(rows),
+                     "at least one row a process", "lower --nproc");
+  }
+}
+
 /// Local; touches nothing. Throws InputError for anything wrong with the input.
 TrainInputs read_train_inputs(const TrainCommand& command, int world_size, bool is_main) {
   check_inputs(command);
   TrainInputs inputs;
+  inputs.head = head_of(command);
+  if (inputs.head == Head::multi_label && command.table.label_columns.empty() &&
+      command.table.label_separator.empty()) {
+    throw InputError("cli::train", "--model=" + command.model + " gives a row several labels",
+                     "--label-columns or --label-separator");
+  }
   inputs.data = read_train_data(command, inputs, is_main);
   require_row_each(std::ssize(inputs.data->train.rows), world_size);
-  const WordPieceTokenizer& tokenizer = inputs.data->tokenizer;
-  LoadBertOptions options;
   require_class_weights(command, std::ssize(inputs.data->label_names));
-  options.id2label = inputs.data->label_names;
-  options.vocab_size = tokenizer.vocab_size();
-  options.pad_token_id = tokenizer.pad_id();
-  inputs.bert = load_bert_classifier(command.model, options);
-  check_vocabulary(command.model, inputs.bert.config, tokenizer);
+  inputs.bert = train_model(command, inputs);
+  check_vocabulary(command.model, inputs.bert.config, inputs.data->tokenizer);
   check_free_space(command.arguments.output_dir,
                    bytes_on_disk(command.arguments, *inputs.bert.model));
   return inputs;
@@ -196,6 +248,9 @@ std::string cache_line(const TokenCacheReport& cache) {
 
 BannerLines banner_facts(const TrainCommand& command, const TrainInputs& in) {
   BannerLines lines;
+  if (in.head != Head::single_label) {
+    lines.emplace_back("head", spelling(in.head));
+  }
   for (const std::string& line : in.data->report.lines(in.data->label_names)) {
     lines.emplace_back("data", line);
   }
@@ -212,38 +267,30 @@ BannerLines banner_facts(const TrainCommand& command, const TrainInputs& in) {
   return lines;
 }
 
-int run_train_classes(const TrainCommand& command) {
+} // namespace detail
+
+int run_command(const TrainCommand& command) {
+  using namespace detail;
+  install_interrupt_handlers();
+  install_memory_meter();
   return run_training(command, [&](int world_size, bool is_main) {
     const auto in =
         std::make_shared<const TrainInputs>(read_train_inputs(command, world_size, is_main));
-    const auto dataset_of = [&](const TokenTable& rows) {
-      return std::make_shared<const TokenizedDataset>(
-          rows, PaddingOptions{.pad_id = in->data->tokenizer.pad_id()});
-    };
+    const TokenizedClassification& data = *in->data;
     return TrainingInputs{
-        .train = dataset_of(in->data->train),
-        .eval = in->data->eval.rows.empty() ? nullptr : dataset_of(in->data->eval),
+        .train = make_dataset(data.train, data.tokenizer),
+        .eval = data.eval.rows.empty() ? nullptr : make_dataset(data.eval, data.tokenizer),
         .bert = in->bert,
-        .loss = classification_loss(in->bert.model),
-        .metrics = classification_metrics(in->bert.config.num_labels()),
-        .files = classifier_files(in->bert.model, in->data->tokenizer),
+        .loss = head_loss(in->bert.model, in->head),
+        .metrics = head_metrics(in->head, in->bert.config.num_labels()),
+        .files = classifier_files(in->bert.model, data.tokenizer),
         .max_length = in->max_length,
         .learns = command.train_file.empty() ? "synthetic reviews" : command.train_file,
         .hint = " Try: hasten predict --model " + command.arguments.output_dir + " \"some text\"",
         .facts = [&command, in] { return banner_facts(command, *in); },
         .checksum = [in] { return train_data_checksum(*in->data); },
-        .warnings = in->data->report.warnings};
+        .warnings = data.report.warnings};
   });
-}
-
-} // namespace detail
-
-int run_command(const TrainCommand& command) {
-  install_interrupt_handlers();
-  install_memory_meter();
-  const auto head = detail::head_of(command);
-  return head == Head::single_label ? detail::run_train_classes(command)
-                                    : detail::run_train_targets(command, head);
 }
 
 } // namespace hasten

@@ -1,54 +1,13 @@
 #include "train_run.h"
 
-#include <algorithm>
 #include <string_view>
 
 #include "agreement.h"
 #include "hasten/accelerator/accelerator.h"
-#include "hasten/base/error.h"
 #include "hasten/base/exit_code.h"
 #include "hasten/base/log.h"
-#include "hasten/base/text.h"
-#include "hasten/trainer/losses.h"
-#include "head.h"
 
 namespace hasten::detail {
-
-void add_model_facts(BannerLines& lines, const TrainCommand& command, const LoadedBert& bert) {
-  lines.emplace_back("model", command.model + ": " + std::to_string(bert.config.num_hidden_layers) +
-                                  " layers, " + std::to_string(bert.config.hidden_size) + " wide");
-  for (const std::string& line : bert.report) {
-    lines.emplace_back("model", line);
-  }
-  if (is_model_shape(command.model)) {
-    lines.emplace_back("model", "learning rate " + format_digits(command.arguments.learning_rate) +
-                                    " (--learning-rate)");
-  }
-}
-
-void require_class_weights(const TrainCommand& command, int64_t labels) {
-  const auto weights = class_weight_numbers(command.arguments.class_weights);
-  if (!weights.empty() && std::ssize(weights) != labels) {
-    throw InputError("cli::train", "--class-weights=" + command.arguments.class_weights,
-                     std::to_string(labels) + " numbers, one a label");
-  }
-}
-
-void require_row_each(int64_t rows, int world_size) {
-  if (rows < world_size) {
-    throw InputError("cli::train",
-                     "more processes than rows: processes=" + std::to_string(world_size) +
-                         ", training rows=" + std::to_string(rows),
-                     "at least one row a process", "lower --nproc");
-  }
-}
-
-void set_rows(const TrainCommand& command, TextClassificationOptions& options) {
-  options.eval_split = command.eval_split;
-  options.seed = command.arguments.seed;
-  options.max_train_rows = command.max_train_rows;
-  options.max_eval_rows = command.max_eval_rows;
-}
 
 static int dry_run(const TrainCommand& command, const ReadInputs& read) {
   const World world = world_from_environment();

@@ -46,11 +46,4 @@ void print_dry_run(const TrainCommand& command, const TrainingInputs& in, int wo
 /// Trains, or with --dry-run says the plan. The exit code.
 int run_training(const TrainCommand& command, const ReadInputs& read);
 
-/// Which rows of the files train and evaluate.
-void set_rows(const TrainCommand& command, TextClassificationOptions& options);
-void add_model_facts(BannerLines& lines, const TrainCommand& command, const LoadedBert& bert);
-/// Throws InputError where --class-weights has another number of them.
-void require_class_weights(const TrainCommand& command, int64_t labels);
-void require_row_each(int64_t rows, int world_size);
-
 } // namespace hasten::detail

@@ -3,8 +3,11 @@
 #include <xxhash.h>
 
 #include <algorithm>
+#include <bit>
+#include <charconv>
 #include <cmath>
 #include <numeric>
+#include <span>
 #include <string_view>
 #include <unordered_map>
 #include <utility>
@@ -12,12 +15,14 @@
 #include "hasten/base/error.h"
 #include "hasten/base/text.h"
 #include "hasten/core/random.h"
+#include "hasten/data/utf8.h"
 
 namespace hasten {
 
 namespace detail {
 
-constexpr const char* kLoadTexts = "data::load_text_classification";
+constexpr const char* kSelectRows = "data::select_text_rows";
+using RowSide = SelectedRows::Side;
 
 // How many rows of each label go to evaluation: `share` of all rows, spread over
 // labels by largest remainder; one at least of each label with two rows or more,
@@ -73,26 +78,90 @@ TextHash hash_text(std::string_view text) {
   return {hash.high64, hash.low64};
 }
 
-// One pass over a file: labels as numbers in order of appearance.
+[[noreturn]] void refuse_label(const TextRowReader& reader, size_t column, const std::string& name,
+                               const std::string& expected) {
+  throw InputError(kSelectRows,
+                   reader.position() + ": " + name + "=" + std::string(reader.label(column)),
+                   expected);
+}
+
+int32_t read_number(const TextRowReader& reader, const TextTableOptions& table) {
+  const std::string_view text = reader.label();
+  float value = 0;
+  const auto result = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (result.ec != std::errc() || result.ptr != text.data() + text.size() ||
+      !std::isfinite(value)) {
+    refuse_label(reader, 0, table.label_column, "a finite number");
+  }
+  return std::bit_cast<int32_t>(value);
+}
+
+// The row's label as a text: of columns "101", else as it is in the file.
+std::string label_text(const TextRowReader& reader, const TextTableOptions& table) {
+  std::string text(table.label_columns.empty() ? reader.label() : std::string_view());
+  for (size_t i = 0; i < table.label_columns.size(); ++i) {
+    const std::string_view flag = reader.label(i);
+    const bool yes = flag == "1" || flag == "1.0" || flag == "true" || flag == "True";
+    if (!yes && flag != "0" && flag != "0.0" && flag != "false" && flag != "False") {
+      refuse_label(reader, i, table.label_columns[i], "0 or 1");
+    }
+    text += yes ? '1' : '0';
+  }
+  return text;
+}
+
+// What the classes of a label_text() are called.
+std::vector<std::string> class_names(const std::string& label, const TextTableOptions& table) {
+  if (table.problem_type == ProblemType::single_label) {
+    return {label};
+  }
+  std::vector<std::string> names;
+  for (size_t i = 0; i < table.label_columns.size(); ++i) {
+    if (label[i] == '1') {
+      names.push_back(table.label_columns[i]);
+    }
+  }
+  if (table.label_columns.empty()) {
+    for (const std::string& part : split(label, table.label_separator)) {
+      if (const auto name = trimmed(part); !name.empty()) {
+        names.emplace_back(name);
+      }
+    }
+  }
+  return names;
+}
+
+// One pass over a file.
 struct ScannedRows {
-  std::vector<int32_t> labels{}; // [row]
+  /// Of a regression the number's bits, else the distinct label's place. [row]
+  std::vector<int32_t> labels{};
   std::vector<TextHash> hashes{}; // [row], where they are asked for
-  std::vector<std::string> names{}; // [label]
-  std::vector<std::string> positions{}; // where a label came first [label]
+  // Of distinct labels, in order of appearance: the places in `names` behind their
+  // classes, and where they came first. [label]
+  std::vector<size_t> ends{};
+  std::vector<std::string> positions{};
+  std::vector<std::string> names{};
 };
 
-ScannedRows scan_rows(TextRowReader& reader, bool with_hashes) {
+ScannedRows scan_rows(TextRowReader& reader, const TextTableOptions& table, bool with_hashes) {
   ScannedRows rows;
-  std::unordered_map<std::string, int32_t> numbers;
-  std::string label;
+  std::unordered_map<std::string, int32_t> places;
   while (reader.next()) {
-    label = reader.label();
-    const auto [entry, fresh] = numbers.emplace(label, static_cast<int32_t>(rows.names.size()));
-    if (fresh) {
-      rows.names.push_back(label);
-      rows.positions.push_back(reader.position());
+    if (table.problem_type == ProblemType::regression) {
+      rows.labels.push_back(read_number(reader, table));
+    } else {
+      std::string label = label_text(reader, table);
+      const auto [entry, fresh] =
+          places.try_emplace(std::move(label), static_cast<int32_t>(places.size()));
+      if (fresh) {
+        for (std::string& name : class_names(entry->first, table)) {
+          rows.names.push_back(std::move(name));
+        }
+        rows.ends.push_back(rows.names.size());
+        rows.positions.push_back(reader.position());
+      }
+      rows.labels.push_back(entry->second);
     }
-    rows.labels.push_back(entry->second);
     if (with_hashes) {
       rows.hashes.push_back(hash_text(reader.text()));
     }
@@ -101,24 +170,77 @@ ScannedRows scan_rows(TextRowReader& reader, bool with_hashes) {
   return rows;
 }
 
-// Replaces numbers in order of appearance by those of `names`.
-void number_labels(ScannedRows& rows, const std::vector<std::string>& names,
-                   const std::string& owner) {
-  const auto numbers = numbers_of_labels(rows.names, names);
+std::string joined_labels(const std::vector<std::string>& names, size_t limit = 20) {
+  std::string text;
+  for (size_t i = 0; i < std::min(names.size(), limit); ++i) {
+    text += (i == 0 ? "" : ", ") + names[i];
+  }
+  if (names.size() > limit) {
+    text += ", and " + std::to_string(names.size() - limit) + " more";
+  }
+  return text;
+}
+
+[[noreturn]] void fail_unknown_label(const ScannedRows& rows, const std::vector<int64_t>& numbers,
+                                     const std::vector<std::string>& names,
+                                     const std::string& owner) {
   std::vector<std::string> unknown;
-  size_t first = 0;
   for (size_t i = 0; i < numbers.size(); ++i) {
     if (numbers[i] < 0) {
-      first = unknown.empty() ? i : first;
       unknown.push_back(rows.names[i]);
     }
   }
-  if (!unknown.empty()) {
-    fail_unknown_label(rows.positions[first], rows.names[first], unknown, names, owner);
+  const auto first =
+      static_cast<size_t>(std::find(numbers.begin(), numbers.end(), -1) - numbers.begin());
+  const auto label = std::upper_bound(rows.ends.begin(), rows.ends.end(), first);
+  throw InputError(
+      "data::label_numbers",
+      rows.positions[label - rows.ends.begin()] + ": label=" + unknown[0] + " is unknown to " +
+          owner + " (unknown altogether: " + joined_labels(distinct_labels(unknown)) + ")",
+      "one of: " + joined_labels(names), "leave such rows out with a filter, or train with them");
+}
+
+// Replaces places of distinct labels by class numbers, or by places in label_sets.
+void number_labels(ScannedRows& rows, ProblemType problem_type, const std::string& owner,
+                   TextSelection& selection) {
+  const auto numbers = label_numbers(rows.names, selection.label_names);
+  if (std::find(numbers.begin(), numbers.end(), -1) != numbers.end()) {
+    fail_unknown_label(rows, numbers, selection.label_names, owner);
   }
-  for (int32_t& label : rows.labels) {
-    label = static_cast<int32_t>(numbers[label]);
+  if (problem_type == ProblemType::single_label) {
+    for (int32_t& label : rows.labels) {
+      label = static_cast<int32_t>(numbers[label]);
+    }
+  } else if (problem_type == ProblemType::multi_label) {
+    for (int32_t& label : rows.labels) {
+      label += static_cast<int32_t>(selection.label_sets.size());
+    }
+    auto begin = numbers.begin();
+    for (const size_t end : rows.ends) {
+      std::vector<int32_t> set(begin, numbers.begin() + static_cast<std::ptrdiff_t>(end));
+      begin += std::ssize(set);
+      std::sort(set.begin(), set.end());
+      set.erase(std::unique(set.begin(), set.end()), set.end());
+      selection.label_sets.push_back(std::move(set));
+    }
   }
+}
+
+std::vector<std::string> choose_label_names(const ScannedRows& rows,
+                                            const TextClassificationOptions& options) {
+  const TextTableOptions& table = options.table;
+  if (table.problem_type == ProblemType::regression) {
+    return {table.label_column};
+  }
+  if (!table.label_columns.empty()) {
+    return table.label_columns;
+  }
+  auto names = distinct_labels(rows.names);
+  const auto numbers = label_numbers(names, options.label_names);
+  const bool known = std::find(numbers.begin(), numbers.end(), -1) == numbers.end();
+  return options.label_names.empty() || (options.replace_label_names && !known)
+             ? names
+             : options.label_names;
 }
 
 void add_counts(const TextRowCounts& counts, TextClassificationReport& report) {
@@ -128,12 +250,51 @@ void add_counts(const TextRowCounts& counts, TextClassificationReport& report) {
   report.empty_label += counts.empty_label;
 }
 
+// Reads another file, whose rows all go to `side`. Their hashes, where asked for.
+std::vector<TextHash> add_file(const std::shared_ptr<const TextFile>& file, int64_t max_rows,
+                               RowSide side, bool with_hashes,
+                               const TextClassificationOptions& options, TextSelection& selection) {
+  SelectedRows selected{.file = file, .table = options.table};
+  selected.table.max_rows = max_rows;
+  TextRowReader reader(file, selected.table);
+  ScannedRows rows = scan_rows(reader, selected.table, with_hashes);
+  add_counts(reader.counts(), selection.report);
+  if (selection.files.empty()) {
+    selection.label_names = choose_label_names(rows, options);
+  }
+  if (selection.label_names.empty()) {
+    throw InputError(kSelectRows,
+                     "no row of " + file->path().string() +
+                         " has a label in column=" + options.table.label_column,
+                     "at least one row with a text and a label");
+  }
+  number_labels(rows, options.table.problem_type,
+                selection.label_names == options.label_names ? "the model" : "the training data",
+                selection);
+  selected.sides.assign(rows.labels.size(), side);
+  selected.labels = std::move(rows.labels);
+  selection.files.push_back(std::move(selected));
+  return std::move(rows.hashes);
+}
+
+void draw_rows(const TextClassificationOptions& options, TextSelection& selection) {
+  SelectedRows& rows = selection.files[0];
+  const bool by_label = options.table.problem_type == ProblemType::single_label;
+  const std::vector<int32_t> alike(by_label ? 0 : rows.labels.size());
+  const auto for_eval =
+      draw_eval_split(by_label ? rows.labels : alike, by_label ? selection.label_names.size() : 1,
+                      options.eval_split, options.seed);
+  for (size_t row = 0; row < for_eval.size(); ++row) {
+    rows.sides[row] = for_eval[row] ? RowSide::eval : RowSide::train;
+  }
+}
+
 // Hashes of the training side, sorted.
-std::vector<TextHash> training_hashes(const TextSelection& selection,
+std::vector<TextHash> training_hashes(const SelectedRows& rows,
                                       const std::vector<TextHash>& hashes) {
   std::vector<TextHash> sorted;
   for (size_t row = 0; row < hashes.size(); ++row) {
-    if (!selection.for_eval[row]) {
+    if (rows.sides[row] == RowSide::train) {
       sorted.push_back(hashes[row]);
     }
   }
@@ -141,100 +302,91 @@ std::vector<TextHash> training_hashes(const TextSelection& selection,
   return sorted;
 }
 
-// A drawn row whose text also is on the training side stays there.
-void split_rows(const std::vector<TextHash>& hashes, const TextClassificationOptions& options,
-                TextSelection& selection) {
-  selection.for_eval = draw_eval_split(selection.train_labels, selection.label_names.size(),
-                                       options.eval_split, options.seed);
-  const auto train = training_hashes(selection, hashes);
+// Rows of evaluation whose texts training has go to `side`. Hashes are of `rows`, and
+// of training, sorted.
+void keep_out_of_evaluation(SelectedRows& rows, const std::vector<TextHash>& hashes,
+                            const std::vector<TextHash>& training, RowSide side,
+                            TextClassificationReport& report) {
   for (size_t row = 0; row < hashes.size(); ++row) {
-    if (selection.for_eval[row] && std::binary_search(train.begin(), train.end(), hashes[row])) {
-      selection.for_eval[row] = 0;
-      ++selection.report.duplicates;
+    if (rows.sides[row] == RowSide::eval &&
+        std::binary_search(training.begin(), training.end(), hashes[row])) {
+      rows.sides[row] = side;
+      ++report.duplicates;
     }
   }
 }
 
-void add_eval_rows(const std::vector<TextHash>& train_hashes,
-                   const TextClassificationOptions& options, TextSelection& selection) {
-  TextRowReader reader(selection.eval_file, selection.eval_table);
-  ScannedRows rows = scan_rows(reader, true);
-  number_labels(rows, selection.label_names,
-                selection.label_names == options.label_names ? "the model" : "the training data");
-  const auto train = training_hashes(selection, train_hashes);
-  selection.eval_labels = std::move(rows.labels);
-  for (size_t row = 0; row < rows.hashes.size(); ++row) {
-    if (std::binary_search(train.begin(), train.end(), rows.hashes[row])) {
-      selection.eval_labels[row] = -1;
-      ++selection.report.duplicates;
+void count_row(int32_t label, ProblemType problem_type, const TextSelection& selection,
+               TextSideReport& side) {
+  if (problem_type == ProblemType::regression) {
+    const double value = std::bit_cast<float>(label);
+    side.least = side.rows == 0 ? value : std::min(side.least, value);
+    side.most = side.rows == 0 ? value : std::max(side.most, value);
+    side.sum += value;
+  } else {
+    side.counts.resize(selection.label_names.size());
+    for (const int32_t number : problem_type == ProblemType::single_label
+                                    ? std::span<const int32_t>(&label, 1)
+                                    : std::span<const int32_t>(selection.label_sets[label])) {
+      ++side.counts[number];
     }
   }
-  add_counts(reader.counts(), selection.report);
+  ++side.rows;
 }
 
-void count_selected_labels(TextSelection& selection) {
-  auto& report = selection.report;
-  report.train_counts.assign(selection.label_names.size(), 0);
-  report.eval_counts = report.train_counts;
-  for (size_t row = 0; row < selection.train_labels.size(); ++row) {
-    ++(selection.for_eval[row] ? report.eval_counts
-                               : report.train_counts)[selection.train_labels[row]];
-  }
-  for (const int32_t label : selection.eval_labels) {
-    if (label >= 0) {
-      ++report.eval_counts[label];
-    }
+void warn_of_one_class(TextSelection& selection) {
+  const auto& counts = selection.report.train.counts;
+  const auto only = std::find_if(counts.begin(), counts.end(), [](int64_t n) { return n > 0; });
+  if (only != counts.end() && *only == selection.report.train.rows) {
+    selection.report.warnings.push_back("the training data has one class only, label=" +
+                                        selection.label_names[only - counts.begin()] +
+                                        ": the model cannot learn to tell labels apart");
   }
 }
 
-// What is suspicious about the training rows, in sentences.
-std::vector<std::string> label_warnings(const TextSelection& data) {
-  const auto& counts = data.report.train_counts;
-  std::vector<std::string> warnings;
-  const auto classes =
-      std::count_if(counts.begin(), counts.end(), [](int64_t count) { return count > 0; });
-  if (classes == 1) {
-    const size_t only =
-        static_cast<size_t>(std::max_element(counts.begin(), counts.end()) - counts.begin());
-    warnings.push_back("the training data has one class only, label=" + data.label_names[only] +
-                       ": the model cannot learn to tell labels apart");
-  }
-  return warnings;
-}
-
-void check_text_options(const TextClassificationOptions& options) {
+void check_text_options(const TextClassificationOptions& options, const TextFile* eval_file) {
   if (!(options.eval_split >= 0 && options.eval_split < 1)) {
-    throw InputError(kLoadTexts, "eval_split=" + std::to_string(options.eval_split),
+    throw InputError(kSelectRows, "eval_split=" + std::to_string(options.eval_split),
                      "a share of rows, at least 0 and less than 1");
   }
-  if (options.table.label_column.empty()) {
-    throw InputError(kLoadTexts, "label_column= is empty", "the column that holds the labels",
+  const TextTableOptions& table = options.table;
+  if (table.label_columns.empty() && table.label_column.empty()) {
+    throw InputError(kSelectRows, "label_column= is empty", "the column that holds the labels",
                      "name it with --label-column");
   }
-  if (options.eval_split > 0 && !options.eval_file.empty()) {
-    throw InputError(kLoadTexts,
-                     "eval_file=" + options.eval_file.string() +
+  if (table.problem_type == ProblemType::multi_label
+          ? table.label_columns.empty() && table.label_separator.empty()
+          : !table.label_columns.empty()) {
+    throw InputError(kSelectRows,
+                     "problem_type=" + spelling(table.problem_type) + ", label_columns=" +
+                         joined(table.label_columns) + ", label_separator=" + table.label_separator,
+                     "label_columns or label_separator for several labels a row, and for "
+                     "nothing else");
+  }
+  if (options.eval_split > 0 && eval_file != nullptr) {
+    throw InputError(kSelectRows,
+                     "eval_file=" + eval_file->path().string() +
                          " together with eval_split=" + std::to_string(options.eval_split),
                      "one of the two", "leave eval_split out");
   }
 }
 
-int64_t rows_of(const std::vector<int64_t>& counts) {
-  return std::accumulate(counts.begin(), counts.end(), int64_t{0});
-}
-
-std::string label_share_line(int64_t rows, const std::vector<int64_t>& counts,
-                             const std::vector<std::string>& label_names) {
+// "1234 rows: neg 617 (50.0 %), pos 617 (50.0 %)", the first shares of many; of a
+// regression the range and the mean.
+std::string side_line(const TextSideReport& side, const std::vector<std::string>& label_names) {
   constexpr size_t kShown = 12;
-  std::string line = std::to_string(rows) + " rows";
-  for (size_t i = 0; i < std::min(counts.size(), kShown); ++i) {
-    const double percent =
-        100.0 * static_cast<double>(counts[i]) / static_cast<double>(std::max<int64_t>(1, rows));
-    line += (i == 0 ? ": " : ", ") + label_names[i] + " " + std::to_string(counts[i]) + " (" +
-            format_fixed(percent, 1) + " %)";
+  std::string line = std::to_string(side.rows) + " rows";
+  const auto rows = static_cast<double>(std::max<int64_t>(1, side.rows));
+  if (side.counts.empty()) {
+    return line + ", " + label_names.at(0) + " from " + format_digits(side.least, 4) + " to " +
+           format_digits(side.most, 4) + ", mean " + format_digits(side.sum / rows, 4);
   }
-  if (counts.size() > kShown) {
-    line += ", and " + std::to_string(counts.size() - kShown) + " more labels";
+  for (size_t i = 0; i < std::min(side.counts.size(), kShown); ++i) {
+    line += (i == 0 ? ": " : ", ") + label_names.at(i) + " " + std::to_string(side.counts[i]) +
+            " (" + format_fixed(100.0 * static_cast<double>(side.counts[i]) / rows, 1) + " %)";
+  }
+  if (side.counts.size() > kShown) {
+    line += ", and " + std::to_string(side.counts.size() - kShown) + " more labels";
   }
   return line;
 }
@@ -243,13 +395,9 @@ std::string label_share_line(int64_t rows, const std::vector<int64_t>& counts,
 
 std::vector<std::string> TextClassificationReport::lines(
     const std::vector<std::string>& label_names) const {
-  std::vector<std::string> text{
-      "training data: " +
-      detail::label_share_line(detail::rows_of(train_counts), train_counts, label_names)};
-  if (std::any_of(eval_counts.begin(), eval_counts.end(),
-                  [](int64_t count) { return count > 0; })) {
-    text.push_back("evaluation data: " + detail::label_share_line(detail::rows_of(eval_counts),
-                                                                  eval_counts, label_names));
+  std::vector<std::string> text{"training data: " + detail::side_line(train, label_names)};
+  if (eval.rows > 0) {
+    text.push_back("evaluation data: " + detail::side_line(eval, label_names));
   }
   std::vector<std::string> left_out;
   const auto say = [&](int64_t count, const char* what) {
@@ -267,77 +415,46 @@ std::vector<std::string> TextClassificationReport::lines(
   return text;
 }
 
-TextSelection select_text_rows(std::shared_ptr<const TextFile> train_file,
-                               std::shared_ptr<const TextFile> eval_file,
+TextSelection select_text_rows(const std::shared_ptr<const TextFile>& train_file,
+                               const std::shared_ptr<const TextFile>& eval_file,
                                const TextClassificationOptions& options) {
-  detail::check_text_options(options);
+  using detail::RowSide;
+  detail::check_text_options(options, eval_file.get());
   const bool evaluates = options.eval_split > 0 || eval_file != nullptr;
   TextSelection selection;
-  selection.train_file = std::move(train_file);
-  selection.eval_file = std::move(eval_file);
-  selection.train_table = selection.eval_table = options.table;
-  selection.train_table.max_rows = options.max_train_rows;
-  selection.eval_table.max_rows = options.max_eval_rows;
-  TextRowReader reader(selection.train_file, selection.train_table);
-  auto rows = detail::scan_rows(reader, evaluates);
-  detail::add_counts(reader.counts(), selection.report);
-  selection.label_names = options.label_names;
-  if (selection.label_names.empty() ||
-      (options.replace_label_names && !knows_labels(selection.label_names, rows.names))) {
-    selection.label_names = distinct_labels(rows.names);
-  }
-  detail::number_labels(rows, selection.label_names, "the model");
-  selection.train_labels = std::move(rows.labels);
-  selection.for_eval.assign(selection.train_labels.size(), 0);
+  auto& [files, sets, names, report] = selection;
+  const auto hashes = detail::add_file(train_file, options.max_train_rows, RowSide::train,
+                                       evaluates, options, selection);
   if (options.eval_split > 0) {
-    detail::split_rows(rows.hashes, options, selection);
-  } else if (selection.eval_file != nullptr) {
-    detail::add_eval_rows(rows.hashes, options, selection);
+    detail::draw_rows(options, selection);
+    detail::keep_out_of_evaluation(files[0], hashes, detail::training_hashes(files[0], hashes),
+                                   RowSide::train, report);
+  } else if (eval_file != nullptr) {
+    const auto seen =
+        detail::add_file(eval_file, options.max_eval_rows, RowSide::eval, true, options, selection);
+    detail::keep_out_of_evaluation(files[1], seen, detail::training_hashes(files[0], hashes),
+                                   RowSide::left_out, report);
   }
-  detail::count_selected_labels(selection);
-  auto& report = selection.report;
-  if (evaluates && detail::rows_of(report.eval_counts) == 0) {
-    throw InputError(detail::kLoadTexts,
-                     "no row is left for evaluation: training rows=" +
-                         std::to_string(detail::rows_of(report.train_counts)) +
-                         ", rows whose text training has=" + std::to_string(report.duplicates),
-                     "at least one row",
-                     "use more rows, a larger eval_split, or another eval_file");
-  }
-  report.warnings = detail::label_warnings(selection);
-  return selection;
-}
-
-TextClassificationData load_text_classification(const TextClassificationOptions& options) {
-  detail::check_text_options(options);
-  TextSelection selection = select_text_rows(
-      TextFile::open(options.train_file, detail::kLoadTexts),
-      options.eval_file.empty() ? nullptr : TextFile::open(options.eval_file, detail::kLoadTexts),
-      options);
-  TextClassificationData data;
-  const auto add = [](const TextRowReader& reader, const std::shared_ptr<const TextFile>& file,
-                      int64_t label, LabelledTexts& side) {
-    side.path = file->path();
-    side.texts.emplace_back(reader.text());
-    side.labels.push_back(label);
-    side.lines.push_back(reader.line());
-  };
-  TextRowReader train(selection.train_file, selection.train_table);
-  for (size_t row = 0; train.next(); ++row) {
-    add(train, selection.train_file, selection.train_labels[row],
-        selection.for_eval[row] ? data.eval : data.train);
-  }
-  if (selection.eval_file != nullptr) {
-    TextRowReader eval(selection.eval_file, selection.eval_table);
-    for (size_t row = 0; eval.next(); ++row) {
-      if (selection.eval_labels[row] >= 0) {
-        add(eval, selection.eval_file, selection.eval_labels[row], data.eval);
+  const ProblemType problem_type = options.table.problem_type;
+  for (const SelectedRows& rows : files) {
+    for (size_t row = 0; row < rows.labels.size(); ++row) {
+      if (rows.sides[row] != RowSide::left_out) {
+        detail::count_row(rows.labels[row], problem_type, selection,
+                          rows.sides[row] == RowSide::train ? report.train : report.eval);
       }
     }
   }
-  data.label_names = std::move(selection.label_names);
-  data.report = std::move(selection.report);
-  return data;
+  if (evaluates && report.eval.rows == 0) {
+    throw InputError(
+        detail::kSelectRows,
+        "no row is left for evaluation: training rows=" + std::to_string(report.train.rows) +
+            ", rows whose text training has=" + std::to_string(report.duplicates),
+        "at least one row", "use more rows, a larger eval_split, or another eval_file");
+  }
+  if (problem_type == ProblemType::single_label) {
+    detail::warn_of_one_class(selection);
+  }
+  return selection;
 }
 
 } // namespace hasten

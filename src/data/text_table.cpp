@@ -52,22 +52,7 @@ int64_t placeholder_number(const std::string& label, const std::vector<std::stri
   return number;
 }
 
-std::string joined_labels(const std::vector<std::string>& names, size_t limit = 20) {
-  std::string text;
-  for (size_t i = 0; i < std::min(names.size(), limit); ++i) {
-    text += (i == 0 ? "" : ", ") + names[i];
-  }
-  if (names.size() > limit) {
-    text += ", and " + std::to_string(names.size() - limit) + " more";
-  }
-  return text;
-}
-
 } // namespace detail
-
-std::string TextTable::position(int64_t row) const {
-  return path.string() + ":" + std::to_string(lines.at(row));
-}
 
 // One of the two kinds of file.
 struct TextRowReader::Format {
@@ -98,10 +83,13 @@ struct TextRowReader::Format {
 TextRowReader::TextRowReader(std::shared_ptr<const TextFile> file, const TextTableOptions& options)
     : options_(options),
       format_(std::make_unique<Format>(std::move(file), options)),
-      text_column_(format_->column(options.text_column, "text_column")),
-      label_column_(options.label_column.empty()
-                        ? 0
-                        : format_->column(options.label_column, "label_column")) {
+      text_column_(format_->column(options.text_column, "text_column")) {
+  for (const auto& column : options.label_columns) {
+    label_columns_.push_back(format_->column(column, "label_column"));
+  }
+  if (label_columns_.empty() && !options.label_column.empty()) {
+    label_columns_.push_back(format_->column(options.label_column, "label_column"));
+  }
   for (const auto& filter : options.filters) {
     const size_t equals = filter.find('=');
     if (equals == std::string::npos || equals == 0) {
@@ -117,19 +105,19 @@ TextRowReader::~TextRowReader() = default;
 TextRowReader::TextRowReader(TextRowReader&&) noexcept = default;
 
 bool TextRowReader::next() {
-  const bool labelled = !options_.label_column.empty();
+  const bool needs_label =
+      !label_columns_.empty() && options_.problem_type != ProblemType::multi_label;
   while ((options_.max_rows == 0 || passed_ < options_.max_rows) && format_->next()) {
     ++counts_.rows_read;
     const bool passes = std::all_of(filters_.begin(), filters_.end(), [&](const auto& filter) {
       return format_->field(filter.first) == filter.second;
     });
     text_ = format_->field(text_column_);
-    label_ = labelled ? trimmed(format_->field(label_column_)) : std::string_view();
     if (!passes) {
       ++counts_.filtered_out;
     } else if (is_blank(text_) && !options_.keep_empty_text) {
       ++counts_.empty_text;
-    } else if (labelled && is_blank(label_)) {
+    } else if (needs_label && is_blank(label())) {
       ++counts_.empty_label;
     } else {
       ++passed_;
@@ -137,6 +125,11 @@ bool TextRowReader::next() {
     }
   }
   return false;
+}
+
+std::string_view TextRowReader::label(size_t column) const {
+  return column < label_columns_.size() ? trimmed(format_->field(label_columns_[column]))
+                                        : std::string_view();
 }
 
 int64_t TextRowReader::line() const {
@@ -165,20 +158,6 @@ void TextRowReader::require_rows() const {
                    "at least one row with a text and a label", "check the columns and the filters");
 }
 
-TextTable read_text_table(const std::filesystem::path& path, const TextTableOptions& options) {
-  TextRowReader reader(TextFile::open(path, detail::kTextTable), options);
-  TextTable table;
-  table.path = path;
-  while (reader.next()) {
-    table.texts.emplace_back(reader.text());
-    table.labels.emplace_back(reader.label());
-    table.lines.push_back(reader.line());
-  }
-  reader.require_rows();
-  static_cast<TextRowCounts&>(table) = reader.counts();
-  return table;
-}
-
 std::vector<std::string> distinct_labels(const std::vector<std::string>& labels) {
   const std::set<std::string> distinct(labels.begin(), labels.end());
   std::vector<std::pair<int64_t, std::string>> numbered;
@@ -197,20 +176,8 @@ std::vector<std::string> distinct_labels(const std::vector<std::string>& labels)
   return names;
 }
 
-namespace detail {
-
-void fail_unknown_label(const std::string& position, const std::string& label,
-                        const std::vector<std::string>& all_unknown,
-                        const std::vector<std::string>& names, const std::string& owner) {
-  throw InputError("data::label_numbers",
-                   position + ": label=" + label + " is unknown to " + owner +
-                       " (unknown altogether: " + joined_labels(distinct_labels(all_unknown)) + ")",
-                   "one of: " + joined_labels(names),
-                   "leave such rows out with a filter, or train with them");
-}
-
-std::vector<int64_t> numbers_of_labels(const std::vector<std::string>& labels,
-                                       const std::vector<std::string>& names) {
+std::vector<int64_t> label_numbers(const std::vector<std::string>& labels,
+                                   const std::vector<std::string>& names) {
   std::unordered_map<std::string, int64_t> numbers;
   for (size_t i = 0; i < names.size(); ++i) {
     numbers.emplace(names[i], static_cast<int64_t>(i));
@@ -219,32 +186,8 @@ std::vector<int64_t> numbers_of_labels(const std::vector<std::string>& labels,
   found.reserve(labels.size());
   for (const auto& label : labels) {
     const auto number = numbers.find(label);
-    found.push_back(number != numbers.end() ? number->second : placeholder_number(label, names));
-  }
-  return found;
-}
-
-} // namespace detail
-
-bool knows_labels(const std::vector<std::string>& names, const std::vector<std::string>& labels) {
-  const auto numbers = detail::numbers_of_labels(distinct_labels(labels), names);
-  return std::find(numbers.begin(), numbers.end(), -1) == numbers.end();
-}
-
-std::vector<int64_t> label_numbers(const TextTable& table, const std::vector<std::string>& names,
-                                   const std::string& owner) {
-  auto found = detail::numbers_of_labels(table.labels, names);
-  std::vector<std::string> unknown;
-  int64_t first_unknown = -1;
-  for (int64_t row = 0; row < table.size(); ++row) {
-    if (found[row] < 0) {
-      unknown.push_back(table.labels[row]);
-      first_unknown = first_unknown < 0 ? row : first_unknown;
-    }
-  }
-  if (first_unknown >= 0) {
-    detail::fail_unknown_label(table.position(first_unknown), table.labels[first_unknown], unknown,
-                               names, owner);
+    found.push_back(number != numbers.end() ? number->second
+                                            : detail::placeholder_number(label, names));
   }
   return found;
 }

@@ -17,13 +17,14 @@
 
 namespace hasten {
 
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(TextSideReport, rows, counts, least, most, sum)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(TextClassificationReport, rows_read, filtered_out, empty_text,
-                                   empty_label, duplicates, train_counts, eval_counts, warnings)
+                                   empty_label, duplicates, train, eval, warnings)
 
 namespace detail {
 
 // To be raised with any change of what the same files and options give.
-constexpr int kTokenRules = 1;
+constexpr int kTokenRules = 2;
 
 class TextHasher {
  public:
@@ -110,8 +111,10 @@ std::string token_cache_key(const std::shared_ptr<const TextFile>& train_file,
       {"eval", described_file(eval_file)},
       {"split", {texts.eval_split, texts.eval_split > 0 ? texts.seed : uint64_t{0}}},
       {"columns",
-       {texts.table.text_column, texts.table.label_column, static_cast<int>(texts.table.delimiter),
-        texts.table.has_header, texts.table.keep_empty_text}},
+       {texts.table.text_column, texts.table.label_column, texts.table.label_columns,
+        texts.table.label_separator, static_cast<int>(texts.table.problem_type),
+        static_cast<int>(texts.table.delimiter), texts.table.has_header,
+        texts.table.keep_empty_text}},
       {"filters", texts.table.filters},
       {"rows", {texts.max_train_rows, texts.max_eval_rows}},
       {"labels", texts.label_names},
@@ -151,15 +154,10 @@ class TokenMaker {
     eval_.clear();
     checksum_ = {};
     ids_ = tokens_ = truncated_ = 0;
-    read_file(selection_.train_file, selection_.train_table, 0, sink, [&](size_t row) {
-      return Place{selection_.train_labels[row], selection_.for_eval[row] ? &eval_ : &train_};
-    });
-    if (selection_.eval_file != nullptr) {
-      read_file(selection_.eval_file, selection_.eval_table,
-                static_cast<int64_t>(selection_.train_file->size()), sink, [&](size_t row) {
-                  const int32_t label = selection_.eval_labels[row];
-                  return Place{label, label < 0 ? nullptr : &eval_};
-                });
+    int64_t before = 0;
+    for (const SelectedRows& rows : selection_.files) {
+      read_file(rows, before, sink);
+      before += static_cast<int64_t>(rows.file->size());
     }
   }
 
@@ -181,7 +179,7 @@ class TokenMaker {
  private:
   struct Place {
     int32_t label = 0;
-    std::vector<TokenRow>* side = nullptr; // null: left out
+    std::vector<TokenRow>* side = nullptr;
   };
   struct Chunk {
     std::vector<std::string> texts{};
@@ -191,9 +189,10 @@ class TokenMaker {
 
   WordPieceTokenizer learned_tokenizer() {
     WordPieceLearner learner(options_.learned);
-    TextRowReader reader(selection_.train_file, selection_.train_table);
+    const SelectedRows& rows = selection_.files[0];
+    TextRowReader reader(rows.file, rows.table);
     for (size_t row = 0; reader.next(); ++row) {
-      if (!selection_.for_eval[row]) {
+      if (rows.sides[row] == SelectedRows::Side::train) {
         learner.add(reader.text());
       }
       throw_if_interrupted();
@@ -201,20 +200,18 @@ class TokenMaker {
     return {learner.learn(options_.vocab), options_.learned};
   }
 
-  template <typename PlaceOf>
-  void read_file(const std::shared_ptr<const TextFile>& file, const TextTableOptions& table,
-                 int64_t before, TokenSink& sink, const PlaceOf& place_of) {
+  void read_file(const SelectedRows& rows, int64_t before, TokenSink& sink) {
     constexpr size_t kChunkRows = 16384;
     constexpr size_t kChunkBytes = size_t{4} << 20;
-    TextRowReader reader(file, table);
+    TextRowReader reader(rows.file, rows.table);
     Chunk chunk;
     for (size_t row = 0; reader.next(); ++row) {
-      const Place place = place_of(row);
-      if (place.side == nullptr) {
+      if (rows.sides[row] == SelectedRows::Side::left_out) {
         continue;
       }
       chunk.texts.emplace_back(reader.text());
-      chunk.places.push_back(place);
+      chunk.places.push_back(
+          {rows.labels[row], rows.sides[row] == SelectedRows::Side::train ? &train_ : &eval_});
       chunk.bytes += reader.text().size();
       if (chunk.texts.size() == kChunkRows || chunk.bytes >= kChunkBytes) {
         take(chunk, sink);
@@ -233,14 +230,20 @@ class TokenMaker {
     for (size_t i = 0; i < encoded.ids.size(); ++i) {
       const auto& row = encoded.ids[i];
       const Place& place = chunk.places[i];
+      const bool set = options_.texts.table.problem_type == ProblemType::multi_label;
+      const std::vector<int32_t> classes =
+          set ? selection_.label_sets[place.label] : std::vector<int32_t>();
       if (place.side == &train_) {
         checksum_.add({reinterpret_cast<const char*>(row.data()), row.size() * sizeof(row[0])});
-        checksum_.add("," + std::to_string(place.label) + ";");
+        checksum_.add(
+            {reinterpret_cast<const char*>(classes.data()), classes.size() * sizeof(classes[0])});
+        checksum_.add("," + std::to_string(set ? std::ssize(classes) : place.label) + ";");
       }
       place.side->push_back({.begin = ids_ + static_cast<int64_t>(ids.size()),
                              .tokens = static_cast<int32_t>(row.size()),
-                             .label = place.label});
+                             .label = set ? static_cast<int32_t>(classes.size()) : place.label});
       ids.insert(ids.end(), row.begin(), row.end());
+      ids.insert(ids.end(), classes.begin(), classes.end());
     }
     sink.add(ids);
     ids_ += static_cast<int64_t>(ids.size());
@@ -273,6 +276,10 @@ TokenizedClassification tokenized_from(const TokenFile& file,
                        : WordPieceTokenizer(values.at("vocab").get<std::vector<std::string>>(),
                                             options.learned)};
   values.at("label_names").get_to(result.label_names);
+  for (TokenTable* side : {&result.train, &result.eval}) {
+    side->problem_type = options.texts.table.problem_type;
+    side->num_labels = std::ssize(result.label_names);
+  }
   values.at("report").get_to(result.report);
   values.at("tokens").get_to(result.tokens);
   values.at("truncated").get_to(result.truncated);

@@ -19,7 +19,7 @@
 namespace hasten::detail {
 
 constexpr size_t kTokenWriteBuffer = size_t{1} << 20; // bytes, also to read
-constexpr uint64_t kTokenFormat = 1;
+constexpr uint64_t kTokenFormat = 2;
 
 struct TokenFileHeader {
   std::array<char, 8> magic{'h', 'a', 's', 't', 'e', 'n', 't', 'k'};

@@ -3,11 +3,12 @@
 //
 // The format, in the machine's byte order (another one's file counts as damaged):
 //   0   8 bytes   "hastentk"
-//   8   u64       1, the format's number
+//   8   u64       2, the format's number
 //   16  32 bytes  the key, hex digits
 //   48  u64       bytes of the whole file
 //   56  u64       XXH3 of all bytes from 64 on
-//   64  int32[]   ids of all rows, filled up with zeros to a multiple of 16 bytes
+//   64  int32[]   ids of all rows, of several labels a row each followed by its class
+//                 numbers; filled up with zeros to a multiple of 16 bytes
 //       TokenRow[] rows of training, then those of evaluation
 //       text      JSON: "ids", "train", "eval" are their numbers, the rest is the
 //                 caller's

@@ -2,10 +2,10 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
-#include <ATen/ops/sum.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <bit>
 #include <exception>
 #include <limits>
 #include <stdexcept>
@@ -119,7 +119,7 @@ TokenizedDataset::TokenizedDataset(TokenTable table, PaddingOptions padding)
   check();
 }
 
-void TokenizedDataset::check() {
+void TokenizedDataset::check() const {
   if (padding_.pad_to_multiple_of < 1 || padding_.pad_to_length < 0) {
     throw InputError(detail::kTokenizedDataset,
                      "pad_to_multiple_of=" + std::to_string(padding_.pad_to_multiple_of) +
@@ -129,7 +129,8 @@ void TokenizedDataset::check() {
   const int64_t ids = table_.ids ? table_.ids->size() : 0;
   for (size_t i = 0; i < table_.rows.size(); ++i) {
     const TokenRow& row = table_.rows[i];
-    if (row.tokens <= 0 || row.begin < 0 || row.begin > ids - row.tokens ||
+    if (row.tokens <= 0 || row.begin < 0 || classes(row) < 0 ||
+        row.begin > ids - row.tokens - classes(row) ||
         (padding_.pad_to_length > 0 && row.tokens > padding_.pad_to_length)) {
       throw InputError(detail::kTokenizedDataset,
                        "row=" + std::to_string(i) + " has tokens=" + std::to_string(row.tokens),
@@ -137,7 +138,6 @@ void TokenizedDataset::check() {
                            ? "1 to pad_to_length=" + std::to_string(padding_.pad_to_length)
                            : "at least 1, among the table's ids");
     }
-    tokens_ += row.tokens;
   }
 }
 
@@ -152,11 +152,11 @@ const TokenRow& TokenizedDataset::row(int64_t index) const {
 
 int64_t TokenizedDataset::length(int64_t index) const { return row(index).tokens; }
 
-int64_t TokenizedDataset::label(int64_t index) const {
-  if (!has_labels()) {
-    throw std::out_of_range("the rows have no labels");
-  }
-  return row(index).label;
+at::Tensor TokenizedDataset::empty_labels(int64_t rows) const {
+  return table_.problem_type == ProblemType::single_label ? at::empty({rows}, at::kLong)
+         : table_.problem_type == ProblemType::regression
+             ? at::empty({rows}, at::kFloat)
+             : at::zeros({rows, table_.num_labels}, at::kFloat);
 }
 
 Batch TokenizedDataset::collate(const std::vector<int64_t>& indices) const {
@@ -174,34 +174,34 @@ Batch TokenizedDataset::collate(const std::vector<int64_t>& indices) const {
   const auto mask = at::zeros({rows, longest}, at::kLong);
   auto* id_out = input_ids.mutable_data_ptr<int64_t>();
   auto* mask_out = mask.mutable_data_ptr<int64_t>();
+  const auto labels = empty_labels(rows);
   std::vector<int32_t> ids;
   for (int64_t i = 0; i < rows; ++i) {
-    const int64_t tokens = length(indices[i]);
-    ids.resize(static_cast<size_t>(tokens));
-    table_.ids->read(row(indices[i]).begin, ids);
-    std::copy_n(ids.begin(), tokens, id_out + i * longest);
-    std::fill_n(mask_out + i * longest, tokens, 1);
+    const TokenRow& from = row(indices[i]);
+    ids.resize(static_cast<size_t>(from.tokens + classes(from)));
+    table_.ids->read(from.begin, ids);
+    std::copy_n(ids.begin(), from.tokens, id_out + i * longest);
+    std::fill_n(mask_out + i * longest, from.tokens, 1);
+    if (table_.problem_type == ProblemType::single_label) {
+      labels.mutable_data_ptr<int64_t>()[i] = from.label;
+    } else if (table_.problem_type == ProblemType::regression) {
+      labels.mutable_data_ptr<float>()[i] = std::bit_cast<float>(from.label);
+    }
+    for (auto number = ids.begin() + from.tokens; number != ids.end(); ++number) {
+      if (*number < 0 || *number >= table_.num_labels) {
+        throw InputError(
+            detail::kTokenizedDataset,
+            "row=" + std::to_string(indices[i]) + " has label=" + std::to_string(*number),
+            "0 or more, below num_labels=" + std::to_string(table_.num_labels));
+      }
+      labels.mutable_data_ptr<float>()[i * table_.num_labels + *number] = 1;
+    }
   }
   Batch batch{.tensors = {{"input_ids", input_ids}, {"attention_mask", mask}}, .indices = indices};
-  if (has_labels()) {
-    const auto labels = at::empty({rows}, at::kLong);
-    auto* label_out = labels.mutable_data_ptr<int64_t>();
-    for (int64_t i = 0; i < rows; ++i) {
-      label_out[i] = label(indices[i]);
-    }
+  if (table_.has_labels) {
     batch.tensors.emplace("labels", labels);
   }
   return batch;
-}
-
-TokenCount count_tokens(const Batch& batch) {
-  if (!batch.has("input_ids")) {
-    return {};
-  }
-  const int64_t padded = batch["input_ids"].numel();
-  return {
-      .real = batch.has("attention_mask") ? batch["attention_mask"].sum().item<int64_t>() : padded,
-      .padded = padded};
 }
 
 } // namespace hasten

@@ -23,7 +23,7 @@ namespace hasten {
 
 namespace detail {
 
-constexpr const char* kBuildVocab = "data::build_wordpiece_vocab";
+constexpr const char* kLearner = "data::WordPieceLearner";
 constexpr int64_t kLongestLearnedWord = 100; // characters; longer are [UNK]
 
 using WordCounts = std::vector<std::pair<std::string, int64_t>>;
@@ -219,7 +219,7 @@ WordPieceLearner::WordPieceLearner(WordPieceLearner&&) noexcept = default;
 void WordPieceLearner::add(std::string_view text) {
   Counts& c = *counts_;
   if (const size_t bad = invalid_utf8_position(text); bad != std::string_view::npos) {
-    throw InputError(detail::kBuildVocab,
+    throw InputError(detail::kLearner,
                      "text=" + std::to_string(c.texts) + " has invalid UTF-8: " +
                          byte_name(text[bad]) + " at position " + std::to_string(bad),
                      "UTF-8");
@@ -239,7 +239,7 @@ int64_t WordPieceLearner::words() const { return static_cast<int64_t>(counts_->c
 
 std::vector<std::string> WordPieceLearner::learn(const WordPieceVocabOptions& vocab_options) const {
   if (vocab_options.min_frequency < 1 || vocab_options.limit_alphabet < 1) {
-    throw InputError(detail::kBuildVocab,
+    throw InputError(detail::kLearner,
                      "min_frequency=" + std::to_string(vocab_options.min_frequency) +
                          ", limit_alphabet=" + std::to_string(vocab_options.limit_alphabet),
                      "at least 1 each");
@@ -247,7 +247,7 @@ std::vector<std::string> WordPieceLearner::learn(const WordPieceVocabOptions& vo
   detail::WordCounts words(counts_->counts.begin(), counts_->counts.end());
   std::sort(words.begin(), words.end());
   if (words.empty()) {
-    throw InputError(detail::kBuildVocab, "texts=" + std::to_string(texts()) + " hold no word",
+    throw InputError(detail::kLearner, "texts=" + std::to_string(texts()) + " hold no word",
                      "texts to learn a vocabulary from");
   }
   std::vector<std::string> vocab{options_.pad_token, options_.unk_token, options_.cls_token,
@@ -255,7 +255,7 @@ std::vector<std::string> WordPieceLearner::learn(const WordPieceVocabOptions& vo
   const auto alphabet = detail::learned_alphabet(words, vocab_options.limit_alphabet);
   const size_t least = vocab.size() + 2 * alphabet.size();
   if (vocab_options.vocab_size < static_cast<int64_t>(least)) {
-    throw InputError(detail::kBuildVocab, "vocab_size=" + std::to_string(vocab_options.vocab_size),
+    throw InputError(detail::kLearner, "vocab_size=" + std::to_string(vocab_options.vocab_size),
                      "at least " + std::to_string(least) + ": 5 special tokens and " +
                          std::to_string(alphabet.size()) + " characters in two forms",
                      "raise it, or lower limit_alphabet");
@@ -267,16 +267,6 @@ std::vector<std::string> WordPieceLearner::learn(const WordPieceVocabOptions& vo
   }
   return detail::PairJoiner(std::move(vocab), words, vocab_options.min_frequency)
       .join_until(static_cast<size_t>(vocab_options.vocab_size));
-}
-
-std::vector<std::string> build_wordpiece_vocab(const std::vector<std::string>& texts,
-                                               const WordPieceOptions& options,
-                                               const WordPieceVocabOptions& vocab_options) {
-  WordPieceLearner learner(options);
-  for (const auto& text : texts) {
-    learner.add(text);
-  }
-  return learner.learn(vocab_options);
 }
 
 } // namespace hasten

@@ -69,7 +69,7 @@ std::string described_tokens(const TokenizedClassification& data) {
   for (const auto* side : {&data.train, &data.eval}) {
     const TokenizedDataset dataset(*side);
     for (int64_t row = 0; row < dataset.size(); ++row) {
-      text += "\n" + std::to_string(dataset.label(row)) + ":";
+      text += "\n" + std::to_string(side->rows[static_cast<size_t>(row)].label) + ":";
       const at::Tensor ids = dataset.collate({row})["input_ids"];
       for (int64_t i = 0; i < ids.numel(); ++i) {
         text += " " + data.tokenizer.token(ids.flatten()[i].item<int64_t>());
@@ -111,29 +111,75 @@ TEST(TokenCache, ASecondCallReadsWhatTheFirstOneMade) {
   }
 }
 
-TEST(TokenCache, IdsEqualThoseOfTheWholeTableInMemory) {
+TEST(TokenCache, IdsEqualThoseOfTheTexts) {
   const CachedReviews reviews;
-  write_file_atomically(reviews.folder / "train.csv", reviews.text);
-  auto options = reviews.options();
+  const auto options = reviews.options();
   const auto data = reviews.get(options);
-  options.texts.train_file = reviews.folder / "train.csv";
-  const auto table = load_text_classification(options.texts);
-  EXPECT_EQ(data.tokenizer.vocab(),
-            build_wordpiece_vocab(table.train.texts, options.learned, options.vocab));
-  const std::pair<const TokenTable*, const LabelledTexts*> sides[] = {{&data.train, &table.train},
-                                                                      {&data.eval, &table.eval}};
-  for (const auto& [side, texts] : sides) {
-    ASSERT_EQ(side->rows.size(), texts->texts.size());
-    for (size_t row = 0; row < side->rows.size(); ++row) {
-      const auto ids = data.tokenizer.encode(texts->texts[row], 8).ids;
-      const auto& place = side->rows[row];
-      ASSERT_EQ(static_cast<size_t>(place.tokens), ids.size());
-      std::vector<int32_t> made(ids.size());
-      side->ids->read(place.begin, made);
-      EXPECT_TRUE(std::equal(ids.begin(), ids.end(), made.begin()));
-      EXPECT_EQ(place.label, texts->labels[row]);
+  const auto selection =
+      select_text_rows(TextFile::of_text(reviews.name, reviews.text), nullptr, options.texts);
+  const SelectedRows& file = selection.files.at(0);
+  WordPieceLearner learner(options.learned);
+  size_t next[2] = {0, 0};
+  TextRowReader reader(file.file, file.table);
+  for (size_t row = 0; reader.next(); ++row) {
+    const bool trains = file.sides[row] == SelectedRows::Side::train;
+    const TokenTable& side = trains ? data.train : data.eval;
+    const TokenRow& place = side.rows[next[trains]++];
+    const auto ids = data.tokenizer.encode(reader.text(), 8).ids;
+    std::vector<int32_t> made(static_cast<size_t>(place.tokens));
+    side.ids->read(place.begin, made);
+    EXPECT_TRUE(std::equal(ids.begin(), ids.end(), made.begin(), made.end()));
+    EXPECT_EQ(place.label, file.labels[row]);
+    if (trains) {
+      learner.add(reader.text());
     }
   }
+  EXPECT_EQ(next[true], data.train.rows.size());
+  EXPECT_EQ(next[false], data.eval.rows.size());
+  EXPECT_EQ(data.tokenizer.vocab(), learner.learn(options.vocab));
+}
+
+// Numbers and sets of labels lie in the file as class numbers do.
+TEST(TokenCache, NumbersAndSetsOfLabelsAreKeptToo) {
+  CachedReviews reviews;
+  reviews.text = "text,stars,tags\na good film,4.5,fun|long\na bad film,-1.5,\nso,0,long\n";
+  for (const ProblemType problem_type : {ProblemType::regression, ProblemType::multi_label}) {
+    const bool regression = problem_type == ProblemType::regression;
+    auto options = reviews.options();
+    options.texts.eval_split = 0;
+    options.texts.table.problem_type = problem_type;
+    options.texts.table.label_column = regression ? "stars" : "tags";
+    options.texts.table.label_separator = regression ? "" : "|";
+    const auto made = reviews.get(options);
+    EXPECT_EQ(made.cache.source, Source::made);
+    const auto read = reviews.get(options);
+    EXPECT_EQ(read.cache.source, Source::read);
+    options.cache_dir.clear();
+    const auto memory = reviews.get(options);
+    EXPECT_EQ(memory.cache.source, Source::memory);
+    EXPECT_EQ(read.train_checksum, memory.train_checksum);
+    for (const auto* data : {&made, &read, &memory}) {
+      const TokenizedDataset rows(data->train);
+      const Batch batch = rows.collate({2, 0, 1});
+      const at::Tensor expected =
+          regression ? at::tensor({0.0f, 4.5f, -1.5f})
+                     : at::tensor({0.0f, 1.0f, 1.0f, 1.0f, 0.0f, 0.0f}).view({3, 2});
+      EXPECT_EQ(batch["labels"].scalar_type(), at::kFloat);
+      EXPECT_TRUE(batch["labels"].equal(expected)) << batch["labels"];
+      EXPECT_EQ(batch["attention_mask"].sum().item<int64_t>(), data->tokens);
+      EXPECT_EQ(rows.collate({})["labels"].sizes(),
+                regression ? at::IntArrayRef({0}) : at::IntArrayRef({0, 2}));
+    }
+  }
+  // As many class numbers as there are labels.
+  auto options = reviews.options();
+  options.texts.eval_split = 0;
+  options.texts.table.problem_type = ProblemType::multi_label;
+  options.texts.table.label_column = "tags";
+  options.texts.table.label_separator = "|";
+  auto table = reviews.get(options).train;
+  table.num_labels = 1;
+  EXPECT_THROW(TokenizedDataset(table).collate({0}), InputError);
 }
 
 TEST(TokenCache, WhatIdsDependOnNamesTheFileAndNothingElseDoes) {

@@ -180,11 +180,19 @@ TEST(Tokenizer, AddedTokensThatStripSpacesAreRefused) {
   EXPECT_PART(load_error(folder.path()), "[MASK] has lstrip=true");
 }
 
+Pieces learned_vocab(const Pieces& texts, const WordPieceVocabOptions& options = {}) {
+  WordPieceLearner learner({});
+  for (const auto& text : texts) {
+    learner.add(text);
+  }
+  return learner.learn(options);
+}
+
 TEST(WordPieceVocab, JoinsTheMostFrequentPairsFirst) {
   const auto vocab =
-      build_wordpiece_vocab({"low low low low low lower lower newest newest newest newest newest "
-                             "newest widest widest widest"},
-                            {}, {.vocab_size = 5 + 2 * 10 + 4});
+      learned_vocab({"low low low low low lower lower newest newest newest newest newest "
+                     "newest widest widest widest"},
+                    {.vocab_size = 5 + 2 * 10 + 4});
   // 10 characters: d e i l n o r s t w. The most frequent pairs: ##e ##s (9),
   // then ##es ##t (9), then l ##o (7), lo ##w (7).
   EXPECT_EQ(Pieces(vocab.begin(), vocab.begin() + 6),
@@ -195,8 +203,8 @@ TEST(WordPieceVocab, JoinsTheMostFrequentPairsFirst) {
 TEST(WordPieceVocab, DoesNotDependOnTheOrderOfTheTexts) {
   const Pieces texts{"the movie was good", "the film was bad", "aaaa aaa abab", "Good good"};
   const Pieces turned(texts.rbegin(), texts.rend());
-  const auto vocab = build_wordpiece_vocab(texts, {}, {.vocab_size = 60});
-  EXPECT_EQ(build_wordpiece_vocab(turned, {}, {.vocab_size = 60}), vocab);
+  const auto vocab = learned_vocab(texts, {.vocab_size = 60});
+  EXPECT_EQ(learned_vocab(turned, {.vocab_size = 60}), vocab);
   const WordPieceTokenizer tokenizer(vocab, {});
   EXPECT_EQ(tokenizer.tokenize("the good"), (Pieces{"the", "good"}));
   for (const auto& piece : tokenizer.tokenize("the movie was good bad film")) {
@@ -206,11 +214,11 @@ TEST(WordPieceVocab, DoesNotDependOnTheOrderOfTheTexts) {
 
 TEST(WordPieceVocab, RareCharactersAndTooSmallSizesAreHandled) {
   const Pieces texts{"aaa aab \xE4\xB8\xAD b"};
-  const auto vocab = build_wordpiece_vocab(texts, {}, {.vocab_size = 40, .limit_alphabet = 2});
+  const auto vocab = learned_vocab(texts, {.vocab_size = 40, .limit_alphabet = 2});
   EXPECT_EQ(std::count(vocab.begin(), vocab.end(), "\xE4\xB8\xAD"), 0);
-  EXPECT_THROW(build_wordpiece_vocab(texts, {}, {.vocab_size = 10}), InputError);
-  EXPECT_THROW(build_wordpiece_vocab({" "}, {}), InputError);
-  EXPECT_THROW(build_wordpiece_vocab({"\xFF"}, {}), InputError);
+  EXPECT_THROW(learned_vocab(texts, {.vocab_size = 10}), InputError);
+  EXPECT_THROW(learned_vocab({" "}), InputError);
+  EXPECT_THROW(learned_vocab({"\xFF"}), InputError);
 }
 
 TEST(Tokenizer, EncodesSeveralMegabytesASecond) {

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "hasten/data/problem_type.h"
 #include "hasten/data/text_file.h"
 
 namespace hasten {
@@ -20,6 +21,14 @@ struct TextTableOptions {
   std::string text_column = "text";
   /// Empty: rows have no labels (prediction).
   std::string label_column = "label";
+  /// Rows of multi_label may have none of the labels; other rows without a label are
+  /// left out.
+  ProblemType problem_type = ProblemType::single_label;
+  /// Of multi_label, in place of label_column: columns of 0 and 1 (or false and true),
+  /// one a label, which they name.
+  std::vector<std::string> label_columns{};
+  /// Of multi_label without label_columns: what stands between a row's labels.
+  std::string label_separator{};
   /// '\0': tab for .tsv and .tab, else comma. Not for JSON lines.
   char delimiter = '\0';
   /// Without a header columns are named by number: "0", "1", …. JSON lines name
@@ -58,8 +67,9 @@ class TextRowReader {
   bool next();
   /// Of the current row; views until next().
   std::string_view text() const { return text_; }
-  /// Without surrounding white space; empty without a label column.
-  std::string_view label() const { return label_; }
+  /// Of label_column, or of one of label_columns; without surrounding white space.
+  /// Empty without a label column.
+  std::string_view label(size_t column = 0) const;
   /// Line at which the row starts, from 1.
   int64_t line() const;
   /// "path:line".
@@ -77,60 +87,21 @@ class TextRowReader {
   TextTableOptions options_;
   std::unique_ptr<Format> format_;
   size_t text_column_ = 0;
-  size_t label_column_ = 0;
+  std::vector<size_t> label_columns_{};
   std::vector<std::pair<size_t, std::string>> filters_{}; // column, value
   int64_t passed_ = 0;
   TextRowCounts counts_{};
   std::string_view text_{};
-  std::string_view label_{};
 };
-
-/// The rows of one file that passed. Memory: the texts and labels.
-struct TextTable : TextRowCounts {
-  std::filesystem::path path{};
-  std::vector<std::string> texts{}; // [row]
-  /// As in the file without surrounding white space; empty strings without a
-  /// label column. [row]
-  std::vector<std::string> labels{};
-  std::vector<int64_t> lines{}; // where the row starts in the file [row]
-
-  int64_t size() const { return static_cast<int64_t>(texts.size()); }
-  /// "path:line" of a row.
-  std::string position(int64_t row) const;
-};
-
-/// Reads a whole file. Throws InputError: as TextRowReader; no row left (says how
-/// many each rule left out).
-TextTable read_text_table(const std::filesystem::path& path, const TextTableOptions& options);
 
 /// Distinct labels, sorted as numbers where all are integers, else by bytes:
 /// the index of a name is its label number.
 std::vector<std::string> distinct_labels(const std::vector<std::string>& labels);
 
-/// Numbers of the table's labels. Where the names are the placeholders
-/// "LABEL_0", "LABEL_1", … of a model without names, a label "1" is number 1.
-/// Throws InputError naming the first row whose label is not among `names`,
-///   all labels the names lack, and the names. `owner` says whose names they
-///   are: "the training data", "the model".
-std::vector<int64_t> label_numbers(const TextTable& table, const std::vector<std::string>& names,
-                                   const std::string& owner);
-
-namespace detail {
-
-/// What label_numbers() throws for the row at `position`.
-[[noreturn]] void fail_unknown_label(const std::string& position, const std::string& label,
-                                     const std::vector<std::string>& all_unknown,
-                                     const std::vector<std::string>& names,
-                                     const std::string& owner);
-
-/// Number of each of `labels` by the rule of label_numbers(); -1 where the names
-/// lack it.
-std::vector<int64_t> numbers_of_labels(const std::vector<std::string>& labels,
-                                       const std::vector<std::string>& names);
-
-} // namespace detail
-
-/// Whether label_numbers() finds all of `labels` among `names`.
-bool knows_labels(const std::vector<std::string>& names, const std::vector<std::string>& labels);
+/// Number of each of `labels`; -1 where the names lack it. Where the names are the
+/// placeholders "LABEL_0", "LABEL_1", … of a model without names, a label "1" is
+/// number 1.
+std::vector<int64_t> label_numbers(const std::vector<std::string>& labels,
+                                   const std::vector<std::string>& names);
 
 } // namespace hasten

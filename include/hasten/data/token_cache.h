@@ -1,10 +1,10 @@
-// The rows of a text classifier as token ids, made once and kept on disk.
+// The rows of a text classifier (or regression) as token ids, made once and kept on disk.
 //
 // The cached file lies in <cache_dir>/tokens under a name made of all that the ids
 // depend on: the bytes of the input files, how their columns are read, the split,
 // the vocabulary (or how it is learned) and the length. Rows are read from it as
-// they are needed, so neither texts nor ids need fit in memory. Nothing is ever cleared from it; the folder may
-// be deleted at any time.
+// they are needed, so neither texts nor ids need fit in memory. Nothing is ever cleared
+// from it; the folder may be deleted at any time.
 // One process at a time makes a file, under a lock that its death frees; the others
 // wait for it, however long it takes. Where nothing can be kept, all have the ids in
 // memory. Nothing here logs: reports are values.
@@ -38,7 +38,6 @@ struct TokenizeProgress {
 };
 
 struct TokenizedClassificationOptions {
-  /// Its train_file and eval_file are not opened: see below.
   TextClassificationOptions texts{};
   /// Nothing: a vocabulary is learned from the training side, with the next two.
   std::optional<WordPieceTokenizer> tokenizer{};

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "hasten/data/dataset.h"
+#include "hasten/data/problem_type.h"
 #include "hasten/data/tokenizer.h"
 
 namespace hasten {
@@ -30,7 +31,9 @@ TokenizedTexts tokenize_texts(const WordPieceTokenizer& tokenizer,
 struct TokenRow {
   int64_t begin = 0; // of the table's ids
   int32_t tokens = 0;
-  int32_t label = 0; // where the table has labels
+  /// The class's number; of a regression the bits of the number, a float; of
+  /// multi_label how many class numbers lie behind the tokens.
+  int32_t label = 0;
 };
 
 /// Token ids one behind the other, in memory or in a file.
@@ -48,6 +51,8 @@ struct TokenTable {
   std::shared_ptr<const TokenIds> ids{};
   std::span<const TokenRow> rows{}; // [row]
   bool has_labels = true;
+  ProblemType problem_type = ProblemType::single_label;
+  int64_t num_labels = 0; // of multi_label
   std::shared_ptr<const void> owner{}; // keeps `rows` alive
 };
 
@@ -63,7 +68,8 @@ struct PaddingOptions {
 /// Batches hold
 ///   input_ids       [B, T] int64
 ///   attention_mask  [B, T] int64, 1 on tokens and 0 on padding
-///   labels          [B] int64, where there are labels
+///   labels          [B] int64, where there are labels; of a regression [B] float,
+///                   of multi_label [B, num_labels] float, 1 on the row's labels
 /// A batch of no rows has shapes [0, 1] and [0].
 /// Memory: 4 bytes a token and 16 a row; of a file's the rows alone, whose ids are
 /// read for each batch.
@@ -84,28 +90,17 @@ class TokenizedDataset : public Dataset {
   int64_t length(int64_t index) const override;
   Batch collate(const std::vector<int64_t>& indices) const override;
 
-  bool has_labels() const { return table_.has_labels; }
-  int64_t label(int64_t index) const;
-  /// Tokens of all rows, without padding.
-  int64_t tokens() const { return tokens_; }
-
  private:
-  void check();
+  void check() const;
   const TokenRow& row(int64_t index) const;
+  /// Class numbers behind the row's tokens.
+  int64_t classes(const TokenRow& row) const {
+    return table_.problem_type == ProblemType::multi_label ? row.label : 0;
+  }
+  at::Tensor empty_labels(int64_t rows) const;
 
   TokenTable table_{};
   PaddingOptions padding_;
-  int64_t tokens_ = 0;
 };
-
-/// Tokens of a batch (ones of attention_mask) and places of its input_ids:
-/// real and padded tokens for rates; waste = 1 - real / padded.
-struct TokenCount {
-  int64_t real = 0;
-  int64_t padded = 0;
-};
-/// Zeros for a batch without input_ids; without attention_mask every place is
-/// a token. Reads the mask on the host: call it before the batch moves.
-TokenCount count_tokens(const Batch& batch);
 
 } // namespace hasten

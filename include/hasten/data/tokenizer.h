@@ -140,9 +140,4 @@ class WordPieceLearner {
   std::unique_ptr<Counts> counts_;
 };
 
-/// A WordPieceLearner on texts that are in memory.
-std::vector<std::string> build_wordpiece_vocab(const std::vector<std::string>& texts,
-                                               const WordPieceOptions& options,
-                                               const WordPieceVocabOptions& vocab_options = {});
-
 } // namespace hasten
