@@ -236,7 +236,7 @@ Command parse_estimate_memory(std::vector<std::string> arguments) {
   std::string batch;
   FlagTable flags(
       {.name = "estimate-memory",
-       .summary = "what training a model takes, from formulas",
+       .summary = "what training a model takes, without a run",
        .usage = "--model MODEL [flags]",
        .examples = {"hasten estimate-memory --model bert-base --batch 8x128 \\\n"
                     "    --optim adamw --bf16 --strategy fsdp --nproc 4"},
@@ -318,7 +318,7 @@ constexpr CommandEntry kCommands[] = {
     {"predict", "label texts with a trained model", parse_predict},
     {"eval", "loss, accuracy and F1 of a model on a labelled file", flags_alone<parse_eval>},
     {"plan", "what to recompute in backward under a budget of memory", flags_alone<parse_plan>},
-    {"estimate-memory", "what training a model takes, from formulas",
+    {"estimate-memory", "what training a model takes, without a run",
      flags_alone<parse_estimate_memory>},
     {"compare", "strategies: largest batch and samples/s in so much memory",
      flags_alone<parse_compare>},

@@ -123,7 +123,7 @@ struct PlanCommand {
   std::string svg{};
 };
 
-/// hasten estimate-memory: what training takes, from formulas.
+/// hasten estimate-memory: what training takes, without a run.
 struct EstimateMemoryCommand {
   /// A Hugging Face folder (its config.json alone is read), or a shape.
   std::string model{};

@@ -17,6 +17,7 @@
 #include <optional>
 
 #include "hasten/core/autocast.h"
+#include "hasten/core/memory_rehearsal.h"
 
 // oneDNN's product, which torch calls itself for 16-bit tensors:
 // out = beta out + alpha a b, of any strides. Its header is not among LibTorch's;
@@ -69,6 +70,14 @@ static int64_t next_piece(int64_t rows) {
   return piece;
 }
 
+/// out = beta out + a b.
+static void onednn_matmul(const at::Tensor& a, const at::Tensor& b, const at::Tensor& out,
+                          float beta) {
+  if (!in_memory_rehearsal()) {
+    at::native::mkldnn_matmul(a, b, out, beta, 1.0f);
+  }
+}
+
 /// a b (+ bias) for a [rows, k] and b [k, n] of any strides; rows >= kFewestRows.
 /// A piece shorter than the fewest reaches back over rows already made, which get
 /// the same values again.
@@ -84,7 +93,7 @@ static at::Tensor onednn_product(const at::Tensor& a, const at::Tensor& b,
     if (bias) {
       part.copy_(bias->expand_as(part));
     }
-    at::native::mkldnn_matmul(a.narrow(0, done, piece), b, part, bias ? 1.0f : 0.0f, 1.0f);
+    onednn_matmul(a.narrow(0, done, piece), b, part, bias ? 1.0f : 0.0f);
     done += piece;
   }
   return out;
@@ -103,10 +112,10 @@ static at::Tensor onednn_sum_over_rows(const at::Tensor& a, const at::Tensor& b)
   }
   const auto add = [&](const at::Tensor& x, const at::Tensor& y, bool first) {
     if (!narrow.defined()) {
-      at::native::mkldnn_matmul(x.t(), y, out, first ? 0.0f : 1.0f, 1.0f);
+      onednn_matmul(x.t(), y, out, first ? 0.0f : 1.0f);
       return;
     }
-    at::native::mkldnn_matmul(x.t(), y, narrow, 0.0f, 1.0f);
+    onednn_matmul(x.t(), y, narrow, 0.0f);
     first ? out.copy_(narrow) : out.add_(narrow);
   };
   int64_t done = 0;
@@ -290,17 +299,9 @@ bool linear_uses_onednn() {
   return uses;
 }
 
-bool linear_uses_onednn(int64_t rows, int64_t in, int64_t out) {
-  return linear_uses_onednn() && detail::gains(rows, in, out);
-}
-
 bool linear_uses_bf16() {
   static const bool uses = detail::find_onednn_bf16();
   return uses;
-}
-
-bool linear_uses_bf16(int64_t rows, int64_t in, int64_t out) {
-  return linear_uses_bf16() && detail::gains(rows, in, out);
 }
 
 } // namespace hasten

@@ -8,13 +8,16 @@
 #include <cstddef>
 #include <fstream>
 #include <limits>
+#include <memory>
 #include <mutex>
 #include <new>
 #include <set>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "hasten/base/error.h"
+#include "hasten/core/memory_rehearsal.h"
 
 namespace hasten {
 
@@ -25,6 +28,13 @@ struct MemoryCounters {
   std::atomic<int64_t> peak{0};
   std::atomic<int64_t> allocations{0};
   std::atomic<int64_t> limit{std::numeric_limits<int64_t>::max()};
+
+  void note(int64_t now_live) {
+    int64_t most = peak;
+    while (now_live > most && !peak.compare_exchange_weak(most, now_live)) {
+    }
+    ++allocations;
+  }
 };
 
 // Those that live, so that the least of them holds.
@@ -42,6 +52,33 @@ MemoryLimits& memory_limits() {
 MemoryCounters& memory_counters() {
   static MemoryCounters counters;
   return counters;
+}
+
+static thread_local std::shared_ptr<MemoryCounters>* rehearsed_counters = nullptr;
+
+/// Those that this thread counts in.
+MemoryCounters& current_counters() {
+  return rehearsed_counters != nullptr ? **rehearsed_counters : memory_counters();
+}
+
+WithoutMemory::WithoutMemory()
+    : counters_(std::make_shared<MemoryCounters>()),
+      before_(std::exchange(rehearsed_counters, &counters_)) {
+  install_memory_meter();
+}
+
+WithoutMemory::~WithoutMemory() { rehearsed_counters = before_; }
+
+// torch's kernels write scalars that they make: those have memory.
+struct RehearsedBlock {
+  std::shared_ptr<MemoryCounters> counters;
+  int64_t bytes = 0;
+  alignas(16) char scalar[16] = {};
+};
+
+void free_rehearsed(void* context) {
+  const std::unique_ptr<RehearsedBlock> block(static_cast<RehearsedBlock*>(context));
+  block->counters->live -= block->bytes;
 }
 
 void MemoryLimits::change(int64_t limit, bool add) {
@@ -81,8 +118,14 @@ class CountingAllocator final : public c10::Allocator {
     if (bytes == 0) {
       return {nullptr, nullptr, &free_counted, cpu};
     }
-    MemoryCounters& counters = memory_counters();
     const auto wanted = static_cast<int64_t>(bytes);
+    if (rehearsed_counters != nullptr) {
+      auto* block = new RehearsedBlock{*rehearsed_counters, wanted, {}};
+      block->counters->note(block->counters->live += wanted);
+      return {bytes <= sizeof(block->scalar) ? block->scalar : nullptr, block, &free_rehearsed,
+              cpu};
+    }
+    MemoryCounters& counters = memory_counters();
     const int64_t live = counters.live += wanted;
     char* block = nullptr;
     try {
@@ -95,10 +138,7 @@ class CountingAllocator final : public c10::Allocator {
       throw;
     }
     *reinterpret_cast<int64_t*>(block) = wanted;
-    int64_t peak = counters.peak;
-    while (live > peak && !counters.peak.compare_exchange_weak(peak, live)) {
-    }
-    ++counters.allocations;
+    counters.note(live);
     char* const data = block + kMemoryHeader;
     c10::profiledCPUMemoryReporter().New(data, bytes);
     return {data, data, &free_counted, cpu};
@@ -124,6 +164,8 @@ int64_t process_status_bytes(const std::string& key) {
 
 } // namespace detail
 
+bool in_memory_rehearsal() { return detail::rehearsed_counters != nullptr; }
+
 void install_memory_meter() {
   static std::once_flag once;
   std::call_once(once, [] {
@@ -133,12 +175,12 @@ void install_memory_meter() {
 }
 
 MemoryStats memory_stats() {
-  const detail::MemoryCounters& counters = detail::memory_counters();
+  const detail::MemoryCounters& counters = detail::current_counters();
   return {counters.live, counters.peak, counters.allocations};
 }
 
 void reset_peak_memory() {
-  detail::MemoryCounters& counters = detail::memory_counters();
+  detail::MemoryCounters& counters = detail::current_counters();
   counters.peak = counters.live.load();
 }
 

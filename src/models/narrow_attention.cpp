@@ -14,6 +14,7 @@
 
 #include "dropout.h"
 #include "hasten/base/error.h"
+#include "hasten/core/memory_rehearsal.h"
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && \
     !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
@@ -181,7 +182,7 @@ struct Extent {
 /// padding; rows are counted without it.
 template <typename Function>
 void for_rows(const at::Tensor& x, const Extent& extent, const Function& function) {
-  const int64_t rows = x.size(0) * extent.rows;
+  const int64_t rows = in_memory_rehearsal() ? 0 : x.size(0) * extent.rows;
   at::parallel_for(0, rows, 64, [&](int64_t begin, int64_t end) {
     std::vector<float> work(static_cast<size_t>(x.size(2) + kStrands));
     for (int64_t row = begin; row < end; ++row) {
@@ -201,7 +202,7 @@ static void zero_padding_rows(const at::Tensor& x, const Extent& extent) {
 // For every shape of a 16-bit product oneDNN and torch keep what took half a megabyte
 // to make, a thousand shapes of it, and a batch's tokens are another number each time.
 // So tokens are filled up with zeros to one of few numbers. Zeros add nothing to sums.
-int64_t padded_tokens(int64_t tokens) {
+static int64_t padded_tokens(int64_t tokens) {
   const int64_t step = tokens <= 128 ? 16 : tokens <= 256 ? 32 : 64;
   return tokens == 1 ? 1 : (tokens + step - 1) / step * step;
 }
@@ -260,7 +261,7 @@ class NarrowAttention : public torch::autograd::Function<NarrowAttention> {
     const at::Tensor p = at::empty_like(scores);
     const Extent extent{q_in.size(1), k_in.size(1)};
     const int64_t rows_of_text = heads * extent.rows;
-    const float* masks = mask ? mask->const_data_ptr<float>() : nullptr;
+    const float* masks = mask && !in_memory_rehearsal() ? mask->const_data_ptr<float>() : nullptr;
     for_rows(scores, extent, [&](int64_t row, int64_t offset, float* work) {
       uint16_t* to = narrow_data(p) + offset;
       softmax_row(narrow_data(scores) + offset,

@@ -11,10 +11,6 @@ namespace hasten::detail {
 /// Whether narrow_attention takes these: bf16 on the CPU.
 bool takes_narrow_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v);
 
-/// Tokens as its products see them: filled up with zeros, so that many lengths are
-/// few shapes.
-int64_t padded_tokens(int64_t tokens);
-
 /// What self_attention (attention.h) says, for q, k, v in bf16; result in bf16. Stores
 /// the three and the probabilities, in bf16, and one seed. Scores and probabilities
 /// are rounded to bf16, all between is fp32. Differentiable once.

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "hasten/base/error.h"
+#include "hasten/core/memory_rehearsal.h"
 
 namespace hasten {
 
@@ -179,6 +180,40 @@ TEST_F(MemoryMeter, AStepThatRanOutOfMemoryLeavesNothingBehind) {
     EXPECT_EQ(live(), before) << tenths;
   }
   EXPECT_EQ(failures, 9);
+}
+
+TEST_F(MemoryMeter, ARehearsalCountsWhatAStepTakesAndTakesNothing) {
+  torch::nn::Embedding embedding(50, 64);
+  torch::nn::Sequential net(torch::nn::Linear(64, 64), torch::nn::Tanh(),
+                            torch::nn::LayerNorm(torch::nn::LayerNormOptions({64})),
+                            torch::nn::Linear(64, 64));
+  const int64_t before = live();
+  const auto step = [&](int64_t rows) {
+    net->zero_grad(true);
+    embedding->zero_grad(true);
+    const int64_t base = memory_stats().live_bytes;
+    reset_peak_memory();
+    const torch::Tensor ids = torch::ones({rows}, torch::kLong);
+    net->forward(embedding->forward(ids)).square().sum().backward();
+    return memory_stats().peak_bytes - base;
+  };
+  int64_t rehearsed = 0;
+  {
+    const MemoryRehearsal rehearsal;
+    EXPECT_TRUE(in_memory_rehearsal());
+    EXPECT_EQ(memory_stats().live_bytes, 0);
+    rehearsed = step(1024);
+    EXPECT_GT(step(int64_t{1} << 36), int64_t{1} << 42) << "more than any machine has";
+    const torch::Tensor ones = torch::ones({1000}, torch::kFloat);
+    EXPECT_EQ(ones.sum().item<float>(), 0);
+    EXPECT_EQ(ones.data_ptr(), nullptr);
+    net->zero_grad(true);
+    embedding->zero_grad(true);
+  }
+  EXPECT_FALSE(in_memory_rehearsal());
+  EXPECT_EQ(live(), before);
+  const int64_t real = step(1024);
+  EXPECT_NEAR(static_cast<double>(rehearsed) / static_cast<double>(real), 1, 0.03);
 }
 
 TEST(OutOfMemory, IsTorchsAllocatorsToo) {

@@ -1,4 +1,4 @@
-// Formulas of a training step's memory against what the meter counts.
+// A rehearsed training step's memory against what the meter counts in a real one.
 #include "hasten/models/bert_memory.h"
 
 #include <ATen/cpu/Utils.h>
@@ -38,8 +38,8 @@ std::vector<MemoryCase> memory_cases() {
   return cases;
 }
 
-// 16-bit products of CPUs without instructions for them make fp32 copies, which the
-// formula leaves out: within a tenth there.
+// 16-bit products of CPUs without instructions for them make fp32 copies, which
+// a rehearsal leaves out: within a tenth there.
 TEST(BertStepMemory, IsWithinThreePercentOfTheMeter) {
   install_memory_meter();
   const auto cpu = at::cpu::get_cpu_capabilities();

@@ -21,12 +21,7 @@ at::Tensor fast_linear(const at::Tensor& x, const at::Tensor& weight, const at::
 
 /// Whether this CPU's float products go to oneDNN.
 bool linear_uses_onednn();
-/// Whether a float product of these sizes does. Its backward lets go of the input
-/// before it makes the input's gradient.
-bool linear_uses_onednn(int64_t rows, int64_t in, int64_t out);
 /// Whether its products under autocast in bf16 are made here.
 bool linear_uses_bf16();
-/// Whether one of these sizes is; else torch keeps the converted weight until backward.
-bool linear_uses_bf16(int64_t rows, int64_t in, int64_t out);
 
 } // namespace hasten

@@ -1,5 +1,4 @@
-// What a training step of BERT takes, from formulas: without a model, in
-// microseconds.
+// What a training step of BERT takes, from a MemoryRehearsal of one.
 // Threading: free functions.
 #pragma once
 
@@ -38,8 +37,8 @@ struct BertStepMemory {
 /// Of BertForSequenceClassification in training mode on the CPU, for a batch
 /// [rows, tokens] without padding, its three int64 tensors among it; no activation
 /// checkpointing. `compute_dtype`: kFloat, or kBFloat16 for a forward under Autocast
-/// with fp32 parameters. Follows the tensors of forward and backward one by one. Not
-/// in it: scratch memory of libraries. Throws InputError for rows or tokens below 1,
+/// with fp32 parameters. Runs the step on tensors
+/// without memory. Not in it: scratch memory of libraries. Throws InputError for rows or tokens below 1,
 /// tokens above the model's and other types.
 BertStepMemory bert_step_memory(const BertConfig& config, int64_t rows, int64_t tokens,
                                 GradientPlace gradients,
