@@ -4,20 +4,16 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
-#include <nlohmann/json.hpp>
 #include <optional>
 #include <string_view>
 
 #include "agreement.h"
-#include "checks.h"
 #include "classifier.h"
 #include "compare.h"
 #include "hasten/accelerator/accelerator.h"
 #include "hasten/activation_checkpoint/gradient_checkpointing.h"
 #include "hasten/base/error.h"
 #include "hasten/base/exit_code.h"
-#include "hasten/base/files.h"
-#include "hasten/base/json.h"
 #include "hasten/base/process.h"
 #include "hasten/core/memory.h"
 #include "hasten/optim/make_optimizer.h"
@@ -27,22 +23,6 @@
 namespace hasten {
 
 namespace detail {
-
-CompareTask compare_task() {
-  const char* text = std::getenv(CompareTask::kVariable);
-  if (text == nullptr) {
-    throw InputError("cli::compare", std::string(CompareTask::kVariable) + " is not set",
-                     "hasten compare, which starts a world for each strategy",
-                     "start hasten compare alone, without another launcher");
-  }
-  return parse_json("cli::compare", CompareTask::kVariable, text).get<CompareTask>();
-}
-
-std::unique_ptr<torch::optim::Optimizer> compared_optimizer(const TrainingArguments& arguments,
-                                                            const torch::nn::Module& model) {
-  return make_optimizer(spelling(arguments.optim), decay_groups(model, arguments.weight_decay),
-                        optimizer_settings(arguments));
-}
 
 double median_of(std::vector<double> values) {
   std::sort(values.begin(), values.end());
@@ -58,75 +38,68 @@ AcceleratorOptions compared_options(const CompareCommand& command, Strategy stra
   return options;
 }
 
-LoadedBert compared_model(const CompareCommand& command) {
-  check_inputs(command);
-  LoadBertOptions options;
-  options.vocab_size = command.vocab_size;
-  LoadedBert bert = load_bert_classifier(command.model, options);
-  const int64_t tokens = command.arguments.max_length;
-  if (tokens < 2 || tokens > bert.config.max_position_embeddings) {
-    throw InputError(
-        "cli::compare", "--max-length=" + std::to_string(tokens),
-        "2 to the model's " + std::to_string(bert.config.max_position_embeddings) + " tokens");
-  }
-  compared_optimizer(command.arguments, *bert.model); // its arguments
-  return bert;
-}
-
 class CompareRun {
  public:
-  CompareRun(const CompareCommand& command, Accelerator& accelerator, LoadedBert bert,
-             CompareOutcome& outcome)
-      : command_(command),
+  /// `trying` is what memory runs out at, if it does. Collective.
+  CompareRun(const CompareCommand& command, Accelerator& accelerator, CompareState& state,
+             int64_t& trying)
+      : arguments_(command.arguments),
+        command_(command),
         accelerator_(accelerator),
-        config_(bert.config),
-        model_(bert.model),
-        loss_(classification_loss(bert.model)),
-        torch_optimizer_(compared_optimizer(command.arguments, *bert.model)),
-        outcome_(outcome) {
-    model_->train();
-    if (command.arguments.gradient_checkpointing) {
-      gradient_checkpointing_enable(model_, {.mode = command.arguments.gradient_checkpointing});
+        state_(state),
+        trying_(trying) {
+    agree_on(*accelerator_.communicator(), "compare: make the model", [this] { make_model(); });
+    bert_.model->train();
+    if (arguments_.gradient_checkpointing) {
+      gradient_checkpointing_enable(bert_.model, {.mode = arguments_.gradient_checkpointing});
     }
-    optimizer_.emplace(std::get<1>(accelerator_.prepare(model_, torch_optimizer_)));
+    optimizer_.emplace(std::get<1>(accelerator_.prepare(bert_.model, torch_optimizer_)));
+    meet(); // what building the model took
   }
 
   void run() {
-    meet(); // what building the model took
-    BatchSearch& search = outcome_.search;
-    while (const int64_t rows = search.next_rows()) {
-      if (search.foresees_shortage(rows)) {
-        time(search.largest_rows()); // nobody may be here afterwards
+    while (const int64_t rows = state_.search.next_rows()) {
+      if (state_.search.foresees_shortage(rows)) {
+        time(state_.search.largest_rows()); // nobody may be here afterwards
       }
       attempt(rows);
     }
-    time(search.largest_rows());
+    time(state_.search.largest_rows());
   }
 
  private:
+  void make_model() {
+    LoadBertOptions options;
+    options.vocab_size = command_.vocab_size;
+    bert_ = load_bert_classifier(command_.model, options);
+    const int64_t tokens = arguments_.max_length;
+    const int64_t most = bert_.config.max_position_embeddings;
+    if (tokens < 2 || tokens > most) {
+      throw InputError("cli::compare", "--max-length=" + std::to_string(tokens),
+                       "2 to the model's " + std::to_string(most) + " tokens");
+    }
+    loss_ = classification_loss(bert_.model);
+    torch_optimizer_ = make_optimizer(spelling(arguments_.optim),
+                                      decay_groups(*bert_.model, arguments_.weight_decay),
+                                      optimizer_settings(arguments_));
+  }
+
   /// The first update brings the optimizer's state, beside which the next one runs.
   /// More micro-batches than two take no more memory.
   void attempt(int64_t rows) {
-    outcome_.ran_out_rows = rows;
-    accelerator_.set_gradient_accumulation_steps(
-        std::min<int64_t>(2, command_.arguments.gradient_accumulation_steps));
     reset_peak_memory();
-    const Batch batch = made_up_batch(config_, rows, command_.arguments.max_length);
+    const Batch batch = begin(rows, std::min<int64_t>(2, arguments_.gradient_accumulation_steps));
     update(batch);
     update(batch);
-    const int64_t peak = meet().at("peak").get<int64_t>();
-    outcome_.search.fitted({rows, peak});
-    outcome_.ran_out_rows = 0;
+    state_.search.trials.push_back({rows, static_cast<int64_t>(*meet().data_ptr<double>())});
   }
 
   void time(int64_t rows) {
-    if (rows == 0 || (outcome_.timing && outcome_.timing->rows == rows)) {
-      return;
+    if (rows == state_.timing.rows) {
+      return; // no row fits, or it is known
     }
-    outcome_.ran_out_rows = rows;
-    const int64_t accumulation = command_.arguments.gradient_accumulation_steps;
-    accelerator_.set_gradient_accumulation_steps(accumulation);
-    const Batch batch = made_up_batch(config_, rows, command_.arguments.max_length);
+    const int64_t accumulation = arguments_.gradient_accumulation_steps;
+    const Batch batch = begin(rows, accumulation);
     update(batch);
     std::vector<double> seconds, shares;
     for (int64_t step = 0; step < command_.steps; ++step) {
@@ -137,31 +110,28 @@ class CompareRun {
       seconds.push_back(time.count());
       shares.push_back(accelerator_.last_window().exposed_seconds / time.count());
     }
-    const nlohmann::json slowest =
-        meet({{"seconds", median_of(seconds)}, {"share", median_of(shares)}});
-    BatchTiming timing;
-    timing.rows = rows;
-    timing.step_seconds = slowest.at("seconds").get<double>();
-    timing.exposed_share = slowest.at("share").get<double>();
-    timing.samples_per_second =
-        static_cast<double>(rows * accumulation * command_.nproc) / timing.step_seconds;
-    timing.peak_bytes = outcome_.peak_bytes;
-    outcome_.timing = timing;
-    outcome_.ran_out_rows = 0;
+    const at::Tensor numbers = meet(median_of(seconds), median_of(shares));
+    const double* slowest = numbers.const_data_ptr<double>();
+    state_.timing = {.rows = rows,
+                     .samples_per_second =
+                         static_cast<double>(rows * accumulation * command_.nproc) / slowest[1],
+                     .step_seconds = slowest[1],
+                     .exposed_share = slowest[2],
+                     .peak_bytes = peak_bytes_};
   }
 
-  /// The largest of each number over ranks, of the peak since its reset too.
-  nlohmann::json meet(nlohmann::json numbers = nlohmann::json::object()) {
-    numbers["peak"] = memory_stats().peak_bytes;
-    for (const auto& theirs :
-         accelerator_.communicator()->gather_json(numbers, "compare: a batch that fits")) {
-      for (const auto& [name, number] : theirs.items()) {
-        if (number > numbers.at(name)) {
-          numbers[name] = number;
-        }
-      }
-    }
-    outcome_.peak_bytes = std::max(outcome_.peak_bytes, numbers.at("peak").get<int64_t>());
+  Batch begin(int64_t rows, int64_t accumulation) {
+    trying_ = rows;
+    accelerator_.set_gradient_accumulation_steps(accumulation);
+    return made_up_batch(bert_.config, rows, arguments_.max_length);
+  }
+
+  /// The largest of each over ranks: peak since its reset, seconds, share.
+  at::Tensor meet(double seconds = 0, double share = 0) {
+    const auto peak = static_cast<double>(memory_stats().peak_bytes);
+    at::Tensor numbers = at::tensor({peak, seconds, share}, at::kDouble);
+    accelerator_.communicator()->all_reduce(numbers, ReduceOp::max, "compare: a batch that fits");
+    peak_bytes_ = std::max(peak_bytes_, static_cast<int64_t>(*numbers.data_ptr<double>()));
     return numbers;
   }
 
@@ -169,12 +139,12 @@ class CompareRun {
   void update(const Batch& batch) {
     do {
       throw_if_interrupted();
-      auto window = accelerator_.accumulate(model_);
+      auto window = accelerator_.accumulate(bert_.model);
       const LossOutput loss = loss_(batch);
       accelerator_.backward(loss.loss_sum, loss.weight);
       if (accelerator_.sync_gradients()) {
-        if (command_.arguments.max_grad_norm > 0) {
-          accelerator_.clip_grad_norm_(model_, command_.arguments.max_grad_norm);
+        if (arguments_.max_grad_norm > 0) {
+          accelerator_.clip_grad_norm_(bert_.model, arguments_.max_grad_norm);
         }
         optimizer_->step();
         optimizer_->zero_grad();
@@ -182,14 +152,16 @@ class CompareRun {
     } while (!accelerator_.sync_gradients());
   }
 
+  const TrainingArguments& arguments_;
   const CompareCommand& command_;
   Accelerator& accelerator_;
-  BertConfig config_;
-  BertForSequenceClassification model_;
-  LossFunction loss_;
-  std::shared_ptr<torch::optim::Optimizer> torch_optimizer_;
+  CompareState& state_;
+  int64_t& trying_;
+  LoadedBert bert_{};
+  LossFunction loss_{};
+  std::shared_ptr<torch::optim::Optimizer> torch_optimizer_{};
   std::optional<PreparedOptimizer<torch::optim::Optimizer>> optimizer_{};
-  CompareOutcome& outcome_;
+  int64_t peak_bytes_ = 0;
 };
 
 /// Of a memory that ran out in a thread of the group's, the group tells.
@@ -199,32 +171,27 @@ bool ran_out(const std::exception& error) {
           std::string_view(error.what()).find("out of memory: ") != std::string_view::npos);
 }
 
-void train_compared(const CompareCommand& command, const CompareTask& task,
-                    Communicator& communicator, Accelerator& accelerator, CompareOutcome& outcome) {
-  const BatchSearch& search = task.search;
-  outcome.ran_out_rows = search.next_rows() > 0 ? search.next_rows() : search.largest_rows();
-  LoadedBert bert;
-  agree_on(communicator, "compare: make the model", [&] { bert = compared_model(command); });
-  CompareRun run(command, accelerator, std::move(bert), outcome);
-  run.run();
-}
-
 } // namespace detail
 
 int run_command(const CompareCommand& command) {
-  const CompareTask task = detail::compare_task();
+  const char* file = std::getenv(CompareState::kVariable);
+  if (file == nullptr) {
+    throw InputError("cli::compare", std::string(CompareState::kVariable) + " is not set",
+                     "hasten compare, which starts a world for each strategy",
+                     "start hasten compare alone, without another launcher");
+  }
+  CompareState state = read_compare_state(file);
+  const int64_t next = state.search.next_rows();
+  int64_t trying = next > 0 ? next : state.search.largest_rows();
   install_interrupt_handlers();
-  const MemoryLimit limit(task.limit_bytes);
-  CompareOutcome outcome{.search = task.search};
-  const World world = world_from_environment();
-  const auto write = [&] {
-    write_file_atomically(task.file_of(world.rank), nlohmann::json(outcome).dump());
-  };
-  const auto communicator = Communicator::create(world);
+  const MemoryLimit limit(state.search.limit_bytes);
+  const auto communicator = Communicator::create(world_from_environment());
   try {
-    Accelerator accelerator(detail::compared_options(command, task.strategy), communicator);
-    detail::train_compared(command, task, *communicator, accelerator, outcome);
-    write();
+    Accelerator accelerator(detail::compared_options(command, state.strategy), communicator);
+    detail::CompareRun(command, accelerator, state, trying).run();
+    if (accelerator.is_main_process()) {
+      write_compare_state(file, state);
+    }
     accelerator.finish();
     communicator->close();
     return kExitOk;
@@ -232,20 +199,15 @@ int run_command(const CompareCommand& command) {
     throw;
   } catch (const std::exception& error) {
     throw_if_interrupted(); // a peer that saw the signal first looks failed
-    const std::string what = error.what();
+    const std::string_view what = error.what();
     communicator->abandon(what.substr(0, what.find('\n')));
-    if (detail::ran_out(error)) {
-      write();
-      return kExitOutOfMemory;
-    }
-    outcome.ran_out_rows = 0;
-    if (dynamic_cast<const CommunicationError*>(&error) == nullptr) {
+    if (!detail::ran_out(error)) {
       throw;
     }
-    // Of a peer that ran out, mostly; who started us sees which.
-    outcome.failure = what;
-    write();
-    throw SilentExit(kExitFailed);
+    state.search.ran_out(trying);
+    state.timing = state.timing.rows < trying ? state.timing : BatchTiming{};
+    write_compare_state(file, state);
+    return kExitOutOfMemory;
   }
 }
 

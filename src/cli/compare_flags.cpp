@@ -20,61 +20,38 @@ std::vector<Strategy> read_strategies(const FlagTable& flags, const std::string&
   return found;
 }
 
-void declare_compared_model(FlagTable& flags, CompareCommand& command) {
-  flags.group("Model and batches");
-  flags.value("--model", command.model, "FOLDER|SHAPE",
-              "Hugging Face folder, or a shape: " + model_shapes_text());
-  flags.required();
-  flags.value("--vocab-size", command.vocab_size, "PIECES", "vocabulary of a shape",
-              NumberRange{2, kPieces.most});
-  flags.value("--max-length", command.arguments.max_length, "TOKENS",
-              "of every row; at most what the model takes");
-  flags.value("--gradient-accumulation-steps", command.arguments.gradient_accumulation_steps, "N",
-              "micro-batches an update adds up");
-  flags.value("--max-batch-size", command.max_batch_size, "ROWS",
-              "most rows of a micro-batch that are tried on a process", kBatchRows);
-}
-
-void declare_compared_training(FlagTable& flags, CompareCommand& command,
-                               std::string& memory_limit) {
-  flags.group("Training");
-  flags.value("--memory-limit", memory_limit, "BYTES",
-              "most memory of tensors in a process, like 2G (default: 9 tenths of what "
-              "is free, shared by the processes)");
-  declare_precision(flags, command.arguments);
-  declare_checkpointing(flags, command.arguments);
-  flags.value("--optim", command.arguments.optim, "NAME", "as in hasten train: adamw, sgd, lion");
-  flags.value("--optim-args", command.arguments.optim_args, "ARGS", "name=value,name=value");
-  flags.value("--steps", command.steps, "UPDATES", "timed of each strategy",
-              NumberRange{1, 1'000'000});
-  flags.group("Output");
-  flags.value("--json", command.json, "FILE", "receives the results");
-}
-
 void check_compared(const FlagTable& flags, const CompareCommand& command) {
-  if (command.nproc < 2) {
-    throw InputError(flags.where(),
-                     "--nproc=" + std::to_string(command.nproc) +
-                         ": strategies differ only on several processes",
-                     "2 or more");
-  }
   const auto& strategies = command.strategies;
+  const TrainingArguments& arguments = command.arguments;
+  require_flag(
+      flags, command.nproc >= 2,
+      "--nproc=" + std::to_string(command.nproc) + ": strategies differ only on several processes",
+      "2 or more");
   require_shard_size(
-      flags, command.arguments.shard_size,
+      flags, arguments.shard_size,
       std::find(strategies.begin(), strategies.end(), Strategy::hsdp) != strategies.end(),
       command.nproc);
-  if (command.arguments.gradient_checkpointing.mode() == GradientCheckpointing::Mode::budget) {
-    throw InputError(flags.where(),
-                     "--gradient-checkpointing=" + command.arguments.gradient_checkpointing.text() +
-                         ": a budget is planned for a batch size that is known",
-                     "none, full, every:K or ops");
+  require_flag(flags,
+               arguments.gradient_checkpointing.mode() != GradientCheckpointing::Mode::budget,
+               "--gradient-checkpointing=" + arguments.gradient_checkpointing.text() +
+                   ": a budget is planned for a batch size that is known",
+               "none, full, every:K or ops");
+}
+
+int64_t read_memory_limit(const FlagTable& flags, const std::string& text) {
+  try {
+    return text.empty() ? 0 : parse_bytes(text);
+  } catch (const InputError&) {
+    throw InputError(flags.where(), "--memory-limit=" + text,
+                     "bytes above 0, like 2G, 2GB or 512MiB");
   }
 }
 
 Command parse_compare(std::vector<std::string> arguments) {
   complete_checkpointing(arguments);
   CompareCommand command;
-  command.arguments.save_strategy = IntervalStrategy::no;
+  TrainingArguments& training = command.arguments;
+  training.save_strategy = IntervalStrategy::no;
   std::string strategies = "ddp,zero2,fsdp";
   std::string memory_limit;
   FlagTable flags({.name = "compare",
@@ -85,28 +62,43 @@ Command parse_compare(std::vector<std::string> arguments) {
                    .notes = "Trains a classifier on made-up rows on the CPU, under each strategy "
                             "in a world of its own, whose processes are held to the limit; finds "
                             "the largest batch that fits, times it, and recommends a strategy."});
-  declare_compared_model(flags, command);
+  flags.group("Model and batches");
+  flags.value("--model", command.model, "FOLDER|SHAPE",
+              "Hugging Face folder, or a shape: " + model_shapes_text());
+  flags.required();
+  flags.value("--vocab-size", command.vocab_size, "PIECES", "vocabulary of a shape",
+              NumberRange{2, kPieces.most});
+  flags.value("--max-length", training.max_length, "TOKENS",
+              "of every row; at most what the model takes");
+  flags.value("--gradient-accumulation-steps", training.gradient_accumulation_steps, "N",
+              "micro-batches an update adds up");
+  flags.value("--max-batch-size", command.max_batch_size, "ROWS",
+              "most rows of a micro-batch that are tried on a process", kBatchRows);
   flags.group("Processes");
   declare_processes(flags, command.nproc, command.oversubscribe);
   flags.value("--strategies", strategies, "NAME,...",
               "what each process holds of the model, as in hasten train --strategy");
-  declare_shard_size(flags, command.arguments.shard_size);
-  declare_compared_training(flags, command, memory_limit);
+  declare_shard_size(flags, training.shard_size);
+  flags.group("Training");
+  flags.value("--memory-limit", memory_limit, "BYTES",
+              "most memory of tensors in a process, like 2G (default: 9 tenths of what "
+              "is free, shared by the processes)");
+  declare_precision(flags, training);
+  declare_checkpointing(flags, training);
+  flags.value("--optim", training.optim, "NAME", "as in hasten train: adamw, sgd, lion");
+  flags.value("--optim-args", training.optim_args, "ARGS", "name=value,name=value");
+  flags.value("--steps", command.steps, "UPDATES", "timed of each strategy",
+              NumberRange{1, 1'000'000});
+  flags.group("Output");
+  flags.value("--json", command.json, "FILE", "receives the results");
   flags.parse(std::move(arguments));
   command.strategies = read_strategies(flags, strategies);
-  if (!memory_limit.empty()) {
-    try {
-      command.memory_limit_bytes = parse_bytes(memory_limit);
-    } catch (const InputError&) {
-      throw InputError(flags.where(), "--memory-limit=" + memory_limit,
-                       "bytes above 0, like 2G, 2GB or 512MiB");
-    }
-  }
+  command.memory_limit_bytes = read_memory_limit(flags, memory_limit);
   check_compared(flags, command);
-  if (command.arguments.shard_size > 0) {
-    command.arguments.strategy = Strategy::hsdp; // whose size it is
+  if (training.shard_size > 0) {
+    training.strategy = Strategy::hsdp; // whose size it is
   }
-  validate_arguments(flags, command.arguments);
+  validate_arguments(flags, training);
   return command;
 }
 

@@ -2,6 +2,7 @@
 // hands over to hasten-worker, directly or as the ranks of a world.
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <csignal>
 #include <cstdlib>
@@ -13,7 +14,6 @@
 #include "checks.h"
 #include "commands.h"
 #include "compare.h"
-#include "compare_worlds.h"
 #include "hasten/base/error.h"
 #include "hasten/base/exit_code.h"
 #include "hasten/base/log.h"
@@ -138,13 +138,17 @@ class Hasten {
   int operator()(const CompareCommand& command) {
     check_nproc("compare", command.nproc, command.oversubscribe, world_from_environment());
     check_inputs(command);
-    try {
-      return compare_strategies(command, [&](const std::string& task) {
-        return launch_workers(command.nproc, {{CompareTask::kVariable, task}}, {});
-      });
-    } catch (const WorldFailed& failed) {
-      return report(failed.result, {}, true);
-    }
+    compare_strategies(command, [&](const std::string& state_file) {
+      const LaunchResult result =
+          launch_workers(command.nproc, {{CompareState::kVariable, state_file}}, {});
+      const bool ran_out =
+          std::any_of(result.ends.begin(), result.ends.end(),
+                      [](const ProcessEnd& end) { return end.code == kExitOutOfMemory; });
+      if (result.exit_code != kExitOk && !ran_out) {
+        throw SilentExit(report(result, {}, true));
+      }
+    });
+    return kExitOk;
   }
   int operator()(const LaunchCommand& command) {
     check_nproc("launch", command.nproc, command.oversubscribe, world_from_environment());

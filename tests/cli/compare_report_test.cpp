@@ -2,10 +2,10 @@
 #include <gtest/gtest.h>
 
 #include <functional>
-#include <nlohmann/json.hpp>
 #include <set>
 
 #include "compare.h"
+#include "support/temporary_folder.h"
 
 namespace hasten {
 
@@ -31,7 +31,7 @@ Searched search_with(const Peaks& peak, int64_t limit, int64_t most = 1 << 20) {
     EXPECT_LE(rows, most);
     EXPECT_LT(++found.tried, 100);
     if (peak(rows) <= limit) {
-      search.fitted({rows, peak(rows)});
+      search.trials.push_back({rows, peak(rows)});
     } else {
       found.surprises += search.foresees_shortage(rows) ? 0 : 1;
       search.ran_out(rows);
@@ -105,7 +105,7 @@ TEST(BatchSearch, TriesNoMoreThanItMayAndKnowsWhenNothingFits) {
 TEST(BatchSearch, WhatFittedOnceAndThenNotIsTakenBack) {
   BatchSearch search(1000, 64);
   for (const int64_t rows : {1, 2, 4, 8}) {
-    search.fitted({rows, 100 * rows});
+    search.trials.push_back({rows, 100 * rows});
   }
   search.ran_out(8);
   EXPECT_EQ(search.largest_rows(), 4);
@@ -114,16 +114,19 @@ TEST(BatchSearch, WhatFittedOnceAndThenNotIsTakenBack) {
   EXPECT_LT(next, 8);
 }
 
-TEST(BatchSearch, GoesOnFromItsJson) {
+TEST(BatchSearch, GoesOnFromItsFile) {
   BatchSearch search(1000, 64);
-  search.fitted({1, 100});
-  search.fitted({2, 190});
+  search.trials = {{1, 100}, {2, 190}};
   search.ran_out(16);
-  const auto again = nlohmann::json(search).get<BatchSearch>();
-  EXPECT_EQ(again.next_rows(), search.next_rows());
-  EXPECT_EQ(again.largest_rows(), 2);
-  EXPECT_TRUE(again.foresees_shortage(12));
-  EXPECT_FALSE(again.foresees_shortage(11));
+  const testing_support::TemporaryFolder folder;
+  write_compare_state(folder / "state.json", {Strategy::zero2, search, {.rows = 1}});
+  const CompareState again = read_compare_state(folder / "state.json");
+  EXPECT_EQ(again.strategy, Strategy::zero2);
+  EXPECT_EQ(again.timing.rows, 1);
+  EXPECT_EQ(again.search.next_rows(), search.next_rows());
+  EXPECT_EQ(again.search.largest_rows(), 2);
+  EXPECT_TRUE(again.search.foresees_shortage(12));
+  EXPECT_FALSE(again.search.foresees_shortage(11));
 }
 
 TEST(Recommend, TakesTheFastest) {
