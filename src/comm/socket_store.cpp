@@ -17,22 +17,9 @@ std::string_view text_of(const StoreValue& value) {
 
 StoreValue value_of(std::string_view text) { return {text.begin(), text.end()}; }
 
-/// What follows a request's number.
-struct SocketStore::Call {
-  explicit Call(StoreOp op) { writer.number(static_cast<int64_t>(op)); }
-  Call(StoreOp op, std::initializer_list<std::string_view> texts) : Call(op) {
-    for (const std::string_view text : texts) {
-      writer.text(text);
-    }
-  }
-  Call(StoreOp op, const std::vector<std::string>& texts) : Call(op) {
-    for (const std::string& text : texts) {
-      writer.text(text);
-    }
-  }
-
-  StoreWriter writer{};
-};
+std::vector<std::string_view> views_of(const std::vector<std::string>& texts) {
+  return {texts.begin(), texts.end()};
+}
 
 SocketStore::SocketStore(StoreAddress address, StoreClock::time_point deadline,
                          const std::atomic<bool>& cancelled)
@@ -46,11 +33,19 @@ c10::intrusive_ptr<c10d::Store> SocketStore::clone() {
   return copy;
 }
 
-std::string SocketStore::request(const Call& call, milliseconds timeout) {
+std::string SocketStore::request(StoreOp op, const std::vector<std::string_view>& texts,
+                                 std::optional<int64_t> number, std::optional<milliseconds> limit) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  const milliseconds timeout = limit.value_or(timeout_);
   StoreWriter frame;
   frame.number(++requests_);
-  frame.bytes += call.writer.bytes;
+  frame.number(static_cast<int64_t>(op));
+  for (const std::string_view text : texts) {
+    frame.text(text);
+  }
+  if (number) {
+    frame.number(*number);
+  }
   if (frame.bytes.size() > StoreChannel::kMaxFrame) {
     throw InputError("comm::store", "a message of " + std::to_string(frame.bytes.size()) + " bytes",
                      "at most " + std::to_string(StoreChannel::kMaxFrame),
@@ -84,56 +79,49 @@ std::string SocketStore::request(const Call& call, milliseconds timeout) {
   C10_THROW_ERROR(DistNetworkError, "the store at " + address_.text() + " is gone");
 }
 
+int64_t SocketStore::ask(StoreOp op, const std::vector<std::string_view>& texts,
+                         std::optional<int64_t> number) {
+  const std::string answer = request(op, texts, number);
+  return StoreReader{answer}.number();
+}
+
 void SocketStore::set(const std::string& key, const StoreValue& value) {
-  request({StoreOp::set, {key, text_of(value)}}, timeout_);
+  request(StoreOp::set, {key, text_of(value)});
 }
 
 StoreValue SocketStore::compareSet(const std::string& key, const StoreValue& expected,
                                    const StoreValue& desired) {
   const std::string answer =
-      request({StoreOp::compare_set, {key, text_of(expected), text_of(desired)}}, timeout_);
+      request(StoreOp::compare_set, {key, text_of(expected), text_of(desired)});
   return value_of(StoreReader{answer}.text());
 }
 
 StoreValue SocketStore::get(const std::string& key) { return std::move(multiGet({key})[0]); }
 
 int64_t SocketStore::add(const std::string& key, int64_t value) {
-  Call call(StoreOp::add, {key});
-  call.writer.number(value);
-  const std::string answer = request(call, timeout_);
-  return StoreReader{answer}.number();
+  return ask(StoreOp::add, {key}, value);
 }
 
-bool SocketStore::deleteKey(const std::string& key) {
-  const std::string answer = request({StoreOp::remove, {key}}, timeout_);
-  return StoreReader{answer}.number() != 0;
-}
+bool SocketStore::deleteKey(const std::string& key) { return ask(StoreOp::remove, {key}) != 0; }
 
 bool SocketStore::check(const std::vector<std::string>& keys) {
-  if (keys.empty()) {
-    return true;
-  }
-  const std::string answer = request({StoreOp::check, keys}, timeout_);
-  return StoreReader{answer}.number() != 0;
+  return keys.empty() || ask(StoreOp::check, views_of(keys)) != 0;
 }
 
-int64_t SocketStore::getNumKeys() {
-  const std::string answer = request({StoreOp::count, {""}}, timeout_);
-  return StoreReader{answer}.number();
-}
+int64_t SocketStore::getNumKeys() { return ask(StoreOp::count, {""}); }
 
 void SocketStore::wait(const std::vector<std::string>& keys) { wait(keys, timeout_); }
 
 void SocketStore::wait(const std::vector<std::string>& keys, const milliseconds& timeout) {
-  request({StoreOp::wait, keys}, timeout);
+  request(StoreOp::wait, views_of(keys), {}, timeout);
 }
 
 void SocketStore::append(const std::string& key, const StoreValue& value) {
-  request({StoreOp::append, {key, text_of(value)}}, timeout_);
+  request(StoreOp::append, {key, text_of(value)});
 }
 
 std::vector<StoreValue> SocketStore::multiGet(const std::vector<std::string>& keys) {
-  const std::string answer = request({StoreOp::get, keys}, timeout_);
+  const std::string answer = request(StoreOp::get, views_of(keys));
   StoreReader reader{answer};
   std::vector<StoreValue> values;
   for (size_t i = 0; i < keys.size(); ++i) {
@@ -145,13 +133,12 @@ std::vector<StoreValue> SocketStore::multiGet(const std::vector<std::string>& ke
 void SocketStore::multiSet(const std::vector<std::string>& keys,
                            const std::vector<StoreValue>& values) {
   TORCH_CHECK_VALUE(keys.size() == values.size(), "multiSet: a value for each key");
-  Call call(StoreOp::set);
+  std::vector<std::string_view> texts;
   for (size_t i = 0; i < keys.size(); ++i) {
-    call.writer.text(keys[i]);
-    call.writer.text(text_of(values[i]));
+    texts.insert(texts.end(), {keys[i], text_of(values[i])});
   }
   if (!keys.empty()) {
-    request(call, timeout_);
+    request(StoreOp::set, texts);
   }
 }
 

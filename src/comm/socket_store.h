@@ -7,6 +7,7 @@
 
 #include <memory>
 #include <mutex>
+#include <optional>
 
 #include "hasten/base/store_channel.h"
 
@@ -44,9 +45,13 @@ class SocketStore final : public c10d::Store {
   bool hasExtendedApi() const override { return true; }
 
  private:
-  struct Call;
-  /// The answer, without its head.
-  std::string request(const Call& call, std::chrono::milliseconds timeout);
+  /// The answer, without its head. `limit`: instead of the store's timeout.
+  std::string request(StoreOp op, const std::vector<std::string_view>& texts,
+                      std::optional<int64_t> number = {},
+                      std::optional<std::chrono::milliseconds> limit = {});
+  /// The same, of an answer that is a number.
+  int64_t ask(StoreOp op, const std::vector<std::string_view>& texts,
+              std::optional<int64_t> number = {});
 
   const StoreAddress address_;
   std::mutex mutex_; // of what follows

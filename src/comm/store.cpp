@@ -50,35 +50,25 @@ NoNameServers::~NoNameServers() {
 #endif
 }
 
-struct QuietStoreState {
-  std::mutex mutex;
-  int users = 0;
-  int level = 0;
-};
-
-QuietStoreState& quiet_store_state() {
-  static QuietStoreState state;
-  return state;
-}
+static std::mutex quiet_mutex; // of what follows
+static int quiet_users = 0;
+static int level_before_quiet = 0;
 
 QuietStore::QuietStore() {
-  QuietStoreState& state = quiet_store_state();
-  const std::lock_guard<std::mutex> lock(state.mutex);
+  const std::lock_guard<std::mutex> lock(quiet_mutex);
   std::atomic_ref<int> level(FLAGS_caffe2_log_level);
-  if (state.users++ == 0) {
-    state.level = level;
+  if (quiet_users++ == 0) {
+    level_before_quiet = level;
     if (std::getenv("TORCH_CPP_LOG_LEVEL") == nullptr) {
-      level = std::max(state.level, c10::GLOG_ERROR);
+      level = std::max(level_before_quiet, c10::GLOG_ERROR);
     }
   }
 }
 
 QuietStore::~QuietStore() {
-  QuietStoreState& state = quiet_store_state();
-  const std::lock_guard<std::mutex> lock(state.mutex);
-  if (--state.users == 0) {
-    std::atomic_ref<int> level(FLAGS_caffe2_log_level);
-    level = state.level;
+  const std::lock_guard<std::mutex> lock(quiet_mutex);
+  if (--quiet_users == 0) {
+    std::atomic_ref<int>{FLAGS_caffe2_log_level}.store(level_before_quiet);
   }
 }
 

@@ -16,7 +16,6 @@
 #include <mutex>
 #include <optional>
 #include <string>
-#include <type_traits>
 #include <utility>
 
 #include "hasten/base/store_server.h"
@@ -109,26 +108,8 @@ class StoreThread {
   /// gone before it ends. It returns soon after `cancelled` becomes true.
   template <typename T>
   std::future<T> post(std::function<T(c10d::Store&, const std::atomic<bool>&)> f) {
-    auto promise = std::make_shared<std::promise<T>>();
-    std::future<T> future = promise->get_future();
-    Shared* shared = shared_.get();
-    enqueue(shared, [shared, promise, f = std::move(f)] {
-      try {
-        const QuietStore quiet;
-        if (shared->open_error) {
-          std::rethrow_exception(shared->open_error);
-        }
-        if constexpr (std::is_void_v<T>) {
-          f(*shared->store, shared->cancelled);
-          promise->set_value();
-        } else {
-          promise->set_value(f(*shared->store, shared->cancelled));
-        }
-      } catch (...) {
-        promise->set_exception(std::current_exception());
-      }
-    });
-    return future;
+    return post_until<T>([f = std::move(f)](c10d::Store& store, const std::atomic<bool>& cancelled)
+                             -> std::optional<T> { return f(store, cancelled); });
   }
 
   /// Queues `f` again and again until it returns a value; what else is queued has its

@@ -283,14 +283,15 @@ bool WorldLink::meet() {
     keys.push_back("close/" + std::to_string(i));
   }
   auto enough = std::make_shared<std::atomic<bool>>(false);
-  std::future<void> future =
-      store_->post<void>([keys, enough, own = keys[static_cast<size_t>(world_.rank)]](
+  std::future<bool> future =
+      store_->post<bool>([keys, enough, own = keys[static_cast<size_t>(world_.rank)]](
                              c10d::Store& store, const std::atomic<bool>& cancelled) {
         store.set(own, std::string("1"));
         StorePause pause;
         while (!cancelled && !*enough && !store.check(keys)) {
           pause();
         }
+        return true;
       });
   const milliseconds limit = world_.rank == 0 ? timeout_ : liveness_limit_;
   struct CannotMeet {};
@@ -331,8 +332,8 @@ void WorldLink::disconnect(milliseconds limit) {
 void WorldLink::part() {
   liveness_->expect_departures();
   liveness_->leave(milliseconds(1000));
-  std::future<void> gone =
-      store_->post<void>([others = world_.world_size - 1, last = world_.rank == 0](
+  std::future<bool> gone =
+      store_->post<bool>([others = world_.world_size - 1, last = world_.rank == 0](
                              c10d::Store& store, const std::atomic<bool>& cancelled) {
         if (!last) {
           store.add("gone", 1);
@@ -341,6 +342,7 @@ void WorldLink::part() {
         while (last && !cancelled && store.add("gone", 0) < others) {
           pause();
         }
+        return true;
       });
   gone.wait_for(milliseconds(2000));
   store_->stop(milliseconds(1000));

@@ -173,14 +173,15 @@ std::shared_ptr<WorldLink> WorldLink::shrink(std::vector<int>& members) {
   if (std::ssize(members) == world_.world_size) {
     return nullptr;
   }
-  std::future<void> keys =
-      store->post<void>([size = members.size()](c10d::Store& s, const std::atomic<bool>&) {
+  std::future<bool> keys =
+      store->post<bool>([size = members.size()](c10d::Store& s, const std::atomic<bool>&) {
         const std::string none; // where there is none: never over another's
         for (size_t i = 0; i < size; ++i) {
           s.compareSet(Liveness::beat_key(static_cast<int>(i)), none,
                        std::string(Liveness::kFirstBeat));
         }
         s.compareSet(Liveness::kFailureKey, none, std::string(Liveness::kNoFailure));
+        return true;
       });
   if (!await_future(keys, CommClock::now() + timeout_, throw_if_interrupted)) {
     throw CommunicationError(kShrinkWhere, "the store does not answer");
