@@ -26,9 +26,9 @@ ShardedModel::ShardedModel(std::shared_ptr<Communicator> communicator,
 
 void ShardedModel::begin(bool) { sharded_.begin(); }
 
-void ShardedModel::start_backward(bool reduce, DdpBackward backward) {
+void ShardedModel::start_backward(bool reduce, DdpBackward /*backward*/) {
   const ShardUnitReport before = sharded_.report().total;
-  sharded_.start_backward(reduce, std::move(backward));
+  sharded_.start_backward(reduce);
   report_ = {};
   report_.bytes = -before.reduced_bytes;
   report_.buckets = -before.reductions;

@@ -53,8 +53,6 @@ bool FullyShard::reshard() {
   return true;
 }
 
-void FullyShard::join_forward() { schedule_->replay_forward(); }
-
 [[noreturn]] static void throw_changed(const std::string& name) {
   throw InputError("parallel::FullyShard",
                    "parameter \"" + name +
@@ -136,7 +134,7 @@ void FullyShard::set_aside() {
   }
 }
 
-void FullyShard::start_backward(bool reduce, DdpBackward backward) {
+void FullyShard::start_backward(bool reduce) {
   if (!begun_ && !final_) {
     throw InputError("parallel::FullyShard", "start_backward() without a sum",
                      "begin() before the forward");
@@ -147,7 +145,6 @@ void FullyShard::start_backward(bool reduce, DdpBackward backward) {
     final_ = false;
     begun_ = true;
   }
-  (void)backward; // a rank without a batch does the same, with zeros
   schedule_->open_backward(reduce);
 }
 

@@ -182,7 +182,6 @@ void ShardSchedule::close_backward() {
   for (Call& call : calls_) {
     call.spent = call.spent || touched(call.forward);
   }
-  replayed_.clear();
   in_backward_ = false;
 }
 
@@ -221,7 +220,6 @@ void ShardSchedule::cancel() noexcept {
   in_backward_ = open_ = window_ = false;
   entered_.clear();
   calls_.clear();
-  replayed_.clear();
   replica_sums_.clear();
   reducing_.reset();
   for (const auto& unit : units_) {

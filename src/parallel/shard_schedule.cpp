@@ -50,8 +50,8 @@ int64_t ShardSchedule::open_forward() {
   forget_dead_calls();
   open_ = true;
   ++forward_;
-  steps_.clear();
-  next_step_ = 0;
+  forward_entered_.clear();
+  next_entered_ = 0;
   enter(root());
   return forward_;
 }
@@ -67,7 +67,6 @@ void ShardSchedule::close_forward(int64_t number, bool failed) {
     return;
   }
   // Backward needs no word of the root: it is there from begin to end.
-  const bool derives = at::GradMode::is_enabled();
   leave(nullptr);
   for (size_t unit = 0; unit < units_.size(); ++unit) {
     if (units_[unit]->state() == ShardUnit::State::gathering) {
@@ -76,29 +75,25 @@ void ShardSchedule::close_forward(int64_t number, bool failed) {
     }
   }
   open_ = false;
-  last_steps_[derives] = std::exchange(steps_, {});
+  last_entered_[at::GradMode::is_enabled()] = std::exchange(forward_entered_, {});
 }
 
 // The unit asked for ahead is the one that was entered next in the forward before.
 void ShardSchedule::enter(size_t unit) {
-  const auto& before = last_steps_[at::GradMode::is_enabled()];
+  const auto& before = last_entered_[at::GradMode::is_enabled()];
   const bool was_whole = units_[unit]->state() == ShardUnit::State::whole;
   gather(unit);
   entered_.push_back({unit, ++clock_, was_whole});
   if (!open_) {
     return;
   }
-  steps_.push_back({unit, true, true});
-  while (next_step_ < before.size() &&
-         !(before[next_step_].enters && before[next_step_].unit == unit)) {
-    ++next_step_;
+  forward_entered_.push_back(unit);
+  while (next_entered_ < before.size() && before[next_entered_] != unit) {
+    ++next_entered_;
   }
-  ++next_step_;
-  for (size_t i = next_step_; settings_.prefetch > 0 && i < before.size(); ++i) {
-    if (before[i].enters) {
-      gather_ahead(before[i].unit);
-      break;
-    }
+  ++next_entered_;
+  if (settings_.prefetch > 0 && next_entered_ < before.size()) {
+    gather_ahead(before[next_entered_]);
   }
 }
 
@@ -106,9 +101,6 @@ void ShardSchedule::enter(size_t unit) {
 void ShardSchedule::leave(const std::shared_ptr<void>& graph) {
   const Entered call = entered_.back();
   entered_.pop_back();
-  if (open_) {
-    steps_.push_back({call.unit, false, graph != nullptr});
-  }
   if (graph) {
     calls_.push_back({clock_ + 1, call.unit, forward_, call.time, clock_ + 1, false, false, graph});
   }
@@ -202,25 +194,6 @@ void ShardSchedule::exit_recompute(size_t unit) {
   if (std::exchange(recomputing_[unit], 0)) {
     units_[unit]->let_go();
   }
-}
-
-void ShardSchedule::replay_forward() {
-  const std::vector<Step> steps = last_steps_[at::GradMode::is_enabled()];
-  if (steps.empty()) {
-    throw InputError("parallel::join_forward", "this rank has not run such a forward before",
-                     "one with a batch, whose order it keeps to",
-                     "give every rank a batch at first");
-  }
-  const int64_t number = open_forward();
-  replayed_.push_back(std::make_shared<char>());
-  for (size_t i = 1; i + 1 < steps.size(); ++i) { // the root is around
-    if (steps[i].enters) {
-      enter(steps[i].unit);
-    } else {
-      leave(steps[i].derives ? replayed_.back() : nullptr);
-    }
-  }
-  close_forward(number, false);
 }
 
 } // namespace hasten::detail

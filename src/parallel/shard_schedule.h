@@ -65,8 +65,6 @@ class ShardSchedule : public std::enable_shared_from_this<ShardSchedule> {
   std::vector<at::Tensor> call(size_t unit, std::vector<at::Tensor> inputs, const Forward& forward);
   void enter_recompute(size_t unit);
   void exit_recompute(size_t unit);
-  /// The gathers of the last forward of the same grad mode.
-  void replay_forward();
 
   // A sum.
 
@@ -102,12 +100,6 @@ class ShardSchedule : public std::enable_shared_from_this<ShardSchedule> {
     bool reached = false; // by this backward
     bool spent = false; // by one before
     std::weak_ptr<void> graph{};
-  };
-  // A step of a forward, to be done again by a rank without a batch.
-  struct Step {
-    size_t unit = 0;
-    bool enters = true;
-    bool derives = true; // it is in the way of backward
   };
   // An entered call.
   struct Entered {
@@ -146,11 +138,10 @@ class ShardSchedule : public std::enable_shared_from_this<ShardSchedule> {
   bool open_ = false;
   int64_t forward_ = 0; // its number
   std::vector<Entered> entered_{};
-  std::vector<Step> steps_{}; // of the forward under way
-  std::vector<Step> last_steps_[2]{}; // [with gradients]
-  size_t next_step_ = 0; // where the forward is in last_steps_
+  std::vector<size_t> forward_entered_{}; // units, by the forward under way
+  std::vector<size_t> last_entered_[2]{}; // the same of the one before; [with gradients]
+  size_t next_entered_ = 0; // where the forward is in last_entered_
   std::vector<Call> calls_{}; // in the order in which they ended
-  std::vector<std::shared_ptr<void>> replayed_{}; // graphs of calls without one
 
   // Backward.
   bool in_backward_ = false;

@@ -251,40 +251,6 @@ TEST(FullyShardOrder, UnitsThatALossDoesNotReachAreMadeUpFor) {
   }
 }
 
-TEST(FullyShardOrder, ARankWithoutABatchJoins) {
-  auto communicator = fresh_communicator();
-  const int rank = communicator->rank();
-  const int world = communicator->world_size();
-  Net net(static_cast<uint64_t>(rank) + 1, 3);
-  Net plain(1, 3);
-  FullyShard sharded(communicator, net.ptr(), blocks_of(net));
-  EXPECT_TRUE(says(what_of([&] { sharded.join_forward(); }), "has not run such a forward"));
-  shard_step(sharded, net, rank, 0);
-  plain_step(plain, world, 0);
-  descend(net);
-  descend(plain);
-  // Two batches on rank 0 alone.
-  sharded.begin();
-  for (const int turn : {1, 2}) {
-    if (rank == 0) {
-      Tensor loss;
-      {
-        const auto scope = sharded.forward_scope();
-        loss = square_loss(*net, rows_of(0, turn));
-      }
-      sharded.start_backward(turn == 2);
-      loss.backward();
-    } else {
-      sharded.join_forward();
-      sharded.start_backward(turn == 2, {.joined = true});
-    }
-    sharded.finish_backward();
-    (square_loss(*plain, rows_of(0, turn)) * 0.01).backward();
-  }
-  sharded.finish(0.01);
-  expect_equal_gradients(sharded, *plain, 1e-12);
-}
-
 TEST(FullyShardOrder, AForwardThatThrowsLeavesTheNextStepRight) {
   auto communicator = fresh_communicator();
   const int rank = communicator->rank();

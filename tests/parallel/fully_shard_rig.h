@@ -120,7 +120,7 @@ inline double shard_step(FullyShard& sharded, Net net, int rank, int turn, int m
       const auto scope = sharded.forward_scope();
       loss = loss_of(*net, rows_of(rank, turn * micro + m));
     }
-    sharded.start_backward(m + 1 == micro, {.loss = loss});
+    sharded.start_backward(m + 1 == micro);
     loss.backward();
     sharded.finish_backward();
     sum += loss.item<double>();

@@ -24,8 +24,8 @@
 // begin to the backward's end.
 //
 // Every rank runs the same units in the same order, forward and backward; a unit that
-// one rank's loss does not reach is made up for. A rank without a batch keeps the
-// others company by join_forward() and start_backward(…, {.joined = true}).
+// one rank's loss does not reach is made up for. A rank without a batch runs a stand-in of
+// weight 0.
 // Everything that a block computes leaves by its outputs; a view of a parameter that
 // outlives the block has no memory.
 // A shard is used as if it were whole where shapes allow it (ranks that hold all
@@ -198,19 +198,14 @@ class FullyShard : public Stateful {
   /// shards again at its end.
   /// Throws InputError inside another.
   ForwardScope forward_scope() { return ForwardScope(schedule_); }
-  /// A rank without a batch, while the others run a forward: gathers what its last
-  /// forward of the same kind (with or without gradients) did. Collective.
-  /// Throws InputError where there was none.
-  void join_forward();
 
   /// Start of a sum. What is in grad() is set aside and added back by finish(), as
   /// torch would accumulate on top of it. Local.
   /// Throws InputError for a parameter that was moved, converted or unfrozen since.
   void begin();
-  /// Before a backward. `reduce`: the last of the sum. Of `backward`, `joined` alone
-  /// counts. Ends an open forward scope. After finish() it starts a further sum, which
-  /// is added. Collective.
-  void start_backward(bool reduce, DdpBackward backward = {});
+  /// Before a backward. `reduce`: the last of the sum. Ends an open forward scope.
+  /// After finish() it starts a further sum, which is added. Collective.
+  void start_backward(bool reduce);
   /// After a backward: gathers and reduces what this rank's loss did not reach.
   /// Collective.
   void finish_backward();
