@@ -277,7 +277,7 @@ void Liveness::Shared::find_stopped() {
       report =
           FailureCause{own_name(),
                        "",
-                       "rank " + std::to_string(name(i)) + " is stopped by a signal since " +
+                       "rank " + std::to_string(name(i)) + " has been stopped by a signal for " +
                            seconds_text(now - since) + " (process " + std::to_string(pid(i)) + ")",
                        "see who stopped it (SIGSTOP); HASTEN_HEARTBEAT_TIMEOUT sets the limit",
                        {i}};

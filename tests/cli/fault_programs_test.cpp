@@ -127,7 +127,7 @@ TEST(FaultPrograms, WithoutALauncherOneOfTheRanksThatAreLeftSaysTheCause) {
     EXPECT_EQ(read_file(folder / "code1"), "1\n");
     EXPECT_EQ(read_file(folder / "code2"), "1\n");
     EXPECT_EQ(detail::occurrences(run.error, "error:"), 1u) << run.error;
-    EXPECT_TRUE(run.said(signal == SIGKILL ? "rank 0 died" : "rank 0 is stopped by a signal"))
+    EXPECT_TRUE(run.said(signal == SIGKILL ? "rank 0 died" : "rank 0 has been stopped by a signal"))
         << run.error;
     const pid_t left = detail::pid_of_rank(folder.path(), 0);
     if (left > 0) { // frozen

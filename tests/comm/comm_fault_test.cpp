@@ -126,8 +126,8 @@ TEST(CommFault, FrozenRankIsNamedWithinTheHeartbeatLimitWhateverTheTimeout) {
   for (const size_t frozen : {1, 0}) { // rank 0 serves the store
     const auto ranks = spawn(3, "CommReducesWithShortBeats",
                              {.kind = FaultKind::freeze, .rank = static_cast<int>(frozen)});
-    expect_named(ranks, frozen, "rank " + std::to_string(frozen) + " is stopped by a signal since",
-                 25);
+    expect_named(ranks, frozen,
+                 "rank " + std::to_string(frozen) + " has been stopped by a signal for", 25);
   }
 }
 
