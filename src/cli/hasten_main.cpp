@@ -121,6 +121,7 @@ class Hasten {
       become_worker(arguments_); // one process counts for all
     }
     if (is_finished_already(command, command.nproc)) {
+      remove_folders_of_killed_launchers();
       log_info(finished_line(command));
       return kExitOk;
     }

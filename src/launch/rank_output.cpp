@@ -241,34 +241,32 @@ void check_logs(const LogsSpecs& logs, int nproc) {
   }
 }
 
+/// Opens and locks a launcher's folder of this user; -1 where it cannot.
+int open_locked(const std::filesystem::path& folder, int wait) {
+  const int fd = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+  struct stat status {};
+  if (fd >= 0 && ::flock(fd, LOCK_EX | wait) == 0 && ::fstat(fd, &status) == 0 &&
+      status.st_uid == ::geteuid() && status.st_nlink > 0) {
+    return fd;
+  }
+  ::close(fd);
+  return -1;
+}
+
+/// Where launchers make their folders.
+std::filesystem::path launch_folders() {
+  std::error_code error;
+  const auto base = std::filesystem::temp_directory_path(error);
+  return error ? "/tmp" : base;
+}
+
 /// A folder whose name begins with kLaunchFolder and the descriptor that locks it as long
-/// as this process lives. Removes those of this user whose process has been killed.
-/// Nothing and -1 where it cannot be: the order of ends alone tells the first failure then.
+/// as this process lives. Nothing and -1 where it cannot be: the order of ends alone tells
+/// the first failure then.
 std::pair<std::filesystem::path, int> make_temporary_folder() {
   std::error_code error;
-  auto base = std::filesystem::temp_directory_path(error);
-  base = error ? "/tmp" : base;
-  const auto open_locked = [](const std::filesystem::path& folder, int wait) {
-    const int fd = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
-    struct stat status {};
-    if (fd >= 0 && ::flock(fd, LOCK_EX | wait) == 0 && ::fstat(fd, &status) == 0 &&
-        status.st_uid == ::geteuid() && status.st_nlink > 0) {
-      return fd;
-    }
-    ::close(fd);
-    return -1;
-  };
-  std::filesystem::directory_iterator entry(base, error);
-  for (; entry != std::filesystem::directory_iterator(); entry.increment(error)) {
-    if (entry->path().filename().string().starts_with(kLaunchFolder)) {
-      if (const int fd = open_locked(entry->path(), LOCK_NB); fd >= 0) {
-        std::filesystem::remove_all(entry->path(), error);
-        ::close(fd);
-      }
-    }
-  }
   for (int i = 0; i < 100; ++i) { // another start may have removed it before it was locked
-    std::string pattern = (base / kLaunchFolder).string() + "XXXXXX";
+    std::string pattern = (launch_folders() / kLaunchFolder).string() + "XXXXXX";
     if (::mkdtemp(pattern.data()) == nullptr) {
       break;
     }
@@ -288,6 +286,7 @@ RankOutput::RankOutput(const LaunchOptions& options)
     logs_.tee.others = Std::all;
   }
   if (logs_.log_dir.empty()) {
+    remove_folders_of_killed_launchers();
     std::tie(temporary_, temporary_lock_) = make_temporary_folder();
   }
   descriptors_.assign(static_cast<size_t>(options.nproc), {-1, -1});
@@ -443,5 +442,18 @@ std::string RankOutput::stderr_tail(int rank) const {
 }
 
 } // namespace detail
+
+void remove_folders_of_killed_launchers() {
+  std::error_code error;
+  std::filesystem::directory_iterator entry(detail::launch_folders(), error);
+  for (; entry != std::filesystem::directory_iterator(); entry.increment(error)) {
+    if (entry->path().filename().string().starts_with(detail::kLaunchFolder)) {
+      if (const int fd = detail::open_locked(entry->path(), LOCK_NB); fd >= 0) {
+        std::filesystem::remove_all(entry->path(), error);
+        ::close(fd);
+      }
+    }
+  }
+}
 
 } // namespace hasten

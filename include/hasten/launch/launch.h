@@ -122,4 +122,8 @@ struct LaunchResult {
 /// world larger than one; no rank is left then.
 LaunchResult launch(const LaunchOptions& options);
 
+/// Removes the temporary folders that this user's killed launchers left. launch() does so
+/// where it makes one.
+void remove_folders_of_killed_launchers();
+
 } // namespace hasten
