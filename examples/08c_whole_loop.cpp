@@ -36,7 +36,9 @@ double accuracy(auto& accelerator, auto& model, auto& loader) { // 03
 }
 
 void train(const std::string& csv, const std::string& save_to) {
+  // [accelerator]
   hasten::Accelerator accelerator({.gradient_accumulation_steps = kSteps}); // 04
+  // [/accelerator]
   const Reviews reviews = read_reviews(csv);
   const int64_t rows = reviews.train->size();
   const int64_t updates = (rows + kWindow - 1) / kWindow; // 04: of an epoch

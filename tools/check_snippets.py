@@ -3,18 +3,22 @@
 
 A block stands under `<!-- examples/03_accelerator.cpp: loop -->` and must equal the
 lines between `// [loop]` and `// [/loop]` of that file (`# [loop]` in CMake's), without
-their common indentation and without the marks of pieces inside it. `--fix` writes them.
-Relative links must lead to files that exist.
+their common indentation and without the marks of pieces inside it. A diff block stands
+under `<!-- examples/01_plain_loop.cpp to examples/03_accelerator.cpp: loop -->` and shows
+what one file's pieces, without comments at the ends of lines, are in the other; a piece
+that only the second file has is added as a whole. `--fix` writes the blocks. Relative links must lead to files that exist.
 """
 
+import difflib
 import re
 import textwrap
 
 import tree
 
 PIECE = re.compile(r"^\s*(?://|#) \[/?[\w-]+\]$")
-BLOCKS = {"```cpp": "C++", "```c++": "C++", "```cmake": "CMake"}
+BLOCKS = {"```cpp": "C++", "```c++": "C++", "```cmake": "CMake", "```diff": "diff"}
 MARK = re.compile(r"^<!-- ([\w./-]+): ([\w-]+) -->$")
+DIFF_MARK = re.compile(r"^<!-- ([\w./-]+) to ([\w./-]+): ([\w -]+) -->$")
 LINK = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)(#[^)]*)?\)")
 
 
@@ -28,6 +32,29 @@ def piece(root, file, name):
         return None, f"{file} has no piece [{name}] … [/{name}]"
     body = "\n".join(line for line in lines[marks[0] + 1 : marks[1]] if not PIECE.match(line))
     return textwrap.dedent(body).strip("\n").splitlines(), None
+
+
+def difference(root, before, after, names):
+    sides = [], []
+    for name in names.split():
+        old, missing = piece(root, before, name)
+        new, wrong = piece(root, after, name)
+        if wrong or (missing and not (root / before).is_file()):
+            return None, wrong or missing
+        for side, lines in zip(sides, (old or [], new)):
+            side += [re.sub(r"\s*// .*", "", line) for line in lines]
+    if not sides[0]:
+        return None, f"{before} has none of [{names}]"
+    return list(difflib.unified_diff(*sides, n=len(sides[0]), lineterm=""))[3:], None
+
+
+def expected_block(root, kind, line):
+    """(file, piece, its lines, what is wrong), or None where the line is no mark."""
+    if kind == "diff":
+        mark = DIFF_MARK.match(line)
+        return mark and (f"{mark[1]} to {mark[2]}", mark[3], *difference(root, *mark.groups()))
+    mark = MARK.match(line)
+    return mark and (*mark.groups(), *piece(root, *mark.groups()))
 
 
 def check_page(root, path, fix):
@@ -49,11 +76,11 @@ def check_page(root, path, fix):
         while end < len(lines) and lines[end].strip() != "```":
             end += 1
         block = lines[number:end]
-        mark = MARK.match(lines[number - 2]) if number >= 2 else None
-        if not mark:
+        found = expected_block(root, BLOCKS[line.strip()], lines[number - 2]) if number >= 2 else None
+        if not found:
             problems.append(tree.Problem(str(path), number, f"a {BLOCKS[line.strip()]} block that names no compiled file above it"))
         else:
-            expected, wrong = piece(root, mark[1], mark[2])
+            file, name, expected, wrong = found
             if wrong:
                 problems.append(tree.Problem(str(path), number, wrong))
             elif expected != block:
@@ -61,7 +88,7 @@ def check_page(root, path, fix):
                     block = expected
                 else:
                     problems.append(
-                        tree.Problem(str(path), number, f"differs from {mark[1]} [{mark[2]}]; --fix writes it")
+                        tree.Problem(str(path), number, f"differs from {file} [{name}]; --fix writes it")
                     )
         result.extend(block)
         number = end

@@ -146,6 +146,24 @@ class ChecksTest(unittest.TestCase):
     def test_snippets_cmake_unmarked(self):
         self.assert_bad("snippets", {"README.md": "```cmake\nrun()\n```\n"}, "names no compiled file")
 
+    def test_snippets_diff(self):
+        plain = "int main() {\n  // [loop]\n  run();\n  stop();\n  // [/loop]\n}\n"
+        ranks = "// [new]\nWorld world; // ranks\n// [/new]\n// [loop]\nrun(world); // ranks\nstop(); // all\n// [/loop]\n"
+        page = "<!-- examples/loop.cpp to examples/ranks.cpp: new loop -->\n```diff\n-run();\n+World world;\n+run(world);\n stop();\n```\n"
+        files = {"examples/loop.cpp": plain, "examples/ranks.cpp": ranks, "README.md": page}
+        write(self.root, files)
+        for change, words in (
+            ({"README.md": page.replace(" stop();\n", "")}, "differs from examples/loop.cpp to examples/ranks.cpp"),
+            ({"examples/ranks.cpp": ranks.replace("world)", "w)")}, "differs"),
+            ({"examples/ranks.cpp": ranks.replace("[new]", "[old]")}, "no piece [new]"),
+            ({"examples/loop.cpp": plain.replace("[loop]", "[all]")}, "has none of [new loop]"),
+            ({"README.md": page.replace("examples/loop.cpp", "examples/none.cpp")}, "none.cpp is not there"),
+            ({"README.md": page.replace(" to ", " and ")}, "names no compiled file"),
+        ):
+            with self.subTest(words):
+                self.assert_bad("snippets", change, words)
+                write(self.root, files)
+
     def test_snippets_dead_link(self):
         self.assert_bad("snippets", {"README.md": "[page](docs/none.md)\n"}, "docs/none.md")
 
