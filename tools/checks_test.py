@@ -17,11 +17,12 @@ GOOD = {
     "docs/architecture.md": "| layer | folders |\n|---|---|\n| 0 | `base` |\n| 1 | `core`, `launch` |\n| 2 | `comm` |\n",
     "include/hasten/base/a.h": "#pragma once\n#include <string>\ninline std::string a() { return {}; }\n",
     "include/hasten/comm/b.h": '#pragma once\n#include "hasten/base/a.h"\n#include <ATen/core/Tensor.h>\ninline at::Tensor b() { a(); return {}; }\n',
-    "src/comm/b.cpp": '#include "hasten/comm/b.h"\n',
+    "src/comm/b.cpp": '#include "hasten/comm/b.h"\nint B::run(int a) const {\n  return a;\n}\n',
     "tests/comm/CMakeLists.txt": "hasten_tests(unit b_test.cpp)\n",
     "tests/comm/b_test.cpp": "TEST(B, Holds) {\n  if (none()) {\n    GTEST_SKIP() << \"why\";\n  }\n}\n",
     "examples/loop.cpp": "int main() {\n  // [loop]\n  run();\n  // [/loop]\n}\n",
-    "README.md": "<!-- examples/loop.cpp: loop -->\n```cpp\nrun();\n```\n[page](docs/architecture.md)\n",
+    "README.md": "<!-- examples/loop.cpp: loop -->\n```cpp\nrun();\n```\n[page](docs/architecture.md)\n"
+    "| runs | [b.cpp](src/comm/b.cpp) | `B::run` |\n",
 }
 # Stands for LibTorch: what check_headers looks at is names.
 TORCH = {
@@ -166,6 +167,33 @@ class ChecksTest(unittest.TestCase):
 
     def test_snippets_dead_link(self):
         self.assert_bad("snippets", {"README.md": "[page](docs/none.md)\n"}, "docs/none.md")
+
+    def assert_place(self, text, *words):
+        self.assert_bad("places", {"src/comm/b.cpp": text}, "README.md:6", *words)
+
+    def test_places_moved(self):
+        self.assert_place("void run() {}\n", "src/comm/b.cpp does not define B::run")
+
+    def test_places_called_or_declared_only(self):
+        for text in (
+            "void f() {\n  B::run(1);\n}\n",
+            "int B::run(int a);\nint b() { return 0; }\n",
+            "// int B::run(int a) {}\n",
+            "int A::B::run() {}\n",
+        ):
+            with self.subTest(text):
+                self.setUp()
+                self.assert_place(text, "B::run")
+
+    def test_places_file_gone(self):
+        row = "| runs | [c.cpp](src/comm/c.cpp) | `B::run` |\n"
+        self.assert_bad("places", {"README.md": row}, "src/comm/c.cpp is not there")
+
+    def test_places_row_without_a_function(self):
+        self.assert_bad("places", {"README.md": "| runs | [b](src/comm/b.cpp) | run |\n"}, "names no function")
+
+    def test_places_no_table(self):
+        self.assert_bad("places", {"README.md": "text\n"}, "no table")
 
     def test_headers_missing_include(self):
         self.assert_bad("headers", {"include/hasten/base/c.h": "#pragma once\nstd::string c();\n"}, "c.h:1", "std")
