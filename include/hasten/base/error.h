@@ -1,7 +1,7 @@
 // The exceptions of hasten and the one form their messages have:
 //   [part::function] what: name=value. Expected …. Fix: ….
 // with "rank r/w " before it once the process is part of a world larger than one.
-// Threading: free functions and immutable objects; set_error_rank() is called once.
+// Threading: call set_error_rank() before other threads use hasten. All else: any thread.
 #pragma once
 
 #include <stdexcept>
@@ -10,7 +10,7 @@
 
 namespace hasten {
 
-/// Base of everything hasten throws. Catch this to handle any of them.
+/// Base of hasten's exceptions. Those of LibTorch (c10::Error) pass through as they are.
 class Error : public std::runtime_error {
  public:
   /// `where` is "part::function"; `what` names the value that is wrong;
@@ -19,22 +19,22 @@ class Error : public std::runtime_error {
         std::string_view fix = {});
 };
 
-/// The user's files, flags, environment or arguments are wrong. Nothing was
-/// written and no state was changed. The program ends with exit code 2.
+/// The user's files, flags, environment or arguments are wrong. The program ends with
+/// exit code 2. docs/errors.md says what state each class of error leaves.
 class InputError : public Error {
  public:
   using Error::Error;
 };
 
-/// The InputError of another rank, which that rank throws as it is: only one of
-/// them needs to be shown to the user.
+/// Another rank threw an InputError, and this rank repeats it. Only the first needs to be
+/// shown to the user.
 class PeerInputError : public InputError {
  public:
   using InputError::InputError;
 };
 
-/// A peer died, is late, or does something else than this rank. The group it
-/// happened in is dead: every later call on it throws too.
+/// A peer died, is late, or does something else than this rank. Once a group has lost a
+/// peer, every later call on it throws this, too.
 class CommunicationError : public Error {
  public:
   using Error::Error;

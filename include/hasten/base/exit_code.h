@@ -12,7 +12,7 @@ namespace hasten {
 inline constexpr int kExitOk = 0;
 /// Training or anything else failed.
 inline constexpr int kExitFailed = 1;
-/// The user's flags, files or environment are wrong; nothing was written.
+/// The user's flags, files or environment are wrong, or a disk is full.
 inline constexpr int kExitBadInput = 2;
 
 /// Ends this process with `code` and without a word: another rank has said why.
@@ -30,7 +30,7 @@ class SilentExit : public std::exception {
 ///   kExitBadInput  InputError, or a full disk
 ///   128 + n        Interrupted, or any other once signal n was remembered; with
 ///                  several ranks without a line, since the launcher says it
-///   kExitFailed    anything else
+///   kExitFailed    any other std::exception
 /// What all ranks throw alike is said once: by the launcher where it is hasten's; else
 /// a TrainingError by the first rank of each host, a CommunicationError by the first of
 /// each host that is left.
@@ -48,8 +48,8 @@ int record_main(const std::function<int()>& main);
 ///   }
 ///
 /// `main` returns its exit code, or nothing for kExitOk. What it throws becomes a message
-/// on stderr, the error that the launcher names, and an exit code as above. Signals end
-/// the program as ever, unless it called install_interrupt_handlers() (process.h).
+/// on stderr, the error that the launcher names, and an exit code, as in exit_code_of().
+/// Signals end the program unless it called install_interrupt_handlers() (process.h).
 template <typename Main>
 int record(Main&& main) {
   if constexpr (std::is_void_v<std::invoke_result_t<Main&>>) {
