@@ -59,7 +59,8 @@ sanitize() {
     run_tests "$tree" plain
     run_tests "$tree" unit --gtest_filter=-*MegabytesASecond
   else
-    [[ -z $all ]] || threads='*'
+    # libgomp's barriers are not seen: no cases that run kernels on several threads.
+    [[ -z $all ]] || threads='*:-*Threads*:Autocast.Backward*'
     run_tests "$tree" unit "--gtest_filter=$threads"
   fi
   run_tests "$tree" dist --world 2
