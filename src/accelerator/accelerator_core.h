@@ -152,7 +152,8 @@ class AcceleratorCore {
     const auto known = model_index_.find(module);
     return known == model_index_.end() ? nullptr : models_[known->second].sharded.get();
   }
-  void with_full_parameters(const std::vector<size_t>& models, const std::function<void()>& use);
+  void with_full_parameters(const std::vector<size_t>& models, const std::function<void()>& use,
+                            int on_rank = 0);
   void load_full_parameters(const std::vector<size_t>& models, const std::function<void()>& load);
 
   // accelerator_state.cpp, load_state.cpp

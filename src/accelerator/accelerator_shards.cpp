@@ -232,7 +232,7 @@ class DataSwap {
 };
 
 void AcceleratorCore::with_full_parameters(const std::vector<size_t>& models,
-                                           const std::function<void()>& use) {
+                                           const std::function<void()>& use, int on_rank) {
   const at::NoGradGuard no_grad;
   reshard("accelerator::with_full_parameters");
   std::vector<std::pair<at::Tensor, at::Tensor>> whole;
@@ -241,13 +241,13 @@ void AcceleratorCore::with_full_parameters(const std::vector<size_t>& models,
     for (size_t i = 0; shards != nullptr && i < shards->parameters().size(); ++i) {
       const at::Tensor& parameter = shards->parameters()[i].parameter;
       const at::Tensor all = shards->gather_like(i, parameter.detach());
-      if (world.rank == 0) {
+      if (world.rank == on_rank) {
         whole.emplace_back(parameter, all);
       }
     }
   }
   on_every_rank(*communicator, "accelerator::with_full_parameters", [&] {
-    if (world.rank == 0) {
+    if (world.rank == on_rank) {
       std::vector<std::unique_ptr<DataSwap>> swaps;
       for (const auto& [parameter, all] : whole) {
         swaps.push_back(std::make_unique<DataSwap>(parameter, all));

@@ -296,7 +296,8 @@ void AcceleratorCore::write_state(const std::filesystem::path* folder,
   });
   const bool also = answers[static_cast<size_t>(leader)].at("also").get<bool>();
   if (also && strategy_in_use() != Strategy::ddp) {
-    with_full_parameters(models_in(~uint64_t{0}), [&] { request->also_write(commit->folder()); });
+    with_full_parameters(
+        models_in(~uint64_t{0}), [&] { request->also_write(commit->folder()); }, leader);
   }
   on_every_rank(*communicator, kSaveWhere, [&] {
     const std::filesystem::path place = folders[static_cast<size_t>(leader)].get<std::string>();
