@@ -31,7 +31,7 @@ options() {
   export ASAN_OPTIONS=detect_container_overflow=0:detect_odr_violation=0:allocator_may_return_null=1
   export LSAN_OPTIONS=suppressions=$suppressions:print_suppressions=0
   export UBSAN_OPTIONS=print_stacktrace=1
-  export TSAN_OPTIONS=suppressions=$1/races.txt:halt_on_error=1
+  export TSAN_OPTIONS=suppressions=$1/races.txt:halt_on_error=1:allocator_may_return_null=1
   export OMP_NUM_THREADS=1
 }
 
