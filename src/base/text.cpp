@@ -1,5 +1,6 @@
 #include "hasten/base/text.h"
 
+#include <algorithm>
 #include <array>
 #include <charconv>
 #include <cmath>

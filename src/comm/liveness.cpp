@@ -4,26 +4,22 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <iomanip>
 #include <nlohmann/json.hpp>
 #include <optional>
-#include <sstream>
 #include <thread>
 #include <utility>
 
 #include "broken_pipe.h"
 #include "hasten/base/json.h"
 #include "hasten/base/process.h"
+#include "hasten/base/text.h"
 
 namespace hasten::detail {
 
 using std::chrono::milliseconds;
 
 std::string seconds_text(CommClock::duration duration) {
-  std::ostringstream text;
-  text << std::fixed << std::setprecision(1) << std::chrono::duration<double>(duration).count()
-       << " s";
-  return text.str();
+  return format_fixed(std::chrono::duration<double>(duration).count(), 1) + " s";
 }
 
 std::string json_text(const nlohmann::json& value) {

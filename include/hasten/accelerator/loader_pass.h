@@ -200,8 +200,8 @@ struct DispatchedRound {
   bool is_input_error = false;
 };
 // Gives every rank its part: `round` is rank 0's, null on the others. Returns the
-// round with this rank's part, and what is lent, alone (none on rank 0). Collective. Throws what rank
-// 0 could not read, on the others.
+// round with this rank's part and what is lent, no other rank's (none on rank 0).
+// Collective. Throws what rank 0 could not read, on the others.
 DispatchedRound core_dispatch(AcceleratorCore& core, DispatchedRound* round);
 [[noreturn]] void throw_not_sendable();
 void describe_failure(DispatchedRound& round, const std::exception_ptr& error);
@@ -301,8 +301,6 @@ class LoaderPass {
         mine.emplace();
         if constexpr (std::default_initializable<Value>) {
           mine->batch = unpack_batch(std::move(sent.parts.front()), Value());
-        }
-        if constexpr (std::default_initializable<Value>) {
           if (sent.parts.size() > 1) {
             mine->lent = unpack_batch(std::move(sent.parts.back()), Value());
           }

@@ -12,7 +12,7 @@
 
 namespace hasten::detail {
 
-/// What other ranks are told of an exception: its text, and whether it is an InputError.
+/// An exception as it is sent to other ranks: its text, and whether it is an InputError.
 nlohmann::json failure_of(const std::exception_ptr& error);
 
 /// Throws what a failure of another rank is here: PeerInputError or Error.
