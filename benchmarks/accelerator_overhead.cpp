@@ -113,7 +113,7 @@ void compare(const char* name, int64_t steps, const std::function<Model()>& make
     }
   }
   print_case(name, our_seconds, plain_seconds);
-  accelerator.finish();
+  accelerator.end_training();
 }
 
 void compare_bert_mini(int64_t steps) {

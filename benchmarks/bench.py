@@ -23,7 +23,7 @@ import threading
 import time
 
 from fsdp import FsdpMemory, FsdpStep
-from local_sgd import LocalSgdAverage, LocalSgdReviews, LocalSgdW8a, SlowLink
+from local_sgd import LocalSGDAverage, LocalSGDReviews, LocalSGDW8a, SlowLink
 from precision import Precision
 from resident_memory import ResidentMemory
 from sides import PICTURES, RANKS, ROOT, Bench, Case, at_once, environment, launched, peer_ranks, wait_all
@@ -365,10 +365,10 @@ BENCHMARKS = {
         DdpStep,
         FsdpStep,
         FsdpMemory,
-        LocalSgdAverage,
+        LocalSGDAverage,
         SlowLink,
-        LocalSgdW8a,
-        LocalSgdReviews,
+        LocalSGDW8a,
+        LocalSGDReviews,
         CheckpointOverhead,
         ActivationPlan,
         OptimizerStep,

@@ -84,7 +84,7 @@ Measured measure_steps(Model model, const Request& request, double weight,
   std::sort(seconds.begin(), seconds.end());
   result.seconds = seconds[seconds.size() / 2];
   result.peak_bytes =
-      accelerator.reduce(torch::tensor({memory_stats().peak_bytes}), ReduceOp::max).item<int64_t>();
+      accelerator.reduce(torch::tensor({memory_stats().peak_bytes}), ReduceOp::MAX).item<int64_t>();
   for (const at::Tensor& parameter : model->parameters()) {
     result.gradient_bytes += static_cast<int64_t>(parameter.nbytes());
   }
@@ -97,7 +97,7 @@ Measured measure_steps(Model model, const Request& request, double weight,
         static_cast<long long>(result.gradient_bytes), result.window.communication_seconds,
         result.window.exposed_seconds);
   }
-  accelerator.finish();
+  accelerator.end_training();
   return result;
 }
 

@@ -149,7 +149,7 @@ static void run(const Request& request) {
   };
   const auto largest = [&](int64_t bytes) {
     return static_cast<long long>(
-        accelerator.reduce(torch::tensor({bytes}), ReduceOp::max).item<int64_t>());
+        accelerator.reduce(torch::tensor({bytes}), ReduceOp::MAX).item<int64_t>());
   };
   const long long rest = largest(memory_stats().live_bytes);
   const long long peak = largest(memory_stats().peak_bytes);
@@ -161,7 +161,7 @@ static void run(const Request& request) {
         median(seconds), median(gradients), median(exposed), rest, peak,
         static_cast<long long>(elements), static_cast<long long>(block));
   }
-  accelerator.finish();
+  accelerator.end_training();
   accelerator.communicator()->close();
 }
 

@@ -14,7 +14,7 @@ from sides import PICTURES, RANKS, Bench, Case, environment, launched, peer_rank
 UNHELD = float("inf")
 
 
-class LocalSgdAverage:
+class LocalSGDAverage:
     """One average of a model's parameters over two ranks, beside Accelerate's LocalSGD."""
 
     # Limit of the transactional rows: told as rows "…_copy", one pass of the bytes.
@@ -185,7 +185,7 @@ class SlowLink:
             yield "every_64_overlapped", far["seconds"], alone
 
 
-class LocalSgdW8a:
+class LocalSGDW8a:
     """Iterations to a target by workers and steps (Stich 2019), simulated; one real run."""
 
     # --data: w8a in libsvm form, .gz or plain. "Peer": one worker, so that a ratio is
@@ -239,7 +239,7 @@ class LocalSgdW8a:
         svg.write(root / PICTURES / "local_sgd_w8a.svg", charts)
 
 
-class LocalSgdReviews(Bench):
+class LocalSGDReviews(Bench):
     """Mistakes and loss on unseen reviews after the same samples, by H, beside DDP."""
 
     name = "local_sgd_reviews"

@@ -63,7 +63,7 @@ double seconds_of(Accelerator& accelerator, int rounds, const Action& action) {
     action();
     const std::chrono::duration<double> time = std::chrono::steady_clock::now() - start;
     const double slowest =
-        accelerator.reduce(torch::tensor({time.count()}, torch::kDouble), ReduceOp::max)
+        accelerator.reduce(torch::tensor({time.count()}, torch::kDouble), ReduceOp::MAX)
             .item<double>();
     if (round >= 0) {
       seconds.push_back(slowest);
@@ -96,7 +96,7 @@ static void run(const Shapes& shapes, int rounds, bool in_place) {
     std::printf("{\"seconds\": %.7f, \"copy_seconds\": %.7f, \"bytes\": %lld}\n", average, copy,
                 static_cast<long long>(bytes));
   }
-  accelerator.finish();
+  accelerator.end_training();
 }
 
 } // namespace hasten

@@ -39,9 +39,9 @@ static void run(const Request& request) {
   const auto mask = torch::ones({kRows, kTokens}, torch::kLong);
   const auto labels = torch::randint(0, 2, {kRows});
   const bool ddp = request.mode == "ddp", alone = request.mode == "alone";
-  std::optional<LocalSgd> local_sgd;
+  std::optional<LocalSGD> local_sgd;
   if (!ddp) {
-    LocalSgdOptions options;
+    LocalSGDOptions options;
     options.steps = alone ? int64_t{1} << 40 : request.every;
     options.delay = request.mode == "overlapped" ? request.every - 1 : 0;
     options.delay_only_if_it_pays = false; // its first rounds wait, to compare
@@ -86,7 +86,7 @@ static void run(const Request& request) {
                 time.count() / static_cast<double>(request.windows * in_a_window),
                 static_cast<long long>(bytes));
   }
-  accelerator.finish();
+  accelerator.end_training();
 }
 
 } // namespace hasten

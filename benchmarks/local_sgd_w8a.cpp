@@ -263,12 +263,12 @@ static int check(const SparseRows& rows, int batch) {
   }
   const bool same = mine.x() == all[0].x();
   const bool everywhere =
-      accelerator.reduce(torch::tensor({same ? 1 : 0}), ReduceOp::min).item<int>() == 1;
+      accelerator.reduce(torch::tensor({same ? 1 : 0}), ReduceOp::MIN).item<int>() == 1;
   if (accelerator.is_main_process()) {
     std::printf("{\"ranks\": %d, \"rounds\": %d, \"objective\": %.12g, \"equal_bits\": %s}\n",
                 world, kRounds, objective(rows, mine.x()), everywhere ? "true" : "false");
   }
-  accelerator.finish();
+  accelerator.end_training();
   return everywhere ? 0 : 1;
 }
 

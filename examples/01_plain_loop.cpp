@@ -42,7 +42,7 @@ void train(const std::string& csv, const std::string& save_to) {
                             torch::optim::AdamWOptions(1e-2).weight_decay(0));
   hasten::DataLoader batches(reviews.train, {.batch_size = kBatch, .group_by_length = false});
   hasten::DataLoader held_out(reviews.eval, {.shuffle = false});
-  hasten::LrScheduler linear(adamw, hasten::linear_schedule(0, kEpochs * updates));
+  hasten::LRScheduler linear(adamw, hasten::linear_schedule(0, kEpochs * updates));
 
   // [loop]
   auto [model, optimizer, loader, scheduler, eval_loader] =

@@ -45,7 +45,7 @@ void train(const std::string& csv, const std::string& save_to) {
   const int64_t share = kBatch / accelerator.num_processes(); // 03
   hasten::DataLoader batches(reviews.train, {.batch_size = share, .group_by_length = false}); // 03
   hasten::DataLoader held_out(reviews.eval, {.shuffle = false});
-  hasten::LrScheduler linear(adamw, hasten::linear_schedule(0, kEpochs * updates));
+  hasten::LRScheduler linear(adamw, hasten::linear_schedule(0, kEpochs * updates));
 
   // [loop]
   auto [model, optimizer, loader, scheduler, eval_loader] =
@@ -72,7 +72,7 @@ void train(const std::string& csv, const std::string& save_to) {
     accelerator.print(epoch_line(epoch + 1, loss_sum / rows, right)); // 03
   }
   save(model, accelerator.is_main_process() ? save_to : ""); // 03
-  accelerator.finish(); // 03
+  accelerator.end_training(); // 03
   // [/loop]
 }
 

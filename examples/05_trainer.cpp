@@ -58,7 +58,7 @@ void train(const std::string& csv, const std::string& save_to) {
   // [/trainer]
   const bool main_process = trainer.accelerator().is_main_process(); // 05
   save(classifier, main_process ? save_to : ""); // 05
-  trainer.accelerator().finish(); // 05
+  trainer.accelerator().end_training(); // 05
 }
 
 } // namespace examples

@@ -48,12 +48,12 @@ void train(const std::string& csv, const std::string& save_to) {
   const int64_t share = kBatch / accelerator.num_processes(); // 03
   hasten::DataLoader batches(reviews.train, {.batch_size = share, .group_by_length = false}); // 03
   hasten::DataLoader held_out(reviews.eval, {.shuffle = false});
-  hasten::LrScheduler linear(adamw, hasten::linear_schedule(0, kEpochs * updates));
+  hasten::LRScheduler linear(adamw, hasten::linear_schedule(0, kEpochs * updates));
 
   // [loop]
   auto [model, optimizer, loader, scheduler, eval_loader] =
       accelerator.prepare(classifier, adamw, batches, linear, held_out); // 03
-  hasten::LocalSgd local_sgd(accelerator, model, {.steps = kAverage}); // 07
+  hasten::LocalSGD local_sgd(accelerator, model, {.local_sgd_steps = kAverage}); // 07
   for (int64_t epoch = 0; epoch < kEpochs; ++epoch) {
     model->train();
     loader.set_epoch(epoch);
@@ -79,7 +79,7 @@ void train(const std::string& csv, const std::string& save_to) {
   }
   local_sgd.finish(); // 07
   save(model, accelerator.is_main_process() ? save_to : ""); // 03
-  accelerator.finish(); // 03
+  accelerator.end_training(); // 03
   // [/loop]
 }
 

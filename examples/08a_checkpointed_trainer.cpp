@@ -62,7 +62,7 @@ void train(const std::string& csv, const std::string& save_to) {
   // [/trainer]
   const bool main_process = trainer.accelerator().is_main_process();
   save(classifier, main_process ? save_to : "");
-  trainer.accelerator().finish();
+  trainer.accelerator().end_training();
 }
 
 } // namespace examples

@@ -45,7 +45,7 @@ void train(const std::string& csv, const std::string& save_to) {
   const int64_t share = kBatch / accelerator.num_processes();
   hasten::DataLoader batches(reviews.train, {.batch_size = share, .group_by_length = false});
   hasten::DataLoader held_out(reviews.eval, {.shuffle = false});
-  hasten::LrScheduler linear(adamw, hasten::linear_schedule(0, kEpochs * updates));
+  hasten::LRScheduler linear(adamw, hasten::linear_schedule(0, kEpochs * updates));
 
   // [loop]
   auto [model, optimizer, loader, scheduler, eval_loader] =
@@ -75,7 +75,7 @@ void train(const std::string& csv, const std::string& save_to) {
     accelerator.print(epoch_line(epoch + 1, loss_sum / rows, right));
   }
   save(model, accelerator.is_main_process() ? save_to : "");
-  accelerator.finish();
+  accelerator.end_training();
   // [/loop]
 }
 

@@ -68,7 +68,7 @@ void train(hasten::Precision precision) {
                   accelerator.loss_scale().value(), skipped ? ", step left out" : "");
     accelerator.print(text);
   }
-  accelerator.finish();
+  accelerator.end_training();
 }
 // [/training]
 

@@ -50,7 +50,7 @@ void train(const std::string& csv, const std::string& save_to) {
   const int64_t share = kBatch / accelerator.num_processes();
   hasten::DataLoader batches(reviews.train, {.batch_size = share, .group_by_length = false});
   hasten::DataLoader held_out(reviews.eval, {.shuffle = false});
-  hasten::LrScheduler linear(adamw, hasten::linear_schedule(0, kEpochs * updates));
+  hasten::LRScheduler linear(adamw, hasten::linear_schedule(0, kEpochs * updates));
 
   // [loop]
   auto [model, optimizer, loader, scheduler, eval_loader] =
@@ -79,8 +79,8 @@ void train(const std::string& csv, const std::string& save_to) {
     const double right = accuracy(accelerator, model, eval_loader);
     accelerator.print(epoch_line(epoch + 1, loss_sum / rows, right));
   }
-  accelerator.with_full_parameters([&] { save(model, save_to); }, model); // 10
-  accelerator.finish();
+  accelerator.summon_full_params([&] { save(model, save_to); }, model); // 10
+  accelerator.end_training();
   // [/loop]
 }
 

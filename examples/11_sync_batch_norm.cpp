@@ -74,7 +74,7 @@ void train(const std::shared_ptr<hasten::Communicator>& communicator, bool sync)
                 model->norm->running_mean[0].item<double>(),
                 model->norm->running_var[0].item<double>());
   accelerator.print(text);
-  accelerator.finish();
+  accelerator.end_training();
 }
 // [/train]
 
@@ -84,7 +84,7 @@ void show_means(hasten::Communicator& communicator) {
   const auto mine = static_cast<size_t>(communicator.rank());
   Tensor mean = batches[mine].first.mean().reshape({1});
   const double own = mean.item<double>();
-  communicator.all_reduce(mean, hasten::ReduceOp::mean, "mean");
+  communicator.all_reduce(mean, hasten::ReduceOp::AVG, "mean");
   if (communicator.is_main()) {
     std::printf("the first batch has mean %.4f, process 0's rows of it %.4f\n", mean.item<double>(),
                 own);

@@ -96,7 +96,7 @@ void core_refuse_no_row(AcceleratorCore& core, const std::string& range) {
           ", world_size=" + std::to_string(core.world.world_size),
       "a row of the first batch on every rank, from the range's shard()",
       "start fewer ranks, give more data, or set even_batches or dispatch_batches");
-  core.communicator->abandon(error.what()); // peers wait for this rank
+  core.communicator->abort(error.what()); // peers wait for this rank
   throw error;
 }
 void throw_cannot_deal(const char* option) {
@@ -193,6 +193,6 @@ const AcceleratorOptions& Accelerator::options() const { return core_->options; 
 
 void Accelerator::set_gradient_accumulation_steps(int64_t steps) { core_->set_accumulation(steps); }
 
-void Accelerator::finish() { core_->finish(); }
+void Accelerator::end_training() { core_->finish(); }
 
 } // namespace hasten

@@ -36,7 +36,7 @@ std::string form_of(const at::Tensor& tensor) {
 
 // Throws InputError on every rank unless all texts are equal. Collective.
 void require_same(Communicator& communicator, const char* where, const std::string& text) {
-  const auto all = communicator.gather_json(text, where);
+  const auto all = communicator.all_gather_object(text, where);
   const auto other =
       std::find_if(all.begin(), all.end(), [&](const auto& t) { return t != all[0]; });
   if (other != all.end()) {
@@ -136,7 +136,7 @@ at::Tensor Collect::gather_for_metrics(const at::Tensor& rows) {
     if (own.size(0) != batch) {
       wrong = std::to_string(own.size(0)) + " rows for a batch of " + std::to_string(batch);
     }
-    const auto all = communicator()->gather_json(wrong, "gather_for_metrics");
+    const auto all = communicator()->all_gather_object(wrong, "gather_for_metrics");
     for (size_t rank = 0; rank < all.size(); ++rank) {
       if (!all[rank].is_null()) {
         throw InputError("accelerator::gather_for_metrics",
@@ -178,7 +178,7 @@ void Collect::reduce_(Metric& metric) {
   const at::Tensor state = metric.state().contiguous();
   if (metric.state_is_sum()) {
     detail::check_form_in_debug(*core_, where, state);
-    communicator()->all_reduce(state, ReduceOp::sum, where);
+    communicator()->all_reduce(state, ReduceOp::SUM, where);
     metric.set_state(state);
     return;
   }
@@ -304,7 +304,7 @@ bool Collect::check_trigger() {
   const at::Tensor flag = at::tensor({triggered_ ? 1 : 0}, at::kInt);
   triggered_ = false;
   if (num_processes() > 1) {
-    communicator()->all_reduce(flag, ReduceOp::max, "check_trigger");
+    communicator()->all_reduce(flag, ReduceOp::MAX, "check_trigger");
   }
   return flag.item<int32_t>() != 0;
 }

@@ -340,8 +340,8 @@ void AcceleratorCore::close(bool unwinding) noexcept {
   forwards_.clear();
   const bool broken = !window->failure().empty();
   if ((unwinding || broken) && communicator->world_size() > 1) {
-    communicator->abandon(broken ? window->failure()
-                                 : "an exception left the window of accumulate()");
+    communicator->abort(broken ? window->failure()
+                               : "an exception left the window of accumulate()");
   }
   closed_without_backward_ = window->had_backward() || unwinding ? 0 : window->models_mask();
   last_batch_completed_ = window->is_complete();

@@ -28,7 +28,7 @@ namespace hasten::detail {
 
 struct StateLoad;
 
-// What the core knows of a LocalSgd scope.
+// What the core knows of a LocalSGD scope.
 class LocalScope : public Stateful {
  public:
   // The model whose windows reduce nothing.
@@ -142,7 +142,7 @@ class AcceleratorCore {
   bool holds_parts(size_t model) const {
     return models_[model].sharded != nullptr && shard_ranks() > 1;
   }
-  // What a LocalSgd scope of the model averages over: ranks that hold the same rows,
+  // What a LocalSGD scope of the model averages over: ranks that hold the same rows,
   // or null where all hold parts of one copy.
   std::shared_ptr<Communicator> copies_of(size_t model) const {
     return models_[model].sharded ? replicas_ : communicator;
@@ -152,16 +152,16 @@ class AcceleratorCore {
     const auto known = model_index_.find(module);
     return known == model_index_.end() ? nullptr : models_[known->second].sharded.get();
   }
-  void with_full_parameters(const std::vector<size_t>& models, const std::function<void()>& use,
-                            int on_rank = 0);
-  void load_full_parameters(const std::vector<size_t>& models, const std::function<void()>& load);
+  void summon_full_params(const std::vector<size_t>& models, const std::function<void()>& use,
+                          int on_rank = 0);
+  void load_full_params(const std::vector<size_t>& models, const std::function<void()>& load);
 
   // accelerator_state.cpp, load_state.cpp
   void save_state(const std::filesystem::path& folder, const SaveStateOptions& request);
   LoadedState load_state(const std::filesystem::path& folder, const LoadStateOptions& request);
   void register_object(std::string name, std::shared_ptr<Stateful> object, StateScope scope);
 
-  // accelerator_local.cpp: the scope of LocalSgd.
+  // accelerator_local.cpp: the scope of LocalSGD.
   // Throws InputError where there is a scope, or the model's window is open.
   void open_local(LocalScope& scope);
   void close_local() noexcept;
@@ -199,7 +199,7 @@ class AcceleratorCore {
   Precision precision() const { return precision_; }
   AutocastOptions autocast_options() const;
   const LossScale& loss_scale() const { return loss_scale_; }
-  // At the end of a LocalSgd scope: schedules and loss scale. Collective.
+  // At the end of a LocalSGD scope: schedules and loss scale. Collective.
   void agree_after_local();
 
   void begin_range(LoaderState& loader);
@@ -377,7 +377,7 @@ class AcceleratorCore {
   // Tells ranks that have run out of batches that these models' buffers or forwards
   // come; whether there are such ranks. Collective.
   bool announce_models(uint64_t models);
-  // Whom windows of these models concern now: all ranks, or, inside a LocalSgd scope,
+  // Whom windows of these models concern now: all ranks, or, inside a LocalSGD scope,
   // those of this copy.
   WindowControl& control_of(uint64_t models);
   // A training forward of one comes. Collective where there is one.

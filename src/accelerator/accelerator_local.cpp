@@ -1,4 +1,4 @@
-// What the core does for a scope of LocalSgd: windows that reduce nothing, rounds
+// What the core does for a scope of LocalSGD: windows that reduce nothing, rounds
 // that ranks without batches take part in, counts that agree at the data's end,
 // and each rank's own part of a state.
 #include <ATen/ATen.h>
@@ -51,14 +51,14 @@ void AcceleratorCore::refuse_mixed(uint64_t mask, const char* where) const {
   const auto is_local = [this](size_t i) { return models_[i].local; };
   if (std::any_of(models.begin(), models.end(), is_local) &&
       !std::all_of(models.begin(), models.end(), is_local)) {
-    throw InputError(where, "a loss of the model of a LocalSgd scope and of others",
+    throw InputError(where, "a loss of the model of a LocalSGD scope and of others",
                      "losses of that model alone inside the scope",
                      "put both models into one module");
   }
 }
 
 void AcceleratorCore::open_local(LocalScope& scope) {
-  constexpr const char* where = "accelerator::LocalSgd";
+  constexpr const char* where = "accelerator::LocalSGD";
   if (local_scope_ != nullptr) {
     throw InputError(where, "a scope of this accelerator is open already", "one scope at a time",
                      "call finish() of the other one first");
@@ -129,7 +129,7 @@ void AcceleratorCore::announce_round(uint64_t number, int64_t kind) {
 // rounds come in the same step on every rank, and tick their schedules as often.
 void AcceleratorCore::align_clocks() {
   const at::Tensor most = at::tensor(clocks(), at::kLong);
-  communicator->all_reduce(most, ReduceOp::max, "steps of the ranks");
+  communicator->all_reduce(most, ReduceOp::MAX, "steps of the ranks");
   take_clocks(most.const_data_ptr<int64_t>());
 }
 
@@ -207,7 +207,7 @@ void AcceleratorCore::plan_scope(StateLoad& load) {
   if (saved != (local_scope_ != nullptr)) {
     refuse_state(
         load.state_file(),
-        std::string("it was saved ") + (saved ? "inside" : "outside") + " a LocalSgd scope",
+        std::string("it was saved ") + (saved ? "inside" : "outside") + " a LocalSGD scope",
         std::string("a state saved ") + (saved ? "outside" : "inside") +
             " one, as load_state() is called here",
         saved ? "open the scope before load_state()" : "open the scope behind load_state()");

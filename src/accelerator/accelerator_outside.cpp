@@ -215,7 +215,7 @@ void AcceleratorCore::backward_outside(const at::Tensor& loss, std::optional<dou
       }
       // Under no_sync() no peer waits for this rank, but in layers that communicate.
       if (communicator->world_size() > 1 && (reduce || batch.backward_communicates)) {
-        communicator->abandon(own.failure());
+        communicator->abort(own.failure());
       }
     }
     throw;

@@ -53,7 +53,7 @@ static Precision automatic_precision(const std::vector<nlohmann::json>& all) {
 void AcceleratorCore::choose_precision(Precision wanted) {
   std::vector<nlohmann::json> all{precision_answer(wanted, device.is_cpu())};
   if (communicator->world_size() > 1) {
-    all = communicator->gather_json(all.front(), "mixed precision");
+    all = communicator->all_gather_object(all.front(), "mixed precision");
   }
   for (size_t rank = 0; rank < all.size(); ++rank) {
     const auto asked = all[rank].at("wanted").get<std::string>();
@@ -125,7 +125,7 @@ void AcceleratorCore::publish_loss_scale() { shared_->loss_scale = loss_scale_.v
 // Note [Who finds an overflow]
 // Gradients are looked at when a window is complete: reduced by a sum, in which an
 // infinity of one rank is one on all, so that every rank decides alike without a
-// message; hooks that compress keep what is not finite. In a LocalSgd scope each rank
+// message; hooks that compress keep what is not finite. In a LocalSGD scope each rank
 // decides for itself, and its attempted steps are counted all the same. The norm that
 // clipping needs answers it for whole models; else a pass that only reads.
 bool AcceleratorCore::overflowed(ModelState& model) {
@@ -186,7 +186,7 @@ bool AcceleratorCore::leaves_out_step(const std::vector<SlotList>& lists, uint64
   });
 }
 
-// The ranks of a LocalSgd scope left out steps of their own: they had scales, and
+// The ranks of a LocalSGD scope left out steps of their own: they had scales, and
 // ticks of schedules, of their own.
 void AcceleratorCore::agree_after_local() {
   if (communicator->world_size() == 1) {
@@ -197,7 +197,7 @@ void AcceleratorCore::agree_after_local() {
     return;
   }
   const at::Tensor least = at::full({1}, loss_scale_.value(), at::TensorOptions(at::kDouble));
-  communicator->all_reduce(least, ReduceOp::min, "loss scale");
+  communicator->all_reduce(least, ReduceOp::MIN, "loss scale");
   loss_scale_.set_scale(least.item<double>());
   publish_loss_scale();
 }

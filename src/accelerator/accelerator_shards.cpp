@@ -231,10 +231,10 @@ class DataSwap {
   at::Tensor gradient_;
 };
 
-void AcceleratorCore::with_full_parameters(const std::vector<size_t>& models,
-                                           const std::function<void()>& use, int on_rank) {
+void AcceleratorCore::summon_full_params(const std::vector<size_t>& models,
+                                         const std::function<void()>& use, int on_rank) {
   const at::NoGradGuard no_grad;
-  reshard("accelerator::with_full_parameters");
+  reshard("accelerator::summon_full_params");
   std::vector<std::pair<at::Tensor, at::Tensor>> whole;
   for (const size_t model : models) {
     FullyShard* shards = models_[model].sharded.get();
@@ -246,7 +246,7 @@ void AcceleratorCore::with_full_parameters(const std::vector<size_t>& models,
       }
     }
   }
-  on_every_rank(*communicator, "accelerator::with_full_parameters", [&] {
+  on_every_rank(*communicator, "accelerator::summon_full_params", [&] {
     if (world.rank == on_rank) {
       std::vector<std::unique_ptr<DataSwap>> swaps;
       for (const auto& [parameter, all] : whole) {
@@ -258,11 +258,11 @@ void AcceleratorCore::with_full_parameters(const std::vector<size_t>& models,
   });
 }
 
-void AcceleratorCore::load_full_parameters(const std::vector<size_t>& models,
-                                           const std::function<void()>& load) {
+void AcceleratorCore::load_full_params(const std::vector<size_t>& models,
+                                       const std::function<void()>& load) {
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> loaded; // rank 0's
-  with_full_parameters(models, [&] {
+  summon_full_params(models, [&] {
     load();
     for (const size_t model : models) {
       for (const auto& entry : models_[model].parallel->parameters()) {
@@ -320,16 +320,16 @@ bool Accelerator::shards_module(const torch::nn::Module& model) const {
   return core_->sharded(&model) != nullptr;
 }
 
-void Accelerator::run_with_full_parameters(const std::function<void()>& use,
-                                           const std::vector<torch::nn::Module*>& models) {
-  core_->with_full_parameters(
-      detail::model_indices(*core_, models, "accelerator::with_full_parameters"), use);
+void Accelerator::run_summon_full_params(const std::function<void()>& use,
+                                         const std::vector<torch::nn::Module*>& models) {
+  core_->summon_full_params(
+      detail::model_indices(*core_, models, "accelerator::summon_full_params"), use);
 }
 
-void Accelerator::run_load_full_parameters(const std::function<void()>& load,
-                                           const std::vector<torch::nn::Module*>& models) {
-  core_->load_full_parameters(
-      detail::model_indices(*core_, models, "accelerator::load_full_parameters"), load);
+void Accelerator::run_load_full_params(const std::function<void()>& load,
+                                       const std::vector<torch::nn::Module*>& models) {
+  core_->load_full_params(detail::model_indices(*core_, models, "accelerator::load_full_params"),
+                          load);
 }
 
 } // namespace hasten

@@ -89,7 +89,7 @@ void AcceleratorCore::collect_learners(StateParts& parts) const {
     if (!schedulers_[i]->stateful) {
       throw InputError(kSaveWhere,
                        "scheduler " + std::to_string(i) + " is of a type whose state is not known",
-                       "LrScheduler, one of torch's LRSchedulers, or a hasten::Stateful",
+                       "LRScheduler, one of torch's LRSchedulers, or a hasten::Stateful",
                        "derive it from hasten::Stateful");
     }
     values["schedulers"].push_back(
@@ -296,7 +296,7 @@ void AcceleratorCore::write_state(const std::filesystem::path* folder,
   });
   const bool also = answers[static_cast<size_t>(leader)].at("also").get<bool>();
   if (also && strategy_in_use() != Strategy::ddp) {
-    with_full_parameters(
+    summon_full_params(
         models_in(~uint64_t{0}), [&] { request->also_write(commit->folder()); }, leader);
   }
   on_every_rank(*communicator, kSaveWhere, [&] {

@@ -218,7 +218,7 @@ void AcceleratorCore::complete_without_backward(GradientWindow& last) {
                            "norm layers are synchronised",
                            "a forward and a backward for each batch",
                            "give backward() of a batch to be left out the weight 0");
-    communicator->abandon(error.what()); // peers wait for this rank
+    communicator->abort(error.what()); // peers wait for this rank
     throw error;
   }
   last.complete_without_backward();

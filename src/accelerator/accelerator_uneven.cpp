@@ -25,7 +25,7 @@ uint64_t end_of_data(const LoaderState* loader, uint64_t steps) {
 void AcceleratorCore::end_ranges(const LoaderState* loader, bool joins) {
   try {
     complete_at_end(loader);
-    // Other ranks complete a window that had only its last batch here. Inside a LocalSgd
+    // Other ranks complete a window that had only its last batch here. Inside a LocalSGD
     // scope each rank has windows of its own.
     joins = joins || local_scope_ != nullptr || left_out_last(loader);
     drop_unfinished(loader);
@@ -34,7 +34,7 @@ void AcceleratorCore::end_ranges(const LoaderState* loader, bool joins) {
     }
   } catch (const std::exception& error) {
     if (communicator->world_size() > 1) {
-      communicator->abandon(error.what()); // peers may wait for this rank
+      communicator->abort(error.what()); // peers may wait for this rank
     }
     throw;
   }
@@ -46,7 +46,7 @@ bool AcceleratorCore::left_out_last(const LoaderState* loader) const {
   });
 }
 
-// A peer may be lost in between: where a scope of LocalSgd goes on without it, so
+// A peer may be lost in between: where a scope of LocalSGD goes on without it, so
 // does this.
 void AcceleratorCore::take_part(const LoaderState* loader, bool joins) {
   end_with_copy(loader);
@@ -66,7 +66,7 @@ void AcceleratorCore::take_part(const LoaderState* loader, bool joins) {
   }
 }
 
-// Inside a LocalSgd scope the ranks that hold a copy together end together, without a
+// Inside a LocalSGD scope the ranks that hold a copy together end together, without a
 // word to the others.
 void AcceleratorCore::end_with_copy(const LoaderState* loader) {
   WindowControl& of_copy = control_of(~uint64_t{0});
@@ -85,7 +85,7 @@ void AcceleratorCore::serve_peers(const LoaderState* loader, bool joins, bool& s
   WindowTotals mine;
   mine.finished = 1;
   mine.joins = joins;
-  // A rank that joins may have steps still to take part in. Inside a LocalSgd scope steps
+  // A rank that joins may have steps still to take part in. Inside a LocalSGD scope steps
   // are each rank's own.
   if (local_scope_ != nullptr) {
     mine.data = end_of_data(loader, 0);
@@ -136,7 +136,7 @@ void AcceleratorCore::join_window(const WindowTotals& totals) {
 // Note [Stale ranks]
 // A rank that joins windows adds zeros to them and does none of the steps that follow:
 // they happen in user code that it does not run. When all ranks have ended, before a
-// round of LocalSgd and before a state is saved, a rank that is not stale sends what it
+// round of LocalSGD and before a state is saved, a rank that is not stale sends what it
 // has: models, gradients, optimizers, how often schedules ticked, the loss scale. Local
 // and sharded models stay: ranks are to differ.
 void AcceleratorCore::share_learners() {
@@ -145,7 +145,7 @@ void AcceleratorCore::share_learners() {
   }
   NamedTensors tensors;
   const nlohmann::json mine = stale_ ? nlohmann::json() : collect_trained(tensors);
-  const auto ranks = communicator->gather_json(mine, "state of ranks that trained on");
+  const auto ranks = communicator->all_gather_object(mine, "state of ranks that trained on");
   const auto source = std::find_if(ranks.begin(), ranks.end(),
                                    [](const nlohmann::json& rank) { return !rank.is_null(); });
   const auto from = static_cast<int>(source - ranks.begin());

@@ -69,13 +69,13 @@ int64_t find_executable_batch_size(const std::function<void(int64_t)>& attempt,
       shortage = detail::run_attempt(attempt, size, options.memory_limit_bytes);
     } catch (const std::exception& error) {
       if (communicator != nullptr) {
-        communicator->abandon(error.what());
+        communicator->abort(error.what());
       }
       throw;
     }
     std::vector<nlohmann::json> all{shortage};
     if (communicator != nullptr) {
-      all = communicator->gather_json(shortage, "batch size that fits");
+      all = communicator->all_gather_object(shortage, "batch size that fits");
     }
     const auto first = std::find_if(all.begin(), all.end(), [](const nlohmann::json& text) {
       return !text.get<std::string>().empty();

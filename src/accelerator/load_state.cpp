@@ -96,7 +96,7 @@ void check_other_world(const StateLoad& load, int world_size) {
   }
   if (load.shared.value("local", false)) {
     refuse_state(load.state_file(),
-                 "it was saved inside a LocalSgd scope by " + then + " processes, here there are " +
+                 "it was saved inside a LocalSGD scope by " + then + " processes, here there are " +
                      std::to_string(world_size),
                  "the same number of processes: each has parameters of its own",
                  fix + ", or save after finish()");
@@ -197,7 +197,7 @@ void AcceleratorCore::plan_learners(StateLoad& load) {
     if (!schedulers_[i]->stateful) {
       refuse_state(load.state_file(),
                    "scheduler " + std::to_string(i) + " here is of a type whose state is not known",
-                   "LrScheduler, one of torch's LRSchedulers, or a hasten::Stateful");
+                   "LRScheduler, one of torch's LRSchedulers, or a hasten::Stateful");
     }
     load.add(load.state_file(), schedulers_[i]->stateful.get(),
              tensors_below(load.shared_tensors, "scheduler." + std::to_string(i) + "."),

@@ -18,14 +18,14 @@
 
 namespace hasten {
 
-LocalSgd::Impl::Impl(std::shared_ptr<detail::AcceleratorCore> accelerator,
-                     torch::nn::Module& module, LocalSgdOptions settings)
+LocalSGD::Impl::Impl(std::shared_ptr<detail::AcceleratorCore> accelerator,
+                     torch::nn::Module& module, LocalSGDOptions settings)
     : core(std::move(accelerator)),
       options(std::move(settings)),
       schedule(options),
       trial(options.delay > 0, options.delay_only_if_it_pays) {
   check_options();
-  index = core->model_index(&module, detail::kLocalSgdWhere);
+  index = core->model_index(&module, detail::kLocalSGDWhere);
   copies = core->copies_of(index);
   refuse_shards(options.enabled && core->sharded(&module) != nullptr);
   compare_ranks();
@@ -34,51 +34,54 @@ LocalSgd::Impl::Impl(std::shared_ptr<detail::AcceleratorCore> accelerator,
   }
 }
 
-void LocalSgd::Impl::check_options() const {
+void LocalSGD::Impl::check_options() const {
   const auto refuse = [](const char* name, int64_t value, std::string what) {
-    throw InputError(detail::kLocalSgdWhere, std::string(name) + "=" + std::to_string(value),
+    throw InputError(detail::kLocalSGDWhere, std::string(name) + "=" + std::to_string(value),
                      std::move(what));
   };
   const int64_t fragments = options.average.fragments;
-  if (options.steps < 1) {
-    refuse("steps", options.steps, "1 or more optimizer steps between two averages");
+  if (options.local_sgd_steps < 1) {
+    refuse("local_sgd_steps", options.local_sgd_steps,
+           "1 or more optimizer steps between two averages");
   }
   if (options.post_local_start < 0) {
     refuse("post_local_start", options.post_local_start, "0 or more");
   }
-  if (fragments > 1 && (fragments > options.steps || options.schedule)) {
+  if (fragments > 1 && (fragments > options.local_sgd_steps || options.schedule)) {
     refuse("fragments", fragments,
-           "at most steps=" + std::to_string(options.steps) +
+           "at most local_sgd_steps=" + std::to_string(options.local_sgd_steps) +
                ", and no schedule: each fragment has a step of its own");
   }
   if (options.delay < 0 ||
-      (!options.schedule && fragments > 0 && options.delay > options.steps / fragments)) {
+      (!options.schedule && fragments > 0 && options.delay > options.local_sgd_steps / fragments)) {
     refuse("delay", options.delay,
            "from 0 to steps / fragments=" +
-               std::to_string(options.steps / std::max<int64_t>(1, fragments)));
+               std::to_string(options.local_sgd_steps / std::max<int64_t>(1, fragments)));
   }
   if (options.inner_steps < 0 ||
-      (options.inner_steps > 0 && (options.schedule || options.steps % options.inner_steps != 0))) {
+      (options.inner_steps > 0 &&
+       (options.schedule || options.local_sgd_steps % options.inner_steps != 0))) {
     refuse("inner_steps", options.inner_steps,
-           "0, or a divisor of steps=" + std::to_string(options.steps) + " without a schedule");
+           "0, or a divisor of local_sgd_steps=" + std::to_string(options.local_sgd_steps) +
+               " without a schedule");
   }
   if (options.delay > 0 && !options.average.transactional) {
     refuse("delay", options.delay, "0 with transactional=false");
   }
   if (options.average.alpha && options.delay == 0) {
-    throw InputError(detail::kLocalSgdWhere,
+    throw InputError(detail::kLocalSGDWhere,
                      "average.alpha=" + std::to_string(*options.average.alpha) + " with delay=0",
                      "a delay: nothing is done between snapshot and average without one");
   }
   if (options.on_peer_failure == PeerFailure::survivors && !options.average.transactional) {
-    throw InputError(detail::kLocalSgdWhere, "on_peer_failure=survivors with transactional=false",
+    throw InputError(detail::kLocalSGDWhere, "on_peer_failure=survivors with transactional=false",
                      "transactional=true: a broken round would leave half-made sums");
   }
 }
 
-void LocalSgd::Impl::refuse_shards(bool sharded) const {
+void LocalSGD::Impl::refuse_shards(bool sharded) const {
   if (sharded && !copies) {
-    throw InputError(detail::kLocalSgdWhere,
+    throw InputError(detail::kLocalSGDWhere,
                      std::string("a model with strategy=") + strategy_name(core->options.strategy) +
                          ": all " + std::to_string(core->world.world_size) +
                          " ranks hold parts of one copy",
@@ -86,7 +89,7 @@ void LocalSgd::Impl::refuse_shards(bool sharded) const {
                      "use strategy=ddp, or hsdp with a shard_size below the number of ranks");
   }
   if (sharded && options.on_peer_failure == PeerFailure::survivors) {
-    throw InputError(detail::kLocalSgdWhere,
+    throw InputError(detail::kLocalSGDWhere,
                      std::string("on_peer_failure=survivors with strategy=") +
                          strategy_name(core->options.strategy),
                      "stop: a lost rank takes its rows of a copy with it",
@@ -94,8 +97,8 @@ void LocalSgd::Impl::refuse_shards(bool sharded) const {
   }
 }
 
-void LocalSgd::Impl::compare_ranks() {
-  const nlohmann::json mine = {{"steps", options.steps},
+void LocalSGD::Impl::compare_ranks() {
+  const nlohmann::json mine = {{"local_sgd_steps", options.local_sgd_steps},
                                {"enabled", options.enabled},
                                {"model", index},
                                {"post_local_start", options.post_local_start},
@@ -104,10 +107,10 @@ void LocalSgd::Impl::compare_ranks() {
                                {"delay_only_if_it_pays", options.delay_only_if_it_pays},
                                {"moments", static_cast<int>(options.moments)},
                                {"on_peer_failure", static_cast<int>(options.on_peer_failure)}};
-  const auto all = core->communicator->gather_json(mine, "LocalSgd scope");
+  const auto all = core->communicator->all_gather_object(mine, "LocalSGD scope");
   for (size_t rank = 0; rank < all.size(); ++rank) {
     if (all[rank] != all[0]) {
-      throw InputError(detail::kLocalSgdWhere,
+      throw InputError(detail::kLocalSGDWhere,
                        "rank " + std::to_string(rank) + " opens a scope with " + all[rank].dump() +
                            ", rank 0 with " + all[0].dump(),
                        "the same scope on every rank");
@@ -115,10 +118,10 @@ void LocalSgd::Impl::compare_ranks() {
   }
 }
 
-void LocalSgd::Impl::open() {
+void LocalSGD::Impl::open() {
   optimizers = core->optimizers_of(index);
   if (optimizers.empty()) {
-    throw InputError(detail::kLocalSgdWhere, "no prepared optimizer has parameters of the model",
+    throw InputError(detail::kLocalSGDWhere, "no prepared optimizer has parameters of the model",
                      "the optimizer whose steps are counted",
                      "give model and optimizer to accelerator.prepare() before the scope");
   }
@@ -140,7 +143,7 @@ void LocalSgd::Impl::open() {
   active = true;
 }
 
-Averager::NamedTensorList LocalSgd::Impl::trainable() const {
+Averager::NamedTensorList LocalSGD::Impl::trainable() const {
   Averager::NamedTensorList list;
   for (const auto& [name, parameter] : core->data_parallel(index).parameters()) {
     if (parameter.requires_grad()) {
@@ -151,7 +154,7 @@ Averager::NamedTensorList LocalSgd::Impl::trainable() const {
 }
 
 // What is made for one set of ranks, beside the averager. Collective.
-void LocalSgd::Impl::open_parts() {
+void LocalSGD::Impl::open_parts() {
   if (options.inner_steps > 0) {
     open_group(trainable());
   }
@@ -160,7 +163,7 @@ void LocalSgd::Impl::open_parts() {
 }
 
 // Every rank learns everybody's name, and meets those with its own.
-void LocalSgd::Impl::open_group(const Averager::NamedTensorList& tensors) {
+void LocalSGD::Impl::open_group(const Averager::NamedTensorList& tensors) {
   static std::atomic<int> opened_groups{0};
   std::string name = options.group;
   if (name.empty()) {
@@ -168,7 +171,7 @@ void LocalSgd::Impl::open_group(const Averager::NamedTensorList& tensors) {
     ::gethostname(name.data(), name.size() - 1);
     name.resize(std::strlen(name.c_str()));
   }
-  const auto names = copies->gather_json(name, "groups of ranks");
+  const auto names = copies->all_gather_object(name, "groups of ranks");
   std::vector<int> members;
   for (size_t rank = 0; rank < names.size(); ++rank) {
     if (names[rank] == name) {
@@ -192,12 +195,12 @@ void LocalSgd::Impl::open_group(const Averager::NamedTensorList& tensors) {
   }
 }
 
-double LocalSgd::Impl::learning_rate() const {
+double LocalSGD::Impl::learning_rate() const {
   const auto& groups = optimizers.front()->optimizer->param_groups();
   return groups.empty() ? 0 : groups.front().options().get_lr();
 }
 
-void LocalSgd::Impl::log_summary() const {
+void LocalSGD::Impl::log_summary() const {
   std::ostringstream line;
   line.precision(3);
   line << "local sgd: " << steps << " steps, " << report.rounds << " averages, "
@@ -211,12 +214,12 @@ void LocalSgd::Impl::log_summary() const {
   log_info(line.str());
 }
 
-void LocalSgd::Impl::loaded() { counted = core->attempted(index); }
+void LocalSGD::Impl::loaded() { counted = core->attempted(index); }
 
-void LocalSgd::Impl::save_state(NamedTensors& tensors, nlohmann::json& values) const {
+void LocalSGD::Impl::save_state(NamedTensors& tensors, nlohmann::json& values) const {
   if (active && core->attempted(index) != counted) {
     throw InputError(
-        detail::kLocalSgdWhere,
+        detail::kLocalSGDWhere,
         "a state between the optimizer's step and the scope's: the scope has not counted the step",
         "a state behind step()", "save at the end of the loop's body");
   }
@@ -236,7 +239,7 @@ void LocalSgd::Impl::save_state(NamedTensors& tensors, nlohmann::json& values) c
   detail::put_below(tensors, "average.", own);
 }
 
-void LocalSgd::Impl::load_state(const NamedTensors& tensors, const nlohmann::json& values) {
+void LocalSGD::Impl::load_state(const NamedTensors& tensors, const nlohmann::json& values) {
   const auto number = [&](const char* name) { return values.at(name).get<int64_t>(); };
   const int64_t loaded_steps = number("steps");
   const int64_t loaded_at = number("averaged_at");
@@ -250,7 +253,7 @@ void LocalSgd::Impl::load_state(const NamedTensors& tensors, const nlohmann::jso
   detail::DelayTrial loaded_trial = trial;
   loaded_trial.restore(values.at("trial"));
   if (weights.size() != own_weight.size() || taken.size() != weights.size()) {
-    throw InputError(detail::kLocalSgdWhere,
+    throw InputError(detail::kLocalSGDWhere,
                      "the state has fragments=" + std::to_string(weights.size()),
                      std::to_string(own_weight.size()) + ", as here");
   }
@@ -272,42 +275,42 @@ void LocalSgd::Impl::load_state(const NamedTensors& tensors, const nlohmann::jso
   unread = false;
 }
 
-LocalSgd::LocalSgd(Accelerator& accelerator, torch::nn::Module& model, LocalSgdOptions options)
+LocalSGD::LocalSGD(Accelerator& accelerator, torch::nn::Module& model, LocalSGDOptions options)
     : impl_(std::make_unique<Impl>(accelerator.core_, model, std::move(options))) {}
 
-void LocalSgd::abandon() noexcept {
+void LocalSGD::abort() noexcept {
   if (active()) {
     impl_->finished = true;
     impl_->core->close_local();
   }
 }
 
-LocalSgd::~LocalSgd() {
+LocalSGD::~LocalSGD() {
   Impl& impl = *impl_;
   if (!active()) {
     return;
   }
   if (std::uncaught_exceptions() > impl.exceptions_at_entry) {
-    impl.core->communicator->abandon("an exception left the scope of LocalSgd");
+    impl.core->communicator->abort("an exception left the scope of LocalSGD");
   } else {
     log_error(
-        "[accelerator::LocalSgd] destroyed without finish(): every rank keeps "
+        "[accelerator::LocalSGD] destroyed without finish(): every rank keeps "
         "parameters of its own");
   }
   impl.core->close_local();
 }
 
-bool LocalSgd::step() { return impl_->step(); }
+bool LocalSGD::step() { return impl_->step(); }
 
-void LocalSgd::synchronize() { impl_->synchronize(); }
+void LocalSGD::synchronize() { impl_->synchronize(); }
 
-void LocalSgd::finish() { impl_->finish(); }
+void LocalSGD::finish() { impl_->finish(); }
 
-bool LocalSgd::active() const { return impl_->active && !impl_->finished; }
+bool LocalSGD::active() const { return impl_->active && !impl_->finished; }
 
-int64_t LocalSgd::steps() const { return impl_->steps; }
+int64_t LocalSGD::steps() const { return impl_->steps; }
 
-LocalSgdReport LocalSgd::report() const {
+LocalSGDReport LocalSGD::report() const {
   try {
     impl_->report_round();
   } catch (const CommunicationError&) { // the next round tells, and goes on
@@ -315,7 +318,7 @@ LocalSgdReport LocalSgd::report() const {
       throw;
     }
   }
-  LocalSgdReport report = impl_->report;
+  LocalSGDReport report = impl_->report;
   if (impl_->copies) {
     report.ranks_per_copy = impl_->core->world.world_size / impl_->copies->world_size();
   }

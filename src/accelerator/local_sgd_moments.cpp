@@ -55,10 +55,10 @@ void AveragedMoments::average(size_t index, double weight) {
   Kept& kept = averagers_[index];
   const bool fresh = !kept.averager || identities != kept.tensors;
   const auto everyone =
-      communicator_->gather_json({{"moments", std::hash<std::string>{}(list.dump())},
-                                  {"fresh", fresh},
-                                  {"steps", values.value("steps", nlohmann::json::object())}},
-                                 "moments of the ranks");
+      communicator_->all_gather_object({{"moments", std::hash<std::string>{}(list.dump())},
+                                        {"fresh", fresh},
+                                        {"steps", values.value("steps", nlohmann::json::object())}},
+                                       "moments of the ranks");
   bool equal = true;
   bool any_fresh = false;
   std::vector<nlohmann::json> steps;
@@ -69,7 +69,7 @@ void AveragedMoments::average(size_t index, double weight) {
   }
   if (!equal) {
     log_warning(
-        "[accelerator::LocalSgd] the ranks' optimizers keep moments of "
+        "[accelerator::LocalSGD] the ranks' optimizers keep moments of "
         "different parameters: they stay as they are, and plain training that "
         "follows would let the ranks drift apart");
     return;

@@ -18,7 +18,7 @@
 
 namespace hasten {
 
-void LocalSgd::Impl::make_round(Part part, int64_t fragment) {
+void LocalSGD::Impl::make_round(Part part, int64_t fragment) {
   for (;;) {
     const int64_t rounds = report.rounds;
     const int64_t inner_rounds = report.inner_rounds;
@@ -42,12 +42,12 @@ void LocalSgd::Impl::make_round(Part part, int64_t fragment) {
 
 // In the very last exchange a rank may have left already: the others wait for it as
 // for a late one.
-void LocalSgd::Impl::finish_moments() {
+void LocalSGD::Impl::finish_moments() {
   for (;;) {
     try {
       moments->average(1);
       if (survives()) { // nobody leaves whom a peer may still need
-        core->communicator->barrier("end of a LocalSgd scope");
+        core->communicator->barrier("end of a LocalSGD scope");
       }
       return;
     } catch (const CommunicationError&) {
@@ -58,11 +58,11 @@ void LocalSgd::Impl::finish_moments() {
   }
 }
 
-bool LocalSgd::Impl::survives() const {
+bool LocalSGD::Impl::survives() const {
   return options.on_peer_failure == PeerFailure::survivors && local && active && !finished;
 }
 
-bool LocalSgd::Impl::recover() {
+bool LocalSGD::Impl::recover() {
   outcome = RoundOutcome::none;
   ended = false;
   if (!survives() || !core->shrink()) {
@@ -80,7 +80,7 @@ bool LocalSgd::Impl::recover() {
   }
 }
 
-void LocalSgd::Impl::settle() {
+void LocalSGD::Impl::settle() {
   settle_round();
   settle_clocks();
   if (group) {
@@ -89,7 +89,7 @@ void LocalSgd::Impl::settle() {
   open_parts();
 }
 
-void LocalSgd::Impl::settle_round() {
+void LocalSGD::Impl::settle_round() {
   outcome = averager->recover();
   if (outcome == RoundOutcome::committed) {
     if (closing != kNothing) {
@@ -104,12 +104,12 @@ void LocalSgd::Impl::settle_round() {
   group_weight += std::exchange(taken_group_weight, 0);
 }
 
-void LocalSgd::Impl::settle_clocks() {
-  const auto all = core->communicator->gather_json({{"inner_rounds", report.inner_rounds},
-                                                    {"ends", ends},
-                                                    {"end_clocks", end_clocks},
-                                                    {"undecided", trial.undecided()}},
-                                                   "how far the ranks are in a scope");
+void LocalSGD::Impl::settle_clocks() {
+  const auto all = core->communicator->all_gather_object({{"inner_rounds", report.inner_rounds},
+                                                          {"ends", ends},
+                                                          {"end_clocks", end_clocks},
+                                                          {"undecided", trial.undecided()}},
+                                                         "how far the ranks are in a scope");
   int64_t most_ends = 0;
   int64_t inner_rounds = 0;
   bool undecided = false;

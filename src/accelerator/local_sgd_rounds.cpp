@@ -33,11 +33,11 @@ bool SpreadWatch::grows(const AverageReport& report, double learning_rate) {
 
 int64_t RoundSchedule::period(int64_t step) const {
   if (!options_.schedule) {
-    return options_.steps;
+    return options_.local_sgd_steps;
   }
   const int64_t h = options_.schedule(step);
   if (h < 1) {
-    throw InputError(kLocalSgdWhere, "schedule(" + std::to_string(step) + ")=" + std::to_string(h),
+    throw InputError(kLocalSGDWhere, "schedule(" + std::to_string(step) + ")=" + std::to_string(h),
                      "1 or more optimizer steps between two averages");
   }
   return h;
@@ -49,7 +49,7 @@ int64_t RoundSchedule::due(int64_t step, int64_t fragments) {
     return kNothing;
   }
   if (fragments > 1) {
-    const int64_t h = options_.steps;
+    const int64_t h = options_.local_sgd_steps;
     for (int64_t f = 0; f < fragments; ++f) {
       if ((step - start) % h == ((f + 1) * h / fragments) % h) {
         return f;
@@ -80,7 +80,7 @@ bool DelayTrial::next_is_delayed(Communicator& communicator, Clock::time_point n
   } else if (round == kMeasuredDelayed + 1) {
     delayed_ = seconds;
     const at::Tensor both = at::tensor({waiting_, delayed_}, at::kDouble);
-    communicator.all_reduce(both, ReduceOp::max, "whether a delay pays");
+    communicator.all_reduce(both, ReduceOp::MAX, "whether a delay pays");
     const double* slowest = both.const_data_ptr<double>();
     delays_ = slowest[1] < 0.99 * slowest[0];
     tries_ = false;
@@ -118,7 +118,7 @@ void DelayTrial::restore(const nlohmann::json& state, Clock::time_point now) {
 // Kind and fragment in one number, 1 and above.
 int64_t round_code(int64_t part, int64_t fragment) { return 1 + part + 4 * (fragment + 1); }
 
-bool LocalSgd::Impl::step() {
+bool LocalSGD::Impl::step() {
   if (!active || finished || !count_step()) {
     return false;
   }
@@ -147,9 +147,9 @@ bool LocalSgd::Impl::step() {
 }
 
 // False inside a window: nothing was attempted.
-bool LocalSgd::Impl::count_step() {
+bool LocalSGD::Impl::count_step() {
   if (core->optimizers_of(index) != optimizers) {
-    throw InputError(detail::kLocalSgdWhere,
+    throw InputError(detail::kLocalSGDWhere,
                      "an optimizer of the model was prepared inside the scope",
                      "the optimizers of its beginning",
                      "call finish() before, and open a new scope after prepare()");
@@ -171,7 +171,7 @@ bool LocalSgd::Impl::count_step() {
 }
 
 // Gradients have been averaged so far: all ranks are equal.
-void LocalSgd::Impl::begin_local() {
+void LocalSGD::Impl::begin_local() {
   core->set_local(true);
   local = true;
   averaged_at = steps;
@@ -181,12 +181,12 @@ void LocalSgd::Impl::begin_local() {
   round_learning_rate = learning_rate();
 }
 
-void LocalSgd::Impl::announce(Part part, int64_t fragment) {
+void LocalSGD::Impl::announce(Part part, int64_t fragment) {
   core->announce_round(static_cast<uint64_t>(report.rounds) + 1,
                        round_code(static_cast<int64_t>(part), fragment));
 }
 
-void LocalSgd::Impl::join_round(int64_t code) {
+void LocalSGD::Impl::join_round(int64_t code) {
   if (!local) {
     begin_local();
     return;
@@ -194,7 +194,7 @@ void LocalSgd::Impl::join_round(int64_t code) {
   run(static_cast<Part>((code - 1) % 4), (code - 1) / 4 - 1);
 }
 
-void LocalSgd::Impl::run(Part part, int64_t fragment) {
+void LocalSGD::Impl::run(Part part, int64_t fragment) {
   report_round(); // the one before: its spread has come by now
   const auto start = Clock::now();
   if (part == Part::finish) {
@@ -210,7 +210,7 @@ void LocalSgd::Impl::run(Part part, int64_t fragment) {
 
 // One vote for each rank that has made a step since the last average, or its
 // samples.
-double LocalSgd::Impl::take_weight(int64_t fragment) {
+double LocalSGD::Impl::take_weight(int64_t fragment) {
   double weight = 0;
   for (size_t f = 0; f < own_weight.size(); ++f) {
     if (fragment == Averager::kAll || fragment == static_cast<int64_t>(f)) {
@@ -224,7 +224,7 @@ double LocalSgd::Impl::take_weight(int64_t fragment) {
 // Note [A round of a scope]
 // Statistics are fetched first and put in place last, so that a round that fails
 // leaves parameters and statistics as they were. They go with the last fragment.
-void LocalSgd::Impl::begin_round(int64_t fragment, bool delayed) {
+void LocalSGD::Impl::begin_round(int64_t fragment, bool delayed) {
   const double weight = take_weight(fragment);
   const bool last = fragment == Averager::kAll || fragment + 1 == averager->fragments();
   if (last && !buffers->empty()) {
@@ -245,7 +245,7 @@ void LocalSgd::Impl::begin_round(int64_t fragment, bool delayed) {
   committed();
 }
 
-void LocalSgd::Impl::close_round(int64_t fragment) {
+void LocalSGD::Impl::close_round(int64_t fragment) {
   closing = kNothing;
   if (fragment == Averager::kAll || fragment + 1 == averager->fragments()) {
     buffers->apply();
@@ -257,13 +257,13 @@ void LocalSgd::Impl::close_round(int64_t fragment) {
   }
 }
 
-void LocalSgd::Impl::committed() {
+void LocalSGD::Impl::committed() {
   std::fill(taken_weight.begin(), taken_weight.end(), 0);
   report.rounds += 1;
   unread = true;
 }
 
-void LocalSgd::Impl::average_group() {
+void LocalSGD::Impl::average_group() {
   const double weight = taken_group_weight = std::exchange(group_weight, 0);
   if (group_averager) {
     group_averager->average(options.weigh_by_samples ? weight : (weight > 0 ? 1 : 0));
@@ -272,17 +272,17 @@ void LocalSgd::Impl::average_group() {
   report.inner_rounds += 1;
 }
 
-void LocalSgd::Impl::end_round() {
+void LocalSGD::Impl::end_round() {
   averager->finish();
   committed();
 }
 
-void LocalSgd::Impl::synchronize() {
+void LocalSGD::Impl::synchronize() {
   if (!active || finished || !local) {
     return;
   }
   if (!core->between_windows(index)) {
-    throw InputError(detail::kLocalSgdWhere, "synchronize() in the middle of a window",
+    throw InputError(detail::kLocalSGDWhere, "synchronize() in the middle of a window",
                      "a call between optimizer steps",
                      "call it where accelerator.sync_gradients() is true");
   }
@@ -299,7 +299,7 @@ void LocalSgd::Impl::synchronize() {
   }
 }
 
-void LocalSgd::Impl::report_round() {
+void LocalSGD::Impl::report_round() {
   if (!unread) {
     return;
   }
@@ -318,12 +318,13 @@ void LocalSgd::Impl::report_round() {
     line << "local sgd: the ranks drift apart: the spread of their parameters "
             "has grown in each of the last averages, to "
          << report.last.spread << " (norm of the mean: " << report.last.norm
-         << "). Average more often (steps=" << options.steps << " now) or lower the learning rate";
+         << "). Average more often (local_sgd_steps=" << options.local_sgd_steps
+         << " now) or lower the learning rate";
     log_warning(line.str());
   }
 }
 
-void LocalSgd::Impl::finish() {
+void LocalSGD::Impl::finish() {
   if (finished || !active) {
     return;
   }

@@ -1,4 +1,4 @@
-// The state behind a LocalSgd.
+// The state behind a LocalSGD.
 #pragma once
 
 #include <chrono>
@@ -17,7 +17,7 @@ namespace hasten {
 
 namespace detail {
 
-inline constexpr const char* kLocalSgdWhere = "accelerator::LocalSgd";
+inline constexpr const char* kLocalSGDWhere = "accelerator::LocalSGD";
 
 // Tells when the ranks drift apart: the spread, in units of what a step changes
 // (learning rate times the parameters' norm), grows from round to round.
@@ -39,7 +39,7 @@ class SpreadWatch {
 // one where all would have.
 class RoundSchedule {
  public:
-  explicit RoundSchedule(const LocalSgdOptions& options) : options_(options) {}
+  explicit RoundSchedule(const LocalSGDOptions& options) : options_(options) {}
   // H of the round that begins after `step`. Throws InputError below 1.
   int64_t period(int64_t step) const;
   // What is due after `step`: Averager::kAll, a fragment, or kNothing.
@@ -47,7 +47,7 @@ class RoundSchedule {
   static constexpr int64_t kNothing = -2;
 
  private:
-  const LocalSgdOptions& options_;
+  const LocalSGDOptions& options_;
   int64_t begin_ = -1; // of the round that was looked at last
   int64_t end_ = -1;
 };
@@ -82,11 +82,11 @@ class DelayTrial {
 
 } // namespace detail
 
-struct LocalSgd::Impl final : detail::LocalScope {
+struct LocalSGD::Impl final : detail::LocalScope {
   using Clock = std::chrono::steady_clock;
 
   Impl(std::shared_ptr<detail::AcceleratorCore> accelerator, torch::nn::Module& module,
-       LocalSgdOptions settings);
+       LocalSGDOptions settings);
 
   // local_sgd.cpp
   size_t model() const override { return index; }
@@ -142,7 +142,7 @@ struct LocalSgd::Impl final : detail::LocalScope {
   Averager::NamedTensorList trainable() const;
 
   std::shared_ptr<detail::AcceleratorCore> core;
-  LocalSgdOptions options;
+  LocalSGDOptions options;
   detail::RoundSchedule schedule;
   detail::DelayTrial trial;
   size_t index = 0;
@@ -179,7 +179,7 @@ struct LocalSgd::Impl final : detail::LocalScope {
   uint64_t counted = 0; // the last window that was
   double round_learning_rate = 0; // at the round's beginning
   double last_learning_rate = 0; // of the round before
-  LocalSgdReport report{};
+  LocalSGDReport report{};
   Clock::time_point opened = Clock::now();
 };
 

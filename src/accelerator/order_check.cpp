@@ -27,7 +27,7 @@ void OrderCheck::compare(const nlohmann::json& more) {
     digest = digest * 0x9e3779b97f4a7c15ull + std::hash<std::string>{}(call);
   }
   const auto ranks =
-      inner_->gather_json({{"calls", digest}, {"more", more}}, "comparing the ranks");
+      inner_->all_gather_object({{"calls", digest}, {"more", more}}, "comparing the ranks");
   const auto differs = [&ranks](const char* key) {
     return std::find_if(ranks.begin(), ranks.end(),
                         [&](const auto& rank) { return rank.at(key) != ranks.front().at(key); });
@@ -38,7 +38,7 @@ void OrderCheck::compare(const nlohmann::json& more) {
                              "the same on every rank", fix);
   };
   if (const auto at = differs("calls"); at != ranks.end()) {
-    const auto calls = inner_->gather_json(calls_, "the calls of the ranks");
+    const auto calls = inner_->all_gather_object(calls_, "the calls of the ranks");
     const auto other = static_cast<size_t>(at - ranks.begin());
     const size_t both = std::min(calls[0].size(), calls[other].size());
     size_t i = 0;

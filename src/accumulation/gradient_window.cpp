@@ -50,7 +50,7 @@ std::vector<std::shared_ptr<DataParallel>> in_reduction_order(
 }
 
 DdpRanks ranks_with_batches(Communicator& communicator, bool here) {
-  const auto all = communicator.gather_json(here, "ranks with batches");
+  const auto all = communicator.all_gather_object(here, "ranks with batches");
   DdpRanks ranks{.first = 0, .count = 0, .here = here};
   for (size_t rank = 0; rank < all.size(); ++rank) {
     if (all[rank].get<bool>() && ranks.count++ == 0) {

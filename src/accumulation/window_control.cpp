@@ -137,7 +137,7 @@ void WindowControl::start(const WindowTotals& mine, const at::Tensor& loss_stats
     at::NoGradGuard no_grad;
     values_.narrow(0, kWindowLoss, 2).add_(loss_stats);
   }
-  handle_ = communicator_->all_reduce_async(values_, ReduceOp::sum, "window control");
+  handle_ = communicator_->all_reduce_async(values_, ReduceOp::SUM, "window control");
 }
 
 WindowTotals WindowControl::wait() {

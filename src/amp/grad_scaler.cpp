@@ -93,7 +93,7 @@ bool GradScaler::agree(bool found_inf) {
     return found_inf;
   }
   at::Tensor found = at::full({1}, found_inf ? 1.0 : 0.0, at::kDouble);
-  communicator_->all_reduce(found, ReduceOp::max, "found_inf");
+  communicator_->all_reduce(found, ReduceOp::MAX, "found_inf");
   return found.item<double>() > 0;
 }
 

@@ -24,7 +24,7 @@ void agree_on(Communicator& communicator, std::string_view name,
     failure = std::current_exception();
     code = kExitFailed;
   }
-  const auto codes = communicator.gather_json(code, name);
+  const auto codes = communicator.all_gather_object(code, name);
   for (int rank = 0; rank < communicator.world_size(); ++rank) {
     const int theirs = codes[rank].get<int>();
     if (theirs == kExitOk) {

@@ -226,8 +226,10 @@ void require_estimate(const FlagTable& flags, const std::string& batch,
                       EstimateMemoryCommand& command) {
   require_flag(flags, batch.empty() || read_batch(batch, command.rows, command.tokens),
                "--batch=" + batch, "rows and tokens, both above 0: 8x128");
-  require_flag(flags, command.strategy == "local_sgd" || spelled<Strategy>(command.strategy),
-               "--strategy=" + command.strategy, "ddp, zero1, zero2, fsdp, hsdp or local_sgd");
+  const auto strategy = spelled<Strategy>(command.strategy);
+  require_flag(flags, command.strategy == "local_sgd" || strategy, "--strategy=" + command.strategy,
+               "ddp, zero1, zero2, fsdp, hsdp or local_sgd");
+  command.strategy = strategy ? spelling(*strategy) : command.strategy;
   require_shard_size(flags, command.shard_size, command.strategy == "hsdp", command.nproc);
 }
 

@@ -130,7 +130,7 @@ class CompareRun {
   at::Tensor meet(double seconds = 0, double share = 0) {
     const auto peak = static_cast<double>(memory_stats().peak_bytes);
     at::Tensor numbers = at::tensor({peak, seconds, share}, at::kDouble);
-    accelerator_.communicator()->all_reduce(numbers, ReduceOp::max, "compare: a batch that fits");
+    accelerator_.communicator()->all_reduce(numbers, ReduceOp::MAX, "compare: a batch that fits");
     peak_bytes_ = std::max(peak_bytes_, static_cast<int64_t>(*numbers.data_ptr<double>()));
     return numbers;
   }
@@ -192,7 +192,7 @@ int run_command(const CompareCommand& command) {
     if (accelerator.is_main_process()) {
       write_compare_state(file, state);
     }
-    accelerator.finish();
+    accelerator.end_training();
     communicator->close();
     return kExitOk;
   } catch (const SilentExit&) {
@@ -200,7 +200,7 @@ int run_command(const CompareCommand& command) {
   } catch (const std::exception& error) {
     throw_if_interrupted(); // a peer that saw the signal first looks failed
     const std::string_view what = error.what();
-    communicator->abandon(what.substr(0, what.find('\n')));
+    communicator->abort(what.substr(0, what.find('\n')));
     if (!detail::ran_out(error)) {
       throw;
     }

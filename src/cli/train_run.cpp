@@ -58,14 +58,14 @@ int run_training(const TrainCommand& command, const ReadInputs& read) {
     trained = train(command, inputs, accelerator);
   } catch (const std::exception& error) {
     const std::string_view what = error.what();
-    communicator.abandon(what.substr(0, what.find('\n'))); // no stack trace
+    communicator.abort(what.substr(0, what.find('\n'))); // no stack trace
     throw;
   }
   if (accelerator->is_main_process()) {
     log_info((trained ? std::string() : finished_line(command) + " ") + "Model in " +
              command.arguments.output_dir + "." + inputs.hint);
   }
-  accelerator->finish();
+  accelerator->end_training();
   return kExitOk;
 }
 

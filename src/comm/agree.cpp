@@ -36,7 +36,7 @@ std::vector<nlohmann::json> on_every_rank(Communicator& communicator, const std:
   std::vector<nlohmann::json> all;
   try {
     all = communicator.world_size() == 1 ? std::vector<nlohmann::json>(1, mine)
-                                         : communicator.gather_json(mine, where);
+                                         : communicator.all_gather_object(mine, where);
   } catch (...) { // the group is dead: the own reason tells more
     std::rethrow_exception(own ? own : std::current_exception());
   }

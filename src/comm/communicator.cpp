@@ -54,8 +54,8 @@ void register_group(const std::shared_ptr<GlooGroup>& group) {
 }
 
 /// An exchange of rows, summed by the first wait that sees it through.
-struct RowSum final : CommHandle::State {
-  RowSum(CommHandle exchange_in, at::Tensor output_in, at::Tensor rows_in)
+struct RowSum final : Work::State {
+  RowSum(Work exchange_in, at::Tensor output_in, at::Tensor rows_in)
       : exchange(std::move(exchange_in)), output(std::move(output_in)), rows(std::move(rows_in)) {}
 
   void wait() override {
@@ -83,7 +83,7 @@ struct RowSum final : CommHandle::State {
     }
   }
 
-  CommHandle exchange;
+  Work exchange;
   at::Tensor output;
   std::mutex mutex;
   at::Tensor rows; // undefined once summed
@@ -115,17 +115,17 @@ void check_world(const World& world, const CommunicatorOptions& options) {
 
 } // namespace detail
 
-void CommHandle::wait() {
+void Work::wait() {
   if (state_) {
     state_->wait();
   }
 }
 
-std::chrono::steady_clock::time_point CommHandle::ended() const {
+std::chrono::steady_clock::time_point Work::ended() const {
   return state_ ? state_->ended() : std::chrono::steady_clock::time_point{};
 }
 
-bool CommHandle::done() const { return !state_ || state_->done(); }
+bool Work::done() const { return !state_ || state_->done(); }
 
 std::shared_ptr<Communicator> Communicator::create(const World& world,
                                                    const CommunicatorOptions& options) {
@@ -166,14 +166,14 @@ std::shared_ptr<Communicator> detail::GlooGroup::new_group(const std::vector<int
   return group;
 }
 
-CommHandle Communicator::reduce_scatter_async(at::Tensor output, at::Tensor input,
-                                              std::string_view name, at::Tensor scratch) {
+Work Communicator::reduce_scatter_async(at::Tensor output, at::Tensor input, std::string_view name,
+                                        at::Tensor scratch) {
   detail::check_scattered(output, input, world_size());
   if (!scratch.defined()) {
     scratch = at::empty_like(input);
   }
-  CommHandle exchange = all_to_all_async(scratch, input, name);
-  return CommHandle(
+  Work exchange = all_to_all_async(scratch, input, name);
+  return Work(
       std::make_shared<detail::RowSum>(std::move(exchange), output.detach().view({output.numel()}),
                                        scratch.detach().view({world_size(), output.numel()})));
 }

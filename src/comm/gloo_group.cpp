@@ -22,7 +22,7 @@ using std::chrono::milliseconds;
 
 /// A Gloo operation under way. Completion comes from the future's callback, in
 /// Gloo's thread: c10d's own timed wait throws at the end of each slice.
-struct GlooOperation final : CommHandle::State {
+struct GlooOperation final : Work::State {
   std::shared_ptr<GroupCore> core;
   std::string operation;
   uint64_t sequence = 0;
@@ -297,8 +297,8 @@ void GlooGroup::connect() {
   }
 }
 
-CommHandle GlooGroup::submit(std::string operation, uint64_t sequence, const Start& start,
-                             std::function<void()> finish) {
+Work GlooGroup::submit(std::string operation, uint64_t sequence, const Start& start,
+                       std::function<void()> finish) {
   Gloo gloo;
   {
     const std::lock_guard<std::mutex> lock(gloo_mutex_);
@@ -320,10 +320,10 @@ CommHandle GlooGroup::submit(std::string operation, uint64_t sequence, const Sta
   } catch (...) {
     state->complete(std::current_exception());
   }
-  return CommHandle(std::move(state));
+  return Work(std::move(state));
 }
 
-void GlooGroup::abandon(std::string_view reason) noexcept {
+void GlooGroup::abort(std::string_view reason) noexcept {
   try {
     Liveness& liveness = core_->link->liveness();
     const WorldLink& link = *core_->link;

@@ -18,7 +18,7 @@
 
 namespace hasten {
 
-struct CommHandle::State {
+struct Work::State {
   virtual ~State() = default;
   virtual void wait() = 0;
   virtual bool done() const noexcept = 0;
@@ -92,21 +92,19 @@ class GlooGroup final : public Communicator {
   int rank() const override { return core_->rank; }
   int world_size() const override { return core_->world_size; }
   const CommunicatorOptions& options() const override { return core_->options; }
-  CommHandle all_reduce_async(at::Tensor tensor, ReduceOp op, std::string_view name) override;
-  CommHandle broadcast_async(at::Tensor tensor, int source, std::string_view name) override;
-  CommHandle all_gather_async(at::Tensor output, at::Tensor input, std::string_view name) override;
-  CommHandle gather_async(at::Tensor output, at::Tensor input, int root,
-                          std::string_view name) override;
-  CommHandle all_to_all_async(at::Tensor output, at::Tensor input, std::string_view name) override;
-  CommHandle reduce_async(at::Tensor tensor, int root, ReduceOp op, std::string_view name) override;
-  CommHandle scatter_async(at::Tensor output, at::Tensor input, int root,
-                           std::string_view name) override;
+  Work all_reduce_async(at::Tensor tensor, ReduceOp op, std::string_view name) override;
+  Work broadcast_async(at::Tensor tensor, int source, std::string_view name) override;
+  Work all_gather_async(at::Tensor output, at::Tensor input, std::string_view name) override;
+  Work gather_async(at::Tensor output, at::Tensor input, int root, std::string_view name) override;
+  Work all_to_all_async(at::Tensor output, at::Tensor input, std::string_view name) override;
+  Work reduce_async(at::Tensor tensor, int root, ReduceOp op, std::string_view name) override;
+  Work scatter_async(at::Tensor output, at::Tensor input, int root, std::string_view name) override;
   at::Tensor all_gather_rows(const at::Tensor& rows, std::string_view name) override;
-  std::vector<nlohmann::json> gather_json(const nlohmann::json& value,
-                                          std::string_view name) override;
-  nlohmann::json broadcast_json(const nlohmann::json& value, std::string_view name) override;
+  std::vector<nlohmann::json> all_gather_object(const nlohmann::json& value,
+                                                std::string_view name) override;
+  nlohmann::json broadcast_object(const nlohmann::json& value, std::string_view name) override;
   void barrier(std::string_view name) override;
-  void abandon(std::string_view reason) noexcept override;
+  void abort(std::string_view reason) noexcept override;
   void close() noexcept override;
   std::shared_ptr<Communicator> duplicate(const CommunicatorOptions& options) override;
   std::shared_ptr<Communicator> new_group(const std::vector<int>& ranks,
@@ -126,13 +124,12 @@ class GlooGroup final : public Communicator {
   void replace_world(std::shared_ptr<WorldLink> link);
   /// Starts an operation entered as `sequence`; `finish` runs once, in the
   /// first wait that sees it through.
-  CommHandle submit(std::string operation, uint64_t sequence, const Start& start,
-                    std::function<void()> finish);
+  Work submit(std::string operation, uint64_t sequence, const Start& start,
+              std::function<void()> finish);
   /// all_gather and all_to_all, which differ in Gloo's call.
-  CommHandle exchange_rows(std::string operation, const at::Tensor& output, const at::Tensor& input,
-                           c10::intrusive_ptr<c10d::Work> (*start)(c10d::ProcessGroupGloo&,
-                                                                   at::Tensor& to,
-                                                                   at::Tensor& from));
+  Work exchange_rows(std::string operation, const at::Tensor& output, const at::Tensor& input,
+                     c10::intrusive_ptr<c10d::Work> (*start)(c10d::ProcessGroupGloo&,
+                                                             at::Tensor& to, at::Tensor& from));
   /// Every rank's value, [rank]. A rank's n-th exchange meets the n-th of all others;
   /// where these are not one operation, it throws on all.
   std::vector<nlohmann::json> exchange(const std::string& operation, uint64_t sequence,
@@ -143,7 +140,7 @@ class GlooGroup final : public Communicator {
   void check_equal(const std::string& operation, uint64_t sequence, const std::string& tensors);
   /// all_reduce and reduce, which differ in Gloo's call. `keep`: the result is
   /// wanted here.
-  CommHandle reduce_with(
+  Work reduce_with(
       std::string operation, const at::Tensor& tensor, ReduceOp op, std::string tensors, bool keep,
       const std::function<c10::intrusive_ptr<c10d::Work>(
           c10d::ProcessGroupGloo&, std::vector<at::Tensor>& buffer, c10d::ReduceOp op)>& start);

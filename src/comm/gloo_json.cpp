@@ -130,14 +130,14 @@ void GlooGroup::check_equal(const std::string& operation, uint64_t sequence,
   require_equal(operation, texts);
 }
 
-std::vector<nlohmann::json> GlooGroup::gather_json(const nlohmann::json& value,
-                                                   std::string_view name) {
-  const std::string operation = operation_label("gather_json", name);
+std::vector<nlohmann::json> GlooGroup::all_gather_object(const nlohmann::json& value,
+                                                         std::string_view name) {
+  const std::string operation = operation_label("all_gather_object", name);
   return exchange(operation, core_->enter(operation), value);
 }
 
-nlohmann::json GlooGroup::broadcast_json(const nlohmann::json& value, std::string_view name) {
-  const std::string operation = operation_label("broadcast_json", name);
+nlohmann::json GlooGroup::broadcast_object(const nlohmann::json& value, std::string_view name) {
+  const std::string operation = operation_label("broadcast_object", name);
   return exchange(operation, core_->enter(operation), rank() == 0 ? value : nlohmann::json())[0];
 }
 

@@ -32,22 +32,22 @@ uint64_t GlooGroup::enter_equal(const std::string& operation, const std::string&
   return sequence;
 }
 
-CommHandle GlooGroup::reduce_with(
+Work GlooGroup::reduce_with(
     std::string operation, const at::Tensor& tensor, ReduceOp op, std::string tensors, bool keep,
     const std::function<c10::intrusive_ptr<c10d::Work>(
         c10d::ProcessGroupGloo&, std::vector<at::Tensor>& buffer, c10d::ReduceOp op)>& start) {
   const uint64_t sequence =
       enter_equal(operation, std::string(reduce_op_name(op)) + " of " + tensors);
   const at::Tensor target = tensor.detach();
-  const bool adds = op != ReduceOp::max && op != ReduceOp::min;
+  const bool adds = op != ReduceOp::MAX && op != ReduceOp::MIN;
   const bool widen = adds && target.element_size() == 2;
   std::vector<at::Tensor> buffer{widen  ? target.to(at::kFloat)
                                  : keep ? target
                                         : target.clone()}; // Gloo's reduce writes on every rank
-  const double divisor = op == ReduceOp::mean ? world_size() : 1;
-  const auto gloo_op = op == ReduceOp::max       ? c10d::ReduceOp::MAX
-                       : op == ReduceOp::min     ? c10d::ReduceOp::MIN
-                       : op == ReduceOp::product ? c10d::ReduceOp::PRODUCT
+  const double divisor = op == ReduceOp::AVG ? world_size() : 1;
+  const auto gloo_op = op == ReduceOp::MAX       ? c10d::ReduceOp::MAX
+                       : op == ReduceOp::MIN     ? c10d::ReduceOp::MIN
+                       : op == ReduceOp::PRODUCT ? c10d::ReduceOp::PRODUCT
                                                  : c10d::ReduceOp::SUM;
   return submit(
       std::move(operation), sequence,
@@ -63,7 +63,7 @@ CommHandle GlooGroup::reduce_with(
       });
 }
 
-CommHandle GlooGroup::all_reduce_async(at::Tensor tensor, ReduceOp op, std::string_view name) {
+Work GlooGroup::all_reduce_async(at::Tensor tensor, ReduceOp op, std::string_view name) {
   check_reducible("all_reduce", tensor, op);
   return reduce_with(
       operation_label("all_reduce", name), tensor, op, tensor_text(tensor), true,
@@ -74,8 +74,7 @@ CommHandle GlooGroup::all_reduce_async(at::Tensor tensor, ReduceOp op, std::stri
       });
 }
 
-CommHandle GlooGroup::reduce_async(at::Tensor tensor, int root, ReduceOp op,
-                                   std::string_view name) {
+Work GlooGroup::reduce_async(at::Tensor tensor, int root, ReduceOp op, std::string_view name) {
   check_reducible("reduce", tensor, op);
   check_root("reduce", root, world_size());
   return reduce_with(
@@ -89,7 +88,7 @@ CommHandle GlooGroup::reduce_async(at::Tensor tensor, int root, ReduceOp op,
       });
 }
 
-CommHandle GlooGroup::broadcast_async(at::Tensor tensor, int source, std::string_view name) {
+Work GlooGroup::broadcast_async(at::Tensor tensor, int source, std::string_view name) {
   check_tensor("broadcast", tensor);
   check_root("broadcast", source, world_size());
   std::string operation = operation_label("broadcast", name);
@@ -106,11 +105,11 @@ CommHandle GlooGroup::broadcast_async(at::Tensor tensor, int source, std::string
       nullptr);
 }
 
-CommHandle GlooGroup::exchange_rows(std::string operation, const at::Tensor& output,
-                                    const at::Tensor& input,
-                                    c10::intrusive_ptr<c10d::Work> (*start)(c10d::ProcessGroupGloo&,
-                                                                            at::Tensor& to,
-                                                                            at::Tensor& from)) {
+Work GlooGroup::exchange_rows(std::string operation, const at::Tensor& output,
+                              const at::Tensor& input,
+                              c10::intrusive_ptr<c10d::Work> (*start)(c10d::ProcessGroupGloo&,
+                                                                      at::Tensor& to,
+                                                                      at::Tensor& from)) {
   const uint64_t sequence = enter_equal(operation, tensor_text(input));
   at::Tensor to = bytes_of(output);
   at::Tensor from = bytes_of(input);
@@ -119,7 +118,7 @@ CommHandle GlooGroup::exchange_rows(std::string operation, const at::Tensor& out
       [&](c10d::ProcessGroupGloo& gloo) { return start(gloo, to, from); }, nullptr);
 }
 
-CommHandle GlooGroup::all_gather_async(at::Tensor output, at::Tensor input, std::string_view name) {
+Work GlooGroup::all_gather_async(at::Tensor output, at::Tensor input, std::string_view name) {
   check_gathered("all_gather", output, input, world_size());
   return exchange_rows(operation_label("all_gather", name), output, input,
                        [](c10d::ProcessGroupGloo& gloo, at::Tensor& to, at::Tensor& from) {
@@ -127,8 +126,7 @@ CommHandle GlooGroup::all_gather_async(at::Tensor output, at::Tensor input, std:
                        });
 }
 
-CommHandle GlooGroup::gather_async(at::Tensor output, at::Tensor input, int root,
-                                   std::string_view name) {
+Work GlooGroup::gather_async(at::Tensor output, at::Tensor input, int root, std::string_view name) {
   check_root("gather", root, world_size());
   if (rank() == root) {
     check_gathered("gather", output, input, world_size());
@@ -154,8 +152,8 @@ CommHandle GlooGroup::gather_async(at::Tensor output, at::Tensor input, int root
       nullptr);
 }
 
-CommHandle GlooGroup::scatter_async(at::Tensor output, at::Tensor input, int root,
-                                    std::string_view name) {
+Work GlooGroup::scatter_async(at::Tensor output, at::Tensor input, int root,
+                              std::string_view name) {
   check_root("scatter", root, world_size());
   if (rank() == root) {
     check_gathered("scatter", input, output, world_size());
@@ -180,7 +178,7 @@ CommHandle GlooGroup::scatter_async(at::Tensor output, at::Tensor input, int roo
       nullptr);
 }
 
-CommHandle GlooGroup::all_to_all_async(at::Tensor output, at::Tensor input, std::string_view name) {
+Work GlooGroup::all_to_all_async(at::Tensor output, at::Tensor input, std::string_view name) {
   check_exchanged(output, input, world_size());
   return exchange_rows(operation_label("all_to_all", name), output, input,
                        [](c10d::ProcessGroupGloo& gloo, at::Tensor& to, at::Tensor& from) {

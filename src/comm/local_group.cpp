@@ -13,7 +13,7 @@
 
 namespace hasten::detail {
 
-struct LocalOperation final : CommHandle::State {
+struct LocalOperation final : Work::State {
   void wait() override {}
   bool done() const noexcept override { return true; }
   std::chrono::steady_clock::time_point ended() const noexcept override { return made; }
@@ -37,69 +37,67 @@ class LocalGroup final : public Communicator {
   int world_size() const override { return 1; }
   const CommunicatorOptions& options() const override { return options_; }
 
-  CommHandle all_reduce_async(at::Tensor tensor, ReduceOp op, std::string_view name) override {
+  Work all_reduce_async(at::Tensor tensor, ReduceOp op, std::string_view name) override {
     check_reducible("all_reduce", tensor, op);
     check("all_reduce", name);
-    return CommHandle(done_);
+    return Work(done_);
   }
-  CommHandle broadcast_async(at::Tensor tensor, int source, std::string_view name) override {
+  Work broadcast_async(at::Tensor tensor, int source, std::string_view name) override {
     check_tensor("broadcast", tensor);
     check_root("broadcast", source, 1);
     check("broadcast", name);
-    return CommHandle(done_);
+    return Work(done_);
   }
-  CommHandle all_gather_async(at::Tensor output, at::Tensor input, std::string_view name) override {
+  Work all_gather_async(at::Tensor output, at::Tensor input, std::string_view name) override {
     check_gathered("all_gather", output, input, 1);
     check("all_gather", name);
     output.detach()[0].copy_(input.detach());
-    return CommHandle(done_);
+    return Work(done_);
   }
-  CommHandle gather_async(at::Tensor output, at::Tensor input, int root,
-                          std::string_view name) override {
+  Work gather_async(at::Tensor output, at::Tensor input, int root, std::string_view name) override {
     check_root("gather", root, 1);
     check_gathered("gather", output, input, 1);
     check("gather", name);
     output.detach()[0].copy_(input.detach());
-    return CommHandle(done_);
+    return Work(done_);
   }
-  CommHandle all_to_all_async(at::Tensor output, at::Tensor input, std::string_view name) override {
+  Work all_to_all_async(at::Tensor output, at::Tensor input, std::string_view name) override {
     check_exchanged(output, input, 1);
     check("all_to_all", name);
     output.detach().copy_(input.detach());
-    return CommHandle(done_);
+    return Work(done_);
   }
-  CommHandle reduce_async(at::Tensor tensor, int root, ReduceOp op,
-                          std::string_view name) override {
+  Work reduce_async(at::Tensor tensor, int root, ReduceOp op, std::string_view name) override {
     check_reducible("reduce", tensor, op);
     check_root("reduce", root, 1);
     check("reduce", name);
-    return CommHandle(done_);
+    return Work(done_);
   }
-  CommHandle scatter_async(at::Tensor output, at::Tensor input, int root,
-                           std::string_view name) override {
+  Work scatter_async(at::Tensor output, at::Tensor input, int root,
+                     std::string_view name) override {
     check_root("scatter", root, 1);
     check_gathered("scatter", input, output, 1);
     check("scatter", name);
     output.detach().copy_(input.detach()[0]);
-    return CommHandle(done_);
+    return Work(done_);
   }
   at::Tensor all_gather_rows(const at::Tensor& rows, std::string_view name) override {
     check_rows(rows);
     check("all_gather_rows", name);
     return rows.detach().clone();
   }
-  std::vector<nlohmann::json> gather_json(const nlohmann::json& value,
-                                          std::string_view name) override {
-    check("gather_json", name);
+  std::vector<nlohmann::json> all_gather_object(const nlohmann::json& value,
+                                                std::string_view name) override {
+    check("all_gather_object", name);
     return std::vector<nlohmann::json>(1, value);
   }
-  nlohmann::json broadcast_json(const nlohmann::json& value, std::string_view name) override {
-    check("broadcast_json", name);
+  nlohmann::json broadcast_object(const nlohmann::json& value, std::string_view name) override {
+    check("broadcast_object", name);
     return value;
   }
   void barrier(std::string_view name) override { check("barrier", name); }
 
-  void abandon(std::string_view reason) noexcept override {
+  void abort(std::string_view reason) noexcept override {
     if (error_.empty()) {
       try {
         error_ = "rank 0 failed: " + std::string(reason);

@@ -12,11 +12,11 @@
 namespace hasten::detail {
 
 std::string_view reduce_op_name(ReduceOp op) {
-  return op == ReduceOp::sum    ? "sum"
-         : op == ReduceOp::mean ? "mean"
-         : op == ReduceOp::max  ? "max"
-         : op == ReduceOp::min  ? "min"
-                                : "product";
+  return op == ReduceOp::SUM   ? "sum"
+         : op == ReduceOp::AVG ? "mean"
+         : op == ReduceOp::MAX ? "max"
+         : op == ReduceOp::MIN ? "min"
+                               : "product";
 }
 
 std::string operation_label(std::string_view operation, std::string_view name) {
@@ -72,7 +72,7 @@ void check_reducible(std::string_view operation, const at::Tensor& tensor, Reduc
       type == at::kFloat || type == at::kDouble || type == at::kHalf || type == at::kBFloat16;
   const bool integer =
       type == at::kLong || type == at::kInt || type == at::kChar || type == at::kByte;
-  if (!floating && !(integer && op != ReduceOp::mean)) {
+  if (!floating && !(integer && op != ReduceOp::AVG)) {
     throw InputError(
         "comm::" + std::string(operation),
         "cannot take the " + std::string(reduce_op_name(op)) + " of dtype=" + c10::toString(type),

@@ -8,7 +8,7 @@
 
 namespace hasten {
 
-LrScheduler::LrScheduler(torch::optim::Optimizer& optimizer, Schedule schedule)
+LRScheduler::LRScheduler(torch::optim::Optimizer& optimizer, Schedule schedule)
     : optimizer_(optimizer), schedule_(std::move(schedule)) {
   for (const auto& group : optimizer_.param_groups()) {
     base_lrs_.push_back(group.options().get_lr());
@@ -16,14 +16,14 @@ LrScheduler::LrScheduler(torch::optim::Optimizer& optimizer, Schedule schedule)
   apply();
 }
 
-void LrScheduler::step() {
+void LRScheduler::step() {
   ++completed_updates_;
   apply();
 }
 
-void LrScheduler::set_base_lrs(std::vector<double> base_lrs) {
+void LRScheduler::set_base_lrs(std::vector<double> base_lrs) {
   if (base_lrs.size() != base_lrs_.size()) {
-    throw InputError("optim::LrScheduler",
+    throw InputError("optim::LRScheduler",
                      "base_lrs of " + std::to_string(base_lrs.size()) + " parameter groups",
                      "the optimizer's " + std::to_string(base_lrs_.size()));
   }
@@ -31,7 +31,7 @@ void LrScheduler::set_base_lrs(std::vector<double> base_lrs) {
   apply();
 }
 
-void LrScheduler::apply() {
+void LRScheduler::apply() {
   const double multiplier = schedule_(completed_updates_);
   last_lr_.clear();
   for (size_t i = 0; i < base_lrs_.size(); ++i) {
@@ -40,22 +40,22 @@ void LrScheduler::apply() {
   }
 }
 
-void LrScheduler::save_state(NamedTensors&, nlohmann::json& values) const {
+void LRScheduler::save_state(NamedTensors&, nlohmann::json& values) const {
   values["completed_updates"] = completed_updates_;
   values["base_lrs"] = base_lrs_;
 }
 
-void LrScheduler::load_state(const NamedTensors&, const nlohmann::json& values) {
+void LRScheduler::load_state(const NamedTensors&, const nlohmann::json& values) {
   for (const char* name : {"completed_updates", "base_lrs"}) {
     if (!values.contains(name)) {
-      throw InputError("optim::LrScheduler", std::string("the state lacks ") + name,
+      throw InputError("optim::LRScheduler", std::string("the state lacks ") + name,
                        "a state that save_state() wrote");
     }
   }
   auto base_lrs = values.at("base_lrs").get<std::vector<double>>();
   if (base_lrs.size() != base_lrs_.size()) {
     throw InputError(
-        "optim::LrScheduler",
+        "optim::LRScheduler",
         "the state has base_lrs of " + std::to_string(base_lrs.size()) +
             " parameter groups, the optimizer has groups=" + std::to_string(base_lrs_.size()),
         "the same groups");

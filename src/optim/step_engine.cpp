@@ -97,7 +97,7 @@ void StepEngine::update(torch::optim::Optimizer& optimizer, const StepPass& pass
       if (!entry.parameter->grad().defined()) {
         continue;
       }
-      Work& work = work_.emplace_back();
+      StepItem& work = work_.emplace_back();
       work.entry = &entry;
       work.parameter = &group.params()[i];
       work.options = &group.options();
@@ -106,7 +106,7 @@ void StepEngine::update(torch::optim::Optimizer& optimizer, const StepPass& pass
     }
     groups_[g].state_kind = kind;
   }
-  for (Work& work : work_) {
+  for (StepItem& work : work_) {
     take_state(optimizer, work);
   }
   run(pass);
@@ -114,7 +114,7 @@ void StepEngine::update(torch::optim::Optimizer& optimizer, const StepPass& pass
   work_.clear();
 }
 
-void StepEngine::take_gradient(Work& work) const {
+void StepEngine::take_gradient(StepItem& work) const {
   const at::Tensor& parameter = *work.parameter;
   const at::Tensor& gradient = work.entry->parameter->grad();
   const char* where = rules_->where();
@@ -157,7 +157,7 @@ void StepEngine::take_gradient(Work& work) const {
   }
 }
 
-void StepEngine::take_state(torch::optim::Optimizer& optimizer, Work& work) const {
+void StepEngine::take_state(torch::optim::Optimizer& optimizer, StepItem& work) const {
   Entry& entry = *work.entry;
   const auto found = optimizer.state().find(entry.parameter);
   bool known = entry.state != nullptr && found != optimizer.state().end() &&
@@ -171,7 +171,7 @@ void StepEngine::take_state(torch::optim::Optimizer& optimizer, Work& work) cons
   }
 }
 
-void StepEngine::look_at_state(torch::optim::Optimizer& optimizer, Work& work) const {
+void StepEngine::look_at_state(torch::optim::Optimizer& optimizer, StepItem& work) const {
   Entry& entry = *work.entry;
   StepArrays& arrays = entry.arrays;
   const at::Tensor& parameter = *work.parameter;
@@ -225,7 +225,7 @@ void StepEngine::look_at_state(torch::optim::Optimizer& optimizer, Work& work) c
   arrays.columns = factored ? parameter.size(-1) : 0;
 }
 
-size_t StepEngine::numbers_of(const Work& work) {
+size_t StepEngine::numbers_of(const StepItem& work) {
   const int64_t step = *work.entry->parts.step;
   auto& last = numbers_for_;
   if (numbers_.empty() || last.options != work.options || last.step != step ||
@@ -239,12 +239,12 @@ size_t StepEngine::numbers_of(const Work& work) {
 void StepEngine::run(const StepPass& pass) {
   numbers_.clear();
   struct Task {
-    const Work* work;
+    const StepItem* work;
     int64_t begin, end;
   };
   std::vector<Task> tasks;
   const bool alone = at::get_num_threads() == 1 || at::in_parallel_region();
-  for (Work& work : work_) {
+  for (StepItem& work : work_) {
     StepArrays& arrays = work.entry->arrays;
     ++*work.entry->parts.step;
     if (arrays.count == 0) {
@@ -275,7 +275,7 @@ void StepEngine::run(const StepPass& pass) {
   });
 }
 
-void StepEngine::run_by_tensors(const Work& work, const StepPass& pass) const {
+void StepEngine::run_by_tensors(const StepItem& work, const StepPass& pass) const {
   const Entry& entry = *work.entry;
   const at::Tensor& parameter = *work.parameter;
   const auto dtype = entry.arrays.parameter_type == StepType::f64 ? at::kDouble : at::kFloat;
@@ -310,7 +310,7 @@ void StepEngine::run_by_tensors(const Work& work, const StepPass& pass) const {
 }
 
 void StepEngine::finish(const StepPass& pass) const {
-  for (const Work& work : work_) {
+  for (const StepItem& work : work_) {
     work.entry->fresh = false;
     // Kernels, ours and ATen's, leave version counters alone (LibTorch 2.13).
     torch::autograd::impl::bump_version(*work.parameter);

@@ -86,7 +86,7 @@ class StepEngine {
     std::vector<Entry> entries{}; // as params()
   };
   /// What has a gradient in this step.
-  struct Work {
+  struct StepItem {
     Entry* entry = nullptr;
     const at::Tensor* parameter = nullptr;
     const StepRules::Options* options = nullptr;
@@ -98,19 +98,19 @@ class StepEngine {
 
   void find_entries(torch::optim::Optimizer& optimizer);
   void rebuild(torch::optim::Optimizer& optimizer);
-  void take_gradient(Work& work) const;
-  void take_state(torch::optim::Optimizer& optimizer, Work& work) const;
-  void look_at_state(torch::optim::Optimizer& optimizer, Work& work) const;
+  void take_gradient(StepItem& work) const;
+  void take_state(torch::optim::Optimizer& optimizer, StepItem& work) const;
+  void look_at_state(torch::optim::Optimizer& optimizer, StepItem& work) const;
   void run(const StepPass& pass);
-  void run_by_tensors(const Work& work, const StepPass& pass) const;
+  void run_by_tensors(const StepItem& work, const StepPass& pass) const;
   void finish(const StepPass& pass) const;
-  size_t numbers_of(const Work& work);
+  size_t numbers_of(const StepItem& work);
 
   const std::unique_ptr<StepRules> rules_;
   FusedOptions options_;
   bool only_tensors_ = false;
   std::vector<Group> groups_{};
-  std::vector<Work> work_{};
+  std::vector<StepItem> work_{};
   std::vector<StepNumbers> numbers_{};
   struct {
     const StepRules::Options* options = nullptr;

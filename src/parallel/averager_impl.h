@@ -52,7 +52,7 @@ struct Averager::Impl {
     size_t slice = 0;
     at::Tensor range{};
     at::Tensor gathered{}; // [rank, …] on the driver
-    CommHandle handle{};
+    Work handle{};
     CommHook::Step step{}; // a hook's; empty: done
   };
   // A round between its two parts.
@@ -135,7 +135,7 @@ struct Averager::Impl {
   bool recovering = false; // ranks are not in step
   AverageReport report{};
   at::Tensor spread{}; // [2] fp64
-  CommHandle spread_handle{};
+  Work spread_handle{};
   at::Tensor ballot{};
 };
 

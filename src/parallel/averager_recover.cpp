@@ -21,7 +21,7 @@ RoundOutcome Averager::Impl::recover() {
     throw InputError(where, "recover() with transactional=false",
                      "transactional=true: a broken round has left half-made sums behind");
   }
-  const auto all = communicator->gather_json(
+  const auto all = communicator->all_gather_object(
       {{"rounds", rounds}, {"total", last_total}, {"unsettled", round.open || dropped}},
       "how far the ranks are with an average");
   int64_t most = rounds;

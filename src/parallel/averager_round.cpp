@@ -70,7 +70,7 @@ void Averager::Impl::begin(double weight, double learning_rate, int64_t fragment
   round.total = alone ? 1 : -1;
   if (!options.transactional && !alone) {
     const at::Tensor total = at::full({1}, weight, at::kDouble);
-    communicator->all_reduce(total, ReduceOp::sum, "weights of an average");
+    communicator->all_reduce(total, ReduceOp::SUM, "weights of an average");
     round.total = total.item<double>();
   }
   const bool nothing = round.total == 0 || (alone && !has_anchor());
@@ -154,7 +154,7 @@ void Averager::Impl::launch(size_t index) {
     operation.handle = communicator->gather_async(operation.gathered, operation.range, 0,
                                                   "average slice " + std::to_string(index));
   } else {
-    operation.handle = communicator->all_reduce_async(operation.range, ReduceOp::sum,
+    operation.handle = communicator->all_reduce_async(operation.range, ReduceOp::SUM,
                                                       "average slice " + std::to_string(index));
   }
   round.operations.push_back(std::move(operation));
@@ -210,7 +210,7 @@ void Averager::Impl::drive() {
       outer_pieces(g);
     }
   }
-  std::vector<CommHandle> handles;
+  std::vector<Work> handles;
   round.whole = false;
   for (const Slice* slice : slices) {
     const Group& group = groups[slice->group];
@@ -220,7 +220,7 @@ void Averager::Impl::drive() {
     }
     handles.push_back(communicator->broadcast_async(parameters, 0, "parameters of the driver"));
   }
-  for (CommHandle& handle : handles) {
+  for (Work& handle : handles) {
     handle.wait();
   }
   if (options.outer && communicator->rank() != 0) {
@@ -249,7 +249,7 @@ void Averager::Impl::vote() {
   const auto number = static_cast<double>(rounds % 65536);
   const auto part = static_cast<double>((round.fragment + 1) % 65536);
   ballot = at::tensor({round.weight, number, number * number, part, part * part}, at::kDouble);
-  communicator->all_reduce(ballot, ReduceOp::sum, "vote on an average");
+  communicator->all_reduce(ballot, ReduceOp::SUM, "vote on an average");
   const double* sums = ballot.const_data_ptr<double>();
   const int ranks = communicator->world_size();
   if (sums[1] * sums[1] != ranks * sums[2] || sums[3] * sums[3] != ranks * sums[4]) {
@@ -443,7 +443,7 @@ void Averager::Impl::send_spread(const detail::PassSums& sums, bool measured) {
   report.spread = 0;
   spread = at::full({1}, sums.difference, at::kDouble);
   if (communicator->world_size() > 1) {
-    spread_handle = communicator->all_reduce_async(spread, ReduceOp::sum, "spread of an average");
+    spread_handle = communicator->all_reduce_async(spread, ReduceOp::SUM, "spread of an average");
   }
 }
 

@@ -11,8 +11,8 @@ namespace hasten {
 namespace detail {
 
 CommHook::Step plain_reduce(Communicator& communicator, const GradientBucket& bucket) {
-  CommHandle handle = communicator.all_reduce_async(
-      bucket.buffer, ReduceOp::sum, "gradient bucket " + std::to_string(bucket.index));
+  Work handle = communicator.all_reduce_async(bucket.buffer, ReduceOp::SUM,
+                                              "gradient bucket " + std::to_string(bucket.index));
   return [handle]() mutable {
     handle.wait();
     return false;
@@ -40,7 +40,7 @@ CommHook::Step compressed_reduce(Communicator& communicator, const GradientBucke
   flat.narrow(0, count, world * part - count).zero_();
   const at::Tensor parts = at::empty_like(all);
   const std::string name = "gradient bucket " + std::to_string(bucket.index);
-  CommHandle handle = communicator.all_to_all_async(parts, all, name);
+  Work handle = communicator.all_to_all_async(parts, all, name);
   bool summed = false;
   return [=, &communicator, buffer = bucket.buffer]() mutable {
     handle.wait();

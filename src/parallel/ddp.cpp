@@ -136,7 +136,7 @@ void Ddp::register_comm_hook(std::shared_ptr<CommHook> hook) {
                      "to be called between windows");
   }
   const std::string mine = hook ? hook->description() : "none";
-  const auto all = communicator_->gather_json(mine, "communication hook");
+  const auto all = communicator_->all_gather_object(mine, "communication hook");
   for (size_t rank = 0; rank < all.size(); ++rank) {
     if (all[rank] != all[0]) {
       throw InputError("parallel::register_comm_hook",

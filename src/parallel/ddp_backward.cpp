@@ -186,7 +186,7 @@ void Ddp::launch(size_t index) {
     operation.step = hook_->reduce(*communicator_, gradients);
   } else {
     operation.started = Clock::now();
-    operation.handle = communicator_->all_reduce_async(bucket.range, ReduceOp::sum,
+    operation.handle = communicator_->all_reduce_async(bucket.range, ReduceOp::SUM,
                                                        "gradient bucket " + std::to_string(index));
   }
   report_.buckets += 1;
@@ -257,7 +257,7 @@ void Ddp::start_agreement() {
   using namespace detail;
   const auto& slots = gradients_.layout().slots();
   const auto count = static_cast<int64_t>(slots.size());
-  const auto send = [&](CommHandle handle) {
+  const auto send = [&](Work handle) {
     Operation operation;
     operation.handle = std::move(handle);
     operation.started = Clock::now();
@@ -281,7 +281,7 @@ void Ddp::start_agreement() {
     rows[kDefined * count + i] = static_cast<uint8_t>(defined_[slot]);
   }
   rows[kAgreementRows * count] = detail::versions_of(module_buffers_) != buffer_versions_;
-  send(communicator_->all_reduce_async(agreement_, ReduceOp::max, "parameters in use"));
+  send(communicator_->all_reduce_async(agreement_, ReduceOp::MAX, "parameters in use"));
   if (learned_.empty()) {
     order_ = at::zeros({count + 1}, at::kInt);
     if (communicator_->rank() == 0) {
@@ -392,7 +392,7 @@ void Ddp::throw_unused() {
     mine["unused"] = detail::quoted_names(missing_);
     mine["replaced"] = replaced_parameter();
   }
-  const auto all = communicator_->gather_json(mine, "unused parameters");
+  const auto all = communicator_->all_gather_object(mine, "unused parameters");
   std::string what;
   bool replaced = false;
   for (size_t rank = 0; rank < all.size(); ++rank) {

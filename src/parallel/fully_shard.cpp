@@ -206,7 +206,7 @@ void FullyShard::start_agreement() {
     bytes[count + i] = byte;
     bytes[count + 8 + i] = static_cast<uint8_t>(255 - byte);
   }
-  agreed_ = reductions_->all_reduce_async(agreement_, ReduceOp::max, "parameters in use");
+  agreed_ = reductions_->all_reduce_async(agreement_, ReduceOp::MAX, "parameters in use");
 }
 
 void FullyShard::settle_agreement() {
@@ -229,7 +229,7 @@ void FullyShard::settle_agreement() {
     return;
   }
   if (replicas() != nullptr) {
-    replicas()->all_reduce(agreement_, ReduceOp::max, "parameters in use");
+    replicas()->all_reduce(agreement_, ReduceOp::MAX, "parameters in use");
   }
   const auto* bytes = agreement_.const_data_ptr<uint8_t>();
   for (size_t i = 0; i < parameters_.size(); ++i) {

@@ -127,7 +127,7 @@ static std::shared_ptr<Communicator> own_group(Communicator& communicator) {
   CommunicatorOptions options = communicator.options();
   options.name +=
       " shards " +
-      std::to_string(communicator.broadcast_json(made++, "group of shards").get<int64_t>());
+      std::to_string(communicator.broadcast_object(made++, "group of shards").get<int64_t>());
   return communicator.duplicate(options);
 }
 
@@ -177,7 +177,7 @@ void FullyShard::check_options() const {
                        "a floating-point type");
     }
   };
-  const auto check_all = [&](const ShardPrecision& precision) {
+  const auto check_all = [&](const MixedPrecisionPolicy& precision) {
     check(precision.param_dtype, "param_dtype");
     check(precision.reduce_dtype, "reduce_dtype");
     check(precision.output_dtype, "output_dtype");

@@ -40,7 +40,7 @@ void FullyShard::reduce_norms(std::vector<double>& norms, double norm_type) cons
       values[i] = std::pow(norm, norm_type);
     }
   }
-  communicator_->all_reduce(all, largest ? ReduceOp::max : ReduceOp::sum, "norms of shards");
+  communicator_->all_reduce(all, largest ? ReduceOp::MAX : ReduceOp::SUM, "norms of shards");
   for (int64_t i = 0; i < count; ++i) {
     norms[static_cast<size_t>(i)] = !largest                 ? std::pow(values[i], 1 / norm_type)
                                     : values[count + i] != 0 ? std::nan("")

@@ -104,7 +104,7 @@ CommHook::Step Int8CompressHook::reduce(Communicator& communicator, const Gradie
                           world * blocks);
   const at::Tensor parts = at::empty_like(all);
   const std::string name = "gradient bucket " + std::to_string(bucket.index);
-  CommHandle handle = communicator.all_to_all_async(parts, all, name);
+  Work handle = communicator.all_to_all_async(parts, all, name);
   bool summed = false;
   return [=, &communicator, buffer = bucket.buffer, error = lost_of_sum]() mutable {
     handle.wait();

@@ -55,7 +55,7 @@ void even_out_buffers(Communicator& communicator, const FlatLayout::NamedParamet
       if (!ranks.here) {
         flat.zero_();
       }
-      communicator.all_reduce(flat, ReduceOp::sum, "buffers");
+      communicator.all_reduce(flat, ReduceOp::SUM, "buffers");
       flat.div_(ranks.count > 0 ? ranks.count : communicator.world_size());
     } else {
       communicator.broadcast(flat, ranks.first, "buffers");

@@ -46,8 +46,9 @@ std::map<int64_t, at::Tensor> load_pieces(const NamedTensors& tensors) {
 
 SlowMo::SlowMo(SlowMoOptions options) : options_(options) {
   constexpr const char* where = "parallel::SlowMo";
-  detail::check_outer_option(where, "beta", options.beta, options.beta >= 0 && options.beta < 1);
-  detail::check_outer_option(where, "slow_lr", options.slow_lr, options.slow_lr > 0);
+  detail::check_outer_option(where, "slowmo_factor", options.slowmo_factor,
+                             options.slowmo_factor >= 0 && options.slowmo_factor < 1);
+  detail::check_outer_option(where, "slowmo_lr", options.slowmo_lr, options.slowmo_lr > 0);
 }
 
 void SlowMo::step(int64_t piece, at::Tensor anchor, at::Tensor mean, double learning_rate) {
@@ -63,13 +64,13 @@ void SlowMo::step(int64_t piece, at::Tensor anchor, at::Tensor mean, double lear
     slow = at::zeros_like(anchor);
   }
   mean.sub_(anchor).div_(-learning_rate); // (anchor - mean) / lr
-  slow.mul_(options_.beta).add_(mean);
-  anchor.sub_(slow, options_.slow_lr * learning_rate);
+  slow.mul_(options_.slowmo_factor).add_(mean);
+  anchor.sub_(slow, options_.slowmo_lr * learning_rate);
 }
 
 std::string SlowMo::description() const {
-  return "slowmo beta=" + detail::outer_number(options_.beta) +
-         " slow_lr=" + detail::outer_number(options_.slow_lr);
+  return "slowmo beta=" + detail::outer_number(options_.slowmo_factor) +
+         " slowmo_lr=" + detail::outer_number(options_.slowmo_lr);
 }
 
 void SlowMo::save_state(NamedTensors& tensors, nlohmann::json&) const {

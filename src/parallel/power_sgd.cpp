@@ -79,7 +79,7 @@ struct PowerSgdHook::Pending {
   std::vector<Matrix> matrices{};
   std::vector<at::Tensor> others{}; // gradients sent as they are
   at::Tensor plain{}, first{}, second{}; // messages: others, all P, all Q
-  CommHandle plain_sum{}, factor_sum{};
+  Work plain_sum{}, factor_sum{};
 };
 
 PowerSgdHook::PowerSgdHook(PowerSgdOptions options) : options_(options) {
@@ -212,7 +212,7 @@ void PowerSgdHook::start(Communicator& communicator, Pending& pending) {
     }
     pending.plain = at::cat(pieces);
     sent_ += pending.plain.numel();
-    pending.plain_sum = communicator.all_reduce_async(pending.plain, ReduceOp::sum, pending.name);
+    pending.plain_sum = communicator.all_reduce_async(pending.plain, ReduceOp::SUM, pending.name);
   }
   if (pending.matrices.empty()) {
     return;
@@ -234,7 +234,7 @@ void PowerSgdHook::start(Communicator& communicator, Pending& pending) {
     offset += rows * rank;
   }
   pending.factor_sum =
-      communicator.all_reduce_async(pending.first, ReduceOp::sum, pending.name + ", P");
+      communicator.all_reduce_async(pending.first, ReduceOp::SUM, pending.name + ", P");
 }
 
 // False where there is nothing to send. The sum of P is equal on all ranks, to
@@ -270,7 +270,7 @@ bool PowerSgdHook::send_second_factor(Communicator& communicator, Pending& pendi
     }
   }
   pending.factor_sum =
-      communicator.all_reduce_async(pending.second, ReduceOp::sum, pending.name + ", Q");
+      communicator.all_reduce_async(pending.second, ReduceOp::SUM, pending.name + ", Q");
   return true;
 }
 

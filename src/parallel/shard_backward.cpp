@@ -82,7 +82,7 @@ void ShardSchedule::let_others_go(const Call& call) {
              outer.entered < call.entered && outer.left > call.left;
     });
     if (unit != call.unit && !around && !keeps(unit) && !recomputing_[unit]) {
-      units_[unit]->let_go();
+      units_[unit]->reshard();
     }
   }
 }
@@ -119,7 +119,7 @@ void ShardSchedule::complete(size_t unit) {
   complete_[unit] = 1;
   ShardUnit& done = *units_[unit];
   if (!keeps(unit) || last_) {
-    done.let_go();
+    done.reshard();
   }
   const bool reduces = last_ || settings_.reduce_each;
   if (done.alone() || !reduces) {
@@ -145,7 +145,7 @@ void ShardSchedule::end_reduction() {
   reducing_.reset();
   unit.finish_reduction();
   if (settings_.replicas && last_) {
-    for (CommHandle& handle : unit.sum_over(*settings_.replicas)) {
+    for (Work& handle : unit.sum_over(*settings_.replicas)) {
       replica_sums_.push_back(std::move(handle));
     }
   }
@@ -176,7 +176,7 @@ void ShardSchedule::close_backward() {
   for (size_t unit = 0; unit < units_.size(); ++unit) {
     units_[unit]->finish_gather(); // asked for, and not needed
     if (settings_.reshard_after_forward || last_) {
-      units_[unit]->let_go();
+      units_[unit]->reshard();
     }
   }
   for (Call& call : calls_) {
@@ -187,7 +187,7 @@ void ShardSchedule::close_backward() {
 
 void ShardSchedule::wait() {
   end_reduction();
-  for (CommHandle& handle : replica_sums_) {
+  for (Work& handle : replica_sums_) {
     handle.wait();
   }
   replica_sums_.clear();
@@ -201,13 +201,13 @@ void ShardSchedule::settle() {
   for (const auto& unit : units_) {
     unit->drop_reduction();
     unit->finish_gather();
-    unit->let_go();
+    unit->reshard();
   }
 }
 
 void ShardSchedule::let_all_go() {
   for (const auto& unit : units_) {
-    unit->let_go();
+    unit->reshard();
   }
 }
 
@@ -224,7 +224,7 @@ void ShardSchedule::cancel() noexcept {
   reducing_.reset();
   for (const auto& unit : units_) {
     unit->drop_reduction();
-    unit->let_go(); // one that is being gathered later: settle()
+    unit->reshard(); // one that is being gathered later: settle()
   }
 }
 

@@ -140,12 +140,12 @@ void ShardUnit::finish_reduction() {
   summed_ = true;
 }
 
-std::vector<CommHandle> ShardUnit::sum_over(Communicator& replicas) {
+std::vector<Work> ShardUnit::sum_over(Communicator& replicas) {
   const at::NoGradGuard no_grad;
-  std::vector<CommHandle> handles;
+  std::vector<Work> handles;
   const auto sum = [&](const at::Tensor& gradient) {
     handles.push_back(
-        replicas.all_reduce_async(gradient, ReduceOp::sum, "replicas' gradients of " + name_));
+        replicas.all_reduce_async(gradient, ReduceOp::SUM, "replicas' gradients of " + name_));
   };
   for (ShardFlat& flat : flats_) {
     if (ranks_ > 1) {

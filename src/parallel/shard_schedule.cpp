@@ -71,7 +71,7 @@ void ShardSchedule::close_forward(int64_t number, bool failed) {
   for (size_t unit = 0; unit < units_.size(); ++unit) {
     if (units_[unit]->state() == ShardUnit::State::gathering) {
       units_[unit]->finish_gather(); // asked for, and not called this time
-      units_[unit]->let_go();
+      units_[unit]->reshard();
     }
   }
   open_ = false;
@@ -109,7 +109,7 @@ void ShardSchedule::leave(const std::shared_ptr<void>& graph) {
                                   [&](const Entered& outer) { return outer.unit == call.unit; });
   const bool waits = graph || (call.unit == root() && at::GradMode::is_enabled());
   if (!call.was_whole && !inside && !(waits && keeps(call.unit))) {
-    units_[call.unit]->let_go();
+    units_[call.unit]->reshard();
   }
 }
 
@@ -119,7 +119,7 @@ void ShardSchedule::give_up(size_t entered) {
     const Entered call = entered_.back();
     entered_.pop_back();
     if (!call.was_whole) {
-      units_[call.unit]->let_go();
+      units_[call.unit]->reshard();
     }
   }
 }
@@ -157,7 +157,7 @@ static void cast_floats(std::vector<at::Tensor>& tensors, std::optional<at::Scal
 
 std::vector<at::Tensor> ShardSchedule::call(size_t unit, std::vector<at::Tensor> inputs,
                                             const Forward& forward) {
-  const ShardPrecision& precision = units_[unit]->precision();
+  const MixedPrecisionPolicy& precision = units_[unit]->precision();
   if (precision.cast_forward_inputs) {
     cast_floats(inputs, precision.param_dtype);
   }
@@ -192,7 +192,7 @@ void ShardSchedule::enter_recompute(size_t unit) {
 
 void ShardSchedule::exit_recompute(size_t unit) {
   if (std::exchange(recomputing_[unit], 0)) {
-    units_[unit]->let_go();
+    units_[unit]->reshard();
   }
 }
 

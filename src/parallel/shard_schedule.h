@@ -150,7 +150,7 @@ class ShardSchedule : public std::enable_shared_from_this<ShardSchedule> {
   std::vector<char> complete_{}; // [unit]
   std::vector<char> recomputing_{}; // [unit] gathered for it alone
   std::optional<size_t> reducing_{}; // the unit whose reduction is under way
-  std::vector<CommHandle> replica_sums_{};
+  std::vector<Work> replica_sums_{};
 };
 
 } // namespace hasten::detail

@@ -23,7 +23,7 @@ void put_data(const at::Tensor& tensor, const at::Tensor& data) {
   tensor.unsafeGetTensorImpl()->shallow_copy_from(data.getIntrusivePtr());
 }
 
-ShardUnit::ShardUnit(std::string name, ShardPrecision precision,
+ShardUnit::ShardUnit(std::string name, MixedPrecisionPolicy precision,
                      std::shared_ptr<ShardBuffers> buffers, int rank, int ranks)
     : name_(std::move(name)),
       precision_(precision),
@@ -149,7 +149,7 @@ void ShardUnit::make_shards(ShardFlat& flat) {
   }
   if (!flat.in_place) {
     state_ = State::whole;
-    let_go();
+    reshard();
   }
 }
 
@@ -167,7 +167,7 @@ std::string ShardUnit::changed_parameter() const {
   return {};
 }
 
-void ShardUnit::wait(CommHandle& handle) {
+void ShardUnit::wait(Work& handle) {
   if (!handle) {
     return;
   }
@@ -229,7 +229,7 @@ void ShardUnit::finish_gather() {
   const at::NoGradGuard no_grad;
   const UnseenOps unseen;
   for (Gather& gather : gathers_) {
-    for (CommHandle& handle : gather.handles) {
+    for (Work& handle : gather.handles) {
       wait(handle);
     }
     ShardFlat& flat = flats_[gather.flat];
@@ -254,7 +254,7 @@ void ShardUnit::finish_gather() {
   state_ = State::whole;
 }
 
-void ShardUnit::let_go() {
+void ShardUnit::reshard() {
   if (state_ != State::whole) {
     return;
   }

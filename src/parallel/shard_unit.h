@@ -87,7 +87,7 @@ class ShardUnit {
  public:
   enum class State { sharded, gathering, whole };
 
-  ShardUnit(std::string name, ShardPrecision precision, std::shared_ptr<ShardBuffers> buffers,
+  ShardUnit(std::string name, MixedPrecisionPolicy precision, std::shared_ptr<ShardBuffers> buffers,
             int rank, int ranks);
 
   /// Before shard(). Returns where: flat and index in it may change until then.
@@ -103,7 +103,7 @@ class ShardUnit {
   void start_gather(Communicator& communicator);
   void finish_gather();
   /// Parameters are shards again. Not while gathering.
-  void let_go();
+  void reshard();
   State state() const { return state_; }
   int64_t whole_bytes() const;
 
@@ -119,7 +119,7 @@ class ShardUnit {
   void drop_reduction() noexcept { reductions_.clear(); }
   bool alone() const { return ranks_ == 1; }
   /// Sums shards' gradients over replicas, in place.
-  std::vector<CommHandle> sum_over(Communicator& replicas);
+  std::vector<Work> sum_over(Communicator& replicas);
   /// This rank's gradient of a sum: a shard's; undefined where there is none.
   at::Tensor gradient_of(const ShardFlat& flat, const ShardTensor& tensor) const;
   void scale_gradients(double factor);
@@ -129,7 +129,7 @@ class ShardUnit {
   void reset_gradients();
 
   const std::string& name() const { return name_; }
-  const ShardPrecision& precision() const { return precision_; }
+  const MixedPrecisionPolicy& precision() const { return precision_; }
   std::vector<ShardFlat>& flats() { return flats_; }
   const std::vector<ShardFlat>& flats() const { return flats_; }
   ShardUnitReport& report() { return report_; }
@@ -140,13 +140,13 @@ class ShardUnit {
   using Clock = std::chrono::steady_clock;
   // A message under way.
   struct Gather {
-    std::vector<CommHandle> handles{};
+    std::vector<Work> handles{};
     size_t flat = 0;
     size_t piece = 0;
     at::Tensor rows{}; // undefined: in place
   };
   struct Reduction {
-    CommHandle handle{};
+    Work handle{};
     at::Tensor to{}; // the gradient's range
     at::Tensor part{}; // to be added to it; undefined: summed in place
   };
@@ -157,11 +157,11 @@ class ShardUnit {
   at::Tensor whole_chunks(const ShardFlat& flat, const ShardTensor& tensor) const;
   void gather(size_t index, Communicator& communicator);
   at::Tensor rows_to_send(ShardFlat& flat, const ShardPiece& piece);
-  void wait(CommHandle& handle);
+  void wait(Work& handle);
 
   // Set at construction.
   std::string name_;
-  ShardPrecision precision_;
+  MixedPrecisionPolicy precision_;
   std::shared_ptr<ShardBuffers> buffers_;
   int rank_;
   int ranks_;

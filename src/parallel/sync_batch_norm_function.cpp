@@ -248,7 +248,7 @@ class SyncNorm : public torch::autograd::Function<SyncNorm> {
       both[0].copy_(own.dy);
       both[1].copy_(own.dy_xhat);
     }
-    layer.communicator->all_reduce(both, ReduceOp::sum, layer.name + " gradient sums");
+    layer.communicator->all_reduce(both, ReduceOp::SUM, layer.name + " gradient sums");
     both = both.to(own.dy.options());
     return {both[0], both[1]};
   }

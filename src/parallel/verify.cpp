@@ -71,9 +71,9 @@ std::string first_difference(const nlohmann::json& mine, const nlohmann::json& m
 
 void require_equal_lists(Communicator& communicator, const nlohmann::json& mine, const char* where,
                          const std::string& subject, const char* expected, const char* fix) {
-  const auto main = communicator.broadcast_json(mine, subject + " of rank 0");
+  const auto main = communicator.broadcast_object(mine, subject + " of rank 0");
   const auto differences =
-      communicator.gather_json(first_difference(mine, main), subject + " differences");
+      communicator.all_gather_object(first_difference(mine, main), subject + " differences");
   for (size_t rank = 0; rank < differences.size(); ++rank) {
     if (!differences[rank].get<std::string>().empty()) {
       throw InputError(where,
@@ -111,7 +111,7 @@ struct Pack {
   std::vector<at::Tensor> tensors{};
   size_t bytes = 0;
   at::Tensor sent{}; // the only tensor itself, or a copy of all
-  CommHandle handle{};
+  Work handle{};
 
   bool takes(const at::Tensor& other) const {
     return bytes + other.nbytes() <= kPack && tensors[0].device() == other.device();

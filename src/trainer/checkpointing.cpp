@@ -48,7 +48,7 @@ void enable_checkpointing(TrainerParts& parts) {
       how);
   if (parts.accelerator->num_processes() > 1) { // measured times differ
     plan = std::make_shared<ActivationPlan>(ActivationPlan::from_json(
-        parts.communicator().broadcast_json(plan->to_json(), "plan of activations")));
+        parts.communicator().broadcast_object(plan->to_json(), "plan of activations")));
     gradient_checkpointing_enable(parts.model, {.plan = plan});
   }
   parts.checkpointing = {.plan = plan};

@@ -50,7 +50,7 @@ at::Tensor outputs_in_order(TrainerParts& parts, RankOutputs mine, int64_t datas
     form = {{"dtype", static_cast<int>(first.scalar_type())},
             {"sizes", first.sizes().slice(1).vec()}};
   }
-  const auto forms = communicator.gather_json(form, "form of the outputs");
+  const auto forms = communicator.all_gather_object(form, "form of the outputs");
   const auto known =
       std::find_if(forms.begin(), forms.end(), [](const auto& f) { return !f.is_null(); });
   auto sizes = known->at("sizes").get<std::vector<int64_t>>();
@@ -160,7 +160,7 @@ nlohmann::json evaluate_dataset(TrainerParts& parts, const Dataset& dataset,
   const double weight = sums[1].item<double>();
   const auto rows = static_cast<int64_t>(sums[2].item<double>());
   const double seconds =
-      accelerator.reduce(at::scalar_tensor(time.seconds(), pass.loss_sum.options()), ReduceOp::max)
+      accelerator.reduce(at::scalar_tensor(time.seconds(), pass.loss_sum.options()), ReduceOp::MAX)
           .item<double>();
   nlohmann::json record;
   if (weight > 0) {

@@ -54,7 +54,7 @@ void TrainingRun::compare_callbacks() {
   if (parts_.accelerator->num_processes() == 1) {
     return;
   }
-  for (const auto& theirs : parts_.communicator().gather_json(names, "callbacks")) {
+  for (const auto& theirs : parts_.communicator().all_gather_object(names, "callbacks")) {
     for (size_t i = 0; i < names.size(); ++i) {
       common_[i] = common_[i] && std::find(theirs.begin(), theirs.end(), names[i]) != theirs.end();
     }
@@ -146,7 +146,7 @@ void TrainingRun::terminate() {
   save_checkpoint();
   terminated_ = true;
   if (local_sgd_) {
-    local_sgd_->abandon(); // it was averaged above
+    local_sgd_->abort(); // it was averaged above
   }
   if (parts_.is_main()) {
     log_info("SIGTERM: saved behind update " + std::to_string(state_.global_step) + " of " +

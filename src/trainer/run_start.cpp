@@ -116,7 +116,7 @@ nlohmann::json agreed_with_main(TrainerParts& parts, const char* what,
       told = {{"refusal", e.what()}};
     }
   }
-  told = parts.communicator().broadcast_json(told, what);
+  told = parts.communicator().broadcast_object(told, what);
   if (error) {
     std::rethrow_exception(error);
   }

@@ -219,7 +219,7 @@ void TrainingRun::save_checkpoint() {
     state_.best_model_checkpoint = folder.string();
   }
   if (parts_.arguments.save_only_model) {
-    parts_.accelerator->with_full_parameters(
+    parts_.accelerator->summon_full_params(
         [&] {
           FolderCommit commit(folder, CommitMode::replace);
           write_model_folder(commit.folder(), false);
@@ -243,7 +243,7 @@ void TrainingRun::save_checkpoint() {
 void TrainingRun::save_final() {
   collect_tokens();
   parts_.require_output_dir();
-  parts_.accelerator->with_full_parameters(
+  parts_.accelerator->summon_full_params(
       [this] {
         FolderCommit commit(output_dir_, CommitMode::merge);
         write_model_folder(commit.folder(), true);

@@ -86,7 +86,7 @@ bool TrainingRun::train_step(const Batch& batch) {
     return true;
   } catch (const std::exception& error) {
     // Before the guard does, because here the reason is known.
-    parts_.communicator().abandon(error.what());
+    parts_.communicator().abort(error.what());
     throw;
   }
 }
@@ -105,9 +105,9 @@ void TrainingRun::stop_at_loss() {
   } else {
     // Every rank is here; which of them are to blame they know themselves.
     Communicator& communicator = parts_.communicator();
-    const auto losses =
-        communicator.gather_json({{"finite", std::isfinite(mine)}, {"loss", std::to_string(mine)}},
-                                 "ranks whose loss is not finite");
+    const auto losses = communicator.all_gather_object(
+        {{"finite", std::isfinite(mine)}, {"loss", std::to_string(mine)}},
+        "ranks whose loss is not finite");
     for (size_t rank = 0; rank < losses.size(); ++rank) {
       if (!losses[rank].at("finite").get<bool>()) {
         blame(rank, losses[rank].at("loss").get<std::string>());

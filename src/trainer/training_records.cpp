@@ -16,7 +16,7 @@ void TrainingRun::collect_losses() {
   if (!is_local()) {
     return;
   }
-  const LocalSgdReport rounds = local_sgd_->report();
+  const LocalSGDReport rounds = local_sgd_->report();
   const bool has_norm = std::isfinite(grad_norm_);
   at::Tensor sums = at::tensor({uncollected_losses_.loss_sum, uncollected_losses_.weight,
                                 static_cast<double>(uncollected_rows_), has_norm ? grad_norm_ : 0.0,
@@ -39,7 +39,7 @@ void TrainingRun::collect_losses() {
 }
 
 void TrainingRun::describe_rounds(nlohmann::json& record) {
-  const LocalSgdReport rounds = local_sgd_->report();
+  const LocalSGDReport rounds = local_sgd_->report();
   record["local_sgd_rounds"] = rounds.rounds;
   record["local_sgd_spread"] = rounds.last.spread;
   record["local_sgd_bytes"] = rounds.bytes;
@@ -60,7 +60,7 @@ void TrainingRun::describe_gradient_norms(nlohmann::json& record) {
   if (is_local()) {
     // A rank whose window had no row has none.
     std::map<std::string, std::pair<double, int>> sums;
-    for (const auto& theirs : parts_.communicator().gather_json(
+    for (const auto& theirs : parts_.communicator().all_gather_object(
              {{"names", norms.names}, {"norms", norms.norms}}, "gradient norms")) {
       for (size_t i = 0; i < theirs.at("names").size(); ++i) {
         auto& [sum, ranks] = sums[theirs["names"][i].get<std::string>()];
@@ -189,7 +189,7 @@ void TrainingRun::load_best() {
     return; // no evaluation gave a number: the model as it is
   }
   if (state_.best_global_step != state_.global_step) {
-    parts_.accelerator->load_full_parameters(
+    parts_.accelerator->load_full_params(
         [this] { parts_.files.load(state_.best_model_checkpoint); }, parts_.model);
   }
   if (parts_.is_main() && parts_.arguments.save_total_limit == 1) {

@@ -103,7 +103,7 @@ TrainingRun::TrainingRun(TrainerParts& parts, const TrainingPlan& plan, RunStart
       torch_optimizer_(make_optimizer(spelling(parts.arguments.optim), groups_,
                                       optimizer_settings(parts.arguments))),
       lr_scheduler_(
-          std::make_shared<LrScheduler>(*torch_optimizer_, schedule_of(parts.arguments, plan))),
+          std::make_shared<LRScheduler>(*torch_optimizer_, schedule_of(parts.arguments, plan))),
       data_loader_(std::make_shared<DataLoader>(
           parts.train, train_loader_options(parts.arguments, parts.accelerator->num_processes(),
                                             start_.drop_batch))) {
@@ -136,9 +136,9 @@ TrainOutput TrainingRun::run() {
   } catch (const std::exception& error) {
     parts_.saves_when_terminated = false;
     deferral.reset();
-    parts_.communicator().abandon(error.what());
+    parts_.communicator().abort(error.what());
     if (local_sgd_) {
-      local_sgd_->abandon();
+      local_sgd_->abort();
     }
     // A peer that saw the signal first looks like a failed peer here.
     if (dynamic_cast<const CommunicationError*>(&error) != nullptr) {
@@ -172,7 +172,7 @@ void TrainingRun::begin() {
   }
   if (parts_.arguments.local_sgd_steps > 0) {
     local_sgd_.emplace(accelerator, parts_.model,
-                       LocalSgdOptions{.steps = parts_.arguments.local_sgd_steps});
+                       LocalSGDOptions{.local_sgd_steps = parts_.arguments.local_sgd_steps});
   }
   run_time_.restart();
   if (!start_.folder.empty()) {
@@ -342,7 +342,7 @@ void TrainingRun::end_epoch() {
   at::Tensor peaks = at::tensor(
       {static_cast<double>(memory_stats().peak_bytes), static_cast<double>(peak_resident_bytes())},
       at::kDouble);
-  peaks = parts_.accelerator->reduce(peaks.to(parts_.accelerator->device()), ReduceOp::max);
+  peaks = parts_.accelerator->reduce(peaks.to(parts_.accelerator->device()), ReduceOp::MAX);
   peaks = peaks.cpu();
 
   EpochReport report;

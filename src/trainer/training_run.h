@@ -193,13 +193,13 @@ class TrainingRun {
   RunDescription description_{}; // made before the model may be split
   bool blocks_looked_for_ = false; // that checkpointing is about
   std::shared_ptr<torch::optim::Optimizer> torch_optimizer_;
-  std::shared_ptr<LrScheduler> lr_scheduler_;
+  std::shared_ptr<LRScheduler> lr_scheduler_;
   std::shared_ptr<ReduceLrOnPlateau> plateau_{}; // or null; the above is constant
   std::shared_ptr<DataLoader> data_loader_;
   std::optional<PreparedOptimizer<torch::optim::Optimizer>> optimizer_{};
   std::optional<PreparedLoader<DataLoader>> loader_{};
-  std::optional<PreparedScheduler<LrScheduler>> scheduler_{};
-  std::optional<LocalSgd> local_sgd_{}; // empty, or not active: plain training
+  std::optional<PreparedScheduler<LRScheduler>> scheduler_{};
+  std::optional<LocalSGD> local_sgd_{}; // empty, or not active: plain training
 
   int64_t epoch_ = 0; // under way, from 0
   bool epoch_ended_ = false; // but not reported yet

@@ -66,7 +66,7 @@ void expect_plain_run(int64_t batch_count, int64_t k, int epochs, const Options&
   EXPECT_LE(largest_difference(*net, *plain.net), 1e-10);
   EXPECT_EQ(decay.ticks, static_cast<int>(plain.losses.size()));
   EXPECT_EQ(optimizer->param_groups().size(), 1u);
-  accelerator.finish();
+  accelerator.end_training();
 }
 
 // Ten steps and more; the batch counts leave uneven lengths, short last windows

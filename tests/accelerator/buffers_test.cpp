@@ -190,7 +190,7 @@ TEST(Buffers, OfEveryDtypeAreRankZerosUnderEveryStrategy) {
         optimizer.zero_grad();
       }
       EXPECT_EQ(turn, 3);
-      accelerator.finish();
+      accelerator.end_training();
     }
   }
 }
@@ -217,7 +217,7 @@ TEST(Buffers, OfEveryDtypeAreEqualInAnEvaluationInsideAWindow) {
     ++turn;
   }
   EXPECT_EQ(turn, 2);
-  accelerator.finish();
+  accelerator.end_training();
 }
 
 } // namespace hasten::accelerator_test

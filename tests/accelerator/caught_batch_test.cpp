@@ -52,7 +52,7 @@ Net train_caught(const CaughtRun& run) {
       optimizer.zero_grad();
     }
   }
-  accelerator.finish();
+  accelerator.end_training();
   return net;
 }
 

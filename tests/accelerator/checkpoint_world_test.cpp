@@ -53,9 +53,9 @@ static TrainedChain train_chain(const std::function<void(Straight&)>& enable,
           add_grad_hook(parameters[i], [&calls = result.hooks[i]](const Tensor&) { ++calls; }));
     }
   }
-  LocalSgd local_sgd(
-      accelerator, model,
-      {.steps = std::max<int64_t>(1, how.local_sgd_steps), .enabled = how.local_sgd_steps > 0});
+  LocalSGD local_sgd(accelerator, model,
+                     {.local_sgd_steps = std::max<int64_t>(1, how.local_sgd_steps),
+                      .enabled = how.local_sgd_steps > 0});
   for (int epoch = 0; epoch < 2; ++epoch) {
     for (const auto& [x, y] : loader) {
       auto window = accelerator.accumulate(model);
@@ -68,7 +68,7 @@ static TrainedChain train_chain(const std::function<void(Straight&)>& enable,
     }
   }
   local_sgd.finish();
-  accelerator.finish();
+  accelerator.end_training();
   for (const Tensor& parameter : chain->parameters()) {
     result.parameters.push_back(parameter.detach().clone());
   }
@@ -99,7 +99,7 @@ TEST(CheckpointWorld, TrainingIsTheSameToTheBitWhateverIsRecomputed) {
                        }));
 }
 
-TEST(CheckpointWorld, SoItIsWithLocalSgdAndInSixteenBits) {
+TEST(CheckpointWorld, SoItIsWithLocalSGDAndInSixteenBits) {
   for (const ChainTraining& how : {ChainTraining{.local_sgd_steps = 2},
                                    {.precision = Precision::bf16},
                                    {.local_sgd_steps = 2, .precision = Precision::bf16}}) {

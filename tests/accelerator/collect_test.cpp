@@ -79,7 +79,7 @@ TEST(Collect, OneRowOfAWiderTensorTravels) {
       EXPECT_EQ(own.item().toDouble(), 10 * (world - 1) + 1);
       EXPECT_EQ(accelerator.reduce(own).item().toDouble(), world * (10.0 * (world - 1) + 1));
     }
-    accelerator.finish();
+    accelerator.end_training();
   }
 }
 
@@ -109,8 +109,8 @@ TEST(Collect, ReduceOfHalfDoesNotOverflowOnTheWay) {
   const double rank = accelerator.process_index();
   const double world = accelerator.num_processes();
   const Tensor large = torch::full({3}, 60000, torch::kHalf);
-  for (const Tensor& mean : {accelerator.reduce(large, ReduceOp::mean),
-                             accelerator.reduce(large, ReduceOp::sum, 1 / world)}) {
+  for (const Tensor& mean : {accelerator.reduce(large, ReduceOp::AVG),
+                             accelerator.reduce(large, ReduceOp::SUM, 1 / world)}) {
     EXPECT_EQ(mean.scalar_type(), torch::kHalf);
     EXPECT_TRUE(torch::equal(mean, large)) << mean;
   }
@@ -118,8 +118,8 @@ TEST(Collect, ReduceOfHalfDoesNotOverflowOnTheWay) {
   const auto is = [](const Tensor& value, double a, double b) {
     return value[0].item<double>() == a && value[1].item<double>() == b;
   };
-  EXPECT_TRUE(is(accelerator.reduce(own, ReduceOp::max), world - 1, 0));
-  EXPECT_TRUE(is(accelerator.reduce(own, ReduceOp::min), 0, 1 - world));
+  EXPECT_TRUE(is(accelerator.reduce(own, ReduceOp::MAX), world - 1, 0));
+  EXPECT_TRUE(is(accelerator.reduce(own, ReduceOp::MIN), 0, 1 - world));
   const double sum = world * (world - 1) / 2;
   EXPECT_TRUE(is(accelerator.reduce(own), sum, -sum));
   EXPECT_TRUE(is(own, rank, -rank)); // a copy was reduced

@@ -75,8 +75,8 @@ struct Run {
   void train_on(Range& data, int first, int last, const std::filesystem::path& load,
                 const std::filesystem::path& save) {
     auto [model, optimizer, loader] = accelerator.prepare(net, own, data);
-    LocalSgd local(accelerator, model,
-                   {.steps = 3,
+    LocalSGD local(accelerator, model,
+                   {.local_sgd_steps = 3,
                     .enabled = features.count("Local SGD") > 0,
                     .delay = features.count("delay") > 0 ? 1 : 0,
                     .delay_only_if_it_pays = false,
@@ -108,7 +108,7 @@ struct Run {
       accelerator.save_state(save);
     }
     local.finish();
-    accelerator.with_full_parameters(
+    accelerator.summon_full_params(
         [&] {
           for (const Tensor& parameter : net->parameters()) {
             parameters.push_back(parameter.detach().to(at::kDouble).clone());
@@ -121,7 +121,7 @@ struct Run {
       const Tensor all = accelerator.gather(own.unsqueeze(0));
       EXPECT_TRUE(torch::equal(all, own.expand_as(all))) << all;
     }
-    accelerator.finish();
+    accelerator.end_training();
   }
 
   Features features;
@@ -297,7 +297,7 @@ TEST(Combinations, Bf16WithEachOther) { expect_pairs_with({2}); }
 TEST(Combinations, Fp16WithEachOther) { expect_pairs_with({3}); }
 TEST(Combinations, CopiesWithTheRest) { expect_pairs_with({4, 8}); }
 TEST(Combinations, ShardsWithTheRest) { expect_pairs_with({5, 6, 7}); }
-TEST(Combinations, LocalSgdAndSyncBatchNormWithTheRest) { expect_pairs_with({9, 10}); }
+TEST(Combinations, LocalSGDAndSyncBatchNormWithTheRest) { expect_pairs_with({9, 10}); }
 TEST(Combinations, GraphsFormatsBuffersLoadersAndResumeWithEachOther) {
   expect_pairs_with({11, 12, 13, 14, 15, 16});
 }

@@ -58,7 +58,7 @@ void expect_uneven_is_joined(std::shared_ptr<CommHook> hook, double tolerance) {
   if (communicator->world_size() > 1) {
     EXPECT_GT(accelerator.last_window().communication_seconds, 0);
   }
-  accelerator.finish();
+  accelerator.end_training();
 }
 
 TEST(AcceleratorDdp, UnevenInputsOfOnesOwnLoopAreTheJoinedBatch) {

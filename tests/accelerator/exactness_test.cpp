@@ -237,7 +237,7 @@ Outcome with_accelerator(const Case& data, Range& batches, const AcceleratorOpti
   for (const Tensor& p : net->parameters()) {
     outcome.parameters.push_back(p.detach());
   }
-  accelerator.finish();
+  accelerator.end_training();
   return outcome;
 }
 

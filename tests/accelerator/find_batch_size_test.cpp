@@ -54,7 +54,7 @@ TEST(FindBatchSize, HalvesUntilAStepFitsAndLeavesNothingBehind) {
   EXPECT_EQ(attempts.tried, (std::vector<int64_t>{100, 50, 25, 12}));
   EXPECT_EQ(memory_stats().live_bytes, before);
   EXPECT_LE(attempts.peaks.back(), before + room);
-  accelerator.finish();
+  accelerator.end_training();
 }
 
 TEST(FindBatchSize, OneRanksShortageLowersAll) {
@@ -74,7 +74,7 @@ TEST(FindBatchSize, OneRanksShortageLowersAll) {
       {.starting_batch_size = 32}, &accelerator);
   EXPECT_EQ(size, 4);
   EXPECT_EQ(tried, (std::vector<int64_t>{32, 16, 8, 4})) << "on every rank";
-  accelerator.finish();
+  accelerator.end_training();
 }
 
 TEST(FindBatchSize, OnlyDivisorsOfTheEffectiveBatchAreTried) {
@@ -114,7 +114,7 @@ TEST(FindBatchSize, WhereNotEvenOneRowFitsTheRankIsNamed) {
   if (culprit > 0) {
     expect_says(text, "rank " + std::to_string(culprit) + ": std::bad_alloc");
   }
-  accelerator.finish();
+  accelerator.end_training();
 }
 
 TEST(FindBatchSize, OtherErrorsComeOutAndThePeersAreTold) {
@@ -170,7 +170,7 @@ TEST(FindBatchSize, AccumulationMayBeSetBetweenWindows) {
       EXPECT_THROW(accelerator.set_gradient_accumulation_steps(3), InputError);
     }
   }
-  accelerator.finish();
+  accelerator.end_training();
   EXPECT_EQ(accelerator.options().gradient_accumulation_steps, 2);
   EXPECT_LE(largest_difference(*net, *plain_steps(steps, 0.1)), 1e-12);
 }
@@ -198,7 +198,7 @@ TEST(FindBatchSize, AnAttemptMayBeABackwardUnderNoSync) {
       {.starting_batch_size = 8}, &accelerator);
   EXPECT_EQ(size, 2);
   accelerator.backward(net->forward(torch::ones({2, 5}, torch::kDouble)).sum());
-  accelerator.finish();
+  accelerator.end_training();
 }
 
 } // namespace hasten::accelerator_test

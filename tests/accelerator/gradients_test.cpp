@@ -72,7 +72,7 @@ void expect_clipped_as_by_torch(int64_t batches_left_out, double norm_type, bool
     optimizer.step();
     optimizer.zero_grad();
   }
-  accelerator.finish();
+  accelerator.end_training();
   EXPECT_LE(largest_difference(*net, *expected.net), 1e-11);
 }
 
@@ -109,7 +109,7 @@ TEST(Gradients, ClipsChosenParametersAlone) {
   auto clipped = wanted;
   clipped[0] = wanted[0].clamp(-1e-3, 1e-3);
   expect_gradients(*net, clipped);
-  accelerator.finish();
+  accelerator.end_training();
 }
 
 struct Deep : torch::nn::Module {
@@ -185,7 +185,7 @@ TEST(Gradients, NormsByParameterModuleAndLayer) {
       }
       EXPECT_THROW(accelerator.gradient_norms(model, {.norm_type = 0}), InputError);
     }
-    accelerator.finish();
+    accelerator.end_training();
   }
 }
 
@@ -223,11 +223,11 @@ TEST(Gradients, EveryRankNamesTheFirstParameterThatIsNotFinite) {
     EXPECT_TRUE(std::isnan(accelerator.clip_grad_norm_(model, 1.0)))
         << "without the option no error";
   }
-  accelerator.finish();
+  accelerator.end_training();
 }
 
-// In a LocalSgd scope the gradients are the rank's own.
-TEST(Gradients, ClippingInLocalSgdIsOfTheRanksOwnGradients) {
+// In a LocalSGD scope the gradients are the rank's own.
+TEST(Gradients, ClippingInLocalSGDIsOfTheRanksOwnGradients) {
   auto accelerator = accelerator_of();
   auto batches = even_batches(accelerator.num_processes());
   const auto mine = static_cast<size_t>(accelerator.process_index());
@@ -240,7 +240,7 @@ TEST(Gradients, ClippingInLocalSgdIsOfTheRanksOwnGradients) {
     largest = std::max(largest, gradient.abs().max().item<double>());
     gradient.clamp_(-0.02, 0.02);
   }
-  LocalSgd local_sgd(accelerator, model, {.steps = 2});
+  LocalSGD local_sgd(accelerator, model, {.local_sgd_steps = 2});
   for (const auto& batch : loader) {
     auto guard = accelerator.accumulate(model);
     accelerator.backward(mean_loss(model, batch));
@@ -250,7 +250,7 @@ TEST(Gradients, ClippingInLocalSgdIsOfTheRanksOwnGradients) {
     local_sgd.step();
   }
   local_sgd.finish();
-  accelerator.finish();
+  accelerator.end_training();
 }
 
 TEST(Gradients, NumbersThatAreNotAboveZeroAreRefused) {
@@ -262,7 +262,7 @@ TEST(Gradients, NumbersThatAreNotAboveZeroAreRefused) {
   expect_says(message_of([&] { accelerator.clip_grad_value_(model, std::nan("")); }),
               "clip_value=nan");
   expect_says(message_of([&] { accelerator.clip_grad_norm_(model, -1.0); }), "max_norm=-1");
-  accelerator.finish();
+  accelerator.end_training();
 }
 
 } // namespace hasten::accelerator_test

@@ -60,13 +60,13 @@ struct Averaged {
 };
 
 Averaged train_locally(const Training& run, const std::vector<Rows>& data,
-                       const LocalSgdOptions& how, std::shared_ptr<Communicator> communicator) {
+                       const LocalSGDOptions& how, std::shared_ptr<Communicator> communicator) {
   Accelerator accelerator(options_of(run), std::move(communicator));
   Stack stack = make_stack(run, accelerator.process_index());
   const auto own = optimizer_of(run, stack);
   auto range = data;
   auto [model, optimizer, loader] = accelerator.prepare(stack, *own, range);
-  LocalSgd local(accelerator, model, how);
+  LocalSGD local(accelerator, model, how);
   for (int epoch = 0; epoch < 2; ++epoch) {
     for (const auto& rows : loader) {
       auto window = accelerator.accumulate(model);
@@ -80,15 +80,15 @@ Averaged train_locally(const Training& run, const std::vector<Rows>& data,
     }
   }
   local.finish();
-  const LocalSgdReport report = local.report();
+  const LocalSGDReport report = local.report();
   Averaged result{whole_parameters(accelerator, stack), report.steps, report.rounds,
                   report.ranks_per_copy};
-  accelerator.finish();
+  accelerator.end_training();
   return result;
 }
 
 // One rank that reads what a copy's ranks read is the reference.
-void expect_copies_equal_ranks(int shard_size, bool adamw, LocalSgdOptions how,
+void expect_copies_equal_ranks(int shard_size, bool adamw, LocalSGDOptions how,
                                const std::function<std::shared_ptr<OuterStep>()>& outer = {}) {
   const auto everyone = testing_support::fresh_communicator();
   const int copies = everyone->world_size() / shard_size;
@@ -121,19 +121,20 @@ void expect_copies_equal_ranks(int shard_size, bool adamw, LocalSgdOptions how,
   again->barrier("compared");
 }
 
-TEST(Hsdp, CopiesUnderLocalSgdAreRanksThatReadTheirRows) {
+TEST(Hsdp, CopiesUnderLocalSGDAreRanksThatReadTheirRows) {
   const int world = testing_support::test_world().world_size;
   for (const int size : shard_sizes(world)) {
     if (size == world) {
       continue; // one copy
     }
     SCOPED_TRACE(size);
-    expect_copies_equal_ranks(size, false, {.steps = 2});
+    expect_copies_equal_ranks(size, false, {.local_sgd_steps = 2});
     expect_copies_equal_ranks(
-        size, true, {.steps = 2, .weigh_by_samples = true, .moments = MomentPolicy::average});
+        size, true,
+        {.local_sgd_steps = 2, .weigh_by_samples = true, .moments = MomentPolicy::average});
     expect_copies_equal_ranks(size, false,
-                              {.steps = 3, .delay = 1, .delay_only_if_it_pays = false});
-    expect_copies_equal_ranks(size, false, {.steps = 2, .post_local_start = 2},
+                              {.local_sgd_steps = 3, .delay = 1, .delay_only_if_it_pays = false});
+    expect_copies_equal_ranks(size, false, {.local_sgd_steps = 2, .post_local_start = 2},
                               [] { return std::make_shared<DiLoCo>(); });
   }
 }
@@ -146,14 +147,14 @@ TEST(Hsdp, WhatCannotBeIsRefused) {
   if (world == 1) {
     return;
   }
-  const auto open = [&](int size, LocalSgdOptions how) {
+  const auto open = [&](int size, LocalSGDOptions how) {
     return refused([&] {
       const Training run = copies_of(size);
       Accelerator accelerator(options_of(run), everyone);
       Stack stack = make_stack(run, 0);
       AdamW adamw(stack->parameters());
       accelerator.prepare(stack, adamw);
-      LocalSgd local(accelerator, stack, std::move(how));
+      LocalSGD local(accelerator, stack, std::move(how));
       local.finish();
     });
   };
@@ -172,7 +173,7 @@ TEST(Hsdp, AStateSavedInsideAScopeGoesOn) {
   }
   const auto folder = state_test::common_folder();
   const auto steps = [&](Accelerator& accelerator, Stack& stack,
-                         PreparedOptimizer<torch::optim::Optimizer>& optimizer, LocalSgd& local,
+                         PreparedOptimizer<torch::optim::Optimizer>& optimizer, LocalSGD& local,
                          size_t from, size_t to) {
     const auto rows = batches(24);
     for (size_t i = from; i < to; ++i) {
@@ -192,7 +193,7 @@ TEST(Hsdp, AStateSavedInsideAScopeGoesOn) {
     Stack stack = make_stack(run, 0);
     const auto own = optimizer_of(run, stack);
     auto [model, optimizer] = accelerator.prepare(stack, *own);
-    LocalSgd local(accelerator, stack, {.steps = 2});
+    LocalSGD local(accelerator, stack, {.local_sgd_steps = 2});
     if (loads) {
       accelerator.load_state(folder / "state");
     } else {
@@ -206,7 +207,7 @@ TEST(Hsdp, AStateSavedInsideAScopeGoesOn) {
       EXPECT_TRUE(torch::equal(now[i], straight[i])) << i;
     }
     straight = now;
-    accelerator.finish();
+    accelerator.end_training();
   }
 }
 

@@ -1,4 +1,4 @@
-// A BERT classifier under LocalSgd with AdamW against the trajectory that
+// A BERT classifier under LocalSGD with AdamW against the trajectory that
 // transformers and torch.optim made (tools/golden/local_sgd_bert.py). World 2.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -27,7 +27,7 @@ Tensor sampled_parameters(const torch::nn::Module& model) {
   return torch::cat(values);
 }
 
-TEST(LocalSgdBert, TrajectoryIsThatOfTransformersWithAdamW) {
+TEST(LocalSGDBert, TrajectoryIsThatOfTransformersWithAdamW) {
   const std::string folder = testing_support::kBertGoldenFolder;
   auto accelerator = local_accelerator();
   if (accelerator.num_processes() != 2) {
@@ -40,7 +40,7 @@ TEST(LocalSgdBert, TrajectoryIsThatOfTransformersWithAdamW) {
   bert->train();
   AdamW inner(bert->parameters(), torch::optim::AdamWOptions(1e-3).weight_decay(0.01));
   auto [model, optimizer] = accelerator.prepare(bert, inner);
-  LocalSgd local_sgd(accelerator, model, {.steps = 4});
+  LocalSGD local_sgd(accelerator, model, {.local_sgd_steps = 4});
   for (int epoch = 0; epoch < 2; ++epoch) {
     for (int step = 0; step < (first ? 10 : 9); ++step) {
       const auto rows = [&](const char* key) {
@@ -64,7 +64,7 @@ TEST(LocalSgdBert, TrajectoryIsThatOfTransformersWithAdamW) {
   const Tensor ours = sampled_parameters(*bert);
   ASSERT_EQ(ours.sizes(), golden.sizes());
   EXPECT_LE((ours - golden).abs().max().item<double>(), 1e-9);
-  accelerator.finish();
+  accelerator.end_training();
 }
 
 } // namespace hasten::accelerator_test

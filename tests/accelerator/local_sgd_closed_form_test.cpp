@@ -1,4 +1,4 @@
-// Policies of LocalSgd where the answer is a formula: one parameter whose loss is
+// Policies of LocalSGD where the answer is a formula: one parameter whose loss is
 // linear, so that a step of SGD with rate 1 subtracts c, each rank's own number.
 // Worlds 1 to 4.
 #include <gtest/gtest.h>
@@ -49,16 +49,16 @@ double mean_c(const Accelerator& accelerator) {
   return (1.0 + static_cast<double>(accelerator.num_processes())) / 2;
 }
 
-TEST(LocalSgdClosedForm, OuterStepsBeginWherePlainTrainingEnded) {
+TEST(LocalSGDClosedForm, OuterStepsBeginWherePlainTrainingEnded) {
   auto accelerator = local_accelerator();
   if (accelerator.num_processes() == 1) {
     return;
   }
   const double c = mean_c(accelerator);
   Line line(accelerator);
-  LocalSgd scope(
+  LocalSGD scope(
       accelerator, line.model,
-      {.steps = 2,
+      {.local_sgd_steps = 2,
        .post_local_start = 3,
        .average = {.outer = std::make_shared<DiLoCo>(DiLoCoOptions{.lr = 0.5, .momentum = 0})}});
   for (int step = 0; step < 5; ++step) {
@@ -69,11 +69,11 @@ TEST(LocalSgdClosedForm, OuterStepsBeginWherePlainTrainingEnded) {
   scope.finish();
   EXPECT_NEAR(line.value(), -3 * c - 0.5 * 2 * c, 1e-12);
   EXPECT_EQ(scope.report().rounds, 1) << "nothing was left to average";
-  accelerator.finish();
+  accelerator.end_training();
 }
 
 // Weights of steps that were plain do not count, nor those of the round before.
-TEST(LocalSgdClosedForm, SamplesCountSinceTheLastAverageOfTheirKind) {
+TEST(LocalSGDClosedForm, SamplesCountSinceTheLastAverageOfTheirKind) {
   auto accelerator = local_accelerator();
   const int world = static_cast<int>(accelerator.num_processes());
   if (world == 1) {
@@ -81,8 +81,8 @@ TEST(LocalSgdClosedForm, SamplesCountSinceTheLastAverageOfTheirKind) {
   }
   const bool first = accelerator.process_index() == 0;
   Line line(accelerator);
-  LocalSgd scope(accelerator, line.model,
-                 {.steps = 4,
+  LocalSGD scope(accelerator, line.model,
+                 {.local_sgd_steps = 4,
                   .post_local_start = 1,
                   .inner_steps = 2,
                   .group = "all",
@@ -124,16 +124,16 @@ TEST(LocalSgdClosedForm, SamplesCountSinceTheLastAverageOfTheirKind) {
   EXPECT_NEAR(line.value(), expected, 1e-12);
   scope.finish();
   EXPECT_EQ(scope.report().inner_rounds, 2);
-  accelerator.finish();
+  accelerator.end_training();
 }
 
 // Steps before the scope are none of its.
-TEST(LocalSgdClosedForm, CountsFromItsBeginning) {
+TEST(LocalSGDClosedForm, CountsFromItsBeginning) {
   auto accelerator = local_accelerator();
   Line line(accelerator);
   line.step();
   line.step();
-  LocalSgd scope(accelerator, line.model, {.steps = 2});
+  LocalSGD scope(accelerator, line.model, {.local_sgd_steps = 2});
   EXPECT_FALSE(scope.step()) << "no step since";
   line.step();
   EXPECT_FALSE(scope.step());
@@ -141,22 +141,22 @@ TEST(LocalSgdClosedForm, CountsFromItsBeginning) {
   EXPECT_EQ(scope.step(), accelerator.num_processes() > 1);
   EXPECT_NEAR(line.value(), -4 * mean_c(accelerator), 1e-12);
   scope.finish();
-  accelerator.finish();
+  accelerator.end_training();
 }
 
 // SlowMo divides by the rate at the round's beginning: m = b m + (a - mean) / r,
 // a -= r m.
-TEST(LocalSgdClosedForm, SlowMomentumIsMeasuredInTheRateOfTheRoundsBeginning) {
+TEST(LocalSGDClosedForm, SlowMomentumIsMeasuredInTheRateOfTheRoundsBeginning) {
   auto accelerator = local_accelerator();
   if (accelerator.num_processes() == 1) {
     return;
   }
   const double c = mean_c(accelerator);
   Line line(accelerator);
-  LocalSgd scope(
-      accelerator, line.model,
-      {.steps = 1,
-       .average = {.outer = std::make_shared<SlowMo>(SlowMoOptions{.beta = 0.5, .slow_lr = 1})}});
+  LocalSGD scope(accelerator, line.model,
+                 {.local_sgd_steps = 1,
+                  .average = {.outer = std::make_shared<SlowMo>(
+                                  SlowMoOptions{.slowmo_factor = 0.5, .slowmo_lr = 1})}});
   double anchor = 0;
   double momentum = 0;
   double rate = 1; // of the round that goes on
@@ -171,10 +171,10 @@ TEST(LocalSgdClosedForm, SlowMomentumIsMeasuredInTheRateOfTheRoundsBeginning) {
     rate = next;
   }
   scope.finish();
-  accelerator.finish();
+  accelerator.end_training();
 }
 
-TEST(LocalSgdClosedForm, AScheduleBelowOneIsAnError) {
+TEST(LocalSGDClosedForm, AScheduleBelowOneIsAnError) {
   auto accelerator = local_accelerator();
   if (accelerator.num_processes() == 1) {
     return;
@@ -182,7 +182,7 @@ TEST(LocalSgdClosedForm, AScheduleBelowOneIsAnError) {
   Line line(accelerator);
   std::string error;
   try {
-    LocalSgd scope(accelerator, line.model, {.schedule = [](int64_t) { return 0; }});
+    LocalSGD scope(accelerator, line.model, {.schedule = [](int64_t) { return 0; }});
     line.step();
     scope.step();
   } catch (const InputError& e) {
@@ -192,7 +192,7 @@ TEST(LocalSgdClosedForm, AScheduleBelowOneIsAnError) {
 }
 
 // Two fragments in one round are two pieces of one outer step, each once.
-TEST(LocalSgdClosedForm, AWholeRoundStepsEachFragmentOnce) {
+TEST(LocalSGDClosedForm, AWholeRoundStepsEachFragmentOnce) {
   const auto communicator = testing_support::fresh_communicator();
   const auto rounds = [&](int64_t fragments) {
     Tensor a = torch::zeros({30}, torch::kDouble);

@@ -1,4 +1,4 @@
-// Ranks that fail or die inside a scope of LocalSgd.
+// Ranks that fail or die inside a scope of LocalSGD.
 #include <gtest/gtest.h>
 #include <sched.h>
 #include <torch/torch.h>
@@ -17,7 +17,7 @@ using testing_support::FaultRank;
 using testing_support::spawn;
 
 // The fault comes in the third step; rounds are after the second, fourth, ….
-HASTEN_RANK_FUNCTION(TrainsByLocalSgd) {
+HASTEN_RANK_FUNCTION(TrainsByLocalSGD) {
   AcceleratorOptions options;
   options.timeout = std::chrono::seconds(20);
   Accelerator accelerator(options,
@@ -25,7 +25,7 @@ HASTEN_RANK_FUNCTION(TrainsByLocalSgd) {
   torch::nn::Linear net(3, 1);
   torch::optim::SGD inner(net->parameters(), 0.1);
   auto [model, optimizer] = accelerator.prepare(net, inner);
-  LocalSgd local_sgd(accelerator, model, {.steps = 2});
+  LocalSGD local_sgd(accelerator, model, {.local_sgd_steps = 2});
   for (int step = 0; step < 8; ++step) {
     if (step == 2) {
       rank.fault_here();
@@ -45,7 +45,7 @@ HASTEN_RANK_FUNCTION(AveragesInHosts) {
   const std::string name = "host" + std::to_string(own / 2);
   const bool named = ::unshare(CLONE_NEWUTS) == 0 && ::sethostname(name.data(), name.size()) == 0;
   auto world = Communicator::create(rank.world(), {.timeout = std::chrono::seconds(20)});
-  for (const auto& other : world->gather_json(named, "may have names")) {
+  for (const auto& other : world->all_gather_object(named, "may have names")) {
     if (!other.get<bool>()) {
       rank.report("unnamed", true);
       return;
@@ -55,7 +55,7 @@ HASTEN_RANK_FUNCTION(AveragesInHosts) {
   torch::nn::Linear net(3, 1);
   torch::optim::SGD inner(net->parameters(), 0.1);
   auto [model, optimizer] = accelerator.prepare(net, inner);
-  LocalSgd local_sgd(accelerator, model, {.steps = 4, .inner_steps = 2});
+  LocalSGD local_sgd(accelerator, model, {.local_sgd_steps = 4, .inner_steps = 2});
   for (int step = 0; step < 4; ++step) {
     accelerator.backward((own + 1) * model->forward(torch::ones({2, 3})).sum());
     optimizer.step();
@@ -71,7 +71,7 @@ HASTEN_RANK_FUNCTION(AveragesInHosts) {
   world->close();
 }
 
-TEST(LocalSgdFault, RanksOfOneHostNameAverageMoreOften) {
+TEST(LocalSGDFault, RanksOfOneHostNameAverageMoreOften) {
   const auto ranks = spawn(4, "AveragesInHosts");
   if (ranks[0].values.value("unnamed", false)) {
     GTEST_SKIP() << "a process may not have a host name of its own here";
@@ -82,7 +82,7 @@ TEST(LocalSgdFault, RanksOfOneHostNameAverageMoreOften) {
 }
 
 static void expect_error_naming(FaultKind kind, const std::string& text) {
-  const auto ranks = spawn(3, "TrainsByLocalSgd", {.kind = kind, .rank = 1});
+  const auto ranks = spawn(3, "TrainsByLocalSGD", {.kind = kind, .rank = 1});
   for (const size_t survivor : {size_t{0}, size_t{2}}) {
     EXPECT_FALSE(ranks[survivor].timed_out);
     EXPECT_EQ(ranks[survivor].error_type, "hasten::CommunicationError");
@@ -91,10 +91,10 @@ static void expect_error_naming(FaultKind kind, const std::string& text) {
   }
 }
 
-TEST(LocalSgdFault, AnExceptionInsideEndsThePeersWithAnErrorThatNamesTheRank) {
-  expect_error_naming(FaultKind::fail, "rank 1 failed: an exception left the scope of LocalSgd");
+TEST(LocalSGDFault, AnExceptionInsideEndsThePeersWithAnErrorThatNamesTheRank) {
+  expect_error_naming(FaultKind::fail, "rank 1 failed: an exception left the scope of LocalSGD");
 }
 
-TEST(LocalSgdFault, AKilledRankIsNamed) { expect_error_naming(FaultKind::kill, "rank 1 died"); }
+TEST(LocalSGDFault, AKilledRankIsNamed) { expect_error_naming(FaultKind::kill, "rank 1 died"); }
 
 } // namespace hasten

@@ -1,4 +1,4 @@
-// What a scope of LocalSgd refuses. Worlds 1 to 4.
+// What a scope of LocalSGD refuses. Worlds 1 to 4.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -28,28 +28,29 @@ struct Scoped {
   std::tuple<Net, PreparedOptimizer<torch::optim::SGD>> handles;
 };
 
-TEST(LocalSgdMisuse, IsNamed) {
+TEST(LocalSGDMisuse, IsNamed) {
   auto accelerator = local_accelerator(2);
   const bool alone = accelerator.num_processes() == 1;
   Net stranger;
-  expect_in(input_error([&] { LocalSgd(accelerator, stranger, {}); }),
+  expect_in(input_error([&] { LocalSGD(accelerator, stranger, {}); }),
             "a model that was not prepared");
   Net without = net_of_seed(1);
   accelerator.prepare(without);
   Scoped scoped(accelerator);
-  expect_in(input_error([&] { LocalSgd(accelerator, scoped.net, {.steps = 0}); }), "steps=0");
-  const std::vector<std::pair<LocalSgdOptions, std::string>> bad{
+  expect_in(input_error([&] { LocalSGD(accelerator, scoped.net, {.local_sgd_steps = 0}); }),
+            "steps=0");
+  const std::vector<std::pair<LocalSGDOptions, std::string>> bad{
       {{.post_local_start = -1}, "post_local_start=-1"},
-      {{.steps = 4, .inner_steps = 3}, "inner_steps=3"},
-      {{.steps = 4, .delay = 5}, "delay=5"},
-      {{.steps = 4, .delay = 3, .average = {.fragments = 2}}, "delay=3"},
+      {{.local_sgd_steps = 4, .inner_steps = 3}, "inner_steps=3"},
+      {{.local_sgd_steps = 4, .delay = 5}, "delay=5"},
+      {{.local_sgd_steps = 4, .delay = 3, .average = {.fragments = 2}}, "delay=3"},
       {{.delay = 1, .average = {.transactional = false}}, "delay=1"},
-      {{.steps = 2, .average = {.fragments = 3}}, "fragments=3"}};
+      {{.local_sgd_steps = 2, .average = {.fragments = 3}}, "fragments=3"}};
   for (const auto& [options, text] : bad) {
-    expect_in(input_error([&] { LocalSgd(accelerator, scoped.net, options); }), text);
+    expect_in(input_error([&] { LocalSGD(accelerator, scoped.net, options); }), text);
   }
   expect_in(input_error([&] {
-              LocalSgd(accelerator, scoped.net, {.average = {.slice_mb = -1}});
+              LocalSGD(accelerator, scoped.net, {.average = {.slice_mb = -1}});
               if (alone) {
                 throw InputError("x", "slice_mb=-1"); // nothing is averaged
               }
@@ -58,14 +59,15 @@ TEST(LocalSgdMisuse, IsNamed) {
   if (alone) {
     return;
   }
-  expect_in(input_error([&] { LocalSgd(accelerator, without, {}); }),
+  expect_in(input_error([&] { LocalSGD(accelerator, without, {}); }),
             "no prepared optimizer has parameters of the model");
   expect_in(input_error([&] {
-              LocalSgd(accelerator, scoped.net, {.steps = accelerator.process_index() + 2});
+              LocalSGD(accelerator, scoped.net,
+                       {.local_sgd_steps = accelerator.process_index() + 2});
             }),
             "rank 1 opens a scope with");
-  LocalSgd open(accelerator, scoped.net, {.steps = 2});
-  expect_in(input_error([&] { LocalSgd(accelerator, scoped.net, {}); }),
+  LocalSGD open(accelerator, scoped.net, {.local_sgd_steps = 2});
+  expect_in(input_error([&] { LocalSGD(accelerator, scoped.net, {}); }),
             "a scope of this accelerator is open already");
   {
     auto window = accelerator.accumulate(scoped.net);
@@ -81,13 +83,13 @@ TEST(LocalSgdMisuse, IsNamed) {
   open.finish();
 }
 
-TEST(LocalSgdMisuse, AScopeThatIsNotFinishedIsAnErrorInTheLog) {
+TEST(LocalSGDMisuse, AScopeThatIsNotFinishedIsAnErrorInTheLog) {
   auto accelerator = local_accelerator();
   Scoped scoped(accelerator);
   std::string lines;
   set_log_sink([&](LogLevel, std::string_view line) { lines += line; });
   {
-    LocalSgd scope(accelerator, scoped.net, {.steps = 4});
+    LocalSGD scope(accelerator, scoped.net, {.local_sgd_steps = 4});
     scoped.step(accelerator);
     scope.step();
   }

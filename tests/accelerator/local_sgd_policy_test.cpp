@@ -1,4 +1,4 @@
-// Policies of LocalSgd against the algorithm in torch's operators, and trajectories
+// Policies of LocalSGD against the algorithm in torch's operators, and trajectories
 // that Python has made. Worlds 1 to 4.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -10,7 +10,7 @@
 namespace hasten::accelerator_test {
 
 // 24 or 22 batches: even, and uneven on worlds of 3 and 4.
-void expect_policy(const Simulation& how, const LocalSgdOptions& options, double tolerance) {
+void expect_policy(const Simulation& how, const LocalSGDOptions& options, double tolerance) {
   const auto rate = torch::optim::SGDOptions(0.3).momentum(0.9);
   for (const int64_t count : {24, 22}) {
     SCOPED_TRACE(testing::Message() << count << " batches");
@@ -24,32 +24,32 @@ void expect_policy(const Simulation& how, const LocalSgdOptions& options, double
     Net net = train_local_sgd<torch::optim::SGD>(accelerator, batches, rate, how.epochs, options);
     EXPECT_LE(largest_difference(*net, *simulated[0]->net), tolerance);
     expect_equal_on_ranks(accelerator, net);
-    accelerator.finish();
+    accelerator.end_training();
   }
 }
 
-TEST(LocalSgdPolicy, HFollowsItsSchedule) {
+TEST(LocalSGDPolicy, HFollowsItsSchedule) {
   const auto h = [](int64_t step) { return step < 4 ? 1 : step < 10 ? 2 : 5; };
   expect_policy({.epochs = 3, .h = h}, {.schedule = h}, 1e-10);
 }
 
-TEST(LocalSgdPolicy, PostLocalBeginsWithPlainTraining) {
+TEST(LocalSGDPolicy, PostLocalBeginsWithPlainTraining) {
   const auto h = [](int64_t) { return 3; };
   for (const int64_t start : {1, 5, 8}) { // 8: in the second epoch
     expect_policy({.accumulation = 2, .epochs = 3, .h = h, .start = start},
-                  {.steps = 3, .post_local_start = start}, 1e-10);
+                  {.local_sgd_steps = 3, .post_local_start = start}, 1e-10);
   }
 }
 
-TEST(LocalSgdPolicy, SamplesWeighRanks) {
+TEST(LocalSGDPolicy, SamplesWeighRanks) {
   const auto h = [](int64_t) { return 2; };
   expect_policy({.accumulation = 2, .epochs = 3, .h = h, .by_rows = true},
-                {.steps = 2, .weigh_by_samples = true}, 1e-10);
+                {.local_sgd_steps = 2, .weigh_by_samples = true}, 1e-10);
 }
 
 // What is corrected later keeps what was done meanwhile. Even data: a rank that
 // has run out would be corrected at another step of its own.
-TEST(LocalSgdPolicy, DelayedAveragesCorrectLater) {
+TEST(LocalSGDPolicy, DelayedAveragesCorrectLater) {
   const std::vector<std::pair<int64_t, std::optional<double>>> cases{
       {1, std::nullopt}, {3, std::nullopt}, {4, std::nullopt}, {2, 0}, {3, 0.5}};
   for (const auto& [delay, alpha] : cases) {
@@ -62,35 +62,38 @@ TEST(LocalSgdPolicy, DelayedAveragesCorrectLater) {
     const auto simulated = simulate_local_sgd<torch::optim::SGD>(
         batches, rate, accelerator.num_processes(),
         {.epochs = 3, .h = [](int64_t) { return 4; }, .delay = delay, .alpha = alpha});
-    Net net = train_local_sgd<torch::optim::SGD>(
-        accelerator, batches, rate, 3,
-        {.steps = 4, .delay = delay, .delay_only_if_it_pays = false, .average = {.alpha = alpha}});
+    Net net = train_local_sgd<torch::optim::SGD>(accelerator, batches, rate, 3,
+                                                 {.local_sgd_steps = 4,
+                                                  .delay = delay,
+                                                  .delay_only_if_it_pays = false,
+                                                  .average = {.alpha = alpha}});
     EXPECT_LE(largest_difference(*net, *simulated[0]->net), 1e-10) << delay;
     expect_equal_on_ranks(accelerator, net);
-    accelerator.finish();
+    accelerator.end_training();
   }
 }
 
-TEST(LocalSgdPolicy, ADelayThatDoesNotPayIsLeftOutAndTheLogSaysSo) {
+TEST(LocalSGDPolicy, ADelayThatDoesNotPayIsLeftOutAndTheLogSaysSo) {
   auto accelerator = local_accelerator();
   if (accelerator.num_processes() == 1) {
     return;
   }
   std::string lines;
   set_log_sink([&](LogLevel, std::string_view line) { lines += line; });
-  Net net = train_local_sgd<torch::optim::SGD>(
-      accelerator, make_batches(24), torch::optim::SGDOptions(0.1), 6, {.steps = 2, .delay = 1});
+  Net net = train_local_sgd<torch::optim::SGD>(accelerator, make_batches(24),
+                                               torch::optim::SGDOptions(0.1), 6,
+                                               {.local_sgd_steps = 2, .delay = 1});
   set_log_sink({});
   if (accelerator.is_main_process()) {
     EXPECT_NE(lines.find("local sgd: a round takes"), std::string::npos) << lines;
   }
   expect_equal_on_ranks(accelerator, net);
-  accelerator.finish();
+  accelerator.end_training();
 }
 
 // Two groups, by rank % 2: averages within them every second step, of all every
 // fourth.
-TEST(LocalSgdPolicy, GroupsAverageMoreOftenThanAll) {
+TEST(LocalSGDPolicy, GroupsAverageMoreOftenThanAll) {
   auto accelerator = local_accelerator();
   const int world = accelerator.num_processes();
   if (world == 1) {
@@ -132,14 +135,16 @@ TEST(LocalSgdPolicy, GroupsAverageMoreOftenThanAll) {
   }
   Net net = train_local_sgd<torch::optim::SGD>(
       accelerator, batches, rate, 1,
-      {.steps = 4, .inner_steps = 2, .group = std::to_string(accelerator.process_index() % 2)});
+      {.local_sgd_steps = 4,
+       .inner_steps = 2,
+       .group = std::to_string(accelerator.process_index() % 2)});
   EXPECT_LE(largest_difference(*net, *all[0]->net), 1e-10);
   expect_equal_on_ranks(accelerator, net);
-  accelerator.finish();
+  accelerator.end_training();
 }
 
 // Every rank of these tests is on one host: a group's average is that of all.
-TEST(LocalSgdPolicy, WithoutANameAGroupIsAHost) {
+TEST(LocalSGDPolicy, WithoutANameAGroupIsAHost) {
   auto accelerator = local_accelerator();
   const int world = accelerator.num_processes();
   if (world == 1) {
@@ -148,7 +153,7 @@ TEST(LocalSgdPolicy, WithoutANameAGroupIsAHost) {
   Net net = net_of_seed(1);
   torch::optim::SGD inner(net->parameters(), 0.3);
   auto [model, optimizer] = accelerator.prepare(net, inner);
-  LocalSgd local_sgd(accelerator, model, {.steps = 6, .inner_steps = 2});
+  LocalSGD local_sgd(accelerator, model, {.local_sgd_steps = 6, .inner_steps = 2});
   const auto batches = make_batches(6 * world);
   for (int step = 1; step <= 6; ++step) {
     const auto b = static_cast<size_t>((step - 1) * world + accelerator.process_index());
@@ -163,12 +168,12 @@ TEST(LocalSgdPolicy, WithoutANameAGroupIsAHost) {
   local_sgd.finish();
   EXPECT_EQ(local_sgd.report().inner_rounds, 2);
   EXPECT_EQ(local_sgd.report().rounds, 1);
-  accelerator.finish();
+  accelerator.end_training();
 }
 
 // P fragments with turns of their own, H steps apart, are averaged as the whole is
 // at the end; without training in between nothing differs.
-TEST(LocalSgdPolicy, FragmentsHaveTurnsWithinAPeriod) {
+TEST(LocalSGDPolicy, FragmentsHaveTurnsWithinAPeriod) {
   auto accelerator = local_accelerator();
   if (accelerator.num_processes() == 1) {
     return;
@@ -176,7 +181,7 @@ TEST(LocalSgdPolicy, FragmentsHaveTurnsWithinAPeriod) {
   Net net = net_of_seed(1);
   torch::optim::SGD inner(net->parameters(), 0.1);
   auto [model, optimizer] = accelerator.prepare(net, inner);
-  LocalSgd local_sgd(accelerator, model, {.steps = 4, .average = {.fragments = 2}});
+  LocalSGD local_sgd(accelerator, model, {.local_sgd_steps = 4, .average = {.fragments = 2}});
   const auto batches = make_batches(32);
   const auto equal = [&] { // which parameters are rank 0's
     std::vector<bool> all;
@@ -184,7 +189,7 @@ TEST(LocalSgdPolicy, FragmentsHaveTurnsWithinAPeriod) {
       Tensor first = parameter.detach().clone();
       accelerator.communicator()->broadcast(first, 0, "rank 0's");
       const Tensor same = torch::tensor(torch::equal(first, parameter) ? 1 : 0, torch::kLong);
-      accelerator.communicator()->all_reduce(same, ReduceOp::min, "same");
+      accelerator.communicator()->all_reduce(same, ReduceOp::MIN, "same");
       all.push_back(same.item<int64_t>() == 1);
     }
     return all;
@@ -204,10 +209,10 @@ TEST(LocalSgdPolicy, FragmentsHaveTurnsWithinAPeriod) {
   }
   local_sgd.finish();
   expect_equal_on_ranks(accelerator, net);
-  accelerator.finish();
+  accelerator.end_training();
 }
 
-TEST(LocalSgdPolicy, MomentsCanBeAveragedInEveryRound) {
+TEST(LocalSGDPolicy, MomentsCanBeAveragedInEveryRound) {
   for (const bool average : {false, true}) {
     auto accelerator = local_accelerator();
     if (accelerator.num_processes() == 1) {
@@ -216,9 +221,9 @@ TEST(LocalSgdPolicy, MomentsCanBeAveragedInEveryRound) {
     Net net = net_of_seed(1);
     torch::optim::AdamW inner(net->parameters(), 0.02);
     auto [model, optimizer] = accelerator.prepare(net, inner);
-    LocalSgd local_sgd(
+    LocalSGD local_sgd(
         accelerator, model,
-        {.steps = 2, .moments = average ? MomentPolicy::average : MomentPolicy::keep});
+        {.local_sgd_steps = 2, .moments = average ? MomentPolicy::average : MomentPolicy::keep});
     const auto batches = make_batches(16);
     for (size_t step = 0; step < 4; ++step) {
       accelerator.backward(
@@ -233,7 +238,7 @@ TEST(LocalSgdPolicy, MomentsCanBeAveragedInEveryRound) {
     accelerator.communicator()->broadcast(first, 0, "rank 0's moments");
     EXPECT_EQ(torch::equal(first, state.exp_avg()), average || accelerator.is_main_process());
     local_sgd.finish();
-    accelerator.finish();
+    accelerator.end_training();
   }
 }
 
@@ -287,7 +292,7 @@ void expect_golden(const std::vector<double>& golden, const Options& options,
   GoldenNet net(how.normed);
   Optimizer inner(net->parameters(), options);
   auto [model, optimizer] = accelerator.prepare(net, inner);
-  LocalSgd local_sgd(accelerator, model, {.steps = how.h});
+  LocalSGD local_sgd(accelerator, model, {.local_sgd_steps = how.h});
   for (int64_t epoch = 0; epoch < 2; ++epoch) {
     for (int64_t step = 0; step < 5; ++step) {
       if (how.uneven && rank == 1 && step == 4) {
@@ -331,10 +336,10 @@ void expect_golden(const std::vector<double>& golden, const Options& options,
   const Tensor values = torch::cat(flat);
   ASSERT_EQ(values.numel(), std::ssize(golden));
   EXPECT_LE((values - torch::tensor(golden, torch::kDouble)).abs().max().item<double>(), 1e-10);
-  accelerator.finish();
+  accelerator.end_training();
 }
 
-TEST(LocalSgdPolicy, TrajectoriesAreThoseThatPythonMade) {
+TEST(LocalSGDPolicy, TrajectoriesAreThoseThatPythonMade) {
   namespace golden = local_sgd_golden;
   const auto sgd = torch::optim::SGDOptions(0.1).momentum(0.9);
   const auto adamw = torch::optim::AdamWOptions(0.02);

@@ -186,13 +186,13 @@ Replicas<Optimizer> simulate_local_sgd(const std::vector<Pair>& batches, const O
 // The same by a scope; the loop of its header.
 template <typename Optimizer, typename Options>
 Net train_local_sgd(Accelerator& accelerator, const std::vector<Pair>& batches,
-                    const Options& options, int epochs, LocalSgdOptions local) {
+                    const Options& options, int epochs, LocalSGDOptions local) {
   Net net = net_of_seed(static_cast<uint64_t>(accelerator.process_index()) + 1);
   Optimizer inner(net->parameters(), options);
   Decay decay(inner);
   auto range = batches;
   auto [scheduler, model, loader, optimizer] = accelerator.prepare(decay, net, range, inner);
-  LocalSgd local_sgd(accelerator, model, std::move(local));
+  LocalSGD local_sgd(accelerator, model, std::move(local));
   for (int epoch = 0; epoch < epochs; ++epoch) {
     for (const auto& batch : loader) {
       auto window = accelerator.accumulate(model);

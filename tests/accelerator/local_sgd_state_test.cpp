@@ -1,4 +1,4 @@
-// The state of a scope of LocalSgd: saved at any moment, the run goes on bit for
+// The state of a scope of LocalSGD: saved at any moment, the run goes on bit for
 // bit. Worlds 1 to 4.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -16,10 +16,10 @@ struct LocalSession : state_test::Session {
   using Hook = std::function<void(int64_t step)>; // at the end of a loop's body
 
   // `before_step`: called, or loaded, between backward and optimizer.step().
-  void run(LocalSgdOptions options, const std::filesystem::path& load, const Hook& at = {},
+  void run(LocalSGDOptions options, const std::filesystem::path& load, const Hook& at = {},
            const Hook& before_step = {}, bool loads_before_step = false) {
     auto [model, optimizer, batches, scheduler] = prepared();
-    LocalSgd local_sgd(accelerator, model, std::move(options));
+    LocalSGD local_sgd(accelerator, model, std::move(options));
     const auto finish_body = [&, &optimizer = optimizer, &scheduler = scheduler] {
       optimizer.step();
       if (between) {
@@ -59,7 +59,7 @@ struct LocalSession : state_test::Session {
 
 void expect_exact_resumes(const std::shared_ptr<Communicator>& communicator,
                           const std::filesystem::path& folder,
-                          const std::function<LocalSgdOptions()>& options, int64_t accumulation,
+                          const std::function<LocalSGDOptions()>& options, int64_t accumulation,
                           int64_t rows, const std::vector<int64_t>& places) {
   const auto name = [&](int64_t place) { return folder / ("state-" + std::to_string(place)); };
   LocalSession saving(communicator, accumulation, rows);
@@ -77,18 +77,24 @@ void expect_exact_resumes(const std::shared_ptr<Communicator>& communicator,
   }
 }
 
-TEST(LocalSgdState, ResumedInMidRoundItIsTheUninterruptedRunBitForBit) {
+TEST(LocalSGDState, ResumedInMidRoundItIsTheUninterruptedRunBitForBit) {
   const auto communicator = testing_support::fresh_communicator();
   const auto folder = state_test::common_folder();
   const int64_t rows = 24 * communicator->world_size();
   // An outer step with momentum; a difference that is on its way when the state is
   // written.
-  const std::vector<std::function<LocalSgdOptions()>> kinds{
-      [] { return LocalSgdOptions{.steps = 5, .average = {.outer = std::make_shared<DiLoCo>()}}; },
-      [] { return LocalSgdOptions{.steps = 5, .delay = 3, .delay_only_if_it_pays = false}; },
+  const std::vector<std::function<LocalSGDOptions()>> kinds{
+      [] {
+        return LocalSGDOptions{.local_sgd_steps = 5,
+                               .average = {.outer = std::make_shared<DiLoCo>()}};
+      },
+      [] {
+        return LocalSGDOptions{.local_sgd_steps = 5, .delay = 3, .delay_only_if_it_pays = false};
+      },
       // Saved before and after plain training has ended, with moments averaged.
       [] {
-        return LocalSgdOptions{.steps = 3, .post_local_start = 8, .moments = MomentPolicy::average};
+        return LocalSGDOptions{
+            .local_sgd_steps = 3, .post_local_start = 8, .moments = MomentPolicy::average};
       }};
   for (size_t kind = 0; kind < kinds.size(); ++kind) {
     SCOPED_TRACE(kind);
@@ -100,14 +106,14 @@ TEST(LocalSgdState, ResumedInMidRoundItIsTheUninterruptedRunBitForBit) {
     outside.prepared();
     const auto text =
         state_test::input_error([&] { outside.accelerator.load_state(folder / "state-16"); });
-    EXPECT_NE(text.find("inside a LocalSgd scope"), std::string::npos) << text;
+    EXPECT_NE(text.find("inside a LocalSGD scope"), std::string::npos) << text;
   }
 }
 
 // Who adds up x whether sums are late x in how many parts x whether a trial decides
 // about that, saved after each step of two rounds of every fragment. A trial is
 // within the four rounds that it times, whose numbers no clock decides.
-TEST(LocalSgdState, SavedAfterAnyStepOfAnyKindOfRoundItGoesOnBitForBit) {
+TEST(LocalSGDState, SavedAfterAnyStepOfAnyKindOfRoundItGoesOnBitForBit) {
   const auto communicator = testing_support::fresh_communicator();
   const auto folder = state_test::common_folder();
   const int64_t rows = 6 * communicator->world_size(); // 9 steps
@@ -122,8 +128,8 @@ TEST(LocalSgdState, SavedAfterAnyStepOfAnyKindOfRoundItGoesOnBitForBit) {
                        << (sync == SyncStrategy::driver ? "driver" : "all") << " delay=" << delay
                        << " fragments=" << fragments << " trial=" << trial);
           const auto options = [&] {
-            return LocalSgdOptions{
-                .steps = 4,
+            return LocalSGDOptions{
+                .local_sgd_steps = 4,
                 .delay = delay,
                 .delay_only_if_it_pays = trial,
                 .weigh_by_samples = true,
@@ -138,11 +144,11 @@ TEST(LocalSgdState, SavedAfterAnyStepOfAnyKindOfRoundItGoesOnBitForBit) {
   }
 }
 
-TEST(LocalSgdState, SavedBeforeTheOptimizersStepTheScopeCountsIt) {
+TEST(LocalSGDState, SavedBeforeTheOptimizersStepTheScopeCountsIt) {
   const auto communicator = testing_support::fresh_communicator();
   const auto folder = state_test::common_folder();
   const int64_t rows = 6 * communicator->world_size();
-  const LocalSgdOptions options{.steps = 4};
+  const LocalSGDOptions options{.local_sgd_steps = 4};
   LocalSession saving(communicator, 1, rows);
   saving.run(options, {}, {}, [&](int64_t step) {
     if (step == 3) {
@@ -156,7 +162,7 @@ TEST(LocalSgdState, SavedBeforeTheOptimizersStepTheScopeCountsIt) {
 }
 
 // A loop that went on with the next batch would lose a step of the rhythm.
-TEST(LocalSgdState, AStepThatTheScopeHasNotCountedIsNotSaved) {
+TEST(LocalSGDState, AStepThatTheScopeHasNotCountedIsNotSaved) {
   const auto communicator = testing_support::fresh_communicator();
   if (communicator->world_size() == 1) {
     return; // the scope does nothing
@@ -169,7 +175,7 @@ TEST(LocalSgdState, AStepThatTheScopeHasNotCountedIsNotSaved) {
     EXPECT_NE(text.find("has not counted the step"), std::string::npos) << text;
     EXPECT_FALSE(std::filesystem::exists(folder / "state"));
   };
-  saving.run({.steps = 4}, {});
+  saving.run({.local_sgd_steps = 4}, {});
 }
 
 } // namespace hasten::accelerator_test

@@ -34,7 +34,7 @@ struct Death {
 struct Scenario {
   int world = 3;
   std::vector<Death> deaths{}; // in their order
-  LocalSgdOptions options{};
+  LocalSGDOptions options{};
   int64_t steps = 12;
   /// In Phase::after_vote: who does not hear that the round is complete.
   int deaf = 2;
@@ -62,7 +62,7 @@ inline std::shared_ptr<Communicator> doomed(std::shared_ptr<Communicator> inner,
       dies(Phase::before_vote, ++counts->voted);
     }
   };
-  watched->after = [=](std::string_view name, CommHandle& handle) {
+  watched->after = [=](std::string_view name, Work& handle) {
     if (name == "average slice 0") {
       dies(Phase::mid_reduce, ++counts->sliced);
     }
@@ -76,7 +76,7 @@ inline std::shared_ptr<Communicator> doomed(std::shared_ptr<Communicator> inner,
         handle.wait();
         dies(death.phase, death.round);
         if (own == scenario.deaf) {
-          inner->gather_json(0, "what never comes"); // throws
+          inner->all_gather_object(0, "what never comes"); // throws
         }
       }
     }
@@ -148,7 +148,7 @@ inline SurvivorsSimulation simulate_survivors(const Scenario& how, const std::ve
       optimizers[r]->step();
     }
     stepped = true;
-    if ((step + 1) % how.options.steps == 0) {
+    if ((step + 1) % how.options.local_sgd_steps == 0) {
       ++round;
       bury(round,
            {Phase::before_snapshot, Phase::mid_reduce, Phase::before_vote, Phase::at_recovery});
@@ -177,11 +177,11 @@ struct SurvivorsRun {
     accelerator.emplace(options, doomed(world, how, rank));
     torch::optim::SGD inner(net->parameters(), torch::optim::SGDOptions(rate).momentum(0.9));
     auto [model, optimizer] = accelerator->prepare(net, inner);
-    LocalSgd local_sgd(*accelerator, model, how.options);
+    LocalSGD local_sgd(*accelerator, model, how.options);
     for (int64_t step = 0; step < how.steps; ++step) {
       for (const Death& death : how.deaths) {
         if (death.rank == rank && death.phase == Phase::between_rounds &&
-            step == death.round * how.options.steps + 1) {
+            step == death.round * how.options.local_sgd_steps + 1) {
           std::raise(SIGKILL);
         }
       }
@@ -190,7 +190,7 @@ struct SurvivorsRun {
       optimizer.zero_grad();
       own = copies();
       local_sgd.step();
-      if (step + 1 == 2 * how.options.steps) {
+      if (step + 1 == 2 * how.options.local_sgd_steps) {
         second = copies();
       }
     }
@@ -235,7 +235,7 @@ struct SurvivorsRun {
   std::optional<Accelerator> accelerator{};
   std::vector<Tensor> own{}; // before the last step()
   std::vector<Tensor> second{}; // behind the second round, if it came so far
-  LocalSgdReport report{};
+  LocalSGDReport report{};
 };
 
 } // namespace hasten::accelerator_test

@@ -1,4 +1,4 @@
-// LocalSgd with on_peer_failure: ranks are killed in every phase of a round.
+// LocalSGD with on_peer_failure: ranks are killed in every phase of a round.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -13,15 +13,15 @@ using testing_support::FaultRank;
 using testing_support::RankReport;
 using testing_support::spawn;
 
-static LocalSgdOptions every_third(PeerFailure failure) {
-  LocalSgdOptions options{.steps = 3, .on_peer_failure = failure};
+static LocalSGDOptions every_third(PeerFailure failure) {
+  LocalSGDOptions options{.local_sgd_steps = 3, .on_peer_failure = failure};
   options.average.slice_mb = 2e-4; // 26 numbers: several slices
   return options;
 }
 
 static std::map<std::string, Scenario> survivor_scenarios() {
-  const LocalSgdOptions plain = every_third(PeerFailure::survivors);
-  LocalSgdOptions outer = plain;
+  const LocalSGDOptions plain = every_third(PeerFailure::survivors);
+  LocalSGDOptions outer = plain;
   outer.average.outer =
       std::make_shared<DiLoCo>(DiLoCoOptions{.lr = 0.7, .momentum = 0.5, .nesterov = false});
   using enum Phase;
@@ -61,7 +61,7 @@ HASTEN_RANK_FUNCTION(SurvivesAScenario) {
   EXPECT_EQ(run.accelerator->num_processes(), static_cast<int>(simulated.living.size()));
   EXPECT_EQ(run.accelerator->process_index(), static_cast<int>(own - simulated.living.begin()));
   EXPECT_EQ(run.report.rounds, (how.steps + 2) / 3);
-  run.accelerator->finish();
+  run.accelerator->end_training();
   run.world->close();
   rank.report("ended", true);
 }
@@ -83,21 +83,21 @@ static void expect_survived(const std::string& scenario, const std::string& save
   }
 }
 
-TEST(LocalSgdSurvivors, DeathsBeforeTheVoteAreInNoMeanFromThatRoundOn) {
+TEST(LocalSGDSurvivors, DeathsBeforeTheVoteAreInNoMeanFromThatRoundOn) {
   expect_survived("one after the other");
 }
 
-TEST(LocalSgdSurvivors, ARoundThatOneRankHasCompletedCountsForAll) {
+TEST(LocalSGDSurvivors, ARoundThatOneRankHasCompletedCountsForAll) {
   expect_survived("unheard commit");
   expect_survived("unheard commit, outer step");
 }
 
-TEST(LocalSgdSurvivors, AnchorAndMomentumAreThoseOfTheLastAverage) {
+TEST(LocalSGDSurvivors, AnchorAndMomentumAreThoseOfTheLastAverage) {
   const testing_support::TemporaryFolder scratch; // a save of those left, too
   expect_survived("outer step", (scratch / "state").string());
 }
 
-TEST(LocalSgdSurvivors, TwoDeathsInOneRoundAndARankOfItsOwn) {
+TEST(LocalSGDSurvivors, TwoDeathsInOneRoundAndARankOfItsOwn) {
   expect_survived("two at once");
   expect_survived("one is left");
 }
@@ -125,7 +125,7 @@ HASTEN_RANK_FUNCTION(SurvivesInOtherForms) {
     how.options.average.fragments = 2;
     how.deaths = {{3, 3, Phase::mid_reduce}};
   } else if (form == "groups") {
-    how.options.steps = 4;
+    how.options.local_sgd_steps = 4;
     how.options.inner_steps = 2;
     how.options.group = std::to_string(rank.world().rank / 2);
     how.deaths = {{3, 3, Phase::before_snapshot}};
@@ -140,12 +140,12 @@ HASTEN_RANK_FUNCTION(SurvivesInOtherForms) {
   expect_equal_on_ranks(*run.accelerator, run.net);
   EXPECT_EQ(run.accelerator->num_processes(), 3);
   EXPECT_EQ(run.report.steps, how.steps);
-  run.accelerator->finish();
+  run.accelerator->end_training();
   run.world->close();
   rank.report("ended", true);
 }
 
-TEST(LocalSgdSurvivors, EveryFormOfARoundGoesOnAndEndsEqual) {
+TEST(LocalSGDSurvivors, EveryFormOfARoundGoesOnAndEndsEqual) {
   for (const char* form :
        {"delay", "delay, death at the start", "trial", "fragments", "groups", "int8", "moments"}) {
     const auto ranks = spawn(4, "SurvivesInOtherForms", {}, {.environment = {{"SCENARIO", form}}});
@@ -172,7 +172,7 @@ HASTEN_RANK_FUNCTION(SurvivesWithALoader) {
   Decay decay(inner);
   auto batches = make_batches(26); // 9, 9 and 8, then 13 and 13
   auto [model, optimizer, loader, scheduler] = accelerator.prepare(run.net, inner, batches, decay);
-  LocalSgd local_sgd(accelerator, model, how.options);
+  LocalSGD local_sgd(accelerator, model, how.options);
   std::vector<int> seen;
   for (int epoch = 0; epoch < 2; ++epoch) {
     seen.push_back(0);
@@ -190,11 +190,11 @@ HASTEN_RANK_FUNCTION(SurvivesWithALoader) {
   expect_equal_on_ranks(accelerator, run.net);
   rank.report("batches", seen);
   rank.report("ticks", decay.ticks);
-  accelerator.finish();
+  accelerator.end_training();
   run.world->close();
 }
 
-TEST(LocalSgdSurvivors, TheNextPassIsDealtOverThoseThatAreLeft) {
+TEST(LocalSGDSurvivors, TheNextPassIsDealtOverThoseThatAreLeft) {
   for (const char* place : {"round", "end"}) {
     const auto ranks = spawn(3, "SurvivesWithALoader", {}, {.environment = {{"SCENARIO", place}}});
     SCOPED_TRACE(place);
@@ -235,7 +235,7 @@ HASTEN_RANK_FUNCTION(StopsInAScenario) {
 
 // Those that have heard of the second round's end have its mean and go on by
 // themselves, until the third; the others stop with what they had before it.
-TEST(LocalSgdSurvivors, WhoStopsHasItsOwnParametersOrTheLastAverage) {
+TEST(LocalSGDSurvivors, WhoStopsHasItsOwnParametersOrTheLastAverage) {
   using enum Phase;
   const std::vector<std::pair<Phase, int>> cases{
       {before_snapshot, 2}, {before_snapshot, 4}, {mid_reduce, 2},

@@ -1,4 +1,4 @@
-// Scopes of LocalSgd against the algorithm in torch's operators. Worlds 1 to 4.
+// Scopes of LocalSGD against the algorithm in torch's operators. Worlds 1 to 4.
 #include "hasten/accelerator/local_sgd.h"
 
 #include <gtest/gtest.h>
@@ -21,15 +21,15 @@ void expect_simulation(int64_t batch_count, int64_t k, int64_t h, int epochs,
       {.accumulation = k, .epochs = epochs, .h = [h](int64_t) { return h; }});
   average.slice_mb = 1e-4;
   Net net = train_local_sgd<Optimizer>(accelerator, batches, options, epochs,
-                                       {.steps = h, .average = average});
+                                       {.local_sgd_steps = h, .average = average});
   EXPECT_LE(largest_difference(*net, *simulated[0]->net), 1e-10);
   expect_equal_on_ranks(accelerator, net);
-  accelerator.finish();
+  accelerator.end_training();
 }
 
 // Even and uneven numbers of batches, with ranks that have none in some or in all
 // windows; accumulation; H that divides an epoch and H that does not.
-TEST(LocalSgd, RanksEqualTheAlgorithmInTorchsOperators) {
+TEST(LocalSGD, RanksEqualTheAlgorithmInTorchsOperators) {
   const auto sgd = torch::optim::SGDOptions(0.3).momentum(0.9);
   const auto adamw = torch::optim::AdamWOptions(0.02);
   expect_simulation<torch::optim::SGD>(24, 1, 3, 2, sgd);
@@ -44,7 +44,7 @@ TEST(LocalSgd, RanksEqualTheAlgorithmInTorchsOperators) {
 
 template <typename Optimizer, typename Options>
 Net train_ddp(Accelerator& accelerator, const std::vector<Pair>& batches, const Options& options,
-              std::optional<LocalSgdOptions> local) {
+              std::optional<LocalSGDOptions> local) {
   if (local) {
     return train_local_sgd<Optimizer>(accelerator, batches, options, 1, *local);
   }
@@ -64,7 +64,7 @@ Net train_ddp(Accelerator& accelerator, const std::vector<Pair>& batches, const 
   return net;
 }
 
-TEST(LocalSgd, DisabledOrAloneItIsPlainTraining) {
+TEST(LocalSGD, DisabledOrAloneItIsPlainTraining) {
   const auto options = torch::optim::SGDOptions(0.3).momentum(0.9);
   auto accelerator = local_accelerator();
   const bool alone = accelerator.num_processes() == 1;
@@ -72,14 +72,14 @@ TEST(LocalSgd, DisabledOrAloneItIsPlainTraining) {
   auto plain_accelerator = local_accelerator();
   Net plain = train_ddp<torch::optim::SGD>(plain_accelerator, batches, options, std::nullopt);
   Net net = train_ddp<torch::optim::SGD>(accelerator, batches, options,
-                                         LocalSgdOptions{.steps = 3, .enabled = alone});
+                                         LocalSGDOptions{.local_sgd_steps = 3, .enabled = alone});
   EXPECT_EQ(largest_difference(*net, *plain), 0);
-  accelerator.finish();
-  plain_accelerator.finish();
+  accelerator.end_training();
+  plain_accelerator.end_training();
 }
 
 // Batches of one size: DDP weighs rows, an average of parameters ranks.
-TEST(LocalSgd, WithHOneAndPlainSgdItIsDdp) {
+TEST(LocalSGD, WithHOneAndPlainSgdItIsDdp) {
   for (const int64_t steps : {1, 10}) {
     auto accelerator = local_accelerator();
     auto plain_accelerator = local_accelerator();
@@ -93,7 +93,7 @@ TEST(LocalSgd, WithHOneAndPlainSgdItIsDdp) {
       Net net = net_of_seed(1);
       torch::optim::SGD inner(net->parameters(), rate);
       auto [model, optimizer, loader] = on.prepare(net, inner, batches);
-      LocalSgd scope(on, model, {.steps = 1, .enabled = local});
+      LocalSGD scope(on, model, {.local_sgd_steps = 1, .enabled = local});
       for (const auto& batch : loader) {
         auto window = on.accumulate(model);
         on.backward(mean_loss(model, batch));
@@ -112,8 +112,8 @@ TEST(LocalSgd, WithHOneAndPlainSgdItIsDdp) {
       const double tolerance = steps == 1 ? 2 * 2.3e-16 : 1e-6;
       EXPECT_LE(((a - b).abs() / b.abs().clamp_min(0.05)).max().item<double>(), tolerance) << steps;
     }
-    accelerator.finish();
-    plain_accelerator.finish();
+    accelerator.end_training();
+    plain_accelerator.end_training();
   }
 }
 
@@ -130,13 +130,13 @@ struct NormedImpl : torch::nn::Module {
 };
 TORCH_MODULE(Normed);
 
-TEST(LocalSgd, StatisticsArePooledAndIntegersAreRankZeros) {
+TEST(LocalSGD, StatisticsArePooledAndIntegersAreRankZeros) {
   auto accelerator = local_accelerator();
   const int world = accelerator.num_processes();
   Normed net;
   torch::optim::SGD inner(net->parameters(), 0.1);
   auto [model, optimizer] = accelerator.prepare(net, inner);
-  LocalSgd local_sgd(accelerator, model, {.steps = 2});
+  LocalSGD local_sgd(accelerator, model, {.local_sgd_steps = 2});
   const auto rows_of = [](int rank) {
     auto generator = torch::make_generator<at::CPUGeneratorImpl>(40 + rank);
     return torch::randn({64, 3}, generator) * (rank + 1) + 3 * rank;
@@ -166,11 +166,11 @@ TEST(LocalSgd, StatisticsArePooledAndIntegersAreRankZeros) {
     EXPECT_EQ(net->norm->num_batches_tracked.item<int64_t>(), 2);
   }
   local_sgd.finish();
-  accelerator.finish();
+  accelerator.end_training();
 }
 
 // One rank's step is skipped: it counts all the same.
-TEST(LocalSgd, AStepThatIsSkippedIsCounted) {
+TEST(LocalSGD, AStepThatIsSkippedIsCounted) {
   AcceleratorOptions options;
   options.seed.reset();
   options.skip_non_finite_steps = true;
@@ -178,7 +178,7 @@ TEST(LocalSgd, AStepThatIsSkippedIsCounted) {
   Net net = net_of_seed(1);
   torch::optim::SGD inner(net->parameters(), 0.1);
   auto [model, optimizer] = accelerator.prepare(net, inner);
-  LocalSgd local_sgd(accelerator, model, {.steps = 3});
+  LocalSGD local_sgd(accelerator, model, {.local_sgd_steps = 3});
   const Pair batch = make_batches(2)[1];
   int averages = 0;
   for (int step = 0; step < 7; ++step) {
@@ -196,10 +196,10 @@ TEST(LocalSgd, AStepThatIsSkippedIsCounted) {
     EXPECT_EQ(local_sgd.report().rounds, 3);
   }
   expect_equal_on_ranks(accelerator, net);
-  accelerator.finish();
+  accelerator.end_training();
 }
 
-TEST(LocalSgd, PlainTrainingGoesOnBehindIt) {
+TEST(LocalSGD, PlainTrainingGoesOnBehindIt) {
   auto accelerator = local_accelerator();
   const auto batches = make_batches(9); // uneven
   Net net = net_of_seed(1);
@@ -207,7 +207,7 @@ TEST(LocalSgd, PlainTrainingGoesOnBehindIt) {
   auto range = batches;
   auto [model, loader, optimizer] = accelerator.prepare(net, range, inner);
   for (int epoch = 0; epoch < 4; ++epoch) {
-    LocalSgd local_sgd(accelerator, model, {.steps = 2, .enabled = epoch % 2 == 0});
+    LocalSGD local_sgd(accelerator, model, {.local_sgd_steps = 2, .enabled = epoch % 2 == 0});
     for (const auto& batch : loader) {
       auto window = accelerator.accumulate(model);
       accelerator.backward(mean_loss(model, batch));
@@ -218,15 +218,15 @@ TEST(LocalSgd, PlainTrainingGoesOnBehindIt) {
     local_sgd.finish();
     expect_equal_on_ranks(accelerator, net); // moments too, or DDP would drift
   }
-  accelerator.finish();
+  accelerator.end_training();
 }
 
-TEST(LocalSgd, ReportsItsRounds) {
+TEST(LocalSGD, ReportsItsRounds) {
   auto accelerator = local_accelerator();
   Net net = net_of_seed(1);
   torch::optim::SGD inner(net->parameters(), 0.1);
   auto [model, optimizer] = accelerator.prepare(net, inner);
-  LocalSgd local_sgd(accelerator, model, {.steps = 2});
+  LocalSGD local_sgd(accelerator, model, {.local_sgd_steps = 2});
   const auto batches = make_batches(16);
   for (int step = 0; step < 4; ++step) {
     accelerator.backward(
@@ -235,7 +235,7 @@ TEST(LocalSgd, ReportsItsRounds) {
     optimizer.zero_grad();
     local_sgd.step();
   }
-  const LocalSgdReport report = local_sgd.report();
+  const LocalSGDReport report = local_sgd.report();
   if (accelerator.num_processes() > 1) {
     const int64_t world = accelerator.num_processes();
     EXPECT_EQ(report.steps, 4);
@@ -248,12 +248,12 @@ TEST(LocalSgd, ReportsItsRounds) {
   }
   local_sgd.finish();
   local_sgd.finish(); // does nothing
-  accelerator.finish();
+  accelerator.end_training();
 }
 
 // Ranks pull one parameter apart, by a share that doubles from round to round or
 // stays; their mean stays.
-TEST(LocalSgd, ASpreadThatGrowsFromRoundToRoundIsAWarning) {
+TEST(LocalSGD, ASpreadThatGrowsFromRoundToRoundIsAWarning) {
   for (const double growth : {2.0, 1.0}) {
     auto accelerator = local_accelerator();
     const int world = accelerator.num_processes();
@@ -268,7 +268,7 @@ TEST(LocalSgd, ASpreadThatGrowsFromRoundToRoundIsAWarning) {
     auto point = std::make_shared<Point>();
     torch::optim::SGD inner(point->parameters(), 0.01);
     auto [model, optimizer] = accelerator.prepare(point, inner);
-    LocalSgd local_sgd(accelerator, model, {.steps = 2});
+    LocalSGD local_sgd(accelerator, model, {.local_sgd_steps = 2});
     double pull = accelerator.process_index() - (world - 1) / 2.0;
     for (int round = 0; round < 9; ++round) {
       for (int step = 0; step < 2; ++step) {
@@ -289,7 +289,7 @@ TEST(LocalSgd, ASpreadThatGrowsFromRoundToRoundIsAWarning) {
       EXPECT_EQ(lines.find(text, first + 1), std::string::npos);
       EXPECT_NE(lines.find("(steps=2 now)"), std::string::npos);
     }
-    accelerator.finish();
+    accelerator.end_training();
   }
 }
 
@@ -297,7 +297,7 @@ TEST(LocalSgd, ASpreadThatGrowsFromRoundToRoundIsAWarning) {
 // (1 - a)^(2K)), q = (1 - a)^2 + a^2 b^2: the mean square of the average, at
 // rest. A wrong divisor or a period off by one is far outside of the sampling
 // error of 20000 independent problems.
-TEST(LocalSgd, StationaryVarianceIsTheClosedForm) {
+TEST(LocalSGD, StationaryVarianceIsTheClosedForm) {
   const double a = 0.2;
   const double beta = 0.8;
   const double sigma = 1.0;
@@ -311,7 +311,7 @@ TEST(LocalSgd, StationaryVarianceIsTheClosedForm) {
     auto points = std::make_shared<Points>();
     torch::optim::SGD inner(points->parameters(), a);
     auto [model, optimizer] = accelerator.prepare(points, inner);
-    LocalSgd local_sgd(accelerator, model, {.steps = period});
+    LocalSGD local_sgd(accelerator, model, {.local_sgd_steps = period});
     auto generator = torch::make_generator<at::CPUGeneratorImpl>(900 + accelerator.process_index());
     double mean_square = 0;
     int64_t samples = 0;
@@ -336,7 +336,7 @@ TEST(LocalSgd, StationaryVarianceIsTheClosedForm) {
                             (1 - qk / m - (1 - 1 / m) * std::pow(1 - a, 2 * period));
     EXPECT_NEAR(mean_square / expected, 1, 0.035) << "K=" << period << ", M=" << m;
     local_sgd.finish();
-    accelerator.finish();
+    accelerator.end_training();
   }
 }
 

@@ -80,7 +80,7 @@ std::string said_of(const Act& act, bool inside_batch, AcceleratorOptions option
     accelerator.backward(loss, 4);
   });
   // Where an exception left a guard, the peers have been told.
-  message_of<std::exception>([&] { accelerator.finish(); });
+  message_of<std::exception>([&] { accelerator.end_training(); });
   return said;
 }
 
@@ -135,7 +135,7 @@ TEST(MidWindow, BehindAWindowAndOutsideOfOneTorchIsFree) {
       culprit.act(net);
     });
     EXPECT_EQ(said, "nothing was thrown");
-    accelerator.finish();
+    accelerator.end_training();
   }
 }
 
@@ -156,7 +156,7 @@ TEST(MidWindow, AForwardMayWriteParameters) {
     }
   });
   EXPECT_EQ(said, "nothing was thrown");
-  accelerator.finish();
+  accelerator.end_training();
 }
 
 } // namespace hasten::accelerator_test

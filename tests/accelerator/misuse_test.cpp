@@ -108,7 +108,7 @@ TEST(Misuse, StepsThatDependOnARanksOwnBatches) {
         optimizer.zero_grad();
       }
     }
-    accelerator.finish();
+    accelerator.end_training();
   };
   const std::string text = message_of<CommunicationError>(run);
   EXPECT_TRUE(text.find("stepped different optimizers") != std::string::npos ||
@@ -128,7 +128,7 @@ TEST(Misuse, AStepOfOneRankAloneIsFoundAtTheEnd) {
   if (accelerator.is_main_process()) {
     optimizer.step();
   }
-  expect_says(message_of<CommunicationError>([&] { accelerator.finish(); }),
+  expect_says(message_of<CommunicationError>([&] { accelerator.end_training(); }),
               "different optimizer steps");
 }
 
@@ -164,7 +164,7 @@ TEST(Debug, NamesTheFirstCollectiveThatDiffers) {
       Tensor loss = torch::ones({1}), correct = torch::ones({1});
       for (const bool first : {true, false}) {
         const bool of_loss = first != swapped;
-        accelerator.communicator()->all_reduce(of_loss ? loss : correct, ReduceOp::sum,
+        accelerator.communicator()->all_reduce(of_loss ? loss : correct, ReduceOp::SUM,
                                                of_loss ? "loss" : "correct");
       }
       accelerator.backward(mean_loss(model, batch));

@@ -1,11 +1,11 @@
-// fp16 in a LocalSgd scope: each rank has overflows and a scale of its own, and the
+// fp16 in a LocalSGD scope: each rank has overflows and a scale of its own, and the
 // rounds come when they would have come without.
 #include "accelerator/precision_rig.h"
 #include "hasten/accelerator/local_sgd.h"
 
 namespace hasten::precision_test {
 
-TEST(MixedPrecisionLocalSgd, ASkippedStepCountsForTheNextAverage) {
+TEST(MixedPrecisionLocalSGD, ASkippedStepCountsForTheNextAverage) {
   for (const auto precision : {Precision::fp16, Precision::bf16}) {
     auto accelerator =
         accelerator_with({.mixed_precision = precision, .grad_scaler = {.init_scale = 2048}});
@@ -15,7 +15,7 @@ TEST(MixedPrecisionLocalSgd, ASkippedStepCountsForTheNextAverage) {
     for (int64_t step = 0; step < 2; ++step) {
       learner.learn(accelerator, 90 + step, false, Clip::norm); // the rate was 0
     }
-    LocalSgd local(accelerator, learner.net, {.steps = 2});
+    LocalSGD local(accelerator, learner.net, {.local_sgd_steps = 2});
     for (int64_t step = 1; step <= 4; ++step) {
       const auto before = copies(learner.net->parameters());
       const double rate = learner.rate();
@@ -39,7 +39,7 @@ TEST(MixedPrecisionLocalSgd, ASkippedStepCountsForTheNextAverage) {
     // Windows reduce again, with one scale.
     learner.learn(accelerator, 9, false, Clip::norm);
     expect_equal_on_ranks(accelerator, learner.net->parameters());
-    accelerator.finish();
+    accelerator.end_training();
   }
 }
 

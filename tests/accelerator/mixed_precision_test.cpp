@@ -66,7 +66,7 @@ TEST(MixedPrecision, WindowsGiveTheJoinedBatchsGradientWithoutTheScale) {
       EXPECT_TRUE(optimizer.step());
       EXPECT_FALSE(same_bits(before, net->parameters()));
       expect_equal_on_ranks(accelerator, net->parameters());
-      accelerator.finish();
+      accelerator.end_training();
     }
   }
 }
@@ -85,7 +85,7 @@ TEST(MixedPrecision, CheckpointedRegionsGiveTheSameBits) {
       auto window = accelerator.accumulate(net);
       accelerator.backward(sum_of_losses(forward, rows_of(accelerator.process_index())), 6);
       gradients.push_back(gradients_of(*net));
-      accelerator.finish();
+      accelerator.end_training();
     }
     EXPECT_TRUE(same_bits(gradients[0], gradients[1]));
   }
@@ -103,7 +103,7 @@ TEST(MixedPrecision, SmallGradientsSurviveInFp16) {
     accelerator.backward(net->forward(rows_of(0).first).sum() * 1e-9, 1); // 6 rows
     const double size = net->second->bias.grad().abs().sum().item<double>();
     EXPECT_NEAR(size, enabled ? 4 * 6e-9 : 0, 5e-10);
-    accelerator.finish();
+    accelerator.end_training();
   }
 }
 
@@ -133,7 +133,7 @@ TEST(MixedPrecision, AnInfinityOnOneRankLeavesEveryRankAsItWas) {
           EXPECT_NE(learner.rate(), rate);
         }
         expect_equal_on_ranks(accelerator, learner.net->parameters());
-        accelerator.finish();
+        accelerator.end_training();
       }
     }
   }
@@ -157,7 +157,7 @@ TEST(MixedPrecision, RanksThatRanOutFollowTheScale) {
   expect_equal_on_ranks(accelerator, learner.net->parameters());
   EXPECT_TRUE(learner.learn(accelerator, 9, false, Clip::norm));
   expect_equal_on_ranks(accelerator, learner.net->parameters());
-  accelerator.finish();
+  accelerator.end_training();
 }
 
 TEST(MixedPrecision, ALossThatIsNotFiniteIsNoOverflow) {
@@ -180,7 +180,7 @@ TEST(MixedPrecision, ALossThatIsNotFiniteIsNoOverflow) {
   EXPECT_EQ(accelerator.loss_scale().value(), 2048);
   EXPECT_NE(lines.find("not finite before it is scaled"), std::string::npos) << lines;
   EXPECT_TRUE(learner.learn(accelerator, 1, false, Clip::none));
-  accelerator.finish();
+  accelerator.end_training();
 }
 
 // By hand: two backwards, no_sync() around the first.
@@ -205,7 +205,7 @@ TEST(MixedPrecision, BackwardByHandAddsGradientsWithoutTheScale) {
     }
     EXPECT_LT(distance(gradients_of(*net), joined_gradients(Precision::fp16, 0, 2)), 2 * 0x1p-11);
     EXPECT_TRUE(optimizer.step());
-    accelerator.finish();
+    accelerator.end_training();
   }
 }
 
@@ -235,7 +235,7 @@ TEST(MixedPrecision, AutocastIsOnFromABatchToItsBackward) {
     const auto autocast = accelerator.autocast();
     EXPECT_EQ(autocast_dtype(), torch::kBFloat16);
   }
-  accelerator.finish();
+  accelerator.end_training();
   if (accelerator.num_processes() == 1) {
     auto other = accelerator_with(options_of(Precision::fp16));
     other.prepare(net);
@@ -252,8 +252,9 @@ TEST(MixedPrecision, AutocastIsOnFromABatchToItsBackward) {
 TEST(MixedPrecision, StatesKeepTheScaleAndItsCount) {
   auto accelerator = accelerator_with(options_of(Precision::fp16));
   const testing_support::TemporaryFolder own; // rank 0's for all
-  const auto folder =
-      accelerator.communicator()->broadcast_json(own.path().string(), "folder").get<std::string>();
+  const auto folder = accelerator.communicator()
+                          ->broadcast_object(own.path().string(), "folder")
+                          .get<std::string>();
   Learner learner(accelerator, true);
   learner.learn(accelerator, 0, true, Clip::norm);
   learner.learn(accelerator, 1, false, Clip::norm);
@@ -264,7 +265,7 @@ TEST(MixedPrecision, StatesKeepTheScaleAndItsCount) {
   EXPECT_EQ(accelerator.loss_scale().value(), 1024);
   EXPECT_EQ(accelerator.loss_scale().growth_tracker(), 1);
   EXPECT_TRUE(learner.learn(accelerator, 3, false, Clip::norm));
-  accelerator.finish();
+  accelerator.end_training();
 }
 
 TEST(MixedPrecision, RanksAgreeOnTheirPrecision) {
@@ -285,7 +286,7 @@ TEST(MixedPrecision, RanksAgreeOnTheirPrecision) {
   }
   accelerator.set_mixed_precision(Precision::fp16);
   EXPECT_EQ(accelerator.mixed_precision(), Precision::fp16);
-  accelerator.finish();
+  accelerator.end_training();
 }
 
 // A model that is bf16 itself: each batch's gradient is rounded once, their sum over
@@ -333,7 +334,7 @@ TEST(MixedPrecision, SixteenBitParametersHaveFp32GradientsAndMasters) {
     EXPECT_EQ(parameter.scalar_type(), torch::kBFloat16);
   }
   expect_equal_on_ranks(accelerator, parameters);
-  accelerator.finish();
+  accelerator.end_training();
 }
 
 } // namespace hasten::precision_test

@@ -45,7 +45,7 @@ ByHand train_by_hand(int64_t k, bool window, bool quiet) {
       optimizer.zero_grad();
     }
   }
-  accelerator.finish();
+  accelerator.end_training();
   run.ticks = decay.ticks;
   return run;
 }
@@ -157,7 +157,7 @@ TEST(Outside, RanksThatRanOutTakePartInStepsByHand) {
     EXPECT_LE(largest_difference(*net, *plain.net), 1e-10);
     EXPECT_EQ(decay.ticks, static_cast<int>(plain.losses.size()));
   }
-  accelerator.finish();
+  accelerator.end_training();
 }
 
 TEST(Outside, OnlyModelsThatTheLossDependsOnTakePart) {

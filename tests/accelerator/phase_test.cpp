@@ -51,7 +51,7 @@ TEST(Phase, BreakAndNestedEvaluationDoNotShiftIt) {
       }
     }
   }
-  accelerator.finish();
+  accelerator.end_training();
   auto steps = steps_of(batches, world, 2, 0, 3);
   append(steps, steps_of(batches, world, 2, 0, 1));
   append(steps, steps_of(batches, world, 2, 0, 3));
@@ -92,7 +92,7 @@ TEST(Phase, ASecondLoadersEndLeavesTheFirstsWindowOpen) {
     }
     append(steps_b, steps_of(few, world, 3, 0, turn == 4 ? 0 : 2));
   }
-  accelerator.finish();
+  accelerator.end_training();
   EXPECT_LE(largest_difference(*a, *plain_steps(steps_of(batches, world, 3, 0, 2), 0.3)), 1e-10);
   EXPECT_LE(largest_difference(*b, *plain_steps(steps_b, 0.1)), 1e-10);
 }
@@ -147,7 +147,7 @@ TEST(Phase, AnOptimizerThatStepsEverySecondIterationGathersTwo) {
   }
   EXPECT_LE(largest_difference(*a, *plain_a), 1e-10);
   EXPECT_LE(largest_difference(*b, *plain_b), 1e-8); // Adam: g / |g|
-  accelerator.finish();
+  accelerator.end_training();
 }
 
 TEST(Phase, ASecondAcceleratorLeavesTheFirstsStepsAlone) {

@@ -161,9 +161,9 @@ struct Learner {
 
   WideNet net;
   std::shared_ptr<torch::optim::Optimizer> own{};
-  LrScheduler schedule;
+  LRScheduler schedule;
   std::optional<PreparedOptimizer<torch::optim::Optimizer>> optimizer{};
-  std::optional<PreparedScheduler<LrScheduler>> scheduler{};
+  std::optional<PreparedScheduler<LRScheduler>> scheduler{};
 };
 
 } // namespace hasten::precision_test

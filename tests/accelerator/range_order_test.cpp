@@ -110,7 +110,7 @@ TEST(RangeOrder, TorchsSamplersYieldEachRowOnceOverTheRanks) {
     auto lazy = lazy_loader();
     auto loader = accelerator.prepare(*lazy);
     expect_each_once(one_pass(accelerator, loader));
-    accelerator.finish();
+    accelerator.end_training();
   }
 }
 
@@ -123,7 +123,7 @@ TEST(RangeOrder, SeedAndEpochDecideIt) {
     torch::randn({static_cast<int64_t>(passes.size())}); // others' draws
     one_pass(accelerator, loader);
     passes.push_back(one_pass(accelerator, loader));
-    accelerator.finish();
+    accelerator.end_training();
   }
   EXPECT_EQ(passes[0], passes[1]);
   EXPECT_NE(passes[0], passes[2]);
@@ -139,7 +139,7 @@ TEST(RangeOrder, WhatARangeDrawsNobodyElseMisses) {
       EXPECT_GT(batch.target.numel() + 1, 0);
       drawn.push_back(torch::rand({}, torch::kDouble).item<double>());
     }
-    accelerator.finish();
+    accelerator.end_training();
     return drawn;
   };
   const auto plain = draws_beside(
@@ -195,7 +195,7 @@ TEST(RangeOrder, APassGoesOnWithTheSameRowsAfterAResume) {
       auto drawn_lazily = lazy_loader();
       auto drawn_at_once = random_loader();
       lazy ? run.run(*drawn_lazily, more...) : run.run(*drawn_at_once, more...);
-      run.accelerator.finish();
+      run.accelerator.end_training();
     };
     const std::function<bool(int64_t)> go_on = [](int64_t) { return true; };
     train(whole, go_on);
@@ -251,7 +251,7 @@ TEST(RangeOrder, AnotherBatchOnOneRankIsAnErrorThatNamesTheRange) {
               ++turns;
             }
           }
-          run.accelerator.finish();
+          run.accelerator.end_training();
         } catch (const CommunicationError& error) {
           text = error.what();
         }

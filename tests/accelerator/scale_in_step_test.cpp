@@ -42,7 +42,7 @@ ScaledRun scaled_run(bool in_step, at::ScalarType dtype) {
       optimizer.zero_grad();
     }
   }
-  accelerator.finish();
+  accelerator.end_training();
   for (const Tensor& p : net->parameters()) {
     run.parameters.push_back(p.detach().clone());
   }
@@ -102,7 +102,7 @@ TEST(ScaleInStep, AGradientThatIsNotSteppedIsFinishedBeforeOthersAreAdded) {
         optimizer.zero_grad();
       }
     }
-    accelerator.finish();
+    accelerator.end_training();
   }
   expect_near(sums[1], sums[0], 1e-12);
 }

@@ -114,7 +114,7 @@ inline Stack make_stack(const Training& run, int rank) {
 
 inline std::vector<Tensor> whole_parameters(Accelerator& accelerator, Stack& stack) {
   std::vector<Tensor> result;
-  accelerator.with_full_parameters(
+  accelerator.summon_full_params(
       [&] {
         for (const Tensor& parameter : stack->parameters()) {
           result.push_back(parameter.detach().clone());
@@ -175,7 +175,7 @@ inline Result train(const Training& run) {
     }
   }
   result.parameters = whole_parameters(accelerator, stack);
-  accelerator.finish();
+  accelerator.end_training();
   gradient_checkpointing_disable(stack);
   return result;
 }

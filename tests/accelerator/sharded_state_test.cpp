@@ -184,7 +184,7 @@ TEST(ShardedState, InsideAForwardItIsRefusedBeforeAnythingIsWritten) {
     EXPECT_EQ(std::filesystem::exists(place / "inside"), !refused);
     learner.accelerator.save_state(place / "behind");
     learner.accelerator.load_state(place / "behind");
-    learner.accelerator.finish();
+    learner.accelerator.end_training();
   }
 }
 

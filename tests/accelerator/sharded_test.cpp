@@ -85,7 +85,7 @@ TEST(Sharded, AnInfinityInOneRanksRowsLeavesEveryRankAsItWas) {
       EXPECT_EQ(torch::equal(before[i], after[i]), guilty >= 0) << i;
     }
   }
-  accelerator.finish();
+  accelerator.end_training();
 }
 
 TEST(Sharded, NormsAreThoseOfTheWhole) {
@@ -106,7 +106,7 @@ TEST(Sharded, NormsAreThoseOfTheWhole) {
     }
     result.push_back(accelerator.clip_grad_value_(stack, 1e-3));
     result.push_back(accelerator.clip_grad_norm_(stack, 1e6));
-    accelerator.finish();
+    accelerator.end_training();
     return result;
   };
   const std::vector<double> whole = norms(Strategy::ddp);
@@ -143,7 +143,7 @@ TEST(Sharded, AnOptimizerThatHasSteppedBeforeGoesOn) {
     auto [model, optimizer] = accelerator.prepare(stack, *own);
     steps(optimizer, 3, 6);
     auto parameters = whole_parameters(accelerator, stack);
-    accelerator.finish();
+    accelerator.end_training();
     return parameters;
   };
   const auto whole = train_on(Strategy::ddp);
@@ -181,7 +181,7 @@ TEST(Sharded, TrainsUnderALimitThatWholeCopiesExceed) {
       EXPECT_TRUE(is_out_of_memory(error)) << error.what();
       return false;
     }
-    accelerator.finish();
+    accelerator.end_training();
     return true;
   };
   if (testing_support::test_world().world_size > 1) {
@@ -203,7 +203,7 @@ TEST(Sharded, WhatNeedsWholeParametersIsRefused) {
   const Training run{.strategy = Strategy::fsdp};
   Accelerator accelerator(options_of(run), testing_support::fresh_communicator());
   if (accelerator.num_processes() == 1) {
-    accelerator.finish();
+    accelerator.end_training();
     return; // a rank alone has whole parameters
   }
   Stack stack = make_stack(run, accelerator.process_index());
@@ -219,13 +219,14 @@ TEST(Sharded, WhatNeedsWholeParametersIsRefused) {
               accelerator.register_comm_hook(stack, std::make_shared<Bf16CompressHook>());
             }).find("FullyShard"),
             std::string::npos);
-  EXPECT_NE(
-      refusal([&] { LocalSgd local(accelerator, stack, {.steps = 2}); }).find("parts of one copy"),
-      std::string::npos);
+  EXPECT_NE(refusal([&] {
+              LocalSGD local(accelerator, stack, {.local_sgd_steps = 2});
+            }).find("parts of one copy"),
+            std::string::npos);
   const Tensor loss = stack->words->weight.sum();
   EXPECT_NE(refusal([&] { accelerator.backward(loss); }).find("outside accumulate()"),
             std::string::npos);
-  accelerator.finish();
+  accelerator.end_training();
 }
 
 } // namespace hasten::sharded_test

@@ -56,7 +56,7 @@ TEST(StandIns, TheLoopsBodyRunsEquallyOftenOnEveryRankWhateverItDoes) {
       EXPECT_EQ(gathered, rows);
     }
     EXPECT_EQ(turns, 6);
-    accelerator.finish();
+    accelerator.end_training();
 
     Net plain = net_of_seed(1);
     torch::optim::SGD plain_sgd(plain->parameters(), options);
@@ -96,7 +96,7 @@ TEST(StandIns, LeaveTorchsGeneratorAsItWas) {
   torch::manual_seed(5);
   torch::rand({accelerator.is_main_process() ? 300 : 200});
   EXPECT_TRUE(torch::equal(next, torch::rand({3})));
-  accelerator.finish();
+  accelerator.end_training();
 }
 
 // Nothing was handed out yet, neither here nor by a range that seeks.
@@ -127,7 +127,7 @@ TEST(StandIns, BehindASkippedBeginningToo) {
   };
   EXPECT_EQ(turns(pairs, in_pair), 1);
   EXPECT_EQ(turns(sought, in_batch), 1);
-  accelerator.finish();
+  accelerator.end_training();
 }
 
 // check_trigger is collective, and here it decides on all ranks.
@@ -153,7 +153,7 @@ TEST(StandIns, ATriggerOfTheLastTurnStopsEveryRank) {
   }
   EXPECT_EQ(turns, 6);
   EXPECT_TRUE(stop);
-  accelerator.finish();
+  accelerator.end_training();
 }
 
 // The last of a window's backwards reduces, on ranks whose batch is a stand-in too.
@@ -188,7 +188,7 @@ TEST(StandIns, TriggerSyncInTheLastTurnReducesOnEveryRank) {
     }
   }
   EXPECT_EQ(windows, 2u);
-  accelerator.finish();
+  accelerator.end_training();
 }
 
 // Two optimizers on one model; the second's gradients are left to gather. In the
@@ -237,7 +237,7 @@ void expect_halves_are_plain(bool stand_ins) {
     }
   }
   EXPECT_LE(largest_difference(*net, *plain), 1e-12);
-  accelerator.finish();
+  accelerator.end_training();
 }
 
 TEST(StandIns, TwoOptimizersOfOneModelOneZeroedAreThoseOfOneProcess) {

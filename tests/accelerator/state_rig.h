@@ -132,7 +132,7 @@ struct Session {
 
   using Handles = decltype(std::declval<Accelerator&>().prepare(
       std::declval<DropNet&>(), std::declval<AdamW&>(), std::declval<DataLoader&>(),
-      std::declval<LrScheduler&>()));
+      std::declval<LRScheduler&>()));
   Handles& prepared() {
     if (!handles) {
       handles.emplace(accelerator.prepare(net, adamw, loader, schedule));
@@ -166,7 +166,7 @@ struct Session {
   Accelerator accelerator;
   DropNet net;
   AdamW adamw;
-  LrScheduler schedule;
+  LRScheduler schedule;
   DataLoader loader;
   Notes notes{};
   std::shared_ptr<CommHook> hook{}; // registered once all is prepared

@@ -283,7 +283,7 @@ TEST(AcceleratorState, StateOfAnotherModelOrOtherObjectsIsRefused) {
     Accelerator other(session_options(1), communicator);
     DropNet net;
     torch::optim::SGD sgd(net->parameters(), 0.1);
-    LrScheduler schedule(sgd, constant_schedule());
+    LRScheduler schedule(sgd, constant_schedule());
     DataLoader loader(std::make_shared<RowsOfLengths>(20), {.batch_size = 2});
     auto handles = other.prepare(net, sgd, loader, schedule);
     says(other, "optimizer=\"AdamW\"");

@@ -100,7 +100,7 @@ void expect_one_process(NormedLoop loop, int64_t k) {
       }
     }
   }
-  accelerator.finish();
+  accelerator.end_training();
   NormedNet plain = plain_normed(batches, world, k, 2);
   EXPECT_LE(largest_difference(*net, *plain), 1e-10);
   EXPECT_LE(largest_buffer_difference(*net, *plain), 1e-10);
@@ -134,7 +134,7 @@ TEST(SyncBatchNormRuns, AreThoseOfOneProcessWhereARankNeverHasARow) {
         optimizer.step();
       }
     }
-    accelerator.finish();
+    accelerator.end_training();
     NormedNet plain = plain_normed(batches, 1, 1, 1);
     EXPECT_LE(largest_difference(*net, *plain), 1e-10);
     EXPECT_LE(largest_buffer_difference(*net, *plain), 1e-10);
@@ -188,7 +188,7 @@ TEST(SyncBatchNormRuns, ARankThatFailsInItsForwardEndsTheOthers) {
   EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(8));
 }
 
-TEST(SyncBatchNormRuns, AreNotForLocalSgd) {
+TEST(SyncBatchNormRuns, AreNotForLocalSGD) {
   auto accelerator = accelerator_of({.sync_batchnorm = true});
   if (accelerator.num_processes() == 1) {
     return;
@@ -196,9 +196,9 @@ TEST(SyncBatchNormRuns, AreNotForLocalSgd) {
   NormedNet net = normed_net(1);
   torch::optim::SGD sgd(net->parameters(), 0.1);
   auto [model, optimizer] = accelerator.prepare(net, sgd);
-  expect_says(message_of([&, &model = model] { const LocalSgd scope(accelerator, model, {}); }),
+  expect_says(message_of([&, &model = model] { const LocalSGD scope(accelerator, model, {}); }),
               "synchronised batch norm");
-  accelerator.finish();
+  accelerator.end_training();
 }
 
 TEST(SyncBatchNormRuns, RefuseOtherModelsOnOtherRanksEverywhere) {
@@ -212,7 +212,7 @@ TEST(SyncBatchNormRuns, RefuseOtherModelsOnOtherRanksEverywhere) {
                             torch::nn::BatchNorm1d(torch::nn::BatchNormOptions(4).eps(
                                 last ? 1e-3 : 1e-5))); // Ddp would not see it
   expect_says(message_of([&] { accelerator.prepare(net); }), "eps=0.001");
-  accelerator.finish();
+  accelerator.end_training();
 }
 
 // A buffer of another kind is still made equal; running statistics are without it.
@@ -233,7 +233,7 @@ TEST(SyncBatchNormRuns, LeaveOtherBuffersToTheirPolicy) {
     EXPECT_EQ(net->note.item<double>(), 1);
     accelerator.backward(net->forward(batch.first).sum());
   }
-  accelerator.finish();
+  accelerator.end_training();
 }
 
 struct CheckpointedNorm {

@@ -54,7 +54,7 @@ TEST(UnevenData, ARankThatNeverHadARowGetsAStandIn) {
         ++turns;
       }
     }
-    accelerator.finish();
+    accelerator.end_training();
     EXPECT_EQ(turns, 2);
     const PlainRun plain =
         plain_run<torch::optim::SGD>(batches, torch::optim::SGDOptions(0.3), 1, 1, 0);
@@ -92,7 +92,7 @@ TEST(UnevenData, ARankThatNeverHadARowOfADataLoaderGetsAStandIn) {
     }
     EXPECT_EQ(turns, 2);
     expect_equal_on_ranks(accelerator, net->parameters());
-    accelerator.finish();
+    accelerator.end_training();
   }
 }
 
@@ -144,7 +144,7 @@ std::string said_after_break(bool alike) {
           }
         }
         expect_equal_on_ranks(accelerator, alike ? net->parameters() : std::vector<Tensor>());
-        accelerator.finish();
+        accelerator.end_training();
       });
 }
 
@@ -192,7 +192,7 @@ TEST(UnevenData, AnUnevenLoopOverDataOfOnesOwnIsAnErrorOnAll) {
             optimizer.step();
             optimizer.zero_grad();
           });
-          accelerator.finish();
+          accelerator.end_training();
         });
     expect_says(said, "others train on: ended=0, world_size=");
     expect_says(said, "join_uneven_inputs()");
@@ -234,7 +234,7 @@ TEST(UnevenData, JoinUnevenInputsLeavesRanksEqualBitForBit) {
       expect_equal_on_ranks(accelerator, all);
       EXPECT_EQ(accelerator.last_window().number, static_cast<uint64_t>(steps));
     }
-    accelerator.finish();
+    accelerator.end_training();
   }
 }
 
@@ -258,7 +258,7 @@ TEST(UnevenData, ARankThatDoesNotJoinIsAnErrorOnAll) {
         if (accelerator.process_index() > 0) {
           accelerator.join_uneven_inputs();
         }
-        accelerator.finish();
+        accelerator.end_training();
       });
   expect_says(said, "others train on: ended=0, world_size=");
 }

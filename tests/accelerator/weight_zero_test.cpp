@@ -123,7 +123,7 @@ Result train(const Way& way, std::shared_ptr<Communicator> communicator) {
     }
   }
   Result result;
-  accelerator.with_full_parameters(
+  accelerator.summon_full_params(
       [&] {
         for (const Tensor& parameter : net->parameters()) {
           result.parameters.push_back(parameter.detach().clone());
@@ -133,7 +133,7 @@ Result train(const Way& way, std::shared_ptr<Communicator> communicator) {
   for (const Tensor& buffer : net->buffers()) {
     result.buffers.push_back(buffer.detach().clone());
   }
-  accelerator.finish();
+  accelerator.end_training();
   gradient_checkpointing_disable(net);
   return result;
 }
@@ -259,7 +259,7 @@ TEST(WeightZero, ASumOverNoTermsIsNotLookedAt) {
     expect_gradients(*net, wanted);
     EXPECT_EQ(accelerator.last_window().non_finite, 0);
     EXPECT_EQ(accelerator.last_window().weight, 4);
-    accelerator.finish();
+    accelerator.end_training();
   }
 }
 
@@ -282,7 +282,7 @@ TEST(WeightZero, InputsOfSynchronisedBatchNormThatAreNotFiniteNameTheRank) {
     });
     expect_says(said, "rank " + std::to_string(world - 1));
     expect_says(said, "batch norm \"norm\"");
-    accelerator.finish();
+    accelerator.end_training();
   }
 }
 

@@ -24,7 +24,7 @@ TEST(AllReduce, SumAddsTheTensorsOfAllRanks) {
   for (const auto type : {torch::kFloat, torch::kDouble, torch::kHalf, torch::kBFloat16,
                           torch::kLong, torch::kInt, torch::kChar, torch::kByte}) {
     torch::Tensor tensor = ramp_of_rank(comm->rank(), type);
-    comm->all_reduce(tensor, ReduceOp::sum, c10::toString(type));
+    comm->all_reduce(tensor, ReduceOp::SUM, c10::toString(type));
     const int total = world * (world + 1) / 2;
     EXPECT_TRUE(torch::equal(tensor, (torch::arange(1, 8, torch::kDouble) * total).to(type)))
         << tensor;
@@ -35,10 +35,10 @@ TEST(AllReduce, MaxAndMinTakeTheExtremesOfAllRanks) {
   const auto comm = fresh_communicator();
   for (const auto type : {torch::kFloat, torch::kHalf, torch::kBFloat16, torch::kLong}) {
     torch::Tensor tensor = ramp_of_rank(comm->rank(), type);
-    comm->all_reduce(tensor, ReduceOp::max, "max");
+    comm->all_reduce(tensor, ReduceOp::MAX, "max");
     EXPECT_TRUE(torch::equal(tensor, ramp_of_rank(comm->world_size() - 1, type)));
     tensor = ramp_of_rank(comm->rank() + 1, type);
-    comm->all_reduce(tensor, ReduceOp::min, "min");
+    comm->all_reduce(tensor, ReduceOp::MIN, "min");
     EXPECT_TRUE(torch::equal(tensor, ramp_of_rank(1, type)));
   }
 }
@@ -49,8 +49,8 @@ TEST(AllReduce, MeanIsTheSumDividedByTheWorldSizeToTheLastBit) {
   for (const auto type : {torch::kFloat, torch::kDouble}) {
     torch::Tensor sum = torch::rand({1000}, torch::kDouble).to(type);
     torch::Tensor mean = sum.clone();
-    comm->all_reduce(sum, ReduceOp::sum, "sum");
-    comm->all_reduce(mean, ReduceOp::mean, "mean");
+    comm->all_reduce(sum, ReduceOp::SUM, "sum");
+    comm->all_reduce(mean, ReduceOp::AVG, "mean");
     EXPECT_TRUE(torch::equal(mean, sum / comm->world_size()));
   }
 }
@@ -59,19 +59,19 @@ TEST(AllReduce, MeanIsTheSumDividedByTheWorldSizeToTheLastBit) {
 TEST(AllReduce, SixteenBitSumsAreRoundedOnceAtTheEnd) {
   const auto comm = fresh_communicator();
   torch::Tensor tensor = torch::full({3}, comm->rank() == 0 ? 256 : 1, torch::kBFloat16);
-  comm->all_reduce(tensor, ReduceOp::sum, "bf16");
+  comm->all_reduce(tensor, ReduceOp::SUM, "bf16");
   EXPECT_TRUE(
       torch::equal(tensor, torch::full({3}, 255 + comm->world_size()).to(torch::kBFloat16)));
   // The largest half is 65504: the sum overflows it, the mean does not.
   torch::Tensor large = torch::full({3}, 60000, torch::kHalf);
-  comm->all_reduce(large, ReduceOp::mean, "fp16");
+  comm->all_reduce(large, ReduceOp::AVG, "fp16");
   EXPECT_TRUE(torch::equal(large, torch::full({3}, 60000, torch::kHalf)));
 }
 
 TEST(AllReduce, RanksHoldTheSameBitsAfterwards) {
   const auto comm = fresh_communicator();
   torch::Tensor tensor = torch::randn({100'003});
-  comm->all_reduce(tensor, ReduceOp::sum, "noise");
+  comm->all_reduce(tensor, ReduceOp::SUM, "noise");
   torch::Tensor all = torch::empty({comm->world_size(), tensor.numel()});
   comm->all_gather_async(all, tensor, "compare").wait();
   for (int i = 0; i < comm->world_size(); ++i) {
@@ -82,14 +82,14 @@ TEST(AllReduce, RanksHoldTheSameBitsAfterwards) {
 TEST(AllReduce, ScalarsEmptyTensorsAndParametersWork) {
   const auto comm = fresh_communicator();
   torch::Tensor scalar = torch::tensor(2.5);
-  comm->all_reduce(scalar, ReduceOp::sum, "scalar");
+  comm->all_reduce(scalar, ReduceOp::SUM, "scalar");
   EXPECT_EQ(scalar.item<double>(), 2.5 * comm->world_size());
   torch::Tensor empty = torch::empty({0, 3});
-  comm->all_reduce(empty, ReduceOp::mean, "empty");
+  comm->all_reduce(empty, ReduceOp::AVG, "empty");
   EXPECT_EQ(empty.numel(), 0);
   torch::Tensor parameter =
       torch::full({4}, comm->rank(), torch::requires_grad().dtype(torch::kHalf));
-  comm->all_reduce(parameter, ReduceOp::max, "parameter");
+  comm->all_reduce(parameter, ReduceOp::MAX, "parameter");
   EXPECT_EQ(parameter.sum().item<double>(), 4 * (comm->world_size() - 1));
   EXPECT_TRUE(parameter.is_leaf());
 }
@@ -97,7 +97,7 @@ TEST(AllReduce, ScalarsEmptyTensorsAndParametersWork) {
 TEST(AllReduce, ViewsOfOneBufferAreReducedInPlace) {
   const auto comm = fresh_communicator();
   torch::Tensor buffer = torch::full({10}, comm->rank() + 1.0);
-  comm->all_reduce(buffer.narrow(0, 2, 3), ReduceOp::sum, "view");
+  comm->all_reduce(buffer.narrow(0, 2, 3), ReduceOp::SUM, "view");
   const double total = comm->world_size() * (comm->world_size() + 1) / 2;
   EXPECT_EQ(buffer[2].item<double>(), total);
   EXPECT_EQ(buffer[4].item<double>(), total);
@@ -110,34 +110,34 @@ TEST(AllReduce, WrongTensorsAreRefusedBeforeAnythingIsSent) {
   const auto reduce = [&](torch::Tensor tensor, ReduceOp op) {
     comm->all_reduce(std::move(tensor), op, "wrong");
   };
-  EXPECT_THROW(reduce(torch::ones({3, 4}).t(), ReduceOp::sum), InputError);
-  EXPECT_THROW(reduce(torch::ones({4}).slice(0, 0, 4, 2), ReduceOp::sum), InputError);
-  EXPECT_THROW(reduce(torch::ones({3}, torch::kLong), ReduceOp::mean), InputError);
-  EXPECT_THROW(reduce(torch::ones({3}, torch::kBool), ReduceOp::sum), InputError);
-  EXPECT_THROW(reduce(torch::ones({3}, torch::kShort), ReduceOp::max), InputError);
-  EXPECT_THROW(reduce(torch::Tensor(), ReduceOp::sum), InputError);
+  EXPECT_THROW(reduce(torch::ones({3, 4}).t(), ReduceOp::SUM), InputError);
+  EXPECT_THROW(reduce(torch::ones({4}).slice(0, 0, 4, 2), ReduceOp::SUM), InputError);
+  EXPECT_THROW(reduce(torch::ones({3}, torch::kLong), ReduceOp::AVG), InputError);
+  EXPECT_THROW(reduce(torch::ones({3}, torch::kBool), ReduceOp::SUM), InputError);
+  EXPECT_THROW(reduce(torch::ones({3}, torch::kShort), ReduceOp::MAX), InputError);
+  EXPECT_THROW(reduce(torch::Tensor(), ReduceOp::SUM), InputError);
   try {
-    reduce(torch::ones({3, 4}).t(), ReduceOp::sum);
+    reduce(torch::ones({3, 4}).t(), ReduceOp::SUM);
   } catch (const InputError& error) {
     EXPECT_NE(std::string(error.what()).find("sizes=[4, 3]"), std::string::npos) << error.what();
   }
   torch::Tensor tensor = torch::ones({3});
-  comm->all_reduce(tensor, ReduceOp::sum, "right");
+  comm->all_reduce(tensor, ReduceOp::SUM, "right");
   EXPECT_EQ(tensor[0].item<int>(), comm->world_size());
 }
 
 TEST(AllReduce, HandlesMayBeWaitedForInAnyOrderTwiceAndElsewhere) {
   const auto comm = fresh_communicator();
   std::vector<torch::Tensor> tensors;
-  std::vector<CommHandle> handles;
+  std::vector<Work> handles;
   for (int i = 0; i < 20; ++i) {
     tensors.push_back(torch::full({1 + 50 * i}, double(comm->rank() + i)));
     handles.push_back(
-        comm->all_reduce_async(tensors.back(), ReduceOp::mean, "bucket " + std::to_string(i)));
+        comm->all_reduce_async(tensors.back(), ReduceOp::AVG, "bucket " + std::to_string(i)));
   }
   std::thread([&] { handles[3].wait(); }).join();
   for (int i = 19; i >= 0; --i) {
-    CommHandle& handle = handles[static_cast<size_t>(i)];
+    Work& handle = handles[static_cast<size_t>(i)];
     handle.wait();
     handle.wait(); // divides once
     EXPECT_TRUE(handle.done());
@@ -147,7 +147,7 @@ TEST(AllReduce, HandlesMayBeWaitedForInAnyOrderTwiceAndElsewhere) {
 }
 
 TEST(AllReduce, HandlesWithoutAnOperationAreDone) {
-  CommHandle handle;
+  Work handle;
   EXPECT_FALSE(handle);
   EXPECT_TRUE(handle.done());
   handle.wait();
@@ -155,7 +155,7 @@ TEST(AllReduce, HandlesWithoutAnOperationAreDone) {
 
 TEST(AllReduce, DoneTurnsTrueByItself) {
   const auto comm = fresh_communicator();
-  CommHandle handle = comm->all_reduce_async(torch::ones({10}), ReduceOp::sum, "polled");
+  Work handle = comm->all_reduce_async(torch::ones({10}), ReduceOp::SUM, "polled");
   for (int i = 0; i < 2000 && !handle.done(); ++i) {
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
   }

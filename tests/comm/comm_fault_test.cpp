@@ -34,7 +34,7 @@ static std::shared_ptr<Communicator> comm_of(const FaultRank& rank, milliseconds
 
 static void sum_once(Communicator& comm) {
   torch::Tensor tensor = torch::ones({10'000});
-  comm.all_reduce(tensor, ReduceOp::sum, "bucket 3");
+  comm.all_reduce(tensor, ReduceOp::SUM, "bucket 3");
   EXPECT_EQ(tensor[0].item<int>(), comm.world_size());
 }
 
@@ -62,7 +62,7 @@ HASTEN_RANK_FUNCTION(CommReducesWithShortBeats) {
 HASTEN_RANK_FUNCTION(CommGathersJson) {
   const auto comm = comm_of(rank, milliseconds(60'000));
   rank.fault_here();
-  comm->gather_json(1, "shapes");
+  comm->all_gather_object(1, "shapes");
   comm->close();
 }
 
@@ -108,7 +108,7 @@ TEST(CommFault, KilledRankZeroIsNamedThoughTheStoreGoesWithIt) {
 
 TEST(CommFault, KilledRankIsNamedByThoseWhoWaitForSmallValues) {
   expect_named(spawn(3, "CommGathersJson", {.kind = FaultKind::kill, .rank = 2}), 2,
-               "gather_json \"shapes\": rank 2 died", 5);
+               "all_gather_object \"shapes\": rank 2 died", 5);
 }
 
 TEST(CommFault, KilledRankIsNamedByThoseWhoMakeAGroup) {
@@ -154,7 +154,7 @@ HASTEN_RANK_FUNCTION(CommAbandonsWhatFails) {
     rank.fault_here();
     sum_once(*comm);
   } catch (const std::exception& error) {
-    comm->abandon(error.what());
+    comm->abort(error.what());
     throw;
   }
 }
@@ -173,11 +173,11 @@ HASTEN_RANK_FUNCTION(CommThrowsWithAHandleInFlight) {
   const auto comm = comm_of(rank, milliseconds(60'000), ShapeCheck::never);
   torch::Tensor tensor = torch::ones({1'000'000});
   if (rank.is_faulty()) {
-    CommHandle handle = comm->all_reduce_async(tensor, ReduceOp::sum, "bucket 3");
+    Work handle = comm->all_reduce_async(tensor, ReduceOp::SUM, "bucket 3");
     rank.fault_here();
   }
   // The others never enter it: the faulty rank's operation stays open.
-  comm->gather_json(1, "elsewhere");
+  comm->all_gather_object(1, "elsewhere");
 }
 
 TEST(CommFault, AnExceptionWithAHandleInFlightEndsTheRankAtOnce) {
@@ -196,7 +196,7 @@ HASTEN_RANK_FUNCTION(CommEntersDifferentOperations) {
     if (rank.world().rank == 0) {
       sum_once(*comm);
     } else {
-      comm->gather_json(1, "shapes");
+      comm->all_gather_object(1, "shapes");
     }
   } catch (const CommunicationError&) {
     EXPECT_LT(std::chrono::steady_clock::now() - start, milliseconds(10'000));
@@ -208,7 +208,7 @@ TEST(CommFault, DifferentOperationsAreNamedLongBeforeTheTimeout) {
   const auto ranks = spawn(2, "CommEntersDifferentOperations");
   for (const RankReport& report : ranks) {
     for (const char* part :
-         {"rank 0 has all_reduce \"bucket 3\"", "rank 1 has gather_json \"shapes\""}) {
+         {"rank 0 has all_reduce \"bucket 3\"", "rank 1 has all_gather_object \"shapes\""}) {
       EXPECT_NE(report.error.find(part), std::string::npos) << report.error;
     }
   }

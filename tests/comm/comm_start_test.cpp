@@ -119,7 +119,7 @@ TEST(CommStart, ASecondWorldBesideTheFirstIsRefusedWithWhatToDo) {
 
 static void meet(const std::shared_ptr<Communicator>& comm) {
   torch::Tensor tensor = torch::ones({3});
-  comm->all_reduce(tensor, ReduceOp::sum, "sum");
+  comm->all_reduce(tensor, ReduceOp::SUM, "sum");
   EXPECT_EQ(tensor[0].item<int>(), comm->world_size());
 }
 

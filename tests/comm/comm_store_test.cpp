@@ -88,7 +88,7 @@ HASTEN_RANK_FUNCTION(CommConnectsTheWatchSlowly) {
     rank.fault_here();
     comm->barrier("work");
   } catch (const std::exception& error) {
-    comm->abandon(error.what());
+    comm->abort(error.what());
     throw;
   }
 }
@@ -124,7 +124,7 @@ HASTEN_RANK_FUNCTION(CommReadsAStrangeFailure) {
     const std::string record = "{\"text\": 7\x1b[31m";
     c10d::TCPStore("127.0.0.1", options).set("hasten/0/0/failure", {record.begin(), record.end()});
   }
-  comm->gather_json(rank.world().rank, "first");
+  comm->all_gather_object(rank.world().rank, "first");
   std::this_thread::sleep_for(milliseconds(500));
   comm->barrier("work");
 }

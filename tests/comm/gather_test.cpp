@@ -82,7 +82,7 @@ TEST(AllToAll, EachRankGetsItsRowOfEveryRanks) {
     mine = mine.to(type);
     const torch::Tensor before = mine.clone();
     torch::Tensor got = torch::zeros({world, 2}, type);
-    CommHandle handle = comm->all_to_all_async(got, mine, "rows");
+    Work handle = comm->all_to_all_async(got, mine, "rows");
     handle.wait();
     EXPECT_TRUE(torch::equal(got, wanted.to(type))) << got;
     EXPECT_TRUE(torch::equal(mine, before));
@@ -90,13 +90,13 @@ TEST(AllToAll, EachRankGetsItsRowOfEveryRanks) {
   }
   // Several under way at once, rows of nothing among them.
   std::vector<torch::Tensor> results;
-  std::vector<CommHandle> handles;
+  std::vector<Work> handles;
   for (const int64_t width : {0, 1, 3000}) {
     results.push_back(torch::zeros({world, width}));
     handles.push_back(comm->all_to_all_async(
         results.back(), torch::full({world, width}, static_cast<float>(comm->rank())), "many"));
   }
-  for (CommHandle& handle : handles) {
+  for (Work& handle : handles) {
     handle.wait();
   }
   for (const torch::Tensor& result : results) {
@@ -158,8 +158,8 @@ TEST(AllGatherRows, AnotherRowShapeOnOneRankIsAnErrorOnAll) {
 TEST(GatherJson, ValuesOfAllRanksArriveInOrderAndUnchanged) {
   const auto comm = fresh_communicator();
   for (int i = 0; i < 30; ++i) {
-    const auto all =
-        comm->gather_json({{"rank", comm->rank()}, {"i", i}, {"loss", std::nan("")}}, "values");
+    const auto all = comm->all_gather_object(
+        {{"rank", comm->rank()}, {"i", i}, {"loss", std::nan("")}}, "values");
     ASSERT_EQ(all.size(), static_cast<size_t>(comm->world_size()));
     for (int rank = 0; rank < comm->world_size(); ++rank) {
       const nlohmann::json& value = all[static_cast<size_t>(rank)];
@@ -172,7 +172,7 @@ TEST(GatherJson, ValuesOfAllRanksArriveInOrderAndUnchanged) {
 
 TEST(BroadcastJson, EveryRankGetsRankZerosValue) {
   const auto comm = fresh_communicator();
-  EXPECT_EQ(comm->broadcast_json({"of", comm->rank()}, "value"), (nlohmann::json{"of", 0}));
+  EXPECT_EQ(comm->broadcast_object({"of", comm->rank()}, "value"), (nlohmann::json{"of", 0}));
 }
 
 TEST(Barrier, NobodyLeavesBeforeTheLastHasEntered) {
@@ -203,7 +203,7 @@ TEST(ReduceScatter, EachRankGetsTheSumOfItsRowOfEveryRank) {
     }
     for (const bool scratch : {false, true}) {
       torch::Tensor sum = torch::full({3, 1}, -1, sum_type);
-      CommHandle handle =
+      Work handle =
           comm->reduce_scatter_async(sum, rows, "rows", scratch ? rows.clone() : torch::Tensor());
       handle.wait();
       handle.wait(); // sums once

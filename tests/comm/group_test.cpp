@@ -59,16 +59,16 @@ TEST(Group, OperationsDoneBeforeAreNotComparedHoweverManyThereAre) {
   const auto other = comm->duplicate({.name = "signals"});
   const torch::Tensor numbers = torch::ones({kOperations});
   for (int64_t n = 1; n <= kOperations; ++n) {
-    comm->all_reduce(numbers.narrow(0, 0, n), ReduceOp::max, "sizes");
+    comm->all_reduce(numbers.narrow(0, 0, n), ReduceOp::MAX, "sizes");
   }
-  std::vector<CommHandle> handles;
+  std::vector<Work> handles;
   for (const int turn : {0, 1}) {
     for (int64_t n = 1; comm->rank() == turn && n <= kOperations; n += 500) {
-      handles.push_back(comm->all_reduce_async(numbers.narrow(0, 0, n), ReduceOp::max, "sizes"));
+      handles.push_back(comm->all_reduce_async(numbers.narrow(0, 0, n), ReduceOp::MAX, "sizes"));
     }
     other->barrier("rank 0 has begun");
   }
-  for (CommHandle& handle : handles) {
+  for (Work& handle : handles) {
     handle.wait();
   }
   other->close();
@@ -80,7 +80,7 @@ TEST(Group, ThreadsThatWriteToPeersTakeNoSigpipe) {
   const auto before = threads_without_sigpipe();
   const auto comm = fresh_communicator();
   torch::Tensor a = torch::ones({5});
-  comm->all_reduce(a, ReduceOp::sum, "a");
+  comm->all_reduce(a, ReduceOp::SUM, "a");
   size_t started = 0;
   for (const auto& [thread, blocked] : threads_without_sigpipe()) {
     if (before.count(thread) == 0) {
@@ -125,13 +125,13 @@ TEST(Group, DuplicatesHaveAnOrderOfOperationsOfTheirOwn) {
   torch::Tensor a = torch::ones({5});
   torch::Tensor b = torch::ones({70'000}) * 2;
   // Even ranks begin with one group, odd ones with the other.
-  CommHandle first, second;
+  Work first, second;
   if (comm->rank() % 2 == 0) {
-    first = comm->all_reduce_async(a, ReduceOp::sum, "a");
-    second = other->all_reduce_async(b, ReduceOp::sum, "b");
+    first = comm->all_reduce_async(a, ReduceOp::SUM, "a");
+    second = other->all_reduce_async(b, ReduceOp::SUM, "b");
   } else {
-    second = other->all_reduce_async(b, ReduceOp::sum, "b");
-    first = comm->all_reduce_async(a, ReduceOp::sum, "a");
+    second = other->all_reduce_async(b, ReduceOp::SUM, "b");
+    first = comm->all_reduce_async(a, ReduceOp::SUM, "a");
   }
   first.wait();
   second.wait();
@@ -152,15 +152,15 @@ TEST(Group, ThreadsWithAGroupEachDoNotHoldEachOtherUp) {
   Communicator& own = even ? *comm : *other;
   Communicator& helpers = even ? *other : *comm;
   std::thread helper([&] {
-    EXPECT_EQ(std::ssize(helpers.gather_json(1, "values")), world);
+    EXPECT_EQ(std::ssize(helpers.all_gather_object(1, "values")), world);
     torch::Tensor tensor = torch::ones({5});
-    helpers.all_reduce(tensor, ReduceOp::sum, "tensors");
+    helpers.all_reduce(tensor, ReduceOp::SUM, "tensors");
     EXPECT_EQ(tensor[0].item<int>(), world);
   });
   std::this_thread::sleep_for(std::chrono::milliseconds(100));
-  EXPECT_EQ(std::ssize(own.gather_json(1, "values")), world);
+  EXPECT_EQ(std::ssize(own.all_gather_object(1, "values")), world);
   torch::Tensor tensor = torch::ones({5});
-  own.all_reduce(tensor, ReduceOp::sum, "tensors");
+  own.all_reduce(tensor, ReduceOp::SUM, "tensors");
   helper.join();
   EXPECT_EQ(tensor[0].item<int>(), world);
 }
@@ -177,17 +177,17 @@ TEST(Group, PartsOfAWorldTalkAmongThemselves) {
   EXPECT_EQ(part->world_size(), std::ssize(mine));
   EXPECT_EQ(mine[static_cast<size_t>(part->rank())], comm->rank());
   torch::Tensor tensor = torch::full({70'000}, comm->rank());
-  part->all_reduce(tensor, ReduceOp::sum, "among themselves");
+  part->all_reduce(tensor, ReduceOp::SUM, "among themselves");
   int sum = 0;
   for (const int rank : mine) {
     sum += rank;
   }
   EXPECT_EQ(tensor[69'999].item<int>(), sum);
-  const auto everyone = part->gather_json(comm->rank(), "ranks");
+  const auto everyone = part->all_gather_object(comm->rank(), "ranks");
   EXPECT_EQ(everyone, std::vector<nlohmann::json>(mine.begin(), mine.end()));
   const auto again = part->duplicate({.name = "part again"});
   EXPECT_EQ(again->world_size(), part->world_size());
-  EXPECT_EQ(again->gather_json(comm->rank(), "ranks"), everyone);
+  EXPECT_EQ(again->all_gather_object(comm->rank(), "ranks"), everyone);
   again->close();
   comm->barrier("the world goes on");
   EXPECT_THROW(comm->new_group({comm->rank() + 1}, {.name = "x"}), InputError);
@@ -198,7 +198,7 @@ TEST(Group, PartsOfAWorldTalkAmongThemselves) {
 TEST(Group, ClosedGroupsRefuseOperationsAndCloseAgain) {
   const auto comm = fresh_communicator();
   torch::Tensor tensor = torch::ones({3});
-  comm->all_reduce(tensor, ReduceOp::sum, "before");
+  comm->all_reduce(tensor, ReduceOp::SUM, "before");
   comm->close();
   comm->close();
   expect_part(message_of([&] { comm->barrier("after"); }),
@@ -208,7 +208,7 @@ TEST(Group, ClosedGroupsRefuseOperationsAndCloseAgain) {
 TEST(Group, CloseWaitsForOperationsUnderWay) {
   const auto comm = fresh_communicator();
   torch::Tensor tensor = torch::full({2'000'000}, comm->rank() + 1.0);
-  CommHandle handle = comm->all_reduce_async(tensor, ReduceOp::sum, "large");
+  Work handle = comm->all_reduce_async(tensor, ReduceOp::SUM, "large");
   comm->close();
   handle.wait();
   EXPECT_EQ(tensor[-1].item<int>(), comm->world_size() * (comm->world_size() + 1) / 2);
@@ -218,7 +218,7 @@ TEST(Group, WorldsFollowOneAnotherInOneProcess) {
   for (int i = 0; i < 3; ++i) {
     const auto comm = Communicator::create(testing_support::fresh_world(), {.name = "again"});
     torch::Tensor tensor = torch::ones({3});
-    comm->all_reduce(tensor, ReduceOp::sum, "sum");
+    comm->all_reduce(tensor, ReduceOp::SUM, "sum");
     EXPECT_EQ(tensor[0].item<int>(), comm->world_size());
     comm->close();
   }
@@ -238,19 +238,19 @@ TEST(Group, AbandonedGroupsThrowTheReasonOnEveryRankForEver) {
   comm->barrier("meet");
   const int culprit = comm->world_size() - 1;
   if (comm->rank() == culprit) {
-    comm->abandon("the loss is not a number");
+    comm->abort("the loss is not a number");
   }
   const std::string reason =
       "rank " + std::to_string(culprit) + " failed: the loss is not a number";
   torch::Tensor tensor = torch::ones({3});
   const std::string first = message_of([&] {
     while (true) {
-      comm->all_reduce(tensor, ReduceOp::sum, "step");
+      comm->all_reduce(tensor, ReduceOp::SUM, "step");
     }
   });
   expect_part(first, "all_reduce \"step\": " + reason);
   expect_part(message_of([&] { comm->barrier("later"); }), reason);
-  expect_part(message_of([&] { comm->gather_json(1, "later"); }), reason);
+  expect_part(message_of([&] { comm->all_gather_object(1, "later"); }), reason);
 }
 
 static const testing_support::EnvironmentValues kChecksAsTheOptionsSay = {
@@ -267,13 +267,13 @@ TEST(GroupCheck, ATensorOfAnotherShapeIsAnErrorThatNamesBothRanks) {
   const testing_support::ScopedEnvironment environment(kChecksAsTheOptionsSay);
   const auto comm = fresh_communicator(patient_options());
   torch::Tensor right = torch::ones({3});
-  comm->all_reduce(right, ReduceOp::sum, "right");
+  comm->all_reduce(right, ReduceOp::SUM, "right");
   EXPECT_EQ(right[0].item<int>(), comm->world_size());
   if (comm->world_size() == 1) {
     return;
   }
   torch::Tensor wrong = torch::ones({comm->rank() == 1 ? 4 : 3});
-  const std::string first = message_of([&] { comm->all_reduce(wrong, ReduceOp::sum, "wrong"); });
+  const std::string first = message_of([&] { comm->all_reduce(wrong, ReduceOp::SUM, "wrong"); });
   expect_part(first,
               "all_reduce \"wrong\": rank 1 has sum of Float [4], rank 0 has sum of Float [3]");
   EXPECT_EQ(message_of([&] { comm->barrier("later"); }), first);
@@ -290,7 +290,7 @@ TEST(GroupCheck, AnotherOperationIsAnErrorThatNamesBothRanks) {
                 if (comm->rank() == 1) {
                   comm->broadcast(tensor, 0, "x");
                 } else {
-                  comm->all_reduce(tensor, ReduceOp::sum, "x");
+                  comm->all_reduce(tensor, ReduceOp::SUM, "x");
                 }
               }),
               "rank 1 has broadcast \"x\", rank 0 has all_reduce \"x\"");
@@ -310,14 +310,14 @@ TEST(GroupCheck, WhatIsNewOnOneRankAloneIsAnErrorOnAll) {
       if (goes_on) { // rank 0 does not wait for the others here
         comm->broadcast(tensor, 0, "x");
       } else {
-        comm->all_reduce(tensor, ReduceOp::sum, "x");
+        comm->all_reduce(tensor, ReduceOp::SUM, "x");
       }
     };
     known();
     comm->barrier("met");
     const std::string message = message_of([&] {
       if (comm->rank() == 1) {
-        comm->all_reduce(longer, ReduceOp::sum, "x");
+        comm->all_reduce(longer, ReduceOp::SUM, "x");
       } else {
         known();
         comm->barrier("met");
@@ -339,10 +339,10 @@ TEST(GroupCheck, WithTheOptionEveryOperationIsCompared) {
   }
   torch::Tensor one = torch::ones({3});
   torch::Tensor other = torch::ones({4});
-  comm->all_reduce(one, ReduceOp::sum, "x");
-  comm->all_reduce(other, ReduceOp::sum, "x");
+  comm->all_reduce(one, ReduceOp::SUM, "x");
+  comm->all_reduce(other, ReduceOp::SUM, "x");
   expect_part(
-      message_of([&] { comm->all_reduce(comm->rank() == 1 ? one : other, ReduceOp::sum, "x"); }),
+      message_of([&] { comm->all_reduce(comm->rank() == 1 ? one : other, ReduceOp::SUM, "x"); }),
       "rank 1 has sum of Float [3], rank 0 has sum of Float [4]");
 }
 

@@ -88,16 +88,16 @@ TEST(Liveness, APeerThatHasExchangedAsOftenMayHaveGoneOn) {
     return ranks[0]->describe_other(*groups[0], {0, 1, 2});
   };
   groups[0]->sequence = 7;
-  groups[0]->operation = "gather_json \"mine\"";
+  groups[0]->operation = "all_gather_object \"mine\"";
   groups[0]->exchanges = 3;
   EXPECT_EQ(other_than_mine(6, "barrier \"before\"", 2), "");
-  EXPECT_EQ(other_than_mine(7, "gather_json \"mine\"", 3), "");
+  EXPECT_EQ(other_than_mine(7, "all_gather_object \"mine\"", 3), "");
   EXPECT_EQ(other_than_mine(9, "barrier \"later\"", 3), "");
-  EXPECT_EQ(other_than_mine(9, "gather_json \"later\"", 4), "");
+  EXPECT_EQ(other_than_mine(9, "all_gather_object \"later\"", 4), "");
   EXPECT_EQ(other_than_mine(9, "barrier \"later\"", 2),
-            "rank 11 has gone on to barrier \"later\", rank 10 has gather_json \"mine\"");
+            "rank 11 has gone on to barrier \"later\", rank 10 has all_gather_object \"mine\"");
   EXPECT_EQ(other_than_mine(7, "barrier \"other\"", 2),
-            "rank 11 has barrier \"other\", rank 10 has gather_json \"mine\"");
+            "rank 11 has barrier \"other\", rank 10 has all_gather_object \"mine\"");
 }
 
 } // namespace hasten::detail

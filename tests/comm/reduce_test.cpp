@@ -22,16 +22,16 @@ static torch::Tensor reduced(int world, torch::ScalarType type, ReduceOp op) {
     all.push_back(reduced_values(rank, torch::kDouble));
   }
   const torch::Tensor stacked = torch::stack(all);
-  const torch::Tensor result = op == ReduceOp::sum       ? stacked.sum(0)
-                               : op == ReduceOp::mean    ? stacked.mean(0)
-                               : op == ReduceOp::max     ? stacked.amax(0)
-                               : op == ReduceOp::product ? stacked.prod(0)
+  const torch::Tensor result = op == ReduceOp::SUM       ? stacked.sum(0)
+                               : op == ReduceOp::AVG     ? stacked.mean(0)
+                               : op == ReduceOp::MAX     ? stacked.amax(0)
+                               : op == ReduceOp::PRODUCT ? stacked.prod(0)
                                                          : stacked.amin(0);
   return result.to(type);
 }
 
-static const ReduceOp kReduceOps[] = {ReduceOp::sum, ReduceOp::mean, ReduceOp::max, ReduceOp::min,
-                                      ReduceOp::product};
+static const ReduceOp kReduceOps[] = {ReduceOp::SUM, ReduceOp::AVG, ReduceOp::MAX, ReduceOp::MIN,
+                                      ReduceOp::PRODUCT};
 
 static const torch::ScalarType kReducedTypes[] = {torch::kFloat, torch::kDouble, torch::kHalf,
                                                   torch::kBFloat16, torch::kLong};
@@ -40,8 +40,8 @@ TEST(AllReduce, ProductsAreThoseOfAllRanksInEveryDtype) {
   const auto comm = fresh_communicator();
   for (const auto type : kReducedTypes) {
     torch::Tensor tensor = reduced_values(comm->rank(), type);
-    comm->all_reduce(tensor, ReduceOp::product, "products");
-    EXPECT_TRUE(torch::equal(tensor, reduced(comm->world_size(), type, ReduceOp::product)))
+    comm->all_reduce(tensor, ReduceOp::PRODUCT, "products");
+    EXPECT_TRUE(torch::equal(tensor, reduced(comm->world_size(), type, ReduceOp::PRODUCT)))
         << tensor;
   }
 }
@@ -50,7 +50,7 @@ TEST(Reduce, TheRootAloneGetsTheResultAndTheOthersKeepTheirs) {
   const auto comm = fresh_communicator();
   for (const auto type : kReducedTypes) {
     for (const ReduceOp op : kReduceOps) {
-      if (op == ReduceOp::mean && type == torch::kLong) {
+      if (op == ReduceOp::AVG && type == torch::kLong) {
         continue;
       }
       for (int root = 0; root < comm->world_size(); ++root) {
@@ -71,11 +71,11 @@ TEST(Reduce, WhatCannotBeReducedIsRefused) {
     comm->reduce_async(tensor, root, op, "x").wait();
   };
   const torch::Tensor good = torch::ones({4});
-  EXPECT_THROW(reduce(good, comm->world_size(), ReduceOp::sum), InputError);
-  EXPECT_THROW(reduce(good, -1, ReduceOp::sum), InputError);
-  EXPECT_THROW(reduce(good.slice(0, 0, 4, 2), 0, ReduceOp::sum), InputError);
-  EXPECT_THROW(reduce(good.to(torch::kBool), 0, ReduceOp::sum), InputError);
-  EXPECT_THROW(reduce(good.to(torch::kLong), 0, ReduceOp::mean), InputError);
+  EXPECT_THROW(reduce(good, comm->world_size(), ReduceOp::SUM), InputError);
+  EXPECT_THROW(reduce(good, -1, ReduceOp::SUM), InputError);
+  EXPECT_THROW(reduce(good.slice(0, 0, 4, 2), 0, ReduceOp::SUM), InputError);
+  EXPECT_THROW(reduce(good.to(torch::kBool), 0, ReduceOp::SUM), InputError);
+  EXPECT_THROW(reduce(good.to(torch::kLong), 0, ReduceOp::AVG), InputError);
 }
 
 TEST(Scatter, EachRankGetsItsRowOfTheRoots) {

@@ -33,7 +33,7 @@ static std::shared_ptr<Communicator> shrinking_world(const FaultRank& rank, mill
 /// Reduces until that fails.
 static void use_until_it_fails(Communicator& comm) {
   for (;;) {
-    comm.all_reduce(torch::ones({50'000}), ReduceOp::sum, "bucket");
+    comm.all_reduce(torch::ones({50'000}), ReduceOp::SUM, "bucket");
   }
 }
 
@@ -43,12 +43,12 @@ static void expect_world_of(Communicator& comm, int own, const std::vector<int>&
   ASSERT_EQ(comm.world_size(), size);
   EXPECT_EQ(launched[static_cast<size_t>(comm.rank())], own);
   std::vector<int> said;
-  for (const auto& value : comm.gather_json(own, "names")) {
+  for (const auto& value : comm.all_gather_object(own, "names")) {
     said.push_back(value);
   }
   EXPECT_EQ(said, launched);
   const torch::Tensor sum = torch::full({50'000}, own + 1, torch::kFloat);
-  comm.all_reduce(sum, ReduceOp::sum, "bucket");
+  comm.all_reduce(sum, ReduceOp::SUM, "bucket");
   float expected = 0;
   for (const int rank : launched) {
     expected += static_cast<float>(rank + 1);
@@ -224,7 +224,7 @@ HASTEN_RANK_FUNCTION(ShrinksAndEnds) {
   } catch (const CommunicationError&) {
     comm->shrink();
   } catch (const std::exception& error) {
-    comm->abandon(error.what());
+    comm->abort(error.what());
     std::this_thread::sleep_for(milliseconds(1'000)); // lives, and is lost
     return;
   }

@@ -42,7 +42,7 @@ TEST(StoreFile, RanksMeetByItAgainAndAgainAndItIsGoneBehindThem) {
       const auto comm = Communicator::create(world_by_file(path, local));
       EXPECT_TRUE(!test_world().is_main() || !std::filesystem::exists(path));
       torch::Tensor tensor = torch::ones({2});
-      comm->all_reduce(tensor, ReduceOp::sum, "ones");
+      comm->all_reduce(tensor, ReduceOp::SUM, "ones");
       EXPECT_EQ(tensor[0].item<int>(), test_world().world_size);
       comm->close();
     }
@@ -61,7 +61,7 @@ TEST(StoreFile, WhatAKilledRunOrAnotherProgramLeftIsWaitedOver) {
     }
     const auto comm = Communicator::create(world_by_file(path, test_world().world_size));
     torch::Tensor tensor = torch::ones({2});
-    comm->all_reduce(tensor, ReduceOp::sum, "ones");
+    comm->all_reduce(tensor, ReduceOp::SUM, "ones");
     EXPECT_EQ(tensor[0].item<int>(), test_world().world_size);
     comm->close();
   }

@@ -35,8 +35,8 @@ static World world_of_two(const FaultRank& rank) {
 static void train(Communicator& comm, int steps) {
   torch::Tensor tensor = torch::full({1000}, comm.rank() + 1.0);
   for (int i = 0; i < steps; ++i) {
-    comm.all_reduce(tensor, ReduceOp::mean, "step " + std::to_string(i % 7));
-    comm.gather_json(i, "numbers");
+    comm.all_reduce(tensor, ReduceOp::AVG, "step " + std::to_string(i % 7));
+    comm.all_gather_object(i, "numbers");
   }
   EXPECT_EQ(tensor[0].item<double>(), (comm.world_size() + 1) / 2.0);
 }

@@ -239,7 +239,7 @@ TEST(Ladder, EveryWayOfAccumulatingGivesTheSameParameters) {
 
 // One process has nobody to average with; two go ways of their own in between,
 // learn as well and end with one model.
-TEST(Ladder, LocalSgdIsPlainTrainingAloneAndLearnsOnTwoProcesses) {
+TEST(Ladder, LocalSGDIsPlainTrainingAloneAndLearnsOnTwoProcesses) {
   for (const auto& [name, reference] :
        std::map<std::string, std::string>{{"06_local_sgd", "01_plain_loop"},
                                           {"07_local_sgd_accumulate", "02_accumulation_by_hand"}}) {

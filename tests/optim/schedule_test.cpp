@@ -59,10 +59,10 @@ Schedule golden_schedule(const golden::ScheduleCase& c) {
 
 } // namespace detail
 
-TEST(LrScheduler, LearningRatesEqualTransformersAtEveryUpdate) {
+TEST(LRScheduler, LearningRatesEqualTransformersAtEveryUpdate) {
   for (const golden::ScheduleCase& c : golden::kSchedules) {
     torch::optim::SGD optimizer({torch::zeros({1})}, 2e-3);
-    LrScheduler scheduler(optimizer, detail::golden_schedule(c));
+    LRScheduler scheduler(optimizer, detail::golden_schedule(c));
     for (size_t k = 0; k < c.learning_rates.size(); ++k) {
       EXPECT_NEAR(scheduler.get_last_lr()[0], c.learning_rates[k], 1e-15)
           << c.name << " " << c.warmup << "/" << c.total << " at " << k;
@@ -160,9 +160,9 @@ TEST(Schedules, NumbersOutOfRangeAreNamed) {
   expect([] { one_cycle_schedule({.total_steps = 9, .pct_start = 1}); }, "pct_start=1");
 }
 
-TEST(LrScheduler, NewPeaksCountAtOnce) {
+TEST(LRScheduler, NewPeaksCountAtOnce) {
   torch::optim::SGD optimizer({torch::zeros({1})}, 2e-3);
-  LrScheduler scheduler(optimizer, linear_schedule(0, 4));
+  LRScheduler scheduler(optimizer, linear_schedule(0, 4));
   scheduler.step();
   scheduler.set_base_lrs({4e-3});
   EXPECT_EQ(optimizer.param_groups()[0].options().get_lr(), 3e-3);
@@ -170,7 +170,7 @@ TEST(LrScheduler, NewPeaksCountAtOnce) {
   EXPECT_THROW(scheduler.set_base_lrs({1, 2}), InputError);
 }
 
-TEST(LrScheduler, EachGroupKeepsItsOwnPeakAndStateGoesOnWhereItWas) {
+TEST(LRScheduler, EachGroupKeepsItsOwnPeakAndStateGoesOnWhereItWas) {
   const auto make = [] {
     std::vector<torch::optim::OptimizerParamGroup> groups;
     for (const double lr : {1.0, 0.5}) {
@@ -180,7 +180,7 @@ TEST(LrScheduler, EachGroupKeepsItsOwnPeakAndStateGoesOnWhereItWas) {
     return groups;
   };
   torch::optim::SGD first(make(), torch::optim::SGDOptions(9.0));
-  LrScheduler scheduler(first, linear_schedule(0, 4));
+  LRScheduler scheduler(first, linear_schedule(0, 4));
   scheduler.step();
   EXPECT_EQ(scheduler.get_last_lr(), (std::vector<double>{0.75, 0.375}));
 
@@ -188,7 +188,7 @@ TEST(LrScheduler, EachGroupKeepsItsOwnPeakAndStateGoesOnWhereItWas) {
   nlohmann::json values;
   scheduler.save_state(tensors, values);
   torch::optim::SGD second(make(), torch::optim::SGDOptions(9.0));
-  LrScheduler restored(second, linear_schedule(0, 4));
+  LRScheduler restored(second, linear_schedule(0, 4));
   restored.load_state(tensors, nlohmann::json::parse(values.dump()));
   EXPECT_EQ(restored.get_last_lr(), scheduler.get_last_lr());
   EXPECT_EQ(second.param_groups()[1].options().get_lr(), 0.375);

@@ -28,7 +28,7 @@ static std::shared_ptr<WatchedCommunicator> faulty_communicator(std::shared_ptr<
       rank.fault_here();
     }
   };
-  faulty->after = [&rank, phase](std::string_view name, CommHandle&) {
+  faulty->after = [&rank, phase](std::string_view name, Work&) {
     if (phase.starts_with("after ") && name == phase.substr(6)) {
       rank.fault_here();
     }

@@ -74,7 +74,7 @@ TEST(FullyShard, ParametersAreShardsAtRestAndWholeInTheirBlock) {
     places += entry.name == "blocks.1.gain" ? entry.rows : 0;
   }
   Tensor held = torch::tensor({rows, places});
-  communicator->all_reduce(held, ReduceOp::sum, "rows");
+  communicator->all_reduce(held, ReduceOp::SUM, "rows");
   EXPECT_TRUE(torch::equal(held, torch::tensor({2, 1})));
 
   const Tensor before = net->blocks[0]->up->weight.detach().clone();

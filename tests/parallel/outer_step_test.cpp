@@ -71,7 +71,7 @@ TEST(OuterStep, DiLoCoIsNesterovOnTheRanksMeanChange) {
 }
 
 TEST(OuterStep, SlowMoIsItsAlgorithm) {
-  Rounds ours(fresh_communicator(), std::make_shared<SlowMo>(SlowMoOptions{.beta = 0.6}));
+  Rounds ours(fresh_communicator(), std::make_shared<SlowMo>(SlowMoOptions{.slowmo_factor = 0.6}));
   ours.run(0, 4);
   Tensor slow = torch::zeros({40, 5}, torch::kDouble);
   expect_near(ours.parameter, plain_rounds(ours.communicator->world_size(), 4,
@@ -166,7 +166,7 @@ TEST(OuterStep, StateGoesOnWhereItWas) {
 TEST(OuterStep, OptionsOutOfRangeAreRefused) {
   EXPECT_THROW(DiLoCo({.lr = 0}), InputError);
   EXPECT_THROW(DiLoCo({.momentum = 1}), InputError);
-  EXPECT_THROW(SlowMo({.beta = -0.1}), InputError);
+  EXPECT_THROW(SlowMo({.slowmo_factor = -0.1}), InputError);
   EXPECT_THROW(OuterOptimizer({}, "none"), InputError);
   Rounds zero_rate(fresh_communicator(), std::make_shared<SlowMo>(), 0);
   EXPECT_THROW(zero_rate.run(0, 1), InputError);

@@ -139,7 +139,7 @@ inline void expect_joined(Communicator& communicator, const Norms& mine, const N
     if (name == "y" || name == "dx") {
       expected = rows_of(expected, split, communicator.rank());
     } else if (name.find("gradient") != std::string::npos) {
-      communicator.all_reduce(found, ReduceOp::sum, name);
+      communicator.all_reduce(found, ReduceOp::SUM, name);
     } else { // the same bits on every rank
       Tensor all = torch::empty({communicator.world_size(), std::max<int64_t>(found.numel(), 1)},
                                 torch::kDouble);

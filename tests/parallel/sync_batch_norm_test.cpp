@@ -119,7 +119,7 @@ TEST(SyncBatchNorm, SendsTwiceALayerAndNothingInEvaluation) {
     const Tensor y = norm->forward(x);
     EXPECT_FALSE(torch::equal(before, norm->running_mean));
     Tensor sum = y.sum(0);
-    counted.watched->all_reduce(sum, ReduceOp::sum, "sum of y");
+    counted.watched->all_reduce(sum, ReduceOp::SUM, "sum of y");
     EXPECT_LE(largest(sum), 1e-5) << "not normalised by the joined mean";
   }
   counted.reset();

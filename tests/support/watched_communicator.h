@@ -15,7 +15,7 @@ class WatchedCommunicator final : public ForwardingCommunicator {
 
   std::function<void(std::string_view name)> before{};
   /// Of those that have a handle: the operation has been started.
-  std::function<void(std::string_view name, CommHandle&)> after{};
+  std::function<void(std::string_view name, Work&)> after{};
   std::function<void()> before_shrink{};
 
   std::optional<Survivors> shrink() override {
@@ -31,7 +31,7 @@ class WatchedCommunicator final : public ForwardingCommunicator {
       before(name);
     }
   }
-  CommHandle started(std::string_view name, CommHandle handle) override {
+  Work started(std::string_view name, Work handle) override {
     if (after) {
       after(name, handle);
     }

@@ -114,7 +114,7 @@ TEST(TrainerGradients, RecordsHaveTheNormsOfTheirUpdateBeforeClipping) {
 }
 
 // The first update's gradients are of equal weights: each rank's own, averaged.
-TEST(TrainerGradients, RecordsOfLocalSgdHaveTheRanksMeanNorms) {
+TEST(TrainerGradients, RecordsOfLocalSGDHaveTheRanksMeanNorms) {
   const int world = testing_support::test_world().world_size;
   TrainingArguments a = toy::arguments();
   a.per_device_train_batch_size = 2;

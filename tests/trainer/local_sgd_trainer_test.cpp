@@ -105,7 +105,7 @@ void average_models(std::vector<std::unique_ptr<Replica>>& all) {
   }
 }
 
-TEST(TrainerLocalSgd, EqualsReplicasInTorchsOperators) {
+TEST(TrainerLocalSGD, EqualsReplicasInTorchsOperators) {
   const int world = testing_support::test_world().world_size;
   const auto a = local_arguments(2);
   const int64_t rows = 6 * world + 1; // the last update has rows on one rank
@@ -150,7 +150,7 @@ TEST(TrainerLocalSgd, EqualsReplicasInTorchsOperators) {
   }
 }
 
-TEST(TrainerLocalSgd, ResumedItIsTheUninterruptedRun) {
+TEST(TrainerLocalSGD, ResumedItIsTheUninterruptedRun) {
   const auto store = testing_support::test_store();
   if (testing_support::test_world().rank == 0) {
     auto folder = std::make_shared<testing_support::TemporaryFolder>();

@@ -53,7 +53,7 @@ TEST(TrainerOptimizer, EachNameTrainsAsAPlainLoopOverItDoes) {
         name, decay_groups(*model, a.weight_decay),
         {.learning_rate = a.learning_rate, .adam_beta2 = a.adam_beta2, .args = a.optim_args});
     const int64_t updates = 2 * kRows / kBatch;
-    LrScheduler schedule(*optimizer, linear_schedule(2, updates));
+    LRScheduler schedule(*optimizer, linear_schedule(2, updates));
     for (int64_t update = 0; update < updates; ++update) {
       std::vector<int64_t> rows;
       for (int64_t i = 0; i < kBatch; ++i) {

@@ -60,7 +60,7 @@ HASTEN_RANK_FUNCTION(TrainerKilledWhileSaving) {
   trainer.train();
   rank.report("steps", trainer.state().global_step);
   rank.report("loss", toy::history(trainer, "loss"));
-  trainer.accelerator().finish();
+  trainer.accelerator().end_training();
 }
 
 /// Saves after every second update, averages after every fourth; the faulty rank
@@ -85,7 +85,7 @@ HASTEN_RANK_FUNCTION(TrainerKilledInALocalRound) {
   trainer.train();
 }
 
-TEST(TrainerFault, PeerKilledInARoundOfLocalSgdIsNamedAndNothingIsHalfWritten) {
+TEST(TrainerFault, PeerKilledInARoundOfLocalSGDIsNamedAndNothingIsHalfWritten) {
   const testing_support::TemporaryFolder scratch;
   const auto ranks = testing_support::spawn(
       3, "TrainerKilledInALocalRound", {.kind = testing_support::FaultKind::kill, .rank = 1},

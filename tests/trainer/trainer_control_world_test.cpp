@@ -85,7 +85,7 @@ TEST(TrainerControlWorld, ACallbackOfOneRankAloneIsHeardByAll) {
   EXPECT_EQ(run.trainer->state().global_step, expected);
 }
 
-TEST(TrainerControlWorld, WithLocalSgdItIsDoneAtTheNextRound) {
+TEST(TrainerControlWorld, WithLocalSGDItIsDoneAtTheNextRound) {
   TrainingArguments a = asked_arguments();
   a.local_sgd_steps = 3;
   auto asker = std::make_shared<Asker>();
@@ -193,14 +193,14 @@ TEST(TrainerControlWorld, ClassWeightsAndSmoothingAreTorchsOfTheJoinedBatch) {
         EXPECT_NEAR(losses[i], reference.losses[i], 1e-10) << i;
       }
       double difference = 0;
-      accelerator->with_full_parameters(
+      accelerator->summon_full_params(
           [&] { difference = toy::largest_difference(*model, *reference.model); }, model);
       EXPECT_LE(difference, 1e-9);
     }
   }
 }
 
-TEST(TrainerControlWorld, LocalSgdSRecordsAreWeighedByClassOverAllRanks) {
+TEST(TrainerControlWorld, LocalSGDSRecordsAreWeighedByClassOverAllRanks) {
   TrainingArguments a = asked_arguments();
   a.num_train_epochs = 1;
   a.class_weights = "0.25,4,1.5";

@@ -12,7 +12,7 @@
 //     scheduler.step();        // complete
 //     optimizer.zero_grad();
 //   }
-//   accelerator.finish();
+//   accelerator.end_training();
 //
 // Or without accumulate(), as with torch's DDP: every backward synchronises, adds
 // to the gradients that are there, and is scaled by nobody but the caller:
@@ -207,14 +207,14 @@ class Accelerator : public Gradients {
   /// parameters of sharded models is lost. Between windows. Collective, blocking.
   /// Memory on rank 0: the models. Throws what it throws, on every rank.
   template <detail::ModelHolder... Models>
-  void with_full_parameters(const std::function<void()>& use, const Models&... models) {
-    run_with_full_parameters(use, {detail::module_of(models).get()...});
+  void summon_full_params(const std::function<void()>& use, const Models&... models) {
+    run_summon_full_params(use, {detail::module_of(models).get()...});
   }
   /// Gives every rank its part of rank 0's values of parameters and buffers, which
-  /// `load` sets there, whole. Otherwise as with_full_parameters().
+  /// `load` sets there, whole. Otherwise as summon_full_params().
   template <detail::ModelHolder... Models>
-  void load_full_parameters(const std::function<void()>& load, const Models&... models) {
-    run_load_full_parameters(load, {detail::module_of(models).get()...});
+  void load_full_params(const std::function<void()>& load, const Models&... models) {
+    run_load_full_params(load, {detail::module_of(models).get()...});
   }
 
   /// While the guard lives, backward of losses that depend on these models (none
@@ -312,7 +312,7 @@ class Accelerator : public Gradients {
   /// Ends the run in order: compares the ranks' steps, then closes the group if this
   /// accelerator made it. Collective. Later collective calls throw. A second call does
   /// nothing. Throws CommunicationError, on every rank, where other ranks train on.
-  void finish();
+  void end_training();
 
  private:
   template <typename... Models>
@@ -323,10 +323,10 @@ class Accelerator : public Gradients {
     return AccumulateGuard(core_);
   }
   bool shards_module(const torch::nn::Module& model) const;
-  void run_with_full_parameters(const std::function<void()>& use,
-                                const std::vector<torch::nn::Module*>& models);
-  void run_load_full_parameters(const std::function<void()>& load,
-                                const std::vector<torch::nn::Module*>& models);
+  void run_summon_full_params(const std::function<void()>& use,
+                              const std::vector<torch::nn::Module*>& models);
+  void run_load_full_params(const std::function<void()>& load,
+                            const std::vector<torch::nn::Module*>& models);
   void register_hook(torch::nn::Module& model, std::shared_ptr<CommHook> hook);
 };
 

@@ -50,7 +50,7 @@ struct AcceleratorOptions {
   /// Of fp16. `growth_interval` counts windows that were stepped for. Where there are
   /// several ranks the first window's weight is not known beforehand, and its losses
   /// may be too large for the scale: its step is then left out. A rank inside a
-  /// LocalSgd scope has a scale of its own; at its end all take the smallest.
+  /// LocalSGD scope has a scale of its own; at its end all take the smallest.
   GradScalerOptions grad_scaler{};
   /// Operators that stay in fp32 on the CPU with bf16 and fp16.
   Fp32Ops fp32_ops = Fp32Ops::as_on_gpus;
@@ -83,7 +83,7 @@ struct AcceleratorOptions {
   /// (training) or forward_scope() (evaluation), on every rank equally often; a
   /// prepared loader sees to that. Gradients, parameters and moments are this rank's
   /// part of each, norms those of the whole. Optimizers that need whole parameters
-  /// (LAMB, Adafactor), communication hooks and, but for hsdp, LocalSgd scopes are
+  /// (LAMB, Adafactor), communication hooks and, but for hsdp, LocalSGD scopes are
   /// refused.
   Strategy strategy = Strategy::ddp;
   /// Of hsdp: ranks that hold one copy together, neighbours, a divisor of the number
@@ -104,7 +104,7 @@ struct AcceleratorOptions {
   /// ranks (hasten/parallel/sync_batch_norm.h): a batch on n ranks trains as on one.
   /// Costs two messages a layer that ranks wait for, and a small one a batch. Every
   /// rank needs a batch whenever one has, if only a stand-in: else it is an error on
-  /// all. Not inside LocalSgd. Nothing on a rank alone.
+  /// all. Not inside LocalSGD. Nothing on a rank alone.
   bool sync_batchnorm = false;
   /// How loaders are shared out over ranks (hasten/accelerator/prepared_loader.h).
   DataLoaderConfiguration dataloader_config{};

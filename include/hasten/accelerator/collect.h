@@ -44,7 +44,7 @@ concept Nested =
 } // namespace detail
 
 class Collect {
-  friend class LocalSgd;
+  friend class LocalSGD;
 
  public:
   // Who this process is. Local.
@@ -83,9 +83,9 @@ class Collect {
   /// float, double, half, bfloat16; sum, min and max also of int64, int32, int8,
   /// uint8. 16-bit types are summed in fp32 and rounded once, so neither sum nor
   /// mean overflows on the way. Every rank gets the same bits. Collective.
-  at::Tensor reduce(const at::Tensor& tensor, ReduceOp op = ReduceOp::sum, double scale = 1);
+  at::Tensor reduce(const at::Tensor& tensor, ReduceOp op = ReduceOp::SUM, double scale = 1);
   template <detail::Nested Value>
-  Value reduce(Value value, ReduceOp op = ReduceOp::sum, double scale = 1) {
+  Value reduce(Value value, ReduceOp op = ReduceOp::SUM, double scale = 1) {
     return map(std::move(value), [=, this](const auto& t) { return reduce(t, op, scale); });
   }
   /// A copy of the metric that has seen what it has seen on all ranks:
@@ -197,7 +197,7 @@ class Collect {
 
   /// The same without a message of its own: these bits (below kWindowRequests) go to
   /// all ranks with this rank's next complete window, whose
-  /// WindowReport::requests has what any rank asked for. In a LocalSgd scope windows,
+  /// WindowReport::requests has what any rank asked for. In a LocalSGD scope windows,
   /// and so requests, stay the rank's own. Local.
   void request(uint32_t bits);
 

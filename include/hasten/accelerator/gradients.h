@@ -2,7 +2,7 @@
 // Gradients: accelerator.clip_grad_norm_(model, 1.0), ….
 // All of it is local: when a window is complete its gradients are equal on every
 // rank, and so are the numbers returned and the errors thrown. Exception: inside a
-// LocalSgd scope gradients, and so these, are the rank's own.
+// LocalSGD scope gradients, and so these, are the rank's own.
 // While the window is incomplete nothing is done and 0 (no norms) returned.
 // Tied parameters count once, frozen ones not; a parameter without a gradient in this
 // window has none.

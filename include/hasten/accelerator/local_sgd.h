@@ -1,7 +1,7 @@
 // Local SGD: every rank steps by itself, and every H optimizer steps the ranks
 // average their parameters. Two lines more than a loop with an Accelerator has:
 //
-//   hasten::LocalSgd local_sgd(accelerator, model, {.steps = 8});
+//   hasten::LocalSGD local_sgd(accelerator, model, {.local_sgd_steps = 8});
 //   for (const auto& batch : loader) {
 //     auto window = accelerator.accumulate(model);
 //     accelerator.backward(mean_loss(model->forward(batch.x), batch.y));
@@ -58,31 +58,31 @@ enum class PeerFailure {
   /// the last average, or its own.
   stop,
   /// The ranks that are left go on as a smaller world, see
-  /// LocalSgdOptions::on_peer_failure.
+  /// LocalSGDOptions::on_peer_failure.
   survivors,
 };
 
-struct LocalSgdOptions {
+struct LocalSGDOptions {
   /// H: attempted optimizer steps between two averages, ≥ 1.
-  int64_t steps = 8;
+  int64_t local_sgd_steps = 8;
   /// False: the scope does nothing, and training is what it is without it.
   bool enabled = true;
   /// A changing H: the steps of the round that begins after `step` attempted
-  /// steps; a function of `step` alone, the same on every rank. Empty: `steps`.
+  /// steps; a function of `step` alone, the same on every rank. Empty: `local_sgd_steps`.
   std::function<int64_t(int64_t step)> schedule{};
   /// Post-local SGD: gradients are averaged, as in plain training, in this many
   /// steps of the scope; then Local SGD begins. ≥ 0. Source: Lin, Stich, Patel,
   /// Jaggi, "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020.
   int64_t post_local_start = 0;
   /// Hierarchical: the ranks of a group average among themselves every so many
-  /// steps, plainly, all ranks every `steps`, a multiple of it. 0: all at once.
+  /// steps, plainly, all ranks every `local_sgd_steps`, a multiple of it. 0: all at once.
   /// Memory: one more copy.
   int64_t inner_steps = 0;
   /// Which group this rank is in: those that give the same name. Empty: its host's.
   std::string group{};
   /// Delayed averaging: a snapshot is sent, and the ranks' mean less the snapshot
   /// is added this many steps later, so that training goes on beside the sending.
-  /// From 0 to steps / average.fragments. Memory: one more copy.
+  /// From 0 to local_sgd_steps / average.fragments. Memory: one more copy.
   int64_t delay = 0;
   /// Tries delayed averaging in the first rounds, and makes averages at once where
   /// that is as quick. False: delays them in any case.
@@ -118,7 +118,7 @@ struct LocalSgdOptions {
 };
 
 /// About the rounds of a scope.
-struct LocalSgdReport {
+struct LocalSGDReport {
   /// Attempted optimizer steps, and averages, so far.
   int64_t steps = 0;
   int64_t rounds = 0;
@@ -135,7 +135,7 @@ struct LocalSgdReport {
   double communication_share = 0;
 };
 
-class LocalSgd {
+class LocalSGD {
  public:
   /// Opens the scope for a prepared model, whose parameters are equal on all
   /// ranks now. Parameters that are frozen stay out, tied ones count once; floating
@@ -146,15 +146,15 @@ class LocalSgd {
   /// there is one copy, or whose window is open, no prepared optimizer has its parameters, a scope is open already,
   /// ranks that open different scopes (on every rank).
   template <detail::ModelHolder Model>
-  LocalSgd(Accelerator& accelerator, const Model& model, LocalSgdOptions options = {})
-      : LocalSgd(accelerator, *detail::module_of(model), std::move(options)) {}
-  LocalSgd(Accelerator& accelerator, torch::nn::Module& model, LocalSgdOptions options);
+  LocalSGD(Accelerator& accelerator, const Model& model, LocalSGDOptions options = {})
+      : LocalSGD(accelerator, *detail::module_of(model), std::move(options)) {}
+  LocalSGD(Accelerator& accelerator, torch::nn::Module& model, LocalSGDOptions options);
   /// Without finish() logs an error and leaves every rank its own parameters; while
   /// an exception is on its way tells the peers that this rank fails, so that
   /// they end with an error that names it. Never takes part in a collective.
-  ~LocalSgd();
-  LocalSgd(const LocalSgd&) = delete;
-  LocalSgd& operator=(const LocalSgd&) = delete;
+  ~LocalSGD();
+  LocalSGD(const LocalSGD&) = delete;
+  LocalSGD& operator=(const LocalSGD&) = delete;
 
   /// After the optimizer's step: counts it, and averages where H steps are
   /// complete. Does nothing inside a window. True where it averaged. Collective
@@ -174,13 +174,13 @@ class LocalSgd {
 
   /// Closes the scope without an average and without a word, after an error that
   /// the peers have been told of. Local.
-  void abandon() noexcept;
+  void abort() noexcept;
 
   /// False: enabled=false, a world of one, or finished.
   bool active() const;
   /// Attempted optimizer steps so far; at the data's end the same on all ranks.
   int64_t steps() const;
-  LocalSgdReport report() const;
+  LocalSGDReport report() const;
 
  private:
   struct Impl;

@@ -85,7 +85,7 @@ class WindowControl {
   at::Device device_;
   std::string range_{};
   at::Tensor values_{};
-  CommHandle handle_{};
+  Work handle_{};
 };
 
 } // namespace hasten

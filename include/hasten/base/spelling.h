@@ -7,6 +7,7 @@
 #include <map>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "hasten/base/text.h"
@@ -17,6 +18,10 @@ namespace hasten {
 /// that users spell has a specialisation: a std::array of texts.
 template <typename E>
 inline constexpr std::array<const char*, 0> kSpellings{};
+
+/// Further spellings, which are read but never written: other libraries' names.
+template <typename E>
+inline constexpr std::array<std::pair<const char*, E>, 0> kOtherSpellings{};
 
 template <typename E>
 std::string spelling(E value) {
@@ -36,7 +41,8 @@ std::map<std::string, E> spellings() {
 /// The value that `text` spells; none where it spells none.
 template <typename E>
 std::optional<E> spelled(const std::string& text) {
-  const auto all = spellings<E>();
+  auto all = spellings<E>();
+  all.insert(kOtherSpellings<E>.begin(), kOtherSpellings<E>.end());
   const auto found = all.find(text);
   return found == all.end() ? std::nullopt : std::optional<E>(found->second);
 }

@@ -28,7 +28,7 @@
 
 namespace hasten {
 
-enum class ReduceOp { sum, mean, max, min, product };
+enum class ReduceOp { SUM, AVG, MAX, MIN, PRODUCT };
 
 /// When ranks compare an operation's kind, name, shapes and dtype over their group
 /// before they begin it, so that a mismatch is an error that names two ranks, where
@@ -66,9 +66,9 @@ struct CommunicatorOptions {
 };
 
 /// A collective under way. Copyable; waiting twice is allowed.
-class CommHandle {
+class Work {
  public:
-  CommHandle() = default;
+  Work() = default;
   /// Blocks until the operation has ended; its tensors hold the result then.
   /// Throws CommunicationError naming operation and rank.
   void wait();
@@ -80,7 +80,7 @@ class CommHandle {
   explicit operator bool() const { return state_ != nullptr; }
 
   struct State;
-  explicit CommHandle(std::shared_ptr<State> state) : state_(std::move(state)) {}
+  explicit Work(std::shared_ptr<State> state) : state_(std::move(state)) {}
 
  private:
   std::shared_ptr<State> state_;
@@ -121,7 +121,7 @@ class Communicator {
   /// rounded once.
   /// `name` is what an error calls it: "ddp bucket 3". Shapes must be equal on
   /// all ranks (see check_shapes).
-  virtual CommHandle all_reduce_async(at::Tensor tensor, ReduceOp op, std::string_view name) = 0;
+  virtual Work all_reduce_async(at::Tensor tensor, ReduceOp op, std::string_view name) = 0;
   void all_reduce(at::Tensor tensor, ReduceOp op, std::string_view name) {
     all_reduce_async(std::move(tensor), op, name).wait();
   }
@@ -129,34 +129,31 @@ class Communicator {
   /// The same, with the result on rank `root` alone: elsewhere `tensor` keeps its
   /// values and may change once this has returned. Half the volume of an all_reduce.
   /// Memory: a copy of the tensor on the other ranks while under way.
-  virtual CommHandle reduce_async(at::Tensor tensor, int root, ReduceOp op,
-                                  std::string_view name) = 0;
+  virtual Work reduce_async(at::Tensor tensor, int root, ReduceOp op, std::string_view name) = 0;
 
   /// Copies rank `source`'s `tensor` into every rank's, in place. Any dtype.
-  virtual CommHandle broadcast_async(at::Tensor tensor, int source, std::string_view name) = 0;
+  virtual Work broadcast_async(at::Tensor tensor, int source, std::string_view name) = 0;
   void broadcast(at::Tensor tensor, int source, std::string_view name) {
     broadcast_async(std::move(tensor), source, name).wait();
   }
 
   /// `output` is [world_size, …input's shape], contiguous; row r is rank r's
   /// input. Shapes and dtypes are equal on all ranks.
-  virtual CommHandle all_gather_async(at::Tensor output, at::Tensor input,
-                                      std::string_view name) = 0;
+  virtual Work all_gather_async(at::Tensor output, at::Tensor input, std::string_view name) = 0;
 
   /// The same on rank `root` alone; elsewhere `output` is not looked at, and may
   /// be undefined.
-  virtual CommHandle gather_async(at::Tensor output, at::Tensor input, int root,
-                                  std::string_view name) = 0;
+  virtual Work gather_async(at::Tensor output, at::Tensor input, int root,
+                            std::string_view name) = 0;
 
   /// Row r of rank `root`'s `input` [world_size, …output's shape], contiguous, into
   /// rank r's `output`. Elsewhere `input` is not looked at, and may be undefined.
-  virtual CommHandle scatter_async(at::Tensor output, at::Tensor input, int root,
-                                   std::string_view name) = 0;
+  virtual Work scatter_async(at::Tensor output, at::Tensor input, int root,
+                             std::string_view name) = 0;
 
   /// Row r of `input` goes to rank r; row r of `output` comes from rank r. Both
   /// [world_size, …] and contiguous, of one shape and dtype on all ranks.
-  virtual CommHandle all_to_all_async(at::Tensor output, at::Tensor input,
-                                      std::string_view name) = 0;
+  virtual Work all_to_all_async(at::Tensor output, at::Tensor input, std::string_view name) = 0;
 
   /// Sums row r of every rank's `input` [world_size, …] into rank r's `output` [any
   /// shape of a row's elements], in rank order, in output's dtype: a floating one,
@@ -164,8 +161,8 @@ class Communicator {
   /// takes what comes from the others, a tensor like `input`; made where it is
   /// undefined. Neither may change until wait() has returned, which does the sum.
   /// Half the volume of an all_reduce.
-  CommHandle reduce_scatter_async(at::Tensor output, at::Tensor input, std::string_view name,
-                                  at::Tensor scratch = {});
+  Work reduce_scatter_async(at::Tensor output, at::Tensor input, std::string_view name,
+                            at::Tensor scratch = {});
 
   /// Tensors of one dtype and trailing shape, dim 0 may differ by rank (0
   /// included): concatenated over ranks in rank order, on every rank.
@@ -175,11 +172,11 @@ class Communicator {
 
   /// Small values from every rank, on every rank, in rank order. For shapes,
   /// counts and messages, not for data. Blocking, through the store.
-  virtual std::vector<nlohmann::json> gather_json(const nlohmann::json& value,
-                                                  std::string_view name) = 0;
+  virtual std::vector<nlohmann::json> all_gather_object(const nlohmann::json& value,
+                                                        std::string_view name) = 0;
 
   /// Rank 0's value on every rank. Blocking, through the store.
-  virtual nlohmann::json broadcast_json(const nlohmann::json& value, std::string_view name) = 0;
+  virtual nlohmann::json broadcast_object(const nlohmann::json& value, std::string_view name) = 0;
 
   /// Blocks until every rank has entered.
   virtual void barrier(std::string_view name) = 0;
@@ -190,7 +187,7 @@ class Communicator {
   /// quarter of a second. Blocks half a second at most; rank 0, whose store
   /// goes with it, until its peers have read it, a second more at most.
   /// Never throws. For exceptions on their way out.
-  virtual void abandon(std::string_view reason) noexcept = 0;
+  virtual void abort(std::string_view reason) noexcept = 0;
 
   /// Lets go of the group once its operations under way have ended. The last
   /// group of a world leaves it: ranks meet first, so that no peer loses data

@@ -18,34 +18,32 @@ class ForwardingCommunicator : public Communicator {
   int rank() const override { return inner_->rank(); }
   int world_size() const override { return inner_->world_size(); }
   const CommunicatorOptions& options() const override { return inner_->options(); }
-  CommHandle all_reduce_async(at::Tensor tensor, ReduceOp op, std::string_view name) override {
+  Work all_reduce_async(at::Tensor tensor, ReduceOp op, std::string_view name) override {
     entered("all_reduce", name, tensor);
     return started(name, inner_->all_reduce_async(std::move(tensor), op, name));
   }
-  CommHandle reduce_async(at::Tensor tensor, int root, ReduceOp op,
-                          std::string_view name) override {
+  Work reduce_async(at::Tensor tensor, int root, ReduceOp op, std::string_view name) override {
     entered("reduce", name, tensor);
     return started(name, inner_->reduce_async(std::move(tensor), root, op, name));
   }
-  CommHandle broadcast_async(at::Tensor tensor, int source, std::string_view name) override {
+  Work broadcast_async(at::Tensor tensor, int source, std::string_view name) override {
     entered("broadcast", name, tensor);
     return started(name, inner_->broadcast_async(std::move(tensor), source, name));
   }
-  CommHandle all_gather_async(at::Tensor output, at::Tensor input, std::string_view name) override {
+  Work all_gather_async(at::Tensor output, at::Tensor input, std::string_view name) override {
     entered("all_gather", name, input);
     return started(name, inner_->all_gather_async(std::move(output), std::move(input), name));
   }
-  CommHandle gather_async(at::Tensor output, at::Tensor input, int root,
-                          std::string_view name) override {
+  Work gather_async(at::Tensor output, at::Tensor input, int root, std::string_view name) override {
     entered("gather", name, input);
     return started(name, inner_->gather_async(std::move(output), std::move(input), root, name));
   }
-  CommHandle scatter_async(at::Tensor output, at::Tensor input, int root,
-                           std::string_view name) override {
+  Work scatter_async(at::Tensor output, at::Tensor input, int root,
+                     std::string_view name) override {
     entered("scatter", name, output);
     return started(name, inner_->scatter_async(std::move(output), std::move(input), root, name));
   }
-  CommHandle all_to_all_async(at::Tensor output, at::Tensor input, std::string_view name) override {
+  Work all_to_all_async(at::Tensor output, at::Tensor input, std::string_view name) override {
     entered("all_to_all", name, input);
     return started(name, inner_->all_to_all_async(std::move(output), std::move(input), name));
   }
@@ -53,20 +51,20 @@ class ForwardingCommunicator : public Communicator {
     entered("all_gather_rows", name, {}); // dim 0 may differ
     return inner_->all_gather_rows(rows, name);
   }
-  std::vector<nlohmann::json> gather_json(const nlohmann::json& value,
-                                          std::string_view name) override {
-    entered("gather_json", name, {});
-    return inner_->gather_json(value, name);
+  std::vector<nlohmann::json> all_gather_object(const nlohmann::json& value,
+                                                std::string_view name) override {
+    entered("all_gather_object", name, {});
+    return inner_->all_gather_object(value, name);
   }
-  nlohmann::json broadcast_json(const nlohmann::json& value, std::string_view name) override {
-    entered("broadcast_json", name, {});
-    return inner_->broadcast_json(value, name);
+  nlohmann::json broadcast_object(const nlohmann::json& value, std::string_view name) override {
+    entered("broadcast_object", name, {});
+    return inner_->broadcast_object(value, name);
   }
   void barrier(std::string_view name) override {
     entered("barrier", name, {});
     inner_->barrier(name);
   }
-  void abandon(std::string_view reason) noexcept override { inner_->abandon(reason); }
+  void abort(std::string_view reason) noexcept override { inner_->abort(reason); }
   void close() noexcept override { inner_->close(); }
   std::shared_ptr<Communicator> duplicate(const CommunicatorOptions& options) override {
     return inner_->duplicate(options);
@@ -83,7 +81,7 @@ class ForwardingCommunicator : public Communicator {
   virtual void entered(std::string_view operation, std::string_view name,
                        const at::Tensor& tensor) = 0;
   /// After one that has a handle has been started. Returns what its caller gets.
-  virtual CommHandle started(std::string_view, CommHandle handle) { return handle; }
+  virtual Work started(std::string_view, Work handle) { return handle; }
 
   const std::shared_ptr<Communicator> inner_;
 };

@@ -62,7 +62,7 @@ struct LaunchOptions {
   std::vector<std::string> argv{};
   /// Added to, or replacing, what the ranks get otherwise.
   std::vector<std::pair<std::string, std::string>> environment{};
-  /// Ranks that go on without one that is lost (LocalSgdOptions::on_peer_failure)
+  /// Ranks that go on without one that is lost (LocalSGDOptions::on_peer_failure)
   /// are let: only rank 0's failure ends the others, and its end alone is how the
   /// launch ended. The others' failures are logged.
   bool keep_going = false;

@@ -1,6 +1,6 @@
 // Learning rates over a run: a multiplier of each group's first learning rate,
 // as a function of the updates completed. Values equal Hugging Face's.
-// Threading: one thread. Lifetime: LrScheduler keeps a reference to its
+// Threading: one thread. Lifetime: LRScheduler keeps a reference to its
 // optimizer; neither is moved.
 #pragma once
 
@@ -91,12 +91,12 @@ struct OneCycleOptions {
 /// arXiv 1708.07120). Momentum stays as it is.
 Schedule one_cycle_schedule(const OneCycleOptions& options);
 
-class LrScheduler final : public Stateful {
+class LRScheduler final : public Stateful {
  public:
   /// Takes the groups' present learning rates as peaks and sets m(0) at once.
-  LrScheduler(torch::optim::Optimizer& optimizer, Schedule schedule);
-  LrScheduler(const LrScheduler&) = delete;
-  LrScheduler& operator=(const LrScheduler&) = delete;
+  LRScheduler(torch::optim::Optimizer& optimizer, Schedule schedule);
+  LRScheduler(const LRScheduler&) = delete;
+  LRScheduler& operator=(const LRScheduler&) = delete;
 
   /// Call once after each optimizer step that was not skipped. Local.
   void step();

@@ -122,7 +122,7 @@ class Ddp : public DataParallel {
   };
   // A bucket under way.
   struct Operation {
-    CommHandle handle{};
+    Work handle{};
     CommHook::Step step{}; // a hook's; empty: done
     Clock::time_point started{};
     Clock::time_point ended{};

@@ -86,7 +86,7 @@ enum class GradientSync {
 };
 
 /// Number types of a unit.
-struct ShardPrecision {
+struct MixedPrecisionPolicy {
   /// Of parameters while they are whole: on the wire and in the block. Shards stay
   /// as they are, so the optimizer's are fp32. Empty: the shard's.
   std::optional<at::ScalarType> param_dtype{};
@@ -110,9 +110,9 @@ struct FullyShardOptions {
   /// Blocks gathered ahead, in the order of the forward before: 0 or 1. 1 takes the
   /// memory of one more block.
   int prefetch = 1;
-  ShardPrecision precision{};
+  MixedPrecisionPolicy precision{};
   /// Of units by name ("encoder.layer.3"; the root is ""), instead.
-  std::map<std::string, ShardPrecision> unit_precision{};
+  std::map<std::string, MixedPrecisionPolicy> unit_precision{};
   /// Running statistics at the end of a sum, as with Ddp.
   BufferPolicy buffers = BufferPolicy::broadcast;
   /// Ranks that hold the same shard as this one: gradients are summed over them
@@ -324,7 +324,7 @@ class FullyShard : public Stateful {
   bool begun_ = false;
   bool final_ = false;
   bool local_ = false; // replicas are left alone
-  CommHandle agreed_;
+  Work agreed_;
   at::Tensor agreement_; // Note [Agreement of shards]
 };
 

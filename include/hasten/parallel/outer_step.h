@@ -39,13 +39,13 @@ class OuterStep : public Stateful {
 };
 
 struct SlowMoOptions {
-  /// Slow momentum, 0 ≤ beta < 1. 0 with slow_lr 1 is plain averaging.
-  double beta = 0.5;
+  /// Slow momentum, 0 ≤ slowmo_factor < 1. 0 with slowmo_lr 1 is plain averaging.
+  double slowmo_factor = 0.5;
   /// Slow learning rate, > 0.
-  double slow_lr = 1.0;
+  double slowmo_lr = 1.0;
 };
 
-/// u <- beta u + (anchor - mean) / lr; anchor <- anchor - slow_lr lr u, with the
+/// u <- slowmo_factor u + (anchor - mean) / lr; anchor <- anchor - slowmo_lr lr u, with the
 /// inner learning rate lr of the round's beginning. Source: Wang, Tantia, Ballas,
 /// Rabbat, "SlowMo: Improving Communication-Efficient Distributed SGD with Slow
 /// Momentum", ICLR 2020, algorithm 1. Memory: one copy.

@@ -18,7 +18,7 @@ enum class Strategy {
   /// Its part of everything, and the whole of the block that runs: 16 / N; sends 3.
   fsdp,
   /// fsdp among N ranks that hold a copy together, and further such copies: 16 / N;
-  /// sends 3 near by and 2 / N to other copies, or, inside a LocalSgd scope, those
+  /// sends 3 near by and 2 / N to other copies, or, inside a LocalSGD scope, those
   /// now and then.
   hsdp,
 };

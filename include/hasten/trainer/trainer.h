@@ -91,7 +91,7 @@ class Trainer {
   /// `loss_function` holds the model by itself. Without `train` only evaluate()
   /// and predict() work. `accelerator` is made from the environment if absent;
   /// a given one must have arguments.gradient_accumulation_steps.
-  /// accelerator().finish() at the end of the program closes its group.
+  /// accelerator().end_training() at the end of the program closes its group.
   /// What it does is shown by a ProgressCallback on rank 0, unless
   /// arguments.disable_tqdm.
   /// Collective where it makes the accelerator. Throws InputError: arguments

@@ -106,6 +106,11 @@ template <>
 inline constexpr auto kSpellings<Strategy> = std::array{
     strategy_name(Strategy::ddp), strategy_name(Strategy::zero1), strategy_name(Strategy::zero2),
     strategy_name(Strategy::fsdp), strategy_name(Strategy::hsdp)};
+/// The names of torch's ShardingStrategy, as transformers' --fsdp takes them.
+template <>
+inline constexpr auto kOtherSpellings<Strategy> =
+    std::array{std::pair{"no_shard", Strategy::ddp}, std::pair{"shard_grad_op", Strategy::zero2},
+               std::pair{"full_shard", Strategy::fsdp}, std::pair{"hybrid_shard", Strategy::hsdp}};
 
 struct TrainingArguments {
   // Where.
