@@ -263,7 +263,7 @@ class Experiment {
         report(epoch, sum / static_cast<double>(count));
       }
     }
-    ranks.finish();
+    ranks.end_training();
   }
   // [/run]
 

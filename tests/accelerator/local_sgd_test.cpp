@@ -287,7 +287,7 @@ TEST(LocalSGD, ASpreadThatGrowsFromRoundToRoundIsAWarning) {
         << lines;
     if (first != std::string::npos) { // once
       EXPECT_EQ(lines.find(text, first + 1), std::string::npos);
-      EXPECT_NE(lines.find("(steps=2 now)"), std::string::npos);
+      EXPECT_NE(lines.find("(local_sgd_steps=2 now)"), std::string::npos);
     }
     accelerator.end_training();
   }
