@@ -52,8 +52,8 @@ void require_same(Communicator& communicator, const char* where, const std::stri
 // `behind` it is the same. Collective then.
 void check_form_in_debug(const AcceleratorCore& core, const char* where, const at::Tensor& tensor,
                          const std::string& behind = {}) {
-  if (core.order_check != nullptr) {
-    require_same(*core.communicator, where, form_of(tensor) + behind);
+  if (core.run.order_check() != nullptr) {
+    require_same(*core.run.communicator(), where, form_of(tensor) + behind);
   }
 }
 
@@ -61,9 +61,9 @@ void check_form_in_debug(const AcceleratorCore& core, const char* where, const a
 at::Tensor stack_ranks(const AcceleratorCore& core, const at::Tensor& own, const char* where) {
   check_form_in_debug(core, where, own);
   auto sizes = own.sizes().vec();
-  sizes.insert(sizes.begin(), core.world.world_size);
+  sizes.insert(sizes.begin(), core.run.world().world_size);
   at::Tensor all = at::empty(sizes, own.options());
-  core.communicator->all_gather_async(all, own, where).wait();
+  core.run.communicator()->all_gather_async(all, own, where).wait();
   return all;
 }
 
@@ -107,12 +107,12 @@ bool is_half(const at::Tensor& tensor) {
 
 Collect::Collect(std::shared_ptr<detail::AcceleratorCore> core) : core_(std::move(core)) {}
 
-at::Device Collect::device() const { return core_->device; }
-int Collect::process_index() const { return core_->world.rank; }
-int Collect::local_process_index() const { return core_->world.local_rank; }
-int Collect::num_processes() const { return core_->world.world_size; }
+at::Device Collect::device() const { return core_->run.device(); }
+int Collect::process_index() const { return core_->run.world().rank; }
+int Collect::local_process_index() const { return core_->run.world().local_rank; }
+int Collect::num_processes() const { return core_->run.world().world_size; }
 
-const std::shared_ptr<Communicator>& Collect::communicator() const { return core_->communicator; }
+const std::shared_ptr<Communicator>& Collect::communicator() const { return core_->run.communicator(); }
 
 at::Tensor Collect::gather(const at::Tensor& tensor) {
   const at::Tensor own = detail::rows_on_cpu(tensor);
@@ -124,7 +124,7 @@ at::Tensor Collect::gather(const at::Tensor& tensor) {
 
 at::Tensor Collect::gather_for_metrics(const at::Tensor& rows) {
   at::Tensor own = detail::rows_on_cpu(rows);
-  const detail::LoaderState* loader = core_->active_loader();
+  const detail::LoaderState* loader = core_->loaders.active();
   if (loader != nullptr) {
     detail::compare_reading(*core_, *loader);
   }
@@ -298,7 +298,7 @@ void Collect::take_turns(bool first, const char* name, const std::function<void(
 
 void Collect::set_trigger() { triggered_ = true; }
 
-void Collect::request(uint32_t bits) { core_->request(bits); }
+void Collect::request(uint32_t bits) { core_->windows.shared()->requests |= bits; }
 
 bool Collect::check_trigger() {
   const at::Tensor flag = at::tensor({triggered_ ? 1 : 0}, at::kInt);

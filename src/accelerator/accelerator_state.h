@@ -26,6 +26,11 @@ std::string model_file_name(size_t model);
 // "state_rank_0.safetensors", …
 std::string rank_file_name(int rank);
 
+// Saves an object's tensors below `prefix`; returns its JSON values. Throws InputError for
+// values that are not finite.
+nlohmann::json save_stateful(const Stateful& object, const std::string& name, NamedTensors& tensors,
+                             const std::string& prefix);
+// Throws InputError unless as many are prepared as were saved.
 void put_below(NamedTensors& tensors, const std::string& prefix, const NamedTensors& more);
 
 } // namespace hasten::detail

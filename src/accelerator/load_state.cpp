@@ -3,12 +3,10 @@
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <torch/nn/module.h>
-#include <torch/optim/optimizer.h>
 
 #include <algorithm>
 #include <set>
 
-#include "accelerator_core.h"
 #include "accelerator_state.h"
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
@@ -16,8 +14,8 @@
 #include "hasten/core/random.h"
 #include "hasten/io/commit.h"
 #include "hasten/io/safetensors.h"
-#include "hasten/optim/optimizer_state.h"
 #include "state_load.h"
+#include "training_state.h"
 
 namespace hasten::detail {
 
@@ -169,51 +167,36 @@ void plan_model(StateLoad& load, size_t index, const torch::nn::Module& model,
   });
 }
 
-void AcceleratorCore::plan_learners(StateLoad& load) {
-  const ParameterNames names = parameter_names();
-  const auto& optimizers = load.shared.at("optimizers");
-  const auto& schedulers = load.shared.at("schedulers");
-  check_count(load, "optimizers", optimizers.size(), optimizers_.size());
-  check_count(load, "schedulers", schedulers.size(), schedulers_.size());
-  const auto tensors_file = load.folder / kStateTensorsFile;
-  for (size_t i = 0; i < optimizers_.size(); ++i) {
-    torch::optim::Optimizer& optimizer = *optimizers_[i]->optimizer;
-    const auto& values = optimizers[i].at("values");
-    NamedTensors tensors =
-        tensors_below(load.shared_tensors, "optimizer." + std::to_string(i) + ".");
-    if (auto* own = dynamic_cast<Stateful*>(&optimizer)) {
-      load.add(tensors_file, own, std::move(tensors), values);
-    } else {
-      try {
-        load.apply.push_back(prepare_optimizer_load(optimizer, names, tensors, values));
-      } catch (const InputError& error) {
-        refuse_state(tensors_file, "optimizer " + std::to_string(i) + ": " + error.what());
-      }
-    }
-    const auto stepped = optimizers[i].at("stepped").get<uint64_t>();
-    load.apply.push_back([state = optimizers_[i], stepped] { state->stepped = stepped; });
+void TrainingState::plan_models(StateLoad& load) {
+  const auto& models = load.shared.at("models");
+  check_count(load, "models", models.size(), models_.size());
+  const HeldRowsByName held = models_.held_rows();
+  std::vector<bool> non_finite;
+  for (size_t i = 0; i < models_.size(); ++i) {
+    plan_model(load, i, *models_[i].parallel->module(), held);
+    non_finite.push_back(models[i].at("non_finite").get<bool>());
   }
-  for (size_t i = 0; i < schedulers_.size(); ++i) {
-    if (!schedulers_[i]->stateful) {
-      refuse_state(load.state_file(),
-                   "scheduler " + std::to_string(i) + " here is of a type whose state is not known",
-                   "LRScheduler, one of torch's LRSchedulers, or a hasten::Stateful");
+  windows_.plan(load);
+  plan_gradients(load);
+  const bool open_window = load.shared.at("open_window").get<bool>();
+  load.apply.push_back([this, non_finite, open_window] {
+    for (size_t i = 0; i < models_.size(); ++i) {
+      checks_.set_non_finite(i, non_finite[i]);
     }
-    load.add(load.state_file(), schedulers_[i]->stateful.get(),
-             tensors_below(load.shared_tensors, "scheduler." + std::to_string(i) + "."),
-             schedulers[i].at("values"));
-    const auto stepped = schedulers[i].at("stepped").get<uint64_t>();
-    load.apply.push_back([state = schedulers_[i], stepped] { state->stepped = stepped; });
-  }
+    batch_.reset(!open_window);
+    uneven_.reset();
+    optimizers_.forget_done();
+    models_.generators_loaded();
+  });
 }
 
 // False where there are none to take over: others hold other rows of them now. An
 // open window would have some.
-bool AcceleratorCore::plans_gradients(const StateLoad& load) const {
+bool TrainingState::has_gradients(const StateLoad& load) const {
   const std::string then = load.shared.value("strategy", "ddp");
-  if (then == strategy_name(strategy_in_use()) &&
+  if (then == strategy_name(run_.strategy()) &&
       (then == "ddp" ||
-       (load.same_world && load.shared.value("shard_size", shard_ranks()) == shard_ranks()))) {
+       (load.same_world && load.shared.value("shard_size", models_.ranks_per_replica()) == models_.ranks_per_replica()))) {
     return true;
   }
   const std::string kind = "gradients.";
@@ -231,34 +214,14 @@ bool AcceleratorCore::plans_gradients(const StateLoad& load) const {
   return false;
 }
 
-// Windows, and gradients that somebody still adds to.
-void AcceleratorCore::plan_windows(StateLoad& load) {
-  for (const auto& [name, values] : load.own.at("windows").items()) {
-    const uint64_t key = std::stoull(name);
-    const uint64_t mask = key & ~(uint64_t{1} << 63);
-    if (mask == 0 || mask >> models_.size() != 0) {
-      refuse_state(load.rank_file, "window of models=" + name);
-    }
-    load.add(load.rank_file, &window_at(key),
-             tensors_below(load.own_tensors, "window." + name + "."), values);
-  }
-  for (auto& [key, window] : windows_) {
-    if (!load.own.at("windows").contains(std::to_string(key))) {
-      // As it is before its first batch.
-      GradientWindow fresh(window_communicator(key), window.models(), window.models_mask(),
-                           window_options(), device, shared_);
-      NamedTensors tensors;
-      nlohmann::json values;
-      fresh.save_state(tensors, values);
-      load.add(load.rank_file, &window, std::move(tensors), values);
-    }
+// Gradients that somebody still adds to.
+void TrainingState::plan_gradients(StateLoad& load) {
+  if (!has_gradients(load)) {
+    return;
   }
   const bool per_rank =
       load.shared.at("open_window").get<bool>() || load.shared.at("comm_hooks").get<bool>() ||
       load.shared.value("local", false) || load.shared.value("strategy", "ddp") != "ddp";
-  if (!plans_gradients(load)) {
-    return;
-  }
   const auto& gradients = (per_rank ? load.own : load.shared).at("gradients");
   for (size_t i = 0; i < models_.size(); ++i) {
     load.add(per_rank ? load.rank_file : load.folder / kStateTensorsFile, models_[i].parallel.get(),
@@ -268,71 +231,7 @@ void AcceleratorCore::plan_windows(StateLoad& load) {
   }
 }
 
-void AcceleratorCore::plan_models(StateLoad& load) {
-  const auto& models = load.shared.at("models");
-  check_count(load, "models", models.size(), models_.size());
-  const HeldRowsByName held = held_rows();
-  for (size_t i = 0; i < models_.size(); ++i) {
-    plan_model(load, i, *models_[i].parallel->module(), held);
-  }
-  plan_windows(load);
-  const bool per_rank = load.shared.at("open_window").get<bool>();
-  const auto serial = load.shared.at("windows_completed").get<uint64_t>();
-  struct Standing {
-    uint64_t window, completed;
-    bool outside, non_finite;
-  };
-  std::vector<Standing> standing;
-  for (const auto& model : models) {
-    standing.push_back({model.at("window").get<uint64_t>(), model.at("completed").get<uint64_t>(),
-                        model.at("outside").get<bool>(), model.at("non_finite").get<bool>()});
-  }
-  const auto steps = load.shared.at("step_history").get<uint64_t>();
-  const bool accumulates = load.shared.at("accumulates").get<bool>();
-  load.apply.push_back([this, standing, serial, steps, accumulates, per_rank] {
-    serial_ = serial;
-    shared_->steps = steps;
-    accumulates_ = accumulates;
-    last_batch_completed_ = !per_rank;
-    closed_without_backward_ = 0;
-    fed_by_.clear();
-    report = {};
-    for (size_t i = 0; i < models_.size(); ++i) {
-      const auto found = windows_.find(standing[i].window);
-      models_[i].window = found == windows_.end() ? nullptr : &found->second;
-      models_[i].completed = standing[i].completed;
-      models_[i].outside = standing[i].outside;
-      models_[i].non_finite = standing[i].non_finite;
-      if (found != windows_.end() && (serial == standing[i].completed || models_.size() == 1)) {
-        report = found->second.report();
-      }
-    }
-    stale_ = false;
-    done_.clear();
-    seeded_ = true;
-  });
-}
-
-void AcceleratorCore::plan_loaders(StateLoad& load) {
-  const auto& loaders = load.own.at("loaders");
-  check_count(load, "loaders", loaders.size(), loaders_.size());
-  for (size_t i = 0; i < loaders_.size(); ++i) {
-    const auto position = loaders_[i]->position.lock();
-    if (position == nullptr || loaders[i].is_null()) {
-      continue;
-    }
-    NamedTensors tensors = tensors_below(load.own_tensors, "loader." + std::to_string(i) + ".");
-    load.add(load.rank_file, position.get(), std::move(tensors), loaders[i].at("position"));
-    if (loaders[i].at("training").get<bool>() && !loaders_[i]->training) {
-      load.apply.push_back([this, loader = loaders_[i]] {
-        loader->training = true;
-        training_.push_back(loader);
-      });
-    }
-  }
-}
-
-void AcceleratorCore::plan_objects(StateLoad& load) {
+void TrainingState::plan_objects(StateLoad& load) {
   const auto& saved = load.shared.at("objects");
   for (const auto& [name, object] : saved.items()) {
     if (std::none_of(objects_.begin(), objects_.end(),
@@ -358,12 +257,12 @@ void AcceleratorCore::plan_objects(StateLoad& load) {
   }
 }
 
-void AcceleratorCore::plan_random(StateLoad& load) {
+void TrainingState::plan_random(StateLoad& load) {
   if (!load.same_world) {
     const nlohmann::json& seed = load.shared.at("seed");
     const uint64_t fresh = stream_seed(
         "dropout at another world size", seed.is_null() ? 0 : seed.get<uint64_t>(),
-        static_cast<uint64_t>(world.rank), load.shared.at("windows_completed").get<uint64_t>());
+        static_cast<uint64_t>(run_.world().rank), load.shared.at("windows_completed").get<uint64_t>());
     load.apply.push_back([fresh] { at::manual_seed(fresh); });
     return;
   }
@@ -381,10 +280,21 @@ void AcceleratorCore::plan_random(StateLoad& load) {
     refuse_state(load.rank_file, std::string("random.cpu: ") + error.what_without_backtrace());
   }
   load.apply.push_back([cpu] { set_random_state(cpu); });
-  if (device.is_cuda()) {
+  if (run_.device().is_cuda()) {
     const at::Tensor cuda = find("random.cuda");
-    load.apply.push_back([cpu, cuda, where = device] { set_random_states(where, {cpu, cuda}); });
+    load.apply.push_back([cpu, cuda, where = run_.device()] { set_random_states(where, {cpu, cuda}); });
   }
+}
+
+void TrainingState::plan(StateLoad& load) {
+  local_.plan_scope(load);
+  plan_models(load);
+  optimizers_.plan(load);
+  precision_.plan(load, [this] { checks_.set_scaled(windows_.serial()); });
+  loaders_.plan(load);
+  plan_objects(load);
+  plan_random(load);
+  local_.plan(load);
 }
 
 void load_objects(StateLoad& load) {
@@ -421,27 +331,20 @@ void undo_objects(StateLoad& load) {
   }
 }
 
-LoadedState AcceleratorCore::load_state(const std::filesystem::path& folder,
-                                        const LoadStateOptions& request) {
+LoadedState TrainingState::load(const std::filesystem::path& folder,
+                                        const LoadStateOptions& options) {
   StateLoad load;
   load.folder = folder;
-  on_every_rank(*communicator, kLoadWhere, [&] {
-    reshard(kLoadWhere);
-    if (window != nullptr) {
+  on_every_rank(*run_.communicator(), kLoadWhere, [&] {
+    models_.reshard(kLoadWhere);
+    if (batch_.is_open()) {
       throw InputError(kLoadWhere, "a batch is open", "a call outside accumulate()");
     }
     try {
-      read_state_files(load, world.rank, world.world_size, request.verify_checksums);
-      check_other_world(load, world.world_size);
-      join_shards(load, held_rows());
-      plan_scope(load);
-      plan_models(load);
-      plan_learners(load);
-      plan_loss_scale(load);
-      plan_loaders(load);
-      plan_objects(load);
-      plan_random(load);
-      plan_local(load);
+      read_state_files(load, run_.world().rank, run_.world().world_size, options.verify_checksums);
+      check_other_world(load, run_.world().world_size);
+      join_shards(load, models_.held_rows());
+      plan(load);
     } catch (const nlohmann::json::exception& error) {
       refuse_state(load.state_file(), error.what(), "a file of a state");
     }
@@ -449,7 +352,7 @@ LoadedState AcceleratorCore::load_state(const std::filesystem::path& folder,
   });
   bool loaded = false;
   try {
-    on_every_rank(*communicator, kLoadWhere, [&] {
+    on_every_rank(*run_.communicator(), kLoadWhere, [&] {
       load_objects(load);
       loaded = true;
       return nlohmann::json();

@@ -25,11 +25,11 @@ LocalSGD::Impl::Impl(std::shared_ptr<detail::AcceleratorCore> accelerator,
       schedule(options),
       trial(options.delay > 0, options.delay_only_if_it_pays) {
   check_options();
-  index = core->model_index(&module, detail::kLocalSGDWhere);
-  copies = core->copies_of(index);
-  refuse_shards(options.enabled && core->sharded(&module) != nullptr);
+  index = core->models.index(&module, detail::kLocalSGDWhere);
+  copies = core->models.replicas_of(index);
+  refuse_shards(options.enabled && core->models.sharded(&module) != nullptr);
   compare_ranks();
-  if (options.enabled && core->world.world_size > 1) {
+  if (options.enabled && core->run.world().world_size > 1) {
     open();
   }
 }
@@ -82,8 +82,8 @@ void LocalSGD::Impl::check_options() const {
 void LocalSGD::Impl::refuse_shards(bool sharded) const {
   if (sharded && !copies) {
     throw InputError(detail::kLocalSGDWhere,
-                     std::string("a model with strategy=") + strategy_name(core->options.strategy) +
-                         ": all " + std::to_string(core->world.world_size) +
+                     std::string("a model with strategy=") + strategy_name(core->run.options().strategy) +
+                         ": all " + std::to_string(core->run.world().world_size) +
                          " ranks hold parts of one copy",
                      "several copies, which are averaged",
                      "use strategy=ddp, or hsdp with a shard_size below the number of ranks");
@@ -91,7 +91,7 @@ void LocalSGD::Impl::refuse_shards(bool sharded) const {
   if (sharded && options.on_peer_failure == PeerFailure::survivors) {
     throw InputError(detail::kLocalSGDWhere,
                      std::string("on_peer_failure=survivors with strategy=") +
-                         strategy_name(core->options.strategy),
+                         strategy_name(core->run.options().strategy),
                      "stop: a lost rank takes its rows of a copy with it",
                      "save states, and go on from the last");
   }
@@ -107,7 +107,7 @@ void LocalSGD::Impl::compare_ranks() {
                                {"delay_only_if_it_pays", options.delay_only_if_it_pays},
                                {"moments", static_cast<int>(options.moments)},
                                {"on_peer_failure", static_cast<int>(options.on_peer_failure)}};
-  const auto all = core->communicator->all_gather_object(mine, "LocalSGD scope");
+  const auto all = core->run.communicator()->all_gather_object(mine, "LocalSGD scope");
   for (size_t rank = 0; rank < all.size(); ++rank) {
     if (all[rank] != all[0]) {
       throw InputError(detail::kLocalSGDWhere,
@@ -119,13 +119,13 @@ void LocalSGD::Impl::compare_ranks() {
 }
 
 void LocalSGD::Impl::open() {
-  optimizers = core->optimizers_of(index);
+  optimizers = core->optimizers.of_model(index);
   if (optimizers.empty()) {
     throw InputError(detail::kLocalSGDWhere, "no prepared optimizer has parameters of the model",
                      "the optimizer whose steps are counted",
                      "give model and optimizer to accelerator.prepare() before the scope");
   }
-  core->open_local(*this);
+  core->local.open(*this);
   try {
     averager = std::make_unique<Averager>(copies, trainable(), options.average);
     open_parts();
@@ -135,17 +135,17 @@ void LocalSGD::Impl::open() {
       begin_local();
     }
   } catch (...) {
-    core->close_local();
+    core->local.close();
     throw;
   }
-  counted = core->attempted(index);
+  counted = core->windows.attempted(index);
   opened = Clock::now();
   active = true;
 }
 
 Averager::NamedTensorList LocalSGD::Impl::trainable() const {
   Averager::NamedTensorList list;
-  for (const auto& [name, parameter] : core->data_parallel(index).parameters()) {
+  for (const auto& [name, parameter] : core->models[index].parallel->parameters()) {
     if (parameter.requires_grad()) {
       list.emplace_back(name, parameter);
     }
@@ -158,8 +158,8 @@ void LocalSGD::Impl::open_parts() {
   if (options.inner_steps > 0) {
     open_group(trainable());
   }
-  buffers = std::make_unique<detail::AveragedBuffers>(copies, *core->data_parallel(index).module());
-  moments = std::make_unique<detail::AveragedMoments>(copies, optimizers, core->parameter_names());
+  buffers = std::make_unique<detail::AveragedBuffers>(copies, *core->models[index].parallel->module());
+  moments = std::make_unique<detail::AveragedMoments>(copies, optimizers, core->models.parameter_names());
 }
 
 // Every rank learns everybody's name, and meets those with its own.
@@ -214,10 +214,10 @@ void LocalSGD::Impl::log_summary() const {
   log_info(line.str());
 }
 
-void LocalSGD::Impl::loaded() { counted = core->attempted(index); }
+void LocalSGD::Impl::loaded() { counted = core->windows.attempted(index); }
 
 void LocalSGD::Impl::save_state(NamedTensors& tensors, nlohmann::json& values) const {
-  if (active && core->attempted(index) != counted) {
+  if (active && core->windows.attempted(index) != counted) {
     throw InputError(
         detail::kLocalSGDWhere,
         "a state between the optimizer's step and the scope's: the scope has not counted the step",
@@ -260,7 +260,7 @@ void LocalSGD::Impl::load_state(const NamedTensors& tensors, const nlohmann::jso
   averager->load_state(detail::tensors_below(tensors, "average."), values.at("average"));
   if (local != (loaded_steps >= options.post_local_start)) {
     local = !local;
-    core->set_local(local);
+    core->local.set_local(local);
   }
   steps = loaded_steps;
   averaged_at = loaded_at;
@@ -281,7 +281,7 @@ LocalSGD::LocalSGD(Accelerator& accelerator, torch::nn::Module& model, LocalSGDO
 void LocalSGD::abort() noexcept {
   if (active()) {
     impl_->finished = true;
-    impl_->core->close_local();
+    impl_->core->local.close();
   }
 }
 
@@ -291,13 +291,13 @@ LocalSGD::~LocalSGD() {
     return;
   }
   if (std::uncaught_exceptions() > impl.exceptions_at_entry) {
-    impl.core->communicator->abort("an exception left the scope of LocalSGD");
+    impl.core->run.communicator()->abort("an exception left the scope of LocalSGD");
   } else {
     log_error(
         "[accelerator::LocalSGD] destroyed without finish(): every rank keeps "
         "parameters of its own");
   }
-  impl.core->close_local();
+  impl.core->local.close();
 }
 
 bool LocalSGD::step() { return impl_->step(); }
@@ -320,7 +320,7 @@ LocalSGDReport LocalSGD::report() const {
   }
   LocalSGDReport report = impl_->report;
   if (impl_->copies) {
-    report.ranks_per_copy = impl_->core->world.world_size / impl_->copies->world_size();
+    report.ranks_per_copy = impl_->core->run.world().world_size / impl_->copies->world_size();
   }
   report.steps = impl_->steps;
   const double seconds = std::chrono::duration<double>(Impl::Clock::now() - impl_->opened).count();

@@ -47,7 +47,7 @@ void LocalSGD::Impl::finish_moments() {
     try {
       moments->average(1);
       if (survives()) { // nobody leaves whom a peer may still need
-        core->communicator->barrier("end of a LocalSGD scope");
+        core->run.communicator()->barrier("end of a LocalSGD scope");
       }
       return;
     } catch (const CommunicationError&) {
@@ -65,7 +65,7 @@ bool LocalSGD::Impl::survives() const {
 bool LocalSGD::Impl::recover() {
   outcome = RoundOutcome::none;
   ended = false;
-  if (!survives() || !core->shrink()) {
+  if (!survives() || !core->run.shrink()) {
     return false;
   }
   for (;;) {
@@ -73,7 +73,7 @@ bool LocalSGD::Impl::recover() {
       settle();
       return true;
     } catch (const CommunicationError&) { // one more
-      if (!core->shrink()) {
+      if (!core->run.shrink()) {
         throw;
       }
     }
@@ -105,7 +105,7 @@ void LocalSGD::Impl::settle_round() {
 }
 
 void LocalSGD::Impl::settle_clocks() {
-  const auto all = core->communicator->all_gather_object({{"inner_rounds", report.inner_rounds},
+  const auto all = core->run.communicator()->all_gather_object({{"inner_rounds", report.inner_rounds},
                                                           {"ends", ends},
                                                           {"end_clocks", end_clocks},
                                                           {"undecided", trial.undecided()}},
@@ -126,7 +126,7 @@ void LocalSGD::Impl::settle_clocks() {
     for (const auto& rank : all) {
       if (rank.at("ends") == most_ends) {
         const auto theirs = rank.at("end_clocks").get<std::vector<int64_t>>();
-        core->take_clocks(theirs.data());
+        core->local.take_clocks(theirs.data());
         break;
       }
     }

@@ -148,20 +148,20 @@ bool LocalSGD::Impl::step() {
 
 // False inside a window: nothing was attempted.
 bool LocalSGD::Impl::count_step() {
-  if (core->optimizers_of(index) != optimizers) {
+  if (core->optimizers.of_model(index) != optimizers) {
     throw InputError(detail::kLocalSGDWhere,
                      "an optimizer of the model was prepared inside the scope",
                      "the optimizers of its beginning",
                      "call finish() before, and open a new scope after prepare()");
   }
-  const uint64_t attempted = core->attempted(index);
+  const uint64_t attempted = core->windows.attempted(index);
   if (attempted == counted) {
     return false;
   }
   counted = attempted;
   ++steps;
   // A window of stand-ins, on a rank that has run out, counts as a step alone.
-  const double samples = core->window_weight(index);
+  const double samples = core->windows.weight(index);
   const double weight = options.weigh_by_samples ? samples : samples > 0;
   for (double& sum : own_weight) {
     sum += weight;
@@ -172,7 +172,7 @@ bool LocalSGD::Impl::count_step() {
 
 // Gradients have been averaged so far: all ranks are equal.
 void LocalSGD::Impl::begin_local() {
-  core->set_local(true);
+  core->local.set_local(true);
   local = true;
   averaged_at = steps;
   std::fill(own_weight.begin(), own_weight.end(), 0);
@@ -182,7 +182,7 @@ void LocalSGD::Impl::begin_local() {
 }
 
 void LocalSGD::Impl::announce(Part part, int64_t fragment) {
-  core->announce_round(static_cast<uint64_t>(report.rounds) + 1,
+  core->announcer.announce_round(index, static_cast<uint64_t>(report.rounds) + 1,
                        round_code(static_cast<int64_t>(part), fragment));
 }
 
@@ -202,7 +202,7 @@ void LocalSGD::Impl::run(Part part, int64_t fragment) {
   } else if (part == Part::inner) {
     average_group();
   } else {
-    const bool delayed = part == Part::start && trial.next_is_delayed(*core->communicator);
+    const bool delayed = part == Part::start && trial.next_is_delayed(*core->run.communicator());
     begin_round(fragment, delayed);
   }
   report.seconds += std::chrono::duration<double>(Clock::now() - start).count();
@@ -281,7 +281,7 @@ void LocalSGD::Impl::synchronize() {
   if (!active || finished || !local) {
     return;
   }
-  if (!core->between_windows(index)) {
+  if (core->windows.in_window(index)) {
     throw InputError(detail::kLocalSGDWhere, "synchronize() in the middle of a window",
                      "a call between optimizer steps",
                      "call it where accelerator.sync_gradients() is true");
@@ -313,7 +313,7 @@ void LocalSGD::Impl::report_round() {
          << " s";
     log(LogLevel::debug, line.str());
   }
-  if (watch.grows(report.last, last_learning_rate) && core->world.rank == 0) {
+  if (watch.grows(report.last, last_learning_rate) && core->run.world().rank == 0) {
     std::ostringstream line;
     line << "local sgd: the ranks drift apart: the spread of their parameters "
             "has grown in each of the last averages, to "
@@ -332,14 +332,14 @@ void LocalSGD::Impl::finish() {
   if (local) {
     finish_moments();
   }
-  core->agree_after_local();
+  core->local.agree_at_end();
   finished = true;
   report_round();
-  core->close_local();
+  core->local.close();
   if (group) {
     group->close();
   }
-  if (core->world.rank == 0 && report.rounds > 0) {
+  if (core->run.world().rank == 0 && report.rounds > 0) {
     log_summary();
   }
 }

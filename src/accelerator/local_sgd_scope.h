@@ -96,7 +96,7 @@ struct LocalSGD::Impl final : detail::LocalScope {
     averaged_at = clocks[1];
     finish_at = clocks[2];
     ++ends;
-    end_clocks.assign(clocks, clocks + core->clocks().size());
+    end_clocks.assign(clocks, clocks + core->local.clocks().size());
   }
   void loaded() override;
   void save_state(NamedTensors& tensors, nlohmann::json& values) const override;

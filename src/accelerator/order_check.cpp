@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <sstream>
 
-#include "accelerator_core.h"
 #include "hasten/base/error.h"
 
 namespace hasten::detail {
@@ -67,31 +66,6 @@ void OrderCheck::compare(const nlohmann::json& more) {
            "set by hand, a step in a branch that not all ranks take");
     }
   }
-}
-
-int64_t bit_sum(const at::Tensor& tensor) {
-  const at::Tensor own = tensor.detach().contiguous();
-  const at::Tensor flat = own.as_strided({own.numel()}, {1});
-  const auto bits = flat.element_size() % 4 == 0   ? at::kInt
-                    : flat.element_size() % 2 == 0 ? at::kShort
-                                                   : at::kByte;
-  return flat.view(bits).sum(at::kLong).item<int64_t>();
-}
-
-void AcceleratorCore::compare_ranks() {
-  if (&control_of(~uint64_t{0}) != &control_) {
-    return; // a copy of a sharded model goes its own way
-  }
-  nlohmann::json parameters = nlohmann::json::object();
-  for (size_t i = 0; i < models_.size(); ++i) {
-    if (models_[i].sharded) { // each rank has other rows
-      continue;
-    }
-    for (const auto& [name, parameter] : models_[i].parallel->parameters()) {
-      parameters["parameter \"" + name + "\" of model " + std::to_string(i)] = bit_sum(parameter);
-    }
-  }
-  order_check->compare(parameters);
 }
 
 } // namespace hasten::detail

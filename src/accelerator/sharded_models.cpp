@@ -1,21 +1,19 @@
 // Models of which each rank holds a part.
+
 #include <ATen/ATen.h>
 #include <torch/nn/module.h>
 
 #include <algorithm>
 #include <atomic>
 
-#include "accelerator_core.h"
 #include "hasten/base/error.h"
 #include "hasten/base/log.h"
 #include "hasten/base/text.h"
 #include "hasten/optim/fused_optimizer.h"
-#include "hasten/optim/optimizer_state.h"
+#include "model_set.h"
 #include "sharded_model.h"
 
-namespace hasten {
-
-namespace detail {
+namespace hasten::detail {
 
 ShardingStrategy sharding_of(Strategy strategy) {
   return strategy == Strategy::zero1   ? ShardingStrategy::zero1
@@ -41,12 +39,12 @@ std::vector<std::shared_ptr<torch::nn::Module>> named_units(const torch::nn::Mod
 
 // Ranks next to each other hold a copy together; those at the same place of theirs hold
 // the same rows.
-void AcceleratorCore::open_shard_groups() {
-  if (options.strategy != Strategy::hsdp || shard_group_) {
+void ModelSet::open_shard_groups() {
+  if (run_.options().strategy != Strategy::hsdp || shard_group_) {
     return;
   }
-  const int ranks = communicator->world_size();
-  const int size = options.shard_size > 0 ? options.shard_size : world.local_world_size;
+  const int ranks = run_.communicator()->world_size();
+  const int size = run_.options().shard_size > 0 ? run_.options().shard_size : run_.world().local_world_size;
   if (size < 1 || size > ranks || ranks % size != 0) {
     throw InputError(
         "accelerator::prepare",
@@ -56,57 +54,74 @@ void AcceleratorCore::open_shard_groups() {
   std::vector<int> copy;
   std::vector<int> same_rows;
   for (int rank = 0; rank < ranks; ++rank) {
-    if (rank / size == world.rank / size) {
+    if (rank / size == run_.world().rank / size) {
       copy.push_back(rank);
     }
-    if (rank % size == world.rank % size) {
+    if (rank % size == run_.world().rank % size) {
       same_rows.push_back(rank);
     }
   }
   static std::atomic<int> made{0}; // names must differ; equal on all ranks
-  CommunicatorOptions like = communicator->options();
+  CommunicatorOptions like = run_.communicator()->options();
   const std::string name = like.name + " ";
   const std::string number = " " + std::to_string(++made);
   like.name = name + "copy" + number;
-  shard_group_ = communicator->new_group(copy, like);
+  shard_group_ = run_.communicator()->new_group(copy, like);
   if (same_rows.size() > 1) {
     like.name = name + "replicas" + number;
-    replicas_ = communicator->new_group(same_rows, like);
+    replicas_ = run_.communicator()->new_group(same_rows, like);
   }
 }
 
-bool AcceleratorCore::has_replicas(uint64_t mask) const {
-  const auto models = models_in(mask);
+int ModelSet::ranks_per_replica() const {
+  return shard_group_ ? shard_group_->world_size() : run_.communicator()->world_size();
+}
+
+std::shared_ptr<Communicator> ModelSet::replicas_of(size_t model) const {
+  return models_[model].sharded ? replicas_ : run_.communicator();
+}
+
+bool ModelSet::holds_parts(size_t model) const {
+  return models_[model].sharded != nullptr && ranks_per_replica() > 1;
+}
+
+FullyShard* ModelSet::sharded(const torch::nn::Module* module) const {
+  const auto known = model_index_.find(module);
+  return known == model_index_.end() ? nullptr : models_[known->second].sharded.get();
+}
+
+bool ModelSet::has_replicas(uint64_t mask) const {
+  const auto models = in(mask);
   return replicas_ != nullptr && std::any_of(models.begin(), models.end(), [this](size_t i) {
            return models_[i].sharded != nullptr;
          });
 }
 
-void AcceleratorCore::prepare_sharded(ModelState& state, std::shared_ptr<torch::nn::Module> module,
-                                      BufferPolicy buffers) {
-  FullyShardOptions how = options.fully_shard;
+void ModelSet::prepare_sharded(PreparedModel& state, std::shared_ptr<torch::nn::Module> module,
+                                      BufferPolicy buffers, Precision precision) {
+  FullyShardOptions how = run_.options().fully_shard;
   how.buffers = buffers;
-  if (precision_ != Precision::no && !how.precision.param_dtype) {
+  if (precision != Precision::no && !how.precision.param_dtype) {
     // Autocast's own casts of whole parameters would stay until backward.
     how.unit_precision.try_emplace("", how.precision);
-    how.precision.param_dtype = precision_ == Precision::bf16 ? at::kBFloat16 : at::kHalf;
+    how.precision.param_dtype = precision == Precision::bf16 ? at::kBFloat16 : at::kHalf;
     how.precision.cast_forward_inputs = false;
   }
-  how.strategy = sharding_of(options.strategy);
+  how.strategy = sharding_of(run_.options().strategy);
   open_shard_groups();
   how.replicas = replicas_;
-  how.everyone = replicas_ ? communicator : nullptr;
-  const auto units = options.shard_units.empty() ? repeated_blocks(*module)
-                                                 : named_units(*module, options.shard_units);
-  if (units.empty() && world.world_size > 1 && world.rank == 0) {
-    log_warning(std::string("strategy=") + strategy_name(options.strategy) +
+  how.everyone = replicas_ ? run_.communicator() : nullptr;
+  const auto units = run_.options().shard_units.empty() ? repeated_blocks(*module)
+                                                 : named_units(*module, run_.options().shard_units);
+  if (units.empty() && run_.world().world_size > 1 && run_.world().rank == 0) {
+    log_warning(std::string("strategy=") + strategy_name(run_.options().strategy) +
                 " finds no block to divide the model by: all parameters are gathered "
                 "at once. Call repeated layers of a Sequential or a ModuleList by "
                 "hasten::call_block, or name them in shard_units");
   }
-  const auto model = std::make_shared<ShardedModel>(shard_group_ ? shard_group_ : communicator,
+  const auto model = std::make_shared<ShardedModel>(shard_group_ ? shard_group_ : run_.communicator(),
                                                     std::move(module), units, std::move(how));
-  if (options.fully_shard.sync == GradientSync::last && world.rank == 0) {
+  if (run_.options().fully_shard.sync == GradientSync::last && run_.world().rank == 0) {
     log_info("fully_shard.sync=last: gradients are summed once a window, and every rank keeps " +
              format_bytes(model->shards().unsharded_gradient_bytes()) +
              " of whole ones until then");
@@ -116,7 +131,7 @@ void AcceleratorCore::prepare_sharded(ModelState& state, std::shared_ptr<torch::
 }
 
 // Their step needs a norm, or rows and columns, of the whole parameter.
-void AcceleratorCore::refuse_optimizer(const torch::optim::Optimizer& optimizer,
+void ModelSet::check_optimizer(const torch::optim::Optimizer& optimizer,
                                        const std::vector<SlotList>& lists) const {
   const auto* fused = dynamic_cast<const FusedOptimizer*>(&optimizer);
   const bool sharded = std::any_of(lists.begin(), lists.end(), [this](const SlotList& list) {
@@ -125,14 +140,14 @@ void AcceleratorCore::refuse_optimizer(const torch::optim::Optimizer& optimizer,
   if (sharded && fused != nullptr && !fused->by_elements()) {
     throw InputError(
         "accelerator::prepare",
-        "optimizer=" + fused->name() + " with strategy=" + strategy_name(options.strategy),
+        "optimizer=" + fused->name() + " with strategy=" + strategy_name(run_.options().strategy),
         "an optimizer whose step looks at each number by itself",
         "use AdamW, Adam, SGD or Lion, or strategy=ddp");
   }
 }
 
-void AcceleratorCore::cut_optimizer_state(torch::optim::Optimizer& optimizer) {
-  for (const ModelState& model : models_) {
+void ModelSet::shard_optimizer_state(torch::optim::Optimizer& optimizer) const {
+  for (const PreparedModel& model : models_) {
     for (size_t i = 0; model.sharded && i < model.sharded->parameters().size(); ++i) {
       const ShardedParameter& shard = model.sharded->parameters()[i];
       const auto state = optimizer.state().find(shard.parameter.unsafeGetTensorImpl());
@@ -155,20 +170,7 @@ void AcceleratorCore::cut_optimizer_state(torch::optim::Optimizer& optimizer) {
   }
 }
 
-void AcceleratorCore::refuse_sharded_outside(const std::vector<size_t>& models) const {
-  for (const size_t model : models) {
-    if (models_[model].sharded) {
-      throw InputError("accelerator::backward",
-                       std::string("a loss of a model with strategy=") +
-                           strategy_name(options.strategy) + " outside accumulate()",
-                       "accumulate() around forward and backward: it puts parameters "
-                       "together and begins their sums",
-                       "auto window = accelerator.accumulate(model) before the forward");
-    }
-  }
-}
-
-HeldRowsByName AcceleratorCore::held_rows() const {
+HeldRowsByName ModelSet::held_rows() const {
   HeldRowsByName held;
   for (size_t i = 0; i < models_.size(); ++i) {
     if (!holds_parts(i)) {
@@ -187,7 +189,7 @@ HeldRowsByName AcceleratorCore::held_rows() const {
   return held;
 }
 
-NamedTensors AcceleratorCore::shards() const {
+NamedTensors ModelSet::shards() const {
   NamedTensors tensors;
   for (size_t i = 0; i < models_.size(); ++i) {
     if (holds_parts(i)) {
@@ -200,8 +202,8 @@ NamedTensors AcceleratorCore::shards() const {
 }
 
 // zero1 and zero2 keep whole parameters between a window's batches.
-void AcceleratorCore::reshard(const char* where) {
-  for (const ModelState& model : models_) {
+void ModelSet::reshard(const char* where) const {
+  for (const PreparedModel& model : models_) {
     if (model.sharded && !model.sharded->reshard()) {
       throw InputError(where, "a forward of a sharded model is open: its parameters are whole",
                        "a call outside forward_scope(), and in accumulate() behind the backward",
@@ -231,8 +233,8 @@ class DataSwap {
   at::Tensor gradient_;
 };
 
-void AcceleratorCore::summon_full_params(const std::vector<size_t>& models,
-                                         const std::function<void()>& use, int on_rank) {
+void ModelSet::summon_full_params(const std::vector<size_t>& models,
+                                         const std::function<void()>& use, int on_rank) const {
   const at::NoGradGuard no_grad;
   reshard("accelerator::summon_full_params");
   std::vector<std::pair<at::Tensor, at::Tensor>> whole;
@@ -241,13 +243,13 @@ void AcceleratorCore::summon_full_params(const std::vector<size_t>& models,
     for (size_t i = 0; shards != nullptr && i < shards->parameters().size(); ++i) {
       const at::Tensor& parameter = shards->parameters()[i].parameter;
       const at::Tensor all = shards->gather_like(i, parameter.detach());
-      if (world.rank == on_rank) {
+      if (run_.world().rank == on_rank) {
         whole.emplace_back(parameter, all);
       }
     }
   }
-  on_every_rank(*communicator, "accelerator::summon_full_params", [&] {
-    if (world.rank == on_rank) {
+  on_every_rank(*run_.communicator(), "accelerator::summon_full_params", [&] {
+    if (run_.world().rank == on_rank) {
       std::vector<std::unique_ptr<DataSwap>> swaps;
       for (const auto& [parameter, all] : whole) {
         swaps.push_back(std::make_unique<DataSwap>(parameter, all));
@@ -258,8 +260,8 @@ void AcceleratorCore::summon_full_params(const std::vector<size_t>& models,
   });
 }
 
-void AcceleratorCore::load_full_params(const std::vector<size_t>& models,
-                                       const std::function<void()>& load) {
+void ModelSet::load_full_params(const std::vector<size_t>& models,
+                                       const std::function<void()>& load) const {
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> loaded; // rank 0's
   summon_full_params(models, [&] {
@@ -279,9 +281,9 @@ void AcceleratorCore::load_full_params(const std::vector<size_t>& models,
       const auto sizes =
           shards != nullptr ? at::IntArrayRef(shards->parameters()[i].sizes) : parameter.sizes();
       at::Tensor whole =
-          world.rank == 0 ? loaded[next].contiguous() : at::empty(sizes, parameter.options());
+          run_.world().rank == 0 ? loaded[next].contiguous() : at::empty(sizes, parameter.options());
       ++next;
-      communicator->broadcast(whole, 0, "loaded parameter");
+      run_.communicator()->broadcast(whole, 0, "loaded parameter");
       if (shards != nullptr) {
         shards->load_parameter(shards->parameters()[i].name, whole);
       } else {
@@ -292,44 +294,4 @@ void AcceleratorCore::load_full_params(const std::vector<size_t>& models,
   }
 }
 
-static std::vector<size_t> model_indices(const AcceleratorCore& core,
-                                         const std::vector<torch::nn::Module*>& models,
-                                         const char* where) {
-  std::vector<size_t> indices;
-  for (const auto* module : models) {
-    indices.push_back(core.model_index(module, where));
-  }
-  return indices;
-}
-
-} // namespace detail
-
-ForwardGuard::ForwardGuard(detail::AcceleratorCore& core,
-                           const std::vector<torch::nn::Module*>& models) {
-  for (const auto* module : models) {
-    if (FullyShard* sharded = core.sharded(module); sharded != nullptr) {
-      scopes_.emplace_back(new ForwardScope(sharded->forward_scope()));
-    }
-  }
-  if (!scopes_.empty() && core.precision() != Precision::no) {
-    cast_ = std::make_unique<Autocast>(core.autocast_options());
-  }
-}
-
-bool Accelerator::shards_module(const torch::nn::Module& model) const {
-  return core_->sharded(&model) != nullptr;
-}
-
-void Accelerator::run_summon_full_params(const std::function<void()>& use,
-                                         const std::vector<torch::nn::Module*>& models) {
-  core_->summon_full_params(
-      detail::model_indices(*core_, models, "accelerator::summon_full_params"), use);
-}
-
-void Accelerator::run_load_full_params(const std::function<void()>& load,
-                                       const std::vector<torch::nn::Module*>& models) {
-  core_->load_full_params(detail::model_indices(*core_, models, "accelerator::load_full_params"),
-                          load);
-}
-
-} // namespace hasten
+} // namespace hasten::detail

@@ -1,43 +1,36 @@
 // Clipping and norms of a complete window's gradients.
 #include <ATen/ATen.h>
-#include <torch/nn/module.h>
 
 #include <algorithm>
 #include <cctype>
 #include <cmath>
 
-#include "accelerator_core.h"
 #include "hasten/base/error.h"
 #include "hasten/optim/gradient_norm.h"
+#include "optimizer_set.h"
 
-namespace hasten {
+namespace hasten::detail {
 
-namespace detail {
-
-double AcceleratorCore::clip(const std::vector<SlotList>& lists, const GradientClip& how) {
+double OptimizerSet::clip(const std::vector<SlotList>& lists, const GradientClip& how) {
   const bool by_value = how.clip_value > 0;
   const char* where = by_value ? "accelerator::clip_grad_value_" : "accelerator::clip_grad_norm_";
-  complete_open_window(lists);
-  if (acts(lists) == Acts::in_window) {
+  batch_.complete_open_window(lists);
+  if (windows_.acts(lists) == WindowSet::Acts::in_window) {
     return 0;
   }
-  refuse_local_gradients(lists, where);
+  windows_.check_reduced(lists, where);
   for (const SlotList& list : lists) {
-    if (by_value && scales()) { // clipped infinities cannot be seen any more
-      overflowed(models_[list.model]);
+    if (by_value && precision_.scales()) { // clipped infinities cannot be seen any more
+      checks_.overflowed(list.model);
     }
   }
   const double norm = clip_now(lists, how);
-  note_norm(lists, norm);
-  for (const SlotList& list : lists) {
-    ModelState& model = models_[list.model];
-    model.non_finite = model.non_finite || !std::isfinite(norm);
-  }
+  checks_.note_norm(lists, norm);
   done_.push_back({[this, lists, how] { clip(lists, how); }});
   return norm;
 }
 
-AcceleratorCore::Gathered AcceleratorCore::gradients_of(const std::vector<SlotList>& lists) {
+OptimizerSet::Gathered OptimizerSet::gradients_of(const std::vector<SlotList>& lists) {
   Gathered found;
   for (const SlotList& list : lists) {
     FlatGradients& flat = models_[list.model].parallel->gradients();
@@ -70,7 +63,7 @@ AcceleratorCore::Gathered AcceleratorCore::gradients_of(const std::vector<SlotLi
   return found;
 }
 
-double AcceleratorCore::norm_of(const std::vector<SlotList>& lists, const Gathered& all,
+double OptimizerSet::norm_of(const std::vector<SlotList>& lists, const Gathered& all,
                                 double norm_type) {
   const bool sharded = std::any_of(lists.begin(), lists.end(), [this](const SlotList& list) {
     return models_[list.model].parallel->sharded();
@@ -87,7 +80,7 @@ double AcceleratorCore::norm_of(const std::vector<SlotList>& lists, const Gather
   return norm_of_norms(norms, norm_type);
 }
 
-double AcceleratorCore::clip_now(const std::vector<SlotList>& lists, const GradientClip& how) {
+double OptimizerSet::clip_now(const std::vector<SlotList>& lists, const GradientClip& how) {
   at::NoGradGuard no_grad;
   if (how.clip_value > 0) {
     for (const SlotList& list : lists) {
@@ -122,7 +115,7 @@ double AcceleratorCore::clip_now(const std::vector<SlotList>& lists, const Gradi
   return norm;
 }
 
-void AcceleratorCore::refuse_non_finite(const std::vector<SlotList>& lists, const char* where,
+void OptimizerSet::refuse_non_finite(const std::vector<SlotList>& lists, const char* where,
                                         double norm) const {
   std::string first;
   int64_t count = 0, of = 0;
@@ -175,14 +168,14 @@ std::string norm_group(const std::string& parameter, NormsOf of) {
   return dot == std::string::npos ? std::string() : parameter.substr(0, dot);
 }
 
-GradientNorms AcceleratorCore::gradient_norms(size_t model,
-                                              const GradientNormsOptions& norms_options) {
+GradientNorms OptimizerSet::gradient_norms(size_t model,
+                                              const GradientNormsOptions& options) {
   const std::vector<SlotList> lists{{.model = model, .all = true, .slots = {}}};
   GradientNorms result;
-  if (acts(lists) == Acts::in_window) {
+  if (windows_.acts(lists) == WindowSet::Acts::in_window) {
     return result;
   }
-  refuse_local_gradients(lists, "accelerator::gradient_norms");
+  windows_.check_reduced(lists, "accelerator::gradient_norms");
   const DataParallel& spread = *models_[model].parallel;
   std::vector<at::Tensor> gradients; // in order of registration
   std::vector<std::string> names;
@@ -193,7 +186,7 @@ GradientNorms AcceleratorCore::gradient_norms(size_t model,
       names.push_back(slot->name);
     }
   }
-  const double p = norms_options.norm_type;
+  const double p = options.norm_type;
   std::vector<double> own = tensor_norms(gradients, p);
   spread.reduce_norms(own, p);
   for (size_t i = 0; i < own.size(); ++i) {
@@ -204,7 +197,7 @@ GradientNorms AcceleratorCore::gradient_norms(size_t model,
   }
   std::vector<std::vector<double>> parts; // [name]
   for (size_t i = 0; i < own.size(); ++i) {
-    const std::string name = norm_group(names[i], norms_options.of);
+    const std::string name = norm_group(names[i], options.of);
     const auto known = std::find(result.names.begin(), result.names.end(), name);
     if (known == result.names.end()) {
       result.names.push_back(name);
@@ -220,62 +213,4 @@ GradientNorms AcceleratorCore::gradient_norms(size_t model,
   return result;
 }
 
-void require_clip(bool good, const char* where, const std::string& what) {
-  if (!good) {
-    throw InputError(where, what, "above 0");
-  }
-}
-
-GradientClip by_norm(double max_norm, double norm_type, bool error) {
-  require_clip(max_norm > 0 && norm_type > 0, "accelerator::clip_grad_norm_",
-               "max_norm=" + std::to_string(max_norm) + ", norm_type=" + std::to_string(norm_type));
-  GradientClip how;
-  how.max_norm = max_norm;
-  how.norm_type = norm_type;
-  how.error_if_nonfinite = error;
-  return how;
-}
-
-GradientClip by_value(double clip_value, bool error) {
-  require_clip(clip_value > 0, "accelerator::clip_grad_value_",
-               "clip_value=" + std::to_string(clip_value));
-  GradientClip how;
-  how.clip_value = clip_value;
-  how.error_if_nonfinite = error;
-  return how;
-}
-
-} // namespace detail
-
-double Gradients::clip_norm(torch::nn::Module& model, double max_norm, double norm_type,
-                            bool error_if_nonfinite) {
-  const auto how = detail::by_norm(max_norm, norm_type, error_if_nonfinite);
-  const size_t index = core_->model_index(&model, "accelerator::clip_grad_norm_");
-  return core_->clip({{.model = index, .all = true, .slots = {}}}, how);
-}
-
-double Gradients::clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_norm,
-                                  double norm_type, bool error_if_nonfinite) {
-  const auto how = detail::by_norm(max_norm, norm_type, error_if_nonfinite);
-  return core_->clip(core_->slots_of(parameters), how);
-}
-
-double Gradients::clip_value_of(torch::nn::Module& model, double clip_value,
-                                bool error_if_nonfinite) {
-  const auto how = detail::by_value(clip_value, error_if_nonfinite);
-  const size_t index = core_->model_index(&model, "accelerator::clip_grad_value_");
-  return core_->clip({{.model = index, .all = true, .slots = {}}}, how);
-}
-
-double Gradients::clip_grad_value_(const std::vector<at::Tensor>& parameters, double clip_value,
-                                   bool error_if_nonfinite) {
-  const auto how = detail::by_value(clip_value, error_if_nonfinite);
-  return core_->clip(core_->slots_of(parameters), how);
-}
-
-GradientNorms Gradients::norms_of(torch::nn::Module& model,
-                                  const GradientNormsOptions& options) const {
-  return core_->gradient_norms(core_->model_index(&model, "accelerator::gradient_norms"), options);
-}
-
-} // namespace hasten
+} // namespace hasten::detail

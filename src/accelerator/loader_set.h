@@ -1,0 +1,47 @@
+// The prepared loaders: which one feeds which model, and which loop is running.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "accelerator_state.h"
+#include "hasten/accelerator/loader_state.h"
+
+namespace hasten::detail {
+
+struct StateLoad;
+
+class LoaderSet {
+ public:
+  /// Ties the loaders of one prepare() call to its models.
+  void add(const std::vector<std::shared_ptr<LoaderState>>& loaders,
+           const std::vector<size_t>& models, bool with_optimizer);
+  void train_on(const std::shared_ptr<LoaderState>& loader);
+  /// Which loader feeds these models. Null: none is prepared. Throws InputError if
+  /// several could.
+  std::shared_ptr<LoaderState> training_loader(const std::vector<size_t>& models) const;
+
+  /// Until its loop ends, `loader` is the innermost.
+  void enter_loop(const std::shared_ptr<LoaderState>& loader);
+  /// The loader of the innermost loop that runs; null outside of loops.
+  const LoaderState* active();
+  /// Whose batch a loss of these models outside accumulate() is made of; may be null.
+  const LoaderState* current(const std::vector<size_t>& models) const;
+
+  bool in_pass() const;
+  /// Returns whether a pass was open.
+  bool close_passes();
+
+  void collect(StateParts& parts, const at::Device& device) const;
+  void plan(StateLoad& load);
+
+ private:
+  std::vector<std::shared_ptr<LoaderState>> loaders_; // all, as prepared
+  std::vector<std::shared_ptr<LoaderState>> training_;
+  std::map<size_t, std::shared_ptr<LoaderState>> of_model_;
+  std::vector<std::shared_ptr<LoaderState>> loops_; // innermost last
+};
+
+} // namespace hasten::detail

@@ -1,0 +1,135 @@
+#include "local_windows.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+
+#include "hasten/base/error.h"
+#include "state_load.h"
+
+namespace hasten::detail {
+
+void LocalWindows::open(LocalScope& scope) {
+  constexpr const char* where = "accelerator::LocalSGD";
+  if (scope_ != nullptr) {
+    throw InputError(where, "a scope of this accelerator is open already", "one scope at a time",
+                     "call finish() of the other one first");
+  }
+  if (windows_.in_window(scope.model())) {
+    throw InputError(where, "the model is in the middle of a window",
+                     "a complete window, or none yet", "open the scope before the loop");
+  }
+  if (!models_[scope.model()].sync_norms.layers().empty()) {
+    throw InputError(where,
+                     "the model has synchronised batch norm layers, whose every forward waits "
+                     "for the other ranks",
+                     "layers of this rank's own: ranks go ways of their own inside the scope",
+                     "leave AcceleratorOptions::sync_batchnorm off");
+  }
+  scope_ = &scope;
+}
+
+void LocalWindows::set_local(bool local) { windows_.set_local(scope_->model(), local); }
+
+void LocalWindows::close() noexcept {
+  windows_.set_local(scope_->model(), false);
+  scope_ = nullptr;
+}
+
+// Note [Clocks]
+// Inside a scope ranks step by themselves, and those with fewer batches have fewer
+// steps. When all have run out they take the largest count, so that the next
+// rounds come in the same step on every rank, and tick their schedules as often.
+void LocalWindows::align_clocks() {
+  const at::Tensor most = at::tensor(clocks(), at::kLong);
+  run_.communicator()->all_reduce(most, ReduceOp::MAX, "steps of the ranks");
+  take_clocks(most.const_data_ptr<int64_t>());
+}
+
+std::vector<int64_t> LocalWindows::clocks() const {
+  std::vector<int64_t> mine = scope_->clocks();
+  const std::vector<int64_t> ticks = optimizers_.ticks();
+  mine.insert(mine.end(), ticks.begin(), ticks.end());
+  return mine;
+}
+
+void LocalWindows::take_clocks(const int64_t* most) {
+  const size_t count = scope_->clocks().size();
+  scope_->set_clocks(most);
+  optimizers_.tick_until(most + count);
+}
+
+// The ranks of a LocalSGD scope left out steps of their own: they had scales, and
+// ticks of schedules, of their own.
+void LocalWindows::agree_at_end() {
+  if (!run_.alone()) {
+    align_clocks();
+    precision_.take_smallest();
+  }
+}
+
+// Inside a scope every rank has parameters, buffers and moments of its own.
+void LocalWindows::collect(StateParts& parts) const {
+  parts.shared_values["local"] = scope_ != nullptr;
+  if (scope_ == nullptr) {
+    return;
+  }
+  const size_t model = scope_->model();
+  NamedTensors own;
+  auto& values = parts.own_values["local"];
+  values["scope"] = nlohmann::json::object();
+  scope_->save_state(own, values["scope"]);
+  put_below(parts.own, "local.scope.", own);
+  put_below(parts.own, "local.model.", named_model_tensors(*models_[model].parallel->module()));
+  values["attempted"] = windows_.attempted(model) == windows_.completed(model);
+  optimizers_.collect_local(model, parts);
+  if (precision_.scales()) {
+    parts.own_values["loss_scale"] = precision_.save();
+  }
+}
+
+// Before the windows: it says which of them reduce.
+void LocalWindows::plan_scope(StateLoad& load) {
+  const bool saved = load.shared.value("local", false);
+  if (saved != (scope_ != nullptr)) {
+    refuse_state(
+        load.state_file(),
+        std::string("it was saved ") + (saved ? "inside" : "outside") + " a LocalSGD scope",
+        std::string("a state saved ") + (saved ? "outside" : "inside") +
+            " one, as load_state() is called here",
+        saved ? "open the scope before load_state()" : "open the scope behind load_state()");
+  }
+  if (saved) {
+    load.add(load.rank_file, scope_, tensors_below(load.own_tensors, "local.scope."),
+             load.own.at("local").at("scope"));
+  }
+}
+
+void LocalWindows::plan(StateLoad& load) {
+  if (scope_ == nullptr) {
+    return;
+  }
+  const size_t model = scope_->model();
+  auto copies = std::make_shared<std::vector<std::pair<at::Tensor, at::Tensor>>>();
+  for (const auto& [name, target] : named_model_tensors(*models_[model].parallel->module())) {
+    const auto found = load.own_tensors.find("local.model." + name);
+    if (found == load.own_tensors.end() || found->second.sizes() != target.sizes()) {
+      refuse_state(load.rank_file, "\"" + name + "\" is missing or of another shape");
+    }
+    copies->emplace_back(target, found->second);
+  }
+  load.apply.push_back([copies] {
+    const at::NoGradGuard no_grad;
+    for (auto& [target, own] : *copies) {
+      target.copy_(own);
+    }
+  });
+  optimizers_.plan_local(model, load);
+  const bool attempted = load.own.at("local").at("attempted").get<bool>();
+  load.apply.push_back([this, model, attempted] {
+    windows_.set_attempted(model, attempted);
+    scope_->loaded();
+  });
+}
+
+} // namespace hasten::detail

@@ -1,0 +1,250 @@
+#include "model_set.h"
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/nn/module.h>
+
+#include <algorithm>
+#include <atomic>
+#include <map>
+#include <sstream>
+#include <unordered_set>
+
+#include "hasten/base/error.h"
+#include "hasten/core/deferred_init.h"
+#include "hasten/core/random.h"
+#include "hasten/parallel/ddp.h"
+
+namespace hasten::detail {
+
+size_t ModelSet::index(const torch::nn::Module* module, const char* where) const {
+  const auto it = model_index_.find(module);
+  if (it == model_index_.end()) {
+    throw InputError(where, "a model that was not prepared", "a model given to prepare()",
+                     "call accelerator.prepare(model, …) first");
+  }
+  return it->second;
+}
+
+std::vector<size_t> ModelSet::indices(const std::vector<torch::nn::Module*>& modules,
+                                      const char* where) const {
+  std::vector<size_t> found;
+  for (const auto* module : modules) {
+    found.push_back(index(module, where));
+  }
+  return found;
+}
+
+std::vector<size_t> ModelSet::in(uint64_t mask) const {
+  std::vector<size_t> models;
+  for (size_t i = 0; i < models_.size(); ++i) {
+    if ((mask >> i & 1) != 0) {
+      models.push_back(i);
+    }
+  }
+  return models;
+}
+
+uint64_t ModelSet::synced(uint64_t mask) const {
+  uint64_t synced = 0;
+  for (const size_t i : in(mask)) {
+    synced |= models_[i].synced ? uint64_t{1} << i : 0;
+  }
+  return synced;
+}
+
+// One model: no look at the graph. Several: a walk over it, until all are found.
+uint64_t ModelSet::of_loss(const at::Tensor& loss) const {
+  const uint64_t all = (uint64_t{1} << models_.size()) - 1;
+  if (models_.size() == 1 || !loss.defined() || !loss.requires_grad()) {
+    return all;
+  }
+  uint64_t found = 0;
+  std::vector<torch::autograd::Node*> open{
+      torch::autograd::impl::gradient_edge(loss).function.get()};
+  std::unordered_set<const torch::autograd::Node*> seen{open.front()};
+  while (!open.empty() && found != all) {
+    torch::autograd::Node* node = open.back();
+    open.pop_back();
+    if (auto* leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(node)) {
+      const auto owner = parameter_owner_.find(leaf->variable.unsafeGetTensorImpl());
+      if (owner != parameter_owner_.end()) {
+        found |= uint64_t{1} << owner->second.first;
+      }
+    }
+    for (const auto& edge : node->next_edges()) {
+      if (edge.function && seen.insert(edge.function.get()).second) {
+        open.push_back(edge.function.get());
+      }
+    }
+  }
+  if (found == 0) {
+    throw InputError("accelerator::backward",
+                     "the loss depends on no parameter of a prepared model",
+                     "the loss of a model given to prepare()",
+                     "use the prepared model in the forward, or name it in accumulate()");
+  }
+  return found;
+}
+
+std::vector<SlotList> ModelSet::slots_of(const std::vector<at::Tensor>& parameters) const {
+  std::map<size_t, SlotList> lists;
+  size_t position = 0;
+  for (const at::Tensor& parameter : parameters) {
+    const auto owner = parameter_owner_.find(parameter.unsafeGetTensorImpl());
+    if (owner == parameter_owner_.end()) {
+      std::ostringstream what;
+      what << "parameter " << position << " " << parameter.sizes()
+           << " belongs to no prepared model";
+      throw InputError("accelerator::prepare", what.str(),
+                       "parameters of models that are prepared in the same call or before",
+                       "prepare the model too, and build the optimizer from its parameters");
+    }
+    const size_t model = owner->second.first;
+    SlotList& list = lists.try_emplace(model, SlotList{model}).first->second;
+    const auto slot = models_[model].parallel->gradients().layout().find(parameter);
+    if (slot >= 0 && std::find(list.slots.begin(), list.slots.end(), slot) == list.slots.end()) {
+      list.slots.push_back(slot); // once, also where it is tied; none if frozen
+    }
+    ++position;
+  }
+  std::vector<SlotList> result;
+  for (auto& [model, list] : lists) {
+    list.all = list.slots.size() == models_[model].parallel->gradients().layout().slots().size();
+    result.push_back(std::move(list));
+  }
+  return result;
+}
+
+bool ModelSet::owns(const at::Tensor& parameter) const {
+  return parameter_owner_.count(parameter.unsafeGetTensorImpl()) > 0;
+}
+
+void ModelSet::check_parameters(size_t model) const {
+  for (const auto& item : models_[model].parallel->module()->named_parameters()) {
+    if (!owns(item.value())) {
+      throw InputError(
+          "accelerator::accumulate",
+          "parameter \"" + item.key() + "\" is another tensor than when the model was prepared",
+          "the parameters given to prepare()",
+          "replace or register parameters before prepare(), or copy values "
+          "into the old ones (parameter.copy_ under NoGradGuard)");
+    }
+  }
+}
+
+ParameterNames ModelSet::parameter_names() const {
+  ParameterNames names;
+  for (const auto& [parameter, owner] : parameter_owner_) {
+    names[parameter] = "model." + std::to_string(owner.first) + "." + owner.second;
+  }
+  return names;
+}
+
+void ModelSet::prepare(const std::shared_ptr<torch::nn::Module>& module, Precision precision,
+                       const std::function<bool(size_t i)>& rows_count) {
+  if (!module) {
+    throw InputError("accelerator::prepare", "model=null", "a model");
+  }
+  if (model_index_.count(module.get()) > 0) {
+    return;
+  }
+  if (models_.size() >= 32) {
+    throw InputError("accelerator::prepare", "a 33rd model", "at most 32 an accelerator");
+  }
+  for (const auto& item : module->named_parameters()) {
+    const auto owner = parameter_owner_.find(item.value().unsafeGetTensorImpl());
+    if (owner != parameter_owner_.end()) {
+      throw InputError("accelerator::prepare",
+                       "parameter \"" + item.key() + "\" is also \"" + owner->second.second +
+                           "\" of a model prepared before",
+                       "models that share no parameters", "prepare one module that holds both");
+    }
+  }
+  if (run_.options().seed && !seeded_) {
+    seed_dropout(*run_.options().seed, run_.world().rank);
+    seeded_ = true;
+  }
+  const auto elsewhere = [this](const auto& item) { return item.value().device() != run_.device(); };
+  const auto parameters = module->named_parameters();
+  const auto buffers = module->named_buffers();
+  if (std::any_of(parameters.begin(), parameters.end(), elsewhere) ||
+      std::any_of(buffers.begin(), buffers.end(), elsewhere)) {
+    materialize(*module); // only memory of the CPU is deferred
+    module->to(run_.device()); // same tensors, new storage: flatten only after it
+  }
+  PreparedModel state;
+  BufferPolicy policy = run_.options().buffers;
+  convert_batch_norms(module, state, policy, rows_count);
+  if (run_.strategy() == Strategy::ddp) {
+    prepare_whole(state, module, policy);
+  } else {
+    prepare_sharded(state, module, policy, precision);
+    state.synced = true;
+  }
+  for (const auto& [name, parameter] : state.parallel->parameters()) {
+    parameter_owner_[parameter.unsafeGetTensorImpl()] = {models_.size(), name};
+  }
+  model_index_[module.get()] = models_.size();
+  models_.push_back(std::move(state));
+}
+
+void ModelSet::prepare_whole(PreparedModel& state, std::shared_ptr<torch::nn::Module> module,
+                                    BufferPolicy buffers) {
+  DdpOptions ddp;
+  ddp.bucket_cap_mb = run_.options().bucket_cap_mb;
+  ddp.first_bucket_mb = std::min(ddp.first_bucket_mb, run_.options().bucket_cap_mb);
+  ddp.find_unused_parameters = run_.options().find_unused_parameters;
+  ddp.static_graph = run_.options().static_graph;
+  ddp.buffers = buffers;
+  state.parallel = std::make_shared<Ddp>(run_.communicator(), std::move(module), ddp);
+}
+
+// The layers have a group of their own: in backward, gradients travel on the other
+// one in an order that may differ from theirs.
+void ModelSet::convert_batch_norms(const std::shared_ptr<torch::nn::Module>& module,
+                                          PreparedModel& state, BufferPolicy& buffers,
+                                   const std::function<bool(size_t)>& rows_count) {
+  if (!run_.options().sync_batchnorm || run_.communicator()->world_size() == 1) {
+    return;
+  }
+  if (!sync_norms_) {
+    static std::atomic<int> groups{0}; // names must differ; equal on all ranks
+    CommunicatorOptions own = run_.communicator()->options();
+    own.name += " sync batch norm " + std::to_string(++groups);
+    sync_norms_ = run_.communicator()->duplicate(own);
+  }
+  const size_t index = models_.size();
+  state.sync_norms = convert_sync_batchnorm(
+      module, sync_norms_, {.rows_count = [rows_count, index] { return rows_count(index); }});
+  state.synced = !state.sync_norms.layers().empty();
+  // Running statistics are equal without a word: others decide.
+  std::unordered_set<std::string> equal;
+  for (const std::string& layer : state.sync_norms.layers()) {
+    const std::string prefix = layer.empty() ? "" : layer + ".";
+    equal.insert({prefix + "running_mean", prefix + "running_var"});
+  }
+  const auto named = module->named_buffers();
+  if (std::all_of(named.begin(), named.end(), [&](const auto& item) {
+        return !item.value().defined() || !item.value().is_floating_point() ||
+               equal.count(item.key()) > 0;
+      })) {
+    buffers = BufferPolicy::leave;
+  }
+}
+
+void ModelSet::close() {
+  for (const PreparedModel& model : models_) {
+    if (model.sharded) {
+      model.sharded->close();
+    }
+  }
+  for (const auto& group : {sync_norms_, replicas_, shard_group_}) {
+    if (group) {
+      group->close();
+    }
+  }
+}
+
+} // namespace hasten::detail

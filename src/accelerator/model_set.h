@@ -1,0 +1,116 @@
+// The prepared models: who they are, which parameters they have, what each rank holds.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "hasten/optim/optimizer_state.h"
+#include "hasten/parallel/data_parallel.h"
+#include "hasten/parallel/fully_shard.h"
+#include "hasten/parallel/sync_batch_norm.h"
+#include "run_context.h"
+#include "sharded_state.h"
+
+namespace torch::optim {
+class Optimizer;
+}
+
+namespace hasten::detail {
+
+/// Slots of one model; `all`: every slot it has.
+struct SlotList {
+  size_t model = 0;
+  bool all = false;
+  std::vector<int64_t> slots{};
+};
+
+struct PreparedModel {
+  std::shared_ptr<DataParallel> parallel;
+  std::shared_ptr<FullyShard> sharded; // the same model; null: every rank has a replica
+  SyncBatchNormConversion sync_norms;
+  bool synced = false; // its forwards communicate
+};
+
+class ModelSet {
+ public:
+  explicit ModelSet(RunContext& run) : run_(run) {}
+
+  /// Does nothing for a model that is prepared. `precision`: what forwards compute in.
+  /// `rows_count`: whether this rank's samples count in a forward of model `i`.
+  /// Collective.
+  void prepare(const std::shared_ptr<torch::nn::Module>& module, Precision precision,
+               const std::function<bool(size_t i)>& rows_count);
+
+  size_t size() const { return models_.size(); }
+  const PreparedModel& operator[](size_t i) const { return models_[i]; }
+  auto begin() const { return models_.begin(); }
+  auto end() const { return models_.end(); }
+
+  /// Throws InputError for a model that was not prepared.
+  size_t index(const torch::nn::Module* module, const char* where) const;
+  std::vector<size_t> indices(const std::vector<torch::nn::Module*>& modules,
+                              const char* where) const;
+  /// Masks: bit i is model i.
+  std::vector<size_t> in(uint64_t mask) const;
+  uint64_t synced(uint64_t mask) const;
+  /// The models whose parameters the loss depends on.
+  uint64_t of_loss(const at::Tensor& loss) const;
+  std::vector<SlotList> slots_of(const std::vector<at::Tensor>& parameters) const;
+  bool owns(const at::Tensor& parameter) const;
+  /// Throws InputError if a parameter of the model was replaced since prepare().
+  void check_parameters(size_t model) const;
+  ParameterNames parameter_names() const;
+  /// A loaded state brought the generators: no seed for dropout is set any more.
+  void generators_loaded() { seeded_ = true; }
+  void close();
+
+  // sharded_models.cpp
+  /// The ranks of one replica, and those that hold the same shards; null without hsdp.
+  const std::shared_ptr<Communicator>& shard_group() const { return shard_group_; }
+  int ranks_per_replica() const;
+  bool has_replicas(uint64_t mask) const;
+  /// What a LocalSGD scope of the model averages over; null: all ranks hold one replica.
+  std::shared_ptr<Communicator> replicas_of(size_t model) const;
+  /// This rank holds a part of the model, not all of it.
+  bool holds_parts(size_t model) const;
+  /// Null if the model is not sharded, or not prepared.
+  FullyShard* sharded(const torch::nn::Module* module) const;
+  HeldRowsByName held_rows() const;
+  NamedTensors shards() const;
+  /// Makes parameters shards that zero1 and zero2 keep whole between batches. Throws
+  /// InputError inside a forward.
+  void reshard(const char* where) const;
+  void summon_full_params(const std::vector<size_t>& models, const std::function<void()>& use,
+                          int on_rank = 0) const;
+  void load_full_params(const std::vector<size_t>& models, const std::function<void()>& load) const;
+  /// Throws InputError for an optimizer that needs whole parameters of sharded models.
+  void check_optimizer(const torch::optim::Optimizer& optimizer,
+                       const std::vector<SlotList>& lists) const;
+  /// Moments of whole parameters, of an optimizer that has stepped before, become shards.
+  void shard_optimizer_state(torch::optim::Optimizer& optimizer) const;
+
+ private:
+  void convert_batch_norms(const std::shared_ptr<torch::nn::Module>& module, PreparedModel& state,
+                           BufferPolicy& buffers, const std::function<bool(size_t)>& rows_count);
+  void prepare_whole(PreparedModel& state, std::shared_ptr<torch::nn::Module> module,
+                     BufferPolicy buffers);
+  void prepare_sharded(PreparedModel& state, std::shared_ptr<torch::nn::Module> module,
+                       BufferPolicy buffers, Precision precision);
+  void open_shard_groups();
+
+  RunContext& run_;
+  bool seeded_ = false;
+  std::vector<PreparedModel> models_;
+  std::unordered_map<const torch::nn::Module*, size_t> model_index_;
+  std::unordered_map<const void*, std::pair<size_t, std::string>>
+      parameter_owner_; // TensorImpl -> model, name
+  std::shared_ptr<Communicator> sync_norms_; // for forwards; null: none needed
+  std::shared_ptr<Communicator> shard_group_;
+  std::shared_ptr<Communicator> replicas_;
+};
+
+} // namespace hasten::detail

@@ -1,0 +1,300 @@
+#include "open_batch.h"
+
+#include <algorithm>
+
+#include "hasten/base/error.h"
+#include "hasten/base/log.h"
+
+namespace hasten::detail {
+
+OpenBatch::OpenBatch(RunContext& run, ModelSet& models, WindowSet& windows,
+                     MixedPrecision& precision, GradientChecks& checks, LoaderSet& loaders,
+                     Announcer& announcer)
+    : run_(run),
+      models_(models),
+      windows_(windows),
+      precision_(precision),
+      checks_(checks),
+      loaders_(loaders),
+      announcer_(announcer) {}
+
+void OpenBatch::open(std::shared_ptr<LoaderState> loader, std::optional<double> weight,
+                     const std::vector<torch::nn::Module*>& modules) {
+  const char* where = "accelerator::accumulate";
+  if (window_ != nullptr) {
+    throw InputError(where, "a batch is open already", "one guard at a time",
+                     "pass all models of a batch to one accumulate()");
+  }
+  const std::vector<size_t> models = models_.indices(modules, where);
+  uint64_t mask = 0;
+  for (const size_t model : models) {
+    mask |= uint64_t{1} << model;
+  }
+  if (loader == nullptr) {
+    loader = loaders_.training_loader(models);
+  } else {
+    loaders_.train_on(loader);
+  }
+  GradientWindow& next = windows_.get(mask, where);
+  WindowBatch batch{.weight = weight};
+  if (loader != nullptr) {
+    batch.data_ends = loader->last;
+    batch.rows = loader->rows;
+    if (!weight && batch.rows) {
+      batch.weight = static_cast<double>(*batch.rows);
+    }
+    batch.stand_in = loader->stand_in;
+  }
+  note_reading(loader.get());
+  batch.backward_communicates = models_.synced(mask) != 0;
+  begin_models(mask);
+  if (next.opens()) {
+    announcer_.even_out_buffers(mask, true);
+  } else {
+    announcer_.announce_forward(mask);
+  }
+  next.open(batch);
+  windows_.enter(next, false, loader.get());
+  window_ = &next;
+  stands_in_ = batch.stand_in;
+  for (const size_t model : models) {
+    if (models_[model].sharded) {
+      forwards_.emplace_back(new ForwardScope(models_[model].sharded->forward_scope()));
+    }
+  }
+  precision_.begin_batch();
+}
+
+void OpenBatch::close(bool unwinding) noexcept {
+  if (window_ == nullptr) {
+    return;
+  }
+  precision_.end_batch(true);
+  forwards_.clear();
+  const bool broken = !window_->failure().empty();
+  if (unwinding || broken) {
+    run_.fail_peers(broken ? window_->failure()
+                           : "an exception left the window of accumulate()");
+  }
+  closed_without_backward_ = window_->had_backward() || unwinding ? 0 : window_->models_mask();
+  last_batch_completed_ = window_->is_complete();
+  window_->close();
+  if (broken) {
+    windows_.leave(*window_);
+  }
+  window_ = nullptr;
+}
+
+void OpenBatch::backward(const at::Tensor& loss, std::optional<double> sum_weight,
+                         const BackwardOptions& options) {
+  if (options.last) {
+    precision_.end_batch(false);
+  }
+  std::optional<Autocast> off; // gradients are in the types of the forward
+  if (AutocastState::now().enabled()) {
+    off.emplace(AutocastOptions{.device = run_.device().type(), .enabled = false});
+  }
+  if (window_ == nullptr) {
+    backward_outside(loss, sum_weight, options);
+    return;
+  }
+  BackwardOptions inside = options;
+  inside.last = inside.last && reduces(window_->models_mask());
+  const bool was_complete = window_->is_complete();
+  window_->backward(loss, sum_weight, inside);
+  if (window_->is_complete()) {
+    was_complete ? windows_.note_report(*window_) : windows_.complete(*window_, false);
+  }
+}
+
+void OpenBatch::backward_outside(const at::Tensor& loss, std::optional<double> sum_weight,
+                                 const BackwardOptions& options) {
+  const char* where = "accelerator::backward";
+  if (models_.size() == 0) {
+    throw InputError(where, "no model is prepared",
+                     "auto [model, optimizer, …] = accelerator.prepare(model, optimizer, …)");
+  }
+  const uint64_t mask = models_.of_loss(loss);
+  if ((closed_without_backward_ & mask) != 0) {
+    throw InputError(where, "the batch that accumulate() opened was closed before its backward",
+                     "the guard to live until the optimizer's step",
+                     "auto window = accelerator.accumulate(model); in the loop's body");
+  }
+  if (!options.last) {
+    throw InputError(where, "last=false outside accumulate()", "no_sync() there",
+                     "auto quiet = accelerator.no_sync(model); around this backward");
+  }
+  const int64_t steps = run_.options().gradient_accumulation_steps;
+  if (steps > 1 && !std::exchange(warned_of_steps_, true)) {
+    log_warning("backward() outside accumulate() is not divided by gradient_accumulation_steps=" +
+                std::to_string(steps) + ", which is for batches inside accumulate()");
+  }
+  const std::vector<size_t> models = models_.in(mask);
+  refuse_sharded_outside(models);
+  const bool reduce = reduces(mask);
+  GradientWindow& own = windows_.get(mask, where);
+  const LoaderState* loader = loaders_.current(models);
+  WindowBatch batch;
+  if (loader != nullptr && loader->rows) {
+    batch.rows = loader->rows;
+    batch.weight = static_cast<double>(*loader->rows);
+    batch.stand_in = loader->stand_in;
+  }
+  note_reading(loader);
+  batch.backward_communicates = models_.synced(mask) != 0;
+  begin_models(mask);
+  try {
+    own.backward_outside(loss, sum_weight, batch, reduce, options.retain_graph);
+  } catch (...) {
+    if (!own.failure().empty()) {
+      windows_.leave(own);
+      // Under no_sync() no peer waits for this rank, but in layers that communicate.
+      if (reduce || batch.backward_communicates) {
+        run_.fail_peers(own.failure());
+      }
+    }
+    throw;
+  }
+  windows_.enter(own, true, loader);
+  last_batch_completed_ = reduce;
+  if (own.is_complete()) {
+    windows_.complete(own, true);
+  }
+}
+
+uint64_t OpenBatch::push_sync(const std::vector<torch::nn::Module*>& modules, bool sync) {
+  SyncScope scope{++next_scope_, modules.empty() ? ~uint64_t{0} : 0, sync};
+  for (const auto* module : modules) {
+    scope.models |= uint64_t{1} << models_.index(module, "accelerator::no_sync");
+  }
+  sync_scopes_.push_back(scope);
+  return scope.id;
+}
+
+void OpenBatch::pop_sync(uint64_t id) noexcept {
+  std::erase_if(sync_scopes_, [id](const SyncScope& scope) { return scope.id == id; });
+}
+
+// Bit i: model i is under no_sync(). The innermost scope of a model decides.
+uint64_t OpenBatch::quiet_models() const {
+  uint64_t quiet = 0;
+  for (const SyncScope& scope : sync_scopes_) {
+    quiet = scope.sync ? quiet & ~scope.models : quiet | scope.models;
+  }
+  return quiet;
+}
+
+bool OpenBatch::reduces(uint64_t models) const {
+  const uint64_t quiet = quiet_models() & models;
+  if (quiet != 0 && quiet != models) {
+    throw InputError(
+        "accelerator::backward", "the loss depends on models under no_sync() and on others",
+        "one decision for all models of a loss", "give no_sync() all of them, or none");
+  }
+  return quiet == 0;
+}
+
+bool OpenBatch::sync_gradients() const {
+  const uint64_t quiet = quiet_models();
+  if (window_ != nullptr) {
+    return window_->is_last() && (quiet & window_->models_mask()) == 0;
+  }
+  return last_batch_completed_ && quiet == 0;
+}
+
+// The next window's control vector compares it.
+void OpenBatch::note_reading(const LoaderState* loader) {
+  windows_.shared()->read = loader != nullptr ? loader->first_read : 0;
+  windows_.shared()->range = loader != nullptr ? loader->range : "";
+}
+
+void OpenBatch::check_parameters() {
+  for (size_t i = 0; i < models_.size(); ++i) {
+    models_.check_parameters(i);
+  }
+  announcer_.forget_forwards();
+}
+
+void OpenBatch::begin_models(uint64_t models) {
+  opened_.resize(models_.size());
+  for (const size_t i : models_.in(models)) {
+    // Names cost more than a small step: at first, then ever more rarely. The
+    // beginning of an epoch looks too.
+    if (const uint64_t n = ++opened_[i]; (n & (n - 1)) == 0) {
+      models_.check_parameters(i);
+    }
+    checks_.begins(i);
+  }
+}
+
+void OpenBatch::refuse_sharded_outside(const std::vector<size_t>& models) const {
+  for (const size_t model : models) {
+    if (models_[model].sharded) {
+      throw InputError("accelerator::backward",
+                       std::string("a loss of a model with strategy=") +
+                           strategy_name(run_.options().strategy) + " outside accumulate()",
+                       "accumulate() around forward and backward: it puts parameters "
+                       "together and begins their sums",
+                       "auto window = accelerator.accumulate(model) before the forward");
+    }
+  }
+}
+
+// Between windows buffers are equal. Inside one, in a training loop's body, every
+// rank is at the same place; elsewhere ranks may not be.
+void OpenBatch::begin_evaluation() {
+  const LoaderState* around = loaders_.active();
+  if (around == nullptr || !around->training) {
+    return;
+  }
+  uint64_t middle = 0;
+  for (size_t i = 0; i < models_.size(); ++i) {
+    if (windows_.in_window(i) && !windows_.of(i)->opens()) {
+      middle |= uint64_t{1} << i;
+    }
+  }
+  announcer_.even_out_buffers(middle);
+}
+
+bool OpenBatch::rows_count(size_t model) {
+  if (window_ != nullptr) {
+    return !stands_in_;
+  }
+  announcer_.announce_forward_outside(model);
+  const LoaderState* loader = loaders_.current({model});
+  return loader == nullptr || !loader->stand_in;
+}
+
+// Note [A last batch without a backward]
+// Who catches what a bad batch threw wants it left out and the others kept. The data's
+// last window is completed by what is there: by the first clip or step that follows in
+// the batch, or at the data's end, by what was done with the window before.
+void OpenBatch::complete_without_backward(GradientWindow& last) {
+  if (!run_.alone() && models_.synced(last.models_mask()) != 0) {
+    const InputError error("accelerator::accumulate",
+                           "the last batch of a window had no backward, and its model "
+                           "communicates in forward and backward: it is sharded, or its batch "
+                           "norm layers are synchronised",
+                           "a forward and a backward for each batch",
+                           "give backward() of a batch to be left out the weight 0");
+    run_.fail_peers(error.what()); // they wait for this rank
+    throw error;
+  }
+  last.complete_without_backward();
+  windows_.complete(last, false);
+}
+
+void OpenBatch::complete_open_window(const std::vector<SlotList>& lists) {
+  const auto open = [this](const SlotList& list) { return windows_.of(list.model) == window_; };
+  if (window_ != nullptr && window_->data_ends() && window_->lacks_last_backward() &&
+      reduces(window_->models_mask()) && std::any_of(lists.begin(), lists.end(), open)) {
+    complete_without_backward(*window_);
+  }
+}
+
+void OpenBatch::reset(bool completed) {
+  last_batch_completed_ = completed;
+  closed_without_backward_ = 0;
+}
+
+} // namespace hasten::detail

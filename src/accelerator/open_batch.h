@@ -1,0 +1,81 @@
+// The batch at hand: accumulate(), backward() inside and outside of it, no_sync().
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "announcer.h"
+#include "gradient_checks.h"
+#include "loader_set.h"
+#include "window_set.h"
+
+namespace hasten::detail {
+
+class OpenBatch {
+ public:
+  OpenBatch(RunContext& run, ModelSet& models, WindowSet& windows, MixedPrecision& precision,
+            GradientChecks& checks, LoaderSet& loaders, Announcer& announcer);
+
+  /// accumulate(). `loader` null: the one that is tied to the models.
+  void open(std::shared_ptr<LoaderState> loader, std::optional<double> weight,
+            const std::vector<torch::nn::Module*>& modules);
+  void close(bool unwinding) noexcept;
+  bool is_open() const { return window_ != nullptr; }
+  void backward(const at::Tensor& loss, std::optional<double> sum_weight,
+                const BackwardOptions& options);
+  /// See Note [A last batch without a backward].
+  void complete_open_window(const std::vector<SlotList>& lists);
+  void complete_without_backward(GradientWindow& last);
+
+  uint64_t push_sync(const std::vector<torch::nn::Module*>& models, bool sync);
+  void pop_sync(uint64_t id) noexcept;
+  bool sync_gradients() const;
+
+  /// A pass over an evaluation loader begins.
+  void begin_evaluation();
+  /// In a forward of this model with layers that communicate: whether this rank's
+  /// samples count.
+  bool rows_count(size_t model);
+  void check_parameters();
+
+  /// The last batch completed its window.
+  bool completed() const { return last_batch_completed_; }
+  void set_completed(bool completed) { last_batch_completed_ = completed; }
+  /// After a state was loaded.
+  void reset(bool completed);
+
+ private:
+  struct SyncScope {
+    uint64_t id = 0;
+    uint64_t models = 0; // mask
+    bool sync = false;
+  };
+
+  void backward_outside(const at::Tensor& loss, std::optional<double> sum_weight,
+                        const BackwardOptions& options);
+  void begin_models(uint64_t models);
+  void refuse_sharded_outside(const std::vector<size_t>& models) const;
+  uint64_t quiet_models() const;
+  bool reduces(uint64_t models) const;
+  void note_reading(const LoaderState* loader);
+
+  RunContext& run_;
+  ModelSet& models_;
+  WindowSet& windows_;
+  MixedPrecision& precision_;
+  GradientChecks& checks_;
+  LoaderSet& loaders_;
+  Announcer& announcer_;
+  GradientWindow* window_ = nullptr; // the open batch's
+  bool stands_in_ = false; // that batch
+  std::vector<std::unique_ptr<ForwardScope>> forwards_; // of the open batch
+  std::vector<SyncScope> sync_scopes_; // innermost last
+  std::vector<uint64_t> opened_; // batches. [model]
+  uint64_t next_scope_ = 0;
+  bool last_batch_completed_ = true;
+  uint64_t closed_without_backward_ = 0; // mask: the last guard was
+  bool warned_of_steps_ = false;
+};
+
+} // namespace hasten::detail

@@ -1,0 +1,112 @@
+// The prepared optimizers and schedulers: when they step, and clipping.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "gradient_checks.h"
+#include "hasten/accelerator/gradients.h"
+#include "hasten/accelerator/prepared.h"
+#include "open_batch.h"
+
+namespace hasten::detail {
+
+/// What to do with gradients: clip by value if clip_value is above 0, else by norm.
+struct GradientClip {
+  double max_norm = 0;
+  double norm_type = 2;
+  double clip_value = 0;
+  bool error_if_nonfinite = false;
+};
+
+class OptimizerSet {
+ public:
+  OptimizerSet(RunContext& run, ModelSet& models, WindowSet& windows, MixedPrecision& precision,
+               GradientChecks& checks, OpenBatch& batch)
+      : run_(run),
+        models_(models),
+        windows_(windows),
+        precision_(precision),
+        checks_(checks),
+        batch_(batch) {}
+
+  std::shared_ptr<OptimizerState> prepare(
+      const std::shared_ptr<torch::optim::Optimizer>& optimizer);
+  std::shared_ptr<SchedulerState> prepare_scheduler(
+      std::function<void()> step, std::vector<std::shared_ptr<OptimizerState>> optimizers);
+
+  StepResult step(OptimizerState& optimizer);
+  void zero_grad(OptimizerState& optimizer);
+  bool scheduler_step(SchedulerState& scheduler);
+  /// Completes the data's last windows that lack a backward, and repeats in them what was
+  /// done with the windows before.
+  void complete_at_end(const LoaderState* loader);
+  /// A window is complete: nothing was done with it yet.
+  void forget_done() { done_.clear(); }
+
+  // gradient_clip.cpp
+  double clip(const std::vector<SlotList>& lists, const GradientClip& how);
+  GradientNorms gradient_norms(size_t model, const GradientNormsOptions& options);
+
+  /// Those that have parameters of the model.
+  std::vector<std::shared_ptr<OptimizerState>> of_model(size_t model) const;
+  /// How often each scheduler ticked.
+  std::vector<int64_t> ticks() const;
+  /// Ticks schedulers until they have ticked as often.
+  void tick_until(const int64_t* ticks);
+
+  // optimizer_set_state.cpp
+  void collect(StateParts& parts) const;
+  void plan(StateLoad& load);
+  /// Optimizers of the model, as each rank has them inside a LocalSGD scope.
+  void collect_local(size_t model, StateParts& parts) const;
+  void plan_local(size_t model, StateLoad& load);
+  /// For ranks that are stale; see Note [Stale ranks].
+  void collect_trained(NamedTensors& tensors, nlohmann::json& values) const;
+  void take_trained(const NamedTensors& tensors, const nlohmann::json& values);
+
+ private:
+  /// Something done with a window's gradients.
+  struct Done {
+    std::function<void()> again;
+    int64_t optimizer = -1; // whose step it was; below 0: none
+  };
+  /// Of a list's parameters; the same elements in few tensors, too.
+  struct Gathered {
+    std::vector<at::Tensor> gradients{};
+    std::vector<at::Tensor> pieces{};
+  };
+  const std::vector<SlotList>& lists_of(const OptimizerState& optimizer) const {
+    return slots_[static_cast<size_t>(optimizer.index)];
+  }
+  void update_slots(OptimizerState& optimizer);
+  void decide_who_scales();
+  void step_scaled(OptimizerState& optimizer, const std::vector<SlotList>& lists);
+  /// What all gradients of whole models are still to be multiplied by. Applies it if
+  /// that is not one number, or a list is part of a model.
+  double common_factor(const std::vector<SlotList>& lists);
+  bool is_shared(const OptimizerState& optimizer) const;
+  const std::vector<std::shared_ptr<OptimizerState>>& watched(
+      const SchedulerState& scheduler) const;
+
+  Gathered gradients_of(const std::vector<SlotList>& lists);
+  double norm_of(const std::vector<SlotList>& lists, const Gathered& all, double norm_type);
+  double clip_now(const std::vector<SlotList>& lists, const GradientClip& how);
+  [[noreturn]] void refuse_non_finite(const std::vector<SlotList>& lists, const char* where,
+                                      double norm) const;
+
+  RunContext& run_;
+  ModelSet& models_;
+  WindowSet& windows_;
+  MixedPrecision& precision_;
+  GradientChecks& checks_;
+  OpenBatch& batch_;
+  std::vector<std::shared_ptr<OptimizerState>> optimizers_;
+  std::vector<std::vector<SlotList>> slots_; // [optimizer]
+  std::vector<std::shared_ptr<SchedulerState>> schedulers_;
+  std::vector<Done> done_; // with the last complete window, in order
+};
+
+} // namespace hasten::detail

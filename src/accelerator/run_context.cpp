@@ -1,0 +1,125 @@
+#include "run_context.h"
+
+#include <ATen/Parallel.h>
+#include <torch/cuda.h>
+
+#include <cstdlib>
+
+#include "hasten/base/error.h"
+#include "hasten/base/log.h"
+#include "hasten/base/store_channel.h"
+
+namespace hasten::detail {
+
+bool debugs(const AcceleratorOptions& options) {
+  const char* text = std::getenv("HASTEN_DEBUG");
+  return run_.options().debug || (text != nullptr && std::string_view(text) == "1");
+}
+
+at::Device accelerator_device(const AcceleratorOptions& options, int rank) {
+  if (run_.options().cpu || !torch::cuda::is_available()) {
+    return at::kCPU;
+  }
+  const auto count = static_cast<int>(torch::cuda::device_count());
+  return {at::kCUDA, static_cast<c10::DeviceIndex>(rank % count)};
+}
+
+const AcceleratorOptions& checked_options(const AcceleratorOptions& options) {
+  const auto refuse = [](const std::string& what, const char* expected) {
+    throw InputError("accelerator::Accelerator", what, expected);
+  };
+  if (run_.options().gradient_accumulation_steps < 1) {
+    refuse("gradient_accumulation_steps=" + std::to_string(run_.options().gradient_accumulation_steps),
+           "1 or more");
+  }
+  if (!(run_.options().bucket_cap_mb > 0)) {
+    refuse("bucket_cap_mb=" + std::to_string(run_.options().bucket_cap_mb), "above 0");
+  }
+  return options;
+}
+
+/// Ranks of another launcher say whose they are; hasten launch has warned already.
+void announce_world(const World& world) {
+  const bool launched_by_us = !launcher_socket(world).empty();
+  if (run_.world().local_rank == 0 && !launched_by_us && run_.world().source != "alone") {
+    log_info(describe(world)); // rank 0 alone
+    const std::string warning = oversubscription(run_.world().local_world_size, threads_per_rank(world));
+    if (!warning.empty()) {
+      log_warning(warning);
+    }
+  }
+}
+
+static World context_world(const std::shared_ptr<Communicator>& communicator) {
+  World world = world_from_environment();
+  if (communicator) {
+    world.rank = communicator->rank();
+    world.world_size = communicator->world_size();
+  }
+  set_error_rank(world.rank, world.world_size);
+  set_log_rank(world.rank, world.world_size);
+  at::set_num_threads(threads_per_rank(world));
+  return world;
+}
+
+static std::shared_ptr<Communicator> context_group(const AcceleratorOptions& options,
+                                                   const World& world) {
+  announce_world(world);
+  CommunicatorOptions comm;
+  comm.timeout = options.timeout;
+  comm.heartbeat_timeout = options.heartbeat_timeout;
+  comm.check_shapes = debugs(options) ? ShapeCheck::always : ShapeCheck::first;
+  comm.device_kind = accelerator_device(options, world.local_rank).is_cpu() ? "cpu" : "cuda";
+  return Communicator::create(world, comm);
+}
+
+RunContext::RunContext(AcceleratorOptions options, std::shared_ptr<Communicator> communicator)
+    : options_(checked_options(options)),
+      world_(context_world(communicator)),
+      owns_group_(!communicator),
+      communicator_(communicator ? std::move(communicator) : context_group(options_, world_)),
+      device_(accelerator_device(options_, world_.local_rank)) {
+  if (debugs(options_)) {
+    order_check_ = std::make_shared<OrderCheck>(communicator_);
+    communicator_ = order_check_;
+  }
+}
+
+std::optional<uint64_t> RunContext::order_seed() const {
+  return !options_.seed && world_.world_size > 1 ? 0 : options_.seed;
+}
+
+void RunContext::fail_peers(const std::string& why) const {
+  if (!alone()) {
+    communicator_->abort(why);
+  }
+}
+
+void RunContext::close() const {
+  if (owns_group_) {
+    communicator_->close();
+  }
+}
+
+bool RunContext::shrink() {
+  const auto left = communicator_->shrink();
+  if (!left) {
+    return false;
+  }
+  std::vector<int> launch_ranks;
+  std::string names;
+  for (const int rank : left->ranks) {
+    launch_ranks.push_back(launch_ranks_.empty() ? rank : launch_ranks_[static_cast<size_t>(rank)]);
+    names += (names.empty() ? "" : ", ") + std::to_string(launch_ranks.back());
+  }
+  launch_ranks_ = std::move(launch_ranks);
+  world_.rank = communicator_->rank();
+  world_.world_size = communicator_->world_size();
+  if (world_.rank == 0) {
+    log_warning("local sgd: " + left->cause + "; going on with " +
+                (left->ranks.size() == 1 ? "rank " : "ranks ") + names);
+  }
+  return true;
+}
+
+} // namespace hasten::detail

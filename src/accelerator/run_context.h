@@ -1,0 +1,69 @@
+// What an Accelerator runs on: its options, the world, the group and the device.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <nlohmann/json_fwd.hpp>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "hasten/accelerator/accelerator_options.h"
+#include "hasten/base/world.h"
+#include "order_check.h"
+
+namespace hasten::detail {
+
+/// Rank `from`'s bytes (1-d, uint8) on every rank, however many they are. What the
+/// others give is ignored. Collective: a size, then the bytes.
+at::Tensor broadcast_bytes(Communicator& communicator, at::Tensor bytes, int from,
+                           const char* name);
+
+/// Throws InputError for options out of range.
+const AcceleratorOptions& checked_options(const AcceleratorOptions& options);
+
+class RunContext {
+ public:
+  /// Without a communicator it meets the peers and owns the group. Collective then.
+  RunContext(AcceleratorOptions options, std::shared_ptr<Communicator> communicator);
+
+  const AcceleratorOptions& options() const { return options_; }
+  void set_accumulation(int64_t steps) { options_.gradient_accumulation_steps = steps; }
+  const World& world() const { return world_; }
+  const std::shared_ptr<Communicator>& communicator() const { return communicator_; }
+  /// Where this rank computes: its own GPU, or the CPU.
+  const at::Device& device() const { return device_; }
+  /// Null unless in debug mode.
+  const std::shared_ptr<OrderCheck>& order_check() const { return order_check_; }
+
+  bool alone() const { return communicator_->world_size() == 1; }
+  /// The strategy in use: ddp on a rank alone.
+  Strategy strategy() const { return alone() ? Strategy::ddp : options_.strategy; }
+  /// The seed of ranges that draw from torch's generator. None: they draw as they are.
+  std::optional<uint64_t> order_seed() const;
+
+  /// Ends the peers with an error that says `why`. Does nothing on a rank alone.
+  void fail_peers(const std::string& why) const;
+  /// After a failure: continues with the ranks that are left. False if none is lost.
+  /// Collective over them.
+  bool shrink();
+
+  bool owns_group() const { return owns_group_; }
+  /// The run has ended: later collective calls are the caller's error.
+  void mark_closed() { closed_ = true; }
+  bool closed() const { return closed_; }
+  void close() const;
+
+ private:
+  AcceleratorOptions options_;
+  World world_;
+  bool owns_group_;
+  std::shared_ptr<OrderCheck> order_check_; // debug only, else null
+  std::shared_ptr<Communicator> communicator_;
+  at::Device device_;
+  std::vector<int> launch_ranks_{}; // [rank] once ranks have been lost
+  bool closed_ = false;
+};
+
+} // namespace hasten::detail

@@ -1,0 +1,292 @@
+// Saving. Order of things: every rank says whether it can; one makes the folder; all
+// write their part; the one commits it by a rename.
+#include "training_state.h"
+
+#include <ATen/ATen.h>
+#include <torch/nn/module.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "hasten/base/error.h"
+#include "hasten/io/commit.h"
+#include "hasten/io/safetensors.h"
+
+namespace hasten::detail {
+
+constexpr const char* kSaveWhere = "accelerator::save_state";
+
+std::string model_file_name(size_t model) {
+  return model == 0 ? "model.safetensors" : "model_" + std::to_string(model) + ".safetensors";
+}
+
+std::string rank_file_name(int rank) {
+  return "state_rank_" + std::to_string(rank) + ".safetensors";
+}
+
+void put_below(NamedTensors& tensors, const std::string& prefix, const NamedTensors& more) {
+  for (const auto& [name, tensor] : more) {
+    tensors.emplace(prefix + name, tensor);
+  }
+}
+
+// JSON writes null for NaN and infinity: a state that lost them is not exact.
+void require_finite_values(const nlohmann::json& values, const std::string& whose) {
+  if (values.is_number_float() && !std::isfinite(values.get<double>())) {
+    throw InputError(kSaveWhere,
+                     "the JSON values of " + whose + " hold a number that is not finite",
+                     "finite numbers", "keep it in a tensor");
+  }
+  if (values.is_structured()) {
+    for (const auto& value : values) {
+      require_finite_values(value, whose);
+    }
+  }
+}
+
+nlohmann::json save_stateful(const Stateful& object, const std::string& name, NamedTensors& tensors,
+                             const std::string& prefix) {
+  NamedTensors own;
+  nlohmann::json values = nlohmann::json::object();
+  object.save_state(own, values);
+  require_finite_values(values, name);
+  put_below(tensors, prefix, own);
+  return values;
+}
+
+TrainingState::TrainingState(RunContext& run, ModelSet& models, WindowSet& windows,
+                             MixedPrecision& precision, GradientChecks& checks, OpenBatch& batch,
+                             LoaderSet& loaders, OptimizerSet& optimizers, Announcer& announcer,
+                             LocalWindows& local, UnevenInputs& uneven)
+    : run_(run),
+      models_(models),
+      windows_(windows),
+      precision_(precision),
+      checks_(checks),
+      batch_(batch),
+      loaders_(loaders),
+      optimizers_(optimizers),
+      announcer_(announcer),
+      local_(local),
+      uneven_(uneven) {}
+
+void TrainingState::collect_models(StateParts& parts) const {
+  auto& own = parts.own_values;
+  auto& shared = parts.shared_values;
+  shared["models"] = nlohmann::json::array();
+  bool hooks = false;
+  for (size_t i = 0; i < models_.size(); ++i) {
+    nlohmann::json names = nlohmann::json::array();
+    for (const auto& [name, tensor] : named_model_tensors(*models_[i].parallel->module())) {
+      names.push_back(name);
+    }
+    shared["models"].push_back(
+        {{"tensors", std::move(names)}, {"non_finite", checks_.non_finite(i)}});
+    hooks = hooks || models_[i].parallel->comm_hook() != nullptr;
+  }
+  windows_.collect(parts);
+  shared["loss_scale"] = precision_.save();
+  shared["comm_hooks"] = hooks;
+  shared["strategy"] = strategy_name(run_.strategy());
+  if (models_.shard_group()) {
+    shared["shard_size"] = models_.ranks_per_replica();
+  }
+  // The gradients of a window that is complete are the same on every rank.
+  // A communication hook's errors are each rank's own.
+  const bool per_rank = shared.at("open_window").get<bool>() || hooks ||
+                        shared.at("local").get<bool>() || run_.strategy() != Strategy::ddp;
+  auto& gradients = per_rank ? own["gradients"] : shared["gradients"];
+  gradients = nlohmann::json::array();
+  for (size_t i = 0; i < models_.size(); ++i) {
+    const std::string prefix = "gradients." + std::to_string(i) + ".";
+    gradients.push_back(
+        save_stateful(*models_[i].parallel, prefix, per_rank ? parts.own : parts.shared, prefix));
+  }
+}
+
+void TrainingState::collect_objects(StateParts& parts) const {
+  auto& shared = parts.shared_values["objects"] = nlohmann::json::object();
+  auto& own = parts.own_values["objects"] = nlohmann::json::object();
+  for (const RegisteredObject& object : objects_) {
+    const bool per_rank = object.scope == StateScope::per_rank;
+    const std::string prefix = "object." + object.name + ".";
+    nlohmann::json values = save_stateful(*object.object, "\"" + object.name + "\"",
+                                          per_rank ? parts.own : parts.shared, prefix);
+    shared[object.name] = {{"scope", per_rank ? "per_rank" : "shared"}};
+    (per_rank ? own[object.name] : shared[object.name]["values"]) = std::move(values);
+  }
+}
+
+StateParts TrainingState::collect() const {
+  StateParts parts;
+  local_.collect(parts);
+  collect_models(parts);
+  optimizers_.collect(parts);
+  loaders_.collect(parts, run_.device());
+  collect_objects(parts);
+  auto& shared = parts.shared_values;
+  shared["format"] = 1;
+  shared["hasten_version"] = HASTEN_VERSION;
+  shared["world_size"] = run_.world().world_size;
+  shared["seed"] = run_.options().seed ? nlohmann::json(*run_.options().seed) : nullptr;
+  const int ranks = models_.ranks_per_replica();
+  split_shards(parts, models_.shards(), models_.held_rows(), ranks, run_.world().rank < ranks);
+  return parts;
+}
+
+// Model files. What the user's own file holds already is not written again; what
+// it lacks goes with the rest of the state.
+void TrainingState::write_models(const std::filesystem::path& folder,
+                                 NamedTensors& shared) const {
+  for (size_t i = 0; i < models_.size(); ++i) {
+    const auto path = folder / model_file_name(i);
+    NamedTensors tensors = named_model_tensors(*models_[i].parallel->module());
+    if (models_.holds_parts(i)) { // parameters are in the ranks' files
+      for (const auto& item : models_[i].parallel->module()->named_parameters()) {
+        tensors.erase(item.key());
+      }
+    }
+    if (!std::filesystem::exists(path)) {
+      write_safetensors(path, tensors);
+      continue;
+    }
+    const SafetensorsReader written(path);
+    for (const auto& [name, tensor] : tensors) {
+      if (written.contains(name)) {
+        const at::Tensor there = written.tensor(name);
+        if (there.scalar_type() == tensor.scalar_type() && there.sizes() == tensor.sizes() &&
+            at::equal(there, tensor.cpu())) {
+          continue;
+        }
+      }
+      shared.emplace("model." + std::to_string(i) + "." + name, tensor);
+    }
+  }
+}
+
+std::unique_ptr<FolderCommit> begin_state_folder(const std::filesystem::path& folder,
+                                                 const SaveStateOptions& options) {
+  std::error_code error;
+  const auto status = std::filesystem::status(folder, error);
+  if (std::filesystem::is_directory(status) && !options.replace_any &&
+      !std::filesystem::is_empty(folder, error) &&
+      !std::filesystem::exists(folder / kStateFile, error)) {
+    throw InputError(
+        kSaveWhere, folder.string() + " holds something else than a state: it has no " + kStateFile,
+        "a new or empty folder, or one that holds a state", "name another folder");
+  }
+  return std::make_unique<FolderCommit>(folder, CommitMode::replace);
+}
+
+void TrainingState::write_shared(FolderCommit& commit, StateParts& parts,
+                                   const SaveStateOptions& options) {
+  if (options.also_write && run_.strategy() == Strategy::ddp) {
+    options.also_write(commit.folder());
+  }
+  write_models(commit.folder(), parts.shared);
+  write_safetensors(commit.folder() / kStateTensorsFile, parts.shared);
+  commit.write(kStateFile, parts.shared_values.dump(2) + "\n");
+}
+
+// Collective. `options` is null on ranks that only take part.
+void TrainingState::write(const std::filesystem::path* folder,
+                                  const SaveStateOptions* options) {
+  StateParts parts;
+  const auto answers = on_every_rank(*run_.communicator(), kSaveWhere, [&] {
+    models_.reshard(kSaveWhere);
+    parts = collect();
+    return nlohmann::json{
+        {"folder", folder != nullptr ? nlohmann::json(folder->string()) : nullptr},
+        {"also", options != nullptr && options->also_write != nullptr},
+        {"open_window", parts.shared_values.at("open_window")}};
+  });
+  int leader = -1;
+  nlohmann::json asked;
+  for (size_t rank = 0; rank < answers.size(); ++rank) {
+    const auto& theirs = answers[rank].at("folder");
+    if (!theirs.is_null() && leader < 0) {
+      leader = static_cast<int>(rank);
+      asked = theirs;
+    }
+    if (answers[rank].at("open_window") != answers[0].at("open_window") ||
+        (!theirs.is_null() && theirs != asked)) {
+      throw InputError(
+          kSaveWhere,
+          "rank " + std::to_string(rank) +
+              " saves another folder, or stands elsewhere in its window, than the ranks before it",
+          "the same call at the same place of the loop on every rank");
+    }
+  }
+  const bool leads = leader == run_.world().rank;
+  std::unique_ptr<FolderCommit> commit;
+  const auto folders = on_every_rank(*run_.communicator(), kSaveWhere, [&] {
+    if (!leads) {
+      return nlohmann::json();
+    }
+    commit = begin_state_folder(*folder, *options);
+    return nlohmann::json(commit->folder().string());
+  });
+  const bool also = answers[static_cast<size_t>(leader)].at("also").get<bool>();
+  if (also && run_.strategy() != Strategy::ddp) {
+    models_.summon_full_params(
+        models_.in(~uint64_t{0}), [&] { options->also_write(commit->folder()); }, leader);
+  }
+  on_every_rank(*run_.communicator(), kSaveWhere, [&] {
+    const std::filesystem::path place = folders[static_cast<size_t>(leader)].get<std::string>();
+    write_safetensors(place / rank_file_name(run_.world().rank), parts.own,
+                      {{"format", "pt"}, {"values", parts.own_values.dump()}});
+    if (leads) {
+      write_shared(*commit, parts, *options);
+    }
+    return nlohmann::json();
+  });
+  on_every_rank(*run_.communicator(), kSaveWhere, [&] {
+    if (leads) {
+      commit->commit();
+    }
+    return nlohmann::json();
+  });
+}
+
+// Note [Saving while peers have run out]
+// A rank whose batches have ended waits in its loader's end for what the others
+// still do. A control vector without models says that a state is to be saved. Stale
+// ranks get what the others have; then all take part.
+void TrainingState::save(const std::filesystem::path& folder, const SaveStateOptions& options) {
+  const bool joined = loaders_.in_pass() && !run_.alone() && announcer_.announce_save();
+  announcer_.sync_buffers(~uint64_t{0}, joined, true);
+  write(&folder, &options);
+}
+
+void TrainingState::save_with_peers() {
+  announcer_.sync_buffers(~uint64_t{0}, true, false);
+  try {
+    write(nullptr, nullptr);
+  } catch (const CommunicationError&) {
+    throw;
+  } catch (const Error&) {
+    // Those who asked for the state have the error, and decide.
+  }
+}
+
+void TrainingState::add(std::string name, std::shared_ptr<Stateful> object,
+                                      StateScope scope) {
+  constexpr const char* kWhere = "accelerator::register_for_checkpointing";
+  if (name.empty() || !object) {
+    throw InputError(kWhere, "name=\"" + name + "\"" + (object ? "" : ", object=null"),
+                     "a name and an object");
+  }
+  for (RegisteredObject& other : objects_) {
+    if (other.name == name) {
+      // Its owner is gone, or gives it again.
+      if (other.object.use_count() == 1 || other.object == object) {
+        other = {std::move(name), std::move(object), scope};
+        return;
+      }
+      throw InputError(kWhere, "name=\"" + name + "\" is taken", "a name of its own");
+    }
+  }
+  objects_.push_back({std::move(name), std::move(object), scope});
+}
+
+} // namespace hasten::detail

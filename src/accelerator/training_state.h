@@ -1,0 +1,68 @@
+// Accelerator::save_state and load_state, over the parts of an accelerator.
+#pragma once
+
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "hasten/accelerator/state.h"
+#include "uneven_inputs.h"
+
+namespace hasten {
+class FolderCommit;
+}
+
+namespace hasten::detail {
+
+class TrainingState {
+ public:
+  TrainingState(RunContext& run, ModelSet& models, WindowSet& windows, MixedPrecision& precision,
+                GradientChecks& checks, OpenBatch& batch, LoaderSet& loaders,
+                OptimizerSet& optimizers, Announcer& announcer, LocalWindows& local,
+                UnevenInputs& uneven);
+
+  void save(const std::filesystem::path& folder, const SaveStateOptions& options);
+  /// Takes part in a state that others save.
+  void save_with_peers();
+  LoadedState load(const std::filesystem::path& folder, const LoadStateOptions& options);
+  void add(std::string name, std::shared_ptr<Stateful> object, StateScope scope);
+
+ private:
+  struct RegisteredObject {
+    std::string name{};
+    std::shared_ptr<Stateful> object{};
+    StateScope scope = StateScope::shared;
+  };
+
+  // training_state.cpp: saving.
+  StateParts collect() const;
+  void collect_models(StateParts& parts) const;
+  void collect_objects(StateParts& parts) const;
+  void write_models(const std::filesystem::path& folder, NamedTensors& shared) const;
+  void write_shared(FolderCommit& commit, StateParts& parts, const SaveStateOptions& options);
+  void write(const std::filesystem::path* folder, const SaveStateOptions* options);
+
+  // load_state.cpp
+  void plan(StateLoad& load);
+  void plan_models(StateLoad& load);
+  void plan_gradients(StateLoad& load);
+  bool has_gradients(const StateLoad& load) const;
+  void plan_objects(StateLoad& load);
+  void plan_random(StateLoad& load);
+
+  RunContext& run_;
+  ModelSet& models_;
+  WindowSet& windows_;
+  MixedPrecision& precision_;
+  GradientChecks& checks_;
+  OpenBatch& batch_;
+  LoaderSet& loaders_;
+  OptimizerSet& optimizers_;
+  Announcer& announcer_;
+  LocalWindows& local_;
+  UnevenInputs& uneven_;
+  std::vector<RegisteredObject> objects_;
+};
+
+} // namespace hasten::detail

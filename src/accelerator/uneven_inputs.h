@@ -1,0 +1,56 @@
+// What happens when a rank's batches end: all ranks end together, or the rank joins
+// what the others still do (Note [Stale ranks]).
+#pragma once
+
+#include <functional>
+
+#include "announcer.h"
+#include "loader_set.h"
+#include "local_windows.h"
+#include "optimizer_set.h"
+
+namespace hasten::detail {
+
+class UnevenInputs {
+ public:
+  UnevenInputs(RunContext& run, ModelSet& models, WindowSet& windows, MixedPrecision& precision,
+               GradientChecks& checks, OpenBatch& batch, LoaderSet& loaders,
+               OptimizerSet& optimizers, Announcer& announcer, LocalWindows& local);
+
+  /// Takes part in a state that the other ranks save. Collective.
+  std::function<void()> save_with_peers{};
+
+  void begin_range(LoaderState& loader);
+  void end_range(LoaderState& loader);
+  /// This rank's batches have ended: of `loader`, null: of all. `joins`: takes part in
+  /// what the others still do, else they must end as well. Collective, blocking.
+  void end_ranges(const LoaderState* loader, bool joins);
+  /// The run ends. Collective.
+  void end_run();
+  /// What a rank that trained to the end has, to the stale ranks. Collective, blocking.
+  void share_state();
+  /// After a state was loaded.
+  void reset() { stale_ = false; }
+
+ private:
+  void take_part(const LoaderState* loader, bool joins);
+  void serve_peers(const LoaderState* loader, bool joins, bool& survivable);
+  void end_with_replica(const LoaderState* loader);
+  nlohmann::json collect_trained(NamedTensors& tensors) const;
+  void take_trained(const NamedTensors& tensors, const nlohmann::json& values);
+  void take_model(size_t index, const NamedTensors& tensors, const nlohmann::json& values);
+
+  RunContext& run_;
+  ModelSet& models_;
+  WindowSet& windows_;
+  MixedPrecision& precision_;
+  GradientChecks& checks_;
+  OpenBatch& batch_;
+  LoaderSet& loaders_;
+  OptimizerSet& optimizers_;
+  Announcer& announcer_;
+  LocalWindows& local_;
+  bool stale_ = false; // this rank joined windows since it was equal to the others
+};
+
+} // namespace hasten::detail

@@ -1,0 +1,264 @@
+#include "window_set.h"
+
+#include <algorithm>
+
+#include "hasten/base/error.h"
+#include "hasten/base/log.h"
+
+namespace hasten::detail {
+
+WindowSet::WindowSet(RunContext& run, ModelSet& models)
+    : run_(run), models_(models), shared_(std::make_shared<WindowShared>()) {}
+
+const WindowSet::Standing& WindowSet::standing(size_t model) const {
+  static const Standing none;
+  return model < standing_.size() ? standing_[model] : none;
+}
+
+WindowSet::Standing& WindowSet::standing_of(size_t model) {
+  standing_.resize(std::max(standing_.size(), model + 1));
+  return standing_[model];
+}
+
+bool WindowSet::has_local(uint64_t models) const {
+  const auto found = models_.in(models);
+  return std::any_of(found.begin(), found.end(), [this](size_t i) { return is_local(i); });
+}
+
+uint64_t WindowSet::key_of(uint64_t models) const {
+  return has_local(models) ? models | kLocalWindow : models;
+}
+
+std::shared_ptr<Communicator> WindowSet::communicator_of(uint64_t key) {
+  if ((key & kLocalWindow) == 0) {
+    return run_.communicator();
+  }
+  if (models_.has_replicas(key & ~kLocalWindow)) {
+    return models_.shard_group();
+  }
+  if (!alone_) {
+    alone_ = Communicator::create(World{}, {.name = "local windows"});
+  }
+  return alone_;
+}
+
+WindowOptions WindowSet::window_options() const {
+  const AcceleratorOptions& options = run_.options();
+  return {options.gradient_accumulation_steps, options.loss_weighting, options.check_accumulation};
+}
+
+GradientWindow& WindowSet::window_at(uint64_t key) {
+  const auto it = windows_.find(key);
+  if (it != windows_.end()) {
+    return it->second;
+  }
+  const uint64_t mask = key & ~kLocalWindow;
+  std::vector<std::shared_ptr<DataParallel>> models;
+  for (const size_t i : models_.in(mask)) {
+    models.push_back(models_[i].parallel);
+  }
+  return windows_
+      .try_emplace(key, communicator_of(key), std::move(models), mask, window_options(),
+                   run_.device(), shared_)
+      .first->second;
+}
+
+GradientWindow& WindowSet::get(uint64_t mask, const char* where) {
+  const auto models = models_.in(mask);
+  const auto local = [this](size_t i) { return is_local(i); };
+  if (has_local(mask) && !std::all_of(models.begin(), models.end(), local)) {
+    throw InputError(where, "a loss of the model of a LocalSGD scope and of others",
+                     "losses of that model alone inside the scope",
+                     "put both models into one module");
+  }
+  GradientWindow& next = window_at(key_of(mask));
+  for (const size_t model : models) {
+    if (in_window(model) && of(model) != &next) {
+      throw InputError(where, "a model is in the middle of a window with other models",
+                       "the same models until the window is complete");
+    }
+  }
+  return next;
+}
+
+void WindowSet::enter(GradientWindow& window, bool outside, const LoaderState* feeder) {
+  accumulates_ = accumulates_ || !outside;
+  for (const size_t model : models_.in(window.models_mask())) {
+    Standing& standing = standing_of(model);
+    standing.window = &window;
+    standing.completed = 0;
+    standing.outside = outside;
+  }
+  auto& feeders = fed_by_[key_of(window.models_mask())];
+  if (std::find(feeders.begin(), feeders.end(), feeder) == feeders.end()) {
+    feeders.push_back(feeder);
+  }
+}
+
+void WindowSet::leave(const GradientWindow& window) {
+  for (Standing& standing : standing_) {
+    if (standing.window == &window) {
+      standing.window = nullptr;
+    }
+  }
+}
+
+void WindowSet::complete(const GradientWindow& window, bool outside) {
+  report_ = window.report();
+  ++serial_;
+  fed_by_.erase(key_of(window.models_mask()));
+  for (Standing& standing : standing_) {
+    if (standing.window == &window) {
+      standing.completed = serial_;
+      standing.outside = outside;
+    }
+  }
+  on_complete(window);
+}
+
+bool WindowSet::in_window(size_t model) const {
+  return of(model) != nullptr && completed(model) == 0;
+}
+
+double WindowSet::weight(size_t model) const {
+  return of(model) == nullptr ? 0 : of(model)->report().weight;
+}
+
+void WindowSet::note_attempt(size_t model) {
+  standing_of(model).attempted = standing_of(model).completed;
+}
+
+void WindowSet::set_attempted(size_t model, bool last_one) {
+  standing_of(model).attempted = standing_of(model).completed - (last_one ? 0 : 1);
+}
+
+void WindowSet::set_local(size_t model, bool local) {
+  DataParallel& parallel = *models_[model].parallel;
+  Standing& standing = standing_of(model);
+  if (local) {
+    parallel.set_local(true);
+    standing.local = true;
+    return;
+  }
+  standing.local = false;
+  try {
+    parallel.set_local(false);
+  } catch (const Error&) { // left in the middle of a window
+    parallel.cancel();
+    parallel.set_local(false);
+    standing.window = nullptr;
+  }
+}
+
+uint64_t WindowSet::completed_window(const std::vector<SlotList>& lists) const {
+  uint64_t last = 0;
+  for (const SlotList& list : lists) {
+    if (in_window(list.model)) {
+      return 0;
+    }
+    last = std::max(last, completed(list.model));
+  }
+  return last;
+}
+
+// Inside accumulate(): once for each complete window. Outside: always.
+WindowSet::Acts WindowSet::acts(const std::vector<SlotList>& lists) const {
+  bool outside = !accumulates_;
+  for (const SlotList& list : lists) {
+    if (in_window(list.model) && !standing(list.model).outside) {
+      return Acts::in_window;
+    }
+    outside = outside || standing(list.model).outside;
+  }
+  return outside ? Acts::always : completed_window(lists) == 0 ? Acts::in_window : Acts::once;
+}
+
+void WindowSet::check_reduced(const std::vector<SlotList>& lists, const char* where) const {
+  for (const SlotList& list : lists) {
+    const GradientWindow* window = of(list.model);
+    if (window != nullptr && window->waiting() > 0) {
+      throw InputError(where,
+                       std::to_string(window->waiting()) +
+                           " backward calls under no_sync() are not reduced yet",
+                       "a backward outside no_sync() before it",
+                       "end no_sync() before the last backward, or call trigger_sync()");
+    }
+    DataParallel& parallel = *models_[list.model].parallel;
+    if (parallel.has_foreign_gradients()) {
+      throw InputError(where,
+                       "gradients of \"" + parallel.parameters().front().first +
+                           "\" and others come from a backward that was not "
+                           "accelerator.backward() on this model: every rank has its own",
+                       "accelerator.backward(loss), or gradients that were zeroed",
+                       "use that instead of loss.backward(); name every model that the loss "
+                       "depends on in accumulate(), or detach() what it is not to train");
+    }
+  }
+}
+
+void WindowSet::set_steps(int64_t steps) {
+  constexpr const char* kWhere = "accelerator::set_gradient_accumulation_steps";
+  if (steps < 1) {
+    throw InputError(kWhere, "steps=" + std::to_string(steps), "1 or more");
+  }
+  for (const auto& [key, known] : windows_) {
+    if (known.is_open() || !known.opens()) {
+      throw InputError(kWhere, "steps=" + std::to_string(steps) + " inside a window",
+                       "a call between windows");
+    }
+  }
+  run_.set_accumulation(steps);
+  for (auto& [key, known] : windows_) {
+    known.set_steps(steps);
+  }
+}
+
+bool WindowSet::feeds(uint64_t key, const LoaderState* loader) const {
+  const auto of = fed_by_.find(key);
+  return loader == nullptr ||
+         (of != fed_by_.end() &&
+          std::find(of->second.begin(), of->second.end(), loader) != of->second.end());
+}
+
+std::vector<GradientWindow*> WindowSet::lacking_backward(const LoaderState* loader) {
+  std::vector<GradientWindow*> found;
+  for (auto& [key, last] : windows_) {
+    if (last.lacks_last_backward() && feeds(key, loader) &&
+        !is_local(models_.in(last.models_mask()).front())) { // whose steps are not kept
+      found.push_back(&last);
+    }
+  }
+  return found;
+}
+
+bool WindowSet::left_out_last(const LoaderState* loader) const {
+  return std::ranges::any_of(windows_, [&](const auto& entry) {
+    return entry.second.left_out_last() && feeds(entry.first, loader);
+  });
+}
+
+void WindowSet::drop_unfinished(const LoaderState* loader) {
+  for (auto& [key, unfinished] : windows_) {
+    if (!feeds(key, loader)) {
+      continue; // another loader's window goes on
+    }
+    const bool incomplete = unfinished.lacks_last_backward();
+    if (const int64_t batches = unfinished.drop(); batches > 0) {
+      log_warning(std::string(incomplete ? "the last batch of the data had no backward"
+                                         : "the epoch was left in the middle of a window") +
+                  ": the window's gradients are dropped, batches=" + std::to_string(batches));
+    }
+    fed_by_.erase(key);
+    if (!unfinished.is_complete()) {
+      leave(unfinished);
+    }
+  }
+}
+
+void WindowSet::join(const WindowTotals& totals) {
+  GradientWindow& theirs = window_at(key_of(totals.models));
+  theirs.join(totals);
+  report_ = theirs.report();
+}
+
+} // namespace hasten::detail

@@ -1,0 +1,116 @@
+// The accumulation windows: one for each set of models that are trained together.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "accelerator_state.h"
+#include "hasten/accelerator/loader_state.h"
+#include "hasten/accumulation/gradient_window.h"
+#include "model_set.h"
+
+namespace hasten::detail {
+
+/// Key of windows that reduce nothing beyond their replica, beside the mask of their models.
+inline constexpr uint64_t kLocalWindow = uint64_t{1} << 63;
+
+struct StateLoad;
+
+class WindowSet {
+ public:
+  /// What a handle does with the gradients of its parameters: nothing inside a window,
+  /// once for each complete one, or always (backward outside accumulate()).
+  enum class Acts { in_window, once, always };
+
+  WindowSet(RunContext& run, ModelSet& models);
+
+  const std::shared_ptr<WindowShared>& shared() const { return shared_; }
+  /// Called when a window is complete, before anything is done with its gradients.
+  std::function<void(const GradientWindow&)> on_complete{};
+
+  /// Made when it is first asked for. Throws InputError for local and other models.
+  GradientWindow& get(uint64_t models, const char* where);
+  /// The models are in this window now, with a batch of `feeder`.
+  void enter(GradientWindow& window, bool outside, const LoaderState* feeder);
+  /// The models are in no window any more: its backward failed.
+  void leave(const GradientWindow& window);
+  /// The gradients of the window are final.
+  void complete(const GradientWindow& window, bool outside);
+  /// A complete window was reduced once more.
+  void note_report(const GradientWindow& window) { report_ = window.report(); }
+
+  /// About a model's window.
+  bool in_window(size_t model) const;
+  const GradientWindow* of(size_t model) const { return standing(model).window; }
+  uint64_t completed(size_t model) const { return standing(model).completed; }
+  /// The weight of the last one; 0 if no sample of this rank was in it.
+  double weight(size_t model) const;
+  /// The last window that an optimizer's step was attempted for.
+  uint64_t attempted(size_t model) const { return standing(model).attempted; }
+  void note_attempt(size_t model);
+
+  /// 0 if one of the models is inside a window.
+  uint64_t completed_window(const std::vector<SlotList>& lists) const;
+  Acts acts(const std::vector<SlotList>& lists) const;
+  /// Throws InputError for gradients that are this rank's alone.
+  void check_reduced(const std::vector<SlotList>& lists, const char* where) const;
+  const WindowReport& report() const { return report_; }
+  /// Complete windows so far.
+  uint64_t serial() const { return serial_; }
+
+  /// Windows of local models reduce nothing beyond their replica.
+  bool is_local(size_t model) const { return standing(model).local; }
+  bool has_local(uint64_t models) const;
+  void set_local(size_t model, bool local);
+
+  /// At the end of the data of `loader`; null: of all.
+  std::vector<GradientWindow*> lacking_backward(const LoaderState* loader);
+  bool left_out_last(const LoaderState* loader) const;
+  void drop_unfinished(const LoaderState* loader);
+  /// Takes part with weight 0 in the window that the others announced. Collective.
+  void join(const WindowTotals& totals);
+
+  /// Throws InputError inside a window.
+  void set_steps(int64_t steps);
+
+  // window_set_state.cpp
+  nlohmann::json save_standing(size_t model) const;
+  void load_standing(size_t model, const nlohmann::json& values);
+  nlohmann::json save_counts() const;
+  void load_counts(const nlohmann::json& values);
+  void collect(StateParts& parts) const;
+  void plan(StateLoad& load);
+  void set_attempted(size_t model, bool last_one);
+
+ private:
+  struct Standing {
+    GradientWindow* window = nullptr; // the last one it took part in
+    uint64_t completed = 0; // serial of its last complete window; 0: none yet
+    uint64_t attempted = 0; // serial of the last one stepped for, or skipped
+    bool local = false; // its windows reduce nothing
+    bool outside = false; // the last one was made outside accumulate()
+  };
+  const Standing& standing(size_t model) const;
+  Standing& standing_of(size_t model);
+  uint64_t key_of(uint64_t models) const;
+  bool feeds(uint64_t key, const LoaderState* loader) const;
+  GradientWindow& window_at(uint64_t key);
+  std::shared_ptr<Communicator> communicator_of(uint64_t key);
+  WindowOptions window_options() const;
+
+  RunContext& run_;
+  ModelSet& models_;
+  std::shared_ptr<WindowShared> shared_;
+  std::vector<Standing> standing_; // [model]
+  std::map<uint64_t, GradientWindow> windows_; // by key_of()
+  // Loaders whose batches are in a window. Pointers are compared, no more.
+  std::map<uint64_t, std::vector<const LoaderState*>> fed_by_; // by key_of()
+  std::shared_ptr<Communicator> alone_; // a world of one, for local windows
+  WindowReport report_{};
+  uint64_t serial_ = 0; // complete windows
+  bool accumulates_ = false; // accumulate() was called
+};
+
+} // namespace hasten::detail
