@@ -19,14 +19,18 @@ namespace detail {
 StepResult core_optimizer_step(AcceleratorCore& core, OptimizerState& optimizer) {
   return core.optimizers.step(optimizer);
 }
-void core_zero_grad(AcceleratorCore& core, OptimizerState& optimizer) { core.optimizers.zero_grad(optimizer); }
+void core_zero_grad(AcceleratorCore& core, OptimizerState& optimizer) {
+  core.optimizers.zero_grad(optimizer);
+}
 bool core_scheduler_step(AcceleratorCore& core, SchedulerState& scheduler) {
   return core.optimizers.scheduler_step(scheduler);
 }
 std::optional<uint64_t> core_order_seed(const AcceleratorCore& core) {
   return core.run.order_seed();
 }
-void core_begin_range(AcceleratorCore& core, LoaderState& loader) { core.uneven.begin_range(loader); }
+void core_begin_range(AcceleratorCore& core, LoaderState& loader) {
+  core.uneven.begin_range(loader);
+}
 void core_end_range(AcceleratorCore& core, LoaderState& loader) { core.uneven.end_range(loader); }
 void core_enter_loop(AcceleratorCore& core, const std::shared_ptr<LoaderState>& loader) {
   core.loaders.enter_loop(loader);
@@ -43,8 +47,8 @@ void throw_no_empty_batch() {
 void core_refuse_no_row(AcceleratorCore& core, const std::string& range) {
   const InputError error(
       "accelerator::PreparedLoader",
-      "this rank has no row to train on: rank=" + std::to_string(core.run.world().rank) + " of " + range +
-          ", world_size=" + std::to_string(core.run.world().world_size),
+      "this rank has no row to train on: rank=" + std::to_string(core.run.world().rank) + " of " +
+          range + ", world_size=" + std::to_string(core.run.world().world_size),
       "a row of the first batch on every rank, from the range's shard()",
       "start fewer ranks, give more data, or set even_batches or dispatch_batches");
   core.run.fail_peers(error.what()); // they wait for this rank
@@ -109,8 +113,8 @@ Accelerator::Accelerator(AcceleratorOptions options)
     : Gradients(std::make_shared<detail::AcceleratorCore>(std::move(options), nullptr)) {}
 
 Accelerator::Accelerator(AcceleratorOptions options, std::shared_ptr<Communicator> communicator)
-    : Gradients(std::make_shared<detail::AcceleratorCore>(std::move(options),
-                                                          std::move(communicator))) {}
+    : Gradients(
+          std::make_shared<detail::AcceleratorCore>(std::move(options), std::move(communicator))) {}
 
 Accelerator::~Accelerator() {
   if (core_ && core_->run.owns_group() && !core_->run.alone() && !core_->run.closed() &&
@@ -144,7 +148,9 @@ const WindowReport& Accelerator::last_window() const { return core_->windows.rep
 
 const AcceleratorOptions& Accelerator::options() const { return core_->run.options(); }
 
-void Accelerator::set_gradient_accumulation_steps(int64_t steps) { core_->windows.set_steps(steps); }
+void Accelerator::set_gradient_accumulation_steps(int64_t steps) {
+  core_->windows.set_steps(steps);
+}
 
 void Accelerator::end_training() { core_->finish(); }
 
@@ -187,14 +193,14 @@ bool Accelerator::shards_module(const torch::nn::Module& model) const {
 
 void Accelerator::run_summon_full_params(const std::function<void()>& use,
                                          const std::vector<torch::nn::Module*>& models) {
-  core_->models.summon_full_params(
-      core_->models.indices(models, "accelerator::summon_full_params"), use);
+  core_->models.summon_full_params(core_->models.indices(models, "accelerator::summon_full_params"),
+                                   use);
 }
 
 void Accelerator::run_load_full_params(const std::function<void()>& load,
                                        const std::vector<torch::nn::Module*>& models) {
-  core_->models.load_full_params(
-      core_->models.indices(models, "accelerator::load_full_params"), load);
+  core_->models.load_full_params(core_->models.indices(models, "accelerator::load_full_params"),
+                                 load);
 }
 
 void Accelerator::save_state(const std::filesystem::path& folder, const SaveStateOptions& options) {
@@ -212,8 +218,8 @@ void Accelerator::register_for_checkpointing(std::string name, std::shared_ptr<S
 }
 
 void Accelerator::register_for_checkpointing(std::string name, Stateful& object, StateScope scope) {
-  core_->state.add(std::move(name),
-                         std::shared_ptr<Stateful>(std::shared_ptr<void>(), &object), scope);
+  core_->state.add(std::move(name), std::shared_ptr<Stateful>(std::shared_ptr<void>(), &object),
+                   scope);
 }
 
 } // namespace hasten

@@ -112,7 +112,9 @@ int Collect::process_index() const { return core_->run.world().rank; }
 int Collect::local_process_index() const { return core_->run.world().local_rank; }
 int Collect::num_processes() const { return core_->run.world().world_size; }
 
-const std::shared_ptr<Communicator>& Collect::communicator() const { return core_->run.communicator(); }
+const std::shared_ptr<Communicator>& Collect::communicator() const {
+  return core_->run.communicator();
+}
 
 at::Tensor Collect::gather(const at::Tensor& tensor) {
   const at::Tensor own = detail::rows_on_cpu(tensor);

@@ -18,8 +18,7 @@ AcceleratorCore::AcceleratorCore(AcceleratorOptions options,
       batch(run, models, windows, precision, checks, loaders, announcer),
       optimizers(run, models, windows, precision, checks, batch),
       local(run, models, windows, precision, optimizers),
-      uneven(run, models, windows, precision, checks, batch, loaders, optimizers, announcer,
-             local),
+      uneven(run, models, windows, precision, checks, batch, loaders, optimizers, announcer, local),
       state(run, models, windows, precision, checks, batch, loaders, optimizers, announcer, local,
             uneven) {
   if (run.order_check()) {

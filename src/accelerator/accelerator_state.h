@@ -10,10 +10,13 @@
 
 #include "hasten/comm/agree.h"
 #include "hasten/core/named_tensors.h"
+#include "hasten/core/stateful.h"
 
 namespace hasten::detail {
 
 // One rank's view: `shared` is the same on every rank, and one of them writes it.
+inline constexpr const char* kSaveWhere = "accelerator::save_state";
+
 struct StateParts {
   NamedTensors shared{};
   nlohmann::json shared_values = nlohmann::json::object();
@@ -30,7 +33,6 @@ std::string rank_file_name(int rank);
 // values that are not finite.
 nlohmann::json save_stateful(const Stateful& object, const std::string& name, NamedTensors& tensors,
                              const std::string& prefix);
-// Throws InputError unless as many are prepared as were saved.
 void put_below(NamedTensors& tensors, const std::string& prefix, const NamedTensors& more);
 
 } // namespace hasten::detail

@@ -80,10 +80,11 @@ bool GradientChecks::leaves_out_step(const std::vector<SlotList>& lists, uint64_
       }
     }
     if (bad_loss) {
-      log_warning("the loss is NaN or infinite before it is scaled. Another loss scale cannot "
-                  "help: the step is skipped, the loss scale stays at " +
-                  std::to_string(precision_.loss_scale().value()) +
-                  ". Activations above 65504 are infinite in fp16: bf16 has fp32's range");
+      log_warning(
+          "the loss is NaN or infinite before it is scaled. Another loss scale cannot "
+          "help: the step is skipped, the loss scale stays at " +
+          std::to_string(precision_.loss_scale().value()) +
+          ". Activations above 65504 are infinite in fp16: bf16 has fp32's range");
     } else {
       precision_.update(found);
     }

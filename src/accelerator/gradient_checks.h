@@ -29,9 +29,7 @@ class GradientChecks {
   bool leaves_out_step(const std::vector<SlotList>& lists, uint64_t complete);
   bool non_finite(const std::vector<SlotList>& lists) const;
 
-  bool non_finite(size_t model) const {
-    return model < facts_.size() && facts_[model].non_finite;
-  }
+  bool non_finite(size_t model) const { return model < facts_.size() && facts_[model].non_finite; }
   void set_non_finite(size_t model, bool value) { facts_of(model).non_finite = value; }
   /// The last window that the loss scale followed.
   uint64_t scaled() const { return scaled_serial_; }

@@ -64,7 +64,7 @@ OptimizerSet::Gathered OptimizerSet::gradients_of(const std::vector<SlotList>& l
 }
 
 double OptimizerSet::norm_of(const std::vector<SlotList>& lists, const Gathered& all,
-                                double norm_type) {
+                             double norm_type) {
   const bool sharded = std::any_of(lists.begin(), lists.end(), [this](const SlotList& list) {
     return models_[list.model].parallel->sharded();
   });
@@ -116,7 +116,7 @@ double OptimizerSet::clip_now(const std::vector<SlotList>& lists, const Gradient
 }
 
 void OptimizerSet::refuse_non_finite(const std::vector<SlotList>& lists, const char* where,
-                                        double norm) const {
+                                     double norm) const {
   std::string first;
   int64_t count = 0, of = 0;
   for (const SlotList& list : lists) {
@@ -168,8 +168,7 @@ std::string norm_group(const std::string& parameter, NormsOf of) {
   return dot == std::string::npos ? std::string() : parameter.substr(0, dot);
 }
 
-GradientNorms OptimizerSet::gradient_norms(size_t model,
-                                              const GradientNormsOptions& options) {
+GradientNorms OptimizerSet::gradient_norms(size_t model, const GradientNormsOptions& options) {
   const std::vector<SlotList> lists{{.model = model, .all = true, .slots = {}}};
   GradientNorms result;
   if (windows_.acts(lists) == WindowSet::Acts::in_window) {

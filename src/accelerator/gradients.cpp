@@ -62,7 +62,8 @@ double Gradients::clip_grad_value_(const std::vector<at::Tensor>& parameters, do
 
 GradientNorms Gradients::norms_of(torch::nn::Module& model,
                                   const GradientNormsOptions& options) const {
-  return core_->optimizers.gradient_norms(core_->models.index(&model, "accelerator::gradient_norms"), options);
+  return core_->optimizers.gradient_norms(
+      core_->models.index(&model, "accelerator::gradient_norms"), options);
 }
 
 } // namespace hasten

@@ -196,7 +196,8 @@ bool TrainingState::has_gradients(const StateLoad& load) const {
   const std::string then = load.shared.value("strategy", "ddp");
   if (then == strategy_name(run_.strategy()) &&
       (then == "ddp" ||
-       (load.same_world && load.shared.value("shard_size", models_.ranks_per_replica()) == models_.ranks_per_replica()))) {
+       (load.same_world && load.shared.value("shard_size", models_.ranks_per_replica()) ==
+                               models_.ranks_per_replica()))) {
     return true;
   }
   const std::string kind = "gradients.";
@@ -260,9 +261,10 @@ void TrainingState::plan_objects(StateLoad& load) {
 void TrainingState::plan_random(StateLoad& load) {
   if (!load.same_world) {
     const nlohmann::json& seed = load.shared.at("seed");
-    const uint64_t fresh = stream_seed(
-        "dropout at another world size", seed.is_null() ? 0 : seed.get<uint64_t>(),
-        static_cast<uint64_t>(run_.world().rank), load.shared.at("windows_completed").get<uint64_t>());
+    const uint64_t fresh =
+        stream_seed("dropout at another world size", seed.is_null() ? 0 : seed.get<uint64_t>(),
+                    static_cast<uint64_t>(run_.world().rank),
+                    load.shared.at("windows_completed").get<uint64_t>());
     load.apply.push_back([fresh] { at::manual_seed(fresh); });
     return;
   }
@@ -282,7 +284,8 @@ void TrainingState::plan_random(StateLoad& load) {
   load.apply.push_back([cpu] { set_random_state(cpu); });
   if (run_.device().is_cuda()) {
     const at::Tensor cuda = find("random.cuda");
-    load.apply.push_back([cpu, cuda, where = run_.device()] { set_random_states(where, {cpu, cuda}); });
+    load.apply.push_back(
+        [cpu, cuda, where = run_.device()] { set_random_states(where, {cpu, cuda}); });
   }
 }
 
@@ -332,7 +335,7 @@ void undo_objects(StateLoad& load) {
 }
 
 LoadedState TrainingState::load(const std::filesystem::path& folder,
-                                        const LoadStateOptions& options) {
+                                const LoadStateOptions& options) {
   StateLoad load;
   load.folder = folder;
   on_every_rank(*run_.communicator(), kLoadWhere, [&] {

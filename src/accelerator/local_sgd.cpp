@@ -18,25 +18,11 @@
 
 namespace hasten {
 
-LocalSGD::Impl::Impl(std::shared_ptr<detail::AcceleratorCore> accelerator,
-                     torch::nn::Module& module, LocalSGDOptions settings)
-    : core(std::move(accelerator)),
-      options(std::move(settings)),
-      schedule(options),
-      trial(options.delay > 0, options.delay_only_if_it_pays) {
-  check_options();
-  index = core->models.index(&module, detail::kLocalSGDWhere);
-  copies = core->models.replicas_of(index);
-  refuse_shards(options.enabled && core->models.sharded(&module) != nullptr);
-  compare_ranks();
-  if (options.enabled && core->run.world().world_size > 1) {
-    open();
-  }
-}
+namespace detail {
 
-void LocalSGD::Impl::check_options() const {
+static void check_options(const LocalSGDOptions& options) {
   const auto refuse = [](const char* name, int64_t value, std::string what) {
-    throw InputError(detail::kLocalSGDWhere, std::string(name) + "=" + std::to_string(value),
+    throw InputError(kLocalSGDWhere, std::string(name) + "=" + std::to_string(value),
                      std::move(what));
   };
   const int64_t fragments = options.average.fragments;
@@ -69,35 +55,36 @@ void LocalSGD::Impl::check_options() const {
     refuse("delay", options.delay, "0 with transactional=false");
   }
   if (options.average.alpha && options.delay == 0) {
-    throw InputError(detail::kLocalSGDWhere,
+    throw InputError(kLocalSGDWhere,
                      "average.alpha=" + std::to_string(*options.average.alpha) + " with delay=0",
                      "a delay: nothing is done between snapshot and average without one");
   }
   if (options.on_peer_failure == PeerFailure::survivors && !options.average.transactional) {
-    throw InputError(detail::kLocalSGDWhere, "on_peer_failure=survivors with transactional=false",
+    throw InputError(kLocalSGDWhere, "on_peer_failure=survivors with transactional=false",
                      "transactional=true: a broken round would leave half-made sums");
   }
 }
 
-void LocalSGD::Impl::refuse_shards(bool sharded) const {
-  if (sharded && !copies) {
-    throw InputError(detail::kLocalSGDWhere,
-                     std::string("a model with strategy=") + strategy_name(core->run.options().strategy) +
-                         ": all " + std::to_string(core->run.world().world_size) +
+static void check_shards(const RunContext& run, const LocalSGDOptions& options, bool replicas) {
+  if (!replicas) {
+    throw InputError(kLocalSGDWhere,
+                     std::string("a model with strategy=") + strategy_name(run.options().strategy) +
+                         ": all " + std::to_string(run.world().world_size) +
                          " ranks hold parts of one copy",
                      "several copies, which are averaged",
                      "use strategy=ddp, or hsdp with a shard_size below the number of ranks");
   }
-  if (sharded && options.on_peer_failure == PeerFailure::survivors) {
-    throw InputError(detail::kLocalSGDWhere,
+  if (options.on_peer_failure == PeerFailure::survivors) {
+    throw InputError(kLocalSGDWhere,
                      std::string("on_peer_failure=survivors with strategy=") +
-                         strategy_name(core->run.options().strategy),
+                         strategy_name(run.options().strategy),
                      "stop: a lost rank takes its rows of a copy with it",
                      "save states, and go on from the last");
   }
 }
 
-void LocalSGD::Impl::compare_ranks() {
+static void compare_scopes(Communicator& communicator, const LocalSGDOptions& options,
+                           size_t index) {
   const nlohmann::json mine = {{"local_sgd_steps", options.local_sgd_steps},
                                {"enabled", options.enabled},
                                {"model", index},
@@ -107,14 +94,34 @@ void LocalSGD::Impl::compare_ranks() {
                                {"delay_only_if_it_pays", options.delay_only_if_it_pays},
                                {"moments", static_cast<int>(options.moments)},
                                {"on_peer_failure", static_cast<int>(options.on_peer_failure)}};
-  const auto all = core->run.communicator()->all_gather_object(mine, "LocalSGD scope");
+  const auto all = communicator.all_gather_object(mine, "LocalSGD scope");
   for (size_t rank = 0; rank < all.size(); ++rank) {
     if (all[rank] != all[0]) {
-      throw InputError(detail::kLocalSGDWhere,
+      throw InputError(kLocalSGDWhere,
                        "rank " + std::to_string(rank) + " opens a scope with " + all[rank].dump() +
                            ", rank 0 with " + all[0].dump(),
                        "the same scope on every rank");
     }
+  }
+}
+
+} // namespace detail
+
+LocalSGD::Impl::Impl(std::shared_ptr<detail::AcceleratorCore> accelerator,
+                     torch::nn::Module& module, LocalSGDOptions settings)
+    : core(std::move(accelerator)),
+      options(std::move(settings)),
+      schedule(options),
+      trial(options.delay > 0, options.delay_only_if_it_pays) {
+  detail::check_options(options);
+  index = core->models.index(&module, detail::kLocalSGDWhere);
+  copies = core->models.replicas_of(index);
+  if (options.enabled && core->models.sharded(&module) != nullptr) {
+    detail::check_shards(core->run, options, copies != nullptr);
+  }
+  detail::compare_scopes(*core->run.communicator(), options, index);
+  if (options.enabled && core->run.world().world_size > 1) {
+    open();
   }
 }
 
@@ -158,8 +165,10 @@ void LocalSGD::Impl::open_parts() {
   if (options.inner_steps > 0) {
     open_group(trainable());
   }
-  buffers = std::make_unique<detail::AveragedBuffers>(copies, *core->models[index].parallel->module());
-  moments = std::make_unique<detail::AveragedMoments>(copies, optimizers, core->models.parameter_names());
+  buffers =
+      std::make_unique<detail::AveragedBuffers>(copies, *core->models[index].parallel->module());
+  moments =
+      std::make_unique<detail::AveragedMoments>(copies, optimizers, core->models.parameter_names());
 }
 
 // Every rank learns everybody's name, and meets those with its own.
@@ -278,26 +287,43 @@ void LocalSGD::Impl::load_state(const NamedTensors& tensors, const nlohmann::jso
 LocalSGD::LocalSGD(Accelerator& accelerator, torch::nn::Module& model, LocalSGDOptions options)
     : impl_(std::make_unique<Impl>(accelerator.core_, model, std::move(options))) {}
 
-void LocalSGD::abort() noexcept {
-  if (active()) {
-    impl_->finished = true;
-    impl_->core->local.close();
+void LocalSGD::Impl::leave(bool unwinding) noexcept {
+  if (!is_active()) {
+    return;
   }
+  finished = true;
+  if (unwinding) {
+    core->run.communicator()->abort("an exception left the scope of LocalSGD");
+  }
+  core->local.close();
+}
+
+LocalSGDReport LocalSGD::Impl::current_report() {
+  try {
+    report_round();
+  } catch (const CommunicationError&) { // the next synchronisation throws it
+    if (options.on_peer_failure == PeerFailure::stop) {
+      throw;
+    }
+  }
+  LocalSGDReport now = report;
+  if (copies) {
+    now.ranks_per_copy = core->run.world().world_size / copies->world_size();
+  }
+  now.steps = steps;
+  const double seconds = std::chrono::duration<double>(Clock::now() - opened).count();
+  now.communication_share = seconds > 0 ? now.seconds / seconds : 0;
+  return now;
 }
 
 LocalSGD::~LocalSGD() {
-  Impl& impl = *impl_;
-  if (!active()) {
-    return;
-  }
-  if (std::uncaught_exceptions() > impl.exceptions_at_entry) {
-    impl.core->run.communicator()->abort("an exception left the scope of LocalSGD");
-  } else {
+  const bool unwinding = std::uncaught_exceptions() > exceptions_at_entry_;
+  if (active() && !unwinding) {
     log_error(
         "[accelerator::LocalSGD] destroyed without finish(): every rank keeps "
         "parameters of its own");
   }
-  impl.core->local.close();
+  impl_->leave(unwinding);
 }
 
 bool LocalSGD::step() { return impl_->step(); }
@@ -306,26 +332,12 @@ void LocalSGD::synchronize() { impl_->synchronize(); }
 
 void LocalSGD::finish() { impl_->finish(); }
 
-bool LocalSGD::active() const { return impl_->active && !impl_->finished; }
+void LocalSGD::abort() noexcept { impl_->leave(false); }
 
-int64_t LocalSGD::steps() const { return impl_->steps; }
+bool LocalSGD::active() const { return impl_->is_active(); }
 
-LocalSGDReport LocalSGD::report() const {
-  try {
-    impl_->report_round();
-  } catch (const CommunicationError&) { // the next round tells, and goes on
-    if (impl_->options.on_peer_failure == PeerFailure::stop) {
-      throw;
-    }
-  }
-  LocalSGDReport report = impl_->report;
-  if (impl_->copies) {
-    report.ranks_per_copy = impl_->core->run.world().world_size / impl_->copies->world_size();
-  }
-  report.steps = impl_->steps;
-  const double seconds = std::chrono::duration<double>(Impl::Clock::now() - impl_->opened).count();
-  report.communication_share = seconds > 0 ? report.seconds / seconds : 0;
-  return report;
-}
+int64_t LocalSGD::steps() const { return impl_->count(); }
+
+LocalSGDReport LocalSGD::report() const { return impl_->current_report(); }
 
 } // namespace hasten

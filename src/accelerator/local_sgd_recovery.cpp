@@ -105,11 +105,12 @@ void LocalSGD::Impl::settle_round() {
 }
 
 void LocalSGD::Impl::settle_clocks() {
-  const auto all = core->run.communicator()->all_gather_object({{"inner_rounds", report.inner_rounds},
-                                                          {"ends", ends},
-                                                          {"end_clocks", end_clocks},
-                                                          {"undecided", trial.undecided()}},
-                                                         "how far the ranks are in a scope");
+  const auto all =
+      core->run.communicator()->all_gather_object({{"inner_rounds", report.inner_rounds},
+                                                   {"ends", ends},
+                                                   {"end_clocks", end_clocks},
+                                                   {"undecided", trial.undecided()}},
+                                                  "how far the ranks are in a scope");
   int64_t most_ends = 0;
   int64_t inner_rounds = 0;
   bool undecided = false;

@@ -161,7 +161,8 @@ bool LocalSGD::Impl::count_step() {
   counted = attempted;
   ++steps;
   // A window of stand-ins, on a rank that has run out, counts as a step alone.
-  const double samples = core->windows.weight(index);
+  const GradientWindow* window = core->windows.of(index);
+  const double samples = window == nullptr ? 0 : window->report().weight;
   const double weight = options.weigh_by_samples ? samples : samples > 0;
   for (double& sum : own_weight) {
     sum += weight;
@@ -183,7 +184,7 @@ void LocalSGD::Impl::begin_local() {
 
 void LocalSGD::Impl::announce(Part part, int64_t fragment) {
   core->announcer.announce_round(index, static_cast<uint64_t>(report.rounds) + 1,
-                       round_code(static_cast<int64_t>(part), fragment));
+                                 round_code(static_cast<int64_t>(part), fragment));
 }
 
 void LocalSGD::Impl::join_round(int64_t code) {

@@ -82,7 +82,8 @@ class DelayTrial {
 
 } // namespace detail
 
-struct LocalSGD::Impl final : detail::LocalScope {
+class LocalSGD::Impl final : public detail::LocalScope {
+ public:
   using Clock = std::chrono::steady_clock;
 
   Impl(std::shared_ptr<detail::AcceleratorCore> accelerator, torch::nn::Module& module,
@@ -101,9 +102,21 @@ struct LocalSGD::Impl final : detail::LocalScope {
   void loaded() override;
   void save_state(NamedTensors& tensors, nlohmann::json& values) const override;
   void load_state(const NamedTensors& tensors, const nlohmann::json& values) override;
-  void check_options() const;
-  void refuse_shards(bool sharded) const;
-  void compare_ranks();
+  void join_round(int64_t code) override;
+  bool recover() override;
+  bool ended_in_recovery() const override { return ended; }
+
+  bool step();
+  void synchronize();
+  void finish();
+  // Without an average; `unwinding`: the peers learn that this rank failed.
+  void leave(bool unwinding) noexcept;
+  bool is_active() const { return active && !finished; }
+  int64_t count() const { return steps; }
+  LocalSGDReport current_report();
+
+ private:
+  // local_sgd.cpp
   void open();
   void log_summary() const;
   double learning_rate() const;
@@ -111,12 +124,8 @@ struct LocalSGD::Impl final : detail::LocalScope {
   // local_sgd_rounds.cpp
   // What ranks tell those without batches about a round.
   enum class Part { whole, start, finish, inner };
-  void join_round(int64_t code) override;
-  bool step();
   bool count_step();
   void begin_local();
-  void synchronize();
-  void finish();
   // Announces and makes it, with the ranks that are left where some are lost.
   void make_round(Part part, int64_t fragment);
   void announce(Part part, int64_t fragment);
@@ -132,9 +141,7 @@ struct LocalSGD::Impl final : detail::LocalScope {
 
   // local_sgd_recovery.cpp
   bool survives() const;
-  bool recover() override;
   void finish_moments();
-  bool ended_in_recovery() const override { return ended; }
   void settle();
   void settle_round();
   void settle_clocks();
@@ -149,7 +156,6 @@ struct LocalSGD::Impl final : detail::LocalScope {
   bool active = false;
   bool local = false; // windows reduce nothing
   bool finished = false;
-  const int exceptions_at_entry = std::uncaught_exceptions();
   std::vector<std::shared_ptr<detail::OptimizerState>> optimizers{};
   std::shared_ptr<Communicator> copies{}; // ranks that average
   std::unique_ptr<Averager> averager{};

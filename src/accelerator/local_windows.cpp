@@ -127,7 +127,7 @@ void LocalWindows::plan(StateLoad& load) {
   optimizers_.plan_local(model, load);
   const bool attempted = load.own.at("local").at("attempted").get<bool>();
   load.apply.push_back([this, model, attempted] {
-    windows_.set_attempted(model, attempted);
+    windows_.note_attempt(model, attempted);
     scope_->loaded();
   });
 }

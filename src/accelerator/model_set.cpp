@@ -166,7 +166,9 @@ void ModelSet::prepare(const std::shared_ptr<torch::nn::Module>& module, Precisi
     seed_dropout(*run_.options().seed, run_.world().rank);
     seeded_ = true;
   }
-  const auto elsewhere = [this](const auto& item) { return item.value().device() != run_.device(); };
+  const auto elsewhere = [this](const auto& item) {
+    return item.value().device() != run_.device();
+  };
   const auto parameters = module->named_parameters();
   const auto buffers = module->named_buffers();
   if (std::any_of(parameters.begin(), parameters.end(), elsewhere) ||
@@ -191,7 +193,7 @@ void ModelSet::prepare(const std::shared_ptr<torch::nn::Module>& module, Precisi
 }
 
 void ModelSet::prepare_whole(PreparedModel& state, std::shared_ptr<torch::nn::Module> module,
-                                    BufferPolicy buffers) {
+                             BufferPolicy buffers) {
   DdpOptions ddp;
   ddp.bucket_cap_mb = run_.options().bucket_cap_mb;
   ddp.first_bucket_mb = std::min(ddp.first_bucket_mb, run_.options().bucket_cap_mb);
@@ -204,7 +206,7 @@ void ModelSet::prepare_whole(PreparedModel& state, std::shared_ptr<torch::nn::Mo
 // The layers have a group of their own: in backward, gradients travel on the other
 // one in an order that may differ from theirs.
 void ModelSet::convert_batch_norms(const std::shared_ptr<torch::nn::Module>& module,
-                                          PreparedModel& state, BufferPolicy& buffers,
+                                   PreparedModel& state, BufferPolicy& buffers,
                                    const std::function<bool(size_t)>& rows_count) {
   if (!run_.options().sync_batchnorm || run_.communicator()->world_size() == 1) {
     return;

@@ -73,8 +73,7 @@ void OpenBatch::close(bool unwinding) noexcept {
   forwards_.clear();
   const bool broken = !window_->failure().empty();
   if (unwinding || broken) {
-    run_.fail_peers(broken ? window_->failure()
-                           : "an exception left the window of accumulate()");
+    run_.fail_peers(broken ? window_->failure() : "an exception left the window of accumulate()");
   }
   closed_without_backward_ = window_->had_backward() || unwinding ? 0 : window_->models_mask();
   last_batch_completed_ = window_->is_complete();
@@ -103,7 +102,7 @@ void OpenBatch::backward(const at::Tensor& loss, std::optional<double> sum_weigh
   const bool was_complete = window_->is_complete();
   window_->backward(loss, sum_weight, inside);
   if (window_->is_complete()) {
-    was_complete ? windows_.note_report(*window_) : windows_.complete(*window_, false);
+    windows_.complete(*window_, false, was_complete);
   }
 }
 

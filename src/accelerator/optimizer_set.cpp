@@ -110,7 +110,9 @@ StepResult OptimizerSet::step(OptimizerState& optimizer) {
   for (const SlotList& list : lists) {
     windows_.note_attempt(list.model);
     local = local || windows_.is_local(list.model);
-    nothing = nothing || (windows_.is_local(list.model) && windows_.weight(list.model) == 0);
+    const GradientWindow* window = windows_.of(list.model);
+    nothing = nothing || (windows_.is_local(list.model) &&
+                          (window == nullptr || window->report().weight == 0));
   }
   optimizer.skipped = (!nothing && checks_.leaves_out_step(lists, complete)) ||
                       (run_.options().skip_non_finite_steps && checks_.non_finite(lists));

@@ -13,11 +13,11 @@ namespace hasten::detail {
 
 bool debugs(const AcceleratorOptions& options) {
   const char* text = std::getenv("HASTEN_DEBUG");
-  return run_.options().debug || (text != nullptr && std::string_view(text) == "1");
+  return options.debug || (text != nullptr && std::string_view(text) == "1");
 }
 
 at::Device accelerator_device(const AcceleratorOptions& options, int rank) {
-  if (run_.options().cpu || !torch::cuda::is_available()) {
+  if (options.cpu || !torch::cuda::is_available()) {
     return at::kCPU;
   }
   const auto count = static_cast<int>(torch::cuda::device_count());
@@ -28,12 +28,12 @@ const AcceleratorOptions& checked_options(const AcceleratorOptions& options) {
   const auto refuse = [](const std::string& what, const char* expected) {
     throw InputError("accelerator::Accelerator", what, expected);
   };
-  if (run_.options().gradient_accumulation_steps < 1) {
-    refuse("gradient_accumulation_steps=" + std::to_string(run_.options().gradient_accumulation_steps),
+  if (options.gradient_accumulation_steps < 1) {
+    refuse("gradient_accumulation_steps=" + std::to_string(options.gradient_accumulation_steps),
            "1 or more");
   }
-  if (!(run_.options().bucket_cap_mb > 0)) {
-    refuse("bucket_cap_mb=" + std::to_string(run_.options().bucket_cap_mb), "above 0");
+  if (!(options.bucket_cap_mb > 0)) {
+    refuse("bucket_cap_mb=" + std::to_string(options.bucket_cap_mb), "above 0");
   }
   return options;
 }
@@ -41,9 +41,9 @@ const AcceleratorOptions& checked_options(const AcceleratorOptions& options) {
 /// Ranks of another launcher say whose they are; hasten launch has warned already.
 void announce_world(const World& world) {
   const bool launched_by_us = !launcher_socket(world).empty();
-  if (run_.world().local_rank == 0 && !launched_by_us && run_.world().source != "alone") {
+  if (world.local_rank == 0 && !launched_by_us && world.source != "alone") {
     log_info(describe(world)); // rank 0 alone
-    const std::string warning = oversubscription(run_.world().local_world_size, threads_per_rank(world));
+    const std::string warning = oversubscription(world.local_world_size, threads_per_rank(world));
     if (!warning.empty()) {
       log_warning(warning);
     }

@@ -44,7 +44,8 @@ void ModelSet::open_shard_groups() {
     return;
   }
   const int ranks = run_.communicator()->world_size();
-  const int size = run_.options().shard_size > 0 ? run_.options().shard_size : run_.world().local_world_size;
+  const int size =
+      run_.options().shard_size > 0 ? run_.options().shard_size : run_.world().local_world_size;
   if (size < 1 || size > ranks || ranks % size != 0) {
     throw InputError(
         "accelerator::prepare",
@@ -98,7 +99,7 @@ bool ModelSet::has_replicas(uint64_t mask) const {
 }
 
 void ModelSet::prepare_sharded(PreparedModel& state, std::shared_ptr<torch::nn::Module> module,
-                                      BufferPolicy buffers, Precision precision) {
+                               BufferPolicy buffers, Precision precision) {
   FullyShardOptions how = run_.options().fully_shard;
   how.buffers = buffers;
   if (precision != Precision::no && !how.precision.param_dtype) {
@@ -111,16 +112,17 @@ void ModelSet::prepare_sharded(PreparedModel& state, std::shared_ptr<torch::nn::
   open_shard_groups();
   how.replicas = replicas_;
   how.everyone = replicas_ ? run_.communicator() : nullptr;
-  const auto units = run_.options().shard_units.empty() ? repeated_blocks(*module)
-                                                 : named_units(*module, run_.options().shard_units);
+  const auto units = run_.options().shard_units.empty()
+                         ? repeated_blocks(*module)
+                         : named_units(*module, run_.options().shard_units);
   if (units.empty() && run_.world().world_size > 1 && run_.world().rank == 0) {
     log_warning(std::string("strategy=") + strategy_name(run_.options().strategy) +
                 " finds no block to divide the model by: all parameters are gathered "
                 "at once. Call repeated layers of a Sequential or a ModuleList by "
                 "hasten::call_block, or name them in shard_units");
   }
-  const auto model = std::make_shared<ShardedModel>(shard_group_ ? shard_group_ : run_.communicator(),
-                                                    std::move(module), units, std::move(how));
+  const auto model = std::make_shared<ShardedModel>(
+      shard_group_ ? shard_group_ : run_.communicator(), std::move(module), units, std::move(how));
   if (run_.options().fully_shard.sync == GradientSync::last && run_.world().rank == 0) {
     log_info("fully_shard.sync=last: gradients are summed once a window, and every rank keeps " +
              format_bytes(model->shards().unsharded_gradient_bytes()) +
@@ -132,7 +134,7 @@ void ModelSet::prepare_sharded(PreparedModel& state, std::shared_ptr<torch::nn::
 
 // Their step needs a norm, or rows and columns, of the whole parameter.
 void ModelSet::check_optimizer(const torch::optim::Optimizer& optimizer,
-                                       const std::vector<SlotList>& lists) const {
+                               const std::vector<SlotList>& lists) const {
   const auto* fused = dynamic_cast<const FusedOptimizer*>(&optimizer);
   const bool sharded = std::any_of(lists.begin(), lists.end(), [this](const SlotList& list) {
     return models_[list.model].sharded != nullptr;
@@ -234,7 +236,7 @@ class DataSwap {
 };
 
 void ModelSet::summon_full_params(const std::vector<size_t>& models,
-                                         const std::function<void()>& use, int on_rank) const {
+                                  const std::function<void()>& use, int on_rank) const {
   const at::NoGradGuard no_grad;
   reshard("accelerator::summon_full_params");
   std::vector<std::pair<at::Tensor, at::Tensor>> whole;
@@ -261,7 +263,7 @@ void ModelSet::summon_full_params(const std::vector<size_t>& models,
 }
 
 void ModelSet::load_full_params(const std::vector<size_t>& models,
-                                       const std::function<void()>& load) const {
+                                const std::function<void()>& load) const {
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> loaded; // rank 0's
   summon_full_params(models, [&] {
@@ -280,8 +282,8 @@ void ModelSet::load_full_params(const std::vector<size_t>& models,
       const at::Tensor& parameter = models_[model].parallel->parameters()[i].second;
       const auto sizes =
           shards != nullptr ? at::IntArrayRef(shards->parameters()[i].sizes) : parameter.sizes();
-      at::Tensor whole =
-          run_.world().rank == 0 ? loaded[next].contiguous() : at::empty(sizes, parameter.options());
+      at::Tensor whole = run_.world().rank == 0 ? loaded[next].contiguous()
+                                                : at::empty(sizes, parameter.options());
       ++next;
       run_.communicator()->broadcast(whole, 0, "loaded parameter");
       if (shards != nullptr) {

@@ -15,6 +15,9 @@ namespace hasten::detail {
 [[noreturn]] void refuse_state(const std::filesystem::path& file, const std::string& what,
                                const std::string& expected = {}, const std::string& fix = {});
 
+// Throws InputError unless as many are prepared here as were saved.
+void check_count(const struct StateLoad& load, const char* what, size_t saved, size_t mine);
+
 // An object that decides by itself whether it takes a state.
 struct StatefulLoad {
   std::filesystem::path file{};

@@ -14,8 +14,6 @@
 
 namespace hasten::detail {
 
-constexpr const char* kSaveWhere = "accelerator::save_state";
-
 std::string model_file_name(size_t model) {
   return model == 0 ? "model.safetensors" : "model_" + std::to_string(model) + ".safetensors";
 }
@@ -136,8 +134,7 @@ StateParts TrainingState::collect() const {
 
 // Model files. What the user's own file holds already is not written again; what
 // it lacks goes with the rest of the state.
-void TrainingState::write_models(const std::filesystem::path& folder,
-                                 NamedTensors& shared) const {
+void TrainingState::write_models(const std::filesystem::path& folder, NamedTensors& shared) const {
   for (size_t i = 0; i < models_.size(); ++i) {
     const auto path = folder / model_file_name(i);
     NamedTensors tensors = named_model_tensors(*models_[i].parallel->module());
@@ -179,7 +176,7 @@ std::unique_ptr<FolderCommit> begin_state_folder(const std::filesystem::path& fo
 }
 
 void TrainingState::write_shared(FolderCommit& commit, StateParts& parts,
-                                   const SaveStateOptions& options) {
+                                 const SaveStateOptions& options) {
   if (options.also_write && run_.strategy() == Strategy::ddp) {
     options.also_write(commit.folder());
   }
@@ -189,8 +186,7 @@ void TrainingState::write_shared(FolderCommit& commit, StateParts& parts,
 }
 
 // Collective. `options` is null on ranks that only take part.
-void TrainingState::write(const std::filesystem::path* folder,
-                                  const SaveStateOptions* options) {
+void TrainingState::write(const std::filesystem::path* folder, const SaveStateOptions* options) {
   StateParts parts;
   const auto answers = on_every_rank(*run_.communicator(), kSaveWhere, [&] {
     models_.reshard(kSaveWhere);
@@ -269,8 +265,7 @@ void TrainingState::save_with_peers() {
   }
 }
 
-void TrainingState::add(std::string name, std::shared_ptr<Stateful> object,
-                                      StateScope scope) {
+void TrainingState::add(std::string name, std::shared_ptr<Stateful> object, StateScope scope) {
   constexpr const char* kWhere = "accelerator::register_for_checkpointing";
   if (name.empty() || !object) {
     throw InputError(kWhere, "name=\"" + name + "\"" + (object ? "" : ", object=null"),

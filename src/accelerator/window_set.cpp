@@ -103,8 +103,11 @@ void WindowSet::leave(const GradientWindow& window) {
   }
 }
 
-void WindowSet::complete(const GradientWindow& window, bool outside) {
+void WindowSet::complete(const GradientWindow& window, bool outside, bool again) {
   report_ = window.report();
+  if (again) {
+    return;
+  }
   ++serial_;
   fed_by_.erase(key_of(window.models_mask()));
   for (Standing& standing : standing_) {
@@ -120,16 +123,8 @@ bool WindowSet::in_window(size_t model) const {
   return of(model) != nullptr && completed(model) == 0;
 }
 
-double WindowSet::weight(size_t model) const {
-  return of(model) == nullptr ? 0 : of(model)->report().weight;
-}
-
-void WindowSet::note_attempt(size_t model) {
-  standing_of(model).attempted = standing_of(model).completed;
-}
-
-void WindowSet::set_attempted(size_t model, bool last_one) {
-  standing_of(model).attempted = standing_of(model).completed - (last_one ? 0 : 1);
+void WindowSet::note_attempt(size_t model, bool of_last) {
+  standing_of(model).attempted = standing_of(model).completed - (of_last ? 0 : 1);
 }
 
 void WindowSet::set_local(size_t model, bool local) {
@@ -177,11 +172,11 @@ void WindowSet::check_reduced(const std::vector<SlotList>& lists, const char* wh
   for (const SlotList& list : lists) {
     const GradientWindow* window = of(list.model);
     if (window != nullptr && window->waiting() > 0) {
-      throw InputError(where,
-                       std::to_string(window->waiting()) +
-                           " backward calls under no_sync() are not reduced yet",
-                       "a backward outside no_sync() before it",
-                       "end no_sync() before the last backward, or call trigger_sync()");
+      throw InputError(
+          where,
+          std::to_string(window->waiting()) + " backward calls under no_sync() are not reduced yet",
+          "a backward outside no_sync() before it",
+          "end no_sync() before the last backward, or call trigger_sync()");
     }
     DataParallel& parallel = *models_[list.model].parallel;
     if (parallel.has_foreign_gradients()) {

@@ -36,20 +36,17 @@ class WindowSet {
   void enter(GradientWindow& window, bool outside, const LoaderState* feeder);
   /// The models are in no window any more: its backward failed.
   void leave(const GradientWindow& window);
-  /// The gradients of the window are final.
-  void complete(const GradientWindow& window, bool outside);
-  /// A complete window was reduced once more.
-  void note_report(const GradientWindow& window) { report_ = window.report(); }
+  /// The gradients of the window are final. Does nothing new for one that was complete and
+  /// was reduced once more (`again`).
+  void complete(const GradientWindow& window, bool outside, bool again = false);
 
   /// About a model's window.
   bool in_window(size_t model) const;
   const GradientWindow* of(size_t model) const { return standing(model).window; }
   uint64_t completed(size_t model) const { return standing(model).completed; }
-  /// The weight of the last one; 0 if no sample of this rank was in it.
-  double weight(size_t model) const;
   /// The last window that an optimizer's step was attempted for.
   uint64_t attempted(size_t model) const { return standing(model).attempted; }
-  void note_attempt(size_t model);
+  void note_attempt(size_t model, bool of_last = true);
 
   /// 0 if one of the models is inside a window.
   uint64_t completed_window(const std::vector<SlotList>& lists) const;
@@ -82,7 +79,6 @@ class WindowSet {
   void load_counts(const nlohmann::json& values);
   void collect(StateParts& parts) const;
   void plan(StateLoad& load);
-  void set_attempted(size_t model, bool last_one);
 
  private:
   struct Standing {

@@ -75,6 +75,8 @@ struct TrainCommand {
 
   /// JSON file that set what the command line does not; empty: none.
   std::string config{};
+  /// All values, as a file that --config reads: the run's run_config.json.
+  std::string run_config{};
   /// Prints what would be done and does nothing of it.
   bool dry_run = false;
 

@@ -146,4 +146,24 @@ bool FlagTable::configured(const std::string& name) const {
   return std::find(configured_.begin(), configured_.end(), name) != configured_.end();
 }
 
+std::string FlagTable::config() const {
+  nlohmann::json all = nlohmann::json::object();
+  for (const ConfigEntry& entry : config_entries_) {
+    const std::vector<std::string> texts = entry.now();
+    nlohmann::json& value = all[config_key(entry.names.front())];
+    if (entry.kind == ConfigKind::texts) {
+      value = texts;
+    } else if (!texts.empty()) {
+      const bool plain = entry.kind == ConfigKind::number || entry.kind == ConfigKind::boolean;
+      value = plain ? nlohmann::json::parse(texts[0]) : nlohmann::json(texts[0]);
+    } else {
+      all.erase(config_key(entry.names.front()));
+    }
+  }
+  for (const char* of_one_start : {"config", "dry_run", "resume_from_checkpoint"}) {
+    all.erase(of_one_start);
+  }
+  return all.dump(2) + "\n";
+}
+
 } // namespace hasten::detail

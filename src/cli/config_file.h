@@ -47,6 +47,8 @@ struct ConfigEntry {
   std::function<bool(const std::string&)> read{};
   /// "Expected …".
   std::function<std::string()> expected{};
+  /// The value as the command line says it. None: it cannot say it.
+  std::function<std::vector<std::string>()> now{};
 };
 
 } // namespace hasten::detail

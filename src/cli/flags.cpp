@@ -93,14 +93,17 @@ void FlagTable::values(const std::string& names, std::vector<std::string>& field
     field.push_back(text);
     return true;
   };
-  config_entries_.push_back({split(names), ConfigKind::texts, false, read, {}});
+  config_entries_.push_back(
+      {split(names), ConfigKind::texts, false, read, {}, [&field] { return field; }});
 }
 
 void FlagTable::flag(const std::string& names, bool& field, const std::string& help) {
   note_names(names);
   last_ = app_.add_flag(names, field, help)->group(group_);
   const auto read = [&field](const std::string& text) { return read_flag(text, field); };
-  config_entries_.push_back({split(names), ConfigKind::boolean, false, read, {}});
+  config_entries_.push_back({split(names), ConfigKind::boolean, false, read, {}, [&field] {
+                               return std::vector{flag_text(field)};
+                             }});
 }
 
 void FlagTable::required() { required_.push_back(last_); }

@@ -181,7 +181,10 @@ class FlagTable {
         });
     option->default_str(flag_text(field));
     config_entries_.push_back(
-        {split(names), config_kind(field), is_optional(field), read, expected});
+        {split(names), config_kind(field), is_optional(field), read, expected, [&field] {
+           const std::string text = flag_text(field);
+           return text.empty() ? std::vector<std::string>{} : std::vector{text};
+         }});
   }
   /// A flag that may be given several times.
   void values(const std::string& names, std::vector<std::string>& field, const std::string& unit,
@@ -204,6 +207,8 @@ class FlagTable {
   /// Throws InputError: a file that is no JSON object; a key that is no flag (the
   ///   nearest is offered); a value of another type, by its path and what is expected.
   void read_config(const std::vector<std::string>& arguments);
+  /// All values of now, as a file that read_config() reads.
+  std::string config() const;
 
   /// Reads the arguments of a command that takes flags only. Throws HelpAsked where
   /// --help is among them.

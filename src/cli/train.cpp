@@ -267,6 +267,18 @@ BannerLines banner_facts(const TrainCommand& command, const TrainInputs& in) {
   return lines;
 }
 
+/// The model's files, and the command line that made them.
+ModelFiles run_files(const TrainCommand& command, BertForSequenceClassification model,
+                     const WordPieceTokenizer& tokenizer) {
+  ModelFiles files = classifier_files(std::move(model), tokenizer);
+  files.save = [save = std::move(files.save),
+                config = command.run_config](const std::filesystem::path& folder) {
+    save(folder);
+    write_file_atomically(folder / "run_config.json", config);
+  };
+  return files;
+}
+
 } // namespace detail
 
 int run_command(const TrainCommand& command) {
@@ -283,7 +295,7 @@ int run_command(const TrainCommand& command) {
         .bert = in->bert,
         .loss = head_loss(in->bert.model, in->head),
         .metrics = head_metrics(in->head, in->bert.config.num_labels()),
-        .files = classifier_files(in->bert.model, data.tokenizer),
+        .files = run_files(command, in->bert.model, data.tokenizer),
         .max_length = in->max_length,
         .learns = command.train_file.empty() ? "synthetic reviews" : command.train_file,
         .hint = " Try: hasten predict --model " + command.arguments.output_dir + " \"some text\"",

@@ -62,7 +62,7 @@ void declare_run(FlagTable& flags, TrainCommand& command) {
               "secret that lets processes on several hosts into this run; mode 0600");
   flags.value("--config", command.config, "FILE",
               "JSON object of flags by name (learning_rate), which those written here "
-              "override; a run's training_args.json is one");
+              "override; a run's run_config.json is one");
   flags.flag("--dry-run", command.dry_run, "print what would be done, and train nothing");
   flags.value("--output-dir", arguments.output_dir, "FOLDER",
               "receives the model, checkpoint-N folders, metrics.jsonl and records");
@@ -339,6 +339,7 @@ Command parse_train(std::vector<std::string> arguments) {
                        "--eval-file FILE or --eval-split SHARE");
     }
   }
+  command.run_config = flags.config();
   return command;
 }
 

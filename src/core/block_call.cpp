@@ -96,11 +96,11 @@ RecomputeNotice::~RecomputeNotice() {
   }
 }
 
-void throw_tensor_count(const BlockChain& chain, std::string_view what, size_t got,
+void throw_tensor_count(const torch::nn::Module& block, std::string_view what, size_t got,
                         size_t expected) {
   throw InputError("core::call_block",
-                   "an interceptor of block " + chain.block->name() + " passed on " +
-                       std::string(what) + "=" + std::to_string(got) + " tensors",
+                   "an interceptor of block " + block.name() + " passed on " + std::string(what) +
+                       "=" + std::to_string(got) + " tensors",
                    std::to_string(expected) + ", as many as the call has",
                    "return one tensor for each, and call forward at least once where the "
                    "result is not plain tensors");

@@ -118,4 +118,16 @@ TEST(PlannedRegions, APassThatIsLeftOffIsForgotten) {
   gradient_checkpointing_disable(model);
 }
 
+TEST(PlannedRegions, APassThatIsLeftOffIsFreed) {
+  std::weak_ptr<torch::nn::Module> block;
+  {
+    Straight model(4);
+    gradient_checkpointing_enable(model, {.plan = plan_of(*model, {{0, 4}})});
+    call_block(model->blocks[0], torch::randn({4, 8})).sum().backward();
+    block = model->blocks[0].ptr();
+    gradient_checkpointing_disable(model);
+  }
+  EXPECT_TRUE(block.expired());
+}
+
 } // namespace hasten::checkpoint_test

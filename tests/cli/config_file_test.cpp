@@ -93,6 +93,22 @@ TEST(ConfigFile, TrainingArgumentsOfAnEarlierRunCanBeGivenBack) {
   EXPECT_EQ(file.read(saved, other).arguments.effective_precision(), Precision::fp16);
 }
 
+TEST(ConfigFile, ARunsOwnFileSetsAllThatItsCommandLineSet) {
+  const ConfigFile file;
+  const TrainCommand first = file.read(
+      "{" + kNeeded + "}", {"--eval-split", "0.25", "--filter", "a=b", "--filter", "c=d", "--bf16",
+                            "--gradient-checkpointing", "every:2", "--data-seed", "3",
+                            "--learning-rate", "3e-5", "--nproc", "2", "--delimiter", "tab"});
+  const TrainCommand again = file.read(first.run_config, {"--output-dir", "again"});
+  EXPECT_EQ(again.arguments.output_dir, "again");
+  EXPECT_EQ(file.read(again.run_config, {"--output-dir", "out"}).run_config, first.run_config);
+  EXPECT_EQ(again.table.filters, (std::vector<std::string>{"a=b", "c=d"}));
+  EXPECT_EQ(again.table.delimiter, '\t');
+  EXPECT_EQ(again.arguments.learning_rate, 3e-5);
+  EXPECT_EQ(again.arguments.data_seed, 3);
+  EXPECT_EQ(again.nproc, 2);
+}
+
 TEST(ConfigFile, WhatIsWrongIsNamedByPathAndWhatIsExpected) {
   const ConfigFile file;
   const struct {

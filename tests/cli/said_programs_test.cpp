@@ -40,6 +40,18 @@ void put_nan(const std::filesystem::path& file, const std::string& tensor) {
   write_file_atomically(file, bytes);
 }
 
+TEST(SaidPrograms, ARunsOwnConfigurationRepeatsIt) {
+  const TemporaryFolder folder;
+  const ProgramRun first = run_reviews(folder, {"--seed", "7", "--learning-rate", "1e-3"});
+  ASSERT_EQ(first.code, 0) << first.error;
+  const ProgramRun again =
+      run_program({"hasten", "train", "--config", folder / "out" / "run_config.json",
+                   "--output-dir", folder / "again"});
+  ASSERT_EQ(again.code, 0) << again.error;
+  EXPECT_EQ(read_file(folder / "again" / "model.safetensors"),
+            read_file(folder / "out" / "model.safetensors"));
+}
+
 TEST(SaidPrograms, AModelOfNansIsAnErrorThatNamesRowAndWeight) {
   const TemporaryFolder folder;
   const ProgramRun trained = run_reviews(folder, {"--max-steps", "1", "--save-strategy", "no"});

@@ -34,6 +34,7 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <string>
@@ -183,8 +184,9 @@ class LocalSGD {
   LocalSGDReport report() const;
 
  private:
-  struct Impl;
+  class Impl;
   std::unique_ptr<Impl> impl_;
+  int exceptions_at_entry_ = std::uncaught_exceptions();
 };
 
 } // namespace hasten

@@ -118,8 +118,8 @@ class RecomputeNotice {
   std::shared_ptr<const BlockChain> chain_;
   size_t told_ = 0; // links that know
 };
-[[noreturn]] void throw_tensor_count(const BlockChain& chain, std::string_view what, size_t got,
-                                     size_t expected);
+[[noreturn]] void throw_tensor_count(const torch::nn::Module& block, std::string_view what,
+                                     size_t got, size_t expected);
 
 // Walks every tensor inside a value; TensorTaker moves them out, TensorPutter in.
 // Members of other kinds are left alone.
@@ -213,10 +213,11 @@ Result call_intercepted(Block& block, std::shared_ptr<const BlockChain> chain, A
   const size_t input_count = inputs.tensors.size();
   auto result = std::make_shared<ResultShape<Result>>();
 
-  Forward block_forward = [&block, chain, bound, result,
+  // It owns the block, but not the chain: an interceptor may keep a Forward.
+  Forward block_forward = [&block, owner = chain->block, bound, result,
                            input_count](std::vector<at::Tensor> tensors) {
     if (tensors.size() != input_count) {
-      throw_tensor_count(*chain, "inputs", tensors.size(), input_count);
+      throw_tensor_count(*owner, "inputs", tensors.size(), input_count);
     }
     Bound values = *bound;
     TensorPutter put(std::move(tensors));
@@ -232,7 +233,6 @@ Result call_intercepted(Block& block, std::shared_ptr<const BlockChain> chain, A
     return std::move(outputs.tensors);
   };
 
-  // `block` stays alive as long as any copy of the Forward: the chain owns it.
   std::vector<at::Tensor> outputs =
       run_block_chain(chain, std::move(inputs.tensors), std::move(block_forward));
   result->wanted = false;
@@ -241,7 +241,7 @@ Result call_intercepted(Block& block, std::shared_ptr<const BlockChain> chain, A
     if constexpr (std::is_default_constructible_v<Result>) {
       result->shape.emplace();
     } else {
-      throw_tensor_count(*chain, "outputs without the block", 0, 0);
+      throw_tensor_count(*chain->block, "outputs without the block", 0, 0);
     }
   }
   Result value = std::move(*result->shape);
@@ -250,7 +250,7 @@ Result call_intercepted(Block& block, std::shared_ptr<const BlockChain> chain, A
   TensorPutter put(std::move(outputs));
   put(value);
   if (put.used != output_count) {
-    throw_tensor_count(*chain, "outputs", output_count, put.used);
+    throw_tensor_count(*chain->block, "outputs", output_count, put.used);
   }
   return value;
 }

@@ -7,6 +7,8 @@
 //                            Also a model folder: model, trainer_state.json,
 //                            training_args.json, hasten_state.json beside the
 //                            files of hasten/accelerator/state.h
+//     run_config.json        (hasten train) the run's command line: hasten train
+//                            --config of it repeats the run; in checkpoints, too
 //     …                      the final model's files, trainer_state.json,
 //                            training_args.json and hasten_state.json
 #pragma once
