@@ -225,10 +225,10 @@ std::string describe(const World& world) {
     text += ", " + std::to_string(world.local_world_size) + " on this host, " +
             (world.store_file.empty()
                  ? "master at " + world.master_addr + ":" + std::to_string(world.master_port)
-                 : "meeting by " + world.store_file);
+                 : "store file " + world.store_file);
   }
   if (!world.passed_over.empty()) {
-    text += "; " + world.passed_over + " variables are passed over";
+    text += "; " + world.passed_over + " variables are ignored";
   }
   return text;
 }

@@ -216,7 +216,7 @@ TEST(Launchers, WhoseWorldItIsCanBeSaid) {
   const ScopedEnvironment environment(launcher_variables(kSlurmTask5 + "RANK=0 WORLD_SIZE=8"));
   EXPECT_EQ(describe(world_from_environment()),
             "world of 8 ranks by Slurm, 4 on this host, master at gpu08:19567; "
-            "torchrun's variables are passed over");
+            "torchrun's variables are ignored");
 }
 
 TEST(Launchers, SlurmsShortListsAreExpanded) {

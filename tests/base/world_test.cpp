@@ -124,7 +124,7 @@ TEST(World, AFileStandsForAddressAndPort) {
     EXPECT_EQ(world.rank, 1);
     EXPECT_EQ(world.world_size, 2);
     EXPECT_EQ(world.store_file, "/shared/run 7");
-    EXPECT_NE(describe(world).find("meeting by /shared/run 7"), std::string::npos);
+    EXPECT_NE(describe(world).find("store file /shared/run 7"), std::string::npos);
   }
   // A launcher that names a port has a store there.
   const testing_support::ScopedEnvironment environment(variables("29500"));

@@ -1,7 +1,7 @@
 // The exceptions of hasten and the one form their messages have:
 //   [part::function] what: name=value. Expected …. Fix: ….
-// with "rank r/w " before it once the process is part of a world larger than one.
-// Threading: call set_error_rank() before other threads use hasten. All else: any thread.
+// "rank r/w " stands before it once the process is in a world of more than one rank.
+// Threading: call set_error_rank() before other threads use hasten; the rest from any thread.
 #pragma once
 
 #include <stdexcept>
@@ -13,34 +13,33 @@ namespace hasten {
 /// Base of hasten's exceptions. Those of LibTorch (c10::Error) pass through as they are.
 class Error : public std::runtime_error {
  public:
-  /// `where` is "part::function"; `what` names the value that is wrong;
-  /// `expected` and `fix` are sentences without their final stop, or empty.
+  /// `where` is "part::function". `what` names the wrong value. `expected` and `fix` are sentences
+  /// without the full stop at the end, or empty.
   Error(std::string_view where, std::string_view what, std::string_view expected = {},
         std::string_view fix = {});
 };
 
-/// The user's files, flags, environment or arguments are wrong. The program ends with
+/// A file, environment variable, flag or argument of the user is wrong. The program ends with
 /// exit code 2. docs/errors.md says what state each class of error leaves.
 class InputError : public Error {
  public:
   using Error::Error;
 };
 
-/// Another rank threw an InputError, and this rank repeats it. Only the first needs to be
-/// shown to the user.
+/// Another rank threw an InputError, and this rank repeats it. Show only the first to the user.
 class PeerInputError : public InputError {
  public:
   using InputError::InputError;
 };
 
-/// A peer died, is late, or does something else than this rank. Once a group has lost a
-/// peer, every later call on it throws this, too.
+/// A peer died, is late, or runs another operation than this rank. Once a group has lost a
+/// peer, every later call on it throws this error too.
 class CommunicationError : public Error {
  public:
   using Error::Error;
 };
 
-/// Training cannot go on: a loss or gradient that is not finite, for example.
+/// Training cannot continue, for example because a loss or gradient is not finite.
 class TrainingError : public Error {
  public:
   using Error::Error;
@@ -57,11 +56,11 @@ class Interrupted : public Error {
   int signal_;
 };
 
-/// Makes later messages start with "rank r/w ". Nothing for world_size 1.
+/// Later messages start with "rank r/w ". Does nothing if world_size is 1.
 void set_error_rank(int rank, int world_size);
 
-/// The candidate closest to `word`; empty where the edit distance is above 2
-/// (1 for words shorter than 4) and above a third of the length.
+/// Returns the candidate closest to `word`. Empty if its edit distance is above 2 (1 for words
+/// shorter than 4) and above a third of the word's length.
 std::string nearest_name(std::string_view word, const std::string* first, const std::string* last);
 
 } // namespace hasten

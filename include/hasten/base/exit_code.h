@@ -1,5 +1,5 @@
-// How a program ends: exceptions become one line in the log, a recorded error for the
-// launcher (recorded_error.h) and an exit code. Without LibTorch.
+// Turns exceptions into one line in the log, a recorded error for the launcher
+// (recorded_error.h) and the program's exit code. Does not use LibTorch.
 // Threading: main thread.
 #pragma once
 
@@ -15,41 +15,40 @@ inline constexpr int kExitFailed = 1;
 /// The user's flags, files or environment are wrong, or a disk is full.
 inline constexpr int kExitBadInput = 2;
 
-/// Ends this process with `code` and without a word: another rank has said why.
+/// Ends this process with `code` and without a message, because another rank prints why.
 class SilentExit : public std::exception {
  public:
   explicit SilentExit(int code) : code_(code) {}
   int code() const { return code_; }
-  const char* what() const noexcept override { return "another rank says why this one ends"; }
+  const char* what() const noexcept override { return "another rank prints why this rank ended"; }
 
  private:
   int code_;
 };
 
-/// Runs `body` and returns its exit code. An exception becomes an error line and
-///   kExitBadInput  InputError, or a full disk
-///   128 + n        Interrupted, or any other once signal n was remembered; with
-///                  several ranks without a line, since the launcher says it
-///   kExitFailed    any other std::exception
-/// What all ranks throw alike is said once: by the launcher where it is hasten's; else
-/// a TrainingError by the first rank of each host, a CommunicationError by the first of
-/// each host that is left.
+/// Runs `body` and returns its exit code. Logs an exception as an error and returns
+///   kExitBadInput  for an InputError or a full disk
+///   128 + n        for Interrupted, or for any exception after signal n was remembered. With
+///                  several ranks nothing is logged, since the launcher reports the signal
+///   kExitFailed    for any other std::exception
+/// A TrainingError or CommunicationError, which all ranks throw, is printed once. hasten's
+/// launcher prints it. Under other launchers the first rank of each host prints it; for a
+/// CommunicationError the first rank of the host that is alive.
 int exit_code_of(int local_rank, int world_size, const std::function<int()>& body);
 
 namespace detail {
 int record_main(const std::function<int()>& main);
 } // namespace detail
 
-/// Runs a program's main function as a rank of its world, as
-/// torch.distributed.elastic's record does:
+/// Runs a program's main function as a rank of its world, like torch.distributed.elastic's record:
 ///
 ///   int main(int argc, char** argv) {
 ///     return hasten::record([&] { train(argc, argv); });
 ///   }
 ///
-/// `main` returns its exit code, or nothing for kExitOk. What it throws becomes a message
-/// on stderr, the error that the launcher names, and an exit code, as in exit_code_of().
-/// Signals end the program unless it called install_interrupt_handlers() (process.h).
+/// `main` returns its exit code, or void for kExitOk. An exception becomes a message on stderr,
+/// the recorded error that the launcher reports, and an exit code as in exit_code_of().
+/// A signal ends the program unless it has called install_interrupt_handlers() (process.h).
 template <typename Main>
 int record(Main&& main) {
   if constexpr (std::is_void_v<std::invoke_result_t<Main&>>) {

@@ -1,5 +1,4 @@
-// Small whole-file operations: read, replace in one step, sync.
-// Commit of whole folders: hasten/io/commit.h.
+// Reads, replaces and syncs whole files. hasten/io/commit.h replaces whole folders.
 #pragma once
 
 #include <filesystem>
@@ -8,27 +7,27 @@
 
 namespace hasten {
 
-/// The whole file as bytes. Throws InputError naming the path and the reason.
+/// Returns the bytes of the whole file. Throws InputError that names the path and the reason.
 std::string read_file(const std::filesystem::path& path);
 
-/// Replaces `path` by `bytes`: temporary file beside it, fsync, rename, fsync of
-/// the folder. A crash leaves the old or the new file, never a mixture. The old
-/// file's permissions stay; of a symbolic link the file it leads to is replaced.
-/// Throws Error naming path and reason (a full disk), InputError where the path
-/// does not exist or may not be written; the old file stays.
+/// Replaces the content of `path` by `bytes`: writes a temporary file in the same folder, calls
+/// fsync, renames it and calls fsync on the folder. A crash leaves the old or the new file, never
+/// a mixture. Keeps the old file's permissions. If `path` is a symbolic link, replaces its target.
+/// Throws InputError if the folder does not exist or denies writing, and Error for other
+/// failures such as a full disk. Both name the path and the reason and leave the old file.
 void write_file_atomically(const std::filesystem::path& path, std::string_view bytes);
 
-/// fsync of a file or a folder. Throws Error.
+/// Calls fsync on a file or a folder. Throws Error.
 void sync_path(const std::filesystem::path& path);
 
-/// xxh3 64-bit hash as 16 hex digits.
+/// Returns the 64-bit xxh3 hash as 16 hex digits.
 std::string hash_hex(std::string_view bytes);
 
 namespace detail {
 
-/// Throws for a system call that failed with errno `error`: "path: No space left
-/// on device". A path that does not exist or may not be touched is the user's
-/// fault, an InputError; a full or failing disk is not, an Error.
+/// Throws for a system call that failed with errno `error`: "path: No space left on device".
+/// It is an InputError if the path does not exist or access is denied, else an Error (for
+/// example a full or failing disk).
 [[noreturn]] void throw_file_error(const char* where, const std::filesystem::path& path, int error);
 
 } // namespace detail

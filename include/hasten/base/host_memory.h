@@ -1,4 +1,4 @@
-// How much memory this process could still take. Local; reads small files.
+// How much memory this process can still allocate. Local. Reads small files of the system.
 #pragma once
 
 #include <cstdint>
@@ -6,15 +6,15 @@
 
 namespace hasten {
 
-/// Bytes that can be taken without swapping and without this process's control group
-/// (v1 or v2, or any above it) ending something: the least of MemAvailable and, for
-/// each group with a limit, limit - usage + pages of files that are not in use.
-/// Of the whole host: ranks share it. 0 where the system does not say.
+/// Bytes that can be allocated without swapping and without a control group's out-of-memory kill.
+/// It is the minimum of MemAvailable and, for each control group of this process with a limit (v1
+/// or v2, and the groups above it), limit - usage + inactive file pages. All ranks of the host
+/// share these bytes. Returns 0 if the system does not report them.
 int64_t available_memory_bytes();
 
 namespace detail {
 
-/// The same, of the files below `root`.
+/// Like available_memory_bytes(), but reads the files below `root`.
 int64_t memory_left_below(const std::filesystem::path& root);
 
 } // namespace detail

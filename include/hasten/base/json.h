@@ -1,6 +1,6 @@
-// JSON from outside: files, flags, variables, rows. Every such text is parsed here,
-// where nesting is bounded: nlohmann's copy, compare and dump recurse, and would
-// overrun the stack on a text that its parser copes with.
+// Parses JSON from outside: files, flags, variables, records. All such JSON is parsed here,
+// because the nesting depth must be limited: nlohmann's parser accepts any depth, but its copy,
+// compare and dump functions recurse and would overflow the stack.
 // Threading: free functions.
 #pragma once
 
@@ -12,39 +12,39 @@
 
 namespace hasten {
 
-/// Arrays and objects within each other that a text may have.
+/// Maximum nesting depth of arrays and objects.
 inline constexpr int kMaxJsonDepth = 100;
 
 struct JsonRules {
   int max_depth = kMaxJsonDepth;
-  /// Refuses a key that occurs twice in an object; else the last one counts.
+  /// Rejects a key that occurs twice in an object. By default the last one counts.
   bool unique_keys = false;
   /// Skips // and /* */ comments.
   bool comments = false;
 };
 
-/// What try_parse_json() found.
+/// Result of try_parse_json().
 struct ParsedJson {
-  nlohmann::json value{}; // null where there is a problem
-  /// Empty: none.
+  nlohmann::json value{}; // null if there is a problem
+  /// Empty if there is no problem.
   std::string problem{};
-  size_t byte = 0; // near which the problem is, from 1
+  size_t byte = 0; // position near the problem, counted from 1
 };
 
-/// Time and memory: linear in the text. Never throws but for memory.
+/// Time and memory are linear in the text. Throws only std::bad_alloc.
 ParsedJson try_parse_json(std::string_view text, JsonRules rules = {});
 
-/// The same, for callers that add nothing to the message.
-/// Throws InputError from `where`: "<source>: not JSON near byte=17 (line 2): …".
+/// Like try_parse_json(), but throws the problem. `where` and `source` are for the message:
+/// InputError "[where] <source>: not JSON near byte=17 (line 2): …".
 nlohmann::json parse_json(std::string_view where, const std::string& source, std::string_view text,
                           JsonRules rules = {});
 
-/// Reads and parses a file. Throws InputError that names it.
+/// Reads and parses a file. Throws InputError that names the file.
 nlohmann::json read_json_file(std::string_view where, const std::filesystem::path& path,
                               JsonRules rules = {});
 
-/// Throws InputError naming the first member with a text that JSON cannot hold, as
-/// file names may be. dump() would throw without a place.
+/// Throws InputError if a string in `values` is not UTF-8 (file names may not be) and names the
+/// first such member. dump() would throw without the name.
 void require_utf8(std::string_view where, const nlohmann::json& values);
 
 } // namespace hasten

@@ -1,10 +1,10 @@
-// The largest numbers that more than one part refuses to go beyond.
+// Upper limits that more than one part checks.
 // Threading: constants.
 #pragma once
 
 namespace hasten {
 
-/// Most processes of a world: of WORLD_SIZE and the like, and of --nproc.
+/// Maximum number of processes of a world (WORLD_SIZE and similar variables, --nproc).
 inline constexpr int kMaxWorldSize = 65'536;
 
 } // namespace hasten

@@ -1,6 +1,6 @@
-// One replaceable sink for everything hasten has to say. Rank 0 says info and
-// above, other ranks warnings and above; results never pass here.
-// Threading: all functions may be called from any thread; a line is never torn.
+// The log: one replaceable sink for all messages of hasten. By default rank 0 logs info and
+// above, other ranks warnings and above. Results of programs do not go through the log.
+// Threading: any thread may call any function. Lines of several threads are not mixed.
 #pragma once
 
 #include <functional>
@@ -12,22 +12,22 @@ enum class LogLevel { debug = 0, info = 1, warning = 2, error = 3, off = 4 };
 
 using LogSink = std::function<void(LogLevel, std::string_view line)>;
 
-/// Replaces the sink. The default writes one line to stderr: "[rank r/w] " on
-/// replicas, then "warning: " or "error: ", then the text; a progress bar on the
-/// terminal is removed before it. An empty function restores the default. The
-/// sink may be called from several threads at once.
+/// Replaces the sink. The default sink writes one line to stderr: "[rank r/w] " on every rank
+/// but 0, then "warning: " or "error: ", then the text. It first removes a progress bar from the
+/// terminal. An empty function restores the default. Several threads may call the sink at the
+/// same time.
 void set_log_sink(LogSink sink);
 
-/// Least level that reaches the sink on rank 0 and on all other ranks.
-/// Default: info and warning.
+/// Minimum level that reaches the sink, on rank 0 (`main`) and on the other ranks (`replica`).
+/// Defaults: info and warning.
 void set_log_levels(LogLevel main, LogLevel replica);
 
-/// Tells the log which rank it speaks for. Called when the world is known.
+/// Sets the rank that log lines name. Called when the world is known.
 void set_log_rank(int rank, int world_size);
 
 bool log_enabled(LogLevel level);
 
-/// One line, without its line break.
+/// Logs one line. `line` has no line break.
 void log(LogLevel level, std::string_view line);
 
 inline void log_info(std::string_view line) { log(LogLevel::info, line); }

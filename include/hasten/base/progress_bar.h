@@ -1,7 +1,7 @@
-// A progress bar on stderr that degrades to plain lines where stderr is no
-// terminal (one line about every tenth of the way, none more often than each
-// 5 s, and a last one). Rank 0 only: other ranks make one with `enabled = false`.
-// Threading: one thread; other threads may log meanwhile.
+// A progress bar on stderr. If stderr is not a terminal, it prints plain lines instead: about one
+// for every tenth of the work, at most one every 5 s, and a last one. Only rank 0 draws: other
+// ranks pass `enabled = false`.
+// Threading: one thread; other threads may log at the same time.
 #pragma once
 
 #include <chrono>
@@ -12,19 +12,19 @@ namespace hasten {
 
 class ProgressBar {
  public:
-  /// `total` units of work, ≥ 1; `label` stands before the bar.
+  /// `total` is the amount of work, ≥ 1. `label` stands before the bar.
   ProgressBar(std::string label, int64_t total, bool enabled);
-  /// Ends the line if it was drawn; never throws.
+  /// Ends the line if the bar was drawn. Never throws.
   ~ProgressBar();
   ProgressBar(const ProgressBar&) = delete;
   ProgressBar& operator=(const ProgressBar&) = delete;
 
-  /// Work done so far (absolute) and a short text shown after the bar.
-  /// Redraws at most 10 times a second. A steady clock and a comparison when it
-  /// does not draw.
+  /// `done` is the total work done so far. `note` is a short text that stands after the bar.
+  /// Redraws at most 10 times a second. A call that does not draw costs one read of the steady
+  /// clock and a comparison.
   void update(int64_t done, const std::string& note = {});
-  /// Removes the bar from the terminal, so that a line can be printed; the next
-  /// update draws it again. Lines of the default log sink do this by themselves.
+  /// Removes the bar from the terminal so that a line can be printed. The next update() draws it
+  /// again. The default log sink calls this itself.
   void clear();
   /// Draws the last state and ends the line. Later calls do nothing.
   void finish();

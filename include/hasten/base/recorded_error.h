@@ -1,5 +1,5 @@
-// What a rank that fails leaves for its launcher: a small JSON file, in the form
-// and at the place (TORCHELASTIC_ERROR_FILE) that torchrun reads and shows.
+// The error that a failed rank records for its launcher: a small JSON file in torchrun's form,
+// at the path that TORCHELASTIC_ERROR_FILE names.
 // Threading: free functions.
 #pragma once
 
@@ -14,36 +14,34 @@ namespace hasten {
 /// error.what() without the stack trace that LibTorch's exceptions carry.
 std::string message_of(const std::exception& error);
 
-/// Why a rank failed, as it said itself.
+/// Why a rank failed, as the rank recorded it.
 struct RecordedError {
   std::string message{};
-  /// When it was recorded.
+  /// Time of recording.
   std::chrono::system_clock::time_point time{};
-  /// True for what follows from a peer's failure (CommunicationError,
-  /// PeerInputError): never the first cause where another rank has one.
+  /// True if the error follows from another rank's failure (CommunicationError, PeerInputError).
+  /// It is then not the first cause if another rank recorded one that does not.
   bool of_a_peer = false;
-  /// True where the rank has shown it to the user already.
+  /// True if the rank has printed the message itself.
   bool shown = false;
 };
 
-/// Writes `error` to the file that TORCHELASTIC_ERROR_FILE names. Does nothing
-/// where that is not set, cannot be written, or has been written already: the
-/// first error is the one that counts. hasten-worker calls it for what ends it;
-/// a program of your own may in the last catch of its main. `shown`: the rank says it
-/// on its stderr itself.
+/// Writes `error` to the file that TORCHELASTIC_ERROR_FILE names. Does nothing if the variable
+/// is not set, the file cannot be written or the file exists: the first error counts.
+/// hasten-worker calls it for the error that ends it. Your own program may call it in the last
+/// catch of its main. `shown`: the rank prints the error itself.
 void record_error(const std::exception& error, bool shown = false) noexcept;
 
-/// Whether another rank of this host, which lives, throws the CommunicationError that
-/// this rank is about to throw, so that it need not be shown twice. Set by the
-/// communicators.
+/// Whether another live rank of this host throws the same CommunicationError as this rank, so
+/// that this rank need not print it. Communicators set it.
 void set_said_by_peer(bool said) noexcept;
 bool said_by_peer() noexcept;
 
-/// True where a launcher of hasten's reads what this process records, and says it.
+/// True if a launcher of hasten reads and prints what this process records.
 bool launcher_says_errors() noexcept;
 
-/// What record_error(), or Python's torch.distributed.elastic, wrote; nothing
-/// where there is no such file or it is not in that form. Never throws.
+/// Reads the file that record_error() or Python's torch.distributed.elastic wrote. Empty if there
+/// is no such file or it has another form. Never throws.
 std::optional<RecordedError> read_recorded_error(const std::filesystem::path& path) noexcept;
 
 } // namespace hasten

@@ -1,4 +1,4 @@
-// Text of any size, cut down for a message.
+// Shortens text for messages.
 // Threading: free functions.
 #pragma once
 
@@ -8,10 +8,9 @@
 
 namespace hasten {
 
-/// Words above 512 bytes are shortened in the middle, then the whole to `limit`: what
-/// stands between long words is kept, the name of a line behind a value of a megabyte.
-/// Characters of UTF-8 stay whole. Error does so with each part of its message, log()
-/// with each line.
+/// Cuts words of more than 512 bytes in the middle, then the whole text to `limit` bytes. So a
+/// short word after a very long one is kept, for example the name of a line after its value. Never
+/// cuts a UTF-8 character. Error calls it for each part of its message, log() for each line.
 std::string shortened(std::string_view text, size_t limit = 2048);
 
 } // namespace hasten

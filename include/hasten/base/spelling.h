@@ -1,4 +1,4 @@
-// How users spell the values of an enumeration: in flags, JSON and messages.
+// How users spell the values of an enumeration in flags, JSON and messages.
 // Threading: free functions.
 #pragma once
 
@@ -14,12 +14,12 @@
 
 namespace hasten {
 
-/// The spellings of E in the order of its values, which count from 0. Each enumeration
-/// that users spell has a specialisation: a std::array of texts.
+/// The spellings of E, in the order of its values, which count from 0. Each enumeration that users
+/// spell specialises it as a std::array of texts.
 template <typename E>
 inline constexpr std::array<const char*, 0> kSpellings{};
 
-/// Further spellings, which are read but never written: other libraries' names.
+/// Additional spellings, for example other libraries' names. They are read, never written.
 template <typename E>
 inline constexpr std::array<std::pair<const char*, E>, 0> kOtherSpellings{};
 
@@ -28,7 +28,7 @@ std::string spelling(E value) {
   return kSpellings<E>.at(static_cast<size_t>(value));
 }
 
-/// All values by their spelling.
+/// All values, by spelling.
 template <typename E>
 std::map<std::string, E> spellings() {
   std::map<std::string, E> all;
@@ -38,7 +38,7 @@ std::map<std::string, E> spellings() {
   return all;
 }
 
-/// The value that `text` spells; none where it spells none.
+/// The value that `text` spells; empty if there is none.
 template <typename E>
 std::optional<E> spelled(const std::string& text) {
   auto all = spellings<E>();
@@ -56,7 +56,7 @@ std::vector<std::string> spelling_names() {
   return names;
 }
 
-/// "one of a, b, c": what is expected.
+/// "one of a, b, c", for the "Expected" of an error.
 template <typename E>
 std::string any_spelling() {
   return "one of " + joined(spelling_names<E>());

@@ -1,8 +1,7 @@
-// The key-value store in which the ranks of a world meet: served by one thread, for as
-// long as the object lives. Who may use it, and how, says store_channel.h; the client is
-// comm's SocketStore.
-// A client that does not read is not read from; what it may make the server keep is a
-// request and an answer, of at most StoreChannel::kMaxFrame each.
+// The key-value store in which the ranks of a world meet. One thread serves it while the object
+// lives. store_channel.h has the protocol and the access check. The client is comm's SocketStore.
+// The server does not read from a client that does not read its answers. So one client can make
+// it keep at most one request and one answer of StoreChannel::kMaxFrame bytes each.
 #pragma once
 
 #include <memory>
@@ -13,30 +12,30 @@
 namespace hasten::detail {
 
 struct StoreLimits {
-  /// Connections of this user, root and whoever knows the secret.
+  /// Maximum number of admitted connections: of this user and root, or with the secret.
   size_t connections = 65'536;
-  /// Connections that have not proved yet that they know it; one more ends the oldest.
+  /// Maximum number of connections that have not proved the secret. One more ends the oldest.
   size_t strangers = 256;
-  /// What a connection may take to prove it.
+  /// Time in which a connection must prove the secret.
   std::chrono::milliseconds proof{10'000};
-  /// Keys and values together. Bytes.
+  /// Maximum size of keys and values together. Bytes.
   size_t bytes = size_t{1} << 30;
 };
 
-/// Lets this process open `wanted` descriptors, or as many as it may.
+/// Raises this process's limit of open descriptors to `wanted`, as far as the system allows.
 void raise_descriptor_limit(size_t wanted);
 
 class StoreServer {
  public:
-  /// Listens at `address` and serves from now on. An empty host is every interface,
-  /// port 0 one that the system chooses. Raises this process's limit of descriptors to
-  /// what it may be. Throws InputError where the address cannot be listened at.
+  /// Listens at `address` and starts serving. An empty host means every interface. With port 0
+  /// the system chooses the port. Raises this process's limit of open descriptors. Throws
+  /// InputError if it cannot listen at the address.
   explicit StoreServer(StoreAddress address, StoreLimits limits = {});
   ~StoreServer();
   StoreServer(const StoreServer&) = delete;
   StoreServer& operator=(const StoreServer&) = delete;
 
-  /// Where this process reaches it.
+  /// The address at which this process reaches the server.
   const StoreAddress& address() const { return address_; }
 
  private:

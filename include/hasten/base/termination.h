@@ -1,11 +1,11 @@
-// For who answers SIGTERM when what is under way is complete, as a Trainer that saves.
-// Threading: any.
+// Lets a caller complete its work before it handles SIGTERM, such as a Trainer that saves.
+// Threading: any thread.
 #pragma once
 
 namespace hasten {
 
-/// While one lives, throw_if_interrupted() (hasten/base/process.h), and so whatever
-/// waits, passes over SIGTERM. SIGINT counts as ever, interrupt_signal() tells both.
+/// While an object of this class lives, throw_if_interrupted() (hasten/base/process.h), and so
+/// every call that waits, ignores SIGTERM. SIGINT still throws. interrupt_signal() returns both.
 class TerminationDeferral {
  public:
   TerminationDeferral();

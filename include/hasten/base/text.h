@@ -8,24 +8,24 @@
 
 namespace hasten {
 
-/// "a, b, c".
+/// "a, b, c": joins `parts`.
 std::string joined(const std::vector<std::string>& parts, std::string_view between = ", ");
-/// The parts between separators, empty ones too; one part of a text without any.
+/// The parts between separators, including empty ones. A text without separator is one part.
 std::vector<std::string> split(std::string_view text, std::string_view separator = ",");
 
-/// "write NAME" with the name nearest to `word` (nearest_name); `otherwise` where none is
-/// near. For the "Fix" of an error.
+/// "write NAME" with the name nearest to `word` (nearest_name), or `otherwise` if none is near.
+/// For the "Fix" of an error.
 std::string write_nearest(std::string_view word, const std::vector<std::string>& names,
                           const std::string& otherwise = {});
 
-/// "%.*f": so many digits behind the point.
+/// "%.*f": `digits` digits after the decimal point.
 std::string format_fixed(double value, int digits);
-/// "%.*g": so many digits in all, fewer where they say the same.
+/// "%.*g": `digits` significant digits, without trailing zeros.
 std::string format_digits(double value, int digits = 6);
-/// The shortest decimal that reads back as the same number.
+/// The shortest decimal number that is read back as the same double.
 std::string format_exact(double value);
 
-/// "1:02:03" or "02:03" from seconds; "--:--" where it is not finite.
+/// "1:02:03" or "02:03" from seconds; "--:--" if they are not finite.
 std::string format_duration(double seconds);
 /// "33,530".
 std::string format_count(int64_t value);

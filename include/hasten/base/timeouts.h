@@ -1,4 +1,4 @@
-// How long ranks wait for each other where nothing else is said. Threading: free functions.
+// Default time limits for waiting for other ranks. Threading: free functions.
 #pragma once
 
 #include <chrono>
@@ -7,11 +7,11 @@
 
 namespace hasten {
 
-/// Longest wait for a rank that lives but is late: HASTEN_DDP_TIMEOUT seconds, else 600 s
-/// (torch and transformers: 1800 s). Throws InputError as check_timeout.
+/// Maximum wait for a rank that is alive but late: HASTEN_DDP_TIMEOUT seconds, else 600 s (torch
+/// and transformers: 1800 s). Throws InputError like check_timeout.
 std::chrono::milliseconds default_ddp_timeout();
-/// Longest until a rank that died, froze or cannot be reached is named:
-/// HASTEN_HEARTBEAT_TIMEOUT seconds, else 5 s. Throws InputError as check_timeout.
+/// Maximum time until a rank that died, froze or cannot be reached is reported:
+/// HASTEN_HEARTBEAT_TIMEOUT seconds, else 5 s. Throws InputError like check_timeout.
 std::chrono::milliseconds default_heartbeat_timeout();
 
 /// Throws InputError "[where] name=seconds …" unless `seconds` is 0.1 to 1e7 (115 days).

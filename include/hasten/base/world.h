@@ -1,6 +1,5 @@
-// The world a process is part of, read from the variables that its launcher set
-// (torchrun, hasten launch, Open MPI, MPICH and Intel MPI, Slurm) or, where there
-// are none, alone.
+// The world that a process belongs to. It is read from the variables of the launcher (torchrun,
+// hasten launch, Open MPI, MPICH and Intel MPI, Slurm). Without them the process is alone.
 #pragma once
 
 #include <filesystem>
@@ -9,44 +8,44 @@
 
 namespace hasten {
 
-/// Who this process is among its peers.
+/// Rank and world size of this process, and where the ranks meet.
 struct World {
-  /// 0 … world_size - 1, unique over all hosts.
+  /// 0 … world_size - 1, unique among all hosts.
   int rank = 0;
-  /// Processes altogether, ≥ 1.
+  /// Number of processes, ≥ 1.
   int world_size = 1;
   /// 0 … local_world_size - 1, unique on this host.
   int local_rank = 0;
-  /// Processes on this host, ≥ 1.
+  /// Number of processes on this host, ≥ 1.
   int local_world_size = 1;
-  /// Where rank 0's store listens.
+  /// Host on which rank 0's store listens.
   std::string master_addr = "127.0.0.1";
-  /// TCP port of the store, 1 … 65535; 0 in a world of one. On one host the name of its
-  /// Unix socket follows from it, and nobody listens at the port.
+  /// TCP port of the store, 1 … 65535; 0 in a world of one. If all ranks are on one host, the port
+  /// only determines the name of a Unix socket, and nothing listens at the port.
   int master_port = 0;
-  /// True where the launcher's own agent already serves a store on master_port
-  /// (TORCHELASTIC_USE_AGENT_STORE): then rank 0 is a client too.
+  /// True if the launcher's agent serves a store at master_port (TORCHELASTIC_USE_AGENT_STORE).
+  /// Rank 0 is then a client, too.
   bool agent_store = false;
-  /// A file that every rank sees and that nobody else uses: rank 0 chooses a port by
-  /// itself and writes into it where it listens, and master_addr and master_port are
-  /// not looked at. It is removed once all have met; one that a killed run left
-  /// behind does no harm. Empty: the address and port above.
+  /// A file that every rank can access and no other run uses. Rank 0 chooses a port and writes
+  /// its address into the file; master_addr and master_port are ignored. The file is removed
+  /// once all ranks have met. A file that a killed run left does no harm. Empty: use
+  /// master_addr and master_port.
   std::string store_file{};
-  /// Cores the launcher gave this rank for itself (SLURM_CPUS_PER_TASK); 0 where
-  /// the ranks of a host share what they may use.
+  /// Cores that the launcher reserved for this rank (SLURM_CPUS_PER_TASK). 0 if the ranks of
+  /// a host share the cores.
   int cpus_per_task = 0;
-  /// Whose variables this was read from: "torchrun" (hasten launch and Kubeflow
-  /// set the same), "Open MPI", "PMI", "Slurm", or "alone".
+  /// The launcher whose variables were used: "torchrun" (hasten launch and Kubeflow set the
+  /// same), "Open MPI", "PMI", "Slurm", or "alone".
   std::string source = "alone";
-  /// Other launchers' variables that were there too and were not used:
-  /// "Slurm's"; empty where there were none.
+  /// Other launchers whose variables were set but not used, for example "Slurm's". Empty if
+  /// there were none.
   std::string passed_over{};
 
   bool is_main() const { return rank == 0; }
 };
 
-/// Reads who this process is. The first family of variables that is complete is
-/// used alone; the others are passed over, whatever they say:
+/// Reads the world from the environment. Uses the first launcher of this list whose variables are
+/// all set, and ignores the others:
 ///
 ///   torchrun  RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; LOCAL_RANK and
 ///             LOCAL_WORLD_SIZE come together or default to 0 and 1 (Kubeflow)
@@ -54,62 +53,59 @@ struct World {
 ///   PMI       PMI_RANK, PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS (MPICH and
 ///             Intel MPI)
 ///   Slurm     SLURM_STEP_NUM_TASKS, _STEP_NODELIST, _STEP_TASKS_PER_NODE, _PROCID,
-///             _LOCALID, _NODEID, _JOB_ID: what srun sets in a step
+///             _LOCALID, _NODEID, _JOB_ID: srun sets them in a step
 ///   PMI       PMI_RANK, PMI_SIZE, PMI_LOCAL_RANK, PMI_LOCAL_SIZE
 ///
-/// mpirun comes before Slurm since inside a job it starts its own helpers by srun,
-/// whose step its ranks see. Without SLURM_STEP_NUM_TASKS Slurm says nothing:
-/// sbatch and salloc set SLURM_NTASKS for what is not started yet. Nor does it in
-/// the terminal of srun --pty with several tasks, where a shell is one of them.
+/// mpirun comes before Slurm because in a job it starts helpers by srun, and its ranks see the
+/// helpers' step. Slurm is not used without SLURM_STEP_NUM_TASKS: sbatch and salloc set
+/// SLURM_NTASKS before anything is started. It is also not used in the terminal of srun --pty
+/// with several tasks, where a shell is one of the tasks.
 ///
-/// Where the store is: torchrun says it. Ranks of one host meet on 127.0.0.1. In
-/// Slurm's step the first host of its node list is the master. MASTER_ADDR, where
-/// it is set, says another one, and must be set for mpirun over several hosts;
-/// MASTER_PORT says another port than the one that follows from the job. Where
-/// MASTER_PORT is not set, HASTEN_STORE_FILE names World::store_file, and neither
-/// address nor port is needed: RANK and WORLD_SIZE with it are a whole world.
+/// Address of the store: torchrun sets it. Ranks of one host meet at 127.0.0.1. In a Slurm step
+/// the first host of the node list is the master. MASTER_ADDR overrides these; mpirun on several
+/// hosts needs it. MASTER_PORT overrides the port that is derived from the job. If MASTER_PORT is
+/// not set, HASTEN_STORE_FILE sets World::store_file, and address and port are not needed: RANK,
+/// WORLD_SIZE and this file are complete.
 ///
-/// An empty variable counts as not set; with none set this is a world of one. So
-/// it is with MASTER_ADDR and MASTER_PORT alone in a job of Slurm's without a step.
-/// HASTEN_STORE_SOCKET, which hasten launch sets, is the Unix socket at which it serves
-/// the store of the world that has this MASTER_PORT; without it rank 0 does, on one host
-/// at a Unix socket too.
-/// Local. Throws InputError where variables are set and no family is complete,
-/// naming what each lacks, and where those of the family used contradict each
-/// other, naming all that do.
+/// An empty variable counts as not set. Without any of these variables, or with only MASTER_ADDR
+/// and MASTER_PORT in a Slurm job outside a step, the world has one rank.
+/// hasten launch serves the store of the world with this MASTER_PORT at the Unix socket
+/// HASTEN_STORE_SOCKET. Otherwise rank 0 serves it; on one host at a Unix socket, too.
+/// Local. Throws InputError if variables are set but no launcher's are complete (it names what is
+/// missing for each), and if the variables of the launcher that is used contradict each other (it
+/// names all that do).
 World world_from_environment();
 
-/// "world of 4 ranks by Slurm, 2 on this host, master at node1:15042; torchrun's
-/// variables are passed over". For the log.
+/// A description for the log: "world of 4 ranks by Slurm, 2 on this host, master at node1:15042;
+/// torchrun's variables are ignored".
 std::string describe(const World& world);
 
-/// Cores this process may use: the affinity mask, or less where a cgroup (v1 or
-/// v2, this one or any above it) has a quota; its fraction of a core is dropped,
-/// because a thread more than the quota is throttled. ≥ 1.
+/// Number of cores that this process may use: those of its affinity mask, or the cgroup quota (v1
+/// or v2, of its group or any group above) if that is less. The quota is rounded down, because
+/// one thread more than the quota is throttled. ≥ 1.
 int allowed_cores();
 
-/// Threads one of `local_world_size` ranks should use: OMP_NUM_THREADS if it
-/// is set (its first number, ≥ 1, else InputError), else
-/// allowed_cores() / local_world_size, ≥ 1.
+/// Number of threads for one of `local_world_size` ranks: the first number of OMP_NUM_THREADS if
+/// it is set (InputError unless ≥ 1), else allowed_cores() / local_world_size, ≥ 1.
 int threads_per_rank(int local_world_size);
-/// The same for a rank of `world`, whose cpus_per_task counts where it is set.
+/// The same for a rank of `world`. Uses cpus_per_task if it is set.
 int threads_per_rank(const World& world);
 
-/// What to warn of where `local_world_size` ranks of `threads` threads are more
-/// than the cores this process may use; empty where they are not.
+/// A warning if `local_world_size` ranks of `threads` threads are more than the cores that this
+/// process may use; else empty.
 std::string oversubscription(int local_world_size, int threads);
 
 namespace detail {
 
-/// The least cgroup quota in cores, infinity where there is none. Reads
-/// proc/self/cgroup, proc/self/mountinfo and the mounts they name below `root`.
+/// The smallest cgroup quota in cores, infinity if there is none. Reads proc/self/cgroup,
+/// proc/self/mountinfo and the mounts that they name, all below `root`.
 double cgroup_cores(const std::filesystem::path& root);
 
-/// The hosts of Slurm's short form, in order: "n[08-10,12],login" is n08, n09, n10,
-/// n12, login. Empty where `text` is not in that form, or names over 65536.
+/// The hosts of Slurm's short form, in order: "n[08-10,12],login" is n08, n09, n10, n12, login.
+/// Empty if `text` has another form or names more than 65536 hosts.
 std::vector<std::string> expand_host_list(const std::string& text);
-/// Tasks on each host of Slurm's short form: "2(x3),1" is 2, 2, 2, 1. Empty where
-/// `text` is not in that form.
+/// Number of tasks on each host, from Slurm's short form: "2(x3),1" is 2, 2, 2, 1. Empty if
+/// `text` has another form.
 std::vector<int> expand_task_counts(const std::string& text);
 
 } // namespace detail
