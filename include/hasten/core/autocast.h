@@ -4,20 +4,20 @@
 //     const hasten::Autocast autocast({.dtype = at::kBFloat16});
 //     loss = cross_entropy(model->forward(x), y);
 //   }
-//   loss.backward(); // outside: in the types of the forward
+//   loss.backward(); // outside the scope; uses the dtypes of the forward
 //
-// It is torch's own autocast (at::autocast), as torch.autocast is in Python: operators
-// convert their inputs, parameters stay fp32. What is ours:
-//   * put back when the scope ends, also by an exception; scopes nest, on and off
-//   * Fp32Ops: torch's list for the CPU leaves normalisations and softmax in 16 bits
-//   * LSTMs in fp16 run in fp32 on the CPU, where oneDNN has no fp16 ones
-// Every other operator of torch's 16-bit list runs in fp16 and bf16 on the CPU; where
-// an operator outside of it has no kernel for a 16-bit input, torch's error names it:
-// put Autocast({.enabled = false}) around it and give it x.to(at::kFloat).
-// Threading: settings are the thread's own. A new thread has none: give it
-// AutocastState::now() of the one that starts it. Backward runs in the types of the
-// forward wherever it is called, and regions of activation_checkpoint are computed
-// again with the settings of their forward. Cost: thread-local writes.
+// It is torch's own autocast (at::autocast), like torch.autocast in Python: operators convert
+// their inputs, and parameters stay fp32. hasten adds:
+//   * The scope restores the settings at its end, also after an exception. Scopes nest.
+//   * Fp32Ops: torch's list for the CPU leaves normalisations and softmax in 16 bits.
+//   * LSTMs in fp16 run in fp32 on the CPU, where oneDNN has no fp16 LSTM.
+// Every other operator of torch's 16-bit list runs in fp16 and bf16 on the CPU. If an operator
+// that is not in the list has no kernel for a 16-bit input, torch's error names it. Put
+// Autocast({.enabled = false}) around it and pass x.to(at::kFloat).
+// Threading: each thread has its own settings, and a new thread has none: pass it
+// AutocastState::now() of the thread that starts it. Backward uses the dtypes of the forward in
+// every thread. Regions of activation_checkpoint are recomputed with the settings of their
+// forward. Cost: writes to thread-local variables.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -29,44 +29,44 @@
 
 namespace hasten {
 
-/// Which operators compute in fp32 on the CPU whatever their inputs are. Losses,
+/// Which operators compute in fp32 on the CPU, whatever the dtype of their inputs. Losses,
 /// matrix decompositions and transforms always do.
 enum class Fp32Ops {
-  /// Those that do on GPUs: softmax, log_softmax, layer_norm, group_norm, rms_norm,
-  /// norms, sums, cumulated sums and products, logsumexp, exp, logarithms, powers,
-  /// reciprocals, softplus, distances. All of torch's list for CUDA but
-  /// interpolations. They give fp32, also to what comes after them.
+  /// The same operators as on GPUs: softmax, log_softmax, layer_norm, group_norm, rms_norm,
+  /// norms, sums, cumulative sums and products, logsumexp, exp, logarithms, powers,
+  /// reciprocals, softplus, distances. This is torch's list for CUDA without interpolations.
+  /// Their results are fp32.
   as_on_gpus,
-  /// torch's list for the CPU alone: those above round their results to 16 bits.
-  /// The memory and time of them is half.
+  /// Only torch's list for the CPU. The operators above then round their results to 16 bits,
+  /// and take half the memory and time.
   torch_list,
 };
 
 struct AutocastOptions {
   c10::DeviceType device = c10::DeviceType::CPU;
-  /// kBFloat16 or kHalf; empty: kBFloat16 on the CPU, kHalf elsewhere.
+  /// kBFloat16 or kHalf. Empty: kBFloat16 on the CPU, kHalf on other devices.
   std::optional<c10::ScalarType> dtype{};
-  /// False: a scope in which nothing is converted, inside one that converts.
+  /// False: nothing is converted in this scope, even inside one that converts.
   bool enabled = true;
-  /// A parameter is converted once in the outermost scope, and kept until its end:
-  /// half the bytes of each. Never step an optimizer inside a scope: the copies would
-  /// be those of the old values (the Accelerator and GradScaler drop them).
+  /// Converts each parameter once and keeps the 16-bit copy until the outermost scope ends, which
+  /// takes half the parameter's bytes. Do not step an optimizer inside a scope: the copies would
+  /// have the old values. (The Accelerator and GradScaler drop the copies.)
   bool cache_enabled = true;
-  /// For device CPU.
+  /// Only used if `device` is the CPU.
   Fp32Ops fp32_ops = Fp32Ops::as_on_gpus;
 };
 
-/// A thread's settings: a value, to be had again elsewhere or later.
+/// The autocast settings of a thread, as a value for another thread or a later time.
 class AutocastState {
  public:
-  /// Of this thread, for the CPU and for the device of the first tensor that is
-  /// elsewhere (none: CUDA).
+  /// Settings of this thread for the CPU and for the device of the first tensor that is not on
+  /// the CPU (CUDA if there is none).
   static AutocastState now(const std::vector<at::Tensor>& tensors = {});
-  /// What this thread has now, of the same devices.
+  /// This thread's present settings for the same devices.
   AutocastState again() const;
-  /// Makes them this thread's.
+  /// Sets this thread's settings to this state.
   void restore() const;
-  /// Whether it is on for any of the devices.
+  /// Whether autocast is on for any of the devices.
   bool enabled() const;
 
  private:
@@ -82,9 +82,9 @@ class AutocastState {
 
 class [[nodiscard]] Autocast {
  public:
-  /// Throws InputError for a dtype that is not one of 16 bits.
+  /// Throws InputError if the dtype is not kBFloat16 or kHalf.
   explicit Autocast(const AutocastOptions& options = {});
-  /// The settings of another thread, or of then.
+  /// Uses settings that AutocastState::now() returned in another thread or earlier.
   explicit Autocast(const AutocastState& state);
   Autocast(const Autocast&) = delete;
   Autocast& operator=(const Autocast&) = delete;
@@ -94,15 +94,16 @@ class [[nodiscard]] Autocast {
   AutocastState before_;
 };
 
-/// What this thread's autocast makes of inputs on the device; empty where it is off.
+/// The dtype to which this thread's autocast converts inputs on the device; empty if it is off.
 std::optional<c10::ScalarType> autocast_dtype(c10::DeviceType device = c10::DeviceType::CPU);
 
-/// `x` as a matrix product would take it here: of autocast's type where autocast is on
-/// for its device and it is a floating-point tensor, not of fp64; else itself.
-/// Differentiable. Saves conversions where several products read one tensor.
+/// Converts `x` as a matrix product would: to autocast's dtype if autocast is on for its device
+/// and `x` is floating-point but not fp64. Otherwise returns `x`. Differentiable. Saves
+/// conversions if several products read one tensor.
 at::Tensor autocast_cast(const at::Tensor& x);
 
-/// Forgets converted parameters, of all threads: after they were changed in a scope.
+/// Drops the converted copies of parameters of all threads. Call it after changing parameters
+/// in a scope.
 void drop_autocast_casts();
 
 } // namespace hasten

@@ -1,12 +1,12 @@
-// The one place where something may step between a model and its repeated
-// blocks: C++ modules have no forward hooks, so a model calls
+// Hooks between a model and its repeated blocks. C++ modules have no forward hooks, so a model
+// calls
 //   hidden = hasten::call_block(layer, hidden, mask);
-// which is layer->forward(hidden, mask) until something is attached to `layer`.
+// This is layer->forward(hidden, mask) unless an interceptor is attached to `layer`.
 // Cost while nothing is attached to any block: one relaxed atomic load.
-// Threading: every function may be called from any thread; an attachment made or
-// dropped during a call takes effect at the next call.
-// Lifetime: blocks are held weakly. A block that dies takes its attachments
-// along, and a later block at the same address inherits nothing.
+// Threading: any thread may call every function. Attaching or detaching during a call takes
+// effect at the next call.
+// Lifetime: blocks are held weakly. When a block is destroyed its attachments end. A later block
+// at the same address does not have them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -29,36 +29,37 @@ class Module;
 
 namespace hasten {
 
-/// The place of an interceptor in the chain, outermost first, whatever the order
-/// of attachment: sharding gathers a block's parameters before a checkpoint
-/// decides what to keep.
+/// The place of an interceptor in the chain, outermost first. It does not depend on the order of
+/// attachment: sharding must gather a block's parameters before a checkpoint decides what to
+/// keep.
 enum class BlockStage { shard = 0, checkpoint = 1 };
 
-/// What an interceptor is told about a call.
+/// Describes a call to an interceptor.
 struct BlockCall {
-  /// The block called; kept alive by whoever keeps this or the Forward.
+  /// The block that is called. This object and the Forward keep it alive.
   std::shared_ptr<torch::nn::Module> block{};
   BlockStage stage = BlockStage::shard;
 };
 
-/// The rest of the chain and, last, the block itself: tensors in, tensors out,
-/// the same numbers of them as in the call. It owns all it needs, so it may be
-/// called again, or much later (in backward), each time from given inputs.
+/// Runs the rest of the chain and then the block itself. Takes and returns the same numbers of
+/// tensors as the call. It owns all it needs, so it may be called several times or later (in
+/// backward), each time with the inputs that are passed.
 using Forward = std::function<std::vector<at::Tensor>(std::vector<at::Tensor>)>;
 
-/// Something that steps in between. May replace inputs and outputs and call
-/// `forward` any number of times. Exceptions pass through unchanged.
+/// Runs around the call of a block. It may replace inputs and outputs and may call `forward` any
+/// number of times. Exceptions pass through unchanged.
 class BlockInterceptor {
  public:
   virtual ~BlockInterceptor() = default;
-  /// `inputs` are the tensors found in the arguments, in order; undefined where
-  /// an optional is empty. Other arguments are bound inside `forward` by value.
-  /// Returns as many tensors as the block's result holds.
+  /// `inputs` are the tensors in the arguments, in order; undefined for an empty optional.
+  /// `forward` holds copies of all other arguments. Returns as many tensors as the block's
+  /// result contains.
   virtual std::vector<at::Tensor> intercept(const BlockCall& call, std::vector<at::Tensor> inputs,
                                             Forward forward) = 0;
-  /// Around a run of the block's forward in backward that does not come through
-  /// intercept(): recomputation begins inside the place of the checkpoint. For who
-  /// must have the block's parameters there. Also where the run ends early.
+  /// Called around a run of the block's forward in backward that does not go through intercept():
+  /// a recomputation starts at the checkpoint, inside of this interceptor. An interceptor that
+  /// provides the block's parameters does so here. after_recompute is also called if the run
+  /// ends early.
   virtual void before_recompute(const BlockCall&) {}
   virtual void after_recompute(const BlockCall&) noexcept {}
 };
@@ -70,7 +71,7 @@ class [[nodiscard]] BlockAttachment {
   BlockAttachment(BlockAttachment&& other) noexcept;
   BlockAttachment& operator=(BlockAttachment&& other) noexcept;
   ~BlockAttachment();
-  /// Detaches now; a second call does nothing.
+  /// Detaches the interceptor. A second call does nothing.
   void detach() noexcept;
 
  private:
@@ -80,10 +81,9 @@ class [[nodiscard]] BlockAttachment {
   uint64_t id_ = 0;
 };
 
-/// Attaches `interceptor` to this very block. Local. The interceptor must not own
-/// the block, which could then never die.
-/// Throws InputError if one is attached at that stage already or an argument is
-/// empty.
+/// Attaches `interceptor` to this block object. Local. The interceptor must not own the block,
+/// or the block is never destroyed.
+/// Throws InputError if an interceptor is attached at that stage or an argument is empty.
 BlockAttachment attach_block(const std::shared_ptr<torch::nn::Module>& block, BlockStage stage,
                              std::shared_ptr<BlockInterceptor> interceptor);
 
@@ -105,8 +105,8 @@ struct BlockChain {
 std::shared_ptr<const BlockChain> find_block_chain(const torch::nn::Module* block);
 std::vector<at::Tensor> run_block_chain(std::shared_ptr<const BlockChain> chain,
                                         std::vector<at::Tensor> inputs, Forward block_forward);
-// Tells the interceptors outside the checkpoint about a recomputation of the block,
-// while it lives.
+// While it lives, the block is being recomputed. Notifies the interceptors outside the
+// checkpoint.
 class RecomputeNotice {
  public:
   explicit RecomputeNotice(const torch::nn::Module* block);
@@ -116,13 +116,13 @@ class RecomputeNotice {
 
  private:
   std::shared_ptr<const BlockChain> chain_;
-  size_t told_ = 0; // links that know
+  size_t told_ = 0; // number of links that were notified
 };
 [[noreturn]] void throw_tensor_count(const torch::nn::Module& block, std::string_view what,
                                      size_t got, size_t expected);
 
-// Walks every tensor inside a value; TensorTaker moves them out, TensorPutter in.
-// Members of other kinds are left alone.
+// Visits every tensor inside a value. TensorTaker moves them out, TensorPutter moves them in.
+// Members of other types are left alone.
 template <typename Derived>
 struct TensorVisitor {
   Derived& self() { return static_cast<Derived&>(*this); }
@@ -180,9 +180,9 @@ struct TensorPutter : TensorVisitor<TensorPutter> {
   }
 };
 
-// What a call leaves behind for rebuilding its result: the result without its
-// tensors. Kept only until call_block returns, so that a Forward held for
-// backward keeps no output alive.
+// The result of a call without its tensors, from which the result is built again. It is kept
+// only until call_block returns, so that a Forward that is held for backward keeps no output
+// alive.
 template <typename Result>
 struct ResultShape {
   bool wanted = true;
@@ -190,7 +190,7 @@ struct ResultShape {
 };
 
 template <typename T>
-inline constexpr bool kBorrows = false; // points at what the caller owns
+inline constexpr bool kBorrows = false; // refers to memory of the caller
 template <typename T>
 inline constexpr bool kBorrows<c10::ArrayRef<T>> = true;
 template <typename T>
@@ -237,7 +237,7 @@ Result call_intercepted(Block& block, std::shared_ptr<const BlockChain> chain, A
       run_block_chain(chain, std::move(inputs.tensors), std::move(block_forward));
   result->wanted = false;
   if (!result->shape) {
-    // Nobody ran the block: only a result of plain tensors can be rebuilt.
+    // The block did not run: only a result of plain tensors can be built.
     if constexpr (std::is_default_constructible_v<Result>) {
       result->shape.emplace();
     } else {
@@ -266,17 +266,17 @@ auto& block_of(Block& block) {
 
 } // namespace detail
 
-/// block->forward(args...), through whatever is attached to the block. `block`
-/// is a ModuleHolder, a shared_ptr to a module, or a module.
-/// Tensors are found in arguments and results that are Tensor, optional<Tensor>,
-/// vector, pair or tuple of such, or a struct with, in its own namespace,
+/// Calls block->forward(args...) through the interceptors of the block. `block` is a ModuleHolder,
+/// a shared_ptr to a module, or a module.
+/// Interceptors see the tensors in arguments and results of type Tensor, optional<Tensor>, vector,
+/// pair or tuple of these, or of a struct that has, in its own namespace,
 ///   template <typename Visit>
 ///   void flatten(Visit& visit, Output& output) { visit(output.logits); … }
-/// All other arguments are copied where the call is intercepted: what forward
-/// writes into them is lost then.
+/// If the call is intercepted, all other arguments are copied: what forward writes into them is
+/// lost.
 /// Grad mode, autocast and random state are the caller's. Local.
-/// Throws what forward throws; InputError where an interceptor returns another
-/// number of tensors than the result holds.
+/// Throws what forward throws, and InputError if an interceptor returns another number of tensors
+/// than the result contains.
 template <typename Block, typename... Args>
 auto call_block(Block&& holder, Args&&... args) {
   auto& block = detail::block_of(holder);

@@ -1,28 +1,27 @@
-// A model that is larger than one rank should hold: built with its parameters' shapes
-// and without their memory, which comes when somebody asks for their values.
+// Builds a model that is larger than one rank should hold. Its parameters have shapes but no
+// memory until their values are needed.
 //
 //   auto model = hasten::deferred_init([&] { return std::make_shared<Gpt>(options); });
-//   hasten::FullyShard sharded(communicator, model, blocks); // values unit by unit
+//   hasten::FullyShard sharded(communicator, model, blocks); // makes the values unit by unit
 //   hasten::materialize(*model);                             // or all of them
 //
-// The constructor runs as ever, its operators compute, and it may look at what they
-// gave; but what is not in use loses its memory, and a log remembers how it was made:
-// operators, their arguments, the state of the random generators. So values, when they
-// come, are bit for bit those that the constructor gave without deferral, in whatever
-// order they are asked for; random numbers drawn afterwards are the same, too; tensors
-// that share memory go on sharing it.
-// Cost: initialisation twice, in the scope and when values come. Of a parameter that is
-// written several times (a layer's own initialisation, then the model's) the last time
-// alone is repeated.
+// The constructor runs as usual: its operators compute, and it may read their results. But a
+// tensor that is not in use loses its memory, and a log records how it was made: operators,
+// arguments, state of the random generators. Later values are bit for bit those without
+// deferral, in whatever order tensors are materialised. Random values drawn afterwards are the
+// same, too. Tensors that share memory still share it.
+// Cost: initialisation runs twice, in the scope and at materialisation. If a parameter is written
+// several times (by the layer's initialisation, then by the model's), only the last one runs
+// twice.
 //
-// What a deferred tensor cannot: be read or written before its values are there, which
-// throws c10::Error saying so. Shapes, dtypes, views, requires_grad, optimizers made of
-// it: all fine. A pointer into a tensor made in the scope is good until the next
-// operator; what is written through one is kept as it is, in memory.
-// Tensors from outside that parameters are copied from (a checkpoint's) are held until
-// these have their values, and must not change meanwhile.
-// Only memory of the CPU is deferred; tensors of other devices have their values.
-// Threading: the scope sees operators of its thread. Materialising: one thread a model.
+// Reading or writing a deferred tensor before it has values throws c10::Error. Shapes, dtypes,
+// views, requires_grad and building an optimizer work. A pointer into a tensor that was made in
+// the scope is valid until the next operator. What is written through it is kept in memory.
+// If parameters are copied from tensors outside the scope (of a checkpoint, for example), these
+// tensors are held until the parameters have values, and must not change before.
+// Only CPU memory is deferred. Tensors on other devices have their values.
+// Threading: the scope records operators of its own thread. One thread at a time may materialise
+// a model.
 // Design: docs/design/fully_sharded.md
 #pragma once
 
@@ -38,9 +37,9 @@
 namespace hasten {
 
 struct DeferredInitOptions {
-  /// Of tensors that keep their memory while the constructor runs, beside those of the
-  /// operator that runs: what it made last and is likely to use next. Bytes, >= 0.
-  /// Less: what is read again later is computed again.
+  /// Bytes of tensors that keep their memory while the constructor runs, in addition to those
+  /// of the running operator. These are the latest results, which are likely to be used next.
+  /// With a smaller value, tensors that are read again are computed again. >= 0.
   int64_t resident_bytes = 64 << 20;
 };
 
@@ -48,15 +47,15 @@ namespace detail {
 
 class DeferredRecorder;
 
-// While it lives operators of this thread are recorded. Inside another it is nothing.
+// While it lives, operators of this thread are recorded. Does nothing inside another scope.
 class DeferredScope {
  public:
   explicit DeferredScope(const DeferredInitOptions& options);
   DeferredScope(const DeferredScope&) = delete;
   DeferredScope& operator=(const DeferredScope&) = delete;
   ~DeferredScope();
-  // Parameters and buffers of the module let go of their memory; all else that the
-  // scope made has its values.
+  // Frees the memory of the module's parameters and buffers. All other tensors of the scope get
+  // their values.
   void finish(const torch::nn::Module* module);
 
  private:
@@ -65,11 +64,10 @@ class DeferredScope {
 
 } // namespace detail
 
-/// What `make` gives: a module, by std::shared_ptr or holder, whose parameters and
-/// buffers are deferred. What else it made, tensors that are no module's included, has
-/// its values. An exception of `make` passes through. Inside another deferred_init it
-/// is make(). Local.
-/// Throws InputError where `make` gives null, or resident_bytes < 0.
+/// Returns the result of `make`: a module (std::shared_ptr or holder) whose parameters and
+/// buffers are deferred. All other tensors that `make` created have their values. An exception
+/// of `make` passes through. Inside another deferred_init it only calls make(). Local.
+/// Throws InputError if `make` returns null, or resident_bytes < 0.
 template <typename Make>
 auto deferred_init(Make&& make, const DeferredInitOptions& options = {}) {
   detail::DeferredScope scope(options);
@@ -84,24 +82,24 @@ auto deferred_init(Make&& make, const DeferredInitOptions& options = {}) {
   return made;
 }
 
-/// Whether the tensor, or a parameter or buffer of the module, waits for its values.
+/// Whether the tensor, or any parameter or buffer of the module, is deferred.
 bool is_deferred(const at::Tensor& tensor);
-/// Whether this thread is inside deferred_init's function, where a copy is made later
-/// and keeps what it is made from: a file's mapping takes no memory until then.
+/// Whether this thread is inside the function of deferred_init. A copy is then made later and
+/// keeps its source. If the source is a mapping of a file, it takes no memory until then.
 bool in_deferred_init();
 bool is_deferred(const torch::nn::Module& module);
 
-/// Gives deferred tensors their memory and values; others stay as they are. Random
-/// generators stay where they are. Memory: theirs, and one operator's temporaries.
-/// Local. Inside the scope it does nothing: there values are at hand.
-/// Throws InputError where a tensor from outside, of which values are made, has changed
-/// since; then, and when memory runs out, all stay deferred.
+/// Gives deferred tensors memory and values; other tensors stay as they are. Does not change the
+/// state of random generators. Memory: that of the tensors and one operator's temporaries.
+/// Local. Does nothing inside the scope, where values can be read.
+/// Throws InputError if a tensor outside the scope from which values are copied has changed. Then,
+/// and when memory runs out, all tensors stay deferred.
 void materialize(const std::vector<at::Tensor>& tensors);
 void materialize(const torch::nn::Module& module);
 
 namespace detail {
 
-/// Memory without values, for who overwrites them all.
+/// Allocates memory without values, for a caller that overwrites all of it.
 void allocate_deferred(const std::vector<at::Tensor>& tensors);
 
 } // namespace detail

@@ -1,5 +1,5 @@
-// Counts what LibTorch allocates on the CPU, exactly and in every thread, and
-// asks the kernel for the process's resident memory. And limits it.
+// Counts what LibTorch allocates on the CPU, exactly and in every thread, and can limit it. Also
+// reads the process's resident memory from the kernel.
 #pragma once
 
 #include <cstdint>
@@ -8,27 +8,27 @@
 namespace hasten {
 
 struct MemoryStats {
-  /// Bytes of CPU tensors alive now; 0 while no meter is installed.
+  /// Bytes of CPU tensors alive now. 0 if no meter is installed.
   int64_t live_bytes = 0;
-  /// Most that was alive since the last reset.
+  /// Maximum of live_bytes since the last reset.
   int64_t peak_bytes = 0;
-  /// Allocations since the meter was installed.
+  /// Number of allocations since the meter was installed.
   int64_t allocations = 0;
 };
 
-/// Puts a counting allocator in place of torch's CPU allocator, for the rest of
-/// the process (tensors carry their own deleter, so those made before stay
-/// right). A second call does nothing. Costs a 64-byte header a storage and two
-/// atomic additions. Call it at start, before other threads allocate.
+/// Replaces torch's CPU allocator by one that counts, for the rest of the process. Tensors made
+/// before keep their own deleter and stay valid. A second call does nothing. Costs a header of 64
+/// bytes per storage and two atomic additions. Call it at the start, before other threads
+/// allocate.
 void install_memory_meter();
 MemoryStats memory_stats();
 void reset_peak_memory();
 
-/// While it lives, memory for CPU tensors that would bring live_bytes above `bytes`
-/// is refused by c10::OutOfMemoryError, in every thread: a limit that errors out
-/// where Linux, which promises more than it has, would end the process. Installs the
-/// meter. Scratch memory of libraries (oneDNN, BLAS) is not seen.
-/// Nested: the least of those that live holds. Made and destroyed on any thread.
+/// While an object lives, an allocation for a CPU tensor that would bring live_bytes above
+/// `bytes` throws c10::OutOfMemoryError, in every thread. Without it Linux, which promises more
+/// memory than it has, would kill the process. Installs the meter. Does not count scratch memory
+/// of libraries (oneDNN, BLAS). If several limits live, the smallest one counts. Any thread may
+/// create and destroy them.
 class MemoryLimit {
  public:
   /// Throws InputError unless bytes > 0.
@@ -41,11 +41,11 @@ class MemoryLimit {
   int64_t bytes_ = 0;
 };
 
-/// Whether an exception says that memory ran out: c10::OutOfMemoryError (a
-/// MemoryLimit, a GPU), std::bad_alloc, or torch's CPU allocator.
+/// Whether the exception reports that memory ran out: c10::OutOfMemoryError (from a MemoryLimit
+/// or a GPU), std::bad_alloc, or the error of torch's CPU allocator.
 bool is_out_of_memory(const std::exception& error);
 
-/// Most resident memory of this process so far, in bytes (VmHWM).
+/// Maximum resident memory of this process so far, in bytes (VmHWM).
 int64_t peak_resident_bytes();
 /// Resident memory now, in bytes.
 int64_t resident_bytes();

@@ -1,11 +1,11 @@
-// What a step takes, measured on tensors without memory:
+// Measures the memory of a step without allocating it:
 //
 //   const hasten::MemoryRehearsal rehearsal;
 //   Model model(options); // of any size
 //   model->forward(torch::ones({8, 128}, torch::kLong)).sum().backward();
 //   hasten::memory_stats().peak_bytes;
 //
-// Threading: of the calling thread, which backward on the CPU runs in, too.
+// Threading: affects the calling thread, in which backward on the CPU runs, too.
 #pragma once
 
 #include <memory>
@@ -17,7 +17,7 @@ namespace detail {
 struct MemoryCounters;
 class ShapeObserver;
 
-/// CPU tensors of this thread get no memory and are counted apart.
+/// CPU tensors of this thread get no memory and are counted separately.
 class WithoutMemory {
  public:
   WithoutMemory();
@@ -32,13 +32,13 @@ class WithoutMemory {
 
 } // namespace detail
 
-/// While it lives, operators on CPU tensors compute nothing in this thread: results
-/// have shapes, dtypes and no memory. memory_stats() and reset_peak_memory() of this
-/// thread count what they would take, from 0 on. Autograd, autocast and hasten's own
-/// layers do as ever. What reads a value (item) gets 0; operators in place leave values
-/// as they are. Not counted: what a kernel takes and gives back. An operator that has
-/// neither a meta kernel nor a rule in memory_rehearsal.cpp throws c10::Error. The
-/// data of a tensor of more than 16 bytes is null. Installs the memory meter.
+/// While an object lives, operators on CPU tensors of this thread compute nothing: results have
+/// shape and dtype but no memory. memory_stats() and reset_peak_memory() of this thread count what
+/// the results would take, starting at 0. Autograd, autocast and hasten's layers work as usual.
+/// Reading a value (item) returns 0. In-place operators change nothing. A kernel's temporary memory
+/// is not counted. An operator without a meta kernel and without a rule in memory_rehearsal.cpp
+/// throws c10::Error. The data pointer of a tensor of more than 16 bytes is null. Installs the
+/// memory meter.
 class [[nodiscard]] MemoryRehearsal {
  public:
   MemoryRehearsal();
@@ -51,7 +51,7 @@ class [[nodiscard]] MemoryRehearsal {
   std::unique_ptr<detail::ShapeObserver> observer_;
 };
 
-/// Whether this thread rehearses: kernels of pointers have nothing to read or write.
+/// Whether this thread rehearses. A kernel that uses pointers must then not read or write them.
 bool in_memory_rehearsal();
 
 } // namespace hasten

@@ -9,10 +9,10 @@ class Module;
 
 namespace hasten::detail {
 
-/// Parameters and buffers by name, tied ones under each of their names.
+/// Parameters and buffers by name. A tied tensor occurs under each of its names.
 NamedTensors named_model_tensors(const torch::nn::Module& module);
 
-/// The tensors whose names begin with `prefix`, without it.
+/// The tensors whose names begin with `prefix`; their names without the prefix.
 NamedTensors tensors_below(const NamedTensors& tensors, const std::string& prefix);
 
 } // namespace hasten::detail

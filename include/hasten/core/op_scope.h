@@ -1,7 +1,7 @@
-// Operators as they reach their kernels: a boxed fallback on a spare dispatch key
-// below autograd and autocast, above back ends. It is on in this thread only while
-// an OpScope lives; elsewhere it costs nothing.
-// Threading: every function speaks of the calling thread.
+// Observes operators before their kernels run: a boxed fallback on an unused dispatch key, below
+// autograd and autocast and above back ends. It is active only in a thread with a live OpScope,
+// and costs nothing elsewhere.
+// Threading: every function affects the calling thread only.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,27 +15,27 @@
 
 namespace hasten::detail {
 
-/// One operator on its way.
+/// One call of an operator.
 struct OpPassing {
   const c10::OperatorHandle& op;
   c10::DispatchKeySet below;
   torch::jit::Stack& stack;
 
   size_t arguments() const { return op.schema().arguments().size(); }
-  /// Runs the kernel: arguments on the stack become results.
+  /// Runs the kernel, which replaces the arguments on the stack by its results.
   void run() const { op.redispatchBoxed(below, &stack); }
 };
 
-/// Steps in where operators pass. Each must run `passing` once, or put its results
-/// on the stack itself.
+/// Is called for each operator. pass() must run `passing` once, or replace the arguments on the
+/// stack by results itself.
 class OpObserver {
  public:
   virtual ~OpObserver() = default;
   virtual void pass(const OpPassing& passing) = 0;
 };
 
-/// Operators of this thread go through `observer` while it lives; the observer
-/// that was there before is asleep.
+/// While an object lives, operators of this thread go to `observer`. The previous observer gets
+/// none until then.
 class OpScope {
  public:
   explicit OpScope(OpObserver* observer);
@@ -49,12 +49,12 @@ class OpScope {
 };
 OpObserver* current_op_observer();
 
-/// What does not change about an operator, looked up once.
+/// Fixed properties of an operator. They are looked up once.
 struct OpInfo {
   std::string name{}; // "aten::mm"
-  std::vector<size_t> writes{}; // arguments that it changes in place
-  bool fresh = true; // results have storages of their own
-  bool ignored = false; // detach: how often it runs differs by design
+  std::vector<size_t> writes{}; // arguments that it changes in-place
+  bool fresh = true; // results have their own storages
+  bool ignored = false; // detach: the number of its calls may differ in a recomputation
   bool random = false; // draws from a generator
   bool collective = false;
 };

@@ -1,21 +1,20 @@
-// In which type a run computes. Without LibTorch.
+// The dtype in which a run computes. Does not use LibTorch.
 #pragma once
 
 namespace hasten {
 
-/// Parameters, gradients, moments, normalisations and losses are fp32 in all of
-/// them; the others make the matrix products, and what is stored for backward, of 16
-/// bits (docs/guides/mixed-precision.md).
+/// In all of them parameters, gradients, moments, normalisations and losses are fp32. The 16-bit
+/// ones compute matrix products, and save tensors for backward, in 16 bits
+/// (docs/guides/mixed-precision.md).
 enum class Precision {
   /// Everything in fp32.
   no,
   fp32 = no,
-  /// 8 bits of exponent, 7 of fraction: the range of fp32, between two and three
-  /// decimal digits.
+  /// 8 bits of exponent, 7 of fraction: the range of fp32 with two to three decimal digits.
   bf16,
-  /// 5 bits of exponent, 10 of fraction: nothing above 65504; the loss is scaled.
+  /// 5 bits of exponent, 10 of fraction: the maximum is 65504, and the loss is scaled.
   fp16,
-  /// bf16 where every rank's machine computes it distinctly quicker than fp32, else
+  /// bf16 if it is clearly faster than fp32 on every rank's machine (kWorthwhileSpeedup), else
   /// fp32.
   automatic,
 };

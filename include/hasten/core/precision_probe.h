@@ -1,4 +1,4 @@
-// How quickly this machine computes in 16 bits, found out by trying.
+// Measures how fast this machine computes in 16 bits.
 #pragma once
 
 #include <c10/core/ScalarType.h>
@@ -9,18 +9,18 @@
 
 namespace hasten {
 
-/// Time of a linear layer's products, forward and backward, in fp32 over that in
-/// `dtype`, by this thread's at::get_num_threads() threads on the CPU: above 1 it is
-/// quicker. Takes a few runs of that layer, which is longest with fp16 where that is
-/// slow. Measured once a process, dtype and number of threads.
+/// Time of a linear layer's products, forward and backward, in fp32 divided by the time in `dtype`.
+/// Above 1, `dtype` is faster. Uses this thread's at::get_num_threads() threads on the CPU. Runs
+/// the layer a few times, which takes longest for fp16 on machines where fp16 is slow. Measures
+/// once per process, dtype and number of threads.
 double precision_speedup(c10::ScalarType dtype);
 
-/// From how much on Precision::automatic takes bf16: below it, what is gained in
-/// products is lost in conversions.
+/// The speedup from which Precision::automatic chooses bf16. Below it, conversions cost as much
+/// as the products gain.
 inline constexpr double kWorthwhileSpeedup = 1.3;
 
-/// Empty where this machine computes in this precision, else why it does not. Runs a
-/// small layer forward and backward.
+/// Empty if this machine can compute in this precision, else the reason. Runs a small layer
+/// forward and backward.
 std::string why_no_precision(Precision precision);
 
 } // namespace hasten

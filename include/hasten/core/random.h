@@ -1,5 +1,5 @@
-// Seeded random streams. Each purpose has its own stream, so that drawing more
-// from one never moves another:
+// Seeded random streams. Each purpose has its own stream, so that drawing more values from one
+// does not change another:
 //   init     (seed)               the same on every rank
 //   order    (seed, epoch)        the same on every rank
 //   dropout  (seed, data rank)    different on every rank
@@ -10,21 +10,21 @@
 
 namespace hasten {
 
-/// A 64-bit seed for the stream `name` with its coordinates: XXH64 (seed 0) of
-/// the name's bytes, a zero byte, then `seed`, `a`, `b` as little-endian 64-bit
-/// words. Same arguments, same seed, on every machine and in every version.
+/// The 64-bit seed of the stream `name` for `seed`, `a` and `b`: XXH64 (seed 0) of the bytes of
+/// the name, a zero byte, then `seed`, `a`, `b` as little-endian 64-bit words. The same on every
+/// machine and in every version.
 uint64_t stream_seed(std::string_view name, uint64_t seed, uint64_t a = 0, uint64_t b = 0);
 
-/// Seeds torch's default generators with the init stream: call before a model
-/// is built, so that all ranks start from equal weights. Not the weights that
-/// torch::manual_seed(seed) gives: those share their stream with all else.
+/// Seeds torch's default generators with the init stream. Call it before a model is built, so that
+/// all ranks start with equal weights. The weights differ from those after
+/// torch::manual_seed(seed), which uses one stream for everything.
 void set_seed(uint64_t seed);
 
 /// Seeds torch's default generators with the dropout stream of `data_rank`.
 void seed_dropout(uint64_t seed, int data_rank);
 
-/// SplitMix64 generator of the order stream, for shuffling; independent of the
-/// C++ library's distributions, whose results differ between implementations.
+/// SplitMix64 generator of the order stream, for shuffling. It does not use the C++ library's
+/// distributions, because their results differ between implementations.
 class OrderRng {
  public:
   OrderRng(uint64_t seed, uint64_t epoch);

@@ -1,6 +1,6 @@
-// What code may know about recomputation: parts that checkpoint activations run a
-// region's forward a second time in backward, to remake what backward needs.
-// Threading: every function speaks of the calling thread.
+// The interface between layers and activation checkpointing. A checkpointed region runs its
+// forward a second time in backward to compute the tensors that backward needs.
+// Threading: every function is about the calling thread.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,21 +13,20 @@
 
 namespace hasten {
 
-/// True while this thread runs a forward for the second time. A layer with a
-/// collective or a side effect in its forward asks it, or uses run_once().
+/// True while this thread recomputes a forward. A layer with a collective or a side effect in its
+/// forward checks this, or uses run_once().
 bool in_recompute();
 
-/// The tensors that `make` gives, without gradient. Inside a checkpointed region
-/// `make` runs in forward only: recomputation gets the same tensors again, bit for
-/// bit, at the cost of keeping them. For collectives, a router's decision, data
-/// read from elsewhere. Outside a region: make().
-/// Throws Error where recomputation calls it more often than forward did.
+/// Returns the tensors that `make` returns, without gradient. Inside a checkpointed region `make`
+/// runs only in forward. The results are kept, and a recomputation gets the same tensors, bit for
+/// bit. For collectives, the decision of a router, or data that is read. Outside a region it
+/// calls make(). Throws Error if the recomputation calls it more often than forward did.
 std::vector<at::Tensor> run_once(const std::function<std::vector<at::Tensor>()>& make);
 at::Tensor run_once(const std::function<at::Tensor()>& make);
 
 namespace detail {
 
-// Marks this thread as recomputing, while it lives.
+// While it lives, this thread is recomputing.
 class RecomputeFlag {
  public:
   RecomputeFlag();
@@ -36,23 +35,23 @@ class RecomputeFlag {
   ~RecomputeFlag();
 };
 
-// On this key operators are seen by who records or replays them. Torch declares it
-// for a mode of its own to come and has no kernels on it.
+// The dispatch key at which observers see operators. Torch reserves it for a mode and has no
+// kernels on it.
 constexpr auto kOpKey = c10::DispatchKey::Fake;
 
-// While it lives, operators of this thread are no part of a forward: they are
-// neither recorded nor kept from writing what existed before.
+// While it lives, operators of this thread are not part of a forward: they are not recorded, and
+// they may write tensors that existed before.
 class UnseenOps {
  private:
   c10::impl::ExcludeDispatchKeyGuard excluded_{kOpKey};
 };
 
-// What run_once() kept, in the order of its calls.
+// The results that run_once() kept, in the order of its calls.
 struct OnceStore {
   std::vector<std::vector<at::Tensor>> values{};
 };
 
-// Where a thread is in a store; regions inside a region share the outer's.
+// A thread's position in a store. Nested regions share the store of the outer one.
 struct OncePlace {
   std::shared_ptr<OnceStore> store{};
   size_t next = 0;
@@ -60,7 +59,7 @@ struct OncePlace {
 };
 OncePlace& once_place();
 
-// Puts a thread's place, and puts back the one before.
+// Sets a thread's position and restores the previous one at its end.
 class OnceScope {
  public:
   explicit OnceScope(OncePlace place);
