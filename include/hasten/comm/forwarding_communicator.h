@@ -1,6 +1,6 @@
-// A communicator that hands everything on to another one, for those that step in
-// before or after an operation.
-// Threading and lifetime: as the one behind it, which it shares.
+// A communicator that forwards every call to another one. Derived classes add code before or
+// after an operation.
+// Threading and lifetime: like the inner communicator, which it shares.
 #pragma once
 
 #include <memory>
@@ -76,11 +76,11 @@ class ForwardingCommunicator : public Communicator {
   std::optional<Survivors> shrink() override { return inner_->shrink(); }
 
  protected:
-  /// Before an operation. `tensor`: what has one shape and dtype on all ranks; undefined
-  /// where nothing has.
+  /// Called before an operation. `tensor` has the same shape and dtype on all ranks; it is
+  /// undefined for operations without such a tensor.
   virtual void entered(std::string_view operation, std::string_view name,
                        const at::Tensor& tensor) = 0;
-  /// After one that has a handle has been started. Returns what its caller gets.
+  /// Called after an operation with a handle has started. Returns the handle for the caller.
   virtual Work started(std::string_view, Work handle) { return handle; }
 
   const std::shared_ptr<Communicator> inner_;
