@@ -1,7 +1,7 @@
-// Where each parameter's gradient lies in a few flat buffers, one per dtype and
-// device. Gradients of 16-bit parameters are fp32: what is summed over batches and
-// ranks loses nothing to 16 bits. Equal on all ranks that build the same model. A slot keeps its index;
-// where it lies changes when somebody reorders the layout, which is done once.
+// The places of parameters' gradients in a few flat buffers, one per dtype and device. Gradients
+// of 16-bit parameters are fp32, so sums over batches and ranks are not rounded to 16 bits. All
+// ranks that build the same model have the same layout. The index of a slot never changes; its
+// place changes when the layout is reordered, which is done once.
 // Threading: one thread.
 // Design: docs/design/gradient_window.md
 #pragma once
@@ -17,40 +17,40 @@
 namespace hasten {
 
 struct FlatSlot {
-  /// First name under which the parameter is registered.
+  /// The name under which the parameter is registered first.
   std::string name{};
   at::Tensor parameter{};
-  /// The parameter's when the layout was made.
+  /// Sizes of the parameter when the layout was made.
   std::vector<int64_t> sizes{};
-  /// Of the gradient in the buffer: the parameter's at that time, or row-major where
-  /// those leave holes or overlap.
+  /// Strides of the gradient in the buffer: the parameter's when the layout was made, or
+  /// row-major if those leave gaps or overlap.
   std::vector<int64_t> strides{};
   at::ScalarType dtype = at::kFloat;
   /// Index into groups().
   int64_t group = 0;
-  /// First element in the group's buffer, a multiple of 64 bytes.
+  /// Index of the first element in the group's buffer; a multiple of 64 bytes.
   int64_t offset = 0;
-  /// Elements, without the padding behind them.
+  /// Number of elements, without the padding after them.
   int64_t numel = 0;
 };
 
 /// Parameters whose gradients have one dtype, on one device, share a buffer.
 struct FlatGroup {
-  /// Of the gradients: flat_gradient_dtype of the parameters'.
+  /// Dtype of the gradients: flat_gradient_dtype of the parameters' dtype.
   at::ScalarType dtype = at::kFloat;
   at::Device device = at::kCPU;
-  /// Elements of the buffer, padding included.
+  /// Number of elements of the buffer, including padding.
   int64_t numel = 0;
   /// Its slots: [first_slot, last_slot).
   int64_t first_slot = 0;
   int64_t last_slot = 0;
 };
 
-/// kFloat for kHalf and kBFloat16, else the same.
+/// kFloat for kHalf and kBFloat16, otherwise the same dtype.
 at::ScalarType flat_gradient_dtype(at::ScalarType parameter_dtype);
 
 namespace detail {
-/// Elements that a slot of `numel` takes, up to the next 64 bytes.
+/// Number of elements that a slot of `numel` elements takes, rounded up to 64 bytes.
 int64_t flat_padded(int64_t numel, at::ScalarType dtype);
 } // namespace detail
 
@@ -59,23 +59,22 @@ class FlatLayout {
   using NamedParameters = std::vector<std::pair<std::string, at::Tensor>>;
 
   FlatLayout() = default;
-  /// From parameters in the order of registration: slots are laid out in reverse
-  /// order, which is about the order in which backward completes gradients. A
-  /// tensor listed twice (tied) is one slot; one that requires no grad (frozen)
-  /// is left out.
+  /// `parameters` are in the order of registration. Slots are laid out in reverse order, which is
+  /// about the order in which backward completes gradients. A tensor that is listed twice (tied)
+  /// has one slot. A tensor that does not require grad (frozen) has none.
   explicit FlatLayout(const NamedParameters& parameters);
 
-  /// By group. [slot]
+  /// Sorted by group. [slot]
   const std::vector<FlatSlot>& slots() const { return slots_; }
-  /// Slots as they lie in the buffers, those of all groups in one sequence.
+  /// The slots in the order of their places in the buffers, as one sequence for all groups.
   /// [position]
   const std::vector<int64_t>& order() const { return order_; }
-  /// Gives every slot a new offset, by this order. Groups stay as large as they
-  /// are. Throws InputError where it is no permutation of the slots.
+  /// Gives every slot a new offset in this order. The sizes of the groups do not change. Throws
+  /// InputError if `order` is not a permutation of the slots.
   void reorder(std::vector<int64_t> order);
   /// In order of first appearance. [group]
   const std::vector<FlatGroup>& groups() const { return groups_; }
-  /// Slot of a parameter, by identity; -1 if it has none.
+  /// The slot of this tensor object; -1 if it has none.
   int64_t find(const at::Tensor& parameter) const;
 
  private:

@@ -1,8 +1,8 @@
-// Several functions on one parameter's post-accumulate hook. Torch has a single
-// slot for it per tensor, and setting it replaces what was there; whoever in
-// hasten wants to know that a gradient is final comes here.
-// Threading: add and drop hooks while no backward runs; hooks run on the thread
-// that accumulates (the one that called backward, for CPU tensors).
+// Several functions on one parameter's post-accumulate hook. Torch has one such hook per tensor,
+// and setting it replaces the previous one. Parts of hasten that must know when a gradient is
+// accumulated use this header.
+// Threading: add and drop hooks while no backward runs. Hooks run on the thread that accumulates
+// (for CPU tensors the one that called backward).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,9 +12,9 @@
 
 namespace hasten {
 
-/// Called after the gradient of `parameter` was accumulated: once per backward,
-/// also when the parameter was used twice; never by autograd::grad. What it
-/// throws comes out of backward(), the gradient being accumulated by then.
+/// Called after the gradient of `parameter` was accumulated: once per backward, even if the
+/// parameter was used twice, and never by autograd::grad. Its exceptions leave backward(); the
+/// gradient is accumulated by then.
 using GradHookFunction = std::function<void(const at::Tensor& parameter)>;
 
 /// Keeps the function registered while it lives.
@@ -25,8 +25,8 @@ class [[nodiscard]] GradHook {
   GradHook& operator=(GradHook&& other) noexcept;
   ~GradHook();
 
-  /// Takes torch's slot back where somebody else has set it since; what they set
-  /// keeps running, before ours.
+  /// Installs this hook again if other code has replaced torch's hook since. The other code's
+  /// hook still runs, before this one.
   void ensure_installed();
 
   struct List; // the functions of one parameter
@@ -38,8 +38,8 @@ class [[nodiscard]] GradHook {
   uint64_t id_ = 0;
 };
 
-/// `parameter` is a leaf that requires grad. Functions run in the order they were
-/// added. A hook that was set in torch's own slot before is kept and runs first.
+/// `parameter` is a leaf that requires grad. Functions run in the order in which they were added.
+/// A hook that was set directly in torch before still runs, before them.
 GradHook add_grad_hook(const at::Tensor& parameter, GradHookFunction function);
 
 } // namespace hasten

@@ -1,8 +1,8 @@
-// How a folder of files comes into being all at once: files are written into a
-// temporary folder beside the target, synced, listed in a manifest with sizes and
-// checksums, and appear under the target's name by one rename.
-// Threading: one FolderCommit per thread; at most one per target at a time, which
-// in a world of several ranks means: one rank saves.
+// Creates a folder of files in one step. Files are written to a temporary folder next to the
+// target and synced, and a manifest lists their sizes and checksums. One rename then gives the
+// folder the target's name.
+// Threading: one thread per FolderCommit, and one FolderCommit per target at a time: with several
+// ranks, one rank saves.
 #pragma once
 
 #include <cstdint>
@@ -13,44 +13,44 @@
 
 namespace hasten {
 
-/// What commit() does with what is at the target.
+/// What commit() does with an existing target.
 enum class CommitMode {
   /// The target must not exist, or be an empty folder.
   create,
-  /// An existing folder is exchanged for the new one and then deleted. A crash
-  /// leaves the old or the new folder under the name (or, on file systems that
-  /// cannot exchange, the old one beside it as "<target>.old-…").
+  /// Exchanges an existing folder for the new one and deletes the old one. A crash leaves the
+  /// old or the new folder under the name. (On file systems that cannot exchange folders, the old
+  /// one may be left next to it as "<target>.old-…".)
   replace,
-  /// The new files are moved into the existing folder one by one, the manifest
-  /// last; other files stay. A crash in between leaves no manifest.
+  /// Moves the new files one by one into the existing folder, the manifest last. Other files
+  /// stay. A crash in between leaves a folder without a manifest.
   merge,
 };
 
-/// A folder in the making.
+/// A folder that is being written.
 ///   FolderCommit commit(target, CommitMode::replace);
 ///   commit.write("config.json", text);
 ///   write_safetensors(commit.folder() / "model.safetensors", tensors);
 ///   commit.commit();
 class FolderCommit {
  public:
-  /// Makes "<target>.tmp-<pid>-<n>" and the folders above the target.
-  /// Throws InputError where they cannot be made, or `create` finds something.
+  /// Creates "<target>.tmp-<pid>-<n>" and the target's parent folders. Throws InputError if they
+  /// cannot be created, or if the mode is `create` and the target is not empty.
   explicit FolderCommit(std::filesystem::path target, CommitMode mode = CommitMode::create);
   /// Removes the temporary folder unless committed. Never throws.
   ~FolderCommit();
   FolderCommit(const FolderCommit&) = delete;
   FolderCommit& operator=(const FolderCommit&) = delete;
 
-  /// Where files are to be written; sub-folders are allowed.
+  /// The folder to write files to. Sub-folders are allowed.
   const std::filesystem::path& folder() const { return folder_; }
   const std::filesystem::path& target() const { return target_; }
-  /// One file at once; `name` may contain folders, which are made.
-  /// Throws Error naming the target and the reason (a full disk).
+  /// Writes one file. `name` may contain folders, which are created.
+  /// Throws Error that names the target and the reason, for example a full disk.
   void write(const std::string& name, std::string_view bytes);
-  /// Syncs every file, writes the manifest, renames. Blocks until it is on disk.
-  /// Cost: one read of every file for its checksum.
-  /// Throws Error naming the target and the reason; the target is then as it was
-  /// (`merge`: unless the failure was among the last renames).
+  /// Syncs every file, writes the manifest and renames. Blocks until all is on disk.
+  /// Cost: reads every file once for its checksum.
+  /// Throws Error that names the target and the reason. The target is then unchanged (with
+  /// `merge` unless one of the last renames failed).
   void commit();
 
  private:
@@ -63,7 +63,7 @@ class FolderCommit {
   bool committed_ = false;
 };
 
-/// Name of the manifest in a committed folder. Its content:
+/// Name of the manifest in a committed folder. Its form:
 ///   {"format": 1, "files": {"config.json": {"size": 12, "xxh3": "2d06…"}}}
 inline constexpr const char* kManifestFile = "manifest.json";
 
@@ -72,13 +72,13 @@ struct ManifestEntry {
   std::string xxh3{}; // 16 hex digits
 };
 
-/// The manifest, by path relative to the folder. Throws InputError where it is
-/// missing (a folder that was never committed) or not one of ours.
+/// Reads the manifest; the keys are paths relative to the folder. Throws InputError if it is
+/// missing (the folder was never committed) or is not a manifest of hasten.
 std::map<std::string, ManifestEntry> read_manifest(const std::filesystem::path& folder);
 
-/// Compares every listed file with its size and checksum; files that are not
-/// listed are ignored. Cost: one read of all files.
-/// Throws InputError naming the first that is missing or differs.
+/// Compares every listed file with its size and checksum. Ignores files that are not listed.
+/// Cost: reads all files once.
+/// Throws InputError that names the first file that is missing or differs.
 void verify_manifest(const std::filesystem::path& folder);
 
 } // namespace hasten

@@ -1,11 +1,11 @@
-// Reading and writing safetensors files: named tensors behind a JSON header, as
-// Hugging Face stores weights. No pickle, nothing is executed.
+// Reads and writes safetensors files: named tensors after a JSON header, the format in which
+// Hugging Face stores weights. It has no pickle, and reading executes nothing.
 //
-// The format: u64 little-endian header length; JSON object name -> {dtype, shape,
-// data_offsets: [begin, end) in the data section}, padded with spaces so that the
-// data starts at a multiple of 8; the data, row-major, without holes; optional
-// "__metadata__" of strings. A header has at most 100,000,000 bytes.
-// Threading: a reader is immutable once made and may be shared between threads.
+// The format: header length as a little-endian u64; a JSON object name -> {dtype, shape,
+// data_offsets: [begin, end) in the data section}, padded with spaces so that the data starts at
+// a multiple of 8; the data, row-major, without gaps. An optional "__metadata__" has strings. A
+// header has at most 100,000,000 bytes.
+// Threading: a reader does not change after construction. Several threads may use it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -23,7 +23,7 @@
 
 namespace hasten {
 
-/// What a file says of one tensor.
+/// The header's entry for one tensor.
 struct SafetensorsEntry {
   at::ScalarType dtype = at::kFloat;
   std::vector<int64_t> shape{}; // empty for a scalar
@@ -31,35 +31,36 @@ struct SafetensorsEntry {
   uint64_t end = 0; // one past its last byte
 };
 
-/// A safetensors file. Opening reads the header alone.
+/// A safetensors file. Opening it reads only the header.
 class SafetensorsReader {
  public:
-  /// Opens and validates. Cost: the header, not the data.
-  /// Throws InputError naming the file, and the tensor where one is to blame:
-  /// missing, truncated, no JSON, duplicate name, unknown dtype, an extent that
-  /// does not fit dtype and shape, holes, overlaps, bytes past the end.
+  /// Opens and validates the file. Cost: the header, not the data.
+  /// Throws InputError that names the file, and the tensor if there is one, if: the file is
+  /// missing or truncated; the header is not JSON; a name occurs twice; a dtype is unknown; an
+  /// extent does not match dtype and shape; extents have gaps or overlap; bytes follow the end.
   explicit SafetensorsReader(const std::filesystem::path& path);
 
   const std::filesystem::path& path() const { return path_; }
-  /// Names of the stored tensors in the order of their data.
+  /// Names of the stored tensors, in the order of their data.
   const std::vector<std::string>& names() const { return names_; }
-  /// "__metadata__"; empty where there is none.
+  /// "__metadata__"; empty if there is none.
   const std::map<std::string, std::string>& metadata() const { return metadata_; }
-  /// Whether tensor(name) would find one: a stored tensor, or the name of a tied
-  /// one that the writer left out and noted in the metadata.
+  /// Whether tensor(name) exists: as a stored tensor, or as the name of a tied tensor that the
+  /// writer recorded in the metadata.
   bool contains(std::string_view name) const;
-  /// Throws InputError offering the nearest name where there is none.
+  /// Throws InputError that suggests the nearest name if there is no such tensor.
   const SafetensorsEntry& entry(std::string_view name) const;
-  /// The tensor in memory of its own. Throws InputError naming a file that shrank
-  /// since it was opened.
+  /// Reads the tensor into its own memory. Throws InputError that names the file if it has become
+  /// shorter since it was opened.
   at::Tensor read(std::string_view name) const;
-  /// The tensor over the file's mapping: no copy, except where the file aligns it
-  /// badly for its dtype. Writing to it changes private memory, never the file. The
-  /// mapping lives as long as any tensor of it, so the reader may go first.
-  /// For files that nobody else writes, as those of a saved state: where one is
-  /// truncated the next touch is SIGBUS. Replacing it by rename is safe. Else read().
+  /// Returns the tensor over a mapping of the file. It copies only if the data is not aligned for
+  /// its dtype. Writing to the tensor changes private memory, never the file. The mapping lives as
+  /// long as its tensors, even after the reader is destroyed.
+  /// Only use it for files that no other process writes, such as those of a saved state: if such a
+  /// file is truncated, the next access is a SIGBUS. Replacing it by rename is safe. Otherwise use
+  /// read().
   at::Tensor tensor(std::string_view name) const;
-  /// All tensors, tied names included, each in memory of its own.
+  /// Reads all tensors, including tied names, into their own memory.
   /// Memory: the whole file. Tied names share one tensor.
   NamedTensors read_all() const;
 
@@ -76,21 +77,21 @@ class SafetensorsReader {
   std::map<std::string, std::string> metadata_{};
 };
 
-/// What Hugging Face's loaders ask to see in the metadata.
+/// The metadata that Hugging Face's loaders require.
 inline const std::map<std::string, std::string> kTorchMetadata = {{"format", "pt"}};
 
-/// Writes `tensors`, byte for byte what the reference library writes: by dtype
-/// (widest first), then by name. Local. Replaces `path` in one step, synced.
-/// A tensor under several names (same memory, shape and strides) is stored under
-/// the first; the others go into the metadata as name -> stored name, and
-/// SafetensorsReader gives them back.
-/// Memory: one tensor at a time, and only where it is not contiguous on a CPU.
-/// Throws InputError for a dtype or layout the format lacks, Error naming the
-/// path and the reason where writing fails; `path` is then as before.
+/// Writes `tensors` with the same bytes as the reference library: by dtype (widest first), then
+/// by name. Local. Replaces `path` in one step and syncs it.
+/// If several names share one tensor (same memory, shape and strides), it is stored under the
+/// first name. The other names go into the metadata as name -> stored name, from which
+/// SafetensorsReader restores them.
+/// Memory: one tensor at a time, and only if it is not contiguous on a CPU.
+/// Throws InputError for a dtype or layout that the format does not have, and Error that names the
+/// path and the reason if writing fails. `path` is then unchanged.
 void write_safetensors(const std::filesystem::path& path, const NamedTensors& tensors,
                        const std::map<std::string, std::string>& metadata = kTorchMetadata);
 
-/// The format's name of a dtype ("F32"); empty where it has none.
+/// The format's name of a dtype ("F32"); empty if it has none.
 std::string_view safetensors_dtype_name(at::ScalarType dtype);
 
 } // namespace hasten

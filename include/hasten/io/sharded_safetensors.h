@@ -1,7 +1,7 @@
-// Weights that lie in several safetensors files behind one index, as Hugging Face
-// stores large models: model.safetensors.index.json with
+// Reads weights that are split over several safetensors files with one index. Hugging Face stores
+// large models this way: model.safetensors.index.json has
 //   {"metadata": {...}, "weight_map": {"tensor": "model-00001-of-00002.safetensors"}}
-// Threading: as SafetensorsReader.
+// Threading: like SafetensorsReader.
 #pragma once
 
 #include <filesystem>
@@ -16,24 +16,23 @@ namespace hasten {
 
 class ShardedSafetensorsReader {
  public:
-  /// Maps every shard and compares it with the index; reads no data.
-  /// Throws InputError, naming the index and all that is wrong: no JSON, no
-  ///   "weight_map", a name in it twice, a file outside the folder; a shard that is
-  ///   missing; a tensor that its shard lacks, or that lies in a shard and is not
-  ///   mapped to it; a shard of the same numbered kind that the index does not
-  ///   name; and what SafetensorsReader throws.
+  /// Opens every file and compares it with the index. Reads no data.
+  /// Throws InputError that names the index and all problems: it is not JSON; "weight_map" is
+  ///   missing or has a name twice; a file is outside the folder or missing; a tensor is not in
+  ///   its file, or is in a file but not mapped to it; the folder has another file of the same
+  ///   numbered kind. Also throws what SafetensorsReader throws.
   explicit ShardedSafetensorsReader(const std::filesystem::path& index);
 
   const std::filesystem::path& path() const { return path_; }
-  /// The shards, by file name.
+  /// The files, by file name.
   const std::vector<SafetensorsReader>& shards() const { return shards_; }
   /// Names of all tensors, sorted.
   std::vector<std::string> names() const;
   bool contains(std::string_view name) const;
-  /// As SafetensorsReader's. Throw InputError where there is none of that name.
+  /// Like SafetensorsReader's. Throw InputError if there is no such tensor.
   const SafetensorsEntry& entry(std::string_view name) const;
   at::Tensor tensor(std::string_view name) const;
-  /// All tensors, each in memory of its own. Memory: all files.
+  /// Reads all tensors into their own memory. Memory: all files.
   NamedTensors read_all() const;
 
  private:
@@ -41,7 +40,7 @@ class ShardedSafetensorsReader {
 
   std::filesystem::path path_;
   std::vector<SafetensorsReader> shards_{};
-  std::map<std::string, size_t, std::less<>> shard_{}; // number of its shard [name]
+  std::map<std::string, size_t, std::less<>> shard_{}; // index of its file [name]
 };
 
 } // namespace hasten
