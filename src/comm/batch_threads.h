@@ -1,21 +1,21 @@
-// Gloo's threads, where there are fewer cores than threads that have work.
+// A scheduling class for Gloo's threads, for when fewer cores than busy threads exist.
 //
 // Note [Spinning]
-// The thread that reads Gloo's sockets tries the lock of a connection and, where it is
-// taken, asks epoll again at once; the threads that run operations yield in a loop until
-// the reader has let go of a buffer. Linux lets a thread that wakes up interrupt the one
-// that runs. Where the reader so interrupts a holder of the lock on its own core, it spins
-// away all of its turn for nothing, and a small reduction takes as long as a turn of the
-// scheduler. A reader that interrupts nobody waits until the holder has let go.
+// The thread that reads Gloo's sockets tries to lock a connection. If the lock is taken, it asks
+// epoll again immediately. The threads that run operations yield in a loop until the reader has
+// freed a buffer. Linux lets a thread that wakes up interrupt the running one. If the reader
+// interrupts the holder of the lock on its own core, it spins for its whole time slice, and a small
+// reduction takes as long as a time slice. A reader that interrupts no thread runs after the holder
+// has released the lock.
 #pragma once
 
 #include <sched.h>
 
 namespace hasten::detail {
 
-/// While it lives, this thread and for good those that are started meanwhile are of the
-/// class SCHED_BATCH: with the same share of the cores, but their wake-up interrupts
-/// nobody. Does nothing to a thread for which the user has chosen another class.
+/// While it lives, this thread is in the class SCHED_BATCH. Threads that are started meanwhile stay
+/// in it. They have the same share of the cores, but their wake-up interrupts no other thread. Does
+/// nothing if the user has chosen another class for this thread.
 class BatchThreads {
  public:
   BatchThreads() : chosen_(::sched_getscheduler(0) != SCHED_OTHER) { set(SCHED_BATCH); }
@@ -26,7 +26,7 @@ class BatchThreads {
  private:
   void set(int policy) {
     const sched_param parameters{};
-    if (!chosen_) { // may be refused in a sandbox: it is no worse than without then
+    if (!chosen_) { // a sandbox may refuse it; then it is as without
       ::sched_setscheduler(0, policy, &parameters);
     }
   }

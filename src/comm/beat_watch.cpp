@@ -28,7 +28,7 @@ const std::vector<int>& BeatWatch::due(bool all, Time now) {
 }
 
 void BeatWatch::merge(const std::vector<int>& ranks, std::vector<std::string> beats, Time now) {
-  // After a pause of this very process nobody's silence means anything.
+  // If this process was paused, missing heartbeats mean nothing.
   const bool slept = now - last_merge_ > 2 * interval_ + milliseconds(500);
   for (Seen& seen : seen_) {
     seen.changed = slept ? now : seen.changed;

@@ -1,5 +1,5 @@
-// What a rank reads of its peers' beats, and how long their silence is. Has no thread,
-// no store and no clock of its own.
+// Which heartbeats of the peers a rank reads, and for how long each has not changed. Has no thread,
+// store or clock.
 #pragma once
 
 #include <chrono>
@@ -10,28 +10,29 @@
 
 namespace hasten::detail {
 
-/// An exchange reads the beats of at most kNeighbours ranks, those that follow in the
-/// ring: whoever falls silent, with its whole host too, has a living rank before it. All
-/// are read where somebody asks, not more often than the store can bear.
+/// Each exchange with the store reads the heartbeats of at most kNeighbours ranks: those that
+/// follow this rank in the ring. So a rank that falls silent, even with its whole host, has a live
+/// rank before it. All heartbeats are read on request, at most once in 5 ms per rank of the world.
 class BeatWatch {
  public:
   static constexpr int kNeighbours = 63;
   using Time = CommClock::time_point;
 
-  /// `limit`: silence that is death in a small world.
+  /// `limit`: time without a heartbeat after which a rank counts as dead in a small world.
   BeatWatch(int rank, int size, std::chrono::milliseconds limit, Time now);
 
-  /// Between two beats: a 20th of the limit, at most 1,000 beats a second of all ranks.
+  /// Time between two heartbeats: a 20th of the limit, but at most 1,000 heartbeats a second from
+  /// all ranks together.
   std::chrono::milliseconds interval() const { return interval_; }
-  /// The limit, at least five intervals.
+  /// The limit, but at least five intervals.
   std::chrono::milliseconds limit() const { return limit_; }
-  /// Ranks to read now; `all`: everybody.
+  /// Ranks whose heartbeats to read now. `all`: request all ranks.
   const std::vector<int>& due(bool all, Time now);
-  /// What was read of them.
+  /// Stores the heartbeats that were read.
   void merge(const std::vector<int>& ranks, std::vector<std::string> beats, Time now);
-  /// Empty where it was not read so far.
+  /// The last heartbeat of the rank; empty if it has not been read.
   const std::string& beat(int rank) const { return of(rank).beat; }
-  /// How long the beat had been the same when it was last read.
+  /// For how long the heartbeat had not changed when it was last read.
   CommClock::duration silence(int rank) const { return of(rank).read - of(rank).changed; }
 
  private:

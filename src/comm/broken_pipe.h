@@ -1,6 +1,6 @@
-// Whoever writes to a socket whose other end has died gets SIGPIPE, which ends a
-// process that does not expect it. Gloo and the store write so, from threads of
-// theirs (Python ignores the signal in the whole process; a library may not).
+// Writing to a socket whose other end is closed raises SIGPIPE, which ends a process that does not
+// handle it. Gloo and the store do so in their threads. (Python ignores the signal in the whole
+// process; a library must not.)
 #pragma once
 
 #include <pthread.h>
@@ -10,8 +10,8 @@
 
 namespace hasten::detail {
 
-/// Blocks SIGPIPE in this thread while it lives, and for good in threads that are
-/// started meanwhile: a broken connection is an error there, and no signal.
+/// Blocks SIGPIPE in this thread while it lives, and permanently in threads that are started
+/// meanwhile. A broken connection is then an error and raises no signal.
 class NoBrokenPipeSignal {
  public:
   NoBrokenPipeSignal() {
@@ -22,7 +22,7 @@ class NoBrokenPipeSignal {
   ~NoBrokenPipeSignal() {
     if (sigismember(&before_, SIGPIPE) == 0) {
       const timespec now{};
-      ::sigtimedwait(&signal_, nullptr, &now); // one that came meanwhile
+      ::sigtimedwait(&signal_, nullptr, &now); // takes a signal that arrived meanwhile
     }
     ::pthread_sigmask(SIG_SETMASK, &before_, nullptr);
   }

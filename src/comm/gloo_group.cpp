@@ -20,8 +20,8 @@ namespace hasten::detail {
 
 using std::chrono::milliseconds;
 
-/// A Gloo operation under way. Completion comes from the future's callback, in
-/// Gloo's thread: c10d's own timed wait throws at the end of each slice.
+/// A Gloo operation that has started. The future's callback, in Gloo's thread, completes it: c10d's
+/// own timed wait throws whenever its time ends.
 struct GlooOperation final : Work::State {
   std::shared_ptr<GroupCore> core;
   std::string operation;
@@ -82,7 +82,7 @@ struct GlooOperation final : Work::State {
   }
 
  private:
-  /// Gloo keeps the timeout itself; this is for the case that it does not.
+  /// Gloo checks the timeout itself. This is for the case that it does not.
   bool overdue() const {
     const std::lock_guard<std::mutex> lock(core->mutex);
     const auto since = std::max(submitted, core->last_completion);
@@ -102,7 +102,7 @@ struct GlooOperation final : Work::State {
   }
 };
 
-/// Groups of different ranks may have one name.
+/// Groups of different ranks may have the same name.
 std::string group_key(const std::string& name, const std::vector<int>& members, int world_size) {
   std::string key = name;
   if (std::ssize(members) < world_size) {
@@ -165,7 +165,7 @@ void GroupCore::poll(const std::string& operation) {
 void GroupCore::poll_together(const std::string& operation, uint64_t sequence) {
   poll(operation);
   const CommClock::time_point now = CommClock::now();
-  // What peers do is heard of some times a second.
+  // The peers' heartbeats are read a few times a second.
   if (sequence == compared_at && now - compared < milliseconds(100)) {
     return;
   }
@@ -176,7 +176,7 @@ void GroupCore::poll_together(const std::string& operation, uint64_t sequence) {
     apart_at = sequence;
     together = now;
   }
-  // Where both exchange, what they sent is about to name it, on all ranks alike.
+  // If both ranks are in exchanges, require_equal() finds the difference on all ranks soon.
   if (!other.empty() && now - together > milliseconds(1000)) {
     fail(operation, other, kSameOperations);
   }
@@ -211,8 +211,8 @@ void GroupCore::diagnose(const std::string& operation, uint64_t sequence, const 
                          bool timed_out) {
   Liveness& liveness = link->liveness();
   const CommClock::time_point until = CommClock::now() + options.heartbeat_timeout;
-  // The rank that broke the connection need not be the one to blame: it may
-  // itself have lost a third one, or have given up, and says so soon.
+  // The rank that broke the connection need not be the cause: it may have lost a third rank, or
+  // have given up, and reports that soon.
   while (!timed_out && !liveness.failed() && CommClock::now() < until) {
     {
       const std::lock_guard<std::mutex> lock(mutex);
@@ -236,7 +236,7 @@ void GroupCore::diagnose(const std::string& operation, uint64_t sequence, const 
     fail(operation,
          std::string("timed out after ") + limit + ": " +
              liveness.describe_missing(key, members, sequence, operation),
-         "see what that rank is doing, or raise the timeout");
+         "find out what that rank is doing, or raise the timeout");
   }
   check(operation); // throws for a failed world and for a closed group
   fail(operation, "the connection to a peer broke (" + text.substr(0, text.find('\n')) + ")", "");
@@ -268,7 +268,7 @@ GlooGroup::~GlooGroup() { release(); }
 void GlooGroup::connect() {
   const std::string operation = operation_label("create", core_->options.name);
   const uint64_t sequence = core_->enter(operation);
-  raise_descriptor_limit(4 * static_cast<size_t>(world_size()) + 256); // to each rank
+  raise_descriptor_limit(4 * static_cast<size_t>(world_size()) + 256); // connections to each rank
   const auto gloo_options = c10d::ProcessGroupGloo::Options::create(core_->options.timeout);
   gloo_options->devices.push_back(core_->link->device(core_->options.interface_address));
   std::future<Gloo> future = core_->link->store().post<Gloo>(
@@ -293,7 +293,7 @@ void GlooGroup::connect() {
     core_->fail(operation,
                 "a process of another user (uid " + std::to_string(*uid) +
                     ") is connected to rank " + std::to_string(core_->link->launch_rank()),
-                "see what that user runs on this host, and start again");
+                "find out what that user runs on this host, then start again");
   }
 }
 
@@ -331,10 +331,10 @@ void GlooGroup::abort(std::string_view reason) noexcept {
     liveness.fail({link.launch_rank(),
                    "",
                    "rank " + std::to_string(link.launch_rank()) + " failed: " + std::string(reason),
-                   "see what that rank said",
+                   "read that rank's messages",
                    {link.world().rank}},
                   milliseconds(500));
-    // The store goes with rank 0: the others must have read it.
+    // The store ends with rank 0: let the others read the failure first.
     const CommClock::time_point until = CommClock::now() + milliseconds(1000);
     while (first && serves_store(core_->link->world()) && !liveness.everybody_knows() &&
            CommClock::now() < until) {

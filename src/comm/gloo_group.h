@@ -1,5 +1,4 @@
-// A group over c10d's Gloo back end. GroupCore is what outlives the
-// communicator while handles are under way.
+// A group over c10d's Gloo back end. GroupCore outlives the communicator while operations run.
 #pragma once
 
 #include <condition_variable>
@@ -27,25 +26,25 @@ struct Work::State {
 
 namespace detail {
 
-/// What to do where ranks are in different operations.
+/// The fix for ranks that are in different operations.
 inline constexpr const char* kSameOperations =
-    "let all ranks do the same operations on tensors of one shape and dtype, in one order";
+    "run the same operations in the same order, with the same shapes and dtypes, on all ranks";
 
 struct GroupCore {
-  /// `members`: ranks of the world.
+  /// `members`: the group's ranks in the world.
   GroupCore(std::shared_ptr<WorldLink> world_link, const CommunicatorOptions& group,
             std::vector<int> members);
 
   // Set at construction.
   const std::shared_ptr<WorldLink> link;
   const CommunicatorOptions options;
-  const std::vector<int> members; // [rank] their ranks in the world
-  const std::string key; // the group's name in the store and in beats
+  const std::vector<int> members; // [rank] its rank in the world
+  const std::string key; // the group's name in the store and in heartbeats
   const int rank;
   const int world_size;
   const std::shared_ptr<GroupProgress> progress;
 
-  // Under mutex.
+  // Guarded by mutex.
   std::mutex mutex;
   std::condition_variable idle; // in_flight became 0
   int in_flight = 0;
@@ -54,29 +53,27 @@ struct GroupCore {
   /// The first error, without its "[part::function]".
   std::optional<FailureCause> error;
 
-  // Of the thread that issues operations.
-  std::unordered_set<uint64_t> known; // hashes of what the group has done before
-  uint64_t compared_at = 0; // the operation whose peers were last looked at
-  CommClock::time_point compared{}; // and when
-  uint64_t apart_at = 0; // the operation in which a peer was last seen elsewhere
-  CommClock::time_point together{}; // when it was not yet
+  // Used by the thread that issues operations.
+  std::unordered_set<uint64_t> known; // hashes of the operations that the group has done
+  uint64_t compared_at = 0; // sequence number of the last comparison with the peers
+  CommClock::time_point compared{}; // time of the last comparison
+  uint64_t apart_at = 0; // sequence number at which a peer was last in another operation
+  CommClock::time_point together{}; // last time at which it was not
 
-  /// Throws where the group is closed or dead, else enters the next operation
-  /// and returns its number. `tensors`: what it is about, for messages.
+  /// Throws if the group is closed or dead. Otherwise enters the next operation and returns its
+  /// sequence number. `tensors` describes the operation's tensors in messages.
   uint64_t enter(const std::string& operation, const std::string& tensors = {});
   void check(const std::string& operation);
-  /// For waiting loops, about 20 times a second: throws once a peer is known
-  /// to be dead or the user wants to stop.
+  /// For waiting loops, about 20 times a second. Throws once a peer is known to be dead or a
+  /// signal has asked the process to stop.
   void poll(const std::string& operation);
-  /// The same where peers must be in the same operation: fails once one is known to
-  /// be in another.
+  /// Like poll(), but also fails once a peer is known to be in another operation.
   void poll_together(const std::string& operation, uint64_t sequence);
-  /// Throws the first error of the group; where there is none, makes it from
-  /// the world's cause.
+  /// Throws the group's first error. If there is none, makes it from the world's cause.
   [[noreturn]] void raise(const std::string& operation);
-  /// Reports `text` to the world as the failure, then raises it.
+  /// Reports `text` to the world as the failure, then throws it.
   [[noreturn]] void fail(const std::string& operation, std::string text, std::string fix);
-  /// An operation broke with `text`: finds out who is to blame and raises.
+  /// An operation failed with `text`: finds the rank that caused it and throws.
   [[noreturn]] void diagnose(const std::string& operation, uint64_t sequence,
                              const std::string& text, bool timed_out);
 };
@@ -86,7 +83,7 @@ class GlooGroup final : public Communicator {
   /// Collective. Empty `members`: all ranks of the world.
   GlooGroup(std::shared_ptr<WorldLink> link, CommunicatorOptions options,
             std::vector<int> members = {});
-  /// Lets go without a word to the peers.
+  /// Closes without telling the peers.
   ~GlooGroup() override;
 
   int rank() const override { return core_->rank; }
@@ -111,8 +108,7 @@ class GlooGroup final : public Communicator {
                                           const CommunicatorOptions& options) override;
   std::optional<Survivors> shrink() override;
 
-  /// Lets go of everything without communicating; bounded. For the end of the
-  /// process.
+  /// Frees everything without communicating, in bounded time. For the end of the process.
   void release() noexcept;
 
  private:
@@ -122,29 +118,29 @@ class GlooGroup final : public Communicator {
   void connect();
   /// Leaves the world it was in.
   void replace_world(std::shared_ptr<WorldLink> link);
-  /// Starts an operation entered as `sequence`; `finish` runs once, in the
-  /// first wait that sees it through.
+  /// Starts an operation that was entered as `sequence`. `finish` runs once, in the first wait
+  /// that completes it.
   Work submit(std::string operation, uint64_t sequence, const Start& start,
               std::function<void()> finish);
-  /// all_gather and all_to_all, which differ in Gloo's call.
+  /// all_gather and all_to_all. They differ only in Gloo's function.
   Work exchange_rows(std::string operation, const at::Tensor& output, const at::Tensor& input,
                      c10::intrusive_ptr<c10d::Work> (*start)(c10d::ProcessGroupGloo&,
                                                              at::Tensor& to, at::Tensor& from));
-  /// Every rank's value, [rank]. A rank's n-th exchange meets the n-th of all others;
-  /// where these are not one operation, it throws on all.
+  /// Returns every rank's value. [rank] The n-th exchange of a rank meets the n-th of all others.
+  /// If they belong to different operations, all ranks throw.
   std::vector<nlohmann::json> exchange(const std::string& operation, uint64_t sequence,
                                        const nlohmann::json& value);
-  /// Enters an operation that is about `tensors`. Where options.check_shapes says so,
-  /// throws on all ranks where a rank's operation or tensors are others.
+  /// Enters an operation on `tensors`. If options.check_shapes requires it, the ranks compare the
+  /// operation and its tensors, and all throw if they differ.
   uint64_t enter_equal(const std::string& operation, const std::string& tensors);
   void check_equal(const std::string& operation, uint64_t sequence, const std::string& tensors);
-  /// all_reduce and reduce, which differ in Gloo's call. `keep`: the result is
-  /// wanted here.
+  /// all_reduce and reduce. They differ only in Gloo's function. `keep`: this rank needs the
+  /// result.
   Work reduce_with(
       std::string operation, const at::Tensor& tensor, ReduceOp op, std::string tensors, bool keep,
       const std::function<c10::intrusive_ptr<c10d::Work>(
           c10d::ProcessGroupGloo&, std::vector<at::Tensor>& buffer, c10d::ReduceOp op)>& start);
-  /// Fails unless all ranks' texts are equal.
+  /// Fails unless the texts of all ranks are equal.
   void require_equal(const std::string& operation, const std::vector<std::string>& texts);
   bool wait_idle(CommClock::time_point until);
   void leave(bool orderly) noexcept;
@@ -154,11 +150,11 @@ class GlooGroup final : public Communicator {
   Gloo gloo_; // null once closed
 };
 
-/// Makes the world's first group, or the group of a world of one.
+/// Creates the group of a world of one.
 std::shared_ptr<Communicator> make_local_group(const CommunicatorOptions& options);
 
-/// Every Gloo group is known here until it is closed, so that none outlives
-/// main: what is left is released before static destructors run.
+/// Registers a Gloo group. At exit, before static destructors run, groups that are not closed are
+/// released, so that none outlives main.
 void register_group(const std::shared_ptr<GlooGroup>& group);
 
 } // namespace detail

@@ -16,8 +16,8 @@ namespace hasten::detail {
 
 using StoreBytes = std::vector<uint8_t>;
 
-/// Writes the own value, waits for all, reads them, and deletes them if this rank is
-/// the last to have read. In the store's thread.
+/// Writes this rank's value, waits for all values, reads them, and deletes them if this rank is the
+/// last to read. Runs in the store's thread.
 class ByteExchange {
  public:
   ByteExchange(std::string prefix, int rank, int world_size, StoreBytes value)
@@ -27,7 +27,7 @@ class ByteExchange {
     }
   }
 
-  /// Nothing while a value is missing; no value where cancelled.
+  /// nullopt while a value is missing; an empty list if cancelled.
   std::optional<std::vector<StoreBytes>> attempt(c10d::Store& store,
                                                  const std::atomic<bool>& cancelled) {
     if (!written_) {
@@ -75,7 +75,7 @@ std::vector<nlohmann::json> GlooGroup::exchange(const std::string& operation, ui
   try {
     arrived = await_future(future, CommClock::now() + core_->options.timeout,
                            [&] { core_->poll_together(operation, sequence); });
-  } catch (...) { // a failure or Ctrl-C: nobody will read the value
+  } catch (...) { // a failure or Ctrl-C: no rank will read the value
     core_->link->store().cancel();
     throw;
   }
@@ -94,7 +94,7 @@ std::vector<nlohmann::json> GlooGroup::exchange(const std::string& operation, ui
   }
   std::vector<nlohmann::json> values;
   std::vector<std::string> operations;
-  std::vector<std::string> numbered; // one name may be several operations
+  std::vector<std::string> numbered; // several operations may have one name
   for (const StoreBytes& bytes : all) {
     nlohmann::json sent = nlohmann::json::from_cbor(bytes);
     operations.push_back(sent[0]);
@@ -143,7 +143,7 @@ nlohmann::json GlooGroup::broadcast_object(const nlohmann::json& value, std::str
 
 at::Tensor GlooGroup::all_gather_rows(const at::Tensor& rows, std::string_view name) {
   check_rows(rows);
-  // How many rows, and a hash of their form: all in one small tensor, past the store.
+  // The number of rows and a hash of their form in one small tensor, without the store.
   const std::string row_text = "rows of " + rows_text(rows);
   const auto form = static_cast<int64_t>(std::hash<std::string>{}(row_text));
   const at::Tensor own = at::tensor({rows.size(0), form}, at::kLong);

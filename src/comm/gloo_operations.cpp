@@ -1,5 +1,5 @@
-// The operations of a group on tensors: each is checked here, agreed on by the ranks
-// where it is new to the group, and handed to Gloo.
+// A group's operations on tensors. Each is checked on this rank, compared between ranks if it is
+// new to the group, and passed to Gloo.
 #include <ATen/ATen.h>
 #include <xxhash.h>
 
@@ -11,15 +11,15 @@
 
 namespace hasten::detail {
 
-// What a group may remember having done: fully sharded models have hundreds of operations
-// a rank of the world. 40 bytes each.
+// How many operations a group remembers. Fully sharded models have hundreds for each rank of the
+// world. 40 bytes each.
 constexpr size_t kKnownOperations = 1 << 20;
 
 uint64_t GlooGroup::enter_equal(const std::string& operation, const std::string& tensors) {
   const uint64_t sequence = core_->enter(operation, tensors);
   bool compare = core_->options.check_shapes == ShapeCheck::always;
   if (core_->options.check_shapes == ShapeCheck::first) {
-    // All ranks have done the same so far, so they agree on what is new.
+    // All ranks have done the same operations so far, so they agree on what is new.
     const std::string what = operation + " " + tensors;
     compare = core_->known.insert(XXH3_64bits(what.data(), what.size())).second;
     if (core_->known.size() > kKnownOperations) {
@@ -43,7 +43,7 @@ Work GlooGroup::reduce_with(
   const bool widen = adds && target.element_size() == 2;
   std::vector<at::Tensor> buffer{widen  ? target.to(at::kFloat)
                                  : keep ? target
-                                        : target.clone()}; // Gloo's reduce writes on every rank
+                                        : target.clone()}; // Gloo's reduce writes to all ranks
   const double divisor = op == ReduceOp::AVG ? world_size() : 1;
   const auto gloo_op = op == ReduceOp::MAX       ? c10d::ReduceOp::MAX
                        : op == ReduceOp::MIN     ? c10d::ReduceOp::MIN
@@ -148,7 +148,7 @@ Work GlooGroup::gather_async(at::Tensor output, at::Tensor input, int root, std:
         options.rootRank = root;
         return gloo.gather(to, from, options);
       },
-      // Gloo fills one flat buffer and copies it out when its work ends.
+      // Gloo fills one flat buffer and copies from it when its work ends.
       nullptr);
 }
 

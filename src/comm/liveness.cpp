@@ -32,20 +32,20 @@ struct Liveness::Shared {
   // Set at construction.
   LivenessConfig config;
   int rank = 0;
-  std::vector<bool> watched; // [rank] /proc tells whether it lives
-  std::vector<bool> beside; // [rank] and loopback reaches it: no beats needed
+  std::vector<bool> watched; // [rank] /proc shows whether it is alive
+  std::vector<bool> beside; // [rank] watched, and loopback reaches it: needs no heartbeats
 
-  // Under mutex, except the atomic. The connection to the store, in the config, is
-  // the thread's alone.
+  // Guarded by mutex, except the atomic. Only the thread uses the connection to the store, which
+  // is in the config.
   std::mutex mutex;
   std::condition_variable changed;
-  std::optional<BeatWatch> watch; // from the constructor on
-  CommClock::time_point last_look = CommClock::now(); // at processes
+  std::optional<BeatWatch> watch; // set in the constructor
+  CommClock::time_point last_look = CommClock::now(); // last check of processes
   std::vector<Peer> peers; // [rank]
   std::vector<std::shared_ptr<GroupProgress>> groups;
   std::atomic<bool> failed{false};
   FailureCause cause;
-  std::optional<FailureCause> report; // still to be posted
+  std::optional<FailureCause> report; // not yet written to the store
   uint64_t looks_wanted = 0;
   uint64_t looks_done = 0;
   uint64_t beats = 0;
@@ -72,7 +72,7 @@ struct Liveness::Shared {
   }
   bool process_ended(int peer) const { return process_is(ProcessState::ended, peer); }
   int pid(int peer) const { return config.peers[static_cast<size_t>(peer)].pid; }
-  /// What cannot be read as one is the cause word by word.
+  /// A text that cannot be parsed becomes the message.
   FailureCause read_cause(const std::string& text) const {
     try {
       return try_parse_json(text).value.get<FailureCause>();
@@ -80,7 +80,7 @@ struct Liveness::Shared {
       return {own_name(), "", "a rank failed and wrote: " + text, ""};
     }
   }
-  /// What messages call a rank.
+  /// The rank's number in messages.
   int name(int peer) const { return config.peers[static_cast<size_t>(peer)].launch_rank; }
   int own_name() const { return name(rank); }
   FailureCause death(int peer) const {
@@ -88,7 +88,7 @@ struct Liveness::Shared {
             "",
             "rank " + std::to_string(name(peer)) + " died (process " + std::to_string(pid(peer)) +
                 " ended)",
-            "see what that rank said last, and start again from the last saved state",
+            "read the last messages of that rank, then restart from the last checkpoint",
             {peer}};
   }
 };
@@ -102,7 +102,7 @@ Liveness::Liveness(LivenessConfig config) : shared_(std::make_shared<Shared>()) 
   s.watch.emplace(s.rank, s.config.world.world_size, s.config.heartbeat_timeout, CommClock::now());
   const Hello& own = s.config.peers[static_cast<size_t>(s.rank)];
   for (const Hello& peer : s.config.peers) {
-    // What /proc hides from this user is watched by its beats.
+    // A process that /proc hides from this user is monitored by its heartbeats.
     const bool visible = process_state(peer.pid, peer.start_time) != ProcessState::ended ||
                          (kill(peer.pid, 0) != 0 && errno == ESRCH);
     s.watched.push_back(peer.rank != s.rank && peer.process_host == own.process_host &&
@@ -110,7 +110,7 @@ Liveness::Liveness(LivenessConfig config) : shared_(std::make_shared<Shared>()) 
     s.beside.push_back(s.watched.back() && peer.network_host == own.network_host);
   }
   s.peers.resize(s.config.peers.size());
-  // One of this host that does not answer is frozen: an end breaks the connection.
+  // A server on this host that does not answer is frozen. Its end would break the connection.
   const bool local_store =
       launcher_serves(s.config.world) ? !s.config.world.agent_store : s.rank == 0 || s.beside[0];
   s.store()->setTimeout(local_store ? std::chrono::hours(24) : s.config.heartbeat_timeout);
@@ -134,8 +134,8 @@ void Liveness::Shared::loop() {
   while (true) {
     const uint64_t look = looks_wanted;
     const bool last = leaving;
-    // A rank that has heard of the failure says so, for which the store's server
-    // waits, and goes on: those that are left may want to know each other.
+    // A rank that knows of the failure writes so, because the store's server waits for it. It
+    // continues, because the remaining ranks may need to know about each other.
     const bool told = failed && !report;
     const std::string beat = beat_text();
     in_exchange = true;
@@ -157,7 +157,7 @@ void Liveness::Shared::loop() {
   }
 }
 
-/// State, count, then {"group": [sequence, operation, tensors, exchanges]}. Under the
+/// State, count, then {"group": [sequence, operation, tensors, exchanges]}. The caller holds the
 /// mutex.
 std::string Liveness::Shared::beat_text() {
   nlohmann::json operations = nlohmann::json::object();
@@ -173,7 +173,7 @@ std::string Liveness::Shared::beat_text() {
 void Liveness::Shared::exchange(const std::string& beat) {
   const bool others_serve = !serves_store(config.world);
   if (others_serve && !launcher_serves(config.world) && process_ended(0)) {
-    store_lost(""); // c10d would print a stack for each try
+    store_lost(""); // c10d would print a stack trace for each attempt
     return;
   }
   std::vector<int> ended_now;
@@ -244,23 +244,23 @@ void Liveness::Shared::merge(const std::vector<int>& ranks,
       report = FailureCause{own_name(),
                             "",
                             "rank " + std::to_string(name(i)) +
-                                " died or cannot be reached: no sign of life for " +
+                                " died or cannot be reached: no heartbeat for " +
                                 seconds_text(watch->silence(i)),
-                            "see that rank's host, and start again from the last saved state; "
-                            "HASTEN_HEARTBEAT_TIMEOUT sets the limit",
+                            "check that rank's host, then restart from the last checkpoint; to "
+                            "wait longer raise HASTEN_HEARTBEAT_TIMEOUT",
                             {i}};
       adopt(*report);
     }
   }
 }
 
-/// Under the mutex.
+/// The caller holds the mutex.
 void Liveness::Shared::find_stopped() {
   const CommClock::time_point now = CommClock::now();
   if (now - last_look < watch->interval() / 2) {
     return;
   }
-  // After a pause of this very process nobody's counts.
+  // If this process was paused, the states of the others say nothing.
   const bool slept = now - last_look > 2 * watch->interval() + milliseconds(500);
   last_look = now;
   for (int i = 0; i < config.world.world_size; ++i) {
@@ -275,14 +275,14 @@ void Liveness::Shared::find_stopped() {
                        "",
                        "rank " + std::to_string(name(i)) + " has been stopped by a signal for " +
                            seconds_text(now - since) + " (process " + std::to_string(pid(i)) + ")",
-                       "see who stopped it (SIGSTOP); HASTEN_HEARTBEAT_TIMEOUT sets the limit",
+                       "find out what stopped it (SIGSTOP), or raise HASTEN_HEARTBEAT_TIMEOUT",
                        {i}};
       adopt(*report);
     }
   }
 }
 
-/// Under the mutex.
+/// The caller holds the mutex.
 void Liveness::Shared::adopt(FailureCause new_cause) {
   if (!failed) {
     cause = std::move(new_cause);
@@ -296,12 +296,12 @@ void Liveness::Shared::adopt(FailureCause new_cause) {
   }
 }
 
-/// `why`: what the call to the store threw.
+/// `why`: the error of the call to the store.
 void Liveness::Shared::store_lost(const std::string& why) {
   const World& world = config.world;
   const bool rank_serves = !launcher_serves(world) && rank != 0;
   bool rank_ended = false;
-  // The socket closes a moment before the process is seen to end.
+  // The socket closes a moment before the process counts as ended.
   for (int i = 0; rank_serves && watched[0] && !rank_ended && i < 30; ++i) {
     rank_ended = process_ended(0);
     if (!rank_ended) {
@@ -320,11 +320,11 @@ void Liveness::Shared::store_lost(const std::string& why) {
   if (rank_ended) {
     adopt(death(0));
   } else if (rank_serves) {
-    adopt({own_name(), "", "rank 0 died or left: its " + what, "see what rank 0 said last", {0}});
+    adopt({own_name(), "", "rank 0 died or left: its " + what, "read rank 0's last messages", {0}});
   } else if (!launcher_serves(world)) {
     adopt({own_name(), "", "this process's own " + what, ""});
   } else {
-    adopt({own_name(), "", "the launcher's " + what, "see what the launcher said last"});
+    adopt({own_name(), "", "the launcher's " + what, "read the launcher's last messages"});
   }
 }
 
@@ -375,7 +375,7 @@ void Liveness::poll_store() {
              "",
              "rank 0 died or cannot be reached: its store has not answered for " +
                  seconds_text(s.silent_for),
-             "see rank 0's host",
+             "check rank 0's host",
              {0}});
   }
 }
@@ -383,7 +383,7 @@ void Liveness::poll_store() {
 bool Liveness::look(milliseconds limit) {
   Shared& s = *shared_;
   std::unique_lock<std::mutex> lock(s.mutex);
-  // The look in progress may have read before the call.
+  // The check in progress may have read before this call.
   const uint64_t look = ++s.looks_wanted;
   s.changed.notify_all();
   s.changed.wait_for(lock, limit, [&] { return s.looks_done >= look || s.ended; });
@@ -391,7 +391,7 @@ bool Liveness::look(milliseconds limit) {
 }
 
 Liveness::Entered Liveness::entered(const std::string& beat, const std::string& group) {
-  if (beat.empty()) { // not read so far
+  if (beat.empty()) { // not read yet
     return {};
   }
   const nlohmann::json groups =
@@ -415,10 +415,10 @@ std::string Liveness::describe_other(const GroupProgress& own,
     const Entered last = entered(s.watch->beat(member), own.group);
     const bool other = last.sequence == own.sequence &&
                        (last.operation != own.operation || last.tensors != own.tensors);
-    // One that has exchanged as often took this rank's value with it, or will.
+    // A peer with as many exchanges has read this rank's value, or will.
     const bool gone_on = last.sequence > own.sequence && last.exchanges < own.exchanges;
     if (member != s.rank && (other || gone_on)) {
-      return "rank " + std::to_string(s.name(member)) + (other ? " has " : " has gone on to ") +
+      return "rank " + std::to_string(s.name(member)) + (other ? " has " : " has moved on to ") +
              with(last.operation, last.tensors) + ", rank " + std::to_string(s.own_name()) +
              " has " + with(own.operation, own.tensors);
     }
@@ -453,7 +453,7 @@ std::string Liveness::describe_missing(const std::string& group, const std::vect
       about += " is stopped (process " + std::to_string(s.pid(member)) + ")";
     } else if (silence > std::max(milliseconds(1000), 4 * s.watch->interval())) {
       about += about.empty() ? "" : " and";
-      about += " has shown no sign of life for " + seconds_text(silence);
+      about += " has sent no heartbeat for " + seconds_text(silence);
     }
     if (!about.empty()) {
       text += text.empty() ? "rank " : "; rank ";

@@ -1,7 +1,6 @@
-// Who of a world is alive, what each rank is doing, and the first failure, kept
-// by one thread with its own connection to the store. The beats carry what each
-// rank last entered, so that a timeout can name who is missing without asking
-// a rank that may be frozen.
+// Monitors the ranks of a world: who is alive, what each rank is doing, and the first failure. One
+// thread does so over its own connection to the store. Each heartbeat names the operation that the
+// rank entered last, so a timeout can name the missing rank without asking it (it may be frozen).
 #pragma once
 
 #include <atomic>
@@ -20,111 +19,109 @@
 
 namespace hasten::detail {
 
-/// Why a world died.
+/// Why a world failed.
 struct FailureCause {
-  /// Rank that found it, as messages call it.
+  /// The rank that found the failure, with the number that messages use.
   int found_by = 0;
-  /// Operation that rank was in, all_reduce "x"; empty where none was.
+  /// The operation that this rank was in, like all_reduce "x"; empty if none.
   std::string operation;
   /// "rank 2 died (process 77 ended)".
   std::string text;
-  /// What to do about it.
+  /// What the user can do about it.
   std::string fix;
-  /// Ranks that are no more, where that is the cause.
+  /// The ranks whose loss is the cause.
   std::vector<int> lost{};
-  /// Of the reader: a rank below it, on its host, lived when it read this.
+  /// On the rank that reads it: a lower live rank of this host reports the failure, too.
   bool said_by_peer = false;
 };
 
-/// The operation a group entered last. Written by the thread that issues
-/// operations, read by the beat.
+/// The operation that a group entered last. Written by the thread that issues operations, read
+/// for the heartbeat.
 struct GroupProgress {
   std::string group;
   mutable std::mutex mutex;
   uint64_t sequence = 0;
   std::string operation; // all_reduce "x"
-  std::string tensors; // "sum of Float [3]"; empty where it has none
-  uint64_t exchanges = 0; // in which every rank waits for a value of each other
+  std::string tensors; // "sum of Float [3]"; empty for an operation without tensors
+  uint64_t exchanges = 0; // those in which every rank waits for the others' values
 };
 
 struct LivenessConfig {
   World world{};
-  /// The watch's own connection, which nobody else uses.
+  /// A connection that only Liveness uses.
   StorePtr store{};
   /// [rank]
   std::vector<Hello> peers{};
   std::chrono::milliseconds heartbeat_timeout{5000};
-  /// Called once, in any thread, when the world has failed.
+  /// Called once, in any thread, when the world fails.
   std::function<void()> on_failure{};
 };
 
 class Liveness {
  public:
-  /// Store keys: beat/<rank>, failure. They must exist before the start:
-  /// the handshake writes them.
+  /// Store keys: beat/<rank>, failure. The handshake must write them before Liveness starts.
   static std::string beat_key(int rank);
   static constexpr const char* kFailureKey = "failure";
-  /// What the failure key holds while there is none.
+  /// Value of the failure key while there is no failure.
   static constexpr const char* kNoFailure = "-";
   static constexpr const char* kFirstBeat = "a 0 {}";
 
   explicit Liveness(LivenessConfig config);
-  /// Leaves without a word.
+  /// Leaves without telling the peers.
   ~Liveness();
   Liveness(const Liveness&) = delete;
   Liveness& operator=(const Liveness&) = delete;
 
   std::shared_ptr<GroupProgress> add_group(const std::string& name);
 
-  /// Cheap; true from the first failure on.
+  /// True from the first failure on. Cheap.
   bool failed() const;
-  /// For threads that wait, at least every 100 ms: fails the world when the store of
-  /// another host has not answered for the heartbeat limit, or rank 0 of this host is
-  /// stopped for as long, which the thread stuck in a call to its store cannot say.
+  /// Call it in waiting threads, at least every 100 ms. Fails the world if the store of another
+  /// host has not answered for the heartbeat limit, or if rank 0 of this host has been stopped for
+  /// that time. The monitoring thread cannot report this while it is stuck in a call to the store.
   void poll_store();
   FailureCause cause() const;
-  /// Reports a failure to the world; the first report of all ranks is the
-  /// cause everywhere. Waits for the store's answer at most `limit`; without
-  /// one the own report is the cause here.
+  /// Reports a failure to the world. The first report of any rank becomes the cause on all ranks.
+  /// Waits at most `limit` for the store's answer. Without an answer `cause` becomes the cause
+  /// on this rank.
   void fail(FailureCause cause, std::chrono::milliseconds limit);
 
-  /// Asks for a look at the peers now. Waits until one that began after the
-  /// call has ended, at most `limit`; true where it has.
+  /// Requests a check of the peers and waits, at most `limit`, until a check that began after the
+  /// call has ended. Returns whether it has.
   bool look(std::chrono::milliseconds limit);
-  /// Why `operation`, the group's `sequence`-th, is not through: who has not
-  /// entered it, is stopped or silent, of the group's members. As known by the
-  /// last look.
+  /// Why `operation`, the group's `sequence`-th, is not complete: which of `members` have not
+  /// entered it, are stopped, or send no heartbeat. From the last check.
   std::string describe_missing(const std::string& group, const std::vector<int>& members,
                                uint64_t sequence, const std::string& operation) const;
-  /// Whether a member does another thing as the operation in which this rank waits for
-  /// values, or has gone past it without: "rank 1 has all_reduce "x" of …"; empty where
-  /// none does. As known by the last look.
+  /// Whether a member is in another operation than the one in which this rank waits for values,
+  /// or has moved on without it: "rank 1 has all_reduce "x" of …". Empty if there is none. From
+  /// the last check.
   std::string describe_other(const GroupProgress& own, const std::vector<int>& members) const;
   /// Ranks that have left the world by close().
   std::vector<int> left_ranks() const;
-  /// True where each peer has left, ended, or seen the failure.
+  /// True if each peer has left, has ended, or has read the failure.
   bool everybody_knows() const;
-  /// Who does not go on: ended, silent for the heartbeat limit, left, or the
-  /// failure's cause. Goes on to be looked at after the failure. [rank]
+  /// Ranks that have ended, left, sent no heartbeat for the heartbeat limit, or are named in the
+  /// cause. Still updated after the failure. [rank]
   std::vector<bool> lost() const;
-  /// Deaths are no failure any more: the ranks are parting.
+  /// From now on the end of a peer is not a failure: the ranks are leaving.
   void expect_departures();
-  /// Says in the store that this rank leaves, then stops. Bounded by `limit`.
+  /// Writes to the store that this rank leaves, then stops. Blocks at most `limit`.
   void leave(std::chrono::milliseconds limit);
-  /// Stops without a word. Bounded by `limit`.
+  /// Stops without telling the peers. Blocks at most `limit`.
   void stop(std::chrono::milliseconds limit);
 
  private:
   struct Peer {
     bool left = false;
     bool knows_failure = false;
-    bool ended = false; // its process on this host is gone
-    bool silent = false; // for the heartbeat limit, on another host
-    CommClock::time_point stopped{}; // since when a signal has; epoch: it runs
+    bool ended = false; // its process on this host has ended
+    bool silent = false; // on another host: no heartbeat for the heartbeat limit
+    CommClock::time_point stopped{}; // when a signal stopped it; the epoch if it runs
   };
   struct Shared;
 
-  /// What a peer's beat says of a group.
+  /// What a peer's heartbeat contains about a group.
   struct Entered {
     uint64_t sequence = 0; // 0: no operation yet
     std::string operation{};

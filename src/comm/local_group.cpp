@@ -1,4 +1,4 @@
-// The group of a world of one: no socket, no thread, the same checks.
+// The group of a world of one: no socket, no thread, but the same checks.
 #include <ATen/ATen.h>
 
 #include <mutex>
@@ -28,8 +28,8 @@ class LocalGroup final : public Communicator {
         done_(std::make_shared<LocalOperation>()) {
     if (!names_->insert(options_.name).second) {
       throw InputError("comm::create",
-                       "a group of this world has this name already: name=" + options_.name,
-                       "a name of its own for every group");
+                       "a group of this world already has this name: name=" + options_.name,
+                       "a different name for each group");
     }
   }
 

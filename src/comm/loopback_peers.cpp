@@ -34,7 +34,7 @@ std::set<int> listening_ports() {
 }
 
 std::optional<unsigned> stranger_at(const std::set<int>& ports) {
-  // Of connections that stand, both ends of which are listed where both are here.
+  // Established connections. If both ends are on this host, both are listed.
   std::map<std::pair<std::string, std::string>, unsigned> users;
   for (const char* path : {"/proc/self/net/tcp", "/proc/self/net/tcp6"}) {
     std::ifstream table(path);

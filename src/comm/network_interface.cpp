@@ -32,7 +32,7 @@ std::string socket_address_text(const sockaddr* address) {
   return text;
 }
 
-/// Where this host would send from; empty without a route. Sends nothing.
+/// The address from which this host would send to `target`; empty without a route. Sends nothing.
 std::string address_towards(const std::string& target) {
   addrinfo hints{};
   hints.ai_socktype = SOCK_DGRAM;
@@ -52,8 +52,8 @@ std::string address_towards(const std::string& target) {
   return found ? socket_address_text(address) : "";
 }
 
-/// Of interface `name`, IPv4 before IPv6; empty name: of the first that is up and not
-/// loopback. Empty where there is none; `names` receives those there are.
+/// The address of interface `name`, IPv4 before IPv6. If `name` is empty: of the first interface
+/// that is up and not loopback. Empty if there is none; `names` then lists the interfaces.
 std::string interface_address(const std::string& name, std::string& names) {
   ifaddrs* all = nullptr;
   getifaddrs(&all);

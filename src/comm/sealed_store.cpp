@@ -8,7 +8,7 @@ namespace hasten::detail {
 
 std::vector<uint8_t> SealedStore::sealed(const std::string& key,
                                          const std::vector<uint8_t>& value) {
-  // The key's length comes first: no other key and value have these bytes.
+  // The key's length comes first, so that no other pair of key and value has the same bytes.
   StoreWriter name;
   name.text(joinKey(key));
   const StoreKey hash = keyed_hash(
@@ -27,14 +27,14 @@ std::vector<uint8_t> SealedStore::opened(const std::string& key,
     }
   }
   throw CommunicationError(
-      "comm::store", "the value of " + key + " was written by somebody without this run's secret",
+      "comm::store", "the value of " + key + " was not written with this run's secret",
       "one HASTEN_SECRET on all ranks", "check HASTEN_SECRET and HASTEN_SECRET_FILE");
 }
 
 std::vector<uint8_t> SealedStore::compareSet(const std::string& key,
                                              const std::vector<uint8_t>& expected,
                                              const std::vector<uint8_t>& desired) {
-  // Where there is no value, an empty one is expected, and comes back as it is.
+  // If there is no value, an empty one is expected and is returned as it is.
   const std::vector<uint8_t> before = expected.empty() ? expected : sealed(key, expected);
   const std::vector<uint8_t> after = PrefixStore::compareSet(key, before, sealed(key, desired));
   return after == before ? expected : opened(key, after);

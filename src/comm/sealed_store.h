@@ -1,7 +1,6 @@
-// Somebody else's store (torchrun's agent's), to which strangers may have access: values
-// carry a keyed hash of key and value, and reading one that does not throws
-// CommunicationError. What is only counted (add) carries none: by it a stranger can make
-// a run fail, not decide anything.
+// A store that others may be able to access (torchrun's agent's). Values have a keyed hash of key
+// and value. Reading a value without it throws CommunicationError. Counters (add) have no hash:
+// through them others can make a run fail, but not decide anything.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -30,7 +29,7 @@ class SealedStore final : public c10d::PrefixStore {
     return opened(key, PrefixStore::get(key));
   }
   std::vector<std::vector<uint8_t>> multiGet(const std::vector<std::string>& keys) override;
-  /// Gloo would append, which no hash can follow, and set several at once.
+  /// Without the extended API Gloo does not append, which a hash cannot follow.
   bool hasExtendedApi() const override { return false; }
 
  private:

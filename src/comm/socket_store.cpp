@@ -60,7 +60,8 @@ std::string SocketStore::request(StoreOp op, const std::vector<std::string_view>
   while (channel_) {
     const StoreChannel::Next next = channel_->wait(answer, deadline);
     if (next == StoreChannel::Next::none) {
-      C10_THROW_ERROR(DistStoreError, "no answer of the store at " + address_.text() + " within " +
+      C10_THROW_ERROR(DistStoreError, "the store at " + address_.text() +
+                                          " has not answered within " +
                                           std::to_string(timeout.count()) + " ms");
     }
     if (next == StoreChannel::Next::broken) {
@@ -69,7 +70,7 @@ std::string SocketStore::request(StoreOp op, const std::vector<std::string_view>
     }
     StoreReader reader{answer};
     if (reader.number() != requests_) {
-      continue; // of a call that has given up
+      continue; // the answer to a call that timed out
     }
     if (reader.number() != 0) {
       throw Error("comm::store", reader.text());

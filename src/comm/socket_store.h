@@ -1,6 +1,6 @@
-// The client of a StoreServer (base/store_server.h) as c10d knows stores, for Gloo and for
-// what ranks tell each other.
-// Threading: any thread; one call at a time, a call that waits included.
+// The client of a StoreServer (base/store_server.h), as a c10d store. Gloo and exchanges between
+// ranks use it.
+// Threading: any thread. One call runs at a time, even while it waits.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -13,16 +13,16 @@
 
 namespace hasten::detail {
 
-/// Semantics are those of c10d's stores. Each call ends within the store's timeout (0:
-/// none): it throws DistStoreError where a key or the server's answer has not come by
-/// then, which costs nothing but this call; DistNetworkError where the server is gone;
-/// Error where it refuses. Queues and listKeys() are not there.
+/// Behaves like c10d's stores. Each call ends within the store's timeout (0: none). It throws
+/// DistStoreError if a key or the server's answer has not arrived by then (later calls still
+/// work), DistNetworkError if the server is gone, and Error if the server refuses. Does not have
+/// queues and listKeys().
 class SocketStore final : public c10d::Store {
  public:
   using Store::compareSet;
   using Store::set;
 
-  /// Connects as connect_store() does.
+  /// Connects like connect_store().
   SocketStore(StoreAddress address, StoreClock::time_point deadline,
               const std::atomic<bool>& cancelled);
 
@@ -45,17 +45,17 @@ class SocketStore final : public c10d::Store {
   bool hasExtendedApi() const override { return true; }
 
  private:
-  /// The answer, without its head. `limit`: instead of the store's timeout.
+  /// Returns the answer without its head. `limit` replaces the store's timeout.
   std::string request(StoreOp op, const std::vector<std::string_view>& texts,
                       std::optional<int64_t> number = {},
                       std::optional<std::chrono::milliseconds> limit = {});
-  /// The same, of an answer that is a number.
+  /// Like request(), for an answer that is a number.
   int64_t ask(StoreOp op, const std::vector<std::string_view>& texts,
               std::optional<int64_t> number = {});
 
   const StoreAddress address_;
-  std::mutex mutex_; // of what follows
-  std::unique_ptr<StoreChannel> channel_; // null once it broke
+  std::mutex mutex_; // guards the members below
+  std::unique_ptr<StoreChannel> channel_; // null once the connection broke
   int64_t requests_ = 0;
 };
 

@@ -50,7 +50,7 @@ NoNameServers::~NoNameServers() {
 #endif
 }
 
-static std::mutex quiet_mutex; // of what follows
+static std::mutex quiet_mutex; // guards the variables below
 static int quiet_users = 0;
 static int level_before_quiet = 0;
 
@@ -115,15 +115,15 @@ std::shared_ptr<StoreServer> serve_store(const World& world) {
 StorePtr open_agent_store(const World& world, CommClock::time_point deadline,
                           const std::atomic<bool>& cancelled) {
   const StoreAddress place{.host = world.master_addr, .port = world.master_port};
-  // TCPStore's own first attempt would, while nobody listens, print a stack and sleep
-  // a second.
+  // If no server listens, TCPStore's own first attempt would print a stack trace and sleep for a
+  // second.
   const std::string host = peer_address(connect_to(place, deadline, cancelled));
   c10d::TCPStoreOptions options;
   options.port = static_cast<uint16_t>(place.port);
   options.waitWorkers = false;
   options.numWorkers = static_cast<size_t>(world.world_size);
   try {
-    const QuietStore quiet; // it warns of addresses without a name
+    const QuietStore quiet; // TCPStore warns about addresses without a name
     const NoNameServers no_names;
     return c10::make_intrusive<c10d::TCPStore>(host, options);
   } catch (const std::exception& error) {
@@ -140,7 +140,7 @@ StorePtr open_store(const World& world, const StoreAddress& address, int generat
   StorePtr store;
   std::optional<StoreKey> key;
   std::string prefix = std::to_string(generation);
-  if (world.agent_store) { // it outlives a restart of its workers
+  if (world.agent_store) { // the store outlives a restart of the workers
     const char* attempt = std::getenv("TORCHELASTIC_RESTART_COUNT");
     prefix = std::string("hasten/") + (attempt != nullptr ? attempt : "0") + "/" + prefix;
     key = store_key_from_environment();
@@ -164,7 +164,7 @@ StoreThread::StoreThread(Open open) : shared_(std::make_shared<Shared>()) {
 StoreThread::~StoreThread() { stop(std::chrono::milliseconds(0)); }
 
 void StoreThread::run(const std::shared_ptr<Shared>& shared, const Open& open) {
-  const NoBrokenPipeSignal none; // also for the threads of store and groups
+  const NoBrokenPipeSignal none; // for the threads of store and groups, too
   try {
     shared->store = open(shared->cancelled);
   } catch (...) {
@@ -182,7 +182,7 @@ void StoreThread::run(const std::shared_ptr<Shared>& shared, const Open& open) {
     task();
     lock.lock();
   }
-  // Promises broken, whoever still waits for one learns it.
+  // The broken promises end the calls that still wait.
   shared->queue.clear();
   StorePtr store = std::move(shared->store);
   lock.unlock();
@@ -194,7 +194,7 @@ void StoreThread::run(const std::shared_ptr<Shared>& shared, const Open& open) {
 
 void StoreThread::enqueue(Shared* shared, std::function<void()> task) {
   const std::lock_guard<std::mutex> lock(shared->mutex);
-  if (!shared->stopping) { // else the promise breaks here
+  if (!shared->stopping) { // otherwise the promise is broken here
     shared->queue.push_back(std::move(task));
     shared->changed.notify_all();
   }

@@ -1,6 +1,6 @@
-// The key-value store the ranks meet in, behind a thread of its own: a store
-// call can block for good when the process that serves it is frozen, so no
-// thread that must answer ever makes one itself.
+// The key-value store in which the ranks meet, used from a thread of its own. A call to the store
+// can block for good if the serving process is frozen. So no thread that must respond makes such a
+// call itself.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -26,40 +26,37 @@ namespace hasten::detail {
 using CommClock = std::chrono::steady_clock;
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
-/// True where all ranks are certainly on this host.
+/// True if all ranks are certainly on this host.
 bool world_on_one_host(const World& world);
 
-/// True where the launcher serves the store, so that it outlives every rank.
+/// True if the launcher serves the store, so that it outlives every rank.
 bool launcher_serves(const World& world);
-/// True where this process serves the store.
+/// True if this process serves the store.
 bool serves_store(const World& world);
 
-/// The address at the other end of the connection `fd`, which it closes, as digits; empty
-/// for -1.
+/// The numeric address of the other end of the connection `fd`, which is closed; empty for -1.
 std::string peer_address(int fd);
 
-/// Where the store of a world without a store_file is, unless an agent serves it: a Unix
-/// socket where all ranks are on this host, which a loopback master_addr says too. Throws
-/// InputError for a secret that cannot be used.
+/// Address of the store of a world without a store_file, unless an agent serves it. A Unix socket
+/// if all ranks are on this host, or if master_addr is a loopback address. Throws InputError for
+/// an invalid secret.
 StoreAddress store_address(const World& world);
 
-/// The server, where this process is to be it; at an address that the system chooses
-/// where the world has a store_file. Throws InputError where it cannot listen.
+/// The server, if this process must serve the store, else null. If the world has a store_file, the
+/// system chooses the address. Throws InputError if the server cannot listen.
 std::shared_ptr<StoreServer> serve_store(const World& world);
 
-/// A connection to the store of `world`, at `address` or at an agent's; connects as soon
-/// as somebody listens. `generation` counts the worlds this process has joined: a
-/// launcher's store keeps the keys of earlier ones.
-/// Blocks until then, until `deadline` or until `cancelled`. The store's own
-/// timeout is the time until `deadline`, at least a second.
-/// Throws as connect_store().
+/// Connects to the store of `world`, at `address` or at an agent's. `generation` counts the worlds
+/// that this process has joined, because a launcher's store keeps the keys of earlier ones.
+/// Blocks until a server listens, until `deadline` or until `cancelled`. The timeout of the
+/// returned store is the time until `deadline`, at least a second.
+/// Throws like connect_store().
 StorePtr open_store(const World& world, const StoreAddress& address, int generation,
                     CommClock::time_point deadline, const std::atomic<bool>& cancelled);
 
-/// While one lives, c10d does not print a stack for a connection that breaks:
-/// it breaks for every peer when a run ends early, and is reported by an
-/// exception. Does nothing where TORCH_CPP_LOG_LEVEL is set. Costs other
-/// threads the warnings of torch that fall into the call.
+/// While an object lives, c10d does not print a stack trace for a broken connection. When a run
+/// ends early every peer's connection breaks, and exceptions report it. Does nothing if
+/// TORCH_CPP_LOG_LEVEL is set. Torch's warnings in other threads are suppressed meanwhile, too.
 class QuietStore {
  public:
   QuietStore();
@@ -68,9 +65,9 @@ class QuietStore {
   QuietStore& operator=(const QuietStore&) = delete;
 };
 
-/// While one lives, this thread looks names up in /etc/hosts alone. c10d asks
-/// for the name of every address it connects to, for its messages; name
-/// servers that do not answer would hold up each connection for 5 s or more.
+/// While an object lives, this thread looks up names only in /etc/hosts. c10d looks up the name of
+/// every address to which it connects, for messages. A name server that does not answer would
+/// delay each connection by 5 s or more.
 class NoNameServers {
  public:
   NoNameServers();
@@ -82,7 +79,7 @@ class NoNameServers {
   int count_ = 0;
 };
 
-/// Sleeps between two looks at the store: short at first, up to 5 ms.
+/// Sleeps between two polls of the store: briefly at first, then up to 5 ms.
 class StorePause {
  public:
   void operator()();
@@ -91,29 +88,29 @@ class StorePause {
   std::chrono::microseconds next_{50};
 };
 
-/// Runs functions on a store, one after the other, in one thread. The thread
-/// is never joined: stop() waits for it a bounded time, and one that is stuck
-/// in a call keeps what it needs alive by itself.
+/// Runs functions on a store, one after the other, in one thread. The thread is never joined:
+/// stop() waits for a limited time, and a thread that is stuck in a call keeps the objects that it
+/// needs alive.
 class StoreThread {
  public:
   using Open = std::function<StorePtr(const std::atomic<bool>& cancelled)>;
 
-  /// The thread starts with `open`; where that throws each call throws it too.
+  /// The thread first calls `open`. If that throws, each call throws the same exception.
   explicit StoreThread(Open open);
   ~StoreThread();
   StoreThread(const StoreThread&) = delete;
   StoreThread& operator=(const StoreThread&) = delete;
 
-  /// Queues `f(store, cancelled)`. `f` owns what it touches: the caller may be
-  /// gone before it ends. It returns soon after `cancelled` becomes true.
+  /// Queues `f(store, cancelled)`. `f` must own the objects that it uses, because the caller may be
+  /// gone before it ends. It must return soon after `cancelled` becomes true.
   template <typename T>
   std::future<T> post(std::function<T(c10d::Store&, const std::atomic<bool>&)> f) {
     return post_until<T>([f = std::move(f)](c10d::Store& store, const std::atomic<bool>& cancelled)
                              -> std::optional<T> { return f(store, cancelled); });
   }
 
-  /// Queues `f` again and again until it returns a value; what else is queued has its
-  /// turn in between, so that waiting for peers here holds up nothing.
+  /// Queues `f` repeatedly until it returns a value. Other queued functions run in between, so
+  /// waiting for peers here delays nothing.
   template <typename T>
   std::future<T> post_until(
       std::function<std::optional<T>(c10d::Store&, const std::atomic<bool>&)> f) {
@@ -124,9 +121,9 @@ class StoreThread {
     return future;
   }
 
-  /// Lets the call in progress, and every later one, end early.
+  /// Makes the running call, and every later one, end early.
   void cancel();
-  /// Cancels, lets go of the store and waits at most `limit` for that.
+  /// Cancels, frees the store and waits at most `limit` for it.
   void stop(std::chrono::milliseconds limit);
 
  private:
@@ -137,8 +134,8 @@ class StoreThread {
     std::atomic<bool> cancelled{false};
     bool stopping = false;
     bool ended = false;
-    StorePtr store; // used by the thread alone
-    std::exception_ptr open_error; // used by the thread alone
+    StorePtr store; // used only by the thread
+    std::exception_ptr open_error; // used only by the thread
   };
   template <typename T>
   struct Poll {

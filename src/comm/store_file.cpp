@@ -18,8 +18,7 @@
 
 namespace hasten::detail {
 
-// The file's first word. Then the world's number in this process, the address and
-// the port.
+// The first word of the file. The generation, the address and the port follow.
 constexpr const char* kStoreFileMark = "hasten-store";
 
 StoreFile::StoreFile(const World& world, const std::string& address, int generation,
@@ -41,14 +40,14 @@ StoreFile::~StoreFile() {
   std::error_code error;
   std::ifstream stream(world_.store_file);
   const std::string text(std::istreambuf_iterator<char>(stream), {});
-  if (!written_.empty() && text == written_) { // else another job's
+  if (!written_.empty() && text == written_) { // otherwise another job has written it
     std::filesystem::remove(world_.store_file, error);
   }
 }
 
 void StoreFile::serve(const std::string& address, int generation) {
   world_.master_port = store_.port;
-  // An address of the Internet that nobody has: on the default route.
+  // An unused address of the Internet: selects the interface of the default route.
   world_.master_addr =
       store_.socket.empty() ? reachable_address(address, "198.51.100.1") : "@" + store_.socket;
   std::ostringstream text;
@@ -60,7 +59,7 @@ void StoreFile::serve(const std::string& address, int generation) {
 
 void StoreFile::find(int generation, CommClock::time_point deadline) {
   const StoreKey key = store_key_from_environment().value_or(StoreKey{});
-  std::string found = "there is none";
+  std::string found = "it has no address of this run";
   while (CommClock::now() < deadline) {
     throw_if_interrupted();
     std::ifstream stream(world_.store_file);
@@ -79,14 +78,14 @@ void StoreFile::find(int generation, CommClock::time_point deadline) {
         world_.master_port = port;
         return;
       }
-      found = "nobody listens at " + store_.text() + ", of which it tells";
+      found = "nothing listens at " + store_.text() + ", which the file names";
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
   }
   throw CommunicationError("comm::create",
                            "rank 0 has not written the store file in time: store_file=" +
                                world_.store_file + " (" + found + ")",
-                           "one path that every rank sees, and rank 0 to start",
+                           "a path that every rank can read, and rank 0 to start",
                            "start rank 0, and check HASTEN_STORE_FILE");
 }
 

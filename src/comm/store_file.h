@@ -1,30 +1,28 @@
-// How ranks find rank 0 without an address or a port: by a file that all of them see.
+// How ranks find rank 0 without an address or a port: through a file that all ranks can read.
 #pragma once
 
 #include "store.h"
 
 namespace hasten::detail {
 
-/// Of a world with a store_file: rank 0 writes into it where its server listens; the
-/// others wait until somebody listens where the file says. One that an ended run left
-/// behind is waited over. Rank 0's goes with this object.
+/// For a world with a store_file. Rank 0 writes the address of its server to the file. The others
+/// wait until a server listens at the address in the file. A file that an earlier run left is
+/// ignored. Rank 0's file is removed with this object.
 class StoreFile {
  public:
-  /// `address`: where others reach rank 0, or its interface; empty: found. `generation`
-  /// counts the worlds that this process has joined. `server` is this process's, or
-  /// null. Blocks until `deadline`; SIGINT ends it
-  /// with Interrupted. Throws InputError where the file cannot be written,
-  /// CommunicationError where no rank 0 comes.
+  /// `address`: address or interface at which others reach rank 0; empty: choose one. `generation`
+  /// counts the worlds that this process has joined. `server` is this process's server, or null.
+  /// Blocks until `deadline`. SIGINT ends it with Interrupted. Throws InputError if the file cannot
+  /// be written, CommunicationError if rank 0 does not come.
   StoreFile(const World& world, const std::string& address, int generation,
             CommClock::time_point deadline, const StoreServer* server);
   ~StoreFile();
   StoreFile(const StoreFile&) = delete;
   StoreFile& operator=(const StoreFile&) = delete;
 
-  /// The same world with master_addr and master_port; as it was where it has no
-  /// store_file.
+  /// The world with master_addr and master_port set. Unchanged if it has no store_file.
   const World& world() const { return world_; }
-  /// Where this process reaches the store, unless an agent serves it.
+  /// The store's address for this process, unless an agent serves the store.
   const StoreAddress& store() const { return store_; }
 
  private:
@@ -33,7 +31,7 @@ class StoreFile {
 
   World world_;
   StoreAddress store_;
-  std::string written_; // by this rank
+  std::string written_; // the text that this rank wrote
 };
 
 } // namespace hasten::detail

@@ -41,7 +41,7 @@ void check_rows(const at::Tensor& rows) {
   check_tensor("all_gather_rows", rows);
   if (rows.dim() == 0) {
     throw InputError("comm::all_gather_rows", "the tensor has no dimension",
-                     "rows along dimension 0", "call .unsqueeze(0)");
+                     "a tensor with a dimension 0", "call .unsqueeze(0)");
   }
 }
 
@@ -76,7 +76,7 @@ void check_reducible(std::string_view operation, const at::Tensor& tensor, Reduc
     throw InputError(
         "comm::" + std::string(operation),
         "cannot take the " + std::string(reduce_op_name(op)) + " of dtype=" + c10::toString(type),
-        "float, double, half or bfloat16; for all but mean also int64, int32, int8 or uint8",
+        "float, double, half or bfloat16; for all but AVG also int64, int32, int8 or uint8",
         "convert the tensor first");
   }
 }
@@ -105,7 +105,7 @@ void check_exchanged(const at::Tensor& output, const at::Tensor& input, int worl
       output.scalar_type() != input.scalar_type()) {
     throw InputError("comm::all_to_all",
                      "output is " + tensor_text(output) + " for an input " + tensor_text(input),
-                     "two tensors of one shape and dtype with a row for each of " +
+                     "two tensors of the same shape and dtype, with one row for each of " +
                          std::to_string(world_size) + " ranks");
   }
 }
@@ -118,7 +118,7 @@ void check_scattered(const at::Tensor& output, const at::Tensor& input, int worl
       !at::isFloatingType(output.scalar_type())) {
     throw InputError("comm::reduce_scatter",
                      "output is " + tensor_text(output) + " for an input " + tensor_text(input),
-                     "floating-point tensors: an input with a row for each of " +
+                     "floating-point tensors: an input with one row for each of " +
                          std::to_string(world_size) + " ranks, an output of one row");
   }
 }

@@ -22,7 +22,7 @@ namespace hasten::detail {
 
 using std::chrono::milliseconds;
 
-/// What a handshake has seen; outlives it, for the error at its timeout.
+/// What a handshake has seen. It outlives the handshake, for the error after a timeout.
 struct HandshakeProgress {
   std::mutex mutex;
   std::vector<std::optional<Hello>> hellos; // [rank]
@@ -33,14 +33,14 @@ int next_world_generation() {
   return count++;
 }
 
-/// Runs in the store's thread. Returns all hellos; throws InputError at the
-/// first difference.
+/// Runs in the store's thread. Returns the hellos of all ranks. Throws InputError at the first
+/// difference.
 std::vector<Hello> exchange_hellos(c10d::Store& store, const std::atomic<bool>& cancelled,
                                    Hello own, const World& world, HandshakeProgress& progress) {
   const auto hello_key = [](size_t rank) { return "hello/" + std::to_string(rank); };
   if (store.add("taken/" + std::to_string(own.rank), 1) > 1) {
     throw InputError("comm::create", "two processes have RANK=" + std::to_string(own.rank),
-                     "each rank once",
+                     "a different RANK for each process",
                      "give every process its own RANK, or start with hasten launch");
   }
   if (!world_on_one_host(world)) {
@@ -67,8 +67,8 @@ std::vector<Hello> exchange_hellos(c10d::Store& store, const std::atomic<bool>& 
     const std::string difference = first_difference(progress.hellos);
     if (!difference.empty() || arrived == progress.hellos.size()) {
       store.add("greeted", 1);
-      // The store must last until all have seen the difference, those that
-      // start a little later too.
+      // The store must last until all ranks have seen the difference, including those that start
+      // a little later.
       const CommClock::time_point until = CommClock::now() + milliseconds(5000);
       while (!difference.empty() && serves_store(world) && !cancelled && CommClock::now() < until &&
              store.add("greeted", 0) < own.world_size) {
@@ -76,7 +76,7 @@ std::vector<Hello> exchange_hellos(c10d::Store& store, const std::atomic<bool>& 
       }
       if (!difference.empty()) {
         throw InputError("comm::create", difference, "the same on all ranks",
-                         "start every rank from one build with one command line");
+                         "start every rank with the same build and the same command line");
       }
       break;
     }
@@ -104,8 +104,8 @@ WorldLink::WorldLink(const World& world, const CommunicatorOptions& options, int
       [world, address = store_address_, generation = generation_, deadline = deadline_,
        watch = watch_store_](const std::atomic<bool>& cancelled) {
         StorePtr store = open_store(world, address, generation, deadline, cancelled);
-        // Before this rank says hello: where connecting is slow the start is,
-        // and nobody takes a late connection for a store that is gone.
+        // Opened before this rank says hello: if connecting is slow, the start is slow, and no
+        // peer takes a late connection for a lost store.
         *watch = open_store(world, address, generation, deadline, cancelled);
         return store;
       });
@@ -114,26 +114,25 @@ WorldLink::WorldLink(const World& world, const CommunicatorOptions& options, int
 WorldLink::~WorldLink() = default;
 
 std::shared_ptr<WorldLink> WorldLink::join(const World& world, const CommunicatorOptions& options) {
-  static std::weak_ptr<WorldLink> latest; // threads do not join side by side
+  static std::weak_ptr<WorldLink> latest; // threads do not join at the same time
   const auto open = latest.lock();
   if (open && open->open_groups_ > 0 && !world.agent_store && world.store_file.empty() &&
       world.rank == open->world_.rank && world.master_port == open->world_.master_port) {
     throw InputError("comm::create",
-                     "this process is in the world of " + std::to_string(world.world_size) +
-                         " ranks at " + world.master_addr + ":" +
-                         std::to_string(world.master_port) + " already",
-                     "one world at a time from one environment",
-                     "go on in it: Accelerator b({}, a.communicator()), or "
+                     "this process is already in the world of " + std::to_string(world.world_size) +
+                         " ranks at " + world.master_addr + ":" + std::to_string(world.master_port),
+                     "one open world for each RANK and MASTER_PORT",
+                     "use that world: Accelerator b({}, a.communicator()), or "
                      "communicator->duplicate(); or close it first");
   }
   const int generation = next_world_generation();
   if (world.rank == 0 && !world_on_one_host(world) && !store_key_from_environment()) {
     log_warning(
-        "this world has no secret: whoever reaches its network can join it. "
+        "this world has no secret: anyone who can reach its network can join it. "
         "Fix: set HASTEN_SECRET_FILE on all hosts.");
   }
   const std::shared_ptr<StoreServer> server = serve_store(world);
-  const StoreFile file( // until all have found the store
+  const StoreFile file( // exists until all ranks have found the store
       world, options.interface_address, generation, CommClock::now() + options.timeout,
       server.get());
   auto link = std::make_shared<WorldLink>(file.world(), options, generation, file.store(), server);
@@ -161,7 +160,7 @@ void WorldLink::shake_hands(const CommunicatorOptions& options) {
       [own, progress, world = world_](c10d::Store& store, const std::atomic<bool>& cancelled) {
         return exchange_hellos(store, cancelled, own, world, *progress);
       });
-  // A second more, so that the store's own error, if any, comes first.
+  // One second more, so that an error of the store comes first.
   const bool met = await_future(future, deadline_ + milliseconds(1000), [this] {
     if (interrupt_signal() != 0) {
       store_->cancel();
@@ -175,7 +174,7 @@ void WorldLink::shake_hands(const CommunicatorOptions& options) {
     }
   } catch (const Error&) {
     throw;
-  } catch (const std::exception&) { // rank 0 gave up and its store is gone
+  } catch (const std::exception&) { // rank 0 gave up and its store is closed
   }
   store_->cancel();
   std::string absent;
@@ -194,7 +193,7 @@ void WorldLink::shake_hands(const CommunicatorOptions& options) {
       "comm::create",
       "not all of " + std::to_string(world_.world_size) + " ranks have arrived within " +
           std::to_string(options.timeout.count()) + " ms: missing " + absent,
-      "every rank to start within the timeout", "see what the missing ranks said");
+      "every rank to start within the timeout", "read the messages of the missing ranks");
 }
 
 std::shared_ptr<gloo::transport::Device> WorldLink::device(const std::string& address) {
@@ -210,7 +209,7 @@ std::shared_ptr<gloo::transport::Device> WorldLink::device(const std::string& ad
   }
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!device_ || device_address_ != host) {
-    const NoBrokenPipeSignal none; // in its thread
+    const NoBrokenPipeSignal none; // for the device's thread
     const BatchThreads batch;
     const std::set<int> before = listening_ports();
     device_ = c10d::ProcessGroupGloo::createDeviceForHostname(host);
@@ -231,8 +230,8 @@ std::optional<unsigned> WorldLink::stranger() {
 void WorldLink::add_group(const std::string& name) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!names_.insert(name).second) {
-    throw InputError("comm::create", "a group of this world has this name already: name=" + name,
-                     "a name of its own for every group");
+    throw InputError("comm::create", "a group of this world already has this name: name=" + name,
+                     "a different name for each group");
   }
   ++open_groups_;
 }
@@ -275,8 +274,8 @@ void WorldLink::remove_group(c10::intrusive_ptr<c10d::Backend> connections, bool
   server_.reset();
 }
 
-/// Data that peers have not read yet would be lost with the connections, and
-/// with rank 0 the store.
+/// The ranks meet before they disconnect. Otherwise data that peers have not read would be lost,
+/// and with rank 0 the store.
 bool WorldLink::meet() {
   std::vector<std::string> keys;
   for (int i = 0; i < world_.world_size; ++i) {
@@ -306,8 +305,8 @@ bool WorldLink::meet() {
     store_->cancel();
     return false;
   }
-  *enough = true; // the late will not be waited for
-  return !liveness_->failed(); // which cancels the call
+  *enough = true; // stop waiting for late ranks
+  return !liveness_->failed(); // a failure cancels the call
 }
 
 void WorldLink::disconnect(milliseconds limit) {
@@ -316,8 +315,8 @@ void WorldLink::disconnect(milliseconds limit) {
     const std::lock_guard<std::mutex> lock(mutex_);
     groups.swap(closed_groups_);
   }
-  // A Gloo group's destructor waits for the operations under way, which may be
-  // stuck until their timeout: that must not hold up this thread.
+  // A Gloo group's destructor waits for running operations, which may be stuck until their timeout.
+  // That must not delay this thread.
   auto destroyed = std::make_shared<std::promise<void>>();
   std::future<void> future = destroyed->get_future();
   std::thread([destroyed, groups = std::move(groups)]() mutable {
@@ -328,7 +327,7 @@ void WorldLink::disconnect(milliseconds limit) {
   future.wait_for(limit);
 }
 
-/// All ranks have agreed to part.
+/// All ranks have agreed to leave.
 void WorldLink::part() {
   liveness_->expect_departures();
   liveness_->leave(milliseconds(1000));

@@ -1,13 +1,12 @@
-// A world that goes on with the ranks that are left.
+// Shrinks a world to the remaining ranks.
 //
 // Note [Shrinking]
-// The store outlives the world: those that are left connect to it again, under
-// keys of their own. Each says that it is here. Whoever sees that every rank is
-// either here or lost (by the old world's watch, which goes on) proposes the list
-// of those that are here; the first proposal counts, for all. There is no
-// handshake: the members know each other from the old world, and the keys of the
-// new watch are made before it starts, so that from the decision on a member that
-// dies is a failure of the new world, on every member alike, and they shrink again.
+// The store outlives the world. The remaining ranks connect to it again, under new keys. Each
+// writes that it is present. The first rank that sees every rank as present or lost (Liveness of
+// the old world still runs) proposes the list of present ranks. The first proposal counts for all.
+// There is no handshake, because the members know each other from the old world. The keys of the
+// new Liveness exist before it starts. So from the decision on, a member that dies is a failure of
+// the new world on every member, and they shrink again.
 #include <algorithm>
 #include <nlohmann/json.hpp>
 #include <numeric>
@@ -54,7 +53,7 @@ std::vector<Hello> hellos_of_members(const std::vector<int>& members,
   return left;
 }
 
-/// Runs in the store's thread. The members; nothing where cancelled.
+/// Runs in the store's thread. Returns the members; empty if cancelled.
 std::vector<int> decide_members(c10d::Store& store, const std::atomic<bool>& cancelled,
                                 const Liveness& liveness, int rank,
                                 CommClock::time_point deadline) {
@@ -78,7 +77,7 @@ std::vector<int> decide_members(c10d::Store& store, const std::atomic<bool>& can
     }
     if (complete || CommClock::now() > deadline) {
       store.compareSet(kShrinkMembers, std::string(), nlohmann::json(members).dump());
-      continue; // whoever was first decides
+      continue; // the first proposal counts
     }
     pause();
   }
@@ -100,7 +99,7 @@ WorldLink::WorldLink(const WorldLink& before, const std::vector<int>& members,
       watch_store_(std::move(watch_store)),
       store_(std::move(store)) {}
 
-/// By all that are left.
+/// Called by all remaining ranks.
 std::vector<int> WorldLink::agree_on_members(StoreThread& store) {
   const CommClock::time_point deadline = CommClock::now() + timeout_;
   const auto refuse_without_store = [this] {
@@ -108,8 +107,8 @@ std::vector<int> WorldLink::agree_on_members(StoreThread& store) {
       throw CommunicationError(
           kShrinkWhere,
           liveness_->cause().text +
-              "; the ranks that are left cannot go on without rank 0, which serves their store",
-          "rank 0 to live", "start again from the last saved state");
+              "; the remaining ranks cannot continue without rank 0, which serves their store",
+          "rank 0 to be alive", "restart from the last checkpoint");
     }
   };
   refuse_without_store();
@@ -132,7 +131,7 @@ std::vector<int> WorldLink::agree_on_members(StoreThread& store) {
     why = why.substr(0, why.find('\n'));
   }
   if (members.empty()) {
-    throw CommunicationError(kShrinkWhere, "the ranks that are left have not met within " +
+    throw CommunicationError(kShrinkWhere, "the remaining ranks have not met within " +
                                                std::to_string(timeout_.count()) + " ms (" + why +
                                                ")");
   }
@@ -141,11 +140,11 @@ std::vector<int> WorldLink::agree_on_members(StoreThread& store) {
     throw CommunicationError(kShrinkWhere,
                              own ? "rank 0, which serves the store, has not come within " +
                                        std::to_string(timeout_.count()) + " ms"
-                                 : "the other ranks go on without rank " +
+                                 : "the other ranks continue without rank " +
                                        std::to_string(launch_rank()) +
-                                       ": it came too late, or looked dead to them",
-                             "every rank that lives to call shrink() within the timeout",
-                             "see what that rank was doing, or raise the timeout");
+                                       ": it was late, or they took it for dead",
+                             "every live rank to call shrink() within the timeout",
+                             "find out what that rank was doing, or raise the timeout");
   }
   return members;
 }

@@ -141,8 +141,7 @@ TEST(CommStore, WithASecretWhatAStrangerWroteIsRefused) {
   for (const RankReport& report :
        spawn_with_agent(2, "CommReadsAStrangeFailure", {}, "0123456789abcdef")) {
     EXPECT_EQ(report.error_type, "hasten::CommunicationError");
-    EXPECT_NE(report.error.find("was written by somebody without this run's secret"),
-              std::string::npos)
+    EXPECT_NE(report.error.find("was not written with this run's secret"), std::string::npos)
         << report.error;
   }
   for (const RankReport& report : spawn_with_agent(2, "CommConnects", {}, "0123456789abcdef")) {

@@ -95,7 +95,7 @@ TEST(Liveness, APeerThatHasExchangedAsOftenMayHaveGoneOn) {
   EXPECT_EQ(other_than_mine(9, "barrier \"later\"", 3), "");
   EXPECT_EQ(other_than_mine(9, "all_gather_object \"later\"", 4), "");
   EXPECT_EQ(other_than_mine(9, "barrier \"later\"", 2),
-            "rank 11 has gone on to barrier \"later\", rank 10 has all_gather_object \"mine\"");
+            "rank 11 has moved on to barrier \"later\", rank 10 has all_gather_object \"mine\"");
   EXPECT_EQ(other_than_mine(7, "barrier \"other\"", 2),
             "rank 11 has barrier \"other\", rank 10 has all_gather_object \"mine\"");
 }

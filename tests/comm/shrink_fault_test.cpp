@@ -236,7 +236,7 @@ TEST(ShrinkFault, WithoutRankZeroNobodyGoesOn) {
   const auto ranks = spawn(3, "ShrinksAndEnds", {.kind = FaultKind::kill, .rank = 0});
   for (const size_t i : {size_t{1}, size_t{2}}) {
     EXPECT_NE(ranks[i].error.find("rank 0 died"), std::string::npos) << ranks[i].error;
-    EXPECT_NE(ranks[i].error.find("cannot go on without"), std::string::npos) << ranks[i].error;
+    EXPECT_NE(ranks[i].error.find("cannot continue without"), std::string::npos) << ranks[i].error;
     EXPECT_LT(ranks[i].seconds_after_fault, 5);
   }
 }
@@ -282,7 +282,7 @@ TEST(ShrinkFault, ARankThatComesTooLateLearnsThatItWasLeftBehind) {
                            {.kind = FaultKind::late, .rank = 1, .delay = milliseconds(4'000)});
   EXPECT_TRUE(ranks[0].values.value("shrunk", false)) << ranks[0].error;
   EXPECT_TRUE(ranks[2].values.value("shrunk", false)) << ranks[2].error;
-  EXPECT_NE(ranks[1].error.find("go on without rank 1"), std::string::npos) << ranks[1].error;
+  EXPECT_NE(ranks[1].error.find("continue without rank 1"), std::string::npos) << ranks[1].error;
 }
 
 } // namespace hasten

@@ -1,4 +1,4 @@
-// See algorithm.h. c10d's inline setTimeout() calls the one member.
+// See algorithm.h. c10d's inline setTimeout() calls the one member function.
 #pragma once
 
 #include <chrono>

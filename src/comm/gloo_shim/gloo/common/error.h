@@ -1,2 +1,2 @@
-// See algorithm.h: included by ProcessGroupGloo.hpp, which uses nothing of it.
+// See algorithm.h. ProcessGroupGloo.hpp includes this header and uses nothing from it.
 #pragma once

@@ -1,5 +1,5 @@
-// See algorithm.h. The virtual functions stand in the order of the Gloo that
-// torch 2.13 is built with, whose store has the second version's members.
+// See algorithm.h. The virtual functions have the order of the Gloo that torch 2.13 is built with.
+// Its store has the members of version 2.
 #pragma once
 
 #include <chrono>

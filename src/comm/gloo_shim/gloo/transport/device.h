@@ -1,4 +1,4 @@
-// See algorithm.h. Held by shared_ptr alone.
+// See algorithm.h. Only held by shared_ptr.
 #pragma once
 
 namespace gloo::transport {
