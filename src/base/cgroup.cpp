@@ -5,7 +5,7 @@
 
 namespace hasten::detail {
 
-/// Where the v2 tree, and the v1 tree with the controller, are mounted.
+/// Mount points of the v2 tree and of the v1 tree with the controller.
 struct CgroupMounts {
   std::filesystem::path v2;
   std::filesystem::path v1;
@@ -57,8 +57,8 @@ std::vector<std::filesystem::path> cgroup_folders(const std::filesystem::path& r
         (!is_v2 && controllers.find("," + controller + ",") == std::string::npos)) {
       continue;
     }
-    // Inside a container the path may be the host's and not exist here; the
-    // mount's root is the container's own group then.
+    // In a container the path may be the host's and not exist here. The mount's root is then the
+    // container's own group.
     std::filesystem::path folder = std::filesystem::path(line.substr(second + 1)).relative_path();
     while (true) {
       folders.push_back(mount / folder);

@@ -1,4 +1,4 @@
-// The control groups this process is in. Private to src/base.
+// The control groups of this process. Private to src/base.
 #pragma once
 
 #include <filesystem>
@@ -7,8 +7,8 @@
 
 namespace hasten::detail {
 
-/// Folders, below `root`, of this process's groups that have the controller ("cpu",
-/// "memory"), innermost first up to the mount, of v1 and v2; perhaps not existing.
+/// Folders, below `root`, of this process's v1 and v2 groups with the controller ("cpu", "memory"),
+/// innermost first, up to the mount. They may not exist.
 std::vector<std::filesystem::path> cgroup_folders(const std::filesystem::path& root,
                                                   const std::string& controller);
 

@@ -1,4 +1,4 @@
-// The cores a process may use: affinity and cgroup quota.
+// How many cores a process may use: affinity and cgroup quota.
 #include <sched.h>
 
 #include <algorithm>
@@ -15,10 +15,10 @@ namespace hasten {
 
 namespace detail {
 
-/// quota / period of one cgroup folder; infinity where it sets none.
+/// quota / period of one cgroup folder; infinity if it sets none.
 double cgroup_folder_cores(const std::filesystem::path& folder) {
   constexpr double kNone = std::numeric_limits<double>::infinity();
-  double quota = 0; // microseconds of all cores together
+  double quota = 0; // microseconds, of all cores together
   double period = 0; // microseconds
   if (std::ifstream v2(folder / "cpu.max"); v2) {
     std::string text;
@@ -46,7 +46,7 @@ double cgroup_cores(const std::filesystem::path& root) {
 }
 
 int affinity_cores() {
-  // The kernel refuses a mask shorter than its own; its length is not told.
+  // The kernel rejects a mask that is shorter than its own, whose length is not known.
   for (int cores = 1024; cores <= (1 << 20); cores *= 2) {
     cpu_set_t* set = CPU_ALLOC(cores);
     const size_t size = CPU_ALLOC_SIZE(cores);

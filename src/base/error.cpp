@@ -14,7 +14,7 @@ namespace detail {
 std::atomic<int> error_rank{0};
 std::atomic<int> error_world_size{1};
 
-/// Texts may come from peers and files: what a terminal would obey becomes '?'.
+/// Texts may come from peers and files. Characters that control a terminal become '?'.
 std::string without_control_bytes(std::string text) {
   for (size_t i = 0; i < text.size(); ++i) {
     const auto byte = static_cast<unsigned char>(text[i]);

@@ -24,7 +24,7 @@ int end_by_signal(int signal, int world_size) {
   return 128 + signal;
 }
 
-/// A disk that is full is the user's to fix, whoever noticed it.
+/// A full disk is the user's to fix, in whichever part it was noticed.
 bool is_full_disk(const std::exception& error) {
   const std::string_view text = error.what();
   for (const int number : {ENOSPC, EDQUOT, EFBIG}) {
@@ -46,7 +46,7 @@ int exit_code_of(int local_rank, int world_size, const std::function<int()>& bod
   } catch (const Interrupted& interrupted) {
     return detail::end_by_signal(interrupted.signal(), world_size);
   } catch (const std::exception& error) {
-    // A peer that was stopped first looks like a failed peer.
+    // If a peer was stopped before this rank, this rank sees a failed peer.
     if (const int signal = interrupt_signal(); signal != 0) {
       return detail::end_by_signal(signal, world_size);
     }

@@ -42,7 +42,7 @@ void throw_file_error(const char* where, const std::filesystem::path& path, int 
   }
 }
 
-/// Owns a descriptor; close errors are seen by close_checked() alone.
+/// Owns a descriptor. Only close_checked() reports errors of close.
 class FileDescriptor {
  public:
   explicit FileDescriptor(int fd) : fd_(fd) {}
@@ -54,7 +54,7 @@ class FileDescriptor {
   FileDescriptor(const FileDescriptor&) = delete;
   FileDescriptor& operator=(const FileDescriptor&) = delete;
   int get() const { return fd_; }
-  /// 0, or errno: network file systems report a full disk only here.
+  /// 0, or errno. Network file systems report a full disk only here.
   int close_checked() {
     const int fd = fd_;
     fd_ = -1;
@@ -80,7 +80,7 @@ int write_all(int fd, std::string_view bytes) {
   return 0;
 }
 
-/// Follows symbolic links, so that the file they lead to is replaced, not they.
+/// The target of symbolic links, so that the target is replaced and not the link.
 std::filesystem::path link_target(const std::filesystem::path& path) {
   std::error_code ignored;
   if (!std::filesystem::is_symlink(path, ignored)) {
@@ -90,7 +90,7 @@ std::filesystem::path link_target(const std::filesystem::path& path) {
   return ignored ? path : target;
 }
 
-/// Writes, syncs and renames; 0 or errno. `temporary` may be left behind.
+/// Writes, syncs and renames. Returns 0 or errno; `temporary` may then exist.
 int write_and_rename(std::filesystem::path& temporary, const std::filesystem::path& target,
                      std::string_view bytes) {
   FileDescriptor file(open_temporary(target, temporary));
@@ -122,7 +122,7 @@ std::string read_file(const std::filesystem::path& path) {
   if (file.get() < 0 || ::fstat(file.get(), &status) != 0) {
     throw InputError(kWhere, detail::path_problem(path, errno));
   }
-  // The size is a hint: /proc says 0, and a file may grow while it is read.
+  // The size is a hint: /proc reports 0, and a file may grow while it is read.
   std::string bytes;
   bytes.resize(static_cast<size_t>(status.st_size) + 1);
   size_t size = 0;
@@ -164,8 +164,7 @@ void sync_path(const std::filesystem::path& path) {
   if (file.get() < 0) {
     detail::throw_file_error(kWhere, path, errno);
   }
-  // EINVAL: this file system has nothing to sync for such a file (a folder on
-  // some network file systems).
+  // EINVAL: the file system cannot sync such a file (a folder on some network file systems).
   if (::fsync(file.get()) != 0 && errno != EINVAL) {
     detail::throw_file_error(kWhere, path, errno);
   }

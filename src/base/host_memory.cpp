@@ -12,7 +12,7 @@ namespace hasten {
 
 namespace detail {
 
-/// The number in a file, or behind `key` in one of its lines; none for "max".
+/// The number in a file, or after `key` in it. Empty for "max".
 std::optional<int64_t> number_in_file(const std::filesystem::path& path,
                                       const std::string& key = {}) {
   std::ifstream file(path);
@@ -29,7 +29,7 @@ std::optional<int64_t> number_in_file(const std::filesystem::path& path,
   return std::nullopt;
 }
 
-/// What the group's limit leaves; none where it has no limit.
+/// The memory that the group's limit leaves. Empty if the group has no limit.
 std::optional<int64_t> left_in_group(const std::filesystem::path& folder) {
   const bool v2 = std::filesystem::exists(folder / "memory.max");
   const auto limit = number_in_file(folder / (v2 ? "memory.max" : "memory.limit_in_bytes"));

@@ -11,9 +11,8 @@ namespace hasten {
 
 namespace detail {
 
-// Builds the value as nlohmann's own parser does, and stops at what the rules
-// refuse. Its parser with a callback would do too, in quadratic time: it looks
-// through an object after each object within it.
+// Builds the value like nlohmann's own parser, and stops at what the rules reject. That parser with
+// a callback would take quadratic time: it searches an object again after each object inside it.
 class JsonBuilder : public nlohmann::json_sax<nlohmann::json> {
  public:
   JsonBuilder(ParsedJson& result, const JsonRules& rules) : result_(result), rules_(rules) {}
@@ -24,7 +23,7 @@ class JsonBuilder : public nlohmann::json_sax<nlohmann::json> {
   bool number_unsigned(number_unsigned_t value) override { return put(value); }
   bool number_float(number_float_t value, const string_t&) override { return put(value); }
   bool string(string_t& value) override { return put(std::move(value)); }
-  bool binary(binary_t&) override { return false; } // no such thing in a text
+  bool binary(binary_t&) override { return false; } // does not occur in text
   bool start_object(size_t) override { return open(nlohmann::json::object()); }
   bool start_array(size_t) override { return open(nlohmann::json::array()); }
   bool end_object() override { return close(); }
@@ -42,7 +41,7 @@ class JsonBuilder : public nlohmann::json_sax<nlohmann::json> {
 
   bool parse_error(size_t byte, const std::string&,
                    const nlohmann::json::exception& error) override {
-    // Behind "[json.exception…] parse error at line 1, column 7: ".
+    // The text after "[json.exception…] parse error at line 1, column 7: ".
     const std::string text = error.what();
     const size_t place = text.find("] ");
     const size_t colon = text.find(": ", place == text.npos ? 0 : place);
@@ -128,8 +127,8 @@ void require_utf8(std::string_view where, const nlohmann::json& values) {
     try {
       static_cast<void>(value.dump());
     } catch (const nlohmann::json::type_error&) {
-      throw InputError(where, name + " holds bytes that are no UTF-8",
-                       "text in UTF-8, since the run's records are JSON", "give it another name");
+      throw InputError(where, name + " has bytes that are not UTF-8",
+                       "UTF-8, because the run's records are JSON", "use another name");
     }
   }
 }

@@ -18,7 +18,7 @@ namespace detail {
 bool terminal_bar_drawn = false;
 
 std::mutex& terminal_mutex() {
-  // Never destroyed: static destructors of others may still log.
+  // Never destroyed, because other static destructors may still log.
   static auto* mutex = new std::mutex;
   return *mutex;
 }
@@ -36,7 +36,7 @@ void write_stderr(std::string_view bytes) noexcept {
   }
 }
 
-// Atomics, not the mutex: log_enabled() stands in front of costly messages.
+// Atomics instead of the mutex, because log_enabled() is called before costly messages.
 std::atomic<LogLevel> log_main_level{LogLevel::info};
 std::atomic<LogLevel> log_replica_level{LogLevel::warning};
 std::atomic<int> log_rank{0};
@@ -103,7 +103,7 @@ void log(LogLevel level, std::string_view long_line) {
   if (!log_enabled(level)) {
     return;
   }
-  // Room for an error's parts and what a caller says around them.
+  // Enough for all parts of an error and the caller's text around them.
   const std::string line = shortened(long_line, 8192);
   std::shared_ptr<const LogSink> sink;
   {
@@ -111,7 +111,7 @@ void log(LogLevel level, std::string_view long_line) {
     const std::lock_guard lock(holder.mutex);
     sink = holder.sink;
   }
-  // Called without the lock, so a sink may itself replace the sink.
+  // Called without the lock, so that a sink may itself replace the sink.
   if (sink) {
     (*sink)(level, line);
   } else {

@@ -17,8 +17,8 @@ std::string text_of_proc(int process, const char* file) {
   return {std::istreambuf_iterator<char>(stream), {}};
 }
 
-/// The nearest process above this one that `variable` was not set for: the
-/// launcher, also where a script stands between. 1 where /proc does not say.
+/// The nearest ancestor process that does not have `variable`: the launcher, even if a script is
+/// between them. 1 if /proc does not show it.
 int launcher_process(const std::string& variable) {
   int process = ::getppid();
   while (process > 1) {
@@ -26,7 +26,7 @@ int launcher_process(const std::string& variable) {
     if (environment.find('\0' + variable + "=") == std::string::npos) {
       return process;
     }
-    // "pid (name) state ppid …", where a name may have anything in it.
+    // "pid (name) state ppid …". The name may contain any character.
     const std::string stat = text_of_proc(process, "stat");
     const size_t name_end = stat.rfind(')');
     if (name_end == std::string::npos || name_end + 4 >= stat.size()) {
@@ -37,8 +37,7 @@ int launcher_process(const std::string& variable) {
   return 1;
 }
 
-/// A number that is the same in all ranks of this host and hardly in those of
-/// another world.
+/// A number that is the same in all ranks of this host and very probably another in other worlds.
 int64_t mpi_job(const std::string& rank_variable) {
   std::string name;
   for (const char* variable : {"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"}) {

@@ -36,7 +36,7 @@ struct ProcessStat {
 };
 
 ProcessStat process_stat(int pid) {
-  // Not a stream: one throws where the process ends between open and read.
+  // Not a stream, because a stream throws if the process ends between open and read.
   std::array<char, 1024> buffer{};
   const std::string path = "/proc/" + std::to_string(pid) + "/stat";
   const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
@@ -45,7 +45,7 @@ ProcessStat process_stat(int pid) {
     close(fd);
   }
   const std::string text(buffer.data(), static_cast<size_t>(std::max<ssize_t>(size, 0)));
-  // "pid (name) state …": the name may hold anything, so the last ')' counts.
+  // "pid (name) state …": the name may contain any character, so use the last ')'.
   const size_t name_end = text.rfind(')');
   ProcessStat stat;
   if (name_end == std::string::npos) {
@@ -61,8 +61,8 @@ ProcessStat process_stat(int pid) {
   return stat;
 }
 
-// Everything the child needs, made before vfork: between vfork and exec it
-// shares this process's memory and may only make system calls.
+// Everything that the child needs, made before vfork. Between vfork and exec the child shares this
+// process's memory and may only make system calls.
 struct ChildPlan {
   const char* path = nullptr;
   char* const* argv = nullptr;
@@ -70,7 +70,7 @@ struct ChildPlan {
   const SpawnOptions* options = nullptr;
   pid_t parent = 0;
   long open_files = 0; // upper bound of descriptors, for old kernels
-  volatile int error = 0; // errno of what failed in the child
+  volatile int error = 0; // errno of the call that failed in the child
 };
 
 /// Marks every descriptor from 3 up close-on-exec.
@@ -86,10 +86,10 @@ void close_others_on_exec(long open_files) {
   }
 }
 
-/// Puts the asked descriptors in place of 0, 1, 2; false with errno set.
+/// Makes the requested descriptors the child's 0, 1 and 2. False with errno set.
 bool place_standard_descriptors(const SpawnOptions& options) {
   const int wanted[] = {options.stdin_fd, options.stdout_fd, options.stderr_fd};
-  // A source below 3 could be overwritten before it is used: lift it first.
+  // A source below 3 could be overwritten before it is used, so duplicate it first.
   int sources[3];
   for (int i = 0; i < 3; ++i) {
     sources[i] = wanted[i];
@@ -108,8 +108,8 @@ bool place_standard_descriptors(const SpawnOptions& options) {
   return true;
 }
 
-/// Handlers of this process mean nothing in the child; what is ignored stays
-/// ignored (nohup). No signal is blocked.
+/// Resets handlers, which do not exist in the child. Ignored signals stay ignored (nohup). Unblocks
+/// all signals.
 void reset_child_signals() {
   for (int signal = 1; signal < NSIG; ++signal) {
     struct sigaction action {};
@@ -150,7 +150,7 @@ void reset_child_signals() {
   ::_exit(127);
 }
 
-// A function of its own: nothing that lives across vfork is in registers.
+// A separate function, so that nothing that is used after vfork is in registers.
 __attribute__((noinline)) pid_t vfork_and_run(ChildPlan& plan) {
   const pid_t pid = ::vfork();
   if (pid == 0) {
@@ -162,7 +162,7 @@ __attribute__((noinline)) pid_t vfork_and_run(ChildPlan& plan) {
   return pid;
 }
 
-/// argv[0] where it has a slash, else the first executable of that name in PATH.
+/// argv[0] if it has a slash, otherwise the first executable of that name in PATH.
 std::string find_program(const std::string& name) {
   if (name.find('/') != std::string::npos) {
     return name;
@@ -185,7 +185,7 @@ std::string find_program(const std::string& name) {
   }
 }
 
-/// This process's environment with `changes` on top, the last of a name counting.
+/// This process's environment with `changes`. If a name occurs several times, the last one counts.
 std::vector<std::string> merged_environment(
     const std::vector<std::pair<std::string, std::string>>& changes) {
   const auto changed = [&](std::string_view name, size_t from) {
@@ -217,7 +217,7 @@ std::vector<char*> pointers_to(const std::vector<std::string>& strings) {
   return pointers;
 }
 
-// The latest of SIGINT and SIGTERM, 0 if none. Lock-free: written in a handler.
+// The latest of SIGINT and SIGTERM, 0 if none. Lock-free, because a handler writes it.
 volatile std::sig_atomic_t remembered_signal = 0;
 
 extern "C" void hasten_remember_signal(int signal) {
@@ -236,7 +236,7 @@ pid_t spawn_process(const std::vector<std::string>& argv, const SpawnOptions& op
   }
   const std::string path = detail::find_program(argv[0]);
   if (path.empty()) {
-    throw InputError(kWhere, "program=" + argv[0] + " is in no folder of PATH", "an executable",
+    throw InputError(kWhere, "program=" + argv[0] + " is not in PATH", "an executable",
                      "give its path");
   }
   const auto arguments = detail::pointers_to(argv);
@@ -250,7 +250,7 @@ pid_t spawn_process(const std::vector<std::string>& argv, const SpawnOptions& op
   plan.parent = ::getpid();
   plan.open_files = std::min(::sysconf(_SC_OPEN_MAX), 65536L);
 
-  // No handler of ours may run in the child while it shares our memory.
+  // No handler of this process may run in the child while it shares our memory.
   sigset_t all;
   sigset_t before;
   sigfillset(&all);
@@ -310,7 +310,7 @@ std::pair<int, int> listen_on_loopback() {
 void install_interrupt_handlers() {
   struct sigaction action {};
   action.sa_handler = detail::hasten_remember_signal;
-  // Restart: libraries below us do not all expect EINTR.
+  // Restart system calls, because some libraries do not handle EINTR.
   action.sa_flags = SA_RESTART;
   sigemptyset(&action.sa_mask);
   for (const int signal : {SIGINT, SIGTERM}) {

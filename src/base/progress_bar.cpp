@@ -34,7 +34,7 @@ ProgressBar::ProgressBar(std::string label, int64_t total, bool enabled)
       enabled_(enabled),
       terminal_(enabled && ::isatty(STDERR_FILENO) == 1),
       start_(std::chrono::steady_clock::now()),
-      // A bar shows at once, a plain line after the first five seconds.
+      // A bar shows immediately, a plain line after the first five seconds.
       last_draw_(terminal_ ? start_ - detail::kBarRedraw : start_) {}
 
 ProgressBar::~ProgressBar() {
@@ -45,7 +45,7 @@ ProgressBar::~ProgressBar() {
         detail::write_stderr("\n");
       }
     }
-  } catch (...) { // a mutex that cannot be locked: leave the line as it is
+  } catch (...) { // the mutex cannot be locked: leave the line as it is
   }
 }
 
@@ -99,7 +99,7 @@ std::string ProgressBar::text(std::chrono::steady_clock::time_point now, int wid
   if (!note_.empty()) {
     tail += " " + note_;
   }
-  // One column stays free: a terminal wraps when the last one is written.
+  // Leave one column free: a terminal wraps when the last column is written.
   const int room = width - 4 - static_cast<int>(head.size() + tail.size());
   if (room >= 5) {
     const int cells = std::min(room, 40);

@@ -35,8 +35,8 @@ void record_error(const std::exception& error, bool shown) noexcept {
                          .count();
     const bool of_a_peer = dynamic_cast<const CommunicationError*>(&error) != nullptr ||
                            dynamic_cast<const PeerInputError*>(&error) != nullptr;
-    // torchrun reads whole seconds, as a string, and takes the least for the
-    // first cause: what follows is rounded up.
+    // torchrun reads whole seconds as a string and takes the smallest as the first cause. An error
+    // that follows from a peer's is therefore rounded up.
     const nlohmann::ordered_json json = {
         {"message",
          {{"message", message_of(error)},
@@ -47,7 +47,7 @@ void record_error(const std::exception& error, bool shown) noexcept {
             {"shown", shown}}}}}};
     write_file_atomically(path,
                           json.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace));
-  } catch (...) { // the error itself is on its way to the user
+  } catch (...) { // the caller reports the error itself
   }
 }
 

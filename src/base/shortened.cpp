@@ -10,7 +10,7 @@ std::string without_middle(std::string_view text, size_t limit) {
   if (text.size() <= limit) {
     return std::string(text);
   }
-  const auto is_within = [&](size_t at) { // a character of UTF-8
+  const auto is_within = [&](size_t at) { // inside a UTF-8 character
     return (static_cast<unsigned char>(text[at]) & 0xC0) == 0x80;
   };
   size_t head = limit * 3 / 4;

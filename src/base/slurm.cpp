@@ -1,4 +1,4 @@
-// Slurm's variables inside a step, and the short forms of its lists.
+// Slurm's variables in a step, and the short forms of its lists.
 #include <algorithm>
 #include <numeric>
 
@@ -10,8 +10,8 @@ namespace detail {
 
 constexpr size_t kMostHosts = 65'536;
 
-/// The numbers of "08-10,12" with their leading zeros, each after every one of
-/// `stems`; false where it is not in that form.
+/// Appends each number of "08-10,12", with leading zeros, to each of `stems`. False if the text has
+/// another form.
 bool append_ranges(const std::string& ranges, std::vector<std::string>& stems) {
   std::vector<std::string> numbers;
   for (size_t at = 0; at <= ranges.size();) {
@@ -69,7 +69,7 @@ std::vector<std::string> expand_host_pattern(const std::string& pattern) {
 std::vector<std::string> expand_host_list(const std::string& text) {
   std::vector<std::string> hosts;
   for (size_t at = 0; at <= text.size();) {
-    // A comma inside brackets divides ranges, not hosts.
+    // A comma in brackets separates ranges, not hosts.
     size_t end = at;
     for (bool inside = false; end < text.size() && (inside || text[end] != ','); ++end) {
       inside = text[end] == '[' || (inside && text[end] != ']');
@@ -124,7 +124,7 @@ World slurm_world() {
   const auto counts = expand_task_counts(tasks);
   variables.below("SLURM_PROCID", world.rank, "SLURM_STEP_NUM_TASKS", world.world_size);
   if (hosts.empty()) {
-    variables.problem("SLURM_STEP_NODELIST=" + list + " is no list of hosts");
+    variables.problem("SLURM_STEP_NODELIST=" + list + " is not a list of hosts");
   }
   if (counts.empty() || counts.size() != hosts.size() ||
       std::accumulate(counts.begin(), counts.end(), int64_t{0}) != world.world_size) {
@@ -137,7 +137,7 @@ World slurm_world() {
     variables.below("SLURM_LOCALID", world.local_rank, "SLURM_STEP_TASKS_PER_NODE",
                     world.local_world_size);
   }
-  // Steps of one job that run at the same time get different ports.
+  // Concurrent steps of one job get different ports.
   const auto step = whole_number(environment_value("SLURM_STEP_ID").value_or("0"));
   world.master_port = master_port_or(variables, job + int64_t{1009} * step.value_or(0));
   variables.check("what srun sets in a step", "start with srun, torchrun or hasten launch");

@@ -31,7 +31,7 @@ constexpr std::string_view kStoreMagic = "hasten-store-1";
 constexpr size_t kStoreNonce = 32;
 constexpr size_t kLeastSecret = 16; // bytes
 constexpr auto kProofLimit = std::chrono::seconds(10);
-constexpr auto kResolveLimit = std::chrono::seconds(10); // name servers may come late
+constexpr auto kResolveLimit = std::chrono::seconds(10); // name servers may start late
 
 std::string_view as_text(const StoreKey& key) {
   return {reinterpret_cast<const char*>(key.data()), key.size()};
@@ -65,7 +65,7 @@ std::string number_bytes(uint64_t value) {
   return {reinterpret_cast<const char*>(&value), sizeof value};
 }
 
-/// The secret's bytes, without white space at its ends.
+/// The bytes of the secret, without white space at the end.
 std::string read_secret_file(const std::string& path) {
   struct stat status {};
   if (::stat(path.c_str(), &status) != 0) {
@@ -76,7 +76,7 @@ std::string read_secret_file(const std::string& path) {
   }
   if ((status.st_mode & 0177) != 0 || status.st_uid != ::geteuid()) {
     throw InputError("base::secret",
-                     "HASTEN_SECRET_FILE=" + path + " may be read or changed by others",
+                     "HASTEN_SECRET_FILE=" + path + " can be read or changed by other users",
                      "a file of this user with mode 0600", "chmod 600 " + path);
   }
   return read_file(path);
@@ -179,7 +179,7 @@ StoreChannel::~StoreChannel() { ::close(fd_); }
 bool StoreChannel::receive() {
   in_.erase(0, std::exchange(taken_, 0));
   char block[65536];
-  for (int i = 0; i < 16; ++i) { // others want their turn, too
+  for (int i = 0; i < 16; ++i) { // then the other connections have their turn
     const ssize_t got = ::recv(fd_, block, sizeof block, MSG_DONTWAIT);
     if (got > 0) {
       in_.append(block, static_cast<size_t>(got));
@@ -286,7 +286,7 @@ bool StoreChannel::admit(std::string_view frame, const StoreKey& key) {
   sealed_ = true;
   own_ = '>';
   trust();
-  return send({}); // the client may count on it from now on
+  return send({}); // confirms the proof to the client
 }
 
 StoreChannel::Proof StoreChannel::prove(const StoreKey& key, StoreClock::time_point deadline) {
@@ -305,7 +305,7 @@ StoreChannel::Proof StoreChannel::prove(const StoreKey& key, StoreClock::time_po
   }
   session_ = keyed_hash(key, {"k", nonces_});
   sealed_ = true;
-  // A server with too many strangers may end the connection before it has the proof.
+  // A server with too many unproved connections may end this one before it has the proof.
   if (wait(answer, deadline) != Next::frame) {
     return Proof::none;
   }
@@ -354,7 +354,7 @@ int try_connect(const StoreAddress& address) {
   return -1;
 }
 
-/// Null where the connection broke meanwhile.
+/// Null if the connection broke meanwhile.
 std::unique_ptr<StoreChannel> proved_channel(int fd, const StoreAddress& address,
                                              StoreClock::time_point deadline) {
   auto channel = std::make_unique<StoreChannel>(fd);

@@ -23,22 +23,22 @@
 
 namespace hasten::detail {
 
-/// One of the store's connections.
+/// A connection to the store.
 struct StoreClient {
   explicit StoreClient(int fd) : channel(fd) {}
 
   StoreChannel channel;
   StoreClock::time_point since = StoreClock::now();
-  std::list<int>::iterator stranger{}; // while it is one
-  // Of a get or wait that is not answered yet; `keys` is empty otherwise.
+  std::list<int>::iterator stranger{}; // valid until it has proved the secret
+  // A get or wait that is not answered yet. `keys` is empty if there is none.
   int64_t request = 0;
   bool values = false;
   std::vector<std::string> keys{};
-  size_t next_key = 0; // the first that is missing
+  size_t next_key = 0; // index of the first missing key
 };
 
-/// A socket that listens at `address`, whose host and port it completes; else -1 and
-/// errno.
+/// A socket that listens at `address`. Sets the address's host and port. Returns -1 and sets errno
+/// on failure.
 int listen_at(StoreAddress& address) {
   constexpr int kType = SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC;
   if (!address.socket.empty()) {
@@ -52,7 +52,7 @@ int listen_at(StoreAddress& address) {
     return -1;
   }
   const bool everywhere = address.host.empty();
-  // "::" takes IPv4 too, where there is IPv6.
+  // "::" also accepts IPv4 if the host has IPv6.
   const auto v6 = host_addresses(everywhere ? "::" : address.host, address.port);
   const auto v4 = everywhere ? host_addresses("0.0.0.0", address.port) : nullptr;
   for (const addrinfo* a : {v6.get(), v4.get()}) {
@@ -69,14 +69,14 @@ int listen_at(StoreAddress& address) {
     if (fd >= 0 && ::bind(fd, a->ai_addr, a->ai_addrlen) == 0 && ::listen(fd, 4096) == 0 &&
         ::getsockname(fd, reinterpret_cast<sockaddr*>(&bound), &size) == 0) {
       address.host = everywhere ? "127.0.0.1" : address.host;
-      address.port = ntohs(bound.sin6_port); // where IPv4 has its own
+      address.port = ntohs(bound.sin6_port); // at the same offset as IPv4's
       return fd;
     }
     const int error = errno;
     ::close(fd);
     errno = error;
     if (error == EADDRINUSE) {
-      break; // IPv4 alone would hide it
+      break; // listening only at IPv4 would hide that the port is in use
     }
   }
   return -1;
@@ -151,14 +151,14 @@ class StoreServer::Loop {
   }
 
   void accept_some() {
-    // Few at a time: those accepted before have their turn to prove themselves.
+    // Only a few at a time, so that earlier connections can prove the secret in between.
     const size_t most = local_ ? 64 : std::clamp<size_t>(limits_.strangers / 4, 1, 64);
     for (size_t i = 0; i < most; ++i) {
       const int fd = ::accept4(listen_fd_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
       if (fd >= 0) {
         admit(fd);
       } else if (errno == EMFILE || errno == ENFILE || errno == ENOMEM) {
-        // It would be reported without end.
+        // Without descriptors the event would be reported endlessly.
         watch(listen_fd_, 0, EPOLL_CTL_DEL);
         listening_ = false;
         return;
@@ -204,7 +204,7 @@ class StoreServer::Loop {
     }
   }
 
-  /// False where the client is to go.
+  /// False if the client must be dropped.
   bool serve(StoreClient& client, uint32_t events) {
     StoreChannel& channel = client.channel;
     const bool was_blocked = channel.blocked();
@@ -222,7 +222,7 @@ class StoreServer::Loop {
         return false;
       }
     }
-    if (channel.blocked() != was_blocked) { // one that does not read is not read
+    if (channel.blocked() != was_blocked) { // do not read from a client that does not read
       watch(channel.fd(), channel.blocked() ? EPOLLOUT : EPOLLIN, EPOLL_CTL_MOD);
     }
     return true;
@@ -236,7 +236,7 @@ class StoreServer::Loop {
       }
       return admitted;
     }
-    unpark(client); // it has given up waiting
+    unpark(client); // a new request ends its waiting
     StoreReader in{frame};
     const int64_t request = in.number();
     const auto op = static_cast<StoreOp>(in.number());
@@ -265,7 +265,7 @@ class StoreServer::Loop {
         for (const int fd : waiting.mapped()) {
           StoreClient& other = clients_.at(fd);
           if (!answer_or_park(other)) {
-            ::shutdown(fd, SHUT_RDWR); // dropped when that is reported
+            ::shutdown(fd, SHUT_RDWR); // it is dropped when epoll reports this
           } else if (other.channel.blocked()) {
             watch(fd, EPOLLOUT, EPOLL_CTL_MOD);
           }
@@ -275,13 +275,13 @@ class StoreServer::Loop {
     return served;
   }
 
-  /// `result`, or why there is none.
+  /// Sends `result`, or why there is none.
   static bool reply(StoreClient& client, int64_t request, std::string_view result,
                     std::string_view why = {}) {
     StoreWriter out;
     out.number(request);
     if (out.bytes.size() + 8 + result.size() > StoreChannel::kMaxFrame) {
-      why = "the values are more than a message may hold";
+      why = "the values are larger than a message may be";
     }
     out.number(!why.empty());
     if (why.empty()) {
@@ -334,7 +334,7 @@ class StoreServer::Loop {
         if (there) {
           const char* const end = entry->second.data() + entry->second.size();
           if (std::from_chars(entry->second.data(), end, sum).ptr != end) {
-            throw std::runtime_error("the value of " + key + " is no number");
+            throw std::runtime_error("the value of " + key + " is not a number");
           }
         }
         sum += in.number();
@@ -372,7 +372,7 @@ class StoreServer::Loop {
   }
 
   bool answer_or_park(StoreClient& client) {
-    // From the first that was missing on, then all: one may be gone again.
+    // Checks from the first missing key on, then all keys: one may have been removed.
     for (bool all = client.next_key == 0;; all = true, client.next_key = 0) {
       for (; client.next_key < client.keys.size(); ++client.next_key) {
         const std::string& key = client.keys[client.next_key];
@@ -412,13 +412,13 @@ class StoreServer::Loop {
   int listen_fd_ = -1;
   int epoll_fd_ = -1;
   int stop_fd_ = -1;
-  bool listening_ = true; // else there was no descriptor to accept with
+  bool listening_ = true; // false while there is no descriptor for new connections
   std::unordered_map<int, StoreClient> clients_; // by descriptor
-  std::list<int> strangers_; // oldest first
+  std::list<int> strangers_; // not yet proved; oldest first
   std::unordered_map<std::string, std::string> data_;
   size_t bytes_ = 0;
-  std::unordered_map<std::string, std::vector<int>> waiting_; // for a key
-  std::vector<std::string> new_keys_; // by the request at hand
+  std::unordered_map<std::string, std::vector<int>> waiting_; // descriptors, by missing key
+  std::vector<std::string> new_keys_; // of the current request
 };
 
 StoreServer::StoreServer(StoreAddress address, StoreLimits limits)
@@ -426,7 +426,7 @@ StoreServer::StoreServer(StoreAddress address, StoreLimits limits)
   sigset_t all;
   sigset_t old;
   sigfillset(&all);
-  ::pthread_sigmask(SIG_SETMASK, &all, &old); // signals are for other threads
+  ::pthread_sigmask(SIG_SETMASK, &all, &old); // other threads handle signals
   thread_ = std::thread([this] { loop_->run(); });
   ::pthread_sigmask(SIG_SETMASK, &old, nullptr);
 }

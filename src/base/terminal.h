@@ -1,5 +1,4 @@
-// What the log and the progress bar share: the last line of the terminal.
-// Internal to base.
+// The last line of the terminal, which the log and the progress bar share. Internal to base.
 #pragma once
 
 #include <mutex>
@@ -7,17 +6,17 @@
 
 namespace hasten::detail {
 
-/// Held while stderr is written or the bar is drawn.
+/// Hold it while writing to stderr or drawing the bar.
 std::mutex& terminal_mutex();
 
-/// A bar stands on the terminal's last line. Guarded by terminal_mutex().
+/// True if a bar is on the terminal's last line. Guarded by terminal_mutex().
 extern bool terminal_bar_drawn;
 
-/// Writes everything to stderr, in one write(2) where the kernel takes it whole.
-/// Errors are ignored: there is nowhere left to report them.
+/// Writes all bytes to stderr, in one write(2) if the kernel accepts them. Ignores errors, because
+/// there is nowhere to report them.
 void write_stderr(std::string_view bytes) noexcept;
 
-/// Erases the line the cursor is in.
+/// Erases the line of the cursor.
 inline constexpr std::string_view kEraseLine = "\r\x1b[K";
 
 } // namespace hasten::detail

@@ -99,12 +99,12 @@ World torchrun_world() {
   return world;
 }
 
-/// The variables of one launcher.
+/// The variables of a launcher.
 struct WorldFamily {
   std::string name;
-  /// One of them set: this launcher has been here.
+  /// If any of them is set, this launcher has set variables.
   std::vector<std::string> signs;
-  /// All of them set: its world can be read.
+  /// If all of them are set, the world can be read.
   std::vector<std::string> needed;
   std::function<World()> read;
 
@@ -112,7 +112,7 @@ struct WorldFamily {
     return std::any_of(signs.begin(), signs.end(),
                        [](const auto& sign) { return environment_value(sign).has_value(); });
   }
-  /// "RANK is not set, WORLD_SIZE is not set"; empty: complete.
+  /// "RANK is not set, WORLD_SIZE is not set"; empty if complete.
   std::string missing() const {
     std::vector<std::string> texts;
     for (const std::string& variable : needed) {
@@ -124,7 +124,7 @@ struct WorldFamily {
   }
 };
 
-/// torchrun's; the local variables are needed where one of them is set.
+/// torchrun's family. If one of the local variables is set, both are needed.
 WorldFamily torchrun_family() {
   WorldFamily family{"torchrun",
                      {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"},
@@ -141,7 +141,7 @@ WorldFamily torchrun_family() {
   return family;
 }
 
-/// In the order in which they count.
+/// In order of precedence.
 std::vector<WorldFamily> world_families() {
   std::vector<WorldFamily> families{torchrun_family()};
   families.push_back({"Open MPI",
@@ -156,7 +156,7 @@ std::vector<WorldFamily> world_families() {
         }};
   };
   families.push_back(pmi("MPI_LOCALRANKID", "MPI_LOCALNRANKS"));
-  // A shell that srun --pty started as one of several tasks is none of them.
+  // A shell that srun --pty started among several tasks is not a rank.
   const bool shell = environment_value("SLURM_PTY_PORT") && ::isatty(STDIN_FILENO) == 1 &&
                      environment_value("SLURM_STEP_NUM_TASKS").value_or("1") != "1";
   if (!shell) {
@@ -201,7 +201,7 @@ World world_from_environment() {
     world.store_file = detail::store_file_name();
     return world;
   }
-  // A job's script sets these for its steps; elsewhere they are half a world.
+  // A job's script sets these for its steps. Elsewhere they are an incomplete world.
   const bool master =
       detail::environment_value("MASTER_ADDR") || detail::environment_value("MASTER_PORT");
   if (incomplete.empty() && master && !detail::environment_value("SLURM_JOB_ID")) {
@@ -235,7 +235,7 @@ std::string describe(const World& world) {
 
 int threads_per_rank(int local_world_size) {
   if (const auto text = detail::environment_value("OMP_NUM_THREADS")) {
-    // "4,2" is one number a nesting level; ours is the first.
+    // "4,2" has one number per nesting level. The first one is used.
     const auto value = detail::whole_number(text->substr(0, text->find(',')));
     if (!value || *value < 1 || *value > detail::kMaxThreads) {
       throw InputError("base::threads_per_rank",

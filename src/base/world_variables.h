@@ -1,5 +1,4 @@
-// Reads a family of environment variables and collects all that is wrong in it.
-// Private to src/base.
+// Reads a family of environment variables and collects all problems. Private to src/base.
 #pragma once
 
 #include <limits>
@@ -15,31 +14,31 @@ namespace hasten::detail {
 
 constexpr int kAnyNumber = std::numeric_limits<int>::max();
 
-/// The variable's value; nothing where it is not set or empty.
+/// The variable's value. Empty if it is not set or empty.
 std::optional<std::string> environment_value(const std::string& name);
 std::optional<int> whole_number(std::string_view text);
 
 class WorldVariables {
  public:
-  /// `otherwise` where it is not set, or is not a number (then a problem).
+  /// Returns `otherwise` if the variable is not set, or is not a number (which is a problem).
   int number(const std::string& name, int least, int most, int otherwise);
-  /// A problem unless `value` < `limit`; the names are those of variables.
+  /// Adds a problem unless `value` < `limit`. The names are those of variables.
   void below(const std::string& name, int value, const std::string& limit_name, int limit);
   void problem(std::string text) { problems_.push_back(std::move(text)); }
-  /// Throws InputError of all problems, if there are any.
+  /// Throws InputError with all problems, if there are any.
   void check(const std::string& expected, const std::string& fix) const;
 
  private:
   std::vector<std::string> problems_;
 };
 
-/// HASTEN_STORE_FILE where no port is given; empty: none.
+/// HASTEN_STORE_FILE if no port is set; else empty.
 std::string store_file_name();
 
-/// MASTER_PORT, or a port between 15000 and 24999 that follows from `job`.
+/// MASTER_PORT, or a port between 15000 and 24999 that is derived from `job`.
 int master_port_or(WorldVariables& variables, int64_t job);
 
-// The world by one family, all of whose variables are set.
+// Each reads the world from one family, whose variables must all be set.
 World torchrun_world();
 World open_mpi_world();
 /// `local_rank` and `local_size` are names of variables.

@@ -92,7 +92,7 @@ std::string header_text(const std::vector<TensorToWrite>& tensors,
     }
   } catch (const nlohmann::json::exception& error) {
     throw InputError(kWriterWhere,
-                     std::string("a name or metadata value is no UTF-8: ") + error.what());
+                     std::string("a name or metadata value is not UTF-8: ") + error.what());
   }
   text += "}";
   text.append((8 - text.size() % 8) % 8, ' ');

@@ -17,7 +17,7 @@ namespace detail {
 
 using LaunchClock = std::chrono::steady_clock;
 constexpr LaunchClock::time_point kLaunchNever = LaunchClock::time_point::max();
-// What is left after SIGKILL is given up after this.
+// Time from SIGKILL until a process that has not ended is given up.
 constexpr auto kLaunchKillWait = std::chrono::seconds(5);
 constexpr auto kLaunchSecondSignal = std::chrono::seconds(1);
 
@@ -43,17 +43,17 @@ void check_launch_options(const LaunchOptions& options) {
   }
 }
 
-/// A rank that did not end well.
+/// The failure of a rank.
 struct RankFailure {
   int rank = -1;
-  std::chrono::system_clock::time_point time{}; // of its error, or of its end
-  bool follows = false; // from a peer's failure, or from what we did about it
-  std::string message{}; // as it recorded it
-  bool shown = false; // by the rank itself
+  std::chrono::system_clock::time_point time{}; // of its recorded error, or of its end
+  bool follows = false; // from a peer's failure, or from the launcher's SIGTERM
+  std::string message{}; // that the rank recorded
+  bool shown = false; // the rank printed the message itself
   bool froze = false;
 };
 
-/// Decides when the ranks are told to end and when they are made to.
+/// Decides when the ranks get SIGTERM and when SIGKILL.
 class LaunchJudge {
  public:
   LaunchJudge(const LaunchOptions& options, RankGroup& group, RankOutput& output)
@@ -91,7 +91,7 @@ class LaunchJudge {
     }
     if (options_.keep_going && rank != 0) {
       log_warning("rank " + std::to_string(rank) + " " + describe(end) +
-                  (group_.all_ended() ? "" : "; the other ranks may go on without it"));
+                  (group_.all_ended() ? "" : "; the other ranks may continue without it"));
       return;
     }
     RankFailure failure{rank, std::chrono::system_clock::now(), told_, {}};
@@ -107,7 +107,7 @@ class LaunchJudge {
   void add_failure(const RankFailure& failure, const std::string& how) {
     failures_.push_back(failure);
     if (failures_.size() == 1 && !group_.all_ended()) {
-      if (!failure.follows) { // else the rank it follows from is named first
+      if (!failure.follows) { // otherwise the rank that failed before it is named first
         log_info("rank " + std::to_string(failure.rank) + " " + how +
                  "; the other ranks are stopped");
       }
@@ -120,10 +120,10 @@ class LaunchJudge {
                        [&](const auto& f) { return f.rank == rank; });
   }
 
-  /// A rank that a signal has stopped takes no part, and SIGTERM does not end it.
+  /// A rank that a signal has stopped does nothing, and SIGTERM does not end it.
   void find_frozen() {
     const auto now = LaunchClock::now();
-    // After a stop of this very process nobody's counts.
+    // If this process was stopped, the times of the ranks say nothing.
     const bool slept = now - looked_ > std::chrono::seconds(1);
     looked_ = now;
     for (int rank = 0; rank < group_.size(); ++rank) {
@@ -144,7 +144,7 @@ class LaunchJudge {
     const std::string what =
         "process " + std::to_string(group_.pid(rank)) +
         " has been stopped by a signal (SIGSTOP) for " + std::to_string(stopped_for.count()) +
-        " ms. Fix: see who stopped it; HASTEN_HEARTBEAT_TIMEOUT sets the limit";
+        " ms. Fix: find out what stopped it, or raise HASTEN_HEARTBEAT_TIMEOUT";
     if (options_.keep_going && rank != 0) {
       log_warning("rank " + std::to_string(rank) + " froze: " + what);
     } else {
@@ -154,8 +154,8 @@ class LaunchJudge {
     group_.kill_rank(rank);
   }
 
-  /// Waits until what the ranks wrote has been passed on. A signal ends the wait:
-  /// the console may be stuck.
+  /// Waits until all output of the ranks has been copied. A signal ends the wait, because the
+  /// console may be stuck.
   void finish_output() {
     output_.drain();
     while (!output_.drained(std::chrono::milliseconds(50))) {
@@ -169,11 +169,11 @@ class LaunchJudge {
     }
   }
 
-  /// Ctrl-Z: the ranks are in groups of their own, the terminal stops only us.
+  /// Ctrl-Z: the terminal stops only this process, because the ranks have their own groups.
   void pause() {
     group_.send(SIGSTOP);
     ::raise(SIGSTOP);
-    group_.send(SIGCONT); // somebody has let us go on
+    group_.send(SIGCONT); // this process has been continued
   }
 
   void on_signal(int signal) {
@@ -182,14 +182,14 @@ class LaunchJudge {
       return;
     }
     group_.send(signal);
-    group_.send(SIGCONT); // a stopped rank takes signals only when it goes on
+    group_.send(SIGCONT); // a stopped rank handles signals only after it continues
     const auto now = LaunchClock::now();
     if (signal_ == 0 && failures_.empty()) {
       signal_ = signal;
       kill_at_ = now + options_.interrupt_grace;
     } else {
-      // The second one, or while a failure is being wound up: the user has
-      // waited long enough.
+      // This is the second signal, or ranks are already being stopped after a failure. The user
+      // has waited long enough.
       kill_at_ = std::min(kill_at_, now + kLaunchSecondSignal);
     }
   }
@@ -260,8 +260,8 @@ class LaunchJudge {
   RankGroup& group_;
   RankOutput& output_;
   std::vector<RankFailure> failures_; // in the order in which ranks ended
-  bool told_ = false; // the ranks were sent SIGTERM by us
-  int signal_ = 0; // the first one that was forwarded
+  bool told_ = false; // this launcher has sent SIGTERM to the ranks
+  int signal_ = 0; // the first signal that was forwarded
   bool killed_ = false;
   bool given_up_ = false;
   LaunchClock::time_point terminate_at_ = kLaunchNever;

@@ -21,7 +21,7 @@ namespace hasten {
 namespace detail {
 
 constexpr unsigned long kLaunchSignalTag = ~0UL;
-// How often ranks without a pidfd are asked, milliseconds.
+// Time between two checks of ranks without a pidfd. Milliseconds.
 constexpr int kLaunchPollMs = 10;
 
 [[noreturn]] void throw_launch_error(const char* what) {
@@ -36,14 +36,14 @@ sigset_t launch_signals() {
   for (const int signal : {SIGHUP, SIGTSTP}) {
     struct sigaction action {};
     ::sigaction(signal, nullptr, &action);
-    if (action.sa_handler != SIG_IGN) { // else nohup: outlive the terminal
+    if (action.sa_handler != SIG_IGN) { // ignored: nohup, the ranks outlive the terminal
       sigaddset(&set, signal);
     }
   }
   return set;
 }
 
-/// The variables of one rank, in torchrun's words.
+/// The variables of one rank, with torchrun's names.
 std::vector<std::pair<std::string, std::string>> rank_environment(const LaunchOptions& options,
                                                                   int rank, int port,
                                                                   const std::string& store_socket,
@@ -61,10 +61,10 @@ std::vector<std::pair<std::string, std::string>> rank_environment(const LaunchOp
       {"ROLE_WORLD_SIZE", n},
       {"MASTER_ADDR", "127.0.0.1"},
       {"MASTER_PORT", std::to_string(port)},
-      // Of an outer world of one these would be lies; empty is not set.
+      // Values of an outer world of one would be wrong here. An empty variable counts as not set.
       {"TORCHELASTIC_USE_AGENT_STORE", ""},
       {"TORCHELASTIC_ERROR_FILE", error_file},
-      {"HASTEN_LAUNCHER", "1"}, // it says what ranks record
+      {"HASTEN_LAUNCHER", "1"}, // the launcher prints the errors that ranks record
       {"HASTEN_STORE_SOCKET", store_socket},
       {"OMP_NUM_THREADS", std::to_string(threads_per_rank(options.nproc))}};
   environment.insert(environment.end(), options.environment.begin(), options.environment.end());
@@ -74,7 +74,7 @@ std::vector<std::pair<std::string, std::string>> rank_environment(const LaunchOp
 RankGroup::RankGroup(const LaunchOptions& options, RankOutput& output) {
   const sigset_t signals = launch_signals();
   ::pthread_sigmask(SIG_BLOCK, &signals, &old_mask_);
-  // Where it is ignored the kernel forgets how children ended.
+  // If it is ignored, the kernel does not keep how children ended.
   struct sigaction standard {};
   standard.sa_handler = SIG_DFL;
   ::sigaction(SIGCHLD, &standard, &old_child_action_);
@@ -98,7 +98,7 @@ RankGroup::~RankGroup() { close_all(); }
 void RankGroup::close_all() noexcept {
   send(SIGKILL);
   for (Member& member : ranks_) {
-    // A process that no signal ends (a dead disk) is not waited for.
+    // Gives up on a process that no signal ends (for example because of a dead disk).
     for (int i = 0; !reap(member) && i < 500; ++i) {
       ::usleep(10'000);
     }
@@ -113,16 +113,16 @@ void RankGroup::close_all() noexcept {
 }
 
 void RankGroup::start(const LaunchOptions& options, RankOutput& output) {
-  // A port that is free, for programs that serve a store of c10d's themselves.
+  // A free port, for programs that serve their own c10d store.
   const auto [free_fd, port] = listen_on_loopback();
   ::close(free_fd);
-  StoreAddress address; // a rank alone meets nobody
+  StoreAddress address; // empty if there is only one rank
   if (options.nproc > 1) {
     address.socket = unique_socket_name(launcher_socket_start(port));
     store_ = std::make_unique<StoreServer>(address);
   }
   const int nothing = ::open("/dev/null", O_RDONLY | O_CLOEXEC);
-  // In a process group of its own a rank that reads the terminal is stopped.
+  // A rank that reads the terminal from its own process group would be stopped.
   const bool has_input = ::isatty(STDIN_FILENO) == 0;
   try {
     for (int rank = 0; rank < options.nproc; ++rank) {
@@ -136,8 +136,8 @@ void RankGroup::start(const LaunchOptions& options, RankOutput& output) {
       member.pid = spawn_process(options.argv, spawn);
       ranks_.push_back(member);
       ++living_;
-      // Tells of a rank's end in the order in which ranks end, which waitpid
-      // does not. Old kernels and some containers have no pidfd.
+      // Reports the ends of ranks in their order, which waitpid does not. Old kernels and some
+      // containers have no pidfd.
       ranks_.back().pid_fd = static_cast<int>(::syscall(SYS_pidfd_open, member.pid, 0));
       if (ranks_.back().pid_fd >= 0) {
         ::fcntl(ranks_.back().pid_fd, F_SETFD, FD_CLOEXEC);
@@ -164,7 +164,7 @@ bool RankGroup::reap(Member& member) {
   if (member.ended) {
     return true;
   }
-  // Left unreaped for a moment, so that its number stays its own group's.
+  // Do not reap it yet, so that its pid still names its own process group.
   siginfo_t info{};
   const auto id = static_cast<id_t>(member.pid);
   if (::waitid(P_PID, id, &info, WEXITED | WNOHANG | WNOWAIT) != 0 || info.si_pid == 0) {
@@ -178,8 +178,8 @@ bool RankGroup::reap(Member& member) {
   member.ended = true;
   --living_;
   if (member.pid_fd >= 0) {
-    // Closing it is not enough: a rank that was forked after this one and has not
-    // come to its program yet holds a copy, which would go on being reported.
+    // Closing it is not enough: a rank that was forked later and has not reached exec holds a copy,
+    // and the event would be reported again.
     ::epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, member.pid_fd, nullptr);
     ::close(member.pid_fd);
     member.pid_fd = -1;

@@ -1,4 +1,4 @@
-// The processes of a launch: started together, watched, ended. Internal to launch.
+// The processes of a launch: starts, monitors and ends them. Internal to launch.
 #pragma once
 
 #include <sys/types.h>
@@ -14,14 +14,14 @@
 
 namespace hasten::detail {
 
-/// What the group saw: a rank that ended, or a signal this process got.
+/// An event: the end of a rank, or a signal to this process.
 struct RankEvent {
   int rank = -1; // -1: a signal
   int signal = 0;
 };
 
-/// Starts all ranks in its constructor, kills what is left in its destructor.
-/// While it lives, the signals to forward are blocked in this thread.
+/// The constructor starts all ranks. The destructor kills those that are left. While it lives, the
+/// signals to forward are blocked in this thread.
 class RankGroup {
  public:
   RankGroup(const LaunchOptions& options, RankOutput& output);
@@ -29,12 +29,12 @@ class RankGroup {
   RankGroup(const RankGroup&) = delete;
   RankGroup& operator=(const RankGroup&) = delete;
 
-  /// What happened, in the order in which it did; empty after `timeout`.
+  /// Returns events in the order in which they happened; empty after `timeout`.
   std::vector<RankEvent> wait(std::chrono::milliseconds timeout);
   /// Sends a signal to the process group of every rank that has not ended.
   void send(int signal);
   void kill_rank(int rank);
-  /// True where a signal has stopped the rank.
+  /// True if a signal has stopped the rank.
   bool stopped(int rank) const;
   int pid(int rank) const { return ranks_[static_cast<size_t>(rank)].pid; }
   bool all_ended() const { return living_ == 0; }
@@ -45,14 +45,14 @@ class RankGroup {
  private:
   struct Member {
     pid_t pid = -1;
-    int pid_fd = -1; // -1: the kernel has none, ask with waitpid
+    int pid_fd = -1; // -1: the kernel has none; poll with waitpid
     bool ended = false;
     ProcessEnd end{};
   };
 
   void start(const LaunchOptions& options, RankOutput& output);
   void watch(int fd, unsigned long tag);
-  /// Takes the end of a rank, if it has ended; kills what it left behind.
+  /// Reaps the rank if it has ended, and kills the rest of its process group.
   bool reap(Member& member);
   void close_all() noexcept;
 

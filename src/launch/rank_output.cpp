@@ -67,9 +67,9 @@ RankStreams parse_rank_streams(const std::string& text) {
 
 namespace detail {
 
-// A longer line is broken, so that memory stays bounded.
+// Longer lines are split, so that memory is bounded.
 constexpr size_t kLongestLine = 64 * 1024;
-// What a report shows of a file.
+// How much of a file a report shows.
 constexpr size_t kTailBytes = 4096;
 constexpr int kTailLines = 10;
 constexpr const char* kLaunchFolder = "hasten-launch-";
@@ -88,14 +88,14 @@ std::string log_line_prefix(const std::string& text, int rank) {
   return prefix.append(at, text.cend());
 }
 
-/// A stream that passes through this process.
+/// A stream that this process copies.
 struct TeedStream {
-  int pipe = -1; // our end; -1: closed
+  int pipe = -1; // the reading end; -1: closed
   int file = -1; // -1: none
-  int console = -1; // ours: 1 or 2; -1: nobody reads it any more
+  int console = -1; // this process's 1 or 2; -1: it cannot be written to any more
   std::string path{}; // of the file
   std::string prefix{};
-  std::string line{}; // what has no end yet
+  std::string line{}; // an incomplete line
 };
 
 struct RankOutput::Shared {
@@ -123,7 +123,7 @@ struct RankOutput::Shared {
 int write_everything(int fd, std::string_view bytes) {
   while (!bytes.empty()) {
     const ssize_t written = ::write(fd, bytes.data(), bytes.size());
-    if (written < 0 && errno == EAGAIN) { // a terminal somebody made so
+    if (written < 0 && errno == EAGAIN) { // another process made the terminal non-blocking
       pollfd ready{fd, POLLOUT, 0};
       ::poll(&ready, 1, -1);
     } else if (written < 0 && errno != EINTR) {
@@ -135,8 +135,8 @@ int write_everything(int fd, std::string_view bytes) {
   return 0;
 }
 
-/// Complete lines of `stream` (with `all` what is left too), each after the
-/// prefix, in one write.
+/// Writes complete lines of `stream`, each after the prefix, in one write. With `all` also the
+/// incomplete last line.
 void write_lines(TeedStream& stream, bool all) {
   std::string text;
   size_t at = 0;
@@ -154,7 +154,7 @@ void write_lines(TeedStream& stream, bool all) {
   }
 }
 
-/// Copies what is there. False at the end of the stream.
+/// Copies what can be read. False at the end of the stream.
 bool copy_some(TeedStream& stream) {
   char block[16 * 1024];
   const ssize_t got = ::read(stream.pipe, block, sizeof block);
@@ -170,7 +170,7 @@ bool copy_some(TeedStream& stream) {
     }
     stream.line += bytes;
     write_lines(stream, false);
-    // Nobody is left who reads: the rank learns it as it would without us.
+    // If there is nowhere left to write, closing the pipe tells the rank so.
     if (stream.console >= 0 || stream.file >= 0) {
       return true;
     }
@@ -180,8 +180,8 @@ bool copy_some(TeedStream& stream) {
   return false;
 }
 
-/// Until every pipe has ended, or all ranks have and nothing is left to read: a
-/// process that got away from a rank may hold a pipe for ever.
+/// Copies until every pipe has ended, or all ranks have ended and nothing is left to read. A
+/// process that left its rank's process group may hold a pipe open for ever.
 void copy_streams(std::vector<TeedStream>& streams, int wake) {
   bool draining = false;
   while (true) {
@@ -215,7 +215,7 @@ void copy_streams(std::vector<TeedStream>& streams, int wake) {
   }
 }
 
-/// The file, open for appending. Throws InputError.
+/// Opens the file for appending. Throws InputError.
 int open_log(const std::filesystem::path& path) {
   const int fd = ::open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
   if (fd < 0) {
@@ -241,7 +241,7 @@ void check_logs(const LogsSpecs& logs, int nproc) {
   }
 }
 
-/// Opens and locks a launcher's folder of this user; -1 where it cannot.
+/// Opens and locks a launcher's folder of this user. -1 if it cannot.
 int open_locked(const std::filesystem::path& folder, int wait) {
   const int fd = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
   struct stat status {};
@@ -253,24 +253,24 @@ int open_locked(const std::filesystem::path& folder, int wait) {
   return -1;
 }
 
-/// Where launchers make their folders.
+/// The folder in which launchers create their folders.
 std::filesystem::path launch_folders() {
   std::error_code error;
   const auto base = std::filesystem::temp_directory_path(error);
   return error ? "/tmp" : base;
 }
 
-/// A folder whose name begins with kLaunchFolder and the descriptor that locks it as long
-/// as this process lives. Nothing and -1 where it cannot be: the order of ends alone tells
-/// the first failure then.
+/// Creates a folder whose name begins with kLaunchFolder. The descriptor locks it while this
+/// process lives. Returns an empty path and -1 if it cannot; then only the order in which ranks end
+/// shows the first failure.
 std::pair<std::filesystem::path, int> make_temporary_folder() {
   std::error_code error;
-  for (int i = 0; i < 100; ++i) { // another start may have removed it before it was locked
+  for (int i = 0; i < 100; ++i) { // another launcher may have removed it before it was locked
     std::string pattern = (launch_folders() / kLaunchFolder).string() + "XXXXXX";
     if (::mkdtemp(pattern.data()) == nullptr) {
       break;
     }
-    // A file system without locks does without: nobody removes it there.
+    // On a file system without locks no launcher removes it.
     const int fd = open_locked(pattern, 0);
     if (fd >= 0 || std::filesystem::exists(pattern, error)) {
       return {pattern, fd};
@@ -309,7 +309,7 @@ void RankOutput::open_rank(int rank) {
                        "log_dir: " + folder(rank).string() + ": " + error.message(),
                        "a folder that may be written");
     }
-    std::filesystem::remove(error_file(rank), error); // of an earlier run
+    std::filesystem::remove(error_file(rank), error); // from an earlier run
   }
   for (const int stream : {1, 2}) {
     const Std bit = stream == 1 ? Std::out : Std::err;
@@ -391,7 +391,7 @@ void RankOutput::start() {
   shared_->wake = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   shared_->running = true;
   std::thread([shared = shared_] {
-    // A console that is gone is an error here, not the launcher's end.
+    // If the console is gone, writing must return an error and not end the launcher.
     sigset_t pipe;
     sigemptyset(&pipe);
     sigaddset(&pipe, SIGPIPE);

@@ -1,5 +1,5 @@
-// Where what the ranks write goes: files, or through this process with a prefix.
-// Internal to launch.
+// Where the ranks' output goes: to files, or through this process with a prefix. Internal to
+// launch.
 #pragma once
 
 #include <array>
@@ -12,28 +12,28 @@
 
 namespace hasten::detail {
 
-/// Threading: one thread of its own copies what is teed; all else is the caller's.
+/// Threading: its own thread copies teed streams. One thread calls the functions.
 class RankOutput {
  public:
-  /// Makes folders, files and pipes. Throws InputError that names the path.
+  /// Creates folders, files and pipes. Throws InputError that names the path.
   explicit RankOutput(const LaunchOptions& options);
   /// Removes the error files that are in no log_dir.
   ~RankOutput();
   RankOutput(const RankOutput&) = delete;
   RankOutput& operator=(const RankOutput&) = delete;
 
-  /// Descriptor for the rank's stdout (1) or stderr (2); -1: it inherits ours.
+  /// Descriptor for the rank's stdout (1) or stderr (2). -1: it inherits this process's.
   int descriptor(int rank, int stream) const;
-  /// Where the rank is told to record its error.
+  /// The file in which the rank must record its error.
   std::filesystem::path error_file(int rank) const;
-  /// All ranks have been started: their ends of pipes and files are closed here, and
-  /// copying begins. Signals must be blocked.
+  /// Call it after all ranks have been started. Closes their ends of pipes and files and starts
+  /// copying. Signals must be blocked.
   void start();
-  /// All ranks have ended: asks for what is left in the pipes.
+  /// Call it after all ranks have ended. Copies what is left in the pipes.
   void drain();
-  /// True once everything has been written; waits for that up to `limit`.
+  /// True once everything has been written. Waits up to `limit`.
   bool drained(std::chrono::milliseconds limit);
-  /// The last lines of the rank's stderr where it went into a file alone, else "".
+  /// The last lines of the rank's stderr if it was written only to a file, else empty.
   std::string stderr_tail(int rank) const;
 
  private:
@@ -45,14 +45,14 @@ class RankOutput {
   std::filesystem::path log_file(int rank, int stream) const;
 
   LogsSpecs logs_;
-  std::filesystem::path temporary_{}; // of error files, where there is no log_dir
+  std::filesystem::path temporary_{}; // folder of error files if there is no log_dir
   int temporary_lock_ = -1;
   std::vector<std::array<int, 2>> descriptors_{}; // [rank][stream - 1]
-  std::shared_ptr<Shared> shared_; // outlives this where a console is stuck
+  std::shared_ptr<Shared> shared_; // outlives this object if a console is stuck
 };
 
-/// `text` with ${rank}, ${local_rank} and ${role_name}, or without the braces,
-/// replaced; "$$" is a dollar sign.
+/// Replaces ${rank}, ${local_rank} and ${role_name} in `text`, also without the braces. "$$" is a
+/// dollar sign.
 std::string log_line_prefix(const std::string& text, int rank);
 
 } // namespace hasten::detail

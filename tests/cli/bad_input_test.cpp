@@ -114,7 +114,7 @@ TEST(BadInput, NamesThatAreNoUtf8AreRefusedByTheirFlag) {
   }
   const ProgramRun run = run_program(arguments);
   EXPECT_EQ(run.code, 2) << run.error;
-  EXPECT_TRUE(run.said("--output-dir holds bytes that are no UTF-8")) << run.error;
+  EXPECT_TRUE(run.said("--output-dir has bytes that are not UTF-8")) << run.error;
 }
 
 TEST(BadInput, ABudgetBelowTheLeastNamesTheLeast) {
