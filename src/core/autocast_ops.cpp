@@ -11,10 +11,9 @@ Fp32Ops fp32_ops() { return current_fp32_ops; }
 void set_fp32_ops(Fp32Ops ops) { current_fp32_ops = ops; }
 
 // Note [Operators in fp32]
-// torch registers no kernel under AutocastCPU for softmax, layer_norm and the like, so
-// that they take what they get: 16 bits behind a matrix product. These kernels are
-// those that torch has under AutocastCUDA: convert, then the operator itself, with
-// autocast off for what it consists of.
+// torch registers no kernel under AutocastCPU for softmax, layer_norm and similar operators. They
+// compute in the dtype of their inputs: 16 bits after a matrix product. These kernels equal torch's
+// under AutocastCUDA: convert the inputs, then call the operator with autocast off inside it.
 constexpr c10::DispatchKeySet kBelowAutocast(c10::DispatchKeySet::FULL_AFTER,
                                              c10::DispatchKey::AutocastCPU);
 
@@ -35,7 +34,7 @@ struct InFp32<Op, Result(Args...)> {
   }
 };
 
-// Whoever names a type of the result gets it.
+// A call that names the dtype of the result gets that dtype.
 static bool names_dtype(const std::optional<at::ScalarType>& dtype) { return dtype.has_value(); }
 template <typename Other>
 bool names_dtype(const Other& /*unused*/) {

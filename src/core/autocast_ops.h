@@ -5,12 +5,12 @@
 
 namespace hasten::detail {
 
-/// Of this thread.
+/// Setting of this thread.
 Fp32Ops fp32_ops();
 void set_fp32_ops(Fp32Ops ops);
 
-/// Kernels under the CPU's autocast for operators that torch has none for there. Once
-/// a process, by the first scope. Outside scopes of hasten they pass through.
+/// Registers kernels under the CPU's autocast for operators for which torch has none there. The
+/// first scope does so, once per process. Outside hasten's scopes the kernels only redispatch.
 void register_fp32_ops();
 
 } // namespace hasten::detail

@@ -21,9 +21,9 @@ struct BlockEntry {
 };
 
 // Note [Block registry]
-// The key is the address, but the truth is the weak pointer beside it: an entry
-// whose block died is as good as absent, and is swept at the next attachment.
-// Leaked on purpose: attachments may be dropped during static destruction.
+// The key is the address, but the weak pointer decides. An entry whose block was destroyed counts
+// as absent and is removed at the next attachment. The registry is never destroyed: attachments
+// may be dropped during static destruction.
 struct BlockRegistry {
   std::shared_mutex mutex;
   std::unordered_map<const torch::nn::Module*, BlockEntry> entries;
@@ -35,8 +35,8 @@ BlockRegistry& block_registry() {
   return *registry;
 }
 
-// Moves entries of dead blocks into `dead`, whose destructor runs outside the
-// lock: an interceptor's destructor may come back here. The lock is held.
+// Moves entries of destroyed blocks to `dead`, whose destructor runs outside the lock: an
+// interceptor's destructor may call functions of this file. The caller holds the lock.
 void sweep_block_registry(BlockRegistry& registry, std::vector<BlockEntry>& dead) {
   for (auto it = registry.entries.begin(); it != registry.entries.end();) {
     if (it->second.block.expired()) {
@@ -155,12 +155,12 @@ void BlockAttachment::detach() noexcept {
   if (block == nullptr) {
     return;
   }
-  detail::BlockLink dropped; // destroyed after the lock is gone
+  detail::BlockLink dropped; // destroyed after the lock is released
   detail::BlockRegistry& registry = detail::block_registry();
   std::unique_lock lock(registry.mutex);
   const auto it = registry.entries.find(block);
   if (it == registry.entries.end()) {
-    return; // swept: the block died
+    return; // the block was destroyed and its entry removed
   }
   auto& links = it->second.links;
   const auto link =

@@ -19,10 +19,10 @@
 namespace hasten {
 namespace detail {
 
-// Contents are known by the hashes of their pieces. Bytes.
+// Changes of contents are found by hashes of pieces of this many bytes.
 constexpr size_t kDeferredPiece = 256 << 10;
 
-// Their first argument's former values do not matter.
+// Operators for which the previous values of the first argument do not matter.
 static bool overwrites_first(const std::string& name) {
   static const std::unordered_set<std::string> names = {
       "aten::copy_",      "aten::fill_",   "aten::zero_",      "aten::uniform_",
@@ -36,7 +36,7 @@ static bool is_deferrable(const at::Tensor& tensor) {
          tensor.layout() == at::kStrided && tensor.storage().nbytes() > 0;
 }
 
-// Bytes [begin, end) of its storage.
+// A tensor's bytes [begin, end) in its storage.
 struct DeferredRange {
   size_t storage = 0;
   size_t begin = 0;
@@ -76,7 +76,7 @@ static std::vector<GeneratorState> generator_states(const OpPassing& passing) {
   return states;
 }
 
-// Those that have moved on since.
+// Those whose state has changed since.
 static std::vector<GeneratorState> used_generators(std::vector<GeneratorState> before) {
   const auto unused = [](const GeneratorState& then) {
     const at::Tensor now = state_now(then.generator).state;
@@ -87,10 +87,10 @@ static std::vector<GeneratorState> used_generators(std::vector<GeneratorState> b
   return before;
 }
 
-// Operators of the scope run, and are written down; storages that they made lose their
-// memory when there is more of it than wanted, the least used first. Contents are hashed
-// after each operator that changed them and compared before they are read or let go: so
-// what somebody wrote by a pointer is found, and written down as it is.
+// Operators of the scope run and are recorded. Storages that they created lose their memory when
+// they exceed the limit, the least recently used first. Contents are hashed after each operator
+// that changed them, and compared before they are read or freed. So writes through a pointer are
+// found, and these contents are recorded.
 class DeferredRecorder final : public OpObserver {
  public:
   explicit DeferredRecorder(const DeferredInitOptions& options)
@@ -108,10 +108,10 @@ class DeferredRecorder final : public OpObserver {
   struct Tracked {
     std::vector<uint64_t> hashes{}; // [piece]
     int64_t bytes = 0;
-    uint64_t used = 0; // by which operator
+    uint64_t used = 0; // number of the last operator that used it
     bool resident = true;
   };
-  // What an operator does with tensors.
+  // An operator's effects on tensors.
   struct Passing {
     DeferredOp op{};
     std::vector<DeferredRange> reads{};
@@ -134,8 +134,8 @@ class DeferredRecorder final : public OpObserver {
   std::shared_ptr<DeferredLog> log_ = std::make_shared<DeferredLog>();
   std::unordered_map<const c10::StorageImpl*, size_t> known_{};
   std::vector<Tracked> tracked_{}; // [storage]
-  int64_t resident_ = 0; // bytes, of those that died meanwhile, too
-  uint64_t count_ = 0; // of operators
+  int64_t resident_ = 0; // bytes, including storages that were destroyed meanwhile
+  uint64_t count_ = 0; // number of operators
   std::optional<OpScope> scope_{};
 };
 
@@ -261,7 +261,7 @@ DeferredRecorder::Passing DeferredRecorder::describe(const OpPassing& passing) {
   return described;
 }
 
-// Has what the operator uses in memory, and known.
+// Makes the operator's inputs resident, and records changes of their contents.
 void DeferredRecorder::bring(const Passing& described) {
   const auto use = [&](size_t storage, bool values) {
     Tracked& tracked = tracked_[storage];
@@ -399,14 +399,14 @@ DeferredScope::~DeferredScope() {
 
 void DeferredScope::finish(const torch::nn::Module* module) {
   if (module == nullptr) {
-    throw InputError("core::deferred_init", "the function gave null", "a module");
+    throw InputError("core::deferred_init", "the function returned null", "a module");
   }
   if (recorder_) {
     recorder_->finish(*module);
   }
 }
 
-// By log, so that what several are made of is made once.
+// Groups tensors by log, so that inputs that several of them need are computed once.
 static std::map<std::shared_ptr<DeferredLog>, std::vector<size_t>> places_of(
     const std::vector<at::Tensor>& tensors) {
   std::map<std::shared_ptr<DeferredLog>, std::vector<size_t>> places;
@@ -420,7 +420,7 @@ static std::map<std::shared_ptr<DeferredLog>, std::vector<size_t>> places_of(
 }
 
 void allocate_deferred(const std::vector<at::Tensor>& tensors) {
-  std::vector<at::Tensor> parts; // others may have the rest of their memory
+  std::vector<at::Tensor> parts; // other tensors may share the rest of their storage
   std::vector<at::Tensor> all;
   for (const at::Tensor& tensor : tensors) {
     if (is_deferred(tensor)) {

@@ -17,9 +17,9 @@
 namespace hasten::detail {
 
 constexpr const char* kDeferredRead =
-    "[core::deferred_init] a tensor of a deferred model is read or written: it has a "
-    "shape, but no values yet. Fix: hasten::materialize(model) first, or "
-    "accelerator.prepare(model), Ddp or FullyShard, which do so.";
+    "[core::deferred_init] a tensor of a deferred model was used before it had values. "
+    "Fix: call hasten::materialize(model) first, or use accelerator.prepare(model), Ddp or "
+    "FullyShard, which do so.";
 
 static void free_place(void* place) { delete static_cast<DeferredPlace*>(place); }
 
@@ -66,7 +66,7 @@ static void let_go(c10::StorageImpl& twin) {
   twin.set_nbytes(size_t{0});
 }
 
-// Memory of its own for as many bytes.
+// Allocates new memory of `bytes` bytes.
 static void give_memory(c10::StorageImpl& storage, size_t bytes) {
   storage.set_data_ptr_noswap(c10::GetCPUAllocator()->allocate(bytes));
   storage.set_nbytes(bytes);
@@ -131,7 +131,7 @@ void DeferredLog::allocate(size_t storage) {
   }
 }
 
-// Backwards: an entry counts if it makes contents that something after it needs.
+// Goes backwards. An entry counts if it creates contents that a later entry needs.
 std::vector<DeferredLog::Step> DeferredLog::slice_of(const std::vector<size_t>& storages) const {
   std::vector<Step> steps;
   std::unordered_set<size_t> needed(storages.begin(), storages.end());
@@ -166,7 +166,7 @@ std::vector<DeferredLog::Step> DeferredLog::slice_of(const std::vector<size_t>& 
   return steps;
 }
 
-// Puts generators where they were.
+// Restores the states of generators.
 class GeneratorGuard {
  public:
   GeneratorGuard() = default;
@@ -196,7 +196,7 @@ class GeneratorGuard {
   std::vector<GeneratorState> before_{};
 };
 
-// Kernels' own operators see the dtype of then and no autograd, autocast or observer.
+// Operators in kernels see the default dtype of that time and no autograd, autocast or observer.
 class ReplayGuard {
  public:
   ReplayGuard() = default;
@@ -216,7 +216,7 @@ void DeferredLog::restore(const std::vector<size_t>& storages) {
   std::unordered_set<size_t> targets;
   for (const size_t s : storages) {
     const auto real = find(s);
-    // Tied tensors name theirs twice, but it gets its memory once.
+    // A tied tensor occurs twice, but its storage gets memory once.
     if (real && deferred_place(*real) != nullptr && targets.insert(s).second) {
       wanted.push_back(s);
     }
@@ -268,16 +268,16 @@ void DeferredLog::run(DeferredOp& op) {
   for (const auto& [tensor, version] : op.outside) {
     if (version_of(tensor) != version) {
       throw InputError("core::materialize",
-                       "a tensor from outside deferred_init has changed since " +
-                           op.op->operator_name().name + " read it there",
-                       "what values are made of as it was",
-                       "materialize the model before it changes, or give a copy");
+                       "a tensor outside deferred_init has changed since " +
+                           op.op->operator_name().name + " read it",
+                       "the tensor unchanged, because parameters are computed from it",
+                       "materialize the model before the tensor changes, or pass a copy");
     }
   }
   c10::set_default_dtype(op.default_dtype);
   torch::jit::Stack stack;
   for (const c10::IValue& argument : op.arguments) {
-    // An operator may change sizes of a tensor that it is given.
+    // An operator may change the sizes of its argument.
     stack.push_back(map_tensors(argument, [&](const at::Tensor& tensor) {
       const bool changes =
           std::any_of(op.changes.begin(), op.changes.end(),

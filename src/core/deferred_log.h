@@ -1,14 +1,14 @@
-// What a deferred_init() has seen: enough to make each storage's contents again.
+// The log of a deferred_init(): enough to compute the contents of each storage again.
 //
 // Note [Deferred log]
-// An entry is an operator that made or changed contents of a storage of the scope, with
-// its arguments as they were. In arguments each such storage is replaced by its twin, a
-// storage of the log that has memory only while entries run, so the log keeps no tensor
-// of the model alive, and a replay touches none before it has succeeded. A replay of
-// some storages runs the entries that these depend on, in order, from the last one that
-// overwrote a storage as a whole; random ones from the generator's state of then.
-// A deferred storage knows its log by the context of its empty DataPtr: when the storage
-// dies, or gets memory, it lets go of the log.
+// An entry is an operator that created or changed contents of a storage of the scope, with its
+// arguments at that time. In the arguments each such storage is replaced by its twin, a storage of
+// the log that has memory only during a replay. So the log keeps no tensor of the model alive, and
+// a replay changes no tensor before it has succeeded. A replay of some storages runs the entries on
+// which they depend, in order, starting at the last entry that overwrote a whole storage. Entries
+// that draw random values start from the generator state at that time.
+// The context of a deferred storage's empty DataPtr refers to its log. The reference ends when the
+// storage is destroyed or gets memory.
 #pragma once
 
 #include <ATen/core/Generator.h>
@@ -32,15 +32,15 @@ struct GeneratorState {
 GeneratorState state_now(at::Generator generator);
 
 struct DeferredOp {
-  std::optional<c10::OperatorHandle> op{}; // none: contents are all
+  std::optional<c10::OperatorHandle> op{}; // none: sets `contents`
   c10::DispatchKeySet below{};
-  std::vector<c10::IValue> arguments{}; // their tensors: on twins, or outside's
-  std::vector<std::pair<at::Tensor, uint32_t>> outside{}; // with versions
-  std::vector<at::Tensor> changes{}; // of outside's: each run gets copies
+  std::vector<c10::IValue> arguments{}; // their tensors use twins, or are outside the scope
+  std::vector<std::pair<at::Tensor, uint32_t>> outside{}; // with their versions
+  std::vector<at::Tensor> changes{}; // outside tensors that it changes: each run gets copies
   std::vector<size_t> reads{}; // storages
   std::vector<size_t> writes{};
-  std::vector<std::pair<size_t, size_t>> creates{}; // which result, storage
-  std::optional<size_t> overwrites{}; // whose former contents do not matter
+  std::vector<std::pair<size_t, size_t>> creates{}; // index of the result, storage
+  std::optional<size_t> overwrites{}; // the storage that it overwrites as a whole
   size_t overwritten_bytes = 0;
   std::vector<GeneratorState> generators{};
   caffe2::TypeMeta default_dtype{};
@@ -50,26 +50,26 @@ struct DeferredOp {
 class DeferredLog : public std::enable_shared_from_this<DeferredLog> {
  public:
   size_t add(const at::Tensor& tensor);
-  /// The tensor, on its storage's twin; without autograd.
+  /// The tensor with its storage's twin as storage, without autograd.
   at::Tensor on_twin(const at::Tensor& tensor, size_t storage) const;
   void append(DeferredOp op) { ops_.push_back(std::move(op)); }
-  /// An outside tensor is about to change: what refers to it gets a copy.
+  /// Call it before an outside tensor changes. Entries that refer to it get a copy.
   void before_change(const at::Tensor& outside);
-  /// Null: nobody has it any more.
+  /// Null if the storage has been destroyed.
   c10::intrusive_ptr<c10::StorageImpl> find(size_t storage) const {
     return storages_[storage].real.lock();
   }
 
-  /// The storage lets go of its memory.
+  /// Frees the storage's memory.
   void evict(size_t storage);
-  /// Gives evicted storages memory and contents, all or none; dead ones are left out.
+  /// Gives evicted storages memory and contents, all or none. Skips destroyed ones.
   void restore(const std::vector<size_t>& storages);
-  /// Memory alone.
+  /// Gives the storage memory without contents.
   void allocate(size_t storage);
-  /// Forgets entries that no evicted storage needs.
+  /// Drops entries that no evicted storage needs.
   void prune();
 
-  bool open = true; // its scope lives
+  bool open = true; // the scope is still open
 
  private:
   struct Storage {
@@ -89,26 +89,26 @@ class DeferredLog : public std::enable_shared_from_this<DeferredLog> {
   std::vector<DeferredOp> ops_{};
 };
 
-/// A deferred storage's place.
+/// Identifies a deferred storage.
 struct DeferredPlace {
   std::shared_ptr<DeferredLog> log;
   size_t storage = 0;
 };
-/// Null: not deferred.
+/// Null if the tensor is not deferred.
 const DeferredPlace* deferred_place(const at::Tensor& tensor);
 const DeferredPlace* deferred_place(c10::StorageImpl& storage);
 
-/// The value with change(tensor) in each tensor's place, in lists, too.
+/// Returns the value with each tensor replaced by change(tensor), including those in lists.
 c10::IValue map_tensors(const c10::IValue& value,
                         const std::function<at::Tensor(const at::Tensor&)>& change);
 
-/// Tensor::is_alias_of would ask a deferred one for its pointer.
+/// Tensor::is_alias_of would read the pointer of a deferred tensor, which throws.
 inline bool same_storage(const at::Tensor& a, const at::Tensor& b) {
   return a.has_storage() && b.has_storage() &&
          a.storage().unsafeGetStorageImpl() == b.storage().unsafeGetStorageImpl();
 }
 
-/// The tensor without autograd, sharing its version.
+/// The tensor without autograd. It shares the version counter.
 at::Tensor without_graph(const at::Tensor& tensor);
 inline uint32_t version_of(const at::Tensor& tensor) {
   return tensor.is_inference()

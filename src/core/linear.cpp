@@ -19,9 +19,8 @@
 #include "hasten/core/autocast.h"
 #include "hasten/core/memory_rehearsal.h"
 
-// oneDNN's product, which torch calls itself for 16-bit tensors:
-// out = beta out + alpha a b, of any strides. Its header is not among LibTorch's;
-// a LibTorch without it leaves the name null.
+// oneDNN's product, which torch itself calls for 16-bit tensors: out = beta out + alpha a b, with
+// any strides. LibTorch does not ship its header. In a LibTorch without oneDNN the name is null.
 namespace at::native {
 __attribute__((weak)) void mkldnn_matmul(const Tensor& a, const Tensor& b, const Tensor& out,
                                          float beta, float alpha);
@@ -31,13 +30,13 @@ namespace hasten {
 
 namespace detail {
 
-// oneDNN compiles a kernel of half a megabyte for every shape it meets, and rows
-// times tokens are another number in every batch. So rows are taken in pieces of the
-// fewest and its multiples by powers of four, and few kernels serve all batches.
+// oneDNN compiles a kernel of half a megabyte for every shape, and the number of samples times
+// tokens differs between batches. So the rows are split into pieces of kFewestRows times a power of
+// four. Few kernels then serve all batches.
 constexpr int64_t kFewestRows = 32;
-constexpr int64_t kMostRows = 512; // for each thread
+constexpr int64_t kMostRows = 512; // per thread
 
-// Narrower than this and its call costs more than it saves.
+// For fewer columns the call costs more than it saves.
 constexpr int64_t kFewestColumns = 16;
 
 static bool find_onednn() {
@@ -49,7 +48,7 @@ static bool find_onednn() {
 #endif
 }
 
-/// Where torch itself sends bf16 products to oneDNN.
+/// Where torch itself uses oneDNN for bf16 products.
 static bool find_onednn_bf16() {
 #if defined(__x86_64__) && defined(__GNUC__)
   return at::hasMKLDNN() && at::native::mkldnn_matmul != nullptr &&
@@ -78,9 +77,8 @@ static void onednn_matmul(const at::Tensor& a, const at::Tensor& b, const at::Te
   }
 }
 
-/// a b (+ bias) for a [rows, k] and b [k, n] of any strides; rows >= kFewestRows.
-/// A piece shorter than the fewest reaches back over rows already made, which get
-/// the same values again.
+/// a b (+ bias) for a [rows, k] and b [k, n] of any strides; rows >= kFewestRows. The last piece
+/// may overlap rows that are already computed, which get the same values again.
 static at::Tensor onednn_product(const at::Tensor& a, const at::Tensor& b,
                                  const std::optional<at::Tensor>& bias) {
   const at::AutoDispatchBelowADInplaceOrView below;
@@ -99,9 +97,8 @@ static at::Tensor onednn_product(const at::Tensor& a, const at::Tensor& b,
   return out;
 }
 
-/// a^T b in fp32, summed over the rows of a [rows, m] and b [rows, n]; the last rows
-/// are filled up with zeros. Each piece of 16-bit rows is rounded to 16 bits, their
-/// sum is not.
+/// a^T b in fp32, summed over the rows of a [rows, m] and b [rows, n]. The last piece is padded
+/// with zero rows. In 16 bits the result of each piece is rounded to 16 bits, but their sum is not.
 static at::Tensor onednn_sum_over_rows(const at::Tensor& a, const at::Tensor& b) {
   const at::AutoDispatchBelowADInplaceOrView below;
   const int64_t rows = a.size(0);
@@ -135,10 +132,10 @@ static at::Tensor onednn_sum_over_rows(const at::Tensor& a, const at::Tensor& b)
   return out;
 }
 
-/// Sums over the rows of a [rows, n], in fp32. torch converts all of a 16-bit tensor
-/// first; here it is a piece that stays in the cache.
+/// Sums over the rows of a [rows, n], in fp32. torch would first convert all of a 16-bit tensor.
+/// Here each converted piece stays in the cache.
 static at::Tensor column_sums(const at::Tensor& a) {
-  constexpr int64_t kPiece = 1 << 16; // numbers
+  constexpr int64_t kPiece = 1 << 16; // elements
   if (a.scalar_type() == at::kFloat) {
     return at::sum(a, {0});
   }
@@ -150,8 +147,8 @@ static at::Tensor column_sums(const at::Tensor& a) {
   return sums;
 }
 
-// The product as an operator, so that whoever watches operators (to keep what is
-// expensive, to count) sees it.
+// The product as an operator, so that observers of operators see it (to keep expensive results, or
+// to count).
 static at::Tensor linear_operator(const at::Tensor& a, const at::Tensor& b,
                                   const std::optional<at::Tensor>& bias) {
   static const auto handle = c10::Dispatcher::singleton()
@@ -162,25 +159,24 @@ static at::Tensor linear_operator(const at::Tensor& a, const at::Tensor& b,
   return handle.call(a, b, bias);
 }
 
-// A product of x [rows, in] with a weight and its gradients, in fp32, or in bf16 of an
-// fp32 or bf16 weight: a converted weight is not kept but made again in backward, from
-// memory that is there anyway.
+// A product of x [rows, in] with a weight, and its gradients, in fp32, or in bf16 with an fp32 or
+// bf16 weight. A converted weight is not kept but converted again in backward.
 //
-// A node of its own, since it lets go of x before the gradient of x is made: the
-// largest moment of many a block.
+// It is a node of its own so that it can free x before it computes the gradient of x. That is when
+// many blocks need most memory.
 class LinearNode final : public torch::autograd::Node {
  public:
   LinearNode(bool narrow, const at::Tensor& x, at::ScalarType x_type)
       : narrow_(narrow), x_type_(x_type), x_(x, /*is_output=*/false) {}
 
   static at::Tensor run(bool narrow,
-                        const at::Tensor& x, // [rows, in]; fp32 or bf16 where narrow
+                        const at::Tensor& x, // [rows, in]; fp32 or bf16 if narrow
                         const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
     const auto in = [&](const at::Tensor& tensor) {
       return narrow ? tensor.to(at::kBFloat16) : tensor;
     };
     at::Tensor product;
-    at::Tensor kept; // what backward reads of x
+    at::Tensor kept; // x as backward reads it
     {
       const at::NoGradGuard no_grad;
       kept = in(x);
@@ -207,7 +203,7 @@ class LinearNode final : public torch::autograd::Node {
 
  protected:
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
-    torch::autograd::variable_list made(3); // of x, weight, bias
+    torch::autograd::variable_list made(3); // gradients of x, weight, bias
     if (!gradients[0].defined()) {
       return made;
     }
@@ -218,7 +214,7 @@ class LinearNode final : public torch::autograd::Node {
     if (!torch::autograd::get_current_graph_task_keep_graph()) {
       release_variables();
     }
-    // A gradient of the gradient needs operators that can be differentiated.
+    // A gradient of the gradient needs differentiable operators.
     const bool again = at::GradMode::is_enabled();
     if (task_should_compute_output(1)) {
       made[1] = (again ? at::mm(gradient.t(), x) : onednn_sum_over_rows(gradient, x))
@@ -252,7 +248,7 @@ static bool gains(int64_t rows, int64_t in, int64_t out) {
   return rows >= kFewestRows && in >= kFewestColumns && out >= kFewestColumns;
 }
 
-/// Shapes and types of products that gain, whichever they are.
+/// Whether shapes and types allow oneDNN and the product is large enough to gain.
 static bool fits_onednn(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
   const at::ScalarType type = weight.scalar_type();
   return at::globalContext().userEnabledMkldnn() && plain(weight, type) && weight.dim() == 2 &&
@@ -266,7 +262,7 @@ static bool float_or_bf16(const at::Tensor& tensor) {
   return plain(tensor, at::kFloat) || plain(tensor, at::kBFloat16);
 }
 
-/// x [..., in] as [rows, in], and back.
+/// Views x [..., in] as [rows, in], and the result as [..., out].
 static at::Tensor linear_by_rows(bool narrow, const at::Tensor& x, const at::Tensor& weight,
                                  const std::optional<at::Tensor>& bias) {
   const at::Tensor product = LinearNode::run(narrow, x.reshape({-1, x.size(-1)}), weight, bias);

@@ -37,7 +37,7 @@ struct MemoryCounters {
   }
 };
 
-// Those that live, so that the least of them holds.
+// The live limits. The smallest one counts.
 struct MemoryLimits {
   std::mutex mutex;
   std::multiset<int64_t> bytes;
@@ -45,7 +45,7 @@ struct MemoryLimits {
 };
 
 MemoryLimits& memory_limits() {
-  static auto* limits = new MemoryLimits; // outlives static destructors
+  static auto* limits = new MemoryLimits; // never destroyed
   return *limits;
 }
 
@@ -56,7 +56,7 @@ MemoryCounters& memory_counters() {
 
 static thread_local std::shared_ptr<MemoryCounters>* rehearsed_counters = nullptr;
 
-/// Those that this thread counts in.
+/// The counters that this thread uses.
 MemoryCounters& current_counters() {
   return rehearsed_counters != nullptr ? **rehearsed_counters : memory_counters();
 }
@@ -69,7 +69,7 @@ WithoutMemory::WithoutMemory()
 
 WithoutMemory::~WithoutMemory() { rehearsed_counters = before_; }
 
-// torch's kernels write scalars that they make: those have memory.
+// torch's kernels write to scalars that they create, so those have memory.
 struct RehearsedBlock {
   std::shared_ptr<MemoryCounters> counters;
   int64_t bytes = 0;
@@ -94,11 +94,11 @@ void MemoryLimits::change(int64_t limit, bool add) {
 [[noreturn]] void refuse_memory(int64_t bytes, int64_t live, int64_t limit) {
   throw c10::OutOfMemoryError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
                               "out of memory: " + std::to_string(bytes) +
-                                  " bytes for a CPU tensor beside " + std::to_string(live) +
-                                  " bytes of others, above the limit of " + std::to_string(limit));
+                                  " bytes for a CPU tensor, with " + std::to_string(live) +
+                                  " bytes in use, exceed the limit of " + std::to_string(limit));
 }
 
-// Keeps torch's alignment: c10 hands out 64-byte aligned memory.
+// Keeps torch's alignment: c10 allocates memory aligned to 64 bytes.
 constexpr size_t kMemoryHeader = 64;
 
 void free_counted(void* data) {
@@ -151,7 +151,7 @@ class CountingAllocator final : public c10::Allocator {
   }
 };
 
-/// A line "VmHWM:   1234 kB" of /proc/self/status, in bytes; 0 where it is not.
+/// A line "VmHWM:   1234 kB" of /proc/self/status, in bytes; 0 if there is none.
 int64_t process_status_bytes(const std::string& key) {
   std::ifstream status("/proc/self/status");
   for (std::string line; std::getline(status, line);) {
@@ -169,7 +169,7 @@ bool in_memory_rehearsal() { return detail::rehearsed_counters != nullptr; }
 void install_memory_meter() {
   static std::once_flag once;
   std::call_once(once, [] {
-    // Never freed: tensors may outlive static destructors.
+    // Never freed, because tensors may outlive static destructors.
     c10::SetCPUAllocator(new detail::CountingAllocator, 255);
   });
 }

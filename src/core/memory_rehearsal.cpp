@@ -31,7 +31,7 @@ static at::Tensor on_cpu(const at::Tensor& meta) {
       at::detail::empty_strided_cpu(meta.sizes(), meta.strides(), meta.scalar_type()));
 }
 
-/// Results of operators that have no meta kernel, of arguments on meta; empty for others.
+/// Results of operators without a meta kernel, for meta arguments. Empty for other operators.
 static std::vector<at::Tensor> rule_results(const std::string& name,
                                             const torch::jit::Stack& arguments) {
   const auto tensor = [&](size_t i) {
@@ -74,7 +74,7 @@ static std::vector<at::Tensor> rule_results(const std::string& name,
   return {};
 }
 
-/// Results of an operator that makes tensors, without memory.
+/// Results of an operator that creates tensors, without memory.
 static torch::jit::Stack results_on_meta(const c10::OperatorHandle& op, const std::string& name,
                                          torch::jit::Stack stack) {
   const at::AutoDispatchBelowADInplaceOrView below;
@@ -93,14 +93,14 @@ static torch::jit::Stack results_on_meta(const c10::OperatorHandle& op, const st
   return stack;
 }
 
-// Views run, what changes a tensor in place does nothing, the rest is asked for its shapes.
+// Views run. In-place operators do nothing. For all others only the shapes are computed.
 class ShapeObserver final : public OpObserver {
  public:
   void pass(const OpPassing& passing) override {
     const OpInfo& info = op_info(passing.op);
     const auto arguments = passing.stack.end() - static_cast<int64_t>(passing.arguments());
     if (passing.op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) ||
-        info.name.rfind("hasten::", 0) == 0) { // made of other operators, which pass here
+        info.name.rfind("hasten::", 0) == 0) { // consists of operators, which are observed too
       const auto keys = c10::impl::tls_local_dispatch_key_set();
       const c10::impl::ForceDispatchKeyGuard inside(keys.included_,
                                                     keys.excluded_ - c10::DispatchKeySet(kOpKey));

@@ -13,7 +13,7 @@ static thread_local OpObserver* op_observer = nullptr;
 static void observe_op(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                        torch::jit::Stack* stack) {
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kOpKey);
-  // What the kernel calls is the kernel's own business.
+  // Operators that the kernel calls are not observed.
   const c10::impl::ExcludeDispatchKeyGuard not_inside(kOpKey);
   if (op_observer == nullptr) {
     op.redispatchBoxed(below, stack);
@@ -23,7 +23,7 @@ static void observe_op(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
 }
 
 static void register_op_fallback() {
-  // Never destroyed: operators may run in static destructors.
+  // Never destroyed, because operators may run in static destructors.
   [[gnu::used]] static torch::Library* const library = [] {
     auto* made = new torch::Library(torch::Library::IMPL, "_", kOpKey, __FILE__, __LINE__);
     made->fallback(torch::CppFunction::makeFromBoxedFunction<&observe_op>());
@@ -51,7 +51,7 @@ static OpInfo make_op_info(const c10::OperatorHandle& op) {
       info.writes.push_back(i);
     }
   }
-  // These change running statistics that their schemas call inputs.
+  // These change running statistics, which are inputs in their schemas.
   for (const char* norm :
        {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}) {
     if (info.name == norm && info.writes.empty()) {
@@ -61,7 +61,7 @@ static OpInfo make_op_info(const c10::OperatorHandle& op) {
   for (const auto& result : schema.returns()) {
     info.fresh = info.fresh && result.alias_info() == nullptr;
   }
-  // Views that their schemas do not call views.
+  // Views that are not marked as views in their schemas.
   for (const char* view : {"aten::_unsafe_view", "aten::unsafe_chunk", "aten::unsafe_split",
                            "aten::unsafe_split_with_sizes"}) {
     info.fresh = info.fresh && info.name != view;
@@ -75,7 +75,7 @@ static OpInfo make_op_info(const c10::OperatorHandle& op) {
 }
 
 const OpInfo& op_info(const c10::OperatorHandle& op) {
-  // By thread: no lock on the way. A schema lives as long as its operator.
+  // One map per thread, so that no lock is needed. A schema lives as long as its operator.
   static thread_local std::unordered_map<const c10::FunctionSchema*, std::unique_ptr<OpInfo>> known;
   std::unique_ptr<OpInfo>& info = known[&op.schema()];
   if (!info) {

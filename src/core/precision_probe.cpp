@@ -18,11 +18,11 @@ namespace hasten {
 
 namespace detail {
 
-// As in a small transformer: at this size conversions weigh as they do in a run.
+// Sizes of a small transformer: conversions take the same share of time as in a run.
 constexpr int64_t kProbeRows = 128;
 constexpr int64_t kProbeWidth = 512;
 
-/// Shortest of a few times; seconds.
+/// The shortest of several runs. Seconds.
 double probe_seconds(std::optional<at::ScalarType> dtype, int rounds) {
   const at::AutoGradMode grad(true);
   const AutocastState outside = AutocastState::now();

@@ -19,7 +19,7 @@ void append_little_endian(std::string& bytes, uint64_t value) {
 
 uint64_t stream_seed(std::string_view name, uint64_t seed, uint64_t a, uint64_t b) {
   std::string bytes(name);
-  bytes += '\0'; // so that no name is another's prefix
+  bytes += '\0'; // so that no name is a prefix of another
   detail::append_little_endian(bytes, seed);
   detail::append_little_endian(bytes, a);
   detail::append_little_endian(bytes, b);
@@ -45,8 +45,8 @@ uint64_t OrderRng::next() {
 }
 
 uint64_t OrderRng::below(uint64_t bound) {
-  // The 2^64 mod bound smallest values are drawn again: what is left divides
-  // evenly. At most one draw in two is lost, for small bounds none.
+  // Draws again if the value is one of the 2^64 mod bound smallest, so that the others divide
+  // evenly. Rejects at most one draw in two, and almost none for small bounds.
   const uint64_t reject = (0 - bound) % bound;
   uint64_t value = next();
   while (value < reject) {

@@ -35,21 +35,21 @@ std::vector<at::Tensor> run_once(const std::function<std::vector<at::Tensor>()>&
     return make();
   }
   if (place.replays && place.next >= place.store->values.size()) {
-    throw Error(
-        "core::run_once",
-        "call " + std::to_string(place.next + 1) + " of a recomputation, where forward made " +
-            std::to_string(place.store->values.size()),
-        "the same calls in both", "let nothing but the region's inputs decide what it calls");
+    throw Error("core::run_once",
+                "call " + std::to_string(place.next + 1) +
+                    " of a recomputation, where forward made " +
+                    std::to_string(place.store->values.size()),
+                "the same calls in both", "let the calls depend only on the region's inputs");
   }
   if (!place.replays) {
     const std::shared_ptr<detail::OnceStore> store = place.store;
     const size_t here = place.next++;
     const at::NoGradGuard no_grad;
-    // A recomputation, which counts the operators it meets, does not meet these.
+    // The recomputation does not run these operators, so it must not count them.
     const detail::UnseenOps unwatched;
     std::vector<at::Tensor> made = make();
     for (at::Tensor& tensor : made) {
-      // Without its graph, which may hold the region that holds the store.
+      // Detached, because its graph may hold the region, which holds the store.
       tensor = tensor.defined() ? tensor.detach() : tensor;
     }
     store->values.resize(std::max(store->values.size(), here + 1));

@@ -13,7 +13,7 @@ namespace hasten {
 
 namespace detail {
 
-// Small gradients, of which there are thousands, without the dispatcher.
+// Copies small gradients, of which there are thousands, without the dispatcher.
 bool flat_copy_bytes(const at::Tensor& to, const at::Tensor& from) {
   constexpr size_t kSmall = 1 << 14; // bytes; above it copy_ costs no more
   if (from.nbytes() > kSmall || !from.device().is_cpu() || from.is_sparse() ||
@@ -40,7 +40,7 @@ FlatGradients::FlatGradients(FlatLayout layout, FlatAllocator allocator)
     if (p.grad_dtype() == dtype) {
       continue;
     }
-    // Autograd hands over gradients of this type from now on.
+    // From now on autograd's gradients have this dtype.
     const at::Tensor grad = p.grad();
     p.mutable_grad() = at::Tensor();
     p.set_grad_dtype(dtype);
@@ -81,9 +81,8 @@ const at::Tensor& FlatGradients::view(int64_t slot) const {
 at::Tensor FlatGradients::make_view(int64_t slot) const {
   const FlatSlot& s = layout_.slots()[static_cast<size_t>(slot)];
   const at::Tensor& buffer = buffers_[static_cast<size_t>(s.group)];
-  // The parameter's own strides, so that kernels over parameter and gradient walk
-  // both in one pass. detach(): a view as such would make
-  // Optimizer::zero_grad(false) throw.
+  // Uses the parameter's strides, so that kernels over parameter and gradient walk both in one
+  // pass. Without detach() a view would make Optimizer::zero_grad(false) throw.
   return buffer.as_strided(s.sizes, s.strides, buffer.storage_offset() + s.offset).detach();
 }
 
@@ -105,7 +104,7 @@ void FlatGradients::install_slot(int64_t slot) {
   const auto i = static_cast<size_t>(slot);
   at::NoGradGuard no_grad;
   if (views_[i].const_data_ptr() != addresses_[i]) {
-    views_[i] = make_view(slot); // somebody gave our tensor other data
+    views_[i] = make_view(slot); // other code has replaced the view's data
   }
   at::Tensor& grad = layout_.slots()[i].parameter.mutable_grad();
   if (grad.defined()) {
@@ -134,7 +133,7 @@ void FlatGradients::install() {
     any_defined = any_defined || slot.parameter.grad().defined();
   }
   if (!any_defined && !known_zero()) {
-    zero_(); // one pass a buffer instead of one a parameter
+    zero_(); // one pass per buffer instead of one per parameter
   }
   for (size_t i = 0; i < slots.size(); ++i) {
     install_slot(static_cast<int64_t>(i));
@@ -160,7 +159,7 @@ bool FlatGradients::release() {
 }
 
 void FlatGradients::reorder(std::vector<int64_t> order) {
-  if (allocator_) { // nothing lies anywhere
+  if (allocator_) { // the buffers are not allocated yet
     layout_.reorder(std::move(order));
     return;
   }
@@ -171,7 +170,7 @@ void FlatGradients::reorder(std::vector<int64_t> order) {
     any_in_place = any_in_place || installed(static_cast<int64_t>(i));
   }
   if (!zero && !any_in_place) {
-    zero_(); // nothing lies there that counts
+    zero_(); // no gradient is in the buffers
     zero = true;
   }
   std::vector<at::Tensor> old; // [slot]
@@ -189,7 +188,7 @@ void FlatGradients::reorder(std::vector<int64_t> order) {
   }
   layout_.reorder(std::move(order));
   if (!zero) {
-    zero_(); // the padding lies elsewhere too
+    zero_(); // the padding moves, too
   }
   for (size_t i = 0; i < views_.size(); ++i) {
     const FlatSlot& slot = layout_.slots()[i];
@@ -234,7 +233,7 @@ bool FlatGradients::all_zero() {
     return true;
   }
   for (const at::Tensor& buffer : buffers_) {
-    // The largest magnitude; NaN if there is one, which is not zero either.
+    // The largest magnitude. NaN if an element is NaN, which is not zero either.
     if (buffer.numel() > 0 &&
         at::linalg_vector_norm(buffer, std::numeric_limits<double>::infinity()).item<double>() !=
             0) {

@@ -25,8 +25,8 @@ at::ScalarType flat_gradient_dtype(at::ScalarType parameter_dtype) {
 }
 
 FlatLayout::FlatLayout(const NamedParameters& parameters) {
-  // A tied parameter lies where it is registered first: its gradient is complete
-  // when backward reaches its first use, which is about then.
+  // The place of a tied parameter is that of its first registration: its gradient is complete when
+  // backward reaches its first use, which is about then.
   std::unordered_set<const void*> seen;
   NamedParameters unique;
   for (const auto& entry : parameters) {
@@ -56,7 +56,7 @@ FlatLayout::FlatLayout(const NamedParameters& parameters) {
                       parameter.numel()});
     group->numel += detail::flat_padded(parameter.numel(), group->dtype);
   }
-  // Slots come by group, the order keeps the sequence over all of them.
+  // Slots are sorted by group. order_ keeps the sequence over all groups.
   std::vector<int64_t> by_group(slots_.size());
   std::iota(by_group.begin(), by_group.end(), 0);
   std::stable_sort(by_group.begin(), by_group.end(), [this](int64_t a, int64_t b) {
@@ -87,7 +87,7 @@ void FlatLayout::reorder(std::vector<int64_t> order) {
     permutation = sorted[i] == static_cast<int64_t>(i);
   }
   if (!permutation) {
-    throw InputError("flat::FlatLayout", "an order of " + std::to_string(order.size()) + " slots",
+    throw InputError("flat::FlatLayout", "order has " + std::to_string(order.size()) + " entries",
                      "each of the " + std::to_string(slots_.size()) + " slots once");
   }
   std::vector<int64_t> end(groups_.size(), 0);

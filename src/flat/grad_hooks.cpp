@@ -18,8 +18,8 @@ struct GradHook::List {
 
 namespace detail {
 
-// What sits in torch's slot. It shares the list, so that a foreign hook set over
-// it loses nothing: the next one to look puts a new one back around it.
+// The hook in torch's slot. It shares the list. If other code replaces it, the next call of
+// add_grad_hook() or ensure_installed() installs a new one around the other hook.
 struct GradHookSlot : torch::autograd::PostAccumulateGradHook {
   void operator()(const at::Tensor& parameter) override {
     if (foreign) {
@@ -37,7 +37,7 @@ GradHookSlot* find_grad_hook_slot(const at::Tensor& parameter) {
   return dynamic_cast<GradHookSlot*>(torch::autograd::impl::post_acc_grad_hooks(parameter).get());
 }
 
-// A slot around whatever is in torch's now.
+// Installs a GradHookSlot around the hook that torch has now.
 void install_grad_hook_slot(const at::Tensor& parameter, std::shared_ptr<GradHook::List> list) {
   auto slot = std::make_unique<GradHookSlot>();
   slot->list = std::move(list);
@@ -49,8 +49,8 @@ void install_grad_hook_slot(const at::Tensor& parameter, std::shared_ptr<GradHoo
 
 GradHook add_grad_hook(const at::Tensor& parameter, GradHookFunction function) {
   if (!parameter.defined() || !parameter.is_leaf() || !parameter.requires_grad()) {
-    throw InputError("flat::add_grad_hook", "parameter is no leaf that requires grad",
-                     "a trainable parameter: on other tensors the hook would never run");
+    throw InputError("flat::add_grad_hook", "the parameter is not a leaf that requires grad",
+                     "a trainable parameter, because on other tensors the hook would never run");
   }
   GradHook hook;
   if (auto* slot = detail::find_grad_hook_slot(parameter)) {
@@ -69,7 +69,7 @@ void GradHook::ensure_installed() {
   if (!list_) {
     return;
   }
-  // A second list may be in there: one that was begun while ours was pushed out.
+  // Another list may be installed, which was created after this hook had been replaced.
   auto* slot = detail::find_grad_hook_slot(parameter_);
   while (slot != nullptr && slot->list != list_) {
     slot = dynamic_cast<detail::GradHookSlot*>(slot->foreign.get());

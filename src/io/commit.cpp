@@ -74,10 +74,10 @@ void rename_or_throw(const std::filesystem::path& from, const std::filesystem::p
   }
 }
 
-// Puts `folder` where `target` is and removes the old one.
+// Moves `folder` to `target`. The old folder is then at `folder`, or removed.
 void exchange_folders(const std::filesystem::path& folder, const std::filesystem::path& target) {
   if (::renameat2(AT_FDCWD, folder.c_str(), AT_FDCWD, target.c_str(), RENAME_EXCHANGE) == 0) {
-    return; // `folder` is the old one now, and its owner removes it
+    return; // `folder` is now the old one, and the destructor removes it
   }
   if (errno != EINVAL && errno != ENOSYS) {
     throw_file_error(kCommitWhere, target, errno);
@@ -113,7 +113,7 @@ std::filesystem::path parent_of(const std::filesystem::path& path) {
 FolderCommit::FolderCommit(std::filesystem::path target, CommitMode mode)
     : target_(detail::without_final_slash(target)), mode_(mode) {
   std::error_code error;
-  // Of a symbolic link the folder it leads to is the target.
+  // The target of a symbolic link is the folder to replace.
   if (std::filesystem::is_symlink(target_, error)) {
     target_ = std::filesystem::weakly_canonical(target_, error);
   }
@@ -123,9 +123,9 @@ FolderCommit::FolderCommit(std::filesystem::path target, CommitMode mode)
   }
   if (mode_ == CommitMode::create && std::filesystem::exists(status) &&
       !std::filesystem::is_empty(target_, error)) {
-    throw InputError(detail::kCommitWhere, target_.string() + ": the folder exists and holds files",
-                     "a folder that is new or empty",
-                     "name another folder, or ask for it to be overwritten");
+    throw InputError(detail::kCommitWhere,
+                     target_.string() + ": the folder exists and is not empty",
+                     "a new or empty folder", "use another folder, or allow overwriting it");
   }
   std::filesystem::create_directories(detail::parent_of(target_), error);
   const int failed =
@@ -139,7 +139,7 @@ FolderCommit::FolderCommit(std::filesystem::path target, CommitMode mode)
 
 FolderCommit::~FolderCommit() {
   std::error_code ignored;
-  // After a `replace` this is the old folder; after `merge` it is empty.
+  // After `replace` this is the old folder. After `merge` it is empty.
   if (!committed_ || mode_ != CommitMode::create) {
     std::filesystem::remove_all(folder_, ignored);
   }
@@ -159,7 +159,7 @@ void FolderCommit::write(const std::string& name, std::string_view bytes) {
 
 void FolderCommit::commit() {
   if (committed_) {
-    throw Error(detail::kCommitWhere, target_.string() + ": committed already");
+    throw Error(detail::kCommitWhere, target_.string() + ": commit() was called twice");
   }
   std::map<std::string, ManifestEntry> files;
   try {
@@ -172,7 +172,7 @@ void FolderCommit::commit() {
     std::error_code ignored;
     if (mode_ == CommitMode::merge && std::filesystem::exists(target_ / kManifestFile, ignored)) {
       for (auto& [name, entry] : read_manifest(target_)) {
-        files.emplace(name, std::move(entry)); // keeps what is new
+        files.emplace(name, std::move(entry)); // does not replace new entries
       }
     }
     write(kManifestFile, detail::manifest_text(files));
@@ -199,7 +199,7 @@ void FolderCommit::commit_folder() {
   if (mode_ == CommitMode::replace && std::filesystem::exists(target_, ignored)) {
     detail::exchange_folders(folder_, target_);
   } else {
-    // rename() replaces an empty folder and refuses a filled one.
+    // rename() replaces an empty folder and fails for one that is not empty.
     detail::rename_or_throw(folder_, target_);
   }
 }
@@ -211,7 +211,7 @@ void FolderCommit::commit_files() {
   if (error) {
     detail::throw_file_error(detail::kCommitWhere, target_, error.value());
   }
-  // From here to the last rename the folder has no manifest: it is between two.
+  // Until the last rename the folder has no manifest, because its files are mixed.
   std::filesystem::remove(target_ / kManifestFile, error);
   for (const auto& name : names) {
     if (name != kManifestFile) {
@@ -229,7 +229,7 @@ std::map<std::string, ManifestEntry> read_manifest(const std::filesystem::path& 
   std::error_code ignored;
   if (!std::filesystem::exists(path, ignored)) {
     throw InputError(detail::kManifestWhere, path.string() + ": the file is missing",
-                     "the manifest of a folder that was saved completely", "use an earlier save");
+                     "the manifest of a completely saved folder", "use an earlier save");
   }
   std::map<std::string, ManifestEntry> files;
   try {

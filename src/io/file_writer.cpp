@@ -29,7 +29,7 @@ FileWriter::~FileWriter() {
 
 void FileWriter::write(std::string_view bytes) {
   while (!bytes.empty()) {
-    // Linux writes at most 2 GiB - 4096 bytes a call.
+    // Linux writes at most 2 GiB - 4096 bytes per call.
     const size_t piece = std::min<size_t>(bytes.size(), size_t{1} << 30);
     const ssize_t written = ::write(fd_, bytes.data(), piece);
     if (written < 0) {

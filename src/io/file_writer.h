@@ -1,4 +1,4 @@
-// A file that is written in pieces and takes its place in one step.
+// Writes a file in several parts and replaces the old file in one step.
 #pragma once
 
 #include <filesystem>
@@ -6,8 +6,8 @@
 
 namespace hasten::detail {
 
-/// Writes to "<path>.tmp-…"; finish() syncs and renames it to `path`. Without
-/// finish() nothing is left. Every function throws Error naming path and reason.
+/// Writes to "<path>.tmp-…". finish() syncs the file and renames it to `path`. Without finish()
+/// nothing is left. Every function throws Error that names path and reason.
 class FileWriter {
  public:
   explicit FileWriter(std::filesystem::path path);

@@ -1,4 +1,4 @@
-// The dtypes of safetensors files, in the order the reference writer sorts by.
+// The dtypes of safetensors files, in the order by which the reference writer sorts.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -36,7 +36,7 @@ inline constexpr std::array<SafetensorsDtype, 19> kSafetensorsDtypes = {{
     {"U64", at::kUInt64},
 }};
 
-/// Place in the table; its size where the dtype is not in it.
+/// Index in the table; the table's size if the dtype is not in it.
 constexpr size_t safetensors_dtype_rank(at::ScalarType dtype) {
   size_t rank = 0;
   while (rank < kSafetensorsDtypes.size() && kSafetensorsDtypes[rank].dtype != dtype) {

@@ -20,9 +20,9 @@ namespace hasten {
 namespace detail {
 
 constexpr const char* kReaderWhere = "io::SafetensorsReader";
-constexpr uint64_t kMaxHeaderBytes = 100'000'000; // as the reference
+constexpr uint64_t kMaxHeaderBytes = 100'000'000; // like the reference
 constexpr const char* kReaderFix =
-    "fetch or write the file again; it is damaged or no safetensors file";
+    "download or write the file again; it is damaged or not a safetensors file";
 
 [[noreturn]] void throw_bad_file(const std::filesystem::path& path, const std::string& what,
                                  const std::string& expected = {}) {
@@ -43,7 +43,7 @@ std::optional<std::vector<uint64_t>> unsigned_numbers(const nlohmann::json& valu
   return numbers;
 }
 
-// Bytes of shape and dtype; nothing where the product leaves 63 bits.
+// Number of bytes for shape and dtype. Empty if it needs more than 63 bits.
 std::optional<uint64_t> extent_bytes(const std::vector<uint64_t>& shape, uint64_t item_bytes) {
   constexpr uint64_t kLimit = uint64_t{1} << 62;
   uint64_t bytes = item_bytes;
@@ -113,7 +113,7 @@ SafetensorsEntry parse_entry(const std::filesystem::path& path, const std::strin
                              " needs " + (bytes ? std::to_string(*bytes) : "too many"));
   }
   for (const uint64_t size : *shape) {
-    // Beside an empty dimension the others are not bounded by the file.
+    // If one dimension is 0, the file's size does not limit the others.
     if (size > uint64_t{1} << 62) {
       throw_bad_file(path, subject + " has shape=" + value["shape"].dump());
     }
@@ -124,7 +124,7 @@ SafetensorsEntry parse_entry(const std::filesystem::path& path, const std::strin
 
 } // namespace detail
 
-// A private mapping: pages that are written are copied, the file never changes.
+// A private mapping: pages that are written are copied, so the file never changes.
 struct SafetensorsReader::Mapping {
   Mapping(const std::filesystem::path& path) : fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC)) {
     if (fd < 0) {
@@ -154,7 +154,7 @@ struct SafetensorsReader::Mapping {
     ::close(fd);
   }
 
-  // Without the mapping, whose pages are no more where the file shrank.
+  // Reads the file instead of the mapping, whose pages are gone if the file has become shorter.
   void read(const std::filesystem::path& path, uint64_t at, void* to, uint64_t count) const {
     auto* out = static_cast<char*>(to);
     while (count > 0) {
@@ -167,7 +167,7 @@ struct SafetensorsReader::Mapping {
             detail::kReaderWhere,
             path.string() + " shrank while it was read: it had " + std::to_string(bytes) +
                 " bytes and ends at byte " + std::to_string(at),
-            "a file that stays as it is until it is read", "read it again when it is whole");
+            "a file that does not change while it is read", "read it again when it is complete");
       }
       const auto done = static_cast<uint64_t>(std::max<ssize_t>(got, 0));
       at += done;
@@ -219,7 +219,7 @@ SafetensorsReader::SafetensorsReader(const std::filesystem::path& path)
 void SafetensorsReader::parse_header(std::string_view header, uint64_t data_bytes) {
   const ParsedJson parsed = try_parse_json(header, {.max_depth = 3, .unique_keys = true});
   if (!parsed.problem.empty()) {
-    detail::throw_bad_file(path_, "the header is no JSON of its kind: " + parsed.problem);
+    detail::throw_bad_file(path_, "the header is not a valid JSON object: " + parsed.problem);
   }
   const nlohmann::json& json = parsed.value;
   for (const auto& [name, value] : json.items()) {
@@ -229,11 +229,11 @@ void SafetensorsReader::parse_header(std::string_view header, uint64_t data_byte
       continue;
     }
     if (!value.is_object()) {
-      detail::throw_bad_file(path_, "__metadata__ is no object");
+      detail::throw_bad_file(path_, "__metadata__ is not an object");
     }
     for (const auto& [key, text] : value.items()) {
       if (!text.is_string()) {
-        detail::throw_bad_file(path_, "__metadata__ \"" + key + "\" is no string");
+        detail::throw_bad_file(path_, "__metadata__ \"" + key + "\" is not a string");
       }
       metadata_.emplace(key, text.get<std::string>());
     }

@@ -16,7 +16,7 @@ constexpr const char* kWriterWhere = "io::write_safetensors";
 struct TensorToWrite {
   std::string name;
   at::Tensor tensor;
-  size_t rank; // of its dtype
+  size_t rank; // index of its dtype in the table
 };
 
 bool same_memory(const at::Tensor& a, const at::Tensor& b) {
@@ -31,18 +31,18 @@ TensorToWrite checked_tensor(const std::string& name, const at::Tensor& tensor) 
   }
   if (!tensor.defined() || tensor.layout() != at::kStrided || tensor.is_meta() ||
       tensor.is_quantized()) {
-    throw InputError(kWriterWhere, subject + " has no plain data",
+    throw InputError(kWriterWhere, subject + " is undefined, not dense, quantized or meta",
                      "a defined, dense tensor on a device");
   }
   const size_t rank = safetensors_dtype_rank(tensor.scalar_type());
   if (rank == kSafetensorsDtypes.size()) {
     throw InputError(kWriterWhere, subject + " has dtype=" + c10::toString(tensor.scalar_type()),
-                     "a dtype that safetensors has");
+                     "a dtype of the safetensors format");
   }
   return {name, tensor.detach(), rank};
 }
 
-// Splits tensors from further names of the same memory, which go to `metadata`.
+// Separates further names of the same memory, which go to `metadata`.
 std::vector<TensorToWrite> tensors_to_write(const NamedTensors& tensors,
                                             std::map<std::string, std::string>& metadata) {
   std::vector<TensorToWrite> result;
@@ -70,7 +70,7 @@ std::vector<TensorToWrite> tensors_to_write(const NamedTensors& tensors,
   return result;
 }
 
-// Keys in the order and the spacing of the reference writer.
+// Writes keys in the order and with the spacing of the reference writer.
 std::string header_text(const std::vector<TensorToWrite>& tensors,
                         const std::map<std::string, std::string>& metadata) {
   std::string text = "{";

@@ -15,7 +15,7 @@ namespace detail {
 constexpr const char* kShardedWhere = "io::ShardedSafetensorsReader";
 constexpr const char* kIndexEnding = ".safetensors.index.json";
 
-// All that is wrong with an index, for one message.
+// Collects all problems of an index for one message.
 class IndexProblems {
  public:
   explicit IndexProblems(std::filesystem::path index) : index_(std::move(index)) {}
@@ -31,8 +31,8 @@ class IndexProblems {
       throw InputError(kShardedWhere,
                        index_.string() + ": " + text_ +
                            (count_ > 8 ? "; and " + std::to_string(count_ - 8) + " more" : ""),
-                       "every tensor of weight_map in the shard it names, and no other",
-                       "fetch or save the whole folder again");
+                       "every tensor of weight_map in the file that it names, and no other tensor",
+                       "download or save the whole folder again");
     }
   }
 
@@ -42,7 +42,7 @@ class IndexProblems {
   int count_ = 0;
 };
 
-// "model-00001-of-00002.safetensors" for the base "model".
+// Whether `file` is like "model-00001-of-00002.safetensors" for the base "model".
 bool is_numbered_shard(const std::string& file, const std::string& base) {
   const std::string ending = ".safetensors";
   if (file.size() <= base.size() + ending.size() + 1 ||
@@ -59,7 +59,7 @@ bool is_numbered_shard(const std::string& file, const std::string& base) {
   return of != std::string::npos && digits(numbers.substr(0, of)) && digits(numbers.substr(of + 4));
 }
 
-// File of each tensor, by name.
+// The file of each tensor, by name.
 std::map<std::string, std::string> read_weight_map(const std::filesystem::path& index) {
   const nlohmann::json json = read_json_file(kShardedWhere, index, {.unique_keys = true});
   const auto map = json.find("weight_map");
@@ -111,7 +111,7 @@ ShardedSafetensorsReader::ShardedSafetensorsReader(const std::filesystem::path& 
     : path_(index) {
   const auto map = detail::read_weight_map(index);
   detail::IndexProblems problems(index);
-  std::map<std::string, size_t> numbers; // of each file's shard
+  std::map<std::string, size_t> numbers; // index of each file's reader
   for (const auto& [name, file] : map) {
     numbers.emplace(file, 0);
   }
@@ -126,7 +126,7 @@ ShardedSafetensorsReader::ShardedSafetensorsReader(const std::filesystem::path& 
     }
   }
   detail::find_extra_shards(index, numbers, problems);
-  problems.throw_if_any(); // numbers are right only where all files are there
+  problems.throw_if_any(); // the indices are only right if all files exist
   for (const auto& [name, file] : map) {
     const size_t number = numbers.at(file);
     if (!shards_[number].contains(name)) {
