@@ -37,7 +37,7 @@ std::vector<nlohmann::json> on_every_rank(Communicator& communicator, const std:
   try {
     all = communicator.world_size() == 1 ? std::vector<nlohmann::json>(1, mine)
                                          : communicator.all_gather_object(mine, where);
-  } catch (...) { // the group is dead: the own reason tells more
+  } catch (...) { // the group is dead: prefer this rank's own error
     std::rethrow_exception(own ? own : std::current_exception());
   }
   if (own) {

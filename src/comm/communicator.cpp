@@ -22,13 +22,13 @@ struct GroupRegistry {
 };
 
 GroupRegistry& group_registry() {
-  // Never destroyed: groups may be let go by static destructors.
+  // Never destroyed, because static destructors may release groups.
   static GroupRegistry* const registry = new GroupRegistry;
   return *registry;
 }
 
-/// Runs before the destructors of what existed at the first create(), which
-/// libtorch's statics do.
+/// Runs before the destructors of objects that existed at the first create(), for example
+/// libtorch's static objects.
 void release_groups_at_exit() {
   std::vector<std::weak_ptr<GlooGroup>> groups;
   {
@@ -53,7 +53,7 @@ void register_group(const std::shared_ptr<GlooGroup>& group) {
   registry.groups.push_back(group);
 }
 
-/// An exchange of rows, summed by the first wait that sees it through.
+/// An exchange of rows. The first wait that completes it computes the sum.
 struct RowSum final : Work::State {
   RowSum(Work exchange_in, at::Tensor output_in, at::Tensor rows_in)
       : exchange(std::move(exchange_in)), output(std::move(output_in)), rows(std::move(rows_in)) {}

@@ -174,7 +174,7 @@ std::shared_ptr<WorldLink> WorldLink::shrink(std::vector<int>& members) {
   }
   std::future<bool> keys =
       store->post<bool>([size = members.size()](c10d::Store& s, const std::atomic<bool>&) {
-        const std::string none; // where there is none: never over another's
+        const std::string none; // sets only keys that do not exist: a member may have set them
         for (size_t i = 0; i < size; ++i) {
           s.compareSet(Liveness::beat_key(static_cast<int>(i)), none,
                        std::string(Liveness::kFirstBeat));

@@ -99,11 +99,11 @@ RecomputeNotice::~RecomputeNotice() {
 void throw_tensor_count(const torch::nn::Module& block, std::string_view what, size_t got,
                         size_t expected) {
   throw InputError("core::call_block",
-                   "an interceptor of block " + block.name() + " passed on " + std::string(what) +
+                   "an interceptor of block " + block.name() + " passed " + std::string(what) +
                        "=" + std::to_string(got) + " tensors",
                    std::to_string(expected) + ", as many as the call has",
-                   "return one tensor for each, and call forward at least once where the "
-                   "result is not plain tensors");
+                   "pass as many tensors as the call has, and call forward at least once unless "
+                   "the result has only tensors");
 }
 
 } // namespace detail
@@ -124,9 +124,9 @@ BlockAttachment attach_block(const std::shared_ptr<torch::nn::Module>& block, Bl
                                   [stage](const auto& link) { return link.stage >= stage; });
   if (place != entry.links.end() && place->stage == stage) {
     throw InputError("core::attach_block",
-                     "block " + block->name() + " has an interceptor for " +
-                         (stage == BlockStage::shard ? "sharding" : "checkpointing") + " already",
-                     "one of a kind", "detach the first one");
+                     "block " + block->name() + " already has an interceptor for " +
+                         (stage == BlockStage::shard ? "sharding" : "checkpointing"),
+                     "one interceptor for each stage", "detach the first one");
   }
   BlockAttachment attachment;
   attachment.block_ = block.get();

@@ -37,7 +37,7 @@ std::vector<at::Tensor> run_once(const std::function<std::vector<at::Tensor>()>&
   if (place.replays && place.next >= place.store->values.size()) {
     throw Error("core::run_once",
                 "call " + std::to_string(place.next + 1) +
-                    " of a recomputation, where forward made " +
+                    " of a recomputation, but forward only made " +
                     std::to_string(place.store->values.size()),
                 "the same calls in both", "let the calls depend only on the region's inputs");
   }

@@ -74,7 +74,7 @@ void rename_or_throw(const std::filesystem::path& from, const std::filesystem::p
   }
 }
 
-// Moves `folder` to `target`. The old folder is then at `folder`, or removed.
+// Moves `folder` to `target`. The old folder is then at `folder`.
 void exchange_folders(const std::filesystem::path& folder, const std::filesystem::path& target) {
   if (::renameat2(AT_FDCWD, folder.c_str(), AT_FDCWD, target.c_str(), RENAME_EXCHANGE) == 0) {
     return; // `folder` is now the old one, and the destructor removes it
