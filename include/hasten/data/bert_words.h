@@ -1,5 +1,5 @@
-// BERT's cleaning and splitting of text into words, which its tokenizer and the
-// learning of a vocabulary share.
+// Cleans text and splits it into words by BERT's rules. The tokenizer and the learning of a
+// vocabulary use it.
 // Threading: pure functions.
 #pragma once
 
@@ -23,18 +23,18 @@ struct BertWord {
   int64_t characters = 0;
 };
 
-/// Working memory and result; reuse it to save allocations.
+/// Working memory and result. Reuse it to save allocations.
 struct BertWords {
-  std::string text{}; // the words one after the other, UTF-8
+  std::string text{}; // the words, concatenated, UTF-8
   std::vector<BertWord> words{};
-  std::vector<int32_t> run{}; // cleaned code points not yet normalised
+  std::vector<int32_t> run{}; // cleaned code points that are not yet normalised
 
   std::string_view operator[](size_t i) const {
     return std::string_view(text).substr(words[i].begin, words[i].end - words[i].begin);
   }
 };
 
-/// Replaces the content of `words` by the words of `text`, valid UTF-8.
+/// Replaces the content of `words` by the words of `text`. `text` must be valid UTF-8.
 void split_bert_words(std::string_view text, const BertWordOptions& options, BertWords& words);
 
 } // namespace hasten::detail

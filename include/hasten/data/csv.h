@@ -1,12 +1,11 @@
 // Streaming reader of delimited text: CSV as in RFC 4180, and TSV.
 //
-// Records end with LF or CRLF, or with CR in a file without any LF; a byte-order
-// mark and empty lines are skipped. A field that starts with a quote ends at the next quote that is not
-// doubled and may hold delimiters and line breaks; a quote anywhere else in a
-// field is an ordinary character. In tab-separated files, which are mostly
-// written without quoting, a leading quote counts only if it closes on the same
-// line just before a tab or the line's end; otherwise it is text.
-// Every record must have as many fields as the first one.
+// A record ends with LF or CRLF, or with CR if the file has no LF. The reader skips a byte-order
+// mark and empty lines. A field that starts with a quote ends at the next quote that is not
+// doubled. It may contain delimiters and line breaks. A quote anywhere else in a field is an
+// ordinary character. Tab-separated files are mostly written without quoting. There a leading quote
+// counts only if a quote on the same line, just before a tab or the line's end, closes it.
+// Otherwise it is text. Every record must have as many fields as the first one.
 //
 // Threading: one reader per thread.
 #pragma once
@@ -23,20 +22,20 @@
 namespace hasten {
 
 struct CsvOptions {
-  /// '\0' takes it from the file's name: tab for .tsv and .tab, else comma.
+  /// '\0' chooses by the file name: tab for .tsv and .tab, comma for all others.
   char delimiter = '\0';
-  /// The first record names the columns. Without a header the columns are
-  /// named by their number: "0", "1", ….
+  /// The first record has the names of the columns. If false, the columns are named by their
+  /// number: "0", "1", ….
   bool has_header = true;
 };
 
 class CsvReader {
  public:
   /// Opens the file and reads the header.
-  /// Throws InputError: the file is missing, a folder, empty or UTF-16; the
-  ///   delimiter is a quote or a line break.
+  /// Throws InputError if the file is missing, a folder, empty or UTF-16, or if the delimiter is a
+  /// quote or a line break.
   explicit CsvReader(const std::filesystem::path& path, CsvOptions options = {});
-  /// Reads a file that is open; its records may be read by several readers.
+  /// Reads an open file. Several readers may read the same TextFile.
   explicit CsvReader(std::shared_ptr<const TextFile> file, CsvOptions options = {});
   CsvReader(CsvReader&&) noexcept = default;
   CsvReader& operator=(CsvReader&&) noexcept = default;
@@ -44,19 +43,18 @@ class CsvReader {
   /// Names of the columns, in order. [column]
   const std::vector<std::string>& columns() const { return columns_; }
 
-  /// Number of the column of that name. Throws InputError where two columns have
-  /// it, and where none has: that one lists the columns, each with its value in
-  /// the next record, and the nearest name. `flag` is what the user said it
-  /// with, for the message.
+  /// Index of the column `name`. Throws InputError if no column or two columns have this name. If
+  /// none has it, the message lists the columns with their values in the next record, and the most
+  /// similar name. The message also contains `flag`: the option by which the user gave the name.
   size_t column(std::string_view name, std::string_view flag = "column") const;
 
-  /// Moves to the next record; false at the end of the file.
-  /// Throws InputError naming path:line and the column (in characters) for
-  ///   ragged records, an unterminated quote, text after a closing quote,
-  ///   invalid UTF-8 and NUL bytes.
+  /// Moves to the next record. Returns false at the end of the file.
+  /// Throws InputError with path:line and the column (in characters) if the record has another
+  /// number of fields than the first, an unterminated quote, text after a closing quote, invalid
+  /// UTF-8 or a NUL byte.
   bool next();
 
-  /// Fields of the current record, unquoted. [column] Views are valid until
+  /// Fields of the current record without their quotes, by column index. The views are valid until
   /// the next call of next().
   const std::vector<std::string_view>& fields() const { return fields_; }
 
@@ -89,7 +87,7 @@ class CsvReader {
   char delimiter_ = ',';
   bool cr_ends_lines_ = false;
   TextWindow window_;
-  std::string_view text_{}; // the window's; places below are in it
+  std::string_view text_{}; // the window's text; the offsets below refer to it
   size_t next_ = 0; // where the next record starts, in bytes
   int64_t next_line_ = 1;
   size_t start_ = 0; // where the current record starts, in bytes
@@ -98,10 +96,10 @@ class CsvReader {
   std::vector<std::string_view> fields_{};
   std::vector<std::string> unescaped_{}; // fields that held doubled quotes
   size_t unescaped_used_ = 0;
-  bool pending_ = false; // the first record of a file without header was read
+  bool pending_ = false; // next() must return the record that the constructor has read
 };
 
-/// The field as it stands in a CSV file: quoted where it must be.
+/// `value` as a field of a CSV file, with quotes if it needs them.
 std::string csv_field(std::string_view value, char delimiter = ',');
 
 } // namespace hasten

@@ -1,4 +1,4 @@
-// What training reads: a Dataset gives batches of named tensors for row numbers.
+// A Dataset makes batches of named tensors from sample indices.
 // Threading: const member functions may be called from several threads.
 #pragma once
 
@@ -11,36 +11,36 @@
 
 namespace hasten {
 
-/// Named tensors whose dim 0 is the row, for example
+/// Named tensors. Dimension 0 is the sample, for example
 ///   input_ids [B, T] int64, attention_mask [B, T] int64, labels [B] int64.
 struct Batch {
   std::map<std::string, at::Tensor> tensors{};
-  /// Numbers of these rows in their dataset, in order. [row]
+  /// Indices of these samples in their dataset, in order.
   std::vector<int64_t> indices{};
 
   int64_t rows() const { return static_cast<int64_t>(indices.size()); }
   bool has(const std::string& name) const { return tensors.count(name) > 0; }
-  /// Throws InputError that lists the names there are.
+  /// Throws InputError if no tensor has this name. The message lists the names.
   const at::Tensor& operator[](const std::string& name) const;
-  /// The same rows on `device`; no copy where they are there already.
+  /// Returns the same batch on `device`. Tensors that are on `device` already are not copied.
   Batch to(const at::Device& device) const;
 };
 
-/// Customisation point of prepared loaders: how many rows a batch holds.
+/// Customisation point of prepared loaders: the number of samples in a batch.
 inline int64_t rows(const Batch& batch) { return batch.rows(); }
 
 class Dataset {
  public:
   virtual ~Dataset() = default;
-  /// Rows altogether.
+  /// Number of samples.
   virtual int64_t size() const = 0;
-  /// Cost of row `index` for grouping by length: its tokens. 1 where all rows
-  /// are alike.
+  /// Length of sample `index` for group_by_length, for example its number of tokens. The default of
+  /// 1 means that all samples are alike.
   virtual int64_t length(int64_t index) const {
     (void)index;
     return 1;
   }
-  /// The rows as one batch, padded to the longest of them.
+  /// Makes one batch of the samples `indices`, padded to the longest of them.
   virtual Batch collate(const std::vector<int64_t>& indices) const = 0;
 };
 

@@ -1,9 +1,9 @@
-// Streaming reader of JSON lines: one JSON object a line, UTF-8.
+// Streaming reader of JSON Lines: one JSON object per line, UTF-8.
 //
-// A byte-order mark and blank lines are skipped. The keys of the first object are
-// the columns; every object must have those that were asked for, others may differ.
-// Values become text: a string as it is, a number as JSON writes it ("1", "0.5"),
-// true and false by name, null as an empty text.
+// The reader skips a byte-order mark and blank lines. The keys of the first object are the columns.
+// Every object must have the keys that column() selected; its other keys may differ. Values become
+// text: a string stays as it is, a number is written as in JSON ("1", "0.5"), true and false become
+// their names, and null becomes an empty text.
 //
 // Threading: one reader per thread.
 #pragma once
@@ -22,26 +22,24 @@ namespace hasten {
 
 class JsonlReader {
  public:
-  /// Reads the first object. Throws InputError: an empty file, and what next()
-  /// throws.
+  /// Reads the first object. Throws InputError if the file is empty, or as next() does.
   explicit JsonlReader(std::shared_ptr<const TextFile> file);
 
   /// Keys of the first object, sorted.
   const std::vector<std::string>& columns() const { return columns_; }
 
-  /// From here on next() reads the value of that key; returns its number for
-  /// field(). Throws InputError where the first object lacks it: lists its keys,
-  /// each with its value, and the nearest name. `flag` is what the user said it
-  /// with, for the message.
+  /// Selects key `name`: from now on next() reads its value. Returns its index for field(). Throws
+  /// InputError if the first object lacks the key. The message lists the object's keys with their
+  /// values, the most similar name, and `flag`: the option by which the user gave the name.
   size_t column(std::string_view name, std::string_view flag = "column");
 
-  /// Moves to the next object; false at the end of the file.
-  /// Throws InputError naming path:line, and the byte in the line and in the file,
-  ///   for a line that is no JSON object or no UTF-8; path:line and the key where
-  ///   an object lacks one that was asked for, or has an array or object there.
+  /// Moves to the next object. Returns false at the end of the file.
+  /// Throws InputError with path:line, and the byte in the line and in the file, if a line is not a
+  /// JSON object or not UTF-8. Throws InputError with path:line and the key if an object lacks a
+  /// selected key or has an array or object there.
   bool next();
 
-  /// Value of a column in the current object, as text. A view until next().
+  /// Value of a column in the current object, as text. The view is valid until the next next().
   std::string_view field(size_t column) const { return fields_[column]; }
 
   /// Line of the current object, counted from 1.
@@ -62,7 +60,7 @@ class JsonlReader {
   int64_t line_ = 0;
   std::vector<std::string> columns_{};
   std::vector<std::string> samples_{}; // the first object's values [column]
-  std::vector<std::string> wanted_{}; // keys that were asked for
+  std::vector<std::string> wanted_{}; // keys that column() selected
   std::vector<std::string> fields_{}; // [wanted]
 };
 

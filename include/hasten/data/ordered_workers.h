@@ -1,4 +1,4 @@
-// Values made ahead by several background threads and handed out in order.
+// Makes values in several background threads and returns them in order.
 #pragma once
 
 #include <algorithm>
@@ -21,17 +21,16 @@ namespace hasten {
 
 namespace detail {
 
-/// A thread in which torch uses one thread.
+/// Starts a thread in which torch uses one thread.
 std::thread start_worker_thread(std::function<void()> body);
 
 } // namespace detail
 
-/// make(0), make(1), ... make(count - 1), in that order, made by `workers` >= 1
-/// threads (by fewer where the system has no more, or count needs no more), of which
-/// up to `depth` >= 1 are under way or waiting. Which thread makes
-/// which value depends on chance, the values and their order do not.
-/// Threading: make runs in several threads at once, from the constructor on; next()
-/// is for one thread. Torch uses one thread in each worker.
+/// Returns make(0), make(1), … make(count - 1), in that order. `workers` ≥ 1 threads make them;
+/// fewer if the system has no more threads or `count` needs no more. At most `depth` ≥ 1 values are
+/// being made or waiting. Which thread makes a value varies; the values and their order do not.
+/// Threading: make() runs in several threads at the same time, from the constructor on. Call next()
+/// from one thread. Torch uses one thread in each worker.
 /// Memory: depth values.
 template <typename Value>
 class OrderedWorkers {
@@ -47,7 +46,7 @@ class OrderedWorkers {
       while (std::ssize(threads_) < threads) {
         threads_.push_back(detail::start_worker_thread([this] { run(); }));
       }
-    } catch (const std::system_error&) { // no more threads: fewer do
+    } catch (const std::system_error&) { // the threads that have started are enough
       if (threads_.empty()) {
         throw;
       }
@@ -55,7 +54,7 @@ class OrderedWorkers {
   }
   OrderedWorkers(const OrderedWorkers&) = delete;
   OrderedWorkers& operator=(const OrderedWorkers&) = delete;
-  /// Waits for the calls of make under way, and makes no other.
+  /// Waits for running calls of make() and starts no others.
   ~OrderedWorkers() {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
@@ -67,8 +66,8 @@ class OrderedWorkers {
     }
   }
 
-  /// The next value; nothing at the end. Blocks until it is there. What make threw
-  /// is thrown here, at its value's turn; that is the end. Throws Interrupted on
+  /// Returns the next value, or nullopt at the end. Blocks until it is made. Rethrows an exception
+  /// of make() in place of its value; after that there are no more values. Throws Interrupted on
   /// Ctrl-C.
   std::optional<Value> next() {
     std::unique_lock<std::mutex> lock(mutex_);
@@ -99,7 +98,7 @@ class OrderedWorkers {
     std::exception_ptr error{};
   };
 
-  // The number of the next value to make; count_ where there is none.
+  // Returns the index of the next value to make, or count_ if there is none.
   int64_t claim() {
     std::unique_lock<std::mutex> lock(mutex_);
     room_.wait(lock, [this] {
@@ -130,11 +129,11 @@ class OrderedWorkers {
   int64_t count_;
   std::mutex mutex_{};
   std::condition_variable ready_{}, room_{};
-  std::vector<Slot> slots_; // [number of the value % depth]
-  int64_t claimed_ = 0; // values that a worker has begun
-  int64_t taken_ = 0; // values handed out
+  std::vector<Slot> slots_; // [index of the value % depth]
+  int64_t claimed_ = 0; // values that a worker has started to make
+  int64_t taken_ = 0; // values that next() has returned
   bool stopped_ = false;
-  std::vector<std::thread> threads_{}; // last: they start at once
+  std::vector<std::thread> threads_{}; // last member: the threads start immediately
 };
 
 } // namespace hasten

@@ -1,5 +1,4 @@
-// Reads ahead in a background thread, so that making the next batches overlaps
-// with training on this one.
+// Makes the next batches in a background thread while training uses the current one.
 #pragma once
 
 #include <chrono>
@@ -19,16 +18,16 @@ namespace hasten {
 
 namespace detail {
 
-/// A thread in which torch uses as many threads as in the caller's.
+/// Starts a thread in which torch uses as many threads as in the caller's.
 std::thread start_loader_thread(std::function<void()> body);
 
 } // namespace detail
 
-/// Values of `source`, in order, of which up to `depth` ≥ 1 are ready and waiting.
-/// Threading: source runs in a thread of its own, one call at a time, from the
-/// constructor until it returns nothing or throws; next() is for one thread.
-/// Memory: depth values. What source draws from torch's default generator would
-/// mix with the caller's draws in no fixed order: let it use one of its own.
+/// Returns the values of `source` in order. Up to `depth` ≥ 1 values are made in advance.
+/// Threading: a background thread calls source() from the constructor on, one call at a time, until
+/// it returns nullopt or throws. Call next() from one thread.
+/// Memory: depth values. source() should use a random generator of its own. If both threads drew
+/// from torch's default generator, the order of the draws would vary.
 template <typename Value>
 class Prefetcher {
  public:
@@ -40,7 +39,7 @@ class Prefetcher {
         thread_(detail::start_loader_thread([this] { run(); })) {}
   Prefetcher(const Prefetcher&) = delete;
   Prefetcher& operator=(const Prefetcher&) = delete;
-  /// Waits for the call of source under way, and makes no other.
+  /// Waits for a running call of source() and starts no other.
   ~Prefetcher() {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
@@ -50,9 +49,8 @@ class Prefetcher {
     thread_.join();
   }
 
-  /// The next value; nothing at the end. Blocks until it is there. What source
-  /// threw is thrown here, once, after the values before it. Throws Interrupted
-  /// on Ctrl-C.
+  /// Returns the next value, or nullopt at the end. Blocks until it is made. An exception of
+  /// source() is rethrown once, after the values before it. Throws Interrupted on Ctrl-C.
   std::optional<Value> next() {
     std::unique_lock<std::mutex> lock(mutex_);
     while (values_.empty() && !ended_) {
@@ -112,7 +110,7 @@ class Prefetcher {
   std::exception_ptr error_{};
   bool ended_ = false;
   bool stopped_ = false;
-  std::thread thread_; // last: it starts at once
+  std::thread thread_; // last member: it starts immediately
 };
 
 } // namespace hasten

@@ -1,4 +1,4 @@
-// What the labels of rows are. Without LibTorch. Threading: none needed.
+// Kinds of labels. Does not use LibTorch. Threading: none needed.
 #pragma once
 
 #include <array>
@@ -7,7 +7,7 @@
 
 namespace hasten {
 
-/// What a row's label is, as config.json's problem_type says it.
+/// Kind of the samples' labels, spelled as config.json's problem_type.
 enum class ProblemType {
   single_label, // one class of several
   regression, // a number

@@ -1,8 +1,8 @@
-// Which rows of files with a text and labels train and evaluate, and what their labels
-// are: class numbers, numbers (regression) or sets of classes.
+// Selects the training and evaluation samples of files with a text and labels, and determines their
+// labels: class numbers, numbers (regression) or sets of classes.
 //
-// Every rank reads the files by itself and comes to the same result; nothing here
-// communicates or logs. Threading: free functions.
+// Every rank reads the files itself and gets the same result. Nothing here communicates or logs.
+// Threading: free functions.
 #pragma once
 
 #include <cstdint>
@@ -15,76 +15,74 @@
 namespace hasten {
 
 struct TextClassificationOptions {
-  /// Share of the training file's rows for evaluation, 0 … 1 exclusive; 0 none. Drawn
-  /// by `seed`, of single_label per label (stratified). Not together with a file for
-  /// evaluation.
+  /// Share of the training file's samples to use for evaluation, in [0, 1); 0 uses none. `seed`
+  /// draws them; for single_label the split is stratified. Cannot be combined with an evaluation
+  /// file.
   double eval_split = 0.0;
   uint64_t seed = 42;
-  /// Applies to both files, but for max_rows.
+  /// Used for both files, except for its max_rows.
   TextTableOptions table{};
-  /// First rows of the training file that pass the filters, in file order, before
-  /// the split; 0 takes all.
+  /// Use only the first max_train_rows samples of the training file that pass the filters, before
+  /// the split. 0 uses all.
   int64_t max_train_rows = 0;
-  /// First rows of the file for evaluation; 0 takes all.
+  /// The same for the evaluation file. 0 uses all.
   int64_t max_eval_rows = 0;
-  /// Names the model already has, by number; empty makes them from the
-  /// training data. Not read where columns name them: label_columns, regression.
+  /// The model's label names, by label number. Empty: the names come from the training data.
+  /// Ignored if columns give the names (label_columns, regression).
   std::vector<std::string> label_names{};
-  /// Of label_names: makes others from the training data where that has a label
-  /// they lack, which else is an error.
+  /// If the training data has a label that label_names lacks: true takes new names from the
+  /// training data, false throws InputError.
   bool replace_label_names = false;
 };
 
-/// Of the rows of training or of evaluation.
+/// Counts of the training or evaluation samples.
 struct TextSideReport {
   int64_t rows = 0;
-  std::vector<int64_t> counts{}; // rows with the label [label number]; not of regression
-  /// Of a regression.
-  double least = 0, most = 0, sum = 0;
+  std::vector<int64_t> counts{}; // samples with each label [label number]; empty for regression
+  double least = 0, most = 0, sum = 0; // regression only: of the targets
 };
 
-/// Its counts of rows are of both files.
+/// The inherited counts are those of both files together.
 struct TextClassificationReport : TextRowCounts {
-  /// Rows kept out of evaluation because training has the same text. Those of
-  /// a second file are left out; those of a split stay in training.
+  /// Samples not used for evaluation because the training data has the same text. From an
+  /// evaluation file they are left out. From a split they stay in the training data.
   int64_t duplicates = 0;
   TextSideReport train{};
   TextSideReport eval{};
-  /// Sentences the user should see, such as one-class training data.
+  /// Sentences for the user, for example that the training data has only one class.
   std::vector<std::string> warnings{};
 
-  /// For the start banner: rows, labels, and what was left out and why.
+  /// Text for the start banner: numbers of samples, labels, and what was left out and why.
   std::vector<std::string> lines(const std::vector<std::string>& label_names) const;
 };
 
-/// Which rows of one file go where, without their texts.
+/// Use of each sample of one file, without the texts.
 struct SelectedRows {
   enum class Side : char { train, eval, left_out };
   std::shared_ptr<const TextFile> file{};
-  /// Options of a reader; what it gives is numbered from 0 as "row".
+  /// Reader options. [row] is the index of a sample among those that the reader returns.
   TextTableOptions table{};
-  /// The class's number; of a regression the bits of the number, a float; of
-  /// multi_label a place in TextSelection::label_sets. [row]
+  /// single_label: the class number. regression: the bits of the number as a float. multi_label: an
+  /// index into TextSelection::label_sets. [row]
   std::vector<int32_t> labels{};
   std::vector<Side> sides{}; // [row]
 };
 
 struct TextSelection {
-  std::vector<SelectedRows> files{}; // training's, and evaluation's if there is one
+  std::vector<SelectedRows> files{}; // the training file, then the evaluation file if any
   /// Each distinct set of labels, as ascending label numbers.
   std::vector<std::vector<int32_t>> label_sets{};
-  std::vector<std::string> label_names{}; // [label number]; of a regression its column
+  std::vector<std::string> label_names{}; // [label number]; for regression the column's name
   TextClassificationReport report{};
 };
 
-/// Reads the files once, names labels, splits, and keeps texts that training has
-/// out of evaluation (compared by 128-bit hashes). `eval_file` may be null.
-/// In a split of single_label each label with two rows or more is on both sides, before
-/// duplicates are kept out.
-/// Memory: 21 bytes a row, 5 without evaluation, and the distinct labels; no text.
-/// Throws InputError: as TextRowReader; no label column; a label that the names lack,
-///   that is no finite number, or that is neither 0 nor 1; eval_split outside [0, 1);
-///   eval_file together with eval_split; no row left to evaluate.
+/// Reads each file once, names the labels, draws the split, and removes from evaluation the texts
+/// that training has (compared by 128-bit hashes). `eval_file` may be null. Before this removal, a
+/// single_label split has every label with two samples or more on both sides.
+/// Memory: 21 bytes per sample (5 without evaluation) and the distinct labels; no text.
+/// Throws InputError as TextRowReader does, and if there is no label column; a label is not among
+/// the names, not a finite number or neither 0 nor 1; eval_split is outside [0, 1); eval_file and
+/// eval_split are both given; or no sample remains for evaluation.
 TextSelection select_text_rows(const std::shared_ptr<const TextFile>& train_file,
                                const std::shared_ptr<const TextFile>& eval_file,
                                const TextClassificationOptions& options);

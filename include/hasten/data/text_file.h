@@ -1,6 +1,6 @@
-// The bytes of an input file, or of a text that stands in for one.
-// A regular file is read in pieces, so that it may be larger than memory; anything
-// else (a pipe) is read at once, and can be read again from here. Nothing is mapped:
+// The bytes of an input file, or of a text in place of a file.
+// A regular file is read in pieces, so it may be larger than memory. Other files (a pipe) are read
+// into memory when they are opened, so they can be read more than once. Nothing is mapped, because
 // a mapped file that shrinks ends the process by SIGBUS.
 // Threading: TextFile is immutable once made; one TextWindow per thread.
 #pragma once
@@ -17,13 +17,12 @@ namespace hasten {
 class TextFile {
  public:
   /// `where` begins the error's message: "data::CsvReader".
-  /// Throws InputError: the file is missing, a folder, unreadable, UTF-16, or of
-  ///   a format that is not text (Parquet, Arrow, Excel, compressed), by its first
-  ///   bytes.
+  /// Throws InputError if the file is missing, a folder, unreadable or UTF-16, or if its first
+  /// bytes show a format that is not text (Parquet, Arrow, Excel, compressed).
   static std::shared_ptr<const TextFile> open(const std::filesystem::path& path,
                                               const char* where = "data::TextFile");
-  /// `text` under a name that messages use; its ending says what it holds, like
-  /// a file's.
+  /// Makes a TextFile from `text`. Messages use `name`. Its extension selects the format, as for a
+  /// file.
   static std::shared_ptr<const TextFile> of_text(std::filesystem::path name, std::string text);
 
   ~TextFile();
@@ -32,7 +31,7 @@ class TextFile {
 
   const std::filesystem::path& path() const { return path_; }
   size_t size() const { return size_; }
-  /// Bytes of the byte-order mark in front: 3 or 0.
+  /// Bytes of the byte-order mark at the start: 3 or 0.
   size_t mark_bytes() const { return mark_bytes_; }
 
  private:
@@ -43,34 +42,34 @@ class TextFile {
   void read(size_t at, char* to, size_t bytes) const;
 
   std::filesystem::path path_;
-  int file_ = -1; // of a regular file
+  int file_ = -1; // descriptor of a regular file
   size_t size_ = 0; // bytes, when it was opened
-  int64_t changed_ns_ = 0; // its modification time then
+  int64_t changed_ns_ = 0; // modification time at that moment
   size_t mark_bytes_ = 0;
-  std::string read_{}; // of all others
+  std::string read_{}; // content of all other files
 };
 
-/// A part of a file that moves on through it, for readers whose records lie whole
-/// in it. Copies move on their own.
+/// A window that moves forward through a file, for readers that need a whole record in memory.
+/// Copies move independently.
 /// Memory: 256 KiB, or twice the longest record.
 class TextWindow {
  public:
-  /// Begins at the file's start. Throws as move().
+  /// Begins at the file's start. Throws as move() does.
   explicit TextWindow(std::shared_ptr<const TextFile> file);
 
   const TextFile& file() const { return *file_; }
-  /// Valid until the next move(), also that of a copy.
+  /// The bytes in the window. Valid until the next move() of this window.
   std::string_view text() const { return text_; }
-  /// Where text() begins, in bytes of the file.
+  /// Offset of text() in the file, in bytes.
   size_t begin() const { return begin_; }
   bool reaches_end() const { return begin_ + text_.size() == file_->size(); }
 
-  /// Leaves out the first `bytes` of text() and reads on: twice what is left, and
-  /// one piece at least. Throws InputError naming a file that shrank or changed
-  /// since it was opened.
+  /// Drops the first `bytes` of text() and reads on, until the window has twice the rest and at
+  /// least 256 KiB, or ends with the file. Throws InputError with the file's name if the file has
+  /// changed since it was opened.
   void move(size_t bytes);
-  /// The line that begins at `at` of text(), without its line feed; `at` is behind
-  /// it then. False at the end of the file. Moves.
+  /// Gets the line that begins at offset `at` of text(), without its line feed, and sets `at`
+  /// behind it. Returns false at the end of the file. May call move().
   bool next_line(size_t& at, std::string_view& line);
 
  private:

@@ -1,4 +1,4 @@
-// Tokenised texts as a Dataset, in memory or in a file, padded batch by batch.
+// Tokenized texts as a Dataset, in memory or in a file. Each batch is padded by itself.
 // Threading: const functions may be called from several threads.
 #pragma once
 
@@ -16,84 +16,83 @@ namespace hasten {
 
 struct TokenizedTexts {
   std::vector<std::vector<int64_t>> ids{}; // [row][token]
-  int64_t truncated = 0; // rows that max_length cut
-  int64_t tokens = 0; // of all rows together
+  int64_t truncated = 0; // samples that max_length truncated
+  int64_t tokens = 0; // of all samples together
 };
 
-/// Encodes all texts, in order. max_length: tokens with [CLS] and [SEP]; 0 is no
-/// limit. threads ≥ 1 share the rows; the result does not depend on them.
-/// Throws what WordPieceTokenizer::encode throws, naming the row.
+/// Encodes all texts, in order. `max_length` includes [CLS] and [SEP]; 0 is no limit. `threads` ≥ 1
+/// share the work; the result does not depend on their number. Throws what
+/// WordPieceTokenizer::encode throws; the message has the index of the text.
 TokenizedTexts tokenize_texts(const WordPieceTokenizer& tokenizer,
                               const std::vector<std::string>& texts, int64_t max_length,
                               int threads = 1);
 
-/// Where a row lies among the ids of its table.
+/// Position of a sample's ids in its table.
 struct TokenRow {
-  int64_t begin = 0; // of the table's ids
+  int64_t begin = 0; // index in TokenTable::ids
   int32_t tokens = 0;
-  /// The class's number; of a regression the bits of the number, a float; of
-  /// multi_label how many class numbers lie behind the tokens.
+  /// single_label: the class number. regression: the bits of the number as a float. multi_label:
+  /// how many class numbers follow the tokens.
   int32_t label = 0;
 };
 
-/// Token ids one behind the other, in memory or in a file.
+/// The token ids of all samples, one sample after the other, in memory or in a file.
 class TokenIds {
  public:
   virtual ~TokenIds() = default;
   virtual int64_t size() const = 0;
-  /// Those from `begin` on, as many as `out` takes; begin + out.size() <= size().
-  /// Throws Error naming a file that changed since it was opened.
+  /// Fills `out` with the ids from index `begin` on; begin + out.size() <= size(). Throws Error
+  /// with the file's name if the file has changed since it was opened.
   virtual void read(int64_t begin, std::span<int32_t> out) const = 0;
 };
 
-/// Rows of token ids. Copies share them.
+/// Samples as token ids. Copies share the ids.
 struct TokenTable {
   std::shared_ptr<const TokenIds> ids{};
   std::span<const TokenRow> rows{}; // [row]
   bool has_labels = true;
   ProblemType problem_type = ProblemType::single_label;
-  int64_t num_labels = 0; // of multi_label
+  int64_t num_labels = 0; // multi_label only
   std::shared_ptr<const void> owner{}; // keeps `rows` alive
 };
 
 struct PaddingOptions {
-  /// Fills rows up to the longest of the batch.
+  /// Token id that fills samples up to the longest of the batch.
   int64_t pad_id = 0;
-  /// Rounds the batch's length up to a multiple of this; 1 does not.
+  /// Rounds the batch's length up to a multiple of this. 1 does not round.
   int64_t pad_to_multiple_of = 1;
-  /// Pads every batch to this length instead; 0: the longest row's.
+  /// Pads every batch to this length instead. 0 pads to the batch's longest sample.
   int64_t pad_to_length = 0;
 };
 
-/// Batches hold
+/// A batch has
 ///   input_ids       [B, T] int64
-///   attention_mask  [B, T] int64, 1 on tokens and 0 on padding
-///   labels          [B] int64, where there are labels; of a regression [B] float,
-///                   of multi_label [B, num_labels] float, 1 on the row's labels
-/// A batch of no rows has shapes [0, 1] and [0].
-/// Memory: 4 bytes a token and 16 a row; of a file's the rows alone, whose ids are
+///   attention_mask  [B, T] int64, 1 for tokens and 0 for padding
+///   labels          if the table has labels: [B] int64; for regression [B] float;
+///                   for multi_label [B, num_labels] float, 1 for the sample's labels
+/// An empty batch has shapes [0, 1] and [0].
+/// Memory: 4 bytes per token and 16 per sample; with a file 16 bytes per sample, since the ids are
 /// read for each batch.
 class TokenizedDataset : public Dataset {
  public:
-  /// `labels` has one number a row, or is empty.
-  /// Throws InputError: sizes differ, an id or a label outside int32, a row
-  ///   without ids, a row longer than pad_to_length.
+  /// `labels` has one number per sample, or is empty.
+  /// Throws InputError if the sizes differ, an id or label does not fit in int32, or a sample has
+  /// no ids or is longer than pad_to_length.
   TokenizedDataset(const std::vector<std::vector<int64_t>>& ids, std::vector<int64_t> labels,
                    PaddingOptions padding = {});
-  /// Rows that lie somewhere already; nothing is copied.
-  /// Throws InputError: a row without ids, outside the ids or longer than
-  ///   pad_to_length.
+  /// Uses an existing table without a copy. Throws InputError if a sample has no ids, lies outside
+  /// the ids or is longer than pad_to_length.
   explicit TokenizedDataset(TokenTable table, PaddingOptions padding = {});
 
   int64_t size() const override;
-  /// Tokens of the row.
+  /// Number of tokens of sample `index`.
   int64_t length(int64_t index) const override;
   Batch collate(const std::vector<int64_t>& indices) const override;
 
  private:
   void check() const;
   const TokenRow& row(int64_t index) const;
-  /// Class numbers behind the row's tokens.
+  /// Class numbers that follow the sample's tokens.
   int64_t classes(const TokenRow& row) const {
     return table_.problem_type == ProblemType::multi_label ? row.label : 0;
   }

@@ -1,14 +1,14 @@
-// BERT's WordPiece tokenizer, cased and uncased, with the ids that Hugging Face's
-// BertTokenizerFast gives.
+// BERT's WordPiece tokenizer, cased and uncased. It gives the same ids as Hugging Face's
+// BertTokenizerFast.
 //
-// Order of work: special tokens are cut out of the raw text; the rest is cleaned
-// (control characters out, white space to spaces), CJK ideographs are set apart,
-// accents are stripped (NFD without nonspacing marks), letters are lower-cased one
-// by one; words are split at white space and at every punctuation character; each
-// word is the longest piece of the vocabulary, then the longest "##" piece, and so
-// on; a word with a part that no piece fits, or longer than 100 characters, is
-// [UNK]. Character classes are those of utf8proc; where Hugging Face's tables are
-// older, ids can differ for characters that Unicode took in after 2015.
+// encode() finds special tokens in the raw text first. It cleans the rest: it removes control
+// characters, turns white space into spaces and separates CJK ideographs. It strips accents (NFD
+// without nonspacing marks) and lower-cases letters one by one. It splits the text into words at
+// white space and at every punctuation character. It replaces each word by the longest matching
+// piece of the vocabulary, then the longest matching "##" piece, and so on. A word becomes [UNK] if
+// no piece matches some part of it, or if it has more than 100 characters. Character classes are
+// those of utf8proc. Hugging Face's tables are older, so ids can differ for characters that Unicode
+// added after 2015.
 //
 // Threading: const functions may be called from several threads.
 #pragma once
@@ -26,10 +26,10 @@ namespace hasten {
 /// Field names are those of tokenizer_config.json.
 struct WordPieceOptions {
   bool do_lower_case = true;
-  /// Not set: as do_lower_case.
+  /// If not set, the value of do_lower_case.
   std::optional<bool> strip_accents{};
   bool tokenize_chinese_chars = true;
-  /// Longest sequence the model takes, special tokens counted; 0: not known.
+  /// Longest sequence that the model accepts, with special tokens; 0: unknown.
   int64_t model_max_length = 0;
   std::string unk_token = "[UNK]";
   std::string sep_token = "[SEP]";
@@ -38,56 +38,55 @@ struct WordPieceOptions {
   std::string mask_token = "[MASK]";
 };
 
-/// A further token that is cut out of the raw text before anything else.
+/// An additional token that is found in the raw text before all other steps.
 struct AddedToken {
   std::string content{};
   int64_t id = 0;
   bool special = true;
 };
 
-/// One text as ids.
+/// The ids of one text.
 struct Encoding {
   std::vector<int64_t> ids{}; // [CLS] pieces [SEP]
-  bool truncated = false; // whether max_length cut pieces off
+  bool truncated = false; // max_length removed pieces
 };
 
 class WordPieceTokenizer {
  public:
-  /// `vocab`: pieces by id; of two equal ones the later counts.
-  /// Throws InputError: a special token (but mask_token) that the vocabulary
-  ///   lacks.
+  /// `vocab` has the piece of each id. If a piece occurs twice, its later id is used. Throws
+  /// InputError if the vocabulary lacks a special token other than mask_token.
   WordPieceTokenizer(std::vector<std::string> vocab, WordPieceOptions options,
                      std::vector<AddedToken> added_tokens = {});
 
-  /// From a Hugging Face folder: vocab.txt, or else the WordPiece model of
-  /// tokenizer.json; options from tokenizer_config.json, else from the
-  /// normalizer of tokenizer.json, else the defaults.
-  /// Throws InputError: no vocabulary, one of another kind, without its special
-  ///   tokens, or JSON that cannot be read; each names the file.
+  /// Loads a Hugging Face folder. The vocabulary comes from vocab.txt, or else from the WordPiece
+  /// model of tokenizer.json. Options come from tokenizer_config.json, or else from the normalizer
+  /// of tokenizer.json, or else are the defaults.
+  /// Throws InputError with the file's name if there is no vocabulary, it is not WordPiece, it
+  /// lacks special tokens, or the JSON cannot be read.
   static WordPieceTokenizer load(const std::filesystem::path& folder);
 
-  /// Writes vocab.txt, tokenizer_config.json and tokenizer.json, from which
-  /// load() and transformers' AutoTokenizer give the same ids.
-  /// Throws Error naming the path (a full disk).
+  /// Writes vocab.txt, tokenizer_config.json and tokenizer.json. load() and transformers'
+  /// AutoTokenizer read them and give the same ids. Throws Error with the path (for example if the
+  /// disk is full).
   void save(const std::filesystem::path& folder) const;
 
-  /// [CLS], the text's pieces, [SEP]: at most max_length ids, both special
-  /// tokens counted; 0 is no limit. About 15 MB of text a second on one core.
-  /// Throws InputError: invalid UTF-8 (names the byte), max_length of 1.
+  /// Returns [CLS], the text's pieces and [SEP]: at most max_length ids, including both special
+  /// tokens; 0 is no limit. About 15 MB of text per second on one core.
+  /// Throws InputError for invalid UTF-8 (the message has the byte) and for a max_length of 1.
   Encoding encode(std::string_view text, int64_t max_length = 0) const;
 
-  /// The pieces as text, without special tokens around them.
+  /// The text's pieces, without [CLS] and [SEP].
   std::vector<std::string> tokenize(std::string_view text) const;
 
-  /// Pieces of the vocabulary; added tokens beyond it are not counted.
+  /// Number of pieces in the vocabulary, without added tokens beyond it.
   int64_t vocab_size() const;
   /// Pieces by id.
   const std::vector<std::string>& vocab() const;
-  /// Special and other added tokens, the longest first.
+  /// Special tokens and other added tokens, the longest first.
   const std::vector<AddedToken>& added_tokens() const;
-  /// Piece or added token of an id. Throws InputError for another number.
+  /// Piece or added token with this id. Throws InputError if there is none.
   const std::string& token(int64_t id) const;
-  /// Id of a piece; -1 where the vocabulary lacks it.
+  /// Id of a piece, or -1 if the vocabulary lacks it.
   int64_t id(std::string_view token) const;
   int64_t unk_id() const;
   int64_t cls_id() const;
@@ -101,38 +100,37 @@ class WordPieceTokenizer {
 };
 
 struct WordPieceVocabOptions {
-  /// Pieces at most, the five special tokens counted. Fewer where the texts do
-  /// not hold as many pairs that occur `min_frequency` times.
+  /// Largest size of the vocabulary, including the five special tokens. It is smaller if too few
+  /// pairs occur `min_frequency` times.
   int64_t vocab_size = 30522;
-  /// A pair of pieces that occurs less often is not joined.
+  /// Pairs of pieces that occur less often are not merged.
   int64_t min_frequency = 2;
-  /// Characters kept, the most frequent ones; words with others become [UNK].
+  /// Keeps the most frequent characters, at most this many. Words with others become [UNK].
   int64_t limit_alphabet = 1000;
 };
 
-/// Learns a vocabulary from texts that come one by one: [PAD] [UNK] [CLS] [SEP]
-/// [MASK], the characters (at the start of a word, and with "##" inside one), then
-/// pieces joined pair by pair, the most frequent pair first, as Hugging Face's
-/// WordPieceTrainer does.
-/// Deterministic: equal texts in any order give equal vocabularies.
+/// Learns a vocabulary from texts that are added one by one. The vocabulary has [PAD] [UNK] [CLS]
+/// [SEP] [MASK], then the characters (at the start of a word, and with "##" inside one), then
+/// pieces that are merged pair by pair, the most frequent pair first, as in Hugging Face's
+/// WordPieceTrainer.
+/// Deterministic: the vocabulary does not depend on the order of the texts.
 /// Threading: one thread. Memory: the distinct words, not the texts.
 class WordPieceLearner {
  public:
-  /// Of `options` those count that say what a word is, and the special tokens.
+  /// Uses those of `options` that define words, and the special tokens.
   explicit WordPieceLearner(WordPieceOptions options);
   ~WordPieceLearner();
   WordPieceLearner(WordPieceLearner&&) noexcept;
 
-  /// Counts the text's words. Throws InputError naming the text's number for
-  /// invalid UTF-8.
+  /// Counts the text's words. Throws InputError with the text's number for invalid UTF-8.
   void add(std::string_view text);
-  /// The vocabulary, [id]. Cost: about a second for 100,000 distinct words.
-  /// Throws InputError: no word was seen, vocab_size too small for the
-  ///   characters, min_frequency or limit_alphabet below 1.
+  /// Returns the vocabulary, [id]. Cost: about a second for 100,000 distinct words.
+  /// Throws InputError if no word was added, vocab_size is too small for the characters, or
+  /// min_frequency or limit_alphabet is below 1.
   std::vector<std::string> learn(const WordPieceVocabOptions& vocab_options = {}) const;
 
-  int64_t texts() const; // added so far
-  int64_t words() const; // of them, distinct
+  int64_t texts() const; // texts added so far
+  int64_t words() const; // distinct words in them
 
  private:
   struct Counts;

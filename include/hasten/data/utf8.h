@@ -1,4 +1,4 @@
-// What readers and tokenizers need to know of UTF-8.
+// UTF-8 functions for readers and tokenizers.
 // Threading: pure functions.
 #pragma once
 
@@ -8,21 +8,20 @@
 
 namespace hasten {
 
-/// Index of the first byte that does not belong to a valid UTF-8 sequence
-/// (overlong forms and surrogates are invalid); npos where all do.
-/// Cost: about 1 ns for 8 ASCII bytes.
+/// Index of the first byte that is not part of a valid UTF-8 sequence (overlong forms and
+/// surrogates are invalid), or npos if all are. Cost: about 1 ns for 8 ASCII bytes.
 size_t invalid_utf8_position(std::string_view text);
 
 /// Number of code points in valid UTF-8.
 size_t utf8_length(std::string_view text);
 
-/// "byte 0xE9" and the like, for messages.
+/// The byte as messages show it: "byte 0xE9".
 std::string byte_name(char byte);
 
-/// Whether the text holds nothing but ASCII white space and no-break spaces.
+/// Whether the text has only ASCII white space and no-break spaces, or is empty.
 bool is_blank(std::string_view text);
 
-/// Without the ASCII white space at both ends; a view into `text`.
+/// `text` without ASCII white space at both ends, as a view.
 std::string_view trimmed(std::string_view text);
 
 } // namespace hasten
