@@ -1,6 +1,5 @@
-// The number fp16 losses are multiplied by, so that small gradients do not become 0,
-// and the rule by which it follows what the gradients can bear: PyTorch's
-// torch.amp.GradScaler's, number for number.
+// The factor by which fp16 losses are multiplied, so that small gradients do not become 0, and the
+// rule that changes it. The rule is that of torch.amp.GradScaler, with the same values.
 // Threading: one thread.
 #pragma once
 
@@ -12,43 +11,43 @@
 namespace hasten {
 
 struct GradScalerOptions {
-  /// 2^16, above 0. It falls by itself to what fits.
+  /// First scale, above 0; 2^16 by default. It decreases until the gradients fit.
   double init_scale = 65536.0;
-  /// Above 1.
+  /// Factor by which the scale grows, above 1.
   double growth_factor = 2.0;
-  /// Above 0, below 1.
+  /// Factor by which an overflow reduces the scale, in (0, 1).
   double backoff_factor = 0.5;
-  /// Steps without an overflow after which it grows, >= 1.
+  /// Steps without an overflow after which the scale grows, >= 1.
   int64_t growth_interval = 2000;
-  /// False: losses stay as they are, every step is made.
+  /// False: losses are not scaled and no step is skipped.
   bool enabled = true;
 };
 
 class LossScale : public Stateful {
  public:
-  /// Throws InputError for an option out of range.
+  /// Throws InputError if an option is out of range.
   explicit LossScale(GradScalerOptions options = {});
 
-  /// What losses are multiplied by; 1 where disabled.
+  /// The scale; 1 if disabled.
   double value() const { return options_.enabled ? scale_ : 1.0; }
-  /// Steps without an overflow since it changed last.
+  /// Steps without an overflow since the scale last changed.
   int64_t growth_tracker() const { return growth_tracker_; }
   const GradScalerOptions& options() const { return options_; }
 
-  /// After a step, or one that was left out because a gradient was not finite:
-  ///   found:  scale <- scale backoff_factor, tracker <- 0
-  ///   else:   tracker <- tracker + 1; at growth_interval:
-  ///           scale <- scale growth_factor where that is finite in fp32, tracker <- 0
-  /// in fp32, as torch does. Each change is logged, and a scale so small that the
-  /// gradients overflow without it is warned of.
+  /// Call it after each step, also after a step that was skipped because a gradient was not finite:
+  ///   found_inf:  scale <- scale backoff_factor, tracker <- 0
+  ///   else:       tracker <- tracker + 1; at growth_interval:
+  ///               scale <- scale growth_factor if that is finite in fp32, tracker <- 0
+  /// in fp32, as in torch. Logs each change. Warns when the scale falls below 1, because the
+  /// gradients then overflow without being scaled up.
   void update(bool found_inf);
-  /// A scale of one's own, above 0; the tracker goes on.
+  /// Sets the scale, above 0. The tracker keeps its value.
   void set_scale(double scale);
 
-  /// scale, growth_factor, backoff_factor, growth_interval, _growth_tracker:
-  /// torch.amp.GradScaler's names. Empty where disabled.
+  /// scale, growth_factor, backoff_factor, growth_interval, _growth_tracker: the names of
+  /// torch.amp.GradScaler. Empty if disabled.
   void save_state(NamedTensors& tensors, nlohmann::json& values) const override;
-  /// Throws InputError for an empty state where enabled, or a number out of range.
+  /// Throws InputError if the state is empty and this is enabled, or if a value is out of range.
   void load_state(const NamedTensors& tensors, const nlohmann::json& values) override;
 
  private:

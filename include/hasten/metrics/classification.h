@@ -1,8 +1,7 @@
-// Accuracy, precision, recall, F1 and the correlation coefficient of a classifier
-// over any number of batches and ranks, in constant memory: everything follows
-// from the confusion matrix. Values are scikit-learn's with zero_division=0.
-// Threading: one instance per thread. Nothing here communicates
-// (hasten/metrics/metric.h).
+// Accuracy, precision, recall, F1 and the Matthews correlation coefficient of a classifier over any
+// number of batches and ranks. All follow from the confusion matrix, so memory is constant. Values
+// equal scikit-learn's with zero_division=0.
+// Threading: one instance per thread. Nothing here communicates (hasten/metrics/metric.h).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,20 +15,20 @@
 
 namespace hasten {
 
-/// Of one label, as in scikit-learn with zero_division=0.
+/// Scores of one label, as in scikit-learn with zero_division=0.
 struct ClassScores {
   double precision = 0; // true positives / predicted
-  double recall = 0; // true positives / rows of the label
+  double recall = 0; // true positives / samples with the label
   double f1 = 0; // harmonic mean of both
-  int64_t support = 0; // rows of the label
+  int64_t support = 0; // samples with the label
 };
 
-/// How the scores of labels become one, as scikit-learn's `average`. Its "binary"
-/// is per_class()[1].
+/// How the labels' scores are averaged: scikit-learn's `average`. For its "binary" use
+/// per_class()[1].
 enum class Average {
-  micro, // over all rows: accuracy, where each row has one label
+  micro, // over all samples; equals the accuracy if each sample has one label
   macro, // mean over the labels that occur as truth or as prediction
-  weighted, // mean over the labels by their rows
+  weighted, // mean over the labels, weighted by their number of samples
 };
 
 class ClassificationMetrics : public Metric {
@@ -38,37 +37,35 @@ class ClassificationMetrics : public Metric {
   explicit ClassificationMetrics(int64_t num_labels);
 
   /// Counts a batch. Local.
-  /// Shape: logits [B, num_labels], any float type and device; or predicted
-  ///   labels [B] of an integer type. labels [B] of an integer type. B may be 0.
-  ///   Rows with label -100 are not counted.
-  /// The prediction is the largest logit; of equal ones the first.
-  /// Throws InputError: other shapes, a label outside 0 … num_labels - 1.
+  /// Shape: predictions are logits [B, num_labels] of any float type and device, or predicted
+  /// labels [B] of an integer type; labels [B] of an integer type. B may be 0. Samples with label
+  /// -100 are not counted. The largest logit is the prediction; the first one if several are equal.
+  /// Throws InputError for other shapes and for a label outside 0 … num_labels - 1.
   void update(const at::Tensor& predictions, const at::Tensor& labels);
   void reset() override;
 
-  /// The confusion matrix, [num_labels, num_labels] int64 on the CPU; rows are
-  /// true labels, columns predictions. It shares memory with this object, so
-  /// an all-reduce in place is seen by compute().
+  /// The confusion matrix, [num_labels, num_labels] int64 on the CPU. Rows are true labels, columns
+  /// are predictions. It shares memory with this object: compute() sees an all-reduce in place.
   at::Tensor state() const override { return confusion_.tensor; }
-  /// Takes a copy. Throws InputError for another shape or type.
+  /// Copies `state`. Throws InputError for another shape or dtype.
   void set_state(const at::Tensor& state) override;
   void merge_state(const at::Tensor& other) override;
 
-  /// Rows counted.
+  /// Number of samples counted.
   int64_t rows() const;
-  /// "accuracy" and macro "f1". Zeros for no rows.
+  /// "accuracy" and macro "f1". Both are 0 without samples.
   std::map<std::string, double> compute() const;
   /// [label]
   std::vector<ClassScores> per_class() const;
   /// A copy of the matrix.
   at::Tensor confusion_matrix() const { return confusion_.tensor.clone(); }
-  /// Rows predicted right / rows; 0 for no rows.
+  /// Share of samples that were predicted correctly; 0 without samples.
   double accuracy() const;
   double precision(Average average = Average::macro) const;
   double recall(Average average = Average::macro) const;
   double f1(Average average = Average::macro) const;
-  /// Matthews correlation coefficient for any number of labels (Gorodkin's
-  /// R_K), -1 … 1; 0 where truth or prediction is one label throughout.
+  /// Matthews correlation coefficient for any number of labels (Gorodkin's R_K), -1 … 1; 0 if all
+  /// labels or all predictions are equal.
   double matthews_corrcoef() const;
 
  private:

@@ -1,10 +1,9 @@
-// What metrics of one pass over the data share: they count batch by batch in a
-// memory that does not grow with the rows, and two that counted different rows can
-// be merged. Splitting the same rows over batches and ranks in any way gives the
-// same value: to the last bit where the state counts (classification, Auroc,
-// SpearmanCorrCoef), to about 1e-14 relative where it sums.
-// Nothing here communicates: hasten::Accelerator::reduce(metric) joins ranks.
-// Metrics are values: copying one copies what it has seen.
+// Base of the metrics of one pass over the data. A metric is updated batch by batch, and its memory
+// does not grow with the number of samples. Metrics of different samples can be merged. The value
+// does not depend on how samples are split over batches and ranks: bit for bit if the state has
+// counts (classification, Auroc, SpearmanCorrCoef), and to about 1e-14 relative if it has sums.
+// Nothing here communicates: hasten::Accelerator::reduce(metric) merges the ranks' metrics. A
+// metric is a value: a copy has its own state.
 // Threading: one instance per thread.
 #pragma once
 
@@ -40,17 +39,16 @@ void check_metric_state(const char* where, const at::Tensor& state, const at::Te
 class Metric {
  public:
   virtual ~Metric() = default;
-  /// Everything counted so far: one tensor on the CPU whose shape and dtype
-  /// (int64 or double) depend on the metric's options alone. It may share memory
-  /// with the metric.
+  /// Everything counted so far: one tensor on the CPU. Its shape and dtype (int64 or double) depend
+  /// only on the metric's options. It may share memory with the metric.
   virtual at::Tensor state() const = 0;
-  /// Takes a copy of a state. Throws InputError for another shape or dtype.
+  /// Copies `state`. Throws InputError for another shape or dtype.
   virtual void set_state(const at::Tensor& state) = 0;
-  /// Adds what another instance with the same options has seen.
+  /// Adds the state of another instance with the same options. Throws as set_state() does.
   virtual void merge_state(const at::Tensor& other) = 0;
-  /// True where merging is adding, so that an all-reduce (sum) joins ranks.
+  /// Whether merging adds states. Then an all-reduce (sum) merges the ranks.
   virtual bool state_is_sum() const { return true; }
-  /// Forgets everything.
+  /// Returns to the state without samples.
   virtual void reset() = 0;
 
  protected:

@@ -1,8 +1,6 @@
-// F1 of a classifier that says of each label whether a row has it, over any number of
-// batches and ranks, in constant memory. Values are scikit-learn's with
-// zero_division=0.
-// Threading: one instance per thread. Nothing here communicates
-// (hasten/metrics/metric.h).
+// F1 of a multi-label classifier over any number of batches and ranks, in constant memory. Values
+// equal scikit-learn's with zero_division=0.
+// Threading: one instance per thread. Nothing here communicates (hasten/metrics/metric.h).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,28 +16,27 @@ namespace hasten {
 
 class MultiLabelMetrics : public Metric {
  public:
-  /// `num_labels` ≥ 1. A label is predicted where its logit is above `threshold`: 0 is
-  /// a probability of one half. Memory: 24 · num_labels bytes.
+  /// `num_labels` ≥ 1. A label is predicted if its logit is above `threshold`; 0 is a probability
+  /// of one half. Memory: 24 · num_labels bytes.
   explicit MultiLabelMetrics(int64_t num_labels, double threshold = 0);
 
   /// Counts a batch. Local.
-  /// Shape: logits [B, num_labels] of a floating type, labels [B, num_labels] of
-  ///   zeros and ones of any type. B may be 0.
-  /// Throws InputError: other shapes, labels that are neither.
+  /// Shape: logits [B, num_labels] of a floating type; labels [B, num_labels] of any type, 0 or 1.
+  /// B may be 0. Throws InputError for other shapes and labels.
   void update(const at::Tensor& logits, const at::Tensor& labels);
 
-  /// Rows counted.
+  /// Number of samples counted.
   int64_t rows() const;
-  /// micro: over all labels of all rows; macro: mean over the labels; weighted: mean by
-  /// their rows.
+  /// micro: over all labels of all samples. macro: mean over the labels. weighted: mean over the
+  /// labels, weighted by their number of samples.
   double f1(Average average) const;
-  /// Share of rows whose labels are all right; 0 for no rows.
+  /// Share of samples whose labels are all correct; 0 without samples.
   double accuracy() const;
   /// "accuracy", "f1_micro", "f1_macro".
   std::map<std::string, double> compute() const;
 
-  /// int64 [3 · num_labels + 2]: true positives, predicted and true ones by label;
-  /// rows, rows that are all right.
+  /// int64 [3 · num_labels + 2]: true positives by label, predicted by label, true by label,
+  /// samples, samples whose labels are all correct.
   at::Tensor state() const override { return counts_.tensor; }
   void set_state(const at::Tensor& state) override;
   void merge_state(const at::Tensor& other) override;

@@ -1,7 +1,6 @@
-// exp of the mean negative log likelihood of tokens, over any number of batches
-// and ranks: a mean over all tokens, never a mean of batches' means.
-// Threading: one instance per thread. Nothing here communicates
-// (hasten/metrics/metric.h).
+// Perplexity: exp of the mean negative log likelihood over all tokens of any number of batches and
+// ranks. It is not a mean of the batches' means.
+// Threading: one instance per thread. Nothing here communicates (hasten/metrics/metric.h).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,17 +16,16 @@ class Perplexity : public Metric {
   /// Tokens with label `ignore_index` are not counted.
   explicit Perplexity(int64_t ignore_index = -100);
 
-  /// Counts the tokens of a batch.
-  /// Shape: logits [..., vocabulary] (not probabilities), labels [...] int64, as
-  ///   they are: shift them before for a causal model. Memory: the logits in fp32,
-  ///   once. Local.
-  /// Throws InputError: other shapes, a label outside the vocabulary.
+  /// Counts the tokens of a batch. Local.
+  /// Shape: logits [..., vocabulary] (not probabilities), labels [...] int64. Nothing is shifted:
+  /// for a causal model shift the labels first. Memory: one fp32 copy of the logits.
+  /// Throws InputError for other shapes and for a label outside the vocabulary.
   void update(const at::Tensor& logits, const at::Tensor& labels);
-  /// Counts a loss that is there already: the sum of the negative log likelihoods
-  /// of `tokens` ≥ 0 tokens.
+  /// Adds an existing loss: `loss_sum` is the sum of the negative log likelihoods of `tokens` ≥ 0
+  /// tokens.
   void update(double loss_sum, double tokens);
 
-  /// NaN where no token was counted; infinity where one had probability 0.
+  /// NaN if no token was counted; infinity if a token had probability 0.
   double compute() const;
   double tokens() const { return tokens_; }
 

@@ -1,8 +1,7 @@
-// What regressions are judged by, over any number of batches and ranks in constant
-// memory, in fp64. Predictions and targets are real numbers of any type and device
-// and of one shape; they are not broadcast. A NaN among them makes the value NaN.
-// Threading: one instance per thread. Nothing here communicates
-// (hasten/metrics/metric.h).
+// Metrics for regression over any number of batches and ranks, in constant memory and in fp64.
+// Predictions and targets are real numbers of any dtype and device. They have the same shape and
+// are not broadcast. With a NaN among them the value is NaN.
+// Threading: one instance per thread. Nothing here communicates (hasten/metrics/metric.h).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,10 +15,10 @@ namespace hasten {
 
 namespace detail {
 
-/// A mean of errors: their sum and number.
+/// A mean of errors: their sum and count.
 class MeanError : public Metric {
  public:
-  /// double [2]: sum, number.
+  /// double [2]: sum, count.
   at::Tensor state() const override;
   void set_state(const at::Tensor& state) override;
   void merge_state(const at::Tensor& other) override;
@@ -30,26 +29,25 @@ class MeanError : public Metric {
   double count_ = 0;
 };
 
-/// Moments of numbers, and of pairs of them, without cancellation: means and
-/// sums of products of deviations, merged as Chan, Golub and LeVeque (1979) do.
-/// Means are kept as their distance from the first number: beside a large mean
-/// their own rounding would show.
+/// Moments of pairs (x, y) without cancellation: means and sums of products of deviations, merged
+/// as in Chan, Golub and LeVeque (1979). Means are stored as differences from the first value,
+/// because next to a large mean their own rounding error would matter.
 struct Moments {
   double count = 0;
   double first_x = 0, first_y = 0;
-  double mean_x = 0, mean_y = 0; // from the first
+  double mean_x = 0, mean_y = 0; // minus the first value
   double xx = 0, yy = 0, xy = 0;
   void merge(const Moments& other);
 };
 
 } // namespace detail
 
-/// Mean over all elements of (prediction - target)², or its root. NaN for none.
+/// Mean over all elements of (prediction - target)², or its square root. NaN without elements.
 class MeanSquaredError : public detail::MeanError {
  public:
-  /// `squared` false: the root of the mean.
+  /// `squared` = false returns the square root of the mean.
   explicit MeanSquaredError(bool squared = true) : squared_(squared) {}
-  /// Any shape. Throws InputError: two shapes.
+  /// Any shape. Throws InputError if the two shapes differ.
   void update(const at::Tensor& predictions, const at::Tensor& targets);
   double compute() const;
 
@@ -57,25 +55,24 @@ class MeanSquaredError : public detail::MeanError {
   bool squared_;
 };
 
-/// Mean over all elements of |prediction - target|. NaN for none.
+/// Mean over all elements of |prediction - target|. NaN without elements.
 class MeanAbsoluteError : public detail::MeanError {
  public:
-  /// Any shape. Throws InputError: two shapes.
+  /// Any shape. Throws InputError if the two shapes differ.
   void update(const at::Tensor& predictions, const at::Tensor& targets);
   double compute() const;
 };
 
-/// Share of the targets' variance that the predictions explain:
-/// 1 - Σ(t - p)² / Σ(t - mean t)². As in scikit-learn NaN below two rows, and for
-/// targets all alike 1 where the predictions are right, else 0.
+/// Coefficient of determination: 1 - Σ(t - p)² / Σ(t - mean t)². As in scikit-learn it is NaN for
+/// fewer than two samples. If all targets are equal it is 1 for exact predictions, else 0.
 class R2Score : public Metric {
  public:
-  /// Shape: both [B] or [B, 1]. Throws InputError: others.
+  /// Shape: both [B] or [B, 1]. Throws InputError for others.
   void update(const at::Tensor& predictions, const at::Tensor& targets);
   double compute() const;
 
-  /// double [5]: rows; the targets' first, mean from it and squared deviations;
-  /// squared errors.
+  /// double [5]: samples; the targets' first value, mean minus that value, and sum of squared
+  /// deviations; sum of squared errors.
   at::Tensor state() const override;
   void set_state(const at::Tensor& state) override;
   void merge_state(const at::Tensor& other) override;
@@ -87,16 +84,16 @@ class R2Score : public Metric {
   double squared_errors_ = 0;
 };
 
-/// Pearson's correlation coefficient. As in SciPy NaN where predictions or targets
-/// are all alike, and below two rows.
+/// Pearson's correlation coefficient. As in SciPy it is NaN if all predictions or all targets are
+/// equal, and for fewer than two samples.
 class PearsonCorrCoef : public Metric {
  public:
-  /// Shape: both [B] or [B, 1]. Throws InputError: others.
+  /// Shape: both [B] or [B, 1]. Throws InputError for others.
   void update(const at::Tensor& predictions, const at::Tensor& targets);
   double compute() const;
 
-  /// double [8]: rows, two first values, two means from them, three sums of
-  /// products of deviations.
+  /// double [8]: samples, two first values, two means minus these, three sums of products of
+  /// deviations.
   at::Tensor state() const override;
   void set_state(const at::Tensor& state) override;
   void merge_state(const at::Tensor& other) override;
@@ -107,27 +104,26 @@ class PearsonCorrCoef : public Metric {
   detail::Moments moments_{};
 };
 
-/// Spearman's rank correlation, ties ranked by their mean; SciPy's spearmanr.
-/// Exact, bit for bit whatever the split, while at most `capacity` different
-/// (prediction, target) pairs occur. Beyond that ranks would need all rows: the
-/// pairs kept are those with the smallest hashes, a uniform sample of the
-/// different pairs with their true counts, again the same for every split. The
-/// value then has a standard error of about 1 / sqrt(capacity), 0.004 by default.
+/// Spearman's rank correlation with mean ranks for ties, as SciPy's spearmanr.
+/// While at most `capacity` distinct (prediction, target) pairs occur, the value is exact, and bit
+/// for bit the same for every split. Beyond that only the pairs with the smallest hashes are kept,
+/// with their true counts: a uniform sample of the distinct pairs, again the same for every split.
+/// The standard error is then about 1 / sqrt(capacity), 0.004 by default.
 class SpearmanCorrCoef : public Metric {
  public:
   /// `capacity` ≥ 2. Memory: up to 80 · capacity bytes; state: 24 · capacity.
   explicit SpearmanCorrCoef(int64_t capacity = 65536);
 
-  /// Shape: both [B] or [B, 1]. Throws InputError: others.
+  /// Shape: both [B] or [B, 1]. Throws InputError for others.
   void update(const at::Tensor& predictions, const at::Tensor& targets);
-  /// NaN where predictions or targets are all alike, below two rows, and where any
+  /// NaN if all predictions or all targets are equal, for fewer than two samples, and if a value
   /// was NaN.
   double compute() const;
-  /// No pair was left out.
+  /// Whether all distinct pairs were kept.
   bool is_exact() const;
 
-  /// double [capacity + 1, 3]: (rows, rows with NaN, 0), then (prediction, target,
-  /// count), smallest hash first; zeros where unused.
+  /// double [capacity + 1, 3]: (samples, samples with NaN, 0), then (prediction, target, count) by
+  /// rising hash, then zeros.
   at::Tensor state() const override;
   void set_state(const at::Tensor& state) override;
   void merge_state(const at::Tensor& other) override;
@@ -144,9 +140,10 @@ class SpearmanCorrCoef : public Metric {
 
   int64_t capacity_;
   double rows_ = 0, nan_rows_ = 0;
-  // By hash and values, different, at most capacity_; and what is not in yet.
+  // kept_: at most capacity_ distinct pairs, sorted by hash and values. pending_: pairs to be
+  // merged into it.
   mutable std::vector<Pair> kept_{}, pending_{};
-  mutable bool full_ = false; // kept_ ends at a hash above which nothing counts
+  mutable bool full_ = false; // a pair whose hash is above kept_'s last is dropped
 };
 
 } // namespace hasten

@@ -1,7 +1,7 @@
-// BERT for sequence classification, with Hugging Face's configuration, parameter
-// names and numbers. Repeated blocks are called through hasten::call_block.
-// Shapes: B rows, T tokens, H hidden_size, L num_labels.
-// Threading: as torch::nn::Module: one thread per model.
+// BERT for sequence classification, with Hugging Face's configuration, parameter names and results.
+// It calls its repeated blocks through hasten::call_block.
+// Shapes: B samples, T tokens, H hidden_size, L num_labels.
+// Threading: one thread per model, as for torch::nn::Module.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,14 +20,14 @@
 
 namespace hasten {
 
-/// config.json of a BERT. Defaults are those of bert-base-uncased.
+/// config.json of a BERT. The defaults are those of bert-base-uncased.
 struct BertConfig {
   int64_t vocab_size = 30522;
   int64_t hidden_size = 768;
   int64_t num_hidden_layers = 12;
   int64_t num_attention_heads = 12;
   int64_t intermediate_size = 3072;
-  /// Longest input in tokens.
+  /// Largest number of tokens of an input.
   int64_t max_position_embeddings = 512;
   int64_t type_vocab_size = 2;
   /// This row of the word embeddings starts at 0 and gets no gradient.
@@ -36,53 +36,53 @@ struct BertConfig {
   std::string hidden_act = "gelu";
   double hidden_dropout_prob = 0.1;
   double attention_probs_dropout_prob = 0.1;
-  /// Before the classifier; nothing means hidden_dropout_prob.
+  /// Dropout before the classifier. If not set: hidden_dropout_prob.
   std::optional<double> classifier_dropout{};
-  /// Standard deviation of fresh weights.
+  /// Standard deviation of new weights.
   double initializer_range = 0.02;
   double layer_norm_eps = 1e-12;
   /// [label id] -> name; its size is num_labels.
   std::vector<std::string> id2label = {"LABEL_0", "LABEL_1"};
-  /// "single_label_classification", …; empty where the file says nothing.
+  /// "single_label_classification", …; empty if the file has no problem_type.
   std::string problem_type{};
-  /// Class names in the file: what its weights are of. to_json() says
-  /// "BertForSequenceClassification" whatever is here.
+  /// `architectures` of the file: classes of the saved model. to_json() always writes
+  /// "BertForSequenceClassification".
   std::vector<std::string> architectures{};
-  /// Of the weights in files: "float32", "bfloat16", "float16".
+  /// dtype of the weights in files: "float32", "bfloat16", "float16".
   std::string dtype = "float32";
-  /// All other keys of the file as a JSON object's text; written back unchanged.
+  /// All other keys of the file, as the text of a JSON object. to_json() writes them unchanged.
   std::string other_keys = "{}";
 
   int64_t num_labels() const { return static_cast<int64_t>(id2label.size()); }
 
-  /// From config.json. `source` names the file in messages.
-  /// Throws InputError naming key and value: a model_type other than "bert", a
-  /// value out of range, an unsupported hidden_act, id2label with gaps.
+  /// Reads config.json. Messages use `source` as the file's name.
+  /// Throws InputError with key and value for a model_type other than "bert", a value out of range,
+  /// an unsupported hidden_act, or gaps in id2label.
   static BertConfig from_json(const nlohmann::json& json, std::string_view source = "config.json");
-  /// A shape by name: "bert-tiny" (2 layers, 128 wide), "bert-mini" (4, 256),
-  /// "bert-small" (4, 512), "bert-base" (12, 768); one head per 64 of width,
-  /// intermediate_size 4 times the width. Throws InputError listing them.
+  /// Configuration of a named shape: "bert-tiny" (2 layers, hidden_size 128), "bert-mini" (4, 256),
+  /// "bert-small" (4, 512), "bert-base" (12, 768). Heads have size 64; intermediate_size is 4 ·
+  /// hidden_size. Throws InputError for another name; the message lists these.
   static BertConfig from_shape(std::string_view shape, int64_t vocab_size = 30522);
-  /// Whether `name` is one of those.
+  /// Whether `name` is the name of a shape.
   static bool is_shape(std::string_view name);
-  /// All of them: "bert-tiny, bert-mini, …".
+  /// All names: "bert-tiny, bert-mini, …".
   static std::string shapes_text();
-  /// What transformers reads: with architectures, model_type, id2label and
-  /// label2id, and other_keys.
+  /// config.json for transformers: with architectures, model_type, id2label, label2id and
+  /// other_keys.
   nlohmann::json to_json() const;
-  /// Throws InputError naming the first value that no model can have.
+  /// Throws InputError with the first value that is out of range.
   void validate(std::string_view source = "BertConfig") const;
 };
 
-/// One block: self-attention and feed-forward, each with residual and LayerNorm
-/// after it. In evaluation mode no dropout.
+/// One block: self-attention and feed-forward, each followed by residual and LayerNorm. No dropout
+/// in evaluation mode.
 class BertLayerImpl : public torch::nn::Module {
  public:
   explicit BertLayerImpl(const BertConfig& config);
-  /// `hidden` [B, T, H]; `mask` undefined where no token is padding, else
-  /// [B, 1, 1, T] of hidden's dtype, 0 to attend and the lowest finite value not
-  /// to. Returns [B, T, H], or with first_token_only [B, 1, H], which saves the
-  /// other tokens' queries and feed-forward (5/6 of a block's products).
+  /// `hidden` [B, T, H]. `mask` is undefined if no token is padding, else [B, 1, 1, T] of hidden's
+  /// dtype: 0 to attend, the lowest finite value to ignore. Returns [B, T, H]. With
+  /// first_token_only it returns [B, 1, H] and skips the other tokens' queries and feed-forward
+  /// (5/6 of a block's products).
   at::Tensor forward(at::Tensor hidden, at::Tensor mask, bool first_token_only = false);
 
   // Names in the state dict: attention.self.query, …
@@ -94,7 +94,7 @@ class BertLayerImpl : public torch::nn::Module {
   torch::nn::LayerNorm output_norm{nullptr}; // output.LayerNorm
 
  private:
-  // `asking` [B, Q, H] are the tokens whose context is wanted.
+  // `asking` [B, Q, H] are the tokens that need a context.
   at::Tensor attend(const at::Tensor& asking, const at::Tensor& hidden, const at::Tensor& mask);
 
   int64_t heads_;
@@ -108,8 +108,8 @@ TORCH_MODULE(BertLayer);
 class BertModelImpl : public torch::nn::Module {
  public:
   explicit BertModelImpl(const BertConfig& config);
-  /// Hidden states of the last block: [B, T, H], or [B, 1, H] of the first token
-  /// alone, which is what pool() reads. Other arguments as in
+  /// Returns the last block's hidden states: [B, T, H], or with first_token_only those of the first
+  /// token, [B, 1, H], which pool() reads. For the other arguments see
   /// BertForSequenceClassificationImpl::forward.
   at::Tensor forward(at::Tensor input_ids, at::Tensor attention_mask = {},
                      at::Tensor token_type_ids = {}, bool first_token_only = false);
@@ -130,23 +130,22 @@ class BertModelImpl : public torch::nn::Module {
 };
 TORCH_MODULE(BertModel);
 
-/// A BERT with a classifier over the first token's pooled state.
+/// A BERT with a classifier on the pooled state of the first token.
 class BertForSequenceClassificationImpl : public torch::nn::Module {
  public:
-  /// Fresh weights from torch's default generator: normal(0, initializer_range)
-  /// for matrices and embeddings, 0 for biases and the padding row, 1 and 0 for
-  /// LayerNorm. hasten::set_seed makes them equal on all ranks.
-  /// initialize = false leaves the weights undetermined, for who loads them all.
-  /// Throws InputError as BertConfig::validate.
+  /// Draws weights from torch's default generator: normal(0, initializer_range) for matrices and
+  /// embeddings, 0 for biases and the padding token's embedding, 1 and 0 for LayerNorm. After
+  /// hasten::set_seed they are equal on all ranks. With initialize = false the weights are
+  /// uninitialised; load all of them.
+  /// Throws InputError as BertConfig::validate does.
   explicit BertForSequenceClassificationImpl(BertConfig config, bool initialize = true);
-  /// `input_ids` [B, T] int64 below vocab_size; `attention_mask` [B, T] int64 or
-  /// bool, 1 for tokens and 0 for padding, undefined for all ones;
-  /// `token_type_ids` [B, T] int64, undefined for all zeros.
-  /// Returns logits [B, L].
-  /// Throws InputError where T is above max_position_embeddings.
+  /// `input_ids` [B, T] int64 below vocab_size. `attention_mask` [B, T] int64 or bool, 1 for tokens
+  /// and 0 for padding; undefined means all 1. `token_type_ids` [B, T] int64; undefined means all
+  /// 0. Returns logits [B, L].
+  /// Throws InputError if T is above max_position_embeddings.
   at::Tensor forward(at::Tensor input_ids, at::Tensor attention_mask = {},
                      at::Tensor token_type_ids = {});
-  /// Draws new weights for classifier (and pooler), as the constructor does.
+  /// Draw new weights for the classifier or the pooler, as the constructor does.
   void reset_classifier();
   void reset_pooler();
 

@@ -1,5 +1,5 @@
-// BERT classifiers from and to folders in Hugging Face's layout: config.json and
-// model.safetensors. Tokenizer files are hasten/data/tokenizer.h's affair.
+// Loads and saves BERT classifiers in Hugging Face's layout: config.json and model.safetensors.
+// hasten/data/tokenizer.h handles the tokenizer's files.
 #pragma once
 
 #include <cstdint>
@@ -13,48 +13,46 @@
 namespace hasten {
 
 struct LoadBertOptions {
-  /// Names of the labels the caller needs, [label id]. Nothing keeps the
-  /// folder's. The folder's names in another order permute its classifier; other
-  /// names give a fresh one.
+  /// Label names that the caller needs, [label id]. If not set, the folder's names are used. The
+  /// same names in another order permute the classifier's weights. Other names give a new
+  /// classifier.
   std::optional<std::vector<std::string>> id2label{};
-  /// problem_type of the caller's head; nothing keeps the folder's.
+  /// problem_type of the model. If not set, the folder's.
   std::optional<std::string> problem_type{};
-  /// For a shape name: rows of the word embeddings. 0 takes bert-base's 30522.
+  /// For a shape name: vocabulary size. 0 means 30522, that of bert-base.
   int64_t vocab_size = 0;
-  /// For a shape name: the id of [PAD].
+  /// For a shape name: id of [PAD].
   int64_t pad_token_id = 0;
 };
 
 struct LoadedBert {
   BertForSequenceClassification model{nullptr};
   BertConfig config{};
-  /// Whether classifier or pooler have fresh weights.
+  /// Whether the classifier or the pooler has new weights.
   bool fresh_classifier = false;
   bool fresh_pooler = false;
-  /// One line each for what the user should know ("the classifier is new: …").
-  /// Nothing was logged.
+  /// Sentences for the user ("the classifier is new, with random weights: …"). Nothing is logged.
   std::vector<std::string> report{};
 };
 
-/// Builds a classifier from `model`: a folder, or the name of a shape
-/// (BertConfig::from_shape) for random weights. Local; every rank that calls it
-/// after the same hasten::set_seed gets the same weights. Weights of other
-/// floating types are converted to float32. The model is in training mode.
-/// Accepts names with and without "bert.", gamma and beta for LayerNorm, and
-/// sharded files (model.safetensors.index.json); leaves out heads it does not
-/// have (cls.*) and buffers (position_ids).
+/// Builds a classifier. `model` is a folder, or the name of a shape (BertConfig::from_shape) for
+/// random weights. Local. Every rank that calls it after the same hasten::set_seed gets the same
+/// weights. Weights of other floating types are converted to float32. The model is in training
+/// mode.
+/// Accepts names with and without "bert.", gamma and beta for LayerNorm, and sharded files
+/// (model.safetensors.index.json). Ignores heads of other tasks (cls.*) and buffers (position_ids).
 /// Memory: the model and one tensor of the file.
-/// Throws InputError listing every missing, unexpected and wrongly shaped tensor;
-/// where only pytorch_model.bin is there; where the model_type is not "bert".
+/// Throws InputError that lists every missing, unexpected and wrongly shaped tensor; if the folder
+/// has only pytorch_model.bin; or if its model_type is not "bert".
 LoadedBert load_bert_classifier(const std::string& model, const LoadBertOptions& options = {});
 
-/// config.json of a folder alone: labels and sizes before any weight is read.
-/// Throws InputError as load_bert_classifier.
+/// Reads only config.json of a folder: labels and sizes, before any weight is read. Throws
+/// InputError as load_bert_classifier does.
 BertConfig read_bert_config(const std::filesystem::path& folder);
 
-/// Writes config.json and model.safetensors into an existing folder; for a whole
-/// model at once make it FolderCommit::folder(), add the other files and commit.
-/// Local: one rank calls it. Throws Error naming path and reason.
+/// Writes config.json and model.safetensors into an existing folder. To replace a whole model
+/// folder atomically, pass FolderCommit::folder(), add the other files and commit. Local: call it
+/// on one rank. Throws Error with path and reason.
 void save_bert_classifier(const std::filesystem::path& folder,
                           BertForSequenceClassificationImpl& model);
 
