@@ -1,5 +1,5 @@
-// Adafactor: mean squares by row and column instead of one for each number. See
-// fused_optimizer.h for what it shares with the other optimizers.
+// Adafactor: keeps mean squares by row and column instead of one per element. fused_optimizer.h
+// describes what all optimizers share.
 #pragma once
 
 #include <optional>
@@ -10,27 +10,28 @@
 
 namespace hasten {
 
-/// Names and defaults of transformers' Adafactor, but for lr.
+/// Names and defaults of transformers' Adafactor, except for lr.
 struct AdafactorOptions : detail::SavedOptions<AdafactorOptions> {
   using eps_t = std::tuple<double, double>;
   using beta1_t = std::optional<double>;
   AdafactorOptions(double lr = 1e-3) : lr_(lr) {}
-  /// >= 0; not read with relative_step.
+  /// Learning rate, >= 0; ignored with relative_step.
   TORCH_ARG(double, lr);
-  /// Added to squared gradients (> 0); least RMS of a parameter.
+  /// First: added to squared gradients, > 0. Second: lower bound of a parameter's RMS.
   TORCH_ARG(eps_t, eps) = std::make_tuple(1e-30, 1e-3);
-  /// Largest RMS of an update before lr, > 0.
+  /// Upper bound of the RMS of an update, before lr, > 0.
   TORCH_ARG(double, clip_threshold) = 1.0;
   /// beta2 = 1 - step^decay_rate; below 0.
   TORCH_ARG(double, decay_rate) = -0.8;
-  /// Of a mean of updates, which costs a tensor like each parameter; unset: none.
+  /// Coefficient of a running mean of updates, which costs one tensor like each parameter. Unset:
+  /// no mean.
   TORCH_ARG(beta1_t, beta1) = std::nullopt;
-  /// Decoupled, >= 0.
+  /// Decoupled weight decay, >= 0.
   TORCH_ARG(double, weight_decay) = 0;
-  /// The rate is a share of the parameter's RMS.
+  /// Multiplies the learning rate by the parameter's RMS.
   TORCH_ARG(bool, scale_parameter) = true;
-  /// The rate is min(1e-2, 1 / sqrt(step)), or with warmup_init
-  /// min(1e-6 step, 1 / sqrt(step)).
+  /// Uses the learning rate min(1e-2, 1 / sqrt(step)), or with warmup_init min(1e-6 step, 1 /
+  /// sqrt(step)).
   TORCH_ARG(bool, relative_step) = true;
   TORCH_ARG(bool, warmup_init) = false;
 
@@ -48,13 +49,13 @@ struct AdafactorOptions : detail::SavedOptions<AdafactorOptions> {
   }
 };
 
-/// Of a parameter with two dimensions or more: rows and columns of the last two.
+/// State of one parameter. With two dimensions or more it has rows and columns of the last two.
 struct AdafactorParamState final : detail::SavedState<AdafactorParamState> {
   TORCH_ARG(int64_t, step) = 0;
   TORCH_ARG(at::Tensor, exp_avg_sq_row);
   TORCH_ARG(at::Tensor, exp_avg_sq_col);
-  TORCH_ARG(at::Tensor, exp_avg_sq); // with fewer dimensions
-  TORCH_ARG(at::Tensor, exp_avg); // with beta1
+  TORCH_ARG(at::Tensor, exp_avg_sq); // only with fewer dimensions
+  TORCH_ARG(at::Tensor, exp_avg); // only with beta1
   TORCH_ARG(at::Tensor, master);
 
  public:
@@ -68,9 +69,9 @@ struct AdafactorParamState final : detail::SavedState<AdafactorParamState> {
   }
 };
 
-/// Shazeer and Stern, arXiv 1804.04235, as transformers' Adafactor does it.
+/// Shazeer and Stern, arXiv 1804.04235, as implemented in transformers' Adafactor.
 /// Memory: rows + columns of each matrix. Cost: three passes over the gradient.
-/// A group's own options replace the defaults as a whole.
+/// If a parameter group has options, these replace all defaults.
 class Adafactor : public detail::SteppedByEngine<torch::optim::Optimizer, AdafactorOptions,
                                                  AdafactorParamState> {
  public:

@@ -1,5 +1,5 @@
-// torch::optim::AdamW and Adam with the same options, state and files, stepped in
-// one pass: see fused_optimizer.h.
+// Adam and AdamW with the options, state and files of torch::optim, but with a step of one pass
+// over memory: see fused_optimizer.h.
 #pragma once
 
 #include <torch/optim/adam.h>
@@ -14,24 +14,23 @@ namespace hasten {
 using AdamWParamState = detail::WithMaster<torch::optim::AdamWParamState>;
 using AdamParamState = detail::WithMaster<torch::optim::AdamParamState>;
 
-/// AdamW (Loshchilov and Hutter, arXiv 1711.05101) as PyTorch defines it. Equal
-/// to torch::optim::AdamW within rounding (1e-6 after 20 steps).
+/// AdamW (Loshchilov and Hutter, arXiv 1711.05101) as PyTorch defines it. Equal to
+/// torch::optim::AdamW within rounding (1e-6 after 20 steps).
 ///
-/// Options: torch::optim::AdamWOptions(lr).betas({…}).eps(…).weight_decay(…)
-/// .amsgrad(…). Trap, torch's: a group's option that equals the constructor's
-/// default (weight_decay 0.01, lr 1e-3) is taken for unset and inherits
-/// `defaults`; give both the same value.
-/// Memory: two tensors like each parameter (three with amsgrad), made at the
-/// first step() in which it has a gradient.
+/// Options: torch::optim::AdamWOptions(lr).betas({…}).eps(…).weight_decay(…).amsgrad(…). Trap, the
+/// same as in torch: if an option of a parameter group equals the option class's default
+/// (weight_decay 0.01, lr 1e-3), it counts as unset and the group inherits the value from
+/// `defaults`. Set both to the same value.
+/// Memory: two tensors like each parameter (three with amsgrad), allocated in the first step() in
+/// which the parameter has a gradient.
 class AdamW : public detail::SteppedByEngine<torch::optim::AdamW, torch::optim::AdamWOptions,
                                              AdamWParamState> {
  public:
   using SteppedByEngine::SteppedByEngine;
 };
 
-/// Adam (Kingma and Ba, arXiv 1412.6980) as PyTorch defines it: weight_decay is
-/// added to the gradient. Options, memory and traps as AdamW's; its default decay
-/// is 0.
+/// Adam (Kingma and Ba, arXiv 1412.6980) as PyTorch defines it: weight_decay is added to the
+/// gradient. Options, memory and trap are those of AdamW; the default weight_decay is 0.
 class Adam : public detail::SteppedByEngine<torch::optim::Adam, torch::optim::AdamOptions,
                                             AdamParamState> {
  public:

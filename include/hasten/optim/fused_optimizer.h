@@ -1,24 +1,22 @@
-// What hasten's optimizers share: torch::optim::Optimizers whose step is one pass
-// over parameter, gradient and moments.
+// Base of hasten's optimizers: torch::optim::Optimizers whose step makes one pass over parameter,
+// gradient and moments.
 //
-// In all of them:
-// - A parameter listed twice (tied weights) is updated once; one without a defined
-//   gradient, frozen or unused, is left alone.
-// - A parameter written by step() counts as changed, so that a step between a
-//   forward and its backward is an error as with torch's own.
-// - fp32 and fp64 are computed in themselves. Parameters in bf16 or fp16 have fp32
-//   moments and, by FusedOptions, an fp32 copy ("master") that they are rounded
-//   from; where a parameter was written from outside, its copy follows it (numbers that
-//   the copy rounds to anyway keep it).
-//   Gradients may be fp32, fp64, bf16 or fp16 whatever the parameter is.
-// - Contiguous or dense in another order (channels_last): as it lies. A gradient
-//   that lies otherwise than its parameter is copied first.
-// - Devices other than the CPU take ATen's operations, with the same results within
-//   rounding.
-// - InputError, naming it: a sparse gradient, a parameter whose memory has holes, an
-//   option that is negative, NaN or out of range (also one set later).
-// - Bits do not depend on the number of threads or the width of vectors.
-// Threading: one thread calls; at::get_num_threads() work. All local.
+// For all of them:
+// - A parameter that is listed twice (tied weights) is updated once. A parameter without a gradient
+// (frozen or unused) does not change.
+// - step() increments a parameter's version counter. As in torch, a step between a forward and its
+// backward is therefore an error.
+// - fp32 and fp64 parameters are computed in their own precision. bf16 and fp16 parameters have
+// fp32 moments and, by FusedOptions, an fp32 master copy. The step updates the master and rounds it
+// to the parameter. If other code writes the parameter, the master takes those elements that no
+// longer equal its rounded value. Gradients may be fp32, fp64, bf16 or fp16 for any parameter.
+// - A parameter may be contiguous or dense in another order (channels_last). A gradient with other
+// strides than its parameter is copied first.
+// - Devices other than the CPU use ATen's operations, with the same results within rounding.
+// - They throw InputError for a sparse gradient, a parameter whose memory has holes, and an option
+// that is negative, NaN or out of range (also if it is set later).
+// - Results are bit for bit independent of the number of threads and the vector width.
+// Threading: call it from one thread; at::get_num_threads() threads compute. Local.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -36,29 +34,28 @@ namespace hasten {
 class FusedOptimizer {
  public:
   virtual ~FusedOptimizer() = default;
-  /// step() with every gradient multiplied by `factor` on the way. Afterwards each
-  /// grad() that took part holds the product. Cost: 4 bytes written a number more
-  /// than step() in fp32, nothing with factor 1.
+  /// step() with every gradient multiplied by `factor`. Afterwards each grad() that was used has
+  /// the product. Cost over step(): 4 bytes written per fp32 element; nothing with factor 1.
   virtual void step_scaled(double factor) = 0;
-  /// The same, and leaves zeros in each grad() that took part: the memory stays,
-  /// for gradients that lie in buffers.
+  /// step_scaled() that fills each used grad() with zeros. It keeps their memory, for gradients
+  /// that are views of buffers.
   virtual void step_and_zero(double factor = 1) = 0;
-  /// "AdamW".
+  /// For example "AdamW".
   virtual std::string name() const = 0;
-  /// Whether each number is updated by itself, so that a part of a tensor will do.
+  /// Whether each element is updated independently of the others, so that a shard of a tensor can
+  /// be updated alone.
   virtual bool by_elements() const = 0;
 };
 
 struct FusedOptions {
-  /// Keeps an fp32 copy of each 16-bit parameter: 4 bytes a number. Without it
-  /// updates below half a unit in the last place (2^-9 of the parameter in bf16)
-  /// are lost.
+  /// Keeps an fp32 copy of each 16-bit parameter: 4 bytes per element. Without it, updates below
+  /// half a unit in the last place (2^-9 of the parameter in bf16) are lost.
   bool master_weights = true;
-  /// Moments in bf16: half their memory; rounded at random, so that their mean is
-  /// exact. Only CPU; elsewhere rounded to nearest. Not for fp64 parameters, not
-  /// for Adafactor, whose are small.
+  /// Keeps moments in bf16, which halves their memory. Stochastic rounding keeps their mean exact;
+  /// devices other than the CPU round to nearest. Ignored for fp64 parameters and by Adafactor,
+  /// whose moments are small.
   bool bf16_moments = false;
-  /// Of that rounding: equal seeds, steps and order of parameters give equal bits.
+  /// Seed of the stochastic rounding. Equal seeds, steps and order of parameters give equal bits.
   uint64_t seed = 42;
 };
 
@@ -66,11 +63,11 @@ namespace detail {
 
 class StepEngine;
 
-/// ATen's operations on the CPU, too.
+/// Uses ATen's operations on the CPU, too.
 void engine_force_tensor_operations(StepEngine& engine);
 
-/// An optimizer of LibTorch, or its base, that steps by an engine. Its files have
-/// torch's form.
+/// Base class of the optimizers: one of LibTorch's, or their base, with a StepEngine for the step.
+/// Files have torch's format.
 template <typename Base, typename Options, typename State>
 class SteppedByEngine : public Base, public FusedOptimizer {
  public:
@@ -79,8 +76,8 @@ class SteppedByEngine : public Base, public FusedOptimizer {
                            Options defaults = {}, FusedOptions fused = {});
   explicit SteppedByEngine(std::vector<at::Tensor> parameters, Options defaults = {},
                            FusedOptions fused = {});
-  /// One update; the gradients stay as they are. Returns the closure's loss, or an
-  /// undefined tensor.
+  /// Makes one optimizer step. Gradients do not change. Returns the closure's loss, or an undefined
+  /// tensor.
   at::Tensor step(LossClosure closure = nullptr) override;
   void step_scaled(double factor) override;
   void step_and_zero(double factor = 1) override;
@@ -110,7 +107,7 @@ void read_field(torch::serialize::InputArchive& archive, const char* name, T& va
   }
 }
 
-/// Options or a state, saved as Self::fields() names what it is made of.
+/// Options or a state whose saved fields are those that Self::fields() lists.
 template <typename Self, typename Base>
 struct SavedByFields : Base {
   void serialize(torch::serialize::InputArchive& archive) override {
@@ -136,7 +133,7 @@ struct SavedOptions : SavedByFields<Self, torch::optim::OptimizerCloneableOption
 template <typename Self>
 using SavedState = SavedByFields<Self, torch::optim::OptimizerCloneableParamState<Self>>;
 
-/// The state of one of torch's optimizers and the fp32 copy of a 16-bit parameter.
+/// The state of one of torch's optimizers, with the fp32 copy of a 16-bit parameter.
 template <typename State>
 struct WithMaster final : State {
   WithMaster() = default;

@@ -1,4 +1,4 @@
-// Norms of many tensors as one vector, in one pass over their memory.
+// Norms over many tensors, in one pass over their memory.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,20 +8,21 @@
 
 namespace hasten {
 
-/// Each tensor's p-norm. p = 1, 2 or infinity: summed in fp32 over 1024 numbers, then
-/// in fp64, at memory's speed on the CPU; other p > 0 by ATen's. NaN and infinity of
-/// a tensor are in its norm: the first that is not finite names the parameter. Local.
+/// p-norm of each tensor. For p = 1, 2 and infinity it sums 1024 elements in fp32 and these sums in
+/// fp64, at memory speed on the CPU. For other p > 0 it uses ATen. A NaN or infinity in a tensor
+/// makes its norm not finite; the first such norm shows the parameter. Local. Throws InputError
+/// unless norm_type > 0.
 std::vector<double> tensor_norms(const std::vector<at::Tensor>& tensors, double norm_type);
 
-/// The p-norm of a whole, from its parts' p-norms; NaN where one is.
+/// p-norm of a tensor from the p-norms of its parts; NaN if one of them is NaN.
 double norm_of_norms(const std::vector<double>& norms, double norm_type);
 
-/// The p-norm over all of them together; 0 for none. Depends on the tensors' order,
-/// not on where they lie.
+/// p-norm over all elements of all tensors; 0 without tensors. Depends on their order, not on their
+/// addresses.
 double gradient_norm(const std::vector<at::Tensor>& tensors, double norm_type);
 
-/// Every number to within [-clip_value, clip_value], in place; NaN stays. clip_value
-/// > 0, else InputError.
+/// Clamps every element to [-clip_value, clip_value], in place; NaN stays NaN. Throws InputError
+/// unless clip_value > 0.
 void clip_by_value_(const std::vector<at::Tensor>& tensors, double clip_value);
 
 } // namespace hasten

@@ -1,5 +1,4 @@
-// LAMB: Adam with a step as long as each tensor asks for. See fused_optimizer.h for what it shares
-// with the other optimizers.
+// LAMB: Adam with a layer-wise step length. fused_optimizer.h describes what all optimizers share.
 #pragma once
 
 #include <tuple>
@@ -12,13 +11,13 @@ namespace hasten {
 struct LambOptions : detail::SavedOptions<LambOptions> {
   using betas_t = std::tuple<double, double>;
   LambOptions(double lr = 1e-3) : lr_(lr) {}
-  /// >= 0.
+  /// Learning rate, >= 0.
   TORCH_ARG(double, lr);
-  /// Of the mean and the mean square; 0 <= beta < 1.
+  /// Coefficients of the running mean and mean square; 0 <= beta < 1.
   TORCH_ARG(betas_t, betas) = std::make_tuple(0.9, 0.999);
-  /// Added to the root, >= 0.
+  /// Added to the square root, >= 0.
   TORCH_ARG(double, eps) = 1e-6;
-  /// In the direction, before its length is taken; >= 0.
+  /// Added to the direction before its norm is computed; >= 0.
   TORCH_ARG(double, weight_decay) = 0;
 
  public:
@@ -45,11 +44,11 @@ struct LambParamState final : detail::SavedState<LambParamState> {
   }
 };
 
-/// You and others, arXiv 1904.00962, algorithm 2, with |x| for phi:
-///   r = m' / (sqrt(v') + eps) + weight_decay p, m' and v' without their bias,
-///   p <- p - lr |p| / |r| r, for each tensor; the ratio is 1 where one is 0.
-/// Memory: two tensors like each parameter. Cost: two passes, 1.6 times AdamW's
-/// traffic. A group's own options replace the defaults as a whole.
+/// You et al., arXiv 1904.00962, algorithm 2, with |x| for phi:
+///   r = m' / (sqrt(v') + eps) + weight_decay p, m' and v' bias-corrected,
+///   p <- p - lr |p| / |r| r, for each tensor; the ratio is 1 if |p| or |r| is 0.
+/// Memory: two tensors like each parameter. Cost: two passes, 1.6 times the memory traffic of
+/// AdamW. If a parameter group has options, these replace all defaults.
 class Lamb : public detail::SteppedByEngine<torch::optim::Optimizer, LambOptions, LambParamState> {
  public:
   using SteppedByEngine::SteppedByEngine;

@@ -1,5 +1,5 @@
-// Lion: the sign of a mean of gradients. See fused_optimizer.h for what it shares
-// with the other optimizers.
+// Lion: updates by the sign of a running mean. fused_optimizer.h describes what all optimizers
+// share.
 #pragma once
 
 #include <tuple>
@@ -12,11 +12,11 @@ namespace hasten {
 struct LionOptions : detail::SavedOptions<LionOptions> {
   using betas_t = std::tuple<double, double>;
   LionOptions(double lr = 1e-4) : lr_(lr) {}
-  /// >= 0. A third to a tenth of AdamW's, with as much more decay.
+  /// Learning rate, >= 0. Use a third to a tenth of AdamW's and as many times its weight decay.
   TORCH_ARG(double, lr);
-  /// Of the mean in the update and of the one kept; 0 <= beta < 1.
+  /// Coefficients of the mean in the update and of the mean that is kept; 0 <= beta < 1.
   TORCH_ARG(betas_t, betas) = std::make_tuple(0.9, 0.99);
-  /// Decoupled, >= 0.
+  /// Decoupled weight decay, >= 0.
   TORCH_ARG(double, weight_decay) = 0;
 
  public:
@@ -40,11 +40,11 @@ struct LionParamState final : detail::SavedState<LionParamState> {
   }
 };
 
-/// Chen and others, arXiv 2302.06675, algorithm 2:
+/// Chen et al., arXiv 2302.06675, algorithm 2:
 ///   p <- p (1 - lr weight_decay) - lr sign(beta1 m + (1 - beta1) g)
 ///   m <- beta2 m + (1 - beta2) g
-/// Memory: one tensor like each parameter. A group's own options replace the
-/// defaults as a whole.
+/// Memory: one tensor like each parameter. If a parameter group has options, these replace all
+/// defaults.
 class Lion : public detail::SteppedByEngine<torch::optim::Optimizer, LionOptions, LionParamState> {
  public:
   using SteppedByEngine::SteppedByEngine;

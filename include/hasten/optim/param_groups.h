@@ -1,4 +1,4 @@
-// Which parameters weight decay applies to.
+// Decides which parameters get weight decay.
 #pragma once
 
 #include <torch/nn/module.h>
@@ -9,14 +9,13 @@
 
 namespace hasten {
 
-/// The groups for AdamW: [0] decayed with `weight_decay`, [1] the rest with 0.
-/// Frozen parameters (requires_grad false) are in neither; a tied parameter is
-/// where its first name puts it. Both groups are always there, perhaps empty.
-/// Hugging Face's rule: decayed unless the parameter belongs to a LayerNorm
-/// module, or its dotted name, in lower case, contains "bias", "layernorm" or
-/// "rmsnorm", or has an element that is "norm" or ends in "_norm".
-/// Embeddings are decayed. Give `weight_decay` in the optimizer's defaults,
-/// too: see the trap in adamw.h.
+/// Makes two groups for AdamW: [0] with `weight_decay`, [1] with weight decay 0. A group may be
+/// empty. Frozen parameters (requires_grad false) are in neither group. A tied parameter is
+/// classified by its first name.
+/// Hugging Face's rule: a parameter is decayed unless it belongs to a LayerNorm module, or its
+/// dotted name, in lower case, contains "bias", "layernorm" or "rmsnorm", or has an element that is
+/// "norm" or ends in "_norm". Embeddings are decayed. Also set `weight_decay` in the optimizer's
+/// defaults: see the trap in adamw.h.
 std::vector<torch::optim::OptimizerParamGroup> decay_groups(const torch::nn::Module& model,
                                                             double weight_decay);
 

@@ -1,5 +1,5 @@
-// A learning rate that falls when a metric has stopped improving:
-// torch.optim.lr_scheduler.ReduceLROnPlateau, with its names, defaults and numbers.
+// Reduces the learning rate when a metric has stopped improving:
+// torch.optim.lr_scheduler.ReduceLROnPlateau, with its names, defaults and values.
 // Threading: one thread. Lifetime: keeps a reference to its optimizer.
 #pragma once
 
@@ -13,40 +13,41 @@
 namespace hasten {
 
 struct ReduceLrOnPlateauOptions {
-  /// Better is larger; false: smaller.
+  /// Whether a larger metric is better; false: a smaller one.
   bool greater_is_better = false;
-  /// What the rates are multiplied by, above 0 and below 1.
+  /// Multiplies the learning rates, in (0, 1).
   double factor = 0.1;
-  /// Evaluations without an improvement that are waited for, >= 0.
+  /// Evaluations without an improvement before a reduction, >= 0.
   int64_t patience = 10;
-  /// Least improvement that counts, >= 0; of the best value where `relative`.
+  /// Minimum improvement of the metric that counts as better, >= 0. If `relative`, a share of the
+  /// best value.
   double threshold = 1e-4;
   bool relative = true;
-  /// Evaluations after a reduction that do not count, >= 0.
+  /// Evaluations after a reduction that are not counted, >= 0.
   int64_t cooldown = 0;
-  /// Rates do not fall below this, >= 0.
+  /// Lower bound of the learning rates, >= 0.
   double min_lr = 0;
-  /// Smaller reductions are left out, >= 0.
+  /// Reductions that are not larger than this are skipped, >= 0.
   double eps = 1e-8;
 };
 
 class ReduceLrOnPlateau final : public Stateful {
  public:
-  /// Throws InputError for options out of range.
+  /// Throws InputError if an option is out of range.
   explicit ReduceLrOnPlateau(torch::optim::Optimizer& optimizer,
                              ReduceLrOnPlateauOptions options = {});
   ReduceLrOnPlateau(const ReduceLrOnPlateau&) = delete;
   ReduceLrOnPlateau& operator=(const ReduceLrOnPlateau&) = delete;
 
-  /// After an evaluation, with the value that all ranks have. True where the
-  /// rates were reduced. Local. A value that is not finite is no improvement.
+  /// Call it after each evaluation. `metric` must be equal on all ranks. Returns whether a learning
+  /// rate was reduced. Local. A value that is not finite is no improvement.
   bool step(double metric);
   double best() const { return best_; }
   int64_t num_bad_epochs() const { return num_bad_epochs_; }
 
   /// values: best, num_bad_epochs, cooldown_counter, lrs. No tensors.
   void save_state(NamedTensors& tensors, nlohmann::json& values) const override;
-  /// Sets the optimizer's learning rates as well.
+  /// Also sets the optimizer's learning rates.
   void load_state(const NamedTensors& tensors, const nlohmann::json& values) override;
 
  private:
@@ -56,7 +57,7 @@ class ReduceLrOnPlateau final : public Stateful {
   torch::optim::Optimizer& optimizer_;
   ReduceLrOnPlateauOptions options_;
   double best_ = 0;
-  bool any_ = false; // best_ is a value
+  bool any_ = false; // best_ is set
   int64_t num_bad_epochs_ = 0;
   int64_t cooldown_counter_ = 0;
 };

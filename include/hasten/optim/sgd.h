@@ -1,5 +1,5 @@
-// torch::optim::SGD with the same options, state and files, stepped in one pass: see
-// fused_optimizer.h.
+// torch::optim::SGD with the same options, state and files, but with a step of one pass over
+// memory: see fused_optimizer.h.
 #pragma once
 
 #include <torch/optim/sgd.h>
@@ -10,7 +10,7 @@
 
 namespace hasten {
 
-/// torch's, and the updates done: only rounding at random reads them.
+/// torch's state and the number of completed steps, which only stochastic rounding reads.
 struct SGDParamState final : torch::optim::SGDParamState {
   SGDParamState() = default;
   explicit SGDParamState(const torch::optim::SGDParamState& state)
@@ -22,8 +22,8 @@ struct SGDParamState final : torch::optim::SGDParamState {
   TORCH_ARG(at::Tensor, master);
 };
 
-/// SGD with momentum, dampening, Nesterov's look-ahead and L2 decay as PyTorch
-/// defines them. Equal to torch::optim::SGD within rounding.
+/// SGD with momentum, dampening, Nesterov momentum and L2 weight decay as PyTorch defines them.
+/// Equal to torch::optim::SGD within rounding.
 /// Memory: one tensor like each parameter with momentum, none without.
 class SGD
     : public detail::SteppedByEngine<torch::optim::SGD, torch::optim::SGDOptions, SGDParamState> {
