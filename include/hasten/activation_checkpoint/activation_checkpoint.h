@@ -1,30 +1,28 @@
-// Runs a piece of forward without keeping what backward needs of it: backward runs
-// the piece again. Memory between forward and backward: the region's inputs.
+// Activation checkpointing: runs a part of the forward as a region whose activations are not kept.
+// Backward runs the region again (a recomputation). Between forward and backward only the region's
+// inputs are kept.
 //
 //   at::Tensor y = hasten::activation_checkpoint(
 //       [&](const at::Tensor& x) { return block->forward(x); }, x);
 //
-// The non-reentrant kind, torch.utils.checkpoint(use_reentrant=False): the graph is
-// recorded as always and only the saved tensors are replaced, so every form of
-// backward works: autograd::grad, several backward passes, grads of grads,
-// backward inside a region, regions inside regions, hooks that fire once.
-// Gradients are bit for bit those without a region.
+// This is the non-reentrant variant, torch.utils.checkpoint(use_reentrant=False). The graph is
+// recorded as usual and only the saved tensors are replaced. So every form of backward works:
+// autograd::grad, several backward passes, higher-order gradients, backward inside a region, nested
+// regions, and hooks that run once. Gradients are bit for bit the same as without a region.
 //
 // A recomputation
-//   * gets the random numbers, autocast settings and gradient mode of the forward;
-//     the surrounding random stream is left as it was
-//   * ends as soon as the last tensor that backward needs is there (early stop)
-//   * writes nothing outside: in-place changes of tensors that existed before
-//     (BatchNorm's statistics, counters) go to copies, so they happen once
-//   * belongs to one backward call; its tensors are dropped one by one as backward
-//     takes them
-// What runs on other threads started by the region is not seen. Scratch memory of
-// libraries (oneDNN, BLAS) is not counted anywhere here.
-// Cost: some microseconds a region, forward and backward together, and less for every
-// operator that is recomputed: `scripts/bench.sh checkpoint_overhead` measures it.
-// Nothing while no region is active.
-// Threading: regions of several threads are independent; one graph may be derived
-// by several threads.
+//   * uses the random numbers, autocast settings and gradient mode of the forward, and restores
+//     the random state of the code around it
+//   * stops as soon as it has the last tensor that backward needs (early stop)
+//   * does not write to tensors that existed before: in-place changes (BatchNorm's statistics,
+//     counters) go to copies, so they happen once
+//   * serves one backward call, which frees its tensors one by one as it uses them
+// Operators on other threads that the region starts are not seen. Memory numbers in this part do
+// not include the scratch memory of libraries (oneDNN, BLAS).
+// Cost: some microseconds per region, forward and backward together, and less for every recomputed
+// operator: `scripts/bench.sh checkpoint_overhead` measures it. No cost while no region is active.
+// Threading: regions of several threads are independent. Several threads may run backward on one
+// graph.
 // Design: docs/design/activation_checkpointing.md
 #pragma once
 
@@ -48,39 +46,37 @@ namespace hasten {
 
 class OpPolicy;
 
-/// A recomputation did not give what forward saved, or could not be made.
-/// Backward throws it; the graph stays usable where it was retained.
+/// A recomputation saved other tensors than forward, or was not possible. Backward throws it. A
+/// retained graph stays usable.
 class CheckpointError : public Error {
  public:
   using Error::Error;
 };
 
-/// What is compared between forward and recomputation beside the number of saved
-/// tensors.
+/// What is compared between forward and recomputation, in addition to the number of saved tensors.
 enum class DeterminismCheck {
-  /// Shape, dtype and device of each; costs nothing to speak of.
+  /// Shape, dtype and device of each saved tensor; negligible cost.
   metadata,
-  /// Nothing: another shape goes unnoticed until an operator refuses it.
+  /// Nothing: a different shape is only found if an operator fails.
   none,
 };
 
 struct ActivationCheckpointOptions {
-  /// Recompute with the random state that forward began with: of torch's default
-  /// CPU generator (2.5 kB) and of those of the inputs' devices. Off,
-  /// dropout draws other masks and gradients are wrong: only for regions that
-  /// draw nothing.
+  /// Recomputes with the random state of the forward: that of torch's default CPU generator (2.5
+  /// kB) and of the default generators of the inputs' devices. If false, dropout draws other masks
+  /// and gradients are wrong; use it only for regions that draw no random numbers.
   bool preserve_rng_state = true;
-  /// End a recomputation at the last tensor that is needed, by an exception that
-  /// is none of std::exception's. Off for regions that catch everything.
+  /// Stops a recomputation after the last tensor that is needed, by an exception that does not
+  /// derive from std::exception. Set it to false for regions that catch every exception.
   bool early_stop = true;
   DeterminismCheck determinism_check = DeterminismCheck::metadata;
   /// Operators whose results are kept instead of recomputed
-  /// (hasten/activation_checkpoint/op_policy.h); null: none. A look-up an operator.
+  /// (hasten/activation_checkpoint/op_policy.h); null: none. Cost: one look-up per operator.
   std::shared_ptr<const OpPolicy> policy{};
-  /// Remember every operator's name in forward, so that an error can name the
-  /// first that differs. Costs a copy of each name, and their memory.
+  /// Records the name of every operator in forward, so that an error can name the first operator
+  /// that differs. Costs a copy of each name, and the memory for them.
   bool debug = false;
-  /// What messages call this region, "encoder.layer.3".
+  /// Name of the region in messages, for example "encoder.layer.3".
   std::string name{};
 };
 
@@ -152,20 +148,20 @@ inline constexpr bool kEndsWithOptions<First, Rest...> =
 
 } // namespace detail
 
-/// fn(inputs...), as a region. `fn` is anything callable; it is copied or moved and
-/// lives as long as the graph, so capture modules by holder and no tensor that is
-/// to be freed. `inputs` may be tensors, optionals, vectors, pairs and tuples of
-/// them or structs with flatten() (see call_block), and anything else, which is
-/// copied. The last argument may be ActivationCheckpointOptions. Results likewise;
-/// parts that are no tensors are those of the forward.
-/// With gradients disabled: fn(inputs...). Local.
-/// Throws what fn throws; InputError where the region returns no tensor or changed
-/// an input in place. Backward throws CheckpointError where the recomputation
-/// saves other tensors than forward did, or where an input or a parameter was
-/// changed since (an optimizer stepped), naming it.
-/// Where another autograd engine is installed in the process (a Python
-/// interpreter's) it warns once and works by a nested backward: autograd::grad and
-/// gradients of gradients are refused then.
+/// Runs fn(inputs...) as a region and returns its result. `fn` is any callable. It is copied or
+/// moved and lives as long as the graph: capture modules by their holders, and no tensors that are
+/// to be freed. `inputs` may be tensors; optionals, vectors, pairs and tuples of tensors; structs
+/// with flatten() (see call_block); and any other values, which are copied. The last argument may
+/// be ActivationCheckpointOptions. Results may have the same types; their parts that are not
+/// tensors are those of the forward.
+/// With gradients disabled it only calls fn(inputs...). Local.
+/// Throws what fn throws. Throws InputError if the region returns no tensor or changes an input in
+/// place. Backward throws CheckpointError, which names the tensor, if the recomputation saves other
+/// tensors than forward, or if an input or parameter was changed since (for example by an optimizer
+/// step).
+/// If another autograd engine is installed in the process (by a Python interpreter), it warns once
+/// and runs a nested backward. autograd::grad and higher-order gradients through the region then
+/// throw.
 template <typename Fn, typename... Inputs>
 auto activation_checkpoint(Fn&& fn, Inputs&&... inputs) {
   if constexpr (detail::kEndsWithOptions<void*, Inputs...>) {
@@ -178,15 +174,14 @@ auto activation_checkpoint(Fn&& fn, Inputs&&... inputs) {
   }
 }
 
-/// A chain of functions in `segments` regions of floor(n / segments) functions;
-/// the last, with the remainder, is kept as it is: backward begins there.
-/// Throws InputError unless 1 <= segments <= functions.
+/// Runs a chain of functions in `segments` segments of floor(n / segments) functions. Each is a
+/// region, except the last: it has the remaining functions too, and its activations are kept
+/// because backward begins there. Throws InputError unless 1 <= segments <= functions.
 at::Tensor activation_checkpoint_sequential(
     const std::vector<std::function<at::Tensor(at::Tensor)>>& functions, int64_t segments,
     at::Tensor input, const ActivationCheckpointOptions& options = {});
 
-/// Overrides early_stop of regions whose forward runs while it lives, on this
-/// thread.
+/// While it lives, overrides early_stop of the regions whose forward runs on this thread.
 class [[nodiscard]] EarlyStopGuard {
  public:
   explicit EarlyStopGuard(bool early_stop);
@@ -198,10 +193,10 @@ class [[nodiscard]] EarlyStopGuard {
   std::optional<bool> before_;
 };
 
-/// Backward calls of this thread share their recomputations while it lives: each
-/// region is recomputed once for all of them. The calls must not need the same
-/// saved tensors (disjoint parts of a graph); one that does recomputes again.
-/// Memory: what was recomputed and not used yet stays until the guard ends.
+/// While it lives, the backward calls of this thread share recomputations: each region is
+/// recomputed once for all of them. The calls should use different saved tensors (disjoint parts of
+/// a graph). A call that needs a tensor again recomputes again. Memory: recomputed tensors that are
+/// not used stay until the guard ends.
 class [[nodiscard]] SharedRecompute {
  public:
   SharedRecompute();
@@ -214,8 +209,7 @@ class [[nodiscard]] SharedRecompute {
   std::shared_ptr<void> regions_{};
 };
 
-/// Regions recomputed by this process so far, and how many of those recomputations
-/// ended early.
+/// Recomputations in this process so far, and how many of them stopped early.
 struct RecomputeCounts {
   int64_t recomputed = 0;
   int64_t stopped_early = 0;

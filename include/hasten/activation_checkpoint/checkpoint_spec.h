@@ -1,14 +1,14 @@
-// The words of TrainingArguments::gradient_checkpointing and of
-// --gradient-checkpointing:
+// Values of TrainingArguments::gradient_checkpointing and --gradient-checkpointing:
 //
 //   none              keep every activation
 //   full, true        recompute every block
 //   every:K           recompute one block in K: the first, the K+1st, …
-//   ops               keep products, attention and convolutions, recompute the rest
-//   budget:B          as much as fits: B bytes (2GB, 512MiB, 1000000) or a share of
-//                     what keeping everything takes (50%); planned by measurement
+//   ops               keep the results of matrix products, attention and convolutions, recompute
+//                     the rest
+//   budget:B          keep as much as fits in B bytes (2GB, 512MiB, 1000000), or in a share of
+//                     the memory without recomputation (50%); a plan from measurements
 //
-// Without LibTorch. Threading: immutable.
+// Does not use LibTorch. Threading: immutable.
 #pragma once
 
 #include <cstdint>
@@ -22,10 +22,10 @@ class GradientCheckpointing {
   enum class Mode { none, full, every, ops, budget };
 
   GradientCheckpointing() = default;
-  /// true is full, false none.
+  /// true means full, false means none.
   GradientCheckpointing(bool full) // NOLINT: meant to convert
       : mode_(full ? Mode::full : Mode::none) {}
-  /// Throws InputError naming the text and what may be written.
+  /// Throws InputError with the text and the valid values.
   GradientCheckpointing(std::string_view text); // NOLINT
   GradientCheckpointing(const char* text) // NOLINT
       : GradientCheckpointing(std::string_view(text)) {}
@@ -36,11 +36,11 @@ class GradientCheckpointing {
   explicit operator bool() const { return mode_ != Mode::none; }
   /// K of every:K, >= 1.
   int64_t every() const { return every_; }
-  /// Of budget: bytes, or 0 where it is a share.
+  /// Bytes of budget; 0 if it is a share.
   int64_t budget_bytes() const { return bytes_; }
-  /// Of budget: 0 < share <= 1, or 0 where it is bytes.
+  /// Share of budget, 0 < share <= 1; 0 if it is in bytes.
   double budget_share() const { return share_; }
-  /// What it was made from: "every:2".
+  /// The text form, for example "every:2".
   std::string text() const;
   bool operator==(const GradientCheckpointing&) const = default;
 
@@ -52,8 +52,8 @@ class GradientCheckpointing {
   std::string budget_{}; // as it was written
 };
 
-/// "2GB", "512MiB", "2G", "1000000": bytes; kB, MB, GB are powers of 1000, KiB, MiB,
-/// GiB and K, M, G of 1024. Throws InputError.
+/// Bytes of "2GB", "512MiB", "2G" or "1000000". kB, MB and GB are powers of 1000; KiB, MiB, GiB and
+/// K, M, G are powers of 1024. Throws InputError for other texts.
 int64_t parse_bytes(std::string_view text);
 
 } // namespace hasten

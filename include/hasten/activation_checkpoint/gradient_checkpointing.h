@@ -1,15 +1,15 @@
-// Activation checkpointing of a whole model, whose code says nothing about it:
+// Activation checkpointing for a whole model, without a change of its code:
 //
 //   hasten::gradient_checkpointing_enable(model);           // every block
 //   hasten::gradient_checkpointing_enable(model, {"every:2"});
 //   hasten::gradient_checkpointing_enable(model, {"ops"});
 //
-// Blocks are the modules that the model calls through hasten::call_block, and the
-// children of its torch::nn::Sequential containers (of consecutive children that
-// have no children of their own, ceil(sqrt(n)) regions). A block inside a block is
-// part of it. With gradients disabled nothing changes.
-// Local: ranks need not agree, since gradients are bit for bit the same.
-// Threading: enable and disable between steps; forward in any threads.
+// Blocks are the modules that the model calls through hasten::call_block, and the children of its
+// torch::nn::Sequential containers. Consecutive children without children of their own form
+// ceil(sqrt(n)) regions. A block inside a block belongs to the outer one. With gradients disabled
+// nothing changes.
+// Local. Ranks may use different settings, since gradients are bit for bit the same.
+// Threading: call enable and disable between steps; forward may run in any threads.
 #pragma once
 
 #include <memory>
@@ -29,27 +29,26 @@ namespace hasten {
 class ActivationPlan;
 
 struct GradientCheckpointingOptions {
-  /// Which blocks, in the words of checkpoint_spec.h. A budget needs a plan.
+  /// Which blocks to recompute (checkpoint_spec.h). Mode budget needs `plan`.
   GradientCheckpointing mode = true;
-  /// Of each region; its name becomes the block's. Without a policy of its own,
-  /// "ops" takes OpPolicy::keep_expensive().
+  /// Options of each region. The block's name replaces `name`. With "ops" and no policy,
+  /// OpPolicy::keep_expensive() is used.
   ActivationCheckpointOptions region{};
-  /// What to recompute, as planned (planner.h); then `mode` says nothing.
+  /// Plan of what to recompute (planner.h). If set, `mode` is ignored.
   std::shared_ptr<const ActivationPlan> plan{};
 };
 
-/// From the next forward on. Enabling again replaces what was there.
-/// A Sequential's entries, each from one tensor to one, are wrapped until disable:
-/// its children, names and state dict stay, but at<T>(i), ptr(i) and clone() meet
-/// the wrappers.
-/// Throws InputError: mode budget without a plan; a plan of another model; a block
-/// that somebody else attached a checkpoint to.
+/// Enables checkpointing from the next forward on. Enabling again replaces the earlier options.
+/// The entries of a Sequential, each from one tensor to one tensor, are wrapped until disable. Its
+/// children, names and state dict do not change, but at<T>(i), ptr(i) and clone() see the wrappers.
+/// Throws InputError for mode budget without a plan, and for a block that already has another
+/// checkpoint. With a plan of another model, forward throws it.
 void gradient_checkpointing_enable(const std::shared_ptr<torch::nn::Module>& model,
                                    const GradientCheckpointingOptions& options = {});
-/// As before enabling. Nothing where it is not enabled.
+/// Disables checkpointing. Does nothing if it is not enabled.
 void gradient_checkpointing_disable(const std::shared_ptr<torch::nn::Module>& model);
 bool gradient_checkpointing_enabled(const std::shared_ptr<torch::nn::Module>& model);
-/// Whether a block has been called since: where none is, nothing is recomputed.
+/// Whether a block was called since enable. If not, nothing is recomputed.
 bool gradient_checkpointing_called(const std::shared_ptr<torch::nn::Module>& model);
 
 /// The same for a ModuleHolder.

@@ -1,11 +1,10 @@
-// Which operators of a checkpointed region keep their results: keep what is
-// expensive, recompute what is cheap. Operators are seen below autograd and
-// autocast, by their names in torch's dispatcher ("aten::mm"); what a module calls
-// linear() is a matrix product there.
+// Policies that keep the results of expensive operators in a checkpointed region, so that only
+// cheap ones are recomputed. Operators are seen below autograd and autocast, by their names in
+// torch's dispatcher ("aten::mm"). A module's linear() is a matrix product there.
 //
-// A kept result is used as it is: the operator does not run a second time. Kept
-// results are dropped as backward goes, unless the graph is retained.
-// Threading: immutable once built.
+// The recomputation uses a kept result and does not run the operator again. Backward frees kept
+// results as it proceeds, unless the graph is retained.
+// Threading: immutable after construction.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,17 +19,17 @@
 
 namespace hasten {
 
-/// What a policy is asked about: one call of an operator in a region's forward.
+/// One call of an operator in a region's forward: the argument of a policy.
 struct OpCall {
   /// "aten::mm".
   std::string_view name{};
-  /// Which call of this operator in the region, from 0.
+  /// Index of this call among the region's calls of this operator, from 0.
   int64_t index = 0;
-  /// Bytes of its results' storages that are new (views are 0).
+  /// Bytes of the results' new storages (0 for views).
   int64_t bytes = 0;
 };
 
-/// What was measured of one call: see measure_ops.
+/// Measured cost of one call, from measure_ops.
 struct OpCost {
   std::string name{};
   int64_t index = 0;
@@ -44,11 +43,11 @@ class OpPolicy {
   static std::shared_ptr<const OpPolicy> keep(std::set<std::string> names);
   /// keep(expensive_ops()).
   static std::shared_ptr<const OpPolicy> keep_expensive();
-  /// Keeps what `decide` says yes to; asked after the call ran, in forward only.
-  /// Throws InputError where it is empty.
+  /// Keeps the results for which `decide` returns true. It is called after the operator, only in
+  /// forward. Throws InputError if `decide` is empty.
   static std::shared_ptr<const OpPolicy> keep_if(std::function<bool(const OpCall&)> decide);
-  /// Keeps the calls with the most measured time for each byte, as many as fit
-  /// into `bytes`. `costs` are those of the same region (measure_ops).
+  /// Keeps the calls with the highest measured time per byte, as many as fit into `bytes`. `costs`
+  /// must come from the same region (measure_ops).
   static std::shared_ptr<const OpPolicy> keep_by_cost(const std::vector<OpCost>& costs,
                                                       int64_t bytes);
 
@@ -58,15 +57,14 @@ class OpPolicy {
   std::function<bool(const OpCall&)> decide_{};
 };
 
-/// Matrix products, attention, convolutions, top-k (whose ties may differ), and
-/// collectives, which must not run a second time on some ranks only. A collective
-/// is always kept where there is a policy, whatever the policy says.
+/// Matrix products, attention, convolutions, and top-k (whose ties may differ). Collectives are not
+/// listed: they must not run a second time on some ranks only, so every policy keeps their results.
 const std::set<std::string>& expensive_ops();
-/// Whether `name` is a collective of torch's ("c10d::…", "_c10d_functional::…").
+/// Whether `name` is one of torch's collectives ("c10d::…", "_c10d_functional::…").
 bool is_collective_op(std::string_view name);
 
-/// Runs `forward` once without gradient and measures each operator: seconds of
-/// this call, new bytes. Random state is put back. In order of calls.
+/// Runs `forward` once without gradient and measures each operator: seconds and new bytes of each
+/// call, in the order of calls. Restores the random state.
 std::vector<OpCost> measure_ops(const std::function<void()>& forward);
 
 } // namespace hasten

@@ -1,20 +1,19 @@
-// What to recompute under a budget of bytes: measure a model's blocks in one step,
-// solve, run, look at the real peak, and plan again if it is above the budget.
+// Decides what to recompute under a memory budget. It measures the model's blocks in one step,
+// makes a plan, runs a step, and plans again if the observed peak is above the budget.
 //
 //   auto profile = hasten::profile_activations(model, loss);
 //   auto plan = hasten::plan_activations(profile, budget_bytes);
 //   hasten::gradient_checkpointing_enable(model, {.plan = plan});
 //
-// or all of it, with the look at the peak: hasten::enable_within_budget.
+// hasten::enable_within_budget does all of this and checks the peak.
 //
-// The plans are nested regions of consecutive blocks. Among those, and under the
-// measured sizes and times, the one found is the quickest (the persistent plans of
-// Beaumont et al., arXiv 1911.13214, with early stop and per-block operator policies
-// added); the general problem is NP-hard. Time O(slots * blocks^3), 500 to 4000 slots.
-// The budget counts activations: what one forward and backward allocate beyond what
-// was there before, without parameters, their gradients and optimizer state.
-// Libraries' own scratch memory is not seen.
-// Threading: values are immutable once made; functions are local.
+// A plan has nested regions of consecutive blocks. Given the measured sizes and times, it is the
+// fastest such plan: the persistent plans of Beaumont et al., arXiv 1911.13214, with early stop and
+// operator policies per block added. The general problem is NP-hard. Time O(slots * blocks^3), 500
+// to 4000 slots.
+// The budget is for activations: the memory that one forward and backward allocate, without
+// parameters, their gradients and optimizer state. Libraries' scratch memory is not included.
+// Threading: values are immutable after construction; functions are local.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -34,151 +33,151 @@ class Module;
 
 namespace hasten {
 
-/// What one block takes: seconds, and bytes beyond what was there before it.
-/// Storages are counted once; parameters and the block's input are not.
+/// Measured seconds and bytes of one block. Bytes are above those before the block. Each storage
+/// counts once; parameters and the block's input do not count.
 struct BlockProfile {
   std::string name{};
   double forward_seconds = 0;
   double backward_seconds = 0;
-  /// From its input to the last tensor that backward needs.
+  /// Recomputation from the input to the last tensor that backward needs.
   double recompute_seconds = 0;
-  /// Its output.
+  /// Bytes of the output.
   int64_t output_bytes = 0;
-  /// Everything kept for backward, output included.
+  /// Bytes kept for backward, with the output.
   int64_t saved_bytes = 0;
-  /// Most in forward beyond saved_bytes.
+  /// Peak of forward minus saved_bytes.
   int64_t forward_extra = 0;
-  /// Most in a forward that keeps nothing, output included.
+  /// Peak of a forward that keeps nothing, with the output.
   int64_t dropped_peak = 0;
-  /// Most in backward beyond saved_bytes and the gradient of the output.
+  /// Peak of backward minus saved_bytes and the gradient of the output.
   int64_t backward_extra = 0;
-  /// Most in a recomputation and the backward that follows, with the gradient of
-  /// the output and without the output, which a recomputation that stops early does
-  /// not make. 0: output_bytes + saved_bytes + backward_extra.
+  /// Peak of a recomputation and the backward after it, with the gradient of the output, but
+  /// without the output, which a recomputation with early stop does not make. If 0: output_bytes +
+  /// saved_bytes + backward_extra.
   int64_t recompute_peak = 0;
-  /// The same with expensive operators' results kept: kept for backward, most in
-  /// backward beyond that and the gradient of the output, recompute time.
+  /// With expensive operators' results kept: bytes kept for backward, peak of backward minus those
+  /// and the gradient of the output, and recomputation time.
   int64_t ops_saved_bytes = 0;
   int64_t ops_backward_extra = 0;
   double ops_recompute_seconds = 0;
-  /// Its forward draws random numbers.
+  /// Whether forward draws random numbers.
   bool random = false;
-  /// Of a sharded block: charged for each recomputation beyond the first, and for
-  /// as long as it runs. Not measured: set by who shards.
+  /// For a sharded block: time to unshard, added for each recomputation after the first, and memory
+  /// of the unsharded parameters while it runs. Not measured; the sharding code sets them.
   double gather_seconds = 0;
   int64_t unit_bytes = 0;
 };
 
 struct ChainProfile {
   std::vector<BlockProfile> blocks{};
-  /// Of blocks' names, parameters' and inputs' shapes.
+  /// Hash of the blocks' names and of the shapes of their parameters and inputs.
   std::string shapes_hash{};
-  /// Alive when the first block begins: its input, and what came before it.
+  /// Bytes in use when the first block begins: its input, and what was allocated before it.
   int64_t before_bytes = 0;
-  /// Most after the last block until its output's gradient is there.
+  /// Peak from the end of the last block until its output has a gradient.
   int64_t after_bytes = 0;
-  /// Of these, what stays until the end (loss, logits).
+  /// Part of after_bytes that stays until the end (loss, logits).
   int64_t after_left_bytes = 0;
-  /// Most while what came before the first block is derived; not below it can a
-  /// budget be.
+  /// Peak in the backward of what precedes the first block. A budget cannot be below it.
   int64_t first_peak_bytes = 0;
-  /// Of all that is no block.
+  /// Time outside the blocks.
   double other_seconds = 0;
 };
 
 enum class BlockChoice {
-  /// Everything backward needs is kept.
+  /// Keeps everything that backward needs.
   keep,
-  /// Expensive operators' results are kept.
+  /// Keeps the results of expensive operators.
   keep_ops,
 };
 
-/// Blocks [first, last) are one region; within another or beside it.
+/// Blocks [first, last) are one region. Two regions are nested or disjoint.
 struct PlanRegion {
   int64_t first = 0;
   int64_t last = 0;
-  /// Regions of one block only.
+  /// keep_ops is only valid for regions of one block.
   BlockChoice choice = BlockChoice::keep;
 };
 
 class ActivationPlan {
  public:
   std::vector<std::string> blocks{};
-  /// Outer ones before inner ones, by rising first. Blocks in none are kept.
+  /// Sorted by `first`, outer regions before inner ones. Blocks outside all regions are kept.
   std::vector<PlanRegion> regions{};
   std::string shapes_hash{};
   int64_t budget_bytes = 0;
-  /// Of a forward and backward. Peak as budgets count.
+  /// Predicted for one forward and backward; the peak counts as for a budget.
   int64_t predicted_peak_bytes = 0;
   double predicted_seconds = 0;
-  /// 0 until a step was run under it.
+  /// Observed peak; 0 until a step was run with this plan.
   int64_t observed_peak_bytes = 0;
 
   nlohmann::json to_json() const;
-  /// Throws InputError naming `source` and what is wrong: a key, regions that
+  /// Throws InputError with `source` and the error, for example a missing key or regions that
   /// overlap.
   static ActivationPlan from_json(const nlohmann::json& json, const std::string& source = "plan");
-  /// Throws InputError where the plan was made for other shapes.
+  /// Throws InputError if the plan was made for other shapes.
   void require_shapes(const ChainProfile& profile) const;
 };
 
-/// Measures each block by itself inside one call of `loss`, which runs the model's
-/// forward and returns the scalar to derive, and derives it. A block is run ten
-/// times or more and its least time counts, those of equal shapes are measured only
-/// once; between blocks nothing is kept, so this fits where training does not. Random state, buffers and gradients
-/// are as before. Installs the memory meter (core/memory.h).
-/// Before prepare(): hooks on parameters would see the measuring.
-/// Throws InputError where no block is called.
+/// Measures each block separately inside one call of `loss`. `loss` runs the model's forward and
+/// returns a scalar, on which this calls backward. A block runs at least ten times, and its
+/// shortest time counts. Blocks of equal shapes are measured once. Nothing is kept between blocks,
+/// so this fits in memory even if training does not. Restores random state, buffers and gradients.
+/// Installs the memory meter (core/memory.h).
+/// Call it before prepare(), because hooks on parameters would see the measurement. Throws
+/// InputError if no block is called.
 ChainProfile profile_activations(const std::shared_ptr<torch::nn::Module>& model,
                                  const std::function<at::Tensor()>& loss);
 
-/// The quickest plan within `budget_bytes`. Throws InputError naming the least
-/// budget that works.
+/// Returns the fastest plan within `budget_bytes`. Throws InputError with the smallest possible
+/// budget.
 std::shared_ptr<const ActivationPlan> plan_activations(const ChainProfile& profile,
                                                        int64_t budget_bytes);
-/// The same with blocks kept or recomputed as a whole only.
+/// The same, but each block is either kept or recomputed as a whole.
 std::shared_ptr<const ActivationPlan> plan_whole_blocks(const ChainProfile& profile,
                                                         int64_t budget_bytes);
 
-/// Peak and time of a plan under a profile, step by step.
+/// Peak and time of a plan for a profile, from a simulation of the step.
 struct PlanCost {
   int64_t peak_bytes = 0;
   double seconds = 0;
 };
 PlanCost plan_cost(const ChainProfile& profile, const std::vector<PlanRegion>& regions);
 
-/// Simple plans to compare with: nothing; each block; ceil(sqrt(n)) regions.
+/// Simple plans for comparison: no region; each block; ceil(sqrt(n)) regions.
 std::vector<PlanRegion> keep_all_regions(int64_t blocks);
 std::vector<PlanRegion> each_block_regions(int64_t blocks);
 std::vector<PlanRegion> sqrt_regions(int64_t blocks);
 std::shared_ptr<const ActivationPlan> make_plan(const ChainProfile& profile,
                                                 std::vector<PlanRegion> regions);
 
+/// The smallest budget for which a plan exists.
 int64_t least_budget(const ChainProfile& profile);
-/// What keeping everything takes.
+/// Memory without recomputation.
 int64_t full_budget(const ChainProfile& profile);
-/// Bytes of a budget given in bytes or as a share of what keeping everything takes. A
-/// share that is below first_peak_bytes, which no plan changes, is that and a share of
-/// the rest, with a warning in the log.
+/// The budget in bytes. A share is of the memory without recomputation. If it is below
+/// first_peak_bytes, which no plan changes, the budget is first_peak_bytes plus that share of the
+/// rest, and a warning is logged.
 int64_t budget_of(const ChainProfile& profile, const GradientCheckpointing& spec);
 
-/// Plans from the least budget to the full one, each quicker than the one before.
+/// Plans between the smallest and the full budget, each faster than the one before.
 std::vector<std::shared_ptr<const ActivationPlan>> pareto_plans(const ChainProfile& profile,
                                                                 int64_t points = 24);
-/// As a table, and as an SVG picture of peak against time.
+/// The plans as a table, and as an SVG plot of time over peak.
 std::string pareto_table(const ChainProfile& profile,
                          const std::vector<std::shared_ptr<const ActivationPlan>>& plans);
 std::string pareto_svg(const ChainProfile& profile,
                        const std::vector<std::shared_ptr<const ActivationPlan>>& plans);
 
-/// Peak of one forward and backward of `loss`, as budgets count. Gradients and
-/// random state are as before.
+/// Peak of one forward and backward of `loss`, counted as for a budget. Restores gradients and
+/// random state.
 int64_t observe_peak(const std::shared_ptr<torch::nn::Module>& model,
                      const std::function<at::Tensor()>& loss);
 
-/// profile, plan, enable and run: while the observed peak is above the budget, the
-/// plan is made again with less. Leaves checkpointing enabled.
-/// Throws InputError naming the least budget that works.
+/// Profiles, plans, enables and runs. While the observed peak is above the budget, it plans again
+/// with less memory. Leaves checkpointing enabled. Throws InputError with the smallest possible
+/// budget.
 std::shared_ptr<const ActivationPlan> enable_within_budget(
     const std::shared_ptr<torch::nn::Module>& model, const std::function<at::Tensor()>& loss,
     const GradientCheckpointing& budget);

@@ -1,4 +1,4 @@
-// Saved tensors on disk, and where a step's memory goes.
+// Saved tensors on disk, and a report of a step's memory.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,26 +17,26 @@ class Module;
 namespace hasten {
 
 struct SavedTensorOffloadOptions {
-  /// Where the file is made, which has no name and is gone with the last graph
-  /// that uses it. Empty: the system's folder for temporary files.
+  /// Folder of the file. The file has no name and disappears with the last graph that uses it.
+  /// Empty: the system's temporary folder.
   std::filesystem::path folder{};
-  /// Smaller tensors stay in memory. Bytes.
+  /// Smaller tensors stay in memory. In bytes.
   int64_t min_bytes = 1 << 20;
 };
 
-/// While it lives, what this thread's forward saves for backward goes to a mapped
-/// file instead of memory: plain code's saved tensors, and the inputs of regions.
-/// Parameters stay; tensors of one storage are written once. Backward maps the
-/// file, page by page as it reads. The page cache decides what is really written.
-/// Costs a copy of each tensor in forward. Threading: this thread's.
-/// Throws InputError where the folder takes no file; Error where it is full.
+/// While it lives, tensors that this thread's forward saves for backward, and the inputs of
+/// regions, go to a mapped file instead of memory. Parameters stay in memory. A storage that
+/// several tensors share is written once. Backward maps the file and reads it page by page. The
+/// page cache decides what goes to disk. Cost: one copy of each tensor in forward. Threading:
+/// affects only its thread.
+/// Throws InputError if no file can be made in the folder, and Error if the disk is full.
 class [[nodiscard]] SavedTensorOffload {
  public:
   explicit SavedTensorOffload(const SavedTensorOffloadOptions& options = {});
   SavedTensorOffload(const SavedTensorOffload&) = delete;
   SavedTensorOffload& operator=(const SavedTensorOffload&) = delete;
   ~SavedTensorOffload();
-  /// Bytes of the file that are in use now.
+  /// Bytes of the file in use now.
   int64_t bytes() const;
 
  private:
@@ -44,10 +44,10 @@ class [[nodiscard]] SavedTensorOffload {
   std::unique_ptr<Impl> impl_;
 };
 
-/// Of one block's call, in bytes beyond what was there before the step.
+/// Memory of one block's call. Peaks are bytes above those before the step.
 struct BlockMemory {
   std::string name{};
-  /// What its forward left: saved for backward, and its output.
+  /// Bytes that forward left: saved tensors and the output.
   int64_t saved_bytes = 0;
   int64_t forward_peak = 0;
   int64_t backward_peak = 0;
@@ -59,13 +59,13 @@ struct ActivationReport {
   int64_t peak_bytes = 0;
   /// "backward of encoder.layer.3", "after the last block", …
   std::string peak_at{};
-  /// A table.
+  /// The report as a table.
   std::string text() const;
 };
 
-/// Runs one forward and backward of `loss` under what is enabled for the model and
-/// says where its memory goes. Gradients, buffers and random state are as before.
-/// Installs the memory meter. Before prepare(). Local.
+/// Runs one forward and backward of `loss` with the enabled checkpointing and reports the memory.
+/// Restores gradients, buffers and random state. Installs the memory meter. Call it before
+/// prepare(). Local.
 ActivationReport measure_activations(const std::shared_ptr<torch::nn::Module>& model,
                                      const std::function<at::Tensor()>& loss);
 
