@@ -46,7 +46,7 @@ static void multiply(const std::vector<at::Tensor>& gradients, double factor) {
 }
 
 [[noreturn]] static void refuse_again(const char* where, const char* what, const char* fix) {
-  throw InputError(where, what, "once an optimizer between two calls of update()", fix);
+  throw InputError(where, what, "one call per optimizer between two calls of update()", fix);
 }
 
 } // namespace detail
@@ -68,12 +68,12 @@ at::Tensor GradScaler::scale(const at::Tensor& loss) {
   if (loss.is_cpu() && !loss.detach().isfinite().all().item<bool>()) {
     throw TrainingError(
         "amp::GradScaler::scale",
-        "the loss is not finite before it is scaled" +
+        "the loss is not finite before scaling" +
             (loss.numel() == 1 ? ": loss=" + std::to_string(loss.item<double>()) : std::string()) +
-            ". That is no overflow of gradients, and no scale mends it",
+            ". A lower loss scale cannot help",
         "a finite loss",
-        "lower the learning rate, look for rows the model cannot take, or for "
-        "activations above 65504, the largest number of fp16; bf16 has fp32's range");
+        "lower the learning rate, look for samples that the model cannot handle or for "
+        "activations above 65504, the largest number of fp16, or use bf16, which has fp32's range");
   }
   const at::Tensor wide = loss.scalar_type() == at::kDouble ? loss : loss.to(at::kFloat);
   return wide * get_scale();
@@ -183,7 +183,7 @@ void GradScaler::update() {
   if (progress_.empty()) {
     throw InputError("amp::GradScaler::update",
                      "no optimizer was unscaled or stepped since the last update()",
-                     "step() before it");
+                     "step() before update()");
   }
   scale_.update(std::any_of(progress_.begin(), progress_.end(),
                             [](const auto& optimizer) { return optimizer.second.found_inf; }));

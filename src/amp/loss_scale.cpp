@@ -52,7 +52,7 @@ void LossScale::update(bool found_inf) {
     const auto next = static_cast<float>(static_cast<float>(scale_) * options_.backoff_factor);
     scale_ = next > 0 ? next : scale_;
     growth_tracker_ = 0;
-    log_info("loss scale: a gradient is not finite, the step is left out: " +
+    log_info("loss scale: a gradient is not finite, the step is skipped: " +
              detail::scale_text(before) + " -> " + detail::scale_text(scale_));
     if (before >= 1 && scale_ < 1) {
       log_warning(

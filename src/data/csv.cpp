@@ -266,7 +266,7 @@ void CsvReader::check_text(size_t begin, size_t end) const {
   if (const size_t nul = record.find('\0'); nul != std::string_view::npos) {
     fail(begin + nul,
          "a NUL byte at offset " + std::to_string(window_.begin() + begin + nul) + " of the file",
-         "text", "check that the file is text and not cut or padded");
+         "text", "check that the file is text and not truncated or padded");
   }
 }
 

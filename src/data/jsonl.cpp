@@ -14,7 +14,7 @@ namespace detail {
 
 constexpr const char* kJsonlReader = "data::JsonlReader";
 constexpr const char* kJsonlExpected =
-    "one JSON object a line, like {\"text\": \"...\", \"label\": \"...\"}";
+    "one JSON object per line, like {\"text\": \"...\", \"label\": \"...\"}";
 
 std::string json_as_text(const nlohmann::json& value) {
   if (value.is_string()) {
@@ -70,7 +70,7 @@ bool JsonlReader::next() {
           position() + (value == object.end()
                             ? ": the object has no \"" + wanted_[i] + "\""
                             : ": \"" + wanted_[i] + "\" is " + detail::table_sample(value->dump())),
-          "\"" + wanted_[i] + "\" with a text or a number in every line, as in the first one");
+          "\"" + wanted_[i] + "\" with a text or a number in every line, as in the first line");
     }
     fields_[i] = detail::json_as_text(*value);
   }
@@ -108,7 +108,7 @@ nlohmann::json JsonlReader::parse(std::string_view line) const {
   nlohmann::json& value = parsed.value;
   if (!value.is_object()) {
     fail(line.find_first_not_of(" \t\r") + 1,
-         "no object, but " + detail::table_sample(value.dump()));
+         "not an object, but " + detail::table_sample(value.dump()));
   }
   return std::move(value);
 }

@@ -118,7 +118,7 @@ void check_loader(const LoaderOptions& options, int rank = 0, int world_size = 1
     throw InputError("data::DataLoader",
                      "num_workers=" + std::to_string(options.num_workers) +
                          ", prefetch_factor=" + std::to_string(options.prefetch_factor),
-                     "at least 0, and at least 1");
+                     "num_workers at least 0, prefetch_factor at least 1");
   }
   if (world_size < 1 || rank < 0 || rank >= world_size) {
     throw InputError("data::DataLoader",
@@ -129,8 +129,8 @@ void check_loader(const LoaderOptions& options, int rank = 0, int world_size = 1
     throw InputError("data::DataLoader",
                      "batch_size=" + std::to_string(options.batch_size) + " on " +
                          std::to_string(world_size) + " ranks",
-                     "with split_batches and even_batches: a multiple of the ranks",
-                     "change batch_size, or leave even_batches off");
+                     "with split_batches and even_batches a multiple of the number of ranks",
+                     "change batch_size, or set even_batches=false");
   }
 }
 
@@ -180,7 +180,7 @@ void DataLoader::set_epoch(uint64_t epoch) {
 void DataLoader::set_cursor(int64_t rows) {
   if (rows < 0 || rows > epoch_rows()) {
     throw InputError("data::DataLoader", "cursor=" + std::to_string(rows),
-                     "0 to " + std::to_string(epoch_rows()) + ", the rows of an epoch");
+                     "0 to " + std::to_string(epoch_rows()) + ", the samples of an epoch");
   }
   *start_ = *cursor_ = rows;
 }
@@ -292,7 +292,8 @@ void DataLoader::load_state(const NamedTensors&, const nlohmann::json& values) {
   for (const auto& [name, value] : mine.items()) {
     const auto saved = values.find(name);
     if (saved == values.end() || saved->type_name() != std::string(value.type_name())) {
-      throw InputError(kWhere, "the state lacks " + name + ", or it is no " + value.type_name(),
+      throw InputError(kWhere,
+                       "the state lacks " + name + ", or it is not of type " + value.type_name(),
                        "a state that save_state() wrote");
     }
   }
@@ -308,10 +309,10 @@ void DataLoader::load_state(const NamedTensors&, const nlohmann::json& values) {
   for (const char* name : {"rows", "seed", "shuffle", "group_by_length", "drop_last"}) {
     if (cursor > 0 && values.at(name) != mine.at(name)) {
       throw InputError(kWhere,
-                       std::string("the state is in the middle of an epoch with ") + name + "=" +
-                           values.at(name).dump() + ", here it is " + mine.at(name).dump(),
-                       "the same rows in the same order, so that each is seen once",
-                       "give the loader what it had, or resume from the end of an epoch");
+                       std::string("the state is from the middle of an epoch with ") + name + "=" +
+                           values.at(name).dump() + ", but this loader has " + mine.at(name).dump(),
+                       "the same samples in the same order, so that each is used once",
+                       "make the loader as in the saved run, or resume from the end of an epoch");
     }
   }
   options_ = options;

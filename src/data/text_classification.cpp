@@ -193,11 +193,12 @@ std::string joined_labels(const std::vector<std::string>& names, size_t limit = 
   const auto first =
       static_cast<size_t>(std::find(numbers.begin(), numbers.end(), -1) - numbers.begin());
   const auto label = std::upper_bound(rows.ends.begin(), rows.ends.end(), first);
-  throw InputError(
-      "data::label_numbers",
-      rows.positions[label - rows.ends.begin()] + ": label=" + unknown[0] + " is unknown to " +
-          owner + " (unknown altogether: " + joined_labels(distinct_labels(unknown)) + ")",
-      "one of: " + joined_labels(names), "leave such rows out with a filter, or train with them");
+  throw InputError("data::label_numbers",
+                   rows.positions[label - rows.ends.begin()] + ": label=" + unknown[0] +
+                       " is unknown to " + owner +
+                       " (all unknown labels: " + joined_labels(distinct_labels(unknown)) + ")",
+                   "one of: " + joined_labels(names),
+                   "exclude such samples with a filter, or train with these labels");
 }
 
 // Replaces places of distinct labels by class numbers, or by places in label_sets.
@@ -264,9 +265,9 @@ std::vector<TextHash> add_file(const std::shared_ptr<const TextFile>& file, int6
   }
   if (selection.label_names.empty()) {
     throw InputError(kSelectRows,
-                     "no row of " + file->path().string() +
+                     "no sample of " + file->path().string() +
                          " has a label in column=" + options.table.label_column,
-                     "at least one row with a text and a label");
+                     "at least one sample with a text and a label");
   }
   number_labels(rows, options.table.problem_type,
                 selection.label_names == options.label_names ? "the model" : "the training data",
@@ -338,16 +339,16 @@ void warn_of_one_class(TextSelection& selection) {
   const auto& counts = selection.report.train.counts;
   const auto only = std::find_if(counts.begin(), counts.end(), [](int64_t n) { return n > 0; });
   if (only != counts.end() && *only == selection.report.train.rows) {
-    selection.report.warnings.push_back("the training data has one class only, label=" +
+    selection.report.warnings.push_back("the training data has only one class, label=" +
                                         selection.label_names[only - counts.begin()] +
-                                        ": the model cannot learn to tell labels apart");
+                                        ": the model cannot learn to distinguish labels");
   }
 }
 
 void check_text_options(const TextClassificationOptions& options, const TextFile* eval_file) {
   if (!(options.eval_split >= 0 && options.eval_split < 1)) {
     throw InputError(kSelectRows, "eval_split=" + std::to_string(options.eval_split),
-                     "a share of rows, at least 0 and less than 1");
+                     "a share of the samples, at least 0 and less than 1");
   }
   const TextTableOptions& table = options.table;
   if (table.label_columns.empty() && table.label_column.empty()) {
@@ -360,14 +361,14 @@ void check_text_options(const TextClassificationOptions& options, const TextFile
     throw InputError(kSelectRows,
                      "problem_type=" + spelling(table.problem_type) + ", label_columns=" +
                          joined(table.label_columns) + ", label_separator=" + table.label_separator,
-                     "label_columns or label_separator for several labels a row, and for "
-                     "nothing else");
+                     "label_columns or label_separator for multi_label_classification, and "
+                     "neither for other problem types");
   }
   if (options.eval_split > 0 && eval_file != nullptr) {
     throw InputError(kSelectRows,
                      "eval_file=" + eval_file->path().string() +
                          " together with eval_split=" + std::to_string(options.eval_split),
-                     "one of the two", "leave eval_split out");
+                     "one of the two", "omit eval_split");
   }
 }
 
@@ -375,7 +376,7 @@ void check_text_options(const TextClassificationOptions& options, const TextFile
 // regression the range and the mean.
 std::string side_line(const TextSideReport& side, const std::vector<std::string>& label_names) {
   constexpr size_t kShown = 12;
-  std::string line = std::to_string(side.rows) + " rows";
+  std::string line = std::to_string(side.rows) + " samples";
   const auto rows = static_cast<double>(std::max<int64_t>(1, side.rows));
   if (side.counts.empty()) {
     return line + ", " + label_names.at(0) + " from " + format_digits(side.least, 4) + " to " +
@@ -410,7 +411,8 @@ std::vector<std::string> TextClassificationReport::lines(
   say(empty_label, " with empty label");
   say(duplicates, " kept out of evaluation (same text in training)");
   if (!left_out.empty()) {
-    text.push_back("of " + std::to_string(rows_read) + " rows read, left out: " + joined(left_out));
+    text.push_back("of " + std::to_string(rows_read) +
+                   " records read, left out: " + joined(left_out));
   }
   return text;
 }
@@ -447,9 +449,10 @@ TextSelection select_text_rows(const std::shared_ptr<const TextFile>& train_file
   if (evaluates && report.eval.rows == 0) {
     throw InputError(
         detail::kSelectRows,
-        "no row is left for evaluation: training rows=" + std::to_string(report.train.rows) +
-            ", rows whose text training has=" + std::to_string(report.duplicates),
-        "at least one row", "use more rows, a larger eval_split, or another eval_file");
+        "no sample is left for evaluation: training samples=" + std::to_string(report.train.rows) +
+            ", samples whose text is also in the training data=" +
+            std::to_string(report.duplicates),
+        "at least one sample", "use more samples, a larger eval_split, or another eval_file");
   }
   if (problem_type == ProblemType::single_label) {
     detail::warn_of_one_class(selection);

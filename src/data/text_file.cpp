@@ -111,7 +111,7 @@ void TextFile::check_start(const char* where) {
   for (const auto& known : detail::kNotTexts) {
     if (start.starts_with(known.start)) {
       throw InputError(where,
-                       "file=" + path_.string() + " is " + known.name + ", by its first bytes",
+                       "file=" + path_.string() + " is " + known.name + ", as its first bytes show",
                        "text in UTF-8: CSV, TSV or JSON lines", known.fix);
     }
   }
@@ -142,8 +142,8 @@ void TextFile::read(size_t at, char* to, size_t bytes) const {
                        (error != 0 ? std::string(" cannot be read: ") + std::strerror(error)
                                    : " changed while it was read: it had " + std::to_string(size_) +
                                          " bytes and has " + std::to_string(status.st_size)),
-                   "a file that stays as it is until training has begun",
-                   error != 0 ? "" : "read a copy, or replace it by a rename");
+                   "a file that does not change until training has begun",
+                   error != 0 ? "" : "use a copy of the file, or replace it by a rename");
 }
 
 TextWindow::TextWindow(std::shared_ptr<const TextFile> file) : file_(std::move(file)) { move(0); }

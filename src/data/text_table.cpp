@@ -30,8 +30,8 @@ void check_jsonl_options(const std::filesystem::path& path, const TextTableOptio
         kTextTable,
         path.string() + " is read as JSON lines: " +
             (options.has_header ? "delimiter=" + byte_name(options.delimiter) : "has_header=false"),
-        "neither for JSON lines, which name their columns in each line",
-        "leave it out, or give the file another ending");
+        "no delimiter and has_header=true for JSON Lines, which name the columns in each line",
+        "omit the option, or change the file's extension");
   }
 }
 
@@ -150,12 +150,13 @@ void TextRowReader::require_rows() const {
     return;
   }
   throw InputError(detail::kTextTable,
-                   "no row of " + format_->file->path().string() +
-                       " is left: rows=" + std::to_string(counts_.rows_read) +
+                   "no sample of " + format_->file->path().string() +
+                       " is left: records=" + std::to_string(counts_.rows_read) +
                        ", left out by filters " + std::to_string(counts_.filtered_out) +
-                       ", empty text " + std::to_string(counts_.empty_text) + ", empty label " +
-                       std::to_string(counts_.empty_label),
-                   "at least one row with a text and a label", "check the columns and the filters");
+                       ", with empty text " + std::to_string(counts_.empty_text) +
+                       ", with empty label " + std::to_string(counts_.empty_label),
+                   "at least one sample with a text and a label",
+                   "check the columns and the filters");
 }
 
 std::vector<std::string> distinct_labels(const std::vector<std::string>& labels) {

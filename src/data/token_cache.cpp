@@ -339,7 +339,7 @@ class TokenCache {
       return std::move(*found);
     }
     if (turn == TokenLock::Turn::done) {
-      return in_memory(path_.string() + ": the process that was to write it could not");
+      return in_memory(path_.string() + ": the process that should have written it failed");
     }
     return make(lock, problem);
   }

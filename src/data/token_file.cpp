@@ -177,8 +177,8 @@ class TokenFileIds : public TokenIds {
     }
     if (!good) {
       throw Error("data::token_cache", path_.string() + " changed while its token ids were in use",
-                  "a file that stays as it is until the run ends",
-                  "start again: the file is made anew");
+                  "a file that does not change during the run",
+                  "start again: the file is then made again");
     }
     std::memcpy(to, blocks.data() + (at - begin), bytes);
   }
@@ -237,10 +237,10 @@ class TokenFileIds : public TokenIds {
 
   std::string header_problem(const TokenFileHeader& header, const std::string& key) const {
     if (header.magic != TokenFileHeader{}.magic || header.format != kTokenFormat) {
-      return "it is no token file of this version";
+      return "it is not a token file of this version";
     }
     if (header.key != key_bytes(key)) {
-      return "it is of other data";
+      return "it belongs to other data";
     }
     return header.file_bytes == bytes_ ? ""
                                        : "it has " + std::to_string(bytes_) + " of " +
@@ -310,7 +310,7 @@ std::unique_ptr<TokenFile> open_token_file(const std::filesystem::path& path,
   struct stat status {};
   if (::fstat(descriptor, &status) != 0 || !S_ISREG(status.st_mode)) {
     ::close(descriptor);
-    problem = "it is no file";
+    problem = "it is not a regular file";
     return nullptr;
   }
   const auto ids =

@@ -97,7 +97,7 @@ TokenizedDataset::TokenizedDataset(const std::vector<std::vector<int64_t>>& ids,
     throw InputError(
         detail::kTokenizedDataset,
         "rows=" + std::to_string(ids.size()) + ", labels=" + std::to_string(labels.size()),
-        "one label a row, or none");
+        "one label per sample, or none");
   }
   const auto stored = std::make_shared<detail::StoredTokens>();
   stored->rows.reserve(ids.size());
@@ -124,7 +124,7 @@ void TokenizedDataset::check() const {
     throw InputError(detail::kTokenizedDataset,
                      "pad_to_multiple_of=" + std::to_string(padding_.pad_to_multiple_of) +
                          ", pad_to_length=" + std::to_string(padding_.pad_to_length),
-                     "at least 1, and at least 0");
+                     "pad_to_multiple_of at least 1, pad_to_length at least 0");
   }
   const int64_t ids = table_.ids ? table_.ids->size() : 0;
   for (size_t i = 0; i < table_.rows.size(); ++i) {
@@ -136,7 +136,7 @@ void TokenizedDataset::check() const {
                        "row=" + std::to_string(i) + " has tokens=" + std::to_string(row.tokens),
                        padding_.pad_to_length > 0
                            ? "1 to pad_to_length=" + std::to_string(padding_.pad_to_length)
-                           : "at least 1, among the table's ids");
+                           : "at least 1, and ids inside the table");
     }
   }
 }

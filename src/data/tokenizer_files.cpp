@@ -70,7 +70,7 @@ std::vector<std::string> read_vocab_txt(const std::filesystem::path& path) {
   if (const size_t bad = invalid_utf8_position(text); bad != std::string::npos) {
     fail_tokenizer_file(
         path, "invalid UTF-8: " + byte_name(text[bad]) + " at offset " + std::to_string(bad),
-        "one piece a line in UTF-8");
+        "one piece per line in UTF-8");
   }
   std::vector<std::string> vocab;
   for (size_t begin = 0; begin < text.size();) {
@@ -95,7 +95,7 @@ std::vector<std::string> read_json_vocab(const std::filesystem::path& path,
                                                                               : "(none)";
   if (type != "WordPiece" || !entries.is_object()) {
     fail_tokenizer_file(path, "model.type=" + type,
-                        "WordPiece with a vocabulary, the only kind there is here",
+                        "WordPiece with a vocabulary; other types are not supported",
                         "use a BERT model");
   }
   std::vector<std::string> vocab(entries.size());
@@ -142,7 +142,7 @@ AddedToken added_token(const std::filesystem::path& path, const nlohmann::json& 
     read_flag(entry, name, set);
     if (set) {
       fail_tokenizer_file(path, "the added token " + token.content + " has " + name + "=true",
-                          "added tokens that stand for their own characters alone",
+                          "added tokens that match exactly their own characters",
                           "set it to false");
     }
   }
@@ -185,16 +185,16 @@ void check_special_tokens(const std::filesystem::path& path, const std::vector<s
       if (other.content == token && (id >= vocab.size() || vocab[id] != token)) {
         fail_tokenizer_file(path,
                             "the vocabulary of pieces=" + std::to_string(vocab.size()) +
-                                " has no " + token + " at number " + std::to_string(other.id) +
+                                " does not have " + token + " at id=" + std::to_string(other.id) +
                                 ", where the folder's added tokens have it",
-                            "the vocabulary the model was trained with, whole",
+                            "the complete vocabulary that the model was trained with",
                             "copy it from the model again");
       }
     }
     if (std::find(vocab.begin(), vocab.end(), token) == vocab.end()) {
       fail_tokenizer_file(
           path, "the vocabulary of pieces=" + std::to_string(vocab.size()) + " lacks " + token,
-          "[UNK], [CLS], [SEP] and [PAD], or what tokenizer_config.json calls them",
+          "[UNK], [CLS], [SEP] and [PAD], or the names in tokenizer_config.json",
           "use the vocabulary the model was trained with");
     }
   }
@@ -328,7 +328,7 @@ WordPieceTokenizer WordPieceTokenizer::load(const std::filesystem::path& folder)
     detail::fail_tokenizer_file(
         folder,
         std::filesystem::exists(folder / "merges.txt")
-            ? "the vocabulary is of byte pairs (vocab.json, merges.txt), as GPT-2 and RoBERTa have it"
+            ? "the folder has a byte-pair vocabulary (vocab.json, merges.txt), as in GPT-2 and RoBERTa"
             : "the folder has no vocabulary",
         "WordPiece, in vocab.txt or tokenizer.json",
         "copy it from the model that these weights come from");

@@ -247,7 +247,7 @@ std::vector<std::string> WordPieceLearner::learn(const WordPieceVocabOptions& vo
   detail::WordCounts words(counts_->counts.begin(), counts_->counts.end());
   std::sort(words.begin(), words.end());
   if (words.empty()) {
-    throw InputError(detail::kLearner, "texts=" + std::to_string(texts()) + " hold no word",
+    throw InputError(detail::kLearner, "texts=" + std::to_string(texts()) + " contain no word",
                      "texts to learn a vocabulary from");
   }
   std::vector<std::string> vocab{options_.pad_token, options_.unk_token, options_.cls_token,

@@ -67,7 +67,7 @@ void Auroc::update(const at::Tensor& scores, const at::Tensor& labels) {
     throw InputError(detail::kAuroc,
                      "labels from " + std::to_string(rows.min().item<int64_t>()) + " to " +
                          std::to_string(rows.max().item<int64_t>()),
-                     "0 and 1, or -100 to skip a row");
+                     "0 and 1, or -100 to skip a sample");
   }
   const auto all = scores.detach().to(at::kCPU, at::kDouble);
   auto logits = !columns               ? all

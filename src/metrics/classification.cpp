@@ -27,7 +27,7 @@ void check_labels(const at::Tensor& values, int64_t count, const char* what) {
   if (least < 0 || most >= count) {
     throw InputError(kClassificationMetrics,
                      std::string(what) + "=" + std::to_string(least < 0 ? least : most),
-                     "0 to " + std::to_string(count - 1) + ", or -100 to skip a row");
+                     "0 to " + std::to_string(count - 1) + ", or -100 to skip a sample");
   }
 }
 

@@ -124,8 +124,8 @@ TEST(DataPrograms, TrainingWithoutFilesLearnsSyntheticReviews) {
   const auto run = detail::cached_train(folder, "", "out");
   ASSERT_EQ(run.code, 0) << run.error;
   EXPECT_TRUE(run.said("bert-tiny learns synthetic reviews")) << run.error;
-  EXPECT_TRUE(run.said("3603 rows")) << run.error;
-  EXPECT_TRUE(run.said("397 rows")) << run.error;
+  EXPECT_TRUE(run.said("3603 samples")) << run.error;
+  EXPECT_TRUE(run.said("397 samples")) << run.error;
 }
 
 TEST(DataPrograms, SynthWritesTheSameRowsInEveryKind) {

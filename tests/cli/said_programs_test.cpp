@@ -167,7 +167,7 @@ TEST(SaidPrograms, ADryRunWarnsOfDataOfOneClass) {
   write_file_atomically(folder / "train.csv", "text,label\na,x\nb,x\nc,x\n");
   const ProgramRun run = run_reviews(folder, {"--dry-run"});
   EXPECT_EQ(run.code, 0) << run.error;
-  EXPECT_TRUE(run.said("one class only, label=x")) << run.error;
+  EXPECT_TRUE(run.said("only one class, label=x")) << run.error;
 }
 
 TEST(SaidPrograms, ColumnsTwiceAndUnknownHeadsAreRefused) {

@@ -90,7 +90,7 @@ TEST(TrainerPrograms, ADryRunSaysThePlanAndLeavesNothing) {
                       "f1", "--early-stopping-patience", "2"}));
   ASSERT_EQ(run.code, 0) << run.error;
   for (const char* part :
-       {"Dry run: nothing is trained or written.", "40 rows",
+       {"Dry run: nothing is trained or written.", "40 samples",
         "4 rows a rank x 2 ranks x 1 accumulation = 8 rows an update",
         "15 (3 epochs of 5), the first 3 warm up", "linear: 0 at update 1, 0.0003 at update 4, ",
         "at each epoch's end: 3, on 10 rows; training ends after 2 without a better eval_f1",

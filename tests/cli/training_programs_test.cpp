@@ -105,7 +105,7 @@ TEST_F(TrainedPrograms, TheTableOfEpochsIsOnStdoutAndTheBannerOnStderr) {
     EXPECT_EQ(line.find('-'), std::string::npos) << line;
   }
   EXPECT_FALSE(std::getline(lines, line)) << line;
-  for (const char* said : {"40 rows", "15 rows", "2 x 1 thread, cpu",
+  for (const char* said : {"40 samples", "15 samples", "2 x 1 thread, cpu",
                            "4 rows a rank x 2 ranks x 1 accumulation = 8 rows an update",
                            "10 (2 epochs of 5)", "metrics.jsonl"}) {
     EXPECT_TRUE(run_->said(said)) << said << "\n" << run_->error;
@@ -211,7 +211,7 @@ TEST_F(TrainedPrograms, TheModelsOwnLabelNumbersWinWhereItHasThem) {
   write_file_atomically(work / "train.csv", "text,label\nwas good fun,pos\nso good,pos\n");
   const ProgramRun run = run_program(train_arguments(work.path(), {"--max-steps", "1"}, model()));
   ASSERT_EQ(run.code, 0) << run.error;
-  EXPECT_TRUE(run.said("one class only")) << run.error;
+  EXPECT_TRUE(run.said("only one class")) << run.error;
   EXPECT_FALSE(run.said("is new")) << run.error;
   const auto config = nlohmann::json::parse(read_file(work / "out/config.json"));
   EXPECT_EQ(config.at("id2label").at("1"), "pos");

@@ -80,7 +80,7 @@ TEST(Jsonl, MalformedLinesAreNamedByLineAndByte) {
       {"{\"text\": \"a\" \"label\": 1}",
        {"rows.jsonl:3: byte 20 of the line (byte 76 of the file)"}},
       {"{\"text\": \"a\"", {"rows.jsonl:3: byte 13 of the line"}},
-      {"[\"a\", 1]", {"rows.jsonl:3: byte 1 of the line", "no object"}},
+      {"[\"a\", 1]", {"rows.jsonl:3: byte 1 of the line", "not an object"}},
       {"{\"text\": \"\xFF\", \"label\": 1}",
        {"rows.jsonl:3: byte 11 of the line", "UTF-8", "0xFF"}},
       {"{\"text\": \"a\"}", {"rows.jsonl:3", "no \"label\""}},

@@ -145,7 +145,7 @@ TEST(TextTable, WhatCannotBeReadIsNamed) {
   expect_parts(error({.filters = {"source"}}), {"filter=source", "column=value"});
   expect_parts(error({.filters = {"sauce=x"}}), {"filter column=sauce"});
   expect_parts(error({.filters = {"source=x"}}),
-               {"no row of " + path.string(), "left out by filters 1"});
+               {"no sample of " + path.string(), "left out by filters 1"});
 }
 
 TEST(Labels, IntegersAreSortedAsNumbersAndNamesByBytes) {
@@ -247,10 +247,10 @@ TEST(TextClassification, OneClassIsAWarningAndTheReportSaysWhatWasLeftOut) {
   const auto path = files.write("r.csv", "text,label\na,pos\n,pos\nb,pos\n");
   const auto data = select(path);
   ASSERT_EQ(data.report.warnings.size(), 1u);
-  expect_parts(data.report.warnings[0], {"one class only, label=pos"});
+  expect_parts(data.report.warnings[0], {"only one class, label=pos"});
   EXPECT_EQ(data.report.lines(data.label_names),
-            (Names{"training data: 2 rows: pos 2 (100.0 %)",
-                   "of 3 rows read, left out: 1 with empty text"}));
+            (Names{"training data: 2 samples: pos 2 (100.0 %)",
+                   "of 3 records read, left out: 1 with empty text"}));
 }
 
 TEST(TextClassification, ContradictoryOptionsAreNamed) {
@@ -267,7 +267,7 @@ TEST(TextClassification, ContradictoryOptionsAreNamed) {
   expect_parts(error({.table = {.label_column = ""}}), {"label_column"});
   expect_parts(error({.table = {.problem_type = ProblemType::multi_label}}),
                {"problem_type=multi_label_classification", "label_columns or label_separator"});
-  expect_parts(error({.eval_split = 0.5}), {"no row is left for evaluation"});
+  expect_parts(error({.eval_split = 0.5}), {"no sample is left for evaluation"});
 }
 
 TEST(TextClassification, NumbersAreDrawnAlikeAndTheirRangeIsSaid) {
@@ -287,8 +287,8 @@ TEST(TextClassification, NumbersAreDrawnAlikeAndTheirRangeIsSaid) {
   EXPECT_EQ(data.report.train.sum + data.report.eval.sum, 30);
   EXPECT_EQ(std::bit_cast<float>(data.files[0].labels[1]), -1.5f);
   const auto lines = data.report.lines(data.label_names);
-  expect_parts(lines.at(0), {"training data: 15 rows, stars from -1.5 to 4.5, mean "});
-  EXPECT_EQ(lines.back(), "of 22 rows read, left out: 1 with empty text, 1 with empty label");
+  expect_parts(lines.at(0), {"training data: 15 samples, stars from -1.5 to 4.5, mean "});
+  EXPECT_EQ(lines.back(), "of 22 records read, left out: 1 with empty text, 1 with empty label");
   for (const std::string bad : {"two", "nan", "inf", "1e99", "3 stars"}) {
     expect_parts(
         input_error([&] { select(files.write("b.csv", "text,stars\na,1\nb," + bad), options); }),
@@ -311,7 +311,7 @@ TEST(TextClassification, SetsOfLabelsComeFromColumnsOrOneField) {
     EXPECT_EQ(data.train_rows.labels, (std::vector<int32_t>{0, 1, 2, 1}));
     EXPECT_EQ(data.report.train.counts, (std::vector<int64_t>{1, 3}));
     EXPECT_EQ(data.report.lines(data.label_names),
-              Names{"training data: 4 rows: fun 1 (25.0 %), long 3 (75.0 %)"});
+              Names{"training data: 4 samples: fun 1 (25.0 %), long 3 (75.0 %)"});
   }
   const auto eval = files.write("e.csv", "text,tags\na,fun\ne,fun|odd\n");
   expect_parts(input_error([&] { select(field, by_field, eval); }),
@@ -321,7 +321,7 @@ TEST(TextClassification, SetsOfLabelsComeFromColumnsOrOneField) {
   const auto bad = files.write("b.csv", "text,fun,long\na,1,maybe\n");
   expect_parts(input_error([&] { select(bad, by_column); }), {"b.csv:2: long=maybe", "0 or 1"});
   expect_parts(input_error([&] { select(files.write("n.csv", "text,tags\na,\n"), by_field); }),
-               {"no row of", "has a label in column=tags"});
+               {"no sample of", "has a label in column=tags"});
 }
 
 } // namespace hasten

@@ -222,12 +222,13 @@ TEST(TokenCache, ADamagedOrForeignFileIsMadeAgainAndSaid) {
   flipped[good.size() / 2] = static_cast<char>(~flipped[good.size() / 2]);
   std::string other_key = good;
   other_key[20] = other_key[20] == 'a' ? 'b' : 'a';
-  const std::pair<std::string, const char*> damages[] = {{flipped, "checksum"},
-                                                         {good.substr(0, good.size() - 1), "bytes"},
-                                                         {good.substr(0, 40), "cut off"},
-                                                         {"", "empty"},
-                                                         {std::string(4096, 'x'), "no token file"},
-                                                         {other_key, "other data"}};
+  const std::pair<std::string, const char*> damages[] = {
+      {flipped, "checksum"},
+      {good.substr(0, good.size() - 1), "bytes"},
+      {good.substr(0, 40), "cut off"},
+      {"", "empty"},
+      {std::string(4096, 'x'), "not a token file"},
+      {other_key, "other data"}};
   for (const auto& [bytes, said] : damages) {
     write_file_atomically(path, bytes);
     const auto again = reviews.get();

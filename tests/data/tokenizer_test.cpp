@@ -162,7 +162,7 @@ TEST(Tokenizer, WhatFilesAreIsSaidWithTheirNames) {
   const TemporaryFolder folder;
   write_text(folder / "vocab.json", "{}");
   write_text(folder / "merges.txt", "a b");
-  EXPECT_PART(load_error(folder.path()), "the vocabulary is of byte pairs");
+  EXPECT_PART(load_error(folder.path()), "a byte-pair vocabulary");
   write_text(folder / "tokenizer.json",
              R"({"model": {"type": "WordPiece", "vocab": {"a": 1e999}}})");
   EXPECT_PART(load_error(folder.path()), "tokenizer.json: not JSON near byte");
