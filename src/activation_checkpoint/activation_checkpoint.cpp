@@ -65,7 +65,7 @@ void throw_no_tensor(const ActivationCheckpointOptions& options) {
   throw InputError("activation_checkpoint",
                    (options.name.empty() ? std::string("the region") : "region " + options.name) +
                        " returns no tensor",
-                   "a result with tensors, which backward goes through",
+                   "a result with tensors, because backward needs them",
                    "return what the region computes");
 }
 

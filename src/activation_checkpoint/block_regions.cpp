@@ -252,7 +252,7 @@ void gradient_checkpointing_enable(const std::shared_ptr<torch::nn::Module>& mod
   if (options.mode.mode() == GradientCheckpointing::Mode::budget) {
     throw InputError("activation_checkpoint::gradient_checkpointing_enable",
                      "mode=" + options.mode.text() + " without a plan",
-                     "a plan: what fits is found by measuring",
+                     "a plan, which needs measurements",
                      "call hasten::enable_within_budget(model, loss, budget)");
   }
   if (!options.mode) {

@@ -44,7 +44,7 @@ static double positive_number(std::string_view text) {
   throw InputError("activation_checkpoint::gradient_checkpointing",
                    "gradient_checkpointing=" + std::string(text),
                    "none, full, every:K with K >= 1, ops, or budget:B with B bytes (2GB) or "
-                   "a share of what keeping everything takes (50%)");
+                   "a share of the memory without recomputation (50%)");
 }
 
 } // namespace detail

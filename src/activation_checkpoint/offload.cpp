@@ -32,7 +32,7 @@ class OffloadFile : public std::enable_shared_from_this<OffloadFile> {
     if (fd_ < 0) {
       throw InputError("activation_checkpoint::SavedTensorOffload",
                        "folder=" + folder.string() + ": " + std::strerror(errno),
-                       "a folder that takes files");
+                       "a writable folder");
     }
     ::unlink(name.c_str());
   }

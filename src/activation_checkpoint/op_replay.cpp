@@ -122,7 +122,7 @@ void OpRecorder::pass(const OpPassing& passing) {
   if (info.collective && !info.fresh) {
     throw InputError("activation_checkpoint::policy",
                      "collective " + info.name + " changes its tensors in place in a region",
-                     "a collective with a result of its own", "call it in hasten::run_once()");
+                     "a collective that returns a new tensor", "call it in hasten::run_once()");
   }
   watch(passing, info, true);
   const size_t index = store_->calls[&passing.op.schema()].count++;
@@ -233,10 +233,9 @@ bool OpReplayer::hand_out(const OpPassing& passing, const OpInfo& info) {
     throw CheckpointError(
         "activation_checkpoint::recompute",
         "the recomputation calls " + info.name + " for the " + std::to_string(index + 1) +
-            ". time, where forward did so " +
+            ". time, but forward called it " +
             std::to_string(calls == store_->calls.end() ? 0 : calls->second.count) + " times",
-        "the same operators in both",
-        "let nothing but the region's inputs decide what it computes");
+        "the same operators in both", "make the region depend only on its inputs");
   }
   auto& kept = calls->second.kept;
   const auto call = std::find_if(kept.begin(), kept.end(), [&](const KeptCall& candidate) {
@@ -248,7 +247,7 @@ bool OpReplayer::hand_out(const OpPassing& passing, const OpInfo& info) {
   if (call->taken) {
     throw CheckpointError("activation_checkpoint::recompute",
                           "a second backward needs the kept result of " + info.name,
-                          "retain_graph in the backward before",
+                          "retain_graph=true in the previous backward",
                           "retain the graph in every backward but the last");
   }
   for (const auto& hooks : call->saved) {
@@ -259,7 +258,7 @@ bool OpReplayer::hand_out(const OpPassing& passing, const OpInfo& info) {
     throw CheckpointError(
         "activation_checkpoint::recompute",
         "the kept result of " + info.name + " was changed in place after its region",
-        "kept results as they were",
+        "unchanged kept results",
         "clone the region's output before changing it, or keep other operators");
   }
   torch::jit::drop(passing.stack, passing.arguments());

@@ -242,7 +242,7 @@ void ActivationPlan::require_shapes(const ChainProfile& profile) const {
   if (shapes_hash != profile.shapes_hash) {
     throw InputError(
         "activation_checkpoint::ActivationPlan",
-        "shapes_hash=" + shapes_hash + ", of the model and batch here " + profile.shapes_hash,
+        "shapes_hash=" + shapes_hash + ", but the model and batch have " + profile.shapes_hash,
         "a plan for these shapes", "plan again");
   }
 }

@@ -347,7 +347,7 @@ class PlanHandler final : public BlockHandler {
     const auto found = indices_.find(name);
     if (found == indices_.end()) {
       throw InputError("activation_checkpoint::plan",
-                       "block=" + name + " is called, which the plan does not know",
+                       "block=" + name + " was called, but the plan does not have it",
                        "the model that was profiled", "profile this model and plan again");
     }
     if (!hook_engine_installed()) {

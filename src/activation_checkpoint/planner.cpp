@@ -213,7 +213,7 @@ static int64_t fixed_bytes(const ChainProfile& profile) {
                        ") for activations of " + std::to_string(profile.blocks.size()) + " blocks",
                    "at least " + std::to_string(least) + " bytes (" + format_bytes(least) +
                        "); keeping everything takes " + format_bytes(full_budget(profile)),
-                   "give more, or make batches smaller");
+                   "raise the budget, or reduce the batch size");
 }
 
 // The least bytes for the chain with which a plan was found, in finer and finer
@@ -306,10 +306,10 @@ int64_t budget_of(const ChainProfile& profile, const GradientCheckpointing& spec
   const auto rest = spec.budget_share() * (full - static_cast<double>(floor));
   const int64_t bytes = std::max(floor + static_cast<int64_t>(rest), least_budget(profile));
   log_warning("gradient_checkpointing=" + spec.text() + " is " + format_bytes(share) +
-              ", and what comes before the blocks takes " + format_bytes(floor) +
-              " in backward, whatever is recomputed (the gradient of a word embedding "
-              "is as large as its table): the share is of the rest, " +
-              format_bytes(bytes) + " in all");
+              ", but the layers before the blocks need " + format_bytes(floor) +
+              " in backward under every plan (the gradient of a word embedding "
+              "is as large as its table). The share now applies to the rest: " +
+              format_bytes(bytes) + " in total");
   return bytes;
 }
 

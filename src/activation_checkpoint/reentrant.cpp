@@ -46,8 +46,8 @@ class ReentrantRegion : public torch::autograd::Function<ReentrantRegion> {
     if (!torch::autograd::Engine::get_default_engine().is_checkpoint_valid()) {
       throw CheckpointError("activation_checkpoint::reentrant",
                             "autograd::grad or backward with inputs= through a region",
-                            "a whole backward: another autograd engine is installed in this "
-                            "process, which leaves no other way",
+                            "a backward() without inputs, because another autograd engine "
+                            "is installed in this process and regions are reentrant",
                             "call backward() without inputs");
     }
     auto call =

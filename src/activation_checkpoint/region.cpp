@@ -202,7 +202,7 @@ void Region::finish_forward(const std::vector<at::Tensor>& outputs, uint64_t fir
     if (input_versions_[i].counter.enabled() && !input_versions_[i].holds()) {
       throw InputError("activation_checkpoint",
                        label() + " changes its input " + std::to_string(i) + " in place",
-                       "inputs as they were: the recomputation begins with them",
+                       "unchanged inputs, because the recomputation starts from them",
                        "clone the input in the region, or use the operator that is not in place");
     }
   }
@@ -226,7 +226,7 @@ std::string Region::label() const {
 
 void Region::fail(const std::string& what, const std::string& fix) const {
   throw CheckpointError("activation_checkpoint::recompute", what + " in " + label(),
-                        "a recomputation that saves what forward saved", fix);
+                        "a recomputation that saves the same tensors as forward", fix);
 }
 
 void Region::require_unchanged() const {
@@ -238,17 +238,16 @@ void Region::require_unchanged() const {
                                 " was changed in place after forward: version=" +
                                 std::to_string(input.counter.current_version()) + ", was " +
                                 std::to_string(input.version),
-                            "inputs as they were", "clone it before changing it");
+                            "unchanged inputs", "clone it before changing it");
     }
   }
   for (const Unchanged& parameter : parameters_) {
     if (!parameter.holds()) {
-      throw CheckpointError(
-          "activation_checkpoint::recompute",
-          "a parameter of shape " + SavedShape::of(parameter.tensor).text() + " of " + label() +
-              " was changed between forward and backward",
-          "parameters as they were: the recomputation would be another function's",
-          "call backward before the optimizer steps");
+      throw CheckpointError("activation_checkpoint::recompute",
+                            "a parameter of shape " + SavedShape::of(parameter.tensor).text() +
+                                " of " + label() + " was changed between forward and backward",
+                            "unchanged parameters, because the recomputation uses them again",
+                            "call backward before the optimizer steps");
     }
   }
 }
@@ -259,7 +258,7 @@ void Region::resave(Recomputed& pass, const at::Tensor& tensor) {
   if (index >= saved_.size()) {
     if (complete_ && !options_.early_stop) {
       fail("more tensors are saved than the " + std::to_string(saved_.size()) + " of forward",
-           "let nothing but the region's inputs decide what it computes");
+           "make the region depend only on its inputs");
     }
     return; // code that derives inside the region saves as it goes
   }
@@ -269,8 +268,8 @@ void Region::resave(Recomputed& pass, const at::Tensor& tensor) {
     if (!(shape == saved.shape)) {
       fail("saved tensor " + std::to_string(index) + " of " + std::to_string(saved_.size()) +
                " is " + shape.text() + ", in forward it was " + saved.shape.text(),
-           "let nothing but the region's inputs decide shapes; keep such a "
-           "decision with hasten::run_once()");
+           "make shapes depend only on the region's inputs; keep other "
+           "decisions with hasten::run_once()");
     }
   }
   if (saved.alive) {
@@ -320,7 +319,7 @@ void Region::run_again(Recomputed& pass, bool keeps_graph) {
     const std::string difference = replayer.difference();
     fail(std::to_string(pass.count) + " tensors are saved, in forward " +
              std::to_string(saved_.size()) + (difference.empty() ? "" : "; " + difference),
-         "let nothing but the region's inputs decide what it computes");
+         "make the region depend only on its inputs");
   }
 }
 

@@ -147,7 +147,7 @@ at::Tensor BertModelImpl::embed(const at::Tensor& input_ids, const at::Tensor& t
   const int64_t tokens = input_ids.size(1);
   const int64_t limit = position_embeddings->options.num_embeddings();
   if (tokens > limit) {
-    throw InputError("models::BertModel", "tokens in a row=" + std::to_string(tokens),
+    throw InputError("models::BertModel", "tokens of a sample=" + std::to_string(tokens),
                      "at most max_position_embeddings=" + std::to_string(limit),
                      "truncate the texts (max_length)");
   }

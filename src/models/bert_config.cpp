@@ -85,7 +85,7 @@ void refuse_other_architectures(const nlohmann::json& json, std::string_view sou
   const auto type = json.find("model_type");
   if (type == json.end() || *type != "bert") {
     throw_bad_config(source, type == json.end() ? "no model_type" : "model_type=" + type->dump(),
-                     "one that hasten has: \"bert\"");
+                     "a type that hasten supports: \"bert\"");
   }
   const auto position = json.find("position_embedding_type");
   if (position != json.end() && !position->is_null() && *position != "absolute") {
@@ -102,7 +102,7 @@ void refuse_other_architectures(const nlohmann::json& json, std::string_view sou
 
 BertConfig BertConfig::from_json(const nlohmann::json& json, std::string_view source) {
   if (!json.is_object()) {
-    detail::throw_bad_config(source, "no JSON object", "a configuration");
+    detail::throw_bad_config(source, "not a JSON object", "a configuration");
   }
   detail::refuse_other_architectures(json, source);
   nlohmann::json rest = json;

@@ -36,7 +36,7 @@ std::vector<SafetensorsReader> open_weights(const std::filesystem::path& folder)
                         std::filesystem::exists(folder / "pytorch_model.bin.index.json", ignored);
     throw InputError(kLoadWhere,
                      single.string() + ": the file is missing" +
-                         (pickle ? ", only pytorch_model.bin (a pickle) is there" : ""),
+                         (pickle ? ", the folder has only pytorch_model.bin (a pickle)" : ""),
                      "weights as safetensors",
                      pickle ? "convert them once in Python: AutoModel"
                               ".from_pretrained(folder).save_pretrained(folder)"
@@ -92,7 +92,7 @@ FoundWeights find_weights(const std::vector<SafetensorsReader>& readers) {
       } else if (!found.tensors.emplace(current, FoundTensor{&reader, name}).second) {
         throw InputError(kLoadWhere,
                          reader.path().string() + ": \"" + current +
-                             "\" is there twice, under old and new names or in two files");
+                             "\" occurs twice, under old and new names or in two files");
       }
     }
   }
@@ -137,7 +137,7 @@ void check_size(const std::filesystem::path& folder, const BertConfig& config,
     throw InputError(
         kLoadWhere,
         (folder / "config.json").string() +
-            ": its sizes make a model larger than the weights beside it: " + "vocab_size=" +
+            ": its sizes give a model larger than the folder's weights: " + "vocab_size=" +
             std::to_string(config.vocab_size) +
             ", hidden_size=" + std::to_string(config.hidden_size) +
             ", num_hidden_layers=" + std::to_string(config.num_hidden_layers) +
@@ -236,7 +236,7 @@ void decide_classifier(BertFolder& folder, const LoadBertOptions& options, Loade
   if (!has_weights_of(folder.found.tensors, "classifier.")) {
     reason = "the folder has none";
   } else if (!folder.rows) {
-    reason = "the folder's is for the labels " + listed(names_there);
+    reason = "the folder's classifier has the labels " + listed(names_there);
     folder.found.tensors.erase("classifier.weight");
     folder.found.tensors.erase("classifier.bias");
   }
@@ -249,7 +249,7 @@ void decide_classifier(BertFolder& folder, const LoadBertOptions& options, Loade
     loaded.report.push_back("the pooler is new, with random weights: the folder has none");
   }
   if (!folder.found.left_out.empty()) {
-    loaded.report.push_back("left out, of other tasks: " + listed(folder.found.left_out));
+    loaded.report.push_back("ignored weights of other tasks: " + listed(folder.found.left_out));
   }
 }
 

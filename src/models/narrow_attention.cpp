@@ -283,8 +283,8 @@ class NarrowAttention : public torch::autograd::Function<NarrowAttention> {
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
                                                  torch::autograd::variable_list gradients) {
     if (at::GradMode::is_enabled()) {
-      throw InputError("models::attention", "a gradient of a gradient through attention in bf16",
-                       "one backward", "compute the forward in fp32");
+      throw InputError("models::attention", "a second-order gradient through attention in bf16",
+                       "first-order gradients", "compute the forward in fp32");
     }
     const int64_t heads = context->saved_data["heads"].toInt();
     const double dropout = context->saved_data["dropout"].toDouble();

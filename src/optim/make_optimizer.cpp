@@ -64,7 +64,7 @@ class OptimizerArgs {
       return;
     }
     refuse_name(kMakeOptimizer, "optim_args", values_.begin()->first, known_,
-                "of " + optimizer + ": " + joined_names(known_));
+                "one of " + joined_names(known_) + " for " + optimizer);
   }
 
  private:
@@ -113,7 +113,7 @@ std::unique_ptr<torch::optim::Optimizer> made_of(
     }
     const auto* own = dynamic_cast<const torch::optim::AdamWOptions*>(&group.options());
     if (own == nullptr) {
-      throw InputError(kMakeOptimizer, "a parameter group has options of another kind",
+      throw InputError(kMakeOptimizer, "a parameter group has options of another type",
                        "torch::optim::AdamWOptions, as decay_groups() makes them, or none");
     }
     options.weight_decay(own->weight_decay());

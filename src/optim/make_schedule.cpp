@@ -57,16 +57,17 @@ class ScheduleKwargs {
                : otherwise;
   }
   [[noreturn]] void lacks(const std::string& name) const {
-    throw InputError(
-        kMakeSchedule, "lr_scheduler_kwargs of " + schedule_ + " lack " + name, {},
-        "give it, like --lr-scheduler-kwargs '{\"" + name.substr(0, name.find(' ')) + "\": …}'");
+    throw InputError(kMakeSchedule, "lr_scheduler_kwargs of " + schedule_ + " lack " + name, {},
+                     "set it, for example --lr-scheduler-kwargs '{\"" +
+                         name.substr(0, name.find(' ')) + "\": …}'");
   }
   void refuse_others() const {
     if (left_.empty()) {
       return;
     }
-    refuse_name(kMakeSchedule, "lr_scheduler_kwargs", left_.begin().key(), known_,
-                schedule_ + (known_.empty() ? " has none" : " has " + joined_names(known_)));
+    refuse_name(
+        kMakeSchedule, "lr_scheduler_kwargs", left_.begin().key(), known_,
+        (known_.empty() ? "no names" : "one of " + joined_names(known_)) + " for " + schedule_);
   }
 
  private:
@@ -115,8 +116,8 @@ Schedule make_stable_schedule(ScheduleKwargs& kwargs, int64_t warmup, int64_t to
       throw InputError(
           kMakeSchedule,
           "lr_scheduler_kwargs: num_decay_steps=" + std::to_string(options.decay_steps) +
-              " behind warmup_steps=" + std::to_string(warmup) +
-              " are more than the run's updates=" + std::to_string(total),
+              " after warmup_steps=" + std::to_string(warmup) +
+              " exceed the run's optimizer steps=" + std::to_string(total),
           "at most " + std::to_string(std::max<int64_t>(0, total - warmup)));
     }
   }
@@ -163,8 +164,8 @@ Schedule make_schedule(const std::string& name, int64_t warmup, int64_t total, d
   detail::ScheduleKwargs given(name, kwargs);
   if (warmup > total) {
     throw InputError(detail::kMakeSchedule, "warmup_steps=" + std::to_string(warmup),
-                     "at most the run's updates=" + std::to_string(total),
-                     "warm up over fewer updates, or train longer");
+                     "at most the run's optimizer steps=" + std::to_string(total),
+                     "warm up over fewer steps, or train longer");
   }
   if (name == "reduce_lr_on_plateau") {
     plateau_options(kwargs, false); // verifies

@@ -138,8 +138,8 @@ auto with_optimizer_kind(const torch::optim::Optimizer& optimizer, const Use& us
   if (!known) {
     throw InputError(
         kOptimizerStateWhere,
-        "an optimizer of unknown type: what its state is made of is not known",
-        "one of hasten's, or torch's Adam, AdamW, SGD, RMSprop, Adagrad or one derived from them",
+        "an optimizer of unknown type, so the content of its state is not known",
+        "one of hasten's, or torch's Adam, AdamW, SGD, RMSprop, Adagrad, or a subclass of these",
         "derive it from hasten::Stateful as well");
   }
 }
@@ -218,7 +218,7 @@ std::vector<std::string> group_names(const torch::optim::OptimizerParamGroup& gr
 void check_groups(const torch::optim::Optimizer& optimizer, const ParameterNames& names,
                   const char* kind, const nlohmann::json& values) {
   if (values.at("kind") != kind) {
-    refuse_optimizer_state("the state is of optimizer=" + values.at("kind").dump(),
+    refuse_optimizer_state("the state belongs to optimizer=" + values.at("kind").dump(),
                            std::string("this optimizer's kind, ") + kind);
   }
   const auto& groups = optimizer.param_groups();
@@ -234,7 +234,7 @@ void check_groups(const torch::optim::Optimizer& optimizer, const ParameterNames
       refuse_optimizer_state("parameter group " + std::to_string(i) + " of the state has " +
                                  (a == saved.end() ? "no " + *b : *a),
                              a == saved.end()  ? "the optimizer's parameters"
-                             : b == mine.end() ? "no more parameters there"
+                             : b == mine.end() ? "no further parameters"
                                                : *b + " there");
     }
   }

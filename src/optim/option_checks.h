@@ -45,7 +45,7 @@ inline std::string joined_names(const std::vector<std::string>& names) {
                                      const std::string& expected) {
   const std::string near = nearest_name(name, known.data(), known.data() + known.size());
   throw InputError(where, std::string("unknown name in ") + argument + ": " + name, expected,
-                   near.empty() ? "leave it out" : "write " + near);
+                   near.empty() ? "remove it" : "write " + near);
 }
 
 } // namespace hasten::detail

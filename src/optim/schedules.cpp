@@ -21,7 +21,7 @@ void check_steps(int64_t warmup, int64_t total) {
   if (warmup > total) {
     throw InputError("optim::schedule", "warmup_steps=" + std::to_string(warmup),
                      "at most total_steps=" + std::to_string(total),
-                     "warm up over fewer updates, or train longer");
+                     "warm up over fewer steps, or train longer");
   }
 }
 
@@ -142,7 +142,7 @@ Schedule polynomial_schedule(int64_t warmup_steps, int64_t total_steps, double e
 Schedule inverse_sqrt_schedule(int64_t warmup_steps, int64_t timescale) {
   detail::check_steps(warmup_steps, warmup_steps);
   detail::check_schedule(timescale >= 0, "timescale", static_cast<double>(timescale),
-                         "updates, or 0 for the warm-up's");
+                         "a number of steps, or 0 for warmup_steps");
   const int64_t t = timescale > 0 ? timescale : warmup_steps > 0 ? warmup_steps : 10'000;
   return detail::after_warmup(warmup_steps, [=](int64_t completed) {
     return 1.0 /
@@ -181,7 +181,7 @@ Schedule warmup_stable_decay_schedule(const WarmupStableDecayOptions& options) {
 
 Schedule one_cycle_schedule(const OneCycleOptions& options) {
   const auto n = static_cast<double>(options.total_steps);
-  detail::check_schedule(options.total_steps >= 2, "total_steps", n, "2 or more updates");
+  detail::check_schedule(options.total_steps >= 2, "total_steps", n, "2 or more optimizer steps");
   detail::check_schedule(
       options.pct_start > 0 && options.pct_start < (options.three_phase ? 0.5 : 1.0), "pct_start",
       options.pct_start, options.three_phase ? "above 0, below 0.5" : "above 0, below 1");

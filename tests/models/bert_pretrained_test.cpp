@@ -172,12 +172,12 @@ TEST(BertPretrained, SizesAreComparedBeforeAnythingIsAllocated) {
     const char* part;
   };
   const Case cases[] = {
-      {"vocab_size", 4'000'000, "larger than the weights beside it: vocab_size=4"},
+      {"vocab_size", 4'000'000, "larger than the folder's weights: vocab_size=4"},
       {"vocab_size", 100'000'000, "beside it: vocab_size=100000000"},
       {"vocab_size", 100'000'001, "vocab_size=100000001. Expected 1 to 100000000"},
       {"intermediate_size", 4'000'000, "intermediate_size=4000000"},
-      {"max_position_embeddings", 4'000'000, "larger than the weights"},
-      {"type_vocab_size", 4'000'000, "larger than the weights"},
+      {"max_position_embeddings", 4'000'000, "larger than the folder's weights"},
+      {"type_vocab_size", 4'000'000, "larger than the folder's weights"},
       {"num_hidden_layers", 3000, "num_hidden_layers=3000"},
       {"num_hidden_layers", 4, "missing: bert.encoder.layer.3."},
   };
@@ -209,7 +209,7 @@ TEST(BertPretrained, EveryMissingUnexpectedAndWronglyShapedTensorIsNamed) {
 
   weights = golden_weights();
   weights["embeddings.LayerNorm.gamma"] = torch::ones({32});
-  expect_contains(BertFolderOnDisk(weights).error(), "is there twice");
+  expect_contains(BertFolderOnDisk(weights).error(), "occurs twice");
 }
 
 TEST(BertPretrained, HalfWeightsBecomeFloat) {

@@ -241,7 +241,7 @@ TEST(BertConfig, WhatNoModelCanHaveIsNamed) {
   const std::pair<std::string, std::string> cases[] = {
       {with("model_type", "gpt2"), "model_type=\"gpt2\""},
       {config_error(nlohmann::json::object()), "no model_type"},
-      {config_error(3), "no JSON object"},
+      {config_error(3), "not a JSON object"},
       {with("hidden_act", "silu"), "hidden_act=\"silu\""},
       {with("num_attention_heads", 7), "hidden_size=768"},
       {with("num_hidden_layers", 0), "num_hidden_layers=0"},

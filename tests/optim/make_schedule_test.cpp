@@ -118,8 +118,8 @@ TEST(MakeSchedule, WhatIsWrongIsNamed) {
   says("cosine_with_min_lr", 3, {{"min_lr", 0}, {"min_lr_rate", 0}}, "min_lr");
   says("warmup_stable_decay", 3, {}, "num_decay_steps");
   says("warmup_stable_decay", 3, {{"num_decay_steps", 18}},
-       "num_decay_steps=18 behind warmup_steps=3 are more than the run's "
-       "updates=20. Expected at most 17");
+       "num_decay_steps=18 after warmup_steps=3 exceed the run's optimizer "
+       "steps=20. Expected at most 17");
   says("warmup_stable_decay", 3, {{"num_decay_steps", 5}, {"decay_type", "sqrt"}},
        "decay_type=\"sqrt\"");
   says("reduce_lr_on_plateau", 3, {{"factor", "x"}}, "factor=\"x\"");

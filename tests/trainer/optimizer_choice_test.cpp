@@ -151,7 +151,7 @@ TEST(TrainerOptimizer, WhatIsWrongIsSaidBeforeAnythingStarts) {
         a.warmup_steps = 19;
         a.lr_scheduler_type = SchedulerType::constant_with_warmup;
       },
-      "warmup_steps=19. Expected at most the run's updates=18");
+      "warmup_steps=19. Expected at most the run's optimizer steps=18");
   refused([](A& a) { a.optim_args = "beta3=1"; }, "write beta1");
   refused([](A& a) { a.lr_scheduler_kwargs = R"({"num_cycle": 1})"; },
           "unknown name in lr_scheduler_kwargs: num_cycle");
