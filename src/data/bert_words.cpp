@@ -23,7 +23,7 @@ constexpr std::array<BertChar, 128> bert_ascii_table() {
 
 constexpr auto kBertAscii = bert_ascii_table();
 
-// The ranges of BERT, among them its 2B920 where Unicode has 2B820.
+// The ranges in BERT's code. BERT has 2B920 where Unicode has 2B820.
 bool is_bert_cjk(int32_t code) {
   return (code >= 0x4E00 && code <= 0x9FFF) || (code >= 0x3400 && code <= 0x4DBF) ||
          (code >= 0x20000 && code <= 0x2A6DF) || (code >= 0x2A700 && code <= 0x2B73F) ||
@@ -31,8 +31,8 @@ bool is_bert_cjk(int32_t code) {
          (code >= 0xF900 && code <= 0xFAFF) || (code >= 0x2F800 && code <= 0x2FA1F);
 }
 
-// Class of a code point. Separators are BERT's white space. Unassigned code points
-// stay, as in Hugging Face's tokenizers (the original BERT removes them).
+// Class of a code point. Separators count as white space, as in BERT. Unassigned code points stay,
+// as in Hugging Face's tokenizers (the original BERT removes them).
 BertChar bert_class(int32_t code) {
   if (code < 128) {
     return kBertAscii[code];
@@ -115,8 +115,8 @@ class BertWordSplitter {
     }
   }
 
-  // Cleans; normalisation waits for the whole run of code points beyond ASCII,
-  // because decomposition puts combining marks in order.
+  // Cleans one code point. Normalisation needs the whole run of code points beyond ASCII, because
+  // decomposition reorders combining marks.
   void take_code(int32_t code) {
     const BertChar kind = bert_class(code);
     if (kind == BertChar::removed) {
@@ -170,12 +170,12 @@ class BertWordSplitter {
   }
 
   void put_code(int32_t code) {
-    if (code < 128) { // K from the Kelvin sign, for example
+    if (code < 128) { // for example K from the Kelvin sign
       put_ascii(static_cast<char>(code), kBertAscii[code]);
       return;
     }
     if (options_.lower_case) {
-      if (code == 0x130) { // the one letter whose small form has two characters
+      if (code == 0x130) { // the only letter whose lower case has two characters
         out_.text += "i\xCC\x87";
         characters_ += 2;
         return;
@@ -209,8 +209,8 @@ class BertWordSplitter {
 
   const BertWordOptions options_;
   BertWords& out_;
-  size_t begin_ = 0; // of the word being made
-  int64_t characters_ = 0; // in it
+  size_t begin_ = 0; // of the current word
+  int64_t characters_ = 0; // in the current word
 };
 
 void split_bert_words(std::string_view text, const BertWordOptions& options, BertWords& words) {

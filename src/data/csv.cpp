@@ -76,8 +76,7 @@ size_t CsvReader::column(std::string_view name, std::string_view flag) const {
       samples.assign(ahead.fields().begin(), ahead.fields().end());
     }
   } catch (const InputError&) {
-    // The unknown column is said first; the record's own error comes when the
-    // file is read.
+    // Report the unknown column first. Reading the file reports the record's own error.
   }
   detail::fail_unknown_column(detail::kCsvReader, asked, path(), columns_, samples);
 }
@@ -94,8 +93,8 @@ bool CsvReader::next() {
   return true;
 }
 
-// Length of the line break at `at`, 0 where there is none. A lone CR is text in a
-// file whose lines end with LF: some writers leave it unquoted.
+// Length of the line break at `at`, or 0. A lone CR is text in a file whose lines end with LF,
+// because some writers do not quote it.
 size_t CsvReader::line_break(size_t at) const {
   if (at >= text_.size()) {
     return 0;
@@ -112,7 +111,7 @@ size_t CsvReader::line_break(size_t at) const {
   return cr_ends_lines_ || at + 1 == text_.size() ? 1 : 0;
 }
 
-// Line breaks in [begin, end); `last` becomes the place behind the last one.
+// Counts the line breaks in [begin, end). Sets `last` to the position after the last one.
 int64_t CsvReader::count_lines(size_t begin, size_t end, size_t& last) const {
   int64_t lines = 0;
   for (size_t i = begin; i < end;) {
@@ -126,13 +125,13 @@ int64_t CsvReader::count_lines(size_t begin, size_t end, size_t& last) const {
   return lines;
 }
 
-// Where a field may end: the delimiter, a line break, or the end of the file.
+// Whether a field may end here: at the delimiter, a line break or the end of the file.
 bool CsvReader::at_field_end(size_t at) const {
   return at == text_.size() || text_[at] == delimiter_ || line_break(at) > 0;
 }
 
-// Whether the quote at `at` opens a field that closes before the line ends: only
-// then is it a quote in a tab-separated file.
+// Whether the quote at `at` opens a field that closes on the same line. Only then is it a quote in
+// a tab-separated file.
 bool CsvReader::closes_on_its_line(size_t at) const {
   for (size_t i = at + 1; i < text_.size() && line_break(i) == 0; ++i) {
     if (text_[i] == '"') {
@@ -146,8 +145,8 @@ bool CsvReader::closes_on_its_line(size_t at) const {
   return false;
 }
 
-// Reads the quoted field whose opening quote is at `at`; leaves `at` behind the
-// closing one. False where the window ends before it.
+// Reads the quoted field whose opening quote is at `at` and sets `at` after the closing one.
+// Returns false if the window ends first.
 bool CsvReader::read_quoted(size_t& at) {
   const size_t open = at;
   size_t begin = at + 1;
@@ -177,7 +176,7 @@ bool CsvReader::read_quoted(size_t& at) {
     }
     unescaped->append(text_.substr(begin, quote - begin));
     if (!doubled) {
-      fields_.push_back({}); // set by read_record: the vector may still grow
+      fields_.push_back({}); // read_record sets it, because `unescaped_` may still grow
       break;
     }
     unescaped->push_back('"');
@@ -199,11 +198,10 @@ bool CsvReader::read_record() {
   return !fields_.empty();
 }
 
-// Whether what ends at `end` ends there whatever lies behind the window: a CR at
-// its end may have its LF there.
+// Whether the data up to `end` is complete. A CR at the window's end may have its LF after it.
 bool CsvReader::is_whole(size_t end) const { return end < text_.size() || window_.reaches_end(); }
 
-// False where the record may go on behind the window. No fields: the file's end.
+// Returns false if the record may continue after the window. No fields mean the end of the file.
 bool CsvReader::read_record_in_window() {
   fields_.clear();
   size_t bytes = 0;
@@ -217,7 +215,7 @@ bool CsvReader::read_record_in_window() {
   start_ = next_;
   line_ = next_line_;
   unescaped_used_ = 0;
-  std::vector<size_t> unescaped_fields; // [unescaped] its field
+  std::vector<size_t> unescaped_fields; // [unescaped] index of its field
   size_t at = next_;
   for (;;) {
     const size_t begin = at;
@@ -286,8 +284,8 @@ void CsvReader::check_width() const {
 
 std::string CsvReader::position() const { return path().string() + ":" + std::to_string(line_); }
 
-// Names the physical line and the character in it of byte `at`, and the line the
-// record starts at where that is another one.
+// Reports the physical line and the character of byte `at`, and the line where the record starts if
+// that is a different one.
 void CsvReader::fail(size_t at, std::string_view what, std::string_view expected,
                      std::string_view fix) const {
   size_t line_begin = start_;

@@ -77,7 +77,7 @@ bool JsonlReader::next() {
   return true;
 }
 
-// The next line that is not blank, without its line break.
+// Finds the next line that is not blank, without its line break.
 bool JsonlReader::find_line(std::string_view& line) {
   while (window_.next_line(next_, line)) {
     ++line_;

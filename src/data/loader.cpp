@@ -13,33 +13,33 @@ namespace hasten {
 
 namespace detail {
 
-// Rows of one sorting group: large enough that batches cut from it are nearly of
-// one length, small enough that an epoch of a few batches is still shuffled.
+// Samples of one sorting group. Large enough that its batches have samples of nearly equal length;
+// small enough that an epoch of a few batches is still shuffled.
 int64_t length_group_rows(int64_t rows, int64_t global_batch) {
   const int64_t batches = std::clamp<int64_t>(rows / (4 * global_batch), 1, 50);
   return batches * global_batch;
 }
 
-// One epoch's rows with the lengths they are grouped by, not yet dealt out.
+// One epoch's samples and their lengths for grouping, before they are assigned to ranks.
 struct EpochOrder {
   std::vector<int64_t> rows{}; // in order
-  std::vector<int64_t> lengths{}; // [row number]; empty without grouping
+  std::vector<int64_t> lengths{}; // [sample]; empty without grouping
 
   void sort_longest_first(int64_t begin, int64_t end) {
     std::stable_sort(rows.begin() + begin, rows.begin() + end,
                      [&](int64_t a, int64_t b) { return lengths[a] > lengths[b]; });
   }
 
-  // The row to run first: where its batch fits in memory, all do.
+  // The sample that must run first: if its batch fits in memory, all batches do.
   int64_t longest(int64_t count) const {
     return std::max_element(rows.begin(), rows.begin() + count,
                             [&](int64_t a, int64_t b) { return lengths[a] < lengths[b]; }) -
            rows.begin();
   }
 
-  // Puts batches of similar length together and shuffles those but the first.
-  // The rows of a smaller last batch are taken before sorting, so that none are
-  // more likely to be in it (or, dropped, to be lost) than others.
+  // Groups batches of similar length and shuffles all but the first. The samples of a smaller last
+  // batch are chosen before sorting, so that every sample is equally likely to be in it (or to be
+  // dropped).
   void group(int64_t global_batch, OrderRng& rng) {
     const int64_t full = static_cast<int64_t>(rows.size()) / global_batch * global_batch;
     if (full == 0) {
@@ -97,8 +97,8 @@ EpochOrder epoch_order(const Dataset& dataset, const LoaderOptions& options, uin
   return order;
 }
 
-// Which rank takes place `i` of a global batch. To and fro (0 1 1 0) where rows
-// are sorted by length: plain turns would give rank 0 the longer row every time.
+// Rank of place `i` in a global batch. The direction alternates (0 1 1 0) if samples are sorted by
+// length; otherwise rank 0 would get the longer sample every time.
 int rank_of_place(int64_t i, int world_size, bool sorted) {
   const int turn = static_cast<int>(i % world_size);
   const bool backwards = sorted && (i / world_size) % 2 == 1;

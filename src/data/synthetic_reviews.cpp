@@ -35,7 +35,7 @@ const std::vector<ReviewedProduct>& reviewed_products() {
   return products;
 }
 
-// What words say of a thing; polarity 0 is bad, 1 is good.
+// Words about a feature; polarity 0 is bad, 1 is good.
 const Phrases& adjectives(int polarity) {
   static const Phrases bad{"awful",     "flimsy",   "poor",       "disappointing", "useless",
                            "dreadful",  "shoddy",   "unreliable", "terrible",      "cheap",
@@ -64,7 +64,7 @@ const Phrases& verdicts(int polarity) {
   return polarity == 1 ? good : bad;
 }
 
-// Sentences that say nothing either way.
+// Neutral sentences.
 const Phrases& openings() {
   static const Phrases phrases{"I bought this {product} three weeks ago.",
                                "My sister gave me the {product} for my birthday.",
@@ -103,7 +103,7 @@ class ReviewWriter {
     if (chance(55)) {
       add(filled(pick(openings())));
     }
-    // One sentence most of the time, up to four.
+    // Usually one sentence, at most four.
     int64_t sentences = 1;
     while (sentences < 4 && chance(40)) {
       ++sentences;
@@ -136,7 +136,7 @@ class ReviewWriter {
     return (std::string("aeiou").find(word[0]) == std::string::npos ? "a " : "an ") + word;
   }
 
-  // "the strap is really sturdy", or the same by way of its opposite.
+  // "the strap is really sturdy", or the same by negating the opposite.
   std::string clause(int polarity) {
     const std::string thing = part();
     if (chance(35)) {
@@ -174,14 +174,14 @@ class ReviewWriter {
     return text + (text.back() == '.' ? "" : ".");
   }
 
-  // Draws are statements of their own: the order in which the operands of + are
-  // evaluated is the compiler's choice.
+  // Each draw is a statement of its own, because the compiler chooses the order in which the
+  // operands of + are evaluated.
   std::string plain(int polarity) {
     const std::string first = clause(polarity);
     return sentence(chance(25) ? first + ", and " + clause(polarity) : first);
   }
 
-  // Both polarities, of which one counts in the end.
+  // Has both polarities; one of them decides the label.
   std::string contrast(int polarity) {
     const uint64_t form = rng_.below(7);
     if (form < 3) {

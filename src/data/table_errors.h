@@ -1,4 +1,4 @@
-// What readers of tables say alike. Private to src/data.
+// Error messages that the readers of tables share. Private to src/data.
 #pragma once
 
 #include <filesystem>
@@ -8,11 +8,11 @@
 
 namespace hasten::detail {
 
-/// At most `limit` characters of a value for a message, line breaks as spaces.
+/// At most `limit` characters of a value for a message, with spaces for line breaks.
 std::string table_sample(std::string_view value, size_t limit = 40);
 
-/// "`asked` is not a column of …" with the columns there are, a value of each,
-/// and the nearest name to what follows the "=" in `asked`.
+/// Throws "`asked` is not a column of …" with the existing columns, a value of each, and the name
+/// most similar to the text after "=" in `asked`.
 [[noreturn]] void fail_unknown_column(const char* where, const std::string& asked,
                                       const std::filesystem::path& path,
                                       const std::vector<std::string>& columns,

@@ -24,9 +24,8 @@ namespace detail {
 constexpr const char* kSelectRows = "data::select_text_rows";
 using RowSide = SelectedRows::Side;
 
-// How many rows of each label go to evaluation: `share` of all rows, spread over
-// labels by largest remainder; one at least of each label with two rows or more,
-// and never all of them.
+// Number of evaluation samples per label: `share` of all samples, distributed over labels by
+// largest remainder. A label with two samples or more gives at least one, and never all.
 std::vector<int64_t> stratified_counts(const std::vector<int64_t>& label_rows, double share) {
   const int64_t rows = std::accumulate(label_rows.begin(), label_rows.end(), int64_t{0});
   const auto wanted = std::llround(share * static_cast<double>(rows));
@@ -96,7 +95,7 @@ int32_t read_number(const TextRowReader& reader, const TextTableOptions& table) 
   return std::bit_cast<int32_t>(value);
 }
 
-// The row's label as a text: of columns "101", else as it is in the file.
+// The sample's label as text: like "101" for label columns, else as in the file.
 std::string label_text(const TextRowReader& reader, const TextTableOptions& table) {
   std::string text(table.label_columns.empty() ? reader.label() : std::string_view());
   for (size_t i = 0; i < table.label_columns.size(); ++i) {
@@ -110,7 +109,7 @@ std::string label_text(const TextRowReader& reader, const TextTableOptions& tabl
   return text;
 }
 
-// What the classes of a label_text() are called.
+// Names of the classes in a label_text().
 std::vector<std::string> class_names(const std::string& label, const TextTableOptions& table) {
   if (table.problem_type == ProblemType::single_label) {
     return {label};
@@ -131,13 +130,13 @@ std::vector<std::string> class_names(const std::string& label, const TextTableOp
   return names;
 }
 
-// One pass over a file.
+// Result of one pass over a file.
 struct ScannedRows {
-  /// Of a regression the number's bits, else the distinct label's place. [row]
+  /// regression: the number's bits; else the index of the distinct label. [row]
   std::vector<int32_t> labels{};
-  std::vector<TextHash> hashes{}; // [row], where they are asked for
-  // Of distinct labels, in order of appearance: the places in `names` behind their
-  // classes, and where they came first. [label]
+  std::vector<TextHash> hashes{}; // [row]; empty if not requested
+  // For each distinct label, in order of appearance: the end of its classes in `names`, and its
+  // first position in the file. [label]
   std::vector<size_t> ends{};
   std::vector<std::string> positions{};
   std::vector<std::string> names{};
@@ -201,7 +200,7 @@ std::string joined_labels(const std::vector<std::string>& names, size_t limit = 
                    "exclude such samples with a filter, or train with these labels");
 }
 
-// Replaces places of distinct labels by class numbers, or by places in label_sets.
+// Replaces indices of distinct labels by class numbers, or by indices into label_sets.
 void number_labels(ScannedRows& rows, ProblemType problem_type, const std::string& owner,
                    TextSelection& selection) {
   const auto numbers = label_numbers(rows.names, selection.label_names);
@@ -251,7 +250,7 @@ void add_counts(const TextRowCounts& counts, TextClassificationReport& report) {
   report.empty_label += counts.empty_label;
 }
 
-// Reads another file, whose rows all go to `side`. Their hashes, where asked for.
+// Reads another file, whose samples all go to `side`. Returns their hashes if requested.
 std::vector<TextHash> add_file(const std::shared_ptr<const TextFile>& file, int64_t max_rows,
                                RowSide side, bool with_hashes,
                                const TextClassificationOptions& options, TextSelection& selection) {
@@ -290,7 +289,7 @@ void draw_rows(const TextClassificationOptions& options, TextSelection& selectio
   }
 }
 
-// Hashes of the training side, sorted.
+// Hashes of the training samples, sorted.
 std::vector<TextHash> training_hashes(const SelectedRows& rows,
                                       const std::vector<TextHash>& hashes) {
   std::vector<TextHash> sorted;
@@ -303,8 +302,8 @@ std::vector<TextHash> training_hashes(const SelectedRows& rows,
   return sorted;
 }
 
-// Rows of evaluation whose texts training has go to `side`. Hashes are of `rows`, and
-// of training, sorted.
+// Moves evaluation samples whose text the training data has to `side`. `hashes` are those of
+// `rows`; `training` is sorted.
 void keep_out_of_evaluation(SelectedRows& rows, const std::vector<TextHash>& hashes,
                             const std::vector<TextHash>& training, RowSide side,
                             TextClassificationReport& report) {
@@ -372,7 +371,7 @@ void check_text_options(const TextClassificationOptions& options, const TextFile
   }
 }
 
-// "1234 rows: neg 617 (50.0 %), pos 617 (50.0 %)", the first shares of many; of a
+// "1234 samples: neg 617 (50.0 %), pos 617 (50.0 %)", with the first labels if there are many. For
 // regression the range and the mean.
 std::string side_line(const TextSideReport& side, const std::vector<std::string>& label_names) {
   constexpr size_t kShown = 12;

@@ -17,7 +17,7 @@ namespace detail {
 
 constexpr size_t kTextPiece = size_t{256} << 10; // bytes
 
-// Files that people take for tables, by their first bytes.
+// Formats that users mistake for text tables, by their first bytes.
 struct NotText {
   std::string_view start;
   const char* name;
@@ -85,7 +85,7 @@ std::shared_ptr<const TextFile> TextFile::of_text(std::filesystem::path name, st
   return file;
 }
 
-// Closes `file`. Says what went wrong, or nothing.
+// Reads the whole `file` and closes it. Returns the error, or an empty string.
 std::string TextFile::drain(int file) {
   char buffer[1 << 16];
   ssize_t count = 0;
@@ -158,7 +158,7 @@ void TextWindow::move(size_t bytes) {
   }
   const size_t kept = text_.size();
   const size_t size = std::min(std::max(2 * kept, detail::kTextPiece), left);
-  // A new one, since copies may look at the old.
+  // A new buffer, because copies of the window may use the old one.
   auto buffer = std::make_shared_for_overwrite<char[]>(size);
   text_.copy(buffer.get(), kept);
   file_->read(begin_ + kept, buffer.get() + kept, size - kept);

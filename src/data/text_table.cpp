@@ -1,4 +1,4 @@
-// Rows of one file, and what its labels are called.
+// Samples of one file, and label numbers.
 #include <algorithm>
 #include <charconv>
 #include <optional>
@@ -41,8 +41,7 @@ bool parse_label_integer(std::string_view text, int64_t& value) {
   return result.ec == std::errc() && result.ptr == end;
 }
 
-// The number of a label that is not a name: i where the names are the
-// placeholders LABEL_0, LABEL_1, … and the label is "i", else -1.
+// Label number of a placeholder: i if `label` is "i" and `names` has "LABEL_i" at i, else -1.
 int64_t placeholder_number(const std::string& label, const std::vector<std::string>& names) {
   int64_t number = -1;
   if (!parse_label_integer(label, number) || number < 0 ||
@@ -54,7 +53,7 @@ int64_t placeholder_number(const std::string& label, const std::vector<std::stri
 
 } // namespace detail
 
-// One of the two kinds of file.
+// A reader of one of the two formats.
 struct TextRowReader::Format {
   std::optional<CsvReader> csv{};
   std::optional<JsonlReader> jsonl{};

@@ -23,14 +23,14 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(TextClassificationReport, rows_read, filtered
 
 namespace detail {
 
-// To be raised with any change of what the same files and options give.
+// Increase it with every change of the ids that equal files and options give.
 constexpr int kTokenRules = 2;
 
 class TextHasher {
  public:
   TextHasher() { XXH3_128bits_reset(state_.get()); }
   void add(std::string_view text) {
-    constexpr size_t kBlock = size_t{64} << 20; // bytes between two looks
+    constexpr size_t kBlock = size_t{64} << 20; // bytes between two checks for Ctrl-C
     for (size_t at = 0; at < text.size(); at += kBlock) {
       const auto block = text.substr(at, kBlock);
       XXH3_128bits_update(state_.get(), block.data(), block.size());
@@ -89,7 +89,7 @@ nlohmann::json described_file(const std::shared_ptr<const TextFile>& file) {
   if (file == nullptr) {
     return nullptr;
   }
-  // The ending says how it is read.
+  // The extension determines how the file is read.
   TextHasher hasher;
   for (TextWindow window(file);; window.move(window.text().size())) {
     hasher.add(window.text());
@@ -99,7 +99,7 @@ nlohmann::json described_file(const std::shared_ptr<const TextFile>& file) {
   }
 }
 
-// All that the ids depend on.
+// Hash of everything that determines the ids.
 std::string token_cache_key(const std::shared_ptr<const TextFile>& train_file,
                             const std::shared_ptr<const TextFile>& eval_file,
                             const TokenizedClassificationOptions& options) {
@@ -121,7 +121,7 @@ std::string token_cache_key(const std::shared_ptr<const TextFile>& train_file,
       {"replace", texts.replace_label_names},
       {"tokenizer", described_tokenizer(options)},
       {"max_length", options.max_length}};
-  // Flags may hold bytes that are no UTF-8.
+  // Options may have bytes that are not UTF-8.
   return text_hash_hex(described.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace));
 }
 
@@ -136,7 +136,7 @@ class MemorySink : public TokenSink {
   std::vector<int32_t>& ids_;
 };
 
-// Makes the ids of both files, in order, into a sink.
+// Writes the ids of both files, in order, into a sink.
 class TokenMaker {
  public:
   TokenMaker(const std::shared_ptr<const TextFile>& train_file,
@@ -161,7 +161,7 @@ class TokenMaker {
     }
   }
 
-  // Behind make(), with the ids that went into the sink.
+  // Call it after make(). Describes the ids that went into the sink.
   nlohmann::json values() const {
     nlohmann::json values{{"label_names", selection_.label_names},
                           {"report", selection_.report},
@@ -260,7 +260,7 @@ class TokenMaker {
   std::vector<TokenRow> train_{};
   std::vector<TokenRow> eval_{};
   TextHasher checksum_{};
-  int64_t ids_ = 0; // in the sink
+  int64_t ids_ = 0; // written to the sink
   int64_t tokens_ = 0;
   int64_t truncated_ = 0;
 };
@@ -303,7 +303,7 @@ TokenizedClassification tokenized_in_memory(TokenMaker& maker,
   return tokenized_from(made, options);
 }
 
-// One call for these files and options.
+// One call of tokenize_text_classification.
 class TokenCache {
  public:
   TokenCache(const std::shared_ptr<const TextFile>& train_file,
@@ -335,7 +335,7 @@ class TokenCache {
       return in_memory(folder.string() + ": " + lock.problem());
     }
     std::string after;
-    if (auto found = open(after)) { // another process has made it meanwhile
+    if (auto found = open(after)) { // another process has made it since
       return std::move(*found);
     }
     if (turn == TokenLock::Turn::done) {
@@ -382,7 +382,7 @@ class TokenCache {
     return in_memory(unable, &maker);
   }
 
-  // What makers of this file left that were killed: nobody else has the lock.
+  // Removes temporary files of killed processes. No other process has the lock now.
   void remove_unfinished() const {
     const std::string start = path_.filename().string() + ".tmp-";
     std::vector<std::filesystem::path> found;
@@ -409,7 +409,7 @@ class TokenCache {
     return result;
   }
 
-  // At most 20 times a second, and at the end.
+  // Reports at most 20 times a second, and at the end.
   void report(const TokenizeProgress& progress, TokenLock* lock = nullptr) {
     const auto now = std::chrono::steady_clock::now();
     if (progress.done < progress.total && !progress.waiting &&
@@ -447,7 +447,7 @@ std::filesystem::path cache_folder(const std::filesystem::path& given) {
   if (auto own = detail::environment_folder("HASTEN_CACHE"); !own.empty()) {
     return own;
   }
-  // A relative one counts as none, by the XDG specification.
+  // The XDG specification says to ignore a relative path.
   if (auto xdg = detail::environment_folder("XDG_CACHE_HOME"); xdg.is_absolute()) {
     return xdg / "hasten";
   }

@@ -18,7 +18,7 @@
 
 namespace hasten::detail {
 
-constexpr size_t kTokenWriteBuffer = size_t{1} << 20; // bytes, also to read
+constexpr size_t kTokenWriteBuffer = size_t{1} << 20; // bytes; for writing and reading
 constexpr uint64_t kTokenFormat = 2;
 
 struct TokenFileHeader {
@@ -57,7 +57,7 @@ TokenFileWriter::TokenFileWriter(std::filesystem::path target, const std::string
   XXH3_64bits_reset(hash_->state.get());
   buffer_.reserve(kTokenWriteBuffer);
   try {
-    const TokenFileHeader header; // the real one comes last
+    const TokenFileHeader header; // finish() writes the real one
     write_at(&header, sizeof(header), 0);
   } catch (...) {
     ::close(file_);
@@ -137,12 +137,12 @@ void TokenFileWriter::write_at(const void* data, size_t bytes, off_t at) {
   }
 }
 
-// The ids of a file, and all else in it. Each block is compared with what it was
-// when the file was opened: a file that shrinks or is written to is an error, where
-// a mapping would end the process by SIGBUS, or give other ids.
+// The ids and the other parts of a file. Each block's hash is compared with the one at opening. So
+// a file that shrinks or changes is an error. With a mapping, it would end the process by SIGBUS or
+// give other ids.
 class TokenFileIds : public TokenIds {
  public:
-  // Takes the descriptor, and verifies the whole file.
+  // Takes over the descriptor and verifies the whole file.
   TokenFileIds(const std::filesystem::path& path, int file, size_t bytes, const std::string& key)
       : path_(path), file_(file), bytes_(bytes) {
     problem_ = find_problem(key);
@@ -151,7 +151,7 @@ class TokenFileIds : public TokenIds {
   TokenFileIds(const TokenFileIds&) = delete;
   TokenFileIds& operator=(const TokenFileIds&) = delete;
 
-  // Empty where the file is whole.
+  // Empty if the file is valid.
   const std::string& problem() const { return problem_; }
   size_t bytes() const { return bytes_; }
   void set_size(uint64_t ids) { ids_ = static_cast<int64_t>(ids); }
@@ -161,7 +161,7 @@ class TokenFileIds : public TokenIds {
                ids.size_bytes());
   }
 
-  // What the file had there when it was opened. Throws Error.
+  // Reads bytes as they were when the file was opened. Throws Error if they have changed.
   void read_bytes(size_t at, void* to, size_t bytes) const {
     if (bytes == 0) { // `to` may be null
       return;
@@ -204,7 +204,7 @@ class TokenFileIds : public TokenIds {
     return true;
   }
 
-  // Says what is wrong with the file's bytes; remembers the hash of each block.
+  // Returns what is wrong with the file, or an empty string. Stores the hash of each block.
   std::string find_problem(const std::string& key) {
     TokenFileHeader header;
     if (bytes_ < sizeof(header) + sizeof(uint64_t)) {
@@ -255,7 +255,7 @@ class TokenFileIds : public TokenIds {
   std::string problem_{};
 };
 
-// The parts of a file whose bytes are whole; null where they contradict each other.
+// The parts of a verified file; null if they contradict each other.
 std::unique_ptr<TokenFile> token_file_parts(const std::shared_ptr<TokenFileIds>& all) {
   const size_t begin = sizeof(TokenFileHeader);
   const size_t end = all->bytes() - sizeof(uint64_t);

@@ -1,17 +1,15 @@
-// Token ids as a file, of which rows are read when they are asked for. Private to
-// src/data.
+// Token ids in a file, from which samples are read when a batch needs them. Private to src/data.
 //
-// The format, in the machine's byte order (another one's file counts as damaged):
+// The format, in the machine's byte order (a file in another byte order counts as damaged):
 //   0   8 bytes   "hastentk"
-//   8   u64       2, the format's number
+//   8   u64       2, the version of the format
 //   16  32 bytes  the key, hex digits
 //   48  u64       bytes of the whole file
 //   56  u64       XXH3 of all bytes from 64 on
-//   64  int32[]   ids of all rows, of several labels a row each followed by its class
-//                 numbers; filled up with zeros to a multiple of 16 bytes
-//       TokenRow[] rows of training, then those of evaluation
-//       text      JSON: "ids", "train", "eval" are their numbers, the rest is the
-//                 caller's
+//   64  int32[]   ids of all samples; with multi_label each followed by its class numbers; then
+//                 zeros up to a multiple of 16 bytes
+//       TokenRow[] training samples, then evaluation samples
+//       text      JSON: "ids", "train" and "eval" are counts; the caller defines the other keys
 //       u64       bytes of that text
 #pragma once
 
@@ -27,7 +25,7 @@
 
 namespace hasten::detail {
 
-/// What a table in memory owns.
+/// Storage of a table in memory.
 struct StoredTokens : TokenIds {
   std::vector<int32_t> ids{};
   std::vector<TokenRow> rows{};
@@ -38,18 +36,18 @@ struct StoredTokens : TokenIds {
   }
 };
 
-/// Takes ids as they are made.
+/// Receives ids while they are made.
 class TokenSink {
  public:
   virtual ~TokenSink() = default;
   virtual void add(std::span<const int32_t> ids) = 0;
 };
 
-/// A token file in the making: a temporary file beside the target, then one
-/// rename. No fsync: what a crash leaves is found out by its checksum.
+/// Writes a token file: first a temporary file in the same folder, then one rename. No fsync: after
+/// a crash the checksum shows damage.
 class TokenFileWriter : public TokenSink {
  public:
-  /// Throws std::system_error, as all members do, where the disk does not let it.
+  /// Throws std::system_error if the disk fails, as all members do.
   TokenFileWriter(std::filesystem::path target, const std::string& key);
   /// Removes the temporary file unless finish() was called.
   ~TokenFileWriter() override;
@@ -71,21 +69,21 @@ class TokenFileWriter : public TokenSink {
   std::string temporary_;
   int file_ = -1;
   int64_t ids_ = 0;
-  uint64_t bytes_ = 0; // behind the header, buffered ones counted
+  uint64_t bytes_ = 0; // after the header, with those in buffer_
   std::vector<char> buffer_{};
   std::unique_ptr<Hash> hash_;
 };
 
-/// A token file that was found whole.
+/// A token file that has been verified.
 struct TokenFile {
   TokenTable train{};
   TokenTable eval{};
   nlohmann::json values{};
 };
 
-/// Opens a file and verifies all of it: one pass over its bytes. Returns nothing
-/// where there is none, or, with `problem` set, where it is damaged or another's.
-/// Memory: 16 bytes a row, and 8 for 4 KiB of the file.
+/// Opens a file and verifies all of it: one pass over its bytes. Returns null if there is no file,
+/// and null with `problem` set if it is damaged or has another key. Memory: 16 bytes per sample,
+/// and 8 bytes per 4 KiB of the file.
 std::unique_ptr<TokenFile> open_token_file(const std::filesystem::path& path,
                                            const std::string& key, std::string& problem);
 

@@ -35,7 +35,7 @@ TokenLock::Turn TokenLock::acquire(const std::function<void(int64_t, int64_t)>& 
       return Turn::none;
     }
     if (!lock(waiting)) {
-      return Turn::none; // no locks on this file system
+      return Turn::none; // this file system has no locks
     }
     struct stat status {};
     if (::fstat(file_, &status) == 0 && status.st_nlink > 0) {
@@ -46,7 +46,7 @@ TokenLock::Turn TokenLock::acquire(const std::function<void(int64_t, int64_t)>& 
     if (waited_) {
       return Turn::done;
     }
-    // Its holder went between our open and our lock: once more.
+    // The holder removed the file between open and lock: try again.
   }
 }
 
@@ -74,7 +74,7 @@ bool TokenLock::lock(const std::function<void(int64_t, int64_t)>& waiting) {
 
 void TokenLock::tell(int64_t done, int64_t total) {
   const std::array<int64_t, 2> told{done, total};
-  // A disk that is full says less to those that wait.
+  // If the disk is full, the waiting processes only miss a progress report.
   [[maybe_unused]] const ssize_t written =
       held_ ? ::pwrite(file_, told.data(), sizeof(told), 0) : 0;
 }

@@ -1,5 +1,4 @@
-// Who makes a file that several processes want: one does, the others wait.
-// Private to src/data.
+// Chooses which of several processes makes a file while the others wait. Private to src/data.
 #pragma once
 
 #include <cstdint>
@@ -9,30 +8,30 @@
 
 namespace hasten::detail {
 
-/// A lock file, held by flock(), so that the kernel frees it when its holder dies.
-/// Whoever is through removes the file: one that waited for a lock file that is
-/// gone knows that the work is done, or has failed.
+/// A lock file, locked by flock(), so the kernel frees the lock if its holder dies. The holder
+/// removes the file when it has finished. A process that waited and finds the file gone knows that
+/// the work is done or has failed.
 class TokenLock {
  public:
   enum class Turn {
-    mine, // make it
-    done, // another process held the lock and is through
-    none, // there can be no lock here
+    mine, // this process makes the file
+    done, // another process held the lock and has finished
+    none, // locking is not possible here
   };
 
   explicit TokenLock(std::filesystem::path path);
-  /// Removes the file where the lock is held.
+  /// Removes the file if this process holds the lock.
   ~TokenLock();
   TokenLock(const TokenLock&) = delete;
   TokenLock& operator=(const TokenLock&) = delete;
 
-  /// Blocks until it is clear whose turn it is, without a limit: the holder's
-  /// death ends it. While another process holds the lock `waiting` is called
-  /// every 50 ms with what that process last gave to tell(). Throws Interrupted.
+  /// Blocks until the turn is decided, without a time limit; the holder's death frees the lock.
+  /// While another process holds the lock, calls `waiting` every 50 ms with that process's last
+  /// tell(). Throws Interrupted.
   Turn acquire(const std::function<void(int64_t done, int64_t total)>& waiting);
-  /// Why acquire() answered none.
+  /// Why acquire() returned none.
   const std::string& problem() const { return problem_; }
-  /// For those that wait. Never throws.
+  /// Progress for the waiting processes. Never throws.
   void tell(int64_t done, int64_t total);
 
  private:

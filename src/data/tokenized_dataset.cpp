@@ -21,7 +21,7 @@ namespace detail {
 
 constexpr const char* kTokenizedDataset = "data::TokenizedDataset";
 
-// Encodes rows [begin, end) into `out`.
+// Encodes texts [begin, end) into `out`.
 void tokenize_rows(const WordPieceTokenizer& tokenizer, const std::vector<std::string>& texts,
                    int64_t max_length, size_t begin, size_t end, std::vector<Encoding>& out) {
   for (size_t row = begin; row < end; ++row) {
@@ -54,7 +54,7 @@ std::vector<Encoding> tokenize_parallel(const WordPieceTokenizer& tokenizer,
   threads.clear(); // joins
   for (const auto& error : errors) {
     if (error) {
-      std::rethrow_exception(error); // of the earliest row
+      std::rethrow_exception(error); // of the first text with an error
     }
   }
   return encodings;

@@ -16,12 +16,12 @@ namespace detail {
 constexpr int64_t kMaxWordCharacters = 100;
 constexpr const char* kTokenizer = "data::WordPieceTokenizer";
 
-// Pieces by their bytes. One walk over a word finds the longest piece at a place;
-// edges live in one open-addressed table, 12 bytes a slot, at most half full.
+// The pieces as a trie over bytes. One walk over a word finds the longest piece at a position.
+// Edges are in one open-addressed table: 12 bytes per slot, at most half full.
 class PieceTrie {
  public:
   static constexpr int32_t kStart = 0; // pieces that start a word
-  static constexpr int32_t kInside = 1; // pieces with "##", without it
+  static constexpr int32_t kInside = 1; // pieces with "##", stored without it
 
   explicit PieceTrie(const std::vector<std::string>& vocab) {
     size_t bytes = 0;
@@ -46,7 +46,7 @@ class PieceTrie {
     }
   }
 
-  // Id of the longest piece that `text` starts with, and its bytes; -1 for none.
+  // Id and bytes of the longest piece that `text` starts with; id -1 if there is none.
   std::pair<int32_t, size_t> longest(std::string_view text, int32_t node) const {
     std::pair<int32_t, size_t> best{-1, 0};
     for (size_t i = 0; i < text.size(); ++i) {
@@ -87,7 +87,7 @@ class PieceTrie {
       }
       node = nodes_[slot];
     }
-    piece_[node] = id; // of two equal pieces the later counts
+    piece_[node] = id; // if a piece occurs twice, the later id wins
   }
 
   std::vector<uint64_t> keys_{}; // [slot]
@@ -105,7 +105,7 @@ struct WordPieceTokenizer::Impl {
   detail::BertWordOptions words;
   std::unordered_map<std::string_view, int64_t> ids; // views into vocab, added
   detail::PieceTrie trie;
-  std::array<bool, 256> starts_added{}; // bytes that added tokens start with
+  std::array<bool, 256> starts_added{}; // first bytes of added tokens
   int64_t unk = 0;
   int64_t cls = 0;
   int64_t sep = 0;
@@ -162,7 +162,7 @@ struct WordPieceTokenizer::Impl {
     return found->second;
   }
 
-  // The added token that `text` has at `at`, the longest one; null for none.
+  // The longest added token at position `at` of `text`, or null.
   const AddedToken* added_at(std::string_view text, size_t at) const {
     for (const auto& token : added) {
       if (text.compare(at, token.content.size(), token.content) == 0) {
@@ -172,7 +172,7 @@ struct WordPieceTokenizer::Impl {
     return nullptr;
   }
 
-  // Appends the ids of `text`; stops once there are more than `limit`.
+  // Appends the ids of `text`. Stops when there are more than `limit`.
   void append_text(std::string_view text, size_t limit, detail::BertWords& scratch,
                    std::vector<int64_t>& out) const {
     size_t begin = 0;
@@ -242,7 +242,7 @@ Encoding WordPieceTokenizer::encode(std::string_view text, int64_t max_length) c
                      "at least 2 ([CLS] and [SEP]), or 0 for no limit");
   }
   impl_->check_utf8(text);
-  // [CLS] is in the list already: more than limit ids are too many.
+  // The ids already have [CLS]; so more than `limit` ids are too many.
   const size_t limit = max_length == 0 ? ~size_t{0} - 1 : static_cast<size_t>(max_length) - 1;
   detail::BertWords scratch;
   Encoding encoding{.ids = {impl_->cls}};

@@ -15,11 +15,11 @@ namespace hasten {
 
 namespace detail {
 
-using TokenizerJson = nlohmann::ordered_json; // written: keeps keys in order
+using TokenizerJson = nlohmann::ordered_json; // for writing: keeps the order of keys
 
 constexpr const char* kLoadTokenizer = "data::WordPieceTokenizer::load";
 
-// Sequences that HF writes for "no limit known" are this long or longer.
+// Hugging Face writes a length of at least this for "no limit known".
 constexpr double kNoMaxLength = 1e9;
 
 [[noreturn]] void fail_tokenizer_file(const std::filesystem::path& path, const std::string& what,
@@ -35,7 +35,7 @@ nlohmann::json read_tokenizer_json(const std::filesystem::path& path) {
   return json;
 }
 
-// The member, or null where the object or the member is missing.
+// The member, or null if the object or the member is missing.
 const nlohmann::json& tokenizer_member(const nlohmann::json& json, const char* name) {
   static const nlohmann::json kNull;
   const auto found = json.is_object() ? json.find(name) : json.end();
@@ -110,7 +110,7 @@ std::vector<std::string> read_json_vocab(const std::filesystem::path& path,
   return vocab;
 }
 
-// The normalizer of tokenizer.json first; what tokenizer_config.json says wins.
+// Reads the normalizer of tokenizer.json, then tokenizer_config.json, which overrides it.
 WordPieceOptions tokenizer_options(const nlohmann::json& json, const nlohmann::json& config) {
   WordPieceOptions options;
   const auto& normalizer = tokenizer_member(json, "normalizer");
@@ -174,8 +174,8 @@ std::vector<AddedToken> read_added_tokens(const std::filesystem::path& folder,
   return tokens;
 }
 
-// The vocabulary itself must have them, under the numbers that the folder's other
-// files give: added tokens beside a vocabulary that was cut would hide it.
+// The vocabulary itself must have the special tokens, with the ids of the folder's other files.
+// Otherwise added tokens would hide a truncated vocabulary.
 void check_special_tokens(const std::filesystem::path& path, const std::vector<std::string>& vocab,
                           const WordPieceOptions& options, const std::vector<AddedToken>& added) {
   for (const auto& token :
@@ -295,13 +295,13 @@ std::string tokenizer_json_text(const WordPieceTokenizer& tokenizer) {
                    {"unk_token", options.unk_token},
                    {"continuing_subword_prefix", "##"},
                    {"max_input_chars_per_word", 100}};
-  // ordered_json looks keys up one by one: 30,000 of them are appended instead.
+  // ordered_json searches keys linearly, so the 30,000 keys are appended directly.
   auto vocab = TokenizerJson::object();
   std::vector<std::pair<const std::string, TokenizerJson>>& entries =
       vocab.get_ref<TokenizerJson::object_t&>();
   for (int64_t id = 0; id < tokenizer.vocab_size(); ++id) {
     const auto& piece = tokenizer.vocab()[id];
-    if (tokenizer.id(piece) == id) { // of equal pieces only the later counts
+    if (tokenizer.id(piece) == id) { // if a piece occurs twice, the later id wins
       entries.emplace_back(piece, id);
     }
   }
@@ -328,7 +328,7 @@ WordPieceTokenizer WordPieceTokenizer::load(const std::filesystem::path& folder)
     detail::fail_tokenizer_file(
         folder,
         std::filesystem::exists(folder / "merges.txt")
-            ? "the folder has a byte-pair vocabulary (vocab.json, merges.txt), as in GPT-2 and RoBERTa"
+            ? "a byte-pair vocabulary (vocab.json, merges.txt), as in GPT-2 and RoBERTa"
             : "the folder has no vocabulary",
         "WordPiece, in vocab.txt or tokenizer.json",
         "copy it from the model that these weights come from");

@@ -60,7 +60,7 @@ std::string byte_name(char byte) {
 bool is_blank(std::string_view text) {
   for (size_t at = 0; at < text.size(); ++at) {
     if (text[at] == '\xC2' && at + 1 < text.size() && text[at + 1] == '\xA0') {
-      ++at; // U+00A0, which spreadsheets leave in cells that look empty
+      ++at; // U+00A0: spreadsheets leave it in cells that look empty
     } else if (!detail::is_ascii_blank(text[at])) {
       return false;
     }

@@ -1,13 +1,12 @@
 // Learning a WordPiece vocabulary.
 //
 // Note [Joining pairs]
-// Words are counted once. Each starts as its characters; the pair of neighbours
-// with the most occurrences over all words becomes a new piece everywhere, and so
-// on. A pair keeps its count and the words it has been seen in, so a join
-// touches those words only; the queue may hold old counts, which are put right
-// when they come up (a count only falls once its pair is in the queue, or the pair
-// is queued anew). Ties go to the smaller numbers of pieces: as characters are
-// numbered in sorted order, nothing depends on the order of the texts.
+// Words are counted once, and each starts as its characters. The most frequent pair of neighbours
+// over all words becomes a new piece in every word; then the next pair, and so on. A pair has its
+// count and the words in which it was seen, so a join changes only these words. The queue may have
+// old counts. They are corrected when they reach the top, because a count only decreases while its
+// pair is queued, or the pair is queued again. Ties go to the pieces with the smaller ids.
+// Characters get their ids in sorted order, so nothing depends on the order of the texts.
 #include <algorithm>
 #include <map>
 #include <queue>
@@ -99,7 +98,7 @@ class PairJoiner {
   using Pair = uint64_t;
   struct Occurrences {
     int64_t count = 0;
-    std::vector<int32_t> words{}; // may name a word twice, or one that lost it
+    std::vector<int32_t> words{}; // may have a word twice, or a word that lost the pair
   };
   struct Candidate {
     int64_t count = 0;
@@ -117,7 +116,7 @@ class PairJoiner {
     return static_cast<uint64_t>(left) << 32 | static_cast<uint32_t>(right);
   }
 
-  // Words with a character outside the alphabet are [UNK] and teach nothing.
+  // Words with a character outside the alphabet become [UNK] and are not counted.
   void add_word(const std::string& text, int64_t count) {
     Word word{.count = count};
     for (size_t at = 0; at < text.size();) {
@@ -193,7 +192,7 @@ class PairJoiner {
   std::vector<Word> words_{};
   std::unordered_map<Pair, Occurrences> pairs_{};
   std::priority_queue<Candidate> queue_{};
-  std::vector<Pair> changed_{}; // pairs that the current join made or grew
+  std::vector<Pair> changed_{}; // pairs whose count the current join increased
 };
 
 } // namespace detail
