@@ -20,7 +20,7 @@ namespace hasten {
 
 namespace detail {
 
-/// Defined gradients of all groups; a tied parameter's once.
+/// Defined gradients of all groups; that of a tied parameter once.
 static std::vector<at::Tensor> gradients_of(const torch::optim::Optimizer& optimizer) {
   std::vector<at::Tensor> gradients;
   std::unordered_set<const void*> seen;

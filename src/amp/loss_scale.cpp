@@ -41,8 +41,7 @@ LossScale::LossScale(GradScalerOptions options) : options_(options), scale_(opti
                         static_cast<double>(options.growth_interval), "1 or more");
 }
 
-// torch's at::_amp_update_scale_, whose scale is an fp32 tensor and whose factors are
-// fp64.
+// As torch's at::_amp_update_scale_: the scale is an fp32 tensor, the factors are fp64.
 void LossScale::update(bool found_inf) {
   if (!options_.enabled) {
     return;
@@ -104,7 +103,7 @@ void LossScale::load_state(const NamedTensors& /*tensors*/, const nlohmann::json
   values.at("growth_factor").get_to(options.growth_factor);
   values.at("backoff_factor").get_to(options.backoff_factor);
   values.at("growth_interval").get_to(options.growth_interval);
-  LossScale loaded(options); // checks them
+  LossScale loaded(options); // checks the values
   loaded.set_scale(values.at("scale").get<double>());
   values.at("_growth_tracker").get_to(loaded.growth_tracker_);
   *this = loaded;

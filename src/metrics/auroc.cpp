@@ -12,13 +12,13 @@ namespace hasten {
 namespace detail {
 
 constexpr const char* kAuroc = "metrics::Auroc";
-constexpr double kLogitRange = 24; // beyond it all scores are one bin
+constexpr double kLogitRange = 24; // logits beyond ±24 share the end bins
 
 struct AurocSums {
   double positives = 0;
   double negatives = 0;
-  double above = 0; // pairs with the positive in a higher bin
-  double together = 0; // pairs in one bin
+  double above = 0; // pairs whose positive is in the higher bin
+  double together = 0; // pairs whose samples share a bin
   bool has_nan = false;
 };
 

@@ -113,7 +113,7 @@ double ClassificationMetrics::accuracy() const {
 
 double ClassificationMetrics::average_of(double ClassScores::*score, Average average) const {
   if (average == Average::micro) {
-    return accuracy(); // one label a row: every error is missed and wrong once
+    return accuracy(); // one label per sample: an error is a false negative and a false positive
   }
   const auto scores = per_class();
   const auto predicted = confusion_.tensor.sum(0);

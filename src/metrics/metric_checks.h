@@ -1,4 +1,4 @@
-// What the metrics share in checking their inputs.
+// Input checks of the metrics.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,13 +15,13 @@ inline constexpr int64_t kIgnoredLabel = -100; // as in cross_entropy
 /// "Float [3, 4]".
 std::string form_text(const at::Tensor& tensor);
 
-/// Predictions and targets of a regression as fp64 on the CPU, flat.
+/// Predictions and targets of a regression, flattened, as fp64 on the CPU.
 struct RegressionBatch {
   at::Tensor predictions{};
   at::Tensor targets{};
 };
-/// Throws InputError unless both are real and of one shape; with `one_value`,
-/// also unless each row is one number: [B] or [B, 1].
+/// Throws InputError unless both are real and have the same shape. With `one_value` each sample
+/// must be one number: [B] or [B, 1].
 RegressionBatch regression_batch(const char* where, const at::Tensor& predictions,
                                  const at::Tensor& targets, bool one_value);
 

@@ -11,7 +11,7 @@ namespace detail {
 
 constexpr const char* kMultiLabelMetrics = "metrics::MultiLabelMetrics";
 
-/// 2 tp / (predicted + true), 0 where that is 0 / 0.
+/// 2 tp / (predicted + true), or 0 for 0 / 0.
 double f1_of(int64_t hits, int64_t predicted, int64_t truth) {
   return predicted + truth == 0
              ? 0.0

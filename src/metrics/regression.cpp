@@ -14,7 +14,7 @@ namespace detail {
 
 constexpr double kNoValue = std::numeric_limits<double>::quiet_NaN();
 
-// Two passes, from the first number: one that is repeated deviates by exactly 0.
+// Two passes over differences from the first value, so equal values have a deviation of exactly 0.
 Moments moments_of(const at::Tensor& x, const at::Tensor& y) {
   Moments moments;
   moments.count = static_cast<double>(x.numel());

@@ -18,8 +18,7 @@ namespace detail {
 
 constexpr const char* kSpearman = "metrics::SpearmanCorrCoef";
 
-// Rank of each value among all, each counted `counts` times; equal ones share the
-// mean of their ranks. From 1.
+// Rank of each value, from 1, if value i occurs counts[i] times. Equal values get their mean rank.
 std::vector<double> mean_ranks(const std::vector<double>& values,
                                const std::vector<double>& counts) {
   std::vector<size_t> order(values.size());
@@ -67,7 +66,7 @@ void SpearmanCorrCoef::update(const at::Tensor& predictions, const at::Tensor& t
 }
 
 void SpearmanCorrCoef::add(double x, double y, double count) {
-  x += 0.0; // -0 and 0 are one value
+  x += 0.0; // -0 and 0 are the same value
   y += 0.0;
   const uint64_t hash =
       stream_seed("spearman", 0, std::bit_cast<uint64_t>(x), std::bit_cast<uint64_t>(y));
@@ -80,7 +79,7 @@ void SpearmanCorrCoef::add(double x, double y, double count) {
   }
 }
 
-// A pair left out here can not come back: the largest hash kept only falls.
+// A dropped pair cannot return, because the largest kept hash only decreases.
 void SpearmanCorrCoef::compact() const {
   if (pending_.empty()) {
     return;

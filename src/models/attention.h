@@ -1,4 +1,4 @@
-// Multi-head self-attention, chosen by what is fast at the sizes of sentences.
+// Multi-head self-attention, with the path that is fast for sentences.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -17,8 +17,8 @@ namespace hasten {
 
 namespace detail {
 
-// A Linear whose weights are not drawn at once: they are drawn as BERT's, or
-// loaded. The dummy's two numbers keep torch's initialisation away from them.
+// A Linear with uninitialised weights; they are drawn as BERT's, or loaded. The dummy's two
+// elements keep torch from initialising the real ones.
 torch::nn::Linear make_bert_linear(int64_t in, int64_t out) {
   torch::nn::Linear linear(torch::nn::LinearOptions(1, 1));
   linear->options.in_features(in).out_features(out);
@@ -80,7 +80,7 @@ BertLayerImpl::BertLayerImpl(const BertConfig& config)
       attention_dropout_(config.attention_probs_dropout_prob),
       activation_(config.hidden_act) {
   using torch::nn::Module;
-  // Folders of the state dict; in its order.
+  // Modules of the state dict, in its order.
   auto attention = register_module("attention", std::make_shared<Module>());
   auto self = attention->register_module("self", std::make_shared<Module>());
   self->register_module("query", query);
@@ -98,7 +98,7 @@ BertLayerImpl::BertLayerImpl(const BertConfig& config)
 
 at::Tensor BertLayerImpl::attend(const at::Tensor& asking, const at::Tensor& hidden,
                                  const at::Tensor& mask) {
-  const at::Tensor read = autocast_cast(hidden); // once for all
+  const at::Tensor read = autocast_cast(hidden); // cast once for query, key and value
   return detail::self_attention(detail::bert_linear(query, asking.is_same(hidden) ? read : asking),
                                 detail::bert_linear(key, read), detail::bert_linear(value, read),
                                 mask, heads_, is_training() ? attention_dropout_ : 0.0);
@@ -152,8 +152,8 @@ at::Tensor BertModelImpl::embed(const at::Tensor& input_ids, const at::Tensor& t
                      "truncate the texts (max_length)");
   }
   const at::Tensor words = word_embeddings->forward(input_ids);
-  // Positions are the rows from 0: a slice needs no lookup. So does the one type
-  // that texts without pairs have.
+  // Positions are the rows from 0, and texts without pairs have only one type: neither needs a
+  // lookup.
   const at::Tensor positions = position_embeddings->weight.slice(0, 0, tokens);
   const at::Tensor sum = types.defined()
                              ? words + token_type_embeddings->forward(types) + positions
@@ -168,7 +168,7 @@ at::Tensor BertModelImpl::forward(at::Tensor input_ids, at::Tensor attention_mas
   at::Tensor mask;
   if (attention_mask.defined()) {
     const at::Tensor padding = attention_mask == 0;
-    // Asking a GPU would make it wait; there the mask stays.
+    // Reading the result from a GPU would synchronise, so there the mask stays.
     if (!padding.is_cpu() || padding.any().item<bool>()) {
       mask = at::zeros(padding.sizes(), hidden.options());
       mask.masked_fill_(padding, hidden.scalar_type() == at::kHalf
@@ -204,8 +204,8 @@ BertForSequenceClassificationImpl::BertForSequenceClassificationImpl(BertConfig 
 at::Tensor BertForSequenceClassificationImpl::forward(at::Tensor input_ids,
                                                       at::Tensor attention_mask,
                                                       at::Tensor token_type_ids) {
-  // The classifier reads the first token alone, so the last block makes no other:
-  // a sixth to a quarter of the work of shallow models, and the same logits.
+  // The classifier reads only the first token, so the last block computes no other. This saves a
+  // sixth to a quarter of the work of shallow models. The logits are the same.
   const at::Tensor hidden = bert->forward(std::move(input_ids), std::move(attention_mask),
                                           std::move(token_type_ids), true);
   const double p =

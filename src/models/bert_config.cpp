@@ -29,7 +29,7 @@ constexpr std::array<BertShape, 4> kBertShapes = {{
   throw InputError(kConfigWhere, std::string(source) + ": " + what, expected);
 }
 
-// Takes `key` out of `json` into `value`; null counts as absent.
+// Moves `key` from `json` to `value`; null counts as absent.
 template <typename T>
 void take_key(nlohmann::json& json, std::string_view source, const char* key, T& value,
               const char* expected) {
@@ -80,7 +80,7 @@ std::vector<std::string> take_labels(nlohmann::json& json, std::string_view sour
   return names;
 }
 
-// What would silently give other numbers than the file's author had.
+// Rejects settings that would silently give other results than in transformers.
 void refuse_other_architectures(const nlohmann::json& json, std::string_view source) {
   const auto type = json.find("model_type");
   if (type == json.end() || *type != "bert") {
@@ -143,7 +143,7 @@ BertConfig BertConfig::from_json(const nlohmann::json& json, std::string_view so
     rest.erase(classes);
   }
   rest.erase("model_type");
-  rest.erase("transformers_version"); // of the base's writer, which we are not
+  rest.erase("transformers_version"); // the version that wrote the base model, which this is not
   config.other_keys = rest.dump();
   config.validate(source);
   return config;
@@ -217,7 +217,7 @@ nlohmann::json BertConfig::to_json() const {
 
 void BertConfig::validate(std::string_view source) const {
   const auto at_least = [&](const char* key, int64_t value, int64_t least) {
-    // The limit keeps products of two sizes far from overflow.
+    // The limit keeps the product of two sizes far from overflow.
     if (value < least || value > 100'000'000) {
       detail::throw_bad_config(source, key + ("=" + std::to_string(value)),
                                std::to_string(least) + " to 100000000");

@@ -79,7 +79,7 @@ BertStepMemory bert_step_memory(const BertConfig& config, int64_t rows, int64_t 
   reset_peak_memory();
   const at::Tensor ids = at::empty({rows, tokens}, at::kLong);
   const at::Tensor mask = at::empty_like(ids);
-  const at::Tensor row_ends = at::empty_like(ids); // in a batch
+  const at::Tensor row_ends = at::empty_like(ids); // the third tensor of a batch
   at::Tensor loss;
   {
     const Autocast autocast({.enabled = compute_dtype == at::kBFloat16});

@@ -21,7 +21,7 @@ namespace detail {
 
 constexpr const char* kLoadWhere = "models::load_bert_classifier";
 
-// The files of a folder's weights, opened.
+// Opens the weight files of a folder.
 std::vector<SafetensorsReader> open_weights(const std::filesystem::path& folder) {
   std::error_code ignored;
   std::vector<SafetensorsReader> readers;
@@ -56,7 +56,7 @@ void replace_suffix(std::string& name, std::string_view suffix, std::string_view
   }
 }
 
-// Today's name of a tensor: legacy LayerNorm names, the missing base prefix.
+// Converts legacy LayerNorm names and adds a missing "bert." prefix.
 std::string current_name(std::string name) {
   replace_suffix(name, "LayerNorm.gamma", "LayerNorm.weight");
   replace_suffix(name, "LayerNorm.beta", "LayerNorm.bias");
@@ -115,11 +115,11 @@ std::string shape_of(at::IntArrayRef sizes) {
   return "[" + text + "]";
 }
 
-// Before anything of the sizes that config.json says is allocated: they may make a
-// model of about what the weights are, which check_weights() compares one by one.
+// Runs before anything of config.json's sizes is allocated. It accepts sizes up to about those of
+// the weights; check_weights() then compares them one by one.
 void check_size(const std::filesystem::path& folder, const BertConfig& config,
                 const std::map<std::string, FoundTensor>& found) {
-  // In 16 bits, perhaps, and with some missing, which are named then.
+  // Weights may be in 16 bits. Some may be missing; check_weights() names them.
   double there = 1e6;
   for (const auto& [name, tensor] : found) {
     const auto& entry = tensor.reader->entry(tensor.name);
@@ -148,8 +148,8 @@ void check_size(const std::filesystem::path& folder, const BertConfig& config,
   }
 }
 
-// Compares names and shapes; throws with all that is wrong at once.
-// `optional`: prefixes that may be missing, as a whole.
+// Compares names and shapes. Throws one error with all differences. `optional`: prefixes whose
+// tensors may all be missing.
 void check_weights(const std::filesystem::path& folder,
                    const BertForSequenceClassificationImpl& model,
                    const std::map<std::string, FoundTensor>& found,
@@ -198,8 +198,7 @@ bool has_weights_of(const std::map<std::string, FoundTensor>& found, const std::
   return first != found.end() && has_prefix(first->first, prefix);
 }
 
-// Row i of the result is the row of the folder's label `wanted[i]`; nothing
-// where the names differ.
+// Row i of the result is the folder's row for label `wanted[i]`. nullopt if the names differ.
 std::optional<std::vector<int64_t>> label_order(const std::vector<std::string>& wanted,
                                                 const std::vector<std::string>& folder) {
   std::vector<int64_t> order;
@@ -217,13 +216,13 @@ std::optional<std::vector<int64_t>> label_order(const std::vector<std::string>& 
   return order;
 }
 
-// The model of a folder in the making: what is decided before weights are read.
+// A folder while it is loaded: the decisions before weights are read.
 struct BertFolder {
   std::filesystem::path path{};
   BertConfig config{};
   std::vector<SafetensorsReader> readers{};
   FoundWeights found{};
-  std::optional<std::vector<int64_t>> rows{}; // of the classifier, in order
+  std::optional<std::vector<int64_t>> rows{}; // order of the classifier's rows
 };
 
 void decide_classifier(BertFolder& folder, const LoadBertOptions& options, LoadedBert& loaded) {

@@ -14,7 +14,7 @@
 
 #include "hasten/core/memory_rehearsal.h"
 
-// Clones for wider vectors are chosen when the library is loaded.
+// The loader of the library selects the clone for the CPU's vector width.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && \
     !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
 #define HASTEN_VECTOR_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
@@ -34,8 +34,8 @@ uint64_t dropout_block_key(uint64_t seed, uint64_t block) {
   return z ^ (z >> 31);
 }
 
-// A 32-bit hash of the counter decides: integer multiplies and shifts alone, so
-// that the loop runs on whole vectors.
+// A 32-bit hash of the counter decides. It uses only integer multiplies and shifts, so that the
+// loop vectorises.
 HASTEN_VECTOR_CLONES
 void dropout_block(const float* in, const float* residual, float* out, int32_t count, uint32_t key0,
                    uint32_t key1, uint32_t threshold, float scale) {
@@ -58,7 +58,7 @@ uint64_t draw_dropout_seed() {
   return at::check_generator<at::CPUGeneratorImpl>(generator)->random64();
 }
 
-// bf16 is fp32's upper half.
+// bf16 is the upper half of fp32.
 HASTEN_VECTOR_CLONES
 void widen_block(const uint16_t* in, float* out, int32_t count) {
   for (int32_t i = 0; i < count; ++i) {
@@ -75,12 +75,12 @@ void narrow_block(const float* in, uint16_t* out, int32_t count) {
   }
 }
 
-/// Numbers of a contiguous tensor, fp32 or bf16.
+/// Elements of a contiguous tensor, fp32 or bf16.
 struct DropoutNumbers {
   explicit DropoutNumbers(const at::Tensor& tensor)
       : data(tensor.defined() ? tensor.data_ptr() : nullptr),
         narrow(tensor.defined() && tensor.scalar_type() == at::kBFloat16) {}
-  /// As fp32, in place or in `buffer`.
+  /// The elements as fp32, in place or in `buffer`.
   const float* read(int64_t at, int32_t count, float* buffer) const {
     if (data == nullptr || !narrow) {
       return data == nullptr ? nullptr : static_cast<const float*>(data) + at;

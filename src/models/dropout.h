@@ -1,5 +1,5 @@
-// Dropout whose mask is a function of one drawn seed: nothing but the seed is kept
-// for backward, and on a CPU one pass does what torch's kernels do in three.
+// Dropout whose mask is a function of one drawn seed. Only the seed is saved for backward. On a CPU
+// it takes one pass where torch's kernels take three.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,17 +8,16 @@
 
 namespace hasten::detail {
 
-/// residual + dropout(x), or dropout(x) where `residual` is undefined. Each
-/// element is zeroed independently with probability p, or scaled by 1 / (1 - p).
-/// One 64-bit number is drawn from torch's default CPU generator. p = 0 draws
-/// nothing. x and residual fp32 or bf16: the sum is fp32 unless both are bf16. Other
-/// devices and dtypes than these on a CPU take torch's dropout.
+/// residual + dropout(x), or dropout(x) if `residual` is undefined. Each element is zeroed
+/// independently with probability p, or scaled by 1 / (1 - p). Draws one 64-bit number from torch's
+/// default CPU generator; none for p = 0. x and residual are fp32 or bf16 on the CPU; the sum is
+/// fp32 unless both are bf16. Other devices and dtypes use torch's dropout.
 at::Tensor dropout_add(const at::Tensor& x, const at::Tensor& residual, double p);
 
-/// A fresh seed from torch's default CPU generator.
+/// Draws a seed from torch's default CPU generator.
 uint64_t draw_dropout_seed();
 
-/// Of elements block * 4096 and on, mixed from it: two keys for dropout_keeps().
+/// Two 32-bit keys for the elements of one block, mixed from `seed` and `block`.
 uint64_t dropout_block_key(uint64_t seed, uint64_t block);
 
 } // namespace hasten::detail

@@ -25,7 +25,7 @@
 
 namespace hasten::detail {
 
-// Sums and maxima of a row are made in this many strands, whose loops are vectors.
+// Sums and maxima of a row use this many partial results, so that the loops vectorise.
 constexpr int64_t kStrands = 16;
 
 struct RowDropout {
@@ -45,8 +45,8 @@ static inline uint16_t row_bits(float value) {
   return static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded); // NaN
 }
 
-// e^x for x <= 0, relative error 2e-7: 2^n times a polynomial in [-1/2, 1/2]
-// (Taylor's of 2^r). NaN stays.
+// e^x for x <= 0, relative error 2e-7: 2^n times a polynomial in [-1/2, 1/2] (Taylor's of 2^r). NaN
+// stays NaN.
 static inline float row_exp(float x) {
   const float t = std::max(x, -87.0f) * 1.44269504f;
   const float n = (t + 12582912.0f) - 12582912.0f; // to the nearest integer
@@ -71,8 +71,8 @@ static inline float row_keep(const RowDropout& dropout, uint32_t column) {
   return h >= dropout.threshold ? dropout.scale : 0.0f;
 }
 
-/// softmax(scale scores + mask) of `count` columns; `work` has room for them, rounded
-/// up to kStrands.
+/// softmax(scale scores + mask) of `count` columns. `work` has space for them, rounded up to
+/// kStrands.
 HASTEN_ROW_CLONES
 void softmax_row(const uint16_t* scores, const float* mask, float scale, int64_t count, float* work,
                  uint16_t* out) {
@@ -121,8 +121,8 @@ void drop_row(const uint16_t* in, const RowDropout& dropout, int64_t count, uint
   }
 }
 
-/// The scores' gradient from that of the dropped probabilities:
-/// p (g - sum(g p)) scale, g = gradient * kept.
+/// Gradient of the scores from that of the dropped probabilities: p (g - sum(g p)) scale, g =
+/// gradient * kept.
 HASTEN_ROW_CLONES
 void softmax_backward_row(const uint16_t* probabilities, const uint16_t* gradient,
                           const RowDropout& dropout, float scale, int64_t count, float* work,
@@ -172,14 +172,14 @@ static uint16_t* narrow_data(const at::Tensor& tensor) {
   return static_cast<uint16_t*>(tensor.data_ptr());
 }
 
-// What of a matrix is no padding.
+// The part of a matrix without padding.
 struct Extent {
   int64_t rows = 0;
   int64_t columns = 0;
 };
 
-/// function(row, offset, work) for each row of x [matrices, rows, columns] that is no
-/// padding; rows are counted without it.
+/// Calls function(row, offset, work) for each row of x [matrices, rows, columns] without padding.
+/// `row` counts only these rows.
 template <typename Function>
 void for_rows(const at::Tensor& x, const Extent& extent, const Function& function) {
   const int64_t rows = in_memory_rehearsal() ? 0 : x.size(0) * extent.rows;
@@ -199,9 +199,9 @@ static void zero_padding_rows(const at::Tensor& x, const Extent& extent) {
 }
 
 // Note [Few shapes]
-// For every shape of a 16-bit product oneDNN and torch keep what took half a megabyte
-// to make, a thousand shapes of it, and a batch's tokens are another number each time.
-// So tokens are filled up with zeros to one of few numbers. Zeros add nothing to sums.
+// oneDNN and torch cache about half a megabyte for each shape of a 16-bit product, up to a thousand
+// shapes. The number of tokens differs between batches. So tokens are padded with zeros to one of
+// few sizes. Zeros do not change sums.
 static int64_t padded_tokens(int64_t tokens) {
   const int64_t step = tokens <= 128 ? 16 : tokens <= 256 ? 32 : 64;
   return tokens == 1 ? 1 : (tokens + step - 1) / step * step;
@@ -257,7 +257,7 @@ class NarrowAttention : public torch::autograd::Function<NarrowAttention> {
     const at::Tensor v = by_head(v_in, heads);
     const auto scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(q.size(2))));
     const at::Tensor scores = at::bmm(q, k.transpose(1, 2)).contiguous();
-    // Not in place: whoever watches operators may keep the product's result.
+    // Not in place, because an operator policy may keep the product's result.
     const at::Tensor p = at::empty_like(scores);
     const Extent extent{q_in.size(1), k_in.size(1)};
     const int64_t rows_of_text = heads * extent.rows;
@@ -298,7 +298,7 @@ class NarrowAttention : public torch::autograd::Function<NarrowAttention> {
     const at::Tensor v_gradient =
         at::bmm(dropped(p, extent, seed, dropout).transpose(1, 2), gradient);
     const at::Tensor p_gradient = at::bmm(gradient, v.transpose(1, 2)).contiguous();
-    // Padding is 0 already: a product with the zeros of gradient or v.
+    // The padding is 0 already, as a product with the zeros of gradient or v.
     for_rows(p, extent, [&](int64_t row, int64_t offset, float* work) {
       uint16_t* in_place = narrow_data(p_gradient) + offset;
       softmax_backward_row(narrow_data(p) + offset, in_place, row_dropout(seed, row, dropout),

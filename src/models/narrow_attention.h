@@ -1,5 +1,4 @@
-// Attention in bf16 on a CPU: plain batched products, whose softmax, mask and dropout
-// are one pass in fp32.
+// Attention in bf16 on a CPU: batched products, with softmax, mask and dropout in one fp32 pass.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,12 +7,12 @@
 
 namespace hasten::detail {
 
-/// Whether narrow_attention takes these: bf16 on the CPU.
+/// Whether narrow_attention supports these tensors: bf16 on the CPU.
 bool takes_narrow_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v);
 
-/// What self_attention (attention.h) says, for q, k, v in bf16; result in bf16. Stores
-/// the three and the probabilities, in bf16, and one seed. Scores and probabilities
-/// are rounded to bf16, all between is fp32. Differentiable once.
+/// self_attention (attention.h) for q, k, v in bf16; the result is bf16. Saves q, k, v and the
+/// probabilities in bf16, and one seed. Scores and probabilities are rounded to bf16; everything
+/// between is fp32. Can be differentiated once.
 at::Tensor narrow_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                             const at::Tensor& mask, int64_t heads, double dropout);
 

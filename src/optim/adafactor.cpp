@@ -66,7 +66,7 @@ class AdafactorRules final : public RulesOf<AdafactorOptions> {
       numbers.lr = std::min(o.warmup_init() ? 1e-6 * k : 1e-2, 1 / std::sqrt(k));
     }
     numbers.weight_decay = o.weight_decay();
-    numbers.keep = 1 - o.weight_decay(); // times the rate, in the kernel
+    numbers.keep = 1 - o.weight_decay(); // the kernel applies the learning rate
     numbers.beta1 = o.beta1().value_or(0);
     numbers.beta2 = 1 - std::pow(k, o.decay_rate());
     std::tie(numbers.eps, numbers.eps_scale) = o.eps();

@@ -23,7 +23,7 @@ namespace detail {
 
 constexpr const char* kMakeOptimizer = "optim::make_optimizer";
 
-/// "name=value,…": each is taken once; what is left over is unknown.
+/// Parses "name=value,…". Each name is read once; the remaining names are unknown.
 class OptimizerArgs {
  public:
   explicit OptimizerArgs(const std::string& text) {
@@ -76,7 +76,7 @@ class OptimizerArgs {
       require(read.ec == std::errc() && read.ptr == end, name, *text, what);
     }
   }
-  // The text stays until the next call.
+  // The result is valid until the next call.
   const std::string* find(const char* name) {
     known_.emplace_back(name);
     const auto found = values_.find(name);
@@ -98,7 +98,7 @@ class OptimizerArgs {
   std::string taken_{};
 };
 
-/// The optimizer of `groups`, each with exactly the options that it should have.
+/// Makes the optimizer of `groups` and gives each group exactly its options.
 template <typename Optimizer, typename Options>
 std::unique_ptr<torch::optim::Optimizer> made_of(
     const std::vector<torch::optim::OptimizerParamGroup>& groups, const Options& defaults,
@@ -163,7 +163,7 @@ AdafactorOptions adafactor_options(OptimizerArgs& args, const OptimizerSettings&
   return options;
 }
 
-/// use.template operator()<Optimizer>(options, fused) for the one of that name.
+/// Calls use.template operator()<Optimizer>(options, fused) for the optimizer with this name.
 template <typename Use>
 auto with_named_optimizer(const std::string& name, const OptimizerSettings& settings,
                           const Use& use) {
@@ -211,7 +211,7 @@ auto with_named_optimizer(const std::string& name, const OptimizerSettings& sett
       adam_options<torch::optim::AdamWOptions>(args, settings));
 }
 
-/// Numbers in the moments of one parameter.
+/// Elements in the moments of one parameter.
 template <typename Optimizer, typename Options>
 int64_t moment_numbers(const Options& options, const std::vector<int64_t>& shape, int64_t numel) {
   if constexpr (std::is_same_v<Optimizer, SGD>) {

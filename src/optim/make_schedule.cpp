@@ -14,7 +14,7 @@ namespace detail {
 
 constexpr const char* kMakeSchedule = "optim::make_schedule";
 
-/// The keywords of one schedule: each is taken once; what is left over is unknown.
+/// The keywords of one schedule. Each is read once; the remaining ones are unknown.
 class ScheduleKwargs {
  public:
   ScheduleKwargs(const std::string& schedule, const nlohmann::json& kwargs)
@@ -28,7 +28,7 @@ class ScheduleKwargs {
     }
   }
 
-  /// True where it was given.
+  /// Whether the keyword was given.
   bool take(const char* name, double& field) {
     return take(name, field, "a number",
                 [](const nlohmann::json& value) { return value.is_number(); });
@@ -36,14 +36,14 @@ class ScheduleKwargs {
   bool take(const char* name, int64_t& field) {
     return take(name, field, "a whole number", [](const nlohmann::json& value) {
       return value.is_number_integer() &&
-             std::abs(value.get<double>()) < 9.0e15; // sums stay in 63 bits
+             std::abs(value.get<double>()) < 9.0e15; // sums fit in 63 bits
     });
   }
   bool take(const char* name, bool& field) {
     return take(name, field, "true or false",
                 [](const nlohmann::json& value) { return value.is_boolean(); });
   }
-  /// The position of the spelling given; `otherwise` without one.
+  /// Index of the given spelling, or `otherwise` if the keyword is absent.
   int64_t take_one_of(const char* name, const std::vector<std::string>& spellings,
                       int64_t otherwise) {
     const std::string all = "one of " + joined_names(spellings);
@@ -168,7 +168,7 @@ Schedule make_schedule(const std::string& name, int64_t warmup, int64_t total, d
                      "warm up over fewer steps, or train longer");
   }
   if (name == "reduce_lr_on_plateau") {
-    plateau_options(kwargs, false); // verifies
+    plateau_options(kwargs, false); // only verifies
     return constant_schedule();
   }
   if (name == "cosine_with_min_lr") {

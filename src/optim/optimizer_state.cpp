@@ -23,7 +23,7 @@ namespace detail {
 
 constexpr const char* kOptimizerStateWhere = "optim::optimizer_state";
 
-// The tensors of a parameter's state, by name. [moment]
+// Calls visit(name, tensor) for each tensor of a parameter's state. [moment]
 template <typename State, typename Visit>
 void visit_moments(State& state, const Visit& visit) {
   if constexpr (requires { state.exp_avg(); }) {
@@ -54,7 +54,7 @@ void visit_moments(State& state, const Visit& visit) {
   }
 }
 
-// A group's options, by name.
+// Calls visit(name, value) for each option of a group.
 template <typename Options, typename Visit>
 void visit_group_options(Options& options, const Visit& visit) {
   visit("lr", options.lr());
@@ -89,7 +89,7 @@ void visit_group_options(Options& options, const Visit& visit) {
     visit("scale_parameter", options.scale_parameter());
     visit("relative_step", options.relative_step());
     visit("warmup_init", options.warmup_init());
-    double beta1 = options.beta1().value_or(-1); // below 0: none
+    double beta1 = options.beta1().value_or(-1); // below 0 means unset
     visit("beta1", beta1);
     if constexpr (!std::is_const_v<Options>) {
       options.beta1(beta1 < 0 ? std::optional<double>() : std::optional<double>(beta1));
@@ -102,10 +102,10 @@ struct OptimizerKind {
   using State = StateType;
   using Options = OptionsType;
   const char* name;
-  StepEngine* engine = nullptr; // hasten's own: any floating dtype will do
+  StepEngine* engine = nullptr; // set for hasten's own optimizers, which accept any floating dtype
 };
 
-// Calls use(kind) with the kind the optimizer is of.
+// Calls use(kind) with the optimizer's kind.
 template <typename Use>
 auto with_optimizer_kind(const torch::optim::Optimizer& optimizer, const Use& use) {
   namespace torchs = torch::optim;
@@ -152,7 +152,7 @@ const std::string& parameter_name(const ParameterNames& names, const at::Tensor&
   throw InputError(kOptimizerStateWhere, what, expected);
 }
 
-// What one parameter's state becomes.
+// The new state of one parameter.
 struct LoadedMoments {
   void* key = nullptr;
   std::unique_ptr<torch::optim::OptimizerParamState> state{};
@@ -240,7 +240,7 @@ void check_groups(const torch::optim::Optimizer& optimizer, const ParameterNames
   }
 }
 
-// One of the states, or none.
+// Visits `state` if it is one of `States`.
 template <typename... States>
 bool visit_state_as(torch::optim::OptimizerParamState& state,
                     const std::function<void(at::Tensor&)>& use) {
@@ -279,7 +279,7 @@ void save_optimizer_state(const torch::optim::Optimizer& optimizer, const Parame
     values["groups"] = nlohmann::json::array();
     for (const auto& group : optimizer.param_groups()) {
       nlohmann::json saved = {{"parameters", detail::group_names(group, names)}};
-      // options() of a const group lacks the typed accessors' const versions.
+      // The typed options() has no const version.
       const auto& options = static_cast<const typename Kind::Options&>(group.options());
       detail::visit_group_options(
           options, [&](const char* name, const auto& value) { saved[name] = value; });
@@ -297,7 +297,7 @@ void save_optimizer_state(const torch::optim::Optimizer& optimizer, const Parame
         }
         detail::visit_moments(*state, [&](const char* moment, const at::Tensor& tensor) {
           if (tensor.defined()) {
-            std::string key = moment; // += : + trips g++ 12's bounds check
+            std::string key = moment; // the chained + triggers g++ 12's bounds warning
             key += '.';
             key += name;
             tensors[key] = tensor;

@@ -1,4 +1,4 @@
-// Refusals of options. Private to the part.
+// Checks of options. Private to this part.
 #pragma once
 
 #include <c10/util/StringUtil.h>
@@ -39,7 +39,7 @@ inline std::string joined_names(const std::vector<std::string>& names) {
   return all;
 }
 
-/// Throws InputError for a `name` in `argument` that is none of `known`.
+/// Throws InputError for a `name` in `argument` that is not in `known`.
 [[noreturn]] inline void refuse_name(const char* where, const char* argument,
                                      const std::string& name, const std::vector<std::string>& known,
                                      const std::string& expected) {

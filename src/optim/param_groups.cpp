@@ -39,9 +39,9 @@ struct DecaySplit {
   std::vector<at::Tensor> rest{};
 };
 
-/// Depth first in registration order, own parameters before children, as
-/// named_parameters() goes. A LayerNorm at the root is no child of anything
-/// and goes by its names, as in the original.
+/// Depth first in registration order, own parameters before children, as in named_parameters(). A
+/// LayerNorm at the root is not a child, so its parameters are classified by name, as in the
+/// original.
 void split_by_decay(const torch::nn::Module& module, const std::string& prefix,
                     bool inside_layer_norm, std::unordered_set<const void*>& seen,
                     DecaySplit& split) {

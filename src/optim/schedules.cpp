@@ -29,18 +29,18 @@ double risen(int64_t completed, int64_t warmup) {
   return static_cast<double>(completed) / static_cast<double>(std::max<int64_t>(1, warmup));
 }
 
-// Of what follows the warm-up, the share that is done.
+// Completed share of the steps after the warm-up.
 double progress(int64_t completed, int64_t warmup, int64_t total) {
   return static_cast<double>(completed - warmup) /
          static_cast<double>(std::max<int64_t>(1, total - warmup));
 }
 
-// (1 + cos(2 pi cycles x)) / 2, multiplied in transformers' order.
+// (1 + cos(2 pi cycles x)) / 2, with the factors in transformers' order.
 double cosine_wave(double cycles, double x) {
   return 0.5 * (1.0 + std::cos(std::numbers::pi * cycles * 2.0 * x));
 }
 
-// A schedule that begins with the straight warm-up.
+// A schedule that starts with the linear warm-up.
 template <typename Rest>
 Schedule after_warmup(int64_t warmup, Rest rest) {
   return [warmup, rest](int64_t completed) -> double {
@@ -189,7 +189,7 @@ Schedule one_cycle_schedule(const OneCycleOptions& options) {
   detail::check_schedule(options.final_div_factor > 0, "final_div_factor", options.final_div_factor,
                          "above 0");
   struct Phase {
-    double end = 0; // updates
+    double end = 0; // in optimizer steps
     double from = 0;
     double to = 0;
   };

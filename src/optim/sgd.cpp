@@ -45,7 +45,7 @@ class SgdRules final : public RulesOf<torch::optim::SGDOptions> {
     numbers.lr = o.lr();
     numbers.l2 = o.weight_decay();
     numbers.beta1 = o.momentum();
-    // A buffer begins as the gradient, undamped.
+    // The momentum buffer starts as the gradient, without dampening.
     const bool begins = fresh || o.momentum() == 0;
     numbers.momentum = begins ? 0 : o.momentum();
     numbers.share = begins ? 1 : 1 - o.dampening();

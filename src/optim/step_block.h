@@ -1,4 +1,4 @@
-// One tensor a block at a time, whatever its types. Private to the kernels.
+// Processes a tensor of any dtype block by block. Private to the kernels.
 #pragma once
 
 #include <algorithm>
@@ -7,7 +7,7 @@
 
 #include "step_kernels.h"
 
-// Clones for wider vectors are chosen when the library is loaded.
+// The loader of the library selects the clone for the CPU's vector width.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && \
     !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
 #define HASTEN_STEP_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
@@ -18,18 +18,18 @@
 
 namespace hasten::detail {
 
-// Any type to and from the one a kernel computes in; n <= kStepBlock.
+// Convert between any dtype and the kernel's; n <= kStepBlock.
 void load_numbers(const void* in, StepType type, float* out, int64_t n, double factor);
 void load_numbers(const void* in, StepType type, double* out, int64_t n, double factor);
 void store_numbers(const float* in, void* out, StepType type, int64_t n);
 void store_numbers(const double* in, void* out, StepType type, int64_t n);
-/// Rounds at random to bf16, so that the mean is exact; `values` becomes what is
-/// stored. n <= kStepBlock.
+/// Rounds to bf16 stochastically, so that the mean is exact. `values` becomes what is stored. n <=
+/// kStepBlock.
 void store_bf16_at_random(float* values, uint16_t* out, int32_t n, uint32_t key0, uint32_t key1);
-/// Where a 16-bit parameter is not what its fp32 copy rounds to, somebody has
-/// written it: the copy follows. n <= kStepBlock.
+/// If other code has written a 16-bit parameter, so that it differs from its rounded fp32 copy, the
+/// copy takes the parameter's elements. n <= kStepBlock.
 void follow_parameter(const void* parameter, StepType type, float* master, int64_t n);
-/// Sum of squares of n <= kStepBlock numbers.
+/// Sum of squares of n <= kStepBlock elements.
 double block_square_sum(const float* x, int64_t n);
 double block_square_sum(const double* x, int64_t n);
 
@@ -46,8 +46,7 @@ inline const void* element(const void* data, StepType type, int64_t at) {
 template <typename T>
 constexpr StepType kTypeOf = std::is_same_v<T, double> ? StepType::f64 : StepType::f32;
 
-/// Reads kStepBlock numbers at a time in T, in place where they are T, and writes
-/// them back.
+/// Reads kStepBlock elements at a time as T (in place if they are T) and writes them back.
 template <typename T>
 class StepBlock {
  public:
@@ -56,7 +55,7 @@ class StepBlock {
     parameter_direct_ = a.master != nullptr || a.parameter_type == kTypeOf<T>;
     gradient_direct_ = a.gradient_type == kTypeOf<T>;
   }
-  /// All is T and nothing happens to the gradient: one call for everything.
+  /// Whether all arrays are T and the gradient stays unchanged: one call processes everything.
   bool plain() const {
     return moments_direct_ && parameter_direct_ && gradient_direct_ && a_.master == nullptr &&
            pass_.factor == 1 && pass_.after == GradientAfter::keep;
@@ -80,8 +79,7 @@ class StepBlock {
     }
   }
 
-  /// The gradient times the factor. The last pass over it leaves it as it shall
-  /// be left.
+  /// The gradient times the factor. The last pass over it also writes its final value.
   const T* gradient(int64_t at, int64_t n, bool last = true) {
     void* data = element(a_.gradient, a_.gradient_type, at);
     const T* values = static_cast<const T*>(data);
@@ -126,7 +124,7 @@ class StepBlock {
   alignas(64) T moments_[3][kStepBlock];
 };
 
-/// kernel(p, g, m0, m1, m2, n) over [begin, end).
+/// Calls kernel(p, g, m0, m1, m2, n) over [begin, end).
 template <typename T, typename Kernel>
 void over_blocks(const StepArrays& a, const StepPass& pass, int64_t begin, int64_t end,
                  const Kernel& kernel) {
@@ -150,7 +148,7 @@ void over_blocks(const StepArrays& a, const StepPass& pass, int64_t begin, int64
   }
 }
 
-/// Calls use(T{}) with the type the tensor is computed in.
+/// Calls use(T{}) with the type in which the tensor is computed.
 template <typename Use>
 auto in_step_type(const StepArrays& a, const Use& use) {
   return a.parameter_type == StepType::f64 ? use(double{}) : use(float{});

@@ -13,7 +13,7 @@
 
 namespace hasten::detail {
 
-// Elements of one task, where several threads work.
+// Elements of one task, if several threads work.
 constexpr int64_t kStepTask = 64 * kStepBlock;
 
 StepType step_type_of(const at::Tensor& tensor, const char* where) {
@@ -102,7 +102,7 @@ void StepEngine::update(torch::optim::Optimizer& optimizer, const StepPass& pass
       work.parameter = &group.params()[i];
       work.options = &group.options();
       work.index = index;
-      take_gradient(work); // may throw: nothing has changed yet
+      take_gradient(work); // may throw: nothing has changed so far
     }
     groups_[g].state_kind = kind;
   }
@@ -312,7 +312,7 @@ void StepEngine::run_by_tensors(const StepItem& work, const StepPass& pass) cons
 void StepEngine::finish(const StepPass& pass) const {
   for (const StepItem& work : work_) {
     work.entry->fresh = false;
-    // Kernels, ours and ATen's, leave version counters alone (LibTorch 2.13).
+    // Neither these kernels nor ATen's increment version counters (LibTorch 2.13).
     torch::autograd::impl::bump_version(*work.parameter);
     const bool writes = pass.after == GradientAfter::zero ||
                         (pass.after == GradientAfter::scaled && pass.factor != 1);

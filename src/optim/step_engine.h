@@ -1,4 +1,4 @@
-// From the lists of an optimizer to calls of its kernel.
+// Calls the kernels for the parameters of an optimizer.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,22 +13,22 @@
 
 namespace hasten::detail {
 
-/// Where a parameter's state keeps things.
+/// Members of a parameter's state.
 struct StateParts {
   int64_t* step = nullptr;
   at::Tensor* master = nullptr;
   std::array<at::Tensor*, 3> moments{}; // in the kernel's order
 };
 
-/// One tensor for ATen's operations: all of one dtype, fp32 or fp64.
+/// One parameter's tensors for ATen's operations: all of one dtype, fp32 or fp64.
 struct StepTensors {
   at::Tensor parameter{};
-  at::Tensor gradient{}; // multiplied already; may be written
+  at::Tensor gradient{}; // already multiplied by the factor; may be overwritten
   std::array<at::Tensor, 3> moments{};
   int64_t step = 0;
 };
 
-/// What makes one optimizer differ from another.
+/// The part of an optimizer that differs between optimizers.
 class StepRules {
  public:
   using Options = torch::optim::OptimizerOptions;
@@ -36,21 +36,21 @@ class StepRules {
 
   virtual ~StepRules() = default;
   virtual const char* where() const = 0; // "optim::AdamW"
-  /// Throws InputError for options of another type or out of range.
+  /// Throws InputError if the options have another type or are out of range.
   virtual void check(const Options& options) const = 0;
-  /// Which moments there are under these options: another number, other ones.
+  /// A number for the set of moments that these options need; it changes when the set changes.
   virtual int64_t state_kind(const Options&) const { return 0; }
-  /// Makes the state, or what it lacks to be this optimizer's, except tensors.
+  /// Makes the state, or adds what it lacks, without tensors.
   virtual StateParts parts(const at::Tensor& parameter, std::unique_ptr<State>& slot) const = 0;
-  /// Moment `which` at 0, of `dtype`; undefined where there is none. Like the
-  /// parameter, unless said otherwise.
+  /// Moment `which`, filled with 0, of `dtype`; undefined if there is none. It has the parameter's
+  /// shape, unless overridden.
   virtual at::Tensor make_moment(int which, const at::Tensor& parameter, const Options& options,
                                  at::ScalarType dtype) const;
   /// `fresh`: moment 0 was made for this step.
   virtual StepNumbers numbers(const Options& options, int64_t step, bool fresh) const = 0;
-  /// False: a whole tensor at a time, and numel > 0.
+  /// False: run() needs the whole tensor at a time, and numel > 0.
   virtual bool by_elements() const { return true; }
-  /// The kernel looks at rows and columns.
+  /// Whether the kernel uses rows and columns.
   virtual bool by_rows() const { return false; }
   virtual bool rounds_moments() const { return true; }
   virtual void run(const StepArrays& arrays, const StepNumbers& numbers, const StepPass& pass,
@@ -63,19 +63,19 @@ class StepEngine {
   StepEngine(std::unique_ptr<StepRules> rules, FusedOptions options)
       : rules_(std::move(rules)), options_(options) {}
 
-  /// Verifies all groups' options and drops repeated parameters.
+  /// Verifies the options of all groups and removes repeated parameters.
   void check(torch::optim::Optimizer& optimizer);
   void update(torch::optim::Optimizer& optimizer, const StepPass& pass);
 
   const StepRules& rules() const { return *rules_; }
   FusedOptions& options() { return options_; }
-  /// ATen's operations on the CPU, too.
+  /// Uses ATen's operations on the CPU, too.
   void force_tensor_operations() { only_tensors_ = true; }
 
  private:
   struct Entry {
     c10::TensorImpl* parameter = nullptr;
-    torch::optim::OptimizerParamState* state = nullptr; // null: look again
+    torch::optim::OptimizerParamState* state = nullptr; // null: look_at_state() must run
     StateParts parts{};
     std::array<c10::TensorImpl*, 4> known{}; // moments and master
     StepArrays arrays{};
@@ -83,17 +83,17 @@ class StepEngine {
   };
   struct Group {
     int64_t state_kind = -1;
-    std::vector<Entry> entries{}; // as params()
+    std::vector<Entry> entries{}; // in the order of params()
   };
-  /// What has a gradient in this step.
+  /// A parameter with a gradient in this step.
   struct StepItem {
     Entry* entry = nullptr;
     const at::Tensor* parameter = nullptr;
     const StepRules::Options* options = nullptr;
-    size_t index = 0; // over all groups
-    size_t numbers = 0; // in numbers_
+    size_t index = 0; // index over all groups
+    size_t numbers = 0; // index in numbers_
     bool by_tensors = false;
-    at::Tensor copy{}; // of a gradient that lies otherwise
+    at::Tensor copy{}; // the gradient, if its strides differ from the parameter's
   };
 
   void find_entries(torch::optim::Optimizer& optimizer);

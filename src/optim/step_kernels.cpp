@@ -1,4 +1,4 @@
-// Optimizers that treat every number by itself.
+// Optimizers that update every element independently.
 #include <cmath>
 
 #include "step_block.h"
@@ -93,7 +93,7 @@ void sgd_step(const StepArrays& a, const StepNumbers& numbers, const StepPass& p
   in_step_type(a, [&]<typename T>(T) {
     const SgdNumbers<T> k{static_cast<T>(numbers.lr), static_cast<T>(numbers.l2),
                           static_cast<T>(numbers.momentum), static_cast<T>(numbers.share),
-        // The look-ahead's own momentum, also where the buffer begins.
+                          // Nesterov adds the momentum also in the step that starts the buffer.
                           static_cast<T>(numbers.beta1)};
     over_blocks<T>(a, pass, begin, end, [&](T* p, const T* g, T* b, T*, T*, int64_t n) {
       if (b == nullptr) {
@@ -119,7 +119,7 @@ HASTEN_STEP_INLINE void lion_of(T* __restrict p, const T* __restrict g, T* __res
                                 const LionNumbers<T> k) {
   for (int64_t i = 0; i < n; ++i) {
     const T mixed = m[i] + (g[i] - m[i]) * k.share1;
-    // A number that is none has no sign: it must not pass for 0.
+    // NaN has no sign; it must not count as 0.
     const T sign = mixed > 0 ? T(1) : mixed < 0 ? T(-1) : mixed;
     p[i] = p[i] * k.keep - k.lr * sign;
     m[i] += (g[i] - m[i]) * k.share2;

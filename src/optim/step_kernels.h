@@ -1,6 +1,6 @@
-// The arithmetic of one optimizer step over plain memory: no tensors, no threads.
-// Loops are compiled for several vector widths; contraction to fused multiply-adds
-// is off, so that all of them give the same bits.
+// The arithmetic of one optimizer step on raw memory: no tensors, no threads. Loops are compiled
+// for several vector widths. Contraction to fused multiply-adds is off, so that all of them give
+// the same bits.
 #pragma once
 
 #include <cstdint>
@@ -9,41 +9,40 @@ namespace hasten::detail {
 
 enum class StepType : uint8_t { f32, f64, bf16, f16 };
 
-/// Where one tensor's numbers lie. Everything is computed in fp64 where the
-/// parameter is fp64 and in fp32 otherwise.
+/// The arrays of one parameter. Computation is in fp64 for an fp64 parameter, else in fp32.
 struct StepArrays {
   void* parameter = nullptr;
   void* gradient = nullptr;
-  /// fp32 copy of a 16-bit parameter, which is rounded from it; null: none.
+  /// fp32 master of a 16-bit parameter, which is rounded from it; null if there is none.
   float* master = nullptr;
-  /// In the optimizer's order; null where it has fewer.
+  /// In the optimizer's order; unused ones are null.
   void* moments[3] = {};
   StepType parameter_type = StepType::f32;
   StepType gradient_type = StepType::f32;
-  /// f32, or f64 with an fp64 parameter, or bf16: then rounded at random.
+  /// f32; f64 for an fp64 parameter; or bf16 with stochastic rounding.
   StepType moment_type = StepType::f32;
   int64_t count = 0;
   /// Adafactor: count = matrices * rows * columns; columns 0: not factored.
   int64_t rows = 0;
   int64_t columns = 0;
-  /// Random bits of this tensor in this step.
+  /// Random bits for this tensor in this step.
   uint64_t rounding_key = 0;
 };
 
-/// What a gradient that took part holds afterwards.
+/// Content of a used gradient after the step.
 enum class GradientAfter : uint8_t { keep, scaled, zero };
 
 struct StepPass {
-  /// Every gradient is multiplied by it on the way.
+  /// Multiplies every gradient.
   double factor = 1;
   GradientAfter after = GradientAfter::keep;
 };
 
-/// Coefficients of a group in a step; each kernel reads those it names.
+/// Coefficients of a group in one step. Each kernel reads only its own.
 struct StepNumbers {
   double lr = 0;
-  double keep = 1; // what decoupled decay leaves of a parameter
-  double l2 = 0; // of the parameter, added to its gradient
+  double keep = 1; // 1 - lr weight_decay: factor of the parameter in decoupled decay
+  double l2 = 0; // coefficient of the parameter that is added to its gradient
   double beta1 = 0;
   double beta2 = 0;
   double step_size = 0; // lr / (1 - beta1^step)
@@ -66,7 +65,7 @@ constexpr int64_t kStepBlock = 1024;
 /// Moments: mean, mean square, with amsgrad the largest mean square.
 void adam_step(const StepArrays& a, const StepNumbers& k, const StepPass& pass, int64_t begin,
                int64_t end);
-/// Moment: momentum, null for none. momentum 0 in `k` (with share 1) begins it.
+/// Moment: momentum, or null. momentum 0 in `k` (with share 1) starts it.
 void sgd_step(const StepArrays& a, const StepNumbers& k, const StepPass& pass, int64_t begin,
               int64_t end);
 /// Moment: mean.
@@ -78,11 +77,11 @@ void lamb_step(const StepArrays& a, const StepNumbers& k, const StepPass& pass);
 /// (null without beta1). Whole tensors, in three passes.
 void adafactor_step(const StepArrays& a, const StepNumbers& k, const StepPass& pass);
 
-/// A key of its own for each part.
+/// Derives a separate key for each part.
 uint64_t mix_step_key(uint64_t key, uint64_t part);
 
-/// Sums of one tensor's numbers, added in fp32 (fp64) over kStepBlock of them and
-/// in fp64 above: of |x|^1, of x^2, or the largest |x| (NaN where there is one).
+/// Sum over one tensor of |x| or x^2, or the largest |x| (NaN if there is one). Adds kStepBlock
+/// elements in fp32 (fp64 for fp64), and these sums in fp64.
 enum class NormKind : uint8_t { l1, l2, max };
 double norm_sum(const void* data, StepType type, int64_t count, NormKind kind);
 

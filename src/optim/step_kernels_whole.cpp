@@ -1,4 +1,4 @@
-// Optimizers that look at a whole tensor before they change it.
+// Optimizers that read a whole tensor before they change it.
 #include <cmath>
 #include <vector>
 
@@ -16,7 +16,7 @@ HASTEN_STEP_INLINE void lamb_moments_of(const T* __restrict g, T* __restrict m, 
     v[i] = v[i] * k.beta2 + g[i] * g[i] * k.share2;
   }
 }
-// The direction; l2 is the decay's share in it.
+// The direction; l2 is the coefficient of weight decay.
 template <typename T>
 HASTEN_STEP_INLINE void lamb_direction_of(const T* __restrict p, const T* __restrict m,
                                           const T* __restrict v, T* __restrict out, int64_t n,
@@ -189,7 +189,7 @@ class AdafactorStep {
   }
 
  private:
-  // Sums of squares by row and column, into the moments and their inverse roots.
+  // Writes sums of squares by row and column into the moments, and their inverse roots.
   void take_squares(int64_t matrix) {
     T* row_moments = static_cast<T*>(a_.moments[0]) + matrix * rows_;
     T* column_moments = static_cast<T*>(a_.moments[1]) + matrix * columns_;
@@ -223,8 +223,8 @@ class AdafactorStep {
     }
   }
 
-  /// use(at, update, n) over all of the tensor. Not factored, the first walk
-  /// (`last` false) moves the mean square.
+  /// Calls use(at, update, n) over the whole tensor. If not factored, the first walk (`last` false)
+  /// updates the mean square.
   template <typename Use>
   void walk(const Use& use, bool last) {
     alignas(64) T update[kStepBlock];

@@ -1,4 +1,4 @@
-// 16-bit numbers, and sums.
+// Conversions of 16-bit elements, and sums.
 #include <c10/util/Half.h>
 
 #include <bit>
@@ -16,7 +16,7 @@ HASTEN_STEP_INLINE uint16_t to_bf16(float x) {
   const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   return static_cast<uint16_t>(x != x ? 0x7fc0u : rounded);
 }
-// Up with the probability that makes the mean exact. What is not finite stays.
+// Rounds up with the probability that makes the mean exact. Values that are not finite stay.
 HASTEN_STEP_INLINE uint16_t to_bf16_at_random(float x, uint32_t random) {
   const auto bits = std::bit_cast<uint32_t>(x);
   const bool finite = (bits & 0x7f800000u) != 0x7f800000u;
@@ -141,7 +141,7 @@ uint64_t mix_step_key(uint64_t key, uint64_t part) {
   return z ^ (z >> 31);
 }
 
-// Numbers that one vector register, or several, hold side by side in a sum.
+// Elements that one or several vector registers add in parallel.
 constexpr int64_t kStepLanes = 32;
 
 template <typename T, NormKind kKind>
@@ -152,7 +152,7 @@ HASTEN_STEP_INLINE double block_sum_of(const T* x, int64_t n) {
       sum += value * value;
     } else if constexpr (kKind == NormKind::l1) {
       sum += std::fabs(value);
-    } else { // NaN stays: nothing is larger, nothing is not
+    } else { // NaN stays, because comparisons with NaN are false
       const T size = std::fabs(value);
       sum = sum >= size || sum != sum ? sum : size;
     }

@@ -1,4 +1,4 @@
-// What the optimizers' rules have in common. Private to them.
+// Shared by the rules of the optimizers. Private to them.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -16,7 +16,7 @@
 
 namespace hasten::detail {
 
-/// The rules of the optimizer that has these options.
+/// Makes the rules of the optimizer with these options.
 template <typename Options>
 std::unique_ptr<StepRules> make_rules();
 
@@ -42,7 +42,7 @@ class RulesOf : public StepRules {
   const char* const where_;
 };
 
-/// The state in `slot` as State: made, or taken over from torch's own Base.
+/// The state in `slot` as State: existing, converted from torch's Base, or new.
 template <typename State, typename Base = State>
 State& state_in(std::unique_ptr<torch::optim::OptimizerParamState>& slot) {
   if (auto* state = dynamic_cast<State*>(slot.get())) {
@@ -59,7 +59,7 @@ State& state_in(std::unique_ptr<torch::optim::OptimizerParamState>& slot) {
   return state;
 }
 
-/// What `Base` is made with. Checked first: LibTorch's errors do not name options.
+/// Defaults for Base's constructor. Checked first, because LibTorch's errors do not name options.
 template <typename Base, typename Options>
 auto base_defaults(Options options) {
   make_rules<Options>()->check(options);
@@ -77,7 +77,7 @@ SteppedByEngine<Base, Options, State>::SteppedByEngine(
     : Base(param_groups, base_defaults<Base>(std::move(defaults))),
       engine_(std::make_shared<StepEngine>(make_rules<Options>(), fused)) {
   if constexpr (std::is_same_v<Base, torch::optim::Optimizer>) {
-    // LibTorch merges the options of groups for its own optimizers only.
+    // LibTorch merges group options only for its own optimizers.
     for (size_t i = 0; i < param_groups.size(); ++i) {
       if (param_groups[i].has_options()) {
         this->param_groups()[i].set_options(param_groups[i].options().clone());
