@@ -1,16 +1,16 @@
-// Keeps one full copy of a model per rank and sums gradients over the ranks while
-// backward runs: flat buffers cut into buckets, each reduced as soon as all its
-// gradients are there, in the same order on every rank.
+// Keeps one replica of the model on each rank and sums gradients over ranks while backward runs.
+// Flat buffers are cut into buckets. Each bucket is reduced as soon as all its gradients are
+// complete, in the same order on every rank.
 //
 //   hasten::Ddp ddp(communicator, module);
 //   …                               // the protocol of data_parallel.h
 //
-// Buckets follow the order in which the first reduced backward completed rank 0's
-// gradients; before it, the reverse order of registration.
-// Gradients of 16-bit parameters are fp32 here (FlatGradients), in sums over batches
-// and over ranks: 4 bytes a number, also on the wire unless a comm hook narrows it.
-// Threading: one thread. Lifetime: shares module and communicator; the destructor
-// never communicates. Design: docs/design/gradient_window.md
+// Buckets follow the order in which rank 0 completed its gradients in the first reduced backward.
+// Before that they follow the reverse order of registration.
+// Gradients of 16-bit parameters are fp32 here (FlatGradients), in sums over batches and ranks: 4
+// bytes per element, also in messages unless a comm hook compresses them.
+// Threading: one thread. Lifetime: shares module and communicator; the destructor never
+// communicates. Design: docs/design/gradient_window.md
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -38,31 +38,29 @@ class Module;
 namespace hasten {
 
 struct DdpOptions {
-  /// Gradients are reduced once this much has gathered. MiB, > 0. Larger: fewer
-  /// collectives, less overlap.
+  /// Size of a bucket. MiB, > 0. A larger bucket gives fewer collectives and less overlap.
   double bucket_cap_mb = 25;
-  /// The first bucket's size, so that reducing begins early. MiB, > 0.
+  /// Size of the first bucket, which is small so that reducing starts early. MiB, > 0.
   double first_bucket_mb = 1;
-  /// Allows parameters that a sum's losses do not depend on, on some ranks or on
-  /// all. One that none used keeps the gradient it had, undefined after
-  /// zero_grad(), so that optimizers leave it alone. Costs a walk over the
-  /// loss's graph. Off: such a parameter is an error on every rank that names
-  /// it, where there are several.
+  /// Allows parameters that a sum's losses do not depend on, on some ranks or on all. A parameter
+  /// that no rank used keeps the gradient it had (undefined after zero_grad(), so optimizers skip
+  /// it). Costs a walk over the loss's graph. If false, and there are several ranks, an unused
+  /// parameter is an error on every rank, which names it.
   bool find_unused_parameters = false;
-  /// Promises that every reduced backward uses the parameters the first one did.
-  /// Unused ones are allowed and, known beforehand, cost no walk over the graph.
+  /// Promises that every reduced backward uses the same parameters as the first one. Unused
+  /// parameters are allowed, and no walk over the graph is needed.
   bool static_graph = false;
   BufferPolicy buffers = BufferPolicy::broadcast;
 };
 
 class Ddp : public DataParallel {
  public:
-  /// Verifies that every rank has the same parameters and buffers (names, shapes,
-  /// dtypes, strides of parameters, what is frozen), copies rank 0's values to all, and lays out the
-  /// gradients. The module is on its device already. Collective, blocking.
-  /// Memory: one copy of the gradients; on a rank alone, whose gradients stay
-  /// where autograd puts them, only once something must be set aside.
-  /// Throws InputError, on every rank, naming the first that differs.
+  /// Verifies that every rank has the same parameters and buffers (names, shapes, dtypes, strides
+  /// of parameters, frozen parameters), broadcasts rank 0's values and lays out the gradients. The
+  /// module must already be on its device. Collective, blocking.
+  /// Memory: one copy of the gradients. With one rank gradients stay where autograd puts them, and
+  /// the copy is made only when gradients must be set aside.
+  /// Throws InputError, on every rank, naming the first difference.
   Ddp(std::shared_ptr<Communicator> communicator, std::shared_ptr<torch::nn::Module> module,
       DdpOptions options = {});
   Ddp(const Ddp&) = delete;
@@ -71,11 +69,10 @@ class Ddp : public DataParallel {
   void begin(bool in_place = false) override;
   void start_backward(bool reduce, DdpBackward backward = {}) override;
   void finish_backward() override;
-  /// Gradients are views of the flat buffers then (on a rank alone: autograd's
-  /// tensors).
+  /// Afterwards gradients are views of the flat buffers (with one rank: autograd's tensors).
   void finish(double factor, const DdpRanks& ranks = {}, bool defer = false) override;
-  /// Throws InputError on every rank for unused parameters (see DdpOptions), or
-  /// where ranks froze different ones.
+  /// Throws InputError on every rank for unused parameters (see DdpOptions), or if ranks froze
+  /// different ones.
   void wait() override;
   void cancel() noexcept override;
   double pending_factor() const override { return pending_factor_; }
@@ -91,13 +88,13 @@ class Ddp : public DataParallel {
   bool evens_out_buffers(bool any_dtype = false) const override;
   void set_local(bool local) override;
 
-  /// This rank's part of a state, between backwards: "grad.<name>" of every
-  /// gradient that is defined and not known to be zero, "aside.<name>" of what
-  /// was set aside, where the sum stands, the order of buckets (a run that goes on
-  /// adds up in the same order, to the last bit), and the hook's state. Local.
+  /// This rank's state, between backwards: "grad.<name>" of every gradient that is defined and not
+  /// known to be zero, "aside.<name>" of gradients that were set aside, the progress of the sum,
+  /// the order of buckets (so that a resumed run adds in the same order, bit for bit), and the
+  /// hook's state. Local.
   void save_state(NamedTensors& tensors, nlohmann::json& values) const override;
-  /// Throws InputError naming the tensor or parameter that is not this model's,
-  /// or the hook that is missing. Local.
+  /// Throws InputError naming a tensor or parameter that is not this model's, or a missing hook.
+  /// Local.
   void load_state(const NamedTensors& tensors, const nlohmann::json& values) override;
 
   FlatGradients& gradients() override { return gradients_; }
@@ -109,7 +106,7 @@ class Ddp : public DataParallel {
   /// Buckets whose reduction began before the last backward had ended.
   int64_t overlapped_buckets() const { return report_.overlapped; }
   const ReductionReport& reduction() const override { return report_; }
-  /// The order of buckets is the learned one.
+  /// True if the order of buckets has been learned from a backward.
   bool order_is_learned() const { return !learned_.empty(); }
 
  private:
@@ -120,10 +117,10 @@ class Ddp : public DataParallel {
     std::vector<int64_t> slots{};
     int64_t pending = 0; // gradients still to come in this backward
   };
-  // A bucket under way.
+  // A bucket in flight.
   struct Operation {
     Work handle{};
-    CommHook::Step step{}; // a hook's; empty: done
+    CommHook::Step step{}; // of a hook; empty: done
     Clock::time_point started{};
     Clock::time_point ended{};
   };
@@ -163,10 +160,10 @@ class Ddp : public DataParallel {
   // Over sums.
   std::vector<Bucket> buckets_;
   std::vector<int64_t> bucket_of_; // [slot]
-  std::vector<int64_t> learned_; // order; empty: not yet
+  std::vector<int64_t> learned_; // order; empty: not yet known
   bool learned_in_use_ = false;
-  std::vector<char> static_ready_; // [slot] this rank's; empty: not yet
-  std::vector<uint32_t> buffer_versions_; // when they were evened out last
+  std::vector<char> static_ready_; // [slot] this rank's; empty: not yet known
+  std::vector<uint32_t> buffer_versions_; // at the last synchronisation
   ReductionReport report_;
 
   // One sum. All [slot].
@@ -174,14 +171,14 @@ class Ddp : public DataParallel {
   bool final_ = false;
   double pending_factor_ = 1;
   std::vector<at::Tensor> aside_; // [group]; empty: nothing set aside
-  std::vector<char> defined_; // grad() was, at the begin: here, then anywhere
-  std::vector<char> used_; // got a gradient: here, then anywhere
+  std::vector<char> defined_; // grad() was, at begin(): here, then on any rank
+  std::vector<char> used_; // got a gradient: here, then on any rank
 
   // One backward; hooks may run on several device threads.
   std::mutex mutex_;
   bool in_backward_ = false;
-  bool reduce_ = false; // asked for
-  bool reducing_ = false; // asked for, and there are peers
+  bool reduce_ = false; // requested
+  bool reducing_ = false; // requested, and there are peers
   bool foreign_ = false;
   bool further_ = false; // a sum of this window was final before
   DdpBackward backward_;

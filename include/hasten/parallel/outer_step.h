@@ -1,13 +1,13 @@
-// What becomes of the ranks' mean at the end of a round of Local SGD, beside
-// taking it as it is: a step of an outer optimizer, for which the way the ranks
-// went together is a gradient.
+// Outer steps of Local SGD. At the end of a synchronisation, an outer step computes the new
+// parameters from the ranks' mean, instead of taking the mean itself. It is a step of an outer
+// optimizer, for which the common change of the ranks is a gradient.
 //
-//   anchor: the parameters that the round began with, equal on all ranks
-//   mean:   the mean over ranks of the parameters it ended with
+//   anchor: the parameters at the previous synchronisation, equal on all ranks
+//   mean:   the mean over ranks of the parameters now
 //   anchor - mean points from new to old: a gradient (DiLoCo's Delta)
 //
-// All of it on flat fp32 (or fp64) buffers. Memory: one copy for the anchor, and
-// what the step keeps. Threading: the averager's thread.
+// All tensors are flat fp32 (or fp64) buffers. Memory: one copy for the anchor, and the step's own
+// state. Threading: the averager's thread.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -29,12 +29,12 @@ namespace hasten {
 
 class OuterStep : public Stateful {
  public:
-  /// Puts into `anchor` the parameters that every rank goes on with. `mean` may
-  /// be overwritten. `piece` names this part of the parameters: the same from
-  /// round to round. `learning_rate`: the inner one at the round's beginning.
-  /// Must give the same bits on every rank. Local.
+  /// Writes into `anchor` the parameters with which every rank continues. May overwrite `mean`.
+  /// `piece` identifies this part of the parameters and is the same in each synchronisation.
+  /// `learning_rate` is the inner one of the previous synchronisation. The result must be equal bit
+  /// for bit on every rank. Local.
   virtual void step(int64_t piece, at::Tensor anchor, at::Tensor mean, double learning_rate) = 0;
-  /// Name and settings; the same on all ranks.
+  /// Name and settings; equal on all ranks.
   virtual std::string description() const = 0;
 };
 
@@ -45,15 +45,15 @@ struct SlowMoOptions {
   double slowmo_lr = 1.0;
 };
 
-/// u <- slowmo_factor u + (anchor - mean) / lr; anchor <- anchor - slowmo_lr lr u, with the
-/// inner learning rate lr of the round's beginning. Source: Wang, Tantia, Ballas,
-/// Rabbat, "SlowMo: Improving Communication-Efficient Distributed SGD with Slow
-/// Momentum", ICLR 2020, algorithm 1. Memory: one copy.
+/// u <- slowmo_factor u + (anchor - mean) / lr; anchor <- anchor - slowmo_lr lr u, with the inner
+/// learning rate lr of the previous synchronisation. Source: Wang, Tantia, Ballas, Rabbat, "SlowMo:
+/// Improving Communication-Efficient Distributed SGD with Slow Momentum", ICLR 2020, algorithm 1.
+/// Memory: one copy.
 class SlowMo : public OuterStep {
  public:
   /// Throws InputError for options out of range.
   explicit SlowMo(SlowMoOptions options = {});
-  /// Throws InputError where learning_rate is 0.
+  /// Throws InputError if learning_rate is 0.
   void step(int64_t piece, at::Tensor anchor, at::Tensor mean, double learning_rate) override;
   std::string description() const override;
   void save_state(NamedTensors& tensors, nlohmann::json& values) const override;
@@ -72,12 +72,10 @@ struct DiLoCoOptions {
   bool nesterov = true;
 };
 
-/// SGD with Nesterov momentum on Delta = anchor - mean, as torch::optim::SGD
-/// does it: v <- momentum v + Delta (at first v = Delta);
-/// anchor <- anchor - lr (Delta + momentum v). Source: Douillard et al., "DiLoCo:
-/// Distributed Low-Communication Training of Language Models", 2023,
-/// algorithm 1. lr 1 without momentum is plain averaging. Memory: one copy
-/// (none without momentum).
+/// SGD with Nesterov momentum on Delta = anchor - mean, computed as by torch::optim::SGD: v <-
+/// momentum v + Delta (at first v = Delta); anchor <- anchor - lr (Delta + momentum v). Source:
+/// Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023,
+/// algorithm 1. lr 1 without momentum is plain averaging. Memory: one copy (none without momentum).
 class DiLoCo : public OuterStep {
  public:
   /// Throws InputError for options out of range.
@@ -92,7 +90,7 @@ class DiLoCo : public OuterStep {
   std::map<int64_t, at::Tensor> momentum_{}; // by piece
 };
 
-/// Any of torch's optimizers, or one derived from them, as the outer one:
+/// Uses any of torch's optimizers, or one derived from them, as the outer optimizer:
 ///   OuterOptimizer([](auto parameters) {
 ///     return std::make_shared<torch::optim::Adam>(
 ///         parameters, torch::optim::AdamOptions(0.1).eps(1e-3)); }, "adam 0.1")
@@ -100,12 +98,12 @@ class OuterOptimizer : public OuterStep {
  public:
   using Factory =
       std::function<std::shared_ptr<torch::optim::Optimizer>(std::vector<at::Tensor> parameters)>;
-  /// `make` is called once a piece, with the anchor as its one parameter.
-  /// `description`: the same on all ranks, another for other settings.
+  /// `make` is called once per piece, with the anchor as its one parameter. `description` must be
+  /// equal on all ranks and differ between different settings.
   OuterOptimizer(Factory make, std::string description);
   void step(int64_t piece, at::Tensor anchor, at::Tensor mean, double learning_rate) override;
   std::string description() const override { return description_; }
-  /// Throws InputError for an optimizer of a type whose state is not known.
+  /// Throws InputError for an optimizer type whose state hasten does not know.
   void save_state(NamedTensors& tensors, nlohmann::json& values) const override;
   void load_state(const NamedTensors& tensors, const nlohmann::json& values) override;
 

@@ -1,25 +1,22 @@
-// What each rank holds of a model in training. Without LibTorch.
+// Which part of a model's training state each rank holds. Without LibTorch.
 #pragma once
 
 namespace hasten {
 
-/// In bytes a rank for a parameter of fp32 training with Adam on N ranks, and in
-/// parameters' worth of numbers that a rank sends in a step of one batch
+/// The figures are bytes per parameter and rank in fp32 training with Adam on N ranks, and the
+/// traffic: elements per parameter that a rank sends in an optimizer step of one batch
 /// (docs/guides/sharding.md).
 enum class Strategy {
-  /// Everything: 16 bytes; sends 2.
+  /// All parameters, gradients and optimizer state: 16 bytes; sends 2.
   ddp,
-  /// All parameters and gradients, its part of the optimizer's state: 8 + 8 / N;
-  /// sends 2.
+  /// All parameters and gradients, its shard of the optimizer state: 8 + 8 / N; sends 2.
   zero1,
-  /// All parameters, its part of gradients and of the optimizer's state:
-  /// 4 + 12 / N; sends 2.
+  /// All parameters, its shard of gradients and optimizer state: 4 + 12 / N; sends 2.
   zero2,
-  /// Its part of everything, and the whole of the block that runs: 16 / N; sends 3.
+  /// Its shard of everything, and the unsharded block that runs: 16 / N; sends 3.
   fsdp,
-  /// fsdp among N ranks that hold a copy together, and further such copies: 16 / N;
-  /// sends 3 near by and 2 / N to other copies, or, inside a LocalSGD scope, those
-  /// now and then.
+  /// fsdp in groups of N ranks, each of which holds a replica: 16 / N; sends 3 within the group and
+  /// 2 / N between replicas (inside a LocalSGD scope only at synchronisations).
   hsdp,
 };
 

@@ -1,7 +1,7 @@
-// Batch normalisation over the rows of all ranks: in training, mean and variance are
-// those of the joined batch, as if one process had all its rows, also where ranks have
-// different numbers of them or none. For small batches a rank: with many rows a rank's
-// own statistics are nearly the same and cost nothing.
+// Batch normalisation over the samples of all ranks. In training, mean and variance are those of
+// the joined batch, as if one process had all its samples, even if ranks have different numbers of
+// samples or none. Use it for small batches per rank: with many samples a rank's own statistics are
+// nearly the same and cost no communication.
 //
 //   hasten::SyncBatchNorm norm(torch::nn::BatchNormOptions(64), communicator);
 //
@@ -9,20 +9,20 @@
 //
 //   const auto synced = hasten::convert_sync_batchnorm(model, communicator);
 //
-// The Accelerator does it by itself: AcceleratorOptions::sync_batchnorm.
+// The Accelerator converts models if AcceleratorOptions::sync_batchnorm is set.
 //
-// A training forward and its backward are collective: every rank runs the same layers
-// in the same order, on a batch of its own, which may have no rows. Rows that are
-// accumulated over time are not joined: each forward has the statistics of its own.
-// Evaluation, a rank alone and layers that were not converted send nothing.
-// Cost a layer: 2 C + 1 numbers gathered in forward and 2 C summed in backward, in
-// fp64, C channels, each waited for: the ranks go through a model in step.
-// Statistics are made in fp32 for 16-bit and fp32 inputs, in fp64 for fp64 ones, and
-// joined in fp64; every rank gets the same bits. Inputs that are channels-last stay so.
-// A forward that activation checkpointing runs again sends nothing and counts no batch.
-// A backward with create_graph through a layer throws InputError, and so does a forward
-// where a rank's input holds NaN or infinity: on every rank, naming that one.
-// Threading: one thread a model. Design: docs/guides/sync-batch-norm.md
+// A training forward and its backward are collective. Every rank runs the same layers in the same
+// order on its own batch, which may be empty. Accumulated batches are not joined: each forward has
+// its own statistics. Evaluation, worlds of one rank and layers that were not converted send
+// nothing.
+// Cost per layer with C channels: forward gathers 2 C + 1 elements and backward sums 2 C, in fp64.
+// Each is waited for, so ranks run in lockstep.
+// Statistics are computed in fp32 for 16-bit and fp32 inputs, in fp64 for fp64 inputs, and joined
+// in fp64. Every rank gets the same bits. Channels-last inputs stay channels-last.
+// A forward that activation checkpointing recomputes sends nothing and updates no buffer.
+// A backward with create_graph through a layer throws InputError. A forward throws InputError on
+// every rank if a rank's input holds NaN or infinity, naming that rank.
+// Threading: one thread per model. Design: docs/guides/sync-batch-norm.md
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -44,23 +44,23 @@ namespace detail {
 struct SyncLayer;
 } // namespace detail
 
-/// Parameters, buffers and their names are those of torch's BatchNorm layers, so that
-/// state dicts go both ways.
+/// Parameters, buffers and their names are those of torch's BatchNorm layers, so state dicts are
+/// interchangeable.
 class SyncBatchNormImpl
     : public torch::nn::NormImplBase<1, SyncBatchNormImpl, torch::nn::BatchNormOptions> {
  public:
-  /// The communicator may be a group of some ranks (Communicator::new_group), and
-  /// should be one of its own: nothing but such layers may use it while a backward
-  /// runs. A clone() shares it. Collective over it: ranks compare options. Blocking.
-  /// Throws InputError, on every rank, where they differ.
+  /// The communicator may be a group of some ranks (Communicator::new_group). Give the layers a
+  /// communicator of their own: nothing else may use it while a backward runs. A clone() shares it.
+  /// Collective over it, blocking: ranks compare options.
+  /// Throws InputError, on every rank, if they differ.
   SyncBatchNormImpl(const torch::nn::BatchNormOptions& options,
                     std::shared_ptr<Communicator> communicator);
 
-  /// x: [N, C] or [N, C, …] up to 5 dimensions, N ≥ 0; the result has its shape and
-  /// dtype. Collective in training, local in evaluation. Blocks until every rank has
-  /// come to it, at most the communicator's timeout.
-  /// Throws InputError for another shape, and on every rank where all ranks together
-  /// have one value a channel.
+  /// x: [N, C] or [N, C, …] up to 5 dimensions, N ≥ 0; the result has its shape and dtype.
+  /// Collective in training, local in evaluation. Blocks until every rank has called it, at most
+  /// the communicator's timeout.
+  /// Throws InputError for another shape, and on every rank if all ranks together have only one
+  /// value per channel.
   at::Tensor forward(const at::Tensor& x);
   void pretty_print(std::ostream& stream) const override;
 
@@ -73,14 +73,13 @@ class SyncBatchNormImpl
 TORCH_MODULE(SyncBatchNorm);
 
 struct ConvertSyncBatchNormOptions {
-  /// Asked in each training forward of a layer, before it sends anything: whether this
-  /// rank's rows count. Where they do not, they are normalised by the others'
-  /// statistics and have no part in any gradient. Empty: they do.
+  /// Called in each training forward of a layer, before it sends anything. Returns whether this
+  /// rank's samples count. If not, they are normalised by the other ranks' statistics and
+  /// contribute to no gradient. Empty: they count.
   std::function<bool()> rows_count{};
 };
 
-/// The layers that a conversion found, for as long as it lives or until remove().
-/// Movable.
+/// Keeps the layers of a conversion converted during its lifetime or until remove(). Movable.
 class [[nodiscard]] SyncBatchNormConversion {
  public:
   SyncBatchNormConversion() = default;
@@ -88,9 +87,9 @@ class [[nodiscard]] SyncBatchNormConversion {
   SyncBatchNormConversion& operator=(SyncBatchNormConversion&& other) noexcept;
   ~SyncBatchNormConversion();
 
-  /// Names of the layers in the model; also on a rank alone, where they stay plain.
+  /// Names of the layers in the model. With one rank, too, where they stay plain.
   const std::vector<std::string>& layers() const { return layers_; }
-  /// The layers are torch's again, from the next forward on. Local.
+  /// Restores torch's layers from the next forward on. Local.
   void remove() noexcept;
 
  private:
@@ -101,19 +100,18 @@ class [[nodiscard]] SyncBatchNormConversion {
   std::vector<uint64_t> marks_{};
 };
 
-/// Makes the training forwards of every BatchNorm1d, 2d and 3d of `model` those of a
-/// SyncBatchNorm. A model's typed members cannot be exchanged in C++, so layers stay
-/// the objects they are: they are known by their running statistics, or by their
-/// weight where they track none, and torch's batch_norm is diverted for these alone.
-/// Nothing is registered with torch before the first conversion on several ranks;
-/// after it batch_norm of other layers costs a look-up and is torch's to the bit.
-/// Not seen: a clone() of the model, layers registered later, forwards under
-/// c10::InferenceMode. torch checks its own layers' inputs first and throws where a
-/// rank has one value a channel: SyncBatchNorm does not mind.
-/// `communicator`: as in SyncBatchNormImpl. Collective, blocking: ranks compare the
-/// layers' names, channels, eps, momentum and dtypes. Cost: two messages.
-/// Throws InputError on every rank: for layers that differ, naming the first; for a
-/// layer that has neither running statistics nor a weight, or was converted before.
+/// Synchronises the training forwards of every BatchNorm1d, 2d and 3d of `model`. C++ cannot
+/// replace a model's typed members, so layers stay the same objects. They are identified by their
+/// running statistics, or by their weight if they track none, and torch's batch_norm is redirected
+/// for these layers only. Nothing is registered with torch before the first conversion on several
+/// ranks. After it, batch_norm of other layers costs a look-up and equals torch's bit for bit.
+/// Not covered: a clone() of the model, layers registered later, forwards under c10::InferenceMode.
+/// torch checks inputs first and throws if one rank has one value per channel; SyncBatchNorm
+/// accepts that.
+/// `communicator`: as in SyncBatchNormImpl. Collective, blocking: ranks compare the layers' names,
+/// channels, eps, momentum and dtypes. Cost: two messages.
+/// Throws InputError on every rank: for layers that differ, naming the first; for a layer that has
+/// neither running statistics nor a weight, or was converted before.
 SyncBatchNormConversion convert_sync_batchnorm(const std::shared_ptr<torch::nn::Module>& model,
                                                std::shared_ptr<Communicator> communicator,
                                                ConvertSyncBatchNormOptions options = {});

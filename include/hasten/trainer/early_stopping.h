@@ -1,5 +1,5 @@
-// Ends a run whose evaluations no longer get better; transformers'
-// EarlyStoppingCallback. TrainingArguments::early_stopping_patience adds one.
+// Ends a run when its evaluations stop improving; transformers' EarlyStoppingCallback.
+// TrainingArguments::early_stopping_patience adds one.
 // Threading: one Trainer per object.
 #pragma once
 
@@ -13,26 +13,24 @@
 namespace hasten {
 
 struct EarlyStoppingOptions {
-  /// Evaluations in a row without an improvement after which training stops, >= 1.
+  /// Training stops after this many evaluations in a row without an improvement, >= 1.
   int64_t early_stopping_patience = 1;
-  /// What an improvement must exceed, in units of the metric, >= 0.
+  /// The minimum improvement that counts, in units of the metric, >= 0; must be exceeded.
   double early_stopping_threshold = 0.0;
 };
 
-/// Watches metric_for_best_model by greater_is_better. An evaluation counts as better
-/// where its value beats the best of all before by more than the threshold; the best
-/// itself moves with any improvement, so that many small ones in a row do not count,
-/// as in transformers. A value that is not finite is no improvement.
-/// Its state is part of checkpoints where it is added under a name.
+/// Watches metric_for_best_model by greater_is_better. An evaluation counts as better if its value
+/// beats the best so far by more than the threshold. The best itself changes with any improvement,
+/// so many small ones in a row do not count, as in transformers. A value that is not finite is no
+/// improvement. Its state is saved in checkpoints if it was added under a name.
 class EarlyStoppingCallback : public TrainerCallback, public Stateful {
  public:
   /// Throws InputError for a patience below 1 or a threshold below 0.
   explicit EarlyStoppingCallback(EarlyStoppingOptions options = {});
 
-  /// Throws InputError where the run has nothing to evaluate on or
-  /// eval_strategy=no.
+  /// Throws InputError without evaluation data or with eval_strategy=no.
   void on_train_begin(const RunDescription& run) override;
-  /// Throws InputError where the record lacks the metric, naming what it has.
+  /// Throws InputError if the record lacks the metric, naming the metrics that it has.
   void on_evaluate(const nlohmann::json& record) override;
 
   /// Evaluations in a row without an improvement so far.

@@ -1,4 +1,4 @@
-// What an evaluation computes beside the loss, batch by batch and over ranks,
+// The metrics that an evaluation computes in addition to the loss, batch by batch and over ranks,
 // in constant memory: any metrics of hasten/metrics/.
 //
 //   hasten::named_metrics(
@@ -26,24 +26,24 @@ namespace hasten {
 class EvaluationMetrics {
  public:
   virtual ~EvaluationMetrics() = default;
-  /// Counts a batch: `outputs` is what the loss function returned. Local.
+  /// Adds a batch; `outputs` is what the loss function returned. Local.
   virtual void update(const at::Tensor& outputs, const Batch& batch) = 0;
-  /// What it counts in, the same list on all ranks: before compute() each gets
-  /// what all ranks have seen (Accelerator::reduce). They stay its own.
+  /// The metrics that it updates and owns; the same list on all ranks. Before compute(),
+  /// Accelerator::reduce replaces each by the total over ranks.
   virtual std::vector<Metric*> metrics() = 0;
   /// Values by name, without the "eval_" prefix: {"accuracy", 0.9}.
   virtual std::map<std::string, double> compute() const = 0;
 };
 
-/// Makes a new, empty instance for each evaluation. An empty function: loss only.
+/// Makes a new, empty instance for each evaluation. An empty function computes only the loss.
 using ComputeMetrics = std::function<std::unique_ptr<EvaluationMetrics>()>;
 
 /// "accuracy" and "f1" (macro) of logits [B, num_labels] against the batch's
 /// `labels_name` [B]. Batches without that tensor are not counted.
 ComputeMetrics classification_metrics(int64_t num_labels, std::string labels_name = "labels");
 
-/// "f1_micro", "f1_macro" and "accuracy" (all labels of a row right) of logits
-/// [B, num_labels] against `labels_name` [B, num_labels] of zeros and ones.
+/// "f1_micro", "f1_macro" and "accuracy" (all labels of a sample right) of logits [B, num_labels]
+/// against `labels_name` [B, num_labels] of zeros and ones.
 ComputeMetrics multi_label_metrics(int64_t num_labels, std::string labels_name = "labels");
 
 /// "mse", "mae", "pearson" and "spearman" of outputs [B] against `labels_name` [B].
@@ -51,8 +51,8 @@ ComputeMetrics regression_metrics(std::string labels_name = "labels");
 
 namespace detail {
 
-/// A ComputeMetrics whose names are known: metric_for_best_model is compared with them
-/// before anything is trained.
+/// A ComputeMetrics with known names, against which metric_for_best_model is checked before
+/// training.
 struct NamedFactory {
   std::vector<std::string> names{};
   ComputeMetrics make{};
@@ -91,10 +91,9 @@ class NamedMetrics final : public EvaluationMetrics {
 
 } // namespace detail
 
-/// Any metrics with update(outputs, labels) and one number as their value, by
-/// name; each evaluation starts with copies of those given. They see the loss
-/// function's outputs and the batch's `labels_name`; batches without that tensor
-/// are not counted.
+/// Any metrics with update(outputs, labels) and a scalar value, by name. Each evaluation starts
+/// with copies of them. They get the loss function's outputs and the batch's `labels_name`. Batches
+/// without that tensor are skipped.
 template <typename... M>
 ComputeMetrics named_metrics(std::string labels_name, std::pair<const char*, M>... metrics) {
   std::vector<std::string> names{metrics.first...};

@@ -1,7 +1,7 @@
-// What a person sees of a run: the banner, progress bars and messages on stderr, the
-// table of epochs on stdout. The only part of the Trainer that prints, on rank 0 alone.
-// A Trainer has one by itself (transformers' ProgressCallback) unless
-// TrainingArguments::disable_tqdm is set; one that is added takes its place.
+// The console output of a run: the banner, progress bars and messages on stderr, the table of
+// epochs on stdout. No other part of the Trainer prints. It prints on rank 0 only. A Trainer adds
+// one (transformers' ProgressCallback) unless TrainingArguments::disable_tqdm is set. One that you
+// add replaces it.
 // Threading: that of TrainerCallback.
 #pragma once
 
@@ -15,15 +15,13 @@
 
 namespace hasten {
 
-/// Lines of the banner: {"data", "4,000 rows"}. Lines of one name that follow each
-/// other carry it once.
+/// Lines of the banner: {"data", "4,000 samples"}. Consecutive lines of one name show it once.
 using BannerLines = std::vector<std::pair<std::string, std::string>>;
 
 class ProgressCallback : public TrainerCallback {
  public:
-  /// `title` opens the banner, by default "hasten VERSION"; `facts` are lines that the
-  /// Trainer does not know. `prediction_label` stands before the bar of evaluate() and
-  /// predict().
+  /// `title` is the banner's first line, by default "hasten VERSION"; `facts` are lines that the
+  /// Trainer cannot know. `prediction_label` is the label of the bar of evaluate() and predict().
   explicit ProgressCallback(std::string title = {}, BannerLines facts = {},
                             std::string prediction_label = "evaluate");
 
@@ -44,12 +42,12 @@ class ProgressCallback : public TrainerCallback {
   bool header_printed_ = false;
 };
 
-/// The banner's lines that come from the Trainer.
+/// The banner's lines that the Trainer knows.
 BannerLines run_lines(const RunDescription& run);
-/// One text a line, names aligned.
+/// One text per line, with aligned names.
 std::vector<std::string> banner_text(const BannerLines& lines);
-/// One line of the table of epochs, and the line above them. Beside losses and speed it
-/// has two metrics of the evaluation.
+/// The header and one line of the table of epochs. It has losses, speed and two metrics of the
+/// evaluation.
 std::string epoch_header(const EpochReport& epoch);
 std::string epoch_line(const EpochReport& epoch);
 

@@ -1,15 +1,15 @@
-// Going on with a run: which checkpoint-N, whether the arguments are still the
-// same, and the output folder's part in it. Without LibTorch.
+// Resuming a run: which checkpoint-N to use, whether the arguments are still the same, and how the
+// output folder is prepared. Without LibTorch.
 // Threading: none needed. Local: rank 0 calls these.
 //
 // resume_from_checkpoint=
-//   ""        start afresh; a folder that holds another run is refused
+//   ""        start from the beginning; an error if the folder holds another run
 //   latest    the newest complete checkpoint-N of output_dir; an error if there is
 //             none
-//   auto      the same; where there is no checkpoint-N at all, start afresh. One
-//             command line for the first start and for every start after it
+//   auto      the same, but starts from the beginning if there is no checkpoint-N.
+//             One command line serves the first start and every later one
 //   a path    that checkpoint-N, of this output_dir or of another run
-// latest and auto do nothing where the run in output_dir is finished.
+// latest and auto do nothing if the run in output_dir is finished.
 #pragma once
 
 #include <cstdint>
@@ -23,22 +23,22 @@
 namespace hasten {
 
 struct ResumePoint {
-  /// The checkpoint-N to go on from; empty: there is none, start afresh.
+  /// The checkpoint-N to resume from; empty: start from the beginning.
   std::filesystem::path folder{};
-  /// output_dir holds the final model of a run that came to its end.
+  /// output_dir holds the final model of a finished run.
   bool finished = false;
-  /// "checkpoint-12: reason" of newer ones that were passed over.
+  /// "checkpoint-12: reason" for newer checkpoints that were skipped.
   std::vector<std::string> skipped{};
 };
 
-/// Reads only. `verify_checksums`: reads every file of the candidates; else
-/// compares sizes.
-/// Throws InputError: a path that is no complete checkpoint, latest without one,
-/// checkpoints of which none is complete (never a fresh start over them), auto in
-/// a folder that holds a model but no run.
+/// Reads only. With `verify_checksums` it reads every file of the candidates, otherwise it compares
+/// sizes.
+/// Throws InputError for a path that is not a complete checkpoint, for latest without a checkpoint,
+/// if there are checkpoints but none is complete (it never starts over them), and for auto in a
+/// folder that holds a model but no run.
 ResumePoint find_resume_point(const TrainingArguments& arguments, bool verify_checksums);
 
-/// What a checkpoint-N or a finished run says of itself.
+/// The description of a run in a checkpoint-N or a finished folder.
 struct SavedRun {
   /// training_args.json.
   nlohmann::json arguments{};
@@ -54,17 +54,17 @@ struct ArgumentChange {
   /// As JSON.
   std::string before{};
   std::string now{};
-  /// The run would not be the one that was begun.
+  /// The run's results would differ from those of the original run.
   bool alters_trajectory = false;
 };
 
-/// Arguments that differ from `saved`, those that say where and how to resume left
-/// out. Batch size and accumulation alter nothing by themselves: what counts is
-/// the rows of one update over all ranks, `total_batch` now.
+/// Arguments that differ from `saved`, except those about where and how to resume. Batch size and
+/// accumulation do not alter the trajectory; the samples of one update over all ranks do
+/// (`total_batch` is the current value).
 std::vector<ArgumentChange> changed_arguments(const SavedRun& saved, const TrainingArguments& now,
                                               int64_t total_batch);
 
-/// "name: before -> now, …" of those that alter the trajectory, or of all.
+/// "name: before -> now, …" of the changes that alter the trajectory, or of all.
 std::string describe_changes(const std::vector<ArgumentChange>& changes, bool only_altering);
 
 /// Throws InputError naming the changes that alter the trajectory, unless
@@ -72,11 +72,10 @@ std::string describe_changes(const std::vector<ArgumentChange>& changes, bool on
 void require_same_trajectory(const std::filesystem::path& folder,
                              const std::vector<ArgumentChange>& changes, bool allowed);
 
-/// Makes output_dir ready to go on behind update `global_step` of its own
-/// checkpoint: later checkpoint-N folders (damaged, or of a course that is left)
-/// are renamed to "checkpoint-N.set-aside…", the marks of a finished run and what
-/// killed writers left are removed, records behind that update are cut off
-/// metrics.jsonl. Throws Error where something cannot be written.
+/// Prepares output_dir to continue after update `global_step` of its own checkpoint. It renames
+/// later checkpoint-N folders (damaged, or of a run that is abandoned) to
+/// "checkpoint-N.set-aside…", removes the marks of a finished run and the files of killed writers,
+/// and cuts later records off metrics.jsonl. Throws Error if something cannot be written.
 void prepare_resumed_dir(const std::filesystem::path& output_dir, int64_t global_step);
 
 } // namespace hasten

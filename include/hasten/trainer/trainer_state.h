@@ -1,6 +1,5 @@
-// Where a run is and what it recorded: trainer_state.json, with Hugging Face's
-// keys and no others (its reader refuses unknown ones). What hasten adds goes
-// to hasten_state.json beside it.
+// The progress of a run and its records: trainer_state.json, with Hugging Face's keys and no others
+// (its reader rejects unknown ones). hasten's own values go to hasten_state.json next to it.
 // Without LibTorch. Threading: none needed.
 #pragma once
 
@@ -12,7 +11,7 @@
 
 namespace hasten {
 
-/// Kept equal on all ranks.
+/// Equal on all ranks.
 struct TrainerState {
   /// Updates done.
   int64_t global_step = 0;
@@ -26,18 +25,18 @@ struct TrainerState {
   int64_t train_batch_size = 0;
   /// Tokens read in training, padding included, over all ranks.
   int64_t num_input_tokens_seen = 0;
-  /// Unset until an evaluation was compared.
+  /// Empty before the first comparison.
   std::optional<double> best_metric{};
   std::optional<int64_t> best_global_step{};
-  /// The folder's path; empty while the best was not saved.
+  /// The folder's path; empty if the best was not saved.
   std::string best_model_checkpoint{};
   /// Records in order: training, evaluation and the final one, each with epoch
   /// and step. An array.
   nlohmann::json log_history = nlohmann::json::array();
 };
 
-/// Indented by 2, keys sorted, with a final line break. Numbers that are not
-/// finite become null: JSON has no word for them.
+/// Indented by 2, keys sorted, with a final line break. Values that are not finite become null,
+/// because JSON cannot represent them.
 std::string trainer_state_json(const TrainerState& state);
 /// Throws InputError naming the file and what is wrong with it.
 TrainerState read_trainer_state(const std::filesystem::path& file);
@@ -45,7 +44,7 @@ TrainerState read_trainer_state(const std::filesystem::path& file);
 /// The same from JSON. Throws nlohmann::json::exception.
 TrainerState trainer_state_from(const nlohmann::json& json);
 
-/// A copy without NaN and infinities: null in their place.
+/// A copy with null in place of NaN and infinities.
 nlohmann::json finite_json(nlohmann::json value);
 
 } // namespace hasten
