@@ -7,38 +7,38 @@ namespace hasten {
 
 namespace detail {
 
-// What predict and eval have in common. C: the command.
+// Flags that predict and eval share. C: the command.
 
 template <typename C>
 void declare_model(FlagTable& flags, C& command) {
   flags.value("--model", command.model, "FOLDER",
-              "what hasten train left, or another classifier in the Hugging Face layout");
+              "output of hasten train, or another classifier in the Hugging Face layout");
   flags.required();
 }
 
 template <typename C>
 void declare_max_rows(FlagTable& flags, C& command) {
-  flags.value("--max-rows", command.max_rows, "ROWS", "first rows of the file; 0 takes all",
-              kAnyRows);
+  flags.value("--max-rows", command.max_rows, "SAMPLES",
+              "use only the first SAMPLES of the file; 0 uses all", kAnyRows);
 }
 
 template <typename C>
 void declare_batches(FlagTable& flags, C& command) {
   flags.group("Batches");
-  flags.value("--batch-size", command.batch_size, "ROWS", "rows at once", kBatchRows);
+  flags.value("--batch-size", command.batch_size, "SAMPLES", "samples per batch", kBatchRows);
   flags.value("--max-length", command.max_length, "TOKENS",
-              "longer texts are cut; 0: as in training, or what the model takes", kTokens);
+              "truncate longer texts; 0: as in training, or the model's limit", kTokens);
 }
 
 void declare_predict(FlagTable& flags, PredictCommand& command) {
   flags.group("Model and texts");
   declare_model(flags, command);
-  flags.value("--file", command.file, "FILE", "texts of a .csv, .tsv or .jsonl file");
+  flags.value("--file", command.file, "FILE", "a .csv, .tsv or .jsonl file with texts");
   declare_table(flags, command.table, false);
   declare_max_rows(flags, command);
   flags.group("Output");
   flags.value("--output", command.output, "FILE", "write .csv or .jsonl instead of printing");
-  flags.flag("--json", command.json, "print one JSON object a line");
+  flags.flag("--json", command.json, "print one JSON object per line");
   flags.flag("--with-logits", command.with_logits, "add logits and input_ids to JSON");
   declare_batches(flags, command);
 }
@@ -51,7 +51,7 @@ Command parse_predict(std::vector<std::string> arguments, const std::vector<std:
                    .examples = {"hasten predict --model out \"what a film\" \"two hours wasted\"",
                                 "hasten predict --model out --file new.csv --output preds.csv"},
                    .notes = "Prints a label and probabilities for each text, in the order of "
-                            "the input; - reads one text a line from stdin."});
+                            "the input. - reads one text per line from stdin."});
   declare_predict(flags, command);
   auto words = flags.parse_words(std::move(arguments));
   command.texts = std::move(words);
@@ -83,7 +83,7 @@ Command parse_eval(std::vector<std::string> arguments) {
                    .notes = {}});
   flags.group("Model and data");
   declare_model(flags, command);
-  flags.value("--file", command.file, "FILE", "labelled rows, .csv, .tsv or .jsonl");
+  flags.value("--file", command.file, "FILE", "labelled samples, .csv, .tsv or .jsonl");
   flags.required();
   declare_table(flags, command.table, true);
   declare_max_rows(flags, command);
@@ -98,13 +98,14 @@ Command parse_eval(std::vector<std::string> arguments) {
 void declare_logs(FlagTable& flags, LogsSpecs& logs) {
   flags.group("Output of the processes");
   flags.value("--log-dir", logs.log_dir, "FOLDER",
-              "receives RANK/stdout.log and RANK/stderr.log; alone it means --tee 3");
+              "folder for RANK/stdout.log and RANK/stderr.log; without --redirects and "
+              "--tee it implies --tee 3");
   flags.value("--redirects", logs.redirects, "STREAMS",
-              "write these to --log-dir alone: 1 stdout, 2 stderr, 3 both; or of some "
-              "ranks, like 1:3,2:3");
+              "write these streams only to --log-dir: 1 stdout, 2 stderr, 3 both; or for "
+              "some ranks, e.g. 1:3,2:3");
   flags.value("--tee", logs.tee, "STREAMS",
-              "show these line by line, each after its rank, and write them to "
-              "--log-dir where there is one");
+              "print these streams line by line with the rank as prefix, and also write "
+              "them to --log-dir, if given");
 }
 
 void check_logs(const FlagTable& flags, const LogsSpecs& logs, int nproc) {
@@ -159,19 +160,19 @@ bool read_batch(const std::string& text, int64_t& rows, int64_t& tokens) {
 Command parse_state(std::vector<std::string> arguments) {
   StateCommand command;
   FlagTable flags({.name = "state",
-                   .summary = "look into a checkpoint, put a model together from its rows",
+                   .summary = "inspect a checkpoint, or merge its shards into one model file",
                    .usage = "inspect|consolidate FOLDER [flags]",
                    .examples = {"hasten state inspect out/checkpoint-100",
                                 "hasten state consolidate out/checkpoint-100 \\\n"
                                 "    --output model.safetensors"},
-                   .notes = "FOLDER is a checkpoint of hasten train, or what "
-                            "Accelerator::save_state wrote, under any strategy. consolidate "
-                            "writes the model whole, as one safetensors file."});
+                   .notes = "FOLDER is a checkpoint of hasten train or of "
+                            "Accelerator::save_state, of any strategy. consolidate "
+                            "writes the unsharded model as one safetensors file."});
   flags.group("Output");
-  flags.value("--output", command.output, "FILE", "of consolidate: .safetensors");
-  flags.value("--model-index", command.model, "N", "of consolidate: which of several models",
+  flags.value("--output", command.output, "FILE", "consolidate: the .safetensors file to write");
+  flags.value("--model-index", command.model, "N", "consolidate: which of several models",
               NumberRange{0, 1'000'000});
-  flags.flag("--json", command.json, "of inspect: print one JSON object");
+  flags.flag("--json", command.json, "inspect: print one JSON object");
   auto words = flags.parse_words(std::move(arguments));
   const bool known = words.size() == 2 && (words[0] == "inspect" || words[0] == "consolidate");
   if (!known) {
@@ -192,40 +193,40 @@ Command parse_plan(std::vector<std::string> arguments) {
   std::string batch;
   std::string budget;
   FlagTable flags({.name = "plan",
-                   .summary = "what to recompute in backward under a budget of memory",
-                   .usage = "--model MODEL --batch ROWSxTOKENS [flags]",
+                   .summary = "choose which activations to recompute under a memory budget",
+                   .usage = "--model MODEL --batch SAMPLESxTOKENS [flags]",
                    .examples = {"hasten plan --model bert-base --batch 8x128 --budget 50%"},
-                   .notes = "Measures the model's blocks, and prints the quickest plans "
-                            "from the least memory to keeping everything. hasten train "
-                            "--gradient-checkpointing budget:50% does the same by itself."});
+                   .notes = "Measures the model's blocks and prints the fastest plans, "
+                            "from the least memory to no recomputation. hasten train "
+                            "--gradient-checkpointing budget:50% makes and uses such a plan."});
   flags.group("Model and batch");
   flags.value("--model", command.model, "FOLDER|SHAPE",
               "Hugging Face folder, or a shape: " + model_shapes_text());
   flags.required();
-  flags.value("--batch", batch, "ROWSxTOKENS", "one batch of one process, 8x128");
+  flags.value("--batch", batch, "SAMPLESxTOKENS", "one batch of one process, e.g. 8x128");
   flags.required();
-  flags.value("--budget", budget, "BYTES|SHARE",
-              "for activations: 2GB, or 50% of what keeping everything takes");
+  flags.value("--budget", budget, "BYTES|PERCENT",
+              "memory for activations: e.g. 2GB, or 50% of what they take without recomputation");
   flags.group("Output");
-  flags.value("--json", command.json, "FILE", "receives the plan");
-  flags.value("--svg", command.svg, "FILE", "receives a picture of peak against time");
+  flags.value("--json", command.json, "FILE", "write the plan to FILE");
+  flags.value("--svg", command.svg, "FILE", "write a plot of peak memory against time");
   flags.parse(std::move(arguments));
   require_flag(flags, read_batch(batch, command.rows, command.tokens), "--batch=" + batch,
-               "rows and tokens, both above 0: 8x128");
+               "samples and tokens, both above 0, e.g. 8x128");
   if (!budget.empty()) {
     require_flag(flags, read_flag("budget:" + budget, command.budget), "--budget=" + budget,
-                 "bytes above 0 (2GB) or a share up to 100%");
+                 "bytes above 0 (2GB) or a percentage up to 100%");
   }
   require_flag(flags, command.json.empty() || !budget.empty(),
-               "--json=" + command.json + " without a budget", "--budget BYTES|SHARE");
+               "--json=" + command.json + " without a budget", "--budget BYTES|PERCENT");
   return command;
 }
 
-// Reads the batch, too.
+// Also reads the batch.
 void require_estimate(const FlagTable& flags, const std::string& batch,
                       EstimateMemoryCommand& command) {
   require_flag(flags, batch.empty() || read_batch(batch, command.rows, command.tokens),
-               "--batch=" + batch, "rows and tokens, both above 0: 8x128");
+               "--batch=" + batch, "samples and tokens, both above 0, e.g. 8x128");
   const auto strategy = spelled<Strategy>(command.strategy);
   require_flag(flags, command.strategy == "local_sgd" || strategy, "--strategy=" + command.strategy,
                "ddp, zero1, zero2, fsdp, hsdp or local_sgd");
@@ -236,31 +237,31 @@ void require_estimate(const FlagTable& flags, const std::string& batch,
 Command parse_estimate_memory(std::vector<std::string> arguments) {
   EstimateMemoryCommand command;
   std::string batch;
-  FlagTable flags(
-      {.name = "estimate-memory",
-       .summary = "what training a model takes, without a run",
-       .usage = "--model MODEL [flags]",
-       .examples = {"hasten estimate-memory --model bert-base --batch 8x128 \\\n"
-                    "    --optim adamw --bf16 --strategy fsdp --nproc 4"},
-       .notes = "Bytes of tensors on the CPU: the most at once in an update. "
-                "Scratch memory of libraries and the program itself (about 200 MB) come on top."});
+  FlagTable flags({.name = "estimate-memory",
+                   .summary = "estimate the memory of training a model, without a run",
+                   .usage = "--model MODEL [flags]",
+                   .examples = {"hasten estimate-memory --model bert-base --batch 8x128 \\\n"
+                                "    --optim adamw --bf16 --strategy fsdp --nproc 4"},
+                   .notes =
+                       "Prints the peak memory of CPU tensors in an update. Scratch memory "
+                       "of libraries and the program itself (about 200 MB) are not included."});
   flags.group("Model and batch");
   flags.value("--model", command.model, "FOLDER|SHAPE",
               "Hugging Face folder, or a shape: " + model_shapes_text());
   flags.required();
   flags.value("--vocab-size", command.vocab_size, "PIECES", "vocabulary of a shape",
               NumberRange{1, kPieces.most});
-  flags.value("--num-labels", command.num_labels, "N", "of a shape", NumberRange{2, 1'048'576});
-  flags.value("--batch", batch, "ROWSxTOKENS",
-              "one micro-batch of one process, 8x128 (default: without activations)");
+  flags.value("--num-labels", command.num_labels, "N", "number of labels of a shape",
+              NumberRange{2, 1'048'576});
+  flags.value("--batch", batch, "SAMPLESxTOKENS",
+              "one micro-batch of one process, e.g. 8x128 (default: without activations)");
   flags.value("--gradient-accumulation-steps", command.gradient_accumulation_steps, "N",
-              "micro-batches an update adds up", NumberRange{1, 1'048'576});
+              "micro-batches per update", NumberRange{1, 1'048'576});
   flags.group("Training");
   flags.value("--optim", command.optim, "NAME", "as in hasten train: adamw, sgd, lion");
   flags.value("--optim-args", command.optim_args, "ARGS", "name=value,name=value");
   flags.flag("--bf16", command.bf16, "matrix products in 16 bits");
-  flags.value("--strategy", command.strategy, "NAME",
-              "how processes work together: ddp, zero1, zero2, fsdp, hsdp or local_sgd");
+  flags.value("--strategy", command.strategy, "NAME", "ddp, zero1, zero2, fsdp, hsdp or local_sgd");
   declare_shard_size(flags, command.shard_size);
   flags.value("--nproc", command.nproc, "N", "processes on this machine", kProcesses);
   flags.group("Output");
@@ -300,7 +301,7 @@ std::string with_dashes(std::string argument) {
 
 using Words = std::vector<std::string>;
 
-/// A command without words: what follows "--" is refused.
+/// A command without words: rejects what follows "--".
 template <Command (*parse)(Words)>
 Command flags_alone(Words flags, const Words& rest) {
   flags.insert(flags.end(), rest.begin(), rest.end());
@@ -319,15 +320,16 @@ constexpr CommandEntry kCommands[] = {
      flags_alone<parse_train>},
     {"predict", "label texts with a trained model", parse_predict},
     {"eval", "loss, accuracy and F1 of a model on a labelled file", flags_alone<parse_eval>},
-    {"plan", "what to recompute in backward under a budget of memory", flags_alone<parse_plan>},
-    {"estimate-memory", "what training a model takes, without a run",
+    {"plan", "choose which activations to recompute under a memory budget",
+     flags_alone<parse_plan>},
+    {"estimate-memory", "estimate the memory of training a model, without a run",
      flags_alone<parse_estimate_memory>},
-    {"compare", "strategies: largest batch and samples/s in so much memory",
+    {"compare", "compare strategies: largest batch and samples/s in a memory limit",
      flags_alone<parse_compare>},
-    {"state", "look into a checkpoint, put a model together from its rows",
+    {"state", "inspect a checkpoint, or merge its shards into one model file",
      flags_alone<parse_state>},
     {"tokenizer", "learn a WordPiece vocabulary from texts", flags_alone<parse_tokenizer>},
-    {"synth", "customer reviews made from a seed", flags_alone<parse_synth>},
+    {"synth", "generate customer reviews from a seed", flags_alone<parse_synth>},
     {"launch", "run a program as N processes of one world", parse_launch},
     {"env", "versions, cores, threads and back ends of this machine", flags_alone<parse_env>}};
 
@@ -343,8 +345,8 @@ std::string program_help() {
   return text +
          "\n"
          "Flags:\n"
-         "  -h --help     this text; hasten COMMAND --help has a command's flags\n"
-         "  --version     the version\n"
+         "  -h --help     print this text; hasten COMMAND --help lists a command's flags\n"
+         "  --version     print the version\n"
          "\n"
          "Results go to stdout, progress and messages to stderr.\n"
          "Exit codes: 0 ok, 1 training failed, 2 bad input, 128+n signal n (130: Ctrl-C)\n";
@@ -395,7 +397,7 @@ Command parse_command_line(const std::vector<std::string>& arguments) {
     rest.assign(mark + 1, arguments.end());
   }
   if (command.parse == detail::parse_launch) {
-    // A "--" among the program's own arguments is the program's.
+    // A "--" among the program's own arguments belongs to the program.
     const bool program_before =
         std::any_of(flags.begin(), flags.end(), [&](const std::string& flag) {
           const auto at = &flag - flags.data();

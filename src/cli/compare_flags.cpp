@@ -4,13 +4,14 @@
 
 namespace hasten::detail {
 
-/// Any spelling of --strategy, several with commas between.
+/// A comma-separated list of any spellings of --strategy.
 std::vector<Strategy> read_strategies(const FlagTable& flags, const std::string& text) {
   std::vector<Strategy> found;
   for (const std::string& name : split(text)) {
     Strategy strategy{};
     if (!read_flag(name, strategy)) {
-      throw InputError(flags.where(), "--strategies=" + text + ": \"" + name + "\" is no strategy",
+      throw InputError(flags.where(),
+                       "--strategies=" + text + ": \"" + name + "\" is not a strategy",
                        flag_expectation(strategy), flag_fix(name, strategy));
     }
     require_flag(flags, std::find(found.begin(), found.end(), strategy) == found.end(),
@@ -34,7 +35,7 @@ void check_compared(const FlagTable& flags, const CompareCommand& command) {
   require_flag(flags,
                arguments.gradient_checkpointing.mode() != GradientCheckpointing::Mode::budget,
                "--gradient-checkpointing=" + arguments.gradient_checkpointing.text() +
-                   ": a budget is planned for a batch size that is known",
+                   ": a budget needs a known batch size",
                "none, full, every:K or ops");
 }
 
@@ -43,7 +44,7 @@ int64_t read_memory_limit(const FlagTable& flags, const std::string& text) {
     return text.empty() ? 0 : parse_bytes(text);
   } catch (const InputError&) {
     throw InputError(flags.where(), "--memory-limit=" + text,
-                     "bytes above 0, like 2G, 2GB or 512MiB");
+                     "bytes above 0, e.g. 2G, 2GB or 512MiB");
   }
 }
 
@@ -55,13 +56,13 @@ Command parse_compare(std::vector<std::string> arguments) {
   std::string strategies = "ddp,zero2,fsdp";
   std::string memory_limit;
   FlagTable flags({.name = "compare",
-                   .summary = "largest batch and samples/s of strategies under a limit of memory",
+                   .summary = "compare strategies: largest batch and samples/s in a memory limit",
                    .usage = "--model MODEL [flags]",
                    .examples = {"hasten compare --model bert-mini --nproc 2 \\\n"
                                 "    --strategies ddp,zero2,fsdp --memory-limit 2G"},
-                   .notes = "Trains a classifier on made-up rows on the CPU, under each strategy "
-                            "in a world of its own, whose processes are held to the limit; finds "
-                            "the largest batch that fits, times it, and recommends a strategy."});
+                   .notes = "Trains a classifier on synthetic samples on the CPU, with each "
+                            "strategy in a separate world under the memory limit. Finds the "
+                            "largest batch that fits, times it, and recommends a strategy."});
   flags.group("Model and batches");
   flags.value("--model", command.model, "FOLDER|SHAPE",
               "Hugging Face folder, or a shape: " + model_shapes_text());
@@ -69,34 +70,34 @@ Command parse_compare(std::vector<std::string> arguments) {
   flags.value("--vocab-size", command.vocab_size, "PIECES", "vocabulary of a shape",
               NumberRange{2, kPieces.most});
   flags.value("--max-length", training.max_length, "TOKENS",
-              "of every row; at most what the model takes");
+              "tokens of every sample; at most the model's limit");
   flags.value("--gradient-accumulation-steps", training.gradient_accumulation_steps, "N",
-              "micro-batches an update adds up");
-  flags.value("--max-batch-size", command.max_batch_size, "ROWS",
-              "most rows of a micro-batch that are tried on a process", kBatchRows);
+              "micro-batches per update");
+  flags.value("--max-batch-size", command.max_batch_size, "SAMPLES",
+              "largest micro-batch to try on a process", kBatchRows);
   flags.group("Processes");
   declare_processes(flags, command.nproc, command.oversubscribe);
   flags.value("--strategies", strategies, "NAME,...",
-              "what each process holds of the model, as in hasten train --strategy");
+              "strategies to compare, as in hasten train --strategy");
   declare_shard_size(flags, training.shard_size);
   flags.group("Training");
   flags.value("--memory-limit", memory_limit, "BYTES",
-              "most memory of tensors in a process, like 2G (default: 9 tenths of what "
-              "is free, shared by the processes)");
+              "limit of tensor memory per process, e.g. 2G (default: 90 % of the free "
+              "memory, divided by the processes)");
   declare_precision(flags, training);
   declare_checkpointing(flags, training);
   flags.value("--optim", training.optim, "NAME", "as in hasten train: adamw, sgd, lion");
   flags.value("--optim-args", training.optim_args, "ARGS", "name=value,name=value");
-  flags.value("--steps", command.steps, "UPDATES", "timed of each strategy",
+  flags.value("--steps", command.steps, "UPDATES", "updates to time for each strategy",
               NumberRange{1, 1'000'000});
   flags.group("Output");
-  flags.value("--json", command.json, "FILE", "receives the results");
+  flags.value("--json", command.json, "FILE", "write the results to FILE");
   flags.parse(std::move(arguments));
   command.strategies = read_strategies(flags, strategies);
   command.memory_limit_bytes = read_memory_limit(flags, memory_limit);
   check_compared(flags, command);
   if (training.shard_size > 0) {
-    training.strategy = Strategy::hsdp; // whose size it is
+    training.strategy = Strategy::hsdp; // shard_size is valid with hsdp only
   }
   validate_arguments(flags, training);
   return command;

@@ -8,20 +8,21 @@ namespace hasten::detail {
 void declare_tokenizer(FlagTable& flags, TokenizerCommand& command) {
   flags.group("Texts");
   flags.value("--text-column", command.text_column, "NAME", "column with the text");
-  flags.group("Of train");
-  flags.value("--output", command.output, "FOLDER", "receives the tokenizer (required)");
-  flags.value("--vocab-size", command.vocab_size, "PIECES", "pieces at most", kPieces);
+  flags.group("Flags of train");
+  flags.value("--output", command.output, "FOLDER", "folder to write the tokenizer to (required)");
+  flags.value("--vocab-size", command.vocab_size, "PIECES", "maximum size of the vocabulary",
+              kPieces);
   flags.value("--min-frequency", command.min_frequency, "N",
-              "a pair of pieces that occurs less often is not joined",
+              "merge only pairs of pieces that occur at least N times",
               NumberRange{1, kAnyRows.most});
   flags.value("--limit-alphabet", command.limit_alphabet, "N",
-              "characters kept, the most frequent ones", NumberRange{1, 1'114'112});
+              "keep only the N most frequent characters", NumberRange{1, 1'114'112});
   flags.flag("--cased", command.cased, "keep upper case and accents");
-  flags.group("Of encode");
+  flags.group("Flags of encode");
   flags.value("--tokenizer", command.tokenizer, "FOLDER",
-              "with vocab.txt or tokenizer.json (required)");
-  flags.value("--max-length", command.max_length, "TOKENS", "longer texts are cut; 0: none is",
-              kTokens);
+              "folder with vocab.txt or tokenizer.json (required)");
+  flags.value("--max-length", command.max_length, "TOKENS",
+              "truncate longer texts; 0: truncate none", kTokens);
 }
 
 Command parse_tokenizer(std::vector<std::string> arguments) {
@@ -34,18 +35,18 @@ Command parse_tokenizer(std::vector<std::string> arguments) {
                                 "hasten train --model bert-mini --tokenizer vocabulary \\\n"
                                 "    --train-file reviews.csv --output-dir out"},
                    .notes = "A FILE that ends in .csv, .tsv or .jsonl has a column with texts; "
-                            "any other has one text a line. train writes vocab.txt, "
+                            "any other has one text per line. train writes vocab.txt, "
                             "tokenizer.json and tokenizer_config.json, which Python's "
-                            "transformers reads too; equal texts give equal files. encode prints "
-                            "one JSON object a text."});
+                            "transformers reads, too. Equal texts give equal files. encode "
+                            "prints one JSON object per text."});
   declare_tokenizer(flags, command);
   auto words = flags.parse_words(std::move(arguments));
   require_flag(flags, !words.empty() && (words.front() == "train" || words.front() == "encode"),
-               words.empty() ? "no action" : "action=" + words.front(),
+               words.empty() ? "the action is missing" : "action=" + words.front(),
                "train FILE... --output FOLDER or encode FILE... --tokenizer FOLDER");
   command.action = words.front();
   command.files.assign(words.begin() + 1, words.end());
-  require_flag(flags, !command.files.empty(), "no file", "FILE...");
+  require_flag(flags, !command.files.empty(), "a file is missing", "FILE...");
   const bool train = command.action == "train";
   require_flag(
       flags,
@@ -61,21 +62,22 @@ Command parse_tokenizer(std::vector<std::string> arguments) {
 Command parse_synth(std::vector<std::string> arguments) {
   SynthCommand command;
   FlagTable flags({.name = "synth",
-                   .summary = "customer reviews made from a seed",
+                   .summary = "generate customer reviews from a seed",
                    .usage = "reviews [flags]",
                    .examples = {"hasten synth reviews --rows 4000 --output reviews.csv"},
-                   .notes = "Columns text, label (negative, positive) and product. What a "
-                            "review says at last depends on negations and on which half of a "
-                            "sentence counts, so that counting words is not enough. The same "
-                            "seed gives the same rows everywhere; more rows begin with them."});
-  flags.group("Rows");
-  flags.value("--rows", command.rows, "ROWS", "reviews", NumberRange{1, 10'000'000});
-  flags.value("--seed", command.seed, "N", "of all that is drawn");
+                   .notes =
+                       "Columns: text, label (negative, positive) and product. A review's "
+                       "label depends on negations and on which half of a sentence counts, "
+                       "so counting words is not enough. A seed gives the same reviews on "
+                       "every machine. A larger number of reviews begins with the same ones."});
+  flags.group("Reviews");
+  flags.value("--rows", command.rows, "N", "number of reviews", NumberRange{1, 10'000'000});
+  flags.value("--seed", command.seed, "N", "random seed");
   flags.group("Output");
   flags.value("--output", command.output, "FILE", ".csv, .tsv or .jsonl (default: CSV on stdout)");
   auto words = flags.parse_words(std::move(arguments));
   require_flag(flags, words.size() == 1 && words.front() == "reviews",
-               words.empty() ? "nothing to make" : "to make: " + words.back(),
+               words.empty() ? "the kind of data is missing" : "kind of data: " + words.back(),
                "reviews, and nothing else");
   const std::string extension = std::filesystem::path(command.output).extension();
   require_flag(

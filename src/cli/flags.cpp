@@ -217,7 +217,7 @@ std::string FlagTable::with_flag_names(std::string message) const {
     std::string field = name.substr(2);
     std::replace(field.begin(), field.end(), '-', '_');
     if (field.find('_') == std::string::npos) {
-      continue; // an ordinary word of the sentence
+      continue; // it may be an ordinary word of the sentence
     }
     for (size_t at = message.find(field); at != std::string::npos;
          at = message.find(field, at + name.size())) {
@@ -248,13 +248,13 @@ void declare_processes(FlagTable& flags, int& nproc, bool& oversubscribe, bool r
 
 void declare_shard_size(FlagTable& flags, int64_t& shard_size) {
   flags.value("--shard-size", shard_size, "N",
-              "of hsdp: processes that hold a copy together (default: all of one host)");
+              "for hsdp: processes that share a replica (default: all of one host)");
 }
 
 void require_shard_size(const FlagTable& flags, int64_t shard_size, bool hsdp, int nproc) {
   require_flag(flags, shard_size == 0 || (hsdp && shard_size > 0 && nproc % shard_size == 0),
                "--shard-size=" + std::to_string(shard_size),
-               "with strategy hsdp a divisor of --nproc");
+               "a divisor of --nproc, with strategy hsdp only");
 }
 
 void declare_table(FlagTable& flags, TableFlags& table, bool labels) {
@@ -262,16 +262,16 @@ void declare_table(FlagTable& flags, TableFlags& table, bool labels) {
   if (labels) {
     flags.value("--label-column", table.label_column, "NAME", "column with the label");
     flags.value("--label-columns", table.label_columns, "NAME,NAME",
-                "several labels a row: columns that hold 0 or 1, named like the labels");
+                "several labels per sample: columns of 0 or 1, named after the labels");
     flags.value("--label-separator", table.label_separator, "TEXT",
-                "several labels a row: what stands between them in the label column");
+                "several labels per sample: the text between them in the label column");
   }
   flags.value("--delimiter", table.delimiter, "CHAR",
-              "between fields; a character or tab (default: tab for .tsv and .tab, else comma)");
+              "character between fields, or tab (default: tab for .tsv and .tab, else comma)");
   flags.flag("--no-header", table.no_header,
              "the first record is data; columns are named 0, 1, ...");
   flags.values("--filter", table.filters, "COLUMN=VALUE",
-               "only rows whose column holds the value; several must all hold");
+               "use only samples whose column has the value; several filters must all match");
 }
 
 void check_columns(const FlagTable& flags, const TableFlags& table) {

@@ -231,33 +231,33 @@ TEST(CommandLine, EachMistakeNamesItsFlagAndWhatWasExpected) {
 
 TEST(CommandLine, MistakesOfTheCommandsThatMakeDataAreNamedToo) {
   detail::expect_mistakes(
-      {{"tokenizer", "[cli::tokenizer] no action."},
+      {{"tokenizer", "[cli::tokenizer] the action is missing."},
        {"tokenizer train --output o", "[cli::tokenizer] no file."},
        {"tokenizer train a.txt",
         "[cli::tokenizer] train with --output= and --tokenizer=. Expected --output FOLDER alone."},
        {"tokenizer encode a.txt --output o", "[cli::tokenizer] encode with --output=o"},
        {"synth reviews --rows 0", "[cli::synth] --rows=0. Expected 1 to 10000000."},
-       {"synth poems", "[cli::synth] to make: poems. Expected reviews"},
+       {"synth poems", "[cli::synth] kind of data: poems. Expected reviews"},
        {"synth reviews --output r.xml", "[cli::synth] --output=r.xml."}});
 }
 
 TEST(CommandLine, CompareRefusesWhatCannotBeCompared) {
   const std::pair<std::string, std::string> cases[] = {
       {"compare --model m --strategies ddp,fsd",
-       "[cli::compare] --strategies=ddp,fsd: \"fsd\" is no strategy. Expected one of ddp, fsdp, "},
+       "[cli::compare] --strategies=ddp,fsd: \"fsd\" is not a strategy. Expected one of ddp, fsdp, "},
       {"compare --model m --strategies ddp,zero2,ddp",
        "[cli::compare] --strategies=ddp,zero2,ddp: ddp twice."},
       {"compare --model m --strategies ddp,",
-       "[cli::compare] --strategies=ddp,: \"\" is no strategy."},
+       "[cli::compare] --strategies=ddp,: \"\" is not a strategy."},
       {"compare --model m --memory-limit 2X",
-       "[cli::compare] --memory-limit=2X. Expected bytes above 0, like 2G"},
+       "[cli::compare] --memory-limit=2X. Expected bytes above 0, e.g. 2G"},
       {"compare --model m --nproc-per-node 1",
        "[cli::compare] --nproc=1: strategies differ only on several "
        "processes. Expected 2 or more."},
       {"compare --model m --gradient-checkpointing budget:50%",
-       "[cli::compare] --gradient-checkpointing=budget:50%: a budget is planned"},
+       "[cli::compare] --gradient-checkpointing=budget:50%: a budget needs"},
       {"compare --model m --shard-size 2 --nproc 4",
-       "[cli::compare] --shard-size=2. Expected with strategy hsdp a divisor of --nproc"},
+       "[cli::compare] --shard-size=2. Expected a divisor of --nproc, with strategy hsdp only"},
       {"compare --model m --shard-size 2 --nproc 5 --strategies ddp,hsdp",
        "[cli::compare] --shard-size=2. Expected with strategy hsdp"},
   };
