@@ -26,7 +26,7 @@ void check_readable_file(const std::string& where, const std::string& flag,
                          const files::path& path) {
   const auto refuse = [&](const std::string& reason) {
     throw InputError(where, flag + "=" + path.string() + " " + reason,
-                     "a .csv, .tsv or .jsonl file with rows in it");
+                     "a .csv, .tsv or .jsonl file with samples");
   };
   std::error_code error;
   const files::file_status status = files::status(path, error);
@@ -44,14 +44,14 @@ void check_readable_file(const std::string& where, const std::string& flag,
   }
 }
 
-/// Every process reads the rows for itself.
+/// Every process reads the file.
 void check_read_by_all(const std::string& flag, const files::path& path, int processes) {
   std::error_code error;
   if (processes > 1 && !files::is_regular_file(path, error)) {
     throw InputError("cli::train",
                      flag + "=" + path.string() +
-                         " is no regular file, with processes=" + std::to_string(processes),
-                     "a file: a pipe can be read by one process, and once",
+                         " is not a regular file, with processes=" + std::to_string(processes),
+                     "a file, because only one process can read a pipe, and only once",
                      "write it to a file first, or train with --nproc 1");
   }
 }
@@ -69,7 +69,7 @@ void check_model_folder(const std::string& where, const std::string& flag, const
   throw InputError(where,
                    flag + "=" + model +
                        (folder                        ? " is a folder without config.json"
-                        : files::exists(model, error) ? " is no folder"
+                        : files::exists(model, error) ? " is not a folder"
                                                       : " does not exist"),
                    expected, near.empty() || where != "cli::train" ? "" : "write " + near);
 }
@@ -84,12 +84,12 @@ void check_folder_or_shape(const std::string& where, const std::string& model) {
 void check_tokenizer_folder(const std::string& where, const std::string& folder) {
   std::error_code error;
   if (!files::is_directory(folder, error)) {
-    throw InputError(where, "--tokenizer=" + folder + " is no folder",
+    throw InputError(where, "--tokenizer=" + folder + " is not a folder",
                      "a folder with vocab.txt or tokenizer.json");
   }
 }
 
-/// `folder` or the first folder above it that exists: what must let us write.
+/// `folder`, or the nearest parent folder that exists; it must be writable.
 files::path nearest_existing(const files::path& folder) {
   std::error_code error;
   files::path existing = files::absolute(folder, error);
@@ -110,15 +110,15 @@ void check_output_dir(const TrainCommand& command) {
       throw InputError(kWhere, said + " is a file", "a folder, or a new name");
     }
     if (!is_model_shape(command.model) && files::equivalent(folder, command.model, error)) {
-      throw InputError(kWhere, said + " is the folder --model is read from",
-                       "another folder, so that a run that fails leaves the model alone");
+      throw InputError(kWhere, said + " is the folder of --model",
+                       "another folder, because a run that fails could damage the model");
     }
     const files::path trace = trace_of_a_run(folder);
     if (!trace.empty() && !command.arguments.overwrite_output_dir &&
         command.arguments.resume_from_checkpoint.empty()) {
       throw InputError(kWhere, said + " holds another run: " + trace.filename().string(),
                        "an empty or new folder",
-                       "choose another one, go on with that run "
+                       "choose another folder, resume that run "
                        "(--resume-from-checkpoint auto), or add --overwrite-output-dir");
     }
   }
@@ -126,7 +126,7 @@ void check_output_dir(const TrainCommand& command) {
   find_resume_point(command.arguments, /*verify_checksums=*/false);
   const files::path existing = nearest_existing(folder);
   if (!files::is_directory(existing, error)) {
-    throw InputError(kWhere, said + " lies below a file: " + existing.string(), "a folder");
+    throw InputError(kWhere, said + " is inside a file: " + existing.string(), "a folder");
   }
   if (::access(existing.c_str(), W_OK | X_OK) != 0) {
     throw InputError(
@@ -181,7 +181,7 @@ bool is_finished_already(const TrainCommand& command, int world_size) {
     return false;
   }
   const SavedRun saved = read_saved_run(now.output_dir);
-  // The run wrote what the model allowed of it.
+  // The run recorded its max_length after the model's limit was applied.
   if (const auto length = saved.arguments.find("max_length");
       length != saved.arguments.end() && length->is_number_integer()) {
     now.max_length = std::min(now.max_length, length->get<int64_t>());
@@ -193,7 +193,7 @@ bool is_finished_already(const TrainCommand& command, int world_size) {
 }
 
 std::string finished_line(const TrainCommand& command) {
-  return "The run in " + command.arguments.output_dir + " is finished: there is nothing to do.";
+  return "The run in " + command.arguments.output_dir + " is finished; there is nothing to do.";
 }
 
 void check_inputs(const PredictCommand& command) {
@@ -238,7 +238,7 @@ void check_inputs(const StateCommand& command) {
   const auto path = detail::files::path(command.folder) / "state.json";
   if (!detail::files::is_regular_file(path, error)) {
     throw InputError("cli::state", command.folder + " has no state.json",
-                     "a folder checkpoint-N of a run, or one that save_state() wrote",
+                     "a checkpoint-N folder of a run, or a folder of save_state()",
                      "name the checkpoint inside the output folder");
   }
 }
@@ -257,7 +257,7 @@ void check_inputs(const TokenizerCommand& command) {
       ::access(existing.c_str(), W_OK | X_OK) != 0) {
     throw InputError(kWhere,
                      "--output=" + command.output + " cannot be written: " + existing.string() +
-                         " is no folder that you may write to",
+                         " is not a writable folder",
                      "a folder, or a new name in one");
   }
 }
@@ -268,12 +268,13 @@ void check_nproc(const std::string& command, int nproc, bool oversubscribe, cons
     throw InputError(
         "cli::" + command,
         "--nproc=" + std::to_string(nproc) + " on " + std::to_string(allowed_cores()) + " cores",
-        "at most " + std::to_string(most) + ", 16 a core", "lower --nproc, or add --oversubscribe");
+        "at most " + std::to_string(most) + ", 16 per core",
+        "lower --nproc, or add --oversubscribe");
   }
   if (world.world_size > 1) {
     throw InputError("cli::" + command,
                      "--nproc=" + std::to_string(nproc) +
-                         " inside a world of several: WORLD_SIZE=" +
+                         " inside the world of another launcher: WORLD_SIZE=" +
                          std::to_string(world.world_size) + " by " + world.source,
                      "one launcher", "leave --nproc out, or start without the other launcher");
   }
@@ -281,25 +282,26 @@ void check_nproc(const std::string& command, int nproc, bool oversubscribe, cons
 
 void check_lines(const std::string& train_file, int nproc) {
   std::ifstream file(train_file);
-  int lines = 1; // the last may lack its end
+  int lines = 1; // the last one may have no line break
   for (char c = 0; lines < nproc && file.get(c);) {
     lines += c == '\n' || c == '\r' ? 1 : 0;
   }
   if (lines < nproc) {
     throw InputError("cli::train",
-                     "more processes than rows: processes=" + std::to_string(nproc) + ", " +
-                         train_file + " has at most " + std::to_string(lines) + " rows",
-                     "at least one row a process", "lower --nproc");
+                     "more processes than samples: processes=" + std::to_string(nproc) + ", " +
+                         train_file + " has at most " + std::to_string(lines) + " samples",
+                     "at least one sample per process", "lower --nproc");
   }
 }
 
 void check_logs_outside(const std::string& command, const LogsSpecs& logs, const World& world) {
   if (world.world_size > 1 && logs.any()) {
     throw InputError("cli::" + command,
-                     "--log-dir, --redirects or --tee inside a world of several: WORLD_SIZE=" +
+                     "--log-dir, --redirects or --tee inside the world of another launcher: "
+                     "WORLD_SIZE=" +
                          std::to_string(world.world_size) + " by " + world.source,
-                     "one launcher, which has the output of its processes",
-                     "give them to that one");
+                     "one launcher, which handles the output of its processes",
+                     "pass them to that launcher");
   }
 }
 
@@ -308,7 +310,7 @@ void check_free_space(const std::filesystem::path& folder, int64_t bytes) {
   const auto existing = detail::nearest_existing(folder);
   const auto space = std::filesystem::space(existing, error);
   if (error) {
-    return; // a file system that does not say; writing will
+    return; // the free space is unknown; writing would report a full disk
   }
   uintmax_t free = space.available;
   for (std::filesystem::recursive_directory_iterator entry(folder, error), end;

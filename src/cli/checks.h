@@ -15,44 +15,42 @@
 
 namespace hasten {
 
-/// Throws InputError that names flag and path: a file that is missing, empty,
-/// a folder or unreadable; a model that is neither a folder with config.json
-/// nor a shape; an output folder that holds another run (unless
-/// overwrite_output_dir, or resume_from_checkpoint finds its checkpoint there) or
-/// cannot be written.
+/// Throws InputError with flag and path for: a file that is missing, empty, a folder or
+/// unreadable; a model that is neither a folder with config.json nor a shape; an output folder
+/// that cannot be written or holds another run (unless overwrite_output_dir is set or
+/// resume_from_checkpoint finds a checkpoint there).
 void check_inputs(const TrainCommand& command);
 void check_inputs(const PredictCommand& command);
 void check_inputs(const EvalCommand& command);
 void check_inputs(const PlanCommand& command);
 void check_inputs(const EstimateMemoryCommand& command);
 void check_inputs(const CompareCommand& command);
-/// A folder without state.json.
+/// For a folder without state.json.
 void check_inputs(const StateCommand& command);
 
-/// Files as above; a tokenizer that is no folder; an output that cannot be one.
+/// For files as above, a tokenizer that is not a folder, and an output that cannot be a folder.
 void check_inputs(const TokenizerCommand& command);
 
-/// Flags that say what is learned from what, for the record of a run. An object.
+/// The flags that define model and data, for the record of a run. A JSON object.
 nlohmann::json described_inputs(const TrainCommand& command);
 
-/// True where auto or latest find that the run in the output folder came to its
-/// end with these flags on `world_size` ranks, so that no rank need be started.
-/// False where that takes a closer look.
+/// True if auto or latest find that the run in the output folder is finished, with these flags
+/// on `world_size` ranks; then no rank needs to be started. False if only the ranks can tell.
 bool is_finished_already(const TrainCommand& command, int world_size);
-/// What there is to say then.
+/// The message for this case.
 std::string finished_line(const TrainCommand& command);
 
-/// Throws InputError naming --nproc and WORLD_SIZE where processes are asked for
-/// inside a world of several, or for more than 16 processes a core without
-/// `oversubscribe`. `command` is "train", "compare" or "launch".
+/// Throws InputError naming --nproc and WORLD_SIZE inside the world of another launcher, and for
+/// more than 16 processes per core without `oversubscribe`. `command` is "train", "compare" or
+/// "launch".
 void check_nproc(const std::string& command, int nproc, bool oversubscribe, const World& world);
-/// Throws InputError where the file has fewer lines than `nproc`.
+/// Throws InputError if the file has fewer lines than `nproc`.
 void check_lines(const std::string& train_file, int nproc);
-/// The same for flags that say where the output of processes goes.
+/// Throws InputError for flags of the processes' output inside the world of another launcher.
 void check_logs_outside(const std::string& command, const LogsSpecs& logs, const World& world);
 
-/// Throws InputError where the disk that holds (or will hold) `folder` has fewer
-/// than `bytes` free; what the folder holds already counts as free.
+/// Throws InputError if the disk of `folder` has fewer than `bytes` free. Files that are already
+/// in the folder count as free space.
 void check_free_space(const std::filesystem::path& folder, int64_t bytes);
 
 } // namespace hasten

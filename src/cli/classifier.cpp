@@ -18,7 +18,7 @@
 
 namespace hasten::detail {
 
-/// training_args.json of the run that made the folder; null where there is none.
+/// training_args.json of the run that made the folder; null if there is none.
 nlohmann::json trained_arguments(const std::filesystem::path& folder) {
   const auto file = folder / "training_args.json";
   std::error_code error;
@@ -27,19 +27,19 @@ nlohmann::json trained_arguments(const std::filesystem::path& folder) {
   }
   nlohmann::json json = read_json_file("cli::model", file);
   if (!json.is_object()) {
-    throw InputError("cli::model", file.string() + " is no JSON object",
+    throw InputError("cli::model", file.string() + " is not a JSON object",
                      "a training_args.json as hasten train writes it");
   }
   return json;
 }
 
-/// max_length of that run; 0 where it does not say.
+/// max_length of that run; 0 if unknown.
 int64_t trained_length(const nlohmann::json& arguments) {
   const auto entry = arguments.find("max_length");
   return entry != arguments.end() && entry->is_number_integer() ? entry->get<int64_t>() : 0;
 }
 
-/// What that run evaluated in; fp32 where it does not say.
+/// The precision of that run's evaluations; fp32 if unknown.
 Precision trained_precision(const nlohmann::json& arguments) {
   const auto entry = arguments.find("precision");
   return entry != arguments.end() && entry->is_string()
@@ -47,8 +47,8 @@ Precision trained_precision(const nlohmann::json& arguments) {
              : Precision::no;
 }
 
-/// As numbers, which hasten_state.json has, also where they were balanced; 1 for labels
-/// behind those that training had.
+/// The class weights of that run, from hasten_state.json, which has values for "balanced", too;
+/// 1 for labels that training did not have.
 std::string trained_class_weights(const std::filesystem::path& folder, int64_t labels) {
   std::error_code error;
   const auto file = folder / kRunFile;
@@ -83,7 +83,7 @@ void check_vocabulary(const std::string& folder, const BertConfig& config,
     throw InputError(
         "cli::model",
         folder + ": the vocabulary has " + std::to_string(tokenizer.vocab_size()) +
-            " pieces, config.json says vocab_size=" + std::to_string(config.vocab_size),
+            " pieces, but config.json has vocab_size=" + std::to_string(config.vocab_size),
         "a vocabulary no larger than the model's",
         "take vocab.txt and config.json from the same model");
   }
@@ -172,7 +172,7 @@ TextTableOptions table_options(const TableFlags& flags) {
 
 void tell_of_cut_texts(const TextClassifier& classifier, int64_t truncated, int64_t texts) {
   if (truncated > 0) {
-    log_warning(format_count(truncated) + " of " + format_count(texts) + " texts cut to " +
+    log_warning(format_count(truncated) + " of " + format_count(texts) + " texts truncated to " +
                 std::to_string(classifier.max_length) + " tokens");
   }
 }
@@ -180,9 +180,9 @@ void tell_of_cut_texts(const TextClassifier& classifier, int64_t truncated, int6
 std::unique_ptr<Trainer> make_evaluator(const TextClassifier& classifier, int64_t batch_size) {
   TrainingArguments arguments;
   arguments.save_strategy = IntervalStrategy::no;
-  arguments.disable_tqdm = true; // the command knows whether a bar is wanted
+  arguments.disable_tqdm = true; // the command decides about a bar
   arguments.per_device_eval_batch_size = batch_size;
-  arguments.precision = classifier.precision; // gives the run's own numbers
+  arguments.precision = classifier.precision; // gives the same values as in the run
   arguments.label_smoothing_factor = classifier.label_smoothing_factor;
   arguments.class_weights = classifier.class_weights;
   const Head head = head_of(classifier.bert.config);
@@ -207,7 +207,7 @@ void require_finite_logits(const TextClassifier& classifier, const at::Tensor& l
   throw InputError(where,
                    "the model's logits of row=" + std::to_string(row) + " of " + source +
                        " are not finite" + weight,
-                   "finite numbers", "take an earlier checkpoint, or train again");
+                   "finite logits", "use an earlier checkpoint, or train again");
 }
 
 } // namespace hasten::detail

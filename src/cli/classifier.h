@@ -1,5 +1,5 @@
-// A text classifier as the commands use it: model, tokenizer and the length
-// that texts are cut to. Private to src/cli.
+// A text classifier for the commands: model, tokenizer and the length to which texts are
+// truncated. Private to src/cli.
 #pragma once
 
 #include <filesystem>
@@ -18,60 +18,58 @@ namespace hasten::detail {
 struct TextClassifier {
   LoadedBert bert{};
   WordPieceTokenizer tokenizer;
-  /// Tokens a text is cut to, [CLS] and [SEP] counted.
+  /// Maximum number of tokens of a text, including [CLS] and [SEP].
   int64_t max_length = 0;
-  /// What the run that trained it evaluated in.
+  /// Precision of the evaluations of the run that trained it.
   Precision precision = Precision::no;
-  /// Of its loss.
+  /// Of that run's loss.
   double label_smoothing_factor = 0;
   std::string class_weights{};
 
   const std::vector<std::string>& labels() const { return bert.config.id2label; }
 };
 
-/// A classifier ready for use. `max_length` 0 takes what the folder's
-/// training_args.json says, at most what model and tokenizer allow.
-/// Throws InputError: whatever is wrong with the folder; a model without a
-/// trained classifier; a vocabulary larger than the model's.
+/// Loads a classifier. `max_length` 0 uses the value in the folder's training_args.json, at most
+/// the limit of model and tokenizer. Throws InputError for a bad folder, a model without a trained
+/// classifier, or a vocabulary larger than the model's.
 TextClassifier load_text_classifier(const std::string& folder, int64_t max_length);
 
-/// min(`asked`, the model's positions, the tokenizer's model_max_length); 0 asks
-/// for nothing.
+/// min(`asked`, the model's positions, the tokenizer's model_max_length); `asked` 0 means no limit.
 int64_t allowed_length(int64_t asked, const BertConfig& config, const WordPieceOptions& tokenizer);
 
-/// Throws InputError where the tokenizer has ids the model has no row for.
+/// Throws InputError if the tokenizer has ids outside the model's embedding.
 void check_vocabulary(const std::string& folder, const BertConfig& config,
                       const WordPieceTokenizer& tokenizer);
 
-/// Cross-entropy, summed over rows; weight = rows; outputs = logits. Batches
-/// without labels give logits alone.
+/// Cross-entropy, summed over samples; weight = samples; outputs = logits. Batches without labels
+/// give only logits.
 LossFunction classification_loss(BertForSequenceClassification model);
 
-/// Rows of made-up tokens as long as they may be, the last with some padding, so that
-/// blocks get a mask as in training.
+/// A batch of random samples of length `tokens`. The last sample has padding, so that blocks get
+/// a mask as in training.
 Batch made_up_batch(const BertConfig& config, int64_t rows, int64_t tokens);
 
 /// config.json, model.safetensors and the tokenizer's files.
 ModelFiles classifier_files(BertForSequenceClassification model, WordPieceTokenizer tokenizer);
 
-/// Rows as a dataset, padded with the tokenizer's pad id.
+/// The samples as a dataset, padded with the tokenizer's pad id.
 std::shared_ptr<const TokenizedDataset> make_dataset(const TokenTable& rows,
                                                      const WordPieceTokenizer& tokenizer);
 
-/// Threads this rank may tokenise with.
+/// Threads with which this rank tokenizes.
 int tokenizer_threads();
 
 TextTableOptions table_options(const TableFlags& flags);
 
-/// Warns of texts that were cut.
+/// Warns of texts that were truncated.
 void tell_of_cut_texts(const TextClassifier& classifier, int64_t truncated, int64_t texts);
 
-/// Throws InputError where a row's logits are not finite: names the first row of
-/// `source`, and a weight that is not finite.
+/// Throws InputError if a sample's logits are not finite, naming the first such row of `source`,
+/// and a weight that is not finite, if there is one.
 void require_finite_logits(const TextClassifier& classifier, const at::Tensor& logits,
                            const std::string& where, const std::string& source);
 
-/// A Trainer that only evaluates and predicts, in a world of one.
+/// A Trainer that only evaluates and predicts, in a world of one rank.
 std::unique_ptr<Trainer> make_evaluator(const TextClassifier& classifier, int64_t batch_size);
 
 } // namespace hasten::detail

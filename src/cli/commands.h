@@ -1,6 +1,6 @@
-// What the user asked for on the command line, and how it is read. Both programs
-// use it: `hasten`, which answers or checks and hands over, and `hasten-worker`,
-// which does the work. Flags are declared once, in src/cli/command_line.cpp.
+// The commands and their flags as structs, and the parser of the command line. Both programs use
+// it: `hasten`, which prints help or checks the input and starts `hasten-worker`, and
+// `hasten-worker`, which does the work. Flags are declared once, in src/cli/command_line.cpp.
 //
 // Without LibTorch. Threading: none needed.
 #pragma once
@@ -20,27 +20,27 @@ namespace hasten {
 struct TableFlags {
   std::string text_column = "text";
   std::string label_column = "label";
-  /// Several labels a row: columns of 0 and 1, "NAME,NAME,…"; or one column whose
-  /// field names them with this between.
+  /// Several labels per sample: columns of 0 and 1, "NAME,NAME,…"; or one column whose field has
+  /// the labels' names with this separator.
   std::string label_columns{};
   std::string label_separator{};
-  /// '\0': tab for .tsv and .tab, else comma.
+  /// '\0': tab for .tsv and .tab, otherwise comma.
   char delimiter = '\0';
   bool no_header = false;
-  /// "column=value", all must hold.
+  /// "column=value"; all must match.
   std::vector<std::string> filters{};
 };
 
-/// What a model's head is for.
+/// The kind of problem that a model's head solves.
 using Head = ProblemType;
 
 /// hasten train: fine-tunes a text classifier.
 struct TrainCommand {
   /// A Hugging Face folder, or the name of a shape (model_shapes()).
   std::string model{};
-  /// Folder whose vocabulary a shape takes; empty: learned from the texts.
+  /// Folder with the vocabulary for a shape; empty: learned from the texts.
   std::string tokenizer{};
-  /// Pieces a learned vocabulary has at most.
+  /// Maximum size of a learned vocabulary.
   int64_t vocab_size = 30522;
   /// A learned vocabulary keeps upper case and accents.
   bool cased = false;
@@ -48,36 +48,36 @@ struct TrainCommand {
   /// Empty: synthetic reviews (hasten/data/synthetic_reviews.h).
   std::string train_file{};
   std::string eval_file{};
-  /// Share of train_file's rows, [0, 1); 0 evaluates on nothing.
+  /// Fraction of train_file's samples used for evaluation, [0, 1); 0: no evaluation.
   double eval_split = 0.0;
   TableFlags table{};
-  /// Rows at most; 0 takes all.
+  /// Maximum number of samples; 0 uses all.
   int64_t max_train_rows = 0;
   int64_t max_eval_rows = 0;
-  /// Where token ids are kept; empty as cache_folder() says.
+  /// Folder of cached token ids; empty: see cache_folder().
   std::string cache_dir{};
 
-  /// single_label_classification, regression, multi_label_classification; empty: as
-  /// the label columns and the model say.
+  /// single_label_classification, regression, multi_label_classification; empty: from the label
+  /// columns and the model.
   std::string problem_type{};
 
   /// Processes on this machine, >= 1.
   int nproc = 1;
-  /// True where --nproc was written.
+  /// True if --nproc was given on the command line.
   bool nproc_given = false;
-  /// More than 16 processes a core.
+  /// Allows more than 16 processes per core.
   bool oversubscribe = false;
-  /// Where the output of several processes goes.
+  /// Output of the processes.
   LogsSpecs logs{};
-  /// File of the secret by which ranks on several hosts know each other; empty: as
-  /// HASTEN_SECRET and HASTEN_SECRET_FILE say.
+  /// File with the secret by which ranks on several hosts recognise each other; empty: from
+  /// HASTEN_SECRET or HASTEN_SECRET_FILE.
   std::string secret_file{};
 
-  /// JSON file that set what the command line does not; empty: none.
+  /// JSON file with values of flags that the command line does not set; empty: none.
   std::string config{};
   /// All values, as a file that --config reads: the run's run_config.json.
   std::string run_config{};
-  /// Prints what would be done and does nothing of it.
+  /// Prints what the run would do, without training.
   bool dry_run = false;
 
   TrainingArguments arguments{};
@@ -96,7 +96,7 @@ struct PredictCommand {
   bool json = false;
   bool with_logits = false;
   int64_t batch_size = 32;
-  /// Tokens a text is cut to; 0: as in training, or the model's limit.
+  /// Maximum number of tokens of a text; 0: as in training, or the model's limit.
   int64_t max_length = 0;
 };
 
@@ -111,28 +111,28 @@ struct EvalCommand {
   int64_t max_length = 0;
 };
 
-/// hasten plan: what to recompute under a budget of activation bytes.
+/// hasten plan: chooses activations to recompute under a memory budget.
 struct PlanCommand {
   /// A Hugging Face folder, or the name of a shape.
   std::string model{};
-  /// Rows and tokens of one batch of one process.
+  /// Samples and tokens of one batch of one process.
   int64_t rows = 0;
   int64_t tokens = 0;
-  /// Unset: the curve of plans alone.
+  /// Unset: prints only the table of plans.
   GradientCheckpointing budget{};
-  /// Files for the plan and for the picture; empty writes none.
+  /// Files for the plan and for the plot; empty writes none.
   std::string json{};
   std::string svg{};
 };
 
-/// hasten estimate-memory: what training takes, without a run.
+/// hasten estimate-memory: estimates the memory of training, without a run.
 struct EstimateMemoryCommand {
-  /// A Hugging Face folder (its config.json alone is read), or a shape.
+  /// A Hugging Face folder (only its config.json is read), or a shape.
   std::string model{};
-  /// Of a shape.
+  /// For a shape.
   int64_t vocab_size = 30522;
   int64_t num_labels = 2;
-  /// Rows and tokens of one micro-batch of one process; 0: without activations.
+  /// Samples and tokens of one micro-batch of one process; 0: without activations.
   int64_t rows = 0;
   int64_t tokens = 0;
   int64_t gradient_accumulation_steps = 1;
@@ -140,47 +140,46 @@ struct EstimateMemoryCommand {
   std::string optim_args{};
   /// Matrix products in bf16; parameters stay fp32.
   bool bf16 = false;
-  /// ddp, zero1, zero2, fsdp or local_sgd; with one process the same.
+  /// ddp, zero1, zero2, fsdp, hsdp or local_sgd; no effect with one process.
   std::string strategy = "ddp";
   int64_t shard_size = 0;
   int nproc = 1;
   bool json = false;
 };
 
-/// hasten compare: largest batch and samples a second of strategies under a limit of
-/// memory.
+/// hasten compare: largest batch and samples per second of strategies in a memory limit.
 struct CompareCommand {
   /// A Hugging Face folder, or a shape.
   std::string model{};
-  /// Of a shape.
+  /// For a shape.
   int64_t vocab_size = 30522;
   /// Processes on this machine, >= 2.
   int nproc = 2;
   bool oversubscribe = false;
-  /// In the order given, each once.
+  /// In the order given, without repetitions.
   std::vector<Strategy> strategies{};
-  /// Most bytes of tensors in a process; 0: nine tenths of what the host has left,
-  /// shared by the processes.
+  /// Limit of tensor memory per process in bytes; 0: 90 % of the host's free memory, divided by
+  /// the processes.
   int64_t memory_limit_bytes = 0;
-  /// Rows tried at most, of a micro-batch of one process.
+  /// Largest micro-batch of one process to try, in samples.
   int64_t max_batch_size = 1024;
-  /// Updates that are timed.
+  /// Number of updates to time.
   int64_t steps = 5;
   /// File for the results; empty writes none.
   std::string json{};
-  /// Of these: max_length, accumulation, precision, checkpointing and optimizer.
+  /// Uses max_length, accumulation, precision, checkpointing and optimizer.
   TrainingArguments arguments{};
 };
 
-/// hasten state: looks into a saved state, or puts a model together from it.
+/// hasten state: inspects a saved state, or merges its shards into one model file.
 struct StateCommand {
   /// inspect or consolidate.
   std::string action{};
   /// A checkpoint, or another folder of Accelerator::save_state.
   std::string folder{};
-  /// Of consolidate: the safetensors file to write.
+  /// consolidate: the safetensors file to write.
   std::string output{};
-  /// Of consolidate: which of the state's models.
+  /// consolidate: which of the state's models.
   int64_t model = 0;
   bool json = false;
 };
@@ -189,11 +188,11 @@ struct StateCommand {
 struct TokenizerCommand {
   /// train or encode.
   std::string action{};
-  /// Text files (one text a line), or .csv, .tsv and .jsonl with a text column.
+  /// Text files (one text per line), or .csv, .tsv and .jsonl with a text column.
   std::vector<std::string> files{};
-  /// Of train: the folder that receives the tokenizer.
+  /// train: the folder to write the tokenizer to.
   std::string output{};
-  /// Of encode: the folder it is read from, and tokens a text is cut to; 0: none.
+  /// encode: the tokenizer's folder, and the maximum number of tokens of a text; 0: no limit.
   std::string tokenizer{};
   int64_t max_length = 0;
   std::string text_column = "text";
@@ -203,7 +202,7 @@ struct TokenizerCommand {
   bool cased = false;
 };
 
-/// hasten synth reviews: customer reviews made from a seed.
+/// hasten synth reviews: generates customer reviews from a seed.
 struct SynthCommand {
   int64_t rows = 4000;
   uint64_t seed = 42;
@@ -211,7 +210,7 @@ struct SynthCommand {
   std::string output{};
 };
 
-/// hasten launch: a program as N processes of one world.
+/// hasten launch: runs a program as N processes of one world.
 struct LaunchCommand {
   int nproc = 1;
   bool oversubscribe = false;
@@ -227,7 +226,7 @@ struct EnvCommand {
   bool json = false;
 };
 
-/// A text that answers at once: help or version. Goes to stdout; exit code 0.
+/// Help or version: a text for stdout; exit code 0.
 struct Answer {
   std::string text{};
 };
@@ -236,18 +235,17 @@ using Command = std::variant<Answer, TrainCommand, PredictCommand, EvalCommand, 
                              EstimateMemoryCommand, CompareCommand, StateCommand, TokenizerCommand,
                              SynthCommand, LaunchCommand, EnvCommand>;
 
-/// Reads the arguments after the program's name. Flags may be spelled with "_"
-/// for "-", as Hugging Face's scripts do. Checks each value by itself and
-/// TrainingArguments::validate(); touches no file but that of train's --config, whose
-/// keys are the flags' names with "_" (training_args.json of a run is one) and whose
-/// values the flags override.
-/// Throws InputError "[cli::<command>] --flag=value …": an unknown command or
-///   flag (the nearest name is offered), a value of another type or out of
-///   range, a required flag that is missing, a flag given twice.
+/// Parses the arguments after the program's name. Flags may be spelled with "_" instead of "-", as
+/// in Hugging Face's scripts. Checks each value and calls TrainingArguments::validate(). The only
+/// file that it reads is that of train's --config: a JSON object of flags spelled with "_" (such
+/// as a run's training_args.json), which flags on the command line override.
+/// Throws InputError "[cli::<command>] --flag=value …" for an unknown command or flag (suggesting
+/// the nearest name), a value of another type or out of range, a missing required flag, a flag
+/// that is given twice.
 Command parse_command_line(const std::vector<std::string>& arguments);
 
-/// Names --model takes for random weights: those of BertConfig::from_shape,
-/// which this layer does not see.
+/// Names that --model accepts for random weights: those of BertConfig::from_shape, which
+/// this layer cannot include.
 const std::vector<std::string>& model_shapes();
 /// "bert-tiny, bert-mini, …".
 std::string model_shapes_text();

@@ -1,4 +1,4 @@
-// One rank of hasten compare: real updates of a classifier under a strategy and a limit.
+// One rank of hasten compare: trains a classifier with one strategy under the memory limit.
 #include <ATen/ATen.h>
 
 #include <algorithm>
@@ -32,7 +32,7 @@ double median_of(std::vector<double> values) {
 AcceleratorOptions compared_options(const CompareCommand& command, Strategy strategy) {
   AcceleratorOptions options = accelerator_options(command.arguments);
   options.mixed_precision = command.arguments.effective_precision();
-  options.cpu = true; // where the meter counts
+  options.cpu = true; // the memory meter counts only CPU tensors
   options.strategy = strategy;
   options.shard_size = strategy == Strategy::hsdp ? options.shard_size : 0;
   return options;
@@ -40,7 +40,7 @@ AcceleratorOptions compared_options(const CompareCommand& command, Strategy stra
 
 class CompareRun {
  public:
-  /// `trying` is what memory runs out at, if it does. Collective.
+  /// `trying`: the batch size at which memory runs out, if it does. Collective.
   CompareRun(const CompareCommand& command, Accelerator& accelerator, CompareState& state,
              int64_t& trying)
       : arguments_(command.arguments),
@@ -54,13 +54,13 @@ class CompareRun {
       gradient_checkpointing_enable(bert_.model, {.mode = arguments_.gradient_checkpointing});
     }
     optimizer_.emplace(std::get<1>(accelerator_.prepare(bert_.model, torch_optimizer_)));
-    meet(); // what building the model took
+    meet(); // includes the peak of building the model
   }
 
   void run() {
     while (const int64_t rows = state_.search.next_rows()) {
       if (state_.search.foresees_shortage(rows)) {
-        time(state_.search.largest_rows()); // nobody may be here afterwards
+        time(state_.search.largest_rows()); // the attempt may end this world
       }
       attempt(rows);
     }
@@ -84,8 +84,8 @@ class CompareRun {
                                       optimizer_settings(arguments_));
   }
 
-  /// The first update brings the optimizer's state, beside which the next one runs.
-  /// More micro-batches than two take no more memory.
+  /// Two updates, because the first one allocates the optimizer's state. More than two
+  /// micro-batches take no more memory.
   void attempt(int64_t rows) {
     reset_peak_memory();
     const Batch batch = begin(rows, std::min<int64_t>(2, arguments_.gradient_accumulation_steps));
@@ -96,7 +96,7 @@ class CompareRun {
 
   void time(int64_t rows) {
     if (rows == state_.timing.rows) {
-      return; // no row fits, or it is known
+      return; // nothing fits, or it has been timed
     }
     const int64_t accumulation = arguments_.gradient_accumulation_steps;
     const Batch batch = begin(rows, accumulation);
@@ -126,7 +126,7 @@ class CompareRun {
     return made_up_batch(bert_.config, rows, arguments_.max_length);
   }
 
-  /// The largest of each over ranks: peak since its reset, seconds, share.
+  /// The maximum over ranks of each: peak since its reset, seconds, share.
   at::Tensor meet(double seconds = 0, double share = 0) {
     const auto peak = static_cast<double>(memory_stats().peak_bytes);
     at::Tensor numbers = at::tensor({peak, seconds, share}, at::kDouble);
@@ -135,7 +135,7 @@ class CompareRun {
     return numbers;
   }
 
-  /// As Trainer's.
+  /// Same as the Trainer's.
   void update(const Batch& batch) {
     do {
       throw_if_interrupted();
@@ -164,7 +164,7 @@ class CompareRun {
   int64_t peak_bytes_ = 0;
 };
 
-/// Of a memory that ran out in a thread of the group's, the group tells.
+/// If a thread of the group runs out of memory, the error is a CommunicationError.
 bool ran_out(const std::exception& error) {
   return is_out_of_memory(error) ||
          (dynamic_cast<const CommunicationError*>(&error) != nullptr &&
@@ -177,7 +177,7 @@ int run_command(const CompareCommand& command) {
   const char* file = std::getenv(CompareState::kVariable);
   if (file == nullptr) {
     throw InputError("cli::compare", std::string(CompareState::kVariable) + " is not set",
-                     "hasten compare, which starts a world for each strategy",
+                     "a start by hasten compare, which starts a world for each strategy",
                      "start hasten compare alone, without another launcher");
   }
   CompareState state = read_compare_state(file);
@@ -198,7 +198,7 @@ int run_command(const CompareCommand& command) {
   } catch (const SilentExit&) {
     throw;
   } catch (const std::exception& error) {
-    throw_if_interrupted(); // a peer that saw the signal first looks failed
+    throw_if_interrupted(); // a peer that got the signal first looks like a failed one
     const std::string_view what = error.what();
     communicator->abort(what.substr(0, what.find('\n')));
     if (!detail::ran_out(error)) {

@@ -12,7 +12,7 @@ namespace hasten {
 
 namespace detail {
 
-/// Share of the fastest's samples a second that a simpler strategy may lack.
+/// A simpler strategy is recommended if it is slower than the fastest by at most this fraction.
 constexpr double kTie = 0.03;
 
 /// "ddp", "ddp and zero1", "ddp, zero1 and zero2".
@@ -28,7 +28,7 @@ Recommendation recommend_none(const std::vector<StrategyReport>& reports) {
         spelling(report.strategy) + " " +
         (report.least_bytes > 0 ? format_bytes(report.least_bytes) : "more than the host has"));
   }
-  return {{}, "No strategy fits, not with one row, which takes: " + joined(least)};
+  return {{}, "No strategy fits with even one sample, which needs: " + joined(least)};
 }
 
 std::string table_row(const std::vector<std::string>& cells) {
@@ -83,8 +83,8 @@ int64_t BatchSearch::next_rows() const {
   if (slope <= 0) {
     return blind;
   }
-  // Peaks bend upwards, if at all, so the line leads rather too far than not far
-  // enough. Where it ends, one row more is tried all the same.
+  // Peaks grow at least linearly, so the line predicts too large a batch rather than too small a
+  // one. One more sample than predicted is tried in any case.
   const double room = static_cast<double>(limit_bytes - trials.back().peak_bytes) / slope;
   const int64_t foreseen =
       largest +
@@ -133,7 +133,7 @@ Recommendation recommend(const std::vector<StrategyReport>& reports) {
   }
   if (!left_out.empty()) {
     text += "; " + detail::names_in_words(left_out) + (left_out.size() == 1 ? " does" : " do") +
-            " not fit, not with one row";
+            " not fit with even one sample";
   }
   return {static_cast<size_t>(chosen - reports.data()), text + "."};
 }
@@ -142,10 +142,10 @@ std::string comparison_table(const CompareCommand& command, int64_t limit_bytes,
                              const std::vector<StrategyReport>& reports,
                              const Recommendation& recommendation) {
   std::string text = command.model + " on " + std::to_string(command.nproc) +
-                     " processes, rows of " + std::to_string(command.arguments.max_length) +
-                     " tokens, at most " + format_bytes(limit_bytes) + " a process\n";
+                     " processes, samples of " + std::to_string(command.arguments.max_length) +
+                     " tokens, at most " + format_bytes(limit_bytes) + " per process\n";
   text += detail::table_row(
-      {"strategy", "largest batch", "peak a process", "samples/s", "waits in backward"});
+      {"strategy", "largest batch", "peak/process", "samples/s", "waits in backward"});
   for (const StrategyReport& report : reports) {
     const std::string name = strategy_name(report.strategy);
     if (!report.fits()) {

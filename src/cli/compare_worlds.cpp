@@ -1,4 +1,4 @@
-// hasten compare, as `hasten` runs it: a world for each strategy, one after the other.
+// hasten compare in `hasten`: runs a world for each strategy, one after the other.
 #include <algorithm>
 #include <cstdlib>
 #include <iostream>
@@ -16,13 +16,13 @@ namespace hasten {
 
 namespace detail {
 
-/// Holds the state's file; goes with its scope.
+/// A temporary folder for the state's file; the destructor removes it.
 struct StateFolder {
   StateFolder() {
     path = (std::filesystem::temp_directory_path() / "hasten-compare-XXXXXX").string();
     if (::mkdtemp(path.data()) == nullptr) {
       throw Error("cli::compare", "cannot make a folder: " + path, {},
-                  "let TMPDIR name a folder you may write to");
+                  "set TMPDIR to a writable folder");
     }
   }
   ~StateFolder() {
@@ -37,7 +37,7 @@ struct StateFolder {
 
 int64_t host_share_bytes(int nproc) { return available_memory_bytes() / 10 * 9 / nproc; }
 
-/// Each world that does not bring the end lowers the size that is too much.
+/// A world that ends without a result has lowered the search's upper limit.
 BatchTiming measure_strategy(Strategy strategy, BatchSearch search,
                              const std::function<void(const std::string&)>& run_world) {
   const StateFolder folder;
@@ -55,9 +55,9 @@ BatchTiming measure_strategy(Strategy strategy, BatchSearch search,
 std::string found_line(const StrategyReport& report) {
   const std::string name = strategy_name(report.strategy);
   return report.fits() ? name + ": " + format_count(report.timing.rows) +
-                             (report.timing.rows == 1 ? " row fits" : " rows fit") + ", " +
-                             format_bytes(report.timing.peak_bytes) + " a process"
-                       : name + ": not one row fits";
+                             (report.timing.rows == 1 ? " sample fits" : " samples fit") + ", " +
+                             format_bytes(report.timing.peak_bytes) + " per process"
+                       : name + ": not even one sample fits";
 }
 
 std::string comparison_json(const CompareCommand& command, int64_t limit_bytes,
@@ -109,11 +109,10 @@ std::string comparison_json(const CompareCommand& command, int64_t limit_bytes,
   }
   throw InputError(
       "cli::compare",
-      "memory limit of " + format_bytes(limit_bytes) + " a process: " + recommendation.text,
-      "room for one row",
-      (least > 0 ? "give --memory-limit " + std::to_string(least) + " or more, or train "
-                 : "train ") +
-          "a smaller model, shorter rows or on more processes");
+      "memory limit of " + format_bytes(limit_bytes) + " per process: " + recommendation.text,
+      "memory for one sample",
+      (least > 0 ? "set --memory-limit " + std::to_string(least) + " or more, or use " : "use ") +
+          "a smaller model, shorter samples or more processes");
 }
 
 } // namespace detail
@@ -123,7 +122,7 @@ void compare_strategies(const CompareCommand& command,
   const auto host_share = [&] { return detail::host_share_bytes(command.nproc); };
   const int64_t limit = command.memory_limit_bytes > 0 ? command.memory_limit_bytes : host_share();
   if (limit <= 0) {
-    throw InputError("cli::compare", "this system does not say how much memory is free",
+    throw InputError("cli::compare", "cannot find out how much memory is free",
                      "--memory-limit BYTES");
   }
   std::vector<StrategyReport> reports;

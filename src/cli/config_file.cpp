@@ -11,7 +11,7 @@
 
 namespace hasten::detail {
 
-/// "--num-train-epochs" as a configuration file says it.
+/// The key of "--num-train-epochs" in a configuration file.
 std::string config_key(const std::string& flag) {
   std::string key = flag.substr(2);
   std::replace(key.begin(), key.end(), '-', '_');
@@ -36,7 +36,7 @@ std::string config_expectation(const ConfigEntry& entry) {
   return "true, false, or a string: " + values;
 }
 
-/// The value as the command line would say it; nothing where it is of another type.
+/// The value as on the command line; empty if it has another type.
 std::optional<std::vector<std::string>> config_texts(const ConfigEntry& entry,
                                                      const std::string& key,
                                                      const nlohmann::json& value) {
@@ -83,7 +83,7 @@ nlohmann::json read_config_json(const std::string& where, const std::string& pat
   const nlohmann::json json = parse_json(where, "--config=" + path, text, {.comments = true});
   if (!json.is_object()) {
     throw InputError(where, "--config=" + path + " holds a JSON " + json.type_name(),
-                     "an object of names and values");
+                     "a JSON object of names and values");
   }
   return json;
 }

@@ -12,7 +12,7 @@
 
 namespace hasten::detail {
 
-/// What a flag's value is in JSON.
+/// The JSON type of a flag's value.
 enum class ConfigKind { boolean, number, text, boolean_or_text, texts };
 
 template <typename T>
@@ -36,14 +36,14 @@ constexpr bool is_optional(const std::optional<T>&) {
   return true;
 }
 
-/// A flag as a configuration file may set it.
+/// A flag that a configuration file may set.
 struct ConfigEntry {
   /// "--num-train-epochs", then its aliases.
   std::vector<std::string> names{};
   ConfigKind kind = ConfigKind::text;
   /// null leaves the default.
   bool nullable = false;
-  /// False where the text is no value of the flag.
+  /// Returns false if the text is not a value of the flag.
   std::function<bool(const std::string&)> read{};
   /// "Expected …".
   std::function<std::string()> expected{};

@@ -35,7 +35,7 @@ std::string rates_text(const TrainingArguments& a, const TrainingPlan& plan) {
   const Schedule schedule =
       make_schedule(spelling(a.lr_scheduler_type), plan.warmup_steps, plan.max_steps,
                     a.learning_rate, try_parse_json(a.lr_scheduler_kwargs).value);
-  // Of a long run a million updates are looked at, and the one behind the warm-up.
+  // In a long run only about a million updates are evaluated, and the first after the warm-up.
   int64_t highest = std::min(plan.warmup_steps, plan.max_steps - 1);
   const int64_t stride = 1 + plan.max_steps / 1'000'000;
   for (int64_t k = 0; k < plan.max_steps; k += stride) {
@@ -54,12 +54,12 @@ std::string rates_text(const TrainingArguments& a, const TrainingPlan& plan) {
 std::string evaluation_text(const TrainingArguments& a, const Dataset* rows,
                             const TrainingPlan& plan) {
   if (rows == nullptr) {
-    return "none: no rows to evaluate on";
+    return "none: no evaluation data";
   }
   std::string text = when_text(a.eval_strategy, plan.eval_steps, plan) + ", on " +
-                     format_count(rows->size()) + " rows";
+                     format_count(rows->size()) + " samples";
   if (a.early_stopping_patience > 0) {
-    text += "; training ends after " + format_count(a.early_stopping_patience) +
+    text += "; training stops after " + format_count(a.early_stopping_patience) +
             " without a better " + a.best_metric_name();
     if (a.early_stopping_threshold > 0) {
       text += " (by more than " + format_digits(a.early_stopping_threshold) + ")";
@@ -73,7 +73,7 @@ std::string saves_text(const TrainingArguments& a, const TrainingPlan& plan) {
   if (a.save_strategy != IntervalStrategy::no) {
     text +=
         a.save_total_limit > 0 ? ", " + format_count(a.save_total_limit) + " kept" : ", all kept";
-    text += a.save_only_model ? ", the model alone" : "";
+    text += a.save_only_model ? ", only the model" : "";
   }
   return a.load_best_model_at_end
              ? text + "; the final model is the best by " + a.best_metric_name() + " (" +
@@ -94,7 +94,7 @@ EstimateMemoryCommand memory_question(const TrainCommand& command, const BertCon
   question.optim = a.optim;
   question.optim_args = a.optim_args;
   question.bf16 = a.effective_precision() == Precision::bf16 ||
-                  a.effective_precision() == Precision::fp16; // as many bytes
+                  a.effective_precision() == Precision::fp16; // the same size
   question.shard_size = a.shard_size;
   question.strategy = a.local_sgd_steps > 0 ? "local_sgd" : strategy_name(a.strategy);
   question.nproc = world_size;
@@ -119,23 +119,24 @@ void print_dry_run(const TrainCommand& command, const TrainingInputs& in, int wo
   for (auto& line : run_lines(description)) {
     lines.push_back(std::move(line));
   }
-  lines.emplace_back("optimizer",
-                     spelling(a.optim) + ", weight decay " + format_digits(a.weight_decay) +
-                         ", gradients clipped at " +
-                         (a.max_grad_norm > 0 ? format_digits(a.max_grad_norm) : "no norm"));
+  lines.emplace_back(
+      "optimizer",
+      spelling(a.optim) + ", weight decay " + format_digits(a.weight_decay) +
+          (a.max_grad_norm > 0 ? ", gradients clipped to norm " + format_digits(a.max_grad_norm)
+                               : ", gradients not clipped"));
   lines.emplace_back("rate", spelling(a.lr_scheduler_type) + ": " + rates_text(a, plan));
   lines.emplace_back("records", "every " + format_count(plan.logging_steps) + " updates");
   lines.emplace_back("evaluation", evaluation_text(a, in.eval.get(), plan));
   lines.emplace_back("saves", saves_text(a, plan));
   if (!a.gradient_checkpointing) {
-    int64_t longest = 0; // row, after it was cut
+    int64_t longest = 0; // tokens, after truncation
     for (int64_t row = 0; row < in.train->size(); ++row) {
       longest = std::max(longest, in.train->length(row));
     }
     lines.emplace_back("memory", "about " +
                                      format_bytes(estimated_peak_bytes(memory_question(
                                          command, in.bert.config, longest, world_size))) +
-                                     " of tensors a process on the longest rows (" +
+                                     " of tensors per process on the longest samples (" +
                                      format_count(longest) + " tokens)");
   }
   lines.emplace_back("disk", "at most " + format_bytes(bytes_on_disk(a, *in.bert.model)));

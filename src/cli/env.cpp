@@ -23,7 +23,7 @@ namespace hasten {
 
 namespace detail {
 
-/// "key: value" of a file in /proc; empty where it is not there.
+/// The value of "key: value" in a file of /proc; empty if the key is missing.
 std::string proc_value(const char* path, const std::string& key) {
   std::ifstream file(path);
   for (std::string line; std::getline(file, line);) {
@@ -40,7 +40,7 @@ int64_t memory_bytes(const std::string& key) {
   return std::atoll(proc_value("/proc/meminfo", key).c_str()) * 1024;
 }
 
-/// What decides the speed of LibTorch's kernels, of what the CPU says it has.
+/// The CPU's features that matter for the speed of LibTorch's kernels.
 std::vector<std::string> cpu_features() {
   const std::set<std::string> wanted{"avx2",        "fma",      "avx512f",  "avx512_vnni",
                                      "avx512_bf16", "amx_bf16", "amx_int8", "asimd",
@@ -133,7 +133,7 @@ std::string environment_text(const nlohmann::ordered_json& json) {
     return std::string(name) + " " + format_digits(factor, 2) + " times" +
            (factor >= kWorthwhileSpeedup ? ""
             : factor > 0.5               ? " (no gain)"
-                                         : " (for trying out alone)");
+                                         : " (slower; only for experiments)");
   };
   line("speed of fp32", speed("bf16") + ", " + speed("fp16"));
   line("CUDA devices", std::to_string(json.at("cuda_devices").get<int>()));

@@ -18,7 +18,7 @@ namespace hasten {
 
 namespace detail {
 
-/// Bytes of one process, by what they are for.
+/// Bytes of one process, by purpose.
 struct MemoryEstimate {
   int64_t parameter_count = 0;
   int64_t parameters = 0;
@@ -48,7 +48,7 @@ int64_t numel_of(const std::vector<int64_t>& shape) {
   return numel;
 }
 
-/// A rank's rows of each.
+/// Shapes of a rank's shards.
 Shapes shards_of(const Shapes& shapes, int64_t ranks) {
   Shapes shards = shapes;
   for (auto& shape : shards) {
@@ -65,9 +65,9 @@ int64_t padded_numel(const Shapes& shapes) {
   return numel;
 }
 
-/// Of these the small ones, which travel together, copied. Bytes of their wholes.
+/// Bytes of the small parameters, unsharded: they are copied to be sent in one message.
 int64_t copied_bytes(const Shapes& shards, int64_t ranks) {
-  constexpr int64_t kAloneBytes = 256 << 10; // a shard that travels as it is
+  constexpr int64_t kAloneBytes = 256 << 10; // larger shards are sent without a copy
   int64_t bytes = 0;
   for (const auto& shape : shards) {
     const int64_t shard = 4 * numel_of(shape);
@@ -76,10 +76,10 @@ int64_t copied_bytes(const Shapes& shards, int64_t ranks) {
   return bytes;
 }
 
-/// Of a sharded model the largest rank's. What units are gathered into, and what they
-/// and their gradients travel in, is kept from step to step: the root whole, of blocks
-/// the one that runs and the next (with zero1 and zero2 all), the largest unit's
-/// gradient, and copies of its small parameters and gradients.
+/// The memory of a sharded model on the rank that needs most. The buffers of unsharded units and
+/// of messages stay allocated between steps: the root, the running block and the next one (with
+/// zero1 and zero2 all blocks), the largest unit's gradient, and copies of its small parameters
+/// and gradients.
 void add_shards(MemoryEstimate& estimate, const EstimateMemoryCommand& command,
                 const BertConfig& config, const OptimizerSettings& settings) {
   const Shapes shapes = bert_parameter_shapes(config);
@@ -96,7 +96,7 @@ void add_shards(MemoryEstimate& estimate, const EstimateMemoryCommand& command,
       gathers ? std::min<int64_t>(2, config.num_hidden_layers) : config.num_hidden_layers;
   estimate.parameters = rows + root + blocks * block / (command.bf16 ? 2 : 1);
   const int64_t copies = copied_bytes(shards_of(bert_layer_shapes(config), ranks), ranks);
-  if (gathers) { // parameters and gradients travel at once
+  if (gathers) { // parameters and gradients are sent at the same time
     estimate.parameters += copies;
   }
   estimate.gradients = rows + std::max(block, root) + copies;
@@ -106,10 +106,9 @@ void add_shards(MemoryEstimate& estimate, const EstimateMemoryCommand& command,
   estimate.optimizer_state = optimizer_state_bytes(spelling(command.optim), settings, shards);
 }
 
-/// When the most is alive: in backward, with the optimizer's state beside it, which is
-/// there from the second update on. A rank whose updates are one micro-batch of its own
-/// has no gradients in forward; to be reduced they have buffers, which Local SGD keeps
-/// beside a rank's own gradients.
+/// Estimates the peak. It is in backward, from the second update on, when the optimizer's state
+/// exists. A rank that reduces nothing and does not accumulate has no gradients in forward.
+/// Gradients that are reduced have buffers. Local SGD has these buffers and a rank's own gradients.
 MemoryEstimate estimate_of(const EstimateMemoryCommand& command) {
   const BertConfig config = config_of(command);
   const Shapes shapes = bert_parameter_shapes(config);
@@ -120,7 +119,7 @@ MemoryEstimate estimate_of(const EstimateMemoryCommand& command) {
   const int64_t padded = padded_numel(shapes);
   const bool several = command.nproc > 1;
   const bool local = several && command.strategy == "local_sgd";
-  // Gradients of a rank's own are autograd's tensors.
+  // Gradients that are not reduced are autograd's tensors.
   const bool own = !several || local;
   const bool fresh = own && command.gradient_accumulation_steps == 1;
   OptimizerSettings settings;
@@ -145,7 +144,7 @@ MemoryEstimate estimate_of(const EstimateMemoryCommand& command) {
       config, command.rows, command.tokens, fresh ? GradientPlace::fresh : GradientPlace::existing,
       command.bf16 ? at::kBFloat16 : at::kFloat);
   estimate.activations = step.activation_bytes;
-  if (fresh) { // of a rank's own, what is there when the most is alive
+  if (fresh) { // the gradients that exist at the peak
     estimate.gradients = buffers + step.peak_bytes - step.activation_bytes;
   }
   estimate.peak = kept + estimate.gradients + step.activation_bytes;

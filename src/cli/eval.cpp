@@ -47,7 +47,7 @@ std::shared_ptr<const Dataset> read_eval_rows(const EvalCommand& command,
                                                   .threads = tokenizer_threads()});
   tell_of_cut_texts(classifier, rows.truncated, std::ssize(rows.train.rows));
   if (const int64_t skipped = rows.report.empty_text + rows.report.empty_label; skipped > 0) {
-    log_warning(format_count(skipped) + " rows skipped for an empty text or label");
+    log_warning(format_count(skipped) + " samples skipped because of an empty text or label");
   }
   return make_dataset(rows.train, classifier.tokenizer);
 }
@@ -62,7 +62,7 @@ int run_command(const EvalCommand& command) {
   const auto trainer = detail::make_evaluator(classifier, command.batch_size);
   trainer->add_callback(std::make_shared<ProgressCallback>());
   const nlohmann::json metrics = trainer->evaluate(*rows);
-  if (!std::isfinite(metrics.value("eval_loss", 0.0))) { // which row, and why
+  if (!std::isfinite(metrics.value("eval_loss", 0.0))) { // names the sample and the reason
     detail::require_finite_logits(classifier, trainer->predict(*rows).outputs, "cli::eval",
                                   command.file);
   }

@@ -1,5 +1,5 @@
-// One command's flags over CLI11: typed values with our own messages, and help
-// that shows group, default and unit. Private to src/cli.
+// The flags of one command, based on CLI11: typed values with hasten's own messages, and help with
+// group, default and unit. Private to src/cli.
 #pragma once
 
 #include <CLI/App.hpp>
@@ -24,8 +24,8 @@
 
 namespace hasten::detail {
 
-/// Reads `text` into `value`; false where it is no T. An enumeration is read by its
-/// spelling, a character is one, "tab" or "\t".
+/// Parses `text` into `value`; returns false if it is not a T. An enumeration is parsed by its
+/// spelling, a character is one character, "tab" or "\t".
 template <typename T>
 bool read_flag(const std::string& text, T& value) {
   if constexpr (std::is_enum_v<T>) {
@@ -55,7 +55,7 @@ bool read_flag(const std::string& text, std::optional<T>& value) {
   return read_flag(text, value.emplace());
 }
 
-/// The value as help shows it; empty shows no default.
+/// The value as text in help; empty shows no default.
 template <typename T>
 std::string flag_text(const T& value) {
   if constexpr (std::is_enum_v<T>) {
@@ -81,16 +81,16 @@ std::string flag_text(const std::optional<T>& value) {
   return value ? flag_text(*value) : std::string();
 }
 
-/// "Expected …" for a value that is no T.
+/// "Expected …" for a value that is not a T.
 template <typename T>
 std::string flag_expectation(const T&) {
   if constexpr (std::is_enum_v<T>) {
     return any_spelling<T>();
   } else if constexpr (std::is_same_v<T, GradientCheckpointing>) {
     return "none, full, every:K with K >= 1, ops, or budget:B with B bytes (2GB) "
-           "or a share (50%)";
+           "or a percentage (50%)";
   } else if constexpr (std::is_same_v<T, RankStreams>) {
-    return "0, 1 (stdout), 2 (stderr) or 3 (both), or some ranks' like 0:3,1:2";
+    return "0, 1 (stdout), 2 (stderr) or 3 (both), or for some ranks, e.g. 0:3,1:2";
   } else {
     return std::is_same_v<T, bool>       ? "true or false"
            : std::is_same_v<T, double>   ? "a number"
@@ -105,7 +105,7 @@ std::string flag_expectation(const std::optional<T>&) {
   return flag_expectation(T{});
 }
 
-/// "Fix": the spelling next to `text`, where a value has spellings.
+/// "Fix": the spelling nearest to `text`, if the type has spellings.
 template <typename T>
 std::string flag_fix(const std::string& text, const T&) {
   if constexpr (std::is_enum_v<T>) {
@@ -115,7 +115,7 @@ std::string flag_fix(const std::string& text, const T&) {
   }
 }
 
-/// What a whole number may be, both ends included.
+/// The range of a whole number, both ends included.
 struct NumberRange {
   int64_t least = 0;
   int64_t most = 0;
@@ -124,7 +124,7 @@ struct NumberRange {
   std::string text() const { return std::to_string(least) + " to " + std::to_string(most); }
 };
 
-// Ranges that several flags have; TrainingArguments::validate() has its own.
+// Ranges of several flags; TrainingArguments::validate() has its own.
 inline constexpr NumberRange kAnyRows{0, 1'000'000'000'000};
 inline constexpr NumberRange kBatchRows{1, 16'777'216};
 inline constexpr NumberRange kTokens{0, 1'048'576};
@@ -137,13 +137,13 @@ struct CommandText {
   std::string summary{};
   /// After "hasten <name> ".
   std::string usage{};
-  /// Whole command lines.
+  /// Complete command lines.
   std::vector<std::string> examples{};
   /// Printed above the flags; may be empty.
   std::string notes{};
 };
 
-/// --help was among the arguments; the text is the answer.
+/// Thrown if --help is among the arguments; `text` is the help.
 struct HelpAsked {
   std::string text{};
 };
@@ -155,8 +155,8 @@ class FlagTable {
   /// Title of the flags declared from here on.
   void group(const std::string& title) { group_ = title; }
 
-  /// A flag with a value. `names`: "--a,--b"; the first is the one messages
-  /// use. `unit` stands for the value in help: "N", "FILE".
+  /// A flag with a value. `names`: "--a,--b"; messages use the first. `unit` is the placeholder of
+  /// the value in help: "N", "FILE".
   template <typename T>
   void value(const std::string& names, T& field, const std::string& unit, const std::string& help,
              const std::optional<NumberRange>& range = {}) {
@@ -186,41 +186,39 @@ class FlagTable {
            return text.empty() ? std::vector<std::string>{} : std::vector{text};
          }});
   }
-  /// A flag that may be given several times.
+  /// A flag that can be repeated.
   void values(const std::string& names, std::vector<std::string>& field, const std::string& unit,
               const std::string& help);
   /// A flag without a value.
   void flag(const std::string& names, bool& field, const std::string& help);
-  /// The flag declared last must be given.
+  /// Makes the flag declared last required.
   void required();
 
   /// "cli::<command>".
   std::string where() const { return "cli::" + text_.name; }
-  /// True where the flag was given, on the command line or in the --config file.
+  /// True if the flag is set on the command line or in the --config file.
   bool given(const std::string& name) const;
-  /// On the command line.
+  /// True if it is set on the command line.
   bool written(const std::string& name) const { return app_.count(name) > 0; }
 
-  /// Sets fields from the file that --config names among the arguments, a JSON object
-  /// whose keys are flags spelled with "_"; parse() after it overrides them. Touches
-  /// nothing where there is none.
-  /// Throws InputError: a file that is no JSON object; a key that is no flag (the
-  ///   nearest is offered); a value of another type, by its path and what is expected.
+  /// Sets fields from the file of --config, if the arguments have it: a JSON object whose keys are
+  /// flags spelled with "_". A later parse() overrides them.
+  /// Throws InputError for a file that is not a JSON object, a key that is not a flag (suggesting
+  /// the nearest), or a value of another type, naming its path and the expected type.
   void read_config(const std::vector<std::string>& arguments);
   /// All values of now, as a file that read_config() reads.
   std::string config() const;
 
-  /// Reads the arguments of a command that takes flags only. Throws HelpAsked where
-  /// --help is among them.
+  /// Parses the arguments of a command that takes only flags. Throws HelpAsked if --help is
+  /// among them.
   void parse(std::vector<std::string> arguments);
-  /// The same for a command that takes words, too: returns them, in order; with
-  /// `stop_at_word` everything from the first of them on.
+  /// The same for a command that also takes words. Returns them in order; with `stop_at_word`
+  /// everything from the first word on.
   std::vector<std::string> parse_words(std::vector<std::string> arguments,
                                        bool stop_at_word = false);
 
   std::string help() const;
-  /// `message` with the names of fields (learning_rate) as flags
-  /// (--learning-rate).
+  /// `message` with names of fields (learning_rate) replaced by flags (--learning-rate).
   std::string with_flag_names(std::string message) const;
 
  private:
@@ -245,26 +243,26 @@ void require_flag(const FlagTable& flags, bool good, const std::string& flag_and
                   const std::string& expected);
 /// --nproc and --oversubscribe, for the commands that start processes.
 void declare_processes(FlagTable& flags, int& nproc, bool& oversubscribe, bool required = false);
-/// --shard-size, for a command that knows whether `hsdp` is asked for.
+/// --shard-size. require_shard_size's `hsdp`: the command uses the strategy hsdp.
 void declare_shard_size(FlagTable& flags, int64_t& shard_size);
 void require_shard_size(const FlagTable& flags, int64_t shard_size, bool hsdp, int nproc);
 
-/// Where the output of processes goes, for the commands that start some.
+/// Flags of the processes' output, for the commands that start processes.
 void declare_logs(FlagTable& flags, LogsSpecs& logs);
 void check_logs(const FlagTable& flags, const LogsSpecs& logs, int nproc);
 
 /// Flags of a CSV or TSV file, for the commands that read one.
 void declare_table(FlagTable& flags, TableFlags& table, bool labels);
-/// Throws InputError for a label column that is there twice or holds the text.
+/// Throws InputError for a label column that is named twice or is the text column.
 void check_columns(const FlagTable& flags, const TableFlags& table);
 /// --precision, --bf16 and --fp16.
 void declare_precision(FlagTable& flags, TrainingArguments& arguments);
 void declare_checkpointing(FlagTable& flags, TrainingArguments& arguments);
-/// A bare --gradient-checkpointing becomes one with the value full.
+/// Gives --gradient-checkpointing without a value the value full.
 void complete_checkpointing(std::vector<std::string>& arguments);
-/// TrainingArguments' own checks, in the words of the command line.
+/// TrainingArguments' own checks, with names of flags in the messages.
 void validate_arguments(const FlagTable& flags, const TrainingArguments& arguments);
-/// `arguments` without the program's and the command's name. Throws HelpAsked.
+/// Parse `arguments`, which have neither the program's nor the command's name. Throw HelpAsked.
 Command parse_train(std::vector<std::string> arguments);
 Command parse_compare(std::vector<std::string> arguments);
 Command parse_tokenizer(std::vector<std::string> arguments);

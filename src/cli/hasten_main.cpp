@@ -1,5 +1,5 @@
-// hasten: answers help at once, checks what can be checked without LibTorch, and
-// hands over to hasten-worker, directly or as the ranks of a world.
+// hasten: prints help, checks everything that needs no LibTorch, and starts hasten-worker, as one
+// process or as the ranks of a world.
 #include <unistd.h>
 
 #include <algorithm>
@@ -24,19 +24,19 @@
 
 namespace hasten::detail {
 
-/// hasten-worker beside this program.
+/// Path of hasten-worker in this program's folder.
 std::string worker_program() {
   std::error_code error;
   const auto self = std::filesystem::read_symlink("/proc/self/exe", error);
   const auto worker = self.parent_path() / "hasten-worker";
   if (error || ::access(worker.c_str(), X_OK) != 0) {
-    throw Error("cli::hasten", "hasten-worker is not beside this program: " + worker.string(),
-                "both programs in one folder", "build or install hasten-worker too");
+    throw Error("cli::hasten", "hasten-worker is missing: " + worker.string(),
+                "both programs in one folder", "build or install hasten-worker, too");
   }
   return worker.string();
 }
 
-/// Becomes hasten-worker; signals then reach it directly.
+/// Replaces this process by hasten-worker, so that signals reach it directly.
 [[noreturn]] void become_worker(const std::vector<std::string>& arguments) {
   const std::string worker = worker_program();
   std::vector<char*> argv{const_cast<char*>(worker.c_str())};
@@ -48,8 +48,8 @@ std::string worker_program() {
   throw Error("cli::hasten", "cannot start " + worker + ": " + std::strerror(errno));
 }
 
-/// Says once why the ranks did not end well. Of ranks of our own (`ours`) the first
-/// that failed may have shown it, unless its stderr goes into a file.
+/// Prints once why the ranks failed. If they are hasten's own (`ours`), the first that failed may
+/// have printed it, unless its stderr goes only to a file.
 int report(const LaunchResult& result, const LogsSpecs& logs, bool ours) {
   if (result.exit_code == kExitOk) {
     return kExitOk;
@@ -78,7 +78,7 @@ LogsSpecs with_prefix(LogsSpecs logs) {
   return logs;
 }
 
-/// Whether this rank says what its launcher's ranks are all told: one a host.
+/// True if this rank prints an error that all ranks of its launcher get: one rank per host.
 bool says_what_all_are_told() {
   try {
     return world_from_environment().local_rank == 0;
@@ -88,18 +88,18 @@ bool says_what_all_are_told() {
   }
 }
 
-/// For the worker and the ranks, which get the environment.
+/// Passes the file to the worker and the ranks by the environment.
 void use_secret_file(const std::string& file) {
   if (!file.empty()) {
     ::setenv("HASTEN_SECRET_FILE", file.c_str(), 1);
     ::unsetenv("HASTEN_SECRET");
-    store_key_from_environment(); // throws where it is none
+    store_key_from_environment(); // throws for a bad file
   }
 }
 
 class Hasten {
  public:
-  /// `arguments` as they were given: the worker reads them again.
+  /// `arguments`: unchanged, because the worker parses them again.
   explicit Hasten(const std::vector<std::string>& arguments) : arguments_(arguments) {}
 
   int operator()(const Answer& answer) {
@@ -114,11 +114,11 @@ class Hasten {
     }
     check_logs_outside("train", command.logs, world);
     if (world.world_size > 1) {
-      become_worker(arguments_); // another launcher's rank; they check together
+      become_worker(arguments_); // a rank of another launcher; the ranks check together
     }
     check_inputs(command);
     if (command.dry_run) {
-      become_worker(arguments_); // one process counts for all
+      become_worker(arguments_); // one process is enough
     }
     if (is_finished_already(command, command.nproc)) {
       remove_folders_of_killed_launchers();
@@ -128,7 +128,7 @@ class Hasten {
     if (command.nproc == 1 && !command.logs.any()) {
       become_worker(arguments_);
     }
-    std::error_code error; // a pipe can be read but once
+    std::error_code error; // a pipe can be read only once
     if (std::filesystem::is_regular_file(command.train_file, error)) {
       check_lines(command.train_file, command.nproc);
     }
@@ -160,7 +160,7 @@ class Hasten {
     options.keep_going = command.keep_going;
     return report(launch(options), command.logs, false);
   }
-  /// The worker alone has the answer.
+  /// Commands that the worker runs in one process.
   template <typename C>
   int operator()(const C& command) {
     if constexpr (requires { check_inputs(command); }) {
@@ -170,7 +170,7 @@ class Hasten {
   }
 
  private:
-  /// Ranks of our own, which tell what happens; only how it ended is told here.
+  /// Launches hasten's own ranks. They print what happens; only the result is printed here.
   LaunchResult launch_workers(
       int nproc, std::vector<std::pair<std::string, std::string>> environment, LogsSpecs logs,
       std::chrono::milliseconds heartbeat_timeout = default_heartbeat_timeout()) const {
@@ -194,9 +194,9 @@ class Hasten {
 
 int main(int argc, char** argv) {
   const std::vector<std::string> arguments(argv + 1, argv + argc);
-  // Threads of the OpenMP run time that wait by spinning take the cores from those
-  // that work as soon as anything else runs: small models became 20 times slower.
-  // It is read when the run time is loaded, hence here, and inherited.
+  // OpenMP threads that spin while they wait take cores from working threads as soon as other
+  // programs run: small models became 20 times slower. The OpenMP run time reads the variable when
+  // it is loaded. Therefore it is set here, and child processes inherit it.
   ::setenv("OMP_WAIT_POLICY", "passive", /*overwrite=*/0);
   return hasten::exit_code_of(0, 1, [&] {
     try {

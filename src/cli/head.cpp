@@ -34,7 +34,7 @@ Head head_of(const TrainCommand& command) {
     const auto& classes = config.architectures;
     if (std::find(classes.begin(), classes.end(), "BertForSequenceClassification") ==
         classes.end()) {
-      return Head::single_label; // a bare encoder, which says nothing of labels
+      return Head::single_label; // an encoder without a classifier has no problem type
     }
   }
   return head_of(config);

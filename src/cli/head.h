@@ -1,5 +1,5 @@
-// What a model's head is for: its loss, its metrics and its labels in a table. Private to
-// src/cli.
+// The problem type of a model's head: its loss, its metrics and its labels in a table. Private
+// to src/cli.
 #pragma once
 
 #include <cstdint>
@@ -11,23 +11,22 @@
 
 namespace hasten::detail {
 
-/// As transformers reads it: one label and no word is a regression.
+/// The problem type by transformers' rule: one label without a problem_type is a regression.
 Head head_of(const BertConfig& config);
-/// As the flags say, else the model. Never throws: a folder that cannot be read is
-/// refused where it is read.
+/// The problem type from the flags, otherwise from the model. Never throws: loading reports a
+/// folder that cannot be read.
 Head head_of(const TrainCommand& command);
 
-/// The loss of this head. Batches without labels give outputs alone: logits, of a
-/// regression [B].
+/// The loss of this head. Batches without labels give only outputs: logits, for a regression [B].
 LossFunction head_loss(BertForSequenceClassification model, Head head);
 ComputeMetrics head_metrics(Head head, int64_t num_labels);
 
-/// How a table with labels is read. `model_labels` names the columns of several labels
-/// a row where the flags do not.
+/// Options for reading a table with labels. `model_labels` are the label columns of a problem with
+/// several labels per sample, if the flags do not name them.
 TextTableOptions labelled_table(const TableFlags& flags, Head head,
                                 const std::vector<std::string>& model_labels = {});
 
-/// bytes that the output folder holds at most, for a model like this.
+/// Maximum size of the output folder for this model, in bytes.
 int64_t bytes_on_disk(const TrainingArguments& arguments, const torch::nn::Module& model);
 
 } // namespace hasten::detail

@@ -16,7 +16,7 @@ namespace hasten {
 
 namespace detail {
 
-/// The regions by the names of their blocks, one a line.
+/// The regions by the names of their blocks, one per line.
 std::string plan_lines(const ActivationPlan& plan) {
   std::string text;
   for (const PlanRegion& region : plan.regions) {
@@ -46,12 +46,12 @@ int run_command(const PlanCommand& command) {
         "cli::plan",
         "--batch=" + std::to_string(command.rows) + "x" + std::to_string(command.tokens),
         "at most the model's " + std::to_string(loaded.config.max_position_embeddings) +
-            " tokens a row");
+            " tokens per sample");
   }
   const Batch batch = detail::made_up_batch(loaded.config, command.rows, command.tokens);
   const LossFunction sum = detail::classification_loss(model);
   const auto loss = [&] { return sum(batch).loss_sum; };
-  loss().backward(); // allocations and caches of a first step
+  loss().backward(); // a warm-up for allocations and caches
   const ChainProfile profile = profile_activations(model.ptr(), loss);
   const auto plans = pareto_plans(profile);
   std::cout << pareto_table(profile, plans);

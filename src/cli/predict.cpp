@@ -22,7 +22,7 @@ namespace hasten {
 
 namespace detail {
 
-/// All rows' answers, in the order of the input.
+/// The predictions of all samples, in the order of the input.
 struct Predictions {
   const std::vector<std::string>& texts; // [row]
   const std::vector<std::vector<int64_t>>& ids; // [row][token]
@@ -33,7 +33,8 @@ struct Predictions {
   Head head = Head::single_label;
 
   int64_t size() const { return static_cast<int64_t>(texts.size()); }
-  /// The likeliest label; those that are likelier than not, "a|b"; the value.
+  /// Single label: the most probable one. Several labels: those above 0.5, "a|b". Regression: the
+  /// value.
   std::string label(int64_t row) const {
     if (head == Head::regression) {
       return format_digits(value(row));
@@ -86,7 +87,7 @@ std::vector<std::string> prediction_texts(const PredictCommand& command) {
   if (command.texts.size() == 1 && command.texts[0] == "-") {
     std::vector<std::string> lines = read_lines(std::cin);
     if (lines.empty()) {
-      throw InputError("cli::predict", "stdin is empty", "one text a line");
+      throw InputError("cli::predict", "stdin is empty", "one text per line");
     }
     return lines;
   }
@@ -108,7 +109,7 @@ std::string predictions_jsonl(const Predictions& all, bool with_logits) {
     }
     for (int64_t label = 0; label < labels && all.head != Head::regression; ++label) {
       auto& probabilities = json["probabilities"];
-      // Six digits: a float's further ones say nothing.
+      // Six digits: further ones of a float are noise.
       probabilities[all.labels[static_cast<size_t>(label)]] =
           std::round(1e6 * all.probability(row, label)) / 1e6;
     }
@@ -155,9 +156,9 @@ std::string one_line(const std::string& text, size_t width) {
   return line;
 }
 
-/// label, its probability, the other labels', text; columns aligned.
+/// A table with aligned columns: label, probabilities, text.
 std::string predictions_table(const Predictions& all) {
-  constexpr int64_t kMostColumns = 6; // labels with a column of their own
+  constexpr int64_t kMostColumns = 6; // with more labels only one probability is shown
   constexpr size_t kTextWidth = 72;
   const int64_t labels = all.logits.size(1);
   const auto pad = [](std::string text, size_t width, bool left) {
@@ -172,7 +173,7 @@ std::string predictions_table(const Predictions& all) {
   std::string text = pad(regression ? "value" : "label", label_width, true);
   const bool all_columns = labels <= kMostColumns || all.head == Head::multi_label;
   if (regression) {
-    // the value says it all
+    // has only the value
   } else if (all_columns) {
     for (const std::string& label : all.labels) {
       text += "  " + pad(label, 6, false);
@@ -214,7 +215,7 @@ void write_predictions(const PredictCommand& command, const Predictions& predict
   const bool csv = output.compare(output.size() - 4, 4, ".csv") == 0;
   write_file_atomically(output, csv ? predictions_csv(predictions)
                                     : predictions_jsonl(predictions, command.with_logits));
-  log_info(format_count(predictions.size()) + " rows in " + output);
+  log_info("wrote " + format_count(predictions.size()) + " predictions to " + output);
 }
 
 } // namespace detail

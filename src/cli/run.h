@@ -1,6 +1,6 @@
-// The commands that need LibTorch, as `hasten-worker` runs them.
-// Each returns an exit code or throws what exit_code_of() understands. Results
-// go to stdout, everything else to the log. Threading: main thread.
+// The commands that need LibTorch; `hasten-worker` runs them. Each returns an exit code or throws
+// an exception of exit_code_of(). Results go to stdout, everything else to the log. Threading:
+// main thread.
 #pragma once
 
 #include "commands.h"
@@ -12,12 +12,12 @@ namespace hasten {
 int run_command(const TrainCommand& command);
 /// Collective: the ranks of a world that `hasten` started for one strategy.
 int run_command(const CompareCommand& command);
-/// Local: a world of one.
+/// Local: a world of one rank.
 int run_command(const PredictCommand& command);
 int run_command(const EvalCommand& command);
 int run_command(const PlanCommand& command);
 int run_command(const EstimateMemoryCommand& command);
-/// Bytes of one process at its fullest.
+/// Peak bytes of one process.
 int64_t estimated_peak_bytes(const EstimateMemoryCommand& command);
 int run_command(const StateCommand& command);
 int run_command(const TokenizerCommand& command);

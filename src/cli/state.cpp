@@ -23,8 +23,8 @@ std::string shape_text(const nlohmann::json& shape) {
 
 void print_state(const nlohmann::json& state) {
   std::cout << "saved by " << state.at("world_size") << " process(es), strategy "
-            << state.at("strategy").get<std::string>() << ", behind "
-            << state.at("windows_completed") << " windows\n";
+            << state.at("strategy").get<std::string>() << ", after "
+            << state.at("windows_completed") << " optimizer steps\n";
   size_t widest = 0;
   for (const auto& tensor : state.at("tensors")) {
     widest = std::max(widest, tensor.at("name").get<std::string>().size());
@@ -34,7 +34,7 @@ void print_state(const nlohmann::json& state) {
     std::cout << "  " << name << std::string(widest - name.size() + 2, ' ')
               << tensor.at("dtype").get<std::string>() << " " << shape_text(tensor.at("shape"));
     if (!tensor.at("rows").is_null()) {
-      std::cout << ", rows by rank:";
+      std::cout << ", rows of dimension 0 by rank:";
       for (const auto& rows : tensor.at("rows")) {
         std::cout << " " << rows.at(2);
       }

@@ -25,7 +25,7 @@ int run_command(const SynthCommand& command) {
     return kExitOk;
   }
   write_file_atomically(command.output, table);
-  log_info(format_count(command.rows) + " reviews in " + command.output);
+  log_info("wrote " + format_count(command.rows) + " reviews to " + command.output);
   return kExitOk;
 }
 

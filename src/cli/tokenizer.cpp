@@ -55,7 +55,7 @@ void for_each_text(const std::string& path, const std::string& text_column,
   }
 }
 
-/// One text a line of output: {"input_ids": [...]}.
+/// Prints one line per text: {"input_ids": [...]}.
 int encode_texts(const TokenizerCommand& command) {
   const auto tokenizer = WordPieceTokenizer::load(command.tokenizer);
   std::string out;

@@ -29,19 +29,19 @@ const auto kProgramStart = std::filesystem::file_time_type::clock::now();
 struct TrainInputs {
   Head head = Head::single_label;
   std::optional<TokenizedClassification> data{};
-  /// Where the vocabulary is from, for the banner.
+  /// Origin of the vocabulary, for the banner.
   std::string vocabulary{};
   int64_t max_length = 0;
   LoadedBert bert{};
 };
 
-/// Label names of a folder that is a classifier; none otherwise.
+/// Label names of a classifier's folder; empty for other models.
 std::vector<std::string> label_names_of_model(const std::string& model) {
   if (is_model_shape(model)) {
     return {};
   }
-  // The configuration names two labels even for a bare encoder; whether there
-  // is a classifier is said by its architecture.
+  // The configuration has two labels even for an encoder without a classifier. Only its
+  // architecture tells whether there is a classifier.
   BertConfig config = read_bert_config(model);
   const auto& classes = config.architectures;
   return std::find(classes.begin(), classes.end(), "BertForSequenceClassification") == classes.end()
@@ -49,7 +49,7 @@ std::vector<std::string> label_names_of_model(const std::string& model) {
              : std::move(config.id2label);
 }
 
-/// What reading takes long is told on rank 0: nothing below a second.
+/// Progress of reading on rank 0, if it takes more than a second.
 class TokenizeBar {
  public:
   explicit TokenizeBar(bool enabled) : enabled_(enabled) {}
@@ -82,7 +82,7 @@ TokenizedClassificationOptions tokenize_options(const TrainCommand& command, Tra
   options.texts.table = labelled_table(command.table, inputs.head);
   if (inputs.head == Head::single_label) {
     options.texts.label_names = label_names_of_model(command.model);
-    // By a new classifier; the loader's report says so.
+    // Other labels get a new classifier; the loader's report mentions it.
     options.texts.replace_label_names = true;
   }
   BertConfig config;
@@ -109,17 +109,17 @@ TokenizedClassificationOptions tokenize_options(const TrainCommand& command, Tra
   return options;
 }
 
-/// Where ids were to be kept and are not, once; where a file was damaged, by
-/// whoever made it again.
+/// Warns, on rank 0, if token ids could not be cached, and, on the rank that made the file again,
+/// if the cache file was damaged.
 void tell_of_cache(const TokenCacheReport& report, const std::filesystem::path& cache_dir,
                    bool is_main) {
   if (!report.rebuilt.empty()) {
-    log_warning("token ids were made again: " + report.path.string() + ": " + report.rebuilt);
+    log_warning("tokenized again: " + report.path.string() + ": " + report.rebuilt);
   }
   if (is_main && (!report.not_kept.empty() || cache_dir.empty())) {
-    log_warning("token ids are not kept for later runs: " +
+    log_warning("token ids are not cached for later runs: " +
                 (cache_dir.empty() ? "neither HOME nor HASTEN_CACHE is set" : report.not_kept) +
-                "; --cache-dir names another folder");
+                "; set another folder with --cache-dir");
   }
 }
 
@@ -136,13 +136,13 @@ TokenizedClassification read_train_data(const TrainCommand& command, TrainInputs
       command.eval_file.empty() ? nullptr : TextFile::open(command.eval_file, kWhere), options);
   tell_of_cache(data.cache, options.cache_dir, is_main);
   if (inputs.head == Head::single_label && data.label_names.size() == 1) {
-    // One number out means regression to every reader of config.json.
+    // A single output means regression to every reader of config.json.
     data.label_names.push_back(data.label_names[0] == "other" ? "other_2" : "other");
   }
   return data;
 }
 
-/// Of texts as the model sees them, their labels and what these are called.
+/// A checksum of the token ids, the labels and the labels' names.
 std::string train_data_checksum(const TokenizedClassification& data) {
   std::string text = data.train_checksum;
   for (const std::string& name : data.label_names) {
@@ -151,7 +151,7 @@ std::string train_data_checksum(const TokenizedClassification& data) {
   return hash_hex(text);
 }
 
-// Checkpoints hold two moments beside the weights, and one is in the making.
+// Checkpoints hold weights and two moments, and an incomplete one can exist during a save.
 int64_t bytes_on_disk(const TrainingArguments& arguments, const torch::nn::Module& model) {
   int64_t bytes = 0;
   for (const auto& parameter : model.parameters()) {
@@ -189,7 +189,8 @@ LoadedBert train_model(const TrainCommand& command, const TrainInputs& inputs) {
 
 void add_model_facts(BannerLines& lines, const TrainCommand& command, const LoadedBert& bert) {
   lines.emplace_back("model", command.model + ": " + std::to_string(bert.config.num_hidden_layers) +
-                                  " layers, " + std::to_string(bert.config.hidden_size) + " wide");
+                                  " layers, hidden size " +
+                                  std::to_string(bert.config.hidden_size));
   for (const std::string& line : bert.report) {
     lines.emplace_back("model", line);
   }
@@ -203,27 +204,27 @@ void require_class_weights(const TrainCommand& command, int64_t labels) {
   const auto weights = class_weight_numbers(command.arguments.class_weights);
   if (!weights.empty() && std::ssize(weights) != labels) {
     throw InputError("cli::train", "--class-weights=" + command.arguments.class_weights,
-                     std::to_string(labels) + " numbers, one a label");
+                     std::to_string(labels) + " numbers, one per label");
   }
 }
 
 void require_row_each(int64_t rows, int world_size) {
   if (rows < world_size) {
     throw InputError("cli::train",
-                     "more processes than rows: processes=" + std::to_string(world_size) +
-                         ", training rows=" + std::to_string(rows),
-                     "at least one row a process", "lower --nproc");
+                     "more processes than samples: processes=" + std::to_string(world_size) +
+                         ", training samples=" + std::to_string(rows),
+                     "at least one sample per process", "lower --nproc");
   }
 }
 
-/// Local; touches nothing. Throws InputError for anything wrong with the input.
+/// Local; writes nothing but the token cache. Throws InputError for any fault of the input.
 TrainInputs read_train_inputs(const TrainCommand& command, int world_size, bool is_main) {
   check_inputs(command);
   TrainInputs inputs;
   inputs.head = head_of(command);
   if (inputs.head == Head::multi_label && command.table.label_columns.empty() &&
       command.table.label_separator.empty()) {
-    throw InputError("cli::train", "--model=" + command.model + " gives a row several labels",
+    throw InputError("cli::train", "--model=" + command.model + " gives a sample several labels",
                      "--label-columns or --label-separator");
   }
   inputs.data = read_train_data(command, inputs, is_main);
@@ -238,7 +239,7 @@ TrainInputs read_train_inputs(const TrainCommand& command, int world_size, bool 
 
 std::string cache_line(const TokenCacheReport& cache) {
   using Source = TokenCacheReport::Source;
-  // What a peer made while this rank started is not an earlier run's.
+  // A file that is newer than this program comes from a peer, not from an earlier run.
   std::error_code error;
   const bool earlier = std::filesystem::last_write_time(cache.path, error) < kProgramStart;
   return cache.source == Source::memory                      ? "in memory"
@@ -257,7 +258,7 @@ BannerLines banner_facts(const TrainCommand& command, const TrainInputs& in) {
   const auto rows = static_cast<int64_t>(in.data->train.rows.size() + in.data->eval.rows.size());
   lines.emplace_back("texts", std::to_string(in.data->tokens / std::max<int64_t>(1, rows)) +
                                   " tokens on average, " + format_count(in.data->truncated) +
-                                  " cut to " + std::to_string(in.max_length));
+                                  " truncated to " + std::to_string(in.max_length));
   lines.emplace_back("token ids", cache_line(in.data->cache));
   if (!in.vocabulary.empty()) {
     lines.emplace_back("vocabulary",

@@ -13,7 +13,7 @@ static int dry_run(const TrainCommand& command, const ReadInputs& read) {
   const World world = world_from_environment();
   const int ranks = world.world_size > 1 ? world.world_size : command.nproc;
   if (world.rank > 0) {
-    return kExitOk; // rank 0 says it
+    return kExitOk; // only rank 0 prints it
   }
   const TrainingInputs in = read(ranks, true);
   for (const std::string& warning : in.warnings) {
@@ -23,11 +23,11 @@ static int dry_run(const TrainCommand& command, const ReadInputs& read) {
   return kExitOk;
 }
 
-// False where the run was finished before.
+// Returns false if the run was already finished.
 static bool train(const TrainCommand& command, const TrainingInputs& in,
                   const std::shared_ptr<Accelerator>& accelerator) {
   TrainingArguments arguments = command.arguments;
-  arguments.max_length = in.max_length; // what predict and eval cut to
+  arguments.max_length = in.max_length; // predict and eval truncate to this, too
   Trainer trainer(in.bert.model.ptr(), in.loss, arguments, in.train, in.eval, in.metrics,
                   accelerator);
   trainer.set_model_files(in.files);

@@ -1,5 +1,4 @@
-// A run of hasten train once its files are read, whatever its labels are.
-// Private to src/cli.
+// The part of hasten train after its files are read, for every kind of labels. Private to src/cli.
 #pragma once
 
 #include <cstdint>
@@ -15,35 +14,35 @@
 
 namespace hasten::detail {
 
-/// Everything read, checked and tokenised; equal on all ranks.
+/// The input, read, checked and tokenized; equal on all ranks.
 struct TrainingInputs {
   std::shared_ptr<const Dataset> train{};
-  std::shared_ptr<const Dataset> eval{}; // null without rows
+  std::shared_ptr<const Dataset> eval{}; // null without evaluation data
   LoadedBert bert{};
   LossFunction loss{};
   ComputeMetrics metrics{};
   ModelFiles files{};
-  /// Texts are cut to.
+  /// Maximum number of tokens of a text.
   int64_t max_length = 0;
-  /// What the model learns, of the banner's title.
+  /// Name of the training data for the banner's title.
   std::string learns{};
-  /// Behind "Model in FOLDER." when all is done.
+  /// Printed after "Model in FOLDER." at the end.
   std::string hint{};
-  /// Of data and model, for the banner; asked for on rank 0 alone, as is the next.
+  /// Lines of the banner on data and model. Only rank 0 calls this and the next.
   std::function<BannerLines()> facts{};
-  /// Of rows as the model sees them.
+  /// Checksum of the tokenized samples.
   std::function<std::string()> checksum{};
   std::vector<std::string> warnings{};
 };
 
-/// Reads the files for that many ranks. Local; touches nothing.
+/// Reads the files for a world of this size. Local; writes nothing but the token cache.
 using ReadInputs = std::function<TrainingInputs(int world_size, bool is_main)>;
 
-/// Prints the plan to stdout (--dry-run). Throws InputError where the arguments
-/// contradict the number of updates, as the run would.
+/// Prints the plan to stdout (--dry-run). Throws InputError, as the run would, if the arguments
+/// contradict the number of updates.
 void print_dry_run(const TrainCommand& command, const TrainingInputs& in, int world_size);
 
-/// Trains, or with --dry-run says the plan. The exit code.
+/// Trains, or with --dry-run prints the plan. Returns the exit code.
 int run_training(const TrainCommand& command, const ReadInputs& read);
 
 } // namespace hasten::detail

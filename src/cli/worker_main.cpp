@@ -1,5 +1,5 @@
-// hasten-worker: one rank of a command that needs LibTorch. Started by `hasten`
-// with the arguments that `hasten` was given; not meant to be typed.
+// hasten-worker: one rank of a command that needs LibTorch. `hasten` starts it with its own
+// arguments. It is not meant to be started by hand.
 #include "commands.h"
 #include "hasten/base/exit_code.h"
 #include "hasten/base/log.h"

@@ -88,7 +88,7 @@ TEST(BadInput, WhatOneProcessCanReadOnceIsRefusedForSeveral) {
   const TemporaryFolder folder;
   std::filesystem::create_symlink("/dev/null", folder / "train.csv");
   detail::expect_refused(folder, {"--nproc", "2"},
-                         {"train.csv is no regular file, with processes=2"});
+                         {"train.csv is not a regular file, with processes=2"});
 }
 
 TEST(BadInput, JsonNestedWithoutEndIsRefusedWithItsFile) {
@@ -135,7 +135,7 @@ TEST(BadInput, MoreProcessesThanRowsIsSaidOnce) {
   const TemporaryFolder folder;
   write_file_atomically(folder / "train.csv", small_reviews(2));
   detail::expect_refused(folder, {"--nproc", "3"},
-                         {"more processes than rows: processes=3, training rows=2"});
+                         {"more processes than samples: processes=3, training samples=2"});
 }
 
 TEST(BadInput, ModelFoldersAreRefusedWithFileOrTensor) {
@@ -214,7 +214,7 @@ TEST(BadInput, LongAndEmptyTextsAreCountedNotRefused) {
   const ProgramRun run = run_program(train_arguments(
       folder.path(), {"--max-steps", "1", "--max-length", "16", "--save-strategy", "no"}));
   EXPECT_EQ(run.code, 0) << run.error;
-  EXPECT_TRUE(run.said("1 cut to 16")) << run.error;
+  EXPECT_TRUE(run.said("1 truncated to 16")) << run.error;
   EXPECT_TRUE(run.said("1 with empty text, 1 with empty label")) << run.error;
 }
 

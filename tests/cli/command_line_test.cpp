@@ -403,7 +403,8 @@ TEST(Checks, NprocInsideAWorldNamesBoth) {
     check_nproc("train", 2, false, world);
     FAIL();
   } catch (const InputError& error) {
-    EXPECT_NE(std::string(error.what()).find("--nproc=2 inside a world of several: WORLD_SIZE=4"),
+    EXPECT_NE(std::string(error.what())
+                  .find("--nproc=2 inside the world of another launcher: WORLD_SIZE=4"),
               std::string::npos)
         << error.what();
   }

@@ -159,12 +159,12 @@ TEST(Recommend, SaysWhatDoesNotFit) {
                  report_of(Strategy::fsdp, 50)});
   EXPECT_EQ(sharded.index, 1u);
   EXPECT_EQ(sharded.text,
-            "Take zero2: the fastest, 60.0 samples/s; ddp does not fit, not with one row.");
+            "Take zero2: the fastest, 60.0 samples/s; ddp does not fit with even one sample.");
   const Recommendation one = recommend(
       {short_of(Strategy::ddp, 0), short_of(Strategy::zero2, 0), report_of(Strategy::fsdp, 50)});
   EXPECT_EQ(one.index, 2u);
   EXPECT_EQ(one.text,
-            "Take fsdp: the only one that fits; ddp and zero2 do not fit, not with one row.");
+            "Take fsdp: the only one that fits; ddp and zero2 do not fit with even one sample.");
   const Recommendation none =
       recommend({short_of(Strategy::ddp, 100 << 20), short_of(Strategy::fsdp, 0)});
   EXPECT_FALSE(none.index.has_value());

@@ -105,7 +105,7 @@ TEST(DataPrograms, ASecondRunReadsTheTokenIdsOfTheFirstAndTrainsTheSame) {
   write_file_atomically(kept[0], "something else");
   const auto again = detail::cached_train(folder, "train.csv", "again", two);
   ASSERT_EQ(again.code, 0) << again.error;
-  EXPECT_EQ(detail::times_said(again, "token ids were made again"), 1) << again.error;
+  EXPECT_EQ(detail::times_said(again, "tokenized again"), 1) << again.error;
 }
 
 TEST(DataPrograms, WhereNoCacheCanBeOneWarningIsSaidByAllRanksTogether) {
@@ -116,7 +116,7 @@ TEST(DataPrograms, WhereNoCacheCanBeOneWarningIsSaidByAllRanksTogether) {
       detail::cached_train(folder, "train.csv", "out", {"--nproc", "2", "--batch-size", "4"});
   ASSERT_EQ(run.code, 0) << run.error;
   EXPECT_EQ(detail::times_said(run, "warning:"), 1) << run.error;
-  EXPECT_TRUE(run.said("not kept for later runs")) << run.error;
+  EXPECT_TRUE(run.said("not cached for later runs")) << run.error;
 }
 
 TEST(DataPrograms, TrainingWithoutFilesLearnsSyntheticReviews) {

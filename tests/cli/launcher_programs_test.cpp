@@ -167,7 +167,7 @@ TEST(LauncherPrograms, OutputFlagsInsideAWorldBelongToItsLauncher) {
   const ProgramRun run = run_program(detail::with({"/bin/sh", "-c", detail::kSlurmStep, "sh"},
                                                   detail::short_training(folder, {"--tee", "3"})));
   EXPECT_EQ(run.code, 2);
-  EXPECT_TRUE(run.said("--tee inside a world of several")) << run.error;
+  EXPECT_TRUE(run.said("--tee inside the world of another launcher")) << run.error;
   EXPECT_TRUE(run.said("WORLD_SIZE=2 by Slurm")) << run.error;
   EXPECT_EQ(std::count(run.error.begin(), run.error.end(), '\n'), 1);
 }

@@ -82,7 +82,7 @@ TEST(Programs, InputThatNeedsNoTorchIsRefusedBeforeAnythingIsWritten) {
        "old holds another run: checkpoint-7"},
       {{"hasten", "train", "--train-file", train, "--model", "bert-tiny", "--output-dir",
         train + "/out"},
-       "lies below a file"},
+       "is inside a file"},
       {{"hasten", "predict", "--model", folder / "out", "a text"}, "out does not exist"},
       {{"hasten", "eval", "--model", folder / "weights", "--file", train},
        "is a folder without config.json"},
@@ -124,7 +124,7 @@ TEST(Programs, NprocInsideAWorldNamesBothOnce) {
                                                         {"MASTER_ADDR", "127.0.0.1"},
                                                         {"MASTER_PORT", "1"}}});
     EXPECT_EQ(run.code, 2);
-    EXPECT_EQ(run.said("--nproc=2 inside a world of several: WORLD_SIZE=2"), lines == 1);
+    EXPECT_EQ(run.said("--nproc=2 inside the world of another launcher: WORLD_SIZE=2"), lines == 1);
     EXPECT_EQ(std::count(run.error.begin(), run.error.end(), '\n'), lines);
   }
 }

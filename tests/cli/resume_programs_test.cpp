@@ -99,7 +99,7 @@ TEST(ResumedPrograms, KilledRunStartedAgainLeavesTheModelOfAnUninterruptedOne) {
 
   const ProgramRun finished = run_program(requeued_command(killed.path()));
   EXPECT_EQ(finished.code, 0) << finished.error;
-  EXPECT_TRUE(finished.said("is finished: there is nothing to do")) << finished.error;
+  EXPECT_TRUE(finished.said("is finished; there is nothing to do")) << finished.error;
   const ProgramRun changed =
       run_program(requeued_command(killed.path(), {"--weight-decay", "0.1"}));
   EXPECT_EQ(changed.code, 2);

@@ -93,9 +93,9 @@ TEST(TrainerPrograms, ADryRunSaysThePlanAndLeavesNothing) {
        {"Dry run: nothing is trained or written.", "40 samples",
         "4 rows a rank x 2 ranks x 1 accumulation = 8 rows an update",
         "15 (3 epochs of 5), the first 3 warm up", "linear: 0 at update 1, 0.0003 at update 4, ",
-        "at each epoch's end: 3, on 10 rows; training ends after 2 without a better eval_f1",
+        "at each epoch's end: 3, on 10 samples; training stops after 2 without a better eval_f1",
         "the final model is the best by eval_f1 (greater)",
-        "of tensors a process on the longest rows", "warmup_steps=3.0"}) {
+        "of tensors per process on the longest samples", "warmup_steps=3.0"}) {
     EXPECT_NE(run.out.find(part), std::string::npos) << part << "\n" << run.out;
   }
   EXPECT_FALSE(files::exists(folder / "out"));
