@@ -105,6 +105,16 @@ static void compare_scopes(Communicator& communicator, const LocalSGDOptions& op
   }
 }
 
+static Averager::NamedTensorList trainable(const DataParallel& model) {
+  Averager::NamedTensorList list;
+  for (const auto& [name, parameter] : model.parameters()) {
+    if (parameter.requires_grad()) {
+      list.emplace_back(name, parameter);
+    }
+  }
+  return list;
+}
+
 } // namespace detail
 
 LocalSGD::Impl::Impl(std::shared_ptr<detail::AcceleratorCore> accelerator,
@@ -134,7 +144,8 @@ void LocalSGD::Impl::open() {
   }
   core->local.open(*this);
   try {
-    averager = std::make_unique<Averager>(copies, trainable(), options.average);
+    averager = std::make_unique<Averager>(copies, detail::trainable(*core->models[index].parallel),
+                                          options.average);
     open_parts();
     own_weight.assign(static_cast<size_t>(averager->fragments()), 0);
     taken_weight = own_weight;
@@ -150,20 +161,10 @@ void LocalSGD::Impl::open() {
   active = true;
 }
 
-Averager::NamedTensorList LocalSGD::Impl::trainable() const {
-  Averager::NamedTensorList list;
-  for (const auto& [name, parameter] : core->models[index].parallel->parameters()) {
-    if (parameter.requires_grad()) {
-      list.emplace_back(name, parameter);
-    }
-  }
-  return list;
-}
-
 // What is made for one set of ranks, beside the averager. Collective.
 void LocalSGD::Impl::open_parts() {
   if (options.inner_steps > 0) {
-    open_group(trainable());
+    open_group(detail::trainable(*core->models[index].parallel));
   }
   buffers =
       std::make_unique<detail::AveragedBuffers>(copies, *core->models[index].parallel->module());

@@ -146,7 +146,6 @@ class LocalSGD::Impl final : public detail::LocalScope {
   void settle_round();
   void settle_clocks();
   void open_parts();
-  Averager::NamedTensorList trainable() const;
 
   std::shared_ptr<detail::AcceleratorCore> core;
   LocalSGDOptions options;

@@ -125,7 +125,7 @@ void ModelSet::prepare_sharded(PreparedModel& state, std::shared_ptr<torch::nn::
       shard_group_ ? shard_group_ : run_.communicator(), std::move(module), units, std::move(how));
   if (run_.options().fully_shard.sync == GradientSync::last && run_.world().rank == 0) {
     log_info("fully_shard.sync=last: gradients are summed once a window, and every rank keeps " +
-             format_bytes(model->shards().unsharded_gradient_bytes()) +
+             format_bytes(model->shards().report().unsharded_gradient_bytes) +
              " of whole ones until then");
   }
   state.parallel = model;

@@ -143,29 +143,6 @@ std::shared_ptr<Communicator> Communicator::create(const World& world,
 
 std::optional<Survivors> Communicator::shrink() { return std::nullopt; }
 
-std::shared_ptr<Communicator> detail::GlooGroup::duplicate(const CommunicatorOptions& options) {
-  core_->check(operation_label("create", options.name));
-  auto group = std::make_shared<GlooGroup>(core_->link, options, core_->members);
-  register_group(group);
-  return group;
-}
-
-std::shared_ptr<Communicator> detail::GlooGroup::new_group(const std::vector<int>& ranks,
-                                                           const CommunicatorOptions& options) {
-  check_members(ranks, rank(), world_size());
-  core_->check(operation_label("create", options.name));
-  if (ranks.size() == 1) {
-    return make_local_group(options);
-  }
-  std::vector<int> members;
-  for (const int rank : ranks) {
-    members.push_back(core_->members[static_cast<size_t>(rank)]);
-  }
-  auto group = std::make_shared<GlooGroup>(core_->link, options, std::move(members));
-  register_group(group);
-  return group;
-}
-
 Work Communicator::reduce_scatter_async(at::Tensor output, at::Tensor input, std::string_view name,
                                         at::Tensor scratch) {
   detail::check_scattered(output, input, world_size());

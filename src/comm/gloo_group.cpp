@@ -387,4 +387,27 @@ void GlooGroup::release() noexcept {
   leave(false);
 }
 
+std::shared_ptr<Communicator> GlooGroup::duplicate(const CommunicatorOptions& options) {
+  core_->check(operation_label("create", options.name));
+  auto group = std::make_shared<GlooGroup>(core_->link, options, core_->members);
+  register_group(group);
+  return group;
+}
+
+std::shared_ptr<Communicator> GlooGroup::new_group(const std::vector<int>& ranks,
+                                                   const CommunicatorOptions& options) {
+  check_members(ranks, rank(), world_size());
+  core_->check(operation_label("create", options.name));
+  if (ranks.size() == 1) {
+    return make_local_group(options);
+  }
+  std::vector<int> members;
+  for (const int rank : ranks) {
+    members.push_back(core_->members[static_cast<size_t>(rank)]);
+  }
+  auto group = std::make_shared<GlooGroup>(core_->link, options, std::move(members));
+  register_group(group);
+  return group;
+}
+
 } // namespace hasten::detail

@@ -21,7 +21,8 @@ Ddp::Ddp(std::shared_ptr<Communicator> communicator, std::shared_ptr<torch::nn::
       options_(options),
       parameters_(detail::unique_tensors(module_->named_parameters())),
       module_buffers_(detail::unique_tensors(module_->named_buffers())),
-      gradients_((verify_and_broadcast(), FlatLayout(parameters_))) {
+      gradients_((detail::verify_and_broadcast(*communicator_, parameters_, module_buffers_),
+                  FlatLayout(parameters_))) {
   if (!(options_.bucket_cap_mb > 0) || !(options_.first_bucket_mb > 0)) {
     throw InputError("parallel::Ddp",
                      "bucket_cap_mb=" + std::to_string(options_.bucket_cap_mb) +
@@ -116,20 +117,6 @@ void Ddp::check_parameters() const {
   }
 }
 
-// A parameter of the module that was put there after it was prepared.
-std::string Ddp::replaced_parameter() const {
-  std::unordered_set<const void*> known;
-  for (const auto& entry : parameters_) {
-    known.insert(entry.second.unsafeGetTensorImpl());
-  }
-  for (const auto& item : module_->named_parameters()) {
-    if (item.value().defined() && known.count(item.value().unsafeGetTensorImpl()) == 0) {
-      return item.key();
-    }
-  }
-  return {};
-}
-
 void Ddp::register_comm_hook(std::shared_ptr<CommHook> hook) {
   if (begun_) {
     throw InputError("parallel::register_comm_hook", "a window is open",
@@ -162,6 +149,10 @@ void Ddp::use_learned_order() {
   learned_in_use_ = true;
 }
 
+// Note [A rank alone]
+// Without peers nothing is sent, so gradients stay where autograd puts them, as in
+// a plain loop: no copy into the buffers and no memory for them. finish()
+// multiplies them there. Only what must be set aside goes through the buffers.
 void Ddp::begin(bool in_place) {
   apply_pending_factor();
   check_parameters();
@@ -177,7 +168,10 @@ void Ddp::begin(bool in_place) {
   if (gradients_.release()) {
     foreign_ = false;
   } else if (alone_ && (in_place || gradients_.cleared())) {
-    begin_alone(in_place);
+    for (size_t slot = 0; slot < defined_.size(); ++slot) { // Note [A rank alone]
+      defined_[slot] = gradients_.layout().slots()[slot].parameter.grad().defined();
+    }
+    foreign_ = foreign_ && in_place && !gradients_.cleared();
   } else {
     for (size_t slot = 0; slot < count; ++slot) {
       defined_[slot] = gradients_.layout().slots()[slot].parameter.grad().defined();
@@ -193,17 +187,6 @@ void Ddp::begin(bool in_place) {
     }
   }
   begun_ = true;
-}
-
-// Note [A rank alone]
-// Without peers nothing is sent, so gradients stay where autograd puts them, as in
-// a plain loop: no copy into the buffers and no memory for them. finish()
-// multiplies them there. Only what must be set aside goes through the buffers.
-void Ddp::begin_alone(bool in_place) {
-  for (size_t slot = 0; slot < defined_.size(); ++slot) {
-    defined_[slot] = gradients_.layout().slots()[slot].parameter.grad().defined();
-  }
-  foreign_ = foreign_ && in_place && !gradients_.cleared();
 }
 
 void Ddp::set_local(bool local) {

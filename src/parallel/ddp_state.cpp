@@ -93,9 +93,9 @@ void Ddp::save_state(NamedTensors& tensors, nlohmann::json& values) const {
 }
 
 // Empty where none was learned.
-std::vector<int64_t> Ddp::saved_order(const nlohmann::json& names) const {
+static std::vector<int64_t> saved_order(const FlatLayout& layout, const nlohmann::json& names) {
   std::map<std::string, int64_t> by_name;
-  const auto& slots = gradients_.layout().slots();
+  const auto& slots = layout.slots();
   for (size_t slot = 0; slot < slots.size(); ++slot) {
     by_name[slots[slot].name] = static_cast<int64_t>(slot);
   }
@@ -133,7 +133,7 @@ void Ddp::load_state(const NamedTensors& tensors, const nlohmann::json& values) 
                          values.at("comm_hook").get<std::string>() + ", there is " + hook,
                      "the same hook, registered before loading");
   }
-  std::vector<int64_t> order = saved_order(values.at("bucket_order"));
+  std::vector<int64_t> order = saved_order(gradients_.layout(), values.at("bucket_order"));
   detail::check_saved_gradients(tensors, gradients_.layout(), of_hook.size());
   const auto& slots = gradients_.layout().slots();
   const bool begun = values.at("begun").get<bool>();

@@ -148,27 +148,10 @@ std::vector<std::shared_ptr<torch::nn::Module>> repeated_blocks(const torch::nn:
   return blocks;
 }
 
-FullyShard::FullyShard(std::shared_ptr<Communicator> communicator,
-                       std::shared_ptr<torch::nn::Module> module,
-                       const std::vector<std::shared_ptr<torch::nn::Module>>& blocks,
-                       FullyShardOptions options)
-    : communicator_(std::move(communicator)),
-      module_(std::move(module)),
-      options_(std::move(options)),
-      buffers_(std::make_shared<detail::ShardBuffers>()),
-      module_buffers_(detail::unique_tensors(module_->named_buffers())) {
-  check_options();
-  make_units(blocks);
-  verify();
-  reductions_ = detail::own_group(*communicator_);
-  shard_units();
-  attach(blocks);
-}
-
-void FullyShard::check_options() const {
-  const bool two_dimensional = options_.replicas && options_.replicas->world_size() < 1;
-  if (options_.prefetch < 0 || options_.prefetch > 1 || two_dimensional) {
-    throw InputError("parallel::FullyShard", "prefetch=" + std::to_string(options_.prefetch),
+static void check_shard_options(const FullyShardOptions& options) {
+  const bool two_dimensional = options.replicas && options.replicas->world_size() < 1;
+  if (options.prefetch < 0 || options.prefetch > 1 || two_dimensional) {
+    throw InputError("parallel::FullyShard", "prefetch=" + std::to_string(options.prefetch),
                      "0 or 1");
   }
   const auto check = [](std::optional<at::ScalarType> dtype, const char* what) {
@@ -182,10 +165,77 @@ void FullyShard::check_options() const {
     check(precision.reduce_dtype, "reduce_dtype");
     check(precision.output_dtype, "output_dtype");
   };
-  check_all(options_.precision);
-  for (const auto& [name, precision] : options_.unit_precision) {
+  check_all(options.precision);
+  for (const auto& [name, precision] : options.unit_precision) {
     check_all(precision);
   }
+}
+
+// Gloo ends the process where sizes differ.
+static void verify_shards(Communicator& communicator, Communicator* replicas,
+                          const std::vector<ShardedParameter>& parameters,
+                          const FlatLayout::NamedParameters& buffers,
+                          const std::vector<std::unique_ptr<detail::ShardUnit>>& units) {
+  auto mine = nlohmann::json::array();
+  for (const ShardedParameter& entry : parameters) {
+    mine.push_back(
+        {"parameter \"" + entry.name + "\"", detail::describe_tensor(entry.parameter, true) +
+                                                 " in unit \"" + units[entry.unit]->name() + "\""});
+  }
+  for (const auto& [name, buffer] : buffers) {
+    mine.push_back({"buffer \"" + name + "\"", detail::describe_tensor(buffer, false)});
+  }
+  for (Communicator* group : {&communicator, replicas}) {
+    if (group != nullptr && group->world_size() > 1) {
+      detail::require_equal_lists(*group, mine, "parallel::FullyShard", "model",
+                                  "the same model and blocks on every rank",
+                                  "build it from the same options everywhere");
+    }
+  }
+  int64_t rows = 0;
+  for (const ShardedParameter& entry : parameters) {
+    rows = std::max(rows, entry.sizes.empty() ? int64_t{1} : entry.sizes[0]);
+  }
+  if (rows < communicator.world_size() && !parameters.empty()) {
+    log_warning("no parameter has as many rows as there are ranks to shard over (" +
+                std::to_string(rows) + " < " + std::to_string(communicator.world_size()) +
+                "): the last ranks hold nothing");
+  }
+}
+
+// Rank 0's values everywhere. Deferred ones are made there alone.
+static void broadcast_start(Communicator* communicator, Communicator* replicas,
+                            const FlatLayout::NamedParameters& tensors) {
+  const at::NoGradGuard no_grad;
+  std::vector<Communicator*> groups;
+  bool first = true;
+  for (Communicator* group : {replicas, communicator}) {
+    if (group != nullptr && group->world_size() > 1) {
+      groups.push_back(group);
+      first = first && group->rank() == 0;
+    }
+  }
+  detail::materialize_start(tensors, first);
+  for (Communicator* group : groups) {
+    detail::broadcast_tensors(*group, tensors, "initial values");
+  }
+}
+
+FullyShard::FullyShard(std::shared_ptr<Communicator> communicator,
+                       std::shared_ptr<torch::nn::Module> module,
+                       const std::vector<std::shared_ptr<torch::nn::Module>>& blocks,
+                       FullyShardOptions options)
+    : communicator_(std::move(communicator)),
+      module_(std::move(module)),
+      options_(std::move(options)),
+      buffers_(std::make_shared<detail::ShardBuffers>()),
+      module_buffers_(detail::unique_tensors(module_->named_buffers())) {
+  check_shard_options(options_);
+  make_units(blocks);
+  verify_shards(*communicator_, options_.replicas.get(), parameters_, module_buffers_, units_);
+  reductions_ = detail::own_group(*communicator_);
+  shard_units();
+  attach(blocks);
 }
 
 void FullyShard::make_units(const std::vector<std::shared_ptr<torch::nn::Module>>& blocks) {
@@ -263,52 +313,6 @@ void FullyShard::assign_parameters(
       });
 }
 
-// Gloo ends the process where sizes differ.
-void FullyShard::verify() const {
-  auto mine = nlohmann::json::array();
-  for (const ShardedParameter& entry : parameters_) {
-    mine.push_back({"parameter \"" + entry.name + "\"",
-                    detail::describe_tensor(entry.parameter, true) + " in unit \"" +
-                        units_[entry.unit]->name() + "\""});
-  }
-  for (const auto& [name, buffer] : module_buffers_) {
-    mine.push_back({"buffer \"" + name + "\"", detail::describe_tensor(buffer, false)});
-  }
-  for (Communicator* group : {communicator_.get(), options_.replicas.get()}) {
-    if (group != nullptr && group->world_size() > 1) {
-      detail::require_equal_lists(*group, mine, "parallel::FullyShard", "model",
-                                  "the same model and blocks on every rank",
-                                  "build it from the same options everywhere");
-    }
-  }
-  int64_t rows = 0;
-  for (const ShardedParameter& entry : parameters_) {
-    rows = std::max(rows, entry.sizes.empty() ? int64_t{1} : entry.sizes[0]);
-  }
-  if (rows < communicator_->world_size() && !parameters_.empty()) {
-    log_warning("no parameter has as many rows as there are ranks to shard over (" +
-                std::to_string(rows) + " < " + std::to_string(communicator_->world_size()) +
-                "): the last ranks hold nothing");
-  }
-}
-
-// Rank 0's values everywhere. Deferred ones are made there alone.
-void FullyShard::broadcast_start(const FlatLayout::NamedParameters& tensors) {
-  const at::NoGradGuard no_grad;
-  std::vector<Communicator*> groups;
-  bool first = true;
-  for (Communicator* group : {options_.replicas.get(), communicator_.get()}) {
-    if (group != nullptr && group->world_size() > 1) {
-      groups.push_back(group);
-      first = first && group->rank() == 0;
-    }
-  }
-  detail::materialize_start(tensors, first);
-  for (Communicator* group : groups) {
-    detail::broadcast_tensors(*group, tensors, "initial values");
-  }
-}
-
 void FullyShard::shard_units() {
   std::unordered_map<const void*, size_t> numbers;
   std::vector<FlatLayout::NamedParameters> parameters(units_.size());
@@ -318,11 +322,12 @@ void FullyShard::shard_units() {
     numbers[parameters_[i].parameter.unsafeGetTensorImpl()] = i;
   }
   places_.resize(parameters_.size());
-  broadcast_start(module_buffers_);
+  broadcast_start(communicator_.get(), options_.replicas.get(), module_buffers_);
   buffer_versions_ = detail::versions_of(module_buffers_);
   for (size_t u = 0; u < units_.size(); ++u) {
     const auto& unit = units_[u];
-    broadcast_start(parameters[u]); // whole until it is cut
+    broadcast_start(communicator_.get(), options_.replicas.get(),
+                    parameters[u]); // whole until it is cut
     unit->shard();
     for (size_t f = 0; f < unit->flats().size(); ++f) {
       for (size_t i = 0; i < unit->flats()[f].tensors.size(); ++i) {

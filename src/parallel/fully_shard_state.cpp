@@ -48,9 +48,10 @@ void FullyShard::reduce_norms(std::vector<double>& norms, double norm_type) cons
   }
 }
 
-size_t FullyShard::find(const std::string& name) const {
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    if (parameters_[i].name == name) {
+static size_t find_parameter(const std::vector<ShardedParameter>& parameters,
+                             const std::string& name) {
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    if (parameters[i].name == name) {
       return i;
     }
   }
@@ -93,7 +94,7 @@ at::Tensor FullyShard::gather_like(size_t parameter, const at::Tensor& shard) {
 }
 
 at::Tensor FullyShard::gather_parameter(const std::string& name) {
-  const size_t parameter = find(name);
+  const size_t parameter = find_parameter(parameters_, name);
   return gather_like(parameter, tensor_of(parameter).shard);
 }
 
@@ -106,36 +107,23 @@ void FullyShard::for_each_full_parameter(
 
 void FullyShard::load_parameter(const std::string& name, const at::Tensor& whole) {
   const at::NoGradGuard no_grad;
-  const size_t parameter = find(name);
+  const size_t parameter = find_parameter(parameters_, name);
   at::Tensor(tensor_of(parameter).shard).copy_(own_slice(parameter, whole));
 }
 
-int64_t FullyShard::unsharded_gradient_bytes() const {
-  int64_t bytes = 0;
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    const detail::ShardTensor& tensor = tensor_of(i);
-    if (tensor.trainable) {
-      bytes +=
-          tensor.dim0 * tensor.inner * static_cast<int64_t>(c10::elementSize(flat_of(i).summed));
-    }
-  }
-  return bytes;
-}
-
-int64_t FullyShard::gathered_bytes() const {
-  int64_t bytes = 0;
-  for (const auto& unit : schedule_->units()) {
-    bytes += unit->whole_bytes();
-  }
-  return bytes;
-}
-
-int64_t FullyShard::buffer_bytes() const { return buffers_->bytes(); }
 void FullyShard::release_buffers() { buffers_->release(); }
 
 ShardReport FullyShard::report() const {
   ShardReport report;
+  report.buffer_bytes = buffers_->bytes();
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const detail::ShardTensor& tensor = tensor_of(i);
+    const int64_t elements = tensor.trainable ? tensor.dim0 * tensor.inner : 0;
+    report.unsharded_gradient_bytes +=
+        elements * static_cast<int64_t>(c10::elementSize(flat_of(i).summed));
+  }
   for (const auto& unit : schedule_->units()) {
+    report.unsharded_parameter_bytes += unit->whole_bytes();
     const ShardUnitReport& part = unit->report();
     report.units.push_back(part);
     report.total.gathers += part.gathers;

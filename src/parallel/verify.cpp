@@ -12,9 +12,7 @@
 #include "hasten/parallel/ddp.h"
 #include "verify.h"
 
-namespace hasten {
-
-namespace detail {
+namespace hasten::detail {
 
 std::string describe_tensor(const at::Tensor& tensor, bool parameter) {
   std::ostringstream text;
@@ -175,24 +173,22 @@ void broadcast_tensors(Communicator& communicator, const FlatLayout::NamedParame
   }
 }
 
-} // namespace detail
-
-void Ddp::verify_and_broadcast() {
-  const bool alone = communicator_->world_size() == 1;
+void verify_and_broadcast(Communicator& communicator, const FlatLayout::NamedParameters& parameters,
+                          const FlatLayout::NamedParameters& buffers) {
+  const bool alone = communicator.world_size() == 1;
   if (!alone) {
-    detail::require_equal_lists(
-        *communicator_, detail::describe_tensors(parameters_, module_buffers_), "parallel::Ddp",
-        "model", "the same model on every rank",
-        "build it from the same options everywhere; convert the memory format "
-        "(channels_last) on every rank or on none");
+    require_equal_lists(communicator, describe_tensors(parameters, buffers), "parallel::Ddp",
+                        "model", "the same model on every rank",
+                        "build it from the same options everywhere; convert the memory format "
+                        "(channels_last) on every rank or on none");
   }
-  detail::materialize_start(parameters_, communicator_->rank() == 0);
-  detail::materialize_start(module_buffers_, communicator_->rank() == 0);
+  materialize_start(parameters, communicator.rank() == 0);
+  materialize_start(buffers, communicator.rank() == 0);
   if (alone) {
     return;
   }
-  detail::broadcast_tensors(*communicator_, parameters_, "initial parameters");
-  detail::broadcast_tensors(*communicator_, module_buffers_, "initial buffers");
+  broadcast_tensors(communicator, parameters, "initial parameters");
+  broadcast_tensors(communicator, buffers, "initial buffers");
 }
 
-} // namespace hasten
+} // namespace hasten::detail

@@ -39,4 +39,8 @@ void materialize_start(const FlatLayout::NamedParameters& tensors, bool with_val
 void broadcast_tensors(Communicator& communicator, const FlatLayout::NamedParameters& tensors,
                        const std::string& what);
 
+// A replica on every rank: the same model everywhere, with rank 0's values. Collective.
+void verify_and_broadcast(Communicator& communicator, const FlatLayout::NamedParameters& parameters,
+                          const FlatLayout::NamedParameters& buffers);
+
 } // namespace hasten::detail

@@ -24,7 +24,7 @@
 #include <utility>
 
 #include "hasten/base/error.h"
-#include "training_run.h"
+#include "train_step.h"
 
 namespace hasten::detail {
 
@@ -45,23 +45,31 @@ double norm_type_of(GradNormType type) {
                                     : std::numeric_limits<double>::infinity();
 }
 
-bool TrainingRun::train_step(const Batch& batch) {
+TrainStep::TrainStep(TrainerParts& parts, const TrainingPlan& plan, RunControl& control,
+                     Handles handles)
+    : parts_(parts),
+      plan_(plan),
+      control_(control),
+      handles_(std::move(handles)),
+      window_loss_(
+          at::zeros({}, at::TensorOptions(parts.accelerator->device()).dtype(at::kDouble))) {}
+
+bool TrainStep::run(const Batch& batch, const StepProgress& before) {
   // A remembered Ctrl-C stops this rank here and, by the failure it posts, the
   // others in their next collective.
-  heed_signals();
-  const StepProgress before = step_progress();
+  control_.heed_signals();
   if (!std::exchange(window_open_, true)) {
-    notify([&](TrainerCallback& c) { c.on_step_begin(before); }, false);
+    control_.notify([&](TrainerCallback& c) { c.on_step_begin(before); }, false);
   }
   Accelerator& accelerator = *parts_.accelerator;
-  auto window = accelerator.accumulate(*loader_, parts_.model);
+  auto window = accelerator.accumulate(handles_.loader, parts_.model);
   try {
     const LossOutput loss = parts_.loss_function(batch);
     require_loss(loss);
     window_loss_.add_(loss.loss_sum.detach());
     accelerator.backward(loss.loss_sum, loss.weight);
     if (!accelerator.sync_gradients()) {
-      notify([&](TrainerCallback& c) { c.on_substep_end(before); }, false);
+      control_.notify([&](TrainerCallback& c) { c.on_substep_end(before); }, false);
       return false;
     }
 
@@ -72,13 +80,13 @@ bool TrainingRun::train_step(const Batch& batch) {
     }
     note_gradient_norms();
     clip_gradients();
-    notify([&](TrainerCallback& c) { c.on_pre_optimizer_step(before); }, false);
-    if (optimizer_->step().was_skipped()) { // the schedule stays by itself
+    control_.notify([&](TrainerCallback& c) { c.on_pre_optimizer_step(before); }, false);
+    if (handles_.optimizer.step().was_skipped()) { // the schedule stays by itself
       note_overflow();
     }
-    notify([&](TrainerCallback& c) { c.on_optimizer_step(before); }, false);
-    scheduler_->step();
-    optimizer_->zero_grad();
+    control_.notify([&](TrainerCallback& c) { c.on_optimizer_step(before); }, false);
+    handles_.scheduler.step();
+    handles_.optimizer.zero_grad();
     if (local_sgd_) {
       local_sgd_->step();
     }
@@ -91,7 +99,15 @@ bool TrainingRun::train_step(const Batch& batch) {
   }
 }
 
-void TrainingRun::stop_at_loss() {
+void TrainStep::counted(bool stepped) {
+  window_open_ = false;
+  if (!stepped) {
+    grad_norm_ = std::numeric_limits<double>::quiet_NaN();
+    gradient_norms_ = {};
+  }
+}
+
+void TrainStep::stop_at_loss() {
   const double mine = window_loss_.item<double>();
   std::string who;
   const auto blame = [&](size_t rank, const std::string& loss) {
@@ -121,18 +137,19 @@ void TrainingRun::stop_at_loss() {
     }
   }
   throw TrainingError("trainer::train",
-                      "the loss is not finite in update " + std::to_string(state_.global_step + 1) +
-                          " of " + std::to_string(plan_.max_steps) + ", on " +
+                      "the loss is not finite in update " +
+                          std::to_string(parts_.state.global_step + 1) + " of " +
+                          std::to_string(plan_.max_steps) + ", on " +
                           (who.empty() ? "another rank, or only in the sum" : who),
                       "a finite loss",
                       "lower learning_rate, lengthen the warm-up, or look for rows the model "
                       "cannot take; the parameters are as they were before this update");
 }
 
-void TrainingRun::note_gradient_norms() {
+void TrainStep::note_gradient_norms() {
   gradient_norms_ = {};
   const LogGradientNorms what = parts_.arguments.log_gradient_norms;
-  if (what == LogGradientNorms::no || !record_due(state_.global_step + 1) ||
+  if (what == LogGradientNorms::no || !record_due(parts_.state.global_step + 1) ||
       parts_.accelerator->last_window().weight == 0) { // with Local SGD
     return;
   }
@@ -144,7 +161,7 @@ void TrainingRun::note_gradient_norms() {
   gradient_norms_ = parts_.accelerator->gradient_norms(parts_.model, options);
 }
 
-void TrainingRun::clip_gradients() {
+void TrainStep::clip_gradients() {
   const TrainingArguments& a = parts_.arguments;
   Accelerator& accelerator = *parts_.accelerator;
   try {
@@ -162,27 +179,27 @@ void TrainingRun::clip_gradients() {
   }
 }
 
-bool TrainingRun::scales_losses() const {
+bool TrainStep::scales_losses() const {
   return parts_.accelerator->mixed_precision() == Precision::fp16;
 }
 
 // A scale that is too large mends itself within a few updates. Gradients above 65504
 // without one are no matter of scale.
-void TrainingRun::note_overflow() {
+void TrainStep::note_overflow() {
   ++overflows_;
   if (parts_.accelerator->loss_scale().value() < 1.0 / 16) {
     stop_at_gradient();
   }
 }
 
-void TrainingRun::stop_at_gradient() const {
+void TrainStep::stop_at_gradient() const {
   const GradientNorms norms = parts_.accelerator->gradient_norms(
       parts_.model,
       {.norm_type = norm_type_of(parts_.arguments.grad_norm_type), .of = NormsOf::parameter});
   throw TrainingError(
       "trainer::train",
-      "the gradient is not finite in update " + std::to_string(state_.global_step + 1) + " of " +
-          std::to_string(plan_.max_steps) + ": grad_norm=" + std::to_string(norms.total) +
+      "the gradient is not finite in update " + std::to_string(parts_.state.global_step + 1) +
+          " of " + std::to_string(plan_.max_steps) + ": grad_norm=" + std::to_string(norms.total) +
           (scales_losses()
                ? " with loss_scale=" + std::to_string(parts_.accelerator->loss_scale().value())
                : "") +

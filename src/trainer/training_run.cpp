@@ -99,6 +99,8 @@ TrainingRun::TrainingRun(TrainerParts& parts, const TrainingPlan& plan, RunStart
       start_(std::move(start)),
       run_state_(std::make_shared<RunState>(this)),
       output_dir_(parts.arguments.output_dir),
+      control_(
+          parts, [this] { return is_local(); }, [this](double rate) { set_learning_rate(rate); }),
       groups_(decay_groups(*parts.model, parts.arguments.weight_decay)),
       torch_optimizer_(make_optimizer(spelling(parts.arguments.optim), groups_,
                                       optimizer_settings(parts.arguments))),
@@ -162,10 +164,9 @@ void TrainingRun::begin() {
   if (after) {
     gradient_checkpointing_enable(parts_.model, *parts_.checkpointing);
   }
-  optimizer_.emplace(std::get<1>(std::move(handles)));
-  loader_.emplace(std::get<2>(std::move(handles)));
-  scheduler_.emplace(std::get<3>(std::move(handles)));
-  window_loss_ = at::zeros({}, at::TensorOptions(accelerator.device()).dtype(at::kDouble));
+  step_.emplace(parts_, plan_, control_,
+                TrainStep::Handles{std::get<1>(std::move(handles)), std::get<2>(std::move(handles)),
+                                   std::get<3>(std::move(handles))});
   state_ = TrainerState{};
   if (!output_dir_.empty()) {
     register_states();
@@ -173,6 +174,7 @@ void TrainingRun::begin() {
   if (parts_.arguments.local_sgd_steps > 0) {
     local_sgd_.emplace(accelerator, parts_.model,
                        LocalSGDOptions{.local_sgd_steps = parts_.arguments.local_sgd_steps});
+    step_->set_local_sgd(&*local_sgd_);
   }
   run_time_.restart();
   if (!start_.folder.empty()) {
@@ -190,9 +192,9 @@ void TrainingRun::begin() {
   }
   reset_peak_memory();
   parts_.saves_when_terminated = !output_dir_.empty();
-  compare_callbacks();
+  control_.compare_callbacks();
   const RunDescription description = describe();
-  notify([&](TrainerCallback& c) { c.on_train_begin(description); });
+  control_.notify([&](TrainerCallback& c) { c.on_train_begin(description); });
 }
 
 RunDescription TrainingRun::describe() const {
@@ -207,14 +209,29 @@ RunDescription TrainingRun::describe() const {
   return d;
 }
 
+void TrainingRun::set_learning_rate(double learning_rate) {
+  if (!(learning_rate >= 0) || !std::isfinite(learning_rate)) {
+    throw InputError("trainer::train", "control().learning_rate=" + std::to_string(learning_rate),
+                     "0 or more");
+  }
+  lr_scheduler_->set_base_lrs(std::vector<double>(lr_scheduler_->base_lrs().size(), learning_rate));
+  next_learning_rate_ = lr_scheduler_->get_last_lr().at(0);
+  own_learning_rate_ = true;
+}
+
+StepProgress TrainingRun::step_progress() const {
+  return {state_.global_step, plan_.max_steps, state_.epoch,
+          state_.global_step > 0 ? seconds_left() : 0};
+}
+
 void TrainingRun::run_epoch() {
   const StepProgress before = step_progress();
-  notify([&](TrainerCallback& c) { c.on_epoch_begin(before); });
+  control_.notify([&](TrainerCallback& c) { c.on_epoch_begin(before); });
   if (last_update()) {
     return;
   }
-  loader_->set_epoch(static_cast<uint64_t>(epoch_));
-  for (const Batch& batch : *loader_) {
+  step_->loader().set_epoch(static_cast<uint64_t>(epoch_));
+  for (const Batch& batch : step_->loader()) {
     // Without a graph nobody reads the host: lengths are known to the dataset.
     if (batch.has("attention_mask")) {
       uncollected_.padded += batch["attention_mask"].numel();
@@ -222,10 +239,10 @@ void TrainingRun::run_epoch() {
         uncollected_.real += parts_.train->length(row);
       }
     }
-    if (!train_step(batch)) {
+    if (!step_->run(batch, step_progress())) {
       continue;
     }
-    count_update();
+    count_update(true);
     if (state_.global_step == epochs_last_step(epoch_)) {
       // What is due waits for the loader's end, which is collective: a rank
       // without a row in the last window takes part in it only there.
@@ -235,27 +252,48 @@ void TrainingRun::run_epoch() {
       break; // in mid-epoch, where every rank has rows
     }
     after_update(false);
-    if (stopping_) {
+    if (control_.stopping()) {
       break;
     }
-    if (terminating_) {
+    if (control_.terminating()) {
       return terminate();
     }
   }
   if (parts_.accelerator->last_window().number > windows_counted_ ||
       (is_local() && local_sgd_->steps() > state_.global_step)) {
-    grad_norm_ = std::numeric_limits<double>::quiet_NaN();
-    gradient_norms_ = {};
-    count_update();
+    count_update(false);
   }
   after_update(true);
-  if (terminating_ && !last_update()) {
+  if (control_.terminating() && !last_update()) {
     return terminate();
   }
   end_epoch();
 }
 
-void TrainingRun::count_update() {
+void TrainingRun::terminate() {
+  if (local_sgd_) {
+    local_sgd_->synchronize();
+    collect_losses();
+  }
+  save_checkpoint();
+  terminated_ = true;
+  if (local_sgd_) {
+    local_sgd_->abort(); // it was averaged above
+  }
+  if (parts_.is_main()) {
+    log_info("SIGTERM: saved behind update " + std::to_string(state_.global_step) + " of " +
+             std::to_string(plan_.max_steps) + " in " +
+             (output_dir_ / ("checkpoint-" + std::to_string(state_.global_step))).string());
+  }
+  try {
+    // No rank closes the group before all are here.
+    parts_.communicator().barrier("stopping at SIGTERM");
+  } catch (const CommunicationError&) {
+    // A peer went first. All has been saved.
+  }
+}
+
+void TrainingRun::count_update(bool stepped) {
   const WindowReport& window = parts_.accelerator->last_window();
   const bool has_rows = std::exchange(windows_counted_, window.number) < window.number;
   learning_rate_ = std::exchange(next_learning_rate_, lr_scheduler_->get_last_lr().at(0));
@@ -269,10 +307,9 @@ void TrainingRun::count_update() {
     uncollected_rows_ += window.rows;
   }
   if (!is_local() && has_rows) { // behind a window that all ranks were in
-    terminating_ = terminating_ || (window.requests & kRequestTerminate) != 0;
-    ask(window.requests & ~kRequestTerminate, true);
+    control_.hear(window.requests);
   }
-  window_open_ = false;
+  step_->counted(stepped);
   ++state_.global_step;
   if (parts_.checkpointing && !std::exchange(blocks_looked_for_, true) && parts_.is_main() &&
       !gradient_checkpointing_called(parts_.model)) {
@@ -283,7 +320,7 @@ void TrainingRun::count_update() {
   state_.epoch = static_cast<double>(state_.global_step + plan_.step_shift) /
                  static_cast<double>(plan_.updates_per_epoch);
   const StepProgress progress = step_progress();
-  notify([&](TrainerCallback& c) { c.on_step_end(progress); });
+  control_.notify([&](TrainerCallback& c) { c.on_step_end(progress); });
 }
 
 void TrainingRun::after_update(bool epoch_ended) {
@@ -300,17 +337,21 @@ void TrainingRun::after_update(bool epoch_ended) {
     }
     return state_.global_step % steps == 0 || last_update();
   };
-  agree_on_requests(epoch_ended);
-  const bool log = take(kRequestLog) || last_update();
-  if ((record_due(state_.global_step) || log) && last_logged_step_ != state_.global_step) {
+  if (is_local() && (epoch_ended || state_.global_step % a.local_sgd_steps == 0)) {
+    control_.agree();
+  }
+  const bool log = control_.take(kRequestLog) || last_update();
+  if ((step_->record_due(state_.global_step) || log) && last_logged_step_ != state_.global_step) {
     log_training();
   }
   const Stopwatch aside;
   const auto save_due = [&] {
-    return (take(kRequestSave) && !output_dir_.empty()) || due(a.save_strategy, plan_.save_steps);
+    return (control_.take(kRequestSave) && !output_dir_.empty()) ||
+           due(a.save_strategy, plan_.save_steps);
   };
-  const bool evaluate = (take(kRequestEvaluate) || due(a.eval_strategy, plan_.eval_steps)) &&
-                        parts_.eval && last_evaluated_step_ != state_.global_step;
+  const bool evaluate =
+      (control_.take(kRequestEvaluate) || due(a.eval_strategy, plan_.eval_steps)) && parts_.eval &&
+      last_evaluated_step_ != state_.global_step;
   bool save = save_due();
   if (local_sgd_ && (save || evaluate)) {
     local_sgd_->synchronize(); // one model is evaluated and saved
@@ -381,7 +422,7 @@ void TrainingRun::end_epoch() {
                            {"seconds_left", report.seconds_left}};
   record.update(nlohmann::json(report.evaluation));
   append_record("epoch", record);
-  notify([&](TrainerCallback& c) { c.on_epoch_end(report); });
+  control_.notify([&](TrainerCallback& c) { c.on_epoch_end(report); });
 }
 
 TrainOutput TrainingRun::finish() {
@@ -412,7 +453,7 @@ TrainOutput TrainingRun::finish() {
   if (!output_dir_.empty()) {
     save_final();
   }
-  notify([&](TrainerCallback& c) { c.on_train_end(record); });
+  control_.notify([&](TrainerCallback& c) { c.on_train_end(record); });
   return {state_.global_step, of_run_.mean(), std::move(record)};
 }
 

@@ -12,7 +12,7 @@
 #include "hasten/optim/plateau.h"
 #include "hasten/optim/schedule.h"
 #include "run_start.h"
-#include "trainer_parts.h"
+#include "train_step.h"
 
 namespace hasten::detail {
 
@@ -38,9 +38,6 @@ struct LossTotal {
   double mean() const { return loss_sum / weight; } // NaN over nothing
 };
 
-/// Throws InputError unless it can be trained on.
-void require_loss(const LossOutput& loss);
-
 /// Equal updates for equal arguments.per_device_train_batch_size *
 /// gradient_accumulation_steps * world_size.
 LoaderOptions train_loader_options(const TrainingArguments& arguments, int world_size,
@@ -53,15 +50,6 @@ void find_batch_size(TrainerParts& parts, int64_t first);
 
 /// Data rows that take the most memory together: the `count` longest.
 std::vector<int64_t> longest_rows(const Dataset& data, int64_t count);
-
-/// What ranks ask of each other: bits of WindowReport::requests.
-enum RunRequest : uint32_t {
-  kRequestStop = 1,
-  kRequestSave = 2,
-  kRequestEvaluate = 4,
-  kRequestLog = 8,
-  kRequestTerminate = 16
-};
 
 class TrainingRun;
 
@@ -92,24 +80,11 @@ class TrainingRun {
   bool terminated() const { return terminated_; }
 
  private:
-  // train_step.cpp
-  /// One micro-batch; true where it completed an update.
-  bool train_step(const Batch& batch);
-  /// On every rank, where some rank's loss was not finite: names them.
-  [[noreturn]] void stop_at_loss();
-  [[noreturn]] void stop_at_gradient() const;
-  /// Clips the complete window's gradients, as the arguments say.
-  void clip_gradients();
-  /// Their norms, where the update ends in a training record.
-  void note_gradient_norms();
-  bool scales_losses() const;
-  /// fp16: an update was left out.
-  void note_overflow();
-
   // training_run.cpp
   void begin();
   void run_epoch();
-  void count_update();
+  /// `stepped`: this rank had a batch for it.
+  void count_update(bool stepped);
   /// Training record, evaluation and save, as they are due.
   void after_update(bool epoch_ended);
   void end_epoch();
@@ -123,27 +98,12 @@ class TrainingRun {
     return (epoch + 1) * plan_.updates_per_epoch - plan_.step_shift;
   }
 
-  // run_control.cpp
-  /// Calls an event, then hears what callbacks ask for. `common`: every rank has
-  /// this event.
-  template <typename Call>
-  void notify(Call&& call, bool common = true) {
-    parts_.notify(call);
-    take_controls(common);
-  }
-  void compare_callbacks();
-  void take_controls(bool common);
-  void ask(uint32_t bits, bool common);
   void set_learning_rate(double learning_rate);
   StepProgress step_progress() const;
-  /// Stops at SIGINT; tells the other ranks of SIGTERM.
-  void heed_signals();
-  /// With Local SGD, at its rounds, what ranks asked for. Collective there.
-  void agree_on_requests(bool epoch_ended);
-  /// Saves behind the update; all ranks then end. Collective.
+  /// Saves after the optimizer step; all ranks then end. Collective.
   void terminate();
 
-  // training_records.cpp
+  // run_records.cpp
   void log_training();
   void evaluate_and_log();
   /// The plateau's metric, from an evaluation's record.
@@ -159,8 +119,6 @@ class TrainingRun {
   /// Local SGD's rounds, for a training record.
   void describe_rounds(nlohmann::json& record);
   void load_best();
-
-  // run_state.cpp
   void register_states();
   void load_checkpoint();
   void open_output_dir();
@@ -170,16 +128,7 @@ class TrainingRun {
   void save_final();
 
   bool is_local() const { return local_sgd_ && local_sgd_->active(); }
-  bool last_update() const { return stopping_ || state_.global_step >= plan_.max_steps; }
-  bool record_due(int64_t global_step) const {
-    return global_step % plan_.logging_steps == 0 || global_step >= plan_.max_steps;
-  }
-  /// Takes the bit out of what is to be done behind this update.
-  bool take(uint32_t bit) {
-    const bool asked = (asked_ & bit) != 0;
-    asked_ &= ~bit;
-    return asked;
-  }
+  bool last_update() const { return control_.stopping() || state_.global_step >= plan_.max_steps; }
 
   TrainerParts& parts_;
   TrainerState& state_;
@@ -196,20 +145,15 @@ class TrainingRun {
   std::shared_ptr<LRScheduler> lr_scheduler_;
   std::shared_ptr<ReduceLrOnPlateau> plateau_{}; // or null; the above is constant
   std::shared_ptr<DataLoader> data_loader_;
-  std::optional<PreparedOptimizer<torch::optim::Optimizer>> optimizer_{};
-  std::optional<PreparedLoader<DataLoader>> loader_{};
-  std::optional<PreparedScheduler<LRScheduler>> scheduler_{};
+  RunControl control_;
+  std::optional<TrainStep> step_{}; // once prepared
   std::optional<LocalSGD> local_sgd_{}; // empty, or not active: plain training
 
   int64_t epoch_ = 0; // under way, from 0
   bool epoch_ended_ = false; // but not reported yet
 
   // The update under way, or the one just done.
-  at::Tensor window_loss_{}; // this rank's, on the device; read only on failure
   uint64_t windows_counted_ = 0;
-  int64_t overflows_ = 0; // updates left out since the start of this process
-  double grad_norm_ = 0; // before clipping; NaN where this rank only joined
-  GradientNorms gradient_norms_{}; // of an update with a record, if asked for
   LossTotal uncollected_losses_{}; // Local SGD: this rank's alone
   int64_t uncollected_rows_ = 0;
   double mean_grad_norm_ = 0; // Local SGD: over the ranks
@@ -240,15 +184,7 @@ class TrainingRun {
   int64_t last_evaluated_step_ = -1;
   int64_t last_logged_step_ = -1;
 
-  // What callbacks and signals ask for.
-  std::vector<bool> common_{}; // [callback]: every rank has it
-  uint32_t asked_ = 0; // RunRequest bits to do behind this update, on all ranks
-  uint32_t unheard_ = 0; // Local SGD: of this rank, until the next round
-  bool asked_to_terminate_ = false; // this rank has told the others
-  bool stopping_ = false; // a callback ended training
-  bool terminating_ = false; // all ranks know of a SIGTERM
   bool terminated_ = false;
-  bool window_open_ = false; // between on_step_begin and on_step_end
   bool own_learning_rate_ = false; // a callback's, not the arguments'
   std::ofstream metrics_file_{}; // rank 0's
 };

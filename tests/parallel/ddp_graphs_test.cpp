@@ -64,7 +64,7 @@ TEST(DdpUnused, AllowedTheyAreAsInOneProcess) {
       expect_equal_gradients(*net, plain_gradient(*plain, world, loss_of(plain, turn)));
       EXPECT_FALSE(net->parts[2]->weight.grad().defined());
       if (world > 1 && turn > 0) {
-        EXPECT_EQ(ddp.overlapped_buckets(), 6) << "no bucket waits for what will not come";
+        EXPECT_EQ(ddp.reduction().overlapped, 6) << "no bucket waits for what will not come";
       }
       optimizer.step();
       reference.step();
@@ -132,7 +132,7 @@ TEST(DdpFrozen, FreezingBetweenStepsWorksAndUnfreezingIsRefused) {
       return plain->loss(rows_of(r, 6, turn), {0, 1, 2});
     }));
     if (world > 1) {
-      EXPECT_EQ(ddp.overlapped_buckets(), 5);
+      EXPECT_EQ(ddp.reduction().overlapped, 5);
     }
   }
   net->parts[2]->bias.set_requires_grad(true);

@@ -51,7 +51,7 @@ TEST(Ddp, NRanksEqualOneRankOnTheJoinedBatch) {
           << "a view of the buffer; a rank alone copies nothing";
     }
     if (world > 1) {
-      EXPECT_GE(ddp.overlapped_buckets(), 5) << "reduced while backward runs";
+      EXPECT_GE(ddp.reduction().overlapped, 5) << "reduced while backward runs";
       EXPECT_EQ(ddp.order_is_learned(), true);
     }
   }

@@ -67,7 +67,7 @@ TEST(FullyShardOrder, AUnitMayBeCalledTwiceAndInAnyOrder) {
     descend(net);
     descend(plain);
   }
-  EXPECT_EQ(sharded.gathered_bytes(), 0);
+  EXPECT_EQ(sharded.report().unsharded_parameter_bytes, 0);
 }
 
 // The second batch leaves the last block out, the third the first.
@@ -133,7 +133,7 @@ TEST(FullyShardOrder, BlocksMayBeInsideBlocks) {
       const auto scope = sharded.forward_scope();
       loss = net->forward(rows_of(rank, turn, kWide)).square().sum();
     }
-    EXPECT_EQ(sharded.gathered_bytes(), 0);
+    EXPECT_EQ(sharded.report().unsharded_parameter_bytes, 0);
     sharded.start_backward(true);
     loss.backward();
     sharded.finish_backward();
@@ -165,7 +165,7 @@ TEST(FullyShardOrder, SeveralForwardsMayComeBeforeTheirBackward) {
         const auto bytes = [](const ShardUnitReport& unit) {
           return unit.gathered_bytes / std::max<int64_t>(1, unit.gathers);
         };
-        EXPECT_LE(sharded.gathered_bytes(), bytes(units[3]) + 2 * bytes(units[0]))
+        EXPECT_LE(sharded.report().unsharded_parameter_bytes, bytes(units[3]) + 2 * bytes(units[0]))
             << "the root and two blocks";
       };
       for (int m = 0; m < 2; ++m) {
@@ -310,7 +310,7 @@ TEST(FullyShardOrder, EvaluationGathersAndLetsGo) {
   const Tensor wanted = plain->forward(rows_of(rank, 0));
   sharded.reset_report();
   EXPECT_LE((evaluate() - wanted).abs().max().item<double>(), 1e-12);
-  EXPECT_EQ(sharded.gathered_bytes(), 0);
+  EXPECT_EQ(sharded.report().unsharded_parameter_bytes, 0);
   EXPECT_EQ(gathers_of(sharded), alone ? Counts(4, 0) : Counts(4, 1));
   // Inside a window, between its batches; and with gradients nobody derives.
   shard_step(sharded, net, rank, 1);
@@ -319,7 +319,7 @@ TEST(FullyShardOrder, EvaluationGathersAndLetsGo) {
     const auto scope = sharded.forward_scope();
     EXPECT_LE((net->forward(rows_of(rank, 0)) - wanted).abs().max().item<double>(), 1e-12);
   }
-  EXPECT_EQ(sharded.gathered_bytes(), 0) << "an optimizer may step";
+  EXPECT_EQ(sharded.report().unsharded_parameter_bytes, 0) << "an optimizer may step";
   plain_step(plain, communicator->world_size(), 1);
   expect_equal_gradients(sharded, *plain, 1e-12);
 }
@@ -351,7 +351,7 @@ TEST(FullyShardOrder, WholeParametersTakeAFewUnitsWhateverTheDepth) {
         const auto scope = sharded.forward_scope();
         loss = net->forward(x).square().sum();
       }
-      EXPECT_EQ(sharded.gathered_bytes(), 0);
+      EXPECT_EQ(sharded.report().unsharded_parameter_bytes, 0);
       sharded.start_backward(true);
       loss.backward();
       sharded.finish_backward();
@@ -359,13 +359,13 @@ TEST(FullyShardOrder, WholeParametersTakeAFewUnitsWhateverTheDepth) {
       most = memory_stats().peak_bytes - before;
       net->zero_grad();
     }
-    const int64_t buffers = sharded.buffer_bytes();
+    const int64_t buffers = sharded.report().buffer_bytes;
     EXPECT_LE(buffers, 9 * unit);
-    for (int i = 0; i < 500 && sharded.buffer_bytes() > 0; ++i) {
+    for (int i = 0; i < 500 && sharded.report().buffer_bytes > 0; ++i) {
       sharded.release_buffers(); // Gloo's threads let go a little later
       std::this_thread::sleep_for(std::chrono::milliseconds(10));
     }
-    EXPECT_EQ(sharded.buffer_bytes(), 0);
+    EXPECT_EQ(sharded.report().buffer_bytes, 0);
     // Shards and their gradients, padded, are all that rests; at most beyond it,
     // in the second step.
     return std::make_pair(memory_stats().live_bytes, most + buffers);

@@ -89,14 +89,14 @@ TEST(FullyShard, ParametersAreShardsAtRestAndWholeInTheirBlock) {
   }
   int64_t root = 0;
   if (world > 1) {
-    root = sharded.gathered_bytes();
+    root = sharded.report().unsharded_parameter_bytes;
     EXPECT_GE(root, 8 * kWide * kIn) << "until backward has ended";
     EXPECT_LT(root, 8 * (10 * kWide + 10)) << "no block";
   }
   sharded.start_backward(true);
   loss.backward();
   sharded.finish_backward();
-  EXPECT_EQ(sharded.gathered_bytes(), 0);
+  EXPECT_EQ(sharded.report().unsharded_parameter_bytes, 0);
   sharded.finish(1);
   for (const ShardedParameter& entry : sharded.parameters()) {
     if (entry.parameter.requires_grad()) {
@@ -266,7 +266,7 @@ TEST(FullyShard, WholeParametersComeAndGoOneByOne) {
   }
   EXPECT_TRUE(says(what_of([&] { sharded.load_parameter("weight", torch::ones({2})); }), "[6, 5]"));
   EXPECT_TRUE(says(what_of([&] { (void)sharded.gather_parameter("no"); }), "\"no\""));
-  EXPECT_EQ(sharded.unsharded_gradient_bytes(), 8 * (30 + 2 * (60 + 10 + 60 + 6 + 1 + 12)));
+  EXPECT_EQ(sharded.report().unsharded_gradient_bytes, 8 * (30 + 2 * (60 + 10 + 60 + 6 + 1 + 12)));
 }
 
 TEST(FullyShard, NormsAndOverflowsAreThoseOfTheWholeGradient) {

@@ -103,8 +103,6 @@ class Ddp : public DataParallel {
   const FlatLayout::NamedParameters& parameters() const override { return parameters_; }
   /// Elements of each bucket, in the order of reduction. [bucket]
   std::vector<int64_t> bucket_sizes() const;
-  /// Buckets whose reduction began before the last backward had ended.
-  int64_t overlapped_buckets() const { return report_.overlapped; }
   const ReductionReport& reduction() const override { return report_; }
   /// True if the order of buckets has been learned from a backward.
   bool order_is_learned() const { return !learned_.empty(); }
@@ -125,14 +123,10 @@ class Ddp : public DataParallel {
     Clock::time_point ended{};
   };
 
-  void verify_and_broadcast();
   void make_buckets();
   void check_parameters() const;
-  std::string replaced_parameter() const;
-  void begin_alone(bool in_place);
   void set_aside();
   void use_learned_order();
-  std::vector<int64_t> saved_order(const nlohmann::json& names) const;
 
   // ddp_backward.cpp
   void gradient_ready(int64_t slot);

@@ -79,7 +79,7 @@ enum class GradientSync {
   /// In each backward. Memory stays constant; k batches send gradients k times.
   each,
   /// In the last backward. Until then every rank keeps unsharded gradients in fp32:
-  /// FullyShard::unsharded_gradient_bytes().
+  /// ShardReport::unsharded_gradient_bytes.
   last,
 };
 
@@ -146,6 +146,12 @@ struct ShardUnitReport {
   double exposed_seconds = 0;
 };
 struct ShardReport {
+  /// Bytes of unsharded parameters, now: 0 between finish() and the next forward. Of
+  /// buffers, in use or not: a few units' worth, which stays between steps because
+  /// allocating memory is slow. Of the gradients that GradientSync::last keeps.
+  int64_t unsharded_parameter_bytes = 0;
+  int64_t buffer_bytes = 0;
+  int64_t unsharded_gradient_bytes = 0;
   /// The blocks in the order given; the root is last.
   std::vector<ShardUnitReport> units{};
   ShardUnitReport total{};
@@ -253,13 +259,6 @@ class FullyShard : public Stateful {
   /// Copies this rank's part of `whole` into the shard. Throws InputError for another shape. Local.
   void load_parameter(const std::string& name, const at::Tensor& whole);
 
-  /// Bytes of unsharded gradients that GradientSync::last keeps per rank.
-  int64_t unsharded_gradient_bytes() const;
-  /// Bytes of unsharded parameters at this moment; 0 between finish() and the next forward.
-  int64_t gathered_bytes() const;
-  /// Bytes of recycled buffers, in use or not: the size of a few units. They are kept between
-  /// steps, because fresh memory is slow.
-  int64_t buffer_bytes() const;
   /// Frees the buffers that are not in use. Local.
   void release_buffers();
 
@@ -269,7 +268,6 @@ class FullyShard : public Stateful {
   ShardReport report() const;
   void reset_report();
 
-  const std::shared_ptr<Communicator>& shard_communicator() const { return communicator_; }
   const std::shared_ptr<torch::nn::Module>& module() const { return module_; }
   const FullyShardOptions& options() const { return options_; }
 
@@ -280,11 +278,8 @@ class FullyShard : public Stateful {
   void load_state(const NamedTensors& tensors, const nlohmann::json& values) override;
 
  private:
-  void check_options() const;
   void make_units(const std::vector<std::shared_ptr<torch::nn::Module>>& blocks);
   void assign_parameters(const std::unordered_map<const torch::nn::Module*, size_t>& blocks);
-  void verify() const;
-  void broadcast_start(const FlatLayout::NamedParameters& tensors);
   void shard_units();
   void attach(const std::vector<std::shared_ptr<torch::nn::Module>>& blocks);
   void check_parameters() const;
@@ -292,7 +287,6 @@ class FullyShard : public Stateful {
   void gradient_ready(size_t parameter);
   detail::ShardFlat& flat_of(size_t parameter) const;
   detail::ShardTensor& tensor_of(size_t parameter) const;
-  size_t find(const std::string& name) const;
   void set_aside();
   Communicator* replicas() const { return local_ ? nullptr : options_.replicas.get(); }
   void start_agreement();

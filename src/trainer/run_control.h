@@ -1,0 +1,73 @@
+// What callbacks and signals ask of a run, and how ranks come to do it together.
+//
+// What every rank asks alike (a callback that decides from the values it is given) is
+// done immediately. What one rank alone may ask (a signal, a clock, a callback that the
+// others do not have) goes with its next window to all ranks. All do it after that
+// optimizer step. With Local SGD, whose windows send nothing, it goes with the next
+// synchronisation.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "trainer_parts.h"
+
+namespace hasten::detail {
+
+/// Bits of WindowReport::requests.
+enum RunRequest : uint32_t {
+  kRequestStop = 1,
+  kRequestSave = 2,
+  kRequestEvaluate = 4,
+  kRequestLog = 8,
+  kRequestTerminate = 16
+};
+
+class RunControl {
+ public:
+  /// `local`: windows send nothing now. `set_learning_rate`: what a callback asked for.
+  RunControl(TrainerParts& parts, std::function<bool()> local,
+             std::function<void(double)> set_learning_rate)
+      : parts_(parts), local_(std::move(local)), set_learning_rate_(std::move(set_learning_rate)) {}
+
+  /// Which callbacks every rank has. Collective.
+  void compare_callbacks();
+  /// Calls an event, then takes what callbacks ask for. `common`: every rank has this
+  /// event.
+  template <typename Call>
+  void notify(Call&& call, bool common = true) {
+    parts_.notify(call);
+    take_controls(common);
+  }
+  void take_controls(bool common);
+  /// Throws at SIGINT; asks the other ranks to terminate at SIGTERM.
+  void heed_signals();
+  /// What the ranks asked for with a window that all of them were in.
+  void hear(uint32_t bits);
+  /// With Local SGD, what ranks asked for since the last synchronisation. Collective.
+  void agree();
+  /// Whether this is to be done after this optimizer step; it is not any more then.
+  bool take(uint32_t bit);
+
+  /// A callback ended training.
+  bool stopping() const { return stopping_; }
+  void set_stopping(bool stopping) { stopping_ = stopping; }
+  /// All ranks know of a SIGTERM.
+  bool terminating() const { return terminating_; }
+
+ private:
+  void ask(uint32_t bits, bool common);
+
+  TrainerParts& parts_;
+  std::function<bool()> local_;
+  std::function<void(double)> set_learning_rate_;
+  std::vector<bool> common_{}; // [callback]: every rank has it
+  uint32_t asked_ = 0; // bits to do after this optimizer step, on all ranks
+  uint32_t unheard_ = 0; // Local SGD: of this rank, until the next synchronisation
+  bool asked_to_terminate_ = false; // this rank has asked the others
+  bool stopping_ = false;
+  bool terminating_ = false;
+};
+
+} // namespace hasten::detail
