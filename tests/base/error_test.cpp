@@ -25,7 +25,7 @@ TEST(Error, NearestNameIsOfferedOnlyWhenItIsNear) {
   EXPECT_EQ(nearest_name("zzzzz", std::begin(names), std::end(names)), "");
 }
 
-// Values of a megabyte before the place, with and without spaces in them.
+// Values of a megabyte, with and without spaces, before the name of the place.
 TEST(Error, MessagesAreBoundedAndKeepTheirPlace) {
   const std::string word(1'000'000, 'x');
   std::string words;
@@ -55,7 +55,7 @@ TEST(Error, MessagesAreBoundedAndKeepTheirPlace) {
     kept.erase(at, character.size());
   }
   EXPECT_EQ(kept.find('\xE2'), kept.find("\xE2\x80\xA6")) << kept; // "…" alone
-  EXPECT_EQ(nearest_name(word, &word, &word + 1), ""); // in no time
+  EXPECT_EQ(nearest_name(word, &word, &word + 1), ""); // returns immediately
 }
 
 } // namespace hasten

@@ -51,7 +51,7 @@ TEST(Files, MissingFileIsNamedWithTheReason) {
   EXPECT_THROW(write_file_atomically("/nowhere/at/all", "x"), InputError);
 }
 
-// A process of this number left them, or is writing in another container.
+// A process with this pid left them, or is writing in another container.
 TEST(Files, TemporaryFilesOfOthersAreNotInTheWay) {
   const TemporaryFolder folder;
   constexpr int kOthers = 1000;
@@ -67,7 +67,7 @@ TEST(Files, TemporaryFilesOfOthersAreNotInTheWay) {
 TEST(Files, FullDiskLeavesTheOldFileAndNoTemporaryOne) {
   const TemporaryFolder folder;
   write_file_atomically(folder / "a", "old");
-  // A limit on file sizes fails in the middle of the write, as a full disk does.
+  // A limit on file sizes makes the write fail in the middle, like a full disk.
   rlimit before{};
   ASSERT_EQ(::getrlimit(RLIMIT_FSIZE, &before), 0);
   const rlimit small{.rlim_cur = 4096, .rlim_max = before.rlim_max};

@@ -1,4 +1,4 @@
-// Environments as the launchers make them, and what is read from them.
+// The environments that launchers set, and the worlds that are read from them.
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
@@ -14,7 +14,7 @@ namespace hasten {
 using testing_support::EnvironmentValues;
 using testing_support::ScopedEnvironment;
 
-// "NAME=value NAME=value …" is set, nothing else of a launcher is.
+// Sets "NAME=value NAME=value …" and no other variable of a launcher.
 static EnvironmentValues launcher_variables(const std::string& text) {
   EnvironmentValues values = testing_support::without_launchers();
   std::istringstream words(text);
@@ -25,7 +25,7 @@ static EnvironmentValues launcher_variables(const std::string& text) {
   return values;
 }
 
-// What sbatch and salloc set for two hosts and eight tasks; then what srun adds.
+// The variables that sbatch and salloc set for two hosts and eight tasks; then those of srun.
 static const std::string kSlurmJob =
     "SLURM_JOB_ID=1234567 SLURM_JOBID=1234567 SLURM_JOB_NAME=train "
     "SLURM_JOB_NODELIST=gpu[08-09] SLURM_NODELIST=gpu[08-09] SLURM_NNODES=2 "
@@ -60,8 +60,8 @@ static const std::string kTorchrun =
 struct LauncherCase {
   const char* name;
   std::string variables;
-  /// "whose rank/world_size local_rank/local_world_size master"; the port of a "*"
-  /// follows from the job.
+  /// "launcher rank/world_size local_rank/local_world_size master". A port "*" is derived from
+  /// the job.
   const char* world;
   const char* passed_over;
 };

@@ -87,7 +87,7 @@ TEST(ProgressBar, OnATerminalALogLineRemovesTheBarFirst) {
   EXPECT_EQ(drawn.find('\n'), std::string::npos);
   log_info("hello");
   EXPECT_EQ(captured.take(), "\r\x1b[Khello\r\n");
-  log_info("again"); // no bar is left to remove
+  log_info("again"); // there is no bar to remove
   EXPECT_EQ(captured.take(), "again\r\n");
   bar.finish();
   const std::string last = captured.take();

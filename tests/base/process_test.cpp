@@ -23,7 +23,7 @@ static ProcessEnd wait_for_child(pid_t pid) {
   return process_end(status);
 }
 
-// What `sh -c script` writes to stdout.
+// The output of `sh -c script`.
 static std::string shell_output(const std::string& script, SpawnOptions options = {}) {
   int ends[2];
   EXPECT_EQ(::pipe2(ends, O_CLOEXEC), 0);
@@ -64,7 +64,7 @@ TEST(Process, ChildGetsArgumentsEnvironmentAndItsOwnGroup) {
 }
 
 TEST(Process, ChildKeepsOnlyTheDescriptorsItIsGiven) {
-  // On purpose without close-on-exec: the library closes what it must.
+  // Without close-on-exec on purpose: the library must close it.
   const int kept = ::open("/dev/null", O_RDONLY);
   const int lost = ::open("/dev/null", O_RDONLY);
   SpawnOptions options;
@@ -84,7 +84,7 @@ TEST(Process, StandardDescriptorsMayBeExchanged) {
   ASSERT_EQ(::pipe2(ends, O_CLOEXEC), 0);
   SpawnOptions options;
   options.stderr_fd = ends[1];
-  options.stdout_fd = 2; // stdout to where our stderr goes now
+  options.stdout_fd = 2; // stdout goes where stderr of this process goes now
   const pid_t pid = spawn_process({"sh", "-c", "printf e >&2"}, options);
   ::close(ends[1]);
   char byte = 0;
@@ -131,7 +131,7 @@ TEST(Process, EndsAreDescribedInWords) {
 }
 
 TEST(Process, ChildDiesWithItsParent) {
-  // Orphans come to us, so that their end can be seen.
+  // This process becomes the parent of orphans, so that it sees their end.
   ASSERT_EQ(::prctl(PR_SET_CHILD_SUBREAPER, 1), 0);
   int ends[2];
   ASSERT_EQ(::pipe2(ends, O_CLOEXEC), 0);
@@ -177,7 +177,7 @@ TEST(ProcessDeathTest, FirstInterruptIsRememberedTheSecondEndsTheProcess) {
             ::_exit(3);
           }
         }
-        ::raise(SIGTERM); // another kind: remembered too
+        ::raise(SIGTERM); // another signal is remembered, too
         if (interrupt_signal() != SIGTERM) {
           ::_exit(4);
         }

@@ -1,4 +1,4 @@
-// What tests ask a StoreServer, byte by byte.
+// Requests of tests to a StoreServer, as bytes.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -56,14 +56,14 @@ inline std::string ask(StoreChannel& channel, StoreOp op, std::initializer_list<
   return refused ? "refused: " + std::string(reader.text()) : std::string(reader.text());
 }
 
-/// What the server may be asked, in both ways to it.
+/// Expects that the server answers requests.
 inline void expect_serves(const StoreAddress& address) {
   const auto channel = connect_store(address, soon(), kNever);
   EXPECT_EQ(ask(*channel, StoreOp::set, {"alive", "yes"}), "");
   EXPECT_EQ(ask(*channel, StoreOp::get, {"alive"}), "yes");
 }
 
-/// Whatever `bytes` are, the server ends the connection and goes on with others.
+/// Expects that the server ends the connection `fd` and still serves others.
 inline void expect_ended_by(const StoreAddress& address, int fd) {
   pollfd ready{fd, POLLIN, 0};
   ASSERT_EQ(::poll(&ready, 1, 60'000), 1);

@@ -1,4 +1,4 @@
-// Who is let into a store: the secret between hosts, the user on one.
+// Access to a store: by secret between hosts, by user on one host.
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <netinet/in.h>
@@ -41,24 +41,24 @@ TEST(StoreSecret, WhoHasAnotherOrNoneIsNotLetIn) {
           << error.what();
     }
   }
-  // One that does not care what the server can prove.
+  // A client that does not check the server's proof.
   StoreChannel liar(try_connect(server.address()));
   liar.send("hasten-store-1" + std::string(32, 'n'));
   std::string_view frame;
   ASSERT_EQ(liar.wait(frame, soon()), StoreChannel::Next::frame);
   liar.send(std::string(32, 'h'));
   EXPECT_EQ(liar.wait(frame, soon()), StoreChannel::Next::broken);
-  // One that proves nothing and asks.
+  // A client that sends a request without a proof.
   StoreChannel rude(try_connect(server.address()));
   rude.send(request(1, StoreOp::set, {"failure", "x"}));
   EXPECT_EQ(rude.wait(frame, soon()), StoreChannel::Next::broken);
   expect_serves(server.address());
 }
 
-/// Everything that a client has sent, as a tap on the wire sees it.
+/// All bytes that a client has sent over the network.
 static std::string recorded_session(const StoreAddress& address, std::string& answers) {
   StoreServer server(address);
-  // In the middle: a listener of our own that passes both ways on.
+  // A listener in the middle that forwards both directions.
   StoreAddress middle = tcp_address(1);
   const auto [listen_fd, port] = [] {
     const int fd = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
@@ -115,7 +115,7 @@ TEST(StoreSecret, ARecordedSessionIsWorthNothing) {
   EXPECT_EQ(ask(*channel, StoreOp::wait, {"k"}, 0), "none");
 }
 
-/// Both ends of one proved connection, whose bytes the test holds in between.
+/// Both ends of a proved connection. The test forwards the bytes between them.
 struct SealedPair {
   SealedPair() {
     int ends[2];
@@ -132,7 +132,7 @@ struct SealedPair {
     }
     prover.join();
   }
-  /// Takes what the client sent off the wire.
+  /// Takes the bytes that the client has sent.
   std::string take() const {
     std::string bytes(4096, '\0');
     const ssize_t got = ::recv(server_fd, bytes.data(), bytes.size(), 0);
@@ -168,7 +168,7 @@ TEST(StoreSecret, FramesCannotBeRepeatedReorderedReflectedOrChanged) {
       std::string changed = one;
       changed[8] ^= 1;
       pair.put(changed);
-    } else { // the client's own frame comes back to it
+    } else { // the client receives its own frame
       ::send(pair.server_fd, one.data(), one.size(), 0);
       EXPECT_EQ(pair.client->wait(frame, soon()), StoreChannel::Next::broken);
       continue;
@@ -186,7 +186,7 @@ TEST(StoreSecret, ConnectionsThatProveNothingAreFewAndShort) {
     fds.push_back(try_connect(server.address()));
     ASSERT_GE(fds.back(), 0);
   }
-  expect_serves(server.address()); // among them
+  expect_serves(server.address()); // while they are connected
   for (const int fd : fds) {
     expect_ended_by(server.address(), fd);
   }

@@ -35,7 +35,7 @@ TEST(StoreServer, WaitersAreAnsweredWhenTheLastOfTheirKeysComes) {
   EXPECT_EQ(ask(*writer, StoreOp::set, {"b", "2"}), "");
   std::string_view frame;
   EXPECT_EQ(waiter->wait(frame, StoreClock::now()), StoreChannel::Next::none);
-  // Gone again before the other comes.
+  // It is removed before the other key exists.
   ask(*writer, StoreOp::remove, {"b"});
   ask(*writer, StoreOp::append, {"a", "1"});
   EXPECT_EQ(waiter->wait(frame, StoreClock::now()), StoreChannel::Next::none);
@@ -90,7 +90,7 @@ TEST(StoreServer, FramesHaveALimitAndWhatIsNoRequestEndsTheConnection) {
       ASSERT_EQ(::send(fd, &size, sizeof size, 0), ssize_t{sizeof size});
       expect_ended_by(server->address(), fd);
     }
-    // At the limit the server waits for the rest; a cut frame does nothing.
+    // At the limit the server waits for the rest. A truncated frame has no effect.
     const int fd = try_connect(server->address());
     ASSERT_EQ(::send(fd, &limit, sizeof limit, 0), ssize_t{sizeof limit});
     ASSERT_EQ(::send(fd, "half", 4, 0), 4);
@@ -115,7 +115,7 @@ TEST(StoreServer, LargeValuesGoThroughAndSlowReadersHoldUpNobody) {
   const auto channel = connect_store(server.address(), soon(), kNever);
   const std::string large(16 << 20, 'v');
   EXPECT_EQ(ask(*channel, StoreOp::set, {"large", large.c_str()}), "");
-  // Asks again and again and reads nothing.
+  // Sends requests repeatedly and reads no answer.
   const auto slow = connect_store(server.address(), soon(), kNever);
   for (int i = 0; i < 4; ++i) {
     slow->send(request(i, StoreOp::get, {"large"}));

@@ -17,7 +17,7 @@ namespace hasten {
 
 using testing_support::EnvironmentValues;
 
-// Exactly these variables are set; all others that say who we are are not.
+// Sets exactly these variables, and no other that describes a world.
 static EnvironmentValues world_variables(const EnvironmentValues& set) {
   EnvironmentValues all = testing_support::without_launchers();
   all.emplace_back("OMP_NUM_THREADS", std::nullopt);
@@ -126,14 +126,14 @@ TEST(World, AFileStandsForAddressAndPort) {
     EXPECT_EQ(world.store_file, "/shared/run 7");
     EXPECT_NE(describe(world).find("store file /shared/run 7"), std::string::npos);
   }
-  // A launcher that names a port has a store there.
+  // A launcher that sets a port has a store there.
   const testing_support::ScopedEnvironment environment(variables("29500"));
   EXPECT_EQ(world_from_environment().store_file, "");
   EXPECT_EQ(world_from_environment().master_port, 29500);
 }
 
 TEST(Cores, AllowedCoresFollowTheAffinityMask) {
-  std::thread([] { // the mask is a thread's own
+  std::thread([] { // each thread has its own mask
     cpu_set_t one;
     CPU_ZERO(&one);
     CPU_SET(::sched_getcpu(), &one);
@@ -204,7 +204,7 @@ TEST(Cores, CpusThatSlurmGaveATaskAreItsOwn) {
 }
 
 TEST(Cores, MoreThreadsThanAllowedCoresAreWarnedOf) {
-  std::thread([] { // the mask is a thread's own
+  std::thread([] { // each thread has its own mask
     cpu_set_t one;
     CPU_ZERO(&one);
     CPU_SET(::sched_getcpu(), &one);

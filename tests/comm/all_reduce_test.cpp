@@ -13,7 +13,7 @@ namespace hasten {
 
 using testing_support::fresh_communicator;
 
-// Ranks hold 1, 2, … W times the same values: sums and maxima are exact.
+// Ranks have 1, 2, … W times the same values, so sums and maxima are exact.
 static torch::Tensor ramp_of_rank(int rank, torch::ScalarType type) {
   return (torch::arange(1, 8, torch::kDouble) * (rank + 1)).to(type);
 }
@@ -43,7 +43,7 @@ TEST(AllReduce, MaxAndMinTakeTheExtremesOfAllRanks) {
   }
 }
 
-// One division of the sum, rounded once.
+// The sum is divided once and rounded once.
 TEST(AllReduce, MeanIsTheSumDividedByTheWorldSizeToTheLastBit) {
   const auto comm = fresh_communicator();
   for (const auto type : {torch::kFloat, torch::kDouble}) {
@@ -55,7 +55,7 @@ TEST(AllReduce, MeanIsTheSumDividedByTheWorldSizeToTheLastBit) {
   }
 }
 
-// 256 + 1 is 256 again in bfloat16, whose numbers lie two apart there.
+// 256 + 1 is 256 in bfloat16, whose values there differ by 2.
 TEST(AllReduce, SixteenBitSumsAreRoundedOnceAtTheEnd) {
   const auto comm = fresh_communicator();
   torch::Tensor tensor = torch::full({3}, comm->rank() == 0 ? 256 : 1, torch::kBFloat16);

@@ -1,5 +1,5 @@
-// Worlds of many ranks, simulated: a clock and a store of beats, no thread and no
-// process. Every rank beats; some watch.
+// Simulated worlds of many ranks: a clock and a store of heartbeats, no thread and no process.
+// Every rank writes heartbeats, and some ranks read them.
 #include "beat_watch.h"
 
 #include <gtest/gtest.h>
@@ -19,13 +19,13 @@ struct SimulatedWorld {
   int dead = -1; // from dead_at on
   milliseconds dead_at{0};
   // Findings.
-  std::map<int, milliseconds> named{}; // [rank] when somebody first named it
-  size_t most_read = 0; // beats in one exchange
+  std::map<int, milliseconds> named{}; // [rank] when a rank first named it
+  size_t most_read = 0; // heartbeats in one exchange
   double read_per_second = 0; // by all ranks
 };
 
-// 16 ranks watch: neighbours of `dead` and some spread over the world. Each exchange
-// comes up to half an interval late, as with a busy store.
+// 16 ranks read heartbeats: neighbours of `dead` and some spread over the world. Each exchange is
+// up to half an interval late, as with a busy store.
 static void simulate(SimulatedWorld& world, milliseconds length) {
   const CommClock::time_point start{};
   std::vector<uint64_t> beats(static_cast<size_t>(world.size), 0);
@@ -39,7 +39,7 @@ static void simulate(SimulatedWorld& world, milliseconds length) {
   const milliseconds interval = watches.begin()->second.interval();
   std::mt19937 random(7);
   std::uniform_int_distribution<int64_t> late(0, interval.count() / 2);
-  using Exchange = std::pair<milliseconds, int>; // when, who
+  using Exchange = std::pair<milliseconds, int>; // time, rank
   std::priority_queue<Exchange, std::vector<Exchange>, std::greater<>> next;
   for (int rank = 0; rank < world.size; ++rank) {
     next.emplace(milliseconds(late(random)), rank);

@@ -79,8 +79,8 @@ HASTEN_RANK_FUNCTION(CommCreatesTwoGroups) {
   comm->duplicate({.name = "second"})->barrier("meet");
 }
 
-/// `text` occurs in the error of every rank but `faulty`, each of which ended
-/// by itself within `limit` seconds of the fault.
+/// Expects `text` in the error of every rank but `faulty`, and that each of them ended by itself
+/// within `limit` seconds of the fault.
 static void expect_named(const std::vector<RankReport>& ranks, size_t faulty,
                          const std::string& text, double limit) {
   for (size_t i = 0; i < ranks.size(); ++i) {
@@ -169,14 +169,14 @@ TEST(CommFault, AFailingRanksReasonReachesItsPeers) {
 }
 
 HASTEN_RANK_FUNCTION(CommThrowsWithAHandleInFlight) {
-  // Else the faulty rank would wait for the others before it has a handle.
+  // Otherwise the faulty rank would wait for the others before it has a handle.
   const auto comm = comm_of(rank, milliseconds(60'000), ShapeCheck::never);
   torch::Tensor tensor = torch::ones({1'000'000});
   if (rank.is_faulty()) {
     Work handle = comm->all_reduce_async(tensor, ReduceOp::SUM, "bucket 3");
     rank.fault_here();
   }
-  // The others never enter it: the faulty rank's operation stays open.
+  // The others never enter it, so the faulty rank's operation does not complete.
   comm->all_gather_object(1, "elsewhere");
 }
 

@@ -90,7 +90,7 @@ TEST(CommStart, TwoProcessesWithOneRankAreAnError) {
   const auto refused = [&](size_t process) {
     return ranks[process].error.find("two processes have RANK=1") != std::string::npos;
   };
-  // Whichever came second.
+  // The one that came second.
   EXPECT_NE(refused(1), refused(2)) << ranks[1].error << "\n" << ranks[2].error;
 }
 
@@ -129,7 +129,7 @@ HASTEN_RANK_FUNCTION(CommClosesInAnyOrder) {
   meet(comm);
   meet(other);
   rank.fault_here();
-  // Rank 1 in the order of making, all others the other way round.
+  // Rank 1 closes in the order of creation, all others in the reverse order.
   (rank.world().rank == 1 ? comm : other)->close();
   (rank.world().rank == 1 ? other : comm)->close();
 }
@@ -147,7 +147,7 @@ TEST(CommEnd, GroupsCloseInAnyOrderAndRankZeroWaitsForTheLate) {
 }
 
 HASTEN_RANK_FUNCTION(CommLeavesAGroupBehind) {
-  // Held by a static, which is destroyed after main.
+  // Owned by a static object, which is destroyed after main.
   static std::shared_ptr<Communicator> kept;
   kept = Communicator::create(rank.world(), {});
   meet(kept);

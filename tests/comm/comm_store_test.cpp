@@ -1,6 +1,6 @@
-// What the connections to torchrun's store may do to a world; these tests play its agent.
-// c10d looks up the name of each address it connects to; here those look-ups can be slow,
-// as they are where name servers do not answer.
+// Connections to torchrun's store. These tests act as torchrun's agent. c10d looks up the name of
+// each address to which it connects. Here these look-ups can be slow, as if name servers did not
+// answer.
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 #include <netdb.h>
@@ -25,7 +25,7 @@ using testing_support::FaultRank;
 using testing_support::RankReport;
 using testing_support::spawn;
 
-// Of this process: look-ups of the names of connections to `watched_port`.
+// Number of look-ups of names for connections to `watched_port` in this process.
 static std::atomic<int> watched_port{0};
 static std::atomic<int> lookups{0};
 static std::atomic<int> lookups_at_name_servers{0};
@@ -37,7 +37,7 @@ static int port_of(const sockaddr* address) {
   return ntohs(address->sa_family == AF_INET6 ? inet6->sin6_port : inet->sin_port);
 }
 
-/// Stands in for libc's in the whole test program.
+/// Replaces libc's function in the whole test program.
 extern "C" int getnameinfo(const sockaddr* address, socklen_t size, char* host, socklen_t host_size,
                            char* service, socklen_t service_size, int flags) {
   if (watched_port != 0 && (flags & NI_NUMERICHOST) == 0 && port_of(address) == watched_port) {
@@ -46,7 +46,7 @@ extern "C" int getnameinfo(const sockaddr* address, socklen_t size, char* host, 
     if (lookups++ >= first_slow_lookup) {
       std::this_thread::sleep_for(milliseconds(1'300));
     }
-    flags |= NI_NUMERICHOST; // answered: after an error c10d asks no more
+    flags |= NI_NUMERICHOST; // an answer, because c10d stops looking up names after an error
   }
   static const auto libc =
       reinterpret_cast<decltype(&getnameinfo)>(::dlsym(RTLD_NEXT, "getnameinfo"));

@@ -88,7 +88,7 @@ TEST(AllToAll, EachRankGetsItsRowOfEveryRanks) {
     EXPECT_TRUE(torch::equal(mine, before));
     EXPECT_TRUE(handle.done());
   }
-  // Several under way at once, rows of nothing among them.
+  // Several operations run at the same time, some of them with empty rows.
   std::vector<torch::Tensor> results;
   std::vector<Work> handles;
   for (const int64_t width : {0, 1, 3000}) {

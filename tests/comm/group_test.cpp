@@ -34,7 +34,7 @@ static void expect_part(const std::string& text, const std::string& part) {
   EXPECT_NE(text.find(part), std::string::npos) << text;
 }
 
-// Threads of this process, by what they do with SIGPIPE.
+// Threads of this process, by whether they block SIGPIPE.
 static std::map<std::string, bool> threads_without_sigpipe() {
   std::map<std::string, bool> blocked;
   for (const auto& entry : std::filesystem::directory_iterator("/proc/self/task")) {
@@ -75,7 +75,7 @@ TEST(Group, OperationsDoneBeforeAreNotComparedHoweverManyThereAre) {
   comm->close();
 }
 
-// A peer that dies while one writes to it is an error, not this process's end.
+// The death of a peer while this rank writes to it is an error and does not end this process.
 TEST(Group, ThreadsThatWriteToPeersTakeNoSigpipe) {
   const auto before = threads_without_sigpipe();
   const auto comm = fresh_communicator();
@@ -111,7 +111,7 @@ TEST(Group, GlooThreadsInterruptNobody) {
       EXPECT_EQ(::sched_getscheduler(thread), SCHED_BATCH) << name;
     }
   }
-  // One that reads, and the one that ran the barrier; others may be nameless yet.
+  // The reader, and the thread that ran the barrier. Others may not have a name yet.
   EXPECT_EQ(gloo >= 2, comm->world_size() > 1) << gloo;
   EXPECT_EQ(::sched_getscheduler(0), SCHED_OTHER);
 }
@@ -142,8 +142,8 @@ TEST(Group, DuplicatesHaveAnOrderOfOperationsOfTheirOwn) {
   comm->barrier("the first goes on");
 }
 
-// Each of two threads waits for the peers in its group, in which they come when their
-// other group lets them.
+// Two threads of each rank wait for peers in their groups. The wait in one group must not delay the
+// other group.
 TEST(Group, ThreadsWithAGroupEachDoNotHoldEachOtherUp) {
   const auto comm = fresh_communicator();
   const auto other = comm->duplicate({.name = "other"});
@@ -165,7 +165,7 @@ TEST(Group, ThreadsWithAGroupEachDoNotHoldEachOtherUp) {
   EXPECT_EQ(tensor[0].item<int>(), world);
 }
 
-// Even and odd ranks, each a group of its own under one name.
+// Even and odd ranks are two groups with the same name.
 TEST(Group, PartsOfAWorldTalkAmongThemselves) {
   const auto comm = fresh_communicator();
   const int world = comm->world_size();
@@ -296,7 +296,7 @@ TEST(GroupCheck, AnotherOperationIsAnErrorThatNamesBothRanks) {
               "rank 1 has broadcast \"x\", rank 0 has all_reduce \"x\"");
 }
 
-// The others have no reason to compare: they have done it before.
+// The others do not compare, because they have done the operation before.
 TEST(GroupCheck, WhatIsNewOnOneRankAloneIsAnErrorOnAll) {
   const testing_support::ScopedEnvironment environment(kChecksAsTheOptionsSay);
   for (const bool goes_on : {false, true}) {
@@ -328,7 +328,7 @@ TEST(GroupCheck, WhatIsNewOnOneRankAloneIsAnErrorOnAll) {
   }
 }
 
-// What has been compared is not compared again, unless that is asked for.
+// Operations are not compared again unless ShapeCheck::always is set.
 TEST(GroupCheck, WithTheOptionEveryOperationIsCompared) {
   const testing_support::ScopedEnvironment environment(kChecksAsTheOptionsSay);
   CommunicatorOptions options = patient_options();

@@ -11,7 +11,7 @@ namespace hasten {
 
 using testing_support::fresh_communicator;
 
-// Rank r's: r + 1, r + 2, …, whole numbers that every dtype and order keep exactly.
+// The values of rank r: r + 1, r + 2, …, integers that are exact in every dtype and order.
 static torch::Tensor reduced_values(int rank, torch::ScalarType type) {
   return torch::arange(rank + 1, rank + 4).to(type);
 }

@@ -1,4 +1,4 @@
-// Worlds that go on with the ranks that are left.
+// Worlds that continue with the remaining ranks.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -30,7 +30,7 @@ static std::shared_ptr<Communicator> shrinking_world(const FaultRank& rank, mill
   return comm;
 }
 
-/// Reduces until that fails.
+/// Repeats all_reduce until it fails.
 static void use_until_it_fails(Communicator& comm) {
   for (;;) {
     comm.all_reduce(torch::ones({50'000}), ReduceOp::SUM, "bucket");
@@ -71,7 +71,7 @@ static void expect_world_of(Communicator& comm, int own, const std::vector<int>&
 HASTEN_RANK_FUNCTION(ShrinksOnce) {
   const auto comm = shrinking_world(rank, milliseconds(20'000));
   const auto other = comm->duplicate({.name = "other"});
-  other->barrier("made"); // by all: one that dies now does not die while it is made
+  other->barrier("made"); // so that no rank dies while the group is created
   EXPECT_FALSE(comm->shrink()); // nothing has failed
   const int victim = rank.world().world_size / 2;
   try {
@@ -107,7 +107,7 @@ TEST(ShrinkFault, ThoseThatAreLeftAreAWorldOfTheirOwn) {
   }
 }
 
-// Rank 3 dies, rank 1 when it should meet the others, rank 2 later.
+// Rank 3 dies, then rank 1 when it should meet the others, and rank 2 later.
 HASTEN_RANK_FUNCTION(ShrinksThreeTimes) {
   const int own = rank.world().rank;
   const auto comm = shrinking_world(rank, milliseconds(20'000));
@@ -126,7 +126,7 @@ HASTEN_RANK_FUNCTION(ShrinksThreeTimes) {
       std::raise(SIGKILL);
     }
     use_until_it_fails(*comm);
-  } catch (const CommunicationError& error) { // by the name it has always had
+  } catch (const CommunicationError& error) { // with its rank from the start
     EXPECT_NE(std::string(error.what()).find("rank 2 died"), std::string::npos) << error.what();
   }
   EXPECT_EQ(comm->shrink()->ranks, (std::vector<int>{0}));
@@ -141,7 +141,7 @@ TEST(ShrinkFault, DeathsInARowLeaveOneRank) {
   EXPECT_TRUE(ranks[0].values.value("ended", false));
 }
 
-// Rank 3 plays the launcher, which serves the store for the others.
+// Rank 3 acts as the launcher, which serves the store for the others.
 HASTEN_RANK_FUNCTION(ShrinksOnALaunchersStore) {
   const int own = rank.world().rank;
   const std::filesystem::path file = std::getenv("PORT_FILE");
@@ -203,7 +203,7 @@ HASTEN_RANK_FUNCTION(ShrinksBehindRankZero) {
   comm->close();
 }
 
-// This test plays hasten launch.
+// This test acts as hasten launch.
 TEST(ShrinkFault, TheStoreOfHastenLaunchOutlivesRankZero) {
   const detail::StoreServer server(
       {.socket = detail::unique_socket_name(detail::launcher_socket_start(29'999))});
@@ -225,7 +225,7 @@ HASTEN_RANK_FUNCTION(ShrinksAndEnds) {
     comm->shrink();
   } catch (const std::exception& error) {
     comm->abort(error.what());
-    std::this_thread::sleep_for(milliseconds(1'000)); // lives, and is lost
+    std::this_thread::sleep_for(milliseconds(1'000)); // is alive, but counts as lost
     return;
   }
   rank.report("size", comm->world_size());
@@ -248,8 +248,8 @@ TEST(ShrinkFault, ARankThatSaysItFailsIsNotWaitedFor) {
   }
 }
 
-// Rank 1 sleeps. With a timeout of 1.5 s the others give it up after 1.5 s, and go on
-// without it after 3.
+// Rank 1 sleeps. With a timeout of 1.5 s the others time out after 1.5 s and continue without it
+// after 3 s.
 HASTEN_RANK_FUNCTION(ShrinksWithALateRank) {
   const auto comm = shrinking_world(rank, milliseconds(1'500));
   std::string first;

@@ -1,4 +1,4 @@
-// Our store as c10d knows stores: what it does is what c10d's own do.
+// SocketStore as a c10d store: it behaves like c10d's own stores.
 #include "socket_store.h"
 
 #include <gtest/gtest.h>
@@ -44,7 +44,7 @@ static StorePtr own_tcp_store() {
 
 static std::string text(const std::vector<uint8_t>& bytes) { return {bytes.begin(), bytes.end()}; }
 
-/// What each call of a script came to.
+/// The result of each call of a script.
 static std::vector<std::string> transcript(c10d::Store& s) {
   std::vector<std::string> did;
   const auto note = [&](const auto& value) {
@@ -65,7 +65,7 @@ static std::vector<std::string> transcript(c10d::Store& s) {
     }
     s.setTimeout(before);
   };
-  const int64_t keys = s.getNumKeys(); // TCPStore has one of its own
+  const int64_t keys = s.getNumKeys(); // TCPStore has an internal key
   s.set("a", "1");
   s.set("a", std::string("zero\0byte", 9));
   note(s.get_to_str("a"));
@@ -102,7 +102,7 @@ static std::vector<std::string> transcript(c10d::Store& s) {
   missing([&] { s.wait({"a", "m1"}); });
   missing([&] { s.wait({"m1"}, milliseconds(20)); });
   missing([&] { s.multiGet({"a", "m1"}); });
-  note(s.get_to_str("cas")); // the store lives on
+  note(s.get_to_str("cas")); // the store still works
   note(s.hasExtendedApi());
   return did;
 }

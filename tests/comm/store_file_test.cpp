@@ -1,4 +1,4 @@
-// Ranks that meet by a file.
+// Ranks that meet through a file.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -36,7 +36,7 @@ static World world_by_file(const std::string& path, int local_world_size) {
 TEST(StoreFile, RanksMeetByItAgainAndAgainAndItIsGoneBehindThem) {
   const TemporaryFolder folder;
   const std::string path = shared_path(folder);
-  // As one host and, as far as the ranks know, on several.
+  // On one host and, as the ranks are told, on several.
   for (const int local : {test_world().world_size, 1}) {
     for (int time = 0; time < 2; ++time) {
       const auto comm = Communicator::create(world_by_file(path, local));
@@ -73,7 +73,7 @@ TEST(StoreFile, WithoutRankZeroTheOthersSayWhatTheyWaitedFor) {
   CommunicatorOptions options;
   options.timeout = std::chrono::milliseconds(300);
   if (test_world().is_main()) {
-    if (test_world().world_size > 1) { // a folder that is not there
+    if (test_world().world_size > 1) { // a folder that does not exist
       EXPECT_THROW(
           Communicator::create(world_by_file(path + "/a/b", test_world().world_size), options),
           InputError);

@@ -1,4 +1,4 @@
-// Other users of this machine, and runs without the right secret, against a world of two.
+// Other users of this machine, and processes without the right secret, against a world of two.
 #include <gtest/gtest.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
@@ -25,7 +25,7 @@ using testing_support::RankReport;
 using testing_support::spawn;
 using testing_support::start_stranger;
 
-/// The world of the first two processes; the third is somebody else.
+/// The world of the first two processes. The third process is not part of it.
 static World world_of_two(const FaultRank& rank) {
   World world = rank.world();
   world.world_size = world.local_world_size = 2;
@@ -41,7 +41,7 @@ static void train(Communicator& comm, int steps) {
   EXPECT_EQ(tensor[0].item<double>(), (comm.world_size() + 1) / 2.0);
 }
 
-/// Ends what it is told to.
+/// Kills a process at the end of the scope.
 struct KilledAtTheEnd {
   explicit KilledAtTheEnd(pid_t of) : pid(of) {}
   ~KilledAtTheEnd() {
@@ -85,7 +85,7 @@ HASTEN_RANK_FUNCTION(TrainsAmongStrangers) {
     const detail::StoreAddress store{.socket = "hasten1-" + std::to_string(::geteuid()) + "-" +
                                                std::to_string(world.master_port)};
     const int fd = detail::try_connect(store);
-    EXPECT_GE(fd, 0); // it is there
+    EXPECT_GE(fd, 0); // it exists
     ::close(fd);
     const std::set<int> ports = detail::listening_ports(); // Gloo's
     EXPECT_FALSE(ports.empty());
@@ -157,7 +157,7 @@ TEST(Stranger, OneThatIsConnectedToGlooEndsTheStartOnAllRanks) {
   }
 }
 
-// As on several hosts: they meet over TCP, at this host's name.
+// As on several hosts: the ranks meet over TCP, at this host's name.
 HASTEN_RANK_FUNCTION(MeetsOverTcp) {
   World world = rank.world();
   char name[256] = "";

@@ -1,4 +1,4 @@
-// Autocast: what it converts, that it is put back, threads, and linear layers.
+// Autocast: conversions, restored settings, threads, and linear layers.
 #include "hasten/core/autocast.h"
 
 #include <gtest/gtest.h>
@@ -56,7 +56,7 @@ TEST(Autocast, AnExceptionPutsBackTooAndDropsConvertedWeights) {
     weight.fill_(2);
   }
   const Autocast again({.dtype = torch::kHalf});
-  EXPECT_EQ(result(), 128); // not that of the scope that was left
+  EXPECT_EQ(result(), 128); // not the dtype of the scope that ended
 }
 
 TEST(Autocast, DroppedCastsSeeAWeightThatChangedInTheScope) {
@@ -68,7 +68,7 @@ TEST(Autocast, DroppedCastsSeeAWeightThatChangedInTheScope) {
     const torch::NoGradGuard no_grad;
     weight.fill_(2);
   }
-  EXPECT_EQ(result(), 64); // torch's cache, which the header warns of
+  EXPECT_EQ(result(), 64); // from torch's cache, see the header's warning
   drop_autocast_casts();
   EXPECT_EQ(result(), 128);
 }
@@ -111,7 +111,7 @@ TEST(Autocast, NormalisationsAndLossesAreInFp32AsOnGpus) {
       const Autocast autocast({.dtype = dtype});
       EXPECT_EQ(types(), fp32);
       EXPECT_EQ(losses(), std::vector(3, torch::kFloat));
-      // Whoever names a type gets it.
+      // A call that names a dtype gets it.
       EXPECT_EQ(torch::softmax(x, -1, dtype).scalar_type(), dtype);
       {
         const Autocast off({.enabled = false});
@@ -124,7 +124,7 @@ TEST(Autocast, NormalisationsAndLossesAreInFp32AsOnGpus) {
   }
 }
 
-// bf16 has 8 bits: 256 + 1 is 256 in it, 300 ones summed in it are 256.
+// bf16 has 8 bits: 256 + 1 is 256, and a sum of 300 ones is 256.
 TEST(Autocast, SumsInFp32KeepWhat16BitsLose) {
   const auto ones = torch::ones({257}, torch::kBFloat16);
   double torchs = 0;
@@ -172,7 +172,7 @@ TEST(Autocast, ThreadsBeginWithoutAndTakeASettingThatIsGiven) {
   thread.join();
   EXPECT_EQ(bare, torch::kFloat);
   EXPECT_EQ(given, torch::kHalf);
-  EXPECT_EQ(softmax, torch::kFloat); // our operators go with it
+  EXPECT_EQ(softmax, torch::kFloat); // hasten's operators use the passed setting, too
   EXPECT_EQ(after, torch::kFloat);
 }
 
@@ -212,8 +212,8 @@ TEST(Autocast, BackwardInAnotherThreadGivesTheSameGradients) {
   }
 }
 
-// Products of numbers rounded to 8 bits, summed in fp32: what fp32 gives for the
-// rounded numbers is the reference.
+// Products of values rounded to 8 bits, summed in fp32. The reference is computed in fp32 from
+// the rounded values.
 TEST(Autocast, FastLinearIsTheProductOfTheRoundedNumbers) {
   torch::manual_seed(5);
   const auto rounded = [](const torch::Tensor& x) {
@@ -241,7 +241,7 @@ TEST(Autocast, FastLinearIsTheProductOfTheRoundedNumbers) {
         y.detach().to(torch::kFloat),
         torch::linear(rounded(x.detach()), rounded(weight.detach()), rounded(bias.detach())), 2.02);
     expect_near(x.grad(), g.mm(rounded(weight.detach())), 2.02);
-    // Rounded once for each piece of rows, of which there are at most five.
+    // Rounded once for each of at most five pieces of rows.
     expect_near(weight.grad(), g.t().mm(rounded(x.detach())), 5);
     expect_near(bias.grad(), g.sum(0), 1e-3);
   }
@@ -266,7 +266,7 @@ TEST(PrecisionProbe, ThisMachineComputesInEveryPrecisionAndSaysHowQuickly) {
   const double speedup = precision_speedup(torch::kBFloat16);
   EXPECT_GT(speedup, 0.01);
   EXPECT_LT(speedup, 50);
-  EXPECT_EQ(precision_speedup(torch::kBFloat16), speedup); // once a process
+  EXPECT_EQ(precision_speedup(torch::kBFloat16), speedup); // once per process
 }
 
 struct CountedProducts final : detail::OpObserver {
@@ -277,8 +277,8 @@ struct CountedProducts final : detail::OpObserver {
   int ours = 0;
 };
 
-// A sharded model's parameters are bf16 while a block runs. Their products are cut into
-// the same few shapes as those of fp32 weights.
+// A sharded model's parameters are bf16 while a block runs. Their products are split into the
+// same few shapes as those of fp32 weights.
 TEST(Autocast, LinearLayersOfWeightsInBf16AreMadeAsThoseInFp32) {
   if (!linear_uses_bf16()) {
     GTEST_SKIP() << "bf16 products are torch's own on this CPU";

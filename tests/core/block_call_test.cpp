@@ -37,7 +37,7 @@ struct ScaleImpl : Module {
 };
 TORCH_MODULE(Scale);
 
-// Every kind of argument and result that holds tensors.
+// Every kind of argument and result that contains tensors.
 struct MixedImpl : Module {
   Output forward(const std::vector<Tensor>& list, std::optional<Tensor> mask,
                  std::tuple<Tensor, int64_t> pair, const std::string& name) {
@@ -143,7 +143,7 @@ TEST(BlockCall, FlattensVectorsOptionalsTuplesAndStructs) {
 }
 
 TEST(BlockCall, AnExceptionPassesThroughBothInterceptors) {
-  struct EarlyStop {}; // not a std::exception, as a checkpoint's own is not
+  struct EarlyStop {}; // not a std::exception, like the one that checkpoints use
   Scale block(1.0);
   int unwound = 0;
   auto pass = make([&](auto&, auto inputs, Forward forward) {
@@ -180,7 +180,7 @@ TEST(BlockCall, ADeadBlockLeavesNothingToTheNextAtItsAddress) {
   block = build(3);
   EXPECT_EQ(value(call_block(block, scalar(1))), 3);
   auto next = attach_block(block, BlockStage::shard, hundred);
-  hold.detach(); // the dead one's; must not touch the living one's
+  hold.detach(); // of the destroyed block; must not detach the live block's
   EXPECT_EQ(value(call_block(block, scalar(1))), 300);
   next.detach();
   EXPECT_EQ(detail::attached_blocks, 0);

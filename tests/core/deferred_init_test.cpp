@@ -1,4 +1,4 @@
-// A deferred model is the model: every value has the bits of plain construction.
+// A deferred model equals the model: every value has the bits of plain construction.
 #include "hasten/core/deferred_init.h"
 
 #include <gtest/gtest.h>
@@ -14,7 +14,7 @@ namespace hasten {
 
 using at::Tensor;
 
-// Of everything that constructors do.
+// A model whose constructor uses every kind of initialisation.
 struct MixedImpl : torch::nn::Module {
   explicit MixedImpl(const Tensor& given) {
     linear = register_module("linear", torch::nn::Linear(70, 90));
@@ -36,14 +36,14 @@ struct MixedImpl : torch::nn::Module {
     add("turned", torch::randn({3, 4}).t());
     add("given", torch::empty({2, 3})).detach().copy_(given);
     add("part", torch::arange(12.0).view({3, 4})[1]);
-    // As hasten's BERT: a layer's own values, then the model's.
+    // Like hasten's BERT: first the layer's own values, then the model's.
     const torch::NoGradGuard no_grad;
     linear->weight.normal_(0, 0.02);
-    // By what was drawn.
+    // From a random value.
     add("peak", torch::full({2}, linear->weight.abs().max().item<float>()));
     auto own = torch::make_generator<at::CPUGeneratorImpl>(3);
     add("own", torch::randn({17}, own));
-    // By a pointer, before and after an operator.
+    // Through a pointer, before and after an operator.
     Tensor table = torch::empty({300, 300});
     for (int64_t i = 0; i < table.numel(); ++i) {
       table.data_ptr<float>()[i] = static_cast<float>(i % 77);
@@ -123,7 +123,7 @@ TEST(DeferredInit, ValuesAndRandomStateAreThoseOfPlainConstruction) {
     EXPECT_FALSE(is_deferred(*deferred));
     EXPECT_TRUE(torch::equal(state, at::detail::getDefaultCPUGenerator().get_state()));
     expect_same(*plain, *deferred);
-    for (const Tensor& tensor : deferred->parameters()) { // the tied one too
+    for (const Tensor& tensor : deferred->parameters()) { // including the tied one
       EXPECT_NE(tensor.storage().data_ptr().get_context(), nullptr) << "its memory is nobody's";
     }
   }
@@ -136,7 +136,7 @@ TEST(DeferredInit, TensorsGetTheirValuesInAnyOrder) {
   std::vector<Tensor> parameters = deferred->parameters();
   for (size_t i = parameters.size(); i-- > 0;) {
     materialize({parameters[i]});
-    torch::rand({static_cast<int64_t>(i)}); // moves the generator
+    torch::rand({static_cast<int64_t>(i)}); // changes the generator's state
     EXPECT_TRUE(same(parameters[i], plain->parameters()[i])) << i;
   }
 }
@@ -153,7 +153,7 @@ TEST(DeferredInit, TensorsKeepTheirShapesAndTies) {
   EXPECT_TRUE(torch::equal(head[3], torch::zeros({6})));
 }
 
-// One operator's tensors beside what may stay; nothing afterwards.
+// At most one operator's tensors in addition to resident_bytes, and nothing afterwards.
 TEST(DeferredInit, ModelsTakeNoMemory) {
   install_memory_meter();
   const auto make = [] {
@@ -168,7 +168,7 @@ TEST(DeferredInit, ModelsTakeNoMemory) {
   reset_peak_memory();
   auto deferred = deferred_init(make, {.resident_bytes = 0});
   EXPECT_LT(memory_stats().peak_bytes - before, 2 * layer);
-  // What is left is a log: a state of the generator for each operator that draws.
+  // Only the log is left: a generator state for each operator that draws random values.
   EXPECT_LT(memory_stats().live_bytes - before, 8 * layer / 10);
   materialize({deferred->parameters()[0]});
   EXPECT_LT(memory_stats().live_bytes - before, 2 * layer);
@@ -219,14 +219,14 @@ TEST(DeferredInit, OutsideTensorsAreReadAsTheyWere) {
     torch::nn::Linear made(40, 1);
     const torch::NoGradGuard no_grad;
     made->weight[0].copy_(source);
-    source.mul_(2); // inside: the log has the value of before
+    source.mul_(2); // in the scope: the log has the previous value
     made->bias.copy_(source.slice(0, 0, 1));
     return made;
   };
   torch::nn::Linear made = deferred_init(make);
   materialize({made->weight});
   EXPECT_TRUE(torch::equal(made->weight, torch::ones({1, 40})));
-  source.mul_(2); // outside: nobody saw it
+  source.mul_(2); // outside the scope: not recorded
   const std::string error = deferred_error([&] { materialize(*made); });
   EXPECT_TRUE(says(error, "changed")) << error;
   EXPECT_TRUE(is_deferred(made->bias));

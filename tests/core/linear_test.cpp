@@ -13,7 +13,7 @@ static double relative_difference(const at::Tensor& a, const at::Tensor& b) {
   return size > 0 ? distance / size : distance;
 }
 
-// torch's, in fp64: output and the gradients of its squares' sum.
+// torch's result in fp64: output, and gradients of the sum of its squares.
 struct LinearReference {
   at::Tensor output, x, weight, bias;
 
@@ -91,7 +91,7 @@ TEST(Linear, CanBeDifferentiatedTwice) {
             1e-5);
 }
 
-// The largest moment of a block's backward: x and its gradient are not there together.
+// The peak of a block's backward: x and its gradient are not in memory at the same time.
 TEST(Linear, BackwardLetsGoOfItsInputBeforeItMakesTheInputsGradient) {
   if (!linear_uses_onednn()) {
     GTEST_SKIP() << "this CPU's products are torch's own";
@@ -103,13 +103,13 @@ TEST(Linear, BackwardLetsGoOfItsInputBeforeItMakesTheInputsGradient) {
   constexpr int64_t kWeight = 128 * 1024 * 4;
   constexpr int64_t kOutput = 256 * 128 * 4;
   for (const bool retain : {false, true}) {
-    // Nobody but the product keeps the clone; its backward makes nothing large.
+    // Only the product keeps the clone. Its backward allocates nothing large.
     const at::Tensor loss = fast_linear(row.expand({256, 1024}).clone(), weight).sum();
     const int64_t before = memory_stats().live_bytes;
     reset_peak_memory();
     loss.backward({}, retain);
     const int64_t peak = memory_stats().peak_bytes - before;
-    // The input's gradient takes the input's place.
+    // If the graph is not retained, the input is freed before its gradient is computed.
     EXPECT_EQ(peak < kWeight + kOutput + kInput / 2, !retain) << peak;
   }
 }

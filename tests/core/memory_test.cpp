@@ -156,7 +156,7 @@ TEST_F(MemoryMeter, OfNestedLimitsTheLeastHolds) {
   EXPECT_THROW(MemoryLimit(0), InputError);
 }
 
-// What an attempt that failed in forward or backward leaves behind: nothing.
+// An attempt that fails in forward or backward leaves no memory in use.
 TEST_F(MemoryMeter, AStepThatRanOutOfMemoryLeavesNothingBehind) {
   torch::nn::Sequential net(torch::nn::Linear(64, 64), torch::nn::Tanh(),
                             torch::nn::Linear(64, 64));

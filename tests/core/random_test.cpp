@@ -9,8 +9,8 @@
 
 namespace hasten {
 
-// Runs are repeated across machines and versions: these values are a promise,
-// made with XXH64 over name, 0, and three little-endian words.
+// Runs must be reproducible on other machines and in later versions, so these values must never
+// change. They are XXH64 of the name, 0, and three little-endian words.
 TEST(Random, StreamSeedsAreTheSameOnEveryMachineAndInEveryVersion) {
   EXPECT_EQ(stream_seed("init", 42), 13338146122554366008ULL);
   EXPECT_EQ(stream_seed("order", 42, 3), 7561155688655681465ULL);
@@ -71,7 +71,7 @@ TEST(OrderRng, EpochsHaveDifferentOrders) {
   EXPECT_NE(OrderRng(1, 0).next(), OrderRng(2, 0).next());
 }
 
-// Chi-squared over the cells; 1e-6 of honest generators would fail.
+// Chi-squared over the cells. A correct generator fails with a probability of 1e-6.
 TEST(OrderRng, EveryValueBelowTheBoundIsEquallyLikely) {
   OrderRng rng(5, 0);
   constexpr int kCells = 7, kDraws = 70'000;
@@ -87,7 +87,7 @@ TEST(OrderRng, EveryValueBelowTheBoundIsEquallyLikely) {
   EXPECT_LT(chi_squared, 38.3); // 6 degrees of freedom
 }
 
-// With a plain remainder the lower half would be drawn twice as often.
+// A plain remainder would return the lower half twice as often.
 TEST(OrderRng, HugeBoundsHaveNoModuloBias) {
   OrderRng rng(5, 1);
   const uint64_t bound = 3ULL << 62; // 3/4 of the range

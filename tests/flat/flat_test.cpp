@@ -54,7 +54,7 @@ TEST(GradHooks, KeepForeignHooksAndTakeTheSlotBack) {
   GradHook a = add_grad_hook(p, [&](const Tensor&) { order += 'a'; });
   p.sum().backward();
   EXPECT_EQ(order, "fa");
-  set_foreign(); // pushes ours out
+  set_foreign(); // replaces hasten's hook
   GradHook b = add_grad_hook(p, [&](const Tensor&) { order += 'b'; });
   order.clear();
   p.sum().backward();
@@ -128,17 +128,17 @@ TEST(FlatGradients, AnyZeroGradIsLegal) {
   EXPECT_TRUE(pair.flat.cleared());
   expect(0, 0);
   pair.backward();
-  pair.a.mutable_grad().reset(); // one alone
+  pair.a.mutable_grad().reset(); // only one
   EXPECT_FALSE(pair.flat.cleared());
   expect(0, 3);
-  pair.b.mutable_grad() = torch::ones({7}); // another tensor: its values count
+  pair.b.mutable_grad() = torch::ones({7}); // another tensor, whose values count
   expect(0, 1);
   EXPECT_FALSE(pair.flat.known_zero());
   EXPECT_FALSE(pair.flat.all_zero());
-  // Other data under our own handle: the cached view is made anew.
+  // The view's data is replaced, so the view is created again.
   pair.a.grad().set_data(torch::full({3, 5}, 5.0));
   expect(5, 1);
-  // create_graph puts a new tensor in the view's place.
+  // create_graph replaces the view by a new tensor.
   (pair.a * pair.a).sum().backward({}, true, true);
   pair.a.mutable_grad() = pair.a.grad().detach();
   expect(5 + 2 * pair.a[0][0].item<double>(), 1);
@@ -180,7 +180,7 @@ TEST(FlatGradients, HandedOverGradientsAreCopiedInOnce) {
   EXPECT_FALSE(pair.flat.release()) << "it holds a gradient";
   pair.flat.install();
   EXPECT_EQ(pair.b.grad().abs().sum().item<float>(), 0);
-  pair.a.grad().zero_(); // by the user: nobody knows without a look
+  pair.a.grad().zero_(); // by the user: only a check of the values finds it
   EXPECT_FALSE(pair.flat.release());
   EXPECT_TRUE(pair.flat.cleared());
   EXPECT_TRUE(pair.flat.release());
@@ -236,7 +236,7 @@ TEST(FlatGradients, Of16BitParametersAddUpInFp32) {
     EXPECT_EQ(p.grad().scalar_type(), at::kFloat);
     EXPECT_TRUE(torch::equal(p.grad(), torch::full({3}, 259.0F)));
     EXPECT_TRUE(flat.installed(flat.layout().find(p)));
-    flat.reset(); // autograd's own tensor comes in fp32, too
+    flat.reset(); // autograd's own tensor is fp32, too
     p.sum().backward();
     EXPECT_EQ(p.grad().scalar_type(), at::kFloat);
     p.sum().backward();

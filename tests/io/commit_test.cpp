@@ -41,7 +41,7 @@ static std::string error_of(const Call& call) {
   return {};
 }
 
-// Files larger than 4096 bytes fail in the middle, as on a full disk.
+// Writing files larger than 4096 bytes fails in the middle, as on a full disk.
 class FullDisk {
  public:
   FullDisk() : old_handler_(std::signal(SIGXFSZ, SIG_IGN)) {

@@ -16,7 +16,7 @@ namespace hasten {
 
 using testing_support::TemporaryFolder;
 
-// A file of given header and data bytes.
+// A file with the given header and number of data bytes.
 static std::string safetensors_bytes(std::string header, size_t data_bytes) {
   header.append((8 - header.size() % 8) % 8, ' ');
   std::string bytes(8, '\0');
@@ -101,7 +101,7 @@ TEST(Safetensors, ViewsAreNoCopiesAndWritingOneLeavesTheFile) {
 TEST(Safetensors, TiedTensorsAreStoredOnceAndFoundUnderBothNames) {
   const TemporaryFolder folder;
   const auto weight = torch::randn({100, 10});
-  // A view of the same memory with another shape is a tensor of its own.
+  // A view of the same memory with another shape is stored as another tensor.
   write_safetensors(folder / "a",
                     {{"head", weight}, {"embed", weight}, {"flat", weight.view({-1})}});
   const SafetensorsReader reader(folder / "a");
@@ -148,7 +148,7 @@ TEST(Safetensors, LyingFilesAreNamedWithTheTensor) {
   const auto good = R"({"dtype":"F32","shape":[2],"data_offsets":[0,8]})";
   EXPECT_EQ(one(good, 8), "");
   EXPECT_EQ(both("[0,4]", "[4,8]"), "");
-  EXPECT_EQ(both("[4,8]", "[0,4]"), ""); // any order is legal
+  EXPECT_EQ(both("[4,8]", "[0,4]"), ""); // any order is allowed
   EXPECT_EQ(open_error(safetensors_bytes("{}", 0)), "");
   const std::pair<std::string, std::string> cases[] = {
       {open_error(""), "0 bytes"},
@@ -223,8 +223,8 @@ TEST(Safetensors, MutatedFilesAreRefusedOrReadWithinTheirBounds) {
   EXPECT_GT(refused, kMutations / 2);
 }
 
-// Eight times as many tensors take eight times as long; where each one looks at all
-// others, 64 times. The time of this thread alone, since machines are busy.
+// Eight times as many tensors must take about eight times as long. If each were compared with all
+// others it would be 64 times. Measures the time of this thread, because machines are busy.
 TEST(Safetensors, AHeaderTakesLinearTime) {
   const TemporaryFolder folder;
   const auto seconds = [&](int tensors) {

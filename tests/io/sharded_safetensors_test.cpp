@@ -33,7 +33,7 @@ struct ShardedModel {
     std::ofstream(index) << nlohmann::json{{"metadata", {{"total_size", 40}}}, {"weight_map", map}};
     return ShardedSafetensorsReader(index);
   }
-  // What opening throws holds all parts.
+  // The error of opening the index must contain all parts.
   void expect_error(const std::vector<std::string>& parts) const {
     try {
       open();

@@ -1,4 +1,4 @@
-// Ranks that a signal stops: the launcher sees it in /proc.
+// Ranks that a signal has stopped. The launcher detects it in /proc.
 #include <gtest/gtest.h>
 #include <sys/ptrace.h>
 #include <sys/wait.h>
@@ -58,7 +58,7 @@ TEST(ProcessState, TellsRunningStoppedDebuggedAndEndedProcessesApart) {
   const pid_t child = ::fork();
   if (child == 0) {
     const bool traced = ::ptrace(PTRACE_TRACEME, 0, nullptr, nullptr) == 0;
-    std::raise(SIGSTOP); // 't' where traced
+    std::raise(SIGSTOP); // 't' if traced
     std::raise(SIGSTOP);
     ::_exit(traced ? 0 : 1);
   }
@@ -73,7 +73,7 @@ TEST(ProcessState, TellsRunningStoppedDebuggedAndEndedProcessesApart) {
     ASSERT_EQ(::waitpid(child, &status, WUNTRACED), child);
   }
   EXPECT_EQ(process_state(child, started), ProcessState::stopped);
-  // Another start time is another process that got the same number.
+  // With another start time it is another process that has the same pid.
   EXPECT_EQ(process_state(child, started + 1), ProcessState::ended);
   ::kill(child, SIGKILL);
   ::waitpid(child, &status, 0);

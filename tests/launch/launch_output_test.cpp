@@ -1,4 +1,4 @@
-// Where the output of ranks goes, and which of their failures is named first.
+// Where the output of ranks goes, and which failure is reported as the first.
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/wait.h>
@@ -31,7 +31,7 @@ struct LaunchedOutput {
   std::string error{};
 };
 
-// Runs `script` as every rank and keeps what comes to this process's own streams.
+// Runs `script` on every rank and captures this process's own streams.
 static LaunchedOutput launch_and_read(int nproc, const TemporaryFolder& folder,
                                       const std::string& script, const LogsSpecs& logs = {}) {
   LaunchOptions options;
@@ -157,7 +157,7 @@ TEST(LaunchOutput, WhereNobodyReadsARankEndsAsItWouldWithoutUs) {
   EXPECT_EQ(result.exit_code, 128 + SIGPIPE);
 }
 
-// Records what `message` says, as of `microseconds` since 1970.
+// Records `message` with the time `microseconds` since 1970.
 static const std::string kRecord =
     "record() { printf '{\"message\": {\"message\": \"%s\", \"extraInfo\": "
     "{\"timestamp\": \"1\", \"microseconds\": %s, \"of_a_peer\": %s}}}' "
@@ -178,7 +178,7 @@ TEST(LaunchCause, ARankThatEndsAfterThoseItTookDownIsStillTheFirst) {
   EXPECT_EQ(run.result.message, "no memory");
   ASSERT_EQ(run.result.consequences.size(), 2u);
   EXPECT_EQ(run.result.consequences[0].substr(6), " exited with code 1");
-  // No symptom was reported as a cause.
+  // A failure that follows from another is never reported as the first.
   EXPECT_EQ(run.error.find("exited"), std::string::npos) << run.error;
 }
 
@@ -193,8 +193,8 @@ TEST(LaunchCause, APeersErrorIsNeverFirstWhereAnotherRankHasItsOwn) {
   EXPECT_EQ(run.result.message, "own");
 }
 
-// The first have ended before the last are started, which hold copies of what the
-// launcher waits on until they come to their programs.
+// The first ranks end before the last are started. Until exec these have copies of the launcher's
+// descriptors.
 TEST(LaunchCause, EachEndIsToldOnce) {
   const TemporaryFolder folder;
   for (int time = 0; time < 5; ++time) {
@@ -260,7 +260,7 @@ TEST(LaunchCause, TheFolderOfAKilledLauncherGoesWithTheNextStart) {
   const auto folders = [&] { return std::distance(std::filesystem::directory_iterator(tmp), {}); };
   options.argv = {"true"};
   launch(options);
-  EXPECT_EQ(folders(), 1); // of one that lives
+  EXPECT_EQ(folders(), 1); // of a live launcher
   ::kill(launcher, SIGKILL);
   ::waitpid(launcher, nullptr, 0);
   EXPECT_EQ(folders(), 1);

@@ -1,4 +1,4 @@
-// The launcher as a process that is signalled, stopped and killed.
+// Signals to the launcher, also those that stop or kill it.
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/prctl.h>
@@ -17,8 +17,8 @@ namespace hasten {
 
 using testing_support::TemporaryFolder;
 
-// A launcher in a child of its own. The script says that it is ready with
-// `touch $DIR/ready$RANK`; the constructor waits for ranks 0 and 1.
+// A launcher in a child process. The script reports that it is ready by `touch $DIR/ready$RANK`.
+// The constructor waits for ranks 0 and 1.
 class LauncherProcess {
  public:
   explicit LauncherProcess(const std::string& script, void (*prepare)() = nullptr, int nproc = 2) {
@@ -75,7 +75,7 @@ TEST(LaunchSignals, OneSignalReachesEveryRankAndDecidesTheExitCode) {
   const std::pair<int, const char*> signals[] = {
       {SIGINT, "INT"}, {SIGTERM, "TERM"}, {SIGHUP, "HUP"}};
   for (const auto& [signal, name] : signals) {
-    // The tests themselves may run behind nohup, or in the background.
+    // The tests may run under nohup, or in the background.
     const LauncherProcess launcher(trap_script(name), [] {
       std::signal(SIGHUP, SIG_DFL);
       std::signal(SIGINT, SIG_DFL);
@@ -123,7 +123,7 @@ TEST(LaunchSignals, PausedLauncherPausesItsRanksUntilItGoesOn) {
     }
     EXPECT_TRUE(stopped) << file;
   }
-  ::usleep(1'000'000); // longer than the heartbeat limit: a pause is no failure
+  ::usleep(1'000'000); // longer than the heartbeat limit: a pause is not a failure
   launcher.touch("go");
   launcher.send(SIGCONT);
   EXPECT_EQ(launcher.wait().code, 0);
@@ -135,8 +135,8 @@ TEST(LaunchSignals, FirstFailureIsFoundAlsoWhenTheLauncherLooksLate) {
     GTEST_SKIP() << "this kernel or container has no pidfd_open";
   }
   ::close(static_cast<int>(pid_fd));
-  // Rank 2 fails, then rank 0, while the launcher is stopped; rank 1 lets it on.
-  // Half a second before: the launcher watches all three by then.
+  // Rank 2 fails, then rank 0, while the launcher is stopped; rank 1 continues it.
+  // They wait half a second, so that the launcher already monitors all three.
   const LauncherProcess launcher(
       "touch $DIR/ready$RANK; stopped() { grep -q stopped /proc/$PPID/status; }; case $RANK in "
       "2) sleep 0.5; kill -STOP $PPID; while ! stopped; do sleep 0.01; done; exit 12;; "
@@ -147,7 +147,7 @@ TEST(LaunchSignals, FirstFailureIsFoundAlsoWhenTheLauncherLooksLate) {
 }
 
 TEST(LaunchSignals, RanksDieWithAKilledLauncher) {
-  // The orphans come to us, so that their end can be waited for.
+  // This process becomes the parent of orphans, so that it can wait for them.
   ASSERT_EQ(::prctl(PR_SET_CHILD_SUBREAPER, 1), 0);
   const LauncherProcess launcher("echo $$ > $DIR/pid$RANK; touch $DIR/ready$RANK; exec sleep 300");
   launcher.send(SIGKILL);

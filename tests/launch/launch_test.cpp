@@ -36,7 +36,7 @@ static LaunchOptions shell_ranks(int nproc, const TemporaryFolder& folder,
   return options;
 }
 
-// Launches and keeps what is logged out of the test's output.
+// Launches, and keeps the log out of the test's output.
 static LaunchResult quiet_launch(const LaunchOptions& options) {
   const CapturedStderr captured;
   return launch(options);
@@ -86,7 +86,7 @@ TEST(Launch, RanksMeetAtASocketOfTheLaunchersAndThePortIsFree) {
   std::string socket;
   World world;
   name >> socket >> world.master_port;
-  // It counts for the world of that port alone, and goes with the launcher.
+  // It is valid only for the world with that port, and ends with the launcher.
   const ScopedEnvironment environment(EnvironmentValues{{"HASTEN_STORE_SOCKET", socket}});
   EXPECT_EQ(detail::launcher_socket(world), socket);
   EXPECT_EQ(detail::try_connect({.socket = socket}), -1);
@@ -107,7 +107,7 @@ TEST(Launch, FirstFailingRankIsNamedAndTheOthersEnd) {
   EXPECT_LT(seconds_since(start), 20);
 }
 
-// Rank 1 fails at once, the others end well half a second later.
+// Rank 1 fails immediately. The others end with 0 half a second later.
 TEST(Launch, KeepGoingEndsWithRankZeroAlone) {
   const TemporaryFolder folder;
   auto options =
@@ -180,7 +180,7 @@ TEST(Launch, NothingOfARanksGroupOutlivesIt) {
   launch(shell_ranks(1, folder, "sleep 300 & echo $! > $DIR/pid; exit 0"));
   const std::string pid = read_file(folder / "pid");
   const std::string stat = "/proc/" + pid.substr(0, pid.find('\n')) + "/stat";
-  // Gone, or a zombie until whoever inherits it looks.
+  // It has ended, or is a zombie until its new parent reaps it.
   std::string text;
   for (int i = 0; i < 200; ++i) {
     try {
@@ -219,7 +219,7 @@ TEST(Launch, LinesOfRanksAreNotTorn) {
 
 TEST(Launch, InputGoesToRankZeroAlone) {
   const TemporaryFolder folder;
-  if (::fcntl(0, F_GETFD) < 0) { // else the pipe would be the standard input
+  if (::fcntl(0, F_GETFD) < 0) { // otherwise the pipe would become the standard input
     ASSERT_EQ(::open("/dev/null", O_RDONLY), 0);
   }
   int ends[2];
