@@ -121,7 +121,7 @@ TEST(Launch, KeepGoingEndsWithRankZeroAlone) {
   EXPECT_EQ(result.reason, "");
   EXPECT_EQ(result.ends[1].code, 3);
   EXPECT_TRUE(std::filesystem::exists(folder / "2"));
-  EXPECT_NE(said.find("rank 1 exited with code 3; the other ranks may go"), std::string::npos)
+  EXPECT_NE(said.find("rank 1 exited with code 3; the other ranks may continue"), std::string::npos)
       << said;
 
   options.argv.back() = "if [ $RANK = 0 ]; then exit 4; fi; exec sleep 60";

@@ -33,7 +33,7 @@ class SilentExit : public std::exception {
 ///   kExitFailed    for any other std::exception
 /// A TrainingError or CommunicationError, which all ranks throw, is printed once. hasten's
 /// launcher prints it. Under other launchers the first rank of each host prints it; for a
-/// CommunicationError the first rank of the host that is alive.
+/// CommunicationError the first live rank of the host.
 int exit_code_of(int local_rank, int world_size, const std::function<int()>& body);
 
 namespace detail {

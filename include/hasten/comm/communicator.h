@@ -196,10 +196,10 @@ class Communicator {
   /// Collective.
   virtual std::shared_ptr<Communicator> duplicate(const CommunicatorOptions& options) = 0;
 
-  /// Creates a group of some ranks of this one. `ranks` is ascending and includes this rank; its
-  /// rank i is ranks[i] of this group. Errors use the ranks of the world. Disjoint groups may have
-  /// the same name. Collective over `ranks`: each of them calls it with the same list. Throws
-  /// InputError if the list is not ascending, out of range or without this rank.
+  /// Creates a group of some ranks of this one. `ranks` is ascending and includes this rank. Rank i
+  /// of the new group is ranks[i] of this one. Errors use the ranks of the world. Groups of
+  /// different ranks may have the same name. Collective over `ranks`: each of them passes the same
+  /// list. Throws InputError if the list is not ascending, out of range or without this rank.
   virtual std::shared_ptr<Communicator> new_group(const std::vector<int>& ranks,
                                                   const CommunicatorOptions& options) = 0;
 

@@ -70,8 +70,8 @@ struct LaunchOptions {
   /// killed. A rank held by a debugger does not count, and neither does the time for which the
   /// launcher itself is stopped (Ctrl-Z). Milliseconds.
   std::chrono::milliseconds heartbeat_timeout = default_heartbeat_timeout();
-  /// Time from the first failure to SIGTERM for the other ranks. They can report the error they
-  /// saw in it. Milliseconds.
+  /// Time from the first failure to SIGTERM for the other ranks, in which they can report their
+  /// own errors. Milliseconds.
   std::chrono::milliseconds settle{3'000};
   /// Time from that SIGTERM to SIGKILL. Milliseconds.
   std::chrono::milliseconds grace{5'000};
