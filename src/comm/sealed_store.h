@@ -29,7 +29,7 @@ class SealedStore final : public c10d::PrefixStore {
     return opened(key, PrefixStore::get(key));
   }
   std::vector<std::vector<uint8_t>> multiGet(const std::vector<std::string>& keys) override;
-  /// Without the extended API Gloo does not append, which a hash cannot follow.
+  /// Without the extended API Gloo neither appends, which a hash cannot follow, nor uses multiSet.
   bool hasExtendedApi() const override { return false; }
 
  private:
