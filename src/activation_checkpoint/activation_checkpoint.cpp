@@ -108,7 +108,7 @@ EarlyStopGuard::EarlyStopGuard(bool early_stop) : before_(detail::early_stop_ove
 EarlyStopGuard::~EarlyStopGuard() { detail::early_stop_override() = before_; }
 
 SharedRecompute::SharedRecompute() {
-  // Negative, so that it is no backward call's number.
+  // Negative ids differ from the ids of backward calls.
   static std::atomic<int64_t> last{-1};
   regions_ = detail::shared_regions();
   detail::shared_regions() = std::make_shared<detail::SharedRegions>();

@@ -33,7 +33,7 @@ RegionForward block_part(const std::shared_ptr<torch::nn::Module>& block, Forwar
   };
 }
 
-// Each block for itself: all, one in k, or by operators.
+// Handles each block separately: all blocks, one in K, or by operators.
 class ModeHandler final : public BlockHandler {
  public:
   explicit ModeHandler(const GradientCheckpointingOptions& options) : options_(options) {
@@ -55,7 +55,7 @@ class ModeHandler final : public BlockHandler {
   }
 
  private:
-  // By the order in which blocks were first called.
+  // Index in the order of the first calls.
   int64_t index_of(const torch::nn::Module* block) {
     const std::lock_guard<std::mutex> lock(mutex_);
     return indices_.try_emplace(block, static_cast<int64_t>(indices_.size())).first->second;
@@ -88,14 +88,14 @@ class HandlerLink final : public BlockInterceptor {
   std::string name_;
 };
 
-// Entries [first, last) of a Sequential, called as one block. It stands in the
-// place of the first; the others' places are taken by modules that hand on.
+// Entries [first, last) of a Sequential, called as one block. It replaces the first entry. Modules
+// that return their input replace the others.
 class SequentialPart final : public torch::nn::Module {
  public:
   explicit SequentialPart(std::vector<torch::nn::AnyModule> entries)
       : entries_(std::move(entries)) {}
   at::Tensor forward(at::Tensor x) {
-    // Called through the registry by the identity of the first entry.
+    // The registry finds the block by the identity of the first entry.
     const auto chain = find_block_chain(entries_[0].ptr().get());
     Forward run = [this](std::vector<at::Tensor> inputs) {
       at::Tensor y = std::move(inputs[0]);
@@ -121,8 +121,8 @@ struct HandOnImpl : torch::nn::Module {
   at::Tensor forward(at::Tensor x) { return x; }
 };
 
-// Lengths of a Sequential's parts: modules with children alone, runs of others in
-// ceil(sqrt(n)) parts.
+// Lengths of a Sequential's parts: a module with children is a part of its own; n consecutive
+// others form ceil(sqrt(n)) parts.
 static std::vector<size_t> part_lengths(torch::nn::SequentialImpl& container) {
   std::vector<size_t> lengths;
   size_t leaves = 0;
@@ -148,7 +148,7 @@ static std::vector<size_t> part_lengths(torch::nn::SequentialImpl& container) {
   return lengths;
 }
 
-// Wraps the container's entries; what puts them back.
+// Wraps the container's entries. Returns a function that restores them.
 static std::function<void()> wrap_sequential(
     const std::shared_ptr<torch::nn::SequentialImpl>& container) {
   std::vector<torch::nn::AnyModule> before(container->begin(), container->end());
@@ -173,7 +173,7 @@ static std::function<void()> wrap_sequential(
 BlockAttachments::BlockAttachments(const std::shared_ptr<torch::nn::Module>& model,
                                    std::shared_ptr<BlockHandler> handler) {
   std::vector<std::shared_ptr<torch::nn::SequentialImpl>> containers;
-  std::unordered_set<const torch::nn::Module*> seen; // shared ones come twice
+  std::unordered_set<const torch::nn::Module*> seen; // shared modules occur twice
   for (const auto& entry : model->named_modules()) {
     const auto& module = entry.value();
     if (!seen.insert(module.get()).second) {
@@ -196,7 +196,7 @@ BlockAttachments::~BlockAttachments() {
   }
 }
 
-// Which models are enabled. Leaked: used in static destructors at worst.
+// The enabled models. Leaked, because static destructors may still use it.
 struct EnabledModels {
   struct Entry {
     std::weak_ptr<torch::nn::Module> model;
@@ -211,7 +211,7 @@ static EnabledModels& enabled_models() {
   return *models;
 }
 
-// The model's entry is gone, and those of models that died.
+// Removes the model's entry, and those of models that no longer exist.
 static void drop_attachments(const torch::nn::Module* model) {
   EnabledModels& models = enabled_models();
   const std::lock_guard<std::mutex> lock(models.mutex);

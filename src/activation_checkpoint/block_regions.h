@@ -1,4 +1,4 @@
-// What gradient_checkpointing_enable attaches to blocks.
+// Block handlers that gradient_checkpointing_enable attaches.
 #pragma once
 
 #include <atomic>
@@ -16,7 +16,7 @@
 
 namespace hasten::detail {
 
-/// Whether this thread is inside a block: blocks in there are part of it.
+/// Marks that this thread is inside a block. Blocks inside it belong to it.
 class InsideBlock {
  public:
   InsideBlock();
@@ -26,11 +26,11 @@ class InsideBlock {
   static bool now();
 };
 
-/// Runs `forward` as a part of its block; from its second call on, whoever is
-/// outside the checkpoint is told.
+/// Runs `forward` as a part of its block. From its second call on, a RecomputeNotice reports the
+/// recomputation.
 RegionForward block_part(const std::shared_ptr<torch::nn::Module>& block, Forward forward);
 
-/// Decides what happens to a block's call; one for all blocks of a model.
+/// Decides how to run a block's call; one handler for all blocks of a model.
 class BlockHandler {
  public:
   std::atomic<bool> called{false};
@@ -41,14 +41,14 @@ class BlockHandler {
                                        const Forward& forward) = 0;
 };
 
-/// By the words of GradientCheckpointing, each block for itself.
+/// Handles each block separately, by the mode of GradientCheckpointing.
 std::shared_ptr<BlockHandler> make_mode_handler(const GradientCheckpointingOptions& options);
-/// By a plan over the blocks of these names.
+/// Follows a plan for the blocks with these names.
 std::shared_ptr<BlockHandler> make_plan_handler(std::shared_ptr<const ActivationPlan> plan,
                                                 const ActivationCheckpointOptions& options);
 
-/// To every module of a model while it lives: those that are called through
-/// call_block are its blocks.
+/// Attaches a handler to every module of a model while it lives. The modules that are called
+/// through call_block are its blocks.
 class BlockAttachments {
  public:
   BlockAttachments(const std::shared_ptr<torch::nn::Module>& model,
@@ -59,14 +59,14 @@ class BlockAttachments {
 
  private:
   std::vector<BlockAttachment> attachments_{};
-  std::vector<std::function<void()>> unwrap_{}; // of Sequentials
+  std::vector<std::function<void()>> unwrap_{}; // restore the Sequentials
 };
 
-/// What is attached to the model; null where nothing is.
+/// The handler that is attached to the model, or null.
 std::shared_ptr<BlockHandler> attached_handler(const std::shared_ptr<torch::nn::Module>& model);
 
-/// Gradients of zeros in the place of what is there while it lives, so that measuring
-/// neither counts nor changes them; buffers and random state are put back too.
+/// While it lives, all gradients are zeros, so that a measurement neither counts nor changes the
+/// real ones. Its destructor restores gradients, buffers and random state.
 class Untouched {
  public:
   explicit Untouched(const torch::nn::Module& model);
@@ -80,7 +80,7 @@ class Untouched {
   RandomState random_{};
 };
 
-/// In the place of what was attached to the model before.
+/// Attaches a handler to the model and replaces an earlier one.
 void attach_handler(const std::shared_ptr<torch::nn::Module>& model,
                     std::shared_ptr<BlockHandler> handler);
 

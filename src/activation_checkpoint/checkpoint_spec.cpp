@@ -23,7 +23,7 @@ constexpr std::array<ByteUnit, 11> kByteUnits{{
     {"MB", 1e6},
     {"GB", 1e9},
     {"B", 1.0},
-    {"K", 1024.0}, // a letter alone as in ulimits and control groups
+    {"K", 1024.0}, // a single letter is a power of 1024, as in ulimit and control groups
     {"M", 1024.0 * 1024},
     {"G", 1024.0 * 1024 * 1024},
 }};
@@ -32,7 +32,7 @@ static bool ends_with_word(std::string_view text, std::string_view end) {
   return text.size() > end.size() && text.substr(text.size() - end.size()) == end;
 }
 
-/// A number above 0 that is the whole text; 0 otherwise.
+/// The number if the whole text is a number above 0, else 0.
 static double positive_number(std::string_view text) {
   double value = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);

@@ -20,8 +20,8 @@ class HookEngine final : public torch::autograd::Engine {
   }
 };
 
-// Leaked: threads of graphs may outlive static destructors, and an engine that
-// dies stops them.
+// Leaked, because an engine's destructor stops its threads, and these may outlive static
+// destructors.
 static torch::autograd::Engine& hook_engine() {
   static auto* engine = new HookEngine;
   return *engine;

@@ -1,6 +1,6 @@
-// LibTorch has saved-tensor hooks, but its stack of default hooks holds Python
-// objects. Every SavedVariable asks the engine for its default hooks through a
-// virtual function: an engine of ours answers from a stack of this thread.
+// LibTorch has saved-tensor hooks, but its stack of default hooks has Python objects. Every
+// SavedVariable asks the engine for its default hooks through a virtual function. hasten's engine
+// answers from a stack of its own, one per thread.
 #pragma once
 
 #include <torch/csrc/autograd/saved_variable_hooks.h>
@@ -9,18 +9,18 @@
 
 namespace hasten::detail {
 
-/// Makes the hooks of each tensor that is saved while it is on top of the stack.
+/// Makes the hooks of each tensor that is saved while the factory is on top of the stack.
 class SavedHookFactory {
  public:
   virtual ~SavedHookFactory() = default;
   virtual std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks() = 0;
-  /// Called where nothing is half done, so that the code which saves may be left.
+  /// Called where no operation is half done, so that it may throw.
   virtual void between_operators() {}
-  /// Whether it is a region's: what is saved comes back by a recomputation.
+  /// Whether it belongs to a region, so that a recomputation restores saved tensors.
   virtual bool recomputes() const { return false; }
 };
 
-/// On top of this thread's stack while it lives; null: tensors are saved plainly.
+/// Puts a factory on top of this thread's stack while it lives. null: no hooks.
 class HookScope {
  public:
   explicit HookScope(SavedHookFactory* factory);
@@ -32,11 +32,11 @@ class HookScope {
   SavedHookFactory* before_;
 };
 
-/// What is on top of this thread's stack.
+/// The factory on top of this thread's stack.
 SavedHookFactory* current_hook_factory();
 
-/// Puts our engine in place at the first call. False where another engine than
-/// torch's own is there, or took its place since. 5 ns.
+/// The first call installs hasten's engine. Returns false if an engine other than torch's was
+/// installed before or since. Cost: 5 ns.
 bool hook_engine_installed();
 
 } // namespace hasten::detail

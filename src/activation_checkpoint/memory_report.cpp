@@ -14,7 +14,7 @@ namespace hasten {
 
 namespace detail {
 
-// A step cut into stretches between events; each stretch has a peak and a name.
+// Divides a step into intervals between events. Each interval has a peak and a name.
 class MeterHandler final : public BlockHandler {
  public:
   explicit MeterHandler(std::shared_ptr<BlockHandler> inner) : inner_(std::move(inner)) {}
@@ -71,7 +71,7 @@ class MeterHandler final : public BlockHandler {
 
   std::shared_ptr<BlockHandler> inner_;
   int64_t level_ = 0;
-  int64_t derived_ = -1; // the block whose backward goes on
+  int64_t derived_ = -1; // the block whose backward is running
 };
 
 } // namespace detail

@@ -23,7 +23,7 @@ namespace detail {
 
 constexpr int64_t kOffloadPage = 4096;
 
-// A file without a name, in pieces of whole pages that are used again.
+// A file without a name. Its pieces are whole pages and are reused.
 class OffloadFile : public std::enable_shared_from_this<OffloadFile> {
  public:
   explicit OffloadFile(const std::filesystem::path& folder) {
@@ -40,7 +40,7 @@ class OffloadFile : public std::enable_shared_from_this<OffloadFile> {
   OffloadFile& operator=(const OffloadFile&) = delete;
   ~OffloadFile() { ::close(fd_); }
 
-  /// Writes `bytes` from `data` to a piece; its place.
+  /// Writes `bytes` from `data` to a piece. Returns its offset.
   int64_t write(const void* data, int64_t bytes) {
     const int64_t place = take(pages(bytes));
     const auto* from = static_cast<const char*>(data);
@@ -60,7 +60,7 @@ class OffloadFile : public std::enable_shared_from_this<OffloadFile> {
     return place;
   }
 
-  /// Memory that reads the piece; writes to it stay private.
+  /// Maps the piece into memory; writes to this memory stay private.
   void* map(int64_t place, int64_t bytes) const {
     void* memory = ::mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE,
                           fd_, place);
@@ -105,7 +105,7 @@ class OffloadFile : public std::enable_shared_from_this<OffloadFile> {
   int64_t end_ = 0;
 };
 
-// A storage that was written.
+// A storage that is in the file.
 struct OffloadedStorage {
   OffloadedStorage(std::shared_ptr<OffloadFile> file_in, const void* data, int64_t bytes_in)
       : file(std::move(file_in)), bytes(bytes_in), place(file->write(data, bytes_in)) {}
@@ -118,7 +118,7 @@ struct OffloadedStorage {
   int64_t place;
 };
 
-// What a thread has written while its graph is made.
+// The storages that a thread has written while it makes a graph.
 class OffloadFactory final : public SavedHookFactory {
  public:
   explicit OffloadFactory(const SavedTensorOffloadOptions& options)
@@ -142,7 +142,7 @@ class OffloadFactory final : public SavedHookFactory {
     const auto version = tensor.is_inference() ? 0 : tensor._version();
     Written& known = written_[storage.unsafeGetStorageImpl()];
     auto alive = known.written.lock();
-    // The entry is of this storage while that lives: addresses are used again.
+    // The entry is valid only while its storage lives, because addresses are reused.
     if (alive && !known.storage.expired() && known.version == version) {
       return alive;
     }
@@ -177,7 +177,7 @@ class OffloadHook final : public torch::autograd::SavedVariableHooks {
     sizes_ = tensor.sizes().vec();
     strides_ = tensor.strides().vec();
     offset_ = tensor.storage_offset();
-    factory_ = nullptr; // which may be gone by backward
+    factory_ = nullptr; // it may not exist any more in backward
   }
   at::Tensor call_unpack_hook() override {
     if (!written_) {

@@ -79,13 +79,13 @@ std::shared_ptr<const OpPolicy> OpPolicy::keep_by_cost(const std::vector<OpCost>
 
 namespace detail {
 
-// Seconds and new bytes of each operator that makes something.
+// Measures seconds and new bytes of each operator that makes a result.
 class OpStopwatch final : public OpObserver {
  public:
   void pass(const OpPassing& passing) override {
     const OpInfo& info = op_info(passing.op);
     const auto start = std::chrono::steady_clock::now();
-    writes_.pass(passing, [&] { passing.run(); }); // statistics stay
+    writes_.pass(passing, [&] { passing.run(); }); // BatchNorm's statistics do not change
     const std::chrono::duration<double> time = std::chrono::steady_clock::now() - start;
     if (info.ignored) {
       return;

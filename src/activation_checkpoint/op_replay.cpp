@@ -19,8 +19,8 @@ static at::Tensor written_tensor(const OpPassing& passing, size_t argument) {
   return value.isTensor() ? value.toTensor() : at::Tensor();
 }
 
-// A tensor of the same memory and version counter without the graph that the
-// original is about to become part of.
+// A tensor with the same memory and version counter, but without the graph that the original is
+// about to join.
 static c10::IValue bare_value(const c10::IValue& value) {
   if (value.isTensor() && value.toTensor().defined()) {
     return value.toTensor().tensor_data();
@@ -59,7 +59,7 @@ KeptCall* OpRecorder::kept(const Held& held) {
   return it == calls.end() ? nullptr : &*it;
 }
 
-// What a kept value has gone through is known: its version is final.
+// From here on the kept value absorbs no more changes, so its version is final.
 void OpRecorder::seal() {
   if (open_) {
     KeptCall* call = kept(held_.back());
@@ -76,8 +76,8 @@ void OpRecorder::run(const OpPassing& passing) {
   }
 }
 
-// Before an operator runs. `own`: it is one of this region's own operators, which a
-// recomputation can leave out.
+// Called before an operator runs. `own`: the operator belongs to this region, so a recomputation
+// can skip it.
 void OpRecorder::watch(const OpPassing& passing, const OpInfo& info, bool own) {
   for (const size_t argument : info.writes) {
     const at::Tensor target = written_tensor(passing, argument);
@@ -133,7 +133,7 @@ void OpRecorder::pass(const OpPassing& passing) {
 void OpRecorder::keep(const OpPassing& passing, const OpInfo& info, size_t index) {
   const size_t count = passing.op.schema().returns().size();
   if (!info.fresh || !info.writes.empty() || count == 0) {
-    return; // a view costs nothing, and a change in place has no result to keep
+    return; // a view costs nothing, and an in-place operator has no result to keep
   }
   const size_t first = passing.stack.size() - count;
   if (!passing.stack[first].isTensor()) {
@@ -204,7 +204,7 @@ void OpReplayer::pass(const OpPassing& passing) {
   writes_.pass(passing, [&] { passing.run(); });
 }
 
-// A change that the kept value holds already.
+// Skips an in-place operator whose effect the kept value already has.
 bool OpReplayer::skip_write(const OpPassing& passing, const OpInfo& info) {
   if (info.writes.size() != 1 || replayed_.empty()) {
     return false;

@@ -1,5 +1,5 @@
-// Keeping operators' results in forward and handing them out in recomputation; and
-// the list of operators' names for messages.
+// Keeps operators' results in forward and returns them in recomputations. Also records operators'
+// names for messages.
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -18,74 +18,72 @@
 
 namespace hasten::detail {
 
-/// Ends a recomputation. Not a std::exception, so that code which catches those
-/// lets it through.
+/// Ends a recomputation. Not derived from std::exception, so that code which catches those does not
+/// catch it.
 struct StopRecompute {};
 
-/// Where a recomputation may end.
+/// Where a recomputation may stop.
 ///
 /// Note [Where a recomputation ends]
-/// Not in the hook that sees the last tensor: a custom function that is left while
-/// it saves its own output keeps that output for ever, each owning the other. Nor
-/// inside a backward that the region itself runs: the engine knows std::exceptions
-/// alone. So the end is before the next operator's kernel, which is as early (what
-/// an operator needs of its arguments is saved before it runs), or before a region
-/// inside the region begins.
+/// It cannot stop in the hook that gets the last tensor: a custom function that throws while it
+/// saves its own output keeps that output forever, because each owns the other. It cannot stop
+/// inside a backward that the region itself runs, because the engine only handles std::exception.
+/// So it stops before the next operator's kernel, or before a nested region begins. That is as
+/// early, because an operator saves its arguments before it runs.
 struct EarlyStop {
   int task = -1; // the backward call that the recomputation serves
-  bool reached = false; // the last tensor is there
+  bool reached = false; // the last tensor was saved
 
-  /// Throws StopRecompute where that is so.
+  /// Throws StopRecompute if reached in that backward call.
   void look() const;
 };
 
-/// A result that is kept.
+/// A kept result.
 ///
 /// Note [Results kept inside another region]
-/// They are saved tensors of the region around, as the inner region's inputs are:
-/// its forward keeps nothing, and its recomputation makes them again. Kept here
-/// they would outlive the forward that the outer region exists to forget.
+/// They are saved tensors of the outer region, as the inner region's inputs are: the outer forward
+/// keeps nothing, and its recomputation makes them again. If the inner region kept them, they would
+/// stay in memory although the outer region exists to avoid that.
 struct KeptCall {
-  size_t index = 0; // which call of its operator
-  size_t order = 0; // among all kept ones of the region
-  /// Or, inside another region, what has them.
+  size_t index = 0; // index among the calls of its operator
+  size_t order = 0; // index among all kept calls of the region
+  /// `saved` replaces `results` inside another region.
   std::vector<c10::IValue> results{};
   std::vector<std::unique_ptr<torch::autograd::SavedVariableHooks>> saved{};
   c10::VariableVersion counter{}; // of the first result
   std::optional<CpuRandomState> random_after{};
-  // In-place operators that the value has gone through, and the version after.
+  // In-place operators that the value includes, and the version after them.
   int absorbed = 0;
   uint32_t version = 0;
-  bool taken = false; // handed out, and the graph was not retained
+  bool taken = false; // returned already, and the graph was not retained
 };
 
-/// What a region's forward left of its operators.
+/// The operators of a region's forward.
 struct OpStore {
   struct Calls {
     size_t count = 0;
     std::vector<KeptCall> kept{}; // by rising index
   };
   std::unordered_map<const c10::FunctionSchema*, Calls> calls{};
-  std::vector<std::string> names{}; // all, in order; of debug alone
-  size_t kept = 0; // ever
-  size_t needed = 0; // of these, before the last tensor that was saved
+  std::vector<std::string> names{}; // all names, in order; only with debug
+  size_t kept = 0; // number of kept calls so far
+  size_t needed = 0; // those before the last saved tensor
 
-  /// Drops what a recomputation that stops early does not reach: the product that
-  /// ends a block is seldom needed again.
+  /// Drops results that a recomputation with early stop does not reach. The product at the end of a
+  /// block is rarely needed again.
   void drop_unreached();
 };
 
-/// In forward: runs operators, and keeps what the policy says.
+/// In forward: runs operators and keeps the results that the policy selects.
 ///
-/// A kept value that is changed in place is still right where the change follows at
-/// once, views aside: linear() of 3-d inputs is a product and an addition to its
-/// result. Then the value holds both, and recomputation skips both. Any other change
-/// inside the region means that the call is not kept after all; one after the region
-/// is found by the version counter.
+/// A kept value that is changed in place stays valid if the change is the next operator, views
+/// aside: linear() of 3-d inputs is a product and an in-place addition. Then the value includes
+/// both, and recomputation skips both. After any other change inside the region the call is not
+/// kept. The version counter shows a change after the region.
 class OpRecorder final : public OpObserver {
  public:
-  /// `policy` may be null; `names`: remember them; `around`: who saves results in
-  /// place of `store`, or null.
+  /// `policy` may be null. `names`: record names. `around`: saves results instead of `store`; may
+  /// be null.
   OpRecorder(std::shared_ptr<const OpPolicy> policy, std::shared_ptr<OpStore> store, bool names,
              SavedHookFactory* around);
   ~OpRecorder() override { seal(); }
@@ -93,7 +91,7 @@ class OpRecorder final : public OpObserver {
   WriteGuard* writes() const { return writes_; }
 
  private:
-  struct Held { // a kept call, by the storage of its first result, not owned
+  struct Held { // a kept call, identified by the storage of its first result (weak)
     c10::weak_intrusive_ptr<c10::StorageImpl> storage;
     const c10::FunctionSchema* op;
     size_t index;
@@ -109,23 +107,23 @@ class OpRecorder final : public OpObserver {
   std::shared_ptr<OpStore> store_;
   bool names_;
   SavedHookFactory* around_;
-  OpRecorder* outer_ = nullptr; // of a region around this one
-  WriteGuard* writes_ = nullptr; // of a recomputation around this one
+  OpRecorder* outer_ = nullptr; // recorder of the region around this one
+  WriteGuard* writes_ = nullptr; // guard of the recomputation around this one
   std::vector<Held> held_{};
-  bool open_ = false; // the last of held_ may absorb
+  bool open_ = false; // the last of held_ may still absorb changes
 };
 
-/// In recomputation: hands out what was kept, runs the rest, and writes nothing
-/// outside.
+/// In recomputation: returns kept results, runs the other operators, and does not write to existing
+/// tensors.
 class OpReplayer final : public OpObserver {
  public:
-  /// `store` may be null; `keeps_graph`: results are wanted again later; `stop`:
-  /// looked at before each operator.
+  /// `store` may be null. `keeps_graph`: results are needed again later. `stop` is checked before
+  /// each operator.
   OpReplayer(std::shared_ptr<OpStore> store, bool keeps_graph, const EarlyStop* stop = nullptr);
   void pass(const OpPassing& passing) override;
   WriteGuard* writes() { return &writes_; }
-  /// "operator 12 is aten::relu, in forward it was aten::sigmoid"; empty where
-  /// names were not remembered or are the same so far.
+  /// "operator 12 is aten::relu, in forward it was aten::sigmoid". Empty if names were not recorded
+  /// or are equal so far.
   std::string difference() const;
 
  private:

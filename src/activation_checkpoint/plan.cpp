@@ -1,4 +1,4 @@
-// Plans as values: their cost, files, tables and pictures.
+// Plans: their cost, files, tables and plots.
 #include <algorithm>
 #include <cmath>
 #include <iomanip>
@@ -15,7 +15,7 @@ namespace hasten {
 
 namespace detail {
 
-// Walks a plan as a step does and notes bytes and seconds.
+// Simulates a step under a plan and adds up bytes and seconds.
 class PlanWalk {
  public:
   PlanWalk(const ChainProfile& profile, const std::vector<PlanRegion>& regions)
@@ -36,7 +36,7 @@ class PlanWalk {
   const BlockProfile& at(int64_t i) const { return profile_.blocks[static_cast<size_t>(i)]; }
   void note(int64_t bytes) { peak_ = std::max(peak_, bytes); }
 
-  // The outermost region that begins at `block` and is not one of the first `skip`.
+  // The outermost region that begins at `block`, without the first `skip` regions.
   int64_t region_at(int64_t block, int64_t last, size_t skip) const {
     for (size_t i = skip; i < regions_.size(); ++i) {
       if (regions_[i].first == block && regions_[i].last <= last) {
@@ -46,8 +46,8 @@ class PlanWalk {
     return -1;
   }
 
-  // Blocks [first, last) under regions from number `skip` on; in a recomputation the
-  // last block's time is counted to where it stops.
+  // Runs blocks [first, last) under the regions from index `skip` on. In a recomputation the last
+  // block counts only up to the point where it stops.
   void forward(int64_t first, int64_t last, size_t skip, bool again) {
     const int64_t gradient = again ? at(last - 1).output_bytes : 0;
     for (int64_t block = first; block < last;) {
@@ -80,7 +80,7 @@ class PlanWalk {
   }
 
   void backward(int64_t first, int64_t last, size_t skip, bool again) {
-    // Items from the last to the first, as forward met them.
+    // The items in the order of forward; backward goes from the last to the first.
     std::vector<std::pair<int64_t, int64_t>> items; // block, region or -1
     for (int64_t block = first; block < last;) {
       const int64_t found = region_at(block, last, skip);
@@ -91,7 +91,7 @@ class PlanWalk {
       const auto [block, found] = *item;
       if (found < 0) {
         const BlockProfile& b = at(block);
-        if (!again || block + 1 != last) { // else noted with its recomputation
+        if (!again || block + 1 != last) { // else counted with its recomputation
           note(used_ + b.output_bytes + b.backward_extra + b.unit_bytes);
         }
         used_ -= b.saved_bytes;
@@ -106,7 +106,7 @@ class PlanWalk {
         seconds_ += end.backward_seconds + end.ops_recompute_seconds;
         continue;
       }
-      // Its output has been used; the gradient of it stays.
+      // Its output is no longer needed; the output's gradient stays.
       used_ -= end.output_bytes;
       if (region.last - region.first > 1) {
         for (int64_t i = region.first; i < region.last; ++i) {
@@ -325,8 +325,8 @@ std::string pareto_svg(const ChainProfile& profile,
         << y(plan->predicted_seconds) << "\"/>\n";
   }
   for (const Point& point : others) {
-    // The curve falls: right of a point there is room, but at the right end, where it is
-    // flat and the room is above.
+    // Labels go to the right of a point, where the falling curve leaves space. Near the right end
+    // the curve is flat, so they go above it.
     const double at = x(point.cost.peak_bytes);
     const bool right = at < 345;
     svg << R"(<circle r="4" fill="firebrick" cx=")" << at << R"(" cy=")" << y(point.cost.seconds)

@@ -1,4 +1,4 @@
-// What the solver and the walk over a plan count alike, and what a step takes.
+// Cost functions that the solver and the simulation of a plan share.
 #pragma once
 
 #include <algorithm>
@@ -7,7 +7,7 @@
 
 namespace hasten::detail {
 
-/// Of a block at the end of a recomputation, and of its backward.
+/// Peak of a block at the end of a recomputation, with its backward.
 inline int64_t alone_bytes(const BlockProfile& block) {
   return block.unit_bytes + (block.recompute_peak > 0
                                  ? block.recompute_peak
@@ -15,7 +15,7 @@ inline int64_t alone_bytes(const BlockProfile& block) {
                                        std::max(block.forward_extra, block.backward_extra));
 }
 
-/// Of one forward and backward; as observe_peak, which is its first.
+/// Cost of one forward and backward. observe_peak() returns its peak.
 struct StepCost {
   int64_t peak_bytes = 0;
   double seconds = 0;

@@ -1,19 +1,16 @@
-// Regions over several blocks of a model whose loop over blocks is its own.
+// Regions over several blocks of a model that has its own loop over blocks.
 //
 // Note [Regions over several calls]
-// The loop calls block after block; nobody hands us the piece of it that a region
-// covers. But each call hands over a Forward that may be run again at any time, and
-// a tensor is the same object where it leaves one block and where it enters the
-// next. So the calls of a pass are written down as a program: steps, with numbers
-// for the tensors that go in and out. A region is a range of steps: its first call
-// opens it, further calls run under its hooks, its last call closes it, and its
-// recomputation runs the range from the program, as if it were a loop of ours.
-// What the model does between blocks is not run again: a tensor made there is an
-// input of the region like any other and stays in memory.
+// The model's loop calls block after block, so no single function covers a region. But each call
+// passes a Forward that can be run again at any time, and a tensor that leaves one block is the
+// same object when it enters the next. So the calls of a pass are recorded as a program: steps with
+// numbers for the tensors that go in and out. A region is a range of steps. Its first call opens
+// it, the following calls run under its hooks, and its last call closes it. Its recomputation runs
+// the range from the program. What the model computes between blocks is not run again: a tensor
+// from there is an input of the region and stays in memory.
 //
-// Both ways through a range must save the same tensors in the same order: inputs of
-// an inner region count as saved by the outer one, in the order in which the calls
-// first name them.
+// Forward and recomputation must save the same tensors in the same order. Inputs of an inner region
+// count as saved by the outer one, in the order in which the calls first use them.
 #include <ATen/SequenceNumber.h>
 #include <c10/util/intrusive_ptr.h>
 
@@ -33,9 +30,9 @@ constexpr int kNoTensor = -1;
 // One block's call.
 struct ProgramStep {
   RegionForward forward{};
-  std::vector<int> inputs{}; // values; kNoTensor where undefined
+  std::vector<int> inputs{}; // numbers of values; kNoTensor if undefined
   std::vector<int> outputs{};
-  std::optional<RandomState> random{}; // at its beginning, if it is to be kept
+  std::optional<RandomState> random{}; // at the start of the step, if preserve_rng_state
   AutocastState autocast{};
 
   void restore_random() const {
@@ -48,7 +45,7 @@ struct ProgramStep {
 // The calls of one pass through the model.
 struct Program {
   std::vector<ProgramStep> steps{};
-  std::vector<WeakTensor> values{}; // which tensors they were, while those live
+  std::vector<WeakTensor> values{}; // the tensor of each value, while it lives
 
   int value_of(const at::Tensor& tensor) {
     if (!tensor.defined()) {
@@ -64,7 +61,7 @@ struct Program {
     return static_cast<int>(values.size()) - 1;
   }
 
-  /// Values that steps [first, last) read and do not make, by first use.
+  /// Values that steps [first, last) read but do not make, in the order of first use.
   std::vector<int> externals(size_t first, size_t last) const {
     std::vector<int> found;
     std::vector<int> made;
@@ -98,8 +95,8 @@ struct StepRegion {
   ActivationCheckpointOptions options{};
 };
 
-// The range [first, last) run from the program: `given` are its externals. Returns
-// the values in `wanted`.
+// Runs the range [first, last) from the program. `given` are its externals. Returns the values in
+// `wanted`.
 static std::vector<at::Tensor> run_steps(const std::shared_ptr<const Program>& program,
                                          const std::vector<StepRegion>& inner, size_t first,
                                          size_t last, std::vector<at::Tensor> given,
@@ -142,7 +139,7 @@ static std::vector<at::Tensor> run_steps(const std::shared_ptr<const Program>& p
           }
         }
       }
-      std::vector<StepRegion> deeper; // those inside this one
+      std::vector<StepRegion> deeper; // regions inside this one
       std::copy_if(region + 1, inner.end(), std::back_inserter(deeper),
                    [&](const StepRegion& candidate) { return candidate.first < next; });
       program->steps[at].restore_random();
@@ -172,7 +169,7 @@ static std::vector<at::Tensor> run_steps(const std::shared_ptr<const Program>& p
   return results;
 }
 
-// One thread's way through the blocks.
+// One pass of a thread through the blocks.
 class PlanPass {
  public:
   PlanPass(std::shared_ptr<const ActivationPlan> plan, const ActivationCheckpointOptions& options)
@@ -199,7 +196,7 @@ class PlanPass {
     written.autocast = AutocastState::now(inputs);
     add_inputs(inputs, written.inputs);
     open_regions(index, step, inputs, written.inputs);
-    const RegionForward part = written.forward; // steps may move
+    const RegionForward part = written.forward; // the vector of steps may be reallocated
     std::vector<at::Tensor> outputs =
         open_.empty() ? part(std::move(inputs)) : run_innermost(part, std::move(inputs));
     for (const at::Tensor& output : outputs) {
@@ -219,19 +216,19 @@ class PlanPass {
     PlanRegion blocks;
     std::shared_ptr<Region> region;
     uint64_t first_node;
-    std::shared_ptr<size_t> last_step; // of its recomputation
-    std::vector<int> known{}; // values that it has or makes
+    std::shared_ptr<size_t> last_step; // end of its recomputation
+    std::vector<int> known{}; // values that are its inputs
   };
 
-  // What it keeps is saved under the hooks of the region around it.
+  // The region's kept results are saved under the hooks of the region around it.
   std::vector<at::Tensor> run_innermost(const RegionForward& part, std::vector<at::Tensor> inputs) {
     const size_t depth = open_.size() - 1;
     const HookScope under(depth == 0 ? current_hook_factory() : open_[depth - 1].region.get());
     return open_[depth].region->run_forward(part, std::move(inputs));
   }
 
-  // Inputs that the open regions do not know: from outermost to innermost, each
-  // saved under the hooks of the one around it.
+  // Saves inputs that the open regions do not have yet: from outermost to innermost, each under the
+  // hooks of the region around it.
   void add_inputs(const std::vector<at::Tensor>& inputs, const std::vector<int>& values) {
     for (size_t depth = 0; depth < open_.size(); ++depth) {
       OpenRegion& open = open_[depth];
@@ -247,7 +244,7 @@ class PlanPass {
         std::find(open.known.begin(), open.known.end(), value) != open.known.end()) {
       return;
     }
-    // A value made inside the region is known by its steps.
+    // A step of the region makes this value.
     const size_t first = open.blocks.first < first_block_
                              ? 0
                              : static_cast<size_t>(open.blocks.first - first_block_);
@@ -294,7 +291,7 @@ class PlanPass {
     for (const PlanRegion& other : plan_->regions) {
       const bool smaller = other.last - other.first < blocks.last - blocks.first;
       if (smaller && other.first >= blocks.first && other.last <= blocks.last) {
-        // Step 0 is the block that this pass began with.
+        // Step 0 is the block with which this pass began.
         const int64_t first = std::max<int64_t>(0, other.first - first_block_);
         const int64_t last = other.last - first_block_;
         if (last > 0) {
@@ -305,7 +302,7 @@ class PlanPass {
     }
     return [program = std::shared_ptr<const Program>(program_), inner, step,
             last_step](std::vector<at::Tensor> given) {
-      // The outputs are wanted by nobody: what is saved is what counts.
+      // No outputs are needed: the recomputation only has to save tensors.
       return run_steps(program, inner, step, *last_step, std::move(given), {});
     };
   }
@@ -351,7 +348,7 @@ class PlanHandler final : public BlockHandler {
                        "the model that was profiled", "profile this model and plan again");
     }
     if (!hook_engine_installed()) {
-      // Another's engine is in its place: each block for itself, reentrant.
+      // Another engine is installed: each block is a reentrant region of its own.
       const bool recomputed =
           std::any_of(plan_->regions.begin(), plan_->regions.end(), [&](const PlanRegion& region) {
             return region.first <= found->second && found->second < region.last;
@@ -359,14 +356,14 @@ class PlanHandler final : public BlockHandler {
       const RegionForward part = block_part(block, forward);
       return recomputed ? run_region(part, std::move(inputs), options_) : part(std::move(inputs));
     }
-    // Another pass begins where the calls do not go on in order.
+    // A call that does not continue the order starts another pass.
     std::shared_ptr<PlanPass> pass = take_pass();
     if (!pass || pass->next() != found->second || found->second == 0) {
       pass = std::make_shared<PlanPass>(plan_, options_);
     }
     std::vector<at::Tensor> outputs = pass->call(found->second, block, std::move(inputs), forward);
     if (!pass->done()) {
-      put_pass(std::move(pass)); // not after an exception
+      put_pass(std::move(pass)); // not reached after an exception
     }
     return outputs;
   }

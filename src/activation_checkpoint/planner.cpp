@@ -1,11 +1,11 @@
 // The dynamic programme over blocks and bytes.
 //
-// Stages 0 … n-1 are the blocks, stage n is what comes after them. T(s, t, m) is the
-// least time to run stages s … t forward and backward, with the input of s there and
-// not counted in m, the gradient of t's output counted, and m bytes free:
+// Stages 0 … n-1 are the blocks. Stage n is what follows them. T(s, t, m) is the least time to run
+// stages s … t forward and backward with m free bytes. m does not include the input of s, which is
+// in memory. It includes the gradient of t's output.
 //
-//   T(s, s, m)  = r_s + b_s           if fits; r_s, not f_s: a block is alone at the
-//                                     end of a recomputation, which stops early
+//   T(s, s, m)  = r_s + b_s           if it fits. r_s, not f_s: a single block is the end of a
+//                                     recomputation, which stops early
 //   T(n, n, m)  = 0                   if its peak fits
 //   T(s, t, m)  = min of
 //     keep      f_s + T(s+1, t, m - A_s) + b_s
@@ -13,9 +13,8 @@
 //     region    f_s + … + f_{k-1} + T(k, t, m - a_{k-1}) + T(s, k-1, m)
 //               over s < k <= t, plus the gathers of a region over several units
 //
-// with what each needs at its own worst moment. Sizes are rounded up to slots of
-// m / 500 or less, so what is found fits. The simple rules are candidates beside it,
-// since their sizes are not rounded.
+// if each peak fits into m. Sizes are rounded up to slots of m / 500 or less, so a plan that is
+// found fits. The simple plans are additional candidates, since their sizes are not rounded.
 #include "hasten/activation_checkpoint/planner.h"
 
 #include <algorithm>
@@ -32,7 +31,7 @@ namespace hasten {
 
 namespace detail {
 
-// Few blocks have more slots, as many as a table of this many cells allows.
+// Few blocks get more slots, as many as a table with this number of cells allows.
 constexpr int kLeastSlots = 500;
 constexpr int kMostSlots = 4000;
 constexpr int kCells = 2'000'000; // of 16 bytes
@@ -45,7 +44,7 @@ static int slots_for(const ChainProfile& profile) {
 
 class PlanSolver {
  public:
-  /// `bytes`: for the chain, beyond what is there when it begins.
+  /// `bytes` is the budget of the chain, without the memory in use when it begins.
   PlanSolver(const ChainProfile& profile, int64_t bytes, bool with_ops)
       : profile_(profile),
         blocks_(static_cast<int>(profile.blocks.size())),
@@ -63,9 +62,9 @@ class PlanSolver {
     solve();
   }
 
-  /// Of the whole chain with all the slots; kNever where it does not fit.
+  /// Time of the whole chain with all slots; kNever if it does not fit.
   double seconds() const { return time(0, blocks_, slots_); }
-  /// The least bytes that work; -1 where none of these do.
+  /// Smallest number of bytes that is enough; -1 if all slots are too few.
   int64_t least_bytes() const {
     for (int m = 0; m <= slots_; ++m) {
       if (time(0, blocks_, m) < kNever) {
@@ -84,7 +83,7 @@ class PlanSolver {
   }
 
  private:
-  // What is best at a place: 0 keep, -1 keep ops, k > s region [s, k).
+  // The best choice in a state: 0 keep, -1 keep ops, k > s region [s, k).
   struct Cell {
     double seconds = kNever;
     int choice = 0;
@@ -105,7 +104,7 @@ class PlanSolver {
   }
   double time(int s, int t, int m) const { return m < 0 ? kNever : cell(s, t, m).seconds; }
 
-  // Bytes of stage s's own worst moments; `t`'s gradient is there in forward.
+  // Peak of stage s itself, in slots. The gradient of t's output is in memory in forward.
   int need_keep(int s, int t) const {
     const BlockProfile& b = at(s);
     return in_slots(std::max(output_bytes(t) + b.saved_bytes + b.forward_extra + b.unit_bytes,
@@ -159,7 +158,7 @@ class PlanSolver {
     }
     double forward = 0;
     double gathers = 0;
-    int64_t peak = 0; // of the forward through the region so far
+    int64_t peak = 0; // of forward through the region so far
     for (int k = s + 1; k <= t; ++k) {
       const BlockProfile& last = at(k - 1);
       const int64_t input = k - 1 == s ? 0 : at(k - 2).output_bytes;
@@ -176,7 +175,7 @@ class PlanSolver {
 
   void trace(int s, int t, int m, std::vector<PlanRegion>& found) const {
     if (s == t) {
-      return; // kept, or what comes after
+      return; // a kept block, or stage n
     }
     const int choice = cell(s, t, m).choice;
     if (choice == kKeep) {
@@ -202,7 +201,7 @@ class PlanSolver {
   std::vector<std::vector<Cell>> table_{};
 };
 
-/// There whatever the plan is.
+/// Bytes that do not depend on the plan.
 static int64_t fixed_bytes(const ChainProfile& profile) {
   return profile.before_bytes + profile.after_left_bytes;
 }
@@ -216,9 +215,8 @@ static int64_t fixed_bytes(const ChainProfile& profile) {
                    "raise the budget, or reduce the batch size");
 }
 
-// The least bytes for the chain with which a plan was found, in finer and finer
-// slots: those of what the coarser ones found. Each is tried as it is, since other
-// bytes are rounded to other slots.
+// Smallest memory of the chain for which a plan was found. Each attempt uses finer slots, made from
+// the result of the coarser ones, and is verified, because other slots round differently.
 static int64_t least_chain(const ChainProfile& profile, bool with_ops) {
   int64_t chain = full_budget(profile) - fixed_bytes(profile);
   int64_t next = PlanSolver(profile, chain, with_ops).least_bytes();
@@ -240,7 +238,7 @@ static std::shared_ptr<const ActivationPlan> plan_within(const ChainProfile& pro
   if (chain <= 0 || profile.first_peak_bytes > budget) {
     refuse_budget(profile, budget, least_budget(profile));
   }
-  // The quickest of what the solver found and of the rules that fit.
+  // The fastest of the solver's plan and the simple plans that fit.
   const auto planned = [&](const PlanSolver& solver) {
     const auto blocks = static_cast<int64_t>(profile.blocks.size());
     auto best = make_plan(profile, solver.regions());
@@ -260,7 +258,7 @@ static std::shared_ptr<const ActivationPlan> plan_within(const ChainProfile& pro
   if (solver.seconds() < kNever) {
     return planned(solver);
   }
-  // More bytes may fit less well into their slots than the least do.
+  // Rounding to slots can make a larger budget fail where the smallest one works.
   const int64_t least = least_chain(profile, with_ops);
   if (least <= chain) {
     return planned(PlanSolver(profile, least, with_ops));
@@ -287,7 +285,7 @@ int64_t least_budget(const ChainProfile& profile) {
 
 int64_t full_budget(const ChainProfile& profile) {
   const auto blocks = static_cast<int64_t>(profile.blocks.size());
-  // Rounded up by the solver's slots, so that keeping everything is found.
+  // With the solver's rounding added, so that it finds the plan that keeps everything.
   const int64_t peak = plan_cost(profile, keep_all_regions(blocks)).peak_bytes;
   return peak + (blocks + 2) * (peak / detail::slots_for(profile) + 1);
 }
@@ -331,7 +329,7 @@ std::vector<std::shared_ptr<const ActivationPlan>> pareto_plans(const ChainProfi
 
 namespace detail {
 
-// Runs a step under a plan.
+// Runs a step with a plan and records its peak.
 static std::shared_ptr<const ActivationPlan> observed(
     const std::shared_ptr<torch::nn::Module>& model, const std::function<at::Tensor()>& loss,
     const ActivationPlan& plan, int64_t budget) {
@@ -343,9 +341,9 @@ static std::shared_ptr<const ActivationPlan> observed(
 }
 
 // Note [The budget that is planned for]
-// A profile's sizes add up to somewhat more or less than a step takes. So the budget
-// that is planned for goes up by what a step left of the real one, and down by what it
-// took too much, until the two are close or steps enough were run.
+// The sizes of a profile add up to slightly more or less than a step needs. So the budget for
+// planning increases by what a step left unused of the real budget, and decreases by what it used
+// too much, until both are close or enough steps were run.
 static std::shared_ptr<const ActivationPlan> best_observed(
     const std::shared_ptr<torch::nn::Module>& model, const std::function<at::Tensor()>& loss,
     const ChainProfile& profile, int64_t bytes) {
@@ -354,7 +352,7 @@ static std::shared_ptr<const ActivationPlan> best_observed(
   int64_t fits = 0;
   int64_t above = bytes + bytes / 5;
   int64_t planned = bytes;
-  // A budget that the plan misses is worth more steps than one that has room.
+  // While no plan fits, more steps are worth their time.
   for (int attempt = 0; attempt < (best ? 4 : 8); ++attempt) {
     std::shared_ptr<const ActivationPlan> plan;
     try {
@@ -366,7 +364,7 @@ static std::shared_ptr<const ActivationPlan> best_observed(
     const int64_t over = plan->observed_peak_bytes - bytes;
     if (over > 0) {
       above = planned;
-      planned -= over + close; // where that takes too much, halfway back
+      planned -= over + close; // if that is too much, the middle is next
     } else {
       fits = planned;
       best = plan;
@@ -387,14 +385,14 @@ static std::shared_ptr<const ActivationPlan> best_observed(
   return best;
 }
 
-// A simple rule may be as quick as the plan, or quicker: what the plan is built of are
-// measured times. Where they are close, steps of both in turn decide.
+// A simple plan may be as fast as the computed plan, or faster, because the plan depends on
+// measured times. If the predictions are close, steps of both in turn decide.
 static std::shared_ptr<const ActivationPlan> quicker_of(
     const std::shared_ptr<torch::nn::Module>& model, const std::function<at::Tensor()>& loss,
     int64_t bytes, std::shared_ptr<const ActivationPlan> best,
     const std::shared_ptr<const ActivationPlan>& rule) {
   constexpr double kClose = 1.05;
-  constexpr double kTie = 1.02; // what the same step differs by
+  constexpr double kTie = 1.02; // variation of equal steps
   constexpr int kTurns = 2;
   if (rule->predicted_seconds > kClose * best->predicted_seconds ||
       rule->predicted_peak_bytes > bytes + bytes / 4) {

@@ -1,5 +1,5 @@
-// Measuring blocks one by one, each in a small graph of its own, inside one forward
-// whose blocks keep nothing.
+// Measures blocks one by one, each in a small graph of its own, during one forward whose blocks
+// keep nothing.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/ones.h>
@@ -32,7 +32,7 @@ namespace detail {
 
 static int64_t live_now() { return memory_stats().live_bytes; }
 
-// Bytes and seconds since it began.
+// Bytes and seconds since its construction.
 class Probe {
  public:
   Probe() {
@@ -110,7 +110,7 @@ static std::string shapes_text(const torch::nn::Module& block,
   return text.str();
 }
 
-// One way of running a block, forward and backward.
+// Measurements of one way to run a block, forward and backward.
 struct BlockRun {
   double forward_seconds = std::numeric_limits<double>::infinity();
   double backward_seconds = std::numeric_limits<double>::infinity();
@@ -118,7 +118,7 @@ struct BlockRun {
   int64_t output_bytes = 0;
   int64_t kept_bytes = 0;
   int64_t forward_peak = 0;
-  int64_t backward_peak = 0; // beyond what is kept
+  int64_t backward_peak = 0; // minus what is kept
 
   void least(const BlockRun& other) {
     forward_seconds = std::min(forward_seconds, other.forward_seconds);
@@ -131,8 +131,8 @@ struct BlockRun {
   }
 };
 
-// Begins a backward with gradients of ones that nobody else holds, as between the
-// blocks of a step: they are freed as soon as they are used.
+// Starts a backward with gradients of ones that have no other owner, as between the blocks of a
+// step. So they are freed as soon as they are used.
 class Seeds : public torch::autograd::Function<Seeds> {
  public:
   using Context = torch::autograd::AutogradContext;
@@ -158,8 +158,8 @@ class Seeds : public torch::autograd::Function<Seeds> {
 };
 
 static BlockRun run_block_once(const RegionForward& run, const std::vector<at::Tensor>& given) {
-  // Nothing that was there before is written: buffers stay. Not in backward, where
-  // it would copy gradients that are added to.
+  // Forward does not write to existing tensors: buffers stay. Backward is outside its scope,
+  // because there it would copy gradients that are added to.
   OpReplayer observer(nullptr, false);
   std::vector<at::Tensor> inputs;
   for (const at::Tensor& tensor : given) {
@@ -200,7 +200,7 @@ static BlockRun run_block_once(const RegionForward& run, const std::vector<at::T
   return result;
 }
 
-// The least of this many turns counts; blocks of little time have more of them.
+// The shortest of the turns counts. Fast blocks get more turns.
 constexpr int kLeastTurns = 3;
 constexpr int kMostTurns = 12;
 constexpr double kSeconds = 0.05;
@@ -221,7 +221,7 @@ static BlockProfile measure_block(const std::vector<at::Tensor>& inputs,
   BlockRun ops;
   const CpuRandomState before = CpuRandomState::now();
   {
-    run_block_once(dropping, inputs); // the first meets cold memory and caches
+    run_block_once(dropping, inputs); // warm-up of memory and caches
     const Probe all;
     for (int turn = 0; turn < kLeastTurns || (turn < kMostTurns && all.seconds() < kSeconds);
          ++turn) {
@@ -273,7 +273,7 @@ class ProfileHandler final : public BlockHandler {
       profile.other_seconds += other_.seconds();
     }
     std::vector<at::Tensor> outputs = run_region(part, inputs, {});
-    // A block that gives less is another one: BERT's last makes one token.
+    // A block with a smaller output is measured separately: BERT's last block computes one token.
     const std::string kind = shapes + " ->" + tensors_text(outputs);
     auto known = known_.find(kind);
     if (known == known_.end()) {
@@ -287,13 +287,13 @@ class ProfileHandler final : public BlockHandler {
     return outputs;
   }
 
-  /// Before the model's forward.
+  /// Call it before the model's forward.
   void begin() {
     reset_peak_memory();
     level_ = live_now();
     other_ = Probe();
   }
-  /// After its backward.
+  /// Call it after its backward.
   void end() {
     if (first_derived_) {
       profile.first_peak_bytes = memory_stats().peak_bytes - level_;
@@ -304,7 +304,7 @@ class ProfileHandler final : public BlockHandler {
   ChainProfile profile{};
 
  private:
-  // When the gradient of the chain's input is there, all blocks are derived.
+  // When the input of the chain has its gradient, the backward of all blocks is done.
   void watch_first(const std::vector<at::Tensor>& inputs) {
     for (const at::Tensor& input : inputs) {
       if (input.defined() && input.requires_grad()) {
@@ -317,8 +317,8 @@ class ProfileHandler final : public BlockHandler {
     }
   }
 
-  // When the gradient of a block's output is there, what comes after it is
-  // derived; the last block's is the one that counts.
+  // When the output of a block has its gradient, the backward of what follows is done. The last
+  // block's output counts.
   void watch_last(const std::vector<at::Tensor>& outputs) {
     const int64_t after = live_now();
     const size_t blocks = profile.blocks.size();

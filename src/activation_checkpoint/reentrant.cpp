@@ -15,12 +15,12 @@
 
 namespace hasten::detail {
 
-// What its backward needs beside the saved tensors.
+// What backward needs in addition to the saved tensors.
 struct ReentrantCall : torch::CustomClassHolder {
   RegionForward forward{};
   std::optional<RandomState> random{};
   std::optional<AutocastState> autocast{};
-  std::vector<bool> derived{}; // inputs that want a gradient
+  std::vector<bool> derived{}; // whether each input requires a gradient
   OncePlace once{};
 };
 
@@ -29,12 +29,12 @@ class ReentrantRegion : public torch::autograd::Function<ReentrantRegion> {
   using Context = torch::autograd::AutogradContext;
   using Tensors = torch::autograd::variable_list;
 
-  // `anchor` wants a gradient, so that there is a node even where no input does.
+  // `anchor` requires a gradient, so that there is a node even if no input does.
   static Tensors forward(Context* context, const at::Tensor& anchor, at::TensorList inputs,
                          const c10::intrusive_ptr<ReentrantCall>& call) {
     static_cast<void>(anchor);
     context->save_for_backward(inputs.vec());
-    context->saved_data["call"] = c10::IValue::make_capsule(call); // owned as long as the node
+    context->saved_data["call"] = c10::IValue::make_capsule(call); // lives as long as the node
     std::optional<OnceScope> once;
     if (!once_place().store) {
       once.emplace(call->once);
@@ -72,11 +72,11 @@ class ReentrantRegion : public torch::autograd::Function<ReentrantRegion> {
       }
     }
     torch::autograd::backward(roots, seeds);
-    Tensors result{at::Tensor()}; // the anchor's
+    Tensors result{at::Tensor()}; // gradient of the anchor
     for (const at::Tensor& input : inputs) {
       result.push_back(input.defined() ? input.grad() : at::Tensor());
     }
-    result.emplace_back(); // the call's
+    result.emplace_back(); // gradient of the call
     return result;
   }
 

@@ -1,6 +1,5 @@
-// The older kind of checkpoint, for processes whose autograd engine belongs to
-// somebody else: forward runs without gradient, and backward runs it again and
-// calls backward inside backward.
+// Reentrant checkpoint, for processes with another autograd engine: forward runs without gradient;
+// backward runs it again and calls backward inside backward.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,7 +10,7 @@
 
 namespace hasten::detail {
 
-/// Warns once a process that it is used.
+/// Logs a warning once per process.
 std::vector<at::Tensor> run_reentrant(RegionForward forward, std::vector<at::Tensor> inputs,
                                       const ActivationCheckpointOptions& options);
 

@@ -25,7 +25,7 @@ std::string SavedShape::text() const {
   return text.str();
 }
 
-// The bits of four of a tensor's elements: a step moves them all.
+// Hash of four of a tensor's elements; an optimizer step changes all elements.
 static uint64_t sample_of(const at::Tensor& tensor) {
   if (!tensor.is_cpu() || tensor.layout() != at::kStrided || tensor.numel() == 0 ||
       !tensor.is_contiguous()) {
@@ -55,7 +55,7 @@ bool Unchanged::holds() const {
           sample_of(tensor) == sample);
 }
 
-// The hooks of a tensor that is saved in a region's forward: nothing is kept.
+// Hooks of a tensor that a region's forward saves: the tensor is not kept.
 class ForwardHook final : public torch::autograd::SavedVariableHooks {
  public:
   explicit ForwardHook(std::shared_ptr<Region> region) : region_(std::move(region)) {}
@@ -76,8 +76,8 @@ class ForwardHook final : public torch::autograd::SavedVariableHooks {
   bool packed_ = false;
 };
 
-// Those of a tensor that is saved in a recomputation. It goes to the region, and
-// stays here for code that derives inside the region.
+// Hooks of a tensor that a recomputation saves. The tensor goes to the region, and stays here for
+// code that runs backward inside the region.
 class RecomputeHook final : public torch::autograd::SavedVariableHooks {
  public:
   RecomputeHook(Region& region, Region::Recomputed& pass) : region_(region), pass_(pass) {}
@@ -88,7 +88,7 @@ class RecomputeHook final : public torch::autograd::SavedVariableHooks {
   at::Tensor call_unpack_hook() override { return kept_; }
 
  private:
-  // Used while packing alone, which the recomputation outlives.
+  // Only used while packing; the recomputation lives longer.
   Region& region_;
   Region::Recomputed& pass_;
   at::Tensor kept_{};
@@ -108,7 +108,7 @@ struct RecomputeFactory final : SavedHookFactory {
 
 Region::Region(ActivationCheckpointOptions options, const Region* parent)
     : options_(std::move(options)) {
-  // A region inside a region goes on with what run_once() kept for the outer one.
+  // A nested region continues the run_once() values of the outer one.
   once_ = once_place();
   if (!once_.store && parent != nullptr) {
     once_ = {parent->once_.store, parent->once_.store->values.size(), false};
@@ -164,8 +164,8 @@ std::vector<at::Tensor> Region::run_forward(const RegionForward& part,
   return part(std::move(inputs));
 }
 
-// Parameters are the leaves that the region's nodes lead to: nodes made before it
-// have smaller numbers. Numbers count by thread, and this one made them all.
+// Parameters are the leaves that the region's nodes lead to. Older nodes have smaller sequence
+// numbers: they count per thread, and this thread made all of them.
 static void add_parameters(const std::vector<at::Tensor>& outputs, uint64_t first_node,
                            std::vector<Unchanged>& parameters) {
   std::vector<torch::autograd::Node*> open;
@@ -252,7 +252,7 @@ void Region::require_unchanged() const {
   }
 }
 
-// Called with mutex_ held, by the thread that recomputes.
+// The recomputing thread calls it with mutex_ held.
 void Region::resave(Recomputed& pass, const at::Tensor& tensor) {
   const size_t index = pass.count++;
   if (index >= saved_.size()) {
@@ -260,7 +260,7 @@ void Region::resave(Recomputed& pass, const at::Tensor& tensor) {
       fail("more tensors are saved than the " + std::to_string(saved_.size()) + " of forward",
            "make the region depend only on its inputs");
     }
-    return; // code that derives inside the region saves as it goes
+    return; // code that runs backward inside the region also saves tensors
   }
   Saved& saved = saved_[index];
   if (options_.determinism_check == DeterminismCheck::metadata) {
@@ -287,7 +287,7 @@ void Region::run_again(Recomputed& pass, bool keeps_graph) {
   const StateScope<RandomState> random(random_);
   const StateScope<AutocastState> autocast(autocast_);
   const bool casts = autocast_ && autocast_->enabled();
-  struct FreshCasts { // a cast weight from elsewhere belongs to another graph
+  struct FreshCasts { // a cast weight from outside belongs to another graph
     explicit FreshCasts(bool on) : on_(on) { clear(); }
     ~FreshCasts() { clear(); }
     void clear() const {
@@ -336,7 +336,7 @@ void Region::recompute(Recomputed& pass, bool keeps_graph) {
 }
 
 at::Tensor Region::unpack(size_t index) {
-  // One backward call is one pass; outside of any, each unpacking is its own.
+  // One backward call is one pass. Outside of backward each unpacking is a pass of its own.
   const std::shared_ptr<SharedRegions>& shared = shared_regions();
   const int task = torch::autograd::get_current_graph_task_id();
   const int64_t backward = shared ? shared->id : task;
@@ -346,7 +346,7 @@ at::Tensor Region::unpack(size_t index) {
   auto it = passes_.find(backward);
   if (it == passes_.end() || index >= it->second.tensors.size() ||
       !it->second.tensors[index].defined()) {
-    // The first unpacking of this backward, or a second one of the same tensor.
+    // The first unpacking in this backward, or the second one of the same tensor.
     const bool first = it == passes_.end();
     it = passes_.try_emplace(backward).first;
     try {
@@ -359,7 +359,7 @@ at::Tensor Region::unpack(size_t index) {
       const std::lock_guard<std::mutex> list(shared->mutex);
       shared->regions.push_back(weak_from_this());
     } else if (task != -1 && first) {
-      // What this backward does not need goes with its end.
+      // The end of this backward frees the tensors that it did not use.
       torch::autograd::Engine::get_default_engine().queue_callback(
           [region = weak_from_this(), backward] {
             if (const auto alive = region.lock()) {

@@ -1,17 +1,16 @@
-// One checkpointed region: what its forward left behind, and how it is run again.
+// One checkpointed region: the data of its forward, and its recomputation.
 //
 // Note [Ownership]
-// The hooks of saved tensors own the region; the region owns neither hooks nor
-// graph, but the forward and the saved inputs. So a region dies with the last node
-// that saved something in it, and there is no cycle.
+// The hooks of saved tensors own the region. The region owns the forward and the saved inputs, but
+// neither hooks nor graph. So a region dies with the last node that saved a tensor in it, and there
+// is no cycle.
 //
 // Note [Nested regions]
 //   1. A saved tensor belongs to the innermost region.
-//   2. The inputs of a region count as saved by the region around it: to unpack
-//      them recomputes that one first, and so on outwards.
-//   3. A recomputation begins as if no region were active; regions that it meets
-//      on its way are regions of its own, and their recomputations need nothing
-//      of the first forward.
+//   2. The inputs of a region count as saved by the region around it. To unpack them recomputes
+//      the outer region first, and so on outwards.
+//   3. A recomputation begins as if no region were active. Regions inside it are new regions, and
+//      their recomputations need nothing of the first forward.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -34,7 +33,7 @@
 
 namespace hasten::detail {
 
-/// What is compared of a saved tensor.
+/// The compared properties of a saved tensor.
 struct SavedShape {
   at::DimVector sizes{};
   at::ScalarType dtype = at::kFloat;
@@ -47,13 +46,13 @@ struct SavedShape {
 
 /// A tensor that must not change in place between forward and recomputation.
 struct Unchanged {
-  at::Tensor tensor{}; // only of parameters, which the graph keeps anyway
+  at::Tensor tensor{}; // only for parameters, which the graph keeps anyway
   c10::VariableVersion counter{};
   uint32_t version = 0;
-  // Of parameters on the CPU: torch::optim writes through data(), which bumps no
+  // Only for parameters on the CPU: torch::optim writes through data(), which does not change the
   // version.
   uint64_t sample = 0;
-  // A parameter that is a shard at one of the two times cannot be compared.
+  // A parameter that is a shard at one of the two times is not compared.
   int64_t numel = 0;
   at::ScalarType dtype = at::kFloat;
 
@@ -62,39 +61,39 @@ struct Unchanged {
 
 class Region final : public SavedHookFactory, public std::enable_shared_from_this<Region> {
  public:
-  /// `parent`: the region around it, where that one's forward is not what is
-  /// running (regions over several calls).
+  /// `parent`: the region around it, if its forward is not running now (regions over several
+  /// calls).
   explicit Region(ActivationCheckpointOptions options, const Region* parent = nullptr);
 
   const ActivationCheckpointOptions& options() const { return options_; }
 
-  /// Saves inputs under the hooks that are active now.
+  /// Saves inputs under the currently active hooks.
   void save_inputs(const std::vector<at::Tensor>& inputs);
-  /// Captures random state and autocast for `inputs`' devices.
+  /// Records random state and autocast for the devices of `inputs`.
   void save_state(const std::vector<at::Tensor>& inputs);
-  /// What a recomputation runs; before any part of forward, since code inside the
-  /// region may derive.
+  /// Sets what a recomputation runs. Call it before any part of forward, because code inside the
+  /// region may run backward.
   void set_recompute(RegionForward forward) { forward_ = std::move(forward); }
-  /// Runs a part of the forward: its saved tensors are this region's.
+  /// Runs a part of forward. Tensors that it saves belong to this region.
   std::vector<at::Tensor> run_forward(const RegionForward& part, std::vector<at::Tensor> inputs);
   std::vector<at::Tensor> run_forward(std::vector<at::Tensor> inputs) {
     return run_forward(forward_, std::move(inputs));
   }
-  /// After the whole forward: looks for inputs changed in place and remembers the
-  /// parameters that `outputs` depend on. `first_node` is at::sequence_number's
-  /// at the beginning. Throws InputError.
+  /// Call it after the whole forward. Records the parameters that `outputs` depend on. `first_node`
+  /// is at::sequence_number's value at the beginning. Throws InputError if an input was changed in
+  /// place.
   void finish_forward(const std::vector<at::Tensor>& outputs, uint64_t first_node);
 
   std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks() override;
   bool recomputes() const override { return true; }
 
-  // For the hooks.
+  // Called by the hooks.
 
-  /// A saved tensor's number; its shape is noted.
+  /// Records a saved tensor's shape and returns its index.
   size_t add_saved(const at::Tensor& tensor);
   void drop_saved(size_t index) { saved_[index].alive = false; }
   at::Tensor unpack(size_t index);
-  /// Forgets what was recomputed for a backward.
+  /// Frees what was recomputed for a backward.
   void forget(int64_t backward);
 
  private:
@@ -108,8 +107,8 @@ class Region final : public SavedHookFactory, public std::enable_shared_from_thi
   // The tensors of one backward call.
   struct Recomputed {
     std::vector<at::Tensor> tensors{};
-    size_t count = 0; // saved so far
-    size_t left = 0; // not taken yet
+    size_t count = 0; // tensors saved so far
+    size_t left = 0; // tensors that were not unpacked yet
     EarlyStop stop{};
   };
 
@@ -131,15 +130,15 @@ class Region final : public SavedHookFactory, public std::enable_shared_from_thi
   std::shared_ptr<OpStore> ops_{};
   bool complete_ = false; // forward has returned
 
-  std::deque<Saved> saved_{}; // addresses stay
+  std::deque<Saved> saved_{}; // a deque, because addresses must stay
   std::mutex mutex_;
   std::map<int64_t, Recomputed> passes_{}; // by backward call
 };
 
-/// Which of early_stop's overrides is active on this thread.
+/// The active EarlyStopGuard's value on this thread.
 std::optional<bool>& early_stop_override();
 
-/// The guard of SharedRecompute that is active on this thread: 0 where none is.
+/// The SharedRecompute guard that is active on this thread, or null.
 struct SharedRegions {
   int64_t id = 0;
   std::mutex mutex;
@@ -148,7 +147,7 @@ struct SharedRegions {
 std::shared_ptr<SharedRegions>& shared_regions();
 
 void count_recompute(bool stopped_early);
-/// Of this thread's recomputations, ever.
+/// Total seconds of this thread's recomputations.
 double& recompute_seconds();
 
 } // namespace hasten::detail

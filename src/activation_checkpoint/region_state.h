@@ -1,5 +1,5 @@
-// What a region's forward depends on beside its inputs, to be had again in its
-// recomputation: random generators and autocast.
+// State that a region's forward depends on in addition to its inputs, and that a recomputation
+// restores: random generators and autocast.
 #pragma once
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -18,7 +18,7 @@ class CpuRandomState {
  public:
   static CpuRandomState now();
   CpuRandomState again() const { return now(); }
-  /// Whether both give the same numbers.
+  /// Whether both states are equal.
   bool same_as(const CpuRandomState& other) const;
   void restore() const;
 
@@ -28,11 +28,11 @@ class CpuRandomState {
   std::optional<double> next_double_{};
 };
 
-/// That, and the states of the default generators of the tensors' devices.
+/// The CPU state and the states of the default generators of the tensors' devices.
 class RandomState {
  public:
   static RandomState now(const std::vector<at::Tensor>& tensors);
-  /// The state of the same generators now.
+  /// The current state of the same generators.
   RandomState again() const;
   void restore() const;
 
@@ -41,8 +41,7 @@ class RandomState {
   std::vector<std::pair<at::Device, at::Tensor>> devices_{};
 };
 
-/// Sets a state while it lives and puts back what was there. `State` empty: does
-/// nothing.
+/// Sets a state while it lives and then restores the earlier one. Without a state it does nothing.
 template <typename State>
 class StateScope {
  public:

@@ -28,8 +28,7 @@ at::Tensor WriteGuard::copy_of(const at::Tensor& tensor) {
   return tensor.clone();
 }
 
-// The copies stand in for the tensors in arguments, and the tensors for the copies
-// in results.
+// Copies replace the tensors in the arguments, and the tensors replace the copies in the results.
 void WriteGuard::pass_write(const OpPassing& passing, const OpInfo& info,
                             const std::function<void()>& run) {
   std::vector<std::pair<at::Tensor, at::Tensor>> copies; // copy, tensor
@@ -74,7 +73,7 @@ void WriteGuard::pass_write(const OpPassing& passing, const OpInfo& info,
 
 void WriteGuard::note_results(const OpPassing& passing) {
   if (!op_info(passing.op).fresh) {
-    return; // a view of something outside does not make it ours
+    return; // a view of an existing tensor does not make it the guard's own
   }
   const size_t results = passing.op.schema().returns().size();
   for (size_t i = passing.stack.size() - results; i < passing.stack.size(); ++i) {

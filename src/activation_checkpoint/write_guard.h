@@ -1,4 +1,4 @@
-// Keeps a recomputation from writing what existed before.
+// Keeps a recomputation from writing to existing tensors.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,14 +10,14 @@
 
 namespace hasten::detail {
 
-/// In a recomputation: lets nothing be written that existed before. An operator
-/// that would change such a tensor changes a copy, and its result is the tensor.
+/// In a recomputation: prevents writes to tensors that existed before. An operator that would
+/// change such a tensor changes a copy, and its result is the tensor.
 class WriteGuard {
  public:
   WriteGuard() = default;
   WriteGuard(const WriteGuard&) = delete;
   WriteGuard& operator=(const WriteGuard&) = delete;
-  /// Puts version counters back: nothing was changed.
+  /// Restores version counters, because nothing was changed.
   ~WriteGuard();
   template <typename Run>
   void pass(const OpPassing& passing, Run&& run) {
