@@ -1,6 +1,6 @@
 // Values of TrainingArguments::gradient_checkpointing and --gradient-checkpointing:
 //
-//   none              keep every activation
+//   none, false       keep every activation
 //   full, true        recompute every block
 //   every:K           recompute one block in K: the first, the K+1st, …
 //   ops               keep the results of matrix products, attention and convolutions, recompute

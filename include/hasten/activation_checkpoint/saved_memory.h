@@ -29,7 +29,8 @@ struct SavedTensorOffloadOptions {
 /// several tensors share is written once. Backward maps the file and reads it page by page. The
 /// page cache decides what goes to disk. Cost: one copy of each tensor in forward. Threading:
 /// affects only its thread.
-/// Throws InputError if no file can be made in the folder, and Error if the disk is full.
+/// Throws InputError if no file can be made in the folder, and Error if the disk is full or another
+/// autograd engine is installed.
 class [[nodiscard]] SavedTensorOffload {
  public:
   explicit SavedTensorOffload(const SavedTensorOffloadOptions& options = {});

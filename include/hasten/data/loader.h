@@ -57,7 +57,7 @@ struct LoaderOptions {
 /// A pure function of its arguments. With G = batch_size · world_size (with split_batches G =
 /// batch_size), batch i of all ranks together is one global batch of G samples. It depends on G but
 /// not on world_size. Every sample occurs exactly once over all ranks. drop_last leaves out size %
-/// G samples; with shuffle each epoch draws them anew. All ranks get the same number of batches. A
+/// G samples; with shuffle each epoch draws others. All ranks get the same number of batches. A
 /// last global batch with fewer than G samples is divided evenly, so a rank's batch may be empty.
 /// even_batches instead appends the epoch's first samples until the global batch has G samples.
 /// These are then the last samples in each rank's batch.

@@ -25,7 +25,7 @@ struct SyntheticReview {
   std::string product{};
 };
 
-/// Throws InputError: rows < 1.
+/// Throws InputError if rows < 1.
 std::vector<SyntheticReview> synthetic_reviews(const SyntheticReviewsOptions& options = {});
 
 /// The reviews as a table with the columns text, label and product. `delimiter` ',' or '\t' gives

@@ -69,7 +69,7 @@ class TextWindow {
   /// changed since it was opened.
   void move(size_t bytes);
   /// Gets the line that begins at offset `at` of text(), without its line feed, and sets `at`
-  /// behind it. Returns false at the end of the file. May call move().
+  /// to the byte after it. Returns false at the end of the file. May call move().
   bool next_line(size_t& at, std::string_view& line);
 
  private:

@@ -8,8 +8,8 @@
 
 namespace hasten {
 
-/// p-norm of each tensor. For p = 1, 2 and infinity it sums 1024 elements in fp32 and these sums in
-/// fp64, at memory speed on the CPU. For other p > 0 it uses ATen. A NaN or infinity in a tensor
+/// p-norm of each tensor. p = 1, 2 and infinity run at memory speed on the CPU; 1 and 2 sum 1024
+/// elements in fp32 and these sums in fp64. Other p > 0 use ATen. A NaN or infinity in a tensor
 /// makes its norm not finite; the first such norm shows the parameter. Local. Throws InputError
 /// unless norm_type > 0.
 std::vector<double> tensor_norms(const std::vector<at::Tensor>& tensors, double norm_type);
