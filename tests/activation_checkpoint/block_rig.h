@@ -30,7 +30,7 @@ struct ChainImpl : torch::nn::Module {
 };
 TORCH_MODULE(Chain);
 
-// The same, handing each block the very tensor that the one before made.
+// The same, but each block gets the tensor object that the previous one returned.
 struct StraightImpl : ChainImpl {
   using ChainImpl::ChainImpl;
   Tensor forward(const Tensor& x) {

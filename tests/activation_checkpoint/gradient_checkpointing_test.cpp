@@ -1,5 +1,5 @@
-// Checkpointing a model from outside: which blocks run again, and that gradients and
-// names stay.
+// gradient_checkpointing_enable: which blocks run again, and that gradients and names do not
+// change.
 #include "activation_checkpoint/block_rig.h"
 #include "hasten/core/random.h"
 #include "hasten/models/bert.h"
@@ -103,7 +103,7 @@ TEST(GradientCheckpointing, ASequentialNeedsNoEdit) {
   EXPECT_EQ(counted.count(), 5);
 }
 
-// Blocks inside blocks, blocks that are shared, and a model that is gone.
+// Blocks inside blocks, shared blocks, and a model that no longer exists.
 struct OuterImpl : torch::nn::Module {
   OuterImpl() : inner(register_module("inner", Mlp(8))) {}
   Tensor forward(const Tensor& x) { return call_block(inner, x).sin(); }
@@ -136,8 +136,8 @@ TEST(GradientCheckpointing, ABlockInsideABlockIsPartOfIt) {
   EXPECT_EQ(detail::attached_blocks, 0);
 }
 
-// Who shards must have the parameters there: told around every run in backward that
-// does not come through it, also where it ends early.
+// Sharding needs the parameters in every recomputation. An interceptor is notified around each one,
+// also if it ends early.
 struct CountingShard : BlockInterceptor {
   std::vector<Tensor> intercept(const BlockCall&, std::vector<Tensor> inputs,
                                 Forward forward) override {
@@ -176,8 +176,7 @@ TEST(GradientCheckpointing, TellsWhoShardsAboutEveryFurtherRun) {
   gradient_checkpointing_enable(chain);
   expect_same_bits(plain, derive_model(chain, x));
   expect_counts({1, 1, 1});
-  // One region over all three with one over the first two inside it: these run
-  // once more.
+  // One region over all three blocks with an inner region over the first two, which run once more.
   gradient_checkpointing_enable(chain, {.plan = plan_of(*chain, {{0, 3}, {0, 2}})});
   expect_same_bits(plain, derive_model(chain, x));
   expect_counts({2, 2, 1});

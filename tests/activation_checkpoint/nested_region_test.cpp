@@ -1,12 +1,12 @@
-// Regions inside regions: a saved tensor belongs to the innermost, the inputs of a
-// region to the one around it.
+// Nested regions: a saved tensor belongs to the innermost region, the inputs of a region to the one
+// around it.
 #include "activation_checkpoint/region_rig.h"
 
 namespace hasten::checkpoint_test {
 
 using namespace testing_support;
 
-// Blocks [first, last) as a tree of regions: halves in regions of their own.
+// Blocks [first, last) as a tree of regions: each half is a region.
 static Tensor run_tree(std::vector<Mlp>& blocks, size_t first, size_t last, const Tensor& x) {
   if (last - first == 1) {
     return activation_checkpoint(
@@ -40,8 +40,8 @@ TEST(NestedRegions, GiveTheSameBitsAtAnyDepth) {
     const Recomputes counted;
     expect_same_bits(plain,
                      derive(leaves, [&] { return run_tree(blocks, 0, 4, x).square().sum(); }));
-    // Outer, two halves, four blocks. A region whose last part is a region stops
-    // when that part's inputs are there, without running it.
+    // Outer region, two halves, four blocks. A region whose last part is a region stops when that
+    // part's inputs exist, without running it.
     EXPECT_EQ(counted.count(), 7);
     EXPECT_EQ(counted.early(), early_stop ? 7 : 0);
     EXPECT_EQ(blocks[0]->calls, early_stop ? 4 : 4);
@@ -67,7 +67,7 @@ TEST(NestedRegions, TwoChildrenOneGraphAndOtherThings) {
     return torch::autograd::grad({g.exp().sum()}, {x})[0];
   };
   EXPECT_TRUE(torch::equal(second(false), second(true)));
-  // The same graph derived twice.
+  // Backward twice through the same graph.
   const Tensor y = activation_checkpoint([&](const Tensor& in) { return fn(true, in); }, x).sum();
   const Tensor first = torch::autograd::grad({y}, {x}, {}, true)[0];
   EXPECT_TRUE(torch::equal(first, torch::autograd::grad({y}, {x})[0]));
@@ -83,7 +83,7 @@ static Function gradient_of(const Function& fn) {
   };
 }
 
-// Up to gradients of gradients of gradients, with regions around each of them.
+// Third-order gradients, with regions around each of them.
 TEST(NestedRegions, AndGradientsInEveryOrder) {
   const auto c = in_region;
   const auto g = gradient_of;

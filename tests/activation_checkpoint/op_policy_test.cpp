@@ -1,4 +1,4 @@
-// Keeping what is expensive: which operators run again, and that values are right.
+// Operator policies: which operators run again, and correct values.
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -10,7 +10,7 @@ namespace hasten::checkpoint_test {
 
 using namespace testing_support;
 
-// Live bytes that a region's forward leaves, its loss aside.
+// Bytes that a region's forward leaves, without its loss.
 static int64_t bytes_after_forward(const std::function<Tensor(const Tensor&)>& fn, const Tensor& x,
                                    std::shared_ptr<const OpPolicy> policy, Tensor* output) {
   *output = Tensor();
@@ -39,8 +39,7 @@ TEST(OpPolicy, KeepsTheProductAndRecomputesTheRest) {
   ASSERT_EQ(products.size(), 2);
   EXPECT_EQ(products[0], products[1]) << "handed out, not made again";
   Tensor y;
-  // The region's output of 32 * 32 floats stays in every case; the kept product
-  // is as large.
+  // The region's output of 32 * 32 floats always stays; the kept product has the same size.
   const int64_t none = bytes_after_forward(fn, x, nullptr, &y);
   EXPECT_EQ(bytes_after_forward(fn, x, OpPolicy::keep_expensive(), &y) - none, 32 * 32 * 4);
   EXPECT_EQ(bytes_after_forward(fn, x, OpPolicy::keep({"aten::cos", "aten::mm"}), &y) - none,
@@ -56,7 +55,7 @@ TEST(OpPolicy, KeepsTheProductAndRecomputesTheRest) {
   EXPECT_EQ(asked, in_forward) << "asked in forward only";
 }
 
-// linear() of 3-d inputs is mm and an addition in place to its result.
+// linear() of 3-d inputs is mm and an in-place addition to its result.
 TEST(OpPolicy, AProductThatABiasIsAddedToIsNotAddedTwice) {
   torch::manual_seed(2);
   torch::nn::Linear a(8, 16), b(16, 8);
@@ -78,14 +77,14 @@ TEST(OpPolicy, AProductThatABiasIsAddedToIsNotAddedTwice) {
                        return y.sum();
                      }));
   }
-  // That it is kept: without, it would cost nothing.
+  // Shows that it is kept: otherwise it would cost nothing.
   Tensor y;
   EXPECT_EQ(bytes_after_forward(fn, x, OpPolicy::keep_expensive(), &y) -
                 bytes_after_forward(fn, x, nullptr, &y),
             6 * (16 + 8) * 4);
 }
 
-// Nothing after it is saved, so recomputation stops before it.
+// No tensor is saved after it, so recomputation stops before it.
 TEST(OpPolicy, AProductThatNothingNeedsIsNotKept) {
   torch::manual_seed(3);
   torch::nn::Linear a(8, 16), b(16, 8);
@@ -121,7 +120,7 @@ TEST(OpPolicy, AKeptValueChangedLaterIsRecomputed) {
       derive({x}, [&] { return fn(x).sum(); }), derive({x}, [&] {
         return activation_checkpoint(fn, x, Options{.policy = OpPolicy::keep_expensive()}).sum();
       }));
-  // After the region nobody could know: an error.
+  // A change after the region cannot be replayed: an error.
   auto [y, sine] = activation_checkpoint(
       [](const Tensor& in) {
         const Tensor product = in.exp().mm(in);
@@ -166,7 +165,7 @@ TEST(OpPolicy, AnOperatorThatDrawsMayBeKept) {
             64 * 4);
 }
 
-// Two outputs, two backward calls: the first takes the kept results with it.
+// Two outputs, two backward calls: the first one uses up the kept results.
 TEST(OpPolicy, ASecondBackwardNeedsARetainedGraph) {
   const Tensor x = torch::randn({4, 4}).requires_grad_();
   const auto fn = [](const Tensor& in) {
@@ -253,7 +252,7 @@ TEST(OpPolicy, KeptResultsGoWithTheGraphOrWithItsBackward) {
   EXPECT_EQ(bytes.extra(), 0);
 }
 
-// What an inner region keeps, the region around it forgets, and makes again.
+// The outer region does not keep what an inner region keeps; its recomputation makes it again.
 TEST(OpPolicy, InsideAnotherRegionResultsAreKeptInItsRecomputationAlone) {
   const Tensor x = torch::randn({1000}).requires_grad_();
   x.mutable_grad() = torch::zeros_like(x);
@@ -300,7 +299,7 @@ TEST(OpPolicy, ViewsOfIntegersAreNoObstacle) {
                    }));
 }
 
-// An operator of one's own, one of whose results is no tensor.
+// A custom operator with a result that is not a tensor.
 static int sines = 0;
 static std::tuple<Tensor, int64_t> sine_and_number(const Tensor& x) {
   ++sines;

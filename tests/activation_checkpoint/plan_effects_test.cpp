@@ -1,5 +1,5 @@
-// Planned regions of models that do something between their blocks: draws, autocast,
-// run_once; and plans of sharded blocks.
+// Planned regions of models with operations between their blocks: random draws, autocast, run_once;
+// and plans of sharded blocks.
 #include "activation_checkpoint/block_rig.h"
 #include "hasten/core/autocast.h"
 
@@ -7,7 +7,7 @@ namespace hasten::checkpoint_test {
 
 using namespace testing_support;
 
-// A block that draws, under autocast where told, and asks once.
+// A block that draws random numbers, optionally under autocast, and calls run_once.
 struct DrawingImpl : torch::nn::Module {
   explicit DrawingImpl(int64_t width)
       : linear(register_module("linear", torch::nn::Linear(width, width))) {}
@@ -72,7 +72,7 @@ TEST(PlannedRegions, DrawsAutocastAndRunOnceAreThoseOfForward) {
     return derive(model->parameters(), [&] { return model->forward(x, count).square().sum(); });
   };
   using Regions = std::vector<PlanRegion>;
-  // A model that ends before a region does, too.
+  // A model that stops before the end of a region also works.
   for (const int64_t count : {5, 3}) {
     gradient_checkpointing_disable(model.ptr());
     const Derived plain = run(count);
@@ -91,8 +91,8 @@ TEST(PlannedRegions, DrawsAutocastAndRunOnceAreThoseOfForward) {
   gradient_checkpointing_disable(model.ptr());
 }
 
-// Rounds that begin elsewhere than the one before ended, and one that begins again
-// at the first block though the one before was to go on.
+// Passes that do not start where the previous one ended, and one that starts at the first block
+// although the previous one was not complete.
 TEST(PlannedRegions, APassThatIsLeftOffIsForgotten) {
   torch::manual_seed(4);
   Straight model(4);

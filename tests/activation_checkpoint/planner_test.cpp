@@ -1,5 +1,5 @@
-// Plans: the best of all for small chains, within the budget when run, right when
-// nested, and named when impossible.
+// Plans: optimal for small chains, within the budget in a run, correct when nested, and a clear
+// error when impossible.
 #include <nlohmann/json.hpp>
 #include <random>
 
@@ -62,7 +62,7 @@ TEST(PlannedRegions, SeveralGraphsPartsOfAModelAndOtherModels) {
   gradient_checkpointing_disable(model);
 }
 
-// ---- The solver against every plan there is. ----
+// ---- The solver compared with every possible plan. ----
 
 static ChainProfile random_chain(int blocks, std::mt19937& random, bool sharded = false) {
   const auto draw = [&](int least, int most) {
@@ -95,8 +95,8 @@ static ChainProfile random_chain(int blocks, std::mt19937& random, bool sharded 
   return profile;
 }
 
-// Every plan over [first, last): blocks kept, kept by operators, or regions with
-// plans of their own. In a region the last block is kept.
+// Every plan for [first, last): blocks that are kept, that keep operators, or regions with inner
+// plans. The last block of a region is kept.
 static std::vector<std::vector<PlanRegion>> every_plan(int64_t first, int64_t last, bool inside) {
   if (first >= last) {
     return {{}};
@@ -165,8 +165,8 @@ TEST(Planner, IsMonotoneAndNamesTheLeastBudget) {
               {"budget=" + std::to_string(least - 1), "at least " + std::to_string(least)});
 }
 
-// Bytes are rounded to slots whose size follows the budget: no budget from the
-// least on may fall through.
+// Bytes are rounded to slots whose size depends on the budget. Still every budget from the smallest
+// on must give a plan.
 TEST(Planner, EveryBudgetFromTheLeastOnHasAPlan) {
   std::mt19937 random(5);
   for (int round = 0; round < 4; ++round) {
@@ -229,10 +229,10 @@ TEST(Planner, CountsAsRevolveDoes) {
       ++r;
     }
     const double advances = r * kBlocks - binomial(checkpoints + r, r - 1);
-    // A block as its backward needs it, its output's gradient, and the inputs of
-    // ranges that wait; the input of the chain is not counted.
+    // Memory: a block for its backward, its output's gradient, and the inputs of ranges that wait.
+    // The input of the chain is not counted.
     const int64_t bytes = 30 + 1 + checkpoints;
-    // Each block once more where it is kept for its own backward.
+    // Each block runs once more to be kept for its own backward.
     EXPECT_EQ(plan_whole_blocks(profile, bytes)->predicted_seconds, advances + kBlocks)
         << checkpoints;
   }
@@ -269,7 +269,7 @@ TEST(Planner, ProfileMeasuresBlocksAndChangesNothing) {
   EXPECT_GE(block.ops_saved_bytes, 3 * kWide);
   EXPECT_GT(block.forward_seconds, 0);
   EXPECT_LE(block.recompute_seconds, 2 * block.forward_seconds);
-  // Other shapes, another hash; and plans know.
+  // Other shapes have another hash, and plans check it.
   const Tensor wide = torch::randn({8, 64});
   const ChainProfile other =
       profile_activations(model.ptr(), [&] { return model->forward(wide).sum(); });
@@ -321,8 +321,7 @@ TEST(Planner, KeepsWithinEveryBudgetWhenRun) {
   EXPECT_FALSE(gradient_checkpointing_enabled(model.ptr()));
 }
 
-// Blocks that keep operators inside regions keep them in the region's recomputation
-// alone.
+// Blocks that keep operators inside regions keep them only in the region's recomputation.
 TEST(Planner, PeaksOfNestedPlansAreAsPredicted) {
   torch::manual_seed(4);
   Straight model(6, 32);
@@ -383,7 +382,7 @@ TEST(Planner, AShareBelowWhatNoPlanChangesIsThatAndAShareOfTheRest) {
   ChainProfile profile = random_chain(6, random);
   const auto full = [&] { return plan_cost(profile, keep_all_regions(6)).peak_bytes; };
   EXPECT_EQ(budget_of(profile, "budget:50%"), full() / 2);
-  // The gradient of a word embedding, five sixths of all.
+  // The gradient of a word embedding is five sixths of the total.
   profile.first_peak_bytes = full() * 5 / 6;
   const int64_t budget = budget_of(profile, "budget:50%");
   EXPECT_GE(budget, profile.first_peak_bytes);

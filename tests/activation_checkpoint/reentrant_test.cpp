@@ -1,4 +1,4 @@
-// Where another autograd engine is installed, as a Python interpreter's would be.
+// Behaviour with another autograd engine, as a Python interpreter would install it.
 #include <torch/csrc/autograd/engine.h>
 
 #include "activation_checkpoint/block_rig.h"
@@ -15,11 +15,11 @@ static Engine& other_engine() {
   return *engine;
 }
 
-// In force while it lives; the engine that was there comes back.
+// Installs another engine while it lives, and then restores the earlier one.
 class OtherEngineInstalled {
  public:
   OtherEngineInstalled() {
-    // Makes sure that ours was first, as in a process that loads Python later.
+    // Installs hasten's engine first, as in a process that loads Python later.
     const Tensor x = torch::ones({1}).requires_grad_();
     activation_checkpoint([](const Tensor& in) { return in.exp(); }, x);
     before_ = &Engine::get_default_engine();
@@ -59,10 +59,10 @@ TEST(ReentrantCheckpoint, ServesWhereTheEngineIsAnothersAndSaysSoOnce) {
     const Tensor y = activation_checkpoint([](const Tensor& in) { return in.exp(); }, leaf);
     expect_says(error_of([&] { torch::autograd::grad({y.sum()}, {leaf}); }),
                 {"autograd::grad", "another autograd engine"});
-    // What was refused leaves nothing behind.
+    // A call that threw leaves no state.
     activation_checkpoint([](const Tensor& in) { return in.exp(); }, leaf).sum().backward();
     EXPECT_TRUE(torch::equal(leaf.grad(), leaf.exp()));
-    // A region without a gradient is no obstacle.
+    // A region without a gradient works.
     leaf.mutable_grad() = Tensor();
     Tensor still = activation_checkpoint(
         [](const Tensor& in) {
@@ -72,7 +72,7 @@ TEST(ReentrantCheckpoint, ServesWhereTheEngineIsAnothersAndSaysSoOnce) {
         leaf);
     (still + leaf).sum().backward();
     EXPECT_TRUE(torch::equal(leaf.grad(), torch::ones({3})));
-    // It keeps its inputs and output alone.
+    // It keeps only its inputs and output.
     const Tensor long_leaf = torch::randn({1000}).requires_grad_();
     const LiveBytes bytes;
     const Tensor kept =
@@ -82,7 +82,7 @@ TEST(ReentrantCheckpoint, ServesWhereTheEngineIsAnothersAndSaysSoOnce) {
   set_log_sink({});
   ASSERT_EQ(lines.size(), 1);
   expect_says(lines[0], {"another autograd engine", "reentrant"});
-  // Back with ours: the other kind again.
+  // With hasten's engine again, regions are non-reentrant again.
   const Recomputes counted;
   expect_same_bits(plain, run(true));
   EXPECT_EQ(counted.count(), 3);
@@ -105,7 +105,7 @@ TEST(ReentrantCheckpoint, RunOnceRunsOnce) {
   EXPECT_TRUE(torch::equal(x.grad(), torch::full({4}, 6.0)));
 }
 
-// Regions over several blocks are not possible then: each block for itself.
+// Then regions over several blocks are not possible: each block is a region.
 TEST(ReentrantCheckpoint, APlanIsRunBlockByBlock) {
   torch::manual_seed(4);
   Straight model(4);

@@ -1,5 +1,4 @@
-// What forward does beside its result happens once: statistics, counters,
-// collectives; autocast is as it was.
+// Side effects of forward happen once: statistics, counters, collectives. Autocast is restored.
 #include <ATen/autocast_mode.h>
 
 #include "activation_checkpoint/region_rig.h"
@@ -67,7 +66,7 @@ TEST(RegionEffects, TensorsFromOutsideAreWrittenOnce) {
   EXPECT_TRUE(torch::allclose(x.grad(), (v * (v + 1)).cos() * (v + 1)));
 }
 
-// Three normal numbers are made as four; the fourth waits for the next call.
+// Three normal numbers are made as four; the next call uses the fourth.
 TEST(RegionEffects, AWaitingNormalNumberIsPartOfTheRandomState) {
   const Tensor x = torch::randn({3}).requires_grad_();
   const auto fn = [](const Tensor& in) {
@@ -110,7 +109,7 @@ TEST(RegionEffects, RunOnceRunsOnceAlsoInNestedRegions) {
   EXPECT_TRUE(torch::allclose(region, torch::autograd::grad({z.sum()}, {x})[0]));
 }
 
-// A policy counts the calls of operators; the recomputation lacks these.
+// A policy counts calls of operators. The recomputation does not make these calls.
 TEST(RegionEffects, WhatRunsOnceIsNoOperatorOfAPolicy) {
   const Tensor x = torch::randn({4}).requires_grad_();
   const auto fn = [](const Tensor& in) {
@@ -170,8 +169,8 @@ TEST(RegionEffects, AutocastIsThatOfForward) {
   auto blocks = make_mlps(1);
   const Tensor x = torch::randn({4, 8});
   const auto leaves = parameters_of(blocks);
-  // The weights are used three times, so their casts are cached: by a region, by
-  // another, and by a plain call before.
+  // The weights are used three times, so their casts are cached: by an earlier plain call and by
+  // two regions.
   const auto run = [&](bool regions) {
     return derive(leaves, [&] {
       Tensor y = x;

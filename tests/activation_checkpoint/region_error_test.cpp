@@ -1,4 +1,4 @@
-// What a region refuses, and that nothing is left behind by it.
+// Errors of regions, and that they leave no state.
 #include <ATen/autocast_mode.h>
 
 #include "activation_checkpoint/region_rig.h"
@@ -27,7 +27,7 @@ TEST(ActivationCheckpointErrors, AnInputChangedInPlaceIsNamed) {
                                       other);
               }),
               {"input 1", "in place", "clone"});
-  // On a copy it works, though it is the region's first operator.
+  // It works on a copy, although it is the region's first operator.
   const auto fn = [](const Tensor& in) { return in.clone().mul_(2).sin(); };
   expect_same_bits(derive({x}, [&] { return fn(x).sum(); }),
                    derive({x}, [&] { return activation_checkpoint(fn, x).sum(); }));
@@ -72,7 +72,7 @@ TEST(ActivationCheckpointErrors, TheFirstTensorThatDiffersIsNamed) {
   };
   loss = activation_checkpoint(dtype, x);
   expect_says(error_of([&] { loss.backward(); }), {"Double", "Float"});
-  // Not compared: an operator of backward notices.
+  // Without the comparison an operator of backward fails.
   calls = 0;
   loss = activation_checkpoint(shape, x, Options{.determinism_check = DeterminismCheck::none});
   expect_says(error_of([&] { loss.backward(); }), {"must match the size"});
@@ -111,7 +111,7 @@ TEST(ActivationCheckpointErrors, DebugNamesTheOperatorThatDiffers) {
               {"operator 1 is aten::relu, in forward it was aten::sin"});
 }
 
-// A region that throws when it is told to.
+// A region that throws on request.
 struct Thrower {
   int* calls;
   int when;
@@ -135,8 +135,8 @@ TEST(ActivationCheckpointErrors, ExceptionsLeaveNothingBehind) {
   Recomputes counted;
   x.exp().sum().backward();
   EXPECT_EQ(counted.count(), 0);
-  // In the recomputation: backward throws, the random stream and autocast are as
-  // they were, and the retained graph works afterwards.
+  // An error in the recomputation: backward throws, random state and autocast are restored, and the
+  // retained graph works afterwards.
   calls = 0;
   torch::manual_seed(3);
   Tensor y = activation_checkpoint(Thrower{&calls, 2}, x).sum();

@@ -1,5 +1,5 @@
-// Regions in the graph they are part of: hooks, backward calls inside backward calls,
-// what lives how long, and where a recomputation ends.
+// Regions as part of a graph: hooks, backward inside backward, lifetimes, and where a recomputation
+// ends.
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
@@ -202,7 +202,7 @@ struct SavesItsOutput : torch::autograd::Function<SavesItsOutput> {
   }
 };
 
-// Left while it saves, the function's output would own its node and the node it.
+// If the function were left while it saves, its output and its node would own each other.
 TEST(EarlyStop, ACustomFunctionThatSavesItsOutputIsNotKept) {
   const Tensor x = torch::randn({1000}).requires_grad_();
   x.mutable_grad() = torch::zeros_like(x);
@@ -215,8 +215,8 @@ TEST(EarlyStop, ACustomFunctionThatSavesItsOutputIsNotKept) {
   EXPECT_EQ(bytes.extra(), 0);
 }
 
-// The engine runs what is derived inside: an end in the midst of it would leave the
-// engine of this thread out of order.
+// The engine runs the backward inside the region. Stopping in the middle would leave this thread's
+// engine in a bad state.
 TEST(EarlyStop, DoesNotEndInsideABackwardOfTheRegionItself) {
   const Tensor x = torch::randn({1000}, torch::kDouble).requires_grad_();
   const auto fn = [](const Tensor& in) {
@@ -250,7 +250,7 @@ TEST(EarlyStop, TheGuardOfForwardBeatsTheOption) {
   EXPECT_EQ(runs([&] { return region(Options().early_stop); }), 1);
   EXPECT_EQ(runs([&] { return region(true); }), 1);
   EXPECT_EQ(runs([&] { return region(false); }), 2);
-  // Gone by backward.
+  // They do not exist any more in backward.
   const auto guarded = [&](bool guard, bool early_stop) {
     return runs([&] {
       const EarlyStopGuard scope(guard);

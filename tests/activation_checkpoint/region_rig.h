@@ -1,4 +1,4 @@
-// What the tests of regions share: small modules, and gradients with and without.
+// Shared by the tests of regions: small modules, and gradients with and without regions.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -16,7 +16,7 @@ namespace hasten::testing_support {
 using at::Tensor;
 using Options = ActivationCheckpointOptions;
 
-// Two linear layers, dropout and a residual: everything that a region must replay.
+// Two linear layers, dropout and a residual: everything that a region must reproduce.
 struct MlpImpl : torch::nn::Module {
   explicit MlpImpl(int64_t width, double p = 0.2)
       : up(register_module("up", torch::nn::Linear(width, 2 * width))),
@@ -41,8 +41,7 @@ inline std::vector<Mlp> make_mlps(int count, int64_t width = 8) {
   return blocks;
 }
 
-// Gradients of all leaves that `run` depends on, in order, and the state of the
-// generator after.
+// Gradients of all leaves that `run` depends on, in order, and the generator's state afterwards.
 struct Derived {
   std::vector<Tensor> gradients;
   double loss = 0;
@@ -85,7 +84,7 @@ inline std::vector<Tensor> parameters_of(const std::vector<Mlp>& blocks) {
   return all;
 }
 
-// What `run` throws, as text; empty where it does not.
+// The text of what `run` throws; empty if it does not throw.
 inline std::string error_of(const std::function<void()>& run) {
   try {
     run();

@@ -1,5 +1,5 @@
-// A region gives the gradients of the plain call to the last bit, in every form of
-// backward, and keeps nothing.
+// A region has bit for bit the gradients of the plain call, in every form of backward, and keeps no
+// activations.
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <thread>
@@ -31,7 +31,7 @@ TEST(ActivationCheckpoint, GivesTheSameBitsWithDropoutAndKeepsTheStream) {
   expect_same_bits(plain, run(true));
   EXPECT_EQ(counted.count(), 3);
   EXPECT_EQ(counted.early(), 3);
-  // Without the random state, dropout draws other masks: the test can fail.
+  // Without the random state dropout draws other masks, so the test can fail.
   const Derived other = derive(leaves, [&] {
     return activation_checkpoint([&](const Tensor& in) { return blocks[0]->forward(in); }, x,
                                  Options{.preserve_rng_state = false})
@@ -85,7 +85,7 @@ TEST(ActivationCheckpoint, TakesAnyNumberOfTensorsAndOtherThings) {
     const EarlyStopGuard guard(early_stop);
     expect_same_bits(run(false), run(true));
   }
-  // Tensors without memory: there is no random state to keep of their device.
+  // Tensors without memory: their device has no random state.
   const Tensor meta = torch::randn({3}, at::kMeta).requires_grad_();
   activation_checkpoint([](const Tensor& in) { return in.sin(); }, meta).sum().backward();
   EXPECT_TRUE(meta.grad().is_meta());
@@ -179,7 +179,7 @@ TEST(ActivationCheckpoint, GradInputsAndGradsOfGradsAreRight) {
   const auto region = second(true);
   EXPECT_TRUE(torch::equal(plain[0], region[0]));
   EXPECT_TRUE(torch::equal(plain[1], region[1]));
-  // backward(inputs=) leaves the other leaves alone.
+  // backward(inputs=) does not change the other leaves.
   const Tensor y = activation_checkpoint(fn, x).sum();
   y.backward({}, false, false, std::vector<Tensor>{x});
   EXPECT_TRUE(x.grad().defined());
@@ -190,7 +190,7 @@ TEST(ActivationCheckpoint, CodeInsideMayDerive) {
   const Tensor x = torch::randn({5}, torch::kDouble).requires_grad_();
   const auto fn = [](const Tensor& in) {
     const Tensor y = in.exp().sin();
-    // A gradient penalty: needs what the region itself saved.
+    // A gradient penalty needs tensors that the region itself saved.
     const Tensor g = torch::autograd::grad({y.sum()}, {in}, {}, true, true)[0];
     return y.cos() * g;
   };
@@ -249,7 +249,7 @@ TEST(ActivationCheckpoint, ThreadsDoNotMeet) {
     thread.join();
   }
   EXPECT_EQ(wrong, 0);
-  // One graph, derived by two threads at once.
+  // Two threads run backward on one graph at the same time.
   const Tensor x = torch::randn({64}).requires_grad_();
   const Tensor y = activation_checkpoint([](const Tensor& in) { return in.sin().exp().cos(); }, x);
   const Tensor expected = torch::autograd::grad({y.sum()}, {x}, {}, true)[0];
@@ -266,7 +266,7 @@ TEST(ActivationCheckpoint, ThreadsDoNotMeet) {
   EXPECT_EQ(wrong, 0);
 }
 
-// The branch that was thrown away is recomputed with the other, but not kept.
+// A branch that forward discarded is recomputed with the other, but not kept.
 TEST(ActivationCheckpoint, WhatNoBackwardWillNeedIsNotKept) {
   const Tensor x = torch::randn({1000}).requires_grad_();
   x.mutable_grad() = torch::zeros_like(x);
@@ -308,7 +308,7 @@ TEST(ActivationCheckpoint, ARegionKeepsItsInputsAndNothingElse) {
   EXPECT_EQ(bytes.extra(), 4000) << "the output";
   y.sum().backward({}, /*retain_graph=*/true);
   EXPECT_EQ(bytes.extra(), 4000) << "what was recomputed is gone";
-  // A backward that needs a part only drops the rest at its end.
+  // A backward that needs only a part frees the rest at its end.
   auto [u, v] = activation_checkpoint(
       [](const Tensor& in) { return std::make_pair(in.sin().sin(), in.cos().cos()); }, x);
   u.sum().backward({}, /*retain_graph=*/true);
@@ -320,7 +320,7 @@ TEST(ActivationCheckpoint, ARegionKeepsItsInputsAndNothingElse) {
   EXPECT_EQ(bytes.extra(), 0);
 }
 
-// A custom function that asks twice for what it saved.
+// A custom function that unpacks its saved tensors twice.
 struct AsksTwice : torch::autograd::Function<AsksTwice> {
   static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& x) {
     const Tensor y = x.exp();
@@ -364,7 +364,7 @@ TEST(ActivationCheckpoint, SharedRecomputeServesDisjointBackwards) {
   EXPECT_EQ(apart.first, 2);
   EXPECT_EQ(shared.first, 1);
   EXPECT_TRUE(torch::equal(apart.second, shared.second));
-  // One after the other: from the end to the middle, and on from there.
+  // One after the other: from the end to the middle, and then on.
   const auto staged = [&](bool share) {
     auto [middle, last] = activation_checkpoint(
         [](const Tensor& in) {

@@ -1,4 +1,4 @@
-// Saved tensors on disk, and the report of where memory goes.
+// Saved tensors on disk, and the memory report.
 #include "hasten/activation_checkpoint/saved_memory.h"
 #include "activation_checkpoint/block_rig.h"
 #include "hasten/base/error.h"
@@ -77,8 +77,8 @@ TEST(SavedTensorOffload, InsideARegionServesItsOwnPart) {
                    }));
 }
 
-// One storage: written once as it is, again where it was changed, and again where
-// another has its address. Its pieces come back when graphs die.
+// A storage is written once, again if it was changed, and again if another storage has its address.
+// Its pieces are reused when graphs die.
 TEST(SavedTensorOffload, WritesAStorageAgainWhereItIsAnother) {
   const Tensor x = torch::randn({3000}).requires_grad_();
   const auto fn = [&] {

@@ -1,4 +1,4 @@
-// GradScaler over ranks whose gradients are their own (shards, or no reduction).
+// GradScaler with ranks that have different gradients (shards, or no reduction).
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -10,7 +10,7 @@
 
 namespace hasten {
 
-// An infinity on one rank, each rank in its turn: none of them steps.
+// Each rank in turn has an infinity; then no rank steps.
 TEST(GradScalerAgreement, AnOverflowOnOneRankSkipsTheStepOfAll) {
   const auto communicator = testing_support::fresh_communicator();
   const int world = communicator->world_size();
@@ -18,7 +18,7 @@ TEST(GradScalerAgreement, AnOverflowOnOneRankSkipsTheStepOfAll) {
     GradScaler scaler({}, communicator);
     auto p = torch::ones({4}, torch::requires_grad());
     AdamW optimizer({p});
-    for (int guilty = 0; guilty <= world; ++guilty) { // the last time nobody
+    for (int guilty = 0; guilty <= world; ++guilty) { // in the last turn no rank
       const auto before = p.detach().clone();
       const double scale = scaler.get_scale();
       optimizer.zero_grad();

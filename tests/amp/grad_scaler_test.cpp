@@ -1,4 +1,4 @@
-// GradScaler beside torch.amp.GradScaler, and what it refuses.
+// GradScaler compared with torch.amp.GradScaler, and its errors.
 #include "hasten/amp/grad_scaler.h"
 
 #include <gtest/gtest.h>
@@ -59,7 +59,7 @@ TEST(GradScaler, ScalesTrackersAndParametersAreTorchs) {
   }
 }
 
-// One scale for both: the one with a finite gradient steps, the scale falls.
+// Both optimizers share a scale: the one with finite gradients steps, and the scale falls.
 TEST(GradScaler, OptimizersSkipByThemselvesAndTheScaleFollowsThemAll) {
   GradScaler scaler;
   auto a = torch::ones({4}, torch::requires_grad());
@@ -169,7 +169,7 @@ TEST(GradScaler, RefusesToBeUsedTwiceOnOneStep) {
   }
   scaler.update();
   scaler.scale(p.sum()).backward();
-  EXPECT_TRUE(scaler.step(optimizer)); // and it goes on
+  EXPECT_TRUE(scaler.step(optimizer)); // the scaler stays usable
 }
 
 TEST(GradScaler, RefusesNumbersOutOfRange) {
@@ -195,7 +195,7 @@ TEST(GradScaler, StateIsTorchsAndGoesOn) {
   GradScaler other;
   other.load_state(tensors, values);
   other.loss_scale().update(false);
-  EXPECT_EQ(other.get_scale(), 65536); // the third without an overflow
+  EXPECT_EQ(other.get_scale(), 65536); // the third step without an overflow
 
   GradScaler disabled({.enabled = false});
   nlohmann::json empty;

@@ -34,7 +34,7 @@ struct CsvCase {
     }
     return all;
   }
-  // What the first error says after the path, or "" where there is none.
+  // The first error's text after the path, or "" if there is no error.
   std::string error(CsvOptions options = {}) const {
     try {
       records(options);
@@ -176,8 +176,8 @@ TEST(Csv, FilesThatAreNoTextAreNamedForWhatTheyAre) {
   EXPECT_EQ(CsvCase("PK,x\nPAR1,ARROW1\n").error(), "");
 }
 
-// Records of all kinds, moved by a byte each time, so that pieces end at each of
-// their bytes; CR alone ends lines where there is no LF.
+// Records of all kinds, shifted by one byte each time, so that pieces end at each of their bytes.
+// CR alone ends lines if there is no LF.
 TEST(Csv, RecordsAreTheSameWhereverAPieceOfTheFileEnds) {
   std::string pattern =
       "plain,\"a, b\"\r\n\"two\nlines \"\"q\"\"\",x\n\n\"\",5\" disk\n"
@@ -283,7 +283,7 @@ TEST(Csv, AnUnknownColumnListsTheColumnsWithSamples) {
         << text;
     EXPECT_NE(text.find("did you mean label?"), text.npos);
   }
-  EXPECT_TRUE(reader.next()); // looking for a sample moved nothing
+  EXPECT_TRUE(reader.next()); // the look-ahead did not move the reader
   EXPECT_EQ(reader.fields()[1], "pos");
 }
 

@@ -17,7 +17,7 @@ std::shared_ptr<const TextFile> jsonl_text(const std::string& text) {
   return TextFile::of_text("rows.jsonl", text);
 }
 
-// What reading all of `text` with keys "text" and "label" throws.
+// The error of reading all of `text` with keys "text" and "label".
 std::string jsonl_error(const std::string& text) {
   try {
     TextRowReader reader(jsonl_text(text), {});
@@ -100,7 +100,7 @@ TEST(Jsonl, MalformedLinesAreNamedByLineAndByte) {
 }
 
 TEST(Jsonl, NestingIsReadUpToTheLimitAndNamedByItsLineAboveIt) {
-  const auto row = [](int depth) { // in an object, hence one more
+  const auto row = [](int depth) { // inside an object, so one level more
     return "{\"text\": \"a\", \"label\": \"x\", \"more\": " +
            std::string(static_cast<size_t>(depth), '[') +
            std::string(static_cast<size_t>(depth), ']') + "}\n";

@@ -12,7 +12,7 @@
 
 namespace hasten {
 
-// Rows of given lengths; a batch holds the row numbers as "row" [B].
+// Samples of given lengths. A batch has the sample indices as "row" [B].
 struct LengthsDataset : Dataset {
   std::vector<int64_t> lengths{};
   int64_t size() const override { return static_cast<int64_t>(lengths.size()); }

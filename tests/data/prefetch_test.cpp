@@ -33,7 +33,7 @@ TEST(Prefetcher, RunsWhileTheCallerWorks) {
   while (made < 2 && std::chrono::steady_clock::now() < until) {
     std::this_thread::yield();
   }
-  EXPECT_EQ(made, 2); // though nobody has asked
+  EXPECT_EQ(made, 2); // although next() was not called
 }
 
 TEST(Prefetcher, CarriesAnExceptionOverBehindTheValuesBeforeIt) {

@@ -20,7 +20,7 @@ TEST(SyntheticReviews, ASeedGivesTheSameRowsAndMoreRowsBeginWithThem) {
     equal += few[row].text == other[row].text;
   }
   EXPECT_LE(equal, 2);
-  // The rows are a promise to other machines, versions and compilers.
+  // The reviews must be the same on every machine, version and compiler.
   const auto promised = synthetic_reviews({.rows = 1000});
   EXPECT_EQ(promised[2].text, "I would never say that the burr is unreliable.");
   EXPECT_EQ(promised[999].text,

@@ -38,7 +38,7 @@ void expect_parts(const std::string& text, const Names& parts) {
   }
 }
 
-// `counts[i]` rows of label "c<i>", all texts different.
+// `counts[i]` samples with label "c<i>"; all texts differ.
 std::string rows_of_labels(const std::vector<int>& counts) {
   std::string text = "text,label\n";
   int row = 0;
@@ -70,7 +70,7 @@ TableRows read_rows(const std::filesystem::path& path, const TextTableOptions& o
   return rows;
 }
 
-// The selection with the texts it chose.
+// The selection, with the chosen texts.
 struct Selected : TextSelection {
   struct Rows {
     Names texts{};

@@ -62,7 +62,7 @@ struct CachedReviews {
   }
 };
 
-// All that later parts use, as one text.
+// Everything that later steps use, as one text.
 std::string described_tokens(const TokenizedClassification& data) {
   std::string text = data.train_checksum + " " + std::to_string(data.tokens) + " " +
                      std::to_string(data.truncated);
@@ -92,7 +92,7 @@ TEST(TokenCache, ASecondCallReadsWhatTheFirstOneMade) {
   for (const bool with_eval_file : {false, true}) {
     CachedReviews reviews;
     if (with_eval_file) {
-      reviews.eval_text = CachedReviews::make_text(44); // 4 that training lacks
+      reviews.eval_text = CachedReviews::make_text(44); // 4 texts that training lacks
     }
     const auto made = reviews.get();
     EXPECT_EQ(made.cache.source, Source::made);
@@ -107,7 +107,7 @@ TEST(TokenCache, ASecondCallReadsWhatTheFirstOneMade) {
     EXPECT_EQ(described_tokens(made), described_tokens(memory));
     EXPECT_EQ(described_tokens(read), described_tokens(memory));
     EXPECT_EQ(read.tokenizer.vocab(), memory.tokenizer.vocab());
-    ASSERT_EQ(reviews.files().size(), 1U); // no lock, nothing temporary
+    ASSERT_EQ(reviews.files().size(), 1U); // no lock and no temporary file
   }
 }
 
@@ -139,7 +139,7 @@ TEST(TokenCache, IdsEqualThoseOfTheTexts) {
   EXPECT_EQ(data.tokenizer.vocab(), learner.learn(options.vocab));
 }
 
-// Numbers and sets of labels lie in the file as class numbers do.
+// Numbers and sets of labels are stored like class numbers.
 TEST(TokenCache, NumbersAndSetsOfLabelsAreKeptToo) {
   CachedReviews reviews;
   reviews.text = "text,stars,tags\na good film,4.5,fun|long\na bad film,-1.5,\nso,0,long\n";
@@ -200,7 +200,7 @@ TEST(TokenCache, WhatIdsDependOnNamesTheFileAndNothingElseDoes) {
   const auto tokenizer = reviews.get().tokenizer;
   EXPECT_EQ(source([&](auto& o) { o.tokenizer = tokenizer; }), Source::made);
   EXPECT_EQ(source([&](auto& o) { o.tokenizer = tokenizer; }), Source::read);
-  // Without a split its seed says nothing.
+  // Without a split its seed has no effect.
   EXPECT_EQ(source([](auto& o) { o.texts.eval_split = 0; }), Source::made);
   EXPECT_EQ(source([](auto& o) {
               o.texts.eval_split = 0;
@@ -241,8 +241,8 @@ TEST(TokenCache, ADamagedOrForeignFileIsMadeAgainAndSaid) {
   EXPECT_EQ(reviews.get().cache.rebuilt, "");
 }
 
-// A file of many blocks: whichever row is read next, its ids are those that were
-// made, or there is an error. Growing harms nothing.
+// A file of many blocks: each sample read has the ids that were made, or reading throws. A file
+// that grew is fine.
 TEST(TokenCache, AFileThatIsZeroedOrCutUnderARunIsAnErrorThatNamesIt) {
   CachedReviews reviews;
   reviews.text = CachedReviews::make_text(2000);
@@ -311,7 +311,7 @@ TEST(TokenCache, WhereNothingCanBeKeptIdsAreInMemoryAndTheReasonIsSaid) {
   EXPECT_NE(below_a_file.cache.not_kept, "");
   EXPECT_EQ(described_tokens(below_a_file), expected);
 
-  // Files may not grow, as on a full disk.
+  // Files cannot grow, as on a full disk.
   reviews.text += "one more,neg\n";
   struct rlimit before {};
   ASSERT_EQ(::getrlimit(RLIMIT_FSIZE, &before), 0);
@@ -381,7 +381,7 @@ TEST(TokenCache, TheOthersGoOnWhereTheMakerFails) {
   first.join();
   EXPECT_EQ(data.cache.source, Source::memory);
   EXPECT_NE(data.cache.not_kept, "");
-  // A lock that a killed process left behind holds nobody up.
+  // The lock file of a killed process blocks no other process.
   EXPECT_TRUE(reviews.files().empty());
   const auto made = reviews.get();
   const auto lock = made.cache.path.parent_path() / (made.cache.path.stem().string() + ".lock");

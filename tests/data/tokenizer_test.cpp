@@ -137,8 +137,7 @@ TEST(Tokenizer, AFolderThatCannotBeUsedIsNamedWithItsFile) {
   EXPECT_PART(load_error(folder.path()), "byte 0xFF at offset 10");
 }
 
-// Beside the other files of a folder that hasten wrote, which list the special
-// tokens with their numbers.
+// In a folder that hasten wrote, whose other files list the special tokens with their ids.
 TEST(Tokenizer, AVocabularyThatWasCutIsRefusedByName) {
   const TemporaryFolder folder;
   WordPieceTokenizer(kSmallVocab, {}).save(folder.path());

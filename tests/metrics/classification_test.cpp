@@ -52,7 +52,7 @@ TEST(ClassificationMetrics, SumOfStatesEqualsTheJoinedRows) {
   sum.set_state(parts[0].state() + parts[1].state());
   EXPECT_EQ(sum.compute(), joined.compute());
   EXPECT_EQ(sum.rows(), 14);
-  parts[0].state().add_(parts[1].state()); // as an all-reduce in place does
+  parts[0].state().add_(parts[1].state()); // as an in-place all-reduce does
   EXPECT_EQ(parts[0].compute(), joined.compute());
 }
 

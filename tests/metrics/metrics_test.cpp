@@ -1,4 +1,4 @@
-// Values of scikit-learn and SciPy, and the same value for every split of the rows.
+// Values equal scikit-learn's and SciPy's, and do not depend on the split of the samples.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -27,15 +27,15 @@ Tensor integers(const std::vector<int64_t>& values) { return torch::tensor(value
     EXPECT_NEAR(value, expected, 1e-14 * std::abs(expected)); \
   }
 
-// One metric fed with (first, second) in one piece.
+// Updates one metric with (first, second) in a single batch.
 template <typename M>
 double of_all(M metric, const Tensor& first, const Tensor& second) {
   metric.update(first, second);
   return metric.compute();
 }
 
-// The same rows in random order and pieces, on four instances, whose states are
-// merged: what batches and ranks do.
+// Feeds the same samples in random order and pieces to four instances and merges their states, as
+// batches and ranks do.
 template <typename M>
 double of_pieces(const M& empty, Tensor first, Tensor second, int seed) {
   torch::manual_seed(seed);
@@ -46,7 +46,7 @@ double of_pieces(const M& empty, Tensor first, Tensor second, int seed) {
   std::vector<M> ranks(4, empty);
   for (int64_t begin = 0; begin < rows;) {
     const int64_t count = std::min<int64_t>(rows - begin, torch::randint(0, 6, {}).item<int64_t>());
-    const auto rank = torch::randint(0, 3, {}).item<int64_t>(); // 3 has none
+    const auto rank = torch::randint(0, 3, {}).item<int64_t>(); // instance 3 gets none
     ranks[static_cast<size_t>(rank)].update(first.narrow(0, begin, count),
                                             second.narrow(0, begin, count));
     begin += count;
@@ -90,7 +90,7 @@ TEST(ClassificationMetrics, ACopyCountsForItself) {
   copy.merge_state(metrics.state());
   EXPECT_EQ(metrics.rows(), 2);
   EXPECT_EQ(copy.rows(), 4);
-  // One class: no correlation can be told.
+  // With one class the correlation is undefined.
   EXPECT_EQ(metrics.matthews_corrcoef(), 0);
   EXPECT_EQ(ClassificationMetrics(2).f1(Average::weighted), 0);
   EXPECT_THROW(metrics.update(integers({2}), integers({0})), InputError);
@@ -114,13 +114,13 @@ TEST(Metrics, EveryEdgeIsWhatScikitLearnAndScipyGive) {
   const Tensor rising = doubles({0.1, 0.2, 0.3});
   EXPECT_SAME(of_all(R2Score(), alike, alike), golden::kR2AlikeRight);
   EXPECT_SAME(of_all(R2Score(), rising, alike), golden::kR2AlikeWrong);
-  // 0.1 three times has a mean that is not 0.1, unless one takes care.
+  // Without care the mean of three times 0.1 is not 0.1.
   EXPECT_SAME(of_all(R2Score(), rising, alike / 5), golden::kR2AlikeWrong);
   EXPECT_SAME(of_all(R2Score(), doubles({2}), doubles({1})), golden::kR2OneRow);
   EXPECT_SAME(of_all(PearsonCorrCoef(), alike, rising), golden::kPearsonAlike);
   EXPECT_SAME(of_all(SpearmanCorrCoef(), alike, rising), golden::kSpearmanAlike);
   EXPECT_SAME(of_all(Auroc(), rising, integers({1, 1, 1})), golden::kAurocOneClass);
-  // No rows, and NaN inside.
+  // No samples, and a NaN.
   const Tensor none = torch::empty({0}, torch::kDouble);
   const Tensor nan = doubles({0.1, golden::kNan, 0.5});
   const auto is_nan = [&](auto metric) {
@@ -151,7 +151,7 @@ TEST(Metrics, AnySplitOfTheRowsGivesTheSameValue) {
     expect_close(MeanAbsoluteError());
     expect_close(R2Score());
     expect_close(PearsonCorrCoef());
-    // These count: equal to the last bit, also where pairs are left out.
+    // States of counts: bit for bit equal, also if pairs were dropped.
     for (const int64_t capacity : {8, 65536}) {
       const SpearmanCorrCoef metric(capacity);
       EXPECT_EQ(of_pieces(metric, p, t, seed), of_all(metric, p, t));
@@ -161,7 +161,7 @@ TEST(Metrics, AnySplitOfTheRowsGivesTheSameValue) {
   }
 }
 
-// Sums of squares would lose all digits here: the numbers are 1e8 ± 1.
+// Sums of squares would lose all digits here: the values are 1e8 ± 1.
 TEST(Metrics, ALargeMeanCostsNoDigits) {
   torch::manual_seed(6);
   const Tensor t = torch::randint(-4, 5, {200}, torch::kDouble);
@@ -210,7 +210,7 @@ TEST(SpearmanCorrCoef, SamplesBeyondItsCapacityAndSaysSo) {
   EXPECT_FALSE(sampled.is_exact());
   EXPECT_NE(sampled.compute(), exact.compute());
   EXPECT_NEAR(sampled.compute(), exact.compute(), 4 / std::sqrt(2000.0));
-  // Repeated pairs are counted, not kept again.
+  // Repeated pairs increase a count and are not stored again.
   SpearmanCorrCoef repeated(1000);
   for (int i = 0; i < 5; ++i) {
     repeated.update(p.narrow(0, 0, 900), t.narrow(0, 0, 900));

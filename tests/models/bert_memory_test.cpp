@@ -1,4 +1,4 @@
-// A rehearsed training step's memory against what the meter counts in a real one.
+// The memory of a rehearsed training step compared with the memory meter in a real one.
 #include "hasten/models/bert_memory.h"
 
 #include <ATen/cpu/Utils.h>
@@ -21,7 +21,7 @@ struct MemoryCase {
   int64_t tokens = 0;
 };
 
-/// Large enough that oneDNN's scratch memory, some 0.5 MB, does not show.
+/// Large enough that oneDNN's scratch memory of about 0.5 MB does not matter.
 std::vector<MemoryCase> memory_cases() {
   std::vector<MemoryCase> cases{
       {"tiny", BertConfig::from_shape("bert-tiny", 500), 48, 64},
@@ -38,8 +38,8 @@ std::vector<MemoryCase> memory_cases() {
   return cases;
 }
 
-// 16-bit products of CPUs without instructions for them make fp32 copies, which
-// a rehearsal leaves out: within a tenth there.
+// CPUs without 16-bit instructions make fp32 copies for 16-bit products. A rehearsal does not
+// include them, so the tolerance is a tenth there.
 TEST(BertStepMemory, IsWithinThreePercentOfTheMeter) {
   install_memory_meter();
   const auto cpu = at::cpu::get_cpu_capabilities();

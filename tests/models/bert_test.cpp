@@ -103,10 +103,10 @@ TEST(Bert, PaddingFurtherChangesNoLogit) {
   for (const bool training : {false, true}) {
     model->train(training);
     const auto logits = model->forward(ids, mask);
-    // Whatever stands in the padding.
+    // The content of the padding does not matter.
     EXPECT_LE(max_difference(logits, model->forward(pad(ids, 7), pad(mask, 0))), 1e-6);
-    // A row alone, without mask, equals the row among others; its last block is
-    // a product with one vector, which sums in another order.
+    // A sample alone, without mask, equals the sample in a batch. Its last block is a product with
+    // one vector, which sums in another order.
     EXPECT_LE(
         max_difference(logits.slice(0, 1, 2), model->forward(ids.slice(0, 1, 2).slice(1, 0, 3))),
         2e-6);

@@ -18,13 +18,13 @@ TEST(Dropout, ElementsAreKeptIndependentlyWithTheirProbability) {
     EXPECT_NEAR(rate, p, 5 * deviation);
     EXPECT_NEAR(y.max().item<double>(), 1 / (1 - p), 1e-6);
     const auto a = zero - rate;
-    // Neighbours, far ones and whole blocks apart are uncorrelated.
+    // Elements next to each other, far apart and whole blocks apart are uncorrelated.
     for (const int64_t lag : {1, 2, 3, 16, 64, 256, 4096, 8192}) {
       const double correlation =
           (a.slice(0, 0, kCount - lag) * a.slice(0, lag)).mean().item<double>() / (p * (1 - p));
       EXPECT_NEAR(correlation, 0, 5 / std::sqrt(kCount)) << p << " " << lag;
     }
-    // As are two calls.
+    // So are two calls.
     const auto b = (dropout_add(torch::ones({kCount}), {}, p) == 0).to(torch::kDouble) - rate;
     EXPECT_NEAR((a * b).mean().item<double>() / (p * (1 - p)), 0, 5 / std::sqrt(kCount));
   }

@@ -1,4 +1,4 @@
-// Attention and dropout in bf16 beside the same in fp32 on the rounded numbers.
+// Attention and dropout in bf16 compared with fp32 on the rounded elements.
 #include "narrow_attention.h"
 
 #include <gtest/gtest.h>
@@ -77,8 +77,7 @@ TEST(NarrowAttention, ARowOfWhichAllIsMaskedAwayIsFinite) {
   EXPECT_TRUE(detail::self_attention(x, x, x, mask, 2, 0).isfinite().all().item<bool>());
 }
 
-// out = P v is linear in v: sum(out g) = sum(v dv) only if backward drops what forward
-// dropped.
+// out = P v is linear in v: sum(out g) = sum(v dv) holds only if backward uses the mask of forward.
 TEST(NarrowAttention, DropsTheSameInBackward) {
   torch::manual_seed(4);
   const auto input = [] { return narrow(torch::randn({4, 45, 32})).requires_grad_(); };
@@ -93,9 +92,9 @@ TEST(NarrowAttention, DropsTheSameInBackward) {
   };
   const double size = std::sqrt(inner(out, out) * inner(g, g));
   EXPECT_NEAR(inner(out, g), inner(v, v.grad()), 0x1p-7 * size);
-  // Other drops give another number.
+  // Another mask gives another value.
   EXPECT_LT(inner(other, g), (1 - 0x1p-5) * size);
-  // Scaled up: the mean over many draws is the plain result.
+  // Kept elements are scaled up, so the mean over many draws is the result without dropout.
   Tensor mean = torch::zeros(out.sizes());
   for (int i = 0; i < 64; ++i) {
     const torch::NoGradGuard no_grad;
@@ -105,7 +104,7 @@ TEST(NarrowAttention, DropsTheSameInBackward) {
   EXPECT_LT(relative(mean, plain), 0.2);
 }
 
-// Shapes, with strides, of the products that pass.
+// Shapes and strides of the observed products.
 struct ProductShapes final : detail::OpObserver {
   void pass(const detail::OpPassing& passing) override {
     if (detail::op_info(passing.op).name == "aten::bmm") {
@@ -122,9 +121,8 @@ struct ProductShapes final : detail::OpObserver {
   int64_t products = 0;
 };
 
-// What libraries keep for each shape of a product must not grow with the lengths of
-// texts: three shapes (scores and what goes back through them share one) for each of
-// 16 paddings of up to 512 tokens.
+// The memory that libraries cache per shape must not grow with the lengths of texts. There are
+// three shapes (scores and their gradient share one) for each of 16 paddings up to 512 tokens.
 TEST(NarrowAttention, ManyLengthsAreFewShapesOfProducts) {
   ProductShapes seen;
   int64_t passes = 0;
@@ -157,8 +155,7 @@ TEST(Dropout, InBf16IsThatOfTheSameNumbersInFp32) {
   EXPECT_TRUE(torch::equal(x.grad(), narrow(run(g, {}))));
 }
 
-// Loss and gradients of a whole model are near those in fp32, and its products ran in
-// bf16.
+// Loss and gradients of a whole model are close to those in fp32, and its products ran in bf16.
 TEST(NarrowAttention, ABertInBf16FollowsTheOneInFp32) {
   torch::manual_seed(6);
   BertConfig config = BertConfig::from_shape("bert-mini");

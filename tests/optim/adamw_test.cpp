@@ -40,7 +40,7 @@ std::vector<torch::optim::OptimizerParamGroup> optim_groups(
   return groups;
 }
 
-/// Gradients for update `step`; the second parameter sits every third one out.
+/// Gradients for step `step`. The second parameter has none in every third step.
 void set_gradients(std::vector<at::Tensor>& parameters, int step) {
   for (size_t i = 0; i < parameters.size(); ++i) {
     torch::manual_seed(100 * step + static_cast<int>(i));
@@ -114,7 +114,7 @@ TEST(AdamW, AGradientThatLiesOtherwiseThanItsParameterIsReadRight) {
   lies_otherwise.mutable_grad() = gradient;
   auto plain = torch::zeros({2, 3}).requires_grad_();
   plain.mutable_grad() = gradient.contiguous();
-  // eps of the gradient's size, so that an update shows more than a sign.
+  // eps is as large as the gradient, so that an update shows more than its sign.
   AdamW first({lies_otherwise}, torch::optim::AdamWOptions(0.1).eps(1.0));
   AdamW second({plain}, torch::optim::AdamWOptions(0.1).eps(1.0));
   first.step();

@@ -11,8 +11,8 @@ namespace hasten::make_schedule_test {
 
 using Json = nlohmann::json;
 
-// The formulas have golden values in schedule_test.cpp; here: which name has which,
-// and what each keyword reaches.
+// schedule_test.cpp has golden values of the formulas. This tests which name selects which formula,
+// and what each keyword changes.
 TEST(MakeSchedule, NamesAndKeywordsReachTheSchedules) {
   struct Case {
     const char* name;

@@ -1,4 +1,4 @@
-// The formula of an optimizer's memory against what it allocates.
+// optimizer_state_bytes() equals what the optimizer allocates.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 

@@ -20,7 +20,7 @@ namespace hasten::optimizers_test {
 
 using Tensors = std::vector<at::Tensor>;
 
-/// What a test needs of any of them.
+/// The interface of all optimizers that the tests use.
 struct Made {
   std::unique_ptr<torch::optim::Optimizer> optimizer;
   FusedOptimizer* fused;
@@ -39,7 +39,7 @@ Make maker(Options options) {
   };
 }
 
-/// Those of tools/golden/optimizers.py.
+/// The cases of tools/golden/optimizers.py.
 const std::map<std::string, Make>& makers() {
   using torch::optim::AdamOptions;
   using torch::optim::AdamWOptions;
@@ -92,8 +92,8 @@ void mlp_gradients(Tensors& p) {
   (torch::tanh(x.mm(p[0].t()) + p[1]).mm(p[2].t()) + p[3] - y).square().mean().backward();
 }
 
-/// Of any shapes and layouts: matrices of more than one block, a stack of them, a
-/// vector, a scalar, nothing, and channels last.
+/// Several shapes and layouts: matrices of more than one block, a stack of matrices, a vector, a
+/// scalar, an empty tensor, and channels last.
 Tensors many(at::ScalarType dtype) {
   Tensors made;
   for (const auto& shape :
@@ -154,7 +154,7 @@ TEST(Optimizers, TwentyStepsOnAnMlpEqualTheReferences) {
   }
 }
 
-// In all layouts, over several blocks, with 16-bit parameters and gradients.
+// All layouts, over several blocks, with 16-bit parameters and gradients.
 TEST(Optimizers, KernelsEqualAtensOperations) {
   for (const auto& [name, make] : makers()) {
     for (const auto dtype : {at::kDouble, at::kFloat, at::kBFloat16, at::kHalf}) {
@@ -172,7 +172,7 @@ TEST(Optimizers, KernelsEqualAtensOperations) {
         }
         const bool narrow = dtype == at::kBFloat16 || dtype == at::kHalf;
         const double unit = dtype == at::kBFloat16 ? 0x1p-7 : 0x1p-9;
-        // A sign may turn where a mean is next to 0.
+        // A sign may differ if a mean is close to 0.
         EXPECT_LE(difference(ours, theirs), dtype == at::kDouble ? 1e-13
                                             : narrow             ? unit
                                                                  : 3e-6)
@@ -237,7 +237,7 @@ TEST(Optimizers, SixteenBitParametersFollowAnFp32CopyAndItFollowsThem) {
       }
       const Made small = make(narrow, {}), large = make(wide, {});
       for (int step = 0; step < 6; ++step) {
-        if (step == 3) { // someone loads other weights
+        if (step == 3) { // other code loads weights
           const at::NoGradGuard no_grad;
           narrow[0].fill_(5);
           wide[0].fill_(5);
@@ -303,7 +303,7 @@ TEST(Optimizers, GoOnFromSavedStateBitForBit) {
         tensor = tensor.clone();
       }
       FusedOptions other = options;
-      other.seed = 7; // the state's counts
+      other.seed = 7; // the state's seed replaces it
       const Made second = make(two, other);
       prepare_optimizer_load(*second.optimizer, names_of(two), tensors,
                              nlohmann::json::parse(values.dump()))();
@@ -395,7 +395,7 @@ TEST(Optimizers, OptionsOutOfRangeAreNamed) {
   expect_says(with("adafactor", {.args = "warmup_init=true"}), "relative_step");
   expect_says(with("adamm", {}), "write adam");
 
-  // Set later, and in a group.
+  // Options that are set later, and in a group.
   AdamW adamw(p, {1e-3});
   adamw.param_groups()[0].options().set_lr(nan);
   expect_says([&] { adamw.step(); }, "lr=nan");
@@ -408,7 +408,7 @@ TEST(Optimizers, ByNameHaveTheirGroupsDecayAndArguments) {
   for (const std::string& name : optimizer_names()) {
     const Tensors p = {torch::ones({3}).requires_grad_(), torch::ones({3}).requires_grad_()};
     std::vector<torch::optim::OptimizerParamGroup> groups;
-    // 0.01 is what torch takes for unset.
+    // torch takes 0.01 for unset.
     for (const double decay : {0.01, 0.0}) {
       groups.emplace_back(Tensors{p[decay == 0]},
                           std::make_unique<torch::optim::AdamWOptions>(

@@ -60,7 +60,7 @@ TEST(DecayGroups, DecayTheParametersHuggingFaceDecays) {
   EXPECT_EQ(groups[0].params().size() + groups[1].params().size(), model->parameters().size());
 }
 
-// What a LayerNorm of one's own has inside is the LayerNorm's, whatever its name.
+// Parameters inside a LayerNorm of your own belong to it, whatever their names are.
 TEST(DecayGroups, TakeAllInsideALayerNormForIts) {
   struct GatedNorm : torch::nn::LayerNormImpl {
     GatedNorm() : LayerNormImpl(torch::nn::LayerNormOptions({3})) {
@@ -82,8 +82,7 @@ TEST(DecayGroups, LeaveFrozenParametersOutAndCountTiedOnesOnce) {
   auto head = model->register_module("head", torch::nn::Linear(2, 2));
   model->register_parameter("tied_norm", embedding->weight);
   head->weight.requires_grad_(false);
-  // The root's own parameters come first, so the tied tensor's first name is
-  // the one that forbids decay.
+  // The root's own parameters come first, so the tied tensor's first name is the one without decay.
   EXPECT_EQ(decayed_parameter_names(*model), std::vector<std::string>{});
   const auto groups = decay_groups(*model, 0.1);
   EXPECT_EQ(groups[0].params().size(), 0u);

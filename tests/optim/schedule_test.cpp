@@ -72,7 +72,7 @@ TEST(LRScheduler, LearningRatesEqualTransformersAtEveryUpdate) {
   }
 }
 
-// One group of rate 2e-3.
+// One group with learning rate 2e-3.
 struct PlateauRig {
   explicit PlateauRig(ReduceLrOnPlateauOptions options) : scheduler(optimizer, options) {}
   double rate() const { return optimizer.param_groups()[0].options().get_lr(); }
@@ -103,8 +103,8 @@ TEST(ReduceLrOnPlateau, RatesEqualTorchsAlsoAfterAResume) {
   }
 }
 
-// As torch, which begins with infinity: a first infinite loss is no improvement,
-// and the state holds finite numbers only, which JSON has.
+// As in torch, which begins with infinity, an infinite first loss is no improvement. The state has
+// only finite values, because JSON has no others.
 TEST(ReduceLrOnPlateau, WhatIsNotFiniteIsNoImprovement) {
   const double infinity = std::numeric_limits<double>::infinity();
   for (const double metric : {std::nan(""), infinity, -infinity}) {
