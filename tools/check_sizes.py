@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
-"""No file and no function is longer than a reader can hold.
+"""No file, function or class is larger than a reader can hold.
 
 Public header 400 lines, source 600, test 500, example 120, README 150, root
-CMakeLists.txt 200; the body of a function 80. Split by idea, not by alphabet.
+CMakeLists.txt 200; the body of a function 80. A class has at most 30 public names,
+inherited ones counted and a struct's fields not (60 for the Accelerator, a facade, and what it inherits), 40 member
+functions, and definitions in 3 source files. Split by idea, not by alphabet.
 """
 
 import re
@@ -10,6 +12,9 @@ import re
 import tree
 
 FUNCTION_LIMIT = 80
+PUBLIC_LIMIT, FACADE, FACADE_LIMIT = 30, "Accelerator", 60
+MEMBER_LIMIT = 40
+SOURCE_LIMIT = 3
 # What may stand between a function's parameter list and its body.
 HEAD = re.compile(r"\)\s*(const|noexcept(\(.*\))?|override|final|mutable|&&?|->[^;{}]*|\s)*(:[^;{}]*)?$")
 CONTROL = re.compile(r"(^|\belse\s+)(if|for|while|switch|catch)\b[^;]*$")
@@ -69,8 +74,111 @@ def long_functions(text):
     return found
 
 
+CLASS_HEAD = re.compile(r"\b(class|struct)\s+([\w:]+)(?:\s+final)?(\s*:[^;{]*)?$")
+BASE = re.compile(r"(?:public\s+)?(?:\w+::)*(\w+)(?:<.*?>)?\s*(?:,|$)")
+# A declaration that brings a type, or that says nothing about the class's own names.
+NO_MEMBER = re.compile(r"(class|struct|enum|using|static constexpr|static_assert|typedef|friend)\b")
+FUNCTION = re.compile(r"(~?\w+|operator\s*[^\s(]+)\s*\(")
+DEFINITION = re.compile(r"^(?!\s)(?:[\w:<>,&*\[\] ]+[\s&*])?((?:\w+::)+)~?\w+\(", re.M)
+
+
+def declarations(body):
+    """The declarations of a class body, and "public:", "protected:", "private:"."""
+    start, braces, parentheses = 0, 0, 0
+    for i, character in enumerate(body):
+        if character in "{}":
+            braces += 1 if character == "{" else -1
+            ends = character == "}" and not braces and not parentheses
+            if ends and not body[i + 1 :].lstrip().startswith((";", ",", ")")):
+                yield body[start : i + 1]  # a function with its body
+                start = i + 1
+        elif character in "()":
+            parentheses += 1 if character == "(" else -1
+        elif character == ";" and not braces and not parentheses:
+            yield body[start:i]
+            start = i + 1
+        elif character == ":" and not braces and not parentheses:
+            if access := re.search(r"(public|protected|private)\s*$", body[start:i]):
+                yield access[1] + ":"
+                start = i + 1
+
+
+def member_names(kind, own, body):
+    """(public names, names of member functions)"""
+    access, public, functions = ("public:" if kind == "struct" else "private:"), set(), set()
+    for declaration in declarations(body):
+        text = " ".join(re.sub(r"\[\[.*?\]\]", "", declaration).split())
+        if text in ("public:", "protected:", "private:"):
+            access = text
+            continue
+        text = re.sub(r"^template\s*<.*?>\s*(?=\w)", "", text)
+        if not text or NO_MEMBER.match(text) or "= delete" in text or "= default" in text:
+            continue
+        head = text.split("{")[0]
+        function = FUNCTION.search(head)
+        if function and not re.search(r"=\s*$|std::function", head[: function.start()]):
+            name = function[1]
+            if name.lstrip("~") == own.split("::")[-1]:
+                continue
+            functions.add(name)
+        else:
+            field = re.search(r"(\w+)\s*(=.*|\[.*)?$", head)
+            name = field[1] if field else ""
+        # A struct's fields are data; its functions count.
+        if access == "public:" and (kind == "class" or name in functions):
+            public.add(name)
+    return public - {""}, functions
+
+
+def classes(text):
+    """(kind, name, names of bases, body, line) of each class in the bare text."""
+    for opening in re.finditer(r"\{", text):
+        begin = max(text.rfind(mark, 0, opening.start()) for mark in ";{}")
+        head = " ".join(re.sub(r"#.*|\[\[\w+\]\]", "", text[begin + 1 : opening.start()]).split())
+        found = CLASS_HEAD.search(head)
+        if not found or "(" in head or "enum" in head:
+            continue
+        depth, end = 1, opening.end()
+        while depth and end < len(text):
+            depth += {"{": 1, "}": -1}.get(text[end], 0)
+            end += 1
+        line = text.count("\n", 0, opening.start()) + 1
+        bases = BASE.findall((found[3] or "").strip(" :"))
+        yield found[1], found[2], bases, text[opening.end() : end - 1], line
+
+
+def large_classes(root):
+    known, sources = {}, {}
+    for path in tree.files(root, ("include", "src"), tree.SOURCES):
+        text = bare((root / path).read_text())
+        for kind, name, bases, body, line in classes(text):
+            public, functions = member_names(kind, name, body)
+            known[name] = (bases, public, functions, str(path), line)
+        if path.suffix == ".cpp":
+            for definition in DEFINITION.finditer(text):
+                owner = definition[1].rstrip(":").split("::")
+                for name in {owner[-1], "::".join(owner[-2:])}:
+                    sources.setdefault(name, set()).add(path.name)
+
+    def inherited(name, below=()):
+        if name not in known or name in below:
+            return set()
+        return {name}.union(*(inherited(base, (*below, name)) for base in known[name][0]))
+
+    facade = inherited(FACADE)
+    for name, (_, _, functions, path, line) in known.items():
+        public = set().union(*(known[base][1] for base in inherited(name)))
+        for what, count, limit in (
+            ("public names", len(public), FACADE_LIMIT if name in facade else PUBLIC_LIMIT),
+            ("member functions", len(functions), MEMBER_LIMIT),
+            ("source files", len(sources.get(name, ())), SOURCE_LIMIT),
+        ):
+            if count > limit:
+                yield tree.Problem(path, line, f"{name} has {count} {what}, the limit is {limit}")
+
+
 def check(root):
-    problems = []
+    problems = list(large_classes(root))
     for path in tree.files(root):
         limit = limit_of(path)
         if limit is None:

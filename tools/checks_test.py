@@ -90,6 +90,21 @@ class ChecksTest(unittest.TestCase):
     def test_sizes_readme(self):
         self.assert_bad("sizes", {"README.md": "x\n" * 151}, "the limit is 150")
 
+    def test_sizes_class(self):
+        many = "".join(f"  int f{i}();\n" for i in range(16))
+        base = {"include/hasten/comm/b.h": "class B {\n public:\n" + many + "};\n"}
+        derived = "class D : public B {\n public:\n" + many.replace("f", "g") + "};\n"
+        self.assert_bad(
+            "sizes", {**base, "include/hasten/comm/d.h": derived}, "D has 32 public names"
+        )
+        (self.root / "include/hasten/comm/d.h").unlink()
+        hidden = "class D {\n" + many.replace("f", "g") + many + many.replace("f", "h") + "};\n"
+        self.assert_bad("sizes", {"src/comm/d.h": hidden}, "D has 48 member functions")
+        (self.root / "src/comm/d.h").unlink()
+        spread = {f"src/comm/d{i}.cpp": f"void D::f{i}() {{}}\n" for i in range(4)}
+        spread["src/comm/d.h"] = "class D {\n" + many + "};\n"
+        self.assert_bad("sizes", spread, "D has 4 source files")
+
     def test_sizes_function(self):
         body = 'void f(\n    int a) const {\n  g("}");  // }\n' + "  if (a) {\n  }\n" * 40 + "}\n"
         self.assert_bad("sizes", {"src/comm/f.cpp": body}, "src/comm/f.cpp:2", "81 lines")

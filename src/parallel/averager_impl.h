@@ -73,20 +73,15 @@ struct Averager::Impl {
   Impl(std::shared_ptr<Communicator> group, const NamedTensorList& tensors,
        AveragerOptions settings);
 
-  void add_entries(const NamedTensorList& tensors);
-  void lay_out();
-  void cut_slices();
-  void compare_ranks();
   bool has_anchor() const { return options.outer || options.comm_hook; }
-  bool drives() const { return options.sync == SyncStrategy::driver; }
-  bool takes_part(const Slice& slice) const {
-    return round.fragment == kAll || slice.fragment == round.fragment;
-  }
-  void check_tensors() const;
   void stage_in();
-  void stage_out();
-  char* data_of(const Entry& entry) const;
   char* address(const at::Tensor& buffer, int64_t element) const;
+  void begin(double weight, double learning_rate, int64_t fragment, bool later);
+  void complete();
+  void await_data();
+  void settle_spread();
+  RoundOutcome recover();
+  void make_buffers();
   // Calls with entry data, buffer offset and count of every piece of the slice.
   template <typename Function>
   void for_pieces(const Slice& slice, const Function& function) const {
@@ -99,12 +94,25 @@ struct Averager::Impl {
     }
   }
 
-  void begin(double weight, double learning_rate, int64_t fragment, bool later);
+  std::shared_ptr<Communicator> communicator;
+  AveragerOptions options;
+  std::vector<Entry> entries{};
+  std::vector<Group> groups{
+ private:
+  void add_entries(const NamedTensorList& tensors);
+  void lay_out();
+  void cut_slices();
+  void compare_ranks();
+  bool drives() const { return options.sync == SyncStrategy::driver; }
+  bool takes_part(const Slice& slice) const {
+    return round.fragment == kAll || slice.fragment == round.fragment;
+  }
+  void check_tensors() const;
+  void stage_out();
+  char* data_of(const Entry& entry) const;
   void load(const Slice& slice);
   void launch(size_t index);
-  void complete();
   void end_round();
-  void await_data();
   void vote();
   void commit();
   void commit_direct();
@@ -112,19 +120,10 @@ struct Averager::Impl {
   void outer_pieces(size_t group);
   void drive();
   void send_spread(const PassSums& sums, bool measured);
-  void settle_spread();
   int64_t bytes_of_round() const;
   bool driven() const { return drives() && round.ranks > 1; }
-
-  // averager_recover.cpp
-  RoundOutcome recover();
   void drop_round();
-  void make_buffers();
-
-  std::shared_ptr<Communicator> communicator;
-  AveragerOptions options;
-  std::vector<Entry> entries{};
-  std::vector<Group> groups{};
+};
   std::vector<Slice> all_slices{};
   int64_t fragment_count = 1;
 
