@@ -97,7 +97,20 @@ struct Averager::Impl {
   std::shared_ptr<Communicator> communicator;
   AveragerOptions options;
   std::vector<Entry> entries{};
-  std::vector<Group> groups{
+  std::vector<Group> groups{};
+  std::vector<Slice> all_slices{};
+  int64_t fragment_count = 1;
+
+  Round round{};
+  int64_t rounds = 0;
+  double last_total = 0; // of the last committed round
+  bool dropped = false; // a round was, and none has been committed since
+  bool recovering = false; // ranks are not in step
+  AverageReport report{};
+  at::Tensor spread{}; // [2] fp64
+  Work spread_handle{};
+  at::Tensor ballot{};
+
  private:
   void add_entries(const NamedTensorList& tensors);
   void lay_out();
@@ -123,19 +136,6 @@ struct Averager::Impl {
   int64_t bytes_of_round() const;
   bool driven() const { return drives() && round.ranks > 1; }
   void drop_round();
-};
-  std::vector<Slice> all_slices{};
-  int64_t fragment_count = 1;
-
-  Round round{};
-  int64_t rounds = 0;
-  double last_total = 0; // of the last committed round
-  bool dropped = false; // a round was, and none has been committed since
-  bool recovering = false; // ranks are not in step
-  AverageReport report{};
-  at::Tensor spread{}; // [2] fp64
-  Work spread_handle{};
-  at::Tensor ballot{};
 };
 
 } // namespace hasten

@@ -25,6 +25,7 @@ class TrainStep {
 
   /// The loop's range.
   PreparedLoader<DataLoader>& loader() { return handles_.loader; }
+  const PreparedLoader<DataLoader>& loader() const { return handles_.loader; }
   /// Steps it after each optimizer step. Null: plain training.
   void set_local_sgd(LocalSGD* local_sgd) { local_sgd_ = local_sgd; }
 

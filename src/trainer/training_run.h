@@ -136,6 +136,7 @@ class TrainingRun {
   const RunStart start_;
   const std::shared_ptr<RunState> run_state_;
   const std::filesystem::path output_dir_;
+  RunControl control_;
 
   // Borrowed by the handles below, so they come first.
   std::vector<torch::optim::OptimizerParamGroup> groups_;
@@ -145,7 +146,6 @@ class TrainingRun {
   std::shared_ptr<LRScheduler> lr_scheduler_;
   std::shared_ptr<ReduceLrOnPlateau> plateau_{}; // or null; the above is constant
   std::shared_ptr<DataLoader> data_loader_;
-  RunControl control_;
   std::optional<TrainStep> step_{}; // once prepared
   std::optional<LocalSGD> local_sgd_{}; // empty, or not active: plain training
 
