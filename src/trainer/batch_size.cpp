@@ -17,12 +17,11 @@
 
 namespace hasten::detail {
 
-/// A model in training mode with zero gradients beside it, as behind the first
-/// window; everything is as before when it goes: mode, buffers, gradients, random
-/// numbers.
+/// Puts a model into training mode with zero gradients, as after the first window. The destructor
+/// restores mode, buffers, gradients and random states.
 class TrialState {
  public:
-  // Delegates, so that what an allocation that fails leaves behind is put back.
+  // Delegates, so that the destructor runs if an allocation fails here.
   TrialState(torch::nn::Module& model, const at::Device& device)
       : TrialState(model, device, random_states(device)) {
     model.train();
@@ -41,7 +40,7 @@ class TrialState {
   TrialState& operator=(const TrialState&) = delete;
   ~TrialState() {
     for (auto entry = gradients_.rbegin(); entry != gradients_.rend(); ++entry) {
-      entry->first.mutable_grad() = entry->second; // a tied one's first is last
+      entry->first.mutable_grad() = entry->second; // of a tied parameter the first entry counts
     }
     const at::NoGradGuard no_grad;
     for (auto& [buffer, value] : buffers_) {
@@ -66,7 +65,7 @@ class TrialState {
   std::vector<std::pair<at::Tensor, at::Tensor>> gradients_{};
 };
 
-/// Bytes that training keeps beside parameters, gradients and activations.
+/// Bytes that training keeps in addition to parameters, gradients and activations.
 int64_t kept_bytes(const TrainerParts& parts) {
   std::vector<std::vector<int64_t>> shapes;
   std::unordered_set<const void*> seen;
@@ -85,7 +84,7 @@ int64_t kept_bytes(const TrainerParts& parts) {
          (averages ? 2 * weights : 0); // snapshot; buffers of gradients
 }
 
-/// Bytes of CPU tensors in this process, all included.
+/// The limit for all CPU tensors of this process, in bytes.
 int64_t memory_limit_of(const TrainingArguments& a) {
   if (!a.memory_limit.empty()) {
     return parse_bytes(a.memory_limit);
@@ -116,7 +115,7 @@ void find_batch_size(TrainerParts& parts, int64_t first) {
         const TrialState state(*parts.model, device);
         const at::Tensor reserved = at::empty({kept}, at::TensorOptions(device).dtype(at::kByte));
         const Batch batch = parts.train->collate(longest_rows(*parts.train, batch_size)).to(device);
-        for (int i = 0; i < 2; ++i) { // caches of a first step; then as always
+        for (int i = 0; i < 2; ++i) { // the first step fills caches
           LossOutput loss;
           {
             const Autocast autocast = accelerator.autocast();
@@ -131,11 +130,11 @@ void find_batch_size(TrainerParts& parts, int64_t first) {
     return;
   }
   if (parts.is_main()) {
-    log_info("auto_find_batch_size: " + std::to_string(size) + " rows x " +
-             std::to_string(rows / size) + " accumulation for " +
+    log_info("auto_find_batch_size: " + std::to_string(size) + " samples x " +
+             std::to_string(rows / size) + " accumulation instead of " +
              std::to_string(a.per_device_train_batch_size) + " x " +
              std::to_string(a.gradient_accumulation_steps) +
-             (options.memory_limit_bytes > 0 ? ", within " + format_bytes(limit) + " a process"
+             (options.memory_limit_bytes > 0 ? ", within " + format_bytes(limit) + " per process"
                                              : std::string()));
   }
   a.per_device_train_batch_size = size;

@@ -27,8 +27,8 @@ void EarlyStoppingCallback::on_train_begin(const RunDescription& run) {
   if (run.eval_rows == 0 || run.arguments.eval_strategy == IntervalStrategy::no) {
     throw InputError("trainer::EarlyStoppingCallback",
                      run.eval_rows == 0 ? "no evaluation data" : "eval_strategy=no",
-                     "evaluations to judge by",
-                     "give evaluation data, and set eval_strategy to epoch or steps");
+                     "evaluations during training",
+                     "pass evaluation data, and set eval_strategy to epoch or steps");
   }
   metric_ = run.arguments.best_metric_name();
   greater_ = run.arguments.best_is_greater();

@@ -18,7 +18,7 @@ namespace hasten {
 
 namespace detail {
 
-/// Evaluation mode while it lives, then the mode there was.
+/// Sets evaluation mode; the destructor restores the previous mode.
 class EvaluationMode {
  public:
   explicit EvaluationMode(torch::nn::Module& model)
@@ -34,7 +34,7 @@ class EvaluationMode {
   bool was_training_;
 };
 
-/// This rank's outputs with the numbers of their rows.
+/// This rank's outputs with the indices of their samples.
 struct RankOutputs {
   std::vector<at::Tensor> rows{};
   std::vector<int64_t> indices{};
@@ -43,7 +43,7 @@ struct RankOutputs {
 /// All ranks' outputs in the order of the dataset, on the CPU. Collective.
 at::Tensor outputs_in_order(TrainerParts& parts, RankOutputs mine, int64_t dataset_rows) {
   Communicator& communicator = parts.communicator();
-  // A rank without rows does not know what a row looks like.
+  // A rank without samples does not know shape and dtype of the outputs.
   nlohmann::json form;
   if (!mine.rows.empty()) {
     const at::Tensor& first = mine.rows.front();
@@ -71,7 +71,7 @@ double rounded(double value, int digits) {
   return std::round(value * scale) / scale;
 }
 
-/// One rank's share: loss and weight on the device, metrics, outputs.
+/// One rank's part of an evaluation: loss on the device, weight, counts.
 struct EvaluationPass {
   at::Tensor loss_sum{}; // 0-d fp64
   double weight = 0;
@@ -85,7 +85,7 @@ EvaluationPass evaluate_share(TrainerParts& parts, const Dataset& dataset,
   LoaderOptions options;
   options.batch_size = parts.arguments.per_device_eval_batch_size;
   options.shuffle = false;
-  options.group_by_length = true; // longest first: least padding
+  options.group_by_length = true; // longest first, for the least padding
   options.num_workers = parts.arguments.dataloader_num_workers;
   options.prefetch_factor = parts.arguments.dataloader_prefetch_factor;
   DataLoader loader(std::shared_ptr<const Dataset>(std::shared_ptr<void>(), &dataset), options);
@@ -102,7 +102,7 @@ EvaluationPass evaluate_share(TrainerParts& parts, const Dataset& dataset,
   for (const Batch& host_batch : loader) {
     parts.throw_if_interrupted();
     if (host_batch.rows() == 0 && accelerator.shards(parts.model)) {
-      run(dataset.collate({0}).to(accelerator.device())); // the others gather
+      run(dataset.collate({0}).to(accelerator.device())); // the other ranks gather parameters
     } else if (host_batch.rows() > 0) {
       const Batch batch = host_batch.to(accelerator.device());
       LossOutput output = run(batch);
@@ -132,7 +132,7 @@ EvaluationPass evaluate_share(TrainerParts& parts, const Dataset& dataset,
 nlohmann::json evaluate_dataset(TrainerParts& parts, const Dataset& dataset,
                                 const std::string& prefix, at::Tensor* outputs) {
   if (dataset.size() < 1) {
-    throw InputError("trainer::evaluate", "rows=0", "at least one row");
+    throw InputError("trainer::evaluate", "samples=0", "at least one sample");
   }
   settle_precision(parts);
   const Stopwatch time;

@@ -48,7 +48,7 @@ LossFunction with_objective(LossFunction inner, ClassificationLossOptions how, b
     if (!balanced) {
       return cross_entropy_output(output.outputs, labels, how);
     }
-    ClassificationLossOptions padded = how; // labels without a row count 1
+    ClassificationLossOptions padded = how; // labels without samples have weight 1
     padded.class_weights.resize(
         std::max(padded.class_weights.size(), static_cast<size_t>(output.outputs.size(-1))), 1.0);
     return cross_entropy_output(output.outputs, labels, padded);
@@ -77,7 +77,7 @@ LossOutput cross_entropy_output(const at::Tensor& logits, const at::Tensor& labe
       throw InputError(detail::kLossesWhere,
                        "class_weights of " + std::to_string(options.class_weights.size()) +
                            " labels for a model with " + std::to_string(classes),
-                       "one number a label");
+                       "one number per label");
     }
     weights = detail::weights_of(options.class_weights, flat);
     const at::Tensor kept = numbers.masked_select(numbers.ne(-100));
@@ -95,7 +95,8 @@ LossOutput mse_output(const at::Tensor& logits, const at::Tensor& labels) {
   const bool column = logits.dim() == 2 && logits.size(1) == 1;
   if (!(column || logits.dim() == 1) || labels.dim() != 1 || labels.size(0) != logits.size(0) ||
       !labels.is_floating_point()) {
-    detail::refuse_loss_inputs(logits, labels, "one output a row and floating-point labels [B]");
+    detail::refuse_loss_inputs(logits, labels,
+                               "one output per sample and floating-point labels [B]");
   }
   LossOutput result;
   result.outputs = detail::wide(column ? logits.squeeze(1) : logits);
@@ -114,7 +115,7 @@ LossOutput bce_with_logits_output(const at::Tensor& logits, const at::Tensor& la
     throw InputError(detail::kLossesWhere,
                      "pos_weight of " + std::to_string(pos_weight.size()) +
                          " labels for a model with " + std::to_string(logits.size(1)),
-                     "one number a label");
+                     "one number per label");
   }
   LossOutput result;
   result.outputs = detail::wide(logits);
@@ -135,7 +136,7 @@ std::vector<double> resolve_class_weights(const std::string& class_weights, cons
   }
   const auto refuse = [](const std::string& why) {
     throw InputError(detail::kLossesWhere, "class_weights=balanced " + why,
-                     "training data whose labels are class numbers", "give the weights as numbers");
+                     "training data whose labels are class numbers", "set the weights as numbers");
   };
   if (train == nullptr) {
     refuse("without training data");

@@ -16,8 +16,7 @@ namespace detail {
 
 constexpr const char* kObjectiveWhere = "trainer::training_arguments";
 
-/// Ends included. Rows of a batch * accumulation * processes (kMaxWorldSize) stay
-/// below 2^63.
+/// Ends included. Batch size * accumulation * processes (kMaxWorldSize) stays below 2^63.
 constexpr struct {
   const char* name;
   int64_t least, most;
@@ -59,7 +58,7 @@ void validate_objective(const TrainingArguments& a) {
     }
   };
   require(a.label_smoothing_factor >= 0 && a.label_smoothing_factor < 1, "label_smoothing_factor",
-          a.label_smoothing_factor, "a share, 0 or more and below 1");
+          a.label_smoothing_factor, "0 or more and below 1");
   class_weight_numbers(a.class_weights);
   require(a.early_stopping_threshold >= 0 && std::isfinite(a.early_stopping_threshold),
           "early_stopping_threshold", a.early_stopping_threshold, "0 or more");
@@ -67,8 +66,8 @@ void validate_objective(const TrainingArguments& a) {
           "early_stopping_threshold", a.early_stopping_threshold,
           "0 without early_stopping_patience", "set early_stopping_patience");
   require(a.early_stopping_patience == 0 || a.eval_strategy != IntervalStrategy::no,
-          "early_stopping_patience", a.early_stopping_patience,
-          "evaluations to judge by: eval_strategy=no", "set eval_strategy to epoch or steps");
+          "early_stopping_patience", a.early_stopping_patience, "0 with eval_strategy=no",
+          "set eval_strategy to epoch or steps");
 }
 
 } // namespace detail
@@ -85,7 +84,7 @@ std::vector<double> class_weight_numbers(const std::string& class_weights) {
     if (read.ec != std::errc() || read.ptr != end || !(number > 0) || !std::isfinite(number)) {
       throw InputError(detail::kObjectiveWhere,
                        "class_weights=" + nlohmann::json(class_weights).dump(),
-                       "numbers above 0 by label, like 0.5,2, or balanced");
+                       "one number above 0 per label, e.g. 0.5,2, or balanced");
     }
     numbers.push_back(number);
   }

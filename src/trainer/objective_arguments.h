@@ -1,5 +1,4 @@
-// What TrainingArguments say of the loss and of when training is over, and what their
-// numbers may be.
+// The checks of TrainingArguments for the loss, for early stopping and for ranges of numbers.
 #pragma once
 
 #include "hasten/trainer/training_arguments.h"

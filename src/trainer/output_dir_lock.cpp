@@ -20,8 +20,8 @@ namespace hasten {
 
 namespace detail {
 
-/// "process 1234" that holds a lock on this file, as the kernel's list says; empty
-/// where it is not on that list.
+/// "process 1234" that holds a lock on this file according to /proc/locks; empty if the file is
+/// not listed there.
 std::string lock_holder(int fd) {
   struct stat info {};
   if (::fstat(fd, &info) != 0) {
@@ -43,10 +43,9 @@ std::string lock_holder(int fd) {
   return {};
 }
 
-/// An open descriptor that holds the lock, or only the folder where its file system has
-/// no locks; -1 where the folder cannot be opened. `kind`: LOCK_EX, or LOCK_SH to look whether somebody
-/// has that one. Waits for 0.6 s: ranks of a run that was killed may still be
-/// ending.
+/// Returns an open descriptor that holds the lock, or one without a lock if the file system has no
+/// locks; -1 if the folder cannot be opened. `kind`: LOCK_EX, or LOCK_SH to check whether another
+/// process holds that one. Waits up to 0.6 s, because ranks of a killed run may still be ending.
 int lock_folder(const std::filesystem::path& folder, int kind) {
   const int fd = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   if (fd < 0) {
@@ -69,9 +68,9 @@ int lock_folder(const std::filesystem::path& folder, int kind) {
   }
   ::close(fd);
   throw InputError("trainer::output_folder",
-                   "output_dir=" + folder.string() + " is being written by another run" +
+                   "output_dir=" + folder.string() + " is in use by another run" +
                        (holder.empty() ? "" : " (" + holder + ")"),
-                   "a folder that no other run is writing",
+                   "a folder that no other run uses",
                    "choose another folder, or wait for that run to end");
 }
 
@@ -88,7 +87,7 @@ OutputDirLock::OutputDirLock(const std::filesystem::path& folder) : folder_(fold
 
 OutputDirLock::~OutputDirLock() {
   if (made_) {
-    ::rmdir(folder_.c_str()); // which a folder with anything in it survives
+    ::rmdir(folder_.c_str()); // removes only an empty folder
   }
   if (fd_ >= 0) {
     ::close(fd_);
@@ -109,12 +108,13 @@ void OutputDirLock::require_in_place() const {
   const std::string now =
       std::filesystem::read_symlink("/proc/self/fd/" + std::to_string(fd_), error).string();
   const bool removed = held.st_nlink == 0 || now.empty();
-  throw Error(
-      "trainer::output_folder",
-      "output_dir=" + folder_.string() + " was " + (removed ? "removed" : "moved to " + now) +
-          " while this run wrote it" + (found ? ", and another folder stands in its place" : ""),
-      "one folder from the beginning of a run to its end",
-      removed ? "begin the run again" : "move it back, and go on with resume_from_checkpoint=auto");
+  throw Error("trainer::output_folder",
+              "output_dir=" + folder_.string() + " was " +
+                  (removed ? "removed" : "moved to " + now) + " during this run" +
+                  (found ? ", and another folder is in its place" : ""),
+              "the same folder during the whole run",
+              removed ? "start the run again"
+                      : "move it back, and resume with resume_from_checkpoint=auto");
 }
 
 void require_unlocked_output_dir(const std::filesystem::path& folder) {

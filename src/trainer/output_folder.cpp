@@ -18,10 +18,10 @@ namespace fs = std::filesystem;
 constexpr std::string_view kCheckpointPrefix = "checkpoint-";
 /// Records of a run: removed by clear_output_dir.
 constexpr const char* kRunRecords[] = {"metrics.jsonl", "trainer_state.json", kRunFile};
-/// Also shows a model that training would write over.
+/// Files of a model, which training would overwrite.
 constexpr const char* kModelTraces[] = {"model.safetensors", "training_args.json"};
 
-/// N of "checkpoint-N", nothing for other names.
+/// N of "checkpoint-N"; empty for other names.
 std::optional<int64_t> checkpoint_number(const std::string& name) {
   if (name.rfind(kCheckpointPrefix, 0) != 0) {
     return std::nullopt;
@@ -45,8 +45,8 @@ void remove_tree(const fs::path& path) {
   }
 }
 
-/// Under another name first: what a kill leaves of it is no checkpoint, and goes
-/// with remove_unfinished_saves().
+/// Renames it first. If this process is killed, the rest is no checkpoint, and
+/// remove_unfinished_saves() removes it.
 void remove_checkpoint(const fs::path& path) {
   fs::path aside;
   const int error = make_beside(path, ".tmp-", aside, [&](const auto& name) {
@@ -97,7 +97,7 @@ void require_free_output_dir(const TrainingArguments& arguments) {
   std::error_code error;
   if (std::filesystem::exists(folder, error) && !std::filesystem::is_directory(folder, error)) {
     throw InputError("trainer::output_folder", "output_dir=" + folder.string() + " is a file",
-                     "a folder, or a path where one can be made");
+                     "a folder, or a path where a folder can be made");
   }
   const auto trace = trace_of_a_run(folder);
   if (!trace.empty() && !arguments.overwrite_output_dir) {
@@ -116,7 +116,7 @@ void clear_output_dir(const std::filesystem::path& folder) {
   if (error) {
     throw InputError("trainer::output_folder",
                      "cannot make output_dir=" + folder.string() + " (" + error.message() + ")",
-                     "a path where this user may make a folder");
+                     "a path where this user can make a folder");
   }
   for (const CheckpointFolder& checkpoint : checkpoint_folders(folder)) {
     detail::remove_checkpoint(checkpoint.path);
@@ -130,7 +130,7 @@ void clear_output_dir(const std::filesystem::path& folder) {
 void remove_unfinished_saves(const std::filesystem::path& folder) {
   std::vector<std::filesystem::path> found;
   std::error_code error;
-  // Of a link the folder that it leads to is written.
+  // A link is followed: the files are in and next to its target.
   auto real = std::filesystem::weakly_canonical(folder, error);
   if (!real.has_filename()) {
     real = real.parent_path();

@@ -44,8 +44,8 @@ struct MetricColumn {
   std::string name{}; // in the evaluation's record
 };
 
-/// What the table has of an evaluation: what its kind of head is judged by, else the
-/// first two of its metrics.
+/// The two metrics of the table: the usual ones for the kind of head, otherwise the evaluation's
+/// first two.
 std::array<MetricColumn, 2> metric_columns(const EpochReport& epoch) {
   static const MetricColumn known[] = {{"MSE", "eval_mse"},           {"pearson", "eval_pearson"},
                                        {"micro-F1", "eval_f1_micro"}, {"macro-F1", "eval_f1_macro"},
@@ -115,22 +115,22 @@ BannerLines run_lines(const RunDescription& run) {
                     (run.world_size == 1
                          ? ""
                          : std::string(", strategy ") + strategy_name(run.arguments.strategy))},
-      {"precision", run.precision == "fp32"
-                        ? "fp32 (--precision auto takes bf16 where that is quicker)"
-                        : run.precision + " products, fp32 weights"},
+      {"precision", run.precision == "fp32" ? "fp32 (--precision auto uses bf16 if that is faster)"
+                                            : run.precision + " products, fp32 weights"},
       {"activations", run.arguments.gradient_checkpointing
                           ? "recomputed in backward (gradient checkpointing " +
                                 run.arguments.gradient_checkpointing.text() + ")"
                           : "kept for backward (no gradient checkpointing)"},
-      {"batch", number(run.batch_per_rank) + " rows a rank x " + std::to_string(run.world_size) +
+      {"batch", number(run.batch_per_rank) + " samples per rank x " +
+                    std::to_string(run.world_size) +
                     (run.world_size == 1 ? " rank x " : " ranks x ") +
                     number(run.gradient_accumulation_steps) +
-                    " accumulation = " + number(run.total_batch) + " rows an update"},
+                    " accumulation = " + number(run.total_batch) + " samples per update"},
       {"updates", updates},
   };
   if (run.local_sgd_steps > 0) {
     lines.emplace_back("local sgd", "weights are averaged every " + number(run.local_sgd_steps) +
-                                        " updates of a rank's own");
+                                        " local updates");
   }
   if (!run.output_dir.empty()) {
     lines.emplace_back("output", run.output_dir.string());
@@ -142,7 +142,7 @@ BannerLines run_lines(const RunDescription& run) {
 std::vector<std::string> banner_text(const BannerLines& lines) {
   std::vector<std::string> texts;
   std::string before;
-  for (const auto& [name, text] : lines) { // lines of one kind carry their name once
+  for (const auto& [name, text] : lines) { // consecutive lines of one name show it once
     const std::string label = name == before ? "" : name;
     texts.push_back("  " + label + std::string(12 - std::min<size_t>(11, label.size()), ' ') +
                     text);
@@ -219,7 +219,7 @@ void ProgressCallback::on_train_end(const nlohmann::json& record) {
   }
   log_info("Trained in " + format_duration(seconds) + ": " +
            detail::fixed_text(record.value("train_samples_per_second", 0.0), 1) +
-           " samples/s over the whole run, evaluation and saving included, training loss " +
+           " samples/s (with evaluation and saving), training loss " +
            detail::fixed_text(record.value("train_loss", NAN), 4));
 }
 

@@ -32,14 +32,14 @@ void check_file_sizes(const std::filesystem::path& folder) {
   }
 }
 
-/// Empty where a run can go on from the folder.
+/// Empty if a run can resume from the folder.
 std::string why_not_resumable(const std::filesystem::path& folder, bool verify_checksums) {
   try {
     verify_checksums ? verify_manifest(folder) : check_file_sizes(folder);
     std::error_code error;
     if (!std::filesystem::exists(folder / kStateFile, error)) {
       return "it holds a model without its training state (" + std::string(kStateFile) +
-             " is missing), as save_only_model leaves it";
+             " is missing), as saved with save_only_model";
     }
     read_saved_run(folder);
   } catch (const InputError& error) {
@@ -99,13 +99,13 @@ ResumePoint find_resume_point(const TrainingArguments& arguments, bool verify_ch
                      said + ": no checkpoint in " + output_dir.string() +
                          " can be resumed from: " + joined(point.skipped, "; "),
                      "a complete checkpoint-N",
-                     "look at them; to begin again use another output_dir, or "
+                     "inspect them; to start again use another output_dir, or "
                      "overwrite_output_dir without resume_from_checkpoint");
   }
   if (asked == "latest") {
-    throw InputError(
-        detail::kResumeWhere, said + ": there is no checkpoint-N in " + output_dir.string(),
-        "a run that was saved there", "use auto, which starts afresh where there is none");
+    throw InputError(detail::kResumeWhere,
+                     said + ": there is no checkpoint-N in " + output_dir.string(), "a saved run",
+                     "use auto, which starts from the beginning if there is none");
   }
   const auto trace = trace_of_a_run(output_dir);
   std::error_code error;
@@ -114,7 +114,7 @@ ResumePoint find_resume_point(const TrainingArguments& arguments, bool verify_ch
     throw InputError(detail::kResumeWhere,
                      said + ": " + output_dir.string() + " holds a model (" +
                          trace.filename().string() + ") but no run",
-                     "a new folder, or that of a run", "choose another output_dir");
+                     "a new folder, or the folder of a run", "choose another output_dir");
   }
   return point;
 }
@@ -124,7 +124,7 @@ SavedRun read_saved_run(const std::filesystem::path& folder) {
     const auto path = folder / name;
     nlohmann::json json = read_json_file(detail::kResumeWhere, path);
     if (!json.is_object()) {
-      throw InputError(detail::kResumeWhere, path.string() + ": no JSON object");
+      throw InputError(detail::kResumeWhere, path.string() + ": not a JSON object");
     }
     return json;
   };
@@ -145,10 +145,9 @@ SavedRun read_saved_run(const std::filesystem::path& folder) {
     if (value.type_name() != std::string_view(expected) ||
         (value.is_number() && !(value.is_number_integer() && value >= least &&
                                 value <= std::numeric_limits<int64_t>::max()))) {
-      throw InputError(detail::kResumeWhere,
-                       (folder / kRunFile).string() + ": " + name + "=" + value.dump(),
-                       std::string("a ") + expected +
-                           ", whole and in range, as a run of this version writes it");
+      throw InputError(
+          detail::kResumeWhere, (folder / kRunFile).string() + ": " + name + "=" + value.dump(),
+          std::string("a ") + expected + ", whole and in range, as written by this version");
     }
   }
   return saved;
@@ -156,15 +155,15 @@ SavedRun read_saved_run(const std::filesystem::path& folder) {
 
 std::vector<ArgumentChange> changed_arguments(const SavedRun& saved, const TrainingArguments& now,
                                               int64_t total_batch) {
-  // What may differ without another course of the parameters, or another choice
-  // of the best model.
+  // Arguments that change neither the trajectory of the parameters nor the choice of the best
+  // model.
   static const std::vector<std::string> harmless = {
-      "per_device_train_batch_size", // total_batch counts
+      "per_device_train_batch_size", // compared as total_batch
       "gradient_accumulation_steps",
       "auto_find_batch_size",
       "memory_limit",
       "gradient_checkpointing",
-      "strategy", // another order of sums, no more
+      "strategy", // changes only the order of sums
       "shard_size",
       "per_device_eval_batch_size",
       "dataloader_num_workers",
@@ -181,7 +180,7 @@ std::vector<ArgumentChange> changed_arguments(const SavedRun& saved, const Train
   static const std::vector<std::string> left_out = {
       "output_dir",   "overwrite_output_dir", "resume_from_checkpoint", "allow_changed_arguments",
       "disable_tqdm", "ddp_timeout",          "heartbeat_timeout",
-      "bf16", // precision says it
+      "bf16", // compared as precision
       "fp16"};
   const auto among = [](const std::vector<std::string>& names, const std::string& name) {
     return std::find(names.begin(), names.end(), name) != names.end();
@@ -196,7 +195,7 @@ std::vector<ArgumentChange> changed_arguments(const SavedRun& saved, const Train
   nlohmann::json json_now = now;
   json_now["precision"] = precision_name(now.effective_precision());
   if (now.effective_precision() == Precision::automatic) {
-    json_now.erase("precision"); // what was chosen then is kept
+    json_now.erase("precision"); // the run keeps its choice
   }
   for (const auto& [name, value] : json_now.items()) {
     const auto before = saved.arguments.find(name);
@@ -223,23 +222,23 @@ void require_same_trajectory(const std::filesystem::path& folder,
   const std::string text = describe_changes(changes, true);
   if (!text.empty() && !allowed) {
     throw InputError(detail::kResumeWhere,
-                     "the run in " + folder.string() + " was begun with other arguments: " + text,
-                     "those it was begun with",
-                     "give them again, or set allow_changed_arguments "
-                     "(--allow-changed-arguments) to go on with the new ones");
+                     "the run in " + folder.string() + " was started with other arguments: " + text,
+                     "its original arguments",
+                     "pass these again, or set allow_changed_arguments "
+                     "(--allow-changed-arguments) to continue with the new ones");
   }
 }
 
 namespace detail {
 
-/// Records of updates up to `global_step`, whose epoch is not reported yet.
+/// Records of updates up to `global_step`, without the records that will be written again.
 std::string records_until(const std::string& text, int64_t global_step) {
   std::istringstream lines(text);
   std::string kept;
   for (std::string line; std::getline(lines, line);) {
     const auto json = try_parse_json(line).value;
     if (!json.is_object()) {
-      continue; // torn by a kill
+      continue; // incomplete because of a kill
     }
     const auto step = json.find("step");
     const std::string type = json.value("type", "");

@@ -34,8 +34,8 @@ uint32_t request_bits(const TrainerControl& control) {
          (control.should_log ? kRequestLog : 0u);
 }
 
-// Callbacks are the same on two ranks where they have one type, and as many of it
-// come before.
+// Callbacks of two ranks correspond if they have the same type and the same number of callbacks of
+// that type come before.
 void RunControl::compare_callbacks() {
   std::map<std::string, int> of_type;
   nlohmann::json names = nlohmann::json::array();
@@ -70,7 +70,7 @@ void RunControl::take_controls(bool common) {
               (control.any_rank ? " with any_rank"
                : common_[i]     ? " inside an update"
                                 : " that not every rank has"),
-          "the same rate on every rank, behind an update",
+          "the same rate on every rank, after an update",
           "add the callback on every rank, and set the rate in on_step_end, "
           "on_log, on_evaluate, on_save or on_epoch_end");
     }

@@ -312,9 +312,8 @@ void TrainingRun::register_states() {
   }
 }
 
-/// What the file says of an optimizer's options yields to the arguments, which
-/// are the same or were allowed to differ; but where rates fell on a plateau or a
-/// callback set them, to those rates.
+/// The arguments override the optimizer's options in the file; they are equal or were allowed to
+/// differ. The learning rate of the file stays if a plateau or a callback has set it.
 void TrainingRun::load_checkpoint() {
   std::vector<std::unique_ptr<torch::optim::OptimizerOptions>> options;
   for (const auto& group : torch_optimizer_->param_groups()) {
@@ -329,7 +328,7 @@ void TrainingRun::load_checkpoint() {
     torch_optimizer_->param_groups()[i].set_options(std::move(options[i]));
   }
   lr_scheduler_->set_base_lrs(peaks);
-  if (is_local()) { // ranks need not have had equally many
+  if (is_local()) { // numbers of windows may differ between ranks
     windows_counted_ = parts_.accelerator->last_window().number;
   }
   if (state_.best_global_step) { // the folder may have been moved
@@ -352,7 +351,7 @@ void TrainingRun::open_output_dir() {
   if (!metrics_file_) {
     throw InputError("trainer::train",
                      "cannot write path=" + (output_dir_ / "metrics.jsonl").string(),
-                     "a folder this user may write to");
+                     "a writable folder");
   }
   if (!start_.folder.empty()) {
     append_record("resume", {{"step", state_.global_step},
@@ -388,7 +387,7 @@ nlohmann::json TrainingRun::run_json(bool finished) const {
           {"class_weights", parts_.class_weights}};
 }
 
-/// The model's own files and the records, into a folder in the making.
+/// Writes the model's files and the records into the folder of an unfinished save.
 void TrainingRun::write_model_folder(const std::filesystem::path& folder, bool finished) const {
   parts_.files.save(folder);
   write_file_atomically(folder / "trainer_state.json", trainer_state_json(state_));
@@ -423,7 +422,7 @@ void TrainingRun::save_checkpoint() {
                                                 },
                                             .replace_any = true});
   }
-  if (parts_.is_main()) { // the new one is there: old ones may go
+  if (parts_.is_main()) { // after the new one is complete
     rotate_checkpoints(output_dir_, parts_.arguments.save_total_limit, state_.best_global_step);
   }
   parts_.accelerator->wait_for_everyone();

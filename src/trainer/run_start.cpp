@@ -33,7 +33,7 @@ std::vector<ArgumentChange> changes_since(const SavedRun& saved, const TrainerPa
   return changes;
 }
 
-/// Another file with as many rows has other lengths, or says so by its facts.
+/// A checksum of the samples' lengths: another file of the same size most likely has others.
 std::string data_checksum(const Dataset& dataset) {
   std::string bytes;
   for (int64_t row = 0; row < dataset.size(); ++row) {
@@ -42,7 +42,7 @@ std::string data_checksum(const Dataset& dataset) {
   return hash_hex(bytes);
 }
 
-/// Rank 0's.
+/// Called on rank 0.
 RunStart look_for_start(const TrainerParts& parts) {
   const TrainingArguments& a = parts.arguments;
   RunStart start;
@@ -63,15 +63,16 @@ RunStart look_for_start(const TrainerParts& parts) {
     if (point.folder.empty()) {
       throw InputError(
           "trainer::resume",
-          "the run in " + a.output_dir + " is finished and left no checkpoint to go on from",
-          "a checkpoint-N, which save_strategy writes", "choose another output_dir");
+          "the run in " + a.output_dir + " is finished and has no checkpoint to resume from",
+          "a checkpoint-N (see save_strategy)", "choose another output_dir");
     }
   }
   for (const std::string& skipped : point.skipped) {
-    start.notes.push_back("passed over " + skipped);
+    start.notes.push_back("skipped " + skipped);
   }
   if (point.folder.empty()) {
-    start.notes.push_back("no checkpoint in " + a.output_dir + ": the run starts afresh");
+    start.notes.push_back("no checkpoint in " + a.output_dir +
+                          ": the run starts from the beginning");
     return start;
   }
   std::error_code error;
@@ -89,7 +90,7 @@ RunStart look_for_start(const TrainerParts& parts) {
   if (a.dataloader_drop_last) {
     start.drop_batch = saved.run.at("drop_batch").get<int64_t>();
   }
-  start.notes.push_back("goes on from " + point.folder.string() + ", behind update " +
+  start.notes.push_back("resumes from " + point.folder.string() + ", after update " +
                         saved.run.at("global_step").dump());
   if (const std::string text = describe_changes(changes, false); !text.empty()) {
     start.notes.push_back("changed since: " + text);
@@ -98,12 +99,12 @@ RunStart look_for_start(const TrainerParts& parts) {
   if (then != parts.accelerator->num_processes()) {
     start.notes.push_back("saved by " + std::to_string(then) +
                           (then == 1 ? " process" : " processes") +
-                          ": the same rows follow, dropout draws other numbers");
+                          ": the order of samples is the same, dropout differs");
   }
   return start;
 }
 
-/// What rank 0 found out, or why it refuses, on every rank. Collective.
+/// Runs `look` on rank 0 and returns its result, or throws its error, on every rank. Collective.
 nlohmann::json agreed_with_main(TrainerParts& parts, const char* what,
                                 const std::function<nlohmann::json()>& look) {
   std::exception_ptr error;
@@ -111,7 +112,7 @@ nlohmann::json agreed_with_main(TrainerParts& parts, const char* what,
   if (parts.is_main()) {
     try {
       told = look();
-    } catch (const std::exception& e) { // nobody may be left waiting
+    } catch (const std::exception& e) { // the others must not be left waiting
       error = std::current_exception();
       told = {{"refusal", e.what()}};
     }
@@ -122,7 +123,7 @@ nlohmann::json agreed_with_main(TrainerParts& parts, const char* what,
   }
   if (told.contains("refusal")) {
     throw PeerInputError("trainer::train",
-                         "refused by rank 0: " + told.at("refusal").get<std::string>());
+                         "rank 0 failed: " + told.at("refusal").get<std::string>());
   }
   return told;
 }
@@ -183,7 +184,7 @@ int64_t step_shift_of(const RunStart& start, const TrainingPlan& plan, const Tra
   const auto ceil_of = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   const auto epoch = start.run.at("epoch_index").get<int64_t>();
   const auto step = start.run.at("global_step").get<int64_t>();
-  int64_t left = 0; // updates of the epoch under way
+  int64_t left = 0; // updates left in the current epoch
   if (!start.run.at("at_epoch_end").get<bool>()) {
     const int64_t rows = epoch_rows - start.run.at("epoch_rows_seen").get<int64_t>();
     const int64_t batches = ceil_of(

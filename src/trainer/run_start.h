@@ -1,4 +1,4 @@
-// How a run begins: afresh, or behind a checkpoint.
+// How a run begins: from the beginning, or from a checkpoint.
 #pragma once
 
 #include <cstdint>
@@ -15,39 +15,38 @@ namespace hasten::detail {
 
 /// The same on every rank.
 struct RunStart {
-  /// Empty: afresh.
+  /// The checkpoint; empty: from the beginning.
   std::filesystem::path folder{};
-  /// `folder` is output_dir's own: records there go on.
+  /// `folder` is in output_dir: the records there are continued.
   bool own_folder = false;
-  /// Nothing is left to do.
+  /// The run is already finished.
   bool finished = false;
   /// The checkpoint's hasten_state.json.
   nlohmann::json run{};
-  /// Of that run; empty where it does not say.
+  /// Precision of that run; empty if unknown.
   std::string precision{};
   std::vector<std::string> notes{};
-  /// LoaderOptions::drop_batch; 0 unless the checkpoint says it.
+  /// LoaderOptions::drop_batch; 0 unless the checkpoint has it.
   int64_t drop_batch = 0;
 };
 
-/// Rows of one update over all ranks.
+/// Samples of one update over all ranks.
 int64_t total_batch(const TrainerParts& parts);
 
-/// Rank 0's lock on the output folder; nothing on the others.
+/// Rank 0's lock on the output folder; null on the others.
 using OutputDirHold = std::unique_ptr<OutputDirLock>;
 
-/// All ranks get an InputError where another run holds the folder. Collective.
+/// Throws InputError on all ranks if another run holds the folder. Collective.
 OutputDirHold hold_output_dir(TrainerParts& parts);
 
-/// Rank 0 looks and refuses; all ranks get the answer or an InputError.
-/// Collective.
+/// Rank 0 decides; all ranks get its decision or an InputError. Collective.
 RunStart decide_start(TrainerParts& parts);
 
-/// Rows of a micro-batch: the arguments', or the saved run's where it found its own.
+/// The micro-batch size to try first: the arguments', or, with auto_find_batch_size, that of the
+/// saved run.
 int64_t first_batch_size(const TrainerParts& parts, const RunStart& start);
 
-/// TrainingPlan::step_shift of a run that goes on from `start` with updates of
-/// this size.
+/// TrainingPlan::step_shift of a run that resumes from `start` with updates of this size.
 int64_t step_shift_of(const RunStart& start, const TrainingPlan& plan, const TrainerParts& parts,
                       int64_t epoch_rows);
 

@@ -1,18 +1,17 @@
-// The training step. What it computes, whatever the number of ranks R and of
-// micro-batches a window holds:
+// The training step. For any number of ranks and of micro-batches per window it computes:
 //
 //   L   = sum of loss_sum / W      over all micro-batches of all ranks,
 //   W   = sum of weight            over the same,
 //   g   = dL/dp                    equal on every rank,
 //   g  <- g * min(1, max_grad_norm / (|g| + 1e-6)),
-//   g  <- every number to within max_grad_value, where that is above 0,
+//   g  <- each element clipped to max_grad_value, if that is above 0,
 //   p  <- AdamW(p, g, lr(k)),      k = updates done before this one.
 //
-// With local_sgd_steps = H sums are over this rank's micro-batches alone, and after
-// every H updates p becomes the ranks' mean.
+// With local_sgd_steps = H, sums are over this rank's micro-batches only, and after every H
+// updates p becomes the ranks' mean.
 //
-// The accelerator's window does the sums and the reduction while backward runs;
-// micro-batches before the last add to g and communicate nothing.
+// The accelerator's window sums and reduces while backward runs. Micro-batches before the last
+// add to g and communicate nothing.
 
 #include <ATen/ATen.h>
 
@@ -34,8 +33,8 @@ void require_loss(const LossOutput& loss) {
         "trainer::train",
         loss.loss_sum.defined() ? "loss_sum has no graph: requires_grad=false"
                                 : "loss_sum=undefined",
-        "the sum of the loss over the batch, computed from parameters that are trained",
-        "give labels to the training data, and leave some parameters unfrozen");
+        "the sum of the loss over the batch, computed from trainable parameters",
+        "check that the training data has labels and that some parameters are not frozen");
   }
 }
 
@@ -81,7 +80,7 @@ bool TrainStep::run(const Batch& batch, const StepProgress& before) {
     note_gradient_norms();
     clip_gradients();
     control_.notify([&](TrainerCallback& c) { c.on_pre_optimizer_step(before); }, false);
-    if (handles_.optimizer.step().was_skipped()) { // the schedule stays by itself
+    if (handles_.optimizer.step().was_skipped()) { // then the schedule does not step, either
       note_overflow();
     }
     control_.notify([&](TrainerCallback& c) { c.on_optimizer_step(before); }, false);
@@ -93,7 +92,7 @@ bool TrainStep::run(const Batch& batch, const StepProgress& before) {
     window_loss_.zero_();
     return true;
   } catch (const std::exception& error) {
-    // Before the guard does, because here the reason is known.
+    // Before the guard aborts, because the reason is known here.
     parts_.communicator().abort(error.what());
     throw;
   }
@@ -114,12 +113,12 @@ void TrainStep::stop_at_loss() {
     who += (who.empty() ? "rank " : ", rank ") + std::to_string(rank) + " (loss=" + loss + ")";
   };
   if (is_local()) {
-    // The others are elsewhere; they learn from the failure that is posted.
+    // The other ranks are not here. The failure that is posted informs them.
     if (!std::isfinite(mine)) {
       blame(parts_.accelerator->process_index(), std::to_string(mine));
     }
   } else {
-    // Every rank is here; which of them are to blame they know themselves.
+    // Every rank is here, and each knows whether its own loss is the cause.
     Communicator& communicator = parts_.communicator();
     const auto losses = communicator.all_gather_object(
         {{"finite", std::isfinite(mine)}, {"loss", std::to_string(mine)}},
@@ -130,10 +129,10 @@ void TrainStep::stop_at_loss() {
       }
     }
     try {
-      // No rank closes the group before all have their answer.
+      // No rank closes the group before all have the result.
       communicator.barrier("stopping at a loss that is not finite");
     } catch (const CommunicationError&) {
-      // A peer went first. This rank knows all it needs.
+      // A peer ended first. This rank has all it needs.
     }
   }
   throw TrainingError("trainer::train",
@@ -142,8 +141,8 @@ void TrainStep::stop_at_loss() {
                           std::to_string(plan_.max_steps) + ", on " +
                           (who.empty() ? "another rank, or only in the sum" : who),
                       "a finite loss",
-                      "lower learning_rate, lengthen the warm-up, or look for rows the model "
-                      "cannot take; the parameters are as they were before this update");
+                      "lower learning_rate, lengthen the warm-up, or look for bad samples; "
+                      "the parameters are those before this update");
 }
 
 void TrainStep::note_gradient_norms() {
@@ -183,8 +182,8 @@ bool TrainStep::scales_losses() const {
   return parts_.accelerator->mixed_precision() == Precision::fp16;
 }
 
-// A scale that is too large mends itself within a few updates. Gradients above 65504
-// without one are no matter of scale.
+// A scale that is too large is lowered within a few updates. Gradients that overflow with a scale
+// near 0 are not the scale's fault.
 void TrainStep::note_overflow() {
   ++overflows_;
   if (parts_.accelerator->loss_scale().value() < 1.0 / 16) {
@@ -204,11 +203,11 @@ void TrainStep::stop_at_gradient() const {
                ? " with loss_scale=" + std::to_string(parts_.accelerator->loss_scale().value())
                : "") +
           (is_local() ? " on this rank" : " on every rank") +
-          (norms.non_finite == 0 ? std::string(", of parameters that are each finite")
+          (norms.non_finite == 0 ? std::string(", although each parameter's norm is finite")
                                  : ", first in " + norms.first_non_finite + ", in " +
                                        std::to_string(norms.non_finite) + " of " +
                                        std::to_string(norms.names.size()) + " parameters"),
-      "a finite gradient of a finite loss",
+      "a finite gradient",
       "lower learning_rate, or look for operations whose derivative overflows");
 }
 

@@ -26,7 +26,7 @@ constexpr const char* kWeightsFile = "model.safetensors";
 void load_weights(torch::nn::Module& model, const std::filesystem::path& folder) {
   const SafetensorsReader reader(folder / kWeightsFile);
   NamedTensors targets = named_model_tensors(model);
-  for (const auto& [name, target] : targets) { // all is checked, then copied
+  for (const auto& [name, target] : targets) { // checks all before it copies any
     const SafetensorsEntry& entry = reader.entry(name);
     if (target.sizes() != at::IntArrayRef(entry.shape)) {
       throw InputError("trainer::load_model",
@@ -41,7 +41,7 @@ void load_weights(torch::nn::Module& model, const std::filesystem::path& folder)
   }
 }
 
-/// Nothing is touched where all is there already.
+/// Leaves the model alone if all its tensors are on the device.
 void move_model(torch::nn::Module& model, const at::Device& device) {
   for (const auto& [name, tensor] : named_model_tensors(model)) {
     if (tensor.device() != device) {
@@ -51,7 +51,7 @@ void move_model(torch::nn::Module& model, const at::Device& device) {
   }
 }
 
-/// The last of the finished run's records.
+/// The output of a finished run, from the last of its records.
 TrainOutput output_of_finished_run(TrainerParts& parts) {
   TrainOutput output;
   output.already_finished = true;
@@ -74,7 +74,7 @@ void settle_precision(TrainerParts& parts, const std::string& kept) {
   if (wanted == Precision::automatic) {
     if (const auto found = spelled<Precision>(kept)) {
       wanted = *found;
-      log_info("precision: " + kept + ", as the run was begun with");
+      log_info("precision: " + kept + ", as at the start of the run");
     }
   }
   Accelerator& accelerator = *parts.accelerator;
@@ -85,7 +85,7 @@ void settle_precision(TrainerParts& parts, const std::string& kept) {
   if (a.precision == Precision::fp16 && accelerator.device().is_cpu() && parts.is_main()) {
     log_warning(
         "fp16 on a CPU is many times slower than fp32 and bf16; hasten env "
-        "times them on this machine");
+        "measures them on this machine");
   }
   a.bf16 = a.precision == Precision::bf16;
   a.fp16 = a.precision == Precision::fp16;
@@ -98,7 +98,7 @@ void require_precision(const TrainerParts& parts) {
     throw InputError("trainer::Trainer",
                      std::string("precision=") + precision_name(asked) + " in the arguments and " +
                          precision_name(given) + " in the accelerator",
-                     "the same in both, or in one of them");
+                     "the same precision in both, or a precision in only one");
   }
 }
 
@@ -112,13 +112,13 @@ void require_strategy(const TrainerParts& parts) {
   }
 }
 
-/// Something depends on metric_for_best_model.
+/// True if an argument depends on metric_for_best_model.
 bool needs_metric(const TrainingArguments& a) {
   return a.load_best_model_at_end || a.early_stopping_patience > 0 ||
          a.lr_scheduler_type == SchedulerType::reduce_lr_on_plateau;
 }
 
-/// Refuses a metric that no evaluation will have before anything is trained.
+/// Throws, before training, for a metric that no evaluation will have.
 void require_known_metric(const TrainingArguments& a, std::vector<std::string> names) {
   names.insert(names.begin(), {"loss", "runtime", "samples_per_second", "steps_per_second"});
   const std::string wanted = a.best_metric_name().substr(5); // "eval_"
@@ -127,7 +127,7 @@ void require_known_metric(const TrainingArguments& a, std::vector<std::string> n
   }
   throw InputError(
       "trainer::Trainer",
-      "metric_for_best_model=" + a.metric_for_best_model + " is no metric of the evaluation",
+      "metric_for_best_model=" + a.metric_for_best_model + " is not a metric of the evaluation",
       "one of " + joined(names), write_nearest(wanted, names));
 }
 
@@ -140,7 +140,7 @@ void refuse_metric(const std::string& metric, const nlohmann::json& record) {
                    "one of " + joined(names));
 }
 
-/// Puts what the arguments say of the loss around the loss function.
+/// Applies label smoothing and class weights of the arguments to the loss function.
 void set_objective(TrainerParts& parts) {
   const TrainingArguments& a = parts.arguments;
   parts.class_weights = resolve_class_weights(a.class_weights, parts.train.get());
@@ -157,18 +157,18 @@ void require_parts(const TrainerParts& parts) {
   if (!parts.model || !parts.loss_function) {
     throw InputError("trainer::Trainer",
                      std::string(parts.model ? "loss_function" : "model") + "=null",
-                     "a model and a function that runs it");
+                     "a model and a loss function");
   }
   const TrainingArguments& a = parts.arguments;
   if (a.load_best_model_at_end && !parts.eval) {
     throw InputError("trainer::Trainer", "load_best_model_at_end=true without evaluation data", {},
-                     "give evaluation data, or unset load_best_model_at_end");
+                     "pass evaluation data, or unset load_best_model_at_end");
   }
   if (a.early_stopping_patience > 0 && parts.train && !parts.eval) {
     throw InputError("trainer::Trainer",
                      "early_stopping_patience=" + std::to_string(a.early_stopping_patience) +
                          " without evaluation data",
-                     {}, "give evaluation data, or unset early_stopping_patience");
+                     {}, "pass evaluation data, or unset early_stopping_patience");
   }
   const auto* named = parts.compute_metrics.target<NamedFactory>();
   if (parts.eval && needs_metric(a) && (named || !parts.compute_metrics)) {
@@ -200,7 +200,7 @@ ModelFiles default_model_files(std::shared_ptr<torch::nn::Module> model) {
 
 struct Trainer::Impl {
   detail::TrainerParts parts{};
-  std::unique_ptr<detail::TrainingRun> run{}; // kept: the accelerator borrows
+  std::unique_ptr<detail::TrainingRun> run{}; // kept, because the accelerator refers to it
 };
 
 Trainer::Trainer(std::shared_ptr<torch::nn::Module> model, LossFunction loss_function,
@@ -248,8 +248,8 @@ void Trainer::add_callback(std::shared_ptr<TrainerCallback> callback, std::strin
     auto stateful = std::dynamic_pointer_cast<Stateful>(callback);
     if (!stateful) {
       throw InputError("trainer::add_callback",
-                       "state_name=" + state_name + " of a callback that has no state",
-                       "a callback that is a hasten::Stateful too");
+                       "state_name=" + state_name + " for a callback without state",
+                       "a callback that derives from hasten::Stateful");
     }
     impl_->parts.stateful_callbacks[state_name] = std::move(stateful);
   }
@@ -274,8 +274,8 @@ void Trainer::set_run_facts(nlohmann::json listed, nlohmann::json altering) {
 TrainOutput Trainer::train() {
   detail::TrainerParts& parts = impl_->parts;
   if (impl_->run) {
-    throw InputError("trainer::train", "train() was called before", "one run a Trainer",
-                     "make a new Trainer around the same model");
+    throw InputError("trainer::train", "train() was called before", "one run per Trainer",
+                     "make a new Trainer with the same model");
   }
   if (!parts.train) {
     throw InputError("trainer::train", "train=null", "training data");
@@ -283,9 +283,9 @@ TrainOutput Trainer::train() {
   const int world_size = parts.accelerator->num_processes();
   if (parts.train->size() < world_size) {
     throw InputError("trainer::train",
-                     "rows=" + std::to_string(parts.train->size()) +
-                         " of training data for processes=" + std::to_string(world_size),
-                     "at least one row a process", "use fewer processes or more rows");
+                     "training samples=" + std::to_string(parts.train->size()) +
+                         " for processes=" + std::to_string(world_size),
+                     "at least one sample per process", "use fewer processes or more samples");
   }
   const detail::OutputDirHold hold = detail::hold_output_dir(parts);
   parts.output_lock = hold.get();
@@ -312,7 +312,7 @@ TrainOutput Trainer::train() {
   TrainOutput output = impl_->run->run();
   parts.output_lock = nullptr;
   if (impl_->run->terminated()) {
-    throw Interrupted(SIGTERM); // on every rank; the state is saved
+    throw Interrupted(SIGTERM); // on every rank, after the save
   }
   return output;
 }

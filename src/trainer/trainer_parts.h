@@ -1,4 +1,4 @@
-// What a Trainer holds between calls, shared by training and evaluation.
+// The members of a Trainer, shared by training and evaluation.
 #pragma once
 
 #include <map>
@@ -29,11 +29,11 @@ struct TrainerParts {
   nlohmann::json listed_facts = nlohmann::json::object();
   nlohmann::json altering_facts = nlohmann::json::object();
   TrainerState state{};
-  std::vector<double> class_weights{}; // as numbers; empty: none
+  std::vector<double> class_weights{}; // empty: none
   bool precision_settled = false;
-  // What enable_checkpointing() chose; empty: nothing, or the model had it already.
+  // The choice of enable_checkpointing(); empty: none, or the model had its own.
   std::optional<GradientCheckpointingOptions> checkpointing{};
-  /// train() saves on SIGTERM when the update is complete: others go on till then.
+  /// train() saves on SIGTERM after the update; until then other calls ignore the signal.
   bool saves_when_terminated = false;
   const OutputDirLock* output_lock = nullptr; // rank 0's, while train() runs
 
@@ -44,35 +44,35 @@ struct TrainerParts {
     }
   }
   Communicator& communicator() { return *accelerator->communicator(); }
-  /// Before each write into output_dir.
+  /// Call it before each write into output_dir.
   void require_output_dir() const {
     if (output_lock != nullptr) {
       output_lock->require_in_place();
     }
   }
   bool is_main() const { return accelerator->is_main_process(); }
-  /// SIGTERM is remembered, and train() will see to it.
+  /// True if SIGTERM is remembered and train() will handle it.
   bool terminates() const;
-  /// Throws Interrupted for any other signal that is remembered.
+  /// Throws Interrupted for any other remembered signal.
   void throw_if_interrupted() const;
 };
 
-/// The evaluation record lacks the metric that something depends on.
+/// Throws InputError because the evaluation record lacks a required metric.
 [[noreturn]] void refuse_metric(const std::string& metric, const nlohmann::json& record);
 
-/// Loss, metrics and times of every row once; the rows' outputs too where
-/// `outputs` is given. Collective. Leaves the model in the mode it was in.
+/// Evaluates every sample once: loss, metrics and times, and the samples' outputs if `outputs` is
+/// not null. Collective. Restores the model's mode.
 nlohmann::json evaluate_dataset(TrainerParts& parts, const Dataset& dataset,
                                 const std::string& prefix, at::Tensor* outputs = nullptr);
 
-/// What arguments.gradient_checkpointing says, unless the model has a choice of its
-/// own. Before prepare(); a budget runs the model on the longest rows, and rank 0's
-/// plan is everybody's: sharded models need one order. Collective.
+/// Enables arguments.gradient_checkpointing unless the model has its own setting. Call it before
+/// prepare(). A budget runs the model on the longest samples. All ranks use rank 0's plan, because
+/// sharded models need one order. Collective.
 void enable_checkpointing(TrainerParts& parts);
 
-/// Makes the accelerator compute in what the arguments say, `kept` (a name, or empty)
-/// where they leave the choice, and writes into them what that is. Collective the
-/// first time, else nothing.
+/// Sets the accelerator's precision from the arguments, or to `kept` (a name, or empty) if they
+/// are automatic, and writes the choice into the arguments. Collective in the first call; later
+/// calls do nothing.
 void settle_precision(TrainerParts& parts, const std::string& kept = {});
 
 } // namespace hasten::detail

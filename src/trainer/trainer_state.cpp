@@ -50,7 +50,7 @@ std::string trainer_state_json(const TrainerState& state) {
       {"num_train_epochs", state.num_train_epochs},
       {"save_steps", state.save_steps},
       {"stateful_callbacks", nlohmann::json::object()},
-      {"total_flos", 0.0}, // not counted; a reader expects the key
+      {"total_flos", 0.0}, // not counted, but readers expect the key
       {"train_batch_size", state.train_batch_size},
       {"trial_name", nullptr},
       {"trial_params", nullptr}};

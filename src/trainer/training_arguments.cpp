@@ -15,7 +15,7 @@ namespace detail {
 
 constexpr const char* kArgumentsPlace = "trainer::training_arguments";
 
-/// Calls visit("name", field) for each field: the one list of them.
+/// Calls visit("name", field) for each field. This is the only list of the fields.
 template <typename Arguments, typename Visit>
 void visit_arguments(Arguments& a, Visit&& visit) {
   visit("output_dir", a.output_dir);
@@ -91,13 +91,13 @@ nlohmann::json argument_json(const std::optional<T>& value) {
   return value ? nlohmann::json(*value) : nlohmann::json(nullptr);
 }
 
-/// What JSON must hold to be a T.
+/// The JSON that is expected for a T.
 template <typename T>
 std::string expected_json() {
   if constexpr (std::is_enum_v<T>) {
     return any_spelling<T>();
   } else if constexpr (std::is_same_v<T, GradientCheckpointing>) {
-    return "true, false, or how: full, every:2, budget:50%";
+    return "true, false, or a mode, e.g. full, every:2, budget:50%";
   } else {
     return std::is_same_v<T, bool>          ? "true or false"
            : std::is_same_v<T, std::string> ? "a string"
@@ -107,7 +107,7 @@ std::string expected_json() {
   }
 }
 
-/// The T that JSON holds; none where it holds something else.
+/// The T in the JSON; empty if it is of another type.
 template <typename T>
 std::optional<T> read_json(const nlohmann::json& json) {
   if constexpr (std::is_enum_v<T>) {
@@ -156,11 +156,11 @@ void require_argument(bool good, const char* name, const T& value, const char* e
   }
 }
 
-/// Updates, or a share of all of them.
+/// Updates, or a fraction of all updates.
 void require_interval(const char* name, double value) {
   require_argument(value > 0 && std::isfinite(value) && (value < 1 || value == std::floor(value)),
                    name, value,
-                   "a whole number of updates, or a share of all updates above 0 and below 1");
+                   "a whole number of updates, or a fraction of all updates above 0 and below 1");
 }
 
 void validate_precision(const TrainingArguments& a) {
@@ -175,7 +175,7 @@ void validate_precision(const TrainingArguments& a) {
   if (contradicts(a.bf16, Precision::bf16) || contradicts(a.fp16, Precision::fp16)) {
     throw InputError(kArgumentsPlace,
                      std::string(a.bf16 ? "bf16" : "fp16") + "=true with " + precision,
-                     "one choice of precision", "leave one of them out");
+                     "one precision", "leave one of them out");
   }
 }
 
@@ -183,20 +183,21 @@ void validate_strategy(const TrainingArguments& a) {
   require_argument(
       a.strategy == Strategy::ddp || a.strategy == Strategy::hsdp || a.local_sgd_steps == 0,
       "local_sgd_steps", a.local_sgd_steps,
-      "0 unless strategy=ddp or hsdp: it averages copies of a model");
+      "0 unless strategy=ddp or hsdp, because Local SGD averages replicas of a model");
   require_argument(a.shard_size == 0 || (a.shard_size > 0 && a.strategy == Strategy::hsdp),
                    "shard_size", a.shard_size,
-                   "0, or with strategy=hsdp the number of ranks that hold a copy together");
+                   "0, or with strategy=hsdp the number of ranks that share a replica");
 }
 
 void validate_schedule(const TrainingArguments& a) {
   require_argument(a.warmup_steps < 1 || a.warmup_steps == std::floor(a.warmup_steps),
-                   "warmup_steps", a.warmup_steps, "a whole number of updates, or a share below 1");
+                   "warmup_steps", a.warmup_steps,
+                   "a whole number of updates, or a fraction below 1");
   require_argument(a.warmup_ratio >= 0 && a.warmup_ratio <= 1, "warmup_ratio", a.warmup_ratio,
-                   "a share of all updates, 0 to 1");
+                   "a fraction of all updates, 0 to 1");
   if (!a.lr_scheduler_kwargs.empty()) {
     require_argument(try_parse_json(a.lr_scheduler_kwargs).value.is_object(), "lr_scheduler_kwargs",
-                     a.lr_scheduler_kwargs, "a JSON object, like {\"num_cycles\": 2}");
+                     a.lr_scheduler_kwargs, "a JSON object, e.g. {\"num_cycles\": 2}");
   }
   if (a.lr_scheduler_type == SchedulerType::reduce_lr_on_plateau &&
       a.eval_strategy == IntervalStrategy::no) {
@@ -214,7 +215,7 @@ void validate_memory(const TrainingArguments& a) {
     } catch (const InputError&) {
       // below
     }
-    require_argument(bytes > 0, "memory_limit", a.memory_limit, "bytes above 0, like 2GB");
+    require_argument(bytes > 0, "memory_limit", a.memory_limit, "bytes above 0, e.g. 2GB");
     if (!a.auto_find_batch_size) {
       throw InputError(kArgumentsPlace,
                        "memory_limit=" + a.memory_limit + " without auto_find_batch_size",
@@ -226,7 +227,7 @@ void validate_memory(const TrainingArguments& a) {
     throw InputError(
         kArgumentsPlace,
         "auto_find_batch_size=true with gradient_checkpointing=" + a.gradient_checkpointing.text(),
-        "one of them: a budget is planned for a batch size that is known",
+        "one of them, because a budget needs a known batch size",
         "set gradient_checkpointing to full, every:K or ops");
   }
 }
@@ -288,7 +289,8 @@ void TrainingArguments::validate() const {
   require_argument(
       resume_from_checkpoint.empty() || !overwrite_output_dir, "resume_from_checkpoint",
       resume_from_checkpoint,
-      "overwrite_output_dir=false: one goes on with the run in the folder, the other removes it");
+      "overwrite_output_dir=false, because one resumes the run in the folder and the other "
+      "removes it");
   require_argument(resume_from_checkpoint.empty() || !output_dir.empty(), "resume_from_checkpoint",
                    resume_from_checkpoint, "an output_dir");
   require_argument(!metric_for_best_model.empty(), "metric_for_best_model", metric_for_best_model,
@@ -336,7 +338,7 @@ void from_json(const nlohmann::json& given, TrainingArguments& arguments) {
   if (!json.is_object()) {
     throw InputError(detail::kArgumentsPlace,
                      std::string("the arguments are a JSON ") + json.type_name(),
-                     "an object of names and values");
+                     "a JSON object of names and values");
   }
   std::vector<std::string> names;
   TrainingArguments read = arguments;

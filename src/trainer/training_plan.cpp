@@ -9,7 +9,7 @@ namespace hasten {
 
 namespace detail {
 
-/// A count of updates, or below 1 a share of `total`.
+/// A count of updates, or below 1 a fraction of `total`.
 int64_t updates_of(double count_or_share, int64_t total) {
   const double updates = count_or_share < 1.0
                              ? std::ceil(count_or_share * static_cast<double>(total))
@@ -22,12 +22,11 @@ int64_t updates_of(double count_or_share, int64_t total) {
 TrainingPlan make_training_plan(const TrainingArguments& arguments, int64_t batches_per_epoch,
                                 int64_t step_shift) {
   if (batches_per_epoch < 1) {
-    throw InputError(
-        "trainer::plan",
-        "the training data gives no batch: batches=" + std::to_string(batches_per_epoch),
-        "at least one batch a rank",
-        "use more rows, a smaller per_device_train_batch_size, fewer "
-        "processes, or dataloader_drop_last=false");
+    throw InputError("trainer::plan",
+                     "the training data has no batch: batches=" + std::to_string(batches_per_epoch),
+                     "at least one batch per rank",
+                     "use more samples, a smaller per_device_train_batch_size, fewer "
+                     "processes, or dataloader_drop_last=false");
   }
   TrainingPlan plan;
   plan.step_shift = step_shift;
@@ -42,7 +41,7 @@ TrainingPlan make_training_plan(const TrainingArguments& arguments, int64_t batc
       throw InputError("trainer::plan",
                        "num_train_epochs=" + std::to_string(arguments.num_train_epochs) + " of " +
                            std::to_string(plan.updates_per_epoch) + " updates",
-                       "at most " + std::to_string(kMaxUpdates) + " updates altogether");
+                       "at most " + std::to_string(kMaxUpdates) + " updates in total");
     }
     plan.max_steps = static_cast<int64_t>(updates) - step_shift;
   }
@@ -50,14 +49,14 @@ TrainingPlan make_training_plan(const TrainingArguments& arguments, int64_t batc
   plan.epochs = (plan.max_steps + step_shift + plan.updates_per_epoch - 1) / plan.updates_per_epoch;
   const double warmup =
       arguments.warmup_steps > 0 ? arguments.warmup_steps : arguments.warmup_ratio;
-  // A ratio of exactly 1 is a share, a count of 1 is not.
+  // A ratio of exactly 1 is a fraction, but warmup_steps = 1 is a count.
   plan.warmup_steps = arguments.warmup_steps <= 0 && warmup == 1.0
                           ? plan.max_steps
                           : detail::updates_of(warmup, plan.max_steps);
   if (plan.warmup_steps > plan.max_steps) {
     throw InputError("trainer::plan", "warmup_steps=" + std::to_string(plan.warmup_steps),
                      "at most the run's updates=" + std::to_string(plan.max_steps),
-                     "warm up over fewer updates, or train longer");
+                     "use fewer updates of warm-up, or train longer");
   }
   const auto interval = [&](double steps) {
     return std::max<int64_t>(1, detail::updates_of(steps, plan.max_steps));

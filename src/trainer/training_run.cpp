@@ -110,7 +110,7 @@ TrainingRun::TrainingRun(TrainerParts& parts, const TrainingPlan& plan, RunStart
           parts.train, train_loader_options(parts.arguments, parts.accelerator->num_processes(),
                                             start_.drop_batch))) {
   const TrainingArguments& a = parts.arguments;
-  // Before prepare(), which may leave a rank its rows alone.
+  // Before prepare(), which may shard the model.
   description_ = describe_run(a, plan, *parts.model, parts.accelerator->num_processes());
   if (a.lr_scheduler_type == SchedulerType::reduce_lr_on_plateau) {
     plateau_ = std::make_shared<ReduceLrOnPlateau>(
@@ -122,11 +122,11 @@ TrainOutput TrainingRun::run() {
   std::optional<TerminationDeferral> deferral;
   try {
     begin();
-    if (parts_.saves_when_terminated) { // peers wait for the update's end
+    if (parts_.saves_when_terminated) { // SIGTERM takes effect at the end of an update
       deferral.emplace();
     }
     if (epoch_ended_ && (last_update() || state_.global_step == epochs_last_step(epoch_))) {
-      end_epoch(); // the state was saved before the report
+      end_epoch(); // the checkpoint was saved before the epoch's report
       ++epoch_;
     }
     for (; !last_update() && !terminated_; ++epoch_) {
@@ -142,7 +142,7 @@ TrainOutput TrainingRun::run() {
     if (local_sgd_) {
       local_sgd_->abort();
     }
-    // A peer that saw the signal first looks like a failed peer here.
+    // A peer that got the signal first looks like a failed one here.
     if (dynamic_cast<const CommunicationError*>(&error) != nullptr) {
       throw_if_interrupted();
     }
@@ -154,7 +154,7 @@ void TrainingRun::begin() {
   Accelerator& accelerator = *parts_.accelerator;
   parts_.model->train();
   enable_checkpointing(parts_);
-  // Sharding wraps a Sequential's own entries, regions whatever they find.
+  // Sharding wraps a Sequential's own entries, so regions must be attached after it.
   const bool after =
       accelerator.options().strategy != Strategy::ddp && parts_.checkpointing.has_value();
   if (after) {
@@ -232,7 +232,7 @@ void TrainingRun::run_epoch() {
   }
   step_->loader().set_epoch(static_cast<uint64_t>(epoch_));
   for (const Batch& batch : step_->loader()) {
-    // Without a graph nobody reads the host: lengths are known to the dataset.
+    // The dataset knows the lengths, so no tensor of the device is read.
     if (batch.has("attention_mask")) {
       uncollected_.padded += batch["attention_mask"].numel();
       for (const int64_t row : batch.indices) {
@@ -244,12 +244,12 @@ void TrainingRun::run_epoch() {
     }
     count_update(true);
     if (state_.global_step == epochs_last_step(epoch_)) {
-      // What is due waits for the loader's end, which is collective: a rank
-      // without a row in the last window takes part in it only there.
+      // Records and saves wait for the loader's end, which is collective. A rank without samples
+      // in the last window takes part in that window only there.
       continue;
     }
     if (last_update()) {
-      break; // in mid-epoch, where every rank has rows
+      break; // in the middle of an epoch, where every rank has samples
     }
     after_update(false);
     if (control_.stopping()) {
@@ -278,10 +278,10 @@ void TrainingRun::terminate() {
   save_checkpoint();
   terminated_ = true;
   if (local_sgd_) {
-    local_sgd_->abort(); // it was averaged above
+    local_sgd_->abort(); // it was synchronised above
   }
   if (parts_.is_main()) {
-    log_info("SIGTERM: saved behind update " + std::to_string(state_.global_step) + " of " +
+    log_info("SIGTERM: saved after update " + std::to_string(state_.global_step) + " of " +
              std::to_string(plan_.max_steps) + " in " +
              (output_dir_ / ("checkpoint-" + std::to_string(state_.global_step))).string());
   }
@@ -289,7 +289,7 @@ void TrainingRun::terminate() {
     // No rank closes the group before all are here.
     parts_.communicator().barrier("stopping at SIGTERM");
   } catch (const CommunicationError&) {
-    // A peer went first. All has been saved.
+    // A peer ended first. All has been saved.
   }
 }
 
@@ -306,16 +306,16 @@ void TrainingRun::count_update(bool stepped) {
     uncollected_losses_.add(window);
     uncollected_rows_ += window.rows;
   }
-  if (!is_local() && has_rows) { // behind a window that all ranks were in
+  if (!is_local() && has_rows) { // after a window with all ranks
     control_.hear(window.requests);
   }
   step_->counted(stepped);
   ++state_.global_step;
   if (parts_.checkpointing && !std::exchange(blocks_looked_for_, true) && parts_.is_main() &&
       !gradient_checkpointing_called(parts_.model)) {
-    log_warning(
-        "gradient_checkpointing=" + parts_.arguments.gradient_checkpointing.text() +
-        " recomputes nothing: the model calls no block. Call its layers by hasten::call_block");
+    log_warning("gradient_checkpointing=" + parts_.arguments.gradient_checkpointing.text() +
+                " recomputes nothing, because the model calls no block. Call its layers through "
+                "hasten::call_block");
   }
   state_.epoch = static_cast<double>(state_.global_step + plan_.step_shift) /
                  static_cast<double>(plan_.updates_per_epoch);
@@ -354,13 +354,13 @@ void TrainingRun::after_update(bool epoch_ended) {
       last_evaluated_step_ != state_.global_step;
   bool save = save_due();
   if (local_sgd_ && (save || evaluate)) {
-    local_sgd_->synchronize(); // one model is evaluated and saved
+    local_sgd_->synchronize(); // so that ranks evaluate and save the same model
     collect_losses();
   }
   if (evaluate) {
     evaluate_and_log();
     step_plateau(state_.log_history.back());
-    save = save_due() || save; // on_evaluate may ask for it, or for the end
+    save = save_due() || save; // on_evaluate may request it, or the end of training
     consider_best(state_.log_history.back(), save);
   }
   if (save) {
@@ -442,7 +442,7 @@ TrainOutput TrainingRun::finish() {
   if (a.load_best_model_at_end) {
     load_best();
     if (!state_.best_model_checkpoint.empty()) {
-      // Its name: the folder may be moved.
+      // Only its name, because the folder may be moved.
       record["best_model_checkpoint"] =
           std::filesystem::path(state_.best_model_checkpoint).filename().string();
       record["best_metric"] = *state_.best_metric;

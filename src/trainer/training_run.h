@@ -1,4 +1,4 @@
-// One call of Trainer::train(): everything that lives for a run.
+// One call of Trainer::train(): all objects of a run.
 #pragma once
 
 #include <chrono>
@@ -27,7 +27,7 @@ class Stopwatch {
   Clock::time_point start_ = Clock::now();
 };
 
-/// Loss over some updates, of all ranks: the windows' reports added up.
+/// Loss over several updates and all ranks: the sum of the windows' reports.
 struct LossTotal {
   double loss_sum = 0;
   double weight = 0;
@@ -35,25 +35,24 @@ struct LossTotal {
     loss_sum += window.loss * window.weight;
     weight += window.weight;
   }
-  double mean() const { return loss_sum / weight; } // NaN over nothing
+  double mean() const { return loss_sum / weight; } // NaN if there are no updates
 };
 
-/// Equal updates for equal arguments.per_device_train_batch_size *
-/// gradient_accumulation_steps * world_size.
+/// Options of the training loader. Updates are equal for equal values of
+/// per_device_train_batch_size * gradient_accumulation_steps * world_size.
 LoaderOptions train_loader_options(const TrainingArguments& arguments, int world_size,
                                    int64_t drop_batch = 0);
 
-/// With auto_find_batch_size: lowers the arguments' batch size until a step on the
-/// longest rows fits, and raises the accumulation. `first`: size tried first.
-/// Collective.
+/// With auto_find_batch_size: lowers the arguments' batch size until a step on the longest samples
+/// fits, and raises the accumulation. `first`: the size to try first. Collective.
 void find_batch_size(TrainerParts& parts, int64_t first);
 
-/// Data rows that take the most memory together: the `count` longest.
+/// The samples that need the most memory in one batch: the `count` longest.
 std::vector<int64_t> longest_rows(const Dataset& data, int64_t count);
 
 class TrainingRun;
 
-/// What the accelerator keeps of a run: empty once the run is gone.
+/// The accelerator's reference to a run; empty after the run's destruction.
 class RunState final : public Stateful {
  public:
   explicit RunState(TrainingRun* run) : run_(run) {}
@@ -71,12 +70,12 @@ class TrainingRun {
   ~TrainingRun() { run_state_->detach(); }
   TrainingRun(const TrainingRun&) = delete;
   TrainingRun& operator=(const TrainingRun&) = delete;
-  /// Counts, sums and records so far, and back.
+  /// Save and restore counts, sums and records.
   nlohmann::json progress() const;
   void restore(const nlohmann::json& values);
-  /// Collective. Ends the run on all ranks when it throws.
+  /// Collective. If it throws, the run ends on all ranks.
   TrainOutput run();
-  /// run() ended at a SIGTERM, behind a save, on all ranks.
+  /// True if run() ended, after a save, because of SIGTERM; equal on all ranks.
   bool terminated() const { return terminated_; }
 
  private:
@@ -92,7 +91,7 @@ class TrainingRun {
   RunDescription describe() const;
   double seconds_left() const;
   double seconds_trained() const;
-  /// Those of the run's earlier parts included.
+  /// Includes the time before the run was resumed.
   double run_seconds() const { return run_seconds_before_ + run_time_.seconds(); }
   int64_t epochs_last_step(int64_t epoch) const {
     return (epoch + 1) * plan_.updates_per_epoch - plan_.step_shift;
@@ -106,17 +105,17 @@ class TrainingRun {
   // run_records.cpp
   void log_training();
   void evaluate_and_log();
-  /// The plateau's metric, from an evaluation's record.
+  /// Steps the plateau schedule with the metric of an evaluation's record.
   void step_plateau(const nlohmann::json& record);
   void consider_best(const nlohmann::json& record, bool will_be_saved);
   void append_record(const char* type, const nlohmann::json& record);
-  /// Adds tokens over ranks. Collective.
+  /// Sums tokens over ranks. Collective.
   void collect_tokens();
-  /// With Local SGD: adds losses and rows over ranks. Collective.
+  /// With Local SGD: sums losses and samples over ranks. Collective.
   void collect_losses();
-  /// The norms by name, for a training record. With Local SGD collective.
+  /// Adds the norms by name to a training record. With Local SGD collective.
   void describe_gradient_norms(nlohmann::json& record);
-  /// Local SGD's rounds, for a training record.
+  /// Adds Local SGD's report to a training record.
   void describe_rounds(nlohmann::json& record);
   void load_best();
   void register_states();
@@ -138,18 +137,18 @@ class TrainingRun {
   const std::filesystem::path output_dir_;
   RunControl control_;
 
-  // Borrowed by the handles below, so they come first.
+  // The handles below refer to these, so they come first.
   std::vector<torch::optim::OptimizerParamGroup> groups_;
-  RunDescription description_{}; // made before the model may be split
-  bool blocks_looked_for_ = false; // that checkpointing is about
+  RunDescription description_{}; // made before the model is sharded
+  bool blocks_looked_for_ = false; // whether gradient checkpointing has been checked for blocks
   std::shared_ptr<torch::optim::Optimizer> torch_optimizer_;
   std::shared_ptr<LRScheduler> lr_scheduler_;
-  std::shared_ptr<ReduceLrOnPlateau> plateau_{}; // or null; the above is constant
+  std::shared_ptr<ReduceLrOnPlateau> plateau_{}; // may be null; with it lr_scheduler_ is constant
   std::shared_ptr<DataLoader> data_loader_;
   std::optional<TrainStep> step_{}; // once prepared
   std::optional<LocalSGD> local_sgd_{}; // empty, or not active: plain training
 
-  int64_t epoch_ = 0; // under way, from 0
+  int64_t epoch_ = 0; // the current one, from 0
   bool epoch_ended_ = false; // but not reported yet
 
   // The update under way, or the one just done.

@@ -75,7 +75,7 @@ TEST(ResumedPrograms, KilledRunStartedAgainLeavesTheModelOfAnUninterruptedOne) {
   }
   const ProgramRun first = run_program(requeued_command(whole.path()));
   ASSERT_EQ(first.code, 0) << first.error;
-  EXPECT_TRUE(first.said("the run starts afresh")) << first.error;
+  EXPECT_TRUE(first.said("the run starts from the beginning")) << first.error;
 
   bool sent = false;
   const ProgramRun cut =
@@ -93,7 +93,7 @@ TEST(ResumedPrograms, KilledRunStartedAgainLeavesTheModelOfAnUninterruptedOne) {
   wait_for_the_end_of_all(killed.path());
   const ProgramRun again = run_program(requeued_command(killed.path()));
   ASSERT_EQ(again.code, 0) << again.error;
-  EXPECT_TRUE(again.said("goes on from " + (killed / "out/checkpoint-").string())) << again.error;
+  EXPECT_TRUE(again.said("resumes from " + (killed / "out/checkpoint-").string())) << again.error;
   EXPECT_EQ(read_file(killed / "out/model.safetensors"),
             read_file(whole / "out/model.safetensors"));
 

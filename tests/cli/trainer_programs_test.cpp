@@ -61,13 +61,13 @@ TEST(TrainerPrograms, SigtermSavesAndTheNextStartEndsAsIfNothingHadHappened) {
                   }});
   ASSERT_TRUE(sent);
   EXPECT_EQ(cut.code, 128 + SIGTERM) << cut.error;
-  EXPECT_TRUE(cut.said("SIGTERM: saved behind update")) << cut.error;
-  EXPECT_NE(second_job.find("is being written by another run"), std::string::npos) << second_job;
+  EXPECT_TRUE(cut.said("SIGTERM: saved after update")) << cut.error;
+  EXPECT_NE(second_job.find("is in use by another run"), std::string::npos) << second_job;
   EXPECT_FALSE(files::exists(stopped / "out/model.safetensors"));
 
   const ProgramRun again = run_program(stopped_command(stopped.path()));
   ASSERT_EQ(again.code, 0) << again.error;
-  EXPECT_TRUE(again.said("goes on from")) << again.error;
+  EXPECT_TRUE(again.said("resumes from")) << again.error;
   EXPECT_EQ(read_file(stopped / "out/model.safetensors"),
             read_file(whole / "out/model.safetensors"));
 
@@ -91,7 +91,7 @@ TEST(TrainerPrograms, ADryRunSaysThePlanAndLeavesNothing) {
   ASSERT_EQ(run.code, 0) << run.error;
   for (const char* part :
        {"Dry run: nothing is trained or written.", "40 samples",
-        "4 rows a rank x 2 ranks x 1 accumulation = 8 rows an update",
+        "4 samples per rank x 2 ranks x 1 accumulation = 8 samples per update",
         "15 (3 epochs of 5), the first 3 warm up", "linear: 0 at update 1, 0.0003 at update 4, ",
         "at each epoch's end: 3, on 10 samples; training stops after 2 without a better eval_f1",
         "the final model is the best by eval_f1 (greater)",

@@ -242,7 +242,7 @@ TEST(OutputDirLock, KeepsASecondWriterOutAndNamesTheFirst) {
       } catch (const InputError& error) {
         const std::string text = error.what();
         EXPECT_NE(text.find("output_dir=" + out.string()), text.npos) << text;
-        EXPECT_NE(text.find("is being written by another run"), text.npos);
+        EXPECT_NE(text.find("is in use by another run"), text.npos);
       }
     }
     EXPECT_NO_THROW(OutputDirLock(folder / "runs/other"));

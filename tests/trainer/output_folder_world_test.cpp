@@ -77,7 +77,7 @@ TEST(OutputFolderWorld, MovedRemovedOrReplacedInMidRunItEndsTheRunByName) {
                              files::rename(out, away);
                              files::create_directory(out);
                            },
-                           "another folder stands in its place"},
+                           "another folder is in its place"},
                           {[&] { files::remove(out / "metrics.jsonl"); }, "metrics.jsonl"}};
     for (const Case& bad : cases) {
       SCOPED_TRACE(bad.said);

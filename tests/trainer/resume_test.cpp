@@ -194,7 +194,7 @@ TEST(TrainerResume, AutoIsRightForTheFirstStartForEveryLaterOneAndWhenFinished) 
   a.save_total_limit = 2;
   const WholeRun first(a, communicator);
   ASSERT_FALSE(first.counter->begun.notes.empty());
-  EXPECT_HAS(first.counter->begun.notes[0], "starts afresh");
+  EXPECT_HAS(first.counter->begun.notes[0], "starts from the beginning");
   EXPECT_FALSE(first.output.already_finished);
   const WholeRun again(a, communicator);
   EXPECT_TRUE(again.output.already_finished);

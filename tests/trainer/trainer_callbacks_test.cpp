@@ -308,7 +308,7 @@ TEST(OutputDir, AFolderThatARunWritesIsRefusedToAnother) {
                         }
                       }}};
   run.trainer->train();
-  EXPECT_NE(refusal.find("is being written by another run"), std::string::npos) << refusal;
+  EXPECT_NE(refusal.find("is in use by another run"), std::string::npos) << refusal;
   WatchedRun(a).trainer->train(); // it has ended
 }
 
