@@ -176,8 +176,7 @@ void TrainingRun::append_record(const char* type, const nlohmann::json& record) 
   std::error_code error;
   if (!metrics_file_ || !std::filesystem::exists(output_dir_ / "metrics.jsonl", error)) {
     throw Error("trainer::train", "cannot write path=" + (output_dir_ / "metrics.jsonl").string(),
-                "space on the disk, the right to write, and a file that nobody "
-                "removes while the run lasts");
+                "free disk space, a writable file, and that nobody removes it during the run");
   }
 }
 
