@@ -1,4 +1,4 @@
-// What an Averager is made of: the list, its layout in flat buffers, slices.
+// The parts of an Averager: the list of tensors, its layout in flat buffers, slices.
 #include <ATen/ATen.h>
 
 #include <algorithm>
@@ -31,12 +31,12 @@ void check_averager_options(const AveragerOptions& options) {
     refuse("alpha=" + std::to_string(*options.alpha), "from 0, below 1");
   }
   if (options.sync == SyncStrategy::driver && options.comm_hook) {
-    refuse("sync=driver with a hook", "one of them: hooks reduce over all ranks alike");
+    refuse("sync=driver with a hook", "one of them, because hooks use an all-reduce");
   }
   if (!options.transactional && (options.outer || options.comm_hook || options.fragments > 1 ||
                                  options.sync == SyncStrategy::driver)) {
     refuse("transactional=false with an outer step, a hook, fragments or a driver",
-           "one of them: these need the buffers that transactions have");
+           "one of them, because these need the buffers of transactions");
   }
 }
 
@@ -78,7 +78,7 @@ void Averager::Impl::add_entries(const NamedTensorList& tensors) {
     }
     Entry entry;
     entry.name = name;
-    entry.tensor = tensor; // itself: another may get its storage
+    entry.tensor = tensor; // the tensor itself, because its storage may be exchanged
     entry.dtype = tensor.scalar_type();
     entry.numel = tensor.numel();
     entry.sizes = tensor.sizes().vec();
@@ -102,8 +102,7 @@ void Averager::Impl::lay_out() {
   int64_t before = 0;
   int64_t last = -1;
   for (Entry& entry : entries) {
-    // Where the tensor's middle falls, and never a fragment without tensors in
-    // between.
+    // The fragment in which the tensor's middle lies; no fragment stays empty.
     const int64_t wanted =
         (before + entry.numel / 2) * fragment_count / std::max<int64_t>(1, total);
     entry.fragment = std::min({wanted, last + 1, fragment_count - 1});
@@ -135,10 +134,10 @@ void Averager::Impl::make_buffers() {
 }
 
 // Note [Slices]
-// A slice is a run of one group's buffer, of pieces of tensors that follow each
-// other; a tensor larger than a slice is in several. Hooks see whole tensors.
-// Every element is in one slice (a property that is tested), fragments begin with
-// slices of their own, and ranks have the same slices in the same order.
+// A slice is a contiguous part of one group's buffer: pieces of consecutive tensors. A tensor that
+// is larger than a slice is in several. With a hook slices contain only complete tensors. Every
+// element is in exactly one slice (tested), no slice is in two fragments, and ranks have the same
+// slices in the same order.
 void Averager::Impl::cut_slices() {
   for (int64_t fragment = 0; fragment < fragment_count; ++fragment) {
     for (size_t g = 0; g < groups.size(); ++g) {
@@ -225,7 +224,7 @@ void Averager::Impl::check_tensors() const {
       what << "tensor \"" << entry.name << "\" is " << entry.tensor.sizes() << " "
            << entry.tensor.scalar_type() << " now, and was " << at::IntArrayRef(entry.sizes) << " "
            << entry.dtype;
-      throw InputError(detail::kAveragerWhere, what.str(), "the tensors of its beginning");
+      throw InputError(detail::kAveragerWhere, what.str(), "the tensors at construction");
     }
   }
 }
@@ -322,14 +321,15 @@ namespace detail {
 void check_saved_round(int ranks, int ranks_here, int64_t fragment, int64_t fragments_here) {
   if (ranks != ranks_here) {
     throw InputError("parallel::Averager",
-                     "the state has a round under way of " + std::to_string(ranks) + " ranks",
+                     "the state has an open synchronisation of " + std::to_string(ranks) + " ranks",
                      std::to_string(ranks_here) + " ranks, as here",
-                     "go on with as many ranks, or save between rounds");
+                     "resume with as many ranks, or save between synchronisations");
   }
   if (fragment < Averager::kAll || fragment >= fragments_here) {
-    throw InputError("parallel::Averager",
-                     "the state has a round under way of fragment=" + std::to_string(fragment),
-                     "below " + std::to_string(fragments_here));
+    throw InputError(
+        "parallel::Averager",
+        "the state has an open synchronisation of fragment=" + std::to_string(fragment),
+        "below " + std::to_string(fragments_here));
   }
 }
 
@@ -395,7 +395,7 @@ void Averager::load_state(const NamedTensors& tensors, const nlohmann::json& val
                        "\"" + name + "." + std::to_string(g) + "\" in the state " +
                            (found == tensors.end() ? "is missing" : "has another size"),
                        std::to_string(numel) + " elements",
-                       "go on with the model and settings that it was saved with");
+                       "use the model and settings that it was saved with");
     }
     return found->second;
   };
@@ -406,7 +406,7 @@ void Averager::load_state(const NamedTensors& tensors, const nlohmann::json& val
       throw InputError(where,
                        std::string("the state has ") + (here ? "no " : "an ") + part +
                            ", the options have " + (here ? "one" : "none"),
-                       "the options that it was saved with");
+                       "the options with which it was saved");
     }
   }
   for (size_t g = 0; g < impl_->groups.size(); ++g) { // all is looked at first

@@ -21,7 +21,7 @@ struct Averager::Impl {
   struct Entry {
     std::string name{};
     at::Tensor tensor{};
-    at::Tensor staging{}; // on the CPU, for tensors that are not
+    at::Tensor staging{}; // a copy on the CPU of a tensor on another device
     at::ScalarType dtype = at::kFloat;
     int64_t numel = 0;
     size_t group = 0;
@@ -29,21 +29,21 @@ struct Averager::Impl {
     int64_t fragment = 0;
     std::vector<int64_t> sizes{};
     std::vector<int64_t> strides{};
-    bool direct = false; // reduced where it lies
+    bool direct = false; // reduced in place
   };
-  // Entries whose buffers are of one dtype.
+  // The entries whose buffers have one dtype.
   struct Group {
     at::ScalarType dtype = at::kFloat;
-    int64_t numel = 0; // in buffers: without what is reduced in place
+    int64_t numel = 0; // in buffers, without tensors that are reduced in place
     at::Tensor buffer{};
     at::Tensor snapshot{}; // of start()
     at::Tensor anchor{};
-    at::Tensor anchor_before{}; // of a driver's round that is not committed
+    at::Tensor anchor_before{}; // during a driver's round, until it is committed
   };
   struct Slice {
     size_t group = 0;
     int64_t fragment = 0;
-    int64_t begin = 0; // in the group's buffer; of direct ones in the tensor
+    int64_t begin = 0; // in the group's buffer; for direct entries in the tensor
     int64_t count = 0;
     bool direct = false;
     std::vector<Piece> pieces{};
@@ -53,17 +53,17 @@ struct Averager::Impl {
     at::Tensor range{};
     at::Tensor gathered{}; // [rank, …] on the driver
     Work handle{};
-    CommHook::Step step{}; // a hook's; empty: done
+    CommHook::Step step{}; // of a hook; empty: done
   };
-  // A round between its two parts.
+  // A round, between start() and finish().
   struct Round {
     bool open = false;
     bool corrects = false; // x += mean - snapshot
-    bool whole = false; // all is here that a commit needs, but for the total
+    bool whole = false; // a commit needs nothing more than the total
     int ranks = 1;
     int64_t fragment = kAll;
     double weight = 1;
-    double total = -1; // of weights, once it is known
+    double total = -1; // sum of weights; below 0: not known yet
     double learning_rate = 0;
     double seconds = 0;
     double copy_seconds = 0;
@@ -82,7 +82,7 @@ struct Averager::Impl {
   void settle_spread();
   RoundOutcome recover();
   void make_buffers();
-  // Calls with entry data, buffer offset and count of every piece of the slice.
+  // Calls function(entry, data, buffer offset, count) for every piece of the slice.
   template <typename Function>
   void for_pieces(const Slice& slice, const Function& function) const {
     int64_t offset = slice.begin;
@@ -104,8 +104,8 @@ struct Averager::Impl {
   Round round{};
   int64_t rounds = 0;
   double last_total = 0; // of the last committed round
-  bool dropped = false; // a round was, and none has been committed since
-  bool recovering = false; // ranks are not in step
+  bool dropped = false; // a round was dropped, and none has been committed since
+  bool recovering = false; // ranks may be at different points, so nothing is sent
   AverageReport report{};
   at::Tensor spread{}; // [2] fp64
   Work spread_handle{};

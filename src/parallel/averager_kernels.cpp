@@ -12,8 +12,8 @@
 
 namespace hasten::detail {
 
-// Elements of one thread's turn; also of one partial sum, so that sums do not
-// depend on the number of threads.
+// Elements that a thread processes at a time. Also the elements of one partial sum, so that sums
+// do not depend on the number of threads.
 constexpr int64_t kPassBlock = 1 << 16;
 
 template <typename Function>
@@ -88,7 +88,7 @@ void divide_elements(void* buffer, c10::ScalarType dtype, int64_t count, double 
   });
 }
 
-// Squares are summed in the buffer's type over a few hundred, then in fp64.
+// Squares of a few hundred elements are summed in the buffer's type, then these sums in fp64.
 template <typename T, bool kStore, bool kExact, bool kMeasure>
 PassSums store_block(T* target, const PassBuffer<T>* sum, int64_t begin, int64_t end,
                      PassBuffer<T> by) {
@@ -120,7 +120,7 @@ PassSums store_block(T* target, const PassBuffer<T>* sum, int64_t begin, int64_t
 template <typename T, bool kStore, bool kMeasure>
 PassSums store_all(T* target, const PassBuffer<T>* sum, int64_t count, double divisor) {
   using B = PassBuffer<T>;
-  const bool exact = is_power_of_two(divisor); // then 1 / divisor is
+  const bool exact = is_power_of_two(divisor); // then 1 / divisor is exact
   const B by = static_cast<B>(exact ? 1 / divisor : divisor);
   std::vector<PassSums> parts(static_cast<size_t>((count + kPassBlock - 1) / kPassBlock));
   by_pass_blocks(count, [&, target, sum](int64_t block, int64_t b, int64_t e) {

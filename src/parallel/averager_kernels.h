@@ -1,4 +1,4 @@
-// The passes over memory of an Averager: into its buffers and back.
+// The passes of an Averager over memory: from tensors into buffers and back.
 #pragma once
 
 #include <c10/core/ScalarType.h>
@@ -13,19 +13,19 @@ struct PassSums {
   double norm = 0; // of mean^2
 };
 
-// buffer = source * scale. `dtype` is the source's; the buffer is fp64 for fp64,
-// else fp32. On the CPU.
+// buffer = source * scale. `dtype` is the source's; the buffer is fp64 for fp64, otherwise fp32.
+// On the CPU.
 void load_elements(const void* source, c10::ScalarType dtype, void* buffer, int64_t count,
                    double scale);
 
-// mean = sum / divisor, in the buffer; nothing is written to the tensor.
+// mean = sum / divisor, in the buffer; does not write to the tensor.
 void divide_elements(void* buffer, c10::ScalarType dtype, int64_t count, double divisor);
 
 // target = sum / divisor.
 PassSums store_elements(void* target, c10::ScalarType dtype, const void* buffer, int64_t count,
                         double divisor, bool measure);
 
-// Sums alone.
+// Only the sums.
 PassSums measure_elements(const void* target, c10::ScalarType dtype, const void* mean,
                           int64_t count);
 

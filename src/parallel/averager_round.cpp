@@ -42,7 +42,8 @@ void Averager::Impl::stage_out() {
 void Averager::Impl::begin(double weight, double learning_rate, int64_t fragment, bool later) {
   constexpr const char* where = "parallel::Averager";
   if (round.open) {
-    throw InputError(where, "a round is under way", "finish() before the next");
+    throw InputError(where, "a synchronisation has started and is not finished",
+                     "finish() before the next one");
   }
   if (!std::isfinite(weight) || weight < 0) {
     throw InputError(where, "weight=" + std::to_string(weight), "a finite number, 0 or above");
@@ -84,8 +85,8 @@ void Averager::Impl::begin(double weight, double learning_rate, int64_t fragment
 }
 
 // Note [Snapshot]
-// The buffer gets weight * x. With an anchor a it gets weight * (x - a) where a
-// hook compresses, since small numbers lose less than large ones.
+// The buffer gets weight * x. With a hook it gets weight * (x - a), where a is the anchor, because
+// compression loses less of small values.
 void Averager::Impl::load(const Slice& slice) {
   const auto start = Clock::now();
   Group& group = groups[slice.group];
@@ -161,7 +162,7 @@ void Averager::Impl::launch(size_t index) {
 }
 
 void Averager::Impl::await_data() {
-  for (bool more = true; more;) { // hooks: in rounds over the slices
+  for (bool more = true; more;) { // hooks: calls each slice in turn
     more = false;
     for (Operation& operation : round.operations) {
       if (operation.step && !operation.step()) {
@@ -183,8 +184,8 @@ void Averager::Impl::await_data() {
 }
 
 // Note [Driver]
-// Rank 0 has the sum, and by the vote the sum of weights: it makes the update and
-// sends the parameters to all. A second vote, so that all have them.
+// Rank 0 has the sum and, from the vote, the sum of weights. It computes the update and sends the
+// parameters to all. A second vote makes sure that all have them.
 void Averager::Impl::drive() {
   const double total = round.total;
   for (Group& group : groups) {
@@ -192,7 +193,7 @@ void Averager::Impl::drive() {
       group.anchor_before = group.anchor.clone();
     }
   }
-  // Not round.operations: a round that was loaded has none.
+  // Not round.operations, because a round loaded from a state has none.
   std::vector<const Slice*> slices;
   for (const Slice& slice : all_slices) {
     if (takes_part(slice)) {
@@ -234,14 +235,13 @@ void Averager::Impl::drive() {
 }
 
 // Note [Vote]
-// A rank that comes here has the whole sum. Nobody commits before all have it:
-// the ballot is a sum over all ranks, which ends nowhere until every rank has
-// given its own. A peer that dies before leaves every rank at its own values; one
-// that dies while the ballot is on its way leaves each rank at its own or at the
-// mean, in all tensors. It also brings the sum of weights, and tells ranks apart
-// that are not in the same round: numbers are equal on all ranks where the square
-// of their sum is as large as the ranks times the sum of their squares (Cauchy,
-// Schwarz). Below 2^16, so that the sums are exact in fp64 over a million ranks.
+// A rank that votes has the complete sum. No rank commits before all have it: the vote is a sum
+// over all ranks, which completes on no rank until every rank has contributed. If a peer dies
+// before the vote, every rank keeps its own values. If it dies during the vote, each rank has
+// either its own values or the mean, in all tensors. The vote also gives the sum of weights, and
+// it detects ranks in different rounds: numbers are equal on all ranks if and only if the square
+// of their sum equals the ranks times the sum of their squares (Cauchy, Schwarz). They are below
+// 2^16, so the sums are exact in fp64 over a million ranks.
 void Averager::Impl::vote() {
   if (communicator->world_size() == 1) {
     return;
@@ -255,8 +255,8 @@ void Averager::Impl::vote() {
   if (sums[1] * sums[1] != ranks * sums[2] || sums[3] * sums[3] != ranks * sums[4]) {
     throw CommunicationError(
         "parallel::Averager",
-        "ranks are in different rounds: this one in round " + std::to_string(rounds + 1),
-        "the same rounds on every rank",
+        "ranks are in different synchronisations: this one in number " + std::to_string(rounds + 1),
+        "the same synchronisations on every rank",
         "look for a branch around average() that depends on the rank");
   }
   round.total = sums[0];
@@ -297,7 +297,7 @@ void Averager::Impl::end_round() {
 void Averager::Impl::commit() {
   report.weight = round.total;
   const bool anchored = has_anchor() && !driven();
-  // A driver's numbers are the mean already.
+  // The driver has already divided.
   const double total = driven() && round.total > 0 ? 1 : round.total;
   if (total == 0 || (round.ranks == 1 && !anchored)) {
     send_spread({}, false); // nothing changes
@@ -311,7 +311,7 @@ void Averager::Impl::commit() {
     step_outer();
   }
   detail::PassSums sums;
-  // With an outer step only the driver has had the mean, and nobody has it now.
+  // With an outer step only the driver had the mean, and has overwritten it.
   const bool measurable = options.measure_spread && !(driven() && options.outer);
   const bool measure = measurable && !anchored && !round.corrects;
   for (const Slice& slice : all_slices) {
@@ -351,8 +351,8 @@ void Averager::Impl::commit() {
   }
 }
 
-// The mean becomes the anchor, through the outer step; so do the changes that a
-// hook has summed. The spread is that of what the ranks had before it.
+// Computes the new anchor from the mean by the outer step; with a hook the mean is the old anchor
+// plus the mean change. The spread is that of the ranks' values before the outer step.
 void Averager::Impl::step_outer() {
   detail::PassSums sums;
   for (size_t g = 0; g < groups.size(); ++g) {
@@ -393,7 +393,7 @@ void Averager::Impl::step_outer() {
   send_spread(sums, options.measure_spread);
 }
 
-// One piece a fragment and group, whatever part of them a round takes.
+// One piece for each fragment and group, in every round.
 void Averager::Impl::outer_pieces(size_t g) {
   for (int64_t f = 0; f < fragment_count; ++f) {
     int64_t from = -1;
@@ -412,7 +412,7 @@ void Averager::Impl::outer_pieces(size_t g) {
   }
 }
 
-// In place: slices become final as they arrive. A peer that dies leaves sums.
+// In place: each slice is final as soon as it has arrived. If a peer dies, partial sums remain.
 void Averager::Impl::commit_direct() {
   report.weight = round.total;
   report.spread = report.norm = std::numeric_limits<double>::quiet_NaN();
@@ -433,7 +433,7 @@ void Averager::Impl::commit_direct() {
   stage_out();
 }
 
-// Nobody waits for this number: it is read when somebody asks for the report.
+// Does not wait: report() reads the result.
 void Averager::Impl::send_spread(const detail::PassSums& sums, bool measured) {
   report.spread = report.norm = std::numeric_limits<double>::quiet_NaN();
   if (!measured || recovering) {
@@ -475,16 +475,15 @@ int64_t Averager::Impl::bytes_of_round() const {
 }
 
 // Note [Recovery]
-// A vote that ended well on one rank was entered by every rank, each with the whole
-// sum: so where one of those that are left has committed, the others lack nothing
-// but the sum of weights, which it tells them. Where none has, none can have gone on
-// to what follows, and the round is dropped. Two ranks are never further apart than
-// one vote.
+// If a vote succeeded on one rank, every rank had entered it, each with the complete sum. So if
+// one of the remaining ranks has committed, the others need only the sum of weights, which that
+// rank sends. If none has committed, none can have gone beyond the vote, and all drop the round.
+// Two ranks are never more than one vote apart.
 RoundOutcome Averager::Impl::recover() {
   constexpr const char* where = "parallel::Averager";
   if (!options.transactional) {
     throw InputError(where, "recover() with transactional=false",
-                     "transactional=true: a broken round has left half-made sums behind");
+                     "transactional=true, because the interrupted round has left partial sums");
   }
   const auto all = communicator->all_gather_object(
       {{"rounds", rounds}, {"total", last_total}, {"unsettled", round.open || dropped}},
@@ -508,10 +507,10 @@ RoundOutcome Averager::Impl::recover() {
   if (rounds < most) {
     if (!round.open || !round.whole || rounds + 1 < most) {
       throw CommunicationError(where,
-                               "this rank has made " + std::to_string(rounds) +
-                                   " rounds, another one " + std::to_string(most),
-                               "ranks that are in one round",
-                               "call recover() on all ranks that are left");
+                               "this rank has done " + std::to_string(rounds) +
+                                   " synchronisations, another one " + std::to_string(most),
+                               "ranks in the same synchronisation",
+                               "call recover() on all remaining ranks");
     }
     at::NoGradGuard no_grad;
     round.total = total;
@@ -524,7 +523,7 @@ RoundOutcome Averager::Impl::recover() {
     drop_round();
     outcome = RoundOutcome::dropped;
   }
-  // An operation of before may still write into the old ones.
+  // An earlier operation may still write into the old buffers.
   make_buffers();
   if (options.comm_hook) {
     options.comm_hook->reset();
@@ -544,7 +543,7 @@ void Averager::Impl::drop_round() {
       stepped = true;
     }
   }
-  if (stepped) { // its momentum has moved already
+  if (stepped) { // its momentum has already changed
     options.outer->load_state({}, nlohmann::json::object());
   }
 }

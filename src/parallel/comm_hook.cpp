@@ -22,10 +22,9 @@ CommHook::Step plain_reduce(Communicator& communicator, const GradientBucket& bu
 bool has_16_bits(const at::Tensor& buffer) { return buffer.element_size() == 2; }
 
 // Note [Wire type]
-// An all-reduce of 16-bit data adds in 16 bits on its way. Here each rank gets
-// its part of every rank's bucket (all-to-all), adds these in fp32 and sends the
-// rounded sum to all: 2 (W - 1) / W 16-bit numbers a gradient, one rounding of
-// what is sent and one of the sum.
+// An all-reduce of 16-bit data would add in 16 bits. Here each rank gets its part of every rank's
+// bucket (all-to-all), adds these in fp32 and sends the rounded sum to all. That sends
+// 2 (W - 1) / W 16-bit elements per gradient element, and rounds each term once and the sum once.
 CommHook::Step compressed_reduce(Communicator& communicator, const GradientBucket& bucket,
                                  at::ScalarType wire) {
   if (has_16_bits(bucket.buffer)) {

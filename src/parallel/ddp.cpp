@@ -39,8 +39,8 @@ Ddp::Ddp(std::shared_ptr<Communicator> communicator, std::shared_ptr<torch::nn::
   }
 }
 
-// Parameters share a bucket with those before them in the order, one open bucket
-// a group; buckets stand in the order in which their last gradient comes.
+// Each group has one open bucket, to which parameters are added in order. Buckets are in the order
+// in which their last gradients are complete.
 void Ddp::make_buckets() {
   struct Open {
     std::vector<int64_t> slots{};
@@ -98,7 +98,7 @@ void Ddp::check_parameters() const {
       if (parameter.requires_grad()) {
         throw InputError(
             "parallel::Ddp", "parameter \"" + name + "\" was unfrozen after it was prepared",
-            "the trainable parameters of that time", "call requires_grad_(true) before prepare()");
+            "the same trainable parameters", "call requires_grad_(true) before prepare()");
       }
       continue;
     }
@@ -119,8 +119,8 @@ void Ddp::check_parameters() const {
 
 void Ddp::register_comm_hook(std::shared_ptr<CommHook> hook) {
   if (begun_) {
-    throw InputError("parallel::register_comm_hook", "a window is open",
-                     "to be called between windows");
+    throw InputError("parallel::register_comm_hook", "an accumulation window is open",
+                     "a call between windows");
   }
   const std::string mine = hook ? hook->description() : "none";
   const auto all = communicator_->all_gather_object(mine, "communication hook");
@@ -136,10 +136,10 @@ void Ddp::register_comm_hook(std::shared_ptr<CommHook> hook) {
 }
 
 // Note [Bucket order]
-// Buckets follow the order in which rank 0's gradients were complete in the first
-// reduced backward; all ranks got it with that reduction and use it from their
-// next sum on, so that none is ahead. Gradients that rank 0 did not have come
-// last. Only offsets change: slots keep their numbers.
+// Buckets follow the order in which rank 0's gradients were complete in the first reduced
+// backward. All ranks get the order with that reduction and use it from their next sum on, so all
+// switch at the same time. Gradients that rank 0 did not have come last. Only offsets change; slots
+// keep their numbers.
 void Ddp::use_learned_order() {
   if (learned_.empty() || learned_in_use_) {
     return;
@@ -191,16 +191,16 @@ void Ddp::begin(bool in_place) {
 
 void Ddp::set_local(bool local) {
   if (begun_) {
-    throw InputError("parallel::Ddp", "a window is open", "to be called between windows");
+    throw InputError("parallel::Ddp", "an accumulation window is open", "a call between windows");
   }
   alone_ = local || communicator_->world_size() == 1;
 }
 
 // Note [Set aside]
-// Two things must not be summed over ranks or scaled with this window's weight:
-// gradients that nobody zeroed before the window, and a sum that is final when
-// another backward of its window comes. Both wait in a copy while the buffers,
-// which count as zero, take the new sum, and are added to it at the end.
+// Two kinds of gradients must not be summed over ranks or scaled with this window's weight: those
+// that were not zeroed before the window, and a sum that is already final when another backward of
+// its window comes. Both are copied. The buffers then count as zero and take the new sum, to which
+// the copy is added at the end.
 void Ddp::set_aside() {
   at::NoGradGuard no_grad;
   gradients_.install();
@@ -232,7 +232,7 @@ void Ddp::finish(double factor, const DdpRanks& ranks, bool defer) {
     gradients_.mark_written();
   }
   for (size_t slot = 0; slot < used_.size(); ++slot) {
-    if (!used_[slot] && !defined_[slot]) { // as if there had been no backward
+    if (!used_[slot] && !defined_[slot]) { // as without a backward
       gradients_.layout().slots()[slot].parameter.mutable_grad().reset();
     }
   }

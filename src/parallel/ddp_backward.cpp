@@ -1,4 +1,4 @@
-// What happens while a backward runs, and what ranks agree on after it.
+// The backward: starts buckets while it runs, and exchanges the agreement after it.
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 
@@ -94,7 +94,7 @@ void Ddp::start_backward(bool reduce, DdpBackward backward) {
   violation_.clear();
   prescale_.reset();
   waits_ = awaited(backward);
-  backward.loss.reset(); // no graph is kept alive here
+  backward.loss.reset(); // keeps no graph alive
   backward_ = std::move(backward);
   ready_.assign(waits_.size(), 0);
   if (learned_.empty()) {
@@ -121,31 +121,31 @@ void Ddp::gradient_ready(int64_t slot) {
   std::lock_guard lock(mutex_);
   if (!in_backward_) {
     if (!begun_) {
-      foreign_ = true; // the user's own; harmless unless it is stepped with
+      foreign_ = true; // the user's own backward; harmless unless an optimizer uses it
       gradients_.mark_written();
       return;
     }
     throw InputError("parallel::Ddp",
                      "loss.backward() inside a window reached parameter \"" + entry.name + "\"",
-                     "accelerator.backward(loss), which weighs the loss",
-                     "use that, or torch::autograd::grad for a gradient of your own");
+                     "accelerator.backward(loss), which weights the loss",
+                     "use that, or torch::autograd::grad for your own gradients");
   }
   if (entry.parameter.grad().requires_grad()) {
     throw InputError(
         "parallel::Ddp",
         "the gradient of parameter \"" + entry.name + "\" was made with create_graph",
-        "a gradient that needs no graph: it is summed in a buffer",
-        "take it by torch::autograd::grad(…, create_graph) and add what is made of it to the loss");
+        "a gradient without a graph, because it is summed in a buffer",
+        "compute it by torch::autograd::grad(…, create_graph) and use the result in the loss");
   }
   const bool late = reducing_ && static_cast<size_t>(bucket_of_[i]) < next_bucket_;
   if (late) {
-    throw InputError(
-        "parallel::Ddp",
-        "parameter \"" + entry.name + "\" got a gradient after its bucket was on its way",
-        options_.static_graph ? "the parameters that the first backward used (static_graph)"
-                              : "one gradient a parameter and backward, and no parameter used in "
-                                "a part of the graph that is built during backward",
-        options_.static_graph ? "leave static_graph off" : "");
+    throw InputError("parallel::Ddp",
+                     "parameter \"" + entry.name + "\" got a gradient after its bucket was sent",
+                     options_.static_graph
+                         ? "the parameters of the first backward (static_graph)"
+                         : "one gradient per parameter and backward, and no parameter in "
+                           "a part of the graph that is built during backward",
+                     options_.static_graph ? "leave static_graph off" : "");
   }
   if (!alone_ || entry.parameter.grad().is_sparse()) {
     gradients_.install_slot(slot);
@@ -194,8 +194,8 @@ void Ddp::launch(size_t index) {
   operations_.push_back(std::move(operation));
 }
 
-// In the buckets' order only, so that every rank's group sees one sequence. The
-// mutex is held.
+// Only in the buckets' order, so that every rank has the same sequence of operations. The caller
+// holds the mutex.
 void Ddp::launch_ready_buckets(bool all) {
   while (next_bucket_ < buckets_.size() && (all || buckets_[next_bucket_].pending == 0)) {
     launch(next_bucket_);
@@ -223,7 +223,7 @@ void Ddp::finish_backward() {
   std::lock_guard lock(mutex_);
   in_backward_ = false;
   if (!alone_) {
-    gradients_.install(); // zeros where nothing came
+    gradients_.install(); // zeros for missing gradients
   }
   if (reducing_) {
     launch_ready_buckets(true);
@@ -234,9 +234,8 @@ void Ddp::finish_backward() {
     if (!replaced.empty()) {
       throw InputError(
           "parallel::Ddp",
-          "parameter \"" + replaced + "\" is another tensor than when the model was prepared",
-          "the parameters of that time",
-          "copy values in with copy_(), or prepare the model afterwards");
+          "parameter \"" + replaced + "\" was replaced by another tensor after prepare()",
+          "the same parameters", "assign values with copy_(), or call prepare() afterwards");
     }
   }
 }
@@ -262,12 +261,11 @@ void Ddp::check_static_graph() {
 }
 
 // Note [Agreement]
-// After the buckets ranks tell each other, by one small sum of bytes, per slot:
-// who used the parameter in this window, who misses its gradient, for whom it is
-// frozen, where grad() was defined before. What comes of it is equal on all ranks
-// without a word more: an error, or which gradients are undefined at the end. One
-// more byte says whether any module's buffer was written. Rank 0's order of gradients
-// travels along until it is known.
+// After the buckets one small all-reduce (maximum of bytes) exchanges, per slot: whether a rank
+// used the parameter in this window, misses its gradient, has it frozen, or had grad() defined
+// before. The consequences are then equal on all ranks without further messages: an error, or
+// which gradients are undefined at the end. One more byte says whether a module's buffer was
+// written. Until the order of buckets is known, rank 0's order of gradients is sent, too.
 void Ddp::start_agreement() {
   using namespace detail;
   const auto& slots = gradients_.layout().slots();
@@ -280,7 +278,7 @@ void Ddp::start_agreement() {
   };
   agreement_ = at::zeros({kAgreementRows * count + 1}, at::kByte);
   auto* rows = agreement_.mutable_data_ptr<uint8_t>();
-  // A rank whose batch had no rows made no gradient at all: it misses none.
+  // A rank whose batch had no samples made no gradient at all; then it misses none.
   const bool strict = !options_.find_unused_parameters && !options_.static_graph && !further_ &&
                       std::find(used_.begin(), used_.end(), 1) != used_.end();
   missing_.clear();
@@ -327,8 +325,7 @@ void Ddp::wait() {
   settle_agreement();
 }
 
-// In rounds, so that the second messages of several buckets are under way
-// together.
+// Calls each hook in turn, so that the second messages of several buckets overlap.
 void Ddp::finish_hooks() {
   at::NoGradGuard no_grad;
   for (bool more = true; more;) {
@@ -392,7 +389,7 @@ void Ddp::settle_agreement() {
       throw InputError(
           "parallel::Ddp",
           "parameter \"" + slots[slot].name + "\" is frozen on some ranks and trainable on others",
-          "the same on every rank", "set requires_grad alike everywhere");
+          "the same on every rank", "set requires_grad equally on all ranks");
     }
   }
   if (missing) {
@@ -413,21 +410,20 @@ void Ddp::throw_unused() {
   for (size_t rank = 0; rank < all.size(); ++rank) {
     if (all[rank].contains("unused")) {
       what += (what.empty() ? "" : "; ") + ("rank " + std::to_string(rank)) +
-              ": no gradient came for parameter " + all[rank]["unused"].get<std::string>();
+              ": no gradient for parameter " + all[rank]["unused"].get<std::string>();
       const auto other = all[rank]["replaced"].get<std::string>();
       if (!other.empty()) {
-        what +=
-            ", and parameter \"" + other + "\" is another tensor than when the model was prepared";
+        what += ", and parameter \"" + other + "\" was replaced by another tensor after prepare()";
         replaced = true;
       }
     }
   }
   throw InputError("parallel::Ddp", what,
-                   "every window's losses to depend on every trainable parameter, on every rank",
-                   replaced ? "copy values in with copy_(), or prepare the model afterwards"
+                   "losses of each window that depend on every trainable parameter, on every rank",
+                   replaced ? "assign values with copy_(), or call prepare() afterwards"
                             : "set find_unused_parameters, or freeze them before prepare() "
-                              "(requires_grad_(false)); where further losses of the batch "
-                              "follow, pass {.last = false} before the last");
+                              "(requires_grad_(false)); if a batch has several losses, pass "
+                              "{.last = false} to backward() for all but the last");
 }
 
 } // namespace hasten

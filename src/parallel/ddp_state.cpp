@@ -1,4 +1,4 @@
-// What a state holds of a Ddp: gradients that somebody still adds to.
+// A Ddp's part of a state: gradients of an unfinished sum.
 #include <ATen/ATen.h>
 
 #include <algorithm>
@@ -18,8 +18,8 @@ at::Tensor slot_of_buffer(const at::Tensor& buffer, const FlatSlot& slot, const 
   return part.as_strided(view.sizes(), view.strides(), part.storage_offset());
 }
 
-// Throws unless every gradient in a state is one of the layout's; `others`: how
-// many further tensors it has.
+// Throws unless every gradient in a state is one of the layout's. `others`: the number of further
+// tensors in the state.
 void check_saved_gradients(const NamedTensors& tensors, const FlatLayout& layout, size_t others) {
   const auto& slots = layout.slots();
   size_t known = 0;
@@ -40,7 +40,7 @@ void check_saved_gradients(const NamedTensors& tensors, const FlatLayout& layout
   }
   if (known + others != tensors.size()) {
     throw InputError("parallel::Ddp",
-                     "the state has gradients of parameters that are not trained here",
+                     "the state has gradients of parameters that are not trainable here",
                      "the same trainable parameters");
   }
 }
@@ -92,7 +92,7 @@ void Ddp::save_state(NamedTensors& tensors, nlohmann::json& values) const {
   }
 }
 
-// Empty where none was learned.
+// Empty if no order was learned.
 static std::vector<int64_t> saved_order(const FlatLayout& layout, const nlohmann::json& names) {
   std::map<std::string, int64_t> by_name;
   const auto& slots = layout.slots();
@@ -130,7 +130,7 @@ void Ddp::load_state(const NamedTensors& tensors, const nlohmann::json& values) 
   if (values.at("comm_hook") != hook) {
     throw InputError("parallel::Ddp",
                      "the state was saved with the communication hook " +
-                         values.at("comm_hook").get<std::string>() + ", there is " + hook,
+                         values.at("comm_hook").get<std::string>() + ", but the model has " + hook,
                      "the same hook, registered before loading");
   }
   std::vector<int64_t> order = saved_order(gradients_.layout(), values.at("bucket_order"));

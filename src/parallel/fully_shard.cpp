@@ -26,7 +26,7 @@ ForwardScope::~ForwardScope() {
   }
   try {
     schedule->close_forward(forward_, std::uncaught_exceptions() > exceptions_);
-  } catch (...) { // the group is dead: the next operation on it says so
+  } catch (...) { // the group has failed; its next operation reports it
   }
 }
 
@@ -54,15 +54,15 @@ bool FullyShard::reshard() {
 }
 
 [[noreturn]] static void throw_changed(const std::string& name) {
-  throw InputError("parallel::FullyShard",
-                   "parameter \"" + name +
-                       "\" is another tensor, or was moved or converted, since it was sharded",
-                   "the parameters of that time",
-                   "copy values in with copy_() or load_parameter(); convert or move the "
-                   "model before it is sharded");
+  throw InputError(
+      "parallel::FullyShard",
+      "parameter \"" + name + "\" was replaced, moved or converted after it was sharded",
+      "the same parameters",
+      "assign values with copy_() or load_parameter(); convert or move the "
+      "model before it is sharded");
 }
 
-// One that got no gradient may have another in its place.
+// A parameter without a gradient may have been replaced in the module.
 void FullyShard::check_unused() const {
   std::unordered_set<const void*> known;
   bool all = true;
@@ -93,7 +93,7 @@ void FullyShard::check_parameters() const {
       throw InputError(
           "parallel::FullyShard",
           "parameter \"" + parameters_[i].name + "\" was unfrozen after it was sharded",
-          "the trainable parameters of that time", "call requires_grad_(true) before");
+          "the same trainable parameters", "call requires_grad_(true) before");
     }
   }
 }
@@ -115,9 +115,8 @@ void FullyShard::begin() {
   begun_ = true;
 }
 
-// Gradients that were there before, or a sum that is final when another backward of
-// its window comes, are shards; they must not be in the way of whole ones, nor be
-// summed again or scaled.
+// Earlier gradients, or a sum that is already final when another backward of its window comes, are
+// shards. Unsharded gradients need their place, and they must not be summed again or scaled.
 void FullyShard::set_aside() {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     at::Tensor& grad = parameters_[i].parameter.mutable_grad();
@@ -137,7 +136,7 @@ void FullyShard::set_aside() {
 void FullyShard::start_backward(bool reduce) {
   if (!begun_ && !final_) {
     throw InputError("parallel::FullyShard", "start_backward() without a sum",
-                     "begin() before the forward");
+                     "a call of begin() before the forward");
   }
   if (final_) {
     set_aside();
@@ -159,17 +158,17 @@ void FullyShard::gradient_ready(size_t parameter) {
         "parallel::FullyShard",
         "a gradient reached parameter \"" + entry.name + "\" " +
             (whole ? "outside start_backward() and finish_backward()"
-                   : "while it is a shard: it was used outside its block"),
+                   : "while it is sharded, because it was used outside its block"),
         whole
-            ? "the backward between the two"
-            : "blocks to be called through call_block, and their parameters to be used in them alone",
+            ? "a backward between the two"
+            : "blocks that are called through call_block, and parameters used only in their block",
         whole ? "use accelerator.backward(loss)"
-              : "leave the block out of the sharded ones, which makes its parameters the root's");
+              : "do not shard this block; its parameters then belong to the root unit");
   }
   if (entry.parameter.grad().requires_grad()) {
     throw InputError("parallel::FullyShard",
                      "the gradient of parameter \"" + entry.name + "\" was made with create_graph",
-                     "a gradient that needs no graph: it is summed over ranks");
+                     "a gradient without a graph, because it is summed over ranks");
   }
   unit.take(places_[parameter].first, places_[parameter].second);
 }
@@ -183,10 +182,10 @@ void FullyShard::finish_backward() {
 }
 
 // Note [Agreement of shards]
-// When a sum is complete ranks tell each other, by one small maximum of bytes, which
-// parameters got a gradient, so that one that no rank used has none anywhere; whether
-// a buffer was written; and what they gathered and reduced in which order, as a hash
-// and its complement: where all are equal the two maxima add up to 255 byte by byte.
+// At the end of a sum one small all-reduce (maximum of bytes) exchanges which parameters got a
+// gradient, so that a parameter that no rank used has none on any rank; whether a buffer was
+// written; and a hash of the sequence of gathers and reductions, with its complement. If all
+// hashes are equal, the two maxima add up to 255 in each byte.
 void FullyShard::start_agreement() {
   if (communicator_->world_size() == 1 && replicas() == nullptr) {
     return;
@@ -199,7 +198,7 @@ void FullyShard::start_agreement() {
   }
   bytes[count - 1] = detail::versions_of(module_buffers_) != buffer_versions_;
   if (communicator_->world_size() == 1) {
-    return; // the replicas' turn comes when it is settled
+    return; // settle_agreement() exchanges with the replicas
   }
   for (int64_t i = 0; i < 8; ++i) {
     const auto byte = static_cast<uint8_t>(schedule_->fingerprint() >> (8 * i) & 0xff);
@@ -219,9 +218,9 @@ void FullyShard::settle_agreement() {
       if (bytes[i] + bytes[i + 8] != 255) {
         throw CommunicationError(
             "parallel::FullyShard",
-            "ranks gathered or reduced different units, or in another order",
-            "the same blocks in the same order on every rank, recomputation included",
-            "see what depends on the rank or its data in the model's forward");
+            "ranks gathered or reduced different units, or in a different order",
+            "the same blocks in the same order on every rank, also in recomputations",
+            "look for a part of the model's forward that depends on the rank or its data");
       }
     }
   }
@@ -294,7 +293,7 @@ void FullyShard::sync_buffers(const DdpRanks& ranks) {
 void FullyShard::set_local(bool local) {
   if (begun_) {
     throw InputError("parallel::FullyShard", "set_local() in the middle of a sum",
-                     "a sum that is final, or none yet");
+                     "a call before a sum or after its end");
   }
   local_ = local;
   schedule_->set_replicas(local ? nullptr : options_.replicas);

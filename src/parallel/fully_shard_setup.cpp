@@ -21,7 +21,7 @@ namespace hasten {
 
 namespace detail {
 
-// Steps in where a block is called.
+// Intercepts the calls of a block.
 class ShardLink final : public BlockInterceptor {
  public:
   ShardLink(std::shared_ptr<ShardSchedule> schedule, size_t unit)
@@ -71,7 +71,7 @@ static std::vector<std::shared_ptr<torch::nn::SequentialImpl>> sequentials_in(
   return found;
 }
 
-// Throws where an entry that is a block is called as something else.
+// Throws if an entry that is a block has already been wrapped by another object.
 static void check_entries(torch::nn::SequentialImpl& container, const BlockNumbers& blocks) {
   for (const auto& child : container.named_children()) {
     const bool called =
@@ -79,14 +79,14 @@ static void check_entries(torch::nn::SequentialImpl& container, const BlockNumbe
                     [&](torch::nn::AnyModule& entry) { return entry.ptr() == child.value(); });
     if (blocks.count(child.value().get()) > 0 && !called) {
       throw InputError("parallel::FullyShard",
-                       "entry \"" + child.key() + "\" of a Sequential is wrapped already",
+                       "entry \"" + child.key() + "\" of a Sequential is already wrapped",
                        "the model's own entries",
                        "call gradient_checkpointing_enable after the model is sharded");
     }
   }
 }
 
-// Wraps the entries that are blocks; what puts them back.
+// Wraps the entries that are blocks; returns a function that restores them.
 static std::function<void()> wrap_entries(
     const std::shared_ptr<torch::nn::SequentialImpl>& container, const BlockNumbers& blocks) {
   std::vector<torch::nn::AnyModule> before(container->begin(), container->end());
@@ -102,7 +102,7 @@ static std::function<void()> wrap_entries(
   };
 }
 
-// Every module once, with its name and the block that it belongs to; -1: none.
+// Visits every module once, with its name and its block; -1: none.
 template <typename Visit>
 void visit_modules(torch::nn::Module& module, const std::string& prefix, int64_t unit,
                    const BlockNumbers& blocks, const Visit& visit) {
@@ -121,7 +121,7 @@ static bool has_parameters(const torch::nn::Module& module) {
                      [](const at::Tensor& parameter) { return parameter.defined(); });
 }
 
-// Groups of one world need names of their own; those of one rank list have rank 0's.
+// Groups of one world need different names; all ranks of a group use rank 0's number.
 static std::shared_ptr<Communicator> own_group(Communicator& communicator) {
   static std::atomic<int64_t> made{0};
   CommunicatorOptions options = communicator.options();
@@ -197,9 +197,9 @@ static void verify_shards(Communicator& communicator, Communicator* replicas,
     rows = std::max(rows, entry.sizes.empty() ? int64_t{1} : entry.sizes[0]);
   }
   if (rows < communicator.world_size() && !parameters.empty()) {
-    log_warning("no parameter has as many rows as there are ranks to shard over (" +
+    log_warning("the largest dimension 0 of a parameter is smaller than the number of ranks (" +
                 std::to_string(rows) + " < " + std::to_string(communicator.world_size()) +
-                "): the last ranks hold nothing");
+                "); the last ranks hold nothing");
   }
 }
 
@@ -242,9 +242,10 @@ void FullyShard::make_units(const std::vector<std::shared_ptr<torch::nn::Module>
   detail::BlockNumbers numbers;
   for (const auto& block : blocks) {
     if (!block || block == module_) {
-      throw InputError(
-          "parallel::FullyShard", block ? "a block is the model itself" : "a block is null",
-          "blocks inside the model", "leave it out: what is in no block is the root unit");
+      throw InputError("parallel::FullyShard",
+                       block ? "a block is the model itself" : "a block is null",
+                       "blocks inside the model",
+                       "leave it out; parameters outside all blocks are in the root unit");
     }
     numbers.emplace(block.get(), numbers.size());
   }
@@ -261,7 +262,7 @@ void FullyShard::make_units(const std::vector<std::shared_ptr<torch::nn::Module>
   for (const auto& block : blocks) {
     if (!found[numbers.at(block.get())]) {
       throw InputError("parallel::FullyShard", "block " + block->name() + " is not in the model",
-                       "modules that are registered in it");
+                       "modules that are registered in the model");
     }
   }
   for (const auto& container : detail::sequentials_in(*module_)) {
@@ -307,7 +308,7 @@ void FullyShard::assign_parameters(
                                  units_[first.unit]->name() + "\" and \"" + name + "\" of unit \"" +
                                  units_[of]->name() + "\" are one tensor",
                              "tied parameters in one unit",
-                             "leave one of the blocks out, or name a block that has both");
+                             "leave one of the blocks out, or pass a block that has both");
           }
         }
       });
@@ -327,7 +328,7 @@ void FullyShard::shard_units() {
   for (size_t u = 0; u < units_.size(); ++u) {
     const auto& unit = units_[u];
     broadcast_start(communicator_.get(), options_.replicas.get(),
-                    parameters[u]); // whole until it is cut
+                    parameters[u]); // unsharded until the next line
     unit->shard();
     for (size_t f = 0; f < unit->flats().size(); ++f) {
       for (size_t i = 0; i < unit->flats()[f].tensors.size(); ++i) {

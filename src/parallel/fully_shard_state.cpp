@@ -1,4 +1,4 @@
-// Wholes of shards, norms over them, and what a state holds.
+// Gathering shards, norms over shards, and the state.
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 
@@ -24,8 +24,7 @@ double FullyShard::grad_norm(double norm_type) {
   return norms[0];
 }
 
-// Powers are added up; of the largest number NaN travels beside it, since a maximum
-// may lose it.
+// Powers are summed. For the infinity norm NaN is sent separately, because a maximum may lose it.
 void FullyShard::reduce_norms(std::vector<double>& norms, double norm_type) const {
   const auto count = static_cast<int64_t>(norms.size());
   const bool largest = std::isinf(norm_type);
@@ -56,16 +55,17 @@ static size_t find_parameter(const std::vector<ShardedParameter>& parameters,
     }
   }
   throw InputError("parallel::FullyShard", "the model has no parameter \"" + name + "\"",
-                   "a name of parameters(): of tied ones the first");
+                   "a name in parameters(); for tied parameters the first one");
 }
 
 at::Tensor FullyShard::own_slice(size_t parameter, const at::Tensor& whole) const {
   const ShardedParameter& entry = parameters_[parameter];
   const detail::ShardTensor& tensor = tensor_of(parameter);
   if (whole.sizes() != at::IntArrayRef(entry.sizes)) {
-    throw InputError("parallel::FullyShard",
-                     "parameter \"" + entry.name + "\" is given as " + c10::str(whole.sizes()),
-                     "its whole shape " + c10::str(at::IntArrayRef(entry.sizes)));
+    throw InputError(
+        "parallel::FullyShard",
+        "a tensor for parameter \"" + entry.name + "\" has shape " + c10::str(whole.sizes()),
+        "the unsharded shape " + c10::str(at::IntArrayRef(entry.sizes)));
   }
   const at::Tensor rows = whole.dim() == 0 ? whole.unsqueeze(0) : whole;
   return rows.narrow(0, entry.first_row, entry.rows).reshape(tensor.shard_sizes);
@@ -143,7 +143,7 @@ void FullyShard::reset_report() {
 }
 
 void FullyShard::save_state(NamedTensors& tensors, nlohmann::json& values) const {
-  // The last reduction of a backward may be under way.
+  // The last reduction of a backward may still be in flight.
   schedule_->wait();
   values["begun"] = begun_;
   values["final"] = final_;
@@ -189,14 +189,14 @@ void FullyShard::load_state(const NamedTensors& tensors, const nlohmann::json& v
            found.sizes() != at::IntArrayRef(whole ? tensor.sizes : tensor.shard_sizes))) {
         throw InputError("parallel::FullyShard",
                          kind + tensor.name + " has shape " + c10::str(found.sizes()),
-                         "this rank's part of the same model on as many ranks");
+                         "this rank's shard of the same model on the same number of ranks");
       }
       known += found.defined();
     }
   }
   if (known != tensors.size()) {
     throw InputError("parallel::FullyShard",
-                     "the state has gradients of parameters that are not trained here",
+                     "the state has gradients of parameters that are not trainable here",
                      "the same trainable parameters");
   }
   const bool begun = values.at("begun").get<bool>();

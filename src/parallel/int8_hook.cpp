@@ -1,4 +1,4 @@
-// Eight bits on the wire.
+// Compression to eight bits.
 #include <ATen/ATen.h>
 
 #include <algorithm>
@@ -16,12 +16,12 @@ namespace hasten {
 
 namespace detail {
 
-// Numbers that share a scale. A part of a bucket is a sequence of blocks, each a
-// float, the scale, and this many bytes.
+// Elements per scale. A part of a bucket is a sequence of blocks: a float, which is the scale, and
+// this many bytes.
 constexpr int64_t kInt8Block = 256;
 constexpr int64_t kInt8BlockBytes = kInt8Block + 4;
 
-// `values` [blocks * kInt8Block] become `bytes`; what was lost is left in them.
+// Compresses `values` [blocks * kInt8Block] into `bytes` and leaves the rounding errors in them.
 void quantize_blocks(float* values, int8_t* bytes, int64_t blocks) {
   for (int64_t b = 0; b < blocks; ++b) {
     float* v = values + b * kInt8Block;
@@ -30,7 +30,7 @@ void quantize_blocks(float* values, int8_t* bytes, int64_t blocks) {
     for (int64_t i = 0; i < kInt8Block; ++i) {
       largest = std::max(largest, std::abs(v[i]));
     }
-    // Not a number, or infinite: the block is, everywhere, and forgotten here.
+    // With NaN or infinity the whole block becomes NaN on every rank, and its error is dropped.
     const bool good = std::isfinite(largest);
     bool any = good;
     for (int64_t i = 0; i < kInt8Block && good; ++i) {
@@ -39,7 +39,7 @@ void quantize_blocks(float* values, int8_t* bytes, int64_t blocks) {
     const float scale = any ? largest / 127 : std::nanf("");
     std::memcpy(out, &scale, 4);
     for (int64_t i = 0; i < kInt8Block; ++i) {
-      // The scale of a subnormal block is coarse: its numbers may be up to 190 of it.
+      // The scale of a block of subnormals is coarse: elements may be up to 190 times the scale.
       const float q =
           any && scale > 0 ? std::clamp(std::nearbyint(v[i] / scale), -127.0f, 127.0f) : 0;
       out[4 + i] = static_cast<int8_t>(q);
@@ -48,7 +48,7 @@ void quantize_blocks(float* values, int8_t* bytes, int64_t blocks) {
   }
 }
 
-// values += (or =) what `bytes` say.
+// values += (or =) the decompressed `bytes`.
 void dequantize_blocks(const int8_t* bytes, float* values, int64_t blocks, bool add) {
   for (int64_t b = 0; b < blocks; ++b) {
     const int8_t* in = bytes + b * kInt8BlockBytes;
@@ -57,13 +57,13 @@ void dequantize_blocks(const int8_t* bytes, float* values, int64_t blocks, bool 
     std::memcpy(&scale, in, 4);
     for (int64_t i = 0; i < kInt8Block; ++i) {
       const float number = scale * static_cast<float>(in[4 + i]);
-      // A scale that is not a number stands for a block that is not.
+      // A scale of NaN marks a block of NaN.
       v[i] = (add ? v[i] : 0.0f) + (scale == scale ? number : scale);
     }
   }
 }
 
-// Which number of a bucket is which.
+// A hash of the layout of a bucket.
 uint64_t layout_of(const GradientBucket& bucket, int64_t world) {
   std::string text;
   for (const BucketGradient& entry : bucket.gradients) {
@@ -76,10 +76,9 @@ uint64_t layout_of(const GradientBucket& bucket, int64_t world) {
 } // namespace detail
 
 // Note [Eight bits]
-// As 16 bits do it: each rank gets its part of every rank's bucket, adds these in
-// fp32 and sends the sum to all, rounded once more. What either rounding loses
-// stays where it was made and is added to the next bucket of that index and layout, so
-// that over rounds nothing is lost (error feedback).
+// As with 16 bits, each rank gets its part of every rank's bucket, adds these in fp32 and sends
+// the sum to all, rounded again. Each rounding error stays on its rank and is added to the next
+// bucket of that index and layout, so nothing is lost over several reductions (error feedback).
 CommHook::Step Int8CompressHook::reduce(Communicator& communicator, const GradientBucket& bucket) {
   if (bucket.buffer.scalar_type() != at::kFloat) {
     return detail::plain_reduce(communicator, bucket);

@@ -21,7 +21,8 @@ FlatLayout::NamedParameters unique_tensors(
   return unique;
 }
 
-// Torch's batch norm writes running statistics unseen; integers nobody does.
+// torch's batch norm writes running statistics without changing their version counters; writes to
+// integer buffers change them.
 bool to_even_out(const FlatLayout::NamedParameters& buffers, BufferPolicy policy, bool any_dtype) {
   return policy != BufferPolicy::leave &&
          std::any_of(buffers.begin(), buffers.end(), [any_dtype](const auto& entry) {

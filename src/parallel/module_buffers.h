@@ -1,4 +1,4 @@
-// A module's buffers over ranks: running statistics that are to be equal.
+// Synchronising a module's buffers (running statistics) over ranks.
 #pragma once
 
 #include <torch/ordered_dict.h>
@@ -10,18 +10,18 @@
 
 namespace hasten::detail {
 
-// There are some that torch writes in a forward, or, with `any_dtype`, any, and a
-// policy that makes them equal. Equal on all ranks.
+// True if the policy synchronises and there are floating-point buffers, which torch writes in a
+// forward; with `any_dtype` any buffers. Equal on all ranks.
 bool to_even_out(const FlatLayout::NamedParameters& buffers, BufferPolicy policy, bool any_dtype);
 
-// Another list once one was written by torch's operations. [buffer]
+// Version counters [buffer]; they change when torch's operators write a buffer.
 std::vector<uint32_t> versions_of(const FlatLayout::NamedParameters& buffers);
 
 // One message per dtype. Collective, blocking.
 void even_out_buffers(Communicator& communicator, const FlatLayout::NamedParameters& buffers,
                       BufferPolicy policy, const DdpRanks& ranks);
 
-// Defined tensors, each once, under its first name.
+// The defined tensors, each once, under its first name.
 FlatLayout::NamedParameters unique_tensors(
     const torch::OrderedDict<std::string, at::Tensor>& named);
 

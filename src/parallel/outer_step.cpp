@@ -55,9 +55,9 @@ void SlowMo::step(int64_t piece, at::Tensor anchor, at::Tensor mean, double lear
   if (!(learning_rate > 0)) {
     throw InputError(
         "parallel::SlowMo",
-        "learning_rate=" + std::to_string(learning_rate) + " at the beginning of a round",
-        "above 0: the slow momentum is measured in it",
-        "end a warm-up from 0 before the first round, or use DiLoCo");
+        "learning_rate=" + std::to_string(learning_rate) + " at the previous synchronisation",
+        "above 0, because the slow momentum is divided by it",
+        "end a warm-up from 0 before the first synchronisation, or use DiLoCo");
   }
   at::Tensor& slow = momentum_[piece];
   if (!slow.defined()) {
@@ -130,7 +130,7 @@ OuterOptimizer::OuterOptimizer(Factory make, std::string description)
     : make_(std::move(make)), description_(std::move(description)) {
   if (!make_) {
     throw InputError("parallel::OuterOptimizer", "make=null",
-                     "a function that makes an optimizer of the given parameters");
+                     "a function that makes an optimizer for the given parameters");
   }
 }
 
@@ -144,7 +144,7 @@ OuterOptimizer::Piece& OuterOptimizer::piece_of(int64_t index, const at::Tensor&
     piece.optimizer = make_({piece.parameter});
     return piece;
   }
-  piece.parameter.set_data(anchor); // the anchor has moved
+  piece.parameter.set_data(anchor); // the anchor may have new memory
   return piece;
 }
 
@@ -172,7 +172,7 @@ void OuterOptimizer::save_state(NamedTensors& tensors, nlohmann::json& values) c
     }
     values[std::to_string(index)] = std::move(value);
   }
-  for (const auto& [index, value] : loaded_values_) { // not stepped since
+  for (const auto& [index, value] : loaded_values_) { // pieces that have not stepped since loading
     const std::string number = std::to_string(index);
     for (const auto& [name, tensor] : detail::tensors_below(loaded_, number + ".")) {
       tensors.emplace(number + "." + name, tensor);

@@ -1,4 +1,4 @@
-// What hooks do with buckets that are not for them. Private to the part.
+// The plain all-reduce of buckets that a hook does not compress. Private to the part.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -18,13 +18,13 @@ namespace hasten {
 namespace detail {
 
 // Note [The same bits on every processor]
-// Every rank orthonormalises the sum, and multiplies the factors, for itself. Libraries
-// choose their kernels by the processor, and where columns are dependent a QR may take
-// any direction: ranks on processors of two kinds would go on with other factors, and
-// drift apart. So both are loops whose order is written here.
+// Every rank orthonormalises the sum and multiplies the factors itself. Libraries choose their
+// kernels by the processor, and for dependent columns a QR may choose any direction. Ranks on
+// different processors would then get different factors and drift apart. Therefore both are loops
+// with a fixed order of operations.
 
-// Orthonormal columns that span the same space (Gram, Schmidt, in double); where it has
-// fewer dimensions, the first unit vectors that are not in it.
+// Orthonormal columns with the same span (Gram-Schmidt in double). If the columns are dependent,
+// the first unit vectors outside the span fill the missing ones.
 void orthonormalize_(at::Tensor matrix) {
   const int64_t rows = matrix.size(0);
   const at::Tensor columns = matrix.to(at::kDouble).t().contiguous();
@@ -32,7 +32,7 @@ void orthonormalize_(at::Tensor matrix) {
   for (int64_t k = 0; k < columns.size(0); ++k) {
     double* const own = values + k * rows;
     const auto norm_outside = [&] {
-      for (int64_t i = 0; i < 2 * k; ++i) { // twice is enough (Kahan, Parlett)
+      for (int64_t i = 0; i < 2 * k; ++i) { // two passes are enough (Kahan, Parlett)
         const double* other = values + i % k * rows;
         const double along = std::inner_product(own, own + rows, other, 0.0);
         for (int64_t row = 0; row < rows; ++row) {
@@ -54,7 +54,7 @@ void orthonormalize_(at::Tensor matrix) {
   matrix.copy_(columns.t());
 }
 
-// P Q^T, added up in the order of the columns.
+// P Q^T, summed in the order of the columns.
 at::Tensor product_of_factors(const at::Tensor& p, const at::Tensor& q) {
   at::Tensor product = p.select(1, 0).unsqueeze(1) * q.select(1, 0);
   for (int64_t k = 1; k < p.size(1); ++k) {
@@ -65,7 +65,7 @@ at::Tensor product_of_factors(const at::Tensor& p, const at::Tensor& q) {
 
 } // namespace detail
 
-// One gradient as a matrix, with the factors' places in the messages.
+// One gradient as a matrix, with views of its factors in the messages.
 struct PowerSgdHook::Matrix {
   std::string name{};
   at::Tensor gradient{}; // the bucket's, any shape
@@ -77,7 +77,7 @@ struct PowerSgdHook::Matrix {
 struct PowerSgdHook::Pending {
   std::string name{};
   std::vector<Matrix> matrices{};
-  std::vector<at::Tensor> others{}; // gradients sent as they are
+  std::vector<at::Tensor> others{}; // gradients sent uncompressed
   at::Tensor plain{}, first{}, second{}; // messages: others, all P, all Q
   Work plain_sum{}, factor_sum{};
 };
@@ -177,7 +177,7 @@ PowerSgdHook::Matrix PowerSgdHook::make_matrix(const BucketGradient& entry) {
       what << "the state kept for parameter \"" << entry.name << "\" is " << kept.sizes();
       expected << sizes;
       throw InputError("parallel::PowerSgdHook", what.str(), expected.str(),
-                       "use one hook a model, and its own state");
+                       "use one hook per model, and its own state");
     }
   };
   if (options_.use_error_feedback) {
@@ -203,7 +203,7 @@ PowerSgdHook::Matrix PowerSgdHook::make_matrix(const BucketGradient& entry) {
   return matrix;
 }
 
-// Sends what is not compressed, and P = M Q of all matrices in one message.
+// Sends all uncompressed gradients in one message, and P = M Q of all matrices in another.
 void PowerSgdHook::start(Communicator& communicator, Pending& pending) {
   if (!pending.others.empty()) {
     std::vector<at::Tensor> pieces;
@@ -237,15 +237,15 @@ void PowerSgdHook::start(Communicator& communicator, Pending& pending) {
       communicator.all_reduce_async(pending.first, ReduceOp::SUM, pending.name + ", P");
 }
 
-// False where there is nothing to send. The sum of P is equal on all ranks, to
-// the bit, and so is what is decided from it.
+// Returns false if there is nothing to send. The sum of P is equal bit for bit on all ranks, and
+// so are decisions based on it.
 bool PowerSgdHook::send_second_factor(Communicator& communicator, Pending& pending) {
   if (pending.matrices.empty()) {
     return false;
   }
   pending.factor_sum.wait();
   if (!pending.first.isfinite().all().item<bool>()) {
-    // Nothing of it may stay in factors or errors; whoever steps must see it.
+    // NaN and infinity must reach the gradients, but not the factors and errors that are kept.
     for (Matrix& matrix : pending.matrices) {
       matrix.gradient.fill_(std::numeric_limits<double>::quiet_NaN());
     }
@@ -260,8 +260,7 @@ bool PowerSgdHook::send_second_factor(Communicator& communicator, Pending& pendi
     at::mm_out(matrix.q, matrix.m.t(), matrix.p);
     offset += columns * rank;
     if (options_.use_error_feedback) {
-      // With this rank's own Q: over the ranks the errors add up to what the
-      // summed product leaves out.
+      // With this rank's own Q, the errors add up over ranks to the error of the summed product.
       at::Tensor& error = errors_[matrix.name];
       if (!error.defined()) {
         error = at::empty_like(matrix.m, at::MemoryFormat::Contiguous);
@@ -313,7 +312,7 @@ void PowerSgdHook::load_state(const NamedTensors& tensors, const nlohmann::json&
     if (!values.is_object() || !values.contains(key) || !values[key].is_number_integer()) {
       throw InputError("parallel::PowerSgdHook",
                        std::string("the state has no number \"") + key + "\"",
-                       "the state of such a hook");
+                       "the state of a PowerSgdHook");
     }
     return values[key].get<int64_t>();
   };

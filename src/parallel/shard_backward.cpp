@@ -1,4 +1,4 @@
-// A backward's way through the calls of a forward: Note [Order].
+// How a backward processes the calls of a forward: Note [Order].
 #include <ATen/ATen.h>
 
 #include <algorithm>
@@ -10,8 +10,8 @@
 
 namespace hasten::detail {
 
-// Only those that a backward has been through: which others still have a graph may
-// depend on what a rank's loss reaches.
+// Forgets only calls that a backward has processed. Whether another call still has a graph may
+// depend on what a rank's loss uses.
 void ShardSchedule::forget_dead_calls() {
   std::erase_if(calls_, [](const Call& call) { return call.spent && call.graph.expired(); });
 }
@@ -19,7 +19,7 @@ void ShardSchedule::forget_dead_calls() {
 void ShardSchedule::open_backward(bool last) {
   close_forward(forward_, false);
   forget_dead_calls();
-  end_reduction(); // the backward before's last
+  end_reduction(); // the last one of the previous backward
   in_backward_ = true;
   last_ = last;
   touched_.clear();
@@ -37,15 +37,16 @@ void ShardSchedule::reach(int64_t id) {
   if (!in_backward_) {
     throw InputError("parallel::FullyShard",
                      "loss.backward() outside start_backward() and finish_backward()",
-                     "the backward between the two: ranks gather and reduce in it",
+                     "a backward between the two, because ranks gather and reduce in it",
                      "use accelerator.backward(loss), or call them around it");
   }
   const auto found =
       std::find_if(calls_.begin(), calls_.end(), [id](const Call& call) { return call.id == id; });
   if (found == calls_.end()) {
     throw InputError("parallel::FullyShard",
-                     "a backward through a forward that was given up, or of a window before",
-                     "the forwards of the window that is open", "run forward again");
+                     "a backward through a forward that was abandoned or belongs to an earlier "
+                     "window",
+                     "a forward of the open window", "run forward again");
   }
   if (found->reached) {
     return;
@@ -87,8 +88,8 @@ void ShardSchedule::let_others_go(const Call& call) {
   }
 }
 
-// Units that were first entered after `time`: no more gradients come to them. The
-// last entered first.
+// Completes units that were first entered after `time`, because they get no more gradients. The
+// last one entered comes first.
 void ShardSchedule::complete_after(int64_t time) {
   struct First {
     int64_t entered = std::numeric_limits<int64_t>::max();
@@ -136,7 +137,7 @@ void ShardSchedule::complete(size_t unit) {
   reducing_ = unit;
 }
 
-// One is under way at a time: its memory is taken by the next.
+// Only one reduction is in flight at a time, because the next one reuses its memory.
 void ShardSchedule::end_reduction() {
   if (!reducing_) {
     return;
@@ -165,7 +166,7 @@ void ShardSchedule::close_backward() {
     }
   }
   complete_after(-1);
-  // What an earlier batch left, in units that this one did not call.
+  // Gradients of earlier batches in units that this batch did not call.
   const bool left = last_ && (!settings_.reduce_each || settings_.replicas);
   for (size_t unit = 0; left && unit < root(); ++unit) {
     if (!complete_[unit]) {
@@ -174,7 +175,7 @@ void ShardSchedule::close_backward() {
   }
   complete(root());
   for (size_t unit = 0; unit < units_.size(); ++unit) {
-    units_[unit]->finish_gather(); // asked for, and not needed
+    units_[unit]->finish_gather(); // a prefetch that was not needed
     if (settings_.reshard_after_forward || last_) {
       units_[unit]->reshard();
     }
@@ -224,7 +225,7 @@ void ShardSchedule::cancel() noexcept {
   reducing_.reset();
   for (const auto& unit : units_) {
     unit->drop_reduction();
-    unit->reshard(); // one that is being gathered later: settle()
+    unit->reshard(); // settle() reshards a unit that is still being gathered
   }
 }
 

@@ -1,6 +1,6 @@
-// Memory that comes and goes with units: taken and given back many times a step, and
-// first touch of fresh memory costs six times a warm pass.
-// Threading: a buffer may be given back on any thread (Gloo's, at its work's end).
+// Recycled memory for unsharded units. It is taken and returned many times per step, and the first
+// access to fresh memory costs six times a pass over warm memory.
+// Threading: a buffer may be returned on any thread (for example Gloo's, at the end of its work).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,16 +14,16 @@ namespace hasten::detail {
 
 class ShardBuffers : public std::enable_shared_from_this<ShardBuffers> {
  public:
-  /// Undetermined contents. The memory comes back here when the last tensor on it is
-  /// gone. Best fit among idle ones; where none fits, a new one in place of the
-  /// largest that is too small.
+  /// A tensor with undefined contents. Its memory returns here when the last tensor that uses it is
+  /// destroyed. Uses the best fit of the idle buffers. If none fits, a new buffer replaces the
+  /// largest of those that are too small.
   at::Tensor take(at::IntArrayRef sizes, const at::TensorOptions& options);
-  /// The same as the memory of a storage.
+  /// The same, as the memory of a storage.
   c10::DataPtr take_memory(size_t bytes, at::Device device);
 
-  /// Of all buffers, lent or idle.
+  /// Bytes of all buffers, in use or idle.
   int64_t bytes() const;
-  /// Frees the idle ones.
+  /// Frees the idle buffers.
   void release();
 
  private:

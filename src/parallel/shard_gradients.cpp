@@ -1,4 +1,4 @@
-// Gradients of a unit: from whole ones, where autograd leaves them, to shards'.
+// Gradients of a unit: reduces the unsharded gradients of autograd into shards.
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 
@@ -18,7 +18,7 @@ void ShardUnit::take(size_t flat, size_t index) {
   tensor.used = true;
 }
 
-// A gradient, dense, in the type that it is summed in.
+// The gradient as a dense tensor in the dtype of the sum.
 static at::Tensor dense_gradient(const at::Tensor& gradient, at::ScalarType dtype) {
   return (gradient.is_sparse() ? gradient.to_dense() : gradient).to(dtype);
 }
@@ -40,8 +40,8 @@ void ShardUnit::keep_taken() {
   }
 }
 
-// A whole gradient cut into chunks, zeros behind its last row and where there is
-// none. `chunks` is [ranks, chunk], its rows anywhere.
+// Copies an unsharded gradient into `chunks` [ranks, chunk], whose rows may have any stride. Fills
+// with zeros after the last row, and everywhere if there is no gradient.
 static void put_chunks(const at::Tensor& chunks, const at::Tensor& gradient,
                        const ShardTensor& of) {
   if (!gradient.defined() || of.chunk() == 0) {
@@ -63,7 +63,7 @@ static void put_chunks(const at::Tensor& chunks, const at::Tensor& gradient,
   }
 }
 
-// [ranks, piece], in the wire's type: the gradient itself where that is what it is.
+// [ranks, piece] in the dtype of the message. It is the gradient itself if that has this form.
 at::Tensor ShardUnit::rows_to_send(ShardFlat& flat, const ShardPiece& piece) {
   std::vector<at::Tensor> gradients;
   for (const size_t i : piece.tensors) {

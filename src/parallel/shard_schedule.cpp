@@ -34,8 +34,8 @@ void ShardSchedule::gather(size_t unit) {
   units_[unit]->finish_gather();
 }
 
-// Whole from forward to backward: then only in a window, whose end lets all go, so
-// that no optimizer meets a whole parameter.
+// True if the unit stays unsharded from forward to backward. Only in a window, whose end reshards
+// all units, so that no optimizer sees an unsharded parameter.
 bool ShardSchedule::keeps(size_t unit) const {
   return window_ && (unit == root() || !settings_.reshard_after_forward);
 }
@@ -44,8 +44,8 @@ bool ShardSchedule::keeps(size_t unit) const {
 
 int64_t ShardSchedule::open_forward() {
   if (open_) {
-    throw InputError("parallel::FullyShard", "a forward scope is open already", "one at a time",
-                     "let it end before the next begins");
+    throw InputError("parallel::FullyShard", "a forward scope is already open", "one at a time",
+                     "destroy it before the next one");
   }
   forget_dead_calls();
   open_ = true;
@@ -66,11 +66,11 @@ void ShardSchedule::close_forward(int64_t number, bool failed) {
     std::erase_if(calls_, [&](const Call& call) { return call.forward == forward_; });
     return;
   }
-  // Backward needs no word of the root: it is there from begin to end.
+  // The root is not recorded for backward, because it is unsharded from its beginning to its end.
   leave(nullptr);
   for (size_t unit = 0; unit < units_.size(); ++unit) {
     if (units_[unit]->state() == ShardUnit::State::gathering) {
-      units_[unit]->finish_gather(); // asked for, and not called this time
+      units_[unit]->finish_gather(); // a prefetch of a unit that was not called
       units_[unit]->reshard();
     }
   }
@@ -78,7 +78,7 @@ void ShardSchedule::close_forward(int64_t number, bool failed) {
   last_entered_[at::GradMode::is_enabled()] = std::exchange(forward_entered_, {});
 }
 
-// The unit asked for ahead is the one that was entered next in the forward before.
+// Prefetches the unit that was entered next in the previous forward.
 void ShardSchedule::enter(size_t unit) {
   const auto& before = last_entered_[at::GradMode::is_enabled()];
   const bool was_whole = units_[unit]->state() == ShardUnit::State::whole;
@@ -97,7 +97,7 @@ void ShardSchedule::enter(size_t unit) {
   }
 }
 
-// `graph` dies with the call's graph; null: backward does not come by.
+// `graph` is released with the call's graph; null: backward does not reach this call.
 void ShardSchedule::leave(const std::shared_ptr<void>& graph) {
   const Entered call = entered_.back();
   entered_.pop_back();
@@ -113,7 +113,7 @@ void ShardSchedule::leave(const std::shared_ptr<void>& graph) {
   }
 }
 
-// Calls that an exception has left, down to `entered` of them.
+// Leaves the calls that an exception has ended, until `entered` are left.
 void ShardSchedule::give_up(size_t entered) {
   while (entered_.size() > entered) {
     const Entered call = entered_.back();
@@ -124,11 +124,12 @@ void ShardSchedule::give_up(size_t entered) {
   }
 }
 
-// Hooks on what the call made. What it only hands on belongs to an earlier call.
+// Puts hooks on the outputs that the call made. Tensors that it only passes on belong to an earlier
+// call.
 std::shared_ptr<void> ShardSchedule::watch(const std::vector<at::Tensor>& outputs,
                                            uint64_t first_node) {
   std::shared_ptr<void> graph;
-  const int64_t id = clock_ + 1; // leave()'s
+  const int64_t id = clock_ + 1; // the one that leave() will use
   for (const at::Tensor& output : outputs) {
     if (!output.defined() || !output.requires_grad() || !output.grad_fn() ||
         output.grad_fn()->sequence_nr() < first_node) {

@@ -1,25 +1,24 @@
-// When units of a FullyShard are gathered, let go and reduced, in one order on all
+// Decides when units of a FullyShard are unsharded, resharded and reduced, in one order on all
 // ranks.
 //
 // Note [Order]
-// Autograd runs the nodes of a graph in the reverse order of their making. So while a
-// call's first output gets its gradient, all that was made after the call has run, and
-// nothing of the call or before it. Calls are written down as forward makes them, and a
-// backward goes through them from the last to the first, each by the same few steps
-// (advance): what was entered later is complete and reduced, others are let go, the
-// call's unit is gathered, the one before it is asked for. A call that this rank's loss
-// does not reach is gone through with the next that it does, or at the end, with zeros:
-// the messages are the same on every rank, whatever each rank's loss depends on.
-// Gathers and reductions go over groups of their own, so only the order of each counts.
+// Autograd runs the nodes of a graph in the reverse order of their creation. When a call's first
+// output gets its gradient, all nodes created after the call have run, and none of the call or
+// before it. Forward records the calls. A backward processes them from the last to the first, each
+// in the same steps (advance): units entered later are complete and are reduced, others are
+// resharded, the call's unit is unsharded, and the gather of the one before it is started. A call
+// that this rank's loss does not use is processed together with the next one that it uses, or at
+// the end, with zero gradients. So the messages are the same on every rank, whatever each rank's
+// loss depends on. Gathers and reductions have separate groups, so only the order within each
+// matters.
 //
-// A forward's calls are gone through if the backward reaches any of them (the latest
-// forward's, if it reaches none). A unit whose earlier calls belong to a forward that
-// no backward has reached yet is reduced at the backward's end: its gradient may still
-// grow. Calls whose forward a backward has been through are kept while their graph
-// lives: it may have been retained.
+// A backward processes a forward's calls if it reaches any of them (if it reaches none, those of
+// the latest forward). If a unit also has calls in a forward that no backward has reached yet, it
+// is reduced at the end of the backward, because its gradient may still grow. Calls of processed
+// forwards are kept as long as their graph lives, because it may have been retained.
 //
-// A recomputation (activation checkpointing) finds its unit whole, except where one
-// region spans several units: those before the last are gathered for it and let go.
+// A recomputation (activation checkpointing) finds its unit unsharded, unless one region spans
+// several units. The units before the last one are then unsharded for it and resharded.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -47,7 +46,7 @@ struct ShardSettings {
 
 class ShardSchedule : public std::enable_shared_from_this<ShardSchedule> {
  public:
-  /// The root is last.
+  /// `units`: the root is last.
   ShardSchedule(std::vector<std::unique_ptr<ShardUnit>> units, ShardSettings settings);
 
   std::vector<std::unique_ptr<ShardUnit>>& units() { return units_; }
@@ -55,39 +54,39 @@ class ShardSchedule : public std::enable_shared_from_this<ShardSchedule> {
 
   // Forward.
 
-  /// The number of the forward that began.
+  /// Begins a forward and returns its number.
   int64_t open_forward();
-  /// Nothing where forward `number` is closed already.
+  /// Does nothing if forward `number` is already closed.
   void close_forward(int64_t number, bool failed);
   bool forward_is_open() const { return open_; }
   int64_t forward() const { return forward_; }
-  /// A call of a block, forward or in a recomputation.
+  /// Runs a call of a block, in a forward or a recomputation.
   std::vector<at::Tensor> call(size_t unit, std::vector<at::Tensor> inputs, const Forward& forward);
   void enter_recompute(size_t unit);
   void exit_recompute(size_t unit);
 
   // A sum.
 
-  /// Between sums.
+  /// Call it between sums.
   void set_replicas(std::shared_ptr<Communicator> replicas) {
     settings_.replicas = std::move(replicas);
   }
-  /// Waits for what a forward that failed left under way; every parameter is a shard.
+  /// Waits for operations that a failed forward left in flight, and reshards all parameters.
   void settle();
-  /// While a window is open, what is to be kept whole for backward is.
+  /// Only while a window is open, units stay unsharded for backward (see keeps()).
   void open_window() { window_ = true; }
   void close_window();
-  /// Parameters are shards, until the next forward.
+  /// Reshards all units until the next forward.
   void let_all_go();
   void open_backward(bool last);
   void close_backward();
   bool in_backward() const { return in_backward_; }
   bool is_last() const { return last_; }
-  /// Ends all reductions.
+  /// Waits for all reductions.
   void wait();
   void cancel() noexcept;
   void close() noexcept { settings_.gathers->close(); }
-  /// Of what was sent since the window began: equal on all ranks.
+  /// Hash of the operations sent since the window began; equal on all ranks.
   uint64_t fingerprint() const { return fingerprint_; }
 
  private:
@@ -95,13 +94,13 @@ class ShardSchedule : public std::enable_shared_from_this<ShardSchedule> {
     int64_t id = 0;
     size_t unit = 0;
     int64_t forward = 0;
-    int64_t entered = 0; // times of one clock
+    int64_t entered = 0; // on clock_, as is left
     int64_t left = 0;
     bool reached = false; // by this backward
-    bool spent = false; // by one before
+    bool spent = false; // by an earlier backward
     std::weak_ptr<void> graph{};
   };
-  // An entered call.
+  // A call that has been entered and not left.
   struct Entered {
     size_t unit = 0;
     int64_t time = 0;
@@ -138,9 +137,9 @@ class ShardSchedule : public std::enable_shared_from_this<ShardSchedule> {
   bool open_ = false;
   int64_t forward_ = 0; // its number
   std::vector<Entered> entered_{};
-  std::vector<size_t> forward_entered_{}; // units, by the forward under way
-  std::vector<size_t> last_entered_[2]{}; // the same of the one before; [with gradients]
-  size_t next_entered_ = 0; // where the forward is in last_entered_
+  std::vector<size_t> forward_entered_{}; // units entered in the current forward
+  std::vector<size_t> last_entered_[2]{}; // the same for the previous forward; [with gradients]
+  size_t next_entered_ = 0; // position of the current forward in last_entered_
   std::vector<Call> calls_{}; // in the order in which they ended
 
   // Backward.
@@ -148,8 +147,8 @@ class ShardSchedule : public std::enable_shared_from_this<ShardSchedule> {
   bool last_ = false;
   std::set<int64_t> touched_{}; // forwards
   std::vector<char> complete_{}; // [unit]
-  std::vector<char> recomputing_{}; // [unit] gathered for it alone
-  std::optional<size_t> reducing_{}; // the unit whose reduction is under way
+  std::vector<char> recomputing_{}; // [unit] unsharded only for a recomputation
+  std::optional<size_t> reducing_{}; // the unit whose reduction is in flight
   std::vector<Work> replica_sums_{};
 };
 

@@ -55,7 +55,7 @@ void ShardUnit::add(const std::string& name, const at::Tensor& parameter) {
   place(tensor);
 }
 
-// Rows of dim 0 by rank.
+// Computes this rank's rows of dimension 0.
 void ShardUnit::place(ShardTensor& tensor) const {
   tensor.dim0 = tensor.sizes.empty() ? 1 : tensor.sizes[0];
   tensor.inner = 1;
@@ -73,8 +73,8 @@ void ShardUnit::place(ShardTensor& tensor) const {
   }
 }
 
-// Trainable before frozen; of each, small ones side by side, so that they make one
-// message.
+// Orders trainable parameters before frozen ones, and within each puts small ones next to each
+// other, so that they share a message.
 void ShardUnit::lay_out(ShardFlat& flat) const {
   const auto is_direct = [&](const ShardTensor& tensor) {
     return tensor.chunk() * static_cast<int64_t>(c10::elementSize(flat.dtype)) >= kTravelsAlone;
@@ -101,7 +101,7 @@ void ShardUnit::lay_out(ShardFlat& flat) const {
   }
 }
 
-// The whole of a parameter as the ranks' chunks: [ranks, chunk].
+// The unsharded parameter as the ranks' chunks: [ranks, chunk].
 at::Tensor ShardUnit::whole_chunks(const ShardFlat& flat, const ShardTensor& tensor) const {
   return flat.whole.narrow(0, ranks_ * tensor.offset, ranks_ * tensor.chunk())
       .view({ranks_, tensor.chunk()});
@@ -115,7 +115,7 @@ void ShardUnit::shard() {
   }
 }
 
-// Its storage's memory comes with the first gather.
+// A tensor without memory; the first gather provides it.
 static at::Tensor without_memory(int64_t numel, const at::TensorOptions& options) {
   at::Tensor made = at::empty({0}, options);
   made.unsafeGetTensorImpl()->set_sizes_contiguous({numel});
@@ -212,7 +212,7 @@ void ShardUnit::gather(size_t index, Communicator& communicator) {
           communicator.all_gather_async(gather.rows, own.to(flat.compute), what));
       continue;
     }
-    // Gloo's broadcast works in place; its all-gather goes through a copy of all.
+    // Gloo's broadcast works in place; its all-gather copies everything.
     const at::Tensor chunks = whole_chunks(flat, flat.tensors[piece.tensors[0]]);
     chunks[rank_].copy_(own);
     for (int rank = 0; rank < ranks_; ++rank) {

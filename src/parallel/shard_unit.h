@@ -1,22 +1,20 @@
-// The parameters of one unit of a FullyShard: shards at rest, whole for a while,
-// gradients on their way into shards. What is done when, and in which order on all
-// ranks, is ShardSchedule's.
+// The parameters of one unit of a FullyShard: shards at rest, unsharded for a while, and the
+// reduction of gradients into shards. ShardSchedule decides when these happen, in one order on all
+// ranks.
 //
 // Note [Shard layout]
-// Parameters of one dtype lie in one flat shard, each from a multiple of 64 bytes on,
-// its chunk padded to ceil(rows / ranks) rows on every rank: what all ranks send has
-// one size. The whole of a parameter lies at `ranks` times that offset, chunk behind
-// chunk, so it is contiguous. Small parameters travel together and are copied between
-// rank-major messages and their places; a large one travels alone, from and to its
-// place, and is not copied.
+// Parameters of one dtype are in one flat shard, each aligned to 64 bytes. A parameter's chunk is
+// padded to ceil(rows / ranks) rows, so all ranks send messages of one size. The unsharded
+// parameter is at `ranks` times that offset, one rank's chunk after the other, so it is contiguous.
+// Small parameters share a message and are copied between rank-major messages and their places. A
+// large one has its own message, from and to its place, without a copy.
 //
 // Note [Identity]
-// A parameter is one TensorImpl for ever; its data is the shard, or the whole. The
-// whole's StorageImpl is one, too, since autograd saves views of it: only the memory
-// behind it comes and goes. A gradient accumulator knows the shape that its parameter
-// had, and lives as long as a graph: Tensor::set_data would leave it for the other
-// shape. Here each change of data ends it, so calls of a unit have one each and their
-// gradients are added here.
+// A parameter stays one TensorImpl; its data is the shard or the unsharded parameter. The latter
+// keeps one StorageImpl, because autograd saves views of it; only its memory is allocated and
+// freed. A gradient accumulator records its parameter's shape and lives as long as a graph.
+// Tensor::set_data would leave an accumulator with the other shape. Here each change of data
+// resets the accumulator. So each call of a unit has its own, and their gradients are added here.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -36,7 +34,7 @@ namespace hasten::detail {
 struct ShardTensor {
   std::string name{};
   at::Tensor parameter{};
-  std::vector<int64_t> sizes{}; // of the whole
+  std::vector<int64_t> sizes{}; // unsharded
   std::vector<int64_t> shard_sizes{};
   bool trainable = true;
   int64_t dim0 = 1;
@@ -46,19 +44,19 @@ struct ShardTensor {
   int64_t own_rows = 0;
   int64_t offset = 0; // of the chunk in the flat shard, elements
   at::Tensor shard{}; // own rows
-  at::Tensor whole{}; // in the compute dtype
-  // Gradients, whole: this backward's, and those that no reduction has taken yet (of
-  // a rank alone: none ever does).
+  at::Tensor whole{}; // unsharded, in the compute dtype
+  // Unsharded gradients: of this backward, and those that have not been reduced yet (with one rank
+  // they never are).
   at::Tensor taken{};
   at::Tensor sum{};
-  at::Tensor aside{}; // a shard's, to be added at the end
-  bool used = false; // got a gradient in this sum: here, then anywhere
+  at::Tensor aside{}; // of the shard, to be added at the end
+  bool used = false; // got a gradient in this sum: here, then on any rank
 
   int64_t chunk() const { return rows * inner; }
   int64_t own_numel() const { return own_rows * inner; }
 };
 
-// What is sent in one message: a range of the flat shard.
+// The content of one message: a range of the flat shard.
 struct ShardPiece {
   int64_t begin = 0; // elements
   int64_t numel = 0;
@@ -70,12 +68,12 @@ struct ShardPiece {
 // Parameters of one dtype.
 struct ShardFlat {
   at::ScalarType dtype = at::kFloat;
-  at::ScalarType compute = at::kFloat; // of the whole
-  at::ScalarType summed = at::kFloat; // of gradients
-  at::ScalarType wire = at::kFloat; // of gradients on their way
-  bool in_place = false; // a rank alone: the whole is the shard
+  at::ScalarType compute = at::kFloat; // of unsharded parameters
+  at::ScalarType summed = at::kFloat; // of sums of gradients
+  at::ScalarType wire = at::kFloat; // of gradients in messages
+  bool in_place = false; // one rank: the shard is the unsharded parameter
   int64_t numel = 0; // of a shard, padding included
-  int64_t trainable = 0; // of which the first so many have gradients
+  int64_t trainable = 0; // the first elements, which have gradients
   std::vector<ShardTensor> tensors{};
   std::vector<ShardPiece> pieces{};
   at::Tensor shard{}; // [numel]
@@ -90,40 +88,40 @@ class ShardUnit {
   ShardUnit(std::string name, MixedPrecisionPolicy precision, std::shared_ptr<ShardBuffers> buffers,
             int rank, int ranks);
 
-  /// Before shard(). Returns where: flat and index in it may change until then.
+  /// Adds a parameter. Call it before shard(), which may still change flat and index of the
+  /// parameter.
   void add(const std::string& name, const at::Tensor& parameter);
-  /// Makes shards of the parameters as they are.
+  /// Shards the parameters.
   void shard();
 
-  /// Whether a parameter is another tensor, or has other data, than it was given.
-  /// Empty: none.
+  /// The name of a parameter whose tensor or data was replaced from outside; empty: none.
   std::string changed_parameter() const;
 
-  // The whole. Nothing where it is in that state already.
+  // Unsharding. These do nothing if the unit is already in that state.
   void start_gather(Communicator& communicator);
   void finish_gather();
-  /// Parameters are shards again. Not while gathering.
+  /// Reshards the parameters. Not while gathering.
   void reshard();
   State state() const { return state_; }
   int64_t whole_bytes() const;
 
   // Gradients.
-  /// Takes the gradient off a parameter, for the reduction to come.
+  /// Moves the gradient from a parameter to this unit, for the next reduction.
   void take(size_t flat, size_t index);
-  /// Adds what was taken to the sums that wait here.
+  /// Adds the taken gradients to the unsharded sums.
   void keep_taken();
-  /// Sends what was taken, and what waits, to the ranks whose rows it is.
+  /// Reduce-scatters the taken gradients and the unsharded sums.
   void start_reduction(Communicator& communicator);
   void finish_reduction();
-  /// What is on its way goes nowhere.
+  /// Discards the reductions in flight.
   void drop_reduction() noexcept { reductions_.clear(); }
   bool alone() const { return ranks_ == 1; }
   /// Sums shards' gradients over replicas, in place.
   std::vector<Work> sum_over(Communicator& replicas);
-  /// This rank's gradient of a sum: a shard's; undefined where there is none.
+  /// This rank's shard of the summed gradient; undefined if there is none.
   at::Tensor gradient_of(const ShardFlat& flat, const ShardTensor& tensor) const;
   void scale_gradients(double factor);
-  /// The sum is zero again; what was set aside stays.
+  /// Sets the sum to zero; gradients that were set aside stay.
   void restart_sum();
   /// Forgets all gradients.
   void reset_gradients();
@@ -133,12 +131,12 @@ class ShardUnit {
   std::vector<ShardFlat>& flats() { return flats_; }
   const std::vector<ShardFlat>& flats() const { return flats_; }
   ShardUnitReport& report() { return report_; }
-  /// A state's sum: makes room for it.
+  /// Allocates the sum, for loading a state.
   void restore_sum();
 
  private:
   using Clock = std::chrono::steady_clock;
-  // A message under way.
+  // A message in flight.
   struct Gather {
     std::vector<Work> handles{};
     size_t flat = 0;
@@ -147,8 +145,8 @@ class ShardUnit {
   };
   struct Reduction {
     Work handle{};
-    at::Tensor to{}; // the gradient's range
-    at::Tensor part{}; // to be added to it; undefined: summed in place
+    at::Tensor to{}; // a range of the gradient
+    at::Tensor part{}; // will be added to it; undefined: summed in place
   };
 
   void lay_out(ShardFlat& flat) const;
@@ -174,7 +172,7 @@ class ShardUnit {
   ShardUnitReport report_{};
 };
 
-/// The tensor's data is `data`'s from now on; it stays the same tensor.
+/// Replaces the tensor's data by `data`'s; it stays the same tensor.
 void put_data(const at::Tensor& tensor, const at::Tensor& data);
 
 } // namespace hasten::detail

@@ -17,7 +17,7 @@ namespace hasten {
 
 namespace detail {
 
-// What ranks must have in common.
+// The settings that must be equal on all ranks.
 template <typename Layer>
 std::string describe_batch_norm(const Layer& layer) {
   const auto& options = layer.options;
@@ -36,7 +36,7 @@ std::string describe_batch_norm(const Layer& layer) {
   return text.str();
 }
 
-// A layer of torch's in a model.
+// One of torch's layers in a model.
 struct FoundBatchNorm {
   std::string name{};
   std::shared_ptr<torch::nn::Module> module{};
@@ -57,7 +57,7 @@ bool find_batch_norm(const std::string& name, const std::shared_ptr<torch::nn::M
   return true;
 }
 
-// Each once, also where a module is registered under several names.
+// Each once, even if a module is registered under several names.
 static std::vector<FoundBatchNorm> find_batch_norms(const torch::nn::Module& model) {
   using namespace torch::nn;
   std::vector<FoundBatchNorm> found;
@@ -174,7 +174,7 @@ SyncBatchNormConversion convert_sync_batchnorm(const std::shared_ptr<torch::nn::
       throw InputError(
           detail::kConvert,
           detail::quoted_layer(layer.name) + " has neither running statistics nor a weight",
-          "a tensor that it is known by",
+          "a tensor that identifies it",
           "track_running_stats(true), affine(true), or hasten::SyncBatchNorm in the model");
     }
     const uint64_t mark = detail::mark_batch_norm(
@@ -182,7 +182,7 @@ SyncBatchNormConversion convert_sync_batchnorm(const std::shared_ptr<torch::nn::
         std::make_shared<const detail::SyncLayer>(detail::SyncLayer{
             communicator, detail::quoted_layer(layer.name), layer.channels, options.rows_count}));
     if (mark == 0) {
-      throw InputError(detail::kConvert, detail::quoted_layer(layer.name) + " is converted already",
+      throw InputError(detail::kConvert, detail::quoted_layer(layer.name) + " is already converted",
                        "one conversion at a time", "keep the first, or remove() it");
     }
     conversion.marks_.push_back(mark);

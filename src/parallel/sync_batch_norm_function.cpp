@@ -13,24 +13,24 @@
 namespace hasten::detail {
 
 // Note [Joined statistics]
-// C channels; rank i has n_i values of each, with mean m_i and variance v_i (over
-// n_i). All ranks get all (m_i, v_i, n_i), a rank without rows gives zeros, and join
-// them by the same operations, so that they have the same bits:
+// C channels; rank i has n_i values of each, with mean m_i and variance v_i (divided by n_i). All
+// ranks get all (m_i, v_i, n_i); a rank without samples sends zeros. All join them by the same
+// operations, so results are equal bit for bit:
 //   n = sum n_i,  mean = sum n_i m_i / n,
 //   var = sum n_i (v_i + (m_i - mean)^2) / n
-// Squares of sums never meet: nothing cancels where a mean is large. In backward, with
-// xhat = (x - mean) / sqrt(var + eps), the ranks add up 2 C numbers,
+// No squares of sums are subtracted, so nothing cancels if a mean is large. In backward, with
+// xhat = (x - mean) / sqrt(var + eps), the ranks sum 2 C elements,
 //   A = sum dy,  G = sum dy xhat,  dx = w / sqrt(var + eps) (dy - A / n - xhat G / n)
-// The weight's gradient is this rank's part of G, the bias's that of A: whoever
-// averages gradients over ranks adds them up with all others.
-// Rows that do not count (rows_count) have no part in n, A and G, and so no part in the
-// mean that others' dx goes through: theirs is w / sqrt(var + eps) dy.
+// The weight's gradient is this rank's term of G and the bias's that of A; the data parallel model
+// reduces them like all other gradients.
+// Samples that do not count (rows_count) are not in n, A and G, so they do not influence other
+// samples' dx. Their own dx is w / sqrt(var + eps) dy.
 
-// fp64 numbers on the CPU, which every rank sends whatever it computes in: lengths
-// depend on C alone.
+// Every rank sends fp64 elements on the CPU, whatever dtype it computes in; their number depends
+// only on C.
 static at::TensorOptions numbers() { return at::TensorOptions(at::kDouble).device(at::kCPU); }
 
-// What statistics are made in.
+// The dtype of statistics.
 static at::ScalarType wide_type(const at::Tensor& x) {
   return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
@@ -63,7 +63,7 @@ static at::Tensor own_statistics(const SyncLayer& layer, const at::Tensor& x, bo
   if (!counts || x.numel() == 0) {
     return mine;
   }
-  // The kernel wants running statistics to see which type to make its own in.
+  // The kernel takes the dtype of its results from running statistics.
   const at::Tensor unused = at::zeros({layer.channels}, x.options().dtype(wide_type(x)));
   const auto [mean, var] = at::batch_norm_update_stats(x, unused, unused.clone(), 0);
   mine.narrow(0, 0, layer.channels).copy_(mean);
@@ -78,7 +78,7 @@ struct JoinedStatistics {
   double count = 0;
 };
 
-// All ranks have all statistics, so each says the same.
+// All ranks have all statistics, so all throw the same error.
 [[noreturn]] static void refuse_non_finite_input(const SyncLayer& layer, const at::Tensor& all) {
   const at::Tensor finite = all.isfinite().all(1).contiguous();
   const auto* of_rank = finite.const_data_ptr<bool>();
@@ -87,7 +87,7 @@ struct JoinedStatistics {
                    layer.name + ": the input of rank " + std::to_string(rank - of_rank) +
                        " has no finite mean or variance",
                    "inputs without NaN and infinity on every rank",
-                   "look at that rank's batch, and at what the layers before make of it");
+                   "check that rank's batch, and the outputs of the layers before");
 }
 
 static JoinedStatistics join_statistics(const SyncLayer& layer, const at::Tensor& mine) {
@@ -112,7 +112,7 @@ static JoinedStatistics join_statistics(const SyncLayer& layer, const at::Tensor
   return joined;
 }
 
-// The running variance is the one over n - 1.
+// The running variance is the unbiased one (divided by n - 1).
 static void update_running(const SyncNormArguments& arguments, const JoinedStatistics& joined) {
   const auto move = [&](at::Tensor running, const at::Tensor& value) {
     if (running.defined()) {
@@ -124,17 +124,16 @@ static void update_running(const SyncNormArguments& arguments, const JoinedStati
   move(arguments.running_var, joined.var * (joined.count / (joined.count - 1)));
 }
 
-// Mean, variance (both of the wide type, on x's device), and on the CPU [2] fp64: n
-// and whether this rank's rows are in it.
+// Mean, variance (both of the wide type, on x's device), and on the CPU [2] fp64: n and whether
+// this rank's samples are included.
 static std::vector<at::Tensor> statistics(const SyncLayer& layer, const at::Tensor& x,
                                           const SyncNormArguments& arguments) {
   const bool counts = !layer.rows_count || layer.rows_count();
   const JoinedStatistics joined = join_statistics(layer, own_statistics(layer, x, counts));
   if (joined.count == 1) {
-    throw InputError(kSyncBatchNorm,
-                     layer.name + ": the batch of all ranks has one value per channel",
-                     "more than one in training",
-                     "give larger batches, or leave out the last one of a single row");
+    throw InputError(
+        kSyncBatchNorm, layer.name + ": the batch of all ranks has one value per channel",
+        "more than one in training", "use larger batches, or drop a last batch of one sample");
   }
   if (joined.count > 0) {
     update_running(arguments, joined);
@@ -195,8 +194,8 @@ class SyncNorm : public torch::autograd::Function<SyncNorm> {
     const SyncLayer& layer = *holder->layer;
     if (at::GradMode::is_enabled()) {
       throw InputError(kSyncBatchNorm, layer.name + ": backward with create_graph",
-                       "one derivative: sums over ranks have none of their own",
-                       "leave create_graph off, or the layer unsynchronised");
+                       "only a first derivative, because sums over ranks have no derivative",
+                       "do not set create_graph, or do not convert this layer");
     }
     const auto saved = context->get_saved_variables();
     const at::Tensor &x = saved[0], &weight = saved[1];
@@ -210,7 +209,7 @@ class SyncNorm : public torch::autograd::Function<SyncNorm> {
     if (data["has_bias"].toBool()) {
       result[2] = own.dy;
     }
-    // Not by what this backward asks for, which may differ between ranks.
+    // Not by the gradients that this backward needs, which may differ between ranks.
     if (data["derives_x"].toBool()) {
       const bool counts = data["rows_count"].toBool();
       const Sums sums = joined_sums(layer, own, counts);
@@ -235,7 +234,7 @@ class SyncNorm : public torch::autograd::Function<SyncNorm> {
     if (x.numel() == 0) {
       return {at::zeros_like(moments.mean), at::zeros_like(moments.mean)};
     }
-    // The derivative of evaluation has these two sums in one pass.
+    // The derivative for evaluation computes both sums in one pass.
     const auto of_weight_and_bias = at::native_batch_norm_backward(
         dy, x, at::ones_like(moments.mean), moments.mean, moments.var, {}, {},
         /*train=*/false, moments.eps, {false, true, true});
@@ -253,7 +252,7 @@ class SyncNorm : public torch::autograd::Function<SyncNorm> {
     return {both[0], both[1]};
   }
 
-  // n = 0: the rows have no part in the mean.
+  // n = 0: the samples are not part of the mean.
   static at::Tensor input_gradient(const at::Tensor& x, const at::Tensor& dy,
                                    const at::Tensor& weight, const Moments& moments,
                                    const Sums& sums, double n) {
@@ -263,7 +262,7 @@ class SyncNorm : public torch::autograd::Function<SyncNorm> {
     if (n == 0 || x.numel() == 0) {
       return (dy.to(type) * by_channel(slope, x)).to(x.scalar_type());
     }
-    // In fp32 also for 16 bits: rounded once.
+    // Also for 16 bits in fp32, so that the result is rounded once.
     at::Tensor dx = normalise(x.to(type), slope * sums.dy_xhat / -n, slope * sums.dy / -n,
                               moments.mean, moments.var, moments.eps);
     dx.addcmul_(dy.to(type), by_channel(slope, x));

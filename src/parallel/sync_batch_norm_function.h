@@ -1,5 +1,4 @@
-// Batch normalisation whose statistics are those of all ranks' rows: the function and
-// its derivative. Which layers call it is decided elsewhere.
+// Batch normalisation with the statistics of all ranks' samples: the function and its derivative.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,12 +11,12 @@
 
 namespace hasten::detail {
 
-// What the calls of one layer share. Kept by the graphs that they are part of.
+// Data shared by the calls of one layer. The graphs that contain these calls keep it alive.
 struct SyncLayer {
   std::shared_ptr<Communicator> communicator;
   std::string name{}; // in messages and collectives
   int64_t channels = 0;
-  std::function<bool()> rows_count{}; // empty: they do
+  std::function<bool()> rows_count{}; // empty: samples count
 };
 
 struct SyncNormArguments {

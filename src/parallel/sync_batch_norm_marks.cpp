@@ -12,9 +12,8 @@
 namespace hasten::detail {
 
 // Note [Identity]
-// A layer of torch's is known by a tensor of its own. The weak reference keeps the
-// address from being used again, so that a mark can never be taken for another
-// tensor's, however long it outlives its layer.
+// One of torch's layers is identified by one of its tensors. The weak reference prevents the reuse
+// of the tensor's address, so a mark never matches another tensor, even after its layer's end.
 struct BatchNormMark {
   c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> identity;
   std::weak_ptr<torch::nn::Module> module;
@@ -29,14 +28,14 @@ struct BatchNormMarks {
   uint64_t next_id = 1;
 };
 
-// Leaked: operators may run in static destructors.
+// Never destroyed, because operators may run in static destructors.
 static BatchNormMarks& batch_norm_marks() {
   static auto* marks = new BatchNormMarks;
   return *marks;
 }
 
-// Null: torch's own. A layer without running statistics says "training" in evaluation
-// too, so the module is asked.
+// Null: torch's own function. A layer without running statistics passes training=true in
+// evaluation, too, so the module's mode is checked.
 static std::shared_ptr<const SyncLayer> synced_layer(
     const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& running_mean) {
   const at::Tensor* identity = running_mean && running_mean->defined() ? &*running_mean
@@ -76,9 +75,9 @@ static at::Tensor batch_norm_kernel(const at::Tensor& input,
 }
 
 // Note [One override]
-// torch's batch_norm is made of other operators (at::native::batch_norm) and has no
-// kernel of its own under any autograd key. These two are the first, registered once a
-// process, by the first mark; what is not marked goes on to where it would have gone.
+// torch's batch_norm is composed of other operators (at::native::batch_norm) and has no kernel
+// under any autograd key. The first mark of a process registers these two. Calls without a mark
+// continue to torch's function.
 static void register_batch_norm() {
   static const auto libraries = [] {
     std::vector<torch::Library> made;

@@ -1,5 +1,4 @@
-// Which of torch's batch norm layers are synchronised: a list of the process, and the
-// kernel that looks into it.
+// The list of torch's batch norm layers that are synchronised, and the kernel that reads it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,9 +11,9 @@
 
 namespace hasten::detail {
 
-// Training forwards of `module` whose running mean, or weight where it has none, is
-// `identity` are the layer's from now on; until unmark, or until one of them is gone.
-// Returns what unmark takes; 0 where there is a mark already.
+// From now on `layer` computes the training forwards of `module`, which are identified by the
+// running mean, or by the weight if there is none (`identity`). Ends with unmark or with the
+// lifetime of one of them. Returns the id for unmark; 0 if there is already a mark.
 uint64_t mark_batch_norm(const at::Tensor& identity,
                          const std::shared_ptr<torch::nn::Module>& module,
                          std::shared_ptr<const SyncLayer> layer);

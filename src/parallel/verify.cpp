@@ -1,5 +1,5 @@
-// Making sure that ranks have the same model before anything is sent: Gloo ends
-// the process where sizes differ.
+// Verifies that ranks have the same model before anything is sent, because Gloo ends the process
+// if sizes differ.
 #include <ATen/ATen.h>
 #include <torch/nn/module.h>
 #include <nlohmann/json.hpp>
@@ -34,7 +34,8 @@ std::string describe_strides(const at::Tensor& tensor) {
   return " with strides " + c10::str(at::IntArrayRef(strides));
 }
 
-// Gradients lie by their parameters' strides in the buffers that are summed.
+// Strides matter for trainable parameters, because gradients have the same strides in the buffers
+// that are summed.
 nlohmann::json describe_tensors(const FlatLayout::NamedParameters& parameters,
                                 const FlatLayout::NamedParameters& buffers) {
   auto list = nlohmann::json::array();
@@ -49,7 +50,7 @@ nlohmann::json describe_tensors(const FlatLayout::NamedParameters& parameters,
   return list;
 }
 
-// How `mine` differs first from rank 0's; empty where it does not.
+// The first difference of `mine` from rank 0's list; empty if there is none.
 std::string first_difference(const nlohmann::json& mine, const nlohmann::json& main) {
   for (size_t i = 0; i < std::max(mine.size(), main.size()); ++i) {
     if (i >= mine.size()) {
@@ -57,7 +58,7 @@ std::string first_difference(const nlohmann::json& mine, const nlohmann::json& m
     }
     if (i >= main.size() || mine[i][0] != main[i][0]) {
       return "has " + mine[i][0].get<std::string>() + ", rank 0 has " +
-             (i < main.size() ? main[i][0].get<std::string>() : "no more") + " in its place";
+             (i < main.size() ? main[i][0].get<std::string>() : "nothing") + " in its place";
     }
     if (mine[i][1] != main[i][1]) {
       return "has " + mine[i][0].get<std::string>() + " as " + mine[i][1].get<std::string>() +
@@ -90,10 +91,10 @@ void materialize_start(const FlatLayout::NamedParameters& tensors, bool with_val
   with_values ? materialize(deferred) : allocate_deferred(deferred);
 }
 
-// Of small tensors, in one operation. Bytes.
+// Limit of the small tensors in one operation. Bytes.
 constexpr size_t kPack = 4 << 20;
 
-// Of the shape alone: strides may differ by rank.
+// Depends only on the shape, because strides may differ between ranks.
 bool travels_alone(const at::Tensor& tensor) {
   return static_cast<int64_t>(tensor.nbytes()) >= kTravelsAlone;
 }
@@ -104,11 +105,11 @@ at::Tensor as_bytes(const at::Tensor& tensor) {
   return whole.as_strided({whole.numel()}, {1}).view(at::kByte);
 }
 
-// Tensors that one operation sends.
+// The tensors of one operation.
 struct Pack {
   std::vector<at::Tensor> tensors{};
   size_t bytes = 0;
-  at::Tensor sent{}; // the only tensor itself, or a copy of all
+  at::Tensor sent{}; // a single tensor itself, or a copy of all
   Work handle{};
 
   bool takes(const at::Tensor& other) const {
@@ -139,7 +140,7 @@ struct Pack {
     int64_t begin = 0;
     for (const at::Tensor& tensor : tensors) {
       const auto size = static_cast<int64_t>(tensor.nbytes());
-      const at::Tensor whole = tensor.contiguous(); // mostly the tensor itself
+      const at::Tensor whole = tensor.contiguous(); // in most cases the tensor itself
       as_bytes(whole).copy_(sent.narrow(0, begin, size));
       if (!whole.is_same(tensor)) {
         tensor.copy_(whole);
@@ -153,7 +154,7 @@ void broadcast_tensors(Communicator& communicator, const FlatLayout::NamedParame
                        const std::string& what) {
   const at::NoGradGuard no_grad;
   std::vector<Pack> packs;
-  std::optional<size_t> open; // the pack that small tensors go into
+  std::optional<size_t> open; // the pack to which small tensors are added
   for (const auto& [name, tensor] : tensors) {
     if (travels_alone(tensor)) {
       packs.emplace_back().add(tensor);

@@ -1,5 +1,5 @@
-// Comparing lists of tensors over ranks before anything is sent; memory for them, and
-// their first values.
+// Compares lists of tensors over ranks before anything is sent, allocates deferred tensors, and
+// broadcasts initial values.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,30 +12,28 @@
 
 namespace hasten::detail {
 
-// From here on a tensor is sent by itself, in place; smaller ones together: an operation
-// of its own costs about as much as copying as many bytes. Bytes.
+// Tensors of this many bytes or more are sent alone and in place. Smaller ones are sent together,
+// because an operation costs about as much as copying this many bytes.
 constexpr int64_t kTravelsAlone = 256 << 10;
 
-// Shape and dtype; of a parameter, whether it is frozen.
+// Shape and dtype; for a parameter also whether it is frozen.
 std::string describe_tensor(const at::Tensor& tensor, bool parameter);
 
-// How the elements lie, where that is not row by row; empty where it is. A
-// dimension of size 1 has no say.
+// The strides, if the tensor is not contiguous; otherwise empty. Dimensions of size 1 are ignored.
 std::string describe_strides(const at::Tensor& tensor);
 
-// `mine` is an array of [name, description]; the same on all ranks, or every rank
-// throws an InputError of `where` that names the first entry that differs from
-// rank 0's: "rank 1's model has …" for subject "model". Collective, blocking.
+// `mine` is an array of [name, description]. If it differs between ranks, every rank throws an
+// InputError of `where` that names the first entry that differs from rank 0's: "rank 1's model has
+// …" for subject "model". Collective, blocking.
 void require_equal_lists(Communicator& communicator, const nlohmann::json& mine, const char* where,
                          const std::string& subject, const char* expected, const char* fix);
 
-// Deferred tensors get memory, and their values where those are what all ranks get.
+// Allocates deferred tensors; `with_values` (on rank 0) also computes their values.
 void materialize_start(const FlatLayout::NamedParameters& tensors, bool with_values);
 
-// Rank 0's values on every rank, blocking: the same shapes and dtypes everywhere, any
-// dtype, contiguous or not. Small tensors travel together; memory: a copy of those.
-// `what` is the operations' name, one for all, so that what is of one shape is
-// compared over the ranks once.
+// Broadcasts rank 0's values, blocking. Shapes and dtypes must be equal on all ranks; any dtype,
+// contiguous or not. Small tensors are sent together; memory: a copy of those. `what` names all
+// operations, so that the ranks compare each shape only once.
 void broadcast_tensors(Communicator& communicator, const FlatLayout::NamedParameters& tensors,
                        const std::string& what);
 

@@ -173,7 +173,7 @@ TEST(CommandLine, EachMistakeNamesItsFlagAndWhatWasExpected) {
       {train + " --strategy fsd",
        "[cli::train] --strategy=fsd. Expected one of ddp, fsdp, hsdp, zero1,"},
       {"estimate-memory --model bert-base --batch 8",
-       "[cli::estimate-memory] --batch=8. Expected rows and tokens"},
+       "[cli::estimate-memory] --batch=8. Expected samples and tokens"},
       {"trian",
        "[cli::hasten] unknown command: trian. Expected train, predict, eval, "
        "plan, estimate-memory, compare, state, tokenizer, synth, launch or env. "
@@ -195,7 +195,7 @@ TEST(CommandLine, EachMistakeNamesItsFlagAndWhatWasExpected) {
        "[cli::train] --optim=adamm. Expected one of adafactor, adam, adamw, "
        "adamw_torch, adamw_torch_fused, lamb, lion, sgd. Fix: write adam."},
       {train + "--lr-scheduler-kwargs 2",
-       "[cli::train] --lr-scheduler-kwargs=\"2\". Expected a JSON object, like "
+       "[cli::train] --lr-scheduler-kwargs=\"2\". Expected a JSON object, e.g. "
        "{\"num_cycles\": 2}."},
       {train + "--eval-strategy never",
        "[cli::train] --eval-strategy=never. Expected one of epoch, no, steps."},

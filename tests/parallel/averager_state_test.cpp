@@ -162,7 +162,7 @@ TEST(AveragerState, ARoundUnderWayOfOtherRanksOrFragmentsIsRefused) {
   };
   const int world = communicator->world_size();
   for (const auto& [name, value, says] : std::vector<std::tuple<const char*, int64_t, const char*>>{
-           {"ranks", world + 1, "a round under way of"},
+           {"ranks", world + 1, "an open synchronisation of"},
            {"fragment", 1, "fragment=1"},
            {"fragment", -2, "fragment=-2"}}) {
     const std::string text = refused(name, value);

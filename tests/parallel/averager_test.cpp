@@ -291,7 +291,7 @@ TEST(Averager, RanksInDifferentRoundsAreToldSoAndKeepTheirNumbers) {
   Averager averager(communicator, list, {.fragments = 2});
   ASSERT_EQ(averager.fragments(), 2);
   const auto text = what_of([&] { averager.average(1, 0, rank == 0 ? 0 : 1); });
-  EXPECT_NE(text.find("ranks are in different rounds"), std::string::npos) << text;
+  EXPECT_NE(text.find("ranks are in different synchronisations"), std::string::npos) << text;
   EXPECT_TRUE(torch::equal(list[0].second, numbers({40, 40}, rank)));
   EXPECT_TRUE(torch::equal(list[1].second, numbers({40, 40}, rank, 1)));
 }

@@ -113,7 +113,7 @@ TEST(FullyShardInput, MoreRanksThanRowsAreWorthAWarning) {
   set_log_sink([&](LogLevel, std::string_view line) { said += line; });
   FullyShard sharded(communicator, net.ptr(), repeated_blocks(*net));
   set_log_sink({});
-  EXPECT_TRUE(says(said, "no parameter has as many rows")) << said;
+  EXPECT_TRUE(says(said, "is smaller than the number of ranks")) << said;
 }
 
 } // namespace hasten::shard_test

@@ -108,7 +108,7 @@ TEST(ConvertSyncBatchNorm, LastsAsLongAsItsHandle) {
     if (sent > 0) {
       EXPECT_NE(error_of([&] {
                   static_cast<void>(convert_sync_batchnorm(net, counted.watched));
-                }).find("converted already"),
+                }).find("already converted"),
                 std::string::npos);
     }
     EXPECT_EQ(forward(), sent) << "what was refused left the first as it was";
