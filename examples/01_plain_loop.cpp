@@ -1,5 +1,5 @@
-// The loop as LibTorch's users write it, on one process. Each further step of the
-// ladder changes a few lines; they end in the step's number, as in "// 02".
+// A plain LibTorch training loop on one process. Each further example changes a few lines, which
+// are marked with the example's number, as in "// 02".
 //
 //   01_plain_loop examples/reviews.csv
 //
@@ -16,7 +16,7 @@
 namespace examples {
 
 constexpr int64_t kEpochs = 6;
-constexpr int64_t kBatch = 16; // rows of a batch
+constexpr int64_t kBatch = 16; // samples per batch
 
 double accuracy(ReviewClassifier& model, auto& loader) {
   torch::NoGradGuard no_grad;
@@ -34,7 +34,7 @@ double accuracy(ReviewClassifier& model, auto& loader) {
 void train(const std::string& csv, const std::string& save_to) {
   const Reviews reviews = read_reviews(csv);
   const int64_t rows = reviews.train->size();
-  const int64_t updates = (rows + kBatch - 1) / kBatch; // of an epoch
+  const int64_t updates = (rows + kBatch - 1) / kBatch; // per epoch
 
   torch::manual_seed(42);
   ReviewClassifier classifier(reviews.vocab_size, reviews.num_labels);

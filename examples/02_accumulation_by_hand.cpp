@@ -1,5 +1,5 @@
-// Gradient accumulation by hand: one optimizer step for kSteps batches, whose
-// gradients add up in .grad. The steps are those of batches kSteps times as large.
+// Gradient accumulation by hand: one optimizer step for kSteps batches, whose gradients add up in
+// .grad. The steps equal those with batches kSteps times as large.
 //
 //   02_accumulation_by_hand examples/reviews.csv
 #include <torch/torch.h>
@@ -14,9 +14,9 @@
 namespace examples {
 
 constexpr int64_t kEpochs = 6;
-constexpr int64_t kBatch = 16; // rows of a batch
-constexpr int64_t kSteps = 4; // 02: batches of a step
-constexpr int64_t kWindow = kSteps * kBatch; // 02: their rows
+constexpr int64_t kBatch = 16; // samples per batch
+constexpr int64_t kSteps = 4; // 02: batches per optimizer step
+constexpr int64_t kWindow = kSteps * kBatch; // 02: samples per optimizer step
 
 double accuracy(ReviewClassifier& model, auto& loader) {
   torch::NoGradGuard no_grad;
@@ -34,7 +34,7 @@ double accuracy(ReviewClassifier& model, auto& loader) {
 void train(const std::string& csv, const std::string& save_to) {
   const Reviews reviews = read_reviews(csv);
   const int64_t rows = reviews.train->size();
-  const int64_t updates = (rows + kWindow - 1) / kWindow; // 02: of an epoch
+  const int64_t updates = (rows + kWindow - 1) / kWindow; // 02: per epoch
 
   torch::manual_seed(42);
   ReviewClassifier classifier(reviews.vocab_size, reviews.num_labels);
@@ -51,13 +51,13 @@ void train(const std::string& csv, const std::string& save_to) {
     model->train();
     loader.set_epoch(epoch);
     double loss_sum = 0;
-    int64_t done = 0; // 02: rows of this epoch so far
+    int64_t done = 0; // 02: samples of this epoch so far
     for (const hasten::Batch& batch : loader) {
       auto logits = model->forward(batch["input_ids"], batch["attention_mask"]);
       auto loss = torch::nn::functional::cross_entropy(logits, batch["labels"]);
       loss_sum += loss.item<double>() * batch.rows();
       // [accumulate]
-      // The rows of this window: fewer, in fewer batches, where the epoch ends.
+      // The samples of this window; the last window of an epoch may be smaller.
       const auto window = std::min(kWindow, rows - done + done % kWindow); // 02
       (loss * batch.rows() / window).backward(); // 02
       done += batch.rows(); // 02

@@ -1,6 +1,5 @@
-// The loop of 01 on any number of processes. When backward() returns, every
-// gradient is that of the batches of all processes joined; what follows it, torch's
-// clipping and optimizer, need not know.
+// The loop of 01 on any number of processes. When backward() returns, every gradient is that of
+// the joined batch of all processes. So torch's clipping and optimizer need no change.
 //
 //   03_accelerator examples/reviews.csv
 //   hasten launch --nproc 2 03_accelerator examples/reviews.csv
@@ -17,7 +16,7 @@
 namespace examples {
 
 constexpr int64_t kEpochs = 6;
-constexpr int64_t kBatch = 16; // rows of a batch, over all processes
+constexpr int64_t kBatch = 16; // samples per batch, over all processes
 
 double accuracy(auto& accelerator, auto& model, auto& loader) { // 03
   torch::NoGradGuard no_grad;
@@ -26,7 +25,7 @@ double accuracy(auto& accelerator, auto& model, auto& loader) { // 03
   for (const hasten::Batch& batch : loader) {
     auto logits = model->forward(batch["input_ids"], batch["attention_mask"]);
     torch::Tensor hits = logits.argmax(1) == batch["labels"];
-    hits = accelerator.gather_for_metrics(hits); // 03: each row once
+    hits = accelerator.gather_for_metrics(hits); // 03: each sample once
     right += hits.sum().item<int64_t>();
     seen += hits.size(0);
   }
@@ -37,7 +36,7 @@ void train(const std::string& csv, const std::string& save_to) {
   hasten::Accelerator accelerator; // 03
   const Reviews reviews = read_reviews(csv);
   const int64_t rows = reviews.train->size();
-  const int64_t updates = (rows + kBatch - 1) / kBatch; // of an epoch
+  const int64_t updates = (rows + kBatch - 1) / kBatch; // per epoch
 
   torch::manual_seed(42);
   ReviewClassifier classifier(reviews.vocab_size, reviews.num_labels);

@@ -1,5 +1,5 @@
-// Gradient accumulation by the accelerator: 03, and the step is that of all batches
-// of a window on all processes, whatever rows each of them holds.
+// Gradient accumulation by the accelerator: 03 with one optimizer step for all batches of a window
+// on all processes, for any number of samples in each.
 //
 //   04_accumulate examples/reviews.csv
 //   hasten launch --nproc 2 04_accumulate examples/reviews.csv
@@ -14,9 +14,9 @@
 namespace examples {
 
 constexpr int64_t kEpochs = 6;
-constexpr int64_t kBatch = 16; // rows of a batch, over all processes
-constexpr int64_t kSteps = 4; // 04: batches of a step
-constexpr int64_t kWindow = kSteps * kBatch; // 04: their rows
+constexpr int64_t kBatch = 16; // samples per batch, over all processes
+constexpr int64_t kSteps = 4; // 04: batches per optimizer step
+constexpr int64_t kWindow = kSteps * kBatch; // 04: samples per optimizer step
 
 double accuracy(auto& accelerator, auto& model, auto& loader) { // 03
   torch::NoGradGuard no_grad;
@@ -25,7 +25,7 @@ double accuracy(auto& accelerator, auto& model, auto& loader) { // 03
   for (const hasten::Batch& batch : loader) {
     auto logits = model->forward(batch["input_ids"], batch["attention_mask"]);
     torch::Tensor hits = logits.argmax(1) == batch["labels"];
-    hits = accelerator.gather_for_metrics(hits); // 03: each row once
+    hits = accelerator.gather_for_metrics(hits); // 03: each sample once
     right += hits.sum().item<int64_t>();
     seen += hits.size(0);
   }
@@ -36,7 +36,7 @@ void train(const std::string& csv, const std::string& save_to) {
   hasten::Accelerator accelerator({.gradient_accumulation_steps = kSteps}); // 04
   const Reviews reviews = read_reviews(csv);
   const int64_t rows = reviews.train->size();
-  const int64_t updates = (rows + kWindow - 1) / kWindow; // 04: of an epoch
+  const int64_t updates = (rows + kWindow - 1) / kWindow; // 04: per epoch
 
   torch::manual_seed(42);
   ReviewClassifier classifier(reviews.vocab_size, reviews.num_labels);

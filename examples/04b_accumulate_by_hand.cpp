@@ -1,6 +1,6 @@
-// Accumulation by hand, as in 02, on any number of processes: without accumulate()
-// each backward() reduces and scales nothing, and step() always steps. Costs a
-// reduction a batch, where 04 has one a step.
+// Accumulation by hand, as in 02, on any number of processes. Without accumulate() each backward()
+// reduces and does not scale, and step() always steps. This reduces once per batch, 04 once per
+// optimizer step.
 //
 //   04b_accumulate_by_hand examples/reviews.csv
 //   hasten launch --nproc 2 04b_accumulate_by_hand examples/reviews.csv
@@ -16,9 +16,9 @@
 namespace examples {
 
 constexpr int64_t kEpochs = 6;
-constexpr int64_t kBatch = 16; // rows of a batch, over all processes
-constexpr int64_t kSteps = 4; // 02: batches of a step
-constexpr int64_t kWindow = kSteps * kBatch; // 02: their rows
+constexpr int64_t kBatch = 16; // samples per batch, over all processes
+constexpr int64_t kSteps = 4; // 02: batches per optimizer step
+constexpr int64_t kWindow = kSteps * kBatch; // 02: samples per optimizer step
 
 double accuracy(auto& accelerator, auto& model, auto& loader) { // 03
   torch::NoGradGuard no_grad;
@@ -27,7 +27,7 @@ double accuracy(auto& accelerator, auto& model, auto& loader) { // 03
   for (const hasten::Batch& batch : loader) {
     auto logits = model->forward(batch["input_ids"], batch["attention_mask"]);
     torch::Tensor hits = logits.argmax(1) == batch["labels"];
-    hits = accelerator.gather_for_metrics(hits); // 03: each row once
+    hits = accelerator.gather_for_metrics(hits); // 03: each sample once
     right += hits.sum().item<int64_t>();
     seen += hits.size(0);
   }
@@ -38,7 +38,7 @@ void train(const std::string& csv, const std::string& save_to) {
   hasten::Accelerator accelerator; // 03
   const Reviews reviews = read_reviews(csv);
   const int64_t rows = reviews.train->size();
-  const int64_t updates = (rows + kWindow - 1) / kWindow; // 02: of an epoch
+  const int64_t updates = (rows + kWindow - 1) / kWindow; // 02: per epoch
 
   torch::manual_seed(42);
   ReviewClassifier classifier(reviews.vocab_size, reviews.num_labels);
@@ -56,14 +56,14 @@ void train(const std::string& csv, const std::string& save_to) {
     model->train();
     loader.set_epoch(epoch);
     double loss_sum = 0;
-    int64_t done = 0; // 02: rows of this epoch so far
+    int64_t done = 0; // 02: samples of this epoch so far
     for (const hasten::Batch& batch : loader) {
       auto logits = model->forward(batch["input_ids"], batch["attention_mask"]);
       auto loss = torch::nn::functional::cross_entropy(logits, batch["labels"]);
       loss_sum += loss.item<double>() * batch.rows();
       // [accumulate]
-      // The rows of this window: fewer, in fewer batches, where the epoch ends.
-      const int64_t all = std::min(kBatch, rows - done); // 03: processes' rows
+      // The samples of this window; the last window of an epoch may be smaller.
+      const int64_t all = std::min(kBatch, rows - done); // 03: samples of all processes
       const auto window = std::min(kWindow, rows - done + done % kWindow); // 02
       accelerator.backward(loss * all / window); // 03
       done += all; // 03

@@ -1,10 +1,10 @@
-// Local SGD: 03, and gradients stay in their process. Each steps by itself; every
-// eight steps the processes average their parameters.
+// Local SGD: 03 without the exchange of gradients. Each process makes its own optimizer steps.
+// Every eight steps the processes average their parameters.
 //
 //   06_local_sgd examples/reviews.csv
 //   hasten launch --nproc 2 06_local_sgd examples/reviews.csv
 //
-// One process does what 01 does; several do something else than 03.
+// One process gives the results of 01; several give other results than 03.
 #include <torch/torch.h>
 
 #include <tuple>
@@ -17,8 +17,8 @@
 namespace examples {
 
 constexpr int64_t kEpochs = 6;
-constexpr int64_t kBatch = 16; // rows of a batch, over all processes
-constexpr int64_t kAverage = 8; // 06: steps between two averages
+constexpr int64_t kBatch = 16; // samples per batch, over all processes
+constexpr int64_t kAverage = 8; // 06: steps between synchronisations
 
 double accuracy(auto& accelerator, auto& model, auto& loader) { // 03
   torch::NoGradGuard no_grad;
@@ -27,7 +27,7 @@ double accuracy(auto& accelerator, auto& model, auto& loader) { // 03
   for (const hasten::Batch& batch : loader) {
     auto logits = model->forward(batch["input_ids"], batch["attention_mask"]);
     torch::Tensor hits = logits.argmax(1) == batch["labels"];
-    hits = accelerator.gather_for_metrics(hits); // 03: each row once
+    hits = accelerator.gather_for_metrics(hits); // 03: each sample once
     right += hits.sum().item<int64_t>();
     seen += hits.size(0);
   }
@@ -38,7 +38,7 @@ void train(const std::string& csv, const std::string& save_to) {
   hasten::Accelerator accelerator; // 03
   const Reviews reviews = read_reviews(csv);
   const int64_t rows = reviews.train->size();
-  const int64_t updates = (rows + kBatch - 1) / kBatch; // of an epoch
+  const int64_t updates = (rows + kBatch - 1) / kBatch; // per epoch
 
   torch::manual_seed(42);
   ReviewClassifier classifier(reviews.vocab_size, reviews.num_labels);
@@ -66,9 +66,9 @@ void train(const std::string& csv, const std::string& save_to) {
       optimizer.step();
       scheduler.step();
       optimizer.zero_grad();
-      local_sgd.step(); // 06: after kAverage steps the processes' mean
+      local_sgd.step(); // 06: averages parameters every kAverage steps
     }
-    local_sgd.synchronize(); // 06: evaluate one model, not one a process
+    local_sgd.synchronize(); // 06: so that all evaluate one model
     loss_sum = accelerator.reduce(torch::tensor(loss_sum)).item<double>(); // 03
     const double right = accuracy(accelerator, model, eval_loader); // 03
     accelerator.print(epoch_line(epoch + 1, loss_sum / rows, right)); // 03

@@ -1,5 +1,5 @@
-// What a forward stores for backward, and what a region computes instead. The
-// function is A + B = C, with A = exp(sin(x)) and B = tanh(cos(x)):
+// What a forward stores for backward, and what a region recomputes instead. The function is
+// A + B = C, with A = exp(sin(x)) and B = tanh(cos(x)):
 //
 //   x --> sin --> exp --> A --+
 //    \                        + --> C
@@ -29,8 +29,8 @@ Tensor make_b(const Tensor& x) { return x.cos().tanh(); }
 Tensor make_c(const Tensor& x) { return make_a(x) + make_b(x); }
 // [/function]
 
-// Prints what is stored after forward, in tensors of x's size beside C, and whether
-// something runs in backward to make what is missing.
+// Prints how many tensors of x's size, without C, are stored after forward, and whether backward
+// runs forward again.
 void show(const char* how, const std::function<Tensor(const Tensor&)>& run) {
   const Tensor x = torch::linspace(-1, 1, kBytes / 4).requires_grad_();
   const int64_t before = hasten::memory_stats().live_bytes;

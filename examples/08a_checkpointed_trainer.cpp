@@ -1,5 +1,5 @@
-// 05 with less memory for activations: blocks run a second time in backward, and
-// every number stays.
+// 05 with less memory for activations: backward runs blocks a second time. All results stay the
+// same.
 //
 //   08a_checkpointed_trainer examples/reviews.csv
 //   hasten launch --nproc 2 08a_checkpointed_trainer examples/reviews.csv
@@ -15,8 +15,8 @@
 namespace examples {
 
 constexpr int64_t kEpochs = 6;
-constexpr int64_t kBatch = 16; // rows of a batch, over all processes
-constexpr int64_t kSteps = 4; // 04: batches of a step
+constexpr int64_t kBatch = 16; // samples per batch, over all processes
+constexpr int64_t kSteps = 4; // 04: batches per optimizer step
 
 // [callback]
 struct PrintEpochs : hasten::TrainerCallback {
@@ -43,7 +43,7 @@ void train(const std::string& csv, const std::string& save_to) {
   arguments.learning_rate = 1e-2; // AdamW, linear schedule, clipped at 1.0
   arguments.train_sampling_strategy = hasten::SamplingStrategy::random;
   arguments.save_strategy = hasten::IntervalStrategy::no;
-  arguments.disable_tqdm = true; // PrintEpochs stands for banner, bars and table
+  arguments.disable_tqdm = true; // PrintEpochs replaces banner, bars and table
   arguments.per_device_train_batch_size = kBatch / hasten::world_from_environment().world_size;
 
   const auto loss = [model = classifier](const hasten::Batch& batch) mutable {

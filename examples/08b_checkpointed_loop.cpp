@@ -1,4 +1,4 @@
-// 04 with less memory for activations: one line more.
+// 04 with less memory for activations, by one more line.
 //
 //   08b_checkpointed_loop examples/reviews.csv
 //   hasten launch --nproc 2 08b_checkpointed_loop examples/reviews.csv
@@ -14,7 +14,7 @@
 namespace examples {
 
 constexpr int64_t kEpochs = 6;
-constexpr int64_t kBatch = 16; // rows of a batch, over all processes
+constexpr int64_t kBatch = 16; // samples per batch, over all processes
 constexpr int64_t kSteps = 4;
 constexpr int64_t kWindow = kSteps * kBatch;
 

@@ -16,10 +16,10 @@
 namespace examples {
 
 constexpr int64_t kEpochs = 6;
-constexpr int64_t kBatch = 16; // rows of a batch, over all processes
-constexpr int64_t kSteps = 4; // 04: batches of a step
-constexpr int64_t kWindow = kSteps * kBatch; // 04: their rows
-constexpr int64_t kAverage = 8; // 07: steps between two averages
+constexpr int64_t kBatch = 16; // samples per batch, over all processes
+constexpr int64_t kSteps = 4; // 04: batches per optimizer step
+constexpr int64_t kWindow = kSteps * kBatch; // 04: samples per optimizer step
+constexpr int64_t kAverage = 8; // 07: steps between synchronisations
 
 double accuracy(auto& accelerator, auto& model, auto& loader) { // 03
   torch::NoGradGuard no_grad;
@@ -28,7 +28,7 @@ double accuracy(auto& accelerator, auto& model, auto& loader) { // 03
   for (const hasten::Batch& batch : loader) {
     auto logits = model->forward(batch["input_ids"], batch["attention_mask"]);
     torch::Tensor hits = logits.argmax(1) == batch["labels"];
-    hits = accelerator.gather_for_metrics(hits); // 03: each row once
+    hits = accelerator.gather_for_metrics(hits); // 03: each sample once
     right += hits.sum().item<int64_t>();
     seen += hits.size(0);
   }
@@ -41,7 +41,7 @@ void train(const std::string& csv, const std::string& save_to) {
   // [/accelerator]
   const Reviews reviews = read_reviews(csv);
   const int64_t rows = reviews.train->size();
-  const int64_t updates = (rows + kWindow - 1) / kWindow; // 04: of an epoch
+  const int64_t updates = (rows + kWindow - 1) / kWindow; // 04: per epoch
 
   torch::manual_seed(42);
   ReviewClassifier classifier(reviews.vocab_size, reviews.num_labels);
@@ -75,7 +75,7 @@ void train(const std::string& csv, const std::string& save_to) {
       local_sgd.step(); // 07: does nothing inside a window
     }
     // [/batch]
-    local_sgd.synchronize(); // 07: evaluate one model, not one a process
+    local_sgd.synchronize(); // 07: so that all evaluate one model
     loss_sum = accelerator.reduce(torch::tensor(loss_sum)).item<double>(); // 03
     const double right = accuracy(accelerator, model, eval_loader); // 03
     accelerator.print(epoch_line(epoch + 1, loss_sum / rows, right)); // 03

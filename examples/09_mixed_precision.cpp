@@ -1,6 +1,5 @@
-// What 16 bits can hold, and how a training run lives with it: an overflow in fp16, a
-// precision that bf16 does not have, a gradient that fp16 loses, and a loss scale that
-// finds its size.
+// The limits of 16 bits, and how a training run handles them: an overflow in fp16, the lower
+// precision of bf16, a gradient that is 0 in fp16, and a loss scale that adapts.
 //
 //   09_mixed_precision
 //   hasten launch --nproc 2 09_mixed_precision
@@ -29,7 +28,7 @@ void numbers() {
 }
 // [/numbers]
 
-// A product whose result is 70000, above the largest number of fp16.
+// A product whose result is 70000, above the largest value of fp16.
 // [overflow]
 double product(torch::ScalarType type) {
   const hasten::Autocast autocast({.dtype = type});
@@ -65,7 +64,7 @@ void train(hasten::Precision precision) {
     std::snprintf(text, sizeof text, "%s window %ld: out is %s, loss %.3f, scale %g%s",
                   hasten::precision_name(precision), static_cast<long>(window),
                   c10::toString(out.scalar_type()), loss.item<double>(),
-                  accelerator.loss_scale().value(), skipped ? ", step left out" : "");
+                  accelerator.loss_scale().value(), skipped ? ", step skipped" : "");
     accelerator.print(text);
   }
   accelerator.end_training();

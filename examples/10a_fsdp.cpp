@@ -1,5 +1,5 @@
-// 04 with a part of the model on every process: parameters, gradients and the
-// optimizer's moments are divided by rows, and put together where they are needed.
+// 04 with a shard of the model on every process: parameters, gradients and the optimizer's moments
+// are sharded along dimension 0. Parameters are unsharded where they are needed.
 //
 //   10a_fsdp examples/reviews.csv
 //   hasten launch --nproc 2 10a_fsdp examples/reviews.csv
@@ -14,7 +14,7 @@
 namespace examples {
 
 constexpr int64_t kEpochs = 6;
-constexpr int64_t kBatch = 16; // rows of a batch, over all processes
+constexpr int64_t kBatch = 16; // samples per batch, over all processes
 constexpr int64_t kSteps = 4;
 constexpr int64_t kWindow = kSteps * kBatch;
 

@@ -14,7 +14,7 @@
 namespace examples {
 
 constexpr int64_t kEpochs = 6;
-constexpr int64_t kBatch = 16; // rows of a batch, over all processes
+constexpr int64_t kBatch = 16; // samples per batch, over all processes
 constexpr int64_t kSteps = 4;
 constexpr int64_t kWindow = kSteps * kBatch;
 

@@ -1,6 +1,6 @@
-// Batch normalisation over the rows of all processes. The images of two classes differ
-// in brightness alone, and a half of each batch is of one class: on two processes each
-// one's own mean takes away what is to be learnt; the mean of all rows does not.
+// Batch normalisation over the samples of all processes. The images of two classes differ only in
+// brightness, and half of each batch is of one class. On two processes each process's own mean
+// removes this difference; the mean of all samples does not.
 //
 //   11_sync_batch_norm
 //   hasten launch --nproc 2 11_sync_batch_norm
@@ -21,7 +21,7 @@ namespace examples {
 using torch::Tensor;
 using Images = std::vector<std::pair<Tensor, Tensor>>; // [N, 1, 8, 8], [N]
 
-constexpr int64_t kBatch = 8; // rows of a batch, over all processes
+constexpr int64_t kBatch = 8; // samples per batch, over all processes
 constexpr int64_t kSteps = 40;
 
 // Batches of `rows`, in one order: four of one class, four of the other, …
@@ -70,7 +70,7 @@ void train(const std::shared_ptr<hasten::Communicator>& communicator, bool sync)
   }
   char text[120];
   std::snprintf(text, sizeof text, "%-17s loss %.4f, running mean %.4f, running variance %.4f",
-                sync ? "of all rows:" : "of own rows:", loss_sum / 10,
+                sync ? "of all samples:" : "of own samples:", loss_sum / 10,
                 model->norm->running_mean[0].item<double>(),
                 model->norm->running_var[0].item<double>());
   accelerator.print(text);
@@ -78,7 +78,7 @@ void train(const std::shared_ptr<hasten::Communicator>& communicator, bool sync)
 }
 // [/train]
 
-// What the first batch looks like from one process and from all.
+// Prints the mean of the first batch on one process and on all.
 void show_means(hasten::Communicator& communicator) {
   const Images batches = make_images(kBatch / communicator.world_size());
   const auto mine = static_cast<size_t>(communicator.rank());
@@ -86,8 +86,8 @@ void show_means(hasten::Communicator& communicator) {
   const double own = mean.item<double>();
   communicator.all_reduce(mean, hasten::ReduceOp::AVG, "mean");
   if (communicator.is_main()) {
-    std::printf("the first batch has mean %.4f, process 0's rows of it %.4f\n", mean.item<double>(),
-                own);
+    std::printf("the first batch has mean %.4f, process 0's samples of it %.4f\n",
+                mean.item<double>(), own);
   }
 }
 

@@ -1,5 +1,5 @@
-// What the examples share and no step of the ladder changes: the reviews of a CSV
-// file as rows of token ids, a small classifier of them, saving, and main().
+// The code that all examples share: reading the reviews of a CSV file as token ids, a small
+// classifier, saving, and main().
 #pragma once
 
 #include <torch/torch.h>
@@ -19,13 +19,13 @@
 namespace examples {
 
 struct Reviews {
-  std::shared_ptr<hasten::TokenizedDataset> train{}; // four rows of five
+  std::shared_ptr<hasten::TokenizedDataset> train{}; // four fifths of the samples
   std::shared_ptr<hasten::TokenizedDataset> eval{}; // the others
   int64_t vocab_size = 0;
   int64_t num_labels = 0;
 };
 
-// A CSV with columns text and label. The vocabulary is learnt from the texts.
+// Reads a CSV with columns text and label, and learns the vocabulary from the texts.
 inline Reviews read_reviews(const std::string& path) {
   const auto data = hasten::tokenize_text_classification(
       hasten::TextFile::open(path), nullptr, {.texts = {.eval_split = 0.2}, .max_length = 128});
@@ -36,7 +36,7 @@ inline Reviews read_reviews(const std::string& path) {
           static_cast<int64_t>(data.label_names.size())};
 }
 
-// The mean of the tokens' embeddings, one hidden layer, a number for each label.
+// The mean of the tokens' embeddings, one hidden layer, one logit for each label.
 struct ReviewClassifierImpl : torch::nn::Module {
   ReviewClassifierImpl(int64_t vocab_size, int64_t num_labels)
       : embedding(register_module("embedding", torch::nn::Embedding(vocab_size, 32))),
@@ -55,7 +55,7 @@ struct ReviewClassifierImpl : torch::nn::Module {
 };
 TORCH_MODULE(ReviewClassifier);
 
-// Nothing where `path` is empty.
+// Does nothing if `path` is empty.
 inline void save(const ReviewClassifier& model, const std::string& path) {
   if (!path.empty()) {
     hasten::NamedTensors tensors;
@@ -73,7 +73,7 @@ inline std::string epoch_line(int64_t epoch, double loss, double accuracy) {
   return line;
 }
 
-// NAME reviews.csv [model.safetensors]. Its exit code.
+// Parses NAME reviews.csv [model.safetensors]. Returns the exit code.
 inline int run_example(int argc, char** argv,
                        void (*train)(const std::string& csv, const std::string& save_to)) {
   return hasten::record([&] {

@@ -197,7 +197,7 @@ TEST(Ladder, SixteenBitsHoldWhatTheGuideSays) {
     says("10 * 100 * 70 in Half: inf");
     says("10 * 100 * 70 in BFloat16: 70144");
     says("fp16 window 2: out is Half");
-    says("scale 512, step left out");
+    says("scale 512, step skipped");
     says("fp16 window 8: out is Half");
     EXPECT_EQ(run.out.find("window 8: out is Half, loss nan"), std::string::npos);
   }
@@ -210,9 +210,9 @@ TEST(Ladder, SynchronisedBatchNormOnTwoProcessesIsThatOfOne) {
     const size_t at = out.find(start);
     return at == std::string::npos ? "" : out.substr(at, out.find('\n', at) - at);
   };
-  const std::string alone = line_of(one.out, "of own rows:");
-  const std::string own = line_of(two.out, "of own rows:");
-  const std::string joined = line_of(two.out, "of all rows:");
+  const std::string alone = line_of(one.out, "of own samples:");
+  const std::string own = line_of(two.out, "of own samples:");
+  const std::string joined = line_of(two.out, "of all samples:");
   for (const char* word : {"loss", "running mean", "running variance"}) {
     EXPECT_NEAR(number_after(joined, word), number_after(alone, word), 2e-4);
     EXPECT_NE(number_after(own, word), -1) << two.out;
