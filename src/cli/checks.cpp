@@ -131,7 +131,7 @@ void check_output_dir(const TrainCommand& command) {
   if (::access(existing.c_str(), W_OK | X_OK) != 0) {
     throw InputError(
         kWhere, said + " cannot be written: " + existing.string() + ": " + std::strerror(errno),
-        "a folder you may write to");
+        "a writable folder");
   }
 }
 
@@ -229,7 +229,7 @@ void check_inputs(const CompareCommand& command) {
   std::error_code error;
   if (!detail::files::is_directory(folder, error) || ::access(folder.c_str(), W_OK | X_OK) != 0) {
     throw InputError("cli::compare", "--json=" + command.json + " cannot be written",
-                     "a file in a folder that exists and that you may write to");
+                     "a file in an existing, writable folder");
   }
 }
 
@@ -239,7 +239,7 @@ void check_inputs(const StateCommand& command) {
   if (!detail::files::is_regular_file(path, error)) {
     throw InputError("cli::state", command.folder + " has no state.json",
                      "a checkpoint-N folder of a run, or a folder of save_state()",
-                     "name the checkpoint inside the output folder");
+                     "pass the checkpoint-N folder inside the output folder");
   }
 }
 
@@ -323,7 +323,7 @@ void check_free_space(const std::filesystem::path& folder, int64_t bytes) {
   if (free < static_cast<uintmax_t>(bytes)) {
     throw InputError("cli::train",
                      "--output-dir=" + folder.string() + " needs " + format_bytes(bytes) +
-                         ", its disk has " + format_bytes(static_cast<int64_t>(free)) + " free",
+                         ", but its disk has " + format_bytes(static_cast<int64_t>(free)) + " free",
                      {},
                      "make room, choose another folder, or keep fewer saves "
                      "(--save-total-limit, --save-strategy no)");

@@ -1,7 +1,6 @@
-// What can be refused before LibTorch is mapped: files and folders that are not
-// there, an output folder that holds another run, a world inside a world.
-// `hasten` calls these for a quick answer; `hasten-worker` calls them again,
-// because under torchrun it may be started by itself.
+// Checks that need no LibTorch: missing files and folders, an output folder that holds another
+// run, a world inside another launcher's world. `hasten` calls them before it starts
+// `hasten-worker`, which calls them again, because torchrun may start it directly.
 // Local; read-only. Threading: free functions.
 #pragma once
 

@@ -284,7 +284,7 @@ Command parse_env(std::vector<std::string> arguments) {
   return command;
 }
 
-/// Flags of launch whose value is the next word.
+/// True for flags of launch whose value is the next word.
 bool takes_value(const std::string& flag) {
   return flag == "--nproc" || flag == "--nproc-per-node" || flag == "--log-dir" ||
          flag == "--redirects" || flag == "--tee";
@@ -389,7 +389,7 @@ Command parse_command_line(const std::vector<std::string>& arguments) {
     return Answer{"hasten " HASTEN_VERSION "\n"};
   }
   const detail::CommandEntry& command = detail::command_named(arguments[0]);
-  // What follows "--" is never a flag of ours.
+  // Arguments after "--" are never flags of hasten.
   const auto mark = std::find(arguments.begin() + 1, arguments.end(), "--");
   std::vector<std::string> flags(arguments.begin() + 1, mark);
   std::vector<std::string> rest;

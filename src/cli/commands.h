@@ -42,7 +42,7 @@ struct TrainCommand {
   std::string tokenizer{};
   /// Maximum size of a learned vocabulary.
   int64_t vocab_size = 30522;
-  /// A learned vocabulary keeps upper case and accents.
+  /// Keep upper case and accents in a learned vocabulary.
   bool cased = false;
 
   /// Empty: synthetic reviews (hasten/data/synthetic_reviews.h).

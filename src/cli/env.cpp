@@ -135,7 +135,7 @@ std::string environment_text(const nlohmann::ordered_json& json) {
             : factor > 0.5               ? " (no gain)"
                                          : " (slower; only for experiments)");
   };
-  line("speed of fp32", speed("bf16") + ", " + speed("fp16"));
+  line("speed vs. fp32", speed("bf16") + ", " + speed("fp16"));
   line("CUDA devices", std::to_string(json.at("cuda_devices").get<int>()));
   line("collectives", json.at("collectives").at(0).get<std::string>());
   const auto& world = json.at("world");

@@ -192,7 +192,7 @@ void print_estimate(const EstimateMemoryCommand& command, const MemoryEstimate& 
     line("activations, " + std::to_string(command.rows) + " x " + std::to_string(command.tokens),
          e.activations);
   }
-  line("peak of a process", e.peak);
+  line("peak per process", e.peak);
   if (command.nproc > 1) {
     line("of " + std::to_string(command.nproc) + " processes", e.peak * command.nproc);
   }

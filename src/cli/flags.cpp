@@ -9,7 +9,7 @@ namespace hasten::detail {
 constexpr size_t kHelpWidth = 80;
 constexpr size_t kHelpColumn = 30;
 
-/// Whether `read` took the text.
+/// True if `read` accepts the text.
 template <typename Read>
 bool takes(const Read& read) {
   try {

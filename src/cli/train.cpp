@@ -173,7 +173,7 @@ int64_t bytes_on_disk(const TrainingArguments& arguments, const torch::nn::Modul
 
 LoadedBert train_model(const TrainCommand& command, const TrainInputs& inputs) {
   LoadBertOptions options;
-  // A folder's regression keeps its head, whatever the column is called.
+  // A regression model from a folder keeps its head; the name of the label column does not matter.
   const bool keeps_head = inputs.head == Head::regression && !is_model_shape(command.model) &&
                           head_of(read_bert_config(command.model)) == Head::regression;
   if (!keeps_head) {

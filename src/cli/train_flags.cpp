@@ -335,7 +335,7 @@ Command parse_train(std::vector<std::string> arguments) {
         "--tokenizer only with a shape, because a folder has its own", "leave --tokenizer out");
   }
   if (is_model_shape(command.model) && !flags.given("--learning-rate")) {
-    command.arguments.learning_rate = 3e-4; // 5e-5 hardly moves random weights
+    command.arguments.learning_rate = 3e-4; // 5e-5 is too low for random weights
   }
   validate_arguments(flags, command.arguments);
   for (const auto& [needed, name] :

@@ -249,7 +249,8 @@ void Averager::start(double weight, double learning_rate, int64_t fragment) {
 
 const AverageReport& Averager::finish() {
   if (!impl_->round.open) {
-    throw InputError("parallel::Averager", "finish() without start()", "start() before it");
+    throw InputError("parallel::Averager", "finish() without start()",
+                     "a call of start() before it");
   }
   impl_->complete();
   return impl_->report;
@@ -322,7 +323,7 @@ void check_saved_round(int ranks, int ranks_here, int64_t fragment, int64_t frag
   if (ranks != ranks_here) {
     throw InputError("parallel::Averager",
                      "the state has an open synchronisation of " + std::to_string(ranks) + " ranks",
-                     std::to_string(ranks_here) + " ranks, as here",
+                     std::to_string(ranks_here) + " ranks, as in this world",
                      "resume with as many ranks, or save between synchronisations");
   }
   if (fragment < Averager::kAll || fragment >= fragments_here) {
@@ -335,8 +336,7 @@ void check_saved_round(int ranks, int ranks_here, int64_t fragment, int64_t frag
 
 } // namespace detail
 
-// What was sent has been received by the time it is saved: the state of a round
-// under way is the sum. So that it can be told from the state alone.
+// Saving waits for the messages, so the state of an open round contains the sum.
 void Averager::save_state(NamedTensors& tensors, nlohmann::json& values) const {
   Impl::Round& round = impl_->round;
   if (round.open) {
@@ -354,7 +354,7 @@ void Averager::save_state(NamedTensors& tensors, nlohmann::json& values) const {
     if (group.anchor.defined()) {
       tensors.emplace("anchor." + number, group.anchor);
     }
-    if (round.open && group.snapshot.defined()) { // not of a rank alone
+    if (round.open && group.snapshot.defined()) { // only with several ranks
       tensors.emplace("sum." + number, group.buffer);
       tensors.emplace("snapshot." + number, group.snapshot);
     }
@@ -409,7 +409,7 @@ void Averager::load_state(const NamedTensors& tensors, const nlohmann::json& val
                        "the options with which it was saved");
     }
   }
-  for (size_t g = 0; g < impl_->groups.size(); ++g) { // all is looked at first
+  for (size_t g = 0; g < impl_->groups.size(); ++g) { // checks all before changing any
     if (impl_->has_anchor()) {
       find("anchor", g);
     }
@@ -425,7 +425,7 @@ void Averager::load_state(const NamedTensors& tensors, const nlohmann::json& val
     impl_->options.comm_hook->load_state(detail::tensors_below(tensors, "hook."), values["hook"]);
   }
   at::NoGradGuard no_grad;
-  if (!impl_->round.operations.empty()) { // they may still write into the old
+  if (!impl_->round.operations.empty()) { // they may still write into the old buffers
     impl_->make_buffers();
   }
   for (size_t g = 0; g < impl_->groups.size(); ++g) {

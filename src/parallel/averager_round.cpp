@@ -487,7 +487,7 @@ RoundOutcome Averager::Impl::recover() {
   }
   const auto all = communicator->all_gather_object(
       {{"rounds", rounds}, {"total", last_total}, {"unsettled", round.open || dropped}},
-      "how far the ranks are with an average");
+      "progress of an average");
   int64_t most = rounds;
   double total = 0;
   for (const auto& rank : all) {

@@ -1,4 +1,4 @@
-// How a model's parameters become units of shards.
+// Construction of a FullyShard: divides the parameters into units and shards them.
 #include <ATen/ATen.h>
 #include <torch/nn/module.h>
 #include <torch/nn/modules/container/modulelist.h>
@@ -284,7 +284,7 @@ void FullyShard::make_units(const std::vector<std::shared_ptr<torch::nn::Module>
   assign_parameters(numbers);
 }
 
-// Each tensor to the innermost block around it.
+// Assigns each tensor to the innermost block that contains it.
 void FullyShard::assign_parameters(
     const std::unordered_map<const torch::nn::Module*, size_t>& blocks) {
   std::unordered_map<const void*, size_t> seen; // TensorImpl -> parameter

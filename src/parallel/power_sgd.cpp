@@ -96,7 +96,7 @@ PowerSgdHook::PowerSgdHook(PowerSgdOptions options) : options_(options) {
   const bool remembers = options_.use_error_feedback || options_.warm_start;
   if (options_.start_powerSGD_iter < (remembers ? 2 : 0)) {
     refuse("start_powerSGD_iter=" + std::to_string(options_.start_powerSGD_iter),
-           "2 or more with error feedback or warm start, else 0 or more");
+           "2 or more with error feedback or warm start, otherwise 0 or more");
   }
 }
 

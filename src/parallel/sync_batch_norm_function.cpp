@@ -26,8 +26,8 @@ namespace hasten::detail {
 // Samples that do not count (rows_count) are not in n, A and G, so they do not influence other
 // samples' dx. Their own dx is w / sqrt(var + eps) dy.
 
-// Every rank sends fp64 elements on the CPU, whatever dtype it computes in; their number depends
-// only on C.
+// Every rank sends fp64 elements on the CPU for any dtype of the input; their number depends only
+// on C.
 static at::TensorOptions numbers() { return at::TensorOptions(at::kDouble).device(at::kCPU); }
 
 // The dtype of statistics.

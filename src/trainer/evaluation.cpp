@@ -50,7 +50,7 @@ at::Tensor outputs_in_order(TrainerParts& parts, RankOutputs mine, int64_t datas
     form = {{"dtype", static_cast<int>(first.scalar_type())},
             {"sizes", first.sizes().slice(1).vec()}};
   }
-  const auto forms = communicator.all_gather_object(form, "form of the outputs");
+  const auto forms = communicator.all_gather_object(form, "shape of the outputs");
   const auto known =
       std::find_if(forms.begin(), forms.end(), [](const auto& f) { return !f.is_null(); });
   auto sizes = known->at("sizes").get<std::vector<int64_t>>();
@@ -61,7 +61,8 @@ at::Tensor outputs_in_order(TrainerParts& parts, RankOutputs mine, int64_t datas
   const at::Tensor rows = mine.rows.empty() ? none : at::cat(mine.rows);
   const at::Tensor indices = at::tensor(mine.indices, at::kLong).to(parts.accelerator->device());
   const at::Tensor all_rows = communicator.all_gather_rows(rows.contiguous(), "outputs").cpu();
-  const at::Tensor all_indices = communicator.all_gather_rows(indices, "rows of the outputs").cpu();
+  const at::Tensor all_indices =
+      communicator.all_gather_rows(indices, "indices of the outputs").cpu();
   sizes[0] = dataset_rows;
   return at::empty(sizes, all_rows.options()).index_copy_(0, all_indices, all_rows);
 }
@@ -177,7 +178,7 @@ nlohmann::json evaluate_dataset(TrainerParts& parts, const Dataset& dataset,
   return record;
 }
 
-/// M: metrics that give several values at once.
+/// M: metrics with several values.
 template <typename M>
 class CountedEvaluation final : public EvaluationMetrics {
  public:

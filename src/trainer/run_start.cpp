@@ -131,7 +131,7 @@ nlohmann::json agreed_with_main(TrainerParts& parts, const char* what,
 OutputDirHold hold_output_dir(TrainerParts& parts) {
   OutputDirHold hold;
   if (!parts.arguments.output_dir.empty()) {
-    agreed_with_main(parts, "whose the output folder is", [&] {
+    agreed_with_main(parts, "lock of the output folder", [&] {
       hold = std::make_unique<OutputDirLock>(parts.arguments.output_dir);
       return nlohmann::json::object();
     });
@@ -141,20 +141,19 @@ OutputDirHold hold_output_dir(TrainerParts& parts) {
 
 RunStart decide_start(TrainerParts& parts) {
   RunStart start;
-  const nlohmann::json told =
-      agreed_with_main(parts, "how the run begins", [&]() -> nlohmann::json {
-        if (!parts.altering_facts.contains("train_data")) {
-          parts.altering_facts["train_data"] = data_checksum(*parts.train);
-        }
-        start = look_for_start(parts);
-        return {{"folder", start.folder.string()},
-                {"own_folder", start.own_folder},
-                {"finished", start.finished},
-                {"run", start.run},
-                {"notes", start.notes},
-                {"precision", start.precision},
-                {"drop_batch", start.drop_batch}};
-      });
+  const nlohmann::json told = agreed_with_main(parts, "start of the run", [&]() -> nlohmann::json {
+    if (!parts.altering_facts.contains("train_data")) {
+      parts.altering_facts["train_data"] = data_checksum(*parts.train);
+    }
+    start = look_for_start(parts);
+    return {{"folder", start.folder.string()},
+            {"own_folder", start.own_folder},
+            {"finished", start.finished},
+            {"run", start.run},
+            {"notes", start.notes},
+            {"precision", start.precision},
+            {"drop_batch", start.drop_batch}};
+  });
   start.folder = told.at("folder").get<std::string>();
   told.at("own_folder").get_to(start.own_folder);
   told.at("finished").get_to(start.finished);

@@ -170,7 +170,7 @@ void validate_precision(const TrainingArguments& a) {
   const std::string precision = std::string("precision=") + precision_name(a.precision);
   if (a.bf16 && a.fp16) {
     throw InputError(kArgumentsPlace, "bf16=true and fp16=true exclude each other", "one of them",
-                     "leave fp16 out: bf16 needs no loss scale");
+                     "leave fp16 out, because bf16 needs no loss scale");
   }
   if (contradicts(a.bf16, Precision::bf16) || contradicts(a.fp16, Precision::fp16)) {
     throw InputError(kArgumentsPlace,

@@ -89,7 +89,7 @@ TEST(EstimateMemory, PrintsATableOfWhatTakesTheMemory) {
                                       "--optim", "adamw", "--bf16", "--nproc", "4"});
   EXPECT_EQ(run.code, 0) << run.error;
   for (const char* part : {"bert-base, 109,483,778 parameters, adamw, bf16, ddp on 4 processes",
-                           "optimizer state", "peak of a process", "of 4 processes"}) {
+                           "optimizer state", "peak per process", "of 4 processes"}) {
     EXPECT_NE(run.out.find(part), std::string::npos) << part << "\n" << run.out;
   }
   EXPECT_EQ(run.out.find("activations"), std::string::npos);

@@ -81,10 +81,10 @@ class Fp16CompressHook : public CommHook {
   double bytes_per_number() const override { return 2; }
 };
 
-/// The same with bfloat16: fp32's range, relative error 2^-8. It needs no error feedback: an
-/// element's error is proportional to that element. With 8 bits, elements far below a block's
-/// largest are lost in every step. So a copy of the buckets would bring nothing that training
-/// shows, also for the averaged changes of Local SGD.
+/// The same with bfloat16: fp32's range, relative error 2^-8. It has no error feedback. An
+/// element's error is proportional to that element, while 8 bits lose elements far below a block's
+/// largest in every step. So error feedback would cost a copy of the buckets without a visible
+/// effect on training, also for the averaged changes of Local SGD.
 class Bf16CompressHook : public CommHook {
  public:
   Step reduce(Communicator& communicator, const GradientBucket& bucket) override;

@@ -183,7 +183,7 @@ class Ddp : public DataParallel {
   size_t next_bucket_ = 0;
   std::vector<Operation> operations_; // buckets, then agreement and order
   at::Tensor agreement_; // Note [Agreement]
-  at::Tensor order_; // count, then slots, int32; undefined: not asked for
+  at::Tensor order_; // count, then slots, int32; undefined: not requested
   std::string violation_; // of a static graph
   std::vector<std::string> missing_; // this rank's unused parameters
   bool buffers_changed_ = true; // on any rank

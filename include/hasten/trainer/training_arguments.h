@@ -285,7 +285,7 @@ struct TrainingArguments {
   int64_t dataloader_num_workers = 0;
   /// Batches that each worker prefetches, >= 1.
   int64_t dataloader_prefetch_factor = 2;
-  /// Maximum number of tokens of a sample, >= 1; whoever tokenizes truncates. The model's own limit
+  /// Maximum number of tokens of a sample, >= 1. Tokenizing truncates to it. The model's own limit
   /// applies if it is smaller.
   int64_t max_length = 128;
 
