@@ -13,7 +13,7 @@
 // matters.
 //
 // A backward processes a forward's calls if it reaches any of them (if it reaches none, those of
-// the latest forward). If a unit also has calls in a forward that no backward has reached yet, it
+// the latest forward). If a unit has earlier calls in a forward that no backward has reached, it
 // is reduced at the end of the backward, because its gradient may still grow. Calls of processed
 // forwards are kept as long as their graph lives, because it may have been retained.
 //

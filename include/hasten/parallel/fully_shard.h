@@ -67,8 +67,8 @@ struct ShardTensor;
 enum class ShardingStrategy {
   /// Parameters, gradients and optimizer state: 16 / N; sends 3.
   fsdp,
-  /// The same, but parameters stay unsharded from a window's first forward to its last backward: 4
-  /// + 16 / N; sends 2.
+  /// The same, but parameters stay unsharded from a window's first forward to its last backward.
+  /// 4 + 16 / N; sends 2.
   zero2,
   /// Gradients also stay unsharded until the window's last backward: 8 + 16 / N; sends 2.
   zero1,
@@ -164,7 +164,7 @@ class [[nodiscard]] ForwardScope {
   ForwardScope(const ForwardScope&) = delete;
   ForwardScope& operator=(const ForwardScope&) = delete;
   /// Ends the forward, unless start_backward() has ended it. If an exception is in flight, abandons
-  /// it, and the next forward starts afresh.
+  /// the forward, and the next one starts from the beginning.
   ~ForwardScope();
 
  private:

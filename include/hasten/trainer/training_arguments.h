@@ -145,10 +145,11 @@ struct TrainingArguments {
   /// samples that it has.
   int64_t gradient_accumulation_steps = 1;
   /// Halves per_device_train_batch_size until a step on the longest samples fits into memory on
-  /// every rank. Sizes tried divide its product with gradient_accumulation_steps, which grows so
-  /// that an update keeps its samples. The run then equals one that starts with the size found.
-  /// Costs two forward and backward passes per size, before training. Excludes
-  /// gradient_checkpointing=budget, which fits activations to the batch instead.
+  /// every rank. Every size tried divides the product of per_device_train_batch_size and
+  /// gradient_accumulation_steps; the latter grows so that an update keeps its samples. The run
+  /// then equals one that starts with the size found. Costs two forward and backward passes per
+  /// size, before training. Excludes gradient_checkpointing=budget, which fits activations to the
+  /// batch instead.
   bool auto_find_batch_size = false;
   /// With auto_find_batch_size: limit for CPU tensors of one process, "2GB" or "512MiB", including
   /// the model and the optimizer's state. Empty: 90 % of the host's free memory at the start,
