@@ -1,5 +1,5 @@
-// A rank that dies, in every phase of a round: the others are left with their own
-// parameters or with the mean, in all tensors one or the other.
+// A rank dies in each phase of a round. The others keep their own parameters or have the mean, the
+// same choice in all tensors.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -17,8 +17,7 @@ using testing_support::FaultRank;
 using testing_support::spawn;
 using testing_support::WatchedCommunicator;
 
-/// The planted fault, before an operation of this name or ("after …") right after
-/// it has been started.
+/// The planted fault, before an operation of this name, or ("after …") directly after its start.
 static std::shared_ptr<WatchedCommunicator> faulty_communicator(std::shared_ptr<Communicator> inner,
                                                                 FaultRank& rank,
                                                                 const std::string& phase) {
@@ -70,7 +69,7 @@ HASTEN_RANK_FUNCTION(AveragesDeadAtVote) { average_in_phase(rank, "vote on an av
 HASTEN_RANK_FUNCTION(AveragesDeadAfterVote) { average_in_phase(rank, "after vote on an average"); }
 HASTEN_RANK_FUNCTION(AveragesDeadAtSpread) { average_in_phase(rank, "spread of an average"); }
 
-/// What the survivors hold: their own, or the mean where that is `allowed` too.
+/// Checks the survivors' values: their own, or the mean if it is `allowed`.
 static void expect_whole(const std::string& function, bool own, bool mean) {
   const auto ranks = spawn(3, function, {.kind = FaultKind::kill, .rank = 1});
   for (const int survivor : {0, 2}) {
@@ -101,8 +100,8 @@ TEST(AveragerFault, BehindTheVoteEverySurvivorHasTheMean) {
   expect_whole("AveragesDeadAtSpread", false, true);
 }
 
-/// Rank r's tensors hold (r + 1)^2: 1, 4, 9. The second average is of those that
-/// are left, by a driver with an outer step that halves the way.
+/// Rank r's tensors hold (r + 1)^2: 1, 4, 9. The second average is over the remaining ranks, by a
+/// driver with an outer step that takes half of the change.
 static void recover_in_phase(FaultRank& rank, const std::string& phase) {
   auto world = Communicator::create(rank.world(), {.timeout = std::chrono::milliseconds(20'000)});
   auto faulty = faulty_communicator(world, rank, phase);
@@ -144,7 +143,7 @@ HASTEN_RANK_FUNCTION(RecoversFromTheDriversSending) {
   recover_in_phase(rank, "parameters of the driver");
 }
 
-// Mean of 1 and 9, half the way from 0; a second round goes on from there.
+// The mean of 1 and 9, with half of the change from 0. A second round starts from there.
 TEST(AveragerFault, ADroppedDriversRoundIsMadeAgainFromTheOldAnchor) {
   for (const char* phase : {"RecoversFromTheFirstVote", "RecoversFromTheDriversSending"}) {
     const auto ranks = spawn(3, phase, {.kind = FaultKind::kill, .rank = 1});

@@ -1,5 +1,5 @@
-// The state of an averager: saved at any moment of its rounds, it goes on bit for bit;
-// rounds that are large in number. Worlds 1 to 4.
+// The state of an averager: after a save at any moment of its rounds it continues bit for bit. Also
+// numbers of rounds that are large. Worlds 1 to 4.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -32,8 +32,8 @@ Saved saved(const Averager& averager) {
   return state;
 }
 
-// Three rounds of a rank's tensors, every other one late where `late`. At `stop`,
-// counted in moments, the averager is made anew from its state, twice.
+// Three rounds of a rank's tensors, every other one by start() and finish() if `late`. At `stop`,
+// counted in moments, the averager is replaced by one from its state, twice.
 struct Rounds {
   Rounds(std::shared_ptr<Communicator> group, Options make, bool late, int stop)
       : communicator(std::move(group)), options(std::move(make)), stop_at(stop) {
@@ -59,7 +59,7 @@ struct Rounds {
     }
   }
 
-  // This rank's own way.
+  // This rank's local change.
   void move(int turn) {
     auto generator = torch::make_generator<at::CPUGeneratorImpl>(
         static_cast<uint64_t>(1000 * communicator->rank() + turn));
@@ -124,7 +124,7 @@ TEST(AveragerState, SavedAtAnyMomentOfAnyKindOfRoundItGoesOnBitForBit) {
   }
 }
 
-// What was on its way when the state came is dropped: it may arrive afterwards.
+// Messages in flight at the load of a state are dropped, because they may arrive afterwards.
 TEST(AveragerState, ALoadedStateReplacesARoundUnderWay) {
   const auto communicator = fresh_communicator();
   const int rank = communicator->rank();

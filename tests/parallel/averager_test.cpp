@@ -1,5 +1,5 @@
-// The averaging engine against torch's operators on all ranks' tensors, which every
-// rank can make for itself.
+// The averager against torch's operators on all ranks' tensors, which every rank can compute
+// itself.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -25,8 +25,8 @@ Tensor numbers(std::vector<int64_t> sizes, int rank, int turn = 0) {
   return torch::randn(sizes, generator, torch::kFloat);
 }
 
-// What a rank gives: all dtypes, a tensor larger than the slices, one whose memory
-// is ordered otherwise, one that is tied.
+// A rank's tensors: all dtypes, one that is larger than a slice, one with another order in memory,
+// one that is tied.
 List rank_list(int rank) {
   List list;
   list.emplace_back("large", numbers({300, 700}, rank));
@@ -40,7 +40,7 @@ List rank_list(int rank) {
   return list;
 }
 
-// By torch's operators: sum of weight * tensor over ranks, by the sum of weights.
+// By torch's operators: the sum of weight * tensor over ranks, divided by the sum of weights.
 Tensor plain_mean(size_t entry, const std::vector<double>& weights) {
   Tensor sum;
   double total = 0;
@@ -93,7 +93,7 @@ TEST(Averager, EveryTensorIsTheRanksMeanWhereItLies) {
     if (world > 1) {
       EXPECT_GT(list[0].second._version(), version); // autograd must know
     }
-    // The same bits everywhere.
+    // Equal bit for bit on all ranks.
     for (const auto& [name, tensor] : list) {
       Tensor first = tensor.contiguous().clone();
       communicator->broadcast(first, 0, name);
@@ -149,8 +149,8 @@ TEST(Averager, SpreadIsTheRootMeanSquareDistanceToTheMean) {
   EXPECT_LT(averager.report().spread, 1e-3 * std::sqrt(squares + 1));
 }
 
-// A property: whatever sizes, slices and fragments, every element is in one piece,
-// pieces of a slice share a fragment, and fragments are runs of the list.
+// A property for all sizes, slices and fragments: every element is in one piece, pieces of a slice
+// share a fragment, and fragments are contiguous parts of the list.
 TEST(Averager, EveryElementIsInExactlyOneSlice) {
   const auto communicator = Communicator::create(World{});
   auto generator = torch::make_generator<at::CPUGeneratorImpl>(5);
@@ -252,8 +252,8 @@ TEST(Averager, WhatWasDoneBetweenStartAndFinishIsKept) {
   }
 }
 
-// Numbers near 1000 that have changed by about 1: what travels in 16 bits is the
-// change, so the error is 2^-9 of that, not of the number.
+// Values near 1000 that have changed by about 1. The change is sent in 16 bits, so the error is
+// 2^-9 of the change, not of the value.
 TEST(Averager, AHookCompressesTheChangesSinceTheLastAverage) {
   const auto communicator = fresh_communicator();
   const int world = communicator->world_size();

@@ -1,5 +1,5 @@
-// Hooks against the plain sum, and PowerSGD against its definition worked out in
-// fp64 by one process. Worlds 1, 2, 3, 4; every rank has other gradients.
+// Hooks against the plain sum, and PowerSGD against its definition, computed in fp64 by one
+// process. Worlds 1, 2, 3, 4; every rank has other gradients.
 #include "hasten/parallel/comm_hook.h"
 
 #include <gtest/gtest.h>
@@ -15,8 +15,7 @@ void orthonormalize_(at::Tensor matrix); // of power_sgd.cpp
 
 namespace hasten::ddp_test {
 
-// Rank r's gradients of turn t: a matrix [12, 10] and a vector [7], whose padding
-// lies in the bucket too.
+// Rank r's gradients of turn t: a matrix [12, 10] and a vector [7] with padding in the bucket.
 Tensor matrix_of(int rank, int turn) {
   auto generator = torch::make_generator<at::CPUGeneratorImpl>(900 + rank + 50 * turn);
   return torch::randn({12, 10}, generator, torch::kFloat);
@@ -75,8 +74,8 @@ double largest(const Tensor& tensor) {
   return tensor.abs().max().to(torch::kDouble).item<double>();
 }
 
-// What is sent is rounded once and the fp32 sum once: computed here the same way,
-// so equal to the last bit.
+// Messages are rounded once and the fp32 sum once. The test computes the same, so results are equal
+// bit for bit.
 template <typename Hook>
 void expect_wire(at::ScalarType wire) {
   HookRig rig(std::make_shared<Hook>());
@@ -119,8 +118,8 @@ TEST(CommHook, RanksMustRegisterTheSame) {
   EXPECT_EQ(what.empty(), communicator->world_size() == 1) << what;
 }
 
-// Values worked out by hand, signs too: LAPACK's depend on its kernels, and where
-// columns are dependent so does the space.
+// Values computed by hand, including signs. LAPACK's depend on its kernels, and for dependent
+// columns the space depends on them, too.
 TEST(PowerSgd, OrthonormalizesTheSameWayOnEveryProcessor) {
   Tensor square = torch::tensor({{3.0f, 1.0f}, {4.0f, 0.0f}});
   detail::orthonormalize_(square);
@@ -152,10 +151,9 @@ TEST(PowerSgd, RefusesOptionsOutOfRange) {
       PowerSgdHook({.start_powerSGD_iter = 0, .use_error_feedback = false, .warm_start = false}));
 }
 
-// The projection of the sum of (gradient + error) on the factor's space, and what
-// is left out: both follow from the definition, given the space of P. The
-// reference takes the space from the result itself and checks that it is the one a
-// power iteration from the last factor gives.
+// The projection of the sum of (gradient + error) on the factor's space, and its error: both follow
+// from the definition, given the space of P. The reference takes the space from the result and
+// checks that a power iteration from the last factor gives this space.
 TEST(PowerSgd, IsThePowerIterationWithErrorFeedback) {
   auto hook = std::make_shared<PowerSgdHook>(PowerSgdOptions{
       .matrix_approximation_rank = 2, .start_powerSGD_iter = 2, .min_compression_rate = 1});
@@ -197,8 +195,7 @@ TEST(PowerSgd, IsThePowerIterationWithErrorFeedback) {
   EXPECT_EQ(hook->iteration(), 6);
 }
 
-// The vector and the matrix in a bucket each: warm-up ends between two sums, not
-// within one.
+// Vector and matrix are in separate buckets. Warm-up ends between two sums, not within one.
 TEST(PowerSgd, CountsSumsWhateverTheBuckets) {
   auto hook = std::make_shared<PowerSgdHook>(
       PowerSgdOptions{.start_powerSGD_iter = 3, .min_compression_rate = 1});

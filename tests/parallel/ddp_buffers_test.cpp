@@ -1,4 +1,4 @@
-// What becomes of a module's buffers at the end of a sum.
+// A module's buffers at the end of a sum.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -13,7 +13,7 @@ struct CountedImpl : torch::nn::Module {
     half = register_buffer("half", torch::zeros({2}, torch::kBFloat16));
     counter = register_buffer("counter", torch::zeros({}, torch::kLong));
   }
-  // A forward of rank r: its buffers hold r + 1 things of its own.
+  // A forward of rank r writes values that depend on r into its buffers.
   Tensor loss(int r) {
     torch::NoGradGuard no_grad;
     statistics.fill_(r + 1);
@@ -64,7 +64,7 @@ TEST(DdpBuffers, AreRankZerosAfterEverySum) {
   rig.expect(1, 10);
 }
 
-// Rank 0 ran out of batches: what it has is stale.
+// Rank 0 ran out of batches, so its buffers are stale.
 TEST(DdpBuffers, AreThoseOfTheFirstRankWithABatch) {
   BufferRig rig(BufferPolicy::broadcast);
   if (rig.world > 1) {
@@ -89,7 +89,7 @@ TEST(DdpBuffers, LeaveLeavesThem) {
   rig.expect(rig.rank + 1, 10 * (rig.rank + 1));
 }
 
-// Integers that nobody writes are not sent; once written they are.
+// Integer buffers are sent only after a rank has written them.
 TEST(DdpBuffers, IntegersAloneAreSentOnceTheyChange) {
   struct Positions : torch::nn::Module {
     Positions() {
@@ -111,8 +111,8 @@ TEST(DdpBuffers, IntegersAloneAreSentOnceTheyChange) {
   }
 }
 
-// What no rank uses has one answer everywhere, in later windows too, and buffers are
-// compared whatever the graph.
+// A parameter that no rank uses has the same gradient on all ranks, also in later windows. Buffers
+// are compared for any graph.
 TEST(DdpBuffers, AStaticGraphAgreesInEveryWindow) {
   struct Marked : torch::nn::Module {
     Marked() {

@@ -1,6 +1,6 @@
-// Models and graphs that are not plain: parameters nobody uses, frozen, tied,
-// used twice; sparse and mixed ones; graphs that never change; second derivatives.
-// Worlds 1, 2, 3, 4; every rank starts from other values.
+// Special models and graphs: parameters that are unused, frozen, tied or used twice; sparse and
+// mixed ones; static graphs; second derivatives. Worlds 1, 2, 3, 4; every rank starts from other
+// values.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -37,8 +37,8 @@ TEST(DdpUnused, AnErrorNamesThemOnEveryRank) {
   communicator->barrier("nobody hangs, the group lives");
 }
 
-// Used by rank 0 alone: its gradient everywhere. Used by nobody: undefined, and
-// an optimizer with weight decay leaves it alone, as one process does.
+// Used only by rank 0: all ranks have its gradient. Used by no rank: undefined, so an optimizer
+// with weight decay skips it, as with one process.
 TEST(DdpUnused, AllowedTheyAreAsInOneProcess) {
   auto communicator = fresh_communicator();
   const int world = communicator->world_size();
@@ -171,8 +171,8 @@ TEST(DdpParameters, ReplacedOrConvertedOnesAreNamed) {
   EXPECT_NE(what.find("\"part0.weight\" is [6, 6] Float"), std::string::npos) << what;
 }
 
-// fp64 and fp32 in turns, a table with sparse gradients, a tied weight used by two
-// layers and a layer called twice.
+// Alternating fp64 and fp32, a table with sparse gradients, a tied weight used by two layers, and a
+// layer called twice.
 struct MixedImpl : torch::nn::Module {
   explicit MixedImpl(uint64_t seed) {
     torch::manual_seed(seed);

@@ -1,5 +1,5 @@
-// What the tests of Ddp share: one sum over ranks, and the gradient of the joined
-// rows by a plain torch loop that knows nothing of hasten.
+// Shared by the tests of Ddp: one sum over ranks, and the gradient of the joined batch by a plain
+// torch loop without hasten.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -18,13 +18,13 @@ namespace hasten::ddp_test {
 using at::Tensor;
 using testing_support::fresh_communicator;
 
-// rank + 1 rows of `width`, a function of rank and turn alone.
+// rank + 1 rows of `width`, a function of rank and turn only.
 inline Tensor rows_of(int rank, int64_t width, int turn = 0) {
   auto generator = torch::make_generator<at::CPUGeneratorImpl>(50 + rank + 100 * turn);
   return torch::randn({rank + 1, width}, generator, torch::kDouble);
 }
 
-// One reduced sum: `loss(rank)` is this rank's, undefined where it has no batch.
+// One reduced sum. `loss(rank)` is this rank's loss, undefined if it has no batch.
 template <typename Loss>
 void reduce_once(Ddp& ddp, int rank, const Loss& loss, double factor = 1) {
   ddp.begin();
@@ -37,8 +37,8 @@ void reduce_once(Ddp& ddp, int rank, const Loss& loss, double factor = 1) {
   ddp.finish(factor);
 }
 
-// By name: sum over ranks of loss(rank), derived by plain torch; undefined where
-// no loss depends on the parameter.
+// By name: the gradient of the sum over ranks of loss(rank) by plain torch; undefined if no loss
+// depends on the parameter.
 template <typename Loss>
 std::vector<std::pair<std::string, Tensor>> plain_gradient(torch::nn::Module& plain, int world,
                                                            const Loss& loss) {
@@ -79,8 +79,7 @@ inline std::string what_of(const std::function<void()>& function) {
   return {};
 }
 
-// Three parts, of which a loss may leave any out; `part[i]` twice as wide as it
-// is long, fp64.
+// Three parts; a loss may leave out any of them. `part[i]` is twice as wide as it is long, fp64.
 struct PartsImpl : torch::nn::Module {
   explicit PartsImpl(uint64_t seed) {
     torch::manual_seed(seed);
@@ -89,7 +88,7 @@ struct PartsImpl : torch::nn::Module {
     }
     to(torch::kDouble);
   }
-  // The sum of squares behind the listed parts, in that order.
+  // The sum of squares after the listed parts, in that order.
   Tensor loss(const Tensor& x, const std::vector<int>& use) {
     Tensor y = x;
     for (const int i : use) {
@@ -101,7 +100,7 @@ struct PartsImpl : torch::nn::Module {
 };
 TORCH_MODULE(Parts);
 
-// Every tensor of Parts in a bucket of its own.
+// Puts every tensor of Parts into a separate bucket.
 constexpr DdpOptions kTinyBuckets{.bucket_cap_mb = 1e-5, .first_bucket_mb = 1e-5};
 
 } // namespace hasten::ddp_test

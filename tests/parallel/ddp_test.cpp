@@ -22,7 +22,7 @@ torch::nn::Sequential deep_net(uint64_t seed) {
   return net;
 }
 
-// 33 KiB of fp64 a layer's weight, so that each goes alone.
+// 33 KiB of fp64 per layer's weight, so that each has its own bucket.
 constexpr DdpOptions kSmallBuckets{.bucket_cap_mb = 8.0 / 1024, .first_bucket_mb = 4.0 / 1024};
 
 TEST(Ddp, NRanksEqualOneRankOnTheJoinedBatch) {
@@ -64,7 +64,7 @@ TEST(Ddp, ReducesInOneOrderWhatEachRankUses) {
   DdpOptions options = kSmallBuckets;
   options.find_unused_parameters = true;
   Ddp ddp(communicator, net.ptr(), options);
-  // Each rank uses other layers, in another order: nobody may wait for ever.
+  // Each rank uses other layers in another order; no rank may wait forever.
   const auto loss = [&](int r) {
     Tensor x = rows_of(r, 32);
     for (int i = 0; i < 3; ++i) {
@@ -95,8 +95,8 @@ TEST(Ddp, FirstBucketIsSmallAndAllCoverTheBuffers) {
             ddp.gradients().buffer(0).numel());
 }
 
-// Registered in the order of use, backward comes the other way round; here it is
-// registered backwards, so that the layout's first guess is all wrong.
+// Modules are normally registered in the order of use, and backward has the reverse order. Here
+// they are registered in reverse, so the layout's first guess is wrong everywhere.
 TEST(Ddp, LearnsTheBucketOrderFromRankZerosFirstBackward) {
   auto communicator = fresh_communicator();
   const int world = communicator->world_size();
@@ -104,7 +104,7 @@ TEST(Ddp, LearnsTheBucketOrderFromRankZerosFirstBackward) {
   Parts net(static_cast<uint64_t>(rank) + 1);
   Ddp ddp(communicator, net.ptr(), kTinyBuckets);
   const std::vector<int64_t> before = ddp.gradients().layout().order();
-  // Ranks use the parts in different orders: rank 0's counts.
+  // Ranks use the parts in different orders; rank 0's order is learned.
   const auto use = [](int r) {
     return r == 0 ? std::vector<int>{2, 0, 1} : std::vector<int>{1, 0, 2};
   };
@@ -168,7 +168,7 @@ TEST(Ddp, ReportsHowMuchCommunicationWasExposed) {
   EXPECT_LT(report.exposed_seconds, 20);
 }
 
-// A convolution whose weights lie by channels on the ranks that `last` names.
+// A convolution whose weights are channels-last on the ranks in `last`.
 struct ImagesImpl : torch::nn::Module {
   explicit ImagesImpl(bool last) {
     torch::manual_seed(3);
@@ -216,8 +216,8 @@ TEST(Ddp, StridesThatDifferBetweenRanksAreRefusedByName) {
   EXPECT_NE(what.find("strides"), std::string::npos) << what;
 }
 
-// One rank converts the weights after the model was prepared, and the buckets are
-// reordered later: gradients stay where they were.
+// One rank converts the weights after construction, and the buckets are reordered later; gradients
+// keep their places.
 TEST(Ddp, StridesOfTheFirstDayStay) {
   auto communicator = fresh_communicator();
   Images net(false);
@@ -236,9 +236,8 @@ TEST(Ddp, StridesOfTheFirstDayStay) {
   }
 }
 
-// Tensors of every kind around each other: some travel alone, some together, more
-// than one operation takes, behind an odd number of bytes, scattered in memory on one
-// rank.
+// All kinds of tensors in one list: some are sent alone, some together, more than fit into one
+// operation, after an odd number of bytes, not contiguous on one rank.
 TEST(Ddp, EveryRankStartsWithRankZerosTensors) {
   auto communicator = fresh_communicator();
   struct Mixed : torch::nn::Module {

@@ -1,4 +1,4 @@
-// What cannot be sharded, or not be used so, says so, on every rank.
+// Models that cannot be sharded and wrong uses give an error on every rank.
 #include "hasten/base/log.h"
 #include "parallel/fully_shard_rig.h"
 

@@ -1,4 +1,4 @@
-// Which units are gathered and reduced when, whatever forward and backward do.
+// The order in which units are gathered and reduced, for all kinds of forward and backward.
 #include <chrono>
 #include <thread>
 
@@ -7,7 +7,7 @@
 
 namespace hasten::shard_test {
 
-// Of blocks and, last, the root: what a step of `micro` batches sends.
+// Counts for the blocks and, last, the root: what a step of `micro` batches sends.
 TEST(FullyShardOrder, GathersAndReductionsAreTheTables) {
   struct Row {
     FullyShardOptions options;
@@ -91,7 +91,7 @@ TEST(FullyShardOrder, BatchesOfAWindowMayUseOtherUnits) {
   }
 }
 
-// A block around others, with parameters of its own before and behind them.
+// A block that contains others, with its own parameters before and after them.
 struct AroundImpl : torch::nn::Module {
   explicit AroundImpl(uint64_t seed) {
     torch::manual_seed(seed);
@@ -214,8 +214,8 @@ TEST(FullyShardOrder, AGraphMayBeDerivedTwice) {
   expect_equal_gradients(sharded, *plain, 1e-12);
 }
 
-// Rank 0's loss is of the first block's output, odd ranks' of the second's; the third
-// is in nobody's.
+// Rank 0's loss uses the first block's output and odd ranks' loss the second's. No loss uses the
+// third.
 TEST(FullyShardOrder, UnitsThatALossDoesNotReachAreMadeUpFor) {
   auto communicator = fresh_communicator();
   const int rank = communicator->rank();
@@ -312,7 +312,7 @@ TEST(FullyShardOrder, EvaluationGathersAndLetsGo) {
   EXPECT_LE((evaluate() - wanted).abs().max().item<double>(), 1e-12);
   EXPECT_EQ(sharded.report().unsharded_parameter_bytes, 0);
   EXPECT_EQ(gathers_of(sharded), alone ? Counts(4, 0) : Counts(4, 1));
-  // Inside a window, between its batches; and with gradients nobody derives.
+  // Inside a window between its batches, and without gradients.
   shard_step(sharded, net, rank, 1);
   EXPECT_LE((evaluate() - wanted).abs().max().item<double>(), 1e-12);
   {
@@ -324,7 +324,7 @@ TEST(FullyShardOrder, EvaluationGathersAndLetsGo) {
   expect_equal_gradients(sharded, *plain, 1e-12);
 }
 
-// Blocks of equal size, many of them: what is alive beyond the shards does not grow.
+// Many blocks of equal size: live memory in addition to the shards does not grow.
 TEST(FullyShardOrder, WholeParametersTakeAFewUnitsWhateverTheDepth) {
   install_memory_meter();
   auto communicator = fresh_communicator();

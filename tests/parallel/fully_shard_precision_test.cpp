@@ -1,4 +1,4 @@
-// Number types, replicas, and AdamW against the copies of Ddp.
+// dtypes, replicas, and AdamW against Ddp's replicas.
 #include <cmath>
 
 #include "hasten/parallel/ddp.h"
@@ -171,7 +171,7 @@ TEST(FullyShardPrecision, SixteenBitParametersHaveFp32Gradients) {
   }
 }
 
-// Four ranks as two shard groups of two: ranks 0 and 1 hold a whole, so do 2 and 3.
+// Four ranks as two shard groups of two: ranks 0 and 1 share a replica, and so do 2 and 3.
 TEST(FullyShardPrecision, ReplicasOfShardsAddUpToo) {
   auto world = fresh_communicator();
   const int rank = world->rank();

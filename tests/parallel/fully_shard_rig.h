@@ -1,5 +1,5 @@
-// What the tests of FullyShard share: a small model of awkward shapes, fp64, and its
-// training by a plain loop on all ranks' rows.
+// Shared by the tests of FullyShard: a small model with awkward shapes, fp64, and its training by a
+// plain loop on all ranks' samples.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -24,8 +24,8 @@ using testing_support::fresh_communicator;
 constexpr int64_t kIn = 5;
 constexpr int64_t kWide = 6;
 
-// No dim 0 but 10 is much above the ranks'; one parameter has no dimension, one is
-// frozen, in the middle of what is derived.
+// Only dimension 0 of size 10 is much larger than the number of ranks. One parameter is 0-d, one is
+// frozen in the middle of the graph.
 struct AwkwardImpl : torch::nn::Module {
   AwkwardImpl() {
     up = register_module("up", torch::nn::Linear(kWide, 10));
@@ -55,7 +55,7 @@ struct AwkwardImpl : torch::nn::Module {
 };
 TORCH_MODULE(Awkward);
 
-// The root's weight is tied: under two names, used first and last.
+// The root's weight is tied: it has two names and is used first and last.
 struct NetImpl : torch::nn::Module {
   NetImpl(uint64_t seed, int depth) {
     torch::manual_seed(seed);
@@ -98,7 +98,7 @@ inline std::vector<std::shared_ptr<torch::nn::Module>> blocks_of(const Net& net)
   return repeated_blocks(*net);
 }
 
-// rank + 1 rows, a function of rank and turn alone.
+// rank + 1 rows, a function of rank and turn only.
 inline Tensor rows_of(int rank, int turn, int64_t width = kIn) {
   auto generator = torch::make_generator<at::CPUGeneratorImpl>(50 + rank + 100 * turn);
   return torch::randn({rank + 1, width}, generator, torch::kDouble);
@@ -176,7 +176,7 @@ inline void expect_equal_gradients(FullyShard& sharded, const torch::nn::Module&
 
 using Counts = std::vector<int64_t>;
 
-// Of blocks and, last, the root.
+// Values for the blocks and, last, the root.
 inline Counts gathers_of(const FullyShard& sharded) {
   Counts counts;
   for (const ShardUnitReport& unit : sharded.report().units) {

@@ -1,4 +1,4 @@
-// Training with shards is training: the same numbers as one process on all rows.
+// Training with shards gives the results of one process on all samples.
 #include "hasten/parallel/fully_shard.h"
 
 #include <nlohmann/json.hpp>
@@ -110,7 +110,7 @@ TEST(FullyShard, ParametersAreShardsAtRestAndWholeInTheirBlock) {
 TEST(FullyShard, LargeParametersTravelAloneAndExactly) {
   auto communicator = fresh_communicator();
   const int rank = communicator->rank();
-  // Rows that 2, 3 and 4 divide, and rows that they do not.
+  // Numbers of rows that 2, 3 and 4 divide, and others.
   const auto make = [](uint64_t seed) {
     torch::manual_seed(seed);
     torch::nn::Sequential net(torch::nn::Linear(400, 1200), torch::nn::Linear(1200, 401));

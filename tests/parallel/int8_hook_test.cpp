@@ -1,5 +1,4 @@
-// Numbers on the wire that are not fp32, under an averager: the changes since the
-// last round travel. Worlds 1 to 4.
+// Compressed messages of an averager, which sends the changes since the last round. Worlds 1 to 4.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -14,8 +13,8 @@ namespace hasten::int8_hook_test {
 
 using at::Tensor;
 
-// In each block of 256 one number changes by 1, the others by a thousandth, which
-// is an eighth of what eight bits can say beside it.
+// In each block of 256 one element changes by 1 and the others by a thousandth, which is an eighth
+// of the resolution of eight bits in this block.
 Tensor change(int rank, int world) {
   Tensor numbers = torch::full({1000}, 0.001);
   numbers.slice(0, 0, 1000, 256).fill_(1.0);
@@ -58,7 +57,7 @@ TEST(Int8Hook, ErrorFeedbackLosesNothingOverRounds) {
   EXPECT_LT(with.error(40), 0.02); // two roundings of one round
   EXPECT_GT(without.error(40), 0.035); // small changes never came
   EXPECT_LT(sixteen.error(40), 0.2); // of 40, by 2^-8 at most
-  // fp64 goes the plain way.
+  // fp64 uses the plain all-reduce.
   EXPECT_NEAR(with.other[0].item<double>(), 40 * (world - 1) / 2.0, 1e-12);
   for (const Rounds* rounds : {&with, &without, &sixteen}) {
     Tensor first = rounds->parameter.clone();

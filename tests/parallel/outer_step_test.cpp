@@ -13,7 +13,7 @@ namespace hasten::outer_step_test {
 using at::Tensor;
 using testing_support::fresh_communicator;
 
-// What local training does in a round, by rank.
+// The changes of local training in a round, by rank.
 Tensor change(int rank, int round) {
   auto generator = torch::make_generator<at::CPUGeneratorImpl>(100 + 10 * round + rank);
   return torch::randn({40, 5}, generator, torch::kDouble) * 0.1;
@@ -98,7 +98,7 @@ TEST(OuterStep, AnyOptimizerStepsOnTheChange) {
   expect_near(ours.parameter, parameter);
 }
 
-// One node that collects, updates and sends back computes the same.
+// The driver computes the same.
 TEST(OuterStep, ADriversRoundsAreThoseOfAnAllReduce) {
   const auto communicator = fresh_communicator();
   for (const bool outer : {false, true}) {
@@ -126,7 +126,7 @@ TEST(OuterStep, ADriversRoundsAreThoseOfAnAllReduce) {
   }
 }
 
-// Identities: to the last bit.
+// Identities, equal bit for bit.
 TEST(OuterStep, DiLoCoWithRateOneAndNoMomentumIsPlainAveraging) {
   const auto communicator = fresh_communicator();
   Rounds outer(communicator, std::make_shared<DiLoCo>(DiLoCoOptions{.lr = 1, .momentum = 0}));

@@ -1,5 +1,5 @@
-// Models with torch's own layers: which of them are synchronised, for how long, and
-// that all others stay torch's to the bit.
+// Models with torch's own layers: which of them are synchronised and for how long, and that all
+// others equal torch's bit for bit.
 #include "parallel/sync_batch_norm_rig.h"
 
 namespace hasten::sync_norm_test {
@@ -34,7 +34,7 @@ static SmallNet net_of_seed(uint64_t seed) {
   return SmallNet();
 }
 
-// Torch refuses one row of [N, C] before anybody is asked.
+// torch throws for one sample of [N, C] before a kernel is called.
 static Split converted_split(int world) {
   return world == 1   ? Split{5}
          : world == 2 ? Split{2, 7}
@@ -79,7 +79,7 @@ TEST(ConvertSyncBatchNorm, LayersOfOtherModelsStayTorchsToTheBit) {
   for (const auto& [name, tensor] : before.tensors) {
     EXPECT_TRUE(torch::equal(tensor, after.tensors.at(name))) << name;
   }
-  // Of the converted model itself in evaluation too.
+  // For the converted model also in evaluation.
   net->eval();
   SmallNet plain = net_of_seed(1);
   plain->eval();
@@ -120,7 +120,7 @@ TEST(ConvertSyncBatchNorm, LastsAsLongAsItsHandle) {
     EXPECT_EQ(forward(), sent);
   }
   EXPECT_EQ(forward(), 0);
-  // A model that goes before its handle leaves nothing to be mistaken for.
+  // A model that is destroyed before its handle leaves no mark that could match another tensor.
   const auto kept = convert_sync_batchnorm(net, counted.watched);
   for (int i = 0; i < 20; ++i) {
     net = SmallNet();
@@ -152,7 +152,7 @@ TEST(ConvertSyncBatchNorm, ALayerThatTracksNothingIsKnownByItsWeight) {
   }
 }
 
-// Rows that do not count are normalised by the others' statistics.
+// Samples that do not count are normalised by the others' statistics.
 TEST(ConvertSyncBatchNorm, RowsThatDoNotCountChangeNothingForOthers) {
   auto communicator = fresh_communicator();
   const int rank = communicator->rank(), world = communicator->world_size();

@@ -1,5 +1,5 @@
-// What the tests of synchronised batch normalisation share: a joined batch that every
-// rank can make, this rank's rows of it, and what one process makes of all.
+// Shared by the tests of synchronised batch normalisation: a joined batch that every rank can
+// compute, this rank's samples of it, and the results of one process on all samples.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -24,7 +24,7 @@ using testing_support::WatchedCommunicator;
 
 constexpr int64_t kChannels = 3;
 
-/// Rows by rank.
+/// Samples by rank.
 using Split = std::vector<int64_t>;
 
 inline std::vector<Split> splits(int world) {
@@ -44,7 +44,7 @@ inline int64_t joined_rows(const Split& split) {
   return std::accumulate(split.begin(), split.end(), int64_t{0});
 }
 
-/// The same on all ranks. Means are large beside the deviations.
+/// Equal on all ranks. Means are large compared with the deviations.
 inline Tensor joined_values(const Split& split, std::vector<int64_t> tail, uint64_t seed) {
   auto generator = torch::make_generator<at::CPUGeneratorImpl>(seed);
   std::vector<int64_t> shape{joined_rows(split), kChannels};
@@ -66,8 +66,8 @@ struct Norms {
   std::map<std::string, Tensor> tensors{};
 };
 
-/// `calls` forwards and backwards of a layer with torch's names; the gradients are of
-/// the last, sums over `x`'s rows.
+/// `calls` forwards and backwards of a layer with torch's names. The gradients are those of the
+/// last, sums over `x`'s samples.
 template <typename Layer>
 Norms run_layer(Layer& layer, const Tensor& x, const Tensor& dy) {
   const Tensor in = x.clone(at::MemoryFormat::Preserve).requires_grad_();
@@ -95,7 +95,7 @@ void give_values(Layer& layer, at::ScalarType type) {
   layer->bias.copy_(torch::tensor(channel_values(-0.5)));
 }
 
-/// What one process makes of the joined batch, by torch's kernels.
+/// The results of one process on the joined batch, by torch's kernels.
 struct OneProcess : torch::nn::Module {
   OneProcess(int64_t dims, const torch::nn::BatchNormOptions& options) {
     if (dims <= 3) {
@@ -129,7 +129,7 @@ inline double largest(const Tensor& difference) {
   return difference.numel() == 0 ? 0 : difference.to(torch::kDouble).abs().max().item<double>();
 }
 
-/// `mine` of this rank against what one process makes of all rows.
+/// Compares this rank's `mine` with the results of one process on all samples.
 inline void expect_joined(Communicator& communicator, const Norms& mine, const Norms& joined,
                           const Split& split, double tolerance) {
   for (const auto& [name, wanted] : joined.tensors) {
@@ -153,7 +153,7 @@ inline void expect_joined(Communicator& communicator, const Norms& mine, const N
   }
 }
 
-/// Counts what a communicator is asked for.
+/// Counts the operations of a communicator.
 struct CountedCommunicator {
   explicit CountedCommunicator(std::shared_ptr<Communicator> inner)
       : watched(std::make_shared<WatchedCommunicator>(std::move(inner))) {

@@ -1,5 +1,5 @@
-// SyncBatchNorm against torch's layers on the joined batch: worlds 1 to 4, ranks with
-// different numbers of rows and with none.
+// SyncBatchNorm against torch's layers on the joined batch: worlds 1 to 4, ranks with different
+// numbers of samples and with none.
 #include "parallel/sync_batch_norm_rig.h"
 
 namespace hasten::sync_norm_test {
@@ -29,8 +29,8 @@ TEST(SyncBatchNorm, EqualsOneProcessOnTheJoinedBatch) {
   }
 }
 
-// fp32 and 16 bits against torch in fp64 on the same numbers. Relative to values near
-// 20: an fp32 mean is good to 1e-6. A bf16 result is rounded once.
+// fp32 and 16 bits against torch in fp64 on the same values. Relative to values near 20, an fp32
+// mean has an error of 1e-6. A bf16 result is rounded once.
 TEST(SyncBatchNorm, IsAsPreciseAsItsTypes) {
   auto communicator = fresh_communicator();
   const Split split = splits(communicator->world_size()).back();
@@ -47,7 +47,7 @@ TEST(SyncBatchNorm, IsAsPreciseAsItsTypes) {
     EXPECT_EQ(mine.tensors.at("dx").scalar_type(), type);
     EXPECT_EQ(mine.tensors.at("weight gradient").scalar_type(), torch::kFloat);
     Norms wanted = plain.run(x.to(torch::kDouble), dy.to(torch::kDouble), torch::kDouble);
-    // Of many terms.
+    // A sum of many terms.
     wanted.tensors.erase("weight gradient");
     wanted.tensors.erase("bias gradient");
     expect_joined(*communicator, mine, wanted, split, tolerance);
@@ -146,7 +146,7 @@ TEST(SyncBatchNorm, AloneIsTorchsToTheBit) {
   communicator->close();
 }
 
-// Halves of the world by themselves: even ranks, odd ranks.
+// Groups of half of the world: even ranks, odd ranks.
 TEST(SyncBatchNorm, JoinsTheRanksOfItsGroupAlone) {
   auto communicator = fresh_communicator();
   const int rank = communicator->rank(), world = communicator->world_size();
@@ -190,7 +190,7 @@ TEST(SyncBatchNorm, RefusesWhatItCannotNormalise) {
               }).find("create_graph"),
               std::string::npos);
   }
-  // All ranks are without rows: nothing to see, nothing to hang on.
+  // All ranks have no samples; nothing may hang.
   if (world > 1) {
     const Tensor before = norm->running_mean.clone();
     const Tensor none = torch::ones({0, kChannels}).requires_grad_();
