@@ -1,5 +1,4 @@
-// One object that makes an ordinary training loop run on one process or many,
-// with gradient accumulation that is exact:
+// Makes an ordinary training loop run on one process or many, with exact gradient accumulation:
 //
 //   hasten::Accelerator accelerator({.gradient_accumulation_steps = 2});
 //   auto [model, optimizer, loader, scheduler] =
@@ -14,20 +13,19 @@
 //   }
 //   accelerator.end_training();
 //
-// Or without accumulate(), as with torch's DDP: every backward synchronises, adds
-// to the gradients that are there, and is scaled by nobody but the caller:
+// Or without accumulate(), as with torch's DDP. Every backward then reduces and accumulates into
+// `.grad`, and you divide the loss by the number of accumulation steps yourself:
 //
 //     accelerator.backward(loss / k);
 //     if (++i % k == 0) { optimizer.step(); optimizer.zero_grad(); }
 //
-// A window is gradient_accumulation_steps batches on each rank, fewer at the end
-// of the data. When its last backward returns, every p.grad() is the mean gradient
-// of all the window's rows on all ranks, whatever the split into batches and ranks.
-// "Collective" = every rank calls it, in the same order. State is per object: two
-// accelerators in one process do not disturb each other.
-// Threading: one thread. Lifetime: destroy it before static destructors run; the
-// destructor never communicates.
-// Design: docs/design/gradient_window.md
+// An accumulation window is gradient_accumulation_steps batches on each rank, or fewer at the end
+// of the data. After its last backward every p.grad() is the gradient of the mean loss over all
+// samples of the window on all ranks. The split into batches and ranks does not change it.
+// "Collective" = every rank calls it, in the same order. Two accelerators in one process do not
+// affect each other, because each object has its own state. Threading: one thread. Lifetime:
+// destroy it before static destructors run; the destructor never communicates. Design:
+// docs/design/gradient_window.md
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -53,9 +51,8 @@
 
 namespace hasten {
 
-/// One batch inside a window; what Accelerator::accumulate returns. Destroyed by
-/// an exception it tells the peers that this rank fails; otherwise it never
-/// communicates.
+/// One batch inside a window; returned by Accelerator::accumulate. If an exception destroys it, it
+/// tells the peers that this rank has failed. Otherwise it never communicates.
 class [[nodiscard]] AccumulateGuard {
  public:
   explicit AccumulateGuard(std::shared_ptr<detail::AcceleratorCore> core);
@@ -68,8 +65,8 @@ class [[nodiscard]] AccumulateGuard {
   int exceptions_at_entry_ = 0;
 };
 
-/// Whether backward reduces, while it lives; what no_sync and trigger_sync return.
-/// Nests: the innermost of a model decides. Never communicates.
+/// Decides whether backward reduces while it lives; returned by no_sync and trigger_sync. If guards
+/// of a model are nested, the innermost one decides. Never communicates.
 class [[nodiscard]] SyncGuard {
  public:
   SyncGuard(std::shared_ptr<detail::AcceleratorCore> core,
@@ -83,9 +80,9 @@ class [[nodiscard]] SyncGuard {
   uint64_t id_ = 0;
 };
 
-/// While it lives forwards of these models may run; what forward_scope returns. Of
-/// sharded models they compute in the accelerator's mixed precision, in which blocks
-/// are put together. Costs nothing for others.
+/// Forwards of these models may run while it lives; returned by forward_scope. Forwards of sharded
+/// models compute in the accelerator's mixed precision, in which blocks are unsharded. Costs
+/// nothing for other models.
 class [[nodiscard]] ForwardGuard {
  public:
   ForwardGuard(detail::AcceleratorCore& core, const std::vector<torch::nn::Module*>& models);
@@ -97,37 +94,37 @@ class [[nodiscard]] ForwardGuard {
   std::unique_ptr<Autocast> cast_;
 };
 
-/// Gathering, reducing, who runs what: hasten/accelerator/collect.h. Clipping:
+/// Gather, reduce and "run on one rank": hasten/accelerator/collect.h. Clipping:
 /// hasten/accelerator/gradients.h.
 class Accelerator : public Gradients {
  public:
-  /// Reads the world from the environment (hasten/base/world.h), meets the peers,
-  /// sets this rank's threads, seeds, and makes errors and log lines name the
-  /// rank. Collective, blocks up to options.timeout.
-  /// Throws InputError for contradictory variables or options < 1.
+  /// Reads the world from the environment (hasten/base/world.h), connects to the peers, sets this
+  /// process's number of threads, seeds the generators, and makes errors and log lines name the
+  /// rank. Collective, blocks up to options.timeout. Throws InputError for contradictory variables
+  /// and for options out of range.
   explicit Accelerator(AcceleratorOptions options = {});
-  /// The same on a group that exists already and stays the caller's to close.
+  /// The same on an existing group, which the caller closes.
   Accelerator(AcceleratorOptions options, std::shared_ptr<Communicator> communicator);
   Accelerator(Accelerator&&) noexcept = default;
   Accelerator& operator=(Accelerator&&) = delete;
   ~Accelerator();
 
-  /// Prepares any of: models (a ModuleHolder or shared_ptr; returned as it is),
-  /// optimizers, ranges of batches and schedulers (anything with step()), in any
-  /// order and number; returns the handles in that order, as a tuple, or the one
-  /// handle for one object. All but models are borrowed: lvalues that outlive the
-  /// handles, or shared_ptrs. Idempotent for a model.
-  /// A model is moved to the device, compared with rank 0's, given rank 0's
-  /// parameters and buffers, and its gradients become views of flat buffers
-  /// (memory: one gradient copy). An optimizer is never replaced.
-  /// Collective. Throws InputError naming the first parameter whose name, shape
-  /// or dtype differs from rank 0's, on every rank; or an optimizer's parameter
-  /// that no prepared model has.
+  /// Prepares models (a ModuleHolder or shared_ptr; returned unchanged), optimizers, ranges of
+  /// batches and schedulers (anything with step()), in any order and number. Returns their handles
+  /// in that order, as a tuple, or a single handle for one object. All objects except models are
+  /// borrowed: they are lvalues that outlive the handles, or shared_ptrs. A model may be prepared
+  /// again.
+  /// A model is moved to the device and compared with rank 0's. It gets rank 0's parameters and
+  /// buffers, and its gradients become views of flat buffers (memory: one copy of the gradients).
+  /// Optimizers are never replaced.
+  /// Collective. Throws InputError on every rank, naming the first parameter whose name, shape or
+  /// dtype differs from rank 0's; and for an optimizer's parameter that belongs to no prepared
+  /// model.
   template <typename... Objects>
   auto prepare(Objects&&... objects);
 
-  /// Prepares a range of batches with a configuration of its own. It becomes a
-  /// training loader by accumulate(loader, model).
+  /// Prepares a range of batches with its own configuration. accumulate(loader, model) makes it a
+  /// training loader.
   template <typename Range>
   auto prepare_data_loader(Range&& range, const DataLoaderConfiguration& configuration) {
     static_assert(detail::argument_is_preparable<1, Range>());
@@ -137,21 +134,21 @@ class Accelerator : public Gradients {
     return PreparedLoader<Held>(core_, detail::Lent<Range>::share(std::forward<Range>(range)),
                                 std::move(state));
   }
-  /// `for (auto& batch : accelerator.skip_first_batches(loader, n))`: the loader
-  /// itself, whose next loop leaves out this rank's first n batches.
+  /// Returns the loader itself. Its next loop skips this rank's first `batches` batches:
+  ///  `for (auto& batch : accelerator.skip_first_batches(loader, n))`.
   template <typename Range>
   PreparedLoader<Range>& skip_first_batches(PreparedLoader<Range>& loader, int64_t batches) {
     loader.skip_first_batches(batches);
     return loader;
   }
 
-  /// Opens the next batch of a window over these models; decides whether its
-  /// backward completes the window: it is the gradient_accumulation_steps-th, or
-  /// the loader's last. Loader: the one prepared together with the models, else
-  /// the only training loader. A batch whose guard closes without a
-  /// backward does not count. Collective where it makes buffers equal.
-  /// Throws InputError if a window is open, a model is not prepared, or a
-  /// parameter was unfrozen or replaced since; if which loader is not clear.
+  /// Opens the next batch of a window over these models and decides whether its backward completes
+  /// the window. It does if the batch is the gradient_accumulation_steps-th of the window or the
+  /// loader's last. The loader is the one that was prepared together with the models, else the only
+  /// training loader. A batch whose guard closes without a backward does not count. Collective
+  /// where it synchronises buffers.
+  /// Throws InputError if a window is open, a model is not prepared, a parameter was unfrozen or
+  /// replaced since prepare(), or more than one loader is possible.
   template <detail::ModelHolder... Models>
   AccumulateGuard accumulate(const Models&... models) {
     return open(nullptr, std::nullopt, models...);
@@ -160,158 +157,155 @@ class Accelerator : public Gradients {
   AccumulateGuard accumulate(const PreparedLoader<Range>& loader, const Models&... models) {
     return open(loader.shared_->state, std::nullopt, models...);
   }
-  /// `weight` ≥ 0 is what the mean loss was divided by, if not the batch's rows.
-  /// 0: the loss is not looked at; it may be NaN.
+  /// `weight` ≥ 0: the number that the mean loss was divided by, if it is not the number of
+  /// samples. 0: the loss is ignored and may be NaN.
   template <typename Range, detail::ModelHolder... Models>
   AccumulateGuard accumulate(const PreparedLoader<Range>& loader, double weight,
                              const Models&... models) {
     return open(loader.shared_->state, weight, models...);
   }
 
-  /// Backward of a scalar loss that is the mean over the batch's rows (or over the
-  /// weight given to accumulate).
+  /// Backward of a scalar loss that is the mean over the batch's samples (or over the weight passed
+  /// to accumulate).
   ///
-  /// Inside accumulate(): in a window's last batch collective; blocks until every
-  /// gradient is reduced, and p.grad() is final. A second such call is reduced
-  /// alone and added. Else local.
+  /// Inside accumulate(): in a window's last batch it is collective and blocks until every gradient
+  /// is reduced; p.grad() is then final. A second such call is reduced separately and added. In
+  /// other batches it is local.
   ///
-  /// Outside: adds, to the gradients that are there, the gradient of the mean over
-  /// the rows of all ranks, for every prepared model that the loss depends on.
-  /// Collective, blocking. Rows are those of the batch that the models' loader
-  /// handed out last; unknown: ranks count equally, as in torch's DDP, which is
-  /// the same where batches are equal. One process: what loss.backward() does, to
-  /// the bit. By hand costs a reduction and a copy of the gradients a batch more
-  /// than accumulate(), and weighs batches of a step equally, whatever they hold.
+  /// Outside: adds the gradient of the mean loss over the samples of all ranks to the existing
+  /// gradients, for every prepared model that the loss depends on. Collective, blocking. The number
+  /// of samples is that of the batch that the models' loader returned last. If it is unknown, ranks
+  /// count equally, as in torch's DDP; for equal batches this is the same. With one process it does
+  /// what loss.backward() does, bit for bit. Per batch this costs one reduction and one copy of the
+  /// gradients more than accumulate(), and the batches of an optimizer step count equally, however
+  /// many samples they have.
   ///
-  /// Autograd's errors pass through; gradients are zero after one.
+  /// Autograd's exceptions pass through; the gradients are then zero.
   void backward(const at::Tensor& mean_loss, BackwardOptions options = {});
-  /// Backward of a loss that is a sum over `weight` ≥ 0 terms (tokens). Inside
-  /// accumulate() the weight belongs to the batch: a second backward in it must
-  /// say the same. Outside, the sum of all ranks is divided by their weights'.
+  /// Backward of a loss that is a sum over `weight` ≥ 0 terms (tokens). Inside accumulate() the
+  /// weight belongs to the batch, so a second backward of the batch must pass the same one.
+  /// Outside, the sum over all ranks is divided by the sum of their weights.
   void backward(const at::Tensor& loss_sum, double weight, BackwardOptions options = {});
 
-  /// Around forwards outside accumulate(): evaluation. Puts together what no block of
-  /// a sharded model holds, until the guard is gone; does nothing for other models.
-  /// Every rank runs equally many forwards in it. Collective for sharded models.
+  /// For forwards outside accumulate(), such as evaluation. Unshards the root unit of a sharded
+  /// model (the parameters outside all blocks) while the guard lives. Does nothing for other
+  /// models. Every rank must run the same number of forwards in it. Collective for sharded models.
   template <detail::ModelHolder... Models>
   ForwardGuard forward_scope(const Models&... models) const {
     return ForwardGuard(*core_, {detail::module_of(models).get()...});
   }
-  /// Each rank holds a part of this model: it was prepared so, and there are peers.
+  /// True if the model was prepared with a sharding strategy and the world has several ranks.
   template <detail::ModelHolder Model>
   bool shards(const Model& model) const {
     return shards_module(*detail::module_of(model));
   }
-  /// Runs `use` on rank 0 while the models' parameters are whole there: to save them
-  /// in a format of one's own. On the others it does not run. What `use` writes into
-  /// parameters of sharded models is lost. Between windows. Collective, blocking.
-  /// Memory on rank 0: the models. Throws what it throws, on every rank.
+  /// Runs `use` on rank 0, where the models' parameters are unsharded meanwhile: for example to
+  /// save them in your own format. It does not run on other ranks. Values that `use` writes into
+  /// parameters of sharded models are lost. Call it between windows. Collective, blocking. Memory
+  /// on rank 0: the models. Rethrows an exception of `use` on every rank.
   template <detail::ModelHolder... Models>
   void summon_full_params(const std::function<void()>& use, const Models&... models) {
     run_summon_full_params(use, {detail::module_of(models).get()...});
   }
-  /// Gives every rank its part of rank 0's values of parameters and buffers, which
-  /// `load` sets there, whole. Otherwise as summon_full_params().
+  /// `load` sets whole parameters and buffers on rank 0. Every rank then gets its shard of these
+  /// values. Otherwise like summon_full_params().
   template <detail::ModelHolder... Models>
   void load_full_params(const std::function<void()>& load, const Models&... models) {
     run_load_full_params(load, {detail::module_of(models).get()...});
   }
 
-  /// While the guard lives, backward of losses that depend on these models (none
-  /// given: all) is local; the next one outside it reduces what has gathered:
-  ///   * inside accumulate() a batch may so have several backwards; windows keep
-  ///     their lengths and weights
-  ///   * outside, mean losses are added up, ranks counting equally, and sums give
-  ///     the total over the total weight. No optimizer may step in between.
+  /// While the guard lives, backward of losses that depend on these models (all models if none is
+  /// passed) is local. The next backward outside it reduces everything accumulated:
+  ///   * inside accumulate(): a batch can have several backwards this way; length and weights of
+  ///     windows do not change
+  ///   * outside: mean losses are added up with equal weight for each rank; sums give the total
+  ///     over the total weight. No optimizer may step in between.
   template <detail::ModelHolder... Models>
   SyncGuard no_sync(const Models&... models) {
     return SyncGuard(core_, {detail::module_of(models).get()...}, false);
   }
-  /// Inside no_sync(): backward reduces again, while the guard lives. The forward
-  /// may have run before: only backward decides.
+  /// Inside no_sync(): backward reduces again while the guard lives. The forward may have run
+  /// before, because only backward decides.
   template <detail::ModelHolder... Models>
   SyncGuard trigger_sync(const Models&... models) {
     return SyncGuard(core_, {detail::module_of(models).get()...}, true);
   }
 
-  /// Sums the model's gradients by this hook from the next window on (see
-  /// hasten/parallel/comm_hook.h); null: plainly again. One hook a model.
-  /// Collective. Throws InputError, on every rank, where ranks differ.
+  /// From the next window on, this hook reduces the model's gradients
+  /// (hasten/parallel/comm_hook.h). Null: the plain all-reduce again. One hook per model.
+  /// Collective. Throws InputError on every rank if the ranks' hooks differ.
   template <detail::ModelHolder Model>
   void register_comm_hook(const Model& model, std::shared_ptr<CommHook> hook) {
     register_hook(*detail::module_of(model), std::move(hook));
   }
-  /// Makes buffers of models with floating-point ones equal on all ranks, now: for
-  /// evaluation in a window on data of one's own. Collective, blocking.
+  /// Synchronises the buffers of models that have floating-point buffers now. Use it to evaluate
+  /// inside a window on a range that was not prepared. Collective, blocking.
   void sync_buffers();
 
-  /// For a loop over data of one's own: this rank has no batch left. Takes part
-  /// with weight 0 in the windows that others complete, until every rank has called
-  /// it. Then a rank that trained to the end sends parameters, gradients, optimizer
-  /// state, schedulers' ticks and the loss scale to the ranks that did not: all are
-  /// equal bit for bit. Loops over prepared loaders need no call. A window left in the
-  /// middle is dropped with a warning. Collective, blocking.
-  /// Throws InputError, on every rank, where the others train a sharded model or one
-  /// with synchronised batch norm, or an optimizer's state is not known (derive it
-  /// from Stateful); CommunicationError where a rank ends its loop without the call.
+  /// For a loop over a range that was not prepared: call it when this rank has no batch left. The
+  /// rank takes part with weight 0 in the windows that others complete, until every rank has called
+  /// it. Then a rank that trained to the end sends parameters, gradients, optimizer state,
+  /// schedulers' step counts and the loss scale to the ranks that did not, so that all are equal
+  /// bit for bit. Loops over prepared loaders need no call. An incomplete window is dropped with a
+  /// warning. Collective, blocking.
+  /// Throws InputError on every rank if the others train a sharded model or one with synchronised
+  /// batch norm, or if an optimizer's state is unknown (derive it from Stateful). Throws
+  /// CommunicationError on every rank if a rank ends its loop without the call.
   void join_uneven_inputs();
 
-  /// True where optimizers step after this batch's backward: in a batch that
-  /// completes its window, and behind it until the next; outside accumulate()
-  /// behind every backward but those under no_sync().
+  /// True if optimizers step after this batch's backward: in a batch that completes its window, and
+  /// from there until the next window opens. Outside accumulate(): after every backward except
+  /// those under no_sync().
   bool sync_gradients() const;
-  /// About the last complete window.
+  /// Report of the last complete window.
   const WindowReport& last_window() const;
 
   const AcceleratorOptions& options() const;
-  /// Of the windows to come. Every rank sets the same, between windows. Throws
-  /// InputError below 1, and inside a window.
+  /// Applies to later windows. Every rank sets the same value, between windows. Throws InputError
+  /// for steps < 1 and inside a window.
   void set_gradient_accumulation_steps(int64_t steps);
 
-  /// What forwards compute in: never automatic.
+  /// The precision in which forwards compute; never automatic.
   Precision mixed_precision() const;
-  /// Another one, between windows; automatic tries and agrees. A loss scale begins
-  /// anew. Collective, blocking. Throws InputError, on every rank, where ranks ask for
-  /// different ones, or one of them cannot compute in it.
+  /// Changes the precision; call it between windows. automatic tests what is faster, and the ranks
+  /// agree. The loss scale starts anew. Collective, blocking. Throws InputError on every rank if
+  /// the ranks' values differ or one of them cannot compute in it.
   void set_mixed_precision(Precision precision);
-  /// A scope that computes in it, for forwards outside accumulate(): evaluation, or
-  /// backward by hand, which turns it off while it runs. Nothing changes with fp32.
+  /// A scope that computes in this precision, for forwards outside accumulate(): evaluation, or
+  /// calls of backward() outside it. backward() turns it off while it runs. No effect with fp32.
   /// Local.
   Autocast autocast() const;
-  /// What losses are multiplied by; value() is 1 unless mixed_precision is fp16.
+  /// The factor of the losses; value() is 1 unless mixed_precision is fp16.
   const LossScale& loss_scale() const;
 
-  /// Saves the whole training state into `folder`, which appears by one rename:
-  /// prepared models, optimizers, schedulers and positions of loaders, windows
-  /// (also one that is not complete), torch's generators of every rank, registered
-  /// objects. Between batches, or at the end of the loop's body. A loop left by
-  /// `break` counts as still in its epoch. Files and sizes:
-  /// hasten/accelerator/state.h. Collective, blocking; ranks in
-  /// join_uneven_inputs() take part from there.
-  /// Throws InputError, on every rank: a batch without its backward, an optimizer
-  /// or scheduler whose state is not known (derive it from Stateful), a folder
-  /// that holds something else; Error where a rank cannot write. The folder is
-  /// then as it was.
+  /// Saves the whole training state into `folder`, which appears by one rename: prepared models,
+  /// optimizers, schedulers, positions of loaders, windows (also an incomplete one), torch's
+  /// generators of every rank, registered objects. Call it between batches or at the end of the
+  /// loop's body. After `break`, the loop counts as still in its epoch. Files and sizes:
+  /// hasten/accelerator/state.h. Collective, blocking; ranks in join_uneven_inputs() take part from
+  /// there.
+  /// Throws InputError on every rank for a batch without its backward, an optimizer or scheduler
+  /// whose state is unknown (derive it from Stateful), or a folder that holds something else.
+  /// Throws Error if a rank cannot write. The folder is then unchanged.
   void save_state(const std::filesystem::path& folder, const SaveStateOptions& options = {});
-  /// Restores it, into objects that were prepared and registered in the same
-  /// order as then. Call it outside loops over prepared loaders; the next one
-  /// goes on where the saved one was: PreparedLoader::epoch() is its epoch.
-  /// Collective, blocking. Memory: that of the optimizers' state.
-  /// Throws InputError naming file and reason, on every rank, before anything was
-  /// changed: incomplete, damaged, another model, other objects.
+  /// Restores a saved state into objects that were prepared and registered in the same order. Call
+  /// it outside loops over prepared loaders. The next loop continues where the saved one was, in
+  /// the epoch PreparedLoader::epoch(). Collective, blocking. Memory: that of the optimizers'
+  /// state.
+  /// Throws InputError on every rank, naming file and reason, before anything is changed: the state
+  /// is incomplete or damaged, or belongs to another model or other objects.
   LoadedState load_state(const std::filesystem::path& folder, const LoadStateOptions& options = {});
-  /// Makes an object of the user's part of the state, under a name of its own.
-  /// Every rank registers the same names. A reference is borrowed: it outlives
-  /// the accelerator's last save or load. Throws InputError for a name taken, unless
-  /// by a shared object that nobody else holds any more.
+  /// Adds your object to the state, under a unique name. Every rank registers the same names. An
+  /// object passed by reference is borrowed: it must outlive the accelerator's last save or load.
+  /// Throws InputError for a name that is taken, unless by a shared object without other owners.
   void register_for_checkpointing(std::string name, std::shared_ptr<Stateful> object,
                                   StateScope scope = StateScope::shared);
   void register_for_checkpointing(std::string name, Stateful& object,
                                   StateScope scope = StateScope::shared);
 
-  /// Ends the run in order: compares the ranks' steps, then closes the group if this
-  /// accelerator made it. Collective. Later collective calls throw. A second call does
-  /// nothing. Throws CommunicationError, on every rank, where other ranks train on.
+  /// Ends the run: compares the ranks' steps, then closes the group if this accelerator made it.
+  /// Later collective calls throw. A second call does nothing. Collective. Throws
+  /// CommunicationError on every rank if other ranks continue to train.
   void end_training();
 
  private:

@@ -1,16 +1,16 @@
-// What ranks exchange in a loop beside gradients, and which of them runs what. An
-// Accelerator is a Collect: accelerator.gather(x), accelerator.reduce(metric), ….
-// "Collective" = every rank calls it, in the same order; these block. Tensors may
-// lie on any device and be of any strides; they travel by the CPU, and what comes
-// back is on the device of what went in, and detached.
-// With AcceleratorOptions::debug shapes are compared before anything travels, and
-// a difference is an error that names two ranks; without it, ranks whose shapes
-// differ may end with Gloo's message. Functions that say "agreed" always compare.
-// The functions that take a Value look for tensors inside, in order: pair, tuple,
-// vector, map by name, hasten::Batch, structs of tensors and structs with flatten
-// (hasten/accelerator/batch.h). Other members stay as they are.
-// In a loop over a training loader ranks may have different numbers of batches:
-// call nothing collective from its body that the windows do not call themselves.
+// Collectives on values other than gradients, and functions that run code on certain ranks.
+// Accelerator derives from Collect: accelerator.gather(x), accelerator.reduce(metric), ….
+// "Collective" = every rank calls it, in the same order; these calls block. Tensors may lie on any
+// device and have any strides. They are sent by way of the CPU. Results are detached and on the
+// device of the argument.
+// With AcceleratorOptions::debug the ranks compare shapes before anything is sent; the error for a
+// difference names two ranks. Without it, Gloo's own message may end ranks whose shapes differ.
+// Functions marked "agreed" always compare.
+// Functions that take a Value look for tensors inside, in order: pair, tuple, vector, map by name,
+// hasten::Batch, structs of tensors and structs with flatten (hasten/accelerator/batch.h). Other
+// members stay unchanged.
+// In a loop over a range that was not prepared, ranks may have different numbers of batches: call
+// no collectives in its body except those of the windows.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -37,7 +37,7 @@ namespace hasten {
 namespace detail {
 class AcceleratorCore;
 
-// Values that functions below look into; a Tensor takes its own overload.
+// Values in which the functions below look for tensors; a Tensor has its own overload.
 template <typename Value>
 concept Nested =
     !std::is_convertible_v<const Value&, at::Tensor> && !std::is_base_of_v<Metric, Value>;
@@ -57,63 +57,62 @@ class Collect {
   bool is_last_process() const { return process_index() == num_processes() - 1; }
   const std::shared_ptr<Communicator>& communicator() const;
 
-  /// Every rank's tensor, joined along dim 0 in rank order, on every rank; a 0-d
-  /// tensor is one row. All have one shape. Any dtype. Collective.
-  /// Memory: world_size times the tensor.
+  /// Returns all ranks' tensors, concatenated along dimension 0 in rank order; a 0-d tensor is one
+  /// element. Shapes are equal on all ranks. Any dtype. Collective. Memory: world_size times the
+  /// tensor.
   at::Tensor gather(const at::Tensor& tensor);
   template <detail::Nested Value>
   Value gather(Value value) {
     return map(std::move(value), [this](const auto& t) { return gather(t); });
   }
 
-  /// The rows of every rank's batch, joined in rank order, on every rank: each
-  /// row of the data exactly once, whatever the world, also after
-  /// skip_first_batches and from a range without length. Dim 0 may differ by
-  /// rank, 0 included (agreed). In the loop over a loader with even_batches the
-  /// rows that were repeated are left out.
-  /// Collective. Throws InputError on every rank where the loader's batch holds
-  ///   repeated rows and `rows` does not hold one row for each of the batch's.
+  /// Returns the samples of all ranks' batches, concatenated in rank order: each sample of the data
+  /// exactly once, for any world size, also after skip_first_batches and for a range without
+  /// length. Dimension 0 may differ by rank and may be 0 (agreed). In the loop over a loader with
+  /// even_batches, the repeated samples are dropped.
+  /// Collective. Throws InputError on every rank if the loader's batch has repeated samples and
+  /// dimension 0 of `rows` is not the batch's number of samples.
   at::Tensor gather_for_metrics(const at::Tensor& rows);
   template <detail::Nested Value>
   Value gather_for_metrics(Value value) {
     return map(std::move(value), [this](const auto& t) { return gather_for_metrics(t); });
   }
 
-  /// A reduced copy, times `scale`. One shape on all ranks. mean, min and max of
-  /// float, double, half, bfloat16; sum, min and max also of int64, int32, int8,
-  /// uint8. 16-bit types are summed in fp32 and rounded once, so neither sum nor
-  /// mean overflows on the way. Every rank gets the same bits. Collective.
+  /// Returns a reduced copy, times `scale`. Shapes are equal on all ranks. AVG, MIN and MAX for
+  /// float, double, half and bfloat16; SUM, MIN and MAX also for int64, int32, int8 and uint8.
+  /// 16-bit types are summed in fp32 and rounded once, so neither SUM nor AVG overflows on the way.
+  /// Every rank gets the same bits. Collective.
   at::Tensor reduce(const at::Tensor& tensor, ReduceOp op = ReduceOp::SUM, double scale = 1);
   template <detail::Nested Value>
   Value reduce(Value value, ReduceOp op = ReduceOp::SUM, double scale = 1) {
     return map(std::move(value), [=, this](const auto& t) { return reduce(t, op, scale); });
   }
-  /// A copy of the metric that has seen what it has seen on all ranks:
+  /// Returns a copy of the metric that has counted the samples of all ranks:
   ///   double r = accelerator.reduce(pearson).compute();
-  /// This rank's metric stays as it is, so asking again counts nothing twice.
-  /// Ranks are merged in rank order, so all get the same bits. Collective.
+  /// This rank's metric is unchanged, so a second call counts nothing twice. Ranks are merged in
+  /// rank order, so all get the same bits. Collective.
   template <std::derived_from<Metric> M>
   M reduce(const M& metric) {
     M joined = metric;
     reduce_(joined);
     return joined;
   }
-  /// The same in place, for a metric that is not asked to go on: counted further
-  /// and reduced again, every rank would bring all rows. Collective.
+  /// Replaces `metric` by the total over ranks. Do not update it afterwards: a second reduce would
+  /// count every sample once per rank. Collective.
   void reduce_(Metric& metric);
 
-  /// Overwrites the tensor with rank `from`'s, in place, and returns it. One
-  /// shape and dtype on all ranks; any dtype. Collective.
+  /// Overwrites the tensor with rank `from`'s, in place, and returns it. Shapes and dtypes are
+  /// equal on all ranks; any dtype. Collective.
   at::Tensor broadcast(at::Tensor tensor, int from = 0);
   template <detail::Nested Value>
   Value broadcast(Value value, int from = 0) {
     return map(std::move(value), [=, this](const auto& t) { return broadcast(t, from); });
   }
 
-  /// Pads dim `dim` (negative: from the end) with `pad_index` to the largest size
-  /// any rank has, behind the data or, with pad_first, before it. The other dims
-  /// may differ too. A dim the tensors do not have leaves them as they are.
-  /// Collective (agreed). Throws InputError where numbers of dims differ.
+  /// Pads dimension `dim` (negative: counted from the end) with `pad_index` to the largest size of
+  /// any rank, after the data or, with pad_first, before it. Other dimensions may differ, too.
+  /// Tensors without that dimension stay unchanged. Collective (agreed). Throws InputError if the
+  /// ranks' numbers of dimensions differ.
   at::Tensor pad_across_processes(const at::Tensor& tensor, int64_t dim = 0, double pad_index = 0,
                                   bool pad_first = false);
   template <detail::Nested Value>
@@ -124,20 +123,19 @@ class Collect {
     });
   }
 
-  /// Rank `from`'s value on every rank; the others' is not looked at. Doubles
-  /// keep every bit, NaN and infinity included. Any size. Collective.
+  /// Returns rank `from`'s value on every rank; other ranks' values are ignored. Doubles keep every
+  /// bit, also NaN and infinity. Any size. Collective.
   nlohmann::json broadcast_object(const nlohmann::json& value, int from = 0);
-  /// Every rank's value, in rank order, on every rank. Any sizes. Collective.
-  /// Memory: world_size times the longest, as bytes.
+  /// Returns all ranks' values in rank order. Any sizes. Collective. Memory: world_size times the
+  /// longest value, in bytes.
   std::vector<nlohmann::json> gather_object(const nlohmann::json& value);
 
-  /// First and one past the last of `count` things that are this rank's: blocks
-  /// in rank order, the first count % world_size ranks have one more. Local.
+  /// Returns the first and one past the last index of this rank's block of `count` items. Blocks
+  /// are in rank order; the first count % world_size ranks have one item more. Local.
   std::pair<int64_t, int64_t> split_between_processes(int64_t count) const;
-  /// This rank's part of values that every rank holds: of a vector's elements, or
-  /// of a tensor's rows (a view). With apply_padding ranks with fewer get their
-  /// last one again (an empty part: the last of all), so that parts are equal.
-  /// Local.
+  /// Returns this rank's block of values that every rank holds: of a vector's elements, or of a
+  /// tensor's dimension 0 (a view). With apply_padding all blocks have equal size: shorter ones
+  /// repeat their last element, and an empty one repeats the last of all. Local.
   at::Tensor split_between_processes(const at::Tensor& rows, bool apply_padding = false) const;
   template <typename T>
   std::vector<T> split_between_processes(const std::vector<T>& values,
@@ -152,26 +150,24 @@ class Collect {
     return part;
   }
 
-  /// Calls `function` on the main process, then, once it has returned there, on
-  /// all others; returns when all are through, with what it returned here. For
-  /// work whose first run leaves something for the others: a download, a cache.
-  /// Collective. What it throws on one rank is thrown there, and every other rank
-  /// throws Error (InputError for an InputError) with that rank and its text;
-  /// after a throw on the main process the others do not run it. The group lives
-  /// on.
+  /// Calls `function` on the main process and, after it has returned there, on all other ranks.
+  /// Returns this rank's result when all ranks have finished. For work whose first run leaves
+  /// something for the others, such as a download or a cache. Collective. If one rank throws, it
+  /// rethrows its exception, and every other rank throws Error (InputError for an InputError) with
+  /// that rank and its message. If the main process throws, the others do not run `function`. The
+  /// group stays usable.
   template <typename Function>
   auto main_process_first(Function&& function) {
     return in_turns(is_main_process(), "main_process_first", function);
   }
-  /// The same with the local main process of each host going first.
+  /// The same, but the local main process of each host goes first.
   template <typename Function>
   auto local_main_process_first(Function&& function) {
     return in_turns(is_local_main_process(), "local_main_process_first", function);
   }
 
-  /// Calls `function` on one rank alone. Returns what it returned, an empty
-  /// optional elsewhere; nothing where it returns nothing. Local: what it throws
-  /// is thrown on that rank only.
+  /// Calls `function` on one rank only. Returns its result there and an empty optional on other
+  /// ranks; returns void if `function` does. Local: an exception is thrown on that rank only.
   template <typename Function>
   auto on_main_process(Function&& function) const {
     return only_if(is_main_process(), function);
@@ -189,21 +185,19 @@ class Collect {
     return only_if(this->process_index() == process_index, function);
   }
 
-  /// Raises this rank's flag for check_trigger: stop early, save now. Local.
+  /// Sets this rank's flag for check_trigger, for example to stop early or to save now. Local.
   void set_trigger();
-  /// True on every rank if any rank's flag is up; then all flags are down again.
-  /// Collective.
+  /// Returns true on every rank if any rank's flag is set, and clears all flags. Collective.
   bool check_trigger();
 
-  /// The same without a message of its own: these bits (below kWindowRequests) go to
-  /// all ranks with this rank's next complete window, whose
-  /// WindowReport::requests has what any rank asked for. In a LocalSGD scope windows,
-  /// and so requests, stay the rank's own. Local.
+  /// The same without an additional message. `bits` (below kWindowRequests) are sent with this
+  /// rank's next complete window. Its WindowReport::requests has the bits of all ranks. In a
+  /// LocalSGD scope windows, and so requests, are local to the rank. Local.
   void request(uint32_t bits);
 
-  /// Blocks until every rank is here. Collective.
+  /// Blocks until every rank has called it. Collective.
   void wait_for_everyone();
-  /// A line on stdout (or `out`), from the main process only. Local.
+  /// Prints a line to stdout (or `out`) on the main process only. Local.
   void print(std::string_view line) const;
   void print(std::ostream& out, std::string_view line) const;
 

@@ -1,16 +1,15 @@
-// The largest batch that fits into memory, by trying: Accelerate's
+// Finds the largest batch size that fits into memory by trying, like Accelerate's
 // find_executable_batch_size.
 //
 //   const int64_t size = hasten::find_executable_batch_size(
 //       [&](int64_t batch_size) {
-//         ...  // one forward and backward on the largest rows
+//         ...  // one forward and backward on the longest samples
 //       },
 //       {.starting_batch_size = 64, .memory_limit_bytes = 4'000'000'000},
 //       &accelerator);
 //
-// On a GPU memory runs out by itself. On a CPU Linux promises more than it has and
-// ends the process later: give a limit, which the memory meter (core/memory.h)
-// holds tensors to.
+// A GPU reports when it is out of memory. On a CPU, Linux allocates more than there is and kills
+// the process later. Therefore set a limit there; core/memory.h enforces it for tensors.
 #pragma once
 
 #include <cstdint>
@@ -21,27 +20,27 @@ namespace hasten {
 class Collect;
 
 struct FindBatchSizeOptions {
-  /// First size tried, >= 1.
+  /// The first size to try. ≥ 1.
   int64_t starting_batch_size = 128;
-  /// Above 0: only divisors of it are tried, so that an accumulation over
-  /// effective_batch_size / size batches gives the same updates. Rows a rank.
+  /// If > 0, only divisors of it are tried, so that accumulation over effective_batch_size / size
+  /// batches gives the same optimizer steps. Samples per rank.
   int64_t effective_batch_size = 0;
-  /// Most bytes that all CPU tensors of this process, those that exist already
-  /// included, may take during an attempt; 0: as many as there are.
+  /// Limit for all CPU tensors of this process during an attempt, existing tensors included. Bytes;
+  /// 0: no limit.
   int64_t memory_limit_bytes = 0;
 };
 
-/// attempt(size), with half the size (rounded down, and down to a divisor) after
-/// each that ran out of memory (core/memory.h: is_out_of_memory) on any rank. Returns
-/// the first size that no rank ran out at. What an attempt allocated and let go is
-/// free before the next begins; putting gradients and generators back is up to it.
+/// Calls attempt(size). After each attempt that ran out of memory on any rank (core/memory.h:
+/// is_out_of_memory) it halves the size (rounded down, and down to a divisor). Returns the first
+/// size that fits on all ranks. Memory that an attempt allocated and released is free before the
+/// next one begins. The attempt itself must restore gradients and generators.
 ///
-/// `ranks`: an Accelerator, or null for a process alone. With several ranks an
-/// attempt communicates nothing, or a rank that ran out would leave the others
-/// waiting: a forward and a backward of torch's, or one under no_sync(); ranks meet
-/// behind each attempt (one small message through the store). Collective then.
-/// Throws InputError on every rank where size 1 (the least divisor) does not fit;
-/// what else an attempt throws, of which the peers are told.
+/// `ranks`: an Accelerator, or null for a single process. With several ranks an attempt must not
+/// communicate, because a rank that runs out of memory would leave the others waiting: use torch's
+/// own forward and backward, or backward under no_sync(). The ranks communicate after each attempt
+/// (one small message through the store). The function is then collective.
+/// Throws InputError on every rank if size 1 (the smallest divisor) does not fit. Rethrows other
+/// exceptions of an attempt, and the peers learn of them.
 int64_t find_executable_batch_size(const std::function<void(int64_t batch_size)>& attempt,
                                    const FindBatchSizeOptions& options = {},
                                    Collect* ranks = nullptr);

@@ -1,11 +1,9 @@
-// Clipping and looking at a complete window's gradients. An Accelerator is a
-// Gradients: accelerator.clip_grad_norm_(model, 1.0), ….
-// All of it is local: when a window is complete its gradients are equal on every
-// rank, and so are the numbers returned and the errors thrown. Exception: inside a
-// LocalSGD scope gradients, and so these, are the rank's own.
-// While the window is incomplete nothing is done and 0 (no norms) returned.
-// Tied parameters count once, frozen ones not; a parameter without a gradient in this
-// window has none.
+// Clipping and norms of a complete window's gradients. Accelerator derives from Gradients:
+// accelerator.clip_grad_norm_(model, 1.0), …. All functions are local. When a window is complete,
+// its gradients are equal on every rank, so returned values and exceptions are, too. Exception:
+// inside a LocalSGD scope gradients, and so these values, are the rank's own.
+// While the window is incomplete, the functions do nothing and return 0 (no norms). Tied parameters
+// count once. Frozen parameters, and parameters without a gradient in this window, do not count.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,58 +16,57 @@
 
 namespace hasten {
 
-/// What one norm is taken over.
+/// The parameters that one norm covers.
 enum class NormsOf {
   parameter,
-  /// The parameters that one module itself has: weight and bias of a Linear.
+  /// A module's own parameters, such as weight and bias of a Linear.
   module,
-  /// One of a numbered row of blocks, "encoder.layer.3" with all that is in it; what
-  /// lies outside of those, by module.
+  /// A numbered block with everything in it, such as "encoder.layer.3"; outside of such blocks a
+  /// module.
   layer,
 };
 
 struct GradientNormsOptions {
-  /// 1, 2, infinity, or any number above 0.
+  /// 1, 2, infinity, or any other value > 0.
   double norm_type = 2;
   NormsOf of = NormsOf::layer;
 };
 
 struct GradientNorms {
-  /// In order of registration; the norms beside them, NaN or infinite where a number
-  /// of theirs is. Of the model's own parameters the module's name is "".
+  /// In order of registration; norms[i] belongs to names[i]. It is NaN or infinite if an element
+  /// is. The module name of the model's own parameters is "".
   std::vector<std::string> names{};
   std::vector<double> norms{};
-  /// Over all parameters together: what clip_grad_norm_ returns.
+  /// Norm over all parameters, as clip_grad_norm_ returns it.
   double total = 0;
-  /// The first parameter, in order of registration, whose gradient holds a number that
-  /// is not finite; empty: none does. And how many there are.
+  /// The first parameter, in order of registration, whose gradient has an element that is not
+  /// finite; empty if there is none. And the number of such parameters.
   std::string first_non_finite{};
   int64_t non_finite = 0;
 };
 
 class Gradients : public Collect {
  public:
-  /// Scales the gradients down so that their global norm is at most max_norm, as
-  /// torch.nn.utils.clip_grad_norm_ does. Returns the norm before. `norm_type` > 0:
-  /// 1, 2, infinity. A norm that is not finite spoils every gradient, as torch's does.
-  /// Cost: a pass over the gradients, one more where they are scaled.
-  /// Throws TrainingError with `error_if_nonfinite` where the norm is not finite,
-  /// naming the first such parameter; the gradients are as they were.
+  /// Scales the gradients down so that their total norm is at most max_norm, like
+  /// torch.nn.utils.clip_grad_norm_. Returns the norm before clipping. `norm_type` > 0: 1, 2,
+  /// infinity. A norm that is not finite makes every gradient non-finite, as in torch. Cost: one
+  /// pass over the gradients, and another if they are scaled.
+  /// Throws TrainingError if `error_if_nonfinite` is set and the norm is not finite, naming the
+  /// first such parameter; the gradients are then unchanged.
   template <detail::ModelHolder Model>
   double clip_grad_norm_(const Model& model, double max_norm, double norm_type = 2.0,
                          bool error_if_nonfinite = false) {
     return clip_norm(*detail::module_of(model), max_norm, norm_type, error_if_nonfinite);
   }
-  /// The same over any of the prepared models' parameters.
+  /// The same over some parameters of prepared models.
   double clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_norm,
                          double norm_type = 2.0, bool error_if_nonfinite = false);
 
-  /// Limits every number to within [-clip_value, clip_value], as
-  /// torch.nn.utils.clip_grad_value_ does. Returns the largest |number| before, NaN
-  /// where there is one: NaN stays, infinity becomes clip_value, so look at what is
-  /// returned, or give `error_if_nonfinite` as above. clip_value > 0. Cost: two passes
-  /// over the gradients, and one before where AcceleratorOptions::scale_in_step has
-  /// left them to be multiplied.
+  /// Clamps every element to [-clip_value, clip_value], like torch.nn.utils.clip_grad_value_.
+  /// Returns the largest |element| before, or NaN if there is one. NaN stays and infinity becomes
+  /// clip_value, so check the returned value or set `error_if_nonfinite` as above. clip_value > 0.
+  /// Cost: two passes over the gradients, and another one before if
+  /// AcceleratorOptions::scale_in_step has deferred their multiplication.
   template <detail::ModelHolder Model>
   double clip_grad_value_(const Model& model, double clip_value, bool error_if_nonfinite = false) {
     return clip_value_of(*detail::module_of(model), clip_value, error_if_nonfinite);
@@ -77,8 +74,8 @@ class Gradients : public Collect {
   double clip_grad_value_(const std::vector<at::Tensor>& parameters, double clip_value,
                           bool error_if_nonfinite = false);
 
-  /// Norms by parameter, module or layer; call it before clipping. One pass over the
-  /// gradients, which stay as they are.
+  /// Returns norms by parameter, module or layer; call it before clipping. One pass over the
+  /// gradients, which stay unchanged.
   template <detail::ModelHolder Model>
   GradientNorms gradient_norms(const Model& model, const GradientNormsOptions& options = {}) const {
     return norms_of(*detail::module_of(model), options);

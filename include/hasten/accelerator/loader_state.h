@@ -1,4 +1,4 @@
-// What a prepared loader is told, and what the accelerator knows of it.
+// Configuration of prepared loaders, and their state in the accelerator.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,32 +15,31 @@
 
 namespace hasten {
 
-/// How prepared loaders share batches out over ranks; Accelerate's words.
+/// How prepared loaders distribute batches over ranks. The names are Accelerate's.
 struct DataLoaderConfiguration {
-  /// False: a loader's batch is one rank's; ranks × batches make a step. True: it
-  /// is cut into equal parts, so that a step holds the same rows on any number of
-  /// ranks. Where rows do not divide, the first ranks have one more.
+  /// False: each rank gets a whole batch of the loader, so an optimizer step has world_size times
+  /// as many samples. True: each batch is split evenly over ranks, so a step has the same samples
+  /// for any world size. If the number of samples is not divisible, the first ranks get one more.
   bool split_batches = false;
-  /// Rank 0 alone reads, and sends every rank its batches: for streams that only
-  /// one process can read. The other ranks give a range of the same type, which is
-  /// not touched. Costs world_size times the bandwidth, and one batch a rank is
-  /// read ahead on rank 0. Leave the loop on all ranks in the same turn.
+  /// Only rank 0 reads, and it sends every rank its batches: for streams that only one process can
+  /// read. The other ranks pass a range of the same type, which is not read. Costs world_size times
+  /// the bandwidth, and rank 0 reads one batch per rank ahead. All ranks must leave the loop in the
+  /// same iteration.
   bool dispatch_batches = false;
-  /// The tail of the data is filled up with rows from its beginning, so that every
-  /// rank gets equally many batches of equal size. gather_for_metrics leaves the
-  /// repeated rows out again; training counts them twice. False: every row once,
-  /// and ranks with smaller batches, or without rows, at the end. Ranges that do
-  /// not deal themselves keep one batch for each rank in memory.
+  /// Fills the last batches with samples from the beginning of the data, so that every rank gets
+  /// equally many batches of equal size. gather_for_metrics drops the repeated samples; training
+  /// counts them twice. False: each sample occurs once, and at the end some ranks have smaller
+  /// batches or no samples. Ranges without shard() keep one batch per rank in memory.
   bool even_batches = false;
-  /// Copies to a GPU go from pinned memory without waiting. No effect on the CPU.
+  /// Copies to a GPU are asynchronous and from pinned memory. No effect on the CPU.
   bool non_blocking = false;
-  /// Batches read ahead in a background thread (hasten/data/prefetch.h), beside
-  /// the one that is always read ahead. 0: none, no thread.
+  /// Number of batches that a background thread prefetches (hasten/data/prefetch.h), in addition to
+  /// the one that is always read ahead. 0: no thread.
   int64_t prefetch = 0;
-  /// Where every rank reads the whole range, ranks compare a checksum of it (of a sample
-  /// of its numbers) in windows and gather_for_metrics, after the first round and at the
-  /// pass's end: a difference is an error that names the range. False: for data sets
-  /// that draw random numbers in threads or from generators of their own.
+  /// If every rank reads the whole range, the ranks compare a checksum of some of its elements.
+  /// They do so in windows and in gather_for_metrics, after the first round of batches and at the
+  /// end of the pass. A difference is an error that names the range. Set it to false for data sets
+  /// that draw random values in threads or from their own generators.
   bool compare_batches = true;
 };
 
@@ -48,55 +47,55 @@ namespace detail {
 
 class AcceleratorCore;
 
-// What the core knows of a prepared loader.
+// The accelerator's state of a prepared loader.
 struct LoaderState {
   DataLoaderConfiguration config{};
-  bool training = false; // windows are opened on its batches
-  bool open = false; // between begin() and the end every rank agreed on
-  bool last = false; // the batch handed out is this rank's last
-  std::optional<int64_t> rows{}; // of the batch handed out
-  bool even = false; // fills the last round up with rows of the first
-  int64_t repeated = 0; // such rows, at the end of the batch handed out
-  bool stand_in = false; // all of them: the batch weighs nothing
+  bool training = false; // accumulate() opens windows on its batches
+  bool open = false; // from begin() to the end that all ranks agree on
+  bool last = false; // the current batch is this rank's last
+  std::optional<int64_t> rows{}; // samples of the current batch
+  bool even = false; // the last batches repeat samples of the first
+  int64_t repeated = 0; // repeated samples at the end of the current batch
+  bool stand_in = false; // the current batch is a stand-in of weight 0
   std::vector<at::Tensor> random{}; // torch's generators before a stand-in
-  bool handed_out = false; // a batch, whose loop goes on
-  std::string range{}; // which it is, for messages
-  // Checksums of this pass: the first round, all, what was compared last. 0: none.
+  bool handed_out = false; // there is a current batch
+  std::string range{}; // its name in messages
+  // Checksums of this pass: the first round, all so far, and what was compared last. 0: none.
   uint64_t first_read = 0;
   uint64_t read = 0;
   mutable uint64_t compared = 0;
   uint64_t index = 0; // in order of preparation, the same on every rank
-  std::weak_ptr<void> loop{}; // what the loop's iterators hold
-  std::weak_ptr<Stateful> position{}; // expired: its handles are gone
+  std::weak_ptr<void> loop{}; // the loop's iterators hold it
+  std::weak_ptr<Stateful> position{}; // expired: no handle is left
 };
 
-// Where a pass over a loader stands. What `cursor` counts: rows or batches over
-// all ranks, or this rank's batches.
+// Position of a pass over a loader. `cursor` counts samples or batches of all ranks, or this rank's
+// batches.
 struct LoaderPosition {
   const char* unit = "rows";
-  bool active = false; // between begin() and the end every rank agreed on
+  bool active = false; // from begin() to the end that all ranks agree on
   uint64_t epoch = 0; // of the next begin()
-  int64_t start = 0; // what the next begin() leaves out
-  int64_t cursor = 0; // handed out in this pass
-  int64_t read = 0; // `cursor` of what is read ahead
-  at::Tensor random{}; // what the range drew from at begin()
+  int64_t start = 0; // the next begin() skips as many
+  int64_t cursor = 0; // returned in this pass
+  int64_t read = 0; // `cursor` after the batch that is read ahead
+  at::Tensor random{}; // the generator from which the range drew at begin()
   at::Tensor start_random{}; // for the next begin()
 };
 void save_position(const LoaderPosition& position, const Stateful* range, NamedTensors& tensors,
                    nlohmann::json& values);
 void load_position(LoaderPosition& position, Stateful* range, const NamedTensors& tensors,
                    const nlohmann::json& values);
-// None: ranges draw from torch's own.
+// Empty: ranges draw from torch's own generator.
 std::optional<uint64_t> core_order_seed(const AcceleratorCore& core);
-// "loader 1 (std::vector)"; 0: one that has no number.
+// "loader 1 (std::vector)"; index 0: a loader without a number.
 std::string range_name(const std::type_info& type, uint64_t index);
-// The generator that a range draws from in an epoch, the same on every rank.
+// The generator from which a range draws in an epoch; equal on every rank.
 at::Tensor order_state(uint64_t seed, uint64_t index, uint64_t epoch);
 // Torch's default generator of the CPU.
 at::Tensor random_state();
 void set_random_state(const at::Tensor& state);
-// While it lives, torch's default generator of the CPU draws from `state`, which goes
-// on; behind it, the generator is as it was. Undefined: nothing happens.
+// While it lives, torch's default CPU generator draws from `state`, which advances. Afterwards the
+// generator is as before. No effect if `state` is undefined.
 class RangeRandom {
  public:
   explicit RangeRandom(at::Tensor& state) : state_(state) {
@@ -118,20 +117,20 @@ class RangeRandom {
   at::Tensor& state_;
   at::Tensor before_{};
 };
-// The CPU's and that of `device`, where it is another.
+// The CPU's generator and, if `device` is another, that of `device`.
 std::vector<at::Tensor> random_states(const at::Device& device);
 void set_random_states(const at::Device& device, const std::vector<at::Tensor>& states);
 
-// Non-template doors into the core, so that this header needs none of it.
+// Non-template functions of the core, so that this header does not need it.
 void core_begin_range(AcceleratorCore& core, LoaderState& loader);
 void core_end_range(AcceleratorCore& core, LoaderState& loader);
-// Until its loop ends, `loader` is the innermost.
+// `loader` is the innermost loop until it ends.
 void core_enter_loop(AcceleratorCore& core, const std::shared_ptr<LoaderState>& loader);
 at::Device core_device(const AcceleratorCore& core);
 int core_rank(const AcceleratorCore& core);
 int core_world_size(const AcceleratorCore& core);
 [[noreturn]] void throw_no_empty_batch();
-// This rank has no row of `range` to train on: ends the others, too.
+// Throws, on all ranks, because this rank has no sample of `range` to train on.
 [[noreturn]] void core_refuse_no_row(AcceleratorCore& core, const std::string& range);
 [[noreturn]] void throw_cannot_deal(const char* option);
 void check_configuration(const DataLoaderConfiguration& config, int64_t skip);

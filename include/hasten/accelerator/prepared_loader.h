@@ -1,5 +1,4 @@
-// The handle that Accelerator::prepare makes of a range of batches.
-// Threading: the thread that uses the Accelerator.
+// The handle that Accelerator::prepare returns for a range of batches.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,29 +19,27 @@
 namespace hasten {
 
 /// This rank's share of a range of batches, on the accelerator's device.
-///   * A range with shard(rank, world_size), such as DataLoader, deals itself.
-///   * Any other, torch::data's loaders or a range of structs, is dealt
-///     round-robin: every rank iterates all of it, in the same order, and keeps
-///     batches rank, rank + world_size, … What it draws from torch's default
-///     generator, as RandomSampler does, follows from the accelerator's seed and the
-///     epoch, and moves nobody else's draws; with `prefetch` in begin() alone.
-///   * With dispatch_batches rank 0 deals for all.
-/// One batch is read ahead, so that the last is known when it is handed out.
-/// A training loader (the first of a prepare() call that has an optimizer, or any
-/// given to accumulate) hands out equally many batches on every rank, so that the
-/// loop's body, clipping and counters of one's own among it, runs equally often: a
-/// rank that has no row left gets one of its batches again, as a stand-in that
-/// counts nowhere: not in gradients, reports and gather_for_metrics (a
-/// hasten::Batch then has tensors, but no rows()); torch's generators are put back
-/// after it. Memory: that one batch; after a loaded position DataLoader reads one
-/// more for it. A rank that never had a row gets another rank's first batch. Reaching
-/// the end is collective; it throws CommunicationError, on every rank, where other
-/// ranks train on, and InputError where a range with a shard() of its own gives a rank
-/// no row.
-/// Any other loader hands out equally many batches on every rank, some without
-/// rows, so that gather_for_metrics in the loop's body meets on every rank. Begun
-/// inside a training loop and a window, it makes the models' buffers equal: there
-/// begin() is collective (a rank that does not come gives an error on all).
+///   * A range with shard(rank, world_size), such as DataLoader, distributes its batches itself.
+///   * Any other, such as torch::data's loaders or a range of structs, is distributed round-robin:
+///     every rank iterates all of it in the same order and keeps batches rank, rank + world_size
+///     and so on. Random values that it draws from torch's default generator, as RandomSampler
+///     does, follow from the accelerator's seed and the epoch, and do not advance the generator for
+///     others; with `prefetch` this holds in begin() only.
+///   * With dispatch_batches rank 0 reads and distributes all batches.
+/// One batch is read ahead, so that the last batch is known when it is returned.
+/// A training loader is the first loader of a prepare() call with an optimizer, or one that was
+/// passed to accumulate. It returns equally many batches on every rank, so that the loop's body
+/// runs equally often. A rank without samples gets one of its earlier batches again, as a stand-in
+/// batch. A stand-in has no weight in gradients, reports and gather_for_metrics (a hasten::Batch
+/// then has tensors, but no rows()), and torch's generators are restored after it. Memory: that one
+/// batch; after a loaded position DataLoader reads one more for it. A rank that never had a sample
+/// gets another rank's first batch. Reaching the end is collective. It throws CommunicationError on
+/// every rank if other ranks continue to train, and InputError if a range with its own shard()
+/// gives a rank no sample.
+/// Any other loader returns equally many batches on every rank, some without samples, so that all
+/// ranks meet in a gather_for_metrics in the loop's body. If it begins inside a training loop and a
+/// window, it synchronises the models' buffers. begin() is then collective; if a rank does not call
+/// it, all ranks throw.
 template <typename Range>
 class PreparedLoader {
  public:
@@ -73,13 +70,12 @@ class PreparedLoader {
     friend class PreparedLoader;
     bool at_end() const { return !shared_ || !shared_->current; }
     typename PreparedLoader::Shared* shared_ = nullptr;
-    std::shared_ptr<void> loop_{}; // gone when the loop is left in any way
+    std::shared_ptr<void> loop_{}; // destroyed when the loop ends in any way
   };
 
-  /// Starts an epoch. A range with set_epoch(n) gets 0, 1, 2, … from call to
-  /// call, or from what set_epoch last said. Collective where the last pass over
-  /// a training loader was left by `break`, and for evaluation inside a window of
-  /// models with buffers; else local.
+  /// Starts an epoch. A range with set_epoch(n) gets 0, 1, 2, … in successive calls, starting at
+  /// the value that set_epoch last set. Collective if the last pass over a training loader was left
+  /// by `break`, and for evaluation inside a window of models with buffers; else local.
   iterator begin() {
     shared_->begin();
     iterator it;
@@ -90,16 +86,16 @@ class PreparedLoader {
   }
   iterator end() { return {}; }
 
-  /// The next begin() leaves out this rank's first `batches` ≥ 0, once. O(1) for
-  /// ranges with skip_first_batches(n), such as DataLoader: nothing is read;
-  /// others are read up to there. Throws InputError below 0.
+  /// The next begin() skips this rank's first `batches` ≥ 0, once. O(1) for ranges with
+  /// skip_first_batches(n), such as DataLoader, which read nothing. Other ranges are read up to
+  /// there. Throws InputError for batches < 0.
   void skip_first_batches(int64_t batches) {
     detail::check_configuration(shared_->state->config, batches);
     shared_->skip = batches;
   }
 
-  /// Epoch of the next begin(). Another one than it was to be forgets where a
-  /// loaded state stood.
+  /// Sets the epoch of the next begin(). If it differs from the current value, the position of a
+  /// loaded state is dropped.
   void set_epoch(uint64_t epoch) {
     if (shared_->position.epoch != epoch) {
       shared_->position.epoch = epoch;
@@ -107,13 +103,13 @@ class PreparedLoader {
       shared_->position.start_random = at::Tensor();
     }
   }
-  /// Of the next begin(): after load_state() the one that was under way.
+  /// Epoch that the next begin() will run. After load_state(): the interrupted epoch.
   uint64_t epoch() const { return shared_->position.epoch; }
-  /// How much of the pass was handed out: rows over all ranks where the range has
-  /// set_cursor(n), such as DataLoader; else batches.
+  /// Position in the pass: samples over all ranks if the range has set_cursor(n), such as
+  /// DataLoader; else batches.
   int64_t cursor() const { return shared_->position.cursor; }
-  /// Batches of this rank in one epoch, where the range deals itself; batches
-  /// without rows included.
+  /// Number of this rank's batches in one epoch, if the range has shard(); includes batches without
+  /// samples.
   int64_t size() const
     requires requires(Range& range, int n) {
       range.shard(n, n);
@@ -146,7 +142,7 @@ class PreparedLoader {
       deal();
     }
 
-    // Over the ranks there are now.
+    // Distributes over the current ranks.
     void deal() {
       options.deal = {};
       state->even = false;
@@ -171,10 +167,10 @@ class PreparedLoader {
         options.deal.all_ranks = options.dispatch;
         return;
       }
-      options.deal = {}; // it deals itself
+      options.deal = {}; // it distributes its batches itself
     }
 
-    // Tells a range that deals itself how to.
+    // Configures a range that distributes its batches itself.
     void shard() {
       auto& config = state->config;
       if constexpr (requires { range->set_even_batches(true); }) {
@@ -186,14 +182,14 @@ class PreparedLoader {
         detail::throw_cannot_deal(config.even_batches ? "even_batches" : "split_batches");
       }
       if (options.dispatch) {
-        range->shard(0, 1); // rank 0 deals for it
+        range->shard(0, 1); // rank 0 distributes
       } else {
         range->shard(options.deal.rank, options.deal.world_size);
       }
     }
 
     void begin() {
-      state->random.clear(); // left by break: they went on since
+      state->random.clear(); // after `break` the generators have advanced
       drop();
       state->first_read = state->read = state->compared = 0;
       state->range = detail::range_name(typeid(Range), state->index);
@@ -213,7 +209,7 @@ class PreparedLoader {
       advance();
     }
 
-    // Behind what a loaded state had done and what is to be skipped.
+    // Starts after the loaded position and the batches to skip.
     void start_pass() {
       const int64_t batches =
           std::exchange(skip, 0) * (options.deal.split ? 1 : options.deal.world_size);
@@ -227,7 +223,7 @@ class PreparedLoader {
         pass.emplace(*range, core, options);
         return;
       }
-      // Of the pass that was under way, or this epoch's.
+      // The generator of the interrupted pass, or that of this epoch.
       options.random = std::exchange(position.start_random, at::Tensor());
       const auto seed = detail::core_order_seed(*core);
       if (!options.random.defined() && seed) {
@@ -241,7 +237,7 @@ class PreparedLoader {
       }
     }
 
-    // Some rank may have no row of the whole epoch.
+    // A rank may have no sample in the whole epoch.
     bool few_rows() const {
       if constexpr (requires { range->epoch_rows() + range->options().batch_size; }) {
         const int64_t world = detail::core_world_size(*core);
@@ -250,7 +246,7 @@ class PreparedLoader {
       }
       return false;
     }
-    // A pass that begins late may have no row for this rank.
+    // A pass that begins late may have no sample for this rank.
     void find_stand_in(int64_t left_out) {
       if (std::exchange(began, true) || !state->training || detail::core_world_size(*core) == 1 ||
           (left_out == 0 && !few_rows())) {
@@ -270,7 +266,7 @@ class PreparedLoader {
         }
       };
       read();
-      if (!before && !options.dispatch) { // another rank's
+      if (!before && !options.dispatch) { // another rank's batch
         range->shard(0, 1);
         range->set_cursor(0);
         read();
@@ -336,7 +332,7 @@ class PreparedLoader {
             detail::core_refuse_no_row(*core, state->range);
           }
           if (!before) {
-            continue; // no rank has a row of this round
+            continue; // no rank has a sample in this round
           }
           item->batch = before;
           item->stand_in = true;
@@ -359,11 +355,11 @@ class PreparedLoader {
     void save_state(NamedTensors& tensors, nlohmann::json& values) const override {
       detail::save_position(position, stateful_range(), tensors, values);
     }
-    // Collective by contract, so nobody waits for this rank at a pass's end.
+    // Every rank calls it, so no rank waits for this one at the end of a pass.
     void load_state(const NamedTensors& tensors, const nlohmann::json& values) override {
       detail::load_position(position, stateful_range(), tensors, values);
-      state->random.clear(); // the generators are loaded too
-      drop(); // ends a loop that is under way
+      state->random.clear(); // the generators are loaded, too
+      drop(); // ends an open loop
       state->open = false;
     }
     Stateful* stateful_range() const {
@@ -381,7 +377,7 @@ class PreparedLoader {
     detail::LoaderPosition position{};
     int64_t skip = 0; // batches of this rank
     std::optional<value_type> current{};
-    std::optional<value_type> before{}; // a batch that had rows
+    std::optional<value_type> before{}; // an earlier batch with samples
     bool began = false; // a pass, on all ranks
     int dealt_over = 1; // ranks
     std::optional<Item> next{};

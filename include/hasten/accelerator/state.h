@@ -1,28 +1,26 @@
-// What a saved state of an Accelerator is and how it is written and read.
+// The files of a saved state of an Accelerator, and functions that read them.
 //
 //   folder/
-//     model.safetensors       model 0's parameters and buffers by name;
-//                             model_1.safetensors, …: further models
-//     state.safetensors       moments of optimizers by parameter name, tensors of
-//                             registered objects, gradients of a complete window
-//     state.json              everything that is no tensor
-//     state_rank_0.safetensors … one a rank: torch's generators, position in the
-//                             data, gradients of a window that is not complete; of
-//                             sharded models its rows of parameters and moments,
-//                             "sharded.<name>", which state.json lists
-//     manifest.json           sizes and checksums; the last thing to be there
+//     model.safetensors       model 0's parameters and buffers by name; model_1.safetensors, … are
+//                             those of further models
+//     state.safetensors       optimizers' moments by parameter name, tensors of registered objects,
+//                             gradients of a complete window
+//     state.json              everything that is not a tensor
+//     state_rank_0.safetensors … one per rank: torch's generators, position in the data, gradients
+//                             of an incomplete window; for sharded models the rank's shards of
+//                             parameters and moments, "sharded.<name>", which state.json lists
+//     manifest.json           sizes and checksums; written last
 //
-// Size, for parameters of P bytes with Adam: 3 P. Gradients that are not zero
-// when it is saved add P; in the middle of a window P a rank. Generators: 5 KB a
-// rank (+ 16 B a GPU).
+// Size, for parameters of P bytes with Adam: 3 P. Gradients that are not zero add P. A save in the
+// middle of a window adds P per rank. Generators: 5 KB per rank (+ 16 B per GPU).
 //
-// A resumed run equals the uninterrupted one bit for bit if the world has the same
-// size. Otherwise: model, optimizers, schedulers and shared objects are the same,
-// the epoch goes on behind the rows that were seen, and each rank's generator is
-// seeded anew from (seed, rank, windows done). What then has no meaning is an
-// error: an open window, objects saved per rank, a range that deals itself
-// without a cursor. Each rank reads the rows it needs, whoever wrote them: a state of
-// sharded models is loaded under any strategy, and one of whole models by sharded ones.
+// With the same world size a resumed run equals the uninterrupted run bit for bit. With another
+// world size, models, optimizers, schedulers and shared objects are the same. The epoch continues
+// after the samples that were seen. Each rank's generator is seeded anew from (seed, rank,
+// completed windows). State that then has no meaning is an error: an open window, objects saved per
+// rank, a range with shard() but without a cursor. Each rank reads the rows of dimension 0 that it
+// needs, whichever rank wrote them. So a state of sharded models can be loaded under any strategy,
+// and a state of unsharded models by sharded ones.
 #pragma once
 
 #include <cstdint>
@@ -33,49 +31,49 @@
 namespace hasten {
 
 struct SaveStateOptions {
-  /// Writes further files into the folder in the making, before anything else.
-  /// One rank calls it: the main process. A model.safetensors that it writes and
-  /// that holds model 0's values is not written a second time.
+  /// Writes further files into the temporary folder, before anything else is written. Only the main
+  /// process calls it. If it writes a model.safetensors with model 0's values, that file is not
+  /// written again.
   std::function<void(const std::filesystem::path& folder)> also_write{};
-  /// Replaces a folder that holds something else than a state, too.
+  /// Also replaces a folder that holds something other than a state.
   bool replace_any = false;
 };
 
 struct LoadStateOptions {
-  /// Reads every file once more for its checksum, on one rank. False where
+  /// Reads every file once more, on one rank, to verify its checksum. Set it to false if
   /// verify_manifest() was called before.
   bool verify_checksums = true;
 };
 
 struct LoadedState {
-  /// World size of the run that saved it.
+  /// World size of the run that saved the state.
   int world_size = 1;
-  /// Windows completed by then.
+  /// Windows that it had completed.
   uint64_t windows = 0;
 };
 
-/// Whose values of a registered object a state holds.
+/// Which ranks' values of a registered object a state holds.
 enum class StateScope {
   /// The main process's; every rank loads them.
   shared,
-  /// Each rank's own. Cannot be loaded at another world size.
+  /// Each rank's own. Cannot be loaded with another world size.
   per_rank,
 };
 
-/// Names of the files in a state's folder.
+/// Names of files in a state's folder.
 inline constexpr const char* kStateFile = "state.json";
 inline constexpr const char* kStateTensorsFile = "state.safetensors";
 
-/// What a folder holds, from state.json and the files' headers: "world_size",
-/// "strategy", "windows_completed", "optimizers" (their kinds) and "tensors", an array
-/// of {"name", "dtype", "shape", "rows": [[rank, first, rows], …] or null}. Local.
-/// Throws InputError naming the file that is missing or is none of a state.
+/// Describes a state's folder from state.json and the files' headers: "world_size", "strategy",
+/// "windows_completed", "optimizers" (their kinds) and "tensors", an array of {"name", "dtype",
+/// "shape", "rows": [[rank, first, rows], …] or null}. Local. Throws InputError naming the file
+/// that is missing or does not belong to a state.
 nlohmann::json describe_state(const std::filesystem::path& folder);
 
-/// Writes a model's parameters and buffers, whole, into one safetensors file, from the
-/// rows that each rank saved. Verifies checksums first. Local.
-/// Memory: what is put together of rows; whole tensors are mapped.
-/// Throws InputError naming the file that is missing or damaged; `file` is as it was.
+/// Merges the shards that the ranks saved, and writes a model's parameters and buffers into one
+/// safetensors file. Verifies checksums first. Local. Memory: the merged tensors; tensors that were
+/// saved whole are mapped. Throws InputError naming the file that is missing or damaged; `file` is
+/// then unchanged.
 void consolidate_state(const std::filesystem::path& folder, const std::filesystem::path& file,
                        int64_t model = 0);
 
