@@ -1,17 +1,17 @@
-// What a prepared loader must know about batches: how many rows they hold, how to
-// bring them to a device, how to cut and join them. Understood as they are:
+// What a prepared loader needs to know about batches: how many samples they have, how to move them
+// to a device, how to split and join them. These types work without further code:
 //   * hasten::Batch, map<string, Tensor>, Tensor, pair, tuple, vector of Tensors,
-//     torch::data::Example, structs whose members are all Tensors (up to 8), and
-//     structs with `flatten` (hasten/core/block_call.h). Dim 0 of the first tensor
-//     that has one is the row; 0-d tensors belong to all rows.
-//   * vector of any of these, as torch::data's loaders without Stack give: each
-//     element is one row.
-// Another type joins by free functions in its own namespace:
+//     torch::data::Example, structs whose members are all Tensors (up to 8), and structs with
+//     `flatten` (hasten/core/block_call.h). Dimension 0 of the first tensor that is not 0-d is the
+//     number of samples; 0-d tensors belong to all samples.
+//   * vector of any of these, as torch::data's loaders without Stack return: each element is a
+//     sample.
+// Other types need free functions in their own namespace:
 //   int64_t rows(const MyBatch& batch);
 //   MyBatch to_device(MyBatch batch, const at::Device& device);
-// Cutting, joining and sending (split_batches, even_batches, dispatch_batches) need
-// the tensors; members that are no tensors are then those of the batch cut from,
-// or, on ranks a batch is sent to, default values. All local.
+// Splitting, joining and sending (split_batches, even_batches, dispatch_batches) use the tensors.
+// Members that are not tensors are then those of the batch that was split or, on ranks to which a
+// batch is sent, default values. All functions are local.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -29,7 +29,7 @@
 
 namespace hasten::detail {
 
-// Stands for a Tensor, and nothing else, in an initialiser; never evaluated.
+// Stands for a Tensor and nothing else in an initialiser; never evaluated.
 struct OnlyTensor {
   operator at::Tensor() const; // NOLINT: implicit is what it is for
 };
@@ -37,7 +37,7 @@ template <typename T, size_t... I>
 constexpr bool initialised_by_tensors(std::index_sequence<I...>) {
   return requires { T{(static_cast<void>(I), OnlyTensor())...}; };
 }
-// Members of a struct that holds Tensors alone; 0 for all other types.
+// Number of members of a struct that has only Tensors; 0 for all other types.
 template <typename T, size_t N = 8>
 constexpr size_t tensor_members() {
   if constexpr (!std::is_aggregate_v<T> || std::is_array_v<T> || N == 0) {
@@ -85,7 +85,7 @@ template <typename T>
 inline constexpr bool kIsVector = false;
 template <typename E>
 inline constexpr bool kIsVector<std::vector<E>> = true;
-// A batch whose elements are its rows.
+// A batch whose elements are its samples.
 template <typename T>
 inline constexpr bool kListsRows = false;
 template <typename E>
@@ -153,7 +153,7 @@ int64_t change_tensors(Value& value, Change change) {
 }
 [[noreturn]] void throw_no_tensor_inside();
 
-// Rows of a batch; nothing where the type does not tell.
+// Number of samples of a batch; empty if the type does not have it.
 template <typename Value>
 std::optional<int64_t> batch_rows(const Value& batch) {
   if constexpr (requires {
@@ -175,8 +175,8 @@ std::optional<int64_t> batch_rows(const Value& batch) {
   }
 }
 
-// `sum` with this tensor mixed in: its sizes, and up to about 1,000 of its elements
-// where it lies on the CPU.
+// `sum` combined with this tensor: its sizes, and up to about 1,000 of its elements if it is on the
+// CPU.
 uint64_t tensor_checksum(uint64_t sum, const at::Tensor& tensor);
 
 template <typename Value>
@@ -189,7 +189,7 @@ uint64_t batch_checksum(uint64_t sum, const Value& batch) {
   return sum;
 }
 
-// Does not wait for the copy where the tensor lies in pinned memory.
+// Does not wait for the copy if the tensor is in pinned memory.
 at::Tensor tensor_to_device(const at::Tensor& tensor, const at::Device& device);
 // A copy in pinned memory, from which a GPU reads without the CPU.
 at::Tensor pinned(const at::Tensor& tensor);
@@ -205,26 +205,24 @@ Value batch_to_device(Value batch, const at::Device& device) {
   }
 }
 
-// The tensors of a batch, for what is the same for all types.
+// The tensors of a batch, for code that is the same for all types.
 struct PackedBatch {
-  std::vector<at::Tensor> tensors{}; // undefined where the batch's are
-  std::vector<std::string> names{}; // of the tensors, where the type names them
+  std::vector<at::Tensor> tensors{}; // undefined if the batch's are
+  std::vector<std::string> names{}; // of the tensors, if the type has names
   std::vector<int64_t> indices{}; // of a hasten::Batch
   int64_t rows = 0;
-  bool lists_rows = false; // each row has tensors of its own, in turn
+  bool lists_rows = false; // each sample has its own tensors, in sequence
 };
 
-// Rows begin … begin + count - 1, as views. Throws InputError where a tensor's dim
-// 0 is not the rows.
+// Samples begin … begin + count - 1, as views. Throws InputError if dimension 0 of a tensor is not
+// the number of samples.
 PackedBatch packed_rows(const PackedBatch& batch, int64_t begin, int64_t count);
-// The rows of all, one behind the other, in new memory. Throws InputError where
-// shapes do not fit together.
+// The samples of all batches in new memory. Throws InputError if shapes do not match.
 PackedBatch packed_concat(const std::vector<PackedBatch>& batches);
-// `batch` with rows of `first` behind it, again and again, until it has `rows`.
+// `batch` followed by samples of `first`, repeated until it has `rows` samples.
 PackedBatch packed_filled(PackedBatch batch, const std::vector<PackedBatch>& first, int64_t rows);
-// Rows of a full round over all ranks, by the first one; `only`: it is the last
-// one too, and so perhaps not full. Throws InputError where a full one does not
-// divide evenly.
+// Number of samples of a full round over all ranks, from the first round. `only`: the first round
+// is also the last, so it may not be full. Throws InputError if a full one is not divisible.
 int64_t even_rows(const std::vector<PackedBatch>& first, bool split, int64_t world_size, bool only);
 
 template <typename Value>
@@ -249,7 +247,7 @@ PackedBatch pack_batch(Value batch) {
   return packed;
 }
 
-// The batch again; what is no tensor is taken from `like`.
+// The batch again; members that are not tensors are those of `like`.
 template <typename Value>
 Value unpack_batch(PackedBatch packed, Value like) {
   if constexpr (std::is_same_v<Value, Batch>) {
@@ -267,7 +265,7 @@ Value unpack_batch(PackedBatch packed, Value like) {
     if constexpr (kListsRows<Value>) {
       if (like.empty() || packed.rows <= static_cast<int64_t>(like.size())) {
         like.resize(static_cast<size_t>(packed.rows));
-      } else { // more rows than there were: others like the first
+      } else { // more samples than before: copies of the first
         like.resize(static_cast<size_t>(packed.rows), like.front());
       }
     } else if constexpr (kIsVector<Value>) {
@@ -279,7 +277,7 @@ Value unpack_batch(PackedBatch packed, Value like) {
   return like;
 }
 
-// The same kind of batch with no rows; nothing where no tensor is found in it.
+// A batch of the same type without samples; empty if the type has no tensors.
 template <typename Value>
 std::optional<Value> batch_without_rows(Value batch) {
   if constexpr (kListsRows<Value>) {

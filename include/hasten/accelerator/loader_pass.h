@@ -1,6 +1,6 @@
-// One pass over a range of batches on one rank: reading, dealing out over ranks,
-// reading ahead, sending from rank 0. Nothing here is called by users; what it does
-// is said at DataLoaderConfiguration (hasten/accelerator/loader_state.h).
+// One pass over a range of batches on one rank: reads, distributes over ranks, prefetches, sends
+// from rank 0. Users call nothing here; DataLoaderConfiguration (hasten/accelerator/loader_state.h)
+// documents the behaviour.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -31,17 +31,17 @@ struct DealOptions {
   int world_size = 1;
   bool split = false;
   bool even = false;
-  bool all_ranks = false; // make the others' parts too, and know the last round
+  bool all_ranks = false; // also makes the others' parts, and knows the last round
 };
 
-// Rounds of batches, one for each rank, from batches as they come.
+// Makes rounds of batches, one for each rank, from the batches that it reads.
 template <typename Value>
 class BatchDealer {
  public:
   using Item = LoaderItem<Value>;
   struct Round {
-    std::vector<Item> parts{}; // this rank's alone, or [rank] with all_ranks
-    bool last = false; // known with all_ranks and with even alone
+    std::vector<Item> parts{}; // this rank's only, or [rank] with all_ranks
+    bool last = false; // known only with all_ranks or even
   };
 
   BatchDealer(std::function<std::optional<Item>()> read, const DealOptions& options)
@@ -94,7 +94,7 @@ class BatchDealer {
   static bool has_rows(const std::optional<Value>& batch) {
     return batch && batch_rows(*batch) != 0;
   }
-  // Once: the first batch with rows, for ranks that have none in its round.
+  // Once: the first batch with samples, for ranks that have none in its round.
   std::optional<Value> lend(const std::vector<Item>& taken) {
     for (size_t i = 0; !lent_ && i < taken.size(); ++i) {
       if (has_rows(taken[i].batch)) {
@@ -135,7 +135,7 @@ class BatchDealer {
     return taken;
   }
 
-  // The round does not give every rank as much as the first one did.
+  // True if the round has less for some rank than the first round had.
   bool is_short(const std::vector<Item>& taken) const {
     if (!options_.even) {
       return false;
@@ -148,8 +148,7 @@ class BatchDealer {
            rows < even_rows(first_, false, options_.world_size, false);
   }
 
-  // Cuts what was taken into blocks, one for each rank; filled up if the tail is
-  // to be even.
+  // Splits the batches into blocks, one for each rank; fills them up if the tail is to be even.
   void cut(const std::vector<Item>& taken, Round& round) {
     std::vector<PackedBatch> batches;
     for (const Item& item : taken) {
@@ -184,24 +183,24 @@ class BatchDealer {
   std::function<std::optional<Item>()> read_;
   DealOptions options_;
   std::optional<Item> ahead_{};
-  std::optional<Value> form_{}; // a batch without rows
+  std::optional<Value> form_{}; // a batch without samples
   bool lent_ = false;
   int64_t rounds_ = 0;
-  std::vector<PackedBatch> first_{}; // the first round, where tails are filled
+  std::vector<PackedBatch> first_{}; // the first round, if tails are filled
 };
 
-// What rank 0 sends of one round.
+// What rank 0 sends for one round.
 struct DispatchedRound {
-  std::vector<PackedBatch> parts{}; // [rank], then what is lent, if any; none: the end
+  std::vector<PackedBatch> parts{}; // [rank], then the lent batch, if any; empty: the end
   std::vector<int64_t> repeated{}; // [rank]
   int64_t position = 0;
   bool last = false;
-  std::string error{}; // what reading threw; empty: nothing
+  std::string error{}; // the message of an exception in reading; empty: none
   bool is_input_error = false;
 };
-// Gives every rank its part: `round` is rank 0's, null on the others. Returns the
-// round with this rank's part and what is lent, no other rank's (none on rank 0).
-// Collective. Throws what rank 0 could not read, on the others.
+// Sends every rank its part. `round` is rank 0's, and null on the others. Returns the round with
+// this rank's part and the lent batch only (nothing on rank 0). Collective. If reading failed on
+// rank 0, the others throw.
 DispatchedRound core_dispatch(AcceleratorCore& core, DispatchedRound* round);
 [[noreturn]] void throw_not_sendable();
 void describe_failure(DispatchedRound& round, const std::exception_ptr& error);
@@ -211,10 +210,10 @@ struct PassOptions {
   bool dispatch = false;
   bool pin = false;
   int64_t prefetch = 0;
-  int64_t skip = 0; // batches of the range to read and leave out first
-  int64_t own = 0; // the first of the range that is this rank's, if not split
+  int64_t skip = 0; // batches of the range to read and skip first
+  int64_t own = 0; // index of this rank's first batch in the range, if not split
   bool compare = false; // keeps checksums
-  at::Tensor random{}; // what the range draws from; undefined: torch's own
+  at::Tensor random{}; // the range's generator; undefined: torch's own
 };
 
 template <typename Range>
@@ -243,12 +242,12 @@ class LoaderPass {
     }
     reader_->read_in_thread(options.prefetch > 0);
   }
-  // This rank's first batch, where it was left out.
+  // This rank's first batch, if it was skipped.
   const std::optional<Value>& left_out() const { return left_out_; }
   LoaderPass(const LoaderPass&) = delete;
   LoaderPass& operator=(const LoaderPass&) = delete;
 
-  // This rank's next batch, on the host. Collective where rank 0 dispatches.
+  // This rank's next batch, on the host. Collective if rank 0 dispatches.
   std::optional<Item> next() {
     if (options_.dispatch) {
       return dispatched();

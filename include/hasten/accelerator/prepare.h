@@ -1,5 +1,5 @@
-// How Accelerator::prepare tells models, optimizers, loaders and schedulers apart
-// and makes their handles. Nothing here is called by users.
+// How Accelerator::prepare distinguishes models, optimizers, loaders and schedulers and makes their
+// handles. Users call nothing here.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -28,7 +28,7 @@ namespace hasten {
 
 namespace detail {
 
-// Doors into the core for the templates below.
+// Functions of the core for the templates below.
 void core_prepare_model(AcceleratorCore& core, std::shared_ptr<torch::nn::Module> model);
 std::shared_ptr<OptimizerState> core_prepare_optimizer(
     AcceleratorCore& core, const std::shared_ptr<torch::optim::Optimizer>& optimizer);
@@ -47,7 +47,7 @@ const DataLoaderConfiguration& core_loader_configuration(const AcceleratorCore& 
 void core_open(AcceleratorCore& core, std::shared_ptr<LoaderState> loader,
                std::optional<double> weight, const std::vector<torch::nn::Module*>& models);
 
-// What an object given to prepare() is.
+// How prepare() holds an object.
 template <typename T>
 struct Borrowed { // an lvalue: borrowed; the caller keeps it alive
   using Object = std::remove_reference_t<T>;
@@ -77,13 +77,14 @@ concept LoaderLike =
     requires(typename Lent<T>::Object& range) { std::begin(range) != std::end(range); };
 template <typename T>
 concept SchedulerLike = !OptimizerLike<T> && requires(typename Lent<T>::Object& s) { s.step(); };
-// Lvalues and shared_ptrs are lent; models are shared by their holder.
+// Lvalues and shared_ptrs can be borrowed; holders share models.
 template <typename T>
 concept Lendable = std::is_lvalue_reference_v<T> || requires(std::decay_t<T> t) {
   { std::shared_ptr{t} } -> std::same_as<std::decay_t<T>>;
 };
 
-// True, or does not compile and says why: T is argument number `Argument`, from 1.
+// True, or does not compile and gives the reason. T is the type of argument number `Argument`, from
+// 1.
 template <size_t Argument, typename T>
 constexpr bool argument_is_preparable() {
   using Object = std::remove_cvref_t<T>;
@@ -121,8 +122,8 @@ std::shared_ptr<torch::nn::Module> module_of(const Holder& holder) {
   }
 }
 
-// One prepare() call. Models first, then optimizers, then the rest, whatever the
-// order of the arguments.
+// Makes one object's handle. prepare() treats models first, then optimizers, then the rest,
+// whatever the order of the arguments.
 template <typename Object, typename Call>
 auto prepare_object(const std::shared_ptr<AcceleratorCore>& core, Object&& object, Call& call) {
   using T = Object&&;

@@ -1,5 +1,5 @@
-// Reads the batches of a range one by one. Nothing here is called by users.
-// Threading: one thread at a time.
+// Reads the batches of a range one by one. Users call nothing here. Threading: one thread at a
+// time.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,30 +18,31 @@ namespace hasten::detail {
 template <typename Range>
 using RangeValue = std::decay_t<decltype(*std::begin(std::declval<Range&>()))>;
 
-// A batch on its way to a rank.
+// A batch for one rank.
 template <typename Value>
 struct LoaderItem {
-  // Nothing: the round has none for this rank, and none without rows can be made.
+  // Empty: the round has none for this rank, and the type allows no batch without samples.
   std::optional<Value> batch{};
-  int64_t repeated = 0; // rows at its end that are in the epoch before
-  int64_t position = 0; // of the range, behind all batches of the round
-  uint64_t checksum = 0; // of all that was read up to there; 0: not kept
-  std::optional<Value> lent{}; // another rank's, where this one had no row in the first round
-  bool stand_in = false; // a batch of before, where this rank has no row
+  int64_t repeated = 0; // samples at its end that occurred before in the epoch
+  int64_t position = 0; // position in the range after all batches of the round
+  uint64_t checksum = 0; // of everything read up to there; 0: not computed
+  std::optional<Value> lent{}; // another rank's, if this rank had no sample in the first round
+  bool stand_in = false; // an earlier batch, if this rank has no sample
 };
 
-// Reads on when it is asked to, never before.
+// Reads a batch when read() is called, never before.
 template <typename Range>
 class RangeReader {
  public:
   using Item = LoaderItem<RangeValue<Range>>;
-  // `random`: what the range draws from, in this thread. `sums`: keeps checksums.
+  // `random`: the range's generator, in this thread. `sums`: computes checksums.
   RangeReader(Range& range, at::Tensor random, bool sums)
       : random_(std::move(random)),
         first_(begin_of(range)),
         last_(std::end(range)),
         sum_(sums ? 1 : 0) {}
-  // In a thread of its own, from here on, draws are torch's: all threads share them.
+  // `own`: from here on a separate thread reads. Random values then come from torch's generator,
+  // which all threads share.
   void read_in_thread(bool own) { random_ = own ? at::Tensor() : random_; }
   std::optional<Item> read() {
     const RangeRandom random(random_);

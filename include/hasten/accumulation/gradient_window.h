@@ -1,9 +1,8 @@
-// A window: the batches, over time and over ranks, that one optimizer step is
-// made of. It weighs each loss, decides which backward reduces, and leaves in
-// every p.grad() the mean gradient of the window's joined batch, exactly, whatever
-// the split into batches and ranks.
-// Threading: one thread. Lifetime: shares models and communicator; the destructor
-// never communicates. Design: docs/design/gradient_window.md
+// An accumulation window: the batches, over time and over ranks, of one optimizer step. It weights
+// each loss, decides which backward reduces, and leaves the mean gradient of the window's joined
+// batch in every p.grad(). The split into batches and ranks does not change it.
+// Threading: one thread. Lifetime: shares models and communicator; the destructor never
+// communicates. Design: docs/design/gradient_window.md
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -22,90 +21,89 @@
 
 namespace hasten {
 
-/// How losses are weighed against each other.
+/// How losses are weighted.
 enum class LossWeighting {
-  /// By their weights: the gradient is that of the joined batch, whatever the
-  /// split into batches and ranks.
+  /// By their weights (token mean): the gradient is that of the joined batch, for any split into
+  /// batches and ranks.
   joined_batch,
-  /// Each batch counts gradient_accumulation_steps⁻¹ · world_size⁻¹, whatever it
-  /// holds, as in Accelerate: short last windows step by a part, rows of small
-  /// batches count more. For comparing with runs of that kind.
+  /// Each batch counts gradient_accumulation_steps⁻¹ · world_size⁻¹ whatever its size (batch mean),
+  /// as in Accelerate. Short last windows then make smaller steps, and samples of small batches
+  /// count more. For comparisons with such runs.
   mean_of_means,
 };
 
 struct BackwardOptions {
-  /// Keep the graph for another backward through it. Costs its memory.
+  /// Keeps the graph for another backward through it. Costs its memory.
   bool retain_graph = false;
-  /// False where a further backward of the same batch follows: the reduction
-  /// waits for that one. Saves a second reduction.
+  /// Set it to false if another backward of the same batch follows. The reduction then waits for
+  /// that one, which saves a second reduction.
   bool last = true;
 };
 
-/// What the ranks agreed on about a window that is complete.
+/// What the ranks agreed on for a complete window.
 struct WindowReport {
-  /// 1 for the first complete window of these models, and so on; 0: none yet.
+  /// Number of the window among the complete windows of these models, from 1. 0: none yet.
   uint64_t number = 0;
-  /// Sum of weights and of rows over ranks and batches. Rows are 0 where the
-  /// batch type does not tell.
+  /// Sum of weights, and of samples, over ranks and batches. `rows` is 0 if the batch type does not
+  /// have a number of samples.
   double weight = 0;
   int64_t rows = 0;
-  /// Sum of losses over the weight: the joined batch's mean loss.
+  /// Sum of losses divided by the weight: the joined batch's mean loss.
   double loss = 0;
-  /// Losses that were not finite, over all ranks.
+  /// Number of losses that were not finite, over all ranks.
   int64_t non_finite = 0;
   /// Ranks in Accelerator::join_uneven_inputs(), which took part with weight 0.
   int joined = 0;
-  /// Bits that any rank asked for (WindowShared::requests).
+  /// Bits that any rank set (WindowShared::requests).
   uint32_t requests = 0;
-  /// Of the window's last reduction, all models together: time in which
-  /// gradients travelled, and the part of it that this rank waited for after
-  /// backward. Seconds; 0 for a rank alone.
+  /// The window's last reduction, over all models: how long gradients were being sent, and how much
+  /// of that time this rank waited after backward. Seconds; 0 with one rank.
   double communication_seconds = 0;
   double exposed_seconds = 0;
 };
 
 struct WindowOptions {
-  /// Batches of a rank that make one window, ≥ 1.
+  /// Batches of a rank in one window. ≥ 1.
   int64_t steps = 1;
   LossWeighting weighting = LossWeighting::joined_batch;
-  /// Parameters and gradients that somebody changes between a window's batches are
-  /// an error. Costs up to 1 us a parameter and batch, but for a window's last.
+  /// Throws if parameters or gradients change between a window's batches. Costs up to 1 us per
+  /// parameter and batch, except for a window's last.
   bool check = true;
 };
 
-/// What is known of a batch before its loss.
+/// Facts about a batch that are known before its loss.
 struct WindowBatch {
   /// The rank has no batch after it.
   bool data_ends = false;
-  /// What its mean loss was divided by. 0: the loss is never looked at; it may be NaN.
+  /// The number that its mean loss was divided by. 0: the loss is ignored and may be NaN.
   std::optional<double> weight{};
   /// For the report.
   std::optional<int64_t> rows{};
-  /// It is there for the loop to run as on other ranks: its losses weigh nothing,
-  /// whatever they say, and no backward runs.
+  /// A stand-in batch, so that the loop runs as often as on other ranks. Its losses have weight 0,
+  /// and no backward runs.
   bool stand_in = false;
-  /// Peers' backwards wait for this rank's (SyncBatchNorm): it runs whatever the
-  /// batch weighs, with zeros where that is nothing.
+  /// The peers' backwards wait for this rank's (SyncBatchNorm). So its backward runs for any
+  /// weight, with zeros if the weight is 0.
   bool backward_communicates = false;
 };
 
 /// What all windows of an accelerator share.
 struct WindowShared {
-  /// A check that communicates, when a window's reduction is over. Empty: none.
+  /// A check that communicates, called after a window's reduction. Empty: none.
   std::function<void()> check{};
-  /// Stands for the optimizer steps done so far and their order: ranks must agree
-  /// when a window is complete.
+  /// A hash of the optimizer steps so far and their order. Ranks must agree on it when a window is
+  /// complete.
   uint64_t steps = 0;
-  /// WindowTotals::read and range of the batch at hand.
+  /// WindowTotals::read and range of the current batch.
   uint64_t read = 0;
   std::string range{};
-  /// The optimizer's step multiplies the gradients: finish() may leave it to that.
+  /// The optimizer's step multiplies the gradients, so finish() may leave the multiplication to it.
   bool steps_scale = false;
-  /// What losses of windows to come are multiplied by before their backward; the
-  /// gradients are divided by it again when a window is complete. Equal on all ranks.
+  /// The factor of the losses of later windows before backward. When a window is complete, its
+  /// gradients are divided by it. Equal on all ranks.
   double loss_scale = 1;
-  /// What this rank tells the others with its next window, which takes it along at
-  /// no cost: bits below kWindowRequests.
+  /// Bits below kWindowRequests that this rank sends to the others with its next window, at no
+  /// cost.
   uint32_t requests = 0;
 };
 
@@ -117,84 +115,82 @@ DdpRanks ranks_with_batches(Communicator& communicator, bool here);
 
 class GradientWindow : public Stateful {
  public:
-  /// `models_mask`: bit i for model i of the accelerator, below 32.
+  /// `models_mask`: bit i is model i of the accelerator, i < 32.
   GradientWindow(std::shared_ptr<Communicator> communicator,
                  std::vector<std::shared_ptr<DataParallel>> models, uint64_t models_mask,
                  WindowOptions options, at::Device device, std::shared_ptr<WindowShared> shared);
   ~GradientWindow() override;
 
-  /// Opens the next batch. Local.
-  /// Throws InputError if a batch is open, the last window was left without the
-  /// backward that reduces, or batches of backward_outside() are not reduced; and
-  /// where a parameter or a gradient was changed since the window's batch before.
+  /// Opens the next batch. Local. Throws InputError if a batch is open, if the last window ended
+  /// without the backward that reduces, if batches of backward_outside() are not reduced, or if a
+  /// parameter or gradient was changed since the window's previous batch.
   void open(const WindowBatch& batch);
-  /// Closes the batch; counts it if it had a backward. After a backward that
-  /// threw the window starts afresh. Never communicates.
+  /// Closes the batch, and counts it if it had a backward. If a backward threw, the window starts
+  /// anew. Never communicates.
   void close() noexcept;
 
-  /// Backward of a mean loss (`sum_weight` empty) or of a sum over `sum_weight`
-  /// terms. Collective and blocking where it reduces, else local.
+  /// Backward of a mean loss (`sum_weight` empty) or of a sum over `sum_weight` terms. Collective
+  /// and blocking if it reduces, else local.
   void backward(const at::Tensor& loss, std::optional<double> sum_weight,
                 const BackwardOptions& options);
 
-  /// The window's last batch is open or was closed without a backward, and batches
-  /// before it had one.
+  /// True if the window's last batch is open, or was closed without a backward, and earlier batches
+  /// had one.
   bool lacks_last_backward() const {
     return begun_ && !complete_ && !outside_ && last_ && !had_backward_ && batches_ > 0;
   }
-  /// The data's last batch was alone in its window on this rank and was closed without
-  /// a backward.
+  /// True if the data's last batch was the only one in its window on this rank and was closed
+  /// without a backward.
   bool left_out_last() const {
     return begun_ && !complete_ && !outside_ && batch_.data_ends && !had_backward_ && batches_ == 0;
   }
-  /// Completes a window that lacks its last backward by what is there. Collective, as that backward.
+  /// Completes a window that lacks its last backward with the gradients so far. Collective, as that
+  /// backward.
   void complete_without_backward();
 
-  /// Backward without a batch being open: a window of its own, whose gradient is
-  /// added to what is there. With `reduce` false it waits for the next that
-  /// reduces, and both are one window:
-  ///   * one mean loss: the mean over all ranks' rows (`batch.weight`; unknown: 1)
-  ///   * several mean losses: their sum, each rank's counting equally, since what
-  ///     the others' batches hold is not known yet
+  /// Backward without an open batch. It is its own window, and its gradient is added to the
+  /// existing one. With `reduce` false it waits for the next call that reduces, and all these calls
+  /// are one window:
+  ///   * one mean loss: the mean over all ranks' samples (`batch.weight`; unknown: 1)
+  ///   * several mean losses: their sum, with equal weight for each rank, since the number of
+  ///     samples in the others' batches is not known yet
   ///   * sums: the total over the total weight.
-  /// Collective and blocking where it reduces, else local.
-  /// Throws InputError in the middle of a window, or for a sum after means.
+  /// Collective and blocking if it reduces, else local. Throws InputError in the middle of a
+  /// window, and for a sum after means.
   void backward_outside(const at::Tensor& loss, std::optional<double> sum_weight,
                         const WindowBatch& batch, bool reduce, bool retain_graph);
 
-  /// Takes part with weight 0 in the window the other ranks announced by
-  /// `totals`, and drops its gradients. Collective, blocking.
-  /// Throws InputError in the middle of a window.
+  /// Takes part with weight 0 in the window that the other ranks announced by `totals`, and drops
+  /// its gradients. Collective, blocking. Throws InputError in the middle of a window.
   void join(const WindowTotals& totals);
-  /// Forgets a window that has batches but is not complete. Returns their number.
+  /// Drops a window that has batches but is not complete. Returns the number of its batches.
   int64_t drop();
 
-  /// This rank's part of a state: batches, weight and loss of the window under
-  /// way, its scale, the last report. Gradients are the models'. A batch that is
-  /// open counts as closed; after its backward only. Local.
-  /// Throws InputError between open() and the batch's last backward.
+  /// This rank's part of a state: batches, weight and loss of the open window, its scale, the last
+  /// report. The models save the gradients. An open batch counts as closed; this requires its
+  /// backward. Local. Throws InputError between open() and the batch's last backward.
   void save_state(NamedTensors& tensors, nlohmann::json& values) const override;
-  /// Throws InputError where another number of steps makes a window.
+  /// Throws InputError if the saved number of batches per window differs.
   void load_state(const NamedTensors& tensors, const nlohmann::json& values) override;
 
-  /// Batches of a rank that make the next window. Between windows only.
+  /// Sets the number of batches of a rank in the next window. Call it between windows only.
   void set_steps(int64_t steps) { options_.steps = steps; }
   bool is_open() const { return open_; }
-  /// The open batch had a backward.
+  /// True if the open batch had a backward.
   bool had_backward() const { return had_backward_; }
-  /// The rank has no batch after the open one.
+  /// True if the rank has no batch after the open one.
   bool data_ends() const { return batch_.data_ends; }
-  /// The open batch completes its window.
+  /// True if the open batch completes its window.
   bool is_last() const { return last_; }
-  /// With a backward, of the window under way or the last.
+  /// Number of batches with a backward in the open window, or in the last one.
   int64_t batches() const { return batches_; }
-  /// The next open() begins a window.
+  /// True if the next open() begins a window.
   bool opens() const { return !begun_ || complete_; }
-  /// Every gradient is final. Until the next open().
+  /// True from the time when every gradient is final until the next open().
   bool is_complete() const { return complete_; }
-  /// Batches of backward_outside() wait for one that reduces. Their number.
+  /// Number of batches of backward_outside() that are not reduced yet.
   int64_t waiting() const { return begun_ && outside_ && !complete_ ? batches_ : 0; }
-  /// What the backward that broke the open window threw; empty: none did.
+  /// The message of the backward that failed in the open window; empty if none did.
   const std::string& failure() const { return failure_; }
   const WindowReport& report() const { return report_; }
   const std::vector<std::shared_ptr<DataParallel>>& models() const { return models_; }
@@ -205,8 +201,8 @@ class GradientWindow : public Stateful {
   void begin_window(bool in_place);
   void begin_outside(std::optional<double> sum_weight, const WindowBatch& batch, bool reduce);
   double batch_weight(std::optional<double> sum_weight);
-  // `times` turns the loss into a sum; its seed is times / scale_ unless each
-  // batch counts the same. 0: it runs where `always`, and adds zeros.
+  // `times` turns the loss into a sum. The seed of backward is times / scale_ unless batches count
+  // equally. With seed 0 backward runs only if `always`, and adds zeros.
   void run_backward(const at::Tensor& loss, double times, double seed, bool always, bool reduce,
                     bool retain_graph);
   void note_loss(const at::Tensor& loss, double times);
@@ -228,25 +224,25 @@ class GradientWindow : public Stateful {
   std::shared_ptr<WindowShared> shared_;
   WindowControl control_;
   at::Device device_;
-  std::unique_ptr<detail::WindowWatch> watch_; // of a window under way
+  std::unique_ptr<detail::WindowWatch> watch_; // of an open window
 
   // The window.
   bool begun_ = false;
   bool complete_ = false;
-  bool outside_ = false; // made of backward_outside()
-  bool outside_sums_ = false; // of sums, not means
-  int64_t batches_ = 0; // with a backward, so far
-  bool idle_ = true; // all of them are stand-ins
+  bool outside_ = false; // a window of backward_outside()
+  bool outside_sums_ = false; // its losses are sums
+  int64_t batches_ = 0; // batches with a backward, so far
+  bool idle_ = true; // all its batches are stand-ins
   double scale_ = 0; // n0; 0 until the window's first backward
   double next_scale_; // n0 of the next window
   double loss_scale_ = 1; // WindowShared::loss_scale, for the whole window
   double factor_ = 1; // n0 / W / loss_scale_
-  DdpRanks ranks_{}; // that had batches
-  double weight_ = 0; // of this rank so far
+  DdpRanks ranks_{}; // the ranks with batches
+  double weight_ = 0; // this rank's, so far
   double rows_ = 0;
   double host_losses_ = 0; // sum of losses on the CPU
-  double host_non_finite_ = 0; // their number
-  at::Tensor loss_stats_{}; // [2] fp64, the same of a GPU's; undefined: none
+  double host_non_finite_ = 0; // number of non-finite losses on the CPU
+  at::Tensor loss_stats_{}; // [2] fp64: the same two for losses on a GPU; undefined: none
 
   // The batch.
   bool open_ = false;
