@@ -55,7 +55,7 @@ TrainingPlan make_training_plan(const TrainingArguments& arguments, int64_t batc
                           : detail::updates_of(warmup, plan.max_steps);
   if (plan.warmup_steps > plan.max_steps) {
     throw InputError("trainer::plan", "warmup_steps=" + std::to_string(plan.warmup_steps),
-                     "at most the run's updates=" + std::to_string(plan.max_steps),
+                     "at most the run's optimizer steps=" + std::to_string(plan.max_steps),
                      "use fewer updates of warm-up, or train longer");
   }
   const auto interval = [&](double steps) {

@@ -178,7 +178,7 @@ TEST(MixedPrecision, ALossThatIsNotFiniteIsNoOverflow) {
   set_log_sink({});
   EXPECT_TRUE(same_bits(before, learner.net->parameters()));
   EXPECT_EQ(accelerator.loss_scale().value(), 2048);
-  EXPECT_NE(lines.find("not finite before it is scaled"), std::string::npos) << lines;
+  EXPECT_NE(lines.find("NaN or infinite before it is scaled"), std::string::npos) << lines;
   EXPECT_TRUE(learner.learn(accelerator, 1, false, Clip::none));
   accelerator.end_training();
 }

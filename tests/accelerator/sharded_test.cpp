@@ -229,4 +229,17 @@ TEST(Sharded, WhatNeedsWholeParametersIsRefused) {
   accelerator.end_training();
 }
 
+TEST(Sharded, AModelWithoutBlocksIsWarnedOnceThatAllIsGatheredTogether) {
+  Accelerator accelerator(options_of({.strategy = Strategy::fsdp}),
+                          testing_support::fresh_communicator());
+  torch::nn::Linear model(8, 8);
+  std::string lines;
+  set_log_sink([&](LogLevel, std::string_view line) { lines += line; });
+  accelerator.prepare(model);
+  set_log_sink({});
+  const bool warned = accelerator.num_processes() > 1 && accelerator.is_main_process();
+  EXPECT_EQ(lines.find("hasten::call_block") != std::string::npos, warned) << lines;
+  accelerator.end_training();
+}
+
 } // namespace hasten::sharded_test

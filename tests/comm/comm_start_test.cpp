@@ -110,7 +110,7 @@ TEST(CommStart, ASecondWorldBesideTheFirstIsRefusedWithWhatToDo) {
   for (const RankReport& report : spawn(2, "CommCreatesASecondWorld")) {
     EXPECT_EQ(report.error, "");
     const std::string error = report.values.value("error", "");
-    for (const char* part : {"this process is in the world of 2 ranks at ", "already",
+    for (const char* part : {"this process is already in the world of 2 ranks at ",
                              "Accelerator b({}, a.communicator())"}) {
       EXPECT_NE(error.find(part), std::string::npos) << error;
     }

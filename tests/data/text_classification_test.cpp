@@ -166,7 +166,7 @@ TEST(TextClassification, NamesOfTheModelWinAndForeignLabelsAreListed) {
   options.label_names = {"pos", "neg"};
   expect_parts(input_error([&] { select(path, options); }),
                {path.string() + ":4: label=meh is unknown to the model",
-                "unknown altogether: meh, odd", "one of: pos, neg"});
+                "all unknown labels: meh, odd", "one of: pos, neg"});
 }
 
 TEST(TextClassification, NamesOfTheModelGiveWayToTheDatasWhereThatIsAskedFor) {

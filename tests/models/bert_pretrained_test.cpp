@@ -173,7 +173,7 @@ TEST(BertPretrained, SizesAreComparedBeforeAnythingIsAllocated) {
   };
   const Case cases[] = {
       {"vocab_size", 4'000'000, "larger than the folder's weights: vocab_size=4"},
-      {"vocab_size", 100'000'000, "beside it: vocab_size=100000000"},
+      {"vocab_size", 100'000'000, "larger than the folder's weights: vocab_size=100000000"},
       {"vocab_size", 100'000'001, "vocab_size=100000001. Expected 1 to 100000000"},
       {"intermediate_size", 4'000'000, "intermediate_size=4000000"},
       {"max_position_embeddings", 4'000'000, "larger than the folder's weights"},

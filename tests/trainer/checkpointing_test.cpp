@@ -77,6 +77,29 @@ TEST(TrainerCheckpointing, EveryFormGivesTheSameParameters) {
   EXPECT_EQ(own.second, (std::vector<int>{12, 6, 6, 6}));
 }
 
+TEST(TrainerCheckpointing, AModelWithoutBlocksIsWarnedOnceThatNothingIsRecomputed) {
+  torch::nn::Linear model(8, 2); // calls no block
+  TrainingArguments arguments;
+  arguments.disable_tqdm = true;
+  arguments.max_steps = 3;
+  arguments.save_strategy = IntervalStrategy::no;
+  arguments.gradient_checkpointing = std::string("full");
+  const auto loss = [&model](const Batch& batch) {
+    const Tensor logits = model->forward(batch["x"]).mean(1);
+    return LossOutput{at::cross_entropy_loss(logits, batch["labels"], {}, at::Reduction::Sum),
+                      static_cast<double>(batch.rows()), logits};
+  };
+  std::vector<std::string> lines;
+  set_log_sink([&](LogLevel, std::string_view line) { lines.emplace_back(line); });
+  Trainer(model.ptr(), loss, arguments, std::make_shared<Rows>()).train();
+  set_log_sink({});
+  const auto warnings = std::count_if(lines.begin(), lines.end(), [](const std::string& line) {
+    return line.find("gradient_checkpointing=full recomputes nothing") != std::string::npos &&
+           line.find("hasten::call_block") != std::string::npos;
+  });
+  EXPECT_EQ(warnings, 1);
+}
+
 TEST(TrainerCheckpointing, JsonTakesBothNamesAndBothForms) {
   TrainingArguments arguments;
   from_json({{"gradient_checkpointing", true}}, arguments);

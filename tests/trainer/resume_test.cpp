@@ -262,7 +262,7 @@ TEST(TrainerResume, DamagedCheckpointsArePassedOverNamedAndSetAside) {
   const WholeRun resumed(resume_arguments(copy), communicator);
   const auto& notes = resumed.counter->begun.notes;
   ASSERT_GE(notes.size(), 2u);
-  EXPECT_HAS(notes[0], "passed over checkpoint-2: ");
+  EXPECT_HAS(notes[0], "skipped checkpoint-2: ");
   EXPECT_HAS(notes[0], "state.safetensors: xxh3=");
   EXPECT_EQ(resumed.counter->begun.resumed_step, 1);
   expect_same_model(*resumed.model, *whole.model);
