@@ -239,6 +239,26 @@ Trainer::Trainer(std::shared_ptr<torch::nn::Module> model, LossFunction loss_fun
   }
 }
 
+static LossFunction loss_of(const TrainerParameters& parameters) {
+  const LossFunction& loss =
+      parameters.compute_loss_func ? parameters.compute_loss_func : parameters.model.loss_function;
+  if (!loss) {
+    throw InputError("trainer::Trainer", "compute_loss_func=empty for a model without a loss",
+                     "a model whose forward(const Batch&) returns a LossOutput, or a loss function",
+                     "set compute_loss_func");
+  }
+  return loss;
+}
+
+Trainer::Trainer(TrainerParameters parameters)
+    : Trainer(parameters.model.module, loss_of(parameters), parameters.args,
+              parameters.train_dataset, parameters.eval_dataset, parameters.compute_metrics,
+              parameters.accelerator) {
+  for (auto& callback : parameters.callbacks) {
+    add_callback(std::move(callback));
+  }
+}
+
 Trainer::~Trainer() = default;
 
 void Trainer::set_model_files(ModelFiles files) { impl_->parts.files = std::move(files); }

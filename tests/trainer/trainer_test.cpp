@@ -104,6 +104,47 @@ std::vector<nlohmann::json> json_lines(const std::filesystem::path& path) {
 
 } // namespace detail
 
+struct PointsLossImpl : torch::nn::Module {
+  PointsLossImpl() : line(register_module("line", torch::nn::Linear(2, 1))) {}
+  LossOutput forward(const Batch& batch) {
+    const at::Tensor logits = line->forward(batch["x"]);
+    return {torch::binary_cross_entropy_with_logits(logits, batch["y"], {}, {}, at::Reduction::Sum),
+            static_cast<double>(batch.rows()), logits};
+  }
+  torch::nn::Linear line;
+};
+TORCH_MODULE(PointsLoss);
+
+TEST(Trainer, NamedParametersTrainAsTheLongConstructorDoes) {
+  TrainingArguments arguments;
+  arguments.disable_tqdm = true;
+  arguments.save_strategy = IntervalStrategy::no;
+  arguments.num_train_epochs = 2;
+  std::vector<at::Tensor> weights;
+  for (const bool named : {false, true}) {
+    torch::manual_seed(1);
+    PointsLoss model;
+    const auto points = std::make_shared<detail::Points>();
+    const auto accelerator = detail::lone_accelerator();
+    if (named) {
+      Trainer({.model = model,
+               .args = arguments,
+               .train_dataset = points,
+               .eval_dataset = points,
+               .accelerator = accelerator})
+          .train();
+    } else {
+      Trainer(
+          model.ptr(), [model](const Batch& batch) mutable { return model->forward(batch); },
+          arguments, points, points, {}, accelerator)
+          .train();
+    }
+    weights.push_back(model->line->weight.detach().clone());
+  }
+  EXPECT_TRUE(torch::equal(weights[0], weights[1]));
+  EXPECT_THROW(Trainer({.model = torch::nn::Linear(2, 1)}), InputError);
+}
+
 TEST(Trainer, TrainsAPlainModuleOnADatasetOfItsOwn) {
   torch::manual_seed(1);
   auto model = std::make_shared<torch::nn::SequentialImpl>(

@@ -8,12 +8,15 @@
 #include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>
 
+#include <concepts>
 #include <filesystem>
 #include <functional>
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <type_traits>
+#include <vector>
 
 #include "hasten/data/dataset.h"
 #include "hasten/trainer/callback.h"
@@ -82,8 +85,50 @@ struct PredictionOutput {
   nlohmann::json metrics{};
 };
 
+/// The model of a Trainer: a ModuleHolder or a shared_ptr. A model whose forward(const Batch&)
+/// returns a LossOutput needs no loss function, as models of transformers do.
+class TrainerModel {
+ public:
+  template <typename Holder>
+    requires(!std::same_as<std::remove_cvref_t<Holder>, TrainerModel>)
+  TrainerModel(const Holder& holder) {
+    if constexpr (requires { holder.ptr(); }) {
+      module = holder.ptr();
+    } else {
+      module = holder;
+    }
+    if constexpr (requires(const Batch& batch) {
+                    { holder->forward(batch) } -> std::convertible_to<LossOutput>;
+                  }) {
+      loss_function = [holder](const Batch& batch) { return holder->forward(batch); };
+    }
+  }
+
+  std::shared_ptr<torch::nn::Module> module{};
+  LossFunction loss_function{};
+};
+
+/// What a Trainer works on, with the names of transformers' Trainer:
+/// Trainer trainer({.model = net, .args = arguments, .train_dataset = train});
+struct TrainerParameters {
+  TrainerModel model;
+  TrainingArguments args{};
+  /// Without it only evaluate() and predict() work.
+  std::shared_ptr<const Dataset> train_dataset{};
+  std::shared_ptr<const Dataset> eval_dataset{};
+  ComputeMetrics compute_metrics{};
+  /// Empty: the model returns its loss.
+  LossFunction compute_loss_func{};
+  std::vector<std::shared_ptr<TrainerCallback>> callbacks{};
+  /// Made from the environment if absent; see below.
+  std::shared_ptr<Accelerator> accelerator{};
+};
+
 class Trainer {
  public:
+  /// The constructor below, with named parameters. Throws InputError, too, for a model that
+  /// returns no loss, without compute_loss_func.
+  explicit Trainer(TrainerParameters parameters);
   /// `loss_function` captures the model. Without `train` only evaluate() and predict() work.
   /// `accelerator` is made from the environment if absent; a given one must have
   /// arguments.gradient_accumulation_steps. Call accelerator().end_training() at the end of the

@@ -1,0 +1,23 @@
+// All that a training program includes.
+#pragma once
+
+#include "hasten/accelerator/accelerator.h"
+#include "hasten/accelerator/find_batch_size.h"
+#include "hasten/accelerator/local_sgd.h"
+#include "hasten/activation_checkpoint/activation_checkpoint.h"
+#include "hasten/activation_checkpoint/gradient_checkpointing.h"
+#include "hasten/amp/grad_scaler.h"
+#include "hasten/base/error.h"
+#include "hasten/base/exit_code.h"
+#include "hasten/core/block_call.h"
+#include "hasten/data/loader.h"
+#include "hasten/launch/launch.h"
+#include "hasten/metrics/classification.h"
+#include "hasten/metrics/regression.h"
+#include "hasten/optim/adamw.h"
+#include "hasten/optim/schedule.h"
+#include "hasten/optim/sgd.h"
+#include "hasten/parallel/comm_hook.h"
+#include "hasten/trainer/losses.h"
+#include "hasten/trainer/progress_callback.h"
+#include "hasten/trainer/trainer.h"
