@@ -41,10 +41,10 @@ FEATURES = list(FLAGS)
 NUMBERS = {"accumulation", "bf16", "fp16", "Local SGD"}
 CHOICES = [{"bf16", "fp16"}, {"ddp", "zero1", "zero2", "fsdp", "hsdp"}]
 REASONS = {
-    frozenset({"Local SGD", s}): "all ranks hold parts of one copy, and Local SGD averages copies: `hsdp`"
+    frozenset({"Local SGD", s}): "all ranks hold shards of one replica, and Local SGD averages replicas: `hsdp`"
     for s in ("zero1", "zero2", "fsdp")
 } | {
-    frozenset({"Local SGD", "SyncBatchNorm"}): "the layers' every forward waits for all ranks, which go their own ways"
+    frozenset({"Local SGD", "SyncBatchNorm"}): "each forward of the layers waits for all ranks, which train independently"
 }
 
 

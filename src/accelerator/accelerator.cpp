@@ -40,25 +40,25 @@ int core_rank(const AcceleratorCore& core) { return core.run.world().rank; }
 int core_world_size(const AcceleratorCore& core) { return core.run.world().world_size; }
 void throw_no_empty_batch() {
   throw InputError("accelerator::PreparedLoader",
-                   "the batches do not divide evenly over ranks, and no tensor is found in "
-                   "their type to make one without rows from",
+                   "the batches cannot be split evenly over ranks, and their type has no tensor "
+                   "from which to make a batch without samples",
                    "a batch type with tensors, or with flatten(visit, batch)");
 }
 void core_refuse_no_row(AcceleratorCore& core, const std::string& range) {
   const InputError error(
       "accelerator::PreparedLoader",
-      "this rank has no row to train on: rank=" + std::to_string(core.run.world().rank) + " of " +
-          range + ", world_size=" + std::to_string(core.run.world().world_size),
-      "a row of the first batch on every rank, from the range's shard()",
-      "start fewer ranks, give more data, or set even_batches or dispatch_batches");
+      "this rank has no sample to train on: rank=" + std::to_string(core.run.world().rank) +
+          " of " + range + ", world_size=" + std::to_string(core.run.world().world_size),
+      "a sample for every rank from the range's shard()",
+      "start fewer ranks, use more data, or set even_batches or dispatch_batches");
   core.run.fail_peers(error.what()); // they wait for this rank
   throw error;
 }
 void throw_cannot_deal(const char* option) {
   throw InputError("accelerator::PreparedLoader",
-                   std::string(option) + " for a range that deals itself",
-                   "set_even_batches and set_split_batches beside its shard()",
-                   "let the range do it, or set dispatch_batches");
+                   std::string(option) + " for a range with its own shard()",
+                   "set_even_batches() and set_split_batches() of the range",
+                   "add them to the range, or set dispatch_batches");
 }
 void check_configuration(const DataLoaderConfiguration& config, int64_t skip) {
   if (config.prefetch < 0 || skip < 0) {
@@ -120,7 +120,7 @@ Accelerator::~Accelerator() {
   if (core_ && core_->run.owns_group() && !core_->run.alone() && !core_->run.closed() &&
       std::uncaught_exceptions() == 0) {
     log_warning(
-        "[accelerator::Accelerator] destroyed without finish(): peers that "
+        "[accelerator::Accelerator] destroyed without end_training(): peers that "
         "still communicate with this rank will fail");
   }
 }

@@ -20,7 +20,7 @@ namespace detail {
 void throw_no_tensor_inside() {
   throw InputError("accelerator::Collect", "no tensor is found in the value",
                    "a Tensor, or a pair, tuple, vector, map or struct of them",
-                   "give the struct a flatten(visit, value)");
+                   "define flatten(visit, value) for the struct");
 }
 
 at::Tensor rows_on_cpu(const at::Tensor& tensor) {
@@ -136,16 +136,17 @@ at::Tensor Collect::gather_for_metrics(const at::Tensor& rows) {
     const int64_t batch = loader->rows.value_or(-1);
     nlohmann::json wrong;
     if (own.size(0) != batch) {
-      wrong = std::to_string(own.size(0)) + " rows for a batch of " + std::to_string(batch);
+      wrong = std::to_string(own.size(0)) + " samples for a batch of " + std::to_string(batch);
     }
     const auto all = communicator()->all_gather_object(wrong, "gather_for_metrics");
     for (size_t rank = 0; rank < all.size(); ++rank) {
       if (!all[rank].is_null()) {
-        throw InputError("accelerator::gather_for_metrics",
-                         "rank " + std::to_string(rank) + " has " + all[rank].get<std::string>() +
-                             ", some of them repeated",
-                         "a row for each of the batch's",
-                         "use gather() for what is not one per row, or even_batches=false");
+        throw InputError(
+            "accelerator::gather_for_metrics",
+            "rank " + std::to_string(rank) + " has " + all[rank].get<std::string>() +
+                ", some of them repeated",
+            "one value per sample of the batch",
+            "use gather() for values that are not one per sample, or even_batches=false");
       }
     }
     own = own.narrow(0, 0, batch - loader->repeated);
@@ -215,7 +216,7 @@ at::Tensor Collect::pad_across_processes(const at::Tensor& tensor, int64_t dim, 
     throw InputError(std::string("accelerator::") + where,
                      "rank " + std::to_string(other - all.begin()) + " has sizes " + other->dump() +
                          ", rank 0 has " + all[0].dump(),
-                     "tensors of as many dims on all ranks");
+                     "tensors with the same number of dimensions on all ranks");
   }
   const int64_t at_dim = dim < 0 ? dim + tensor.dim() : dim;
   if (at_dim < 0 || at_dim >= tensor.dim()) {
@@ -273,7 +274,7 @@ std::pair<int64_t, int64_t> Collect::split_between_processes(int64_t count) cons
 at::Tensor Collect::split_between_processes(const at::Tensor& rows, bool apply_padding) const {
   if (rows.dim() == 0) {
     throw InputError("accelerator::split_between_processes", "the tensor has no dimension",
-                     "rows along dim 0");
+                     "a tensor with dimension 0");
   }
   const auto [begin, end] = split_between_processes(rows.size(0));
   at::Tensor part = rows.narrow(0, begin, end - begin);

@@ -112,7 +112,7 @@ void Announcer::refuse_joined(uint64_t models) const {
                    "a rank is in join_uneven_inputs() while others train a model that communicates "
                    "in forward: it is sharded, or its batch norm layers are synchronised",
                    "a batch on every rank until the data of all has ended",
-                   "prepare() the loader: a rank without rows gets stand-ins");
+                   "prepare() the loader: a rank without samples gets stand-in batches");
 }
 
 } // namespace hasten::detail

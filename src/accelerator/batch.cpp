@@ -57,7 +57,7 @@ at::Tensor pinned(const at::Tensor& tensor) {
        << " rows";
   throw InputError(
       "accelerator::PreparedLoader", what.str(), expected,
-      "make batches of one form, or leave split_batches, even_batches and dispatch_batches off");
+      "make all batches alike, or set split_batches, even_batches and dispatch_batches to false");
 }
 
 size_t tensors_of_a_row(const PackedBatch& batch) {
@@ -85,7 +85,7 @@ PackedBatch packed_rows(const PackedBatch& batch, int64_t begin, int64_t count) 
       continue;
     }
     if (tensor.size(0) != batch.rows) {
-      throw_not_rows(batch, i, "rows along dim 0 of every tensor");
+      throw_not_rows(batch, i, "samples along dimension 0 of every tensor");
     }
     part.tensors.push_back(tensor.narrow(0, begin, count));
   }
@@ -104,7 +104,8 @@ PackedBatch packed_concat(const std::vector<PackedBatch>& batches) {
     } else if (batches[b].names != joined.names ||
                batches[b].tensors.size() != joined.tensors.size()) {
       throw InputError("accelerator::PreparedLoader",
-                       "batches hold other tensors than the first one", "batches of one form");
+                       "batches have other tensors than the first one",
+                       "the same tensors in every batch");
     }
   }
   for (size_t i = 0; !joined.lists_rows && i < joined.tensors.size(); ++i) {
@@ -164,11 +165,11 @@ int64_t even_rows(const std::vector<PackedBatch>& first, bool split, int64_t wor
     return (rows + world_size - 1) / world_size * world_size;
   }
   if (rows % world_size != 0) {
-    throw InputError(
-        "accelerator::PreparedLoader",
-        "batches of " + std::to_string(rows) + " rows on " + std::to_string(world_size) + " ranks",
-        "with split_batches and even_batches: a multiple of the ranks",
-        "change the batch size, or leave even_batches off");
+    throw InputError("accelerator::PreparedLoader",
+                     "batches of " + std::to_string(rows) + " samples on " +
+                         std::to_string(world_size) + " ranks",
+                     "with split_batches and even_batches: a multiple of the number of ranks",
+                     "change the batch size, or set even_batches=false");
   }
   return rows;
 }

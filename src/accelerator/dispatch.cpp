@@ -19,8 +19,8 @@ constexpr int64_t kHeaderStart = sizeof(int64_t);
 void throw_not_sendable() {
   throw InputError("accelerator::PreparedLoader",
                    "dispatch_batches, and the type of the batches has no default constructor",
-                   "a type that other ranks can make one of",
-                   "leave dispatch_batches off, or use a struct of Tensors");
+                   "a type with a default constructor, which the other ranks need",
+                   "set dispatch_batches=false, or use a struct of Tensors");
 }
 
 void describe_failure(DispatchedRound& round, const std::exception_ptr& error) {
@@ -146,7 +146,7 @@ DispatchedRound core_dispatch(AcceleratorCore& core, DispatchedRound* round) {
   DispatchedRound received = decode_round(buffer, static_cast<size_t>(core.run.world().rank),
                                           static_cast<size_t>(core.run.world().world_size));
   if (!received.error.empty()) {
-    throw_failure("accelerator::PreparedLoader", "rank 0 could not read on",
+    throw_failure("accelerator::PreparedLoader", "rank 0 could not read the next batch",
                   {{"what", received.error}, {"input", received.is_input_error}});
   }
   return received;

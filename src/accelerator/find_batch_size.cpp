@@ -89,9 +89,9 @@ int64_t find_executable_batch_size(const std::function<void(int64_t)>& attempt,
     size = detail::next_batch_size(size / 2, options.effective_batch_size);
   }
   throw InputError(
-      detail::kFindPlace, "no batch size fits into memory, not even 1 row: " + last,
-      "room for one row beside the model",
-      "use a smaller model or shorter rows, recompute activations, or allow more memory");
+      detail::kFindPlace, "no batch size fits into memory, not even 1 sample: " + last,
+      "memory for the model and one sample",
+      "use a smaller model or shorter samples, recompute activations, or allow more memory");
 }
 
 } // namespace hasten

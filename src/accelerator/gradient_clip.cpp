@@ -139,12 +139,12 @@ void OptimizerSet::refuse_non_finite(const std::vector<SlotList>& lists, const c
   }
   throw TrainingError(where,
                       "the gradient is not finite: norm=" + std::to_string(norm) +
-                          (count == 0 ? ", of parameters that are each finite: the sum is too large"
+                          (count == 0 ? ", although every gradient is finite: the sum is too large"
                                       : ", first in " + first + ", in " + std::to_string(count) +
                                             " of " + std::to_string(of) + " parameters"),
                       "a finite gradient",
-                      "lower the learning rate, or look at what that parameter's operations "
-                      "divide by or take the logarithm of");
+                      "lower the learning rate, or check divisions and logarithms in that "
+                      "parameter's operations");
 }
 
 // "encoder.layer.3" of "encoder.layer.3.output.dense.weight".

@@ -43,7 +43,7 @@ NamedTensors map_tensors(const SafetensorsReader& reader) {
 void read_state_files(StateLoad& load, int rank, int world_size, bool verify) {
   std::error_code error;
   if (!std::filesystem::is_directory(load.folder, error)) {
-    throw InputError(kLoadWhere, load.folder.string() + " is no folder", "a saved state");
+    throw InputError(kLoadWhere, load.folder.string() + " is not a folder", "a saved state");
   }
   if (verify && rank == 0) {
     verify_manifest(load.folder);
@@ -58,7 +58,7 @@ void read_state_files(StateLoad& load, int rank, int world_size, bool verify) {
   load.shared = read_json_file(kLoadWhere, load.state_file());
   if (load.shared.at("format") != 1) {
     refuse_state(load.state_file(), "format=" + load.shared.at("format").dump(), "1",
-                 "read it with the version that wrote it");
+                 "load it with the version that saved it");
   }
   load.same_world = load.shared.at("world_size") == world_size;
   load.shared_tensors = map_tensors(SafetensorsReader(load.folder / kStateTensorsFile));
@@ -96,7 +96,7 @@ void check_other_world(const StateLoad& load, int world_size) {
     refuse_state(load.state_file(),
                  "it was saved inside a LocalSGD scope by " + then + " processes, here there are " +
                      std::to_string(world_size),
-                 "the same number of processes: each has parameters of its own",
+                 "the same number of processes: each has its own parameters",
                  fix + ", or save after finish()");
   }
   for (const auto& [name, object] : load.shared.at("objects").items()) {
@@ -111,7 +111,7 @@ void check_other_world(const StateLoad& load, int world_size) {
     if (!loader.is_null() && loader.at("position").at("cursor") != 0 &&
         loader.at("position").at("unit") == "rank batches") {
       refuse_state(load.rank_file,
-                   "the position of a range that deals itself is known for " + then +
+                   "the position of a range with its own shard() is known for " + then +
                        " processes only, here there are " + std::to_string(world_size),
                    "the same number of processes, or a range with set_cursor()", fix);
     }
@@ -133,8 +133,8 @@ void plan_model(StateLoad& load, size_t index, const torch::nn::Module& model,
   NamedTensors targets = named_model_tensors(model);
   for (const std::string& name : listed) {
     if (targets.count(name) == 0) {
-      refuse_state(file, "tensor \"" + name + "\" is of another model",
-                   "the tensors of the prepared model, which has none of that name");
+      refuse_state(file, "tensor \"" + name + "\" belongs to another model",
+                   "tensors of the prepared model, which has none with this name");
     }
   }
   auto copies = std::make_shared<std::vector<std::pair<at::Tensor, at::Tensor>>>();
@@ -209,7 +209,7 @@ bool TrainingState::has_gradients(const StateLoad& load) const {
                    "it was saved with gradients of strategy=" + then + " on " +
                        load.shared.at("world_size").dump() + " ranks",
                    "the same strategy and number of ranks, or no gradients",
-                   "save behind zero_grad(), where no window is open");
+                   "save after zero_grad(), when no window is open");
     }
   }
   return false;

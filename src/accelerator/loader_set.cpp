@@ -40,7 +40,7 @@ std::shared_ptr<LoaderState> LoaderSet::training_loader(const std::vector<size_t
     throw InputError("accelerator::accumulate",
                      std::to_string(training_.size()) +
                          " training loaders are prepared, none of them with this model",
-                     "the loader of the batch", "call accumulate(loader, model)");
+                     "one loader to choose", "call accumulate(loader, model)");
   }
   return training_.empty() ? nullptr : training_.front();
 }

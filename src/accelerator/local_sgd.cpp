@@ -57,11 +57,12 @@ static void check_options(const LocalSGDOptions& options) {
   if (options.average.alpha && options.delay == 0) {
     throw InputError(kLocalSGDWhere,
                      "average.alpha=" + std::to_string(*options.average.alpha) + " with delay=0",
-                     "a delay: nothing is done between snapshot and average without one");
+                     "delay > 0: without a delay no step lies between snapshot and average");
   }
   if (options.on_peer_failure == PeerFailure::survivors && !options.average.transactional) {
-    throw InputError(kLocalSGDWhere, "on_peer_failure=survivors with transactional=false",
-                     "transactional=true: a broken round would leave half-made sums");
+    throw InputError(
+        kLocalSGDWhere, "on_peer_failure=survivors with transactional=false",
+        "transactional=true: otherwise an interrupted synchronisation leaves partial sums");
   }
 }
 
@@ -70,16 +71,16 @@ static void check_shards(const RunContext& run, const LocalSGDOptions& options, 
     throw InputError(kLocalSGDWhere,
                      std::string("a model with strategy=") + strategy_name(run.options().strategy) +
                          ": all " + std::to_string(run.world().world_size) +
-                         " ranks hold parts of one copy",
-                     "several copies, which are averaged",
+                         " ranks hold shards of one replica",
+                     "several replicas, which are averaged",
                      "use strategy=ddp, or hsdp with a shard_size below the number of ranks");
   }
   if (options.on_peer_failure == PeerFailure::survivors) {
     throw InputError(kLocalSGDWhere,
                      std::string("on_peer_failure=survivors with strategy=") +
                          strategy_name(run.options().strategy),
-                     "stop: a lost rank takes its rows of a copy with it",
-                     "save states, and go on from the last");
+                     "stop: the shards of a lost rank are lost",
+                     "save states, and resume from the last one");
   }
 }
 
@@ -140,7 +141,7 @@ void LocalSGD::Impl::open() {
   if (optimizers.empty()) {
     throw InputError(detail::kLocalSGDWhere, "no prepared optimizer has parameters of the model",
                      "the optimizer whose steps are counted",
-                     "give model and optimizer to accelerator.prepare() before the scope");
+                     "pass model and optimizer to accelerator.prepare() before the scope");
   }
   core->local.open(*this);
   try {
@@ -161,7 +162,7 @@ void LocalSGD::Impl::open() {
   active = true;
 }
 
-// What is made for one set of ranks, beside the averager. Collective.
+// Makes the parts for one set of ranks, except the averager. Collective.
 void LocalSGD::Impl::open_parts() {
   if (options.inner_steps > 0) {
     open_group(detail::trainable(*core->models[index].parallel));
@@ -172,7 +173,7 @@ void LocalSGD::Impl::open_parts() {
       std::make_unique<detail::AveragedMoments>(copies, optimizers, core->models.parameter_names());
 }
 
-// Every rank learns everybody's name, and meets those with its own.
+// Every rank gets all ranks' group names, and makes a group with the ranks of its own name.
 void LocalSGD::Impl::open_group(const Averager::NamedTensorList& tensors) {
   static std::atomic<int> opened_groups{0};
   std::string name = options.group;
@@ -230,8 +231,8 @@ void LocalSGD::Impl::save_state(NamedTensors& tensors, nlohmann::json& values) c
   if (active && core->windows.attempted(index) != counted) {
     throw InputError(
         detail::kLocalSGDWhere,
-        "a state between the optimizer's step and the scope's: the scope has not counted the step",
-        "a state behind step()", "save at the end of the loop's body");
+        "a state between the optimizer's step() and the scope's, which has not counted the step",
+        "a state after the scope's step()", "save at the end of the loop's body");
   }
   values = {{"steps", steps},
             {"averaged_at", averaged_at},
@@ -322,7 +323,7 @@ LocalSGD::~LocalSGD() {
   if (active() && !unwinding) {
     log_error(
         "[accelerator::LocalSGD] destroyed without finish(): every rank keeps "
-        "parameters of its own");
+        "its own parameters");
   }
   impl_->leave(unwinding);
 }

@@ -69,9 +69,9 @@ void AveragedMoments::average(size_t index, double weight) {
   }
   if (!equal) {
     log_warning(
-        "[accelerator::LocalSGD] the ranks' optimizers keep moments of "
-        "different parameters: they stay as they are, and plain training that "
-        "follows would let the ranks drift apart");
+        "[accelerator::LocalSGD] the ranks' optimizers have moments of "
+        "different parameters, so the moments are not averaged: the ranks would "
+        "diverge in plain training after the scope");
     return;
   }
   if (any_fresh && !moments.empty()) {

@@ -86,9 +86,9 @@ bool DelayTrial::next_is_delayed(Communicator& communicator, Clock::time_point n
     tries_ = false;
     std::ostringstream line;
     line.precision(3);
-    line << "local sgd: a round takes " << slowest[0] << " s with averages at once and "
-         << slowest[1] << " s with delayed ones: they are "
-         << (delays_ ? "delayed" : "made at once, a delay does not pay here");
+    line << "local sgd: a synchronisation takes " << slowest[0] << " s without a delay and "
+         << slowest[1] << " s with a delay: averages are "
+         << (delays_ ? "delayed" : "not delayed, because that is as fast");
     log_info(line.str());
     return delays_;
   }
@@ -151,7 +151,7 @@ bool LocalSGD::Impl::count_step() {
   if (core->optimizers.of_model(index) != optimizers) {
     throw InputError(detail::kLocalSGDWhere,
                      "an optimizer of the model was prepared inside the scope",
-                     "the optimizers of its beginning",
+                     "the optimizers from when it was opened",
                      "call finish() before, and open a new scope after prepare()");
   }
   const uint64_t attempted = core->windows.attempted(index);
@@ -316,7 +316,7 @@ void LocalSGD::Impl::report_round() {
   }
   if (watch.grows(report.last, last_learning_rate) && core->run.world().rank == 0) {
     std::ostringstream line;
-    line << "local sgd: the ranks drift apart: the spread of their parameters "
+    line << "local sgd: the ranks diverge: the spread of their parameters "
             "has grown in each of the last averages, to "
          << report.last.spread << " (norm of the mean: " << report.last.norm
          << "). Average more often (local_sgd_steps=" << options.local_sgd_steps

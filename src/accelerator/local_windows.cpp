@@ -21,10 +21,10 @@ void LocalWindows::open(LocalScope& scope) {
   }
   if (!models_[scope.model()].sync_norms.layers().empty()) {
     throw InputError(where,
-                     "the model has synchronised batch norm layers, whose every forward waits "
+                     "the model has synchronised batch norm layers: each forward waits "
                      "for the other ranks",
-                     "layers of this rank's own: ranks go ways of their own inside the scope",
-                     "leave AcceleratorOptions::sync_batchnorm off");
+                     "layers local to a rank, since ranks train independently inside the scope",
+                     "set AcceleratorOptions::sync_batchnorm to false");
   }
   scope_ = &scope;
 }
@@ -97,7 +97,7 @@ void LocalWindows::plan_scope(StateLoad& load) {
         std::string("it was saved ") + (saved ? "inside" : "outside") + " a LocalSGD scope",
         std::string("a state saved ") + (saved ? "outside" : "inside") +
             " one, as load_state() is called here",
-        saved ? "open the scope before load_state()" : "open the scope behind load_state()");
+        saved ? "open the scope before load_state()" : "open the scope after load_state()");
   }
   if (saved) {
     load.add(load.rank_file, scope_, tensors_below(load.own_tensors, "local.scope."),
@@ -114,7 +114,7 @@ void LocalWindows::plan(StateLoad& load) {
   for (const auto& [name, target] : named_model_tensors(*models_[model].parallel->module())) {
     const auto found = load.own_tensors.find("local.model." + name);
     if (found == load.own_tensors.end() || found->second.sizes() != target.sizes()) {
-      refuse_state(load.rank_file, "\"" + name + "\" is missing or of another shape");
+      refuse_state(load.rank_file, "\"" + name + "\" is missing or has another shape");
     }
     copies->emplace_back(target, found->second);
   }

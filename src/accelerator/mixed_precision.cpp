@@ -43,7 +43,7 @@ static Precision automatic_precision(const std::vector<nlohmann::json>& all) {
   char number[32];
   std::snprintf(number, sizeof number, "%.1f", speedup);
   log_info(std::string("precision: ") + (chosen ? "bf16" : "fp32") +
-           ", chosen by itself: a layer in bf16 is " + number + " times as fast as in fp32" +
+           ", selected automatically: a layer in bf16 is " + number + " times as fast as in fp32" +
            (all.size() > 1 ? " on every rank" : ""));
   return chosen ? Precision::bf16 : Precision::no;
 }
@@ -57,7 +57,7 @@ void MixedPrecision::choose(Precision wanted) {
     const auto asked = all[rank].at("wanted").get<std::string>();
     if (all[rank].at("wanted") != all[0].at("wanted")) {
       throw InputError(kPrecisionWhere,
-                       "rank " + std::to_string(rank) + " asks for " + asked + ", rank 0 for " +
+                       "rank " + std::to_string(rank) + " requests " + asked + ", rank 0 for " +
                            all[0].at("wanted").get<std::string>(),
                        "the same mixed_precision on every rank");
     }
@@ -67,8 +67,8 @@ void MixedPrecision::choose(Precision wanted) {
                        std::string("mixed_precision=") + precision_name(wanted) +
                            ": the machine of rank " + std::to_string(rank) +
                            " cannot compute in it: " + why_not,
-                       "a precision that every rank has",
-                       "use fp32, or bf16; `hasten env` says which are quick where");
+                       "a precision that every rank supports",
+                       "use fp32, or bf16; `hasten env` shows which are fast on a machine");
     }
   }
   precision_ = wanted == Precision::automatic ? automatic_precision(all) : wanted;
@@ -145,8 +145,9 @@ void MixedPrecision::plan(StateLoad& load, std::function<void()> loaded) {
   const nlohmann::json& from = own ? load.own : load.shared;
   const auto found = from.find("loss_scale");
   if (found == from.end() || found->is_null()) {
-    log_info("the state has no loss scale: it was not saved with fp16. It begins at " +
-             std::to_string(run_.options().grad_scaler.init_scale));
+    log_info(
+        "the state has no loss scale, because it was not saved with fp16. The scale starts at " +
+        std::to_string(run_.options().grad_scaler.init_scale));
     return;
   }
   load.add(own ? load.rank_file : load.state_file(), &loss_scale_, {}, *found);

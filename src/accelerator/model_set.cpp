@@ -21,7 +21,7 @@ namespace hasten::detail {
 size_t ModelSet::index(const torch::nn::Module* module, const char* where) const {
   const auto it = model_index_.find(module);
   if (it == model_index_.end()) {
-    throw InputError(where, "a model that was not prepared", "a model given to prepare()",
+    throw InputError(where, "a model that was not prepared", "a prepared model",
                      "call accelerator.prepare(model, …) first");
   }
   return it->second;
@@ -82,7 +82,7 @@ uint64_t ModelSet::of_loss(const at::Tensor& loss) const {
   if (found == 0) {
     throw InputError("accelerator::backward",
                      "the loss depends on no parameter of a prepared model",
-                     "the loss of a model given to prepare()",
+                     "the loss of a prepared model",
                      "use the prepared model in the forward, or name it in accumulate()");
   }
   return found;
@@ -98,8 +98,8 @@ std::vector<SlotList> ModelSet::slots_of(const std::vector<at::Tensor>& paramete
       what << "parameter " << position << " " << parameter.sizes()
            << " belongs to no prepared model";
       throw InputError("accelerator::prepare", what.str(),
-                       "parameters of models that are prepared in the same call or before",
-                       "prepare the model too, and build the optimizer from its parameters");
+                       "parameters of models that are prepared in the same call or earlier",
+                       "prepare the model, too, and build the optimizer from its parameters");
     }
     const size_t model = owner->second.first;
     SlotList& list = lists.try_emplace(model, SlotList{model}).first->second;
@@ -127,7 +127,7 @@ void ModelSet::check_parameters(size_t model) const {
       throw InputError(
           "accelerator::accumulate",
           "parameter \"" + item.key() + "\" is another tensor than when the model was prepared",
-          "the parameters given to prepare()",
+          "the parameters that prepare() got",
           "replace or register parameters before prepare(), or copy values "
           "into the old ones (parameter.copy_ under NoGradGuard)");
     }
@@ -151,7 +151,7 @@ void ModelSet::prepare(const std::shared_ptr<torch::nn::Module>& module, Precisi
     return;
   }
   if (models_.size() >= 32) {
-    throw InputError("accelerator::prepare", "a 33rd model", "at most 32 an accelerator");
+    throw InputError("accelerator::prepare", "a 33rd model", "at most 32 per accelerator");
   }
   for (const auto& item : module->named_parameters()) {
     const auto owner = parameter_owner_.find(item.value().unsafeGetTensorImpl());

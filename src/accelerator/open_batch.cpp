@@ -120,7 +120,7 @@ void OpenBatch::backward_outside(const at::Tensor& loss, std::optional<double> s
                      "auto window = accelerator.accumulate(model); in the loop's body");
   }
   if (!options.last) {
-    throw InputError(where, "last=false outside accumulate()", "no_sync() there",
+    throw InputError(where, "last=false outside accumulate()", "no_sync() instead",
                      "auto quiet = accelerator.no_sync(model); around this backward");
   }
   const int64_t steps = run_.options().gradient_accumulation_steps;
@@ -186,9 +186,9 @@ uint64_t OpenBatch::quiet_models() const {
 bool OpenBatch::reduces(uint64_t models) const {
   const uint64_t quiet = quiet_models() & models;
   if (quiet != 0 && quiet != models) {
-    throw InputError(
-        "accelerator::backward", "the loss depends on models under no_sync() and on others",
-        "one decision for all models of a loss", "give no_sync() all of them, or none");
+    throw InputError("accelerator::backward",
+                     "the loss depends on models under no_sync() and on others",
+                     "the same for all models of a loss", "pass all of them to no_sync(), or none");
   }
   return quiet == 0;
 }
@@ -232,8 +232,8 @@ void OpenBatch::refuse_sharded_outside(const std::vector<size_t>& models) const 
       throw InputError("accelerator::backward",
                        std::string("a loss of a model with strategy=") +
                            strategy_name(run_.options().strategy) + " outside accumulate()",
-                       "accumulate() around forward and backward: it puts parameters "
-                       "together and begins their sums",
+                       "accumulate() around forward and backward: it unshards parameters "
+                       "and prepares the reduction",
                        "auto window = accelerator.accumulate(model) before the forward");
     }
   }
@@ -275,7 +275,7 @@ void OpenBatch::complete_without_backward(GradientWindow& last) {
                            "communicates in forward and backward: it is sharded, or its batch "
                            "norm layers are synchronised",
                            "a forward and a backward for each batch",
-                           "give backward() of a batch to be left out the weight 0");
+                           "call backward() with weight 0 for a batch to be left out");
     run_.fail_peers(error.what()); // they wait for this rank
     throw error;
   }

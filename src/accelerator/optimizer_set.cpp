@@ -232,8 +232,8 @@ void OptimizerSet::complete_at_end(const LoaderState* loader) {
       throw InputError("accelerator::accumulate",
                        "the last batch of the data had no backward, and no step of a "
                        "prepared optimizer came after it: the gradients of " +
-                           std::to_string(last->batches()) + " batches wait for one",
-                       "a step behind a window's last batch",
+                           std::to_string(last->batches()) + " batches need one",
+                       "a step after a window's last batch",
                        "call optimizer.step() for a batch that is left out, too");
     }
     batch_.complete_without_backward(*last);

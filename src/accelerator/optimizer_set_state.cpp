@@ -43,7 +43,7 @@ void OptimizerSet::collect(StateParts& parts) const {
     const std::string prefix = "scheduler." + std::to_string(i) + ".";
     if (!schedulers_[i]->stateful) {
       throw InputError(kSaveWhere,
-                       "scheduler " + std::to_string(i) + " is of a type whose state is not known",
+                       "scheduler " + std::to_string(i) + " has a type whose state is unknown",
                        "LRScheduler, one of torch's LRSchedulers, or a hasten::Stateful",
                        "derive it from hasten::Stateful");
     }
@@ -80,7 +80,7 @@ void OptimizerSet::plan(StateLoad& load) {
   for (size_t i = 0; i < schedulers_.size(); ++i) {
     if (!schedulers_[i]->stateful) {
       refuse_state(load.state_file(),
-                   "scheduler " + std::to_string(i) + " here is of a type whose state is not known",
+                   "scheduler " + std::to_string(i) + " here has a type whose state is unknown",
                    "LRScheduler, one of torch's LRSchedulers, or a hasten::Stateful");
     }
     load.add(load.state_file(), schedulers_[i]->stateful.get(),

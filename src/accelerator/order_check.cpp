@@ -51,7 +51,7 @@ void OrderCheck::compare(const nlohmann::json& more) {
     fail(at,
          "'s collective " + std::to_string(compared_ + i) + " was " + name(other) + ", rank 0's " +
              name(0),
-         "look for a collective call in a branch that not all ranks take");
+         "find a collective call in a branch that not all ranks take");
   }
   compared_ += calls_.size();
   calls_.clear();
@@ -62,7 +62,7 @@ void OrderCheck::compare(const nlohmann::json& more) {
   for (const auto& [key, value] : ranks.front().at("more").items()) {
     if (at->at("more").value(key, nlohmann::json()) != value) {
       fail(at, "'s " + key + " differs from rank 0's",
-           "look for what changes it on one rank alone: a gradient or parameter "
+           "find what changes it on one rank only: a gradient or parameter "
            "set by hand, a step in a branch that not all ranks take");
     }
   }

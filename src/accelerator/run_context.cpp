@@ -116,7 +116,7 @@ bool RunContext::shrink() {
   world_.rank = communicator_->rank();
   world_.world_size = communicator_->world_size();
   if (world_.rank == 0) {
-    log_warning("local sgd: " + left->cause + "; going on with " +
+    log_warning("local sgd: " + left->cause + "; continuing with " +
                 (left->ranks.size() == 1 ? "rank " : "ranks ") + names);
   }
   return true;

@@ -50,8 +50,8 @@ void ShardedModel::set_pending_factor(double) {}
 void ShardedModel::register_comm_hook(std::shared_ptr<CommHook> hook) {
   if (hook) {
     throw InputError("parallel::FullyShard", "communication hook=" + hook->description(),
-                     "none: rows of gradients are summed where they belong",
-                     "set fully_shard.precision.reduce_dtype for 16 bits on the wire");
+                     "no hook with a sharded model",
+                     "set fully_shard.precision.reduce_dtype to reduce in 16 bits");
   }
 }
 

@@ -29,7 +29,7 @@ std::vector<std::shared_ptr<torch::nn::Module>> named_units(const torch::nn::Mod
     const auto* found = modules.find(name);
     if (found == nullptr || name.empty()) {
       throw InputError("accelerator::prepare",
-                       "shard_units has \"" + name + "\", which the model has not",
+                       "shard_units has \"" + name + "\", which the model does not have",
                        "names of its modules, like those of named_modules()");
     }
     units.push_back(*found);
@@ -117,8 +117,8 @@ void ModelSet::prepare_sharded(PreparedModel& state, std::shared_ptr<torch::nn::
                          : named_units(*module, run_.options().shard_units);
   if (units.empty() && run_.world().world_size > 1 && run_.world().rank == 0) {
     log_warning(std::string("strategy=") + strategy_name(run_.options().strategy) +
-                " finds no block to divide the model by: all parameters are gathered "
-                "at once. Call repeated layers of a Sequential or a ModuleList by "
+                " finds no block by which to shard the model: all parameters are gathered "
+                "together. Call repeated layers of a Sequential or a ModuleList by "
                 "hasten::call_block, or name them in shard_units");
   }
   const auto model = std::make_shared<ShardedModel>(
@@ -126,7 +126,7 @@ void ModelSet::prepare_sharded(PreparedModel& state, std::shared_ptr<torch::nn::
   if (run_.options().fully_shard.sync == GradientSync::last && run_.world().rank == 0) {
     log_info("fully_shard.sync=last: gradients are summed once a window, and every rank keeps " +
              format_bytes(model->shards().report().unsharded_gradient_bytes) +
-             " of whole ones until then");
+             " of unsharded gradients until then");
   }
   state.parallel = model;
   state.sharded = {model, &model->shards()};
@@ -143,8 +143,7 @@ void ModelSet::check_optimizer(const torch::optim::Optimizer& optimizer,
     throw InputError(
         "accelerator::prepare",
         "optimizer=" + fused->name() + " with strategy=" + strategy_name(run_.options().strategy),
-        "an optimizer whose step looks at each number by itself",
-        "use AdamW, Adam, SGD or Lion, or strategy=ddp");
+        "an optimizer with an elementwise step", "use AdamW, Adam, SGD or Lion, or strategy=ddp");
   }
 }
 
@@ -207,9 +206,9 @@ NamedTensors ModelSet::shards() const {
 void ModelSet::reshard(const char* where) const {
   for (const PreparedModel& model : models_) {
     if (model.sharded && !model.sharded->reshard()) {
-      throw InputError(where, "a forward of a sharded model is open: its parameters are whole",
-                       "a call outside forward_scope(), and in accumulate() behind the backward",
-                       "let what forward_scope() returned end before");
+      throw InputError(where, "a forward of a sharded model is open: its parameters are unsharded",
+                       "a call outside forward_scope(), and in accumulate() after the backward",
+                       "destroy the guard of forward_scope() first");
     }
   }
 }

@@ -236,8 +236,9 @@ void consolidate_state(const std::filesystem::path& folder, const std::filesyste
   verify_manifest(folder);
   const nlohmann::json state = detail::read_state_json(folder);
   if (model < 0 || model >= std::ssize(state.at("models"))) {
-    throw InputError("accelerator::consolidate_state", "model=" + std::to_string(model),
-                     "below the state's " + std::to_string(state.at("models").size()) + " models");
+    throw InputError(
+        "accelerator::consolidate_state", "model=" + std::to_string(model),
+        "a number below the state's " + std::to_string(state.at("models").size()) + " models");
   }
   const SafetensorsReader own(folder / detail::model_file_name(static_cast<size_t>(model)));
   const std::string prefix = "model." + std::to_string(model) + ".";

@@ -28,7 +28,7 @@ void check_window_loss(const at::Tensor& loss) {
       what << "has shape " << loss.sizes() << (loss.requires_grad() ? "" : " and requires no grad");
     }
     throw InputError("accumulation::backward", what.str(),
-                     "one number that depends on a trainable parameter");
+                     "a scalar that depends on a trainable parameter");
   }
 }
 
@@ -105,15 +105,15 @@ void GradientWindow::open(const WindowBatch& batch) {
     throw InputError(where,
                      std::to_string(waiting()) +
                          " backward calls outside accumulate() wait under no_sync() to be reduced",
-                     "a backward outside no_sync() that reduces them, before a window",
-                     "use accumulate() alone: it reduces in a window's last batch");
+                     "a backward outside no_sync() that reduces them, before accumulate()",
+                     "use only accumulate(): it reduces in a window's last batch");
   }
   if (begun_ && !complete_ && last_ && had_backward_) {
     throw InputError(where,
                      "the last batch of the window before ended with "
                      "backward({.last = false}) or under no_sync()",
                      "its last backward to reduce the gradients",
-                     "leave .last out, and no_sync(), in the last backward of a batch");
+                     "use neither .last=false nor no_sync() in the last backward of a batch");
   }
   if (!begun_ || complete_) {
     begin_window(false);
@@ -150,7 +150,7 @@ double GradientWindow::batch_weight(std::optional<double> sum_weight) {
                                                       : batch_.weight;
   if (!weight) {
     throw InputError("accumulation::backward",
-                     "the batch's type does not tell its rows, so a mean loss has no weight",
+                     "the batch's type has no number of samples, so a mean loss has no weight",
                      "accumulate(loader, weight, model), or a type with rows(batch)",
                      "pass the weight, or call backward(loss_sum, weight)");
   }
@@ -454,7 +454,7 @@ void GradientWindow::join(const WindowTotals& totals) {
                      "that other ranks still train: batches=" +
                          std::to_string(batches_),
                      "the window to end with the data",
-                     "call accumulate() with the loader whose batch it is");
+                     "call accumulate() with the loader of the batch");
   }
   if (!totals.extra) {
     ranks_ = {};

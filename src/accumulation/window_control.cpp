@@ -60,9 +60,9 @@ bool equal_on_ranks(double count, double sum, double sum_of_squares) {
 void throw_other_batches(const std::string& range) {
   throw CommunicationError(
       "accelerator::PreparedLoader", "ranks read different batches of " + range,
-      "the same batches in the same order on every rank, which keeps its share",
-      "give all ranks the same range and seed its own generators alike; where "
-      "the data set itself draws random numbers, or the sampler does behind "
+      "the same batches in the same order on every rank",
+      "use the same range on all ranks and seed its own generators alike; if "
+      "the data set draws random values, or the sampler does so after "
       "begin() and prefetch is on, see DataLoaderConfiguration::compare_batches");
 }
 
@@ -82,11 +82,11 @@ constexpr int kNamedRanks = 52;
   }
   throw CommunicationError(
       "accumulation::GradientWindow",
-      "some ranks have ended their loop and others train on: ended=" + ranks +
+      "some ranks have ended their loop and others continue to train: ended=" + ranks +
           ", world_size=" + std::to_string(world_size),
       "equally many batches on every rank",
-      "prepare() the loader; or call join_uneven_inputs() after a loop over data of your "
-      "own, on every rank; or let all ranks break alike, see check_trigger()");
+      "prepare() the loader; or call join_uneven_inputs() on every rank after a loop over "
+      "a range that is not prepared; or leave the loop on all ranks, see check_trigger()");
 }
 
 } // namespace detail
@@ -168,8 +168,8 @@ WindowTotals WindowControl::wait() {
           "accelerator::PreparedLoader",
           "ranks are at the ends of different loaders, or have done different optimizer steps by now",
           "loops over prepared loaders that end in one order, and the same steps, on every rank",
-          "do not step by a count of a rank's own batches; give loaders that "
-          "are used inside each other equally many batches on every rank");
+          "do not decide about steps by a rank's own count of batches; nested loaders "
+          "need equally many batches on every rank");
     }
     compare_read(sum + kWindowRead);
     return totals;
@@ -189,8 +189,8 @@ WindowTotals WindowControl::wait() {
         "stepped different optimizers before it, or scale losses differently",
         "the same order of accumulate(), backward() and step() on every rank, "
         "and of evaluations inside windows",
-        "look for a branch in the loop that depends on the rank or on how many "
-        "batches it has; accumulate() makes such decisions for all ranks alike");
+        "find a branch in the loop that depends on the rank or on its number of "
+        "batches; accumulate() makes such decisions equally on all ranks");
   }
   compare_read(sum + kWindowRead);
   return totals;

@@ -66,7 +66,7 @@ void GradientWindow::load_state(const NamedTensors& tensors, const nlohmann::jso
   if (numbers == tensors.end() || !is_doubles(numbers->second, 8) ||
       (stats != tensors.end() && !is_doubles(stats->second, 2)) ||
       (begun && stats == tensors.end())) {
-    refuse("the state lacks the window's numbers", "what save_state() wrote");
+    refuse("the state lacks the window's values", "what save_state() wrote");
   }
   WindowReport report;
   values.at("number").get_to(report.number);

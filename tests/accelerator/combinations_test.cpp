@@ -34,9 +34,9 @@ struct Refusal {
   std::string says{};
 };
 const std::vector<Refusal> kRefused = {
-    {{"Local SGD", "zero1"}, "parts of one copy"},
-    {{"Local SGD", "zero2"}, "parts of one copy"},
-    {{"Local SGD", "fsdp"}, "parts of one copy"},
+    {{"Local SGD", "zero1"}, "shards of one replica"},
+    {{"Local SGD", "zero2"}, "shards of one replica"},
+    {{"Local SGD", "fsdp"}, "shards of one replica"},
     {{"Local SGD", "SyncBatchNorm"}, "synchronised batch norm layers"}};
 
 // A model in training, from its beginning or from a state.

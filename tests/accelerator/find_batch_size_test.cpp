@@ -110,7 +110,7 @@ TEST(FindBatchSize, WhereNotEvenOneRowFitsTheRankIsNamed) {
         {.starting_batch_size = 2}, &accelerator);
   };
   const std::string text = message_of(find);
-  expect_says(text, "no batch size fits into memory, not even 1 row");
+  expect_says(text, "no batch size fits into memory, not even 1 sample");
   if (culprit > 0) {
     expect_says(text, "rank " + std::to_string(culprit) + ": std::bad_alloc");
   }

@@ -159,7 +159,7 @@ TEST(Hsdp, WhatCannotBeIsRefused) {
     });
   };
   EXPECT_NE(open(world + 1, {}).find("shard_size=" + std::to_string(world + 1)), std::string::npos);
-  EXPECT_NE(open(world, {}).find("parts of one copy"), std::string::npos);
+  EXPECT_NE(open(world, {}).find("shards of one replica"), std::string::npos);
   EXPECT_NE(open(1, {.on_peer_failure = PeerFailure::survivors}).find("survivors"),
             std::string::npos);
   EXPECT_EQ(open(1, {}), "nothing was thrown");

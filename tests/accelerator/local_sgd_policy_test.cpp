@@ -85,7 +85,7 @@ TEST(LocalSGDPolicy, ADelayThatDoesNotPayIsLeftOutAndTheLogSaysSo) {
                                                {.local_sgd_steps = 2, .delay = 1});
   set_log_sink({});
   if (accelerator.is_main_process()) {
-    EXPECT_NE(lines.find("local sgd: a round takes"), std::string::npos) << lines;
+    EXPECT_NE(lines.find("local sgd: a synchronisation takes"), std::string::npos) << lines;
   }
   expect_equal_on_ranks(accelerator, net);
   accelerator.end_training();

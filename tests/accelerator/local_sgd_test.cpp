@@ -281,7 +281,7 @@ TEST(LocalSGD, ASpreadThatGrowsFromRoundToRoundIsAWarning) {
     }
     local_sgd.finish();
     set_log_sink({});
-    const std::string text = "local sgd: the ranks drift apart";
+    const std::string text = "local sgd: the ranks diverge";
     const size_t first = lines.find(text);
     EXPECT_EQ(first != std::string::npos, growth > 1 && world > 1 && accelerator.is_main_process())
         << lines;

@@ -121,7 +121,7 @@ TEST(Prepare, RefusesWhatCannotWork) {
     auto window = accelerator.accumulate(net);
     const Pair batch = make_batches(1)[0];
     EXPECT_SAYS(input_error([&] { accelerator.backward(mean_loss(net, batch)); }),
-                "does not tell its rows");
+                "has no number of samples");
     EXPECT_SAYS(input_error([&] { accelerator.backward(net->forward(batch.first), 1); }),
                 "loss has shape");
   }

@@ -221,7 +221,7 @@ TEST(Sharded, WhatNeedsWholeParametersIsRefused) {
             std::string::npos);
   EXPECT_NE(refusal([&] {
               LocalSGD local(accelerator, stack, {.local_sgd_steps = 2});
-            }).find("parts of one copy"),
+            }).find("shards of one replica"),
             std::string::npos);
   const Tensor loss = stack->words->weight.sum();
   EXPECT_NE(refusal([&] { accelerator.backward(loss); }).find("outside accumulate()"),

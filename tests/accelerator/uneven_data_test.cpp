@@ -119,7 +119,7 @@ TEST(UnevenData, ARangeThatDealsItselfUnevenlyIsAnErrorOnAll) {
       accelerator.backward(mean_loss(model, batch));
     }
   });
-  expect_says(said, "some ranks have ended their loop and others train on: ended=1");
+  expect_says(said, "some ranks have ended their loop and others continue to train: ended=1");
 }
 
 // Rank `early` breaks after the first of three turns; alike: all do.
@@ -154,8 +154,9 @@ TEST(UnevenData, ABreakOnOneRankIsAnErrorOnAll) {
     return;
   }
   const std::string said = said_after_break(false);
-  expect_says(said, "others train on: ended=" + std::to_string(world - 1) + ", world_size=");
-  expect_says(said, "let all ranks break alike");
+  expect_says(said,
+              "others continue to train: ended=" + std::to_string(world - 1) + ", world_size=");
+  expect_says(said, "leave the loop on all ranks");
 }
 
 TEST(UnevenData, ABreakOnAllRanksAlikeIsRight) {
@@ -194,7 +195,7 @@ TEST(UnevenData, AnUnevenLoopOverDataOfOnesOwnIsAnErrorOnAll) {
           });
           accelerator.end_training();
         });
-    expect_says(said, "others train on: ended=0, world_size=");
+    expect_says(said, "others continue to train: ended=0, world_size=");
     expect_says(said, "join_uneven_inputs()");
   }
 }
@@ -260,7 +261,7 @@ TEST(UnevenData, ARankThatDoesNotJoinIsAnErrorOnAll) {
         }
         accelerator.end_training();
       });
-  expect_says(said, "others train on: ended=0, world_size=");
+  expect_says(said, "others continue to train: ended=0, world_size=");
 }
 
 } // namespace hasten::accelerator_test

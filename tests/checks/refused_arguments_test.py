@@ -47,9 +47,9 @@ void use(hasten::Accelerator& accelerator) {
 }
 """
 CALLS = {
-    "net, *net": "argument is a module itself. Fix: give its holder",
-    "net, torch::optim::SGD(net->parameters(), 0.1)": "argument is a temporary, which is gone too soon. Fix: keep it",
-    "net, owned": "argument is a std::unique_ptr. Fix: give what it points to",
+    "net, *net": "argument is a module itself. Fix: pass its holder",
+    "net, torch::optim::SGD(net->parameters(), 0.1)": "argument is a temporary, which is destroyed too soon. Fix: keep it",
+    "net, owned": "argument is a std::unique_ptr. Fix: pass the object it points to",
     "net, rows": "no tensor is found in this range's batches. Fix: batches that are",
     "net, number": "argument is no model, optimizer, scheduler",
 }

@@ -93,13 +93,13 @@ constexpr bool argument_is_preparable() {
   constexpr bool kUnique = requires(Object& owner) { owner.release(); };
   static_assert(!kModule,
                 "prepare(): this argument is a module itself. "
-                "Fix: give its holder, net instead of *net, or a std::shared_ptr");
+                "Fix: pass its holder, net instead of *net, or a std::shared_ptr");
   static_assert(!kUnique,
                 "prepare(): this argument is a std::unique_ptr. "
-                "Fix: give what it points to, *loader, and keep the pointer");
+                "Fix: pass the object it points to, *loader, and keep the pointer");
   static_assert(kModel || kModule || kUnique || Lendable<T>,
-                "prepare(): this argument is a temporary, which is gone too soon. "
-                "Fix: keep it in a variable, or give a std::shared_ptr");
+                "prepare(): this argument is a temporary, which is destroyed too soon. "
+                "Fix: keep it in a variable, or pass a std::shared_ptr");
   static_assert(
       kModel || kModule || kUnique || OptimizerLike<T> || LoaderLike<T> || SchedulerLike<T>,
       "prepare(): this argument is no model, optimizer, scheduler (step()) "
@@ -108,7 +108,7 @@ constexpr bool argument_is_preparable() {
     static_assert(kHasTensors<RangeValue<typename Lent<T>::Object>>,
                   "prepare(): no tensor is found in this range's batches. "
                   "Fix: batches that are a Tensor, a pair, tuple, vector, map or "
-                  "struct of Tensors, or a flatten(visit, batch) beside their type");
+                  "struct of Tensors, or a flatten(visit, batch) in their namespace");
   }
   return true;
 }
