@@ -14,7 +14,7 @@ namespace hasten {
 
 namespace detail {
 
-// The doors of prepare.h and prepared.h.
+// The functions of prepare.h and prepared.h.
 
 StepResult core_optimizer_step(AcceleratorCore& core, OptimizerState& optimizer) {
   return core.optimizers.step(optimizer);

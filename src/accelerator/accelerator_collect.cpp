@@ -1,4 +1,4 @@
-// Collect: what ranks exchange beside gradients, and who runs what.
+// Collect: collectives on values other than gradients, and functions that run on certain ranks.
 #include <ATen/ATen.h>
 
 #include <algorithm>
@@ -48,8 +48,8 @@ void require_same(Communicator& communicator, const char* where, const std::stri
   }
 }
 
-// In debug mode: throws unless the ranks' tensors have one form, and what is said
-// `behind` it is the same. Collective then.
+// In debug mode: throws unless the ranks' tensors have one shape and dtype and the ranks' `behind`
+// texts are equal. Collective then.
 void check_form_in_debug(const AcceleratorCore& core, const char* where, const at::Tensor& tensor,
                          const std::string& behind = {}) {
   if (core.run.order_check() != nullptr) {
@@ -84,7 +84,7 @@ at::Tensor broadcast_bytes(Communicator& communicator, at::Tensor bytes, int fro
   return bytes.narrow(0, 0, count);
 }
 
-// Of the loop that the caller is in. Collective where it is due, which ranks agree on.
+// Compares what the ranks read in the caller's loop. Collective if it is due, on which ranks agree.
 void compare_reading(const AcceleratorCore& core, const LoaderState& loader) {
   const uint64_t now = loader.last ? loader.read : loader.first_read;
   if (loader.training || now == 0 || now == loader.compared ||
@@ -131,7 +131,7 @@ at::Tensor Collect::gather_for_metrics(const at::Tensor& rows) {
     detail::compare_reading(*core_, *loader);
   }
   if (loader != nullptr && loader->stand_in) {
-    own = own.narrow(0, 0, 0); // its rows were gathered before
+    own = own.narrow(0, 0, 0); // its samples were gathered before
   } else if (loader != nullptr && loader->even && loader->last) {
     const int64_t batch = loader->rows.value_or(-1);
     nlohmann::json wrong;

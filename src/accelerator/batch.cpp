@@ -27,7 +27,7 @@ uint64_t tensor_checksum(uint64_t sum, const at::Tensor& tensor) {
   const at::Tensor own = tensor.contiguous();
   const auto* bytes = static_cast<const char*>(own.const_data_ptr());
   const auto each = own.element_size();
-  const int64_t step = own.numel() / 1024 | 1; // odd: not one column of all rows
+  const int64_t step = own.numel() / 1024 | 1; // odd: otherwise it might read only one column
   for (int64_t i = 0; i < own.numel(); i += step) {
     uint64_t bits = 0;
     std::memcpy(&bits, bytes + i * each, std::min<size_t>(each, sizeof bits));
@@ -37,7 +37,7 @@ uint64_t tensor_checksum(uint64_t sum, const at::Tensor& tensor) {
 }
 
 at::Tensor tensor_to_device(const at::Tensor& tensor, const at::Device& device) {
-  // The caching allocator keeps pinned memory until its copy is through.
+  // The caching allocator keeps pinned memory until its copy is complete.
   const bool waits_not = device.is_cuda() && tensor.device().is_cpu() && tensor.is_pinned();
   return tensor.to(device, tensor.scalar_type(), waits_not);
 }
@@ -149,7 +149,7 @@ PackedBatch packed_filled(PackedBatch batch, const std::vector<PackedBatch>& fir
       }
     }
     if (filled == before) {
-      break; // the first round has no rows at all
+      break; // the first round has no samples
     }
   }
   return packed_concat(parts);

@@ -1,4 +1,4 @@
-// Batches that rank 0 reads and all ranks get.
+// Batches that rank 0 reads and sends to all ranks.
 #include <ATen/ATen.h>
 
 #include <cstring>
@@ -35,8 +35,8 @@ int64_t aligned_bytes(int64_t bytes) {
   return (bytes + kTensorAlignment - 1) / kTensorAlignment * kTensorAlignment;
 }
 
-// One buffer: how long the header is (int64), the header, aligned, then the
-// tensors at the offsets it says.
+// One buffer: the header's length (int64), the header, aligned, then the tensors at the offsets
+// that the header names.
 at::Tensor encode_round(const DispatchedRound& round) {
   nlohmann::json header = {{"last", round.last},
                            {"position", round.position},
@@ -109,7 +109,7 @@ DispatchedRound decode_round(const at::Tensor& buffer, size_t rank, size_t world
       }
       at::Tensor tensor = at::empty(form[1].get<std::vector<int64_t>>(),
                                     static_cast<at::ScalarType>(form[0].get<int>()));
-      if (tensor.nbytes() > 0) { // a copy: the buffer holds all ranks' rows
+      if (tensor.nbytes() > 0) { // a copy: the buffer holds all ranks' samples
         std::memcpy(tensor.mutable_data_ptr(), data + form[2].get<int64_t>(), tensor.nbytes());
       }
       batch.tensors.push_back(std::move(tensor));
@@ -130,7 +130,7 @@ DispatchedRound core_dispatch(AcceleratorCore& core, DispatchedRound* round) {
   if (round != nullptr) {
     try {
       buffer = encode_round(*round);
-    } catch (...) { // the others wait for something
+    } catch (...) { // the others wait for a message
       error = std::current_exception();
       describe_failure(*round, error);
       buffer = encode_round(*round);

@@ -35,7 +35,7 @@ void require_find_options(const FindBatchSizeOptions& options) {
   require("memory_limit_bytes", options.memory_limit_bytes, 0);
 }
 
-/// What was short, where memory ran out.
+/// A description of the shortage, if memory ran out.
 std::string run_attempt(const std::function<void(int64_t)>& attempt, int64_t batch_size,
                         int64_t memory_limit_bytes) {
   std::optional<MemoryLimit> limit;

@@ -30,11 +30,11 @@ void GradientChecks::begins(size_t model) {
 }
 
 // Note [Who finds an overflow]
-// Gradients are looked at when a window is complete: reduced by a sum, in which an
-// infinity of one rank is one on all, so that every rank decides alike without a
-// message; hooks that compress keep what is not finite. In a LocalSGD scope each rank
-// decides for itself, and its attempted steps are counted all the same. The norm that
-// clipping needs answers it for whole models; else a pass that only reads.
+// Gradients are checked when a window is complete. They are reduced by a sum, so an infinity of one
+// rank is one on all ranks, and every rank decides alike without a message. Hooks that compress
+// keep non-finite values. In a LocalSGD scope each rank decides for itself, and its attempted steps
+// count all the same. For unsharded models the norm that clipping computes is enough; otherwise a
+// pass only reads the gradients.
 bool GradientChecks::overflowed(size_t model) {
   Facts& facts = facts_of(model);
   if (!facts.looked) {

@@ -1,4 +1,4 @@
-// What is known of a complete window's gradients: whether they are finite.
+// Whether a complete window's gradients are finite.
 #pragma once
 
 #include <algorithm>
@@ -37,7 +37,7 @@ class GradientChecks {
 
  private:
   struct Facts {
-    bool non_finite = false; // the gradients hold something of that kind
+    bool non_finite = false; // the gradients have such a value
     bool bad_loss = false; // the last window's loss was not finite
     bool looked = false; // for an overflow, since the last window; found:
     bool overflow = false;

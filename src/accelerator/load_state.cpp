@@ -1,5 +1,5 @@
-// Accelerator::load_state. Everything is read and compared first; then objects
-// that may refuse load, with their old state at hand; what remains cannot fail.
+// Accelerator::load_state. It reads and compares everything first. Then objects that may throw
+// load, while their old state is kept. The rest cannot fail.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <torch/nn/module.h>
@@ -26,7 +26,7 @@ void refuse_state(const std::filesystem::path& file, const std::string& what,
   throw InputError(kLoadWhere, file.string() + ": " + what, expected, fix);
 }
 
-// Those of the files that are not read whole are mapped: no copy.
+// Tensors of files that are not read whole are mapped: no copy.
 NamedTensors map_tensors(const SafetensorsReader& reader) {
   NamedTensors tensors;
   for (const std::string& name : reader.names()) {
@@ -72,7 +72,7 @@ void read_state_files(StateLoad& load, int rank, int world_size, bool verify) {
   load.own = parse_json(kLoadWhere, load.rank_file.string() + ": its values", values->second);
 }
 
-// What another number of ranks has no meaning for.
+// Throws for state that has no meaning with another number of ranks.
 void check_other_world(const StateLoad& load, int world_size) {
   if (load.same_world) {
     return;
@@ -190,8 +190,8 @@ void TrainingState::plan_models(StateLoad& load) {
   });
 }
 
-// False where there are none to take over: others hold other rows of them now. An
-// open window would have some.
+// False if there are none to load: other ranks hold these shards now. An open window would have
+// some.
 bool TrainingState::has_gradients(const StateLoad& load) const {
   const std::string then = load.shared.value("strategy", "ddp");
   if (then == strategy_name(run_.strategy()) &&
@@ -215,7 +215,7 @@ bool TrainingState::has_gradients(const StateLoad& load) const {
   return false;
 }
 
-// Gradients that somebody still adds to.
+// Gradients that are not complete yet.
 void TrainingState::plan_gradients(StateLoad& load) {
   if (!has_gradients(load)) {
     return;

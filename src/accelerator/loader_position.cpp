@@ -1,4 +1,4 @@
-// Where a prepared loader stands, and the states of others' types.
+// The position of a prepared loader, and the states of other types.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <torch/optim/schedulers/lr_scheduler.h>
@@ -70,7 +70,7 @@ void save_position(const LoaderPosition& position, const Stateful* range, NamedT
     NamedTensors none;
     nlohmann::json inner;
     range->save_state(none, inner);
-    inner["epoch"] = epoch; // without what is read ahead
+    inner["epoch"] = epoch; // without the batch that is read ahead
     inner["cursor"] = cursor;
     values["range"] = std::move(inner);
   }
@@ -96,7 +96,7 @@ void load_position(LoaderPosition& position, Stateful* range, const NamedTensors
   position.start_random = random == tensors.end() ? at::Tensor() : random->second.clone();
 }
 
-// Torch keeps the count to itself and its derived classes.
+// Torch's count is a protected member.
 class TorchSchedulerState final : public Stateful {
  public:
   explicit TorchSchedulerState(std::shared_ptr<torch::optim::LRScheduler> scheduler)

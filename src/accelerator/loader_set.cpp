@@ -95,11 +95,11 @@ void LoaderSet::collect(StateParts& parts, const at::Device& device) const {
     const auto position = loaders_[i]->position.lock();
     saved.push_back(
         position == nullptr
-            ? nlohmann::json() // nobody can iterate it any more
+            ? nlohmann::json() // no handle is left to iterate it
             : nlohmann::json{{"training", loaders_[i]->training},
                              {"position", save_stateful(*position, prefix, parts.own, prefix)}});
     if (!loaders_[i]->random.empty() && !loaders_[i]->loop.expired()) {
-      random = loaders_[i]->random; // what a stand-in draws is taken back
+      random = loaders_[i]->random; // random values of a stand-in are undone
     }
   }
   parts.own["random.cpu"] = random[0];

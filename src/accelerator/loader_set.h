@@ -23,11 +23,11 @@ class LoaderSet {
   /// several could.
   std::shared_ptr<LoaderState> training_loader(const std::vector<size_t>& models) const;
 
-  /// Until its loop ends, `loader` is the innermost.
+  /// `loader` is the innermost loop until it ends.
   void enter_loop(const std::shared_ptr<LoaderState>& loader);
   /// The loader of the innermost loop that runs; null outside of loops.
   const LoaderState* active();
-  /// Whose batch a loss of these models outside accumulate() is made of; may be null.
+  /// The loader whose batch a loss of these models outside accumulate() uses; may be null.
   const LoaderState* current(const std::vector<size_t>& models) const;
 
   bool in_pass() const;

@@ -14,7 +14,7 @@ AveragedBuffers::AveragedBuffers(std::shared_ptr<Communicator> communicator,
   constexpr std::string_view kMean = "running_mean";
   constexpr std::string_view kVariance = "running_var";
   std::unordered_set<const void*> seen;
-  std::map<std::string, size_t> means; // by what comes before "running_mean"
+  std::map<std::string, size_t> means; // by the name before "running_mean"
   Averager::NamedTensorList staged;
   const auto stem = [](const std::string& name, std::string_view end) {
     return name.substr(0, name.size() - end.size());

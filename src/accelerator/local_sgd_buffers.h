@@ -1,4 +1,4 @@
-// A model's running statistics over ranks that train by themselves.
+// Averages a model's running statistics over ranks that train independently.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,8 +17,8 @@ class Module;
 namespace hasten::detail {
 
 // Floating-point buffers become their mean over ranks. A pair "x.running_mean",
-// "x.running_var" is pooled: the variance is that of the ranks' rows together,
-// mean(var + mean^2) - mean(mean)^2. Others are rank 0's. Sums are fp64.
+// "x.running_var" is pooled: the variance is that of all ranks' samples together, mean(var +
+// mean^2) - mean(mean)^2. Other buffers are rank 0's. Sums are fp64.
 class AveragedBuffers {
  public:
   // Collective.
@@ -26,7 +26,7 @@ class AveragedBuffers {
 
   bool empty() const { return floats_.empty() && others_.empty(); }
   int64_t nbytes() const;
-  // Fetches the ranks' values; nothing of the module is changed. Collective.
+  // Fetches the ranks' values; the module is unchanged. Collective.
   void reduce(double weight);
   // Puts them into the module. Local.
   void apply();

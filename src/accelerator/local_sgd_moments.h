@@ -1,4 +1,4 @@
-// Optimizers' moments over ranks that trained by themselves.
+// Averages optimizers' moments over ranks that trained independently.
 #pragma once
 
 #include <memory>
@@ -8,7 +8,7 @@
 #include "hasten/parallel/averager.h"
 
 namespace hasten::detail {
-// What the optimizers keep for their parameters.
+// The tensors that optimizers keep for their parameters.
 class AveragedMoments {
  public:
   AveragedMoments(std::shared_ptr<Communicator> communicator,
@@ -19,12 +19,12 @@ class AveragedMoments {
         averagers_(optimizers_.size()) {}
 
   // Moments become their mean over ranks, step counts the largest, so that equal
-  // gradients make equal steps again. Ranks whose optimizers keep different things
-  // (one has never stepped) leave them as they are, with a warning. Collective.
+  // gradients make equal steps again. If the ranks' optimizers have different tensors (one has
+  // never stepped), they stay unchanged, with a warning. Collective.
   void average(double weight);
 
  private:
-  // The tensors of a round, averaged in the same buffers again and again.
+  // The tensors of a synchronisation; the averager's buffers are kept for the next one.
   struct Kept {
     std::vector<const void*> tensors{}; // TensorImpl
     std::unique_ptr<Averager> averager{};

@@ -1,16 +1,14 @@
-// A scope that goes on with the ranks that are left.
+// A scope that continues with the remaining ranks.
 //
-// Note [Going on]
-// Inside a scope all ranks do the same things together in one order: a round (its
-// announcement, statistics, moments and parameters are one), an average of the
-// groups, the end of the data. What one rank has completed every rank has entered,
-// so when a peer is lost two ranks are at most one such thing apart. Those that are
-// left compare, and what one of them has completed is completed for all: a round by
-// Averager::recover(), the data's end by taking its clocks, a group's average by
-// leaving it out. What nobody has completed is made again.
-// A delayed round that is dropped may find one rank at its start and another at its
-// end, or at a group's average between them: all of them then average everything at
-// once, whatever they were about to do.
+// Note [Going on] Inside a scope all ranks do the same steps in one order: a synchronisation (its
+// announcement, statistics, moments and parameters are one step), an average of the groups, the end
+// of the data. If one rank has completed a step, every rank has begun it. So when a peer is lost,
+// two ranks are at most one step apart. The remaining ranks compare. A step that one of them has
+// completed is completed for all: a synchronisation by Averager::recover(), the end of the data by
+// taking its clocks, a group's average by skipping it. A step that no rank has completed is
+// repeated. When a delayed synchronisation is dropped, one rank may be at its start and another at
+// its end or at a group's average in between. All of them then average everything without delay,
+// whatever they were about to do.
 #include <algorithm>
 
 #include "hasten/base/error.h"
@@ -40,13 +38,12 @@ void LocalSGD::Impl::make_round(Part part, int64_t fragment) {
   }
 }
 
-// In the very last exchange a rank may have left already: the others wait for it as
-// for a late one.
+// In the last exchange a rank may have left already. The others then wait for it as for a late one.
 void LocalSGD::Impl::finish_moments() {
   for (;;) {
     try {
       moments->average(1);
-      if (survives()) { // nobody leaves whom a peer may still need
+      if (survives()) { // no rank leaves that a peer may still need
         core->run.communicator()->barrier("end of a LocalSGD scope");
       }
       return;

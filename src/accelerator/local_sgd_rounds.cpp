@@ -115,7 +115,7 @@ void DelayTrial::restore(const nlohmann::json& state, Clock::time_point now) {
 
 } // namespace detail
 
-// Kind and fragment in one number, 1 and above.
+// Kind and fragment in one number ≥ 1.
 int64_t round_code(int64_t part, int64_t fragment) { return 1 + part + 4 * (fragment + 1); }
 
 bool LocalSGD::Impl::step() {
@@ -136,7 +136,7 @@ bool LocalSGD::Impl::step() {
     make_round(Part::finish, Averager::kAll);
     averaged = true;
   }
-  if (!due) { // the largest level that is due comes alone
+  if (!due) { // only the largest level that is due runs
     if (options.inner_steps > 0 && (steps - options.post_local_start) % options.inner_steps == 0) {
       make_round(Part::inner, Averager::kAll);
     }
@@ -160,7 +160,7 @@ bool LocalSGD::Impl::count_step() {
   }
   counted = attempted;
   ++steps;
-  // A window of stand-ins, on a rank that has run out, counts as a step alone.
+  // A window of stand-ins, on a rank without more batches, only counts as a step.
   const GradientWindow* window = core->windows.of(index);
   const double samples = window == nullptr ? 0 : window->report().weight;
   const double weight = options.weigh_by_samples ? samples : samples > 0;
@@ -171,7 +171,7 @@ bool LocalSGD::Impl::count_step() {
   return true;
 }
 
-// Gradients have been averaged so far: all ranks are equal.
+// Gradients have been averaged so far, so all ranks are equal.
 void LocalSGD::Impl::begin_local() {
   core->local.set_local(true);
   local = true;
@@ -196,7 +196,7 @@ void LocalSGD::Impl::join_round(int64_t code) {
 }
 
 void LocalSGD::Impl::run(Part part, int64_t fragment) {
-  report_round(); // the one before: its spread has come by now
+  report_round(); // of the previous one, whose spread has arrived by now
   const auto start = Clock::now();
   if (part == Part::finish) {
     end_round();
@@ -223,8 +223,8 @@ double LocalSGD::Impl::take_weight(int64_t fragment) {
 }
 
 // Note [A round of a scope]
-// Statistics are fetched first and put in place last, so that a round that fails
-// leaves parameters and statistics as they were. They go with the last fragment.
+// Statistics are fetched first and set last, so that a synchronisation that fails leaves parameters
+// and statistics unchanged. They are sent with the last fragment.
 void LocalSGD::Impl::begin_round(int64_t fragment, bool delayed) {
   const double weight = take_weight(fragment);
   const bool last = fragment == Averager::kAll || fragment + 1 == averager->fragments();
@@ -290,7 +290,7 @@ void LocalSGD::Impl::synchronize() {
   bool differ = steps != averaged_at;
   if (averager->started()) {
     make_round(Part::finish, Averager::kAll);
-    differ = true; // what was done beside it is each rank's own
+    differ = true; // other changes are each rank's own
     for (double& weight : own_weight) {
       weight = std::max(weight, 1.0);
     }

@@ -19,11 +19,11 @@ namespace detail {
 
 inline constexpr const char* kLocalSGDWhere = "accelerator::LocalSGD";
 
-// Tells when the ranks drift apart: the spread, in units of what a step changes
-// (learning rate times the parameters' norm), grows from round to round.
+// Detects that the ranks diverge: the spread, relative to the size of a step (learning rate times
+// the parameters' norm), grows from synchronisation to synchronisation.
 class SpreadWatch {
  public:
-  // True once: the last rounds each grew, to more than twice the first of them.
+  // Returns true once: in each of the last synchronisations it grew, to more than twice the first.
   bool grows(const AverageReport& report, double learning_rate);
 
  private:
@@ -33,14 +33,14 @@ class SpreadWatch {
 };
 
 // Note [When rounds come]
-// A pure function of the attempted steps, so that ranks that were away for a while
-// agree with the others as soon as their counts do: every H steps, counted from
-// where the scope becomes local; with P fragments each has its own turn, the last
-// one where all would have.
+// A pure function of the attempted steps, so that ranks that were away for a while agree with the
+// others as soon as their counts do. A synchronisation is due every H steps, counted from the step
+// in which the scope becomes local. With P fragments each has its own time, and the last one is due
+// when all would be.
 class RoundSchedule {
  public:
   explicit RoundSchedule(const LocalSGDOptions& options) : options_(options) {}
-  // H of the round that begins after `step`. Throws InputError below 1.
+  // H of the synchronisation period that begins after `step`. Throws InputError for H < 1.
   int64_t period(int64_t step) const;
   // What is due after `step`: Averager::kAll, a fragment, or kNothing.
   int64_t due(int64_t step, int64_t fragments);
@@ -48,23 +48,23 @@ class RoundSchedule {
 
  private:
   const LocalSGDOptions& options_;
-  int64_t begin_ = -1; // of the round that was looked at last
+  int64_t begin_ = -1; // the last period that was computed
   int64_t end_ = -1;
 };
 
-// Whether sending beside the training is quicker than waiting for it, by trying
-// both: a round of each to warm up, one to measure.
+// Decides by a trial whether sending during training is faster than waiting: one synchronisation of
+// each kind to warm up, one to measure.
 class DelayTrial {
  public:
   using Clock = std::chrono::steady_clock;
   DelayTrial(bool delays, bool tries) : wanted_(tries), delays_(delays), tries_(tries) {}
-  // At the beginning of every round, in all its forms. True: send and go on.
-  // Collective in the round that decides.
+  // Call it at the beginning of every synchronisation of any kind. True: send and continue to
+  // train. Collective in the one that decides.
   bool next_is_delayed(Communicator& communicator, Clock::time_point now = Clock::now());
   bool undecided() const { return delays_ && tries_; }
   // No delays: ranks were lost before it was decided.
   void give_up() { delays_ = tries_ = false; }
-  // A round goes on being timed where it stood; the time between is not its own.
+  // After loading, the timing continues; the time in between does not count.
   nlohmann::json state(Clock::time_point now = Clock::now()) const;
   void restore(const nlohmann::json& state, Clock::time_point now = Clock::now());
 

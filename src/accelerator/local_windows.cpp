@@ -37,9 +37,9 @@ void LocalWindows::close() noexcept {
 }
 
 // Note [Clocks]
-// Inside a scope ranks step by themselves, and those with fewer batches have fewer
-// steps. When all have run out they take the largest count, so that the next
-// rounds come in the same step on every rank, and tick their schedules as often.
+// Inside a scope ranks make their own steps, and ranks with fewer batches make fewer. When all
+// batches have ended, all ranks take the largest count, so that the next synchronisations are due
+// in the same step on every rank, and step their schedulers as often.
 void LocalWindows::align_clocks() {
   const at::Tensor most = at::tensor(clocks(), at::kLong);
   run_.communicator()->all_reduce(most, ReduceOp::MAX, "steps of the ranks");
@@ -59,8 +59,8 @@ void LocalWindows::take_clocks(const int64_t* most) {
   optimizers_.tick_until(most + count);
 }
 
-// The ranks of a LocalSGD scope left out steps of their own: they had scales, and
-// ticks of schedules, of their own.
+// The ranks of a LocalSGD scope skipped different steps, so their loss scales and schedulers
+// differ.
 void LocalWindows::agree_at_end() {
   if (!run_.alone()) {
     align_clocks();

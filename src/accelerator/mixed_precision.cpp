@@ -18,7 +18,7 @@ MixedPrecision::MixedPrecision(RunContext& run, std::shared_ptr<WindowShared> sh
   choose(run.options().mixed_precision);
 }
 
-// What this rank asks for, and what its machine says to it.
+// The precision that this rank requests, and whether its machine supports it.
 static nlohmann::json precision_answer(Precision wanted, bool on_cpu) {
   nlohmann::json mine = {{"wanted", precision_name(wanted)}};
   if (!on_cpu) {

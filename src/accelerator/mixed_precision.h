@@ -1,4 +1,4 @@
-// In which type forwards compute, and the loss scale of fp16.
+// The precision of forwards, and the loss scale of fp16.
 #pragma once
 
 #include <memory>

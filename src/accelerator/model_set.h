@@ -1,4 +1,4 @@
-// The prepared models: who they are, which parameters they have, what each rank holds.
+// The prepared models, their parameters, and what each rank holds of them.
 #pragma once
 
 #include <functional>
@@ -64,7 +64,7 @@ class ModelSet {
   /// Throws InputError if a parameter of the model was replaced since prepare().
   void check_parameters(size_t model) const;
   ParameterNames parameter_names() const;
-  /// A loaded state brought the generators: no seed for dropout is set any more.
+  /// The generators were loaded from a state, so dropout is not seeded any more.
   void generators_loaded() { seeded_ = true; }
   void close();
 
@@ -81,8 +81,8 @@ class ModelSet {
   FullyShard* sharded(const torch::nn::Module* module) const;
   HeldRowsByName held_rows() const;
   NamedTensors shards() const;
-  /// Makes parameters shards that zero1 and zero2 keep whole between batches. Throws
-  /// InputError inside a forward.
+  /// Reshards parameters that zero1 and zero2 keep unsharded between batches. Throws InputError
+  /// inside a forward.
   void reshard(const char* where) const;
   void summon_full_params(const std::vector<size_t>& models, const std::function<void()>& use,
                           int on_rank = 0) const;
@@ -90,7 +90,7 @@ class ModelSet {
   /// Throws InputError for an optimizer that needs whole parameters of sharded models.
   void check_optimizer(const torch::optim::Optimizer& optimizer,
                        const std::vector<SlotList>& lists) const;
-  /// Moments of whole parameters, of an optimizer that has stepped before, become shards.
+  /// Shards the moments of an optimizer that has stepped before.
   void shard_optimizer_state(torch::optim::Optimizer& optimizer) const;
 
  private:

@@ -217,8 +217,8 @@ void OpenBatch::check_parameters() {
 void OpenBatch::begin_models(uint64_t models) {
   opened_.resize(models_.size());
   for (const size_t i : models_.in(models)) {
-    // Names cost more than a small step: at first, then ever more rarely. The
-    // beginning of an epoch looks too.
+    // Building names costs more than a small step. So it looks at first, then ever more rarely, and
+    // at the beginning of each epoch.
     if (const uint64_t n = ++opened_[i]; (n & (n - 1)) == 0) {
       models_.check_parameters(i);
     }
@@ -239,8 +239,8 @@ void OpenBatch::refuse_sharded_outside(const std::vector<size_t>& models) const 
   }
 }
 
-// Between windows buffers are equal. Inside one, in a training loop's body, every
-// rank is at the same place; elsewhere ranks may not be.
+// Between windows buffers are equal. Inside one, in a training loop's body, all ranks are at the
+// same place; elsewhere they may not be.
 void OpenBatch::begin_evaluation() {
   const LoaderState* around = loaders_.active();
   if (around == nullptr || !around->training) {
@@ -265,9 +265,9 @@ bool OpenBatch::rows_count(size_t model) {
 }
 
 // Note [A last batch without a backward]
-// Who catches what a bad batch threw wants it left out and the others kept. The data's
-// last window is completed by what is there: by the first clip or step that follows in
-// the batch, or at the data's end, by what was done with the window before.
+// A program that catches the exception of a bad batch wants to leave that batch out and keep the
+// others. The gradients so far then complete the data's last window: at the first clip or step that
+// follows in the batch, or else at the data's end, with the calls that followed the window before.
 void OpenBatch::complete_without_backward(GradientWindow& last) {
   if (!run_.alone() && models_.synced(last.models_mask()) != 0) {
     const InputError error("accelerator::accumulate",

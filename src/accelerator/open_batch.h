@@ -1,4 +1,4 @@
-// The batch at hand: accumulate(), backward() inside and outside of it, no_sync().
+// The current batch: accumulate(), backward() inside and outside of it, no_sync().
 #pragma once
 
 #include <memory>

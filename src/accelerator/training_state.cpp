@@ -31,9 +31,8 @@ void put_below(NamedTensors& tensors, const std::string& prefix, const NamedTens
 // JSON writes null for NaN and infinity: a state that lost them is not exact.
 void require_finite_values(const nlohmann::json& values, const std::string& whose) {
   if (values.is_number_float() && !std::isfinite(values.get<double>())) {
-    throw InputError(kSaveWhere,
-                     "the JSON values of " + whose + " hold a number that is not finite",
-                     "finite numbers", "keep it in a tensor");
+    throw InputError(kSaveWhere, "the JSON values of " + whose + " have a value that is not finite",
+                     "finite values", "keep it in a tensor");
   }
   if (values.is_structured()) {
     for (const auto& value : values) {
@@ -169,8 +168,9 @@ std::unique_ptr<FolderCommit> begin_state_folder(const std::filesystem::path& fo
       !std::filesystem::is_empty(folder, error) &&
       !std::filesystem::exists(folder / kStateFile, error)) {
     throw InputError(
-        kSaveWhere, folder.string() + " holds something else than a state: it has no " + kStateFile,
-        "a new or empty folder, or one that holds a state", "name another folder");
+        kSaveWhere,
+        folder.string() + " holds something other than a state: it has no " + kStateFile,
+        "a new or empty folder, or one that holds a state", "use another folder");
   }
   return std::make_unique<FolderCommit>(folder, CommitMode::replace);
 }
@@ -209,7 +209,7 @@ void TrainingState::write(const std::filesystem::path* folder, const SaveStateOp
       throw InputError(
           kSaveWhere,
           "rank " + std::to_string(rank) +
-              " saves another folder, or stands elsewhere in its window, than the ranks before it",
+              " saves another folder, or is elsewhere in its window, than the ranks before it",
           "the same call at the same place of the loop on every rank");
     }
   }
@@ -278,7 +278,7 @@ void TrainingState::add(std::string name, std::shared_ptr<Stateful> object, Stat
         other = {std::move(name), std::move(object), scope};
         return;
       }
-      throw InputError(kWhere, "name=\"" + name + "\" is taken", "a name of its own");
+      throw InputError(kWhere, "name=\"" + name + "\" is taken", "a unique name");
     }
   }
   objects_.push_back({std::move(name), std::move(object), scope});

@@ -67,8 +67,8 @@ GradientWindow& WindowSet::get(uint64_t mask, const char* where) {
   const auto models = models_.in(mask);
   const auto local = [this](size_t i) { return is_local(i); };
   if (has_local(mask) && !std::all_of(models.begin(), models.end(), local)) {
-    throw InputError(where, "a loss of the model of a LocalSGD scope and of others",
-                     "losses of that model alone inside the scope",
+    throw InputError(where, "a loss depends on the model of a LocalSGD scope and on others",
+                     "losses of that model only inside the scope",
                      "put both models into one module");
   }
   GradientWindow& next = window_at(key_of(mask));
@@ -185,8 +185,8 @@ void WindowSet::check_reduced(const std::vector<SlotList>& lists, const char* wh
                            "\" and others come from a backward that was not "
                            "accelerator.backward() on this model: every rank has its own",
                        "accelerator.backward(loss), or gradients that were zeroed",
-                       "use that instead of loss.backward(); name every model that the loss "
-                       "depends on in accumulate(), or detach() what it is not to train");
+                       "use it instead of loss.backward(); pass every model that the loss "
+                       "depends on to accumulate(), or detach() parts that it must not train");
     }
   }
 }

@@ -31,7 +31,7 @@ TEST(Misuse, ABackwardOfTorchsIsRefusedAtTheStep) {
   const Pair batch = make_batches(2)[1];
   mean_loss(model, batch).backward();
   expect_says(message_of([&] { optimizer.step(); }), "come from a backward that was not");
-  expect_says(message_of([&] { accelerator.clip_grad_norm_(model, 1.0); }), "name every model");
+  expect_says(message_of([&] { accelerator.clip_grad_norm_(model, 1.0); }), "pass every model");
   accelerator.backward(mean_loss(model, batch)); // on top of it
   EXPECT_THROW(optimizer.step(), InputError);
   optimizer.zero_grad();

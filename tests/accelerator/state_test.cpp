@@ -305,7 +305,7 @@ TEST(AcceleratorState, StateOfAnotherModelOrOtherObjectsIsRefused) {
   }
   communicator->barrier("made");
   const auto text = input_error([&] { first.accelerator.save_state(folder / "home"); });
-  EXPECT_NE(text.find("holds something else than a state"), text.npos) << text;
+  EXPECT_NE(text.find("holds something other than a state"), text.npos) << text;
   EXPECT_TRUE(files::exists(folder / "home" / "diary.txt"));
   communicator->barrier("looked");
 }
