@@ -1,4 +1,4 @@
-// What a state consists of, on its way to files and back.
+// The contents of a state while it is saved or loaded.
 #pragma once
 
 #include <filesystem>

@@ -11,7 +11,7 @@
 
 namespace hasten::detail {
 
-// Moves the moments of torch's optimizers, and of those derived from them.
+// Moves the moments of torch's optimizers and of classes derived from them.
 static void move_optimizer_state(torch::optim::Optimizer& optimizer, const at::Device& device) {
   for (auto& [key, value] : optimizer.state()) {
     const bool known =
@@ -84,7 +84,7 @@ std::shared_ptr<SchedulerState> OptimizerSet::prepare_scheduler(
   return state;
 }
 
-// Parameters that were added to the optimizer since.
+// Looks up parameters that were added to the optimizer since it was prepared.
 void OptimizerSet::update_slots(OptimizerState& optimizer) {
   if (optimizer.parameter_count() == optimizer.known_count) {
     return;
@@ -106,7 +106,7 @@ StepResult OptimizerSet::step(OptimizerState& optimizer) {
   }
   windows_.check_reduced(lists, "accelerator::step");
   bool local = false;
-  bool nothing = false; // a rank of its own, whose window had no samples
+  bool nothing = false; // a local rank whose window had no samples
   for (const SlotList& list : lists) {
     windows_.note_attempt(list.model);
     local = local || windows_.is_local(list.model);
@@ -119,12 +119,12 @@ StepResult OptimizerSet::step(OptimizerState& optimizer) {
   if (optimizer.skipped) {
     return StepResult::skipped;
   }
-  optimizer.stepped = complete; // the schedule keeps pace
+  optimizer.stepped = complete; // so that the scheduler steps, too
   if (nothing) {
     return StepResult::skipped;
   }
   step_scaled(optimizer, lists);
-  if (!local) { // ranks need not have equally many
+  if (!local) { // local ranks may have different numbers
     auto& steps = windows_.shared()->steps;
     steps = steps * 0x9e3779b97f4a7c15ull + static_cast<uint64_t>(optimizer.index) + 1;
     done_.push_back({[this, &optimizer] { step(optimizer); }, optimizer.index});

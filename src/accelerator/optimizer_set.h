@@ -40,21 +40,21 @@ class OptimizerSet {
   StepResult step(OptimizerState& optimizer);
   void zero_grad(OptimizerState& optimizer);
   bool scheduler_step(SchedulerState& scheduler);
-  /// Completes the data's last windows that lack a backward, and repeats in them what was
-  /// done with the windows before.
+  /// Completes the data's last windows that lack a backward, and repeats for them the calls that
+  /// followed the windows before.
   void complete_at_end(const LoaderState* loader);
-  /// A window is complete: nothing was done with it yet.
+  /// A window is complete, and nothing was done with it yet.
   void forget_done() { done_.clear(); }
 
   // gradient_clip.cpp
   double clip(const std::vector<SlotList>& lists, const GradientClip& how);
   GradientNorms gradient_norms(size_t model, const GradientNormsOptions& options);
 
-  /// Those that have parameters of the model.
+  /// The optimizers that have parameters of the model.
   std::vector<std::shared_ptr<OptimizerState>> of_model(size_t model) const;
-  /// How often each scheduler ticked.
+  /// The step count of each scheduler.
   std::vector<int64_t> ticks() const;
-  /// Ticks schedulers until they have ticked as often.
+  /// Steps the schedulers until they have these counts.
   void tick_until(const int64_t* ticks);
 
   // optimizer_set_state.cpp
@@ -63,17 +63,17 @@ class OptimizerSet {
   /// Optimizers of the model, as each rank has them inside a LocalSGD scope.
   void collect_local(size_t model, StateParts& parts) const;
   void plan_local(size_t model, StateLoad& load);
-  /// For ranks that are stale; see Note [Stale ranks].
+  /// The state that stale ranks get; see Note [Stale ranks].
   void collect_trained(NamedTensors& tensors, nlohmann::json& values) const;
   void take_trained(const NamedTensors& tensors, const nlohmann::json& values);
 
  private:
-  /// Something done with a window's gradients.
+  /// A call that used a window's gradients.
   struct Done {
     std::function<void()> again;
-    int64_t optimizer = -1; // whose step it was; below 0: none
+    int64_t optimizer = -1; // the optimizer whose step it was; -1: none
   };
-  /// Of a list's parameters; the same elements in few tensors, too.
+  /// The gradients of a list's parameters, and the same elements in few tensors.
   struct Gathered {
     std::vector<at::Tensor> gradients{};
     std::vector<at::Tensor> pieces{};
@@ -84,8 +84,8 @@ class OptimizerSet {
   void update_slots(OptimizerState& optimizer);
   void decide_who_scales();
   void step_scaled(OptimizerState& optimizer, const std::vector<SlotList>& lists);
-  /// What all gradients of whole models are still to be multiplied by. Applies it if
-  /// that is not one number, or a list is part of a model.
+  /// The deferred factor of all gradients of unsharded models. Applies it if it is not the same for
+  /// all, or if a list is part of a model.
   double common_factor(const std::vector<SlotList>& lists);
   bool is_shared(const OptimizerState& optimizer) const;
   const std::vector<std::shared_ptr<OptimizerState>>& watched(
@@ -106,7 +106,7 @@ class OptimizerSet {
   std::vector<std::shared_ptr<OptimizerState>> optimizers_;
   std::vector<std::vector<SlotList>> slots_; // [optimizer]
   std::vector<std::shared_ptr<SchedulerState>> schedulers_;
-  std::vector<Done> done_; // with the last complete window, in order
+  std::vector<Done> done_; // calls for the last complete window, in order
 };
 
 } // namespace hasten::detail

@@ -1,4 +1,4 @@
-// The part of a state that optimizers and schedulers have.
+// The optimizers' and schedulers' part of a state.
 #include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>
 
@@ -11,7 +11,7 @@
 
 namespace hasten::detail {
 
-// An optimizer of hasten saves itself; of torch's the state is known.
+// hasten's optimizers save themselves. The state of torch's is known.
 static void save_moments(const torch::optim::Optimizer& optimizer, const ParameterNames& names,
                          NamedTensors& moments, nlohmann::json& values) {
   if (const auto* own = dynamic_cast<const Stateful*>(&optimizer)) {
@@ -147,7 +147,7 @@ void OptimizerSet::take_trained(const NamedTensors& tensors, const nlohmann::jso
     }
     theirs[1].get_to(scheduler->stepped);
   }
-  for (const auto& state : optimizers_) { // after the ticks: rates are theirs
+  for (const auto& state : optimizers_) { // after the schedulers' steps, which set the rates
     const auto& saved = values.at("optimizers").at(static_cast<size_t>(state->index));
     if (saved.is_null()) {
       continue;

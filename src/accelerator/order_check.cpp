@@ -13,14 +13,14 @@ void OrderCheck::entered(std::string_view operation, std::string_view name,
                          const at::Tensor& tensor) {
   std::ostringstream text;
   text << operation << " \"" << name << '"';
-  if (tensor.defined()) { // shape and dtype too: equal on all ranks
+  if (tensor.defined()) { // shape and dtype, too: equal on all ranks
     text << " of " << tensor.scalar_type() << ' ' << tensor.sizes();
   }
   calls_.push_back(text.str());
 }
 
 void OrderCheck::compare(const nlohmann::json& more) {
-  // A digest first: what was called travels only where it differs.
+  // Ranks compare a digest first, and send the calls only if it differs.
   uint64_t digest = 0;
   for (const std::string& call : calls_) {
     digest = digest * 0x9e3779b97f4a7c15ull + std::hash<std::string>{}(call);

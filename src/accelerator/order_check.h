@@ -1,6 +1,5 @@
-// For AcceleratorOptions::debug: a communicator that remembers what was called,
-// so that ranks can compare.
-// Threading: one thread. Lifetime: shares the group it stands before.
+// For AcceleratorOptions::debug: a communicator that records its calls so that ranks can compare
+// them. Threading: one thread. Lifetime: shares the group that it wraps.
 #pragma once
 
 #include <memory>

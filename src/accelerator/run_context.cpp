@@ -38,11 +38,11 @@ const AcceleratorOptions& checked_options(const AcceleratorOptions& options) {
   return options;
 }
 
-/// Ranks of another launcher say whose they are; hasten launch has warned already.
+/// Ranks of other launchers log their launcher; hasten launch has warned already.
 void announce_world(const World& world) {
   const bool launched_by_us = !launcher_socket(world).empty();
   if (world.local_rank == 0 && !launched_by_us && world.source != "alone") {
-    log_info(describe(world)); // rank 0 alone
+    log_info(describe(world)); // only rank 0 logs
     const std::string warning = oversubscription(world.local_world_size, threads_per_rank(world));
     if (!warning.empty()) {
       log_warning(warning);

@@ -15,8 +15,8 @@
 
 namespace hasten::detail {
 
-/// Rank `from`'s bytes (1-d, uint8) on every rank, however many they are. What the
-/// others give is ignored. Collective: a size, then the bytes.
+/// Returns rank `from`'s bytes (1-d, uint8) on every rank, of any number. The others' argument is
+/// ignored. Collective: a size, then the bytes.
 at::Tensor broadcast_bytes(Communicator& communicator, at::Tensor bytes, int from,
                            const char* name);
 
@@ -40,17 +40,17 @@ class RunContext {
   bool alone() const { return communicator_->world_size() == 1; }
   /// The strategy in use: ddp on a rank alone.
   Strategy strategy() const { return alone() ? Strategy::ddp : options_.strategy; }
-  /// The seed of ranges that draw from torch's generator. None: they draw as they are.
+  /// The seed of ranges that draw from torch's generator. Empty: their generator is left alone.
   std::optional<uint64_t> order_seed() const;
 
-  /// Ends the peers with an error that says `why`. Does nothing on a rank alone.
+  /// Ends the peers with an error that contains `why`. Does nothing with one rank.
   void fail_peers(const std::string& why) const;
-  /// After a failure: continues with the ranks that are left. False if none is lost.
-  /// Collective over them.
+  /// After a failure: continues with the remaining ranks. False if none is lost. Collective over
+  /// them.
   bool shrink();
 
   bool owns_group() const { return owns_group_; }
-  /// The run has ended: later collective calls are the caller's error.
+  /// The run has ended; later collective calls are an error of the caller.
   void mark_closed() { closed_ = true; }
   bool closed() const { return closed_; }
   void close() const;

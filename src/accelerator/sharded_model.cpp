@@ -44,7 +44,7 @@ void ShardedModel::finish(double factor, const DdpRanks& ranks, bool) {
   report_.communication_seconds = report_.exposed_seconds;
 }
 
-// Nothing is ever left to be multiplied: only 1 comes here.
+// The multiplication is never deferred, so the factor is always 1.
 void ShardedModel::set_pending_factor(double) {}
 
 void ShardedModel::register_comm_hook(std::shared_ptr<CommHook> hook) {

@@ -1,4 +1,4 @@
-// A FullyShard as a gradient window drives it.
+// Adapts FullyShard to the interface that a gradient window uses.
 #pragma once
 
 #include <memory>
@@ -9,8 +9,8 @@
 
 namespace hasten::detail {
 
-// Every rank has the batches of a window, if only stand-ins: one without would miss
-// the forwards' messages.
+// Every rank has the batches of a window, at least stand-ins: a rank without one would miss the
+// messages in forward.
 class ShardedModel final : public DataParallel {
  public:
   ShardedModel(std::shared_ptr<Communicator> communicator,
@@ -54,7 +54,7 @@ class ShardedModel final : public DataParallel {
  private:
   FullyShard sharded_;
   FlatLayout::NamedParameters parameters_; // shards
-  FlatGradients gradients_; // looked at; its memory is never needed
+  FlatGradients gradients_; // only inspected; its memory is never used
   std::shared_ptr<CommHook> no_hook_;
   ReductionReport report_;
 };

@@ -1,4 +1,4 @@
-// Models of which each rank holds a part.
+// Sharded models.
 
 #include <ATen/ATen.h>
 #include <torch/nn/module.h>
@@ -37,8 +37,8 @@ std::vector<std::shared_ptr<torch::nn::Module>> named_units(const torch::nn::Mod
   return units;
 }
 
-// Ranks next to each other hold a copy together; those at the same place of theirs hold
-// the same rows.
+// Consecutive ranks hold a replica together. Ranks at the same place in their replicas hold the
+// same shards.
 void ModelSet::open_shard_groups() {
   if (run_.options().strategy != Strategy::hsdp || shard_group_) {
     return;
@@ -103,7 +103,7 @@ void ModelSet::prepare_sharded(PreparedModel& state, std::shared_ptr<torch::nn::
   FullyShardOptions how = run_.options().fully_shard;
   how.buffers = buffers;
   if (precision != Precision::no && !how.precision.param_dtype) {
-    // Autocast's own casts of whole parameters would stay until backward.
+    // Autocast's own casts of unsharded parameters would stay until backward.
     how.unit_precision.try_emplace("", how.precision);
     how.precision.param_dtype = precision == Precision::bf16 ? at::kBFloat16 : at::kHalf;
     how.precision.cast_forward_inputs = false;
@@ -132,7 +132,7 @@ void ModelSet::prepare_sharded(PreparedModel& state, std::shared_ptr<torch::nn::
   state.sharded = {model, &model->shards()};
 }
 
-// Their step needs a norm, or rows and columns, of the whole parameter.
+// Their step needs a norm, or rows and columns, of the unsharded parameter.
 void ModelSet::check_optimizer(const torch::optim::Optimizer& optimizer,
                                const std::vector<SlotList>& lists) const {
   const auto* fused = dynamic_cast<const FusedOptimizer*>(&optimizer);
@@ -202,7 +202,7 @@ NamedTensors ModelSet::shards() const {
   return tensors;
 }
 
-// zero1 and zero2 keep whole parameters between a window's batches.
+// zero1 and zero2 keep parameters unsharded between a window's batches.
 void ModelSet::reshard(const char* where) const {
   for (const PreparedModel& model : models_) {
     if (model.sharded && !model.sharded->reshard()) {
@@ -218,7 +218,7 @@ class DataSwap {
  public:
   DataSwap(at::Tensor parameter, const at::Tensor& data)
       : parameter_(std::move(parameter)), own_(parameter_.detach()), gradient_(parameter_.grad()) {
-    parameter_.mutable_grad().reset(); // of another shape
+    parameter_.mutable_grad().reset(); // it has another shape
     parameter_.set_data(data);
   }
   DataSwap(const DataSwap&) = delete;

@@ -1,9 +1,9 @@
 // Note [Sharded state]
-// Where ranks hold rows of a parameter, each writes them, and the moments like them,
-// into its own file, as "sharded.<name>"; state.json says under "sharded" what the
-// whole looks like and which rank has which rows. Whoever loads, on any number of
-// ranks and whether sharded or not, takes the rows that it needs from the files that
-// have them. Nothing is sent and no rank holds a whole model.
+// If ranks hold shards of a parameter, each writes its shard, and the moments' shards, into its own
+// file as "sharded.<name>". state.json has the whole tensor's shape and dtype under "sharded", and
+// which rank has which rows. A load, on any number of ranks and with sharded or unsharded models,
+// takes the rows that it needs from the files that have them. Nothing is sent and no rank holds a
+// whole model.
 #include "sharded_state.h"
 
 #include <ATen/ATen.h>
@@ -27,7 +27,7 @@ at::Tensor rows_of_whole(const at::Tensor& whole, const HeldRows& held) {
                           : whole.narrow(0, held.first, held.count);
 }
 
-// The parameter that a tensor is of, "model.0.x" of "optimizer.0.exp_avg.model.0.x".
+// The parameter that a tensor belongs to: "model.0.x" for "optimizer.0.exp_avg.model.0.x".
 HeldRowsByName::const_iterator parameter_of(const std::string& tensor, const HeldRowsByName& held) {
   for (size_t at = tensor.find("model."); at != std::string::npos;
        at = tensor.find("model.", at + 1)) {
@@ -39,7 +39,7 @@ HeldRowsByName::const_iterator parameter_of(const std::string& tensor, const Hel
   return held.end();
 }
 
-// As rows: of a 0-d parameter the shape [1], or [0].
+// The shape as rows; for a 0-d parameter [1] or [0].
 std::vector<int64_t> held_sizes(const HeldRows& held) {
   std::vector<int64_t> sizes = held.sizes.empty() ? std::vector<int64_t>{1} : held.sizes;
   sizes[0] = held.count;
@@ -86,7 +86,7 @@ void split_shards(StateParts& parts, const NamedTensors& models, const HeldRowsB
   }
 }
 
-// The files of the ranks that saved, opened when they are first needed.
+// The files of the ranks that saved, opened at their first use.
 class RankFiles {
  public:
   explicit RankFiles(const std::filesystem::path& folder) : folder_(folder) {}
@@ -115,7 +115,7 @@ class RankFiles {
   std::map<int, std::unique_ptr<SafetensorsReader>> readers_{};
 };
 
-// Those rows of the whole that `held` says, from the files.
+// The rows of the whole tensor that `held` describes, from the files.
 at::Tensor assemble(RankFiles& files, const std::string& name, const nlohmann::json& saved,
                     const HeldRows& held) {
   std::vector<int64_t> sizes = held_sizes(held);
@@ -144,7 +144,7 @@ at::Tensor assemble(RankFiles& files, const std::string& name, const nlohmann::j
   return pieces.size() == 1 ? pieces[0] : at::cat(pieces);
 }
 
-// What state.json says of them, by name.
+// The entries of state.json, by name.
 nlohmann::json sharded_tensors(const nlohmann::json& state) {
   const auto found = state.find("sharded");
   return found == state.end() ? nlohmann::json::object() : *found;

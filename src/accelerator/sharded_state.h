@@ -1,4 +1,4 @@
-// Tensors of which each rank holds rows, in a state's files.
+// Shards of tensors in a state's files.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,28 +18,28 @@ class FullyShard;
 
 namespace hasten::detail {
 
-// What this rank holds of a parameter: rows [first, first + count) of dim 0.
+// The shard that this rank holds of a parameter: rows [first, first + count) of dimension 0.
 struct HeldRows {
-  std::vector<int64_t> sizes{}; // of the whole
+  std::vector<int64_t> sizes{}; // of the whole tensor
   int64_t first = 0;
   int64_t count = 0;
 };
 // By the names of parameter_names(), every name of a tied one.
 using HeldRowsByName = std::map<std::string, HeldRows>;
 
-// Of the whole tensor. A 0-d tensor is one row.
+// Rows of the whole tensor. A 0-d tensor counts as one row.
 at::Tensor rows_of_whole(const at::Tensor& whole, const HeldRows& held);
 
-// Moves what is this rank's part of a parameter, or like one (a moment), from
-// parts.shared into parts.own, and notes in parts.shared_values which rank has which
-// rows. `models`: the shards of the models' parameters, by name. `ranks`: that hold a
-// copy together, the first ones; `writes`: this is one of them. Local.
+// Moves this rank's shards of parameters, and of tensors with their shape (moments), from
+// parts.shared to parts.own, and records in parts.shared_values which rank has which rows.
+// `models`: the shards of the models' parameters, by name. `ranks`: how many hold a replica
+// together, the first ones; `writes`: this is one of them. Local.
 void split_shards(StateParts& parts, const NamedTensors& models, const HeldRowsByName& held,
                   int ranks, bool writes);
 
-// Gives load.shared_tensors the rows that this rank holds now of every tensor that is
-// like a parameter, from whichever rank's file has them, or from a whole one. Local.
-// Throws InputError naming the file that is missing or has other rows than it should.
+// Puts into load.shared_tensors the rows that this rank holds now of every tensor that belongs to a
+// parameter, from the file of any rank that has them, or from a whole tensor. Local. Throws
+// InputError naming the file that is missing or has unexpected rows.
 void join_shards(StateLoad& load, const HeldRowsByName& held);
 
 } // namespace hasten::detail

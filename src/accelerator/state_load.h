@@ -1,4 +1,4 @@
-// A saved state on its way back.
+// A saved state while it is being loaded.
 #pragma once
 
 #include <filesystem>
@@ -15,16 +15,16 @@ namespace hasten::detail {
 [[noreturn]] void refuse_state(const std::filesystem::path& file, const std::string& what,
                                const std::string& expected = {}, const std::string& fix = {});
 
-// Throws InputError unless as many are prepared here as were saved.
+// Throws InputError unless as many objects are prepared here as were saved.
 void check_count(const struct StateLoad& load, const char* what, size_t saved, size_t mine);
 
-// An object that decides by itself whether it takes a state.
+// An object whose load may throw.
 struct StatefulLoad {
   std::filesystem::path file{};
   Stateful* object = nullptr;
   NamedTensors tensors{};
   nlohmann::json values{};
-  // As it was, to go back to.
+  // The old state, to restore after a failure.
   NamedTensors old_tensors{};
   nlohmann::json old_values = nlohmann::json::object();
 };

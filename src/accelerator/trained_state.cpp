@@ -1,4 +1,4 @@
-// What a rank that trained to the end sends to ranks whose batches ended before.
+// The state that a rank that trained to the end sends to ranks whose batches ended before.
 #include <ATen/ATen.h>
 #include <torch/nn/module.h>
 
@@ -11,11 +11,11 @@
 namespace hasten::detail {
 
 // Note [Stale ranks]
-// A rank that joins windows adds zeros to them and does none of the steps that follow:
-// they happen in user code that it does not run. When all ranks have ended, before a
-// round of LocalSGD and before a state is saved, a rank that is not stale sends what it
-// has: models, gradients, optimizers, how often schedules ticked, the loss scale. Local
-// and sharded models stay: ranks are to differ.
+// A rank that joins windows adds zeros to them and makes none of the steps that follow, because
+// these happen in user code that it does not run. When all ranks have ended, before a
+// synchronisation of LocalSGD, and before a state is saved, a rank that is not stale sends its
+// models, gradients, optimizers, schedulers' step counts and loss scale. Local and sharded models
+// are not sent, because they differ between ranks.
 void UnevenInputs::share_state() {
   for (const PreparedModel& model : models_) {
     model.parallel->apply_pending_factor();

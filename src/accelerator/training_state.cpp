@@ -1,5 +1,5 @@
-// Saving. Order of things: every rank says whether it can; one makes the folder; all
-// write their part; the one commits it by a rename.
+// Saving. The order: every rank reports whether it can save, one rank creates the folder, all write
+// their part, and the one commits it by a rename.
 #include "training_state.h"
 
 #include <ATen/ATen.h>
@@ -28,7 +28,7 @@ void put_below(NamedTensors& tensors, const std::string& prefix, const NamedTens
   }
 }
 
-// JSON writes null for NaN and infinity: a state that lost them is not exact.
+// JSON writes null for NaN and infinity, so the state would not be exact.
 void require_finite_values(const nlohmann::json& values, const std::string& whose) {
   if (values.is_number_float() && !std::isfinite(values.get<double>())) {
     throw InputError(kSaveWhere, "the JSON values of " + whose + " have a value that is not finite",
@@ -131,8 +131,8 @@ StateParts TrainingState::collect() const {
   return parts;
 }
 
-// Model files. What the user's own file holds already is not written again; what
-// it lacks goes with the rest of the state.
+// Model files. Tensors that the user's own file has are not written again; missing ones go with the
+// rest of the state.
 void TrainingState::write_models(const std::filesystem::path& folder, NamedTensors& shared) const {
   for (size_t i = 0; i < models_.size(); ++i) {
     const auto path = folder / model_file_name(i);
@@ -245,9 +245,9 @@ void TrainingState::write(const std::filesystem::path* folder, const SaveStateOp
 }
 
 // Note [Saving while peers have run out]
-// A rank whose batches have ended waits in its loader's end for what the others
-// still do. A control vector without models says that a state is to be saved. Stale
-// ranks get what the others have; then all take part.
+// A rank whose batches have ended waits at the end of its loader for the others. A control vector
+// without models announces that a state is to be saved. Stale ranks get the others' state; then all
+// take part.
 void TrainingState::save(const std::filesystem::path& folder, const SaveStateOptions& options) {
   const bool joined = loaders_.in_pass() && !run_.alone() && announcer_.announce_save();
   announcer_.sync_buffers(~uint64_t{0}, joined, true);
@@ -261,7 +261,7 @@ void TrainingState::save_with_peers() {
   } catch (const CommunicationError&) {
     throw;
   } catch (const Error&) {
-    // Those who asked for the state have the error, and decide.
+    // The ranks that called save_state() have the error, and decide.
   }
 }
 
@@ -273,7 +273,7 @@ void TrainingState::add(std::string name, std::shared_ptr<Stateful> object, Stat
   }
   for (RegisteredObject& other : objects_) {
     if (other.name == name) {
-      // Its owner is gone, or gives it again.
+      // Its owner is gone, or registers it again.
       if (other.object.use_count() == 1 || other.object == object) {
         other = {std::move(name), std::move(object), scope};
         return;

@@ -40,8 +40,8 @@ void UnevenInputs::end_range(LoaderState& loader) {
   }
 }
 
-// What ranks that finish must agree on, below 2^16: which loader ended, and the
-// optimizer steps so far. 0, which agrees with all: the end of the run.
+// A hash on which finished ranks must agree, below 2^16: the loader that ended and the optimizer
+// steps so far. 0, which agrees with all: the end of the run.
 uint64_t end_of_data(const LoaderState* loader, uint64_t steps) {
   if (loader == nullptr) {
     return 0;
@@ -53,8 +53,8 @@ uint64_t end_of_data(const LoaderState* loader, uint64_t steps) {
 void UnevenInputs::end_ranges(const LoaderState* loader, bool joins) {
   try {
     optimizers_.complete_at_end(loader);
-    // Other ranks complete a window that had only its last batch here. Inside a LocalSGD
-    // scope each rank has windows of its own.
+    // Other ranks complete a window that had only its last batch here. Inside a LocalSGD scope each
+    // rank has its own windows.
     joins = joins || local_.scope() != nullptr || windows_.left_out_last(loader);
     windows_.drop_unfinished(loader);
     if (!run_.alone()) {
@@ -66,8 +66,7 @@ void UnevenInputs::end_ranges(const LoaderState* loader, bool joins) {
   }
 }
 
-// A peer may be lost in between: where a scope of LocalSGD goes on without it, so
-// does this.
+// A peer may be lost in between. If a scope of LocalSGD continues without it, so does this.
 void UnevenInputs::take_part(const LoaderState* loader, bool joins) {
   end_with_replica(loader);
   for (;;) {
@@ -86,8 +85,7 @@ void UnevenInputs::take_part(const LoaderState* loader, bool joins) {
   }
 }
 
-// Inside a LocalSGD scope the ranks that hold a copy together end together, without a
-// word to the others.
+// Inside a LocalSGD scope the ranks of a replica end together, without the other ranks.
 void UnevenInputs::end_with_replica(const LoaderState* loader) {
   WindowControl& of_copy = announcer_.control_of(~uint64_t{0});
   if (local_.scope() == nullptr || &of_copy == &announcer_.control()) {
@@ -105,8 +103,8 @@ void UnevenInputs::serve_peers(const LoaderState* loader, bool joins, bool& surv
   WindowTotals mine;
   mine.finished = 1;
   mine.joins = joins;
-  // A rank that joins may have steps still to take part in. Inside a LocalSGD scope steps
-  // are each rank's own.
+  // A rank that joins may still take part in steps. Inside a LocalSGD scope steps are each rank's
+  // own.
   if (local_.scope() != nullptr) {
     mine.data = end_of_data(loader, 0);
   } else if (!joins) {
@@ -151,7 +149,7 @@ void UnevenInputs::end_run() {
   if (loaders_.close_passes()) {
     end_ranges(nullptr, false);
   }
-  if (!run_.alone()) { // a last step outside the loops is compared by nobody else
+  if (!run_.alone()) { // only here is a last step outside the loops compared
     LoaderState end_of_run;
     bool survivable = false;
     serve_peers(&end_of_run, false, survivable);

@@ -1,5 +1,5 @@
-// What happens when a rank's batches end: all ranks end together, or the rank joins
-// what the others still do (Note [Stale ranks]).
+// What happens when a rank's batches end: all ranks end together, or the rank takes part in the
+// others' windows (Note [Stale ranks]).
 #pragma once
 
 #include <functional>
@@ -22,12 +22,13 @@ class UnevenInputs {
 
   void begin_range(LoaderState& loader);
   void end_range(LoaderState& loader);
-  /// This rank's batches have ended: of `loader`, null: of all. `joins`: takes part in
-  /// what the others still do, else they must end as well. Collective, blocking.
+  /// The batches of `loader` (null: of all loaders) have ended on this rank. `joins`: the rank
+  /// takes part in the others' windows; otherwise the others must end as well. Collective,
+  /// blocking.
   void end_ranges(const LoaderState* loader, bool joins);
   /// The run ends. Collective.
   void end_run();
-  /// What a rank that trained to the end has, to the stale ranks. Collective, blocking.
+  /// Sends the state of a rank that trained to the end to the stale ranks. Collective, blocking.
   void share_state();
   /// After a state was loaded.
   void reset() { stale_ = false; }

@@ -219,7 +219,7 @@ std::vector<GradientWindow*> WindowSet::lacking_backward(const LoaderState* load
   std::vector<GradientWindow*> found;
   for (auto& [key, last] : windows_) {
     if (last.lacks_last_backward() && feeds(key, loader) &&
-        !is_local(models_.in(last.models_mask()).front())) { // whose steps are not kept
+        !is_local(models_.in(last.models_mask()).front())) { // a local window's calls are not recorded
       found.push_back(&last);
     }
   }
@@ -235,7 +235,7 @@ bool WindowSet::left_out_last(const LoaderState* loader) const {
 void WindowSet::drop_unfinished(const LoaderState* loader) {
   for (auto& [key, unfinished] : windows_) {
     if (!feeds(key, loader)) {
-      continue; // another loader's window goes on
+      continue; // another loader's window stays open
     }
     const bool incomplete = unfinished.lacks_last_backward();
     if (const int64_t batches = unfinished.drop(); batches > 0) {

@@ -30,17 +30,17 @@ class WindowSet {
   /// Called when a window is complete, before anything is done with its gradients.
   std::function<void(const GradientWindow&)> on_complete{};
 
-  /// Made when it is first asked for. Throws InputError for local and other models.
+  /// Creates it at the first call. Throws InputError for local and other models.
   GradientWindow& get(uint64_t models, const char* where);
   /// The models are in this window now, with a batch of `feeder`.
   void enter(GradientWindow& window, bool outside, const LoaderState* feeder);
   /// The models are in no window any more: its backward failed.
   void leave(const GradientWindow& window);
-  /// The gradients of the window are final. Does nothing new for one that was complete and
-  /// was reduced once more (`again`).
+  /// The gradients of the window are final. Does nothing new for a window that was complete and was
+  /// reduced again (`again`).
   void complete(const GradientWindow& window, bool outside, bool again = false);
 
-  /// About a model's window.
+  /// Report of a model's window.
   bool in_window(size_t model) const;
   const GradientWindow* of(size_t model) const { return standing(model).window; }
   uint64_t completed(size_t model) const { return standing(model).completed; }
@@ -51,7 +51,7 @@ class WindowSet {
   /// 0 if one of the models is inside a window.
   uint64_t completed_window(const std::vector<SlotList>& lists) const;
   Acts acts(const std::vector<SlotList>& lists) const;
-  /// Throws InputError for gradients that are this rank's alone.
+  /// Throws InputError for gradients that only this rank has.
   void check_reduced(const std::vector<SlotList>& lists, const char* where) const;
   const WindowReport& report() const { return report_; }
   /// Complete windows so far.
@@ -62,7 +62,7 @@ class WindowSet {
   bool has_local(uint64_t models) const;
   void set_local(size_t model, bool local);
 
-  /// At the end of the data of `loader`; null: of all.
+  /// Called at the end of the data of `loader`; null: of all loaders.
   std::vector<GradientWindow*> lacking_backward(const LoaderState* loader);
   bool left_out_last(const LoaderState* loader) const;
   void drop_unfinished(const LoaderState* loader);

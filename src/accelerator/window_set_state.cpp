@@ -1,4 +1,4 @@
-// The part of a state that accumulation windows have.
+// The accumulation windows' part of a state.
 #include <algorithm>
 
 #include "state_load.h"
@@ -74,7 +74,7 @@ void WindowSet::plan(StateLoad& load) {
   }
   for (auto& [key, window] : windows_) {
     if (!saved.contains(std::to_string(key))) {
-      // As it is before its first batch.
+      // As before its first batch.
       GradientWindow fresh(communicator_of(key), window.models(), window.models_mask(),
                            window_options(), run_.device(), shared_);
       NamedTensors tensors;

@@ -121,7 +121,7 @@ void GradientWindow::open(const WindowBatch& batch) {
   try {
     watch_->check(true);
   } catch (const InputError&) {
-    drop(); // what was summed is lost
+    drop(); // the sums are lost
     throw;
   }
   open_ = true;
@@ -254,7 +254,7 @@ void GradientWindow::backward_outside(const at::Tensor& loss, std::optional<doub
   if (!batch.stand_in) {
     weight_ += sum_weight.value_or(0);
     if (!sum_weight && batches_ > 0) {
-      weight_ = 1; // stand-ins alone came before
+      weight_ = 1; // only stand-ins came before
     }
   }
   rows_ += static_cast<double>(batch.rows.value_or(0));
@@ -262,7 +262,7 @@ void GradientWindow::backward_outside(const at::Tensor& loss, std::optional<doub
   idle_ = idle_ && batch.stand_in;
   const bool nothing = batch.stand_in || sum_weight.value_or(batch.weight.value_or(1)) == 0;
   const double times = nothing ? 0 : sum_weight ? 1.0 : weight_;
-  const double count = sum_weight.value_or(weight_); // what times · loss is over
+  const double count = sum_weight.value_or(weight_); // what `times` · loss is divided by
   const double seed = !equal_batches() ? times / scale_
                       : count > 0      ? times / count / communicator_->world_size()
                                        : 0;
@@ -318,8 +318,8 @@ void GradientWindow::forget_losses() {
   }
 }
 
-// Numbers of the CPU are read at once: a dozen small tensor operations would cost
-// a small model's step more than all the rest. Those of a GPU are not waited for.
+// Losses on the CPU are read immediately: a dozen small tensor operations would cost a small
+// model's step more than all the rest. Losses on a GPU are not waited for.
 void GradientWindow::note_loss(const at::Tensor& loss, double times) {
   at::NoGradGuard no_grad;
   if (device_.is_cpu() && loss.is_cpu()) {
@@ -336,7 +336,7 @@ void GradientWindow::note_loss(const at::Tensor& loss, double times) {
       at::cat({value * times, value.isfinite().logical_not().to(at::kDouble)}).to(device_));
 }
 
-// A backward that threw leaves gradients half made: the window starts afresh.
+// A backward that threw leaves partial gradients, so the window starts anew.
 void GradientWindow::fail(const char* what) {
   failure_ = what;
   complete_ = false;
@@ -367,8 +367,7 @@ void GradientWindow::start_control() {
   control_.start(mine, loss_stats_);
 }
 
-// What the reduced sum is multiplied by. A window without any weight has no mean;
-// its sum is left as it is.
+// The factor of the reduced sum. A window without any weight has no mean; its sum stays as it is.
 double GradientWindow::factor_of(const WindowTotals& totals) const {
   if (totals.extra) {
     return factor_;
@@ -406,7 +405,7 @@ void GradientWindow::complete() {
   }
 }
 
-// Whose buffers are taken may depend on who had a row.
+// Which rank's buffers are used may depend on which ranks had a sample.
 void GradientWindow::note_ranks(const WindowTotals& totals, bool here) {
   const bool even_out = std::any_of(models_.begin(), models_.end(), [](const auto& model) {
     return model->evens_out_buffers(true);
@@ -433,7 +432,7 @@ void GradientWindow::settle(const WindowTotals& totals) {
     report_.joined = totals.finished;
     report_.requests = totals.requests;
   }
-  forget_losses(); // a further backward tells what it adds
+  forget_losses(); // another backward reports only what it adds
   report_.communication_seconds = report_.exposed_seconds = 0;
   for (auto& model : models_) {
     model->finish(factor_, ranks_, shared_->steps_scale && !totals.extra);
@@ -444,9 +443,9 @@ void GradientWindow::settle(const WindowTotals& totals) {
 }
 
 // Note [Joining]
-// A rank in join_uneven_inputs() keeps every collective company with zeros. What the
-// others do with a window's gradients it does not do: its parameters are stale until
-// all have ended (AcceleratorCore::share_learners).
+// A rank in join_uneven_inputs() takes part in every collective with zeros. It does not run the
+// others' steps on a window's gradients, so its parameters are stale until all have ended (Note
+// [Stale ranks]).
 void GradientWindow::join(const WindowTotals& totals) {
   if (begun_ && !complete_) {
     throw InputError("accumulation::join",

@@ -18,7 +18,7 @@ enum WindowField {
   kWindowWeight,
   kWindowRows,
   kWindowLoss,
-  kWindowNonFinite, // beside the loss: both come from the device
+  kWindowNonFinite, // next to the loss: both come from the device
   kWindowFinished,
   kWindowLeft, // finished ranks that do not join
   kWindowLeftBits, // 2^rank of each of them

@@ -1,5 +1,4 @@
-// What a state holds of a window: exact, so that the next batch goes on as if
-// nothing had been.
+// A window's part of a state. It is exact, so that the next batch continues as if without a save.
 #include <ATen/ATen.h>
 
 #include <cmath>

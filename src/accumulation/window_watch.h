@@ -1,10 +1,10 @@
-// What nobody but the window may change before it is complete.
+// Detects changes of parameters and gradients in the middle of a window.
 //
-// Autograd's version counters move with most writes; torch's optimizers and its clip write
-// through data(), which moves none, so the bits of a few elements are kept, too: of the
-// CPU's, since a GPU would be waited for. Parameters are looked at from a backward to the
-// next batch alone: a forward may write them (Embedding's max_norm). Gradients of sharded
-// models are where nobody else finds them.
+// Autograd's version counters change with most writes. torch's optimizers and its clip write
+// through data(), which changes none. Therefore the bits of a few elements are kept, too: only on
+// the CPU, because a GPU would be waited for. Parameters are checked only from a backward to the
+// next batch, because a forward may write them (Embedding's max_norm). Gradients of sharded models
+// are not checked, because user code does not find them.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ namespace hasten::detail {
 
 class WindowWatch {
  public:
-  /// Of whole models, as they are now.
+  /// Records the current values; unsharded models only.
   void remember(const std::vector<std::shared_ptr<DataParallel>>& models);
   void forget() noexcept { seen_.clear(); }
   /// Throws InputError naming the first gradient, or, with `parameters`, the first
@@ -29,7 +29,7 @@ class WindowWatch {
     const void* data = nullptr;
     uint32_t version = 0;
     uint64_t sample = 0;
-    // A copy in a gradient's place is as good.
+    // A copy in place of a gradient is not a change.
     bool operator==(const Mark& other) const {
       return sample == other.sample &&
              (data == other.data ? version == other.version

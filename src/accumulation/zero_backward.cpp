@@ -30,7 +30,7 @@ class ZeroHook final : public torch::autograd::FunctionPostHook {
 
   Tensors operator()(const Tensors& outputs, const Tensors& inputs) override {
     if (std::any_of(inputs.begin(), inputs.end(), has_nonzero)) {
-      return outputs; // behind what other ranks sent
+      return outputs; // it follows values that other ranks sent
     }
     Tensors result = outputs;
     for (at::Tensor& gradient : result) {
