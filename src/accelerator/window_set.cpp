@@ -219,7 +219,8 @@ std::vector<GradientWindow*> WindowSet::lacking_backward(const LoaderState* load
   std::vector<GradientWindow*> found;
   for (auto& [key, last] : windows_) {
     if (last.lacks_last_backward() && feeds(key, loader) &&
-        !is_local(models_.in(last.models_mask()).front())) { // a local window's calls are not recorded
+        !is_local(
+            models_.in(last.models_mask()).front())) { // a local window's calls are not recorded
       found.push_back(&last);
     }
   }

@@ -1,6 +1,5 @@
-// What the Accelerator's tests share: a classifier in fp64, rows by number, and
-// the training run that every rank's must equal: one plain torch loop over joined
-// batches.
+// Shared by the Accelerator's tests: a classifier in fp64, samples by number, and the reference for
+// every rank: one plain torch loop over joined batches.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -50,7 +49,7 @@ inline Tensor mean_loss(Net& net, const Pair& batch) {
   return torch::nn::functional::cross_entropy(net->forward(batch.first), batch.second);
 }
 
-// A scheduler as users write them: the rate after n ticks is base / (1 + n).
+// A scheduler of a user: the rate after n steps is base / (1 + n).
 struct Decay {
   explicit Decay(torch::optim::Optimizer& optimizer)
       : optimizer(optimizer), base(optimizer.param_groups()[0].options().get_lr()) {}
@@ -63,7 +62,7 @@ struct Decay {
   int ticks = 0;
 };
 
-// The batches of window w: k a rank, dealt round-robin over `world` ranks.
+// The batches of window w: k per rank, distributed round-robin over `world` ranks.
 inline std::vector<Pair> joined_window(const std::vector<Pair>& batches, int world, int64_t k,
                                        int64_t w) {
   std::vector<Pair> joined;

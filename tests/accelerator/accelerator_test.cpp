@@ -141,8 +141,8 @@ TEST(Accelerator, HandlesDoNothingInsideAWindow) {
   EXPECT_TRUE(accelerator.sync_gradients()) << "the last window is complete";
 }
 
-// A GAN's shape: two models and optimizers trained in turn in one loop, and a
-// second accelerator with another accumulation beside them.
+// The shape of a GAN: two models and optimizers trained alternately in one loop, and a second
+// accelerator with another accumulation next to them.
 TEST(Accelerator, ModelsAndAcceleratorsDoNotDisturbEachOther) {
   auto first = make_accelerator(2);
   auto second = make_accelerator(1);

@@ -1,5 +1,5 @@
-// When buffers are made equal, through the Accelerator: as windows open, in the
-// middle of one for evaluation and saving, and who counts.
+// When the Accelerator synchronises buffers: as windows open, in the middle of one for evaluation
+// and saving, and which ranks count.
 #include "accelerator/plain_steps.h"
 #include "accelerator/state_rig.h"
 
@@ -66,8 +66,8 @@ TEST(Buffers, AreRankZerosFromTheFirstForwardOfAWindow) {
   EXPECT_EQ(turn, 4);
 }
 
-// Ranks 1, 2, ... have a window more: what rank 0 holds is stale, and it waits
-// where data ends.
+// Ranks 1, 2, ... have one more window: rank 0's buffers are stale, and it waits at the end of its
+// data.
 TEST(Buffers, AreThoseOfTheFirstRankThatHasABatch) {
   NotedRun run(BufferPolicy::broadcast, 1);
   const int64_t turns = run.rank == 0 && run.world > 1 ? 1 : 2;
@@ -124,7 +124,7 @@ TEST(Buffers, OfARankWhoseBatchStandsInDoNotCount) {
     auto window = run.accelerator.accumulate(run.net);
     run.write(run.rank + 1);
     run.backward(batch);
-    // In the last turn rank 0 alone has rows.
+    // In the last turn only rank 0 has samples.
     EXPECT_DOUBLE_EQ(run.note(), ++turn == 3 ? 1 : (run.world + 1) / 2.0);
   }
   EXPECT_EQ(turn, 3);
@@ -152,7 +152,7 @@ struct CountingImpl : torch::nn::Module {
 };
 TORCH_MODULE(Counting);
 
-// Integers and booleans, without a floating-point buffer beside them.
+// Integers and booleans, without a floating-point buffer next to them.
 TEST(Buffers, OfEveryDtypeAreRankZerosUnderEveryStrategy) {
   for (const Strategy strategy :
        {Strategy::ddp, Strategy::zero1, Strategy::zero2, Strategy::fsdp, Strategy::hsdp}) {

@@ -7,7 +7,7 @@
 
 namespace hasten::accelerator_test {
 
-// How a loop goes on: behind the try block, or with the next batch.
+// How a loop continues: after the try block, or with the next batch.
 enum class Caught { goes_on, next };
 
 constexpr int64_t kTurnsARank = 5;
@@ -101,7 +101,7 @@ TEST(CaughtBatch, ALastOneLeavesTheWindowsOthersAsTheyAre) {
   }
 }
 
-// What is to be done with the window is known to nobody.
+// No call says what to do with the window.
 TEST(CaughtBatch, WhereARankHasNeverSteppedItIsAnErrorEverywhere) {
   for (const bool everywhere : {false, true}) {
     expect_says(message_of<std::exception>([&] {

@@ -1,4 +1,4 @@
-// What ranks exchange beside gradients, and which of them runs what.
+// Collectives on values other than gradients, and functions that run on certain ranks.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -307,7 +307,7 @@ TEST(Collect, ReducedMetricsAreThoseOfAllRows) {
   const Tensor targets = torch::randn({101}, torch::kDouble);
   const Tensor predictions = targets + torch::randn({101}, torch::kDouble);
   const Tensor labels = targets.gt(0).to(torch::kLong);
-  // The first of several ranks has no rows.
+  // The first of several ranks has no samples.
   const int64_t parts = std::max(world - 1, 1);
   const Tensor mine = torch::arange(101).remainder(parts).eq(world == 1 ? 0 : rank - 1);
   const auto check = [&](const auto& empty, const Tensor& second) {

@@ -1,4 +1,4 @@
-// What features change: the model, its rows, the accelerator's options.
+// What the features change: the model, its samples, the accelerator's options.
 #pragma once
 
 #include <set>
@@ -66,7 +66,7 @@ inline std::vector<Rows> rows_of(int world, const Features& features) {
   return all;
 }
 
-// Rows one by one, as torch's loaders want them.
+// Single samples, as torch's loaders need them.
 struct SingleRows : torch::data::datasets::BatchDataset<SingleRows, Rows> {
   explicit SingleRows(const std::vector<Rows>& batches) {
     for (const Rows& batch : batches) {

@@ -1,6 +1,6 @@
-// Every pair of features, and all together, worlds 1, 2 and 4: the training that its
-// reference gives, or a refusal that says why. docs/combinations.md is made of what
-// these cases find (tools/combinations.py).
+// Every pair of features, and all together, worlds 1, 2 and 4: either the training equals its
+// reference, or the error gives the reason. tools/combinations.py makes docs/combinations.md from
+// the results.
 #include <cstdlib>
 #include <fstream>
 #include <map>
@@ -21,14 +21,14 @@ const std::vector<std::string> kFeatures = {
     "channels last", "integer buffers", "torch's loader", "resume",
     "empty rank"};
 
-// Of Local SGD, in the full stacks alone: who adds up, and sums that come a step late.
+// For Local SGD, only in the full stacks: which rank sums, and sums that come a step late.
 const std::vector<std::string> kRoundFeatures = {"driver", "delay"};
 
 // One of these at a time.
 const std::vector<Features> kChoices = {{"bf16", "fp16"},
                                         {"ddp", "zero1", "zero2", "fsdp", "hsdp"}};
 
-// What is refused on several ranks, and what the refusal says.
+// Combinations that are errors on several ranks, and a part of the message.
 struct Refusal {
   Features features{};
   std::string says{};
@@ -155,8 +155,8 @@ Trained train(const Features& features, const std::vector<Rows>& data,
   return result;
 }
 
-// The features that make other numbers, on ranks that read what the others read
-// together: one, or with Local SGD one for each copy.
+// The features that change the results, on ranks that read what the others read together: one, or
+// with Local SGD one for each replica.
 class Reference {
  public:
   explicit Reference(std::shared_ptr<Communicator> everyone) : everyone_(std::move(everyone)) {}
@@ -227,7 +227,7 @@ bool possible(const Features& features) {
   });
 }
 
-// What is found goes where tools/combinations.py looks.
+// Results go where tools/combinations.py looks for them.
 void note(const Features& features, int world, const std::string& found) {
   const char* folder = std::getenv("HASTEN_COMBINATIONS");
   if (folder != nullptr && testing_support::test_world().rank == 0) {
@@ -272,8 +272,8 @@ void expect_combination(const Features& features, Reference& reference,
   everyone->barrier("compared");
 }
 
-// With each feature further down the list. Four ranks take their time: where the table
-// is made; else theirs are the full stacks.
+// With each feature further down the list. Four ranks are slow, so they run only when the table is
+// made; otherwise only the full stacks do.
 void expect_pairs_with(std::initializer_list<size_t> features) {
   const auto everyone = testing_support::fresh_communicator();
   if (everyone->world_size() > 2 && std::getenv("HASTEN_COMBINATIONS") == nullptr) {

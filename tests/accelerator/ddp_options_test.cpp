@@ -1,5 +1,5 @@
-// What Ddp can do, through the Accelerator: uneven inputs without a loader,
-// unused parameters, communication hooks, the report.
+// Ddp's options through the Accelerator: uneven inputs without a loader, unused parameters,
+// communication hooks, the report.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 

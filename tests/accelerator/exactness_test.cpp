@@ -5,8 +5,7 @@
 // of a batch depend on who is in it): the training run through the public API
 // against the plain loop of plain_loop.h over the joined rows. fp64: first gradient
 // within 1e-12 of its norm, parameters after all steps within 1e-10.
-// Beside it: torch's loader with a random order, channels_last, a static graph.
-// Each world prints its columns; HASTEN_EXACTNESS_TABLE=FILE appends them there.
+// Also: torch's loader with a random order, channels_last, a static graph.
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
@@ -31,8 +30,8 @@ const char* text_of(Rows rows) {
 }
 
 // masked: the mean of a batch's first row alone, and on the last rank, now and then, of
-// no row at all: NaN, of weight 0. caught: the last batch of the last rank throws, and
-// the loop goes on behind it.
+// no sample at all: NaN, of weight 0. caught: the last batch of the last rank throws, and the loop
+// continues after it.
 enum class Kind { mean, tokens, masked, caught };
 const char* text_of(Kind kind) {
   return kind == Kind::mean     ? "mean"

@@ -87,7 +87,7 @@ TEST(Gradients, ClippingIsTheSameWhereTheStepScales) {
   expect_clipped_as_by_torch<SGD>(0, 2, true);
 }
 
-// The last rank never has a row (of several).
+// The last of several ranks never has a sample.
 TEST(Gradients, ARankWithoutBatchesClipsAsTheOthersDo) {
   expect_clipped_as_by_torch<torch::optim::SGD>(4, 2, false);
 }
@@ -189,8 +189,7 @@ TEST(Gradients, NormsByParameterModuleAndLayer) {
   }
 }
 
-// An infinite input on one rank: tanh' is 0, and 0 times infinity is no number, in
-// first.weight alone.
+// An infinite input on one rank: tanh' is 0, and 0 times infinity is NaN, only in first.weight.
 TEST(Gradients, EveryRankNamesTheFirstParameterThatIsNotFinite) {
   auto accelerator = accelerator_of();
   const int world = accelerator.num_processes();

@@ -1,12 +1,12 @@
-// Copies of a sharded model, worlds 1 to 4: the same training as with whole copies;
-// and copies that each go their own way and are averaged now and then.
+// Replicas of a sharded model, worlds 1 to 4: the same training as with unsharded replicas; and
+// replicas that train independently and are averaged now and then.
 #include "accelerator/sharded_rig.h"
 #include "accelerator/state_rig.h"
 #include "hasten/accelerator/local_sgd.h"
 
 namespace hasten::sharded_test {
 
-// Ranks of a copy that there can be.
+// The possible numbers of ranks in a replica.
 std::vector<int> shard_sizes(int world) {
   std::vector<int> sizes;
   for (int size = 1; size <= world; ++size) {
@@ -37,7 +37,7 @@ TEST(Hsdp, TrainingIsThatOfWholeCopies) {
 
 using Rows = std::pair<Tensor, Tensor>;
 
-// What the ranks of a copy read in a window, as one batch: copies in turn.
+// What the ranks of a replica read in a window, as one batch; replicas in turn.
 std::vector<Rows> joined_for_copies(const std::vector<Rows>& all, size_t shard_size) {
   std::vector<Rows> joined;
   for (size_t first = 0; first < all.size(); first += shard_size) {
@@ -87,7 +87,7 @@ Averaged train_locally(const Training& run, const std::vector<Rows>& data,
   return result;
 }
 
-// One rank that reads what a copy's ranks read is the reference.
+// One rank that reads what a replica's ranks read is the reference.
 void expect_copies_equal_ranks(int shard_size, bool adamw, LocalSGDOptions how,
                                const std::function<std::shared_ptr<OuterStep>()>& outer = {}) {
   const auto everyone = testing_support::fresh_communicator();
@@ -165,7 +165,7 @@ TEST(Hsdp, WhatCannotBeIsRefused) {
   EXPECT_EQ(open(1, {}), "nothing was thrown");
 }
 
-// Inside the scope each copy is another; a state has them all.
+// Inside the scope the replicas differ; a state has them all.
 TEST(Hsdp, AStateSavedInsideAScopeGoesOn) {
   const int world = testing_support::test_world().world_size;
   if (world != 4) {

@@ -1,5 +1,5 @@
-// The algorithm of Local SGD in torch's operators alone: replicas in one process,
-// which the ranks of a scope must equal.
+// Local SGD in torch's operators only: replicas in one process, which the ranks of a scope must
+// equal.
 #pragma once
 
 #include <functional>
@@ -45,7 +45,7 @@ struct Simulation {
   std::optional<double> alpha{}; // of what is corrected later
 };
 
-// [parameter]; empty where nobody has stepped.
+// [parameter]; empty if no rank has stepped.
 template <typename Optimizer>
 std::vector<Tensor> take_mean(Replicas<Optimizer>& all, bool by_rows) {
   std::vector<Tensor> means;

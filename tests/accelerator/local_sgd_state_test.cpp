@@ -1,5 +1,5 @@
-// The state of a scope of LocalSGD: saved at any moment, the run goes on bit for
-// bit. Worlds 1 to 4.
+// The state of a scope of LocalSGD: saved at any moment, the run continues bit for bit. Worlds 1 to
+// 4.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -10,7 +10,7 @@
 
 namespace hasten::accelerator_test {
 
-// The loop of a user, from where the state stands.
+// The loop of a user, from the position of the state.
 struct LocalSession : state_test::Session {
   using Session::Session;
   using Hook = std::function<void(int64_t step)>; // at the end of a loop's body
@@ -81,8 +81,7 @@ TEST(LocalSGDState, ResumedInMidRoundItIsTheUninterruptedRunBitForBit) {
   const auto communicator = testing_support::fresh_communicator();
   const auto folder = state_test::common_folder();
   const int64_t rows = 24 * communicator->world_size();
-  // An outer step with momentum; a difference that is on its way when the state is
-  // written.
+  // An outer step with momentum; a difference that is being sent when the state is saved.
   const std::vector<std::function<LocalSGDOptions()>> kinds{
       [] {
         return LocalSGDOptions{.local_sgd_steps = 5,
@@ -110,9 +109,9 @@ TEST(LocalSGDState, ResumedInMidRoundItIsTheUninterruptedRunBitForBit) {
   }
 }
 
-// Who adds up x whether sums are late x in how many parts x whether a trial decides
-// about that, saved after each step of two rounds of every fragment. A trial is
-// within the four rounds that it times, whose numbers no clock decides.
+// Which rank sums x whether sums are late x in how many parts x whether a trial decides about that,
+// saved after each step of two synchronisations of every fragment. A trial is within the four
+// synchronisations that it times, whose results do not depend on the clock.
 TEST(LocalSGDState, SavedAfterAnyStepOfAnyKindOfRoundItGoesOnBitForBit) {
   const auto communicator = testing_support::fresh_communicator();
   const auto folder = state_test::common_folder();
@@ -161,7 +160,7 @@ TEST(LocalSGDState, SavedBeforeTheOptimizersStepTheScopeCountsIt) {
   state_test::expect_equal_bits(resumed.everything(), expected);
 }
 
-// A loop that went on with the next batch would lose a step of the rhythm.
+// A loop that continued with the next batch would lose a step of the schedule.
 TEST(LocalSGDState, AStepThatTheScopeHasNotCountedIsNotSaved) {
   const auto communicator = testing_support::fresh_communicator();
   if (communicator->world_size() == 1) {

@@ -1,5 +1,5 @@
-// Ranks of Local SGD that die in a chosen phase of a chosen round, and the
-// algorithm in torch's operators with the ranks that are left.
+// Ranks of Local SGD that die in a chosen phase of a chosen synchronisation, and the algorithm in
+// torch's operators with the remaining ranks.
 #pragma once
 
 #include <csignal>
@@ -36,7 +36,7 @@ struct Scenario {
   std::vector<Death> deaths{}; // in their order
   LocalSGDOptions options{};
   int64_t steps = 12;
-  /// In Phase::after_vote: who does not hear that the round is complete.
+  /// In Phase::after_vote: the ranks that do not learn that the synchronisation is complete.
   int deaf = 2;
 };
 
@@ -94,9 +94,9 @@ struct SurvivorsSimulation {
   std::vector<int> living{};
 };
 
-/// Without delay and fragments: H steps of each, then the mean of those that live;
-/// who dies behind the vote of a round is in its mean. With an outer step: SGD
-/// with momentum on anchor - mean.
+/// Without delay and fragments: H steps of each rank, then the mean of the living ranks. A rank
+/// that dies after the vote of a synchronisation is in its mean. With an outer step: SGD with
+/// momentum on anchor - mean.
 inline SurvivorsSimulation simulate_survivors(const Scenario& how, const std::vector<Pair>& batches,
                                               double rate, double outer_lr = 0,
                                               double outer_momentum = 0) {
@@ -201,7 +201,7 @@ struct SurvivorsRun {
     report = local_sgd.report();
   }
 
-  /// A state is one of the ranks there are.
+  /// A state is one of the remaining ranks.
   void save_and_load() {
     accelerator->save_state(save_to);
     const std::vector<Tensor> before = copies();

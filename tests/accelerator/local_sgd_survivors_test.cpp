@@ -1,4 +1,4 @@
-// LocalSGD with on_peer_failure: ranks are killed in every phase of a round.
+// LocalSGD with on_peer_failure: ranks are killed in every phase of a synchronisation.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -102,8 +102,8 @@ TEST(LocalSGDSurvivors, TwoDeathsInOneRoundAndARankOfItsOwn) {
   expect_survived("one is left");
 }
 
-// Rounds under way, hierarchy, moments, statistics: all end equal, by the ranks
-// that are left, at the step where they should.
+// Open synchronisations, hierarchy, moments, statistics: all end equal, averaged over the remaining
+// ranks, at the step where they should.
 HASTEN_RANK_FUNCTION(SurvivesInOtherForms) {
   const std::string form = std::getenv("SCENARIO");
   Scenario how{.world = 4,
@@ -157,9 +157,9 @@ TEST(LocalSGDSurvivors, EveryFormOfARoundGoesOnAndEndsEqual) {
   }
 }
 
-// By a prepared loader, unevenly: rank 2 has run out of batches when rank 1 dies,
-// in the third round or when all agree on the end. A pass that begins behind it is
-// dealt over those that are left; rank 0 has begun one where it heard of the end.
+// With a prepared loader and uneven data: rank 2 has run out of batches when rank 1 dies, in the
+// third synchronisation or when all agree on the end. A pass that begins later is distributed over
+// the remaining ranks; rank 0 has begun one when it learns of the end.
 HASTEN_RANK_FUNCTION(SurvivesWithALoader) {
   const bool at_end = std::string(std::getenv("SCENARIO")) == "end";
   Scenario how{.deaths = {at_end ? Death{1, 1, Phase::after_end} : Death{1, 3, Phase::before_vote}},
@@ -233,8 +233,8 @@ HASTEN_RANK_FUNCTION(StopsInAScenario) {
   rank.report("mean", mean);
 }
 
-// Those that have heard of the second round's end have its mean and go on by
-// themselves, until the third; the others stop with what they had before it.
+// Ranks that know of the second synchronisation's end have its mean and continue by themselves
+// until the third; the others stop with the parameters from before it.
 TEST(LocalSGDSurvivors, WhoStopsHasItsOwnParametersOrTheLastAverage) {
   using enum Phase;
   const std::vector<std::pair<Phase, int>> cases{

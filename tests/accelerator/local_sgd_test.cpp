@@ -78,7 +78,7 @@ TEST(LocalSGD, DisabledOrAloneItIsPlainTraining) {
   plain_accelerator.end_training();
 }
 
-// Batches of one size: DDP weighs rows, an average of parameters ranks.
+// Batches of one size, because DDP weights samples and an average of parameters weights ranks.
 TEST(LocalSGD, WithHOneAndPlainSgdItIsDdp) {
   for (const int64_t steps : {1, 10}) {
     auto accelerator = local_accelerator();

@@ -1,5 +1,5 @@
-// What the exactness table compares with: a plain torch loop over joined batches.
-// No header of hasten's is seen here.
+// The reference of the exactness table: a plain torch loop over joined batches. It includes no
+// header of hasten.
 #pragma once
 
 #include <torch/torch.h>

@@ -1,5 +1,5 @@
-// For tests about which batches a step is made of: batches of chosen sizes, and the
-// plain torch loop whose steps are given as lists of batches.
+// For tests of which batches an optimizer step has: batches of chosen sizes, and the plain torch
+// loop whose steps are given as lists of batches.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -48,7 +48,7 @@ inline Pair joined(const std::vector<Pair>& batches) {
   return {torch::cat(x), torch::cat(y)};
 }
 
-// The batches that all ranks are dealt in round `turn`.
+// The batches that all ranks get in round `turn`.
 inline std::vector<Pair> round_of(const std::vector<Pair>& batches, int world, int64_t turn) {
   return joined_window(batches, world, 1, turn);
 }

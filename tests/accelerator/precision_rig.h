@@ -1,5 +1,5 @@
-// What the tests of mixed precision share: an fp32 network, batches of a rank, and
-// overflows planted in a backward.
+// Shared by the tests of mixed precision: an fp32 network, batches of a rank, and overflows planted
+// in a backward.
 #pragma once
 
 #include <gtest/gtest.h>

@@ -1,5 +1,5 @@
-// What the tests of sharded models share: a stack of blocks with shapes that do not
-// divide, trained under any strategy.
+// Shared by the tests of sharded models: a stack of blocks whose shapes are not divisible, trained
+// under any strategy.
 #pragma once
 
 #include <gtest/gtest.h>

@@ -1,5 +1,5 @@
-// What the tests of states share: a model with dropout and a buffer, rows of
-// different lengths, and a session: everything a program makes before its loop.
+// Shared by the tests of states: a model with dropout and a buffer, samples of different lengths,
+// and a session: everything that a program makes before its loop.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -66,8 +66,7 @@ inline AcceleratorOptions session_options(int64_t steps) {
 
 constexpr int64_t kEpochs = 3;
 
-/// A place in the loop: behind this turn of this epoch; turn -1: behind the
-/// epoch's end.
+/// A place in the loop: after this turn of this epoch; turn -1: after the end of the epoch.
 struct Place {
   int64_t epoch = 0;
   int64_t turn = 0;
@@ -100,8 +99,8 @@ struct Session {
     std::vector<double> losses{};
   };
 
-  /// The loop of a user, from where the state stands. `at(place)` is called at
-  /// the end of each turn's body and behind each epoch.
+  /// The loop of a user, from the position of the state. Calls `at(place)` at the end of each
+  /// turn's body and after each epoch.
   void train(const std::function<void(Place)>& at = {}) {
     auto [model, optimizer, batches, scheduler] = prepared();
     for (auto epoch = static_cast<int64_t>(batches.epoch()); epoch < kEpochs; ++epoch) {
@@ -182,7 +181,7 @@ inline void expect_equal_bits(const std::vector<at::Tensor>& a, const std::vecto
   }
 }
 
-/// A folder that all ranks see; rank 0's, gone at the case's end. Collective.
+/// A folder that all ranks see; rank 0 makes it and removes it at the end of the test. Collective.
 inline std::filesystem::path common_folder() {
   const auto store = testing_support::test_store();
   if (testing_support::test_world().rank == 0) {

@@ -1,5 +1,5 @@
-// Whatever happens inside a window, every gradient lies in the flat buffers and
-// is that of the joined batch: worlds 1, 2, 3, fp64, 1e-12.
+// Whatever happens inside a window, every gradient lies in the flat buffers and is that of the
+// joined batch: worlds 1, 2, 3, fp64, 1e-12.
 #include "hasten/accumulation/gradient_window.h"
 
 #include <gtest/gtest.h>
@@ -139,8 +139,7 @@ TEST(GradientWindow, IgnoresAutogradGradInMidWindow) {
   rig.expect(joined_gradient(rig.joined(0)));
 }
 
-// Once reduced together (last = false), once the second alone; each batch counts
-// its weight once.
+// Once reduced together (last = false), once only the second; each batch counts its weight once.
 TEST(GradientWindow, AddsUpTwoBackwardsOfABatch) {
   for (const bool together : {true, false}) {
     Rig rig;
@@ -180,7 +179,7 @@ struct Thrower : torch::autograd::Function<Thrower> {
   }
 };
 
-// A backward that does not reduce touches no peer: afterwards all is as before.
+// A backward that does not reduce affects no peer: afterwards everything is as before.
 TEST(GradientWindow, StartsAfreshAfterAThrowInBackward) {
   Rig rig;
   rig.micro(0, 0);
@@ -206,7 +205,7 @@ TEST(GradientWindow, WeighsAShortWindowByWhatItHolds) {
   rig.micro(0, 0, true); // one batch of two, then the data ends
   rig.expect(joined_gradient(rig.joined(0, 1)));
   rig.net->zero_grad(false);
-  // Short on rank 0 alone: the others have two batches.
+  // Short only on rank 0: the others have two batches.
   std::vector<Rows> rows;
   for (int r = 0; r < rig.world; ++r) {
     for (int64_t m = 0; m < (r == 0 ? 1 : 2); ++m) {
@@ -283,7 +282,7 @@ TEST(GradientWindow, RefusesAnUnweighedBackwardAndNamesTheParameter) {
     EXPECT_NE(std::string(error.what()).find("reached parameter \"last."), std::string::npos)
         << error.what();
   }
-  // It has left a part of its gradient: that window is given up.
+  // It has left a part of its gradient, so that window is dropped.
   EXPECT_THROW(rig.micro(1, 0), InputError);
   rig.micro(1, 0);
   rig.micro(1, 1);

@@ -1,6 +1,6 @@
-// What the window's tests share: a small model in fp64 with a tied and a frozen
-// parameter, rows that depend on rank and time, and the gradient of the joined
-// batch by a plain torch loop that knows nothing of hasten.
+// Shared by the window's tests: a small model in fp64 with a tied and a frozen parameter, samples
+// that depend on rank and time, and the gradient of the joined batch by a plain torch loop without
+// hasten.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -44,7 +44,7 @@ struct Rows {
   int64_t count() const { return x.size(0); }
 };
 
-// A function of its arguments alone; 1 … 4 rows.
+// A function of its arguments only; 1 … 4 samples.
 inline Rows make_rows(int64_t window, int64_t rank, int64_t micro) {
   const int64_t n = 1 + (window + 2 * rank + 3 * micro) % 4;
   auto generator =
