@@ -20,9 +20,9 @@ WindowControl& Announcer::control_of(uint64_t models) {
 }
 
 // Note [Buffers]
-// A collective of its own, before a forward. Ranks that ran out of batches wait
-// for a control vector, so one announces it; it also finds ranks that are
-// elsewhere, before they would wait for each other.
+// Buffers are synchronised by a separate collective before a forward. Ranks without more batches
+// wait for a control vector, so one announces it. It also finds ranks that are elsewhere, before
+// they would wait for each other.
 void Announcer::even_out_buffers(uint64_t models, bool forward) {
   uint64_t mask = forward ? models_.synced(models) : 0;
   for (const size_t i : models_.in(models)) {
@@ -51,7 +51,7 @@ bool Announcer::announce_models(uint64_t models) {
   return control.wait().finished > 0;
 }
 
-// What ranks that ran out hold is stale.
+// The values of ranks without more batches are stale.
 void Announcer::sync_buffers(uint64_t models, bool joined, bool here) {
   DdpRanks ranks;
   if (joined) {
@@ -64,11 +64,10 @@ void Announcer::sync_buffers(uint64_t models, bool joined, bool here) {
 }
 
 // Note [Forwards that communicate]
-// A rank without a batch waits for a control vector, the others' forwards would wait for
-// that rank: each forward is announced by such a vector first, in accumulate(), or by
-// the first layer of a forward outside of it. Ranks that have run out so make it an
-// error on all ranks. A rank whose batch stands in runs forward and backward with the
-// others; its samples do not count.
+// A rank without a batch waits for a control vector, and the others' forwards would wait for that
+// rank. Therefore such a vector announces each forward: in accumulate(), or in the first layer of a
+// forward outside of it. A rank without more batches is then an error on all ranks. A rank with a
+// stand-in batch runs forward and backward with the others; its samples do not count.
 void Announcer::announce_forward(uint64_t models) {
   const uint64_t synced = models_.synced(models);
   if (synced != 0 && announce_models(synced)) {

@@ -1,5 +1,5 @@
-// Control vectors that announce, to ranks whose batches have ended, a collective of its
-// own: buffers, a forward that communicates, a synchronisation of Local SGD, a save.
+// Control vectors that announce a separate collective to ranks whose batches have ended: buffers, a
+// forward that communicates, a synchronisation of Local SGD, a save.
 #pragma once
 
 #include <functional>

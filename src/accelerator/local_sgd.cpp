@@ -36,7 +36,7 @@ static void check_options(const LocalSGDOptions& options) {
   if (fragments > 1 && (fragments > options.local_sgd_steps || options.schedule)) {
     refuse("fragments", fragments,
            "at most local_sgd_steps=" + std::to_string(options.local_sgd_steps) +
-               ", and no schedule: each fragment has a step of its own");
+               ", and no schedule: each fragment has its own step");
   }
   if (options.delay < 0 ||
       (!options.schedule && fragments > 0 && options.delay > options.local_sgd_steps / fragments)) {

@@ -1,4 +1,4 @@
-// The state behind a LocalSGD.
+// The state of a LocalSGD.
 #pragma once
 
 #include <chrono>

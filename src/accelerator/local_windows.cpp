@@ -68,7 +68,7 @@ void LocalWindows::agree_at_end() {
   }
 }
 
-// Inside a scope every rank has parameters, buffers and moments of its own.
+// Inside a scope every rank has its own parameters, buffers and moments.
 void LocalWindows::collect(StateParts& parts) const {
   parts.shared_values["local"] = scope_ != nullptr;
   if (scope_ == nullptr) {

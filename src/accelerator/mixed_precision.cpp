@@ -85,11 +85,11 @@ AutocastOptions MixedPrecision::autocast_options() const {
 }
 
 // Note [Autocast in a window]
-// Models have no hook before their forward, so the scope begins with the batch. It
-// ends with the batch's last backward: what follows (optimizers, metrics) is in fp32,
-// and converted parameters are dropped before they change. A scope of the user's that
-// still lives then puts back what was in it when it ends; so the guard's end puts back
-// what was before the batch once more.
+// Models have no hook before their forward, so the scope begins with the batch. It ends with the
+// batch's last backward: later code (optimizers, metrics) runs in fp32, and converted parameters
+// are dropped before they change. If a scope of the user still lives, its end restores the state
+// from inside the batch. So the end of the guard restores the state from before the batch once
+// more.
 void MixedPrecision::begin_batch() {
   if (precision_ == Precision::no) {
     return;

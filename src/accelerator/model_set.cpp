@@ -203,8 +203,8 @@ void ModelSet::prepare_whole(PreparedModel& state, std::shared_ptr<torch::nn::Mo
   state.parallel = std::make_shared<Ddp>(run_.communicator(), std::move(module), ddp);
 }
 
-// The layers have a group of their own: in backward, gradients travel on the other
-// one in an order that may differ from theirs.
+// The layers have their own group, because in backward gradients are sent on the other one, in an
+// order that may differ from the layers'.
 void ModelSet::convert_batch_norms(const std::shared_ptr<torch::nn::Module>& module,
                                    PreparedModel& state, BufferPolicy& buffers,
                                    const std::function<bool(size_t)>& rows_count) {

@@ -38,7 +38,7 @@ class RunContext {
   const std::shared_ptr<OrderCheck>& order_check() const { return order_check_; }
 
   bool alone() const { return communicator_->world_size() == 1; }
-  /// The strategy in use: ddp on a rank alone.
+  /// The strategy in use: ddp with one rank.
   Strategy strategy() const { return alone() ? Strategy::ddp : options_.strategy; }
   /// The seed of ranges that draw from torch's generator. Empty: their generator is left alone.
   std::optional<uint64_t> order_seed() const;

@@ -13,7 +13,7 @@
 
 namespace hasten::detail {
 
-/// Key of windows that reduce nothing beyond their replica, beside the mask of their models.
+/// Added to the mask of the models in the key of windows that reduce nothing beyond their replica.
 inline constexpr uint64_t kLocalWindow = uint64_t{1} << 63;
 
 struct StateLoad;

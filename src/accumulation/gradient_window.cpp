@@ -213,7 +213,7 @@ void GradientWindow::complete_without_backward() {
 void GradientWindow::begin_outside(std::optional<double> sum_weight, const WindowBatch& batch,
                                    bool reduce) {
   const bool sums = sum_weight.has_value();
-  // A rank alone adds mean losses as they are.
+  // A single rank adds mean losses unchanged.
   begin_window(alone() && shared_->loss_scale == 1 && (!sums || reduce || equal_batches()));
   outside_ = true;
   outside_sums_ = sums;

@@ -175,7 +175,7 @@ TEST(FindBatchSize, AccumulationMayBeSetBetweenWindows) {
   EXPECT_LE(largest_difference(*net, *plain_steps(steps, 0.1)), 1e-12);
 }
 
-// A rank that runs out of memory in a backward leaves nobody waiting.
+// A rank that runs out of memory in a backward leaves no rank waiting.
 TEST(FindBatchSize, AnAttemptMayBeABackwardUnderNoSync) {
   auto accelerator = accelerator_of();
   const bool last = accelerator.process_index() + 1 == accelerator.num_processes();

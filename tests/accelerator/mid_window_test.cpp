@@ -94,7 +94,7 @@ TEST(MidWindow, AStepAClipOrAZeroedGradientIsAnErrorThatNamesTheParameter) {
   }
 }
 
-// zero_grad() at the top of a loop's body comes behind accumulate().
+// zero_grad() at the top of a loop's body is called after accumulate().
 TEST(MidWindow, AGradientZeroedBehindAccumulateIsFoundByTheBackward) {
   for (const Culprit& culprit : culprits()) {
     if (culprit.says.find("gradient") != std::string::npos) {

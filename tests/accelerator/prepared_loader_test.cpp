@@ -290,7 +290,7 @@ TEST(PreparedLoader, EvenBatchesWrapRoundToTheFirstRows) {
   DataLoader own(std::make_shared<NumberRows>(last),
                  {.batch_size = 3, .shuffle = false, .group_by_length = false});
   expect_tail(own, world); // in turns
-  // What is not one per row cannot be told apart from the repeated ones.
+  // Values that are not one per sample cannot be distinguished from the repeated ones.
   auto loader = accelerator.prepare_data_loader(stream, {.even_batches = true});
   int turns = 0;
   for (const auto& batch : loader) {
@@ -410,7 +410,7 @@ TEST(PreparedLoader, BreakStopsThePrefetchAndTheNextLoopStartsAfresh) {
   EXPECT_THROW(accelerator.prepare_data_loader(stream, {.prefetch = -1}), InputError);
 }
 
-// Rows with weights of their own: the joined run is one process over all rows.
+// Samples with their own weights: the joined run is one process over all samples.
 TEST(PreparedLoader, TrainingIsThatOfOneProcessInEveryConfiguration) {
   using accelerator_test::Net;
   using accelerator_test::net_of_seed;

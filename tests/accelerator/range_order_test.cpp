@@ -129,7 +129,7 @@ TEST(RangeOrder, SeedAndEpochDecideIt) {
   EXPECT_NE(passes[0], passes[2]);
 }
 
-// Dropout goes on as if the loader had drawn nothing.
+// Dropout continues as if the loader had drawn nothing.
 TEST(RangeOrder, WhatARangeDrawsNobodyElseMisses) {
   const auto draws_beside = [](auto range) {
     auto accelerator = make_accelerator();

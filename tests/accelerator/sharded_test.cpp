@@ -117,7 +117,7 @@ TEST(Sharded, NormsAreThoseOfTheWhole) {
   }
 }
 
-// Moments of whole parameters become those of rows.
+// Moments of whole parameters become those of shards.
 TEST(Sharded, AnOptimizerThatHasSteppedBeforeGoesOn) {
   const auto train_on = [](Strategy strategy) {
     const Training run{.strategy = strategy, .adamw = true};

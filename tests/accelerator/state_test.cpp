@@ -1,4 +1,4 @@
-// A loop of one's own that is interrupted anywhere and goes on in fresh objects.
+// A user's loop that is interrupted anywhere and continues in fresh objects.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -310,7 +310,7 @@ TEST(AcceleratorState, StateOfAnotherModelOrOtherObjectsIsRefused) {
   communicator->barrier("looked");
 }
 
-/// Takes no state; and counts in tensors of its own.
+/// Refuses a state; and counts in its own tensors.
 struct Stubborn : Stateful {
   void save_state(NamedTensors&, nlohmann::json& values) const override { values["rank"] = rank; }
   void load_state(const NamedTensors&, const nlohmann::json& values) override {

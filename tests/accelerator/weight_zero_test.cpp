@@ -18,7 +18,7 @@ using sharded_test::Tensor;
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 constexpr int64_t kTurns = 4; // of each rank; in the last some have stand-ins
 
-// Layers before and behind a batch norm.
+// Layers before and after a batch norm.
 struct NetImpl : torch::nn::Module {
   NetImpl() {
     words = register_module("words", torch::nn::Embedding(13, 6));
