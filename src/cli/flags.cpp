@@ -1,8 +1,11 @@
 #include "flags.h"
 
 #include <algorithm>
+#include <filesystem>
 #include <sstream>
 #include <utility>
+
+#include "hasten/base/world.h"
 
 namespace hasten::detail {
 
@@ -238,8 +241,24 @@ void require_flag(const FlagTable& flags, bool good, const std::string& flag_and
   }
 }
 
+/// torchrun's words: "cpu" is the number of allowed cores, "gpu" that of GPUs, "auto" GPUs if
+/// there are any, else cores.
+static std::string process_count(const std::string& text) {
+  if (text != "auto" && text != "cpu" && text != "gpu") {
+    return text;
+  }
+  int gpus = 0;
+  std::error_code error;
+  while (std::filesystem::exists("/dev/nvidia" + std::to_string(gpus), error)) {
+    ++gpus;
+  }
+  return std::to_string(text == "gpu" || (text == "auto" && gpus > 0) ? gpus : allowed_cores());
+}
+
 void declare_processes(FlagTable& flags, int& nproc, bool& oversubscribe, bool required) {
-  flags.value("--nproc,--nproc-per-node", nproc, "N", "processes on this machine", kProcesses);
+  flags.value("--nproc,--nproc-per-node", nproc, "N",
+              "processes on this machine: a number, cpu (one per core), gpu (one per GPU), or auto",
+              kProcesses, {.names = "auto, cpu or gpu", .number = process_count});
   if (required) {
     flags.required();
   }

@@ -148,6 +148,13 @@ struct HelpAsked {
   std::string text{};
 };
 
+/// Words that stand for a number: "auto, cpu or gpu".
+struct FlagWords {
+  std::string names{};
+  /// The number as text; other texts as they are.
+  std::function<std::string(const std::string& text)> number{};
+};
+
 class FlagTable {
  public:
   explicit FlagTable(CommandText text);
@@ -159,19 +166,19 @@ class FlagTable {
   /// the value in help: "N", "FILE".
   template <typename T>
   void value(const std::string& names, T& field, const std::string& unit, const std::string& help,
-             const std::optional<NumberRange>& range = {}) {
+             const std::optional<NumberRange>& range = {}, const FlagWords& words = {}) {
     const std::string first = names.substr(0, names.find(','));
-    const auto read = [&field, range](const std::string& text) {
+    const auto read = [&field, range, number = words.number](const std::string& text) {
       T given = field;
-      bool good = read_flag(text, given);
+      bool good = read_flag(number ? number(text) : text, given);
       if constexpr (std::is_same_v<T, int> || std::is_same_v<T, int64_t>) {
         good = good && (!range || range->holds(given));
       }
       field = good ? given : field;
       return good;
     };
-    const auto expected = [&field, range] {
-      return range ? range->text() : flag_expectation(field);
+    const auto expected = [&field, range, more = words.names] {
+      return (range ? range->text() : flag_expectation(field)) + (more.empty() ? "" : ", " + more);
     };
     auto* option =
         declare(names, unit, help, [this, first, &field, read, expected](const std::string& text) {

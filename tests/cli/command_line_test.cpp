@@ -82,6 +82,8 @@ TEST(CommandLine, TrainFlagsReachTheirFields) {
   EXPECT_EQ(command.eval_split, 0.25);
   EXPECT_EQ(command.nproc, 3);
   EXPECT_TRUE(command.nproc_given);
+  EXPECT_EQ(detail::parsed<TrainCommand>(detail::kTrain + " --nproc-per-node cpu").nproc,
+            allowed_cores());
   EXPECT_EQ(command.max_train_rows, 10);
   const TrainingArguments& arguments = command.arguments;
   EXPECT_EQ(arguments.output_dir, "o");
@@ -201,8 +203,8 @@ TEST(CommandLine, EachMistakeNamesItsFlagAndWhatWasExpected) {
        "[cli::train] --eval-strategy=never. Expected one of epoch, no, steps."},
       {train + "--load-best-model-at-end --eval-strategy no",
        "[cli::train] --load-best-model-at-end=true without evaluation: --eval-strategy=no."},
-      {train + "--nproc 0", "[cli::train] --nproc=0. Expected 1 to 65536."},
-      {train + "--eval-split 1", "[cli::train] --eval-split=1. Expected a share"},
+      {train + "--nproc 0", "[cli::train] --nproc=0. Expected 1 to 65536, auto, cpu or gpu."},
+      {train + "--eval-split 1", "[cli::train] --eval-split=1. Expected a fraction"},
       {train + "--eval-split 0.1 --eval-file e.csv",
        "[cli::train] --eval-file=e.csv and --eval-split=0.1 exclude each other."},
       {train + "--delimiter ab", "[cli::train] --delimiter=ab. Expected one character, or tab."},

@@ -163,7 +163,7 @@ TEST(DdpParameters, ReplacedOrConvertedOnesAreNamed) {
   EXPECT_NE(what_of([&] {
               reduce_once(ddp, communicator->rank(),
                           [&](int r) { return net->loss(rows_of(r, 6), {0, 1, 2}); });
-            }).find("parameter \"part1.weight\" is another tensor"),
+            }).find("parameter \"part1.weight\" was replaced by another tensor"),
             std::string::npos);
   ddp.cancel();
   net->parts[0]->to(torch::kFloat);

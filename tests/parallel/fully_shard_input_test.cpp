@@ -98,7 +98,7 @@ TEST(FullyShardInput, ParametersAreForTheirBlockAndBackwardForItsPlace) {
   sharded.cancel();
   {
     const auto scope = sharded.forward_scope();
-    EXPECT_TRUE(says(what_of([&] { const auto inner = sharded.forward_scope(); }), "open already"));
+    EXPECT_TRUE(says(what_of([&] { const auto inner = sharded.forward_scope(); }), "already open"));
   }
   shard_step(sharded, net, rank, 0);
 }
