@@ -279,7 +279,7 @@ TEST(MixedPrecision, RanksAgreeOnTheirPrecision) {
       accelerator.set_mixed_precision(first ? Precision::fp16 : Precision::bf16);
       ADD_FAILURE() << "they asked for different ones";
     } catch (const InputError& error) {
-      EXPECT_NE(std::string(error.what()).find("rank 1 requests bf16, rank 0 for fp16"),
+      EXPECT_NE(std::string(error.what()).find("rank 1 requests bf16, rank 0 requests fp16"),
                 std::string::npos)
           << error.what();
     }

@@ -1,21 +1,6 @@
-// The options of a training run. Names and defaults are those of Hugging Face's TrainingArguments,
-// except:
-//
-//   field                    here                      there
-//   eval_strategy            epoch                     no
-//   save_strategy            epoch                     steps
-//   eval_steps               500                       logging_steps (500)
-//   logging_steps            0.01, a fraction of all   500
-//                            updates; the last window
-//                            is always logged
-//   save_total_limit         2                         keeps all
-//   train_sampling_strategy  group_by_length           random
-//   max_length               128, at most the model's  not an argument
-//   local_sgd_steps          0, off                    not an argument
-//   precision                fp32                      not an argument: bf16, fp16
-//   strategy, shard_size     ddp, 0                    fsdp, deepspeed
-//   ddp_timeout              600                       1800
-//   heartbeat_timeout        5                         not an argument
+// The options of a training run. Names and defaults are those of Hugging Face's TrainingArguments;
+// docs/differences.md lists the defaults that differ. max_length, local_sgd_steps, precision,
+// strategy, shard_size and heartbeat_timeout are not arguments there.
 //
 // Plain data without LibTorch, so that the `hasten` program can bind flags to it. Threading: none
 // needed.
