@@ -130,7 +130,7 @@ BannerLines run_lines(const RunDescription& run) {
   };
   if (run.local_sgd_steps > 0) {
     lines.emplace_back("local sgd", "weights are averaged every " + number(run.local_sgd_steps) +
-                                        " local updates");
+                                        " optimizer steps (Accelerate counts batches)");
   }
   if (!run.output_dir.empty()) {
     lines.emplace_back("output", run.output_dir.string());

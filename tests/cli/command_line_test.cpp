@@ -234,7 +234,7 @@ TEST(CommandLine, EachMistakeNamesItsFlagAndWhatWasExpected) {
 TEST(CommandLine, MistakesOfTheCommandsThatMakeDataAreNamedToo) {
   detail::expect_mistakes(
       {{"tokenizer", "[cli::tokenizer] the action is missing."},
-       {"tokenizer train --output o", "[cli::tokenizer] no file."},
+       {"tokenizer train --output o", "[cli::tokenizer] a file is missing."},
        {"tokenizer train a.txt",
         "[cli::tokenizer] train with --output= and --tokenizer=. Expected --output FOLDER alone."},
        {"tokenizer encode a.txt --output o", "[cli::tokenizer] encode with --output=o"},
@@ -261,7 +261,7 @@ TEST(CommandLine, CompareRefusesWhatCannotBeCompared) {
       {"compare --model m --shard-size 2 --nproc 4",
        "[cli::compare] --shard-size=2. Expected a divisor of --nproc, with strategy hsdp only"},
       {"compare --model m --shard-size 2 --nproc 5 --strategies ddp,hsdp",
-       "[cli::compare] --shard-size=2. Expected with strategy hsdp"},
+       "[cli::compare] --shard-size=2. Expected a divisor of --nproc, with strategy hsdp only"},
   };
   for (const auto& [line, message] : cases) {
     const std::string error = detail::parse_error(line);

@@ -129,7 +129,7 @@ TEST(ConfigFile, WhatIsWrongIsNamedByPathAndWhatIsExpected) {
       {R"({"learning_rat": 1})", {"/learning_rat: unknown name", "Fix: write learning_rate"}},
       {R"({"config": "x.json"})", {"/config: unknown name", "leave it out"}},
       {R"({"epochs": 1, "num_train_epochs": 2})", {"--num-train-epochs is given twice"}},
-      {R"(["model"])", {"run.json holds a JSON array", "an object"}},
+      {R"(["model"])", {"run.json holds a JSON array", "a JSON object"}},
       {"{\"model\": \n }", {"run.json: ", "line 2"}},
       {R"({"learning_rate": 0.1})", {"--model is missing"}},
   };
