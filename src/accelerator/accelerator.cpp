@@ -14,45 +14,34 @@ namespace hasten {
 
 namespace detail {
 
-// The functions of prepare.h and prepared.h.
+StepResult OptimizerHandle::step() { return core_->optimizers.step(*state_); }
+void OptimizerHandle::zero_grad() { core_->optimizers.zero_grad(*state_); }
+bool SchedulerHandle::step() { return core_->optimizers.scheduler_step(*state_); }
 
-StepResult core_optimizer_step(AcceleratorCore& core, OptimizerState& optimizer) {
-  return core.optimizers.step(optimizer);
+int LoaderLink::rank() const { return core_->run.world().rank; }
+int LoaderLink::world_size() const { return core_->run.world().world_size; }
+const at::Device& LoaderLink::device() const { return core_->run.device(); }
+std::optional<uint64_t> LoaderLink::order_seed() const { return core_->run.order_seed(); }
+void LoaderLink::begin(LoaderState& loader) const { core_->uneven.begin_range(loader); }
+void LoaderLink::end(LoaderState& loader) const { core_->uneven.end_range(loader); }
+void LoaderLink::enter_loop(const std::shared_ptr<LoaderState>& loader) const {
+  core_->loaders.enter_loop(loader);
 }
-void core_zero_grad(AcceleratorCore& core, OptimizerState& optimizer) {
-  core.optimizers.zero_grad(optimizer);
+void LoaderLink::refuse_no_row(const std::string& range) const {
+  const InputError error("accelerator::PreparedLoader",
+                         "this rank has no sample to train on: rank=" + std::to_string(rank()) +
+                             " of " + range + ", world_size=" + std::to_string(world_size()),
+                         "a sample for every rank from the range's shard()",
+                         "start fewer ranks, use more data, or set even_batches or "
+                         "dispatch_batches");
+  core_->run.fail_peers(error.what()); // they wait for this rank
+  throw error;
 }
-bool core_scheduler_step(AcceleratorCore& core, SchedulerState& scheduler) {
-  return core.optimizers.scheduler_step(scheduler);
-}
-std::optional<uint64_t> core_order_seed(const AcceleratorCore& core) {
-  return core.run.order_seed();
-}
-void core_begin_range(AcceleratorCore& core, LoaderState& loader) {
-  core.uneven.begin_range(loader);
-}
-void core_end_range(AcceleratorCore& core, LoaderState& loader) { core.uneven.end_range(loader); }
-void core_enter_loop(AcceleratorCore& core, const std::shared_ptr<LoaderState>& loader) {
-  core.loaders.enter_loop(loader);
-}
-at::Device core_device(const AcceleratorCore& core) { return core.run.device(); }
-int core_rank(const AcceleratorCore& core) { return core.run.world().rank; }
-int core_world_size(const AcceleratorCore& core) { return core.run.world().world_size; }
 void throw_no_empty_batch() {
   throw InputError("accelerator::PreparedLoader",
                    "the batches cannot be split evenly over ranks, and their type has no tensor "
                    "from which to make a batch without samples",
                    "a batch type with tensors, or with flatten(visit, batch)");
-}
-void core_refuse_no_row(AcceleratorCore& core, const std::string& range) {
-  const InputError error(
-      "accelerator::PreparedLoader",
-      "this rank has no sample to train on: rank=" + std::to_string(core.run.world().rank) +
-          " of " + range + ", world_size=" + std::to_string(core.run.world().world_size),
-      "a sample for every rank from the range's shard()",
-      "start fewer ranks, use more data, or set even_batches or dispatch_batches");
-  core.run.fail_peers(error.what()); // they wait for this rank
-  throw error;
 }
 void throw_cannot_deal(const char* option) {
   throw InputError("accelerator::PreparedLoader",
@@ -68,36 +57,36 @@ void check_configuration(const DataLoaderConfiguration& config, int64_t skip) {
                      "0 or more");
   }
 }
-const DataLoaderConfiguration& core_loader_configuration(const AcceleratorCore& core) {
-  return core.run.options().dataloader_config;
+
+void PrepareCall::add(const std::shared_ptr<torch::nn::Module>& model) {
+  core_->models.prepare(model, core_->precision.precision(),
+                        [core = core_.get()](size_t i) { return core->batch.rows_count(i); });
+  models_.push_back(model.get());
 }
-void core_prepare_model(AcceleratorCore& core, std::shared_ptr<torch::nn::Module> model) {
-  core.models.prepare(model, core.precision.precision(),
-                      [&core](size_t i) { return core.batch.rows_count(i); });
+void PrepareCall::add(const std::shared_ptr<torch::optim::Optimizer>& optimizer) {
+  optimizers_.push_back(core_->optimizers.prepare(optimizer));
 }
-std::shared_ptr<OptimizerState> core_prepare_optimizer(
-    AcceleratorCore& core, const std::shared_ptr<torch::optim::Optimizer>& optimizer) {
-  return core.optimizers.prepare(optimizer);
+void PrepareCall::add_loader() {
+  loaders_.push_back(std::make_shared<LoaderState>());
+  loaders_.back()->config = core_->run.options().dataloader_config;
 }
-std::shared_ptr<SchedulerState> core_prepare_scheduler(
-    AcceleratorCore& core, std::function<void()> step,
-    std::vector<std::shared_ptr<OptimizerState>> optimizers) {
-  return core.optimizers.prepare_scheduler(std::move(step), std::move(optimizers));
+void PrepareCall::tie() {
+  core_->loaders.add(loaders_, core_->models.indices(models_, "accelerator::prepare"),
+                     !optimizers_.empty());
 }
-void core_tie_loaders(AcceleratorCore& core,
-                      const std::vector<std::shared_ptr<LoaderState>>& loaders,
-                      const std::vector<torch::nn::Module*>& models, bool with_optimizer) {
-  core.loaders.add(loaders, core.models.indices(models, "accelerator::prepare"), with_optimizer);
-}
-void core_open(AcceleratorCore& core, std::shared_ptr<LoaderState> loader,
-               std::optional<double> weight, const std::vector<torch::nn::Module*>& models) {
-  core.batch.open(std::move(loader), weight, models);
+std::shared_ptr<SchedulerState> PrepareCall::scheduler(std::function<void()> step) {
+  return core_->optimizers.prepare_scheduler(std::move(step), optimizers_);
 }
 
 } // namespace detail
 
-AccumulateGuard::AccumulateGuard(std::shared_ptr<detail::AcceleratorCore> core)
-    : core_(std::move(core)), exceptions_at_entry_(std::uncaught_exceptions()) {}
+AccumulateGuard::AccumulateGuard(std::shared_ptr<detail::AcceleratorCore> core,
+                                 std::shared_ptr<detail::LoaderState> loader,
+                                 std::optional<double> weight,
+                                 const std::vector<torch::nn::Module*>& models)
+    : core_(std::move(core)), exceptions_at_entry_(std::uncaught_exceptions()) {
+  core_->batch.open(std::move(loader), weight, models);
+}
 
 AccumulateGuard::~AccumulateGuard() {
   core_->batch.close(std::uncaught_exceptions() > exceptions_at_entry_);

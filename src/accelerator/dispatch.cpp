@@ -124,7 +124,7 @@ DispatchedRound decode_round(const at::Tensor& buffer, size_t rank, size_t world
   return round;
 }
 
-DispatchedRound core_dispatch(AcceleratorCore& core, DispatchedRound* round) {
+DispatchedRound LoaderLink::dispatch(DispatchedRound* round) const {
   at::Tensor buffer;
   std::exception_ptr error;
   if (round != nullptr) {
@@ -136,15 +136,15 @@ DispatchedRound core_dispatch(AcceleratorCore& core, DispatchedRound* round) {
       buffer = encode_round(*round);
     }
   }
-  buffer = broadcast_bytes(*core.run.communicator(), std::move(buffer), 0, kDispatch);
+  buffer = broadcast_bytes(*core_->run.communicator(), std::move(buffer), 0, kDispatch);
   if (error) {
     std::rethrow_exception(error);
   }
   if (round != nullptr) {
     return {};
   }
-  DispatchedRound received = decode_round(buffer, static_cast<size_t>(core.run.world().rank),
-                                          static_cast<size_t>(core.run.world().world_size));
+  DispatchedRound received = decode_round(buffer, static_cast<size_t>(core_->run.world().rank),
+                                          static_cast<size_t>(core_->run.world().world_size));
   if (!received.error.empty()) {
     throw_failure("accelerator::PreparedLoader", "rank 0 could not read the next batch",
                   {{"what", received.error}, {"input", received.is_input_error}});

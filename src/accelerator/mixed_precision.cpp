@@ -57,8 +57,8 @@ void MixedPrecision::choose(Precision wanted) {
     const auto asked = all[rank].at("wanted").get<std::string>();
     if (all[rank].at("wanted") != all[0].at("wanted")) {
       throw InputError(kPrecisionWhere,
-                       "rank " + std::to_string(rank) + " requests " + asked + ", rank 0 requests " +
-                           all[0].at("wanted").get<std::string>(),
+                       "rank " + std::to_string(rank) + " requests " + asked +
+                           ", rank 0 requests " + all[0].at("wanted").get<std::string>(),
                        "the same mixed_precision on every rank");
     }
     const std::string why_not = all[rank].value("why_not", "");

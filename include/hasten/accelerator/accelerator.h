@@ -55,7 +55,10 @@ namespace hasten {
 /// tells the peers that this rank has failed. Otherwise it never communicates.
 class [[nodiscard]] AccumulateGuard {
  public:
-  explicit AccumulateGuard(std::shared_ptr<detail::AcceleratorCore> core);
+  /// `loader` null: the one that is prepared with the models.
+  AccumulateGuard(std::shared_ptr<detail::AcceleratorCore> core,
+                  std::shared_ptr<detail::LoaderState> loader, std::optional<double> weight,
+                  const std::vector<torch::nn::Module*>& models);
   AccumulateGuard(const AccumulateGuard&) = delete;
   AccumulateGuard& operator=(const AccumulateGuard&) = delete;
   ~AccumulateGuard();
@@ -313,8 +316,7 @@ class Accelerator : public Gradients {
   AccumulateGuard open(std::shared_ptr<detail::LoaderState> loader, std::optional<double> weight,
                        const Models&... models) {
     static_assert(sizeof...(Models) > 0, "accumulate needs a model");
-    detail::core_open(*core_, std::move(loader), weight, {detail::module_of(models).get()...});
-    return AccumulateGuard(core_);
+    return AccumulateGuard(core_, std::move(loader), weight, {detail::module_of(models).get()...});
   }
   bool shards_module(const torch::nn::Module& model) const;
   void run_summon_full_params(const std::function<void()>& use,

@@ -198,10 +198,6 @@ struct DispatchedRound {
   std::string error{}; // the message of an exception in reading; empty: none
   bool is_input_error = false;
 };
-// Sends every rank its part. `round` is rank 0's, and null on the others. Returns the round with
-// this rank's part and the lent batch only (nothing on rank 0). Collective. If reading failed on
-// rank 0, the others throw.
-DispatchedRound core_dispatch(AcceleratorCore& core, DispatchedRound* round);
 [[noreturn]] void throw_not_sendable();
 void describe_failure(DispatchedRound& round, const std::exception_ptr& error);
 
@@ -223,8 +219,8 @@ class LoaderPass {
   using Item = LoaderItem<Value>;
   using Round = typename BatchDealer<Value>::Round;
 
-  LoaderPass(Range& range, std::shared_ptr<AcceleratorCore> core, const PassOptions& options)
-      : core_(std::move(core)),
+  LoaderPass(Range& range, LoaderLink link, const PassOptions& options)
+      : link_(std::move(link)),
         options_(options),
         dealer_([this] { return reader_->read(); }, options.deal) {
     if (options.dispatch && options.deal.rank != 0) {
@@ -290,12 +286,12 @@ class LoaderPass {
         error = std::current_exception();
         describe_failure(sent, error);
       }
-      core_dispatch(*core_, &sent);
+      link_.dispatch(&sent);
       if (error) {
         std::rethrow_exception(error);
       }
     } else {
-      sent = core_dispatch(*core_, nullptr);
+      sent = link_.dispatch(nullptr);
       if (!sent.parts.empty()) {
         mine.emplace();
         if constexpr (std::default_initializable<Value>) {
@@ -337,7 +333,7 @@ class LoaderPass {
     return std::move(round->parts.front());
   }
 
-  std::shared_ptr<AcceleratorCore> core_;
+  LoaderLink link_;
   PassOptions options_;
   std::optional<RangeReader<Range>> reader_{};
   BatchDealer<Value> dealer_;

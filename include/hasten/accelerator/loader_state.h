@@ -85,8 +85,6 @@ void save_position(const LoaderPosition& position, const Stateful* range, NamedT
                    nlohmann::json& values);
 void load_position(LoaderPosition& position, Stateful* range, const NamedTensors& tensors,
                    const nlohmann::json& values);
-// Empty: ranges draw from torch's own generator.
-std::optional<uint64_t> core_order_seed(const AcceleratorCore& core);
 // "loader 1 (std::vector)"; index 0: a loader without a number.
 std::string range_name(const std::type_info& type, uint64_t index);
 // The generator from which a range draws in an epoch; equal on every rank.
@@ -121,17 +119,32 @@ class RangeRandom {
 std::vector<at::Tensor> random_states(const at::Device& device);
 void set_random_states(const at::Device& device, const std::vector<at::Tensor>& states);
 
-// Non-template functions of the core, so that this header does not need it.
-void core_begin_range(AcceleratorCore& core, LoaderState& loader);
-void core_end_range(AcceleratorCore& core, LoaderState& loader);
-// `loader` is the innermost loop until it ends.
-void core_enter_loop(AcceleratorCore& core, const std::shared_ptr<LoaderState>& loader);
-at::Device core_device(const AcceleratorCore& core);
-int core_rank(const AcceleratorCore& core);
-int core_world_size(const AcceleratorCore& core);
+struct DispatchedRound;
+
+// What a prepared loader uses of its accelerator.
+class LoaderLink {
+ public:
+  explicit LoaderLink(std::shared_ptr<AcceleratorCore> core) : core_(std::move(core)) {}
+
+  int rank() const;
+  int world_size() const;
+  const at::Device& device() const;
+  // The seed of ranges that draw from torch's generator. None: they draw as they are.
+  std::optional<uint64_t> order_seed() const;
+  // A pass begins, and ends on all ranks. Collective for training loaders.
+  void begin(LoaderState& loader) const;
+  void end(LoaderState& loader) const;
+  // Until its loop ends, `loader` is the innermost.
+  void enter_loop(const std::shared_ptr<LoaderState>& loader) const;
+  // Rank 0 sends each rank its batches; the others give null. Collective.
+  DispatchedRound dispatch(DispatchedRound* round) const;
+  // This rank has no sample of `range` to train on: ends the others, too.
+  [[noreturn]] void refuse_no_row(const std::string& range) const;
+
+ private:
+  std::shared_ptr<AcceleratorCore> core_;
+};
 [[noreturn]] void throw_no_empty_batch();
-// Throws, on all ranks, because this rank has no sample of `range` to train on.
-[[noreturn]] void core_refuse_no_row(AcceleratorCore& core, const std::string& range);
 [[noreturn]] void throw_cannot_deal(const char* option);
 void check_configuration(const DataLoaderConfiguration& config, int64_t skip);
 

@@ -28,24 +28,36 @@ namespace hasten {
 
 namespace detail {
 
-// Functions of the core for the templates below.
-void core_prepare_model(AcceleratorCore& core, std::shared_ptr<torch::nn::Module> model);
-std::shared_ptr<OptimizerState> core_prepare_optimizer(
-    AcceleratorCore& core, const std::shared_ptr<torch::optim::Optimizer>& optimizer);
-std::shared_ptr<SchedulerState> core_prepare_scheduler(
-    AcceleratorCore& core, std::function<void()> step,
-    std::vector<std::shared_ptr<OptimizerState>> optimizers);
 // The number of steps of one of torch's schedulers.
 std::shared_ptr<Stateful> torch_scheduler_state(
     std::shared_ptr<torch::optim::LRScheduler> scheduler);
-// Ties the loaders of one prepare() call to its models.
-void core_tie_loaders(AcceleratorCore& core,
-                      const std::vector<std::shared_ptr<LoaderState>>& loaders,
-                      const std::vector<torch::nn::Module*>& models, bool with_optimizer);
-const DataLoaderConfiguration& core_loader_configuration(const AcceleratorCore& core);
-// `loader` null: the one tied to the models.
-void core_open(AcceleratorCore& core, std::shared_ptr<LoaderState> loader,
-               std::optional<double> weight, const std::vector<torch::nn::Module*>& models);
+
+// One prepare() call.
+class PrepareCall {
+ public:
+  explicit PrepareCall(std::shared_ptr<AcceleratorCore> core) : core_(std::move(core)) {}
+
+  // Models first, then optimizers and loaders, then tie().
+  void add(const std::shared_ptr<torch::nn::Module>& model);
+  void add(const std::shared_ptr<torch::optim::Optimizer>& optimizer);
+  void add_loader();
+  // Ties the loaders to the models.
+  void tie();
+
+  // Those of the arguments, in their order.
+  std::shared_ptr<OptimizerState> next_optimizer() { return optimizers_.at(next_optimizer_++); }
+  std::shared_ptr<LoaderState> next_loader() { return loaders_.at(next_loader_++); }
+  std::shared_ptr<SchedulerState> scheduler(std::function<void()> step);
+  const std::shared_ptr<AcceleratorCore>& core() const { return core_; }
+
+ private:
+  std::shared_ptr<AcceleratorCore> core_;
+  std::vector<torch::nn::Module*> models_{};
+  std::vector<std::shared_ptr<OptimizerState>> optimizers_{};
+  std::vector<std::shared_ptr<LoaderState>> loaders_{};
+  size_t next_optimizer_ = 0;
+  size_t next_loader_ = 0;
+};
 
 // How prepare() holds an object.
 template <typename T>
@@ -124,8 +136,8 @@ std::shared_ptr<torch::nn::Module> module_of(const Holder& holder) {
 
 // Makes one object's handle. prepare() treats models first, then optimizers, then the rest,
 // whatever the order of the arguments.
-template <typename Object, typename Call>
-auto prepare_object(const std::shared_ptr<AcceleratorCore>& core, Object&& object, Call& call) {
+template <typename Object>
+auto prepare_object(Object&& object, PrepareCall& call) {
   using T = Object&&;
   if constexpr (ModelHolder<T>) {
     return std::decay_t<Object>(object);
@@ -133,29 +145,20 @@ auto prepare_object(const std::shared_ptr<AcceleratorCore>& core, Object&& objec
     auto shared = Lent<Object>::share(std::forward<Object>(object));
     using Held = typename Lent<Object>::Object;
     if constexpr (OptimizerLike<Object>) {
-      return PreparedOptimizer<Held>(core, shared, call.optimizers.at(call.next_optimizer++));
+      return PreparedOptimizer<Held>(call.core(), shared, call.next_optimizer());
     } else if constexpr (LoaderLike<Object>) {
-      auto state = call.loaders.at(call.next_loader++);
-      return PreparedLoader<Held>(core, std::move(shared), std::move(state));
+      return PreparedLoader<Held>(call.core(), std::move(shared), call.next_loader());
     } else {
-      auto state = core_prepare_scheduler(*core, [shared] { shared->step(); }, call.optimizers);
+      auto state = call.scheduler([shared] { shared->step(); });
       if constexpr (std::derived_from<Held, Stateful>) {
         state->stateful = shared;
       } else if constexpr (std::derived_from<Held, torch::optim::LRScheduler>) {
         state->stateful = torch_scheduler_state(shared);
       }
-      return PreparedScheduler<Held>(core, shared, std::move(state));
+      return PreparedScheduler<Held>(call.core(), shared, std::move(state));
     }
   }
 }
-
-struct PrepareCall {
-  std::vector<torch::nn::Module*> models{};
-  std::vector<std::shared_ptr<OptimizerState>> optimizers{};
-  std::vector<std::shared_ptr<LoaderState>> loaders{};
-  size_t next_optimizer = 0;
-  size_t next_loader = 0;
-};
 
 // Accelerator::prepare.
 template <typename... Objects>
@@ -164,12 +167,10 @@ auto prepare_objects(const std::shared_ptr<AcceleratorCore>& core, Objects&&... 
   []<size_t... I>(std::index_sequence<I...>) {
     static_assert((argument_is_preparable<I + 1, Objects>() && ...));
   }(std::index_sequence_for<Objects...>());
-  PrepareCall call;
+  PrepareCall call(core);
   const auto model_pass = [&](auto& object) {
     if constexpr (ModelHolder<decltype(object)>) {
-      auto model = module_of(object);
-      core_prepare_model(*core, model);
-      call.models.push_back(model.get());
+      call.add(module_of(object));
     }
   };
   (model_pass(objects), ...);
@@ -178,17 +179,16 @@ auto prepare_objects(const std::shared_ptr<AcceleratorCore>& core, Objects&&... 
     if constexpr (ModelHolder<T>) {
       return;
     } else if constexpr (OptimizerLike<T>) {
-      call.optimizers.push_back(core_prepare_optimizer(*core, Lent<T>::share(object)));
+      call.add(std::shared_ptr<torch::optim::Optimizer>(Lent<T>::share(object)));
     } else if constexpr (LoaderLike<T>) {
-      call.loaders.push_back(std::make_shared<LoaderState>());
-      call.loaders.back()->config = core_loader_configuration(*core);
+      call.add_loader();
     }
   };
   (other_pass(objects), ...);
-  core_tie_loaders(*core, call.loaders, call.models, !call.optimizers.empty());
+  call.tie();
   // Braces: handles are made in the order of the arguments.
-  std::tuple<decltype(prepare_object(core, std::forward<Objects>(objects), call))...> handles{
-      prepare_object(core, std::forward<Objects>(objects), call)...};
+  std::tuple<decltype(prepare_object(std::forward<Objects>(objects), call))...> handles{
+      prepare_object(std::forward<Objects>(objects), call)...};
   if constexpr (sizeof...(Objects) == 1) {
     return std::get<0>(std::move(handles));
   } else {

@@ -67,40 +67,58 @@ struct SchedulerState {
   int64_t ticks = 0;
 };
 
-// Non-template functions of the core, so that this header does not need it.
-StepResult core_optimizer_step(AcceleratorCore& core, OptimizerState& optimizer);
-void core_zero_grad(AcceleratorCore& core, OptimizerState& optimizer);
-bool core_scheduler_step(AcceleratorCore& core, SchedulerState& scheduler);
-
-} // namespace detail
-
-/// A prepared optimizer. `->` accesses the optimizer itself. If backward was called outside
-/// accumulate(), step() and zero_grad() always act.
-template <typename Optimizer>
-class PreparedOptimizer {
+class OptimizerHandle {
  public:
-  PreparedOptimizer(std::shared_ptr<detail::AcceleratorCore> core,
-                    std::shared_ptr<Optimizer> optimizer,
-                    std::shared_ptr<detail::OptimizerState> state)
-      : core_(std::move(core)), optimizer_(std::move(optimizer)), state_(std::move(state)) {}
-
   /// Steps if the window of its parameters is complete and it has not stepped for it yet; else does
   /// nothing. Local, because gradients are equal on every rank by then.
   /// Throws InputError for gradients that would make ranks differ (they wait under no_sync(), or
   /// come from a backward that is not the accelerator's), and for parameters added since that no
   /// prepared model has.
-  StepResult step() { return detail::core_optimizer_step(*core_, *state_); }
+  StepResult step();
   /// Makes the gradients undefined, like torch's zero_grad(), if the window is complete; else does
   /// nothing. Local.
-  void zero_grad() { detail::core_zero_grad(*core_, *state_); }
+  void zero_grad();
+
+ protected:
+  OptimizerHandle(std::shared_ptr<AcceleratorCore> core, std::shared_ptr<OptimizerState> state)
+      : core_(std::move(core)), state_(std::move(state)) {}
+
+ private:
+  std::shared_ptr<AcceleratorCore> core_;
+  std::shared_ptr<OptimizerState> state_;
+};
+
+class SchedulerHandle {
+ public:
+  /// Returns true if it stepped. Local.
+  bool step();
+
+ protected:
+  SchedulerHandle(std::shared_ptr<AcceleratorCore> core, std::shared_ptr<SchedulerState> state)
+      : core_(std::move(core)), state_(std::move(state)) {}
+
+ private:
+  std::shared_ptr<AcceleratorCore> core_;
+  std::shared_ptr<SchedulerState> state_;
+};
+
+} // namespace detail
+
+/// A prepared optimizer: step(), zero_grad(). `->` accesses the optimizer itself. If backward was called outside
+/// accumulate(), step() and zero_grad() always act.
+template <typename Optimizer>
+class PreparedOptimizer : public detail::OptimizerHandle {
+ public:
+  PreparedOptimizer(std::shared_ptr<detail::AcceleratorCore> core,
+                    std::shared_ptr<Optimizer> optimizer,
+                    std::shared_ptr<detail::OptimizerState> state)
+      : OptimizerHandle(std::move(core), std::move(state)), optimizer_(std::move(optimizer)) {}
 
   Optimizer* operator->() const { return optimizer_.get(); }
   Optimizer& operator*() const { return *optimizer_; }
 
  private:
-  std::shared_ptr<detail::AcceleratorCore> core_;
   std::shared_ptr<Optimizer> optimizer_;
-  std::shared_ptr<detail::OptimizerState> state_;
 };
 
 /// A learning-rate scheduler that steps once for every window for which its optimizers have stepped
@@ -108,23 +126,18 @@ class PreparedOptimizer {
 /// number of ranks (see AcceleratorOptions::scheduler_ticks). If backward was called outside
 /// accumulate(), it always steps, except after a skipped optimizer step.
 template <typename Scheduler>
-class PreparedScheduler {
+class PreparedScheduler : public detail::SchedulerHandle {
  public:
   PreparedScheduler(std::shared_ptr<detail::AcceleratorCore> core,
                     std::shared_ptr<Scheduler> scheduler,
                     std::shared_ptr<detail::SchedulerState> state)
-      : core_(std::move(core)), scheduler_(std::move(scheduler)), state_(std::move(state)) {}
-
-  /// Returns true if it stepped. Local.
-  bool step() { return detail::core_scheduler_step(*core_, *state_); }
+      : SchedulerHandle(std::move(core), std::move(state)), scheduler_(std::move(scheduler)) {}
 
   Scheduler* operator->() const { return scheduler_.get(); }
   Scheduler& operator*() const { return *scheduler_; }
 
  private:
-  std::shared_ptr<detail::AcceleratorCore> core_;
   std::shared_ptr<Scheduler> scheduler_;
-  std::shared_ptr<detail::SchedulerState> state_;
 };
 
 } // namespace hasten

@@ -136,7 +136,7 @@ class PreparedLoader {
   struct Shared final : Stateful {
     Shared(std::shared_ptr<detail::AcceleratorCore> c, std::shared_ptr<Range> r,
            std::shared_ptr<detail::LoaderState> s)
-        : core(std::move(c)), range(std::move(r)), state(std::move(s)) {
+        : link(std::move(c)), range(std::move(r)), state(std::move(s)) {
       detail::check_configuration(state->config, 0);
       position.unit = kSeeks ? "rows" : kShards ? "rank batches" : "batches";
       deal();
@@ -146,11 +146,11 @@ class PreparedLoader {
     void deal() {
       options.deal = {};
       state->even = false;
-      dealt_over = detail::core_world_size(*core);
-      options.deal.rank = detail::core_rank(*core);
-      options.deal.world_size = detail::core_world_size(*core);
+      dealt_over = link.world_size();
+      options.deal.rank = link.rank();
+      options.deal.world_size = link.world_size();
       options.dispatch = state->config.dispatch_batches && options.deal.world_size > 1;
-      options.pin = state->config.non_blocking && detail::core_device(*core).is_cuda();
+      options.pin = state->config.non_blocking && link.device().is_cuda();
       options.prefetch = state->config.prefetch;
       options.own = kShards ? 0 : options.deal.rank;
       options.compare = !kShards && options.deal.world_size > 1 && !options.dispatch &&
@@ -193,15 +193,15 @@ class PreparedLoader {
       drop();
       state->first_read = state->read = state->compared = 0;
       state->range = detail::range_name(typeid(Range), state->index);
-      detail::core_begin_range(*core, *state);
-      if (dealt_over != detail::core_world_size(*core)) {
+      link.begin(*state);
+      if (dealt_over != link.world_size()) {
         deal(); // ranks were lost
       }
       if constexpr (kHasEpochs) {
         range->set_epoch(position.epoch);
       }
       ++position.epoch;
-      detail::core_enter_loop(*core, state);
+      link.enter_loop(state);
       position.active = true;
       start_pass();
       position.start = 0;
@@ -220,18 +220,18 @@ class PreparedLoader {
           range->skip_first_batches(batches);
         }
         position.read = position.start;
-        pass.emplace(*range, core, options);
+        pass.emplace(*range, link, options);
         return;
       }
       // The generator of the interrupted pass, or that of this epoch.
       options.random = std::exchange(position.start_random, at::Tensor());
-      const auto seed = detail::core_order_seed(*core);
+      const auto seed = link.order_seed();
       if (!options.random.defined() && seed) {
         options.random = detail::order_state(*seed, state->index, position.epoch - 1);
       }
       position.random = options.random.defined() ? options.random : detail::random_state();
       position.read = options.skip = position.start + batches;
-      pass.emplace(*range, core, options);
+      pass.emplace(*range, link, options);
       if (!before && pass->left_out()) {
         keep(*pass->left_out());
       }
@@ -240,7 +240,7 @@ class PreparedLoader {
     // A rank may have no sample in the whole epoch.
     bool few_rows() const {
       if constexpr (requires { range->epoch_rows() + range->options().batch_size; }) {
-        const int64_t world = detail::core_world_size(*core);
+        const int64_t world = link.world_size();
         const int64_t batch = range->options().batch_size;
         return range->epoch_rows() < batch * world || batch < world;
       }
@@ -248,7 +248,7 @@ class PreparedLoader {
     }
     // A pass that begins late may have no sample for this rank.
     void find_stand_in(int64_t left_out) {
-      if (std::exchange(began, true) || !state->training || detail::core_world_size(*core) == 1 ||
+      if (std::exchange(began, true) || !state->training || link.world_size() == 1 ||
           (left_out == 0 && !few_rows())) {
         return;
       }
@@ -258,7 +258,7 @@ class PreparedLoader {
       detail::PassOptions first = options;
       first.prefetch = 0;
       const auto read = [&] {
-        const auto item = detail::LoaderPass<Range>(*range, core, first).next();
+        const auto item = detail::LoaderPass<Range>(*range, link, first).next();
         if (item && item->batch && detail::batch_rows(*item->batch) != 0) {
           keep(*item->batch);
         } else if (item && item->lent) {
@@ -270,22 +270,22 @@ class PreparedLoader {
         range->shard(0, 1);
         range->set_cursor(0);
         read();
-        range->shard(detail::core_rank(*core), detail::core_world_size(*core));
+        range->shard(link.rank(), link.world_size());
       }
     }
     void keep(const value_type& batch) {
-      before = detail::batch_to_device(value_type(batch), detail::core_device(*core));
+      before = detail::batch_to_device(value_type(batch), link.device());
     }
 
     void advance() {
       if (!state->random.empty()) {
-        detail::set_random_states(detail::core_device(*core), std::exchange(state->random, {}));
+        detail::set_random_states(link.device(), std::exchange(state->random, {}));
       }
       current.reset();
       position.cursor = position.read;
       if (!next) {
         drop();
-        detail::core_end_range(*core, *state);
+        link.end(*state);
         position.active = false;
         return;
       }
@@ -298,7 +298,7 @@ class PreparedLoader {
       if (state->stand_in) {
         state->repeated = state->rows.value_or(0);
         state->rows = 0;
-        state->random = detail::random_states(detail::core_device(*core));
+        state->random = detail::random_states(link.device());
       }
       state->handed_out = true;
     }
@@ -328,8 +328,8 @@ class PreparedLoader {
           if (!before && item->lent) {
             keep(*item->lent);
           }
-          if (!before && kShards && !options.dispatch && detail::core_world_size(*core) > 1) {
-            detail::core_refuse_no_row(*core, state->range);
+          if (!before && kShards && !options.dispatch && link.world_size() > 1) {
+            link.refuse_no_row(state->range);
           }
           if (!before) {
             continue; // no rank has a sample in this round
@@ -344,8 +344,8 @@ class PreparedLoader {
         if (!item->batch) {
           detail::throw_no_empty_batch();
         }
-        item->batch = detail::batch_to_device(std::move(*item->batch), detail::core_device(*core));
-        if (detail::core_world_size(*core) > 1) {
+        item->batch = detail::batch_to_device(std::move(*item->batch), link.device());
+        if (link.world_size() > 1) {
           before = item->batch;
         }
         return item;
@@ -370,7 +370,7 @@ class PreparedLoader {
       }
     }
 
-    std::shared_ptr<detail::AcceleratorCore> core;
+    detail::LoaderLink link;
     std::shared_ptr<Range> range;
     std::shared_ptr<detail::LoaderState> state;
     detail::PassOptions options{};
