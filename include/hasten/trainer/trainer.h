@@ -97,10 +97,10 @@ class TrainerModel {
     } else {
       module = holder;
     }
-    if constexpr (requires(const Batch& batch) {
-                    { holder->forward(batch) } -> std::convertible_to<LossOutput>;
+    if constexpr (requires(Holder& own, const Batch& batch) {
+                    { own->forward(batch) } -> std::convertible_to<LossOutput>;
                   }) {
-      loss_function = [holder](const Batch& batch) { return holder->forward(batch); };
+      loss_function = [own = holder](const Batch& batch) mutable { return own->forward(batch); };
     }
   }
 
