@@ -16,8 +16,7 @@ namespace side_by_side {
 // [model]
 struct NetWithLossImpl : NetImpl {
   hasten::LossOutput forward(const hasten::Batch& batch) {
-    auto logits = NetImpl::forward(batch["inputs"]);
-    return hasten::cross_entropy_output(logits, batch["labels"]);
+    return hasten::cross_entropy_output(NetImpl::forward(batch["inputs"]), batch["labels"]);
   }
 };
 TORCH_MODULE(NetWithLoss);

@@ -47,8 +47,9 @@ struct AcceleratorOptions {
   /// then, but Local SGD counts them.
   Precision mixed_precision = Precision::no;
   /// Options for fp16. `growth_interval` counts windows with an optimizer step. With several ranks
-  /// the first window's weight is not known beforehand, so its losses may be too large for the
-  /// scale; its optimizer step is then skipped. A rank inside a LocalSGD scope has its own scale;
+  /// the first window's weight is guessed from the number of batches and ranks, so gradients may
+  /// overflow fp16; the optimizer step of that window is then skipped. A rank inside a LocalSGD
+  /// scope has its own scale;
   /// at the end of the scope all ranks take the smallest.
   GradScalerOptions grad_scaler{};
   /// Operators that stay in fp32 on the CPU with bf16 and fp16.
@@ -95,8 +96,9 @@ struct AcceleratorOptions {
   /// Names of the modules that are units, such as "encoder.layer.0"; the model calls them through
   /// call_block. Empty: the entries of its ModuleLists and Sequentials.
   std::vector<std::string> shard_units{};
-  /// How buffers (running statistics) are made equal on all ranks: when a window opens and when it
-  /// is complete, in save_state(), and for evaluation inside a window. Costs two messages per dtype
+  /// How buffers (running statistics) are made equal on all ranks. This is done when a window opens
+  /// and when it is complete, in save_state(), and before an evaluation inside a window. Costs two
+  /// messages per dtype
   /// and one more, for models with floating-point buffers.
   BufferPolicy buffers = BufferPolicy::broadcast;
   /// BatchNorm1d, 2d and 3d compute mean and variance over the samples of all ranks

@@ -97,8 +97,8 @@ class Collect {
     reduce_(joined);
     return joined;
   }
-  /// Replaces `metric` by the total over ranks. Do not update it afterwards: a second reduce would
-  /// count every sample once per rank. Collective.
+  /// Replaces `metric` by the total over ranks. Do not reduce it again, also after further updates:
+  /// the samples in this total would then count once per rank. Collective.
   void reduce_(Metric& metric);
 
   /// Overwrites the tensor with rank `from`'s, in place, and returns it. Shapes and dtypes are

@@ -92,8 +92,9 @@ struct LocalSGDOptions {
   /// accumulate and backward). False: ranks count equally.
   bool weigh_by_samples = false;
   MomentPolicy moments = MomentPolicy::keep;
-  /// survivors: if a peer is lost, step(), synchronize(), finish() and the end of a training loader
-  /// continue without it. The remaining ranks meet by Communicator::shrink, within the
+  /// survivors: if a peer is lost, this rank continues without it in step(), synchronize(),
+  /// finish() and at the end of a training loader. The remaining ranks meet by
+  /// Communicator::shrink, within the
   /// accelerator's timeout; rank 0 must be among them. If one of them had completed the interrupted
   /// synchronisation, it counts for all. Otherwise it is repeated with the remaining ranks'
   /// parameters, and the lost rank's steps since the last average are lost. An open delayed average

@@ -75,8 +75,8 @@ class OptimizerHandle {
   /// come from a backward that is not the accelerator's), and for parameters added since that no
   /// prepared model has.
   StepResult step();
-  /// Makes the gradients undefined, like torch's zero_grad(), if the window is complete; else does
-  /// nothing. Local.
+  /// Makes the gradients undefined, like torch's zero_grad(), unless a window is incomplete. Throws
+  /// InputError if backwards under no_sync() wait to be reduced. Local.
   void zero_grad();
 
  protected:

@@ -148,8 +148,9 @@ class GradientWindow : public Stateful {
   /// backward.
   void complete_without_backward();
 
-  /// Backward without an open batch. It is its own window, and its gradient is added to the
-  /// existing one. With `reduce` false it waits for the next call that reduces, and all these calls
+  /// Backward without an open batch. With `reduce` true it is a window of its own, and its gradient
+  /// is added to the existing one. With false it waits for the next call that reduces, and all
+  /// these calls
   /// are one window:
   ///   * one mean loss: the mean over all ranks' samples (`batch.weight`; unknown: 1)
   ///   * several mean losses: their sum, with equal weight for each rank, since the number of

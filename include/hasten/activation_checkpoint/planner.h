@@ -63,7 +63,8 @@ struct BlockProfile {
   /// Whether forward draws random numbers.
   bool random = false;
   /// For a sharded block: time to unshard, added for each recomputation after the first, and memory
-  /// of the unsharded parameters while it runs. Not measured; the sharding code sets them.
+  /// of the unsharded parameters while it runs. Not measured and not set by hasten: 0, unless the
+  /// caller sets them.
   double gather_seconds = 0;
   int64_t unit_bytes = 0;
 };
@@ -121,7 +122,8 @@ class ActivationPlan {
 };
 
 /// Measures each block separately inside one call of `loss`. `loss` runs the model's forward and
-/// returns a scalar, on which this calls backward. A block runs at least ten times, and its
+/// returns a scalar; profile_activations() calls its backward. A block runs at least ten times, and
+/// its
 /// shortest time counts. Blocks of equal shapes are measured once. Nothing is kept between blocks,
 /// so this fits in memory even if training does not. Restores random state, buffers and gradients.
 /// Installs the memory meter (core/memory.h).

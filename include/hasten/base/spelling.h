@@ -14,8 +14,8 @@
 
 namespace hasten {
 
-/// The spellings of E, in the order of its values, which count from 0. Each enumeration that users
-/// spell specialises it as a std::array of texts.
+/// The spellings of E, in the order of its values, which count from 0. An enumeration that users
+/// name in flags or JSON specialises kSpellings as a std::array of texts.
 template <typename E>
 inline constexpr std::array<const char*, 0> kSpellings{};
 

@@ -34,7 +34,8 @@ class OpObserver {
   virtual void pass(const OpPassing& passing) = 0;
 };
 
-/// While an object lives, operators of this thread go to `observer`. The previous observer gets
+/// While an object lives, each operator that this thread calls goes to `observer`, but not those
+/// that its kernel calls. The previous observer gets
 /// none until then.
 class OpScope {
  public:

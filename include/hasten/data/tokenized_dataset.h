@@ -36,7 +36,8 @@ struct TokenRow {
   int32_t label = 0;
 };
 
-/// The token ids of all samples, one sample after the other, in memory or in a file.
+/// The token ids of all samples, one sample after the other (multi_label: each sample's ids, then
+/// its class numbers), in memory or in a file.
 class TokenIds {
  public:
   virtual ~TokenIds() = default;

@@ -1,5 +1,5 @@
 // Reads and writes safetensors files: named tensors after a JSON header, the format in which
-// Hugging Face stores weights. It has no pickle, and reading executes nothing.
+// Hugging Face stores weights. The format has no pickle, and reading a file executes nothing.
 //
 // The format: header length as a little-endian u64; a JSON object name -> {dtype, shape,
 // data_offsets: [begin, end) in the data section}, padded with spaces so that the data starts at

@@ -17,8 +17,8 @@ std::vector<double> tensor_norms(const std::vector<at::Tensor>& tensors, double 
 /// p-norm of a tensor from the p-norms of its parts; NaN if one of them is NaN.
 double norm_of_norms(const std::vector<double>& norms, double norm_type);
 
-/// p-norm over all elements of all tensors; 0 without tensors. Depends on their order, not on their
-/// addresses.
+/// p-norm over all elements of all tensors; 0 without tensors. The last bits depend on the order of
+/// the tensors, never on their addresses.
 double gradient_norm(const std::vector<at::Tensor>& tensors, double norm_type);
 
 /// Clamps every element to [-clip_value, clip_value], in place; NaN stays NaN. Throws InputError

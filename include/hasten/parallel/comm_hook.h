@@ -126,7 +126,8 @@ struct PowerSgdOptions {
   /// Reductions by plain all-reduce before compression starts. At least 2 with error feedback or
   /// warm start, because early gradients change a lot.
   int64_t start_powerSGD_iter = 1000;
-  /// A gradient is compressed if n m > (n + m) r times this value. Vectors are never compressed. >
+  /// Compresses an n x m gradient (m: all dimensions but the first) if n m / ((n + m) rank) is
+  /// above this. Vectors are never compressed. >
   /// 0.
   double min_compression_rate = 2;
   /// Adds one step's error to the next step's gradient. Memory: one copy of the compressed

@@ -42,7 +42,7 @@ struct DdpOptions {
   double bucket_cap_mb = 25;
   /// Size of the first bucket, which is small so that reducing starts early. MiB, > 0.
   double first_bucket_mb = 1;
-  /// Allows parameters that a sum's losses do not depend on, on some ranks or on all. A parameter
+  /// Allows parameters that none of a sum's losses depends on, on some ranks or on all. A parameter
   /// that no rank used keeps the gradient it had (undefined after zero_grad(), so optimizers skip
   /// it). Costs a walk over the loss's graph. If false, and there are several ranks, an unused
   /// parameter is an error on every rank, which names it.

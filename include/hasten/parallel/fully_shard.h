@@ -207,7 +207,8 @@ class FullyShard : public Stateful {
   /// Call before a backward. `reduce`: this is the last backward of the sum. Ends an open forward
   /// scope. After finish() it starts a further sum, which is added. Collective.
   void start_backward(bool reduce);
-  /// Call after a backward. Gathers and reduces units that this rank's loss did not use.
+  /// Call after a backward. Gathers and reduces units that this rank's forward ran but its loss did
+  /// not use.
   /// Collective.
   void finish_backward();
   /// Only waits for the reductions. Collective.

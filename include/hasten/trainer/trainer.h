@@ -167,7 +167,7 @@ class Trainer {
   /// Interrupted after a signal (base/process.h).
   TrainOutput train();
 
-  /// Evaluates every sample exactly once, for any world size: loss, `compute_metrics`, times. Keys:
+  /// Evaluates every sample exactly once, for any world size. Returns loss, metrics and times, as
   /// prefix_loss, prefix_<metric>, prefix_runtime (s), prefix_samples_per_second,
   /// prefix_steps_per_second.
   nlohmann::json evaluate(const Dataset& dataset, const std::string& prefix = "eval");
