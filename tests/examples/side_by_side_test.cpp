@@ -91,7 +91,7 @@ TEST(SideBySide, LoopsThatComputeTheSamePrintTheSameLoss) {
   EXPECT_NEAR(one.at("fp16"), two.at("fp16"), 1e-3);
   // On two processes a step has twice the samples, and with Local SGD its own.
   EXPECT_GT(std::abs(two.at("Accelerator") - one.at("Accelerator")), 1e-3);
-  EXPECT_GT(std::abs(two.at("LocalSGD") - two.at("Accelerator")), 1e-4);
+  EXPECT_GT(std::abs(two.at("LocalSGD") - two.at("Accelerator")), 1e-5);
 }
 
 TEST(SideBySide, NoLoopHasManyMoreLinesThanPythons) {
