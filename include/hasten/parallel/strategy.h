@@ -9,9 +9,9 @@ namespace hasten {
 enum class Strategy {
   /// All parameters, gradients and optimizer state: 16 bytes; sends 2.
   ddp,
-  /// All parameters and gradients, its shard of the optimizer state: 8 + 8 / N; sends 2.
+  /// All parameters and gradients, its shard of the optimizer state: 8 + 16 / N; sends 2.
   zero1,
-  /// All parameters, its shard of gradients and optimizer state: 4 + 12 / N; sends 2.
+  /// All parameters, its shard of gradients and optimizer state: 4 + 16 / N; sends 2.
   zero2,
   /// Its shard of everything, and the unsharded block that runs: 16 / N; sends 3.
   fsdp,
