@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """The tree speaks of itself alone: no path of one machine, no tracker number, no
-promise for later, no typographic quotes in code."""
+promise for later, no typographic quotes in code. Public text uses plain verbs."""
 
 import re
 
@@ -14,6 +14,12 @@ RULES = (
     (re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X)\b"), "a promise for later"),
     (re.compile("[\u2018\u2019\u201c\u201d]"), "a typographic quote"),
 )
+# Words that made sentences of public text hard to read, and fragments "Of …:".
+PLAIN = re.compile(
+    r"\b(told|beside|lets? go|puts? together|whoever|signs? of life)\b|^\s*///? Of [a-z][^.]*:",
+    re.I,
+)
+PUBLIC = ("include/", "docs/", "examples/", "README.md", "CHANGELOG.md", "CONTRIBUTING.md")
 TEXT = (".h", ".cpp", ".py", ".sh", ".md", ".txt", ".cmake", ".json", ".in", "")
 # Texts to tokenize are of any script and quote.
 SKIP = ("tools/golden/", "tests/data/", "LICENSE")
@@ -33,6 +39,10 @@ def check(root):
             for pattern, what in RULES:
                 if pattern.search(line):
                     problems.append(tree.Problem(name, number, f"{what}: {line.strip()[:80]}"))
+            if name.startswith(PUBLIC) and (found := PLAIN.search(line)):
+                problems.append(
+                    tree.Problem(name, number, f'"{found[0].strip()}": say it with a plain verb')
+                )
     return problems
 
 

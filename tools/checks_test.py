@@ -84,6 +84,11 @@ class ChecksTest(unittest.TestCase):
     def test_layers_libtorch_in_base(self):
         self.assert_bad("layers", {"src/base/a.cpp": "#include <c10/util/Half.h>\n"}, "LibTorch")
 
+    def test_words_plain(self):
+        self.assert_bad("words", {"include/hasten/base/w.h": "// Tells whoever waits.\n"}, "whoever")
+        (self.root / "include/hasten/base/w.h").unlink()
+        self.assert_bad("words", {"include/hasten/base/w.h": "/// Of hsdp: ranks.\n"}, "Of hsdp:")
+
     def test_sizes_header(self):
         self.assert_bad("sizes", {"include/hasten/base/a.h": "\n" * 401}, "the limit is 400")
 
