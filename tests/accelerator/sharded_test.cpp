@@ -2,6 +2,7 @@
 // with whole copies, beside everything else that an Accelerator does.
 #include "accelerator/sharded_rig.h"
 #include "hasten/accelerator/local_sgd.h"
+#include "hasten/base/log.h"
 #include "hasten/core/memory.h"
 #include "hasten/optim/adafactor.h"
 #include "hasten/optim/lamb.h"
