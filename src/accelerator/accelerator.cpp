@@ -1,14 +1,15 @@
 #include "hasten/accelerator/accelerator.h"
 
-#include <ATen/ATen.h>
-#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
 
 #include <exception>
+#include <map>
 
 #include "accelerator_core.h"
 #include "hasten/base/error.h"
 #include "hasten/base/log.h"
-#include "hasten/base/store_channel.h"
+#include "hasten/io/commit.h"
+#include "hasten/io/safetensors.h"
 
 namespace hasten {
 
@@ -190,6 +191,32 @@ void Accelerator::run_load_full_params(const std::function<void()>& load,
                                        const std::vector<torch::nn::Module*>& models) {
   core_->models.load_full_params(core_->models.indices(models, "accelerator::load_full_params"),
                                  load);
+}
+
+NamedTensors Accelerator::state_dict_of(torch::nn::Module& model) {
+  NamedTensors all;
+  std::map<const void*, at::Tensor> copies; // by TensorImpl: tied tensors stay one
+  run_summon_full_params(
+      [&] {
+        for (const auto& [name, tensor] : detail::named_model_tensors(model)) {
+          at::Tensor& copy = copies[tensor.unsafeGetTensorImpl()];
+          copy = copy.defined() ? copy : tensor.detach().clone();
+          all.emplace(name, copy);
+        }
+      },
+      {&model});
+  return all;
+}
+
+void Accelerator::write_model(torch::nn::Module& model, const std::filesystem::path& folder) {
+  run_summon_full_params(
+      [&] {
+        FolderCommit commit(folder, CommitMode::merge);
+        write_safetensors(commit.folder() / detail::model_file_name(0),
+                          detail::named_model_tensors(model));
+        commit.commit();
+      },
+      {&model});
 }
 
 void Accelerator::save_state(const std::filesystem::path& folder, const SaveStateOptions& options) {

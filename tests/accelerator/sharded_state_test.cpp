@@ -8,6 +8,34 @@
 
 namespace hasten::sharded_test {
 
+TEST(ShardedState, SaveModelWritesTheUnshardedModelUnderEveryStrategy) {
+  const auto common = state_test::common_folder();
+  for (const Strategy strategy : {Strategy::ddp, Strategy::zero2, Strategy::fsdp}) {
+    SCOPED_TRACE(strategy_name(strategy));
+    const Training run{.strategy = strategy};
+    Accelerator accelerator(options_of(run), testing_support::fresh_communicator());
+    Stack stack = make_stack(run, 0);
+    const NamedTensors before = [&] {
+      NamedTensors all;
+      for (const auto& item : stack->named_parameters()) {
+        all[item.key()] = item.value().detach().clone();
+      }
+      return all;
+    }();
+    accelerator.prepare(stack);
+    const auto folder = common / strategy_name(strategy);
+    accelerator.save_model(stack, folder);
+    const NamedTensors saved = accelerator.get_state_dict(stack);
+    EXPECT_EQ(saved.empty(), !accelerator.is_main_process());
+    const SafetensorsReader file(folder / "model.safetensors");
+    for (const auto& [name, tensor] : before) {
+      EXPECT_TRUE(torch::equal(file.tensor(name), tensor)) << name;
+      EXPECT_TRUE(saved.empty() || torch::equal(saved.at(name), tensor)) << name;
+    }
+    accelerator.end_training();
+  }
+}
+
 // A model with AdamW's moments under a strategy, on ranks of one kind or another.
 struct Learner {
   Learner(Strategy strategy, std::shared_ptr<Communicator> communicator)

@@ -216,6 +216,18 @@ class Accelerator : public Gradients {
   void load_full_params(const std::function<void()>& load, const Models&... models) {
     run_load_full_params(load, {detail::module_of(models).get()...});
   }
+  /// The model's unsharded parameters and buffers by name, on rank 0; empty on the others. Between
+  /// windows. Collective, blocking. Memory on rank 0: a copy of the model, twice if it is sharded.
+  template <detail::ModelHolder Model>
+  NamedTensors get_state_dict(const Model& model) {
+    return state_dict_of(*detail::module_of(model));
+  }
+  /// Writes get_state_dict()'s tensors to model.safetensors in the folder, tied tensors once. Other
+  /// files in the folder stay. Rank 0 writes. Collective, blocking.
+  template <detail::ModelHolder Model>
+  void save_model(const Model& model, const std::filesystem::path& save_directory) {
+    write_model(*detail::module_of(model), save_directory);
+  }
 
   /// While the guard lives, backward of losses that depend on these models (all models if none is
   /// passed) is local. The next backward outside it reduces everything accumulated:
@@ -321,6 +333,8 @@ class Accelerator : public Gradients {
   bool shards_module(const torch::nn::Module& model) const;
   void run_summon_full_params(const std::function<void()>& use,
                               const std::vector<torch::nn::Module*>& models);
+  NamedTensors state_dict_of(torch::nn::Module& model);
+  void write_model(torch::nn::Module& model, const std::filesystem::path& folder);
   void run_load_full_params(const std::function<void()>& load,
                             const std::vector<torch::nn::Module*>& models);
   void register_hook(torch::nn::Module& model, std::shared_ptr<CommHook> hook);
