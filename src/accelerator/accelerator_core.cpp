@@ -18,9 +18,8 @@ AcceleratorCore::AcceleratorCore(AcceleratorOptions options,
       batch(run, models, windows, precision, checks, loaders, announcer),
       optimizers(run, models, windows, precision, checks, batch),
       local(run, models, windows, precision, optimizers),
-      uneven(run, models, windows, precision, checks, batch, loaders, optimizers, announcer, local),
-      state(run, models, windows, precision, checks, batch, loaders, optimizers, announcer, local,
-            uneven) {
+      uneven(parts()),
+      state(parts(), uneven) {
   if (run.order_check()) {
     windows.shared()->check = [this] { compare_ranks(); };
   }
@@ -34,6 +33,10 @@ AcceleratorCore::AcceleratorCore(AcceleratorOptions options,
   if (run.options().seed) {
     set_seed(*run.options().seed);
   }
+}
+
+TrainingParts AcceleratorCore::parts() {
+  return {run, models, windows, precision, checks, batch, loaders, optimizers, announcer, local};
 }
 
 // Sum of the values' bit patterns, which no rounding hides.

@@ -26,6 +26,9 @@ class AcceleratorCore {
   /// In debug mode: throws unless the ranks' parameters are equal. Collective.
   void compare_ranks();
   void finish();
+
+ private:
+  TrainingParts parts();
 };
 
 } // namespace hasten::detail

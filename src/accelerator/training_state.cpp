@@ -51,22 +51,6 @@ nlohmann::json save_stateful(const Stateful& object, const std::string& name, Na
   return values;
 }
 
-TrainingState::TrainingState(RunContext& run, ModelSet& models, WindowSet& windows,
-                             MixedPrecision& precision, GradientChecks& checks, OpenBatch& batch,
-                             LoaderSet& loaders, OptimizerSet& optimizers, Announcer& announcer,
-                             LocalWindows& local, UnevenInputs& uneven)
-    : run_(run),
-      models_(models),
-      windows_(windows),
-      precision_(precision),
-      checks_(checks),
-      batch_(batch),
-      loaders_(loaders),
-      optimizers_(optimizers),
-      announcer_(announcer),
-      local_(local),
-      uneven_(uneven) {}
-
 void TrainingState::collect_models(StateParts& parts) const {
   auto& own = parts.own_values;
   auto& shared = parts.shared_values;

@@ -15,12 +15,10 @@ class FolderCommit;
 
 namespace hasten::detail {
 
-class TrainingState {
+class TrainingState : private TrainingParts {
  public:
-  TrainingState(RunContext& run, ModelSet& models, WindowSet& windows, MixedPrecision& precision,
-                GradientChecks& checks, OpenBatch& batch, LoaderSet& loaders,
-                OptimizerSet& optimizers, Announcer& announcer, LocalWindows& local,
-                UnevenInputs& uneven);
+  TrainingState(const TrainingParts& parts, UnevenInputs& uneven)
+      : TrainingParts(parts), uneven_(uneven) {}
 
   void save(const std::filesystem::path& folder, const SaveStateOptions& options);
   /// Takes part in a state that others save.
@@ -51,16 +49,6 @@ class TrainingState {
   void plan_objects(StateLoad& load);
   void plan_random(StateLoad& load);
 
-  RunContext& run_;
-  ModelSet& models_;
-  WindowSet& windows_;
-  MixedPrecision& precision_;
-  GradientChecks& checks_;
-  OpenBatch& batch_;
-  LoaderSet& loaders_;
-  OptimizerSet& optimizers_;
-  Announcer& announcer_;
-  LocalWindows& local_;
   UnevenInputs& uneven_;
   std::vector<RegisteredObject> objects_;
 };

@@ -6,21 +6,6 @@
 
 namespace hasten::detail {
 
-UnevenInputs::UnevenInputs(RunContext& run, ModelSet& models, WindowSet& windows,
-                           MixedPrecision& precision, GradientChecks& checks, OpenBatch& batch,
-                           LoaderSet& loaders, OptimizerSet& optimizers, Announcer& announcer,
-                           LocalWindows& local)
-    : run_(run),
-      models_(models),
-      windows_(windows),
-      precision_(precision),
-      checks_(checks),
-      batch_(batch),
-      loaders_(loaders),
-      optimizers_(optimizers),
-      announcer_(announcer),
-      local_(local) {}
-
 void UnevenInputs::begin_range(LoaderState& loader) {
   if (!loader.training) {
     batch_.begin_evaluation();

@@ -11,11 +11,23 @@
 
 namespace hasten::detail {
 
-class UnevenInputs {
+/// The parts that the end of the data and a saved state concern.
+struct TrainingParts {
+  RunContext& run_;
+  ModelSet& models_;
+  WindowSet& windows_;
+  MixedPrecision& precision_;
+  GradientChecks& checks_;
+  OpenBatch& batch_;
+  LoaderSet& loaders_;
+  OptimizerSet& optimizers_;
+  Announcer& announcer_;
+  LocalWindows& local_;
+};
+
+class UnevenInputs : private TrainingParts {
  public:
-  UnevenInputs(RunContext& run, ModelSet& models, WindowSet& windows, MixedPrecision& precision,
-               GradientChecks& checks, OpenBatch& batch, LoaderSet& loaders,
-               OptimizerSet& optimizers, Announcer& announcer, LocalWindows& local);
+  explicit UnevenInputs(const TrainingParts& parts) : TrainingParts(parts) {}
 
   /// Takes part in a state that the other ranks save. Collective.
   std::function<void()> save_with_peers{};
@@ -41,16 +53,6 @@ class UnevenInputs {
   void take_trained(const NamedTensors& tensors, const nlohmann::json& values);
   void take_model(size_t index, const NamedTensors& tensors, const nlohmann::json& values);
 
-  RunContext& run_;
-  ModelSet& models_;
-  WindowSet& windows_;
-  MixedPrecision& precision_;
-  GradientChecks& checks_;
-  OpenBatch& batch_;
-  LoaderSet& loaders_;
-  OptimizerSet& optimizers_;
-  Announcer& announcer_;
-  LocalWindows& local_;
   bool stale_ = false; // this rank joined windows since it was equal to the others
 };
 
