@@ -146,11 +146,12 @@ struct ShardUnitReport {
   double exposed_seconds = 0;
 };
 struct ShardReport {
-  /// Bytes of unsharded parameters, now: 0 between finish() and the next forward. Of
-  /// buffers, in use or not: a few units' worth, which stays between steps because
-  /// allocating memory is slow. Of the gradients that GradientSync::last keeps.
+  /// Bytes of unsharded parameters at this moment; 0 between finish() and the next forward.
   int64_t unsharded_parameter_bytes = 0;
+  /// Bytes of recycled buffers, in use or not: the size of a few units. They are kept between
+  /// steps, because fresh memory is slow.
   int64_t buffer_bytes = 0;
+  /// Bytes of unsharded gradients that GradientSync::last keeps per rank.
   int64_t unsharded_gradient_bytes = 0;
   /// The blocks in the order given; the root is last.
   std::vector<ShardUnitReport> units{};
