@@ -20,8 +20,9 @@ TEST(Programs, HastenDoesNotMapLibTorch) {
   const ProgramRun run =
       run_program({"hasten", "--version"}, {.environment = {{"LD_TRACE_LOADED_OBJECTS", "1"}}});
   EXPECT_NE(run.out.find("libc.so"), std::string::npos) << run.out;
-  EXPECT_EQ(run.out.find("torch"), std::string::npos) << run.out;
-  EXPECT_EQ(run.out.find("c10"), std::string::npos) << run.out;
+  // Only names: an address (0x00007f66b3ac1000) may hold the letters of c10.
+  EXPECT_EQ(run.out.find("libtorch"), std::string::npos) << run.out;
+  EXPECT_EQ(run.out.find("libc10"), std::string::npos) << run.out;
 }
 
 TEST(Programs, HelpAnswersOnStdoutWithCodeZeroWithin50Milliseconds) {
